@@ -1,0 +1,43 @@
+# make demo      sets up .venv, builds the kernels that the demo uses, runs it; with or without a GPU
+# make test      sets up the same, builds everything, runs all tests; those of a GPU skip without one
+# make build     builds in place: the libraries of the package and the tests' host module
+# make test-gpu  the GPU tests alone
+# make bench     the benchmarks, on a Hopper GPU
+# make clean     removes what was built, not .venv and not the cache of compiled units
+#
+# PYTHON: the Python 3.10 or later that .venv is made from. setup.py lists the build's variables.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+DEMO_VARIANTS := FwdBf16D128*
+
+.PHONY: demo test build test-gpu bench clean
+
+demo: FLASH_ATTN3_VARIANTS ?= $(DEMO_VARIANTS)
+demo: export FLASH_ATTN3_VARIANTS
+demo: build
+	$(RUN) examples/demo.py
+
+test: build
+	$(RUN) -m pytest tests
+
+test-gpu: build
+	$(RUN) -m pytest tests/gpu
+
+bench: build
+	$(RUN) -m benchmarks.bench_forward
+
+build: $(VENV)/ready
+	$(RUN) setup.py --quiet build_ext --inplace
+	$(RUN) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	$(RUN) build_tools/build_host.py
+
+$(VENV)/ready: constraints.txt
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("flash_attn3: needs Python 3.10 or later; hint: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --disable-pip-version-check --requirement constraints.txt
+	touch $@
+
+clean:
+	rm -rf build dist third_party/cutlass *.egg-info flash_attn3/*.so tests/*.so

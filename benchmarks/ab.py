@@ -1,0 +1,196 @@
+"""Two builds of flash_attn3 against each other: a process each, taking turns on one GPU.
+
+    python -m benchmarks.ab --a ../before --b . [--suite forward] [--quick]
+
+A and B are folders that hold a built flash_attn3 folder (a checkout, or the target of
+`pip install --target`), or files: builds of the kernel library alone, used under this package's
+Python through FLASH_ATTN3_LIBRARY. In each round both sides time the same problem once, A first in
+even rounds, B first in odd ones, so that clocks and heat are shared. The ratio of a cell is the
+median over the rounds of A's time / B's time: above 1, B is faster. `--a X --b X` shows the noise.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import harness, shapes
+from flash_attn3 import _measure
+from flash_attn3._measure import Shape, geometric_mean
+
+SIDES = ('a', 'b')
+LIBRARY = 'FLASH_ATTN3_LIBRARY'
+
+
+@dataclass(frozen=True)
+class Build:
+    """name: for tables and results. folder: where flash_attn3 is imported from. variables: the
+    environment that its process gets beside the driver's."""
+    name: str
+    folder: pathlib.Path
+    variables: dict[str, str]
+
+
+class Worker:
+    """The driver's end of one side's pipe."""
+
+    def __init__(self, build: Build, device: str, target_ms: float) -> None:
+        script = pathlib.Path(__file__).with_name('ab_worker.py')
+        command = [sys.executable, str(script), _measure.__file__, str(build.folder), device,
+                   str(target_ms)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        text=True, env={**os.environ, **build.variables})
+        self.name = build.name
+
+    def read(self) -> dict:
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f'benchmarks.ab: the process of {self.name} ended with '
+                               f'{self.process.wait()}; its last lines are above')
+        return json.loads(line)
+
+    def ask(self, **command) -> dict:
+        self.process.stdin.write(json.dumps(command) + '\n')
+        self.process.stdin.flush()
+        return self.read()
+
+    def stop(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def find_build(path: pathlib.Path) -> Build:
+    """The name, which results record, holds no path of the machine."""
+    path = path.resolve()
+    if path.is_file():
+        own_package = pathlib.Path(_measure.__file__).resolve().parents[1]
+        return Build(f'{path.parent.name}/{path.name}', own_package, {LIBRARY: str(path)})
+    for folder in (path, path.parent):
+        if (folder / 'flash_attn3' / '__init__.py').is_file():
+            return Build(f'{folder.name} ({harness.commit(folder)})', folder, {})
+    raise SystemExit('benchmarks.ab: expected a folder that holds flash_attn3/__init__.py or a '
+                     f'kernel library, got {path}')
+
+
+def sides_in_turn(rounds: int) -> Iterator[tuple[str, str]]:
+    """A B, B A, A B, ...: neither side always follows the other."""
+    for number in range(rounds):
+        yield SIDES if number % 2 == 0 else SIDES[::-1]
+
+
+def compare(shape: Shape, workers: dict[str, Worker], rounds: int) -> dict:
+    """One cell: the turns of both sides, and the ratio of their rounds."""
+    cell = dict(shape=shape.as_dict(), flops=shape.flops)
+    prepared = {side: worker.ask(prepare=shape.as_dict()) for side, worker in workers.items()}
+    failed = {side: answer['na'] for side, answer in prepared.items() if 'na' in answer}
+    if failed:
+        return dict(cell, na=failed)
+    settings = [min(answer['count'] for answer in prepared.values()),
+                max(answer['ahead_s'] for answer in prepared.values())]
+    turns: dict[str, list[dict]] = {side: [] for side in SIDES}
+    for order in sides_in_turn(rounds):
+        for side in order:
+            answer = workers[side].ask(turn=settings)
+            if 'na' in answer:
+                return dict(cell, na={side: answer['na']})
+            turns[side].append(answer)
+    results = [side_result(shape, side, turns[side], prepared[side]['error']) for side in SIDES]
+    ratios = [a['ms'] / b['ms'] for a, b in zip(turns['a'], turns['b'])]
+    return dict(cell, results=results, ratios=ratios, ratio=statistics.median(ratios))
+
+
+def side_result(shape: Shape, side: str, turns: Sequence[dict], error: float) -> dict:
+    figure = _measure.Figure.of([_measure.Turn(**turn) for turn in turns])
+    return dict(name=side, ms=figure.ms, spread=figure.spread, rounds=figure.rounds,
+                clock_mhz=figure.clock_mhz, tflops=shape.flops / figure.ms / 1e9, error=error,
+                wrong=not error < _measure.WRONG)
+
+
+def summarize(cells: Sequence[dict]) -> dict:
+    ratios = [cell['ratio'] for cell in cells
+              if 'ratio' in cell and not any(result['wrong'] for result in cell['results'])]
+    summary: dict = dict(cells=len(cells), compared=len(ratios))
+    if ratios:
+        summary.update(geometric_mean=geometric_mean(ratios), worst=min(ratios), best=max(ratios))
+    return summary
+
+
+def show(record: dict, console: Console) -> None:
+    settings = record['settings']
+    table = Table(title=f"A {settings['a']}, B {settings['b']}, {record['environment']['device']}")
+    columns = ('A us', 'B us', 'A TFLOP/s', 'B TFLOP/s', 'A MHz', 'B MHz', 'B / A')
+    table.add_column('problem')
+    for column in columns:
+        table.add_column(column, justify='right')
+    table.add_column('GPU')
+    for cell in record['cells']:
+        label = Shape(**cell['shape']).label()
+        if 'na' in cell:
+            table.add_row(label, *('n/a' if side in cell['na'] else '' for side in SIDES))
+            continue
+        sides = cell['results']
+        table.add_row(label, *(f"{r['ms'] * 1e3:.1f}" for r in sides),
+                      *map(harness.figure_text, sides),
+                      *('' if r['clock_mhz'] is None else f"{r['clock_mhz']:.0f}" for r in sides),
+                      f"{cell['ratio']:.3f}", harness.gpu_text(cell['gpu']))
+    console.print(table)
+    summary = record['summary']
+    if summary['compared']:
+        console.print(f"speed of B / speed of A: geometric mean {summary['geometric_mean']:.4f} "
+                      f"over {summary['compared']} of {summary['cells']} cells, from "
+                      f"{summary['worst']:.3f} to {summary['best']:.3f}", highlight=False)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog='python -m benchmarks.ab',
+                                     description=__doc__.splitlines()[0])
+    parser.add_argument('--a', type=pathlib.Path, required=True,
+                        help='folder or kernel library of the build to compare with')
+    parser.add_argument('--b', type=pathlib.Path, required=True, help='the other build')
+    parser.add_argument('--suite', choices=sorted(shapes.SUITES), default='forward')
+    harness.add_common_arguments(parser.add_argument)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    device, rounds = torch.device(args.device), args.rounds or (3 if args.quick else 9)
+    builds = {'a': find_build(args.a), 'b': find_build(args.b)}
+    settings = dict(rounds=rounds, target_ms=args.target_ms, suite=args.suite,
+                    **{side: builds[side].name for side in SIDES})
+    record = harness.new_record('ab', device, args.commit, settings)
+    monitor, workers = harness.Monitor(device), {}
+    try:
+        for side, build in builds.items():
+            workers[side] = Worker(build, args.device, args.target_ms)
+        for worker in workers.values():
+            worker.read()
+        for shape in shapes.select(args.suite, args.quick, device.type == 'cpu', args.dtype):
+            monitor.take()
+            cell = compare(shape, workers, rounds)
+            record['cells'].append(dict(cell, gpu=monitor.take()))
+            console.print(f"{shape.label()}: {cell.get('ratio', cell.get('na'))}", highlight=False)
+    finally:
+        monitor.stop()
+        for worker in workers.values():
+            worker.stop()
+    record['summary'] = summarize(record['cells'])
+    path = harness.save(record, args.out)
+    show(record, console)
+    console.print(f'written: {path}', highlight=False)
+    return 0 if record['summary']['compared'] == len(record['cells']) else 1
+
+
+if __name__ == '__main__':
+    sys.exit(main())

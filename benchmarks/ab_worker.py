@@ -1,0 +1,82 @@
+"""One side of ab.py: times one build of flash_attn3, a turn at a time, as told on stdin.
+
+    python ab_worker.py MEASURE_PY PACKAGE_FOLDER DEVICE TARGET_MS
+
+MEASURE_PY is the timing code, the same file for both sides; PACKAGE_FOLDER holds the flash_attn3 to
+be measured. One JSON object per line, one answer per command, {"na": reason} where it fails:
+    {"prepare": shape} -> {"count": calls in a turn, "ahead_s": s, "error": relative error}
+    {"turn": [count, ahead_s]} -> {"ms": ms, "clock_mhz": MHz or null}
+"""
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import pathlib
+import sys
+from types import ModuleType
+
+
+def load_measure(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location('ab_measure', path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module   # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_build(folder: str) -> ModuleType:
+    """Import flash_attn3 from this folder and from nowhere else."""
+    sys.path.insert(0, folder)
+    import flash_attn3
+    found = pathlib.Path(flash_attn3.__file__).resolve()
+    if pathlib.Path(folder).resolve() not in found.parents:
+        raise RuntimeError(f'expected flash_attn3 from {folder}, got {found}')
+    return flash_attn3
+
+
+class Side:
+    def __init__(self, measure: ModuleType, build: ModuleType, device: str,
+                 target_ms: float) -> None:
+        import torch
+        self.measure, self.build, self.device = measure, build, torch.device(device)
+        self.timer = measure.Timer(self.device, target_ms)
+        self.timer.spin(0.3)
+
+    def prepare(self, shape: dict) -> dict:
+        problem = self.measure.Shape(**shape)
+        function, causal = self.build.flash_attn_func, problem.causal
+        self.call = None                       # lets go of the inputs of the problem before
+        sets = self.measure.make_inputs(problem, self.device)
+        one = self.measure.Contender('build', lambda q, k, v: function(q, k, v, causal=causal))
+        error = self.measure.relative_error(one.function(*sets[0]), sets[0], causal)
+        self.call = one.rotating(sets)
+        count, ahead_s = self.timer.calibrate(self.call)
+        return dict(count=count, ahead_s=ahead_s, error=error)
+
+    def turn(self, settings: list) -> dict:
+        done = self.timer.turn(self.call, *settings)
+        return dict(ms=done.ms, clock_mhz=done.clock_mhz)
+
+    def answer(self, command: dict) -> dict:
+        (verb, argument), = command.items()
+        try:
+            return {'prepare': self.prepare, 'turn': self.turn}[verb](argument)
+        except Exception as error:
+            return dict(na=f'{type(error).__name__}: {error}'[:200])
+
+
+def main() -> None:
+    measure_path, folder, device, target_ms = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), 'w')
+    os.dup2(2, 1)   # what libraries print must not get between the answers
+    import torch
+    side = Side(load_measure(measure_path), load_build(folder), device, float(target_ms))
+    print(json.dumps(dict(ready=torch.__version__)), file=answers, flush=True)
+    with torch.no_grad():
+        for line in sys.stdin:
+            print(json.dumps(side.answer(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == '__main__':
+    main()

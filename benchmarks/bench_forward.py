@@ -1,0 +1,140 @@
+"""The forward of flash_attn3 beside the backends of PyTorch's SDPA: table, JSON, PNG.
+
+    python -m benchmarks.bench_forward                        # on a Hopper GPU, some minutes
+    python -m benchmarks.bench_forward --device cpu --quick   # tries the machinery, seconds
+    python -m benchmarks.bench_forward --markdown FILE.json   # a measured table for the README
+
+Contenders of a cell take turns; each is checked against fp32 once. See flash_attn3/_measure.py for
+what a figure is.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import harness, shapes
+from flash_attn3 import bench
+from flash_attn3._measure import Shape, Timer, geometric_mean
+
+OURS = bench.OURS
+CONTENDERS = (OURS, *bench.SDPA_BACKENDS)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog='python -m benchmarks.bench_forward',
+                                     description=__doc__.splitlines()[0])
+    harness.add_common_arguments(parser.add_argument)
+    parser.add_argument('--suite', choices=sorted(shapes.SUITES), default='forward')
+    parser.add_argument('--markdown', type=pathlib.Path, metavar='JSON',
+                        help='measure nothing: print the table of a JSON file for the README')
+    return parser.parse_args(argv)
+
+
+def measure(cells: Sequence[Shape], args: argparse.Namespace, console: Console) -> dict:
+    device = torch.device(args.device)
+    rounds = args.rounds or (3 if args.quick else 5)
+    settings = dict(rounds=rounds, target_ms=args.target_ms, suite=args.suite)
+    record = harness.new_record(args.suite, device, args.commit, settings)
+    monitor = harness.Monitor(device)
+    Timer(device).spin(0.3)
+    try:
+        for shape in cells:
+            monitor.take()
+            results = bench.measure(shape, device, CONTENDERS, rounds, args.target_ms)
+            record['cells'].append(dict(shape=shape.as_dict(), flops=shape.flops,
+                                        gpu=monitor.take(), results=results))
+            figures = '  '.join(f"{r['name']} {harness.figure_text(r)}" for r in results)
+            console.print(f'{shape.label()}: {figures}', highlight=False)
+    finally:
+        monitor.stop()
+    record['summary'] = summarize(record['cells'])
+    return record
+
+
+def compare(cell: dict) -> tuple[str, float] | None:
+    """(best rival, our speed / its speed); None when either side has no valid figure."""
+    own = harness.measured(cell, OURS)
+    rivals = [r for name in CONTENDERS[1:] if (r := harness.measured(cell, name))]
+    if own is None or not rivals:
+        return None
+    best = min(rivals, key=lambda r: r['ms'])
+    return best['name'], best['ms'] / own['ms']
+
+
+def summarize(cells: Sequence[dict]) -> dict:
+    compared = [found for cell in cells if (found := compare(cell))]
+    missing = [Shape(**cell['shape']).label() for cell in cells if not harness.measured(cell, OURS)]
+    summary: dict = dict(cells=len(cells), compared=len(compared), ours_missing_or_wrong=missing)
+    if compared:
+        ratios = [ratio for _, ratio in compared]
+        summary.update(geometric_mean=geometric_mean(ratios), worst=min(ratios), best=max(ratios))
+    return summary
+
+
+def table_rows(record: dict) -> tuple[list[str], list[list[str]]]:
+    headers = ['problem', *CONTENDERS, 'of peak', 'best SDPA', 'ratio', 'GPU']
+    rows = []
+    for cell in record['cells']:
+        by_name = {result['name']: result for result in cell['results']}
+        own, against = harness.measured(cell, OURS), compare(cell)
+        share = own and own['peak_share']
+        rows.append([Shape(**cell['shape']).label(),
+                     *(harness.figure_text(by_name.get(name)) for name in CONTENDERS),
+                     f'{share:.0%}' if share else '', against[0] if against else '',
+                     f'{against[1]:.2f}' if against else '', harness.gpu_text(cell['gpu'])])
+    return headers, rows
+
+
+def summary_line(summary: dict) -> str:
+    if not summary['compared']:
+        return 'flash_attn3 / best SDPA: n/a'
+    text = (f"flash_attn3 / best SDPA: geometric mean {summary['geometric_mean']:.3f} over "
+            f"{summary['compared']} of {summary['cells']} cells, worst {summary['worst']:.3f}")
+    missing = summary['ours_missing_or_wrong']
+    return text + (f"; missing or wrong: {', '.join(missing)}" if missing else '')
+
+
+def show(record: dict, console: Console) -> None:
+    headers, rows = table_rows(record)
+    table = Table(title=f"TFLOP/s, {record['environment']['device']}, commit {record['commit']}")
+    for header in headers:
+        table.add_column(header, justify='left' if header in (headers[0], 'GPU') else 'right')
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print(summary_line(record['summary']), highlight=False)
+
+
+def markdown(record: dict) -> str:
+    headers, rows = table_rows(record)
+    facts = record['environment']
+    lines = [f"{facts['device']}, torch {facts['torch']}, {record['time'][:10]}, commit "
+             f"{record['commit']}, {record['settings']['rounds']} interleaved rounds, TFLOP/s:", '']
+    lines += ['| ' + ' | '.join(row) + ' |' for row in [headers, ['---'] * len(headers), *rows]]
+    return '\n'.join([*lines, '', summary_line(record['summary'])])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    if args.markdown:
+        print(markdown(json.loads(args.markdown.read_text())))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    cells = shapes.select(args.suite, args.quick, args.device == 'cpu', args.dtype)
+    record = measure(cells, args, console)
+    path = harness.save(record, args.out)
+    harness.plot(record, path.with_suffix('.png'), CONTENDERS)
+    show(record, console)
+    console.print(f'written: {path} and .png', highlight=False)
+    return 1 if record['summary']['ours_missing_or_wrong'] else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,111 @@
+// What a forward variant may choose. A variant is a named struct: a tile of config/fwd_tiles.h plus
+// dtype and mask, generated from csrc/instances/variants.py. Plain constants: g++ reads them too,
+// so that the planner, explain() and the tests know every variant without CUDA.
+#pragma once
+
+#include "core/problem.h"
+#include "core/row_packing.h"
+
+namespace fa3 {
+
+enum class MaskKind : int { kFull = 0, kCausal = 1 };
+
+struct FwdDefaults {
+  // Consumer warpgroups, of 64 rows of Q each.
+  static constexpr int kConsumerWarpgroups = 2;
+  // Buffers of the K ring and of the V ring.
+  static constexpr int kStages = 2;
+  // Buffers of the Q ring; 2: the next tile's Q is loaded while this one is worked on.
+  static constexpr int kQStages = 1;
+  // Two warpgroups take turns at issuing their products (paper, section 3.1).
+  static constexpr bool kPingPong = true;
+  // k-steps of PV still to be issued when the turn is passed on.
+  static constexpr int kTurnLead = 2;
+  // The softmax of a tile runs beside the PV product of the tile before (paper, section 3.2).
+  static constexpr bool kIntraOverlap = true;
+  // Speed per computed FLOP, in percent of the fastest tile of the same head dim and mask: what the
+  // planner weighs against the padding where several tiles fit.
+  static constexpr int kRelativeSpeed = 100;
+};
+
+constexpr int kWarpgroupThreads = 128;
+
+template <class Config>
+constexpr int fwd_threads() {
+  return (Config::kConsumerWarpgroups + 1) * kWarpgroupThreads;
+}
+
+// Registers per thread after setmaxnreg. The pool of 64 Ki is dealt in steps of 8 per thread; the
+// producer warpgroup only computes coordinates and issues copies.
+template <class Config>
+constexpr int fwd_consumer_registers() {
+  return Config::kConsumerWarpgroups == 1 ? 256 : Config::kConsumerWarpgroups == 2 ? 240 : 160;
+}
+
+template <class Config>
+constexpr int fwd_producer_registers() {
+  return Config::kConsumerWarpgroups == 1 ? 56 : Config::kConsumerWarpgroups == 2 ? 24 : 32;
+}
+
+constexpr int kMaxSharedBytes = 232448;  // per CTA on sm_90
+
+// Shared memory of a variant: the Q ring (O leaves through it), the K ring, the V ring, the
+// mbarriers. forward/storage.h asserts that this is what the kernel's struct takes.
+template <class Config>
+constexpr int fwd_shared_bytes() {
+  int const element_bytes = 2;
+  int const q_bytes = Config::kQStages * Config::kConsumerWarpgroups * kWarpgroupRows *
+                      Config::kHeadDim * element_bytes;
+  int const k_bytes = Config::kStages * Config::kTileN * Config::kHeadDim * element_bytes;
+  int const v_bytes = Config::kStages * Config::kTileN * Config::kHeadDimV * element_bytes;
+  int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages;
+  return q_bytes + k_bytes + v_bytes + (barriers * 8 + 1023) / 1024 * 1024;
+}
+
+// A variant's constants as values, for the planner.
+struct FwdVariantFacts {
+  char const* name;
+  Dtype dtype;
+  MaskKind mask;
+  int head_dim;
+  int head_dim_v;
+  int tile_n;
+  int consumer_warpgroups;
+  int stages;
+  int q_stages;
+  bool ping_pong;
+  bool intra_overlap;
+  int relative_speed;
+  int threads;
+  int producer_registers;
+  int consumer_registers;
+  int shared_bytes;
+};
+
+template <class Config>
+constexpr FwdVariantFacts fwd_facts(char const* name) {
+  static_assert(Config::kTileN % 16 == 0 && Config::kTileN <= 256,
+                "PV reads keys in steps of 16; a product has 256 columns");
+  static_assert(fwd_shared_bytes<Config>() <= kMaxSharedBytes,
+                "the tile does not fit into shared memory");
+  static_assert(!Config::kPingPong || Config::kConsumerWarpgroups == 2,
+                "taking turns is between two warpgroups");
+  return FwdVariantFacts{name,
+                         Config::kDtype,
+                         Config::kMask,
+                         Config::kHeadDim,
+                         Config::kHeadDimV,
+                         Config::kTileN,
+                         Config::kConsumerWarpgroups,
+                         Config::kStages,
+                         Config::kQStages,
+                         Config::kPingPong,
+                         Config::kIntraOverlap,
+                         Config::kRelativeSpeed,
+                         fwd_threads<Config>(),
+                         fwd_producer_registers<Config>(),
+                         fwd_consumer_registers<Config>(),
+                         fwd_shared_bytes<Config>()};
+}
+
+}  // namespace fa3

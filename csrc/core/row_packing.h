@@ -1,0 +1,37 @@
+// How the 64 rows of a consumer warpgroup are filled with queries.
+//
+// Without packing a row is one position of one query head. With `pack` > 1 the query heads that
+// share a KV head become extra rows: row r of a warpgroup holds position r / pack, head r % pack of
+// its head group. 64 / pack positions fit; the rows left over when pack does not divide 64 are
+// computed and thrown away.
+#pragma once
+
+#include "core/int_math.h"
+
+namespace fa3 {
+
+constexpr int kWarpgroupRows = 64;
+
+struct RowPacking {
+  int pack = 1;  // query heads in the rows of a tile; divides heads_q / heads_k and is at most 64
+
+  FA3_HD constexpr int positions_per_warpgroup() const { return kWarpgroupRows / pack; }
+
+  FA3_HD constexpr int positions_per_tile(int warpgroups) const {
+    return warpgroups * positions_per_warpgroup();
+  }
+};
+
+// The largest pack the rows can take: the largest divisor of `group` (query heads per KV head) that
+// is at most 64.
+constexpr int largest_pack(int group) {
+  int best = 1;
+  for (int d = 1; d <= kWarpgroupRows && d <= group; ++d) {
+    if (group % d == 0) {
+      best = d;
+    }
+  }
+  return best;
+}
+
+}  // namespace fa3

@@ -1,0 +1,48 @@
+// Barriers in shared memory (mbarriers) and named barriers of the CTA.
+//
+// A ring of buffers is a pair of mbarrier arrays: full[i] is completed by a copy, empty[i] by the
+// readers. RingState says where a role stands. A consumer waits for full with `phase`, a producer
+// for empty with `phase ^ 1`, so that the first round of a producer passes through a fresh barrier.
+#pragma once
+
+#include "device/cute.h"
+
+namespace fa3 {
+
+using Mbarrier = cutlass::arch::ClusterTransactionBarrier;
+
+template <int kStages>
+struct RingState {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  CUTE_DEVICE void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// Named barriers 0 to 7 are kept for the compiler, CUTLASS and __syncthreads.
+enum class NamedBarrier : int {
+  kTurnFirst = 0,   // warpgroup 0 may issue its products: it waits (128), warpgroup 1 arrives (128)
+  kTurnSecond = 1,  // the same for warpgroup 1
+};
+
+CUTE_DEVICE void named_sync(NamedBarrier id, int threads) {
+  cutlass::arch::NamedBarrier::arrive_and_wait(uint32_t(threads), uint32_t(id));
+}
+
+CUTE_DEVICE void named_arrive(NamedBarrier id, int threads) {
+  cutlass::arch::NamedBarrier::arrive(uint32_t(threads), uint32_t(id));
+}
+
+// Makes the initialised mbarriers visible to the copy engine and to the other threads' proxies.
+CUTE_DEVICE void fence_barrier_init() { cutlass::arch::fence_barrier_init(); }
+
+// Orders this thread's stores to shared memory before later reads by the copy engine or the tensor
+// cores.
+CUTE_DEVICE void fence_shared_for_async_proxy() { cutlass::arch::fence_view_async_shared(); }
+
+}  // namespace fa3

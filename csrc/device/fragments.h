@@ -1,0 +1,39 @@
+// Views of a wgmma accumulator (64 rows, 128 threads): as (row, column) of one thread, and as the A
+// operand of the next product.
+#pragma once
+
+#include "device/cute.h"
+
+namespace fa3 {
+
+// A thread holds 2 rows: row = 16 * warp + lane / 4 (+ 8), and in each the columns 8 j + 2 * (lane
+// % 4) (+ 1).
+// ((2, 2, J), 1, 1) -> (2 rows, (2, J) columns)
+template <class Fragment>
+CUTE_DEVICE auto rows_view(Fragment& acc) {
+  auto layout = acc.layout();
+  return cute::make_tensor(
+      acc.data(),
+      cute::make_layout(cute::get<0, 1>(layout),
+                        cute::make_layout(cute::get<0, 0>(layout), cute::get<0, 2>(layout))));
+}
+
+// The registers of an accumulator are, 8 columns at a time, those of the A operand 16 columns at a
+// time.
+// ((2, 2, J), 1, 1) -> ((2, 2, 2), 1, J / 2)
+template <class Layout>
+CUTE_DEVICE auto operand_a_layout(Layout acc) {
+  auto halves = cute::logical_divide(cute::get<0, 2>(acc), cute::Layout<cute::_2>{});  // (2, J / 2)
+  return cute::make_layout(
+      cute::make_layout(cute::get<0, 0>(acc), cute::get<0, 1>(acc), cute::get<0>(halves)),
+      cute::get<1>(acc), cute::get<1>(halves));
+}
+
+// First of the two rows of this thread, and the first of its columns.
+CUTE_DEVICE int fragment_row(int warpgroup_thread) {
+  return (warpgroup_thread / 32) * 16 + (warpgroup_thread % 32) / 4;
+}
+
+CUTE_DEVICE int fragment_column(int warpgroup_thread) { return 2 * (warpgroup_thread % 4); }
+
+}  // namespace fa3

@@ -1,0 +1,49 @@
+// Issues a product on the tensor cores. Never waits: the caller places the waits, because that is
+// where the overlap is.
+#pragma once
+
+#include "device/cute.h"
+
+namespace fa3 {
+
+struct NoHook {
+  CUTE_DEVICE void operator()() const {}
+};
+
+// D = A B (zero_init) or D += A B, over all k-steps of the fragments; one wgmma group. Issuing runs
+// only a little ahead of the tensor cores: `hook` is called when kHookLead k-steps are still to be
+// issued.
+template <int kHookLead = 0, class TiledMma, class FragmentA, class FragmentB, class FragmentD,
+          class Hook = NoHook>
+CUTE_DEVICE void issue_gemm(TiledMma mma,
+                            FragmentA const& a,            // (MMA, M, K) registers or descriptors
+                            FragmentB const& b,            // (MMA, N, K) descriptors
+                            FragmentD& d, bool zero_init,  // (MMA, M, N)
+                            Hook hook = {}) {
+  constexpr int kSteps = decltype(cute::size<2>(a))::value;
+  cute::warpgroup_fence_operand(d);
+  cute::warpgroup_arrive();
+  mma.accumulate_ = zero_init ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One;
+  CUTE_UNROLL
+  for (int k = 0; k < kSteps; ++k) {
+    if (k == kSteps - kHookLead) {
+      hook();
+    }
+    cute::gemm(mma, a(cute::_, cute::_, k), b(cute::_, cute::_, k), d);
+    mma.accumulate_ = cute::GMMA::ScaleOut::One;
+  }
+  cute::warpgroup_commit_batch();
+  if (kHookLead == 0) {
+    hook();
+  }
+}
+
+// Waits until at most kPending groups are outstanding; `d` belongs to a group that is then
+// complete.
+template <int kPending, class FragmentD>
+CUTE_DEVICE void wait_gemm(FragmentD& d) {
+  cute::warpgroup_wait<kPending>();
+  cute::warpgroup_fence_operand(d);
+}
+
+}  // namespace fa3

@@ -1,0 +1,53 @@
+// Instructions that C++ has no exact word for: base-2 exponential, packed conversions, reductions
+// over the four lanes that share a row of an accumulator.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "device/cute.h"
+
+namespace fa3 {
+
+// One MUFU.EX2; 2^-inf = 0, NaN stays NaN.
+CUTE_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats to two halves in one instruction, round to nearest even; `low` lands in the lower
+// half.
+template <class Element>
+CUTE_DEVICE uint32_t pack_two(float low, float high) {
+  uint32_t packed;
+  if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+// Converts a whole fragment, in register order.
+template <class Element, class Source, class Target>
+CUTE_DEVICE void convert_fragment(Source const& source, Target& target) {
+  static_assert(decltype(cute::size(source))::value == decltype(cute::size(target))::value);
+  auto pairs = cute::recast<uint32_t>(target);
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(pairs); ++i) {
+    pairs(i) = pack_two<Element>(source(2 * i), source(2 * i + 1));
+  }
+}
+
+CUTE_DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+CUTE_DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+}  // namespace fa3

@@ -1,0 +1,298 @@
+#include "dispatch/checks.h"
+
+#include <array>
+#include <cmath>
+
+#include "dispatch/text.h"
+#include "dispatch/variants.h"
+
+namespace fa3 {
+namespace {
+
+// Tile and key indices are 32-bit, with room for a tile past the end.
+constexpr int64_t kMaxLength = int64_t(1) << 30;
+
+// Of 64 rows. Packing query heads at most doubles their number.
+constexpr double kMaxTiles = double(1 << 29);
+
+struct Input {
+  char const* name;
+  TensorMeta const& meta;
+};
+
+std::array<Input, 3> inputs(ForwardCall const& call) {
+  return {Input{"q", call.q}, Input{"k", call.k}, Input{"v", call.v}};
+}
+
+bool on_cuda(ForwardCall const& call) { return call.q.device == DeviceType::kCuda; }
+
+std::string refuse(ForwardCall const& call, std::string const& expected, std::string const& got,
+                   std::string const& hint = "") {
+  return error_text(call.has_out ? "fwd_out" : "fwd", expected, got, hint);
+}
+
+std::string device_text(TensorMeta const& meta) {
+  return meta.device == DeviceType::kCuda ? text(meta.device_name, ":", meta.device_index)
+                                          : meta.device_name;
+}
+
+bool same_device(TensorMeta const& a, TensorMeta const& b) {
+  return a.device == b.device &&
+         (a.device != DeviceType::kCuda || a.device_index == b.device_index);
+}
+
+std::string shape_text(int64_t const (&size)[5], int rank) {
+  std::string shape = "(";
+  for (int i = 0; i < rank; ++i) {
+    shape += text(i > 0 ? ", " : "", size[i]);
+  }
+  return shape + ")";
+}
+
+std::string check_ranks(ForwardCall const& call) {
+  for (auto [name, meta] : inputs(call)) {
+    if (meta.rank != 4) {
+      return refuse(call, text(name, " to have 4 dimensions (batch, seqlen, heads, head_dim)"),
+                    text(meta.rank));
+    }
+  }
+  return {};
+}
+
+std::string check_devices(ForwardCall const& call) {
+  if (call.q.device == DeviceType::kOther) {
+    return refuse(call, "q on a CPU or CUDA device", device_text(call.q));
+  }
+  for (auto [name, meta] : inputs(call)) {
+    if (!same_device(meta, call.q)) {
+      return refuse(call, text(name, " on the device of q, ", device_text(call.q)),
+                    device_text(meta));
+    }
+  }
+  return {};
+}
+
+std::string check_dtypes(ForwardCall const& call) {
+  Dtype const dtype = call.q.dtype;
+  bool const is_half = dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16;
+  bool const is_wide = dtype == Dtype::kFloat32 || dtype == Dtype::kFloat64;
+  if (on_cuda(call) && !is_half) {
+    return refuse(call, "q.dtype to be float16 or bfloat16", call.q.dtype_name,
+                  is_wide ? "convert q, k and v to bfloat16 or float16" : "");
+  }
+  if (!is_half && !is_wide) {
+    return refuse(call, "q.dtype to be float16, bfloat16, float32 or float64", call.q.dtype_name);
+  }
+  for (auto [name, meta] : inputs(call)) {
+    if (meta.dtype != dtype) {
+      return refuse(call, text(name, ".dtype to be that of q, ", call.q.dtype_name),
+                    meta.dtype_name);
+    }
+  }
+  return {};
+}
+
+// A size of one tensor that another has to repeat.
+struct SizeRule {
+  char const* name;
+  TensorMeta const& meta;
+  int dim;
+  char const* like_name;
+  TensorMeta const& like;
+};
+
+std::string check_sizes(ForwardCall const& call) {
+  SizeRule const rules[] = {
+      {"k", call.k, 0, "q", call.q}, {"v", call.v, 0, "q", call.q}, {"v", call.v, 1, "k", call.k},
+      {"v", call.v, 2, "k", call.k}, {"k", call.k, 3, "q", call.q},
+  };
+  static constexpr char const* kDims[] = {"batch", "seqlen", "heads", "head_dim"};
+  for (SizeRule const& rule : rules) {
+    if (rule.meta.size[rule.dim] != rule.like.size[rule.dim]) {
+      return refuse(call,
+                    text(rule.name, ".size(", rule.dim, "), the ", kDims[rule.dim],
+                         ", to be that of ", rule.like_name, ", ", rule.like.size[rule.dim]),
+                    text(rule.meta.size[rule.dim]), "tensors are (batch, seqlen, heads, head_dim)");
+    }
+  }
+  if (call.k.size[2] < 1) {
+    return refuse(call, "k.size(2), the heads, to be at least 1", text(call.k.size[2]));
+  }
+  if (call.q.size[2] % call.k.size[2] != 0) {
+    return refuse(call, text("the heads of q to be a multiple of the heads of k, ", call.k.size[2]),
+                  text(call.q.size[2]), "tensors are (batch, seqlen, heads, head_dim)");
+  }
+  return {};
+}
+
+// A (dtype, head dim) has kernels for both masks or for none: the checks need not know the mask.
+constexpr bool has_both_masks() {
+  for (FwdVariantFacts const& a : kFwdVariants) {
+    if (find_variant(a.dtype, false, a.head_dim, a.head_dim_v) < 0 ||
+        find_variant(a.dtype, true, a.head_dim, a.head_dim_v) < 0) {
+      return false;
+    }
+  }
+  return true;
+}
+static_assert(has_both_masks(),
+              "csrc/instances/variants.py: a head dim lacks the full or the causal variant");
+
+// "64, 128, 256": the head dims that have a kernel.
+std::string listed_head_dims(Dtype dtype) {
+  std::string dims;
+  for (FwdVariantFacts const& facts : kFwdVariants) {
+    if (facts.dtype == dtype && facts.mask == MaskKind::kFull) {
+      dims += text(dims.empty() ? "" : ", ", facts.head_dim);
+    }
+  }
+  return dims;
+}
+
+std::string check_head_dims(ForwardCall const& call) {
+  int64_t const head_dim = call.q.size[3];
+  int64_t const head_dim_v = call.v.size[3];
+  if (!on_cuda(call)) {
+    bool const fine = head_dim >= 1 && head_dim_v >= 1;
+    std::string const got = text(head_dim, " (q, k) and ", head_dim_v, " (v)");
+    return fine ? "" : refuse(call, "head dims of at least 1", got);
+  }
+  if (head_dim % 8 != 0) {
+    return refuse(call, "q.size(3), the head_dim, to be a multiple of 8", text(head_dim),
+                  "pad q, k and v with zeros");
+  }
+  if (head_dim_v != head_dim) {
+    return refuse(call, text("v.size(3), the head_dim, to be that of q and k, ", head_dim),
+                  text(head_dim_v));
+  }
+  if (head_dim > 256 || find_variant(call.q.dtype, false, int(head_dim), int(head_dim_v)) < 0) {
+    std::string const dims = listed_head_dims(call.q.dtype);
+    bool const can_pad = head_dim > 0 && head_dim < 256;
+    return refuse(call, text("q.size(3), the head_dim, to be one that has a kernel (", dims, ")"),
+                  text(head_dim),
+                  can_pad ? "pad q, k and v with zeros, and pass softmax_scale" : "");
+  }
+  return {};
+}
+
+std::string check_last_stride(ForwardCall const& call, char const* name, TensorMeta const& meta) {
+  if (meta.size[3] <= 1 || meta.stride[3] == 1) {
+    return {};
+  }
+  return refuse(call, text(name, ".stride(3) to be 1, the head_dim contiguous"),
+                text(meta.stride[3]), text("call ", name, ".contiguous()"));
+}
+
+std::string check_strides(ForwardCall const& call) {
+  if (!on_cuda(call)) {
+    return {};
+  }
+  for (auto [name, meta] : inputs(call)) {
+    std::string const error = check_last_stride(call, name, meta);
+    if (!error.empty()) {
+      return error;
+    }
+  }
+  return {};
+}
+
+std::string check_scalars(ForwardCall const& call) {
+  float const scale = float(call.softmax_scale);
+  if (!std::isfinite(scale) || scale <= 0.f) {
+    return refuse(call, "softmax_scale to be a positive finite float32", text(call.softmax_scale));
+  }
+  if (call.sm_margin < 0) {
+    return refuse(call, "sm_margin to be 0 or more", text(call.sm_margin));
+  }
+  if (call.sm_count > 0 && call.sm_margin >= call.sm_count) {
+    return refuse(call, text("sm_margin to be less than the ", call.sm_count, " SMs of the device"),
+                  text(call.sm_margin), "it is the number of SMs to leave to other kernels");
+  }
+  return {};
+}
+
+std::string check_counts(ForwardCall const& call) {
+  if (!on_cuda(call)) {
+    return {};
+  }
+  for (auto [name, meta] : inputs(call)) {
+    for (int i = 0; i < 3; ++i) {
+      if (meta.size[i] > kMaxLength) {
+        return refuse(call, text(name, ".size(", i, ") to be at most ", kMaxLength),
+                      text(meta.size[i]));
+      }
+    }
+  }
+  TensorMeta const& q = call.q;
+  double const tiles = double(q.size[0]) * double(q.size[2]) * double((q.size[1] + 63) / 64);
+  if (tiles > kMaxTiles) {
+    return refuse(call,
+                  text("batch * heads * ceil(seqlen / 64) of q to be at most ", int64_t(kMaxTiles)),
+                  text(int64_t(tiles)), "split the batch");
+  }
+  return {};
+}
+
+// Two elements of `out` at one address, or `out` starting where an input does.
+std::string check_out_memory(ForwardCall const& call) {
+  TensorMeta const& out = call.out;
+  bool const is_empty =
+      out.size[0] == 0 || out.size[1] == 0 || out.size[2] == 0 || out.size[3] == 0;
+  for (int i = 0; i < 4 && !is_empty; ++i) {
+    if (out.size[i] > 1 && out.stride[i] == 0) {
+      return refuse(call, "out with memory for every element", text("out.stride(", i, ") of 0"),
+                    "do not pass an expanded tensor");
+    }
+  }
+  for (auto [name, meta] : inputs(call)) {
+    if (!is_empty && out.address != 0 && out.address == meta.address) {
+      return refuse(call, text("out with memory of its own"), text("the memory of ", name));
+    }
+  }
+  return {};
+}
+
+std::string check_out(ForwardCall const& call) {
+  if (!call.has_out) {
+    return {};
+  }
+  TensorMeta const& out = call.out;
+  int64_t const wanted[5] = {call.q.size[0], call.q.size[1], call.q.size[2], call.v.size[3]};
+  bool shapes_match = out.rank == 4;
+  for (int i = 0; i < 4 && shapes_match; ++i) {
+    shapes_match = out.size[i] == wanted[i];
+  }
+  if (!shapes_match) {
+    return refuse(call, text("out to have the shape ", shape_text(wanted, 4)),
+                  shape_text(out.size, std::min(out.rank, 5)));
+  }
+  if (out.dtype != call.q.dtype) {
+    return refuse(call, text("out.dtype to be that of q, ", call.q.dtype_name), out.dtype_name);
+  }
+  if (!same_device(out, call.q)) {
+    return refuse(call, text("out on the device of q, ", device_text(call.q)), device_text(out));
+  }
+  std::string const error = on_cuda(call) ? check_last_stride(call, "out", out) : "";
+  return error.empty() ? check_out_memory(call) : error;
+}
+
+using Check = std::string (*)(ForwardCall const&);
+
+// In this order: each one may rely on those before it.
+constexpr Check kChecks[] = {check_ranks,   check_devices,   check_dtypes,
+                             check_sizes,   check_head_dims, check_strides,
+                             check_scalars, check_counts,    check_out};
+
+}  // namespace
+
+std::string check_forward(ForwardCall const& call) {
+  for (Check check : kChecks) {
+    std::string error = check(call);
+    if (!error.empty()) {
+      return error;
+    }
+  }
+  return {};
+}
+
+}  // namespace fa3

@@ -1,0 +1,28 @@
+// What a call must look like: the one source of user checks. The CUDA op calls it with the tensors
+// themselves; the CPU implementation, can_use() and explain() call it through the torch-free module
+// flash_attn3._plan, so that a mistake is named in the same words everywhere. Pure: no torch, no
+// CUDA, no allocation unless there is something to say.
+#pragma once
+
+#include <string>
+
+#include "core/problem.h"
+
+namespace fa3 {
+
+struct ForwardCall {
+  TensorMeta q;    // (batch, seqlen_q, heads_q, head_dim)
+  TensorMeta k;    // (batch, seqlen_k, heads_k, head_dim)
+  TensorMeta v;    // (batch, seqlen_k, heads_k, head_dim_v)
+  TensorMeta out;  // (batch, seqlen_q, heads_q, head_dim_v), with has_out
+  bool has_out = false;
+  double softmax_scale = 1.0;
+  int64_t sm_margin = 0;
+  int sm_count = 0;  // of q's device; 0 when unknown
+};
+
+// Empty when the call is fine, else the whole error text. A CUDA call that passes has a kernel in
+// kFwdVariants.
+std::string check_forward(ForwardCall const& call);
+
+}  // namespace fa3

@@ -1,0 +1,30 @@
+// What the library has to know of a GPU and its driver, and when it cannot run there.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace fa3 {
+
+struct DeviceInfo {
+  int index = 0;
+  int sm_count = 0;
+  int64_t l2_bytes = 0;
+  int capability_major = 0;
+  int capability_minor = 0;
+};
+
+// Asked of the driver once a device, then cached; throws when the driver or the GPU will not do. In
+// ops/device_info.cpp.
+DeviceInfo const& device_info(int device);
+
+// Empty when a driver can run a library built with CUDA runtime `runtime_version`, else what is
+// wrong. Versions as CUDA counts them: 13020 is 13.2; 0 is no driver. A driver runs every runtime
+// of its own major version, and older ones.
+std::string driver_problem(int driver_version, int runtime_version);
+
+// Empty when the kernels run on the GPU: they are built for compute capability 9.0 exactly
+// (sm_90a).
+std::string capability_problem(DeviceInfo const& info);
+
+}  // namespace fa3

@@ -1,0 +1,28 @@
+// How a problem is run: which variant, and how its work is cut. plan_forward() is what every launch
+// takes, so it is pure and cheap (integers only, no allocation); cost_forward() adds the figures
+// that explain() prints.
+#pragma once
+
+#include "core/problem.h"
+
+namespace fa3 {
+
+struct FwdPlan {
+  int variant = -1;  // index in kFwdVariants
+  FwdSchedule schedule;
+};
+
+struct FwdCost {
+  double waves = 0;         // tiles per CTA of the grid
+  double useful_share = 0;  // visible (query, key) pairs per computed one; the rest is padding
+  double flops = 0;         // of the visible pairs, both products
+  double bytes = 0;         // q, k, v read once; out and LSE written once
+};
+
+// INVARIANT: the problem comes from a CUDA call that check_forward() accepts; then there is a
+// variant, and the number of tiles fits into an int.
+FwdPlan plan_forward(FwdProblem const& problem);
+
+FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan);
+
+}  // namespace fa3

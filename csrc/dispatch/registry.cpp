@@ -1,0 +1,40 @@
+#include "dispatch/registry.h"
+
+#include <algorithm>
+
+#include "dispatch/text.h"
+#include "dispatch/variants.h"
+
+namespace fa3 {
+namespace {
+
+// In how much two variants agree: a user moves to another dtype more easily than to another head
+// dim, and least easily to another mask.
+int likeness(FwdVariantFacts const& a, FwdVariantFacts const& b) {
+  return (a.mask == b.mask ? 4 : 0) + (a.head_dim == b.head_dim ? 2 : 0) +
+         (a.dtype == b.dtype ? 1 : 0);
+}
+
+}  // namespace
+
+std::string missing_variant_text(char const* op, int variant, std::span<bool const> built) {
+  FwdVariantFacts const& missing = kFwdVariants[variant];
+  int best = -1;
+  std::string nearest;
+  for (size_t i = 0; i < built.size(); ++i) {
+    int const now = built[i] ? likeness(missing, kFwdVariants[i]) : -1;
+    if (now > best) {
+      best = now;
+      nearest = kFwdVariants[i].name;
+    } else if (now >= 0 && now == best) {
+      nearest += text(", ", kFwdVariants[i].name);
+    }
+  }
+  std::string const got = nearest.empty() ? "a build without any kernel"
+                                          : text("a build without it (nearest: ", nearest, ")");
+  return error_text(
+      op, text("the kernel ", missing.name, " in this build"), got,
+      text("rebuild without FLASH_ATTN3_VARIANTS, or with FLASH_ATTN3_VARIANTS=", missing.name));
+}
+
+}  // namespace fa3

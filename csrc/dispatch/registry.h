@@ -1,0 +1,15 @@
+// What a user is told when a variant is listed but was left out of this build
+// (FLASH_ATTN3_VARIANTS). The table of launchers itself, fwd_registry.inc, is generated beside
+// fwd_variants.h and read by csrc/ops only.
+#pragma once
+
+#include <span>
+#include <string>
+
+namespace fa3 {
+
+// The error text for a missing variant: names it, its nearest relatives that are built, and the way
+// to build it. built[i] says whether variant i of kFwdVariants has a launcher.
+std::string missing_variant_text(char const* op, int variant, std::span<bool const> built);
+
+}  // namespace fa3

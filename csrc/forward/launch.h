@@ -1,0 +1,97 @@
+// Host side of the forward kernel: tensor maps, device parameters, launch. The generated units call
+// launch_forward.
+#pragma once
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "device/tensor_map.h"
+#include "forward/kernel.h"
+
+namespace fa3 {
+
+// Q or O as (column, packed head, position, head group, batch): a box is the rows of one warpgroup.
+inline CUtensorMap query_map(TensorMapMaker& maps, FwdParams const& p, TensorView const& t,
+                             int columns) {
+  int const pack = p.schedule.pack;
+  FwdProblem const& problem = p.problem;
+  return maps.make<5>(t.data,
+                      {{columns, 1, kBoxColumns},
+                       {pack, t.head_stride, pack},
+                       {problem.seqlen_q, t.row_stride, RowPacking{pack}.positions_per_warpgroup()},
+                       {problem.heads_q / pack, t.head_stride * pack, 1},
+                       {problem.batch, t.batch_stride, 1}});
+}
+
+// K or V as (column, key, KV head, batch): a box is one K tile.
+inline CUtensorMap key_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
+                           int columns, int tile_n) {
+  return maps.make<4>(t.data, {{columns, 1, kBoxColumns},
+                               {problem.seqlen_k, t.row_stride, tile_n},
+                               {problem.heads_k, t.head_stride, 1},
+                               {problem.batch, t.batch_stride, 1}});
+}
+
+template <class Config>
+FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
+  FwdProblem const& problem = p.problem;
+  int const pack = p.schedule.pack;
+  int const positions = RowPacking{pack}.positions_per_warpgroup();
+  FwdDeviceParams d;
+  d.q = query_map(maps, p, p.q, Config::kHeadDim);
+  d.k = key_map(maps, problem, p.k, Config::kHeadDim, Config::kTileN);
+  d.v = key_map(maps, problem, p.v, Config::kHeadDimV, Config::kTileN);
+  d.o = query_map(maps, p, p.o, Config::kHeadDimV);
+  d.lse = p.lse;
+  d.seqlen = SeqlenPair{problem.seqlen_q, problem.seqlen_k};
+  d.heads_q = problem.heads_q;
+  d.softmax_scale = p.softmax_scale;
+  d.scale_log2 = p.softmax_scale * kLog2E;
+  d.q_slice_bytes = pack * positions * kBoxColumns * 2;
+  d.positions_per_warpgroup = positions;
+  d.pack = FastDiv(pack);
+  d.groups_per_kv_head = FastDiv(problem.heads_q / problem.heads_k / pack);
+  d.order = TileOrder(problem.causal, p.schedule.m_tiles, problem.heads_q / pack, problem.batch,
+                      p.schedule.section_pairs);
+  return d;
+}
+
+inline void check_launch(cudaError_t error, char const* variant, int grid, int shared_bytes) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error("flash_attn3: launch of " + std::string(variant) + " failed: " +
+                             cudaGetErrorString(error) + " (grid " + std::to_string(grid) +
+                             ", shared memory " + std::to_string(shared_bytes) + " bytes)");
+  }
+}
+
+// Launches on the current device and the given stream (a cudaStream_t).
+template <class Config>
+void launch_forward(FwdParams const& p, void* stream) {
+  constexpr char const* variant = Config::kName;
+  constexpr int kBytes = fwd_shared_bytes<Config>();
+  static_assert(sizeof(FwdStorage<FwdTraits<Config>>) <= kBytes,
+                "fwd_shared_bytes must cover the storage");
+  int const grid = p.schedule.grid;
+
+  // Once per device: the attribute belongs to the kernel as loaded there.
+  static std::atomic<uint64_t> devices_ready{0};
+  int device = 0;
+  check_launch(cudaGetDevice(&device), variant, grid, kBytes);
+  uint64_t const bit = uint64_t(1) << (device % 64);
+  if (!(devices_ready.load(std::memory_order_relaxed) & bit)) {
+    check_launch(cudaFuncSetAttribute(forward_kernel<Config>,
+                                      cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+                 variant, grid, kBytes);
+    devices_ready.fetch_or(bit, std::memory_order_relaxed);
+  }
+
+  TensorMapMaker maps{p.problem.dtype};
+  FwdDeviceParams const params = device_params<Config>(maps, p);
+  check_launch(maps.error, variant, grid, kBytes);
+  forward_kernel<Config>
+      <<<grid, fwd_threads<Config>(), kBytes, static_cast<cudaStream_t>(stream)>>>(params);
+  check_launch(cudaGetLastError(), variant, grid, kBytes);
+}
+
+}  // namespace fa3

@@ -1,0 +1,121 @@
+// Online softmax over the K tiles of a row, on fragments: paper, section 2.3 and algorithm 1. A
+// thread keeps its two rows; the row sum stays per thread until the end, the row maximum is shared
+// by the four lanes of a row at every tile.
+#pragma once
+
+#include "core/softmax_math.h"
+#include "device/fragments.h"
+#include "device/math.h"
+
+namespace fa3 {
+
+struct OnlineSoftmax {
+  static constexpr int kRows = 2;
+
+  float row_max[kRows];  // of the raw scores
+  float row_sum[kRows];
+  float rescale[kRows];  // what O gathered so far must be multiplied by
+  bool any_rescale;      // whether some row of this warp has rescale != 1
+  float scale_log2;
+
+  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_)
+      : any_rescale(false), scale_log2(scale_log2_) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_max[r] = -INFINITY;
+      row_sum[r] = 0.f;
+    }
+  }
+
+  // S becomes exp2((S - max) * scale_log2). After a masked tile a row may still have seen no key.
+  template <bool kMasked, class Fragment>
+  CUTE_DEVICE void update(Fragment& acc) {
+    auto scores = rows_view(acc);  // (2, columns)
+    update_max(scores);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float const used = (kMasked ? finite_max(row_max[r]) : row_max[r]) * scale_log2;
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) {
+        scores(r, c) = exp2_approx(scores(r, c) * scale_log2 - used);
+      }
+      row_sum[r] = row_sum[r] * rescale[r] + sum_of_row(scores, r);
+    }
+  }
+
+  // Rescales the output gathered before the last update().
+  template <class Fragment>
+  CUTE_DEVICE void rescale_output(Fragment& acc) const {
+    if (any_rescale) {
+      multiply_rows(acc, rescale);
+    }
+  }
+
+  // Completes the row sums and divides O by them.
+  template <class Fragment>
+  CUTE_DEVICE void finish(Fragment& acc) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_sum[r] = quad_sum(row_sum[r]);
+      rescale[r] = inverse_sum(row_sum[r]);
+    }
+    multiply_rows(acc, rescale);
+  }
+
+ private:
+  // WHY: keeping a maximum that has grown only a little would save more rescaling, but the largest
+  // P would then no longer be 1, and its rounding shows where one key dominates a row.
+  template <class Scores>
+  CUTE_DEVICE void update_max(Scores const& scores) {
+    bool grows = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float const old_max = row_max[r];
+      row_max[r] = quad_max(fmaxf(old_max, max_of_row(scores, r)));
+      grows = grows || row_max[r] > old_max;
+      // A row that has seen no key: -inf - -inf is NaN, but then nothing was gathered.
+      rescale[r] = row_max[r] > old_max ? exp2_approx((old_max - row_max[r]) * scale_log2) : 1.f;
+    }
+    any_rescale = __any_sync(0xffffffffu, grows);
+  }
+
+  template <class Fragment>
+  CUTE_DEVICE static void multiply_rows(Fragment& acc, float const (&factor)[kRows]) {
+    auto output = rows_view(acc);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(output); ++c) {
+        output(r, c) *= factor[r];
+      }
+    }
+  }
+
+  // Two chains instead of one: the latency of a chain of 32 to 88 dependent instructions is not
+  // hidden by two warps.
+  template <class Scores>
+  CUTE_DEVICE static float max_of_row(Scores const& scores, int r) {
+    float even = scores(r, 0);
+    float odd = scores(r, 1);
+    CUTE_UNROLL
+    for (int c = 2; c < cute::size<1>(scores); c += 2) {
+      even = fmaxf(even, scores(r, c));
+      odd = fmaxf(odd, scores(r, c + 1));
+    }
+    return fmaxf(even, odd);
+  }
+
+  template <class Scores>
+  CUTE_DEVICE static float sum_of_row(Scores const& scores, int r) {
+    float even = scores(r, 0);
+    float odd = scores(r, 1);
+    CUTE_UNROLL
+    for (int c = 2; c < cute::size<1>(scores); c += 2) {
+      even += scores(r, c);
+      odd += scores(r, c + 1);
+    }
+    return even + odd;
+  }
+};
+
+}  // namespace fa3

@@ -1,0 +1,143 @@
+// The Python module tests/_host: what the kernels compute with, exposed to brute-force tests on a
+// machine without a GPU. pybind11, built in place, not part of the wheel. Functions keep their C++
+// names; a struct becomes a tuple.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "core/block_range.h"
+#include "core/row_packing.h"
+#include "core/softmax_math.h"
+#include "core/tile_order.h"
+#include "dispatch/device_info.h"
+#include "dispatch/registry.h"
+#include "dispatch/tma_rules.h"
+#include "host/layouts.h"
+
+namespace py = pybind11;
+
+namespace fa3::host {
+namespace {
+
+using Coord = std::tuple<int, int, int>;
+
+// The tiles of each CTA, in its order of work: the loop of the kernel's roles.
+std::vector<std::vector<Coord>> walk_tiles(bool causal, int m_tiles, int heads, int batch,
+                                           int section_pairs, int ctas) {
+  TileOrder const order(causal, m_tiles, heads, batch, section_pairs);
+  std::vector<std::vector<Coord>> work(ctas);
+  for (int cta = 0; cta < ctas; ++cta) {
+    for (TileWalk walk(order, cta, ctas); walk.valid(); walk.next()) {
+      TileCoord const tile = walk.coord();
+      work[cta].emplace_back(tile.m, tile.head, tile.batch);
+    }
+  }
+  return work;
+}
+
+// The first n of [begin, end) where FastDiv disagrees with the division operator; -1 when there is
+// none.
+int64_t first_wrong_quotient(int divisor, int64_t begin, int64_t end) {
+  FastDiv const fast(divisor);
+  for (int64_t n = begin; n < end; ++n) {
+    if (fast.div(int(n)) != n / divisor || fast.mod(int(n)) != n % divisor) {
+      return n;
+    }
+  }
+  return -1;
+}
+
+std::string missing_variant(std::string const& op, int variant, std::vector<bool> const& built) {
+  std::array<bool, std::size(kFwdVariants)> flags{};
+  std::copy(built.begin(), built.end(), flags.begin());
+  return missing_variant_text(op.c_str(), variant, flags);
+}
+
+bool can_address(std::array<int64_t, 4> const& sizes, std::array<int64_t, 4> const& strides,
+                 int64_t address) {
+  TensorMeta meta;
+  meta.rank = 4;
+  std::copy(sizes.begin(), sizes.end(), meta.size);
+  std::copy(strides.begin(), strides.end(), meta.stride);
+  meta.address = address;
+  return tma_can_address(meta);
+}
+
+void bind_core(py::module_& m) {
+  m.def("floor_div", &floor_div);
+  m.def("ceil_div", &ceil_div);
+  m.def("round_up", &round_up);
+  m.def("clamp", &clamp);
+  m.def("fast_div", [](int n, int divisor) { return FastDiv(divisor).div(n); });
+  m.def("first_wrong_quotient", &first_wrong_quotient);
+  m.def("largest_pack", &largest_pack);
+  m.def("positions_per_warpgroup",
+        [](int pack) { return RowPacking{pack}.positions_per_warpgroup(); });
+  m.def("positions_per_tile",
+        [](int pack, int warpgroups) { return RowPacking{pack}.positions_per_tile(warpgroups); });
+  m.def("visible_end", [](int position, int seqlen_q, int seqlen_k, bool causal) {
+    return visible_end(position, SeqlenPair{seqlen_q, seqlen_k}, causal);
+  });
+  m.def("block_range", [](int begin, int end, int seqlen_q, int seqlen_k, int tile_n, bool causal) {
+    BlockRange const range =
+        block_range(begin, end, SeqlenPair{seqlen_q, seqlen_k}, tile_n, causal);
+    return std::tuple(range.free_end, range.end);
+  });
+  m.def("walk_tiles", &walk_tiles);
+  m.def("finite_max", &finite_max);
+  m.def("log_sum_exp", &log_sum_exp);
+  m.def("inverse_sum", &inverse_sum);
+}
+
+void bind_dispatch(py::module_& m) {
+  m.def("missing_variant_text", &missing_variant);
+  m.def("driver_problem", &driver_problem);
+  m.def("capability_problem", [](int device, int major, int minor) {
+    DeviceInfo info;
+    info.index = device;
+    info.capability_major = major;
+    info.capability_minor = minor;
+    return capability_problem(info);
+  });
+  m.def("tma_can_address", &can_address);
+}
+
+template <class Config>
+py::dict tile_layouts() {
+  using Layouts = TileLayouts<Config>;
+  py::dict functions;
+  functions["shared"] = py::cpp_function([](char operand) {
+    Grid grid = Layouts::shared(operand);
+    return std::tuple(grid.rows, grid.columns, std::move(grid.values));
+  });
+  functions["scores"] = py::cpp_function(&Layouts::scores);
+  functions["output"] = py::cpp_function(&Layouts::output);
+  functions["probabilities_expected"] = py::cpp_function(&Layouts::probabilities_expected);
+  functions["probabilities_found"] = py::cpp_function(&Layouts::probabilities_found);
+  functions["tile_n"] = Config::kTileN;
+  functions["head_dim"] = Config::kHeadDim;
+  return functions;
+}
+
+// One variant of each tile: the layouts do not depend on dtype or mask beyond it.
+void bind_layouts(py::module_& m) {
+  py::dict tiles;
+  tiles["FwdTileD64"] = tile_layouts<FwdBf16D64Full>();
+  tiles["FwdTileD128Full"] = tile_layouts<FwdBf16D128Full>();
+  tiles["FwdTileD128Causal"] = tile_layouts<FwdFp16D128Causal>();
+  tiles["FwdTileD256"] = tile_layouts<FwdBf16D256Full>();
+  m.attr("layouts") = tiles;
+  m.def("fragment_row", &fragment_row);
+  m.def("fragment_column", &fragment_column);
+}
+
+}  // namespace
+}  // namespace fa3::host
+
+PYBIND11_MODULE(_host, m) {
+  m.doc() = "Index arithmetic, plans and layouts of flash_attn3, for tests without a GPU.";
+  fa3::host::bind_core(m);
+  fa3::host::bind_dispatch(m);
+  fa3::host::bind_layouts(m);
+}

@@ -1,0 +1,66 @@
+// Facts of GPU and driver, through the static CUDA runtime, asked once a device. Nothing here runs
+// at load time: a host without a driver can load the library.
+#include "dispatch/device_info.h"
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <mutex>
+#include <stdexcept>
+
+#include "dispatch/text.h"
+#include "ops/library.h"
+
+namespace fa3 {
+namespace {
+
+constexpr int kMaxDevices = 128;
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  cudaError_t const error = cudaDeviceGetAttribute(&value, which, device);
+  if (error != cudaSuccess) {
+    throw std::runtime_error(error_text("device", text("to read the attributes of cuda:", device),
+                                        text("a CUDA error: ", cudaGetErrorString(error))));
+  }
+  return value;
+}
+
+DeviceInfo query(int device) {
+  std::string const error = current_driver_problem();
+  if (!error.empty()) {
+    throw std::runtime_error(error);
+  }
+  DeviceInfo info;
+  info.index = device;
+  info.sm_count = attribute(cudaDevAttrMultiProcessorCount, device);
+  info.l2_bytes = attribute(cudaDevAttrL2CacheSize, device);
+  info.capability_major = attribute(cudaDevAttrComputeCapabilityMajor, device);
+  info.capability_minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
+  std::string const wrong = capability_problem(info);
+  if (!wrong.empty()) {
+    throw std::runtime_error(wrong);
+  }
+  return info;
+}
+
+}  // namespace
+
+std::string current_driver_problem() {
+  int driver_version = 0;  // stays 0 without a driver
+  cudaDriverGetVersion(&driver_version);
+  return driver_problem(driver_version, CUDART_VERSION);
+}
+
+DeviceInfo const& device_info(int device) {
+  static std::array<DeviceInfo, kMaxDevices> infos;
+  static std::array<std::once_flag, kMaxDevices> asked;
+  if (device < 0 || device >= kMaxDevices) {
+    throw std::runtime_error(
+        error_text("device", text("a CUDA device below ", kMaxDevices), text(device)));
+  }
+  std::call_once(asked[device], [device] { infos[device] = query(device); });
+  return infos[device];
+}
+
+}  // namespace fa3

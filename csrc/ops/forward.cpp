@@ -1,0 +1,211 @@
+// The ops fwd and fwd_out on CUDA: check, copy what TMA cannot address, allocate, plan, launch.
+// Boxed by hand, since the host time of a call counts on small problems. No synchronisation;
+// everything runs on the current stream of q's device, so a call can be captured in a CUDA graph.
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+
+#include <cmath>
+#include <stdexcept>
+#include <utility>
+
+#include "dispatch/checks.h"
+#include "dispatch/device_info.h"
+#include "dispatch/plan.h"
+#include "dispatch/registry.h"
+#include "dispatch/text.h"
+#include "dispatch/tma_rules.h"
+#include "fwd_built.inc"
+#include "fwd_registry.inc"
+#include "ops/boxed_stack.h"
+#include "ops/library.h"
+
+namespace fa3 {
+namespace {
+
+// What a user passed. The members are read off the stack in this order.
+struct ForwardArguments {
+  OwnedTensor q;
+  OwnedTensor k;
+  OwnedTensor v;
+  OwnedTensor out;  // null for fwd
+  double softmax_scale;
+  bool causal;
+  PackGqa pack_gqa;
+  int64_t sm_margin;
+};
+
+ForwardArguments read_arguments(StableIValue* stack, bool has_out) {
+  BoxedStack args(stack);
+  return ForwardArguments{
+      args.tensor(), args.tensor(), args.tensor(),   has_out ? args.tensor() : OwnedTensor(),
+      args.real(),   args.flag(),   args.pack_gqa(), args.integer()};
+}
+
+// Makes q's device the current one, and goes back.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    int32_t current = -1;
+    require(aoti_torch_get_current_device_index(&current), "read the current device");
+    if (current != device) {
+      require(aoti_torch_create_device_guard(device, &guard_), "change the current device");
+    }
+  }
+  ~DeviceGuard() {
+    if (guard_) {
+      aoti_torch_delete_device_guard(guard_);
+    }
+  }
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  DeviceGuardHandle guard_ = nullptr;
+};
+
+ForwardCall describe_call(ForwardArguments const& args) {
+  ForwardCall call;
+  call.q = describe(args.q);
+  call.k = describe(args.k);
+  call.v = describe(args.v);
+  call.has_out = args.out != nullptr;
+  if (call.has_out) {
+    call.out = describe(args.out);
+  }
+  call.softmax_scale = args.softmax_scale;
+  call.sm_margin = args.sm_margin;
+  return call;
+}
+
+void check(ForwardCall const& call) {
+  std::string const error = check_forward(call);
+  if (!error.empty()) {
+    throw std::runtime_error(error);
+  }
+}
+
+FwdProblem problem_of(ForwardCall const& call, ForwardArguments const& args,
+                      DeviceInfo const& info) {
+  FwdProblem problem;
+  problem.dtype = call.q.dtype;
+  problem.batch = int(call.q.size[0]);
+  problem.seqlen_q = int(call.q.size[1]);
+  problem.seqlen_k = int(call.k.size[1]);
+  problem.heads_q = int(call.q.size[2]);
+  problem.heads_k = int(call.k.size[2]);
+  problem.head_dim = int(call.q.size[3]);
+  problem.head_dim_v = int(call.v.size[3]);
+  problem.causal = args.causal;
+  problem.pack_gqa = args.pack_gqa;
+  problem.sm_margin = int(args.sm_margin);
+  problem.device = DeviceLimits{info.sm_count, info.l2_bytes};
+  return problem;
+}
+
+TensorView view(TensorMeta const& meta) {
+  return TensorView{reinterpret_cast<void*>(meta.address), meta.stride[0], meta.stride[1],
+                    meta.stride[2]};
+}
+
+// The tensor as the kernel reads it. A tensor that TMA cannot address is replaced by a copy, which
+// `args` keeps until the launch; the caching allocator then hands its memory to later work of the
+// same stream only.
+TensorView readable(OwnedTensor& tensor, TensorMeta const& meta) {
+  if (tma_can_address(meta)) {
+    return view(meta);
+  }
+  tensor = packed_copy(tensor, meta);
+  return view(describe(tensor));
+}
+
+// The launcher of the variant that the plan picked, and the schedule.
+FwdLaunch plan_launch(FwdParams& params) {
+  FwdPlan const plan = plan_forward(params.problem);
+  FwdLaunch const launcher = kFwdLaunchers[plan.variant];
+  if (!launcher) {
+    throw std::runtime_error(missing_variant_text("fwd", plan.variant, kFwdBuilt));
+  }
+  params.schedule = plan.schedule;
+  return launcher;
+}
+
+// Fills params.o and launches. An output that TMA cannot address is written through a temporary.
+void launch(FwdLaunch launcher, FwdParams& params, OwnedTensor const& out, int device) {
+  TensorMeta meta = describe(out);
+  OwnedTensor temporary;
+  if (!tma_can_address(meta)) {
+    temporary = allocate(meta.size, meta.rank, meta.dtype, device);
+    meta = describe(temporary);
+  }
+  params.o = view(meta);
+  params.o.data = mutable_data(temporary ? temporary : out);
+  void* stream = nullptr;
+  require(aoti_torch_get_current_cuda_stream(device, &stream), "read the current stream");
+  launcher(params, stream);
+  if (temporary) {
+    require(aoti_torch_copy_(out.get(), temporary.get(), /*non_blocking=*/0), "copy into out");
+  }
+}
+
+// Computes into args.out, which it allocates for fwd, and gives the LSE.
+OwnedTensor run_forward(ForwardArguments& args) {
+  ForwardCall call = describe_call(args);
+  int const device = call.q.device_index;
+  DeviceInfo const info = call.q.device == DeviceType::kCuda ? device_info(device) : DeviceInfo{};
+  call.sm_count = info.sm_count;
+  check(call);
+
+  FwdParams params;
+  params.problem = problem_of(call, args, info);
+  FwdLaunch const launcher = plan_launch(params);
+  DeviceGuard const guard(device);
+  int64_t const* const q_size = call.q.size;
+  int64_t const out_size[] = {q_size[0], q_size[1], q_size[2], call.v.size[3]};
+  int64_t const lse_size[] = {q_size[0], q_size[2], q_size[1]};
+  if (!args.out) {
+    args.out = allocate(out_size, 4, call.q.dtype, device);
+  }
+  OwnedTensor lse = allocate(lse_size, 3, Dtype::kFloat32, device);
+  if (params.schedule.tiles == 0) {
+    return lse;
+  }
+  if (params.problem.seqlen_k == 0) {
+    require(aoti_torch_zero_(args.out.get()), "fill out");
+    require(aoti_torch_aten_fill__Scalar(lse.get(), -INFINITY), "fill the LSE");
+    return lse;
+  }
+  params.q = readable(args.q, call.q);
+  params.k = readable(args.k, call.k);
+  params.v = readable(args.v, call.v);
+  params.lse = static_cast<float*>(mutable_data(lse));
+  params.softmax_scale = float(args.softmax_scale);
+  launch(launcher, params, args.out, device);
+  return lse;
+}
+
+void expect_counts(uint64_t num_args, uint64_t wanted_args, uint64_t num_outputs,
+                   uint64_t wanted_outputs) {
+  if (num_args != wanted_args || num_outputs != wanted_outputs) {
+    throw std::runtime_error(error_text(
+        "fwd", text("a schema with ", wanted_args, " arguments and ", wanted_outputs, " results"),
+        text(num_args, " and ", num_outputs),
+        "_C.abi3.so and the Python files are of different versions: reinstall"));
+  }
+}
+
+}  // namespace
+
+void fwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  expect_counts(num_args, 7, num_outputs, 2);
+  ForwardArguments args = read_arguments(stack, /*has_out=*/false);
+  OwnedTensor lse = run_forward(args);
+  stack[0] = boxed(std::move(args.out));
+  stack[1] = boxed(std::move(lse));
+}
+
+void fwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  expect_counts(num_args, 8, num_outputs, 1);
+  ForwardArguments args = read_arguments(stack, /*has_out=*/true);
+  stack[0] = boxed(run_forward(args));
+}
+
+}  // namespace fa3

@@ -1,0 +1,19 @@
+// What the op library, _C.abi3.so, consists of: boxed ops and one function for Python's ctypes.
+#pragma once
+
+#include <torch/csrc/stable/c/shim.h>
+
+#include <string>
+
+namespace fa3 {
+
+// Boxed ops: the stack brings the arguments of the schema in flash_attn3/_library.py and takes the
+// results. fwd(q, k, v, softmax_scale, causal, pack_gqa, sm_margin) -> (out, lse)
+void fwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// fwd_out(q, k, v, out, softmax_scale, causal, pack_gqa, sm_margin) -> lse
+void fwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+
+// Empty when the driver that is installed can run this library, else what is wrong with it.
+std::string current_driver_problem();
+
+}  // namespace fa3

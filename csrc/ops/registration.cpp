@@ -1,0 +1,17 @@
+// The CUDA implementations of the ops. Their schemas, fakes and CPU implementations are Python
+// (flash_attn3/_library.py), which defines them before it loads this library.
+#include <torch/csrc/stable/library.h>
+
+#include "ops/library.h"
+
+STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
+  m.impl("fwd", &fa3::fwd_boxed);
+  m.impl("_fwd", &fa3::fwd_boxed);
+  m.impl("fwd_out", &fa3::fwd_out_boxed);
+}
+
+// For Python's ctypes: what is wrong with the driver, or "". The text stays valid.
+extern "C" __attribute__((visibility("default"))) char const* flash_attn3_driver_problem() {
+  static std::string const problem = fa3::current_driver_problem();
+  return problem.c_str();
+}

@@ -1,0 +1,39 @@
+// PyTorch through its stable C interface (aoti_torch_*, torch_*): one library for every torch
+// from 2.10 on. Only symbols of that version, only plain C calls: torch::stable::Tensor costs a
+// heap allocation a tensor, which shows on small calls.
+//
+// Handles that arrive on a boxed op's stack are owned by the op, and so are those it creates:
+// OwnedTensor frees them, also when an error is thrown.
+#pragma once
+
+#include <torch/csrc/stable/c/shim.h>
+
+#include <memory>
+
+#include "core/problem.h"
+
+namespace fa3 {
+
+struct DeleteTensor {
+  void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }
+};
+using OwnedTensor = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
+
+// Throws when a call into PyTorch failed; `what` says what was tried. PyTorch prints its own
+// message to stderr.
+void require(AOTITorchError error, char const* what);
+
+// Shape, strides, place and address, without copying or synchronising.
+TensorMeta describe(OwnedTensor const& tensor);
+
+// A new contiguous CUDA tensor (float16, bfloat16 or float32); throws with the number of bytes when
+// memory runs out.
+OwnedTensor allocate(int64_t const* sizes, int rank, Dtype dtype, int device);
+
+// A contiguous copy of a CUDA tensor.
+OwnedTensor packed_copy(OwnedTensor const& source, TensorMeta const& meta);
+
+// The address for writing.
+void* mutable_data(OwnedTensor const& tensor);
+
+}  // namespace fa3

@@ -1,0 +1,12 @@
+"""FlashAttention-3 for Hopper GPUs (arXiv 2407.08608), and the same call on every other device.
+
+    out = flash_attn3.flash_attn_func(q, k, v, causal=True)
+
+Importing does not initialise CUDA.
+"""
+from flash_attn3.interface import flash_attn_func
+from flash_attn3.planning import built_variants, can_use, explain
+
+__version__ = '0.1.0'
+
+__all__ = ['built_variants', 'can_use', 'explain', 'flash_attn_func']

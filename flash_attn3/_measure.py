@@ -1,0 +1,291 @@
+"""How attention calls are timed, and the problems that are timed.
+
+Used by flash_attn3/bench.py and benchmarks/. benchmarks/ab_worker.py loads this file by its path,
+so that two builds are timed by the same code: it imports nothing from its package.
+
+What a figure is: the contenders of a problem take turns in rounds; a turn times each of its calls
+with CUDA events; the figure is the median over the rounds of the median of a turn. Before a turn
+the GPU sleeps while the host queues all calls, so that host time is not in it. L2 is not flushed
+between calls: each call takes the next of several sets of inputs, together larger than L2.
+"""
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16, 'fp32': torch.float32}
+ROTATED_BYTES = 128 << 20      # all sets of inputs together: 2.5 times the L2 of an H100
+MAX_SETS = 64
+WRONG = 0.02                   # relative error from which a result is not attention at all
+CYCLES_PER_SECOND = 1.9e9      # of torch.cuda._sleep, roughly
+PROBE_CYCLES = 200_000
+SM90_FLOPS_PER_CYCLE = 4096    # dense 16-bit wgmma, per SM: 989 TFLOP/s at 132 SMs and 1830 MHz
+CHECKED_ROWS = 1024            # at each end of a head
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention problem, as flash_attn_func takes it."""
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    heads_k: int
+    head_dim: int
+    causal: bool = False
+    dtype: str = 'bf16'
+
+    @property
+    def pairs(self) -> float:
+        """Query-key pairs that count as work. Under causal the diagonal counts half, which makes it
+        S^2 / 2 for seqlen_q == seqlen_k, as the field counts."""
+        if not self.causal:
+            return float(self.seqlen_q * self.seqlen_k)
+        rows = min(self.seqlen_q, self.seqlen_k)
+        return rows * (self.seqlen_k - rows) + rows * rows / 2
+
+    @property
+    def flops(self) -> float:
+        """Of one forward call: two products, a multiplication and an addition per element."""
+        return 4 * self.batch * self.heads * self.head_dim * self.pairs
+
+    @property
+    def input_bytes(self) -> int:
+        rows = self.heads * self.seqlen_q + 2 * self.heads_k * self.seqlen_k
+        return self.batch * rows * self.head_dim * DTYPES[self.dtype].itemsize
+
+    def label(self) -> str:
+        grouped, square = self.heads != self.heads_k, self.seqlen_q == self.seqlen_k
+        heads = f'{self.heads}/{self.heads_k}' if grouped else f'{self.heads}'
+        lengths = f'{self.seqlen_q}' if square else f'{self.seqlen_q}x{self.seqlen_k}'
+        mask = 'causal' if self.causal else 'full'
+        return f'{self.dtype} b{self.batch} s{lengths} h{heads} d{self.head_dim} {mask}'
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def make_inputs(shape: Shape, device: torch.device,
+                seed: int = 0) -> list[tuple[torch.Tensor, ...]]:
+    """Sets of (q, k, v), random normal: constant data would draw less power and run faster."""
+    count = 1
+    if device.type == 'cuda':
+        count = min(MAX_SETS, -(-ROTATED_BYTES // max(1, shape.input_bytes)))
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(seqlen: int, heads: int) -> torch.Tensor:
+        sizes = (shape.batch, seqlen, heads, shape.head_dim)
+        return torch.randn(sizes, generator=generator, device=device, dtype=DTYPES[shape.dtype])
+
+    lengths = shape.seqlen_q, shape.seqlen_k, shape.seqlen_k
+    heads = shape.heads, shape.heads_k, shape.heads_k
+    return [tuple(map(normal, lengths, heads)) for _ in range(count)]
+
+
+def relative_error(out: torch.Tensor, inputs: tuple[torch.Tensor, ...], causal: bool) -> float:
+    """||out - reference|| / ||reference|| in fp32, first head of batch 0, at most CHECKED_ROWS rows
+    at each end. It finds a wrong kernel or a wrong mask; it is no substitute for the tests."""
+    q, k, v = (tensor[0, :, 0].float() for tensor in inputs)
+    rows = torch.arange(q.shape[0], device=q.device)
+    rows = torch.cat([rows[:CHECKED_ROWS], rows[CHECKED_ROWS:][-CHECKED_ROWS:]])
+    scores = q[rows] @ k.T * q.shape[-1] ** -0.5
+    if causal:
+        last_key = rows[:, None] + k.shape[0] - q.shape[0]
+        scores.masked_fill_(torch.arange(k.shape[0], device=q.device) > last_key, -math.inf)
+    reference = torch.softmax(scores, -1).nan_to_num(0.0) @ v
+    difference = (out[0, rows, 0].float() - reference).norm() / reference.norm().clamp_min(1e-20)
+    error = difference.item()
+    return error if math.isfinite(error) else math.inf
+
+
+@dataclass
+class Contender:
+    """Something to time. function(q, k, v) gives (batch, seqlen_q, heads, head_dim). The context is
+    what it runs in; it is no part of the host time."""
+    name: str
+    function: Callable[..., torch.Tensor]
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+    def rotating(self, sets: Sequence[tuple[torch.Tensor, ...]]) -> Callable[[], torch.Tensor]:
+        """A call without arguments that takes the next set of inputs each time."""
+        following, function = itertools.cycle(sets), self.function
+        return lambda: function(*next(following))
+
+
+@dataclass
+class Turn:
+    """What one turn of one contender gave. The clock is the SM clock right after its last call."""
+    ms: float
+    clock_mhz: float | None = None
+
+
+@dataclass
+class Figure:
+    """The figure of one contender; spread is (largest - smallest round) / median."""
+    ms: float
+    spread: float
+    rounds: list[float] = field(default_factory=list)
+    clock_mhz: float | None = None
+
+    @staticmethod
+    def of(turns: Sequence[Turn]) -> Figure:
+        rounds = [turn.ms for turn in turns]
+        middle = statistics.median(rounds)
+        clocks = [turn.clock_mhz for turn in turns if turn.clock_mhz is not None]
+        return Figure(middle, (max(rounds) - min(rounds)) / middle, rounds,
+                      statistics.median(clocks) if clocks else None)
+
+
+class Timer:
+    """Times calls on one device."""
+
+    def __init__(self, device: torch.device, target_ms: float = 8.0) -> None:
+        self.cuda = device.type == 'cuda'
+        self.target_ms = target_ms   # of work in a turn
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def spin(self, seconds: float) -> None:
+        """Keep the GPU busy, to bring the clocks up."""
+        if self.cuda:
+            a = torch.randn(4096, 4096, device='cuda', dtype=torch.bfloat16)
+            stop = time.time() + seconds
+            while time.time() < stop:
+                a @ a
+                torch.cuda.synchronize()
+
+    def calibrate(self, call: Callable, warmup_ms: float = 15.0) -> tuple[int, float]:
+        """Warm a call up. Returns how many calls make a turn, and how long the host needs to queue
+        them, in seconds."""
+        self.synchronize()
+        start = time.perf_counter()
+        if not self.cuda:
+            call()
+            return self.calls_per_turn((time.perf_counter() - start) * 1e3), 0.0
+        first, last = _event(), _event()
+        first.record()
+        call()
+        call()
+        last.record()
+        host_s = (time.perf_counter() - start) / 2
+        torch.cuda.synchronize()
+        ms = max(first.elapsed_time(last) / 2, 1e-3)
+        for _ in range(max(1, min(200, int(warmup_ms / ms)))):
+            call()
+        torch.cuda.synchronize()
+        count = self.calls_per_turn(ms)
+        return count, min(0.020, count * (host_s * 1.3 + 15e-6) + 3e-4)
+
+    def calls_per_turn(self, ms: float) -> int:
+        most = 20 if self.target_ms < 100 else 1000   # a long turn is asked for to heat the chip up
+        return max(5, min(most, int(self.target_ms / max(ms, 1e-6))))
+
+    def turn(self, call: Callable, count: int, ahead_s: float) -> Turn:
+        """Time count calls, after one that is not timed; the GPU sleeps for ahead_s first."""
+        if not self.cuda:
+            return Turn(statistics.median(_host_times(call, count)))
+        pairs = [(_event(), _event()) for _ in range(count)]
+        torch.cuda._sleep(int(ahead_s * CYCLES_PER_SECOND))
+        call()
+        for start, stop in pairs:
+            start.record()
+            call()
+            stop.record()
+        clock = _ClockProbe()
+        torch.cuda.synchronize()
+        return Turn(statistics.median(a.elapsed_time(b) for a, b in pairs), clock.mhz())
+
+    def host_us(self, call: Callable, count: int = 50) -> float | None:
+        """Host microseconds per call, on a GPU only: a loop too short to fill the launch queue, so
+        that it does not wait."""
+        if not self.cuda:
+            return None
+        call()
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        elapsed = time.perf_counter() - start
+        self.synchronize()
+        return elapsed / count * 1e6
+
+
+class _ClockProbe:
+    """The SM clock, from two sleeps counted in cycles; their difference leaves the launch out."""
+
+    def __init__(self) -> None:
+        self.events = [_event() for _ in range(3)]
+        self.events[0].record()
+        for cycles, event in zip((PROBE_CYCLES, 3 * PROBE_CYCLES), self.events[1:]):
+            torch.cuda._sleep(cycles)
+            event.record()
+
+    def mhz(self) -> float:
+        start, middle, end = self.events
+        return 2 * PROBE_CYCLES / (middle.elapsed_time(end) - start.elapsed_time(middle)) / 1e3
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def _host_times(call: Callable, count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def turn_order(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """Every round is each name once; the order is rotated by one from round to round."""
+    for number in range(rounds):
+        shift = number % max(1, len(names))
+        yield from [*names[shift:], *names[:shift]]
+
+
+def interleaved(calls: dict[str, Callable], timer: Timer, rounds: int,
+                on_error: Callable[[str, Exception], None]) -> dict[str, Figure]:
+    """Time several calls against each other. One that raises goes to on_error(name, exception) and
+    is left out."""
+    ready, ahead_s = {}, 0.0
+    for name, call in calls.items():
+        try:
+            ready[name], needed_s = timer.calibrate(call)
+        except Exception as error:
+            on_error(name, error)
+            continue
+        # One sleep for all, so that none gets more time to cool down than another.
+        ahead_s = max(ahead_s, needed_s)
+    turns: dict[str, list[Turn]] = {name: [] for name in ready}
+    for name in turn_order(list(ready), rounds):
+        if name not in turns:
+            continue
+        try:
+            turns[name].append(timer.turn(calls[name], ready[name], ahead_s))
+        except Exception as error:
+            del turns[name]
+            on_error(name, error)
+    return {name: Figure.of(done) for name, done in turns.items() if done}
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def peak_share(tflops: float, clock_mhz: float | None, device: torch.device) -> float | None:
+    """The share of what an sm_90 could do at the clock it ran at, None elsewhere."""
+    if clock_mhz is None or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return tflops * 1e12 / (sms * SM90_FLOPS_PER_CYCLE * clock_mhz * 1e6)

@@ -1,0 +1,116 @@
+"""Checks of user input.
+
+The rules and their words are C++ (csrc/dispatch/checks.cpp, through the module `_plan`), the same
+for CPU and CUDA tensors. This file turns tensors into what `_plan` reads, and holds the checks of
+arguments that never reach an op. Error texts have one form:
+`flash_attn3.<op>: expected <thing>, got <value>; hint: <what to do>`.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    from flash_attn3 import _plan
+except ImportError as missing:
+    raise ImportError(
+        'flash_attn3: expected the extension module flash_attn3._plan, got a source tree that is '
+        'not built; hint: run `pip install .` and import from outside the checkout') from missing
+
+# Numbers of core/problem.h, PackGqa.
+PACK_GQA = {False: 0, True: 1, None: 2}
+
+# The GPU that checks and plans assume where there is none: H100 and H200 SXM.
+HOPPER_SM_COUNT = 132
+HOPPER_L2_BYTES = 50 << 20
+
+
+def error(op: str, expected: str, got: str, hint: str = '') -> str:
+    """The text of an error, in the package's one form."""
+    return f'flash_attn3.{op}: expected {expected}, got {got}' + (f'; hint: {hint}' if hint else '')
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """'bfloat16' for torch.bfloat16."""
+    return str(dtype).removeprefix('torch.')
+
+
+def describe(tensor: Tensor, device_type: str | None = None) -> tuple:
+    """A tensor as `_plan` reads it: (dtype, device type, device index, sizes, strides, address).
+
+    device_type: say so instead of the true one.
+    """
+    device = tensor.device
+    address = 0 if device.type == 'meta' else tensor.data_ptr()
+    return (dtype_name(tensor.dtype), device_type or device.type, device.index or 0,
+            tuple(tensor.shape), tensor.stride(), address)
+
+
+def gpu_facts(tensor) -> dict[str, int]:
+    """Multiprocessors and L2 of a CUDA tensor's GPU; those of an H100 for everything else."""
+    if isinstance(tensor, Tensor) and tensor.is_cuda and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(tensor.device)
+        return {'sm_count': properties.multi_processor_count, 'l2_bytes': properties.L2_cache_size}
+    return {'sm_count': HOPPER_SM_COUNT, 'l2_bytes': HOPPER_L2_BYTES}
+
+
+def problem_text(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, softmax_scale: float,
+                 sm_margin: int, rules_of: str | None = None) -> str:
+    """What is wrong with a call of the forward, or ''.
+
+    rules_of: 'cpu' or 'cuda': the device type whose rules hold, if all tensors are on one device;
+        default: that of the tensors.
+    """
+    tensors = (q, k, v, out)
+    one_device = all(x is None or x.device == q.device for x in tensors)
+    device_type = rules_of if one_device else None
+    described = (None if x is None else describe(x, device_type) for x in tensors)
+    return _plan.check_forward(*described, softmax_scale, sm_margin, PACK_GQA[None],
+                               gpu_facts(q)['sm_count'])
+
+
+def check_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, softmax_scale: float,
+                  sm_margin: int, rules_of: str | None = None) -> None:
+    """Raises RuntimeError, as the CUDA op does, if the forward cannot serve these arguments."""
+    if text := problem_text(q, k, v, out, softmax_scale, sm_margin, rules_of):
+        raise RuntimeError(text)
+
+
+def default_softmax_scale(q: Tensor) -> float:
+    """head_dim ** -0.5; 1 for shapes that the op is going to reject."""
+    head_dim = q.size(-1) if q.dim() else 0
+    return head_dim ** -0.5 if head_dim else 1.0
+
+
+def unsupported(*, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+                attention_chunk=0, softcap=0.0, num_splits=1) -> list[str]:
+    """One error text for each argument that asks for something this version does not have."""
+    asked = {
+        'qv': ('None', qv, qv is not None),
+        'q_descale': ('None', q_descale, q_descale is not None),
+        'k_descale': ('None', k_descale, k_descale is not None),
+        'v_descale': ('None', v_descale, v_descale is not None),
+        'window_size': ('(-1, -1)', window_size, tuple(window_size) != (-1, -1)),
+        'attention_chunk': ('0', attention_chunk, attention_chunk != 0),
+        'softcap': ('0.0', softcap, softcap != 0.0),
+        'num_splits': ('0 or 1', num_splits, num_splits not in (0, 1)),
+    }
+    return [error('flash_attn_func', f'{name} to be {expected}',
+                  'a tensor' if isinstance(got, Tensor) else repr(got),
+                  'this version has nothing else')
+            for name, (expected, got, is_asked) in asked.items() if is_asked]
+
+
+def reject_unsupported(**arguments) -> None:
+    """Raises NotImplementedError for the first unsupported argument, if there is one."""
+    for text in unsupported(**arguments):
+        raise NotImplementedError(text)
+
+
+def reject_gradient_with_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    """Raises RuntimeError that names the tensors which require grad."""
+    tensors = {'q': q, 'k': k, 'v': v, 'out': out}
+    names = ', '.join(name for name, x in tensors.items() if x.requires_grad)
+    raise RuntimeError(error('flash_attn_func', 'no gradient together with out=',
+                             f'requires_grad=True of {names}',
+                             'leave out= away, or call under torch.no_grad()'))

@@ -1,0 +1,10 @@
+"""The environment variables that the package reads, all at import. Those of the build: setup.py."""
+from __future__ import annotations
+
+import os
+
+# '1': behave as an install without kernels; CUDA tensors are served by PyTorch's SDPA.
+DISABLE_KERNELS = os.environ.get('FLASH_ATTN3_DISABLE_KERNELS', '') == '1'
+
+# Path of another build of the kernel library to load instead of the package's own.
+LIBRARY_PATH = os.environ.get('FLASH_ATTN3_LIBRARY', '')

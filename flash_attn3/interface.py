@@ -1,0 +1,105 @@
+"""The public attention functions: names, defaults and documentation.
+
+No policy lives here: the ops check their inputs and choose the kernel. The parameter order is that
+of upstream's `flash_attn_interface`; what is ours comes behind it, keyword-only.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import _library, checks, fallback
+from flash_attn3.autograd import Attention
+
+_fwd = torch.ops.flash_attn3._fwd.default          # eager: no autograd formula in the way
+_fwd_traced = torch.ops.flash_attn3.fwd.default    # under torch.compile and torch.export
+_fwd_out = torch.ops.flash_attn3.fwd_out.default
+
+
+def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
+        qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+        attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+        pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+        return_attn_probs: bool = False, *,
+        out: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, out = softmax(softmax_scale * q k^T) v, for each batch entry and head.
+
+    On a Hopper GPU (compute capability 9.0) it runs the kernel of arXiv 2407.08608, section 3; on
+    the CPU a plain PyTorch implementation (`flash_attn3.reference`); on other CUDA devices
+    PyTorch's SDPA, with one warning. Query head h uses KV head h // (heads_q / heads_k). Products
+    are summed, and the softmax is taken, in float32 (float64 for float64 on the CPU). The same
+    inputs give bitwise the same result on every call.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim). On Hopper: float16 or bfloat16, a head_dim with a
+            kernel (`flash_attn3.built_variants()`), last stride 1; other strides are free (a
+            tensor whose strides or address are not multiples of 16 bytes is copied first). On the
+            CPU: any floating dtype, head_dim and strides.
+        k: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; heads_k divides heads_q.
+        v: (batch, seqlen_k, heads_k, head_dim), dtype and device of q.
+        softmax_scale: factor on q k^T, finite and positive. Default: head_dim ** -0.5.
+        causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom-right). A query
+            that sees no key gives out = 0 and lse = -inf, and no gradient. Default: all see all.
+        pack_gqa: put the query heads of a KV head into the rows of one tile, which fills the tiles
+            of short queries: True, False, or None (default) for where it gives over 10 % more
+            useful rows. It never changes what is computed.
+        deterministic: upstream's parameter; this version is deterministic either way.
+        sm_margin: streaming multiprocessors to leave to other kernels, at least 0 and less than
+            the GPU has. Default 0.
+        return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
+        out: the result goes there, and it is returned itself: (batch, seqlen_q, heads_q,
+            head_dim), dtype and device of q, last stride 1, other strides free. Not
+            differentiable. Default: a new, contiguous tensor.
+        qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits:
+            places of upstream's parameters, for their defaults only (num_splits: 0 or 1).
+
+    Returns:
+        out, (batch, seqlen_q, heads_q, head_dim), dtype of q; with return_attn_probs=True
+        (out, lse): lse is (batch, heads_q, seqlen_q), float32 (float64 for float64), the natural
+        logarithm of the softmax's denominator. Gradients flow through both.
+
+    Raises:
+        RuntimeError: a wrong rank, shape, dtype, device, stride or number; the text names it and
+            says what it had to be.
+        NotImplementedError: a feature listed last above. On a Hopper GPU also when backward()
+            reaches this call: this version has no backward kernel.
+
+    Example:
+        >>> q = torch.randn(2, 1024, 16, 128, dtype=torch.bfloat16, device='cuda')
+        >>> k = torch.randn(2, 1024, 4, 128, dtype=torch.bfloat16, device='cuda')
+        >>> out, lse = flash_attn3.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    """
+    if (qv is not None or q_descale is not None or k_descale is not None or v_descale is not None
+            or window_size != (-1, -1) or attention_chunk != 0 or softcap != 0.0
+            or num_splits != 1):
+        checks.reject_unsupported(
+            qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
+            num_splits=num_splits)
+    if softmax_scale is None:
+        softmax_scale = checks.default_softmax_scale(q)
+    arguments = (q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
+    result, lse = _attention(arguments, out, return_attn_probs)
+    return (result, lse) if return_attn_probs else result
+
+
+def _attention(arguments: tuple, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse), by the way that fits: arguments are those of the op `fwd`."""
+    q, k, v, softmax_scale, causal, pack_gqa, sm_margin = arguments
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
+                                              or (out is not None and out.requires_grad))
+    if needs_grad and out is not None:
+        checks.reject_gradient_with_out(q, k, v, out)
+    if q.is_cuda and not _library.kernels_serve(q.device):
+        checks.check_forward(q, k, v, out, softmax_scale, sm_margin, rules_of='cpu')
+        result, lse = fallback.attention(q, k, v, softmax_scale, causal, return_lse)
+        return (result if out is None else out.copy_(result)), lse
+    if out is not None:
+        return out, _fwd_out(q, k, v, out, softmax_scale, causal, pack_gqa, sm_margin)
+    if torch.compiler.is_compiling():
+        return _fwd_traced(*arguments)
+    if needs_grad:
+        return Attention.apply(*arguments)
+    return _fwd(*arguments)

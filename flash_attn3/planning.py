@@ -1,0 +1,131 @@
+"""What would run, and how: explain(), can_use() and built_variants(). No GPU needed.
+
+The decisions are C++ (csrc/dispatch, through the module `_plan`): the code that the CUDA op runs.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import _library, checks
+from flash_attn3._plan import plan_forward, variants
+
+
+def built_variants() -> list[str]:
+    """Names of the forward kernels in this install, one a (dtype, head dim, mask); [] without any.
+
+    A kernel that FLASH_ATTN3_VARIANTS left out when the package was built is not among them.
+    """
+    if _library.KERNELS_MISSING:
+        return []
+    return [variant['name'] for variant in variants() if variant['built']]
+
+
+def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
+            causal: bool = False, *, pack_gqa: bool | None = None, sm_margin: int = 0,
+            out: Tensor | None = None, deterministic: bool = False,
+            return_attn_probs: bool = False, **upstreams) -> tuple[bool, list[str]]:
+    """Whether flash_attn_func would run the Hopper kernel on these arguments.
+
+    Tensors on the CPU or the meta device are judged as if they were on a Hopper GPU, with their
+    device as one of the reasons. Nothing is computed.
+
+    Args:
+        all: the arguments of `flash_attn_func`.
+
+    Returns:
+        (True, []), or False and the reasons, each an error text that names the argument.
+    """
+    reasons = checks.unsupported(**upstreams)
+    if softmax_scale is None:
+        softmax_scale = checks.default_softmax_scale(q)
+    text = checks.problem_text(q, k, v, out, softmax_scale, sm_margin, rules_of='cuda')
+    if text:
+        reasons.append(text)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        reasons.append(checks.error('can_use', 'no gradient', 'a tensor that requires grad',
+                                    'this version has no backward kernel'))
+    if not q.is_cuda:
+        reasons.append(checks.error('can_use', 'q on a CUDA device', str(q.device)))
+    elif not _library.kernels_serve(q.device):
+        reasons.append(checks.error('can_use', 'a Hopper GPU and its kernels', str(q.device),
+                                    _library.KERNELS_MISSING))
+    elif not text:
+        name = plan(q, k, v, causal=causal)['name']
+        if name not in built_variants():
+            reasons.append(checks.error('can_use', f'the kernel {name}', 'a build without it'))
+    return not reasons, reasons
+
+
+def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
+         v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
+         dtype: torch.dtype = torch.bfloat16, pack_gqa: bool | None = None, sm_margin: int = 0,
+         sm_count: int | None = None, l2_bytes: int | None = None) -> dict:
+    """What `explain` prints, as a dict; only the key 'reason' if no kernel fits. Same arguments."""
+    gpu = checks.gpu_facts(q)
+    dtype = q.dtype if isinstance(q, Tensor) else dtype
+    batch, seqlen_q, heads_q, head_dim = _shape(q)
+    _, seqlen_k, heads_k, _ = _shape(k)
+    head_dim_v = head_dim if v is None else _shape(v)[3]
+    return plan_forward(
+        checks.dtype_name(dtype), batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v,
+        causal, checks.PACK_GQA[pack_gqa], sm_margin, sm_count or gpu['sm_count'],
+        l2_bytes or gpu['l2_bytes'])
+
+
+def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
+            v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
+            dtype: torch.dtype = torch.bfloat16, pack_gqa: bool | None = None, sm_margin: int = 0,
+            sm_count: int | None = None, l2_bytes: int | None = None) -> None:
+    """Prints how a Hopper GPU would compute a call: kernel, tile, memory, grid, waves, work.
+
+    Args:
+        q, k, v: tensors on any device, or shapes (batch, seqlen, heads, head_dim). Default for v:
+            like k.
+        causal, pack_gqa, sm_margin: as in `flash_attn_func`.
+        dtype: for shapes; tensors bring their own. Default bfloat16.
+        sm_count, l2_bytes: multiprocessors and L2 cache of the GPU. Default: those of q's GPU; for
+            shapes and CPU tensors those of an H100, 132 and 50 MiB.
+
+    Raises:
+        ValueError: a shape that is not four numbers.
+    """
+    print(_plan_text(plan(q, k, v, causal=causal, dtype=dtype, pack_gqa=pack_gqa,
+                          sm_margin=sm_margin, sm_count=sm_count, l2_bytes=l2_bytes)))
+
+
+def _plan_text(facts: dict) -> str:
+    if 'reason' in facts:
+        return f'no kernel: {facts["reason"]}'
+    overlaps = {'ping-pong of two warpgroups': facts['ping_pong'],
+                'softmax beside the products of its warpgroup': facts['intra_overlap']}
+    is_built = facts['name'] in built_variants()
+    rows = {
+        'variant': facts['name'] + ('' if is_built else ' (not in this install)'),
+        'tile': f'{facts["tile_m"]} query rows x {facts["tile_n"]} keys',
+        'pack_gqa': f'{facts["pack"]} query head(s) in the rows of a tile',
+        'warpgroups': f'1 producer, {facts["consumer_warpgroups"]} consumers; '
+                      f'{facts["threads"]} threads',
+        'overlap': ', '.join(name for name, is_on in overlaps.items() if is_on) or 'none',
+        'stages': f'{facts["stages"]} of K, {facts["stages"]} of V, {facts["q_stages"]} of Q',
+        'registers': f'{facts["producer_registers"]} a producer thread, '
+                     f'{facts["consumer_registers"]} a consumer thread',
+        'shared memory': f'{facts["shared_bytes"] / 1024:.0f} KiB of 227',
+        'tiles': f'{facts["tiles"]}; {facts["m_tiles"]} along the queries of a head',
+        'grid': f'{facts["grid"]} CTAs',
+        'waves': f'{facts["waves"]:.2f}',
+        'padding': f'{1 - facts["useful_share"]:.1%} of the computed FLOPs are masked or padding',
+        'FLOPs': f'{facts["flops"] / 1e9:.4g} GFLOP',
+        'bytes': f'{facts["bytes"] / 1e6:.4g} MB: Q, K, V, O and LSE once each',
+    }
+    return '\n'.join(f'{name:14} {text}' for name, text in rows.items())
+
+
+def _shape(x: Tensor | Sequence[int]) -> tuple[int, ...]:
+    shape = tuple(x.shape) if isinstance(x, Tensor) else tuple(x)
+    if len(shape) != 4:
+        raise ValueError(checks.error('explain', 'a shape (batch, seqlen, heads, head_dim)',
+                                      str(shape)))
+    return shape

@@ -1,0 +1,124 @@
+"""Wrong calls of flash_attn_func and what the error has to say, the same on every device.
+
+The rules under KERNEL_RULES hold only where the kernels run; the CPU path accepts those tensors.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class BadInput:
+    name: str
+    change: Callable[[dict], dict]    # from good arguments, the ones to replace
+    text: str                         # a part of the error, from its start
+
+    def arguments(self, device: str | torch.device) -> dict:
+        good = good_arguments(device)
+        return good | self.change(good)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def good_arguments(device: str | torch.device) -> dict:
+    """Keyword arguments that every device takes."""
+    q = torch.randn(2, 16, 4, 64, dtype=torch.bfloat16, device=device)
+    k, v = (torch.randn(2, 24, 2, 64, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return {'q': q, 'k': k, 'v': v}
+
+
+def _all(change: Callable) -> Callable[[dict], dict]:
+    """The same change to q, k and v."""
+    return lambda good: {name: change(good[name]) for name in 'qkv'}
+
+
+FWD = 'flash_attn3.fwd: expected '
+FWD_OUT = 'flash_attn3.fwd_out: expected '
+LAYOUT = '(batch, seqlen, heads, head_dim)'
+
+EVERYWHERE = [
+    BadInput('q_rank', lambda g: {'q': g['q'][0]}, f'{FWD}q to have 4 dimensions {LAYOUT}, got 3'),
+    BadInput('k_rank', lambda g: {'k': g['k'][None]},
+             f'{FWD}k to have 4 dimensions {LAYOUT}, got 5'),
+    BadInput('scalar', lambda g: {'q': g['q'].sum()},
+             f'{FWD}q to have 4 dimensions {LAYOUT}, got 0'),
+    BadInput('k_dtype', lambda g: {'k': g['k'].half()},
+             f'{FWD}k.dtype to be that of q, bfloat16, got float16'),
+    BadInput('v_dtype', lambda g: {'v': g['v'].half()},
+             f'{FWD}v.dtype to be that of q, bfloat16, got float16'),
+    BadInput('integers', _all(torch.Tensor.int), f'{FWD}q.dtype to be float16'),
+    BadInput('batch', lambda g: {'k': g['k'][:1]},
+             f'{FWD}k.size(0), the batch, to be that of q, 2, got 1'),
+    BadInput('v_batch', lambda g: {'v': g['v'][:1]},
+             f'{FWD}v.size(0), the batch, to be that of q, 2, got 1'),
+    BadInput('v_seqlen', lambda g: {'v': g['v'][:, 1:]},
+             f'{FWD}v.size(1), the seqlen, to be that of k, 24, got 23'),
+    BadInput('v_heads', lambda g: {'v': g['v'][:, :, :1]},
+             f'{FWD}v.size(2), the heads, to be that of k, 2, got 1'),
+    BadInput('k_head_dim', lambda g: {'k': g['k'][..., :56]},
+             f'{FWD}k.size(3), the head_dim, to be that of q, 64, got 56'),
+    BadInput('heads', lambda g: {'q': g['q'][:, :, :3]},
+             f'{FWD}the heads of q to be a multiple of the heads of k, 2, got 3'),
+    BadInput('no_kv_heads', lambda g: {'k': g['k'][:, :, :0], 'v': g['v'][:, :, :0]},
+             f'{FWD}k.size(2), the heads, to be at least 1, got 0'),
+    BadInput('no_head_dim', _all(lambda x: x[..., :0]), f'{FWD}'),
+    BadInput('scale_0', lambda g: {'softmax_scale': 0.0},
+             f'{FWD}softmax_scale to be a positive finite float32, got 0'),
+    BadInput('scale_negative', lambda g: {'softmax_scale': -1.0},
+             f'{FWD}softmax_scale to be a positive finite float32, got -1'),
+    BadInput('scale_nan', lambda g: {'softmax_scale': math.nan},
+             f'{FWD}softmax_scale to be a positive finite float32, got nan'),
+    BadInput('scale_inf', lambda g: {'softmax_scale': math.inf},
+             f'{FWD}softmax_scale to be a positive finite float32, got inf'),
+    BadInput('margin_negative', lambda g: {'sm_margin': -1},
+             f'{FWD}sm_margin to be 0 or more, got -1'),
+    BadInput('margin_large', lambda g: {'sm_margin': 132}, f'{FWD}sm_margin to be less than the '),
+    BadInput('out_shape', lambda g: {'out': torch.empty_like(g['q'])[:, 1:]},
+             f'{FWD_OUT}out to have the shape (2, 16, 4, 64), got (2, 15, 4, 64)'),
+    BadInput('out_rank', lambda g: {'out': torch.empty_like(g['q'])[0]},
+             f'{FWD_OUT}out to have the shape (2, 16, 4, 64), got (16, 4, 64)'),
+    BadInput('out_dtype', lambda g: {'out': torch.empty_like(g['q'], dtype=torch.float16)},
+             f'{FWD_OUT}out.dtype to be that of q, bfloat16, got float16'),
+    BadInput('out_expanded', lambda g: {'out': torch.empty_like(g['q'][:1]).expand(2, -1, -1, -1)},
+             f'{FWD_OUT}out with memory for every element, got out.stride(0) of 0'),
+    BadInput('out_is_q', lambda g: {'out': g['q']},
+             f'{FWD_OUT}out with memory of its own, got the memory of q'),
+]
+
+KERNEL_RULES = [
+    BadInput('float32', _all(torch.Tensor.float),
+             f'{FWD}q.dtype to be float16 or bfloat16, got float32; hint: convert q, k and v'),
+    BadInput('head_dim_100', _all(lambda x: x.repeat(1, 1, 1, 2)[..., :100]),
+             f'{FWD}q.size(3), the head_dim, to be a multiple of 8, got 100'),
+    BadInput('head_dim_72', _all(lambda x: x.repeat(1, 1, 1, 2)[..., :72]),
+             f'{FWD}q.size(3), the head_dim, to be one that has a kernel ('),
+    BadInput('head_dim_512', _all(lambda x: x.repeat(1, 1, 1, 8)),
+             f'{FWD}q.size(3), the head_dim, to be one that has a kernel ('),
+    BadInput('v_head_dim', lambda g: {'v': g['v'].repeat(1, 1, 1, 2)},
+             f'{FWD}v.size(3), the head_dim, to be that of q and k, 64, got 128'),
+    BadInput('too_many_tiles', lambda g: {
+        'q': g['q'][:1, :1, :1].expand(1 << 20, 64, 1024, 64),
+        'k': g['k'][:1].expand(1 << 20, -1, -1, -1), 'v': g['v'][:1].expand(1 << 20, -1, -1, -1)},
+             f'{FWD}batch * heads * ceil(seqlen / 64) of q to be at most 536870912, got 107'),
+    BadInput('too_many_keys', lambda g: {
+        name: g[name][:, :1].expand(-1, (1 << 30) + 1, -1, -1) for name in 'kv'},
+             f'{FWD}k.size(1) to be at most 1073741824, got 1073741825'),
+    BadInput('q_last_stride', lambda g: {'q': g['q'].mT.contiguous().mT},
+             f'{FWD}q.stride(3) to be 1, the head_dim contiguous, got 4'),
+    BadInput('v_last_stride', lambda g: {'v': g['v'].repeat(1, 1, 1, 2)[..., ::2]},
+             f'{FWD}v.stride(3) to be 1, the head_dim contiguous, got 2'),
+    BadInput('out_last_stride', lambda g: {'out': g['q'].mT.contiguous().mT},
+             f'{FWD_OUT}out.stride(3) to be 1, the head_dim contiguous, got 4'),
+]
+
+# Arguments of upstream that this version does not have, and what their errors name.
+UNSUPPORTED = {
+    'qv': torch.zeros(1), 'q_descale': torch.zeros(1), 'k_descale': torch.zeros(1),
+    'v_descale': torch.zeros(1), 'window_size': (128, 0), 'attention_chunk': 64, 'softcap': 30.0,
+    'num_splits': 4,
+}

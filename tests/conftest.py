@@ -1,0 +1,87 @@
+"""What all tests share: the device to run on, and the reasons to skip.
+
+tests/gpu runs on CUDA; `pytest tests/gpu --device cpu` runs the same tests on the CPU path, to try
+the tests themselves on a machine without a GPU.
+"""
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import flash_attn3
+from flash_attn3 import _library
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption('--device', choices=('cuda', 'cpu'), default='cuda',
+                     help='where tests/gpu runs; default: cuda')
+
+
+def missing_hopper() -> str:
+    """Why kernels cannot run on GPU 0, or ''."""
+    if not torch.cuda.is_available():
+        return 'needs a GPU of compute capability 9.0; this machine has no GPU'
+    if torch.cuda.get_device_capability(0) != (9, 0):
+        return f'needs a GPU of compute capability 9.0; got {torch.cuda.get_device_name(0)}'
+    return ''
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device of tests/gpu: the current GPU, or what --device says."""
+    if request.config.getoption('--device') == 'cpu':
+        return torch.device('cpu')
+    if reason := missing_hopper():
+        pytest.skip(reason)
+    assert not _library.KERNELS_MISSING, f'a Hopper GPU, but {_library.KERNELS_MISSING}'
+    return torch.device('cuda', torch.cuda.current_device())
+
+
+@pytest.fixture
+def cuda(device: torch.device) -> torch.device:
+    """The same for tests of what only CUDA has: streams, graphs, launches."""
+    if device.type != 'cuda':
+        pytest.skip('needs a GPU of compute capability 9.0; --device cpu was given')
+    return device
+
+
+@pytest.fixture
+def second_cuda(cuda: torch.device) -> torch.device:
+    """A second Hopper GPU; the first stays the current one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip('needs a second GPU; this machine has one')
+    if torch.cuda.get_device_capability(1) != (9, 0):
+        pytest.skip(f'needs a second GPU of compute capability 9.0; '
+                    f'got {torch.cuda.get_device_name(1)}')
+    return torch.device('cuda', 1)
+
+
+@pytest.fixture
+def needs_memory(cuda: torch.device):
+    """needs_memory(gigabytes): skips the test when the GPU has less free."""
+    def check(gigabytes: float) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info(cuda)[0] / 1e9
+        if free < gigabytes:
+            pytest.skip(f'needs {gigabytes:g} GB of GPU memory; {free:.0f} GB are free')
+    yield check
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _variant_is_built(request: pytest.FixtureRequest) -> None:
+    """Skips a test of a kernel that FLASH_ATTN3_VARIANTS left out of this build."""
+    parameters = request.node.callspec.params if hasattr(request.node, 'callspec') else {}
+    variant = parameters.get('variant')
+    if variant is None or 'device' not in request.fixturenames or missing_hopper():
+        return
+    if variant.name not in flash_attn3.built_variants():
+        pytest.skip(f'{variant.name} is not in this build')
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

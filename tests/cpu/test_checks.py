@@ -1,0 +1,170 @@
+"""dispatch/checks.cpp through flash_attn3._plan: every rule, with its whole text, on tensors that
+are described by numbers.
+"""
+import math
+
+import pytest
+
+from flash_attn3 import _plan
+
+LAYOUT = '(batch, seqlen, heads, head_dim)'
+HINT_LAYOUT = f'tensors are {LAYOUT}'
+HINT_PAD = 'pad q, k and v with zeros'
+
+
+def tensor(*sizes, dtype='bfloat16', device='cuda', index=0, strides=None, address=0):
+    if strides is None:
+        strides = tuple(math.prod(sizes[i + 1:]) for i in range(len(sizes)))
+    return dtype, device, index, sizes, strides, address
+
+
+Q_SIZES, K_SIZES = (2, 128, 8, 64), (2, 256, 4, 64)
+Q, K = tensor(*Q_SIZES), tensor(*K_SIZES)
+
+
+def check(q=Q, k=K, v=None, out=None, softmax_scale=0.125, sm_margin=0, pack_gqa=2, sm_count=132):
+    v = k if v is None else v
+    return _plan.check_forward(q, k, v, out, softmax_scale, sm_margin, pack_gqa, sm_count)
+
+
+def all_inputs(head_dim=64, **common):
+    """q, k and v of one dtype, device and head dim."""
+    return {'q': tensor(*Q_SIZES[:3], head_dim, **common),
+            'k': tensor(*K_SIZES[:3], head_dim, **common)}
+
+
+@pytest.mark.parametrize('call', [
+    {},
+    all_inputs(dtype='float16'),
+    all_inputs(head_dim=256),
+    {'out': tensor(*Q_SIZES, address=1024)},
+    {'q': tensor(0, 128, 8, 64), 'k': tensor(0, 256, 4, 64)},
+    {'q': tensor(2, 0, 8, 64)},
+    {'q': tensor(2, 128, 0, 64)},
+    {'k': tensor(2, 0, 4, 64)},
+    {'q': tensor(*Q_SIZES, strides=(64, 4096, 131072, 1))},
+    {'q': tensor(*Q_SIZES, strides=(3, 5, 7, 1), address=2)},
+    {'q': tensor(1, 2**30, 32, 64, strides=(0, 0, 0, 1)), 'k': tensor(1, 2**30, 4, 64)},
+    {'sm_margin': 131},
+    {'sm_margin': 500, 'sm_count': 0},
+    all_inputs(device='cpu', dtype='float32'),
+    all_inputs(device='cpu', dtype='float64'),
+    all_inputs(device='cpu', head_dim=100),
+    {**all_inputs(device='cpu'), 'v': tensor(2, 256, 4, 24, device='cpu')},
+    {**all_inputs(device='cpu'), 'q': tensor(*Q_SIZES, device='cpu', strides=(65536, 512, 1, 8))}])
+def test_good_calls(call):
+    assert check(**call) == ''
+
+
+# (what is wrong, the call, expected, got, hint)
+BAD_CALLS = [
+    ('rank of q', {'q': tensor(128, 8, 64)}, f'q to have 4 dimensions {LAYOUT}', '3', ''),
+    ('rank of v', {'v': tensor(1, *K_SIZES)}, f'v to have 4 dimensions {LAYOUT}', '5', ''),
+    ('rank 7', {'k': tensor(*range(7))}, f'k to have 4 dimensions {LAYOUT}', '7', ''),
+    ('device', all_inputs(device='mps'), 'q on a CPU or CUDA device', 'mps', ''),
+    ('k on the CPU', {'k': tensor(*K_SIZES, device='cpu')},
+     'k on the device of q, cuda:0', 'cpu', ''),
+    ('v on another GPU', {'v': tensor(*K_SIZES, index=1)},
+     'v on the device of q, cuda:0', 'cuda:1', ''),
+    ('float32', all_inputs(dtype='float32'), 'q.dtype to be float16 or bfloat16', 'float32',
+     'convert q, k and v to bfloat16 or float16'),
+    ('int32', all_inputs(dtype='int32'), 'q.dtype to be float16 or bfloat16', 'int32', ''),
+    ('int32 on the CPU', all_inputs(dtype='int32', device='cpu'),
+     'q.dtype to be float16, bfloat16, float32 or float64', 'int32', ''),
+    ('dtype of k', {'k': tensor(*K_SIZES, dtype='float16')},
+     'k.dtype to be that of q, bfloat16', 'float16', ''),
+    ('batch of k', {'k': tensor(3, 256, 4, 64)},
+     'k.size(0), the batch, to be that of q, 2', '3', HINT_LAYOUT),
+    ('batch of v', {'v': tensor(3, 256, 4, 64)},
+     'v.size(0), the batch, to be that of q, 2', '3', HINT_LAYOUT),
+    ('seqlen of v', {'v': tensor(2, 255, 4, 64)},
+     'v.size(1), the seqlen, to be that of k, 256', '255', HINT_LAYOUT),
+    ('heads of v', {'v': tensor(2, 256, 2, 64)},
+     'v.size(2), the heads, to be that of k, 4', '2', HINT_LAYOUT),
+    ('head dim of k', {'k': tensor(2, 256, 4, 128)},
+     'k.size(3), the head_dim, to be that of q, 64', '128', HINT_LAYOUT),
+    ('no KV heads', {'k': tensor(2, 256, 0, 64)},
+     'k.size(2), the heads, to be at least 1', '0', ''),
+    ('heads that do not divide', {'q': tensor(2, 128, 6, 64)},
+     'the heads of q to be a multiple of the heads of k, 4', '6', HINT_LAYOUT),
+    ('head dim 100', all_inputs(head_dim=100),
+     'q.size(3), the head_dim, to be a multiple of 8', '100', HINT_PAD),
+    ('head dim 96', all_inputs(head_dim=96),
+     'q.size(3), the head_dim, to be one that has a kernel (64, 128, 256)', '96',
+     f'{HINT_PAD}, and pass softmax_scale'),
+    ('head dim 512', all_inputs(head_dim=512),
+     'q.size(3), the head_dim, to be one that has a kernel (64, 128, 256)', '512', ''),
+    ('head dim 0', all_inputs(head_dim=0),
+     'q.size(3), the head_dim, to be one that has a kernel (64, 128, 256)', '0', ''),
+    ('head dim 0 on the CPU', all_inputs(head_dim=0, device='cpu'),
+     'head dims of at least 1', '0 (q, k) and 0 (v)', ''),
+    ('head dim of v', {'v': tensor(2, 256, 4, 128)},
+     'v.size(3), the head_dim, to be that of q and k, 64', '128', ''),
+    ('last stride', {'k': tensor(*K_SIZES, strides=(65536, 256, 1, 4))},
+     'k.stride(3) to be 1, the head_dim contiguous', '4', 'call k.contiguous()'),
+    ('scale 0', {'softmax_scale': 0.0}, 'softmax_scale to be a positive finite float32', '0', ''),
+    ('scale that float32 rounds to 0', {'softmax_scale': 1e-60},
+     'softmax_scale to be a positive finite float32', '1e-60', ''),
+    ('scale that float32 rounds to inf', {'softmax_scale': 1e60},
+     'softmax_scale to be a positive finite float32', '1e+60', ''),
+    ('scale nan', {'softmax_scale': math.nan},
+     'softmax_scale to be a positive finite float32', 'nan', ''),
+    ('margin below 0', {'sm_margin': -1}, 'sm_margin to be 0 or more', '-1', ''),
+    ('margin of all SMs', {'sm_margin': 132},
+     'sm_margin to be less than the 132 SMs of the device', '132',
+     'it is the number of SMs to leave to other kernels'),
+    ('length', {'q': tensor(2, 2**30 + 1, 8, 64, strides=(0, 0, 0, 1))},
+     'q.size(1) to be at most 1073741824', '1073741825', ''),
+    ('tiles', {'q': tensor(2, 2**30, 32, 64, strides=(0, 0, 0, 1))},
+     'batch * heads * ceil(seqlen / 64) of q to be at most 536870912', '1073741824',
+     'split the batch'),
+]
+
+# (what is wrong, the output, expected, got, hint)
+BAD_OUTPUTS = [
+    ('rank', tensor(128, 8, 64), 'out to have the shape (2, 128, 8, 64)', '(128, 8, 64)', ''),
+    ('shape', tensor(2, 8, 128, 64),
+     'out to have the shape (2, 128, 8, 64)', '(2, 8, 128, 64)', ''),
+    ('dtype', tensor(*Q_SIZES, dtype='float32'),
+     'out.dtype to be that of q, bfloat16', 'float32', ''),
+    ('device', tensor(*Q_SIZES, index=3), 'out on the device of q, cuda:0', 'cuda:3', ''),
+    ('last stride', tensor(*Q_SIZES, strides=(65536, 512, 1, 8)),
+     'out.stride(3) to be 1, the head_dim contiguous', '8', 'call out.contiguous()'),
+    ('expanded', tensor(*Q_SIZES, strides=(0, 512, 64, 1)),
+     'out with memory for every element', 'out.stride(0) of 0', 'do not pass an expanded tensor'),
+]
+
+
+def error_text(op, expected, got, hint):
+    return f'flash_attn3.{op}: expected {expected}, got {got}' + (f'; hint: {hint}' if hint else '')
+
+
+@pytest.mark.parametrize('call, expected, got, hint', [row[1:] for row in BAD_CALLS],
+                         ids=[row[0] for row in BAD_CALLS])
+def test_bad_call(call, expected, got, hint):
+    assert check(**call) == error_text('fwd', expected, got, hint)
+
+
+@pytest.mark.parametrize('out, expected, got, hint', [row[1:] for row in BAD_OUTPUTS],
+                         ids=[row[0] for row in BAD_OUTPUTS])
+def test_bad_output(out, expected, got, hint):
+    assert check(out=out) == error_text('fwd_out', expected, got, hint)
+
+
+@pytest.mark.parametrize('name', ['q', 'k', 'v'])
+def test_output_in_the_memory_of_an_input(name):
+    sizes = {'q': Q_SIZES, 'k': K_SIZES, 'v': K_SIZES}
+    call = {other: tensor(*sizes[other], address=8192 * i) for i, other in enumerate('qkv')}
+    call[name] = tensor(*sizes[name], address=4096)
+    expected = error_text('fwd_out', 'out with memory of its own', f'the memory of {name}', '')
+    assert check(**call, out=tensor(*Q_SIZES, address=4096)) == expected
+
+
+@pytest.mark.parametrize('bad', [
+    None,
+    (1, 2),
+    ('bfloat16', 'cuda', 0, [2, 128, 8, 64], (1, 1, 1, 1), 0),
+    ('bfloat16', 'cuda', 0, ('2', 128, 8, 64), (1, 1, 1, 1), 0)])
+def test_a_tensor_described_wrongly_is_a_type_error(bad):
+    with pytest.raises(TypeError):
+        check(q=bad)

@@ -1,0 +1,120 @@
+"""The code stays readable: sizes, header comments, nothing commented out, no traces of a machine.
+
+lizard measures the functions of C++, ruff reads Python (unused names, commented-out code; what it
+looks for is in pyproject.toml).
+"""
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import lizard
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ('benchmarks', 'build_tools', 'csrc', 'examples', 'flash_attn3', 'tests', 'third_party')
+FILE_LINES, COLUMNS, FUNCTION_LINES, NESTING = 600, 100, 80, 3
+CPP = ('.h', '.cpp', '.cu', '.inc')
+
+SOURCES = [ROOT / 'setup.py'] + [
+    path for folder in FOLDERS for path in sorted((ROOT / folder).rglob('*'))
+    if path.suffix in ('.py', *CPP) and ROOT / 'third_party/cutlass' not in path.parents]
+TEXTS = SOURCES + [ROOT / name for name in (
+    '.ci/run', 'Makefile', 'NOTICE', 'README.md', 'constraints.txt', 'pyproject.toml')] + [
+    path for path in sorted(ROOT.rglob('*.md')) if path.relative_to(ROOT).parts[0] in FOLDERS]
+CPP_SOURCES = [path for path in SOURCES if path.suffix in CPP]
+
+
+def ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def at(path: Path, lines: list[int]) -> str:
+    return ', '.join(f'{ids(path)}:{line}' for line in lines)
+
+
+@pytest.mark.parametrize('path', SOURCES, ids=ids)
+def test_lines_and_columns(path: Path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= FILE_LINES
+    wide = [number for number, line in enumerate(lines, 1) if len(line) > COLUMNS]
+    assert not wide, f'wider than {COLUMNS} columns: {at(path, wide)}'
+
+
+@pytest.mark.parametrize('path', SOURCES, ids=ids)
+def test_header_comment(path: Path):
+    """What the file does stands at its top; that of a .cpp may stand in its header."""
+    text = path.read_text()
+    if path.suffix == '.py':
+        assert not text or ast.get_docstring(ast.parse(text))
+    else:
+        assert text.startswith('// ') or path.with_suffix('.h').exists()
+
+
+def python_functions(path: Path) -> list[tuple[str, int, int]]:
+    """(name, lines, nesting) of every function; an elif is no further level."""
+    blocks = (ast.If, ast.For, ast.While, ast.With, ast.Try)
+
+    def depth(node: ast.AST) -> int:
+        inner = [depth(child) - (isinstance(node, ast.If) and node.orelse == [child]
+                                 and isinstance(child, ast.If))
+                 for child in ast.iter_child_nodes(node)]
+        return max(inner, default=0) + isinstance(node, blocks)
+
+    return [(node.name, node.end_lineno - node.lineno + 1, depth(node))
+            for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+
+
+def cpp_functions(path: Path) -> list[tuple[str, int, int]]:
+    analyse = lizard.FileAnalyzer(lizard.get_extensions(['ns']))
+    return [(function.name, function.length, function.max_nested_structures)
+            for function in analyse(str(path)).function_list]
+
+
+@pytest.mark.parametrize('path', SOURCES, ids=ids)
+def test_functions(path: Path):
+    functions = python_functions(path) if path.suffix == '.py' else cpp_functions(path)
+    long = [f'{name}: {lines} lines' for name, lines, _ in functions if lines > FUNCTION_LINES]
+    deep = [f'{name}: {levels} levels' for name, _, levels in functions if levels > NESTING]
+    assert not long + deep, f'{ids(path)}: {long + deep}'
+
+
+def test_functions_are_measured(tmp_path: Path):
+    """The two measures themselves, on a function of known length and depth."""
+    python, cpp = tmp_path / 'known.py', tmp_path / 'known.cpp'
+    python.write_text('def f(x):\n  for a in x:\n    if a:\n      return 1\n'
+                      '    elif x:\n      pass\n')
+    cpp.write_text('template <class T>\nint f(T x) {\n  for (auto a : x) {\n    if (a) {\n'
+                   '      return 1;\n    }\n  }\n  return 0;\n}\n')
+    assert python_functions(python) == [('f', 6, 2)]
+    assert cpp_functions(cpp) == [('f', 8, 2)]
+
+
+@pytest.mark.parametrize('path', CPP_SOURCES, ids=ids)
+def test_nothing_is_commented_out(path: Path):
+    """A comment line that ends like a statement and assigns or calls, or a directive, is code."""
+    code = re.compile(r'^\s*//\s*(.*(=|\w\(|::|->).*[;{}]|[{}]|#\s*(include|if|endif|define)\b.*)$')
+    found = [number for number, line in enumerate(path.read_text().splitlines(), 1)
+             if code.match(line)]
+    assert not found, f'commented-out code: {at(path, found)}'
+
+
+@pytest.mark.parametrize('path', TEXTS, ids=ids)
+def test_no_traces_of_a_machine_and_no_promises(path: Path):
+    # The words are put together here, so that this file does not contain them.
+    folders = '|'.join(['work', 'root', 'farm', 'home', 'opt', 'tmp', 'mnt'])
+    machine = re.compile(rf'(?<![\w./-])/({folders})/')
+    words = '|'.join(['TO' + 'DO', 'FIX' + 'ME', 'X' * 3, 'HA' + 'CK'])
+    promise = re.compile(rf'\b({words})\b')
+    found = [number for number, line in enumerate(path.read_text().splitlines(), 1)
+             if machine.search(line) or promise.search(line)]
+    assert not found, at(path, found)
+
+
+def test_ruff():
+    done = subprocess.run([sys.executable, '-m', 'ruff', 'check', '--output-format=concise', '.'],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,147 @@
+"""What the compiler made of every kernel: ptxas' log in build/logs, the SASS of the library.
+
+A kernel that spills in its main loop, or whose wgmma ptxas serialises, is right and slow: nothing
+else would show it. Needs no GPU.
+"""
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from csrc.instances.variants import FORWARD, ForwardVariant
+from flash_attn3 import _plan
+
+ROOT = Path(__file__).resolve().parents[2]
+LIBRARY = ROOT / 'flash_attn3' / '_C.abi3.so'
+
+# Bytes that a kernel may spill outside its main loop. More than none needs a measured reason.
+SPILLED_BYTES: dict[str, int] = {}
+MOST_SPILLED_BYTES = 16
+
+# 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim.
+HGMMA = re.compile(r'\bHGMMA\.64x(\d+)x16\.F32(\.BF16)?\b')
+LOCAL_MEMORY = re.compile(r'\b(LDL|STL)\b')
+PER_VARIANT = pytest.mark.parametrize('variant', FORWARD, ids=lambda variant: variant.name)
+
+
+def log_of(variant: ForwardVariant) -> str:
+    path = ROOT / 'build' / 'logs' / f'instances_forward_{variant.tile}.log'
+    assert path.exists(), f'{path} does not exist; hint: make build'
+    return path.read_text()
+
+
+def ptxas_lines(variant: ForwardVariant) -> str:
+    """What ptxas says about one kernel: the lines up to the next kernel's."""
+    parts = re.split(r'(?=ptxas info\s+: Compiling entry function)', log_of(variant))
+    found = [part for part in parts[1:] if mangled(variant) in part.splitlines()[0]]
+    assert len(found) == 1, f'{variant.name} is not in the log of its unit'
+    return found[0]
+
+
+def mangled(variant: ForwardVariant) -> str:
+    return f'forward_kernelINS_{len(variant.name)}{variant.name}E'
+
+
+def cuobjdump() -> str:
+    """That of the CUDA toolkit, else the one inside the triton wheel, which torch brings."""
+    home = os.environ.get('CUDA_HOME')
+    found = (home and shutil.which(f'{home}/bin/cuobjdump')) or shutil.which('cuobjdump')
+    if not found:
+        triton = Path(find_spec('triton').submodule_search_locations[0])
+        found = str(triton / 'backends' / 'nvidia' / 'bin' / 'cuobjdump')
+    return found
+
+
+@cache
+def sass() -> dict[str, list[str]]:
+    """The instructions of every kernel in the library, by mangled name."""
+    done = subprocess.run([cuobjdump(), '-sass', LIBRARY], capture_output=True, text=True,
+                          check=True)
+    kernels: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if start := re.match(r'\s*Function : (\S+)', line):
+            kernels[start[1]] = []
+        elif instruction := re.match(r'\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;', line):
+            kernels[list(kernels)[-1]].append(instruction[1])
+    return kernels
+
+
+def sass_of(variant: ForwardVariant) -> list[str]:
+    found = [lines for name, lines in sass().items() if mangled(variant) in name]
+    assert len(found) == 1, f'{variant.name} is not in {LIBRARY.name}; hint: make build'
+    return found[0]
+
+
+def facts_of(variant: ForwardVariant) -> dict:
+    return next(facts for facts in _plan.variants() if facts['name'] == variant.name)
+
+
+def test_the_library_has_the_listed_kernels_and_no_others():
+    assert len(sass()) == len(FORWARD)
+
+
+@PER_VARIANT
+def test_spills(variant: ForwardVariant):
+    allowed = SPILLED_BYTES.get(variant.name, 0)
+    assert allowed <= MOST_SPILLED_BYTES
+    numbers = re.findall(r'(\d+) bytes (?:stack frame|spill stores|spill loads)',
+                         ptxas_lines(variant))
+    assert len(numbers) == 3 and max(map(int, numbers)) <= allowed
+
+
+@PER_VARIANT
+def test_ptxas_has_no_complaint(variant: ForwardVariant):
+    """Serialised wgmma, an ignored setmaxnreg: some fifteen messages, all with these words."""
+    for line in log_of(variant).splitlines():
+        assert 'Potential Performance Loss' not in line
+        assert not line.startswith('ptxas warning')
+
+
+@PER_VARIANT
+def test_no_local_memory_in_the_main_loop(variant: ForwardVariant):
+    lines = sass_of(variant)
+    products = [index for index, line in enumerate(lines) if 'HGMMA' in line]
+    loop = lines[products[0]:products[-1] + 1]
+    assert not [line for line in loop if LOCAL_MEMORY.search(line)]
+
+
+@PER_VARIANT
+def test_hopper_instructions(variant: ForwardVariant):
+    """TMA loads and stores, registers handed from the producer to the consumers, no plain mma."""
+    text = '\n'.join(sass_of(variant))
+    for name in ('UTMALDG', 'UTMASTG', 'USETMAXREG.DEALLOC', 'USETMAXREG.TRY_ALLOC', 'SYNCS'):
+        assert name in text, f'no {name}'
+    assert not re.search(r'\bHMMA\b', text)
+
+
+@PER_VARIANT
+def test_wgmma_shapes(variant: ForwardVariant):
+    """Scores: 64 x tile_n per 16 of the head dim. Output: 64 x head_dim_v per 16 keys."""
+    facts = facts_of(variant)
+    shapes = HGMMA.findall('\n'.join(sass_of(variant)))
+    assert {int(columns) for columns, _ in shapes} == {facts['tile_n'], facts['head_dim_v']}
+    assert {bool(bf16) for _, bf16 in shapes} == {variant.dtype == 'Bf16'}
+    scores = sum(int(columns) == facts['tile_n'] for columns, _ in shapes)
+    outputs = sum(int(columns) == facts['head_dim_v'] for columns, _ in shapes)
+    assert scores % (facts['head_dim'] // 16) == 0 and outputs % (facts['tile_n'] // 16) == 0
+
+
+@PER_VARIANT
+def test_registers_after_setmaxnreg(variant: ForwardVariant):
+    """The kernel deals out what the variant's facts say, out of what it got at its launch: a
+    warpgroup that asks for more waits for ever.
+    """
+    facts = facts_of(variant)
+    counts = re.findall(r'USETMAXREG\S*(?: UP\d,)? (0x[0-9a-f]+)', '\n'.join(sass_of(variant)))
+    producer, consumer = facts['producer_registers'], facts['consumer_registers']
+    assert {int(count, 16) for count in counts} == {producer, consumer}
+    at_launch = int(re.search(r'Used (\d+) registers', ptxas_lines(variant))[1])
+    dealt = producer + facts['consumer_warpgroups'] * consumer
+    assert dealt * 128 <= at_launch * facts['threads'] <= 65536

@@ -1,0 +1,118 @@
+"""The README files against the code: paths, environment variables, and the numbers of each tile."""
+import re
+from pathlib import Path
+
+import pytest
+
+from flash_attn3 import bench
+from flash_attn3._plan import variants
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ['README.md', 'csrc/README.md', 'csrc/forward/README.md', 'benchmarks/results/README.md']
+FORWARD = ROOT / 'csrc/forward/README.md'
+FOLDERS = ('csrc', 'flash_attn3', 'tests', 'benchmarks', 'build_tools', 'third_party', 'examples')
+
+
+def table_rows(page: Path, first_cell: str) -> dict[str, list[str]]:
+    """The rows of the table whose first header is this, by the text of their first cell."""
+    lines = iter(page.read_text().splitlines())
+    rows = {}
+    for line in lines:
+        if line.startswith(f'| {first_cell} |'):
+            next(lines)
+            break
+    for line in lines:
+        if not line.startswith('|'):
+            break
+        name, *cells = (cell.strip() for cell in line.strip('|').split('|'))
+        rows[name.strip('`')] = cells
+    return rows
+
+
+def section(page: Path, title: str) -> str:
+    return page.read_text().split(f'\n## {title}\n')[1].split('\n## ')[0]
+
+
+@pytest.mark.parametrize('name', PAGES)
+def test_paths_exist(name):
+    page = ROOT / name
+    text = page.read_text()
+    inline = re.findall(r'`([\w./]+)`', text)
+    from_root = [path for path in inline if path.startswith(tuple(f'{f}/' for f in FOLDERS))]
+    links = [link for link in re.findall(r'\]\(([^)#]+)\)', text)]
+    missing = [path for path in from_root if not (ROOT / path).exists()]
+    missing += [link for link in links if not (page.parent / link).exists()]
+    assert from_root or links or inline
+    assert not missing
+
+
+def test_source_files_named_in_csrc_exist():
+    folders = 'core|config|device|dispatch|forward|host|instances|ops'
+    text = (ROOT / 'csrc/README.md').read_text() + FORWARD.read_text()
+    names = re.findall(rf'`(?:csrc/)?((?:{folders})/[\w.]+)`', text)
+    assert len(names) > 20
+    assert [name for name in names if not (ROOT / 'csrc' / name).exists()] == []
+    local = re.findall(r'`(\w+\.h)`', FORWARD.read_text())
+    assert [name for name in local if not (FORWARD.parent / name).exists()] == []
+
+
+def test_environment_variables_are_those_that_the_code_reads():
+    sources = [ROOT / 'setup.py', *(ROOT / 'build_tools').glob('*.py'),
+               *(ROOT / 'flash_attn3').glob('*.py'), *(ROOT / 'third_party').glob('*.py'),
+               *(ROOT / 'csrc').rglob('*.py')]
+    read = {name for path in sources
+            for name in re.findall(r"environ(?:\.get\(|\[)'(\w+)'", path.read_text())}
+    rows = table_rows(ROOT / 'README.md', 'variable')
+    documented = {name for row in rows for name in re.findall(r'[A-Z][A-Z0-9_]{2,}', row)}
+    assert {name for name in read if name.startswith('FLASH_ATTN3_')} <= documented
+    assert documented <= read
+
+
+def test_bench_commands_of_the_readme_parse():
+    text = (ROOT / 'README.md').read_text()
+    commands = re.findall(r'python -m flash_attn3\.bench (--[^#\n]+)', text)
+    shapes = [bench.shape_of(bench.parse(command.split())) for command in commands]
+    assert bench.Shape(2, 4096, 4096, 16, 4, 128, causal=True) in shapes
+
+
+def test_head_dims_of_the_support_table():
+    dims = sorted({variant['head_dim'] for variant in variants()})
+    assert table_rows(ROOT / 'README.md', 'feature')['head dim'][0] == ', '.join(map(str, dims))
+
+
+def tile_name(variant: dict, names: set[str]) -> str:
+    """FwdTileD64 serves both masks; FwdTileD128Full and FwdTileD128Causal one each."""
+    base = f"FwdTileD{variant['head_dim']}"
+    return base if base in names else base + ('Causal' if variant['causal'] else 'Full')
+
+
+def test_shared_memory_and_registers_of_every_tile():
+    text = FORWARD.read_text()
+    tile, ring, number = r'^\| `(FwdTile\w+)` ', r'\| .*= (\d+) ', r'\| (\d+) '
+    memory_row = tile + r'\| (\d+) x (\d+) ' + 3 * ring + 2 * number + r'\|$'
+    memory = {row[0]: row[1:] for row in re.findall(memory_row, text, re.MULTILINE)}
+    registers = {row[0]: row[1:]
+                 for row in re.findall(tile + 6 * number + r'\|$', text, re.MULTILINE)}
+    used = {tile_name(variant, set(memory)) for variant in variants()}
+    assert used == set(memory) == set(registers)
+    for variant in variants():
+        rows, keys, q, k, v, barriers, total = map(int, memory[tile_name(variant, used)])
+        assert (rows, keys) == (variant['tile_m'], variant['tile_n'])
+        assert q == variant['q_stages'] * rows * variant['head_dim'] * 2
+        assert k == variant['stages'] * keys * variant['head_dim'] * 2
+        assert v == variant['stages'] * keys * variant['head_dim_v'] * 2
+        assert q + k + v + barriers == total == variant['shared_bytes']
+        producer, consumer, s, p, o, rest = map(int, registers[tile_name(variant, used)])
+        assert producer == variant['producer_registers']
+        assert consumer == variant['consumer_registers']
+        assert (s, p, o) == (keys // 2, keys // 4, variant['head_dim_v'] // 2)
+        assert s + p + o + rest == consumer
+
+
+def test_barrier_table_names_every_barrier():
+    code = (ROOT / 'csrc/forward/storage.h').read_text()
+    mbarriers = set(re.findall(r'Mbarrier (\w+)\[', code))
+    words = (ROOT / 'csrc/device/barriers.h').read_text()
+    named = set(re.findall(r'^  (k\w+) = \d', words, re.MULTILINE))
+    table = set(re.findall(r'^\| `(\w+)', section(FORWARD, 'Barriers'), re.MULTILINE))
+    assert table == mbarriers | named

@@ -1,0 +1,92 @@
+"""csrc/instances/generate.py: the selection of variants, the tables and units that it writes."""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from csrc.instances import generate
+from csrc.instances.variants import FORWARD
+
+CSRC = Path(generate.__file__).parent.parent
+NAMES = [variant.name for variant in FORWARD]
+
+
+def names(patterns: str) -> list[str]:
+    return [variant.name for variant in generate.select(FORWARD, patterns)]
+
+
+def table(text: str, name: str) -> list[str]:
+    """The rows of a C++ table."""
+    body = re.search(name + r'\[\] = \{\n(.*?)\n\};', text, re.DOTALL)
+    assert body, f'no table {name}'
+    return [row.strip() for row in body[1].splitlines()]
+
+
+def test_variants_are_distinct_and_their_tiles_exist():
+    assert len(set(NAMES)) == len(NAMES)
+    tiles = re.findall(r'struct (\w+) : FwdDefaults', (CSRC / 'config/fwd_tiles.h').read_text())
+    assert {variant.tile for variant in FORWARD} == set(tiles)
+
+
+@pytest.mark.parametrize(('patterns', 'expected'), [
+    ('', NAMES),
+    ('*', NAMES),
+    ('FwdBf16D128Causal', ['FwdBf16D128Causal']),
+    ('FwdBf16D128*', [name for name in NAMES if name.startswith('FwdBf16D128')]),
+    (' FwdFp16D64Full , *D256Causal,', [name for name in NAMES
+                                       if name == 'FwdFp16D64Full' or name.endswith('D256Causal')]),
+])
+def test_selection(patterns: str, expected: list[str]):
+    assert names(patterns) == expected
+
+
+def test_a_pattern_without_a_variant_is_an_error_that_lists_the_variants():
+    with pytest.raises(ValueError, match=r"got 'fwdbf16\*'; hint: .* FwdBf16D64Full"):
+        names('FwdBf16D64Full,fwdbf16*')
+
+
+def test_tables_are_index_parallel(tmp_path: Path):
+    generate.generate(tmp_path, '*D128*')
+    facts = table((tmp_path / 'fwd_variants.h').read_text(), 'kFwdVariants')
+    assert facts == [f'fwd_facts<{name}>("{name}"),' for name in NAMES]
+    built = table((tmp_path / 'fwd_built.inc').read_text(), 'kFwdBuilt')
+    assert built == [f'{str("D128" in name).lower()},  // {name}' for name in NAMES]
+    launchers = table((tmp_path / 'fwd_registry.inc').read_text(), 'kFwdLaunchers')
+    assert launchers == [f'&launch_{name},' if 'D128' in name else f'nullptr,  // {name}'
+                         for name in NAMES]
+
+
+@pytest.mark.parametrize('patterns', ['', 'FwdBf16D128*'])
+def test_every_selected_variant_is_launched_by_the_unit_of_its_tile(tmp_path: Path, patterns: str):
+    units = generate.generate(tmp_path, patterns)
+    launched = {name: path.stem for path in units
+                for name in re.findall(r'launch_forward<(\w+)>', path.read_text())}
+    selected = generate.select(FORWARD, patterns)
+    assert launched == {variant.name: f'forward_{variant.tile}' for variant in selected}
+
+
+def test_only_what_changed_is_written_and_stale_units_go(tmp_path: Path):
+    generate.generate(tmp_path)
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))
+    units = generate.generate(tmp_path, 'FwdBf16D64Full')
+    assert [path.name for path in units] == ['forward_FwdTileD64.cu']
+    assert list(tmp_path.glob('*.cu')) == units
+    rewritten = {path.name for path in tmp_path.iterdir() if path.stat().st_mtime > 1}
+    assert rewritten == {'fwd_built.inc', 'fwd_registry.inc', 'forward_FwdTileD64.cu'}
+
+
+def test_the_tables_compile_without_cuda(tmp_path: Path):
+    generate.generate(tmp_path, 'FwdBf16D128Causal')
+    source = tmp_path / 'tables.cpp'
+    source.write_text('#include "fwd_variants.h"\n#include "fwd_built.inc"\n'
+                      '#include "fwd_registry.inc"\n#include <iterator>\n'
+                      f'static_assert(std::size(fa3::kFwdVariants) == {len(NAMES)});\n'
+                      f'static_assert(std::size(fa3::kFwdLaunchers) == {len(NAMES)});\n'
+                      f'static_assert(fa3::kFwdBuilt[{NAMES.index("FwdBf16D128Causal")}]);\n')
+    subprocess.run(['g++', '-std=c++20', '-fsyntax-only', f'-I{CSRC}', f'-I{tmp_path}', source],
+                   check=True)

@@ -1,0 +1,76 @@
+"""Includes go one way (csrc/README.md): each folder only reads those named here, and torch, CUTLASS
+and CUDA come in by one door each.
+"""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).resolve().parents[2] / 'csrc'
+MAY_INCLUDE = {
+    'core': {'core'},
+    'config': {'config', 'core'},
+    'device': {'device', 'config', 'core'},
+    'forward': {'forward', 'device', 'config', 'core'},
+    'dispatch': {'dispatch', 'config', 'core'},
+    'ops': {'ops', 'dispatch', 'config', 'core'},
+    # The tests' module shows the layouts that the kernels use; it is not part of the package.
+    'host': {'host', 'dispatch', 'forward', 'device', 'config', 'core'},
+}
+GENERATED = {'fwd_variants.h': {'dispatch', 'host'}, 'fwd_built.inc': {'ops', 'host'},
+             'fwd_registry.inc': {'ops'}}
+FILES = [path for path in sorted(CSRC.rglob('*')) if path.suffix in ('.h', '.cpp', '.cu', '.inc')]
+
+
+def includes(path: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s*[<"]([^">]+)[">]', path.read_text(), re.MULTILINE)
+
+
+def ids(path: Path) -> str:
+    return path.relative_to(CSRC).as_posix()
+
+
+def test_every_folder_is_listed():
+    assert {path.parent.name for path in FILES} == set(MAY_INCLUDE)
+
+
+@pytest.mark.parametrize('path', FILES, ids=ids)
+def test_own_includes(path: Path):
+    folder = path.relative_to(CSRC).parts[0]
+    for name in includes(path):
+        first, _, rest = name.partition('/')
+        if rest and (CSRC / first).is_dir():
+            assert first in MAY_INCLUDE[folder], f'{folder}/ must not include {name}'
+            assert (CSRC / name).exists(), f'{name} does not exist'
+        if name in GENERATED:
+            assert folder in GENERATED[name], f'{folder}/ must not include {name}'
+
+
+@pytest.mark.parametrize('path', FILES, ids=ids)
+def test_foreign_includes(path: Path):
+    folder, where = path.relative_to(CSRC).parts[0], path.relative_to(CSRC).as_posix()
+    for name in includes(path):
+        first = name.split('/')[0]
+        if first in ('torch', 'ATen', 'c10'):
+            assert folder == 'ops', 'torch stays in ops/: its headers cost nvcc 16 to 90 s'
+            stable = name.startswith(('torch/csrc/stable/', 'torch/csrc/inductor/aoti_torch/c/',
+                                      'torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h',
+                                      'torch/headeronly/'))
+            assert stable, f'{name} is not part of the stable ABI'
+        if first in ('cute', 'cutlass'):
+            assert where == 'device/cute.h', 'CUTLASS comes in through device/cute.h alone'
+        if first.startswith('cuda') or first.startswith('driver_types'):
+            assert folder in ('device', 'forward', 'ops'), f'{folder}/ is free of CUDA'
+
+
+def test_include_cycles():
+    """Every header can be read before those that include it."""
+    graph = {ids(path): [name for name in includes(path) if (CSRC / name).exists()]
+             for path in FILES}
+    done: set[str] = set()
+    while ready := [name for name, needs in graph.items() if name not in done
+                    and done.issuperset(needs)]:
+        done.update(ready)
+    assert done == set(graph), f'in a cycle: {sorted(set(graph) - done)}'

@@ -1,0 +1,168 @@
+"""dispatch/plan.cpp through flash_attn3._plan: the facts of a plan against arithmetic written here.
+"""
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import pytest
+
+from flash_attn3 import _plan
+
+NEVER, ALWAYS, HEURISTIC = 0, 1, 2
+H200 = {'sm_count': 132, 'l2_bytes': 50 << 20}
+
+
+def plan(seqlen_q=1024, seqlen_k=1024, *, batch=2, heads_q=8, heads_k=8, head_dim=128, causal=False,
+         dtype='bfloat16', pack_gqa=HEURISTIC, sm_margin=0, **device):
+    return _plan.plan_forward(
+        dtype=dtype, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q,
+        heads_k=heads_k, head_dim=head_dim, head_dim_v=head_dim, causal=causal, pack_gqa=pack_gqa,
+        sm_margin=sm_margin, **(H200 | device))
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+@pytest.mark.parametrize('dtype', ['float16', 'bfloat16'])
+@pytest.mark.parametrize('head_dim', [64, 128, 256])
+@pytest.mark.parametrize('causal', [False, True])
+def test_variant_by_dtype_head_dim_and_mask(dtype, head_dim, causal):
+    facts = plan(head_dim=head_dim, causal=causal, dtype=dtype)
+    short_dtype, mask = {'float16': 'Fp16', 'bfloat16': 'Bf16'}[dtype], ('Full', 'Causal')[causal]
+    name = f'Fwd{short_dtype}D{head_dim}{mask}'
+    assert facts['name'] == name
+    of_the_variant = next(row for row in _plan.variants() if row['name'] == name)
+    assert of_the_variant.items() <= facts.items()
+
+
+@given(batch=st.integers(0, 9), seqlen_q=st.integers(0, 5000), seqlen_k=st.integers(0, 5000),
+       heads_k=st.integers(1, 9), group=st.integers(1, 70),
+       head_dim=st.sampled_from([64, 128, 256]),
+       causal=st.booleans(), pack_gqa=st.sampled_from([NEVER, ALWAYS, HEURISTIC]),
+       sm_margin=st.integers(0, 131))
+@settings(max_examples=300, deadline=None)
+def test_tiles_and_grid(batch, seqlen_q, seqlen_k, heads_k, group, head_dim, causal, pack_gqa,
+                        sm_margin):
+    facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
+                 head_dim=head_dim, causal=causal, pack_gqa=pack_gqa, sm_margin=sm_margin)
+    pack = facts['pack']
+    assert group % pack == 0 and 1 <= pack <= 64
+    positions = facts['consumer_warpgroups'] * (64 // pack)
+    assert facts['m_tiles'] == ceil_div(seqlen_q, positions)
+    assert facts['tiles'] == facts['m_tiles'] * (heads_k * group // pack) * batch
+    assert facts['grid'] == min(facts['tiles'], 132 - sm_margin)
+
+
+@pytest.mark.parametrize('group, pack', [
+    (1, 1), (2, 2), (3, 3), (8, 8), (64, 64), (65, 13), (128, 64)])
+def test_pack_on_request(group, pack):
+    assert plan(heads_q=group, heads_k=1, pack_gqa=ALWAYS)['pack'] == pack
+    assert plan(heads_q=group, heads_k=1, pack_gqa=NEVER)['pack'] == 1
+
+
+@pytest.mark.parametrize('seqlen_q, group, packs', [
+    (1, 8, True),      # decode: 1 of 128 rows against 8
+    (16, 4, True),
+    (64, 8, True),     # half a tile is padding
+    (128, 8, False),   # a tile is full either way
+    (129, 8, True),    # 2 tiles for 129 rows, 9 for 1032
+    (4096, 8, False),
+    (1, 1, False)])
+def test_pack_where_it_saves_padding(seqlen_q, group, packs):
+    assert (plan(seqlen_q, heads_q=8 * group, heads_k=8)['pack'] > 1) is packs
+
+
+@given(st.integers(1, 3000), st.integers(2, 64))
+@settings(max_examples=300, deadline=None)
+def test_pack_needs_ten_percent_more_useful_rows(seqlen_q, group):
+    def useful_rows(pack_gqa):
+        facts = plan(seqlen_q, batch=1, heads_q=group, heads_k=1, pack_gqa=pack_gqa)
+        return seqlen_q * group / (facts['tiles'] * facts['tile_m'])
+    gain = useful_rows(ALWAYS) / useful_rows(NEVER)
+    packs = plan(seqlen_q, batch=1, heads_q=group, heads_k=1)['pack'] > 1
+    assert packs is (gain > 1.1) or gain == pytest.approx(1.1)
+
+
+def visible_pairs(seqlen_q, seqlen_k, causal):
+    if not causal:
+        return seqlen_q * seqlen_k
+    return sum(max(0, min(seqlen_k, i + 1 + seqlen_k - seqlen_q)) for i in range(seqlen_q))
+
+
+@given(seqlen_q=st.integers(1, 700), seqlen_k=st.integers(1, 700), causal=st.booleans(),
+       pack_gqa=st.sampled_from([NEVER, ALWAYS]))
+@settings(max_examples=200, deadline=None)
+def test_work_counts_visible_pairs(seqlen_q, seqlen_k, causal, pack_gqa):
+    facts = plan(seqlen_q, seqlen_k, batch=3, heads_q=6, heads_k=2, head_dim=64, causal=causal,
+                 pack_gqa=pack_gqa)
+    pairs = 3 * 6 * visible_pairs(seqlen_q, seqlen_k, causal)
+    assert facts['flops'] == 4 * 64 * pairs
+    halves, floats = 2 * seqlen_q * 6 * 64 + 2 * seqlen_k * 2 * 64, seqlen_q * 6
+    assert facts['bytes'] == 3 * (2 * halves + 4 * floats)
+    assert 0 < facts['useful_share'] <= 1
+    if not causal:
+        columns = ceil_div(seqlen_k, facts['tile_n']) * facts['tile_n']
+        computed = facts['tiles'] * facts['tile_m'] * columns
+        assert facts['useful_share'] == pytest.approx(pairs / computed)
+
+
+def test_useful_share_of_causal_tiles():
+    """256 x 256 in tiles of 128 x 128: a whole tile and two with half of their pairs visible."""
+    facts = plan(256, 256, causal=True)
+    assert (facts['tile_m'], facts['tile_n']) == (128, 128)
+    assert facts['useful_share'] == pytest.approx((128 * 129 + 128 * 128) / (3 * 128 * 128))
+
+
+def test_waves():
+    facts = plan(4096, 4096, batch=4, heads_q=16, heads_k=16, causal=True)
+    assert facts['tiles'] == 2048 and facts['waves'] == pytest.approx(2048 / 132)
+
+
+@pytest.mark.parametrize('sizes', [{'batch': 0}, {'seqlen_q': 0}, {'heads_q': 0}])
+def test_nothing_to_do(sizes):
+    facts = plan(**sizes)
+    assert facts['tiles'] == facts['grid'] == facts['flops'] == facts['waves'] == 0
+
+
+def test_no_keys():
+    facts = plan(seqlen_k=0)
+    assert facts['tiles'] > 0 and facts['flops'] == 0 and facts['useful_share'] == 0
+
+
+def section_pairs(batch, seqlen, heads_q, heads_k, **device):
+    facts = plan(seqlen, seqlen, batch=batch, heads_q=heads_q, heads_k=heads_k, causal=True,
+                 **device)
+    return facts['section_pairs']
+
+
+def test_sections_keep_keys_and_values_in_l2():
+    """64 KV heads of 2 MiB: 60 % of 50 MiB hold 15, so 5 even sections of 13 with 4 query heads."""
+    assert section_pairs(16, 4096, 16, 4) == 13 * 4
+    assert section_pairs(16, 4096, 16, 4, l2_bytes=1 << 40) == 64 * 4
+
+
+def test_sections_have_six_rounds_at_least():
+    """8 heads of 16 MiB: one fits into L2, but all their tiles are only 7.8 rounds of the grid."""
+    assert section_pairs(1, 16384, 8, 8) == 8
+    assert section_pairs(1, 65536, 8, 8) == ceil_div(8, 4096 // (6 * 132))
+
+
+@pytest.mark.parametrize('change, reason', [
+    ({'head_dim': 96}, 'fwd: expected q.size(3), the head_dim, to be one that has a kernel '
+                       '(64, 128, 256), got 96'),
+    ({'head_dim': 100}, 'fwd: expected q.size(3), the head_dim, to be a multiple of 8, got 100'),
+    ({'dtype': 'float32'}, 'fwd: expected q.dtype to be float16 or bfloat16, got float32'),
+    ({'heads_q': 7, 'heads_k': 2}, 'fwd: expected the heads of q to be a multiple of the heads '
+                                   'of k, 2, got 7'),
+    ({'sm_margin': 132}, 'fwd: expected sm_margin to be less than the 132 SMs of the device, '
+                         'got 132'),
+    ({'seqlen_q': -1}, 'explain: expected sizes of 0 or more, got -1'),
+    ({'sm_count': 0}, 'explain: expected sm_count to be 1 or more, got 0')])
+def test_no_plan_says_why(change, reason):
+    facts = plan(**change)
+    assert list(facts) == ['reason']
+    assert facts['reason'].startswith(f'flash_attn3.{reason}')
+
+
+def test_pack_gqa_out_of_range():
+    with pytest.raises(ValueError, match='pack_gqa is 0'):
+        plan(pack_gqa=3)

@@ -1,0 +1,131 @@
+"""explain(), can_use(), built_variants() and the command line, on a machine without a GPU."""
+import runpy
+import sys
+
+import pytest
+import torch
+
+import flash_attn3
+from flash_attn3 import _library, planning
+
+from tests import bad_inputs
+from tests.cases import VARIANTS, Case, Variant
+
+SHAPE = (2, 4096, 16, 128)
+
+
+def explained(capsys, *arguments, **options) -> dict[str, str]:
+    flash_attn3.explain(*arguments, **options)
+    lines = capsys.readouterr().out.splitlines()
+    return {line[:14].strip(): line[15:] for line in lines}
+
+
+@pytest.mark.parametrize('variant', VARIANTS, ids=str)
+def test_explain_names_the_kernel(variant, capsys):
+    q, k, v = Case(512, 512).of(variant).tensors('cpu')
+    assert explained(capsys, q, k, v, causal=variant.causal)['variant'].startswith(variant.name)
+
+
+def test_explain_text(capsys):
+    rows = explained(capsys, SHAPE, SHAPE, causal=True)
+    assert list(rows) == ['variant', 'tile', 'pack_gqa', 'warpgroups', 'overlap', 'stages',
+                          'registers', 'shared memory', 'tiles', 'grid', 'waves', 'padding',
+                          'FLOPs', 'bytes']
+    assert rows['variant'].startswith('FwdBf16D128Causal')
+    assert rows['grid'] == '132 CTAs'
+
+
+def test_plan_of_full_attention():
+    """Figures that follow from the shape alone."""
+    facts = planning.plan(SHAPE, SHAPE, dtype=torch.float16)
+    m_tiles = -(-4096 // facts['tile_m'])
+    assert facts['name'] == 'FwdFp16D128Full' and facts['m_tiles'] == m_tiles
+    assert facts['tiles'] == m_tiles * 2 * 16
+    assert facts['waves'] == pytest.approx(facts['tiles'] / 132)
+    assert facts['flops'] == 4 * 2 * 16 * 4096 * 4096 * 128
+    assert facts['bytes'] == 4 * (2 * 4096 * 16 * 128) * 2 + 4 * (2 * 16 * 4096)
+
+
+def test_plan_of_causal_attention_counts_visible_pairs():
+    q, k = (1, 100, 1, 64), (1, 150, 1, 64)
+    visible = sum(min(150, i + 1 + 50) for i in range(100))
+    assert planning.plan(q, k, causal=True)['flops'] == 4 * visible * 64
+
+
+def test_plan_takes_the_gpu_from_the_caller():
+    facts = planning.plan(SHAPE, SHAPE, sm_count=114, sm_margin=4)
+    assert facts['grid'] == 110
+
+
+def test_plan_packs_query_heads():
+    q, k = (1, 1, 32, 128), (1, 4096, 4, 128)
+    assert planning.plan(q, k)['pack'] == 8
+    assert planning.plan(q, k, pack_gqa=False)['pack'] == 1
+    assert planning.plan((1, 8192, 32, 128), k)['pack'] == 1
+    assert planning.plan((1, 8192, 32, 128), k, pack_gqa=True)['pack'] == 8
+
+
+def test_explain_of_what_no_kernel_takes(capsys):
+    flash_attn3.explain((2, 128, 8, 80), (2, 128, 8, 80))
+    text = capsys.readouterr().out
+    assert text.startswith('no kernel: flash_attn3.fwd: expected q.size(3), the head_dim, to be')
+
+
+def test_explain_refuses_other_shapes():
+    with pytest.raises(ValueError, match=r'expected a shape \(batch, seqlen, heads, head_dim\), '
+                                         r'got \(4096, 16, 128\)'):
+        flash_attn3.explain((4096, 16, 128), SHAPE)
+
+
+def test_command_line(capsys, monkeypatch):
+    arguments = '--batch 2 --seqlen-q 1 --seqlen-k 4096 --heads 32 --heads-k 4 --head-dim 64 ' \
+                '--dtype fp16 --causal --pack-gqa no --sm-margin 2'
+    monkeypatch.setattr(sys, 'argv', ['explain', *arguments.split()])
+    runpy.run_module('flash_attn3.explain', run_name='__main__')
+    printed = capsys.readouterr().out
+    planning.explain((2, 1, 32, 64), (2, 4096, 4, 64), causal=True, dtype=torch.float16,
+                     pack_gqa=False, sm_margin=2)
+    assert printed == capsys.readouterr().out
+    assert 'FwdFp16D64Causal' in printed
+
+
+# ---------------------------------------------------------------------------------------- can_use
+def test_can_use_says_only_the_device_for_good_cpu_tensors():
+    assert flash_attn3.can_use(**bad_inputs.good_arguments('cpu')) == (
+        False, ['flash_attn3.can_use: expected q on a CUDA device, got cpu'])
+
+
+@pytest.mark.parametrize('bad', bad_inputs.EVERYWHERE + bad_inputs.KERNEL_RULES, ids=str)
+def test_can_use_gives_the_error(bad):
+    is_fine, reasons = flash_attn3.can_use(**bad.arguments('cpu'))
+    assert not is_fine and reasons[0].startswith(bad.text)
+
+
+def test_can_use_gives_every_reason():
+    arguments = bad_inputs.good_arguments('meta')
+    arguments['q'] = torch.empty(2, 16, 4, 64, device='meta', requires_grad=True)    # float32
+    is_fine, reasons = flash_attn3.can_use(**arguments, causal=True, softcap=30.0, num_splits=4)
+    found = [reason.split('expected ')[1].split(',')[0] for reason in reasons]
+    assert not is_fine and found == ['softcap to be 0.0', 'num_splits to be 0 or 1',
+                                     'q.dtype to be float16 or bfloat16', 'no gradient',
+                                     'q on a CUDA device']
+
+
+def test_can_use_refuses_unknown_arguments():
+    with pytest.raises(TypeError, match='dropout'):
+        flash_attn3.can_use(**bad_inputs.good_arguments('cpu'), dropout=0.1)
+
+
+def test_built_variants(monkeypatch):
+    monkeypatch.setattr(_library, 'KERNELS_MISSING', '')
+    assert set(flash_attn3.built_variants()) <= {variant.name for variant in VARIANTS}
+    monkeypatch.setattr(_library, 'KERNELS_MISSING', 'a reason')
+    assert flash_attn3.built_variants() == []
+
+
+def test_the_list_of_variants_is_what_the_first_version_promises():
+    expected = {Variant(f'Fwd{dtype.capitalize()}D{head_dim}{"Causal" if causal else "Full"}',
+                        dtype, head_dim, causal)
+                for dtype in ('bf16', 'fp16') for head_dim in (64, 128, 256)
+                for causal in (False, True)}
+    assert expected <= set(VARIANTS)

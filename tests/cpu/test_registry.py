@@ -1,0 +1,58 @@
+"""The list of variants: Python's list, the C++ table and what a user hears about a missing one."""
+import pytest
+
+from csrc.instances.variants import FORWARD
+from flash_attn3 import _plan
+from tests import _host
+
+NAMES = [variant.name for variant in FORWARD]
+
+
+def built(*names):
+    return [name in names for name in NAMES]
+
+
+def missing_text(name, *names):
+    return _host.missing_variant_text('fwd', NAMES.index(name), built(*names))
+
+
+def test_the_table_is_the_list():
+    table = _plan.variants()
+    assert [row['name'] for row in table] == NAMES
+    for row, variant in zip(table, FORWARD):
+        assert row['dtype'] == {'Fp16': 'float16', 'Bf16': 'bfloat16'}[variant.dtype]
+        assert row['causal'] == (variant.mask == 'Causal')
+        assert row['head_dim'] == variant.head_dim
+        assert isinstance(row['built'], bool)
+
+
+def test_every_dtype_mask_and_head_dim_is_there_once():
+    keys = [(row['dtype'], row['causal'], row['head_dim'], row['head_dim_v'])
+            for row in _plan.variants()]
+    assert sorted(keys) == [(dtype, causal, dim, dim) for dtype in ('bfloat16', 'float16')
+                            for causal in (False, True) for dim in (64, 128, 256)]
+
+
+def test_missing_variant_names_itself_its_relatives_and_the_way_out():
+    text = missing_text('FwdBf16D128Causal',
+                        'FwdBf16D64Full', 'FwdBf16D64Causal', 'FwdBf16D128Full')
+    assert text == (
+        'flash_attn3.fwd: expected the kernel FwdBf16D128Causal in this build, '
+        'got a build without it (nearest: FwdBf16D64Causal); '
+        'hint: rebuild without FLASH_ATTN3_VARIANTS, '
+        'or with FLASH_ATTN3_VARIANTS=FwdBf16D128Causal')
+
+
+@pytest.mark.parametrize('missing, others, nearest', [
+    ('FwdBf16D128Full', ['FwdFp16D128Full', 'FwdBf16D64Full', 'FwdBf16D128Causal'],
+     'FwdFp16D128Full'),
+    ('FwdBf16D128Full', ['FwdBf16D64Full', 'FwdBf16D256Full'],
+     'FwdBf16D64Full, FwdBf16D256Full'),
+    ('FwdFp16D256Causal', ['FwdFp16D256Full', 'FwdBf16D64Causal'],
+     'FwdBf16D64Causal')])
+def test_nearest_relatives(missing, others, nearest):
+    assert f'(nearest: {nearest})' in missing_text(missing, *others)
+
+
+def test_a_build_without_kernels():
+    assert 'got a build without any kernel;' in missing_text('FwdBf16D64Full')

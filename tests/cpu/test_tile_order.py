@@ -1,0 +1,88 @@
+"""core/tile_order.h: the schedule of the persistent grid, simulated for every CTA."""
+from collections import Counter
+from itertools import product
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import pytest
+
+from flash_attn3 import _plan
+from tests import _host
+
+SHAPES = [(1, 1, 1), (1, 7, 3), (5, 1, 1), (8, 4, 2), (13, 3, 5), (33, 16, 1), (64, 2, 3)]
+GRIDS = [1, 2, 7, 64, 131, 132]
+
+
+def assert_every_tile_once(causal, m_tiles, heads, batch, section_pairs, ctas):
+    work = _host.walk_tiles(causal, m_tiles, heads, batch, section_pairs, ctas)
+    counts = Counter(tile for tiles in work for tile in tiles)
+    assert counts == Counter(product(range(m_tiles), range(heads), range(batch)))
+
+
+@pytest.mark.parametrize('ctas', GRIDS)
+@pytest.mark.parametrize('section_pairs', [1, 2, 5, 1 << 20])
+@pytest.mark.parametrize('m_tiles, heads, batch', SHAPES)
+def test_every_tile_exactly_once(m_tiles, heads, batch, section_pairs, ctas):
+    for causal in (False, True):
+        assert_every_tile_once(causal, m_tiles, heads, batch, section_pairs, ctas)
+
+
+@given(st.booleans(), st.integers(0, 40), st.integers(1, 12), st.integers(1, 6),
+       st.integers(1, 80), st.integers(1, 140))
+@settings(max_examples=500, deadline=None)
+def test_every_tile_exactly_once_at_random(causal, m_tiles, heads, batch, section_pairs, ctas):
+    assert_every_tile_once(causal, m_tiles, heads, batch, section_pairs, ctas)
+
+
+def test_no_tiles_no_work():
+    assert _host.walk_tiles(False, 0, 4, 2, 1, 3) == [[], [], []]
+    assert _host.walk_tiles(True, 0, 4, 2, 1, 3) == [[], [], []]
+
+
+@pytest.mark.parametrize('m_tiles, heads, batch', SHAPES)
+@pytest.mark.parametrize('ctas', GRIDS)
+def test_full_tiles_are_dealt_evenly(m_tiles, heads, batch, ctas):
+    work = _host.walk_tiles(False, m_tiles, heads, batch, 1, ctas)
+    lengths = [len(tiles) for tiles in work]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_full_tiles_of_a_round_share_few_heads():
+    """132 CTAs over 32 tiles a head: 132 / 32 rounded up, and one more where a head is cut."""
+    work = _host.walk_tiles(False, 32, 16, 4, 1, 132)
+    for turn in range(15):
+        assert len({tiles[turn][1:] for tiles in work if len(tiles) > turn}) <= 6
+
+
+@pytest.mark.parametrize('section_pairs', [4, 16, 64])
+def test_causal_sections_come_one_after_the_other_and_longest_first(section_pairs):
+    m_tiles, heads, batch = 32, 16, 4
+    for tiles in _host.walk_tiles(True, m_tiles, heads, batch, section_pairs, 132):
+        keys = [((batch_ * heads + head) // section_pairs, -m) for m, head, batch_ in tiles]
+        assert keys == sorted(keys)
+
+
+def planned_loads(head_dim, seqlen, heads_q, heads_k, sm_margin):
+    """What each CTA of a causal launch on 16k tokens gets, in K tiles.
+
+    A tile costs one more, to start and end.
+    """
+    batch = 16384 // seqlen
+    plan = _plan.plan_forward('bfloat16', batch, seqlen, seqlen, heads_q, heads_k, head_dim,
+                              head_dim, True, 0, sm_margin, 132, 50 << 20)
+    m_tiles, rows = plan['m_tiles'], plan['tile_m']
+    ranges = [_host.block_range(m * rows, (m + 1) * rows, seqlen, seqlen, plan['tile_n'], True)
+              for m in range(m_tiles)]
+    costs = [1 + end for _, end in ranges]
+    work = _host.walk_tiles(True, m_tiles, heads_q, batch, plan['section_pairs'], plan['grid'])
+    return [sum(costs[m] for m, _, _ in tiles) for tiles in work]
+
+
+@pytest.mark.parametrize('sm_margin', [0, 1, 18])
+@pytest.mark.parametrize('group', [1, 4, 8])
+@pytest.mark.parametrize('seqlen', [512, 1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize('head_dim, heads', [(64, 32), (128, 16), (256, 8)])
+def test_causal_work_is_balanced(head_dim, heads, seqlen, group, sm_margin):
+    """The busiest CTA gets at most 6 % more than the mean."""
+    loads = planned_loads(head_dim, seqlen, heads, heads // group, sm_margin)
+    assert max(loads) <= 1.06 * sum(loads) / len(loads)

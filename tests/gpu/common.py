@@ -1,0 +1,23 @@
+"""What several files of tests/gpu share."""
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from flash_attn3 import flash_attn_func
+
+from tests import compare
+from tests.cases import VARIANTS, Case
+
+every_variant = pytest.mark.parametrize('variant', VARIANTS, ids=str)
+
+
+def run(tensors: tuple[Tensor, Tensor, Tensor], case: Case, **options) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the case's mask; options of flash_attn_func."""
+    return flash_attn_func(*tensors, causal=case.causal, return_attn_probs=True, **options)
+
+
+def check_same(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """Output and LSE, bit for bit."""
+    compare.check_equal(got[0], expected[0], 'out')
+    compare.check_equal(got[1], expected[1], 'lse')

@@ -1,0 +1,184 @@
+"""The op on CUDA: opcheck, torch.compile, errors, and which kernel runs."""
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+from torch.profiler import ProfilerActivity, profile
+
+import flash_attn3
+from flash_attn3 import checks, flash_attn_func
+
+from tests import bad_inputs
+from tests.cases import Case
+from tests.gpu.common import every_variant
+
+OPS = torch.ops.flash_attn3
+CASE = Case(65, 130, heads_q=6, heads_k=2, head_dim=64, causal=True)
+SCALARS = (0.125, True, None, 0)    # softmax_scale, causal, pack_gqa, sm_margin
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize('op', [OPS.fwd.default, OPS._fwd.default], ids=['fwd', '_fwd'])
+def test_opcheck(op, device):
+    opcheck(op, (*CASE.tensors(device), *SCALARS))
+
+
+@pytest.mark.smoke
+def test_opcheck_out(device):
+    q, k, v = CASE.tensors(device)
+    opcheck(OPS.fwd_out.default, (q, k, v, torch.zeros_like(q), *SCALARS))
+
+
+# -------------------------------------------------------------------------------------- compilers
+def attention(q, k, v):
+    out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    return out * 2, lse + 1
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize('mode', ['default', 'reduce-overhead'])
+def test_compile(mode, cuda):
+    tensors = CASE.tensors(cuda)
+    compiled = torch.compile(attention, fullgraph=True, mode=mode)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(*tensors), attention(*tensors))
+
+
+@pytest.mark.smoke
+def test_one_compilation_for_many_lengths(device):
+    counter = CompileCounterWithBackend('aot_eager')
+    compiled = torch.compile(attention, backend=counter, fullgraph=True, dynamic=True)
+    for seqlen in (50, 65, 130, 401):
+        tensors = Case(seqlen, seqlen + 7, heads_q=6, heads_k=3, head_dim=64).tensors(device)
+        torch.testing.assert_close(compiled(*tensors), attention(*tensors))
+    assert counter.frame_count == 1
+
+
+def test_export(device):
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v)
+
+    tensors = CASE.tensors(device)
+    program = torch.export.export(Attention(), tensors, strict=True)
+    torch.testing.assert_close(program.module()(*tensors), attention(*tensors))
+
+
+# ----------------------------------------------------------------------------------------- errors
+@pytest.mark.smoke
+@pytest.mark.parametrize('bad', bad_inputs.EVERYWHERE + bad_inputs.KERNEL_RULES, ids=str)
+def test_bad_input_has_the_same_text_as_on_the_cpu(bad, cuda):
+    arguments = bad.arguments(cuda)
+    text = checks.problem_text(**{'out': None, 'softmax_scale': 1.0, 'sm_margin': 0} | arguments)
+    assert text.startswith(bad.text)
+    with pytest.raises(RuntimeError) as error:
+        flash_attn_func(**arguments)
+    assert text in str(error.value)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize('names, text', [
+    ('k', 'k on the device of q, cuda:0, got cpu'),
+    ('v', 'v on the device of q, cuda:0, got cpu'),
+    ('qv', 'k on the device of q, cpu, got cuda:0'),
+])
+def test_tensors_on_cpu_and_gpu(names, text, cuda):
+    arguments = bad_inputs.good_arguments(cuda)
+    arguments |= {name: arguments[name].cpu() for name in names}
+    with pytest.raises(RuntimeError, match=f'flash_attn3.fwd: expected {text}'):
+        flash_attn_func(**arguments)
+
+
+@pytest.mark.smoke
+def test_out_on_the_cpu(cuda):
+    arguments = bad_inputs.good_arguments(cuda)
+    text = 'flash_attn3.fwd_out: expected out on the device of q, cuda:0, got cpu'
+    with pytest.raises(RuntimeError, match=text):
+        flash_attn_func(**arguments, out=torch.empty_like(arguments['q'], device='cpu'))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize('bad', bad_inputs.EVERYWHERE[:3], ids=str)
+def test_an_error_leaves_the_next_call_right(bad, cuda):
+    good = bad_inputs.good_arguments(cuda)
+    expected = flash_attn_func(**good)
+    with pytest.raises(RuntimeError):
+        flash_attn_func(**bad.arguments(cuda))
+    assert torch.equal(flash_attn_func(**good), expected)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize('compiled', [False, True])
+def test_gradients_are_refused(compiled, cuda):
+    q, k, v = CASE.tensors(cuda)
+    q.requires_grad_()
+    call = torch.compile(flash_attn_func, backend='aot_eager') if compiled else flash_attn_func
+    out = call(q, k, v, causal=True)
+    assert torch.equal(out, flash_attn_func(q.detach(), k, v, causal=True))
+    with pytest.raises(NotImplementedError, match='flash_attn3.bwd: .*no backward kernel'):
+        out.sum().backward()
+
+
+FAILED_LAUNCH = '''
+import torch, flash_attn3
+x = torch.randn(1, 128, 4, 128, dtype=torch.bfloat16, device='cuda')
+flash_attn3.flash_attn_func(x, x, x)
+torch._assert_async(torch.zeros((), device='cuda'))    # every later launch fails
+try:
+    torch.cuda.synchronize()
+except RuntimeError:
+    pass
+try:
+    flash_attn3.flash_attn_func(x, x, x)
+except RuntimeError as error:
+    print(error)
+'''
+
+
+@pytest.mark.smoke
+def test_a_failed_launch_names_the_kernel(cuda):
+    if 'FwdBf16D128Full' not in flash_attn3.built_variants():
+        pytest.skip('FwdBf16D128Full is not in this build')
+    run = subprocess.run([sys.executable, '-c', FAILED_LAUNCH], text=True, capture_output=True,
+                         env=os.environ, timeout=120)
+    for part in ('FwdBf16D128Full', 'grid ', 'shared memory ', 'assert'):
+        assert part in run.stdout, run.stdout + run.stderr
+
+
+# -------------------------------------------------------------------------------- which kernel ran
+@pytest.mark.smoke
+@every_variant
+def test_the_kernel_that_runs_is_the_one_explained(variant, cuda, device, capsys):
+    case = CASE.of(variant)
+    tensors = case.tensors(cuda)
+    flash_attn_func(*tensors, causal=case.causal)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        flash_attn_func(*tensors, causal=case.causal)
+        torch.cuda.synchronize()
+    kernels = [event.name for event in profiled.events() if 'forward_kernel' in event.name]
+    assert len(kernels) == 1 and variant.name in kernels[0]
+    flash_attn3.explain(*tensors, causal=case.causal)
+    assert f'variant        {variant.name}\n' in capsys.readouterr().out
+
+
+@pytest.mark.smoke
+@every_variant
+def test_can_use(variant, cuda, device):
+    case = CASE.of(variant)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert flash_attn3.can_use(*case.tensors(cuda), causal=case.causal) == (True, [])
+        flash_attn_func(*case.tensors(cuda), causal=case.causal)

@@ -1,0 +1,104 @@
+"""NaN and infinity: in the inputs they reach their rows and no other; around them they do nothing.
+"""
+import math
+
+import pytest
+import torch
+
+from tests import compare, layouts
+from tests.cases import Case
+from tests.gpu.common import check_same, every_variant, run
+
+CASE = Case(200, 300, heads_q=6, heads_k=2)
+ODD_CASE = Case(77, 205, heads_q=6, heads_k=2)    # no length is a multiple of a tile
+
+
+def spoil_allocator(device, *shapes_and_dtypes):
+    """Leaves NaN in the blocks that the next allocations of these sizes get."""
+    blocks = [torch.full(shape, math.nan, dtype=dtype, device=device)
+              for shape, dtype in shapes_and_dtypes]
+    del blocks
+
+
+@pytest.mark.smoke
+@every_variant
+@pytest.mark.parametrize('pack_gqa', [False, True])
+@pytest.mark.parametrize('value', [math.nan, math.inf], ids=str)
+def test_a_bad_query_spoils_its_row_only(value, pack_gqa, variant, device):
+    case = CASE.of(variant)
+    q, k, v = case.tensors(device)
+    expected, expected_lse = run((q, k, v), case, pack_gqa=pack_gqa)
+    q[1, 150, 4, 7] = value
+    out, lse = run((q, k, v), case, pack_gqa=pack_gqa)
+    assert out[1, 150, 4].isnan().all() and not lse[1, 4, 150].isfinite()
+    out[1, 150, 4], lse[1, 4, 150] = expected[1, 150, 4], expected_lse[1, 4, 150]
+    check_same((out, lse), (expected, expected_lse))
+
+
+@pytest.mark.smoke
+@every_variant
+def test_a_bad_key_spoils_the_rows_that_see_it(variant, device):
+    case = CASE.of(variant)
+    q, k, v = case.tensors(device)
+    expected, expected_lse = run((q, k, v), case)
+    k[1, 180, 0, 7] = math.nan
+    out, lse = run((q, k, v), case)
+    first = 180 - (case.seqlen_k - case.seqlen_q) if case.causal else 0
+    assert out[1, first:, :3].isnan().all() and lse[1, :3, first:].isnan().all()
+    out[1, first:, :3], lse[1, :3, first:] = expected[1, first:, :3], expected_lse[1, :3, first:]
+    check_same((out, lse), (expected, expected_lse))
+
+
+@pytest.mark.smoke
+@every_variant
+def test_a_bad_value_spoils_its_column(variant, device):
+    """In the rows that see it. (P = 0 times NaN may spoil rows of the same tile that do not.)"""
+    case = CASE.of(variant)
+    q, k, v = case.tensors(device)
+    expected, expected_lse = run((q, k, v), case)
+    v[1, 180, 0, 7] = math.nan
+    out, lse = run((q, k, v), case)
+    first = 180 - (case.seqlen_k - case.seqlen_q) if case.causal else 0
+    assert out[1, first:, :3, 7].isnan().all()
+    out[1, :, :3, 7] = expected[1, :, :3, 7]
+    check_same((out, lse), (expected, expected_lse))
+
+
+@pytest.mark.smoke
+@every_variant
+@pytest.mark.parametrize('pack_gqa', [False, True])
+def test_nan_around_the_inputs_is_not_read(pack_gqa, variant, device):
+    case = ODD_CASE.of(variant)
+    tensors = case.tensors(device)
+    placed = [layouts.DIRECT[0].place(x) for x in tensors]
+    check_same(run(placed, case, pack_gqa=pack_gqa), run(tensors, case, pack_gqa=pack_gqa))
+
+
+@pytest.mark.smoke
+@every_variant
+@pytest.mark.parametrize('pack_gqa', [False, True])
+def test_every_element_of_the_outputs_is_written(pack_gqa, variant, device):
+    for seqlens in ((77, 205), (205, 77), (1, 205)):
+        case = Case(*seqlens, heads_q=6, heads_k=2).of(variant)
+        tensors = q, _, _ = case.tensors(device)
+        lse_shape = (q.size(0), q.size(2), q.size(1))
+        spoil_allocator(device, (q.shape, q.dtype), (lse_shape, torch.float32))
+        out, lse = run(tensors, case, pack_gqa=pack_gqa)
+        compare.check_forward(out, lse, tensors, case.causal)
+
+        out = torch.full_like(q, math.nan)
+        spoil_allocator(device, (lse_shape, torch.float32))
+        _, lse = run(tensors, case, pack_gqa=pack_gqa, out=out)
+        compare.check_forward(out, lse, tensors, case.causal)
+
+
+@pytest.mark.smoke
+@every_variant
+def test_what_an_earlier_launch_left_in_shared_memory_does_not_matter(variant, device):
+    case = ODD_CASE.of(variant)
+    tensors = case.tensors(device)
+    expected = run(tensors, case)
+    spoiled = [torch.full((8, 512, 16, case.head_dim), math.nan, dtype=x.dtype, device=device)
+               for x in tensors]
+    assert run(spoiled, case)[0].isnan().all()
+    check_same(run(tensors, case), expected)

@@ -1,0 +1,162 @@
+"""Streams, CUDA graphs, threads and a second GPU."""
+import threading
+
+import pytest
+import torch
+
+from flash_attn3 import built_variants, flash_attn_func
+
+from tests import compare, layouts
+from tests.cases import VARIANTS, Case
+from tests.gpu.common import check_same, every_variant, run
+
+CASE = Case(300, 500, heads_q=6, heads_k=2)
+DELAY_CYCLES = 50_000_000    # about 30 ms
+
+
+@pytest.mark.smoke
+@every_variant
+@pytest.mark.parametrize('layout', [layouts.DIRECT[0], layouts.COPIED[0]], ids=str)
+def test_side_stream_waits_for_a_slow_producer(layout, variant, cuda):
+    """The inputs arrive late on the side stream; the default stream would read NaN."""
+    case = CASE.of(variant)
+    tensors = case.tensors(cuda)
+    expected = run(tensors, case)
+    late = [layout.place(torch.full_like(x, float('nan'))) for x in tensors]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(DELAY_CYCLES)
+        for x, source in zip(late, tensors):
+            x.copy_(source)
+        got = run(late, case)
+    stream.synchronize()
+    check_same(got, expected)
+
+
+@pytest.mark.smoke
+@every_variant
+def test_nothing_waits_for_the_gpu(variant, cuda):
+    """The call returns while the stream is still busy before it."""
+    case = CASE.of(variant)
+    tensors = case.tensors(cuda)
+    run(tensors, case)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(DELAY_CYCLES)
+    run(tensors, case)
+    assert not torch.cuda.current_stream().query()
+
+
+@every_variant
+def test_two_streams_at_once(variant, cuda):
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    cases = [Case(300, 500).of(variant), Case(257, 129, heads_q=8, heads_k=1).of(variant)]
+    inputs = [case.tensors(cuda) for case in cases]
+    expected = [run(tensors, case) for tensors, case in zip(inputs, cases)]
+    torch.cuda.synchronize()
+    results = [[], []]
+    for _ in range(50):
+        for stream, tensors, case, kept in zip(streams, inputs, cases, results):
+            with torch.cuda.stream(stream):
+                kept.append(run(tensors, case))
+    torch.cuda.synchronize()
+    for kept, wanted in zip(results, expected):
+        for got in kept:
+            check_same(got, wanted)
+
+
+def test_four_threads(cuda):
+    """First calls of all kernels at once, from threads with streams of their own."""
+    cases = [Case(200 + i, 300 + i).of(variant) for i, variant in enumerate(VARIANTS)
+             if variant.name in built_variants()]
+    inputs = [case.tensors(cuda) for case in cases]
+    torch.cuda.synchronize()
+    results = [None] * len(cases)
+
+    def work(first):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(first, len(cases), 4):
+                results[i] = run(inputs[i], cases[i])
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for case, tensors, (out, lse) in zip(cases, inputs, results):
+        compare.check_forward(out, lse, tensors, case.causal)
+
+
+# ----------------------------------------------------------------------------------------- graphs
+@pytest.mark.smoke
+@every_variant
+@pytest.mark.parametrize('pack_gqa', [False, True])
+@pytest.mark.parametrize('layout', [layouts.DIRECT[0], layouts.COPIED[0]], ids=str)
+def test_graph_replays_with_new_data(layout, pack_gqa, variant, cuda):
+    """Captured once, also with the copies that unaligned inputs and outputs take."""
+    case = CASE.of(variant)
+    tensors = [layout.place(x) for x in case.tensors(cuda)]
+    given_out = layout.place(torch.zeros_like(tensors[0]))
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run(tensors, case, pack_gqa=pack_gqa)
+        _, given_lse = run(tensors, case, pack_gqa=pack_gqa, out=given_out)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for x in tensors:
+            x.normal_()
+        expected = run(tensors, case, pack_gqa=pack_gqa)
+        for result in (out, lse, given_out, given_lse):
+            result.fill_(float('nan'))
+        graph.replay()
+        check_same((out, lse), expected)
+        check_same((given_out, given_lse), expected)
+
+
+def test_a_graph_replays_a_hundred_times(cuda):
+    case = Case(1000, 1000, causal=True)
+    tensors = case.tensors(cuda)
+    expected = run(tensors, case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(tensors, case)
+    for _ in range(100):
+        got[0].fill_(float('nan'))
+        graph.replay()
+        check_same(got, expected)
+
+
+def test_empty_tensors_in_a_graph(cuda):
+    q = torch.randn(2, 5, 4, 128, dtype=torch.bfloat16, device=cuda)
+    k = q[:, :0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flash_attn_func(q, k, k, return_attn_probs=True)
+        empty = flash_attn_func(k, q, q)
+    out.fill_(float('nan'))
+    graph.replay()
+    assert (out == 0).all() and lse.isneginf().all() and empty.shape == (2, 0, 4, 128)
+
+
+# ------------------------------------------------------------------------------------- second GPU
+@pytest.mark.smoke
+@every_variant
+@pytest.mark.parametrize('layout', [layouts.DIRECT[0], layouts.COPIED[0]], ids=str)
+def test_tensors_on_another_gpu_than_the_current_one(layout, variant, second_cuda):
+    case = CASE.of(variant)
+    tensors = case.tensors(torch.device('cuda', 0))
+    expected = run(tensors, case)
+    assert torch.cuda.current_device() == 0
+    there = [layout.place(x.to(second_cuda)) for x in tensors]
+    out, lse = run(there, case)
+    assert out.device == lse.device == second_cuda and torch.cuda.current_device() == 0
+    check_same((out.to('cuda:0'), lse.to('cuda:0')), expected)
+
+
+def test_inputs_on_two_gpus_are_refused(second_cuda):
+    q, k, v = Case(8, 8).tensors(torch.device('cuda', 0))
+    text = 'flash_attn3.fwd: expected k on the device of q, cuda:0, got cuda:1'
+    with pytest.raises(RuntimeError, match=text):
+        flash_attn_func(q, k.to(second_cuda), v)
