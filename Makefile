@@ -12,30 +12,32 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO_VARIANTS := FwdBf16D128*
 
-.PHONY: demo test build test-gpu bench clean
+.PHONY: demo test build test-gpu libraries bench clean
 
-demo: FLASH_ATTN3_VARIANTS ?= $(DEMO_VARIANTS)
-demo: export FLASH_ATTN3_VARIANTS
-demo: build
+demo: export FLASH_ATTN3_VARIANTS ?= $(DEMO_VARIANTS)
+demo: libraries
 	$(RUN) examples/demo.py
 
 test: build
 	$(RUN) -m pytest tests
 
-test-gpu: build
+test-gpu: libraries
 	$(RUN) -m pytest tests/gpu
 
-bench: build
+bench: libraries
 	$(RUN) -m benchmarks.bench_forward
 
-build: $(VENV)/ready
+build: libraries
+	$(RUN) build_tools/build_host.py
+
+libraries: $(VENV)/ready
 	$(RUN) setup.py --quiet build_ext --inplace
 	$(RUN) -m pip install --quiet --no-build-isolation --no-deps --editable .
-	$(RUN) build_tools/build_host.py
 
 $(VENV)/ready: constraints.txt
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("flash_attn3: needs Python 3.10 or later; hint: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
+	@echo "flash_attn3: installing PyTorch and the rest of constraints.txt into $(VENV): some 3 GB"
 	$(RUN) -m pip install --disable-pip-version-check --requirement constraints.txt
 	touch $@
 

@@ -3,9 +3,11 @@
 The environment that it reads: CUDA_HOME, CUTLASS_DIR, CXX, MAX_JOBS, FLASH_ATTN3_VARIANTS,
 FLASH_ATTN3_CPU_ONLY, FLASH_ATTN3_KEEP, FLASH_ATTN3_CACHE_DIR.
 """
+import importlib.util
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -14,12 +16,21 @@ sys.path.insert(0, str(ROOT))
 
 PLAN = 'flash_attn3._plan'
 KERNELS = 'flash_attn3._C'
+OLDEST_SETUPTOOLS = 77
+
+if int(setuptools.__version__.split('.')[0]) < OLDEST_SETUPTOOLS:
+    sys.exit(f'flash_attn3.build: expected setuptools {OLDEST_SETUPTOOLS} or later, got '
+             f'{setuptools.__version__}; hint: pip install --upgrade setuptools')
 
 
 class BuildLibraries(build_ext):
     """Compiles all units of both libraries together, then links them."""
 
     def run(self) -> None:
+        for module in ('torch', 'ninja'):
+            if importlib.util.find_spec(module) is None:
+                sys.exit(f'flash_attn3.build: expected {module} to be installed; hint: pip install '
+                         f'{module}, or install without --no-build-isolation')
         from build_tools import native, toolchain
         self.cuda = native.find_cuda()
         if self.cuda is None:
@@ -32,7 +43,7 @@ class BuildLibraries(build_ext):
     def _drop_kernels(self) -> None:
         """No kernels in this build, nor those that an earlier build left behind."""
         name = self.get_ext_filename(KERNELS)
-        for folder in (ROOT, Path(self.build_lib)):
+        for folder in (Path(self.build_lib), *([ROOT] if self.inplace else [])):
             (folder / name).unlink(missing_ok=True)
         self.extensions = [extension for extension in self.extensions if extension.name != KERNELS]
 

@@ -11,6 +11,7 @@ implementations to them.
 """
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -33,19 +34,21 @@ for _schema in _SCHEMAS:
 
 
 # --------------------------------------------------------------------------- CUDA implementations
+_LIBRARY_PATH = Path(env.LIBRARY_PATH or Path(__file__).with_name('_C.abi3.so'))
+
+
 def _load_kernels() -> str:
     """Loads the CUDA implementations. Returns why that was not possible, or ''."""
     if env.DISABLE_KERNELS:
         return 'FLASH_ATTN3_DISABLE_KERNELS=1 is set'
     if torch.version.cuda is None:
         return f'PyTorch {torch.__version__} is a CPU build'
-    path = Path(env.LIBRARY_PATH or Path(__file__).with_name('_C.abi3.so'))
-    if not path.exists():
-        return f'{path} does not exist (flash_attn3 was installed without kernels)'
+    if not _LIBRARY_PATH.exists():
+        return f'{_LIBRARY_PATH} does not exist (flash_attn3 was installed without kernels)'
     try:
-        torch.ops.load_library(path)
+        torch.ops.load_library(_LIBRARY_PATH)
     except OSError as error:
-        return f'{path} could not be loaded: {error}'
+        return f'{_LIBRARY_PATH} could not be loaded: {error}'
     return ''
 
 
@@ -61,14 +64,29 @@ def _is_hopper(device: torch.device) -> bool:
     return (properties.major, properties.minor) == (9, 0)
 
 
+def _driver_problem() -> str:
+    """What is wrong with the NVIDIA driver for the loaded library, or ''."""
+    question = ctypes.CDLL(str(_LIBRARY_PATH)).flash_attn3_driver_problem
+    question.restype = ctypes.c_char_p
+    return question().decode()
+
+
 def kernels_serve(device: torch.device) -> bool:
-    """Whether our kernels serve a CUDA device: the library is loaded and the GPU is sm_90."""
+    """Whether our kernels serve a CUDA device: the library is loaded and the GPU is sm_90.
+
+    Raises:
+        RuntimeError: they would, but the driver is too old for them. Asked on the first call for a
+            device, never at import: a data loader may fork after it.
+    """
     if KERNELS_MISSING:
         return False
     if torch.compiler.is_compiling():
         return _is_hopper(device)
     if device.index not in _hopper_devices:
-        _hopper_devices[device.index] = _is_hopper(device)
+        is_hopper = _is_hopper(device)
+        if is_hopper and torch.cuda.is_available() and (problem := _driver_problem()):
+            raise RuntimeError(problem)
+        _hopper_devices[device.index] = is_hopper
     return _hopper_devices[device.index]
 
 

@@ -62,7 +62,7 @@ def flash_attn_func(
 
     Raises:
         RuntimeError: a wrong rank, shape, dtype, device, stride or number; the text names it and
-            says what it had to be.
+            says what it had to be. Also a driver that is too old for the kernels.
         NotImplementedError: a feature listed last above. On a Hopper GPU also when backward()
             reaches this call: this version has no backward kernel.
 

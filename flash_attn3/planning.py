@@ -14,9 +14,10 @@ from flash_attn3._plan import plan_forward, variants
 
 
 def built_variants() -> list[str]:
-    """Names of the forward kernels in this install, one a (dtype, head dim, mask); [] without any.
+    """Names of the forward kernels in this install; [] without any.
 
-    A kernel that FLASH_ATTN3_VARIANTS left out when the package was built is not among them.
+    One for each dtype, head dim and mask, or several among which the planner chooses by the sizes
+    of a call. A kernel that FLASH_ATTN3_VARIANTS left out when the package was built is missing.
     """
     if _library.KERNELS_MISSING:
         return []
@@ -49,14 +50,24 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
                                     'this version has no backward kernel'))
     if not q.is_cuda:
         reasons.append(checks.error('can_use', 'q on a CUDA device', str(q.device)))
-    elif not _library.kernels_serve(q.device):
-        reasons.append(checks.error('can_use', 'a Hopper GPU and its kernels', str(q.device),
-                                    _library.KERNELS_MISSING))
+    elif device_text := _device_problem(q.device):
+        reasons.append(device_text)
     elif not text:
-        name = plan(q, k, v, causal=causal)['name']
+        name = plan(q, k, v, causal=causal, pack_gqa=pack_gqa, sm_margin=sm_margin)['name']
         if name not in built_variants():
             reasons.append(checks.error('can_use', f'the kernel {name}', 'a build without it'))
     return not reasons, reasons
+
+
+def _device_problem(device: torch.device) -> str:
+    """Why our kernels do not serve a CUDA device, or ''."""
+    try:
+        if _library.kernels_serve(device):
+            return ''
+    except RuntimeError as driver_problem:
+        return str(driver_problem)
+    return checks.error('can_use', 'a Hopper GPU and its kernels', str(device),
+                        _library.KERNELS_MISSING)
 
 
 def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],

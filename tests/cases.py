@@ -21,26 +21,35 @@ HEADS = {'mha': (4, 4), 'gqa': (6, 2), 'mqa': (4, 1)}    # (heads_q, heads_k)
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A forward kernel: the part of a case that is chosen at compile time."""
-    name: str
+class Kind:
+    """The part of a case that is chosen at compile time.
+
+    Where several kernels (variants) serve one kind, the planner chooses by the sizes of the case.
+    """
     dtype: str
     head_dim: int
     causal: bool
 
     def __str__(self) -> str:
-        return self.name
+        return f'd{self.head_dim}-{self.dtype}-{"causal" if self.causal else "full"}'
+
+    def variants(self) -> list[dict]:
+        """The facts of the kernels that serve it, built or not."""
+        return [facts for facts in _plan.variants() if _kind_of(facts) == self]
+
+    def missing_variants(self) -> list[str]:
+        """Names of those that FLASH_ATTN3_VARIANTS left out of this build."""
+        return [facts['name'] for facts in self.variants() if not facts['built']]
 
 
-def _variants() -> list[Variant]:
+def _kind_of(facts: dict) -> Kind:
     short = {'float16': 'fp16', 'bfloat16': 'bf16'}
-    return [Variant(facts['name'], short[facts['dtype']], facts['head_dim'], facts['causal'])
-            for facts in _plan.variants()]
+    return Kind(short[facts['dtype']], facts['head_dim'], facts['causal'])
 
 
-# Every kernel on the list of what is built. Tests that are parametrised over `variant` skip those
-# that this build lacks (conftest.py).
-VARIANTS = _variants()
+# What the kernels on the list serve. Tests that are parametrised over `kind` skip those for which
+# this build lacks a kernel (conftest.py).
+KINDS = list(dict.fromkeys(map(_kind_of, _plan.variants())))
 
 
 @dataclass(frozen=True)
@@ -62,13 +71,12 @@ class Case:
         extras = {'': self.data if self.data != 'normal' else None,
                   'std': f'{self.logit_std:g}' if self.logit_std != 1.0 else None,
                   'pack': self.pack_gqa, 'margin': self.sm_margin or None}
-        parts = [self.sizes(), f'd{self.head_dim}', self.dtype,
-                 'causal' if self.causal else 'full']
+        parts = [self.sizes(), str(Kind(self.dtype, self.head_dim, self.causal))]
         parts += [f'{name}{value}' for name, value in extras.items() if value is not None]
         return '-'.join(parts)
 
     def sizes(self) -> str:
-        """The part of the name that holds for every kernel."""
+        """The part of the name that holds for every kind."""
         return (f'b{self.batch}-h{self.heads_q}x{self.heads_k}'
                 f'-s{self.seqlen_q}x{self.seqlen_k}')
 
@@ -80,10 +88,10 @@ class Case:
     def softmax_scale(self) -> float:
         return self.head_dim ** -0.5
 
-    def of(self, variant: Variant) -> Case:
-        """This case for a kernel."""
-        return dataclasses.replace(self, dtype=variant.dtype, head_dim=variant.head_dim,
-                                   causal=variant.causal)
+    def of(self, kind: Kind) -> Case:
+        """This case for a kind of kernel."""
+        return dataclasses.replace(self, dtype=kind.dtype, head_dim=kind.head_dim,
+                                   causal=kind.causal)
 
     def tensors(self, device: str | torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_k, head_dim)."""
@@ -126,7 +134,7 @@ DATA = {
 
 # ------------------------------------------------------------------------------------------ lists
 # (seqlen_q, seqlen_k): upstream's list, then lengths around the edges of tiles and warpgroups
-# (64, 80, 128, 176, 192) and one row or key more or less.
+# (64, 128, 192) and between them (80, 176), and one row or key more or less.
 UPSTREAM_SHAPES = [(1, 1), (64, 128), (239, 1), (799, 3), (113, 203), (108, 256), (1023, 1024),
                    (1024, 1023), (4096, 4096), (4224, 4224)]
 EDGE_SHAPES = [(1, 1000), (63, 79), (64, 80), (65, 81), (127, 127), (128, 128), (129, 129),

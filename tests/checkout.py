@@ -36,8 +36,10 @@ def run(command: list[str | Path], cwd: Path, **environment: str) -> str:
 
 def new_environment(folder: Path) -> Path:
     """A virtual environment with pip alone; gives its Python."""
-    run([sys.executable, '-m', 'venv', folder], folder.parent)
-    return folder / 'bin' / 'python'
+    run([sys.executable, '-m', 'venv', '--without-pip', folder], folder.parent)
+    python = folder / 'bin' / 'python'
+    link_package('pip', site_packages(python))
+    return python
 
 
 def site_packages(python: Path) -> Path:

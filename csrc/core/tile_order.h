@@ -8,8 +8,8 @@
 // Causal: the cost of a tile grows with m. (head, batch) pairs form sections whose K and V fit in
 // L2 together; inside a section the longest tiles come first, over all its heads. A section is
 // dealt in rounds of one tile per CTA, in snake order (left to right, then right to left), which
-// evens out what a CTA gets over two rounds. The next section starts with the CTAs that the last
-// round of this one left out.
+// evens out what a CTA gets over two rounds: in one section no two CTAs differ by more than its
+// longest tile. The next section starts with the CTAs that the last round of this one left out.
 #pragma once
 
 #include "core/int_math.h"
@@ -68,8 +68,7 @@ struct TileOrder {
   }
 };
 
-// Walks over the tiles of one CTA: for (TileWalk walk(order, cta, ctas); walk.valid();
-// walk.next()).
+// The tiles of one CTA: coord() is the one at hand as long as the walk is valid, next() goes on.
 struct TileWalk {
   TileOrder const& order;
   int ctas;

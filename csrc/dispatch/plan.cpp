@@ -16,10 +16,11 @@ constexpr int kElementBytes = 2;
 // is for Q, O and the keys and values that the next section already reads.
 constexpr int kSectionL2Percent = 60;
 
-constexpr int kShortQueries = 4096;
+// Queries from which on the padding of the last tile no longer decides between tiles.
+constexpr int kManyQueries = 4096;
 
-constexpr int64_t kMostCandidates =
-    128;  // section sizes that are looked at: bounds the time of a plan
+// Section sizes that are looked at: bounds the time of a plan.
+constexpr int64_t kMostCandidates = 128;
 
 // Packing makes K and V serve more rows, but cuts the positions of a tile by the same factor: it
 // pays where a tile would otherwise be padding. Worth it from 10 % more useful rows.
@@ -131,15 +132,15 @@ FwdPlan plan_with(FwdProblem const& problem, int variant) {
 
 }  // namespace
 
-// From kShortQueries on, padding no longer decides between tiles, and the first one listed is the
-// fastest.
+// Among the variants that serve a problem the one that takes the least time; from kManyQueries on
+// the first one listed, which is the fastest where nothing is padding.
 FwdPlan plan_forward(FwdProblem const& problem) {
   auto const next_variant = [&](int begin) {
     return find_variant(problem.dtype, problem.causal, problem.head_dim, problem.head_dim_v, begin);
   };
   int variant = next_variant(0);
   FwdPlan best = plan_with(problem, variant);
-  if (problem.seqlen_q >= kShortQueries) {
+  if (problem.seqlen_q >= kManyQueries) {
     return best;
   }
   while ((variant = next_variant(variant + 1)) >= 0) {

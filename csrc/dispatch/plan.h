@@ -1,6 +1,6 @@
 // How a problem is run: which variant, and how its work is cut. plan_forward() is what every launch
-// takes, so it is pure and cheap (integers only, no allocation); cost_forward() adds the figures
-// that explain() prints.
+// takes, so it is pure and cheap (short loops, no allocation); cost_forward() adds the figures that
+// explain() prints.
 #pragma once
 
 #include "core/problem.h"

@@ -30,7 +30,7 @@ CUTE_DEVICE void stage_output(FwdStorage<Traits>& shared, RingState<Traits::kQSt
 // Consumer side: one lane of the four that share a row writes its LSE.
 template <class Traits>
 CUTE_DEVICE void store_lse(FwdDeviceParams const& p, FwdWork const& work, int warpgroup, int thread,
-                           OnlineSoftmax const& softmax) {
+                           OnlineSoftmax<typename Traits::Config> const& softmax) {
   int const pack = int(p.pack.divisor);
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {

@@ -30,7 +30,7 @@ CUTE_DEVICE void run_consumer_warpgroup(FwdStorage<Traits>& shared, FwdDevicePar
   consumer.turn.begin();
   for (TileWalk walk = walk_tiles(p); walk.valid(); walk.next()) {
     FwdWork const work = resolve_tile<Traits>(p, walk.coord());
-    OnlineSoftmax softmax(p.scale_log2);
+    OnlineSoftmax<typename Traits::Config> softmax(p.scale_log2);
     auto tOrO = cute::partition_fragment_C(typename Traits::MmaO{},
                                            cute::Shape<cute::_64, typename Traits::HeadDimV>{});
     consumer.run(work, tOrO, softmax);

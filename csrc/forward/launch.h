@@ -65,6 +65,18 @@ inline void check_launch(cudaError_t error, char const* variant, int grid, int s
   }
 }
 
+// WHY: a host thread that has not used this runtime yet has no CUDA context, and the driver's
+// functions (cuTensorMapEncodeTiled) need one.
+inline void bind_thread(char const* variant, int grid, int shared_bytes) {
+  thread_local bool is_bound = false;
+  if (!is_bound) {
+    int device = 0;
+    check_launch(cudaGetDevice(&device), variant, grid, shared_bytes);
+    check_launch(cudaSetDevice(device), variant, grid, shared_bytes);
+    is_bound = true;
+  }
+}
+
 // Launches on the current device and the given stream (a cudaStream_t).
 template <class Config>
 void launch_forward(FwdParams const& p, void* stream) {
@@ -76,6 +88,7 @@ void launch_forward(FwdParams const& p, void* stream) {
 
   // Once per device: the attribute belongs to the kernel as loaded there.
   static std::atomic<uint64_t> devices_ready{0};
+  bind_thread(variant, grid, kBytes);
   int device = 0;
   check_launch(cudaGetDevice(&device), variant, grid, kBytes);
   uint64_t const bit = uint64_t(1) << (device % 64);

@@ -77,7 +77,7 @@ struct FwdConsumer {
 
   // Adds up O over all K tiles of the tile; leaves the softmax state for the epilogue.
   template <class FragmentO>
-  CUTE_DEVICE void run(FwdWork const& work, FragmentO& tOrO, OnlineSoftmax& softmax) {
+  CUTE_DEVICE void run(FwdWork const& work, FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
     int const position_begin = work.position_begin + warpgroup * p.positions_per_warpgroup;
     RowLimits const limits = RowLimits::of_tile<Traits>(p, position_begin, thread);
     auto tSrS =
@@ -114,7 +114,7 @@ struct FwdConsumer {
   // S and P of the first tile.
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE void first(int n, RowLimits const& limits, bool masked, FragmentS& tSrS,
-                         FragmentP& tOrP, OnlineSoftmax& softmax) {
+                         FragmentP& tOrP, OnlineSoftmax<Config>& softmax) {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
     issue_scores(tSrS);
@@ -130,7 +130,7 @@ struct FwdConsumer {
 
   template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
   CUTE_DEVICE void step(int n, RowLimits const& limits, FragmentS& tSrS, FragmentP& tOrP,
-                        FragmentO& tOrO, OnlineSoftmax& softmax, bool o_is_zero) {
+                        FragmentO& tOrO, OnlineSoftmax<Config>& softmax, bool o_is_zero) {
     if constexpr (Config::kIntraOverlap) {
       overlapped_step<kMasked>(n, limits, tSrS, tOrP, tOrO, softmax, o_is_zero);
     } else {
@@ -141,7 +141,8 @@ struct FwdConsumer {
   // S and P of tile n; O of the tile before, n + 1.
   template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
   CUTE_DEVICE void overlapped_step(int n, RowLimits const& limits, FragmentS& tSrS, FragmentP& tOrP,
-                                   FragmentO& tOrO, OnlineSoftmax& softmax, bool o_is_zero) {
+                                   FragmentO& tOrO, OnlineSoftmax<Config>& softmax,
+                                   bool o_is_zero) {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
     issue_scores(tSrS);
@@ -163,7 +164,7 @@ struct FwdConsumer {
   // other warpgroups' products lie beside the softmax.
   template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
   CUTE_DEVICE void serial_step(int n, RowLimits const& limits, FragmentS& tSrS, FragmentP& tOrP,
-                               FragmentO& tOrO, OnlineSoftmax& softmax, bool o_is_zero) {
+                               FragmentO& tOrO, OnlineSoftmax<Config>& softmax, bool o_is_zero) {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
     issue_scores(tSrS);

@@ -9,10 +9,11 @@
 
 namespace fa3 {
 
+template <class Config>
 struct OnlineSoftmax {
   static constexpr int kRows = 2;
 
-  float row_max[kRows];  // of the raw scores
+  float row_max[kRows];  // what is subtracted: up to kLazyRescaleLog2 below the true maximum
   float row_sum[kRows];
   float rescale[kRows];  // what O gathered so far must be multiplied by
   bool any_rescale;      // whether some row of this warp has rescale != 1
@@ -63,18 +64,20 @@ struct OnlineSoftmax {
   }
 
  private:
-  // WHY: keeping a maximum that has grown only a little would save more rescaling, but the largest
-  // P would then no longer be 1, and its rounding shows where one key dominates a row.
+  // Lazy: a maximum that has grown by less than a factor of 2^kLazyRescaleLog2 in exp2 is not taken
+  // over. The result is the same after the division by the row sum, and O need not be touched.
   template <class Scores>
   CUTE_DEVICE void update_max(Scores const& scores) {
     bool grows = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const old_max = row_max[r];
-      row_max[r] = quad_max(fmaxf(old_max, max_of_row(scores, r)));
-      grows = grows || row_max[r] > old_max;
-      // A row that has seen no key: -inf - -inf is NaN, but then nothing was gathered.
-      rescale[r] = row_max[r] > old_max ? exp2_approx((old_max - row_max[r]) * scale_log2) : 1.f;
+      float const new_max = quad_max(fmaxf(old_max, max_of_row(scores, r)));
+      // False for a row that has seen no key: -inf - -inf is NaN.
+      bool const row_grows = (new_max - old_max) * scale_log2 > Config::kLazyRescaleLog2;
+      row_max[r] = row_grows ? new_max : old_max;
+      rescale[r] = row_grows ? exp2_approx((old_max - new_max) * scale_log2) : 1.f;
+      grows = grows || row_grows;
     }
     any_rescale = __any_sync(0xffffffffu, grows);
   }
@@ -91,8 +94,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Two chains instead of one: the latency of a chain of 32 to 88 dependent instructions is not
-  // hidden by two warps.
+  // Two chains instead of one: the latency of a chain of 32 dependent instructions (128 keys) is
+  // not hidden by the few warps of a scheduler.
   template <class Scores>
   CUTE_DEVICE static float max_of_row(Scores const& scores, int r) {
     float even = scores(r, 0);

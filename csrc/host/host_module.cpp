@@ -124,8 +124,8 @@ py::dict tile_layouts() {
 void bind_layouts(py::module_& m) {
   py::dict tiles;
   tiles["FwdTileD64"] = tile_layouts<FwdBf16D64Full>();
-  tiles["FwdTileD128Full"] = tile_layouts<FwdBf16D128Full>();
-  tiles["FwdTileD128Causal"] = tile_layouts<FwdFp16D128Causal>();
+  tiles["FwdTileD64Short"] = tile_layouts<FwdFp16D64CausalShort>();
+  tiles["FwdTileD128"] = tile_layouts<FwdFp16D128Causal>();
   tiles["FwdTileD256"] = tile_layouts<FwdBf16D256Full>();
   m.attr("layouts") = tiles;
   m.def("fragment_row", &fragment_row);

@@ -102,6 +102,7 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("consumer_warpgroups", facts.consumer_warpgroups)
       .flag("ping_pong", facts.ping_pong)
       .flag("intra_overlap", facts.intra_overlap)
+      .integer("relative_speed", facts.relative_speed)
       .integer("threads", facts.threads)
       .integer("producer_registers", facts.producer_registers)
       .integer("consumer_registers", facts.consumer_registers)

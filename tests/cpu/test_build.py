@@ -213,8 +213,8 @@ def test_a_cpu_only_wheel_computes(tmp_path: Path):
     python = new_environment(tmp_path / 'environment')
     link_package('torch', site_packages(python))
     run([python, '-m', 'pip', 'install', '--quiet', wheel], tmp_path)
-    script = ('import torch, flash_attn3; v = torch.eye(4).view(1, 4, 1, 4); q = torch.zeros_like(v)'
-              '; print(flash_attn3.flash_attn_func(q, q, v).flatten().tolist())')
+    script = ('import torch, flash_attn3; v = torch.eye(4).view(1, 4, 1, 4); q = v * 0; '
+              'print(flash_attn3.flash_attn_func(q, q, v).flatten().tolist())')
     printed = run([python, '-c', script], tmp_path, PYTHONPATH='').splitlines()[-1]
     assert printed == str([0.25] * 16)
 

@@ -115,6 +115,6 @@ def test_no_traces_of_a_machine_and_no_promises(path: Path):
 
 
 def test_ruff():
-    done = subprocess.run([sys.executable, '-m', 'ruff', 'check', '--output-format=concise', '.'],
-                          cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-m', 'ruff', 'check', '--output-format=concise',
+                           'setup.py', *FOLDERS], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from csrc.instances.variants import FORWARD as FORWARD_VARIANTS
 from flash_attn3 import bench
 from flash_attn3._plan import variants
 
@@ -80,12 +81,6 @@ def test_head_dims_of_the_support_table():
     assert table_rows(ROOT / 'README.md', 'feature')['head dim'][0] == ', '.join(map(str, dims))
 
 
-def tile_name(variant: dict, names: set[str]) -> str:
-    """FwdTileD64 serves both masks; FwdTileD128Full and FwdTileD128Causal one each."""
-    base = f"FwdTileD{variant['head_dim']}"
-    return base if base in names else base + ('Causal' if variant['causal'] else 'Full')
-
-
 def test_shared_memory_and_registers_of_every_tile():
     text = FORWARD.read_text()
     tile, ring, number = r'^\| `(FwdTile\w+)` ', r'\| .*= (\d+) ', r'\| (\d+) '
@@ -93,16 +88,17 @@ def test_shared_memory_and_registers_of_every_tile():
     memory = {row[0]: row[1:] for row in re.findall(memory_row, text, re.MULTILINE)}
     registers = {row[0]: row[1:]
                  for row in re.findall(tile + 6 * number + r'\|$', text, re.MULTILINE)}
-    used = {tile_name(variant, set(memory)) for variant in variants()}
-    assert used == set(memory) == set(registers)
+    tiles = {variant.name: variant.tile for variant in FORWARD_VARIANTS}
+    assert set(tiles.values()) == set(memory) == set(registers)
     for variant in variants():
-        rows, keys, q, k, v, barriers, total = map(int, memory[tile_name(variant, used)])
+        tile = tiles[variant['name']]
+        rows, keys, q, k, v, barriers, total = map(int, memory[tile])
         assert (rows, keys) == (variant['tile_m'], variant['tile_n'])
         assert q == variant['q_stages'] * rows * variant['head_dim'] * 2
         assert k == variant['stages'] * keys * variant['head_dim'] * 2
         assert v == variant['stages'] * keys * variant['head_dim_v'] * 2
         assert q + k + v + barriers == total == variant['shared_bytes']
-        producer, consumer, s, p, o, rest = map(int, registers[tile_name(variant, used)])
+        producer, consumer, s, p, o, rest = map(int, registers[tile])
         assert producer == variant['producer_registers']
         assert consumer == variant['consumer_registers']
         assert (s, p, o) == (keys // 2, keys // 4, variant['head_dim_v'] // 2)

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from csrc.instances.variants import FORWARD
 from tests import _host
 
 TILES = sorted(_host.layouts)
@@ -73,8 +74,12 @@ def test_accumulators(tile):
         assert _host.layouts[tile]['output'](thread) == expected_accumulator(thread, head_dim)
 
 
+def test_every_tile_is_looked_at():
+    assert set(TILES) == {variant.tile for variant in FORWARD}
+
+
 def test_value_3_of_thread_5():
-    assert _host.layouts['FwdTileD128Causal']['scores'](5)[3] == [9, 3]
+    assert _host.layouts['FwdTileD128']['scores'](5)[3] == [9, 3]
 
 
 @each_tile

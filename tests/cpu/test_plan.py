@@ -1,10 +1,13 @@
 """dispatch/plan.cpp through flash_attn3._plan: the facts of a plan against arithmetic written here.
 """
+from fractions import Fraction
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
 
 from flash_attn3 import _plan
+from tests import _host
 
 NEVER, ALWAYS, HEURISTIC = 0, 1, 2
 H200 = {'sm_count': 132, 'l2_bytes': 50 << 20}
@@ -26,12 +29,44 @@ def ceil_div(a, b):
 @pytest.mark.parametrize('head_dim', [64, 128, 256])
 @pytest.mark.parametrize('causal', [False, True])
 def test_variant_by_dtype_head_dim_and_mask(dtype, head_dim, causal):
-    facts = plan(head_dim=head_dim, causal=causal, dtype=dtype)
+    facts = plan(4096, head_dim=head_dim, causal=causal, dtype=dtype)
     short_dtype, mask = {'float16': 'Fp16', 'bfloat16': 'Bf16'}[dtype], ('Full', 'Causal')[causal]
     name = f'Fwd{short_dtype}D{head_dim}{mask}'
     assert facts['name'] == name
     of_the_variant = next(row for row in _plan.variants() if row['name'] == name)
     assert of_the_variant.items() <= facts.items()
+
+
+@pytest.mark.parametrize('dtype, name', [
+    ('float16', 'FwdFp16D64Causal'), ('bfloat16', 'FwdBf16D64Causal')])
+@pytest.mark.parametrize('seqlen, suffix', [
+    (512, 'Short'), (1024, 'Short'), (2048, ''), (4096, ''), (16384, '')])
+def test_tile_of_causal_attention_by_length(seqlen, suffix, dtype, name):
+    """As measured: 192 rows waste more of short causal problems than they gain in speed."""
+    facts = plan(seqlen, seqlen, heads_q=32, heads_k=32, head_dim=64, causal=True, dtype=dtype)
+    assert facts['name'] == name + suffix
+
+
+def computed_pairs(variant, seqlen_q, seqlen_k, causal):
+    rows, keys = variant['tile_m'], variant['tile_n']
+    ends = [_host.block_range(begin, begin + rows, seqlen_q, seqlen_k, keys, causal)[1]
+            for begin in range(0, seqlen_q, rows)]
+    return sum(ends) * rows * keys
+
+
+@given(seqlen_q=st.integers(1, 5000), seqlen_k=st.integers(1, 5000), causal=st.booleans(),
+       head_dim=st.sampled_from([64, 128, 256]))
+@settings(max_examples=300, deadline=None)
+def test_variant_that_takes_the_least_time(seqlen_q, seqlen_k, causal, head_dim):
+    """Computed pairs over speed; from 4096 queries on the first one listed."""
+    serving = [row for row in _plan.variants() if row['dtype'] == 'bfloat16'
+               and row['head_dim'] == head_dim and row['causal'] == causal]
+    times = [Fraction(computed_pairs(row, seqlen_q, seqlen_k, causal), row['relative_speed'])
+             for row in serving]
+    best = serving[times.index(min(times)) if seqlen_q < 4096 else 0]['name']
+    chosen = plan(seqlen_q, seqlen_k, head_dim=head_dim, causal=causal, pack_gqa=NEVER)['name']
+    assert chosen == best
+    assert causal or not chosen.endswith('Short')
 
 
 @given(batch=st.integers(0, 9), seqlen_q=st.integers(0, 5000), seqlen_k=st.integers(0, 5000),
@@ -135,15 +170,51 @@ def section_pairs(batch, seqlen, heads_q, heads_k, **device):
 
 
 def test_sections_keep_keys_and_values_in_l2():
-    """64 KV heads of 2 MiB: 60 % of 50 MiB hold 15, so 5 even sections of 13 with 4 query heads."""
-    assert section_pairs(16, 4096, 16, 4) == 13 * 4
-    assert section_pairs(16, 4096, 16, 4, l2_bytes=1 << 40) == 64 * 4
+    """64 KV heads of 2 MiB, each with 4 query heads of 32 tiles; 60 % of 50 MiB hold 15.
+
+    From 10 to 15, the tiles of 10, 12 and 14 are 1/32 of themselves away from an even number of
+    rounds, the others more. The larger the better.
+    """
+    assert section_pairs(16, 4096, 16, 4) == 14 * 4
 
 
-def test_sections_have_six_rounds_at_least():
-    """8 heads of 16 MiB: one fits into L2, but all their tiles are only 7.8 rounds of the grid."""
-    assert section_pairs(1, 16384, 8, 8) == 8
-    assert section_pairs(1, 65536, 8, 8) == ceil_div(8, 4096 // (6 * 132))
+def test_sections_are_pairs_of_rounds():
+    """16 tiles a head, 34 heads of 1 MiB fit: 33 of them are exactly 4 rounds of 132 CTAs."""
+    assert section_pairs(8, 2048, 16, 16, l2_bytes=(34 << 20) * 100 // 60 + 1) == 33
+
+
+def test_sections_give_every_cta_two_tiles():
+    """8 heads of 128 tiles and 16 MiB: one fits into L2, but two are about two rounds."""
+    assert section_pairs(1, 16384, 8, 8) == 2
+    assert section_pairs(1, 65536, 8, 8) == 1, '512 tiles a head are more than two rounds'
+
+
+@given(batch=st.integers(1, 40), seqlen_q=st.integers(1, 9000), seqlen_k=st.integers(1, 9000),
+       heads_k=st.integers(1, 12), group=st.integers(1, 8),
+       head_dim=st.sampled_from([64, 128, 256]), pack_gqa=st.sampled_from([NEVER, ALWAYS]),
+       sm_margin=st.integers(0, 131))
+@settings(max_examples=300, deadline=None)
+def test_sections_are_the_closest_to_pairs_of_rounds(batch, seqlen_q, seqlen_k, heads_k, group,
+                                                     head_dim, pack_gqa, sm_margin):
+    """Of two thirds of what fits into L2 (or of two tiles a CTA, if that is more) to all of it."""
+    facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
+                 head_dim=head_dim, causal=True, pack_gqa=pack_gqa, sm_margin=sm_margin)
+    pairs_of_head = group // facts['pack']
+    tiles_of_head, two_rounds = facts['m_tiles'] * pairs_of_head, 2 * facts['grid']
+    fitting = (50 << 20) * 60 // 100 // (4 * head_dim * seqlen_k)
+    two_tiles = (two_rounds + tiles_of_head // 2) // tiles_of_head
+    most = min(heads_k * batch, max(fitting, two_tiles, 1))
+    least = max(1, min(two_tiles, most), most * 2 // 3, most - 128)
+
+    def waste(heads):
+        over = heads * tiles_of_head % two_rounds
+        return Fraction(min(over, two_rounds - over), heads * tiles_of_head)
+    best = min(range(most, least - 1, -1), key=waste)
+    assert facts['section_pairs'] == best * pairs_of_head
+
+
+def test_full_attention_has_no_sections():
+    assert plan(4096, 4096, batch=16, heads_q=16, heads_k=4)['section_pairs'] == 1
 
 
 @pytest.mark.parametrize('change, reason', [

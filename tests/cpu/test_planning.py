@@ -8,8 +8,8 @@ import torch
 import flash_attn3
 from flash_attn3 import _library, planning
 
-from tests import bad_inputs
-from tests.cases import VARIANTS, Case, Variant
+from tests import bad_inputs, sanitize
+from tests.cases import CORNERS, DTYPES, KINDS, SHAPES, SMOKE, Case, Kind
 
 SHAPE = (2, 4096, 16, 128)
 
@@ -20,10 +20,11 @@ def explained(capsys, *arguments, **options) -> dict[str, str]:
     return {line[:14].strip(): line[15:] for line in lines}
 
 
-@pytest.mark.parametrize('variant', VARIANTS, ids=str)
-def test_explain_names_the_kernel(variant, capsys):
-    q, k, v = Case(512, 512).of(variant).tensors('cpu')
-    assert explained(capsys, q, k, v, causal=variant.causal)['variant'].startswith(variant.name)
+@pytest.mark.parametrize('kind', KINDS, ids=str)
+def test_explain_names_the_kernel(kind, capsys):
+    q, k, v = Case(4096, 64, batch=1).of(kind).tensors('cpu')
+    name = f'Fwd{kind.dtype.capitalize()}D{kind.head_dim}{"Causal" if kind.causal else "Full"}'
+    assert explained(capsys, q, k, v, causal=kind.causal)['variant'].split()[0] == name
 
 
 def test_explain_text(capsys):
@@ -86,7 +87,7 @@ def test_command_line(capsys, monkeypatch):
     planning.explain((2, 1, 32, 64), (2, 4096, 4, 64), causal=True, dtype=torch.float16,
                      pack_gqa=False, sm_margin=2)
     assert printed == capsys.readouterr().out
-    assert 'FwdFp16D64Causal' in printed
+    assert 'FwdFp16D64CausalShort' in printed.split()
 
 
 # ---------------------------------------------------------------------------------------- can_use
@@ -118,14 +119,24 @@ def test_can_use_refuses_unknown_arguments():
 
 def test_built_variants(monkeypatch):
     monkeypatch.setattr(_library, 'KERNELS_MISSING', '')
-    assert set(flash_attn3.built_variants()) <= {variant.name for variant in VARIANTS}
+    built = {facts['name'] for kind in KINDS for facts in kind.variants() if facts['built']}
+    assert set(flash_attn3.built_variants()) == built
     monkeypatch.setattr(_library, 'KERNELS_MISSING', 'a reason')
     assert flash_attn3.built_variants() == []
 
 
 def test_the_list_of_variants_is_what_the_first_version_promises():
-    expected = {Variant(f'Fwd{dtype.capitalize()}D{head_dim}{"Causal" if causal else "Full"}',
-                        dtype, head_dim, causal)
-                for dtype in ('bf16', 'fp16') for head_dim in (64, 128, 256)
-                for causal in (False, True)}
-    assert expected <= set(VARIANTS)
+    assert {Kind(dtype, head_dim, causal) for dtype in ('bf16', 'fp16')
+            for head_dim in (64, 128, 256) for causal in (False, True)} <= set(KINDS)
+
+
+@pytest.mark.parametrize('cases', [SMOKE, SHAPES, CORNERS, sanitize.CASES],
+                         ids=['SMOKE', 'SHAPES', 'CORNERS', 'sanitize'])
+def test_the_cases_reach_every_kernel(cases):
+    """Where the planner chooses by the sizes, each list of cases makes it choose each kernel."""
+    of_a_kind = [case.of(kind) for case in cases for kind in KINDS]
+    reached = {planning.plan((case.batch, case.seqlen_q, case.heads_q, case.head_dim),
+                             (case.batch, case.seqlen_k, case.heads_k, case.head_dim),
+                             causal=case.causal, dtype=DTYPES[case.dtype],
+                             pack_gqa=case.pack_gqa)['name'] for case in of_a_kind}
+    assert reached == {facts['name'] for kind in KINDS for facts in kind.variants()}

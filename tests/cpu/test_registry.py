@@ -1,4 +1,6 @@
 """The list of variants: Python's list, the C++ table and what a user hears about a missing one."""
+from collections import defaultdict
+
 import pytest
 
 from csrc.instances.variants import FORWARD
@@ -26,11 +28,18 @@ def test_the_table_is_the_list():
         assert isinstance(row['built'], bool)
 
 
-def test_every_dtype_mask_and_head_dim_is_there_once():
-    keys = [(row['dtype'], row['causal'], row['head_dim'], row['head_dim_v'])
-            for row in _plan.variants()]
-    assert sorted(keys) == [(dtype, causal, dim, dim) for dtype in ('bfloat16', 'float16')
-                            for causal in (False, True) for dim in (64, 128, 256)]
+def test_every_dtype_mask_and_head_dim_is_there():
+    """Several rows for one problem are different tiles; the first listed is the fastest."""
+    speeds = defaultdict(list)
+    tiles = set()
+    for row in _plan.variants():
+        problem = row['dtype'], row['causal'], row['head_dim'], row['head_dim_v']
+        speeds[problem].append(row['relative_speed'])
+        tiles.add((*problem, row['tile_m'], row['tile_n']))
+    assert set(speeds) == {(dtype, causal, dim, dim) for dtype in ('bfloat16', 'float16')
+                           for causal in (False, True) for dim in (64, 128, 256)}
+    assert len(tiles) == len(NAMES) == len(set(NAMES))
+    assert all(row[0] == 100 == max(row) and min(row) > 0 for row in speeds.values())
 
 
 def test_missing_variant_names_itself_its_relatives_and_the_way_out():
@@ -48,6 +57,8 @@ def test_missing_variant_names_itself_its_relatives_and_the_way_out():
      'FwdFp16D128Full'),
     ('FwdBf16D128Full', ['FwdBf16D64Full', 'FwdBf16D256Full'],
      'FwdBf16D64Full, FwdBf16D256Full'),
+    ('FwdBf16D64CausalShort', ['FwdBf16D64Causal', 'FwdFp16D64CausalShort'],
+     'FwdBf16D64Causal'),
     ('FwdFp16D256Causal', ['FwdFp16D256Full', 'FwdBf16D64Causal'],
      'FwdBf16D64Causal')])
 def test_nearest_relatives(missing, others, nearest):

@@ -8,6 +8,7 @@ import pytest
 
 from flash_attn3 import _plan
 from tests import _host
+from tests.cpu.test_plan import ceil_div
 
 SHAPES = [(1, 1, 1), (1, 7, 3), (5, 1, 1), (8, 4, 2), (13, 3, 5), (33, 16, 1), (64, 2, 3)]
 GRIDS = [1, 2, 7, 64, 131, 132]
@@ -62,8 +63,28 @@ def test_causal_sections_come_one_after_the_other_and_longest_first(section_pair
         assert keys == sorted(keys)
 
 
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 6), st.integers(1, 80),
+       st.integers(1, 140), st.data())
+@settings(max_examples=300, deadline=None)
+def test_a_section_adds_at_most_its_longest_tile_to_the_difference(m_tiles, heads, batch,
+                                                                   section_pairs, ctas, data):
+    """Whatever tiles cost, as long as later ones cost no less.
+
+    Of two CTAs one is ahead in the rounds that run forwards, the other in those that run backwards.
+    By how much they differ in a round is at most its first tile less its last one, and these spans
+    do not overlap in the section's order, which falls: the spans of the forward rounds together are
+    at most the longest tile, and so are those of the backward rounds.
+    """
+    costs = sorted(data.draw(st.lists(st.integers(1, 100), min_size=m_tiles, max_size=m_tiles)))
+    work = _host.walk_tiles(True, m_tiles, heads, batch, section_pairs, ctas)
+    for section in range(ceil_div(heads * batch, section_pairs)):
+        loads = [sum(costs[m] for m, head, entry in tiles
+                     if (entry * heads + head) // section_pairs == section) for tiles in work]
+        assert max(loads) - min(loads) <= costs[-1]
+
+
 def planned_loads(head_dim, seqlen, heads_q, heads_k, sm_margin):
-    """What each CTA of a causal launch on 16k tokens gets, in K tiles.
+    """What each CTA of a causal launch on 16k tokens gets, and the longest tile, in K tiles.
 
     A tile costs one more, to start and end.
     """
@@ -75,7 +96,7 @@ def planned_loads(head_dim, seqlen, heads_q, heads_k, sm_margin):
               for m in range(m_tiles)]
     costs = [1 + end for _, end in ranges]
     work = _host.walk_tiles(True, m_tiles, heads_q, batch, plan['section_pairs'], plan['grid'])
-    return [sum(costs[m] for m, _, _ in tiles) for tiles in work]
+    return [sum(costs[m] for m, _, _ in tiles) for tiles in work], max(costs)
 
 
 @pytest.mark.parametrize('sm_margin', [0, 1, 18])
@@ -83,6 +104,14 @@ def planned_loads(head_dim, seqlen, heads_q, heads_k, sm_margin):
 @pytest.mark.parametrize('seqlen', [512, 1024, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize('head_dim, heads', [(64, 32), (128, 16), (256, 8)])
 def test_causal_work_is_balanced(head_dim, heads, seqlen, group, sm_margin):
-    """The busiest CTA gets at most 6 % more than the mean."""
-    loads = planned_loads(head_dim, seqlen, heads, heads // group, sm_margin)
-    assert max(loads) <= 1.06 * sum(loads) / len(loads)
+    """The busiest CTA is at most 11 % and 1.15 longest tiles above the mean, whatever the sections.
+
+    A section alone may leave a difference of its longest tile (the test above); the turned seats
+    keep those of up to seven sections from adding up. Sections are cut to fit into L2, not for
+    balance: larger ones would be more even and slower (csrc/forward/README.md, What was tried).
+    11 % is where a CTA gets 8 tiles in all, or a last section of less than one round is left.
+    """
+    loads, longest = planned_loads(head_dim, seqlen, heads, heads // group, sm_margin)
+    excess = max(loads) - sum(loads) / len(loads)
+    assert excess <= 0.11 * sum(loads) / len(loads)
+    assert excess <= 1.15 * longest

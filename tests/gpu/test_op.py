@@ -15,7 +15,7 @@ from flash_attn3 import checks, flash_attn_func
 
 from tests import bad_inputs
 from tests.cases import Case
-from tests.gpu.common import every_variant
+from tests.gpu.common import every_kind
 
 OPS = torch.ops.flash_attn3
 CASE = Case(65, 130, heads_q=6, heads_k=2, head_dim=64, causal=True)
@@ -159,9 +159,11 @@ def test_a_failed_launch_names_the_kernel(cuda):
 
 # -------------------------------------------------------------------------------- which kernel ran
 @pytest.mark.smoke
-@every_variant
-def test_the_kernel_that_runs_is_the_one_explained(variant, cuda, device, capsys):
-    case = CASE.of(variant)
+@every_kind
+@pytest.mark.parametrize('seqlen', [65, 2500])
+def test_the_kernel_that_runs_is_the_one_explained(seqlen, kind, cuda, device, capsys):
+    """Short and long queries: where a kind has several kernels, each of them runs once."""
+    case = Case(seqlen, seqlen).of(kind)
     tensors = case.tensors(cuda)
     flash_attn_func(*tensors, causal=case.causal)
     torch.cuda.synchronize()
@@ -169,15 +171,17 @@ def test_the_kernel_that_runs_is_the_one_explained(variant, cuda, device, capsys
         flash_attn_func(*tensors, causal=case.causal)
         torch.cuda.synchronize()
     kernels = [event.name for event in profiled.events() if 'forward_kernel' in event.name]
-    assert len(kernels) == 1 and variant.name in kernels[0]
     flash_attn3.explain(*tensors, causal=case.causal)
-    assert f'variant        {variant.name}\n' in capsys.readouterr().out
+    explained = capsys.readouterr().out.split()[1]
+    assert len(kernels) == 1
+    names = [facts['name'] for facts in kind.variants() if facts['name'] in kernels[0]]
+    assert max(names, key=len) == explained
 
 
 @pytest.mark.smoke
-@every_variant
-def test_can_use(variant, cuda, device):
-    case = CASE.of(variant)
+@every_kind
+def test_can_use(kind, cuda, device):
+    case = CASE.of(kind)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         assert flash_attn3.can_use(*case.tensors(cuda), causal=case.causal) == (True, [])

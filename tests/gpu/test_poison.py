@@ -7,7 +7,7 @@ import torch
 
 from tests import compare, layouts
 from tests.cases import Case
-from tests.gpu.common import check_same, every_variant, run
+from tests.gpu.common import check_same, every_kind, run
 
 CASE = Case(200, 300, heads_q=6, heads_k=2)
 ODD_CASE = Case(77, 205, heads_q=6, heads_k=2)    # no length is a multiple of a tile
@@ -21,11 +21,11 @@ def spoil_allocator(device, *shapes_and_dtypes):
 
 
 @pytest.mark.smoke
-@every_variant
+@every_kind
 @pytest.mark.parametrize('pack_gqa', [False, True])
 @pytest.mark.parametrize('value', [math.nan, math.inf], ids=str)
-def test_a_bad_query_spoils_its_row_only(value, pack_gqa, variant, device):
-    case = CASE.of(variant)
+def test_a_bad_query_spoils_its_row_only(value, pack_gqa, kind, device):
+    case = CASE.of(kind)
     q, k, v = case.tensors(device)
     expected, expected_lse = run((q, k, v), case, pack_gqa=pack_gqa)
     q[1, 150, 4, 7] = value
@@ -36,9 +36,9 @@ def test_a_bad_query_spoils_its_row_only(value, pack_gqa, variant, device):
 
 
 @pytest.mark.smoke
-@every_variant
-def test_a_bad_key_spoils_the_rows_that_see_it(variant, device):
-    case = CASE.of(variant)
+@every_kind
+def test_a_bad_key_spoils_the_rows_that_see_it(kind, device):
+    case = CASE.of(kind)
     q, k, v = case.tensors(device)
     expected, expected_lse = run((q, k, v), case)
     k[1, 180, 0, 7] = math.nan
@@ -50,10 +50,10 @@ def test_a_bad_key_spoils_the_rows_that_see_it(variant, device):
 
 
 @pytest.mark.smoke
-@every_variant
-def test_a_bad_value_spoils_its_column(variant, device):
+@every_kind
+def test_a_bad_value_spoils_its_column(kind, device):
     """In the rows that see it. (P = 0 times NaN may spoil rows of the same tile that do not.)"""
-    case = CASE.of(variant)
+    case = CASE.of(kind)
     q, k, v = case.tensors(device)
     expected, expected_lse = run((q, k, v), case)
     v[1, 180, 0, 7] = math.nan
@@ -65,21 +65,21 @@ def test_a_bad_value_spoils_its_column(variant, device):
 
 
 @pytest.mark.smoke
-@every_variant
+@every_kind
 @pytest.mark.parametrize('pack_gqa', [False, True])
-def test_nan_around_the_inputs_is_not_read(pack_gqa, variant, device):
-    case = ODD_CASE.of(variant)
+def test_nan_around_the_inputs_is_not_read(pack_gqa, kind, device):
+    case = ODD_CASE.of(kind)
     tensors = case.tensors(device)
     placed = [layouts.DIRECT[0].place(x) for x in tensors]
     check_same(run(placed, case, pack_gqa=pack_gqa), run(tensors, case, pack_gqa=pack_gqa))
 
 
 @pytest.mark.smoke
-@every_variant
+@every_kind
 @pytest.mark.parametrize('pack_gqa', [False, True])
-def test_every_element_of_the_outputs_is_written(pack_gqa, variant, device):
+def test_every_element_of_the_outputs_is_written(pack_gqa, kind, device):
     for seqlens in ((77, 205), (205, 77), (1, 205)):
-        case = Case(*seqlens, heads_q=6, heads_k=2).of(variant)
+        case = Case(*seqlens, heads_q=6, heads_k=2).of(kind)
         tensors = q, _, _ = case.tensors(device)
         lse_shape = (q.size(0), q.size(2), q.size(1))
         spoil_allocator(device, (q.shape, q.dtype), (lse_shape, torch.float32))
@@ -93,9 +93,9 @@ def test_every_element_of_the_outputs_is_written(pack_gqa, variant, device):
 
 
 @pytest.mark.smoke
-@every_variant
-def test_what_an_earlier_launch_left_in_shared_memory_does_not_matter(variant, device):
-    case = ODD_CASE.of(variant)
+@every_kind
+def test_what_an_earlier_launch_left_in_shared_memory_does_not_matter(kind, device):
+    case = ODD_CASE.of(kind)
     tensors = case.tensors(device)
     expected = run(tensors, case)
     spoiled = [torch.full((8, 512, 16, case.head_dim), math.nan, dtype=x.dtype, device=device)

@@ -5,7 +5,7 @@ import torch
 from flash_attn3 import flash_attn_func
 
 from tests.cases import Case
-from tests.gpu.common import every_variant
+from tests.gpu.common import every_kind
 
 REPEATS = 100
 CASES = [Case(1000, 1100, batch=4, heads_q=8, heads_k=2),
@@ -26,18 +26,18 @@ def differing_repeats(tensors, case):
     return int(differing)
 
 
-@every_variant
+@every_kind
 @pytest.mark.parametrize('case', CASES, ids=Case.sizes)
-def test_a_hundred_repeats(case, variant, device):
-    case = case.of(variant)
+def test_a_hundred_repeats(case, kind, device):
+    case = case.of(kind)
     assert differing_repeats(case.tensors(device), case) == 0
 
 
 @pytest.mark.smoke
-@every_variant
-def test_a_hundred_repeats_beside_other_work(variant, cuda):
+@every_kind
+def test_a_hundred_repeats_beside_other_work(kind, cuda):
     """Another stream keeps L2, memory and some multiprocessors busy."""
-    case = CASES[0].of(variant)
+    case = CASES[0].of(kind)
     tensors = case.tensors(cuda)
     busy = torch.randn(2048, 2048, device=cuda)
     torch.cuda.synchronize()

@@ -4,22 +4,22 @@ import threading
 import pytest
 import torch
 
-from flash_attn3 import built_variants, flash_attn_func
+from flash_attn3 import flash_attn_func
 
 from tests import compare, layouts
-from tests.cases import VARIANTS, Case
-from tests.gpu.common import check_same, every_variant, run
+from tests.cases import KINDS, Case
+from tests.gpu.common import check_same, every_kind, run
 
 CASE = Case(300, 500, heads_q=6, heads_k=2)
 DELAY_CYCLES = 50_000_000    # about 30 ms
 
 
 @pytest.mark.smoke
-@every_variant
+@every_kind
 @pytest.mark.parametrize('layout', [layouts.DIRECT[0], layouts.COPIED[0]], ids=str)
-def test_side_stream_waits_for_a_slow_producer(layout, variant, cuda):
+def test_side_stream_waits_for_a_slow_producer(layout, kind, cuda):
     """The inputs arrive late on the side stream; the default stream would read NaN."""
-    case = CASE.of(variant)
+    case = CASE.of(kind)
     tensors = case.tensors(cuda)
     expected = run(tensors, case)
     late = [layout.place(torch.full_like(x, float('nan'))) for x in tensors]
@@ -35,10 +35,10 @@ def test_side_stream_waits_for_a_slow_producer(layout, variant, cuda):
 
 
 @pytest.mark.smoke
-@every_variant
-def test_nothing_waits_for_the_gpu(variant, cuda):
+@every_kind
+def test_nothing_waits_for_the_gpu(kind, cuda):
     """The call returns while the stream is still busy before it."""
-    case = CASE.of(variant)
+    case = CASE.of(kind)
     tensors = case.tensors(cuda)
     run(tensors, case)
     torch.cuda.synchronize()
@@ -47,10 +47,10 @@ def test_nothing_waits_for_the_gpu(variant, cuda):
     assert not torch.cuda.current_stream().query()
 
 
-@every_variant
-def test_two_streams_at_once(variant, cuda):
+@every_kind
+def test_two_streams_at_once(kind, cuda):
     streams = [torch.cuda.Stream() for _ in range(2)]
-    cases = [Case(300, 500).of(variant), Case(257, 129, heads_q=8, heads_k=1).of(variant)]
+    cases = [Case(300, 500).of(kind), Case(257, 129, heads_q=8, heads_k=1).of(kind)]
     inputs = [case.tensors(cuda) for case in cases]
     expected = [run(tensors, case) for tensors, case in zip(inputs, cases)]
     torch.cuda.synchronize()
@@ -66,9 +66,9 @@ def test_two_streams_at_once(variant, cuda):
 
 
 def test_four_threads(cuda):
-    """First calls of all kernels at once, from threads with streams of their own."""
-    cases = [Case(200 + i, 300 + i).of(variant) for i, variant in enumerate(VARIANTS)
-             if variant.name in built_variants()]
+    """First calls of kernels of every kind at once, from threads with streams of their own."""
+    cases = [Case(100 + 40 * i, 300 + i).of(kind) for i, kind in enumerate(KINDS)
+             if not kind.missing_variants()]
     inputs = [case.tensors(cuda) for case in cases]
     torch.cuda.synchronize()
     results = [None] * len(cases)
@@ -90,12 +90,12 @@ def test_four_threads(cuda):
 
 # ----------------------------------------------------------------------------------------- graphs
 @pytest.mark.smoke
-@every_variant
+@every_kind
 @pytest.mark.parametrize('pack_gqa', [False, True])
 @pytest.mark.parametrize('layout', [layouts.DIRECT[0], layouts.COPIED[0]], ids=str)
-def test_graph_replays_with_new_data(layout, pack_gqa, variant, cuda):
+def test_graph_replays_with_new_data(layout, pack_gqa, kind, cuda):
     """Captured once, also with the copies that unaligned inputs and outputs take."""
-    case = CASE.of(variant)
+    case = CASE.of(kind)
     tensors = [layout.place(x) for x in case.tensors(cuda)]
     given_out = layout.place(torch.zeros_like(tensors[0]))
 
@@ -142,10 +142,10 @@ def test_empty_tensors_in_a_graph(cuda):
 
 # ------------------------------------------------------------------------------------- second GPU
 @pytest.mark.smoke
-@every_variant
+@every_kind
 @pytest.mark.parametrize('layout', [layouts.DIRECT[0], layouts.COPIED[0]], ids=str)
-def test_tensors_on_another_gpu_than_the_current_one(layout, variant, second_cuda):
-    case = CASE.of(variant)
+def test_tensors_on_another_gpu_than_the_current_one(layout, kind, second_cuda):
+    case = CASE.of(kind)
     tensors = case.tensors(torch.device('cuda', 0))
     expected = run(tensors, case)
     assert torch.cuda.current_device() == 0

@@ -6,19 +6,19 @@ import torch
 
 from tests import layouts
 from tests.cases import Case
-from tests.gpu.common import check_same, every_variant, run
+from tests.gpu.common import check_same, every_kind, run
 
 every_layout = pytest.mark.parametrize('layout', layouts.DIRECT + layouts.COPIED, ids=str)
 CASE = Case(113, 203, heads_q=6, heads_k=2)
 
 
 @pytest.mark.smoke
-@every_variant
+@every_kind
 @every_layout
 @pytest.mark.parametrize('pack_gqa', [False, True])
-def test_inputs(layout, pack_gqa, variant, device):
+def test_inputs(layout, pack_gqa, kind, device):
     """Each input alone, then all three."""
-    case = CASE.of(variant)
+    case = CASE.of(kind)
     tensors = case.tensors(device)
     expected = run(tensors, case, pack_gqa=pack_gqa)
     placed = [layout.place(x) for x in tensors]
@@ -29,12 +29,12 @@ def test_inputs(layout, pack_gqa, variant, device):
 
 
 @pytest.mark.smoke
-@every_variant
+@every_kind
 @every_layout
 @pytest.mark.parametrize('pack_gqa', [False, True])
-def test_out(layout, pack_gqa, variant, device):
+def test_out(layout, pack_gqa, kind, device):
     """Written where it lies and nowhere else; returned itself."""
-    case = CASE.of(variant)
+    case = CASE.of(kind)
     tensors = case.tensors(device)
     expected = run(tensors, case, pack_gqa=pack_gqa)
     out = layout.place(torch.full_like(tensors[0], math.nan))
@@ -46,10 +46,10 @@ def test_out(layout, pack_gqa, variant, device):
 
 
 @pytest.mark.smoke
-@every_variant
-def test_slices_of_one_projection(variant, device):
+@every_kind
+def test_slices_of_one_projection(kind, device):
     """q, k and v out of one (batch, seqlen, 3, heads, head_dim) tensor; k and v out of one."""
-    case = Case(130, 130).of(variant)
+    case = Case(130, 130).of(kind)
     tensors = case.tensors(device)
     expected = run(tensors, case)
     check_same(run(torch.stack(tensors, dim=2).unbind(2), case), expected)
@@ -58,12 +58,12 @@ def test_slices_of_one_projection(variant, device):
 
 
 @pytest.mark.smoke
-@every_variant
+@every_kind
 @pytest.mark.parametrize('stride', [0, 1, 7, 2 ** 45 + 1])
-def test_strides_of_size_1_dimensions_mean_nothing(stride, variant, device):
+def test_strides_of_size_1_dimensions_mean_nothing(stride, kind, device):
     for case in (Case(100, 90, batch=1, heads_q=1, heads_k=1), Case(1, 1, heads_q=3, heads_k=1),
                  Case(1, 90, batch=1, heads_q=8, heads_k=1, pack_gqa=True)):
-        case = case.of(variant)
+        case = case.of(kind)
         tensors = case.tensors(device)
         expected = run(tensors, case, pack_gqa=case.pack_gqa)
         odd = [layouts.with_odd_size_1_strides(x, stride) for x in tensors]
@@ -73,18 +73,18 @@ def test_strides_of_size_1_dimensions_mean_nothing(stride, variant, device):
 
 
 @pytest.mark.smoke
-@every_variant
+@every_kind
 @pytest.mark.parametrize('dim', [0, 1, 2])
-def test_expanded_inputs(dim, variant, device):
+def test_expanded_inputs(dim, kind, device):
     """Stride 0: one entry read as many."""
-    case = Case(65, 65, batch=3, heads_q=4, heads_k=4).of(variant)
+    case = Case(65, 65, batch=3, heads_q=4, heads_k=4).of(kind)
     q, k, v = (x.narrow(dim, 0, 1).expand_as(x) for x in case.tensors(device))
     check_same(run((q, k, v), case), run([x.contiguous() for x in (q, k, v)], case))
 
 
 @pytest.mark.smoke
-@every_variant
-def test_two_inputs_in_the_same_memory(variant, device):
-    case = Case(150, 150).of(variant)
+@every_kind
+def test_two_inputs_in_the_same_memory(kind, device):
+    case = Case(150, 150).of(kind)
     x = case.tensors(device)[0]
     check_same(run((x, x, x), case), run((x, x.clone(), x.clone()), case))
