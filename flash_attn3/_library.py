@@ -55,6 +55,9 @@ def _load_kernels() -> str:
 # Why no kernel can run in this process; '' if the library is loaded.
 KERNELS_MISSING = _load_kernels()
 _hopper_devices: dict[int, bool] = {}
+# Where the op can be called at once, as Tensor.get_device() names it: the CPU (-1) and the GPUs for
+# which kernels_serve() has said yes.
+SERVED_DEVICES: set[int] = {-1}
 
 
 def _is_hopper(device: torch.device) -> bool:
@@ -87,6 +90,8 @@ def kernels_serve(device: torch.device) -> bool:
         if is_hopper and torch.cuda.is_available() and (problem := _driver_problem()):
             raise RuntimeError(problem)
         _hopper_devices[device.index] = is_hopper
+        if is_hopper:
+            SERVED_DEVICES.add(device.index)
     return _hopper_devices[device.index]
 
 

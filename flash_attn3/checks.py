@@ -78,8 +78,8 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, softmax_s
 
 def default_softmax_scale(q: Tensor) -> float:
     """head_dim ** -0.5; 1 for shapes that the op is going to reject."""
-    head_dim = q.size(-1) if q.dim() else 0
-    return head_dim ** -0.5 if head_dim else 1.0
+    shape = q.shape
+    return shape[-1] ** -0.5 if shape and shape[-1] else 1.0
 
 
 def unsupported(*, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),

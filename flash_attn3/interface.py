@@ -6,7 +6,8 @@ of upstream's `flash_attn_interface`; what is ours comes behind it, keyword-only
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from flash_attn3 import _library, checks, fallback
 from flash_attn3.autograd import Attention
@@ -80,15 +81,21 @@ def flash_attn_func(
             num_splits=num_splits)
     if softmax_scale is None:
         softmax_scale = checks.default_softmax_scale(q)
-    arguments = (q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
-    result, lse = _attention(arguments, out, return_attn_probs)
-    return (result, lse) if return_attn_probs else result
+    # The way of most eager calls, with as little Python as there can be.
+    if (out is None and not is_compiling() and q.get_device() in _library.SERVED_DEVICES
+            and not (is_grad_enabled()
+                     and (q.requires_grad or k.requires_grad or v.requires_grad))):
+        results = _fwd(q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
+    else:
+        arguments = (q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
+        results = _attention(arguments, out, return_attn_probs)
+    return results if return_attn_probs else results[0]
 
 
 def _attention(arguments: tuple, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor]:
     """(out, lse), by the way that fits: arguments are those of the op `fwd`."""
     q, k, v, softmax_scale, causal, pack_gqa, sm_margin = arguments
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
+    needs_grad = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
                                               or (out is not None and out.requires_grad))
     if needs_grad and out is not None:
         checks.reject_gradient_with_out(q, k, v, out)
@@ -98,7 +105,7 @@ def _attention(arguments: tuple, out: Tensor | None, return_lse: bool) -> tuple[
         return (result if out is None else out.copy_(result)), lse
     if out is not None:
         return out, _fwd_out(q, k, v, out, softmax_scale, causal, pack_gqa, sm_margin)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return _fwd_traced(*arguments)
     if needs_grad:
         return Attention.apply(*arguments)

@@ -59,9 +59,15 @@ class _OnOtherGpu(torch.Tensor):
     is_cuda = True
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def get_device(self) -> int:
+        return 0
+
 
 def test_flash_attn_func_goes_there(monkeypatch, quiet):
+    calls, attention = [], fallback.attention
     monkeypatch.setattr(_library, 'KERNELS_MISSING', 'a reason')
+    monkeypatch.setattr(_library, 'SERVED_DEVICES', {-1})
+    monkeypatch.setattr(fallback, 'attention', lambda *args: calls.append(1) or attention(*args))
     q, k, v = Case(8, 12, heads_k=2, dtype='fp32').tensors('cpu')
     expected = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     out = torch.empty_like(q)
@@ -69,5 +75,8 @@ def test_flash_attn_func_goes_there(monkeypatch, quiet):
                                   return_attn_probs=True, out=out)
     torch.testing.assert_close((result, lse), expected)
     assert result is out
+    result = flash_attn_func(q.as_subclass(_OnOtherGpu), k, v, causal=True)
+    torch.testing.assert_close(result, expected[0])
+    assert len(calls) == 2
     with pytest.raises(RuntimeError, match='flash_attn3.fwd: expected the heads of q'):
         flash_attn_func(q[:, :, :3].as_subclass(_OnOtherGpu), k, v)

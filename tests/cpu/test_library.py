@@ -59,6 +59,9 @@ class _OnGpu(torch.Tensor):
     device = GPU
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def get_device(self) -> int:
+        return 0
+
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
@@ -79,6 +82,7 @@ def gpu(monkeypatch, tmp_path):
         monkeypatch.setattr(_library, '_LIBRARY_PATH', library)
         monkeypatch.setattr(_library, 'KERNELS_MISSING', '')
         monkeypatch.setattr(_library, '_hopper_devices', {})
+        monkeypatch.setattr(_library, 'SERVED_DEVICES', {-1})
         monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
         monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: facts)
         return answers
