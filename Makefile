@@ -2,6 +2,7 @@
 # make test      sets up the same, builds everything, runs all tests; those of a GPU skip without one
 # make build     builds in place: the libraries of the package and the tests' host module
 # make test-gpu  the GPU tests alone
+# make sanitize  every built kernel under compute-sanitizer, on a Hopper GPU; see tests/sanitize.py
 # make bench     the benchmarks, on a Hopper GPU
 # make clean     removes what was built, not .venv and not the cache of compiled units
 #
@@ -11,8 +12,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO_VARIANTS := FwdBf16D128*
+SANITIZER := compute-sanitizer --kernel-name kernel_substring=forward_kernel --error-exitcode 9
 
-.PHONY: demo test build test-gpu libraries bench clean
+.PHONY: demo test build test-gpu sanitize libraries bench clean
 
 demo: export FLASH_ATTN3_VARIANTS ?= $(DEMO_VARIANTS)
 demo: libraries
@@ -23,6 +25,11 @@ test: build
 
 test-gpu: libraries
 	$(RUN) -m pytest tests/gpu
+
+sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
+sanitize: libraries
+	$(SANITIZER) --tool memcheck $(RUN) -m tests.sanitize
+	$(SANITIZER) --tool initcheck $(RUN) -m tests.sanitize
 
 bench: libraries
 	$(RUN) -m benchmarks.bench_forward

@@ -1,11 +1,12 @@
 """The forward of flash_attn3 beside the backends of PyTorch's SDPA: table, JSON, PNG.
 
-    python -m benchmarks.bench_forward                        # on a Hopper GPU, some minutes
+    python -m benchmarks.bench_forward                        # on a Hopper GPU, about a minute
+    python -m benchmarks.bench_forward --all-backends         # also SDPA's slow backends
     python -m benchmarks.bench_forward --device cpu --quick   # tries the machinery, seconds
     python -m benchmarks.bench_forward --markdown FILE.json   # a measured table for the README
 
 Contenders of a cell take turns; each is checked against fp32 once. See flash_attn3/_measure.py for
-what a figure is.
+what a figure is. The JSON file is written after every cell: an interrupted run keeps what it has.
 """
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from flash_attn3 import bench
 from flash_attn3._measure import Shape, Timer, geometric_mean
 
 OURS = bench.OURS
-CONTENDERS = (OURS, *bench.SDPA_BACKENDS)
+CONTENDERS = (OURS, 'sdpa flash', 'sdpa cudnn')
+ALL_CONTENDERS = (OURS, *bench.SDPA_BACKENDS)   # the others are many times slower
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -32,36 +34,44 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                                      description=__doc__.splitlines()[0])
     harness.add_common_arguments(parser.add_argument)
     parser.add_argument('--suite', choices=sorted(shapes.SUITES), default='forward')
+    parser.add_argument('--all-backends', action='store_true',
+                        help="time 'sdpa efficient' and 'sdpa math' too")
     parser.add_argument('--markdown', type=pathlib.Path, metavar='JSON',
                         help='measure nothing: print the table of a JSON file for the README')
     return parser.parse_args(argv)
 
 
-def measure(cells: Sequence[Shape], args: argparse.Namespace, console: Console) -> dict:
+def measure(cells: Sequence[Shape], args: argparse.Namespace,
+            console: Console) -> tuple[dict, pathlib.Path]:
+    """The record and its file, which is whole after every cell."""
     device = torch.device(args.device)
     rounds = args.rounds or (3 if args.quick else 5)
-    settings = dict(rounds=rounds, target_ms=args.target_ms, suite=args.suite)
+    names = ALL_CONTENDERS if args.all_backends else CONTENDERS
+    settings = dict(rounds=rounds, target_ms=args.target_ms, suite=args.suite,
+                    contenders=list(names))
     record = harness.new_record(args.suite, device, args.commit, settings)
     monitor = harness.Monitor(device)
     Timer(device).spin(0.3)
     try:
         for shape in cells:
             monitor.take()
-            results = bench.measure(shape, device, CONTENDERS, rounds, args.target_ms)
+            results = bench.measure(shape, device, names, rounds, args.target_ms)
             record['cells'].append(dict(shape=shape.as_dict(), flops=shape.flops,
                                         gpu=monitor.take(), results=results))
+            record['summary'] = summarize(record['cells'])
+            path = harness.save(record, args.out)
             figures = '  '.join(f"{r['name']} {harness.figure_text(r)}" for r in results)
             console.print(f'{shape.label()}: {figures}', highlight=False)
     finally:
         monitor.stop()
-    record['summary'] = summarize(record['cells'])
-    return record
+    return record, path
 
 
 def compare(cell: dict) -> tuple[str, float] | None:
     """(best rival, our speed / its speed); None when either side has no valid figure."""
     own = harness.measured(cell, OURS)
-    rivals = [r for name in CONTENDERS[1:] if (r := harness.measured(cell, name))]
+    rivals = [found for result in cell['results']
+              if result['name'] != OURS and (found := harness.measured(cell, result['name']))]
     if own is None or not rivals:
         return None
     best = min(rivals, key=lambda r: r['ms'])
@@ -79,14 +89,15 @@ def summarize(cells: Sequence[dict]) -> dict:
 
 
 def table_rows(record: dict) -> tuple[list[str], list[list[str]]]:
-    headers = ['problem', *CONTENDERS, 'of peak', 'best SDPA', 'ratio', 'GPU']
+    names = record['settings']['contenders']
+    headers = ['problem', *names, 'of peak', 'best SDPA', 'ratio', 'GPU']
     rows = []
     for cell in record['cells']:
         by_name = {result['name']: result for result in cell['results']}
         own, against = harness.measured(cell, OURS), compare(cell)
         share = own and own['peak_share']
         rows.append([Shape(**cell['shape']).label(),
-                     *(harness.figure_text(by_name.get(name)) for name in CONTENDERS),
+                     *(harness.figure_text(by_name.get(name)) for name in names),
                      f'{share:.0%}' if share else '', against[0] if against else '',
                      f'{against[1]:.2f}' if against else '', harness.gpu_text(cell['gpu'])])
     return headers, rows
@@ -128,9 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     console = Console(width=None if sys.stdout.isatty() else 160)
     cells = shapes.select(args.suite, args.quick, args.device == 'cpu', args.dtype)
-    record = measure(cells, args, console)
-    path = harness.save(record, args.out)
-    harness.plot(record, path.with_suffix('.png'), CONTENDERS)
+    record, path = measure(cells, args, console)
+    harness.plot(record, path.with_suffix('.png'), record['settings']['contenders'])
     show(record, console)
     console.print(f'written: {path} and .png', highlight=False)
     return 1 if record['summary']['ours_missing_or_wrong'] else 0

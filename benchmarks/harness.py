@@ -125,10 +125,13 @@ def new_record(subject: str, device: torch.device, commit_: str | None, settings
 
 
 def save(record: dict, folder: pathlib.Path) -> pathlib.Path:
-    """Write the record; the name is <date>_<commit>_<subject>.json."""
+    """Write the record as <date>_<commit>_<subject>.json, all of it or nothing: a run that is
+    stopped here leaves the file as it was."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['time'][:10]}_{record['commit']}_{record['subject']}.json"
-    path.write_text(json.dumps(record, indent=1) + '\n')
+    part = path.with_name(path.name + '.part')
+    part.write_text(json.dumps(record, indent=1) + '\n')
+    part.replace(path)
     return path
 
 

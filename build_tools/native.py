@@ -91,7 +91,7 @@ def plan_units() -> list[Unit]:
     return [module, *dispatch_units()]
 
 
-def _kernel_unit(source: Path, cuda: Cuda) -> Unit:
+def kernel_unit(source: Path, cuda: Cuda) -> Unit:
     flags_around = [os.environ.get(f'NVCC_{side}_FLAGS', '') for side in ('PREPEND', 'APPEND')]
     return Unit(source, (str(cuda.nvcc), '-ccbin', toolchain.find_cxx()), NVCC_FLAGS,
                 (CSRC, INSTANCES), (cutlass_include(),),
@@ -104,7 +104,7 @@ def kernel_units(cuda: Cuda) -> list[Unit]:
     foreign = [Path(torch.__path__[0], 'include'), cuda.include]
     ops = [_cxx_unit(source, OPS_FLAGS, foreign, (torch.__version__, cuda.version))
            for source in sorted((CSRC / 'ops').glob('*.cpp'))]
-    kernels = [_kernel_unit(INSTANCES / path.name, cuda) for path in generate_instances()]
+    kernels = [kernel_unit(INSTANCES / path.name, cuda) for path in generate_instances()]
     return [*kernels, *ops, *dispatch_units()]
 
 
@@ -115,10 +115,14 @@ def generate_instances() -> list[Path]:
         raise BuildError(str(error)) from error
 
 
+def runtime_libraries(cuda: Cuda) -> list[str]:
+    return [f'-L{cuda.library_dir}', '-lcudart_static', '-ldl', '-lrt', '-lpthread']
+
+
 def kernel_libraries(cuda: Cuda) -> list[str]:
     import torch
     return [f'-L{torch.__path__[0]}/lib', '-ltorch', '-ltorch_cpu', '-ltorch_cuda',
-            f'-L{cuda.library_dir}', '-lcudart_static', '-ldl', '-lrt', '-lpthread']
+            *runtime_libraries(cuda)]
 
 
 def link(objects: Sequence[Path], libraries: Sequence[str], target: Path) -> None:

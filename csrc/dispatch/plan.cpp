@@ -82,18 +82,6 @@ int choose_section_pairs(FwdProblem const& problem, FwdSchedule const& schedule)
   return int(best * pairs_per_kv_head);
 }
 
-FwdSchedule make_schedule(FwdProblem const& problem, FwdVariantFacts const& facts) {
-  FwdSchedule schedule;
-  schedule.pack = choose_pack(problem, facts);
-  schedule.m_tiles = m_tiles_of(problem, facts, schedule.pack);
-  schedule.tiles =
-      int(int64_t(schedule.m_tiles) * (problem.heads_q / schedule.pack) * problem.batch);
-  schedule.grid =
-      std::min(schedule.tiles, std::max(1, problem.device.sm_count - problem.sm_margin));
-  schedule.section_pairs = choose_section_pairs(problem, schedule);
-  return schedule;
-}
-
 // (query, key) pairs that one head of one batch sees: the last query sees min(seqlen_k, ...) keys,
 // each one before it one key fewer.
 double visible_pairs(FwdProblem const& problem) {
@@ -127,10 +115,22 @@ double relative_time(FwdProblem const& problem, FwdPlan const& plan) {
 }
 
 FwdPlan plan_with(FwdProblem const& problem, int variant) {
-  return FwdPlan{variant, make_schedule(problem, kFwdVariants[variant])};
+  return FwdPlan{variant, schedule_forward(problem, kFwdVariants[variant])};
 }
 
 }  // namespace
+
+FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& facts) {
+  FwdSchedule schedule;
+  schedule.pack = choose_pack(problem, facts);
+  schedule.m_tiles = m_tiles_of(problem, facts, schedule.pack);
+  schedule.tiles =
+      int(int64_t(schedule.m_tiles) * (problem.heads_q / schedule.pack) * problem.batch);
+  schedule.grid =
+      std::min(schedule.tiles, std::max(1, problem.device.sm_count - problem.sm_margin));
+  schedule.section_pairs = choose_section_pairs(problem, schedule);
+  return schedule;
+}
 
 // Among the variants that serve a problem the one that takes the least time; from kManyQueries on
 // the first one listed, which is the fastest where nothing is padding.

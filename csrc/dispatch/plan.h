@@ -3,6 +3,7 @@
 // explain() prints.
 #pragma once
 
+#include "config/fwd_config.h"
 #include "core/problem.h"
 
 namespace fa3 {
@@ -22,6 +23,10 @@ struct FwdCost {
 // INVARIANT: the problem comes from a CUDA call that check_forward() accepts; then there is a
 // variant, and the number of tiles fits into an int.
 FwdPlan plan_forward(FwdProblem const& problem);
+
+// How the work is cut for one variant: part of plan_forward(), and what a search over tiles that
+// are on no list calls.
+FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& facts);
 
 FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan);
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import ab, bench_forward, harness, shapes
+from benchmarks import ab, bench_forward, harness, plot_peers, shapes
 from flash_attn3 import _measure, bench
 from flash_attn3._measure import Figure, Shape, Turn
 
@@ -259,8 +259,9 @@ def test_contenders_agree_on_bottom_right_causal():
 
 
 def test_large_score_matrices_are_left_out():
-    with pytest.raises(RuntimeError, match='score matrix takes 34 GB'):
-        bench.contender('sdpa math', Shape(1, 16384, 16384, 32, 32, 64))
+    with pytest.raises(RuntimeError, match='score matrix takes 1.1 GiB'):
+        bench.contender('sdpa math', Shape(1, 4096, 4096, 17, 17, 64))
+    assert bench.contender('sdpa math', Shape(1, 4096, 4096, 16, 16, 64)).name == 'sdpa math'
 
 
 def test_bench_command_prints_a_table(capsys, tmp_path):
@@ -317,7 +318,8 @@ def test_forward_benchmark_writes_its_record(forward_run):
     assert record['schema'] == harness.SCHEMA
     assert record['environment']['torch'] == torch.__version__
     assert record['environment']['device'] == 'cpu'
-    assert record['settings'] == dict(rounds=2, target_ms=0.1, suite='forward')
+    assert record['settings'] == dict(rounds=2, target_ms=0.1, suite='forward',
+                                      contenders=['flash_attn3', 'sdpa flash', 'sdpa cudnn'])
     assert [Shape(**cell['shape']) for cell in record['cells']] == shapes.tiny()
     for cell in record['cells']:
         assert [result['name'] for result in cell['results']] == list(bench_forward.CONTENDERS)
@@ -337,6 +339,87 @@ def test_forward_benchmark_draws_and_tabulates(forward_run, capsys):
     record = json.loads(path.read_text())
     assert text.count('\n| fp32 ') == len(record['cells'])
     assert f"{record['cells'][0]['results'][0]['tflops']:.4g}" in text
+
+
+def test_all_backends_are_timed_on_request(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shapes, 'tiny', lambda: [TINY])
+    code = bench_forward.main('--device cpu --quick --all-backends --rounds 1 --target-ms 0.1 '
+                              f'--out {tmp_path}'.split())
+    path, = tmp_path.glob('*.json')
+    record = json.loads(path.read_text())
+    names = [result['name'] for result in record['cells'][0]['results']]
+    assert code == 0
+    assert names == record['settings']['contenders'] == list(bench_forward.ALL_CONTENDERS)
+    assert harness.measured(record['cells'][0], 'sdpa math')['error'] < 1e-5
+    assert 'sdpa math' in capsys.readouterr().out
+
+
+def test_an_interrupted_run_keeps_its_cells(tmp_path, monkeypatch):
+    measure, done = bench.measure, []
+
+    def stopped_at_the_third(shape, *settings):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(shape)
+        return measure(shape, *settings)
+
+    monkeypatch.setattr(bench, 'measure', stopped_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        bench_forward.main('--device cpu --quick --rounds 1 --target-ms 0.1 '
+                           f'--out {tmp_path}'.split())
+    path, = tmp_path.iterdir()
+    record = json.loads(path.read_text())
+    assert [Shape(**cell['shape']) for cell in record['cells']] == done == shapes.tiny()[:2]
+    assert record['summary']['cells'] == 2
+    assert bench_forward.markdown(record).count('\n| fp32 ') == 2
+
+
+# ------------------------------------------------------------------------ benchmarks.plot_peers
+def peer_record(group: str, peer: str, seqlen: int, rate: float, **facts) -> dict:
+    cell = dict(D=64, mask='causal', S=seqlen)
+    return dict(dict(section='fwd', group=group, cell=cell, peer=peer, rate=rate, wrong=False),
+                **facts)
+
+
+PEER_RECORDS = [
+    peer_record('main', 'ours', 512, 300.0), peer_record('main', 'fa3', 512, 250.0),
+    peer_record('main', 'triton', 512, 900.0, wrong=True),
+    peer_record('other', 'ours', 512, 240.0), peer_record('other', 'cudnn_fe', 512, 300.0),
+    peer_record('main', 'ours', 1024, 500.0), peer_record('main', 'fa3', 1024, 400.0),
+    dict(section='fwd', group='main', cell=dict(D=64, mask='full', S=512), peer='fa3', na='no'),
+    peer_record('main', 'fa3', 512, 9000.0, section='gqa')]
+
+
+def test_peers_are_compared_within_their_group(tmp_path, capsys):
+    path = tmp_path / '2026-01-02_abcdef0_yardstick.json'
+    path.write_text(json.dumps(dict(records=PEER_RECORDS)))
+    assert plot_peers.main([str(path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        '| D, mask | S = 512 | S = 1024 |', '|---|---|---|',
+        '| 64, causal | 0.800 cuDNN fe | 1.250 FA3 |', '',
+        'Geometric mean 1.000 over 2 cells, worst 0.800 (D = 64, causal, S = 512, cuDNN fe).']
+    assert path.with_suffix('.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
+
+
+def test_a_file_without_forward_figures_is_refused(tmp_path, capsys):
+    path = tmp_path / '2026-01-02_abcdef0_yardstick.json'
+    path.write_text(json.dumps(dict(records=PEER_RECORDS[-2:])))
+    assert plot_peers.main([str(path)]) == 1
+    assert 'expected a forward section' in capsys.readouterr().err
+    assert not path.with_suffix('.png').exists()
+
+
+def test_the_table_of_the_readme_is_that_of_its_file():
+    path = harness.RESULTS / '2026-11-21_0bb07d5_yardstick.json'
+    record = json.loads(path.read_text())
+    points = plot_peers.read_points(record)
+    ratios = [ratio for ratio, _ in plot_peers.best_peers(points).values()]
+    expected = record['ratios']['fwd']
+    assert len(ratios) == expected['cells'] == 36
+    assert _measure.geometric_mean(ratios) == pytest.approx(expected['geometric_mean'])
+    assert min(ratios) == pytest.approx(expected['worst'])
+    table = plot_peers.markdown(points).split('\n\n')[0]
+    assert table in (harness.ROOT / 'README.md').read_text()
 
 
 # ------------------------------------------------------------------------ benchmarks.ab
