@@ -95,8 +95,9 @@ def flash_attn_func(
 def _attention(arguments: tuple, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor]:
     """(out, lse), by the way that fits: arguments are those of the op `fwd`."""
     q, k, v, softmax_scale, causal, pack_gqa, sm_margin = arguments
-    needs_grad = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
-                                              or (out is not None and out.requires_grad))
+    needs_grad = is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad
+        or (out is not None and out.requires_grad))
     if needs_grad and out is not None:
         checks.reject_gradient_with_out(q, k, v, out)
     if q.is_cuda and not _library.kernels_serve(q.device):
