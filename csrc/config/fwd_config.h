@@ -21,12 +21,13 @@ struct FwdDefaults {
   static constexpr bool kPingPong = true;
   // k-steps of PV still to be issued when the turn is passed on.
   static constexpr int kTurnLead = 2;
-  // The softmax of a tile runs beside the PV product of the tile before (paper, section 3.2).
+  // S of a tile is issued beside PV of the tile before (paper, section 3.2); how much of its
+  // softmax then runs beside that product is up to ptxas (TRAP in forward/mma.h).
   static constexpr bool kIntraOverlap = true;
   // How much a row maximum may grow, in powers of two of P, before O is rescaled to it; 0: at once.
   // Where one key dominates a row, its P is then no longer exactly 1 and gets a rounding error.
-  // H200, 2026-11-21: 3 is 2 % to 4 % faster than 0; RMSE on outlier data grows by 0.2 % (8: by 0.7
-  // %).
+  // H200, 2026-11-21, against 0: 2 was 0 to 5 % faster, 8 was 0 to 8 % (by head dim and mask; 3 was
+  // not timed beside them). RMSE on outlier data: 3 has 0.2 % more than 0, 8 has 0.7 %.
   static constexpr float kLazyRescaleLog2 = 3.f;
   // Speed per computed FLOP, in percent of the fastest tile of the same head dim and mask: what the
   // planner weighs against the padding where several tiles fit.

@@ -7,9 +7,9 @@
 namespace fa3 {
 
 // 3 x 64 rows: O takes few registers at this head dim, and three warpgroups share each K/V tile.
-// 48 + 32 + 32 = 112 KiB. H200, 2026-11-21: 1.06 to 1.10 of FA3 full, 0.97 causal (geometric mean
-// over S = 512 to 16k); 128 x 128, 128 x 160, 128 x 192 with turns 0.86 to 0.95 of it; 192 x 96
-// level at 16k.
+// 48 + 32 + 32 = 112 KiB. H200, 2026-11-21: 1.04 to 1.10 of FA3 full, 0.95 to 1.00 causal
+// (geometric means over S = 512 to 16k, several runs, kLazyRescaleLog2 = 8); 128 x 128, 128 x 160
+// and 128 x 192 with turns 0.86 to 0.97; 192 x 96 1.02 to 1.04, ahead at 16k only.
 struct FwdTileD64 : FwdDefaults {
   static constexpr int kHeadDim = 64;
   static constexpr int kHeadDimV = 64;
@@ -29,9 +29,9 @@ struct FwdTileD64Short : FwdDefaults {
   static constexpr int kRelativeSpeed = 82;
 };
 
-// 64 + 64 + 64 = 192 KiB. H200, 2026-11-21: 1.01 of FA3 full; 128 x 176 with one Q stage 0.94
-// (behind at S <= 1k, where the next tile's Q is waited for, level at 16k), 128 x 160 0.95, 192 x
-// 80 0.94.
+// 64 + 64 + 64 = 192 KiB. H200, 2026-11-21, as above: 0.98 to 1.01 of FA3 full; 128 x 176 with one
+// Q stage 0.92 to 0.95 (16 % behind this one at S = 512, where the next tile's Q is waited for, 0
+// to 2 % ahead at 16k), 128 x 160 0.93 to 0.97, 192 x 80 0.94 (level with FA3 at 16k).
 struct FwdTileD128 : FwdDefaults {
   static constexpr int kHeadDim = 128;
   static constexpr int kHeadDimV = 128;
@@ -39,8 +39,8 @@ struct FwdTileD128 : FwdDefaults {
   static constexpr int kQStages = 2;
 };
 
-// 64 + 64 + 64 = 192 KiB. O takes 128 registers, S 32. H200, 2026-11-21: 1.02 of FA3 full; 128 x 80
-// with turns 0.99, without 0.92 to 0.98.
+// 64 + 64 + 64 = 192 KiB. O takes 128 registers, S 32. H200, 2026-11-21, as above: 0.99 to 1.02 of
+// FA3 full; 128 x 80 with turns 0.99 to 1.00, without 0.92 to 0.98.
 struct FwdTileD256 : FwdDefaults {
   static constexpr int kHeadDim = 256;
   static constexpr int kHeadDimV = 256;

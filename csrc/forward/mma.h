@@ -1,11 +1,15 @@
 // A consumer warpgroup: the two products and the softmax between them, for its 64 rows of a tile.
 //
 // With intra-warpgroup overlap (paper, section 3.2) the loop is skewed by one tile: S(n) is issued
-// beside P(n+1) V(n+1), and the softmax of S(n) runs while the tensor cores still work on the
-// latter:
+// beside P(n+1) V(n+1), and written so that the softmax of S(n) runs beside the latter:
 //
 //   tensor cores   S(3) | S(2) PV(3) | S(1) PV(2) | S(0) PV(1) | PV(0)
 //   softmax             3            2            1            0
+//
+// TRAP: the wait for PV has no dependence on the softmax, and ptxas (13.0) moves it up: behind a
+// part of the row maximum at head dims 64 and 128, behind half of the exponentials at 256. What
+// then lies beside the exponentials are the other warpgroups' products. Pinning the wait was not
+// faster (README.md, "What was tried").
 //
 // With ping-pong (section 3.1) the two warpgroups take turns at issuing, so that one's softmax lies
 // beside the other's products.
