@@ -3,19 +3,15 @@
     python -m benchmarks.search_tiles benchmarks/tiles.txt [--seqlens 512,4096] [--build-only]
 
 Each line of the file is a candidate: a name and fields of FwdDefaults. Every candidate becomes a
-library of its own (benchmarks/candidate.cu.in), compiled for both masks and cached like the units
-of the package; on a machine without the package index CUTLASS_DIR must be set. The results are
-compared with fp32, the figures are taken as in bench_forward.py. Winners go to
-csrc/config/fwd_tiles.h with reason and date.
+library of its own (benchmarks/candidates.py). The results are compared with fp32, the figures are
+taken as in bench_forward.py. Winners go to csrc/config/fwd_tiles.h with reason and date.
 """
 from __future__ import annotations
 
 import argparse
-import ctypes
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from rich.console import Console
@@ -23,33 +19,10 @@ from rich.table import Table
 
 import flash_attn3
 from benchmarks import harness, shapes
-from build_tools import native, toolchain, units
+from benchmarks.candidates import DTYPES, Candidate, attention_of, build, compare
 from flash_attn3 import _measure
 
-TEMPLATE = pathlib.Path(__file__).with_name('candidate.cu.in')
-SOURCES = units.BUILD / 'search'
-DTYPES = {'bf16': 'kBFloat16', 'fp16': 'kFloat16'}
 BASELINE = 'flash_attn3'
-
-
-@dataclass(frozen=True)
-class Candidate:
-    name: str
-    fields: tuple[tuple[str, str], ...]
-
-    @property
-    def head_dim(self) -> int:
-        return int(dict(self.fields)['kHeadDim'])
-
-    def source(self, dtype: str) -> str:
-        fields = dict(self.fields)
-        fields.setdefault('kHeadDimV', fields['kHeadDim'])
-        lines = (f'  static constexpr auto {name} = {value};' for name, value in fields.items())
-        text = TEMPLATE.read_text()
-        for mark, value in (('@NAME@', self.name), ('@FIELDS@', '\n'.join(lines)),
-                            ('@DTYPE@', DTYPES[dtype])):
-            text = text.replace(mark, value)
-        return text
 
 
 def read_candidates(text: str) -> list[Candidate]:
@@ -65,51 +38,10 @@ def read_candidates(text: str) -> list[Candidate]:
         if not {'kHeadDim', 'kTileN'} <= dict(pairs).keys():
             raise SystemExit(f'search_tiles: expected kHeadDim and kTileN, got line {number}: '
                              f'{line!r}')
-        candidates.append(Candidate(name, pairs))
+        fields = dict(pairs)
+        fields.setdefault('kHeadDimV', fields['kHeadDim'])
+        candidates.append(Candidate(name, int(fields['kHeadDim']), tuple(fields.items())))
     return candidates
-
-
-def build(candidates: Sequence[Candidate], dtype: str) -> dict[str, pathlib.Path]:
-    """A library for each candidate. ninja shows the progress; a failure ends the program."""
-    native.generate_instances()
-    cuda = toolchain.find_cuda()
-    SOURCES.mkdir(parents=True, exist_ok=True)
-    kernels = {}
-    for candidate in candidates:
-        source = SOURCES / f'{candidate.name}.cu'
-        source.write_text(candidate.source(dtype))
-        kernels[candidate.name] = native.kernel_unit(source, cuda)
-    dispatch = native.dispatch_units()
-    objects = units.compile_units([*kernels.values(), *dispatch])
-    libraries = {}
-    for name, unit in kernels.items():
-        libraries[name] = SOURCES / f'{name}.so'
-        libraries[name].unlink(missing_ok=True)
-        native.link([objects[unit], *(objects[shared] for shared in dispatch)],
-                    native.runtime_libraries(cuda), libraries[name])
-    return libraries
-
-
-def attention_of(library: pathlib.Path, causal: bool) -> Callable[..., torch.Tensor]:
-    """function(q, k, v) that runs a candidate on the current stream."""
-    call = ctypes.CDLL(str(library)).candidate_forward
-    properties = torch.cuda.get_device_properties(0)
-    error = ctypes.create_string_buffer(1024)
-
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(q)
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
-        data = (ctypes.c_void_p * 5)(*(x.data_ptr() for x in (q, k, v, out, lse)))
-        strides = (ctypes.c_int64 * 12)(*(s for x in (q, k, v, out) for s in x.stride()[:3]))
-        sizes = (ctypes.c_int64 * 8)(
-            q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], causal,
-            properties.multi_processor_count, properties.L2_cache_size)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        scale = ctypes.c_float(q.shape[-1] ** -0.5)
-        if call(data, strides, sizes, scale, stream, error, len(error)):
-            raise RuntimeError(error.value.decode())
-        return out
-    return attention
 
 
 def measure(shape: _measure.Shape, libraries: dict[str, pathlib.Path],
@@ -119,22 +51,12 @@ def measure(shape: _measure.Shape, libraries: dict[str, pathlib.Path],
     functions = {BASELINE: lambda q, k, v: flash_attn3.flash_attn_func(q, k, v,
                                                                        causal=shape.causal)}
     functions |= {name: attention_of(path, shape.causal) for name, path in libraries.items()}
-    sets = _measure.make_inputs(shape, device)
-    calls = {}
-    for name, function in functions.items():
-        try:
-            error = _measure.relative_error(function(*sets[0]), sets[0], shape.causal)
-        except RuntimeError as failure:
-            print(f'{shape.label()}: {failure}', file=sys.stderr)
-            continue
-        if error < 0.02:
-            calls[name] = _measure.Contender(name, function).rotating(sets)
-        else:
-            print(f'{shape.label()}: {name} is wrong, error {error:.2g}', file=sys.stderr)
-    figures = _measure.interleaved(
-        calls, _measure.Timer(device, args.target_ms), args.rounds,
-        lambda name, failure: print(f'{shape.label()}: {name}: {failure}', file=sys.stderr))
-    return {name: shape.flops / figure.ms / 1e9 for name, figure in figures.items()}
+    timer = _measure.Timer(device, args.target_ms)
+    results = compare(shape, functions, timer, args.rounds, device)
+    for result in results:
+        if 'na' in result:
+            print(f"{shape.label()}: {result['name']}: {result['na']}", file=sys.stderr)
+    return {result['name']: result['tflops'] for result in results if 'na' not in result}
 
 
 def show(cells: Sequence[dict], console: Console) -> None:

@@ -3,7 +3,8 @@
 Imported before anything that calls an op. In the namespace `flash_attn3`:
 - `fwd`: attention and its LSE, with autograd (autograd.py). What torch.compile and export see.
 - `_fwd`: the same without autograd, for eager calls: a formula in Python costs microseconds.
-- `fwd_out`: writes into a given output, returns the LSE; no autograd.
+- `_fwd_no_lse`: the output alone, also for eager calls: no memory for an LSE that nobody reads.
+- `fwd_out`, `fwd_out_no_lse`: write into a given output; the first returns the LSE. No autograd.
 - `bwd`: the gradients of `fwd`.
 
 INVARIANT: the schemas are defined before the library of kernels is loaded; it only adds
@@ -12,6 +13,7 @@ implementations to them.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from pathlib import Path
 
 import torch
@@ -19,11 +21,15 @@ from torch import Tensor
 
 from flash_attn3 import checks, env, reference
 
-_SCALARS = 'float softmax_scale, bool causal, bool? pack_gqa, int sm_margin'
+# Defaults: PyTorch takes up to 0.4 us to convert an argument of an eager call, and no time to fill
+# in a default. No softmax_scale means head_dim ** -0.5.
+_SCALARS = 'float? softmax_scale=None, bool causal=False, bool? pack_gqa=None, int sm_margin=0'
 _SCHEMAS = (
     f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)',
     f'_fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)',
+    f'_fwd_no_lse(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> Tensor',
     f'fwd_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_SCALARS}) -> Tensor',
+    f'fwd_out_no_lse(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_SCALARS}) -> ()',
     'bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
     'float softmax_scale, bool causal) -> (Tensor, Tensor, Tensor)',
 )
@@ -52,8 +58,26 @@ def _load_kernels() -> str:
     return ''
 
 
+def _ask_driver() -> str:
+    """What is wrong with the NVIDIA driver for the library, or ''; warns of it.
+
+    Asks the driver for no more than its version, which leaves CUDA uninitialised: a data loader may
+    still fork.
+    """
+    if KERNELS_MISSING:
+        return ''
+    question = ctypes.CDLL(str(_LIBRARY_PATH)).flash_attn3_driver_problem
+    question.restype = ctypes.c_char_p
+    problem = question().decode()
+    if problem:
+        warnings.warn(problem, stacklevel=5)    # where flash_attn3 is imported
+    return problem
+
+
 # Why no kernel can run in this process; '' if the library is loaded.
 KERNELS_MISSING = _load_kernels()
+# Why the driver cannot run those of the library; '' if it can, and without a driver or a library.
+DRIVER_PROBLEM = _ask_driver()
 _hopper_devices: dict[int, bool] = {}
 # Where the op can be called at once, as Tensor.get_device() names it: the CPU (-1) and the GPUs for
 # which kernels_serve() has said yes.
@@ -67,19 +91,11 @@ def _is_hopper(device: torch.device) -> bool:
     return (properties.major, properties.minor) == (9, 0)
 
 
-def _driver_problem() -> str:
-    """What is wrong with the NVIDIA driver for the loaded library, or ''."""
-    question = ctypes.CDLL(str(_LIBRARY_PATH)).flash_attn3_driver_problem
-    question.restype = ctypes.c_char_p
-    return question().decode()
-
-
 def kernels_serve(device: torch.device) -> bool:
     """Whether our kernels serve a CUDA device: the library is loaded and the GPU is sm_90.
 
     Raises:
-        RuntimeError: they would, but the driver is too old for them. Asked on the first call for a
-            device, never at import: a data loader may fork after it.
+        RuntimeError: they would, but the driver is too old for them.
     """
     if KERNELS_MISSING:
         return False
@@ -87,8 +103,8 @@ def kernels_serve(device: torch.device) -> bool:
         return _is_hopper(device)
     if device.index not in _hopper_devices:
         is_hopper = _is_hopper(device)
-        if is_hopper and torch.cuda.is_available() and (problem := _driver_problem()):
-            raise RuntimeError(problem)
+        if is_hopper and DRIVER_PROBLEM and torch.cuda.is_available():
+            raise RuntimeError(DRIVER_PROBLEM)
         _hopper_devices[device.index] = is_hopper
         if is_hopper:
             SERVED_DEVICES.add(device.index)
@@ -102,18 +118,35 @@ def _bwd_cuda(dout: Tensor, dlse: Tensor | None, q: Tensor, *_) -> tuple[Tensor,
 
 
 # ---------------------------------------------------------------------------- CPU implementations
-def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool,
-             pack_gqa: bool | None, sm_margin: int) -> tuple[Tensor, Tensor]:
-    checks.check_forward(q, k, v, None, softmax_scale, sm_margin)
-    return reference.forward(q, k, v, softmax_scale, causal, reference.wide_dtype(q.dtype))
-
-
-def _fwd_out_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_scale: float, causal: bool,
-                 pack_gqa: bool | None, sm_margin: int) -> Tensor:
+# The defaults of the schemas again: PyTorch does not pass on trailing arguments that equal them.
+def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None,
+                 softmax_scale: float | None = None, causal: bool = False,
+                 pack_gqa: bool | None = None, sm_margin: int = 0) -> tuple[Tensor, Tensor]:
+    softmax_scale = softmax_scale_of(q, softmax_scale)
     checks.check_forward(q, k, v, out, softmax_scale, sm_margin)
     result, lse = reference.forward(q, k, v, softmax_scale, causal, reference.wide_dtype(q.dtype))
-    out.copy_(result)
-    return lse
+    return result if out is None else out.copy_(result), lse
+
+
+def softmax_scale_of(q: Tensor, softmax_scale: float | None) -> float:
+    """The scale that an op was given, or its default."""
+    return checks.default_softmax_scale(q) if softmax_scale is None else softmax_scale
+
+
+def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *scalars) -> tuple[Tensor, Tensor]:
+    return _forward_cpu(q, k, v, None, *scalars)
+
+
+def _fwd_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *scalars) -> Tensor:
+    return _forward_cpu(q, k, v, None, *scalars)[0]
+
+
+def _fwd_out_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *scalars) -> Tensor:
+    return _forward_cpu(q, k, v, out, *scalars)[1]
+
+
+def _fwd_out_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *scalars) -> None:
+    _forward_cpu(q, k, v, out, *scalars)
 
 
 def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
@@ -125,23 +158,25 @@ def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
 
 # ------------------------------------------------------------------------------------------ fakes
 # They check only what they rely on themselves; the rest is checked when real tensors arrive.
-def _empty_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
     for name, x in (('q', q), ('k', k), ('v', v)):
         torch._check(x.dim() == 4, lambda name=name, x=x: checks.error(
             'fwd', f'{name} to have 4 dimensions (batch, seqlen, heads, head_dim)', str(x.dim())))
     batch, seqlen_q, heads_q, _ = q.shape
-    return q.new_empty((batch, heads_q, seqlen_q), dtype=reference.lse_dtype(q.dtype))
+    out = q.new_empty((batch, seqlen_q, heads_q, v.shape[3]))
+    return out, q.new_empty((batch, heads_q, seqlen_q), dtype=reference.lse_dtype(q.dtype))
 
 
-def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool,
-              pack_gqa: bool | None, sm_margin: int) -> tuple[Tensor, Tensor]:
-    lse = _empty_lse(q, k, v)
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse
+def _fwd_no_lse_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> Tensor:
+    return _fwd_fake(q, k, v)[0]
 
 
-def _fwd_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_scale: float, causal: bool,
-                  pack_gqa: bool | None, sm_margin: int) -> Tensor:
-    return _empty_lse(q, k, v)
+def _fwd_out_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> Tensor:
+    return _fwd_fake(q, k, v)[1]
+
+
+def _fwd_out_no_lse_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> None:
+    _fwd_fake(q, k, v)
 
 
 def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
@@ -149,11 +184,12 @@ def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-LIBRARY.impl('fwd', _fwd_cpu, 'CPU')
-LIBRARY.impl('_fwd', _fwd_cpu, 'CPU')
-LIBRARY.impl('fwd_out', _fwd_out_cpu, 'CPU')
-LIBRARY.impl('bwd', _bwd_cpu, 'CPU')
-LIBRARY.impl('bwd', _bwd_cuda, 'CUDA')
-for _name, _fake in (('fwd', _fwd_fake), ('_fwd', _fwd_fake), ('fwd_out', _fwd_out_fake),
-                     ('bwd', _bwd_fake)):
+for _name, _on_cpu, _fake in (
+        ('fwd', _fwd_cpu, _fwd_fake), ('_fwd', _fwd_cpu, _fwd_fake),
+        ('_fwd_no_lse', _fwd_no_lse_cpu, _fwd_no_lse_fake),
+        ('fwd_out', _fwd_out_cpu, _fwd_out_fake),
+        ('fwd_out_no_lse', _fwd_out_no_lse_cpu, _fwd_out_no_lse_fake),
+        ('bwd', _bwd_cpu, _bwd_fake)):
+    LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=LIBRARY)
+LIBRARY.impl('bwd', _bwd_cuda, 'CUDA')

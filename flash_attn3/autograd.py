@@ -18,7 +18,7 @@ _bwd = torch.ops.flash_attn3.bwd.default
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     q, k, v, softmax_scale, causal, _, _ = inputs
     ctx.save_for_backward(q, k, v, *output)
-    ctx.softmax_scale = softmax_scale
+    ctx.softmax_scale = _library.softmax_scale_of(q, softmax_scale)
     ctx.causal = causal
     ctx.set_materialize_grads(False)
 

@@ -12,9 +12,17 @@ from torch.compiler import is_compiling
 from flash_attn3 import _library, checks, fallback
 from flash_attn3.autograd import Attention
 
-_fwd = torch.ops.flash_attn3._fwd.default          # eager: no autograd formula in the way
+
+def _bare(op: torch._ops.OpOverload):
+    """What the op calls, where PyTorch has it: its own layer of Python costs 0.2 us a call."""
+    return getattr(op, '_op', op)
+
+
+_fwd = _bare(torch.ops.flash_attn3._fwd.default)    # eager: no autograd formula in the way
+_fwd_no_lse = _bare(torch.ops.flash_attn3._fwd_no_lse.default)
 _fwd_traced = torch.ops.flash_attn3.fwd.default    # under torch.compile and torch.export
 _fwd_out = torch.ops.flash_attn3.fwd_out.default
+_fwd_out_no_lse = torch.ops.flash_attn3.fwd_out_no_lse.default
 
 
 def flash_attn_func(
@@ -79,21 +87,27 @@ def flash_attn_func(
             qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
             num_splits=num_splits)
-    if softmax_scale is None:
-        softmax_scale = checks.default_softmax_scale(q)
-    # The way of most eager calls, with as little Python as there can be.
+    # The way of most eager calls, with as little Python and as few arguments as there can be.
     if (out is None and not is_compiling() and q.get_device() in _library.SERVED_DEVICES
             and not (is_grad_enabled()
                      and (q.requires_grad or k.requires_grad or v.requires_grad))):
-        results = _fwd(q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
-    else:
-        arguments = (q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
-        results = _attention(arguments, out, return_attn_probs)
-    return results if return_attn_probs else results[0]
+        op = _fwd if return_attn_probs else _fwd_no_lse
+        if softmax_scale is None and pack_gqa is None and sm_margin == 0:
+            return op(q, k, v, None, causal) if causal else op(q, k, v)
+        return op(q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
+    if softmax_scale is None:
+        softmax_scale = checks.default_softmax_scale(q)
+    arguments = (q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
+    result, lse = _attention(arguments, out, return_attn_probs)
+    return (result, lse) if return_attn_probs else result
 
 
-def _attention(arguments: tuple, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse), by the way that fits: arguments are those of the op `fwd`."""
+def _attention(arguments: tuple, out: Tensor | None,
+               return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """(out, lse), by the way that fits: arguments are those of the op `fwd`.
+
+    lse may be None unless it is asked for.
+    """
     q, k, v, softmax_scale, causal, pack_gqa, sm_margin = arguments
     needs_grad = is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
@@ -105,7 +119,8 @@ def _attention(arguments: tuple, out: Tensor | None, return_lse: bool) -> tuple[
         result, lse = fallback.attention(q, k, v, softmax_scale, causal, return_lse)
         return (result if out is None else out.copy_(result)), lse
     if out is not None:
-        return out, _fwd_out(q, k, v, out, softmax_scale, causal, pack_gqa, sm_margin)
+        op = _fwd_out if return_lse else _fwd_out_no_lse
+        return out, op(q, k, v, out, softmax_scale, causal, pack_gqa, sm_margin)
     if is_compiling():
         return _fwd_traced(*arguments)
     if needs_grad:

@@ -50,6 +50,8 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
                                     'this version has no backward kernel'))
     if not q.is_cuda:
         reasons.append(checks.error('can_use', 'q on a CUDA device', str(q.device)))
+        if _library.DRIVER_PROBLEM:
+            reasons.append(_library.DRIVER_PROBLEM)
     elif device_text := _device_problem(q.device):
         reasons.append(device_text)
     elif not text:
@@ -111,10 +113,12 @@ def _plan_text(facts: dict) -> str:
     if 'reason' in facts:
         return f'no kernel: {facts["reason"]}'
     overlaps = {'ping-pong of two warpgroups': facts['ping_pong'],
-                'softmax beside the products of its warpgroup': facts['intra_overlap']}
+                'softmax beside the products of its warpgroup': facts['intra_overlap'],
+                'the end of a tile beside the start of the next': facts['tile_overlap']}
     is_built = facts['name'] in built_variants()
     rows = {
         'variant': facts['name'] + ('' if is_built else ' (not in this install)'),
+        'head dim': f'{facts["head_dim"]} computed, {facts["columns"]} in shared memory',
         'tile': f'{facts["tile_m"]} query rows x {facts["tile_n"]} keys',
         'pack_gqa': f'{facts["pack"]} query head(s) in the rows of a tile',
         'warpgroups': f'1 producer, {facts["consumer_warpgroups"]} consumers; '

@@ -94,11 +94,9 @@ KERNEL_RULES = [
     BadInput('float32', _all(torch.Tensor.float),
              f'{FWD}q.dtype to be float16 or bfloat16, got float32; hint: convert q, k and v'),
     BadInput('head_dim_100', _all(lambda x: x.repeat(1, 1, 1, 2)[..., :100]),
-             f'{FWD}q.size(3), the head_dim, to be a multiple of 8, got 100'),
-    BadInput('head_dim_72', _all(lambda x: x.repeat(1, 1, 1, 2)[..., :72]),
-             f'{FWD}q.size(3), the head_dim, to be one that has a kernel ('),
+             f'{FWD}q.size(3), the head_dim, to be a multiple of 8 from 8 to 256, got 100'),
     BadInput('head_dim_512', _all(lambda x: x.repeat(1, 1, 1, 8)),
-             f'{FWD}q.size(3), the head_dim, to be one that has a kernel ('),
+             f'{FWD}q.size(3), the head_dim, to be a multiple of 8 from 8 to 256, got 512'),
     BadInput('v_head_dim', lambda g: {'v': g['v'].repeat(1, 1, 1, 2)},
              f'{FWD}v.size(3), the head_dim, to be that of q and k, 64, got 128'),
     BadInput('too_many_tiles', lambda g: {

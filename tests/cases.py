@@ -34,8 +34,15 @@ class Kind:
         return f'd{self.head_dim}-{self.dtype}-{"causal" if self.causal else "full"}'
 
     def variants(self) -> list[dict]:
-        """The facts of the kernels that serve it, built or not."""
-        return [facts for facts in _plan.variants() if _kind_of(facts) == self]
+        """The facts of the kernels that serve it, built or not: those of the next head dim."""
+        mine = [facts for facts in _plan.variants() if _kind_of(facts).takes(self)]
+        smallest = min(facts['head_dim'] for facts in mine)
+        return [facts for facts in mine if facts['head_dim'] == smallest]
+
+    def takes(self, other: Kind) -> bool:
+        """Whether a kernel made for this kind can run problems of the other one."""
+        same_loop = (self.dtype, self.causal) == (other.dtype, other.causal)
+        return same_loop and self.head_dim >= other.head_dim
 
     def missing_variants(self) -> list[str]:
         """Names of those that FLASH_ATTN3_VARIANTS left out of this build."""
@@ -47,9 +54,11 @@ def _kind_of(facts: dict) -> Kind:
     return Kind(short[facts['dtype']], facts['head_dim'], facts['causal'])
 
 
-# What the kernels on the list serve. Tests that are parametrised over `kind` skip those for which
-# this build lacks a kernel (conftest.py).
+# What the kernels on the list are made for. Tests that are parametrised over `kind` skip those for
+# which this build lacks a kernel (conftest.py).
 KINDS = list(dict.fromkeys(map(_kind_of, _plan.variants())))
+# A head dim for each form of a tile, which most tests keep to.
+MAIN_KINDS = [kind for kind in KINDS if kind.head_dim in (64, 96, 128, 192, 256)]
 
 
 @dataclass(frozen=True)

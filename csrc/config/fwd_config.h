@@ -10,6 +10,14 @@ namespace fa3 {
 
 enum class MaskKind : int { kFull = 0, kCausal = 1 };
 
+// Columns of a slice: 128 bytes, what a TMA box brings and the swizzle permutes.
+constexpr int kSliceColumns = 64;
+
+// Head dims lie in shared memory as whole slices.
+constexpr int padded_columns(int head_dim) {
+  return (head_dim + kSliceColumns - 1) / kSliceColumns * kSliceColumns;
+}
+
 struct FwdDefaults {
   // Consumer warpgroups, of 64 rows of Q each.
   static constexpr int kConsumerWarpgroups = 2;
@@ -24,14 +32,19 @@ struct FwdDefaults {
   // S of a tile is issued beside PV of the tile before (paper, section 3.2); how much of its
   // softmax then runs beside that product is up to ptxas (TRAP in forward/mma.h).
   static constexpr bool kIntraOverlap = true;
+  // The last PV of a tile is issued beside the first S of the next tile, so that the tensor cores
+  // have work while O is divided and stored. Needs kIntraOverlap and the next tile's Q (kQStages).
+  static constexpr bool kTileOverlap = false;
   // How much a row maximum may grow, in powers of two of P, before O is rescaled to it; 0: at once.
   // Where one key dominates a row, its P is then no longer exactly 1 and gets a rounding error.
   // H200, 2026-11-21, against 0: 2 was 0 to 5 % faster, 8 was 0 to 8 % (by head dim and mask; 3 was
   // not timed beside them). RMSE on outlier data: 3 has 0.2 % more than 0, 8 has 0.7 %.
   static constexpr float kLazyRescaleLog2 = 3.f;
-  // Speed per computed FLOP, in percent of the fastest tile of the same head dim and mask: what the
-  // planner weighs against the padding where several tiles fit.
+  // How the planner compares tiles of one head dim (H200, 2026-11-21; fitted to their speeds at
+  // S = 512 to 16k, to 1 to 4 %): speed over the computed (query, key) pairs, in percent of the
+  // fastest one; and what starting and ending a tile costs, in keys of its loop.
   static constexpr int kRelativeSpeed = 100;
+  static constexpr int kFixedKeys = 0;
 };
 
 constexpr int kWarpgroupThreads = 128;
@@ -60,10 +73,12 @@ constexpr int kMaxSharedBytes = 232448;  // per CTA on sm_90
 template <class Config>
 constexpr int fwd_shared_bytes() {
   int const element_bytes = 2;
-  int const q_bytes = Config::kQStages * Config::kConsumerWarpgroups * kWarpgroupRows *
-                      Config::kHeadDim * element_bytes;
-  int const k_bytes = Config::kStages * Config::kTileN * Config::kHeadDim * element_bytes;
-  int const v_bytes = Config::kStages * Config::kTileN * Config::kHeadDimV * element_bytes;
+  int const k_columns = padded_columns(Config::kHeadDim);
+  int const v_columns = padded_columns(Config::kHeadDimV);
+  int const q_bytes =
+      Config::kQStages * Config::kConsumerWarpgroups * kWarpgroupRows * k_columns * element_bytes;
+  int const k_bytes = Config::kStages * Config::kTileN * k_columns * element_bytes;
+  int const v_bytes = Config::kStages * Config::kTileN * v_columns * element_bytes;
   int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages;
   return q_bytes + k_bytes + v_bytes + (barriers * 8 + 1023) / 1024 * 1024;
 }
@@ -81,7 +96,9 @@ struct FwdVariantFacts {
   int q_stages;
   bool ping_pong;
   bool intra_overlap;
+  bool tile_overlap;
   int relative_speed;
+  int fixed_keys;
   int threads;
   int producer_registers;
   int consumer_registers;
@@ -92,10 +109,14 @@ template <class Config>
 constexpr FwdVariantFacts fwd_facts(char const* name) {
   static_assert(Config::kTileN % 16 == 0 && Config::kTileN <= 256,
                 "PV reads keys in steps of 16; a product has 256 columns");
+  static_assert(Config::kHeadDim % 16 == 0 && Config::kHeadDimV % 16 == 0,
+                "S reads the head dim in steps of 16, O is stored in steps of 16");
   static_assert(fwd_shared_bytes<Config>() <= kMaxSharedBytes,
                 "the tile does not fit into shared memory");
   static_assert(!Config::kPingPong || Config::kConsumerWarpgroups == 2,
                 "taking turns is between two warpgroups");
+  static_assert(!Config::kTileOverlap || (Config::kIntraOverlap && Config::kQStages >= 2),
+                "the first S of the next tile needs its Q, while O leaves through this tile's");
   return FwdVariantFacts{name,
                          Config::kDtype,
                          Config::kMask,
@@ -107,7 +128,9 @@ constexpr FwdVariantFacts fwd_facts(char const* name) {
                          Config::kQStages,
                          Config::kPingPong,
                          Config::kIntraOverlap,
+                         Config::kTileOverlap,
                          Config::kRelativeSpeed,
+                         Config::kFixedKeys,
                          fwd_threads<Config>(),
                          fwd_producer_registers<Config>(),
                          fwd_consumer_registers<Config>(),

@@ -1,15 +1,18 @@
 // The tiles of the forward kernel, one struct each, with the reason and the date beside its
 // numbers. Shared memory: Q ring + K ring + V ring, in KiB (228 KiB per SM, 227 for one CTA).
+//
+// Speeds are TFLOP/s at 16k tokens, heads * head dim = 2048, bf16, H200, 2026-11-21; those of one
+// comparison come from one interleaved run. Up to head dim 128 there are a long tile and a short
+// one: three warpgroups share each K and V tile, which saves power and fills the gaps of one
+// another's softmax, but 192 rows are cut off worse by short sequences and by the diagonal.
 #pragma once
 
 #include "config/fwd_config.h"
 
 namespace fa3 {
 
-// 3 x 64 rows: O takes few registers at this head dim, and three warpgroups share each K/V tile.
-// 48 + 32 + 32 = 112 KiB. H200, 2026-11-21: 1.04 to 1.10 of FA3 full, 0.95 to 1.00 causal
-// (geometric means over S = 512 to 16k, several runs, kLazyRescaleLog2 = 8); 128 x 128, 128 x 160
-// and 128 x 192 with turns 0.86 to 0.97; 192 x 96 1.02 to 1.04, ahead at 16k only.
+// 48 + 32 + 32 = 112 KiB. Against 128 x 128 with turns: full 398 / 392 (S = 512) to 558 / 455
+// (16k). 192 x 96 with Q in registers: 0.92 to 0.98 of this one.
 struct FwdTileD64 : FwdDefaults {
   static constexpr int kHeadDim = 64;
   static constexpr int kHeadDimV = 64;
@@ -17,34 +20,189 @@ struct FwdTileD64 : FwdDefaults {
   static constexpr int kTileN = 128;
   static constexpr int kQStages = 2;
   static constexpr bool kPingPong = false;
+  static constexpr bool kTileOverlap = true;
+  static constexpr int kFixedKeys = 80;
 };
 
-// For short causal sequences, of which 192 rows waste more: 32 + 32 + 32 = 96 KiB. H200,
-// 2026-11-21: 335 against 297 TFLOP/s at S = 1k, 395 against 402 at 2k, 442 against 541 at 16k.
+// For causal problems only: 32 + 32 + 32 = 96 KiB. Against the above: 275 / 225 at S = 512, 427 /
+// 408 at 2k, 477 / 549 at 16k.
 struct FwdTileD64Short : FwdDefaults {
   static constexpr int kHeadDim = 64;
   static constexpr int kHeadDimV = 64;
   static constexpr int kTileN = 128;
   static constexpr int kQStages = 2;
-  static constexpr int kRelativeSpeed = 82;
+  static constexpr bool kTileOverlap = true;
+  static constexpr int kRelativeSpeed = 86;
+  static constexpr int kFixedKeys = 40;
 };
 
-// 64 + 64 + 64 = 192 KiB. H200, 2026-11-21, as above: 0.98 to 1.01 of FA3 full; 128 x 176 with one
-// Q stage 0.92 to 0.95 (16 % behind this one at S = 512, where the next tile's Q is waited for, 0
-// to 2 % ahead at 16k), 128 x 160 0.93 to 0.97, 192 x 80 0.94 (level with FA3 at 16k).
+// For full attention: 96 + 60 + 60 = 216 KiB. Against the short tile: 531 / 603 at S = 512, 724 /
+// 704 at 2k, 756 / 684 at 16k; causal 311 / 343, 563 / 617, 683 / 683 at 8k. Two stages: 1 %
+// slower; 192 x 64: 2 to 8 %; 192 x 96 does not fit into the registers.
 struct FwdTileD128 : FwdDefaults {
+  static constexpr int kHeadDim = 128;
+  static constexpr int kHeadDimV = 128;
+  static constexpr int kConsumerWarpgroups = 3;
+  static constexpr int kTileN = 80;
+  static constexpr int kStages = 3;
+  static constexpr int kQStages = 2;
+  static constexpr bool kPingPong = false;
+  static constexpr bool kTileOverlap = true;
+  static constexpr int kFixedKeys = 300;
+};
+
+// 64 + 64 + 64 = 192 KiB.
+struct FwdTileD128Short : FwdDefaults {
   static constexpr int kHeadDim = 128;
   static constexpr int kHeadDimV = 128;
   static constexpr int kTileN = 128;
   static constexpr int kQStages = 2;
+  static constexpr bool kTileOverlap = true;
+  static constexpr int kRelativeSpeed = 94;
+  static constexpr int kFixedKeys = 300;
 };
 
-// 64 + 64 + 64 = 192 KiB. O takes 128 registers, S 32. H200, 2026-11-21, as above: 0.99 to 1.02 of
-// FA3 full; 128 x 80 with turns 0.99 to 1.00, without 0.92 to 0.98.
+// 96 + 60 + 60 = 216 KiB; O takes 96 registers. Against 128 x 112 with one Q stage: full 561 / 533
+// at S = 512, 742 / 718 at 4k, 748 / 755 at 16k; causal 333 / 290, 692 / 657, 739 / 742.
+struct FwdTileD192 : FwdDefaults {
+  static constexpr int kHeadDim = 192;
+  static constexpr int kHeadDimV = 192;
+  static constexpr int kTileN = 80;
+  static constexpr int kQStages = 2;
+  static constexpr bool kTileOverlap = true;
+};
+
+// 64 + 64 + 64 = 192 KiB. O takes 128 registers, S 32. 128 x 80: 1 to 2 % slower.
 struct FwdTileD256 : FwdDefaults {
   static constexpr int kHeadDim = 256;
   static constexpr int kHeadDimV = 256;
   static constexpr int kTileN = 64;
+  static constexpr int kFixedKeys = 200;
+};
+
+// 128 + 48 + 48 = 224 KiB: room for the next tile's Q. Against the above: full 569 / 549 at S =
+// 512, 659 / 685 at 1k; causal 330 / 306, 508 / 499, 682 / 722 at 4k.
+struct FwdTileD256Short : FwdDefaults {
+  static constexpr int kHeadDim = 256;
+  static constexpr int kHeadDimV = 256;
+  static constexpr int kTileN = 48;
+  static constexpr int kQStages = 2;
+  static constexpr bool kTileOverlap = true;
+  static constexpr int kRelativeSpeed = 91;
+  static constexpr int kFixedKeys = 100;
+};
+
+// One warpgroup, for problems that have fewer tiles of two or three warpgroups than the GPU has
+// multiprocessors. Keys per tile are those of a larger tile, so that the results are the same, bit
+// for bit. 32 + 32 + 32 = 96 KiB up to 64 + 48 + 48 = 160. Batch 1, 8 heads, 1k, full: d64 8.7 us
+// against 16.4, d128 11.7 / 14.2, d256 17.4 / 23.3.
+struct FwdTileD64Small : FwdTileD64 {
+  static constexpr int kConsumerWarpgroups = 1;
+  static constexpr int kRelativeSpeed = 65;
+};
+
+struct FwdTileD128Small : FwdTileD128 {
+  static constexpr int kConsumerWarpgroups = 1;
+  static constexpr int kRelativeSpeed = 59;
+};
+
+struct FwdTileD128ShortSmall : FwdTileD128Short {
+  static constexpr int kConsumerWarpgroups = 1;
+  static constexpr bool kPingPong = false;
+  static constexpr int kRelativeSpeed = 60;
+};
+
+struct FwdTileD256Small : FwdTileD256 {
+  static constexpr int kConsumerWarpgroups = 1;
+  static constexpr bool kPingPong = false;
+  static constexpr int kRelativeSpeed = 63;
+};
+
+struct FwdTileD256ShortSmall : FwdTileD256Short {
+  static constexpr int kConsumerWarpgroups = 1;
+  static constexpr bool kPingPong = false;
+  static constexpr int kRelativeSpeed = 57;
+};
+
+// The head dims in between: the products leave out the steps that are filling, shared memory holds
+// whole slices of 64 columns.
+struct FwdTileD32 : FwdTileD64 {
+  static constexpr int kHeadDim = 32;
+  static constexpr int kHeadDimV = 32;
+};
+
+struct FwdTileD48 : FwdTileD64 {
+  static constexpr int kHeadDim = 48;
+  static constexpr int kHeadDimV = 48;
+};
+
+// 96 + 48 + 48 = 192 KiB. d96 against its short tile: full 436 / 494 at S = 512, 666 / 592 at 4k,
+// 661 / 565 at 16k; causal 260 / 301, 588 / 573, 654 / 561; 192 x 80: 3 to 5 % slower.
+struct FwdTileD96 : FwdTileD128 {
+  static constexpr int kHeadDim = 96;
+  static constexpr int kHeadDimV = 96;
+  static constexpr int kTileN = 96;
+  static constexpr int kStages = 2;
+  static constexpr int kFixedKeys = 380;
+};
+
+struct FwdTileD96Short : FwdTileD128Short {
+  static constexpr int kHeadDim = 96;
+  static constexpr int kHeadDimV = 96;
+  static constexpr int kRelativeSpeed = 86;
+};
+
+struct FwdTileD80 : FwdTileD96 {
+  static constexpr int kHeadDim = 80;
+  static constexpr int kHeadDimV = 80;
+};
+
+struct FwdTileD80Short : FwdTileD96Short {
+  static constexpr int kHeadDim = 80;
+  static constexpr int kHeadDimV = 80;
+};
+
+// Against its short tile: full 446 / 536 at S = 512, 672 / 603 at 4k, 691 / 598 at 16k; causal 267
+// / 320, 557 / 575, 654 / 627. 192 x 80: 4 to 5 % slower full, 3 % faster causal.
+struct FwdTileD112 : FwdTileD96 {
+  static constexpr int kHeadDim = 112;
+  static constexpr int kHeadDimV = 112;
+};
+
+struct FwdTileD112Short : FwdTileD128Short {
+  static constexpr int kHeadDim = 112;
+  static constexpr int kHeadDimV = 112;
+  static constexpr int kRelativeSpeed = 90;
+};
+
+struct FwdTileD144 : FwdTileD192 {
+  static constexpr int kHeadDim = 144;
+  static constexpr int kHeadDimV = 144;
+};
+
+struct FwdTileD160 : FwdTileD192 {
+  static constexpr int kHeadDim = 160;
+  static constexpr int kHeadDimV = 160;
+};
+
+struct FwdTileD176 : FwdTileD192 {
+  static constexpr int kHeadDim = 176;
+  static constexpr int kHeadDimV = 176;
+};
+
+struct FwdTileD208 : FwdTileD256 {
+  static constexpr int kHeadDim = 208;
+  static constexpr int kHeadDimV = 208;
+};
+
+struct FwdTileD224 : FwdTileD256 {
+  static constexpr int kHeadDim = 224;
+  static constexpr int kHeadDimV = 224;
+};
+
+struct FwdTileD240 : FwdTileD256 {
+  static constexpr int kHeadDim = 240;
+  static constexpr int kHeadDimV = 240;
 };
 
 }  // namespace fa3

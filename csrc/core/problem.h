@@ -75,7 +75,7 @@ struct FwdParams {
   TensorView k;
   TensorView v;
   TensorView o;
-  float* lse = nullptr;  // (batch, heads_q, seqlen_q), contiguous
+  float* lse = nullptr;  // (batch, heads_q, seqlen_q), contiguous; nullptr: not wanted
   FwdProblem problem;
   FwdSchedule schedule;
   float softmax_scale = 1.f;

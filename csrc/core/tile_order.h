@@ -1,6 +1,5 @@
-// Which tiles a CTA of the persistent grid works on, in which order. Pure arithmetic: producer,
-// consumers and store warps each compute it for themselves, nothing is handed around, no counter
-// has to be zeroed, and every launch is the same.
+// Which tiles a CTA of the persistent grid works on, in which order. Pure arithmetic on the CTA's
+// index: no counter has to be zeroed, and every launch is the same.
 //
 // Full attention: all tiles cost the same; they are dealt in the order m, head, batch, so that the
 // CTAs of one round read the K and V of few heads.

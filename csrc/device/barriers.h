@@ -1,4 +1,4 @@
-// Barriers in shared memory (mbarriers) and named barriers of the CTA.
+// Barriers in shared memory (mbarriers), named barriers of the CTA, and the order of launches.
 //
 // A ring of buffers is a pair of mbarrier arrays: full[i] is completed by a copy, empty[i] by the
 // readers. RingState says where a role stands. A consumer waits for full with `phase`, a producer
@@ -37,6 +37,14 @@ CUTE_DEVICE void named_sync(NamedBarrier id, int threads) {
 CUTE_DEVICE void named_arrive(NamedBarrier id, int threads) {
   cutlass::arch::NamedBarrier::arrive(uint32_t(threads), uint32_t(id));
 }
+
+// Programmatic dependent launch: a launch may begin while the one before it in the stream still
+// runs. Nothing of that one may be read, and nothing that it reads overwritten, before the wait.
+// (CUTLASS has these words too, as nothing at all unless a macro is set.)
+CUTE_DEVICE void wait_for_earlier_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The next launch may take the place of CTAs that have ended.
+CUTE_DEVICE void allow_later_launches() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // Makes the initialised mbarriers visible to the copy engine and to the other threads' proxies.
 CUTE_DEVICE void fence_barrier_init() { cutlass::arch::fence_barrier_init(); }

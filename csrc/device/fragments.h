@@ -29,6 +29,13 @@ CUTE_DEVICE auto operand_a_layout(Layout acc) {
       cute::get<1>(acc), cute::get<1>(halves));
 }
 
+// Where 8 columns (16 bytes, a chunk) of a row lie in a tile of slices of 64 columns with the
+// 128-byte swizzle, in bytes.
+template <int kRows>
+CUTE_HOST_DEVICE constexpr int chunk_offset_bytes(int row, int chunk) {
+  return (chunk / 8 * kRows + row) * 128 + (chunk % 8 ^ row % 8) * 16;
+}
+
 // First of the two rows of this thread, and the first of its columns.
 CUTE_DEVICE int fragment_row(int warpgroup_thread) {
   return (warpgroup_thread / 32) * 16 + (warpgroup_thread % 32) / 4;

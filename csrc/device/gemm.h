@@ -10,17 +10,17 @@ struct NoHook {
   CUTE_DEVICE void operator()() const {}
 };
 
-// D = A B (zero_init) or D += A B, over all k-steps of the fragments; one wgmma group. Issuing runs
-// only a little ahead of the tensor cores: `hook` is called when kHookLead k-steps are still to be
-// issued.
-template <int kHookLead = 0, class TiledMma, class FragmentA, class FragmentB, class FragmentD,
-          class Hook = NoHook>
+// D = A B (zero_init) or D += A B, over the first kSteps k-steps of the fragments; one wgmma group.
+// Issuing runs only a little ahead of the tensor cores: `hook` is called when kHookLead k-steps are
+// still to be issued.
+template <int kSteps, int kHookLead = 0, class TiledMma, class FragmentA, class FragmentB,
+          class FragmentD, class Hook = NoHook>
 CUTE_DEVICE void issue_gemm(TiledMma mma,
                             FragmentA const& a,            // (MMA, M, K) registers or descriptors
                             FragmentB const& b,            // (MMA, N, K) descriptors
                             FragmentD& d, bool zero_init,  // (MMA, M, N)
                             Hook hook = {}) {
-  constexpr int kSteps = decltype(cute::size<2>(a))::value;
+  static_assert(kSteps <= decltype(cute::size<2>(a))::value);
   cute::warpgroup_fence_operand(d);
   cute::warpgroup_arrive();
   mma.accumulate_ = zero_init ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One;

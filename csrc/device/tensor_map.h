@@ -10,11 +10,9 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
-#include "core/problem.h"
+#include "config/fwd_config.h"
 
 namespace fa3 {
-
-constexpr int kBoxColumns = 64;
 
 struct TensorMapDim {
   int64_t size;

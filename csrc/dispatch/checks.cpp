@@ -125,29 +125,19 @@ std::string check_sizes(ForwardCall const& call) {
   return {};
 }
 
-// A (dtype, head dim) has kernels for both masks or for none: the checks need not know the mask.
-constexpr bool has_both_masks() {
-  for (FwdVariantFacts const& a : kFwdVariants) {
-    if (find_variant(a.dtype, false, a.head_dim, a.head_dim_v) < 0 ||
-        find_variant(a.dtype, true, a.head_dim, a.head_dim_v) < 0) {
-      return false;
+constexpr bool every_problem_has_a_variant() {
+  for (Dtype dtype : {Dtype::kFloat16, Dtype::kBFloat16}) {
+    for (int head_dim = 8; head_dim <= kMaxHeadDim; head_dim += 8) {
+      if (fwd_candidates(dtype, false, head_dim).count == 0 ||
+          fwd_candidates(dtype, true, head_dim).count == 0) {
+        return false;
+      }
     }
   }
   return true;
 }
-static_assert(has_both_masks(),
-              "csrc/instances/variants.py: a head dim lacks the full or the causal variant");
-
-// "64, 128, 256": the head dims that have a kernel.
-std::string listed_head_dims(Dtype dtype) {
-  std::string dims;
-  for (FwdVariantFacts const& facts : kFwdVariants) {
-    if (facts.dtype == dtype && facts.mask == MaskKind::kFull) {
-      dims += text(dims.empty() ? "" : ", ", facts.head_dim);
-    }
-  }
-  return dims;
-}
+static_assert(every_problem_has_a_variant(),
+              "csrc/instances/variants.py: the largest head dim lacks a variant");
 
 std::string check_head_dims(ForwardCall const& call) {
   int64_t const head_dim = call.q.size[3];
@@ -157,20 +147,16 @@ std::string check_head_dims(ForwardCall const& call) {
     std::string const got = text(head_dim, " (q, k) and ", head_dim_v, " (v)");
     return fine ? "" : refuse(call, "head dims of at least 1", got);
   }
-  if (head_dim % 8 != 0) {
-    return refuse(call, "q.size(3), the head_dim, to be a multiple of 8", text(head_dim),
-                  "pad q, k and v with zeros");
+  if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
+    return refuse(
+        call, text("q.size(3), the head_dim, to be a multiple of 8 from 8 to ", kMaxHeadDim),
+        text(head_dim),
+        head_dim > 0 && head_dim < kMaxHeadDim ? "pad q, k and v with zeros, and pass softmax_scale"
+                                               : "");
   }
   if (head_dim_v != head_dim) {
     return refuse(call, text("v.size(3), the head_dim, to be that of q and k, ", head_dim),
                   text(head_dim_v));
-  }
-  if (head_dim > 256 || find_variant(call.q.dtype, false, int(head_dim), int(head_dim_v)) < 0) {
-    std::string const dims = listed_head_dims(call.q.dtype);
-    bool const can_pad = head_dim > 0 && head_dim < 256;
-    return refuse(call, text("q.size(3), the head_dim, to be one that has a kernel (", dims, ")"),
-                  text(head_dim),
-                  can_pad ? "pad q, k and v with zeros, and pass softmax_scale" : "");
   }
   return {};
 }

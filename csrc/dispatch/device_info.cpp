@@ -14,15 +14,13 @@ char const* driver_series(int cuda_major) { return cuda_major >= 13 ? "580" : "5
 
 std::string driver_problem(int driver_version, int runtime_version) {
   int const major = runtime_version / 1000;
-  if (driver_version >= major * 1000) {
+  if (driver_version == 0 || driver_version >= major * 1000) {
     return {};
   }
-  std::string const got =
-      driver_version == 0 ? "no driver" : text("a driver for CUDA ", version_text(driver_version));
   return error_text(
       "device",
       text("an NVIDIA driver for CUDA ", major, ".0 or later (series ", driver_series(major), ")"),
-      got,
+      text("a driver for CUDA ", version_text(driver_version)),
       "update the driver (nvidia-smi shows its version), or build flash_attn3 with an older CUDA");
 }
 

@@ -19,8 +19,8 @@ struct DeviceInfo {
 DeviceInfo const& device_info(int device);
 
 // Empty when a driver can run a library built with CUDA runtime `runtime_version`, else what is
-// wrong. Versions as CUDA counts them: 13020 is 13.2; 0 is no driver. A driver runs every runtime
-// of its own major version, and older ones.
+// wrong. Versions as CUDA counts them: 13020 is 13.2. A driver runs every runtime of its own major
+// version, and older ones. 0 is no driver, and nothing wrong: then there is no GPU to run on.
 std::string driver_problem(int driver_version, int runtime_version);
 
 // Empty when the kernels run on the GPU: they are built for compute capability 9.0 exactly

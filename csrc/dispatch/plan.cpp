@@ -16,8 +16,8 @@ constexpr int kElementBytes = 2;
 // is for Q, O and the keys and values that the next section already reads.
 constexpr int kSectionL2Percent = 60;
 
-// Queries from which on the padding of the last tile no longer decides between tiles.
-constexpr int kManyQueries = 4096;
+// Tiles of a head that the estimate of a plan's time looks at: bounds the time of a plan.
+constexpr int kMostSamples = 64;
 
 // Section sizes that are looked at: bounds the time of a plan.
 constexpr int64_t kMostCandidates = 128;
@@ -93,25 +93,69 @@ double visible_pairs(FwdProblem const& problem) {
   return rows * k - rows * (rows - 1) / 2;
 }
 
-// Pairs that the tiles of one row head of one batch compute.
-double computed_pairs(FwdProblem const& problem, FwdSchedule const& schedule,
-                      FwdVariantFacts const& facts) {
-  int const positions = RowPacking{schedule.pack}.positions_per_tile(facts.consumer_warpgroups);
+// What a tile costs, in (query, key) pairs: those that it computes, and `fixed_keys` more keys.
+double tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, int pack, int m,
+                 int fixed_keys) {
+  int const positions = RowPacking{pack}.positions_per_tile(facts.consumer_warpgroups);
   SeqlenPair const len{problem.seqlen_q, problem.seqlen_k};
-  double pairs = 0;
-  for (int m = 0; m < schedule.m_tiles; ++m) {
-    BlockRange const range =
-        block_range(m * positions, (m + 1) * positions, len, facts.tile_n, problem.causal);
-    pairs += double(range.end) * facts.tile_n * facts.consumer_warpgroups * kWarpgroupRows;
-  }
-  return pairs;
+  BlockRange const range =
+      block_range(m * positions, (m + 1) * positions, len, facts.tile_n, problem.causal);
+  double const keys = double(max_of(range.end, 1)) * facts.tile_n + fixed_keys;
+  return keys * facts.consumer_warpgroups * kWarpgroupRows;
 }
 
-// Time of a plan up to a factor: what its tiles compute, over the speed of the tile.
-double relative_time(FwdProblem const& problem, FwdPlan const& plan) {
+// Mean over the tiles of a row head: of each `step`-th one, counted from the last.
+double mean_tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, int pack, int step,
+                      int fixed_keys) {
+  int const m_tiles = m_tiles_of(problem, facts, pack);
+  double sum = 0;
+  int count = 0;
+  for (int m = m_tiles - 1; m >= 0; m -= step, ++count) {
+    sum += tile_cost(problem, facts, pack, m, fixed_keys);
+  }
+  return sum / count;
+}
+
+double estimated_tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, int pack) {
+  int const m_tiles = m_tiles_of(problem, facts, pack);
+  // Tiles of full attention all cost the same.
+  int const step = problem.causal ? ceil_div(m_tiles, kMostSamples) : m_tiles;
+  return mean_tile_cost(problem, facts, pack, step, facts.fixed_keys);
+}
+
+// Time that a tile form needs for one head by itself, up to a factor: no matter on how many CTAs,
+// or how many heads and batches there are.
+double time_of_head(FwdProblem const& problem, FwdVariantFacts const& facts) {
+  return estimated_tile_cost(problem, facts, 1) * m_tiles_of(problem, facts, 1) /
+         facts.relative_speed;
+}
+
+// Time of a plan, up to a factor: what the busiest CTA computes, over the speed of the tile. Tiles
+// of causal attention are dealt evenly, but none is cut.
+double time_of_plan(FwdProblem const& problem, FwdPlan const& plan) {
   FwdVariantFacts const& facts = kFwdVariants[plan.variant];
-  return computed_pairs(problem, plan.schedule, facts) /
-         (plan.schedule.pack * facts.relative_speed);
+  FwdSchedule const& schedule = plan.schedule;
+  double const mean = estimated_tile_cost(problem, facts, schedule.pack);
+  if (!problem.causal) {
+    return mean * ceil_div(schedule.tiles, schedule.grid) / facts.relative_speed;
+  }
+  double const longest =
+      tile_cost(problem, facts, schedule.pack, schedule.m_tiles - 1, facts.fixed_keys);
+  return std::max(longest, mean * schedule.tiles / schedule.grid) / facts.relative_speed;
+}
+
+// Keys per tile of the form that suits the lengths of the sequences best.
+int choose_tile_n(FwdProblem const& problem, FwdCandidates const& candidates) {
+  int best = candidates.variant[0];
+  double best_time = time_of_head(problem, kFwdVariants[best]);
+  for (int i = 1; i < candidates.count; ++i) {
+    double const time = time_of_head(problem, kFwdVariants[candidates.variant[i]]);
+    if (time < best_time) {
+      best_time = time;
+      best = candidates.variant[i];
+    }
+  }
+  return kFwdVariants[best].tile_n;
 }
 
 FwdPlan plan_with(FwdProblem const& problem, int variant) {
@@ -132,21 +176,29 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& f
   return schedule;
 }
 
-// Among the variants that serve a problem the one that takes the least time; from kManyQueries on
-// the first one listed, which is the fastest where nothing is padding.
+// INVARIANT: a query's result does not depend, not in one bit, on batch, heads, packing or the
+// number of CTAs. The order in which a row adds up its keys is that of its K tiles, so the keys per
+// tile are chosen by the lengths alone; among tiles that agree in them, the rows are chosen by
+// time.
 FwdPlan plan_forward(FwdProblem const& problem) {
-  auto const next_variant = [&](int begin) {
-    return find_variant(problem.dtype, problem.causal, problem.head_dim, problem.head_dim_v, begin);
-  };
-  int variant = next_variant(0);
-  FwdPlan best = plan_with(problem, variant);
-  if (problem.seqlen_q >= kManyQueries) {
-    return best;
+  FwdCandidates const& candidates = fwd_candidates(problem.dtype, problem.causal, problem.head_dim);
+  bool const is_empty = problem.batch == 0 || problem.heads_q == 0 || problem.seqlen_q == 0;
+  if (candidates.count == 1 || is_empty) {
+    return plan_with(problem, candidates.variant[0]);
   }
-  while ((variant = next_variant(variant + 1)) >= 0) {
-    FwdPlan const other = plan_with(problem, variant);
-    if (relative_time(problem, other) < relative_time(problem, best)) {
-      best = other;
+  int const tile_n = choose_tile_n(problem, candidates);
+  FwdPlan best;
+  double best_time = 0;
+  for (int i = 0; i < candidates.count; ++i) {
+    int const variant = candidates.variant[i];
+    if (kFwdVariants[variant].tile_n != tile_n) {
+      continue;
+    }
+    FwdPlan const plan = plan_with(problem, variant);
+    double const time = time_of_plan(problem, plan);
+    if (best.variant < 0 || time < best_time) {
+      best = plan;
+      best_time = time;
     }
   }
   return best;
@@ -159,14 +211,16 @@ FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan) {
     return cost;
   }
   double const heads = double(problem.batch) * problem.heads_q;
+  FwdVariantFacts const& facts = kFwdVariants[plan.variant];
   double const useful = visible_pairs(problem) * heads;
   double const computed =
-      computed_pairs(problem, schedule, kFwdVariants[plan.variant]) * heads / schedule.pack;
+      mean_tile_cost(problem, facts, schedule.pack, /*step=*/1, 0) * schedule.tiles;
   double const dims = problem.head_dim + problem.head_dim_v;
+  double const computed_dims = facts.head_dim + facts.head_dim_v;
   double const q_rows = heads * problem.seqlen_q;
   double const k_rows = double(problem.batch) * problem.heads_k * problem.seqlen_k;
   cost.waves = double(schedule.tiles) / schedule.grid;
-  cost.useful_share = computed > 0 ? useful / computed : 0;
+  cost.useful_share = computed > 0 ? useful * dims / (computed * computed_dims) : 0;
   cost.flops = 2 * dims * useful;
   cost.bytes = kElementBytes * dims * (q_rows + k_rows) + sizeof(float) * q_rows;
   return cost;

@@ -15,7 +15,8 @@ struct FwdPlan {
 
 struct FwdCost {
   double waves = 0;         // tiles per CTA of the grid
-  double useful_share = 0;  // visible (query, key) pairs per computed one; the rest is padding
+  double useful_share = 0;  // of the computed FLOPs; the rest is masked or padding (rows, keys,
+                            // head dim)
   double flops = 0;         // of the visible pairs, both products
   double bytes = 0;         // q, k, v read once; out and LSE written once
 };

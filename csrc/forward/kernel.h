@@ -1,11 +1,12 @@
 // The forward kernel: who does what, and nothing else.
 //
-//   warpgroup 0   warp 0: loads Q, K, V      warps 1 to 3: each stores O of one consumer warpgroup
+//   warpgroup 0   warp 0: goes through the tiles, loads Q, K, V
+//                 warps 1 to 3: each stores O of one consumer warpgroup
 //   warpgroup 1.. consumers: 64 rows of the tile each
 #pragma once
 
-#include "forward/epilogue.h"
 #include "forward/load.h"
+#include "forward/mma.h"
 
 namespace fa3 {
 
@@ -20,26 +21,6 @@ CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared, FwdDevicePar
   } else if (warp <= Traits::kWarpgroups) {
     store_outputs<Traits>(shared, p, warp - 1);
   }
-}
-
-template <class Traits>
-CUTE_DEVICE void run_consumer_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
-                                        int warpgroup) {
-  int const thread = int(threadIdx.x) % kWarpgroupThreads;
-  FwdConsumer<Traits> consumer(shared, p, warpgroup, thread);
-  consumer.turn.begin();
-  for (TileWalk walk = walk_tiles(p); walk.valid(); walk.next()) {
-    FwdWork const work = resolve_tile<Traits>(p, walk.coord());
-    OnlineSoftmax<typename Traits::Config> softmax(p.scale_log2);
-    auto tOrO = cute::partition_fragment_C(typename Traits::MmaO{},
-                                           cute::Shape<cute::_64, typename Traits::HeadDimV>{});
-    consumer.run(work, tOrO, softmax);
-    softmax.finish(tOrO);
-    stage_output(shared, consumer.q_ring, warpgroup, thread, tOrO);
-    store_lse<Traits>(p, work, warpgroup, thread, softmax);
-    consumer.q_ring.advance();
-  }
-  consumer.turn.end();
 }
 
 template <class Config>
@@ -64,7 +45,8 @@ __global__ void __launch_bounds__(fwd_threads<Config>(), 1)
     run_producer_warpgroup<Traits>(shared, p);
   } else {
     cutlass::arch::warpgroup_reg_alloc<fwd_consumer_registers<Config>()>();
-    run_consumer_warpgroup<Traits>(shared, p, warpgroup - 1);
+    int const thread = int(threadIdx.x) % kWarpgroupThreads;
+    FwdConsumer<Traits>(shared, p, warpgroup - 1, thread, {warpgroup - 1}).run();
   }
 }
 

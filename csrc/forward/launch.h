@@ -17,7 +17,7 @@ inline CUtensorMap query_map(TensorMapMaker& maps, FwdParams const& p, TensorVie
   int const pack = p.schedule.pack;
   FwdProblem const& problem = p.problem;
   return maps.make<5>(t.data,
-                      {{columns, 1, kBoxColumns},
+                      {{columns, 1, kSliceColumns},
                        {pack, t.head_stride, pack},
                        {problem.seqlen_q, t.row_stride, RowPacking{pack}.positions_per_warpgroup()},
                        {problem.heads_q / pack, t.head_stride * pack, 1},
@@ -27,7 +27,7 @@ inline CUtensorMap query_map(TensorMapMaker& maps, FwdParams const& p, TensorVie
 // K or V as (column, key, KV head, batch): a box is one K tile.
 inline CUtensorMap key_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
                            int columns, int tile_n) {
-  return maps.make<4>(t.data, {{columns, 1, kBoxColumns},
+  return maps.make<4>(t.data, {{columns, 1, kSliceColumns},
                                {problem.seqlen_k, t.row_stride, tile_n},
                                {problem.heads_k, t.head_stride, 1},
                                {problem.batch, t.batch_stride, 1}});
@@ -39,16 +39,16 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   int const pack = p.schedule.pack;
   int const positions = RowPacking{pack}.positions_per_warpgroup();
   FwdDeviceParams d;
-  d.q = query_map(maps, p, p.q, Config::kHeadDim);
-  d.k = key_map(maps, problem, p.k, Config::kHeadDim, Config::kTileN);
-  d.v = key_map(maps, problem, p.v, Config::kHeadDimV, Config::kTileN);
-  d.o = query_map(maps, p, p.o, Config::kHeadDimV);
+  d.q = query_map(maps, p, p.q, problem.head_dim);
+  d.k = key_map(maps, problem, p.k, problem.head_dim, Config::kTileN);
+  d.v = key_map(maps, problem, p.v, problem.head_dim_v, Config::kTileN);
+  d.o = query_map(maps, p, p.o, problem.head_dim_v);
   d.lse = p.lse;
   d.seqlen = SeqlenPair{problem.seqlen_q, problem.seqlen_k};
   d.heads_q = problem.heads_q;
   d.softmax_scale = p.softmax_scale;
   d.scale_log2 = p.softmax_scale * kLog2E;
-  d.q_slice_bytes = pack * positions * kBoxColumns * 2;
+  d.q_slice_bytes = pack * positions * kSliceColumns * 2;
   d.positions_per_warpgroup = positions;
   d.pack = FastDiv(pack);
   d.groups_per_kv_head = FastDiv(problem.heads_q / problem.heads_k / pack);
@@ -102,9 +102,19 @@ void launch_forward(FwdParams const& p, void* stream) {
   TensorMapMaker maps{p.problem.dtype};
   FwdDeviceParams const params = device_params<Config>(maps, p);
   check_launch(maps.error, variant, grid, kBytes);
-  forward_kernel<Config>
-      <<<grid, fwd_threads<Config>(), kBytes, static_cast<cudaStream_t>(stream)>>>(params);
-  check_launch(cudaGetLastError(), variant, grid, kBytes);
+
+  // The CTAs may start while the launch before still runs; FwdProducer waits for it.
+  cudaLaunchAttribute early_start{};
+  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early_start.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(fwd_threads<Config>());
+  config.dynamicSmemBytes = kBytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early_start;
+  config.numAttrs = 1;
+  check_launch(cudaLaunchKernelEx(&config, forward_kernel<Config>, params), variant, grid, kBytes);
 }
 
 }  // namespace fa3

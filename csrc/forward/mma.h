@@ -11,15 +11,16 @@
 // then lies beside the exponentials are the other warpgroups' products. Pinning the wait was not
 // faster (README.md, "What was tried").
 //
+// With tile overlap the skew goes on from one tile of Q to the next: the first S of a tile is
+// issued beside the last PV of the tile before, whose O is stored while that S is computed.
+//
 // With ping-pong (section 3.1) the two warpgroups take turns at issuing, so that one's softmax lies
 // beside the other's products.
 #pragma once
 
 #include "device/gemm.h"
+#include "forward/epilogue.h"
 #include "forward/mask.h"
-#include "forward/softmax.h"
-#include "forward/storage.h"
-#include "forward/work.h"
 
 namespace fa3 {
 
@@ -59,7 +60,17 @@ struct Turn {
   }
 };
 
-template <class Traits>
+// A tile in a consumer warpgroup's hands.
+struct FwdTile {
+  FwdWork work;
+  int q_stage;
+  RowLimits limits;
+  bool o_is_zero = true;  // nothing has been added to O yet
+};
+
+// Turn_ is called before the products of a step are issued and when they have been; there is
+// another one in benchmarks/unspecialised.h.
+template <class Traits, class Turn_ = Turn<Traits::Config::kPingPong>>
 struct FwdConsumer {
   using Element = typename Traits::Element;
   using Config = typename Traits::Config;
@@ -70,151 +81,216 @@ struct FwdConsumer {
   FwdDeviceParams const& p;
   int warpgroup;
   int thread;  // in the warpgroup
-  Turn<Config::kPingPong> turn;
+  Turn_ turn;
   RingState<Traits::kQStages> q_ring;
   RingState<Traits::kStages> k_ring;
   RingState<Traits::kStages> v_ring;
 
   CUTE_DEVICE FwdConsumer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int warpgroup_,
-                          int thread_)
-      : shared(shared_), p(p_), warpgroup(warpgroup_), thread(thread_), turn{warpgroup_} {}
+                          int thread_, Turn_ const& turn_)
+      : shared(shared_), p(p_), warpgroup(warpgroup_), thread(thread_), turn(turn_) {}
 
-  // Adds up O over all K tiles of the tile; leaves the softmax state for the epilogue.
-  template <class FragmentO>
-  CUTE_DEVICE void run(FwdWork const& work, FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
-    int const position_begin = work.position_begin + warpgroup * p.positions_per_warpgroup;
-    RowLimits const limits = RowLimits::of_tile<Traits>(p, position_begin, thread);
+  // All tiles of this CTA.
+  CUTE_DEVICE void run() {
     auto tSrS =
         cute::partition_fragment_C(MmaS{}, cute::Shape<cute::_64, typename Traits::TileN>{});
     auto tOrP = cute::make_tensor<Element>(operand_a_layout(tSrS.layout()));  // ((2,2,2),1,N/16)
+    auto tOrO =
+        cute::partition_fragment_C(MmaO{}, cute::Shape<cute::_64, typename Traits::HeadDimV>{});
+    OnlineSoftmax<Config> softmax(p.scale_log2);
 
-    shared.q_full[q_ring.stage][warpgroup].wait(q_ring.phase);
-    int n = work.keys.end - 1;
-    if (n < 0) {
-      cute::clear(tOrO);
-      return;
+    turn.begin();
+    FwdTile tile = take_tile();
+    if constexpr (Config::kTileOverlap) {
+      begin(tile, tSrS, tOrP, softmax);
+      while (true) {
+        visit_keys(tile, tSrS, tOrP, tOrO, softmax);
+        FwdTile next = take_tile();
+        if (!next.work.valid()) {
+          break;
+        }
+        change_tile(tile, next, tSrS, tOrP, tOrO, softmax);
+        tile = next;
+      }
+      end(tile, tOrP, tOrO, softmax);
+    } else {
+      for (; tile.work.valid(); tile = take_tile()) {
+        begin(tile, tSrS, tOrP, softmax);
+        visit_keys(tile, tSrS, tOrP, tOrO, softmax);
+        end(tile, tOrP, tOrO, softmax);
+      }
     }
-    bool o_is_zero = true;
+    turn.end();
+  }
+
+  // The next tile, as soon as its Q is there. Its limits are still missing.
+  CUTE_DEVICE FwdTile take_tile() {
+    int const q_stage = q_ring.stage;
+    shared.q_full[q_stage][warpgroup].wait(q_ring.phase);
+    q_ring.advance();
+    return FwdTile{shared.work[q_stage][warpgroup], q_stage};
+  }
+
+  // With overlap in the warpgroup: S and P of the tile's last K tile, which is the first visited.
+  template <class FragmentS, class FragmentP>
+  CUTE_DEVICE void begin(FwdTile& tile, FragmentS& tSrS, FragmentP& tOrP,
+                         OnlineSoftmax<Config>& softmax) {
     if constexpr (Config::kIntraOverlap) {
-      first(n, limits, n >= work.keys.free_end, tSrS, tOrP, softmax);
-      --n;
-    }
-    CUTE_NO_UNROLL
-    for (; n >= work.keys.free_end; --n) {
-      step<true>(n, limits, tSrS, tOrP, tOrO, softmax, o_is_zero);
-      o_is_zero = false;
-    }
-    CUTE_NO_UNROLL
-    for (; n >= 0; --n) {
-      step<false>(n, limits, tSrS, tOrP, tOrO, softmax, o_is_zero);
-      o_is_zero = false;
-    }
-    if constexpr (Config::kIntraOverlap) {
-      last(tOrP, tOrO, o_is_zero);
+      shared.k_full[k_ring.stage].wait(k_ring.phase);
+      turn.wait();
+      issue_scores(tile, tSrS);
+      turn.pass();
+      wait_gemm<0>(tSrS);
+      release(shared.k_empty, k_ring);
+      first_probabilities(tile, tSrS, tOrP, softmax);
+    } else {
+      start_rows(tile, softmax);
     }
   }
 
+  // All K tiles that begin() and end() leave.
+  template <class FragmentS, class FragmentP, class FragmentO>
+  CUTE_DEVICE void visit_keys(FwdTile& tile, FragmentS& tSrS, FragmentP& tOrP, FragmentO& tOrO,
+                              OnlineSoftmax<Config>& softmax) {
+    int n = tile.work.keys.end - (Config::kIntraOverlap ? 2 : 1);
+    CUTE_NO_UNROLL
+    for (; n >= tile.work.keys.free_end; --n) {
+      step<true>(n, tile, tSrS, tOrP, tOrO, softmax);
+    }
+    CUTE_NO_UNROLL
+    for (; n >= 0; --n) {
+      step<false>(n, tile, tSrS, tOrP, tOrO, softmax);
+    }
+  }
+
+  // With overlap in the warpgroup: PV of the K tile visited last. Then O and LSE go out.
+  template <class FragmentP, class FragmentO>
+  CUTE_DEVICE void end(FwdTile const& tile, FragmentP& tOrP, FragmentO& tOrO,
+                       OnlineSoftmax<Config>& softmax) {
+    if constexpr (Config::kIntraOverlap) {
+      turn.wait();
+      issue_output(tile, tOrP, tOrO, [&] { turn.pass(); });
+      wait_gemm<0>(tOrO);
+      release(shared.v_empty, v_ring);
+    }
+    store(tile, tOrO, softmax);
+  }
+
  private:
-  // S and P of the first tile.
-  template <class FragmentS, class FragmentP>
-  CUTE_DEVICE void first(int n, RowLimits const& limits, bool masked, FragmentS& tSrS,
-                         FragmentP& tOrP, OnlineSoftmax<Config>& softmax) {
+  // end() of one tile and begin() of the next.
+  template <class FragmentS, class FragmentP, class FragmentO>
+  CUTE_DEVICE void change_tile(FwdTile const& tile, FwdTile& next, FragmentS& tSrS, FragmentP& tOrP,
+                               FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
-    issue_scores(tSrS);
-    turn.pass();
-    wait_gemm<0>(tSrS);
+    issue_scores(next, tSrS);
+    issue_output(tile, tOrP, tOrO, [&] { turn.pass(); });
+    wait_gemm<1>(tSrS);
     release(shared.k_empty, k_ring);
-    if (masked) {
-      limits.template apply<Traits::kTileN>(tSrS, n);
+    wait_gemm<0>(tOrO);
+    release(shared.v_empty, v_ring);
+    store(tile, tOrO, softmax);
+    first_probabilities(next, tSrS, tOrP, softmax);
+  }
+
+  template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
+  CUTE_DEVICE void step(int n, FwdTile& tile, FragmentS& tSrS, FragmentP& tOrP, FragmentO& tOrO,
+                        OnlineSoftmax<Config>& softmax) {
+    if constexpr (Config::kIntraOverlap) {
+      overlapped_step<kMasked>(n, tile, tSrS, tOrP, tOrO, softmax);
+    } else {
+      serial_step<kMasked>(n, tile, tSrS, tOrP, tOrO, softmax);
+    }
+    tile.o_is_zero = false;
+  }
+
+  // S and P of K tile n; O of the one before, n + 1.
+  template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
+  CUTE_DEVICE void overlapped_step(int n, FwdTile const& tile, FragmentS& tSrS, FragmentP& tOrP,
+                                   FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
+    shared.k_full[k_ring.stage].wait(k_ring.phase);
+    turn.wait();
+    issue_scores(tile, tSrS);
+    issue_output(tile, tOrP, tOrO, [&] { turn.pass(); });
+    wait_gemm<1>(tSrS);
+    release(shared.k_empty, k_ring);
+    if constexpr (kMasked) {
+      tile.limits.template apply<Traits::kTileN>(tSrS, n);
+    }
+    softmax.template update<kMasked>(tSrS);
+    wait_gemm<0>(tOrO);
+    release(shared.v_empty, v_ring);
+    convert_fragment<Element>(tSrS, tOrP);
+    softmax.rescale_output(tOrO);
+  }
+
+  // S, P and O of K tile n. S and P need not live at the same time, so that tiles may be larger;
+  // only other warpgroups' products lie beside the softmax.
+  template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
+  CUTE_DEVICE void serial_step(int n, FwdTile const& tile, FragmentS& tSrS, FragmentP& tOrP,
+                               FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
+    shared.k_full[k_ring.stage].wait(k_ring.phase);
+    turn.wait();
+    issue_scores(tile, tSrS);
+    wait_gemm<0>(tSrS);
+    turn.pass();
+    release(shared.k_empty, k_ring);
+    if constexpr (kMasked) {
+      tile.limits.template apply<Traits::kTileN>(tSrS, n);
+    }
+    softmax.template update<kMasked>(tSrS);
+    convert_fragment<Element>(tSrS, tOrP);
+    softmax.rescale_output(tOrO);
+    issue_output(tile, tOrP, tOrO);
+    wait_gemm<0>(tOrO);
+    release(shared.v_empty, v_ring);
+  }
+
+  CUTE_DEVICE void start_rows(FwdTile& tile, OnlineSoftmax<Config>& softmax) {
+    tile.limits = RowLimits::of_tile<Traits>(p, tile.work.position_begin, thread);
+    softmax.reset();
+  }
+
+  template <class FragmentS, class FragmentP>
+  CUTE_DEVICE void first_probabilities(FwdTile& tile, FragmentS& tSrS, FragmentP& tOrP,
+                                       OnlineSoftmax<Config>& softmax) {
+    start_rows(tile, softmax);
+    int const n = tile.work.keys.end - 1;
+    if (n >= tile.work.keys.free_end) {
+      tile.limits.template apply<Traits::kTileN>(tSrS, n);
     }
     softmax.template update<true>(tSrS);
     convert_fragment<Element>(tSrS, tOrP);
   }
 
-  template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
-  CUTE_DEVICE void step(int n, RowLimits const& limits, FragmentS& tSrS, FragmentP& tOrP,
-                        FragmentO& tOrO, OnlineSoftmax<Config>& softmax, bool o_is_zero) {
-    if constexpr (Config::kIntraOverlap) {
-      overlapped_step<kMasked>(n, limits, tSrS, tOrP, tOrO, softmax, o_is_zero);
-    } else {
-      serial_step<kMasked>(n, limits, tSrS, tOrP, tOrO, softmax, o_is_zero);
-    }
-  }
-
-  // S and P of tile n; O of the tile before, n + 1.
-  template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
-  CUTE_DEVICE void overlapped_step(int n, RowLimits const& limits, FragmentS& tSrS, FragmentP& tOrP,
-                                   FragmentO& tOrO, OnlineSoftmax<Config>& softmax,
-                                   bool o_is_zero) {
-    shared.k_full[k_ring.stage].wait(k_ring.phase);
-    turn.wait();
-    issue_scores(tSrS);
-    shared.v_full[v_ring.stage].wait(v_ring.phase);
-    issue_output(tOrP, tOrO, o_is_zero, [&] { turn.pass(); });
-    wait_gemm<1>(tSrS);
-    release(shared.k_empty, k_ring);
-    if constexpr (kMasked) {
-      limits.template apply<Traits::kTileN>(tSrS, n);
-    }
-    softmax.template update<kMasked>(tSrS);
-    wait_gemm<0>(tOrO);
-    release(shared.v_empty, v_ring);
-    convert_fragment<Element>(tSrS, tOrP);
-    softmax.rescale_output(tOrO);
-  }
-
-  // S, P and O of tile n. S and P need not live at the same time, so that tiles may be larger; only
-  // other warpgroups' products lie beside the softmax.
-  template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
-  CUTE_DEVICE void serial_step(int n, RowLimits const& limits, FragmentS& tSrS, FragmentP& tOrP,
-                               FragmentO& tOrO, OnlineSoftmax<Config>& softmax, bool o_is_zero) {
-    shared.k_full[k_ring.stage].wait(k_ring.phase);
-    turn.wait();
-    issue_scores(tSrS);
-    wait_gemm<0>(tSrS);
-    turn.pass();
-    release(shared.k_empty, k_ring);
-    if constexpr (kMasked) {
-      limits.template apply<Traits::kTileN>(tSrS, n);
-    }
-    softmax.template update<kMasked>(tSrS);
-    convert_fragment<Element>(tSrS, tOrP);
-    softmax.rescale_output(tOrO);
-    shared.v_full[v_ring.stage].wait(v_ring.phase);
-    issue_output(tOrP, tOrO, o_is_zero);
-    wait_gemm<0>(tOrO);
-    release(shared.v_empty, v_ring);
-  }
-
-  // O of the last tile.
-  template <class FragmentP, class FragmentO>
-  CUTE_DEVICE void last(FragmentP& tOrP, FragmentO& tOrO, bool o_is_zero) {
-    shared.v_full[v_ring.stage].wait(v_ring.phase);
-    turn.wait();
-    issue_output(tOrP, tOrO, o_is_zero, [&] { turn.pass(); });
-    wait_gemm<0>(tOrO);
-    release(shared.v_empty, v_ring);
+  template <class FragmentO>
+  CUTE_DEVICE void store(FwdTile const& tile, FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
+    softmax.finish(tOrO);
+    stage_output(shared, tile.q_stage, warpgroup, thread, tOrO);
+    store_lse<Traits>(p, tile.work, thread, softmax);
   }
 
   template <class FragmentS>
-  CUTE_DEVICE void issue_scores(FragmentS& tSrS) {
-    auto sQ = cute::make_tensor(cute::make_smem_ptr(shared.q[q_ring.stage][warpgroup]),
-                                typename Traits::SmemLayoutQ{});  // (64, D)
+  CUTE_DEVICE void issue_scores(FwdTile const& tile, FragmentS& tSrS) {
+    auto sQ = cute::make_tensor(cute::make_smem_ptr(shared.q[tile.q_stage][warpgroup]),
+                                typename Traits::SmemLayoutQ{});  // (64, columns)
     auto sK = cute::make_tensor(cute::make_smem_ptr(shared.k[k_ring.stage]),
-                                typename Traits::SmemLayoutK{});  // (N, D)
+                                typename Traits::SmemLayoutK{});  // (N, columns)
     auto mma = MmaS{}.get_slice(0);
-    auto tSrQ = mma.partition_fragment_A(sQ);  // (MMA, 1, D / 16)
-    auto tSrK = mma.partition_fragment_B(sK);  // (MMA, 1, D / 16)
-    issue_gemm(MmaS{}, tSrQ, tSrK, tSrS, true);
+    auto tSrQ = mma.partition_fragment_A(sQ);  // (MMA, 1, columns / 16)
+    auto tSrK = mma.partition_fragment_B(sK);  // (MMA, 1, columns / 16)
+    issue_gemm<Traits::kScoreSteps>(MmaS{}, tSrQ, tSrK, tSrS, true);
   }
 
   template <class FragmentP, class FragmentO, class Hook = NoHook>
-  CUTE_DEVICE void issue_output(FragmentP& tOrP, FragmentO& tOrO, bool o_is_zero, Hook hook = {}) {
+  CUTE_DEVICE void issue_output(FwdTile const& tile, FragmentP& tOrP, FragmentO& tOrO,
+                                Hook hook = {}) {
+    shared.v_full[v_ring.stage].wait(v_ring.phase);
     auto sV = cute::make_tensor(cute::make_smem_ptr(shared.v[v_ring.stage]),
-                                typename Traits::SmemLayoutV{});  // (Dv, N)
-    auto tOrV = MmaO{}.get_slice(0).partition_fragment_B(sV);     // (MMA, 1, N / 16)
-    issue_gemm<Config::kTurnLead>(MmaO{}, tOrP, tOrV, tOrO, o_is_zero, hook);
+                                typename Traits::SmemLayoutV{});                // (columns, N)
+    auto tOrV = typename Traits::MmaV{}.get_slice(0).partition_fragment_B(sV);  // (MMA, 1, N / 16)
+    issue_gemm<Traits::kTileN / 16, Config::kTurnLead>(MmaO{}, tOrP, tOrV, tOrO, tile.o_is_zero,
+                                                       hook);
   }
 
   // One thread speaks for the warpgroup: a product is complete for all its warps at once.

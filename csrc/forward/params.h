@@ -13,7 +13,7 @@ struct FwdDeviceParams {
   CUtensorMap k;  // (column, key, KV head, batch)
   CUtensorMap v;  // (column, key, KV head, batch)
   CUtensorMap o;  // as q
-  float* lse;     // (batch, heads_q, seqlen_q)
+  float* lse;     // (batch, heads_q, seqlen_q); nullptr: not wanted
   SeqlenPair seqlen;
   int heads_q;
   float softmax_scale;

@@ -19,8 +19,11 @@ struct OnlineSoftmax {
   bool any_rescale;      // whether some row of this warp has rescale != 1
   float scale_log2;
 
-  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_)
-      : any_rescale(false), scale_log2(scale_log2_) {
+  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_) : scale_log2(scale_log2_) {}
+
+  // A new row.
+  CUTE_DEVICE void reset() {
+    any_rescale = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = -INFINITY;
@@ -52,7 +55,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Completes the row sums and divides O by them.
+  // Completes the row sums and divides O by them. O of a row without a visible key is 0, whatever V
+  // holds in the K tile that was masked.
   template <class Fragment>
   CUTE_DEVICE void finish(Fragment& acc) {
     CUTE_UNROLL
@@ -61,6 +65,13 @@ struct OnlineSoftmax {
       rescale[r] = inverse_sum(row_sum[r]);
     }
     multiply_rows(acc, rescale);
+    auto output = rows_view(acc);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      if (Config::kMask == MaskKind::kCausal && row_sum[r] == 0.f) {
+        cute::clear(output(r, cute::_));
+      }
+    }
   }
 
  private:

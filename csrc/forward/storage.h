@@ -7,6 +7,7 @@
 
 #include "device/barriers.h"
 #include "forward/traits.h"
+#include "forward/work.h"
 
 namespace fa3 {
 
@@ -19,6 +20,9 @@ struct FwdStorage {
     Element k[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutK>];
     Element v[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutV>];
   };
+
+  // Of the tile whose Q is in the stage, for one warpgroup; the barriers of Q guard it.
+  FwdWork work[Traits::kQStages][Traits::kWarpgroups];
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
   Mbarrier q_full[Traits::kQStages][Traits::kWarpgroups];  // TMA -> consumer warpgroup (1 + bytes)

@@ -3,7 +3,7 @@
 
 #include "config/fwd_config.h"
 #include "device/cute.h"
-#include "device/wgmma_shapes.h"
+#include "wgmma_shapes.h"
 
 namespace fa3 {
 
@@ -11,27 +11,30 @@ template <Dtype kDtype>
 using ElementOf =
     cute::conditional_t<kDtype == Dtype::kFloat16, cutlass::half_t, cutlass::bfloat16_t>;
 
-// S = Q K^T: both operands in shared memory, contiguous along the head dim.
-template <class Element, int kTileN>
-constexpr auto score_atom() {
-  constexpr auto kK = cute::GMMA::Major::K;
-  constexpr bool kHalf = cute::is_same_v<Element, cutlass::half_t>;
-  if constexpr (kTileN == 80) {
-    return cute::conditional_t<kHalf, Wgmma64x80x16F16<kK, kK>, Wgmma64x80x16BF16<kK, kK>>{};
-  } else if constexpr (kTileN == 176) {
-    return cute::conditional_t<kHalf, Wgmma64x176x16F16<kK, kK>, Wgmma64x176x16BF16<kK, kK>>{};
+using cute::GMMA::Major;
+
+// A product of 64 rows and kColumns columns, both operands in shared memory.
+template <class Element, int kColumns, Major kMajorB>
+constexpr auto shared_atom() {
+  using Extra = typename ExtraWgmmaSs<Element, kColumns, Major::K, kMajorB>::type;
+  if constexpr (cute::is_void_v<Extra>) {
+    using Shape = cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>;
+    return cute::GMMA::ss_op_selector<Element, Element, float, Shape, Major::K, kMajorB>();
   } else {
-    return cute::GMMA::ss_op_selector<
-        Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileN>, cute::_16>, kK, kK>();
+    return Extra{};
   }
 }
 
-// O = P V: P in registers, V contiguous along the head dim, which is the N of this product.
-template <class Element, int kHeadDimV>
-constexpr auto output_atom() {
-  return cute::GMMA::rs_op_selector<Element, Element, float,
-                                    cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::_16>,
-                                    cute::GMMA::Major::K, cute::GMMA::Major::MN>();
+// The same with the first operand in registers.
+template <class Element, int kColumns, Major kMajorB>
+constexpr auto register_atom() {
+  using Extra = typename ExtraWgmmaRs<Element, kColumns, Major::K, kMajorB>::type;
+  if constexpr (cute::is_void_v<Extra>) {
+    using Shape = cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>;
+    return cute::GMMA::rs_op_selector<Element, Element, float, Shape, Major::K, kMajorB>();
+  } else {
+    return Extra{};
+  }
 }
 
 template <class Config_>
@@ -47,26 +50,38 @@ struct FwdTraits {
   static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
   static constexpr bool kCausal = Config::kMask == MaskKind::kCausal;
 
-  using HeadDim = cute::Int<kHeadDim>;
+  // Columns in shared memory: the head dims, filled up to whole slices. The products leave the
+  // filling out.
+  static constexpr int kColumns = padded_columns(kHeadDim);
+  static constexpr int kColumnsV = padded_columns(kHeadDimV);
+  static constexpr int kScoreSteps = kHeadDim / 16;
+
   using HeadDimV = cute::Int<kHeadDimV>;
+  using Columns = cute::Int<kColumns>;
+  using ColumnsV = cute::Int<kColumnsV>;
   using TileN = cute::Int<kTileN>;
 
   // Slices of 64 columns (128 bytes, swizzled), one behind the other: what a TMA box of 64 columns
   // writes.
   using RowMajorAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
   using SmemLayoutQ =
-      decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<cute::_64, HeadDim>{}));
+      decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<cute::_64, Columns>{}));
   using SmemLayoutO =
-      decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<cute::_64, HeadDimV>{}));
-  using SmemLayoutK = decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<TileN, HeadDim>{}));
+      decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<cute::_64, ColumnsV>{}));
+  using SmemLayoutK = decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<TileN, Columns>{}));
   // The same bytes as a row-major (keys, head dim) tile, named as the B operand (head dim, keys) of
   // PV.
   using SmemLayoutV = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
-                                                   cute::Shape<HeadDimV, TileN>{},
+                                                   cute::Shape<ColumnsV, TileN>{},
                                                    cute::Step<cute::_2, cute::_1>{}));
 
-  using MmaS = decltype(cute::make_tiled_mma(score_atom<Element, kTileN>()));
-  using MmaO = decltype(cute::make_tiled_mma(output_atom<Element, kHeadDimV>()));
+  // S = Q K^T: Q and K are contiguous along the head dim.
+  using MmaS = decltype(cute::make_tiled_mma(shared_atom<Element, kTileN, Major::K>()));
+  // O = P V: P in registers, V contiguous along the head dim, which is the N of this product.
+  using MmaO = decltype(cute::make_tiled_mma(register_atom<Element, kHeadDimV, Major::MN>()));
+  // Cuts V into operands of PV: the descriptor of an operand does not say how many columns are
+  // read.
+  using MmaV = decltype(cute::make_tiled_mma(register_atom<Element, kColumnsV, Major::MN>()));
 };
 
 }  // namespace fa3

@@ -117,17 +117,23 @@ py::dict tile_layouts() {
   functions["probabilities_found"] = py::cpp_function(&Layouts::probabilities_found);
   functions["tile_n"] = Config::kTileN;
   functions["head_dim"] = Config::kHeadDim;
+  functions["columns"] = padded_columns(Config::kHeadDim);
   return functions;
 }
 
-// One variant of each tile: the layouts do not depend on dtype or mask beyond it.
+// A variant for each width in shared memory, and some with filling: the layouts do not depend on
+// dtype or mask.
 void bind_layouts(py::module_& m) {
   py::dict tiles;
+  tiles["FwdTileD48"] = tile_layouts<FwdFp16D48Full>();
   tiles["FwdTileD64"] = tile_layouts<FwdBf16D64Full>();
-  tiles["FwdTileD64Short"] = tile_layouts<FwdFp16D64CausalShort>();
+  tiles["FwdTileD96"] = tile_layouts<FwdBf16D96Full>();
   tiles["FwdTileD128"] = tile_layouts<FwdFp16D128Causal>();
+  tiles["FwdTileD176"] = tile_layouts<FwdFp16D176Full>();
+  tiles["FwdTileD192"] = tile_layouts<FwdBf16D192Full>();
   tiles["FwdTileD256"] = tile_layouts<FwdBf16D256Full>();
   m.attr("layouts") = tiles;
+  m.def("chunk_offset_bytes", &chunk_offset_bytes<kWarpgroupRows>);
   m.def("fragment_row", &fragment_row);
   m.def("fragment_column", &fragment_column);
 }

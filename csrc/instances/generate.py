@@ -4,6 +4,7 @@
     fwd_built.inc        whether each variant is in this build
     fwd_registry.inc     the launchers, index-parallel with that table; nullptr: not built
     forward_<Tile>.cu    one compile unit per tile: a further variant of a tile costs seconds
+    wgmma_shapes.h       shapes of products that CuTe does not offer (generate_wgmma_shapes.py)
 
 FLASH_ATTN3_VARIANTS builds a subset: a comma list of glob patterns on names, such as
 `FwdBf16D128*`. A file is rewritten only if its text changed.
@@ -15,7 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+_HERE = Path(__file__).parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent / 'device')]
+import generate_wgmma_shapes  # noqa: E402
 from variants import FORWARD, ForwardVariant  # noqa: E402
 
 _DTYPES = {'Fp16': 'kFloat16', 'Bf16': 'kBFloat16'}
@@ -94,6 +97,8 @@ def generate(folder: Path, patterns: str = '') -> list[Path]:
     for stale in set(folder.glob('forward_*.cu')) - set(units):
         stale.unlink()
     _write_if_changed(folder / 'fwd_variants.h', variants_header(FORWARD))
+    _write_if_changed(folder / 'wgmma_shapes.h',
+                      generate_wgmma_shapes.header())
     _write_if_changed(folder / 'fwd_built.inc', built_flags(FORWARD, built))
     _write_if_changed(folder / 'fwd_registry.inc', registry(FORWARD, built))
     for path, text in units.items():

@@ -21,12 +21,20 @@ class ForwardVariant:
 
 
 def _forward_variants() -> list[ForwardVariant]:
-    tiles = [
-        ('FwdTileD64', 64, ('Full', 'Causal'), ''),
-        ('FwdTileD64Short', 64, ('Causal',), 'Short'),
-        ('FwdTileD128', 128, ('Full', 'Causal'), ''),
-        ('FwdTileD256', 256, ('Full', 'Causal'), ''),
-    ]
+    full, causal, both = ('Full',), ('Causal',), ('Full', 'Causal')
+    # (tile, head dim, masks, suffix); of those that serve a problem the fastest stands first
+    tiles = [(f'FwdTileD{head_dim}', head_dim, both, '')
+             for head_dim in range(32, 257, 16) if head_dim != 128]
+    tiles += [('FwdTileD128', 128, full, ''), ('FwdTileD128Short', 128, causal, ''),
+              ('FwdTileD64Short', 64, causal, 'Short'), ('FwdTileD128Short', 128, full, 'Short')]
+    tiles += [(f'FwdTileD{head_dim}Short', head_dim, both, 'Short')
+              for head_dim in (80, 96, 112, 256)]
+    tiles += [('FwdTileD64Small', 64, both, 'Small'),
+              ('FwdTileD128Small', 128, full, 'Small'),
+              ('FwdTileD128ShortSmall', 128, full, 'ShortSmall'),
+              ('FwdTileD128ShortSmall', 128, causal, 'Small'),
+              ('FwdTileD256Small', 256, both, 'Small'),
+              ('FwdTileD256ShortSmall', 256, both, 'ShortSmall')]
     return [ForwardVariant(tile, dtype, mask, head_dim, suffix)
             for tile, head_dim, masks, suffix in tiles
             for mask in masks for dtype in ('Bf16', 'Fp16')]

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <bit>
+#include <optional>
 
 #include "core/problem.h"
 #include "ops/tensor_handle.h"
@@ -14,17 +15,27 @@ class BoxedStack {
   explicit BoxedStack(StableIValue* stack) : next_(stack) {}
 
   OwnedTensor tensor() { return OwnedTensor(reinterpret_cast<AtenTensorHandle>(*next_++)); }
-  double real() { return std::bit_cast<double>(*next_++); }
   int64_t integer() { return std::bit_cast<int64_t>(*next_++); }
   bool flag() { return *next_++ != 0; }
 
-  // bool? pack_gqa. An optional arrives as a pointer, owned, to its value on the heap.
+  // float? softmax_scale
+  std::optional<double> optional_real() {
+    auto const value = optional();
+    return value ? std::optional(std::bit_cast<double>(*value)) : std::nullopt;
+  }
+
+  // bool? pack_gqa
   PackGqa pack_gqa() {
-    std::unique_ptr<StableIValue> const value(reinterpret_cast<StableIValue*>(*next_++));
+    auto const value = optional();
     return !value ? PackGqa::kHeuristic : *value != 0 ? PackGqa::kAlways : PackGqa::kNever;
   }
 
  private:
+  // An optional arrives as a pointer, owned, to its value on the heap.
+  std::unique_ptr<StableIValue> optional() {
+    return std::unique_ptr<StableIValue>(reinterpret_cast<StableIValue*>(*next_++));
+  }
+
   StableIValue* next_;
 };
 

@@ -1,8 +1,11 @@
-// Facts of GPU and driver, through the static CUDA runtime, asked once a device. Nothing here runs
-// at load time: a host without a driver can load the library.
+// Facts of GPU and driver. Those of a GPU are asked once, on its first call, through the static
+// CUDA runtime. The driver's version is asked when Python loads the library, of the driver itself:
+// that leaves CUDA uninitialised, so a process may still fork, and needs no driver to be there.
 #include "dispatch/device_info.h"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 
 #include <array>
 #include <mutex>
@@ -44,12 +47,21 @@ DeviceInfo query(int device) {
   return info;
 }
 
+// 0 without a driver. The driver stays open: every use of CUDA needs it.
+int installed_driver_version() {
+  void* const driver = dlopen("libcuda.so.1", RTLD_LAZY);
+  void* const function = driver ? dlsym(driver, "cuDriverGetVersion") : nullptr;
+  int version = 0;
+  if (function) {
+    reinterpret_cast<decltype(&cuDriverGetVersion)>(function)(&version);
+  }
+  return version;
+}
+
 }  // namespace
 
 std::string current_driver_problem() {
-  int driver_version = 0;  // stays 0 without a driver
-  cudaDriverGetVersion(&driver_version);
-  return driver_problem(driver_version, CUDART_VERSION);
+  return driver_problem(installed_driver_version(), CUDART_VERSION);
 }
 
 DeviceInfo const& device_info(int device) {

@@ -1,9 +1,10 @@
-// The ops fwd and fwd_out on CUDA: check, copy what TMA cannot address, allocate, plan, launch.
-// Boxed by hand, since the host time of a call counts on small problems. No synchronisation;
+// The forward ops on CUDA: check, copy what TMA cannot address, allocate, plan, launch. Boxed by
+// hand, since the host time of a call counts on small problems. No synchronisation;
 // everything runs on the current stream of q's device, so a call can be captured in a CUDA graph.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <cmath>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -26,8 +27,8 @@ struct ForwardArguments {
   OwnedTensor q;
   OwnedTensor k;
   OwnedTensor v;
-  OwnedTensor out;  // null for fwd
-  double softmax_scale;
+  OwnedTensor out;  // null: to be allocated
+  std::optional<double> softmax_scale;
   bool causal;
   PackGqa pack_gqa;
   int64_t sm_margin;
@@ -36,8 +37,8 @@ struct ForwardArguments {
 ForwardArguments read_arguments(StableIValue* stack, bool has_out) {
   BoxedStack args(stack);
   return ForwardArguments{
-      args.tensor(), args.tensor(), args.tensor(),   has_out ? args.tensor() : OwnedTensor(),
-      args.real(),   args.flag(),   args.pack_gqa(), args.integer()};
+      args.tensor(),        args.tensor(), args.tensor(),   has_out ? args.tensor() : OwnedTensor(),
+      args.optional_real(), args.flag(),   args.pack_gqa(), args.integer()};
 }
 
 // Makes q's device the current one, and goes back.
@@ -62,6 +63,11 @@ class DeviceGuard {
   DeviceGuardHandle guard_ = nullptr;
 };
 
+// head_dim ** -0.5, if none was given.
+double softmax_scale(ForwardArguments const& args, TensorMeta const& q) {
+  return args.softmax_scale ? *args.softmax_scale : 1 / std::sqrt(double(q.size[3]));
+}
+
 ForwardCall describe_call(ForwardArguments const& args) {
   ForwardCall call;
   call.q = describe(args.q);
@@ -71,7 +77,7 @@ ForwardCall describe_call(ForwardArguments const& args) {
   if (call.has_out) {
     call.out = describe(args.out);
   }
-  call.softmax_scale = args.softmax_scale;
+  call.softmax_scale = softmax_scale(args, call.q);
   call.sm_margin = args.sm_margin;
   return call;
 }
@@ -146,8 +152,9 @@ void launch(FwdLaunch launcher, FwdParams& params, OwnedTensor const& out, int d
   }
 }
 
-// Computes into args.out, which it allocates for fwd, and gives the LSE.
-OwnedTensor run_forward(ForwardArguments& args) {
+// Computes into args.out, which it allocates if it is null. Gives the LSE, or null if nobody wants
+// it: an allocation costs a tenth of the host time of a call.
+OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
   ForwardCall call = describe_call(args);
   int const device = call.q.device_index;
   DeviceInfo const info = call.q.device == DeviceType::kCuda ? device_info(device) : DeviceInfo{};
@@ -164,20 +171,22 @@ OwnedTensor run_forward(ForwardArguments& args) {
   if (!args.out) {
     args.out = allocate(out_size, 4, call.q.dtype, device);
   }
-  OwnedTensor lse = allocate(lse_size, 3, Dtype::kFloat32, device);
+  OwnedTensor lse = wants_lse ? allocate(lse_size, 3, Dtype::kFloat32, device) : OwnedTensor();
   if (params.schedule.tiles == 0) {
     return lse;
   }
   if (params.problem.seqlen_k == 0) {
     require(aoti_torch_zero_(args.out.get()), "fill out");
-    require(aoti_torch_aten_fill__Scalar(lse.get(), -INFINITY), "fill the LSE");
+    if (lse) {
+      require(aoti_torch_aten_fill__Scalar(lse.get(), -INFINITY), "fill the LSE");
+    }
     return lse;
   }
   params.q = readable(args.q, call.q);
   params.k = readable(args.k, call.k);
   params.v = readable(args.v, call.v);
-  params.lse = static_cast<float*>(mutable_data(lse));
-  params.softmax_scale = float(args.softmax_scale);
+  params.lse = lse ? static_cast<float*>(mutable_data(lse)) : nullptr;
+  params.softmax_scale = float(call.softmax_scale);
   launch(launcher, params, args.out, device);
   return lse;
 }
@@ -192,20 +201,38 @@ void expect_counts(uint64_t num_args, uint64_t wanted_args, uint64_t num_outputs
   }
 }
 
+// What all ops of this file do. The results, in order: out unless it was given, the LSE if wanted.
+void run_boxed(StableIValue* stack, bool has_out, bool wants_lse) {
+  ForwardArguments args = read_arguments(stack, has_out);
+  OwnedTensor lse = run_forward(args, wants_lse);
+  if (!has_out) {
+    *stack++ = boxed(std::move(args.out));
+  }
+  if (wants_lse) {
+    *stack = boxed(std::move(lse));
+  }
+}
+
 }  // namespace
 
 void fwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   expect_counts(num_args, 7, num_outputs, 2);
-  ForwardArguments args = read_arguments(stack, /*has_out=*/false);
-  OwnedTensor lse = run_forward(args);
-  stack[0] = boxed(std::move(args.out));
-  stack[1] = boxed(std::move(lse));
+  run_boxed(stack, /*has_out=*/false, /*wants_lse=*/true);
+}
+
+void fwd_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  expect_counts(num_args, 7, num_outputs, 1);
+  run_boxed(stack, /*has_out=*/false, /*wants_lse=*/false);
 }
 
 void fwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   expect_counts(num_args, 8, num_outputs, 1);
-  ForwardArguments args = read_arguments(stack, /*has_out=*/true);
-  stack[0] = boxed(run_forward(args));
+  run_boxed(stack, /*has_out=*/true, /*wants_lse=*/true);
+}
+
+void fwd_out_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  expect_counts(num_args, 8, num_outputs, 0);
+  run_boxed(stack, /*has_out=*/true, /*wants_lse=*/false);
 }
 
 }  // namespace fa3

@@ -7,10 +7,12 @@
 STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   m.impl("fwd", &fa3::fwd_boxed);
   m.impl("_fwd", &fa3::fwd_boxed);
+  m.impl("_fwd_no_lse", &fa3::fwd_no_lse_boxed);
   m.impl("fwd_out", &fa3::fwd_out_boxed);
+  m.impl("fwd_out_no_lse", &fa3::fwd_out_no_lse_boxed);
 }
 
-// For Python's ctypes: what is wrong with the driver, or "". The text stays valid.
+// For Python's ctypes: current_driver_problem(). The text stays valid.
 extern "C" __attribute__((visibility("default"))) char const* flash_attn3_driver_problem() {
   static std::string const problem = fa3::current_driver_problem();
   return problem.c_str();

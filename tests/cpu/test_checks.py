@@ -9,7 +9,8 @@ from flash_attn3 import _plan
 
 LAYOUT = '(batch, seqlen, heads, head_dim)'
 HINT_LAYOUT = f'tensors are {LAYOUT}'
-HINT_PAD = 'pad q, k and v with zeros'
+HINT_PAD = 'pad q, k and v with zeros, and pass softmax_scale'
+HEAD_DIM = 'q.size(3), the head_dim, to be a multiple of 8 from 8 to 256'
 
 
 def tensor(*sizes, dtype='bfloat16', device='cuda', index=0, strides=None, address=0):
@@ -87,15 +88,10 @@ BAD_CALLS = [
      'k.size(2), the heads, to be at least 1', '0', ''),
     ('heads that do not divide', {'q': tensor(2, 128, 6, 64)},
      'the heads of q to be a multiple of the heads of k, 4', '6', HINT_LAYOUT),
-    ('head dim 100', all_inputs(head_dim=100),
-     'q.size(3), the head_dim, to be a multiple of 8', '100', HINT_PAD),
-    ('head dim 96', all_inputs(head_dim=96),
-     'q.size(3), the head_dim, to be one that has a kernel (64, 128, 256)', '96',
-     f'{HINT_PAD}, and pass softmax_scale'),
-    ('head dim 512', all_inputs(head_dim=512),
-     'q.size(3), the head_dim, to be one that has a kernel (64, 128, 256)', '512', ''),
-    ('head dim 0', all_inputs(head_dim=0),
-     'q.size(3), the head_dim, to be one that has a kernel (64, 128, 256)', '0', ''),
+    ('head dim 100', all_inputs(head_dim=100), HEAD_DIM, '100', HINT_PAD),
+    ('head dim 4', all_inputs(head_dim=4), HEAD_DIM, '4', HINT_PAD),
+    ('head dim 264', all_inputs(head_dim=264), HEAD_DIM, '264', ''),
+    ('head dim 0', all_inputs(head_dim=0), HEAD_DIM, '0', ''),
     ('head dim 0 on the CPU', all_inputs(head_dim=0, device='cpu'),
      'head dims of at least 1', '0 (q, k) and 0 (v)', ''),
     ('head dim of v', {'v': tensor(2, 256, 4, 128)},

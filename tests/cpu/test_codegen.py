@@ -114,9 +114,12 @@ def test_no_local_memory_in_the_main_loop(variant: ForwardVariant):
 
 @PER_VARIANT
 def test_hopper_instructions(variant: ForwardVariant):
-    """TMA loads and stores, registers handed from the producer to the consumers, no plain mma."""
+    """TMA loads and stores, registers handed from the producer to the consumers, no plain mma;
+    the wait for the launch before, and the word that the next one may begin.
+    """
     text = '\n'.join(sass_of(variant))
-    for name in ('UTMALDG', 'UTMASTG', 'USETMAXREG.DEALLOC', 'USETMAXREG.TRY_ALLOC', 'SYNCS'):
+    for name in ('UTMALDG', 'UTMASTG', 'USETMAXREG.DEALLOC', 'USETMAXREG.TRY_ALLOC', 'SYNCS',
+                 'ACQBULK', 'PREEXIT'):
         assert name in text, f'no {name}'
     assert not re.search(r'\bHMMA\b', text)
 

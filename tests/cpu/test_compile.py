@@ -51,16 +51,20 @@ def test_gradients(dynamic):
     assert counter.frame_count == 1
 
 
-def test_out_argument():
+@pytest.mark.parametrize('with_lse', [False, True])
+def test_out_argument(with_lse):
     def into(q, k, v, out):
-        return flash_attn_func(q, k, v, out=out).sin()
+        results = flash_attn_func(q, k, v, out=out, return_attn_probs=with_lse)
+        return [x.sin() for x in (results if with_lse else [results])]
 
     q, k, v = inputs()
     out = torch.zeros(2, 4, 5, 16).transpose(1, 2)
-    result = torch.compile(into, backend='aot_eager', fullgraph=True)(q, k, v, out)
-    expected = flash_attn_func(q, k, v)
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(result, expected.sin())
+    results = torch.compile(into, backend='aot_eager', fullgraph=True)(q, k, v, out)
+    expected = flash_attn_func(q, k, v, return_attn_probs=True)
+    torch.testing.assert_close(out, expected[0])
+    assert len(results) == 1 + with_lse
+    for result, wanted in zip(results, expected):
+        torch.testing.assert_close(result, wanted.sin())
 
 
 def test_unsupported_arguments_still_raise():

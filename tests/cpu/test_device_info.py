@@ -22,8 +22,8 @@ def test_old_driver():
         'or build flash_attn3 with an older CUDA')
 
 
-def test_no_driver():
-    assert 'got no driver;' in _host.driver_problem(0, CUDA_13)
+def test_without_a_driver_there_is_nothing_to_say():
+    assert _host.driver_problem(0, CUDA_13) == ''
 
 
 def test_cuda_12_needs_an_older_driver():

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 
 from csrc.instances.variants import FORWARD
+from flash_attn3 import _plan
 from tests import _host
 
 TILES = sorted(_host.layouts)
@@ -40,19 +41,28 @@ def test_rows_of_queries_keys_and_outputs_are_swizzled(tile, operand):
 
 
 @each_tile
+def test_o_is_staged_where_tma_reads_it(tile):
+    rows, columns, values = shared(tile, 'o')
+    for row in range(rows):
+        for chunk in range(columns // CHUNK):
+            offset = _host.chunk_offset_bytes(row, chunk)
+            assert offset == 2 * values[row * columns + chunk * CHUNK]
+
+
+@each_tile
 def test_v_is_the_same_bytes_read_the_other_way(tile):
-    """As the B operand of PV, V is (head dim, keys); in memory it lies as K: (keys, head dim)."""
-    head_dim, keys, values = shared(tile, 'v')
+    """As the B operand of PV, V is (columns, keys); in memory it lies as K: (keys, columns)."""
+    columns, keys, values = shared(tile, 'v')
     assert values == [swizzled(key, column, keys)
-                      for column in range(head_dim) for key in range(keys)]
+                      for column in range(columns) for key in range(keys)]
 
 
 @each_tile
 def test_shapes(tile):
-    tile_n, head_dim = _host.layouts[tile]['tile_n'], _host.layouts[tile]['head_dim']
-    assert shared(tile, 'q')[:2] == shared(tile, 'o')[:2] == (64, head_dim)
-    assert shared(tile, 'k')[:2] == (tile_n, head_dim)
-    assert shared(tile, 'v')[:2] == (head_dim, tile_n)
+    tile_n, columns = _host.layouts[tile]['tile_n'], _host.layouts[tile]['columns']
+    assert shared(tile, 'q')[:2] == shared(tile, 'o')[:2] == (64, columns)
+    assert shared(tile, 'k')[:2] == (tile_n, columns)
+    assert shared(tile, 'v')[:2] == (columns, tile_n)
 
 
 def expected_accumulator(thread, columns):
@@ -74,8 +84,10 @@ def test_accumulators(tile):
         assert _host.layouts[tile]['output'](thread) == expected_accumulator(thread, head_dim)
 
 
-def test_every_tile_is_looked_at():
-    assert set(TILES) == {variant.tile for variant in FORWARD}
+def test_every_width_in_shared_memory_is_looked_at():
+    assert set(TILES) <= {variant.tile for variant in FORWARD}
+    assert {_host.layouts[tile]['columns'] for tile in TILES} == {
+        facts['columns'] for facts in _plan.variants()}
 
 
 def test_value_3_of_thread_5():

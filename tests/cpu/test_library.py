@@ -1,7 +1,9 @@
-"""Loading the library of kernels, in new processes; what is asked of a driver on the first call."""
+"""Loading the library of kernels and what it asks of the driver then, in new processes."""
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,16 +18,21 @@ from tests.cases import Case
 PROBE = 'from flash_attn3 import _library; print(_library.KERNELS_MISSING)'
 
 
-def output_of(code: str, **environment: str) -> str:
+def run(code: str, **environment: str) -> subprocess.CompletedProcess:
     result = subprocess.run([sys.executable, '-c', code], env=os.environ | environment, text=True,
                             capture_output=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
+    return result
 
 
-def test_kernels_can_be_switched_off():
-    reason = output_of(PROBE, FLASH_ATTN3_DISABLE_KERNELS='1')
-    assert reason == 'FLASH_ATTN3_DISABLE_KERNELS=1 is set'
+def output_of(code: str, **environment: str) -> str:
+    return run(code, **environment).stdout.strip()
+
+
+def test_kernels_can_be_switched_off(tmp_path):
+    """Then nothing is asked of the driver."""
+    result = run(PROBE, FLASH_ATTN3_DISABLE_KERNELS='1', **with_driver(tmp_path, OLD))
+    assert result.stdout.strip() == 'FLASH_ATTN3_DISABLE_KERNELS=1 is set' and result.stderr == ''
 
 
 @pytest.mark.parametrize('content, reason', [
@@ -49,8 +56,52 @@ def test_import_does_not_initialise_cuda():
 
 
 # ----------------------------------------------------------------------------------------- driver
+needs_library = pytest.mark.skipif(bool(_library.KERNELS_MISSING), reason=_library.KERNELS_MISSING)
+OLD, NEW = 11080, 99000    # CUDA versions, older and newer than any that kernels are built with
+OLD_DRIVER = re.compile(
+    r'flash_attn3\.device: expected an NVIDIA driver for CUDA \d+\.0 or later \(series \d+\), '
+    r'got a driver for CUDA 11\.8; hint: update the driver .*')
+CAN_USE = """
+import flash_attn3
+import torch
+x = torch.ones(1, 3, 2, 64, dtype=torch.bfloat16)
+assert (flash_attn3.flash_attn_func(x, x, x) == x).all()
+assert not torch.cuda.is_initialized()
+print(*flash_attn3.can_use(x, x, x)[1], sep='\\n')
+"""
+ON_THE_CPU = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
+
+
+def with_driver(folder: Path, version: int | None) -> dict[str, str]:
+    """The environment for a driver that only knows its version; None: it cannot be loaded."""
+    source, library = folder / 'driver.cpp', folder / 'libcuda.so.1'
+    if version is None:
+        library.write_text('not a library')
+    else:
+        source.write_text('extern "C" int cuDriverGetVersion(int* version) '
+                          f'{{ *version = {version}; return 0; }}\n')
+        subprocess.run(['g++', '-shared', '-fPIC', source, '-o', library], check=True)
+    others = os.environ.get('LD_LIBRARY_PATH')
+    return {'LD_LIBRARY_PATH': f'{folder}:{others}' if others else str(folder)}
+
+
+@needs_library
+def test_import_warns_of_an_old_driver(tmp_path):
+    result = run(CAN_USE, **with_driver(tmp_path, OLD))
+    on_the_cpu, reason = result.stdout.splitlines()
+    assert on_the_cpu == ON_THE_CPU and OLD_DRIVER.fullmatch(reason)
+    assert result.stderr.splitlines() == [f'<string>:2: UserWarning: {reason}']
+
+
+@needs_library
+@pytest.mark.parametrize('version', [NEW, None])
+def test_import_is_silent_with_a_good_driver_and_without_one(version, tmp_path):
+    result = run(CAN_USE, **with_driver(tmp_path, version))
+    assert result.stdout.splitlines() == [ON_THE_CPU] and result.stderr == ''
+
+
 GPU = torch.device('cuda', 0)
-OLD_DRIVER = 'flash_attn3.device: expected a newer driver, got an old one'
+PROBLEM = 'flash_attn3.device: expected a newer driver, got an old one'
 
 
 class _OnGpu(torch.Tensor):
@@ -64,52 +115,40 @@ class _OnGpu(torch.Tensor):
 
 
 @pytest.fixture
-def gpu(monkeypatch, tmp_path):
-    """gpu(driver's problem, capability): a stand-in for a GPU, its driver and the kernel library.
-
-    Gives the list of the library's answers so far.
-    """
+def gpu(monkeypatch):
+    """gpu(driver's problem, capability): a stand-in for a GPU and the library of kernels."""
     def pretend(problem, capability=(9, 0)):
-        source, library = tmp_path / 'library.cpp', tmp_path / 'library.so'
-        source.write_text('extern "C" char const* flash_attn3_driver_problem() '
-                          f'{{ return "{problem}"; }}\n')
-        subprocess.run(['g++', '-shared', '-fPIC', source, '-o', library], check=True)
         facts = SimpleNamespace(major=capability[0], minor=capability[1],
                                 multi_processor_count=132, L2_cache_size=50 << 20)
-        answers, ask = [], _library._driver_problem
-        monkeypatch.setattr(_library, '_driver_problem',
-                            lambda: answers.append(ask()) or answers[-1])
-        monkeypatch.setattr(_library, '_LIBRARY_PATH', library)
+        monkeypatch.setattr(_library, 'DRIVER_PROBLEM', problem)
         monkeypatch.setattr(_library, 'KERNELS_MISSING', '')
         monkeypatch.setattr(_library, '_hopper_devices', {})
         monkeypatch.setattr(_library, 'SERVED_DEVICES', {-1})
         monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
         monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: facts)
-        return answers
     return pretend
 
 
 def test_an_old_driver_is_named_on_every_call(gpu):
-    answers = gpu(OLD_DRIVER)
+    gpu(PROBLEM)
     q, k, v = (x.as_subclass(_OnGpu) for x in bad_inputs.good_arguments('cpu').values())
-    for calls in (1, 2):
-        with pytest.raises(RuntimeError, match=f'^{OLD_DRIVER}$'):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f'^{PROBLEM}$'):
             flash_attn3.flash_attn_func(q, k, v)
-        assert answers == calls * [OLD_DRIVER]
-    assert flash_attn3.can_use(q, k, v) == (False, [OLD_DRIVER])
+    assert flash_attn3.can_use(q, k, v) == (False, [PROBLEM])
 
 
-def test_the_driver_is_asked_once_a_device(gpu):
-    answers = gpu('')
-    for index in (0, 1, 0, 1, 0):
+def test_a_good_driver_serves_every_device(gpu):
+    gpu('')
+    for index in (0, 1, 0):
         assert _library.kernels_serve(torch.device('cuda', index))
-    assert answers == ['', '']
+    assert _library.SERVED_DEVICES == {-1, 0, 1}
 
 
 def test_the_driver_does_not_matter_where_no_kernel_runs(gpu):
-    answers = gpu(OLD_DRIVER, capability=(8, 0))
+    gpu(PROBLEM, capability=(8, 0))
     assert not _library.kernels_serve(GPU)
-    assert not answers
+    assert _library.SERVED_DEVICES == {-1}
 
 
 def test_can_use_asks_for_the_kernel_that_the_call_takes(gpu, monkeypatch):
@@ -122,13 +161,6 @@ def test_can_use_asks_for_the_kernel_that_the_call_takes(gpu, monkeypatch):
     assert flash_attn3.can_use(*tensors, causal=True, pack_gqa=False) == (
         False, ['flash_attn3.can_use: expected the kernel FwdBf16D64CausalShort, '
                 'got a build without it'])
-
-
-@pytest.mark.skipif(bool(_library.KERNELS_MISSING), reason=_library.KERNELS_MISSING)
-def test_the_library_knows_its_driver():
-    problem = _library._driver_problem()
-    is_fine = problem == '' or problem.startswith('flash_attn3.device: expected an NVIDIA driver')
-    assert is_fine and not torch.cuda.is_initialized()
 
 
 def test_public_names():

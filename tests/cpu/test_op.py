@@ -3,8 +3,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn3 import flash_attn_func
+from flash_attn3 import flash_attn_func, reference
 
 from tests.cases import Case
 
@@ -23,16 +24,18 @@ def test_opcheck_fwd(dtype, requires_grad):
     opcheck(OPS.fwd.default, (*inputs(dtype, requires_grad), *SCALARS))
 
 
+@pytest.mark.parametrize('op', [OPS._fwd.default, OPS._fwd_no_lse.default], ids=str)
 @pytest.mark.parametrize('dtype', ['fp32', 'bf16'])
-def test_opcheck_fwd_without_autograd(dtype):
-    opcheck(OPS._fwd.default, (*inputs(dtype), *SCALARS))
+def test_opcheck_fwd_without_autograd(dtype, op):
+    opcheck(op, (*inputs(dtype), *SCALARS))
 
 
+@pytest.mark.parametrize('op', [OPS.fwd_out.default, OPS.fwd_out_no_lse.default], ids=str)
 @pytest.mark.parametrize('dtype', ['fp32', 'bf16'])
-def test_opcheck_fwd_out(dtype):
+def test_opcheck_fwd_out(dtype, op):
     q, k, v = inputs(dtype)
-    opcheck(OPS.fwd_out.default, (q, k, v, torch.zeros(2, 4, 5, 8, dtype=q.dtype).mT.contiguous().mT
-                                  .transpose(1, 2), *SCALARS))
+    out = torch.zeros(2, 4, 5, 8, dtype=q.dtype).mT.contiguous().mT.transpose(1, 2)
+    opcheck(op, (q, k, v, out, *SCALARS))
 
 
 @pytest.mark.parametrize('with_dlse', [False, True])
@@ -43,10 +46,57 @@ def test_opcheck_bwd(with_dlse):
     opcheck(OPS.bwd.default, (torch.randn_like(out), dlse, q, k, v, out, lse, 0.3, True))
 
 
-def test_the_two_forward_ops_agree():
+def results_of_all_forward_ops(*scalars) -> tuple[list, list]:
+    """Every out and every LSE."""
     q, k, v = inputs()
-    for a, b in zip(OPS.fwd(q, k, v, *SCALARS), OPS._fwd(q, k, v, *SCALARS)):
-        assert torch.equal(a, b)
+    outs = [torch.full((2, 5, 4, 8), torch.nan) for _ in range(2)]
+    pairs = [OPS.fwd(q, k, v, *scalars), OPS._fwd(q, k, v, *scalars),
+             (outs[0], OPS.fwd_out(q, k, v, outs[0], *scalars))]
+    assert OPS.fwd_out_no_lse(q, k, v, outs[1], *scalars) is None
+    return ([*(out for out, _ in pairs), OPS._fwd_no_lse(q, k, v, *scalars), outs[1]],
+            [lse for _, lse in pairs])
+
+
+@pytest.mark.parametrize('scalars', [(), SCALARS], ids=['defaults', 'given'])
+def test_the_forward_ops_agree(scalars):
+    scale, causal = scalars[:2] or (8 ** -0.5, False)
+    out, lse = reference.forward(*inputs(), scale, causal)
+    outs, lses = results_of_all_forward_ops(*scalars)
+    assert len(outs) == 5 and all(torch.equal(x, out) for x in outs)
+    assert len(lses) == 3 and all(torch.equal(x, lse) for x in lses)
+
+
+def test_the_default_scale_reaches_the_gradients():
+    q, k, v = inputs(requires_grad=True)
+    gradients = [torch.autograd.grad(OPS.fwd(q, k, v, *scale)[0].square().sum(), (q, k, v))
+                 for scale in ((), (8 ** -0.5,))]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+class _CalledOps(TorchDispatchMode):
+    """The names of our ops, as they are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == 'flash_attn3':
+            self.names.append(op._opname)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('changes, op', [
+    ({}, '_fwd_no_lse'), ({'causal': True}, '_fwd_no_lse'), ({'softmax_scale': 0.3}, '_fwd_no_lse'),
+    ({'pack_gqa': False}, '_fwd_no_lse'), ({'return_attn_probs': True}, '_fwd'),
+    ({'out': torch.empty(2, 5, 4, 8)}, 'fwd_out_no_lse'),
+    ({'out': torch.empty(2, 5, 4, 8), 'return_attn_probs': True}, 'fwd_out')],
+    ids=lambda x: x if isinstance(x, str) else '-'.join(x))
+def test_the_lse_is_made_only_for_those_who_ask(changes, op):
+    tensors = inputs()
+    with _CalledOps() as called:
+        flash_attn_func(*tensors, **changes)
+    assert called.names == [op]
 
 
 @pytest.mark.parametrize('device', ['cuda', 'cpu'])
@@ -59,7 +109,9 @@ def test_fakes(device, dtype):
         k = torch.empty(2, 7, 2, 64, device=device, dtype=dtype)
         v = torch.empty(2, 7, 2, 32, device=device, dtype=dtype)
         out, lse = OPS.fwd(q, k, v, *SCALARS)
+        alone = OPS._fwd_no_lse(q, k, v)
         dq, dk, dv = OPS.bwd(out, None, q, k, v, out, lse, 0.3, True)
+    assert alone.shape == out.shape and alone.stride() == out.stride() and alone.dtype == dtype
     assert out.shape == (2, 5, 4, 32) and out.dtype == dtype and out.is_contiguous()
     assert lse.shape == (2, 4, 5) and lse.is_contiguous()
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -76,5 +128,5 @@ def test_meta_tensors():
 
 
 def test_ops_are_tagged_for_pt2():
-    for op in (OPS.fwd, OPS._fwd, OPS.fwd_out, OPS.bwd):
+    for op in (OPS.fwd, OPS._fwd, OPS._fwd_no_lse, OPS.fwd_out, OPS.fwd_out_no_lse, OPS.bwd):
         assert torch.Tag.pt2_compliant_tag in op.default.tags

@@ -26,10 +26,10 @@ def ceil_div(a, b):
 
 
 @pytest.mark.parametrize('dtype', ['float16', 'bfloat16'])
-@pytest.mark.parametrize('head_dim', [64, 128, 256])
+@pytest.mark.parametrize('head_dim', range(32, 257, 16))
 @pytest.mark.parametrize('causal', [False, True])
 def test_variant_by_dtype_head_dim_and_mask(dtype, head_dim, causal):
-    facts = plan(4096, head_dim=head_dim, causal=causal, dtype=dtype)
+    facts = plan(16384, 16384, head_dim=head_dim, causal=causal, dtype=dtype)
     short_dtype, mask = {'float16': 'Fp16', 'bfloat16': 'Bf16'}[dtype], ('Full', 'Causal')[causal]
     name = f'Fwd{short_dtype}D{head_dim}{mask}'
     assert facts['name'] == name
@@ -37,36 +37,85 @@ def test_variant_by_dtype_head_dim_and_mask(dtype, head_dim, causal):
     assert of_the_variant.items() <= facts.items()
 
 
-@pytest.mark.parametrize('dtype, name', [
-    ('float16', 'FwdFp16D64Causal'), ('bfloat16', 'FwdBf16D64Causal')])
-@pytest.mark.parametrize('seqlen, suffix', [
-    (512, 'Short'), (1024, 'Short'), (2048, ''), (4096, ''), (16384, '')])
-def test_tile_of_causal_attention_by_length(seqlen, suffix, dtype, name):
-    """As measured: 192 rows waste more of short causal problems than they gain in speed."""
-    facts = plan(seqlen, seqlen, heads_q=32, heads_k=32, head_dim=64, causal=True, dtype=dtype)
-    assert facts['name'] == name + suffix
+@pytest.mark.parametrize('head_dim, causal, first_long', [
+    (64, True, 2048), (128, False, 2048), (96, False, 2048), (96, True, 4096),
+    (256, False, 1024), (256, True, 2048)])
+def test_tile_by_length(head_dim, causal, first_long):
+    """As measured with 16k tokens: large tiles waste more of short problems than they gain."""
+    heads = 2048 // head_dim
+    for seqlen in (512, 1024, 2048, 4096, 8192, 16384):
+        facts = plan(seqlen, seqlen, batch=16384 // seqlen, heads_q=heads, heads_k=heads,
+                     head_dim=head_dim, causal=causal)
+        assert facts['name'].endswith('Short') is (seqlen < first_long), seqlen
 
 
-def computed_pairs(variant, seqlen_q, seqlen_k, causal):
+def tile_costs(variant, seqlen_q, seqlen_k, causal):
+    """Pairs of each tile of a head, and those that its start and end are worth."""
     rows, keys = variant['tile_m'], variant['tile_n']
     ends = [_host.block_range(begin, begin + rows, seqlen_q, seqlen_k, keys, causal)[1]
             for begin in range(0, seqlen_q, rows)]
-    return sum(ends) * rows * keys
+    return [(max(end, 1) * keys + variant['fixed_keys']) * rows for end in ends]
 
 
-@given(seqlen_q=st.integers(1, 5000), seqlen_k=st.integers(1, 5000), causal=st.booleans(),
-       head_dim=st.sampled_from([64, 128, 256]))
+def time_of_head(variant, *problem):
+    return Fraction(sum(tile_costs(variant, *problem)), variant['relative_speed'])
+
+
+def time_of_plan(variant, seqlen_q, seqlen_k, causal, heads):
+    costs = tile_costs(variant, seqlen_q, seqlen_k, causal)
+    ctas = min(132, len(costs) * heads)
+    if causal:
+        busiest = max(Fraction(sum(costs) * heads, ctas), costs[-1])
+    else:
+        busiest = ceil_div(len(costs) * heads, ctas) * costs[-1]
+    return Fraction(busiest, variant['relative_speed'])
+
+
+@given(seqlen_q=st.integers(1, 4096), seqlen_k=st.integers(1, 10000), heads=st.integers(1, 300),
+       causal=st.booleans(), head_dim=st.sampled_from([64, 80, 128, 192, 256]))
 @settings(max_examples=300, deadline=None)
-def test_variant_that_takes_the_least_time(seqlen_q, seqlen_k, causal, head_dim):
-    """Computed pairs over speed; from 4096 queries on the first one listed."""
-    serving = [row for row in _plan.variants() if row['dtype'] == 'bfloat16'
-               and row['head_dim'] == head_dim and row['causal'] == causal]
-    times = [Fraction(computed_pairs(row, seqlen_q, seqlen_k, causal), row['relative_speed'])
-             for row in serving]
-    best = serving[times.index(min(times)) if seqlen_q < 4096 else 0]['name']
-    chosen = plan(seqlen_q, seqlen_k, head_dim=head_dim, causal=causal, pack_gqa=NEVER)['name']
-    assert chosen == best
-    assert causal or not chosen.endswith('Short')
+def test_variant_that_takes_the_least_time(seqlen_q, seqlen_k, heads, causal, head_dim):
+    """First the keys of a tile, by the lengths alone; then its rows, by what the busiest CTA does.
+
+    Up to 64 tiles a head, where the planner looks at each of them.
+    """
+    problem = seqlen_q, seqlen_k, causal
+    serving = {row['name']: row for row in _plan.variants() if row['dtype'] == 'bfloat16'
+               and row['head_dim'] == head_dim and row['causal'] == causal}
+    chosen = plan(seqlen_q, seqlen_k, batch=1, heads_q=heads, heads_k=heads, head_dim=head_dim,
+                  causal=causal, pack_gqa=NEVER)
+    rounding = 1 + Fraction(1, 10 ** 12)
+    alike = [row for row in serving.values() if row['tile_n'] == chosen['tile_n']]
+    assert min(time_of_head(row, *problem) for row in alike) <= rounding * min(
+        time_of_head(row, *problem) for row in serving.values())
+    assert time_of_plan(serving[chosen['name']], *problem, heads) <= rounding * min(
+        time_of_plan(row, *problem, heads) for row in alike)
+
+
+@given(seqlen_q=st.integers(1, 40000), seqlen_k=st.integers(1, 40000), causal=st.booleans(),
+       head_dim=st.sampled_from([64, 80, 128, 192, 256]), batch=st.integers(1, 50),
+       heads_k=st.integers(1, 9), group=st.integers(1, 70), sm_margin=st.integers(0, 131),
+       pack_gqa=st.sampled_from([NEVER, ALWAYS, HEURISTIC]))
+@settings(max_examples=300, deadline=None)
+def test_keys_of_a_tile_depend_on_the_lengths_alone(seqlen_q, seqlen_k, causal, head_dim, batch,
+                                                    heads_k, group, sm_margin, pack_gqa):
+    """They are what a result depends on: an entry gives the same bits in every batch."""
+    alone = plan(seqlen_q, seqlen_k, batch=1, heads_q=1, heads_k=1, head_dim=head_dim,
+                 causal=causal)
+    among_others = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
+                        head_dim=head_dim, causal=causal, pack_gqa=pack_gqa, sm_margin=sm_margin)
+    assert among_others['tile_n'] == alone['tile_n']
+
+
+@pytest.mark.parametrize('head_dim', [64, 128, 256])
+@pytest.mark.parametrize('causal', [False, True])
+def test_small_problems_get_small_tiles(head_dim, causal):
+    for seqlen in (64, 512, 2048):
+        one_head = plan(seqlen, seqlen, batch=1, heads_q=1, heads_k=1, head_dim=head_dim,
+                        causal=causal)
+        many = plan(seqlen, seqlen, batch=64, heads_q=16, heads_k=16, head_dim=head_dim,
+                    causal=causal)
+        assert one_head['tile_m'] == 64 and (many['tile_m'] > 64 or seqlen == 64)
 
 
 @given(batch=st.integers(0, 9), seqlen_q=st.integers(0, 5000), seqlen_k=st.integers(0, 5000),
@@ -142,7 +191,7 @@ def test_work_counts_visible_pairs(seqlen_q, seqlen_k, causal, pack_gqa):
 
 def test_useful_share_of_causal_tiles():
     """256 x 256 in tiles of 128 x 128: a whole tile and two with half of their pairs visible."""
-    facts = plan(256, 256, causal=True)
+    facts = plan(256, 256, batch=16, heads_q=64, heads_k=64, causal=True)
     assert (facts['tile_m'], facts['tile_n']) == (128, 128)
     assert facts['useful_share'] == pytest.approx((128 * 129 + 128 * 128) / (3 * 128 * 128))
 
@@ -218,9 +267,10 @@ def test_full_attention_has_no_sections():
 
 
 @pytest.mark.parametrize('change, reason', [
-    ({'head_dim': 96}, 'fwd: expected q.size(3), the head_dim, to be one that has a kernel '
-                       '(64, 128, 256), got 96'),
-    ({'head_dim': 100}, 'fwd: expected q.size(3), the head_dim, to be a multiple of 8, got 100'),
+    ({'head_dim': 100}, 'fwd: expected q.size(3), the head_dim, to be a multiple of 8 from 8 to '
+                        '256, got 100'),
+    ({'head_dim': 264}, 'fwd: expected q.size(3), the head_dim, to be a multiple of 8 from 8 to '
+                        '256, got 264'),
     ({'dtype': 'float32'}, 'fwd: expected q.dtype to be float16 or bfloat16, got float32'),
     ({'heads_q': 7, 'heads_k': 2}, 'fwd: expected the heads of q to be a multiple of the heads '
                                    'of k, 2, got 7'),

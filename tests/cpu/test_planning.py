@@ -1,4 +1,5 @@
 """explain(), can_use(), built_variants() and the command line, on a machine without a GPU."""
+import itertools
 import runpy
 import sys
 
@@ -29,11 +30,27 @@ def test_explain_names_the_kernel(kind, capsys):
 
 def test_explain_text(capsys):
     rows = explained(capsys, SHAPE, SHAPE, causal=True)
-    assert list(rows) == ['variant', 'tile', 'pack_gqa', 'warpgroups', 'overlap', 'stages',
-                          'registers', 'shared memory', 'tiles', 'grid', 'waves', 'padding',
-                          'FLOPs', 'bytes']
+    assert list(rows) == ['variant', 'head dim', 'tile', 'pack_gqa', 'warpgroups', 'overlap',
+                          'stages', 'registers', 'shared memory', 'tiles', 'grid', 'waves',
+                          'padding', 'FLOPs', 'bytes']
     assert rows['variant'].startswith('FwdBf16D128Causal')
     assert rows['grid'] == '132 CTAs'
+
+
+@pytest.mark.parametrize('head_dim, computed, stored', [
+    (8, 32, 64), (40, 48, 64), (72, 80, 128), (80, 80, 128), (128, 128, 128), (136, 144, 192),
+    (248, 256, 256)])
+def test_head_dims_in_between(head_dim, computed, stored, capsys):
+    """The next multiple of 16 is computed; the rest of a slice of 64 columns is only stored."""
+    shape = (2, 4096, 16, head_dim)
+    facts = planning.plan(shape, shape)
+    assert (facts['head_dim'], facts['columns']) == (computed, stored)
+    assert facts['flops'] == 4 * 2 * 16 * 4096 * 4096 * head_dim
+    aligned = planning.plan((*shape[:3], computed), (*shape[:3], computed))
+    assert facts['useful_share'] == pytest.approx(
+        aligned['useful_share'] * head_dim / computed)
+    assert explained(capsys, shape, shape)['head dim'] == (
+        f'{computed} computed, {stored} in shared memory')
 
 
 def test_plan_of_full_attention():
@@ -125,9 +142,10 @@ def test_built_variants(monkeypatch):
     assert flash_attn3.built_variants() == []
 
 
-def test_the_list_of_variants_is_what_the_first_version_promises():
-    assert {Kind(dtype, head_dim, causal) for dtype in ('bf16', 'fp16')
-            for head_dim in (64, 128, 256) for causal in (False, True)} <= set(KINDS)
+def test_every_kind_of_problem_has_kernels():
+    for dtype, head_dim, causal in itertools.product(('bf16', 'fp16'), range(8, 257, 8),
+                                                     (False, True)):
+        assert Kind(dtype, head_dim, causal).variants()
 
 
 @pytest.mark.parametrize('cases', [SMOKE, SHAPES, CORNERS, sanitize.CASES],

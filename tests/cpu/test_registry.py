@@ -37,9 +37,9 @@ def test_every_dtype_mask_and_head_dim_is_there():
         speeds[problem].append(row['relative_speed'])
         tiles.add((*problem, row['tile_m'], row['tile_n']))
     assert set(speeds) == {(dtype, causal, dim, dim) for dtype in ('bfloat16', 'float16')
-                           for causal in (False, True) for dim in (64, 128, 256)}
+                           for causal in (False, True) for dim in range(32, 257, 16)}
     assert len(tiles) == len(NAMES) == len(set(NAMES))
-    assert all(row[0] == 100 == max(row) and min(row) > 0 for row in speeds.values())
+    assert all(row[0] == max(row) and min(row) > 0 for row in speeds.values())
 
 
 def test_missing_variant_names_itself_its_relatives_and_the_way_out():

@@ -30,9 +30,9 @@ def test_a_bad_line_is_named(line):
         search_tiles.read_candidates(f'\n{line}\n')
 
 
-def test_every_head_dim_has_candidates():
+def test_candidates_have_the_head_dims_of_kernels():
     candidates = search_tiles.read_candidates(TILES.read_text())
-    assert {c.head_dim for c in candidates} == {v.head_dim for v in variants.FORWARD}
+    assert {c.head_dim for c in candidates} <= {v.head_dim for v in variants.FORWARD}
     assert len({c.name for c in candidates}) == len(candidates)
 
 

@@ -14,8 +14,8 @@ ELEMENT_BYTES = 2
 
 @each_variant
 def test_shared_memory_holds_the_rings_and_fits(variant):
-    rows = variant['tile_m'] * variant['q_stages'] * variant['head_dim']
-    keys = variant['tile_n'] * variant['stages'] * (variant['head_dim'] + variant['head_dim_v'])
+    rows = variant['tile_m'] * variant['q_stages'] * variant['columns']
+    keys = variant['tile_n'] * variant['stages'] * (variant['columns'] + variant['columns_v'])
     rings = ELEMENT_BYTES * (rows + keys)
     assert rings < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA
     assert variant['shared_bytes'] - rings <= 2048, 'barriers take at most a few hundred bytes'
@@ -24,8 +24,8 @@ def test_shared_memory_holds_the_rings_and_fits(variant):
 @each_variant
 def test_rings_stay_aligned_for_the_swizzle(variant):
     """The 128-byte swizzle repeats every 1024 bytes: every buffer must be a multiple of them."""
-    for rows, columns in ((64, variant['head_dim']), (variant['tile_n'], variant['head_dim']),
-                          (variant['tile_n'], variant['head_dim_v'])):
+    for rows, columns in ((64, variant['columns']), (variant['tile_n'], variant['columns']),
+                          (variant['tile_n'], variant['columns_v'])):
         assert rows % 8 == 0 and rows * columns * ELEMENT_BYTES % 1024 == 0
 
 
@@ -52,7 +52,9 @@ def test_accumulators_leave_registers_for_the_rest(variant):
 @each_variant
 def test_products_and_copies_have_legal_shapes(variant):
     assert variant['tile_n'] % 16 == 0 and variant['tile_n'] <= 256
-    assert variant['head_dim'] % 64 == 0 and variant['head_dim_v'] % 64 == 0
+    for name in ('', '_v'):
+        head_dim, columns = variant[f'head_dim{name}'], variant[f'columns{name}']
+        assert head_dim % 16 == 0 and columns % 64 == 0 and columns - 64 < head_dim <= columns
     assert variant['tile_m'] == 64 * variant['consumer_warpgroups']
     assert variant['threads'] == WARPGROUP_THREADS * (variant['consumer_warpgroups'] + 1) <= 1024
     assert not variant['ping_pong'] or variant['consumer_warpgroups'] == 2

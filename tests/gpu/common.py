@@ -7,9 +7,9 @@ from torch import Tensor
 from flash_attn3 import flash_attn_func
 
 from tests import compare
-from tests.cases import KINDS, Case
+from tests.cases import MAIN_KINDS, Case
 
-every_kind = pytest.mark.parametrize('kind', KINDS, ids=str)
+every_kind = pytest.mark.parametrize('kind', MAIN_KINDS, ids=str)
 
 
 def run(tensors: tuple[Tensor, Tensor, Tensor], case: Case, **options) -> tuple[Tensor, Tensor]:

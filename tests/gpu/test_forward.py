@@ -86,6 +86,21 @@ def test_batch_entries_do_not_see_each_other(kind, device):
     compare.check_equal(backwards, together, 'out')
 
 
+@every_kind
+@pytest.mark.parametrize('seqlens', [(200, 1000), (1500, 1500), (2500, 2500)], ids=str)
+def test_a_head_gives_the_same_bits_in_every_problem(seqlens, kind, device):
+    """Alone it runs on the smallest tile, among others on larger ones."""
+    case = Case(*seqlens, batch=6, heads_q=40, heads_k=40).of(kind)
+    tensors = case.tensors(device)
+    together = run(tensors, case)
+    alone = run([x[4:5, :, 30:31] for x in tensors], case)
+    check_same(alone, (together[0][4:5, :, 30:31], together[1][4:5, 30:31]))
+    grouped = run([tensors[0], *(x[:, :, 8:16] for x in tensors[1:])], case)
+    check_same(run([tensors[0][:, :, :5], *(x[:, :, 8:9] for x in tensors[1:])], case,
+                   pack_gqa=True),
+               (grouped[0][:, :, :5], grouped[1][:, :5]))
+
+
 @pytest.mark.smoke
 @every_kind
 @pytest.mark.parametrize('softmax_scale', [1e-3, 0.5, 2.0])

@@ -13,9 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 import flash_attn3
 from flash_attn3 import checks, flash_attn_func
 
-from tests import bad_inputs
+from tests import bad_inputs, compare, layouts
 from tests.cases import Case
-from tests.gpu.common import every_kind
+from tests.gpu.common import every_kind, run
 
 OPS = torch.ops.flash_attn3
 CASE = Case(65, 130, heads_q=6, heads_k=2, head_dim=64, causal=True)
@@ -30,15 +30,34 @@ def _fresh_compiler():
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize('op', [OPS.fwd.default, OPS._fwd.default], ids=['fwd', '_fwd'])
+@pytest.mark.parametrize('op', [OPS.fwd.default, OPS._fwd.default, OPS._fwd_no_lse.default],
+                         ids=str)
 def test_opcheck(op, device):
     opcheck(op, (*CASE.tensors(device), *SCALARS))
 
 
 @pytest.mark.smoke
-def test_opcheck_out(device):
+@pytest.mark.parametrize('op', [OPS.fwd_out.default, OPS.fwd_out_no_lse.default], ids=str)
+def test_opcheck_out(op, device):
     q, k, v = CASE.tensors(device)
-    opcheck(OPS.fwd_out.default, (q, k, v, torch.zeros_like(q), *SCALARS))
+    opcheck(op, (q, k, v, torch.zeros_like(q), *SCALARS))
+
+
+@pytest.mark.smoke
+@every_kind
+@pytest.mark.parametrize('case', [CASE, Case(7, 0), Case(300, 10)], ids=Case.sizes)
+def test_the_output_is_the_same_without_an_lse(case, kind, device):
+    """Also into a given output, and with the scale left to the op."""
+    case = case.of(kind)
+    tensors = case.tensors(device)
+    expected, _ = run(tensors, case)
+    given = layouts.COPIED[0].place(torch.full_like(expected, torch.nan))
+    options = {'causal': case.causal}
+    flash_attn_func(*tensors, out=given, **options)
+    results = [given, flash_attn_func(*tensors, **options),
+               flash_attn_func(*tensors, softmax_scale=case.softmax_scale, **options)]
+    for out in results:
+        compare.check_equal(out, expected, 'out')
 
 
 # -------------------------------------------------------------------------------------- compilers
@@ -151,10 +170,36 @@ except RuntimeError as error:
 def test_a_failed_launch_names_the_kernel(cuda):
     if 'FwdBf16D128Full' not in flash_attn3.built_variants():
         pytest.skip('FwdBf16D128Full is not in this build')
-    run = subprocess.run([sys.executable, '-c', FAILED_LAUNCH], text=True, capture_output=True,
-                         env=os.environ, timeout=120)
+    process = subprocess.run([sys.executable, '-c', FAILED_LAUNCH], text=True, capture_output=True,
+                             env=os.environ, timeout=120)
     for part in ('FwdBf16D128Full', 'grid ', 'shared memory ', 'assert'):
-        assert part in run.stdout, run.stdout + run.stderr
+        assert part in process.stdout, process.stdout + process.stderr
+
+
+FORK = '''
+import multiprocessing, torch, flash_attn3
+assert not torch.cuda.is_initialized()
+
+def work():
+    x = torch.ones(1, 300, 4, 128, dtype=torch.bfloat16, device='cuda')
+    assert (flash_attn3.flash_attn_func(x, x, x) == 1).all()
+
+child = multiprocessing.get_context('fork').Process(target=work)
+child.start()
+child.join()
+assert child.exitcode == 0
+work()
+'''
+
+
+@pytest.mark.smoke
+def test_a_child_forked_after_the_import_can_use_the_gpu(cuda):
+    """So can its parent: as with a data loader that is made before the first call."""
+    if 'FwdBf16D128Full' not in flash_attn3.built_variants():
+        pytest.skip('FwdBf16D128Full is not in this build')
+    process = subprocess.run([sys.executable, '-c', FORK], text=True, capture_output=True,
+                             env=os.environ, timeout=120)
+    assert process.returncode == 0, process.stderr
 
 
 # -------------------------------------------------------------------------------- which kernel ran

@@ -51,6 +51,19 @@ def test_a_bad_key_spoils_the_rows_that_see_it(kind, device):
 
 @pytest.mark.smoke
 @every_kind
+def test_rows_without_a_key_are_zero_whatever_v_holds(kind, device):
+    """Causal with more queries than keys: whole tiles see nothing, one tile has rows of both."""
+    case = Case(500, 100, heads_q=6, heads_k=2).of(kind)
+    q, k, v = case.tensors(device)
+    v[1, :, 0] = math.nan
+    out, lse = run((q, k, v), case)
+    blind = 400 if case.causal else 0
+    assert (out[:, :blind] == 0).all() and (lse[:, :, :blind] == -math.inf).all()
+    assert out[1, blind:, :3].isnan().all() and out[1, blind:, 3:].isfinite().all()
+
+
+@pytest.mark.smoke
+@every_kind
 def test_a_bad_value_spoils_its_column(kind, device):
     """In the rows that see it. (P = 0 times NaN may spoil rows of the same tile that do not.)"""
     case = CASE.of(kind)

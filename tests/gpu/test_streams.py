@@ -36,6 +36,36 @@ def test_side_stream_waits_for_a_slow_producer(layout, kind, cuda):
 
 @pytest.mark.smoke
 @every_kind
+def test_launches_that_depend_on_each_other(kind, cuda):
+    """A kernel is launched while the one before still runs: it must wait before it reads what that
+    one writes, and before it writes what that one reads.
+    """
+    case = Case(500, 500, heads_q=6, heads_k=6).of(kind)
+    first, k, v = case.tensors(cuda)
+
+    def chain(after_each=lambda: None):
+        """Two outputs in turns, each the next queries and then written again."""
+        buffers = [torch.full_like(first, float('nan')) for _ in range(2)]
+        x = first
+        for i in range(20):
+            x = flash_attn_func(x, k, v, causal=case.causal, out=buffers[i % 2])
+            after_each()
+        return buffers
+
+    expected = chain(torch.cuda.synchronize)
+    for got, wanted in zip(chain(), expected):
+        compare.check_equal(got, wanted, 'out')
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(3):
+        graph.replay()
+    for got, wanted in zip(captured, expected):
+        compare.check_equal(got, wanted, 'out')
+
+
+@pytest.mark.smoke
+@every_kind
 def test_nothing_waits_for_the_gpu(kind, cuda):
     """The call returns while the stream is still busy before it."""
     case = CASE.of(kind)
@@ -103,16 +133,18 @@ def test_graph_replays_with_new_data(layout, pack_gqa, kind, cuda):
     with torch.cuda.graph(graph):
         out, lse = run(tensors, case, pack_gqa=pack_gqa)
         _, given_lse = run(tensors, case, pack_gqa=pack_gqa, out=given_out)
+        alone = flash_attn_func(*tensors, causal=case.causal, pack_gqa=pack_gqa)
     for seed in range(3):
         torch.manual_seed(seed)
         for x in tensors:
             x.normal_()
         expected = run(tensors, case, pack_gqa=pack_gqa)
-        for result in (out, lse, given_out, given_lse):
+        for result in (out, lse, given_out, given_lse, alone):
             result.fill_(float('nan'))
         graph.replay()
         check_same((out, lse), expected)
         check_same((given_out, given_lse), expected)
+        compare.check_equal(alone, expected[0], 'out')
 
 
 def test_a_graph_replays_a_hundred_times(cuda):
@@ -134,10 +166,13 @@ def test_empty_tensors_in_a_graph(cuda):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = flash_attn_func(q, k, k, return_attn_probs=True)
+        alone = flash_attn_func(q, k, k)
         empty = flash_attn_func(k, q, q)
-    out.fill_(float('nan'))
+    for result in (out, lse, alone):
+        result.fill_(float('nan'))
     graph.replay()
-    assert (out == 0).all() and lse.isneginf().all() and empty.shape == (2, 0, 4, 128)
+    assert (out == 0).all() and lse.isneginf().all() and (alone == 0).all()
+    assert empty.shape == (2, 0, 4, 128)
 
 
 # ------------------------------------------------------------------------------------- second GPU
