@@ -149,7 +149,12 @@ UPSTREAM_SHAPES = [(1, 1), (64, 128), (239, 1), (799, 3), (113, 203), (108, 256)
 EDGE_SHAPES = [(1, 1000), (63, 79), (64, 80), (65, 81), (127, 127), (128, 128), (129, 129),
                (191, 175), (192, 176), (193, 177), (256, 352), (257, 353), (2, 2048), (2048, 2)]
 
-SMOKE = [Case(113, 203, heads_q=6, heads_k=2), Case(1024, 1023)]
+# For the planner's other tiles: many heads of short sequences, few and more of long ones.
+OTHER_TILES = [Case(256, 256, batch=8, heads_q=24, heads_k=8),
+               Case(2100, 2100, batch=1, heads_q=2, heads_k=1),
+               Case(2100, 2100, batch=1, heads_q=24, heads_k=8)]
+
+SMOKE = [Case(113, 203, heads_q=6, heads_k=2), Case(1024, 1023), *OTHER_TILES]
 
 SHAPES = [Case(seqlen_q, seqlen_k, heads_q=heads_q, heads_k=heads_k)
           for (seqlen_q, seqlen_k), (heads_q, heads_k)

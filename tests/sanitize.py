@@ -1,4 +1,4 @@
-"""Tiny calls that run every built kernel, under NVIDIA's compute-sanitizer:
+"""Small calls that run every built kernel, under NVIDIA's compute-sanitizer:
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck  --kernel-name kernel_substring=forward_kernel \\
@@ -13,11 +13,11 @@ races.
 import torch
 
 import flash_attn3
-from tests.cases import KINDS, Case
+from tests.cases import KINDS, OTHER_TILES, Case
 
 CASES = [Case(67, 150, batch=1, heads_q=2, heads_k=2),
          Case(5, 33, heads_q=6, heads_k=2, pack_gqa=True),
-         Case(150, 67, batch=1, heads_q=2, heads_k=1, pack_gqa=False)]
+         Case(150, 67, batch=1, heads_q=2, heads_k=1, pack_gqa=False), *OTHER_TILES]
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ int choose_section_pairs(FwdProblem const& problem, FwdSchedule const& schedule)
       std::max<int64_t>(1, (two_rounds + tiles_per_kv_head / 2) / tiles_per_kv_head);
   int64_t const most = std::min(kv_heads, std::max(fitting, least));
   int64_t const lowest =
-      std::max<int64_t>({1, std::min(least, most), most * 2 / 3, most - kMostCandidates});
+      std::max<int64_t>({1, std::min(least, most), most / 2, most - kMostCandidates});
 
   int64_t best = most;
   double best_waste = 1e30;

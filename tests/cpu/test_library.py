@@ -154,12 +154,12 @@ def test_the_driver_does_not_matter_where_no_kernel_runs(gpu):
 def test_can_use_asks_for_the_kernel_that_the_call_takes(gpu, monkeypatch):
     """Packing changes how many rows a tile wastes, and with that the tile."""
     gpu('')
-    monkeypatch.setattr(planning, 'built_variants', lambda: ['FwdBf16D64Causal'])
-    case = Case(113, 203, heads_q=6, heads_k=2, head_dim=64)
+    monkeypatch.setattr(planning, 'built_variants', lambda: ['FwdBf16D64CausalShort'])
+    case = Case(33, 203, heads_q=132, heads_k=33, head_dim=64)
     tensors = [x.as_subclass(_OnGpu) for x in case.tensors('cpu')]
     assert flash_attn3.can_use(*tensors, causal=True) == (True, [])
     assert flash_attn3.can_use(*tensors, causal=True, pack_gqa=False) == (
-        False, ['flash_attn3.can_use: expected the kernel FwdBf16D64CausalShort, '
+        False, ['flash_attn3.can_use: expected the kernel FwdBf16D64CausalSmall, '
                 'got a build without it'])
 
 

@@ -10,7 +10,7 @@ import flash_attn3
 from flash_attn3 import _library, planning
 
 from tests import bad_inputs, sanitize
-from tests.cases import CORNERS, DTYPES, KINDS, SHAPES, SMOKE, Case, Kind
+from tests.cases import DTYPES, KINDS, SHAPES, SMOKE, Case, Kind
 
 SHAPE = (2, 4096, 16, 128)
 
@@ -25,7 +25,8 @@ def explained(capsys, *arguments, **options) -> dict[str, str]:
 def test_explain_names_the_kernel(kind, capsys):
     q, k, v = Case(4096, 64, batch=1).of(kind).tensors('cpu')
     name = f'Fwd{kind.dtype.capitalize()}D{kind.head_dim}{"Causal" if kind.causal else "Full"}'
-    assert explained(capsys, q, k, v, causal=kind.causal)['variant'].split()[0] == name
+    shown = explained(capsys, q, k, v, causal=kind.causal)['variant'].split()[0]
+    assert shown.startswith(name) and shown in {facts['name'] for facts in kind.variants()}
 
 
 def test_explain_text(capsys):
@@ -84,7 +85,7 @@ def test_plan_packs_query_heads():
 
 
 def test_explain_of_what_no_kernel_takes(capsys):
-    flash_attn3.explain((2, 128, 8, 80), (2, 128, 8, 80))
+    flash_attn3.explain((2, 128, 8, 84), (2, 128, 8, 84))
     text = capsys.readouterr().out
     assert text.startswith('no kernel: flash_attn3.fwd: expected q.size(3), the head_dim, to be')
 
@@ -104,7 +105,7 @@ def test_command_line(capsys, monkeypatch):
     planning.explain((2, 1, 32, 64), (2, 4096, 4, 64), causal=True, dtype=torch.float16,
                      pack_gqa=False, sm_margin=2)
     assert printed == capsys.readouterr().out
-    assert 'FwdFp16D64CausalShort' in printed.split()
+    assert 'FwdFp16D64CausalSmall' in printed.split()
 
 
 # ---------------------------------------------------------------------------------------- can_use
@@ -148,8 +149,8 @@ def test_every_kind_of_problem_has_kernels():
         assert Kind(dtype, head_dim, causal).variants()
 
 
-@pytest.mark.parametrize('cases', [SMOKE, SHAPES, CORNERS, sanitize.CASES],
-                         ids=['SMOKE', 'SHAPES', 'CORNERS', 'sanitize'])
+@pytest.mark.parametrize('cases', [SMOKE, SHAPES, sanitize.CASES],
+                         ids=['SMOKE', 'SHAPES', 'sanitize'])
 def test_the_cases_reach_every_kernel(cases):
     """Where the planner chooses by the sizes, each list of cases makes it choose each kernel."""
     of_a_kind = [case.of(kind) for case in cases for kind in KINDS]
