@@ -409,13 +409,14 @@ def test_a_file_without_forward_figures_is_refused(tmp_path, capsys):
     assert not path.with_suffix('.png').exists()
 
 
-def test_the_table_of_the_readme_is_that_of_its_file():
-    path = harness.RESULTS / '2026-11-21_0bb07d5_yardstick.json'
+@pytest.mark.parametrize('name, cells', [('yardstick', 36), ('yardstick_d96_d192', 24)])
+def test_the_tables_of_the_readme_are_those_of_their_files(name, cells):
+    path = harness.RESULTS / f'2026-11-21_3a9301cae4_{name}.json'
     record = json.loads(path.read_text())
     points = plot_peers.read_points(record)
     ratios = [ratio for ratio, _ in plot_peers.best_peers(points).values()]
     expected = record['ratios']['fwd']
-    assert len(ratios) == expected['cells'] == 36
+    assert len(ratios) == expected['cells'] == cells
     assert _measure.geometric_mean(ratios) == pytest.approx(expected['geometric_mean'])
     assert min(ratios) == pytest.approx(expected['worst'])
     table = plot_peers.markdown(points).split('\n\n')[0]
