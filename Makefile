@@ -1,4 +1,5 @@
-# make demo      sets up .venv, builds the kernels that the demo uses, runs it; with or without a GPU
+# make demo      sets up .venv, builds the kernels that the demo uses, runs it and trains a small GPT
+#                for 30 steps; with or without a GPU
 # make test      sets up the same, builds everything, runs all tests; those of a GPU skip without one
 # make build     builds in place: the libraries of the package and the tests' host module
 # make test-gpu  the GPU tests alone
@@ -19,6 +20,7 @@ SANITIZER := compute-sanitizer --kernel-name kernel_substring=forward_kernel --e
 demo: export FLASH_ATTN3_VARIANTS ?= $(DEMO_VARIANTS)
 demo: libraries
 	$(RUN) examples/demo.py
+	$(RUN) examples/train_gpt.py --where-possible --head-dim 128 --steps 30
 
 test: build
 	$(RUN) -m pytest tests

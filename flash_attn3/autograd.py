@@ -6,31 +6,62 @@ Function with its own setup_context would also serve torch.func, for twice the h
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from flash_attn3 import _library, checks
+from flash_attn3.packing import unpack
 
 _fwd = torch.ops.flash_attn3._fwd.default
 _bwd = torch.ops.flash_attn3.bwd.default
 
 
-def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, softmax_scale, causal, _, _ = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.softmax_scale = _library.softmax_scale_of(q, softmax_scale)
+def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal: bool) -> None:
+    """Keeps for the backward: inputs and outputs of the forward, and its scalars."""
+    ctx.save_for_backward(*tensors)
+    ctx.softmax_scale = _library.softmax_scale_of(tensors[0], softmax_scale)
     ctx.causal = causal
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    """Gradients for the seven inputs of `fwd`; dout or dlse is None if only the other was used."""
-    q, k, v, out, lse = ctx.saved_tensors
+def _gradients(ctx, compute: Callable, dout: Tensor | None, dlse: Tensor | None, *inputs):
+    """What compute returns; dout or dlse is None if only the other was used.
+
+    inputs: those of compute between the gradients and the scalars.
+    """
+    *_, out, _ = inputs
     if dout is None:
         dout = torch.zeros_like(out)
+    arguments = (dout, dlse, *inputs, ctx.softmax_scale, ctx.causal)
     # Grad mode is on here only for create_graph=True: the gradients may be differentiated.
-    bwd = _Gradients.apply if torch.is_grad_enabled() else _bwd
-    dq, dk, dv = bwd(dout, dlse, q, k, v, out, lse, ctx.softmax_scale, ctx.causal)
+    return (_FirstDerivatives.apply(compute, *arguments) if torch.is_grad_enabled()
+            else compute(*arguments))
+
+
+class _FirstDerivatives(torch.autograd.Function):
+    """compute(*arguments). To differentiate it is an error; without this it would give zero."""
+
+    @staticmethod
+    def forward(ctx, compute, *arguments):
+        return compute(*arguments)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(checks.error(
+            'bwd', 'first derivatives only', 'a derivative of the gradient'))
+
+
+# ------------------------------------------------------------------------------------ q, k and v
+def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, softmax_scale, causal, _, _ = inputs
+    _keep(ctx, (q, k, v, *output), softmax_scale, causal)
+
+
+def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    """Gradients for the seven inputs of `fwd`."""
+    dq, dk, dv = _gradients(ctx, _bwd, dout, dlse, *ctx.saved_tensors)
     return dq, dk, dv, None, None, None, None
 
 
@@ -46,18 +77,37 @@ class Attention(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-class _Gradients(torch.autograd.Function):
-    """The op `bwd`. To differentiate its results is an error; without this it would give zero."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        return _bwd(*arguments)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError(checks.error(
-            'bwd', 'first derivatives only', 'a derivative of the gradient'))
-
-
 torch.library.register_autograd('flash_attn3::fwd', _backward, setup_context=_setup_context,
                                 lib=_library.LIBRARY)
+
+
+# -------------------------------------------------------------------------- q, k and v in a tensor
+class PackedAttention(torch.autograd.Function):
+    """The op `_fwd` on the views of a packed tensor, with a gradient that is packed like it.
+
+    Takes the tensor and num_heads_q, as `unpack`, then the scalars of the op.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, num_heads_q, *scalars):
+        output = _fwd(*unpack(qkv, num_heads_q), *scalars)
+        softmax_scale, causal, _, _ = scalars
+        _keep(ctx, (qkv, *output), softmax_scale, causal)
+        ctx.num_heads_q = num_heads_q
+        return output
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        qkv, *output = ctx.saved_tensors
+        dqkv = _gradients(ctx, _bwd_packed, dout, dlse, qkv, ctx.num_heads_q, *output)
+        return dqkv, None, None, None, None, None
+
+
+def _bwd_packed(dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int | None,
+                *others) -> Tensor:
+    """The op `bwd`, its three gradients in the places of q, k and v in one tensor."""
+    dqkv = torch.empty_like(qkv)
+    gradients = _bwd(dout, dlse, *unpack(qkv, num_heads_q), *others)
+    for place, gradient in zip(unpack(dqkv, num_heads_q), gradients):
+        place.copy_(gradient)
+    return dqkv

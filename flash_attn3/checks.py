@@ -82,8 +82,9 @@ def default_softmax_scale(q: Tensor) -> float:
     return shape[-1] ** -0.5 if shape and shape[-1] else 1.0
 
 
-def unsupported(*, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
-                attention_chunk=0, softcap=0.0, num_splits=1) -> list[str]:
+def unsupported(op: str = 'flash_attn_func', *, qv=None, q_descale=None, k_descale=None,
+                v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
+                num_splits=1) -> list[str]:
     """One error text for each argument that asks for something this version does not have."""
     asked = {
         'qv': ('None', qv, qv is not None),
@@ -95,15 +96,15 @@ def unsupported(*, qv=None, q_descale=None, k_descale=None, v_descale=None, wind
         'softcap': ('0.0', softcap, softcap != 0.0),
         'num_splits': ('0 or 1', num_splits, num_splits not in (0, 1)),
     }
-    return [error('flash_attn_func', f'{name} to be {expected}',
+    return [error(op, f'{name} to be {expected}',
                   'a tensor' if isinstance(got, Tensor) else repr(got),
                   'this version has nothing else')
             for name, (expected, got, is_asked) in asked.items() if is_asked]
 
 
-def reject_unsupported(**arguments) -> None:
+def reject_unsupported(op: str, **arguments) -> None:
     """Raises NotImplementedError for the first unsupported argument, if there is one."""
-    for text in unsupported(**arguments):
+    for text in unsupported(op, **arguments):
         raise NotImplementedError(text)
 
 

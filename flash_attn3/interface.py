@@ -10,7 +10,8 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from flash_attn3 import _library, checks, fallback
-from flash_attn3.autograd import Attention
+from flash_attn3.autograd import Attention, PackedAttention
+from flash_attn3.packing import unpack
 
 
 def _bare(op: torch._ops.OpOverload):
@@ -84,9 +85,9 @@ def flash_attn_func(
             or window_size != (-1, -1) or attention_chunk != 0 or softcap != 0.0
             or num_splits != 1):
         checks.reject_unsupported(
-            qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            window_size=window_size, attention_chunk=attention_chunk, softcap=softcap,
-            num_splits=num_splits)
+            'flash_attn_func', qv=qv, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk,
+            softcap=softcap, num_splits=num_splits)
     # The way of most eager calls, with as little Python and as few arguments as there can be.
     if (out is None and not is_compiling() and q.get_device() in _library.SERVED_DEVICES
             and not (is_grad_enabled()
@@ -102,6 +103,63 @@ def flash_attn_func(
     return (result, lse) if return_attn_probs else result
 
 
+def flash_attn_qkvpacked_func(
+        qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
+        q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+        attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+        num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: bool = False, *,
+        pack_gqa: bool | None = None,
+        out: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attn_func` on one tensor that holds q, k and v, such as a projection's output.
+
+    Nothing is copied on the way in: q, k and v are views. In eager mode the gradient is one tensor
+    of the shape of qkv; slicing qkv and calling `flash_attn_func` would make three, and copies to
+    put them together.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim): q, k and v. Or, with num_heads_q,
+            (batch, seqlen, heads_q + 2 * heads_k, head_dim): the heads of q, then those of k, then
+            those of v; heads_k divides heads_q. dtype, head_dim and strides as in
+            `flash_attn_func`.
+        num_heads_q: heads_q. Needed with four dimensions; with five None (default) or heads.
+        softmax_scale, causal, deterministic, sm_margin, return_attn_probs, pack_gqa, out: as in
+            `flash_attn_func`.
+        q_descale, k_descale, v_descale, window_size, attention_chunk, softcap: places of
+            upstream's parameters, for their defaults only.
+
+    Returns:
+        out, (batch, seqlen, heads_q, head_dim), dtype of qkv; with return_attn_probs=True
+        (out, lse): lse is (batch, heads_q, seqlen), as in `flash_attn_func`.
+
+    Raises:
+        RuntimeError: a shape that is neither of the two, a num_heads_q that does not fit it or is
+            missing; what `flash_attn_func` raises, which speaks of the views as q, k and v.
+        NotImplementedError: as in `flash_attn_func`.
+
+    Example:
+        >>> qkv = torch.randn(2, 1024, 16 + 2 * 4, 128, dtype=torch.bfloat16, device='cuda')
+        >>> out = flash_attn3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=16)
+    """
+    checks.reject_unsupported(
+        'flash_attn_qkvpacked_func', q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk,
+        softcap=softcap)
+    if (out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
+            and _is_served(qkv)):
+        result, lse = PackedAttention.apply(qkv, num_heads_q, softmax_scale, causal, pack_gqa,
+                                            sm_margin)
+        return (result, lse) if return_attn_probs else result
+    q, k, v = unpack(qkv, num_heads_q)
+    return flash_attn_func(q, k, v, softmax_scale, causal, pack_gqa=pack_gqa, sm_margin=sm_margin,
+                           return_attn_probs=return_attn_probs, out=out)
+
+
+def _is_served(x: Tensor) -> bool:
+    """Whether an op of ours serves its device: the CPU, Hopper, and those without data."""
+    return not x.is_cuda or _library.kernels_serve(x.device)
+
+
 def _attention(arguments: tuple, out: Tensor | None,
                return_lse: bool) -> tuple[Tensor, Tensor | None]:
     """(out, lse), by the way that fits: arguments are those of the op `fwd`.
@@ -114,7 +172,7 @@ def _attention(arguments: tuple, out: Tensor | None,
         or (out is not None and out.requires_grad))
     if needs_grad and out is not None:
         checks.reject_gradient_with_out(q, k, v, out)
-    if q.is_cuda and not _library.kernels_serve(q.device):
+    if not _is_served(q):
         checks.check_forward(q, k, v, out, softmax_scale, sm_margin, rules_of='cpu')
         result, lse = fallback.attention(q, k, v, softmax_scale, causal, return_lse)
         return (result if out is None else out.copy_(result)), lse

@@ -11,7 +11,9 @@ What it defines, and what the kernels must agree with:
 """
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,6 +31,16 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _without_autocast(function: Callable) -> Callable:
+    """The function, with products in the dtype that it says: autocast would take 16 bits."""
+    @functools.wraps(function)
+    def wrapped(first: Tensor, *others, **options):
+        with torch.autocast(first.device.type, enabled=False):
+            return function(first, *others, **options)
+    return wrapped
+
+
+@_without_autocast
 def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool,
             compute_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """softmax(softmax_scale * q k^T) v and the log of its denominator (arXiv 2407.08608, 2.2).
@@ -55,6 +67,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool,
     return out.to(out_dtype).contiguous(), lse.flatten(1, 2).contiguous()
 
 
+@_without_autocast
 def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
              softmax_scale: float, causal: bool, compute_dtype: torch.dtype | None = None,
              ) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,6 +102,7 @@ def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     return tuple(x.to(dtype).contiguous() for x, dtype in zip((dq, dk, dv), in_dtypes))
 
 
+@_without_autocast
 def masked_scores(q: Tensor, k: Tensor, softmax_scale: float, causal: bool) -> Tensor:
     """Scaled scores, -inf where hidden: (batch, heads_k, heads_q / heads_k, seqlen_q, seqlen_k)."""
     q = q.unflatten(2, (k.size(2), q.size(2) // k.size(2)))

@@ -43,6 +43,14 @@ def test_no_lse_unless_asked_for(quiet):
     assert fallback.attention(q, k, v, 0.3, False, return_lse=False)[1] is None
 
 
+def test_autocast_leaves_the_lse_alone(quiet):
+    q, k, v = Case(8, 8, dtype='fp32').tensors('cpu')
+    _, expected = fallback.attention(q, k, v, 0.3, True, return_lse=True)
+    with torch.autocast('cpu', torch.bfloat16):
+        _, lse = fallback.attention(q, k, v, 0.3, True, return_lse=True)
+    assert torch.equal(lse, expected)
+
+
 def test_one_warning_that_names_the_device(monkeypatch):
     monkeypatch.setattr(fallback, '_warned_devices', set())
     q, k, v = Case(8, 8, dtype='fp32').tensors('cpu')
