@@ -76,6 +76,24 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, softmax_s
         raise RuntimeError(text)
 
 
+def check_gradients(dout: Tensor, dlse: Tensor | None, q: Tensor, v: Tensor, out: Tensor,
+                    lse: Tensor, lse_dtype: torch.dtype) -> None:
+    """Raises RuntimeError, as the CUDA op `bwd` does, if these do not fit checked q, k and v."""
+    batch, seqlen, heads, _ = q.shape
+    as_out = (batch, seqlen, heads, v.size(3)), q.dtype
+    as_lse = (batch, heads, seqlen), lse_dtype
+    for name, x, (shape, dtype) in (('dout', dout, as_out), ('out', out, as_out),
+                                    ('lse', lse, as_lse), ('dlse', dlse, as_lse)):
+        if x is None:
+            continue
+        if tuple(x.shape) != shape:
+            raise RuntimeError(error('bwd', f'{name} to have the shape {shape}',
+                                     str(tuple(x.shape))))
+        if x.dtype != dtype:
+            raise RuntimeError(error('bwd', f'{name}.dtype to be {dtype_name(dtype)}',
+                                     dtype_name(x.dtype)))
+
+
 def default_softmax_scale(q: Tensor) -> float:
     """head_dim ** -0.5; 1 for shapes that the op is going to reject."""
     shape = q.shape

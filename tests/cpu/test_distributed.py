@@ -1,4 +1,6 @@
 """Two processes that train together: DDP and FSDP2, with gloo on the CPU."""
+import os
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,8 +32,10 @@ def check_one_rank(rank: int, rendezvous: str) -> None:
     torch.testing.assert_close(gradients(DistributedDataParallel(layer), mine), expected)
     torch.testing.assert_close([gradient.full_tensor() for gradient in gradients(sharded, mine)],
                                expected)
-    dist.barrier()    # gloo may abort a rank whose peer has left
+    dist.barrier()
     dist.destroy_process_group()
+    # After FSDP2 with gloo, torch 2.11 aborts one process in ten while the interpreter ends.
+    os._exit(0)
 
 
 def test_data_parallel_gradients(tmp_path, monkeypatch):
