@@ -111,12 +111,6 @@ def kernels_serve(device: torch.device) -> bool:
     return _hopper_devices[device.index]
 
 
-def _bwd_cuda(dout: Tensor, dlse: Tensor | None, q: Tensor, *_) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError(checks.error(
-        'bwd', 'q on the CPU', str(q.device), 'this version has no backward kernel; use '
-        'torch.nn.functional.scaled_dot_product_attention where gradients are needed'))
-
-
 # ---------------------------------------------------------------------------- CPU implementations
 # The defaults of the schemas again: PyTorch does not pass on trailing arguments that equal them.
 def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None,
@@ -193,4 +187,3 @@ for _name, _on_cpu, _fake in (
         ('bwd', _bwd_cpu, _bwd_fake)):
     LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=LIBRARY)
-LIBRARY.impl('bwd', _bwd_cuda, 'CUDA')

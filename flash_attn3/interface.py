@@ -73,8 +73,7 @@ def flash_attn_func(
     Raises:
         RuntimeError: a wrong rank, shape, dtype, device, stride or number; the text names it and
             says what it had to be. Also a driver that is too old for the kernels.
-        NotImplementedError: a feature listed last above. On a Hopper GPU also when backward()
-            reaches this call: this version has no backward kernel.
+        NotImplementedError: a feature listed last above.
 
     Example:
         >>> q = torch.randn(2, 1024, 16, 128, dtype=torch.bfloat16, device='cuda')

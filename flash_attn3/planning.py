@@ -45,9 +45,6 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
     text = checks.problem_text(q, k, v, out, softmax_scale, sm_margin, rules_of='cuda')
     if text:
         reasons.append(text)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        reasons.append(checks.error('can_use', 'no gradient', 'a tensor that requires grad',
-                                    'this version has no backward kernel'))
     if not q.is_cuda:
         reasons.append(checks.error('can_use', 'q on a CUDA device', str(q.device)))
         if _library.DRIVER_PROBLEM:

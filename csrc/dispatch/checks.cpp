@@ -28,7 +28,8 @@ bool on_cuda(ForwardCall const& call) { return call.q.device == DeviceType::kCud
 
 std::string refuse(ForwardCall const& call, std::string const& expected, std::string const& got,
                    std::string const& hint = "") {
-  return error_text(call.has_out ? "fwd_out" : "fwd", expected, got, hint);
+  char const* const op = call.is_backward ? "bwd" : call.has_out ? "fwd_out" : "fwd";
+  return error_text(op, expected, got, hint);
 }
 
 std::string device_text(TensorMeta const& meta) {

@@ -12,11 +12,10 @@
 #include "dispatch/device_info.h"
 #include "dispatch/plan.h"
 #include "dispatch/registry.h"
-#include "dispatch/text.h"
-#include "dispatch/tma_rules.h"
 #include "fwd_built.inc"
 #include "fwd_registry.inc"
 #include "ops/boxed_stack.h"
+#include "ops/cuda_call.h"
 #include "ops/library.h"
 
 namespace fa3 {
@@ -41,28 +40,6 @@ ForwardArguments read_arguments(StableIValue* stack, bool has_out) {
       args.optional_real(), args.flag(),   args.pack_gqa(), args.integer()};
 }
 
-// Makes q's device the current one, and goes back.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    int32_t current = -1;
-    require(aoti_torch_get_current_device_index(&current), "read the current device");
-    if (current != device) {
-      require(aoti_torch_create_device_guard(device, &guard_), "change the current device");
-    }
-  }
-  ~DeviceGuard() {
-    if (guard_) {
-      aoti_torch_delete_device_guard(guard_);
-    }
-  }
-  DeviceGuard(DeviceGuard const&) = delete;
-  DeviceGuard& operator=(DeviceGuard const&) = delete;
-
- private:
-  DeviceGuardHandle guard_ = nullptr;
-};
-
 // head_dim ** -0.5, if none was given.
 double softmax_scale(ForwardArguments const& args, TensorMeta const& q) {
   return args.softmax_scale ? *args.softmax_scale : 1 / std::sqrt(double(q.size[3]));
@@ -82,13 +59,6 @@ ForwardCall describe_call(ForwardArguments const& args) {
   return call;
 }
 
-void check(ForwardCall const& call) {
-  std::string const error = check_forward(call);
-  if (!error.empty()) {
-    throw std::runtime_error(error);
-  }
-}
-
 FwdProblem problem_of(ForwardCall const& call, ForwardArguments const& args,
                       DeviceInfo const& info) {
   FwdProblem problem;
@@ -105,22 +75,6 @@ FwdProblem problem_of(ForwardCall const& call, ForwardArguments const& args,
   problem.sm_margin = int(args.sm_margin);
   problem.device = DeviceLimits{info.sm_count, info.l2_bytes};
   return problem;
-}
-
-TensorView view(TensorMeta const& meta) {
-  return TensorView{reinterpret_cast<void*>(meta.address), meta.stride[0], meta.stride[1],
-                    meta.stride[2]};
-}
-
-// The tensor as the kernel reads it. A tensor that TMA cannot address is replaced by a copy, which
-// `args` keeps until the launch; the caching allocator then hands its memory to later work of the
-// same stream only.
-TensorView readable(OwnedTensor& tensor, TensorMeta const& meta) {
-  if (tma_can_address(meta)) {
-    return view(meta);
-  }
-  tensor = packed_copy(tensor, meta);
-  return view(describe(tensor));
 }
 
 // The launcher of the variant that the plan picked, and the schedule.
@@ -159,7 +113,7 @@ OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
   int const device = call.q.device_index;
   DeviceInfo const info = call.q.device == DeviceType::kCuda ? device_info(device) : DeviceInfo{};
   call.sm_count = info.sm_count;
-  check(call);
+  throw_if(check_forward(call));
 
   FwdParams params;
   params.problem = problem_of(call, args, info);
@@ -191,16 +145,6 @@ OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
   return lse;
 }
 
-void expect_counts(uint64_t num_args, uint64_t wanted_args, uint64_t num_outputs,
-                   uint64_t wanted_outputs) {
-  if (num_args != wanted_args || num_outputs != wanted_outputs) {
-    throw std::runtime_error(error_text(
-        "fwd", text("a schema with ", wanted_args, " arguments and ", wanted_outputs, " results"),
-        text(num_args, " and ", num_outputs),
-        "_C.abi3.so and the Python files are of different versions: reinstall"));
-  }
-}
-
 // What all ops of this file do. The results, in order: out unless it was given, the LSE if wanted.
 void run_boxed(StableIValue* stack, bool has_out, bool wants_lse) {
   ForwardArguments args = read_arguments(stack, has_out);
@@ -216,22 +160,22 @@ void run_boxed(StableIValue* stack, bool has_out, bool wants_lse) {
 }  // namespace
 
 void fwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_counts(num_args, 7, num_outputs, 2);
+  expect_schema("fwd", {num_args, num_outputs}, {7, 2});
   run_boxed(stack, /*has_out=*/false, /*wants_lse=*/true);
 }
 
 void fwd_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_counts(num_args, 7, num_outputs, 1);
+  expect_schema("fwd", {num_args, num_outputs}, {7, 1});
   run_boxed(stack, /*has_out=*/false, /*wants_lse=*/false);
 }
 
 void fwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_counts(num_args, 8, num_outputs, 1);
+  expect_schema("fwd", {num_args, num_outputs}, {8, 1});
   run_boxed(stack, /*has_out=*/true, /*wants_lse=*/true);
 }
 
 void fwd_out_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_counts(num_args, 8, num_outputs, 0);
+  expect_schema("fwd", {num_args, num_outputs}, {8, 0});
   run_boxed(stack, /*has_out=*/true, /*wants_lse=*/false);
 }
 

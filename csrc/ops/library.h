@@ -16,6 +16,8 @@ void fwd_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outpu
 void fwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 // The same -> nothing
 void fwd_out_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// bwd(dout, dlse, q, k, v, out, lse, softmax_scale, causal) -> (dq, dk, dv)
+void bwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
 // Empty when the driver that is installed can run this library, and where there is none; else what
 // is wrong with it. Does not initialise CUDA.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from csrc.instances.variants import FORWARD, ForwardVariant
+from csrc.instances.variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant
 from flash_attn3 import _plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,24 +29,33 @@ MOST_SPILLED_BYTES = 16
 HGMMA = re.compile(r'\bHGMMA\.64x(\d+)x16\.F32(\.BF16)?\b')
 LOCAL_MEMORY = re.compile(r'\b(LDL|STL)\b')
 PER_VARIANT = pytest.mark.parametrize('variant', FORWARD, ids=lambda variant: variant.name)
+PER_BACKWARD = pytest.mark.parametrize('variant', BACKWARD, ids=lambda variant: variant.name)
+PER_ANY = pytest.mark.parametrize('variant', FORWARD + BACKWARD, ids=lambda variant: variant.name)
+Variant = ForwardVariant | BackwardVariant
+# The kernels of a variant of the backward, the main one first.
+BACKWARD_KERNELS = ('backward', 'backward_preprocess', 'backward_postprocess')
 
 
-def log_of(variant: ForwardVariant) -> str:
-    path = ROOT / 'build' / 'logs' / f'instances_forward_{variant.tile}.log'
+def direction(variant: Variant) -> str:
+    return 'forward' if isinstance(variant, ForwardVariant) else 'backward'
+
+
+def log_of(variant: Variant) -> str:
+    path = ROOT / 'build' / 'logs' / f'instances_{direction(variant)}_{variant.tile}.log'
     assert path.exists(), f'{path} does not exist; hint: make build'
     return path.read_text()
 
 
-def ptxas_lines(variant: ForwardVariant) -> str:
+def ptxas_lines(variant: Variant, kernel: str = '') -> str:
     """What ptxas says about one kernel: the lines up to the next kernel's."""
     parts = re.split(r'(?=ptxas info\s+: Compiling entry function)', log_of(variant))
-    found = [part for part in parts[1:] if mangled(variant) in part.splitlines()[0]]
+    found = [part for part in parts[1:] if mangled(variant, kernel) in part.splitlines()[0]]
     assert len(found) == 1, f'{variant.name} is not in the log of its unit'
     return found[0]
 
 
-def mangled(variant: ForwardVariant) -> str:
-    return f'forward_kernelINS_{len(variant.name)}{variant.name}E'
+def mangled(variant: Variant, kernel: str = '') -> str:
+    return f'{kernel or direction(variant)}_kernelINS_{len(variant.name)}{variant.name}E'
 
 
 def cuobjdump() -> str:
@@ -73,8 +82,8 @@ def sass() -> dict[str, list[str]]:
     return kernels
 
 
-def sass_of(variant: ForwardVariant) -> list[str]:
-    found = [lines for name, lines in sass().items() if mangled(variant) in name]
+def sass_of(variant: Variant, kernel: str = '') -> list[str]:
+    found = [lines for name, lines in sass().items() if mangled(variant, kernel) in name]
     assert len(found) == 1, f'{variant.name} is not in {LIBRARY.name}; hint: make build'
     return found[0]
 
@@ -84,28 +93,29 @@ def facts_of(variant: ForwardVariant) -> dict:
 
 
 def test_the_library_has_the_listed_kernels_and_no_others():
-    assert len(sass()) == len(FORWARD)
+    assert len(sass()) == len(FORWARD) + len(BACKWARD_KERNELS) * len(BACKWARD)
 
 
-@PER_VARIANT
-def test_spills(variant: ForwardVariant):
+@PER_ANY
+def test_spills(variant: Variant):
     allowed = SPILLED_BYTES.get(variant.name, 0)
     assert allowed <= MOST_SPILLED_BYTES
-    numbers = re.findall(r'(\d+) bytes (?:stack frame|spill stores|spill loads)',
-                         ptxas_lines(variant))
-    assert len(numbers) == 3 and max(map(int, numbers)) <= allowed
+    for kernel in BACKWARD_KERNELS if direction(variant) == 'backward' else ('forward',):
+        numbers = re.findall(r'(\d+) bytes (?:stack frame|spill stores|spill loads)',
+                             ptxas_lines(variant, kernel))
+        assert len(numbers) == 3 and max(map(int, numbers)) <= allowed
 
 
-@PER_VARIANT
-def test_ptxas_has_no_complaint(variant: ForwardVariant):
+@PER_ANY
+def test_ptxas_has_no_complaint(variant: Variant):
     """Serialised wgmma, an ignored setmaxnreg: some fifteen messages, all with these words."""
     for line in log_of(variant).splitlines():
         assert 'Potential Performance Loss' not in line
         assert not line.startswith('ptxas warning')
 
 
-@PER_VARIANT
-def test_no_local_memory_in_the_main_loop(variant: ForwardVariant):
+@PER_ANY
+def test_no_local_memory_in_the_main_loop(variant: Variant):
     lines = sass_of(variant)
     products = [index for index, line in enumerate(lines) if 'HGMMA' in line]
     loop = lines[products[0]:products[-1] + 1]
@@ -148,3 +158,38 @@ def test_registers_after_setmaxnreg(variant: ForwardVariant):
     at_launch = int(re.search(r'Used (\d+) registers', ptxas_lines(variant))[1])
     dealt = producer + facts['consumer_warpgroups'] * consumer
     assert dealt * 128 <= at_launch * facts['threads'] <= 65536
+
+
+# --------------------------------------------------------------------------------------- backward
+@PER_BACKWARD
+def test_instructions_of_the_backward(variant: BackwardVariant):
+    """TMA both ways, dQ added by bulk copies, dS transposed on its way to shared memory, the order
+    of launches in each of the three kernels.
+    """
+    text = '\n'.join(sass_of(variant))
+    for name in ('UTMALDG', 'UTMASTG', 'UBLKCP', 'UBLKRED', 'USETMAXREG.DEALLOC',
+                 'USETMAXREG.TRY_ALLOC', 'SYNCS', 'STSM.16.MT88.4'):
+        assert name in text, f'no {name}'
+    assert not re.search(r'\bHMMA\b', text)
+    for kernel in BACKWARD_KERNELS:
+        text = '\n'.join(sass_of(variant, kernel))
+        assert 'ACQBULK' in text and 'PREEXIT' in text
+
+
+@PER_BACKWARD
+def test_products_of_the_backward(variant: BackwardVariant):
+    """dK and dV have the head dim as columns; S and dP the queries of a step; dQ its share of the
+    head dim. All in the right dtype.
+    """
+    shapes = HGMMA.findall('\n'.join(sass_of(variant)))
+    queries, share = {64: (128, 64), 128: (64, 64)}[variant.head_dim]
+    assert {int(columns) for columns, _ in shapes} == {variant.head_dim, queries, share}
+    assert {bool(bf16) for _, bf16 in shapes} == {variant.dtype == 'Bf16'}
+
+
+@PER_BACKWARD
+def test_registers_of_the_backward(variant: BackwardVariant):
+    counts = re.findall(r'USETMAXREG\S*(?: UP\d,)? (0x[0-9a-f]+)', '\n'.join(sass_of(variant)))
+    producer, consumer = sorted({int(count, 16) for count in counts})
+    at_launch = int(re.search(r'Used (\d+) registers', ptxas_lines(variant))[1])
+    assert (producer + 2 * consumer) * 128 <= at_launch * 384 <= 65536

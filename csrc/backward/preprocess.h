@@ -1,0 +1,107 @@
+// The kernel before the main one, for each row of dO: delta = rowsum(dO * O) - dLSE and the LSE in
+// base 2; and zeros where dQ is summed up. A CTA has one tile of queries of one head.
+//
+// Rows get an infinite LSE where P has to be zero whatever the scores are: past the end of the
+// sequence, and where a query sees no key (LSE = -inf).
+#pragma once
+
+#include "backward/params.h"
+#include "backward/traits.h"
+#include "core/softmax_math.h"
+#include "device/barriers.h"
+
+namespace fa3 {
+
+constexpr int kRowThreads = 256;
+constexpr int kLanesPerRow = 16;
+constexpr int kChunkColumns = 8;  // 16 bytes
+
+// A tile of queries of one head.
+struct RowTile {
+  int batch;
+  int head;
+  int m;
+
+  CUTE_DEVICE static RowTile of_cta(BwdRowParams const& p) {
+    int const index = int(blockIdx.x);
+    int const pair = p.m_tiles.div(index);
+    int const batch = p.heads.div(pair);
+    return RowTile{batch, pair - batch * p.heads_q, index - pair * int(p.m_tiles.divisor)};
+  }
+};
+
+template <class Element>
+CUTE_DEVICE Element* row_of(TensorView const& t, RowTile const& tile, int position) {
+  return static_cast<Element*>(t.data) + tile.batch * t.batch_stride + tile.head * t.head_stride +
+         position * t.row_stride;
+}
+
+// This lane's share of the sum over a row of dO * O.
+template <class Element>
+CUTE_DEVICE float partial_dot(Element const* o, Element const* dout, int head_dim, int lane) {
+  float sum = 0.f;
+  for (int chunk = lane; chunk < head_dim / kChunkColumns; chunk += kLanesPerRow) {
+    Element a[kChunkColumns];
+    Element b[kChunkColumns];
+    *reinterpret_cast<uint4*>(a) = reinterpret_cast<uint4 const*>(o)[chunk];
+    *reinterpret_cast<uint4*>(b) = reinterpret_cast<uint4 const*>(dout)[chunk];
+    CUTE_UNROLL
+    for (int i = 0; i < kChunkColumns; ++i) {
+      sum += float(a[i]) * float(b[i]);
+    }
+  }
+  return sum;
+}
+
+CUTE_DEVICE float sum_over_lanes(float x) {
+  CUTE_UNROLL
+  for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2) {
+    x += __shfl_xor_sync(0xffffffffu, x, distance);
+  }
+  return x;
+}
+
+// LSE and delta of one row, which may lie past the end of the sequence.
+CUTE_DEVICE void store_row(BwdRowParams const& p, RowTile const& tile, int position, float dot,
+                           int64_t target) {
+  float lse = -INFINITY;
+  if (position < p.seqlen_q) {
+    int64_t const source = (int64_t(tile.batch) * p.heads_q + tile.head) * p.seqlen_q + position;
+    lse = p.lse[source];
+    dot -= p.dlse == nullptr ? 0.f : p.dlse[source];
+  }
+  bool const is_empty = lse == -INFINITY;
+  p.lse_log2[target] = is_empty ? INFINITY : lse * kLog2E;
+  p.delta[target] = is_empty ? 0.f : dot;
+}
+
+template <class Config>
+__global__ void __launch_bounds__(kRowThreads)
+    backward_preprocess_kernel(BwdRowParams const __grid_constant__ p) {
+  using Element = ElementOf<Config::kDtype>;
+  wait_for_earlier_launches();
+  RowTile const tile = RowTile::of_cta(p);
+  int const lane = int(threadIdx.x) % kLanesPerRow;
+  CUTE_UNROLL
+  for (int row = int(threadIdx.x) / kLanesPerRow; row < Config::kTileM;
+       row += kRowThreads / kLanesPerRow) {
+    int const position = tile.m * Config::kTileM + row;
+    float dot = 0.f;
+    if (position < p.seqlen_q) {
+      dot = partial_dot(row_of<Element const>(p.o, tile, position),
+                        row_of<Element const>(p.dout, tile, position), p.head_dim, lane);
+    }
+    dot = sum_over_lanes(dot);
+    if (lane == 0) {
+      store_row(p, tile, position, dot, int64_t(blockIdx.x) * Config::kTileM + row);
+    }
+  }
+  constexpr int kTileFloats = Config::kTileM * Config::kHeadDim;
+  float4* const sums = reinterpret_cast<float4*>(p.dq_sum + int64_t(blockIdx.x) * kTileFloats);
+  for (int i = int(threadIdx.x); i < kTileFloats / 4; i += kRowThreads) {
+    sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  allow_later_launches();
+}
+
+}  // namespace fa3

@@ -1,0 +1,60 @@
+// What a CTA works on: a tile of keys of one KV head, against the queries of every head that uses
+// it. One thread works it out and leaves it in shared memory: the consumers have no registers to
+// spare.
+#pragma once
+
+#include "backward/params.h"
+#include "config/bwd_config.h"
+
+namespace fa3 {
+
+struct BwdWork {
+  int kv_head;
+  int head_begin;  // query heads
+  int head_end;
+  int batch;
+  int key_begin;
+  QueryRange queries;
+};
+
+// Causal: the first keys are seen by most queries, so they come first (TileOrder counts from the
+// longest tile).
+template <class Traits>
+CUTE_DEVICE BwdWork work_of_cta(BwdDeviceParams const& p) {
+  TileCoord const tile = TileWalk(p.order, int(blockIdx.x), int(gridDim.x)).coord();
+  int const key_begin = (p.order.m_tiles - 1 - tile.m) * Traits::kTileN;
+  return BwdWork{tile.head,
+                 tile.head * p.group,
+                 (tile.head + 1) * p.group,
+                 tile.batch,
+                 key_begin,
+                 query_range(key_begin, p.seqlen, Traits::kTileM, Traits::kTileN, Traits::kCausal)};
+}
+
+// The steps of a CTA: tiles of queries of one head after the other. There is at least one.
+struct BwdSteps {
+  BwdWork const& work;
+  int head;  // query head
+  int m;
+
+  CUTE_DEVICE explicit BwdSteps(BwdWork const& work_)
+      : work(work_), head(work_.head_begin), m(work_.queries.begin) {}
+
+  CUTE_DEVICE bool valid() const { return head < work.head_end; }
+
+  CUTE_DEVICE void next() {
+    if (++m == work.queries.end) {
+      m = work.queries.begin;
+      ++head;
+    }
+  }
+
+  CUTE_DEVICE bool is_masked() const { return m < work.queries.free_begin; }
+
+  // Counts tiles of queries over all heads and batches: the place of their rows in the workspaces.
+  CUTE_DEVICE int64_t tile(BwdDeviceParams const& p) const {
+    return (int64_t(work.batch) * p.heads_q + head) * p.m_tiles + m;
+  }
+};
+
+}  // namespace fa3
