@@ -145,8 +145,7 @@ def _fwd_out_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *scalars) 
 
 def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
              lse: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    checks.check_forward(q, k, v, None, softmax_scale, sm_margin=0)
-    checks.check_gradients(dout, dlse, q, v, out, lse, reference.lse_dtype(q.dtype))
+    checks.check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal)
     return reference.backward(dout, dlse, q, k, v, softmax_scale, causal,
                               reference.wide_dtype(q.dtype))
 

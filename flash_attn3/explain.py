@@ -17,7 +17,7 @@ _PACK_GQA = {'auto': None, 'yes': True, 'no': False}
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog='python -m flash_attn3.explain',
-        description='Prints how a Hopper GPU would compute a call of flash_attn_func.')
+        description='Prints how a Hopper GPU would compute flash_attn_func and its gradients.')
     parser.add_argument('--batch', type=int, default=1, help='default: 1')
     parser.add_argument('--seqlen-q', type=int, default=4096, help='default: 4096')
     parser.add_argument('--seqlen-k', type=int, help='default: that of q')

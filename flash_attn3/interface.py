@@ -55,7 +55,8 @@ def flash_attn_func(
         pack_gqa: put the query heads of a KV head into the rows of one tile, which fills the tiles
             of short queries: True, False, or None (default) for where it gives over 10 % more
             useful rows. It never changes what is computed.
-        deterministic: upstream's parameter; this version is deterministic either way.
+        deterministic: upstream's parameter; it changes nothing. Only dQ on a Hopper GPU is not the
+            same bit for bit on every call: it is summed in no fixed order.
         sm_margin: streaming multiprocessors to leave to other kernels, at least 0 and less than
             the GPU has. Default 0.
         return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
@@ -166,11 +167,9 @@ def _attention(arguments: tuple, out: Tensor | None,
     lse may be None unless it is asked for.
     """
     q, k, v, softmax_scale, causal, pack_gqa, sm_margin = arguments
-    needs_grad = is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad
-        or (out is not None and out.requires_grad))
+    needs_grad = checks.needs_grad(q, k, v, out)
     if needs_grad and out is not None:
-        checks.reject_gradient_with_out(q, k, v, out)
+        raise RuntimeError(checks.gradient_with_out_text(q, k, v, out))
     if not _is_served(q):
         checks.check_forward(q, k, v, out, softmax_scale, sm_margin, rules_of='cpu')
         result, lse = fallback.attention(q, k, v, softmax_scale, causal, return_lse)

@@ -3,7 +3,7 @@
 #include <array>
 #include <cmath>
 
-#include "dispatch/text.h"
+#include "dispatch/tensor_text.h"
 #include "dispatch/variants.h"
 
 namespace fa3 {
@@ -30,24 +30,6 @@ std::string refuse(ForwardCall const& call, std::string const& expected, std::st
                    std::string const& hint = "") {
   char const* const op = call.is_backward ? "bwd" : call.has_out ? "fwd_out" : "fwd";
   return error_text(op, expected, got, hint);
-}
-
-std::string device_text(TensorMeta const& meta) {
-  return meta.device == DeviceType::kCuda ? text(meta.device_name, ":", meta.device_index)
-                                          : meta.device_name;
-}
-
-bool same_device(TensorMeta const& a, TensorMeta const& b) {
-  return a.device == b.device &&
-         (a.device != DeviceType::kCuda || a.device_index == b.device_index);
-}
-
-std::string shape_text(int64_t const (&size)[5], int rank) {
-  std::string shape = "(";
-  for (int i = 0; i < rank; ++i) {
-    shape += text(i > 0 ? ", " : "", size[i]);
-  }
-  return shape + ")";
 }
 
 std::string check_ranks(ForwardCall const& call) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "dispatch/plan_backward.h"
-#include "dispatch/text.h"
+#include "dispatch/tensor_text.h"
 
 namespace fa3 {
 namespace {
@@ -20,14 +20,6 @@ struct Expected {
   char const* dtype_name;
 };
 
-std::string shape_text(int64_t const* size, int rank) {
-  std::string shape = "(";
-  for (int i = 0; i < rank; ++i) {
-    shape += text(i > 0 ? ", " : "", size[i]);
-  }
-  return shape + ")";
-}
-
 std::string check_tensor(Expected const& expected, TensorMeta const& q) {
   TensorMeta const& meta = expected.meta;
   bool const shapes_match =
@@ -41,10 +33,9 @@ std::string check_tensor(Expected const& expected, TensorMeta const& q) {
     return error_text("bwd", text(expected.name, ".dtype to be ", expected.dtype_name),
                       meta.dtype_name);
   }
-  if (meta.device != q.device || meta.device_index != q.device_index) {
-    return error_text(
-        "bwd", text(expected.name, " on the device of q, ", q.device_name, ":", q.device_index),
-        text(meta.device_name, ":", meta.device_index));
+  if (!same_device(meta, q)) {
+    return error_text("bwd", text(expected.name, " on the device of q, ", device_text(q)),
+                      device_text(meta));
   }
   return {};
 }
@@ -52,11 +43,14 @@ std::string check_tensor(Expected const& expected, TensorMeta const& q) {
 std::string check_gradients(BackwardCall const& call) {
   TensorMeta const& q = call.forward.q;
   int64_t const head_dim_v = call.forward.v.size[3];
+  bool const is_wide = q.dtype == Dtype::kFloat64;
+  Dtype const lse_dtype = is_wide ? Dtype::kFloat64 : Dtype::kFloat32;
+  char const* const lse_name = is_wide ? "float64" : "float32";
   Expected const all[] = {
       {"dout", call.dout, 4, {q.size[0], q.size[1], q.size[2], head_dim_v}, q.dtype, q.dtype_name},
       {"out", call.out, 4, {q.size[0], q.size[1], q.size[2], head_dim_v}, q.dtype, q.dtype_name},
-      {"lse", call.lse, 3, {q.size[0], q.size[2], q.size[1], 0}, Dtype::kFloat32, "float32"},
-      {"dlse", call.dlse, 3, {q.size[0], q.size[2], q.size[1], 0}, Dtype::kFloat32, "float32"}};
+      {"lse", call.lse, 3, {q.size[0], q.size[2], q.size[1], 0}, lse_dtype, lse_name},
+      {"dlse", call.dlse, 3, {q.size[0], q.size[2], q.size[1], 0}, lse_dtype, lse_name}};
   for (Expected const& expected : all) {
     bool const is_there = &expected.meta != &call.dlse || call.has_dlse;
     std::string const error = is_there ? check_tensor(expected, q) : "";

@@ -18,6 +18,8 @@
 namespace fa3 {
 namespace {
 
+constexpr char const* kOp = "bwd";  // as errors name it
+
 // What a user passed. The members are read off the stack in this order.
 struct BackwardArguments {
   OwnedTensor dout;
@@ -79,7 +81,7 @@ FwdProblem problem_of(BackwardCall const& call, bool causal, DeviceInfo const& i
 }
 
 OwnedTensor allocate_like(TensorMeta const& meta) {
-  return allocate(meta.size, meta.rank, meta.dtype, meta.device_index);
+  return allocate(kOp, meta.size, meta.rank, meta.dtype, meta.device_index);
 }
 
 Gradients allocate_gradients(ForwardCall const& call) {
@@ -104,15 +106,15 @@ TensorView readable_gradient(OwnedTensor& tensor, TensorMeta const& meta) {
     has_own_elements = has_own_elements && (meta.size[i] == 1 || meta.stride[i] != 0);
   }
   if (!has_own_elements) {
-    tensor = packed_copy(tensor, meta);
+    tensor = packed_copy(kOp, tensor, meta);
     return view(describe(tensor));
   }
-  return readable(tensor, meta);
+  return readable(kOp, tensor, meta);
 }
 
 float const* readable_rows(OwnedTensor& tensor, TensorMeta const& meta) {
   if (!is_contiguous(meta)) {
-    tensor = packed_copy(tensor, meta);
+    tensor = packed_copy(kOp, tensor, meta);
   }
   return static_cast<float const*>(mutable_data(tensor));
 }
@@ -141,7 +143,7 @@ BwdLaunch plan_launch(BwdParams& params) {
 OwnedTensor allocate_workspace(BwdParams& params, int device) {
   int64_t const rows = params.schedule.rows;
   int64_t const floats = 2 * rows + params.schedule.dq_floats;
-  OwnedTensor workspace = allocate(&floats, 1, Dtype::kFloat32, device);
+  OwnedTensor workspace = allocate(kOp, &floats, 1, Dtype::kFloat32, device);
   params.lse_log2 = static_cast<float*>(mutable_data(workspace));
   params.delta = params.lse_log2 + rows;
   params.dq_sum = params.delta + rows;
@@ -155,9 +157,9 @@ void launch(BackwardArguments& args, BackwardCall const& call, BwdParams& params
   int const device = call.forward.q.device_index;
   BwdLaunch const launcher = plan_launch(params);
   OwnedTensor const workspace = allocate_workspace(params, device);
-  params.q = readable(args.q, call.forward.q);
-  params.k = readable(args.k, call.forward.k);
-  params.v = readable(args.v, call.forward.v);
+  params.q = readable(kOp, args.q, call.forward.q);
+  params.k = readable(kOp, args.k, call.forward.k);
+  params.v = readable(kOp, args.v, call.forward.v);
   params.o = readable_gradient(args.out, call.out);
   params.dout = readable_gradient(args.dout, call.dout);
   params.lse = readable_rows(args.lse, call.lse);
@@ -198,7 +200,7 @@ Gradients run_backward(BackwardArguments& args) {
 }  // namespace
 
 void bwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema("bwd", {num_args, num_outputs}, {9, 3});
+  expect_schema(kOp, {num_args, num_outputs}, {9, 3});
   BackwardArguments args = read_arguments(stack);
   Gradients gradients = run_backward(args);
   stack[0] = boxed(std::move(gradients.dq));

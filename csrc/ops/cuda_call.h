@@ -40,11 +40,11 @@ inline TensorView view(TensorMeta const& meta) {
 // The tensor as the kernel reads it. A tensor that TMA cannot address is replaced by a copy, which
 // the caller keeps until the launch; the caching allocator then hands its memory to later work of
 // the same stream only.
-inline TensorView readable(OwnedTensor& tensor, TensorMeta const& meta) {
+inline TensorView readable(char const* op, OwnedTensor& tensor, TensorMeta const& meta) {
   if (tma_can_address(meta)) {
     return view(meta);
   }
-  tensor = packed_copy(tensor, meta);
+  tensor = packed_copy(op, tensor, meta);
   return view(describe(tensor));
 }
 

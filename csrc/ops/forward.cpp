@@ -88,12 +88,16 @@ FwdLaunch plan_launch(FwdParams& params) {
   return launcher;
 }
 
+// As errors name it.
+char const* op_of(ForwardCall const& call) { return call.has_out ? "fwd_out" : "fwd"; }
+
 // Fills params.o and launches. An output that TMA cannot address is written through a temporary.
-void launch(FwdLaunch launcher, FwdParams& params, OwnedTensor const& out, int device) {
+void launch(char const* op, FwdLaunch launcher, FwdParams& params, OwnedTensor const& out) {
   TensorMeta meta = describe(out);
+  int const device = meta.device_index;
   OwnedTensor temporary;
   if (!tma_can_address(meta)) {
-    temporary = allocate(meta.size, meta.rank, meta.dtype, device);
+    temporary = allocate(op, meta.size, meta.rank, meta.dtype, device);
     meta = describe(temporary);
   }
   params.o = view(meta);
@@ -110,6 +114,7 @@ void launch(FwdLaunch launcher, FwdParams& params, OwnedTensor const& out, int d
 // it: an allocation costs a tenth of the host time of a call.
 OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
   ForwardCall call = describe_call(args);
+  char const* const op = op_of(call);
   int const device = call.q.device_index;
   DeviceInfo const info = call.q.device == DeviceType::kCuda ? device_info(device) : DeviceInfo{};
   call.sm_count = info.sm_count;
@@ -123,9 +128,9 @@ OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
   int64_t const out_size[] = {q_size[0], q_size[1], q_size[2], call.v.size[3]};
   int64_t const lse_size[] = {q_size[0], q_size[2], q_size[1]};
   if (!args.out) {
-    args.out = allocate(out_size, 4, call.q.dtype, device);
+    args.out = allocate(op, out_size, 4, call.q.dtype, device);
   }
-  OwnedTensor lse = wants_lse ? allocate(lse_size, 3, Dtype::kFloat32, device) : OwnedTensor();
+  OwnedTensor lse = wants_lse ? allocate(op, lse_size, 3, Dtype::kFloat32, device) : OwnedTensor();
   if (params.schedule.tiles == 0) {
     return lse;
   }
@@ -136,12 +141,12 @@ OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
     }
     return lse;
   }
-  params.q = readable(args.q, call.q);
-  params.k = readable(args.k, call.k);
-  params.v = readable(args.v, call.v);
+  params.q = readable(op, args.q, call.q);
+  params.k = readable(op, args.k, call.k);
+  params.v = readable(op, args.v, call.v);
   params.lse = lse ? static_cast<float*>(mutable_data(lse)) : nullptr;
   params.softmax_scale = float(call.softmax_scale);
-  launch(launcher, params, args.out, device);
+  launch(op, launcher, params, args.out);
   return lse;
 }
 

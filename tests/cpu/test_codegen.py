@@ -17,6 +17,7 @@ import pytest
 
 from csrc.instances.variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant
 from flash_attn3 import _plan
+from tests import _host
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / 'flash_attn3' / '_C.abi3.so'
@@ -88,8 +89,9 @@ def sass_of(variant: Variant, kernel: str = '') -> list[str]:
     return found[0]
 
 
-def facts_of(variant: ForwardVariant) -> dict:
-    return next(facts for facts in _plan.variants() if facts['name'] == variant.name)
+def facts_of(variant: Variant) -> dict:
+    return next(facts for facts in _plan.variants() + _plan.backward_variants()
+                if facts['name'] == variant.name)
 
 
 def test_the_library_has_the_listed_kernels_and_no_others():
@@ -182,14 +184,18 @@ def test_products_of_the_backward(variant: BackwardVariant):
     head dim. All in the right dtype.
     """
     shapes = HGMMA.findall('\n'.join(sass_of(variant)))
-    queries, share = {64: (128, 64), 128: (64, 64)}[variant.head_dim]
-    assert {int(columns) for columns, _ in shapes} == {variant.head_dim, queries, share}
+    tile = _host.backward_tiles[variant.tile]
+    assert {int(columns) for columns, _ in shapes} == {variant.head_dim, tile['tile_m'],
+                                                       tile['dq'].columns}
     assert {bool(bf16) for _, bf16 in shapes} == {variant.dtype == 'Bf16'}
 
 
 @PER_BACKWARD
 def test_registers_of_the_backward(variant: BackwardVariant):
+    facts = facts_of(variant)
     counts = re.findall(r'USETMAXREG\S*(?: UP\d,)? (0x[0-9a-f]+)', '\n'.join(sass_of(variant)))
-    producer, consumer = sorted({int(count, 16) for count in counts})
+    producer, consumer = facts['producer_registers'], facts['consumer_registers']
+    assert {int(count, 16) for count in counts} == {producer, consumer}
     at_launch = int(re.search(r'Used (\d+) registers', ptxas_lines(variant))[1])
-    assert (producer + 2 * consumer) * 128 <= at_launch * 384 <= 65536
+    dealt = producer + facts['consumer_warpgroups'] * consumer
+    assert dealt * 128 <= at_launch * facts['threads'] <= 65536

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from csrc.instances.variants import BACKWARD as BACKWARD_VARIANTS
 from csrc.instances.variants import FORWARD as FORWARD_VARIANTS
 from flash_attn3 import bench
-from flash_attn3._plan import variants
+from flash_attn3._plan import backward_variants, variants
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ['README.md', 'csrc/README.md', 'csrc/forward/README.md', 'csrc/backward/README.md',
@@ -85,6 +86,28 @@ def test_head_dims_of_the_support_table():
     most, first, last, step = map(int, re.fullmatch(
         r'multiples of 8 to (\d+) \(computed: (\d+) to (\d+) in steps of (\d+)\)', text).groups())
     assert dims == list(range(first, last + 1, step)) and most == last
+
+
+def test_head_dims_with_gradients():
+    """In the support table and, where some have none, under Limits."""
+    largest = max(variant['head_dim'] for variant in backward_variants())
+    has_all = largest == max(variant['head_dim'] for variant in variants())
+    text = table_rows(ROOT / 'README.md', 'feature')['gradients'][0]
+    assert text == ('yes' if has_all else f'head dims up to {largest}')
+    limit = f'Gradients on a Hopper GPU up to head dim {largest};'
+    assert (limit in section(ROOT / 'README.md', 'Limits')) is not has_all
+
+
+def test_shared_memory_of_every_backward_tile():
+    """The last number of a cell is its bytes; their sum is what the variants say."""
+    rows = table_rows(BACKWARD, 'tile')
+    tiles = {variant.name: variant.tile for variant in BACKWARD_VARIANTS}
+    assert set(rows) == set(tiles.values())
+    for variant in backward_variants():
+        sizes, *parts, total = rows[tiles[variant['name']]]
+        assert sizes == f'{variant["tile_m"]} x {variant["tile_n"]}'
+        numbers = [int(re.findall(r'\d+', part)[-1]) for part in parts]
+        assert sum(numbers) == int(total) == variant['shared_bytes']
 
 
 def test_shared_memory_and_registers_of_every_tile():

@@ -22,7 +22,7 @@ MAY_INCLUDE = {
 }
 GENERATED = {'fwd_variants.h': {'dispatch', 'host'}, 'fwd_built.inc': {'ops', 'host'},
              'fwd_registry.inc': {'ops'}, 'bwd_variants.h': {'dispatch', 'host'},
-             'bwd_built.inc': {'ops'}, 'bwd_registry.inc': {'ops'}}
+             'bwd_built.inc': {'ops', 'host'}, 'bwd_registry.inc': {'ops'}}
 FILES = [path for path in sorted(CSRC.rglob('*')) if path.suffix in ('.h', '.cpp', '.cu', '.inc')]
 
 

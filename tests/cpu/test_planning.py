@@ -7,18 +7,34 @@ import pytest
 import torch
 
 import flash_attn3
-from flash_attn3 import _library, planning
+from flash_attn3 import _library, _plan, planning
 
 from tests import bad_inputs, sanitize
-from tests.cases import DTYPES, KINDS, SHAPES, SMOKE, Case, Kind
+from tests.cases import DTYPES, GRADIENT_KINDS, KINDS, SHAPES, SMOKE, Case, Kind
 
 SHAPE = (2, 4096, 16, 128)
+NO_GRADIENTS = [head_dim for head_dim in range(8, 257, 8)
+                if head_dim > max(kind.head_dim for kind in GRADIENT_KINDS)]
+
+
+def no_gradients(head_dim: int) -> str:
+    return (f'flash_attn3.bwd: expected a head_dim with a backward kernel, got {head_dim}; hint: '
+            f'use torch.nn.functional.scaled_dot_product_attention where gradients are needed')
 
 
 def explained(capsys, *arguments, **options) -> dict[str, str]:
+    """The rows of the forward."""
     flash_attn3.explain(*arguments, **options)
-    lines = capsys.readouterr().out.splitlines()
-    return {line[:14].strip(): line[15:] for line in lines}
+    return rows_of(capsys.readouterr().out.split('\n\n')[0])
+
+
+def explained_backward(capsys, *arguments, **options) -> dict[str, str]:
+    flash_attn3.explain(*arguments, **options)
+    return rows_of(capsys.readouterr().out.split('\n\n')[1])
+
+
+def rows_of(text: str) -> dict[str, str]:
+    return {line[:14].strip(): line[15:] for line in text.splitlines()}
 
 
 @pytest.mark.parametrize('kind', KINDS, ids=str)
@@ -36,6 +52,43 @@ def test_explain_text(capsys):
                           'padding', 'FLOPs', 'bytes']
     assert rows['variant'].startswith('FwdBf16D128Causal')
     assert rows['grid'] == '132 CTAs'
+
+
+@pytest.mark.parametrize('kind', GRADIENT_KINDS, ids=str)
+def test_explain_names_the_kernel_of_the_gradients(kind, capsys):
+    q, k, v = Case(300, 64, batch=1).of(kind).tensors('cpu')
+    shown = explained_backward(capsys, q, k, v, causal=kind.causal)
+    mask = 'Causal' if kind.causal else 'Full'
+    assert shown['gradients'].split()[0] == f'Bwd{kind.dtype.capitalize()}D{kind.head_dim}{mask}'
+
+
+def test_explain_text_of_the_gradients(capsys):
+    q, k = (2, 1000, 16, 64), (2, 1000, 4, 64)
+    facts = planning.plan_backward(q, k, causal=True)
+    rows = explained_backward(capsys, q, k, causal=True)
+    m_tiles, n_tiles = -(-1000 // facts['tile_m']), -(-1000 // facts['tile_n'])
+    stored_rows = m_tiles * facts['tile_m'] * 16 * 2
+    assert rows == {
+        'gradients': rows['gradients'],
+        'head dim': '64 computed, 64 in shared memory',
+        'tile': f'{facts["tile_n"]} keys of a CTA, {facts["tile_m"]} queries a step',
+        'warpgroups': f'1 producer, {facts["consumer_warpgroups"]} consumers; '
+                      f'{facts["threads"]} threads',
+        'stages': f'{facts["stages"]} of Q, {facts["stages"]} of dO',
+        'registers': f'{facts["producer_registers"]} a producer thread, '
+                     f'{facts["consumer_registers"]} a consumer thread',
+        'shared memory': f'{facts["shared_bytes"] / 1024:.0f} KiB of 227',
+        'tiles': f'{n_tiles} along the keys, {m_tiles} along the queries of a head',
+        'grid': f'{n_tiles * 4 * 2} CTAs',
+        'workspace': f'{stored_rows * 4 * (2 + 64)} bytes: LSE {4 * stored_rows}, '
+                     f'delta {4 * stored_rows}, dQ {4 * stored_rows * 64}'}
+    assert rows['gradients'].startswith('BwdBf16D64Causal')
+
+
+@pytest.mark.parametrize('head_dim', NO_GRADIENTS)
+def test_explain_where_there_are_no_gradients(head_dim, capsys):
+    flash_attn3.explain((2, 128, 8, head_dim), (2, 128, 8, head_dim))
+    assert capsys.readouterr().out.split('\n\n')[1] == f'no gradients: {no_gradients(head_dim)}\n'
 
 
 @pytest.mark.parametrize('head_dim, computed, stored', [
@@ -130,6 +183,29 @@ def test_can_use_gives_every_reason():
                                      'q on a CUDA device']
 
 
+@pytest.mark.parametrize('head_dim', [8, 64, *NO_GRADIENTS])
+def test_can_use_asks_for_gradients_where_they_are_needed(head_dim):
+    tensors = Case(16, 24, head_dim=head_dim).tensors('cpu')
+    device = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
+    assert flash_attn3.can_use(*tensors) == (False, [device])
+    for x in tensors:
+        x.requires_grad_()
+        missing = [no_gradients(head_dim)] if head_dim in NO_GRADIENTS else []
+        assert flash_attn3.can_use(*tensors) == (False, [*missing, device])
+        with torch.no_grad():
+            assert flash_attn3.can_use(*tensors) == (False, [device])
+        x.requires_grad_(False)
+
+
+def test_can_use_says_that_out_takes_no_gradients():
+    arguments = bad_inputs.good_arguments('cpu')
+    arguments['out'] = torch.empty_like(arguments['q'])
+    arguments['k'].requires_grad_()
+    assert flash_attn3.can_use(**arguments)[1][0].startswith(
+        'flash_attn3.flash_attn_func: expected no gradient together with out=, got '
+        'requires_grad=True of k; hint: ')
+
+
 def test_can_use_refuses_unknown_arguments():
     with pytest.raises(TypeError, match='dropout'):
         flash_attn3.can_use(**bad_inputs.good_arguments('cpu'), dropout=0.1)
@@ -137,7 +213,8 @@ def test_can_use_refuses_unknown_arguments():
 
 def test_built_variants(monkeypatch):
     monkeypatch.setattr(_library, 'KERNELS_MISSING', '')
-    built = {facts['name'] for kind in KINDS for facts in kind.variants() if facts['built']}
+    built = {facts['name'] for kind in KINDS + GRADIENT_KINDS for facts in kind.variants()
+             if facts['built']}
     assert set(flash_attn3.built_variants()) == built
     monkeypatch.setattr(_library, 'KERNELS_MISSING', 'a reason')
     assert flash_attn3.built_variants() == []
@@ -159,3 +236,15 @@ def test_the_cases_reach_every_kernel(cases):
                              causal=case.causal, dtype=DTYPES[case.dtype],
                              pack_gqa=case.pack_gqa)['name'] for case in of_a_kind}
     assert reached == {facts['name'] for kind in KINDS for facts in kind.variants()}
+
+
+def test_the_sanitizer_reaches_every_backward():
+    """Each with all the small cases, with and without shared KV heads."""
+    calls = [case for case, kind in sanitize.calls() if kind in GRADIENT_KINDS]
+    reached = [planning.plan_backward((case.batch, case.seqlen_q, case.heads_q, case.head_dim),
+                                      (case.batch, case.seqlen_k, case.heads_k, case.head_dim),
+                                      causal=case.causal, dtype=DTYPES[case.dtype])['name']
+               for case in calls]
+    names = {facts['name'] for facts in _plan.backward_variants()}
+    assert set(reached) == names and len(reached) == len(names) * len(sanitize.SMALL)
+    assert {case.heads_q // case.heads_k for case in calls} == {1, 2, 3}

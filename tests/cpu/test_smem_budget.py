@@ -4,7 +4,11 @@ import pytest
 from flash_attn3 import _plan
 
 VARIANTS = _plan.variants()
+BACKWARD = _plan.backward_variants()
 each_variant = pytest.mark.parametrize('variant', VARIANTS, ids=[row['name'] for row in VARIANTS])
+each_backward = pytest.mark.parametrize('variant', BACKWARD, ids=[row['name'] for row in BACKWARD])
+of_both = pytest.mark.parametrize('variant', VARIANTS + BACKWARD,
+                                  ids=[row['name'] for row in VARIANTS + BACKWARD])
 
 SHARED_BYTES_PER_CTA = 227 * 1024
 REGISTERS_PER_SM = 64 * 1024
@@ -29,7 +33,7 @@ def test_rings_stay_aligned_for_the_swizzle(variant):
         assert rows % 8 == 0 and rows * columns * ELEMENT_BYTES % 1024 == 0
 
 
-@each_variant
+@of_both
 def test_registers_after_setmaxnreg_fit_in_the_pool(variant):
     producer, consumer = variant['producer_registers'], variant['consumer_registers']
     assert producer % 8 == 0 and consumer % 8 == 0 and 24 <= producer <= consumer <= 256
@@ -58,3 +62,34 @@ def test_products_and_copies_have_legal_shapes(variant):
     assert variant['tile_m'] == 64 * variant['consumer_warpgroups']
     assert variant['threads'] == WARPGROUP_THREADS * (variant['consumer_warpgroups'] + 1) <= 1024
     assert not variant['ping_pong'] or variant['consumer_warpgroups'] == 2
+
+
+@each_backward
+def test_shared_memory_of_the_backward_holds_its_tiles_and_fits(variant):
+    """K, V, the rings of Q and dO with LSE and delta of their rows; and not more than dS twice, dQ
+    in float32 and barriers beside them.
+    """
+    rows, keys, columns = variant['tile_m'], variant['tile_n'], variant['columns']
+    inputs = ELEMENT_BYTES * 2 * columns * (keys + variant['stages'] * rows)
+    row_values = 4 * 2 * variant['stages'] * rows
+    scores = 2 * ELEMENT_BYTES * rows * keys
+    staged = 4 * rows * variant['head_dim']
+    assert inputs + row_values < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA == 232448
+    assert variant['shared_bytes'] <= inputs + row_values + scores + staged + 2048
+
+
+@each_backward
+def test_tiles_of_the_backward_stay_aligned_for_the_swizzle(variant):
+    for rows in (variant['tile_m'], variant['tile_n']):
+        assert rows * variant['columns'] * ELEMENT_BYTES % 1024 == 0
+    assert variant['tile_m'] * variant['tile_n'] * ELEMENT_BYTES % 1024 == 0
+
+
+@each_backward
+def test_products_of_the_backward_have_legal_shapes(variant):
+    """The head dim is the columns of dK and dV, the queries of a step those of S and dP."""
+    head_dim, columns = variant['head_dim'], variant['columns']
+    assert head_dim % 16 == 0 and head_dim <= 256
+    assert columns % 64 == 0 and columns - 64 < head_dim <= columns
+    assert variant['tile_m'] % 16 == 0 and variant['tile_m'] <= 256
+    assert variant['threads'] == WARPGROUP_THREADS * (variant['consumer_warpgroups'] + 1) <= 1024
