@@ -1,17 +1,17 @@
 // A consumer warpgroup: the five products and what is between them, for its 64 keys.
 //
-// A step is a tile of queries. Its second half issues S of the next step before it stores dQ, so
-// that the tensor cores have work meanwhile; S has its registers back by then, and dQ and the next
-// dP take turns in the same ones:
+// A step is a tile of queries. The warpgroups take turns on the tensor cores: issuing products
+// blocks a warp until they run, so a warpgroup cannot feed them and work on scores at once.
 //
-//   tensor cores   S0 | dP0     dV0 | dK0 dQ0 S1 | dP1     dV1 | dK1 dQ1 S2 | ...
-//   this thread         P0    dS0         dQ0      P1    dS1         dQ1
+//   tensor cores   turn of 0: dV dQ dK S dP | turn of 1: dV dQ dK S dP | turn of 0 ...
+//   warpgroup 0    issues, dQ out           | P, dS of the next step   | issues
+//   warpgroup 1    P, dS                    | issues, dQ out           | P, dS of the next step
 //
-// dQ needs dS of all keys: the warpgroups meet in shared memory, once a step (`ds_full`).
+// dQ needs dS of all keys. Warpgroup 1 finds them when its turn comes; warpgroup 0 finds those of
+// the step before, so its dQ is one step late, and comes once more at the end.
 //
 // TRAP: nothing may be outstanding where the loop closes, or be issued under a condition: ptxas
-// (13.0) then serialises every product. And there is no register for the exact P beside the rounded
-// one: D x M of 128 x 64 and 64 x 128 then need a few more than 240.
+// (13.0) then serialises every product.
 #pragma once
 
 #include "backward/epilogue.h"
@@ -42,24 +42,27 @@ struct BwdConsumer {
   CUTE_DEVICE void run() {
     auto tSrS =
         cute::partition_fragment_C(MmaS{}, cute::Shape<cute::_64, typename Traits::TileM>{});
-    auto tKrDs = cute::make_tensor<Element>(operand_a_layout(tSrS.layout()));  // ((2,2,2),1,M/16)
+    auto tPrDp = cute::make_fragment_like(tSrS);
+    auto tVrP = cute::make_tensor<Element>(operand_a_layout(tSrS.layout()));  // ((2,2,2),1,M/16)
+    auto tKrDs = cute::make_tensor<Element>(tVrP.layout());
     auto tKrDk =
         cute::partition_fragment_C(MmaDkv{}, cute::Shape<cute::_64, typename Traits::HeadDim>{});
     auto tVrDv = cute::make_fragment_like(tKrDk);
     limits = KeyLimits::of_warpgroup<Traits>(p, first_key(), thread);
 
     BwdSteps steps(shared.work);
-    shared.k_full.wait(0);
-    issue_scores(tSrS, 0);
-    shared.v_full.wait(0);
-    first_half(steps, true, tSrS, tVrDv, tKrDs);
+    if (warpgroup == 1) {
+      give_turn();
+    }
+    first_products(tSrS, tPrDp);
+    transform(steps, tSrS, tPrDp, tVrP, tKrDs);
     bool is_first = true;
     for (steps.next(); steps.valid(); steps.next()) {
-      second_half<true>(is_first, tSrS, tKrDk, tKrDs);
-      first_half(steps, false, tSrS, tVrDv, tKrDs);
+      products(is_first, tSrS, tPrDp, tVrP, tKrDs, tVrDv, tKrDk);
+      transform(steps, tSrS, tPrDp, tVrP, tKrDs);
       is_first = false;
     }
-    second_half<false>(is_first, tSrS, tKrDk, tKrDs);
+    last_products(is_first, tVrP, tKrDs, tVrDv, tKrDk);
     store_gradients<Traits>(shared, p, warpgroup, thread, tKrDk, tVrDv);
   }
 
@@ -69,47 +72,90 @@ struct BwdConsumer {
 
   CUTE_DEVICE int first_key() const { return shared.work.key_begin + warpgroup * kWarpgroupRows; }
 
-  // Finds S issued; ends with dS in registers and in shared memory, and dV complete.
-  template <class FragmentS, class FragmentD, class FragmentDs>
-  CUTE_DEVICE void first_half(BwdSteps const& steps, bool is_first, FragmentS& tSrS,
-                              FragmentD& tVrDv, FragmentDs& tKrDs) {
-    auto tPrDp = cute::make_fragment_like(tSrS);
-    auto tVrP = cute::make_tensor<Element>(tKrDs.layout());  // ((2,2,2),1,M/16)
+  CUTE_DEVICE void take_turn() const {
+    named_sync(warpgroup == 0 ? NamedBarrier::kTurnFirst : NamedBarrier::kTurnSecond,
+               2 * kWarpgroupThreads);
+  }
 
-    shared.dout_full[stage(count)].wait(phase(count));
-    issue_query_gemm(shared.v, shared.dout[stage(count)], tPrDp);
+  CUTE_DEVICE void give_turn() const {
+    named_arrive(warpgroup == 0 ? NamedBarrier::kTurnSecond : NamedBarrier::kTurnFirst,
+                 2 * kWarpgroupThreads);
+  }
+
+  // The step whose dQ is next; -1: none yet.
+  CUTE_DEVICE int dq_step() const { return int(count) - (warpgroup == 0 ? 1 : 0); }
+
+  template <class FragmentS>
+  CUTE_DEVICE void first_products(FragmentS& tSrS, FragmentS& tPrDp) {
+    shared.k_full.wait(0);
+    shared.v_full.wait(0);
+    take_turn();
+    issue_scores(tSrS, 0);
+    issue_dp(tPrDp, 0);
+    give_turn();
+  }
+
+  // A turn on the tensor cores: the gradients of a step, S and dP of the next. dQ is staged while
+  // dK runs.
+  template <class FragmentS, class FragmentD, class FragmentDs>
+  CUTE_DEVICE void products(bool is_first, FragmentS& tSrS, FragmentS& tPrDp,
+                            FragmentDs const& tVrP, FragmentDs const& tKrDs, FragmentD& tVrDv,
+                            FragmentD& tKrDk) {
+    take_turn();
+    issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
+    issue_scores(tSrS, count + 1);
+    wait_gemm<1>(tKrDk);
+    release_stage();
+    issue_dp(tPrDp, count + 1);
+    give_turn();
+    ++count;
+  }
+
+  template <class FragmentD, class FragmentDs>
+  CUTE_DEVICE void last_products(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
+                                 FragmentD& tVrDv, FragmentD& tKrDk) {
+    take_turn();
+    issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
+    give_turn();
+    wait_gemm<0>(tKrDk);
+    ++count;
+    if (warpgroup == 0) {
+      auto tQrDq = dq_fragment();
+      take_turn();
+      issue_dq(tQrDq);
+      wait_gemm<0>(tQrDq);
+      stage_dq(tQrDq);
+    }
+  }
+
+  // Ends with dV and dQ complete, dQ staged, dK issued.
+  template <class FragmentD, class FragmentDs>
+  CUTE_DEVICE void issue_gradients(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
+                                   FragmentD& tVrDv, FragmentD& tKrDk) {
+    auto tQrDq = dq_fragment();
+    issue_keys_gemm(tVrP, shared.dout[stage(count)], tVrDv, is_first);
+    issue_dq(tQrDq);
+    issue_keys_gemm(tKrDs, shared.q[stage(count)], tKrDk, is_first);
+    wait_gemm<1>(tQrDq);
+    cute::warpgroup_fence_operand(tVrDv);
+    stage_dq(tQrDq);
+  }
+
+  // The work of the threads: S and dP, issued, become P and dS in registers, and dS in shared
+  // memory.
+  template <class FragmentS, class FragmentDs>
+  CUTE_DEVICE void transform(BwdSteps const& steps, FragmentS& tSrS, FragmentS& tPrDp,
+                             FragmentDs& tVrP, FragmentDs& tKrDs) {
     wait_gemm<1>(tSrS);
     if (steps.is_masked()) {
       limits.apply(tSrS, steps.m * Traits::kTileM);
     }
     probabilities(tSrS);
     convert_fragment<Element>(tSrS, tVrP);
-    issue_keys_gemm(tVrP, shared.dout[stage(count)], tVrDv, is_first);
-    wait_gemm<1>(tPrDp);
-    multiply_scores(tVrP, tPrDp);
+    wait_gemm<0>(tPrDp);
+    multiply_scores(tSrS, tPrDp);
     convert_fragment<Element>(tPrDp, tKrDs);
     stage_scores(tKrDs);
-    wait_gemm<0>(tVrDv);
-  }
-
-  // Ends with dK complete and dQ staged, and with S of the next step issued, if there is one.
-  template <bool kHasNext, class FragmentS, class FragmentD, class FragmentDs>
-  CUTE_DEVICE void second_half(bool is_first, FragmentS& tSrS, FragmentD& tKrDk,
-                               FragmentDs const& tKrDs) {
-    auto tQrDq =
-        cute::partition_fragment_C(MmaDq{}, cute::Shape<cute::_64, typename Traits::DqColumns>{});
-
-    issue_keys_gemm(tKrDs, shared.q[stage(count)], tKrDk, is_first);
-    shared.ds_full[count % kDsBuffers].wait(count / kDsBuffers % 2);
-    issue_dq(tQrDq);
-    if constexpr (kHasNext) {
-      issue_scores(tSrS, count + 1);
-    }
-    wait_gemm<kHasNext ? 1 : 0>(tQrDq);
-    cute::warpgroup_fence_operand(tKrDk);
-    release_stage();
-    stage_dq(tQrDq);
-    ++count;
   }
 
   // S^T = K Q^T of a step.
@@ -117,6 +163,13 @@ struct BwdConsumer {
   CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t step) {
     shared.q_full[stage(step)].wait(phase(step));
     issue_query_gemm(shared.k, shared.q[stage(step)], tSrS);
+  }
+
+  // dP^T = V dO^T of a step.
+  template <class Fragment>
+  CUTE_DEVICE void issue_dp(Fragment& tPrDp, uint32_t step) {
+    shared.dout_full[stage(step)].wait(phase(step));
+    issue_query_gemm(shared.v, shared.dout[stage(step)], tPrDp);
   }
 
   // 64 rows of K or V times Q^T or dO^T.
@@ -143,14 +196,20 @@ struct BwdConsumer {
     issue_gemm<Traits::kTileM / 16>(MmaDkv{}, a, b, acc, is_first);
   }
 
-  // This warpgroup's block of dQ = dS K.
+  CUTE_DEVICE static auto dq_fragment() {
+    return cute::partition_fragment_C(MmaDq{},
+                                      cute::Shape<cute::_64, typename Traits::DqColumns>{});
+  }
+
+  // This warpgroup's block of dQ = dS K. (Of dq_step() -1 the values mean nothing, and are dropped:
+  // the product stands there for ptxas.)
   template <class Fragment>
   CUTE_DEVICE void issue_dq(Fragment& tQrDq) {
     constexpr DqLayout kDq = Traits::kDq;
     int const row = kDq.first_row(warpgroup);
     int const column = kDq.first_column(warpgroup);
     auto sDs =
-        cute::make_tensor(cute::make_smem_ptr(shared.ds[count % kDsBuffers] + row * kSliceColumns),
+        cute::make_tensor(cute::make_smem_ptr(shared.ds[dq_step() & 1] + row * kSliceColumns),
                           typename Traits::SmemLayoutDsRows{});  // (64, N)
     auto sKt = cute::make_tensor(cute::make_smem_ptr(shared.k + column * Traits::kTileN),
                                  typename Traits::SmemLayoutKt{});  // (columns, N)
@@ -176,21 +235,19 @@ struct BwdConsumer {
     }
   }
 
-  // dP becomes dS = P * (dP - delta), without the scale. P is the rounded one: with the exact one
-  // in registers too, there are not enough of them.
-  template <class FragmentP, class Fragment>
-  CUTE_DEVICE void multiply_scores(FragmentP const& tVrP, Fragment& tPrDp) {
-    auto pairs = cute::recast<uint32_t>(tVrP);
-    auto gradient = rows_view(tPrDp);  // (2, (2, J))
+  // dP becomes dS = P * (dP - delta), without the scale.
+  template <class Fragment>
+  CUTE_DEVICE void multiply_scores(Fragment& acc, Fragment& tPrDp) {
+    auto probability = rows_view(acc);  // (2, (2, J))
+    auto gradient = rows_view(tPrDp);   // (2, (2, J))
     float2 const* const delta = row_values(shared.delta[stage(count)]);
     CUTE_UNROLL
     for (int j = 0; j < Traits::kTileM / 8; ++j) {
       float2 const pair = delta[4 * j];
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        float2 const probability = unpack_two<Element>(pairs(2 * j + r));
-        gradient(r, 2 * j) = probability.x * (gradient(r, 2 * j) - pair.x);
-        gradient(r, 2 * j + 1) = probability.y * (gradient(r, 2 * j + 1) - pair.y);
+        gradient(r, 2 * j) = probability(r, 2 * j) * (gradient(r, 2 * j) - pair.x);
+        gradient(r, 2 * j + 1) = probability(r, 2 * j + 1) * (gradient(r, 2 * j + 1) - pair.y);
       }
     }
   }
@@ -202,11 +259,11 @@ struct BwdConsumer {
 
   // dS, transposed, to where all warpgroups read it: (M, N), keys contiguous. A store takes four 8
   // x 8 blocks: 16 keys of the warp, 16 queries; a lane gives the address of one query of one
-  // block.
+  // block. The change of turn orders these stores before the products that read them.
   template <class Fragment>
   CUTE_DEVICE void stage_scores(Fragment& tKrDs) {
     auto pairs = cute::recast<uint32_t>(tKrDs);
-    char* const target = reinterpret_cast<char*>(shared.ds[count % kDsBuffers]);
+    char* const target = reinterpret_cast<char*>(shared.ds[count & 1]);
     int const lane = thread % 32;
     int const row = lane / 16 * 8 + lane % 8;
     int const chunk = warpgroup * 8 + thread / 32 * 2 + lane / 8 % 2;
@@ -216,33 +273,31 @@ struct BwdConsumer {
       cute::SM90_U16x8_STSM_T::copy(pairs(4 * i), pairs(4 * i + 1), pairs(4 * i + 2),
                                     pairs(4 * i + 3), *reinterpret_cast<cute::uint128_t*>(block));
     }
-    arrive_from_warps(shared.ds_full[count % kDsBuffers]);
+    fence_shared_for_async_proxy();
   }
 
   // dQ to the store warp, in the order of core/dq_layout.h.
   template <class Fragment>
   CUTE_DEVICE void stage_dq(Fragment const& tQrDq) {
-    shared.dq_empty[warpgroup].wait(count % 2 ^ 1);
+    if (dq_step() < 0) {
+      return;
+    }
+    shared.dq_empty[warpgroup].wait(dq_step() % 2 ^ 1);
     float4* const target = reinterpret_cast<float4*>(shared.dq[warpgroup]) + thread;
     CUTE_UNROLL
     for (int j = 0; j < Traits::kDq.columns / 8; ++j) {
       target[j * kWarpgroupThreads] =
           make_float4(tQrDq(4 * j), tQrDq(4 * j + 1), tQrDq(4 * j + 2), tQrDq(4 * j + 3));
     }
-    arrive_from_warps(shared.dq_staged[warpgroup]);
-  }
-
-  // After stores that the copy engine or the tensor cores read: each warp speaks for itself.
-  CUTE_DEVICE void arrive_from_warps(Mbarrier& barrier) {
     fence_shared_for_async_proxy();
     __syncwarp();
     if (thread % 32 == 0) {
-      barrier.arrive();
+      shared.dq_staged[warpgroup].arrive();
     }
   }
 
   // One thread speaks for the warpgroup: its products are complete for all its warps at once, and
-  // `ds_full` has shown that all of them have read LSE and delta.
+  // all of them had read LSE and delta when they took the turn.
   CUTE_DEVICE void release_stage() {
     if (thread == 0) {
       shared.q_empty[stage(count)].arrive();

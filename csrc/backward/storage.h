@@ -35,7 +35,6 @@ struct BwdStorage {
   Mbarrier q_empty[Traits::kStages];        // consumer warpgroups -> producer warp (1 each)
   Mbarrier dout_full[Traits::kStages];      // TMA -> consumers (1 + bytes)
   Mbarrier dout_empty[Traits::kStages];     // consumer warpgroups -> producer warp (1 each)
-  Mbarrier ds_full[kDsBuffers];             // consumer warps -> consumers (4 each)
   Mbarrier dq_staged[Traits::kWarpgroups];  // consumer warps -> store warp (4)
   Mbarrier dq_empty[Traits::kWarpgroups];   // store warp -> consumer warpgroup (1)
 
@@ -48,9 +47,6 @@ struct BwdStorage {
       q_empty[i].init(Traits::kWarpgroups);
       dout_full[i].init(1);
       dout_empty[i].init(Traits::kWarpgroups);
-    }
-    for (int i = 0; i < kDsBuffers; ++i) {
-      ds_full[i].init(kWarps * Traits::kWarpgroups);
     }
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
       dq_staged[wg].init(kWarps);

@@ -14,8 +14,7 @@ struct BwdDefaults {
   static constexpr int kStages = 2;
 };
 
-// Buffers of dS: one is written while the other is read, so that one meeting of the warpgroups per
-// step is enough (backward/README.md).
+// Buffers of dS: one is written while the other is read (backward/README.md).
 constexpr int kDsBuffers = 2;
 
 template <class Config>
@@ -60,7 +59,7 @@ constexpr int bwd_shared_bytes() {
   int const dq_bytes = Config::kTileM * Config::kHeadDim * 4;
   int const row_bytes = Config::kStages * 2 * Config::kTileM * 4;
   int const work_bytes = 32;
-  int const barriers = 2 + 4 * Config::kStages + kDsBuffers + 2 * Config::kConsumerWarpgroups;
+  int const barriers = 2 + 4 * Config::kStages + 2 * Config::kConsumerWarpgroups;
   return key_bytes + query_bytes + ds_bytes + dq_bytes +
          (row_bytes + work_bytes + barriers * 8 + 1023) / 1024 * 1024;
 }
