@@ -185,8 +185,10 @@ def _warpgroups(facts: dict) -> str:
 
 
 def _registers(facts: dict) -> str:
-    return (f'{facts["producer_registers"]} a producer thread, '
+    text = (f'{facts["producer_registers"]} a producer thread, '
             f'{facts["consumer_registers"]} a consumer thread')
+    only_dq = facts.get('dq_registers', 0)
+    return f'{text}, {only_dq} one that makes dQ' if only_dq else text
 
 
 def _shared_memory(facts: dict) -> str:

@@ -16,7 +16,7 @@ namespace fa3 {
 // keys past the end of the sequence are dropped by the copy engine.
 template <class Traits, class Fragment>
 CUTE_DEVICE void store_gradient(CUtensorMap const& map, typename Traits::Element* tile,
-                                BwdWork const& work, int warpgroup, int thread, float scale,
+                                BwdWork const& work, int first_key, int thread, float scale,
                                 Fragment& acc) {
   using Element = typename Traits::Element;
   CUTE_UNROLL
@@ -26,7 +26,7 @@ CUTE_DEVICE void store_gradient(CUtensorMap const& map, typename Traits::Element
   auto rounded = cute::make_tensor<Element>(acc.layout());  // ((2,2,D/8),1,1)
   convert_fragment<Element>(acc, rounded);
   auto pairs = cute::recast<uint32_t>(rounded);
-  int const first_row = warpgroup * kWarpgroupRows + thread / 32 * 16;
+  int const first_row = first_key + thread / 32 * 16;
   int const row = first_row + thread % 16;
   int const half = thread / 16 % 2;
   CUTE_UNROLL
@@ -49,16 +49,10 @@ CUTE_DEVICE void store_gradient(CUtensorMap const& map, typename Traits::Element
   }
 }
 
-// Consumer side, when all its products are complete. V is read by its own warpgroup alone, K by all
-// of them.
-template <class Traits, class Fragment>
-CUTE_DEVICE void store_gradients(BwdStorage<Traits>& shared, BwdDeviceParams const& p,
-                                 int warpgroup, int thread, Fragment& dk, Fragment& dv) {
-  store_gradient<Traits>(p.dv, shared.v, shared.work, warpgroup, thread, 1.f, dv);
-  named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
-  store_gradient<Traits>(p.dk, shared.k, shared.work, warpgroup, thread, p.softmax_scale, dk);
+// After the last store of a thread: shared memory goes when the CTA ends.
+CUTE_DEVICE void finish_stores(int thread) {
   if (thread % 32 == 0) {
-    cute::tma_store_wait<0>();  // shared memory goes when the CTA ends
+    cute::tma_store_wait<0>();
   }
 }
 
@@ -71,11 +65,12 @@ CUTE_DEVICE void add_dq(BwdStorage<Traits>& shared, BwdDeviceParams const& p, in
   uint32_t phase = 0;
   for (BwdSteps steps(work); steps.valid(); steps.next(), phase ^= 1) {
     int64_t const block = steps.tile(p) * Traits::kWarpgroups + warpgroup;
-    shared.dq_staged[warpgroup].wait(phase);
-    bulk_add(p.dq_sum + block * kBlockFloats, shared.dq[warpgroup], kBlockFloats * sizeof(float));
+    shared.exchange.dq_staged[warpgroup].wait(phase);
+    bulk_add(p.dq_sum + block * kBlockFloats, shared.exchange.dq[warpgroup],
+             kBlockFloats * sizeof(float));
     cute::tma_store_arrive();
     cute::tma_store_wait<0>();  // the buffer has been read
-    shared.dq_empty[warpgroup].arrive();
+    shared.exchange.dq_empty[warpgroup].arrive();
   }
   wait_for_bulk_writes();
 }

@@ -1,12 +1,13 @@
 // The main kernel of the backward: who does what, and nothing else.
 //
 //   warpgroup 0   warp 0: loads K and V, then Q, dO, LSE and delta of every step
-//                 warps 1 to 3: each adds the dQ of one consumer warpgroup to global memory
-//   warpgroup 1.. consumers: 64 keys of the tile each
+//   warpgroup 1.. consumers, which share the keys (mma.h; warps 1 and 2 of warpgroup 0 add their dQ
+//                 to global memory) or the products (mma_by_product.h)
 #pragma once
 
 #include "backward/load.h"
 #include "backward/mma.h"
+#include "backward/mma_by_product.h"
 
 namespace fa3 {
 
@@ -18,8 +19,39 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
   }
   if (warp == 0) {
     BwdProducer<Traits>(shared, p).run();
-  } else if (warp <= Traits::kWarpgroups) {
-    add_dq<Traits>(shared, p, warp - 1);
+  } else if constexpr (Traits::kSplit == BwdSplit::kKeys) {
+    if (warp <= Traits::kWarpgroups) {
+      add_dq<Traits>(shared, p, warp - 1);
+    }
+  }
+}
+
+// From the 128 that each thread starts with.
+template <int kRegisters>
+CUTE_DEVICE void set_dq_registers() {
+  if constexpr (kRegisters < 128) {
+    cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<kRegisters>();
+  }
+}
+
+template <class Traits>
+CUTE_DEVICE void run_consumer(BwdStorage<Traits>& shared, BwdDeviceParams const& p, int warpgroup) {
+  using Config = typename Traits::Config;
+  int const thread = int(threadIdx.x) % kWarpgroupThreads;
+  if constexpr (Traits::kSplit == BwdSplit::kKeys) {
+    cutlass::arch::warpgroup_reg_alloc<Config::kRegisters>();
+    KeysConsumer<Traits>(shared, p, warpgroup, thread).run();
+  } else if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_alloc<Config::kRegisters>();
+    DvConsumer<Traits>(shared, p, thread).run();
+  } else if (warpgroup == 1) {
+    cutlass::arch::warpgroup_reg_alloc<Config::kRegisters>();
+    DkConsumer<Traits>(shared, p, thread).run();
+  } else {
+    set_dq_registers<Config::kDqRegisters>();
+    DqConsumer<Traits>(shared, p, thread).run();
   }
 }
 
@@ -41,12 +73,10 @@ __global__ void __launch_bounds__(bwd_threads<Config>(), 1)
 
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<bwd_producer_registers<Config>()>();
+    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     run_producer_warpgroup<Traits>(shared, p);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<bwd_consumer_registers<Config>()>();
-    int const thread = int(threadIdx.x) % kWarpgroupThreads;
-    BwdConsumer<Traits>(shared, p, warpgroup - 1, thread).run();
+    run_consumer<Traits>(shared, p, warpgroup - 1);
   }
 }
 

@@ -44,7 +44,7 @@ struct BwdProducer {
   }
 
   CUTE_DEVICE void load_keys(CUtensorMap const& map, Mbarrier& full, Element* target) {
-    full.arrive_and_expect_tx(Traits::kTileN * Traits::kHeadDim * sizeof(Element));
+    full.arrive_and_expect_tx(Traits::kTileN * Traits::kColumns * sizeof(Element));
     CUTE_UNROLL
     for (int column = 0; column < Traits::kHeadDim; column += kSliceColumns) {
       cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), kOnce,
@@ -75,7 +75,7 @@ struct BwdProducer {
   // A tile of queries; expects the row values beside it too.
   CUTE_DEVICE void load_queries(CUtensorMap const& map, Mbarrier& full, Element* target,
                                 BwdSteps const& steps) {
-    full.arrive_and_expect_tx(Traits::kTileM * Traits::kHeadDim * sizeof(Element) + kRowValueBytes);
+    full.arrive_and_expect_tx(Traits::kTileM * Traits::kColumns * sizeof(Element) + kRowValueBytes);
     CUTE_UNROLL
     for (int column = 0; column < Traits::kHeadDim; column += kSliceColumns) {
       cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), kOften,

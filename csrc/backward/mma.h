@@ -1,4 +1,5 @@
-// A consumer warpgroup: the five products and what is between them, for its 64 keys.
+// Consumers that share the keys: a warpgroup computes the five products and what is between them
+// for its 64 keys.
 //
 // A step is a tile of queries. The warpgroups take turns on the tensor cores: issuing products
 // blocks a warp until they run, so a warpgroup cannot feed them and work on scores at once.
@@ -15,40 +16,35 @@
 #pragma once
 
 #include "backward/epilogue.h"
-#include "backward/mask.h"
-#include "core/softmax_math.h"
-#include "device/gemm.h"
+#include "backward/products.h"
 
 namespace fa3 {
 
 template <class Traits>
-struct BwdConsumer {
+struct KeysConsumer : BwdProducts<Traits> {
+  using Base = BwdProducts<Traits>;
   using Element = typename Traits::Element;
-  using MmaS = typename Traits::MmaS;
-  using MmaDkv = typename Traits::MmaDkv;
-  using MmaDq = typename Traits::MmaDq;
+  using Base::p, Base::phase, Base::shared, Base::stage, Base::thread;
 
-  BwdStorage<Traits>& shared;
-  BwdDeviceParams const& p;
-  int warpgroup;
-  int thread;  // in the warpgroup
-  KeyLimits limits;
+  int const warpgroup;
+  int const first_key;  // in the tile
+  KeyLimits const limits;
   uint32_t count = 0;  // steps done: where all rings stand, in one register
 
-  CUTE_DEVICE BwdConsumer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_, int warpgroup_,
-                          int thread_)
-      : shared(shared_), p(p_), warpgroup(warpgroup_), thread(thread_) {}
+  CUTE_DEVICE KeysConsumer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_, int warpgroup_,
+                           int thread_)
+      : Base(shared_, p_, thread_),
+        warpgroup(warpgroup_),
+        first_key(warpgroup_ * kWarpgroupRows),
+        limits(KeyLimits::of_warpgroup<Traits>(p_, shared_.work.key_begin + first_key, thread_)) {}
 
   CUTE_DEVICE void run() {
-    auto tSrS =
-        cute::partition_fragment_C(MmaS{}, cute::Shape<cute::_64, typename Traits::TileM>{});
-    auto tPrDp = cute::make_fragment_like(tSrS);
-    auto tVrP = cute::make_tensor<Element>(operand_a_layout(tSrS.layout()));  // ((2,2,2),1,M/16)
-    auto tKrDs = cute::make_tensor<Element>(tVrP.layout());
-    auto tKrDk =
-        cute::partition_fragment_C(MmaDkv{}, cute::Shape<cute::_64, typename Traits::HeadDim>{});
-    auto tVrDv = cute::make_fragment_like(tKrDk);
-    limits = KeyLimits::of_warpgroup<Traits>(p, first_key(), thread);
+    auto tSrS = Base::scores_fragment();
+    auto tPrDp = Base::scores_fragment();
+    auto tVrP = Base::operand_fragment();
+    auto tKrDs = Base::operand_fragment();
+    auto tKrDk = Base::gradient_fragment();
+    auto tVrDv = Base::gradient_fragment();
 
     BwdSteps steps(shared.work);
     if (warpgroup == 1) {
@@ -63,15 +59,13 @@ struct BwdConsumer {
       is_first = false;
     }
     last_products(is_first, tVrP, tKrDs, tVrDv, tKrDk);
-    store_gradients<Traits>(shared, p, warpgroup, thread, tKrDk, tVrDv);
+    store_gradient<Traits>(p.dv, shared.v, shared.work, first_key, thread, 1.f, tVrDv);
+    named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
+    store_gradient<Traits>(p.dk, shared.k, shared.work, first_key, thread, p.softmax_scale, tKrDk);
+    finish_stores(thread);
   }
 
  private:
-  CUTE_DEVICE static int stage(uint32_t step) { return step % Traits::kStages; }
-  CUTE_DEVICE static uint32_t phase(uint32_t step) { return step / Traits::kStages % 2; }
-
-  CUTE_DEVICE int first_key() const { return shared.work.key_begin + warpgroup * kWarpgroupRows; }
-
   CUTE_DEVICE void take_turn() const {
     named_sync(warpgroup == 0 ? NamedBarrier::kTurnFirst : NamedBarrier::kTurnSecond,
                2 * kWarpgroupThreads);
@@ -120,7 +114,7 @@ struct BwdConsumer {
     wait_gemm<0>(tKrDk);
     ++count;
     if (warpgroup == 0) {
-      auto tQrDq = dq_fragment();
+      auto tQrDq = Base::dq_fragment();
       take_turn();
       issue_dq(tQrDq);
       wait_gemm<0>(tQrDq);
@@ -132,17 +126,17 @@ struct BwdConsumer {
   template <class FragmentD, class FragmentDs>
   CUTE_DEVICE void issue_gradients(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
                                    FragmentD& tVrDv, FragmentD& tKrDk) {
-    auto tQrDq = dq_fragment();
-    issue_keys_gemm(tVrP, shared.dout[stage(count)], tVrDv, is_first);
+    auto tQrDq = Base::dq_fragment();
+    Base::issue_gradient_gemm(tVrP, shared.dout[stage(count)], tVrDv, is_first);
     issue_dq(tQrDq);
-    issue_keys_gemm(tKrDs, shared.q[stage(count)], tKrDk, is_first);
+    Base::issue_gradient_gemm(tKrDs, shared.q[stage(count)], tKrDk, is_first);
     wait_gemm<1>(tQrDq);
     cute::warpgroup_fence_operand(tVrDv);
     stage_dq(tQrDq);
   }
 
   // The work of the threads: S and dP, issued, become P and dS in registers, and dS in shared
-  // memory.
+  // memory. The change of turn orders that before the products which read it.
   template <class FragmentS, class FragmentDs>
   CUTE_DEVICE void transform(BwdSteps const& steps, FragmentS& tSrS, FragmentS& tPrDp,
                              FragmentDs& tVrP, FragmentDs& tKrDs) {
@@ -150,130 +144,30 @@ struct BwdConsumer {
     if (steps.is_masked()) {
       limits.apply(tSrS, steps.m * Traits::kTileM);
     }
-    probabilities(tSrS);
+    Base::probabilities(tSrS, count);
     convert_fragment<Element>(tSrS, tVrP);
     wait_gemm<0>(tPrDp);
-    multiply_scores(tSrS, tPrDp);
+    Base::multiply_scores(tSrS, tPrDp, count);
     convert_fragment<Element>(tPrDp, tKrDs);
-    stage_scores(tKrDs);
+    Base::stage_scores(tKrDs, shared.ds[count & 1], first_key);
   }
 
-  // S^T = K Q^T of a step.
   template <class Fragment>
   CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t step) {
     shared.q_full[stage(step)].wait(phase(step));
-    issue_query_gemm(shared.k, shared.q[stage(step)], tSrS);
+    Base::issue_scores_gemm(shared.k, first_key, shared.q[stage(step)], tSrS);
   }
 
-  // dP^T = V dO^T of a step.
   template <class Fragment>
   CUTE_DEVICE void issue_dp(Fragment& tPrDp, uint32_t step) {
     shared.dout_full[stage(step)].wait(phase(step));
-    issue_query_gemm(shared.v, shared.dout[stage(step)], tPrDp);
+    Base::issue_scores_gemm(shared.v, first_key, shared.dout[stage(step)], tPrDp);
   }
 
-  // 64 rows of K or V times Q^T or dO^T.
-  template <class Fragment>
-  CUTE_DEVICE void issue_query_gemm(Element* keys, Element* queries, Fragment& acc) {
-    auto sA =
-        cute::make_tensor(cute::make_smem_ptr(keys + warpgroup * kWarpgroupRows * kSliceColumns),
-                          typename Traits::SmemLayoutKRows{});  // (64, head dim)
-    auto sB = cute::make_tensor(cute::make_smem_ptr(queries),
-                                typename Traits::SmemLayoutQ{});  // (M, head dim)
-    auto mma = MmaS{}.get_slice(0);
-    auto a = mma.partition_fragment_A(sA);  // (MMA, 1, head dim / 16)
-    auto b = mma.partition_fragment_B(sB);  // (MMA, 1, head dim / 16)
-    issue_gemm<Traits::kHeadDim / 16>(MmaS{}, a, b, acc, true);
-  }
-
-  // dV += P^T dO or dK += dS^T Q.
-  template <class FragmentA, class FragmentD>
-  CUTE_DEVICE void issue_keys_gemm(FragmentA const& a, Element* queries, FragmentD& acc,
-                                   bool is_first) {
-    auto sB = cute::make_tensor(cute::make_smem_ptr(queries),
-                                typename Traits::SmemLayoutQt{});  // (head dim, M)
-    auto b = MmaDkv{}.get_slice(0).partition_fragment_B(sB);       // (MMA, 1, M / 16)
-    issue_gemm<Traits::kTileM / 16>(MmaDkv{}, a, b, acc, is_first);
-  }
-
-  CUTE_DEVICE static auto dq_fragment() {
-    return cute::partition_fragment_C(MmaDq{},
-                                      cute::Shape<cute::_64, typename Traits::DqColumns>{});
-  }
-
-  // This warpgroup's block of dQ = dS K. (Of dq_step() -1 the values mean nothing, and are dropped:
-  // the product stands there for ptxas.)
+  // Of dq_step() -1 the values mean nothing, and are dropped: the product stands there for ptxas.
   template <class Fragment>
   CUTE_DEVICE void issue_dq(Fragment& tQrDq) {
-    constexpr DqLayout kDq = Traits::kDq;
-    int const row = kDq.first_row(warpgroup);
-    int const column = kDq.first_column(warpgroup);
-    auto sDs =
-        cute::make_tensor(cute::make_smem_ptr(shared.ds[dq_step() & 1] + row * kSliceColumns),
-                          typename Traits::SmemLayoutDsRows{});  // (64, N)
-    auto sKt = cute::make_tensor(cute::make_smem_ptr(shared.k + column * Traits::kTileN),
-                                 typename Traits::SmemLayoutKt{});  // (columns, N)
-    auto mma = MmaDq{}.get_slice(0);
-    auto tQrDs = mma.partition_fragment_A(sDs);  // (MMA, 1, N / 16)
-    auto tQrK = mma.partition_fragment_B(sKt);   // (MMA, 1, N / 16)
-    issue_gemm<Traits::kTileN / 16>(MmaDq{}, tQrDs, tQrK, tQrDq, true);
-  }
-
-  // S becomes P = exp2(S * scale_log2 - LSE).
-  template <class Fragment>
-  CUTE_DEVICE void probabilities(Fragment& acc) {
-    auto scores = rows_view(acc);  // (2, (2, J))
-    float2 const* const lse = row_values(shared.lse_log2[stage(count)]);
-    CUTE_UNROLL
-    for (int j = 0; j < Traits::kTileM / 8; ++j) {
-      float2 const pair = lse[4 * j];
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        scores(r, 2 * j) = exp2_approx(scores(r, 2 * j) * p.scale_log2 - pair.x);
-        scores(r, 2 * j + 1) = exp2_approx(scores(r, 2 * j + 1) * p.scale_log2 - pair.y);
-      }
-    }
-  }
-
-  // dP becomes dS = P * (dP - delta), without the scale.
-  template <class Fragment>
-  CUTE_DEVICE void multiply_scores(Fragment& acc, Fragment& tPrDp) {
-    auto probability = rows_view(acc);  // (2, (2, J))
-    auto gradient = rows_view(tPrDp);   // (2, (2, J))
-    float2 const* const delta = row_values(shared.delta[stage(count)]);
-    CUTE_UNROLL
-    for (int j = 0; j < Traits::kTileM / 8; ++j) {
-      float2 const pair = delta[4 * j];
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        gradient(r, 2 * j) = probability(r, 2 * j) * (gradient(r, 2 * j) - pair.x);
-        gradient(r, 2 * j + 1) = probability(r, 2 * j + 1) * (gradient(r, 2 * j + 1) - pair.y);
-      }
-    }
-  }
-
-  // Of this thread's first two columns; those of the next 8 columns come 4 pairs later.
-  CUTE_DEVICE float2 const* row_values(float const* values) const {
-    return reinterpret_cast<float2 const*>(values + fragment_column(thread));
-  }
-
-  // dS, transposed, to where all warpgroups read it: (M, N), keys contiguous. A store takes four 8
-  // x 8 blocks: 16 keys of the warp, 16 queries; a lane gives the address of one query of one
-  // block. The change of turn orders these stores before the products that read them.
-  template <class Fragment>
-  CUTE_DEVICE void stage_scores(Fragment& tKrDs) {
-    auto pairs = cute::recast<uint32_t>(tKrDs);
-    char* const target = reinterpret_cast<char*>(shared.ds[count & 1]);
-    int const lane = thread % 32;
-    int const row = lane / 16 * 8 + lane % 8;
-    int const chunk = warpgroup * 8 + thread / 32 * 2 + lane / 8 % 2;
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::kTileM / 16; ++i) {
-      char* const block = target + chunk_offset_bytes<Traits::kTileM>(16 * i + row, chunk);
-      cute::SM90_U16x8_STSM_T::copy(pairs(4 * i), pairs(4 * i + 1), pairs(4 * i + 2),
-                                    pairs(4 * i + 3), *reinterpret_cast<cute::uint128_t*>(block));
-    }
-    fence_shared_for_async_proxy();
+    Base::issue_dq_gemm(shared.ds[dq_step() & 1], warpgroup, tQrDq);
   }
 
   // dQ to the store warp, in the order of core/dq_layout.h.
@@ -282,18 +176,15 @@ struct BwdConsumer {
     if (dq_step() < 0) {
       return;
     }
-    shared.dq_empty[warpgroup].wait(dq_step() % 2 ^ 1);
-    float4* const target = reinterpret_cast<float4*>(shared.dq[warpgroup]) + thread;
+    shared.exchange.dq_empty[warpgroup].wait(dq_step() % 2 ^ 1);
+    float4* const target = reinterpret_cast<float4*>(shared.exchange.dq[warpgroup]) + thread;
     CUTE_UNROLL
     for (int j = 0; j < Traits::kDq.columns / 8; ++j) {
       target[j * kWarpgroupThreads] =
           make_float4(tQrDq(4 * j), tQrDq(4 * j + 1), tQrDq(4 * j + 2), tQrDq(4 * j + 3));
     }
     fence_shared_for_async_proxy();
-    __syncwarp();
-    if (thread % 32 == 0) {
-      shared.dq_staged[warpgroup].arrive();
-    }
+    Base::arrive_from_warps(shared.exchange.dq_staged[warpgroup]);
   }
 
   // One thread speaks for the warpgroup: its products are complete for all its warps at once, and

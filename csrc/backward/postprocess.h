@@ -27,11 +27,11 @@ __global__ void __launch_bounds__(kRowThreads)
   constexpr DqLayout kDq = bwd_dq_layout<Config>();
   constexpr int kChunks = kDq.columns / kChunkColumns;
   constexpr int kRowPairs = DqLayout::kRows / 2;
-  constexpr int kItems = Config::kConsumerWarpgroups * kRowPairs * kChunks;
+  constexpr int kItems = bwd_dq_blocks<Config>() * kRowPairs * kChunks;
   wait_for_earlier_launches();
   RowTile const tile = RowTile::of_cta(p);
   float const* const sums =
-      p.dq_sum + int64_t(blockIdx.x) * (Config::kConsumerWarpgroups * kDq.block_floats());
+      p.dq_sum + int64_t(blockIdx.x) * (bwd_dq_blocks<Config>() * kDq.block_floats());
   // Neighbouring threads have neighbouring chunks of a row.
   CUTE_UNROLL
   for (int item = int(threadIdx.x); item < kItems; item += kRowThreads) {

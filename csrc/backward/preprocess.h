@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kRowThreads)
       store_row(p, tile, position, dot, int64_t(blockIdx.x) * Config::kTileM + row);
     }
   }
-  constexpr int kTileFloats = Config::kTileM * Config::kHeadDim;
+  constexpr int kTileFloats = Config::kTileM * bwd_dq_columns<Config>();
   float4* const sums = reinterpret_cast<float4*>(p.dq_sum + int64_t(blockIdx.x) * kTileFloats);
   for (int i = int(threadIdx.x); i < kTileFloats / 4; i += kRowThreads) {
     sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -9,8 +9,52 @@
 
 namespace fa3 {
 
+// What consumers that share the keys hand on: each its block of dQ, to the store warps.
+template <class Traits>
+struct KeysExchange {
+  static constexpr int kReleases = Traits::kWarpgroups;  // of a stage of Q or dO
+
+  alignas(128) float dq[Traits::kWarpgroups][Traits::kDq.block_floats()];
+  Mbarrier dq_staged[Traits::kWarpgroups];  // consumer warps -> store warp (4)
+  Mbarrier dq_empty[Traits::kWarpgroups];   // store warp -> consumer warpgroup (1)
+
+  CUTE_DEVICE void init_barriers() {
+    for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
+      dq_staged[wg].init(kWarpgroupWarps);
+      dq_empty[wg].init(1);
+    }
+  }
+};
+
+// What consumers that share the products hand on: P from warpgroup 0 to 1, as fragments, and dS
+// from 1 to 2.
+template <class Traits>
+struct ProductsExchange {
+  static constexpr int kReleases = 2 * kWarpgroupWarps;
+
+  alignas(128) uint4 p[kExchangeBuffers][Traits::kTileM / 16][kWarpgroupThreads];
+  Mbarrier p_full[kExchangeBuffers];    // warps of 0 -> 1 (4)
+  Mbarrier p_empty[kExchangeBuffers];   // warps of 1 -> 0 (4)
+  Mbarrier ds_full[kExchangeBuffers];   // warps of 1 -> 2 (4)
+  Mbarrier ds_empty[kExchangeBuffers];  // warps of 2 -> 1 (4)
+
+  CUTE_DEVICE void init_barriers() {
+    for (int i = 0; i < kExchangeBuffers; ++i) {
+      p_full[i].init(kWarpgroupWarps);
+      p_empty[i].init(kWarpgroupWarps);
+      ds_full[i].init(kWarpgroupWarps);
+      ds_empty[i].init(kWarpgroupWarps);
+    }
+  }
+};
+
+template <class Traits>
+using BwdExchange = cute::conditional_t<Traits::kSplit == BwdSplit::kKeys, KeysExchange<Traits>,
+                                        ProductsExchange<Traits>>;
+
 template <class Traits>
 struct BwdStorage {
+  using Exchange = BwdExchange<Traits>;
   using Element = typename Traits::Element;
 
   struct alignas(1024) {
@@ -18,9 +62,10 @@ struct BwdStorage {
     Element v[cute::cosize_v<typename Traits::SmemLayoutK>];
     Element q[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutQ>];
     Element dout[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutQ>];
-    Element ds[kDsBuffers][cute::cosize_v<typename Traits::SmemLayoutDs>];
-    float dq[Traits::kWarpgroups][Traits::kDq.block_floats()];
+    Element ds[kExchangeBuffers][cute::cosize_v<typename Traits::SmemLayoutDs>];
   };
+
+  Exchange exchange;
 
   // Of the rows in a stage; they come and go with Q and with dO.
   alignas(16) float lse_log2[Traits::kStages][Traits::kTileM];
@@ -29,29 +74,23 @@ struct BwdStorage {
   BwdWork work;
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
-  Mbarrier k_full;                          // TMA -> consumers (1 + bytes)
-  Mbarrier v_full;                          // TMA -> consumers (1 + bytes)
-  Mbarrier q_full[Traits::kStages];         // TMA -> consumers (1 + bytes)
-  Mbarrier q_empty[Traits::kStages];        // consumer warpgroups -> producer warp (1 each)
-  Mbarrier dout_full[Traits::kStages];      // TMA -> consumers (1 + bytes)
-  Mbarrier dout_empty[Traits::kStages];     // consumer warpgroups -> producer warp (1 each)
-  Mbarrier dq_staged[Traits::kWarpgroups];  // consumer warps -> store warp (4)
-  Mbarrier dq_empty[Traits::kWarpgroups];   // store warp -> consumer warpgroup (1)
+  Mbarrier k_full;                       // TMA -> consumers (1 + bytes)
+  Mbarrier v_full;                       // TMA -> consumers (1 + bytes)
+  Mbarrier q_full[Traits::kStages];      // TMA -> consumers (1 + bytes)
+  Mbarrier q_empty[Traits::kStages];     // consumers -> producer warp (kReleases)
+  Mbarrier dout_full[Traits::kStages];   // TMA -> consumers (1 + bytes)
+  Mbarrier dout_empty[Traits::kStages];  // consumers -> producer warp (kReleases)
 
   CUTE_DEVICE void init_barriers() {
-    constexpr int kWarps = kWarpgroupThreads / 32;
     k_full.init(1);
     v_full.init(1);
     for (int i = 0; i < Traits::kStages; ++i) {
       q_full[i].init(1);
-      q_empty[i].init(Traits::kWarpgroups);
+      q_empty[i].init(Exchange::kReleases);
       dout_full[i].init(1);
-      dout_empty[i].init(Traits::kWarpgroups);
+      dout_empty[i].init(Exchange::kReleases);
     }
-    for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
-      dq_staged[wg].init(kWarps);
-      dq_empty[wg].init(1);
-    }
+    exchange.init_barriers();
     fence_barrier_init();
   }
 };

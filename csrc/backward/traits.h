@@ -19,14 +19,18 @@ struct BwdTraits {
   static constexpr int kTileM = Config::kTileM;
   static constexpr int kTileN = bwd_tile_n<Config>();
   static constexpr int kStages = Config::kStages;
+  static constexpr BwdSplit kSplit = Config::kSplit;
   static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
   static constexpr bool kCausal = Config::kMask == MaskKind::kCausal;
   static constexpr DqLayout kDq = bwd_dq_layout<Config>();
+  static constexpr int kDqBlocks = bwd_dq_blocks<Config>();
+  static constexpr int kColumns = padded_columns(kHeadDim);
 
   using HeadDim = cute::Int<kHeadDim>;
   using TileM = cute::Int<kTileM>;
   using TileN = cute::Int<kTileN>;
   using DqColumns = cute::Int<kDq.columns>;
+  using Columns = cute::Int<kColumns>;
 
   // Slices of 64 columns (128 bytes, swizzled), one behind the other: what a TMA box of 64 columns
   // writes.
@@ -44,9 +48,9 @@ struct BwdTraits {
       Layout{}, cute::make_tile(cute::Layout<cute::_64>{},
                                 cute::Layout<cute::Int<cute::size<1>(Layout{})>>{})));
 
-  using SmemLayoutQ = Tile<TileM, HeadDim>;               // Q, dO
-  using SmemLayoutQt = TransposedTile<TileM, HeadDim>;    // (head dim, M)
-  using SmemLayoutK = Tile<TileN, HeadDim>;               // K, V
+  using SmemLayoutQ = Tile<TileM, Columns>;               // Q, dO
+  using SmemLayoutQt = TransposedTile<TileM, Columns>;    // (columns, M)
+  using SmemLayoutK = Tile<TileN, Columns>;               // K, V
   using SmemLayoutKRows = WarpgroupRows<SmemLayoutK>;     // (64, head dim)
   using SmemLayoutKt = TransposedTile<TileN, DqColumns>;  // (columns of dQ, N)
   using SmemLayoutDs = Tile<TileM, TileN>;
@@ -55,8 +59,17 @@ struct BwdTraits {
   // S^T = K Q^T and dP^T = V dO^T: everything contiguous along the head dim.
   using MmaS = decltype(cute::make_tiled_mma(shared_atom<Element, kTileM, Major::K>()));
   // dV = P^T dO and dK = dS^T Q: the first operand in registers, the second contiguous along the
-  // head dim, which is the N of these products.
-  using MmaDkv = decltype(cute::make_tiled_mma(register_atom<Element, kHeadDim, Major::MN>()));
+  // head dim, which is the N of these products. TRAP: for more than 192 columns ptxas (13.0) wants
+  // more registers than 512 threads start with, whatever setmaxnreg says.
+  static constexpr bool kInHalves = kHeadDim > 192;
+  static constexpr int kGradientColumns = kInHalves ? kHeadDim / 2 : kHeadDim;
+  using MmaDkv =
+      decltype(cute::make_tiled_mma(register_atom<Element, kGradientColumns, Major::MN>()));
+  // Cuts Q and dO into second operands of these: the descriptor of an operand does not say how many
+  // columns are read.
+  static constexpr int kOperandColumns = kInHalves ? kGradientColumns : kColumns;
+  using MmaQt =
+      decltype(cute::make_tiled_mma(register_atom<Element, kOperandColumns, Major::MN>()));
   // dQ = dS K: dS contiguous along the keys, K along the head dim.
   using MmaDq = decltype(cute::make_tiled_mma(shared_atom<Element, kDq.columns, Major::MN>()));
 };

@@ -7,15 +7,35 @@
 
 namespace fa3 {
 
+constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
+
+// What the consumer warpgroups share out among them.
+enum class BwdSplit : int {
+  kKeys = 0,     // each has 64 keys of the tile, and computes all five products (backward/mma.h)
+  kProducts = 1  // all have the same 64 keys: one makes dV, one dK, one dQ (mma_by_product.h)
+};
+
 struct BwdDefaults {
-  // Consumer warpgroups, of 64 keys each.
+  static constexpr BwdSplit kSplit = BwdSplit::kKeys;
   static constexpr int kConsumerWarpgroups = 2;
   // Buffers of the ring of Q and of the ring of dO.
   static constexpr int kStages = 2;
+  // Registers of a thread that has dK or dV among its accumulators.
+  static constexpr int kRegisters = 240;
+  static constexpr int kProducerRegisters = 24;
+  // With BwdSplit::kProducts: columns of a block of dQ, and registers of the warpgroup that makes it.
+  static constexpr int kDqColumns = 0;
+  static constexpr int kDqRegisters = 0;
 };
 
-// Buffers of dS: one is written while the other is read (backward/README.md).
-constexpr int kDsBuffers = 2;
+struct BwdByProducts : BwdDefaults {
+  static constexpr BwdSplit kSplit = BwdSplit::kProducts;
+  static constexpr int kConsumerWarpgroups = 3;
+  static constexpr int kTileM = 64;
+};
+
+// Buffers of what one warpgroup writes while another reads: dS, and P with BwdSplit::kProducts.
+constexpr int kExchangeBuffers = 2;
 
 template <class Config>
 constexpr int bwd_threads() {
@@ -23,44 +43,54 @@ constexpr int bwd_threads() {
 }
 
 template <class Config>
-constexpr int bwd_consumer_registers() {
-  return Config::kConsumerWarpgroups == 2 ? 240 : 160;
-}
-
-template <class Config>
-constexpr int bwd_producer_registers() {
-  return Config::kConsumerWarpgroups == 2 ? 24 : 32;
-}
-
-// Keys of a tile: every consumer warpgroup has the scores of 64.
-template <class Config>
 constexpr int bwd_tile_n() {
-  return Config::kConsumerWarpgroups * kWarpgroupRows;
+  return Config::kSplit == BwdSplit::kKeys ? Config::kConsumerWarpgroups * kWarpgroupRows
+                                           : kWarpgroupRows;
 }
 
-// dQ of a tile is shared out among the warpgroups: by rows where there are enough, else by columns.
+// dQ of a tile in blocks. Where the warpgroups share the keys each computes one: 64 rows where the
+// tile has as many for each, else a share of the columns.
 template <class Config>
 constexpr DqLayout bwd_dq_layout() {
+  int const columns = padded_columns(Config::kHeadDim);
+  if (Config::kSplit == BwdSplit::kProducts) {
+    return DqLayout{Config::kDqColumns, true};
+  }
   bool const by_columns = Config::kTileM == kWarpgroupRows;
-  int const columns =
-      by_columns ? Config::kHeadDim / Config::kConsumerWarpgroups : Config::kHeadDim;
-  return DqLayout{columns, by_columns};
+  return DqLayout{by_columns ? columns / Config::kConsumerWarpgroups : Config::kHeadDim,
+                  by_columns};
+}
+
+template <class Config>
+constexpr int bwd_dq_blocks() {
+  if (Config::kSplit == BwdSplit::kProducts) {
+    return Config::kHeadDim / bwd_dq_layout<Config>().columns;
+  }
+  return Config::kConsumerWarpgroups;
+}
+
+// fp32 columns of the accumulator of dQ, for each query.
+template <class Config>
+constexpr int bwd_dq_columns() {
+  return bwd_dq_blocks<Config>() * bwd_dq_layout<Config>().block_floats() / Config::kTileM;
 }
 
 // Shared memory of a variant: K, V, the rings of Q and dO with LSE and delta of their rows, dS, the
-// staged dQ, the mbarriers. backward/storage.h asserts that this is what the kernel's struct takes.
+// staged dQ or P, the mbarriers. backward/launch.h asserts that the kernel's struct fits.
 template <class Config>
 constexpr int bwd_shared_bytes() {
+  bool const by_keys = Config::kSplit == BwdSplit::kKeys;
   int const columns = padded_columns(Config::kHeadDim);
   int const tile_n = bwd_tile_n<Config>();
   int const key_bytes = 2 * tile_n * columns * 2;
   int const query_bytes = Config::kStages * 2 * Config::kTileM * columns * 2;
-  int const ds_bytes = kDsBuffers * Config::kTileM * tile_n * 2;
-  int const dq_bytes = Config::kTileM * Config::kHeadDim * 4;
+  int const ds_bytes = kExchangeBuffers * Config::kTileM * tile_n * 2;
+  int const dq_bytes = Config::kTileM * bwd_dq_columns<Config>() * 4;
   int const row_bytes = Config::kStages * 2 * Config::kTileM * 4;
   int const work_bytes = 32;
-  int const barriers = 2 + 4 * Config::kStages + 2 * Config::kConsumerWarpgroups;
-  return key_bytes + query_bytes + ds_bytes + dq_bytes +
+  int const barriers =
+      2 + 4 * Config::kStages + (by_keys ? 2 * Config::kConsumerWarpgroups : 4 * kExchangeBuffers);
+  return key_bytes + query_bytes + ds_bytes + (by_keys ? dq_bytes : ds_bytes) +
          (row_bytes + work_bytes + barriers * 8 + 1023) / 1024 * 1024;
 }
 
@@ -75,18 +105,22 @@ struct BwdVariantFacts {
   int consumer_warpgroups;
   int stages;
   int threads;
+  int dq_columns;
   int producer_registers;
-  int consumer_registers;
+  int consumer_registers;  // with dK or dV among the accumulators
+  int dq_registers;        // of a warpgroup that only makes dQ; 0: there is none
   int shared_bytes;
 };
 
 template <class Config>
 constexpr BwdVariantFacts bwd_facts(char const* name) {
-  static_assert(Config::kHeadDim % kSliceColumns == 0, "the products read whole slices");
+  constexpr DqLayout kDq = bwd_dq_layout<Config>();
+  static_assert(Config::kHeadDim % 16 == 0, "a k-step of a product has 16 columns");
   static_assert(Config::kTileM == kWarpgroupRows || Config::kTileM == bwd_tile_n<Config>(),
                 "dQ is shared out by columns or by rows");
-  static_assert(bwd_dq_layout<Config>().columns % kSliceColumns == 0,
-                "a share of dQ's columns begins with a slice of K");
+  static_assert(
+      !kDq.side_by_side || bwd_dq_blocks<Config>() == 1 || kDq.columns % kSliceColumns == 0,
+      "a block of dQ's columns begins with a slice of K");
   static_assert(bwd_shared_bytes<Config>() <= kMaxSharedBytes,
                 "the tile does not fit into shared memory");
   return BwdVariantFacts{name,
@@ -98,8 +132,10 @@ constexpr BwdVariantFacts bwd_facts(char const* name) {
                          Config::kConsumerWarpgroups,
                          Config::kStages,
                          bwd_threads<Config>(),
-                         bwd_producer_registers<Config>(),
-                         bwd_consumer_registers<Config>(),
+                         bwd_dq_columns<Config>(),
+                         Config::kProducerRegisters,
+                         Config::kRegisters,
+                         Config::kDqRegisters,
                          bwd_shared_bytes<Config>()};
 }
 

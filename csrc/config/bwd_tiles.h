@@ -12,10 +12,32 @@ struct BwdTileD64 : BwdDefaults {
   static constexpr int kTileM = 128;
 };
 
+// 64 + 64 + 32 + 32 = 192 KiB, as D128: dQ has 128 columns here too, of which 32 are filling.
+struct BwdTileD96 : BwdDefaults {
+  static constexpr int kHeadDim = 96;
+  static constexpr int kTileM = 64;
+};
+
 // 64 + 64 + 32 + 32 = 192 KiB. S and dP take 32 registers each, dK and dV 64.
 struct BwdTileD128 : BwdDefaults {
   static constexpr int kHeadDim = 128;
   static constexpr int kTileM = 64;
+};
+
+// 48 + 96 + 16 + 16 = 176 KiB. dK, dV and dQ take 96 registers each, of three warpgroups.
+struct BwdTileD192 : BwdByProducts {
+  static constexpr int kHeadDim = 192;
+  static constexpr int kDqColumns = 192;
+  static constexpr int kRegisters = 176;
+  static constexpr int kDqRegisters = 136;
+};
+
+// 64 + 128 + 16 + 16 = 224 KiB. dK and dV take 128 registers each, a quarter of dQ 32.
+struct BwdTileD256 : BwdByProducts {
+  static constexpr int kHeadDim = 256;
+  static constexpr int kDqColumns = 64;
+  static constexpr int kRegisters = 208;
+  static constexpr int kDqRegisters = 72;
 };
 
 }  // namespace fa3

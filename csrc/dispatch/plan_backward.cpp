@@ -49,7 +49,7 @@ BwdPlan plan_backward(FwdProblem const& problem) {
   schedule.n_tiles = ceil_div(problem.seqlen_k, facts.tile_n);
   schedule.grid = schedule.n_tiles * problem.heads_k * problem.batch;
   schedule.rows = int64_t(schedule.m_tiles) * facts.tile_m * problem.heads_q * problem.batch;
-  schedule.dq_floats = schedule.rows * facts.head_dim;
+  schedule.dq_floats = schedule.rows * facts.dq_columns;
   schedule.section_pairs = choose_section_pairs(problem, facts, schedule);
   return plan;
 }

@@ -199,7 +199,8 @@ py::dict backward_tile() {
   tile["head_dim"] = Tile::kHeadDim;
   tile["tile_m"] = Tile::kTileM;
   tile["tile_n"] = bwd_tile_n<Tile>();
-  tile["warpgroups"] = Tile::kConsumerWarpgroups;
+  tile["dq_blocks"] = bwd_dq_blocks<Tile>();
+  tile["dq_columns"] = bwd_dq_columns<Tile>();
   tile["dq"] = bwd_dq_layout<Tile>();
   tile["work"] = py::cpp_function([](std::tuple<int, int, int, int, int> sizes, bool causal,
                                      int m_tiles, int n_tiles, int section_pairs, int grid) {
@@ -224,7 +225,10 @@ void bind_backward(py::module_& m) {
       .def("first_column", &DqLayout::first_column);
   py::dict tiles;
   tiles["BwdTileD64"] = backward_tile<BwdTileD64>();
+  tiles["BwdTileD96"] = backward_tile<BwdTileD96>();
   tiles["BwdTileD128"] = backward_tile<BwdTileD128>();
+  tiles["BwdTileD192"] = backward_tile<BwdTileD192>();
+  tiles["BwdTileD256"] = backward_tile<BwdTileD256>();
   m.attr("backward_tiles") = tiles;
 }
 

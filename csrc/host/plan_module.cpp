@@ -133,6 +133,7 @@ void add_backward_variant(DictBuilder& dict, int variant) {
       .integer("threads", facts.threads)
       .integer("producer_registers", facts.producer_registers)
       .integer("consumer_registers", facts.consumer_registers)
+      .integer("dq_registers", facts.dq_registers)
       .integer("shared_bytes", facts.shared_bytes);
 }
 

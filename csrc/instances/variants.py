@@ -58,5 +58,5 @@ class BackwardVariant:
 
 
 BACKWARD = [BackwardVariant(f'BwdTileD{head_dim}', dtype, mask, head_dim)
-            for head_dim in (64, 128)
+            for head_dim in (64, 96, 128, 192, 256)
             for mask in ('Full', 'Causal') for dtype in ('Bf16', 'Fp16')]

@@ -10,13 +10,13 @@ from torch import Tensor
 from flash_attn3 import flash_attn_func, reference
 
 from tests import compare
-from tests.cases import Case, Kind
+from tests.cases import GRADIENT_KINDS, Case
 from tests.layouts import COPIED, DIRECT, Layout
 
-KINDS = [Kind(dtype, head_dim, causal) for head_dim in (64, 128) for dtype in ('bf16', 'fp16')
-         for causal in (False, True)]
+KINDS = GRADIENT_KINDS
 every_kind = pytest.mark.parametrize('kind', KINDS, ids=str)
-one_dtype = pytest.mark.parametrize('kind', KINDS[::4] + KINDS[1::4], ids=str)
+one_dtype = pytest.mark.parametrize('kind', [kind for kind in KINDS if kind.dtype == 'bf16'],
+                                    ids=str)
 NAMES = ('dq', 'dk', 'dv')
 
 
@@ -51,9 +51,10 @@ def check_gradients(got: tuple[Tensor, ...], inputs: tuple[Tensor, ...], dout: T
     wide_dlse = None if dlse is None else dlse.double()
     ref = reference.backward(dout.double(), wide_dlse, *wide, case.softmax_scale, case.causal)
     pt = reference.backward(dout, dlse, *inputs, case.softmax_scale, case.causal)
+    floors = compare.cancellation_floors(inputs, dout, case.softmax_scale)
     for name, *tensors in zip(NAMES, got, ref, pt):
         assert tensors[0].shape == tensors[1].shape and tensors[0].dtype == inputs[0].dtype
-        compare.check_close(*tensors, name)
+        compare.check_close(*tensors, name, floors[name])
 
 
 SHAPES = [(1, 1), (64, 128), (239, 1), (799, 3), (113, 203), (108, 256), (1023, 1024), (1024, 1023),
@@ -87,10 +88,11 @@ def test_long(seqlens, kind, device):
     check(Case(*seqlens, batch=1, heads_q=2, heads_k=1).of(kind), device)
 
 
-@one_dtype
-@pytest.mark.parametrize('head_dim', [8, 24, 40, 56, 72, 96, 120])
-def test_head_dims_in_between(head_dim, kind, device):
-    check(Case(200, 333, head_dim=head_dim, dtype=kind.dtype, causal=kind.causal), device)
+@pytest.mark.parametrize('causal', [False, True], ids=['full', 'causal'])
+@pytest.mark.parametrize('dtype', ['bf16', 'fp16'])
+@pytest.mark.parametrize('head_dim', range(8, 257, 8))
+def test_every_head_dim(head_dim, dtype, causal, device):
+    check(Case(200, 333, heads_k=2, head_dim=head_dim, dtype=dtype, causal=causal), device)
 
 
 @every_kind
@@ -208,7 +210,7 @@ BAD_CALLS = {
     'lse shape': ('lse', lambda x: x.transpose(1, 2), 'expected lse to have the shape'),
     'lse dtype': ('lse', lambda x: x.double(), r'expected lse.dtype to be float32, got float64'),
     'dlse shape': ('dlse', lambda x: x[..., :1], 'expected dlse to have the shape'),
-    'k heads': ('k', lambda x: x[:, :, :3], 'the heads of q to be a multiple'),
+    'k heads': ('k', lambda x: x[:, :, :3], 'expected the heads of q to be a multiple'),
 }
 
 
