@@ -72,7 +72,6 @@ CUTE_DEVICE void add_dq(BwdStorage<Traits>& shared, BwdDeviceParams const& p, in
     cute::tma_store_wait<0>();  // the buffer has been read
     shared.exchange.dq_empty[warpgroup].arrive();
   }
-  wait_for_bulk_writes();
 }
 
 }  // namespace fa3

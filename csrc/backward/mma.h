@@ -60,6 +60,7 @@ struct KeysConsumer : BwdProducts<Traits> {
     }
     last_products(is_first, tVrP, tKrDs, tVrDv, tKrDk);
     store_gradient<Traits>(p.dv, shared.v, shared.work, first_key, thread, 1.f, tVrDv);
+    last_dq();
     named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
     store_gradient<Traits>(p.dk, shared.k, shared.work, first_key, thread, p.softmax_scale, tKrDk);
     finish_stores(thread);
@@ -113,6 +114,9 @@ struct KeysConsumer : BwdProducts<Traits> {
     give_turn();
     wait_gemm<0>(tKrDk);
     ++count;
+  }
+
+  CUTE_DEVICE void last_dq() {
     if (warpgroup == 0) {
       auto tQrDq = Base::dq_fragment();
       take_turn();

@@ -13,8 +13,17 @@
 namespace fa3 {
 
 constexpr int kRowThreads = 256;
-constexpr int kLanesPerRow = 16;
 constexpr int kChunkColumns = 8;  // 16 bytes
+
+// Lanes that share a row of O and dO: a power of two, for the sum.
+template <class Config>
+constexpr int row_lanes() {
+  int lanes = 8;
+  while (lanes < 32 && 2 * lanes * kChunkColumns <= Config::kHeadDim) {
+    lanes *= 2;
+  }
+  return lanes;
+}
 
 // A tile of queries of one head.
 struct RowTile {
@@ -37,10 +46,10 @@ CUTE_DEVICE Element* row_of(TensorView const& t, RowTile const& tile, int positi
 }
 
 // This lane's share of the sum over a row of dO * O.
-template <class Element>
+template <int kLanes, class Element>
 CUTE_DEVICE float partial_dot(Element const* o, Element const* dout, int head_dim, int lane) {
   float sum = 0.f;
-  for (int chunk = lane; chunk < head_dim / kChunkColumns; chunk += kLanesPerRow) {
+  for (int chunk = lane; chunk < head_dim / kChunkColumns; chunk += kLanes) {
     Element a[kChunkColumns];
     Element b[kChunkColumns];
     *reinterpret_cast<uint4*>(a) = reinterpret_cast<uint4 const*>(o)[chunk];
@@ -53,9 +62,10 @@ CUTE_DEVICE float partial_dot(Element const* o, Element const* dout, int head_di
   return sum;
 }
 
+template <int kLanes>
 CUTE_DEVICE float sum_over_lanes(float x) {
   CUTE_UNROLL
-  for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2) {
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
     x += __shfl_xor_sync(0xffffffffu, x, distance);
   }
   return x;
@@ -81,25 +91,25 @@ __global__ void __launch_bounds__(kRowThreads)
   using Element = ElementOf<Config::kDtype>;
   wait_for_earlier_launches();
   RowTile const tile = RowTile::of_cta(p);
-  int const lane = int(threadIdx.x) % kLanesPerRow;
-  CUTE_UNROLL
-  for (int row = int(threadIdx.x) / kLanesPerRow; row < Config::kTileM;
-       row += kRowThreads / kLanesPerRow) {
-    int const position = tile.m * Config::kTileM + row;
-    float dot = 0.f;
-    if (position < p.seqlen_q) {
-      dot = partial_dot(row_of<Element const>(p.o, tile, position),
-                        row_of<Element const>(p.dout, tile, position), p.head_dim, lane);
-    }
-    dot = sum_over_lanes(dot);
-    if (lane == 0) {
-      store_row(p, tile, position, dot, int64_t(blockIdx.x) * Config::kTileM + row);
-    }
-  }
   constexpr int kTileFloats = Config::kTileM * bwd_dq_columns<Config>();
   float4* const sums = reinterpret_cast<float4*>(p.dq_sum + int64_t(blockIdx.x) * kTileFloats);
   for (int i = int(threadIdx.x); i < kTileFloats / 4; i += kRowThreads) {
     sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  constexpr int kLanes = row_lanes<Config>();
+  int const lane = int(threadIdx.x) % kLanes;
+  CUTE_UNROLL
+  for (int row = int(threadIdx.x) / kLanes; row < Config::kTileM; row += kRowThreads / kLanes) {
+    int const position = tile.m * Config::kTileM + row;
+    float dot = 0.f;
+    if (position < p.seqlen_q) {
+      dot = partial_dot<kLanes>(row_of<Element const>(p.o, tile, position),
+                                row_of<Element const>(p.dout, tile, position), p.head_dim, lane);
+    }
+    dot = sum_over_lanes<kLanes>(dot);
+    if (lane == 0) {
+      store_row(p, tile, position, dot, int64_t(blockIdx.x) * Config::kTileM + row);
+    }
   }
   allow_later_launches();
 }
