@@ -164,7 +164,7 @@ def _backward_rows(facts: dict) -> dict[str, str]:
         'head dim': _head_dim(facts),
         'tile': f'{facts["tile_n"]} keys of a CTA, {facts["tile_m"]} queries a step',
         'warpgroups': _warpgroups(facts),
-        'stages': f'{facts["stages"]} of Q, {facts["stages"]} of dO',
+        'stages': f'{facts["q_stages"]} of Q, {facts["dout_stages"]} of dO',
         'registers': _registers(facts),
         'shared memory': _shared_memory(facts),
         'tiles': f'{facts["n_tiles"]} along the keys, '
@@ -185,10 +185,8 @@ def _warpgroups(facts: dict) -> str:
 
 
 def _registers(facts: dict) -> str:
-    text = (f'{facts["producer_registers"]} a producer thread, '
+    return (f'{facts["producer_registers"]} a producer thread, '
             f'{facts["consumer_registers"]} a consumer thread')
-    only_dq = facts.get('dq_registers', 0)
-    return f'{text}, {only_dq} one that makes dQ' if only_dq else text
 
 
 def _shared_memory(facts: dict) -> str:

@@ -23,13 +23,15 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
     if (warp <= Traits::kWarpgroups) {
       add_dq<Traits>(shared, p, warp - 1);
     }
+  } else if (warp == 1) {
+    send_scores<Traits>(shared);
   }
 }
 
-// From the 128 that each thread starts with.
-template <int kRegisters>
-CUTE_DEVICE void set_dq_registers() {
-  if constexpr (kRegisters < 128) {
+template <int kRegisters, class Config>
+CUTE_DEVICE void set_registers() {
+  constexpr int kAtStart = 65536 / bwd_threads<Config>() / 8 * 8;
+  if constexpr (kRegisters < kAtStart) {
     cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
   } else {
     cutlass::arch::warpgroup_reg_alloc<kRegisters>();
@@ -41,23 +43,24 @@ CUTE_DEVICE void run_consumer(BwdStorage<Traits>& shared, BwdDeviceParams const&
   using Config = typename Traits::Config;
   int const thread = int(threadIdx.x) % kWarpgroupThreads;
   if constexpr (Traits::kSplit == BwdSplit::kKeys) {
-    cutlass::arch::warpgroup_reg_alloc<Config::kRegisters>();
+    set_registers<Config::kRegisters[0], Config>();
     KeysConsumer<Traits>(shared, p, warpgroup, thread).run();
   } else if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_alloc<Config::kRegisters>();
+    set_registers<Config::kRegisters[0], Config>();
     DvConsumer<Traits>(shared, p, thread).run();
   } else if (warpgroup == 1) {
-    cutlass::arch::warpgroup_reg_alloc<Config::kRegisters>();
+    set_registers<Config::kRegisters[1], Config>();
     DkConsumer<Traits>(shared, p, thread).run();
   } else {
-    set_dq_registers<Config::kDqRegisters>();
+    set_registers<Config::kRegisters[2], Config>();
     DqConsumer<Traits>(shared, p, thread).run();
   }
 }
 
 template <class Config>
-__global__ void __launch_bounds__(bwd_threads<Config>(), 1)
-    backward_kernel(BwdDeviceParams const __grid_constant__ p) {
+__global__ void __cluster_dims__(Config::kClusterSize, 1, 1)
+    __launch_bounds__(bwd_threads<Config>(), 1)
+        backward_kernel(BwdDeviceParams const __grid_constant__ p) {
   using Traits = BwdTraits<Config>;
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<BwdStorage<Traits>*>(shared_bytes);
@@ -69,14 +72,21 @@ __global__ void __launch_bounds__(bwd_threads<Config>(), 1)
     shared.work = work_of_cta<Traits>(p);
     shared.init_barriers();
   }
-  __syncthreads();
+  if constexpr (Traits::kClusterSize > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
 
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
+    set_registers<Config::kProducerRegisters, Config>();
     run_producer_warpgroup<Traits>(shared, p);
   } else {
     run_consumer<Traits>(shared, p, warpgroup - 1);
+    if constexpr (Traits::kClusterSize > 1) {
+      cluster_sync();  // the other CTA has read what it was sent, and sends nothing more
+    }
   }
 }
 

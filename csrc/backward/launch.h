@@ -72,8 +72,9 @@ inline BwdRowParams row_params(BwdParams const& p) {
 template <class Config>
 void launch_backward(BwdParams const& p, void* stream) {
   constexpr int kBytes = bwd_shared_bytes<Config>();
-  static_assert(sizeof(BwdStorage<BwdTraits<Config>>) <= kBytes,
-                "bwd_shared_bytes must cover the storage");
+  using Storage = BwdStorage<BwdTraits<Config>>;
+  static_assert(sizeof(Storage) <= kBytes, "bwd_shared_bytes must cover the storage");
+  static_assert(offsetof(Storage, exchange) % 1024 == 0, "swizzled tiles begin at 1024 bytes");
   FwdProblem const& problem = p.problem;
   LaunchShape const rows{Config::kName, p.schedule.m_tiles * problem.heads_q * problem.batch,
                          kRowThreads, 0};

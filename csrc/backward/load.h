@@ -5,6 +5,7 @@
 #include "backward/storage.h"
 #include "backward/work.h"
 #include "device/bulk_copy.h"
+#include "device/cluster.h"
 #include "device/tensor_map.h"
 
 namespace fa3 {
@@ -20,8 +21,8 @@ struct BwdProducer {
   BwdStorage<Traits>& shared;
   BwdDeviceParams const& p;
   BwdWork const work;
-  RingState<Traits::kStages> q_ring;
-  RingState<Traits::kStages> dout_ring;
+  RingState<Traits::kQStages> q_ring;
+  RingState<Traits::kDoutStages> dout_ring;
 
   CUTE_DEVICE BwdProducer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_)
       : shared(shared_), p(p_), work(shared_.work) {}
@@ -32,10 +33,13 @@ struct BwdProducer {
   CUTE_DEVICE void run() {
     wait_for_earlier_launches();
     BwdSteps steps(work);
-    load_keys(p.k, shared.k_full, shared.k);
+    load_keys(p.k, shared.k_full, shared.k, work.key_begin, 0, Traits::kColumns);
     load_q(steps);
-    load_keys(p.v, shared.v_full, shared.v);
+    load_keys(p.v, shared.v_full, shared.v, work.key_begin, 0, Traits::kColumns);
     load_dout(steps);
+    if constexpr (Traits::kSplit == BwdSplit::kProducts) {
+      load_other_keys();
+    }
     for (steps.next(); steps.valid(); steps.next()) {
       load_q(steps);
       load_dout(steps);
@@ -43,14 +47,24 @@ struct BwdProducer {
     allow_later_launches();
   }
 
-  CUTE_DEVICE void load_keys(CUtensorMap const& map, Mbarrier& full, Element* target) {
-    full.arrive_and_expect_tx(Traits::kTileN * Traits::kColumns * sizeof(Element));
+  // `columns` of the keys from `key`, slice by slice.
+  CUTE_DEVICE void load_keys(CUtensorMap const& map, Mbarrier& full, Element* target, int key,
+                             int first_column, int columns) {
+    full.arrive_and_expect_tx(Traits::kTileN * columns * sizeof(Element));
     CUTE_UNROLL
-    for (int column = 0; column < Traits::kHeadDim; column += kSliceColumns) {
+    for (int column = 0; column < columns; column += kSliceColumns) {
       cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), kOnce,
-                                   target + column * Traits::kTileN, column, work.key_begin,
+                                   target + column * Traits::kTileN, first_column + column, key,
                                    work.kv_head, work.batch);
     }
+  }
+
+  // What this CTA needs of K of the other CTA's keys.
+  CUTE_DEVICE void load_other_keys() {
+    int const rank = cluster_rank();
+    load_keys(p.k, shared.exchange.k_other_full, shared.exchange.k_other,
+              work.key_begin + (rank == 0 ? Traits::kTileN : -Traits::kTileN),
+              BwdExchange<Traits>::other_column(rank), Traits::kOtherColumns);
   }
 
   CUTE_DEVICE void load_q(BwdSteps const& steps) {

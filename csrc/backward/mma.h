@@ -24,7 +24,7 @@ template <class Traits>
 struct KeysConsumer : BwdProducts<Traits> {
   using Base = BwdProducts<Traits>;
   using Element = typename Traits::Element;
-  using Base::p, Base::phase, Base::shared, Base::stage, Base::thread;
+  using Base::dout_stage, Base::p, Base::q_stage, Base::shared, Base::thread;
 
   int const warpgroup;
   int const first_key;  // in the tile
@@ -131,9 +131,9 @@ struct KeysConsumer : BwdProducts<Traits> {
   CUTE_DEVICE void issue_gradients(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
                                    FragmentD& tVrDv, FragmentD& tKrDk) {
     auto tQrDq = Base::dq_fragment();
-    Base::issue_gradient_gemm(tVrP, shared.dout[stage(count)], tVrDv, is_first);
+    Base::issue_gradient_gemm(tVrP, shared.dout[dout_stage(count)], tVrDv, is_first);
     issue_dq(tQrDq);
-    Base::issue_gradient_gemm(tKrDs, shared.q[stage(count)], tKrDk, is_first);
+    Base::issue_gradient_gemm(tKrDs, shared.q[q_stage(count)], tKrDk, is_first);
     wait_gemm<1>(tQrDq);
     cute::warpgroup_fence_operand(tVrDv);
     stage_dq(tQrDq);
@@ -158,20 +158,22 @@ struct KeysConsumer : BwdProducts<Traits> {
 
   template <class Fragment>
   CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t step) {
-    shared.q_full[stage(step)].wait(phase(step));
-    Base::issue_scores_gemm(shared.k, first_key, shared.q[stage(step)], tSrS);
+    Base::wait_for_q(step);
+    Base::issue_scores_gemm(shared.k, first_key, shared.q[q_stage(step)], tSrS);
   }
 
   template <class Fragment>
   CUTE_DEVICE void issue_dp(Fragment& tPrDp, uint32_t step) {
-    shared.dout_full[stage(step)].wait(phase(step));
-    Base::issue_scores_gemm(shared.v, first_key, shared.dout[stage(step)], tPrDp);
+    Base::wait_for_dout(step);
+    Base::issue_scores_gemm(shared.v, first_key, shared.dout[dout_stage(step)], tPrDp);
   }
 
   // Of dq_step() -1 the values mean nothing, and are dropped: the product stands there for ptxas.
   template <class Fragment>
   CUTE_DEVICE void issue_dq(Fragment& tQrDq) {
-    Base::issue_dq_gemm(shared.ds[dq_step() & 1], warpgroup, tQrDq);
+    constexpr DqLayout kDq = Traits::kDq;
+    Base::issue_dq_gemm(shared.ds[dq_step() & 1], kDq.first_row(warpgroup), shared.k,
+                        kDq.first_column(warpgroup), tQrDq);
   }
 
   // dQ to the store warp, in the order of core/dq_layout.h.
@@ -195,8 +197,8 @@ struct KeysConsumer : BwdProducts<Traits> {
   // all of them had read LSE and delta when they took the turn.
   CUTE_DEVICE void release_stage() {
     if (thread == 0) {
-      shared.q_empty[stage(count)].arrive();
-      shared.dout_empty[stage(count)].arrive();
+      shared.q_empty[q_stage(count)].arrive();
+      shared.dout_empty[dout_stage(count)].arrive();
     }
   }
 };

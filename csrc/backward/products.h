@@ -25,8 +25,16 @@ struct BwdProducts {
       : shared(shared_), p(p_), thread(thread_) {}
 
   // Where the rings stand at a step, counted over all heads.
-  CUTE_DEVICE static int stage(uint32_t step) { return step % Traits::kStages; }
-  CUTE_DEVICE static uint32_t phase(uint32_t step) { return step / Traits::kStages % 2; }
+  CUTE_DEVICE static int q_stage(uint32_t step) { return step % Traits::kQStages; }
+  CUTE_DEVICE static int dout_stage(uint32_t step) { return step % Traits::kDoutStages; }
+
+  CUTE_DEVICE void wait_for_q(uint32_t step) const {
+    shared.q_full[q_stage(step)].wait(step / Traits::kQStages % 2);
+  }
+
+  CUTE_DEVICE void wait_for_dout(uint32_t step) const {
+    shared.dout_full[dout_stage(step)].wait(step / Traits::kDoutStages % 2);
+  }
 
   CUTE_DEVICE static auto scores_fragment() {
     return cute::partition_fragment_C(MmaS{}, cute::Shape<cute::_64, typename Traits::TileM>{});
@@ -70,27 +78,25 @@ struct BwdProducts {
     issue_gemm<Traits::kTileM / 16>(MmaDkv{}, a, b, acc, is_first);
   }
 
-  // A block of dQ = dS K.
+  // A block of dQ = dS K or dQ += dS K: 64 rows of dS, columns of K.
   template <class Fragment>
-  CUTE_DEVICE void issue_dq_gemm(Element* ds, int block, Fragment& tQrDq) {
-    constexpr DqLayout kDq = Traits::kDq;
-    int const row = kDq.first_row(block);
-    int const column = kDq.first_column(block);
-    auto sDs = cute::make_tensor(cute::make_smem_ptr(ds + row * kSliceColumns),
+  CUTE_DEVICE void issue_dq_gemm(Element* ds, int first_row, Element* keys, int first_column,
+                                 Fragment& tQrDq, bool is_first = true) {
+    auto sDs = cute::make_tensor(cute::make_smem_ptr(ds + first_row * kSliceColumns),
                                  typename Traits::SmemLayoutDsRows{});  // (64, N)
-    auto sKt = cute::make_tensor(cute::make_smem_ptr(shared.k + column * Traits::kTileN),
+    auto sKt = cute::make_tensor(cute::make_smem_ptr(keys + first_column * Traits::kTileN),
                                  typename Traits::SmemLayoutKt{});  // (columns of dQ, N)
     auto mma = MmaDq{}.get_slice(0);
     auto tQrDs = mma.partition_fragment_A(sDs);  // (MMA, 1, N / 16)
     auto tQrK = mma.partition_fragment_B(sKt);   // (MMA, 1, N / 16)
-    issue_gemm<Traits::kTileN / 16>(MmaDq{}, tQrDs, tQrK, tQrDq, true);
+    issue_gemm<Traits::kTileN / 16>(MmaDq{}, tQrDs, tQrK, tQrDq, is_first);
   }
 
   // S becomes P = exp2(S * scale_log2 - LSE).
   template <class Fragment>
   CUTE_DEVICE void probabilities(Fragment& acc, uint32_t step) {
     auto scores = rows_view(acc);  // (2, (2, J))
-    float2 const* const lse = row_values(shared.lse_log2[stage(step)]);
+    float2 const* const lse = row_values(shared.lse_log2[q_stage(step)]);
     CUTE_UNROLL
     for (int j = 0; j < Traits::kTileM / 8; ++j) {
       float2 const pair = lse[4 * j];
@@ -107,7 +113,7 @@ struct BwdProducts {
   CUTE_DEVICE void multiply_scores(FragmentP const& acc, Fragment& tPrDp, uint32_t step) {
     auto probability = rows_view(acc);  // (2, (2, J))
     auto gradient = rows_view(tPrDp);   // (2, (2, J))
-    float2 const* const delta = row_values(shared.delta[stage(step)]);
+    float2 const* const delta = row_values(shared.delta[dout_stage(step)]);
     CUTE_UNROLL
     for (int j = 0; j < Traits::kTileM / 8; ++j) {
       float2 const pair = delta[4 * j];

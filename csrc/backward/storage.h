@@ -27,23 +27,38 @@ struct KeysExchange {
 };
 
 // What consumers that share the products hand on: P from warpgroup 0 to 1, as fragments, and dS
-// from 1 to 2.
+// from 1 to 2, of this CTA and of the other one of the cluster.
 template <class Traits>
 struct ProductsExchange {
+  using Element = typename Traits::Element;
   static constexpr int kReleases = 2 * kWarpgroupWarps;
 
-  alignas(128) uint4 p[kExchangeBuffers][Traits::kTileM / 16][kWarpgroupThreads];
-  Mbarrier p_full[kExchangeBuffers];    // warps of 0 -> 1 (4)
-  Mbarrier p_empty[kExchangeBuffers];   // warps of 1 -> 0 (4)
-  Mbarrier ds_full[kExchangeBuffers];   // warps of 1 -> 2 (4)
-  Mbarrier ds_empty[kExchangeBuffers];  // warps of 2 -> 1 (4)
+  struct alignas(128) {  // a multiple of 1024 bytes from the storage's begin, for the swizzle
+    Element ds_other[kExchangeBuffers][cute::cosize_v<typename Traits::SmemLayoutDs>];
+    Element k_other[Traits::kTileN * Traits::kOtherColumns];  // from other_column()
+    uint4 p[kExchangeBuffers][Traits::kTileM / 16][kWarpgroupThreads];
+  };
+
+  Mbarrier k_other_full;                     // TMA -> 2 (1 + bytes)
+  Mbarrier ds_other_full[kExchangeBuffers];  // the other CTA -> 2 (1 + bytes)
+  Mbarrier p_full[kExchangeBuffers];         // warps of 0 -> 1 (4)
+  Mbarrier p_empty[kExchangeBuffers];        // warps of 1 -> 0 (4)
+  Mbarrier ds_full[kExchangeBuffers];        // warps of 1 -> 2 (4)
+  Mbarrier ds_empty[kExchangeBuffers];       // warps of 2, of both CTAs -> 1 (8)
+
+  // First of the columns whose dQ the CTA of a rank may be asked for.
+  CUTE_DEVICE static constexpr int other_column(int rank) {
+    return rank == 0 ? 0 : Traits::kHeadDim - Traits::kOtherColumns;
+  }
 
   CUTE_DEVICE void init_barriers() {
+    k_other_full.init(1);
     for (int i = 0; i < kExchangeBuffers; ++i) {
+      ds_other_full[i].init(1);
       p_full[i].init(kWarpgroupWarps);
       p_empty[i].init(kWarpgroupWarps);
       ds_full[i].init(kWarpgroupWarps);
-      ds_empty[i].init(kWarpgroupWarps);
+      ds_empty[i].init(2 * kWarpgroupWarps);
     }
   }
 };
@@ -60,33 +75,35 @@ struct BwdStorage {
   struct alignas(1024) {
     Element k[cute::cosize_v<typename Traits::SmemLayoutK>];
     Element v[cute::cosize_v<typename Traits::SmemLayoutK>];
-    Element q[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutQ>];
-    Element dout[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutQ>];
+    Element q[Traits::kQStages][cute::cosize_v<typename Traits::SmemLayoutQ>];
+    Element dout[Traits::kDoutStages][cute::cosize_v<typename Traits::SmemLayoutQ>];
     Element ds[kExchangeBuffers][cute::cosize_v<typename Traits::SmemLayoutDs>];
   };
 
   Exchange exchange;
 
   // Of the rows in a stage; they come and go with Q and with dO.
-  alignas(16) float lse_log2[Traits::kStages][Traits::kTileM];
-  float delta[Traits::kStages][Traits::kTileM];
+  alignas(16) float lse_log2[Traits::kQStages][Traits::kTileM];
+  float delta[Traits::kDoutStages][Traits::kTileM];
 
   BwdWork work;
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
-  Mbarrier k_full;                       // TMA -> consumers (1 + bytes)
-  Mbarrier v_full;                       // TMA -> consumers (1 + bytes)
-  Mbarrier q_full[Traits::kStages];      // TMA -> consumers (1 + bytes)
-  Mbarrier q_empty[Traits::kStages];     // consumers -> producer warp (kReleases)
-  Mbarrier dout_full[Traits::kStages];   // TMA -> consumers (1 + bytes)
-  Mbarrier dout_empty[Traits::kStages];  // consumers -> producer warp (kReleases)
+  Mbarrier k_full;                           // TMA -> consumers (1 + bytes)
+  Mbarrier v_full;                           // TMA -> consumers (1 + bytes)
+  Mbarrier q_full[Traits::kQStages];         // TMA -> consumers (1 + bytes)
+  Mbarrier q_empty[Traits::kQStages];        // consumers -> producer warp (kReleases)
+  Mbarrier dout_full[Traits::kDoutStages];   // TMA -> consumers (1 + bytes)
+  Mbarrier dout_empty[Traits::kDoutStages];  // consumers -> producer warp (kReleases)
 
   CUTE_DEVICE void init_barriers() {
     k_full.init(1);
     v_full.init(1);
-    for (int i = 0; i < Traits::kStages; ++i) {
+    for (int i = 0; i < Traits::kQStages; ++i) {
       q_full[i].init(1);
       q_empty[i].init(Exchange::kReleases);
+    }
+    for (int i = 0; i < Traits::kDoutStages; ++i) {
       dout_full[i].init(1);
       dout_empty[i].init(Exchange::kReleases);
     }

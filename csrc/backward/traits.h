@@ -18,7 +18,10 @@ struct BwdTraits {
   static constexpr int kHeadDim = Config::kHeadDim;
   static constexpr int kTileM = Config::kTileM;
   static constexpr int kTileN = bwd_tile_n<Config>();
-  static constexpr int kStages = Config::kStages;
+  static constexpr int kQStages = Config::kQStages;
+  static constexpr int kDoutStages = Config::kDoutStages;
+  static constexpr int kClusterSize = Config::kClusterSize;
+  static constexpr int kOtherColumns = bwd_other_columns<Config>();
   static constexpr BwdSplit kSplit = Config::kSplit;
   static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
   static constexpr bool kCausal = Config::kMask == MaskKind::kCausal;

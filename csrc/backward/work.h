@@ -1,6 +1,6 @@
 // What a CTA works on: a tile of keys of one KV head, against the queries of every head that uses
-// it. One thread works it out and leaves it in shared memory: the consumers have no registers to
-// spare.
+// it. CTAs of a cluster have neighbouring keys, and the same queries. One thread works it out and
+// leaves it in shared memory: the consumers have no registers to spare.
 #pragma once
 
 #include "backward/params.h"
@@ -15,20 +15,26 @@ struct BwdWork {
   int batch;
   int key_begin;
   QueryRange queries;
+
+  CUTE_DEVICE uint32_t steps() const {
+    return uint32_t(head_end - head_begin) * uint32_t(queries.end - queries.begin);
+  }
 };
 
 // Causal: the first keys are seen by most queries, so they come first (TileOrder counts from the
 // longest tile).
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_cta(BwdDeviceParams const& p) {
-  TileCoord const tile = TileWalk(p.order, int(blockIdx.x), int(gridDim.x)).coord();
-  int const key_begin = (p.order.m_tiles - 1 - tile.m) * Traits::kTileN;
+  constexpr int kSize = Traits::kClusterSize;
+  constexpr int kKeys = Traits::kTileN * kSize;
+  TileCoord const tile = TileWalk(p.order, int(blockIdx.x) / kSize, int(gridDim.x) / kSize).coord();
+  int const tile_begin = (p.order.m_tiles - 1 - tile.m) * kKeys;
   return BwdWork{tile.head,
                  tile.head * p.group,
                  (tile.head + 1) * p.group,
                  tile.batch,
-                 key_begin,
-                 query_range(key_begin, p.seqlen, Traits::kTileM, Traits::kTileN, Traits::kCausal)};
+                 tile_begin + int(blockIdx.x) % kSize * Traits::kTileN,
+                 query_range(tile_begin, p.seqlen, Traits::kTileM, kKeys, Traits::kCausal)};
 }
 
 // The steps of a CTA: tiles of queries of one head after the other. There is at least one.

@@ -13,25 +13,29 @@ constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
 enum class BwdSplit : int {
   kKeys = 0,     // each has 64 keys of the tile, and computes all five products (backward/mma.h)
   kProducts = 1  // all have the same 64 keys: one makes dV, one dK, one dQ (mma_by_product.h)
+                 // in a cluster of two CTAs, which share out the columns of dQ
 };
 
 struct BwdDefaults {
   static constexpr BwdSplit kSplit = BwdSplit::kKeys;
   static constexpr int kConsumerWarpgroups = 2;
-  // Buffers of the ring of Q and of the ring of dO.
-  static constexpr int kStages = 2;
-  // Registers of a thread that has dK or dV among its accumulators.
-  static constexpr int kRegisters = 240;
+  static constexpr int kClusterSize = 1;
+  // Buffers of the rings of Q and of dO.
+  static constexpr int kQStages = 2;
+  static constexpr int kDoutStages = 2;
+  // Of a thread, of each consumer warpgroup.
+  static constexpr int kRegisters[] = {240, 240, 0};
   static constexpr int kProducerRegisters = 24;
-  // With BwdSplit::kProducts: columns of a block of dQ, and registers of the warpgroup that makes it.
+  // Of a block of dQ, with BwdSplit::kProducts.
   static constexpr int kDqColumns = 0;
-  static constexpr int kDqRegisters = 0;
 };
 
 struct BwdByProducts : BwdDefaults {
   static constexpr BwdSplit kSplit = BwdSplit::kProducts;
   static constexpr int kConsumerWarpgroups = 3;
+  static constexpr int kClusterSize = 2;
   static constexpr int kTileM = 64;
+  static constexpr int kDqColumns = 64;
 };
 
 // Buffers of what one warpgroup writes while another reads: dS, and P with BwdSplit::kProducts.
@@ -42,10 +46,25 @@ constexpr int bwd_threads() {
   return (Config::kConsumerWarpgroups + 1) * kWarpgroupThreads;
 }
 
+// Keys of a CTA.
 template <class Config>
 constexpr int bwd_tile_n() {
   return Config::kSplit == BwdSplit::kKeys ? Config::kConsumerWarpgroups * kWarpgroupRows
                                            : kWarpgroupRows;
+}
+
+// Keys that have their steps in common.
+template <class Config>
+constexpr int bwd_cluster_keys() {
+  return bwd_tile_n<Config>() * Config::kClusterSize;
+}
+
+// Columns of K that a CTA has of the other one's keys: for its blocks of dQ. Of an odd number, the
+// middle one goes from hand to hand.
+template <class Config>
+constexpr int bwd_other_columns() {
+  int const blocks = Config::kHeadDim / kSliceColumns;
+  return Config::kClusterSize == 1 ? 0 : (blocks + 1) / 2 * kSliceColumns;
 }
 
 // dQ of a tile in blocks. Where the warpgroups share the keys each computes one: 64 rows where the
@@ -75,22 +94,25 @@ constexpr int bwd_dq_columns() {
   return bwd_dq_blocks<Config>() * bwd_dq_layout<Config>().block_floats() / Config::kTileM;
 }
 
-// Shared memory of a variant: K, V, the rings of Q and dO with LSE and delta of their rows, dS, the
-// staged dQ or P, the mbarriers. backward/launch.h asserts that the kernel's struct fits.
+// Shared memory of a variant: K, V, the rings of Q and dO with LSE and delta of their rows, dS,
+// what the consumers hand on (the staged dQ; or P, dS and K of the other CTA), the mbarriers.
+// backward/launch.h asserts that the kernel's struct fits.
 template <class Config>
 constexpr int bwd_shared_bytes() {
   bool const by_keys = Config::kSplit == BwdSplit::kKeys;
   int const columns = padded_columns(Config::kHeadDim);
   int const tile_n = bwd_tile_n<Config>();
   int const key_bytes = 2 * tile_n * columns * 2;
-  int const query_bytes = Config::kStages * 2 * Config::kTileM * columns * 2;
+  int const stages = Config::kQStages + Config::kDoutStages;
+  int const query_bytes = stages * Config::kTileM * columns * 2;
   int const ds_bytes = kExchangeBuffers * Config::kTileM * tile_n * 2;
   int const dq_bytes = Config::kTileM * bwd_dq_columns<Config>() * 4;
-  int const row_bytes = Config::kStages * 2 * Config::kTileM * 4;
+  int const products_bytes = 2 * ds_bytes + tile_n * bwd_other_columns<Config>() * 2;
+  int const row_bytes = stages * Config::kTileM * 4;
   int const work_bytes = 32;
   int const barriers =
-      2 + 4 * Config::kStages + (by_keys ? 2 * Config::kConsumerWarpgroups : 4 * kExchangeBuffers);
-  return key_bytes + query_bytes + ds_bytes + (by_keys ? dq_bytes : ds_bytes) +
+      2 + 2 * stages + (by_keys ? 2 * Config::kConsumerWarpgroups : 5 * kExchangeBuffers + 1);
+  return key_bytes + query_bytes + ds_bytes + (by_keys ? dq_bytes : products_bytes) +
          (row_bytes + work_bytes + barriers * 8 + 1023) / 1024 * 1024;
 }
 
@@ -101,14 +123,15 @@ struct BwdVariantFacts {
   MaskKind mask;
   int head_dim;
   int tile_m;
-  int tile_n;
+  int tile_n;  // of all CTAs of a cluster
+  int cluster_size;
   int consumer_warpgroups;
-  int stages;
+  int q_stages;
+  int dout_stages;
   int threads;
   int dq_columns;
   int producer_registers;
-  int consumer_registers;  // with dK or dV among the accumulators
-  int dq_registers;        // of a warpgroup that only makes dQ; 0: there is none
+  int consumer_registers[3];  // by warpgroup; 0: there is none
   int shared_bytes;
 };
 
@@ -128,14 +151,15 @@ constexpr BwdVariantFacts bwd_facts(char const* name) {
                          Config::kMask,
                          Config::kHeadDim,
                          Config::kTileM,
-                         bwd_tile_n<Config>(),
+                         bwd_cluster_keys<Config>(),
+                         Config::kClusterSize,
                          Config::kConsumerWarpgroups,
-                         Config::kStages,
+                         Config::kQStages,
+                         Config::kDoutStages,
                          bwd_threads<Config>(),
                          bwd_dq_columns<Config>(),
                          Config::kProducerRegisters,
-                         Config::kRegisters,
-                         Config::kDqRegisters,
+                         {Config::kRegisters[0], Config::kRegisters[1], Config::kRegisters[2]},
                          bwd_shared_bytes<Config>()};
 }
 

@@ -1,5 +1,5 @@
 // The tiles of the backward kernel, one struct each: queries of a step x keys of a CTA. Shared
-// memory: K and V + rings of Q and dO + two dS + dQ, in KiB (227 for one CTA).
+// memory: K and V + rings of Q and dO + two dS + what is handed on, in KiB (227 for one CTA).
 #pragma once
 
 #include "config/bwd_config.h"
@@ -24,20 +24,17 @@ struct BwdTileD128 : BwdDefaults {
   static constexpr int kTileM = 64;
 };
 
-// 48 + 96 + 16 + 16 = 176 KiB. dK, dV and dQ take 96 registers each, of three warpgroups.
+// 48 + 96 + 16 + 48 = 208 KiB. dK and dV take 96 registers each, a third of dQ 32.
 struct BwdTileD192 : BwdByProducts {
   static constexpr int kHeadDim = 192;
-  static constexpr int kDqColumns = 192;
-  static constexpr int kRegisters = 176;
-  static constexpr int kDqRegisters = 136;
+  static constexpr int kRegisters[] = {184, 184, 120};
 };
 
-// 64 + 128 + 16 + 16 = 224 KiB. dK and dV take 128 registers each, a quarter of dQ 32.
+// 64 + 96 + 16 + 48 = 224 KiB. dK and dV take 128 registers each, a quarter of dQ 32.
 struct BwdTileD256 : BwdByProducts {
   static constexpr int kHeadDim = 256;
-  static constexpr int kDqColumns = 64;
-  static constexpr int kRegisters = 208;
-  static constexpr int kDqRegisters = 72;
+  static constexpr int kDoutStages = 1;
+  static constexpr int kRegisters[] = {208, 216, 64};
 };
 
 }  // namespace fa3

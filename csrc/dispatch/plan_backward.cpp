@@ -47,7 +47,7 @@ BwdPlan plan_backward(FwdProblem const& problem) {
   BwdSchedule& schedule = plan.schedule;
   schedule.m_tiles = ceil_div(problem.seqlen_q, facts.tile_m);
   schedule.n_tiles = ceil_div(problem.seqlen_k, facts.tile_n);
-  schedule.grid = schedule.n_tiles * problem.heads_k * problem.batch;
+  schedule.grid = schedule.n_tiles * problem.heads_k * problem.batch * facts.cluster_size;
   schedule.rows = int64_t(schedule.m_tiles) * facts.tile_m * problem.heads_q * problem.batch;
   schedule.dq_floats = schedule.rows * facts.dq_columns;
   schedule.section_pairs = choose_section_pairs(problem, facts, schedule);

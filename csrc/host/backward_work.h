@@ -21,6 +21,7 @@ template <class Tile, bool kIsCausal>
 struct WorkTraits {
   static constexpr int kTileM = Tile::kTileM;
   static constexpr int kTileN = bwd_tile_n<Tile>();
+  static constexpr int kClusterSize = Tile::kClusterSize;
   static constexpr bool kCausal = kIsCausal;
 };
 

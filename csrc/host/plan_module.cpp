@@ -118,6 +118,18 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("shared_bytes", facts.shared_bytes);
 }
 
+// "240" for all, or "200, 216, 72" for one after the other.
+std::string registers_text(BwdVariantFacts const& facts) {
+  int const* const registers = facts.consumer_registers;
+  std::string text = std::to_string(registers[0]);
+  for (int i = 1; i < facts.consumer_warpgroups; ++i) {
+    text += registers[i] == registers[0] && facts.consumer_warpgroups == 2
+                ? ""
+                : ", " + std::to_string(registers[i]);
+  }
+  return text;
+}
+
 void add_backward_variant(DictBuilder& dict, int variant) {
   BwdVariantFacts const& facts = kBwdVariants[variant];
   dict.string("name", facts.name)
@@ -128,12 +140,13 @@ void add_backward_variant(DictBuilder& dict, int variant) {
       .integer("columns", padded_columns(facts.head_dim))
       .integer("tile_m", facts.tile_m)
       .integer("tile_n", facts.tile_n)
-      .integer("stages", facts.stages)
+      .integer("cluster_size", facts.cluster_size)
+      .integer("q_stages", facts.q_stages)
+      .integer("dout_stages", facts.dout_stages)
       .integer("consumer_warpgroups", facts.consumer_warpgroups)
       .integer("threads", facts.threads)
       .integer("producer_registers", facts.producer_registers)
-      .integer("consumer_registers", facts.consumer_registers)
-      .integer("dq_registers", facts.dq_registers)
+      .string("consumer_registers", registers_text(facts).c_str())
       .integer("shared_bytes", facts.shared_bytes);
 }
 
