@@ -35,6 +35,7 @@ sanitize: libraries
 
 bench: libraries
 	$(RUN) -m benchmarks.bench_forward
+	$(RUN) -m benchmarks.bench_backward
 
 build: libraries
 	$(RUN) build_tools/build_host.py

@@ -90,6 +90,11 @@ def default_softmax_scale(q: Tensor) -> float:
     return shape[-1] ** -0.5 if shape and shape[-1] else 1.0
 
 
+def wants_determinism(deterministic: bool) -> bool:
+    """Whether the gradients of a call have to repeat: by its argument or PyTorch's setting."""
+    return deterministic or torch.are_deterministic_algorithms_enabled()
+
+
 def unsupported(op: str = 'flash_attn_func', *, qv=None, q_descale=None, k_descale=None,
                 v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
                 num_splits=1) -> list[str]:

@@ -51,7 +51,8 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
         reasons.append(text)
     else:
         plans.append(plan(q, k, v, causal=causal, pack_gqa=pack_gqa, sm_margin=sm_margin))
-        plans += [plan_backward(q, k, v, causal=causal)] if needs_grad else []
+        if needs_grad:
+            plans.append(plan_backward(q, k, v, causal=causal, deterministic=deterministic))
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
     if not q.is_cuda:
         reasons.append(checks.error('can_use', 'q on a CUDA device', str(q.device)))
@@ -94,16 +95,18 @@ def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
 
 def plan_backward(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
                   v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
-                  dtype: torch.dtype = torch.bfloat16, sm_count: int | None = None,
-                  l2_bytes: int | None = None) -> dict:
+                  dtype: torch.dtype = torch.bfloat16, deterministic: bool = False,
+                  sm_count: int | None = None, l2_bytes: int | None = None) -> dict:
     """`plan` of the gradients."""
-    return _plan.plan_backward(*_problem(q, k, v, dtype), causal, *_gpu(q, sm_count, l2_bytes))
+    return _plan.plan_backward(*_problem(q, k, v, dtype), causal, *_gpu(q, sm_count, l2_bytes),
+                               checks.wants_determinism(deterministic))
 
 
 def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
             v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
-            dtype: torch.dtype = torch.bfloat16, pack_gqa: bool | None = None, sm_margin: int = 0,
-            sm_count: int | None = None, l2_bytes: int | None = None) -> None:
+            dtype: torch.dtype = torch.bfloat16, pack_gqa: bool | None = None,
+            deterministic: bool = False, sm_margin: int = 0, sm_count: int | None = None,
+            l2_bytes: int | None = None) -> None:
     """Prints how a Hopper GPU would compute a call: kernel, tile, memory, grid, waves, work.
 
     And its gradients: kernel, tile, memory, grid, workspace.
@@ -111,7 +114,7 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
     Args:
         q, k, v: tensors on any device, or shapes (batch, seqlen, heads, head_dim). Default for v:
             like k.
-        causal, pack_gqa, sm_margin: as in `flash_attn_func`.
+        causal, pack_gqa, deterministic, sm_margin: as in `flash_attn_func`.
         dtype: for shapes; tensors bring their own. Default bfloat16.
         sm_count, l2_bytes: multiprocessors and L2 cache of the GPU. Default: those of q's GPU; for
             shapes and CPU tensors those of an H100, 132 and 50 MiB.
@@ -125,7 +128,7 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
         print(f'no kernel: {forward["reason"]}')
         return
     print(_text_of({'variant': _name(forward), **_forward_rows(forward)}), end='\n\n')
-    backward = plan_backward(q, k, v, **common)
+    backward = plan_backward(q, k, v, deterministic=deterministic, **common)
     if 'reason' in backward:
         print(f'no gradients: {backward["reason"]}')
         return
@@ -159,7 +162,9 @@ def _forward_rows(facts: dict) -> dict[str, str]:
 
 
 def _backward_rows(facts: dict) -> dict[str, str]:
-    parts = {name: facts[f'{name.lower()}_bytes'] for name in ('LSE', 'delta', 'dQ')}
+    is_ordered = facts['flags_bytes'] > 0
+    parts = {name: facts[f'{name.lower()}_bytes']
+             for name in ('LSE', 'delta', 'dQ') + ('flags',) * is_ordered}
     return {
         'head dim': _head_dim(facts),
         'tile': f'{facts["tile_n"]} keys of a CTA, {facts["tile_m"]} queries a step',
@@ -170,6 +175,7 @@ def _backward_rows(facts: dict) -> dict[str, str]:
         'tiles': f'{facts["n_tiles"]} along the keys, '
                  f'{facts["m_tiles"]} along the queries of a head',
         'grid': f'{facts["grid"]} CTAs',
+        'sum of dQ': 'in a fixed order' if is_ordered else 'in any order',
         'workspace': f'{sum(parts.values())} bytes: ' + ', '.join(
             f'{name} {size}' for name, size in parts.items()),
     }

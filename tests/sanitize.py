@@ -8,8 +8,8 @@
 
 (`make sanitize` does both; the filter takes forward_kernel and the three kernels of the backward.)
 Lengths that fill no tile, GQA with packing, and a causal call with rows that see no key; gradients
-of out and of the LSE where there is a backward kernel. racecheck does not understand bulk copies;
-tests/gpu/test_repeat.py looks for races.
+of out and of the LSE where there is a backward kernel, in both of its modes. racecheck does not
+understand bulk copies; tests/gpu/test_repeat.py and test_deterministic.py look for races.
 """
 import torch
 
@@ -30,9 +30,11 @@ def calls() -> list[tuple[Case, Kind]]:
 
 def run(case: Case, with_gradients: bool) -> None:
     tensors = [x.requires_grad_(with_gradients) for x in case.tensors('cuda')]
-    results = flash_attn3.flash_attn_func(*tensors, return_attn_probs=True, **case.arguments())
-    if with_gradients:
-        torch.autograd.grad(results, tensors, [torch.randn_like(x) for x in results])
+    for deterministic in (False, True) if with_gradients else (False,):
+        results = flash_attn3.flash_attn_func(*tensors, return_attn_probs=True,
+                                              deterministic=deterministic, **case.arguments())
+        if with_gradients:
+            torch.autograd.grad(results, tensors, [torch.randn_like(x) for x in results])
     torch.cuda.synchronize()
 
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "backward/storage.h"
-#include "backward/work.h"
+#include "backward/turns.h"
 #include "device/bulk_copy.h"
 #include "device/fragments.h"
 #include "device/math.h"
@@ -56,8 +56,8 @@ CUTE_DEVICE void finish_stores(int thread) {
   }
 }
 
-// Store warp of one consumer warpgroup: adds its block of dQ to the accumulator, step by step. One
-// thread runs this.
+// Store warp of one consumer warpgroup: adds its block of dQ to the accumulator, step by step, in
+// deterministic mode when it is its turn. One thread runs this.
 template <class Traits>
 CUTE_DEVICE void add_dq(BwdStorage<Traits>& shared, BwdDeviceParams const& p, int warpgroup) {
   constexpr int kBlockFloats = Traits::kDq.block_floats();
@@ -65,12 +65,21 @@ CUTE_DEVICE void add_dq(BwdStorage<Traits>& shared, BwdDeviceParams const& p, in
   uint32_t phase = 0;
   for (BwdSteps steps(work); steps.valid(); steps.next(), phase ^= 1) {
     int64_t const block = steps.tile(p) * Traits::kWarpgroups + warpgroup;
+    if (p.is_deterministic()) {
+      wait_for_turn<Traits>(p, steps, warpgroup);
+      fence_global_for_async_proxy();
+    }
     shared.exchange.dq_staged[warpgroup].wait(phase);
     bulk_add(p.dq_sum + block * kBlockFloats, shared.exchange.dq[warpgroup],
              kBlockFloats * sizeof(float));
     cute::tma_store_arrive();
     cute::tma_store_wait<0>();  // the buffer has been read
     shared.exchange.dq_empty[warpgroup].arrive();
+    if (p.is_deterministic()) {
+      wait_for_bulk_writes();
+      fence_global_for_async_proxy();
+      end_turn<Traits>(p, steps, warpgroup);
+    }
   }
 }
 

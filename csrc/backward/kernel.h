@@ -25,6 +25,8 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
     }
   } else if (warp == 1) {
     send_scores<Traits>(shared);
+  } else if (warp == 2 && p.is_deterministic()) {
+    keep_turns<Traits>(shared, p);
   }
 }
 
@@ -57,6 +59,40 @@ CUTE_DEVICE void run_consumer(BwdStorage<Traits>& shared, BwdDeviceParams const&
   }
 }
 
+// All threads of the cluster.
+template <class Traits>
+CUTE_DEVICE void meet() {
+  if constexpr (Traits::kClusterSize > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Barriers, and what this CTA works on.
+template <class Traits>
+CUTE_DEVICE void start_cta(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+  int const rank = Traits::kClusterSize > 1 ? cluster_rank() : 0;
+  if (threadIdx.x == 0) {
+    for (CUtensorMap const* map : {&p.q, &p.dout, &p.k, &p.v, &p.dk, &p.dv}) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
+    }
+    shared.init_barriers(p.is_deterministic());
+    if (!p.is_deterministic()) {
+      shared.work = work_of_cta<Traits>(p, int(blockIdx.x) / Traits::kClusterSize, rank);
+    } else if (rank == 0) {
+      shared.number = draw_number(p);
+    }
+  }
+  meet<Traits>();
+  if (p.is_deterministic()) {
+    if (threadIdx.x == 0) {
+      shared.work = work_of_cta<Traits>(p, read_shared_of(0, shared.number), rank);
+    }
+    __syncthreads();
+  }
+}
+
 template <class Config>
 __global__ void __cluster_dims__(Config::kClusterSize, 1, 1)
     __launch_bounds__(bwd_threads<Config>(), 1)
@@ -65,18 +101,7 @@ __global__ void __cluster_dims__(Config::kClusterSize, 1, 1)
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<BwdStorage<Traits>*>(shared_bytes);
 
-  if (threadIdx.x == 0) {
-    for (CUtensorMap const* map : {&p.q, &p.dout, &p.k, &p.v, &p.dk, &p.dv}) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
-    }
-    shared.work = work_of_cta<Traits>(p);
-    shared.init_barriers();
-  }
-  if constexpr (Traits::kClusterSize > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  start_cta<Traits>(shared, p);
 
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {

@@ -38,14 +38,15 @@ BwdDeviceParams main_params(TensorMapMaker& maps, BwdParams const& p) {
   d.lse_log2 = p.lse_log2;
   d.delta = p.delta;
   d.dq_sum = p.dq_sum;
+  d.dq_flags = p.dq_flags;
+  d.ticket = p.ticket;
   d.seqlen = SeqlenPair{problem.seqlen_q, problem.seqlen_k};
   d.m_tiles = p.schedule.m_tiles;
   d.heads_q = problem.heads_q;
   d.group = problem.heads_q / problem.heads_k;
   d.softmax_scale = p.softmax_scale;
   d.scale_log2 = p.softmax_scale * kLog2E;
-  d.order = TileOrder(problem.causal, p.schedule.n_tiles, problem.heads_k, problem.batch,
-                      p.schedule.section_pairs);
+  d.order = key_tile_order(problem, p.schedule);
   return d;
 }
 
@@ -59,6 +60,8 @@ inline BwdRowParams row_params(BwdParams const& p) {
   r.lse_log2 = p.lse_log2;
   r.delta = p.delta;
   r.dq_sum = p.dq_sum;
+  r.dq_flags = p.dq_flags;
+  r.ticket = p.ticket;
   r.seqlen_q = p.problem.seqlen_q;
   r.head_dim = p.problem.head_dim;
   r.heads_q = p.problem.heads_q;

@@ -29,7 +29,7 @@ struct BwdProducer {
 
   // In the order in which the consumers ask.
   // INVARIANT: whatever this kernel reads or writes in global memory comes after these loads, and
-  // so after the wait for the launches before.
+  // so after the wait for the launches before; or, ticket and flags, after that of turns.h.
   CUTE_DEVICE void run() {
     wait_for_earlier_launches();
     BwdSteps steps(work);

@@ -184,7 +184,7 @@ struct DqConsumer : BwdProducts<Traits> {
       uint32_t const phase = count / kExchangeBuffers % 2;
       shared.exchange.ds_full[buffer].wait(phase);
       shared.exchange.ds_other_full[buffer].wait(phase);
-      int const middle = (Traits::kDqBlocks + int(count % 2)) / 2;
+      int const middle = (Traits::kDqBlocks + int(uint32_t(steps.m) % 2)) / 2;
       int const end = rank == 0 ? middle : Traits::kDqBlocks;
       CUTE_NO_UNROLL
       for (int block = rank == 0 ? 0 : middle; block < end; ++block) {
@@ -207,6 +207,8 @@ struct DqConsumer : BwdProducts<Traits> {
   CUTE_DEVICE void issue_dq(int rank, int buffer, int block, Fragment& tQrDq) {
     constexpr DqLayout kDq = Traits::kDq;
     int const column = block * kDq.columns;
+    // WHY: ptxas would keep the descriptors of dS in registers over all blocks.
+    asm volatile("" : "+r"(buffer));
     Base::issue_dq_gemm(shared.ds[buffer], 0, shared.k, column, tQrDq);
     Base::issue_dq_gemm(shared.exchange.ds_other[buffer], 0, shared.exchange.k_other,
                         column - Exchange::other_column(rank), tQrDq, false);
@@ -241,6 +243,21 @@ CUTE_DEVICE void send_scores(BwdStorage<Traits>& shared) {
     exchange.ds_other_full[buffer].arrive_and_expect_tx(kBytes);
     bulk_send(other, exchange.ds_other[buffer], shared.ds[buffer], kBytes,
               exchange.ds_other_full[buffer]);
+  }
+}
+
+// One more: takes the turns of deterministic mode for warpgroup 2, which has no registers for it.
+// That one sees dS of the other CTA when it is its turn, and has added dQ when it lets go of dS.
+template <class Traits>
+CUTE_DEVICE void keep_turns(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+  int const rank = cluster_rank();
+  uint32_t count = 0;
+  for (BwdSteps steps(shared.work); steps.valid(); steps.next(), ++count) {
+    int const buffer = count % kExchangeBuffers;
+    wait_for_turn<Traits>(p, steps, rank);
+    shared.exchange.ds_other_full[buffer].arrive();
+    shared.exchange.ds_empty[buffer].wait(count / kExchangeBuffers % 2);
+    end_turn<Traits>(p, steps, rank);
   }
 }
 

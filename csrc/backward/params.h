@@ -21,6 +21,8 @@ struct BwdDeviceParams {
   float const* lse_log2;  // (batch, query head, m_tiles * kTileM)
   float const* delta;     // as lse_log2
   float* dq_sum;          // (batch, query head, m tile, core/dq_layout.h)
+  int* dq_flags;          // (batch, query head, m tile, kDqAdders); nullptr: not deterministic
+  int* ticket;            // with dq_flags: of the next CTA
   SeqlenPair seqlen;
   int m_tiles;
   int heads_q;
@@ -28,6 +30,8 @@ struct BwdDeviceParams {
   float softmax_scale;
   float scale_log2;  // softmax_scale * log2(e)
   TileOrder order;   // of tiles of keys
+
+  FA3_HD bool is_deterministic() const { return dq_flags != nullptr; }
 };
 
 // Of the kernels before and after it: a CTA has one tile of queries of one head.
@@ -40,6 +44,8 @@ struct BwdRowParams {
   float* lse_log2;
   float* delta;
   float* dq_sum;
+  int* dq_flags;
+  int* ticket;
   int seqlen_q;
   int head_dim;
   int heads_q;

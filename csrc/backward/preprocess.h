@@ -1,5 +1,6 @@
 // The kernel before the main one, for each row of dO: delta = rowsum(dO * O) - dLSE and the LSE in
-// base 2; and zeros where dQ is summed up. A CTA has one tile of queries of one head.
+// base 2; and zeros where dQ is summed up and where turns are counted (turns.h). A CTA has one tile
+// of queries of one head.
 //
 // Rows get an infinite LSE where P has to be zero whatever the scores are: past the end of the
 // sequence, and where a query sees no key (LSE = -inf).
@@ -85,6 +86,18 @@ CUTE_DEVICE void store_row(BwdRowParams const& p, RowTile const& tile, int posit
   p.delta[target] = is_empty ? 0.f : dot;
 }
 
+// The flags of this CTA's tile; and, by the first CTA, the ticket.
+template <class Config>
+CUTE_DEVICE void zero_turns(BwdRowParams const& p) {
+  constexpr int kFlags = bwd_dq_adders<Config>();
+  if (int(threadIdx.x) < kFlags) {
+    p.dq_flags[int64_t(blockIdx.x) * kFlags + int(threadIdx.x)] = 0;
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    *p.ticket = 0;
+  }
+}
+
 template <class Config>
 __global__ void __launch_bounds__(kRowThreads)
     backward_preprocess_kernel(BwdRowParams const __grid_constant__ p) {
@@ -95,6 +108,9 @@ __global__ void __launch_bounds__(kRowThreads)
   float4* const sums = reinterpret_cast<float4*>(p.dq_sum + int64_t(blockIdx.x) * kTileFloats);
   for (int i = int(threadIdx.x); i < kTileFloats / 4; i += kRowThreads) {
     sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  if (p.dq_flags != nullptr) {
+    zero_turns<Config>(p);
   }
   constexpr int kLanes = row_lanes<Config>();
   int const lane = int(threadIdx.x) % kLanes;

@@ -18,7 +18,7 @@ struct KeysExchange {
   Mbarrier dq_staged[Traits::kWarpgroups];  // consumer warps -> store warp (4)
   Mbarrier dq_empty[Traits::kWarpgroups];   // store warp -> consumer warpgroup (1)
 
-  CUTE_DEVICE void init_barriers() {
+  CUTE_DEVICE void init_barriers(bool) {
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
       dq_staged[wg].init(kWarpgroupWarps);
       dq_empty[wg].init(1);
@@ -39,22 +39,23 @@ struct ProductsExchange {
     uint4 p[kExchangeBuffers][Traits::kTileM / 16][kWarpgroupThreads];
   };
 
-  Mbarrier k_other_full;                     // TMA -> 2 (1 + bytes)
-  Mbarrier ds_other_full[kExchangeBuffers];  // the other CTA -> 2 (1 + bytes)
-  Mbarrier p_full[kExchangeBuffers];         // warps of 0 -> 1 (4)
-  Mbarrier p_empty[kExchangeBuffers];        // warps of 1 -> 0 (4)
-  Mbarrier ds_full[kExchangeBuffers];        // warps of 1 -> 2 (4)
-  Mbarrier ds_empty[kExchangeBuffers];       // warps of 2, of both CTAs -> 1 (8)
+  Mbarrier k_other_full;  // TMA -> 2 (1 + bytes)
+  // the other CTA -> 2 (1 + bytes; deterministic: and who keeps the turns, 1)
+  Mbarrier ds_other_full[kExchangeBuffers];
+  Mbarrier p_full[kExchangeBuffers];    // warps of 0 -> 1 (4)
+  Mbarrier p_empty[kExchangeBuffers];   // warps of 1 -> 0 (4)
+  Mbarrier ds_full[kExchangeBuffers];   // warps of 1 -> 2 (4)
+  Mbarrier ds_empty[kExchangeBuffers];  // warps of 2, of both CTAs -> 1 (8)
 
   // First of the columns whose dQ the CTA of a rank may be asked for.
   CUTE_DEVICE static constexpr int other_column(int rank) {
     return rank == 0 ? 0 : Traits::kHeadDim - Traits::kOtherColumns;
   }
 
-  CUTE_DEVICE void init_barriers() {
+  CUTE_DEVICE void init_barriers(bool is_deterministic) {
     k_other_full.init(1);
     for (int i = 0; i < kExchangeBuffers; ++i) {
-      ds_other_full[i].init(1);
+      ds_other_full[i].init(is_deterministic ? 2 : 1);
       p_full[i].init(kWarpgroupWarps);
       p_empty[i].init(kWarpgroupWarps);
       ds_full[i].init(kWarpgroupWarps);
@@ -87,6 +88,7 @@ struct BwdStorage {
   float delta[Traits::kDoutStages][Traits::kTileM];
 
   BwdWork work;
+  int number;  // of the cluster in the order of work, with rank 0
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
   Mbarrier k_full;                           // TMA -> consumers (1 + bytes)
@@ -96,7 +98,7 @@ struct BwdStorage {
   Mbarrier dout_full[Traits::kDoutStages];   // TMA -> consumers (1 + bytes)
   Mbarrier dout_empty[Traits::kDoutStages];  // consumers -> producer warp (kReleases)
 
-  CUTE_DEVICE void init_barriers() {
+  CUTE_DEVICE void init_barriers(bool is_deterministic) {
     k_full.init(1);
     v_full.init(1);
     for (int i = 0; i < Traits::kQStages; ++i) {
@@ -107,7 +109,7 @@ struct BwdStorage {
       dout_full[i].init(1);
       dout_empty[i].init(Exchange::kReleases);
     }
-    exchange.init_barriers();
+    exchange.init_barriers(is_deterministic);
     fence_barrier_init();
   }
 };

@@ -27,6 +27,7 @@ struct BwdTraits {
   static constexpr bool kCausal = Config::kMask == MaskKind::kCausal;
   static constexpr DqLayout kDq = bwd_dq_layout<Config>();
   static constexpr int kDqBlocks = bwd_dq_blocks<Config>();
+  static constexpr int kDqAdders = bwd_dq_adders<Config>();
   static constexpr int kColumns = padded_columns(kHeadDim);
 
   using HeadDim = cute::Int<kHeadDim>;

@@ -21,19 +21,28 @@ struct BwdWork {
   }
 };
 
-// Causal: the first keys are seen by most queries, so they come first (TileOrder counts from the
-// longest tile).
+// The order in which CTAs take tiles of keys. Deterministic: in sections, for full attention too,
+// so that the CTAs that start together wait for each other over many heads instead of one.
+inline TileOrder key_tile_order(FwdProblem const& problem, BwdSchedule const& schedule) {
+  return TileOrder(problem.causal || problem.deterministic, schedule.n_tiles, problem.heads_k,
+                   problem.batch, schedule.section_pairs);
+}
+
+// The work of the cluster with a number in the order of work, for its CTA of a rank. Causal: the
+// first keys are seen by most queries, so they come first (TileOrder counts from the longest tile).
+// Deterministic: the last keys come first, because they are added first (turns.h).
 template <class Traits>
-CUTE_DEVICE BwdWork work_of_cta(BwdDeviceParams const& p) {
+CUTE_DEVICE BwdWork work_of_cta(BwdDeviceParams const& p, int number, int rank) {
   constexpr int kSize = Traits::kClusterSize;
   constexpr int kKeys = Traits::kTileN * kSize;
-  TileCoord const tile = TileWalk(p.order, int(blockIdx.x) / kSize, int(gridDim.x) / kSize).coord();
-  int const tile_begin = (p.order.m_tiles - 1 - tile.m) * kKeys;
+  TileCoord const tile = TileWalk(p.order, number, int(gridDim.x) / kSize).coord();
+  int const n = p.is_deterministic() ? tile.m : p.order.m_tiles - 1 - tile.m;
+  int const tile_begin = n * kKeys;
   return BwdWork{tile.head,
                  tile.head * p.group,
                  (tile.head + 1) * p.group,
                  tile.batch,
-                 tile_begin + int(blockIdx.x) % kSize * Traits::kTileN,
+                 tile_begin + rank * Traits::kTileN,
                  query_range(tile_begin, p.seqlen, Traits::kTileM, kKeys, Traits::kCausal)};
 }
 

@@ -88,6 +88,13 @@ constexpr int bwd_dq_blocks() {
   return Config::kConsumerWarpgroups;
 }
 
+// Those who add to the dQ of a step, each always to the same part of a tile: a store warp for each
+// block, or each CTA of a cluster.
+template <class Config>
+constexpr int bwd_dq_adders() {
+  return Config::kSplit == BwdSplit::kKeys ? Config::kConsumerWarpgroups : Config::kClusterSize;
+}
+
 // fp32 columns of the accumulator of dQ, for each query.
 template <class Config>
 constexpr int bwd_dq_columns() {
@@ -109,7 +116,7 @@ constexpr int bwd_shared_bytes() {
   int const dq_bytes = Config::kTileM * bwd_dq_columns<Config>() * 4;
   int const products_bytes = 2 * ds_bytes + tile_n * bwd_other_columns<Config>() * 2;
   int const row_bytes = stages * Config::kTileM * 4;
-  int const work_bytes = 32;
+  int const work_bytes = 40;
   int const barriers =
       2 + 2 * stages + (by_keys ? 2 * Config::kConsumerWarpgroups : 5 * kExchangeBuffers + 1);
   return key_bytes + query_bytes + ds_bytes + (by_keys ? dq_bytes : products_bytes) +
@@ -130,6 +137,7 @@ struct BwdVariantFacts {
   int dout_stages;
   int threads;
   int dq_columns;
+  int dq_adders;
   int producer_registers;
   int consumer_registers[3];  // by warpgroup; 0: there is none
   int shared_bytes;
@@ -158,6 +166,7 @@ constexpr BwdVariantFacts bwd_facts(char const* name) {
                          Config::kDoutStages,
                          bwd_threads<Config>(),
                          bwd_dq_columns<Config>(),
+                         bwd_dq_adders<Config>(),
                          Config::kProducerRegisters,
                          {Config::kRegisters[0], Config::kRegisters[1], Config::kRegisters[2]},
                          bwd_shared_bytes<Config>()};

@@ -58,6 +58,7 @@ struct FwdProblem {
   bool causal = false;
   PackGqa pack_gqa = PackGqa::kHeuristic;
   int sm_margin = 0;
+  bool deterministic = false;  // the backward sums dQ in a fixed order
   DeviceLimits device;
 };
 
@@ -89,6 +90,7 @@ struct BwdSchedule {
   int section_pairs = 1;  // core/tile_order.h, with tiles of keys for those of queries
   int64_t rows = 0;       // queries of all heads and batches, filled up to whole tiles
   int64_t dq_floats = 0;  // of the fp32 accumulator of dQ
+  int64_t flags = 0;      // deterministic: of every tile of queries, and the ticket; else 0
 };
 
 struct BwdParams {
@@ -105,6 +107,8 @@ struct BwdParams {
   float* lse_log2 = nullptr;    // workspace: schedule.rows floats
   float* delta = nullptr;       // workspace: schedule.rows floats
   float* dq_sum = nullptr;      // workspace: schedule.dq_floats floats
+  int* dq_flags = nullptr;      // workspace: schedule.flags - 1 ints; nullptr: not deterministic
+  int* ticket = nullptr;        // workspace: the last of schedule.flags
   FwdProblem problem;
   BwdSchedule schedule;
   float softmax_scale = 1.f;

@@ -29,4 +29,11 @@ FA3_HD constexpr QueryRange query_range(int key_begin, SeqlenPair len, int tile_
   return QueryRange{begin, key_end <= len.k ? clamp(seen_by_all, begin, end) : end, end};
 }
 
+// The last tile of keys whose QueryRange has tile m of queries; negative when there is none. The
+// tiles before it have m too: who sees a key sees those before it.
+FA3_HD constexpr int last_key_tile(int m, SeqlenPair len, int tile_m, int tile_n, bool causal) {
+  int const seen = causal ? min_of(len.k, (m + 1) * tile_m - len.q + len.k) : len.k;
+  return floor_div(seen - 1, tile_n);
+}
+
 }  // namespace fa3

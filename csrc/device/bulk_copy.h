@@ -24,4 +24,10 @@ CUTE_DEVICE void bulk_add(float* target, float const* source, uint32_t bytes) {
                : "memory");
 }
 
+// Waits until this thread's bulk groups have written to global memory. (cute::tma_store_wait only
+// waits until they have read shared memory.)
+CUTE_DEVICE void wait_for_bulk_writes() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 }  // namespace fa3

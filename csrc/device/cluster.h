@@ -23,6 +23,16 @@ CUTE_DEVICE uint32_t shared_address_of(int rank, void const* local) {
   return address;
 }
 
+// An int of another CTA's shared memory.
+CUTE_DEVICE int read_shared_of(int rank, int const& local) {
+  int value;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];"
+               : "=r"(value)
+               : "r"(shared_address_of(rank, &local))
+               : "memory");
+  return value;
+}
+
 // Copies shared memory to the same place `target` of another CTA; its mbarrier counts the bytes.
 CUTE_DEVICE void bulk_send(int rank, void* target, void const* source, uint32_t bytes,
                            Mbarrier& full) {

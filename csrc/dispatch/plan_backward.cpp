@@ -9,12 +9,12 @@
 namespace fa3 {
 namespace {
 
-// Share of L2 that Q, dO and the accumulator of dQ of one section of a causal launch should fit
-// into.
+// Share of L2 that Q, dO and the accumulator of dQ of one section should fit into.
 constexpr int kSectionL2Percent = 60;
 
-// (KV head, batch) pairs of a causal section: what fits into L2, but at least two tiles for every
-// multiprocessor, so that the longest tiles of a section do not come last.
+// (KV head, batch) pairs of a section, of a causal or a deterministic launch: what fits into L2,
+// but at least two tiles for every multiprocessor, so that a section has tiles of every length to
+// even out its work.
 int choose_section_pairs(FwdProblem const& problem, BwdVariantFacts const& facts,
                          BwdSchedule const& schedule) {
   int64_t const pairs = int64_t(problem.heads_k) * problem.batch;
@@ -50,6 +50,8 @@ BwdPlan plan_backward(FwdProblem const& problem) {
   schedule.grid = schedule.n_tiles * problem.heads_k * problem.batch * facts.cluster_size;
   schedule.rows = int64_t(schedule.m_tiles) * facts.tile_m * problem.heads_q * problem.batch;
   schedule.dq_floats = schedule.rows * facts.dq_columns;
+  int64_t const flags = schedule.rows / facts.tile_m * facts.dq_adders;
+  schedule.flags = problem.deterministic ? flags + 1 : 0;
   schedule.section_pairs = choose_section_pairs(problem, facts, schedule);
   return plan;
 }

@@ -8,8 +8,7 @@
 #include "bwd_variants.h"
 #include "device/cute.h"
 
-// Where a kernel runs in its grid: nvcc's names, which g++ does not have.
-inline thread_local uint3 blockIdx{0, 0, 0};
+// The grid of a kernel: nvcc's name, which g++ does not have.
 inline thread_local dim3 gridDim;
 
 #include "backward/work.h"
@@ -44,12 +43,15 @@ std::vector<CtaWork> work_of_ctas(FwdProblem const& problem, BwdSchedule const& 
   p.m_tiles = schedule.m_tiles;
   p.heads_q = problem.heads_q;
   p.group = problem.heads_q / problem.heads_k;
-  p.order = TileOrder(problem.causal, schedule.n_tiles, problem.heads_k, problem.batch,
-                      schedule.section_pairs);
+  p.order = key_tile_order(problem, schedule);
+  int flag = 0;
+  p.dq_flags = problem.deterministic ? &flag : nullptr;
   gridDim.x = unsigned(schedule.grid);
   std::vector<CtaWork> ctas;
-  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-    CtaWork& cta = ctas.emplace_back(CtaWork{work_of_cta<Traits>(p), {}});
+  for (int index = 0; index < schedule.grid; ++index) {
+    int const number = index / Traits::kClusterSize;
+    int const rank = index % Traits::kClusterSize;
+    CtaWork& cta = ctas.emplace_back(CtaWork{work_of_cta<Traits>(p, number, rank), {}});
     for (BwdSteps steps(cta.work); steps.valid(); steps.next()) {
       cta.steps.push_back(Step{steps.head, steps.m, steps.is_masked(), steps.tile(p)});
     }

@@ -103,6 +103,10 @@ void bind_core(py::module_& m) {
               query_range(key_begin, SeqlenPair{seqlen_q, seqlen_k}, tile_m, tile_n, causal);
           return std::tuple(range.begin, range.free_begin, range.end);
         });
+  m.def("last_key_tile",
+        [](int m, int seqlen_q, int seqlen_k, int tile_m, int tile_n, bool causal) {
+          return last_key_tile(m, SeqlenPair{seqlen_q, seqlen_k}, tile_m, tile_n, causal);
+        });
   m.def("walk_tiles", &walk_tiles);
   m.def("finite_max", &finite_max);
   m.def("log_sum_exp", &log_sum_exp);
@@ -168,11 +172,13 @@ using StepTuple = std::tuple<int, int, bool, int64_t>;
 // of queries, is it masked, its place in the workspaces).
 template <class Tile>
 std::vector<std::pair<WorkTuple, std::vector<StepTuple>>> backward_work(
-    std::tuple<int, int, int, int, int> sizes, bool causal, BwdSchedule const& schedule) {
+    std::tuple<int, int, int, int, int> sizes, bool causal, bool deterministic,
+    BwdSchedule const& schedule) {
   FwdProblem problem;
   std::tie(problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.heads_k) =
       sizes;
   problem.causal = causal;
+  problem.deterministic = deterministic;
   auto const ctas = causal ? work_of_ctas<WorkTraits<Tile, true>>(problem, schedule)
                            : work_of_ctas<WorkTraits<Tile, false>>(problem, schedule);
   std::vector<std::pair<WorkTuple, std::vector<StepTuple>>> result;
@@ -203,13 +209,13 @@ py::dict backward_tile() {
   tile["dq_columns"] = bwd_dq_columns<Tile>();
   tile["dq"] = bwd_dq_layout<Tile>();
   tile["work"] = py::cpp_function([](std::tuple<int, int, int, int, int> sizes, bool causal,
-                                     int m_tiles, int n_tiles, int section_pairs, int grid) {
+                                     bool deterministic, std::array<int, 4> const& plan) {
     BwdSchedule schedule;
-    schedule.m_tiles = m_tiles;
-    schedule.n_tiles = n_tiles;
-    schedule.section_pairs = section_pairs;
-    schedule.grid = grid;
-    return backward_work<Tile>(sizes, causal, schedule);
+    schedule.m_tiles = plan[0];
+    schedule.n_tiles = plan[1];
+    schedule.section_pairs = plan[2];
+    schedule.grid = plan[3];
+    return backward_work<Tile>(sizes, causal, deterministic, schedule);
   });
   return tile;
 }

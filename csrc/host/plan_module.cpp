@@ -147,6 +147,7 @@ void add_backward_variant(DictBuilder& dict, int variant) {
       .integer("threads", facts.threads)
       .integer("producer_registers", facts.producer_registers)
       .string("consumer_registers", registers_text(facts).c_str())
+      .integer("dq_adders", facts.dq_adders)
       .integer("shared_bytes", facts.shared_bytes);
 }
 
@@ -351,26 +352,29 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
       .integer("rows", schedule.rows)
       .integer("lse_bytes", schedule.rows * int64_t(sizeof(float)))
       .integer("delta_bytes", schedule.rows * int64_t(sizeof(float)))
-      .integer("dq_bytes", schedule.dq_floats * int64_t(sizeof(float)));
+      .integer("dq_bytes", schedule.dq_floats * int64_t(sizeof(float)))
+      .integer("flags_bytes", schedule.flags * int64_t(sizeof(int)));
   return dict.finish();
 }
 
 PyObject* py_plan_backward(PyObject*, PyObject* args, PyObject* kwargs) {
-  static char const* const names[] = {"dtype",   "batch",    "seqlen_q", "seqlen_k",
-                                      "heads_q", "heads_k",  "head_dim", "head_dim_v",
-                                      "causal",  "sm_count", "l2_bytes", nullptr};
+  static char const* const names[] = {
+      "dtype",      "batch",  "seqlen_q", "seqlen_k", "heads_q",       "heads_k", "head_dim",
+      "head_dim_v", "causal", "sm_count", "l2_bytes", "deterministic", nullptr};
   char const* dtype;
   int causal;
+  int deterministic = 0;
   long long l2_bytes;
   FwdProblem p;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "siiiiiiipiL", const_cast<char**>(names), &dtype,
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "siiiiiiipiL|p", const_cast<char**>(names), &dtype,
                                    &p.batch, &p.seqlen_q, &p.seqlen_k, &p.heads_q, &p.heads_k,
                                    &p.head_dim, &p.head_dim_v, &causal, &p.device.sm_count,
-                                   &l2_bytes)) {
+                                   &l2_bytes, &deterministic)) {
     return nullptr;
   }
   p.dtype = dtype_from_name(dtype);
   p.causal = causal;
+  p.deterministic = deterministic;
   p.device.l2_bytes = l2_bytes;
   std::string const error = backward_problem_error(p, dtype);
   return error.empty() ? backward_plan_dict(p)

@@ -31,13 +31,14 @@ struct BackwardArguments {
   OwnedTensor lse;
   double softmax_scale;
   bool causal;
+  bool deterministic;
 };
 
 BackwardArguments read_arguments(StableIValue* stack) {
   BoxedStack args(stack);
-  return BackwardArguments{args.tensor(), args.optional_tensor(), args.tensor(), args.tensor(),
-                           args.tensor(), args.tensor(),          args.tensor(), args.real(),
-                           args.flag()};
+  return BackwardArguments{
+      args.tensor(), args.optional_tensor(), args.tensor(), args.tensor(), args.tensor(),
+      args.tensor(), args.tensor(),          args.real(),   args.flag(),   args.flag()};
 }
 
 struct Gradients {
@@ -63,7 +64,8 @@ BackwardCall describe_call(BackwardArguments const& args) {
   return call;
 }
 
-FwdProblem problem_of(BackwardCall const& call, bool causal, DeviceInfo const& info) {
+FwdProblem problem_of(BackwardCall const& call, BackwardArguments const& args,
+                      DeviceInfo const& info) {
   TensorMeta const& q = call.forward.q;
   TensorMeta const& k = call.forward.k;
   FwdProblem problem;
@@ -75,7 +77,8 @@ FwdProblem problem_of(BackwardCall const& call, bool causal, DeviceInfo const& i
   problem.heads_k = int(k.size[2]);
   problem.head_dim = int(q.size[3]);
   problem.head_dim_v = int(call.forward.v.size[3]);
-  problem.causal = causal;
+  problem.causal = args.causal;
+  problem.deterministic = args.deterministic;
   problem.device = DeviceLimits{info.sm_count, info.l2_bytes};
   return problem;
 }
@@ -138,15 +141,22 @@ BwdLaunch plan_launch(BwdParams& params) {
   return launcher;
 }
 
-// One allocation: LSE and delta of every row, then the accumulator of dQ. Whole tiles of 64 rows
-// and more keep each part aligned.
+// One allocation: LSE and delta of every row, the accumulator of dQ, then the flags of
+// deterministic mode, which are as wide as floats. Whole tiles of 64 rows and more keep each part
+// aligned.
 OwnedTensor allocate_workspace(BwdParams& params, int device) {
-  int64_t const rows = params.schedule.rows;
-  int64_t const floats = 2 * rows + params.schedule.dq_floats;
+  static_assert(sizeof(int) == sizeof(float));
+  BwdSchedule const& schedule = params.schedule;
+  int64_t const rows = schedule.rows;
+  int64_t const floats = 2 * rows + schedule.dq_floats + schedule.flags;
   OwnedTensor workspace = allocate(kOp, &floats, 1, Dtype::kFloat32, device);
   params.lse_log2 = static_cast<float*>(mutable_data(workspace));
   params.delta = params.lse_log2 + rows;
   params.dq_sum = params.delta + rows;
+  if (schedule.flags > 0) {
+    params.dq_flags = reinterpret_cast<int*>(params.dq_sum + schedule.dq_floats);
+    params.ticket = params.dq_flags + schedule.flags - 1;
+  }
   return workspace;
 }
 
@@ -182,7 +192,7 @@ Gradients run_backward(BackwardArguments& args) {
   throw_if(check_backward(call, args.causal));
 
   BwdParams params;
-  params.problem = problem_of(call, args.causal, info);
+  params.problem = problem_of(call, args, info);
   FwdProblem const& problem = params.problem;
   DeviceGuard const guard(q.device_index);
   Gradients gradients = allocate_gradients(call.forward);
@@ -200,7 +210,7 @@ Gradients run_backward(BackwardArguments& args) {
 }  // namespace
 
 void bwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema(kOp, {num_args, num_outputs}, {9, 3});
+  expect_schema(kOp, {num_args, num_outputs}, {10, 3});
   BackwardArguments args = read_arguments(stack);
   Gradients gradients = run_backward(args);
   stack[0] = boxed(std::move(gradients.dq));

@@ -169,6 +169,11 @@ void fwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   run_boxed(stack, /*has_out=*/false, /*wants_lse=*/true);
 }
 
+void fwd_traced_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  expect_schema("fwd", {num_args, num_outputs}, {8, 2});
+  run_boxed(stack, /*has_out=*/false, /*wants_lse=*/true);
+}
+
 void fwd_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   expect_schema("fwd", {num_args, num_outputs}, {7, 1});
   run_boxed(stack, /*has_out=*/false, /*wants_lse=*/false);

@@ -19,15 +19,16 @@ FACTS = {facts['name']: facts for facts in _plan.backward_variants()}
 each_variant = pytest.mark.parametrize('name', TILE_OF)
 
 
-def work_of(name, sizes, **changes):
+def work_of(name, sizes, deterministic=False, **changes):
     """(plan, what every CTA does); sizes: (batch, seqlen_q, seqlen_k, heads_q, heads_k)."""
     facts = FACTS[name]
     device = {'sm_count': 132, 'l2_bytes': 50 << 20} | changes
     plan = _plan.plan_backward(facts['dtype'], *sizes, facts['head_dim'], facts['head_dim'],
-                               facts['causal'], **device)
+                               facts['causal'], **device, deterministic=deterministic)
     assert plan['name'] == name
     keys = ('m_tiles', 'n_tiles', 'section_pairs', 'grid')
-    return plan, TILE_OF[name]['work'](sizes, facts['causal'], *(plan[key] for key in keys))
+    return plan, TILE_OF[name]['work'](sizes, facts['causal'], deterministic,
+                                       [plan[key] for key in keys])
 
 
 sizes = st.tuples(st.integers(1, 4), st.integers(1, 700), st.integers(1, 1500), st.integers(1, 5),
@@ -35,12 +36,12 @@ sizes = st.tuples(st.integers(1, 4), st.integers(1, 700), st.integers(1, 1500), 
 
 
 @each_variant
-@given(sizes, st.integers(1, 140), st.integers(0, 1 << 22))
+@given(sizes, st.booleans(), st.integers(1, 140), st.integers(0, 1 << 22))
 @settings(max_examples=60, deadline=None)
-def test_every_tile_of_keys_has_one_cta(name, sizes, sm_count, l2_bytes):
+def test_every_tile_of_keys_has_one_cta(name, sizes, deterministic, sm_count, l2_bytes):
     """Also where causal sections are small: few multiprocessors, little L2."""
     batch, seqlen_q, seqlen_k, heads_q, heads_k = sizes
-    plan, ctas = work_of(name, sizes, sm_count=sm_count, l2_bytes=l2_bytes)
+    plan, ctas = work_of(name, sizes, deterministic, sm_count=sm_count, l2_bytes=l2_bytes)
     tile_m, tile_n = plan['tile_m'], plan['tile_n']
     group = heads_q // heads_k
     for (kv_head, heads, _, key_begin, queries), _ in ctas:

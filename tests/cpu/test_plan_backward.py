@@ -15,12 +15,13 @@ DTYPES, MASKS = ('float16', 'bfloat16'), (False, True)
 
 
 def plan(seqlen_q=1024, seqlen_k=1024, *, batch=2, heads_q=8, heads_k=8, head_dim=64, causal=False,
-         dtype='bfloat16', sm_count=132, l2_bytes=50 << 20, head_dim_v=None):
+         dtype='bfloat16', sm_count=132, l2_bytes=50 << 20, head_dim_v=None,
+         deterministic=False):
     return _plan.plan_backward(
         dtype=dtype, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q,
         heads_k=heads_k, head_dim=head_dim,
         head_dim_v=head_dim if head_dim_v is None else head_dim_v, causal=causal,
-        sm_count=sm_count, l2_bytes=l2_bytes)
+        sm_count=sm_count, l2_bytes=l2_bytes, deterministic=deterministic)
 
 
 def head_dims(dtype, causal):
@@ -65,18 +66,21 @@ def test_the_variant_of_the_next_head_dim(dtype, causal):
 
 @given(head_dim=st.sampled_from(head_dims('bfloat16', False)), batch=st.integers(1, 9),
        seqlen_q=st.integers(1, 50000), seqlen_k=st.integers(1, 50000), heads_k=st.integers(1, 9),
-       group=st.integers(1, 70), causal=st.booleans(), dtype=st.sampled_from(DTYPES))
+       group=st.integers(1, 70), causal=st.booleans(), dtype=st.sampled_from(DTYPES),
+       deterministic=st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_tiles_grid_and_workspace(head_dim, batch, seqlen_q, seqlen_k, heads_k, group, causal,
-                                  dtype):
+                                  dtype, deterministic):
     facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
-                 head_dim=head_dim, causal=causal, dtype=dtype)
+                 head_dim=head_dim, causal=causal, dtype=dtype, deterministic=deterministic)
     assert facts['m_tiles'] == ceil_div(seqlen_q, facts['tile_m'])
     assert facts['n_tiles'] == ceil_div(seqlen_k, facts['tile_n'])
     assert facts['grid'] == facts['n_tiles'] * heads_k * batch
     assert facts['rows'] == facts['m_tiles'] * facts['tile_m'] * heads_k * group * batch
     assert facts['lse_bytes'] == facts['delta_bytes'] == 4 * facts['rows']
     assert facts['dq_bytes'] == 4 * facts['rows'] * facts['head_dim']
+    flags = facts['m_tiles'] * facts['dq_adders'] * heads_k * group * batch
+    assert facts['flags_bytes'] == (4 * (flags + 1) if deterministic else 0)
     # The parts lie behind one another; TMA and 16-byte loads read them.
     assert facts['lse_bytes'] % 16 == 0
     assert 0 <= facts['lse_bytes'] - 4 * seqlen_q * heads_k * group * batch < (
@@ -106,9 +110,9 @@ def test_causal_sections(batch, seqlen_q, seqlen_k, heads_k, group, sm_count, l2
 @pytest.mark.parametrize('empty', [{'batch': 0}, {'seqlen_q': 0}, {'seqlen_k': 0}, {'heads_q': 0}],
                          ids=str)
 def test_nothing_is_launched_for_an_empty_problem(empty):
-    facts = plan(**empty)
+    facts = plan(**empty, deterministic=True)
     assert facts['name'] == plan()['name']
-    assert facts['grid'] == facts['rows'] == facts['dq_bytes'] == 0
+    assert facts['grid'] == facts['rows'] == facts['dq_bytes'] == facts['flags_bytes'] == 0
 
 
 def test_the_largest_problem():

@@ -80,9 +80,28 @@ def test_explain_text_of_the_gradients(capsys):
         'shared memory': f'{facts["shared_bytes"] / 1024:.0f} KiB of 227',
         'tiles': f'{n_tiles} along the keys, {m_tiles} along the queries of a head',
         'grid': f'{n_tiles * 4 * 2} CTAs',
+        'sum of dQ': 'in any order',
         'workspace': f'{stored_rows * 4 * (2 + 64)} bytes: LSE {4 * stored_rows}, '
                      f'delta {4 * stored_rows}, dQ {4 * stored_rows * 64}'}
     assert rows['gradients'].startswith('BwdBf16D64Causal')
+
+
+def test_explain_text_of_deterministic_gradients(capsys):
+    """By argument, and by PyTorch's setting: a flag for each who adds to a tile, and the ticket."""
+    shape = (2, 1000, 16, 64)
+    facts = planning.plan_backward(shape, shape)
+    flags = -(-1000 // facts['tile_m']) * facts['dq_adders'] * 16 * 2 + 1
+    rows = explained_backward(capsys, shape, shape, deterministic=True)
+    assert rows['sum of dQ'] == 'in a fixed order'
+    assert rows['workspace'].endswith(f', flags {4 * flags}')
+    before = explained_backward(capsys, shape, shape)['workspace']
+    sizes = [int(text.split()[0]) for text in (rows['workspace'], before)]
+    assert sizes[0] - sizes[1] == 4 * flags
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert explained_backward(capsys, shape, shape) == rows
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize('head_dim', NO_GRADIENTS)
@@ -151,12 +170,12 @@ def test_explain_refuses_other_shapes():
 
 def test_command_line(capsys, monkeypatch):
     arguments = '--batch 2 --seqlen-q 1 --seqlen-k 4096 --heads 32 --heads-k 4 --head-dim 64 ' \
-                '--dtype fp16 --causal --pack-gqa no --sm-margin 2'
+                '--dtype fp16 --causal --pack-gqa no --deterministic --sm-margin 2'
     monkeypatch.setattr(sys, 'argv', ['explain', *arguments.split()])
     runpy.run_module('flash_attn3.explain', run_name='__main__')
     printed = capsys.readouterr().out
     planning.explain((2, 1, 32, 64), (2, 4096, 4, 64), causal=True, dtype=torch.float16,
-                     pack_gqa=False, sm_margin=2)
+                     pack_gqa=False, deterministic=True, sm_margin=2)
     assert printed == capsys.readouterr().out
     assert 'FwdFp16D64CausalSmall' in printed.split()
 

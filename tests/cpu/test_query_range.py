@@ -34,6 +34,19 @@ def check_tile(key_begin, seqlen_q, seqlen_k, tile, causal):
     assert list(range(free_begin, end)) == free
 
 
+@given(st.integers(1, 300), st.integers(1, 400), st.sampled_from(TILES), st.booleans())
+@settings(max_examples=120, deadline=None)
+def test_the_key_tiles_of_a_tile_of_queries(seqlen_q, seqlen_k, tile, causal):
+    """All from the first to last_key_tile."""
+    tile_m, tile_n = tile
+    ranges = [_host.query_range(key_begin, seqlen_q, seqlen_k, *tile, causal)
+              for key_begin in range(0, seqlen_k, tile_n)]
+    for m in range(-(-seqlen_q // tile_m)):
+        meeting = [n for n, (begin, _, end) in enumerate(ranges) if begin <= m < end]
+        last = _host.last_key_tile(m, seqlen_q, seqlen_k, tile_m, tile_n, causal)
+        assert meeting == list(range(last + 1))
+
+
 @given(st.integers(1, 300), st.integers(1, 400), st.sampled_from(TILES), st.booleans(),
        st.integers(0, 2**16))
 @settings(max_examples=120, deadline=None)
@@ -74,3 +87,6 @@ def test_long_sequences_do_not_overflow():
     assert _host.query_range(length - 128, length, length, 64, 128, True) == (
         tiles - 2, tiles, tiles)
     assert _host.query_range(0, length, 1, 64, 128, True)[0] == tiles - 1
+    assert _host.last_key_tile(tiles - 1, length, length, 64, 128, True) == length // 128 - 1
+    assert _host.last_key_tile(0, 1, length, 64, 128, True) == length // 128 - 1
+    assert _host.last_key_tile(0, length, 1, 64, 128, True) < 0

@@ -44,12 +44,14 @@ def test_opcheck_out(op, device):
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize('deterministic', [False, True])
 @pytest.mark.parametrize('with_dlse', [False, True])
-def test_opcheck_bwd(with_dlse, device):
+def test_opcheck_bwd(with_dlse, deterministic, device):
     q, k, v = CASE.tensors(device)
     out, lse = OPS.fwd(q, k, v, *SCALARS)
     dlse = torch.randn_like(lse) if with_dlse else None
-    opcheck(OPS.bwd.default, (torch.randn_like(out), dlse, q, k, v, out, lse, *SCALARS[:2]))
+    opcheck(OPS.bwd.default,
+            (torch.randn_like(out), dlse, q, k, v, out, lse, *SCALARS[:2], deterministic))
 
 
 @pytest.mark.smoke
