@@ -165,9 +165,11 @@ def _backward_rows(facts: dict) -> dict[str, str]:
     is_ordered = facts['flags_bytes'] > 0
     parts = {name: facts[f'{name.lower()}_bytes']
              for name in ('LSE', 'delta', 'dQ') + ('flags',) * is_ordered}
+    size = facts['cluster_size']
+    owner = 'a CTA' if size == 1 else f'a cluster of {size} CTAs'
     return {
         'head dim': _head_dim(facts),
-        'tile': f'{facts["tile_n"]} keys of a CTA, {facts["tile_m"]} queries a step',
+        'tile': f'{facts["tile_n"]} keys of {owner}, {facts["tile_m"]} queries a step',
         'warpgroups': _warpgroups(facts),
         'stages': f'{facts["q_stages"]} of Q, {facts["dout_stages"]} of dO',
         'registers': _registers(facts),
@@ -191,8 +193,10 @@ def _warpgroups(facts: dict) -> str:
 
 
 def _registers(facts: dict) -> str:
+    consumer = str(facts['consumer_registers'])
+    by_warpgroup = ', by warpgroup' if ',' in consumer else ''
     return (f'{facts["producer_registers"]} a producer thread, '
-            f'{facts["consumer_registers"]} a consumer thread')
+            f'{consumer} a consumer thread{by_warpgroup}')
 
 
 def _shared_memory(facts: dict) -> str:

@@ -3,8 +3,9 @@
     max |out - ref| <= 2 max |pt - ref| + floor      mean |out - ref| <= 1.5 mean |pt - ref| + floor
 
 ref: the same inputs in float64; pt: plain PyTorch in the input's dtype; floor: what rounding ref to
-that dtype costs, and in gradients what is left in float32 where two sums cancel. NaN and infinities must be at the same places. The LSE is held to an absolute
-bound. Nothing here depends on the shape or the data of a case.
+that dtype costs, and in gradients what is left in float32 where two sums cancel. NaN and infinities
+must be at the same places. The LSE is held to an absolute bound. Nothing here depends on the shape
+or the data of a case.
 """
 from __future__ import annotations
 

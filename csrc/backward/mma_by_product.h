@@ -11,7 +11,9 @@
 // Nobody waits for the others more often than data asks for: while one works on scores, the others
 // have products for the tensor cores.
 //
-// TRAP: as in mma.h, nothing may be outstanding where a loop closes.
+// TRAP: as in mma.h, nothing may be outstanding where a loop closes. TRAP: LSE and delta are read
+// by the threads and written over by the copy engine, another proxy: a stage is released only when
+// what was made of them has been stored, which shows that they have arrived in registers.
 #pragma once
 
 #include "backward/epilogue.h"
@@ -75,7 +77,6 @@ struct DvConsumer : BwdProducts<Traits> {
       limits.apply(tSrS, steps.m * Traits::kTileM);
     }
     Base::probabilities(tSrS, step);
-    Base::arrive_from_warps(shared.q_empty[q_stage(step)]);
     convert_fragment<Element>(tSrS, tVrP);
     int const buffer = step % kExchangeBuffers;
     shared.exchange.p_empty[buffer].wait(step / kExchangeBuffers % 2 ^ 1);
@@ -86,6 +87,7 @@ struct DvConsumer : BwdProducts<Traits> {
           make_uint4(words(4 * i), words(4 * i + 1), words(4 * i + 2), words(4 * i + 3));
     }
     Base::arrive_from_warps(shared.exchange.p_full[buffer]);
+    Base::arrive_from_warps(shared.q_empty[q_stage(step)]);
   }
 };
 
@@ -137,10 +139,10 @@ struct DkConsumer : BwdProducts<Traits> {
     shared.exchange.p_full[buffer].wait(round);
     multiply_scores(shared.exchange.p[buffer], tPrDp, tKrDs, step);
     Base::arrive_from_warps(shared.exchange.p_empty[buffer]);
-    Base::arrive_from_warps(shared.dout_empty[dout_stage(step)]);
     shared.exchange.ds_empty[buffer].wait(round ^ 1);
     Base::stage_scores(tKrDs, shared.ds[buffer], 0);
     Base::arrive_from_warps(shared.exchange.ds_full[buffer]);
+    Base::arrive_from_warps(shared.dout_empty[dout_stage(step)]);
     Base::wait_for_q(step);
   }
 

@@ -12,16 +12,20 @@ struct BwdTileD64 : BwdDefaults {
   static constexpr int kTileM = 128;
 };
 
-// 64 + 64 + 32 + 32 = 192 KiB, as D128: dQ has 128 columns here too, of which 32 are filling.
+// 64 + 96 + 32 + 32 = 224 KiB, as D128: dQ has 128 columns here too, of which 32 are filling.
 struct BwdTileD96 : BwdDefaults {
   static constexpr int kHeadDim = 96;
   static constexpr int kTileM = 64;
+  static constexpr int kQStages = 3;
+  static constexpr int kDoutStages = 3;
 };
 
-// 64 + 64 + 32 + 32 = 192 KiB. S and dP take 32 registers each, dK and dV 64.
+// 64 + 96 + 32 + 32 = 224 KiB. S and dP take 32 registers each, dK and dV 64.
 struct BwdTileD128 : BwdDefaults {
   static constexpr int kHeadDim = 128;
   static constexpr int kTileM = 64;
+  static constexpr int kQStages = 3;
+  static constexpr int kDoutStages = 3;
 };
 
 // 48 + 96 + 16 + 48 = 208 KiB. dK and dV take 96 registers each, a third of dQ 32.

@@ -205,6 +205,9 @@ py::dict backward_tile() {
   tile["head_dim"] = Tile::kHeadDim;
   tile["tile_m"] = Tile::kTileM;
   tile["tile_n"] = bwd_tile_n<Tile>();
+  tile["cluster_size"] = Tile::kClusterSize;
+  tile["consumer_warpgroups"] = Tile::kConsumerWarpgroups;
+  tile["other_columns"] = bwd_other_columns<Tile>();
   tile["dq_blocks"] = bwd_dq_blocks<Tile>();
   tile["dq_columns"] = bwd_dq_columns<Tile>();
   tile["dq"] = bwd_dq_layout<Tile>();

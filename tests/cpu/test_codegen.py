@@ -18,6 +18,7 @@ import pytest
 from csrc.instances.variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant
 from flash_attn3 import _plan
 from tests import _host
+from tests.cpu.test_smem_budget import registers_of_warpgroups
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / 'flash_attn3' / '_C.abi3.so'
@@ -194,8 +195,7 @@ def test_products_of_the_backward(variant: BackwardVariant):
 def test_registers_of_the_backward(variant: BackwardVariant):
     facts = facts_of(variant)
     counts = re.findall(r'USETMAXREG\S*(?: UP\d,)? (0x[0-9a-f]+)', '\n'.join(sass_of(variant)))
-    producer, consumer = facts['producer_registers'], facts['consumer_registers']
-    assert {int(count, 16) for count in counts} == {producer, consumer}
+    registers = registers_of_warpgroups(facts)
+    assert {int(count, 16) for count in counts} == set(registers)
     at_launch = int(re.search(r'Used (\d+) registers', ptxas_lines(variant))[1])
-    dealt = producer + facts['consumer_warpgroups'] * consumer
-    assert dealt * 128 <= at_launch * facts['threads'] <= 65536
+    assert sum(registers) * 128 <= at_launch * facts['threads'] <= 65536

@@ -1,5 +1,5 @@
-"""Deterministic mode of the backward: the turns in which CTAs add to dQ, played through with the
-kernel's own code, and how a call asks for it.
+"""Deterministic mode of the backward: the turns in which clusters of CTAs (of one, mostly) add to
+dQ, played through with the kernel's own code, and how a call asks for it.
 """
 from collections import Counter, defaultdict, deque
 import random
@@ -15,14 +15,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
 
 from tests import _host
-from tests.cpu.test_backward_work import each_variant, work_of
+from tests.cpu.test_backward_work import FACTS, TILE_OF, clusters_of, each_variant, work_of
 
 OPS = torch.ops.flash_attn3
 
 
 # ------------------------------------------------------------------------------------------ turns
+def blocks_of(tile, adder, m):
+    """The blocks of dQ of tile m of queries that one of those adds who add for a cluster: a store
+    warp the block of its warpgroup, a CTA of two its half; a middle one goes from hand to hand.
+    """
+    if tile['cluster_size'] == 1:
+        return range(adder, adder + 1)
+    middle = (tile['dq_blocks'] + m % 2) // 2
+    return (range(middle), range(middle, tile['dq_blocks']))[adder]
+
+
 def adds_of(name, sizes, **device):
-    """For every CTA, in the order of work: the blocks of dQ that it adds to, and its turn there."""
+    """For every cluster, in the order of work, and every step: the tile of dQ that is added to (its
+    number among those of its head, its place among all), and the turn of the cluster there.
+    """
     plan, ctas = work_of(name, sizes, deterministic=True, **device)
     _, seqlen_q, seqlen_k, _, _ = sizes
     tile_m, tile_n = plan['tile_m'], plan['tile_n']
@@ -31,70 +43,131 @@ def adds_of(name, sizes, **device):
         last = _host.last_key_tile(m, seqlen_q, seqlen_k, tile_m, tile_n, plan['causal'])
         return last - key_begin // tile_n
 
-    return [[(place, turn(key_begin, m)) for _, m, _, place in steps]
-            for (_, _, _, key_begin, _), steps in ctas]
+    return [[(m, place, turn(key_begin, m)) for _, m, _, place in steps]
+            for ((_, _, _, key_begin, _), steps), *_ in clusters_of(plan, ctas)]
 
 
-def play(work, residents, choose):
-    """Runs the CTAs in their order, at most `residents` at a time; one step of one CTA at a time.
+class Cluster:
+    """Those who add for one, each with as many steps done; none gets ahead of another by more than
+    `lead`, since each adds what all have computed. A store warp ends its turn alone; a CTA of two
+    does when the other one has let go of dS too.
+    """
 
-    choose picks one of those that can go on. Gives the turns of every block as they were taken.
+    def __init__(self, steps, facts, lead):
+        self.steps, self.lead = steps, lead
+        self.done = [0] * facts['dq_adders']
+        self.ends_alone = facts['cluster_size'] == 1
+
+    def ready(self, flags):
+        slowest = min(self.done)
+        for adder, done in enumerate(self.done):
+            if done < len(self.steps) and done - slowest < self.lead:
+                _, place, turn = self.steps[done]
+                if flags[place, adder] == turn:
+                    yield self, adder
+
+    def add(self, adder, flags):
+        """Gives the step whose dQ was added, and sets the flags of turns that end."""
+        slowest = min(self.done)
+        step = self.steps[self.done[adder]]
+        self.done[adder] += 1
+        if self.ends_alone:
+            flags[step[1], adder] += 1
+        elif min(self.done) > slowest:
+            flags.update((self.steps[slowest][1], each) for each in range(len(self.done)))
+        return step
+
+    def is_running(self):
+        return min(self.done) < len(self.steps)
+
+
+def play(name, work, residents, lead, choose):
+    """Runs the clusters in their order, at most `residents` at a time, add by add.
+
+    choose picks one of those who can go on. Gives the turns of every block as they were taken.
     """
     flags, taken = Counter(), defaultdict(list)
-    waiting, running = deque(map(deque, work)), []
+    waiting = deque(Cluster(steps, FACTS[name], lead) for steps in work)
+    running = []
     while waiting or running:
         while waiting and len(running) < residents:
             running.append(waiting.popleft())
-        ready = [adds for adds in running if flags[adds[0][0]] == adds[0][1]]
-        assert ready, 'every CTA on the GPU waits for one that is not'
-        chosen = choose(ready)
-        place, turn = chosen.popleft()
-        flags[place] += 1
-        taken[place].append(turn)
-        running = [adds for adds in running if adds]
+        ready = [who for cluster in running for who in cluster.ready(flags)]
+        assert ready, 'every cluster on the GPU waits for one that is not'
+        cluster, adder = choose(ready)
+        m, place, turn = cluster.add(adder, flags)
+        for block in blocks_of(TILE_OF[name], adder, m):
+            taken[place, block].append(turn)
+        running = [cluster for cluster in running if cluster.is_running()]
     return taken
+
+
+def check_turns(name, work, taken):
+    """Every block of a tile of dQ was added to by every cluster that meets it, in its turn."""
+    clusters = Counter(place for steps in work for _, place, _ in steps)
+    assert taken == {(place, block): list(range(count)) for place, count in clusters.items()
+                     for block in range(TILE_OF[name]['dq_blocks'])}
+
+
+@each_variant
+def test_who_adds_to_a_block_of_dq(name):
+    """One for each: the number of the tile decides, the same in every cluster, which is why flags
+    need not be those of blocks. Over two tiles all have as many; a CTA has K for all of its own.
+    """
+    tile, adders = TILE_OF[name], range(FACTS[name]['dq_adders'])
+    counts = Counter()
+    for m in range(2):
+        shares = [blocks_of(tile, adder, m) for adder in adders]
+        assert [block for share in shares for block in share] == list(range(tile['dq_blocks']))
+        counts.update({adder: len(share) for adder, share in zip(adders, shares)})
+        for rank, share in enumerate(shares if tile['cluster_size'] > 1 else ()):
+            columns = range(share.start * tile['dq'].columns, share.stop * tile['dq'].columns)
+            first = 0 if rank == 0 else tile['head_dim'] - tile['other_columns']
+            assert set(columns) <= set(range(first, first + tile['other_columns']))
+    assert len(set(counts.values())) == 1
 
 
 sizes = st.tuples(st.integers(1, 2), st.integers(1, 500), st.integers(1, 1000), st.integers(1, 2),
                   st.integers(1, 2)).map(lambda x: (*x[:3], x[3] * x[4], x[4]))
-SQUARE = 2, 1024, 1024, 4, 2
+SQUARE = 2, 512, 512, 4, 2
 
 
 @each_variant
-@given(sizes, st.integers(1, 40), st.integers(0, 1 << 22), st.integers(1, 20), st.integers(0, 999))
-@settings(max_examples=30, deadline=None)
-def test_no_cta_waits_forever(name, sizes, sm_count, l2_bytes, residents, seed):
-    """However few CTAs run at a time, and however fast each is."""
+@given(sizes, st.integers(1, 40), st.integers(0, 1 << 22), st.integers(1, 20), st.integers(1, 2),
+       st.integers(0, 999))
+@settings(max_examples=20, deadline=None)
+def test_no_cluster_waits_forever(name, sizes, sm_count, l2_bytes, residents, lead, seed):
+    """However few run at a time, and however fast each is."""
     work = adds_of(name, sizes, sm_count=sm_count, l2_bytes=l2_bytes)
-    taken = play(work, residents, random.Random(seed).choice)
-    for turns in taken.values():
-        assert turns == list(range(len(turns)))
+    check_turns(name, work, play(name, work, residents, lead, random.Random(seed).choice))
 
 
 @each_variant
 @pytest.mark.parametrize('pick', [0, -1], ids=['first', 'last'])
 @pytest.mark.parametrize('residents', [1, 2, 5, 1000])
-def test_one_cta_runs_ahead(name, residents, pick):
+def test_one_cluster_runs_ahead(name, residents, pick):
     """The one that came first, or last."""
-    taken = play(adds_of(name, SQUARE), residents, lambda ready: ready[pick])
-    assert all(turns == list(range(len(turns))) for turns in taken.values())
+    work = adds_of(name, SQUARE)
+    check_turns(name, work, play(name, work, residents, 2, lambda ready: ready[pick]))
 
 
 @each_variant
 @given(sizes, st.integers(1, 140), st.integers(0, 1 << 22))
 @settings(max_examples=40, deadline=None)
 def test_turns_count_up_in_the_order_of_work(name, sizes, sm_count, l2_bytes):
-    """From 0, without a gap, for every block: a CTA waits for earlier ones only, and for all."""
+    """From 0, without a gap, for every tile of dQ: a cluster waits for earlier ones only, and for
+    all.
+    """
     turns = defaultdict(list)
     for adds in adds_of(name, sizes, sm_count=sm_count, l2_bytes=l2_bytes):
-        for place, turn in adds:
+        for _, place, turn in adds:
             turns[place].append(turn)
-    assert all(of_block == list(range(len(of_block))) for of_block in turns.values())
+    assert all(of_tile == list(range(len(of_tile))) for of_tile in turns.values())
 
 
 def ticks(work, residents):
-    """How long the CTAs take in all, and how long each waits, when a step takes a tick and the next
-    CTA can add one tick after the one before.
+    """How long the clusters take in all, and how long each waits, when a step takes a tick and the
+    next cluster can add one tick after the one before.
     """
     flags, waits = Counter(), [0] * len(work)
     waiting, running = deque(enumerate(map(deque, work))), []
@@ -102,13 +175,13 @@ def ticks(work, residents):
     while waiting or running:
         while waiting and len(running) < residents:
             running.append(waiting.popleft())
-        ready = [flags[adds[0][0]] == adds[0][1] for _, adds in running]
-        for (cta, adds), is_ready in zip(running, ready):
+        ready = [flags[adds[0][1]] == adds[0][2] for _, adds in running]
+        for (cluster, adds), is_ready in zip(running, ready):
             if is_ready:
-                flags[adds.popleft()[0]] += 1
+                flags[adds.popleft()[1]] += 1
             else:
-                waits[cta] += 1
-        running = [(cta, adds) for cta, adds in running if adds]
+                waits[cluster] += 1
+        running = [(cluster, adds) for cluster, adds in running if adds]
         now += 1
     return now, waits
 
@@ -116,10 +189,11 @@ def ticks(work, residents):
 @each_variant
 def test_waiting_is_rare(name):
     """Causal: a tile comes to the queries of the next one after that one did, and never waits.
-    Full: CTAs that start together line up once, as many as have the same head.
+    Full: clusters that start together line up once, as many as have the same head.
     """
-    sizes, residents = (1, 2048, 2048, 8, 8), 32
-    device = {'sm_count': residents, 'l2_bytes': 1 << 30}    # one section
+    sizes, sm_count = (1, 2048, 2048, 8, 8), 32
+    residents = sm_count // FACTS[name]['cluster_size']
+    device = {'sm_count': sm_count, 'l2_bytes': 1 << 30}    # one section
     work = adds_of(name, sizes, **device)
     plan, _ = work_of(name, sizes, deterministic=True, **device)
     taken, waits = ticks(work, residents)

@@ -74,7 +74,7 @@ def test_explain_text_of_the_gradients(capsys):
         'tile': f'{facts["tile_n"]} keys of a CTA, {facts["tile_m"]} queries a step',
         'warpgroups': f'1 producer, {facts["consumer_warpgroups"]} consumers; '
                       f'{facts["threads"]} threads',
-        'stages': f'{facts["stages"]} of Q, {facts["stages"]} of dO',
+        'stages': f'{facts["q_stages"]} of Q, {facts["dout_stages"]} of dO',
         'registers': f'{facts["producer_registers"]} a producer thread, '
                      f'{facts["consumer_registers"]} a consumer thread',
         'shared memory': f'{facts["shared_bytes"] / 1024:.0f} KiB of 227',
@@ -84,6 +84,21 @@ def test_explain_text_of_the_gradients(capsys):
         'workspace': f'{stored_rows * 4 * (2 + 64)} bytes: LSE {4 * stored_rows}, '
                      f'delta {4 * stored_rows}, dQ {4 * stored_rows * 64}'}
     assert rows['gradients'].startswith('BwdBf16D64Causal')
+
+
+@pytest.mark.parametrize('head_dim', [136, 200, 256])
+def test_explain_text_of_the_gradients_of_a_cluster(head_dim, capsys):
+    """Two CTAs share a tile of keys; the three consumer warpgroups differ in registers."""
+    shape = (2, 1000, 4, head_dim)
+    facts = planning.plan_backward(shape, shape)
+    rows = explained_backward(capsys, shape, shape)
+    assert rows['tile'] == '128 keys of a cluster of 2 CTAs, 64 queries a step'
+    assert rows['tiles'] == '8 along the keys, 16 along the queries of a head'
+    assert rows['grid'] == f'{8 * 4 * 2 * 2} CTAs'
+    assert rows['stages'] == f'{facts["q_stages"]} of Q, {facts["dout_stages"]} of dO'
+    assert rows['registers'] == (f'24 a producer thread, {facts["consumer_registers"]} a consumer '
+                                 'thread, by warpgroup')
+    assert len(facts['consumer_registers'].split(', ')) == facts['consumer_warpgroups'] == 3
 
 
 def test_explain_text_of_deterministic_gradients(capsys):
