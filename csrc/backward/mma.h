@@ -99,7 +99,6 @@ struct KeysConsumer : BwdProducts<Traits> {
     take_turn();
     issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
     issue_scores(tSrS, count + 1);
-    hand_dq_over();
     wait_gemm<1>(tKrDk);
     release_stage();
     issue_dp(tPrDp, count + 1);
@@ -113,7 +112,6 @@ struct KeysConsumer : BwdProducts<Traits> {
     take_turn();
     issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
     give_turn();
-    hand_dq_over();
     wait_gemm<0>(tKrDk);
     ++count;
   }
@@ -125,7 +123,6 @@ struct KeysConsumer : BwdProducts<Traits> {
       issue_dq(tQrDq);
       wait_gemm<0>(tQrDq);
       stage_dq(tQrDq);
-      hand_dq_over();
     }
   }
 
@@ -179,7 +176,7 @@ struct KeysConsumer : BwdProducts<Traits> {
                         kDq.first_column(warpgroup), tQrDq);
   }
 
-  // dQ to where the store warp finds it, in the order of core/dq_layout.h.
+  // dQ to the store warp, in the order of core/dq_layout.h.
   template <class Fragment>
   CUTE_DEVICE void stage_dq(Fragment const& tQrDq) {
     if (dq_step() < 0) {
@@ -192,14 +189,8 @@ struct KeysConsumer : BwdProducts<Traits> {
       target[j * kWarpgroupThreads] =
           make_float4(tQrDq(4 * j), tQrDq(4 * j + 1), tQrDq(4 * j + 2), tQrDq(4 * j + 3));
     }
-  }
-
-  // WHY: apart from its stores, because the fence takes longer than the products in flight then.
-  CUTE_DEVICE void hand_dq_over() {
-    if (dq_step() >= 0) {
-      fence_shared_for_async_proxy();
-      Base::arrive_from_warps(shared.exchange.dq_staged[warpgroup]);
-    }
+    fence_shared_for_async_proxy();
+    Base::arrive_from_warps(shared.exchange.dq_staged[warpgroup]);
   }
 
   // One thread speaks for the warpgroup: its products are complete for all its warps at once, and

@@ -166,13 +166,18 @@ def test_registers_after_setmaxnreg(variant: ForwardVariant):
 # --------------------------------------------------------------------------------------- backward
 @PER_BACKWARD
 def test_instructions_of_the_backward(variant: BackwardVariant):
-    """TMA both ways, dQ added by bulk copies, dS transposed on its way to shared memory, the order
-    of launches in each of the three kernels.
+    """TMA both ways, dS transposed on its way to shared memory, the order of launches in each of
+    the three kernels. dQ added by bulk copies; in a cluster from registers, four values at a time,
+    and dS sent by bulk copies.
     """
     text = '\n'.join(sass_of(variant))
-    for name in ('UTMALDG', 'UTMASTG', 'UBLKCP', 'UBLKRED', 'USETMAXREG.DEALLOC',
-                 'USETMAXREG.TRY_ALLOC', 'SYNCS', 'STSM.16.MT88.4'):
+    by_cluster = {'UBLKRED': False, 'REDG.E.ADD.F32x4': True, 'UBLKCP.S.S': True, 'UCGABAR': True}
+    for name in ('UTMALDG', 'UTMASTG', 'UBLKCP.S.G', 'USETMAXREG.DEALLOC', 'USETMAXREG.TRY_ALLOC',
+                 'SYNCS', 'STSM.16.MT88.4'):
         assert name in text, f'no {name}'
+    is_cluster = facts_of(variant)['cluster_size'] > 1
+    assert {name: name in text for name in by_cluster} == {
+        name: is_cluster is of_cluster for name, of_cluster in by_cluster.items()}
     assert not re.search(r'\bHMMA\b', text)
     for kernel in BACKWARD_KERNELS:
         text = '\n'.join(sass_of(variant, kernel))
@@ -181,12 +186,13 @@ def test_instructions_of_the_backward(variant: BackwardVariant):
 
 @PER_BACKWARD
 def test_products_of_the_backward(variant: BackwardVariant):
-    """dK and dV have the head dim as columns; S and dP the queries of a step; dQ its share of the
-    head dim. All in the right dtype.
+    """dK and dV have the head dim as columns, or half of it beyond 192 (backward/traits.h); S and
+    dP the queries of a step; dQ its share of the head dim. All in the right dtype.
     """
+    gradient_columns = variant.head_dim // (2 if variant.head_dim > 192 else 1)
     shapes = HGMMA.findall('\n'.join(sass_of(variant)))
     tile = _host.backward_tiles[variant.tile]
-    assert {int(columns) for columns, _ in shapes} == {variant.head_dim, tile['tile_m'],
+    assert {int(columns) for columns, _ in shapes} == {gradient_columns, tile['tile_m'],
                                                        tile['dq'].columns}
     assert {bool(bf16) for _, bf16 in shapes} == {variant.dtype == 'Bf16'}
 
