@@ -19,7 +19,9 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
   }
   if (warp == 0) {
     BwdProducer<Traits>(shared, p).run();
-  } else if constexpr (Traits::kSplit == BwdSplit::kKeys) {
+    return;
+  }
+  if constexpr (Traits::kSplit == BwdSplit::kKeys) {
     if (warp <= Traits::kWarpgroups) {
       add_dq<Traits>(shared, p, warp - 1);
     }

@@ -186,10 +186,9 @@ struct DqConsumer : BwdProducts<Traits> {
       uint32_t const phase = count / kExchangeBuffers % 2;
       shared.exchange.ds_full[buffer].wait(phase);
       shared.exchange.ds_other_full[buffer].wait(phase);
-      int const middle = (Traits::kDqBlocks + int(uint32_t(steps.m) % 2)) / 2;
-      int const end = rank == 0 ? middle : Traits::kDqBlocks;
+      int const end = DqLayout::first_of(rank + 1, Traits::kDqBlocks, steps.m);
       CUTE_NO_UNROLL
-      for (int block = rank == 0 ? 0 : middle; block < end; ++block) {
+      for (int block = DqLayout::first_of(rank, Traits::kDqBlocks, steps.m); block < end; ++block) {
         auto tQrDq = Base::dq_fragment();
         issue_dq(rank, buffer, block, tQrDq);
         wait_gemm<0>(tQrDq);

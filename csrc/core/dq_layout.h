@@ -27,6 +27,13 @@ struct DqLayout {
     return block * block_floats() + (chunk * kThreads + thread) * 4;
   }
 
+  // Of `blocks`, those that the CTA of a rank makes of a tile of queries, when two share them out:
+  // [first_of(rank), first_of(rank + 1)). Of an odd number the middle one goes from hand to hand,
+  // by the tile, so that for one tile it is always the same rank.
+  FA3_HD static constexpr int first_of(int rank, int blocks, int m) {
+    return rank == 0 ? 0 : rank == 1 ? (blocks + (m & 1)) / 2 : blocks;
+  }
+
   FA3_HD constexpr int first_row(int block) const { return side_by_side ? 0 : block * kRows; }
 
   FA3_HD constexpr int first_column(int block) const { return side_by_side ? block * columns : 0; }

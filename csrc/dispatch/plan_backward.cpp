@@ -9,8 +9,8 @@
 namespace fa3 {
 namespace {
 
-// Share of L2 that Q, dO and the accumulator of dQ of one section should fit into: both halves of
-// L2 keep what CTAs of both read (H200, 2026-11-21: d128 causal + 4 to + 6 % beside 60).
+// Share of L2 that Q, dO and the accumulator of dQ of one section should fit into: each half of L2
+// keeps what its CTAs read (backward/README.md, what was tried).
 constexpr int kSectionL2Percent = 30;
 
 // (KV head, batch) pairs of a section, of a causal or a deterministic launch: what fits into L2,

@@ -230,6 +230,7 @@ void bind_backward(py::module_& m) {
       .def_readonly("side_by_side", &DqLayout::side_by_side)
       .def("block_floats", &DqLayout::block_floats)
       .def("chunk_pair", &DqLayout::chunk_pair)
+      .def_static("first_of", &DqLayout::first_of)
       .def("first_row", &DqLayout::first_row)
       .def("first_column", &DqLayout::first_column);
   py::dict tiles;

@@ -27,8 +27,8 @@ def blocks_of(tile, adder, m):
     """
     if tile['cluster_size'] == 1:
         return range(adder, adder + 1)
-    middle = (tile['dq_blocks'] + m % 2) // 2
-    return (range(middle), range(middle, tile['dq_blocks']))[adder]
+    return range(*(_host.DqLayout.first_of(rank, tile['dq_blocks'], m)
+                   for rank in (adder, adder + 1)))
 
 
 def adds_of(name, sizes, **device):

@@ -65,3 +65,13 @@ def test_the_blocks_of_a_tile_cover_it_once(tile):
 def test_every_tile_is_looked_at():
     """A new one: a line in bind_backward() of csrc/host/host_module.cpp."""
     assert set(TILES) == {variant.tile for variant in BACKWARD}
+
+
+@pytest.mark.parametrize('blocks', range(1, 9))
+@pytest.mark.parametrize('m', range(4))
+def test_two_ctas_share_out_the_blocks(blocks, m):
+    """All of them, evenly over two tiles of queries."""
+    bounds = [_host.DqLayout.first_of(rank, blocks, m) for rank in range(3)]
+    assert bounds[0] == 0 and bounds[2] == blocks
+    here, there = (_host.DqLayout.first_of(1, blocks, tile) for tile in (m, m + 1))
+    assert here + there == blocks
