@@ -29,13 +29,22 @@ def calls() -> list[tuple[Case, Kind]]:
 
 
 def run(case: Case, with_gradients: bool) -> None:
-    tensors = [x.requires_grad_(with_gradients) for x in case.tensors('cuda')]
+    tensors = case.tensors('cuda')
     for deterministic in (False, True) if with_gradients else (False,):
-        results = flash_attn3.flash_attn_func(*tensors, return_attn_probs=True,
-                                              deterministic=deterministic, **case.arguments())
+        out, lse = flash_attn3.flash_attn_func(*tensors, return_attn_probs=True, **case.arguments())
         if with_gradients:
-            torch.autograd.grad(results, tensors, [torch.randn_like(x) for x in results])
+            out, lse, dout, dlse = map(seen, (out, lse, torch.randn_like(out),
+                                              torch.randn_like(lse)))
+            torch.ops.flash_attn3.bwd(dout, dlse, *tensors, out, lse, case.softmax_scale,
+                                      case.causal, deterministic)
     torch.cuda.synchronize()
+
+
+def seen(x: torch.Tensor) -> torch.Tensor:
+    """A copy that initcheck takes for initialised: it sees copies from the host, but neither what
+    the copy engine writes nor what a kernel does that the filter leaves out.
+    """
+    return x.cpu().cuda()
 
 
 def main() -> None:

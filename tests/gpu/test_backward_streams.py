@@ -1,4 +1,4 @@
-"""Gradients on side streams, in CUDA graphs, on a second GPU, and far from the start of a tensor."""
+"""Gradients on side streams, in CUDA graphs, on a second GPU, past element 2^31, of 16k tokens."""
 from __future__ import annotations
 
 import pytest
