@@ -60,8 +60,9 @@ def flash_attn_func(
             the fixed one costs time in the backward. On the CPU everything repeats; on other CUDA
             devices this has no effect. `torch.use_deterministic_algorithms(True)`, set at the time
             of this call, does the same (and sets SDPA). Default False.
-        sm_margin: streaming multiprocessors to leave to other kernels, at least 0 and less than
-            the GPU has. Default 0.
+        sm_margin: streaming multiprocessors that the forward leaves to other kernels, at least 0
+            and less than the GPU has. The backward takes all of them, a tile at a time: kernels of
+            other streams get in between. Default 0.
         return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
         out: the result goes there, and it is returned itself: (batch, seqlen_q, heads_q,
             head_dim), dtype and device of q, last stride 1, other strides free. Not
