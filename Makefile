@@ -12,8 +12,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-DEMO_VARIANTS := FwdBf16D128*
-SANITIZER := compute-sanitizer --kernel-name kernel_substring=forward_kernel --error-exitcode 9
+DEMO_VARIANTS := FwdBf16D128*,BwdBf16D128*
+SANITIZER := compute-sanitizer --kernel-name kernel_substring=ward_ --error-exitcode 9
 
 .PHONY: demo test build test-gpu sanitize libraries bench clean
 
@@ -35,6 +35,7 @@ sanitize: libraries
 
 bench: libraries
 	$(RUN) -m benchmarks.bench_forward
+	$(RUN) -m benchmarks.bench_backward
 
 build: libraries
 	$(RUN) build_tools/build_host.py

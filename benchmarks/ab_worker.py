@@ -49,7 +49,7 @@ class Side:
         self.call = None                       # lets go of the inputs of the problem before
         sets = self.measure.make_inputs(problem, self.device)
         one = self.measure.Contender('build', lambda q, k, v: function(q, k, v, causal=causal))
-        error = self.measure.relative_error(one.function(*sets[0]), sets[0], causal)
+        error = self.measure.relative_error(one.prepare(sets[0])(), sets[0], causal)
         self.call = one.rotating(sets)
         count, ahead_s = self.timer.calibrate(self.call)
         return dict(count=count, ahead_s=ahead_s, error=error)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_forward                        # on a Hopper GPU, about a minute
     python -m benchmarks.bench_forward --all-backends         # also SDPA's slow backends
+    python -m benchmarks.bench_backward                       # the same of the gradients
     python -m benchmarks.bench_forward --device cpu --quick   # tries the machinery, seconds
     python -m benchmarks.bench_forward --markdown FILE.json   # a measured table for the README
 

@@ -161,6 +161,8 @@ def panels(record: dict) -> list[tuple[str, list[dict]]]:
         mask = 'causal' if shape['causal'] else 'full'
         heads = f"{shape['heads']}/{shape['heads_k']} heads"
         title = f"{shape['dtype']}, head dim {shape['head_dim']}, {heads}, {mask}"
+        if shape.get('backward'):    # results from before the backward was timed lack it
+            title += ', backward'
         groups.setdefault(title, []).append(cell)
     return list(groups.items())
 

@@ -1,11 +1,12 @@
-"""flash_attn3 beside the other Hopper kernels: plot and table of a side-by-side run.
+"""flash_attn3 beside the other Hopper kernels: plots and tables of side-by-side runs.
 
-    python -m benchmarks.plot_peers benchmarks/results/<date>_<commit>_yardstick.json
+    python -m benchmarks.plot_peers benchmarks/results/<date>_<commit>_yardstick*.json
 
-Reads the forward section of the file (its keys: benchmarks/results/README.md), writes a PNG beside
-it and prints a markdown table of our speed / that of the best peer. Peers that cannot share a
-process run in groups, each with flash_attn3 in it: a peer is compared with the figure of ours that
-took turns with it, and the plot shows ours as a band from its lowest to its highest figure.
+Reads the sections `fwd` and `bwd` of each file (its keys: benchmarks/results/README.md). For each
+it writes a PNG beside the file and prints what the README shows: a marker that names section and
+file, and the markdown table of our speed / that of the best peer. Peers that cannot share a process
+run in groups, each with flash_attn3 in it: a peer is compared with the figure of ours that took
+turns with it, and the plot shows ours as a band from its lowest to its highest figure.
 """
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from flash_attn3._measure import geometric_mean
 
 OURS = 'ours'
+SECTIONS = {'fwd': 'Forward', 'bwd': 'Backward'}
 NAMES = {OURS: 'flash_attn3', 'fa3': 'FA3', 'fa3_13': 'FA3 cu13', 'cudnn': 'cuDNN',
          'cudnn_fe': 'cuDNN fe', 'fa2': 'FA2', 'triton': 'Triton'}
 Panel = tuple[int, str]   # head dim, mask
@@ -27,7 +29,7 @@ Panel = tuple[int, str]   # head dim, mask
 
 @dataclass(frozen=True)
 class Point:
-    """One measured figure of the forward, in TFLOP/s."""
+    """One measured figure, in TFLOP/s."""
     panel: Panel
     seqlen: int
     group: str
@@ -35,12 +37,12 @@ class Point:
     rate: float
 
 
-def read_points(record: dict) -> list[Point]:
-    """The valid figures of the forward section: what did not run or was wrong is left out."""
+def read_points(record: dict, section: str) -> list[Point]:
+    """The valid figures of a section: what did not run or was wrong is left out."""
     return [Point((r['cell']['D'], r['cell']['mask']), r['cell']['S'], r['group'], r['peer'],
                   r['rate'])
             for r in record['records']
-            if r['section'] == 'fwd' and 'rate' in r and not r['wrong']]
+            if r['section'] == section and 'rate' in r and not r['wrong']]
 
 
 def best_peers(points: Sequence[Point]) -> dict[tuple[Panel, int], tuple[float, str]]:
@@ -58,6 +60,11 @@ def best_peers(points: Sequence[Point]) -> dict[tuple[Panel, int], tuple[float, 
 def panels(points: Sequence[Point]) -> list[Panel]:
     """Head dims ascending, in each full before causal."""
     return sorted({p.panel for p in points}, key=lambda panel: (panel[0], panel[1] != 'full'))
+
+
+def marker(section: str, name: str) -> str:
+    """The line of the README above a table; it says what the table is held to."""
+    return f'<!-- table: {section} of {name} -->'
 
 
 def markdown(points: Sequence[Point]) -> str:
@@ -123,23 +130,31 @@ def _panel(axis, points: Sequence[Point]) -> None:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog='python -m benchmarks.plot_peers',
                                      description=__doc__.splitlines()[0])
-    parser.add_argument('json', type=pathlib.Path, help='<date>_<commit>_yardstick.json')
+    parser.add_argument('json', type=pathlib.Path, nargs='+', help='<date>_<commit>_yardstick.json')
     parser.add_argument('--device', default='H200', help='for the title; the file does not say')
     return parser.parse_args(argv)
 
 
+def present(path: pathlib.Path, device: str) -> bool:
+    """Plots and prints a file; the plot of its first section has the name of the file. False if it
+    has no figures."""
+    record = json.loads(path.read_text())
+    found = {section: points for section in SECTIONS if (points := read_points(record, section))}
+    day, commit = path.stem.split('_')[:2]
+    for number, (section, points) in enumerate(found.items()):
+        plot(points, f'{SECTIONS[section]}, bf16, {device}, {day}, commit {commit}',
+             path.with_name(f'{path.stem}_{section}.png') if number else path.with_suffix('.png'))
+        print(marker(section, path.name), markdown(points), '', sep='\n')
+    return bool(found)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    points = read_points(json.loads(args.json.read_text()))
-    if not points:
-        print(f'benchmarks.plot_peers: expected a forward section with figures in {args.json.name},'
-              ' got none', file=sys.stderr)
-        return 1
-    day, _, commit = args.json.stem.rpartition('_')[0].partition('_')
-    plot(points, f'Forward, bf16, {args.device}, {day}, commit {commit}',
-         args.json.with_suffix('.png'))
-    print(markdown(points))
-    return 0
+    empty = [path.name for path in args.json if not present(path, args.device)]
+    if empty:
+        print('benchmarks.plot_peers: expected a section fwd or bwd with figures in '
+              f'{", ".join(empty)}, got none', file=sys.stderr)
+    return 1 if empty else 0
 
 
 if __name__ == '__main__':

@@ -1,11 +1,13 @@
 """The problems that are benchmarked: names for lists of Shape.
 
 `forward` holds the 36 cells that the field reports: 16k tokens whatever the length,
-heads * head_dim = 2048, lengths 512 to 16384, three head dims, full and causal.
+heads * head_dim = 2048, lengths 512 to 16384, three head dims, full and causal. Each list has one
+of the backward of the same problems: `backward`, `backward_grouped`, `backward_odd`.
 """
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flash_attn3._measure import Shape
 
@@ -41,19 +43,28 @@ def odd(dtype: str = 'bf16') -> list[Shape]:
             Shape(1, 2048, 2048, 8, 8, 128, True, dtype)]
 
 
+def backward_of(cells: Sequence[Shape]) -> list[Shape]:
+    return [replace(shape, backward=True) for shape in cells]
+
+
 def tiny() -> list[Shape]:
     """Seconds on a CPU: for trying the machinery."""
     return [square(dim, seqlen, causal, tokens=128, hidden=128, dtype='fp32')
             for dim in (64, 128) for causal in (False, True) for seqlen in (64, 128)]
 
 
-SUITES = {'forward': forward, 'grouped': grouped, 'odd': odd}
+BACKWARD = 'backward'
+FORWARD_SUITES = {'forward': forward, 'grouped': grouped, 'odd': odd}
+BACKWARD_SUITES = {BACKWARD: forward, f'{BACKWARD}_grouped': grouped, f'{BACKWARD}_odd': odd}
+SUITES = FORWARD_SUITES | BACKWARD_SUITES
 
 
 def select(suite: str, quick: bool, cpu: bool, dtype: str) -> list[Shape]:
-    """The shapes of a run. --quick keeps three lengths of `forward`; on a CPU it is `tiny`."""
+    """The shapes of a run. --quick keeps three lengths of the 36 cells; on a CPU it is `tiny`."""
     if cpu and quick:
-        return tiny()
-    if suite == 'forward' and quick:
-        return forward(seqlens=(1024, 4096, 16384), dtype=dtype)
-    return SUITES[suite](dtype=dtype)
+        cells = tiny()
+    elif quick and SUITES[suite] is forward:
+        cells = forward(seqlens=(1024, 4096, 16384), dtype=dtype)
+    else:
+        cells = SUITES[suite](dtype=dtype)
+    return backward_of(cells) if suite in BACKWARD_SUITES else cells

@@ -15,7 +15,7 @@ import json
 import math
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -41,6 +41,9 @@ SIZES = {'cuda': {'layers': 6, 'd_model': 384, 'seqlen': 1024, 'batch': 16, 'ste
 
 # -------------------------------------------------------------------------------------- attention
 # Each from (batch, seqlen, heads_q + 2 * heads_kv, head_dim) to (batch, seqlen, heads_q, head_dim).
+Attention = Callable[[Tensor, int], Tensor]
+
+
 def flash_attention(qkv: Tensor, heads_q: int) -> Tensor:
     return flash_attn3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=heads_q)
 
@@ -62,19 +65,20 @@ def plain_attention(qkv: Tensor, heads_q: int) -> Tensor:
         return sdpa_attention(qkv, heads_q)
 
 
-ATTENTIONS = {'flash_attn3': flash_attention, 'sdpa': sdpa_attention, 'math': math_attention}
+ATTENTIONS: dict[str, Attention] = {
+    'flash_attn3': flash_attention, 'sdpa': sdpa_attention, 'math': math_attention}
 
 
 # ------------------------------------------------------------------------------------------ model
 class Block(nn.Module):
     """Attention, then two layers of perceptron, each on the normalised sum of what came before."""
 
-    def __init__(self, options: argparse.Namespace, attention: str):
+    def __init__(self, options: argparse.Namespace, attend: Attention):
         super().__init__()
         d_model, self.head_dim = options.d_model, options.head_dim
         self.heads_q = d_model // self.head_dim
         heads = self.heads_q + 2 * (options.heads_kv or self.heads_q)
-        self.attend = ATTENTIONS[attention]
+        self.attend = attend
         self.attention_norm, self.mlp_norm = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
         self.project_in = nn.Linear(d_model, heads * self.head_dim, bias=False)
         self.project_out = nn.Linear(d_model, d_model, bias=False)
@@ -90,11 +94,11 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """(batch, seqlen) bytes -> (batch, seqlen, 256), logits of the byte after each."""
 
-    def __init__(self, options: argparse.Namespace, attention: str):
+    def __init__(self, options: argparse.Namespace, attend: Attention):
         super().__init__()
         self.bytes = nn.Embedding(BYTES, options.d_model)
         self.positions = nn.Embedding(options.seqlen, options.d_model)
-        self.blocks = nn.Sequential(*(Block(options, attention) for _ in range(options.layers)))
+        self.blocks = nn.Sequential(*(Block(options, attend) for _ in range(options.layers)))
         self.norm = nn.LayerNorm(options.d_model)
         for p in self.parameters():
             if p.dim() == 2:
@@ -131,20 +135,19 @@ class Run:
     tokens_per_second: float
 
 
-def train(attention: str, text: Tensor, options: argparse.Namespace, progress: Progress) -> Run:
-    """Trains a new model; AdamW, a linear warmup of the rate, then a cosine."""
+def training(attend: Attention, text: Tensor, options: argparse.Namespace) -> Iterator[Tensor]:
+    """Trains a new model, and gives the loss of each step; nothing waits for the device.
+
+    AdamW, a linear warmup of the rate, then a cosine.
+    """
     torch.manual_seed(options.seed)
-    model = Gpt(options, attention).to(options.device)
+    model = Gpt(options, attend).to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95),
                                   weight_decay=WEIGHT_DECAY, fused=True)
     warmup = max(1, options.steps // 10)
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
         (step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / options.steps)))
-    losses, bar = [], progress.add_task(attention, total=options.steps, loss=math.nan)
-    untimed = min(UNTIMED_STEPS, options.steps - 1)
-    for step, (inputs, targets) in enumerate(batches(text, options)):
-        if step == untimed:
-            start = now(options.device)
+    for inputs, targets in batches(text, options):
         with torch.autocast(options.device.type, torch.bfloat16):
             logits = model(inputs)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
@@ -153,7 +156,17 @@ def train(attention: str, text: Tensor, options: argparse.Namespace, progress: P
         optimizer.step()
         optimizer.zero_grad()
         rate.step()
-        losses.append(loss.detach())
+        yield loss.detach()
+
+
+def train(attention: str, text: Tensor, options: argparse.Namespace, progress: Progress) -> Run:
+    """One training, with a line of progress."""
+    losses, bar = [], progress.add_task(attention, total=options.steps, loss=math.nan)
+    untimed, start = min(UNTIMED_STEPS, options.steps - 1), now(options.device)
+    for step, loss in enumerate(training(ATTENTIONS[attention], text, options)):
+        losses.append(loss)
+        if step + 1 == untimed:
+            start = now(options.device)
         if step % SHOW_EVERY == 0 or step == options.steps - 1:
             progress.update(bar, completed=step + 1, loss=loss.item())
     seconds = now(options.device) - start

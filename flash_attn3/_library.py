@@ -1,7 +1,8 @@
 """The ops of the package: schemas, CPU implementations, fakes; loads the CUDA implementations.
 
 Imported before anything that calls an op. In the namespace `flash_attn3`:
-- `fwd`: attention and its LSE, with autograd (autograd.py). What torch.compile and export see.
+- `fwd`: attention and its LSE, with autograd (autograd.py). What torch.compile and export see. Its
+  deterministic is for the gradients.
 - `_fwd`: the same without autograd, for eager calls: a formula in Python costs microseconds.
 - `_fwd_no_lse`: the output alone, also for eager calls: no memory for an LSE that nobody reads.
 - `fwd_out`, `fwd_out_no_lse`: write into a given output; the first returns the LSE. No autograd.
@@ -25,13 +26,13 @@ from flash_attn3 import checks, env, reference
 # in a default. No softmax_scale means head_dim ** -0.5.
 _SCALARS = 'float? softmax_scale=None, bool causal=False, bool? pack_gqa=None, int sm_margin=0'
 _SCHEMAS = (
-    f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)',
+    f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}, bool deterministic=False) -> (Tensor, Tensor)',
     f'_fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)',
     f'_fwd_no_lse(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> Tensor',
     f'fwd_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_SCALARS}) -> Tensor',
     f'fwd_out_no_lse(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_SCALARS}) -> ()',
     'bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
-    'float softmax_scale, bool causal) -> (Tensor, Tensor, Tensor)',
+    'float softmax_scale, bool causal, bool deterministic=False) -> (Tensor, Tensor, Tensor)',
 )
 
 LIBRARY = torch.library.Library('flash_attn3', 'DEF')
@@ -111,12 +112,6 @@ def kernels_serve(device: torch.device) -> bool:
     return _hopper_devices[device.index]
 
 
-def _bwd_cuda(dout: Tensor, dlse: Tensor | None, q: Tensor, *_) -> tuple[Tensor, Tensor, Tensor]:
-    raise NotImplementedError(checks.error(
-        'bwd', 'q on the CPU', str(q.device), 'this version has no backward kernel; use '
-        'torch.nn.functional.scaled_dot_product_attention where gradients are needed'))
-
-
 # ---------------------------------------------------------------------------- CPU implementations
 # The defaults of the schemas again: PyTorch does not pass on trailing arguments that equal them.
 def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None,
@@ -137,6 +132,12 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *scalars) -> tuple[Tensor, Tensor]
     return _forward_cpu(q, k, v, None, *scalars)
 
 
+def _fwd_traced_cpu(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
+                    causal: bool = False, pack_gqa: bool | None = None, sm_margin: int = 0,
+                    deterministic: bool = False) -> tuple[Tensor, Tensor]:
+    return _forward_cpu(q, k, v, None, softmax_scale, causal, pack_gqa, sm_margin)
+
+
 def _fwd_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *scalars) -> Tensor:
     return _forward_cpu(q, k, v, None, *scalars)[0]
 
@@ -150,9 +151,10 @@ def _fwd_out_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *scalars) 
 
 
 def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-             lse: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    checks.check_forward(q, k, v, None, softmax_scale, sm_margin=0)
-    checks.check_gradients(dout, dlse, q, v, out, lse, reference.lse_dtype(q.dtype))
+             lse: Tensor, softmax_scale: float, causal: bool,
+             deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The same bits on every call, deterministic or not."""
+    checks.check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal)
     return reference.backward(dout, dlse, q, k, v, softmax_scale, causal,
                               reference.wide_dtype(q.dtype))
 
@@ -181,16 +183,16 @@ def _fwd_out_no_lse_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> None:
 
 
 def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-              lse: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+              lse: Tensor, softmax_scale: float, causal: bool,
+              deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 for _name, _on_cpu, _fake in (
-        ('fwd', _fwd_cpu, _fwd_fake), ('_fwd', _fwd_cpu, _fwd_fake),
+        ('fwd', _fwd_traced_cpu, _fwd_fake), ('_fwd', _fwd_cpu, _fwd_fake),
         ('_fwd_no_lse', _fwd_no_lse_cpu, _fwd_no_lse_fake),
         ('fwd_out', _fwd_out_cpu, _fwd_out_fake),
         ('fwd_out_no_lse', _fwd_out_no_lse_cpu, _fwd_out_no_lse_fake),
         ('bwd', _bwd_cpu, _bwd_fake)):
     LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=LIBRARY)
-LIBRARY.impl('bwd', _bwd_cuda, 'CUDA')

@@ -7,10 +7,12 @@ What a figure is: the contenders of a problem take turns in rounds; a turn times
 with CUDA events; the figure is the median over the rounds of the median of a turn. Before a turn
 the GPU sleeps while the host queues all calls, so that host time is not in it. L2 is not flushed
 between calls: each call takes the next of several sets of inputs, together larger than L2.
+A backward is timed alone: its forward ran once, before the first turn.
 """
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import statistics
@@ -27,12 +29,16 @@ WRONG = 0.02                   # relative error from which a result is not atten
 CYCLES_PER_SECOND = 1.9e9      # of torch.cuda._sleep, roughly
 PROBE_CYCLES = 200_000
 SM90_FLOPS_PER_CYCLE = 4096    # dense 16-bit wgmma, per SM: 989 TFLOP/s at 132 SMs and 1830 MHz
-CHECKED_ROWS = 1024            # at each end of a head
+WITH_DOUT = 4                  # tensors in a set of inputs of a backward
+CHECKED_ROWS = 1024            # at each end of a head; of gradients: at a time
+BACKWARD_FLOPS = 2.5           # of the forward: five products instead of two
+
+Result = torch.Tensor | tuple[torch.Tensor, ...]   # an output, or dq, dk and dv
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention problem, as flash_attn_func takes it."""
+    """One attention problem, as flash_attn_func takes it, or the backward of it."""
     batch: int
     seqlen_q: int
     seqlen_k: int
@@ -41,6 +47,7 @@ class Shape:
     head_dim: int
     causal: bool = False
     dtype: str = 'bf16'
+    backward: bool = False
 
     @property
     def pairs(self) -> float:
@@ -53,12 +60,16 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of one forward call: two products, a multiplication and an addition per element."""
-        return 4 * self.batch * self.heads * self.head_dim * self.pairs
+        """Of one call: two products, a multiplication and an addition per element; the backward is
+        BACKWARD_FLOPS times that."""
+        forward = 4 * self.batch * self.heads * self.head_dim * self.pairs
+        return forward * BACKWARD_FLOPS if self.backward else forward
 
     @property
     def input_bytes(self) -> int:
-        rows = self.heads * self.seqlen_q + 2 * self.heads_k * self.seqlen_k
+        """Of what a call reads: q, k and v; a backward also the output and its gradient."""
+        queries = 3 if self.backward else 1
+        rows = queries * self.heads * self.seqlen_q + 2 * self.heads_k * self.seqlen_k
         return self.batch * rows * self.head_dim * DTYPES[self.dtype].itemsize
 
     def label(self) -> str:
@@ -66,7 +77,8 @@ class Shape:
         heads = f'{self.heads}/{self.heads_k}' if grouped else f'{self.heads}'
         lengths = f'{self.seqlen_q}' if square else f'{self.seqlen_q}x{self.seqlen_k}'
         mask = 'causal' if self.causal else 'full'
-        return f'{self.dtype} b{self.batch} s{lengths} h{heads} d{self.head_dim} {mask}'
+        text = f'{self.dtype} b{self.batch} s{lengths} h{heads} d{self.head_dim} {mask}'
+        return f'{text} backward' if self.backward else text
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -74,7 +86,8 @@ class Shape:
 
 def make_inputs(shape: Shape, device: torch.device,
                 seed: int = 0) -> list[tuple[torch.Tensor, ...]]:
-    """Sets of (q, k, v), random normal: constant data would draw less power and run faster."""
+    """Sets of (q, k, v), for a backward of (q, k, v, dout), random normal: constant data would draw
+    less power and run faster."""
     count = 1
     if device.type == 'cuda':
         count = min(MAX_SETS, -(-ROTATED_BYTES // max(1, shape.input_bytes)))
@@ -84,39 +97,91 @@ def make_inputs(shape: Shape, device: torch.device,
         sizes = (shape.batch, seqlen, heads, shape.head_dim)
         return torch.randn(sizes, generator=generator, device=device, dtype=DTYPES[shape.dtype])
 
-    lengths = shape.seqlen_q, shape.seqlen_k, shape.seqlen_k
-    heads = shape.heads, shape.heads_k, shape.heads_k
+    lengths = [shape.seqlen_q, shape.seqlen_k, shape.seqlen_k]
+    heads = [shape.heads, shape.heads_k, shape.heads_k]
+    if shape.backward:
+        lengths.append(shape.seqlen_q)
+        heads.append(shape.heads)
     return [tuple(map(normal, lengths, heads)) for _ in range(count)]
 
 
-def relative_error(out: torch.Tensor, inputs: tuple[torch.Tensor, ...], causal: bool) -> float:
-    """||out - reference|| / ||reference|| in fp32, first head of batch 0, at most CHECKED_ROWS rows
-    at each end. It finds a wrong kernel or a wrong mask; it is no substitute for the tests."""
+def relative_error(result: Result, inputs: tuple[torch.Tensor, ...], causal: bool) -> float:
+    """||result - reference|| / ||reference|| in fp32; of three gradients the largest. It finds a
+    wrong kernel or a wrong mask; it is no substitute for the tests.
+
+    Of an output, the first head of batch 0, at most CHECKED_ROWS rows at each end; of gradients,
+    the first KV head of batch 0 and the query heads that use it.
+    """
+    if len(inputs) == WITH_DOUT:
+        return _gradient_error(result, inputs, causal)
     q, k, v = (tensor[0, :, 0].float() for tensor in inputs)
     rows = torch.arange(q.shape[0], device=q.device)
     rows = torch.cat([rows[:CHECKED_ROWS], rows[CHECKED_ROWS:][-CHECKED_ROWS:]])
+    reference = _probabilities(q, k, rows, causal) @ v
+    return _relative(result[0, rows, 0], reference)
+
+
+def _probabilities(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor,
+                   causal: bool) -> torch.Tensor:
+    """Softmax of these rows of a head, 0 where a row sees no key."""
     scores = q[rows] @ k.T * q.shape[-1] ** -0.5
     if causal:
         last_key = rows[:, None] + k.shape[0] - q.shape[0]
         scores.masked_fill_(torch.arange(k.shape[0], device=q.device) > last_key, -math.inf)
-    reference = torch.softmax(scores, -1).nan_to_num(0.0) @ v
-    difference = (out[0, rows, 0].float() - reference).norm() / reference.norm().clamp_min(1e-20)
+    return torch.softmax(scores, -1).nan_to_num(0.0)
+
+
+def _gradient_error(gradients: Sequence[torch.Tensor], inputs: tuple[torch.Tensor, ...],
+                    causal: bool) -> float:
+    """The largest relative error of dq, dk and dv, their reference made CHECKED_ROWS queries at a
+    time."""
+    q, k, v, dout = inputs
+    group = q.shape[2] // k.shape[2]
+    q, dout = (x[0, :, :group].transpose(0, 1).float() for x in (q, dout))
+    k, v = k[0, :, 0].float(), v[0, :, 0].float()
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    every_row = torch.arange(q.shape[1], device=q.device)
+    for head, rows in itertools.product(range(group), every_row.split(CHECKED_ROWS)):
+        p, own_dout = _probabilities(q[head], k, rows, causal), dout[head, rows]
+        delta = (own_dout * (p @ v)).sum(-1, keepdim=True)
+        ds = (own_dout @ v.T - delta) * p * q.shape[-1] ** -0.5
+        dq[head, rows] = ds @ k
+        dk += ds.T @ q[head, rows]
+        dv += p.T @ own_dout
+    found_dq, found_dk, found_dv = gradients
+    return max(_relative(found_dq[0, :, :group].transpose(0, 1), dq),
+               _relative(found_dk[0, :, 0], dk), _relative(found_dv[0, :, 0], dv))
+
+
+def _relative(result: torch.Tensor, reference: torch.Tensor) -> float:
+    difference = (result.float() - reference).norm() / reference.norm().clamp_min(1e-20)
     error = difference.item()
     return error if math.isfinite(error) else math.inf
 
 
 @dataclass
 class Contender:
-    """Something to time. function(q, k, v) gives (batch, seqlen_q, heads, head_dim). The context is
-    what it runs in; it is no part of the host time."""
+    """Something to time. function(q, k, v) gives (batch, seqlen_q, heads, head_dim), with gradients
+    where a backward is timed. The context is what it runs in; it is no part of the host time."""
     name: str
     function: Callable[..., torch.Tensor]
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
-    def rotating(self, sets: Sequence[tuple[torch.Tensor, ...]]) -> Callable[[], torch.Tensor]:
+    def prepare(self, inputs: tuple[torch.Tensor, ...]) -> Callable[[], Result]:
+        """The call on one set of inputs. With dout among them it gives dq, dk and dv; its forward
+        runs here."""
+        if len(inputs) != WITH_DOUT:
+            return functools.partial(self.function, *inputs)
+        *tensors, dout = inputs
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        with torch.enable_grad(), self.context():
+            out = self.function(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+    def rotating(self, sets: Sequence[tuple[torch.Tensor, ...]]) -> Callable[[], Result]:
         """A call without arguments that takes the next set of inputs each time."""
-        following, function = itertools.cycle(sets), self.function
-        return lambda: function(*next(following))
+        following = itertools.cycle([self.prepare(inputs) for inputs in sets])
+        return lambda: next(following)()
 
 
 @dataclass

@@ -18,11 +18,16 @@ _fwd = torch.ops.flash_attn3._fwd.default
 _bwd = torch.ops.flash_attn3.bwd.default
 
 
-def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal: bool) -> None:
-    """Keeps for the backward: inputs and outputs of the forward, and its scalars."""
+def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal: bool,
+          deterministic: bool) -> None:
+    """Keeps for the backward: inputs and outputs of the forward, and its scalars.
+
+    PyTorch's setting of deterministic algorithms counts as it is now, at the forward.
+    """
     ctx.save_for_backward(*tensors)
     ctx.softmax_scale = _library.softmax_scale_of(tensors[0], softmax_scale)
     ctx.causal = causal
+    ctx.deterministic = checks.wants_determinism(deterministic)
     ctx.set_materialize_grads(False)
 
 
@@ -34,7 +39,7 @@ def _gradients(ctx, compute: Callable, dout: Tensor | None, dlse: Tensor | None,
     *_, out, _ = inputs
     if dout is None:
         dout = torch.zeros_like(out)
-    arguments = (dout, dlse, *inputs, ctx.softmax_scale, ctx.causal)
+    arguments = (dout, dlse, *inputs, ctx.softmax_scale, ctx.causal, ctx.deterministic)
     # Grad mode is on here only for create_graph=True: the gradients may be differentiated.
     return (_FirstDerivatives.apply(compute, *arguments) if torch.is_grad_enabled()
             else compute(*arguments))
@@ -55,22 +60,25 @@ class _FirstDerivatives(torch.autograd.Function):
 
 # ------------------------------------------------------------------------------------ q, k and v
 def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, softmax_scale, causal, _, _ = inputs
-    _keep(ctx, (q, k, v, *output), softmax_scale, causal)
+    q, k, v, softmax_scale, causal, _, _, deterministic = inputs
+    _keep(ctx, (q, k, v, *output), softmax_scale, causal, deterministic)
 
 
 def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
-    """Gradients for the seven inputs of `fwd`."""
+    """Gradients for the eight inputs of `fwd`."""
     dq, dk, dv = _gradients(ctx, _bwd, dout, dlse, *ctx.saved_tensors)
-    return dq, dk, dv, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None
 
 
 class Attention(torch.autograd.Function):
-    """The op `_fwd` with gradients for q, k and v, from both outputs; takes the op's arguments."""
+    """The op `_fwd` with gradients for q, k and v, from both outputs.
+
+    Takes the arguments of the op `fwd`: those of `_fwd`, then deterministic.
+    """
 
     @staticmethod
     def forward(ctx, *arguments):
-        output = _fwd(*arguments)
+        output = _fwd(*arguments[:-1])
         _setup_context(ctx, arguments, output)
         return output
 
@@ -85,14 +93,14 @@ torch.library.register_autograd('flash_attn3::fwd', _backward, setup_context=_se
 class PackedAttention(torch.autograd.Function):
     """The op `_fwd` on the views of a packed tensor, with a gradient that is packed like it.
 
-    Takes the tensor and num_heads_q, as `unpack`, then the scalars of the op.
+    Takes the tensor and num_heads_q, as `unpack`, then the scalars of the op `fwd`.
     """
 
     @staticmethod
     def forward(ctx, qkv, num_heads_q, *scalars):
-        output = _fwd(*unpack(qkv, num_heads_q), *scalars)
-        softmax_scale, causal, _, _ = scalars
-        _keep(ctx, (qkv, *output), softmax_scale, causal)
+        softmax_scale, causal, _, _, deterministic = scalars
+        output = _fwd(*unpack(qkv, num_heads_q), *scalars[:-1])
+        _keep(ctx, (qkv, *output), softmax_scale, causal, deterministic)
         ctx.num_heads_q = num_heads_q
         return output
 
@@ -100,7 +108,7 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         qkv, *output = ctx.saved_tensors
         dqkv = _gradients(ctx, _bwd_packed, dout, dlse, qkv, ctx.num_heads_q, *output)
-        return dqkv, None, None, None, None, None
+        return dqkv, None, None, None, None, None, None
 
 
 def _bwd_packed(dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int | None,

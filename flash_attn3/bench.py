@@ -1,8 +1,10 @@
 """One attention problem: flash_attn_func beside each backend of PyTorch's SDPA.
 
     python -m flash_attn3.bench --batch 2 --seqlen 4096 --heads 16 --heads-k 4 --causal
+    python -m flash_attn3.bench --seqlen 8192 --causal --pass both
 
-Forward only. measure() is what benchmarks/bench_forward.py calls too.
+The forward, the backward alone, or a table of each. measure() is what benchmarks/bench_forward.py
+calls too.
 """
 from __future__ import annotations
 
@@ -30,6 +32,7 @@ SDPA_BACKENDS = {
 }
 NAMES = (OURS, 'sdpa', *SDPA_BACKENDS)   # 'sdpa': the backend that PyTorch picks
 MATH_BYTES = 1 << 30                     # of scores; above, 'sdpa math' is left out
+PASSES = {'forward': (False,), 'backward': (True,), 'both': (False, True)}   # values of backward
 
 
 def ours(causal: bool) -> Contender:
@@ -112,12 +115,12 @@ def _prepare(name: str, shape: Shape, sets: Sequence[tuple[torch.Tensor, ...]],
              timer: Timer) -> tuple[Callable, tuple[float, float | None]]:
     """The call to time, its error and its host time."""
     one = contender(name, shape)
-    call = one.rotating(sets)
     with one.context():
-        error = _measure.relative_error(one.function(*sets[0]), sets[0], shape.causal)
+        error = _measure.relative_error(one.prepare(sets[0])(), sets[0], shape.causal)
+        call = one.rotating(sets)
         host_us = timer.host_us(call)
 
-    def in_context() -> torch.Tensor:
+    def in_context() -> _measure.Result:
         with one.context():
             return call()
     return in_context, (error, host_us)
@@ -182,6 +185,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--head-dim', type=int, default=128)
     parser.add_argument('--causal', action='store_true')
     parser.add_argument('--dtype', choices=sorted(_measure.DTYPES), default='bf16')
+    parser.add_argument('--pass', choices=tuple(PASSES), default='forward', dest='passes',
+                        help='backward: the gradients alone; both: a table of each')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--target-ms', type=float, default=8.0,
@@ -191,30 +196,34 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def shape_of(args: argparse.Namespace) -> Shape:
+def shape_of(args: argparse.Namespace, backward: bool = False) -> Shape:
     return Shape(args.batch, args.seqlen, args.seqlen_k or args.seqlen, args.heads,
-                 args.heads_k or args.heads, args.head_dim, args.causal, args.dtype)
+                 args.heads_k or args.heads, args.head_dim, args.causal, args.dtype, backward)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    device, shape = torch.device(args.device), shape_of(args)
+    device, records = torch.device(args.device), []
     names = args.only.split(',') if args.only else NAMES
     if unknown := [name for name in names if name not in NAMES]:
         print(f'flash_attn3.bench: expected --only from {", ".join(NAMES)}, '
               f'got {", ".join(unknown)}', file=sys.stderr)
         return 2
     print(device_line(device))
-    print(f'{shape.label()}: {shape.flops / 1e9:.2f} GFLOP, '
-          f'inputs {shape.input_bytes / 1e6:.1f} MB')
     Timer(device).spin(0.3)
-    results = measure(shape, device, names, args.rounds, args.target_ms)
-    print(table(results))
+    for backward in PASSES[args.passes]:
+        shape = shape_of(args, backward)
+        print(f'{shape.label()}: {shape.flops / 1e9:.2f} GFLOP, '
+              f'inputs {shape.input_bytes / 1e6:.1f} MB')
+        results = measure(shape, device, names, args.rounds, args.target_ms)
+        print(table(results))
+        records.append(dict(device=device_line(device), shape=shape.as_dict(), flops=shape.flops,
+                            results=results))
     if args.json:
-        record = dict(device=device_line(device), shape=shape.as_dict(), flops=shape.flops,
-                      results=results)
+        record = records if len(records) > 1 else records[0]
         args.json.write_text(json.dumps(record, indent=1, default=float))
-    failed = [r for r in results if r['name'] == OURS and ('na' in r or r['wrong'])]
+    failed = [r for record in records for r in record['results']
+              if r['name'] == OURS and ('na' in r or r['wrong'])]
     return 1 if failed else 0
 
 

@@ -76,28 +76,23 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, softmax_s
         raise RuntimeError(text)
 
 
-def check_gradients(dout: Tensor, dlse: Tensor | None, q: Tensor, v: Tensor, out: Tensor,
-                    lse: Tensor, lse_dtype: torch.dtype) -> None:
-    """Raises RuntimeError, as the CUDA op `bwd` does, if these do not fit checked q, k and v."""
-    batch, seqlen, heads, _ = q.shape
-    as_out = (batch, seqlen, heads, v.size(3)), q.dtype
-    as_lse = (batch, heads, seqlen), lse_dtype
-    for name, x, (shape, dtype) in (('dout', dout, as_out), ('out', out, as_out),
-                                    ('lse', lse, as_lse), ('dlse', dlse, as_lse)):
-        if x is None:
-            continue
-        if tuple(x.shape) != shape:
-            raise RuntimeError(error('bwd', f'{name} to have the shape {shape}',
-                                     str(tuple(x.shape))))
-        if x.dtype != dtype:
-            raise RuntimeError(error('bwd', f'{name}.dtype to be {dtype_name(dtype)}',
-                                     dtype_name(x.dtype)))
+def check_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+                   lse: Tensor, softmax_scale: float, causal: bool) -> None:
+    """Raises RuntimeError, as the CUDA op `bwd` does, if it cannot serve these arguments."""
+    described = (None if x is None else describe(x) for x in (dout, dlse, q, k, v, out, lse))
+    if text := _plan.check_backward(*described, softmax_scale, causal):
+        raise RuntimeError(text)
 
 
 def default_softmax_scale(q: Tensor) -> float:
     """head_dim ** -0.5; 1 for shapes that the op is going to reject."""
     shape = q.shape
     return shape[-1] ** -0.5 if shape and shape[-1] else 1.0
+
+
+def wants_determinism(deterministic: bool) -> bool:
+    """Whether the gradients of a call have to repeat: by its argument or PyTorch's setting."""
+    return deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def unsupported(op: str = 'flash_attn_func', *, qv=None, q_descale=None, k_descale=None,
@@ -126,10 +121,15 @@ def reject_unsupported(op: str, **arguments) -> None:
         raise NotImplementedError(text)
 
 
-def reject_gradient_with_out(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-    """Raises RuntimeError that names the tensors which require grad."""
+def gradient_with_out_text(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> str:
+    """The error text, which names the tensors that require grad."""
     tensors = {'q': q, 'k': k, 'v': v, 'out': out}
     names = ', '.join(name for name, x in tensors.items() if x.requires_grad)
-    raise RuntimeError(error('flash_attn_func', 'no gradient together with out=',
-                             f'requires_grad=True of {names}',
-                             'leave out= away, or call under torch.no_grad()'))
+    return error('flash_attn_func', 'no gradient together with out=',
+                 f'requires_grad=True of {names}',
+                 'leave out= away, or call under torch.no_grad()')
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd asks for the gradient of one of them."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

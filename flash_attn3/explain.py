@@ -17,7 +17,7 @@ _PACK_GQA = {'auto': None, 'yes': True, 'no': False}
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog='python -m flash_attn3.explain',
-        description='Prints how a Hopper GPU would compute a call of flash_attn_func.')
+        description='Prints how a Hopper GPU would compute flash_attn_func and its gradients.')
     parser.add_argument('--batch', type=int, default=1, help='default: 1')
     parser.add_argument('--seqlen-q', type=int, default=4096, help='default: 4096')
     parser.add_argument('--seqlen-k', type=int, help='default: that of q')
@@ -27,6 +27,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument('--dtype', choices=_DTYPES, default='bf16', help='default: bf16')
     parser.add_argument('--causal', action='store_true')
     parser.add_argument('--pack-gqa', choices=_PACK_GQA, default='auto', help='default: auto')
+    parser.add_argument('--deterministic', action='store_true', help='gradients that repeat')
     parser.add_argument('--sm-margin', type=int, default=0, help='multiprocessors left to others')
     parser.add_argument('--sm-count', type=int, help='multiprocessors of the GPU; default: 132')
     return parser.parse_args()
@@ -40,7 +41,8 @@ def main() -> None:
         (options.batch, options.seqlen_q, options.heads, options.head_dim),
         (options.batch, seqlen_k, heads_k, options.head_dim),
         causal=options.causal, dtype=_DTYPES[options.dtype], sm_margin=options.sm_margin,
-        pack_gqa=_PACK_GQA[options.pack_gqa], sm_count=options.sm_count)
+        pack_gqa=_PACK_GQA[options.pack_gqa], deterministic=options.deterministic,
+        sm_count=options.sm_count)
 
 
 if __name__ == '__main__':

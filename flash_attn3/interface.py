@@ -40,7 +40,7 @@ def flash_attn_func(
     the CPU a plain PyTorch implementation (`flash_attn3.reference`); on other CUDA devices
     PyTorch's SDPA, with one warning. Query head h uses KV head h // (heads_q / heads_k). Products
     are summed, and the softmax is taken, in float32 (float64 for float64 on the CPU). The same
-    inputs give bitwise the same result on every call.
+    inputs give bitwise the same result on every call; for their gradients see `deterministic`.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim). On Hopper: float16 or bfloat16, a head_dim with a
@@ -55,9 +55,14 @@ def flash_attn_func(
         pack_gqa: put the query heads of a KV head into the rows of one tile, which fills the tiles
             of short queries: True, False, or None (default) for where it gives over 10 % more
             useful rows. It never changes what is computed.
-        deterministic: upstream's parameter; this version is deterministic either way.
-        sm_margin: streaming multiprocessors to leave to other kernels, at least 0 and less than
-            the GPU has. Default 0.
+        deterministic: the gradients are bitwise the same on every call too. On a Hopper GPU the
+            gradient of q is otherwise summed in no fixed order (those of k and v repeat anyway);
+            the fixed one costs time in the backward. On the CPU everything repeats; on other CUDA
+            devices this has no effect. `torch.use_deterministic_algorithms(True)`, set at the time
+            of this call, does the same (and sets SDPA). Default False.
+        sm_margin: streaming multiprocessors that the forward leaves to other kernels, at least 0
+            and less than the GPU has. The backward takes all of them, a tile at a time: kernels of
+            other streams get in between. Default 0.
         return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
         out: the result goes there, and it is returned itself: (batch, seqlen_q, heads_q,
             head_dim), dtype and device of q, last stride 1, other strides free. Not
@@ -73,8 +78,7 @@ def flash_attn_func(
     Raises:
         RuntimeError: a wrong rank, shape, dtype, device, stride or number; the text names it and
             says what it had to be. Also a driver that is too old for the kernels.
-        NotImplementedError: a feature listed last above. On a Hopper GPU also when backward()
-            reaches this call: this version has no backward kernel.
+        NotImplementedError: a feature listed last above.
 
     Example:
         >>> q = torch.randn(2, 1024, 16, 128, dtype=torch.bfloat16, device='cuda')
@@ -99,7 +103,7 @@ def flash_attn_func(
     if softmax_scale is None:
         softmax_scale = checks.default_softmax_scale(q)
     arguments = (q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
-    result, lse = _attention(arguments, out, return_attn_probs)
+    result, lse = _attention(arguments, deterministic, out, return_attn_probs)
     return (result, lse) if return_attn_probs else result
 
 
@@ -148,10 +152,11 @@ def flash_attn_qkvpacked_func(
     if (out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
             and _is_served(qkv)):
         result, lse = PackedAttention.apply(qkv, num_heads_q, softmax_scale, causal, pack_gqa,
-                                            sm_margin)
+                                            sm_margin, deterministic)
         return (result, lse) if return_attn_probs else result
     q, k, v = unpack(qkv, num_heads_q)
-    return flash_attn_func(q, k, v, softmax_scale, causal, pack_gqa=pack_gqa, sm_margin=sm_margin,
+    return flash_attn_func(q, k, v, softmax_scale, causal, pack_gqa=pack_gqa,
+                           deterministic=deterministic, sm_margin=sm_margin,
                            return_attn_probs=return_attn_probs, out=out)
 
 
@@ -160,18 +165,16 @@ def _is_served(x: Tensor) -> bool:
     return not x.is_cuda or _library.kernels_serve(x.device)
 
 
-def _attention(arguments: tuple, out: Tensor | None,
+def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
                return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """(out, lse), by the way that fits: arguments are those of the op `fwd`.
+    """(out, lse), by the way that fits: arguments are those of the op `_fwd`.
 
     lse may be None unless it is asked for.
     """
     q, k, v, softmax_scale, causal, pack_gqa, sm_margin = arguments
-    needs_grad = is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad
-        or (out is not None and out.requires_grad))
+    needs_grad = checks.needs_grad(q, k, v, out)
     if needs_grad and out is not None:
-        checks.reject_gradient_with_out(q, k, v, out)
+        raise RuntimeError(checks.gradient_with_out_text(q, k, v, out))
     if not _is_served(q):
         checks.check_forward(q, k, v, out, softmax_scale, sm_margin, rules_of='cpu')
         result, lse = fallback.attention(q, k, v, softmax_scale, causal, return_lse)
@@ -180,7 +183,7 @@ def _attention(arguments: tuple, out: Tensor | None,
         op = _fwd_out if return_lse else _fwd_out_no_lse
         return out, op(q, k, v, out, softmax_scale, causal, pack_gqa, sm_margin)
     if is_compiling():
-        return _fwd_traced(*arguments)
+        return _fwd_traced(*arguments, deterministic)
     if needs_grad:
-        return Attention.apply(*arguments)
+        return Attention.apply(*arguments, deterministic)
     return _fwd(*arguments)

@@ -49,14 +49,24 @@ class Kind:
         return [facts['name'] for facts in self.variants() if not facts['built']]
 
 
-def _kind_of(facts: dict) -> Kind:
+class GradientKind(Kind):
+    """A kind whose gradients are asked for too: that of a backward kernel."""
+
+    def variants(self) -> list[dict]:
+        return super().variants() + [facts for facts in _plan.backward_variants()
+                                     if _kind_of(facts, GradientKind) == self]
+
+
+def _kind_of(facts: dict, make: type[Kind] = Kind) -> Kind:
     short = {'float16': 'fp16', 'bfloat16': 'bf16'}
-    return Kind(short[facts['dtype']], facts['head_dim'], facts['causal'])
+    return make(short[facts['dtype']], facts['head_dim'], facts['causal'])
 
 
 # What the kernels on the list are made for. Tests that are parametrised over `kind` skip those for
 # which this build lacks a kernel (conftest.py).
 KINDS = list(dict.fromkeys(map(_kind_of, _plan.variants())))
+# And what those of the backward are made for.
+GRADIENT_KINDS = [_kind_of(facts, GradientKind) for facts in _plan.backward_variants()]
 # A head dim for each form of a tile, which most tests keep to.
 MAIN_KINDS = [kind for kind in KINDS if kind.head_dim in (64, 96, 128, 192, 256)]
 

@@ -58,6 +58,7 @@ struct FwdProblem {
   bool causal = false;
   PackGqa pack_gqa = PackGqa::kHeuristic;
   int sm_margin = 0;
+  bool deterministic = false;  // the backward sums dQ in a fixed order
   DeviceLimits device;
 };
 
@@ -78,6 +79,38 @@ struct FwdParams {
   float* lse = nullptr;  // (batch, heads_q, seqlen_q), contiguous; nullptr: not wanted
   FwdProblem problem;
   FwdSchedule schedule;
+  float softmax_scale = 1.f;
+};
+
+// How the work of a backward pass is cut. Everything the launcher needs beside pointers.
+struct BwdSchedule {
+  int m_tiles = 0;        // tiles along the queries: the steps of a CTA
+  int n_tiles = 0;        // tiles along the keys
+  int grid = 0;           // CTAs: n_tiles * heads_k * batch
+  int section_pairs = 1;  // core/tile_order.h, with tiles of keys for those of queries
+  int64_t rows = 0;       // queries of all heads and batches, filled up to whole tiles
+  int64_t dq_floats = 0;  // of the fp32 accumulator of dQ
+  int64_t flags = 0;      // deterministic: of every tile of queries, and the ticket; else 0
+};
+
+struct BwdParams {
+  TensorView q;
+  TensorView k;
+  TensorView v;
+  TensorView o;
+  TensorView dout;
+  TensorView dq;
+  TensorView dk;
+  TensorView dv;
+  float const* lse = nullptr;   // (batch, heads_q, seqlen_q), contiguous, natural logarithm
+  float const* dlse = nullptr;  // as lse; nullptr: zero
+  float* lse_log2 = nullptr;    // workspace: schedule.rows floats
+  float* delta = nullptr;       // workspace: schedule.rows floats
+  float* dq_sum = nullptr;      // workspace: schedule.dq_floats floats
+  int* dq_flags = nullptr;      // workspace: schedule.flags - 1 ints; nullptr: not deterministic
+  int* ticket = nullptr;        // workspace: the last of schedule.flags
+  FwdProblem problem;
+  BwdSchedule schedule;
   float softmax_scale = 1.f;
 };
 

@@ -28,6 +28,7 @@ struct RingState {
 enum class NamedBarrier : int {
   kTurnFirst = 0,   // warpgroup 0 may issue its products: it waits (128), warpgroup 1 arrives (128)
   kTurnSecond = 1,  // the same for warpgroup 1
+  kKeysRead = 2,    // the last product of the backward that reads K is complete: all consumers
 };
 
 CUTE_DEVICE void named_sync(NamedBarrier id, int threads) {

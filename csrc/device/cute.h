@@ -3,6 +3,9 @@
 // few extra shapes that are needed.
 #pragma once
 
+// TRAP: CUTLASS reads this one inside its own namespace, if nobody has read it before.
+#include <cudaTypedefs.h>
+
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>

@@ -29,6 +29,16 @@ CUTE_DEVICE uint32_t pack_two(float low, float high) {
   return packed;
 }
 
+// The reverse; exact.
+template <class Element>
+CUTE_DEVICE float2 unpack_two(uint32_t packed) {
+  if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+  } else {
+    return __half22float2(*reinterpret_cast<__half2 const*>(&packed));
+  }
+}
+
 // Converts a whole fragment, in register order.
 template <class Element, class Source, class Target>
 CUTE_DEVICE void convert_fragment(Source const& source, Target& target) {

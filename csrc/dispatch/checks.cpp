@@ -3,7 +3,7 @@
 #include <array>
 #include <cmath>
 
-#include "dispatch/text.h"
+#include "dispatch/tensor_text.h"
 #include "dispatch/variants.h"
 
 namespace fa3 {
@@ -28,25 +28,8 @@ bool on_cuda(ForwardCall const& call) { return call.q.device == DeviceType::kCud
 
 std::string refuse(ForwardCall const& call, std::string const& expected, std::string const& got,
                    std::string const& hint = "") {
-  return error_text(call.has_out ? "fwd_out" : "fwd", expected, got, hint);
-}
-
-std::string device_text(TensorMeta const& meta) {
-  return meta.device == DeviceType::kCuda ? text(meta.device_name, ":", meta.device_index)
-                                          : meta.device_name;
-}
-
-bool same_device(TensorMeta const& a, TensorMeta const& b) {
-  return a.device == b.device &&
-         (a.device != DeviceType::kCuda || a.device_index == b.device_index);
-}
-
-std::string shape_text(int64_t const (&size)[5], int rank) {
-  std::string shape = "(";
-  for (int i = 0; i < rank; ++i) {
-    shape += text(i > 0 ? ", " : "", size[i]);
-  }
-  return shape + ")";
+  char const* const op = call.is_backward ? "bwd" : call.has_out ? "fwd_out" : "fwd";
+  return error_text(op, expected, got, hint);
 }
 
 std::string check_ranks(ForwardCall const& call) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "bwd_variants.h"
 #include "dispatch/text.h"
 #include "dispatch/variants.h"
 
@@ -10,24 +11,25 @@ namespace {
 
 // In how much two variants agree: a user moves to another dtype more easily than to another head
 // dim, and least easily to another mask.
-int likeness(FwdVariantFacts const& a, FwdVariantFacts const& b) {
+template <class Facts>
+int likeness(Facts const& a, Facts const& b) {
   return (a.mask == b.mask ? 4 : 0) + (a.head_dim == b.head_dim ? 2 : 0) +
          (a.dtype == b.dtype ? 1 : 0);
 }
 
-}  // namespace
-
-std::string missing_variant_text(char const* op, int variant, std::span<bool const> built) {
-  FwdVariantFacts const& missing = kFwdVariants[variant];
+template <class Facts>
+std::string missing_text(char const* op, std::span<Facts const> variants, int variant,
+                         std::span<bool const> built) {
+  Facts const& missing = variants[variant];
   int best = -1;
   std::string nearest;
   for (size_t i = 0; i < built.size(); ++i) {
-    int const now = built[i] ? likeness(missing, kFwdVariants[i]) : -1;
+    int const now = built[i] ? likeness(missing, variants[i]) : -1;
     if (now > best) {
       best = now;
-      nearest = kFwdVariants[i].name;
+      nearest = variants[i].name;
     } else if (now >= 0 && now == best) {
-      nearest += text(", ", kFwdVariants[i].name);
+      nearest += text(", ", variants[i].name);
     }
   }
   std::string const got = nearest.empty() ? "a build without any kernel"
@@ -35,6 +37,16 @@ std::string missing_variant_text(char const* op, int variant, std::span<bool con
   return error_text(
       op, text("the kernel ", missing.name, " in this build"), got,
       text("rebuild without FLASH_ATTN3_VARIANTS, or with FLASH_ATTN3_VARIANTS=", missing.name));
+}
+
+}  // namespace
+
+std::string missing_variant_text(char const* op, int variant, std::span<bool const> built) {
+  return missing_text<FwdVariantFacts>(op, kFwdVariants, variant, built);
+}
+
+std::string missing_backward_text(int variant, std::span<bool const> built) {
+  return missing_text<BwdVariantFacts>("bwd", kBwdVariants, variant, built);
 }
 
 }  // namespace fa3

@@ -12,4 +12,7 @@ namespace fa3 {
 // to build it. built[i] says whether variant i of kFwdVariants has a launcher.
 std::string missing_variant_text(char const* op, int variant, std::span<bool const> built);
 
+// The same for kBwdVariants.
+std::string missing_backward_text(int variant, std::span<bool const> built);
+
 }  // namespace fa3

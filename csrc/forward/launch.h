@@ -2,10 +2,7 @@
 // launch_forward.
 #pragma once
 
-#include <atomic>
-#include <stdexcept>
-#include <string>
-
+#include "device/launch.h"
 #include "device/tensor_map.h"
 #include "forward/kernel.h"
 
@@ -57,64 +54,20 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   return d;
 }
 
-inline void check_launch(cudaError_t error, char const* variant, int grid, int shared_bytes) {
-  if (error != cudaSuccess) {
-    throw std::runtime_error("flash_attn3: launch of " + std::string(variant) + " failed: " +
-                             cudaGetErrorString(error) + " (grid " + std::to_string(grid) +
-                             ", shared memory " + std::to_string(shared_bytes) + " bytes)");
-  }
-}
-
-// WHY: a host thread that has not used this runtime yet has no CUDA context, and the driver's
-// functions (cuTensorMapEncodeTiled) need one.
-inline void bind_thread(char const* variant, int grid, int shared_bytes) {
-  thread_local bool is_bound = false;
-  if (!is_bound) {
-    int device = 0;
-    check_launch(cudaGetDevice(&device), variant, grid, shared_bytes);
-    check_launch(cudaSetDevice(device), variant, grid, shared_bytes);
-    is_bound = true;
-  }
-}
-
 // Launches on the current device and the given stream (a cudaStream_t).
 template <class Config>
 void launch_forward(FwdParams const& p, void* stream) {
-  constexpr char const* variant = Config::kName;
   constexpr int kBytes = fwd_shared_bytes<Config>();
   static_assert(sizeof(FwdStorage<FwdTraits<Config>>) <= kBytes,
                 "fwd_shared_bytes must cover the storage");
-  int const grid = p.schedule.grid;
-
-  // Once per device: the attribute belongs to the kernel as loaded there.
+  LaunchShape const shape{Config::kName, p.schedule.grid, fwd_threads<Config>(), kBytes};
   static std::atomic<uint64_t> devices_ready{0};
-  bind_thread(variant, grid, kBytes);
-  int device = 0;
-  check_launch(cudaGetDevice(&device), variant, grid, kBytes);
-  uint64_t const bit = uint64_t(1) << (device % 64);
-  if (!(devices_ready.load(std::memory_order_relaxed) & bit)) {
-    check_launch(cudaFuncSetAttribute(forward_kernel<Config>,
-                                      cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
-                 variant, grid, kBytes);
-    devices_ready.fetch_or(bit, std::memory_order_relaxed);
-  }
-
+  bind_thread(shape.variant, shape.grid, kBytes);
+  allow_shared_memory(forward_kernel<Config>, shape, devices_ready);
   TensorMapMaker maps{p.problem.dtype};
   FwdDeviceParams const params = device_params<Config>(maps, p);
-  check_launch(maps.error, variant, grid, kBytes);
-
-  // The CTAs may start while the launch before still runs; FwdProducer waits for it.
-  cudaLaunchAttribute early_start{};
-  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early_start.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(grid);
-  config.blockDim = dim3(fwd_threads<Config>());
-  config.dynamicSmemBytes = kBytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early_start;
-  config.numAttrs = 1;
-  check_launch(cudaLaunchKernelEx(&config, forward_kernel<Config>, params), variant, grid, kBytes);
+  check_launch(maps.error, shape.variant, shape.grid, kBytes);
+  launch_early(forward_kernel<Config>, shape, params, stream);
 }
 
 }  // namespace fa3

@@ -7,12 +7,16 @@
 #include <tuple>
 
 #include "core/block_range.h"
+#include "core/dq_layout.h"
+#include "core/query_range.h"
 #include "core/row_packing.h"
 #include "core/softmax_math.h"
 #include "core/tile_order.h"
 #include "dispatch/device_info.h"
+#include "dispatch/plan_backward.h"
 #include "dispatch/registry.h"
 #include "dispatch/tma_rules.h"
+#include "host/backward_work.h"
 #include "host/layouts.h"
 
 namespace py = pybind11;
@@ -54,6 +58,12 @@ std::string missing_variant(std::string const& op, int variant, std::vector<bool
   return missing_variant_text(op.c_str(), variant, flags);
 }
 
+std::string missing_backward(int variant, std::vector<bool> const& built) {
+  std::array<bool, std::size(kBwdVariants)> flags{};
+  std::copy(built.begin(), built.end(), flags.begin());
+  return missing_backward_text(variant, flags);
+}
+
 bool can_address(std::array<int64_t, 4> const& sizes, std::array<int64_t, 4> const& strides,
                  int64_t address) {
   TensorMeta meta;
@@ -84,6 +94,19 @@ void bind_core(py::module_& m) {
         block_range(begin, end, SeqlenPair{seqlen_q, seqlen_k}, tile_n, causal);
     return std::tuple(range.free_end, range.end);
   });
+  m.def("first_position", [](int key, int seqlen_q, int seqlen_k, bool causal) {
+    return first_position(key, SeqlenPair{seqlen_q, seqlen_k}, causal);
+  });
+  m.def("query_range",
+        [](int key_begin, int seqlen_q, int seqlen_k, int tile_m, int tile_n, bool causal) {
+          QueryRange const range =
+              query_range(key_begin, SeqlenPair{seqlen_q, seqlen_k}, tile_m, tile_n, causal);
+          return std::tuple(range.begin, range.free_begin, range.end);
+        });
+  m.def("last_key_tile",
+        [](int m, int seqlen_q, int seqlen_k, int tile_m, int tile_n, bool causal) {
+          return last_key_tile(m, SeqlenPair{seqlen_q, seqlen_k}, tile_m, tile_n, causal);
+        });
   m.def("walk_tiles", &walk_tiles);
   m.def("finite_max", &finite_max);
   m.def("log_sum_exp", &log_sum_exp);
@@ -92,6 +115,10 @@ void bind_core(py::module_& m) {
 
 void bind_dispatch(py::module_& m) {
   m.def("missing_variant_text", &missing_variant);
+  m.def("missing_backward_text", &missing_backward);
+  m.def("find_backward_variant", [](bool is_bf16, bool causal, int64_t head_dim) {
+    return find_backward_variant(is_bf16 ? Dtype::kBFloat16 : Dtype::kFloat16, causal, head_dim);
+  });
   m.def("driver_problem", &driver_problem);
   m.def("capability_problem", [](int device, int major, int minor) {
     DeviceInfo info;
@@ -138,6 +165,83 @@ void bind_layouts(py::module_& m) {
   m.def("fragment_column", &fragment_column);
 }
 
+using WorkTuple = std::tuple<int, std::pair<int, int>, int, int, std::tuple<int, int, int>>;
+using StepTuple = std::tuple<int, int, bool, int64_t>;
+
+// For each CTA (kv head, its query heads, batch, first key, query range) and its steps (head, tile
+// of queries, is it masked, its place in the workspaces).
+template <class Tile>
+std::vector<std::pair<WorkTuple, std::vector<StepTuple>>> backward_work(
+    std::tuple<int, int, int, int, int> sizes, bool causal, bool deterministic,
+    BwdSchedule const& schedule) {
+  FwdProblem problem;
+  std::tie(problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.heads_k) =
+      sizes;
+  problem.causal = causal;
+  problem.deterministic = deterministic;
+  auto const ctas = causal ? work_of_ctas<WorkTraits<Tile, true>>(problem, schedule)
+                           : work_of_ctas<WorkTraits<Tile, false>>(problem, schedule);
+  std::vector<std::pair<WorkTuple, std::vector<StepTuple>>> result;
+  for (CtaWork const& cta : ctas) {
+    BwdWork const& work = cta.work;
+    QueryRange const& queries = work.queries;
+    auto& [_, steps] =
+        result.emplace_back(WorkTuple{work.kv_head,
+                                      {work.head_begin, work.head_end},
+                                      work.batch,
+                                      work.key_begin,
+                                      {queries.begin, queries.free_begin, queries.end}},
+                            std::vector<StepTuple>());
+    for (Step const& step : cta.steps) {
+      steps.emplace_back(step.head, step.m, step.is_masked, step.tile);
+    }
+  }
+  return result;
+}
+
+template <class Tile>
+py::dict backward_tile() {
+  py::dict tile;
+  tile["head_dim"] = Tile::kHeadDim;
+  tile["tile_m"] = Tile::kTileM;
+  tile["tile_n"] = bwd_tile_n<Tile>();
+  tile["cluster_size"] = Tile::kClusterSize;
+  tile["consumer_warpgroups"] = Tile::kConsumerWarpgroups;
+  tile["other_columns"] = bwd_other_columns<Tile>();
+  tile["dq_blocks"] = bwd_dq_blocks<Tile>();
+  tile["dq_columns"] = bwd_dq_columns<Tile>();
+  tile["dq"] = bwd_dq_layout<Tile>();
+  tile["work"] = py::cpp_function([](std::tuple<int, int, int, int, int> sizes, bool causal,
+                                     bool deterministic, std::array<int, 4> const& plan) {
+    BwdSchedule schedule;
+    schedule.m_tiles = plan[0];
+    schedule.n_tiles = plan[1];
+    schedule.section_pairs = plan[2];
+    schedule.grid = plan[3];
+    return backward_work<Tile>(sizes, causal, deterministic, schedule);
+  });
+  return tile;
+}
+
+void bind_backward(py::module_& m) {
+  py::class_<DqLayout>(m, "DqLayout")
+      .def(py::init([](int columns, bool side_by_side) { return DqLayout{columns, side_by_side}; }))
+      .def_readonly("columns", &DqLayout::columns)
+      .def_readonly("side_by_side", &DqLayout::side_by_side)
+      .def("block_floats", &DqLayout::block_floats)
+      .def("chunk_pair", &DqLayout::chunk_pair)
+      .def_static("first_of", &DqLayout::first_of)
+      .def("first_row", &DqLayout::first_row)
+      .def("first_column", &DqLayout::first_column);
+  py::dict tiles;
+  tiles["BwdTileD64"] = backward_tile<BwdTileD64>();
+  tiles["BwdTileD96"] = backward_tile<BwdTileD96>();
+  tiles["BwdTileD128"] = backward_tile<BwdTileD128>();
+  tiles["BwdTileD192"] = backward_tile<BwdTileD192>();
+  tiles["BwdTileD256"] = backward_tile<BwdTileD256>();
+  m.attr("backward_tiles") = tiles;
+}
+
 }  // namespace
 }  // namespace fa3::host
 
@@ -146,4 +250,5 @@ PYBIND11_MODULE(_host, m) {
   fa3::host::bind_core(m);
   fa3::host::bind_dispatch(m);
   fa3::host::bind_layouts(m);
+  fa3::host::bind_backward(m);
 }

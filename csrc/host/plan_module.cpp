@@ -8,6 +8,8 @@
 //   an sm_count of 0 is unknown.
 // - plan_forward(dtype, batch, ..., l2_bytes): a dict of facts, or {"reason": text}.
 // - variants(): a dict for every variant, built or not.
+// - check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal), plan_backward(dtype,
+//   batch, ..., l2_bytes), backward_variants(): the same of the backward. dlse may be None.
 //
 // pack_gqa is 0 (never), 1 (always) or 2 (where it pays).
 #define PY_SSIZE_T_CLEAN
@@ -17,8 +19,11 @@
 #include <cstring>
 #include <string>
 
-#include "dispatch/checks.h"
+#include "bwd_built.inc"
+#include "bwd_variants.h"
+#include "dispatch/checks_backward.h"
 #include "dispatch/plan.h"
+#include "dispatch/plan_backward.h"
 #include "dispatch/text.h"
 #include "dispatch/variants.h"
 #include "fwd_built.inc"
@@ -113,6 +118,39 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("shared_bytes", facts.shared_bytes);
 }
 
+// "240" for all, or "200, 216, 72" for one after the other.
+std::string registers_text(BwdVariantFacts const& facts) {
+  int const* const registers = facts.consumer_registers;
+  std::string text = std::to_string(registers[0]);
+  for (int i = 1; i < facts.consumer_warpgroups; ++i) {
+    text += registers[i] == registers[0] && facts.consumer_warpgroups == 2
+                ? ""
+                : ", " + std::to_string(registers[i]);
+  }
+  return text;
+}
+
+void add_backward_variant(DictBuilder& dict, int variant) {
+  BwdVariantFacts const& facts = kBwdVariants[variant];
+  dict.string("name", facts.name)
+      .flag("built", kBwdBuilt[variant])
+      .string("dtype", dtype_name(facts.dtype))
+      .flag("causal", facts.mask == MaskKind::kCausal)
+      .integer("head_dim", facts.head_dim)
+      .integer("columns", padded_columns(facts.head_dim))
+      .integer("tile_m", facts.tile_m)
+      .integer("tile_n", facts.tile_n)
+      .integer("cluster_size", facts.cluster_size)
+      .integer("q_stages", facts.q_stages)
+      .integer("dout_stages", facts.dout_stages)
+      .integer("consumer_warpgroups", facts.consumer_warpgroups)
+      .integer("threads", facts.threads)
+      .integer("producer_registers", facts.producer_registers)
+      .string("consumer_registers", registers_text(facts).c_str())
+      .integer("dq_adders", facts.dq_adders)
+      .integer("shared_bytes", facts.shared_bytes);
+}
+
 // Up to five integers of a tuple; the number there really are, or -1 with a Python error set.
 int read_integers(PyObject* tuple, int64_t (&values)[5]) {
   Py_ssize_t const count = PyTuple_Size(tuple);
@@ -174,6 +212,30 @@ PyObject* py_check_forward(PyObject*, PyObject* args, PyObject* kwargs) {
   return PyUnicode_FromString(check_forward(call).c_str());
 }
 
+PyObject* py_check_backward(PyObject*, PyObject* args, PyObject* kwargs) {
+  static char const* const names[] = {"dout", "dlse",          "q",      "k",    "v", "out",
+                                      "lse",  "softmax_scale", "causal", nullptr};
+  PyObject *dout, *dlse, *q, *k, *v, *out, *lse;
+  int causal;
+  BackwardCall call;
+  ForwardCall& forward = call.forward;
+  forward.is_backward = true;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOdp", const_cast<char**>(names), &dout,
+                                   &dlse, &q, &k, &v, &out, &lse, &forward.softmax_scale,
+                                   &causal)) {
+    return nullptr;
+  }
+  call.has_dlse = dlse != Py_None;
+  if (!read_tensor(q, forward.q) || !read_tensor(k, forward.k) || !read_tensor(v, forward.v) ||
+      !read_tensor(dout, call.dout) || !read_tensor(out, call.out) || !read_tensor(lse, call.lse)) {
+    return nullptr;
+  }
+  if (call.has_dlse && !read_tensor(dlse, call.dlse)) {
+    return nullptr;
+  }
+  return PyUnicode_FromString(check_backward(call, causal).c_str());
+}
+
 // A CUDA tensor of these sizes. Of its strides only the last one matters to the checks.
 TensorMeta describe(char const* dtype, int64_t batch, int64_t rows, int64_t heads,
                     int64_t head_dim) {
@@ -189,7 +251,7 @@ TensorMeta describe(char const* dtype, int64_t batch, int64_t rows, int64_t head
   return meta;
 }
 
-std::string problem_error(FwdProblem const& problem, char const* dtype) {
+std::string size_error(FwdProblem const& problem) {
   int const smallest = std::min(
       {problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.head_dim});
   if (smallest < 0) {
@@ -198,13 +260,37 @@ std::string problem_error(FwdProblem const& problem, char const* dtype) {
   if (problem.device.sm_count < 1) {
     return error_text("explain", "sm_count to be 1 or more", text(problem.device.sm_count));
   }
+  return {};
+}
+
+ForwardCall call_of(FwdProblem const& problem, char const* dtype) {
   ForwardCall call;
   call.q = describe(dtype, problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim);
   call.k = describe(dtype, problem.batch, problem.seqlen_k, problem.heads_k, problem.head_dim);
   call.v = describe(dtype, problem.batch, problem.seqlen_k, problem.heads_k, problem.head_dim_v);
   call.sm_margin = problem.sm_margin;
   call.sm_count = problem.device.sm_count;
-  return check_forward(call);
+  return call;
+}
+
+std::string problem_error(FwdProblem const& problem, char const* dtype) {
+  std::string const error = size_error(problem);
+  return error.empty() ? check_forward(call_of(problem, dtype)) : error;
+}
+
+std::string backward_problem_error(FwdProblem const& problem, char const* dtype) {
+  std::string const error = size_error(problem);
+  if (!error.empty()) {
+    return error;
+  }
+  BackwardCall call;
+  call.forward = call_of(problem, dtype);
+  call.forward.is_backward = true;
+  call.out = describe(dtype, problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v);
+  call.dout = call.out;
+  call.lse = describe("float32", problem.batch, problem.heads_q, problem.seqlen_q, 0);
+  call.lse.rank = 3;
+  return check_backward(call, problem.causal);
 }
 
 PyObject* plan_dict(FwdProblem const& problem) {
@@ -247,11 +333,59 @@ PyObject* py_plan_forward(PyObject*, PyObject* args, PyObject* kwargs) {
   return error.empty() ? plan_dict(p) : DictBuilder().string("reason", error.c_str()).finish();
 }
 
-PyObject* py_variants(PyObject*, PyObject*) {
+// Nothing is launched for an empty problem.
+BwdPlan plan_any_backward(FwdProblem const& p) {
+  bool const is_empty = p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0;
+  return is_empty ? BwdPlan{find_backward_variant(p.dtype, p.causal, p.head_dim), {}}
+                  : plan_backward(p);
+}
+
+PyObject* backward_plan_dict(FwdProblem const& problem) {
+  BwdPlan const plan = plan_any_backward(problem);
+  BwdSchedule const& schedule = plan.schedule;
+  DictBuilder dict;
+  add_backward_variant(dict, plan.variant);
+  dict.integer("m_tiles", schedule.m_tiles)
+      .integer("n_tiles", schedule.n_tiles)
+      .integer("section_pairs", schedule.section_pairs)
+      .integer("grid", schedule.grid)
+      .integer("rows", schedule.rows)
+      .integer("lse_bytes", schedule.rows * int64_t(sizeof(float)))
+      .integer("delta_bytes", schedule.rows * int64_t(sizeof(float)))
+      .integer("dq_bytes", schedule.dq_floats * int64_t(sizeof(float)))
+      .integer("flags_bytes", schedule.flags * int64_t(sizeof(int)));
+  return dict.finish();
+}
+
+PyObject* py_plan_backward(PyObject*, PyObject* args, PyObject* kwargs) {
+  static char const* const names[] = {
+      "dtype",      "batch",  "seqlen_q", "seqlen_k", "heads_q",       "heads_k", "head_dim",
+      "head_dim_v", "causal", "sm_count", "l2_bytes", "deterministic", nullptr};
+  char const* dtype;
+  int causal;
+  int deterministic = 0;
+  long long l2_bytes;
+  FwdProblem p;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "siiiiiiipiL|p", const_cast<char**>(names), &dtype,
+                                   &p.batch, &p.seqlen_q, &p.seqlen_k, &p.heads_q, &p.heads_k,
+                                   &p.head_dim, &p.head_dim_v, &causal, &p.device.sm_count,
+                                   &l2_bytes, &deterministic)) {
+    return nullptr;
+  }
+  p.dtype = dtype_from_name(dtype);
+  p.causal = causal;
+  p.deterministic = deterministic;
+  p.device.l2_bytes = l2_bytes;
+  std::string const error = backward_problem_error(p, dtype);
+  return error.empty() ? backward_plan_dict(p)
+                       : DictBuilder().string("reason", error.c_str()).finish();
+}
+
+PyObject* list_variants(int count, void (*add)(DictBuilder&, int)) {
   PyObject* list = PyList_New(0);
-  for (int i = 0; i < kFwdVariantCount; ++i) {
+  for (int i = 0; i < count; ++i) {
     DictBuilder builder;
-    add_variant(builder, i);
+    add(builder, i);
     PyObject* dict = builder.finish();
     if (!list || !dict || PyList_Append(list, dict) != 0) {
       Py_CLEAR(list);
@@ -261,17 +395,30 @@ PyObject* py_variants(PyObject*, PyObject*) {
   return list;
 }
 
+PyObject* py_variants(PyObject*, PyObject*) {
+  return list_variants(kFwdVariantCount, &add_variant);
+}
+
+PyObject* py_backward_variants(PyObject*, PyObject*) {
+  return list_variants(int(std::size(kBwdVariants)), &add_backward_variant);
+}
+
 template <class Function>
 PyCFunction method(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-PyMethodDef methods[] = {{"check_forward", method(py_check_forward), METH_VARARGS | METH_KEYWORDS,
-                          "Error text of a call; empty if fine."},
-                         {"plan_forward", method(py_plan_forward), METH_VARARGS | METH_KEYWORDS,
-                          "How a forward problem would be run."},
-                         {"variants", py_variants, METH_NOARGS, "Facts of every forward variant."},
-                         {nullptr, nullptr, 0, nullptr}};
+constexpr int kKeywords = METH_VARARGS | METH_KEYWORDS;
+
+PyMethodDef methods[] = {
+    {"check_forward", method(py_check_forward), kKeywords, "Error text of a call; empty if fine."},
+    {"check_backward", method(py_check_backward), kKeywords,
+     "Error text of a call of the backward; empty if fine."},
+    {"plan_forward", method(py_plan_forward), kKeywords, "How a forward problem would be run."},
+    {"plan_backward", method(py_plan_backward), kKeywords, "How its gradients would be computed."},
+    {"variants", py_variants, METH_NOARGS, "Facts of every forward variant."},
+    {"backward_variants", py_backward_variants, METH_NOARGS, "Facts of every backward variant."},
+    {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT,
                       "flash_attn3._plan",

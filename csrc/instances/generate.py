@@ -4,6 +4,7 @@
     fwd_built.inc        whether each variant is in this build
     fwd_registry.inc     the launchers, index-parallel with that table; nullptr: not built
     forward_<Tile>.cu    one compile unit per tile: a further variant of a tile costs seconds
+    bwd_variants.h ...   the same of the backward
     wgmma_shapes.h       shapes of products that CuTe does not offer (generate_wgmma_shapes.py)
 
 FLASH_ATTN3_VARIANTS builds a subset: a comma list of glob patterns on names, such as
@@ -14,20 +15,41 @@ import fnmatch
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 _HERE = Path(__file__).parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent / 'device')]
 import generate_wgmma_shapes  # noqa: E402
-from variants import FORWARD, ForwardVariant  # noqa: E402
+from variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant  # noqa: E402
+
+Variant = ForwardVariant | BackwardVariant
 
 _DTYPES = {'Fp16': 'kFloat16', 'Bf16': 'kBFloat16'}
 _MASKS = {'Full': 'kFull', 'Causal': 'kCausal'}
 _BANNER = '// Written by csrc/instances/generate.py from variants.py.'
-_LAUNCH_ARGUMENTS = '(FwdParams const& params, void* stream)'
 
 
-def select(variants: Sequence[ForwardVariant], patterns: str) -> list[ForwardVariant]:
+@dataclass(frozen=True)
+class Family:
+    """The variants of one kernel, and how C++ names what belongs to it."""
+    variants: Sequence[Variant]
+    short: str     # of files: fwd
+    long: str      # of units and of the launch function: forward
+
+    @property
+    def prefix(self) -> str:
+        return self.short.capitalize()
+
+    @property
+    def launch_arguments(self) -> str:
+        return f'({self.prefix}Params const& params, void* stream)'
+
+
+FAMILIES = (Family(FORWARD, 'fwd', 'forward'), Family(BACKWARD, 'bwd', 'backward'))
+
+
+def select(variants: Sequence[Variant], patterns: str) -> list[Variant]:
     """The variants whose names match the comma list of globs; an empty list means all."""
     globs = [pattern.strip() for pattern in patterns.split(',') if pattern.strip()]
     for glob in globs:
@@ -40,46 +62,52 @@ def select(variants: Sequence[ForwardVariant], patterns: str) -> list[ForwardVar
             if not globs or any(fnmatch.fnmatchcase(variant.name, glob) for glob in globs)]
 
 
-def variants_header(variants: Sequence[ForwardVariant]) -> str:
+def variants_header(family: Family) -> str:
     structs = '\n\n'.join(
         f'struct {variant.name} : {variant.tile} {{\n'
         f'  static constexpr char const* kName = "{variant.name}";\n'
         f'  static constexpr Dtype kDtype = Dtype::{_DTYPES[variant.dtype]};\n'
         f'  static constexpr MaskKind kMask = MaskKind::{_MASKS[variant.mask]};\n'
-        f'}};' for variant in variants)
-    rows = '\n'.join(f'    fwd_facts<{variant.name}>("{variant.name}"),' for variant in variants)
+        f'}};' for variant in family.variants)
+    rows = '\n'.join(f'    {family.short}_facts<{variant.name}>("{variant.name}"),'
+                     for variant in family.variants)
     return (f'{_BANNER} Every variant, built or not.\n'
-            f'#pragma once\n\n#include "config/fwd_tiles.h"\n\nnamespace fa3 {{\n\n{structs}\n\n'
-            f'inline constexpr FwdVariantFacts kFwdVariants[] = {{\n{rows}\n}};\n\n'
+            f'#pragma once\n\n#include "config/{family.short}_tiles.h"\n\n'
+            f'namespace fa3 {{\n\n{structs}\n\n'
+            f'inline constexpr {family.prefix}VariantFacts k{family.prefix}Variants[] = '
+            f'{{\n{rows}\n}};\n\n'
             f'}}  // namespace fa3\n')
 
 
-def built_flags(variants: Sequence[ForwardVariant], built: Sequence[ForwardVariant]) -> str:
+def built_flags(family: Family, built: Sequence[Variant]) -> str:
     rows = '\n'.join(f'    {str(variant in built).lower()},  // {variant.name}'
-                     for variant in variants)
-    return (f'{_BANNER} Index-parallel with kFwdVariants.\nnamespace fa3 {{\n\n'
-            f'inline constexpr bool kFwdBuilt[] = {{\n{rows}\n}};\n\n'
+                     for variant in family.variants)
+    return (f'{_BANNER} Index-parallel with k{family.prefix}Variants.\nnamespace fa3 {{\n\n'
+            f'inline constexpr bool k{family.prefix}Built[] = {{\n{rows}\n}};\n\n'
             f'}}  // namespace fa3\n')
 
 
-def registry(variants: Sequence[ForwardVariant], built: Sequence[ForwardVariant]) -> str:
-    declarations = '\n'.join(f'void launch_{variant.name}{_LAUNCH_ARGUMENTS};' for variant in built)
+def registry(family: Family, built: Sequence[Variant]) -> str:
+    declarations = '\n'.join(f'void launch_{variant.name}{family.launch_arguments};'
+                             for variant in family.variants if variant in built)
     rows = '\n'.join(
         f'    &launch_{variant.name},' if variant in built else f'    nullptr,  // {variant.name}'
-        for variant in variants)
-    return (f'{_BANNER} Index-parallel with kFwdVariants; nullptr: not built.\n'
+        for variant in family.variants)
+    prefix = family.prefix
+    return (f'{_BANNER} Index-parallel with k{prefix}Variants; nullptr: not built.\n'
             f'#include "core/problem.h"\n\nnamespace fa3 {{\n\n{declarations}\n\n'
-            f'using FwdLaunch = void (*){_LAUNCH_ARGUMENTS};\n\n'
-            f'inline constexpr FwdLaunch kFwdLaunchers[] = {{\n{rows}\n}};\n\n'
+            f'using {prefix}Launch = void (*){family.launch_arguments};\n\n'
+            f'inline constexpr {prefix}Launch k{prefix}Launchers[] = {{\n{rows}\n}};\n\n'
             f'}}  // namespace fa3\n')
 
 
-def unit(tile: str, built: Sequence[ForwardVariant]) -> str:
+def unit(family: Family, tile: str, built: Sequence[Variant]) -> str:
     functions = '\n\n'.join(
-        f'void launch_{variant.name}{_LAUNCH_ARGUMENTS} {{\n'
-        f'  launch_forward<{variant.name}>(params, stream);\n'
+        f'void launch_{variant.name}{family.launch_arguments} {{\n'
+        f'  launch_{family.long}<{variant.name}>(params, stream);\n'
         f'}}' for variant in built if variant.tile == tile)
-    return (f'{_BANNER}\n#include "forward/launch.h"\n#include "fwd_variants.h"\n\n'
+    return (f'{_BANNER}\n#include "{family.long}/launch.h"\n'
+            f'#include "{family.short}_variants.h"\n\n'
             f'namespace fa3 {{\n\n{functions}\n\n}}  // namespace fa3\n')
 
 
@@ -88,22 +116,25 @@ def _write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def generate(folder: Path, patterns: str = '') -> list[Path]:
-    """Writes the files and gives the compile units; a unit of an earlier selection is removed."""
-    built = select(FORWARD, patterns)
-    units = {folder / f'forward_{tile}.cu': unit(tile, built)
-             for tile in dict.fromkeys(variant.tile for variant in built)}
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in set(folder.glob('forward_*.cu')) - set(units):
+def _generate_family(folder: Path, family: Family, built: Sequence[Variant]) -> list[Path]:
+    tiles = dict.fromkeys(variant.tile for variant in family.variants if variant in built)
+    units = {folder / f'{family.long}_{tile}.cu': unit(family, tile, built) for tile in tiles}
+    for stale in set(folder.glob(f'{family.long}_*.cu')) - set(units):
         stale.unlink()
-    _write_if_changed(folder / 'fwd_variants.h', variants_header(FORWARD))
-    _write_if_changed(folder / 'wgmma_shapes.h',
-                      generate_wgmma_shapes.header())
-    _write_if_changed(folder / 'fwd_built.inc', built_flags(FORWARD, built))
-    _write_if_changed(folder / 'fwd_registry.inc', registry(FORWARD, built))
+    _write_if_changed(folder / f'{family.short}_variants.h', variants_header(family))
+    _write_if_changed(folder / f'{family.short}_built.inc', built_flags(family, built))
+    _write_if_changed(folder / f'{family.short}_registry.inc', registry(family, built))
     for path, text in units.items():
         _write_if_changed(path, text)
     return list(units)
+
+
+def generate(folder: Path, patterns: str = '') -> list[Path]:
+    """Writes the files and gives the compile units; a unit of an earlier selection is removed."""
+    built = select([variant for family in FAMILIES for variant in family.variants], patterns)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_if_changed(folder / 'wgmma_shapes.h', generate_wgmma_shapes.header())
+    return [path for family in FAMILIES for path in _generate_family(folder, family, built)]
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """The only list of what is built: one row a variant (generate.py turns it into C++).
 
-A variant is a tile of csrc/config/fwd_tiles.h for one dtype and one mask. Everything else (lengths,
-strides, heads, GQA packing, scale) is a run-time value. Variants of one tile share a compile unit.
+A variant is a tile of csrc/config/fwd_tiles.h or bwd_tiles.h for one dtype and one mask. Everything
+else (lengths, strides, heads, GQA packing, scale) is a run-time value. Variants of one tile share a
+compile unit.
 """
 from dataclasses import dataclass
 
@@ -41,3 +42,21 @@ def _forward_variants() -> list[ForwardVariant]:
 
 
 FORWARD = _forward_variants()
+
+
+@dataclass(frozen=True)
+class BackwardVariant:
+    tile: str     # struct in csrc/config/bwd_tiles.h
+    dtype: str    # 'Fp16' or 'Bf16'
+    mask: str     # 'Full' or 'Causal'
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        """The C++ struct: BwdBf16D128Causal."""
+        return f'Bwd{self.dtype}D{self.head_dim}{self.mask}'
+
+
+BACKWARD = [BackwardVariant(f'BwdTileD{head_dim}', dtype, mask, head_dim)
+            for head_dim in (64, 96, 128, 192, 256)
+            for mask in ('Full', 'Causal') for dtype in ('Bf16', 'Fp16')]

@@ -16,7 +16,14 @@ class BoxedStack {
 
   OwnedTensor tensor() { return OwnedTensor(reinterpret_cast<AtenTensorHandle>(*next_++)); }
   int64_t integer() { return std::bit_cast<int64_t>(*next_++); }
+  double real() { return std::bit_cast<double>(*next_++); }
   bool flag() { return *next_++ != 0; }
+
+  // Null when there is none.
+  OwnedTensor optional_tensor() {
+    auto const value = optional();
+    return OwnedTensor(value ? reinterpret_cast<AtenTensorHandle>(*value) : nullptr);
+  }
 
   // float? softmax_scale
   std::optional<double> optional_real() {

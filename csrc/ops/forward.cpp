@@ -12,11 +12,10 @@
 #include "dispatch/device_info.h"
 #include "dispatch/plan.h"
 #include "dispatch/registry.h"
-#include "dispatch/text.h"
-#include "dispatch/tma_rules.h"
 #include "fwd_built.inc"
 #include "fwd_registry.inc"
 #include "ops/boxed_stack.h"
+#include "ops/cuda_call.h"
 #include "ops/library.h"
 
 namespace fa3 {
@@ -41,28 +40,6 @@ ForwardArguments read_arguments(StableIValue* stack, bool has_out) {
       args.optional_real(), args.flag(),   args.pack_gqa(), args.integer()};
 }
 
-// Makes q's device the current one, and goes back.
-class DeviceGuard {
- public:
-  explicit DeviceGuard(int device) {
-    int32_t current = -1;
-    require(aoti_torch_get_current_device_index(&current), "read the current device");
-    if (current != device) {
-      require(aoti_torch_create_device_guard(device, &guard_), "change the current device");
-    }
-  }
-  ~DeviceGuard() {
-    if (guard_) {
-      aoti_torch_delete_device_guard(guard_);
-    }
-  }
-  DeviceGuard(DeviceGuard const&) = delete;
-  DeviceGuard& operator=(DeviceGuard const&) = delete;
-
- private:
-  DeviceGuardHandle guard_ = nullptr;
-};
-
 // head_dim ** -0.5, if none was given.
 double softmax_scale(ForwardArguments const& args, TensorMeta const& q) {
   return args.softmax_scale ? *args.softmax_scale : 1 / std::sqrt(double(q.size[3]));
@@ -80,13 +57,6 @@ ForwardCall describe_call(ForwardArguments const& args) {
   call.softmax_scale = softmax_scale(args, call.q);
   call.sm_margin = args.sm_margin;
   return call;
-}
-
-void check(ForwardCall const& call) {
-  std::string const error = check_forward(call);
-  if (!error.empty()) {
-    throw std::runtime_error(error);
-  }
 }
 
 FwdProblem problem_of(ForwardCall const& call, ForwardArguments const& args,
@@ -107,22 +77,6 @@ FwdProblem problem_of(ForwardCall const& call, ForwardArguments const& args,
   return problem;
 }
 
-TensorView view(TensorMeta const& meta) {
-  return TensorView{reinterpret_cast<void*>(meta.address), meta.stride[0], meta.stride[1],
-                    meta.stride[2]};
-}
-
-// The tensor as the kernel reads it. A tensor that TMA cannot address is replaced by a copy, which
-// `args` keeps until the launch; the caching allocator then hands its memory to later work of the
-// same stream only.
-TensorView readable(OwnedTensor& tensor, TensorMeta const& meta) {
-  if (tma_can_address(meta)) {
-    return view(meta);
-  }
-  tensor = packed_copy(tensor, meta);
-  return view(describe(tensor));
-}
-
 // The launcher of the variant that the plan picked, and the schedule.
 FwdLaunch plan_launch(FwdParams& params) {
   FwdPlan const plan = plan_forward(params.problem);
@@ -134,12 +88,16 @@ FwdLaunch plan_launch(FwdParams& params) {
   return launcher;
 }
 
+// As errors name it.
+char const* op_of(ForwardCall const& call) { return call.has_out ? "fwd_out" : "fwd"; }
+
 // Fills params.o and launches. An output that TMA cannot address is written through a temporary.
-void launch(FwdLaunch launcher, FwdParams& params, OwnedTensor const& out, int device) {
+void launch(char const* op, FwdLaunch launcher, FwdParams& params, OwnedTensor const& out) {
   TensorMeta meta = describe(out);
+  int const device = meta.device_index;
   OwnedTensor temporary;
   if (!tma_can_address(meta)) {
-    temporary = allocate(meta.size, meta.rank, meta.dtype, device);
+    temporary = allocate(op, meta.size, meta.rank, meta.dtype, device);
     meta = describe(temporary);
   }
   params.o = view(meta);
@@ -156,10 +114,11 @@ void launch(FwdLaunch launcher, FwdParams& params, OwnedTensor const& out, int d
 // it: an allocation costs a tenth of the host time of a call.
 OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
   ForwardCall call = describe_call(args);
+  char const* const op = op_of(call);
   int const device = call.q.device_index;
   DeviceInfo const info = call.q.device == DeviceType::kCuda ? device_info(device) : DeviceInfo{};
   call.sm_count = info.sm_count;
-  check(call);
+  throw_if(check_forward(call));
 
   FwdParams params;
   params.problem = problem_of(call, args, info);
@@ -169,9 +128,9 @@ OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
   int64_t const out_size[] = {q_size[0], q_size[1], q_size[2], call.v.size[3]};
   int64_t const lse_size[] = {q_size[0], q_size[2], q_size[1]};
   if (!args.out) {
-    args.out = allocate(out_size, 4, call.q.dtype, device);
+    args.out = allocate(op, out_size, 4, call.q.dtype, device);
   }
-  OwnedTensor lse = wants_lse ? allocate(lse_size, 3, Dtype::kFloat32, device) : OwnedTensor();
+  OwnedTensor lse = wants_lse ? allocate(op, lse_size, 3, Dtype::kFloat32, device) : OwnedTensor();
   if (params.schedule.tiles == 0) {
     return lse;
   }
@@ -182,23 +141,13 @@ OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
     }
     return lse;
   }
-  params.q = readable(args.q, call.q);
-  params.k = readable(args.k, call.k);
-  params.v = readable(args.v, call.v);
+  params.q = readable(op, args.q, call.q);
+  params.k = readable(op, args.k, call.k);
+  params.v = readable(op, args.v, call.v);
   params.lse = lse ? static_cast<float*>(mutable_data(lse)) : nullptr;
   params.softmax_scale = float(call.softmax_scale);
-  launch(launcher, params, args.out, device);
+  launch(op, launcher, params, args.out);
   return lse;
-}
-
-void expect_counts(uint64_t num_args, uint64_t wanted_args, uint64_t num_outputs,
-                   uint64_t wanted_outputs) {
-  if (num_args != wanted_args || num_outputs != wanted_outputs) {
-    throw std::runtime_error(error_text(
-        "fwd", text("a schema with ", wanted_args, " arguments and ", wanted_outputs, " results"),
-        text(num_args, " and ", num_outputs),
-        "_C.abi3.so and the Python files are of different versions: reinstall"));
-  }
 }
 
 // What all ops of this file do. The results, in order: out unless it was given, the LSE if wanted.
@@ -216,22 +165,27 @@ void run_boxed(StableIValue* stack, bool has_out, bool wants_lse) {
 }  // namespace
 
 void fwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_counts(num_args, 7, num_outputs, 2);
+  expect_schema("fwd", {num_args, num_outputs}, {7, 2});
+  run_boxed(stack, /*has_out=*/false, /*wants_lse=*/true);
+}
+
+void fwd_traced_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  expect_schema("fwd", {num_args, num_outputs}, {8, 2});
   run_boxed(stack, /*has_out=*/false, /*wants_lse=*/true);
 }
 
 void fwd_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_counts(num_args, 7, num_outputs, 1);
+  expect_schema("fwd", {num_args, num_outputs}, {7, 1});
   run_boxed(stack, /*has_out=*/false, /*wants_lse=*/false);
 }
 
 void fwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_counts(num_args, 8, num_outputs, 1);
+  expect_schema("fwd", {num_args, num_outputs}, {8, 1});
   run_boxed(stack, /*has_out=*/true, /*wants_lse=*/true);
 }
 
 void fwd_out_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_counts(num_args, 8, num_outputs, 0);
+  expect_schema("fwd", {num_args, num_outputs}, {8, 0});
   run_boxed(stack, /*has_out=*/true, /*wants_lse=*/false);
 }
 

@@ -10,12 +10,16 @@ namespace fa3 {
 // Boxed ops: the stack brings the arguments of the schema in flash_attn3/_library.py and takes the
 // results. fwd(q, k, v, softmax_scale, causal, pack_gqa, sm_margin) -> (out, lse)
 void fwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
-// The same -> out
+// The same with deterministic behind the others, which is for the gradients.
+void fwd_traced_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// fwd(q, k, v, softmax_scale, causal, pack_gqa, sm_margin) -> out
 void fwd_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 // fwd_out(q, k, v, out, softmax_scale, causal, pack_gqa, sm_margin) -> lse
 void fwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 // The same -> nothing
 void fwd_out_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// bwd(dout, dlse, q, k, v, out, lse, softmax_scale, causal, deterministic) -> (dq, dk, dv)
+void bwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
 // Empty when the driver that is installed can run this library, and where there is none; else what
 // is wrong with it. Does not initialise CUDA.

@@ -5,11 +5,12 @@
 #include "ops/library.h"
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
-  m.impl("fwd", &fa3::fwd_boxed);
+  m.impl("fwd", &fa3::fwd_traced_boxed);
   m.impl("_fwd", &fa3::fwd_boxed);
   m.impl("_fwd_no_lse", &fa3::fwd_no_lse_boxed);
   m.impl("fwd_out", &fa3::fwd_out_boxed);
   m.impl("fwd_out_no_lse", &fa3::fwd_out_no_lse_boxed);
+  m.impl("bwd", &fa3::bwd_boxed);
 }
 
 // For Python's ctypes: current_driver_problem(). The text stays valid.

@@ -113,7 +113,7 @@ TensorMeta describe(OwnedTensor const& tensor) {
   return meta;
 }
 
-OwnedTensor allocate(int64_t const* sizes, int rank, Dtype dtype, int device) {
+OwnedTensor allocate(char const* op, int64_t const* sizes, int rank, Dtype dtype, int device) {
   int64_t strides[5];
   int64_t elements = 1;
   for (int i = rank - 1; i >= 0; --i) {
@@ -125,15 +125,14 @@ OwnedTensor allocate(int64_t const* sizes, int rank, Dtype dtype, int device) {
   if (aoti_torch_empty_strided(rank, sizes, strides, code, aoti_torch_device_type_cuda(), device,
                                &handle) != AOTI_TORCH_SUCCESS) {
     int64_t const bytes = elements * int64_t(aoti_torch_dtype_element_size(code));
-    throw std::runtime_error(text("flash_attn3.fwd: expected room for ", bytes,
-                                  " bytes on cuda:", device,
-                                  ", got CUDA out of memory. PyTorch's own message is on stderr"));
+    throw std::runtime_error(error_text(op, text("room for ", bytes, " bytes on cuda:", device),
+                                        "CUDA out of memory. PyTorch's own message is on stderr"));
   }
   return OwnedTensor(handle);
 }
 
-OwnedTensor packed_copy(OwnedTensor const& source, TensorMeta const& meta) {
-  OwnedTensor copy = allocate(meta.size, meta.rank, meta.dtype, meta.device_index);
+OwnedTensor packed_copy(char const* op, OwnedTensor const& source, TensorMeta const& meta) {
+  OwnedTensor copy = allocate(op, meta.size, meta.rank, meta.dtype, meta.device_index);
   require(aoti_torch_copy_(copy.get(), source.get(), /*non_blocking=*/0), "copy a tensor");
   return copy;
 }

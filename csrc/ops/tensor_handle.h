@@ -27,11 +27,11 @@ void require(AOTITorchError error, char const* what);
 TensorMeta describe(OwnedTensor const& tensor);
 
 // A new contiguous CUDA tensor (float16, bfloat16 or float32); throws with the number of bytes when
-// memory runs out.
-OwnedTensor allocate(int64_t const* sizes, int rank, Dtype dtype, int device);
+// memory runs out. `op` is named then: what the user called.
+OwnedTensor allocate(char const* op, int64_t const* sizes, int rank, Dtype dtype, int device);
 
 // A contiguous copy of a CUDA tensor.
-OwnedTensor packed_copy(OwnedTensor const& source, TensorMeta const& meta);
+OwnedTensor packed_copy(char const* op, OwnedTensor const& source, TensorMeta const& meta);
 
 // The address for writing.
 void* mutable_data(OwnedTensor const& tensor);

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import ab, bench_forward, harness, plot_peers, shapes
+from benchmarks import ab, bench_forward, harness, shapes
 from flash_attn3 import _measure, bench
 from flash_attn3._measure import Figure, Shape, Turn
 
@@ -372,55 +372,6 @@ def test_an_interrupted_run_keeps_its_cells(tmp_path, monkeypatch):
     assert [Shape(**cell['shape']) for cell in record['cells']] == done == shapes.tiny()[:2]
     assert record['summary']['cells'] == 2
     assert bench_forward.markdown(record).count('\n| fp32 ') == 2
-
-
-# ------------------------------------------------------------------------ benchmarks.plot_peers
-def peer_record(group: str, peer: str, seqlen: int, rate: float, **facts) -> dict:
-    cell = dict(D=64, mask='causal', S=seqlen)
-    return dict(dict(section='fwd', group=group, cell=cell, peer=peer, rate=rate, wrong=False),
-                **facts)
-
-
-PEER_RECORDS = [
-    peer_record('main', 'ours', 512, 300.0), peer_record('main', 'fa3', 512, 250.0),
-    peer_record('main', 'triton', 512, 900.0, wrong=True),
-    peer_record('other', 'ours', 512, 240.0), peer_record('other', 'cudnn_fe', 512, 300.0),
-    peer_record('main', 'ours', 1024, 500.0), peer_record('main', 'fa3', 1024, 400.0),
-    dict(section='fwd', group='main', cell=dict(D=64, mask='full', S=512), peer='fa3', na='no'),
-    peer_record('main', 'fa3', 512, 9000.0, section='gqa')]
-
-
-def test_peers_are_compared_within_their_group(tmp_path, capsys):
-    path = tmp_path / '2026-01-02_abcdef0_yardstick.json'
-    path.write_text(json.dumps(dict(records=PEER_RECORDS)))
-    assert plot_peers.main([str(path)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        '| D, mask | S = 512 | S = 1024 |', '|---|---|---|',
-        '| 64, causal | 0.800 cuDNN fe | 1.250 FA3 |', '',
-        'Geometric mean 1.000 over 2 cells, worst 0.800 (D = 64, causal, S = 512, cuDNN fe).']
-    assert path.with_suffix('.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
-
-
-def test_a_file_without_forward_figures_is_refused(tmp_path, capsys):
-    path = tmp_path / '2026-01-02_abcdef0_yardstick.json'
-    path.write_text(json.dumps(dict(records=PEER_RECORDS[-2:])))
-    assert plot_peers.main([str(path)]) == 1
-    assert 'expected a forward section' in capsys.readouterr().err
-    assert not path.with_suffix('.png').exists()
-
-
-@pytest.mark.parametrize('name, cells', [('yardstick', 36), ('yardstick_d96_d192', 24)])
-def test_the_tables_of_the_readme_are_those_of_their_files(name, cells):
-    path = harness.RESULTS / f'2026-11-21_3a9301cae4_{name}.json'
-    record = json.loads(path.read_text())
-    points = plot_peers.read_points(record)
-    ratios = [ratio for ratio, _ in plot_peers.best_peers(points).values()]
-    expected = record['ratios']['fwd']
-    assert len(ratios) == expected['cells'] == cells
-    assert _measure.geometric_mean(ratios) == pytest.approx(expected['geometric_mean'])
-    assert min(ratios) == pytest.approx(expected['worst'])
-    table = plot_peers.markdown(points).split('\n\n')[0]
-    assert table in (harness.ROOT / 'README.md').read_text()
 
 
 # ------------------------------------------------------------------------ benchmarks.ab

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from csrc.instances.variants import FORWARD, ForwardVariant
+from csrc.instances.variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant
 from flash_attn3 import _plan
+from tests import _host
+from tests.cpu.test_smem_budget import registers_of_warpgroups
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / 'flash_attn3' / '_C.abi3.so'
@@ -29,24 +31,33 @@ MOST_SPILLED_BYTES = 16
 HGMMA = re.compile(r'\bHGMMA\.64x(\d+)x16\.F32(\.BF16)?\b')
 LOCAL_MEMORY = re.compile(r'\b(LDL|STL)\b')
 PER_VARIANT = pytest.mark.parametrize('variant', FORWARD, ids=lambda variant: variant.name)
+PER_BACKWARD = pytest.mark.parametrize('variant', BACKWARD, ids=lambda variant: variant.name)
+PER_ANY = pytest.mark.parametrize('variant', FORWARD + BACKWARD, ids=lambda variant: variant.name)
+Variant = ForwardVariant | BackwardVariant
+# The kernels of a variant of the backward, the main one first.
+BACKWARD_KERNELS = ('backward', 'backward_preprocess', 'backward_postprocess')
 
 
-def log_of(variant: ForwardVariant) -> str:
-    path = ROOT / 'build' / 'logs' / f'instances_forward_{variant.tile}.log'
+def direction(variant: Variant) -> str:
+    return 'forward' if isinstance(variant, ForwardVariant) else 'backward'
+
+
+def log_of(variant: Variant) -> str:
+    path = ROOT / 'build' / 'logs' / f'instances_{direction(variant)}_{variant.tile}.log'
     assert path.exists(), f'{path} does not exist; hint: make build'
     return path.read_text()
 
 
-def ptxas_lines(variant: ForwardVariant) -> str:
+def ptxas_lines(variant: Variant, kernel: str = '') -> str:
     """What ptxas says about one kernel: the lines up to the next kernel's."""
     parts = re.split(r'(?=ptxas info\s+: Compiling entry function)', log_of(variant))
-    found = [part for part in parts[1:] if mangled(variant) in part.splitlines()[0]]
+    found = [part for part in parts[1:] if mangled(variant, kernel) in part.splitlines()[0]]
     assert len(found) == 1, f'{variant.name} is not in the log of its unit'
     return found[0]
 
 
-def mangled(variant: ForwardVariant) -> str:
-    return f'forward_kernelINS_{len(variant.name)}{variant.name}E'
+def mangled(variant: Variant, kernel: str = '') -> str:
+    return f'{kernel or direction(variant)}_kernelINS_{len(variant.name)}{variant.name}E'
 
 
 def cuobjdump() -> str:
@@ -73,39 +84,41 @@ def sass() -> dict[str, list[str]]:
     return kernels
 
 
-def sass_of(variant: ForwardVariant) -> list[str]:
-    found = [lines for name, lines in sass().items() if mangled(variant) in name]
+def sass_of(variant: Variant, kernel: str = '') -> list[str]:
+    found = [lines for name, lines in sass().items() if mangled(variant, kernel) in name]
     assert len(found) == 1, f'{variant.name} is not in {LIBRARY.name}; hint: make build'
     return found[0]
 
 
-def facts_of(variant: ForwardVariant) -> dict:
-    return next(facts for facts in _plan.variants() if facts['name'] == variant.name)
+def facts_of(variant: Variant) -> dict:
+    return next(facts for facts in _plan.variants() + _plan.backward_variants()
+                if facts['name'] == variant.name)
 
 
 def test_the_library_has_the_listed_kernels_and_no_others():
-    assert len(sass()) == len(FORWARD)
+    assert len(sass()) == len(FORWARD) + len(BACKWARD_KERNELS) * len(BACKWARD)
 
 
-@PER_VARIANT
-def test_spills(variant: ForwardVariant):
+@PER_ANY
+def test_spills(variant: Variant):
     allowed = SPILLED_BYTES.get(variant.name, 0)
     assert allowed <= MOST_SPILLED_BYTES
-    numbers = re.findall(r'(\d+) bytes (?:stack frame|spill stores|spill loads)',
-                         ptxas_lines(variant))
-    assert len(numbers) == 3 and max(map(int, numbers)) <= allowed
+    for kernel in BACKWARD_KERNELS if direction(variant) == 'backward' else ('forward',):
+        numbers = re.findall(r'(\d+) bytes (?:stack frame|spill stores|spill loads)',
+                             ptxas_lines(variant, kernel))
+        assert len(numbers) == 3 and max(map(int, numbers)) <= allowed
 
 
-@PER_VARIANT
-def test_ptxas_has_no_complaint(variant: ForwardVariant):
+@PER_ANY
+def test_ptxas_has_no_complaint(variant: Variant):
     """Serialised wgmma, an ignored setmaxnreg: some fifteen messages, all with these words."""
     for line in log_of(variant).splitlines():
         assert 'Potential Performance Loss' not in line
         assert not line.startswith('ptxas warning')
 
 
-@PER_VARIANT
-def test_no_local_memory_in_the_main_loop(variant: ForwardVariant):
+@PER_ANY
+def test_no_local_memory_in_the_main_loop(variant: Variant):
     lines = sass_of(variant)
     products = [index for index, line in enumerate(lines) if 'HGMMA' in line]
     loop = lines[products[0]:products[-1] + 1]
@@ -148,3 +161,47 @@ def test_registers_after_setmaxnreg(variant: ForwardVariant):
     at_launch = int(re.search(r'Used (\d+) registers', ptxas_lines(variant))[1])
     dealt = producer + facts['consumer_warpgroups'] * consumer
     assert dealt * 128 <= at_launch * facts['threads'] <= 65536
+
+
+# --------------------------------------------------------------------------------------- backward
+@PER_BACKWARD
+def test_instructions_of_the_backward(variant: BackwardVariant):
+    """TMA both ways, dS transposed on its way to shared memory, the order of launches in each of
+    the three kernels. dQ added by bulk copies; in a cluster from registers, four values at a time,
+    and dS sent by bulk copies.
+    """
+    text = '\n'.join(sass_of(variant))
+    by_cluster = {'UBLKRED': False, 'REDG.E.ADD.F32x4': True, 'UBLKCP.S.S': True, 'UCGABAR': True}
+    for name in ('UTMALDG', 'UTMASTG', 'UBLKCP.S.G', 'USETMAXREG.DEALLOC', 'USETMAXREG.TRY_ALLOC',
+                 'SYNCS', 'STSM.16.MT88.4'):
+        assert name in text, f'no {name}'
+    is_cluster = facts_of(variant)['cluster_size'] > 1
+    assert {name: name in text for name in by_cluster} == {
+        name: is_cluster is of_cluster for name, of_cluster in by_cluster.items()}
+    assert not re.search(r'\bHMMA\b', text)
+    for kernel in BACKWARD_KERNELS:
+        text = '\n'.join(sass_of(variant, kernel))
+        assert 'ACQBULK' in text and 'PREEXIT' in text
+
+
+@PER_BACKWARD
+def test_products_of_the_backward(variant: BackwardVariant):
+    """dK and dV have the head dim as columns, or half of it beyond 192 (backward/traits.h); S and
+    dP the queries of a step; dQ its share of the head dim. All in the right dtype.
+    """
+    gradient_columns = variant.head_dim // (2 if variant.head_dim > 192 else 1)
+    shapes = HGMMA.findall('\n'.join(sass_of(variant)))
+    tile = _host.backward_tiles[variant.tile]
+    assert {int(columns) for columns, _ in shapes} == {gradient_columns, tile['tile_m'],
+                                                       tile['dq'].columns}
+    assert {bool(bf16) for _, bf16 in shapes} == {variant.dtype == 'Bf16'}
+
+
+@PER_BACKWARD
+def test_registers_of_the_backward(variant: BackwardVariant):
+    facts = facts_of(variant)
+    counts = re.findall(r'USETMAXREG\S*(?: UP\d,)? (0x[0-9a-f]+)', '\n'.join(sass_of(variant)))
+    registers = registers_of_warpgroups(facts)
+    assert {int(count, 16) for count in counts} == set(registers)
+    at_launch = int(re.search(r'Used (\d+) registers', ptxas_lines(variant))[1])
+    assert sum(registers) * 128 <= at_launch * facts['threads'] <= 65536

@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from csrc.instances.variants import BACKWARD as BACKWARD_VARIANTS
 from csrc.instances.variants import FORWARD as FORWARD_VARIANTS
 from flash_attn3 import bench
-from flash_attn3._plan import variants
+from flash_attn3._plan import backward_variants, variants
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ['README.md', 'csrc/README.md', 'csrc/forward/README.md', 'benchmarks/results/README.md']
+PAGES = ['README.md', 'csrc/README.md', 'csrc/forward/README.md', 'csrc/backward/README.md',
+         'benchmarks/results/README.md']
 FORWARD = ROOT / 'csrc/forward/README.md'
+BACKWARD = ROOT / 'csrc/backward/README.md'
 FOLDERS = ('csrc', 'flash_attn3', 'tests', 'benchmarks', 'build_tools', 'third_party', 'examples')
 
 
@@ -48,13 +51,14 @@ def test_paths_exist(name):
 
 
 def test_source_files_named_in_csrc_exist():
-    folders = 'core|config|device|dispatch|forward|host|instances|ops'
-    text = (ROOT / 'csrc/README.md').read_text() + FORWARD.read_text()
+    folders = 'core|config|device|dispatch|forward|backward|host|instances|ops'
+    text = ''.join(page.read_text() for page in (ROOT / 'csrc/README.md', FORWARD, BACKWARD))
     names = re.findall(rf'`(?:csrc/)?((?:{folders})/[\w.]+)`', text)
     assert len(names) > 20
     assert [name for name in names if not (ROOT / 'csrc' / name).exists()] == []
-    local = re.findall(r'`(\w+\.h)`', FORWARD.read_text())
-    assert [name for name in local if not (FORWARD.parent / name).exists()] == []
+    for page in (FORWARD, BACKWARD):
+        local = re.findall(r'`(\w+\.h)`', page.read_text())
+        assert [name for name in local if not (page.parent / name).exists()] == []
 
 
 def test_environment_variables_are_those_that_the_code_reads():
@@ -84,6 +88,28 @@ def test_head_dims_of_the_support_table():
     assert dims == list(range(first, last + 1, step)) and most == last
 
 
+def test_head_dims_with_gradients():
+    """In the support table and, where some have none, under Limits."""
+    largest = max(variant['head_dim'] for variant in backward_variants())
+    has_all = largest == max(variant['head_dim'] for variant in variants())
+    text = table_rows(ROOT / 'README.md', 'feature')['gradients'][0]
+    assert text == ('yes' if has_all else f'head dims up to {largest}')
+    limit = f'Gradients on a Hopper GPU up to head dim {largest};'
+    assert (limit in section(ROOT / 'README.md', 'Limits')) is not has_all
+
+
+def test_shared_memory_of_every_backward_tile():
+    """The last number of a cell is its bytes; their sum is what the variants say."""
+    rows = table_rows(BACKWARD, 'tile')
+    tiles = {variant.name: variant.tile for variant in BACKWARD_VARIANTS}
+    assert set(rows) == set(tiles.values())
+    for variant in backward_variants():
+        sizes, *parts, total = rows[tiles[variant['name']]]
+        assert sizes == f'{variant["tile_m"]} x {variant["tile_n"]}'
+        numbers = [int(re.findall(r'\d+', part)[-1]) for part in parts]
+        assert sum(numbers) == int(total) == variant['shared_bytes']
+
+
 def test_shared_memory_and_registers_of_every_tile():
     text = FORWARD.read_text()
     tile, ring, number = r'^\| `(FwdTile\w+)` ', r'\| .*= (\d+) ', r'\| (\d+) '
@@ -108,10 +134,15 @@ def test_shared_memory_and_registers_of_every_tile():
         assert s + p + o + rest == consumer
 
 
-def test_barrier_table_names_every_barrier():
-    code = (ROOT / 'csrc/forward/storage.h').read_text()
-    mbarriers = set(re.findall(r'Mbarrier (\w+)\[', code))
+def test_barrier_tables_name_every_barrier():
     words = (ROOT / 'csrc/device/barriers.h').read_text()
     named = set(re.findall(r'^  (k\w+) = \d', words, re.MULTILINE))
-    table = set(re.findall(r'^\| `(\w+)', section(FORWARD, 'Barriers'), re.MULTILINE))
-    assert table == mbarriers | named
+    in_tables = set()
+    for page in (FORWARD, BACKWARD):
+        code = (page.parent / 'storage.h').read_text()
+        mbarriers = set(re.findall(r'Mbarrier (\w+)[\[;]', code))
+        cells = re.findall(r'^\| (`[^|]*)\|', section(page, 'Barriers'), re.MULTILINE)
+        table = set(re.findall(r'`(\w+)', ' '.join(cells)))
+        assert table - named == mbarriers
+        in_tables |= table & named
+    assert in_tables == named

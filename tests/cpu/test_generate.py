@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from csrc.instances import generate
-from csrc.instances.variants import FORWARD
+from csrc.instances.variants import BACKWARD, FORWARD
 
 CSRC = Path(generate.__file__).parent.parent
 NAMES = [variant.name for variant in FORWARD]
+BACKWARD_NAMES = [variant.name for variant in BACKWARD]
 
 
 def names(patterns: str) -> list[str]:
@@ -30,6 +31,9 @@ def test_variants_are_distinct_and_their_tiles_exist():
     assert len(set(NAMES)) == len(NAMES)
     tiles = re.findall(r'struct (\w+) : Fwd\w+ \{', (CSRC / 'config/fwd_tiles.h').read_text())
     assert {variant.tile for variant in FORWARD} == set(tiles)
+    assert len(set(BACKWARD_NAMES)) == len(BACKWARD_NAMES)
+    tiles = re.findall(r'struct (\w+) : Bwd\w+ \{', (CSRC / 'config/bwd_tiles.h').read_text())
+    assert {variant.tile for variant in BACKWARD} == set(tiles)
 
 
 @pytest.mark.parametrize(('patterns', 'expected'), [
@@ -49,24 +53,28 @@ def test_a_pattern_without_a_variant_is_an_error_that_lists_the_variants():
         names('FwdBf16D64Full,fwdbf16*')
 
 
-def test_tables_are_index_parallel(tmp_path: Path):
+@pytest.mark.parametrize(('short', 'names'), [('fwd', NAMES), ('bwd', BACKWARD_NAMES)])
+def test_tables_are_index_parallel(tmp_path: Path, short: str, names: list[str]):
     generate.generate(tmp_path, '*D128*')
-    facts = table((tmp_path / 'fwd_variants.h').read_text(), 'kFwdVariants')
-    assert facts == [f'fwd_facts<{name}>("{name}"),' for name in NAMES]
-    built = table((tmp_path / 'fwd_built.inc').read_text(), 'kFwdBuilt')
-    assert built == [f'{str("D128" in name).lower()},  // {name}' for name in NAMES]
-    launchers = table((tmp_path / 'fwd_registry.inc').read_text(), 'kFwdLaunchers')
+    prefix = short.capitalize()
+    facts = table((tmp_path / f'{short}_variants.h').read_text(), f'k{prefix}Variants')
+    assert facts == [f'{short}_facts<{name}>("{name}"),' for name in names]
+    built = table((tmp_path / f'{short}_built.inc').read_text(), f'k{prefix}Built')
+    assert built == [f'{str("D128" in name).lower()},  // {name}' for name in names]
+    launchers = table((tmp_path / f'{short}_registry.inc').read_text(), f'k{prefix}Launchers')
     assert launchers == [f'&launch_{name},' if 'D128' in name else f'nullptr,  // {name}'
-                         for name in NAMES]
+                         for name in names]
 
 
-@pytest.mark.parametrize('patterns', ['', 'FwdBf16D128*'])
+@pytest.mark.parametrize('patterns', ['', 'FwdBf16D128*', 'Bwd*Causal'])
 def test_every_selected_variant_is_launched_by_the_unit_of_its_tile(tmp_path: Path, patterns: str):
     units = generate.generate(tmp_path, patterns)
     launched = {name: path.stem for path in units
-                for name in re.findall(r'launch_forward<(\w+)>', path.read_text())}
-    selected = generate.select(FORWARD, patterns)
-    assert launched == {variant.name: f'forward_{variant.tile}' for variant in selected}
+                for name in re.findall(r'launch_\w+ward<(\w+)>', path.read_text())}
+    selected = generate.select(FORWARD + BACKWARD, patterns)
+    kernels = {'Fwd': 'forward', 'Bwd': 'backward'}
+    assert launched == {variant.name: f'{kernels[variant.name[:3]]}_{variant.tile}'
+                        for variant in selected}
 
 
 def test_only_what_changed_is_written_and_stale_units_go(tmp_path: Path):
@@ -77,16 +85,21 @@ def test_only_what_changed_is_written_and_stale_units_go(tmp_path: Path):
     assert [path.name for path in units] == ['forward_FwdTileD64.cu']
     assert list(tmp_path.glob('*.cu')) == units
     rewritten = {path.name for path in tmp_path.iterdir() if path.stat().st_mtime > 1}
-    assert rewritten == {'fwd_built.inc', 'fwd_registry.inc', 'forward_FwdTileD64.cu'}
+    assert rewritten == {'fwd_built.inc', 'fwd_registry.inc', 'forward_FwdTileD64.cu',
+                         'bwd_built.inc', 'bwd_registry.inc'}
 
 
 def test_the_tables_compile_without_cuda(tmp_path: Path):
-    generate.generate(tmp_path, 'FwdBf16D128Causal')
+    generate.generate(tmp_path, 'FwdBf16D128Causal,BwdFp16D64Full')
     source = tmp_path / 'tables.cpp'
     source.write_text('#include "fwd_variants.h"\n#include "fwd_built.inc"\n'
                       '#include "fwd_registry.inc"\n#include <iterator>\n'
                       f'static_assert(std::size(fa3::kFwdVariants) == {len(NAMES)});\n'
                       f'static_assert(std::size(fa3::kFwdLaunchers) == {len(NAMES)});\n'
-                      f'static_assert(fa3::kFwdBuilt[{NAMES.index("FwdBf16D128Causal")}]);\n')
+                      f'static_assert(fa3::kFwdBuilt[{NAMES.index("FwdBf16D128Causal")}]);\n'
+                      '#include "bwd_variants.h"\n#include "bwd_built.inc"\n'
+                      '#include "bwd_registry.inc"\n'
+                      f'static_assert(std::size(fa3::kBwdLaunchers) == {len(BACKWARD)});\n'
+                      f'static_assert(fa3::kBwdBuilt[{BACKWARD_NAMES.index("BwdFp16D64Full")}]);\n')
     subprocess.run(['g++', '-std=c++20', '-fsyntax-only', f'-I{CSRC}', f'-I{tmp_path}', source],
                    check=True)

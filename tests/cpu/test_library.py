@@ -163,6 +163,21 @@ def test_can_use_asks_for_the_kernel_that_the_call_takes(gpu, monkeypatch):
                 'got a build without it'])
 
 
+def test_can_use_asks_for_the_kernel_of_the_gradients(gpu, monkeypatch):
+    gpu('')
+    tensors = [x.as_subclass(_OnGpu) for x in Case(33, 203, head_dim=64).tensors('cpu')]
+    names = ['FwdBf16D64FullSmall', 'BwdBf16D64Full']
+    monkeypatch.setattr(planning, 'built_variants', lambda: names)
+    assert flash_attn3.can_use(*tensors) == (True, [])
+    tensors[1].requires_grad_()
+    assert flash_attn3.can_use(*tensors) == (True, [])
+    names.remove('BwdBf16D64Full')
+    assert flash_attn3.can_use(*tensors) == (
+        False, ['flash_attn3.can_use: expected the kernel BwdBf16D64Full, got a build without it'])
+    with torch.no_grad():
+        assert flash_attn3.can_use(*tensors) == (True, [])
+
+
 def test_public_names():
     code = 'import flash_attn3; print(sorted(flash_attn3.__all__), flash_attn3.__version__)'
     names, version = output_of(code).rsplit(' ', 1)

@@ -38,12 +38,14 @@ def test_opcheck_fwd_out(dtype, op):
     opcheck(op, (q, k, v, out, *SCALARS))
 
 
+@pytest.mark.parametrize('deterministic', [False, True])
 @pytest.mark.parametrize('with_dlse', [False, True])
-def test_opcheck_bwd(with_dlse):
+def test_opcheck_bwd(with_dlse, deterministic):
     q, k, v = inputs()
     out, lse = OPS.fwd(q, k, v, *SCALARS)
     dlse = torch.randn_like(lse) if with_dlse else None
-    opcheck(OPS.bwd.default, (torch.randn_like(out), dlse, q, k, v, out, lse, 0.3, True))
+    opcheck(OPS.bwd.default,
+            (torch.randn_like(out), dlse, q, k, v, out, lse, 0.3, True, deterministic))
 
 
 def results_of_all_forward_ops(*scalars) -> tuple[list, list]:

@@ -7,18 +7,34 @@ import pytest
 import torch
 
 import flash_attn3
-from flash_attn3 import _library, planning
+from flash_attn3 import _library, _plan, planning
 
 from tests import bad_inputs, sanitize
-from tests.cases import DTYPES, KINDS, SHAPES, SMOKE, Case, Kind
+from tests.cases import DTYPES, GRADIENT_KINDS, KINDS, SHAPES, SMOKE, Case, Kind
 
 SHAPE = (2, 4096, 16, 128)
+NO_GRADIENTS = [head_dim for head_dim in range(8, 257, 8)
+                if head_dim > max(kind.head_dim for kind in GRADIENT_KINDS)]
+
+
+def no_gradients(head_dim: int) -> str:
+    return (f'flash_attn3.bwd: expected a head_dim with a backward kernel, got {head_dim}; hint: '
+            f'use torch.nn.functional.scaled_dot_product_attention where gradients are needed')
 
 
 def explained(capsys, *arguments, **options) -> dict[str, str]:
+    """The rows of the forward."""
     flash_attn3.explain(*arguments, **options)
-    lines = capsys.readouterr().out.splitlines()
-    return {line[:14].strip(): line[15:] for line in lines}
+    return rows_of(capsys.readouterr().out.split('\n\n')[0])
+
+
+def explained_backward(capsys, *arguments, **options) -> dict[str, str]:
+    flash_attn3.explain(*arguments, **options)
+    return rows_of(capsys.readouterr().out.split('\n\n')[1])
+
+
+def rows_of(text: str) -> dict[str, str]:
+    return {line[:14].strip(): line[15:] for line in text.splitlines()}
 
 
 @pytest.mark.parametrize('kind', KINDS, ids=str)
@@ -36,6 +52,77 @@ def test_explain_text(capsys):
                           'padding', 'FLOPs', 'bytes']
     assert rows['variant'].startswith('FwdBf16D128Causal')
     assert rows['grid'] == '132 CTAs'
+
+
+@pytest.mark.parametrize('kind', GRADIENT_KINDS, ids=str)
+def test_explain_names_the_kernel_of_the_gradients(kind, capsys):
+    q, k, v = Case(300, 64, batch=1).of(kind).tensors('cpu')
+    shown = explained_backward(capsys, q, k, v, causal=kind.causal)
+    mask = 'Causal' if kind.causal else 'Full'
+    assert shown['gradients'].split()[0] == f'Bwd{kind.dtype.capitalize()}D{kind.head_dim}{mask}'
+
+
+def test_explain_text_of_the_gradients(capsys):
+    q, k = (2, 1000, 16, 64), (2, 1000, 4, 64)
+    facts = planning.plan_backward(q, k, causal=True)
+    rows = explained_backward(capsys, q, k, causal=True)
+    m_tiles, n_tiles = -(-1000 // facts['tile_m']), -(-1000 // facts['tile_n'])
+    stored_rows = m_tiles * facts['tile_m'] * 16 * 2
+    assert rows == {
+        'gradients': rows['gradients'],
+        'head dim': '64 computed, 64 in shared memory',
+        'tile': f'{facts["tile_n"]} keys of a CTA, {facts["tile_m"]} queries a step',
+        'warpgroups': f'1 producer, {facts["consumer_warpgroups"]} consumers; '
+                      f'{facts["threads"]} threads',
+        'stages': f'{facts["q_stages"]} of Q, {facts["dout_stages"]} of dO',
+        'registers': f'{facts["producer_registers"]} a producer thread, '
+                     f'{facts["consumer_registers"]} a consumer thread',
+        'shared memory': f'{facts["shared_bytes"] / 1024:.0f} KiB of 227',
+        'tiles': f'{n_tiles} along the keys, {m_tiles} along the queries of a head',
+        'grid': f'{n_tiles * 4 * 2} CTAs',
+        'sum of dQ': 'in any order',
+        'workspace': f'{stored_rows * 4 * (2 + 64)} bytes: LSE {4 * stored_rows}, '
+                     f'delta {4 * stored_rows}, dQ {4 * stored_rows * 64}'}
+    assert rows['gradients'].startswith('BwdBf16D64Causal')
+
+
+@pytest.mark.parametrize('head_dim', [136, 200, 256])
+def test_explain_text_of_the_gradients_of_a_cluster(head_dim, capsys):
+    """Two CTAs share a tile of keys; the three consumer warpgroups differ in registers."""
+    shape = (2, 1000, 4, head_dim)
+    facts = planning.plan_backward(shape, shape)
+    rows = explained_backward(capsys, shape, shape)
+    assert rows['tile'] == '128 keys of a cluster of 2 CTAs, 64 queries a step'
+    assert rows['tiles'] == '8 along the keys, 16 along the queries of a head'
+    assert rows['grid'] == f'{8 * 4 * 2 * 2} CTAs'
+    assert rows['stages'] == f'{facts["q_stages"]} of Q, {facts["dout_stages"]} of dO'
+    assert rows['registers'] == (f'24 a producer thread, {facts["consumer_registers"]} a consumer '
+                                 'thread, by warpgroup')
+    assert len(facts['consumer_registers'].split(', ')) == facts['consumer_warpgroups'] == 3
+
+
+def test_explain_text_of_deterministic_gradients(capsys):
+    """By argument, and by PyTorch's setting: a flag for each who adds to a tile, and the ticket."""
+    shape = (2, 1000, 16, 64)
+    facts = planning.plan_backward(shape, shape)
+    flags = -(-1000 // facts['tile_m']) * facts['dq_adders'] * 16 * 2 + 1
+    rows = explained_backward(capsys, shape, shape, deterministic=True)
+    assert rows['sum of dQ'] == 'in a fixed order'
+    assert rows['workspace'].endswith(f', flags {4 * flags}')
+    before = explained_backward(capsys, shape, shape)['workspace']
+    sizes = [int(text.split()[0]) for text in (rows['workspace'], before)]
+    assert sizes[0] - sizes[1] == 4 * flags
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert explained_backward(capsys, shape, shape) == rows
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize('head_dim', NO_GRADIENTS)
+def test_explain_where_there_are_no_gradients(head_dim, capsys):
+    flash_attn3.explain((2, 128, 8, head_dim), (2, 128, 8, head_dim))
+    assert capsys.readouterr().out.split('\n\n')[1] == f'no gradients: {no_gradients(head_dim)}\n'
 
 
 @pytest.mark.parametrize('head_dim, computed, stored', [
@@ -98,12 +185,12 @@ def test_explain_refuses_other_shapes():
 
 def test_command_line(capsys, monkeypatch):
     arguments = '--batch 2 --seqlen-q 1 --seqlen-k 4096 --heads 32 --heads-k 4 --head-dim 64 ' \
-                '--dtype fp16 --causal --pack-gqa no --sm-margin 2'
+                '--dtype fp16 --causal --pack-gqa no --deterministic --sm-margin 2'
     monkeypatch.setattr(sys, 'argv', ['explain', *arguments.split()])
     runpy.run_module('flash_attn3.explain', run_name='__main__')
     printed = capsys.readouterr().out
     planning.explain((2, 1, 32, 64), (2, 4096, 4, 64), causal=True, dtype=torch.float16,
-                     pack_gqa=False, sm_margin=2)
+                     pack_gqa=False, deterministic=True, sm_margin=2)
     assert printed == capsys.readouterr().out
     assert 'FwdFp16D64CausalSmall' in printed.split()
 
@@ -122,12 +209,35 @@ def test_can_use_gives_the_error(bad):
 
 def test_can_use_gives_every_reason():
     arguments = bad_inputs.good_arguments('meta')
-    arguments['q'] = torch.empty(2, 16, 4, 64, device='meta', requires_grad=True)    # float32
+    arguments['q'] = torch.empty(2, 16, 4, 64, device='meta')    # float32
     is_fine, reasons = flash_attn3.can_use(**arguments, causal=True, softcap=30.0, num_splits=4)
     found = [reason.split('expected ')[1].split(',')[0] for reason in reasons]
     assert not is_fine and found == ['softcap to be 0.0', 'num_splits to be 0 or 1',
-                                     'q.dtype to be float16 or bfloat16', 'no gradient',
+                                     'q.dtype to be float16 or bfloat16',
                                      'q on a CUDA device']
+
+
+@pytest.mark.parametrize('head_dim', [8, 64, *NO_GRADIENTS])
+def test_can_use_asks_for_gradients_where_they_are_needed(head_dim):
+    tensors = Case(16, 24, head_dim=head_dim).tensors('cpu')
+    device = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
+    assert flash_attn3.can_use(*tensors) == (False, [device])
+    for x in tensors:
+        x.requires_grad_()
+        missing = [no_gradients(head_dim)] if head_dim in NO_GRADIENTS else []
+        assert flash_attn3.can_use(*tensors) == (False, [*missing, device])
+        with torch.no_grad():
+            assert flash_attn3.can_use(*tensors) == (False, [device])
+        x.requires_grad_(False)
+
+
+def test_can_use_says_that_out_takes_no_gradients():
+    arguments = bad_inputs.good_arguments('cpu')
+    arguments['out'] = torch.empty_like(arguments['q'])
+    arguments['k'].requires_grad_()
+    assert flash_attn3.can_use(**arguments)[1][0].startswith(
+        'flash_attn3.flash_attn_func: expected no gradient together with out=, got '
+        'requires_grad=True of k; hint: ')
 
 
 def test_can_use_refuses_unknown_arguments():
@@ -137,7 +247,8 @@ def test_can_use_refuses_unknown_arguments():
 
 def test_built_variants(monkeypatch):
     monkeypatch.setattr(_library, 'KERNELS_MISSING', '')
-    built = {facts['name'] for kind in KINDS for facts in kind.variants() if facts['built']}
+    built = {facts['name'] for kind in KINDS + GRADIENT_KINDS for facts in kind.variants()
+             if facts['built']}
     assert set(flash_attn3.built_variants()) == built
     monkeypatch.setattr(_library, 'KERNELS_MISSING', 'a reason')
     assert flash_attn3.built_variants() == []
@@ -159,3 +270,15 @@ def test_the_cases_reach_every_kernel(cases):
                              causal=case.causal, dtype=DTYPES[case.dtype],
                              pack_gqa=case.pack_gqa)['name'] for case in of_a_kind}
     assert reached == {facts['name'] for kind in KINDS for facts in kind.variants()}
+
+
+def test_the_sanitizer_reaches_every_backward():
+    """Each with all the small cases, with and without shared KV heads."""
+    calls = [case for case, kind in sanitize.calls() if kind in GRADIENT_KINDS]
+    reached = [planning.plan_backward((case.batch, case.seqlen_q, case.heads_q, case.head_dim),
+                                      (case.batch, case.seqlen_k, case.heads_k, case.head_dim),
+                                      causal=case.causal, dtype=DTYPES[case.dtype])['name']
+               for case in calls]
+    names = {facts['name'] for facts in _plan.backward_variants()}
+    assert set(reached) == names and len(reached) == len(names) * len(sanitize.SMALL)
+    assert {case.heads_q // case.heads_k for case in calls} == {1, 2, 3}

@@ -3,7 +3,7 @@ from collections import defaultdict
 
 import pytest
 
-from csrc.instances.variants import FORWARD
+from csrc.instances.variants import BACKWARD, FORWARD
 from flash_attn3 import _plan
 from tests import _host
 
@@ -67,3 +67,14 @@ def test_nearest_relatives(missing, others, nearest):
 
 def test_a_build_without_kernels():
     assert 'got a build without any kernel;' in missing_text('FwdBf16D64Full')
+
+
+def test_a_missing_backward():
+    names = [variant.name for variant in BACKWARD]
+    missing, *others = names
+    text = _host.missing_backward_text(0, [False] + [True] * len(others))
+    assert text.startswith(f'flash_attn3.bwd: expected the kernel {missing} in this build, got a '
+                           'build without it (nearest: Bwd')
+    assert text.endswith(f'or with FLASH_ATTN3_VARIANTS={missing}')
+    alone = _host.missing_backward_text(0, [False] * len(names))
+    assert 'got a build without any kernel;' in alone

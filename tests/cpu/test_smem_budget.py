@@ -4,7 +4,11 @@ import pytest
 from flash_attn3 import _plan
 
 VARIANTS = _plan.variants()
+BACKWARD = _plan.backward_variants()
 each_variant = pytest.mark.parametrize('variant', VARIANTS, ids=[row['name'] for row in VARIANTS])
+each_backward = pytest.mark.parametrize('variant', BACKWARD, ids=[row['name'] for row in BACKWARD])
+of_both = pytest.mark.parametrize('variant', VARIANTS + BACKWARD,
+                                  ids=[row['name'] for row in VARIANTS + BACKWARD])
 
 SHARED_BYTES_PER_CTA = 227 * 1024
 REGISTERS_PER_SM = 64 * 1024
@@ -29,11 +33,23 @@ def test_rings_stay_aligned_for_the_swizzle(variant):
         assert rows % 8 == 0 and rows * columns * ELEMENT_BYTES % 1024 == 0
 
 
-@each_variant
+def registers_of_warpgroups(variant):
+    """Of a thread, for the producer and each of the consumers; a variant says one number for all
+    consumers, or lists them.
+    """
+    consumers = [int(number) for number in str(variant['consumer_registers']).split(', ')]
+    if len(consumers) == 1:
+        consumers *= variant['consumer_warpgroups']
+    assert len(consumers) == variant['consumer_warpgroups']
+    return [variant['producer_registers'], *consumers]
+
+
+@of_both
 def test_registers_after_setmaxnreg_fit_in_the_pool(variant):
-    producer, consumer = variant['producer_registers'], variant['consumer_registers']
-    assert producer % 8 == 0 and consumer % 8 == 0 and 24 <= producer <= consumer <= 256
-    pool = WARPGROUP_THREADS * (producer + variant['consumer_warpgroups'] * consumer)
+    producer, *consumers = registers_of_warpgroups(variant)
+    for registers in (producer, *consumers):
+        assert registers % 8 == 0 and 24 <= producer <= registers <= 256
+    pool = WARPGROUP_THREADS * (producer + sum(consumers))
     assert pool <= REGISTERS_PER_SM
     # At launch every thread has the same number of registers, rounded down to a multiple of 8.
     at_launch = REGISTERS_PER_SM // variant['threads'] // 8 * 8
@@ -58,3 +74,50 @@ def test_products_and_copies_have_legal_shapes(variant):
     assert variant['tile_m'] == 64 * variant['consumer_warpgroups']
     assert variant['threads'] == WARPGROUP_THREADS * (variant['consumer_warpgroups'] + 1) <= 1024
     assert not variant['ping_pong'] or variant['consumer_warpgroups'] == 2
+
+
+def keys_of_cta(variant):
+    return variant['tile_n'] // variant['cluster_size']
+
+
+def handed_on(variant):
+    """dQ in float32. In a cluster: P and dS of the other CTA, twice each, and its K for the larger
+    half of the slices of dQ.
+    """
+    rows, keys, columns = variant['tile_m'], keys_of_cta(variant), variant['columns']
+    if variant['cluster_size'] == 1:
+        return 4 * rows * columns
+    other_columns = -(-columns // 64 // 2) * 64
+    return ELEMENT_BYTES * keys * (2 * 2 * rows + other_columns)
+
+
+@each_backward
+def test_shared_memory_of_the_backward_holds_its_tiles_and_fits(variant):
+    """K, V, the rings of Q and dO with LSE and delta of their rows, dS twice, what is handed on;
+    barriers beside them.
+    """
+    rows, keys, columns = variant['tile_m'], keys_of_cta(variant), variant['columns']
+    stages = variant['q_stages'] + variant['dout_stages']
+    inputs = ELEMENT_BYTES * columns * (2 * keys + stages * rows)
+    row_values = 4 * stages * rows
+    scores = 2 * ELEMENT_BYTES * rows * keys
+    tiles = inputs + scores + handed_on(variant)
+    assert tiles + row_values < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA == 232448
+    assert variant['shared_bytes'] <= tiles + row_values + 1024
+
+
+@each_backward
+def test_tiles_of_the_backward_stay_aligned_for_the_swizzle(variant):
+    for rows in (variant['tile_m'], keys_of_cta(variant)):
+        assert rows * variant['columns'] * ELEMENT_BYTES % 1024 == 0
+    assert variant['tile_m'] * keys_of_cta(variant) * ELEMENT_BYTES % 1024 == 0
+
+
+@each_backward
+def test_products_of_the_backward_have_legal_shapes(variant):
+    """The head dim is the columns of dK and dV, the queries of a step those of S and dP."""
+    head_dim, columns = variant['head_dim'], variant['columns']
+    assert head_dim % 16 == 0 and head_dim <= 256
+    assert columns % 64 == 0 and columns - 64 < head_dim <= columns
+    assert variant['tile_m'] % 16 == 0 and variant['tile_m'] <= 256
+    assert variant['threads'] == WARPGROUP_THREADS * (variant['consumer_warpgroups'] + 1) <= 1024

@@ -25,7 +25,7 @@ expected = torch.nn.functional.scaled_dot_product_attention(
     *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
 assert torch.allclose(out, expected, atol=1e-6), out - expected
 cuda = torch._C._dispatch_has_kernel_for_dispatch_key
-for op in ('fwd', '_fwd', '_fwd_no_lse', 'fwd_out', 'fwd_out_no_lse'):
+for op in ('fwd', '_fwd', '_fwd_no_lse', 'fwd_out', 'fwd_out_no_lse', 'bwd'):
     assert cuda(f'flash_attn3::{op}', 'CPU'), op
     assert cuda(f'flash_attn3::{op}', 'CUDA'), op
 assert len(flash_attn3.built_variants()) == int(sys.argv[1]), flash_attn3.built_variants()
@@ -52,9 +52,9 @@ def undefined_symbols(library: Path) -> list[str]:
 
 def use_from_outside(python: Path, wheel: Path, folder: Path) -> str:
     """Installs the wheel and calls it; gives the torch version and where the package lies."""
-    from csrc.instances.variants import FORWARD
+    from csrc.instances.variants import BACKWARD, FORWARD
     run([python, '-m', 'pip', 'install', '--quiet', wheel], folder)
-    return run([python, '-c', CHECK, str(len(FORWARD))], folder, PYTHONPATH='')
+    return run([python, '-c', CHECK, str(len(FORWARD + BACKWARD))], folder, PYTHONPATH='')
 
 
 def test_tag_and_contents(wheel: Path):

@@ -14,7 +14,7 @@ import flash_attn3
 from flash_attn3 import checks, flash_attn_func
 
 from tests import bad_inputs, compare, layouts
-from tests.cases import Case
+from tests.cases import GRADIENT_KINDS, Case
 from tests.gpu.common import every_kind, run
 
 OPS = torch.ops.flash_attn3
@@ -41,6 +41,17 @@ def test_opcheck(op, device):
 def test_opcheck_out(op, device):
     q, k, v = CASE.tensors(device)
     opcheck(op, (q, k, v, torch.zeros_like(q), *SCALARS))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize('deterministic', [False, True])
+@pytest.mark.parametrize('with_dlse', [False, True])
+def test_opcheck_bwd(with_dlse, deterministic, device):
+    q, k, v = CASE.tensors(device)
+    out, lse = OPS.fwd(q, k, v, *SCALARS)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    opcheck(OPS.bwd.default,
+            (torch.randn_like(out), dlse, q, k, v, out, lse, *SCALARS[:2], deterministic))
 
 
 @pytest.mark.smoke
@@ -129,6 +140,24 @@ def test_out_on_the_cpu(cuda):
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize('op', ['fwd', 'fwd_out', 'bwd'])
+def test_out_of_memory_names_the_op_and_the_bytes(op, cuda):
+    """1 TiB: an output, a copy of keys that TMA cannot address, a gradient."""
+    shape = 1, 1 << 30, 8, 64
+    small = torch.zeros(1, 3, 8, 64, dtype=torch.bfloat16, device=cuda)
+    large = small[:, :1].expand(shape)
+    unaligned = small.flatten().as_strided(shape, (0, 0, 4, 1))
+    lse = torch.zeros(1, 8, 1, device=cuda).expand(1, 8, 1 << 30)
+    calls = {'fwd': lambda: flash_attn_func(large, small, small),
+             'fwd_out': lambda: flash_attn_func(small, unaligned, unaligned,
+                                                out=torch.empty_like(small)),
+             'bwd': lambda: OPS.bwd(large, None, large, small, small, large, lse, 1.0, False)}
+    text = f'flash_attn3.{op}: expected room for {1 << 40} bytes on {cuda}, got CUDA out of memory'
+    with pytest.raises(RuntimeError, match=text):
+        calls[op]()
+
+
+@pytest.mark.smoke
 @pytest.mark.parametrize('bad', bad_inputs.EVERYWHERE[:3], ids=str)
 def test_an_error_leaves_the_next_call_right(bad, cuda):
     good = bad_inputs.good_arguments(cuda)
@@ -136,18 +165,6 @@ def test_an_error_leaves_the_next_call_right(bad, cuda):
     with pytest.raises(RuntimeError):
         flash_attn_func(**bad.arguments(cuda))
     assert torch.equal(flash_attn_func(**good), expected)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize('compiled', [False, True])
-def test_gradients_are_refused(compiled, cuda):
-    q, k, v = CASE.tensors(cuda)
-    q.requires_grad_()
-    call = torch.compile(flash_attn_func, backend='aot_eager') if compiled else flash_attn_func
-    out = call(q, k, v, causal=True)
-    assert torch.equal(out, flash_attn_func(q.detach(), k, v, causal=True))
-    with pytest.raises(NotImplementedError, match='flash_attn3.bwd: .*no backward kernel'):
-        out.sum().backward()
 
 
 FAILED_LAUNCH = '''
@@ -231,3 +248,52 @@ def test_can_use(kind, cuda, device):
         warnings.simplefilter('error')
         assert flash_attn3.can_use(*case.tensors(cuda), causal=case.causal) == (True, [])
         flash_attn_func(*case.tensors(cuda), causal=case.causal)
+
+
+# -------------------------------------------------------------------------------------- gradients
+every_gradient_kind = pytest.mark.parametrize('kind', GRADIENT_KINDS, ids=str)
+
+
+@pytest.mark.smoke
+@every_gradient_kind
+def test_the_kernels_of_the_gradients_are_those_explained(kind, cuda, device, capsys):
+    case = CASE.of(kind)
+    tensors = [x.requires_grad_() for x in case.tensors(cuda)]
+    out = flash_attn_func(*tensors, causal=case.causal)
+    dout = torch.ones_like(out)
+    torch.autograd.grad(out, tensors, dout, retain_graph=True)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        torch.autograd.grad(out, tensors, dout)
+        torch.cuda.synchronize()
+    flash_attn3.explain(*tensors, causal=case.causal)
+    explained = capsys.readouterr().out.split('\n\n')[1].split()[1]
+    kernels = [event.name for event in profiled.events() if 'backward_' in event.name]
+    assert len(kernels) == 3 and all(explained in name for name in kernels)
+    for name in ('backward_preprocess_kernel', 'backward_kernel', 'backward_postprocess_kernel'):
+        assert sum(name in kernel for kernel in kernels) == 1
+
+
+@pytest.mark.smoke
+@every_gradient_kind
+def test_can_use_with_gradients(kind, cuda, device):
+    case = CASE.of(kind)
+    tensors = [x.requires_grad_() for x in case.tensors(cuda)]
+    assert flash_attn3.can_use(*tensors, causal=case.causal) == (True, [])
+    gradients = torch.autograd.grad(flash_attn_func(*tensors, causal=case.causal).sum(), tensors)
+    assert all(x.isfinite().all() for x in gradients)
+
+
+@pytest.mark.smoke
+@every_kind
+def test_can_use_says_why_there_are_no_gradients(kind, cuda, device):
+    """In the words of the error that backward raises."""
+    if any(other.takes(kind) for other in GRADIENT_KINDS):
+        pytest.skip(f'{kind} has gradients')
+    case = CASE.of(kind)
+    tensors = [x.requires_grad_() for x in case.tensors(cuda)]
+    is_fine, reasons = flash_attn3.can_use(*tensors, causal=case.causal)
+    out = flash_attn_func(*tensors, causal=case.causal)
+    with pytest.raises(RuntimeError) as error:
+        torch.autograd.grad(out.sum(), tensors)
+    assert not is_fine and len(reasons) == 1 and reasons[0] in str(error.value)

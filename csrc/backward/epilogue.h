@@ -1,0 +1,86 @@
+// The way out of a CTA: dK and dV from registers through shared memory to global memory, at the
+// end; dQ from shared memory to its accumulator, at every step.
+#pragma once
+
+#include "backward/storage.h"
+#include "backward/turns.h"
+#include "device/bulk_copy.h"
+#include "device/fragments.h"
+#include "device/math.h"
+#include "device/tensor_map.h"
+
+namespace fa3 {
+
+// A warp writes its 16 rows of dK or dV over the same rows of K or V, 16 columns at a time: a lane
+// gives the address of one row of one of the four 8 x 8 blocks. One lane then has them copied out;
+// keys past the end of the sequence are dropped by the copy engine.
+template <class Traits, class Fragment>
+CUTE_DEVICE void store_gradient(CUtensorMap const& map, typename Traits::Element* tile,
+                                BwdWork const& work, int first_key, int thread, float scale,
+                                Fragment& acc) {
+  using Element = typename Traits::Element;
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(acc); ++i) {
+    acc(i) *= scale;
+  }
+  auto rounded = cute::make_tensor<Element>(acc.layout());  // ((2,2,D/8),1,1)
+  convert_fragment<Element>(acc, rounded);
+  auto pairs = cute::recast<uint32_t>(rounded);
+  int const first_row = first_key + thread / 32 * 16;
+  int const row = first_row + thread % 16;
+  int const half = thread / 16 % 2;
+  CUTE_UNROLL
+  for (int j = 0; j < Traits::kHeadDim / 16; ++j) {
+    char* const target =
+        reinterpret_cast<char*>(tile) + chunk_offset_bytes<Traits::kTileN>(row, 2 * j + half);
+    cute::SM90_U32x4_STSM_N::copy(pairs(4 * j), pairs(4 * j + 1), pairs(4 * j + 2),
+                                  pairs(4 * j + 3), *reinterpret_cast<cute::uint128_t*>(target));
+  }
+  fence_shared_for_async_proxy();
+  __syncwarp();
+  if (thread % 32 == 0) {
+    CUTE_UNROLL
+    for (int column = 0; column < Traits::kHeadDim; column += kSliceColumns) {
+      cute::SM90_TMA_STORE_4D::copy(&map,
+                                    tile + column * Traits::kTileN + first_row * kSliceColumns,
+                                    column, work.key_begin + first_row, work.kv_head, work.batch);
+    }
+    cute::tma_store_arrive();
+  }
+}
+
+// After the last store of a thread: shared memory goes when the CTA ends.
+CUTE_DEVICE void finish_stores(int thread) {
+  if (thread % 32 == 0) {
+    cute::tma_store_wait<0>();
+  }
+}
+
+// Store warp of one consumer warpgroup: adds its block of dQ to the accumulator, step by step, in
+// deterministic mode when it is its turn. One thread runs this.
+template <class Traits>
+CUTE_DEVICE void add_dq(BwdStorage<Traits>& shared, BwdDeviceParams const& p, int warpgroup) {
+  constexpr int kBlockFloats = Traits::kDq.block_floats();
+  BwdWork const work = shared.work;
+  uint32_t phase = 0;
+  for (BwdSteps steps(work); steps.valid(); steps.next(), phase ^= 1) {
+    int64_t const block = steps.tile(p) * Traits::kWarpgroups + warpgroup;
+    if (p.is_deterministic()) {
+      wait_for_turn<Traits>(p, steps, warpgroup);
+      fence_global_for_async_proxy();
+    }
+    shared.exchange.dq_staged[warpgroup].wait(phase);
+    bulk_add(p.dq_sum + block * kBlockFloats, shared.exchange.dq[warpgroup],
+             kBlockFloats * sizeof(float));
+    cute::tma_store_arrive();
+    cute::tma_store_wait<0>();  // the buffer has been read
+    shared.exchange.dq_empty[warpgroup].arrive();
+    if (p.is_deterministic()) {
+      wait_for_bulk_writes();
+      fence_global_for_async_proxy();
+      end_turn<Traits>(p, steps, warpgroup);
+    }
+  }
+}
+
+}  // namespace fa3

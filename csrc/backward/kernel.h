@@ -1,0 +1,120 @@
+// The main kernel of the backward: who does what, and nothing else.
+//
+//   warpgroup 0   warp 0: loads K and V, then Q, dO, LSE and delta of every step
+//   warpgroup 1.. consumers, which share the keys (mma.h; warps 1 and 2 of warpgroup 0 add their dQ
+//                 to global memory) or the products (mma_by_product.h)
+#pragma once
+
+#include "backward/load.h"
+#include "backward/mma.h"
+#include "backward/mma_by_product.h"
+
+namespace fa3 {
+
+template <class Traits>
+CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+  int const warp = cutlass::canonical_warp_idx_sync();
+  if (!cute::elect_one_sync()) {
+    return;
+  }
+  if (warp == 0) {
+    BwdProducer<Traits>(shared, p).run();
+    return;
+  }
+  if constexpr (Traits::kSplit == BwdSplit::kKeys) {
+    if (warp <= Traits::kWarpgroups) {
+      add_dq<Traits>(shared, p, warp - 1);
+    }
+  } else if (warp == 1) {
+    send_scores<Traits>(shared);
+  } else if (warp == 2 && p.is_deterministic()) {
+    keep_turns<Traits>(shared, p);
+  }
+}
+
+template <int kRegisters, class Config>
+CUTE_DEVICE void set_registers() {
+  constexpr int kAtStart = 65536 / bwd_threads<Config>() / 8 * 8;
+  if constexpr (kRegisters < kAtStart) {
+    cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<kRegisters>();
+  }
+}
+
+template <class Traits>
+CUTE_DEVICE void run_consumer(BwdStorage<Traits>& shared, BwdDeviceParams const& p, int warpgroup) {
+  using Config = typename Traits::Config;
+  int const thread = int(threadIdx.x) % kWarpgroupThreads;
+  if constexpr (Traits::kSplit == BwdSplit::kKeys) {
+    set_registers<Config::kRegisters[0], Config>();
+    KeysConsumer<Traits>(shared, p, warpgroup, thread).run();
+  } else if (warpgroup == 0) {
+    set_registers<Config::kRegisters[0], Config>();
+    DvConsumer<Traits>(shared, p, thread).run();
+  } else if (warpgroup == 1) {
+    set_registers<Config::kRegisters[1], Config>();
+    DkConsumer<Traits>(shared, p, thread).run();
+  } else {
+    set_registers<Config::kRegisters[2], Config>();
+    DqConsumer<Traits>(shared, p, thread).run();
+  }
+}
+
+// All threads of the cluster.
+template <class Traits>
+CUTE_DEVICE void meet() {
+  if constexpr (Traits::kClusterSize > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Barriers, and what this CTA works on.
+template <class Traits>
+CUTE_DEVICE void start_cta(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+  int const rank = Traits::kClusterSize > 1 ? cluster_rank() : 0;
+  if (threadIdx.x == 0) {
+    for (CUtensorMap const* map : {&p.q, &p.dout, &p.k, &p.v, &p.dk, &p.dv}) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
+    }
+    shared.init_barriers(p.is_deterministic());
+    if (!p.is_deterministic()) {
+      shared.work = work_of_cta<Traits>(p, int(blockIdx.x) / Traits::kClusterSize, rank);
+    } else if (rank == 0) {
+      shared.number = draw_number(p);
+    }
+  }
+  meet<Traits>();
+  if (p.is_deterministic()) {
+    if (threadIdx.x == 0) {
+      shared.work = work_of_cta<Traits>(p, read_shared_of(0, shared.number), rank);
+    }
+    __syncthreads();
+  }
+}
+
+template <class Config>
+__global__ void __cluster_dims__(Config::kClusterSize, 1, 1)
+    __launch_bounds__(bwd_threads<Config>(), 1)
+        backward_kernel(BwdDeviceParams const __grid_constant__ p) {
+  using Traits = BwdTraits<Config>;
+  extern __shared__ __align__(1024) char shared_bytes[];
+  auto& shared = *reinterpret_cast<BwdStorage<Traits>*>(shared_bytes);
+
+  start_cta<Traits>(shared, p);
+
+  int const warpgroup = cutlass::canonical_warp_group_idx();
+  if (warpgroup == 0) {
+    set_registers<Config::kProducerRegisters, Config>();
+    run_producer_warpgroup<Traits>(shared, p);
+  } else {
+    run_consumer<Traits>(shared, p, warpgroup - 1);
+    if constexpr (Traits::kClusterSize > 1) {
+      cluster_sync();  // the other CTA has read what it was sent, and sends nothing more
+    }
+  }
+}
+
+}  // namespace fa3

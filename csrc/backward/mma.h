@@ -1,0 +1,206 @@
+// Consumers that share the keys: a warpgroup computes the five products and what is between them
+// for its 64 keys.
+//
+// A step is a tile of queries. The warpgroups take turns on the tensor cores: issuing products
+// blocks a warp until they run, so a warpgroup cannot feed them and work on scores at once.
+//
+//   tensor cores   turn of 0: dV dQ dK S dP | turn of 1: dV dQ dK S dP | turn of 0 ...
+//   warpgroup 0    issues, dQ out           | P, dS of the next step   | issues
+//   warpgroup 1    P, dS                    | issues, dQ out           | P, dS of the next step
+//
+// dQ needs dS of all keys. Warpgroup 1 finds them when its turn comes; warpgroup 0 finds those of
+// the step before, so its dQ is one step late, and comes once more at the end.
+//
+// TRAP: nothing may be outstanding where the loop closes, or be issued under a condition: ptxas
+// (13.0) then serialises every product.
+#pragma once
+
+#include "backward/epilogue.h"
+#include "backward/products.h"
+
+namespace fa3 {
+
+template <class Traits>
+struct KeysConsumer : BwdProducts<Traits> {
+  using Base = BwdProducts<Traits>;
+  using Element = typename Traits::Element;
+  using Base::dout_stage, Base::p, Base::q_stage, Base::shared, Base::thread;
+
+  int const warpgroup;
+  int const first_key;  // in the tile
+  KeyLimits const limits;
+  uint32_t count = 0;  // steps done: where all rings stand, in one register
+
+  CUTE_DEVICE KeysConsumer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_, int warpgroup_,
+                           int thread_)
+      : Base(shared_, p_, thread_),
+        warpgroup(warpgroup_),
+        first_key(warpgroup_ * kWarpgroupRows),
+        limits(KeyLimits::of_warpgroup<Traits>(p_, shared_.work.key_begin + first_key, thread_)) {}
+
+  CUTE_DEVICE void run() {
+    auto tSrS = Base::scores_fragment();
+    auto tPrDp = Base::scores_fragment();
+    auto tVrP = Base::operand_fragment();
+    auto tKrDs = Base::operand_fragment();
+    auto tKrDk = Base::gradient_fragment();
+    auto tVrDv = Base::gradient_fragment();
+
+    BwdSteps steps(shared.work);
+    if (warpgroup == 1) {
+      give_turn();
+    }
+    first_products(tSrS, tPrDp);
+    transform(steps, tSrS, tPrDp, tVrP, tKrDs);
+    bool is_first = true;
+    for (steps.next(); steps.valid(); steps.next()) {
+      products(is_first, tSrS, tPrDp, tVrP, tKrDs, tVrDv, tKrDk);
+      transform(steps, tSrS, tPrDp, tVrP, tKrDs);
+      is_first = false;
+    }
+    last_products(is_first, tVrP, tKrDs, tVrDv, tKrDk);
+    store_gradient<Traits>(p.dv, shared.v, shared.work, first_key, thread, 1.f, tVrDv);
+    last_dq();
+    named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
+    store_gradient<Traits>(p.dk, shared.k, shared.work, first_key, thread, p.softmax_scale, tKrDk);
+    finish_stores(thread);
+  }
+
+ private:
+  CUTE_DEVICE void take_turn() const {
+    named_sync(warpgroup == 0 ? NamedBarrier::kTurnFirst : NamedBarrier::kTurnSecond,
+               2 * kWarpgroupThreads);
+  }
+
+  CUTE_DEVICE void give_turn() const {
+    named_arrive(warpgroup == 0 ? NamedBarrier::kTurnSecond : NamedBarrier::kTurnFirst,
+                 2 * kWarpgroupThreads);
+  }
+
+  // The step whose dQ is next; -1: none yet.
+  CUTE_DEVICE int dq_step() const { return int(count) - (warpgroup == 0 ? 1 : 0); }
+
+  template <class FragmentS>
+  CUTE_DEVICE void first_products(FragmentS& tSrS, FragmentS& tPrDp) {
+    shared.k_full.wait(0);
+    shared.v_full.wait(0);
+    take_turn();
+    issue_scores(tSrS, 0);
+    issue_dp(tPrDp, 0);
+    give_turn();
+  }
+
+  // A turn on the tensor cores: the gradients of a step, S and dP of the next. dQ is staged while
+  // dK runs.
+  template <class FragmentS, class FragmentD, class FragmentDs>
+  CUTE_DEVICE void products(bool is_first, FragmentS& tSrS, FragmentS& tPrDp,
+                            FragmentDs const& tVrP, FragmentDs const& tKrDs, FragmentD& tVrDv,
+                            FragmentD& tKrDk) {
+    take_turn();
+    issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
+    issue_scores(tSrS, count + 1);
+    wait_gemm<1>(tKrDk);
+    release_stage();
+    issue_dp(tPrDp, count + 1);
+    give_turn();
+    ++count;
+  }
+
+  template <class FragmentD, class FragmentDs>
+  CUTE_DEVICE void last_products(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
+                                 FragmentD& tVrDv, FragmentD& tKrDk) {
+    take_turn();
+    issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
+    give_turn();
+    wait_gemm<0>(tKrDk);
+    ++count;
+  }
+
+  CUTE_DEVICE void last_dq() {
+    if (warpgroup == 0) {
+      auto tQrDq = Base::dq_fragment();
+      take_turn();
+      issue_dq(tQrDq);
+      wait_gemm<0>(tQrDq);
+      stage_dq(tQrDq);
+    }
+  }
+
+  // Ends with dV and dQ complete, dQ staged, dK issued.
+  template <class FragmentD, class FragmentDs>
+  CUTE_DEVICE void issue_gradients(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
+                                   FragmentD& tVrDv, FragmentD& tKrDk) {
+    auto tQrDq = Base::dq_fragment();
+    Base::issue_gradient_gemm(tVrP, shared.dout[dout_stage(count)], tVrDv, is_first);
+    issue_dq(tQrDq);
+    Base::issue_gradient_gemm(tKrDs, shared.q[q_stage(count)], tKrDk, is_first);
+    wait_gemm<1>(tQrDq);
+    cute::warpgroup_fence_operand(tVrDv);
+    stage_dq(tQrDq);
+  }
+
+  // The work of the threads: S and dP, issued, become P and dS in registers, and dS in shared
+  // memory. The change of turn orders that before the products which read it.
+  template <class FragmentS, class FragmentDs>
+  CUTE_DEVICE void transform(BwdSteps const& steps, FragmentS& tSrS, FragmentS& tPrDp,
+                             FragmentDs& tVrP, FragmentDs& tKrDs) {
+    wait_gemm<1>(tSrS);
+    if (steps.is_masked()) {
+      limits.apply(tSrS, steps.m * Traits::kTileM);
+    }
+    Base::probabilities(tSrS, count);
+    convert_fragment<Element>(tSrS, tVrP);
+    wait_gemm<0>(tPrDp);
+    Base::multiply_scores(tSrS, tPrDp, count);
+    convert_fragment<Element>(tPrDp, tKrDs);
+    Base::stage_scores(tKrDs, shared.ds[count & 1], first_key);
+  }
+
+  template <class Fragment>
+  CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t step) {
+    Base::wait_for_q(step);
+    Base::issue_scores_gemm(shared.k, first_key, shared.q[q_stage(step)], tSrS);
+  }
+
+  template <class Fragment>
+  CUTE_DEVICE void issue_dp(Fragment& tPrDp, uint32_t step) {
+    Base::wait_for_dout(step);
+    Base::issue_scores_gemm(shared.v, first_key, shared.dout[dout_stage(step)], tPrDp);
+  }
+
+  // Of dq_step() -1 the values mean nothing, and are dropped: the product stands there for ptxas.
+  template <class Fragment>
+  CUTE_DEVICE void issue_dq(Fragment& tQrDq) {
+    constexpr DqLayout kDq = Traits::kDq;
+    Base::issue_dq_gemm(shared.ds[dq_step() & 1], kDq.first_row(warpgroup), shared.k,
+                        kDq.first_column(warpgroup), tQrDq);
+  }
+
+  // dQ to the store warp, in the order of core/dq_layout.h.
+  template <class Fragment>
+  CUTE_DEVICE void stage_dq(Fragment const& tQrDq) {
+    if (dq_step() < 0) {
+      return;
+    }
+    shared.exchange.dq_empty[warpgroup].wait(dq_step() % 2 ^ 1);
+    float4* const target = reinterpret_cast<float4*>(shared.exchange.dq[warpgroup]) + thread;
+    CUTE_UNROLL
+    for (int j = 0; j < Traits::kDq.columns / 8; ++j) {
+      target[j * kWarpgroupThreads] =
+          make_float4(tQrDq(4 * j), tQrDq(4 * j + 1), tQrDq(4 * j + 2), tQrDq(4 * j + 3));
+    }
+    fence_shared_for_async_proxy();
+    Base::arrive_from_warps(shared.exchange.dq_staged[warpgroup]);
+  }
+
+  // One thread speaks for the warpgroup: its products are complete for all its warps at once, and
+  // all of them had read LSE and delta when they took the turn.
+  CUTE_DEVICE void release_stage() {
+    if (thread == 0) {
+      shared.q_empty[q_stage(count)].arrive();
+      shared.dout_empty[dout_stage(count)].arrive();
+    }
+  }
+};
+
+}  // namespace fa3

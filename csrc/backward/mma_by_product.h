@@ -1,0 +1,265 @@
+// Consumers that share the products, for head dims whose dK and dV do not fit into the registers of
+// one warpgroup: all have the same 64 keys.
+//
+//   warpgroup 0, DvConsumer   S, P, dV        P to warpgroup 1 (`p_full`)
+//   warpgroup 1, DkConsumer   dP, dS, dK      dS to warpgroup 2 (`ds_full`)
+//   warpgroup 2, DqConsumer   dQ              added to global memory from registers
+//
+// With 64 keys a CTA would add more to dQ than L2 takes: two CTAs of a cluster with neighbouring
+// keys send each other dS, and each makes half of the columns of dQ, of the keys of both.
+//
+// Nobody waits for the others more often than data asks for: while one works on scores, the others
+// have products for the tensor cores.
+//
+// TRAP: as in mma.h, nothing may be outstanding where a loop closes. TRAP: LSE and delta are read
+// by the threads and written over by the copy engine, another proxy: a stage is released only when
+// what was made of them has been stored, which shows that they have arrived in registers.
+#pragma once
+
+#include "backward/epilogue.h"
+#include "backward/products.h"
+#include "device/cluster.h"
+#include "device/global_add.h"
+
+namespace fa3 {
+
+template <class Traits>
+struct DvConsumer : BwdProducts<Traits> {
+  using Base = BwdProducts<Traits>;
+  using Element = typename Traits::Element;
+  using Base::Base, Base::dout_stage, Base::p, Base::q_stage, Base::shared, Base::thread;
+
+  CUTE_DEVICE void run() {
+    auto tSrS = Base::scores_fragment();
+    auto tVrP = Base::operand_fragment();
+    auto tVrDv = Base::gradient_fragment();
+    auto const limits = KeyLimits::of_warpgroup<Traits>(p, shared.work.key_begin, thread);
+    BwdSteps steps(shared.work);
+    uint32_t count = 0;
+    shared.k_full.wait(0);
+    issue_scores(tSrS, count);
+    wait_gemm<0>(tSrS);
+    transform(steps, limits, count, tSrS, tVrP);
+    for (steps.next(); steps.valid(); steps.next()) {
+      issue_dv(tVrP, tVrDv, count);
+      issue_scores(tSrS, count + 1);
+      wait_gemm<1>(tVrDv);
+      Base::arrive_from_warps(shared.dout_empty[dout_stage(count)]);
+      wait_gemm<0>(tSrS);
+      ++count;
+      transform(steps, limits, count, tSrS, tVrP);
+    }
+    issue_dv(tVrP, tVrDv, count);
+    wait_gemm<0>(tVrDv);
+    named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
+    store_gradient<Traits>(p.dv, shared.v, shared.work, 0, thread, 1.f, tVrDv);
+    finish_stores(thread);
+  }
+
+ private:
+  template <class Fragment>
+  CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t step) {
+    Base::wait_for_q(step);
+    Base::issue_scores_gemm(shared.k, 0, shared.q[q_stage(step)], tSrS);
+  }
+
+  template <class FragmentP, class Fragment>
+  CUTE_DEVICE void issue_dv(FragmentP const& tVrP, Fragment& tVrDv, uint32_t step) {
+    Base::wait_for_dout(step);
+    Base::issue_gradient_gemm(tVrP, shared.dout[dout_stage(step)], tVrDv, step == 0);
+  }
+
+  // S becomes P, for dV and for warpgroup 1.
+  template <class FragmentS, class FragmentP>
+  CUTE_DEVICE void transform(BwdSteps const& steps, KeyLimits const& limits, uint32_t step,
+                             FragmentS& tSrS, FragmentP& tVrP) {
+    if (steps.is_masked()) {
+      limits.apply(tSrS, steps.m * Traits::kTileM);
+    }
+    Base::probabilities(tSrS, step);
+    convert_fragment<Element>(tSrS, tVrP);
+    int const buffer = step % kExchangeBuffers;
+    shared.exchange.p_empty[buffer].wait(step / kExchangeBuffers % 2 ^ 1);
+    auto const words = cute::recast<uint32_t>(tVrP);
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kTileM / 16; ++i) {
+      shared.exchange.p[buffer][i][thread] =
+          make_uint4(words(4 * i), words(4 * i + 1), words(4 * i + 2), words(4 * i + 3));
+    }
+    Base::arrive_from_warps(shared.exchange.p_full[buffer]);
+    Base::arrive_from_warps(shared.q_empty[q_stage(step)]);
+  }
+};
+
+template <class Traits>
+struct DkConsumer : BwdProducts<Traits> {
+  using Base = BwdProducts<Traits>;
+  using Element = typename Traits::Element;
+  using Base::Base, Base::dout_stage, Base::p, Base::q_stage, Base::shared, Base::thread;
+
+  CUTE_DEVICE void run() {
+    auto tPrDp = Base::scores_fragment();
+    auto tKrDs = Base::operand_fragment();
+    auto tKrDk = Base::gradient_fragment();
+    uint32_t const end = shared.work.steps();
+    uint32_t count = 0;
+    shared.v_full.wait(0);
+    issue_dp(tPrDp, count);
+    wait_gemm<0>(tPrDp);
+    transform(count, tPrDp, tKrDs);
+    while (count + 1 < end) {
+      Base::issue_gradient_gemm(tKrDs, shared.q[q_stage(count)], tKrDk, count == 0);
+      issue_dp(tPrDp, count + 1);
+      wait_gemm<1>(tKrDk);
+      Base::arrive_from_warps(shared.q_empty[q_stage(count)]);
+      wait_gemm<0>(tPrDp);
+      ++count;
+      transform(count, tPrDp, tKrDs);
+    }
+    Base::issue_gradient_gemm(tKrDs, shared.q[q_stage(count)], tKrDk, count == 0);
+    wait_gemm<0>(tKrDk);
+    named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
+    store_gradient<Traits>(p.dk, shared.k, shared.work, 0, thread, p.softmax_scale, tKrDk);
+    finish_stores(thread);
+  }
+
+ private:
+  template <class Fragment>
+  CUTE_DEVICE void issue_dp(Fragment& tPrDp, uint32_t step) {
+    Base::wait_for_dout(step);
+    Base::issue_scores_gemm(shared.v, 0, shared.dout[dout_stage(step)], tPrDp);
+  }
+
+  // dP becomes dS, for dK and for warpgroup 2. (That Q has come, warpgroup 0 has seen before it
+  // made P; but a thread that reads it has to see so itself.)
+  template <class FragmentS, class FragmentDs>
+  CUTE_DEVICE void transform(uint32_t step, FragmentS& tPrDp, FragmentDs& tKrDs) {
+    int const buffer = step % kExchangeBuffers;
+    uint32_t const round = step / kExchangeBuffers % 2;
+    shared.exchange.p_full[buffer].wait(round);
+    multiply_scores(shared.exchange.p[buffer], tPrDp, tKrDs, step);
+    Base::arrive_from_warps(shared.exchange.p_empty[buffer]);
+    shared.exchange.ds_empty[buffer].wait(round ^ 1);
+    Base::stage_scores(tKrDs, shared.ds[buffer], 0);
+    Base::arrive_from_warps(shared.exchange.ds_full[buffer]);
+    Base::arrive_from_warps(shared.dout_empty[dout_stage(step)]);
+    Base::wait_for_q(step);
+  }
+
+  // dS = P * (dP - delta), with P in the order of its fragment, which is that of dS too.
+  template <class Fragment, class FragmentDs>
+  CUTE_DEVICE void multiply_scores(uint4 const (&p_words)[Traits::kTileM / 16][kWarpgroupThreads],
+                                   Fragment& tPrDp, FragmentDs& tKrDs, uint32_t step) {
+    auto gradient = rows_view(tPrDp);  // (2, (2, J))
+    auto pairs = cute::recast<uint32_t>(tKrDs);
+    float2 const* const delta = Base::row_values(shared.delta[dout_stage(step)]);
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kTileM / 16; ++i) {
+      uint4 const four = p_words[i][thread];
+      uint32_t const words[4] = {four.x, four.y, four.z, four.w};
+      CUTE_UNROLL
+      for (int n = 0; n < 4; ++n) {
+        int const j = 2 * i + n / 2;
+        int const r = n % 2;
+        float2 const probability = unpack_two<Element>(words[n]);
+        float2 const pair = delta[4 * j];
+        pairs(4 * i + n) = pack_two<Element>(probability.x * (gradient(r, 2 * j) - pair.x),
+                                             probability.y * (gradient(r, 2 * j + 1) - pair.y));
+      }
+    }
+  }
+};
+
+template <class Traits>
+struct DqConsumer : BwdProducts<Traits> {
+  using Base = BwdProducts<Traits>;
+  using Exchange = BwdExchange<Traits>;
+  using Base::Base, Base::p, Base::shared, Base::thread;
+
+  CUTE_DEVICE void run() {
+    int const rank = cluster_rank();
+    shared.k_full.wait(0);
+    shared.exchange.k_other_full.wait(0);
+    uint32_t count = 0;
+    for (BwdSteps steps(shared.work); steps.valid(); steps.next(), ++count) {
+      int const buffer = count % kExchangeBuffers;
+      uint32_t const phase = count / kExchangeBuffers % 2;
+      shared.exchange.ds_full[buffer].wait(phase);
+      shared.exchange.ds_other_full[buffer].wait(phase);
+      int const end = DqLayout::first_of(rank + 1, Traits::kDqBlocks, steps.m);
+      CUTE_NO_UNROLL
+      for (int block = DqLayout::first_of(rank, Traits::kDqBlocks, steps.m); block < end; ++block) {
+        auto tQrDq = Base::dq_fragment();
+        issue_dq(rank, buffer, block, tQrDq);
+        wait_gemm<0>(tQrDq);
+        add_block(steps.tile(p) * Traits::kDqBlocks + block, tQrDq);
+      }
+      Base::arrive_from_warps(shared.exchange.ds_empty[buffer]);
+      if (thread % 32 == 0) {
+        shared.exchange.ds_empty[buffer].arrive(1 - rank);
+      }
+    }
+    named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
+  }
+
+ private:
+  // Over the keys of both CTAs.
+  template <class Fragment>
+  CUTE_DEVICE void issue_dq(int rank, int buffer, int block, Fragment& tQrDq) {
+    constexpr DqLayout kDq = Traits::kDq;
+    int const column = block * kDq.columns;
+    // WHY: ptxas would keep the descriptors of dS in registers over all blocks.
+    asm volatile("" : "+r"(buffer));
+    Base::issue_dq_gemm(shared.ds[buffer], 0, shared.k, column, tQrDq);
+    Base::issue_dq_gemm(shared.exchange.ds_other[buffer], 0, shared.exchange.k_other,
+                        column - Exchange::other_column(rank), tQrDq, false);
+  }
+
+  // In the order of core/dq_layout.h.
+  template <class Fragment>
+  CUTE_DEVICE void add_block(int64_t block, Fragment const& tQrDq) {
+    constexpr DqLayout kDq = Traits::kDq;
+    float4* const target =
+        reinterpret_cast<float4*>(p.dq_sum + block * kDq.block_floats()) + thread;
+    CUTE_UNROLL
+    for (int j = 0; j < kDq.columns / 8; ++j) {
+      add_to_global(
+          target + j * kWarpgroupThreads,
+          make_float4(tQrDq(4 * j), tQrDq(4 * j + 1), tQrDq(4 * j + 2), tQrDq(4 * j + 3)));
+    }
+  }
+};
+
+// One thread of the producer warpgroup: sends dS of every step to the other CTA, and expects that
+// one's. A buffer is free there when it is here (`ds_empty`).
+template <class Traits>
+CUTE_DEVICE void send_scores(BwdStorage<Traits>& shared) {
+  constexpr uint32_t kBytes = sizeof(shared.ds[0]);
+  auto& exchange = shared.exchange;
+  int const other = 1 - cluster_rank();
+  uint32_t const end = shared.work.steps();
+  for (uint32_t count = 0; count < end; ++count) {
+    int const buffer = count % kExchangeBuffers;
+    exchange.ds_full[buffer].wait(count / kExchangeBuffers % 2);
+    exchange.ds_other_full[buffer].arrive_and_expect_tx(kBytes);
+    bulk_send(other, exchange.ds_other[buffer], shared.ds[buffer], kBytes,
+              exchange.ds_other_full[buffer]);
+  }
+}
+
+// One more: takes the turns of deterministic mode for warpgroup 2, which has no registers for it.
+// That one sees dS of the other CTA when it is its turn, and has added dQ when it lets go of dS.
+template <class Traits>
+CUTE_DEVICE void keep_turns(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+  int const rank = cluster_rank();
+  uint32_t count = 0;
+  for (BwdSteps steps(shared.work); steps.valid(); steps.next(), ++count) {
+    int const buffer = count % kExchangeBuffers;
+    wait_for_turn<Traits>(p, steps, rank);
+    shared.exchange.ds_other_full[buffer].arrive();
+    shared.exchange.ds_empty[buffer].wait(count / kExchangeBuffers % 2);
+    end_turn<Traits>(p, steps, rank);
+  }
+}
+
+}  // namespace fa3

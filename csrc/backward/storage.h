@@ -1,0 +1,117 @@
+// Shared memory of a CTA of the main kernel, and its barriers.
+//
+// dK and dV have no buffers: a warpgroup writes them over its own rows of K and V at the end.
+#pragma once
+
+#include "backward/traits.h"
+#include "backward/work.h"
+#include "device/barriers.h"
+
+namespace fa3 {
+
+// What consumers that share the keys hand on: each its block of dQ, to the store warps.
+template <class Traits>
+struct KeysExchange {
+  static constexpr int kReleases = Traits::kWarpgroups;  // of a stage of Q or dO
+
+  alignas(128) float dq[Traits::kWarpgroups][Traits::kDq.block_floats()];
+  Mbarrier dq_staged[Traits::kWarpgroups];  // consumer warps -> store warp (4)
+  Mbarrier dq_empty[Traits::kWarpgroups];   // store warp -> consumer warpgroup (1)
+
+  CUTE_DEVICE void init_barriers(bool) {
+    for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
+      dq_staged[wg].init(kWarpgroupWarps);
+      dq_empty[wg].init(1);
+    }
+  }
+};
+
+// What consumers that share the products hand on: P from warpgroup 0 to 1, as fragments, and dS
+// from 1 to 2, of this CTA and of the other one of the cluster.
+template <class Traits>
+struct ProductsExchange {
+  using Element = typename Traits::Element;
+  static constexpr int kReleases = 2 * kWarpgroupWarps;
+
+  struct alignas(128) {  // a multiple of 1024 bytes from the storage's begin, for the swizzle
+    Element ds_other[kExchangeBuffers][cute::cosize_v<typename Traits::SmemLayoutDs>];
+    Element k_other[Traits::kTileN * Traits::kOtherColumns];  // from other_column()
+    uint4 p[kExchangeBuffers][Traits::kTileM / 16][kWarpgroupThreads];
+  };
+
+  Mbarrier k_other_full;  // TMA -> 2 (1 + bytes)
+  // the other CTA -> 2 (1 + bytes; deterministic: and who keeps the turns, 1)
+  Mbarrier ds_other_full[kExchangeBuffers];
+  Mbarrier p_full[kExchangeBuffers];    // warps of 0 -> 1 (4)
+  Mbarrier p_empty[kExchangeBuffers];   // warps of 1 -> 0 (4)
+  Mbarrier ds_full[kExchangeBuffers];   // warps of 1 -> 2 (4)
+  Mbarrier ds_empty[kExchangeBuffers];  // warps of 2, of both CTAs -> 1 (8)
+
+  // First of the columns whose dQ the CTA of a rank may be asked for.
+  CUTE_DEVICE static constexpr int other_column(int rank) {
+    return rank == 0 ? 0 : Traits::kHeadDim - Traits::kOtherColumns;
+  }
+
+  CUTE_DEVICE void init_barriers(bool is_deterministic) {
+    k_other_full.init(1);
+    for (int i = 0; i < kExchangeBuffers; ++i) {
+      ds_other_full[i].init(is_deterministic ? 2 : 1);
+      p_full[i].init(kWarpgroupWarps);
+      p_empty[i].init(kWarpgroupWarps);
+      ds_full[i].init(kWarpgroupWarps);
+      ds_empty[i].init(2 * kWarpgroupWarps);
+    }
+  }
+};
+
+template <class Traits>
+using BwdExchange = cute::conditional_t<Traits::kSplit == BwdSplit::kKeys, KeysExchange<Traits>,
+                                        ProductsExchange<Traits>>;
+
+template <class Traits>
+struct BwdStorage {
+  using Exchange = BwdExchange<Traits>;
+  using Element = typename Traits::Element;
+
+  struct alignas(1024) {
+    Element k[cute::cosize_v<typename Traits::SmemLayoutK>];
+    Element v[cute::cosize_v<typename Traits::SmemLayoutK>];
+    Element q[Traits::kQStages][cute::cosize_v<typename Traits::SmemLayoutQ>];
+    Element dout[Traits::kDoutStages][cute::cosize_v<typename Traits::SmemLayoutQ>];
+    Element ds[kExchangeBuffers][cute::cosize_v<typename Traits::SmemLayoutDs>];
+  };
+
+  Exchange exchange;
+
+  // Of the rows in a stage; they come and go with Q and with dO.
+  alignas(16) float lse_log2[Traits::kQStages][Traits::kTileM];
+  float delta[Traits::kDoutStages][Traits::kTileM];
+
+  BwdWork work;
+  int number;  // of the cluster in the order of work, with rank 0
+
+  // Name: what becomes true. Who arrives -> who waits (arrivals).
+  Mbarrier k_full;                           // TMA -> consumers (1 + bytes)
+  Mbarrier v_full;                           // TMA -> consumers (1 + bytes)
+  Mbarrier q_full[Traits::kQStages];         // TMA -> consumers (1 + bytes)
+  Mbarrier q_empty[Traits::kQStages];        // consumers -> producer warp (kReleases)
+  Mbarrier dout_full[Traits::kDoutStages];   // TMA -> consumers (1 + bytes)
+  Mbarrier dout_empty[Traits::kDoutStages];  // consumers -> producer warp (kReleases)
+
+  CUTE_DEVICE void init_barriers(bool is_deterministic) {
+    k_full.init(1);
+    v_full.init(1);
+    for (int i = 0; i < Traits::kQStages; ++i) {
+      q_full[i].init(1);
+      q_empty[i].init(Exchange::kReleases);
+    }
+    for (int i = 0; i < Traits::kDoutStages; ++i) {
+      dout_full[i].init(1);
+      dout_empty[i].init(Exchange::kReleases);
+    }
+    exchange.init_barriers(is_deterministic);
+    fence_barrier_init();
+  }
+};
+
+}  // namespace fa3

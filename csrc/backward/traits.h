@@ -1,0 +1,81 @@
+// The types that a Config of the backward implies: element, shared-memory layouts, products. Types
+// only.
+//
+// Scores are computed transposed, keys as rows: their accumulators are then the first operands of
+// dV = P^T dO and dK = dS^T Q as they stand.
+#pragma once
+
+#include "config/bwd_config.h"
+#include "device/products.h"
+
+namespace fa3 {
+
+template <class Config_>
+struct BwdTraits {
+  using Config = Config_;
+  using Element = ElementOf<Config::kDtype>;
+
+  static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr int kTileM = Config::kTileM;
+  static constexpr int kTileN = bwd_tile_n<Config>();
+  static constexpr int kQStages = Config::kQStages;
+  static constexpr int kDoutStages = Config::kDoutStages;
+  static constexpr int kClusterSize = Config::kClusterSize;
+  static constexpr int kOtherColumns = bwd_other_columns<Config>();
+  static constexpr BwdSplit kSplit = Config::kSplit;
+  static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
+  static constexpr bool kCausal = Config::kMask == MaskKind::kCausal;
+  static constexpr DqLayout kDq = bwd_dq_layout<Config>();
+  static constexpr int kDqBlocks = bwd_dq_blocks<Config>();
+  static constexpr int kDqAdders = bwd_dq_adders<Config>();
+  static constexpr int kColumns = padded_columns(kHeadDim);
+
+  using HeadDim = cute::Int<kHeadDim>;
+  using TileM = cute::Int<kTileM>;
+  using TileN = cute::Int<kTileN>;
+  using DqColumns = cute::Int<kDq.columns>;
+  using Columns = cute::Int<kColumns>;
+
+  // Slices of 64 columns (128 bytes, swizzled), one behind the other: what a TMA box of 64 columns
+  // writes.
+  using RowMajorAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
+  using ColumnMajorAtom = cute::GMMA::Layout_MN_SW128_Atom<Element>;
+  template <class Rows, class Columns>
+  using Tile = decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<Rows, Columns>{}));
+  // The same bytes with the columns first, as a second operand whose sum runs over the rows.
+  template <class Rows, class Columns>
+  using TransposedTile = decltype(cute::tile_to_shape(
+      ColumnMajorAtom{}, cute::Shape<Columns, Rows>{}, cute::Step<cute::_2, cute::_1>{}));
+  // 64 rows of a tile; the pointer says which.
+  template <class Layout>
+  using WarpgroupRows = decltype(cute::composition(
+      Layout{}, cute::make_tile(cute::Layout<cute::_64>{},
+                                cute::Layout<cute::Int<cute::size<1>(Layout{})>>{})));
+
+  using SmemLayoutQ = Tile<TileM, Columns>;               // Q, dO
+  using SmemLayoutQt = TransposedTile<TileM, Columns>;    // (columns, M)
+  using SmemLayoutK = Tile<TileN, Columns>;               // K, V
+  using SmemLayoutKRows = WarpgroupRows<SmemLayoutK>;     // (64, head dim)
+  using SmemLayoutKt = TransposedTile<TileN, DqColumns>;  // (columns of dQ, N)
+  using SmemLayoutDs = Tile<TileM, TileN>;
+  using SmemLayoutDsRows = WarpgroupRows<SmemLayoutDs>;  // (64, N)
+
+  // S^T = K Q^T and dP^T = V dO^T: everything contiguous along the head dim.
+  using MmaS = decltype(cute::make_tiled_mma(shared_atom<Element, kTileM, Major::K>()));
+  // dV = P^T dO and dK = dS^T Q: the first operand in registers, the second contiguous along the
+  // head dim, which is the N of these products. TRAP: for more than 192 columns ptxas (13.0) wants
+  // more registers than 512 threads start with, whatever setmaxnreg says.
+  static constexpr bool kInHalves = kHeadDim > 192;
+  static constexpr int kGradientColumns = kInHalves ? kHeadDim / 2 : kHeadDim;
+  using MmaDkv =
+      decltype(cute::make_tiled_mma(register_atom<Element, kGradientColumns, Major::MN>()));
+  // Cuts Q and dO into second operands of these: the descriptor of an operand does not say how many
+  // columns are read.
+  static constexpr int kOperandColumns = kInHalves ? kGradientColumns : kColumns;
+  using MmaQt =
+      decltype(cute::make_tiled_mma(register_atom<Element, kOperandColumns, Major::MN>()));
+  // dQ = dS K: dS contiguous along the keys, K along the head dim.
+  using MmaDq = decltype(cute::make_tiled_mma(shared_atom<Element, kDq.columns, Major::MN>()));
+};
+
+}  // namespace fa3

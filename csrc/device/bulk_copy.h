@@ -1,0 +1,33 @@
+// Copies of contiguous bytes by the copy engine, without a tensor map. Sizes and addresses are
+// multiples of 16 bytes.
+#pragma once
+
+#include "device/barriers.h"
+
+namespace fa3 {
+
+CUTE_DEVICE uint64_t* mbarrier_word(Mbarrier& barrier) {
+  return reinterpret_cast<uint64_t*>(&barrier);
+}
+
+// Global to shared memory; counts its bytes on `full`.
+CUTE_DEVICE void bulk_load(void* target, void const* source, uint32_t bytes, Mbarrier& full) {
+  cute::SM90_BULK_COPY_G2S::copy(source, mbarrier_word(full), target, int32_t(bytes));
+}
+
+// Adds floats from shared to global memory. Part of the thread's current bulk group
+// (cute::tma_store_arrive closes it).
+CUTE_DEVICE void bulk_add(float* target, float const* source, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+               :
+               : "l"(target), "r"(cute::cast_smem_ptr_to_uint(source)), "r"(bytes)
+               : "memory");
+}
+
+// Waits until this thread's bulk groups have written to global memory. (cute::tma_store_wait only
+// waits until they have read shared memory.)
+CUTE_DEVICE void wait_for_bulk_writes() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+}  // namespace fa3

@@ -1,0 +1,74 @@
+// Host side of a launch: errors that say what was launched, the attributes that a kernel needs, a
+// start that may overlap the end of the launch before.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace fa3 {
+
+inline void check_launch(cudaError_t error, char const* variant, int grid, int shared_bytes) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error("flash_attn3: launch of " + std::string(variant) + " failed: " +
+                             cudaGetErrorString(error) + " (grid " + std::to_string(grid) +
+                             ", shared memory " + std::to_string(shared_bytes) + " bytes)");
+  }
+}
+
+// WHY: a host thread that has not used this runtime yet has no CUDA context, and the driver's
+// functions (cuTensorMapEncodeTiled) need one.
+inline void bind_thread(char const* variant, int grid, int shared_bytes) {
+  thread_local bool is_bound = false;
+  if (!is_bound) {
+    int device = 0;
+    check_launch(cudaGetDevice(&device), variant, grid, shared_bytes);
+    check_launch(cudaSetDevice(device), variant, grid, shared_bytes);
+    is_bound = true;
+  }
+}
+
+struct LaunchShape {
+  char const* variant;
+  int grid;
+  int threads;
+  int shared_bytes;
+};
+
+// Lets a kernel use that much shared memory. Once per device: the attribute belongs to the kernel
+// as loaded there; `devices_ready` is the kernel's own.
+template <class Kernel>
+void allow_shared_memory(Kernel* kernel, LaunchShape const& shape,
+                         std::atomic<uint64_t>& devices_ready) {
+  int device = 0;
+  check_launch(cudaGetDevice(&device), shape.variant, shape.grid, shape.shared_bytes);
+  uint64_t const bit = uint64_t(1) << (device % 64);
+  if (!(devices_ready.load(std::memory_order_relaxed) & bit)) {
+    check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      shape.shared_bytes),
+                 shape.variant, shape.grid, shape.shared_bytes);
+    devices_ready.fetch_or(bit, std::memory_order_relaxed);
+  }
+}
+
+// The CTAs may start while the launch before still runs: the kernel waits for it by itself.
+template <class Kernel, class Params>
+void launch_early(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
+  cudaLaunchAttribute early_start{};
+  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early_start.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(shape.grid);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &early_start;
+  config.numAttrs = 1;
+  check_launch(cudaLaunchKernelEx(&config, kernel, params), shape.variant, shape.grid,
+               shape.shared_bytes);
+}
+
+}  // namespace fa3

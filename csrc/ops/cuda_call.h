@@ -1,0 +1,72 @@
+// What the CUDA ops do around a launch: the device, tensors as kernels read them, the schema that
+// they were compiled for.
+#pragma once
+
+#include <stdexcept>
+
+#include "dispatch/text.h"
+#include "dispatch/tma_rules.h"
+#include "ops/tensor_handle.h"
+
+namespace fa3 {
+
+// Makes a device the current one, and goes back.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    int32_t current = -1;
+    require(aoti_torch_get_current_device_index(&current), "read the current device");
+    if (current != device) {
+      require(aoti_torch_create_device_guard(device, &guard_), "change the current device");
+    }
+  }
+  ~DeviceGuard() {
+    if (guard_) {
+      aoti_torch_delete_device_guard(guard_);
+    }
+  }
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  DeviceGuardHandle guard_ = nullptr;
+};
+
+inline TensorView view(TensorMeta const& meta) {
+  return TensorView{reinterpret_cast<void*>(meta.address), meta.stride[0], meta.stride[1],
+                    meta.stride[2]};
+}
+
+// The tensor as the kernel reads it. A tensor that TMA cannot address is replaced by a copy, which
+// the caller keeps until the launch; the caching allocator then hands its memory to later work of
+// the same stream only.
+inline TensorView readable(char const* op, OwnedTensor& tensor, TensorMeta const& meta) {
+  if (tma_can_address(meta)) {
+    return view(meta);
+  }
+  tensor = packed_copy(op, tensor, meta);
+  return view(describe(tensor));
+}
+
+inline void throw_if(std::string const& error) {
+  if (!error.empty()) {
+    throw std::runtime_error(error);
+  }
+}
+
+// Throws when the schema is not that of this library.
+struct SchemaCounts {
+  uint64_t arguments;
+  uint64_t results;
+};
+
+inline void expect_schema(char const* op, SchemaCounts got, SchemaCounts wanted) {
+  if (got.arguments != wanted.arguments || got.results != wanted.results) {
+    throw std::runtime_error(error_text(
+        op, text("a schema with ", wanted.arguments, " arguments and ", wanted.results, " results"),
+        text(got.arguments, " and ", got.results),
+        "_C.abi3.so and the Python files are of different versions: reinstall"));
+  }
+}
+
+}  // namespace fa3

@@ -1,0 +1,303 @@
+"""Deterministic mode of the backward: the turns in which clusters of CTAs (of one, mostly) add to
+dQ, played through with the kernel's own code, and how a call asks for it.
+"""
+from collections import Counter, defaultdict, deque
+import random
+
+from functorch.compile import make_boxed_func
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
+
+from tests import _host
+from tests.cpu.test_backward_work import FACTS, TILE_OF, clusters_of, each_variant, work_of
+
+OPS = torch.ops.flash_attn3
+
+
+# ------------------------------------------------------------------------------------------ turns
+def blocks_of(tile, adder, m):
+    """The blocks of dQ of tile m of queries that one of those adds who add for a cluster: a store
+    warp the block of its warpgroup, a CTA of two its half; a middle one goes from hand to hand.
+    """
+    if tile['cluster_size'] == 1:
+        return range(adder, adder + 1)
+    return range(*(_host.DqLayout.first_of(rank, tile['dq_blocks'], m)
+                   for rank in (adder, adder + 1)))
+
+
+def adds_of(name, sizes, **device):
+    """For every cluster, in the order of work, and every step: the tile of dQ that is added to (its
+    number among those of its head, its place among all), and the turn of the cluster there.
+    """
+    plan, ctas = work_of(name, sizes, deterministic=True, **device)
+    _, seqlen_q, seqlen_k, _, _ = sizes
+    tile_m, tile_n = plan['tile_m'], plan['tile_n']
+
+    def turn(key_begin, m):
+        last = _host.last_key_tile(m, seqlen_q, seqlen_k, tile_m, tile_n, plan['causal'])
+        return last - key_begin // tile_n
+
+    return [[(m, place, turn(key_begin, m)) for _, m, _, place in steps]
+            for ((_, _, _, key_begin, _), steps), *_ in clusters_of(plan, ctas)]
+
+
+class Cluster:
+    """Those who add for one, each with as many steps done; none gets ahead of another by more than
+    `lead`, since each adds what all have computed. A store warp ends its turn alone; a CTA of two
+    does when the other one has let go of dS too.
+    """
+
+    def __init__(self, steps, facts, lead):
+        self.steps, self.lead = steps, lead
+        self.done = [0] * facts['dq_adders']
+        self.ends_alone = facts['cluster_size'] == 1
+
+    def ready(self, flags):
+        slowest = min(self.done)
+        for adder, done in enumerate(self.done):
+            if done < len(self.steps) and done - slowest < self.lead:
+                _, place, turn = self.steps[done]
+                if flags[place, adder] == turn:
+                    yield self, adder
+
+    def add(self, adder, flags):
+        """Gives the step whose dQ was added, and sets the flags of turns that end."""
+        slowest = min(self.done)
+        step = self.steps[self.done[adder]]
+        self.done[adder] += 1
+        if self.ends_alone:
+            flags[step[1], adder] += 1
+        elif min(self.done) > slowest:
+            flags.update((self.steps[slowest][1], each) for each in range(len(self.done)))
+        return step
+
+    def is_running(self):
+        return min(self.done) < len(self.steps)
+
+
+def play(name, work, residents, lead, choose):
+    """Runs the clusters in their order, at most `residents` at a time, add by add.
+
+    choose picks one of those who can go on. Gives the turns of every block as they were taken.
+    """
+    flags, taken = Counter(), defaultdict(list)
+    waiting = deque(Cluster(steps, FACTS[name], lead) for steps in work)
+    running = []
+    while waiting or running:
+        while waiting and len(running) < residents:
+            running.append(waiting.popleft())
+        ready = [who for cluster in running for who in cluster.ready(flags)]
+        assert ready, 'every cluster on the GPU waits for one that is not'
+        cluster, adder = choose(ready)
+        m, place, turn = cluster.add(adder, flags)
+        for block in blocks_of(TILE_OF[name], adder, m):
+            taken[place, block].append(turn)
+        running = [cluster for cluster in running if cluster.is_running()]
+    return taken
+
+
+def check_turns(name, work, taken):
+    """Every block of a tile of dQ was added to by every cluster that meets it, in its turn."""
+    clusters = Counter(place for steps in work for _, place, _ in steps)
+    assert taken == {(place, block): list(range(count)) for place, count in clusters.items()
+                     for block in range(TILE_OF[name]['dq_blocks'])}
+
+
+@each_variant
+def test_who_adds_to_a_block_of_dq(name):
+    """One for each: the number of the tile decides, the same in every cluster, which is why flags
+    need not be those of blocks. Over two tiles all have as many; a CTA has K for all of its own.
+    """
+    tile, adders = TILE_OF[name], range(FACTS[name]['dq_adders'])
+    counts = Counter()
+    for m in range(2):
+        shares = [blocks_of(tile, adder, m) for adder in adders]
+        assert [block for share in shares for block in share] == list(range(tile['dq_blocks']))
+        counts.update({adder: len(share) for adder, share in zip(adders, shares)})
+        for rank, share in enumerate(shares if tile['cluster_size'] > 1 else ()):
+            columns = range(share.start * tile['dq'].columns, share.stop * tile['dq'].columns)
+            first = 0 if rank == 0 else tile['head_dim'] - tile['other_columns']
+            assert set(columns) <= set(range(first, first + tile['other_columns']))
+    assert len(set(counts.values())) == 1
+
+
+sizes = st.tuples(st.integers(1, 2), st.integers(1, 500), st.integers(1, 1000), st.integers(1, 2),
+                  st.integers(1, 2)).map(lambda x: (*x[:3], x[3] * x[4], x[4]))
+SQUARE = 2, 512, 512, 4, 2
+
+
+@each_variant
+@given(sizes, st.integers(1, 40), st.integers(0, 1 << 22), st.integers(1, 20), st.integers(1, 2),
+       st.integers(0, 999))
+@settings(max_examples=20, deadline=None)
+def test_no_cluster_waits_forever(name, sizes, sm_count, l2_bytes, residents, lead, seed):
+    """However few run at a time, and however fast each is."""
+    work = adds_of(name, sizes, sm_count=sm_count, l2_bytes=l2_bytes)
+    check_turns(name, work, play(name, work, residents, lead, random.Random(seed).choice))
+
+
+@each_variant
+@pytest.mark.parametrize('pick', [0, -1], ids=['first', 'last'])
+@pytest.mark.parametrize('residents', [1, 2, 5, 1000])
+def test_one_cluster_runs_ahead(name, residents, pick):
+    """The one that came first, or last."""
+    work = adds_of(name, SQUARE)
+    check_turns(name, work, play(name, work, residents, 2, lambda ready: ready[pick]))
+
+
+@each_variant
+@given(sizes, st.integers(1, 140), st.integers(0, 1 << 22))
+@settings(max_examples=40, deadline=None)
+def test_turns_count_up_in_the_order_of_work(name, sizes, sm_count, l2_bytes):
+    """From 0, without a gap, for every tile of dQ: a cluster waits for earlier ones only, and for
+    all.
+    """
+    turns = defaultdict(list)
+    for adds in adds_of(name, sizes, sm_count=sm_count, l2_bytes=l2_bytes):
+        for _, place, turn in adds:
+            turns[place].append(turn)
+    assert all(of_tile == list(range(len(of_tile))) for of_tile in turns.values())
+
+
+def ticks(work, residents):
+    """How long the clusters take in all, and how long each waits, when a step takes a tick and the
+    next cluster can add one tick after the one before.
+    """
+    flags, waits = Counter(), [0] * len(work)
+    waiting, running = deque(enumerate(map(deque, work))), []
+    now = 0
+    while waiting or running:
+        while waiting and len(running) < residents:
+            running.append(waiting.popleft())
+        ready = [flags[adds[0][1]] == adds[0][2] for _, adds in running]
+        for (cluster, adds), is_ready in zip(running, ready):
+            if is_ready:
+                flags[adds.popleft()[1]] += 1
+            else:
+                waits[cluster] += 1
+        running = [(cluster, adds) for cluster, adds in running if adds]
+        now += 1
+    return now, waits
+
+
+@each_variant
+def test_waiting_is_rare(name):
+    """Causal: a tile comes to the queries of the next one after that one did, and never waits.
+    Full: clusters that start together line up once, as many as have the same head.
+    """
+    sizes, sm_count = (1, 2048, 2048, 8, 8), 32
+    residents = sm_count // FACTS[name]['cluster_size']
+    device = {'sm_count': sm_count, 'l2_bytes': 1 << 30}    # one section
+    work = adds_of(name, sizes, **device)
+    plan, _ = work_of(name, sizes, deterministic=True, **device)
+    taken, waits = ticks(work, residents)
+    if plan['causal']:
+        assert not any(waits)
+    else:
+        together = -(-residents // plan['section_pairs'])
+        assert taken <= sum(map(len, work)) // residents + together + plan['m_tiles']
+        assert max(waits) < together
+
+
+# -------------------------------------------------------------------------------------- arguments
+@pytest.fixture
+def _setting():
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class _BackwardCalls(TorchDispatchMode):
+    """The argument deterministic of every call of the op `bwd`."""
+
+    def __init__(self):
+        super().__init__()
+        self.flags = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is OPS.bwd.default:
+            self.flags.append(is_deterministic(args))
+        return op(*args, **(kwargs or {}))
+
+
+def is_deterministic(arguments: tuple) -> bool:
+    """Of the op `bwd`; PyTorch leaves a default out."""
+    return arguments[9] if len(arguments) > 9 else False
+
+
+def packed(**options):
+    qkv = torch.randn(2, 9, 8, 16, requires_grad=True)
+    return flash_attn_qkvpacked_func(qkv, num_heads_q=4, causal=True, **options)
+
+
+def separate(**options):
+    q, k, v = (torch.randn(2, 9, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    return flash_attn_func(q, k, v, causal=True, **options)
+
+
+def traced(**options):
+    """The op that compilers see, called directly."""
+    q, k, v = (torch.randn(2, 9, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    return OPS.fwd(q, k, v, 0.3, True, **options)[0]
+
+
+every_function = pytest.mark.parametrize('attention', [separate, packed, traced])
+
+
+@every_function
+def test_by_argument(attention):
+    with _BackwardCalls() as called:
+        for options in ({}, {'deterministic': False}, {'deterministic': True}):
+            attention(**options).sum().backward()
+    assert called.flags == [False, False, True]
+
+
+@every_function
+def test_by_the_setting_at_the_time_of_the_forward(attention, _setting):
+    with _BackwardCalls() as called:
+        for at_forward, at_backward in ((True, False), (False, True)):
+            torch.use_deterministic_algorithms(at_forward)
+            loss = attention(deterministic=False).sum()
+            torch.use_deterministic_algorithms(at_backward)
+            loss.backward()
+    assert called.flags == [True, False]
+
+
+@pytest.mark.parametrize('attention', [separate, packed])
+def test_under_compile(attention, _setting, _fresh_compiler):
+    """By argument, and by the setting, whose change compiles anew."""
+    flags = []
+
+    def keep_flags(module, _):
+        flags.extend(is_deterministic(node.args) for node in module.graph.nodes
+                     if node.target is OPS.bwd.default)
+        return make_boxed_func(module.forward)
+
+    backend = aot_autograd(fw_compiler=keep_flags, bw_compiler=keep_flags)
+    compiled = torch.compile(attention, backend=backend)
+    for setting, options in ((False, {}), (False, {'deterministic': True}), (True, {}),
+                             (True, {'deterministic': True})):
+        torch.use_deterministic_algorithms(setting)
+        compiled(**options).sum().backward()
+    assert flags == [False, True, True, True]
+
+
+def test_the_gradients_are_the_same_on_the_cpu():
+    q, k, v = (torch.randn(2, 9, heads, 16) for heads in (4, 2, 2))
+    out, lse = OPS.fwd(q, k, v)
+    results = [OPS.bwd(out, lse, q, k, v, out, lse, 0.25, False, *flag)
+               for flag in ((), (False,), (True,))]
+    for gradients in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(gradients, results[0]))
