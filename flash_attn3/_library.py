@@ -154,7 +154,7 @@ def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
              lse: Tensor, softmax_scale: float, causal: bool,
              deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The same bits on every call, deterministic or not."""
-    checks.check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal)
+    checks.check_backward(dout, dlse, q, k, v, out, lse, softmax_scale)
     return reference.backward(dout, dlse, q, k, v, softmax_scale, causal,
                               reference.wide_dtype(q.dtype))
 

@@ -77,10 +77,10 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, softmax_s
 
 
 def check_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-                   lse: Tensor, softmax_scale: float, causal: bool) -> None:
+                   lse: Tensor, softmax_scale: float) -> None:
     """Raises RuntimeError, as the CUDA op `bwd` does, if it cannot serve these arguments."""
     described = (None if x is None else describe(x) for x in (dout, dlse, q, k, v, out, lse))
-    if text := _plan.check_backward(*described, softmax_scale, causal):
+    if text := _plan.check_backward(*described, softmax_scale):
         raise RuntimeError(text)
 
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "dispatch/plan_backward.h"
 #include "dispatch/tensor_text.h"
 
 namespace fa3 {
@@ -61,14 +60,7 @@ std::string check_gradients(BackwardCall const& call) {
   return {};
 }
 
-std::string check_kernel(BackwardCall const& call, bool causal) {
-  TensorMeta const& q = call.forward.q;
-  TensorMeta const& k = call.forward.k;
-  if (find_backward_variant(q.dtype, causal, q.size[3]) < 0) {
-    return error_text("bwd", "a head_dim with a backward kernel", text(q.size[3]),
-                      "use torch.nn.functional.scaled_dot_product_attention where gradients are "
-                      "needed");
-  }
+std::string check_tiles(TensorMeta const& k) {
   double const tiles = double(k.size[0]) * double(k.size[2]) * double((k.size[1] + 63) / 64);
   if (tiles > kMaxTiles) {
     return error_text(
@@ -80,13 +72,13 @@ std::string check_kernel(BackwardCall const& call, bool causal) {
 
 }  // namespace
 
-std::string check_backward(BackwardCall const& call, bool causal) {
+std::string check_backward(BackwardCall const& call) {
   std::string error = check_forward(call.forward);
   if (error.empty()) {
     error = check_gradients(call);
   }
   if (error.empty() && call.forward.q.device == DeviceType::kCuda) {
-    error = check_kernel(call, causal);
+    error = check_tiles(call.forward.k);
   }
   return error;
 }

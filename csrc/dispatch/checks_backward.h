@@ -16,6 +16,6 @@ struct BackwardCall {
 
 // Empty when the call is fine, else the whole error text. A CUDA call that passes has a kernel in
 // kBwdVariants.
-std::string check_backward(BackwardCall const& call, bool causal);
+std::string check_backward(BackwardCall const& call);
 
 }  // namespace fa3

@@ -12,12 +12,12 @@ struct BwdPlan {
   BwdSchedule schedule;
 };
 
-// The variant for a problem: that of the head dim, else of the next larger one; -1 when there is
-// none.
+// The variant for a problem: that of the head dim, else of the next larger one. INVARIANT: the head
+// dim is one that check_forward() accepts; there is a variant for each.
 int find_backward_variant(Dtype dtype, bool causal, int64_t head_dim);
 
 // INVARIANT: the problem comes from a CUDA call that check_backward() accepts, and is not empty.
-// Then there is a variant, and the numbers of tiles fit into an int.
+// Then the numbers of tiles fit into an int.
 BwdPlan plan_backward(FwdProblem const& problem);
 
 }  // namespace fa3

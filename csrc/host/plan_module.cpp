@@ -8,7 +8,7 @@
 //   an sm_count of 0 is unknown.
 // - plan_forward(dtype, batch, ..., l2_bytes): a dict of facts, or {"reason": text}.
 // - variants(): a dict for every variant, built or not.
-// - check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, causal), plan_backward(dtype,
+// - check_backward(dout, dlse, q, k, v, out, lse, softmax_scale), plan_backward(dtype,
 //   batch, ..., l2_bytes), backward_variants(): the same of the backward. dlse may be None.
 //
 // pack_gqa is 0 (never), 1 (always) or 2 (where it pays).
@@ -213,16 +213,14 @@ PyObject* py_check_forward(PyObject*, PyObject* args, PyObject* kwargs) {
 }
 
 PyObject* py_check_backward(PyObject*, PyObject* args, PyObject* kwargs) {
-  static char const* const names[] = {"dout", "dlse",          "q",      "k",    "v", "out",
-                                      "lse",  "softmax_scale", "causal", nullptr};
+  static char const* const names[] = {"dout", "dlse",          "q",    "k", "v", "out",
+                                      "lse",  "softmax_scale", nullptr};
   PyObject *dout, *dlse, *q, *k, *v, *out, *lse;
-  int causal;
   BackwardCall call;
   ForwardCall& forward = call.forward;
   forward.is_backward = true;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOdp", const_cast<char**>(names), &dout,
-                                   &dlse, &q, &k, &v, &out, &lse, &forward.softmax_scale,
-                                   &causal)) {
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOd", const_cast<char**>(names), &dout,
+                                   &dlse, &q, &k, &v, &out, &lse, &forward.softmax_scale)) {
     return nullptr;
   }
   call.has_dlse = dlse != Py_None;
@@ -233,7 +231,7 @@ PyObject* py_check_backward(PyObject*, PyObject* args, PyObject* kwargs) {
   if (call.has_dlse && !read_tensor(dlse, call.dlse)) {
     return nullptr;
   }
-  return PyUnicode_FromString(check_backward(call, causal).c_str());
+  return PyUnicode_FromString(check_backward(call).c_str());
 }
 
 // A CUDA tensor of these sizes. Of its strides only the last one matters to the checks.
@@ -290,7 +288,7 @@ std::string backward_problem_error(FwdProblem const& problem, char const* dtype)
   call.dout = call.out;
   call.lse = describe("float32", problem.batch, problem.heads_q, problem.seqlen_q, 0);
   call.lse.rank = 3;
-  return check_backward(call, problem.causal);
+  return check_backward(call);
 }
 
 PyObject* plan_dict(FwdProblem const& problem) {

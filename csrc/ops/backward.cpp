@@ -189,7 +189,7 @@ Gradients run_backward(BackwardArguments& args) {
   DeviceInfo const info =
       q.device == DeviceType::kCuda ? device_info(q.device_index) : DeviceInfo{};
   call.forward.sm_count = info.sm_count;
-  throw_if(check_backward(call, args.causal));
+  throw_if(check_backward(call));
 
   BwdParams params;
   params.problem = problem_of(call, args, info);

@@ -6,7 +6,6 @@ import pytest
 from flash_attn3 import _plan
 from tests.cpu.test_checks import BAD_CALLS, K_SIZES, Q_SIZES, error_text, tensor
 
-NO_KERNEL = 'use torch.nn.functional.scaled_dot_product_attention where gradients are needed'
 LARGEST = max(row['head_dim'] for row in _plan.backward_variants())
 
 
@@ -17,7 +16,7 @@ def good_call(q=Q_SIZES, k=K_SIZES, dtype='bfloat16', device='cuda', index=0):
     lse = tensor(q[0], q[2], q[1], **of_lse)
     inputs = {name: tensor(*sizes, dtype=dtype, **common)
               for name, sizes in (('q', q), ('k', k), ('v', k), ('out', q), ('dout', q))}
-    return {**inputs, 'lse': lse, 'dlse': lse, 'softmax_scale': 0.125, 'causal': False}
+    return {**inputs, 'lse': lse, 'dlse': lse, 'softmax_scale': 0.125}
 
 
 def check(changes=None, **sizes):
@@ -27,16 +26,15 @@ def check(changes=None, **sizes):
 OUT, LSE = '(2, 128, 8, 64)', '(2, 8, 128)'
 
 
-@pytest.mark.parametrize('causal', [False, True])
 @pytest.mark.parametrize('sizes', [
     {}, {'dtype': 'float16'}, {'index': 3}, {'q': (0, 128, 8, 64), 'k': (0, 256, 4, 64)},
     {'q': (2, 0, 8, 64)}, {'k': (2, 0, 4, 64)}, {'q': (2, 128, 8, 8), 'k': (2, 256, 4, 8)},
     {'q': (2, 128, 8, LARGEST), 'k': (2, 256, 4, LARGEST)},
     {'device': 'cpu'}, {'device': 'cpu', 'dtype': 'float32'}, {'device': 'cpu', 'dtype': 'float64'},
     {'device': 'cpu', 'q': (2, 128, 8, 500), 'k': (2, 256, 4, 500)}], ids=str)
-def test_good_calls(sizes, causal):
-    assert check({'causal': causal}, **sizes) == ''
-    assert check({'causal': causal, 'dlse': None}, **sizes) == ''
+def test_good_calls(sizes):
+    assert check(**sizes) == ''
+    assert check({'dlse': None}, **sizes) == ''
 
 
 @pytest.mark.parametrize('name', ['dout', 'out', 'lse'])
@@ -93,15 +91,6 @@ def test_the_lse_of_float64_is_float64():
 def test_rules_of_the_forward_name_the_backward(call, expected, got, hint):
     changes = {'v': call['k'], **call} if 'k' in call else call
     assert check(changes) == error_text('bwd', expected, got, hint)
-
-
-@pytest.mark.parametrize('causal', [False, True])
-@pytest.mark.parametrize('head_dim', [dim for dim in range(8, 257, 8) if dim > LARGEST])
-def test_a_head_dim_without_a_kernel(head_dim, causal):
-    sizes = {'q': (2, 128, 8, head_dim), 'k': (2, 256, 4, head_dim)}
-    assert check({'causal': causal}, **sizes) == error_text(
-        'bwd', 'a head_dim with a backward kernel', str(head_dim), NO_KERNEL)
-    assert check({'causal': causal}, device='cpu', **sizes) == ''
 
 
 def test_too_many_tiles_of_keys():

@@ -282,18 +282,3 @@ def test_can_use_with_gradients(kind, cuda, device):
     assert flash_attn3.can_use(*tensors, causal=case.causal) == (True, [])
     gradients = torch.autograd.grad(flash_attn_func(*tensors, causal=case.causal).sum(), tensors)
     assert all(x.isfinite().all() for x in gradients)
-
-
-@pytest.mark.smoke
-@every_kind
-def test_can_use_says_why_there_are_no_gradients(kind, cuda, device):
-    """In the words of the error that backward raises."""
-    if any(other.takes(kind) for other in GRADIENT_KINDS):
-        pytest.skip(f'{kind} has gradients')
-    case = CASE.of(kind)
-    tensors = [x.requires_grad_() for x in case.tensors(cuda)]
-    is_fine, reasons = flash_attn3.can_use(*tensors, causal=case.causal)
-    out = flash_attn_func(*tensors, causal=case.causal)
-    with pytest.raises(RuntimeError) as error:
-        torch.autograd.grad(out.sum(), tensors)
-    assert not is_fine and len(reasons) == 1 and reasons[0] in str(error.value)
