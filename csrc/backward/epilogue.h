@@ -1,5 +1,5 @@
 // The way out of a CTA: dK and dV from registers through shared memory to global memory, at the
-// end; dQ from shared memory to its accumulator, at every step.
+// end; for consumers by keys, dQ from shared memory to its accumulator, at every step.
 #pragma once
 
 #include "backward/storage.h"

@@ -1,13 +1,15 @@
 // The main kernel of the backward: who does what, and nothing else.
 //
 //   warpgroup 0   warp 0: loads K and V, then Q, dO, LSE and delta of every step
-//   warpgroup 1.. consumers, which share the keys (mma.h; warps 1 and 2 of warpgroup 0 add their dQ
-//                 to global memory) or the products (mma_by_product.h)
+//                 warps 1, 2: for consumers by keys, add their dQ to global memory; by products,
+//                 send dS to the other CTA and take the turns of deterministic mode
+//   warpgroup 1.. consumers, which share the keys (mma_by_keys.h) or the products
+//                 (mma_by_products.h)
 #pragma once
 
 #include "backward/load.h"
-#include "backward/mma.h"
-#include "backward/mma_by_product.h"
+#include "backward/mma_by_keys.h"
+#include "backward/mma_by_products.h"
 
 namespace fa3 {
 

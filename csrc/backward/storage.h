@@ -1,6 +1,6 @@
 // Shared memory of a CTA of the main kernel, and its barriers.
 //
-// dK and dV have no buffers: a warpgroup writes them over its own rows of K and V at the end.
+// dK and dV have no buffers: they are written over K and V at the end.
 #pragma once
 
 #include "backward/traits.h"

@@ -11,9 +11,11 @@ constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
 
 // What the consumer warpgroups share out among them.
 enum class BwdSplit : int {
-  kKeys = 0,     // each has 64 keys of the tile, and computes all five products (backward/mma.h)
-  kProducts = 1  // all have the same 64 keys: one makes dV, one dK, one dQ (mma_by_product.h)
-                 // in a cluster of two CTAs, which share out the columns of dQ
+  // Each has 64 keys of the tile, and computes all five products (backward/mma_by_keys.h).
+  kKeys = 0,
+  // All have the same 64 keys: one makes dV, one dK, one dQ (backward/mma_by_products.h), in a
+  // cluster of two CTAs, which share out the columns of dQ.
+  kProducts = 1
 };
 
 struct BwdDefaults {

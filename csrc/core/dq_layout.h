@@ -1,11 +1,11 @@
 // Where the fp32 accumulator of dQ keeps an element. The accumulator is private to the three
 // backward kernels, so a tile lies there as the tensor cores leave it in registers: the main kernel
-// stages it without bank conflicts and adds it by one bulk copy per warpgroup, the last kernel
-// undoes the order.
+// adds a block of it by one bulk copy, staged without bank conflicts, or from registers with whole
+// lines; the last kernel undoes the order.
 //
-// A tile is cut into blocks of 64 rows, one per consumer warpgroup: side by side where the tile has
-// 64 rows, one below the other else. A block is (8 columns, thread, 4 values), the values being two
-// columns of a row and of the row eight further down.
+// A tile is cut into blocks of 64 rows: side by side where the tile has 64 rows, one below the
+// other else. A block is (8 columns, thread, 4 values), the values being two columns of a row and
+// of the row eight further down.
 #pragma once
 
 #include "core/int_math.h"

@@ -11,9 +11,9 @@
 // Nobody waits for the others more often than data asks for: while one works on scores, the others
 // have products for the tensor cores.
 //
-// TRAP: as in mma.h, nothing may be outstanding where a loop closes. TRAP: LSE and delta are read
-// by the threads and written over by the copy engine, another proxy: a stage is released only when
-// what was made of them has been stored, which shows that they have arrived in registers.
+// TRAP: as in mma_by_keys.h, nothing may be outstanding where a loop closes. TRAP: LSE and delta
+// are read by the threads and written over by the copy engine, another proxy: a stage is released
+// only when what was made of them has been stored, which shows that they have arrived in registers.
 #pragma once
 
 #include "backward/epilogue.h"
