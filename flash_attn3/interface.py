@@ -118,8 +118,8 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` on one tensor that holds q, k and v, such as a projection's output.
 
     Nothing is copied on the way in: q, k and v are views. In eager mode the gradient is one tensor
-    of the shape of qkv; slicing qkv and calling `flash_attn_func` would make three, and copies to
-    put them together.
+    of the shape of qkv, into which the three of the kernels are copied; for slices of qkv given to
+    `flash_attn_func`, autograd would fill up each of the three with zeros to that shape, and add.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim): q, k and v. Or, with num_heads_q,
