@@ -6,7 +6,7 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
 - `_fwd`: the same without autograd, for eager calls: a formula in Python costs microseconds.
 - `_fwd_no_lse`: the output alone, also for eager calls: no memory for an LSE that nobody reads.
 - `fwd_out`, `fwd_out_no_lse`: write into a given output; the first returns the LSE. No autograd.
-- `bwd`: the gradients of `fwd`.
+- `bwd`: the gradients of `fwd`; `bwd_out`: into given tensors. No autograd.
 
 INVARIANT: the schemas are defined before the library of kernels is loaded; it only adds
 implementations to them.
@@ -33,6 +33,9 @@ _SCHEMAS = (
     f'fwd_out_no_lse(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_SCALARS}) -> ()',
     'bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
     'float softmax_scale, bool causal, bool deterministic=False) -> (Tensor, Tensor, Tensor)',
+    'bwd_out(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
+    'Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, '
+    'float softmax_scale, bool causal, bool deterministic=False) -> ()',
 )
 
 LIBRARY = torch.library.Library('flash_attn3', 'DEF')
@@ -159,6 +162,17 @@ def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
                               reference.wide_dtype(q.dtype))
 
 
+def _bwd_out_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+                 lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, softmax_scale: float,
+                 causal: bool, deterministic: bool = False) -> None:
+    gradients = dq, dk, dv
+    checks.check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, gradients)
+    results = reference.backward(dout, dlse, q, k, v, softmax_scale, causal,
+                                 reference.wide_dtype(q.dtype))
+    for gradient, result in zip(gradients, results):
+        gradient.copy_(result)
+
+
 # ------------------------------------------------------------------------------------------ fakes
 # They check only what they rely on themselves; the rest is checked when real tensors arrive.
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
@@ -188,11 +202,15 @@ def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+def _bwd_out_fake(*_) -> None:
+    """Nothing to make."""
+
+
 for _name, _on_cpu, _fake in (
         ('fwd', _fwd_traced_cpu, _fwd_fake), ('_fwd', _fwd_cpu, _fwd_fake),
         ('_fwd_no_lse', _fwd_no_lse_cpu, _fwd_no_lse_fake),
         ('fwd_out', _fwd_out_cpu, _fwd_out_fake),
         ('fwd_out_no_lse', _fwd_out_no_lse_cpu, _fwd_out_no_lse_fake),
-        ('bwd', _bwd_cpu, _bwd_fake)):
+        ('bwd', _bwd_cpu, _bwd_fake), ('bwd_out', _bwd_out_cpu, _bwd_out_fake)):
     LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=LIBRARY)

@@ -16,6 +16,7 @@ from flash_attn3.packing import unpack
 
 _fwd = torch.ops.flash_attn3._fwd.default
 _bwd = torch.ops.flash_attn3.bwd.default
+_bwd_out = torch.ops.flash_attn3.bwd_out.default
 
 
 def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal: bool,
@@ -112,10 +113,10 @@ class PackedAttention(torch.autograd.Function):
 
 
 def _bwd_packed(dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int | None,
-                *others) -> Tensor:
-    """The op `bwd`, its three gradients in the places of q, k and v in one tensor."""
+                out: Tensor, lse: Tensor, *scalars) -> Tensor:
+    """The op `bwd_out` into one tensor, in the places of q, k and v."""
     dqkv = torch.empty_like(qkv)
-    gradients = _bwd(dout, dlse, *unpack(qkv, num_heads_q), *others)
-    for place, gradient in zip(unpack(dqkv, num_heads_q), gradients):
-        place.copy_(gradient)
+    if dqkv.stride(-1) != qkv.stride(-1):    # of a qkv whose elements overlap
+        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    _bwd_out(dout, dlse, *unpack(qkv, num_heads_q), out, lse, *unpack(dqkv, num_heads_q), *scalars)
     return dqkv

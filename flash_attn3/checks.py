@@ -77,10 +77,13 @@ def check_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, softmax_s
 
 
 def check_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-                   lse: Tensor, softmax_scale: float) -> None:
-    """Raises RuntimeError, as the CUDA op `bwd` does, if it cannot serve these arguments."""
+                   lse: Tensor, softmax_scale: float, gradients: tuple[Tensor, ...] = ()) -> None:
+    """Raises RuntimeError, as the CUDA op does, if the backward cannot serve these arguments.
+
+    gradients: (dq, dk, dv) of a call of `bwd_out`; without them it is one of `bwd`.
+    """
     described = (None if x is None else describe(x) for x in (dout, dlse, q, k, v, out, lse))
-    if text := _plan.check_backward(*described, softmax_scale):
+    if text := _plan.check_backward(*described, softmax_scale, *map(describe, gradients)):
         raise RuntimeError(text)
 
 

@@ -117,9 +117,9 @@ def flash_attn_qkvpacked_func(
         out: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """`flash_attn_func` on one tensor that holds q, k and v, such as a projection's output.
 
-    Nothing is copied on the way in: q, k and v are views. In eager mode the gradient is one tensor
-    of the shape of qkv, into which the three of the kernels are copied; for slices of qkv given to
-    `flash_attn_func`, autograd would fill up each of the three with zeros to that shape, and add.
+    Nothing is copied: q, k and v are views. In eager mode the gradient is one tensor of the shape
+    of qkv, into which the kernels write; for slices of qkv given to `flash_attn_func`, autograd
+    would fill up each of three gradients with zeros to that shape, and add.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim): q, k and v. Or, with num_heads_q,

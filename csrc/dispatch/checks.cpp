@@ -3,6 +3,7 @@
 #include <array>
 #include <cmath>
 
+#include "dispatch/given_tensor.h"
 #include "dispatch/tensor_text.h"
 #include "dispatch/variants.h"
 
@@ -15,21 +16,19 @@ constexpr int64_t kMaxLength = int64_t(1) << 30;
 // Of 64 rows. Packing query heads at most doubles their number.
 constexpr double kMaxTiles = double(1 << 29);
 
-struct Input {
-  char const* name;
-  TensorMeta const& meta;
-};
-
-std::array<Input, 3> inputs(ForwardCall const& call) {
-  return {Input{"q", call.q}, Input{"k", call.k}, Input{"v", call.v}};
+std::array<NamedTensor, 3> inputs(ForwardCall const& call) {
+  return {NamedTensor{"q", call.q}, NamedTensor{"k", call.k}, NamedTensor{"v", call.v}};
 }
 
 bool on_cuda(ForwardCall const& call) { return call.q.device == DeviceType::kCuda; }
 
+char const* op_of(ForwardCall const& call) {
+  return call.op ? call.op : call.has_out ? "fwd_out" : "fwd";
+}
+
 std::string refuse(ForwardCall const& call, std::string const& expected, std::string const& got,
                    std::string const& hint = "") {
-  char const* const op = call.is_backward ? "bwd" : call.has_out ? "fwd_out" : "fwd";
-  return error_text(op, expected, got, hint);
+  return error_text(op_of(call), expected, got, hint);
 }
 
 std::string check_ranks(ForwardCall const& call) {
@@ -144,20 +143,12 @@ std::string check_head_dims(ForwardCall const& call) {
   return {};
 }
 
-std::string check_last_stride(ForwardCall const& call, char const* name, TensorMeta const& meta) {
-  if (meta.size[3] <= 1 || meta.stride[3] == 1) {
-    return {};
-  }
-  return refuse(call, text(name, ".stride(3) to be 1, the head_dim contiguous"),
-                text(meta.stride[3]), text("call ", name, ".contiguous()"));
-}
-
 std::string check_strides(ForwardCall const& call) {
   if (!on_cuda(call)) {
     return {};
   }
-  for (auto [name, meta] : inputs(call)) {
-    std::string const error = check_last_stride(call, name, meta);
+  for (NamedTensor const& input : inputs(call)) {
+    std::string const error = check_last_stride(op_of(call), input);
     if (!error.empty()) {
       return error;
     }
@@ -202,25 +193,6 @@ std::string check_counts(ForwardCall const& call) {
   return {};
 }
 
-// Two elements of `out` at one address, or `out` starting where an input does.
-std::string check_out_memory(ForwardCall const& call) {
-  TensorMeta const& out = call.out;
-  bool const is_empty =
-      out.size[0] == 0 || out.size[1] == 0 || out.size[2] == 0 || out.size[3] == 0;
-  for (int i = 0; i < 4 && !is_empty; ++i) {
-    if (out.size[i] > 1 && out.stride[i] == 0) {
-      return refuse(call, "out with memory for every element", text("out.stride(", i, ") of 0"),
-                    "do not pass an expanded tensor");
-    }
-  }
-  for (auto [name, meta] : inputs(call)) {
-    if (!is_empty && out.address != 0 && out.address == meta.address) {
-      return refuse(call, text("out with memory of its own"), text("the memory of ", name));
-    }
-  }
-  return {};
-}
-
 std::string check_out(ForwardCall const& call) {
   if (!call.has_out) {
     return {};
@@ -241,8 +213,7 @@ std::string check_out(ForwardCall const& call) {
   if (!same_device(out, call.q)) {
     return refuse(call, text("out on the device of q, ", device_text(call.q)), device_text(out));
   }
-  std::string const error = on_cuda(call) ? check_last_stride(call, "out", out) : "";
-  return error.empty() ? check_out_memory(call) : error;
+  return check_given_memory(op_of(call), {"out", out}, inputs(call));
 }
 
 using Check = std::string (*)(ForwardCall const&);

@@ -16,7 +16,7 @@ struct ForwardCall {
   TensorMeta v;    // (batch, seqlen_k, heads_k, head_dim_v)
   TensorMeta out;  // (batch, seqlen_q, heads_q, head_dim_v), with has_out
   bool has_out = false;
-  bool is_backward = false;  // part of a BackwardCall: its op is named in errors
+  char const* op = nullptr;  // as errors name it; nullptr: fwd, or with has_out fwd_out
   double softmax_scale = 1.0;
   int64_t sm_margin = 0;
   int sm_count = 0;  // of q's device; 0 when unknown

@@ -8,8 +8,9 @@
 //   an sm_count of 0 is unknown.
 // - plan_forward(dtype, batch, ..., l2_bytes): a dict of facts, or {"reason": text}.
 // - variants(): a dict for every variant, built or not.
-// - check_backward(dout, dlse, q, k, v, out, lse, softmax_scale), plan_backward(dtype,
-//   batch, ..., l2_bytes), backward_variants(): the same of the backward. dlse may be None.
+// - check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, dq=None, dk=None, dv=None),
+//   plan_backward(dtype, batch, ..., l2_bytes), backward_variants(): the same of the backward.
+//   dlse may be None. With dq, dk and dv it is a call of bwd_out.
 //
 // pack_gqa is 0 (never), 1 (always) or 2 (where it pays).
 #define PY_SSIZE_T_CLEAN
@@ -213,22 +214,29 @@ PyObject* py_check_forward(PyObject*, PyObject* args, PyObject* kwargs) {
 }
 
 PyObject* py_check_backward(PyObject*, PyObject* args, PyObject* kwargs) {
-  static char const* const names[] = {"dout", "dlse",          "q",    "k", "v", "out",
-                                      "lse",  "softmax_scale", nullptr};
+  static char const* const names[] = {"dout", "dlse",          "q",  "k",  "v",  "out",
+                                      "lse",  "softmax_scale", "dq", "dk", "dv", nullptr};
   PyObject *dout, *dlse, *q, *k, *v, *out, *lse;
+  PyObject *dq = Py_None, *dk = Py_None, *dv = Py_None;
   BackwardCall call;
   ForwardCall& forward = call.forward;
-  forward.is_backward = true;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOd", const_cast<char**>(names), &dout,
-                                   &dlse, &q, &k, &v, &out, &lse, &forward.softmax_scale)) {
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOd|OOO", const_cast<char**>(names), &dout,
+                                   &dlse, &q, &k, &v, &out, &lse, &forward.softmax_scale, &dq, &dk,
+                                   &dv)) {
     return nullptr;
   }
   call.has_dlse = dlse != Py_None;
+  call.has_gradients = dq != Py_None || dk != Py_None || dv != Py_None;
+  forward.op = backward_op(call.has_gradients);
   if (!read_tensor(q, forward.q) || !read_tensor(k, forward.k) || !read_tensor(v, forward.v) ||
       !read_tensor(dout, call.dout) || !read_tensor(out, call.out) || !read_tensor(lse, call.lse)) {
     return nullptr;
   }
   if (call.has_dlse && !read_tensor(dlse, call.dlse)) {
+    return nullptr;
+  }
+  if (call.has_gradients &&
+      (!read_tensor(dq, call.dq) || !read_tensor(dk, call.dk) || !read_tensor(dv, call.dv))) {
     return nullptr;
   }
   return PyUnicode_FromString(check_backward(call).c_str());
@@ -283,7 +291,7 @@ std::string backward_problem_error(FwdProblem const& problem, char const* dtype)
   }
   BackwardCall call;
   call.forward = call_of(problem, dtype);
-  call.forward.is_backward = true;
+  call.forward.op = backward_op(/*has_gradients=*/false);
   call.out = describe(dtype, problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v);
   call.dout = call.out;
   call.lse = describe("float32", problem.batch, problem.heads_q, problem.seqlen_q, 0);

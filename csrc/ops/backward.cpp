@@ -1,4 +1,4 @@
-// The backward op on CUDA: check, copy what the kernels cannot address, allocate gradients and
+// The backward ops on CUDA: check, copy what the kernels cannot address, allocate gradients and
 // workspace, plan, launch. Boxed by hand, without synchronisation, on the current stream of q's
 // device, like the forward ops.
 #include <optional>
@@ -18,8 +18,6 @@
 namespace fa3 {
 namespace {
 
-constexpr char const* kOp = "bwd";  // as errors name it
-
 // What a user passed. The members are read off the stack in this order.
 struct BackwardArguments {
   OwnedTensor dout;
@@ -29,23 +27,25 @@ struct BackwardArguments {
   OwnedTensor v;
   OwnedTensor out;
   OwnedTensor lse;
+  OwnedTensor dq;  // null: to be allocated, as dk and dv
+  OwnedTensor dk;
+  OwnedTensor dv;
   double softmax_scale;
   bool causal;
   bool deterministic;
 };
 
-BackwardArguments read_arguments(StableIValue* stack) {
+BackwardArguments read_arguments(StableIValue* stack, bool has_gradients) {
   BoxedStack args(stack);
-  return BackwardArguments{
-      args.tensor(), args.optional_tensor(), args.tensor(), args.tensor(), args.tensor(),
-      args.tensor(), args.tensor(),          args.real(),   args.flag(),   args.flag()};
+  auto const gradient = [&] { return has_gradients ? args.tensor() : OwnedTensor(); };
+  return BackwardArguments{args.tensor(), args.optional_tensor(),
+                           args.tensor(), args.tensor(),
+                           args.tensor(), args.tensor(),
+                           args.tensor(), gradient(),
+                           gradient(),    gradient(),
+                           args.real(),   args.flag(),
+                           args.flag()};
 }
-
-struct Gradients {
-  OwnedTensor dq;
-  OwnedTensor dk;
-  OwnedTensor dv;
-};
 
 BackwardCall describe_call(BackwardArguments const& args) {
   BackwardCall call;
@@ -53,7 +53,6 @@ BackwardCall describe_call(BackwardArguments const& args) {
   call.forward.k = describe(args.k);
   call.forward.v = describe(args.v);
   call.forward.softmax_scale = args.softmax_scale;
-  call.forward.is_backward = true;
   call.dout = describe(args.dout);
   call.out = describe(args.out);
   call.lse = describe(args.lse);
@@ -61,6 +60,13 @@ BackwardCall describe_call(BackwardArguments const& args) {
   if (call.has_dlse) {
     call.dlse = describe(args.dlse);
   }
+  call.has_gradients = args.dq != nullptr;
+  if (call.has_gradients) {
+    call.dq = describe(args.dq);
+    call.dk = describe(args.dk);
+    call.dv = describe(args.dv);
+  }
+  call.forward.op = backward_op(call.has_gradients);
   return call;
 }
 
@@ -83,12 +89,8 @@ FwdProblem problem_of(BackwardCall const& call, BackwardArguments const& args,
   return problem;
 }
 
-OwnedTensor allocate_like(TensorMeta const& meta) {
-  return allocate(kOp, meta.size, meta.rank, meta.dtype, meta.device_index);
-}
-
-Gradients allocate_gradients(ForwardCall const& call) {
-  return Gradients{allocate_like(call.q), allocate_like(call.k), allocate_like(call.v)};
+OwnedTensor allocate_like(char const* op, TensorMeta const& meta) {
+  return allocate(op, meta.size, meta.rank, meta.dtype, meta.device_index);
 }
 
 bool is_contiguous(TensorMeta const& meta) {
@@ -103,31 +105,23 @@ bool is_contiguous(TensorMeta const& meta) {
 }
 
 // Gradients come with any strides: .sum().backward() gives a dO with stride 0 everywhere.
-TensorView readable_gradient(OwnedTensor& tensor, TensorMeta const& meta) {
+TensorView readable_gradient(char const* op, OwnedTensor& tensor, TensorMeta const& meta) {
   bool has_own_elements = meta.stride[3] == 1;
   for (int i = 0; i < 3; ++i) {
     has_own_elements = has_own_elements && (meta.size[i] == 1 || meta.stride[i] != 0);
   }
   if (!has_own_elements) {
-    tensor = packed_copy(kOp, tensor, meta);
+    tensor = packed_copy(op, tensor, meta);
     return view(describe(tensor));
   }
-  return readable(kOp, tensor, meta);
+  return readable(op, tensor, meta);
 }
 
-float const* readable_rows(OwnedTensor& tensor, TensorMeta const& meta) {
+float const* readable_rows(char const* op, OwnedTensor& tensor, TensorMeta const& meta) {
   if (!is_contiguous(meta)) {
-    tensor = packed_copy(kOp, tensor, meta);
+    tensor = packed_copy(op, tensor, meta);
   }
   return static_cast<float const*>(mutable_data(tensor));
-}
-
-// A new tensor, for writing.
-TensorView writable(OwnedTensor const& tensor) {
-  TensorMeta const meta = describe(tensor);
-  TensorView target = view(meta);
-  target.data = mutable_data(tensor);
-  return target;
 }
 
 // The launcher of the variant that the plan picked, and the schedule.
@@ -144,12 +138,12 @@ BwdLaunch plan_launch(BwdParams& params) {
 // One allocation: LSE and delta of every row, the accumulator of dQ, then the flags of
 // deterministic mode, which are as wide as floats. Whole tiles of 64 rows and more keep each part
 // aligned.
-OwnedTensor allocate_workspace(BwdParams& params, int device) {
+OwnedTensor allocate_workspace(char const* op, BwdParams& params, int device) {
   static_assert(sizeof(int) == sizeof(float));
   BwdSchedule const& schedule = params.schedule;
   int64_t const rows = schedule.rows;
   int64_t const floats = 2 * rows + schedule.dq_floats + schedule.flags;
-  OwnedTensor workspace = allocate(kOp, &floats, 1, Dtype::kFloat32, device);
+  OwnedTensor workspace = allocate(op, &floats, 1, Dtype::kFloat32, device);
   params.lse_log2 = static_cast<float*>(mutable_data(workspace));
   params.delta = params.lse_log2 + rows;
   params.dq_sum = params.delta + rows;
@@ -162,28 +156,33 @@ OwnedTensor allocate_workspace(BwdParams& params, int device) {
 
 void zero(OwnedTensor const& tensor) { require(aoti_torch_zero_(tensor.get()), "fill a gradient"); }
 
-void launch(BackwardArguments& args, BackwardCall const& call, BwdParams& params,
-            Gradients const& gradients) {
+void launch(BackwardArguments& args, BackwardCall const& call, BwdParams& params) {
+  char const* const op = call.forward.op;
   int const device = call.forward.q.device_index;
   BwdLaunch const launcher = plan_launch(params);
-  OwnedTensor const workspace = allocate_workspace(params, device);
-  params.q = readable(kOp, args.q, call.forward.q);
-  params.k = readable(kOp, args.k, call.forward.k);
-  params.v = readable(kOp, args.v, call.forward.v);
-  params.o = readable_gradient(args.out, call.out);
-  params.dout = readable_gradient(args.dout, call.dout);
-  params.lse = readable_rows(args.lse, call.lse);
-  params.dlse = args.dlse ? readable_rows(args.dlse, call.dlse) : nullptr;
-  params.dq = writable(gradients.dq);
-  params.dk = writable(gradients.dk);
-  params.dv = writable(gradients.dv);
+  OwnedTensor const workspace = allocate_workspace(op, params, device);
+  params.q = readable(op, args.q, call.forward.q);
+  params.k = readable(op, args.k, call.forward.k);
+  params.v = readable(op, args.v, call.forward.v);
+  params.o = readable_gradient(op, args.out, call.out);
+  params.dout = readable_gradient(op, args.dout, call.dout);
+  params.lse = readable_rows(op, args.lse, call.lse);
+  params.dlse = args.dlse ? readable_rows(op, args.dlse, call.dlse) : nullptr;
+  Target const targets[] = {{op, args.dq}, {op, args.dk}, {op, args.dv}};
+  params.dq = targets[0].view();
+  params.dk = targets[1].view();
+  params.dv = targets[2].view();
   params.softmax_scale = float(args.softmax_scale);
   void* stream = nullptr;
   require(aoti_torch_get_current_cuda_stream(device, &stream), "read the current stream");
   launcher(params, stream);
+  for (Target const& target : targets) {
+    target.finish();
+  }
 }
 
-Gradients run_backward(BackwardArguments& args) {
+// Computes into args.dq, args.dk and args.dv, which it allocates if they are null.
+void run_backward(BackwardArguments& args) {
   BackwardCall call = describe_call(args);
   TensorMeta const& q = call.forward.q;
   DeviceInfo const info =
@@ -195,27 +194,36 @@ Gradients run_backward(BackwardArguments& args) {
   params.problem = problem_of(call, args, info);
   FwdProblem const& problem = params.problem;
   DeviceGuard const guard(q.device_index);
-  Gradients gradients = allocate_gradients(call.forward);
+  if (!call.has_gradients) {
+    args.dq = allocate_like(call.forward.op, q);
+    args.dk = allocate_like(call.forward.op, call.forward.k);
+    args.dv = allocate_like(call.forward.op, call.forward.v);
+  }
   bool const has_queries = problem.batch > 0 && problem.heads_q > 0 && problem.seqlen_q > 0;
   if (has_queries && problem.seqlen_k > 0) {
-    launch(args, call, params, gradients);
+    launch(args, call, params);
   } else {
-    zero(gradients.dq);
-    zero(gradients.dk);
-    zero(gradients.dv);
+    zero(args.dq);
+    zero(args.dk);
+    zero(args.dv);
   }
-  return gradients;
 }
 
 }  // namespace
 
 void bwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema(kOp, {num_args, num_outputs}, {10, 3});
-  BackwardArguments args = read_arguments(stack);
-  Gradients gradients = run_backward(args);
-  stack[0] = boxed(std::move(gradients.dq));
-  stack[1] = boxed(std::move(gradients.dk));
-  stack[2] = boxed(std::move(gradients.dv));
+  expect_schema("bwd", {num_args, num_outputs}, {10, 3});
+  BackwardArguments args = read_arguments(stack, /*has_gradients=*/false);
+  run_backward(args);
+  stack[0] = boxed(std::move(args.dq));
+  stack[1] = boxed(std::move(args.dk));
+  stack[2] = boxed(std::move(args.dv));
+}
+
+void bwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  expect_schema("bwd_out", {num_args, num_outputs}, {13, 0});
+  BackwardArguments args = read_arguments(stack, /*has_gradients=*/true);
+  run_backward(args);
 }
 
 }  // namespace fa3

@@ -48,6 +48,35 @@ inline TensorView readable(char const* op, OwnedTensor& tensor, TensorMeta const
   return view(describe(tensor));
 }
 
+// A tensor as the kernel writes it. One that TMA cannot address is written through a temporary.
+class Target {
+ public:
+  Target(char const* op, OwnedTensor const& tensor) : tensor_(tensor) {
+    TensorMeta meta = describe(tensor);
+    if (!tma_can_address(meta)) {
+      temporary_ = allocate(op, meta.size, meta.rank, meta.dtype, meta.device_index);
+      meta = describe(temporary_);
+    }
+    view_ = fa3::view(meta);
+    view_.data = mutable_data(temporary_ ? temporary_ : tensor);
+  }
+
+  TensorView const& view() const { return view_; }
+
+  // After the launch.
+  void finish() const {
+    if (temporary_) {
+      require(aoti_torch_copy_(tensor_.get(), temporary_.get(), /*non_blocking=*/0),
+              "copy a result to where it belongs");
+    }
+  }
+
+ private:
+  OwnedTensor const& tensor_;
+  OwnedTensor temporary_;
+  TensorView view_;
+};
+
 inline void throw_if(std::string const& error) {
   if (!error.empty()) {
     throw std::runtime_error(error);

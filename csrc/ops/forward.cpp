@@ -91,23 +91,15 @@ FwdLaunch plan_launch(FwdParams& params) {
 // As errors name it.
 char const* op_of(ForwardCall const& call) { return call.has_out ? "fwd_out" : "fwd"; }
 
-// Fills params.o and launches. An output that TMA cannot address is written through a temporary.
-void launch(char const* op, FwdLaunch launcher, FwdParams& params, OwnedTensor const& out) {
-  TensorMeta meta = describe(out);
-  int const device = meta.device_index;
-  OwnedTensor temporary;
-  if (!tma_can_address(meta)) {
-    temporary = allocate(op, meta.size, meta.rank, meta.dtype, device);
-    meta = describe(temporary);
-  }
-  params.o = view(meta);
-  params.o.data = mutable_data(temporary ? temporary : out);
+// Fills params.o and launches.
+void launch(char const* op, FwdLaunch launcher, FwdParams& params, ForwardArguments const& args,
+            int device) {
+  Target const out(op, args.out);
+  params.o = out.view();
   void* stream = nullptr;
   require(aoti_torch_get_current_cuda_stream(device, &stream), "read the current stream");
   launcher(params, stream);
-  if (temporary) {
-    require(aoti_torch_copy_(out.get(), temporary.get(), /*non_blocking=*/0), "copy into out");
-  }
+  out.finish();
 }
 
 // Computes into args.out, which it allocates if it is null. Gives the LSE, or null if nobody wants
@@ -146,7 +138,7 @@ OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
   params.v = readable(op, args.v, call.v);
   params.lse = lse ? static_cast<float*>(mutable_data(lse)) : nullptr;
   params.softmax_scale = float(call.softmax_scale);
-  launch(op, launcher, params, args.out);
+  launch(op, launcher, params, args, device);
   return lse;
 }
 

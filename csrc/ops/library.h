@@ -20,6 +20,9 @@ void fwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs)
 void fwd_out_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 // bwd(dout, dlse, q, k, v, out, lse, softmax_scale, causal, deterministic) -> (dq, dk, dv)
 void bwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// bwd_out(dout, dlse, q, k, v, out, lse, dq, dk, dv, softmax_scale, causal, deterministic) ->
+// nothing
+void bwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
 // Empty when the driver that is installed can run this library, and where there is none; else what
 // is wrong with it. Does not initialise CUDA.

@@ -11,6 +11,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   m.impl("fwd_out", &fa3::fwd_out_boxed);
   m.impl("fwd_out_no_lse", &fa3::fwd_out_no_lse_boxed);
   m.impl("bwd", &fa3::bwd_boxed);
+  m.impl("bwd_out", &fa3::bwd_out_boxed);
 }
 
 // For Python's ctypes: current_driver_problem(). The text stays valid.

@@ -69,7 +69,8 @@ class _ForwardCalls(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.count += op.namespace == 'flash_attn3' and op is not OPS.bwd.default
+        is_backward = op in (OPS.bwd.default, OPS.bwd_out.default)
+        self.count += op.namespace == 'flash_attn3' and not is_backward
         return op(*args, **(kwargs or {}))
 
 

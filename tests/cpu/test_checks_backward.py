@@ -79,6 +79,103 @@ def test_bad_gradients(change, expected, got):
     assert check(change) == error_text('bwd', expected, got, '')
 
 
+# ---------------------------------------------------------------------------------- given gradients
+GIVEN = {'dq': Q_SIZES, 'dk': K_SIZES, 'dv': K_SIZES}
+
+
+def given(changes=None, **common):
+    """A call of bwd_out; every tensor has an address of its own."""
+    call = good_call(**common)
+    call |= {f'd{name}': call[name] for name in 'qkv'}
+    names = [name for name in call if name != 'softmax_scale']
+    call |= {name: (*call[name][:5], 4096 * (1 + i)) for i, name in enumerate(names)}
+    return call | (changes or {})
+
+
+@pytest.mark.parametrize('changes', [
+    {}, {'dlse': None}, {name: tensor(*sizes, address=0) for name, sizes in GIVEN.items()},
+    {'dq': tensor(*Q_SIZES, strides=(64, 1024, 128, 1), address=2)}], ids=str)
+def test_good_given_gradients(changes):
+    assert _plan.check_backward(**given(changes)) == ''
+
+
+def test_only_kernels_need_a_last_stride_of_1():
+    strides = (65536, 512, 1, 8)
+    assert _plan.check_backward(**given(device='cpu') | {
+        'dq': tensor(*Q_SIZES, device='cpu', strides=strides, address=1 << 20)}) == ''
+    assert _plan.check_backward(**given(
+        {'dq': tensor(*Q_SIZES, strides=strides, address=1 << 20)})) == error_text(
+        'bwd_out', 'dq.stride(3) to be 1, the head_dim contiguous', '8', 'call dq.contiguous()')
+
+
+def bad_given_gradients(name):
+    """(what is wrong, the tensor, expected, got, hint)"""
+    sizes = GIVEN[name]
+    short, long = (sizes[0], sizes[1] - 1, *sizes[2:]), (1, 1, 1, *sizes)
+    shape = f'{name} to have the shape {sizes}'
+    memory, hint = f'{name} with memory for every element', 'do not pass an expanded tensor'
+    return [
+        ('length', tensor(*short), shape, str(short), ''),
+        ('rank', tensor(*sizes[:3]), shape, str(sizes[:3]), ''),
+        ('rank beyond five', tensor(*long), shape, str(long[:5]), ''),
+        ('dtype', tensor(*sizes, dtype='float32'), f'{name}.dtype to be bfloat16', 'float32', ''),
+        ('device', tensor(*sizes, index=3), f'{name} on the device of q, cuda:0', 'cuda:3', ''),
+        ('kind of device', tensor(*sizes, device='cpu'), f'{name} on the device of q, cuda:0',
+         'cpu', ''),
+        ('last stride', tensor(*sizes, strides=(1 << 16, 512, 1, 8)),
+         f'{name}.stride(3) to be 1, the head_dim contiguous', '8', f'call {name}.contiguous()'),
+        ('expanded batch', tensor(*sizes, strides=(0, 512, 64, 1)), memory,
+         f'{name}.stride(0) of 0', hint),
+        ('expanded heads', tensor(*sizes, strides=(1 << 16, 512, 0, 1)), memory,
+         f'{name}.stride(2) of 0', hint)]
+
+
+BAD_GIVEN = [(f'{what} of {name}', name, *row) for name in GIVEN
+             for what, *row in bad_given_gradients(name)]
+
+
+@pytest.mark.parametrize('name, bad, expected, got, hint', [row[1:] for row in BAD_GIVEN],
+                         ids=[row[0] for row in BAD_GIVEN])
+def test_bad_given_gradient(name, bad, expected, got, hint):
+    assert _plan.check_backward(**given({name: bad})) == error_text('bwd_out', expected, got, hint)
+
+
+@pytest.mark.parametrize('name, other', [
+    (name, other) for name in GIVEN for other in ('dout', 'dlse', 'q', 'k', 'v', 'out', 'lse')]
+    + [('dq', 'dk'), ('dq', 'dv'), ('dk', 'dv')])
+def test_a_given_gradient_in_the_memory_of_another_tensor(name, other):
+    call = given()
+    call[name] = (*call[name][:5], call[other][5])
+    assert _plan.check_backward(**call) == error_text(
+        'bwd_out', f'{name} with memory of its own', f'the memory of {other}', '')
+
+
+def test_empty_tensors_share_no_memory():
+    """A slice of length 0 has an address, but nothing in it."""
+    no_keys, no_queries = (2, 0, 4, 64), (2, 0, 8, 64)
+    assert _plan.check_backward(**given(k=no_keys) | {
+        'dq': tensor(*Q_SIZES, address=64), 'k': tensor(*no_keys, address=64),
+        'dk': tensor(*no_keys, address=64), 'dv': tensor(*no_keys, address=64)}) == ''
+    assert _plan.check_backward(**given(q=no_queries) | {
+        'dq': tensor(*no_queries, address=64), 'dk': tensor(*K_SIZES, address=64),
+        'lse': tensor(2, 8, 0, dtype='float32', address=64)}) == ''
+
+
+def test_other_rules_name_the_op_with_given_gradients():
+    lse = tensor(2, 8, 127, dtype='float32')
+    assert _plan.check_backward(**given({'lse': lse})) == error_text(
+        'bwd_out', f'lse to have the shape {LSE}', '(2, 8, 127)', '')
+    assert _plan.check_backward(**given({'softmax_scale': -1.0})) == error_text(
+        'bwd_out', 'softmax_scale to be a positive finite float32', '-1', '')
+
+
+@pytest.mark.parametrize('missing', GIVEN)
+def test_all_gradients_are_given_or_none(missing):
+    with pytest.raises(TypeError):
+        _plan.check_backward(**given({missing: None}))
+
+
+# -------------------------------------------------------------------------------------------- sizes
 def test_the_lse_of_float64_is_float64():
     lse = tensor(2, 8, 128, dtype='float32', device='cpu')
     assert check({'lse': lse}, device='cpu', dtype='float64') == error_text(

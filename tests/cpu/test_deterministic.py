@@ -220,21 +220,21 @@ def _fresh_compiler():
 
 
 class _BackwardCalls(TorchDispatchMode):
-    """The argument deterministic of every call of the op `bwd`."""
+    """The argument deterministic of every call of the ops `bwd` and `bwd_out`."""
 
     def __init__(self):
         super().__init__()
         self.flags = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op is OPS.bwd.default:
-            self.flags.append(is_deterministic(args))
+        if op in (OPS.bwd.default, OPS.bwd_out.default):
+            self.flags.append(is_deterministic(op, args))
         return op(*args, **(kwargs or {}))
 
 
-def is_deterministic(arguments: tuple) -> bool:
-    """Of the op `bwd`; PyTorch leaves a default out."""
-    return arguments[9] if len(arguments) > 9 else False
+def is_deterministic(op: torch._ops.OpOverload, arguments: tuple) -> bool:
+    """It is the last argument of both; PyTorch leaves a default out."""
+    return arguments[-1] if len(arguments) == len(op._schema.arguments) else False
 
 
 def packed(**options):
@@ -281,7 +281,7 @@ def test_under_compile(attention, _setting, _fresh_compiler):
     flags = []
 
     def keep_flags(module, _):
-        flags.extend(is_deterministic(node.args) for node in module.graph.nodes
+        flags.extend(is_deterministic(node.target, node.args) for node in module.graph.nodes
                      if node.target is OPS.bwd.default)
         return make_boxed_func(module.forward)
 

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn3 import flash_attn_func, reference
 
+from tests import layouts
 from tests.cases import Case
 
 OPS = torch.ops.flash_attn3
@@ -46,6 +47,33 @@ def test_opcheck_bwd(with_dlse, deterministic):
     dlse = torch.randn_like(lse) if with_dlse else None
     opcheck(OPS.bwd.default,
             (torch.randn_like(out), dlse, q, k, v, out, lse, 0.3, True, deterministic))
+
+
+@pytest.mark.parametrize('deterministic', [False, True])
+@pytest.mark.parametrize('with_dlse', [False, True])
+def test_opcheck_bwd_out(with_dlse, deterministic):
+    q, k, v = inputs()
+    out, lse = OPS.fwd(q, k, v, *SCALARS)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    gradients = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    opcheck(OPS.bwd_out.default, (torch.randn_like(out), dlse, q, k, v, out, lse, *gradients, 0.3,
+                                  True, deterministic))
+
+
+@pytest.mark.parametrize('dtype', ['fp32', 'bf16', 'fp64'])
+@pytest.mark.parametrize('sizes', [(5, 7), (0, 7), (7, 0)], ids=str)
+def test_the_backward_ops_agree(sizes, dtype):
+    """Also in tensors of any strides, which were full of NaN; around them nothing is written."""
+    q, k, v = Case(*sizes, head_dim=8, heads_q=4, heads_k=2, dtype=dtype).tensors('cpu')
+    out, lse = OPS.fwd(q, k, v, *SCALARS)
+    arguments = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse
+    expected = OPS.bwd(*arguments, *SCALARS[:2])
+    for layout in layouts.DIRECT + layouts.COPIED:
+        given = [layout.place(torch.full_like(x, torch.nan)) for x in (q, k, v)]
+        around = [layouts.nan_count(x) - x.numel() for x in given]
+        assert OPS.bwd_out(*arguments, *given, *SCALARS[:2]) is None
+        assert all(torch.equal(a, b) for a, b in zip(given, expected))
+        assert [layouts.nan_count(x) for x in given] == around
 
 
 def results_of_all_forward_ops(*scalars) -> tuple[list, list]:
@@ -113,6 +141,7 @@ def test_fakes(device, dtype):
         out, lse = OPS.fwd(q, k, v, *SCALARS)
         alone = OPS._fwd_no_lse(q, k, v)
         dq, dk, dv = OPS.bwd(out, None, q, k, v, out, lse, 0.3, True)
+        assert OPS.bwd_out(out, None, q, k, v, out, lse, dq, dk, dv, 0.3, True) is None
     assert alone.shape == out.shape and alone.stride() == out.stride() and alone.dtype == dtype
     assert out.shape == (2, 5, 4, 32) and out.dtype == dtype and out.is_contiguous()
     assert lse.shape == (2, 4, 5) and lse.is_contiguous()
@@ -130,5 +159,6 @@ def test_meta_tensors():
 
 
 def test_ops_are_tagged_for_pt2():
-    for op in (OPS.fwd, OPS._fwd, OPS._fwd_no_lse, OPS.fwd_out, OPS.fwd_out_no_lse, OPS.bwd):
+    for op in (OPS.fwd, OPS._fwd, OPS._fwd_no_lse, OPS.fwd_out, OPS.fwd_out_no_lse, OPS.bwd,
+               OPS.bwd_out):
         assert torch.Tag.pt2_compliant_tag in op.default.tags

@@ -71,15 +71,20 @@ def test_num_heads_q_may_be_given_with_five_dimensions():
 
 
 class _Addresses(TorchDispatchMode):
-    """The storages that our ops read, call by call."""
+    """The storages that our forward reads and our backward writes, call by call; and the other ops.
+    """
 
     def __init__(self):
         super().__init__()
-        self.read = []
+        self.read, self.written, self.others = [], [], []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == 'flash_attn3':
+        if op is torch.ops.flash_attn3.bwd_out.default:
+            self.written.append({x.untyped_storage().data_ptr() for x in args[7:10]})
+        elif op.namespace == 'flash_attn3':
             self.read.append({x.untyped_storage().data_ptr() for x in args[:3]})
+        else:
+            self.others.append(op)
         return op(*args, **(kwargs or {}))
 
 
@@ -148,6 +153,38 @@ def test_the_gradient_is_one_tensor(heads):
     assert all(function is None for function, _ in others)
     gradient = torch.autograd.grad(out.sum(), qkv)[0]
     assert gradient.stride() == qkv.stride()
+
+
+@FORMS
+def test_the_gradient_is_written_where_it_belongs(heads):
+    """By one op, into one new tensor: nothing is copied, filled or added."""
+    qkv, form = packed(heads)
+    out = flash_attn_qkvpacked_func(qkv.requires_grad_(), **form)
+    dout = torch.randn_like(out)
+    with _Addresses() as called:
+        gradient, = torch.autograd.grad(out, qkv, dout)
+    assert called.written == [{gradient.untyped_storage().data_ptr()}] and called.read == []
+    views = {'unbind', 'split_with_sizes', 'detach'}
+    assert [op._opname for op in called.others if op._opname not in views] == ['empty_like']
+
+
+def test_the_gradient_of_overlapping_elements_has_elements_of_its_own():
+    """Here of windows that slide over one row, each one element further."""
+    row = torch.randn(48 + 4, dtype=torch.float64)
+    qkv = row.as_strided((1, 5, 3, 2, 8), (0, 1, 16, 8, 1)).requires_grad_()
+    copy = qkv.detach().clone().requires_grad_()
+    dout = torch.randn(1, 5, 2, 8, dtype=torch.float64)
+    gradients = [torch.autograd.grad(flash_attn_qkvpacked_func(x), x, dout)[0]
+                 for x in (qkv, copy)]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].is_contiguous()
+
+
+def test_batched_gradients_are_refused():
+    qkv, form = packed((4, 2))
+    out = flash_attn_qkvpacked_func(qkv.requires_grad_(), **form)
+    with pytest.raises(RuntimeError, match='flash_attn3::bwd_out'):
+        torch.autograd.grad(out, qkv, torch.randn(3, *out.shape), is_grads_batched=True)
 
 
 def test_gradient_of_one_output_only():

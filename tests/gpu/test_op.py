@@ -55,6 +55,17 @@ def test_opcheck_bwd(with_dlse, deterministic, device):
 
 
 @pytest.mark.smoke
+@pytest.mark.parametrize('with_dlse', [False, True])
+def test_opcheck_bwd_out(with_dlse, device):
+    q, k, v = CASE.tensors(device)
+    out, lse = OPS.fwd(q, k, v, *SCALARS)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    gradients = [torch.zeros_like(x) for x in (q, k, v)]
+    opcheck(OPS.bwd_out.default, (torch.randn_like(out), dlse, q, k, v, out, lse, *gradients,
+                                  *SCALARS[:2], True))
+
+
+@pytest.mark.smoke
 @every_kind
 @pytest.mark.parametrize('case', [CASE, Case(7, 0), Case(300, 10)], ids=Case.sizes)
 def test_the_output_is_the_same_without_an_lse(case, kind, device):
