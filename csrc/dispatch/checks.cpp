@@ -22,10 +22,6 @@ std::array<NamedTensor, 3> inputs(ForwardCall const& call) {
 
 bool on_cuda(ForwardCall const& call) { return call.q.device == DeviceType::kCuda; }
 
-char const* op_of(ForwardCall const& call) {
-  return call.op ? call.op : call.has_out ? "fwd_out" : "fwd";
-}
-
 std::string refuse(ForwardCall const& call, std::string const& expected, std::string const& got,
                    std::string const& hint = "") {
   return error_text(op_of(call), expected, got, hint);

@@ -16,11 +16,16 @@ struct ForwardCall {
   TensorMeta v;    // (batch, seqlen_k, heads_k, head_dim_v)
   TensorMeta out;  // (batch, seqlen_q, heads_q, head_dim_v), with has_out
   bool has_out = false;
-  char const* op = nullptr;  // as errors name it; nullptr: fwd, or with has_out fwd_out
+  char const* op = nullptr;  // nullptr: fwd, or with has_out fwd_out
   double softmax_scale = 1.0;
   int64_t sm_margin = 0;
   int sm_count = 0;  // of q's device; 0 when unknown
 };
+
+// As errors name it.
+inline char const* op_of(ForwardCall const& call) {
+  return call.op ? call.op : call.has_out ? "fwd_out" : "fwd";
+}
 
 // Empty when the call is fine, else the whole error text. A CUDA call that passes has a kernel in
 // kFwdVariants.

@@ -88,9 +88,6 @@ FwdLaunch plan_launch(FwdParams& params) {
   return launcher;
 }
 
-// As errors name it.
-char const* op_of(ForwardCall const& call) { return call.has_out ? "fwd_out" : "fwd"; }
-
 // Fills params.o and launches.
 void launch(char const* op, FwdLaunch launcher, FwdParams& params, ForwardArguments const& args,
             int device) {
