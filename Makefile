@@ -13,7 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO_VARIANTS := FwdBf16D128*,BwdBf16D128*
-SANITIZER := compute-sanitizer --kernel-name kernel_substring=ward_ --error-exitcode 9
+SANITIZER := compute-sanitizer --kernel-name kernel_substring=N3fa3 --error-exitcode 9
 
 .PHONY: demo test build test-gpu sanitize libraries bench clean
 

@@ -45,11 +45,11 @@ class Side:
 
     def prepare(self, shape: dict) -> dict:
         problem = self.measure.Shape(**shape)
-        function, causal = self.build.flash_attn_func, problem.causal
         self.call = None                       # lets go of the inputs of the problem before
         sets = self.measure.make_inputs(problem, self.device)
-        one = self.measure.Contender('build', lambda q, k, v: function(q, k, v, causal=causal))
-        error = self.measure.relative_error(one.prepare(sets[0])(), sets[0], causal)
+        function = self.measure.function_of(self.build, problem, self.device)
+        one = self.measure.Contender('build', function)
+        error = self.measure.error_of(problem, one.prepare(sets[0])(), sets[0])
         self.call = one.rotating(sets)
         count, ahead_s = self.timer.calibrate(self.call)
         return dict(count=count, ahead_s=ahead_s, error=error)

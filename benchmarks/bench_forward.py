@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_forward                        # on a Hopper GPU, about a minute
     python -m benchmarks.bench_forward --all-backends         # also SDPA's slow backends
+    python -m benchmarks.bench_forward --suite packed         # also: window, gpt_oss, mla, ...
     python -m benchmarks.bench_backward                       # the same of the gradients
     python -m benchmarks.bench_forward --device cpu --quick   # tries the machinery, seconds
     python -m benchmarks.bench_forward --markdown FILE.json   # a measured table for the README
@@ -48,6 +49,8 @@ def measure(cells: Sequence[Shape], args: argparse.Namespace,
     device = torch.device(args.device)
     rounds = args.rounds or (3 if args.quick else 5)
     names = ALL_CONTENDERS if args.all_backends else CONTENDERS
+    if any(shape.lengths for shape in cells):
+        names = (*names, bench.PADDED)
     settings = dict(rounds=rounds, target_ms=args.target_ms, suite=args.suite,
                     contenders=list(names))
     record = harness.new_record(args.suite, device, args.commit, settings)
@@ -71,8 +74,9 @@ def measure(cells: Sequence[Shape], args: argparse.Namespace,
 def compare(cell: dict) -> tuple[str, float] | None:
     """(best rival, our speed / its speed); None when either side has no valid figure."""
     own = harness.measured(cell, OURS)
-    rivals = [found for result in cell['results']
-              if result['name'] != OURS and (found := harness.measured(cell, result['name']))]
+    names = [result['name'] for result in cell['results']
+             if result['name'] not in (OURS, bench.PADDED)]
+    rivals = [found for name in names if (found := harness.measured(cell, name))]
     if own is None or not rivals:
         return None
     best = min(rivals, key=lambda r: r['ms'])

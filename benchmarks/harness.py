@@ -160,9 +160,14 @@ def panels(record: dict) -> list[tuple[str, list[dict]]]:
         shape = cell['shape']
         mask = 'causal' if shape['causal'] else 'full'
         heads = f"{shape['heads']}/{shape['heads_k']} heads"
-        title = f"{shape['dtype']}, head dim {shape['head_dim']}, {heads}, {mask}"
-        if shape.get('backward'):    # results from before the backward was timed lack it
-            title += ', backward'
+        dims = f"{shape['head_dim']}"
+        if shape.get('head_dim_v'):    # results from before there were others lack it, as the rest
+            dims += f"x{shape['head_dim_v']}"
+        title = f"{shape['dtype']}, head dim {dims}, {heads}, {mask}"
+        if max(sides := [shape.get(f'window_{side}', -1) for side in ('left', 'right')]) >= 0:
+            title += f', window {sides[0]},{sides[1]}'
+        names = {'sinks': 'sinks', 'lengths': 'packed', 'backward': 'backward'}
+        title += ''.join(f', {text}' for name, text in names.items() if shape.get(name))
         groups.setdefault(title, []).append(cell)
     return list(groups.items())
 

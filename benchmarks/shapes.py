@@ -2,10 +2,12 @@
 
 `forward` holds the 36 cells that the field reports: 16k tokens whatever the length,
 heads * head_dim = 2048, lengths 512 to 16384, three head dims, full and causal. Each list has one
-of the backward of the same problems: `backward`, `backward_grouped`, `backward_odd`.
+of the backward of the same problems, `backward` for `forward` and `backward_<name>` for the others.
 """
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -43,6 +45,52 @@ def odd(dtype: str = 'bf16') -> list[Shape]:
             Shape(1, 2048, 2048, 8, 8, 128, True, dtype)]
 
 
+def mixed_lengths(tokens: int = 2 * TOKENS, shortest: int = 16, longest: int = 8192,
+                  median: int = 1000) -> tuple[int, ...]:
+    """Log-normal lengths that add up to the tokens, the same on every call."""
+    source, lengths = random.Random(0), []
+    while (left := tokens - sum(lengths)) > 0:
+        length = min(max(int(source.lognormvariate(math.log(median), 1)), shortest), longest)
+        lengths.append(length if left - length >= shortest else left)
+    return tuple(lengths)
+
+
+def packed_of(lengths: Sequence[int], head_dim: int, causal: bool, dtype: str) -> Shape:
+    longest = max(lengths)
+    heads = HIDDEN // head_dim
+    return Shape(len(lengths), longest, longest, heads, heads, head_dim, causal, dtype,
+                 lengths=tuple(lengths))
+
+
+def packed(dtype: str = 'bf16') -> list[Shape]:
+    """Sequences of mixed lengths, of one length, and thousands of short ones."""
+    source = random.Random(1)
+    mixed, equal = mixed_lengths(), (2048,) * 8
+    short = tuple(source.randint(1, 64) for _ in range(8192))
+    cells = [packed_of(lengths, 128, causal, dtype)
+             for lengths in (mixed, equal) for causal in (False, True)]
+    return [*cells, packed_of(mixed, 64, True, dtype), packed_of(short, 128, True, dtype)]
+
+
+def windows(dtype: str = 'bf16') -> list[Shape]:
+    """Causal sliding windows over long sequences."""
+    return [replace(square(head_dim, seqlen, True, dtype=dtype), window_left=left, window_right=0)
+            for head_dim in (64, 128) for seqlen in (4096, 16384) for left in (128, 1024)]
+
+
+def gpt_oss(dtype: str = 'bf16') -> list[Shape]:
+    """64 query and 8 KV heads of 64, with sinks: windows, and the layers without one between."""
+    return [Shape(TOKENS // seqlen, seqlen, seqlen, 64, 8, 64, True, dtype, window_left=left,
+                  window_right=0 if left > 0 else -1, sinks=True)
+            for seqlen in (4096, 16384) for left in (128, 1024, -1)]
+
+
+def mla(dtype: str = 'bf16') -> list[Shape]:
+    """Latent attention, expanded: 192 columns of q and k, 128 of v."""
+    return [Shape(TOKENS // seqlen, seqlen, seqlen, 16, 16, 192, True, dtype, head_dim_v=128)
+            for seqlen in (2048, 8192)]
+
+
 def backward_of(cells: Sequence[Shape]) -> list[Shape]:
     return [replace(shape, backward=True) for shape in cells]
 
@@ -54,8 +102,10 @@ def tiny() -> list[Shape]:
 
 
 BACKWARD = 'backward'
-FORWARD_SUITES = {'forward': forward, 'grouped': grouped, 'odd': odd}
-BACKWARD_SUITES = {BACKWARD: forward, f'{BACKWARD}_grouped': grouped, f'{BACKWARD}_odd': odd}
+FORWARD_SUITES = {'forward': forward, 'grouped': grouped, 'odd': odd, 'packed': packed,
+                  'window': windows, 'gpt_oss': gpt_oss, 'mla': mla}
+BACKWARD_SUITES = {BACKWARD if suite is forward else f'{BACKWARD}_{name}': suite
+                   for name, suite in FORWARD_SUITES.items()}
 SUITES = FORWARD_SUITES | BACKWARD_SUITES
 
 

@@ -22,8 +22,8 @@ namespace fa3 {
 template <class Traits>
 struct Feed {
   FwdProducer<Traits> producer;
-  FwdWork work;  // the tile that is loaded
-  int n = -1;    // its K tile whose V comes next; -1: none
+  FwdWork<Traits> work;  // the tile that is loaded
+  int n = -1;            // its K tile whose V comes next; -1: none
 
   CUTE_DEVICE Feed(FwdStorage<Traits>& shared, FwdDeviceParams const& p)
       : producer(shared, p), work() {}
@@ -43,7 +43,7 @@ struct Feed {
   }
 
   // The K tile that is visited first.
-  CUTE_DEVICE void load_first_k(FwdWork const& next) {
+  CUTE_DEVICE void load_first_k(FwdWork<Traits> const& next) {
     work = next;
     if (is_loader()) {
       producer.load_k(work, work.keys.end - 1);
@@ -75,22 +75,23 @@ CUTE_DEVICE void run_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const
   auto tOrP = cute::make_tensor<typename Traits::Element>(operand_a_layout(tSrS.layout()));
   auto tOrO =
       cute::partition_fragment_C(MmaO{}, cute::Shape<cute::_64, typename Traits::HeadDimV>{});
-  OnlineSoftmax<Config> softmax(p.scale_log2);
+  OnlineSoftmax<Config> softmax(p.scale_log2, p.lazy_rescale_log2);
   int const thread = int(threadIdx.x) % kWarpgroupThreads;
   FwdConsumer<Traits, Feed<Traits>> consumer(shared, p, warpgroup, thread, {shared, p});
   Feed<Traits>& feed = consumer.turn;
 
-  TileWalk walk = walk_tiles(p);
-  feed.load_first_k(resolve_tile<Traits>(p, walk.coord()));
+  DenseTiles<Traits> tiles(p);
+  FwdWork<Traits> work = tiles.next();
+  feed.load_first_k(work);
   feed.load_q();
-  while (walk.valid()) {
-    FwdTile tile = consumer.take_tile();
+  while (work.valid()) {
+    FwdTile<Traits> tile = consumer.take_tile();
     feed.begin_steps();
     consumer.begin(tile, tSrS, tOrP, softmax);
     consumer.visit_keys(tile, tSrS, tOrP, tOrO, softmax);
-    walk.next();
-    if (walk.valid()) {
-      feed.load_first_k(resolve_tile<Traits>(p, walk.coord()));
+    work = tiles.next();
+    if (work.valid()) {
+      feed.load_first_k(work);
       if constexpr (kLoadsQEarly) {
         feed.load_q();
       }
@@ -99,7 +100,7 @@ CUTE_DEVICE void run_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const
     if (thread == 0) {
       store_output(shared, p, tile.q_stage, warpgroup);
     }
-    if (!kLoadsQEarly && walk.valid()) {
+    if (!kLoadsQEarly && work.valid()) {
       feed.load_q();
     }
   }

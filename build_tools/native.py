@@ -104,7 +104,9 @@ def kernel_units(cuda: Cuda) -> list[Unit]:
     foreign = [Path(torch.__path__[0], 'include'), cuda.include]
     ops = [_cxx_unit(source, OPS_FLAGS, foreign, (torch.__version__, cuda.version))
            for source in sorted((CSRC / 'ops').glob('*.cpp'))]
-    kernels = [kernel_unit(INSTANCES / path.name, cuda) for path in generate_instances()]
+    small = sorted((CSRC / 'schedule').glob('*.cu'))
+    kernels = [kernel_unit(path, cuda)
+               for path in (*small, *(INSTANCES / path.name for path in generate_instances()))]
     return [*kernels, *ops, *dispatch_units()]
 
 

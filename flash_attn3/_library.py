@@ -7,6 +7,10 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
 - `_fwd_no_lse`: the output alone, also for eager calls: no memory for an LSE that nobody reads.
 - `fwd_out`, `fwd_out_no_lse`: write into a given output; the first returns the LSE. No autograd.
 - `bwd`: the gradients of `fwd`; `bwd_out`: into given tensors. No autograd.
+- `fwd_general`, `_fwd_general`, `fwd_general_out`, `bwd_general`: the same with the arguments
+  _GENERAL: windows, chunks, softcap, sinks, packed sequences, max logits. What they do on the CPU
+  and on fakes is in general.py. A call without these arguments takes the others: each argument
+  costs host time.
 
 INVARIANT: the schemas are defined before the library of kernels is loaded; it only adds
 implementations to them.
@@ -25,6 +29,14 @@ from flash_attn3 import checks, env, reference
 # Defaults: PyTorch takes up to 0.4 us to convert an argument of an eager call, and no time to fill
 # in a default. No softmax_scale means head_dim ** -0.5.
 _SCALARS = 'float? softmax_scale=None, bool causal=False, bool? pack_gqa=None, int sm_margin=0'
+# Both of cu_seqlens, for packed tensors (total, heads, head_dim), or neither, for those with a
+# batch. max_seqlen: a hint for the planner; 0 is unknown. sinks: float32, float64 for float64.
+_GENERAL = (
+    'Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, '
+    'Tensor? seqused_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, Tensor? sinks=None, '
+    'float? softmax_scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, '
+    'SymInt attention_chunk=0, float softcap=0.0')
+_EXECUTION = 'bool? pack_gqa=None, int sm_margin=0, bool return_max_logits=False'
 _SCHEMAS = (
     f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}, bool deterministic=False) -> (Tensor, Tensor)',
     f'_fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)',
@@ -33,6 +45,16 @@ _SCHEMAS = (
     f'fwd_out_no_lse(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_SCALARS}) -> ()',
     'bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
     'float softmax_scale, bool causal, bool deterministic=False) -> (Tensor, Tensor, Tensor)',
+    # (out, lse, max_logits), where max_logits is empty unless asked for.
+    f'fwd_general(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, '
+    'bool deterministic=False) -> (Tensor, Tensor, Tensor)',
+    f'_fwd_general(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}) '
+    '-> (Tensor, Tensor, Tensor)',
+    f'fwd_general_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_GENERAL}, {_EXECUTION}) '
+    '-> (Tensor, Tensor)',
+    # The last result is the gradient of the sinks, empty without them.
+    'bwd_general(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
+    f'{_GENERAL}, bool deterministic=False) -> (Tensor, Tensor, Tensor, Tensor)',
     'bwd_out(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
     'Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, '
     'float softmax_scale, bool causal, bool deterministic=False) -> ()',

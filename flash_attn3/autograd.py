@@ -1,4 +1,5 @@
-"""Gradients: of eager calls by an autograd.Function, of traced calls by a formula on the op `fwd`.
+"""Gradients: of eager calls by an autograd.Function, of traced calls by a formula on the ops `fwd`
+and `fwd_general`.
 
 Two ways because they cost differently: the Function takes a quarter of the host time of a
 registered formula, but torch.compile and torch.export need the op as one node of the graph. (A
@@ -11,11 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flash_attn3 import _library, checks
+from flash_attn3 import _library, checks, general
 from flash_attn3.packing import unpack
 
 _fwd = torch.ops.flash_attn3._fwd.default
 _bwd = torch.ops.flash_attn3.bwd.default
+_fwd_general = torch.ops.flash_attn3._fwd_general.default
+_bwd_general = torch.ops.flash_attn3.bwd_general.default
 _bwd_out = torch.ops.flash_attn3.bwd_out.default
 
 
@@ -40,7 +43,11 @@ def _gradients(ctx, compute: Callable, dout: Tensor | None, dlse: Tensor | None,
     *_, out, _ = inputs
     if dout is None:
         dout = torch.zeros_like(out)
-    arguments = (dout, dlse, *inputs, ctx.softmax_scale, ctx.causal, ctx.deterministic)
+    return _first_derivatives(compute, dout, dlse, *inputs, ctx.softmax_scale, ctx.causal,
+                              ctx.deterministic)
+
+
+def _first_derivatives(compute: Callable, *arguments):
     # Grad mode is on here only for create_graph=True: the gradients may be differentiated.
     return (_FirstDerivatives.apply(compute, *arguments) if torch.is_grad_enabled()
             else compute(*arguments))
@@ -120,3 +127,47 @@ def _bwd_packed(dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     _bwd_out(dout, dlse, *unpack(qkv, num_heads_q), out, lse, *unpack(dqkv, num_heads_q), *scalars)
     return dqkv
+
+
+# --------------------------------------------------------------- q, k, v and sinks, the general op
+def _setup_general_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, *others = inputs
+    out, lse, max_logits = output
+    arguments, execution = general.split(others)
+    tensors, ctx.general = general.take_tensors(arguments)
+    ctx.mark_non_differentiable(max_logits)
+    ctx.save_for_backward(q, k, v, out, lse, *tensors)
+    ctx.deterministic = checks.wants_determinism(execution.deterministic)
+    ctx.set_materialize_grads(False)
+
+
+def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _) -> tuple:
+    """Gradients for the inputs of `fwd_general`, of which q, k, v and sinks have one."""
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    arguments = general.put_tensors(ctx.general, tensors)
+    dq, dk, dv, dsinks = _first_derivatives(_bwd_general, dout, dlse, q, k, v, out, lse, *arguments,
+                                            ctx.deterministic)
+    none = dict.fromkeys(general.General._fields)
+    of_others = none | {'sinks': None if arguments.sinks is None else dsinks}
+    return dq, dk, dv, *of_others.values(), None, None, None, None
+
+
+class GeneralAttention(torch.autograd.Function):
+    """The op `_fwd_general` with gradients for q, k, v and sinks, from out and lse.
+
+    Takes the arguments of the op `fwd_general`: those of `_fwd_general`, then deterministic.
+    """
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        output = _fwd_general(*arguments[:-1])
+        _setup_general_context(ctx, arguments, output)
+        return output
+
+    backward = staticmethod(_general_backward)
+
+
+torch.library.register_autograd('flash_attn3::fwd_general', _general_backward,
+                                setup_context=_setup_general_context, lib=_library.LIBRARY)

@@ -14,6 +14,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -24,20 +25,39 @@ from flash_attn3 import _measure
 from flash_attn3._measure import Contender, Figure, Shape, Timer
 
 OURS = 'flash_attn3'
+CPU = torch.device('cpu')
 SDPA_BACKENDS = {
     'sdpa flash': SDPBackend.FLASH_ATTENTION,
     'sdpa cudnn': SDPBackend.CUDNN_ATTENTION,
     'sdpa efficient': SDPBackend.EFFICIENT_ATTENTION,
     'sdpa math': SDPBackend.MATH,
 }
+PADDED = f'{OURS} padded'                # packed sequences as a dense batch
 NAMES = (OURS, 'sdpa', *SDPA_BACKENDS)   # 'sdpa': the backend that PyTorch picks
 MATH_BYTES = 1 << 30                     # of scores; above, 'sdpa math' is left out
 PASSES = {'forward': (False,), 'backward': (True,), 'both': (False, True)}   # values of backward
 
 
-def ours(causal: bool) -> Contender:
-    from flash_attn3 import flash_attn_func
-    return Contender(OURS, lambda q, k, v: flash_attn_func(q, k, v, causal=causal))
+def ours(shape: Shape, device: torch.device = CPU) -> Contender:
+    import flash_attn3
+    return Contender(OURS, _measure.function_of(flash_attn3, shape, device))
+
+
+def padded(one: Contender, shape: Shape, device: torch.device) -> Contender:
+    """Packed sequences as a batch of the longest length, which one of dense tensors takes.
+
+    Under a causal mask no query sees the rows that fill a sequence up."""
+    if not shape.causal:
+        raise RuntimeError('would need a mask of the lengths')
+    lengths = torch.tensor(shape.lengths, device=device)
+    is_row = torch.arange(max(shape.lengths), device=device) < lengths[:, None]
+
+    def arrange(x: torch.Tensor) -> torch.Tensor:
+        filled = x.new_zeros((*is_row.shape, *x.shape[1:]))
+        filled[is_row] = x
+        return filled
+
+    return replace(one, arrange=arrange, restore=lambda x: x[is_row])
 
 
 def _lower_right(shape: Shape) -> bool:
@@ -45,10 +65,14 @@ def _lower_right(shape: Shape) -> bool:
     return shape.causal and shape.seqlen_q not in (1, shape.seqlen_k)
 
 
-def sdpa(name: str, shape: Shape) -> Contender:
+def sdpa(name: str, shape: Shape, device: torch.device = CPU) -> Contender:
     """SDPA on the same (batch, seqlen, heads, head_dim) tensors, as transposed views."""
     options: dict = dict(enable_gqa=shape.heads != shape.heads_k)
-    if _lower_right(shape):
+    if shape.has_window:
+        rows = torch.arange(shape.seqlen_q, device=device)
+        hidden = _measure.rules_of(shape, device).hidden(rows, shape.seqlen_q, shape.seqlen_k)
+        options['attn_mask'] = ~hidden
+    elif _lower_right(shape):
         options['attn_mask'] = causal_lower_right(shape.seqlen_q, shape.seqlen_k)
     elif shape.seqlen_q > 1:
         options['is_causal'] = shape.causal
@@ -62,17 +86,23 @@ def sdpa(name: str, shape: Shape) -> Contender:
     return Contender(name, call, functools.partial(sdpa_kernel, [SDPA_BACKENDS[name]]))
 
 
-def contender(name: str, shape: Shape) -> Contender:
+def contender(name: str, shape: Shape, device: torch.device = CPU) -> Contender:
     """Raises RuntimeError where a contender is left out on purpose."""
     if name == OURS:
-        return ours(shape.causal)
-    if _lower_right(shape) and name == 'sdpa cudnn':
+        return ours(shape, device)
+    if name == PADDED:
+        dense = ours(replace(shape, lengths=()), device)
+        return padded(replace(dense, name=PADDED), shape, device)
+    if shape.sinks:
+        raise RuntimeError('has no sinks')
+    if _lower_right(shape) and not shape.has_window and name == 'sdpa cudnn':
         raise RuntimeError('has no bottom-right causal mask in PyTorch')
     if name == 'sdpa math':
         score_bytes = 4 * shape.batch * shape.heads * shape.seqlen_q * shape.seqlen_k
         if score_bytes > MATH_BYTES:
             raise RuntimeError(f'its score matrix takes {score_bytes / 2**30:.1f} GiB')
-    return sdpa(name, shape)
+    one = sdpa(name, shape, device)
+    return padded(one, shape, device) if shape.lengths else one
 
 
 def reason(error: Exception) -> str:
@@ -114,9 +144,10 @@ def measure(shape: Shape, device: torch.device, names: Sequence[str] = NAMES, ro
 def _prepare(name: str, shape: Shape, sets: Sequence[tuple[torch.Tensor, ...]],
              timer: Timer) -> tuple[Callable, tuple[float, float | None]]:
     """The call to time, its error and its host time."""
-    one = contender(name, shape)
+    one = contender(name, shape, sets[0][0].device)
     with one.context():
-        error = _measure.relative_error(one.prepare(sets[0])(), sets[0], shape.causal)
+        result = one.restored(one.prepare(sets[0])())
+        error = _measure.error_of(shape, result, sets[0])
         call = one.rotating(sets)
         host_us = timer.host_us(call)
 
@@ -183,7 +214,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--heads', type=int, default=16)
     parser.add_argument('--heads-k', type=int, help='KV heads (default: as --heads)')
     parser.add_argument('--head-dim', type=int, default=128)
+    parser.add_argument('--head-dim-v', type=int, default=0, help='of the values (default: as q)')
     parser.add_argument('--causal', action='store_true')
+    parser.add_argument('--window', type=int, nargs=2, default=(-1, -1), metavar=('LEFT', 'RIGHT'),
+                        help='-1: no limit')
+    parser.add_argument('--sinks', action='store_true')
     parser.add_argument('--dtype', choices=sorted(_measure.DTYPES), default='bf16')
     parser.add_argument('--pass', choices=tuple(PASSES), default='forward', dest='passes',
                         help='backward: the gradients alone; both: a table of each')
@@ -198,7 +233,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def shape_of(args: argparse.Namespace, backward: bool = False) -> Shape:
     return Shape(args.batch, args.seqlen, args.seqlen_k or args.seqlen, args.heads,
-                 args.heads_k or args.heads, args.head_dim, args.causal, args.dtype, backward)
+                 args.heads_k or args.heads, args.head_dim, args.causal, args.dtype, backward,
+                 args.head_dim_v, *args.window, args.sinks)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

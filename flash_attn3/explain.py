@@ -8,7 +8,7 @@ import argparse
 
 import torch
 
-from flash_attn3 import planning
+from flash_attn3 import planning, support
 
 _DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16}
 _PACK_GQA = {'auto': None, 'yes': True, 'no': False}
@@ -24,25 +24,56 @@ def _options() -> argparse.Namespace:
     parser.add_argument('--heads', type=int, default=16, help='query heads; default: 16')
     parser.add_argument('--heads-k', type=int, help='KV heads; default: those of q')
     parser.add_argument('--head-dim', type=int, default=128, help='default: 128')
+    parser.add_argument('--head-dim-v', type=int, help='of the values; default: that of q and k')
     parser.add_argument('--dtype', choices=_DTYPES, default='bf16', help='default: bf16')
     parser.add_argument('--causal', action='store_true')
+    parser.add_argument('--window-size', type=int, nargs=2, default=(-1, -1),
+                        metavar=('LEFT', 'RIGHT'), help='-1: no limit')
+    parser.add_argument('--attention-chunk', type=int, default=0, help='default: 0, none')
+    parser.add_argument('--softcap', type=float, default=0.0, help='default: 0, none')
+    parser.add_argument('--max-logits', action='store_true', help='return_max_logits')
+    parser.add_argument('--packed', action='store_true',
+                        help='sequences of at most these lengths behind one another, batch of them')
     parser.add_argument('--pack-gqa', choices=_PACK_GQA, default='auto', help='default: auto')
     parser.add_argument('--deterministic', action='store_true', help='gradients that repeat')
     parser.add_argument('--sm-margin', type=int, default=0, help='multiprocessors left to others')
     parser.add_argument('--sm-count', type=int, help='multiprocessors of the GPU; default: 132')
+    parser.add_argument('--matrix', action='store_true',
+                        help='only print which features go together, as a table in Markdown')
     return parser.parse_args()
+
+
+def _features(options: argparse.Namespace, seqlen_k: int) -> dict:
+    """The arguments of planning.explain() beyond those of a plain call."""
+    features = {'window_size': tuple(options.window_size), 'softcap': options.softcap,
+                'attention_chunk': options.attention_chunk,
+                'return_max_logits': options.max_logits}
+    if options.packed:
+        for name, seqlen in (('q', options.seqlen_q), ('k', seqlen_k)):
+            features[f'cu_seqlens_{name}'] = [seqlen * i for i in range(options.batch + 1)]
+            features[f'max_seqlen_{name}'] = seqlen
+    return features
 
 
 def main() -> None:
     options = _options()
+    if options.matrix:
+        print(support.table())
+        return
     seqlen_k = options.seqlen_q if options.seqlen_k is None else options.seqlen_k
     heads_k = options.heads if options.heads_k is None else options.heads_k
+    head_dim_v = options.head_dim if options.head_dim_v is None else options.head_dim_v
+
+    def shape(seqlen: int, heads: int, head_dim: int) -> tuple[int, ...]:
+        rows = (options.batch * seqlen,) if options.packed else (options.batch, seqlen)
+        return *rows, heads, head_dim
+
     planning.explain(
-        (options.batch, options.seqlen_q, options.heads, options.head_dim),
-        (options.batch, seqlen_k, heads_k, options.head_dim),
+        shape(options.seqlen_q, options.heads, options.head_dim),
+        shape(seqlen_k, heads_k, options.head_dim), shape(seqlen_k, heads_k, head_dim_v),
         causal=options.causal, dtype=_DTYPES[options.dtype], sm_margin=options.sm_margin,
         pack_gqa=_PACK_GQA[options.pack_gqa], deterministic=options.deterministic,
-        sm_count=options.sm_count)
+        sm_count=options.sm_count, **_features(options, seqlen_k))
 
 
 if __name__ == '__main__':

@@ -1,7 +1,8 @@
 """Attention on CUDA devices that our kernels do not serve: PyTorch's SDPA, one warning per device.
 
 Called by interface.py. Same semantics as the kernels (bottom-right causal, empty rows),
-differentiable by PyTorch.
+differentiable by PyTorch. What SDPA does not have (softcap, sinks, max logits, packed sequences) is
+`reference`, with the memory of the scores; for packed sequences it waits for the GPU.
 """
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from flash_attn3 import _library, checks, reference
+from flash_attn3.general import General, attend, lengths_of, score_of
+from flash_attn3.reference import Score
 
 _warned_devices: set[torch.device] = set()
 
@@ -33,6 +36,33 @@ def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: boo
     return out, torch.logsumexp(scores, dim=-1).flatten(1, 2)    # (b, h_k, group, sq) -> (b, h, sq)
 
 
+def general_attention(q: Tensor, k: Tensor, v: Tensor, general: General, return_lse: bool,
+                      return_max_logits: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(out, lse, max_logits) with the arguments of the general ops, on any device.
+
+    lse and max_logits may be None unless asked for.
+    """
+    if not torch.compiler.is_compiling():
+        _warn_once(q.device)
+    score = score_of(q, general)
+    is_sdpas = (lengths_of(general) is None and general.sinks is None and not score.softcap
+                and k.size(1) > 0)
+    if return_lse or return_max_logits or not is_sdpas:
+        out, lse, row_max = attend(q, k, v, general, return_max_logits)
+        return out, lse, None if row_max is None else row_max.detach()
+    return _masked_sdpa(q, k, v, score), None, None
+
+
+def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
+    hidden = score.mask.hidden(q.size(1), k.size(1), q.device)
+    # A row without a key would be 0 / 0: it sees all of them, and is cleared behind.
+    is_empty = hidden.all(dim=1, keepdim=True)
+    out = F.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=~hidden | is_empty, scale=score.scale,
+        enable_gqa=q.size(2) != k.size(2))
+    return out.masked_fill(is_empty, 0).transpose(1, 2).contiguous()
+
+
 def _warn_once(device: torch.device) -> None:
     if device in _warned_devices:
         return
@@ -41,7 +71,8 @@ def _warn_once(device: torch.device) -> None:
     warnings.warn(
         checks.error('flash_attn_func', 'a Hopper GPU and its kernels', f'{device} ({name})',
                      _library.KERNELS_MISSING or 'the kernels are for compute capability 9.0')
-        + '; torch.nn.functional.scaled_dot_product_attention is used instead', stacklevel=5)
+        + '; torch.nn.functional.scaled_dot_product_attention is used instead, and plain PyTorch '
+        'for what it lacks', stacklevel=5)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Tensor:

@@ -1,16 +1,20 @@
 """The public attention functions: names, defaults and documentation.
 
 No policy lives here: the ops check their inputs and choose the kernel. The parameter order is that
-of upstream's `flash_attn_interface`; what is ours comes behind it, keyword-only.
+of upstream's `flash_attn_interface`; what is ours comes behind it, keyword-only. What the arguments
+mean is said once, at `flash_attn_func`.
 """
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks, fallback
-from flash_attn3.autograd import Attention, PackedAttention
+from flash_attn3 import _library, checks, env, fallback
+from flash_attn3.autograd import Attention, GeneralAttention, PackedAttention
+from flash_attn3.general import Execution, General
 from flash_attn3.packing import unpack
 
 
@@ -24,74 +28,79 @@ _fwd_no_lse = _bare(torch.ops.flash_attn3._fwd_no_lse.default)
 _fwd_traced = torch.ops.flash_attn3.fwd.default    # under torch.compile and torch.export
 _fwd_out = torch.ops.flash_attn3.fwd_out.default
 _fwd_out_no_lse = torch.ops.flash_attn3.fwd_out_no_lse.default
+# With the arguments of general.General.
+_fwd_general = torch.ops.flash_attn3._fwd_general.default
+_fwd_general_traced = torch.ops.flash_attn3.fwd_general.default
+_fwd_general_out = torch.ops.flash_attn3.fwd_general_out.default
 
 
 def flash_attn_func(
         q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
         qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+        v_descale: Tensor | None = None, window_size: Sequence[int] = (-1, -1),
         attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
-        return_attn_probs: bool = False, *,
-        out: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
+        return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, out = softmax(softmax_scale * q k^T) v, for each batch entry and head.
 
-    On a Hopper GPU (compute capability 9.0) it runs the kernel of arXiv 2407.08608, section 3; on
-    the CPU a plain PyTorch implementation (`flash_attn3.reference`); on other CUDA devices
-    PyTorch's SDPA, with one warning. Query head h uses KV head h // (heads_q / heads_k). Products
-    are summed, and the softmax is taken, in float32 (float64 for float64 on the CPU). The same
-    inputs give bitwise the same result on every call; for their gradients see `deterministic`.
+    On a Hopper GPU a kernel after arXiv 2407.08608; on the CPU plain PyTorch
+    (`flash_attn3.reference`); on other CUDA devices PyTorch's SDPA, with one warning. Query head h
+    uses KV head h // (heads_q / heads_k). Sums are float32 (float64 for float64). The same inputs
+    give bitwise the same result on every call; for gradients see `deterministic`.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim). On Hopper: float16 or bfloat16, a head_dim with a
-            kernel (`flash_attn3.built_variants()`), last stride 1; other strides are free (a
-            tensor whose strides or address are not multiples of 16 bytes is copied first). On the
-            CPU: any floating dtype, head_dim and strides.
-        k: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; heads_k divides heads_q.
-        v: (batch, seqlen_k, heads_k, head_dim), dtype and device of q.
+            kernel (`flash_attn3.built_variants()`), last stride 1, others free (what TMA cannot
+            take is copied first). On the CPU: any floating dtype, head_dim and strides.
+        k, v: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; heads_k divides heads_q.
         softmax_scale: factor on q k^T, finite and positive. Default: head_dim ** -0.5.
-        causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom-right). A query
-            that sees no key gives out = 0 and lse = -inf, and no gradient. Default: all see all.
-        pack_gqa: put the query heads of a KV head into the rows of one tile, which fills the tiles
-            of short queries: True, False, or None (default) for where it gives over 10 % more
-            useful rows. It never changes what is computed.
-        deterministic: the gradients are bitwise the same on every call too. On a Hopper GPU the
-            gradient of q is otherwise summed in no fixed order (those of k and v repeat anyway);
-            the fixed one costs time in the backward. On the CPU everything repeats; on other CUDA
-            devices this has no effect. `torch.use_deterministic_algorithms(True)`, set at the time
-            of this call, does the same (and sets SDPA). Default False.
-        sm_margin: streaming multiprocessors that the forward leaves to other kernels, at least 0
-            and less than the GPU has. The backward takes all of them, a tile at a time: kernels of
-            other streams get in between. Default 0.
+        causal: query i sees keys up to p = i + seqlen_k - seqlen_q. A query that sees no key gives
+            out = 0, lse = -inf (with s_aux: that) and no gradient. Default: all see all.
+        window_size: (left, right), query i sees keys p - left to p + right; -1 (default): no
+            limit. causal replaces right by 0.
+        attention_chunk: query i sees the keys of the chunk of p; chunks of this size start at key
+            0. Default 0: no chunks.
+        softcap: scores are softcap * tanh(softmax_scale * q k^T / softcap). Default 0: as they are.
+        pack_gqa: the query heads of a KV head share the rows of a tile: True, False, None (default)
+            where it gives over 10 % more useful rows. It never changes what is computed.
+        deterministic: the gradient of q is bitwise the same on every call too (Hopper only; takes
+            longer). `torch.use_deterministic_algorithms(True)` at this call does the same. Default
+            False.
+        sm_margin: multiprocessors that the forward leaves to other kernels, 0 (default) or more.
         return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
-        out: the result goes there, and it is returned itself: (batch, seqlen_q, heads_q,
-            head_dim), dtype and device of q, last stride 1, other strides free. Not
-            differentiable. Default: a new, contiguous tensor.
-        qv, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap, num_splits:
-            places of upstream's parameters, for their defaults only (num_splits: 0 or 1).
+        out: the result goes there and is returned: shape of the result, dtype and device of q, last
+            stride 1. Not differentiable. Default: a new, contiguous tensor.
+        s_aux: sinks, (heads_q,) float32, bfloat16 or float16: in each softmax one more score, whose
+            value is 0. Default: none.
+        return_max_logits: also return max_logits. Default False. The kernels then rescale out at
+            every new maximum, so that its last bits may differ.
+        qv, q_descale, k_descale, v_descale, num_splits: upstream's, for their defaults only
+            (num_splits: 0 or 1).
 
     Returns:
-        out, (batch, seqlen_q, heads_q, head_dim), dtype of q; with return_attn_probs=True
-        (out, lse): lse is (batch, heads_q, seqlen_q), float32 (float64 for float64), the natural
-        logarithm of the softmax's denominator. Gradients flow through both.
+        out, or a tuple of it and what was asked for, in this order. out: (batch, seqlen_q, heads_q,
+        head_dim), dtype of q. lse: (batch, heads_q, seqlen_q), float32 (float64 for float64), the
+        natural logarithm of the softmax's denominator. max_logits: as lse, the largest score that
+        each query sees, without s_aux. Gradients of q, k, v, s_aux flow through out and lse.
 
     Raises:
         RuntimeError: a wrong rank, shape, dtype, device, stride or number; the text names it and
             says what it had to be. Also a driver that is too old for the kernels.
         NotImplementedError: a feature listed last above.
-
-    Example:
-        >>> q = torch.randn(2, 1024, 16, 128, dtype=torch.bfloat16, device='cuda')
-        >>> k = torch.randn(2, 1024, 4, 128, dtype=torch.bfloat16, device='cuda')
-        >>> out, lse = flash_attn3.flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
     """
     if (qv is not None or q_descale is not None or k_descale is not None or v_descale is not None
             or window_size != (-1, -1) or attention_chunk != 0 or softcap != 0.0
-            or num_splits != 1):
-        checks.reject_unsupported(
-            'flash_attn_func', qv=qv, q_descale=q_descale, k_descale=k_descale,
-            v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk,
-            softcap=softcap, num_splits=num_splits)
+            or num_splits != 1 or s_aux is not None or return_max_logits):
+        checks.reject_unsupported('flash_attn_func', qv=qv, q_descale=q_descale,
+                                  k_descale=k_descale, v_descale=v_descale, num_splits=num_splits)
+        window = checks.window_sides(window_size)
+        if (window != (-1, -1) or attention_chunk != 0 or softcap != 0.0 or s_aux is not None
+                or return_max_logits):
+            general = General(None, None, None, None, 0, 0, checks.sinks_of(s_aux, q),
+                              softmax_scale, causal, *window, attention_chunk, softcap)
+            execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
+            return _general((q, k, v, out), general, execution, return_attn_probs)
     # The way of most eager calls, with as little Python and as few arguments as there can be.
     if (out is None and not is_compiling() and q.get_device() in _library.SERVED_DEVICES
             and not (is_grad_enabled()
@@ -100,24 +109,82 @@ def flash_attn_func(
         if softmax_scale is None and pack_gqa is None and sm_margin == 0:
             return op(q, k, v, None, causal) if causal else op(q, k, v)
         return op(q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
-    if softmax_scale is None:
-        softmax_scale = checks.default_softmax_scale(q)
-    arguments = (q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
+    scale = checks.default_softmax_scale(q) if softmax_scale is None else softmax_scale
+    arguments = (q, k, v, scale, causal, pack_gqa, sm_margin)
     result, lse = _attention(arguments, deterministic, out, return_attn_probs)
     return (result, lse) if return_attn_probs else result
+
+
+def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor, seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+        qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None, window_size: Sequence[int] = (-1, -1),
+        attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+        pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+        return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
+        return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
+    """`flash_attn_func` of each of several sequences, which lie behind one another in one tensor.
+
+    Sequence b has the rows cu_seqlens_q[b] up to cu_seqlens_q[b + 1] of q; k and v likewise. Its
+    seqlen_q and seqlen_k, to which causal, window_size and attention_chunk refer, are those of the
+    rows that count: all, or seqused_q[b] and seqused_k[b] from its first. Any of them may be 0. The
+    others are never read: there and behind the last sequence out is 0, lse and max_logits are -inf,
+    and the gradients are 0. Nothing waits for a Hopper GPU.
+
+    Args:
+        q: (total_q, heads_q, head_dim); dtype and strides of q, k and v as in `flash_attn_func`.
+        k, v: (total_k, heads_k, head_dim), heads_k divides heads_q.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, contiguous, on the device of q; from 0 on,
+            never falling, up to at most total_q and total_k. What they contain is checked on the
+            CPU; on CUDA devices with the environment variable FLASH_ATTN3_CHECKS=1.
+        max_seqlen_q, max_seqlen_k: length of the longest sequence, a number or a tensor with one,
+            which is not read from a GPU. A hint by which work is planned: the result is the same.
+        seqused_q, seqused_k: (batch,) int32, how many rows of each sequence count, at most what it
+            has. Default: all.
+        out: as the result, in the other respects as in `flash_attn_func`.
+        softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, deterministic,
+            sm_margin, return_attn_probs, s_aux, return_max_logits: as in `flash_attn_func`.
+        qv, q_descale, k_descale, v_descale, num_splits: upstream's, for their defaults only
+            (num_splits: 0 or 1).
+
+    Returns:
+        out, or a tuple of it and what was asked for, in this order. out: (total_q, heads_q,
+        head_dim), dtype of q. lse, max_logits: (heads_q, total_q), float32 (float64 for float64).
+        As in `flash_attn_func`.
+
+    Raises:
+        RuntimeError, NotImplementedError: as in `flash_attn_func`.
+
+    Example:
+        >>> q, k, v = (torch.randn(3 + 5, 16, 128, device='cuda').bfloat16() for _ in range(3))
+        >>> starts = torch.tensor([0, 3, 3 + 5], dtype=torch.int32, device='cuda')
+        >>> out = flash_attn3.flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, causal=True)
+    """
+    checks.reject_unsupported('flash_attn_varlen_func', qv=qv, q_descale=q_descale,
+                              k_descale=k_descale, v_descale=v_descale, num_splits=num_splits)
+    general = General(
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+        checks.length_bound('max_seqlen_q', max_seqlen_q, q),
+        checks.length_bound('max_seqlen_k', max_seqlen_k, k), checks.sinks_of(s_aux, q),
+        softmax_scale, causal, *checks.window_sides(window_size), attention_chunk, softcap)
+    execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
+    return _general((q, k, v, out), general, execution, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
         qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
         q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None, window_size: tuple[int, int] = (-1, -1),
+        v_descale: Tensor | None = None, window_size: Sequence[int] = (-1, -1),
         attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
         num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: bool = False, *,
-        pack_gqa: bool | None = None,
-        out: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        pack_gqa: bool | None = None, out: Tensor | None = None, s_aux: Tensor | None = None,
+        return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` on one tensor that holds q, k and v, such as a projection's output.
 
-    Nothing is copied: q, k and v are views. In eager mode the gradient is one tensor of the shape
+    Nothing is copied: q, k and v are views. In eager mode, with none of window_size,
+    attention_chunk, softcap, s_aux and return_max_logits, the gradient is one tensor of the shape
     of qkv, into which the kernels write; for slices of qkv given to `flash_attn_func`, autograd
     would fill up each of three gradients with zeros to that shape, and add.
 
@@ -127,14 +194,13 @@ def flash_attn_qkvpacked_func(
             those of v; heads_k divides heads_q. dtype, head_dim and strides as in
             `flash_attn_func`.
         num_heads_q: heads_q. Needed with four dimensions; with five None (default) or heads.
-        softmax_scale, causal, deterministic, sm_margin, return_attn_probs, pack_gqa, out: as in
-            `flash_attn_func`.
-        q_descale, k_descale, v_descale, window_size, attention_chunk, softcap: places of
-            upstream's parameters, for their defaults only.
+        softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, sm_margin,
+            return_attn_probs, pack_gqa, out, s_aux, return_max_logits: as in `flash_attn_func`.
+        q_descale, k_descale, v_descale: places of upstream's parameters, for their defaults only.
 
     Returns:
-        out, (batch, seqlen, heads_q, head_dim), dtype of qkv; with return_attn_probs=True
-        (out, lse): lse is (batch, heads_q, seqlen), as in `flash_attn_func`.
+        out, (batch, seqlen, heads_q, head_dim), dtype of qkv, or a tuple of it and what was asked
+        for: lse and max_logits, (batch, heads_q, seqlen). As in `flash_attn_func`.
 
     Raises:
         RuntimeError: a shape that is neither of the two, a num_heads_q that does not fit it or is
@@ -145,19 +211,22 @@ def flash_attn_qkvpacked_func(
         >>> qkv = torch.randn(2, 1024, 16 + 2 * 4, 128, dtype=torch.bfloat16, device='cuda')
         >>> out = flash_attn3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=16)
     """
-    checks.reject_unsupported(
-        'flash_attn_qkvpacked_func', q_descale=q_descale, k_descale=k_descale,
-        v_descale=v_descale, window_size=window_size, attention_chunk=attention_chunk,
-        softcap=softcap)
-    if (out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
+    checks.reject_unsupported('flash_attn_qkvpacked_func', q_descale=q_descale,
+                              k_descale=k_descale, v_descale=v_descale)
+    window = checks.window_sides(window_size)
+    is_plain = (window == (-1, -1) and attention_chunk == 0 and softcap == 0.0 and s_aux is None
+                and not return_max_logits)
+    if (is_plain and out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
             and _is_served(qkv)):
         result, lse = PackedAttention.apply(qkv, num_heads_q, softmax_scale, causal, pack_gqa,
                                             sm_margin, deterministic)
         return (result, lse) if return_attn_probs else result
     q, k, v = unpack(qkv, num_heads_q)
-    return flash_attn_func(q, k, v, softmax_scale, causal, pack_gqa=pack_gqa,
-                           deterministic=deterministic, sm_margin=sm_margin,
-                           return_attn_probs=return_attn_probs, out=out)
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, window_size=window, attention_chunk=attention_chunk,
+        softcap=softcap, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs, out=out, s_aux=s_aux,
+        return_max_logits=return_max_logits)
 
 
 def _is_served(x: Tensor) -> bool:
@@ -174,7 +243,7 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     q, k, v, softmax_scale, causal, pack_gqa, sm_margin = arguments
     needs_grad = checks.needs_grad(q, k, v, out)
     if needs_grad and out is not None:
-        raise RuntimeError(checks.gradient_with_out_text(q, k, v, out))
+        raise RuntimeError(checks.gradient_with_out_text(q=q, k=k, v=v, out=out))
     if not _is_served(q):
         checks.check_forward(q, k, v, out, softmax_scale, sm_margin, rules_of='cpu')
         result, lse = fallback.attention(q, k, v, softmax_scale, causal, return_lse)
@@ -187,3 +256,51 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     if needs_grad:
         return Attention.apply(*arguments, deterministic)
     return _fwd(*arguments)
+
+
+def _general(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], general: General,
+             execution: Execution, return_lse: bool) -> Tensor | tuple[Tensor, ...]:
+    """What a public function returns. tensors: q, k, v and out."""
+    q, k, v, out = tensors
+    needs_grad = checks.needs_grad(q, k, v, out, general.sinks)
+    if needs_grad and out is not None:
+        op = 'flash_attn_func' if general.cu_seqlens_q is None else 'flash_attn_varlen_func'
+        raise RuntimeError(checks.gradient_with_out_text(op, q=q, k=k, v=v, out=out,
+                                                         s_aux=general.sinks))
+    result, lse, max_logits = _general_attention(tensors, general, execution, return_lse)
+    if not return_lse and not execution.return_max_logits:
+        return result
+    if not execution.return_max_logits:
+        return result, lse
+    return (result, lse, max_logits) if return_lse else (result, max_logits)
+
+
+def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], general: General,
+                       execution: Execution,
+                       return_lse: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(out, lse, max_logits), by the way that fits.
+
+    lse and max_logits are not for use unless they were asked for.
+    """
+    q, k, v, out = tensors
+    if not _is_served(q):
+        checks.check_general(q, k, v, out, general, execution.sm_margin, rules_of='cpu')
+        _check_contents(q, k, general)
+        result, *others = fallback.general_attention(q, k, v, general, return_lse,
+                                                     execution.return_max_logits)
+        return (result if out is None else out.copy_(result)), *others
+    if is_compiling() and out is None:
+        return _fwd_general_traced(q, k, v, *general, *execution)
+    if not is_compiling():
+        _check_contents(q, k, general)
+    if out is not None:
+        return out, *_fwd_general_out(q, k, v, out, *general, *execution[:-1])
+    if checks.needs_grad(q, k, v, general.sinks):
+        return GeneralAttention.apply(q, k, v, *general, *execution)
+    return _fwd_general(q, k, v, *general, *execution[:-1])
+
+
+def _check_contents(q: Tensor, k: Tensor, general: General) -> None:
+    """Where it is asked for; a CUDA graph cannot wait for it. The CPU implementation does it."""
+    if env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+        checks.check_contents('fwd', q, k, general)

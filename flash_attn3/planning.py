@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import _library, _plan, checks
+from flash_attn3.general import General
+
+# The arguments that make a call one of the general ops, or a hint for them, with their defaults.
+_FEATURES = {'cu_seqlens_q': None, 'cu_seqlens_k': None, 'seqused_q': None, 'seqused_k': None,
+             'max_seqlen_q': None, 'max_seqlen_k': None, 'window_size': (-1, -1),
+             'attention_chunk': 0, 'softcap': 0.0, 's_aux': None, 'return_max_logits': False}
+_MASKS = {'full': 'full', 'causal': 'causal',
+          'general': 'general: packed sequences, windows, chunks, sinks, max logits at run time',
+          'softcap': 'general, with a softcap'}
+_OF_PACKED = tuple(_FEATURES)[:4]
 
 
 def built_variants() -> list[str]:
@@ -27,32 +37,38 @@ def built_variants() -> list[str]:
 def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
             causal: bool = False, *, pack_gqa: bool | None = None, sm_margin: int = 0,
             out: Tensor | None = None, deterministic: bool = False,
-            return_attn_probs: bool = False, **upstreams) -> tuple[bool, list[str]]:
-    """Whether flash_attn_func would run the Hopper kernel on these arguments.
+            return_attn_probs: bool = False, **others) -> tuple[bool, list[str]]:
+    """Whether flash_attn_func or flash_attn_varlen_func would run the Hopper kernel on these
+    arguments.
 
-    And that of the gradients too, if q, k or v requires them and grad mode is on. Tensors on the
-    CPU or the meta device are judged as if they were on a Hopper GPU, with their device as one of
-    the reasons. Nothing is computed.
+    And that of the gradients too, if q, k, v or s_aux requires them and grad mode is on. Tensors on
+    the CPU or the meta device are judged as if they were on a Hopper GPU, with their device as one
+    of the reasons. Nothing is computed; what cu_seqlens and seqused contain is not read.
 
     Args:
-        all: the arguments of `flash_attn_func`.
+        all: the arguments of `flash_attn_func`, or with cu_seqlens_q those of
+            `flash_attn_varlen_func`, by name from softmax_scale on.
 
     Returns:
         (True, []), or False and the reasons, each an error text that names the argument.
     """
-    reasons = checks.unsupported(**upstreams)
-    if softmax_scale is None:
-        softmax_scale = checks.default_softmax_scale(q)
-    needs_grad = checks.needs_grad(q, k, v, out)
+    features = {name: others.pop(name) for name in _FEATURES if name in others}
+    op = ('flash_attn_func' if features.get('cu_seqlens_q') is None else
+          'flash_attn_varlen_func')
+    reasons = checks.unsupported(op, **others)
+    needs_grad = checks.needs_grad(q, k, v, out, features.get('s_aux'))
     if needs_grad and out is not None:
-        reasons.append(checks.gradient_with_out_text(q, k, v, out))
+        reasons.append(checks.gradient_with_out_text(op, q=q, k=k, v=v, out=out,
+                                                     s_aux=features.get('s_aux')))
+    scale = checks.default_softmax_scale(q) if softmax_scale is None else softmax_scale
     plans = []
-    if text := checks.problem_text(q, k, v, out, softmax_scale, sm_margin, rules_of='cuda'):
+    if text := _problem_text((q, k, v, out), scale, causal, sm_margin, features):
         reasons.append(text)
     else:
-        plans.append(plan(q, k, v, causal=causal, pack_gqa=pack_gqa, sm_margin=sm_margin))
+        common = dict(causal=causal, **features)
+        plans.append(plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, **common))
         if needs_grad:
-            plans.append(plan_backward(q, k, v, causal=causal, deterministic=deterministic))
+            plans.append(plan_backward(q, k, v, deterministic=deterministic, **common))
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
     if not q.is_cuda:
         reasons.append(checks.error('can_use', 'q on a CUDA device', str(q.device)))
@@ -64,6 +80,22 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
         reasons += [checks.error('can_use', f'the kernel {facts["name"]}', 'a build without it')
                     for facts in plans if not _is_built(facts)]
     return not reasons, reasons
+
+
+def _problem_text(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], softmax_scale: float,
+                  causal: bool, sm_margin: int, features: dict) -> str:
+    """What is wrong with a call on a Hopper GPU, or ''."""
+    features = _FEATURES | features
+    lists = [features[name] for name in _OF_PACKED]
+    try:
+        window = checks.window_sides(features['window_size'])
+        sinks = checks.sinks_of(features['s_aux'], tensors[0])
+        _longest(features)
+    except RuntimeError as problem:
+        return str(problem)
+    general = General(*lists, 0, 0, sinks, softmax_scale, causal, *window,
+                      features['attention_chunk'], features['softcap'])
+    return checks.general_problem_text(tensors, general, sm_margin, rules_of='cuda')
 
 
 def _is_built(facts: dict) -> bool:
@@ -84,50 +116,61 @@ def _device_problem(device: torch.device) -> str:
 def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
          v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
          dtype: torch.dtype = torch.bfloat16, pack_gqa: bool | None = None, sm_margin: int = 0,
-         sm_count: int | None = None, l2_bytes: int | None = None) -> dict:
+         sm_count: int | None = None, l2_bytes: int | None = None, **features) -> dict:
     """What `explain` prints of the forward, as a dict; only the key 'reason' if no kernel fits.
 
     The same arguments.
     """
-    return _plan.plan_forward(*_problem(q, k, v, dtype), causal, checks.PACK_GQA[pack_gqa],
-                              sm_margin, *_gpu(q, sm_count, l2_bytes))
+    sizes, scores = _problem(q, k, v, dtype, features)
+    return _plan.plan_forward(
+        **sizes, **scores, causal=causal, pack_gqa=checks.PACK_GQA[pack_gqa], sm_margin=sm_margin,
+        row_features=features.get('return_max_logits', False)
+        or features.get('s_aux') is not None, **_gpu(q, sm_count, l2_bytes))
 
 
 def plan_backward(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
                   v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
                   dtype: torch.dtype = torch.bfloat16, deterministic: bool = False,
-                  sm_count: int | None = None, l2_bytes: int | None = None) -> dict:
+                  sm_count: int | None = None, l2_bytes: int | None = None, **features) -> dict:
     """`plan` of the gradients."""
-    return _plan.plan_backward(*_problem(q, k, v, dtype), causal, *_gpu(q, sm_count, l2_bytes),
-                               checks.wants_determinism(deterministic))
+    sizes, scores = _problem(q, k, v, dtype, features)
+    return _plan.plan_backward(
+        **sizes, **scores, causal=causal, deterministic=checks.wants_determinism(deterministic),
+        **_gpu(q, sm_count, l2_bytes))
 
 
 def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
             v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
             dtype: torch.dtype = torch.bfloat16, pack_gqa: bool | None = None,
             deterministic: bool = False, sm_margin: int = 0, sm_count: int | None = None,
-            l2_bytes: int | None = None) -> None:
+            l2_bytes: int | None = None, **features) -> None:
     """Prints how a Hopper GPU would compute a call: kernel, tile, memory, grid, waves, work.
 
     And its gradients: kernel, tile, memory, grid, workspace.
 
     Args:
         q, k, v: tensors on any device, or shapes (batch, seqlen, heads, head_dim). Default for v:
-            like k.
+            like k. With cu_seqlens_q without batch: (total, heads, head_dim).
         causal, pack_gqa, deterministic, sm_margin: as in `flash_attn_func`.
         dtype: for shapes; tensors bring their own. Default bfloat16.
         sm_count, l2_bytes: multiprocessors and L2 cache of the GPU. Default: those of q's GPU; for
             shapes and CPU tensors those of an H100, 132 and 50 MiB.
+        features: window_size, attention_chunk, softcap, s_aux and return_max_logits, as in
+            `flash_attn_func`; cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q and
+            seqused_k, as in `flash_attn_varlen_func`. Of cu_seqlens_q only its length is read, for
+            which a list will do.
 
     Raises:
-        ValueError: a shape that is not four numbers.
+        ValueError: a shape that is not four numbers, with cu_seqlens_q three.
+        TypeError: an argument that neither function has.
     """
-    common = dict(causal=causal, dtype=dtype, sm_count=sm_count, l2_bytes=l2_bytes)
+    common = dict(causal=causal, dtype=dtype, sm_count=sm_count, l2_bytes=l2_bytes, **features)
     forward = plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, **common)
     if 'reason' in forward:
         print(f'no kernel: {forward["reason"]}')
         return
-    print(_text_of({'variant': _name(forward), **_forward_rows(forward)}), end='\n\n')
+    head_dims = _shape(q)[-1], _shape(k if v is None else v)[-1]
+    print(_text_of({'variant': _name(forward), **_forward_rows(forward, head_dims)}), end='\n\n')
     backward = plan_backward(q, k, v, deterministic=deterministic, **common)
     if 'reason' in backward:
         print(f'no gradients: {backward["reason"]}')
@@ -139,12 +182,13 @@ def _name(facts: dict) -> str:
     return facts['name'] + ('' if _is_built(facts) else ' (not in this install)')
 
 
-def _forward_rows(facts: dict) -> dict[str, str]:
+def _forward_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
     overlaps = {'ping-pong of two warpgroups': facts['ping_pong'],
                 'softmax beside the products of its warpgroup': facts['intra_overlap'],
                 'the end of a tile beside the start of the next': facts['tile_overlap']}
     return {
-        'head dim': _head_dim(facts),
+        'mask': _MASKS[facts['mask']],
+        'head dims': _head_dims(facts, head_dims),
         'tile': f'{facts["tile_m"]} query rows x {facts["tile_n"]} keys',
         'pack_gqa': f'{facts["pack"]} query head(s) in the rows of a tile',
         'warpgroups': _warpgroups(facts),
@@ -152,12 +196,30 @@ def _forward_rows(facts: dict) -> dict[str, str]:
         'stages': f'{facts["stages"]} of K, {facts["stages"]} of V, {facts["q_stages"]} of Q',
         'registers': _registers(facts),
         'shared memory': _shared_memory(facts),
+        **(_packed_work_rows(facts) if facts['is_packed'] else _work_rows(facts)),
+    }
+
+
+def _work_rows(facts: dict) -> dict[str, str]:
+    return {
         'tiles': f'{facts["tiles"]}; {facts["m_tiles"]} along the queries of a head',
+        'visited': f'{facts["visited_share"]:.1%} of the keys',
         'grid': f'{facts["grid"]} CTAs',
         'waves': f'{facts["waves"]:.2f}',
         'padding': f'{1 - facts["useful_share"]:.1%} of the computed FLOPs are masked or padding',
         'FLOPs': f'{facts["flops"] / 1e9:.4g} GFLOP',
         'bytes': f'{facts["bytes"] / 1e6:.4g} MB: Q, K, V, O and LSE once each',
+    }
+
+
+def _packed_work_rows(facts: dict) -> dict[str, str]:
+    """What is known without the lengths of the sequences."""
+    return {
+        'tiles': f'at most {facts["tiles"]}; {facts["m_tiles"]} along the queries of a head of the '
+                 'longest sequence',
+        'visited': f'{facts["visited_share"]:.1%} of the keys of the longest sequence',
+        'grid': f'{facts["grid"]} CTAs, which draw tiles',
+        'workspace': f'{facts["workspace_bytes"]} bytes: where the tiles lie',
     }
 
 
@@ -181,6 +243,21 @@ def _backward_rows(facts: dict) -> dict[str, str]:
         'workspace': f'{sum(parts.values())} bytes: ' + ', '.join(
             f'{name} {size}' for name, size in parts.items()),
     }
+
+
+def _head_dims(facts: dict, head_dims: tuple[int, int]) -> str:
+    """Those of the call and, where they differ, those that the kernel computes."""
+    def text_of(dim: int, dim_v: int) -> str:
+        return f'{dim}' if dim == dim_v else f'{dim} of q and k, {dim_v} of v'
+
+    built = facts['head_dim'], facts['head_dim_v']
+    parts = [text_of(*head_dims)]
+    if built != head_dims:
+        parts.append(f'computed as {text_of(*built)}')
+    if facts['launches'] > 1:
+        parts.append(f'in {facts["launches"]} launches, each for a part of v')
+    parts.append(f'in shared memory {text_of(facts["columns"], facts["columns_v"])}')
+    return '; '.join(parts)
 
 
 def _head_dim(facts: dict) -> str:
@@ -208,24 +285,50 @@ def _text_of(rows: dict[str, str]) -> str:
 
 
 def _problem(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
-             v: Tensor | Sequence[int] | None, dtype: torch.dtype) -> tuple:
-    """dtype and sizes, as `_plan` reads them."""
-    batch, seqlen_q, heads_q, head_dim = _shape(q)
-    _, seqlen_k, heads_k, _ = _shape(k)
-    name = checks.dtype_name(q.dtype if isinstance(q, Tensor) else dtype)
-    head_dim_v = head_dim if v is None else _shape(v)[3]
-    return name, batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v
+             v: Tensor | Sequence[int] | None, dtype: torch.dtype,
+             features: dict) -> tuple[dict, dict]:
+    """dtype and sizes, and what is asked of the scores, as `_plan` reads them."""
+    if unknown := set(features) - set(_FEATURES):
+        raise TypeError(f'unexpected argument {min(unknown)!r}')
+    features = _FEATURES | features
+    is_packed = features['cu_seqlens_q'] is not None
+    *lengths_q, heads_q, head_dim = _shape(q, is_packed)
+    *lengths_k, heads_k, _ = _shape(k, is_packed)
+    head_dim_v = _shape(k if v is None else v, is_packed)[-1]
+    sizes = dict(dtype=checks.dtype_name(q.dtype if isinstance(q, Tensor) else dtype),
+                 heads_q=heads_q, heads_k=heads_k, head_dim=head_dim, head_dim_v=head_dim_v)
+    if is_packed:
+        seqlen_q, seqlen_k = _longest(features)
+        sizes |= dict(batch=len(features['cu_seqlens_q']) - 1, seqlen_q=seqlen_q,
+                      seqlen_k=seqlen_k, total_q=lengths_q[0], total_k=lengths_k[0],
+                      has_seqused=any(features[name] is not None for name in _OF_PACKED[2:]))
+    else:
+        sizes |= dict(batch=lengths_q[0], seqlen_q=lengths_q[1], seqlen_k=lengths_k[1])
+    left, right = checks.window_sides(features['window_size'])
+    return sizes, dict(window_left=left, window_right=right, softcap=features['softcap'],
+                       attention_chunk=features['attention_chunk'])
 
 
-def _gpu(q: Tensor | Sequence[int], sm_count: int | None, l2_bytes: int | None) -> tuple[int, int]:
+def _longest(features: dict) -> list[int]:
+    """max_seqlen of q and k, 0 where nobody knows without waiting for a GPU."""
+    bounds = []
+    for name in ('max_seqlen_q', 'max_seqlen_k'):
+        given = features[name]
+        is_known = given is not None and not (isinstance(given, Tensor) and given.is_cuda)
+        bounds.append(checks.length_bound(name, given, given) if is_known else 0)
+    return bounds
+
+
+def _gpu(q: Tensor | Sequence[int], sm_count: int | None, l2_bytes: int | None) -> dict[str, int]:
     """Multiprocessors and L2: what was given, else those of q's GPU."""
     gpu = checks.gpu_facts(q)
-    return sm_count or gpu['sm_count'], l2_bytes or gpu['l2_bytes']
+    return {'sm_count': sm_count or gpu['sm_count'], 'l2_bytes': l2_bytes or gpu['l2_bytes']}
 
 
-def _shape(x: Tensor | Sequence[int]) -> tuple[int, ...]:
+def _shape(x: Tensor | Sequence[int], is_packed: bool | None = None) -> tuple[int, ...]:
+    """Held to its length, if that is said."""
     shape = tuple(x.shape) if isinstance(x, Tensor) else tuple(x)
-    if len(shape) != 4:
-        raise ValueError(checks.error('explain', 'a shape (batch, seqlen, heads, head_dim)',
-                                      str(shape)))
+    layout = '(total, heads, head_dim)' if is_packed else '(batch, seqlen, heads, head_dim)'
+    if is_packed is not None and len(shape) != (3 if is_packed else 4):
+        raise ValueError(checks.error('explain', f'a shape {layout}', str(shape)))
     return shape

@@ -2,20 +2,31 @@
 
 Called by `_library.py` (CPU tensors), `fallback.py` and the tests (usually in float64, on any
 device). Memory is that of the scores: (batch, heads_q, seqlen_q, seqlen_k) of the compute dtype.
+`forward` and `backward` know a scale and causal; `attend` and `attend_backward` every variant of
+the scores that `Score` and `Mask` describe; `attend_packed` and `attend_packed_backward` the same
+for sequences of several lengths in one tensor.
 
 What it defines, and what the kernels must agree with:
-- Causal is aligned bottom-right: query i sees keys up to i + seqlen_k - seqlen_q.
-- A row without a visible key gives O = 0, LSE = -inf and gradients 0. NaN in the inputs reaches
-  the outputs.
+- Causal and windows are aligned bottom-right: query i stands at key i + seqlen_k - seqlen_q.
+- A row without a visible key gives O = 0, LSE = -inf and gradients 0; with a sink, LSE = sink.
+  NaN in the inputs reaches the outputs.
 - Query head h uses KV head h // (heads_q / heads_k).
+- The softcap applies to scaled scores, before the mask.
+- A sink is one more key of the softmax, of logit s_aux[head] in every row and of value 0. The LSE
+  includes it, the row maximum does not.
+- In packed tensors, a sequence's bottom-right corner is that of its used lengths. Rows that belong
+  to no sequence or lie behind its used length are never read: O = 0, LSE = -inf, gradients 0.
 """
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _WIDE_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -31,50 +42,170 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees; a key must pass all three rules.
+
+    Query i stands at key p = i + seqlen_k - seqlen_q.
+
+    Attributes:
+        causal: no key behind p; replaces the right side of the window.
+        window: (left, right): keys p - left to p + right, both included; -1 is no limit.
+        chunk: keys of the same chunk as p, where chunks of this size start at key 0; 0 is no limit.
+    """
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    chunk: int = 0
+
+    def hidden(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+        """(seqlen_q, seqlen_k), True where the query does not see the key."""
+        position = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+        key = torch.arange(seqlen_k, device=device)
+        left, right = self.window[0], 0 if self.causal else self.window[1]
+        hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+        if left != -1:
+            hidden |= position - key > left
+        if right != -1:
+            hidden |= key - position > right
+        if self.chunk:
+            # The floor: positions before key 0 are in chunks that hold no key.
+            hidden |= position // self.chunk != key // self.chunk
+        return hidden
+
+
+@dataclass(frozen=True)
+class Score:
+    """The logits of q and k: scale * q k^T, then softcap * tanh(. / softcap), then the mask.
+
+    Attributes:
+        scale: factor on q k^T.
+        softcap: bound of the scaled scores; 0 is none.
+        mask: hidden keys have logit -inf.
+    """
+    scale: float
+    softcap: float = 0.0
+    mask: Mask = Mask()
+
+    def logits(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The logits, (batch, heads_k, heads_q / heads_k, seqlen_q, seqlen_k), and their derivative
+        with respect to the scaled scores: of the same shape, or None for 1 everywhere.
+        """
+        q = q.unflatten(2, (k.size(2), q.size(2) // k.size(2)))
+        scores = torch.einsum('bqhgd,bkhd->bhgqk', q, k) * self.scale
+        slope = None
+        if self.softcap:
+            capped = torch.tanh(scores / self.softcap)
+            scores, slope = self.softcap * capped, 1 - capped * capped
+        if self.mask != Mask():
+            hidden = self.mask.hidden(q.size(1), k.size(1), q.device)
+            scores = scores.masked_fill(hidden, -math.inf)
+        return scores, slope
+
+
+class Inputs(NamedTuple):
+    """What attention is a function of.
+
+    Dense: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k, head_dim) and
+    v (batch, seqlen_k, heads_k, head_dim_v); heads_k divides heads_q. Packed: without batch, the
+    sequences behind one another. s_aux: sinks, (heads_q,) of any floating dtype, or None.
+    """
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    s_aux: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        return Inputs(*(None if x is None else x.to(dtype) for x in self))
+
+
+class Outputs(NamedTuple):
+    """out: (batch, seqlen_q, heads_q, head_dim_v), dtype of q. lse, natural logarithm, and row_max,
+    the largest logit of a visible key (None unless asked for): (batch, heads_q, seqlen_q), float32
+    (float64 when computed in float64). Packed: without batch. All contiguous.
+    """
+    out: Tensor
+    lse: Tensor
+    row_max: Tensor | None
+
+
+class Gradients(NamedTuple):
+    """Of the inputs of these names, with their shapes and dtypes, contiguous.
+
+    dk and dv of a KV head are summed over the query heads that use it, ds_aux over batch and rows;
+    ds_aux is None without sinks.
+    """
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    ds_aux: Tensor | None
+
+    def like(self, inputs: Inputs) -> Gradients:
+        """These values in the dtypes of the inputs."""
+        return Gradients(*(None if grad is None else grad.to(x.dtype).contiguous()
+                           for grad, x in zip(self, inputs)))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Where the sequences lie in packed tensors.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) integers; sequence b has rows cu_seqlens[b] up to
+            cu_seqlens[b + 1].
+        seqused_q, seqused_k: (batch,) integers, how many of them count; None for all.
+    """
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+    def slices(self) -> list[tuple[slice, slice]]:
+        """The rows of q and of k that count, sequence by sequence."""
+        return list(zip(_slices(self.cu_seqlens_q, self.seqused_q),
+                        _slices(self.cu_seqlens_k, self.seqused_k)))
+
+
+def _slices(cu_seqlens: Tensor, seqused: Tensor | None) -> list[slice]:
+    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    if seqused is not None:
+        ends = starts + seqused
+    return [slice(*pair) for pair in zip(starts.tolist(), ends.tolist())]
+
+
 def _without_autocast(function: Callable) -> Callable:
     """The function, with products in the dtype that it says: autocast would take 16 bits."""
     @functools.wraps(function)
-    def wrapped(first: Tensor, *others, **options):
+    def wrapped(first: Tensor | Inputs, *others, **options):
         with torch.autocast(first.device.type, enabled=False):
             return function(first, *others, **options)
     return wrapped
 
 
-@_without_autocast
 def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool,
             compute_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """softmax(softmax_scale * q k^T) v and the log of its denominator (arXiv 2407.08608, 2.2).
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim).
-        k: (batch, seqlen_k, heads_k, head_dim); heads_k divides heads_q.
-        v: (batch, seqlen_k, heads_k, head_dim_v).
+        q, k, v: dense, as in `Inputs`.
         softmax_scale: factor on q k^T.
         causal: hide the keys behind the diagonal that ends in the bottom-right corner.
         compute_dtype: dtype of every step in between; default: the dtype of q.
 
     Returns:
-        out: (batch, seqlen_q, heads_q, head_dim_v), dtype of q, contiguous.
-        lse: (batch, heads_q, seqlen_q), natural logarithm, float32 (float64 when computed in
-            float64), contiguous.
+        out, lse: as in `Outputs`.
     """
-    out_dtype = q.dtype
-    q, k, v = (x.to(compute_dtype or out_dtype) for x in (q, k, v))
-    scores = masked_scores(q, k, softmax_scale, causal)             # (b, h_k, group, sq, sk)
-    lse = torch.logsumexp(scores.to(lse_dtype(q.dtype)), dim=-1)    # (b, h_k, group, sq)
-    p = _probabilities(scores, lse)
-    out = torch.einsum('bhgqk,bkhd->bqhgd', p, v).flatten(2, 3)
-    return out.to(out_dtype).contiguous(), lse.flatten(1, 2).contiguous()
+    score = Score(softmax_scale, mask=Mask(causal))
+    return attend(Inputs(q, k, v), score, compute_dtype)[:2]
 
 
-@_without_autocast
 def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
              softmax_scale: float, causal: bool, compute_dtype: torch.dtype | None = None,
              ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `forward`, everything recomputed from the inputs (arXiv 2407.08608, 2.2).
-
-    With P = softmax(S): dV = P^T dO, dP = dO V^T, dS = P * (dP - rowsum(P * dP) + dLSE),
-    dQ = scale dS K, dK = scale dS^T Q. A KV head sums over the query heads that use it.
+    """Gradients of `forward`, everything recomputed from the inputs.
 
     Args:
         dout: gradient of out, (batch, seqlen_q, heads_q, head_dim_v).
@@ -84,40 +215,147 @@ def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     Returns:
         dq, dk, dv: shapes and dtypes of q, k, v; contiguous.
     """
-    in_dtypes = q.dtype, k.dtype, v.dtype
-    q, k, v, dout = (x.to(compute_dtype or q.dtype) for x in (q, k, v, dout))
-    heads = (k.size(2), q.size(2) // k.size(2))
-    scores = masked_scores(q, k, softmax_scale, causal)             # (b, h_k, group, sq, sk)
-    p = _probabilities(scores, torch.logsumexp(scores, dim=-1))
-    dout = dout.unflatten(2, heads)                                 # (b, sq, h_k, group, d_v)
+    score = Score(softmax_scale, mask=Mask(causal))
+    return attend_backward(dout, dlse, Inputs(q, k, v), score, compute_dtype)[:3]
 
-    dv = torch.einsum('bhgqk,bqhgd->bkhd', p, dout)
-    dp = torch.einsum('bqhgd,bkhd->bhgqk', dout, v)
-    ds = dp - (p * dp).sum(-1, keepdim=True)
-    if dlse is not None:
-        ds = ds + dlse.to(ds.dtype).unflatten(1, heads).unsqueeze(-1)
-    ds = p * ds * softmax_scale
-    dq = torch.einsum('bhgqk,bkhd->bqhgd', ds, k).flatten(2, 3)
-    dk = torch.einsum('bhgqk,bqhgd->bkhd', ds, q.unflatten(2, heads))
-    return tuple(x.to(dtype).contiguous() for x, dtype in zip((dq, dk, dv), in_dtypes))
+
+@_without_autocast
+def attend(inputs: Inputs, score: Score, compute_dtype: torch.dtype | None = None,
+           with_row_max: bool = False) -> Outputs:
+    """softmax(logits) v over the keys and, if there is one, the sink.
+
+    Args:
+        inputs: dense tensors.
+        score: how logits come from q and k.
+        compute_dtype: dtype of every step in between; default: the dtype of q.
+        with_row_max: also the row maximum.
+    """
+    result = _attend(inputs.to(compute_dtype or inputs.q.dtype), score, with_row_max)
+    return result._replace(out=result.out.to(inputs.q.dtype))
+
+
+@_without_autocast
+def attend_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score,
+                    compute_dtype: torch.dtype | None = None) -> Gradients:
+    """Gradients of `attend`, everything recomputed from the inputs.
+
+    Args:
+        dout: gradient of out, (batch, seqlen_q, heads_q, head_dim_v).
+        dlse: gradient of lse, (batch, heads_q, seqlen_q), or None for zero.
+        inputs, score, compute_dtype: as in `attend`.
+    """
+    dtype = compute_dtype or inputs.q.dtype
+    return _gradients(dout.to(dtype), dlse, inputs.to(dtype), score).like(inputs)
+
+
+@_without_autocast
+def attend_packed(inputs: Inputs, score: Score, lengths: Lengths,
+                  compute_dtype: torch.dtype | None = None, with_row_max: bool = False) -> Outputs:
+    """`attend` of each sequence alone.
+
+    Args:
+        inputs: packed tensors.
+        lengths: which rows are a sequence.
+        score, compute_dtype, with_row_max: as in `attend`.
+    """
+    q, k, v, s_aux = inputs.to(compute_dtype or inputs.q.dtype)
+    out = q.new_zeros(*q.shape[:2], v.size(2))
+    lse = q.new_full((q.size(1), q.size(0)), -math.inf, dtype=lse_dtype(q.dtype))
+    row_max = lse.clone() if with_row_max else None
+    for rows, keys in lengths.slices():
+        one = Inputs(q[None, rows], k[None, keys], v[None, keys], s_aux)
+        part = _attend(one, score, with_row_max)
+        out[rows], lse[:, rows] = part.out[0], part.lse[0]
+        if with_row_max:
+            row_max[:, rows] = part.row_max[0]
+    return Outputs(out.to(inputs.q.dtype), lse, row_max)
+
+
+@_without_autocast
+def attend_packed_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score,
+                           lengths: Lengths, compute_dtype: torch.dtype | None = None) -> Gradients:
+    """Gradients of `attend_packed`: those of each sequence alone; ds_aux is their sum.
+
+    Args:
+        dout: gradient of out, (total_q, heads_q, head_dim_v).
+        dlse: gradient of lse, (heads_q, total_q), or None for zero.
+        inputs, score, lengths, compute_dtype: as in `attend_packed`.
+    """
+    dtype = compute_dtype or inputs.q.dtype
+    wide, dout = inputs.to(dtype), dout.to(dtype)
+    total = Gradients(*(None if x is None else torch.zeros_like(x) for x in wide))
+    for rows, keys in lengths.slices():
+        one = Inputs(wide.q[None, rows], wide.k[None, keys], wide.v[None, keys], wide.s_aux)
+        part = _gradients(dout[None, rows], None if dlse is None else dlse[None, :, rows], one,
+                          score)
+        total.dq[rows], total.dk[keys], total.dv[keys] = part.dq[0], part.dk[0], part.dv[0]
+        if part.ds_aux is not None:
+            total.ds_aux.add_(part.ds_aux)
+    return total.like(inputs)
 
 
 @_without_autocast
 def masked_scores(q: Tensor, k: Tensor, softmax_scale: float, causal: bool) -> Tensor:
     """Scaled scores, -inf where hidden: (batch, heads_k, heads_q / heads_k, seqlen_q, seqlen_k)."""
-    q = q.unflatten(2, (k.size(2), q.size(2) // k.size(2)))
-    scores = torch.einsum('bqhgd,bkhd->bhgqk', q, k) * softmax_scale
-    if causal:
-        scores = scores.masked_fill(hidden_keys(q.size(1), k.size(1), q.device), -math.inf)
-    return scores
+    return Score(softmax_scale, mask=Mask(causal)).logits(q, k)[0]
 
 
-def hidden_keys(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-    """(seqlen_q, seqlen_k), True where a causal query does not see the key."""
-    every = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
-    return every.triu(1 + seqlen_k - seqlen_q)
+def _attend(inputs: Inputs, score: Score, with_row_max: bool) -> Outputs:
+    """`attend` in the dtype of the inputs."""
+    q, k, v, s_aux = inputs
+    keys, _ = score.logits(q, k)                                    # (b, h_k, group, sq, sk)
+    logits = _with_sink(keys, s_aux)                                # sk + 1 columns with a sink
+    lse = torch.logsumexp(logits.to(lse_dtype(q.dtype)), dim=-1)    # (b, h_k, group, sq)
+    p = _probabilities(logits, lse)[..., :k.size(1)]
+    out = torch.einsum('bhgqk,bkhd->bqhgd', p, v).flatten(2, 3)
+    row_max = _row_max(keys).to(lse.dtype).flatten(1, 2) if with_row_max else None
+    return Outputs(out.contiguous(), lse.flatten(1, 2).contiguous(), row_max)
 
 
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+def _gradients(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score) -> Gradients:
+    """`attend_backward` in the dtype of the inputs (arXiv 2407.08608, 2.2).
+
+    With P = softmax(S): dV = P^T dO, dP = dO V^T, dS = P * (dP - rowsum(P * dP) + dLSE), of the
+    sink, whose value is 0, with dP = 0. Then dS is taken through the softcap, and
+    dQ = scale dS K, dK = scale dS^T Q.
+    """
+    q, k, v, s_aux = inputs
+    heads = (k.size(2), q.size(2) // k.size(2))
+    logits, slope = score.logits(q, k)                              # (b, h_k, group, sq, sk)
+    logits = _with_sink(logits, s_aux)                              # sk + 1 columns with a sink
+    p = _probabilities(logits, torch.logsumexp(logits, dim=-1))
+    dout = dout.unflatten(2, heads)                                 # (b, sq, h_k, group, d_v)
+
+    dv = torch.einsum('bhgqk,bqhgd->bkhd', p[..., :k.size(1)], dout)
+    dp = torch.einsum('bqhgd,bkhd->bhgqk', dout, v)
+    dp = dp if s_aux is None else F.pad(dp, (0, 1))
+    ds = dp - (p * dp).sum(-1, keepdim=True)
+    if dlse is not None:
+        ds = ds + dlse.to(ds.dtype).unflatten(1, heads).unsqueeze(-1)
+    ds = p * ds
+    ds_aux = None if s_aux is None else ds[..., -1].sum((0, 3)).flatten()
+    ds = ds[..., :k.size(1)]
+    ds = (ds if slope is None else ds * slope) * score.scale
+    dq = torch.einsum('bhgqk,bkhd->bqhgd', ds, k).flatten(2, 3)
+    dk = torch.einsum('bhgqk,bqhgd->bkhd', ds, q.unflatten(2, heads))
+    return Gradients(dq, dk, dv, ds_aux)
+
+
+def _with_sink(logits: Tensor, s_aux: Tensor | None) -> Tensor:
+    """The logits and, behind the keys, a column of the sinks."""
+    if s_aux is None:
+        return logits
+    sinks = s_aux.unflatten(0, logits.shape[1:3])[None, :, :, None, None]
+    return torch.cat([logits, sinks.expand(*logits.shape[:4], 1)], dim=-1)
+
+
+def _row_max(logits: Tensor) -> Tensor:
+    """The largest logit of each row; -inf where there is no key at all."""
+    if logits.size(-1) == 0:
+        return logits.new_full(logits.shape[:-1], -math.inf)
+    return logits.amax(-1)
+
+
+def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:
     """softmax over keys; rows that see no key (LSE = -inf), 0/0 in the formula, are 0."""
-    return torch.softmax(scores, dim=-1).masked_fill((lse == -math.inf).unsqueeze(-1), 0)
+    return torch.softmax(logits, dim=-1).masked_fill((lse == -math.inf).unsqueeze(-1), 0)

@@ -97,8 +97,17 @@ KERNEL_RULES = [
              f'{FWD}q.size(3), the head_dim, to be a multiple of 8 from 8 to 256, got 100'),
     BadInput('head_dim_512', _all(lambda x: x.repeat(1, 1, 1, 8)),
              f'{FWD}q.size(3), the head_dim, to be a multiple of 8 from 8 to 256, got 512'),
-    BadInput('v_head_dim', lambda g: {'v': g['v'].repeat(1, 1, 1, 2)},
-             f'{FWD}v.size(3), the head_dim, to be that of q and k, 64, got 128'),
+    BadInput('v_head_dim', lambda g: {'v': g['v'].repeat(1, 1, 1, 9)[..., :520]},
+             f'{FWD}v.size(3), the head_dim of the values, to be a multiple of 8 from 8 to 512, '
+             'got 520'),
+    BadInput('v_head_dim_100', lambda g: {'v': g['v'].repeat(1, 1, 1, 2)[..., :100]},
+             f'{FWD}v.size(3), the head_dim of the values, to be a multiple of 8 from 8 to 512, '
+             'got 100'),
+    BadInput('v_head_dim_of_large_q', lambda g: {
+        'q': g['q'].repeat(1, 1, 1, 2)[..., :72], 'k': g['k'].repeat(1, 1, 1, 2)[..., :72],
+        'v': g['v'].repeat(1, 1, 1, 5)[..., :264]},
+             f'{FWD}v.size(3), the head_dim of the values, to be a multiple of 8 from 8 to 256 '
+             'with a head_dim of 72, got 264'),
     BadInput('too_many_tiles', lambda g: {
         'q': g['q'][:1, :1, :1].expand(1 << 20, 64, 1024, 64),
         'k': g['k'][:1].expand(1 << 20, -1, -1, -1), 'v': g['v'][:1].expand(1 << 20, -1, -1, -1)},
@@ -117,6 +126,5 @@ KERNEL_RULES = [
 # Arguments of upstream that this version does not have, and what their errors name.
 UNSUPPORTED = {
     'qv': torch.zeros(1), 'q_descale': torch.zeros(1), 'k_descale': torch.zeros(1),
-    'v_descale': torch.zeros(1), 'window_size': (128, 0), 'attention_chunk': 64, 'softcap': 30.0,
-    'num_splits': 4,
+    'v_descale': torch.zeros(1), 'num_splits': 4,
 }

@@ -35,7 +35,7 @@ class Kind:
 
     def variants(self) -> list[dict]:
         """The facts of the kernels that serve it, built or not: those of the next head dim."""
-        mine = [facts for facts in _plan.variants() if _kind_of(facts).takes(self)]
+        mine = [facts for facts in PLAIN_VARIANTS if _kind_of(facts).takes(self)]
         smallest = min(facts['head_dim'] for facts in mine)
         return [facts for facts in mine if facts['head_dim'] == smallest]
 
@@ -53,20 +53,27 @@ class GradientKind(Kind):
     """A kind whose gradients are asked for too: that of a backward kernel."""
 
     def variants(self) -> list[dict]:
-        return super().variants() + [facts for facts in _plan.backward_variants()
+        return super().variants() + [facts for facts in PLAIN_BACKWARD
                                      if _kind_of(facts, GradientKind) == self]
 
 
 def _kind_of(facts: dict, make: type[Kind] = Kind) -> Kind:
     short = {'float16': 'fp16', 'bfloat16': 'bf16'}
-    return make(short[facts['dtype']], facts['head_dim'], facts['causal'])
+    return make(short[facts['dtype']], facts['head_dim'], facts['mask'] == 'causal')
 
 
+# Kernels of calls without windows and the like, with one head dim for q, k and v.
+def _is_plain(facts: dict) -> bool:
+    return facts['mask'] in ('full', 'causal') and facts['head_dim'] == facts['head_dim_v']
+
+
+PLAIN_VARIANTS = list(filter(_is_plain, _plan.variants()))
+PLAIN_BACKWARD = list(filter(_is_plain, _plan.backward_variants()))
 # What the kernels on the list are made for. Tests that are parametrised over `kind` skip those for
 # which this build lacks a kernel (conftest.py).
-KINDS = list(dict.fromkeys(map(_kind_of, _plan.variants())))
+KINDS = list(dict.fromkeys(map(_kind_of, PLAIN_VARIANTS)))
 # And what those of the backward are made for.
-GRADIENT_KINDS = [_kind_of(facts, GradientKind) for facts in _plan.backward_variants()]
+GRADIENT_KINDS = [_kind_of(facts, GradientKind) for facts in PLAIN_BACKWARD]
 # A head dim for each form of a tile, which most tests keep to.
 MAIN_KINDS = [kind for kind in KINDS if kind.head_dim in (64, 96, 128, 192, 256)]
 

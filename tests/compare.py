@@ -82,6 +82,22 @@ def cancellation_floors(inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor,
     return {'dq': noise * largest[0], 'dk': noise * largest[1] * queries ** 0.5, 'dv': 0.0}
 
 
+def sink_floor(out: Tensor, lse: Tensor, dout: Tensor, sinks: Tensor, dtype: torch.dtype) -> float:
+    """What rounding the output once leaves of the gradients of the sinks: a few numbers, whose
+    errors may all be small in plain PyTorch by luck.
+
+    Such a gradient is the sum of -P dO.O over all rows, where O was rounded to dtype: by up to
+    u |O| in each column, of which a half is typical. Over columns and rows the errors add up as
+    random ones do.
+
+    Args:
+        out, dout: (rows, heads, head_dim_v). lse: (heads, rows). Exact ones in float64.
+    """
+    p = (sinks.double()[:, None] - lse).exp().nan_to_num(nan=0.0)
+    errors = p * (out * dout.double()).norm(dim=-1).T
+    return 2 * _ROUNDOFF[dtype][0] * errors.norm(dim=1).max().item() if errors.numel() else 0.0
+
+
 def check_close(got: Tensor, ref: Tensor, pt: Tensor, name: str, floor: float = 0.0) -> None:
     """Holds `got` to twice the largest and 1.5 times the mean error of `pt`, plus the floor: that
     of rounding, and one from elsewhere.
@@ -101,11 +117,14 @@ def check_close(got: Tensor, ref: Tensor, pt: Tensor, name: str, floor: float = 
         f'(PyTorch) + {rounding.mean():.3e}; {_first(error == error.max(), got, ref)}')
 
 
-def check_lse(got: Tensor, ref: Tensor) -> None:
-    """|got - ref| <= 1e-5 max(1, |ref|) + 1e-4; -inf and NaN exactly where ref has them."""
-    check_nonfinite(got, ref, 'lse')
+def check_lse(got: Tensor, ref: Tensor, name: str = 'lse') -> None:
+    """|got - ref| <= 1e-5 max(1, |ref|) + 1e-4; -inf and NaN exactly where ref has them.
+
+    Also for what is made of the same scores: the largest of them.
+    """
+    check_nonfinite(got, ref, name)
     bad = ref.isfinite() & ((got.double() - ref).abs() > 1e-5 * ref.abs().clamp_min(1) + 1e-4)
-    assert not bad.any(), f'lse: {_first(bad, got, ref)}'
+    assert not bad.any(), f'{name}: {_first(bad, got, ref)}'
 
 
 def check_nonfinite(got: Tensor, ref: Tensor, name: str) -> None:

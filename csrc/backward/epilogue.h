@@ -7,14 +7,23 @@
 #include "device/bulk_copy.h"
 #include "device/fragments.h"
 #include "device/math.h"
+#include "device/row_copies.h"
 #include "device/tensor_map.h"
 
 namespace fa3 {
 
+// A slice of 16 rows of dK or dV to global memory. Part of the thread's current bulk group; keys
+// past the end of the sequence are dropped by the copy engine.
+template <class Traits>
+CUTE_DEVICE void store_rows(CUtensorMap const& map, typename Traits::Element const* slice,
+                            BwdWork const& work, int row, int column) {
+  store_box(map, slice, column, work.k_row + row, work.kv_head, BwdPlace<Traits>{work.batch},
+            work.k_end);
+}
+
 // A warp writes its 16 rows of dK or dV over the same rows of K or V, 16 columns at a time: a lane
-// gives the address of one row of one of the four 8 x 8 blocks. One lane then has them copied out;
-// keys past the end of the sequence are dropped by the copy engine.
-template <class Traits, class Fragment>
+// gives the address of one row of one of the four 8 x 8 blocks. One lane then has them copied out.
+template <class Traits, int kDim, class Fragment>
 CUTE_DEVICE void store_gradient(CUtensorMap const& map, typename Traits::Element* tile,
                                 BwdWork const& work, int first_key, int thread, float scale,
                                 Fragment& acc) {
@@ -26,11 +35,11 @@ CUTE_DEVICE void store_gradient(CUtensorMap const& map, typename Traits::Element
   auto rounded = cute::make_tensor<Element>(acc.layout());  // ((2,2,D/8),1,1)
   convert_fragment<Element>(acc, rounded);
   auto pairs = cute::recast<uint32_t>(rounded);
-  int const first_row = first_key + thread / 32 * 16;
+  int const first_row = first_key + thread / 32 * kWarpRows;
   int const row = first_row + thread % 16;
   int const half = thread / 16 % 2;
   CUTE_UNROLL
-  for (int j = 0; j < Traits::kHeadDim / 16; ++j) {
+  for (int j = 0; j < kDim / 16; ++j) {
     char* const target =
         reinterpret_cast<char*>(tile) + chunk_offset_bytes<Traits::kTileN>(row, 2 * j + half);
     cute::SM90_U32x4_STSM_N::copy(pairs(4 * j), pairs(4 * j + 1), pairs(4 * j + 2),
@@ -40,10 +49,9 @@ CUTE_DEVICE void store_gradient(CUtensorMap const& map, typename Traits::Element
   __syncwarp();
   if (thread % 32 == 0) {
     CUTE_UNROLL
-    for (int column = 0; column < Traits::kHeadDim; column += kSliceColumns) {
-      cute::SM90_TMA_STORE_4D::copy(&map,
-                                    tile + column * Traits::kTileN + first_row * kSliceColumns,
-                                    column, work.key_begin + first_row, work.kv_head, work.batch);
+    for (int column = 0; column < kDim; column += kSliceColumns) {
+      store_rows<Traits>(map, tile + column * Traits::kTileN + first_row * kSliceColumns, work,
+                         first_row, column);
     }
     cute::tma_store_arrive();
   }
@@ -56,12 +64,39 @@ CUTE_DEVICE void finish_stores(int thread) {
   }
 }
 
+// Zeros for keys that no query sees, by one thread, which reads nothing: a step with P = 0 would
+// not do, since 0 * NaN is NaN.
+template <class Traits>
+CUTE_DEVICE void store_zeros(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+  constexpr int kWords =
+      kWarpRows * kSliceColumns * sizeof(typename Traits::Element) / sizeof(uint4);
+  CUTE_NO_UNROLL
+  for (int i = 0; i < kWords; ++i) {
+    reinterpret_cast<uint4*>(shared.k)[i] = make_uint4(0, 0, 0, 0);
+  }
+  fence_shared_for_async_proxy();
+  wait_for_earlier_launches();
+  CUTE_NO_UNROLL
+  for (int row = 0; row < Traits::kTileN; row += kWarpRows) {
+    CUTE_NO_UNROLL
+    for (int column = 0; column < Traits::kHeadDim; column += kSliceColumns) {
+      store_rows<Traits>(p.dk, shared.k, shared.work, row, column);
+    }
+    CUTE_NO_UNROLL
+    for (int column = 0; column < Traits::kHeadDimV; column += kSliceColumns) {
+      store_rows<Traits>(p.dv, shared.k, shared.work, row, column);
+    }
+  }
+  cute::tma_store_arrive();
+  cute::tma_store_wait<0>();
+}
+
 // Store warp of one consumer warpgroup: adds its block of dQ to the accumulator, step by step, in
 // deterministic mode when it is its turn. One thread runs this.
 template <class Traits>
 CUTE_DEVICE void add_dq(BwdStorage<Traits>& shared, BwdDeviceParams const& p, int warpgroup) {
   constexpr int kBlockFloats = Traits::kDq.block_floats();
-  BwdWork const work = shared.work;
+  BwdWork const& work = shared.work;
   uint32_t phase = 0;
   for (BwdSteps steps(work); steps.valid(); steps.next(), phase ^= 1) {
     int64_t const block = steps.tile(p) * Traits::kWarpgroups + warpgroup;

@@ -63,6 +63,14 @@ CUTE_DEVICE void run_consumer(BwdStorage<Traits>& shared, BwdDeviceParams const&
   }
 }
 
+// All threads of a CTA come here with the same condition.
+// WHY: where the compiler sees a branch, it puts values of the loops of d192 and d256 into
+// registers that they do not have.
+CUTE_DEVICE void exit_if(bool condition) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p exit; }" ::"r"(uint32_t(condition))
+               : "memory");
+}
+
 // All threads of the cluster.
 template <class Traits>
 CUTE_DEVICE void meet() {
@@ -73,7 +81,8 @@ CUTE_DEVICE void meet() {
   }
 }
 
-// Barriers, and what this CTA works on.
+// Barriers, and, by another warp, what this CTA works on. Keys that no query sees are dealt with
+// here.
 template <class Traits>
 CUTE_DEVICE void start_cta(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
   int const rank = Traits::kClusterSize > 1 ? cluster_rank() : 0;
@@ -82,19 +91,28 @@ CUTE_DEVICE void start_cta(BwdStorage<Traits>& shared, BwdDeviceParams const& p)
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
     }
     shared.init_barriers(p.is_deterministic());
-    if (!p.is_deterministic()) {
-      shared.work = work_of_cta<Traits>(p, int(blockIdx.x) / Traits::kClusterSize, rank);
-    } else if (rank == 0) {
-      shared.number = draw_number(p);
+  }
+  bool const finds_work = threadIdx.x == 32;
+  if (finds_work) {
+    if (is_packed<Traits>(p)) {
+      wait_for_earlier_launches();  // the first one makes the tables
+    }
+    if (p.is_deterministic() && rank == 0) {
+      shared.exchange.number = draw_number(p);
+    }
+  }
+  if (p.is_deterministic()) {
+    meet<Traits>();
+  }
+  if (finds_work) {
+    int const number = p.is_deterministic() ? read_shared_of(0, shared.exchange.number)
+                                            : int(blockIdx.x) / Traits::kClusterSize;
+    shared.work = work_of_cta<Traits>(p, number, rank);
+    if (shared.work.steps() == 0 && shared.work.has_keys()) {
+      store_zeros<Traits>(shared, p);
     }
   }
   meet<Traits>();
-  if (p.is_deterministic()) {
-    if (threadIdx.x == 0) {
-      shared.work = work_of_cta<Traits>(p, read_shared_of(0, shared.number), rank);
-    }
-    __syncthreads();
-  }
 }
 
 template <class Config>
@@ -106,6 +124,7 @@ __global__ void __cluster_dims__(Config::kClusterSize, 1, 1)
   auto& shared = *reinterpret_cast<BwdStorage<Traits>*>(shared_bytes);
 
   start_cta<Traits>(shared, p);
+  exit_if(shared.work.steps() == 0);
 
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {

@@ -1,52 +1,84 @@
-// Host side of the backward: tensor maps, device parameters, the three launches. The generated
-// units call launch_backward.
+// Host side of the backward: tensor maps, device parameters, the launches. The generated units call
+// launch_backward. The tables of packed sequences have been launched before (schedule/prepare.h).
 #pragma once
 
 #include "backward/kernel.h"
 #include "backward/postprocess.h"
+#include "backward/sinks.h"
 #include "device/launch.h"
 #include "device/tensor_map.h"
 
 namespace fa3 {
 
-// A tensor as (column, row, head, batch): a box is `rows` rows of one head.
-inline CUtensorMap rows_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
-                            int seqlen, int heads, int rows) {
-  return maps.make<4>(t.data, {{problem.head_dim, 1, kSliceColumns},
-                               {seqlen, t.row_stride, rows},
-                               {heads, t.head_stride, 1},
-                               {problem.batch, t.batch_stride, 1}});
+// A tensor of `seqlen` rows in a batch, or in all; its columns may be fewer than a variant's.
+struct RowsShape {
+  int seqlen;
+  int heads;
+  int columns;
+};
+
+// As (column, row, head, batch) or, where packed sequences are served, (.., end): a box is `rows`
+// rows of one head.
+template <class Config>
+CUtensorMap rows_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
+                     RowsShape const& shape, int rows) {
+  RowDims const dims = problem.is_packed ? RowDims::packed(t, shape.seqlen)
+                                         : RowDims::dense(t, shape.seqlen, problem.batch);
+  constexpr int kRank = kMapRank<BwdPlace<BwdTraits<Config>>>;
+  return maps.make<kRank>(t.data, {{shape.columns, 1, kSliceColumns},
+                                   {dims.rows, dims.row_stride, rows},
+                                   {shape.heads, t.head_stride, 1},
+                                   {dims.batches, dims.batch_stride, 1},
+                                   {dims.ends, dims.row_stride, 1}});
+}
+
+// Rows of the tensors; of packed ones all there are.
+inline SeqlenPair tensor_rows(FwdProblem const& problem) {
+  return problem.is_packed ? SeqlenPair{problem.total_q, problem.total_k}
+                           : SeqlenPair{problem.seqlen_q, problem.seqlen_k};
+}
+
+inline PackedTables tables_of(BwdParams const& p) {
+  return PackedTables::in(p.tables, p.schedule.n_tiles, p.schedule.m_tiles);
 }
 
 template <class Config>
 BwdDeviceParams main_params(TensorMapMaker& maps, BwdParams const& p) {
   FwdProblem const& problem = p.problem;
-  auto const of_queries = [&](TensorView const& t) {
-    return rows_map(maps, problem, t, problem.seqlen_q, problem.heads_q, Config::kTileM);
-  };
-  auto const of_keys = [&](TensorView const& t, int rows) {
-    return rows_map(maps, problem, t, problem.seqlen_k, problem.heads_k, rows);
-  };
-  constexpr int kWarpRows = 16;
   BwdDeviceParams d;
-  d.q = of_queries(p.q);
-  d.dout = of_queries(p.dout);
-  d.k = of_keys(p.k, bwd_tile_n<Config>());
-  d.v = of_keys(p.v, bwd_tile_n<Config>());
-  d.dk = of_keys(p.dk, kWarpRows);
-  d.dv = of_keys(p.dv, kWarpRows);
+  d.seqlen = tensor_rows(problem);
+  int const columns = problem.head_dim;
+  int const columns_v = problem.head_dim_v;
+  auto const of_queries = [&](TensorView const& t, int width) {
+    return rows_map<Config>(maps, problem, t, {d.seqlen.q, problem.heads_q, width}, Config::kTileM);
+  };
+  auto const of_keys = [&](TensorView const& t, int width, int rows) {
+    return rows_map<Config>(maps, problem, t, {d.seqlen.k, problem.heads_k, width}, rows);
+  };
+  d.q = of_queries(p.q, columns);
+  d.dout = of_queries(p.dout, columns_v);
+  d.k = of_keys(p.k, columns, bwd_tile_n<Config>());
+  d.v = of_keys(p.v, columns_v, bwd_tile_n<Config>());
+  d.dk = of_keys(p.dk, columns, kWarpRows);
+  d.dv = of_keys(p.dv, columns_v, kWarpRows);
   d.lse_log2 = p.lse_log2;
   d.delta = p.delta;
   d.dq_sum = p.dq_sum;
   d.dq_flags = p.dq_flags;
   d.ticket = p.ticket;
-  d.seqlen = SeqlenPair{problem.seqlen_q, problem.seqlen_k};
   d.m_tiles = p.schedule.m_tiles;
   d.heads_q = problem.heads_q;
   d.group = problem.heads_q / problem.heads_k;
   d.softmax_scale = p.softmax_scale;
-  d.scale_log2 = p.softmax_scale * kLog2E;
-  d.order = key_tile_order(problem, p.schedule);
+  d.scale_log2 = (p.softcap > 0.f ? p.softcap : p.softmax_scale) * kLog2E;
+  d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
+  d.mask = problem.mask();
+  if (problem.is_packed) {  // of a general variant
+    d.tickets = TicketOrder{FastDiv(problem.heads_k), FastDiv(p.schedule.section_heads)};
+    d.tables = tables_of(p);
+  } else {
+    d.order = key_tile_order(problem, p.schedule);
+  }
   return d;
 }
 
@@ -62,8 +94,10 @@ inline BwdRowParams row_params(BwdParams const& p) {
   r.dq_sum = p.dq_sum;
   r.dq_flags = p.dq_flags;
   r.ticket = p.ticket;
-  r.seqlen_q = p.problem.seqlen_q;
+  r.row_tiles = p.problem.is_packed ? tables_of(p).row_tiles : nullptr;
+  r.seqlen_q = tensor_rows(p.problem).q;
   r.head_dim = p.problem.head_dim;
+  r.head_dim_v = p.problem.head_dim_v;
   r.heads_q = p.problem.heads_q;
   r.softmax_scale = p.softmax_scale;
   r.m_tiles = FastDiv(p.schedule.m_tiles);
@@ -71,26 +105,51 @@ inline BwdRowParams row_params(BwdParams const& p) {
   return r;
 }
 
-// Launches on the current device and the given stream (a cudaStream_t).
 template <class Config>
-void launch_backward(BwdParams const& p, void* stream) {
+BwdSinkParams sink_params(BwdParams const& p) {
+  constexpr int kRows = 4;
+  int const m_fours = p.schedule.m_tiles * (Config::kTileM / kRows);
+  BwdSinkParams s;
+  s.sinks = p.sinks;
+  s.dsinks = p.dsinks;
+  s.lse_log2 = p.lse_log2;
+  s.delta = p.delta;
+  s.heads_q = p.problem.heads_q;
+  s.fours = m_fours * (p.problem.is_packed ? 1 : p.problem.batch);
+  s.m_fours = FastDiv(m_fours);
+  return s;
+}
+
+template <class Config>
+void launch_main(BwdParams const& p, void* stream) {
   constexpr int kBytes = bwd_shared_bytes<Config>();
   using Storage = BwdStorage<BwdTraits<Config>>;
   static_assert(sizeof(Storage) <= kBytes, "bwd_shared_bytes must cover the storage");
   static_assert(offsetof(Storage, exchange) % 1024 == 0, "swizzled tiles begin at 1024 bytes");
-  FwdProblem const& problem = p.problem;
-  LaunchShape const rows{Config::kName, p.schedule.m_tiles * problem.heads_q * problem.batch,
-                         kRowThreads, 0};
-  LaunchShape const main{Config::kName, p.schedule.grid, bwd_threads<Config>(), kBytes};
+  LaunchShape const shape{Config::kName, p.schedule.grid, bwd_threads<Config>(), kBytes};
   static std::atomic<uint64_t> devices_ready{0};
-  bind_thread(main.variant, main.grid, kBytes);
-  allow_shared_memory(backward_kernel<Config>, main, devices_ready);
-  TensorMapMaker maps{problem.dtype};
+  allow_shared_memory(backward_kernel<Config>, shape, devices_ready);
+  TensorMapMaker maps{p.problem.dtype};
   BwdDeviceParams const params = main_params<Config>(maps, p);
-  check_launch(maps.error, main.variant, main.grid, kBytes);
+  check_launch(maps.error, shape.variant, shape.grid, kBytes);
+  launch_early(backward_kernel<Config>, shape, params, stream);
+}
+
+// Launches on the current device and the given stream (a cudaStream_t). Without keys (a grid of 0)
+// dQ is zero, and sinks have gradients all the same.
+template <class Config>
+void launch_backward(BwdParams const& p, void* stream) {
+  LaunchShape const rows{Config::kName, int(p.schedule.rows / Config::kTileM), kRowThreads, 0};
+  bind_thread(rows.variant, rows.grid, 0);
   BwdRowParams const row = row_params(p);
   launch_early(backward_preprocess_kernel<Config>, rows, row, stream);
-  launch_early(backward_kernel<Config>, main, params, stream);
+  if (p.sinks != nullptr) {
+    LaunchShape const heads{Config::kName, p.problem.heads_q, kSinkThreads, 0};
+    launch_early(backward_sinks_kernel<Config>, heads, sink_params<Config>(p), stream);
+  }
+  if (p.schedule.grid > 0) {
+    launch_main<Config>(p, stream);
+  }
   launch_early(backward_postprocess_kernel<Config>, rows, row, stream);
 }
 

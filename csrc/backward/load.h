@@ -6,6 +6,7 @@
 #include "backward/work.h"
 #include "device/bulk_copy.h"
 #include "device/cluster.h"
+#include "device/row_copies.h"
 #include "device/tensor_map.h"
 
 namespace fa3 {
@@ -13,6 +14,7 @@ namespace fa3 {
 template <class Traits>
 struct BwdProducer {
   using Element = typename Traits::Element;
+  using Place = BwdPlace<Traits>;
 
   static constexpr uint64_t kOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);  // K, V
   static constexpr uint64_t kOften =
@@ -33,9 +35,9 @@ struct BwdProducer {
   CUTE_DEVICE void run() {
     wait_for_earlier_launches();
     BwdSteps steps(work);
-    load_keys(p.k, shared.k_full, shared.k, work.key_begin, 0, Traits::kColumns);
+    load_keys(p.k, shared.k_full, shared.k, work.k_row, 0, padded_columns(Traits::kHeadDim));
     load_q(steps);
-    load_keys(p.v, shared.v_full, shared.v, work.key_begin, 0, Traits::kColumns);
+    load_keys(p.v, shared.v_full, shared.v, work.k_row, 0, padded_columns(Traits::kHeadDimV));
     load_dout(steps);
     if constexpr (Traits::kSplit == BwdSplit::kProducts) {
       load_other_keys();
@@ -47,15 +49,14 @@ struct BwdProducer {
     allow_later_launches();
   }
 
-  // `columns` of the keys from `key`, slice by slice.
-  CUTE_DEVICE void load_keys(CUtensorMap const& map, Mbarrier& full, Element* target, int key,
+  // `columns` of the keys from `row`, slice by slice.
+  CUTE_DEVICE void load_keys(CUtensorMap const& map, Mbarrier& full, Element* target, int row,
                              int first_column, int columns) {
     full.arrive_and_expect_tx(Traits::kTileN * columns * sizeof(Element));
     CUTE_UNROLL
     for (int column = 0; column < columns; column += kSliceColumns) {
-      cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), kOnce,
-                                   target + column * Traits::kTileN, first_column + column, key,
-                                   work.kv_head, work.batch);
+      load_box(map, mbarrier_word(full), kOnce, target + column * Traits::kTileN,
+               first_column + column, row, work.kv_head, Place{work.batch}, work.k_end);
     }
   }
 
@@ -63,14 +64,14 @@ struct BwdProducer {
   CUTE_DEVICE void load_other_keys() {
     int const rank = cluster_rank();
     load_keys(p.k, shared.exchange.k_other_full, shared.exchange.k_other,
-              work.key_begin + (rank == 0 ? Traits::kTileN : -Traits::kTileN),
+              work.k_row + (rank == 0 ? Traits::kTileN : -Traits::kTileN),
               BwdExchange<Traits>::other_column(rank), Traits::kOtherColumns);
   }
 
   CUTE_DEVICE void load_q(BwdSteps const& steps) {
     int const i = q_ring.stage;
     shared.q_empty[i].wait(q_ring.phase ^ 1);
-    load_queries(p.q, shared.q_full[i], shared.q[i], steps);
+    load_queries<Traits::kHeadDim>(p.q, shared.q_full[i], shared.q[i], steps);
     load_row_values(p.lse_log2, shared.q_full[i], shared.lse_log2[i], steps);
     q_ring.advance();
   }
@@ -78,7 +79,7 @@ struct BwdProducer {
   CUTE_DEVICE void load_dout(BwdSteps const& steps) {
     int const i = dout_ring.stage;
     shared.dout_empty[i].wait(dout_ring.phase ^ 1);
-    load_queries(p.dout, shared.dout_full[i], shared.dout[i], steps);
+    load_queries<Traits::kHeadDimV>(p.dout, shared.dout_full[i], shared.dout[i], steps);
     load_row_values(p.delta, shared.dout_full[i], shared.delta[i], steps);
     dout_ring.advance();
   }
@@ -87,14 +88,16 @@ struct BwdProducer {
   static constexpr uint32_t kRowValueBytes = Traits::kTileM * sizeof(float);
 
   // A tile of queries; expects the row values beside it too.
+  template <int kDim>
   CUTE_DEVICE void load_queries(CUtensorMap const& map, Mbarrier& full, Element* target,
                                 BwdSteps const& steps) {
-    full.arrive_and_expect_tx(Traits::kTileM * Traits::kColumns * sizeof(Element) + kRowValueBytes);
+    full.arrive_and_expect_tx(Traits::kTileM * padded_columns(kDim) * sizeof(Element) +
+                              kRowValueBytes);
+    int const row = (kServesPacked<Traits> ? work.q_row : 0) + steps.m * Traits::kTileM;
     CUTE_UNROLL
-    for (int column = 0; column < Traits::kHeadDim; column += kSliceColumns) {
-      cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), kOften,
-                                   target + column * Traits::kTileM, column,
-                                   steps.m * Traits::kTileM, steps.head, work.batch);
+    for (int column = 0; column < kDim; column += kSliceColumns) {
+      load_box(map, mbarrier_word(full), kOften, target + column * Traits::kTileM, column, row,
+               steps.head, Place{work.batch}, work.q_end);
     }
   }
 

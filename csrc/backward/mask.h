@@ -1,31 +1,37 @@
-// Hides the queries that do not see a key. Keys are the rows of the scores here; only steps before
-// QueryRange::free_begin go through this.
+// Hides the queries that do not see a key. Keys are the rows of the scores here; only steps at the
+// ends of a tile's range go through this (core/query_range.h).
 #pragma once
 
-#include "backward/params.h"
+#include "backward/storage.h"
 #include "device/fragments.h"
 
 namespace fa3 {
 
-// The columns [begin, ...) that see each of this thread's two keys, counted from the thread's first
-// column and the first query of the sequence.
-struct KeyLimits {
+// The queries that see a key, and in the last tile more: those past the end need no mask.
+template <class Traits>
+CUTE_DEVICE Interval queries_of_key(BwdDeviceParams const& p, BwdWork const& work, int key) {
+  // Tiles of queries end less than kTileM past the sequence.
+  int const nobody = work.len.q + Traits::kTileM;
+  return key < work.len.k ? mask_of<Traits>(p).queries(key, work.len) : Interval{nobody, nobody};
+}
+
+// Masks of dense batches: the columns that see each of this thread's two keys have no end. Where
+// they begin is counted from the thread's first column and the first query of the sequence.
+template <class Traits>
+struct SimpleKeyMask {
   int begin[2];
 
-  template <class Traits>
-  CUTE_DEVICE static KeyLimits of_warpgroup(BwdDeviceParams const& p, int key_begin, int thread) {
-    KeyLimits limits;
+  CUTE_DEVICE SimpleKeyMask(BwdDeviceParams const& p, BwdStorage<Traits>& shared, int first_key,
+                            int thread) {
+    BwdWork const& work = shared.work;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      int const key = key_begin + fragment_row(thread) + 8 * r;
-      // Tiles of queries end less than kTileM past the sequence.
-      int const nobody = p.seqlen.q + Traits::kTileM;
-      int const first = key < p.seqlen.k ? first_position(key, p.seqlen, Traits::kCausal) : nobody;
-      limits.begin[r] = first - fragment_column(thread);
+      int const key = work.key_begin + first_key + fragment_row(thread) + 8 * r;
+      begin[r] = queries_of_key<Traits>(p, work, key).begin - fragment_column(thread);
     }
-    return limits;
   }
 
+  // At a step that needs it.
   template <class Fragment>
   CUTE_DEVICE void apply(Fragment& acc, int first_query) const {
     auto scores = rows_view(acc);  // (2, (2, J))
@@ -37,6 +43,72 @@ struct KeyLimits {
         int const column = (c / 2) * 8 + c % 2;
         scores(r, c) = column >= visible ? scores(r, c) : -INFINITY;
       }
+    }
+  }
+};
+
+// All masks. The limits of a key lie in shared memory, since the loops have no registers for them,
+// and a step makes one bit of them for each score of a row: a score costs as much as above.
+template <class Traits>
+struct AnyKeyMask {
+  Interval* limits;  // of the warpgroup's first key, in shared memory
+  int thread;
+
+  // Each warp writes those of its own keys.
+  CUTE_DEVICE AnyKeyMask(BwdDeviceParams const& p, BwdStorage<Traits>& shared, int first_key,
+                         int thread_)
+      : limits(shared.key_limits + first_key), thread(thread_) {
+    int const lane = thread % 32;
+    if (lane < kWarpRows) {
+      int const key = first_key + thread / 32 * kWarpRows + lane;
+      shared.key_limits[key] = queries_of_key<Traits>(p, shared.work, shared.work.key_begin + key);
+    }
+    __syncwarp();
+  }
+
+  // At a step that needs it.
+  template <class Fragment>
+  CUTE_DEVICE void apply(Fragment& acc, int first_query) const {
+    auto scores = rows_view(acc);  // (2, (2, J))
+    static_assert(cute::size<1>(scores) <= 32);
+    // WHY: what is made of the thread's number would else be kept in registers over all steps.
+    int own = thread;
+    asm volatile("" : "+r"(own));
+    int const first = first_query + fragment_column(own);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      Interval const queries = limits[fragment_row(own) + 8 * r];
+      uint32_t const visible =
+          scores_below(queries.end - first) & ~scores_below(queries.begin - first);
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) {
+        scores(r, c) = visible >> c & 1 ? scores(r, c) : -INFINITY;
+      }
+    }
+  }
+
+ private:
+  // A bit for each score of a row that stands before a column, counted from the thread's first one.
+  CUTE_DEVICE static uint32_t scores_below(int column) {
+    int const count = column <= 0 ? 0 : column / 8 * 2 + min_of(column % 8, 2);
+    return count >= 32 ? ~0u : (1u << count) - 1;
+  }
+};
+
+// A warpgroup's, from its first key in the tile.
+template <class Traits>
+struct KeyMask {
+  cute::conditional_t<is_general(Traits::kMask), AnyKeyMask<Traits>, SimpleKeyMask<Traits>> const
+      limits;
+
+  CUTE_DEVICE KeyMask(BwdDeviceParams const& p, BwdStorage<Traits>& shared, int first_key,
+                      int thread)
+      : limits(p, shared, first_key, thread) {}
+
+  template <class Fragment>
+  CUTE_DEVICE void apply(Fragment& acc, BwdSteps const& steps, bool is_masked) const {
+    if (is_masked) {
+      limits.apply(acc, steps.m * Traits::kTileM);
     }
   }
 };

@@ -28,7 +28,7 @@ struct KeysConsumer : BwdProducts<Traits> {
 
   int const warpgroup;
   int const first_key;  // in the tile
-  KeyLimits const limits;
+  KeyMask<Traits> const mask;
   uint32_t count = 0;  // steps done: where all rings stand, in one register
 
   CUTE_DEVICE KeysConsumer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_, int warpgroup_,
@@ -36,15 +36,15 @@ struct KeysConsumer : BwdProducts<Traits> {
       : Base(shared_, p_, thread_),
         warpgroup(warpgroup_),
         first_key(warpgroup_ * kWarpgroupRows),
-        limits(KeyLimits::of_warpgroup<Traits>(p_, shared_.work.key_begin + first_key, thread_)) {}
+        mask(p_, shared_, first_key, thread_) {}
 
   CUTE_DEVICE void run() {
     auto tSrS = Base::scores_fragment();
     auto tPrDp = Base::scores_fragment();
     auto tVrP = Base::operand_fragment();
     auto tKrDs = Base::operand_fragment();
-    auto tKrDk = Base::gradient_fragment();
-    auto tVrDv = Base::gradient_fragment();
+    auto tKrDk = Base::template gradient_fragment<Traits::kHeadDim>();
+    auto tVrDv = Base::template gradient_fragment<Traits::kHeadDimV>();
 
     BwdSteps steps(shared.work);
     if (warpgroup == 1) {
@@ -59,10 +59,12 @@ struct KeysConsumer : BwdProducts<Traits> {
       is_first = false;
     }
     last_products(is_first, tVrP, tKrDs, tVrDv, tKrDk);
-    store_gradient<Traits>(p.dv, shared.v, shared.work, first_key, thread, 1.f, tVrDv);
+    store_gradient<Traits, Traits::kHeadDimV>(p.dv, shared.v, shared.work, first_key, thread, 1.f,
+                                              tVrDv);
     last_dq();
     named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
-    store_gradient<Traits>(p.dk, shared.k, shared.work, first_key, thread, p.softmax_scale, tKrDk);
+    store_gradient<Traits, Traits::kHeadDim>(p.dk, shared.k, shared.work, first_key, thread,
+                                             p.softmax_scale, tKrDk);
     finish_stores(thread);
   }
 
@@ -92,10 +94,10 @@ struct KeysConsumer : BwdProducts<Traits> {
 
   // A turn on the tensor cores: the gradients of a step, S and dP of the next. dQ is staged while
   // dK runs.
-  template <class FragmentS, class FragmentD, class FragmentDs>
+  template <class FragmentS, class FragmentDv, class FragmentDk, class FragmentDs>
   CUTE_DEVICE void products(bool is_first, FragmentS& tSrS, FragmentS& tPrDp,
-                            FragmentDs const& tVrP, FragmentDs const& tKrDs, FragmentD& tVrDv,
-                            FragmentD& tKrDk) {
+                            FragmentDs const& tVrP, FragmentDs const& tKrDs, FragmentDv& tVrDv,
+                            FragmentDk& tKrDk) {
     take_turn();
     issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
     issue_scores(tSrS, count + 1);
@@ -106,9 +108,9 @@ struct KeysConsumer : BwdProducts<Traits> {
     ++count;
   }
 
-  template <class FragmentD, class FragmentDs>
+  template <class FragmentDv, class FragmentDk, class FragmentDs>
   CUTE_DEVICE void last_products(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
-                                 FragmentD& tVrDv, FragmentD& tKrDk) {
+                                 FragmentDv& tVrDv, FragmentDk& tKrDk) {
     take_turn();
     issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
     give_turn();
@@ -127,13 +129,15 @@ struct KeysConsumer : BwdProducts<Traits> {
   }
 
   // Ends with dV and dQ complete, dQ staged, dK issued.
-  template <class FragmentD, class FragmentDs>
+  template <class FragmentDv, class FragmentDk, class FragmentDs>
   CUTE_DEVICE void issue_gradients(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
-                                   FragmentD& tVrDv, FragmentD& tKrDk) {
+                                   FragmentDv& tVrDv, FragmentDk& tKrDk) {
     auto tQrDq = Base::dq_fragment();
-    Base::issue_gradient_gemm(tVrP, shared.dout[dout_stage(count)], tVrDv, is_first);
+    Base::template issue_gradient_gemm<Traits::kHeadDimV>(tVrP, shared.dout[dout_stage(count)],
+                                                          tVrDv, is_first);
     issue_dq(tQrDq);
-    Base::issue_gradient_gemm(tKrDs, shared.q[q_stage(count)], tKrDk, is_first);
+    Base::template issue_gradient_gemm<Traits::kHeadDim>(tKrDs, shared.q[q_stage(count)], tKrDk,
+                                                         is_first);
     wait_gemm<1>(tQrDq);
     cute::warpgroup_fence_operand(tVrDv);
     stage_dq(tQrDq);
@@ -144,28 +148,61 @@ struct KeysConsumer : BwdProducts<Traits> {
   template <class FragmentS, class FragmentDs>
   CUTE_DEVICE void transform(BwdSteps const& steps, FragmentS& tSrS, FragmentS& tPrDp,
                              FragmentDs& tVrP, FragmentDs& tKrDs) {
+    bool const is_masked = steps.is_masked<Traits>();
     wait_gemm<1>(tSrS);
-    if (steps.is_masked()) {
-      limits.apply(tSrS, steps.m * Traits::kTileM);
+    if constexpr (Traits::kHasSoftcap) {
+      wait_gemm<0>(tPrDp);
+      Base::cap_scores(tSrS);
+      mask.apply(tSrS, steps, is_masked);
+      capped_scores(tSrS, tPrDp, tVrP, tKrDs);
+    } else {
+      mask.apply(tSrS, steps, is_masked);
+      Base::probabilities(tSrS, count);
+      convert_fragment<Element>(tSrS, tVrP);
+      wait_gemm<0>(tPrDp);
+      Base::multiply_scores(tSrS, tPrDp, count);
+      convert_fragment<Element>(tPrDp, tKrDs);
     }
-    Base::probabilities(tSrS, count);
-    convert_fragment<Element>(tSrS, tVrP);
-    wait_gemm<0>(tPrDp);
-    Base::multiply_scores(tSrS, tPrDp, count);
-    convert_fragment<Element>(tPrDp, tKrDs);
     Base::stage_scores(tKrDs, shared.ds[count & 1], first_key);
+  }
+
+  // P and dS at once: there are no registers for P, dP and what a softcap makes of them side by
+  // side.
+  template <class FragmentS, class FragmentDs>
+  CUTE_DEVICE void capped_scores(FragmentS const& tSrS, FragmentS const& tPrDp, FragmentDs& tVrP,
+                                 FragmentDs& tKrDs) {
+    auto scores = rows_view(tSrS);     // (2, (2, J))
+    auto gradient = rows_view(tPrDp);  // (2, (2, J))
+    auto p_pairs = cute::recast<uint32_t>(tVrP);
+    auto ds_pairs = cute::recast<uint32_t>(tKrDs);
+    float2 const* const lse = Base::row_values(shared.lse_log2[q_stage(count)]);
+    float2 const* const delta = Base::row_values(shared.delta[dout_stage(count)]);
+    CUTE_UNROLL
+    for (int j = 0; j < Traits::kTileM / 8; ++j) {
+      float2 const pair = delta[4 * j];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        auto const [p, of_ds] =
+            Base::capped_factors(scores(r, 2 * j), scores(r, 2 * j + 1), lse[4 * j]);
+        p_pairs(2 * j + r) = pack_two<Element>(p.x, p.y);
+        ds_pairs(2 * j + r) = pack_two<Element>(of_ds.x * (gradient(r, 2 * j) - pair.x),
+                                                of_ds.y * (gradient(r, 2 * j + 1) - pair.y));
+      }
+    }
   }
 
   template <class Fragment>
   CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t step) {
     Base::wait_for_q(step);
-    Base::issue_scores_gemm(shared.k, first_key, shared.q[q_stage(step)], tSrS);
+    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k, first_key, shared.q[q_stage(step)],
+                                                       tSrS);
   }
 
   template <class Fragment>
   CUTE_DEVICE void issue_dp(Fragment& tPrDp, uint32_t step) {
     Base::wait_for_dout(step);
-    Base::issue_scores_gemm(shared.v, first_key, shared.dout[dout_stage(step)], tPrDp);
+    Base::template issue_scores_gemm<Traits::kHeadDimV>(shared.v, first_key,
+                                                        shared.dout[dout_stage(step)], tPrDp);
   }
 
   // Of dq_step() -1 the values mean nothing, and are dropped: the product stands there for ptxas.

@@ -32,27 +32,37 @@ struct DvConsumer : BwdProducts<Traits> {
   CUTE_DEVICE void run() {
     auto tSrS = Base::scores_fragment();
     auto tVrP = Base::operand_fragment();
-    auto tVrDv = Base::gradient_fragment();
-    auto const limits = KeyLimits::of_warpgroup<Traits>(p, shared.work.key_begin, thread);
+    auto tVrDv = Base::template gradient_fragment<Traits::kHeadDimV>();
+    KeyMask<Traits> const mask(p, shared, 0, thread);
     BwdSteps steps(shared.work);
     uint32_t count = 0;
     shared.k_full.wait(0);
     issue_scores(tSrS, count);
     wait_gemm<0>(tSrS);
-    transform(steps, limits, count, tSrS, tVrP);
-    for (steps.next(); steps.valid(); steps.next()) {
-      issue_dv(tVrP, tVrDv, count);
-      issue_scores(tSrS, count + 1);
-      wait_gemm<1>(tVrDv);
-      Base::arrive_from_warps(shared.dout_empty[dout_stage(count)]);
-      wait_gemm<0>(tSrS);
-      ++count;
-      transform(steps, limits, count, tSrS, tVrP);
+    transform(steps, mask, count, tSrS, tVrP);
+    for (steps.next(); steps.valid(); steps.next(), ++count) {
+      if constexpr (Traits::kScoresFirst) {
+        auto tVrNext = Base::operand_fragment();
+        issue_scores(tSrS, count + 1);
+        issue_dv(tVrP, tVrDv, count);
+        wait_gemm<1>(tSrS);
+        transform(steps, mask, count + 1, tSrS, tVrNext);
+        wait_gemm<0>(tVrDv);
+        Base::arrive_from_warps(shared.dout_empty[dout_stage(count)]);
+        take_back(shared.exchange.p[(count + 1) % kExchangeBuffers], tVrP);
+      } else {
+        issue_dv(tVrP, tVrDv, count);
+        issue_scores(tSrS, count + 1);
+        wait_gemm<1>(tVrDv);
+        Base::arrive_from_warps(shared.dout_empty[dout_stage(count)]);
+        wait_gemm<0>(tSrS);
+        transform(steps, mask, count + 1, tSrS, tVrP);
+      }
     }
     issue_dv(tVrP, tVrDv, count);
     wait_gemm<0>(tVrDv);
     named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
-    store_gradient<Traits>(p.dv, shared.v, shared.work, 0, thread, 1.f, tVrDv);
+    store_gradient<Traits, Traits::kHeadDimV>(p.dv, shared.v, shared.work, 0, thread, 1.f, tVrDv);
     finish_stores(thread);
   }
 
@@ -60,34 +70,89 @@ struct DvConsumer : BwdProducts<Traits> {
   template <class Fragment>
   CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t step) {
     Base::wait_for_q(step);
-    Base::issue_scores_gemm(shared.k, 0, shared.q[q_stage(step)], tSrS);
+    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k, 0, shared.q[q_stage(step)], tSrS);
   }
 
   template <class FragmentP, class Fragment>
   CUTE_DEVICE void issue_dv(FragmentP const& tVrP, Fragment& tVrDv, uint32_t step) {
     Base::wait_for_dout(step);
-    Base::issue_gradient_gemm(tVrP, shared.dout[dout_stage(step)], tVrDv, step == 0);
+    Base::template issue_gradient_gemm<Traits::kHeadDimV>(tVrP, shared.dout[dout_stage(step)],
+                                                          tVrDv, step == 0);
   }
 
-  // S becomes P, for dV and for warpgroup 1.
+  // S becomes P, for dV; and warpgroup 1 gets what dP - delta is multiplied by.
   template <class FragmentS, class FragmentP>
-  CUTE_DEVICE void transform(BwdSteps const& steps, KeyLimits const& limits, uint32_t step,
+  CUTE_DEVICE void transform(BwdSteps const& steps, KeyMask<Traits> const& mask, uint32_t step,
                              FragmentS& tSrS, FragmentP& tVrP) {
-    if (steps.is_masked()) {
-      limits.apply(tSrS, steps.m * Traits::kTileM);
-    }
-    Base::probabilities(tSrS, step);
-    convert_fragment<Element>(tSrS, tVrP);
     int const buffer = step % kExchangeBuffers;
-    shared.exchange.p_empty[buffer].wait(step / kExchangeBuffers % 2 ^ 1);
-    auto const words = cute::recast<uint32_t>(tVrP);
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::kTileM / 16; ++i) {
-      shared.exchange.p[buffer][i][thread] =
-          make_uint4(words(4 * i), words(4 * i + 1), words(4 * i + 2), words(4 * i + 3));
+    if constexpr (Traits::kHasSoftcap) {
+      Base::cap_scores(tSrS);
+      mask.apply(tSrS, steps, steps.is_masked<Traits>());
+      wait_for_buffer(step);
+      capped_probabilities(tSrS, tVrP, shared.exchange.p[buffer], step);
+    } else {
+      mask.apply(tSrS, steps, steps.is_masked<Traits>());
+      Base::probabilities(tSrS, step);
+      convert_fragment<Element>(tSrS, tVrP);
+      wait_for_buffer(step);
+      hand_on(tVrP, shared.exchange.p[buffer]);
     }
     Base::arrive_from_warps(shared.exchange.p_full[buffer]);
     Base::arrive_from_warps(shared.q_empty[q_stage(step)]);
+  }
+
+  using Buffer = uint4[Traits::kTileM / 16][kWarpgroupThreads];
+
+  CUTE_DEVICE void wait_for_buffer(uint32_t step) const {
+    shared.exchange.p_empty[step % kExchangeBuffers].wait(step / kExchangeBuffers % 2 ^ 1);
+  }
+
+  template <class FragmentP>
+  CUTE_DEVICE void hand_on(FragmentP const& tVrP, Buffer& buffer) const {
+    auto const words = cute::recast<uint32_t>(tVrP);
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kTileM / 16; ++i) {
+      buffer[i][thread] =
+          make_uint4(words(4 * i), words(4 * i + 1), words(4 * i + 2), words(4 * i + 3));
+    }
+  }
+
+  // P of the next step, which this thread has handed on while P of this one was an operand.
+  // WHY: ptxas would make one of two copies in registers, and serialise the products.
+  template <class FragmentP>
+  CUTE_DEVICE void take_back(Buffer const& buffer, FragmentP& tVrP) const {
+    auto words = cute::recast<uint32_t>(tVrP);
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kTileM / 16; ++i) {
+      uint4 const four = buffer[i][thread];
+      words(4 * i) = four.x;
+      words(4 * i + 1) = four.y;
+      words(4 * i + 2) = four.z;
+      words(4 * i + 3) = four.w;
+    }
+  }
+
+  // Handed on as it comes: there are no registers for both.
+  template <class FragmentS, class FragmentP>
+  CUTE_DEVICE void capped_probabilities(FragmentS const& tSrS, FragmentP& tVrP, Buffer& buffer,
+                                        uint32_t step) const {
+    auto scores = rows_view(tSrS);  // (2, (2, J))
+    auto p_pairs = cute::recast<uint32_t>(tVrP);
+    float2 const* const lse = Base::row_values(shared.lse_log2[q_stage(step)]);
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kTileM / 16; ++i) {
+      uint32_t words[4];
+      CUTE_UNROLL
+      for (int n = 0; n < 4; ++n) {
+        int const j = 2 * i + n / 2;
+        int const r = n % 2;
+        auto const factors =
+            Base::capped_factors(scores(r, 2 * j), scores(r, 2 * j + 1), lse[4 * j]);
+        p_pairs(4 * i + n) = pack_two<Element>(factors.p.x, factors.p.y);
+        words[n] = pack_two<Element>(factors.of_ds.x, factors.of_ds.y);
+      }
+      buffer[i][thread] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
   }
 };
 
@@ -100,26 +165,37 @@ struct DkConsumer : BwdProducts<Traits> {
   CUTE_DEVICE void run() {
     auto tPrDp = Base::scores_fragment();
     auto tKrDs = Base::operand_fragment();
-    auto tKrDk = Base::gradient_fragment();
+    auto tKrDk = Base::template gradient_fragment<Traits::kHeadDim>();
     uint32_t const end = shared.work.steps();
     uint32_t count = 0;
     shared.v_full.wait(0);
     issue_dp(tPrDp, count);
     wait_gemm<0>(tPrDp);
     transform(count, tPrDp, tKrDs);
-    while (count + 1 < end) {
-      Base::issue_gradient_gemm(tKrDs, shared.q[q_stage(count)], tKrDk, count == 0);
-      issue_dp(tPrDp, count + 1);
-      wait_gemm<1>(tKrDk);
-      Base::arrive_from_warps(shared.q_empty[q_stage(count)]);
-      wait_gemm<0>(tPrDp);
-      ++count;
-      transform(count, tPrDp, tKrDs);
+    for (; count + 1 < end; ++count) {
+      if constexpr (Traits::kScoresFirst) {
+        auto tKrNext = Base::operand_fragment();
+        issue_dp(tPrDp, count + 1);
+        issue_dk(tKrDs, tKrDk, count);
+        wait_gemm<1>(tPrDp);
+        transform(count + 1, tPrDp, tKrNext);
+        wait_gemm<0>(tKrDk);
+        Base::arrive_from_warps(shared.q_empty[q_stage(count)]);
+        Base::take_back_scores(shared.ds[(count + 1) % kExchangeBuffers], 0, tKrDs);
+      } else {
+        issue_dk(tKrDs, tKrDk, count);
+        issue_dp(tPrDp, count + 1);
+        wait_gemm<1>(tKrDk);
+        Base::arrive_from_warps(shared.q_empty[q_stage(count)]);
+        wait_gemm<0>(tPrDp);
+        transform(count + 1, tPrDp, tKrDs);
+      }
     }
-    Base::issue_gradient_gemm(tKrDs, shared.q[q_stage(count)], tKrDk, count == 0);
+    issue_dk(tKrDs, tKrDk, count);
     wait_gemm<0>(tKrDk);
     named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
-    store_gradient<Traits>(p.dk, shared.k, shared.work, 0, thread, p.softmax_scale, tKrDk);
+    store_gradient<Traits, Traits::kHeadDim>(p.dk, shared.k, shared.work, 0, thread,
+                                             p.softmax_scale, tKrDk);
     finish_stores(thread);
   }
 
@@ -127,7 +203,14 @@ struct DkConsumer : BwdProducts<Traits> {
   template <class Fragment>
   CUTE_DEVICE void issue_dp(Fragment& tPrDp, uint32_t step) {
     Base::wait_for_dout(step);
-    Base::issue_scores_gemm(shared.v, 0, shared.dout[dout_stage(step)], tPrDp);
+    Base::template issue_scores_gemm<Traits::kHeadDimV>(shared.v, 0, shared.dout[dout_stage(step)],
+                                                        tPrDp);
+  }
+
+  template <class FragmentDs, class Fragment>
+  CUTE_DEVICE void issue_dk(FragmentDs const& tKrDs, Fragment& tKrDk, uint32_t step) {
+    Base::template issue_gradient_gemm<Traits::kHeadDim>(tKrDs, shared.q[q_stage(step)], tKrDk,
+                                                         step == 0);
   }
 
   // dP becomes dS, for dK and for warpgroup 2. (That Q has come, warpgroup 0 has seen before it

@@ -1,10 +1,17 @@
-// What the three backward kernels receive: tensor maps, pointers and the numbers that do not change
+// What the backward kernels receive: tensor maps, pointers and the numbers that do not change
 // during a launch.
+//
+// Packed sequences are to the copy engine as dense ones (device/tensor_map.h): rows behind a
+// sequence read as zeros, and are not written.
+//
+// In the workspaces rows are filled up to whole tiles, and lie as (batch, query head, m_tiles,
+// tile); of packed sequences as (query head, m_tiles, tile), those of a head as RowTile counts
+// them.
 #pragma once
 
 #include <cuda.h>
 
-#include "core/problem.h"
+#include "core/packed_tiles.h"
 #include "core/query_range.h"
 #include "core/tile_order.h"
 
@@ -12,26 +19,33 @@ namespace fa3 {
 
 // Of the main kernel.
 struct BwdDeviceParams {
-  CUtensorMap q;          // (column, position, query head, batch); a box is a tile of queries
+  // (column, position, query head, batch) and, in a general variant, the end; a box is a tile of
+  // queries
+  CUtensorMap q;
   CUtensorMap dout;       // as q
-  CUtensorMap k;          // (column, key, KV head, batch); a box is a tile of keys
+  CUtensorMap k;          // (column, key, KV head, batch ..); a box is a tile of keys
   CUtensorMap v;          // as k
   CUtensorMap dk;         // as k; a box is the 16 keys of a warp
   CUtensorMap dv;         // as dk
-  float const* lse_log2;  // (batch, query head, m_tiles * kTileM)
+  float const* lse_log2;  // workspace: a row is a float
   float const* delta;     // as lse_log2
-  float* dq_sum;          // (batch, query head, m tile, core/dq_layout.h)
-  int* dq_flags;          // (batch, query head, m tile, kDqAdders); nullptr: not deterministic
+  float* dq_sum;          // workspace: a tile as in core/dq_layout.h
+  int* dq_flags;          // workspace: a tile has kDqAdders; nullptr: not deterministic
   int* ticket;            // with dq_flags: of the next CTA
-  SeqlenPair seqlen;
+  SeqlenPair seqlen;      // packed: of all sequences together
   int m_tiles;
   int heads_q;
   int group;  // query heads of a KV head
   float softmax_scale;
-  float scale_log2;  // softmax_scale * log2(e)
-  TileOrder order;   // of tiles of keys
+  float scale_log2;     // (the softcap, or else softmax_scale) * log2(e)
+  float softcap_scale;  // softmax_scale / softcap
+  GeneralMask mask;     // of a general variant
+  TileOrder order;      // of tiles of keys
+  TicketOrder tickets;  // packed: the same, as are the following
+  PackedTables tables;
 
   FA3_HD bool is_deterministic() const { return dq_flags != nullptr; }
+  FA3_HD bool is_packed() const { return tables.header != nullptr; }
 };
 
 // Of the kernels before and after it: a CTA has one tile of queries of one head.
@@ -46,12 +60,25 @@ struct BwdRowParams {
   float* dq_sum;
   int* dq_flags;
   int* ticket;
-  int seqlen_q;
-  int head_dim;
+  RowTile const* row_tiles;  // packed; else nullptr
+  int seqlen_q;              // packed: total_q
+  int head_dim;              // of dQ
+  int head_dim_v;            // of O and dO
   int heads_q;
   float softmax_scale;
   FastDiv m_tiles;
   FastDiv heads;
+};
+
+// Of the kernel that sums up the gradients of sinks: a CTA has one head.
+struct BwdSinkParams {
+  float const* sinks;
+  float* dsinks;
+  float const* lse_log2;
+  float const* delta;
+  int heads_q;
+  int fours;        // of rows of a head, in all batches
+  FastDiv m_fours;  // of them in one
 };
 
 }  // namespace fa3

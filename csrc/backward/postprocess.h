@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kRowThreads)
   constexpr int kRowPairs = DqLayout::kRows / 2;
   constexpr int kItems = bwd_dq_blocks<Config>() * kRowPairs * kChunks;
   wait_for_earlier_launches();
-  RowTile const tile = RowTile::of_cta(p);
+  HeadTile const tile = HeadTile::of_cta<Config>(p);
   float const* const sums =
       p.dq_sum + int64_t(blockIdx.x) * (bwd_dq_blocks<Config>() * kDq.block_floats());
   // Neighbouring threads have neighbouring chunks of a row.
@@ -47,9 +47,9 @@ __global__ void __launch_bounds__(kRowThreads)
     int const column = kDq.first_column(block) + chunk * kChunkColumns;
     CUTE_UNROLL
     for (int second = 0; second < 2; ++second) {
-      int const position = tile.m * Config::kTileM + kDq.first_row(block) + row + 8 * second;
-      if (position < p.seqlen_q && column < p.head_dim) {
-        *reinterpret_cast<uint4*>(row_of<Element>(p.dq, tile, position) + column) =
+      int const i = kDq.first_row(block) + row + 8 * second;
+      if (i < tile.rows.rows && column < p.head_dim) {
+        *reinterpret_cast<uint4*>(row_of<Element>(p.dq, tile, i) + column) =
             rounded_chunk<Element>(lanes, second == 1, p.softmax_scale);
       }
     }

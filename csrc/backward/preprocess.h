@@ -20,30 +20,39 @@ constexpr int kChunkColumns = 8;  // 16 bytes
 template <class Config>
 constexpr int row_lanes() {
   int lanes = 8;
-  while (lanes < 32 && 2 * lanes * kChunkColumns <= Config::kHeadDim) {
+  while (lanes < 32 && 2 * lanes * kChunkColumns <= Config::kHeadDimV) {
     lanes *= 2;
   }
   return lanes;
 }
 
-// A tile of queries of one head.
-struct RowTile {
+// A tile of queries of one head: its rows of the tensors. Packed ones have no batch, and the tiles
+// of a head may be fewer than there is room for.
+struct HeadTile {
   int batch;
   int head;
-  int m;
+  RowTile rows;
 
-  CUTE_DEVICE static RowTile of_cta(BwdRowParams const& p) {
+  template <class Config>
+  CUTE_DEVICE static HeadTile of_cta(BwdRowParams const& p) {
     int const index = int(blockIdx.x);
     int const pair = p.m_tiles.div(index);
+    int const m = index - pair * int(p.m_tiles.divisor);
     int const batch = p.heads.div(pair);
-    return RowTile{batch, pair - batch * p.heads_q, index - pair * int(p.m_tiles.divisor)};
+    if (p.row_tiles != nullptr) {
+      return HeadTile{0, pair, p.row_tiles[m]};
+    }
+    int const row = m * Config::kTileM;
+    return HeadTile{batch, pair - batch * p.heads_q,
+                    RowTile{row, min_of(Config::kTileM, p.seqlen_q - row)}};
   }
 };
 
+// Row i of a tile.
 template <class Element>
-CUTE_DEVICE Element* row_of(TensorView const& t, RowTile const& tile, int position) {
+CUTE_DEVICE Element* row_of(TensorView const& t, HeadTile const& tile, int i) {
   return static_cast<Element*>(t.data) + tile.batch * t.batch_stride + tile.head * t.head_stride +
-         position * t.row_stride;
+         (tile.rows.row + i) * t.row_stride;
 }
 
 // This lane's share of the sum over a row of dO * O.
@@ -72,12 +81,13 @@ CUTE_DEVICE float sum_over_lanes(float x) {
   return x;
 }
 
-// LSE and delta of one row, which may lie past the end of the sequence.
-CUTE_DEVICE void store_row(BwdRowParams const& p, RowTile const& tile, int position, float dot,
+// LSE and delta of row i, which may lie past the end of the sequence.
+CUTE_DEVICE void store_row(BwdRowParams const& p, HeadTile const& tile, int i, float dot,
                            int64_t target) {
   float lse = -INFINITY;
-  if (position < p.seqlen_q) {
-    int64_t const source = (int64_t(tile.batch) * p.heads_q + tile.head) * p.seqlen_q + position;
+  if (i < tile.rows.rows) {
+    int64_t const source =
+        (int64_t(tile.batch) * p.heads_q + tile.head) * p.seqlen_q + tile.rows.row + i;
     lse = p.lse[source];
     dot -= p.dlse == nullptr ? 0.f : p.dlse[source];
   }
@@ -103,7 +113,7 @@ __global__ void __launch_bounds__(kRowThreads)
     backward_preprocess_kernel(BwdRowParams const __grid_constant__ p) {
   using Element = ElementOf<Config::kDtype>;
   wait_for_earlier_launches();
-  RowTile const tile = RowTile::of_cta(p);
+  HeadTile const tile = HeadTile::of_cta<Config>(p);
   constexpr int kTileFloats = Config::kTileM * bwd_dq_columns<Config>();
   float4* const sums = reinterpret_cast<float4*>(p.dq_sum + int64_t(blockIdx.x) * kTileFloats);
   for (int i = int(threadIdx.x); i < kTileFloats / 4; i += kRowThreads) {
@@ -116,15 +126,14 @@ __global__ void __launch_bounds__(kRowThreads)
   int const lane = int(threadIdx.x) % kLanes;
   CUTE_UNROLL
   for (int row = int(threadIdx.x) / kLanes; row < Config::kTileM; row += kRowThreads / kLanes) {
-    int const position = tile.m * Config::kTileM + row;
     float dot = 0.f;
-    if (position < p.seqlen_q) {
-      dot = partial_dot<kLanes>(row_of<Element const>(p.o, tile, position),
-                                row_of<Element const>(p.dout, tile, position), p.head_dim, lane);
+    if (row < tile.rows.rows) {
+      dot = partial_dot<kLanes>(row_of<Element const>(p.o, tile, row),
+                                row_of<Element const>(p.dout, tile, row), p.head_dim_v, lane);
     }
     dot = sum_over_lanes<kLanes>(dot);
     if (lane == 0) {
-      store_row(p, tile, position, dot, int64_t(blockIdx.x) * Config::kTileM + row);
+      store_row(p, tile, row, dot, int64_t(blockIdx.x) * Config::kTileM + row);
     }
   }
   allow_later_launches();

@@ -14,7 +14,6 @@ template <class Traits>
 struct BwdProducts {
   using Element = typename Traits::Element;
   using MmaS = typename Traits::MmaS;
-  using MmaDkv = typename Traits::MmaDkv;
   using MmaDq = typename Traits::MmaDq;
 
   BwdStorage<Traits>& shared;
@@ -45,8 +44,11 @@ struct BwdProducts {
     return cute::make_tensor<Element>(operand_a_layout(scores_fragment().layout()));
   }
 
+  // dK or dV: the head dim is a template argument wherever there are two.
+  template <int kDim>
   CUTE_DEVICE static auto gradient_fragment() {
-    return cute::partition_fragment_C(MmaDkv{}, cute::Shape<cute::_64, typename Traits::HeadDim>{});
+    return cute::partition_fragment_C(typename Traits::template MmaDkv<kDim>{},
+                                      cute::Shape<cute::_64, cute::Int<kDim>>{});
   }
 
   CUTE_DEVICE static auto dq_fragment() {
@@ -55,41 +57,55 @@ struct BwdProducts {
   }
 
   // S^T = K Q^T or dP^T = V dO^T, 64 keys from `first_key` of the tile.
-  template <class Fragment>
+  template <int kDim, class Fragment>
   CUTE_DEVICE void issue_scores_gemm(Element* keys, int first_key, Element* queries,
                                      Fragment& acc) {
     auto sA = cute::make_tensor(cute::make_smem_ptr(keys + first_key * kSliceColumns),
-                                typename Traits::SmemLayoutKRows{});  // (64, head dim)
+                                typename Traits::template SmemLayoutKRows<kDim>{});  // (64, dim)
     auto sB = cute::make_tensor(cute::make_smem_ptr(queries),
-                                typename Traits::SmemLayoutQ{});  // (M, head dim)
+                                typename Traits::template SmemLayoutQ<kDim>{});  // (M, dim)
     auto mma = MmaS{}.get_slice(0);
-    auto a = mma.partition_fragment_A(sA);  // (MMA, 1, head dim / 16)
-    auto b = mma.partition_fragment_B(sB);  // (MMA, 1, head dim / 16)
-    issue_gemm<Traits::kHeadDim / 16>(MmaS{}, a, b, acc, true);
+    auto a = mma.partition_fragment_A(sA);  // (MMA, 1, dim / 16)
+    auto b = mma.partition_fragment_B(sB);  // (MMA, 1, dim / 16)
+    issue_gemm<kDim / 16>(MmaS{}, a, b, acc, true);
   }
 
   // dV += P^T dO or dK += dS^T Q.
-  template <class FragmentA, class FragmentD>
+  template <int kDim, class FragmentA, class FragmentD>
   CUTE_DEVICE void issue_gradient_gemm(FragmentA const& a, Element* queries, FragmentD& acc,
                                        bool is_first) {
     auto sB = cute::make_tensor(cute::make_smem_ptr(queries),
-                                typename Traits::SmemLayoutQt{});             // (columns, M)
-    auto b = typename Traits::MmaQt{}.get_slice(0).partition_fragment_B(sB);  // (MMA, 1, M / 16)
-    issue_gemm<Traits::kTileM / 16>(MmaDkv{}, a, b, acc, is_first);
+                                typename Traits::template SmemLayoutQt<kDim>{});  // (columns, M)
+    auto cut = typename Traits::template MmaQt<kDim>{}.get_slice(0);
+    auto b = cut.partition_fragment_B(sB);  // (MMA, 1, M / 16)
+    issue_gemm<Traits::kTileM / 16>(typename Traits::template MmaDkv<kDim>{}, a, b, acc, is_first);
   }
 
   // A block of dQ = dS K or dQ += dS K: 64 rows of dS, columns of K.
   template <class Fragment>
   CUTE_DEVICE void issue_dq_gemm(Element* ds, int first_row, Element* keys, int first_column,
                                  Fragment& tQrDq, bool is_first = true) {
+    constexpr bool kIsHalfSlice = Traits::kDq.columns < kSliceColumns;
     auto sDs = cute::make_tensor(cute::make_smem_ptr(ds + first_row * kSliceColumns),
                                  typename Traits::SmemLayoutDsRows{});  // (64, N)
-    auto sKt = cute::make_tensor(cute::make_smem_ptr(keys + first_column * Traits::kTileN),
-                                 typename Traits::SmemLayoutKt{});  // (columns of dQ, N)
+    int const in_slice = kIsHalfSlice ? first_column % kSliceColumns : 0;
+    auto sKt = cute::make_tensor(
+        cute::make_smem_ptr(keys + (first_column - in_slice) * Traits::kTileN + in_slice),
+        typename Traits::SmemLayoutKt{});  // (columns of dQ, N)
     auto mma = MmaDq{}.get_slice(0);
     auto tQrDs = mma.partition_fragment_A(sDs);  // (MMA, 1, N / 16)
-    auto tQrK = mma.partition_fragment_B(sKt);   // (MMA, 1, N / 16)
+    auto tQrK = typename Traits::MmaKt{}.get_slice(0).partition_fragment_B(sKt);  // as dS
     issue_gemm<Traits::kTileN / 16>(MmaDq{}, tQrDs, tQrK, tQrDq, is_first);
+  }
+
+  // With a softcap, S becomes t = tanh(S * softmax_scale / softcap): the cap then takes the place
+  // of the softmax scale.
+  template <class Fragment>
+  CUTE_DEVICE void cap_scores(Fragment& acc) const {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(acc); ++i) {
+      acc(i) = tanh_of(acc(i) * p.softcap_scale);
+    }
   }
 
   // S becomes P = exp2(S * scale_log2 - LSE).
@@ -125,22 +141,50 @@ struct BwdProducts {
     }
   }
 
-  // dS, transposed, to shared memory: (M, N), keys contiguous. A store takes four 8 x 8 blocks: 16
-  // keys of the warp, 16 queries; a lane gives the address of one query of one block.
+  // With a softcap, where S is t: gives P, and what dP - delta is multiplied by, P * (1 - t^2). Of
+  // two scores of a row.
+  struct Factors {
+    float2 p;
+    float2 of_ds;
+  };
+
+  CUTE_DEVICE Factors capped_factors(float s0, float s1, float2 lse) const {
+    float const x = exp2_approx(s0 * p.scale_log2 - lse.x);
+    float const y = exp2_approx(s1 * p.scale_log2 - lse.y);
+    return Factors{make_float2(x, y), make_float2(x * slope(s0), y * slope(s1))};
+  }
+
+  // dS, transposed, to shared memory: (M, N), keys contiguous.
   template <class Fragment>
   CUTE_DEVICE void stage_scores(Fragment& tKrDs, Element* ds, int first_key) {
     auto pairs = cute::recast<uint32_t>(tKrDs);
-    char* const target = reinterpret_cast<char*>(ds);
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kTileM / 16; ++i) {
+      cute::SM90_U16x8_STSM_T::copy(pairs(4 * i), pairs(4 * i + 1), pairs(4 * i + 2),
+                                    pairs(4 * i + 3), four_blocks(ds, first_key, i));
+    }
+    fence_shared_for_async_proxy();
+  }
+
+  // The reverse, by the same warp.
+  template <class Fragment>
+  CUTE_DEVICE void take_back_scores(Element* ds, int first_key, Fragment& tKrDs) const {
+    auto pairs = cute::recast<uint32_t>(tKrDs);
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kTileM / 16; ++i) {
+      cute::SM75_U16x8_LDSM_T::copy(four_blocks(ds, first_key, i), pairs(4 * i), pairs(4 * i + 1),
+                                    pairs(4 * i + 2), pairs(4 * i + 3));
+    }
+  }
+
+  // This lane's row of four 8 x 8 blocks: 16 keys of the warp, the i-th 16 queries.
+  CUTE_DEVICE cute::uint128_t& four_blocks(Element* ds, int first_key, int i) const {
     int const lane = thread % 32;
     int const row = lane / 16 * 8 + lane % 8;
     int const chunk = first_key / 8 + thread / 32 * 2 + lane / 8 % 2;
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::kTileM / 16; ++i) {
-      char* const block = target + chunk_offset_bytes<Traits::kTileM>(16 * i + row, chunk);
-      cute::SM90_U16x8_STSM_T::copy(pairs(4 * i), pairs(4 * i + 1), pairs(4 * i + 2),
-                                    pairs(4 * i + 3), *reinterpret_cast<cute::uint128_t*>(block));
-    }
-    fence_shared_for_async_proxy();
+    char* const block =
+        reinterpret_cast<char*>(ds) + chunk_offset_bytes<Traits::kTileM>(16 * i + row, chunk);
+    return *reinterpret_cast<cute::uint128_t*>(block);
   }
 
   // Each warp speaks for itself.
@@ -155,6 +199,10 @@ struct BwdProducts {
   CUTE_DEVICE float2 const* row_values(float const* values) const {
     return reinterpret_cast<float2 const*>(values + fragment_column(thread));
   }
+
+  // Of tanh where it is t. What is hidden has t = -inf and P = 0, and their product must not be
+  // NaN.
+  CUTE_DEVICE static float slope(float t) { return fmaxf(1.f - t * t, 0.f); }
 };
 
 }  // namespace fa3

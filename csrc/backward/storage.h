@@ -17,6 +17,7 @@ struct KeysExchange {
   alignas(128) float dq[Traits::kWarpgroups][Traits::kDq.block_floats()];
   Mbarrier dq_staged[Traits::kWarpgroups];  // consumer warps -> store warp (4)
   Mbarrier dq_empty[Traits::kWarpgroups];   // store warp -> consumer warpgroup (1)
+  int number;                               // of the CTA in the order of work
 
   CUTE_DEVICE void init_barriers(bool) {
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
@@ -46,6 +47,7 @@ struct ProductsExchange {
   Mbarrier p_empty[kExchangeBuffers];   // warps of 1 -> 0 (4)
   Mbarrier ds_full[kExchangeBuffers];   // warps of 1 -> 2 (4)
   Mbarrier ds_empty[kExchangeBuffers];  // warps of 2, of both CTAs -> 1 (8)
+  int number;                           // of the cluster in the order of work, with rank 0
 
   // First of the columns whose dQ the CTA of a rank may be asked for.
   CUTE_DEVICE static constexpr int other_column(int rank) {
@@ -68,16 +70,23 @@ template <class Traits>
 using BwdExchange = cute::conditional_t<Traits::kSplit == BwdSplit::kKeys, KeysExchange<Traits>,
                                         ProductsExchange<Traits>>;
 
+// Under a simple mask registers hold them.
+struct NoKeyLimits {};
+
 template <class Traits>
 struct BwdStorage {
   using Exchange = BwdExchange<Traits>;
   using Element = typename Traits::Element;
+  template <int kDim>
+  static constexpr int kKeys = cute::cosize_v<typename Traits::template SmemLayoutK<kDim>>;
+  template <int kDim>
+  static constexpr int kQueries = cute::cosize_v<typename Traits::template SmemLayoutQ<kDim>>;
 
   struct alignas(1024) {
-    Element k[cute::cosize_v<typename Traits::SmemLayoutK>];
-    Element v[cute::cosize_v<typename Traits::SmemLayoutK>];
-    Element q[Traits::kQStages][cute::cosize_v<typename Traits::SmemLayoutQ>];
-    Element dout[Traits::kDoutStages][cute::cosize_v<typename Traits::SmemLayoutQ>];
+    Element k[kKeys<Traits::kHeadDim>];
+    Element v[kKeys<Traits::kHeadDimV>];
+    Element q[Traits::kQStages][kQueries<Traits::kHeadDim>];
+    Element dout[Traits::kDoutStages][kQueries<Traits::kHeadDimV>];
     Element ds[kExchangeBuffers][cute::cosize_v<typename Traits::SmemLayoutDs>];
   };
 
@@ -88,7 +97,9 @@ struct BwdStorage {
   float delta[Traits::kDoutStages][Traits::kTileM];
 
   BwdWork work;
-  int number;  // of the cluster in the order of work, with rank 0
+  // Of each key, the queries that see it (mask.h).
+  [[no_unique_address]] cute::conditional_t<is_general(Traits::kMask), Interval[Traits::kTileN],
+                                            NoKeyLimits> key_limits;
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
   Mbarrier k_full;                           // TMA -> consumers (1 + bytes)

@@ -10,12 +10,15 @@
 
 namespace fa3 {
 
+constexpr int kWarpRows = 16;  // that a warp has of the 64 of a product
+
 template <class Config_>
 struct BwdTraits {
   using Config = Config_;
   using Element = ElementOf<Config::kDtype>;
 
-  static constexpr int kHeadDim = Config::kHeadDim;
+  static constexpr int kHeadDim = Config::kHeadDim;    // of Q, K, dQ and dK
+  static constexpr int kHeadDimV = Config::kHeadDimV;  // of V, dO and dV
   static constexpr int kTileM = Config::kTileM;
   static constexpr int kTileN = bwd_tile_n<Config>();
   static constexpr int kQStages = Config::kQStages;
@@ -23,18 +26,21 @@ struct BwdTraits {
   static constexpr int kClusterSize = Config::kClusterSize;
   static constexpr int kOtherColumns = bwd_other_columns<Config>();
   static constexpr BwdSplit kSplit = Config::kSplit;
+  static constexpr bool kScoresFirst = Config::kScoresFirst;
   static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
-  static constexpr bool kCausal = Config::kMask == MaskKind::kCausal;
+  static constexpr MaskKind kMask = Config::kMask;
+  static constexpr bool kHasSoftcap = kMask == MaskKind::kSoftcap;
+  static_assert(!(kScoresFirst && kHasSoftcap), "P is taken back from where it was handed on");
   static constexpr DqLayout kDq = bwd_dq_layout<Config>();
   static constexpr int kDqBlocks = bwd_dq_blocks<Config>();
   static constexpr int kDqAdders = bwd_dq_adders<Config>();
-  static constexpr int kColumns = padded_columns(kHeadDim);
 
-  using HeadDim = cute::Int<kHeadDim>;
   using TileM = cute::Int<kTileM>;
   using TileN = cute::Int<kTileN>;
   using DqColumns = cute::Int<kDq.columns>;
-  using Columns = cute::Int<kColumns>;
+  static constexpr int kDqOperandColumns = padded_columns(kDq.columns);
+  template <int kDim>
+  using Columns = cute::Int<padded_columns(kDim)>;
 
   // Slices of 64 columns (128 bytes, swizzled), one behind the other: what a TMA box of 64 columns
   // writes.
@@ -52,11 +58,16 @@ struct BwdTraits {
       Layout{}, cute::make_tile(cute::Layout<cute::_64>{},
                                 cute::Layout<cute::Int<cute::size<1>(Layout{})>>{})));
 
-  using SmemLayoutQ = Tile<TileM, Columns>;               // Q, dO
-  using SmemLayoutQt = TransposedTile<TileM, Columns>;    // (columns, M)
-  using SmemLayoutK = Tile<TileN, Columns>;               // K, V
-  using SmemLayoutKRows = WarpgroupRows<SmemLayoutK>;     // (64, head dim)
-  using SmemLayoutKt = TransposedTile<TileN, DqColumns>;  // (columns of dQ, N)
+  // Of a head dim: that of Q and K, or that of dO and V.
+  template <int kDim>
+  using SmemLayoutQ = Tile<TileM, Columns<kDim>>;
+  template <int kDim>
+  using SmemLayoutQt = TransposedTile<TileM, Columns<kDim>>;  // (columns, M)
+  template <int kDim>
+  using SmemLayoutK = Tile<TileN, Columns<kDim>>;
+  template <int kDim>
+  using SmemLayoutKRows = WarpgroupRows<SmemLayoutK<kDim>>;                  // (64, columns)
+  using SmemLayoutKt = TransposedTile<TileN, cute::Int<kDqOperandColumns>>;  // (columns of dQ, N)
   using SmemLayoutDs = Tile<TileM, TileN>;
   using SmemLayoutDsRows = WarpgroupRows<SmemLayoutDs>;  // (64, N)
 
@@ -65,17 +76,21 @@ struct BwdTraits {
   // dV = P^T dO and dK = dS^T Q: the first operand in registers, the second contiguous along the
   // head dim, which is the N of these products. TRAP: for more than 192 columns ptxas (13.0) wants
   // more registers than 512 threads start with, whatever setmaxnreg says.
-  static constexpr bool kInHalves = kHeadDim > 192;
-  static constexpr int kGradientColumns = kInHalves ? kHeadDim / 2 : kHeadDim;
-  using MmaDkv =
-      decltype(cute::make_tiled_mma(register_atom<Element, kGradientColumns, Major::MN>()));
+  template <int kColumns>
+  using FromRegisters =
+      decltype(cute::make_tiled_mma(register_atom<Element, kColumns, Major::MN>()));
+  static constexpr bool is_in_halves(int head_dim) { return head_dim > 192; }
+  template <int kDim>
+  using MmaDkv = FromRegisters<is_in_halves(kDim) ? kDim / 2 : kDim>;
   // Cuts Q and dO into second operands of these: the descriptor of an operand does not say how many
   // columns are read.
-  static constexpr int kOperandColumns = kInHalves ? kGradientColumns : kColumns;
-  using MmaQt =
-      decltype(cute::make_tiled_mma(register_atom<Element, kOperandColumns, Major::MN>()));
+  template <int kDim>
+  using MmaQt = FromRegisters<is_in_halves(kDim) ? kDim / 2 : padded_columns(kDim)>;
   // dQ = dS K: dS contiguous along the keys, K along the head dim.
   using MmaDq = decltype(cute::make_tiled_mma(shared_atom<Element, kDq.columns, Major::MN>()));
+  // Cuts K into second operands, of a whole slice where a block has half of one.
+  using MmaKt =
+      decltype(cute::make_tiled_mma(shared_atom<Element, kDqOperandColumns, Major::MN>()));
 };
 
 }  // namespace fa3

@@ -19,14 +19,6 @@ CUTE_DEVICE int draw_number(BwdDeviceParams const& p) {
   return atomicAdd(p.ticket, 1);
 }
 
-// How many clusters add to the dQ of a step before this one.
-template <class Traits>
-CUTE_DEVICE int turn_of(BwdDeviceParams const& p, BwdSteps const& steps) {
-  constexpr int kKeys = Traits::kTileN * Traits::kClusterSize;
-  int const last = last_key_tile(steps.m, p.seqlen, Traits::kTileM, kKeys, Traits::kCausal);
-  return last - steps.work.key_begin / kKeys;
-}
-
 template <class Traits>
 CUTE_DEVICE int* flag_of(BwdDeviceParams const& p, BwdSteps const& steps, int adder) {
   return p.dq_flags + steps.tile(p) * Traits::kDqAdders + adder;

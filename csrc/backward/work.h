@@ -5,45 +5,129 @@
 
 #include "backward/params.h"
 #include "config/bwd_config.h"
+#include "core/block_range.h"
 
 namespace fa3 {
 
 struct BwdWork {
-  int kv_head;
+  int kv_head;     // -1: there is nothing to do
   int head_begin;  // query heads
   int head_end;
-  int batch;
-  int key_begin;
+  int key_begin;  // in the sequence
   QueryRange queries;
+  SeqlenPair len;
+  // Coordinates of the copy engine (RowDims): of the sequence's first query, and of the first key.
+  int q_row;
+  int q_end;
+  int k_row;
+  int k_end;
+  int batch;
+  int tile_base;  // tile 0 of the sequence's queries, for head 0, in the workspaces
 
+  CUTE_DEVICE bool has_keys() const { return kv_head >= 0; }
+
+  // 0: no query sees these keys, or there is nothing to do.
   CUTE_DEVICE uint32_t steps() const {
-    return uint32_t(head_end - head_begin) * uint32_t(queries.end - queries.begin);
+    return uint32_t(head_end - head_begin) * uint32_t(max_of(0, queries.end - queries.begin));
   }
 };
 
-// The order in which CTAs take tiles of keys. Deterministic: in sections, for full attention too,
-// so that the CTAs that start together wait for each other over many heads instead of one.
-inline TileOrder key_tile_order(FwdProblem const& problem, BwdSchedule const& schedule) {
-  return TileOrder(problem.causal || problem.deterministic, schedule.n_tiles, problem.heads_k,
-                   problem.batch, schedule.section_pairs);
+template <class Traits>
+CUTE_DEVICE auto mask_of(BwdDeviceParams const& p) {
+  if constexpr (Traits::kMask == MaskKind::kFull) {
+    return FullMask{};
+  } else if constexpr (Traits::kMask == MaskKind::kCausal) {
+    return CausalMask{};
+  } else {
+    return p.mask;
+  }
 }
 
-// The work of the cluster with a number in the order of work, for its CTA of a rank. Causal: the
-// first keys are seen by most queries, so they come first (TileOrder counts from the longest tile).
-// Deterministic: the last keys come first, because they are added first (turns.h).
+// Where the sequence lies: Full and Causal kernels serve dense batches only.
+template <class Traits>
+constexpr bool kServesPacked = is_general(Traits::kMask);
+
+template <class Traits>
+using BwdPlace = cute::conditional_t<kServesPacked<Traits>, AnyPlace, DensePlace>;
+
+template <class Traits>
+CUTE_DEVICE bool is_packed(BwdDeviceParams const& p) {
+  return kServesPacked<Traits> && p.is_packed();
+}
+
+// The order in which CTAs take tiles of keys.
+inline TileOrder key_tile_order(FwdProblem const& problem, BwdSchedule const& schedule) {
+  return TileOrder(schedule.in_sections, schedule.n_tiles, problem.heads_k, problem.batch,
+                   schedule.section_pairs);
+}
+
+// Tile n of the keys of a KV head, of a sequence with these lengths; not yet which sequence.
+template <class Traits>
+CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, SeqlenPair len,
+                                 int rank) {
+  constexpr int kKeys = Traits::kTileN * Traits::kClusterSize;
+  BwdWork work;
+  work.kv_head = kv_head;
+  work.head_begin = kv_head * p.group;
+  work.head_end = work.head_begin + p.group;
+  work.key_begin = n * kKeys + rank * Traits::kTileN;
+  work.len = len;
+  work.queries = query_range(n * kKeys, len, Traits::kTileM, kKeys, mask_of<Traits>(p));
+  return work;
+}
+
+// The work of the cluster with a number in the order of work, for its CTA of a rank. The order
+// counts from the last tile (core/tile_order.h, core/packed_tiles.h), which is right in
+// deterministic mode, where the last keys are added first (turns.h); else the first keys come
+// first, since under a causal mask most queries see them.
+template <class Traits>
+CUTE_DEVICE BwdWork work_of_dense(BwdDeviceParams const& p, int number, int rank) {
+  TileCoord const tile = TileWalk(p.order, number, int(gridDim.x) / Traits::kClusterSize).coord();
+  int const n = p.is_deterministic() ? tile.m : p.order.m_tiles - 1 - tile.m;
+  BwdWork work = resolve_tile<Traits>(p, n, tile.head, p.seqlen, rank);
+  work.q_row = 0;
+  work.q_end = 0;
+  work.k_row = work.key_begin;
+  work.k_end = 0;
+  work.batch = tile.batch;
+  work.tile_base = tile.batch * p.heads_q * p.m_tiles;
+  return work;
+}
+
+// The same of packed sequences. There are more CTAs than tiles, mostly.
+template <class Traits>
+CUTE_DEVICE BwdWork work_of_packed(BwdDeviceParams const& p, int number, int rank) {
+  int const index = p.tickets.heads.div(number);
+  // Both on their way at once: the table has room for every CTA.
+  int const count = p.tables.header[PackedTables::kCount];
+  int const place = p.tables.sequence_of_tile[index];
+  if ((index >= count) | (place < 0)) {
+    BwdWork none{};
+    none.kv_head = -1;
+    return none;
+  }
+  SequenceTiles const tiles = p.tables.sequences[place];
+  Sequence const& s = tiles.sequence;
+  TileCoord const tile = p.tickets.coord(tiles, number);
+  int const n = p.is_deterministic() ? tile.m : tiles.tiles - 1 - tile.m;
+  BwdWork work = resolve_tile<Traits>(p, n, tile.head, s.len, rank);
+  work.q_row = kRowsEnd - s.len.q;
+  work.q_end = s.q_begin + s.len.q;
+  work.k_row = kRowsEnd - s.len.k + work.key_begin;
+  work.k_end = s.k_begin + s.len.k;
+  work.batch = kRowsEnd;
+  work.tile_base = tiles.row_tile_base;
+  return work;
+}
+
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_cta(BwdDeviceParams const& p, int number, int rank) {
-  constexpr int kSize = Traits::kClusterSize;
-  constexpr int kKeys = Traits::kTileN * kSize;
-  TileCoord const tile = TileWalk(p.order, number, int(gridDim.x) / kSize).coord();
-  int const n = p.is_deterministic() ? tile.m : p.order.m_tiles - 1 - tile.m;
-  int const tile_begin = n * kKeys;
-  return BwdWork{tile.head,
-                 tile.head * p.group,
-                 (tile.head + 1) * p.group,
-                 tile.batch,
-                 tile_begin + rank * Traits::kTileN,
-                 query_range(tile_begin, p.seqlen, Traits::kTileM, kKeys, Traits::kCausal)};
+  if constexpr (kServesPacked<Traits>) {
+    if (p.is_packed()) {
+      return work_of_packed<Traits>(p, number, rank);
+    }
+  }
+  return work_of_dense<Traits>(p, number, rank);
 }
 
 // The steps of a CTA: tiles of queries of one head after the other. There is at least one.
@@ -64,12 +148,28 @@ struct BwdSteps {
     }
   }
 
-  CUTE_DEVICE bool is_masked() const { return m < work.queries.free_begin; }
+  // Under a full or causal mask only the first tiles of queries may need it.
+  template <class Traits>
+  CUTE_DEVICE bool is_masked() const {
+    return is_general(Traits::kMask) ? work.queries.is_masked(m) : m < work.queries.free_begin;
+  }
 
-  // Counts tiles of queries over all heads and batches: the place of their rows in the workspaces.
+  // The place of the tile's rows in the workspaces.
   CUTE_DEVICE int64_t tile(BwdDeviceParams const& p) const {
-    return (int64_t(work.batch) * p.heads_q + head) * p.m_tiles + m;
+    return work.tile_base + head * p.m_tiles + m;
   }
 };
+
+// Deterministic: how many clusters add to the dQ of a step before this one. The tiles of keys that
+// meet a tile of queries are those which a forward pass over that tile would visit; the last one
+// comes first.
+template <class Traits>
+CUTE_DEVICE int turn_of(BwdDeviceParams const& p, BwdSteps const& steps) {
+  constexpr int kKeys = Traits::kTileN * Traits::kClusterSize;
+  int const position = steps.m * Traits::kTileM;
+  BlockRange const keys =
+      block_range(position, position + Traits::kTileM, steps.work.len, kKeys, mask_of<Traits>(p));
+  return keys.end - 1 - steps.work.key_begin / kKeys;
+}
 
 }  // namespace fa3

@@ -28,8 +28,10 @@ struct BwdDefaults {
   // Of a thread, of each consumer warpgroup.
   static constexpr int kRegisters[] = {240, 240, 0};
   static constexpr int kProducerRegisters = 24;
-  // Of a block of dQ, with BwdSplit::kProducts.
+  // With BwdSplit::kProducts: columns of a block of dQ; and whether S and dP of the next step come
+  // before dV and dK of this one, and P and dS are worked out beside those: 16 registers more.
   static constexpr int kDqColumns = 0;
+  static constexpr bool kScoresFirst = false;
 };
 
 struct BwdByProducts : BwdDefaults {
@@ -104,25 +106,29 @@ constexpr int bwd_dq_columns() {
 }
 
 // Shared memory of a variant: K, V, the rings of Q and dO with LSE and delta of their rows, dS,
-// what the consumers hand on (the staged dQ; or P, dS and K of the other CTA), the mbarriers.
+// what the consumers hand on (the staged dQ; or P, dS and K of the other CTA), limits of keys under
+// a general mask, the mbarriers.
 // backward/launch.h asserts that the kernel's struct fits.
 template <class Config>
 constexpr int bwd_shared_bytes() {
   bool const by_keys = Config::kSplit == BwdSplit::kKeys;
   int const columns = padded_columns(Config::kHeadDim);
+  int const columns_v = padded_columns(Config::kHeadDimV);
   int const tile_n = bwd_tile_n<Config>();
-  int const key_bytes = 2 * tile_n * columns * 2;
+  int const key_bytes = tile_n * (columns + columns_v) * 2;
   int const stages = Config::kQStages + Config::kDoutStages;
-  int const query_bytes = stages * Config::kTileM * columns * 2;
+  int const query_bytes =
+      Config::kTileM * (Config::kQStages * columns + Config::kDoutStages * columns_v) * 2;
   int const ds_bytes = kExchangeBuffers * Config::kTileM * tile_n * 2;
   int const dq_bytes = Config::kTileM * bwd_dq_columns<Config>() * 4;
   int const products_bytes = 2 * ds_bytes + tile_n * bwd_other_columns<Config>() * 2;
   int const row_bytes = stages * Config::kTileM * 4;
-  int const work_bytes = 40;
+  int const work_bytes = 64;
+  int const limit_bytes = is_general(Config::kMask) ? tile_n * 8 : 0;
   int const barriers =
       2 + 2 * stages + (by_keys ? 2 * Config::kConsumerWarpgroups : 5 * kExchangeBuffers + 1);
   return key_bytes + query_bytes + ds_bytes + (by_keys ? dq_bytes : products_bytes) +
-         (row_bytes + work_bytes + barriers * 8 + 1023) / 1024 * 1024;
+         (row_bytes + work_bytes + limit_bytes + barriers * 8 + 1023) / 1024 * 1024;
 }
 
 // A variant's constants as values, for the planner.
@@ -130,7 +136,8 @@ struct BwdVariantFacts {
   char const* name;
   Dtype dtype;
   MaskKind mask;
-  int head_dim;
+  int head_dim;    // of q and k
+  int head_dim_v;  // of v
   int tile_m;
   int tile_n;  // of all CTAs of a cluster
   int cluster_size;
@@ -148,18 +155,20 @@ struct BwdVariantFacts {
 template <class Config>
 constexpr BwdVariantFacts bwd_facts(char const* name) {
   constexpr DqLayout kDq = bwd_dq_layout<Config>();
-  static_assert(Config::kHeadDim % 16 == 0, "a k-step of a product has 16 columns");
+  static_assert(Config::kHeadDim % 16 == 0 && Config::kHeadDimV % 16 == 0,
+                "a k-step of a product has 16 columns");
   static_assert(Config::kTileM == kWarpgroupRows || Config::kTileM == bwd_tile_n<Config>(),
                 "dQ is shared out by columns or by rows");
-  static_assert(
-      !kDq.side_by_side || bwd_dq_blocks<Config>() == 1 || kDq.columns % kSliceColumns == 0,
-      "a block of dQ's columns begins with a slice of K");
+  static_assert(!kDq.side_by_side || bwd_dq_blocks<Config>() == 1 ||
+                    kDq.columns % kSliceColumns == 0 || 2 * kDq.columns == kSliceColumns,
+                "a block of dQ has slices of K, or half of one");
   static_assert(bwd_shared_bytes<Config>() <= kMaxSharedBytes,
                 "the tile does not fit into shared memory");
   return BwdVariantFacts{name,
                          Config::kDtype,
                          Config::kMask,
                          Config::kHeadDim,
+                         Config::kHeadDimV,
                          Config::kTileM,
                          bwd_cluster_keys<Config>(),
                          Config::kClusterSize,

@@ -8,8 +8,6 @@
 
 namespace fa3 {
 
-enum class MaskKind : int { kFull = 0, kCausal = 1 };
-
 // Columns of a slice: 128 bytes, what a TMA box brings and the swizzle permutes.
 constexpr int kSliceColumns = 64;
 
@@ -54,29 +52,37 @@ constexpr int fwd_threads() {
   return (Config::kConsumerWarpgroups + 1) * kWarpgroupThreads;
 }
 
-// Registers per thread after setmaxnreg. The pool of 64 Ki is dealt in steps of 8 per thread; the
-// producer warpgroup only computes coordinates and issues copies.
+// Registers per thread after setmaxnreg. The pool is what the launch had, in steps of 8 per thread
+// and at most 64 Ki; the producer warpgroup only computes coordinates and issues copies (24 are too
+// few for it: tickets of packed sequences spill).
 template <class Config>
 constexpr int fwd_consumer_registers() {
-  return Config::kConsumerWarpgroups == 1 ? 256 : Config::kConsumerWarpgroups == 2 ? 240 : 160;
+  return Config::kConsumerWarpgroups == 1 ? 256 : Config::kConsumerWarpgroups == 2 ? 232 : 160;
 }
 
 template <class Config>
 constexpr int fwd_producer_registers() {
-  return Config::kConsumerWarpgroups == 1 ? 56 : Config::kConsumerWarpgroups == 2 ? 24 : 32;
+  return Config::kConsumerWarpgroups == 1 ? 56 : Config::kConsumerWarpgroups == 2 ? 40 : 32;
 }
 
 constexpr int kMaxSharedBytes = 232448;  // per CTA on sm_90
 
-// Shared memory of a variant: the Q ring (O leaves through it), the K ring, the V ring, the
+// O leaves through the buffers of Q.
+template <class Config>
+constexpr int q_buffer_columns() {
+  return padded_columns(Config::kHeadDim > Config::kHeadDimV ? Config::kHeadDim
+                                                             : Config::kHeadDimV);
+}
+
+// Shared memory of a variant: the Q ring, the K ring, the V ring, the
 // mbarriers. forward/storage.h asserts that this is what the kernel's struct takes.
 template <class Config>
 constexpr int fwd_shared_bytes() {
   int const element_bytes = 2;
   int const k_columns = padded_columns(Config::kHeadDim);
   int const v_columns = padded_columns(Config::kHeadDimV);
-  int const q_bytes =
-      Config::kQStages * Config::kConsumerWarpgroups * kWarpgroupRows * k_columns * element_bytes;
+  int const q_bytes = Config::kQStages * Config::kConsumerWarpgroups * kWarpgroupRows *
+                      q_buffer_columns<Config>() * element_bytes;
   int const k_bytes = Config::kStages * Config::kTileN * k_columns * element_bytes;
   int const v_bytes = Config::kStages * Config::kTileN * v_columns * element_bytes;
   int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages;

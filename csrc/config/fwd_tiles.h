@@ -205,4 +205,33 @@ struct FwdTileD240 : FwdTileD256 {
   static constexpr int kHeadDimV = 240;
 };
 
+// Value head dims that are not those of q and k.
+
+// 96 + 48 + 48 = 192 KiB.
+struct FwdTileD96x64 : FwdTileD64 {
+  static constexpr int kHeadDim = 96;
+};
+
+// 96 + 48 + 48 = 192 KiB.
+struct FwdTileD128x64 : FwdTileD64 {
+  static constexpr int kHeadDim = 128;
+};
+
+// 96 + 30 + 60 = 186 KiB: O needs buffers of twice Q's size.
+struct FwdTileD64x128 : FwdTileD128 {
+  static constexpr int kHeadDim = 64;
+};
+
+// 96 + 72 + 48 = 216 KiB.
+struct FwdTileD192x128 : FwdTileD192 {
+  static constexpr int kHeadDimV = 128;
+  static constexpr int kTileN = 96;
+};
+
+// 128 + 16 + 64 = 208 KiB: O needs buffers of four times Q's size.
+struct FwdTileD64x256 : FwdTileD256Short {
+  static constexpr int kHeadDim = 64;
+  static constexpr int kTileN = 64;
+};
+
 }  // namespace fa3

@@ -1,19 +1,97 @@
-// Which keys a query sees: columns [0, end). Causal is aligned bottom-right: query i of seqlen_q
-// sees keys up to i + seqlen_k - seqlen_q.
+// Which keys a query sees, and which queries see a key. Masks are aligned bottom-right: query i of
+// seqlen_q stands at key i + seqlen_k - seqlen_q, its own.
+//
+// A mask is a type with two functions: keys(position, len) and queries(key, len). What they give is
+// an interval that grows at neither end when position or key goes down. It may be empty, and then
+// lie outside the sequence.
 #pragma once
 
 #include "core/int_math.h"
 
 namespace fa3 {
 
+// What a kernel is made for: dense batches under one of two simple masks, or everything else:
+// GeneralMask, packed sequences, sinks, row maxima; and that with a softcap on the scores.
+enum class MaskKind : int { kFull = 0, kCausal = 1, kGeneral = 2, kSoftcap = 3 };
+
+constexpr int kMaskKinds = 4;
+
+constexpr bool is_general(MaskKind kind) {
+  return kind == MaskKind::kGeneral || kind == MaskKind::kSoftcap;
+}
+
 struct SeqlenPair {
   int q;
   int k;
 };
 
-// One past the last key that the query at `position` sees; 0 or less when it sees none.
-FA3_HD constexpr int visible_end(int position, SeqlenPair len, bool causal) {
-  return causal ? min_of(len.k, position + 1 + len.k - len.q) : len.k;
-}
+struct Interval {
+  int begin;
+  int end;
+};
+
+// Every query sees every key.
+struct FullMask {
+  FA3_HD constexpr Interval keys(int, SeqlenPair len) const { return Interval{0, len.k}; }
+
+  FA3_HD constexpr Interval queries(int, SeqlenPair len) const { return Interval{0, len.q}; }
+};
+
+// A query sees its own key and those before it.
+struct CausalMask {
+  FA3_HD constexpr Interval keys(int position, SeqlenPair len) const {
+    return Interval{0, min_of(len.k, position + 1 + len.k - len.q)};
+  }
+
+  FA3_HD constexpr Interval queries(int key, SeqlenPair len) const {
+    return Interval{max_of(0, key + len.q - len.k), len.q};
+  }
+};
+
+// A window around a query's own key, and chunks of keys, which start at key 0: a query sees those
+// of its own key's chunk. The others are special cases of this one.
+struct GeneralMask {
+  static constexpr int kNoLimit = (1 << 30) - 1;  // lengths are at most 2^30
+
+  int left = kNoLimit;   // how many keys before its own a query sees
+  int right = kNoLimit;  // and how many behind it
+  bool is_chunked = false;
+  FastDiv chunk;
+
+  FA3_HD constexpr Interval keys(int position, SeqlenPair len) const {
+    int const own = min_of(position, len.q - 1) + len.k - len.q;
+    Interval seen{max_of(0, own - left), min_of(len.k, own + right + 1)};
+    if (is_chunked) {
+      Interval const in_chunk = chunk_of(own);
+      seen = Interval{max_of(seen.begin, in_chunk.begin), min_of(seen.end, in_chunk.end)};
+    }
+    return seen;
+  }
+
+  FA3_HD constexpr Interval queries(int key, SeqlenPair len) const {
+    int64_t const first_own = int64_t(len.k) - len.q;
+    int64_t begin = int64_t(key) - right;
+    int64_t end = int64_t(key) + left + 1;
+    if (is_chunked) {
+      Interval const in_chunk = chunk_of(key);
+      begin = begin > in_chunk.begin ? begin : in_chunk.begin;
+      end = end < in_chunk.end ? end : in_chunk.end;
+    }
+    begin -= first_own;
+    end -= first_own;
+    return Interval{begin > 0 ? int(begin) : 0, end < len.q ? int(end) : len.q};
+  }
+
+ private:
+  // No key lies in a chunk before key 0.
+  FA3_HD constexpr Interval chunk_of(int key) const {
+    if (key < 0) {
+      return Interval{0, 0};
+    }
+    int const begin = key - chunk.mod(key);
+    int const size = int(chunk.divisor);
+    return Interval{begin, begin > kNoLimit - size ? kNoLimit + 1 : begin + size};
+  }
+};
 
 }  // namespace fa3

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "core/mask_limits.h"
+
 namespace fa3 {
 
 enum class Dtype : int {
@@ -56,19 +58,61 @@ struct FwdProblem {
   int head_dim = 0;
   int head_dim_v = 0;
   bool causal = false;
+  // Of the general kernels (MaskKind). `general` is the mask then; causal still says that right is
+  // 0.
+  bool is_general = false;
+  bool has_softcap = false;  // is_general too
+  GeneralMask general;
+  // Sequences of several lengths, one behind the other: seqlen_q and seqlen_k are the longest, as
+  // far as the host knows, and what counts are the tensors' rows.
+  bool is_packed = false;
+  int total_q = 0;
+  int total_k = 0;
+  bool has_unused = false;  // of a sequence's rows not all need count
   PackGqa pack_gqa = PackGqa::kHeuristic;
   int sm_margin = 0;
   bool deterministic = false;  // the backward sums dQ in a fixed order
   DeviceLimits device;
+
+  constexpr MaskKind mask_kind() const {
+    return has_softcap  ? MaskKind::kSoftcap
+           : is_general ? MaskKind::kGeneral
+           : causal     ? MaskKind::kCausal
+                        : MaskKind::kFull;
+  }
+
+  // Packed: sequences, and runs of rows that no sequence has (core/packed_tiles.h).
+  int entries() const { return batch + 1 + (has_unused ? batch : 0); }
+
+  // The mask in its most general form.
+  GeneralMask mask() const {
+    GeneralMask mask = is_general ? general : GeneralMask{};
+    mask.right = causal ? 0 : mask.right;
+    return mask;
+  }
+};
+
+// Lengths of a packed batch as they lie on the device: sequence b has the rows from cu[b] up to
+// cu[b + 1], of which used[b] count, or all where that is nullptr.
+struct PackedLengths {
+  int const* cu_q = nullptr;
+  int const* cu_k = nullptr;
+  int const* used_q = nullptr;
+  int const* used_k = nullptr;
 };
 
 // How the work of a problem is cut for one variant. Everything the launcher needs beside pointers.
 struct FwdSchedule {
-  int pack = 1;           // query heads in the rows of a tile (core/row_packing.h)
-  int m_tiles = 0;        // tiles along the queries
-  int tiles = 0;          // m_tiles * (heads_q / pack) * batch
+  int pack = 1;     // query heads in the rows of a tile (core/row_packing.h)
+  int m_tiles = 0;  // tiles along the queries
+  int tiles = 0;    // m_tiles * (heads_q / pack) * batch
+  bool longest_first = false;
   int section_pairs = 1;  // core/tile_order.h
   int grid = 0;           // CTAs
+  // Packed: tiles is the most that there can be, section_heads the packed heads that go through a
+  // sequence together (core/packed_tiles.h).
+  int section_heads = 1;
+  int64_t workspace_ints = 0;
 };
 
 struct FwdParams {
@@ -76,21 +120,35 @@ struct FwdParams {
   TensorView k;
   TensorView v;
   TensorView o;
-  float* lse = nullptr;  // (batch, heads_q, seqlen_q), contiguous; nullptr: not wanted
+  // (batch, heads_q, seqlen_q) or, packed, (heads_q, total_q), contiguous; nullptr: not wanted
+  float* lse = nullptr;
+  float* max_logits = nullptr;   // as lse; with a general problem only
+  float const* sinks = nullptr;  // (heads_q); nullptr: none
+  PackedLengths lengths;         // of a packed problem
+  int* workspace = nullptr;      // of a packed problem: schedule.workspace_ints
   FwdProblem problem;
   FwdSchedule schedule;
   float softmax_scale = 1.f;
+  float softcap = 0.f;  // 0: none; else the problem is general
 };
 
 // How the work of a backward pass is cut. Everything the launcher needs beside pointers.
 struct BwdSchedule {
-  int m_tiles = 0;        // tiles along the queries: the steps of a CTA
-  int n_tiles = 0;        // tiles along the keys
-  int grid = 0;           // CTAs: n_tiles * heads_k * batch
-  int section_pairs = 1;  // core/tile_order.h, with tiles of keys for those of queries
+  int tile_m = 0;            // queries of a step
+  int tile_n = 0;            // keys of a CTA, or of a cluster of them
+  int m_tiles = 0;           // tiles along the queries: the steps of a CTA
+  int n_tiles = 0;           // tiles along the keys
+  int grid = 0;              // CTAs: of every tile of keys of every KV head and batch; may be 0
+  bool in_sections = false;  // core/tile_order.h, with tiles of keys for those of queries
+  int section_pairs = 1;
   int64_t rows = 0;       // queries of all heads and batches, filled up to whole tiles
   int64_t dq_floats = 0;  // of the fp32 accumulator of dQ
   int64_t flags = 0;      // deterministic: of every tile of queries, and the ticket; else 0
+  // Packed: m_tiles and n_tiles are the most that there can be in all sequences together, and
+  // section_heads the KV heads that go through a sequence together (core/packed_tiles.h).
+  int section_heads = 1;
+  int most_queries = 0;    // that a tile of keys meets
+  int64_t table_ints = 0;  // of the tables, a multiple of 8; else 0
 };
 
 struct BwdParams {
@@ -102,16 +160,22 @@ struct BwdParams {
   TensorView dq;
   TensorView dk;
   TensorView dv;
-  float const* lse = nullptr;   // (batch, heads_q, seqlen_q), contiguous, natural logarithm
-  float const* dlse = nullptr;  // as lse; nullptr: zero
-  float* lse_log2 = nullptr;    // workspace: schedule.rows floats
-  float* delta = nullptr;       // workspace: schedule.rows floats
-  float* dq_sum = nullptr;      // workspace: schedule.dq_floats floats
-  int* dq_flags = nullptr;      // workspace: schedule.flags - 1 ints; nullptr: not deterministic
-  int* ticket = nullptr;        // workspace: the last of schedule.flags
+  // (batch, heads_q, seqlen_q) or, packed, (heads_q, total_q), contiguous, natural logarithm
+  float const* lse = nullptr;
+  float const* dlse = nullptr;   // as lse; nullptr: zero
+  float const* sinks = nullptr;  // (heads_q); nullptr: none
+  float* dsinks = nullptr;       // (heads_q), with sinks
+  float* lse_log2 = nullptr;     // workspace: schedule.rows floats
+  float* delta = nullptr;        // workspace: schedule.rows floats
+  float* dq_sum = nullptr;       // workspace: schedule.dq_floats floats
+  int* tables = nullptr;         // workspace of a packed problem: schedule.table_ints ints
+  int* dq_flags = nullptr;       // workspace: schedule.flags - 1 ints; nullptr: not deterministic
+  int* ticket = nullptr;         // workspace: the last of schedule.flags
+  PackedLengths lengths;         // of a packed problem
   FwdProblem problem;
   BwdSchedule schedule;
   float softmax_scale = 1.f;
+  float softcap = 0.f;  // 0: none; else the problem is general
 };
 
 }  // namespace fa3

@@ -1,39 +1,37 @@
 // The tiles of queries that a tile of keys meets in the backward pass. The loop runs upwards: tiles
-// [begin, free_begin) need the mask, tiles [free_begin, end) see every key of the tile.
+// [free_begin, free_end) see every key of the tile, the others of [begin, end) need the mask.
 #pragma once
 
 #include "core/mask_limits.h"
 
 namespace fa3 {
 
-// The first query that sees a key of the sequence.
-FA3_HD constexpr int first_position(int key, SeqlenPair len, bool causal) {
-  return causal ? max_of(0, key + len.q - len.k) : 0;
-}
-
 struct QueryRange {
   int begin;
-  int free_begin;
+  int free_begin;  // may lie behind free_end: then no tile is free
+  int free_end;
   int end;
+
+  FA3_HD constexpr bool is_masked(int m) const { return m < free_begin || m >= free_end; }
 };
 
 // Keys [key_begin, key_begin + tile_n) against tiles of tile_m queries. A tile of keys that goes on
 // past the end of the sequence is masked throughout: a filled-up key has score 0, and 2^(0 - LSE)
-// may be infinite. Queries past the end need no mask: their LSE makes P zero.
+// may be infinite. Queries past the end need no mask: their LSE makes P zero. Where no query sees a
+// key, end is begin or less.
+template <class Mask>
 FA3_HD constexpr QueryRange query_range(int key_begin, SeqlenPair len, int tile_m, int tile_n,
-                                        bool causal) {
-  int const end = ceil_div(len.q, tile_m);
-  int const begin = min_of(first_position(key_begin, len, causal) / tile_m, end);
+                                        Mask const& mask) {
   int const key_end = key_begin + tile_n;
-  int const seen_by_all = ceil_div(first_position(key_end - 1, len, causal), tile_m);
-  return QueryRange{begin, key_end <= len.k ? clamp(seen_by_all, begin, end) : end, end};
-}
-
-// The last tile of keys whose QueryRange has tile m of queries; negative when there is none. The
-// tiles before it have m too: who sees a key sees those before it.
-FA3_HD constexpr int last_key_tile(int m, SeqlenPair len, int tile_m, int tile_n, bool causal) {
-  int const seen = causal ? min_of(len.k, (m + 1) * tile_m - len.q + len.k) : len.k;
-  return floor_div(seen - 1, tile_n);
+  Interval const first = mask.queries(key_begin, len);
+  Interval const last = mask.queries(min_of(key_end, len.k) - 1, len);
+  int const end = ceil_div(max_of(0, last.end), tile_m);
+  int const seen_by_all = first.end == len.q ? ceil_div(len.q, tile_m) : first.end / tile_m;
+  QueryRange range{first.begin / tile_m, ceil_div(last.begin, tile_m), seen_by_all, end};
+  if (key_end > len.k) {
+    range.free_begin = range.end;
+  }
+  return range;
 }
 
 }  // namespace fa3

@@ -21,6 +21,16 @@ FA3_HD float log_sum_exp(float row_max, float row_sum, float softmax_scale) {
   return row_sum == 0.f ? -INFINITY : row_max * softmax_scale + std::log(row_sum);
 }
 
+// The LSE of a row with one more score; -inf: no such score.
+FA3_HD float with_sink(float lse, float sink) {
+  if (sink == -INFINITY) {
+    return lse;
+  }
+  float const larger = lse > sink ? lse : sink;
+  float const distance = lse > sink ? lse - sink : sink - lse;
+  return larger + std::log(1.f + std::exp(-distance));
+}
+
 // What the output row is multiplied by at the end: 0 for a row without a visible key, NaN for a NaN
 // row.
 FA3_HD float inverse_sum(float row_sum) { return row_sum == 0.f ? 0.f : 1.f / row_sum; }

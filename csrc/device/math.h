@@ -16,6 +16,13 @@ CUTE_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+// To 2e-7, absolute: the instruction for it (tanh.approx) is a thousand times worse, and a softcap
+// multiplies its error by the cap.
+CUTE_DEVICE float tanh_of(float x) {
+  float const power = exp2_approx(x * 2.8853900817779268f);  // e^2x
+  return 1.f - __fdividef(2.f, power + 1.f);
+}
+
 // Two floats to two halves in one instruction, round to nearest even; `low` lands in the lower
 // half.
 template <class Element>

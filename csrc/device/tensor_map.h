@@ -4,13 +4,14 @@
 // reads.
 //
 // Reads past the tensor give zero, writes past it are dropped: tails of a dense sequence need no
-// care.
+// care. Nor do those of packed sequences: see RowDims.
 #pragma once
 
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
 #include "config/fwd_config.h"
+#include "core/packed_tiles.h"
 
 namespace fa3 {
 
@@ -18,6 +19,39 @@ struct TensorMapDim {
   int64_t size;
   int64_t stride;  // in elements; ignored for the innermost, and where the size is 1
   int box;
+};
+
+// Rows and batch of a tensor, as three dimensions of a map: row, batch, end.
+//
+// Dense: end has one value, 0.
+//
+// Packed: one map has to end where each sequence does. So rows are counted from a sequence's end:
+// kRowsEnd is one past its last row, whatever its length, and one past the last of the map. `end`
+// is the row of the tensor at which the sequence ends, and moves by a row too; `batch` is always
+// kRowsEnd, with a stride that makes it move kRowsEnd rows back: addresses are counted modulo 2^64.
+// The sum of the three is the row that is meant.
+// WHY: not simply a map that begins kRowsEnd rows before the tensor. Of a box that lies wholly past
+// the end nothing is read, but where the map begins has to be memory all the same.
+struct RowDims {
+  int64_t rows;
+  int64_t row_stride;
+  int64_t batches;
+  int64_t batch_stride;
+  int64_t ends;
+
+  static RowDims dense(TensorView const& t, int rows, int batches) {
+    return RowDims{rows, t.row_stride, batches, t.batch_stride, 1};
+  }
+
+  static RowDims packed(TensorView const& t, int total_rows) {
+    constexpr int64_t kElementBytes = 2;
+    constexpr int64_t kWrap = int64_t(1) << 34;  // bytes; kRowsEnd times this is 2^64
+    static_assert(kRowsEnd == 1 << 30);
+    // The stride of a tensor's only row means nothing.
+    int64_t const row_stride = total_rows > 1 ? t.row_stride : kSliceColumns;
+    return RowDims{kRowsEnd, row_stride, int64_t(kRowsEnd) + 1, kWrap / kElementBytes - row_stride,
+                   int64_t(total_rows) + 1};
+  }
 };
 
 // nullptr when the driver has no such function.
@@ -42,8 +76,10 @@ struct TensorMapMaker {
   Dtype dtype;
   cudaError_t error = cudaSuccess;
 
-  template <int kRank>
-  CUtensorMap make(void const* data, TensorMapDim const (&dims)[kRank]) {
+  // Of the first kRank dimensions.
+  template <int kRank, int kDims>
+  CUtensorMap make(void const* data, TensorMapDim const (&dims)[kDims]) {
+    static_assert(kRank <= kDims);
     constexpr int64_t kElementBytes = 2;
     cuuint64_t sizes[kRank];
     cuuint64_t strides[kRank];  // bytes, of dimensions 1 and up

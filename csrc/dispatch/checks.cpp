@@ -103,11 +103,20 @@ std::string check_sizes(ForwardCall const& call) {
   return {};
 }
 
+template <class CandidatesByHeadDim>
+constexpr bool every_head_dim_has_a_variant(CandidatesByHeadDim const& candidates) {
+  for (int head_dim = 8; head_dim <= kMaxHeadDim; head_dim += 8) {
+    if (candidates[head_dim / 8].count == 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
 constexpr bool every_problem_has_a_variant() {
-  for (Dtype dtype : {Dtype::kFloat16, Dtype::kBFloat16}) {
-    for (int head_dim = 8; head_dim <= kMaxHeadDim; head_dim += 8) {
-      if (fwd_candidates(dtype, false, head_dim).count == 0 ||
-          fwd_candidates(dtype, true, head_dim).count == 0) {
+  for (auto const& of_dtype : kFwdCandidates) {
+    for (auto const& of_mask : of_dtype) {
+      if (!every_head_dim_has_a_variant(of_mask)) {
         return false;
       }
     }
@@ -132,9 +141,13 @@ std::string check_head_dims(ForwardCall const& call) {
         head_dim > 0 && head_dim < kMaxHeadDim ? "pad q, k and v with zeros, and pass softmax_scale"
                                                : "");
   }
-  if (head_dim_v != head_dim) {
-    return refuse(call, text("v.size(3), the head_dim, to be that of q and k, ", head_dim),
-                  text(head_dim_v));
+  int const most_v = head_dim <= kLongValuesHeadDim ? kMaxLongValues : kMaxHeadDim;
+  if (head_dim_v < 8 || head_dim_v > most_v || head_dim_v % 8 != 0) {
+    return refuse(
+        call,
+        text("v.size(3), the head_dim of the values, to be a multiple of 8 from 8 to ", most_v,
+             head_dim <= kLongValuesHeadDim ? "" : text(" with a head_dim of ", head_dim)),
+        text(head_dim_v));
   }
   return {};
 }

@@ -1,63 +1,28 @@
 #include "dispatch/checks_backward.h"
 
-#include <algorithm>
 #include <array>
 
 #include "dispatch/given_tensor.h"
-#include "dispatch/tensor_text.h"
+#include "dispatch/tensor_rule.h"
+#include "dispatch/variants.h"
 
 namespace fa3 {
 namespace {
-
-// Of 64 keys, as check_forward() counts those of queries.
-constexpr double kMaxTiles = double(1 << 29);
-
-struct Expected {
-  char const* name;
-  TensorMeta const& meta;
-  int rank;
-  int64_t size[4];
-  Dtype dtype;
-  char const* dtype_name;
-};
-
-std::string check_tensor(ForwardCall const& forward, Expected const& expected) {
-  TensorMeta const& meta = expected.meta;
-  TensorMeta const& q = forward.q;
-  bool const shapes_match =
-      meta.rank == expected.rank && std::equal(meta.size, meta.size + meta.rank, expected.size);
-  if (!shapes_match) {
-    return error_text(
-        forward.op,
-        text(expected.name, " to have the shape ", shape_text(expected.size, expected.rank)),
-        shape_text(meta.size, std::min(meta.rank, 5)));
-  }
-  if (meta.dtype != expected.dtype) {
-    return error_text(forward.op, text(expected.name, ".dtype to be ", expected.dtype_name),
-                      meta.dtype_name);
-  }
-  if (!same_device(meta, q)) {
-    return error_text(forward.op, text(expected.name, " on the device of q, ", device_text(q)),
-                      device_text(meta));
-  }
-  return {};
-}
 
 // What the forward gave, and the gradients of it.
 std::string check_outputs(BackwardCall const& call) {
   TensorMeta const& q = call.forward.q;
   int64_t const head_dim_v = call.forward.v.size[3];
-  bool const is_wide = q.dtype == Dtype::kFloat64;
-  Dtype const lse_dtype = is_wide ? Dtype::kFloat64 : Dtype::kFloat32;
-  char const* const lse_name = is_wide ? "float64" : "float32";
-  Expected const all[] = {
+  Dtype const lse_dtype = wide_dtype(q);
+  char const* const lse_name = wide_dtype_name(q);
+  TensorRule const rules[] = {
       {"dout", call.dout, 4, {q.size[0], q.size[1], q.size[2], head_dim_v}, q.dtype, q.dtype_name},
       {"out", call.out, 4, {q.size[0], q.size[1], q.size[2], head_dim_v}, q.dtype, q.dtype_name},
       {"lse", call.lse, 3, {q.size[0], q.size[2], q.size[1], 0}, lse_dtype, lse_name},
       {"dlse", call.dlse, 3, {q.size[0], q.size[2], q.size[1], 0}, lse_dtype, lse_name}};
-  for (Expected const& expected : all) {
-    bool const is_there = &expected.meta != &call.dlse || call.has_dlse;
-    std::string const error = is_there ? check_tensor(call.forward, expected) : "";
+  for (TensorRule const& rule : rules) {
+    bool const is_there = &rule.meta != &call.dlse || call.has_dlse;
+    std::string const error = is_there ? check_tensor(call.forward.op, rule, q) : "";
     if (!error.empty()) {
       return error;
     }
@@ -82,13 +47,13 @@ std::string check_gradients(BackwardCall const& call) {
   for (int i = 0; i < 3; ++i) {
     auto const& [name, gradient] = all[i];
     TensorMeta const& like = inputs[i].meta;
-    Expected const expected{name,
-                            gradient,
-                            4,
-                            {like.size[0], like.size[1], like.size[2], like.size[3]},
-                            forward.q.dtype,
-                            forward.q.dtype_name};
-    std::string error = check_tensor(forward, expected);
+    TensorRule const rule{name,
+                          gradient,
+                          4,
+                          {like.size[0], like.size[1], like.size[2], like.size[3]},
+                          forward.q.dtype,
+                          forward.q.dtype_name};
+    std::string error = check_tensor(forward.op, rule, forward.q);
     if (error.empty()) {
       error = check_given_memory(forward.op, all[i], std::span(all).subspan(i + 1));
     }
@@ -99,10 +64,26 @@ std::string check_gradients(BackwardCall const& call) {
   return {};
 }
 
-std::string check_tiles(ForwardCall const& forward) {
+}  // namespace
+
+std::string check_gradient_head_dims(ForwardCall const& forward) {
+  int const dim = forward.v.rank - 1;
+  int64_t const head_dim_v = forward.v.size[dim];
+  if (forward.v.device != DeviceType::kCuda || head_dim_v <= kMaxHeadDim) {
+    return {};
+  }
+  return error_text(forward.op ? forward.op : "bwd",
+                    text("v.size(", dim, "), the head_dim of the values, to be at most ",
+                         kMaxHeadDim, " for gradients"),
+                    text(head_dim_v), "give the columns of v to two calls");
+}
+
+std::string check_key_tiles(ForwardCall const& forward) {
+  // Of 64 keys, as check_forward() counts those of queries.
+  constexpr double kMaxTiles = double(1 << 29);
   TensorMeta const& k = forward.k;
   double const tiles = double(k.size[0]) * double(k.size[2]) * double((k.size[1] + 63) / 64);
-  if (tiles > kMaxTiles) {
+  if (k.device == DeviceType::kCuda && tiles > kMaxTiles) {
     return error_text(
         forward.op,
         text("batch * heads * ceil(seqlen / 64) of k to be at most ", int64_t(kMaxTiles)),
@@ -111,15 +92,16 @@ std::string check_tiles(ForwardCall const& forward) {
   return {};
 }
 
-}  // namespace
-
 std::string check_backward(BackwardCall const& call) {
   std::string error = check_forward(call.forward);
   if (error.empty()) {
+    error = check_gradient_head_dims(call.forward);
+  }
+  if (error.empty()) {
     error = check_outputs(call);
   }
-  if (error.empty() && call.forward.q.device == DeviceType::kCuda) {
-    error = check_tiles(call.forward);
+  if (error.empty()) {
+    error = check_key_tiles(call.forward);
   }
   if (error.empty() && call.has_gradients) {
     error = check_gradients(call);

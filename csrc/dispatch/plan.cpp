@@ -4,7 +4,9 @@
 
 #include "core/block_range.h"
 #include "core/int_math.h"
+#include "core/packed_tiles.h"
 #include "core/row_packing.h"
+#include "core/visible_pairs.h"
 #include "dispatch/variants.h"
 
 namespace fa3 {
@@ -46,19 +48,45 @@ int choose_pack(FwdProblem const& problem, FwdVariantFacts const& facts) {
   return packed * 100 > unpacked * (100 + kPackGainPercent) ? pack : 1;
 }
 
+// Whether the later queries of a sequence see more keys than the first ones, up to a great part of
+// them.
+bool grows(FwdProblem const& problem) {
+  GeneralMask const mask = problem.mask();
+  int const half = problem.seqlen_k / 2;
+  bool const is_cut = mask.is_chunked || mask.left < half;
+  return !is_cut && (problem.causal || mask.right < half);
+}
+
+int64_t kv_head_bytes(FwdProblem const& problem) {
+  return int64_t(problem.seqlen_k) * (problem.head_dim + problem.head_dim_v) * kElementBytes;
+}
+
+// KV heads whose K and V fit into the L2 of a section.
+int64_t fitting_heads(FwdProblem const& problem) {
+  int64_t const budget = problem.device.l2_bytes * kSectionL2Percent / 100;
+  return std::max<int64_t>(1, budget / std::max<int64_t>(1, kv_head_bytes(problem)));
+}
+
+// Packed sequences: the heads that go through one together, as packed heads. A divisor of them.
+int choose_section_heads(FwdProblem const& problem, int pack) {
+  int64_t const fitting = fitting_heads(problem);
+  int heads = problem.heads_k;
+  while (heads > fitting && heads > 1) {
+    heads = largest_divisor_below(problem.heads_k, heads);
+  }
+  return heads * (problem.heads_q / problem.heads_k / pack);
+}
+
 // (head, batch) pairs of a causal section: about as many KV heads as fit into L2, and at least as
 // many as give every CTA two tiles; within that, the number whose tiles come closest to a multiple
 // of two rounds of the grid, because the tiles of a full pair of rounds add up to the same work for
 // every CTA. Example: 132 CTAs, 16 tiles a head, 34 heads fit: 33, which are exactly 4 rounds.
 int choose_section_pairs(FwdProblem const& problem, FwdSchedule const& schedule) {
-  if (!problem.causal || schedule.tiles == 0) {
+  if (!schedule.longest_first || schedule.tiles == 0) {
     return 1;
   }
   int64_t const kv_heads = int64_t(problem.heads_k) * problem.batch;
-  int64_t const kv_bytes =
-      int64_t(problem.seqlen_k) * (problem.head_dim + problem.head_dim_v) * kElementBytes;
-  int64_t const budget = problem.device.l2_bytes * kSectionL2Percent / 100;
-  int64_t const fitting = std::max<int64_t>(1, budget / std::max<int64_t>(1, kv_bytes));
+  int64_t const fitting = fitting_heads(problem);
   int const pairs_per_kv_head = problem.heads_q / problem.heads_k / schedule.pack;
   int64_t const tiles_per_kv_head = int64_t(schedule.m_tiles) * pairs_per_kv_head;
   int64_t const two_rounds = 2 * int64_t(schedule.grid);
@@ -82,15 +110,9 @@ int choose_section_pairs(FwdProblem const& problem, FwdSchedule const& schedule)
   return int(best * pairs_per_kv_head);
 }
 
-// (query, key) pairs that one head of one batch sees: the last query sees min(seqlen_k, ...) keys,
-// each one before it one key fewer.
+// (query, key) pairs that one head of one batch sees.
 double visible_pairs(FwdProblem const& problem) {
-  double const k = problem.seqlen_k;
-  if (!problem.causal) {
-    return problem.seqlen_q * k;
-  }
-  double const rows = std::min(problem.seqlen_q, problem.seqlen_k);
-  return rows * k - rows * (rows - 1) / 2;
+  return count_visible(SeqlenPair{problem.seqlen_q, problem.seqlen_k}, problem.mask());
 }
 
 // What a tile costs, in (query, key) pairs: those that it computes, and `fixed_keys` more keys.
@@ -99,8 +121,8 @@ double tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, int pa
   int const positions = RowPacking{pack}.positions_per_tile(facts.consumer_warpgroups);
   SeqlenPair const len{problem.seqlen_q, problem.seqlen_k};
   BlockRange const range =
-      block_range(m * positions, (m + 1) * positions, len, facts.tile_n, problem.causal);
-  double const keys = double(max_of(range.end, 1)) * facts.tile_n + fixed_keys;
+      block_range(m * positions, (m + 1) * positions, len, facts.tile_n, problem.mask());
+  double const keys = double(max_of(range.end - range.begin, 1)) * facts.tile_n + fixed_keys;
   return keys * facts.consumer_warpgroups * kWarpgroupRows;
 }
 
@@ -119,7 +141,8 @@ double mean_tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, i
 double estimated_tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, int pack) {
   int const m_tiles = m_tiles_of(problem, facts, pack);
   // Tiles of full attention all cost the same.
-  int const step = problem.causal ? ceil_div(m_tiles, kMostSamples) : m_tiles;
+  bool const all_equal = problem.mask_kind() == MaskKind::kFull;
+  int const step = all_equal ? m_tiles : ceil_div(m_tiles, kMostSamples);
   return mean_tile_cost(problem, facts, pack, step, facts.fixed_keys);
 }
 
@@ -136,7 +159,7 @@ double time_of_plan(FwdProblem const& problem, FwdPlan const& plan) {
   FwdVariantFacts const& facts = kFwdVariants[plan.variant];
   FwdSchedule const& schedule = plan.schedule;
   double const mean = estimated_tile_cost(problem, facts, schedule.pack);
-  if (!problem.causal) {
+  if (!schedule.longest_first) {
     return mean * ceil_div(schedule.tiles, schedule.grid) / facts.relative_speed;
   }
   double const longest =
@@ -168,8 +191,15 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& f
   FwdSchedule schedule;
   schedule.pack = choose_pack(problem, facts);
   schedule.m_tiles = m_tiles_of(problem, facts, schedule.pack);
-  schedule.tiles =
-      int(int64_t(schedule.m_tiles) * (problem.heads_q / schedule.pack) * problem.batch);
+  schedule.longest_first = grows(problem);
+  int64_t of_head = int64_t(schedule.m_tiles) * problem.batch;
+  if (problem.is_packed) {
+    int const rows = RowPacking{schedule.pack}.positions_per_tile(facts.consumer_warpgroups);
+    of_head = most_tiles(problem.total_q, problem.entries(), rows);
+    schedule.section_heads = choose_section_heads(problem, schedule.pack);
+    schedule.workspace_ints = PackedTables::workspace_ints(of_head, problem.entries());
+  }
+  schedule.tiles = int(of_head * (problem.heads_q / schedule.pack));
   schedule.grid =
       std::min(schedule.tiles, std::max(1, problem.device.sm_count - problem.sm_margin));
   schedule.section_pairs = choose_section_pairs(problem, schedule);
@@ -181,7 +211,7 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& f
 // tile are chosen by the lengths alone; among tiles that agree in them, the rows are chosen by
 // time.
 FwdPlan plan_forward(FwdProblem const& problem) {
-  FwdCandidates const& candidates = fwd_candidates(problem.dtype, problem.causal, problem.head_dim);
+  FwdCandidates const candidates = fwd_candidates(problem);
   bool const is_empty = problem.batch == 0 || problem.heads_q == 0 || problem.seqlen_q == 0;
   if (candidates.count == 1 || is_empty) {
     return plan_with(problem, candidates.variant[0]);
@@ -213,14 +243,18 @@ FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan) {
   double const heads = double(problem.batch) * problem.heads_q;
   FwdVariantFacts const& facts = kFwdVariants[plan.variant];
   double const useful = visible_pairs(problem) * heads;
-  double const computed =
-      mean_tile_cost(problem, facts, schedule.pack, /*step=*/1, 0) * schedule.tiles;
+  double const tile = mean_tile_cost(problem, facts, schedule.pack, /*step=*/1, 0);
+  double const computed = tile * schedule.tiles;
   double const dims = problem.head_dim + problem.head_dim_v;
-  double const computed_dims = facts.head_dim + facts.head_dim_v;
+  double const computed_dims =
+      double(facts.head_dim + facts.head_dim_v) * value_launches(problem.head_dim_v);
   double const q_rows = heads * problem.seqlen_q;
   double const k_rows = double(problem.batch) * problem.heads_k * problem.seqlen_k;
+  double const tile_rows = facts.consumer_warpgroups * kWarpgroupRows;
+  double const all_keys = round_up(max_of(1, problem.seqlen_k), facts.tile_n);
   cost.waves = double(schedule.tiles) / schedule.grid;
-  cost.useful_share = computed > 0 ? useful * dims / (computed * computed_dims) : 0;
+  cost.useful_share = useful * dims / (computed * computed_dims);
+  cost.visited_share = tile / (tile_rows * all_keys);
   cost.flops = 2 * dims * useful;
   cost.bytes = kElementBytes * dims * (q_rows + k_rows) + sizeof(float) * q_rows;
   return cost;

@@ -14,11 +14,12 @@ struct FwdPlan {
 };
 
 struct FwdCost {
-  double waves = 0;         // tiles per CTA of the grid
-  double useful_share = 0;  // of the computed FLOPs; the rest is masked or padding (rows, keys,
-                            // head dim)
-  double flops = 0;         // of the visible pairs, both products
-  double bytes = 0;         // q, k, v read once; out and LSE written once
+  double waves = 0;          // tiles per CTA of the grid
+  double useful_share = 0;   // of the computed FLOPs; the rest is masked or padding (rows, keys,
+                             // head dim)
+  double flops = 0;          // of the visible pairs, both products
+  double bytes = 0;          // q, k, v read once; out and LSE written once
+  double visited_share = 0;  // of the K tiles of a head: those that its tiles of queries visit
 };
 
 // INVARIANT: the problem comes from a CUDA call that check_forward() accepts; then there is a
@@ -29,6 +30,7 @@ FwdPlan plan_forward(FwdProblem const& problem);
 // are on no list calls.
 FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& facts);
 
+// Of packed sequences: as if there were `batch` ones of the longest length.
 FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan);
 
 }  // namespace fa3

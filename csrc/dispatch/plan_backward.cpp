@@ -5,37 +5,94 @@
 
 #include "bwd_variants.h"
 #include "core/int_math.h"
+#include "core/packed_tiles.h"
 
 namespace fa3 {
 namespace {
 
-// Share of L2 that Q, dO and the accumulator of dQ of one section should fit into: each half of L2
+// Share of L2 that Q, dO and the accumulator of dQ of one section should fit into; each half of L2
 // keeps what its CTAs read (backward/README.md, what was tried).
 constexpr int kSectionL2Percent = 30;
 
-// (KV head, batch) pairs of a section, of a causal or a deterministic launch: what fits into L2,
-// but at least a tile for every multiprocessor. Deterministic: two, so that fewer CTAs of a head
-// wait for each other when they start.
-int choose_section_pairs(FwdProblem const& problem, BwdVariantFacts const& facts,
-                         BwdSchedule const& schedule) {
-  int64_t const pairs = int64_t(problem.heads_k) * problem.batch;
-  int64_t const row_bytes = int64_t(facts.head_dim) * (2 + 2 + 4);
-  int64_t const pair_bytes = problem.seqlen_q * row_bytes * (problem.heads_q / problem.heads_k);
-  int64_t const fitting = problem.device.l2_bytes * kSectionL2Percent / 100 / pair_bytes;
+// Whether the first keys of a sequence are seen by more queries than the last ones, up to a great
+// part of them.
+bool shrinks(FwdProblem const& problem) {
+  GeneralMask const mask = problem.mask();
+  int const half = problem.seqlen_q / 2;
+  bool const is_cut = mask.is_chunked || mask.left < half;
+  return !is_cut && (problem.causal || mask.right < half);
+}
+
+// KV heads that should go through their tiles of keys together, each with so many: what fits into
+// L2, but at least a tile for every multiprocessor. Deterministic: two, so that fewer CTAs of a
+// head wait for each other when they start.
+int64_t heads_of_section(FwdProblem const& problem, BwdVariantFacts const& facts, int n_tiles) {
+  int64_t const row_bytes = int64_t(facts.head_dim) * (2 + 4) + int64_t(facts.head_dim_v) * 2;
+  int64_t const head_bytes =
+      std::max(1, problem.seqlen_q) * row_bytes * (problem.heads_q / problem.heads_k);
+  int64_t const fitting = problem.device.l2_bytes * kSectionL2Percent / 100 / head_bytes;
   int const ctas = problem.device.sm_count * (problem.deterministic ? 2 : 1);
-  int64_t const least = ceil_div(ctas, schedule.n_tiles);
-  return int(std::clamp<int64_t>(std::max(fitting, least), 1, pairs));
+  return std::max<int64_t>({fitting, ceil_div(ctas, max_of(1, n_tiles)), 1});
+}
+
+// What decides between variants that serve a problem, the least comes first: the columns of a
+// step's five products, S, dQ and dK having those of q and k, dP and dV those of v; then the mask.
+int cost_of(BwdVariantFacts const& facts, MaskKind mask) {
+  int const columns = 3 * facts.head_dim + 2 * facts.head_dim_v;
+  return 2 * columns + (facts.mask == mask ? 0 : 1);
+}
+
+// A key is seen by the queries of its window or its chunk; a tile of keys by one more for each.
+int most_queries(FwdProblem const& problem, int tile_n) {
+  GeneralMask const mask = problem.mask();
+  int64_t most = int64_t(mask.left) + mask.right + tile_n;
+  if (mask.is_chunked) {
+    most = std::min(most, int64_t(mask.chunk.divisor) + tile_n);
+  }
+  return int(std::min<int64_t>(most, GeneralMask::kNoLimit));
+}
+
+void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem,
+                    BwdVariantFacts const& facts) {
+  int const pairs = problem.heads_k * problem.batch;
+  schedule.m_tiles = ceil_div(problem.seqlen_q, facts.tile_m);
+  schedule.n_tiles = ceil_div(problem.seqlen_k, facts.tile_n);
+  schedule.grid = schedule.n_tiles * pairs * facts.cluster_size;
+  schedule.rows = int64_t(schedule.m_tiles) * facts.tile_m * problem.heads_q * problem.batch;
+  schedule.section_pairs =
+      int(std::min<int64_t>(heads_of_section(problem, facts, schedule.n_tiles), pairs));
+}
+
+// Sequences come one after the other, so a section is one of heads.
+void schedule_packed(BwdSchedule& schedule, FwdProblem const& problem,
+                     BwdVariantFacts const& facts) {
+  schedule.m_tiles = int(most_tiles(problem.total_q, problem.entries(), facts.tile_m));
+  schedule.n_tiles = int(most_tiles(problem.total_k, problem.entries(), facts.tile_n));
+  schedule.grid = schedule.n_tiles * problem.heads_k * facts.cluster_size;
+  schedule.rows = int64_t(schedule.m_tiles) * facts.tile_m * problem.heads_q;
+  schedule.most_queries = most_queries(problem, facts.tile_n);
+  schedule.table_ints = PackedTables::table_ints(
+      PackedTables::workspace_ints(schedule.n_tiles, problem.entries(), schedule.m_tiles));
+  if (schedule.in_sections) {
+    int const n_tiles = ceil_div(problem.seqlen_k, facts.tile_n);
+    int64_t const heads = heads_of_section(problem, facts, n_tiles);
+    schedule.section_heads = heads >= problem.heads_k
+                                 ? problem.heads_k
+                                 : largest_divisor_below(problem.heads_k, int(heads) + 1);
+  }
 }
 
 }  // namespace
 
-int find_backward_variant(Dtype dtype, bool causal, int64_t head_dim) {
+int find_backward_variant(Dtype dtype, MaskKind mask, int64_t head_dim, int64_t head_dim_v) {
   int best = -1;
   for (int i = 0; i < int(std::size(kBwdVariants)); ++i) {
     BwdVariantFacts const& facts = kBwdVariants[i];
-    bool const fits = facts.dtype == dtype && (facts.mask == MaskKind::kCausal) == causal &&
-                      facts.head_dim >= head_dim;
-    if (fits && (best < 0 || facts.head_dim < kBwdVariants[best].head_dim)) {
+    bool const has_mask =
+        facts.mask == mask || (facts.mask == MaskKind::kGeneral && mask != MaskKind::kSoftcap);
+    bool const fits = facts.dtype == dtype && has_mask && facts.head_dim >= head_dim &&
+                      facts.head_dim_v >= head_dim_v;
+    if (fits && (best < 0 || cost_of(facts, mask) < cost_of(kBwdVariants[best], mask))) {
       best = i;
     }
   }
@@ -44,17 +101,21 @@ int find_backward_variant(Dtype dtype, bool causal, int64_t head_dim) {
 
 BwdPlan plan_backward(FwdProblem const& problem) {
   BwdPlan plan;
-  plan.variant = find_backward_variant(problem.dtype, problem.causal, problem.head_dim);
+  plan.variant = find_backward_variant(problem.dtype, problem.mask_kind(), problem.head_dim,
+                                       problem.head_dim_v);
   BwdVariantFacts const& facts = kBwdVariants[plan.variant];
   BwdSchedule& schedule = plan.schedule;
-  schedule.m_tiles = ceil_div(problem.seqlen_q, facts.tile_m);
-  schedule.n_tiles = ceil_div(problem.seqlen_k, facts.tile_n);
-  schedule.grid = schedule.n_tiles * problem.heads_k * problem.batch * facts.cluster_size;
-  schedule.rows = int64_t(schedule.m_tiles) * facts.tile_m * problem.heads_q * problem.batch;
+  schedule.tile_m = facts.tile_m;
+  schedule.tile_n = facts.tile_n;
+  schedule.in_sections = problem.deterministic || shrinks(problem);
+  if (problem.is_packed) {
+    schedule_packed(schedule, problem, facts);
+  } else {
+    schedule_dense(schedule, problem, facts);
+  }
   schedule.dq_floats = schedule.rows * facts.dq_columns;
   int64_t const flags = schedule.rows / facts.tile_m * facts.dq_adders;
   schedule.flags = problem.deterministic ? flags + 1 : 0;
-  schedule.section_pairs = choose_section_pairs(problem, facts, schedule);
   return plan;
 }
 

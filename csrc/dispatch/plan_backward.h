@@ -12,12 +12,13 @@ struct BwdPlan {
   BwdSchedule schedule;
 };
 
-// The variant for a problem: that of the head dim, else of the next larger one. INVARIANT: the head
-// dim is one that check_forward() accepts; there is a variant for each.
-int find_backward_variant(Dtype dtype, bool causal, int64_t head_dim);
+// The variant for a problem: of those whose head dims, of q and k and of v, are no smaller, the one
+// that computes least. One for the problem's mask, or, where that computes less, for any mask.
+// INVARIANT: the head dims are at most 256; there is a variant for each.
+int find_backward_variant(Dtype dtype, MaskKind mask, int64_t head_dim, int64_t head_dim_v);
 
-// INVARIANT: the problem comes from a CUDA call that check_backward() accepts, and is not empty.
-// Then the numbers of tiles fit into an int.
+// INVARIANT: the problem comes from a CUDA call that check_backward() or check_general_backward()
+// accepts, and has queries. Then the numbers of tiles fit into an int. Without keys the grid is 0.
 BwdPlan plan_backward(FwdProblem const& problem);
 
 }  // namespace fa3

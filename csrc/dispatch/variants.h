@@ -4,6 +4,7 @@
 #include <array>
 #include <iterator>
 
+#include "core/int_math.h"
 #include "fwd_variants.h"
 
 namespace fa3 {
@@ -27,37 +28,72 @@ struct FwdCandidates {
 
 constexpr int kMaxHeadDim = 256;
 
-// Kernels exist for some head dims; a problem with another runs on the next larger one: the copy
-// engine fills the missing columns with zeros, which change neither scores nor outputs.
-constexpr FwdCandidates search_candidates(Dtype dtype, MaskKind mask, int head_dim) {
+// Up to this head dim of q and k, v may have more than kMaxHeadDim columns: a launch for each half.
+constexpr int kLongValuesHeadDim = 64;
+constexpr int kMaxLongValues = 512;
+
+// Columns of v that one launch takes.
+constexpr int value_columns(int head_dim_v) {
+  return head_dim_v <= kMaxHeadDim ? head_dim_v : round_up(ceil_div(head_dim_v, 2), 8);
+}
+
+// How many launches that makes; 1 < head_dim_v.
+constexpr int value_launches(int head_dim_v) {
+  return ceil_div(head_dim_v, value_columns(head_dim_v));
+}
+
+// A general kernel, for a full or causal problem.
+template <class Facts>
+constexpr bool serves_simple(Facts const& facts, MaskKind mask) {
+  return facts.mask == MaskKind::kGeneral && !is_general(mask);
+}
+
+// Kernels exist for some head dims; a problem with others runs on those that are no smaller and
+// compute least: the copy engine fills the missing columns with zeros, which change neither scores
+// nor outputs. General ones serve full and causal problems too, where they compute less than those
+// made for them.
+constexpr FwdCandidates search_candidates(Dtype dtype, MaskKind mask, int head_dim,
+                                          int head_dim_v) {
   FwdCandidates found;
-  for (int rounded = head_dim; found.count == 0 && rounded <= kMaxHeadDim; ++rounded) {
-    for (int i = 0; i < kFwdVariantCount; ++i) {
-      FwdVariantFacts const& facts = kFwdVariants[i];
-      if (facts.head_dim == rounded && facts.dtype == dtype && facts.mask == mask) {
-        found.add(i);
-      }
+  int fewest = 1 << 30;
+  for (int i = 0; i < kFwdVariantCount; ++i) {
+    FwdVariantFacts const& facts = kFwdVariants[i];
+    bool const is_own = facts.mask == mask;
+    bool const serves = facts.dtype == dtype && facts.head_dim >= head_dim &&
+                        facts.head_dim_v >= head_dim_v && (is_own || serves_simple(facts, mask));
+    int const cost = 2 * (facts.head_dim + facts.head_dim_v) + !is_own;
+    if (serves && cost <= fewest) {
+      found = cost < fewest ? FwdCandidates{} : found;
+      fewest = cost;
+      found.add(i);
     }
   }
   return found;
 }
 
-// search_candidates() for every 16-bit dtype, mask and multiple of 8, since a launch asks.
+// search_candidates() for every 16-bit dtype, mask and multiple of 8 as head dim of q, k and v,
+// since a launch asks.
 inline constexpr auto kFwdCandidates = [] {
-  std::array<std::array<std::array<FwdCandidates, kMaxHeadDim / 8 + 1>, 2>, 2> table{};
+  std::array<std::array<std::array<FwdCandidates, kMaxHeadDim / 8 + 1>, kMaskKinds>, 2> table{};
   for (Dtype dtype : {Dtype::kFloat16, Dtype::kBFloat16}) {
-    for (MaskKind mask : {MaskKind::kFull, MaskKind::kCausal}) {
+    for (MaskKind mask :
+         {MaskKind::kFull, MaskKind::kCausal, MaskKind::kGeneral, MaskKind::kSoftcap}) {
       for (int eighths = 1; eighths <= kMaxHeadDim / 8; ++eighths) {
-        table[int(dtype)][int(mask)][eighths] = search_candidates(dtype, mask, 8 * eighths);
+        table[int(dtype)][int(mask)][eighths] =
+            search_candidates(dtype, mask, 8 * eighths, 8 * eighths);
       }
     }
   }
   return table;
 }();
 
-// INVARIANT: dtype is a 16-bit one, head_dim a multiple of 8 and at most kMaxHeadDim.
-constexpr FwdCandidates const& fwd_candidates(Dtype dtype, bool causal, int head_dim) {
-  return kFwdCandidates[int(dtype)][causal][head_dim / 8];
+// INVARIANT: dtype is a 16-bit one, head dims are multiples of 8 and at most kMaxHeadDim.
+constexpr FwdCandidates fwd_candidates(FwdProblem const& problem) {
+  MaskKind const mask = problem.mask_kind();
+  return problem.head_dim == problem.head_dim_v
+             ? kFwdCandidates[int(problem.dtype)][int(mask)][problem.head_dim / 8]
+             : search_candidates(problem.dtype, mask, problem.head_dim,
+                                 value_columns(problem.head_dim_v));
 }
 
 }  // namespace fa3

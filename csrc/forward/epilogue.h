@@ -2,7 +2,7 @@
 // memory.
 #pragma once
 
-#include "device/tensor_map.h"
+#include "device/row_copies.h"
 #include "forward/softmax.h"
 #include "forward/storage.h"
 
@@ -34,24 +34,46 @@ CUTE_DEVICE void stage_output(FwdStorage<Traits>& shared, int q_stage, int warpg
   }
 }
 
-// Consumer side: one lane of the four that share a row writes its LSE, if it is wanted.
+// Of this thread's two rows; -inf: none.
 template <class Traits>
-CUTE_DEVICE void store_lse(FwdDeviceParams const& p, FwdWork const& work, int thread,
-                           OnlineSoftmax<typename Traits::Config> const& softmax) {
+CUTE_DEVICE void read_sinks(FwdDeviceParams const& p, FwdWork<Traits> const& work, int thread,
+                            float (&sinks)[2]) {
+  sinks[0] = sinks[1] = -INFINITY;
+  if constexpr (Traits::kGeneral) {
+    if (p.sinks != nullptr && work.place.len.k != kNoSequence) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        sinks[r] = p.sinks[work.rows.head + p.pack.mod(fragment_row(thread) + 8 * r)];
+      }
+    }
+  }
+}
+
+// Consumer side: one lane of the four that share a row writes what there is of it beside O, if it
+// is wanted: the LSE, the largest logit.
+template <class Traits>
+CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int thread,
+                            OnlineSoftmax<typename Traits::Config> const& softmax,
+                            float const (&sinks)[2]) {
   if (p.lse == nullptr) {
     return;
   }
-  int const pack = int(p.pack.divisor);
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
     int const row = fragment_row(thread) + 8 * r;
     int const offset = p.pack.div(row);
-    int const position = work.position_begin + offset;
-    bool const in_tile = offset < p.positions_per_warpgroup && position < p.seqlen.q;
-    if (in_tile && thread % 4 == 0) {
-      int const head = work.head_group * pack + (row - offset * pack);
-      p.lse[(int64_t(work.batch) * p.heads_q + head) * p.seqlen.q + position] =
-          log_sum_exp(softmax.row_max[r], softmax.row_sum[r], p.softmax_scale);
+    bool const in_tile = offset < p.positions_per_warpgroup && offset < rows.left;
+    if (!in_tile || thread % 4 != 0) {
+      continue;
+    }
+    int const head = row - offset * int(p.pack.divisor);
+    int64_t const target = rows.offset + int64_t(head) * p.seqlen.q + offset;
+    float const lse = log_sum_exp(softmax.row_max[r], softmax.row_sum[r], p.softmax_scale);
+    p.lse[target] = Traits::kGeneral ? with_sink(lse, sinks[r]) : lse;
+    if constexpr (Traits::kGeneral) {
+      if (p.max_logits != nullptr) {
+        p.max_logits[target] = softmax.row_max[r] * p.softmax_scale;
+      }
     }
   }
 }
@@ -61,11 +83,11 @@ CUTE_DEVICE void store_lse(FwdDeviceParams const& p, FwdWork const& work, int th
 template <class Traits>
 CUTE_DEVICE void store_output(FwdStorage<Traits>& shared, FwdDeviceParams const& p, int q_stage,
                               int warpgroup) {
-  FwdWork const& work = shared.work[q_stage][warpgroup];
+  FwdWork<Traits> const& work = shared.work[q_stage][warpgroup];
   CUTE_UNROLL
   for (int column = 0; column < Traits::kColumnsV; column += kSliceColumns) {
-    cute::SM90_TMA_STORE_5D::copy(&p.o, &shared.q[q_stage][warpgroup][column * kWarpgroupRows],
-                                  column, 0, work.position_begin, work.head_group, work.batch);
+    store_box(p.o, &shared.q[q_stage][warpgroup][column * kWarpgroupRows], column, work.rows.head,
+              work.place.first_q() + work.position_begin, work.place, work.place.end_q());
   }
   cute::tma_store_arrive();
   cute::tma_store_wait<0>();  // the buffer has been read

@@ -8,26 +8,34 @@
 
 namespace fa3 {
 
-// Q or O as (column, packed head, position, head group, batch): a box is the rows of one warpgroup.
-inline CUtensorMap query_map(TensorMapMaker& maps, FwdParams const& p, TensorView const& t,
-                             int columns) {
+// Q or O as (column, head, position, batch, end): a box is the rows of one warpgroup.
+template <int kRank>
+CUtensorMap query_map(TensorMapMaker& maps, FwdParams const& p, TensorView const& t, int columns) {
   int const pack = p.schedule.pack;
   FwdProblem const& problem = p.problem;
-  return maps.make<5>(t.data,
-                      {{columns, 1, kSliceColumns},
-                       {pack, t.head_stride, pack},
-                       {problem.seqlen_q, t.row_stride, RowPacking{pack}.positions_per_warpgroup()},
-                       {problem.heads_q / pack, t.head_stride * pack, 1},
-                       {problem.batch, t.batch_stride, 1}});
+  RowDims const dims = problem.is_packed ? RowDims::packed(t, problem.total_q)
+                                         : RowDims::dense(t, problem.seqlen_q, problem.batch);
+  return maps.make<kRank>(t.data,
+                          {{columns, 1, kSliceColumns},
+                           {problem.heads_q, t.head_stride, pack},
+                           {dims.rows, dims.row_stride, RowPacking{pack}.positions_per_warpgroup()},
+                           {dims.batches, dims.batch_stride, 1},
+                           {dims.ends, dims.row_stride, 1}});
 }
 
-// K or V as (column, key, KV head, batch): a box is one K tile.
-inline CUtensorMap key_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
-                           int columns, int tile_n) {
-  return maps.make<4>(t.data, {{columns, 1, kSliceColumns},
-                               {problem.seqlen_k, t.row_stride, tile_n},
-                               {problem.heads_k, t.head_stride, 1},
-                               {problem.batch, t.batch_stride, 1}});
+// K or V as (column, key, KV head, batch, end): a box is one K tile. A map has a row at least:
+// without keys there is one that no query sees.
+template <int kRank>
+CUtensorMap key_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
+                    int columns, int tile_n) {
+  RowDims const dims = problem.is_packed
+                           ? RowDims::packed(t, problem.total_k)
+                           : RowDims::dense(t, max_of(1, problem.seqlen_k), problem.batch);
+  return maps.make<kRank>(t.data, {{columns, 1, kSliceColumns},
+                                   {dims.rows, dims.row_stride, tile_n},
+                                   {problem.heads_k, t.head_stride, 1},
+                                   {dims.batches, dims.batch_stride, 1},
+                                   {dims.ends, dims.row_stride, 1}});
 }
 
 template <class Config>
@@ -35,22 +43,35 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   FwdProblem const& problem = p.problem;
   int const pack = p.schedule.pack;
   int const positions = RowPacking{pack}.positions_per_warpgroup();
+  constexpr int kRank = kMapRank<typename FwdTraits<Config>::Place>;
   FwdDeviceParams d;
-  d.q = query_map(maps, p, p.q, problem.head_dim);
-  d.k = key_map(maps, problem, p.k, problem.head_dim, Config::kTileN);
-  d.v = key_map(maps, problem, p.v, problem.head_dim_v, Config::kTileN);
-  d.o = query_map(maps, p, p.o, problem.head_dim_v);
+  d.q = query_map<kRank>(maps, p, p.q, problem.head_dim);
+  d.k = key_map<kRank>(maps, problem, p.k, problem.head_dim, Config::kTileN);
+  d.v = key_map<kRank>(maps, problem, p.v, problem.head_dim_v, Config::kTileN);
+  d.o = query_map<kRank>(maps, p, p.o, problem.head_dim_v);
   d.lse = p.lse;
-  d.seqlen = SeqlenPair{problem.seqlen_q, problem.seqlen_k};
+  d.max_logits = p.max_logits;
+  d.sinks = p.sinks;
+  d.seqlen = problem.is_packed ? SeqlenPair{problem.total_q, problem.total_k}
+                               : SeqlenPair{problem.seqlen_q, problem.seqlen_k};
   d.heads_q = problem.heads_q;
-  d.softmax_scale = p.softmax_scale;
-  d.scale_log2 = p.softmax_scale * kLog2E;
+  d.softmax_scale = p.softcap > 0.f ? p.softcap : p.softmax_scale;
+  d.scale_log2 = d.softmax_scale * kLog2E;
+  d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
+  d.lazy_rescale_log2 = p.max_logits == nullptr ? Config::kLazyRescaleLog2 : 0.f;
   d.q_slice_bytes = pack * positions * kSliceColumns * 2;
   d.positions_per_warpgroup = positions;
   d.pack = FastDiv(pack);
   d.groups_per_kv_head = FastDiv(problem.heads_q / problem.heads_k / pack);
-  d.order = TileOrder(problem.causal, p.schedule.m_tiles, problem.heads_q / pack, problem.batch,
-                      p.schedule.section_pairs);
+  d.mask = problem.mask();
+  int const heads = problem.heads_q / pack;
+  if (problem.is_packed) {
+    d.tickets = TicketOrder{FastDiv(heads), FastDiv(p.schedule.section_heads)};
+    d.tables = PackedTables::in(p.workspace, p.schedule.tiles / heads);
+  } else {
+    d.order = TileOrder(p.schedule.longest_first, p.schedule.m_tiles, heads, problem.batch,
+                        p.schedule.section_pairs);
+  }
   return d;
 }
 

@@ -2,7 +2,7 @@
 // thread of it runs this.
 #pragma once
 
-#include "device/tensor_map.h"
+#include "device/row_copies.h"
 #include "forward/storage.h"
 #include "forward/work.h"
 
@@ -10,6 +10,8 @@ namespace fa3 {
 
 template <class Traits>
 struct FwdProducer {
+  using Work = FwdWork<Traits>;
+
   static constexpr uint64_t kOnce =
       uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);  // Q: read by one CTA
   static constexpr uint64_t kOften =
@@ -30,44 +32,62 @@ struct FwdProducer {
   // so after the wait for the launches before.
   CUTE_DEVICE void run() {
     wait_for_earlier_launches();
-    TileWalk walk = walk_tiles(p);
-    FwdWork work = resolve_tile<Traits>(p, walk.coord());
-    load_k(work, work.keys.end - 1);
-    load_q(work);
-    while (true) {
-      for (int n = work.keys.end - 1; n > 0; --n) {
-        load_k(work, n - 1);
-        load_v(work, n);
-      }
-      walk.next();
-      if (!walk.valid()) {
-        break;
-      }
-      FwdWork const next = resolve_tile<Traits>(p, walk.coord());
-      load_k(next, next.keys.end - 1);
-      load_v(work, 0);
-      load_q(next);
-      work = next;
-    }
-    load_v(work, 0);
+    load_all();
     finish();
     allow_later_launches();
   }
 
+  CUTE_DEVICE void load_all() {
+    if constexpr (Traits::kGeneral) {
+      if (p.is_packed()) {
+        load_tiles(TicketTiles<Traits>(p));
+        return;
+      }
+    }
+    load_tiles(DenseTiles<Traits>(p));
+  }
+
+  template <class Tiles>
+  CUTE_DEVICE void load_tiles(Tiles tiles) {
+    tiles.draw();
+    Work work = tiles.next();
+    if (!work.valid()) {
+      return;
+    }
+    load_k(work, work.keys.end - 1);
+    load_q(work);
+    while (true) {
+      tiles.draw();
+      for (int n = work.keys.end - 1; n > work.keys.begin; --n) {
+        load_k(work, n - 1);
+        load_v(work, n);
+      }
+      Work const next = tiles.next();
+      if (!next.valid()) {
+        break;
+      }
+      load_k(next, next.keys.end - 1);
+      load_v(work, work.keys.begin);
+      load_q(next);
+      work = next;
+    }
+    load_v(work, work.keys.begin);
+  }
+
   // The tile's coordinates and Q, for each warpgroup.
-  CUTE_DEVICE void load_q(FwdWork const& tile) {
+  CUTE_DEVICE void load_q(Work const& tile) {
     CUTE_UNROLL
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
       Mbarrier& full = shared.q_full[q_ring.stage][wg];
       shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
-      FwdWork const work = share_of_warpgroup<Traits>(p, tile, wg);
+      Work const work = share_of_warpgroup<Traits>(p, tile, wg);
       shared.work[q_ring.stage][wg] = work;
       full.arrive_and_expect_tx(uint32_t(p.q_slice_bytes) * (Traits::kColumns / kSliceColumns));
       CUTE_UNROLL
       for (int column = 0; column < Traits::kColumns; column += kSliceColumns) {
-        cute::SM90_TMA_LOAD_5D::copy(&p.q, mbarrier_word(full), kOnce,
-                                     &shared.q[q_ring.stage][wg][column * kWarpgroupRows], column,
-                                     0, work.position_begin, work.head_group, work.batch);
+        load_box(p.q, mbarrier_word(full), kOnce,
+                 &shared.q[q_ring.stage][wg][column * kWarpgroupRows], column, work.rows.head,
+                 work.place.first_q() + work.position_begin, work.place, work.place.end_q());
       }
     }
     q_ring.advance();
@@ -83,13 +103,13 @@ struct FwdProducer {
     }
   }
 
-  CUTE_DEVICE void load_k(FwdWork const& work, int n) {
+  CUTE_DEVICE void load_k(Work const& work, int n) {
     shared.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);
     load_keys<Traits::kColumns>(p.k, shared.k_full[k_ring.stage], shared.k[k_ring.stage], work, n);
     k_ring.advance();
   }
 
-  CUTE_DEVICE void load_v(FwdWork const& work, int n) {
+  CUTE_DEVICE void load_v(Work const& work, int n) {
     shared.v_empty[v_ring.stage].wait(v_ring.phase ^ 1);
     load_keys<Traits::kColumnsV>(p.v, shared.v_full[v_ring.stage], shared.v[v_ring.stage], work, n);
     v_ring.advance();
@@ -97,13 +117,13 @@ struct FwdProducer {
 
   template <int kColumns>
   CUTE_DEVICE void load_keys(CUtensorMap const& map, Mbarrier& full,
-                             typename Traits::Element* target, FwdWork const& work, int n) {
+                             typename Traits::Element* target, Work const& work, int n) {
     full.arrive_and_expect_tx(Traits::kTileN * kColumns * sizeof(typename Traits::Element));
     CUTE_UNROLL
     for (int column = 0; column < kColumns; column += kSliceColumns) {
-      cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), kOften,
-                                   target + column * Traits::kTileN, column, n * Traits::kTileN,
-                                   work.kv_head, work.batch);
+      load_box(map, mbarrier_word(full), kOften, target + column * Traits::kTileN, column,
+               work.place.first_k() + n * Traits::kTileN, work.kv_head, work.place,
+               work.place.end_k());
     }
   }
 

@@ -1,39 +1,52 @@
-// Hides the keys that a row does not see. Only tiles at the end of a row's range go through this
+// Hides the keys that a row does not see. Only tiles at the ends of a row's range go through this
 // (core/block_range.h).
 #pragma once
 
-#include "core/mask_limits.h"
 #include "device/fragments.h"
-#include "forward/params.h"
+#include "forward/work.h"
 
 namespace fa3 {
 
-// The columns [0, end) that each of this thread's two rows sees, counted from the thread's first
-// column.
+// What a K tile may have that a row does not see.
+enum class Hidden { kNothing, kEnd, kBothEnds };
+
+// The columns that each of this thread's two rows sees, counted from the thread's first column.
+template <class Traits>
 struct RowLimits {
+  static constexpr bool kHasBegin = Traits::kGeneral;
+
+  int begin[kHasBegin ? 2 : 1];
   int end[2];
 
-  template <class Traits>
-  CUTE_DEVICE static RowLimits of_tile(FwdDeviceParams const& p, int position_begin, int thread) {
+  CUTE_DEVICE static RowLimits of_tile(FwdDeviceParams const& p, FwdWork<Traits> const& work,
+                                       int thread) {
     RowLimits limits;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      int const position = position_begin + p.pack.div(fragment_row(thread) + 8 * r);
-      limits.end[r] = visible_end(position, p.seqlen, Traits::kCausal) - fragment_column(thread);
+      int const position = work.position_begin + p.pack.div(fragment_row(thread) + 8 * r);
+      Interval const keys = mask_of<Traits>(p).keys(position, work.place.lengths(p.seqlen));
+      if constexpr (kHasBegin) {
+        limits.begin[r] = keys.begin - fragment_column(thread);
+      }
+      limits.end[r] = keys.end - fragment_column(thread);
     }
     return limits;
   }
 
-  template <int kTileN, class Fragment>
+  template <Hidden kHidden, class Fragment>
   CUTE_DEVICE void apply(Fragment& acc, int n) const {
     auto scores = rows_view(acc);  // (2, (2, J))
+    int const first = n * Traits::kTileN;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      int const visible = end[r] - n * kTileN;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(scores); ++c) {
         int const column = (c / 2) * 8 + c % 2;
-        scores(r, c) = column < visible ? scores(r, c) : -INFINITY;
+        bool is_visible = column < end[r] - first;
+        if constexpr (kHidden == Hidden::kBothEnds) {
+          is_visible = is_visible && column >= begin[r] - first;
+        }
+        scores(r, c) = is_visible ? scores(r, c) : -INFINITY;
       }
     }
   }

@@ -21,6 +21,7 @@
 #include "device/gemm.h"
 #include "forward/epilogue.h"
 #include "forward/mask.h"
+#include "forward/score.h"
 
 namespace fa3 {
 
@@ -61,10 +62,11 @@ struct Turn {
 };
 
 // A tile in a consumer warpgroup's hands.
+template <class Traits>
 struct FwdTile {
-  FwdWork work;
+  FwdWork<Traits> work;
   int q_stage;
-  RowLimits limits;
+  RowLimits<Traits> limits;
   bool o_is_zero = true;  // nothing has been added to O yet
 };
 
@@ -76,6 +78,9 @@ struct FwdConsumer {
   using Config = typename Traits::Config;
   using MmaS = typename Traits::MmaS;
   using MmaO = typename Traits::MmaO;
+  using Tile = FwdTile<Traits>;
+
+  static constexpr bool kGeneral = Traits::kGeneral;
 
   FwdStorage<Traits>& shared;
   FwdDeviceParams const& p;
@@ -90,29 +95,21 @@ struct FwdConsumer {
                           int thread_, Turn_ const& turn_)
       : shared(shared_), p(p_), warpgroup(warpgroup_), thread(thread_), turn(turn_) {}
 
-  // All tiles of this CTA.
+  // All tiles of this CTA; packed, there may be none.
   CUTE_DEVICE void run() {
     auto tSrS =
         cute::partition_fragment_C(MmaS{}, cute::Shape<cute::_64, typename Traits::TileN>{});
     auto tOrP = cute::make_tensor<Element>(operand_a_layout(tSrS.layout()));  // ((2,2,2),1,N/16)
     auto tOrO =
         cute::partition_fragment_C(MmaO{}, cute::Shape<cute::_64, typename Traits::HeadDimV>{});
-    OnlineSoftmax<Config> softmax(p.scale_log2);
+    OnlineSoftmax<Config> softmax(p.scale_log2, p.lazy_rescale_log2);
 
     turn.begin();
-    FwdTile tile = take_tile();
+    Tile tile = take_tile();
     if constexpr (Config::kTileOverlap) {
-      begin(tile, tSrS, tOrP, softmax);
-      while (true) {
-        visit_keys(tile, tSrS, tOrP, tOrO, softmax);
-        FwdTile next = take_tile();
-        if (!next.work.valid()) {
-          break;
-        }
-        change_tile(tile, next, tSrS, tOrP, tOrO, softmax);
-        tile = next;
+      if (tile.work.valid()) {
+        visit_tiles(tile, tSrS, tOrP, tOrO, softmax);
       }
-      end(tile, tOrP, tOrO, softmax);
     } else {
       for (; tile.work.valid(); tile = take_tile()) {
         begin(tile, tSrS, tOrP, softmax);
@@ -124,16 +121,33 @@ struct FwdConsumer {
   }
 
   // The next tile, as soon as its Q is there. Its limits are still missing.
-  CUTE_DEVICE FwdTile take_tile() {
+  CUTE_DEVICE Tile take_tile() {
     int const q_stage = q_ring.stage;
     shared.q_full[q_stage][warpgroup].wait(q_ring.phase);
     q_ring.advance();
-    return FwdTile{shared.work[q_stage][warpgroup], q_stage};
+    return Tile{shared.work[q_stage][warpgroup], q_stage};
+  }
+
+  // With overlap of tiles: the first one and all after it.
+  template <class FragmentS, class FragmentP, class FragmentO>
+  CUTE_DEVICE void visit_tiles(Tile tile, FragmentS& tSrS, FragmentP& tOrP, FragmentO& tOrO,
+                               OnlineSoftmax<Config>& softmax) {
+    begin(tile, tSrS, tOrP, softmax);
+    while (true) {
+      visit_keys(tile, tSrS, tOrP, tOrO, softmax);
+      Tile next = take_tile();
+      if (!next.work.valid()) {
+        break;
+      }
+      change_tile(tile, next, tSrS, tOrP, tOrO, softmax);
+      tile = next;
+    }
+    end(tile, tOrP, tOrO, softmax);
   }
 
   // With overlap in the warpgroup: S and P of the tile's last K tile, which is the first visited.
   template <class FragmentS, class FragmentP>
-  CUTE_DEVICE void begin(FwdTile& tile, FragmentS& tSrS, FragmentP& tOrP,
+  CUTE_DEVICE void begin(Tile& tile, FragmentS& tSrS, FragmentP& tOrP,
                          OnlineSoftmax<Config>& softmax) {
     if constexpr (Config::kIntraOverlap) {
       shared.k_full[k_ring.stage].wait(k_ring.phase);
@@ -150,22 +164,30 @@ struct FwdConsumer {
 
   // All K tiles that begin() and end() leave.
   template <class FragmentS, class FragmentP, class FragmentO>
-  CUTE_DEVICE void visit_keys(FwdTile& tile, FragmentS& tSrS, FragmentP& tOrP, FragmentO& tOrO,
+  CUTE_DEVICE void visit_keys(Tile& tile, FragmentS& tSrS, FragmentP& tOrP, FragmentO& tOrO,
                               OnlineSoftmax<Config>& softmax) {
-    int n = tile.work.keys.end - (Config::kIntraOverlap ? 2 : 1);
+    BlockRange const& keys = tile.work.keys;
+    int n = keys.end - (Config::kIntraOverlap ? 2 : 1);
+    int const free_begin = kGeneral ? keys.free_begin : 0;
     CUTE_NO_UNROLL
-    for (; n >= tile.work.keys.free_end; --n) {
-      step<true>(n, tile, tSrS, tOrP, tOrO, softmax);
+    for (; n >= max_of(keys.free_end, free_begin); --n) {
+      step<Hidden::kEnd>(n, tile, tSrS, tOrP, tOrO, softmax);
     }
     CUTE_NO_UNROLL
-    for (; n >= 0; --n) {
-      step<false>(n, tile, tSrS, tOrP, tOrO, softmax);
+    for (; n >= free_begin; --n) {
+      step<Hidden::kNothing>(n, tile, tSrS, tOrP, tOrO, softmax);
+    }
+    if constexpr (kGeneral) {
+      CUTE_NO_UNROLL
+      for (; n >= keys.begin; --n) {
+        step<Hidden::kBothEnds>(n, tile, tSrS, tOrP, tOrO, softmax);
+      }
     }
   }
 
   // With overlap in the warpgroup: PV of the K tile visited last. Then O and LSE go out.
   template <class FragmentP, class FragmentO>
-  CUTE_DEVICE void end(FwdTile const& tile, FragmentP& tOrP, FragmentO& tOrO,
+  CUTE_DEVICE void end(Tile const& tile, FragmentP& tOrP, FragmentO& tOrO,
                        OnlineSoftmax<Config>& softmax) {
     if constexpr (Config::kIntraOverlap) {
       turn.wait();
@@ -179,7 +201,7 @@ struct FwdConsumer {
  private:
   // end() of one tile and begin() of the next.
   template <class FragmentS, class FragmentP, class FragmentO>
-  CUTE_DEVICE void change_tile(FwdTile const& tile, FwdTile& next, FragmentS& tSrS, FragmentP& tOrP,
+  CUTE_DEVICE void change_tile(Tile const& tile, Tile& next, FragmentS& tSrS, FragmentP& tOrP,
                                FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
@@ -193,20 +215,20 @@ struct FwdConsumer {
     first_probabilities(next, tSrS, tOrP, softmax);
   }
 
-  template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
-  CUTE_DEVICE void step(int n, FwdTile& tile, FragmentS& tSrS, FragmentP& tOrP, FragmentO& tOrO,
+  template <Hidden kHidden, class FragmentS, class FragmentP, class FragmentO>
+  CUTE_DEVICE void step(int n, Tile& tile, FragmentS& tSrS, FragmentP& tOrP, FragmentO& tOrO,
                         OnlineSoftmax<Config>& softmax) {
     if constexpr (Config::kIntraOverlap) {
-      overlapped_step<kMasked>(n, tile, tSrS, tOrP, tOrO, softmax);
+      overlapped_step<kHidden>(n, tile, tSrS, tOrP, tOrO, softmax);
     } else {
-      serial_step<kMasked>(n, tile, tSrS, tOrP, tOrO, softmax);
+      serial_step<kHidden>(n, tile, tSrS, tOrP, tOrO, softmax);
     }
     tile.o_is_zero = false;
   }
 
   // S and P of K tile n; O of the one before, n + 1.
-  template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
-  CUTE_DEVICE void overlapped_step(int n, FwdTile const& tile, FragmentS& tSrS, FragmentP& tOrP,
+  template <Hidden kHidden, class FragmentS, class FragmentP, class FragmentO>
+  CUTE_DEVICE void overlapped_step(int n, Tile const& tile, FragmentS& tSrS, FragmentP& tOrP,
                                    FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
@@ -214,10 +236,11 @@ struct FwdConsumer {
     issue_output(tile, tOrP, tOrO, [&] { turn.pass(); });
     wait_gemm<1>(tSrS);
     release(shared.k_empty, k_ring);
-    if constexpr (kMasked) {
-      tile.limits.template apply<Traits::kTileN>(tSrS, n);
+    transform_scores<Traits>(p, tSrS);
+    if constexpr (kHidden != Hidden::kNothing) {
+      tile.limits.template apply<kHidden>(tSrS, n);
     }
-    softmax.template update<kMasked>(tSrS);
+    softmax.template update<kHidden != Hidden::kNothing>(tSrS);
     wait_gemm<0>(tOrO);
     release(shared.v_empty, v_ring);
     convert_fragment<Element>(tSrS, tOrP);
@@ -226,8 +249,8 @@ struct FwdConsumer {
 
   // S, P and O of K tile n. S and P need not live at the same time, so that tiles may be larger;
   // only other warpgroups' products lie beside the softmax.
-  template <bool kMasked, class FragmentS, class FragmentP, class FragmentO>
-  CUTE_DEVICE void serial_step(int n, FwdTile const& tile, FragmentS& tSrS, FragmentP& tOrP,
+  template <Hidden kHidden, class FragmentS, class FragmentP, class FragmentO>
+  CUTE_DEVICE void serial_step(int n, Tile const& tile, FragmentS& tSrS, FragmentP& tOrP,
                                FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
@@ -235,10 +258,11 @@ struct FwdConsumer {
     wait_gemm<0>(tSrS);
     turn.pass();
     release(shared.k_empty, k_ring);
-    if constexpr (kMasked) {
-      tile.limits.template apply<Traits::kTileN>(tSrS, n);
+    transform_scores<Traits>(p, tSrS);
+    if constexpr (kHidden != Hidden::kNothing) {
+      tile.limits.template apply<kHidden>(tSrS, n);
     }
-    softmax.template update<kMasked>(tSrS);
+    softmax.template update<kHidden != Hidden::kNothing>(tSrS);
     convert_fragment<Element>(tSrS, tOrP);
     softmax.rescale_output(tOrO);
     issue_output(tile, tOrP, tOrO);
@@ -246,32 +270,39 @@ struct FwdConsumer {
     release(shared.v_empty, v_ring);
   }
 
-  CUTE_DEVICE void start_rows(FwdTile& tile, OnlineSoftmax<Config>& softmax) {
-    tile.limits = RowLimits::of_tile<Traits>(p, tile.work.position_begin, thread);
+  CUTE_DEVICE void start_rows(Tile& tile, OnlineSoftmax<Config>& softmax) {
+    tile.limits = RowLimits<Traits>::of_tile(p, tile.work, thread);
     softmax.reset();
   }
 
   template <class FragmentS, class FragmentP>
-  CUTE_DEVICE void first_probabilities(FwdTile& tile, FragmentS& tSrS, FragmentP& tOrP,
+  CUTE_DEVICE void first_probabilities(Tile& tile, FragmentS& tSrS, FragmentP& tOrP,
                                        OnlineSoftmax<Config>& softmax) {
     start_rows(tile, softmax);
     int const n = tile.work.keys.end - 1;
-    if (n >= tile.work.keys.free_end) {
-      tile.limits.template apply<Traits::kTileN>(tSrS, n);
+    transform_scores<Traits>(p, tSrS);
+    BlockRange const& keys = tile.work.keys;
+    if (n >= keys.free_end || (kGeneral && n < keys.free_begin)) {
+      tile.limits.template apply<kGeneral ? Hidden::kBothEnds : Hidden::kEnd>(tSrS, n);
     }
     softmax.template update<true>(tSrS);
     convert_fragment<Element>(tSrS, tOrP);
   }
 
   template <class FragmentO>
-  CUTE_DEVICE void store(FwdTile const& tile, FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
-    softmax.finish(tOrO);
+  CUTE_DEVICE void store(Tile const& tile, FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
+    // Read here, not before: the loops have no registers for it. Its memory is given away once O is
+    // staged.
+    FwdWork<Traits> const& work = shared.work[tile.q_stage][warpgroup];
+    float sinks[2];
+    read_sinks<Traits>(p, work, thread, sinks);
+    softmax.finish(tOrO, sinks);
+    store_rows<Traits>(p, work.rows, thread, softmax, sinks);
     stage_output(shared, tile.q_stage, warpgroup, thread, tOrO);
-    store_lse<Traits>(p, tile.work, thread, softmax);
   }
 
   template <class FragmentS>
-  CUTE_DEVICE void issue_scores(FwdTile const& tile, FragmentS& tSrS) {
+  CUTE_DEVICE void issue_scores(Tile const& tile, FragmentS& tSrS) {
     auto sQ = cute::make_tensor(cute::make_smem_ptr(shared.q[tile.q_stage][warpgroup]),
                                 typename Traits::SmemLayoutQ{});  // (64, columns)
     auto sK = cute::make_tensor(cute::make_smem_ptr(shared.k[k_ring.stage]),
@@ -283,7 +314,7 @@ struct FwdConsumer {
   }
 
   template <class FragmentP, class FragmentO, class Hook = NoHook>
-  CUTE_DEVICE void issue_output(FwdTile const& tile, FragmentP& tOrP, FragmentO& tOrO,
+  CUTE_DEVICE void issue_output(Tile const& tile, FragmentP& tOrP, FragmentO& tOrO,
                                 Hook hook = {}) {
     shared.v_full[v_ring.stage].wait(v_ring.phase);
     auto sV = cute::make_tensor(cute::make_smem_ptr(shared.v[v_ring.stage]),

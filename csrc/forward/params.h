@@ -1,29 +1,42 @@
 // What the kernel receives: tensor maps and the numbers that do not change during a launch.
+//
+// Packed sequences are to the copy engine as dense ones (device/tensor_map.h): rows behind a
+// sequence read as zeros, and are not written.
 #pragma once
 
 #include <cuda.h>
 
 #include "core/mask_limits.h"
+#include "core/packed_tiles.h"
 #include "core/tile_order.h"
 
 namespace fa3 {
 
 struct FwdDeviceParams {
-  CUtensorMap q;  // (column, packed head, position, head group, batch)
-  CUtensorMap k;  // (column, key, KV head, batch)
-  CUtensorMap v;  // (column, key, KV head, batch)
-  CUtensorMap o;  // as q
-  float* lse;     // (batch, heads_q, seqlen_q); nullptr: not wanted
-  SeqlenPair seqlen;
+  CUtensorMap q;       // (column, head, position, batch, end)
+  CUtensorMap k;       // (column, key, KV head, batch, end)
+  CUtensorMap v;       // as k
+  CUtensorMap o;       // as q
+  float* lse;          // (batch, heads_q, seqlen_q) or (heads_q, total_q); nullptr: not wanted
+  float* max_logits;   // as lse
+  float const* sinks;  // (heads_q); nullptr: none
+  SeqlenPair seqlen;   // packed: of all sequences together
   int heads_q;
-  float softmax_scale;
-  float scale_log2;   // softmax_scale * log2(e)
+  float softmax_scale;      // with a softcap: the cap
+  float scale_log2;         // softmax_scale * log2(e)
+  float softcap_scale;      // softmax_scale / softcap
+  float lazy_rescale_log2;  // of MaskKind::kGeneral; 0 where row maxima are wanted
   int q_slice_bytes;  // what one TMA box of Q brings: fewer than 64 rows when the packing does not
                       // fill them
   int positions_per_warpgroup;
   FastDiv pack;  // query heads in the rows of a tile
   FastDiv groups_per_kv_head;
+  GeneralMask mask;  // of MaskKind::kGeneral
   TileOrder order;
+  TicketOrder tickets;  // packed, as are the following
+  PackedTables tables;
+
+  FA3_HD bool is_packed() const { return tables.header != nullptr; }
 };
 
 }  // namespace fa3

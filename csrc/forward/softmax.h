@@ -12,14 +12,17 @@ namespace fa3 {
 template <class Config>
 struct OnlineSoftmax {
   static constexpr int kRows = 2;
+  static constexpr bool kGeneral = is_general(Config::kMask);
 
-  float row_max[kRows];  // what is subtracted: up to kLazyRescaleLog2 below the true maximum
+  float row_max[kRows];  // what is subtracted: up to lazy_log2 below the true maximum
   float row_sum[kRows];
   float rescale[kRows];  // what O gathered so far must be multiplied by
   bool any_rescale;      // whether some row of this warp has rescale != 1
   float scale_log2;
+  float lazy_log2;  // how much a maximum may grow, in powers of two of P, before it is taken over
 
-  CUTE_DEVICE explicit OnlineSoftmax(float scale_log2_) : scale_log2(scale_log2_) {}
+  CUTE_DEVICE OnlineSoftmax(float scale_log2_, float lazy_log2_)
+      : scale_log2(scale_log2_), lazy_log2(kGeneral ? lazy_log2_ : Config::kLazyRescaleLog2) {}
 
   // A new row.
   CUTE_DEVICE void reset() {
@@ -56,27 +59,32 @@ struct OnlineSoftmax {
   }
 
   // Completes the row sums and divides O by them. O of a row without a visible key is 0, whatever V
-  // holds in the K tile that was masked.
+  // holds in the K tile that was masked. (Without a mask such rows have no keys at all: V is
+  // zeros.) A sink is one more key of a row, of value 0, in units of the LSE; -inf: there is none.
   template <class Fragment>
-  CUTE_DEVICE void finish(Fragment& acc) {
+  CUTE_DEVICE void finish(Fragment& acc, float const (&sinks)[kRows]) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       row_sum[r] = quad_sum(row_sum[r]);
-      rescale[r] = inverse_sum(row_sum[r]);
+      float sum = row_sum[r];
+      if constexpr (kGeneral) {
+        sum += exp2_approx(sinks[r] * kLog2E - row_max[r] * scale_log2);
+      }
+      rescale[r] = inverse_sum(sum);
     }
     multiply_rows(acc, rescale);
     auto output = rows_view(acc);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      if (Config::kMask == MaskKind::kCausal && row_sum[r] == 0.f) {
+      if (Config::kMask != MaskKind::kFull && row_sum[r] == 0.f) {
         cute::clear(output(r, cute::_));
       }
     }
   }
 
  private:
-  // Lazy: a maximum that has grown by less than a factor of 2^kLazyRescaleLog2 in exp2 is not taken
-  // over. The result is the same after the division by the row sum, and O need not be touched.
+  // Lazy: a maximum that has grown by less than a factor of 2^lazy_log2 in exp2 is not taken over.
+  // The result is the same after the division by the row sum, and O need not be touched.
   template <class Scores>
   CUTE_DEVICE void update_max(Scores const& scores) {
     bool grows = false;
@@ -85,7 +93,8 @@ struct OnlineSoftmax {
       float const old_max = row_max[r];
       float const new_max = quad_max(fmaxf(old_max, max_of_row(scores, r)));
       // False for a row that has seen no key: -inf - -inf is NaN.
-      bool const row_grows = (new_max - old_max) * scale_log2 > Config::kLazyRescaleLog2;
+      bool const row_grows =
+          (new_max - old_max) * scale_log2 > (kGeneral ? lazy_log2 : Config::kLazyRescaleLog2);
       row_max[r] = row_grows ? new_max : old_max;
       rescale[r] = row_grows ? exp2_approx((old_max - new_max) * scale_log2) : 1.f;
       grows = grows || row_grows;

@@ -16,13 +16,13 @@ struct FwdStorage {
   using Element = typename Traits::Element;
 
   struct alignas(1024) {
-    Element q[Traits::kQStages][Traits::kWarpgroups][cute::cosize_v<typename Traits::SmemLayoutQ>];
+    Element q[Traits::kQStages][Traits::kWarpgroups][kWarpgroupRows * Traits::kQBufferColumns];
     Element k[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutK>];
     Element v[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutV>];
   };
 
   // Of the tile whose Q is in the stage, for one warpgroup; the barriers of Q guard it.
-  FwdWork work[Traits::kQStages][Traits::kWarpgroups];
+  FwdWork<Traits> work[Traits::kQStages][Traits::kWarpgroups];
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
   Mbarrier q_full[Traits::kQStages][Traits::kWarpgroups];  // TMA -> consumer warpgroup (1 + bytes)

@@ -17,12 +17,15 @@ struct FwdTraits {
   static constexpr int kStages = Config::kStages;
   static constexpr int kQStages = Config::kQStages;
   static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
-  static constexpr bool kCausal = Config::kMask == MaskKind::kCausal;
+  static constexpr MaskKind kMask = Config::kMask;
+  static constexpr bool kGeneral = is_general(kMask);
+  using Place = cute::conditional_t<kGeneral, AnyPlace, DensePlace>;
 
   // Columns in shared memory: the head dims, filled up to whole slices. The products leave the
   // filling out.
   static constexpr int kColumns = padded_columns(kHeadDim);
   static constexpr int kColumnsV = padded_columns(kHeadDimV);
+  static constexpr int kQBufferColumns = q_buffer_columns<Config>();
   static constexpr int kScoreSteps = kHeadDim / 16;
 
   using HeadDimV = cute::Int<kHeadDimV>;

@@ -7,42 +7,132 @@
 
 namespace fa3 {
 
+// Where the results of a tile's rows go, beside O.
+struct FwdRows {
+  int64_t offset;  // of the first query, first head, in the LSE
+  int left;        // queries from the first one to the end of the sequence
+  int head;        // first of the `pack` query heads
+};
+
+template <class Traits>
 struct alignas(16) FwdWork {
-  int head_group;  // `pack` query heads
-  int kv_head;
-  int batch;
+  BlockRange keys;  // K tiles, at least one; end 0: there are no more tiles
+  FwdRows rows;
   int position_begin;  // first query: of the tile, or of one warpgroup in it
-  BlockRange keys;     // K tiles, at least one; none: there are no more tiles
+  int kv_head;
+  typename Traits::Place place;
 
   CUTE_DEVICE bool valid() const { return keys.end > 0; }
 };
 
-// INVARIANT: the grid has at most as many CTAs as there are tiles, so that each CTA has one.
+template <class Traits>
+CUTE_DEVICE auto mask_of(FwdDeviceParams const& p) {
+  if constexpr (Traits::kMask == MaskKind::kFull) {
+    return FullMask{};
+  } else if constexpr (Traits::kMask == MaskKind::kCausal) {
+    return CausalMask{};
+  } else {
+    return p.mask;
+  }
+}
 
 template <class Traits>
-CUTE_DEVICE FwdWork resolve_tile(FwdDeviceParams const& p, TileCoord tile) {
+CUTE_DEVICE BlockRange keys_of(FwdDeviceParams const& p, SeqlenPair len, int begin, int positions) {
+  return block_range(begin, begin + positions, len, Traits::kTileN, mask_of<Traits>(p));
+}
+
+// The tile of a sequence that lies there; first_row: of the sequence, first head, in the LSE.
+template <class Traits>
+CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord tile,
+                                         typename Traits::Place const& place, int64_t first_row) {
   int const positions = Traits::kWarpgroups * p.positions_per_warpgroup;
-  int const begin = tile.m * positions;
-  BlockRange keys =
-      block_range(begin, begin + positions, p.seqlen, Traits::kTileN, Traits::kCausal);
+  SeqlenPair const len = place.lengths(p.seqlen);
+  FwdWork<Traits> work;
+  work.place = place;
+  work.position_begin = tile.m * positions;
+  work.rows.head = tile.head * int(p.pack.divisor);
+  work.rows.left = len.q - work.position_begin;
+  work.rows.offset = first_row + int64_t(work.rows.head) * p.seqlen.q + work.position_begin;
+  work.kv_head = p.groups_per_kv_head.div(tile.head);
+  work.keys = keys_of<Traits>(p, len, work.position_begin, positions);
   // A tile that sees no key visits one K tile, masked as a whole: no role needs a case of its own.
-  keys.end = max_of(keys.end, 1);
-  return FwdWork{tile.head, p.groups_per_kv_head.div(tile.head), tile.batch, begin, keys};
+  work.keys.end = max_of(work.keys.end, work.keys.begin + 1);
+  return work;
 }
 
 // The share of one warpgroup: K tiles that all of its own rows see need no mask.
 template <class Traits>
-CUTE_DEVICE FwdWork share_of_warpgroup(FwdDeviceParams const& p, FwdWork work, int warpgroup) {
-  work.position_begin += warpgroup * p.positions_per_warpgroup;
-  int const end = work.position_begin + p.positions_per_warpgroup;
-  work.keys.free_end =
-      block_range(work.position_begin, end, p.seqlen, Traits::kTileN, Traits::kCausal).free_end;
+CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork<Traits> work,
+                                               int warpgroup) {
+  int const first = warpgroup * p.positions_per_warpgroup;
+  work.position_begin += first;
+  work.rows.offset += first;
+  work.rows.left -= first;
+  BlockRange const own = keys_of<Traits>(p, work.place.lengths(p.seqlen), work.position_begin,
+                                         p.positions_per_warpgroup);
+  work.keys.free_begin = own.free_begin;
+  work.keys.free_end = own.free_end;
   return work;
 }
 
-// The tiles of this CTA.
-CUTE_DEVICE TileWalk walk_tiles(FwdDeviceParams const& p) {
-  return TileWalk(p.order, int(blockIdx.x), int(gridDim.x));
+// The tiles of this CTA, one after the other: next() gives one that is not valid() when there is
+// none. Two types, one for each form of a batch.
+// WHY: where both ways meet in one function, ptxas keeps the coordinates of the copies in vector
+// registers, and each copy waits for them to be moved.
+
+template <class Traits>
+CUTE_DEVICE FwdWork<Traits> no_tile() {
+  FwdWork<Traits> none{};
+  none.keys.end = 0;
+  return none;
 }
+
+// They follow from the CTA's index.
+template <class Traits>
+struct DenseTiles {
+  FwdDeviceParams const& p;
+  TileWalk walk;
+  bool is_first = true;
+
+  CUTE_DEVICE explicit DenseTiles(FwdDeviceParams const& p_)
+      : p(p_), walk(p_.order, int(blockIdx.x), int(gridDim.x)) {}
+
+  CUTE_DEVICE void draw() {}
+
+  CUTE_DEVICE FwdWork<Traits> next() {
+    if (!is_first) {
+      walk.next();
+    }
+    is_first = false;
+    if (!walk.valid()) {
+      return no_tile<Traits>();
+    }
+    TileCoord const tile = walk.coord();
+    return resolve_tile<Traits>(p, tile, Traits::Place::dense(tile.batch, p.seqlen),
+                                int64_t(tile.batch) * p.heads_q * p.seqlen.q);
+  }
+};
+
+// Packed sequences: it draws tickets, one ahead.
+template <class Traits>
+struct TicketTiles {
+  FwdDeviceParams const& p;
+  int ticket = 0;
+
+  CUTE_DEVICE explicit TicketTiles(FwdDeviceParams const& p_) : p(p_) {}
+
+  // Of the tile after the one at hand; needed before next().
+  CUTE_DEVICE void draw() { ticket = atomicAdd(p.tables.header + PackedTables::kTicket, 1); }
+
+  CUTE_DEVICE FwdWork<Traits> next() {
+    int const tile = p.tickets.heads.div(ticket);
+    if (tile >= p.tables.header[PackedTables::kCount]) {
+      return no_tile<Traits>();
+    }
+    SequenceTiles const s = p.tables.sequences[p.tables.sequence_of_tile[tile]];
+    return resolve_tile<Traits>(p, p.tickets.coord(s, ticket), AnyPlace::packed(s.sequence),
+                                s.sequence.q_begin);
+  }
+};
 
 }  // namespace fa3

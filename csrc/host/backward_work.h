@@ -12,16 +12,17 @@
 inline thread_local dim3 gridDim;
 
 #include "backward/work.h"
+#include "host/packed_tables.h"
 
 namespace fa3::host {
 
 // What backward/work.h reads of BwdTraits; those need a dtype too.
-template <class Tile, bool kIsCausal>
+template <class Tile, MaskKind kMaskKind>
 struct WorkTraits {
   static constexpr int kTileM = Tile::kTileM;
   static constexpr int kTileN = bwd_tile_n<Tile>();
   static constexpr int kClusterSize = Tile::kClusterSize;
-  static constexpr bool kCausal = kIsCausal;
+  static constexpr MaskKind kMask = kMaskKind;
 };
 
 struct Step {
@@ -29,6 +30,7 @@ struct Step {
   int m;
   bool is_masked;
   int64_t tile;  // the place in the workspaces
+  int turn;
 };
 
 struct CtaWork {
@@ -36,27 +38,75 @@ struct CtaWork {
   std::vector<Step> steps;
 };
 
-template <class Traits>
-std::vector<CtaWork> work_of_ctas(FwdProblem const& problem, BwdSchedule const& schedule) {
+// The schedule, the tables of packed sequences, and the work of every CTA.
+struct BackwardWork {
+  BwdSchedule schedule;
+  std::vector<SequenceTiles> buffer;  // 32-byte aligned
+  PackedTables tables;
+  std::vector<CtaWork> ctas;
+};
+
+inline BwdDeviceParams work_params(BwdParams const& params) {
+  FwdProblem const& problem = params.problem;
+  BwdSchedule const& schedule = params.schedule;
   BwdDeviceParams p{};
   p.seqlen = SeqlenPair{problem.seqlen_q, problem.seqlen_k};
   p.m_tiles = schedule.m_tiles;
   p.heads_q = problem.heads_q;
   p.group = problem.heads_q / problem.heads_k;
-  p.order = key_tile_order(problem, schedule);
-  int flag = 0;
+  p.mask = problem.mask();
+  static int flag = 0;
   p.dq_flags = problem.deterministic ? &flag : nullptr;
-  gridDim.x = unsigned(schedule.grid);
-  std::vector<CtaWork> ctas;
-  for (int index = 0; index < schedule.grid; ++index) {
+  return p;
+}
+
+template <class Traits>
+void add_work_of_ctas(BwdDeviceParams const& p, BackwardWork& result) {
+  gridDim.x = unsigned(result.schedule.grid);
+  for (int index = 0; index < result.schedule.grid; ++index) {
     int const number = index / Traits::kClusterSize;
     int const rank = index % Traits::kClusterSize;
-    CtaWork& cta = ctas.emplace_back(CtaWork{work_of_cta<Traits>(p, number, rank), {}});
+    CtaWork& cta = result.ctas.emplace_back(CtaWork{work_of_cta<Traits>(p, number, rank), {}});
+    if (cta.work.steps() == 0) {
+      continue;
+    }
     for (BwdSteps steps(cta.work); steps.valid(); steps.next()) {
-      cta.steps.push_back(Step{steps.head, steps.m, steps.is_masked(), steps.tile(p)});
+      cta.steps.push_back(Step{steps.head, steps.m, steps.is_masked<Traits>(), steps.tile(p),
+                               turn_of<Traits>(p, steps)});
     }
   }
-  return ctas;
+}
+
+template <class Tile>
+BackwardWork backward_work(BwdParams params) {
+  BackwardWork result;
+  result.schedule = params.schedule;
+  BwdDeviceParams p = work_params(params);
+  if (params.problem.is_packed) {
+    result.buffer.resize(params.schedule.table_ints * sizeof(int) / sizeof(SequenceTiles) + 1);
+    params.tables = reinterpret_cast<int*>(result.buffer.data());
+    PrepareParams const prepare = prepare_params(params);
+    fill_tables(prepare);
+    p.tables = prepare.tables;
+    p.tickets =
+        TicketOrder{FastDiv(params.problem.heads_k), FastDiv(params.schedule.section_heads)};
+    result.tables = prepare.tables;
+  } else {
+    p.order = key_tile_order(params.problem, params.schedule);
+  }
+  switch (params.problem.mask_kind()) {
+    case MaskKind::kFull:
+      add_work_of_ctas<WorkTraits<Tile, MaskKind::kFull>>(p, result);
+      break;
+    case MaskKind::kCausal:
+      add_work_of_ctas<WorkTraits<Tile, MaskKind::kCausal>>(p, result);
+      break;
+    case MaskKind::kGeneral:
+    case MaskKind::kSoftcap:
+      add_work_of_ctas<WorkTraits<Tile, MaskKind::kGeneral>>(p, result);
+      break;
+  }
+  return result;
 }
 
 }  // namespace fa3::host

@@ -4,9 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <tuple>
 
-#include "core/block_range.h"
 #include "core/dq_layout.h"
 #include "core/query_range.h"
 #include "core/row_packing.h"
@@ -17,6 +17,7 @@
 #include "dispatch/registry.h"
 #include "dispatch/tma_rules.h"
 #include "host/backward_work.h"
+#include "host/core_bindings.h"
 #include "host/layouts.h"
 
 namespace py = pybind11;
@@ -38,6 +39,23 @@ std::vector<std::vector<Coord>> walk_tiles(bool causal, int m_tiles, int heads, 
     }
   }
   return work;
+}
+
+// The tile (m, head, sequence) of every ticket, of sequences with so many tiles of a head.
+std::vector<Coord> ticket_tiles(std::vector<int> const& tiles, int heads, int section_heads) {
+  TicketOrder const order{FastDiv(heads), FastDiv(section_heads)};
+  std::vector<Coord> coords;
+  SequenceTiles s{};
+  for (int i = 0; i < int(tiles.size()); ++i) {
+    s.index = i;
+    s.tiles = tiles[i];
+    for (int j = 0; j < tiles[i] * heads; ++j) {
+      TileCoord const tile = order.coord(s, s.tile_base * heads + j);
+      coords.emplace_back(tile.m, tile.head, tile.batch);
+    }
+    s.tile_base += tiles[i];
+  }
+  return coords;
 }
 
 // The first n of [begin, end) where FastDiv disagrees with the division operator; -1 when there is
@@ -74,6 +92,31 @@ bool can_address(std::array<int64_t, 4> const& sizes, std::array<int64_t, 4> con
   return tma_can_address(meta);
 }
 
+// Kind, then of the general one: left, right (-1: no limit), chunk (0: none).
+using MaskTuple = std::tuple<int, int, int, int>;
+
+GeneralMask general_mask(MaskTuple const& tuple) {
+  auto const [_, left, right, chunk] = tuple;
+  GeneralMask mask;
+  mask.left = left < 0 ? GeneralMask::kNoLimit : left;
+  mask.right = right < 0 ? GeneralMask::kNoLimit : right;
+  mask.is_chunked = chunk > 0;
+  mask.chunk = FastDiv(max_of(1, chunk));
+  return mask;
+}
+
+template <class Function>
+auto with_mask(MaskTuple const& tuple, Function function) {
+  switch (MaskKind(std::get<0>(tuple))) {
+    case MaskKind::kFull:
+      return function(FullMask{});
+    case MaskKind::kCausal:
+      return function(CausalMask{});
+    default:
+      return function(general_mask(tuple));
+  }
+}
+
 void bind_core(py::module_& m) {
   m.def("floor_div", &floor_div);
   m.def("ceil_div", &ceil_div);
@@ -86,38 +129,43 @@ void bind_core(py::module_& m) {
         [](int pack) { return RowPacking{pack}.positions_per_warpgroup(); });
   m.def("positions_per_tile",
         [](int pack, int warpgroups) { return RowPacking{pack}.positions_per_tile(warpgroups); });
-  m.def("visible_end", [](int position, int seqlen_q, int seqlen_k, bool causal) {
-    return visible_end(position, SeqlenPair{seqlen_q, seqlen_k}, causal);
-  });
-  m.def("block_range", [](int begin, int end, int seqlen_q, int seqlen_k, int tile_n, bool causal) {
-    BlockRange const range =
-        block_range(begin, end, SeqlenPair{seqlen_q, seqlen_k}, tile_n, causal);
-    return std::tuple(range.free_end, range.end);
-  });
-  m.def("first_position", [](int key, int seqlen_q, int seqlen_k, bool causal) {
-    return first_position(key, SeqlenPair{seqlen_q, seqlen_k}, causal);
-  });
-  m.def("query_range",
-        [](int key_begin, int seqlen_q, int seqlen_k, int tile_m, int tile_n, bool causal) {
-          QueryRange const range =
-              query_range(key_begin, SeqlenPair{seqlen_q, seqlen_k}, tile_m, tile_n, causal);
-          return std::tuple(range.begin, range.free_begin, range.end);
+  m.def("key_tiles",
+        [](int m, int seqlen_q, int seqlen_k, int tile_m, int tile_n, MaskTuple const& tuple) {
+          return with_mask(tuple, [&](auto const& mask) {
+            BlockRange const range = block_range(m * tile_m, (m + 1) * tile_m,
+                                                 SeqlenPair{seqlen_q, seqlen_k}, tile_n, mask);
+            return std::pair(range.begin, range.end);
+          });
         });
-  m.def("last_key_tile",
-        [](int m, int seqlen_q, int seqlen_k, int tile_m, int tile_n, bool causal) {
-          return last_key_tile(m, SeqlenPair{seqlen_q, seqlen_k}, tile_m, tile_n, causal);
-        });
+  m.def("queries_of_key", [](int key, int seqlen_q, int seqlen_k, MaskTuple const& tuple) {
+    return with_mask(tuple, [&](auto const& mask) {
+      Interval const queries = mask.queries(key, SeqlenPair{seqlen_q, seqlen_k});
+      return std::pair(queries.begin, queries.end);
+    });
+  });
+  m.def("query_range", [](int key_begin, int seqlen_q, int seqlen_k, int tile_m, int tile_n,
+                          MaskTuple const& tuple) {
+    return with_mask(tuple, [&](auto const& mask) {
+      QueryRange const range =
+          query_range(key_begin, SeqlenPair{seqlen_q, seqlen_k}, tile_m, tile_n, mask);
+      return std::tuple(range.begin, range.free_begin, range.free_end, range.end);
+    });
+  });
   m.def("walk_tiles", &walk_tiles);
+  m.def("ticket_tiles", &ticket_tiles);
+  m.def("most_tiles", &most_tiles);
   m.def("finite_max", &finite_max);
   m.def("log_sum_exp", &log_sum_exp);
   m.def("inverse_sum", &inverse_sum);
+  m.def("with_sink", &with_sink);
 }
 
 void bind_dispatch(py::module_& m) {
   m.def("missing_variant_text", &missing_variant);
   m.def("missing_backward_text", &missing_backward);
-  m.def("find_backward_variant", [](bool is_bf16, bool causal, int64_t head_dim) {
-    return find_backward_variant(is_bf16 ? Dtype::kBFloat16 : Dtype::kFloat16, causal, head_dim);
+  m.def("find_backward_variant", [](bool is_bf16, int mask, int64_t head_dim, int64_t head_dim_v) {
+    return find_backward_variant(is_bf16 ? Dtype::kBFloat16 : Dtype::kFloat16, MaskKind(mask),
+                                 head_dim, head_dim_v);
   });
   m.def("driver_problem", &driver_problem);
   m.def("capability_problem", [](int device, int major, int minor) {
@@ -144,7 +192,9 @@ py::dict tile_layouts() {
   functions["probabilities_found"] = py::cpp_function(&Layouts::probabilities_found);
   functions["tile_n"] = Config::kTileN;
   functions["head_dim"] = Config::kHeadDim;
+  functions["head_dim_v"] = Config::kHeadDimV;
   functions["columns"] = padded_columns(Config::kHeadDim);
+  functions["columns_v"] = padded_columns(Config::kHeadDimV);
   return functions;
 }
 
@@ -159,50 +209,114 @@ void bind_layouts(py::module_& m) {
   tiles["FwdTileD176"] = tile_layouts<FwdFp16D176Full>();
   tiles["FwdTileD192"] = tile_layouts<FwdBf16D192Full>();
   tiles["FwdTileD256"] = tile_layouts<FwdBf16D256Full>();
+  tiles["FwdTileD64x256"] = tile_layouts<FwdBf16D64x256General>();
+  tiles["FwdTileD192x128"] = tile_layouts<FwdFp16D192x128General>();
   m.attr("layouts") = tiles;
   m.def("chunk_offset_bytes", &chunk_offset_bytes<kWarpgroupRows>);
   m.def("fragment_row", &fragment_row);
   m.def("fragment_column", &fragment_column);
 }
 
-using WorkTuple = std::tuple<int, std::pair<int, int>, int, int, std::tuple<int, int, int>>;
-using StepTuple = std::tuple<int, int, bool, int64_t>;
+// (batch, seqlen_q, seqlen_k, heads_q, heads_k); the lengths of a packed batch, as PackedLengths,
+// with the rows of the tensors; what the GPU offers.
+using SizeTuple = std::tuple<int, int, int, int, int>;
+using Ints = std::vector<int>;
+using LengthsTuple = std::tuple<Ints, Ints, std::optional<Ints>, std::optional<Ints>, int, int>;
+using DeviceTuple = std::tuple<int, int64_t>;
 
-// For each CTA (kv head, its query heads, batch, first key, query range) and its steps (head, tile
-// of queries, is it masked, its place in the workspaces).
+using RangeTuple = std::tuple<int, int, int, int>;
+using WorkTuple = std::tuple<int, std::pair<int, int>, int, RangeTuple, std::pair<int, int>,
+                             std::tuple<int, int, int, int, int>>;
+using StepTuple = std::tuple<int, int, bool, int64_t, int>;
+
+int const* data_of(std::optional<Ints> const& ints) { return ints ? ints->data() : nullptr; }
+
 template <class Tile>
-std::vector<std::pair<WorkTuple, std::vector<StepTuple>>> backward_work(
-    std::tuple<int, int, int, int, int> sizes, bool causal, bool deterministic,
-    BwdSchedule const& schedule) {
-  FwdProblem problem;
+BwdParams backward_params(SizeTuple const& sizes, MaskTuple const& mask, bool deterministic,
+                          std::optional<LengthsTuple> const& lengths, DeviceTuple const& device) {
+  BwdParams params;
+  FwdProblem& problem = params.problem;
   std::tie(problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.heads_k) =
       sizes;
-  problem.causal = causal;
+  problem.head_dim = Tile::kHeadDim;
+  problem.head_dim_v = Tile::kHeadDimV;
+  MaskKind const kind = MaskKind(std::get<0>(mask));
+  problem.is_general = is_general(kind);
+  problem.has_softcap = kind == MaskKind::kSoftcap;
+  problem.general = general_mask(mask);
+  problem.causal = kind == MaskKind::kCausal || (problem.is_general && problem.general.right == 0);
   problem.deterministic = deterministic;
-  auto const ctas = causal ? work_of_ctas<WorkTraits<Tile, true>>(problem, schedule)
-                           : work_of_ctas<WorkTraits<Tile, false>>(problem, schedule);
-  std::vector<std::pair<WorkTuple, std::vector<StepTuple>>> result;
-  for (CtaWork const& cta : ctas) {
-    BwdWork const& work = cta.work;
-    QueryRange const& queries = work.queries;
-    auto& [_, steps] =
-        result.emplace_back(WorkTuple{work.kv_head,
-                                      {work.head_begin, work.head_end},
-                                      work.batch,
-                                      work.key_begin,
-                                      {queries.begin, queries.free_begin, queries.end}},
-                            std::vector<StepTuple>());
-    for (Step const& step : cta.steps) {
-      steps.emplace_back(step.head, step.m, step.is_masked, step.tile);
-    }
+  problem.device = DeviceLimits{std::get<0>(device), std::get<1>(device)};
+  if (lengths) {
+    auto const& [cu_q, cu_k, used_q, used_k, total_q, total_k] = *lengths;
+    problem.is_packed = true;
+    problem.has_unused = used_q || used_k;
+    problem.total_q = total_q;
+    problem.total_k = total_k;
+    params.lengths = PackedLengths{cu_q.data(), cu_k.data(), data_of(used_q), data_of(used_k)};
   }
-  return result;
+  params.schedule = plan_backward(problem).schedule;
+  return params;
+}
+
+py::dict schedule_dict(BwdSchedule const& schedule) {
+  py::dict dict;
+  dict["tile_m"] = schedule.tile_m;
+  dict["tile_n"] = schedule.tile_n;
+  dict["m_tiles"] = schedule.m_tiles;
+  dict["n_tiles"] = schedule.n_tiles;
+  dict["grid"] = schedule.grid;
+  dict["in_sections"] = schedule.in_sections;
+  dict["section_pairs"] = schedule.section_pairs;
+  dict["section_heads"] = schedule.section_heads;
+  dict["most_queries"] = schedule.most_queries;
+  dict["rows"] = schedule.rows;
+  dict["dq_floats"] = schedule.dq_floats;
+  dict["flags"] = schedule.flags;
+  dict["table_ints"] = schedule.table_ints;
+  return dict;
+}
+
+// The work of a CTA (kv head or -1, its query heads, first key, query range, lengths, coordinates)
+// and its steps (head, tile of queries, is it masked, its place in the workspaces, the turn).
+std::pair<WorkTuple, std::vector<StepTuple>> cta_tuple(CtaWork const& cta) {
+  BwdWork const& work = cta.work;
+  QueryRange const& queries = work.queries;
+  std::vector<StepTuple> steps;
+  for (Step const& step : cta.steps) {
+    steps.emplace_back(step.head, step.m, step.is_masked, step.tile, step.turn);
+  }
+  return {WorkTuple{work.kv_head,
+                    {work.head_begin, work.head_end},
+                    work.key_begin,
+                    {queries.begin, queries.free_begin, queries.free_end, queries.end},
+                    {work.len.q, work.len.k},
+                    {work.batch, work.q_row, work.q_end, work.k_row, work.k_end}},
+          steps};
+}
+
+// The schedule, the rows of every packed tile of queries, and what every CTA does.
+template <class Tile>
+py::tuple work_of_tile(SizeTuple const& sizes, MaskTuple const& mask, bool deterministic,
+                       std::optional<LengthsTuple> const& lengths, DeviceTuple const& device) {
+  BwdParams const params = backward_params<Tile>(sizes, mask, deterministic, lengths, device);
+  BackwardWork const work = backward_work<Tile>(params);
+  py::list row_tiles;
+  for (int i = 0; i < work.tables.row_tile_count; ++i) {
+    row_tiles.append(std::pair(work.tables.row_tiles[i].row, work.tables.row_tiles[i].rows));
+  }
+  py::list ctas;
+  for (CtaWork const& cta : work.ctas) {
+    ctas.append(cta_tuple(cta));
+  }
+  return py::make_tuple(schedule_dict(work.schedule), row_tiles, ctas);
 }
 
 template <class Tile>
 py::dict backward_tile() {
   py::dict tile;
   tile["head_dim"] = Tile::kHeadDim;
+  tile["head_dim_v"] = Tile::kHeadDimV;
   tile["tile_m"] = Tile::kTileM;
   tile["tile_n"] = bwd_tile_n<Tile>();
   tile["cluster_size"] = Tile::kClusterSize;
@@ -211,15 +325,7 @@ py::dict backward_tile() {
   tile["dq_blocks"] = bwd_dq_blocks<Tile>();
   tile["dq_columns"] = bwd_dq_columns<Tile>();
   tile["dq"] = bwd_dq_layout<Tile>();
-  tile["work"] = py::cpp_function([](std::tuple<int, int, int, int, int> sizes, bool causal,
-                                     bool deterministic, std::array<int, 4> const& plan) {
-    BwdSchedule schedule;
-    schedule.m_tiles = plan[0];
-    schedule.n_tiles = plan[1];
-    schedule.section_pairs = plan[2];
-    schedule.grid = plan[3];
-    return backward_work<Tile>(sizes, causal, deterministic, schedule);
-  });
+  tile["work"] = py::cpp_function(&work_of_tile<Tile>);
   return tile;
 }
 
@@ -239,6 +345,11 @@ void bind_backward(py::module_& m) {
   tiles["BwdTileD128"] = backward_tile<BwdTileD128>();
   tiles["BwdTileD192"] = backward_tile<BwdTileD192>();
   tiles["BwdTileD256"] = backward_tile<BwdTileD256>();
+  tiles["BwdTileD64x128"] = backward_tile<BwdTileD64x128>();
+  tiles["BwdTileD64x256"] = backward_tile<BwdTileD64x256>();
+  tiles["BwdTileD96x64"] = backward_tile<BwdTileD96x64>();
+  tiles["BwdTileD128x64"] = backward_tile<BwdTileD128x64>();
+  tiles["BwdTileD192x128"] = backward_tile<BwdTileD192x128>();
   m.attr("backward_tiles") = tiles;
 }
 
@@ -248,6 +359,8 @@ void bind_backward(py::module_& m) {
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Index arithmetic, plans and layouts of flash_attn3, for tests without a GPU.";
   fa3::host::bind_core(m);
+  fa3::host::bind_masks(m);
+  fa3::host::bind_problems(m);
   fa3::host::bind_dispatch(m);
   fa3::host::bind_layouts(m);
   fa3::host::bind_backward(m);

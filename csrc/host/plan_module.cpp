@@ -6,32 +6,41 @@
 //   call, "" when it is fine. A tensor is (dtype, device type, device index, sizes, strides,
 //   address), as ("bfloat16", "cuda", 0, (2, 128, 8, 64), (65536, 512, 64, 1), 0). out may be None;
 //   an sm_count of 0 is unknown.
-// - plan_forward(dtype, batch, ..., l2_bytes): a dict of facts, or {"reason": text}.
+// - plan_forward(dtype, batch, ..., l2_bytes, window_left=-1, window_right=-1, attention_chunk=0,
+//   softcap=0.0, max_logits=False, total_q=-1, total_k=-1, has_seqused=False): a dict of facts, or
+//   {"reason": text}. With total_q and total_k the sequences are packed, and a seqlen of 0 is
+//   unknown.
 // - variants(): a dict for every variant, built or not.
 // - check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, dq=None, dk=None, dv=None),
-//   plan_backward(dtype, batch, ..., l2_bytes), backward_variants(): the same of the backward.
+//   plan_backward(dtype, batch, ..., l2_bytes, deterministic=False, window_left=-1, ...),
+//   backward_variants(): the same of the backward.
 //   dlse may be None. With dq, dk and dv it is a call of bwd_out.
+// - check_general(q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks,
+//   softmax_scale, causal, window_left, window_right, attention_chunk, softcap, sm_margin,
+//   sm_count), check_general_backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, ..., softcap):
+//   the same of the general ops. out, dlse and what follows v or lse up to sinks may be None.
 //
 // pack_gqa is 0 (never), 1 (always) or 2 (where it pays).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 
 #include "bwd_built.inc"
 #include "bwd_variants.h"
 #include "dispatch/checks_backward.h"
+#include "dispatch/checks_general.h"
 #include "dispatch/plan.h"
 #include "dispatch/plan_backward.h"
-#include "dispatch/text.h"
 #include "dispatch/variants.h"
 #include "fwd_built.inc"
+#include "host/plan_call.h"
 
 namespace {
 
 using namespace fa3;
+using namespace fa3::host;
 
 Dtype dtype_from_name(char const* name) {
   struct Named {
@@ -52,6 +61,11 @@ Dtype dtype_from_name(char const* name) {
 }
 
 char const* dtype_name(Dtype dtype) { return dtype == Dtype::kFloat16 ? "float16" : "bfloat16"; }
+
+char const* mask_name(MaskKind mask) {
+  static constexpr char const* kNames[kMaskKinds] = {"full", "causal", "general", "softcap"};
+  return kNames[int(mask)];
+}
 
 DeviceType device_from_name(char const* name) {
   if (std::strcmp(name, "cuda") == 0) {
@@ -98,7 +112,7 @@ void add_variant(DictBuilder& dict, int variant) {
   dict.string("name", facts.name)
       .flag("built", kFwdBuilt[variant])
       .string("dtype", dtype_name(facts.dtype))
-      .flag("causal", facts.mask == MaskKind::kCausal)
+      .string("mask", mask_name(facts.mask))
       .integer("head_dim", facts.head_dim)
       .integer("head_dim_v", facts.head_dim_v)
       .integer("columns", padded_columns(facts.head_dim))
@@ -136,9 +150,12 @@ void add_backward_variant(DictBuilder& dict, int variant) {
   dict.string("name", facts.name)
       .flag("built", kBwdBuilt[variant])
       .string("dtype", dtype_name(facts.dtype))
+      .string("mask", mask_name(facts.mask))
       .flag("causal", facts.mask == MaskKind::kCausal)
       .integer("head_dim", facts.head_dim)
+      .integer("head_dim_v", facts.head_dim_v)
       .integer("columns", padded_columns(facts.head_dim))
+      .integer("columns_v", padded_columns(facts.head_dim_v))
       .integer("tile_m", facts.tile_m)
       .integer("tile_n", facts.tile_n)
       .integer("cluster_size", facts.cluster_size)
@@ -242,108 +259,154 @@ PyObject* py_check_backward(PyObject*, PyObject* args, PyObject* kwargs) {
   return PyUnicode_FromString(check_backward(call).c_str());
 }
 
-// A CUDA tensor of these sizes. Of its strides only the last one matters to the checks.
-TensorMeta describe(char const* dtype, int64_t batch, int64_t rows, int64_t heads,
-                    int64_t head_dim) {
-  TensorMeta meta;
-  meta.dtype = dtype_from_name(dtype);
-  meta.dtype_name = dtype;
-  meta.device = DeviceType::kCuda;
-  meta.device_name = "cuda";
-  meta.rank = 4;
-  int64_t const sizes[] = {batch, rows, heads, head_dim};
-  std::copy(sizes, sizes + 4, meta.size);
-  meta.stride[3] = 1;
-  return meta;
+// The arguments that the general ops have beyond those of the others.
+struct GeneralObjects {
+  PyObject* cu_seqlens_q;
+  PyObject* cu_seqlens_k;
+  PyObject* seqused_q;
+  PyObject* seqused_k;
+  PyObject* sinks;
+};
+
+// What none stands for: nothing is read, and is_there becomes false.
+bool read_optional(PyObject* object, TensorMeta& meta, bool& is_there) {
+  is_there = object != Py_None;
+  return !is_there || read_tensor(object, meta);
 }
 
-std::string size_error(FwdProblem const& problem) {
-  int const smallest = std::min(
-      {problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.head_dim});
-  if (smallest < 0) {
-    return error_text("explain", "sizes of 0 or more", text(smallest));
+bool read_general(GeneralObjects const& objects, GeneralCall& call) {
+  bool has_q = false;
+  bool has_k = false;
+  if (!read_optional(objects.cu_seqlens_q, call.cu_seqlens_q, has_q) ||
+      !read_optional(objects.cu_seqlens_k, call.cu_seqlens_k, has_k)) {
+    return false;
   }
-  if (problem.device.sm_count < 1) {
-    return error_text("explain", "sm_count to be 1 or more", text(problem.device.sm_count));
+  call.is_packed = has_q || has_k;
+  return read_optional(objects.seqused_q, call.seqused_q, call.has_seqused_q) &&
+         read_optional(objects.seqused_k, call.seqused_k, call.has_seqused_k) &&
+         read_optional(objects.sinks, call.sinks, call.has_sinks);
+}
+
+PyObject* py_check_general(PyObject*, PyObject* args) {
+  PyObject *q, *k, *v, *out;
+  GeneralObjects objects;
+  long long left, right, chunk, sm_margin;
+  int causal;
+  GeneralCall call;
+  ForwardCall& forward = call.forward;
+  if (!PyArg_ParseTuple(args, "OOOOOOOOOdpLLLdLi", &q, &k, &v, &out, &objects.cu_seqlens_q,
+                        &objects.cu_seqlens_k, &objects.seqused_q, &objects.seqused_k,
+                        &objects.sinks, &forward.softmax_scale, &causal, &left, &right, &chunk,
+                        &call.softcap, &sm_margin, &forward.sm_count)) {
+    return nullptr;
   }
-  return {};
-}
-
-ForwardCall call_of(FwdProblem const& problem, char const* dtype) {
-  ForwardCall call;
-  call.q = describe(dtype, problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim);
-  call.k = describe(dtype, problem.batch, problem.seqlen_k, problem.heads_k, problem.head_dim);
-  call.v = describe(dtype, problem.batch, problem.seqlen_k, problem.heads_k, problem.head_dim_v);
-  call.sm_margin = problem.sm_margin;
-  call.sm_count = problem.device.sm_count;
-  return call;
-}
-
-std::string problem_error(FwdProblem const& problem, char const* dtype) {
-  std::string const error = size_error(problem);
-  return error.empty() ? check_forward(call_of(problem, dtype)) : error;
-}
-
-std::string backward_problem_error(FwdProblem const& problem, char const* dtype) {
-  std::string const error = size_error(problem);
-  if (!error.empty()) {
-    return error;
+  forward.sm_margin = sm_margin;
+  call.causal = causal;
+  call.window_left = left;
+  call.window_right = right;
+  call.attention_chunk = chunk;
+  if (!read_tensor(q, forward.q) || !read_tensor(k, forward.k) || !read_tensor(v, forward.v) ||
+      !read_optional(out, forward.out, forward.has_out) || !read_general(objects, call)) {
+    return nullptr;
   }
-  BackwardCall call;
-  call.forward = call_of(problem, dtype);
-  call.forward.op = backward_op(/*has_gradients=*/false);
-  call.out = describe(dtype, problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v);
-  call.dout = call.out;
-  call.lse = describe("float32", problem.batch, problem.heads_q, problem.seqlen_q, 0);
-  call.lse.rank = 3;
-  return check_backward(call);
+  return PyUnicode_FromString(check_general(call).c_str());
 }
 
-PyObject* plan_dict(FwdProblem const& problem) {
-  FwdPlan const plan = plan_forward(problem);
-  FwdCost const cost = cost_forward(problem, plan);
-  DictBuilder dict;
-  add_variant(dict, plan.variant);
-  dict.integer("pack", plan.schedule.pack)
-      .integer("m_tiles", plan.schedule.m_tiles)
-      .integer("tiles", plan.schedule.tiles)
-      .integer("section_pairs", plan.schedule.section_pairs)
-      .integer("grid", plan.schedule.grid)
+PyObject* py_check_general_backward(PyObject*, PyObject* args) {
+  PyObject *dout, *dlse, *q, *k, *v, *out, *lse;
+  GeneralObjects objects;
+  long long left, right, chunk;
+  int causal;
+  GeneralBackwardCall call;
+  ForwardCall& forward = call.general.forward;
+  forward.op = "bwd";
+  if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOdpLLLd", &dout, &dlse, &q, &k, &v, &out, &lse,
+                        &objects.cu_seqlens_q, &objects.cu_seqlens_k, &objects.seqused_q,
+                        &objects.seqused_k, &objects.sinks, &forward.softmax_scale, &causal, &left,
+                        &right, &chunk, &call.general.softcap)) {
+    return nullptr;
+  }
+  call.general.causal = causal;
+  call.general.window_left = left;
+  call.general.window_right = right;
+  call.general.attention_chunk = chunk;
+  if (!read_tensor(q, forward.q) || !read_tensor(k, forward.k) || !read_tensor(v, forward.v) ||
+      !read_tensor(dout, call.dout) || !read_tensor(out, call.out) || !read_tensor(lse, call.lse) ||
+      !read_optional(dlse, call.dlse, call.has_dlse) || !read_general(objects, call.general)) {
+    return nullptr;
+  }
+  return PyUnicode_FromString(check_general_backward(call).c_str());
+}
+
+// What only packed sequences have; of what depends on their lengths nothing is known.
+void add_packed_schedule(DictBuilder& dict, FwdSchedule const& schedule) {
+  dict.integer("section_heads", schedule.section_heads)
+      .integer("workspace_bytes", schedule.workspace_ints * int64_t(sizeof(int)));
+}
+
+void add_dense_schedule(DictBuilder& dict, FwdSchedule const& schedule, FwdCost const& cost) {
+  dict.integer("section_pairs", schedule.section_pairs)
       .real("waves", cost.waves)
       .real("useful_share", cost.useful_share)
       .real("flops", cost.flops)
       .real("bytes", cost.bytes);
+}
+
+PyObject* plan_dict(FwdProblem const& problem) {
+  FwdPlan const plan = plan_forward(problem);
+  FwdSchedule const& schedule = plan.schedule;
+  FwdCost const cost = cost_forward(problem, plan);
+  DictBuilder dict;
+  add_variant(dict, plan.variant);
+  dict.flag("is_packed", problem.is_packed)
+      .integer("pack", schedule.pack)
+      .integer("m_tiles", schedule.m_tiles)
+      .integer("tiles", schedule.tiles)
+      .integer("grid", schedule.grid)
+      .integer("launches", value_launches(problem.head_dim_v))
+      .real("visited_share", cost.visited_share);
+  if (problem.is_packed) {
+    add_packed_schedule(dict, schedule);
+  } else {
+    add_dense_schedule(dict, schedule, cost);
+  }
   return dict.finish();
 }
 
 PyObject* py_plan_forward(PyObject*, PyObject* args, PyObject* kwargs) {
-  static char const* const names[] = {"dtype",     "batch",    "seqlen_q",   "seqlen_k", "heads_q",
-                                      "heads_k",   "head_dim", "head_dim_v", "causal",   "pack_gqa",
-                                      "sm_margin", "sm_count", "l2_bytes",   nullptr};
-  char const* dtype;
-  int causal, pack_gqa;
-  long long l2_bytes;
-  FwdProblem p;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "siiiiiiipiiiL", const_cast<char**>(names), &dtype,
-                                   &p.batch, &p.seqlen_q, &p.seqlen_k, &p.heads_q, &p.heads_k,
-                                   &p.head_dim, &p.head_dim_v, &causal, &pack_gqa, &p.sm_margin,
-                                   &p.device.sm_count, &l2_bytes) ||
+  static char const* const names[] = {
+      "dtype",           "batch",    "seqlen_q",     "seqlen_k",    "heads_q",
+      "heads_k",         "head_dim", "head_dim_v",   "causal",      "pack_gqa",
+      "sm_margin",       "sm_count", "l2_bytes",     "window_left", "window_right",
+      "attention_chunk", "softcap",  "row_features", "total_q",     "total_k",
+      "has_seqused",     nullptr};
+  int pack_gqa;
+  PlanCall call;
+  if (!PyArg_ParseTupleAndKeywords(
+          args, kwargs, "siiiiiiipiiiL|LLLdpiip", const_cast<char**>(names), &call.dtype_name,
+          &call.batch, &call.seqlen_q, &call.seqlen_k, &call.heads_q, &call.heads_k, &call.head_dim,
+          &call.head_dim_v, &call.causal, &pack_gqa, &call.sm_margin, &call.sm_count,
+          &call.l2_bytes, &call.window_left, &call.window_right, &call.attention_chunk,
+          &call.softcap, &call.has_row_features, &call.total_q, &call.total_k, &call.has_seqused) ||
       !is_pack_gqa(pack_gqa)) {
     return nullptr;
   }
-  p.dtype = dtype_from_name(dtype);
-  p.causal = causal;
-  p.pack_gqa = PackGqa(pack_gqa);
-  p.device.l2_bytes = l2_bytes;
-  std::string const error = problem_error(p, dtype);
-  return error.empty() ? plan_dict(p) : DictBuilder().string("reason", error.c_str()).finish();
+  call.dtype = dtype_from_name(call.dtype_name);
+  std::string const error = call_error(call);
+  if (!error.empty()) {
+    return DictBuilder().string("reason", error.c_str()).finish();
+  }
+  FwdProblem problem = problem_of(call);
+  problem.pack_gqa = PackGqa(pack_gqa);
+  return plan_dict(problem);
 }
 
 // Nothing is launched for an empty problem.
 BwdPlan plan_any_backward(FwdProblem const& p) {
   bool const is_empty = p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0;
-  return is_empty ? BwdPlan{find_backward_variant(p.dtype, p.causal, p.head_dim), {}}
-                  : plan_backward(p);
+  return is_empty
+             ? BwdPlan{find_backward_variant(p.dtype, p.mask_kind(), p.head_dim, p.head_dim_v), {}}
+             : plan_backward(p);
 }
 
 PyObject* backward_plan_dict(FwdProblem const& problem) {
@@ -365,26 +428,28 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
 
 PyObject* py_plan_backward(PyObject*, PyObject* args, PyObject* kwargs) {
   static char const* const names[] = {
-      "dtype",      "batch",  "seqlen_q", "seqlen_k", "heads_q",       "heads_k", "head_dim",
-      "head_dim_v", "causal", "sm_count", "l2_bytes", "deterministic", nullptr};
-  char const* dtype;
-  int causal;
+      "dtype",    "batch",         "seqlen_q",    "seqlen_k",     "heads_q",
+      "heads_k",  "head_dim",      "head_dim_v",  "causal",       "sm_count",
+      "l2_bytes", "deterministic", "window_left", "window_right", "attention_chunk",
+      "softcap",  "total_q",       "total_k",     "has_seqused",  nullptr};
   int deterministic = 0;
-  long long l2_bytes;
-  FwdProblem p;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "siiiiiiipiL|p", const_cast<char**>(names), &dtype,
-                                   &p.batch, &p.seqlen_q, &p.seqlen_k, &p.heads_q, &p.heads_k,
-                                   &p.head_dim, &p.head_dim_v, &causal, &p.device.sm_count,
-                                   &l2_bytes, &deterministic)) {
+  PlanCall call;
+  if (!PyArg_ParseTupleAndKeywords(
+          args, kwargs, "siiiiiiipiL|pLLLdiip", const_cast<char**>(names), &call.dtype_name,
+          &call.batch, &call.seqlen_q, &call.seqlen_k, &call.heads_q, &call.heads_k, &call.head_dim,
+          &call.head_dim_v, &call.causal, &call.sm_count, &call.l2_bytes, &deterministic,
+          &call.window_left, &call.window_right, &call.attention_chunk, &call.softcap,
+          &call.total_q, &call.total_k, &call.has_seqused)) {
     return nullptr;
   }
-  p.dtype = dtype_from_name(dtype);
-  p.causal = causal;
-  p.deterministic = deterministic;
-  p.device.l2_bytes = l2_bytes;
-  std::string const error = backward_problem_error(p, dtype);
-  return error.empty() ? backward_plan_dict(p)
-                       : DictBuilder().string("reason", error.c_str()).finish();
+  call.dtype = dtype_from_name(call.dtype_name);
+  std::string const error = backward_call_error(call);
+  if (!error.empty()) {
+    return DictBuilder().string("reason", error.c_str()).finish();
+  }
+  FwdProblem problem = problem_of(call);
+  problem.deterministic = deterministic;
+  return backward_plan_dict(problem);
 }
 
 PyObject* list_variants(int count, void (*add)(DictBuilder&, int)) {
@@ -420,6 +485,9 @@ PyMethodDef methods[] = {
     {"check_forward", method(py_check_forward), kKeywords, "Error text of a call; empty if fine."},
     {"check_backward", method(py_check_backward), kKeywords,
      "Error text of a call of the backward; empty if fine."},
+    {"check_general", py_check_general, METH_VARARGS, "check_forward of the general ops."},
+    {"check_general_backward", py_check_general_backward, METH_VARARGS,
+     "check_backward of the general ops."},
     {"plan_forward", method(py_plan_forward), kKeywords, "How a forward problem would be run."},
     {"plan_backward", method(py_plan_backward), kKeywords, "How its gradients would be computed."},
     {"variants", py_variants, METH_NOARGS, "Facts of every forward variant."},

@@ -26,7 +26,8 @@ from variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant  # noqa:
 Variant = ForwardVariant | BackwardVariant
 
 _DTYPES = {'Fp16': 'kFloat16', 'Bf16': 'kBFloat16'}
-_MASKS = {'Full': 'kFull', 'Causal': 'kCausal'}
+_MASKS = {'Full': 'kFull', 'Causal': 'kCausal', 'General': 'kGeneral',
+          'Softcap': 'kSoftcap'}
 _BANNER = '// Written by csrc/instances/generate.py from variants.py.'
 
 

@@ -1,8 +1,9 @@
 """The only list of what is built: one row a variant (generate.py turns it into C++).
 
-A variant is a tile of csrc/config/fwd_tiles.h or bwd_tiles.h for one dtype and one mask. Everything
-else (lengths, strides, heads, GQA packing, scale) is a run-time value. Variants of one tile share a
-compile unit.
+A variant is a tile of csrc/config/fwd_tiles.h or bwd_tiles.h for one dtype and one mask. Full and
+causal ones serve dense batches; general ones everything else (packed sequences, windows, chunks,
+sinks, row maxima), softcap ones that with a softcap. All other properties of a problem are run-time
+values. Variants of one tile share a compile unit.
 """
 from dataclasses import dataclass
 
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 class ForwardVariant:
     tile: str     # struct in csrc/config/fwd_tiles.h
     dtype: str    # 'Fp16' or 'Bf16'
-    mask: str     # 'Full' or 'Causal'
-    head_dim: int
+    mask: str     # 'Full', 'Causal', 'General' or 'Softcap'
+    head_dim: int | str   # of q, k and v; or, as '192x128', of q and k, and of v
     suffix: str = ''  # tells tiles apart where several serve a problem and the planner chooses
 
     @property
@@ -22,7 +23,8 @@ class ForwardVariant:
 
 
 def _forward_variants() -> list[ForwardVariant]:
-    full, causal, both = ('Full',), ('Causal',), ('Full', 'Causal')
+    full, causal, general, softcap = ('Full',), ('Causal',), ('General',), ('Softcap',)
+    both = full + causal
     # (tile, head dim, masks, suffix); of those that serve a problem the fastest stands first
     tiles = [(f'FwdTileD{head_dim}', head_dim, both, '')
              for head_dim in range(32, 257, 16) if head_dim != 128]
@@ -36,6 +38,13 @@ def _forward_variants() -> list[ForwardVariant]:
               ('FwdTileD128ShortSmall', 128, causal, 'Small'),
               ('FwdTileD256Small', 256, both, 'Small'),
               ('FwdTileD256ShortSmall', 256, both, 'ShortSmall')]
+    tiles += [(f'FwdTileD{head_dim}', head_dim, general, '') for head_dim in (64, 128, 192, 256)]
+    tiles += [(f'FwdTileD{head_dim}Short', head_dim, general, 'Short' * (head_dim != 96))
+              for head_dim in (64, 96, 128)]
+    tiles += [('FwdTileD64Short', 64, softcap, ''), ('FwdTileD128Short', 128, softcap, ''),
+              ('FwdTileD256', 256, softcap, '')]
+    tiles += [(f'FwdTileD{head_dims}', head_dims, causal + general, '')
+              for head_dims in ('64x128', '64x256', '96x64', '128x64', '192x128')]
     return [ForwardVariant(tile, dtype, mask, head_dim, suffix)
             for tile, head_dim, masks, suffix in tiles
             for mask in masks for dtype in ('Bf16', 'Fp16')]
@@ -48,8 +57,8 @@ FORWARD = _forward_variants()
 class BackwardVariant:
     tile: str     # struct in csrc/config/bwd_tiles.h
     dtype: str    # 'Fp16' or 'Bf16'
-    mask: str     # 'Full' or 'Causal'
-    head_dim: int
+    mask: str     # 'Full', 'Causal', 'General' or 'Softcap'
+    head_dim: int | str   # as that of a forward variant
 
     @property
     def name(self) -> str:
@@ -57,6 +66,13 @@ class BackwardVariant:
         return f'Bwd{self.dtype}D{self.head_dim}{self.mask}'
 
 
-BACKWARD = [BackwardVariant(f'BwdTileD{head_dim}', dtype, mask, head_dim)
-            for head_dim in (64, 96, 128, 192, 256)
-            for mask in ('Full', 'Causal') for dtype in ('Bf16', 'Fp16')]
+def _backward_variants() -> list[BackwardVariant]:
+    tiles = [(head_dim, ('Full', 'Causal', 'General', 'Softcap'))
+             for head_dim in (64, 96, 128, 192, 256)]
+    tiles += [(head_dims, ('Causal', 'General'))
+              for head_dims in ('64x128', '64x256', '96x64', '128x64', '192x128')]
+    return [BackwardVariant(f'BwdTileD{head_dim}', dtype, mask, head_dim)
+            for head_dim, masks in tiles for mask in masks for dtype in ('Bf16', 'Fp16')]
+
+
+BACKWARD = _backward_variants()

@@ -32,6 +32,19 @@ class DeviceGuard {
   DeviceGuardHandle guard_ = nullptr;
 };
 
+// A packed tensor (rows, heads, columns) as a batch of one; others as they are.
+inline TensorMeta with_batch(TensorMeta meta) {
+  if (meta.rank == 3) {
+    for (int i = 3; i > 0; --i) {
+      meta.size[i] = meta.size[i - 1];
+      meta.stride[i] = meta.stride[i - 1];
+    }
+    meta.size[0] = 1;
+    meta.rank = 4;
+  }
+  return meta;
+}
+
 inline TensorView view(TensorMeta const& meta) {
   return TensorView{reinterpret_cast<void*>(meta.address), meta.stride[0], meta.stride[1],
                     meta.stride[2]};
@@ -53,11 +66,11 @@ class Target {
  public:
   Target(char const* op, OwnedTensor const& tensor) : tensor_(tensor) {
     TensorMeta meta = describe(tensor);
-    if (!tma_can_address(meta)) {
+    if (!tma_can_address(with_batch(meta))) {
       temporary_ = allocate(op, meta.size, meta.rank, meta.dtype, meta.device_index);
       meta = describe(temporary_);
     }
-    view_ = fa3::view(meta);
+    view_ = fa3::view(with_batch(meta));
     view_.data = mutable_data(temporary_ ? temporary_ : tensor);
   }
 

@@ -10,12 +10,8 @@
 
 #include "dispatch/checks.h"
 #include "dispatch/device_info.h"
-#include "dispatch/plan.h"
-#include "dispatch/registry.h"
-#include "fwd_built.inc"
-#include "fwd_registry.inc"
 #include "ops/boxed_stack.h"
-#include "ops/cuda_call.h"
+#include "ops/forward_launch.h"
 #include "ops/library.h"
 
 namespace fa3 {
@@ -77,28 +73,6 @@ FwdProblem problem_of(ForwardCall const& call, ForwardArguments const& args,
   return problem;
 }
 
-// The launcher of the variant that the plan picked, and the schedule.
-FwdLaunch plan_launch(FwdParams& params) {
-  FwdPlan const plan = plan_forward(params.problem);
-  FwdLaunch const launcher = kFwdLaunchers[plan.variant];
-  if (!launcher) {
-    throw std::runtime_error(missing_variant_text("fwd", plan.variant, kFwdBuilt));
-  }
-  params.schedule = plan.schedule;
-  return launcher;
-}
-
-// Fills params.o and launches.
-void launch(char const* op, FwdLaunch launcher, FwdParams& params, ForwardArguments const& args,
-            int device) {
-  Target const out(op, args.out);
-  params.o = out.view();
-  void* stream = nullptr;
-  require(aoti_torch_get_current_cuda_stream(device, &stream), "read the current stream");
-  launcher(params, stream);
-  out.finish();
-}
-
 // Computes into args.out, which it allocates if it is null. Gives the LSE, or null if nobody wants
 // it: an allocation costs a tenth of the host time of a call.
 OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
@@ -111,7 +85,7 @@ OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
 
   FwdParams params;
   params.problem = problem_of(call, args, info);
-  FwdLaunch const launcher = plan_launch(params);
+  ForwardLaunch launch(params);
   DeviceGuard const guard(device);
   int64_t const* const q_size = call.q.size;
   int64_t const out_size[] = {q_size[0], q_size[1], q_size[2], call.v.size[3]};
@@ -135,7 +109,7 @@ OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
   params.v = readable(op, args.v, call.v);
   params.lse = lse ? static_cast<float*>(mutable_data(lse)) : nullptr;
   params.softmax_scale = float(call.softmax_scale);
-  launch(op, launcher, params, args, device);
+  launch.run(op, params, args.out);
   return lse;
 }
 

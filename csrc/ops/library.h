@@ -18,11 +18,22 @@ void fwd_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outpu
 void fwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 // The same -> nothing
 void fwd_out_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// _fwd_general(q, k, v, the members of GeneralArguments, pack_gqa, sm_margin, return_max_logits)
+// -> (out, lse, max_logits)
+void fwd_general_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// fwd_general: the same with deterministic behind the others, which is for the gradients.
+void fwd_general_traced_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// fwd_general_out: with out behind v -> (lse, max_logits)
+void fwd_general_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 // bwd(dout, dlse, q, k, v, out, lse, softmax_scale, causal, deterministic) -> (dq, dk, dv)
 void bwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 // bwd_out(dout, dlse, q, k, v, out, lse, dq, dk, dv, softmax_scale, causal, deterministic) ->
 // nothing
 void bwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+
+// bwd_general(dout, dlse, q, k, v, out, lse, the members of GeneralArguments, deterministic)
+// -> (dq, dk, dv, dsinks)
+void bwd_general_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
 // Empty when the driver that is installed can run this library, and where there is none; else what
 // is wrong with it. Does not initialise CUDA.

@@ -10,7 +10,11 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   m.impl("_fwd_no_lse", &fa3::fwd_no_lse_boxed);
   m.impl("fwd_out", &fa3::fwd_out_boxed);
   m.impl("fwd_out_no_lse", &fa3::fwd_out_no_lse_boxed);
+  m.impl("_fwd_general", &fa3::fwd_general_boxed);
+  m.impl("fwd_general", &fa3::fwd_general_traced_boxed);
+  m.impl("fwd_general_out", &fa3::fwd_general_out_boxed);
   m.impl("bwd", &fa3::bwd_boxed);
+  m.impl("bwd_general", &fa3::bwd_general_boxed);
   m.impl("bwd_out", &fa3::bwd_out_boxed);
 }
 

@@ -1,5 +1,5 @@
 """backward/work.h, the kernel's own code on the CPU: which keys a CTA has, and its steps over the
-queries, under the schedule of dispatch/plan_backward.cpp.
+queries, under the schedule of dispatch/plan_backward.cpp. Packed sequences: test_packed_tiles.py.
 
 A tile of keys is that of a cluster: its CTAs share it out, and have the same steps.
 """
@@ -13,29 +13,46 @@ import pytest
 from csrc.instances.variants import BACKWARD
 from flash_attn3 import _plan
 from tests import _host
+from tests.cpu.masks import CAUSAL, FULL, GENERAL, mask_of_kind, sees
+from tests.cpu.masks import NAMES as MASK_KINDS
 from tests.cpu.test_plan import ceil_div
-from tests.cpu.test_query_range import sees
 
 # One dtype: the other one has the same work.
 TILE_OF = {variant.name: _host.backward_tiles[variant.tile] for variant in BACKWARD
            if variant.dtype == 'Bf16'}
 FACTS = {facts['name']: facts for facts in _plan.backward_variants()}
-each_variant = pytest.mark.parametrize('name', TILE_OF)
+DEVICE = {'sm_count': 132, 'l2_bytes': 50 << 20}
+# Variants with a softcap have the work of the general ones: one stands for all.
+NAMES = [name for name in TILE_OF if not name.endswith('Softcap') or name == 'BwdBf16D64Softcap']
+each_variant = pytest.mark.parametrize('name', NAMES)
+# Full and causal ones serve dense batches only.
+each_packed = pytest.mark.parametrize('name', [name for name in NAMES
+                                               if FACTS[name]['mask'] in ('general', 'softcap')])
 
 
-def work_of(name, sizes, deterministic=False, **changes):
-    """(plan, what every CTA does), the CTAs of a cluster one behind the other.
+def some_mask(name):
+    """The first that a variant serves: windows are further down."""
+    return {'full': FULL, 'causal': CAUSAL, 'general': GENERAL[4],
+            'softcap': (3, *GENERAL[4][1:])}[FACTS[name]['mask']]
 
-    sizes: (batch, seqlen_q, seqlen_k, heads_q, heads_k).
+
+def causal_or_full(name):
+    """Causal, where a variant serves it."""
+    kind = MASK_KINDS[FACTS[name]['mask']]
+    return (kind, -1, 0, 0) if kind >= 2 else some_mask(name)
+
+
+def work_of(name, sizes, mask, deterministic=False, lengths=None, **changes):
+    """(plan, rows of the packed tiles of queries, what every CTA does), the CTAs of a cluster one
+    behind the other.
+
+    sizes: (batch, seqlen_q, seqlen_k, heads_q, heads_k). lengths: of a packed batch.
     """
-    facts = FACTS[name]
-    device = {'sm_count': 132, 'l2_bytes': 50 << 20} | changes
-    plan = _plan.plan_backward(facts['dtype'], *sizes, facts['head_dim'], facts['head_dim'],
-                               facts['causal'], **device, deterministic=deterministic)
-    assert plan['name'] == name
-    keys = ('m_tiles', 'n_tiles', 'section_pairs', 'grid')
-    return plan, TILE_OF[name]['work'](sizes, facts['causal'], deterministic,
-                                       [plan[key] for key in keys])
+    device = DEVICE | changes
+    plan, row_tiles, ctas = TILE_OF[name]['work'](
+        sizes, mask, deterministic, lengths, (device['sm_count'], device['l2_bytes']))
+    assert (plan['tile_m'], plan['tile_n']) == (FACTS[name]['tile_m'], FACTS[name]['tile_n'])
+    return FACTS[name] | plan, row_tiles, ctas
 
 
 def keys_of_cta(plan):
@@ -54,40 +71,45 @@ sizes = st.tuples(st.integers(1, 4), st.integers(1, 700), st.integers(1, 1500), 
 
 
 @each_variant
-@given(sizes, st.booleans(), st.integers(1, 140), st.integers(0, 1 << 22))
+@given(sizes, st.data(), st.booleans(), st.integers(1, 140), st.integers(0, 1 << 22))
 @settings(max_examples=60, deadline=None)
-def test_every_tile_of_keys_has_one_cluster(name, sizes, deterministic, sm_count, l2_bytes):
+def test_every_tile_of_keys_has_one_cluster(name, sizes, data, deterministic, sm_count, l2_bytes):
     """Also where causal sections are small: few multiprocessors, little L2."""
     batch, seqlen_q, seqlen_k, heads_q, heads_k = sizes
-    plan, ctas = work_of(name, sizes, deterministic, sm_count=sm_count, l2_bytes=l2_bytes)
+    mask = data.draw(mask_of_kind(FACTS[name]['mask']))
+    plan, _, ctas = work_of(name, sizes, mask, deterministic, sm_count=sm_count, l2_bytes=l2_bytes)
     tile_m, tile_n = plan['tile_m'], plan['tile_n']
     group = heads_q // heads_k
     tiles = Counter()
     for cluster in clusters_of(plan, ctas):
-        (kv_head, heads, entry, tile_begin, queries), steps = cluster[0]
+        (kv_head, heads, tile_begin, queries, lengths, (entry, *place)), steps = cluster[0]
         assert heads == (kv_head * group, (kv_head + 1) * group)
-        assert queries == _host.query_range(tile_begin, seqlen_q, seqlen_k, tile_m, tile_n,
-                                            plan['causal'])
-        assert cluster == [
-            ((kv_head, heads, entry, tile_begin + rank * keys_of_cta(plan), queries), steps)
-            for rank in range(plan['cluster_size'])]
+        assert lengths == (seqlen_q, seqlen_k)
+        assert queries == _host.query_range(tile_begin, seqlen_q, seqlen_k, tile_m, tile_n, mask)
+        for rank, (work, other_steps) in enumerate(cluster):
+            key_begin = tile_begin + rank * keys_of_cta(plan)
+            assert work == (kv_head, heads, key_begin, queries, lengths,
+                            (entry, 0, 0, key_begin, 0))
+            assert other_steps == steps
         tiles[kv_head, entry, tile_begin] += 1
     assert tiles == Counter(product(range(heads_k), range(batch), range(0, seqlen_k, tile_n)))
 
 
 @each_variant
-@given(sizes)
+@given(sizes, st.data())
 @settings(max_examples=40, deadline=None)
-def test_steps_are_the_tiles_of_queries_of_every_head(name, sizes):
-    """Once each, masked up to free_begin; the places in the workspaces do not collide."""
+def test_steps_are_the_tiles_of_queries_of_every_head(name, sizes, data):
+    """Once each, masked at the ends; the places in the workspaces do not collide. Keys that no
+    query sees have none.
+    """
     batch, seqlen_q, _, heads_q, _ = sizes
-    plan, ctas = work_of(name, sizes)
+    plan, _, ctas = work_of(name, sizes, data.draw(mask_of_kind(FACTS[name]['mask'])))
     rows_of = {}
-    for (_, heads, entry, _, (begin, free_begin, end)), steps in ctas:
+    for (_, heads, _, (begin, free_begin, free_end, end), _, (entry, *_)), steps in ctas:
         assert [(head, m) for head, m, *_ in steps] == list(product(range(*heads),
                                                                     range(begin, end)))
-        for head, m, is_masked, place in steps:
-            assert is_masked == (m < free_begin)
+        for head, m, is_masked, place, _ in steps:
+            assert is_masked == (not free_begin <= m < free_end)
             assert rows_of.setdefault(place, (entry, head, m)) == (entry, head, m)
     assert len(set(rows_of.values())) == len(rows_of)
     assert all(0 <= place < plan['rows'] // plan['tile_m'] for place in rows_of)
@@ -95,24 +117,25 @@ def test_steps_are_the_tiles_of_queries_of_every_head(name, sizes):
 
 
 @each_variant
-@pytest.mark.parametrize('seqlen_q, seqlen_k', [(1, 1), (130, 257), (257, 130), (200, 200),
-                                                (70, 192)])
+@pytest.mark.parametrize('seqlen_q, seqlen_k', [(1, 1), (130, 257), (257, 130), (70, 192)])
 def test_every_visible_pair_is_computed_once(name, seqlen_q, seqlen_k):
     """Pairs of a free step all count; those of a masked one where the query sees the key."""
-    plan, ctas = work_of(name, (1, seqlen_q, seqlen_k, 2, 1))
-    tile_m, causal = plan['tile_m'], plan['causal']
-    computed = Counter()
-    for (*_, key_begin, _), steps in ctas:
-        for head, m, is_masked, _ in steps:
-            queries = range(m * tile_m, min((m + 1) * tile_m, seqlen_q))
-            computed.update(
-                (head, query, key) for query in queries
-                for key in range(key_begin, key_begin + keys_of_cta(plan))
-                if not is_masked or sees(query, key, seqlen_q, seqlen_k, causal))
-    assert computed == Counter(
-        (head, query, key) for head, query, key in product(range(2), range(seqlen_q),
-                                                           range(seqlen_k))
-        if sees(query, key, seqlen_q, seqlen_k, causal))
+    kind = FACTS[name]['mask']
+    for mask in GENERAL if kind == 'general' else [some_mask(name)]:
+        plan, _, ctas = work_of(name, (1, seqlen_q, seqlen_k, 2, 1), mask)
+        tile_m = plan['tile_m']
+        computed = Counter()
+        for (_, _, key_begin, *_), steps in ctas:
+            for head, m, is_masked, *_ in steps:
+                queries = range(m * tile_m, min((m + 1) * tile_m, seqlen_q))
+                computed.update(
+                    (head, query, key) for query in queries
+                    for key in range(key_begin, key_begin + keys_of_cta(plan))
+                    if not is_masked or sees(query, key, seqlen_q, seqlen_k, mask))
+        assert computed == Counter(
+            (head, query, key) for head, query, key in product(range(2), range(seqlen_q),
+                                                               range(seqlen_k))
+            if sees(query, key, seqlen_q, seqlen_k, mask))
 
 
 @each_variant
@@ -122,11 +145,22 @@ def test_longest_first_in_a_causal_section(name, sm_count, l2_bytes):
     and sections come one after the other.
     """
     sizes = 3, 4096, 4096, 8, 4
-    plan, ctas = work_of(name, sizes, sm_count=sm_count, l2_bytes=l2_bytes)
-    lengths = [(work[2] * 4 + work[0], len(steps)) for work, steps in ctas]
-    if plan['causal']:
+    mask = causal_or_full(name)
+    plan, _, ctas = work_of(name, sizes, mask, sm_count=sm_count, l2_bytes=l2_bytes)
+    lengths = [(work[5][0] * 4 + work[0], len(steps)) for work, steps in ctas]
+    assert plan['in_sections'] == (mask != FULL)
+    if plan['in_sections']:
         keys = [(pair // plan['section_pairs'], -steps) for pair, steps in lengths]
         assert keys == sorted(keys)
         assert plan['section_pairs'] < 12    # so that there are several
     else:
         assert len({steps for _, steps in lengths}) == 1
+
+
+@pytest.mark.parametrize('mask, in_sections', [
+    ((2, 512, 0, 0), False), ((2, 2100, 0, 0), True), ((2, -1, 100, 0), True),
+    ((2, -1, 3000, 0), False), ((2, -1, 0, 1024), False)], ids=str)
+def test_sections_where_the_first_keys_are_seen_by_more(mask, in_sections):
+    """A narrow window or chunks cut off what makes them differ."""
+    plan, _, _ = work_of('BwdBf16D128General', (1, 4096, 4096, 2, 2), mask)
+    assert plan['in_sections'] == in_sections

@@ -108,8 +108,8 @@ def test_a_wrong_backward_is_an_error_of_bench(monkeypatch, capsys):
     def spoiled(q, k, v, causal):
         return flash_attn_func(q, k, v, causal=causal) + 0.1 * (v.sum() - v.detach().sum())
 
-    monkeypatch.setattr(bench, 'ours', lambda causal: Contender(
-        bench.OURS, lambda q, k, v: spoiled(q, k, v, causal)))
+    monkeypatch.setattr(bench, 'ours', lambda shape, device: Contender(
+        bench.OURS, lambda q, k, v: spoiled(q, k, v, shape.causal)))
     options = '--device cpu --dtype fp32 --seqlen 32 --heads 2 --head-dim 16 --rounds 1'.split()
     assert bench.main(options) == 0
     assert bench.main([*options, '--pass', 'backward']) == 1

@@ -6,53 +6,98 @@ from hypothesis import strategies as st
 import pytest
 
 from tests import _host
+from tests.cpu.drawn_masks import Drawn, masks
 
-TILE_N = (16, 80, 128, 176)
-
-
-def key_limits(begin, end, seqlen_q, seqlen_k, causal):
-    """For each query of the tile that exists, how many keys it sees: counted, not computed."""
-    shift = seqlen_k - seqlen_q
-    return [sum(1 for key in range(seqlen_k) if not causal or key <= query + shift)
-            for query in range(begin, min(end, seqlen_q))]
+TILE_N = (16, 48, 80, 128, 176)
 
 
-def check_tile(begin, end, seqlen_q, seqlen_k, tile_n, causal):
-    free_end, tile_end = _host.block_range(begin, end, seqlen_q, seqlen_k, tile_n, causal)
-    limits = key_limits(begin, end, seqlen_q, seqlen_k, causal)
-    needed = [n for n in range(seqlen_k // tile_n + 2) if max(limits) > n * tile_n]
-    free = [n for n in needed if min(limits) >= (n + 1) * tile_n]
-    assert list(range(tile_end)) == needed
-    assert list(range(free_end)) == free
+def tiles_of_keys(visible, tile_n, seqlen_k):
+    """For each K tile whether a row sees one of its keys, and whether all rows see all tile_n."""
+    some, whole = [], []
+    for begin in range(0, seqlen_k, tile_n):
+        of_tile = visible[:, begin:begin + tile_n]
+        some.append(of_tile.any().item())
+        whole.append(of_tile.size(1) == tile_n and of_tile.all().item())
+    return some, whole
 
 
-@given(st.integers(1, 400), st.integers(0, 700), st.integers(1, 200), st.sampled_from(TILE_N),
-       st.booleans(), st.integers(0, 2**16))
-@settings(max_examples=400, deadline=None)
-def test_against_every_key_of_every_query(seqlen_q, seqlen_k, positions, tile_n, causal, pick):
+def check_tile(mask, begin, end, seqlen_q, seqlen_k, tile_n):
+    first, free_first, free_end, last = mask.of_kernels.block_range(begin, end, seqlen_q, seqlen_k,
+                                                                    tile_n)
+    visible = mask.visible(seqlen_q, seqlen_k)[begin:end]
+    some, whole = tiles_of_keys(visible, tile_n, seqlen_k)
+    needed = [n for n, is_needed in enumerate(some) if is_needed]
+    assert list(range(first, last)) == needed
+    free = [n for n in range(first, last) if free_first <= n < free_end]
+    assert free == [n for n in needed if whole[n]]
+
+
+LENGTHS = st.integers(1, 400), st.integers(0, 700)
+
+
+@given(masks(300), *LENGTHS, st.integers(1, 200), st.sampled_from(TILE_N), st.integers(0, 2**16))
+@settings(max_examples=600, deadline=None)
+def test_against_every_key_of_every_query(mask, seqlen_q, seqlen_k, positions, tile_n, pick):
     begin = pick % seqlen_q // positions * positions
-    check_tile(begin, begin + positions, seqlen_q, seqlen_k, tile_n, causal)
+    check_tile(mask, begin, begin + positions, seqlen_q, seqlen_k, tile_n)
 
 
-@pytest.mark.parametrize('causal', [False, True])
+MASKS = {'full': Drawn('full'), 'causal': Drawn('causal'), 'left': Drawn('general', 130, 0),
+         'sides': Drawn('general', 5, 140), 'own key': Drawn('general', 0, 0),
+         'chunks': Drawn('general', chunk=96), 'all': Drawn('general', 50, 20, 64),
+         'none': Drawn('general')}
+
+
+@pytest.mark.parametrize('mask', MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize('tile_n', TILE_N)
 @pytest.mark.parametrize('seqlen_q, seqlen_k', [
     (1, 1), (128, 128), (129, 127), (255, 512), (300, 20), (64, 0), (1, 351), (352, 352)])
-def test_every_tile_of_a_problem(seqlen_q, seqlen_k, tile_n, causal):
+def test_every_tile_of_a_problem(mask, seqlen_q, seqlen_k, tile_n):
     for begin in range(0, seqlen_q, 128):
-        check_tile(begin, begin + 128, seqlen_q, seqlen_k, tile_n, causal)
+        check_tile(mask, begin, begin + 128, seqlen_q, seqlen_k, tile_n)
+
+
+@given(masks(300), *LENGTHS, st.sampled_from([1, 3, 64]), st.integers(1, 3),
+       st.sampled_from(TILE_N), st.integers(0, 2**16))
+@settings(max_examples=300, deadline=None)
+def test_the_share_of_a_warpgroup(mask, seqlen_q, seqlen_k, pack, warpgroups, tile_n, pick):
+    """A warpgroup visits the K tiles of its tile, and masks those that its own rows do not wholly
+    see: with no masking in the others, nothing hidden is let through.
+    """
+    positions = 64 // pack
+    begin = pick % seqlen_q // (warpgroups * positions) * warpgroups * positions
+    first, _, _, last = mask.of_kernels.block_range(begin, begin + warpgroups * positions,
+                                                    seqlen_q, seqlen_k, tile_n)
+    visible = mask.visible(seqlen_q, seqlen_k)
+    for own in range(begin, min(begin + warpgroups * positions, seqlen_q), positions):
+        _, free_first, free_end, _ = mask.of_kernels.block_range(own, own + positions, seqlen_q,
+                                                                 seqlen_k, tile_n)
+        some, whole = tiles_of_keys(visible[own:own + positions], tile_n, seqlen_k)
+        assert not any(some[:max(0, first)]) and not any(some[max(0, last):])
+        free = [n for n in range(first, last) if free_first <= n < free_end]
+        assert free == [n for n in range(first, last) if whole[n]]
 
 
 def test_a_full_tile_of_keys_is_free_and_a_cut_one_is_not():
-    assert _host.block_range(0, 128, 128, 256, 128, False) == (2, 2)
-    assert _host.block_range(0, 128, 128, 257, 128, False) == (2, 3)
+    assert _host.FullMask().block_range(0, 128, 128, 256, 128) == (0, 0, 2, 2)
+    assert _host.FullMask().block_range(0, 128, 128, 257, 128) == (0, 0, 2, 3)
 
 
 def test_the_diagonal_is_masked():
-    assert _host.block_range(0, 128, 256, 256, 128, True) == (0, 1)
-    assert _host.block_range(128, 256, 256, 256, 128, True) == (1, 2)
+    assert _host.CausalMask().block_range(0, 128, 256, 256, 128) == (0, 0, 0, 1)
+    assert _host.CausalMask().block_range(128, 256, 256, 256, 128) == (0, 0, 1, 2)
 
 
-def test_long_sequences_do_not_overflow():
+def test_both_ends_of_a_window_are_masked():
+    """Queries 512 to 639 and 256 keys before each: keys 256 to 639, of which all see 383 to 512."""
+    window = _host.GeneralMask(256, 0, 0)
+    assert window.block_range(512, 640, 1024, 1024, 128) == (2, 3, 4, 5)
+    assert window.block_range(512, 640, 1024, 1024, 64) == (4, 6, 8, 10)
+
+
+@pytest.mark.parametrize('name', ['CausalMask', 'GeneralMask'])
+def test_long_sequences_do_not_overflow(name):
     length, tiles = 2**30, 2**23
-    assert _host.block_range(length - 128, length, length, length, 128, True) == (tiles - 1, tiles)
+    mask = _host.CausalMask() if name == 'CausalMask' else _host.GeneralMask(None, 0, 0)
+    assert mask.block_range(length - 128, length, length, length, 128) == (
+        0, 0, tiles - 1, tiles)

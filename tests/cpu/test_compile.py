@@ -68,8 +68,9 @@ def test_out_argument(with_lse):
 
 
 def test_unsupported_arguments_still_raise():
-    compiled = torch.compile(lambda q, k, v: flash_attn_func(q, k, v, softcap=1.0), backend='eager')
-    with pytest.raises(NotImplementedError, match='expected softcap to be 0.0, got 1.0'):
+    compiled = torch.compile(lambda q, k, v: flash_attn_func(q, k, v, num_splits=3),
+                             backend='eager')
+    with pytest.raises(NotImplementedError, match='expected num_splits to be 0 or 1, got 3'):
         compiled(*inputs())
 
 

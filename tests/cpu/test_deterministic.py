@@ -15,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
 
 from tests import _host
-from tests.cpu.test_backward_work import FACTS, TILE_OF, clusters_of, each_variant, work_of
+from tests.cpu.masks import FULL, mask_of_kind
+from tests.cpu.packed import batches
+from tests.cpu.test_backward_work import (FACTS, TILE_OF, causal_or_full, clusters_of, each_packed,
+                                          each_variant, some_mask, work_of)
 
 OPS = torch.ops.flash_attn3
 
@@ -31,20 +34,13 @@ def blocks_of(tile, adder, m):
                    for rank in (adder, adder + 1)))
 
 
-def adds_of(name, sizes, **device):
-    """For every cluster, in the order of work, and every step: the tile of dQ that is added to (its
-    number among those of its head, its place among all), and the turn of the cluster there.
+def adds_of(name, sizes, mask, lengths=None, **device):
+    """For every cluster with steps, in the order of work, and every step: the tile of dQ that is
+    added to (its number among those of its head, its place among all), and the turn of the cluster.
     """
-    plan, ctas = work_of(name, sizes, deterministic=True, **device)
-    _, seqlen_q, seqlen_k, _, _ = sizes
-    tile_m, tile_n = plan['tile_m'], plan['tile_n']
-
-    def turn(key_begin, m):
-        last = _host.last_key_tile(m, seqlen_q, seqlen_k, tile_m, tile_n, plan['causal'])
-        return last - key_begin // tile_n
-
-    return [[(m, place, turn(key_begin, m)) for _, m, _, place in steps]
-            for ((_, _, _, key_begin, _), steps), *_ in clusters_of(plan, ctas)]
+    plan, _, ctas = work_of(name, sizes, mask, deterministic=True, lengths=lengths, **device)
+    return [[(m, place, turn) for _, m, _, place, turn in steps]
+            for (_, steps), *_ in clusters_of(plan, ctas) if steps]
 
 
 class Cluster:
@@ -133,12 +129,22 @@ SQUARE = 2, 512, 512, 4, 2
 
 
 @each_variant
-@given(sizes, st.integers(1, 40), st.integers(0, 1 << 22), st.integers(1, 20), st.integers(1, 2),
-       st.integers(0, 999))
+@given(sizes, st.data(), st.integers(1, 40), st.integers(0, 1 << 22), st.integers(1, 20),
+       st.integers(1, 2), st.integers(0, 999))
 @settings(max_examples=20, deadline=None)
-def test_no_cluster_waits_forever(name, sizes, sm_count, l2_bytes, residents, lead, seed):
+def test_no_cluster_waits_forever(name, sizes, data, sm_count, l2_bytes, residents, lead, seed):
     """However few run at a time, and however fast each is."""
-    work = adds_of(name, sizes, sm_count=sm_count, l2_bytes=l2_bytes)
+    mask = data.draw(mask_of_kind(FACTS[name]['mask']))
+    work = adds_of(name, sizes, mask, sm_count=sm_count, l2_bytes=l2_bytes)
+    check_turns(name, work, play(name, work, residents, lead, random.Random(seed).choice))
+
+
+@each_packed
+@given(batches(), st.data(), st.integers(1, 20), st.integers(1, 2), st.integers(0, 999))
+@settings(max_examples=20, deadline=None)
+def test_no_cluster_of_a_packed_batch_waits_forever(name, batch, data, residents, lead, seed):
+    mask = data.draw(mask_of_kind(FACTS[name]['mask']))
+    work = adds_of(name, batch.sizes, mask, batch.lengths, sm_count=data.draw(st.integers(1, 40)))
     check_turns(name, work, play(name, work, residents, lead, random.Random(seed).choice))
 
 
@@ -147,22 +153,36 @@ def test_no_cluster_waits_forever(name, sizes, sm_count, l2_bytes, residents, le
 @pytest.mark.parametrize('residents', [1, 2, 5, 1000])
 def test_one_cluster_runs_ahead(name, residents, pick):
     """The one that came first, or last."""
-    work = adds_of(name, SQUARE)
+    work = adds_of(name, SQUARE, some_mask(name))
     check_turns(name, work, play(name, work, residents, 2, lambda ready: ready[pick]))
 
 
-@each_variant
-@given(sizes, st.integers(1, 140), st.integers(0, 1 << 22))
-@settings(max_examples=40, deadline=None)
-def test_turns_count_up_in_the_order_of_work(name, sizes, sm_count, l2_bytes):
-    """From 0, without a gap, for every tile of dQ: a cluster waits for earlier ones only, and for
-    all.
-    """
+def check_order(work):
     turns = defaultdict(list)
-    for adds in adds_of(name, sizes, sm_count=sm_count, l2_bytes=l2_bytes):
+    for adds in work:
         for _, place, turn in adds:
             turns[place].append(turn)
     assert all(of_tile == list(range(len(of_tile))) for of_tile in turns.values())
+
+
+@each_variant
+@given(sizes, st.data(), st.integers(1, 140), st.integers(0, 1 << 22))
+@settings(max_examples=40, deadline=None)
+def test_turns_count_up_in_the_order_of_work(name, sizes, data, sm_count, l2_bytes):
+    """From 0, without a gap, for every tile of dQ: a cluster waits for earlier ones only, and for
+    all.
+    """
+    mask = data.draw(mask_of_kind(FACTS[name]['mask']))
+    check_order(adds_of(name, sizes, mask, sm_count=sm_count, l2_bytes=l2_bytes))
+
+
+@each_packed
+@given(batches(), st.data(), st.integers(1, 140), st.integers(0, 1 << 22))
+@settings(max_examples=40, deadline=None)
+def test_turns_of_a_packed_batch_count_up(name, batch, data, sm_count, l2_bytes):
+    mask = data.draw(mask_of_kind(FACTS[name]['mask']))
+    check_order(adds_of(name, batch.sizes, mask, batch.lengths, sm_count=sm_count,
+                        l2_bytes=l2_bytes))
 
 
 def ticks(work, residents):
@@ -194,10 +214,11 @@ def test_waiting_is_rare(name):
     sizes, sm_count = (1, 2048, 2048, 8, 8), 32
     residents = sm_count // FACTS[name]['cluster_size']
     device = {'sm_count': sm_count, 'l2_bytes': 1 << 30}    # one section
-    work = adds_of(name, sizes, **device)
-    plan, _ = work_of(name, sizes, deterministic=True, **device)
+    mask = causal_or_full(name)
+    work = adds_of(name, sizes, mask, **device)
+    plan, *_ = work_of(name, sizes, mask, deterministic=True, **device)
     taken, waits = ticks(work, residents)
-    if plan['causal']:
+    if mask != FULL:
         assert not any(waits)
     else:
         together = -(-residents // plan['section_pairs'])

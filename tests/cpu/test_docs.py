@@ -1,5 +1,7 @@
 """The README files against the code: paths, environment variables, and the numbers of each tile."""
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from csrc.instances.variants import BACKWARD as BACKWARD_VARIANTS
 from csrc.instances.variants import FORWARD as FORWARD_VARIANTS
 from flash_attn3 import bench
-from flash_attn3._plan import backward_variants, variants
+from flash_attn3._plan import backward_variants, plan_backward, plan_forward, variants
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ['README.md', 'csrc/README.md', 'csrc/forward/README.md', 'csrc/backward/README.md',
@@ -51,7 +53,7 @@ def test_paths_exist(name):
 
 
 def test_source_files_named_in_csrc_exist():
-    folders = 'core|config|device|dispatch|forward|backward|host|instances|ops'
+    folders = 'core|config|device|dispatch|forward|backward|host|instances|ops|schedule'
     text = ''.join(page.read_text() for page in (ROOT / 'csrc/README.md', FORWARD, BACKWARD))
     names = re.findall(rf'`(?:csrc/)?((?:{folders})/[\w.]+)`', text)
     assert len(names) > 20
@@ -73,6 +75,16 @@ def test_environment_variables_are_those_that_the_code_reads():
     assert documented <= read
 
 
+def test_explain_commands_of_the_readme_run(monkeypatch, capsys):
+    commands = re.findall(r'python -m flash_attn3\.explain (--[^#\n]+)',
+                          (ROOT / 'README.md').read_text())
+    assert len(commands) >= 2
+    for command in commands:
+        monkeypatch.setattr(sys, 'argv', ['explain', *command.split()])
+        runpy.run_module('flash_attn3.explain', run_name='__main__')
+        assert capsys.readouterr().out.startswith('variant ')
+
+
 def test_bench_commands_of_the_readme_parse():
     text = (ROOT / 'README.md').read_text()
     commands = re.findall(r'python -m flash_attn3\.bench (--[^#\n]+)', text)
@@ -88,6 +100,21 @@ def test_head_dims_of_the_support_table():
     assert dims == list(range(first, last + 1, step)) and most == last
 
 
+def test_head_dims_of_the_values():
+    """In the support table: what the checks let through."""
+    text = table_rows(ROOT / 'README.md', 'feature')['head dim of v'][0]
+    most, longest, head_dim, most_of_gradients = map(int, re.fullmatch(
+        r'multiples of 8 to (\d+), to (\d+) with a head dim up to (\d+); gradients: to (\d+)',
+        text).groups())
+    for dims, is_fine in (((8, most), True), ((head_dim, longest), True),
+                          ((head_dim, longest + 8), False), ((head_dim + 8, most + 8), False)):
+        facts = plan_forward('bfloat16', 1, 1, 1, 1, 1, *dims, False, 0, 0, 132, 0)
+        assert ('reason' not in facts) is is_fine
+    for head_dim_v, is_fine in ((most_of_gradients, True), (most_of_gradients + 8, False)):
+        facts = plan_backward('bfloat16', 1, 1, 1, 1, 1, head_dim, head_dim_v, False, 132, 0)
+        assert ('reason' not in facts) is is_fine
+
+
 def test_head_dims_with_gradients():
     """In the support table and, where some have none, under Limits."""
     largest = max(variant['head_dim'] for variant in backward_variants())
@@ -99,7 +126,9 @@ def test_head_dims_with_gradients():
 
 
 def test_shared_memory_of_every_backward_tile():
-    """The last number of a cell is its bytes; their sum is what the variants say."""
+    """The last number of a cell is its bytes; their sum is what the variants say. Limits of keys
+    are those of variants for general masks.
+    """
     rows = table_rows(BACKWARD, 'tile')
     tiles = {variant.name: variant.tile for variant in BACKWARD_VARIANTS}
     assert set(rows) == set(tiles.values())
@@ -107,7 +136,9 @@ def test_shared_memory_of_every_backward_tile():
         sizes, *parts, total = rows[tiles[variant['name']]]
         assert sizes == f'{variant["tile_m"]} x {variant["tile_n"]}'
         numbers = [int(re.findall(r'\d+', part)[-1]) for part in parts]
-        assert sum(numbers) == int(total) == variant['shared_bytes']
+        assert sum(numbers) == int(total)
+        has_limits = variant['mask'] in ('general', 'softcap')
+        assert variant['shared_bytes'] == int(total) - (0 if has_limits else numbers[-1])
 
 
 def test_shared_memory_and_registers_of_every_tile():
@@ -123,7 +154,8 @@ def test_shared_memory_and_registers_of_every_tile():
         tile = tiles[variant['name']]
         rows, keys, q, k, v, barriers, total = map(int, memory[tile])
         assert (rows, keys) == (variant['tile_m'], variant['tile_n'])
-        assert q == variant['q_stages'] * rows * variant['columns'] * 2
+        columns = max(variant['columns'], variant['columns_v'])
+        assert q == variant['q_stages'] * rows * columns * 2
         assert k == variant['stages'] * keys * variant['columns'] * 2
         assert v == variant['stages'] * keys * variant['columns_v'] * 2
         assert q + k + v + barriers == total == variant['shared_bytes']

@@ -15,7 +15,7 @@ each_tile = pytest.mark.parametrize('tile', [_host.backward_tiles[name] for name
                                     ids=TILES)
 each_layout = pytest.mark.parametrize(
     'layout', [_host.DqLayout(columns, side_by_side)
-               for columns in (64, 96, 128, 192, 256) for side_by_side in (False, True)],
+               for columns in (32, 64, 96, 128, 192, 256) for side_by_side in (False, True)],
     ids=lambda layout: f'{layout.columns}-{"beside" if layout.side_by_side else "below"}')
 BLOCKS = 3
 

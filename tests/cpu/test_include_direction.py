@@ -15,10 +15,11 @@ MAY_INCLUDE = {
     'device': {'device', 'config', 'core'},
     'forward': {'forward', 'device', 'config', 'core'},
     'backward': {'backward', 'device', 'config', 'core'},
+    'schedule': {'schedule', 'device', 'config', 'core'},
     'dispatch': {'dispatch', 'config', 'core'},
-    'ops': {'ops', 'dispatch', 'config', 'core'},
+    'ops': {'ops', 'dispatch', 'schedule', 'config', 'core'},    # of schedule the host's side
     # The tests' module shows the layouts that the kernels use; it is not part of the package.
-    'host': {'host', 'dispatch', 'forward', 'backward', 'device', 'config', 'core'},
+    'host': {'host', 'dispatch', 'schedule', 'forward', 'backward', 'device', 'config', 'core'},
 }
 GENERATED = {'fwd_variants.h': {'dispatch', 'host'}, 'fwd_built.inc': {'ops', 'host'},
              'fwd_registry.inc': {'ops'}, 'bwd_variants.h': {'dispatch', 'host'},

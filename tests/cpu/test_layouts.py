@@ -59,10 +59,11 @@ def test_v_is_the_same_bytes_read_the_other_way(tile):
 
 @each_tile
 def test_shapes(tile):
-    tile_n, columns = _host.layouts[tile]['tile_n'], _host.layouts[tile]['columns']
-    assert shared(tile, 'q')[:2] == shared(tile, 'o')[:2] == (64, columns)
+    tile_n, columns, columns_v = (_host.layouts[tile][name]
+                                  for name in ('tile_n', 'columns', 'columns_v'))
+    assert shared(tile, 'q')[:2] == (64, columns) and shared(tile, 'o')[:2] == (64, columns_v)
     assert shared(tile, 'k')[:2] == (tile_n, columns)
-    assert shared(tile, 'v')[:2] == (columns, tile_n)
+    assert shared(tile, 'v')[:2] == (columns_v, tile_n)
 
 
 def expected_accumulator(thread, columns):
@@ -78,10 +79,10 @@ def expected_accumulator(thread, columns):
 
 @each_tile
 def test_accumulators(tile):
-    tile_n, head_dim = _host.layouts[tile]['tile_n'], _host.layouts[tile]['head_dim']
+    tile_n, head_dim_v = _host.layouts[tile]['tile_n'], _host.layouts[tile]['head_dim_v']
     for thread in range(THREADS):
         assert _host.layouts[tile]['scores'](thread) == expected_accumulator(thread, tile_n)
-        assert _host.layouts[tile]['output'](thread) == expected_accumulator(thread, head_dim)
+        assert _host.layouts[tile]['output'](thread) == expected_accumulator(thread, head_dim_v)
 
 
 def test_every_width_in_shared_memory_is_looked_at():

@@ -163,6 +163,23 @@ def test_can_use_asks_for_the_kernel_that_the_call_takes(gpu, monkeypatch):
                 'got a build without it'])
 
 
+@pytest.mark.parametrize('options, head_dim_v, name', [
+    ({'window_size': (8, 0)}, 64, 'FwdBf16D64GeneralShort'),
+    ({'softcap': 3.0}, 64, 'FwdBf16D64Softcap'),
+    ({'return_max_logits': True}, 64, 'FwdBf16D64GeneralShort'),
+    ({}, 128, 'FwdBf16D64x128General'),
+    ({'causal': True, 'attention_chunk': 16}, 128, 'FwdBf16D64x128General')])
+def test_can_use_asks_for_the_kernel_of_every_feature(options, head_dim_v, name, gpu, monkeypatch):
+    gpu('')
+    q, k, v = Case(33, 203, head_dim=64).tensors('cpu')
+    q, k, v = (x.as_subclass(_OnGpu) for x in (q, k, v.repeat(1, 1, 1, head_dim_v // 64)))
+    monkeypatch.setattr(planning, 'built_variants', lambda: [name])
+    assert flash_attn3.can_use(q, k, v, **options) == (True, [])
+    monkeypatch.setattr(planning, 'built_variants', lambda: [])
+    assert flash_attn3.can_use(q, k, v, **options) == (
+        False, [f'flash_attn3.can_use: expected the kernel {name}, got a build without it'])
+
+
 def test_can_use_asks_for_the_kernel_of_the_gradients(gpu, monkeypatch):
     gpu('')
     tensors = [x.as_subclass(_OnGpu) for x in Case(33, 203, head_dim=64).tensors('cpu')]
@@ -182,5 +199,5 @@ def test_public_names():
     code = 'import flash_attn3; print(sorted(flash_attn3.__all__), flash_attn3.__version__)'
     names, version = output_of(code).rsplit(' ', 1)
     assert names == ("['built_variants', 'can_use', 'explain', 'flash_attn_func', "
-                     "'flash_attn_qkvpacked_func']")
+                     "'flash_attn_qkvpacked_func', 'flash_attn_varlen_func']")
     assert version.count('.') == 2

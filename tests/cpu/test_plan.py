@@ -10,15 +10,17 @@ from flash_attn3 import _plan
 from tests import _host
 
 NEVER, ALWAYS, HEURISTIC = 0, 1, 2
+MASKS = ['full', 'causal', 'general', 'softcap']    # numbers of core/mask_limits.h, MaskKind
 H200 = {'sm_count': 132, 'l2_bytes': 50 << 20}
 
 
-def plan(seqlen_q=1024, seqlen_k=1024, *, batch=2, heads_q=8, heads_k=8, head_dim=128, causal=False,
-         dtype='bfloat16', pack_gqa=HEURISTIC, sm_margin=0, **device):
+def plan(seqlen_q=1024, seqlen_k=1024, *, batch=2, heads_q=8, heads_k=8, head_dim=128,
+         head_dim_v=None, causal=False, dtype='bfloat16', pack_gqa=HEURISTIC, sm_margin=0,
+         **others):
     return _plan.plan_forward(
         dtype=dtype, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q,
-        heads_k=heads_k, head_dim=head_dim, head_dim_v=head_dim, causal=causal, pack_gqa=pack_gqa,
-        sm_margin=sm_margin, **(H200 | device))
+        heads_k=heads_k, head_dim=head_dim, head_dim_v=head_dim_v or head_dim, causal=causal,
+        pack_gqa=pack_gqa, sm_margin=sm_margin, **(H200 | others))
 
 
 def ceil_div(a, b):
@@ -52,7 +54,8 @@ def test_tile_by_length(head_dim, causal, first_long):
 def tile_costs(variant, seqlen_q, seqlen_k, causal):
     """Pairs of each tile of a head, and those that its start and end are worth."""
     rows, keys = variant['tile_m'], variant['tile_n']
-    ends = [_host.block_range(begin, begin + rows, seqlen_q, seqlen_k, keys, causal)[1]
+    mask = _host.CausalMask() if causal else _host.FullMask()
+    ends = [mask.block_range(begin, begin + rows, seqlen_q, seqlen_k, keys)[3]
             for begin in range(0, seqlen_q, rows)]
     return [(max(end, 1) * keys + variant['fixed_keys']) * rows for end in ends]
 
@@ -80,8 +83,9 @@ def test_variant_that_takes_the_least_time(seqlen_q, seqlen_k, heads, causal, he
     Up to 64 tiles a head, where the planner looks at each of them.
     """
     problem = seqlen_q, seqlen_k, causal
-    serving = {row['name']: row for row in _plan.variants() if row['dtype'] == 'bfloat16'
-               and row['head_dim'] == head_dim and row['causal'] == causal}
+    names = _host.candidate_names(True, MASKS.index('causal' if causal else 'full'), head_dim,
+                                  head_dim)
+    serving = {row['name']: row for row in _plan.variants() if row['name'] in names}
     chosen = plan(seqlen_q, seqlen_k, batch=1, heads_q=heads, heads_k=heads, head_dim=head_dim,
                   causal=causal, pack_gqa=NEVER)
     rounding = 1 + Fraction(1, 10 ** 12)

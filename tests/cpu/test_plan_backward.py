@@ -1,6 +1,8 @@
 """dispatch/plan_backward.cpp through flash_attn3._plan: the facts of a plan against arithmetic
 written here, for every variant there is.
 """
+from itertools import product
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import pytest
@@ -8,25 +10,38 @@ import pytest
 from csrc.instances.variants import BACKWARD
 from flash_attn3 import _plan
 from tests import _host
+from tests.cpu.masks import FULL
+from tests.cpu.test_backward_work import each_packed, some_mask, work_of
 from tests.cpu.test_plan import ceil_div
 
 VARIANTS = _plan.backward_variants()
-DTYPES, MASKS = ('float16', 'bfloat16'), (False, True)
+DTYPES, MASKS = ('float16', 'bfloat16'), ('full', 'causal', 'general', 'softcap')
 
 
 def plan(seqlen_q=1024, seqlen_k=1024, *, batch=2, heads_q=8, heads_k=8, head_dim=64, causal=False,
          dtype='bfloat16', sm_count=132, l2_bytes=50 << 20, head_dim_v=None,
-         deterministic=False):
+         deterministic=False, **general):
     return _plan.plan_backward(
         dtype=dtype, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q,
         heads_k=heads_k, head_dim=head_dim,
         head_dim_v=head_dim if head_dim_v is None else head_dim_v, causal=causal,
-        sm_count=sm_count, l2_bytes=l2_bytes, deterministic=deterministic)
+        sm_count=sm_count, l2_bytes=l2_bytes, deterministic=deterministic, **general)
 
 
-def head_dims(dtype, causal):
-    return sorted({row['head_dim'] for row in VARIANTS
-                   if (row['dtype'], row['causal']) == (dtype, causal)})
+def head_dims(dtype, mask):
+    """Of the variants for a mask: of q and k, and of v."""
+    return [(row['head_dim'], row['head_dim_v']) for row in VARIANTS
+            if (row['dtype'], row['mask']) == (dtype, mask)]
+
+
+def least(dtype, mask, head_dim, head_dim_v):
+    """(mask, head dims) of the variant that serves a problem and computes least, in three products
+    with the columns of q and k and two with those of v: for its mask, or else for any.
+    """
+    masks = [mask] + ['general'] * (mask in ('full', 'causal'))
+    return min((3 * dims[0] + 2 * dims[1], masks.index(of), of, dims) for of in masks
+               for dims in head_dims(dtype, of)
+               if dims[0] >= head_dim and dims[1] >= head_dim_v)[2:]
 
 
 def dq_columns(head_dim):
@@ -38,47 +53,71 @@ def test_the_table_is_the_list():
     assert [row['name'] for row in VARIANTS] == [variant.name for variant in BACKWARD]
     for row, variant in zip(VARIANTS, BACKWARD):
         assert row['dtype'] == {'Fp16': 'float16', 'Bf16': 'bfloat16'}[variant.dtype]
+        assert row['mask'] == variant.mask.lower()
         assert row['causal'] == (variant.mask == 'Causal')
-        assert row['head_dim'] == variant.head_dim
+        dims = [int(dim) for dim in str(variant.head_dim).split('x')]
+        assert (row['head_dim'], row['head_dim_v']) == (dims[0], dims[-1])
         tile = _host.backward_tiles[variant.tile]
-        for name in ('tile_m', 'head_dim', 'cluster_size', 'consumer_warpgroups'):
+        for name in ('tile_m', 'head_dim', 'head_dim_v', 'cluster_size', 'consumer_warpgroups'):
             assert row[name] == tile[name]
         assert row['tile_n'] == tile['tile_n'] * row['cluster_size']
 
 
-def test_every_dtype_and_mask_has_the_same_head_dims():
-    assert len({tuple(head_dims(dtype, causal)) for dtype in DTYPES for causal in MASKS}) == 1
-    problems = {(row['dtype'], row['causal'], row['head_dim']) for row in VARIANTS}
-    assert len(problems) == len(VARIANTS)
+def test_every_dtype_has_the_same_head_dims_and_every_mask_the_same_square_ones():
+    for mask in MASKS:
+        bf16, fp16 = (head_dims(dtype, mask) for dtype in DTYPES)
+        assert bf16 == fp16 and len(set(bf16)) == len(bf16)
+        assert [dims for dims in bf16 if dims[0] == dims[1]] == head_dims('bfloat16', 'full')
+        assert (256, 256) in bf16
+    assert set(head_dims('bfloat16', 'causal')) == set(head_dims('bfloat16', 'general'))
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
-@pytest.mark.parametrize('causal', MASKS)
-def test_the_variant_of_the_next_head_dim(dtype, causal):
-    for head_dim in range(8, 257, 8):
-        larger = [dim for dim in head_dims(dtype, causal) if dim >= head_dim]
-        index = _host.find_backward_variant(dtype == 'bfloat16', causal, head_dim)
-        facts = plan(head_dim=head_dim, causal=causal, dtype=dtype)
+@pytest.mark.parametrize('mask', MASKS)
+def test_the_variant_of_the_next_head_dim(dtype, mask):
+    for head_dim, head_dim_v in product(range(8, 257, 8), repeat=2):
+        index = _host.find_backward_variant(dtype == 'bfloat16', MASKS.index(mask), head_dim,
+                                            head_dim_v)
         chosen = VARIANTS[index]
-        assert (chosen['dtype'], chosen['causal'], chosen['head_dim']) == (dtype, causal, larger[0])
-        assert chosen.items() <= facts.items()
+        assert chosen['dtype'] == dtype
+        assert (chosen['mask'], (chosen['head_dim'], chosen['head_dim_v'])) == least(
+            dtype, mask, head_dim, head_dim_v)
 
 
-@given(head_dim=st.sampled_from(head_dims('bfloat16', False)), batch=st.integers(1, 9),
+@pytest.mark.parametrize('head_dim, head_dim_v, served', [
+    (64, 32, '64Full'), (32, 64, '64Full'), (64, 128, '64x128General'), (40, 200, '64x256General'),
+    (192, 128, '192x128General'), (128, 192, '192Full'), (96, 64, '96x64General'),
+    (72, 88, '96Full'), (64, 96, '64x128General'), (104, 64, '128x64General'),
+    (256, 64, '256Full')])
+def test_head_dims_of_dense_batches(head_dim, head_dim_v, served):
+    """A full mask of unequal head dims is a case of the general one."""
+    for causal in (False, True):
+        facts = plan(head_dim=head_dim, head_dim_v=head_dim_v, causal=causal)
+        name = served.replace('Full', 'Causal').replace('General', 'Causal') if causal else served
+        assert facts['name'] == f'BwdBf16D{name}'
+
+
+def test_a_softcap_has_square_variants():
+    facts = plan(head_dim=192, head_dim_v=128, softcap=20.)
+    assert facts['name'] == 'BwdBf16D192Softcap'
+
+
+@given(dims=st.sampled_from(head_dims('bfloat16', 'causal')), batch=st.integers(1, 9),
        seqlen_q=st.integers(1, 50000), seqlen_k=st.integers(1, 50000), heads_k=st.integers(1, 9),
        group=st.integers(1, 70), causal=st.booleans(), dtype=st.sampled_from(DTYPES),
        deterministic=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_tiles_grid_and_workspace(head_dim, batch, seqlen_q, seqlen_k, heads_k, group, causal,
-                                  dtype, deterministic):
+def test_tiles_grid_and_workspace(dims, batch, seqlen_q, seqlen_k, heads_k, group, causal, dtype,
+                                  deterministic):
     facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
-                 head_dim=head_dim, causal=causal, dtype=dtype, deterministic=deterministic)
+                 head_dim=dims[0], head_dim_v=dims[1], causal=causal, dtype=dtype,
+                 deterministic=deterministic)
     assert facts['m_tiles'] == ceil_div(seqlen_q, facts['tile_m'])
     assert facts['n_tiles'] == ceil_div(seqlen_k, facts['tile_n'])
     assert facts['grid'] == facts['n_tiles'] * heads_k * batch * facts['cluster_size']
     assert facts['rows'] == facts['m_tiles'] * facts['tile_m'] * heads_k * group * batch
     assert facts['lse_bytes'] == facts['delta_bytes'] == 4 * facts['rows']
-    assert facts['dq_bytes'] == 4 * facts['rows'] * dq_columns(head_dim)
+    assert facts['dq_bytes'] == 4 * facts['rows'] * dq_columns(dims[0])
     flags = facts['m_tiles'] * facts['dq_adders'] * heads_k * group * batch
     assert facts['flags_bytes'] == (4 * (flags + 1) if deterministic else 0)
     # The parts lie behind one another; TMA and 16-byte loads read them.
@@ -90,14 +129,15 @@ def test_tiles_grid_and_workspace(head_dim, batch, seqlen_q, seqlen_k, heads_k, 
 @given(batch=st.integers(1, 50), seqlen_q=st.integers(1, 20000), seqlen_k=st.integers(1, 20000),
        heads_k=st.integers(1, 40), group=st.integers(1, 8), sm_count=st.integers(1, 200),
        l2_bytes=st.integers(0, 100 << 20),
-       head_dim=st.sampled_from(head_dims('bfloat16', True)))
+       dims=st.sampled_from(head_dims('bfloat16', 'causal')))
 @settings(max_examples=200, deadline=None)
-def test_causal_sections(batch, seqlen_q, seqlen_k, heads_k, group, sm_count, l2_bytes, head_dim):
+def test_causal_sections(batch, seqlen_q, seqlen_k, heads_k, group, sm_count, l2_bytes, dims):
     """Q and dO (2 bytes) and dQ (4) of a section fit into 30 % of L2; a tile for each SM."""
     facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
-                 head_dim=head_dim, causal=True, sm_count=sm_count, l2_bytes=l2_bytes)
+                 head_dim=dims[0], head_dim_v=dims[1], causal=True, sm_count=sm_count,
+                 l2_bytes=l2_bytes)
     pairs = facts['section_pairs']
-    bytes_of_pair = seqlen_q * group * facts['head_dim'] * (2 + 2 + 4)
+    bytes_of_pair = seqlen_q * group * (facts['head_dim'] * (2 + 4) + facts['head_dim_v'] * 2)
     fits = bytes_of_pair * pairs <= l2_bytes * 30 // 100
     more_fits = bytes_of_pair * (pairs + 1) <= l2_bytes * 30 // 100
     feeds_all = facts['n_tiles'] * pairs >= sm_count
@@ -105,6 +145,70 @@ def test_causal_sections(batch, seqlen_q, seqlen_k, heads_k, group, sm_count, l2
     assert 1 <= pairs <= heads_k * batch
     assert pairs == heads_k * batch or (feeds_all and not more_fits)
     assert pairs == 1 or fits or not fewer_feed_all
+
+
+def packed_plan(name, batch, total_q, total_k, heads_q, heads_k, *, mask=FULL, deterministic=False,
+                seqlens=None, sm_count=132, l2_bytes=50 << 20):
+    """Of sequences with the same lengths; seqlens: the longest ones that the caller speaks of."""
+    lengths = [[total * i // batch for i in range(batch + 1)] for total in (total_q, total_k)]
+    sizes = (batch, *(seqlens or (total_q, total_k)), heads_q, heads_k)
+    return work_of(name, sizes, mask, deterministic, (*lengths, None, None, total_q, total_k),
+                   sm_count=sm_count, l2_bytes=l2_bytes)[0]
+
+
+@each_packed
+@given(batch=st.integers(1, 40), total_q=st.integers(1, 3000), total_k=st.integers(0, 3000),
+       heads_k=st.integers(1, 4), group=st.integers(1, 3), deterministic=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_packed_tiles_and_workspace(name, batch, total_q, total_k, heads_k, group, deterministic):
+    """One grid for all lengths that there can be; parts that are copied as a whole lie at multiples
+    of 32 bytes.
+    """
+    mask = some_mask(name)
+    heads_q = heads_k * group
+    facts = packed_plan(name, batch, total_q, total_k, heads_q, heads_k, mask=mask,
+                        deterministic=deterministic)
+    entries = batch + 1    # and the rows behind the last sequence
+    assert facts['m_tiles'] == _host.most_tiles(total_q, entries, facts['tile_m'])
+    assert facts['n_tiles'] == _host.most_tiles(total_k, entries, facts['tile_n'])
+    assert facts['grid'] == facts['n_tiles'] * heads_k * facts['cluster_size']
+    assert facts['rows'] == facts['m_tiles'] * facts['tile_m'] * heads_q
+    assert facts['dq_floats'] == facts['rows'] * dq_columns(facts['head_dim'])
+    flags = facts['m_tiles'] * heads_q * facts['dq_adders']
+    assert facts['flags'] == (flags + 1 if deterministic else 0)
+    least = 8 + facts['n_tiles'] + 2 * facts['m_tiles'] + 8 * entries
+    assert least <= facts['table_ints'] <= least + 14
+    assert all(facts[part] % 8 == 0 for part in ('rows', 'dq_floats', 'table_ints'))
+    assert heads_k % facts['section_heads'] == 0
+
+
+def test_sections_of_heads():
+    """Q, dO and dQ of a head of 4096 queries take 4 MiB: 30 % of L2 have room for 4 of 12."""
+    name, causal = 'BwdBf16D128General', (2, -1, 0, 0)
+    for deterministic, l2_bytes, sm_count, heads in (
+            (False, 56 << 20, 32, 4), (False, 56 << 20, 1, 4), (False, 72 << 20, 1, 4),
+            (False, 0, 1, 1), (False, 0, 65, 3), (True, 0, 65, 4), (False, 1 << 40, 1, 12)):
+        facts = packed_plan(name, 2, 8192, 8192, 12, 12, mask=causal, deterministic=deterministic,
+                            seqlens=(4096, 4096), l2_bytes=l2_bytes, sm_count=sm_count)
+        assert facts['section_heads'] == heads
+    full = packed_plan(name, 2, 8192, 8192, 12, 12, mask=(2, -1, -1, 0))
+    assert full['section_heads'] == 1
+
+
+@pytest.mark.parametrize('mask, most', [
+    ((2, 100, 0, 0), 228), ((2, 100, 30, 0), 258), ((2, 100, 0, 64), 192), ((2, -1, 0, 64), 192),
+    ((2, -1, 0, 0), (1 << 30) - 1), ((2, -1, -1, 0), (1 << 30) - 1)], ids=str)
+def test_queries_that_a_tile_of_keys_meets(mask, most):
+    facts = packed_plan('BwdBf16D128General', 1, 512, 512, 1, 1, mask=mask)
+    assert facts['most_queries'] == most
+
+
+@each_packed
+def test_without_keys_there_is_a_workspace_but_no_grid(name):
+    """Sinks have gradients all the same."""
+    for facts in (packed_plan(name, 3, 200, 0, 4, 2, mask=some_mask(name)),
+                  work_of(name, (2, 100, 0, 4, 2), some_mask(name))[0]):
+        assert facts['grid'] == 0 and facts['rows'] > 0 and facts['dq_floats'] > 0
 
 
 @pytest.mark.parametrize('empty', [{'batch': 0}, {'seqlen_q': 0}, {'seqlen_k': 0}, {'heads_q': 0}],
@@ -115,7 +219,7 @@ def test_nothing_is_launched_for_an_empty_problem(empty):
     assert facts['grid'] == facts['rows'] == facts['dq_bytes'] == facts['flags_bytes'] == 0
 
 
-@pytest.mark.parametrize('head_dim', head_dims('bfloat16', False))
+@pytest.mark.parametrize('head_dim', [dims[0] for dims in head_dims('bfloat16', 'full')])
 def test_the_largest_problem(head_dim):
     """2^29 tiles of 64 queries and of 64 keys, the limit of the checks; sizes in 64 bits."""
     facts = plan(1 << 30, 1 << 30, batch=1, heads_q=32, heads_k=32, head_dim=head_dim)
@@ -127,8 +231,6 @@ def test_the_largest_problem(head_dim):
 @pytest.mark.parametrize('change, reason', [
     ({'head_dim': 100}, 'bwd: expected q.size(3), the head_dim, to be a multiple of 8 from 8 to '
                         '256, got 100'),
-    ({'head_dim_v': 32}, 'bwd: expected v.size(3), the head_dim, to be that of q and k, 64, '
-                         'got 32'),
     ({'dtype': 'float32'}, 'bwd: expected q.dtype to be float16 or bfloat16, got float32'),
     ({'heads_q': 7, 'heads_k': 2}, 'bwd: expected the heads of q to be a multiple of the heads '
                                    'of k, 2, got 7'),

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import flash_attn3
-from flash_attn3 import _library, _plan, planning
+from flash_attn3 import _library, _plan, planning, support
 
 from tests import bad_inputs, sanitize
-from tests.cases import DTYPES, GRADIENT_KINDS, KINDS, SHAPES, SMOKE, Case, Kind
+from tests.cases import (DTYPES, GRADIENT_KINDS, KINDS, PLAIN_BACKWARD, SHAPES, SMOKE, Case,
+                         Kind)
 
 SHAPE = (2, 4096, 16, 128)
 
@@ -40,9 +41,10 @@ def test_explain_names_the_kernel(kind, capsys):
 
 def test_explain_text(capsys):
     rows = explained(capsys, SHAPE, SHAPE, causal=True)
-    assert list(rows) == ['variant', 'head dim', 'tile', 'pack_gqa', 'warpgroups', 'overlap',
-                          'stages', 'registers', 'shared memory', 'tiles', 'grid', 'waves',
-                          'padding', 'FLOPs', 'bytes']
+    assert list(rows) == ['variant', 'mask', 'head dims', 'tile', 'pack_gqa', 'warpgroups',
+                          'overlap', 'stages', 'registers', 'shared memory', 'tiles', 'visited',
+                          'grid', 'waves', 'padding', 'FLOPs', 'bytes']
+    assert rows['mask'] == 'causal' and rows['head dims'] == '128; in shared memory 128'
     assert rows['variant'].startswith('FwdBf16D128Causal')
     assert rows['grid'] == '132 CTAs'
 
@@ -124,8 +126,9 @@ def test_head_dims_in_between(head_dim, computed, stored, capsys):
     aligned = planning.plan((*shape[:3], computed), (*shape[:3], computed))
     assert facts['useful_share'] == pytest.approx(
         aligned['useful_share'] * head_dim / computed)
-    assert explained(capsys, shape, shape)['head dim'] == (
-        f'{computed} computed, {stored} in shared memory')
+    built = '' if computed == head_dim else f' computed as {computed};'
+    assert explained(capsys, shape, shape)['head dims'] == (
+        f'{head_dim};{built} in shared memory {stored}')
 
 
 def test_plan_of_full_attention():
@@ -164,7 +167,58 @@ def test_explain_of_what_no_kernel_takes(capsys):
     assert text.startswith('no kernel: flash_attn3.fwd: expected q.size(3), the head_dim, to be')
 
 
+def test_explain_text_of_packed_sequences(capsys):
+    """What depends on the lengths is not known, and not said."""
+    q, k = (1000, 8, 64), (1500, 2, 64)
+    options = dict(cu_seqlens_q=[0, 300, 1000], max_seqlen_q=700, max_seqlen_k=torch.tensor(900))
+    facts = planning.plan(q, k, **options)
+    rows = explained(capsys, q, k, **options)
+    assert list(rows)[-5:] == ['shared memory', 'tiles', 'visited', 'grid', 'workspace']
+    assert rows['tiles'] == (
+        f'at most {facts["tiles"]}; {-(-700 // facts["tile_m"])} along the queries of a head of '
+        'the longest sequence')
+    assert facts['tiles'] == (1000 // facts['tile_m'] + 2 + 1) * 8
+    assert rows['visited'] == '100.0% of the keys of the longest sequence'
+    assert rows['grid'] == f'{facts["grid"]} CTAs, which draw tiles'
+    assert rows['workspace'].startswith(f'{facts["workspace_bytes"]} bytes')
+
+
+def test_explain_text_of_a_window(capsys):
+    """128 queries see 256 + 127 keys: 4 tiles of 128, of 32; the first two tiles of queries less.
+    """
+    rows = explained(capsys, SHAPE, SHAPE, window_size=(256, 0))
+    assert rows['mask'] == ('general: packed sequences, windows, chunks, sinks, max logits at run '
+                            'time')
+    assert rows['variant'].startswith('FwdBf16D128General')
+    assert rows['tile'] == '128 query rows x 128 keys'
+    assert rows['visited'] == f'{(3 * 32 - 3) / 32 / 32:.1%} of the keys'
+
+
+def test_explain_text_of_unequal_head_dims(capsys):
+    shapes = SHAPE[:3] + (40,), SHAPE[:3] + (40,), SHAPE[:3] + (512,)
+    assert explained(capsys, *shapes)['head dims'] == (
+        '40 of q and k, 512 of v; computed as 64 of q and k, 256 of v; in 2 launches, each for a '
+        'part of v; in shared memory 64 of q and k, 256 of v')
+    flash_attn3.explain(*shapes)
+    assert capsys.readouterr().out.split('\n\n')[1].startswith(
+        'no gradients: flash_attn3.bwd: expected v.size(3), the head_dim of the values, to be at '
+        'most 256 for gradients, got 512')
+
+
+def test_plans_take_the_arguments_of_both_functions():
+    general = {'softcap': 3.0, 'return_max_logits': True, 's_aux': torch.ones(16)}
+    assert planning.plan(SHAPE, SHAPE, **general)['mask'] == 'softcap'
+    assert planning.plan(SHAPE, SHAPE, s_aux=torch.ones(16))['mask'] == 'general'
+    assert planning.plan(SHAPE, SHAPE, attention_chunk=9)['visited_share'] < 0.1
+    with pytest.raises(TypeError, match="unexpected argument 'windows'"):
+        planning.plan(SHAPE, SHAPE, windows=(1, 1))
+    with pytest.raises(RuntimeError, match='window_size to be two ints'):
+        planning.plan(SHAPE, SHAPE, window_size=3)
+
+
 def test_explain_refuses_other_shapes():
+    with pytest.raises(ValueError, match=r'expected a shape \(total, heads, head_dim\), got \(2, '):
+        flash_attn3.explain(SHAPE, SHAPE, cu_seqlens_q=[0, 2])
     with pytest.raises(ValueError, match=r'expected a shape \(batch, seqlen, heads, head_dim\), '
                                          r'got \(4096, 16, 128\)'):
         flash_attn3.explain((4096, 16, 128), SHAPE)
@@ -182,6 +236,28 @@ def test_command_line(capsys, monkeypatch):
     assert 'FwdFp16D64CausalSmall' in printed.split()
 
 
+def printed_by(capsys, monkeypatch, arguments: str) -> str:
+    monkeypatch.setattr(sys, 'argv', ['explain', *arguments.split()])
+    runpy.run_module('flash_attn3.explain', run_name='__main__')
+    return capsys.readouterr().out
+
+
+def test_command_line_of_general_calls(capsys, monkeypatch):
+    printed = printed_by(capsys, monkeypatch,
+                         '--batch 3 --seqlen-q 500 --seqlen-k 700 --heads 4 --head-dim 192 '
+                         '--head-dim-v 128 --window-size 64 -1 --attention-chunk 256 '
+                         '--softcap 20 --max-logits --packed')
+    planning.explain((1500, 4, 192), (2100, 4, 192), (2100, 4, 128), window_size=(64, -1),
+                     attention_chunk=256, softcap=20.0, return_max_logits=True,
+                     cu_seqlens_q=range(4), max_seqlen_q=500, max_seqlen_k=700)
+    assert printed == capsys.readouterr().out
+    assert 'FwdBf16D256Softcap' in printed.split()
+
+
+def test_command_line_prints_the_support_matrix(capsys, monkeypatch):
+    assert printed_by(capsys, monkeypatch, '--matrix') == support.table() + '\n'
+
+
 # ---------------------------------------------------------------------------------------- can_use
 def test_can_use_says_only_the_device_for_good_cpu_tensors():
     assert flash_attn3.can_use(**bad_inputs.good_arguments('cpu')) == (
@@ -197,9 +273,9 @@ def test_can_use_gives_the_error(bad):
 def test_can_use_gives_every_reason():
     arguments = bad_inputs.good_arguments('meta')
     arguments['q'] = torch.empty(2, 16, 4, 64, device='meta')    # float32
-    is_fine, reasons = flash_attn3.can_use(**arguments, causal=True, softcap=30.0, num_splits=4)
+    is_fine, reasons = flash_attn3.can_use(**arguments, causal=True, qv=torch.ones(1), num_splits=4)
     found = [reason.split('expected ')[1].split(',')[0] for reason in reasons]
-    assert not is_fine and found == ['softcap to be 0.0', 'num_splits to be 0 or 1',
+    assert not is_fine and found == ['qv to be None', 'num_splits to be 0 or 1',
                                      'q.dtype to be float16 or bfloat16',
                                      'q on a CUDA device']
 
@@ -228,6 +304,63 @@ def test_can_use_says_that_out_takes_no_gradients():
         'requires_grad=True of k; hint: ')
 
 
+ON_CPU = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
+
+
+@pytest.mark.parametrize('changes', [
+    {'window_size': (64, 0)}, {'attention_chunk': 64}, {'softcap': 30.0}, {'s_aux': torch.ones(4)},
+    {'return_max_logits': True}], ids=lambda x: next(iter(x)))
+def test_can_use_takes_what_needs_a_general_op(changes):
+    arguments = bad_inputs.good_arguments('cpu')
+    assert flash_attn3.can_use(**arguments, **changes) == (False, [ON_CPU])
+    arguments['k'].requires_grad_()
+    assert flash_attn3.can_use(**arguments, **changes) == (False, [ON_CPU])
+
+
+def packed_arguments() -> dict:
+    """Of a sequence of 16 queries and 16 keys, in tensors of 16 and 24 rows."""
+    q, k = torch.zeros(16, 4, 64, dtype=torch.half), torch.zeros(24, 2, 64, dtype=torch.half)
+    cu = torch.tensor([0, 16], dtype=torch.int32)
+    return {'q': q, 'k': k, 'v': k, 'cu_seqlens_q': cu, 'cu_seqlens_k': cu, 'max_seqlen_q': 16,
+            'max_seqlen_k': 16}
+
+
+def test_can_use_of_packed_sequences():
+    arguments = packed_arguments()
+    q, k = arguments['q'], arguments['k']
+    assert flash_attn3.can_use(**arguments, causal=True) == (False, [ON_CPU])
+    assert flash_attn3.can_use(**(arguments | {'v': k.float()})) == (False, [
+        'flash_attn3.fwd: expected v.dtype to be that of q, float16, got float32', ON_CPU])
+    assert flash_attn3.can_use(**(arguments | {'max_seqlen_k': -1})) == (False, [
+        'flash_attn3.fwd: expected max_seqlen_k to be an int of 0 or more, got -1', ON_CPU])
+    assert flash_attn3.can_use(**arguments, qv=q)[1][0].startswith(
+        'flash_attn3.flash_attn_varlen_func: expected qv to be None')
+    assert flash_attn3.can_use(q, k, k)[1][0].startswith(
+        'flash_attn3.fwd: expected q to have 4 dimensions')
+
+
+@pytest.mark.parametrize('is_packed', [False, True])
+def test_can_use_knows_which_head_dims_have_gradients(is_packed):
+    arguments = packed_arguments() if is_packed else bad_inputs.good_arguments('cpu')
+    dim = arguments['v'].dim() - 1
+    for head_dim_v, reasons in ((32, []), (256, []), (512, [
+            f'flash_attn3.bwd: expected v.size({dim}), the head_dim of the values, to be at most '
+            '256 for gradients, got 512; hint: give the columns of v to two calls'])):
+        v = torch.zeros(*arguments['v'].shape[:-1], head_dim_v, dtype=arguments['v'].dtype)
+        arguments['v'] = v.requires_grad_()
+        assert flash_attn3.can_use(**arguments) == (False, [*reasons, ON_CPU])
+        with torch.no_grad():
+            assert flash_attn3.can_use(**arguments) == (False, [ON_CPU])
+
+
+def test_can_use_takes_the_defaults_of_the_general_arguments():
+    """They ask for nothing: the plan of a call without them decides."""
+    arguments = bad_inputs.good_arguments('cpu')
+    assert flash_attn3.can_use(
+        **arguments, window_size=[-1, -1], attention_chunk=0, softcap=0.0, s_aux=None,
+        return_max_logits=False) == flash_attn3.can_use(**arguments)
+
+
 def test_can_use_refuses_unknown_arguments():
     with pytest.raises(TypeError, match='dropout'):
         flash_attn3.can_use(**bad_inputs.good_arguments('cpu'), dropout=0.1)
@@ -235,7 +368,7 @@ def test_can_use_refuses_unknown_arguments():
 
 def test_built_variants(monkeypatch):
     monkeypatch.setattr(_library, 'KERNELS_MISSING', '')
-    built = {facts['name'] for kind in KINDS + GRADIENT_KINDS for facts in kind.variants()
+    built = {facts['name'] for facts in _plan.variants() + _plan.backward_variants()
              if facts['built']}
     assert set(flash_attn3.built_variants()) == built
     monkeypatch.setattr(_library, 'KERNELS_MISSING', 'a reason')
@@ -267,6 +400,33 @@ def test_the_sanitizer_reaches_every_backward():
                                       (case.batch, case.seqlen_k, case.heads_k, case.head_dim),
                                       causal=case.causal, dtype=DTYPES[case.dtype])['name']
                for case in calls]
-    names = {facts['name'] for facts in _plan.backward_variants()}
+    names = {facts['name'] for facts in PLAIN_BACKWARD}
     assert set(reached) == names and len(reached) == len(names) * len(sanitize.SMALL)
     assert {case.heads_q // case.heads_k for case in calls} == {1, 2, 3}
+
+
+def plans_of(case):
+    """Names of the kernels of a general case: forward, and backward if it has gradients."""
+    (rows_q, rows_k), (heads_q, heads_k) = case.rows(), case.heads
+    features = dict(window_size=case.window, attention_chunk=case.chunk, softcap=case.softcap)
+    before = (rows_q,), (rows_k,)
+    if case.is_packed:
+        features |= dict(cu_seqlens_q=range(len(case.lengths) + 1), seqused_q=case.used)
+    else:
+        before = [(len(case.lengths), rows // len(case.lengths)) for rows in (rows_q, rows_k)]
+    shapes = [(*before[0], heads_q, case.head_dim), (*before[1], heads_k, case.head_dim),
+              (*before[1], heads_k, case.columns_v)]
+    common = dict(causal=case.causal, dtype=DTYPES[case.dtype], **features)
+    names = {planning.plan(*shapes, pack_gqa=case.pack_gqa, return_max_logits=case.max_logits,
+                           s_aux=case.sinks or None, **common)['name']}
+    if case.has_gradients:
+        names.add(planning.plan_backward(*shapes, **common)['name'])
+    return names
+
+
+def test_the_sanitizer_reaches_every_general_kernel():
+    """And those of unequal head dims."""
+    reached = set().union(*(plans_of(case) for case, _ in sanitize.general_calls()))
+    facts = {row['name']: row for row in _plan.variants() + _plan.backward_variants()}
+    assert {name for name, row in facts.items() if row['mask'] in ('general', 'softcap')
+            or row['head_dim'] != row['head_dim_v']} <= reached

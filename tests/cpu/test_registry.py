@@ -23,8 +23,9 @@ def test_the_table_is_the_list():
     assert [row['name'] for row in table] == NAMES
     for row, variant in zip(table, FORWARD):
         assert row['dtype'] == {'Fp16': 'float16', 'Bf16': 'bfloat16'}[variant.dtype]
-        assert row['causal'] == (variant.mask == 'Causal')
-        assert row['head_dim'] == variant.head_dim
+        assert row['mask'] == variant.mask.lower()
+        dims = row['head_dim'], row['head_dim_v']
+        assert str(variant.head_dim) in ('{}x{}'.format(*dims), *map(str, {dims[0]} & {dims[1]}))
         assert isinstance(row['built'], bool)
 
 
@@ -33,11 +34,16 @@ def test_every_dtype_mask_and_head_dim_is_there():
     speeds = defaultdict(list)
     tiles = set()
     for row in _plan.variants():
-        problem = row['dtype'], row['causal'], row['head_dim'], row['head_dim_v']
+        problem = row['dtype'], row['mask'], row['head_dim'], row['head_dim_v']
         speeds[problem].append(row['relative_speed'])
         tiles.add((*problem, row['tile_m'], row['tile_n']))
-    assert set(speeds) == {(dtype, causal, dim, dim) for dtype in ('bfloat16', 'float16')
-                           for causal in (False, True) for dim in range(32, 257, 16)}
+    unequal = [(64, 128), (64, 256), (96, 64), (128, 64), (192, 128)]
+    dims = {'full': [(dim, dim) for dim in range(32, 257, 16)],
+            'general': [(dim, dim) for dim in (64, 96, 128, 192, 256)] + unequal,
+            'softcap': [(dim, dim) for dim in (64, 128, 256)]}
+    dims['causal'] = dims['full'] + unequal
+    assert set(speeds) == {(dtype, mask, *pair) for dtype in ('bfloat16', 'float16')
+                           for mask, pairs in dims.items() for pair in pairs}
     assert len(tiles) == len(NAMES) == len(set(NAMES))
     assert all(row[0] == max(row) and min(row) > 0 for row in speeds.values())
 

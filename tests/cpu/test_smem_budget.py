@@ -1,4 +1,6 @@
 """Shared memory, registers and threads of every variant against the limits of sm_90."""
+from itertools import product
+
 import pytest
 
 from flash_attn3 import _plan
@@ -18,7 +20,9 @@ ELEMENT_BYTES = 2
 
 @each_variant
 def test_shared_memory_holds_the_rings_and_fits(variant):
-    rows = variant['tile_m'] * variant['q_stages'] * variant['columns']
+    """O leaves through the buffers of Q, which are as wide as the wider of the two."""
+    columns = max(variant['columns'], variant['columns_v'])
+    rows = variant['tile_m'] * variant['q_stages'] * columns
     keys = variant['tile_n'] * variant['stages'] * (variant['columns'] + variant['columns_v'])
     rings = ELEMENT_BYTES * (rows + keys)
     assert rings < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA
@@ -93,31 +97,35 @@ def handed_on(variant):
 
 @each_backward
 def test_shared_memory_of_the_backward_holds_its_tiles_and_fits(variant):
-    """K, V, the rings of Q and dO with LSE and delta of their rows, dS twice, what is handed on;
-    barriers beside them.
+    """K, V, the rings of Q and dO with LSE and delta of their rows, dS twice, what is handed on,
+    limits of keys under a general mask; barriers beside them.
     """
-    rows, keys, columns = variant['tile_m'], keys_of_cta(variant), variant['columns']
-    stages = variant['q_stages'] + variant['dout_stages']
-    inputs = ELEMENT_BYTES * columns * (2 * keys + stages * rows)
-    row_values = 4 * stages * rows
+    rows, keys = variant['tile_m'], keys_of_cta(variant)
+    inputs = ELEMENT_BYTES * sum(
+        variant[f'columns{name}'] * (keys + variant[f'{ring}_stages'] * rows)
+        for name, ring in (('', 'q'), ('_v', 'dout')))
+    row_values = 4 * rows * (variant['q_stages'] + variant['dout_stages'])
+    limits = 8 * keys if variant['mask'] in ('general', 'softcap') else 0
     scores = 2 * ELEMENT_BYTES * rows * keys
     tiles = inputs + scores + handed_on(variant)
-    assert tiles + row_values < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA == 232448
-    assert variant['shared_bytes'] <= tiles + row_values + 1024
+    assert tiles + row_values + limits < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA == 232448
+    assert variant['shared_bytes'] <= tiles + row_values + limits + 1024
 
 
 @each_backward
 def test_tiles_of_the_backward_stay_aligned_for_the_swizzle(variant):
-    for rows in (variant['tile_m'], keys_of_cta(variant)):
-        assert rows * variant['columns'] * ELEMENT_BYTES % 1024 == 0
+    for rows, columns in product((variant['tile_m'], keys_of_cta(variant)),
+                                 (variant['columns'], variant['columns_v'])):
+        assert rows * columns * ELEMENT_BYTES % 1024 == 0
     assert variant['tile_m'] * keys_of_cta(variant) * ELEMENT_BYTES % 1024 == 0
 
 
 @each_backward
 def test_products_of_the_backward_have_legal_shapes(variant):
-    """The head dim is the columns of dK and dV, the queries of a step those of S and dP."""
-    head_dim, columns = variant['head_dim'], variant['columns']
-    assert head_dim % 16 == 0 and head_dim <= 256
-    assert columns % 64 == 0 and columns - 64 < head_dim <= columns
+    """The head dims are the columns of dK and dV, the queries of a step those of S and dP."""
+    for name in ('', '_v'):
+        head_dim, columns = variant[f'head_dim{name}'], variant[f'columns{name}']
+        assert head_dim % 16 == 0 and head_dim <= 256
+        assert columns % 64 == 0 and columns - 64 < head_dim <= columns
     assert variant['tile_m'] % 16 == 0 and variant['tile_m'] <= 256
     assert variant['threads'] == WARPGROUP_THREADS * (variant['consumer_warpgroups'] + 1) <= 1024

@@ -75,3 +75,20 @@ def test_finite_max():
 
 def test_inverse_sum():
     assert [_host.inverse_sum(x) for x in (0.0, 0.5, 4.0)] == [0.0, 2.0, 0.25]
+
+
+@given(st.floats(-100, 100), st.floats(-100, 100))
+def test_lse_with_a_sink(lse, sink):
+    expected = torch.logaddexp(*torch.tensor([[lse], [sink]], dtype=torch.float64)).item()
+    assert _host.with_sink(lse, sink) == pytest.approx(expected, rel=2e-7, abs=2e-7)
+
+
+@pytest.mark.parametrize('lse, sink, expected', [
+    (3.25, -INF, 3.25), (-INF, -INF, -INF), (-INF, 2.5, 2.5), (3.25, 12345.678, 12345.678),
+    (3.25, -12345.678, 3.25), (3.25, INF, INF)])
+def test_a_sink_that_is_nothing_or_everything(lse, sink, expected):
+    assert _host.with_sink(lse, sink) == torch.tensor(expected).float().item()
+
+
+def test_nan_stays_nan_beside_a_sink():
+    assert math.isnan(_host.with_sink(math.nan, 1.0)) and math.isnan(_host.with_sink(1.0, math.nan))

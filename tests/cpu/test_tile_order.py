@@ -93,9 +93,9 @@ def planned_loads(head_dim, seqlen, heads_q, heads_k, sm_margin):
     plan = _plan.plan_forward('bfloat16', batch, seqlen, seqlen, heads_q, heads_k, head_dim,
                               head_dim, True, 0, sm_margin, 132, 50 << 20)
     m_tiles, rows = plan['m_tiles'], plan['tile_m']
-    ranges = [_host.block_range(m * rows, (m + 1) * rows, seqlen, seqlen, plan['tile_n'], True)
-              for m in range(m_tiles)]
-    costs = [Fraction(plan['fixed_keys'], plan['tile_n']) + end for _, end in ranges]
+    ends = [_host.CausalMask().block_range(m * rows, (m + 1) * rows, seqlen, seqlen,
+                                           plan['tile_n'])[3] for m in range(m_tiles)]
+    costs = [Fraction(plan['fixed_keys'], plan['tile_n']) + end for end in ends]
     work = _host.walk_tiles(True, m_tiles, heads_q, batch, plan['section_pairs'], plan['grid'])
     return [sum(costs[m] for m, _, _ in tiles) for tiles in work], max(costs)
 

@@ -1,0 +1,81 @@
+#include "dispatch/general_problem.h"
+
+#include <algorithm>
+
+namespace fa3 {
+namespace {
+
+int limit_of(int64_t window_side) {
+  bool const is_none = window_side < 0 || window_side > GeneralMask::kNoLimit;
+  return is_none ? GeneralMask::kNoLimit : int(window_side);
+}
+
+// How long the longest sequence may be: what the caller says, where that can be.
+int longest(int64_t hint, int64_t total) { return int(hint > 0 ? std::min(hint, total) : total); }
+
+void set_sizes(FwdProblem& problem, GeneralCall const& call, GeneralSizes const& sizes) {
+  TensorMeta const& q = call.forward.q;
+  TensorMeta const& k = call.forward.k;
+  int const heads_dim = call.is_packed ? 1 : 2;
+  problem.dtype = q.dtype;
+  problem.heads_q = int(q.size[heads_dim]);
+  problem.heads_k = int(k.size[heads_dim]);
+  problem.head_dim = int(q.size[heads_dim + 1]);
+  problem.head_dim_v = int(call.forward.v.size[heads_dim + 1]);
+  problem.is_packed = call.is_packed;
+  if (call.is_packed) {
+    problem.batch = int(call.cu_seqlens_q.size[0]) - 1;
+    problem.has_unused = call.has_seqused_q || call.has_seqused_k;
+    problem.total_q = int(q.size[0]);
+    problem.total_k = int(k.size[0]);
+    problem.seqlen_q = longest(sizes.max_seqlen_q, problem.total_q);
+    problem.seqlen_k = longest(sizes.max_seqlen_k, problem.total_k);
+  } else {
+    problem.batch = int(q.size[0]);
+    problem.seqlen_q = int(q.size[1]);
+    problem.seqlen_k = int(k.size[1]);
+  }
+}
+
+// Dense: the lengths say which limits hide nothing. (What the caller says of packed lengths is but
+// a hint.)
+void drop_idle_limits(FwdProblem& problem, GeneralMask& mask) {
+  if (mask.left >= problem.seqlen_k - 1) {
+    mask.left = GeneralMask::kNoLimit;
+  }
+  if (mask.right > 0 && mask.right >= problem.seqlen_q - 1) {
+    mask.right = GeneralMask::kNoLimit;
+  }
+  // A query before key 0 is in no chunk; without chunks it might see keys behind its own.
+  bool const all_stand_at_keys = problem.seqlen_q <= problem.seqlen_k || mask.right == 0;
+  if (mask.is_chunked && int(mask.chunk.divisor) >= problem.seqlen_k && all_stand_at_keys) {
+    mask.is_chunked = false;
+  }
+}
+
+}  // namespace
+
+FwdProblem general_problem(GeneralCall const& call, GeneralSizes const& sizes,
+                           bool has_row_features) {
+  FwdProblem problem;
+  set_sizes(problem, call, sizes);
+  GeneralMask mask;
+  mask.left = limit_of(call.window_left);
+  mask.right = call.causal ? 0 : limit_of(call.window_right);
+  if (call.attention_chunk > 0) {
+    mask.is_chunked = true;
+    mask.chunk = FastDiv(int(std::min<int64_t>(call.attention_chunk, GeneralMask::kNoLimit)));
+  }
+  if (!problem.is_packed) {
+    drop_idle_limits(problem, mask);
+  }
+  problem.causal = mask.right == 0;
+  bool const is_limited = mask.left < GeneralMask::kNoLimit || mask.is_chunked ||
+                          (mask.right > 0 && mask.right < GeneralMask::kNoLimit);
+  problem.has_softcap = call.softcap > 0;
+  problem.is_general = is_limited || problem.is_packed || problem.has_softcap || has_row_features;
+  problem.general = mask;
+  return problem;
+}
+
+}  // namespace fa3

@@ -1,0 +1,46 @@
+// A tensor of which shape, dtype and device follow from the others of a call.
+#pragma once
+
+#include <algorithm>
+
+#include "dispatch/tensor_text.h"
+
+namespace fa3 {
+
+struct TensorRule {
+  char const* name;
+  TensorMeta const& meta;
+  int rank;
+  int64_t size[4];
+  Dtype dtype;
+  char const* dtype_name;
+};
+
+// Empty when the tensor follows its rule on the device of q, else the error text of the op.
+inline std::string check_tensor(char const* op, TensorRule const& rule, TensorMeta const& q) {
+  TensorMeta const& meta = rule.meta;
+  bool const shapes_match =
+      meta.rank == rule.rank && std::equal(meta.size, meta.size + meta.rank, rule.size);
+  if (!shapes_match) {
+    return error_text(op, text(rule.name, " to have the shape ", shape_text(rule.size, rule.rank)),
+                      shape_text(meta.size, std::min(meta.rank, 5)));
+  }
+  if (meta.dtype != rule.dtype) {
+    return error_text(op, text(rule.name, ".dtype to be ", rule.dtype_name), meta.dtype_name);
+  }
+  if (!same_device(meta, q)) {
+    return error_text(op, text(rule.name, " on the device of q, ", device_text(q)),
+                      device_text(meta));
+  }
+  return {};
+}
+
+// What the LSE and the sinks of a call are: float32, and float64 for float64.
+inline Dtype wide_dtype(TensorMeta const& q) {
+  return q.dtype == Dtype::kFloat64 ? Dtype::kFloat64 : Dtype::kFloat32;
+}
+inline char const* wide_dtype_name(TensorMeta const& q) {
+  return q.dtype == Dtype::kFloat64 ? "float64" : "float32";
+}
+
+}  // namespace fa3

@@ -1,0 +1,119 @@
+// Bindings of masks, ranges of tiles and the problems that calls become, for the tests' module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "core/block_range.h"
+#include "core/packed_tiles.h"
+#include "core/visible_pairs.h"
+#include "dispatch/variants.h"
+#include "host/plan_call.h"
+
+namespace fa3::host {
+
+inline std::tuple<int, int> as_tuple(Interval interval) { return {interval.begin, interval.end}; }
+
+template <class Mask>
+pybind11::class_<Mask> bind_mask(pybind11::module_& m, char const* name) {
+  return pybind11::class_<Mask>(m, name)
+      .def("keys", [](Mask const& mask, int position, int seqlen_q,
+                      int seqlen_k) { return as_tuple(mask.keys(position, {seqlen_q, seqlen_k})); })
+      .def("queries",
+           [](Mask const& mask, int key, int seqlen_q, int seqlen_k) {
+             return as_tuple(mask.queries(key, {seqlen_q, seqlen_k}));
+           })
+      .def("block_range",
+           [](Mask const& mask, int begin, int end, int seqlen_q, int seqlen_k, int tile_n) {
+             BlockRange const range = block_range(begin, end, {seqlen_q, seqlen_k}, tile_n, mask);
+             return std::tuple(range.begin, range.free_begin, range.free_end, range.end);
+           });
+}
+
+// None: no limit; a chunk of 0: no chunks.
+inline GeneralMask make_general_mask(std::optional<int> left, std::optional<int> right, int chunk) {
+  GeneralMask mask;
+  mask.left = left.value_or(GeneralMask::kNoLimit);
+  mask.right = right.value_or(GeneralMask::kNoLimit);
+  if (chunk > 0) {
+    mask.is_chunked = true;
+    mask.chunk = FastDiv(chunk);
+  }
+  return mask;
+}
+
+inline void bind_masks(pybind11::module_& m) {
+  bind_mask<FullMask>(m, "FullMask").def(pybind11::init<>());
+  bind_mask<CausalMask>(m, "CausalMask").def(pybind11::init<>());
+  bind_mask<GeneralMask>(m, "GeneralMask").def(pybind11::init(&make_general_mask));
+  m.attr("no_limit") = GeneralMask::kNoLimit;
+  m.def("count_visible", [](int seqlen_q, int seqlen_k, GeneralMask const& mask) {
+    return count_visible({seqlen_q, seqlen_k}, mask);
+  });
+}
+
+// The mask of the problem that a call becomes, as (kind, mask, longest queries, longest keys).
+// Packed: batch sequences in tensors of total_q and total_k rows, of which seqlen_q and seqlen_k
+// are said to be the longest.
+inline pybind11::tuple problem_of_call(int seqlen_q, int seqlen_k, bool causal,
+                                       std::tuple<int64_t, int64_t, int64_t> limits, double softcap,
+                                       bool has_row_features,
+                                       std::optional<std::tuple<int, int, int>> packed) {
+  PlanCall call;
+  call.dtype_name = "bfloat16";
+  call.dtype = Dtype::kBFloat16;
+  call.batch = call.heads_q = call.heads_k = call.sm_count = 1;
+  call.head_dim = call.head_dim_v = 64;
+  call.seqlen_q = seqlen_q;
+  call.seqlen_k = seqlen_k;
+  call.causal = causal;
+  std::tie(call.window_left, call.window_right, call.attention_chunk) = limits;
+  call.softcap = softcap;
+  call.has_row_features = has_row_features;
+  if (packed) {
+    std::tie(call.batch, call.total_q, call.total_k) = *packed;
+  }
+  std::string const error = call_error(call);
+  if (!error.empty()) {
+    throw std::invalid_argument(error);
+  }
+  FwdProblem const problem = problem_of(call);
+  static constexpr char const* kKinds[] = {"full", "causal", "general", "softcap"};
+  return pybind11::make_tuple(kKinds[int(problem.mask_kind())], problem.mask(), problem.seqlen_q,
+                              problem.seqlen_k);
+}
+
+// Names of the variants among which the planner chooses.
+inline std::vector<std::string> candidate_names(bool is_bf16, int mask, int head_dim,
+                                                int head_dim_v) {
+  FwdProblem problem;
+  problem.dtype = is_bf16 ? Dtype::kBFloat16 : Dtype::kFloat16;
+  problem.causal = MaskKind(mask) == MaskKind::kCausal;
+  problem.is_general = is_general(MaskKind(mask));
+  problem.has_softcap = MaskKind(mask) == MaskKind::kSoftcap;
+  problem.head_dim = head_dim;
+  problem.head_dim_v = head_dim_v;
+  FwdCandidates const candidates = fwd_candidates(problem);
+  std::vector<std::string> names;
+  for (int i = 0; i < candidates.count; ++i) {
+    names.emplace_back(kFwdVariants[candidates.variant[i]].name);
+  }
+  return names;
+}
+
+inline void bind_problems(pybind11::module_& m) {
+  m.def("problem_of_call", &problem_of_call);
+  m.def("candidate_names", &candidate_names);
+  m.def("value_columns", &value_columns);
+  m.def("value_launches", &value_launches);
+  m.def("largest_divisor_below", &largest_divisor_below);
+  m.def("most_tiles", &most_tiles);
+  m.def("packed_workspace_ints",
+        [](int64_t tiles, int64_t batch) { return PackedTables::workspace_ints(tiles, batch); });
+}
+
+}  // namespace fa3::host

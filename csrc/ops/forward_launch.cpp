@@ -1,0 +1,71 @@
+#include "ops/forward_launch.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "dispatch/registry.h"
+#include "dispatch/variants.h"
+#include "fwd_built.inc"
+#include "fwd_registry.inc"
+#include "schedule/prepare.h"
+
+namespace fa3 {
+namespace {
+
+PrepareParams prepare_params(FwdParams const& params, FwdVariantFacts const& facts) {
+  FwdProblem const& problem = params.problem;
+  FwdSchedule const& schedule = params.schedule;
+  int const positions = RowPacking{schedule.pack}.positions_per_tile(facts.consumer_warpgroups);
+  GeneralMask const mask = problem.mask();
+  PrepareParams prepare;
+  prepare.lengths = params.lengths;
+  prepare.batch = problem.batch;
+  prepare.entries = problem.entries();
+  prepare.total_q = problem.total_q;
+  prepare.total_k = problem.total_k;
+  prepare.tile_positions = positions;
+  prepare.most_keys = int(std::min<int64_t>(
+      int64_t(mask.left) + mask.right + positions,
+      mask.is_chunked ? int64_t(mask.chunk.divisor) + positions : GeneralMask::kNoLimit));
+  prepare.tables =
+      PackedTables::in(params.workspace, schedule.tiles / (problem.heads_q / schedule.pack));
+  return prepare;
+}
+
+// A launch for each part of v's columns that one can take: mostly all.
+void launch_columns(FwdParams const& params, int variant, void* stream) {
+  int const all = params.problem.head_dim_v;
+  int const step = value_columns(all);
+  for (int first = 0; first < all; first += step) {
+    FwdParams part = params;
+    part.problem.head_dim_v = std::min(step, all - first);
+    constexpr int kElementBytes = 2;
+    part.v.data = static_cast<char*>(params.v.data) + first * kElementBytes;
+    part.o.data = static_cast<char*>(params.o.data) + first * kElementBytes;
+    if (part.problem.is_packed) {
+      launch_prepare(prepare_params(part, kFwdVariants[variant]), stream);
+    }
+    kFwdLaunchers[variant](part, stream);
+  }
+}
+
+}  // namespace
+
+ForwardLaunch::ForwardLaunch(FwdParams& params) : plan_(plan_forward(params.problem)) {
+  if (!kFwdLaunchers[plan_.variant]) {
+    throw std::runtime_error(missing_variant_text("fwd", plan_.variant, kFwdBuilt));
+  }
+  params.schedule = plan_.schedule;
+}
+
+void ForwardLaunch::run(char const* op, FwdParams& params, OwnedTensor const& out) const {
+  Target const target(op, out);
+  params.o = target.view();
+  void* stream = nullptr;
+  int const device = describe(out).device_index;
+  require(aoti_torch_get_current_cuda_stream(device, &stream), "read the current stream");
+  launch_columns(params, plan_.variant, stream);
+  target.finish();
+}
+
+}  // namespace fa3

@@ -1,0 +1,160 @@
+"""The general ops: their arguments, what they do on CPU tensors, their fakes.
+
+They compute what `reference.attend` and `reference.attend_packed` do. Their schemas are in
+_library.py; importing this file registers the rest. Called through torch.ops by interface.py and
+autograd.py.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import _library, checks, reference
+from flash_attn3.reference import Inputs, Lengths, Mask, Score
+
+_LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
+
+
+class General(NamedTuple):
+    """The arguments _GENERAL of the schemas, in their order, with their defaults.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, or None for tensors with a batch.
+        seqused_q, seqused_k: (batch,) int32, or None for all rows.
+        max_seqlen_q, max_seqlen_k: a hint for the planner; 0 is unknown.
+        sinks: (heads_q,) float32, float64 for float64; or None.
+        softmax_scale: None for head_dim ** -0.5.
+        causal, window_left, window_right, attention_chunk, softcap: as in `reference.Score`.
+    """
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    sinks: Tensor | None = None
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    attention_chunk: int = 0
+    softcap: float = 0.0
+
+
+class Execution(NamedTuple):
+    """What follows them in the schema of `fwd_general`; deterministic is only there."""
+    pack_gqa: bool | None = None
+    sm_margin: int = 0
+    return_max_logits: bool = False
+    deterministic: bool = False
+
+
+_COUNT = len(General._fields)
+_TENSORS = ('cu_seqlens_q', 'cu_seqlens_k', 'seqused_q', 'seqused_k', 'sinks')
+
+
+def split(arguments: tuple) -> tuple[General, Execution]:
+    """What follows q, k and v, of which PyTorch leaves away trailing defaults."""
+    return General(*arguments[:_COUNT]), Execution(*arguments[_COUNT:])
+
+
+def take_tensors(general: General) -> tuple[tuple[Tensor | None, ...], General]:
+    """The tensors among the arguments, and the arguments without them."""
+    return (tuple(getattr(general, name) for name in _TENSORS),
+            general._replace(**dict.fromkeys(_TENSORS)))
+
+
+def put_tensors(general: General, tensors: tuple[Tensor | None, ...]) -> General:
+    """The opposite of take_tensors()."""
+    return general._replace(**dict(zip(_TENSORS, tensors)))
+
+
+def score_of(q: Tensor, general: General) -> Score:
+    """How logits come from q and k."""
+    mask = Mask(general.causal, (general.window_left, general.window_right),
+                general.attention_chunk)
+    return Score(_library.softmax_scale_of(q, general.softmax_scale), general.softcap, mask)
+
+
+def lengths_of(general: General) -> Lengths | None:
+    """Where the sequences of packed tensors lie, None for tensors with a batch."""
+    return None if general.cu_seqlens_q is None else Lengths(*general[:4])
+
+
+# ------------------------------------------------------------------------------ on any real tensors
+def attend(q: Tensor, k: Tensor, v: Tensor, general: General,
+           return_max_logits: bool) -> reference.Outputs:
+    """The forward in plain PyTorch, which PyTorch can differentiate; nothing is checked."""
+    inputs, score = Inputs(q, k, v, general.sinks), score_of(q, general)
+    lengths, dtype = lengths_of(general), reference.wide_dtype(q.dtype)
+    return (reference.attend(inputs, score, dtype, return_max_logits) if lengths is None else
+            reference.attend_packed(inputs, score, lengths, dtype, return_max_logits))
+
+
+# ---------------------------------------------------------------------------- CPU implementations
+def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None,
+                 *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    general, execution = split(arguments)
+    checks.check_general(q, k, v, out, general, execution.sm_margin)
+    checks.check_contents('fwd', q, k, general)
+    result, lse, row_max = attend(q, k, v, general, execution.return_max_logits)
+    result = result if out is None else out.copy_(result)
+    return result, lse, lse.new_empty(0) if row_max is None else row_max
+
+
+def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward_cpu(q, k, v, None, *arguments)
+
+
+def _fwd_out_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+                 *arguments) -> tuple[Tensor, Tensor]:
+    return _forward_cpu(q, k, v, out, *arguments)[1:]
+
+
+def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+             lse: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same bits on every call, deterministic or not."""
+    general = General(*arguments[:_COUNT])
+    checks.check_general_backward((dout, dlse, q, k, v, out, lse), general)
+    checks.check_contents('bwd', q, k, general)
+    inputs, score = Inputs(q, k, v, general.sinks), score_of(q, general)
+    lengths, dtype = lengths_of(general), reference.wide_dtype(q.dtype)
+    *gradients, dsinks = (
+        reference.attend_backward(dout, dlse, inputs, score, dtype) if lengths is None else
+        reference.attend_packed_backward(dout, dlse, inputs, score, lengths, dtype))
+    return *gradients, lse.new_empty(0) if dsinks is None else dsinks
+
+
+# ------------------------------------------------------------------------------------------ fakes
+# They check only what they rely on themselves; the rest is checked when real tensors arrive.
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    general, execution = split(arguments)
+    rank = 4 if general.cu_seqlens_q is None else 3
+    for name, x in (('q', q), ('k', k), ('v', v)):
+        torch._check(x.dim() == rank, lambda name=name, x=x: checks.error(
+            'fwd', f'{name} to have {rank} dimensions {_LAYOUTS[rank]}', str(x.dim())))
+    *batch, rows, heads, _ = q.shape
+    lse = q.new_empty((*batch, heads, rows), dtype=reference.lse_dtype(q.dtype))
+    max_logits = torch.empty_like(lse) if execution.return_max_logits else lse.new_empty(0)
+    return q.new_empty((*batch, rows, heads, v.shape[-1])), lse, max_logits
+
+
+def _fwd_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+                  *arguments) -> tuple[Tensor, Tensor]:
+    return _fwd_fake(q, k, v, *arguments)[1:]
+
+
+def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+              lse: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sinks = General(*arguments[:_COUNT]).sinks
+    dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+for _name, _on_cpu, _fake in (
+        ('fwd_general', _fwd_cpu, _fwd_fake), ('_fwd_general', _fwd_cpu, _fwd_fake),
+        ('fwd_general_out', _fwd_out_cpu, _fwd_out_fake), ('bwd_general', _bwd_cpu, _bwd_fake)):
+    _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
+    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)

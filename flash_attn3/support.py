@@ -1,0 +1,135 @@
+"""What the Hopper kernels support: one list, from which the table of the README and of
+`python -m flash_attn3.explain --matrix` is made, and which the tests walk cell by cell.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+# Backward: the gradients, with the forward that they need. Packed: flash_attn_varlen_func.
+COLUMNS = ('forward dense', 'forward packed', 'backward dense', 'backward packed')
+
+_FWD = 'flash_attn3.fwd: expected '
+_FUNCTIONS = ('flash_attn_func', 'flash_attn_varlen_func')
+
+
+def _everywhere(text: str) -> dict[str, str]:
+    return dict.fromkeys(COLUMNS, text)
+
+
+def _of_functions(text: str, columns: tuple[str, ...] = COLUMNS) -> dict[str, str]:
+    """An error that names the function, which columns take in turns."""
+    return {column: f'flash_attn3.{_FUNCTIONS[COLUMNS.index(column) % 2]}: expected {text}'
+            for column in columns}
+
+
+_GRADIENT_HEAD_DIMS = {
+    column: f'flash_attn3.bwd: expected v.size({dim}), the head_dim of the values, to be at most '
+            '256 for gradients' for column, dim in zip(COLUMNS[2:], (3, 2))}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row: a small call that has the feature.
+
+    Attributes:
+        name: first cell of the table.
+        dtype, head_dims, heads: of q, k and v; head_dims are those of q and k, and of v; heads are
+            query and KV heads.
+        options: arguments of the function.
+        tensors: arguments that are tensors (of a right shape): s_aux, out, seqused_q, ...
+        lengths_q, lengths_k: of the sequences. Dense tensors have the longest.
+        errors: for each column that is not supported, how the error begins; '' where the function
+            has no such argument.
+    """
+    name: str
+    dtype: str = 'bfloat16'
+    head_dims: tuple[int, int] = (64, 64)
+    heads: tuple[int, int] = (2, 2)
+    options: Mapping[str, object] = field(default_factory=dict)
+    tensors: tuple[str, ...] = ()
+    lengths_q: tuple[int, ...] = (70, 3, 41)
+    lengths_k: tuple[int, ...] = (133, 20, 41)
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+    def cell(self, column: str) -> str | None:
+        """How the error begins; '' for no such argument; None: supported."""
+        return self.errors.get(column)
+
+
+_EVERYTHING = {'causal': True, 'window_size': (30, 0), 'softcap': 20.0, 'deterministic': True,
+               'return_attn_probs': True, 'return_max_logits': True, 'pack_gqa': True}
+
+FEATURES = (
+    Feature('bfloat16'),
+    Feature('float16', dtype='float16'),
+    Feature('float32', dtype='float32',
+            errors=_everywhere(f'{_FWD}q.dtype to be float16 or bfloat16, got float32')),
+    Feature('FP8', dtype='float8_e4m3fn',
+            errors=_everywhere(f'{_FWD}q.dtype to be float16 or bfloat16, got float8_e4m3fn')),
+    Feature('`causal`', options={'causal': True}),
+    Feature('seqlen_q > seqlen_k', options={'causal': True}, lengths_q=(90, 7, 65),
+            lengths_k=(66, 2, 64)),
+    Feature('sequences of length 0', lengths_q=(0, 5, 65, 0), lengths_k=(9, 0, 65, 0)),
+    Feature('head dim 8', head_dims=(8, 8)),
+    Feature('head dim 120', head_dims=(120, 120)),
+    Feature('head dim 256', head_dims=(256, 256)),
+    Feature('head dim 100', head_dims=(100, 100), errors=_everywhere(
+        f'{_FWD}q.size(3), the head_dim, to be a multiple of 8 from 8 to 256')),
+    Feature('head dim 264', head_dims=(264, 264), errors=_everywhere(
+        f'{_FWD}q.size(3), the head_dim, to be a multiple of 8 from 8 to 256')),
+    Feature('head dim of v: 192, 128', head_dims=(192, 128), options={'causal': True}),
+    Feature('head dim of v: 64, 256', head_dims=(64, 256)),
+    Feature('head dim of v: 72, 24', head_dims=(72, 24)),
+    Feature('head dim of v: 64, 512', head_dims=(64, 512), errors=_GRADIENT_HEAD_DIMS),
+    Feature('head dim of v: 128, 264', head_dims=(128, 264), errors=_everywhere(
+        f'{_FWD}v.size(3), the head_dim of the values, to be a multiple of 8 from 8 to 256 with a '
+        'head_dim of 128')),
+    Feature('GQA', heads=(6, 2)),
+    Feature('MQA, `pack_gqa`', heads=(4, 1), options={'pack_gqa': True}),
+    Feature('`window_size`, left', options={'window_size': (20, 0)}),
+    Feature('`window_size`, both sides', options={'window_size': (9, 17)}),
+    Feature('`attention_chunk`', options={'attention_chunk': 32}),
+    Feature('`softcap`', options={'softcap': 2.5}),
+    Feature('sinks (`s_aux`)', tensors=('s_aux',)),
+    Feature('LSE', options={'return_attn_probs': True}),
+    Feature('`return_max_logits`', options={'return_max_logits': True}),
+    Feature('`deterministic`', options={'deterministic': True}),
+    Feature('`sm_margin`', options={'sm_margin': 4}),
+    Feature('`seqused_q`, `seqused_k`', tensors=('seqused_q', 'seqused_k'),
+            errors={'forward dense': '', 'backward dense': ''}),
+    Feature('`out=`', tensors=('out',),
+            errors=_of_functions('no gradient together with out=', COLUMNS[2:])),
+    Feature('GQA, causal, window, softcap, sinks, LSE, max logits, deterministic', heads=(6, 2),
+            options=_EVERYTHING, tensors=('s_aux',)),
+    Feature('192, 128 with window, softcap, sinks', head_dims=(192, 128), tensors=('s_aux',),
+            options={'window_size': (40, 8), 'softcap': 5.0}),
+    Feature('`num_splits` > 1', options={'num_splits': 2},
+            errors=_of_functions('num_splits to be 0 or 1, got 2')),
+    Feature('`qv`', tensors=('qv',), errors=_of_functions('qv to be None, got a tensor')),
+    Feature('`q_descale`', tensors=('q_descale',),
+            errors=_of_functions('q_descale to be None, got a tensor')),
+)
+
+
+def table() -> str:
+    """The list as a table in Markdown, with the errors below it."""
+    notes: list[str] = []
+    lines = ['| | ' + ' | '.join(COLUMNS) + ' |', '|---' * (1 + len(COLUMNS)) + '|']
+    for feature in FEATURES:
+        cells = [_text(feature.cell(column), notes) for column in COLUMNS]
+        lines.append(f'| {feature.name} | ' + ' | '.join(cells) + ' |')
+    lines += ['', *(f'{number}. `{note} ...`' for number, note in enumerate(notes, 1))]
+    return '\n'.join(lines)
+
+
+def _text(error: str | None, notes: list[str]) -> str:
+    """A cell; an error that is new goes to the notes, in the words that dense and packed share."""
+    if not error:
+        return 'yes' if error is None else '-'
+    note = re.sub(r'flash_attn(_varlen)?_func', '<function>', error)
+    note = re.sub(r'size\(\d\)', 'size(...)', note)
+    if note not in notes:
+        notes.append(note)
+    return f'no ({notes.index(note) + 1})'

@@ -1,0 +1,72 @@
+"""The support matrix: every cell on the CPU, and the table in the README."""
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_attn3
+from flash_attn3 import support
+
+from tests import support_cells
+from tests.support_cells import EVERY_CELL, Cell, every_refused, every_supported
+
+README = Path(__file__).resolve().parents[2] / 'README.md'
+CPU = torch.device('cpu')
+ON_CPU = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
+
+
+@every_supported
+def test_supported(cell: Cell):
+    """Right on the CPU path; and but for the device, Hopper kernels would run."""
+    support_cells.check(cell, CPU)
+    assert flash_attn3.can_use(**support_cells.arguments_of(cell, CPU)) == (False, [ON_CPU])
+
+
+@every_refused
+def test_refused(cell: Cell):
+    """can_use() gives the error, by the rules of the kernels."""
+    is_fine, reasons = flash_attn3.can_use(**support_cells.arguments_of(cell, CPU))
+    assert not is_fine and reasons[0].startswith(cell.error)
+
+
+@every_refused
+def test_refused_by_the_public_functions(cell: Cell):
+    """On the CPU too, where the rule is not one of the kernels alone."""
+    if cell.error.startswith(('flash_attn3.fwd:', 'flash_attn3.bwd:')):
+        pytest.skip('a rule of the kernels')
+    with pytest.raises((RuntimeError, NotImplementedError)) as raised:
+        support_cells.call(cell, support_cells.arguments_of(cell, CPU))
+    assert str(raised.value).startswith(cell.error)
+
+
+@pytest.mark.parametrize('cell', [cell for cell in EVERY_CELL if cell.error == ''], ids=str)
+def test_no_such_argument(cell: Cell):
+    for name in cell.feature.tensors:
+        arguments = support_cells.arguments_of(cell, CPU) | {name: torch.ones(3)}
+        with pytest.raises(TypeError, match=f'unexpected keyword argument {name!r}'):
+            cell.function(**arguments)
+
+
+def test_rows_have_names_of_their_own():
+    names = [feature.name for feature in support.FEATURES]
+    assert len(set(names)) == len(names)
+    assert {column for feature in support.FEATURES for column in feature.errors} == set(
+        support.COLUMNS)
+
+
+def test_the_table_has_every_cell():
+    lines = support.table().split('\n\n')[0].splitlines()
+    assert len(lines) == 2 + len(support.FEATURES)
+    for feature, line in zip(support.FEATURES, lines[2:]):
+        name, *cells = (cell.strip() for cell in line.strip('|').split('|'))
+        assert name == feature.name
+        texts = {None: 'yes', '': '-'}
+        for column, text in zip(support.COLUMNS, cells, strict=True):
+            assert text.startswith(texts.get(feature.cell(column), 'no ('))
+
+
+def test_the_table_of_the_readme_is_up_to_date():
+    """hint: python -m flash_attn3.explain --matrix"""
+    text = README.read_text()
+    begin, end = '<!-- support matrix: begin -->\n', '\n<!-- support matrix: end -->'
+    assert text.split(begin)[1].split(end)[0] == support.table()

@@ -1,0 +1,189 @@
+"""Calls with sequences of several lengths, windows, chunks, softcap and sinks: what they look like,
+with their data, and what they return.
+
+A GeneralCase prints itself as the Python that makes it, and seeds itself by that text: a failure is
+repeated by `general_oracle.check_case(GeneralCase(...), 'cuda')`.
+"""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import flash_attn_func, flash_attn_varlen_func
+from flash_attn3.reference import Inputs, Mask, Score
+
+from tests.cases import DATA, DTYPES, Kind
+
+MOST_GRADIENT_COLUMNS = 256    # of v, for which there are gradients
+SINKS = {    # what becomes of N(0, 1), and the dtype
+    'fp32': (lambda x: x, torch.float32),
+    'bf16': (lambda x: x, torch.bfloat16),
+    # As large as the logits of a whole row together, and far beyond: the keys count for nothing.
+    'large': (lambda x: 8 + x, torch.float32),
+    'huge': (lambda x: 1e4 * (1 + x.abs()), torch.float32),
+    # Every second head has none.
+    '-inf': (lambda x: x.masked_fill(torch.arange(len(x), device=x.device) % 2 == 0, -math.inf),
+             torch.float32),
+}
+
+
+class Results(NamedTuple):
+    """Of a call; None for what it did not ask for."""
+    out: Tensor
+    lse: Tensor
+    max_logits: Tensor | None
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    ds_aux: Tensor | None
+
+
+class Tensors(NamedTuple):
+    """What a case is called with, and the gradients that come back to out and lse."""
+    inputs: Inputs
+    dout: Tensor
+    dlse: Tensor | None
+    lists: dict    # the arguments from cu_seqlens_q to seqused_k; empty without packing
+
+
+def starts(lengths: Sequence[int], device: str | torch.device) -> Tensor:
+    """cu_seqlens of these lengths."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class GeneralCase:
+    lengths: tuple[tuple[int, int], ...]    # (seqlen_q, seqlen_k) of each sequence
+    head_dim: int = 64
+    head_dim_v: int = 0                     # 0: that of q and k
+    dtype: str = 'bf16'
+    heads: tuple[int, int] = (4, 2)         # of q, of k
+    is_packed: bool = True                  # or a batch, of equal lengths
+    used: tuple[tuple[int, int], ...] | None = None    # how many rows of each sequence count
+    behind: tuple[int, int] = (0, 0)        # rows of q and k behind the last sequence
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks: str = ''                         # a name in SINKS; '': none
+    max_logits: bool = False
+    softmax_scale: float | None = None
+    pack_gqa: bool | None = None
+    deterministic: bool = False
+    data: str = 'normal'                    # a name in cases.DATA
+    logit_std: float = 1.0                  # of the scaled scores
+    dlse: bool = True                       # whether a gradient comes back to the LSE
+
+    def __str__(self) -> str:
+        changed = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+                   if getattr(self, field.name) != field.default}
+        return f'GeneralCase({", ".join(f"{name}={value!r}" for name, value in changed.items())})'
+
+    @property
+    def seed(self) -> int:
+        return zlib.crc32(str(self).encode())
+
+    @property
+    def columns_v(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.columns_v <= MOST_GRADIENT_COLUMNS
+
+    @property
+    def score(self) -> Score:
+        """What reference.py calls it."""
+        mask = Mask(self.causal, self.window, self.chunk)
+        return Score(self.softmax_scale or self.head_dim ** -0.5, self.softcap, mask)
+
+    def of(self, kind: Kind, **changes) -> GeneralCase:
+        """This case for a kind of kernel."""
+        return dataclasses.replace(self, dtype=kind.dtype, head_dim=kind.head_dim,
+                                   causal=kind.causal, **changes)
+
+    def rows(self) -> tuple[int, int]:
+        """Of q and k as packed tensors."""
+        return tuple(sum(one[i] for one in self.lengths) + self.behind[i] for i in (0, 1))
+
+    def sequences(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        """Of each the first rows in q and k, and how many count."""
+        firsts = [[0, *itertools.accumulate(one[i] for one in self.lengths)] for i in (0, 1)]
+        return list(zip(zip(*firsts), self.used or self.lengths))
+
+    def tensors(self, device: str | torch.device) -> Tensors:
+        generator = torch.Generator(device).manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device)
+
+        heads_q, heads_k = self.heads
+        rows_q, rows_k = self.rows()
+        q, k = normal(1, rows_q, heads_q, self.head_dim), normal(1, rows_k, heads_k, self.head_dim)
+        v = normal(1, rows_k, heads_k, self.columns_v)
+        q, k, v = DATA[self.data](q * self.logit_std, k, v, generator)
+        dout, dlse = normal(1, rows_q, heads_q, self.columns_v), normal(1, rows_q, heads_q)
+        wide = DTYPES[self.dtype]
+        rows = [self._batched(x) for x in (*(x.to(wide) for x in (q, k, v, dout)), dlse)]
+        s_aux = None
+        if self.sinks:
+            change, dtype = SINKS[self.sinks]
+            s_aux = change(normal(heads_q)).to(dtype)
+        return Tensors(Inputs(*rows[:3], s_aux), rows[3],
+                       rows[4].transpose(-1, -2).contiguous() if self.dlse else None,
+                       self.lists(device))
+
+    def _batched(self, rows: Tensor) -> Tensor:
+        return rows[0] if self.is_packed else rows[0].unflatten(0, (len(self.lengths), -1))
+
+    def lists(self, device: str | torch.device) -> dict:
+        if not self.is_packed:
+            return {}
+        lists = {}
+        for i, name in enumerate('qk'):
+            lengths = [one[i] for one in self.lengths]
+            lists[f'cu_seqlens_{name}'] = starts(lengths, device)
+            lists[f'max_seqlen_{name}'] = max(lengths, default=0)
+            if self.used is not None:
+                used = [one[i] for one in self.used]
+                lists[f'seqused_{name}'] = torch.tensor(used, dtype=torch.int32, device=device)
+        return lists
+
+    def options(self) -> dict:
+        """The keyword arguments of both functions."""
+        return {'softmax_scale': self.softmax_scale, 'causal': self.causal,
+                'window_size': self.window, 'attention_chunk': self.chunk, 'softcap': self.softcap,
+                'pack_gqa': self.pack_gqa, 'deterministic': self.deterministic,
+                'return_attn_probs': True, 'return_max_logits': self.max_logits}
+
+
+def forward(case: GeneralCase, tensors: Tensors, **changes) -> tuple[Tensor, ...]:
+    """(out, lse), and max_logits if the case asks for it; changes: to the arguments of the call."""
+    function = flash_attn_varlen_func if case.is_packed else flash_attn_func
+    return function(*tensors.inputs[:3], **tensors.lists | case.options()
+                    | {'s_aux': tensors.inputs.s_aux} | changes)
+
+
+def run(case: GeneralCase, tensors: Tensors, **changes) -> Results:
+    """Results of the call and, where there are any, gradients."""
+    if not case.has_gradients:
+        out, lse, *max_logits = forward(case, tensors, **changes)
+        return Results(out, lse, *max_logits or [None], *[None] * 4)
+    leaves = Inputs(*(None if x is None else x.detach().requires_grad_() for x in tensors.inputs))
+    out, lse, *max_logits = forward(case, tensors._replace(inputs=leaves), **changes)
+    assert not (max_logits and max_logits[0].requires_grad)
+    outputs, given = (out, lse), (tensors.dout, tensors.dlse)
+    if tensors.dlse is None:
+        outputs, given = outputs[:1], given[:1]
+    named = [x for x in leaves if x is not None]
+    gradients = torch.autograd.grad(outputs, named, given)
+    return Results(out.detach(), lse.detach(), *max_logits or [None],
+                   *gradients, *[None] * (4 - len(gradients)))
