@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     builds = {'a': find_build(args.a), 'b': find_build(args.b)}
     settings = dict(rounds=rounds, target_ms=args.target_ms, suite=args.suite,
                     **{side: builds[side].name for side in SIDES})
-    record = harness.new_record('ab', device, args.commit, settings)
+    record = harness.new_record(f'ab_{args.suite}', device, args.commit, settings)
     monitor, workers = harness.Monitor(device), {}
     try:
         for side, build in builds.items():

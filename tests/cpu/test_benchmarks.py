@@ -396,7 +396,7 @@ def make_build(folder, sleep=0.0, factor=1.0):
 def run_ab(a, b, out):
     code = ab.main(f'--a {a} --b {b} --device cpu --quick --rounds 2 --target-ms 0.1 '
                    f'--out {out}'.split())
-    path, = out.glob('*_ab.json')
+    path, = out.glob('*_ab_forward.json')
     return code, path.read_text()
 
 
