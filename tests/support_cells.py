@@ -18,6 +18,7 @@ from flash_attn3.reference import Inputs, Lengths, Mask, Score
 from flash_attn3.support import COLUMNS, FEATURES, Feature
 
 from tests import compare
+from tests.bad_inputs import UNSUPPORTED
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,20 @@ SUPPORTED = [cell for cell in EVERY_CELL if cell.error is None]
 REFUSED = [cell for cell in EVERY_CELL if cell.error]
 every_supported = pytest.mark.parametrize('cell', SUPPORTED, ids=str)
 every_refused = pytest.mark.parametrize('cell', REFUSED, ids=str)
+# Of the public functions; the others are rules of the kernels.
+REFUSED_EVERYWHERE = [cell for cell in REFUSED
+                      if not cell.error.startswith(('flash_attn3.fwd:', 'flash_attn3.bwd:'))]
+
+
+def check_refused(cell: Cell, arguments: dict) -> None:
+    """The error that the cell names, of the type that goes with it: NotImplementedError is for
+    arguments that this version has no other value for.
+    """
+    with pytest.raises(RuntimeError) as raised:
+        call(cell, arguments)
+    assert str(raised.value).startswith(cell.error)
+    names = UNSUPPORTED.keys() & {*cell.feature.options, *cell.feature.tensors}
+    assert type(raised.value) is (NotImplementedError if names else RuntimeError)
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -6,11 +6,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 from flash_attn3.general import Execution, General
 
+from tests.cpu.called_ops import CalledOps
 from tests.cpu.test_reference_packed import ints, starts
 
 OPS = torch.ops.flash_attn3
@@ -105,19 +105,6 @@ def test_gradient_of_no_sinks_is_empty():
     assert dsinks.shape == (0,) and dsinks.dtype == torch.float32
 
 
-class _CalledOps(TorchDispatchMode):
-    """The names of our ops, as they are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == 'flash_attn3':
-            self.names.append(op._opname)
-        return op(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize('changes, op', [
     ({'window_size': [-1, -1]}, '_fwd_no_lse'), ({'num_splits': 0}, '_fwd_no_lse'),
     ({'attention_chunk': 3}, '_fwd_general'), ({'softcap': 2.0}, '_fwd_general'),
@@ -127,7 +114,7 @@ class _CalledOps(TorchDispatchMode):
     ids=lambda x: x if isinstance(x, str) else '-'.join(x))
 def test_only_features_take_the_general_op(changes, op):
     tensors, _ = inputs('dense')
-    with _CalledOps() as called:
+    with CalledOps() as called:
         flash_attn_func(*tensors, **changes)
     assert called.names == [op]
 

@@ -3,12 +3,12 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn3 import flash_attn_func, reference
 
 from tests import layouts
 from tests.cases import Case
+from tests.cpu.called_ops import CalledOps
 
 OPS = torch.ops.flash_attn3
 SCALARS = (0.3, True, None, 0)    # softmax_scale, causal, pack_gqa, sm_margin
@@ -103,19 +103,6 @@ def test_the_default_scale_reaches_the_gradients():
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
-class _CalledOps(TorchDispatchMode):
-    """The names of our ops, as they are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == 'flash_attn3':
-            self.names.append(op._opname)
-        return op(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize('changes, op', [
     ({}, '_fwd_no_lse'), ({'causal': True}, '_fwd_no_lse'), ({'softmax_scale': 0.3}, '_fwd_no_lse'),
     ({'pack_gqa': False}, '_fwd_no_lse'), ({'return_attn_probs': True}, '_fwd'),
@@ -124,7 +111,7 @@ class _CalledOps(TorchDispatchMode):
     ids=lambda x: x if isinstance(x, str) else '-'.join(x))
 def test_the_lse_is_made_only_for_those_who_ask(changes, op):
     tensors = inputs()
-    with _CalledOps() as called:
+    with CalledOps() as called:
         flash_attn_func(*tensors, **changes)
     assert called.names == [op]
 

@@ -8,7 +8,8 @@ import flash_attn3
 from flash_attn3 import support
 
 from tests import support_cells
-from tests.support_cells import EVERY_CELL, Cell, every_refused, every_supported
+from tests.support_cells import (EVERY_CELL, REFUSED_EVERYWHERE, Cell, every_refused,
+                                 every_supported)
 
 README = Path(__file__).resolve().parents[2] / 'README.md'
 CPU = torch.device('cpu')
@@ -29,14 +30,10 @@ def test_refused(cell: Cell):
     assert not is_fine and reasons[0].startswith(cell.error)
 
 
-@every_refused
+@pytest.mark.parametrize('cell', REFUSED_EVERYWHERE, ids=str)
 def test_refused_by_the_public_functions(cell: Cell):
-    """On the CPU too, where the rule is not one of the kernels alone."""
-    if cell.error.startswith(('flash_attn3.fwd:', 'flash_attn3.bwd:')):
-        pytest.skip('a rule of the kernels')
-    with pytest.raises((RuntimeError, NotImplementedError)) as raised:
-        support_cells.call(cell, support_cells.arguments_of(cell, CPU))
-    assert str(raised.value).startswith(cell.error)
+    """On the CPU too."""
+    support_cells.check_refused(cell, support_cells.arguments_of(cell, CPU))
 
 
 @pytest.mark.parametrize('cell', [cell for cell in EVERY_CELL if cell.error == ''], ids=str)

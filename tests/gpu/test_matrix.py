@@ -1,7 +1,6 @@
 """Every cell of the support matrix (flash_attn3/support.py): right, or the error that it says."""
 from __future__ import annotations
 
-import pytest
 import torch
 
 import flash_attn3
@@ -24,6 +23,4 @@ def test_can_use(cell: Cell, cuda: torch.device):
 def test_refused(cell: Cell, cuda: torch.device):
     arguments = support_cells.arguments_of(cell, cuda)
     assert flash_attn3.can_use(**arguments)[1][0].startswith(cell.error)
-    with pytest.raises((RuntimeError, NotImplementedError)) as raised:
-        support_cells.call(cell, arguments)
-    assert str(raised.value).startswith(cell.error)
+    support_cells.check_refused(cell, arguments)
