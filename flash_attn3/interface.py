@@ -53,7 +53,8 @@ def flash_attn_func(
         q: (batch, seqlen_q, heads_q, head_dim). On Hopper: float16 or bfloat16, a head_dim with a
             kernel (`flash_attn3.built_variants()`), last stride 1, others free (what TMA cannot
             take is copied first). On the CPU: any floating dtype, head_dim and strides.
-        k, v: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; heads_k divides heads_q.
+        k, v: (batch, seqlen_k, heads_k, head_dim), that of v may be another one (head_dim_v), dtype
+            and device of q; heads_k divides heads_q.
         softmax_scale: factor on q k^T, finite and positive. Default: head_dim ** -0.5.
         causal: query i sees keys up to p = i + seqlen_k - seqlen_q. A query that sees no key gives
             out = 0, lse = -inf (with s_aux: that) and no gradient. Default: all see all.
@@ -80,14 +81,15 @@ def flash_attn_func(
 
     Returns:
         out, or a tuple of it and what was asked for, in this order. out: (batch, seqlen_q, heads_q,
-        head_dim), dtype of q. lse: (batch, heads_q, seqlen_q), float32 (float64 for float64), the
+        head_dim_v), dtype of q. lse: (batch, heads_q, seqlen_q), float32 (float64 for float64), the
         natural logarithm of the softmax's denominator. max_logits: as lse, the largest score that
         each query sees, without s_aux. Gradients of q, k, v, s_aux flow through out and lse.
 
     Raises:
         RuntimeError: a wrong rank, shape, dtype, device, stride or number; the text names it and
             says what it had to be. Also a driver that is too old for the kernels.
-        NotImplementedError: a feature listed last above.
+        NotImplementedError: qv, a descale or num_splits is not its default; and, from the backward
+            pass, a derivative of the gradients is asked for.
     """
     if (qv is not None or q_descale is not None or k_descale is not None or v_descale is not None
             or window_size != (-1, -1) or attention_chunk != 0 or softcap != 0.0
@@ -95,8 +97,7 @@ def flash_attn_func(
         checks.reject_unsupported('flash_attn_func', qv=qv, q_descale=q_descale,
                                   k_descale=k_descale, v_descale=v_descale, num_splits=num_splits)
         window = checks.window_sides(window_size)
-        if (window != (-1, -1) or attention_chunk != 0 or softcap != 0.0 or s_aux is not None
-                or return_max_logits):
+        if _is_general(window, attention_chunk, softcap, s_aux, return_max_logits):
             general = General(None, None, None, None, 0, 0, checks.sinks_of(s_aux, q),
                               softmax_scale, causal, *window, attention_chunk, softcap)
             execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
@@ -135,12 +136,14 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, heads_q, head_dim); dtype and strides of q, k and v as in `flash_attn_func`.
-        k, v: (total_k, heads_k, head_dim), heads_k divides heads_q.
+        k, v: (total_k, heads_k, head_dim), that of v may be another one (head_dim_v); heads_k
+            divides heads_q.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, contiguous, on the device of q; from 0 on,
             never falling, up to at most total_q and total_k. What they contain is checked on the
             CPU; on CUDA devices with the environment variable FLASH_ATTN3_CHECKS=1.
         max_seqlen_q, max_seqlen_k: length of the longest sequence, a number or a tensor with one,
-            which is not read from a GPU. A hint by which work is planned: the result is the same.
+            which is not read from a GPU. A hint by which work is planned: another one changes at
+            most the rounding.
         seqused_q, seqused_k: (batch,) int32, how many rows of each sequence count, at most what it
             has. Default: all.
         out: as the result, in the other respects as in `flash_attn_func`.
@@ -151,7 +154,7 @@ def flash_attn_varlen_func(
 
     Returns:
         out, or a tuple of it and what was asked for, in this order. out: (total_q, heads_q,
-        head_dim), dtype of q. lse, max_logits: (heads_q, total_q), float32 (float64 for float64).
+        head_dim_v), dtype of q. lse, max_logits: (heads_q, total_q), float32 (float64 for float64).
         As in `flash_attn_func`.
 
     Raises:
@@ -214,8 +217,7 @@ def flash_attn_qkvpacked_func(
     checks.reject_unsupported('flash_attn_qkvpacked_func', q_descale=q_descale,
                               k_descale=k_descale, v_descale=v_descale)
     window = checks.window_sides(window_size)
-    is_plain = (window == (-1, -1) and attention_chunk == 0 and softcap == 0.0 and s_aux is None
-                and not return_max_logits)
+    is_plain = not _is_general(window, attention_chunk, softcap, s_aux, return_max_logits)
     if (is_plain and out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
             and _is_served(qkv)):
         result, lse = PackedAttention.apply(qkv, num_heads_q, softmax_scale, causal, pack_gqa,
@@ -256,6 +258,13 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     if needs_grad:
         return Attention.apply(*arguments, deterministic)
     return _fwd(*arguments)
+
+
+def _is_general(window: tuple[int, int], attention_chunk: int, softcap: float,
+                s_aux: Tensor | None, return_max_logits: bool) -> bool:
+    """Whether a call without cu_seqlens needs the general ops."""
+    return (window != (-1, -1) or attention_chunk != 0 or softcap != 0.0 or s_aux is not None
+            or return_max_logits)
 
 
 def _general(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], general: General,
