@@ -234,14 +234,6 @@ constexpr Check kChecks[] = {check_ranks,   check_devices,   check_dtypes,
 
 }  // namespace
 
-std::string check_forward(ForwardCall const& call) {
-  for (Check check : kChecks) {
-    std::string error = check(call);
-    if (!error.empty()) {
-      return error;
-    }
-  }
-  return {};
-}
+std::string check_forward(ForwardCall const& call) { return first_error(kChecks, call); }
 
 }  // namespace fa3

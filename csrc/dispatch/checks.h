@@ -27,6 +27,18 @@ inline char const* op_of(ForwardCall const& call) {
   return call.op ? call.op : call.has_out ? "fwd_out" : "fwd";
 }
 
+// What the first of these that finds something wrong says of a call, or "".
+template <class Call, size_t kCount>
+std::string first_error(std::string (*const (&checks)[kCount])(Call const&), Call const& call) {
+  for (auto const check : checks) {
+    std::string error = check(call);
+    if (!error.empty()) {
+      return error;
+    }
+  }
+  return {};
+}
+
 // Empty when the call is fine, else the whole error text. A CUDA call that passes has a kernel in
 // kFwdVariants.
 std::string check_forward(ForwardCall const& call);

@@ -277,15 +277,7 @@ constexpr Check kChecks[] = {check_form,        check_tensors, check_lengths,
 
 }  // namespace
 
-std::string check_general(GeneralCall const& call) {
-  for (Check check : kChecks) {
-    std::string error = check(call);
-    if (!error.empty()) {
-      return error;
-    }
-  }
-  return {};
-}
+std::string check_general(GeneralCall const& call) { return first_error(kChecks, call); }
 
 std::string check_general_backward(GeneralBackwardCall const& call) {
   std::string error = check_general(call.general);

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "core/problem.h"
+
 namespace fa3 {
 
 struct DeviceInfo {
@@ -17,6 +19,15 @@ struct DeviceInfo {
 // Asked of the driver once a device, then cached; throws when the driver or the GPU will not do. In
 // ops/device_info.cpp.
 DeviceInfo const& device_info(int device);
+
+// Of a tensor's GPU; zeros where it has none.
+inline DeviceInfo device_info_of(TensorMeta const& meta) {
+  return meta.device == DeviceType::kCuda ? device_info(meta.device_index) : DeviceInfo{};
+}
+
+inline DeviceLimits limits_of(DeviceInfo const& info) {
+  return DeviceLimits{info.sm_count, info.l2_bytes};
+}
 
 // Empty when a driver can run a library built with CUDA runtime `runtime_version`, else what is
 // wrong. Versions as CUDA counts them: 13020 is 13.2. A driver runs every runtime of its own major

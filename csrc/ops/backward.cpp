@@ -63,7 +63,7 @@ FwdProblem problem_of(BackwardCall const& call, BackwardArguments const& args,
   problem.head_dim_v = int(call.forward.v.size[3]);
   problem.causal = args.causal;
   problem.deterministic = args.deterministic;
-  problem.device = DeviceLimits{info.sm_count, info.l2_bytes};
+  problem.device = limits_of(info);
   return problem;
 }
 
@@ -71,8 +71,7 @@ FwdProblem problem_of(BackwardCall const& call, BackwardArguments const& args,
 void run_backward(BackwardArguments& args) {
   BackwardCall call = describe_call(args);
   TensorMeta const& q = call.forward.q;
-  DeviceInfo const info =
-      q.device == DeviceType::kCuda ? device_info(q.device_index) : DeviceInfo{};
+  DeviceInfo const info = device_info_of(q);
   call.forward.sm_count = info.sm_count;
   throw_if(check_backward(call));
 

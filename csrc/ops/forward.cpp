@@ -69,7 +69,7 @@ FwdProblem problem_of(ForwardCall const& call, ForwardArguments const& args,
   problem.causal = args.causal;
   problem.pack_gqa = args.pack_gqa;
   problem.sm_margin = int(args.sm_margin);
-  problem.device = DeviceLimits{info.sm_count, info.l2_bytes};
+  problem.device = limits_of(info);
   return problem;
 }
 
@@ -79,7 +79,7 @@ OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
   ForwardCall call = describe_call(args);
   char const* const op = op_of(call);
   int const device = call.q.device_index;
-  DeviceInfo const info = call.q.device == DeviceType::kCuda ? device_info(device) : DeviceInfo{};
+  DeviceInfo const info = device_info_of(call.q);
   call.sm_count = info.sm_count;
   throw_if(check_forward(call));
 

@@ -138,8 +138,7 @@ void launch(Arguments& args, GeneralCall const& call, FwdParams& params, Results
 Results run_general(Arguments& args) {
   GeneralCall call = describe_call(args);
   TensorMeta const& q = call.forward.q;
-  DeviceInfo const info =
-      q.device == DeviceType::kCuda ? device_info(q.device_index) : DeviceInfo{};
+  DeviceInfo const info = device_info_of(q);
   call.forward.sm_count = info.sm_count;
   throw_if(check_general(call));
 
@@ -149,7 +148,7 @@ Results run_general(Arguments& args) {
   FwdProblem& problem = params.problem;
   problem.pack_gqa = args.pack_gqa;
   problem.sm_margin = int(args.sm_margin);
-  problem.device = DeviceLimits{info.sm_count, info.l2_bytes};
+  problem.device = limits_of(info);
   DeviceGuard const guard(q.device_index);
   Results results = allocate_results(args, call);
   int const rows = problem.is_packed ? problem.total_q : problem.seqlen_q;

@@ -55,8 +55,7 @@ OwnedTensor run_backward(Arguments& args) {
   GeneralBackwardCall call = describe_call(args);
   GeneralCall& general = call.general;
   TensorMeta const& q = general.forward.q;
-  DeviceInfo const info =
-      q.device == DeviceType::kCuda ? device_info(q.device_index) : DeviceInfo{};
+  DeviceInfo const info = device_info_of(q);
   general.forward.sm_count = info.sm_count;
   throw_if(check_general_backward(call));
 
@@ -64,7 +63,7 @@ OwnedTensor run_backward(Arguments& args) {
   params.problem = general_problem(general, args.general.sizes(), /*has_row_features=*/false);
   FwdProblem& problem = params.problem;
   problem.deterministic = args.deterministic;
-  problem.device = DeviceLimits{info.sm_count, info.l2_bytes};
+  problem.device = limits_of(info);
   DeviceGuard const guard(q.device_index);
   args.tensors.allocate_gradients(kOp);
   OwnedTensor dsinks = sink_gradients(general, problem);
