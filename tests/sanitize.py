@@ -40,8 +40,10 @@ GENERAL = [dataclasses.replace(BATCH, window=(20, 30), softcap=15.0, sinks='fp32
            dataclasses.replace(PACKED, chunk=40, window=(30, -1), softcap=15.0, max_logits=True),
            dataclasses.replace(PACKED, used=USED, window=(-1, 20), sinks='fp32')]
 # For the planner's other tiles.
-GENERAL += [dataclasses.replace(BATCH, lengths=((700, 700),), heads=(24, 8), window=(100, 100)),
-            GeneralCase(((150, 150),) * 8, heads=(2, 1), window=(100, 100))]
+WINDOW = dataclasses.replace(BATCH, heads=(24, 8), window=(100, 100))
+GENERAL += [dataclasses.replace(WINDOW, lengths=((150, 150),) * 8),
+            dataclasses.replace(WINDOW, lengths=((700, 700),)),
+            dataclasses.replace(WINDOW, lengths=((2100, 2100),))]
 # With the masks of the other kernels, which unequal head dims have too.
 PLAIN = [BATCH, PACKED, dataclasses.replace(PACKED, used=USED, sinks='fp32', pack_gqa=False)]
 # (head dim, that of v): a kernel each.
