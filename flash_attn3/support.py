@@ -24,9 +24,16 @@ def _of_functions(text: str, columns: tuple[str, ...] = COLUMNS) -> dict[str, st
             for column in columns}
 
 
-_GRADIENT_HEAD_DIMS = {
-    column: f'flash_attn3.bwd: expected v.size({dim}), the head_dim of the values, to be at most '
-            '256 for gradients' for column, dim in zip(COLUMNS[2:], (3, 2))}
+def _of_head_dims(before: str, after: str, columns: tuple[str, ...] = COLUMNS) -> dict[str, str]:
+    """An error that names the head dim, the last one of four, or of three without a batch."""
+    return {column: f'{before}.size({3 - COLUMNS.index(column) % 2}), {after}'
+            for column in columns}
+
+
+_GRADIENT_HEAD_DIMS = _of_head_dims(
+    'flash_attn3.bwd: expected v', 'the head_dim of the values, to be at most 256 for gradients',
+    COLUMNS[2:])
+_HEAD_DIMS = _of_head_dims(f'{_FWD}q', 'the head_dim, to be a multiple of 8 from 8 to 256')
 
 
 @dataclass(frozen=True)
@@ -75,16 +82,14 @@ FEATURES = (
     Feature('head dim 8', head_dims=(8, 8)),
     Feature('head dim 120', head_dims=(120, 120)),
     Feature('head dim 256', head_dims=(256, 256)),
-    Feature('head dim 100', head_dims=(100, 100), errors=_everywhere(
-        f'{_FWD}q.size(3), the head_dim, to be a multiple of 8 from 8 to 256')),
-    Feature('head dim 264', head_dims=(264, 264), errors=_everywhere(
-        f'{_FWD}q.size(3), the head_dim, to be a multiple of 8 from 8 to 256')),
+    Feature('head dim 100', head_dims=(100, 100), errors=_HEAD_DIMS),
+    Feature('head dim 264', head_dims=(264, 264), errors=_HEAD_DIMS),
     Feature('head dim of v: 192, 128', head_dims=(192, 128), options={'causal': True}),
     Feature('head dim of v: 64, 256', head_dims=(64, 256)),
     Feature('head dim of v: 72, 24', head_dims=(72, 24)),
     Feature('head dim of v: 64, 512', head_dims=(64, 512), errors=_GRADIENT_HEAD_DIMS),
-    Feature('head dim of v: 128, 264', head_dims=(128, 264), errors=_everywhere(
-        f'{_FWD}v.size(3), the head_dim of the values, to be a multiple of 8 from 8 to 256 with a '
+    Feature('head dim of v: 128, 264', head_dims=(128, 264), errors=_of_head_dims(
+        f'{_FWD}v', 'the head_dim of the values, to be a multiple of 8 from 8 to 256 with a '
         'head_dim of 128')),
     Feature('GQA', heads=(6, 2)),
     Feature('MQA, `pack_gqa`', heads=(4, 1), options={'pack_gqa': True}),

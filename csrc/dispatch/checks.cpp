@@ -135,17 +135,20 @@ std::string check_head_dims(ForwardCall const& call) {
     return fine ? "" : refuse(call, "head dims of at least 1", got);
   }
   if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
-    return refuse(
-        call, text("q.size(3), the head_dim, to be a multiple of 8 from 8 to ", kMaxHeadDim),
-        text(head_dim),
-        head_dim > 0 && head_dim < kMaxHeadDim ? "pad q, k and v with zeros, and pass softmax_scale"
-                                               : "");
+    return refuse(call,
+                  text("q.size(", named_dim(call, 3),
+                       "), the head_dim, to be a multiple of 8 from 8 to ", kMaxHeadDim),
+                  text(head_dim),
+                  head_dim > 0 && head_dim < kMaxHeadDim
+                      ? "pad q, k and v with zeros, and pass softmax_scale"
+                      : "");
   }
   int const most_v = head_dim <= kLongValuesHeadDim ? kMaxLongValues : kMaxHeadDim;
   if (head_dim_v < 8 || head_dim_v > most_v || head_dim_v % 8 != 0) {
     return refuse(
         call,
-        text("v.size(3), the head_dim of the values, to be a multiple of 8 from 8 to ", most_v,
+        text("v.size(", named_dim(call, 3),
+             "), the head_dim of the values, to be a multiple of 8 from 8 to ", most_v,
              head_dim <= kLongValuesHeadDim ? "" : text(" with a head_dim of ", head_dim)),
         text(head_dim_v));
   }
@@ -187,7 +190,8 @@ std::string check_counts(ForwardCall const& call) {
   for (auto [name, meta] : inputs(call)) {
     for (int i = 0; i < 3; ++i) {
       if (meta.size[i] > kMaxLength) {
-        return refuse(call, text(name, ".size(", i, ") to be at most ", kMaxLength),
+        return refuse(call,
+                      text(name, ".size(", named_dim(call, i), ") to be at most ", kMaxLength),
                       text(meta.size[i]));
       }
     }

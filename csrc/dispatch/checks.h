@@ -17,10 +17,14 @@ struct ForwardCall {
   TensorMeta out;  // (batch, seqlen_q, heads_q, head_dim_v), with has_out
   bool has_out = false;
   char const* op = nullptr;  // nullptr: fwd, or with has_out fwd_out
+  bool has_batch = true;     // false: the caller's tensors have none, and a batch of 1 stands here
   double softmax_scale = 1.0;
   int64_t sm_margin = 0;
   int sm_count = 0;  // of q's device; 0 when unknown
 };
+
+// As errors name a dimension of the above.
+inline int named_dim(ForwardCall const& call, int dim) { return call.has_batch ? dim : dim - 1; }
 
 // As errors name it.
 inline char const* op_of(ForwardCall const& call) {

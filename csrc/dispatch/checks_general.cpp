@@ -144,6 +144,7 @@ std::string check_packed_tensors(GeneralCall const& call) {
   for (TensorMeta* meta : {&forward.q, &forward.k, &forward.v, &forward.out}) {
     *meta = with_batch_of_one(*meta);
   }
+  forward.has_batch = false;
   return check_forward(forward);
 }
 

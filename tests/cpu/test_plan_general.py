@@ -233,6 +233,12 @@ def test_keys_of_a_tile_depend_on_the_said_lengths_alone(batch, total_q, total_k
     ({'total_q': 8, 'total_k': -1}, 'explain: expected sizes of 0 or more, got -1'),
     ({'head_dim_v': 520, 'head_dim': 64}, 'fwd: expected v.size(3), the head_dim of the values, to '
                                           'be a multiple of 8 from 8 to 512, got 520'),
+    ({'head_dim': 100, 'total_q': 9, 'total_k': 9},
+     'fwd: expected q.size(2), the head_dim, to be a multiple of 8 from 8 to 256, got 100; hint: '
+     'pad q, k and v with zeros, and pass softmax_scale'),
+    ({'head_dim_v': 520, 'head_dim': 64, 'total_q': 9, 'total_k': 9},
+     'fwd: expected v.size(2), the head_dim of the values, to be a multiple of 8 from 8 to 512, '
+     'got 520'),
     ({'total_q': 1 << 24, 'total_k': 1, 'batch': 1 << 26},
      'fwd: expected heads * (floor(total / 64) + batch) of q to be at most 536870912, got '
      '538968064; hint: split the batch')])
