@@ -98,10 +98,8 @@ CUTE_DEVICE BwdWork work_of_dense(BwdDeviceParams const& p, int number, int rank
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_packed(BwdDeviceParams const& p, int number, int rank) {
   int const index = p.tickets.heads.div(number);
-  // Both on their way at once: the table has room for every CTA.
-  int const count = p.tables.header[PackedTables::kCount];
-  int const place = p.tables.sequence_of_tile[index];
-  if ((index >= count) | (place < 0)) {
+  int const place = p.tables.sequence_of_tile[index];  // there is room for every CTA
+  if (place == PackedTables::kNoTile) {
     BwdWork none{};
     none.kv_head = -1;
     return none;

@@ -163,16 +163,16 @@ constexpr int64_t most_tiles(int64_t total, int64_t batch, int rows) {
 
 // The tables in the workspace of a launch, in this order.
 struct PackedTables {
-  int tiles = 0;           // room in sequence_of_tile
-  int row_tile_count = 0;  // room in row_tiles
-  int* header = nullptr;   // kHeaderInts: tiles of one head, the next ticket
-  int* sequence_of_tile = nullptr;
+  int tiles = 0;                       // room in sequence_of_tile
+  int row_tile_count = 0;              // room in row_tiles
+  int* header = nullptr;               // kHeaderInts: the next ticket
+  int* sequence_of_tile = nullptr;     // kNoTile behind the last one
   RowTile* row_tiles = nullptr;        // of the backward; the sequences as they are in the batch
   SequenceTiles* sequences = nullptr;  // longest first
 
   static constexpr int kHeaderInts = 8;
-  static constexpr int kCount = 0;
-  static constexpr int kTicket = 1;
+  static constexpr int kTicket = 0;
+  static constexpr int kNoTile = -1;
 
   static constexpr int64_t table_ints(int64_t ints) { return (ints + 7) / 8 * 8; }
 

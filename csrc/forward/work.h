@@ -126,10 +126,12 @@ struct TicketTiles {
 
   CUTE_DEVICE FwdWork<Traits> next() {
     int const tile = p.tickets.heads.div(ticket);
-    if (tile >= p.tables.header[PackedTables::kCount]) {
+    int const place =
+        tile < p.tables.tiles ? p.tables.sequence_of_tile[tile] : PackedTables::kNoTile;
+    if (place == PackedTables::kNoTile) {
       return no_tile<Traits>();
     }
-    SequenceTiles const s = p.tables.sequences[p.tables.sequence_of_tile[tile]];
+    SequenceTiles const s = p.tables.sequences[place];
     return resolve_tile<Traits>(p, p.tickets.coord(s, ticket), AnyPlace::packed(s.sequence),
                                 s.sequence.q_begin);
   }

@@ -55,7 +55,8 @@ inline void fill_tables(PrepareParams const& p) {
     std::fill(p.tables.sequence_of_tile + count, p.tables.sequence_of_tile + end, place);
     count = end;
   }
-  p.tables.header[PackedTables::kCount] = count;
+  std::fill(p.tables.sequence_of_tile + count, p.tables.sequence_of_tile + p.tables.tiles,
+            PackedTables::kNoTile);
   p.tables.header[PackedTables::kTicket] = 0;
 }
 

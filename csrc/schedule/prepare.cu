@@ -136,8 +136,7 @@ __device__ void fill_table(PrepareParams const& p, int place, int base, int tile
   }
 }
 
-// Gives the number of all tiles.
-__device__ int number_tiles(PrepareParams const& p, Shared& shared) {
+__device__ void number_tiles(PrepareParams const& p, Shared& shared) {
   int before = 0;
   for (int first = 0; first < p.entries; first += kThreads) {
     int const place = first + int(threadIdx.x);
@@ -148,7 +147,9 @@ __device__ int number_tiles(PrepareParams const& p, Shared& shared) {
     }
     fill_table(p, place, base, tiles);
   }
-  return before;
+  for (int tile = before + int(threadIdx.x); tile < p.tables.tiles; tile += kThreads) {
+    p.tables.sequence_of_tile[tile] = PackedTables::kNoTile;
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -157,9 +158,8 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_earlier_launches();
   count_buckets(p, shared);
   sort_sequences(p, shared);
-  int const tiles = number_tiles(p, shared);
+  number_tiles(p, shared);
   if (threadIdx.x == 0) {
-    p.tables.header[PackedTables::kCount] = tiles;
     p.tables.header[PackedTables::kTicket] = 0;
   }
   allow_later_launches();
