@@ -75,7 +75,7 @@ CUTE_DEVICE void run_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const
   auto tOrP = cute::make_tensor<typename Traits::Element>(operand_a_layout(tSrS.layout()));
   auto tOrO =
       cute::partition_fragment_C(MmaO{}, cute::Shape<cute::_64, typename Traits::HeadDimV>{});
-  OnlineSoftmax<Config> softmax(p.scale_log2, p.lazy_rescale_log2);
+  OnlineSoftmax<Config> softmax(p.scale_log2, p.lazy_rescale_log2, p.zero);
   int const thread = int(threadIdx.x) % kWarpgroupThreads;
   FwdConsumer<Traits, Feed<Traits>> consumer(shared, p, warpgroup, thread, {shared, p});
   Feed<Traits>& feed = consumer.turn;

@@ -38,6 +38,10 @@ struct FwdDefaults {
   // H200, 2026-11-21, against 0: 2 was 0 to 5 % faster, 8 was 0 to 8 % (by head dim and mask; 3 was
   // not timed beside them). RMSE on outlier data: 3 has 0.2 % more than 0, 8 has 0.7 %.
   static constexpr float kLazyRescaleLog2 = 3.f;
+  // Of masked kernels: the exponentials of a thread's first row come after the maxima of both.
+  // Without a word about it ptxas (13.0) interleaves the two or not, by small changes anywhere in
+  // the kernel.
+  static constexpr bool kMaximaFirst = false;
   // How the planner compares tiles of one head dim (H200, 2026-11-21; fitted to their speeds at
   // S = 512 to 16k, to 1 to 4 %): speed over the computed (query, key) pairs, in percent of the
   // fastest one; and what starting and ending a tile costs, in keys of its loop.

@@ -21,6 +21,7 @@ struct FwdTileD64 : FwdDefaults {
   static constexpr int kQStages = 2;
   static constexpr bool kPingPong = false;
   static constexpr bool kTileOverlap = true;
+  static constexpr bool kMaximaFirst = true;
   static constexpr int kFixedKeys = 80;
 };
 
@@ -58,6 +59,7 @@ struct FwdTileD128Short : FwdDefaults {
   static constexpr int kTileN = 128;
   static constexpr int kQStages = 2;
   static constexpr bool kTileOverlap = true;
+  static constexpr bool kMaximaFirst = true;
   static constexpr int kRelativeSpeed = 94;
   static constexpr int kFixedKeys = 300;
 };

@@ -58,6 +58,7 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   d.softmax_scale = p.softcap > 0.f ? p.softcap : p.softmax_scale;
   d.scale_log2 = d.softmax_scale * kLog2E;
   d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
+  d.zero = 0;
   d.lazy_rescale_log2 = p.max_logits == nullptr ? Config::kLazyRescaleLog2 : 0.f;
   d.q_slice_bytes = pack * positions * kSliceColumns * 2;
   d.positions_per_warpgroup = positions;

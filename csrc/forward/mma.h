@@ -102,7 +102,7 @@ struct FwdConsumer {
     auto tOrP = cute::make_tensor<Element>(operand_a_layout(tSrS.layout()));  // ((2,2,2),1,N/16)
     auto tOrO =
         cute::partition_fragment_C(MmaO{}, cute::Shape<cute::_64, typename Traits::HeadDimV>{});
-    OnlineSoftmax<Config> softmax(p.scale_log2, p.lazy_rescale_log2);
+    OnlineSoftmax<Config> softmax(p.scale_log2, p.lazy_rescale_log2, p.zero);
 
     turn.begin();
     Tile tile = take_tile();

@@ -25,6 +25,7 @@ struct FwdDeviceParams {
   float softmax_scale;      // with a softcap: the cap
   float scale_log2;         // softmax_scale * log2(e)
   float softcap_scale;      // softmax_scale / softcap
+  int zero;                 // 0, for softmax.h
   float lazy_rescale_log2;  // of MaskKind::kGeneral; 0 where row maxima are wanted
   int q_slice_bytes;  // what one TMA box of Q brings: fewer than 64 rows when the packing does not
                       // fill them

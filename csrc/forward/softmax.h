@@ -18,11 +18,14 @@ struct OnlineSoftmax {
   float row_sum[kRows];
   float rescale[kRows];  // what O gathered so far must be multiplied by
   bool any_rescale;      // whether some row of this warp has rescale != 1
+  int zero;              // that ptxas does not know
   float scale_log2;
   float lazy_log2;  // how much a maximum may grow, in powers of two of P, before it is taken over
 
-  CUTE_DEVICE OnlineSoftmax(float scale_log2_, float lazy_log2_)
-      : scale_log2(scale_log2_), lazy_log2(kGeneral ? lazy_log2_ : Config::kLazyRescaleLog2) {}
+  CUTE_DEVICE OnlineSoftmax(float scale_log2_, float lazy_log2_, int zero_)
+      : zero(zero_),
+        scale_log2(scale_log2_),
+        lazy_log2(kGeneral ? lazy_log2_ : Config::kLazyRescaleLog2) {}
 
   // A new row.
   CUTE_DEVICE void reset() {
@@ -39,6 +42,9 @@ struct OnlineSoftmax {
   CUTE_DEVICE void update(Fragment& acc) {
     auto scores = rows_view(acc);  // (2, columns)
     update_max(scores);
+    if constexpr (Config::kMaximaFirst && Config::kMask != MaskKind::kFull) {
+      wait_for_both();
+    }
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const used = (kMasked ? finite_max(row_max[r]) : row_max[r]) * scale_log2;
@@ -83,6 +89,12 @@ struct OnlineSoftmax {
   }
 
  private:
+  // Changes nothing: an exponential of row 0 then depends on the maximum of row 1.
+  CUTE_DEVICE void wait_for_both() {
+    int const nothing = __float_as_int(row_max[1]) & zero;
+    row_max[0] = __int_as_float(__float_as_int(row_max[0]) | nothing);
+  }
+
   // Lazy: a maximum that has grown by less than a factor of 2^lazy_log2 in exp2 is not taken over.
   // The result is the same after the division by the row sum, and O need not be touched.
   template <class Scores>
