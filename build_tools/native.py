@@ -104,7 +104,7 @@ def kernel_units(cuda: Cuda) -> list[Unit]:
     foreign = [Path(torch.__path__[0], 'include'), cuda.include]
     ops = [_cxx_unit(source, OPS_FLAGS, foreign, (torch.__version__, cuda.version))
            for source in sorted((CSRC / 'ops').glob('*.cpp'))]
-    small = sorted((CSRC / 'schedule').glob('*.cu'))
+    small = sorted(CSRC.glob('*/*.cu'))
     kernels = [kernel_unit(path, cuda)
                for path in (*small, *(INSTANCES / path.name for path in generate_instances()))]
     return [*kernels, *ops, *dispatch_units()]

@@ -265,8 +265,9 @@ def _head_dim(facts: dict) -> str:
 
 
 def _warpgroups(facts: dict) -> str:
-    return (f'1 producer, {facts["consumer_warpgroups"]} consumers; '
-            f'{facts["threads"]} threads')
+    ctas = facts.get('ctas_per_sm', 1)
+    return (f'1 producer, {facts["consumer_warpgroups"]} consumers; {facts["threads"]} threads'
+            + f'; {ctas} CTAs a multiprocessor' * (ctas > 1))
 
 
 def _registers(facts: dict) -> str:

@@ -41,11 +41,13 @@ GENERAL = [dataclasses.replace(BATCH, window=(20, 30), softcap=15.0, sinks='fp32
            dataclasses.replace(PACKED, used=USED, window=(-1, 20), sinks='fp32')]
 # For the planner's other tiles.
 WINDOW = dataclasses.replace(BATCH, heads=(24, 8), window=(100, 100))
-GENERAL += [dataclasses.replace(WINDOW, lengths=((150, 150),) * 8),
+GENERAL += [dataclasses.replace(WINDOW, lengths=((60, 150),) * 2),
+            dataclasses.replace(WINDOW, lengths=((150, 150),) * 8),
             dataclasses.replace(WINDOW, lengths=((700, 700),)),
             dataclasses.replace(WINDOW, lengths=((2100, 2100),))]
 # With the masks of the other kernels, which unequal head dims have too.
-PLAIN = [BATCH, PACKED, dataclasses.replace(PACKED, used=USED, sinks='fp32', pack_gqa=False)]
+PLAIN = [BATCH, PACKED, dataclasses.replace(PACKED, lengths=((60, 150), (0, 33), (1, 1)) * 4),
+         dataclasses.replace(PACKED, used=USED, sinks='fp32', pack_gqa=False)]
 # (head dim, that of v): a kernel each.
 HEAD_DIMS = [*((x, x) for x in (64, 96, 128, 192, 256)), (64, 128), (64, 256), (96, 64), (128, 64),
              (192, 128), (64, 512)]

@@ -96,7 +96,9 @@ CUTE_DEVICE void store_zeros(BwdStorage<Traits>& shared, BwdDeviceParams const& 
 template <class Traits>
 CUTE_DEVICE void add_dq(BwdStorage<Traits>& shared, BwdDeviceParams const& p, int warpgroup) {
   constexpr int kBlockFloats = Traits::kDq.block_floats();
-  BwdWork const& work = shared.work;
+  // A copy, so that nothing waits for shared memory between two steps. General kernels have no
+  // registers for it.
+  cute::conditional_t<kServesPacked<Traits>, BwdWork const&, BwdWork const> work = shared.work;
   uint32_t phase = 0;
   for (BwdSteps steps(work); steps.valid(); steps.next(), phase ^= 1) {
     int64_t const block = steps.tile(p) * Traits::kWarpgroups + warpgroup;

@@ -106,21 +106,6 @@ inline BwdRowParams row_params(BwdParams const& p) {
 }
 
 template <class Config>
-BwdSinkParams sink_params(BwdParams const& p) {
-  constexpr int kRows = 4;
-  int const m_fours = p.schedule.m_tiles * (Config::kTileM / kRows);
-  BwdSinkParams s;
-  s.sinks = p.sinks;
-  s.dsinks = p.dsinks;
-  s.lse_log2 = p.lse_log2;
-  s.delta = p.delta;
-  s.heads_q = p.problem.heads_q;
-  s.fours = m_fours * (p.problem.is_packed ? 1 : p.problem.batch);
-  s.m_fours = FastDiv(m_fours);
-  return s;
-}
-
-template <class Config>
 void launch_main(BwdParams const& p, void* stream) {
   constexpr int kBytes = bwd_shared_bytes<Config>();
   using Storage = BwdStorage<BwdTraits<Config>>;
@@ -144,8 +129,7 @@ void launch_backward(BwdParams const& p, void* stream) {
   BwdRowParams const row = row_params(p);
   launch_early(backward_preprocess_kernel<Config>, rows, row, stream);
   if (p.sinks != nullptr) {
-    LaunchShape const heads{Config::kName, p.problem.heads_q, kSinkThreads, 0};
-    launch_early(backward_sinks_kernel<Config>, heads, sink_params<Config>(p), stream);
+    launch_sinks(p, stream);
   }
   if (p.schedule.grid > 0) {
     launch_main<Config>(p, stream);

@@ -12,7 +12,8 @@ template <class Traits>
 CUTE_DEVICE Interval queries_of_key(BwdDeviceParams const& p, BwdWork const& work, int key) {
   // Tiles of queries end less than kTileM past the sequence.
   int const nobody = work.len.q + Traits::kTileM;
-  return key < work.len.k ? mask_of<Traits>(p).queries(key, work.len) : Interval{nobody, nobody};
+  return key < work.len.k ? mask_of<Traits::kMask>(p.mask).queries(key, work.len)
+                          : Interval{nobody, nobody};
 }
 
 // Masks of dense batches: the columns that see each of this thread's two keys have no end. Where

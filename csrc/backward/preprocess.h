@@ -72,15 +72,6 @@ CUTE_DEVICE float partial_dot(Element const* o, Element const* dout, int head_di
   return sum;
 }
 
-template <int kLanes>
-CUTE_DEVICE float sum_over_lanes(float x) {
-  CUTE_UNROLL
-  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, distance);
-  }
-  return x;
-}
-
 // LSE and delta of row i, which may lie past the end of the sequence.
 CUTE_DEVICE void store_row(BwdRowParams const& p, HeadTile const& tile, int i, float dot,
                            int64_t target) {

@@ -33,22 +33,10 @@ struct BwdWork {
 };
 
 template <class Traits>
-CUTE_DEVICE auto mask_of(BwdDeviceParams const& p) {
-  if constexpr (Traits::kMask == MaskKind::kFull) {
-    return FullMask{};
-  } else if constexpr (Traits::kMask == MaskKind::kCausal) {
-    return CausalMask{};
-  } else {
-    return p.mask;
-  }
-}
-
-// Where the sequence lies: Full and Causal kernels serve dense batches only.
-template <class Traits>
 constexpr bool kServesPacked = is_general(Traits::kMask);
 
 template <class Traits>
-using BwdPlace = cute::conditional_t<kServesPacked<Traits>, AnyPlace, DensePlace>;
+using BwdPlace = PlaceOf<Traits::kMask>;
 
 template <class Traits>
 CUTE_DEVICE bool is_packed(BwdDeviceParams const& p) {
@@ -72,7 +60,7 @@ CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, S
   work.head_end = work.head_begin + p.group;
   work.key_begin = n * kKeys + rank * Traits::kTileN;
   work.len = len;
-  work.queries = query_range(n * kKeys, len, Traits::kTileM, kKeys, mask_of<Traits>(p));
+  work.queries = query_range(n * kKeys, len, Traits::kTileM, kKeys, mask_of<Traits::kMask>(p.mask));
   return work;
 }
 
@@ -140,10 +128,10 @@ struct BwdSteps {
   CUTE_DEVICE bool valid() const { return head < work.head_end; }
 
   CUTE_DEVICE void next() {
-    if (++m == work.queries.end) {
-      m = work.queries.begin;
-      ++head;
-    }
+    QueryRange const& queries = work.queries;
+    bool const is_last = m + 1 == queries.end;
+    m = is_last ? queries.begin : m + 1;
+    head += is_last ? 1 : 0;
   }
 
   // Under a full or causal mask only the first tiles of queries may need it.
@@ -165,8 +153,8 @@ template <class Traits>
 CUTE_DEVICE int turn_of(BwdDeviceParams const& p, BwdSteps const& steps) {
   constexpr int kKeys = Traits::kTileN * Traits::kClusterSize;
   int const position = steps.m * Traits::kTileM;
-  BlockRange const keys =
-      block_range(position, position + Traits::kTileM, steps.work.len, kKeys, mask_of<Traits>(p));
+  BlockRange const keys = block_range(position, position + Traits::kTileM, steps.work.len, kKeys,
+                                      mask_of<Traits::kMask>(p.mask));
   return keys.end - 1 - steps.work.key_begin / kKeys;
 }
 

@@ -42,6 +42,8 @@ struct FwdDefaults {
   // Without a word about it ptxas (13.0) interleaves the two or not, by small changes anywhere in
   // the kernel.
   static constexpr bool kMaximaFirst = false;
+  // CTAs that a multiprocessor runs beside each other.
+  static constexpr int kCtasPerSm = 1;
   // How the planner compares tiles of one head dim (H200, 2026-11-21; fitted to their speeds at
   // S = 512 to 16k, to 1 to 4 %): speed over the computed (query, key) pairs, in percent of the
   // fastest one; and what starting and ending a tile costs, in keys of its loop.
@@ -61,15 +63,26 @@ constexpr int fwd_threads() {
 // few for it: tickets of packed sequences spill).
 template <class Config>
 constexpr int fwd_consumer_registers() {
-  return Config::kConsumerWarpgroups == 1 ? 256 : Config::kConsumerWarpgroups == 2 ? 232 : 160;
+  static_assert(
+      Config::kCtasPerSm == 1 || (Config::kCtasPerSm == 2 && Config::kConsumerWarpgroups == 1),
+      "two CTAs share the registers of a multiprocessor");
+  if (Config::kConsumerWarpgroups == 1) {
+    return Config::kCtasPerSm == 1 ? 256 : 216;
+  }
+  return Config::kConsumerWarpgroups == 2 ? 232 : 160;
 }
 
 template <class Config>
 constexpr int fwd_producer_registers() {
-  return Config::kConsumerWarpgroups == 1 ? 56 : Config::kConsumerWarpgroups == 2 ? 40 : 32;
+  if (Config::kConsumerWarpgroups == 1) {
+    return Config::kCtasPerSm == 1 ? 56 : 40;
+  }
+  return Config::kConsumerWarpgroups == 2 ? 40 : 32;
 }
 
 constexpr int kMaxSharedBytes = 232448;  // per CTA on sm_90
+constexpr int kSharedBytesPerSm =
+    228 * 1024;  // of which each CTA takes 1 KiB more than it asks for
 
 // O leaves through the buffers of Q.
 template <class Config>
@@ -107,6 +120,7 @@ struct FwdVariantFacts {
   bool ping_pong;
   bool intra_overlap;
   bool tile_overlap;
+  int ctas_per_sm;
   int relative_speed;
   int fixed_keys;
   int threads;
@@ -123,6 +137,8 @@ constexpr FwdVariantFacts fwd_facts(char const* name) {
                 "S reads the head dim in steps of 16, O is stored in steps of 16");
   static_assert(fwd_shared_bytes<Config>() <= kMaxSharedBytes,
                 "the tile does not fit into shared memory");
+  static_assert(Config::kCtasPerSm * (fwd_shared_bytes<Config>() + 1024) <= kSharedBytesPerSm,
+                "so many CTAs do not fit into shared memory");
   static_assert(!Config::kPingPong || Config::kConsumerWarpgroups == 2,
                 "taking turns is between two warpgroups");
   static_assert(!Config::kTileOverlap || (Config::kIntraOverlap && Config::kQStages >= 2),
@@ -139,6 +155,7 @@ constexpr FwdVariantFacts fwd_facts(char const* name) {
                          Config::kPingPong,
                          Config::kIntraOverlap,
                          Config::kTileOverlap,
+                         Config::kCtasPerSm,
                          Config::kRelativeSpeed,
                          Config::kFixedKeys,
                          fwd_threads<Config>(),

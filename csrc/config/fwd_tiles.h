@@ -52,12 +52,12 @@ struct FwdTileD128 : FwdDefaults {
   static constexpr int kFixedKeys = 300;
 };
 
-// 64 + 64 + 64 = 192 KiB.
+// 96 + 64 + 64 = 224 KiB. Two Q stages: causal - 2 % at S = 512, - 1 % at 1k, else the same.
 struct FwdTileD128Short : FwdDefaults {
   static constexpr int kHeadDim = 128;
   static constexpr int kHeadDimV = 128;
   static constexpr int kTileN = 128;
-  static constexpr int kQStages = 2;
+  static constexpr int kQStages = 3;
   static constexpr bool kTileOverlap = true;
   static constexpr bool kMaximaFirst = true;
   static constexpr int kRelativeSpeed = 94;
@@ -96,15 +96,21 @@ struct FwdTileD256Short : FwdDefaults {
 
 // One warpgroup, for problems that have fewer tiles of two or three warpgroups than the GPU has
 // multiprocessors. Keys per tile are those of a larger tile, so that the results are the same, bit
-// for bit. 32 + 32 + 32 = 96 KiB up to 64 + 48 + 48 = 160. Batch 1, 8 heads, 1k, full: d64 8.7 us
+// for bit. 24 + 32 + 32 = 88 KiB up to 48 + 64 + 64 = 176. Batch 1, 8 heads, 1k, full: d64 8.7 us
 // against 16.4, d128 11.7 / 14.2, d256 17.4 / 23.3.
+//
+// O of a tile leaves through the buffer of its Q: with two of them the next Q but one is loaded
+// when O is out, with three while that happens. 8192 x 64 rows, heads * head dim = 2048: d128 full
+// 2038 us against 2380, d64 2482 / 3472.
 struct FwdTileD64Small : FwdTileD64 {
   static constexpr int kConsumerWarpgroups = 1;
+  static constexpr int kQStages = 3;
   static constexpr int kRelativeSpeed = 65;
 };
 
 struct FwdTileD128Small : FwdTileD128 {
   static constexpr int kConsumerWarpgroups = 1;
+  static constexpr int kQStages = 3;
   static constexpr int kRelativeSpeed = 59;
 };
 
@@ -124,6 +130,23 @@ struct FwdTileD256ShortSmall : FwdTileD256Short {
   static constexpr int kConsumerWarpgroups = 1;
   static constexpr bool kPingPong = false;
   static constexpr int kRelativeSpeed = 57;
+};
+
+// For packed sequences of up to 64 rows, whose tiles are mostly waiting: two CTAs a multiprocessor,
+// one K tile of 64 keys. 24 + 16 + 16 = 56 KiB. 8192 sequences of 1 to 64, heads * head dim = 2048:
+// 1732 us against 3534 of one CTA with tiles of 64 x 128.
+struct FwdTileD64Tiny : FwdTileD64Small {
+  static constexpr int kTileN = 64;
+  static constexpr int kCtasPerSm = 2;
+  static constexpr int kRelativeSpeed = 60;
+  static constexpr int kFixedKeys = 60;
+};
+
+// 48 + 32 + 32 = 112 KiB, just half of a multiprocessor's. As above: 1343 us against 2148.
+struct FwdTileD128Tiny : FwdTileD128ShortSmall {
+  static constexpr int kTileN = 64;
+  static constexpr int kCtasPerSm = 2;
+  static constexpr int kFixedKeys = 240;
 };
 
 // The head dims in between: the products leave out the steps that are filling, shared memory holds

@@ -94,4 +94,16 @@ struct GeneralMask {
   }
 };
 
+// The mask of a kernel: general ones read theirs at run time.
+template <MaskKind kKind>
+FA3_HD constexpr auto mask_of(GeneralMask const& general) {
+  if constexpr (kKind == MaskKind::kFull) {
+    return FullMask{};
+  } else if constexpr (kKind == MaskKind::kCausal) {
+    return CausalMask{};
+  } else {
+    return general;
+  }
+}
+
 }  // namespace fa3

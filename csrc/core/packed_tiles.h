@@ -10,6 +10,8 @@
 // tensors.
 #pragma once
 
+#include <type_traits>
+
 #include "core/problem.h"
 #include "core/tile_order.h"
 
@@ -155,6 +157,10 @@ struct AnyPlace {
   FA3_HD int end_q() const { return q_end; }
   FA3_HD int end_k() const { return k_end; }
 };
+
+// Full and causal kernels serve dense batches only.
+template <MaskKind kMask>
+using PlaceOf = std::conditional_t<is_general(kMask), AnyPlace, DensePlace>;
 
 // No more tiles of `rows` rows than this are in `batch` sequences with `total` rows.
 constexpr int64_t most_tiles(int64_t total, int64_t batch, int rows) {

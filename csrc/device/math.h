@@ -1,5 +1,5 @@
 // Instructions that C++ has no exact word for: base-2 exponential, packed conversions, reductions
-// over the four lanes that share a row of an accumulator.
+// over lanes, as over the four that share a row of an accumulator.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -65,6 +65,16 @@ CUTE_DEVICE float quad_max(float x) {
 CUTE_DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Of groups of so many lanes.
+template <int kLanes>
+CUTE_DEVICE float sum_over_lanes(float x) {
+  CUTE_UNROLL
+  for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    x += __shfl_xor_sync(0xffffffffu, x, distance);
+  }
+  return x;
 }
 
 }  // namespace fa3

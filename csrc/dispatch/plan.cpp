@@ -1,6 +1,7 @@
 #include "dispatch/plan.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "core/block_range.h"
 #include "core/int_math.h"
@@ -153,18 +154,27 @@ double time_of_head(FwdProblem const& problem, FwdVariantFacts const& facts) {
          facts.relative_speed;
 }
 
-// Time of a plan, up to a factor: what the busiest CTA computes, over the speed of the tile. Tiles
-// of causal attention are dealt evenly, but none is cut.
+// Of packed sequences there is room for more tiles than the caller's longest length leads to.
+double expected_tiles(FwdProblem const& problem, FwdSchedule const& schedule) {
+  double const of_longest =
+      double(schedule.m_tiles) * problem.batch * (problem.heads_q / schedule.pack);
+  return problem.is_packed ? std::min<double>(schedule.tiles, of_longest) : schedule.tiles;
+}
+
+// Time of a plan, up to a factor: what the busiest CTA computes, over its share of the speed of the
+// tile. Tiles of causal attention are dealt evenly, but none is cut.
 double time_of_plan(FwdProblem const& problem, FwdPlan const& plan) {
   FwdVariantFacts const& facts = kFwdVariants[plan.variant];
   FwdSchedule const& schedule = plan.schedule;
   double const mean = estimated_tile_cost(problem, facts, schedule.pack);
+  double const tiles = expected_tiles(problem, schedule);
+  double const speed = double(facts.relative_speed) / facts.ctas_per_sm;
   if (!schedule.longest_first) {
-    return mean * ceil_div(schedule.tiles, schedule.grid) / facts.relative_speed;
+    return mean * std::ceil(tiles / schedule.grid) / speed;
   }
   double const longest =
       tile_cost(problem, facts, schedule.pack, schedule.m_tiles - 1, facts.fixed_keys);
-  return std::max(longest, mean * schedule.tiles / schedule.grid) / facts.relative_speed;
+  return std::max(longest, mean * tiles / schedule.grid) / speed;
 }
 
 // Keys per tile of the form that suits the lengths of the sequences best.
@@ -200,8 +210,8 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& f
     schedule.workspace_ints = PackedTables::workspace_ints(of_head, problem.entries());
   }
   schedule.tiles = int(of_head * (problem.heads_q / schedule.pack));
-  schedule.grid =
-      std::min(schedule.tiles, std::max(1, problem.device.sm_count - problem.sm_margin));
+  int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
+  schedule.grid = std::min(schedule.tiles, sms * facts.ctas_per_sm);
   schedule.section_pairs = choose_section_pairs(problem, schedule);
   return schedule;
 }

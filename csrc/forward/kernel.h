@@ -24,7 +24,7 @@ CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared, FwdDevicePar
 }
 
 template <class Config>
-__global__ void __launch_bounds__(fwd_threads<Config>(), 1)
+__global__ void __launch_bounds__(fwd_threads<Config>(), Config::kCtasPerSm)
     forward_kernel(FwdDeviceParams const __grid_constant__ p) {
   using Traits = FwdTraits<Config>;
   extern __shared__ __align__(1024) char shared_bytes[];

@@ -54,10 +54,10 @@ struct FwdProducer {
     if (!work.valid()) {
       return;
     }
+    tiles.draw();
     load_k(work, work.keys.end - 1);
     load_q(work);
     while (true) {
-      tiles.draw();
       for (int n = work.keys.end - 1; n > work.keys.begin; --n) {
         load_k(work, n - 1);
         load_v(work, n);
@@ -66,6 +66,7 @@ struct FwdProducer {
       if (!next.valid()) {
         break;
       }
+      tiles.draw();
       load_k(next, next.keys.end - 1);
       load_v(work, work.keys.begin);
       load_q(next);

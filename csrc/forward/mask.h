@@ -24,7 +24,8 @@ struct RowLimits {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       int const position = work.position_begin + p.pack.div(fragment_row(thread) + 8 * r);
-      Interval const keys = mask_of<Traits>(p).keys(position, work.place.lengths(p.seqlen));
+      Interval const keys =
+          mask_of<Traits::kMask>(p.mask).keys(position, work.place.lengths(p.seqlen));
       if constexpr (kHasBegin) {
         limits.begin[r] = keys.begin - fragment_column(thread);
       }

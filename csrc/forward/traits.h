@@ -19,7 +19,7 @@ struct FwdTraits {
   static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
   static constexpr MaskKind kMask = Config::kMask;
   static constexpr bool kGeneral = is_general(kMask);
-  using Place = cute::conditional_t<kGeneral, AnyPlace, DensePlace>;
+  using Place = PlaceOf<kMask>;
 
   // Columns in shared memory: the head dims, filled up to whole slices. The products leave the
   // filling out.

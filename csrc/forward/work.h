@@ -26,19 +26,8 @@ struct alignas(16) FwdWork {
 };
 
 template <class Traits>
-CUTE_DEVICE auto mask_of(FwdDeviceParams const& p) {
-  if constexpr (Traits::kMask == MaskKind::kFull) {
-    return FullMask{};
-  } else if constexpr (Traits::kMask == MaskKind::kCausal) {
-    return CausalMask{};
-  } else {
-    return p.mask;
-  }
-}
-
-template <class Traits>
 CUTE_DEVICE BlockRange keys_of(FwdDeviceParams const& p, SeqlenPair len, int begin, int positions) {
-  return block_range(begin, begin + positions, len, Traits::kTileN, mask_of<Traits>(p));
+  return block_range(begin, begin + positions, len, Traits::kTileN, mask_of<Traits::kMask>(p.mask));
 }
 
 // The tile of a sequence that lies there; first_row: of the sequence, first head, in the LSE.

@@ -125,6 +125,7 @@ void add_variant(DictBuilder& dict, int variant) {
       .flag("ping_pong", facts.ping_pong)
       .flag("intra_overlap", facts.intra_overlap)
       .flag("tile_overlap", facts.tile_overlap)
+      .integer("ctas_per_sm", facts.ctas_per_sm)
       .integer("relative_speed", facts.relative_speed)
       .integer("fixed_keys", facts.fixed_keys)
       .integer("threads", facts.threads)

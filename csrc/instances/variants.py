@@ -41,8 +41,7 @@ def _forward_variants() -> list[ForwardVariant]:
     tiles += [(f'FwdTileD{head_dim}', head_dim, general, '') for head_dim in (64, 128, 192, 256)]
     tiles += [(f'FwdTileD{head_dim}Short', head_dim, general, 'Short' * (head_dim != 96))
               for head_dim in (64, 96, 128)]
-    tiles += [('FwdTileD64Small', 64, general, 'Small'),
-              ('FwdTileD128ShortSmall', 128, general, 'ShortSmall')]
+    tiles += [(f'FwdTileD{head_dim}Tiny', head_dim, general, 'Tiny') for head_dim in (64, 128)]
     tiles += [('FwdTileD64Short', 64, softcap, ''), ('FwdTileD128Short', 128, softcap, ''),
               ('FwdTileD256', 256, softcap, '')]
     tiles += [(f'FwdTileD{head_dims}', head_dims, causal + general, '')

@@ -35,11 +35,11 @@ PER_BACKWARD = pytest.mark.parametrize('variant', BACKWARD, ids=lambda variant: 
 PER_ANY = pytest.mark.parametrize('variant', FORWARD + BACKWARD, ids=lambda variant: variant.name)
 Variant = ForwardVariant | BackwardVariant
 # The kernels of a variant of the backward, the main one first.
-BACKWARD_KERNELS = ('backward', 'backward_preprocess', 'backward_sinks', 'backward_postprocess')
+BACKWARD_KERNELS = ('backward', 'backward_preprocess', 'backward_postprocess')
 
 
-# Kernels that are no variants: the tables of packed sequences.
-OTHER_KERNELS = ('prepare_kernel',)
+# Kernels that are no variants: the tables of packed sequences, the gradients of sinks.
+OTHER_KERNELS = ('prepare_kernel', 'sinks_kernel')
 
 
 def direction(variant: Variant) -> str:
@@ -167,7 +167,7 @@ def test_registers_after_setmaxnreg(variant: ForwardVariant):
     assert {int(count, 16) for count in counts} == {producer, consumer}
     at_launch = int(re.search(r'Used (\d+) registers', ptxas_lines(variant))[1])
     dealt = producer + facts['consumer_warpgroups'] * consumer
-    assert dealt * 128 <= at_launch * facts['threads'] <= 65536
+    assert dealt * 128 <= at_launch * facts['threads'] <= 65536 // facts['ctas_per_sm']
 
 
 # --------------------------------------------------------------------------------------- backward

@@ -155,7 +155,7 @@ def test_packed_tiles_and_grid(batch, total_q, total_k, heads_k, group, head_dim
     entries = batch + 1 + (batch if has_seqused else 0)
     of_head = _host.most_tiles(total_q, entries, positions)
     assert facts['is_packed'] and facts['tiles'] == of_head * heads
-    assert facts['grid'] == min(facts['tiles'], 132 - sm_margin)
+    assert facts['grid'] == min(facts['tiles'], (132 - sm_margin) * facts['ctas_per_sm'])
     assert heads % facts['section_heads'] == 0
     assert facts['section_heads'] % (group // facts['pack']) == 0, 'whole KV heads'
     assert facts['workspace_bytes'] == 4 * _host.packed_workspace_ints(of_head, entries)
@@ -194,6 +194,22 @@ def test_heads_that_go_through_a_sequence_together(heads_k, seqlen, section):
     facts = plan(seqlen, seqlen, batch=4, total_q=4 * seqlen, total_k=4 * seqlen,
                  heads_q=2 * heads_k, heads_k=heads_k)
     assert facts['section_heads'] == 2 * section // facts['pack']
+
+
+@pytest.mark.parametrize('head_dim', [64, 128])
+@pytest.mark.parametrize('seqlen_q, seqlen_k, is_tiny', [
+    (64, 64, True), (1, 4096, True), (64, 4096, True), (65, 64, False), (128, 128, False),
+    (4096, 4096, False)])
+@pytest.mark.parametrize('causal', [False, True])
+def test_two_ctas_of_a_multiprocessor_for_short_sequences(seqlen_q, seqlen_k, is_tiny, causal,
+                                                          head_dim):
+    """However many rows the tensors have: the longest length tells how many tiles there are."""
+    for total in (8192 * seqlen_q // 2, 8192 * seqlen_q):
+        facts = plan(seqlen_q, seqlen_k, batch=8192, total_q=total, total_k=8192 * seqlen_k,
+                     heads_q=16, heads_k=16, head_dim=head_dim, causal=causal)
+        assert facts['name'].endswith('Tiny') is is_tiny
+        assert facts['grid'] == (264 if is_tiny else 132)
+        assert facts['ctas_per_sm'] == (2 if is_tiny else 1)
 
 
 @given(st.integers(1, 200), st.integers(2, 201))

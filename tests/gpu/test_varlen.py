@@ -81,11 +81,19 @@ def test_batches(batch, device):
     check_case(GeneralCase(lengths, causal=True, heads=(2, 1)), device)
 
 
-def test_8192_short_sequences(device):
+@two_kinds
+def test_8192_short_sequences(kind, device):
+    """Of at most 64 queries: the tiles of which a multiprocessor has two."""
     pick = random.Random(0)
     some = [(1, 1), (64, 64), (33, 50), (7, 3), (20, 0), (0, 9), (12, 12), (3, 40)]
     lengths = tuple(pick.choice(some) for _ in range(8192))
-    check_case(GeneralCase(lengths, heads=(2, 1), causal=True), device)
+    check_case(GeneralCase(lengths, heads=(2, 1), causal=True).of(kind), device)
+
+
+@two_kinds
+def test_few_queries_and_many_keys(kind, device):
+    lengths = tuple((1 + i % 64, 900 + 17 * i) for i in range(40))
+    check_case(GeneralCase(lengths, heads=(6, 2)).of(kind), device)
 
 
 @two_kinds
