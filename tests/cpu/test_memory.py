@@ -66,6 +66,17 @@ def test_a_peak_is_what_a_later_call_adds(monkeypatch):
     assert memory.peak_bytes(allocator.step) == dict(requested=70, allocated=140)
 
 
+def test_what_the_step_before_gives_back_late_is_no_gain(monkeypatch):
+    allocator = FakeAllocator(monkeypatch)
+    late = iter([0, 50, 0, 0])
+
+    def step() -> None:
+        allocator.current -= next(late)
+        allocator.step()
+
+    assert memory.peak_bytes(step) == dict(requested=70, allocated=140)
+
+
 def test_summary_takes_the_highest_ratio():
     def cell(ours: int, rival: dict) -> dict:
         return dict(expected=dict(out=60, lse=40), results=[
