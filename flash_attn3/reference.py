@@ -307,7 +307,10 @@ def _attend(inputs: Inputs, score: Score, with_row_max: bool) -> Outputs:
     logits = _with_sink(keys, s_aux)                                # sk + 1 columns with a sink
     lse = torch.logsumexp(logits.to(lse_dtype(q.dtype)), dim=-1)    # (b, h_k, group, sq)
     p = _probabilities(logits, lse)[..., :k.size(1)]
-    out = torch.einsum('bhgqk,bkhd->bqhgd', p, v).flatten(2, 3)
+    out = torch.einsum('bhgqk,bkhd->bqhgd', p, v)
+    # A row that sees no key is 0, whatever v holds: 0 times NaN is not.
+    sees_none = (keys == -math.inf).all(-1).permute(0, 3, 1, 2).unsqueeze(-1)
+    out = out.masked_fill(sees_none, 0.0).flatten(2, 3)
     row_max = _row_max(keys).to(lse.dtype).flatten(1, 2) if with_row_max else None
     return Outputs(out.contiguous(), lse.flatten(1, 2).contiguous(), row_max)
 

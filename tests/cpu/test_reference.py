@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from flash_attn3 import reference
+from flash_attn3.reference import Inputs, Mask, Score
 
 SHAPES = [(5, 5), (3, 8), (1, 4), (8, 3), (9, 1)]    # (seqlen_q, seqlen_k)
 
@@ -106,6 +107,16 @@ def test_empty_tensors(shape):
     assert lse.shape == (batch, 2, seqlen_q) and lse.isneginf().all()
     for gradient, x in zip(reference.backward(out, lse, q, k, v, 0.3, False), (q, k, v)):
         assert gradient.shape == x.shape and (gradient == 0).all()
+
+
+@pytest.mark.parametrize('s_aux', [None, torch.zeros(2, dtype=torch.float64)],
+                         ids=['plain', 'sinks'])
+def test_rows_without_a_key_are_zero_whatever_the_values_are(s_aux):
+    q, k, v = (torch.randn(1, rows, 2, 4, dtype=torch.float64) for rows in (5, 3, 3))
+    v = torch.full_like(v, math.nan)
+    out = reference.attend(Inputs(q, k, v, s_aux), Score(0.5, mask=Mask(causal=True))).out
+    assert torch.equal(out[:, :2], torch.zeros(1, 2, 2, 4, dtype=torch.float64))
+    assert out[:, 2:].isnan().all()
 
 
 def test_nan_reaches_its_row_and_no_other():
