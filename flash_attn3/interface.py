@@ -88,8 +88,8 @@ def flash_attn_func(
     Raises:
         RuntimeError: a wrong rank, shape, dtype, device, stride or number; the text names it and
             says what it had to be. Also a driver that is too old for the kernels.
-        NotImplementedError: qv, a descale or num_splits is not its default; and, from the backward
-            pass, a derivative of the gradients is asked for.
+        NotImplementedError: qv or a descale is given, or num_splits is neither 0 nor 1; and, from
+            the backward pass, a derivative of the gradients is asked for.
     """
     if (qv is not None or q_descale is not None or k_descale is not None or v_descale is not None
             or window_size != (-1, -1) or attention_chunk != 0 or softcap != 0.0
