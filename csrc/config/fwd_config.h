@@ -80,9 +80,9 @@ constexpr int fwd_producer_registers() {
   return Config::kConsumerWarpgroups == 2 ? 40 : 32;
 }
 
-constexpr int kMaxSharedBytes = 232448;  // per CTA on sm_90
-constexpr int kSharedBytesPerSm =
-    228 * 1024;  // of which each CTA takes 1 KiB more than it asks for
+// On sm_90, of a CTA and of a multiprocessor, of which each CTA takes 1 KiB more than it asks for.
+constexpr int kMaxSharedBytes = 232448;
+constexpr int kSharedBytesPerSm = 228 * 1024;
 
 // O leaves through the buffers of Q.
 template <class Config>
