@@ -12,6 +12,9 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
   and on fakes is in general.py. A call without these arguments takes the others: each argument
   costs host time.
 
+- `quantize_fp8`; `fwd_fp8`, `fwd_fp8_out`: attention on float8_e4m3fn; `fwd_quantized`: both, with
+  autograd. In fp8.py.
+
 INVARIANT: the schemas are defined before the library of kernels is loaded; it only adds
 implementations to them.
 """
@@ -37,6 +40,9 @@ _GENERAL = (
     'float? softmax_scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, '
     'SymInt attention_chunk=0, float softcap=0.0')
 _EXECUTION = 'bool? pack_gqa=None, int sm_margin=0, bool return_max_logits=False'
+# Of attention on float8_e4m3fn, and of the op that quantises first.
+_DESCALES = 'Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None'
+_QUANTIZATION = 'int? rotation_seed=0, bool block_scales=True, bool promote=False'
 _SCHEMAS = (
     f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}, bool deterministic=False) -> (Tensor, Tensor)',
     f'_fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)',
@@ -58,6 +64,15 @@ _SCHEMAS = (
     'bwd_out(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
     'Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, '
     'float softmax_scale, bool causal, bool deterministic=False) -> ()',
+    # block: rows, or quantize.PER_HEAD or PER_TENSOR. Returns e4m3 and scales.
+    'quantize_fp8(Tensor x, Tensor? cu_seqlens=None, Tensor? seqused=None, int block=0, '
+    'int group=1, int? rotation_seed=None) -> (Tensor, Tensor)',
+    f'fwd_fp8(Tensor q, Tensor k, Tensor v, {_DESCALES}, bool float16_out=False, '
+    f'bool promote=False, {_GENERAL}, {_EXECUTION}) -> (Tensor, Tensor, Tensor)',
+    f'fwd_fp8_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_DESCALES}, bool promote=False, '
+    f'{_GENERAL}, {_EXECUTION}) -> (Tensor, Tensor)',
+    f'fwd_quantized(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, '
+    f'bool deterministic=False, {_QUANTIZATION}) -> (Tensor, Tensor, Tensor)',
 )
 
 LIBRARY = torch.library.Library('flash_attn3', 'DEF')

@@ -1,5 +1,5 @@
-"""Gradients: of eager calls by an autograd.Function, of traced calls by a formula on the ops `fwd`
-and `fwd_general`.
+"""Gradients: of eager calls by an autograd.Function, of traced calls by a formula on the ops `fwd`,
+`fwd_general` and `fwd_quantized`.
 
 Two ways because they cost differently: the Function takes a quarter of the host time of a
 registered formula, but torch.compile and torch.export need the op as one node of the graph. (A
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flash_attn3 import _library, checks, general
+from flash_attn3 import _library, checks, fp8, general
 from flash_attn3.packing import unpack
 
 _fwd = torch.ops.flash_attn3._fwd.default
@@ -171,3 +171,33 @@ class GeneralAttention(torch.autograd.Function):
 
 torch.library.register_autograd('flash_attn3::fwd_general', _general_backward,
                                 setup_context=_setup_general_context, lib=_library.LIBRARY)
+
+
+# ------------------------------------------------- q, k, v and sinks, quantised on the way forward
+# Straight through: the gradients are those of `bwd_general` for q, k and v as they were given.
+def _setup_quantized_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _setup_general_context(ctx, inputs[:len(inputs) - len(fp8.Quantization._fields)], output)
+
+
+def _quantized_backward(ctx, *gradients: Tensor | None) -> tuple:
+    """Gradients for the inputs of `fwd_quantized`."""
+    return (*_general_backward(ctx, *gradients), *(None for _ in fp8.Quantization._fields))
+
+
+class QuantizedAttention(torch.autograd.Function):
+    """`fp8.forward_quantized`, with gradients for q, k, v and sinks, from out and lse.
+
+    Takes the arguments of the op `fwd_quantized`.
+    """
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        output = fp8.forward_quantized(*arguments)
+        _setup_quantized_context(ctx, arguments, output)
+        return output
+
+    backward = staticmethod(_quantized_backward)
+
+
+torch.library.register_autograd('flash_attn3::fwd_quantized', _quantized_backward,
+                                setup_context=_setup_quantized_context, lib=_library.LIBRARY)

@@ -105,21 +105,25 @@ def _general_facts(q: Tensor, general) -> tuple:
 
 
 def general_problem_text(tensors: Sequence[Tensor | None], general, sm_margin: int,
-                         rules_of: str | None = None) -> str:
+                         rules_of: str | None = None, fp8_as: torch.dtype | None = None) -> str:
     """What is wrong with a call of the general forward, or ''.
 
     tensors: q, k, v and out, which may be None.
     rules_of: as in `problem_text`.
+    fp8_as: dtype by whose rules float8_e4m3fn is judged.
     """
     described = _describe_all((*tensors, *general[:4], general.sinks), rules_of)
+    if fp8_as is not None:
+        described = [(dtype_name(fp8_as), *one[1:]) if one and one[0] == 'float8_e4m3fn' else one
+                     for one in described]
     return _plan.check_general(*described, *_general_facts(tensors[0], general), sm_margin,
                                gpu_facts(tensors[0])['sm_count'])
 
 
 def check_general(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, general, sm_margin: int,
-                  rules_of: str | None = None) -> None:
+                  rules_of: str | None = None, fp8_as: torch.dtype | None = None) -> None:
     """Raises RuntimeError, as the CUDA op does, if the forward cannot serve these arguments."""
-    if text := general_problem_text((q, k, v, out), general, sm_margin, rules_of):
+    if text := general_problem_text((q, k, v, out), general, sm_margin, rules_of, fp8_as):
         raise RuntimeError(text)
 
 
@@ -143,10 +147,15 @@ def check_contents(op: str, q: Tensor, k: Tensor, general) -> None:
     for name, cu_seqlens, seqused, x in (
             ('q', general.cu_seqlens_q, general.seqused_q, q),
             ('k', general.cu_seqlens_k, general.seqused_k, k)):
-        starts = cu_seqlens.tolist()
         used = [] if seqused is None else seqused.tolist()
-        if text := _starts_problem(name, starts, x.size(0)) or _used_problem(name, starts, used):
+        if text := sequences_problem(name, cu_seqlens.tolist(), used, x.size(0)):
             raise RuntimeError(error(op, *text))
+
+
+def sequences_problem(name: str, starts: list[int], used: list[int],
+                      rows: int) -> tuple[str, str] | None:
+    """What was expected of the lists of a tensor with these rows, and what they are instead."""
+    return _starts_problem(name, starts, rows) or _used_problem(name, starts, used)
 
 
 def _starts_problem(name: str, starts: list[int], rows: int) -> tuple[str, str] | None:
@@ -228,6 +237,7 @@ def unsupported(op: str = 'flash_attn_func', *, qv=None, q_descale=None, k_desca
     }
     return [error(op, f'{name} to be {expected}',
                   'a tensor' if isinstance(got, Tensor) else repr(got),
+                  'it is for q, k and v of float8_e4m3fn' if name.endswith('_descale') else
                   'this version has nothing else')
             for name, (expected, got, is_asked) in asked.items() if is_asked]
 
@@ -240,9 +250,14 @@ def reject_unsupported(op: str, **arguments) -> None:
 
 def gradient_with_out_text(op: str = 'flash_attn_func', **tensors: Tensor | None) -> str:
     """The error text, which names the tensors that require grad."""
-    names = ', '.join(name for name, x in tensors.items() if x is not None and x.requires_grad)
-    return error(op, 'no gradient together with out=', f'requires_grad=True of {names}',
+    return error(op, 'no gradient together with out=', requires_grad_text(**tensors),
                  'leave out= away, or call under torch.no_grad()')
+
+
+def requires_grad_text(**tensors: Tensor | None) -> str:
+    """Which tensors require grad."""
+    names = ', '.join(name for name, x in tensors.items() if x is not None and x.requires_grad)
+    return f'requires_grad=True of {names}'
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

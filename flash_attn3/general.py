@@ -14,7 +14,7 @@ from torch import Tensor
 from flash_attn3 import _library, checks, reference
 from flash_attn3.reference import Inputs, Lengths, Mask, Score
 
-_LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
+LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
 
 
 class General(NamedTuple):
@@ -129,12 +129,12 @@ def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
 
 # ------------------------------------------------------------------------------------------ fakes
 # They check only what they rely on themselves; the rest is checked when real tensors arrive.
-def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+def forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     general, execution = split(arguments)
     rank = 4 if general.cu_seqlens_q is None else 3
     for name, x in (('q', q), ('k', k), ('v', v)):
         torch._check(x.dim() == rank, lambda name=name, x=x: checks.error(
-            'fwd', f'{name} to have {rank} dimensions {_LAYOUTS[rank]}', str(x.dim())))
+            'fwd', f'{name} to have {rank} dimensions {LAYOUTS[rank]}', str(x.dim())))
     *batch, rows, heads, _ = q.shape
     lse = q.new_empty((*batch, heads, rows), dtype=reference.lse_dtype(q.dtype))
     max_logits = torch.empty_like(lse) if execution.return_max_logits else lse.new_empty(0)
@@ -143,7 +143,7 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tens
 
 def _fwd_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor,
                   *arguments) -> tuple[Tensor, Tensor]:
-    return _fwd_fake(q, k, v, *arguments)[1:]
+    return forward_fake(q, k, v, *arguments)[1:]
 
 
 def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
@@ -154,7 +154,7 @@ def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 
 
 for _name, _on_cpu, _fake in (
-        ('fwd_general', _fwd_cpu, _fwd_fake), ('_fwd_general', _fwd_cpu, _fwd_fake),
+        ('fwd_general', _fwd_cpu, forward_fake), ('_fwd_general', _fwd_cpu, forward_fake),
         ('fwd_general_out', _fwd_out_cpu, _fwd_out_fake), ('bwd_general', _bwd_cpu, _bwd_fake)):
     _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)

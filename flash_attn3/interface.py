@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks, env, fallback
+from flash_attn3 import _library, checks, env, fallback, fp8
 from flash_attn3.autograd import Attention, GeneralAttention, PackedAttention
+from flash_attn3.fp8 import Fp8
 from flash_attn3.general import Execution, General
 from flash_attn3.packing import unpack
 
@@ -32,6 +33,9 @@ _fwd_out_no_lse = torch.ops.flash_attn3.fwd_out_no_lse.default
 _fwd_general = torch.ops.flash_attn3._fwd_general.default
 _fwd_general_traced = torch.ops.flash_attn3.fwd_general.default
 _fwd_general_out = torch.ops.flash_attn3.fwd_general_out.default
+# With those and the ones of fp8.Fp8.
+_fwd_fp8 = torch.ops.flash_attn3.fwd_fp8.default
+_fwd_fp8_out = torch.ops.flash_attn3.fwd_fp8_out.default
 
 
 def flash_attn_func(
@@ -41,7 +45,8 @@ def flash_attn_func(
         attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
-        return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
+        return_max_logits: bool = False, out_dtype: torch.dtype | None = None,
+        fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
     """Exact attention, out = softmax(softmax_scale * q k^T) v, for each batch entry and head.
 
     On a Hopper GPU a kernel after arXiv 2407.08608; on the CPU plain PyTorch
@@ -76,8 +81,9 @@ def flash_attn_func(
             value is 0. Default: none.
         return_max_logits: also return max_logits. Default False. The kernels then rescale out at
             every new maximum, so that its last bits may differ.
-        qv, q_descale, k_descale, v_descale, num_splits: upstream's, for their defaults only
-            (num_splits: 0 or 1).
+        q_descale, k_descale, v_descale, out_dtype, fp8_accum: with q, k and v of float8_e4m3fn;
+            see `quantize_fp8`.
+        qv, num_splits: upstream's, for their defaults only (num_splits: 0 or 1).
 
     Returns:
         out, or a tuple of it and what was asked for, in this order. out: (batch, seqlen_q, heads_q,
@@ -91,17 +97,20 @@ def flash_attn_func(
         NotImplementedError: qv or a descale is given, or num_splits is neither 0 nor 1; and, from
             the backward pass, a derivative of the gradients is asked for.
     """
-    if (qv is not None or q_descale is not None or k_descale is not None or v_descale is not None
-            or window_size != (-1, -1) or attention_chunk != 0 or softcap != 0.0
-            or num_splits != 1 or s_aux is not None or return_max_logits):
-        checks.reject_unsupported('flash_attn_func', qv=qv, q_descale=q_descale,
-                                  k_descale=k_descale, v_descale=v_descale, num_splits=num_splits)
+    if (q.itemsize == 1 or qv is not None or q_descale is not None or k_descale is not None
+            or v_descale is not None or window_size != (-1, -1) or attention_chunk != 0
+            or softcap != 0.0 or num_splits != 1 or s_aux is not None or return_max_logits
+            or out_dtype is not None or fp8_accum != 'fast'):
+        of_fp8 = fp8.fp8_of('flash_attn_func', q, (q_descale, k_descale, v_descale), out, out_dtype,
+                            fp8_accum)
+        checks.reject_unsupported('flash_attn_func', qv=qv, num_splits=num_splits)
         window = checks.window_sides(window_size)
-        if _is_general(window, attention_chunk, softcap, s_aux, return_max_logits):
+        if of_fp8 is not None or _is_general(window, attention_chunk, softcap, s_aux,
+                                             return_max_logits):
             general = General(None, None, None, None, 0, 0, checks.sinks_of(s_aux, q),
                               softmax_scale, causal, *window, attention_chunk, softcap)
             execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
-            return _general((q, k, v, out), general, execution, return_attn_probs)
+            return _general((q, k, v, out), general, execution, return_attn_probs, of_fp8)
     # The way of most eager calls, with as little Python and as few arguments as there can be.
     if (out is None and not is_compiling() and q.get_device() in _library.SERVED_DEVICES
             and not (is_grad_enabled()
@@ -110,10 +119,9 @@ def flash_attn_func(
         if softmax_scale is None and pack_gqa is None and sm_margin == 0:
             return op(q, k, v, None, causal) if causal else op(q, k, v)
         return op(q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
-    scale = checks.default_softmax_scale(q) if softmax_scale is None else softmax_scale
-    arguments = (q, k, v, scale, causal, pack_gqa, sm_margin)
-    result, lse = _attention(arguments, deterministic, out, return_attn_probs)
-    return (result, lse) if return_attn_probs else result
+    arguments = (q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
+    both = _attention(arguments, deterministic, out, return_attn_probs)
+    return both if return_attn_probs else both[0]
 
 
 def flash_attn_varlen_func(
@@ -125,7 +133,8 @@ def flash_attn_varlen_func(
         attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
-        return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
+        return_max_logits: bool = False, out_dtype: torch.dtype | None = None,
+        fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` of each of several sequences, which lie behind one another in one tensor.
 
     Sequence b has the rows cu_seqlens_q[b] up to cu_seqlens_q[b + 1] of q; k and v likewise. Its
@@ -149,8 +158,9 @@ def flash_attn_varlen_func(
         out: as the result, in the other respects as in `flash_attn_func`.
         softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, deterministic,
             sm_margin, return_attn_probs, s_aux, return_max_logits: as in `flash_attn_func`.
-        qv, q_descale, k_descale, v_descale, num_splits: upstream's, for their defaults only
-            (num_splits: 0 or 1).
+        q_descale, k_descale, v_descale, out_dtype, fp8_accum: with q, k and v of float8_e4m3fn;
+            see `quantize_fp8`.
+        qv, num_splits: upstream's, for their defaults only (num_splits: 0 or 1).
 
     Returns:
         out, or a tuple of it and what was asked for, in this order. out: (total_q, heads_q,
@@ -165,15 +175,16 @@ def flash_attn_varlen_func(
         >>> starts = torch.tensor([0, 3, 3 + 5], dtype=torch.int32, device='cuda')
         >>> out = flash_attn3.flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, causal=True)
     """
-    checks.reject_unsupported('flash_attn_varlen_func', qv=qv, q_descale=q_descale,
-                              k_descale=k_descale, v_descale=v_descale, num_splits=num_splits)
+    of_fp8 = fp8.fp8_of('flash_attn_varlen_func', q, (q_descale, k_descale, v_descale), out,
+                        out_dtype, fp8_accum)
+    checks.reject_unsupported('flash_attn_varlen_func', qv=qv, num_splits=num_splits)
     general = General(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
         checks.length_bound('max_seqlen_q', max_seqlen_q, q),
         checks.length_bound('max_seqlen_k', max_seqlen_k, k), checks.sinks_of(s_aux, q),
         softmax_scale, causal, *checks.window_sides(window_size), attention_chunk, softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
-    return _general((q, k, v, out), general, execution, return_attn_probs)
+    return _general((q, k, v, out), general, execution, return_attn_probs, of_fp8)
 
 
 def flash_attn_qkvpacked_func(
@@ -183,7 +194,8 @@ def flash_attn_qkvpacked_func(
         attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
         num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: bool = False, *,
         pack_gqa: bool | None = None, out: Tensor | None = None, s_aux: Tensor | None = None,
-        return_max_logits: bool = False) -> Tensor | tuple[Tensor, ...]:
+        return_max_logits: bool = False, out_dtype: torch.dtype | None = None,
+        fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` on one tensor that holds q, k and v, such as a projection's output.
 
     Nothing is copied: q, k and v are views. In eager mode, with none of window_size,
@@ -199,7 +211,8 @@ def flash_attn_qkvpacked_func(
         num_heads_q: heads_q. Needed with four dimensions; with five None (default) or heads.
         softmax_scale, causal, window_size, attention_chunk, softcap, deterministic, sm_margin,
             return_attn_probs, pack_gqa, out, s_aux, return_max_logits: as in `flash_attn_func`.
-        q_descale, k_descale, v_descale: places of upstream's parameters, for their defaults only.
+        q_descale, k_descale, v_descale, out_dtype, fp8_accum: with a qkv of float8_e4m3fn; see
+            `quantize_fp8`.
 
     Returns:
         out, (batch, seqlen, heads_q, head_dim), dtype of qkv, or a tuple of it and what was asked
@@ -214,10 +227,11 @@ def flash_attn_qkvpacked_func(
         >>> qkv = torch.randn(2, 1024, 16 + 2 * 4, 128, dtype=torch.bfloat16, device='cuda')
         >>> out = flash_attn3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=16)
     """
-    checks.reject_unsupported('flash_attn_qkvpacked_func', q_descale=q_descale,
-                              k_descale=k_descale, v_descale=v_descale)
+    descales = q_descale, k_descale, v_descale
+    of_fp8 = fp8.fp8_of('flash_attn_qkvpacked_func', qkv, descales, out, out_dtype, fp8_accum)
     window = checks.window_sides(window_size)
-    is_plain = not _is_general(window, attention_chunk, softcap, s_aux, return_max_logits)
+    is_plain = of_fp8 is None and not _is_general(window, attention_chunk, softcap, s_aux,
+                                                  return_max_logits)
     if (is_plain and out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
             and _is_served(qkv)):
         result, lse = PackedAttention.apply(qkv, num_heads_q, softmax_scale, causal, pack_gqa,
@@ -225,10 +239,10 @@ def flash_attn_qkvpacked_func(
         return (result, lse) if return_attn_probs else result
     q, k, v = unpack(qkv, num_heads_q)
     return flash_attn_func(
-        q, k, v, softmax_scale, causal, window_size=window, attention_chunk=attention_chunk,
-        softcap=softcap, pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin,
+        q, k, v, softmax_scale, causal, None, *descales, window, attention_chunk, softcap,
+        pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin,
         return_attn_probs=return_attn_probs, out=out, s_aux=s_aux,
-        return_max_logits=return_max_logits)
+        return_max_logits=return_max_logits, out_dtype=out_dtype, fp8_accum=fp8_accum)
 
 
 def _is_served(x: Tensor) -> bool:
@@ -242,7 +256,10 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
 
     lse may be None unless it is asked for.
     """
-    q, k, v, softmax_scale, causal, pack_gqa, sm_margin = arguments
+    q, k, v, softmax_scale, *others = arguments
+    softmax_scale = _library.softmax_scale_of(q, softmax_scale)
+    arguments = q, k, v, softmax_scale, *others
+    causal, pack_gqa, sm_margin = others
     needs_grad = checks.needs_grad(q, k, v, out)
     if needs_grad and out is not None:
         raise RuntimeError(checks.gradient_with_out_text(q=q, k=k, v=v, out=out))
@@ -268,20 +285,44 @@ def _is_general(window: tuple[int, int], attention_chunk: int, softcap: float,
 
 
 def _general(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], general: General,
-             execution: Execution, return_lse: bool) -> Tensor | tuple[Tensor, ...]:
-    """What a public function returns. tensors: q, k, v and out."""
+             execution: Execution, return_lse: bool,
+             of_fp8: Fp8 | None = None) -> Tensor | tuple[Tensor, ...]:
+    """What a public function returns. tensors: q, k, v and out; of_fp8: of e4m3 tensors."""
+    if of_fp8 is not None:
+        results = _fp8_attention(tensors, of_fp8, general, execution)
+        return asked_for(results, return_lse, execution.return_max_logits)
     q, k, v, out = tensors
     needs_grad = checks.needs_grad(q, k, v, out, general.sinks)
     if needs_grad and out is not None:
         op = 'flash_attn_func' if general.cu_seqlens_q is None else 'flash_attn_varlen_func'
         raise RuntimeError(checks.gradient_with_out_text(op, q=q, k=k, v=v, out=out,
                                                          s_aux=general.sinks))
-    result, lse, max_logits = _general_attention(tensors, general, execution, return_lse)
-    if not return_lse and not execution.return_max_logits:
-        return result
-    if not execution.return_max_logits:
-        return result, lse
+    results = _general_attention(tensors, general, execution, return_lse)
+    return asked_for(results, return_lse, execution.return_max_logits)
+
+
+def asked_for(results: tuple[Tensor, Tensor | None, Tensor | None], return_lse: bool,
+              return_max_logits: bool) -> Tensor | tuple[Tensor, ...]:
+    """out, or a tuple of it and, where they were asked for, lse and max_logits."""
+    result, lse, max_logits = results
+    if not return_max_logits:
+        return (result, lse) if return_lse else result
     return (result, lse, max_logits) if return_lse else (result, max_logits)
+
+
+def _fp8_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], of_fp8: Fp8,
+                   general: General, execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_logits) of e4m3 tensors."""
+    q, k, v, out = tensors
+    op = 'flash_attn_func' if general.cu_seqlens_q is None else 'flash_attn_varlen_func'
+    fp8.reject_cuda(op, q)
+    scales, out_dtype, promote = of_fp8
+    fp8.reject_gradients(op, q=q, k=k, v=v, out=out, q_descale=scales.q, k_descale=scales.k,
+                         v_descale=scales.v, s_aux=general.sinks)
+    others = promote, *general, *execution[:-1]
+    if out is not None:
+        return out, *_fwd_fp8_out(q, k, v, out, *scales, *others)
+    return _fwd_fp8(q, k, v, *scales, out_dtype == torch.float16, *others)
 
 
 def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], general: General,

@@ -1,0 +1,310 @@
+"""The FP8 ops: their arguments, checks, what they do on CPU tensors, their fakes.
+
+They compute what quantize.py and `reference_fp8.attend` do, the latter in float32. Their schemas
+are in _library.py; importing this file registers the rest. There are no kernels yet: on a CUDA
+device the public functions raise NotImplementedError.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import _library, checks, general, quantize, reference_fp8
+from flash_attn3.general import Execution, General
+from flash_attn3.quantize import E4M3, KV_BLOCK, PER_HEAD, PER_TENSOR, Q_BLOCK
+from flash_attn3.reference import Inputs, Outputs
+from flash_attn3.reference_fp8 import Scales
+
+WIDE_DTYPES = (torch.bfloat16, torch.float16)    # of inputs that are quantised, and of outputs
+ACCUMULATIONS = ('fast', 'promote')
+SEEDS = 1 << 32
+
+
+class Fp8(NamedTuple):
+    """The arguments of attention on e4m3 tensors, beside those of `General`.
+
+    Attributes:
+        scales: as in `reference_fp8.Scales`.
+        out_dtype: bfloat16 or float16.
+        promote: whether the sum of P V of each tile is added in float32. Nothing on the CPU, where
+            all sums are float32.
+    """
+    scales: Scales
+    out_dtype: torch.dtype = torch.bfloat16
+    promote: bool = False
+
+
+class Quantization(NamedTuple):
+    """What follows `Execution` in the schema of `fwd_quantized`.
+
+    Attributes:
+        rotation_seed: of the signs; None: no rotation.
+        block_scales: a scale for each 64 rows of q and 32 of k and v; or per sequence and KV head.
+        promote: as in `Fp8`.
+    """
+    rotation_seed: int | None = 0
+    block_scales: bool = True
+    promote: bool = False
+
+
+# ------------------------------------------------------------------------- checks of what is public
+def promotes(op: str, fp8_accum: str) -> bool:
+    """Whether fp8_accum asks for it."""
+    if fp8_accum not in ACCUMULATIONS:
+        raise RuntimeError(checks.error(op, "fp8_accum to be 'fast' or 'promote'", repr(fp8_accum)))
+    return fp8_accum == 'promote'
+
+
+def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | None,
+           out_dtype: torch.dtype | None, fp8_accum: str) -> Fp8 | None:
+    """The FP8 arguments of a public function; None for a q that is not e4m3.
+
+    Raises:
+        RuntimeError, NotImplementedError: they were given for a q that is not e4m3; or a wrong
+            dtype of outputs, or fp8_accum.
+    """
+    promote = promotes(op, fp8_accum)
+    if q.dtype != E4M3:
+        checks.reject_unsupported(op, **dict(zip(('q_descale', 'k_descale', 'v_descale'),
+                                                 descales)))
+        others = {'out_dtype': (out_dtype, None), 'fp8_accum': (fp8_accum, 'fast')}
+        for name, (got, default) in others.items():
+            if got != default:
+                raise RuntimeError(checks.error(
+                    op, f'{name} to be {default!r} with a q of {checks.dtype_name(q.dtype)}',
+                    repr(got), 'it is for q, k and v of float8_e4m3fn'))
+        if q.itemsize == 1:
+            raise RuntimeError(checks.error(
+                'fwd', 'q.dtype to be float16, bfloat16 or float8_e4m3fn',
+                checks.dtype_name(q.dtype), 'e4m3 is the only FP8 there is'))
+        return None
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if out is None else out.dtype
+    if out_dtype not in WIDE_DTYPES or (out is not None and out.dtype != out_dtype):
+        name = 'out_dtype' if out is None else 'out.dtype'
+        raise RuntimeError(checks.error(
+            op, f'{name} to be bfloat16 or float16' + (', and that of out_dtype' if out is not None
+                                                       else ''),
+            checks.dtype_name(out_dtype if out is None else out.dtype)))
+    return Fp8(Scales(*descales), out_dtype, promote)
+
+
+def reject_cuda(op: str, q: Tensor) -> None:
+    if q.is_cuda:
+        raise NotImplementedError(
+            checks.error('fwd', 'q.dtype to be float16 or bfloat16', 'float8_e4m3fn',
+                         'FP8 is for CPU tensors in this version') if q.dtype == E4M3 else
+            checks.error(op, 'a CPU tensor', str(q.device),
+                         'FP8 is for CPU tensors in this version'))
+
+
+def reject_gradients(op: str, **tensors: Tensor | None) -> None:
+    if checks.needs_grad(*tensors.values()):
+        raise RuntimeError(checks.error(
+            op, 'no gradient of float8_e4m3fn attention', checks.requires_grad_text(**tensors),
+            'flash_attn_fp8_func has gradients; or call under torch.no_grad()'))
+
+
+# ------------------------------------------------------------------------------ checks of the ops
+def check(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], fp8: Fp8, arguments: General,
+          sm_margin: int) -> None:
+    """Raises RuntimeError if `fwd_fp8` cannot serve these arguments. tensors: q, k, v and out."""
+    q, k, v, out = tensors
+    for name, x in (('q', q), ('k', k), ('v', v)):
+        if x.dtype != E4M3:
+            wanted = 'float8_e4m3fn' if name == 'q' else 'that of q, float8_e4m3fn'
+            raise RuntimeError(checks.error('fwd', f'{name}.dtype to be {wanted}',
+                                            checks.dtype_name(x.dtype)))
+    checks.check_general(q, k, v, out, arguments, sm_margin, fp8_as=fp8.out_dtype)
+    for name, x, scale, block in (('q', q, fp8.scales.q, Q_BLOCK), ('k', k, fp8.scales.k, KV_BLOCK),
+                                  ('v', v, fp8.scales.v, KV_BLOCK)):
+        if scale is not None and (problem := _scale_problem(name, x, scale, block, k.size(-2),
+                                                            arguments.cu_seqlens_q)):
+            raise RuntimeError(checks.error('fwd', *problem))
+
+
+def _scale_problem(name: str, x: Tensor, scale: Tensor, block: int, heads_k: int,
+                   cu_seqlens: Tensor | None) -> tuple[str, str] | None:
+    """What was expected of a scale of x, and what it is instead."""
+    rows, heads = x.size(-3), x.size(-2)
+    if cu_seqlens is None:
+        batch, by_block = x.size(0), (x.size(0), heads, quantize.blocks_of(rows, block))
+    else:
+        batch = cu_seqlens.size(0) - 1
+        by_block = (1, heads, rows // block + batch)
+    name = f'{name}_descale'
+    if scale.dtype != torch.float32:
+        return f'{name}.dtype to be float32', checks.dtype_name(scale.dtype)
+    if scale.device != x.device:
+        return f'{name} on the device of q, {x.device}', str(scale.device)
+    if tuple(scale.shape) not in ((batch, heads_k), by_block):
+        return (f'{name} to have the shape {(batch, heads_k)}, or {by_block} for blocks of {block} '
+                'rows', str(tuple(scale.shape)))
+    return None
+
+
+def _check_quantize(x: Tensor, sequences: quantize.Sequences | None, block: int, group: int,
+                    seed: int | None) -> None:
+    layout = general.LAYOUTS[4 if sequences is None else 3]
+    heads = x.size(-2) if x.dim() > 1 else 0
+    wrong = [problem for is_wrong, *problem in (
+        (x.dim() != (4 if sequences is None else 3),
+         f'x of the shape {layout}', str(tuple(x.shape))),
+        (x.dtype not in (*WIDE_DTYPES, torch.float32),
+         'x.dtype to be bfloat16, float16 or float32', checks.dtype_name(x.dtype)),
+        (block not in (PER_HEAD, PER_TENSOR) and (block < 1 or block % KV_BLOCK),
+         f"block to be a multiple of {KV_BLOCK}, 'head' or 'tensor'", str(block)),
+        (group < 1 or heads % max(1, group), 'group to divide the heads of x', str(group)),
+        (seed is not None and not 0 <= seed < SEEDS, 'seed to be from 0 to 2**32 - 1', str(seed)),
+    ) if is_wrong]
+    if sequences is not None and not wrong:
+        wrong = _lists_problems(sequences, x)
+    for problem in wrong:
+        raise RuntimeError(checks.error('quantize_fp8', *problem))
+
+
+def _lists_problems(sequences: quantize.Sequences, x: Tensor) -> list[tuple[str, str]]:
+    for name, numbers in zip(('cu_seqlens', 'seqused'), sequences):
+        if numbers is None:
+            continue
+        if numbers.dim() != 1 or numbers.dtype != torch.int32 or numbers.device != x.device:
+            return [(f'{name} of one dimension and int32, on the device of x',
+                     f'{numbers.dim()}, {checks.dtype_name(numbers.dtype)}, {numbers.device}')]
+    cu_seqlens, seqused = sequences
+    batch = cu_seqlens.numel() - 1
+    if batch < 0 or (seqused is not None and seqused.numel() != batch):
+        return [('cu_seqlens of batch + 1 numbers and seqused of batch',
+                 f'{batch + 1} and {"none" if seqused is None else seqused.numel()}')]
+    used = [] if seqused is None else seqused.tolist()
+    problem = checks.sequences_problem('x', cu_seqlens.tolist(), used, x.size(0))
+    return [] if problem is None else [problem]
+
+
+# ---------------------------------------------------------------------------- CPU implementations
+def _quantize_cpu(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None,
+                  block: int = PER_HEAD, group: int = 1,
+                  rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:
+    sequences = None if cu_seqlens is None else quantize.Sequences(cu_seqlens, seqused)
+    _check_quantize(x, sequences, block, group, rotation_seed)
+    rotation = None if rotation_seed is None else quantize.Rotation(rotation_seed, group)
+    return quantize.quantize(x, rotation, block, group, sequences)
+
+
+def _forward_cpu(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], fp8: Fp8,
+                 arguments: tuple) -> tuple[Tensor, Tensor, Tensor]:
+    own, execution = general.split(arguments)
+    check(tensors, fp8, own, execution.sm_margin)
+    q, k, v, out = tensors
+    checks.check_contents('fwd', q, k, own)
+    result = attend(q, k, v, fp8.scales, own, execution.return_max_logits)
+    row_max = result.lse.new_empty(0) if result.row_max is None else result.row_max
+    values = result.out.to(fp8.out_dtype)
+    return values if out is None else out.copy_(values), result.lse, row_max
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scales: Scales, arguments: General,
+           return_max_logits: bool) -> Outputs:
+    """The forward in float32; nothing is checked."""
+    return reference_fp8.attend(Inputs(q, k, v, arguments.sinks), scales,
+                                general.score_of(q, arguments), general.lengths_of(arguments),
+                                torch.float32, return_max_logits)
+
+
+def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None = None,
+             k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+             float16_out: bool = False, promote: bool = False,
+             *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    fp8 = Fp8(Scales(q_descale, k_descale, v_descale), _out_dtype(float16_out), promote)
+    return _forward_cpu((q, k, v, None), fp8, arguments)
+
+
+def _fwd_out_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor, q_descale: Tensor | None = None,
+                 k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+                 promote: bool = False, *arguments) -> tuple[Tensor, Tensor]:
+    fp8 = Fp8(Scales(q_descale, k_descale, v_descale), out.dtype, promote)
+    return _forward_cpu((q, k, v, out), fp8, arguments)[1:]
+
+
+def _out_dtype(float16_out: bool) -> torch.dtype:
+    return torch.float16 if float16_out else torch.bfloat16
+
+
+def split(arguments: tuple) -> tuple[General, Execution, Quantization]:
+    """What follows q, k and v in `fwd_quantized`; trailing defaults may be missing."""
+    end = len(General._fields) + len(Execution._fields)
+    return *general.split(arguments[:end]), Quantization(*arguments[end:])
+
+
+def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
+                      *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantises q, k and v, and attends. Takes the arguments of the op `fwd_quantized`."""
+    own, execution, quantization = split(arguments)
+    if q.dtype not in WIDE_DTYPES:
+        raise RuntimeError(checks.error('fwd', 'q.dtype to be float16 or bfloat16',
+                                        checks.dtype_name(q.dtype)))
+    checks.check_general(q, k, v, None, own, execution.sm_margin)
+    checks.check_contents('fwd', q, k, own)
+    blocks = (Q_BLOCK, KV_BLOCK) if quantization.block_scales else (PER_HEAD, PER_HEAD)
+    lists = (own.cu_seqlens_q, own.seqused_q), (own.cu_seqlens_k, own.seqused_k)
+    seed = quantization.rotation_seed
+    parts = (_quantize(q, *lists[0], blocks[0], q.size(-2) // k.size(-2), seed),
+             _quantize(k, *lists[1], blocks[1], 1, seed),
+             _quantize(v, *lists[1], blocks[1], 1, None))
+    values, scales = zip(*parts)
+    return _fwd_fp8(*values, *scales, q.dtype == torch.float16, quantization.promote, *own,
+                    *execution[:-1])
+
+
+# ------------------------------------------------------------------------------------------ fakes
+# They check only what they rely on themselves; the rest is checked when real tensors arrive.
+def _quantize_fake(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None,
+                   block: int = PER_HEAD, group: int = 1,
+                   rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:
+    rank = 4 if cu_seqlens is None else 3
+    torch._check(x.dim() == rank, lambda: checks.error(
+        'quantize_fp8', f'x of the shape {general.LAYOUTS[rank]}', str(tuple(x.shape))))
+    *dense_batch, rows, heads, _ = x.shape
+    batch = dense_batch[0] if dense_batch else cu_seqlens.size(0) - 1
+    if block == PER_TENSOR:
+        shape = (1, 1)
+    elif block == PER_HEAD:
+        shape = (batch, heads // group)
+    elif dense_batch:
+        shape = (batch, heads, quantize.blocks_of(rows, block))
+    else:
+        shape = (1, heads, rows // block + batch)
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(shape, dtype=torch.float32)
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None = None,
+              k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+              float16_out: bool = False, promote: bool = False,
+              *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, max_logits = general.forward_fake(q, k, v, *arguments)
+    return out.new_empty(out.shape, dtype=_out_dtype(float16_out)), lse, max_logits
+
+
+def _fwd_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, q_descale: Tensor | None = None,
+                  k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+                  promote: bool = False, *arguments) -> tuple[Tensor, Tensor]:
+    return general.forward_fake(q, k, v, *arguments)[1:]
+
+
+def _quantized_fake(q: Tensor, k: Tensor, v: Tensor,
+                    *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    own, execution, _ = split(arguments)
+    return general.forward_fake(q, k, v, *own, *execution)
+
+
+for _name, _on_cpu, _fake in (
+        ('quantize_fp8', _quantize_cpu, _quantize_fake), ('fwd_fp8', _fwd_cpu, _fwd_fake),
+        ('fwd_fp8_out', _fwd_out_cpu, _fwd_out_fake),
+        ('fwd_quantized', forward_quantized, _quantized_fake)):
+    _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
+    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)
+
+_quantize = torch.ops.flash_attn3.quantize_fp8.default
+_fwd_fp8 = torch.ops.flash_attn3.fwd_fp8.default

@@ -1,0 +1,111 @@
+"""Attention on e4m3 tensors with scales, in plain PyTorch: CPU implementation, oracle, and bar.
+
+`attend` is what is meant: attention of the values that the tensors stand for, as `reference`
+defines it. `emulate` rounds where the kernels round and nowhere else; by its error the tests
+measure theirs. Called by fp8.py, the tests and benchmarks/fp8_accuracy.py.
+
+Where the kernels round, with the values q8, k8 and v8 of e4m3 and scales q_s of a row of q, k_s
+and v_s of a key:
+- s = (q8 . k8) * (q_s * k_s * softmax_scale) in float32, then softcap and mask. Tensor cores add
+  with fewer bits than float32; that is not emulated.
+- t = s + log(v_s): the scale of v is part of the exponent. m = max t over the keys of the row.
+- p8 = e4m3(2^8 exp(t - m)). 2^8, of at most 448, puts probabilities down to 2^-17 of the largest
+  into e4m3's range. A kernel that leaves m behind by up to x exponents gives up to 2^(8 + x).
+- The denominator is sum exp(s - m), of what was not rounded and without the scales of v, and the
+  sink: lse = m + log of it.
+- out = (sum p8 v8) / (2^8 sum exp(s - m)) in float32, rounded once to the output's dtype.
+"""
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import reference
+from flash_attn3.quantize import E4M3, KV_BLOCK, Q_BLOCK, row_scales
+from flash_attn3.reference import Inputs, Lengths, Outputs, Score
+
+P_FACTOR = 2.0 ** 8
+
+
+class Scales(NamedTuple):
+    """What the e4m3 values of q, k and v are multiplied by; None is 1.
+
+    (batch, heads_k) each, or by blocks, of 64 rows of q and 32 of k and v: q (batch, heads_q,
+    blocks), k and v (batch, heads_k, blocks); packed as `quantize.quantize` says. float32.
+    """
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+
+
+class Blocks(NamedTuple):
+    """Rows of a block of each tensor."""
+    q: int = Q_BLOCK
+    kv: int = KV_BLOCK
+
+
+def dequantize(inputs: Inputs, scales: Scales, lengths: Lengths | None, dtype: torch.dtype,
+               blocks: Blocks = Blocks()) -> Inputs:
+    """The values that q, k and v stand for, in dtype. lengths: of packed tensors."""
+    starts = ((None, None) if lengths is None
+              else (lengths.cu_seqlens_q.long(), lengths.cu_seqlens_k.long()))
+    tensors = (
+        _scaled(x, row_scales(scale, x, block, start), dtype) for x, scale, block, start in (
+            (inputs.q, scales.q, blocks.q, starts[0]), (inputs.k, scales.k, blocks.kv, starts[1]),
+            (inputs.v, scales.v, blocks.kv, starts[1])))
+    return Inputs(*tensors, None if inputs.s_aux is None else inputs.s_aux.to(dtype))
+
+
+def _scaled(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    x = x.to(dtype)
+    return x if scale is None else x * scale.to(dtype).unsqueeze(-1)
+
+
+def attend(inputs: Inputs, scales: Scales, score: Score, lengths: Lengths | None = None,
+           compute_dtype: torch.dtype = torch.float64, with_row_max: bool = False) -> Outputs:
+    """Attention of the values, out in compute_dtype; otherwise as `reference.attend` and, with
+    lengths, `reference.attend_packed`.
+    """
+    values = dequantize(inputs, scales, lengths, compute_dtype)
+    if lengths is None:
+        return reference.attend(values, score, with_row_max=with_row_max)
+    return reference.attend_packed(values, score, lengths, with_row_max=with_row_max)
+
+
+def emulate(inputs: Inputs, scales: Scales, score: Score, lengths: Lengths | None = None,
+            blocks: Blocks = Blocks()) -> Tensor:
+    """The output, float32 before it is rounded, with the kernels' other roundings.
+
+    Where a factor of float32 stands in a product is left to PyTorch.
+    """
+    q, k, _, s_aux = dequantize(inputs, scales, lengths, torch.float32, blocks)
+    v = inputs.v.float()
+    starts = None if lengths is None else lengths.cu_seqlens_k.long()
+    v_scales = row_scales(scales.v, inputs.v, blocks.kv, starts)
+    v_scales = v.new_ones(v.shape[:-1]) if v_scales is None else v_scales.contiguous()
+    if lengths is None:
+        return _emulate(Inputs(q, k, v, s_aux), v_scales, score)
+    out = q.new_zeros(*q.shape[:2], v.size(2))
+    for rows, keys in lengths.slices():
+        one = Inputs(q[None, rows], k[None, keys], v[None, keys], s_aux)
+        out[rows] = _emulate(one, v_scales[None, keys], score)[0]
+    return out
+
+
+def _emulate(inputs: Inputs, v_scales: Tensor, score: Score) -> Tensor:
+    """`emulate` of q and k with their scales, v without those of its rows, (batch, sk, h_k)."""
+    q, k, v, _ = inputs
+    if k.size(1) == 0:
+        return q.new_zeros(*q.shape[:3], v.size(3))
+    lse = reference.attend(inputs, score).lse.unflatten(1, (k.size(2), -1)).unsqueeze(-1)
+    s, _ = score.logits(q, k)                                       # (b, h_k, group, sq, sk)
+    t = s + v_scales.log().transpose(1, 2)[:, :, None, None]
+    m = t.amax(-1, keepdim=True)
+    m = m.masked_fill(m == -math.inf, 0)
+    p = (P_FACTOR * (t - m).exp()).to(E4M3).float()
+    out = torch.einsum('bhgqk,bkhd->bhgqd', p, v) / (P_FACTOR * (lse - m).exp())
+    out = out.masked_fill(lse == -math.inf, 0)
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous()
