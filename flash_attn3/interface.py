@@ -71,8 +71,7 @@ def flash_attn_func(
         pack_gqa: the query heads of a KV head share the rows of a tile: True, False, None (default)
             where it gives over 10 % more useful rows. It never changes what is computed.
         deterministic: the gradient of q is bitwise the same on every call too (Hopper only; takes
-            longer). `torch.use_deterministic_algorithms(True)` at this call does the same. Default
-            False.
+            longer). Default: what `torch.use_deterministic_algorithms` says at this call.
         sm_margin: multiprocessors that the forward leaves to other kernels, 0 (default) or more.
         return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
         out: the result goes there and is returned: shape of the result, dtype and device of q, last
@@ -94,8 +93,8 @@ def flash_attn_func(
     Raises:
         RuntimeError: a wrong rank, shape, dtype, device, stride or number; the text names it and
             says what it had to be. Also a driver that is too old for the kernels.
-        NotImplementedError: qv or a descale is given, or num_splits is neither 0 nor 1; and, from
-            the backward pass, a derivative of the gradients is asked for.
+        NotImplementedError: qv is given, or num_splits is neither 0 nor 1; and, from the backward
+            pass, a derivative of the gradients is asked for.
     """
     if (q.itemsize == 1 or qv is not None or q_descale is not None or k_descale is not None
             or v_descale is not None or window_size != (-1, -1) or attention_chunk != 0

@@ -1,0 +1,389 @@
+"""Attention on float8_e4m3fn and flash_attn_fp8_func on the CPU: results, gradients, errors."""
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from flash_attn3 import (flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
+                         flash_attn_varlen_fp8_func, flash_attn_varlen_func, fp8, quantize_fp8,
+                         reference_fp8)
+from flash_attn3.general import General
+from flash_attn3.reference import Inputs, Lengths, Mask, Score
+from flash_attn3.reference_fp8 import Scales
+
+from tests import compare
+from tests.cpu.test_reference_packed import ints, starts
+from tests.fp8_data import E4M3, GRANULARITIES, check_fp8, descales, outliers, quantize_all
+
+OPTIONS = {
+    'full': {}, 'causal': {'causal': True}, 'window': {'window_size': (9, 3)},
+    'chunks': {'attention_chunk': 40, 'causal': True}, 'softcap': {'softcap': 3.0},
+    'sinks': {'s_aux': True, 'window_size': (30, 0)},
+    'all': {'causal': True, 'window_size': (50, -1), 'attention_chunk': 64, 'softcap': 5.0,
+            's_aux': True, 'softmax_scale': 0.2}}
+EVERY_OPTION = pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
+EVERY_GRANULARITY = pytest.mark.parametrize('granularity', GRANULARITIES)
+LENGTHS = ([70, 0, 33, 5, 129], [100, 40, 33, 0, 64])
+USED = ([66, 0, 33, 2, 100], [100, 17, 1, 0, 64])
+BOTH = {'return_attn_probs': True, 'return_max_logits': True}
+
+
+def score_of(options: dict, head_dim: int) -> Score:
+    mask = Mask(options.get('causal', False), options.get('window_size', (-1, -1)),
+                options.get('attention_chunk', 0))
+    return Score(options.get('softmax_scale', head_dim ** -0.5), options.get('softcap', 0.0), mask)
+
+
+def with_sinks(options: dict, heads: int) -> dict:
+    return options | ({'s_aux': torch.linspace(-2, 3, heads)} if 's_aux' in options else {})
+
+
+def tensors(rows_q: tuple, rows_k: tuple, heads=(4, 2), head_dims=(32, 32),
+            dtype=torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(rows_q) + 7 * sum(rows_k) + sum(head_dims))
+    shapes = ((*rows_q, heads[0], head_dims[0]), (*rows_k, heads[1], head_dims[0]),
+              (*rows_k, heads[1], head_dims[1]))
+    return tuple(outliers(shape, generator).to(dtype) for shape in shapes)
+
+
+def packed() -> tuple[tuple[Tensor, Tensor, Tensor], dict, tuple]:
+    """q, k and v, with NaN in all rows that do not count; the lists by name and as pairs."""
+    q, k, v = tensors((sum(LENGTHS[0]) + 3,), (sum(LENGTHS[1]) + 5,))
+    pairs = tuple((starts(lengths), ints(used)) for lengths, used in zip(LENGTHS, USED))
+    for x, (cu, used) in ((q, pairs[0]), (k, pairs[1]), (v, pairs[1])):
+        counts = torch.zeros(len(x), dtype=torch.bool)
+        for first, count in zip(cu.tolist(), used.tolist()):
+            counts[first:first + count] = True
+        x[~counts] = torch.nan
+    lists = {'cu_seqlens_q': pairs[0][0], 'cu_seqlens_k': pairs[1][0], 'max_seqlen_q': 129,
+             'max_seqlen_k': 100, 'seqused_q': pairs[0][1], 'seqused_k': pairs[1][1]}
+    return (q, k, v), lists, pairs
+
+
+def check_results(results: tuple, inputs: Inputs, scales: Scales, score: Score,
+                  lengths: Lengths | None = None) -> None:
+    """The bar, and what the CPU path gives beyond it: float32, rounded once."""
+    out, lse, max_logits = results
+    ref = reference_fp8.attend(inputs, scales, score, lengths, with_row_max=True)
+    check_fp8(out, inputs, scales, score, lengths)
+    roundoff = 2.0 ** -11 if out.dtype == torch.float16 else 2.0 ** -8
+    torch.testing.assert_close(out.double(), ref.out, rtol=roundoff, atol=1e-5)
+    assert lse.dtype == max_logits.dtype == torch.float32
+    compare.check_lse(lse, ref.lse)
+    compare.check_lse(max_logits, ref.row_max, 'max_logits')
+
+
+# ----------------------------------------------------------------------------------------- results
+@EVERY_OPTION
+@EVERY_GRANULARITY
+@pytest.mark.parametrize('is_rotated', [False, True])
+def test_dense(is_rotated, granularity, options):
+    values, scales = quantize_all(*tensors((2, 70), (2, 101)), granularity, is_rotated)
+    options = with_sinks(options, 4)
+    results = flash_attn_func(*values, **descales(scales), **options, **BOTH)
+    assert results[0].dtype == torch.bfloat16
+    check_results(results, Inputs(*values, options.get('s_aux')), scales, score_of(options, 32))
+
+
+@EVERY_OPTION
+@EVERY_GRANULARITY
+def test_packed(granularity, options):
+    inputs, lists, pairs = packed()
+    values, scales = quantize_all(*inputs, granularity, True, lists=pairs)
+    for x, (cu, used) in zip(values, (pairs[0], pairs[1], pairs[1])):
+        x[cu[-1]:] = torch.nan
+    options = with_sinks(options, 4)
+    results = flash_attn_varlen_func(*values, **lists, **descales(scales), **options, **BOTH)
+    lengths = Lengths(*(lists[name] for name in ('cu_seqlens_q', 'cu_seqlens_k', 'seqused_q',
+                                                 'seqused_k')))
+    check_results(results, Inputs(*values, options.get('s_aux')), scales, score_of(options, 32),
+                  lengths)
+
+
+@EVERY_GRANULARITY
+def test_each_sequence_alone(granularity):
+    """Packed, the result is that of dense calls, with their scales."""
+    granularity = 'head' if granularity == 'tensor' else granularity    # that one counts them all
+    inputs, lists, pairs = packed()
+    values, scales = quantize_all(*inputs, granularity, True, lists=pairs)
+    out, lse = flash_attn_varlen_func(*values, **lists, **descales(scales), causal=True,
+                                      return_attn_probs=True)
+    firsts = zip(*(cu[:-1].tolist() for cu, _ in pairs), *(used.tolist() for _, used in pairs))
+    for first_q, first_k, rows, keys in firsts:
+        own = inputs[0][None, first_q:first_q + rows], *(
+            x[None, first_k:first_k + keys] for x in inputs[1:])
+        own_values, own_scales = quantize_all(*own, granularity, True)
+        expected = flash_attn_func(*own_values, **descales(own_scales), causal=True,
+                                   return_attn_probs=True)
+        torch.testing.assert_close(out[None, first_q:first_q + rows], expected[0])
+        torch.testing.assert_close(lse[None, :, first_q:first_q + rows], expected[1])
+
+
+@pytest.mark.parametrize('heads, head_dims', [
+    ((6, 2), (16, 16)), ((4, 1), (80, 80)), ((3, 3), (96, 96)), ((2, 1), (192, 128)),
+    ((2, 2), (256, 256))], ids=str)
+def test_heads_and_head_dims(heads, head_dims):
+    values, scales = quantize_all(*tensors((1, 65), (1, 97), heads, head_dims), 'block', True)
+    results = flash_attn_func(*values, **descales(scales), causal=True, **BOTH)
+    assert results[0].shape == (1, 65, heads[0], head_dims[1])
+    check_results(results, Inputs(*values), scales, score_of({'causal': True}, head_dims[0]))
+
+
+@pytest.mark.parametrize('sizes', [(0, 5), (5, 0), (1, 1), (90, 20)], ids=str)
+def test_sizes(sizes):
+    values, scales = quantize_all(*tensors((2, sizes[0]), (2, sizes[1])), 'block', True)
+    results = flash_attn_func(*values, **descales(scales), causal=True, **BOTH)
+    check_results(results, Inputs(*values), scales, score_of({'causal': True}, 32))
+    blind = max(0, sizes[0] - sizes[1])
+    assert (results[0][:, :blind] == 0).all() and (results[1][..., :blind] == -math.inf).all()
+
+
+@pytest.mark.parametrize('missing', ['q', 'k', 'v', 'qkv'])
+def test_scales_are_optional(missing):
+    """None is 1."""
+    values, scales = quantize_all(*tensors((2, 70), (2, 101)), 'head', False)
+    given = scales._replace(**dict.fromkeys(missing))
+    ones = scales._replace(**{name: torch.ones(2, 2) for name in missing})
+    results = [flash_attn_func(*values, **descales(one), softmax_scale=1e-3) for one in
+               (given, ones)]
+    assert torch.equal(*results)
+
+
+def test_scales_of_any_strides():
+    values, scales = quantize_all(*tensors((2, 70), (2, 101)), 'block', True)
+    changed = Scales(*(x.mT.contiguous().mT for x in scales))
+    assert changed.k.stride() != scales.k.stride()
+    assert torch.equal(*(flash_attn_func(*values, **descales(one)) for one in (scales, changed)))
+    one = torch.full((), 0.25)
+    expanded = Scales(*(one.expand(2, 2) for _ in range(3)))
+    filled = Scales(*(torch.full((2, 2), 0.25) for _ in range(3)))
+    blocks = Scales(*(torch.full_like(x, 0.25) for x in scales))
+    results = [flash_attn_func(*values, **descales(x)) for x in (expanded, filled, blocks)]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize('form', [(3, 4), (8,)], ids=str)
+def test_qkvpacked(form):
+    qkv = torch.randn(2, 40, *form, 16).to(E4M3)
+    scales = Scales(*(torch.rand(2, 4 if form == (3, 4) else 2) for _ in range(3)))
+    q, k, v = (qkv.unbind(2) if form == (3, 4) else qkv.split((4, 2, 2), 2))
+    got = flash_attn_qkvpacked_func(
+        qkv, causal=True, num_heads_q=4, out_dtype=torch.float16, **descales(scales), **BOTH)
+    expected = flash_attn_func(q, k, v, causal=True, out_dtype=torch.float16, **descales(scales),
+                               **BOTH)
+    assert all(torch.equal(*pair) for pair in zip(got, expected)) and len(got) == 3
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_dtype_of_the_output(dtype):
+    values, scales = quantize_all(*tensors((2, 70), (2, 101)), 'block', True)
+    options = descales(scales) | {'out_dtype': dtype}
+    results = flash_attn_func(*values, **options, **BOTH)
+    assert results[0].dtype == dtype
+    check_results(results, Inputs(*values), scales, score_of({}, 32))
+    out = torch.full((4, 70, 2, 32), torch.nan, dtype=dtype).transpose(0, 2)
+    assert flash_attn_func(*values, **descales(scales), out=out) is out
+    assert torch.equal(out, results[0])
+
+
+def test_accumulation_does_not_matter_here():
+    values, scales = quantize_all(*tensors((2, 70), (2, 101)), 'block', True)
+    assert torch.equal(*(flash_attn_func(*values, **descales(scales), fp8_accum=accumulation)
+                         for accumulation in ('fast', 'promote')))
+
+
+@pytest.mark.parametrize('name, place', [('q', (0, 3, 1)), ('k', (0, 60, 0)), ('v', (0, 60, 1))])
+def test_nan_reaches_the_output(name, place):
+    """Of those who see it."""
+    q, k, v = tensors((1, 64), (1, 64))
+    {'q': q, 'k': k, 'v': v}[name][place] = torch.nan
+    out = flash_attn_fp8_func(q, k, v, causal=True)
+    is_nan = out.isnan().any(-1)[0]
+    expected = torch.zeros(64, 4, dtype=torch.bool)
+    if name == 'q':
+        expected[3, 1] = True
+    else:
+        expected[60:, 2 * place[2]:2 * place[2] + 2] = True
+    if name == 'v':    # 0 times NaN, as in every other dtype
+        assert (is_nan[60:] == expected[60:]).all()
+    else:
+        assert (is_nan == expected).all()
+
+
+# ------------------------------------------------------------------------------------ the emulation
+def test_emulation_rounds_p_and_nothing_else():
+    """|emulation - ref| <= 2^-4 sum p |v|, and 2^-10 of 2^8 for each p that is subnormal."""
+    values, scales = quantize_all(*tensors((2, 70), (2, 101)), 'head', True)
+    scales = scales._replace(v=None)
+    got = reference_fp8.emulate(Inputs(*values), scales, score_of({}, 32))
+    v = values[2].double()
+    ref, weighted = (reference_fp8.attend(Inputs(*values[:2], x), scales, score_of({}, 32)).out
+                     for x in (v, v.abs()))
+    error = (got - ref).abs()
+    subnormal = 2.0 ** -18 * v.abs().sum(1).repeat_interleave(2, 1)[:, None]
+    assert (error <= 2.0 ** -4 * weighted + subnormal + 1e-5).all()
+    assert error.max() > 2.0 ** -8 * weighted.mean()
+
+
+def test_emulation_of_equal_blocks_is_that_of_one_scale():
+    values, scales = quantize_all(*tensors((1, 70), (1, 101)), 'block', True)
+    blocks = scales._replace(v=torch.full_like(scales.v, 0.25))
+    one = scales._replace(v=torch.full((1, 2), 0.25))
+    torch.testing.assert_close(*(reference_fp8.emulate(Inputs(*values), x, score_of({}, 32))
+                                 for x in (blocks, one)))
+
+
+def test_emulation_with_scales_of_v_far_apart():
+    """A block of zeros, and one of large values that nobody looks at, cost no accuracy."""
+    q, k, v = tensors((1, 64), (1, 96))
+    v[:, :32], v[:, 64:] = 0, v[:, 64:] * 1e4
+    values, scales = quantize_all(q, k, v, 'block', True)
+    inputs, score = Inputs(*values), score_of({'window_size': (-1, 0)}, 32)
+    got = reference_fp8.emulate(inputs, scales, score)
+    ref = reference_fp8.attend(inputs, scales, score)
+    weighted = reference_fp8.attend(inputs._replace(v=values[2].double().abs()), scales, score)
+    assert ((got - ref.out).abs() <= 2.0 ** -4 * weighted.out + 1e-3).all()
+
+
+# ------------------------------------------------------------------------------ in one call, and back
+@EVERY_OPTION
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('block_scales', [False, True])
+def test_in_one_call(block_scales, dtype, options):
+    """What quantize_fp8 and flash_attn_func give; and gradients as if nothing were rounded."""
+    leaves = [x.requires_grad_() for x in tensors((2, 70), (2, 101), dtype=dtype)]
+    options = with_sinks(options, 4)
+    if 's_aux' in options:
+        leaves.append(options['s_aux'].requires_grad_())
+    out, lse = flash_attn_fp8_func(*leaves[:3], **options, return_attn_probs=True, seed=3,
+                                   block_scales=block_scales)
+    values, scales = quantize_all(*leaves[:3], 'block' if block_scales else 'head', True, seed=3)
+    with torch.no_grad():
+        expected = flash_attn_func(*values, **descales(scales), **options, out_dtype=dtype,
+                                   return_attn_probs=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1]) and out.dtype == dtype
+    exact = flash_attn_func(*leaves[:3], **options, return_attn_probs=True)
+    weights = torch.randn_like(out), torch.randn_like(lse).nan_to_num(posinf=0, neginf=0)
+    gradients = [torch.autograd.grad(results, leaves, weights) for results in ((out, lse), exact)]
+    assert all(torch.equal(*pair) for pair in zip(*gradients))
+
+
+def test_packed_in_one_call():
+    inputs, lists, pairs = packed()
+    leaves = [x.requires_grad_() for x in inputs]
+    out, max_logits = flash_attn_varlen_fp8_func(*leaves, **lists, causal=True, rotate=False,
+                                                 return_max_logits=True)
+    assert not max_logits.requires_grad
+    values, scales = quantize_all(*leaves, 'block', False, lists=pairs)
+    expected = flash_attn_varlen_func(*values, **lists, **descales(scales), causal=True, **BOTH)
+    assert torch.equal(out, expected[0]) and torch.equal(max_logits, expected[2])
+    exact = flash_attn_varlen_func(*leaves, **lists, causal=True)
+    weights = torch.randn_like(out)
+    gradients = [torch.autograd.grad(result, leaves, weights) for result in (out, exact)]
+    for got, wanted in zip(*gradients):
+        assert torch.equal(got, wanted) and got.isfinite().all()
+
+
+def test_seeds_matter_and_repeat():
+    inputs = tensors((1, 64), (1, 64))
+    results = [flash_attn_fp8_func(*inputs, seed=seed) for seed in (0, 0, 1)]
+    assert torch.equal(*results[:2]) and not torch.equal(*results[1:])
+
+
+# ------------------------------------------------------------------------------------------- errors
+def e4m3() -> dict[str, Tensor]:
+    return dict(zip('qkv', (x.to(E4M3) for x in tensors((2, 70), (2, 101)))))
+
+
+BAD = {
+    'k': ({'k': torch.zeros(2, 101, 2, 32).half()},
+          'fwd: expected k.dtype to be that of q, float8_e4m3fn, got float16'),
+    'v of e5m2': ({'v': torch.zeros(2, 101, 2, 32).to(torch.float8_e5m2)},
+                  'fwd: expected v.dtype to be that of q, float8_e4m3fn, got float8_e5m2'),
+    'q of e5m2': ({'q': torch.zeros(2, 70, 4, 32).to(torch.float8_e5m2)},
+                  'fwd: expected q.dtype to be float16, bfloat16 or float8_e4m3fn, got '
+                  'float8_e5m2; hint: '),
+    'q of bf16': ({'q': torch.zeros(2, 70, 4, 32).bfloat16()},
+                  'fwd: expected k.dtype to be that of q, bfloat16, got float8_e4m3fn'),
+    'bf16 and scales': ({'q': torch.zeros(2, 70, 4, 32).bfloat16(), 'k_descale': torch.ones(2, 2)},
+                        'flash_attn_func: expected k_descale to be None, got a tensor; hint: '),
+    'bf16 and out_dtype': (
+        {'q': torch.zeros(2, 70, 4, 32).bfloat16(), 'out_dtype': torch.float16},
+        'flash_attn_func: expected out_dtype to be None with a q of bfloat16, got torch.float16'),
+    'bf16 and promote': (
+        {'q': torch.zeros(2, 70, 4, 32).bfloat16(), 'fp8_accum': 'promote'},
+        "flash_attn_func: expected fp8_accum to be 'fast' with a q of bfloat16, got 'promote'"),
+    'accum': ({'fp8_accum': 'slow'},
+              "flash_attn_func: expected fp8_accum to be 'fast' or 'promote', got 'slow'"),
+    'out_dtype': ({'out_dtype': torch.float32},
+                  'flash_attn_func: expected out_dtype to be bfloat16 or float16, got float32'),
+    'out.dtype': ({'out': torch.zeros(2, 70, 4, 32)},
+                  'flash_attn_func: expected out.dtype to be bfloat16 or float16'),
+    'out and out_dtype': (
+        {'out': torch.zeros(2, 70, 4, 32).half(), 'out_dtype': torch.bfloat16},
+        'flash_attn_func: expected out.dtype to be bfloat16 or float16, and that of out_dtype, '
+        'got float16'),
+    'out.shape': ({'out': torch.zeros(2, 71, 4, 32).bfloat16()},
+                  'fwd_out: expected out to have the shape (2, 70, 4, 32)'),
+    'q_descale': ({'q_descale': torch.ones(2, 4)},
+                  'fwd: expected q_descale to have the shape (2, 2), or (2, 4, 2) for blocks of 64 '
+                  'rows, got (2, 4)'),
+    'k_descale': ({'k_descale': torch.ones(())},
+                  'fwd: expected k_descale to have the shape (2, 2), or (2, 2, 4) for blocks of 32 '
+                  'rows, got ()'),
+    'v_descale': ({'v_descale': torch.ones(2, 2).double()},
+                  'fwd: expected v_descale.dtype to be float32, got float64'),
+    'heads': ({'q': torch.zeros(2, 70, 3, 32).to(E4M3)}, 'fwd: expected the heads of q to be a'),
+    'qv': ({'qv': torch.ones(())}, 'flash_attn_func: expected qv to be None, got a tensor'),
+    'gradient': ({'s_aux': torch.ones(4, requires_grad=True)},
+                 'flash_attn_func: expected no gradient of float8_e4m3fn attention, got '
+                 'requires_grad=True of s_aux; hint: flash_attn_fp8_func has gradients'),
+}
+
+
+@pytest.mark.parametrize('changes, text', BAD.values(), ids=BAD)
+def test_errors(changes, text):
+    with pytest.raises(RuntimeError) as raised:
+        flash_attn_func(**e4m3() | changes)
+    assert str(raised.value).startswith(f'flash_attn3.{text}')
+
+
+def test_scales_on_another_device():
+    scales = Scales(v=torch.ones(2, 2, device='meta'))
+    with pytest.raises(RuntimeError, match='^flash_attn3.fwd: expected v_descale on the device of '
+                                           'q, cpu, got meta$'):
+        fp8.check((*e4m3().values(), None), fp8.Fp8(scales), General(), 0)
+
+
+def test_no_gradient_of_e4m3():
+    q, k, v = e4m3().values()
+    with pytest.raises(RuntimeError, match='expected no gradient .* of q; hint: '):
+        flash_attn_func(q.requires_grad_(), k, v)
+    qkv = torch.zeros(1, 5, 3, 2, 16).to(E4M3).requires_grad_()
+    with pytest.raises(RuntimeError, match='expected no gradient .* of q, k, v; hint: '):
+        flash_attn_qkvpacked_func(qkv)
+    with torch.no_grad():
+        assert (flash_attn_qkvpacked_func(qkv) == 0).all()
+
+
+@pytest.mark.parametrize('dtype', [E4M3, torch.float32, torch.float64], ids=str)
+def test_what_is_quantised_is_of_16_bits(dtype):
+    inputs = (x.to(dtype) for x in tensors((2, 70), (2, 101)))
+    with pytest.raises(RuntimeError, match='^flash_attn3.fwd: expected q.dtype to be float16 or '
+                                           'bfloat16, got '):
+        flash_attn_fp8_func(*inputs)
+
+
+def test_no_kernels_yet():
+    """On CUDA tensors, whether or not there is a GPU."""
+    with FakeTensorMode():
+        x = torch.empty(1, 5, 2, 64, dtype=torch.bfloat16, device='cuda')
+        x8 = torch.empty(1, 5, 2, 64, dtype=E4M3, device='cuda')
+        calls = [lambda: quantize_fp8(x), lambda: flash_attn_fp8_func(x, x, x),
+                 lambda: flash_attn_func(x8, x8, x8),
+                 lambda: flash_attn_func(x8, x8, x8, q_descale=x8.new_ones(1, 2))]
+        for call in calls:
+            with pytest.raises(NotImplementedError, match='^flash_attn3.*; hint: FP8 is for CPU'):
+                call()
