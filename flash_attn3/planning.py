@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import _library, _plan, checks
+from flash_attn3 import _library, _plan, checks, fp8
 from flash_attn3.general import General
 
 # The arguments that make a call one of the general ops, or a hint for them, with their defaults.
@@ -55,7 +55,7 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
     features = {name: others.pop(name) for name in _FEATURES if name in others}
     op = ('flash_attn_func' if features.get('cu_seqlens_q') is None else
           'flash_attn_varlen_func')
-    reasons = checks.unsupported(op, **others)
+    reasons = _fp8_problems(op, q, out, others) + checks.unsupported(op, **others)
     needs_grad = checks.needs_grad(q, k, v, out, features.get('s_aux'))
     if needs_grad and out is not None:
         reasons.append(checks.gradient_with_out_text(op, q=q, k=k, v=v, out=out,
@@ -80,6 +80,16 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
         reasons += [checks.error('can_use', f'the kernel {facts["name"]}', 'a build without it')
                     for facts in plans if not _is_built(facts)]
     return not reasons, reasons
+
+
+def _fp8_problems(op: str, q: Tensor, out: Tensor | None, others: dict) -> list[str]:
+    """What is wrong with the arguments of FP8 alone, which it takes out of others."""
+    own = others.pop('out_dtype', None), others.pop('fp8_accum', 'fast')
+    try:
+        fp8.fp8_of(op, q, (None, None, None), out, *own)
+    except RuntimeError as problem:
+        return [str(problem)]
+    return []
 
 
 def _problem_text(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], softmax_scale: float,

@@ -124,7 +124,8 @@ def scale_of(amax: Tensor) -> Tensor:
 def cast(x: Tensor, scale: Tensor) -> Tensor:
     """float32 x and scales that broadcast with it, to e4m3."""
     scaled = (x * (1.0 / scale)).clamp(-LARGEST, LARGEST)
-    return scaled.where(x.isfinite(), torch.nan).to(E4M3).contiguous()
+    values = torch.empty(x.shape, dtype=E4M3, device=x.device)
+    return values.copy_(scaled.where(x.isfinite(), torch.nan))
 
 
 def _magnitudes(x: Tensor) -> Tensor:
@@ -147,7 +148,9 @@ def _row_scales(x: Tensor, block: int, group: int) -> tuple[Tensor, Tensor]:
     count = blocks_of(rows, block)
     padded = torch.nn.functional.pad(largest, (0, 0, 0, count * block - rows))
     scale = scale_of(padded.unflatten(1, (count, block)).amax(2))       # (b, blocks, h)
-    return scale.mT.contiguous(), scale.repeat_interleave(block, 1)[:, :rows]
+    # Unlike contiguous(), a clone has the usual strides where a size is 1, as the fakes do.
+    by_head = scale.mT.clone(memory_format=torch.contiguous_format)
+    return by_head, scale.repeat_interleave(block, 1)[:, :rows]
 
 
 def quantize(x: Tensor, rotation: Rotation | None, block: int, group: int,

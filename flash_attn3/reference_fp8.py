@@ -97,11 +97,13 @@ def emulate(inputs: Inputs, scales: Scales, score: Score, lengths: Lengths | Non
 
 def _emulate(inputs: Inputs, v_scales: Tensor, score: Score) -> Tensor:
     """`emulate` of q and k with their scales, v without those of its rows, (batch, sk, h_k)."""
-    q, k, v, _ = inputs
+    q, k, v, s_aux = inputs
     if k.size(1) == 0:
         return q.new_zeros(*q.shape[:3], v.size(3))
-    lse = reference.attend(inputs, score).lse.unflatten(1, (k.size(2), -1)).unsqueeze(-1)
     s, _ = score.logits(q, k)                                       # (b, h_k, group, sq, sk)
+    lse = s.logsumexp(-1, keepdim=True)
+    if s_aux is not None:
+        lse = torch.logaddexp(lse, s_aux.unflatten(0, s.shape[1:3])[..., None, None])
     t = s + v_scales.log().transpose(1, 2)[:, :, None, None]
     m = t.amax(-1, keepdim=True)
     m = m.masked_fill(m == -math.inf, 0)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from benchmarks.fp8_accuracy import BLOCKS, outliers
 from flash_attn3 import (flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
                          flash_attn_varlen_fp8_func, flash_attn_varlen_func, fp8, quantize_fp8,
                          reference_fp8)
@@ -15,7 +16,7 @@ from flash_attn3.reference_fp8 import Scales
 
 from tests import compare
 from tests.cpu.test_reference_packed import ints, starts
-from tests.fp8_data import E4M3, GRANULARITIES, check_fp8, descales, outliers, quantize_all
+from tests.fp8_data import E4M3, check_fp8, descales, quantize_all
 
 OPTIONS = {
     'full': {}, 'causal': {'causal': True}, 'window': {'window_size': (9, 3)},
@@ -24,7 +25,7 @@ OPTIONS = {
     'all': {'causal': True, 'window_size': (50, -1), 'attention_chunk': 64, 'softcap': 5.0,
             's_aux': True, 'softmax_scale': 0.2}}
 EVERY_OPTION = pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
-EVERY_GRANULARITY = pytest.mark.parametrize('granularity', GRANULARITIES)
+EVERY_GRANULARITY = pytest.mark.parametrize('granularity', BLOCKS)
 LENGTHS = ([70, 0, 33, 5, 129], [100, 40, 33, 0, 64])
 USED = ([66, 0, 33, 2, 100], [100, 17, 1, 0, 64])
 BOTH = {'return_attn_probs': True, 'return_max_logits': True}
@@ -247,7 +248,7 @@ def test_emulation_with_scales_of_v_far_apart():
     assert ((got - ref.out).abs() <= 2.0 ** -4 * weighted.out + 1e-3).all()
 
 
-# ------------------------------------------------------------------------------ in one call, and back
+# ---------------------------------------------------------------------------- in one call, and back
 @EVERY_OPTION
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('block_scales', [False, True])
