@@ -180,7 +180,7 @@ def _lists_problems(sequences: quantize.Sequences, x: Tensor) -> list[tuple[str,
                  f'{batch + 1} and {"none" if seqused is None else seqused.numel()}')]
     used = [] if seqused is None else seqused.tolist()
     problem = checks.sequences_problem('x', cu_seqlens.tolist(), used, x.size(0))
-    return [] if problem is None else [problem]
+    return [] if problem is None else [tuple(part.replace('_x[', '[') for part in problem)]
 
 
 # ---------------------------------------------------------------------------- CPU implementations

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flash_attn3 import _library, _plan, checks, fp8
 from flash_attn3.general import General
+from flash_attn3.quantize import E4M3
 
 # The arguments that make a call one of the general ops, or a hint for them, with their defaults.
 _FEATURES = {'cu_seqlens_q': None, 'cu_seqlens_k': None, 'seqused_q': None, 'seqused_k': None,
@@ -84,6 +85,9 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
 
 def _fp8_problems(op: str, q: Tensor, out: Tensor | None, others: dict) -> list[str]:
     """What is wrong with the arguments of FP8 alone, which it takes out of others."""
+    if q.dtype == E4M3:
+        for name in ('q_descale', 'k_descale', 'v_descale'):
+            others.pop(name, None)
     own = others.pop('out_dtype', None), others.pop('fp8_accum', 'fast')
     try:
         fp8.fp8_of(op, q, (None, None, None), out, *own)

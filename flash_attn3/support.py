@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 # Backward: the gradients, with the forward that they need. Packed: flash_attn_varlen_func.
 COLUMNS = ('forward dense', 'forward packed', 'backward dense', 'backward packed')
 
@@ -74,6 +76,10 @@ FEATURES = (
     Feature('float32', dtype='float32',
             errors=_everywhere(f'{_FWD}q.dtype to be float16 or bfloat16, got float32')),
     Feature('FP8', dtype='float8_e4m3fn',
+            errors=_everywhere(f'{_FWD}q.dtype to be float16 or bfloat16, got float8_e4m3fn')),
+    Feature('FP8 with `q_descale`, `k_descale`, `v_descale`, `out_dtype`', dtype='float8_e4m3fn',
+            tensors=('q_descale', 'k_descale', 'v_descale'),
+            options={'out_dtype': torch.float16, 'fp8_accum': 'promote'},
             errors=_everywhere(f'{_FWD}q.dtype to be float16 or bfloat16, got float8_e4m3fn')),
     Feature('`causal`', options={'causal': True}),
     Feature('seqlen_q > seqlen_k', options={'causal': True}, lengths_q=(90, 7, 65),

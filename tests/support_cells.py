@@ -110,8 +110,8 @@ def arguments_of(cell: Cell, device: torch.device) -> dict:
         x.requires_grad_(cell.has_gradients)
     if 'out' in feature.tensors:
         arguments['out'] = torch.full_like(arguments['q'], torch.nan, requires_grad=False)
-    given = {name: torch.ones((), device=device) for name in ('qv', 'q_descale')
-             if name in feature.tensors}
+    given = {name: torch.ones((), device=device) for name in feature.tensors
+             if name == 'qv' or name.endswith('_descale')}
     lists = _lists(feature, device) if cell.is_packed else {}
     return arguments | given | lists | dict(feature.options)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from benchmarks.fp8_accuracy import BLOCKS, outliers
-from flash_attn3 import (flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
+from flash_attn3 import (can_use, flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
                          flash_attn_varlen_fp8_func, flash_attn_varlen_func, fp8, quantize_fp8,
                          reference_fp8)
 from flash_attn3.general import General
@@ -248,6 +248,22 @@ def test_emulation_with_scales_of_v_far_apart():
     assert ((got - ref.out).abs() <= 2.0 ** -4 * weighted.out + 1e-3).all()
 
 
+def test_the_bar_finds_what_is_wrong():
+    """A block without its scale, a tile that is left out, P that is cut off at 448 / 2^8."""
+    values, scales = quantize_all(*tensors((1, 128), (1, 256)), 'block', True)
+    inputs, score = Inputs(*values), score_of({}, 32)
+    right = reference_fp8.emulate(inputs, scales, score).bfloat16()
+    check_fp8(right, inputs, scales, score)
+    without_scale = scales.v.clone()
+    without_scale[..., 3] = 1
+    cut = inputs._replace(k=values[1][:, :224], v=values[2][:, :224])
+    wrong = [reference_fp8.emulate(inputs, scales._replace(v=without_scale), score),
+             reference_fp8.emulate(cut, scales, score), right * 0.9]
+    for out in wrong:
+        with pytest.raises(AssertionError, match='^out: m(ax|ean) error .* x .*emulation'):
+            check_fp8(out.bfloat16(), inputs, scales, score)
+
+
 # ---------------------------------------------------------------------------- in one call, and back
 @EVERY_OPTION
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
@@ -375,6 +391,19 @@ def test_what_is_quantised_is_of_16_bits(dtype):
     with pytest.raises(RuntimeError, match='^flash_attn3.fwd: expected q.dtype to be float16 or '
                                            'bfloat16, got '):
         flash_attn_fp8_func(*inputs)
+
+
+def test_can_use():
+    """The dtype is all that is wrong with e4m3; of other tensors, each argument of FP8."""
+    options = {'out_dtype': torch.float16, 'fp8_accum': 'promote', 'k_descale': torch.ones(2, 2)}
+    is_fine, reasons = can_use(*e4m3().values(), **options)
+    assert not is_fine and [reason.split(', got')[0] for reason in reasons] == [
+        'flash_attn3.fwd: expected q.dtype to be float16 or bfloat16',
+        'flash_attn3.can_use: expected q on a CUDA device']
+    _, reasons = can_use(*(x.bfloat16() for x in e4m3().values()), **options)
+    assert [reason.split(' to be')[0] for reason in reasons[:2]] == [
+        'flash_attn3.flash_attn_func: expected out_dtype',
+        'flash_attn3.flash_attn_func: expected k_descale']
 
 
 def test_no_kernels_yet():

@@ -280,8 +280,8 @@ def test_the_result_is_not_differentiable():
     ({'seed': -1, 'rotate': True}, 'seed to be from 0 to 2**32 - 1, got -1'),
     ({'seed': 1 << 32, 'rotate': True}, 'seed to be from 0 to 2**32 - 1, got 4294967296'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': torch.tensor([0, 5])}, 'cu_seqlens of one dimens'),
-    ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([6])}, 'cu_seqlens_x[1], the end of seq'),
-    ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6])}, 'seqused_x[0]'),
+    ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([6])}, 'cu_seqlens[1], the end of seq'),
+    ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6])}, 'seqused[0]'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6, 7])},
      'cu_seqlens of batch + 1 numbers and seqused of batch, got 2 and 2'),
 ], ids=str)
