@@ -12,8 +12,9 @@ float32 in the order that is written here, never contracted to a fused multiply-
       of a pair become their sum and their difference.
    c. Each piece is multiplied by the float32 next to width ** -0.5.
 3. The largest absolute value of a block, among those that are finite: 0 if none is.
-4. scale = max(largest, 2^-100) / 448. The floor is for blocks of zeros: with it, 1 / scale is
-   finite, and they never count as large beside other blocks.
+4. scale = max(largest, 2^-64) / 448, a division. The floor is for blocks of zeros: with it, 1 /
+   scale is finite, they never count as large beside other blocks, and sums that are taken relative
+   to a scale (reference_fp8.py) stay below 2^128.
 5. inverse = 1 / scale, and each value times inverse, then to [-448, 448] (a product may be an ulp
    above).
 6. To e4m3: nearest, ties to even, with subnormals. Infinities have no place in e4m3 and become NaN
@@ -33,7 +34,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-SMALLEST_AMAX = 2.0 ** -100
+SMALLEST_AMAX = 2.0 ** -64
 Q_BLOCK, KV_BLOCK = 64, 32    # rows of a block of q, and of k and v, as attention takes them
 PER_HEAD, PER_TENSOR = 0, -1    # in place of rows: a scale per (sequence, KV head), or only one
 
@@ -110,15 +111,16 @@ def first_blocks(cu_seqlens: Tensor, block: int) -> Tensor:
     """(batch + 1,) Where each sequence's blocks begin among those of a packed tensor.
 
     A kernel finds the scale of (sequence, row) without the lengths of the others, and the host the
-    number of scales without reading cu_seqlens: total // block + batch. Ranges never overlap; one
-    that nobody uses holds 1.
+    number of scales without reading cu_seqlens: total // block + batch. Ranges never overlap; what
+    is between them holds 1, and attention never reads it.
     """
     numbers = torch.arange(cu_seqlens.numel(), device=cu_seqlens.device)
     return cu_seqlens // block + numbers
 
 
 def scale_of(amax: Tensor) -> Tensor:
-    return amax.clamp_min(SMALLEST_AMAX) / LARGEST
+    # Divided by a tensor: by a number, PyTorch would multiply by its inverse on a GPU.
+    return amax.clamp_min(SMALLEST_AMAX) / amax.new_tensor(LARGEST)
 
 
 def cast(x: Tensor, scale: Tensor) -> Tensor:

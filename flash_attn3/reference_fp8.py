@@ -12,7 +12,7 @@ and v_s of a key:
 - p8 = e4m3(2^8 exp(t - m)). 2^8, of at most 448, puts probabilities down to 2^-17 of the largest
   into e4m3's range. A kernel that leaves m behind by up to x exponents gives up to 2^(8 + x).
 - The denominator is sum exp(s - m), of what was not rounded and without the scales of v, and the
-  sink: lse = m + log of it.
+  sink: lse = m + log of it. No s - m is above -log(v_s), as m >= t: nothing overflows.
 - out = (sum p8 v8) / (2^8 sum exp(s - m)) in float32, rounded once to the output's dtype.
 """
 from __future__ import annotations

@@ -3,6 +3,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -101,6 +103,23 @@ def test_packed(granularity, options):
                                                  'seqused_k')))
     check_results(results, Inputs(*values, options.get('s_aux')), scales, score_of(options, 32),
                   lengths)
+
+
+def test_scales_of_no_block_are_not_read():
+    inputs, lists, pairs = packed()
+    values, scales = quantize_all(*inputs, 'block', True, lists=pairs)
+    poisoned = Scales(*(torch.full_like(x, torch.nan) for x in scales))
+    for x, poison, lengths, block in zip(scales, poisoned, (LENGTHS[0], *[LENGTHS[1]] * 2),
+                                         (64, 32, 32)):
+        first = 0
+        for b, length in enumerate(lengths):
+            place = first // block + b
+            own = slice(place, place - (-length // block))
+            poison[..., own], first = x[..., own], first + length
+    assert poisoned.k.isnan().any()
+    results = [flash_attn_varlen_func(*values, **lists, **descales(x), **BOTH)
+               for x in (scales, poisoned)]
+    assert all(torch.equal(*pair) for pair in zip(*results))
 
 
 @EVERY_GRANULARITY
@@ -262,6 +281,28 @@ def test_the_bar_finds_what_is_wrong():
     for out in wrong:
         with pytest.raises(AssertionError, match='^out: m(ax|ean) error .* x .*emulation'):
             check_fp8(out.bfloat16(), inputs, scales, score)
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes=st.tuples(st.integers(1, 80), st.integers(1, 140)), group=st.integers(1, 3),
+       causal=st.booleans(), window=st.tuples(st.integers(-1, 60), st.integers(-1, 60)),
+       softcap=st.sampled_from([0.0, 2.0]), granularity=st.sampled_from(list(BLOCKS)),
+       exponents=st.tuples(*[st.integers(-30, 4)] * 3))
+def test_emulation_is_within_the_rounding_of_p(sizes, group, causal, window, softcap, granularity,
+                                               exponents):
+    """Of any shape, mask, and magnitude of q, k and v. Subnormal P is lost by 2^-18 of the largest
+    contribution p v_s of a row; no value is above 448 v_s."""
+    q, k, v = tensors((1, sizes[0]), (1, sizes[1]), (group, 1))
+    q, k, v = (x.float() * 2.0 ** e for x, e in zip((q, k, v), exponents))
+    values, scales = quantize_all(q, k, v, granularity, True)
+    options = {'causal': causal, 'window_size': window, 'softcap': softcap}
+    inputs, score = Inputs(*values), score_of(options, 32)
+    got = reference_fp8.emulate(inputs, scales, score)
+    ref = reference_fp8.attend(inputs, scales, score).out
+    weighted = reference_fp8.attend(inputs._replace(v=values[2].double().abs()), scales, score).out
+    largest = 448 * scales.v.max() * sizes[1]
+    limit = 2.0 ** -4 * weighted + 2.0 ** -18 * largest + 1e-4 * weighted
+    assert got.isfinite().all() and ((got - ref).abs() <= limit).all()
 
 
 # ---------------------------------------------------------------------------- in one call, and back

@@ -1,6 +1,7 @@
 """quantize_fp8 on the CPU: signs, butterflies, blocks, scales, casts, and its errors."""
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -125,18 +126,18 @@ def test_butterflies_in_order():
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(0, 200), block=st.sampled_from([32, 64, 96]), seed=st.integers(0, 99))
 def test_block_scales(rows, block, seed):
-    """One at a time, by numbers of Python."""
+    """One at a time, by NumPy."""
     x = torch.randn(2, rows, 3, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
     values, scale = quantize_fp8(x, block=block)
     assert values.shape == x.shape and values.is_contiguous()
     assert scale.shape == (2, 3, -(-rows // block)) and scale.is_contiguous()
     for b in range(scale.size(2)):
-        part = x[:, b * block:(b + 1) * block].float()
-        expected = part.abs().amax((1, 3)) / 448
-        assert torch.equal(scale[:, :, b], expected)
-        inverse = (1 / expected)[:, None, :, None]
+        part = x[:, b * block:(b + 1) * block].float().numpy()
+        expected = np.abs(part).max((1, 3)) / np.float32(448)
+        assert scale[:, :, b].tolist() == expected.tolist()
+        inverse = (np.float32(1) / expected)[:, None, :, None]
         assert bits(values[:, b * block:(b + 1) * block]) == bits(
-            (part * inverse).clamp(-448, 448).to(E4M3))
+            torch.from_numpy(part * inverse).clamp(-448, 448).to(E4M3))
 
 
 @pytest.mark.parametrize('group', [1, 2, 4])
@@ -222,7 +223,7 @@ def test_zero_blocks(block, is_rotated):
     x = torch.zeros(1, 64, 2, 16)
     values, scale = quantize_fp8(x, block=block, rotate=is_rotated)
     assert (values.float() == 0).all()
-    assert (scale == 2.0 ** -100 / 448).all() and (1 / scale).isfinite().all()
+    assert (scale == 2.0 ** -64 / 448).all() and (1 / scale).isfinite().all()
 
 
 def test_tiny_and_huge_values():
