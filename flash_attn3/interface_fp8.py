@@ -31,9 +31,9 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
     they are the same. There are no gradients. On the CPU attention computes in float32 with the
     values that x stands for. CUDA devices have no FP8 in this version.
 
-    Values larger than 448 scales never come about. Not differentiable. `flash_attn3.quantize` says
-    every rounding; q and k may be rotated, both with the same seed: q k^T stays what it is, while
-    outliers are spread over head_dim.
+    scale is the largest absolute value of a block / 448. `flash_attn3.quantize` says every
+    rounding. q and k may be rotated, both with the same seed: q k^T stays what it is, while
+    outliers are spread over head_dim. Not differentiable.
 
         q8, q_descale = quantize_fp8(q, rotate=True, block=64, group=heads_q // heads_k)
         k8, k_descale = quantize_fp8(k, rotate=True, block=32)

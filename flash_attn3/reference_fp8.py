@@ -79,7 +79,8 @@ def emulate(inputs: Inputs, scales: Scales, score: Score, lengths: Lengths | Non
             blocks: Blocks = Blocks()) -> Tensor:
     """The output, float32 before it is rounded, with the kernels' other roundings.
 
-    Where a factor of float32 stands in a product is left to PyTorch.
+    The scales of q and k are multiplied in before q k^T here, in float32, which is no rounding of
+    e4m3.
     """
     q, k, _, s_aux = dequantize(inputs, scales, lengths, torch.float32, blocks)
     v = inputs.v.float()
