@@ -1,8 +1,8 @@
 """The FP8 ops: their arguments, checks, what they do on CPU tensors, their fakes.
 
 They compute what quantize.py and `reference_fp8.attend` do, the latter in float32. Their schemas
-are in _library.py; importing this file registers the rest. There are no kernels yet: on a CUDA
-device the public functions raise NotImplementedError.
+are in _library.py; importing this file registers the rest. Only quantisation has kernels: on a CUDA
+device the public functions of attention raise NotImplementedError.
 """
 from __future__ import annotations
 
@@ -184,9 +184,13 @@ def _lists_problems(sequences: quantize.Sequences, x: Tensor) -> list[tuple[str,
 
 
 # ---------------------------------------------------------------------------- CPU implementations
-def _quantize_cpu(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None,
-                  block: int = PER_HEAD, group: int = 1,
-                  rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:
+def quantize_plainly(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None,
+                     block: int = PER_HEAD, group: int = 1,
+                     rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:
+    """The op `quantize_fp8` on any device; where the lists are on a GPU it waits for them."""
+    if cu_seqlens is None and seqused is not None:
+        raise RuntimeError(checks.error('quantize_fp8', 'seqused only with cu_seqlens',
+                                        'seqused alone'))
     sequences = None if cu_seqlens is None else quantize.Sequences(cu_seqlens, seqused)
     _check_quantize(x, sequences, block, group, rotation_seed)
     rotation = None if rotation_seed is None else quantize.Rotation(rotation_seed, group)
@@ -300,7 +304,7 @@ def _quantized_fake(q: Tensor, k: Tensor, v: Tensor,
 
 
 for _name, _on_cpu, _fake in (
-        ('quantize_fp8', _quantize_cpu, _quantize_fake), ('fwd_fp8', _fwd_cpu, _fwd_fake),
+        ('quantize_fp8', quantize_plainly, _quantize_fake), ('fwd_fp8', _fwd_cpu, _fwd_fake),
         ('fwd_fp8_out', _fwd_out_cpu, _fwd_out_fake),
         ('fwd_quantized', forward_quantized, _quantized_fake)):
     _library.LIBRARY.impl(_name, _on_cpu, 'CPU')

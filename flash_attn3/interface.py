@@ -80,8 +80,7 @@ def flash_attn_func(
             value is 0. Default: none.
         return_max_logits: also return max_logits. Default False. The kernels then rescale out at
             every new maximum, so that its last bits may differ.
-        q_descale, k_descale, v_descale, out_dtype, fp8_accum: with q, k and v of float8_e4m3fn;
-            see `quantize_fp8`.
+        q_descale, k_descale, v_descale, out_dtype, fp8_accum: for FP8, see `quantize_fp8`.
         qv, num_splits: upstream's, for their defaults only (num_splits: 0 or 1).
 
     Returns:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import checks, fp8
+from flash_attn3 import _library, checks, fp8
 from flash_attn3.autograd import QuantizedAttention
 from flash_attn3.fp8 import Quantization
 from flash_attn3.general import Execution, General
@@ -29,7 +29,8 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
     float16. fp8_accum: the tensor cores of Hopper add up with about 14 bits. 'promote' adds the
     part of every tile in float32, 'fast' (default) does not; on the CPU, which has no such sums,
     they are the same. There are no gradients. On the CPU attention computes in float32 with the
-    values that x stands for. CUDA devices have no FP8 in this version.
+    values that x stands for. CUDA devices have no FP8 attention in this version; their results
+    here are those of the CPU, bit for bit.
 
     scale is the largest absolute value of a block / 448. `flash_attn3.quantize` says every
     rounding. q and k may be rotated, both with the same seed: q k^T stays what it is, while
@@ -61,16 +62,16 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
         which row r of sequence b has number cu_seqlens[b] // block + b + r // block.
 
     Raises:
-        RuntimeError: a wrong shape, dtype or number.
-        NotImplementedError: a CUDA tensor.
+        RuntimeError: a wrong shape, dtype or number; on a Hopper GPU also a head_dim that is no
+            multiple of 8 from 8 to 256.
     """
-    fp8.reject_cuda('quantize_fp8', x)
     if isinstance(block, str) and block not in _NAMED_BLOCKS:
         raise RuntimeError(checks.error('quantize_fp8', "block to be a number, 'head' or 'tensor'",
                                         repr(block)))
     rows = _NAMED_BLOCKS.get(block, block)
-    values, scale = _quantize(x.detach(), cu_seqlens, seqused, rows, group,
-                              seed if rotate else None)
+    is_served = not x.is_cuda or _library.kernels_serve(x.device)
+    values, scale = (_quantize if is_served else fp8.quantize_plainly)(
+        x.detach(), cu_seqlens, seqused, rows, group, seed if rotate else None)
     if rows == PER_TENSOR:
         batch = x.size(0) if cu_seqlens is None else cu_seqlens.size(0) - 1
         scale = scale.expand(batch, x.size(-2) // group)

@@ -19,6 +19,7 @@
 #include "host/backward_work.h"
 #include "host/core_bindings.h"
 #include "host/layouts.h"
+#include "host/quantize_layouts.h"
 
 namespace py = pybind11;
 
@@ -364,4 +365,5 @@ PYBIND11_MODULE(_host, m) {
   fa3::host::bind_dispatch(m);
   fa3::host::bind_layouts(m);
   fa3::host::bind_backward(m);
+  fa3::host::bind_quantize(m);
 }

@@ -31,6 +31,12 @@ class BoxedStack {
     return value ? std::optional(std::bit_cast<double>(*value)) : std::nullopt;
   }
 
+  // int? rotation_seed
+  std::optional<int64_t> optional_integer() {
+    auto const value = optional();
+    return value ? std::optional(std::bit_cast<int64_t>(*value)) : std::nullopt;
+  }
+
   // bool? pack_gqa
   PackGqa pack_gqa() {
     auto const value = optional();

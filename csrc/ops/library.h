@@ -35,6 +35,9 @@ void bwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs)
 // -> (dq, dk, dv, dsinks)
 void bwd_general_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
+// quantize_fp8(x, cu_seqlens, seqused, block, group, rotation_seed) -> (values, scales)
+void quantize_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+
 // Empty when the driver that is installed can run this library, and where there is none; else what
 // is wrong with it. Does not initialise CUDA.
 std::string current_driver_problem();

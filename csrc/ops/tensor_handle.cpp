@@ -56,6 +56,8 @@ int32_t dtype_code(Dtype dtype) {
       return aoti_torch_dtype_float16();
     case Dtype::kBFloat16:
       return aoti_torch_dtype_bfloat16();
+    case Dtype::kFloat8E4M3:
+      return aoti_torch_dtype_float8_e4m3fn();
     default:
       return aoti_torch_dtype_float32();
   }

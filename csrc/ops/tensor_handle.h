@@ -26,8 +26,8 @@ void require(AOTITorchError error, char const* what);
 // Shape, strides, place and address, without copying or synchronising.
 TensorMeta describe(OwnedTensor const& tensor);
 
-// A new contiguous CUDA tensor (float16, bfloat16 or float32); throws with the number of bytes when
-// memory runs out. `op` is named then: what the user called.
+// A new contiguous CUDA tensor (float16, bfloat16, float8_e4m3fn or float32); throws with the
+// number of bytes when memory runs out. `op` is named then: what the user called.
 OwnedTensor allocate(char const* op, int64_t const* sizes, int rank, Dtype dtype, int device);
 
 // A contiguous copy of a CUDA tensor.

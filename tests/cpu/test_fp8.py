@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from benchmarks.fp8_accuracy import BLOCKS, outliers
 from flash_attn3 import (can_use, flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
-                         flash_attn_varlen_fp8_func, flash_attn_varlen_func, fp8, quantize_fp8,
+                         flash_attn_varlen_fp8_func, flash_attn_varlen_func, fp8,
                          reference_fp8)
 from flash_attn3.general import General
 from flash_attn3.reference import Inputs, Lengths, Mask, Score
@@ -447,13 +447,12 @@ def test_can_use():
         'flash_attn3.flash_attn_func: expected k_descale']
 
 
-def test_no_kernels_yet():
+def test_attention_has_no_kernels_yet():
     """On CUDA tensors, whether or not there is a GPU."""
     with FakeTensorMode():
         x = torch.empty(1, 5, 2, 64, dtype=torch.bfloat16, device='cuda')
         x8 = torch.empty(1, 5, 2, 64, dtype=E4M3, device='cuda')
-        calls = [lambda: quantize_fp8(x), lambda: flash_attn_fp8_func(x, x, x),
-                 lambda: flash_attn_func(x8, x8, x8),
+        calls = [lambda: flash_attn_fp8_func(x, x, x), lambda: flash_attn_func(x8, x8, x8),
                  lambda: flash_attn_func(x8, x8, x8, q_descale=x8.new_ones(1, 2))]
         for call in calls:
             with pytest.raises(NotImplementedError, match='^flash_attn3.*; hint: FP8 is for CPU'):

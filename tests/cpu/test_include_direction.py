@@ -16,8 +16,10 @@ MAY_INCLUDE = {
     'forward': {'forward', 'device', 'config', 'core'},
     'backward': {'backward', 'device', 'config', 'core'},
     'schedule': {'schedule', 'device', 'config', 'core'},
+    'quantize': {'quantize', 'device', 'config', 'core'},
     'dispatch': {'dispatch', 'config', 'core'},
-    'ops': {'ops', 'dispatch', 'schedule', 'config', 'core'},    # of schedule the host's side
+    # Of schedule and quantize the host's side.
+    'ops': {'ops', 'dispatch', 'schedule', 'quantize', 'config', 'core'},
     # The tests' module shows the layouts that the kernels use; it is not part of the package.
     'host': {'host', 'dispatch', 'schedule', 'forward', 'backward', 'device', 'config', 'core'},
 }

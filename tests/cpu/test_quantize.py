@@ -268,7 +268,7 @@ def test_the_result_is_not_differentiable():
     assert not values.requires_grad and not scale.requires_grad
 
 
-@pytest.mark.parametrize('changes, text', [
+ERRORS = [
     ({'x': torch.zeros(3, 4, 16)}, 'x of the shape (batch, seqlen, heads, head_dim), got'),
     ({'cu_seqlens': starts([5])}, 'x of the shape (total, heads, head_dim), got (1, 5, 4, 16)'),
     ({'x': torch.zeros(1, 5, 4, 16, dtype=torch.float64)}, 'x.dtype to be bfloat16, float16 or'),
@@ -285,7 +285,11 @@ def test_the_result_is_not_differentiable():
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6])}, 'seqused[0]'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6, 7])},
      'cu_seqlens of batch + 1 numbers and seqused of batch, got 2 and 2'),
-], ids=str)
+    ({'seqused': ints([6])}, 'seqused only with cu_seqlens, got seqused alone'),
+]
+
+
+@pytest.mark.parametrize('changes, text', ERRORS, ids=str)
 def test_errors(changes, text):
     with pytest.raises(RuntimeError) as raised:
         quantize_fp8(**{'x': torch.zeros(1, 5, 4, 16)} | changes)

@@ -1,0 +1,77 @@
+// Bindings of core/quantize_tiles.h for the tests' module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "core/quantize_tiles.h"
+
+namespace fa3::host {
+
+// What a CTA works out of a tile: its entry, first row, rows that count and all rows; for each head
+// the place of its scale, and whether it writes that. No places where no row counts.
+struct QuantizedTile {
+  std::tuple<int, int, int, int> rows;
+  std::vector<std::tuple<int64_t, bool>> scales;
+};
+
+inline QuantizedTile quantized_tile(QuantizeShape const& shape, int const* cu,
+                                    QuantizeTile const& tile) {
+  QuantizedTile result{{tile.entry, tile.begin, tile.used, tile.written}, {}};
+  for (int head = 0; head < shape.heads; ++head) {
+    bool const writes = writes_scale(shape, tile, head);
+    bool const has_place = tile.used > 0 || writes;
+    result.scales.emplace_back(has_place ? scale_place(shape, cu, tile, head) : -1, writes);
+  }
+  return result;
+}
+
+// sizes: (batch, rows, heads, group, block, tile). Lists: of packed tensors.
+inline std::vector<QuantizedTile> quantized_tiles(std::tuple<int, int, int, int, int, int> sizes,
+                                                  std::optional<std::vector<int>> cu_seqlens,
+                                                  std::optional<std::vector<int>> seqused) {
+  QuantizeShape shape;
+  int tile_rows = 0;
+  std::tie(shape.batch, shape.rows, shape.heads, shape.group, shape.block, tile_rows) = sizes;
+  shape.is_packed = cu_seqlens.has_value();
+  shape.set_tile(tile_rows);
+  int const* const cu = cu_seqlens ? cu_seqlens->data() : nullptr;
+  int const* const used = seqused ? seqused->data() : nullptr;
+  std::vector<QuantizedTile> tiles;
+  for (int number = 0; number < int(shape.tiles()); ++number) {
+    int entry = -1;
+    while (shape.is_packed && entry < shape.batch && first_tile(shape, cu, entry + 1) <= number) {
+      ++entry;
+    }
+    tiles.push_back(quantized_tile(
+        shape, cu,
+        shape.is_packed ? packed_tile(shape, cu, used, number, entry) : dense_tile(shape, number)));
+  }
+  return tiles;
+}
+
+inline void bind_quantize(pybind11::module_& m) {
+  pybind11::class_<QuantizedTile>(m, "QuantizedTile")
+      .def_readonly("rows", &QuantizedTile::rows)
+      .def_readonly("scales", &QuantizedTile::scales);
+  m.def("quantized_tiles", &quantized_tiles);
+  m.def("lanes_of_row", &lanes_of_row);
+  m.def("hadamard_norm", &hadamard_norm);
+  m.def("sign_bits", [](uint32_t seed, int kv_head, int column) {
+    return sign_bits(mix(seed), kv_head, column);
+  });
+  // (first column, second column or -1, width of the piece); None: no columns.
+  m.def("lane_columns", [](int lane, int head_dim) -> std::optional<std::tuple<int, int, int>> {
+    LaneColumns const columns = lane_columns(lane, head_dim);
+    return columns.has_first()
+               ? std::optional(std::tuple(
+                     columns.first, columns.has_second() ? columns.second() : -1, columns.width))
+               : std::nullopt;
+  });
+}
+
+}  // namespace fa3::host

@@ -1,0 +1,175 @@
+"""What the kernels of quantize_fp8 work out: columns of lanes, signs, tiles of rows, scales. By
+brute force, and against flash_attn3/quantize.py."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flash_attn3 import quantize
+from flash_attn3.quantize import PER_HEAD, PER_TENSOR
+
+from tests import _host
+from tests.cpu.test_reference_packed import starts
+
+CHUNK = 8
+LENGTHS = st.lists(st.integers(0, 200), min_size=0, max_size=6)
+INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
+
+
+@pytest.mark.parametrize('head_dim', range(CHUNK, 257, CHUNK))
+def test_lanes_have_every_column_once(head_dim):
+    """And the columns that they exchange are those of butterflies."""
+    lanes = _host.lanes_of_row(head_dim)
+    assert lanes & (lanes - 1) == 0 and lanes <= 16
+    columns = [_host.lane_columns(lane, head_dim) for lane in range(lanes)]
+    firsts = [first for one in columns if one for first in one[:2] if first >= 0]
+    assert sorted(firsts) == list(range(0, head_dim, CHUNK))
+    piece_of = {column: (start, width) for start, width in pieces(head_dim)
+                for column in range(start, start + width)}
+    for lane, one in enumerate(columns):
+        if one is None:
+            continue
+        first, second, width = one
+        start, wanted = piece_of[first]
+        assert width == wanted and second == (first + width // 2 if width > CHUNK else -1)
+        distance = 1
+        while 2 * CHUNK * distance < width:
+            other = columns[lane ^ distance]
+            assert other[2] == width
+            sign = -1 if lane & distance else 1
+            assert other[0] - first == other[1] - second == sign * CHUNK * distance
+            assert bool((first - start) & CHUNK * distance) == (sign < 0)
+            distance *= 2
+
+
+def pieces(head_dim: int) -> list[tuple[int, int]]:
+    found, start = [], 0
+    for width in quantize.pieces(head_dim):
+        found.append((start, width))
+        start += width
+    return found
+
+
+def test_norms():
+    for bit in range(9):
+        assert _host.hadamard_norm(1 << bit) == torch.tensor((1 << bit) ** -0.5).item()
+
+
+@pytest.mark.parametrize('seed', [0, 1, 77, (1 << 32) - 1])
+def test_signs(seed):
+    expected = quantize.signs(seed, 5, 256)
+    for head in range(5):
+        for column in range(0, 256, CHUNK):
+            bits = _host.sign_bits(seed, head, column)
+            got = [1 - 2 * (bits >> i & 1) for i in range(CHUNK)]
+            assert bits < 256 and got == expected[head, column:column + CHUNK].tolist()
+
+
+def scale_of_rows(block: int, group: int, rows: range, entry: int, head: int,
+                  first_block: int, shape: tuple[int, ...]) -> int:
+    """The place of the scale of rows of an entry, in a tensor of scales."""
+    if block == PER_TENSOR:
+        return 0
+    if block == PER_HEAD:
+        return entry * shape[1] + head // group
+    assert rows[0] // block == rows[-1] // block
+    at = (entry if len(shape) == 3 and shape[0] > 1 else 0, head, first_block + rows[0] // block)
+    return (at[0] * shape[1] + at[1]) * shape[2] + at[2]
+
+
+def check_tiles(tiles, entries, rows: int, heads: int, group: int, block: int,
+                shape: tuple[int, ...]) -> None:
+    """entries: (first row, used rows, all rows, number of the first block) of each; of a dense
+    tensor the rows of one behind the other."""
+    counts = [[0, 0] for _ in range(rows)]
+    writers: dict[int, int] = {}
+    for tile in tiles:
+        entry, begin, used, written = tile.rows
+        assert 0 <= used <= written and 0 <= begin and begin + written <= rows
+        for row in range(begin, begin + written):
+            counts[row][row < begin + used] += 1
+        for head, (place, writes) in enumerate(tile.scales):
+            if used:
+                first, _, _, first_block = entries[entry]
+                assert place == scale_of_rows(block, group, range(begin - first,
+                                                                  begin - first + used),
+                                              entry, head, first_block, shape)
+            if writes:
+                writers[place] = writers.get(place, 0) + 1
+    expected = [[1, 0] for _ in range(rows)]
+    for first, used, _, _ in entries:
+        expected[first:first + used] = [[0, 1]] * used
+    assert counts == expected
+    assert set(writers.values()) <= {1}
+    if block in (PER_HEAD, PER_TENSOR):
+        assert len(writers) == (1 if block == PER_TENSOR else len(entries) * heads // group)
+    else:
+        assert len(writers) == heads * sum(-(-used // block) for _, used, _, _ in entries)
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths=LENGTHS, behind=st.integers(0, 150), data=st.data(),
+       block_tile=st.sampled_from([(32, 32), (64, 64), (64, 32), (96, 32), (PER_HEAD, 32),
+                                   (PER_TENSOR, 32)]))
+def test_packed_tiles_have_every_row_once(lengths, behind, block_tile, data):
+    block, tile = block_tile
+    used = [data.draw(st.integers(0, length)) for length in lengths]
+    cu = starts(lengths).tolist()
+    rows, heads, group = cu[-1] + behind, 4, 2
+    shape = ((1, heads, rows // block + len(lengths)) if block > 0
+             else (len(lengths), heads // group))
+    firsts = [0] * (len(lengths) + 1) if block <= 0 else quantize.first_blocks(
+        torch.tensor(cu), block).tolist()
+    entries = list(zip(cu, used, lengths, firsts))
+    tiles = _host.quantized_tiles((len(lengths), rows, heads, group, block, tile), cu, used)
+    check_tiles(tiles, entries, rows, heads, group, block, shape)
+    if block == tile:
+        check_numbers_are_places(tiles, shape[2])
+
+
+def check_numbers_are_places(tiles, places: int) -> None:
+    """Tile n of a block each has scale n - 1; all places have a tile."""
+    assert len(tiles) == places + 2
+    for number, tile in enumerate(tiles):
+        if tile.rows[2]:
+            assert [place for place, _ in tile.scales] == [
+                head * places + number - 1 for head in range(len(tile.scales))]
+
+
+@settings(max_examples=40, deadline=None)
+@given(batch=st.integers(1, 4), rows=st.integers(1, 300),
+       block_tile=st.sampled_from([(32, 32), (64, 64), (64, 32), (PER_HEAD, 32), (PER_TENSOR, 32)]))
+def test_dense_tiles_have_every_row_once(batch, rows, block_tile):
+    block, tile = block_tile
+    heads, group = 6, 3
+    tiles = _host.quantized_tiles((batch, rows, heads, group, block, tile), None, None)
+    shape = (batch, heads, -(-rows // block)) if block > 0 else (batch, heads // group)
+    for entry in range(batch):
+        own = [one for one in tiles if one.rows[0] == entry]
+        assert sum(one.rows[3] for one in own) == rows
+        assert [one.rows[1] for one in own] == list(range(0, rows, tile))
+        for one in own:
+            assert one.rows[2] == one.rows[3]
+            for head, (place, _) in enumerate(one.scales):
+                assert place == scale_of_rows(block, group,
+                                              range(one.rows[1], one.rows[1] + one.rows[2]),
+                                              entry, head, 0, shape)
+    writers = [place for one in tiles for place, writes in one.scales if writes]
+    expected = 1 if block == PER_TENSOR else torch.Size(shape).numel()
+    assert sorted(writers) == list(range(expected))
+
+
+@settings(max_examples=100, deadline=None)
+@given(cu=st.lists(st.one_of(INT32, st.integers(-9, 300)), min_size=1, max_size=8),
+       rows=st.integers(1, 200), data=st.data(),
+       block_tile=st.sampled_from([(32, 32), (64, 32), (PER_HEAD, 32), (PER_TENSOR, 32)]))
+def test_nonsense_stays_inside(cu, rows, block_tile, data):
+    block, tile = block_tile
+    batch, heads, group = len(cu) - 1, 4, 2
+    used = data.draw(st.lists(INT32, min_size=batch, max_size=batch))
+    places = (heads * (rows // block + batch) if block > 0
+              else 1 if block == PER_TENSOR else batch * heads // group)
+    for one in _host.quantized_tiles((batch, rows, heads, group, block, tile), cu, used):
+        _, begin, count, written = one.rows
+        assert 0 <= count <= written <= tile and 0 <= begin and begin + written <= rows
+        assert all(-1 <= place < places for place, _ in one.scales)

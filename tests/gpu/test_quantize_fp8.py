@@ -1,0 +1,274 @@
+"""quantize_fp8 on the GPU: bit for bit what the CPU gives."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from flash_attn3 import fp8, quantize_fp8
+from flash_attn3.quantize import PER_HEAD, PER_TENSOR
+
+from tests.cpu.test_quantize import ERRORS
+
+DTYPES = pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32], ids=str)
+ROTATED = pytest.mark.parametrize('rotate', [False, True])
+BLOCKS = (32, 64, 96, 128, 256, 1024, 'head', 'tensor')
+DELAY_CYCLES = 50_000_000    # about 30 ms
+
+
+def check_bits(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """Values and scales; got from any device."""
+    for one, wanted, as_bits in zip(got, expected, (torch.uint8, torch.int32)):
+        assert one.shape == wanted.shape and one.dtype == wanted.dtype
+        differs = one.cpu().view(as_bits) != wanted.view(as_bits)
+        assert not differs.any(), f'{differs.sum()} of {differs.numel()}: {differs.nonzero()[:3]}'
+
+
+def check(x: Tensor, device: torch.device, **options) -> None:
+    """The op on a copy of a CPU tensor that has its strides."""
+    memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+    on_device = memory.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+    lists = {name: value.to(device) for name, value in options.items() if isinstance(value, Tensor)}
+    got, expected = quantize_fp8(on_device, **options | lists), quantize_fp8(x, **options)
+    assert [y.stride() for y in got] == [y.stride() for y in expected]
+    check_bits(got, expected)
+
+
+def random_bits(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Every kind of number: NaN, infinities, subnormals, zeros, huge and tiny ones."""
+    word = torch.int32 if dtype == torch.float32 else torch.int16
+    limits = torch.iinfo(word)
+    return torch.randint(limits.min, limits.max + 1, shape, dtype=word).view(dtype)
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+# ------------------------------------------------------------------------------------------- dense
+@pytest.mark.smoke
+@ROTATED
+@DTYPES
+@pytest.mark.parametrize('head_dim', range(8, 257, 8))
+def test_head_dims(head_dim, dtype, rotate, device):
+    x = torch.randn(2, 75, 6, head_dim).to(dtype)
+    check(x, device, rotate=rotate, block=32, group=3, seed=head_dim)
+
+
+@ROTATED
+@DTYPES
+@pytest.mark.parametrize('block', BLOCKS)
+@pytest.mark.parametrize('head_dim', [64, 128, 192, 256])
+def test_blocks(head_dim, block, dtype, rotate, device):
+    x = torch.randn(2, 300, 4, head_dim).to(dtype) * torch.rand(2, 300, 4, 1).to(dtype)
+    check(x, device, rotate=rotate, block=block, group=2)
+
+
+@pytest.mark.parametrize('rows', [1, 31, 32, 33, 63, 65, 1000])
+@pytest.mark.parametrize('heads', [1, 5, 16])
+def test_rows_and_heads(heads, rows, device):
+    check(torch.randn(3, rows, heads, 40).bfloat16(), device, rotate=True, block=64)
+    check(torch.randn(3, rows, heads, 40).bfloat16(), device, rotate=True)
+
+
+@pytest.mark.parametrize('seed', [0, 1, 12345, (1 << 31) - 1, 1 << 31, (1 << 32) - 1])
+def test_seeds(seed, device):
+    check(torch.randn(1, 40, 8, 256).half(), device, rotate=True, seed=seed, block=32, group=2)
+
+
+@ROTATED
+@DTYPES
+@pytest.mark.parametrize('block', [32, 128, 'head', 'tensor'])
+def test_any_bits(block, dtype, rotate, device):
+    for head_dim in (24, 128):
+        check(random_bits(2, 200, 4, head_dim, dtype=dtype), device, rotate=rotate, block=block)
+
+
+@ROTATED
+@DTYPES
+@pytest.mark.parametrize('exponent', [-149, -140, -126, -100, -74, -70, -64, -24, -14, 15, 120])
+def test_small_and_large_values(exponent, dtype, rotate, device):
+    """Zeros keep their sign, also of sums that a GPU would flush; the floor of scales; sums that
+    are too large."""
+    x = torch.randn(1, 64, 2, 64, dtype=torch.float64) * 2.0 ** exponent
+    x[0, 40:, :, ::3] = 0
+    x[0, 50] *= -0.0
+    check(x.to(dtype), device, rotate=rotate, block=32)
+    x[0, :, 1] = torch.randn(64, 64)
+    check(x.to(dtype), device, rotate=rotate)
+
+
+def test_many_scales(device):
+    """The largest values of blocks of 32 elements, of every mantissa's kind."""
+    x = torch.zeros(1, 32 * 4096, 2, 8)
+    x[0, :, :, 0] = torch.rand(32 * 4096, 2) * torch.exp2(torch.randint(-90, 127, (1, 2)).float())
+    x[0, :, :, 1:] = x[0, :, :, :1] * torch.rand(32 * 4096, 2, 7)
+    check(x, device, block=32)
+
+
+@pytest.mark.parametrize('block', [32, 'head'])
+def test_strides(block, device):
+    base = torch.randn(2, 6, 90, 136).bfloat16()
+    layouts = {'heads before rows': base.transpose(1, 2), 'slice': base[:, :, 1:80, 8:72],
+               'odd base': base[..., 3:67], 'odd rows': torch.randn(2, 50, 3, 67).half()[..., :64],
+               'columns apart': base.transpose(2, 3)[:, :, :5, :64],
+               'every other column': base[..., ::2][..., :64],
+               'expanded': torch.randn(1, 1, 1, 48).bfloat16().expand(2, 40, 2, 48),
+               'wide, odd base': torch.randn(2, 70, 3, 66)[..., 1:65]}
+    for x in layouts.values():
+        for rotate in (False, True):
+            check(x, device, rotate=rotate, block=block)
+
+
+# ------------------------------------------------------------------------------------------ packed
+@ROTATED
+@pytest.mark.parametrize('block', BLOCKS)
+@pytest.mark.parametrize('lengths', [[64, 32, 128], [0, 5, 0, 0, 129, 32, 1, 0], [300], [0], [],
+                                     [31] * 45, [1] * 70])
+@pytest.mark.parametrize('behind', [0, 1, 100])
+def test_packed(behind, lengths, block, rotate, device):
+    """Rows that do not count are NaN."""
+    cu = starts(lengths)
+    x = torch.randn(sum(lengths) + behind, 4, 64).bfloat16()
+    x[sum(lengths):] = torch.nan
+    check(x, device, rotate=rotate, block=block, group=2, cu_seqlens=cu)
+    used = torch.tensor([int(length * part) for length, part in zip(
+        lengths, torch.rand(len(lengths)).tolist())], dtype=torch.int32)
+    for first, count, length in zip(cu.tolist(), used.tolist(), lengths):
+        x[first + count:first + length] = torch.nan
+    check(x, device, rotate=rotate, block=block, group=2, cu_seqlens=cu, seqused=used)
+
+
+@pytest.mark.parametrize('batch', [31, 32, 33, 1056, 1057])
+def test_many_sequences(batch, device):
+    lengths = torch.randint(0, 40, (batch,)).tolist()
+    x = torch.randn(sum(lengths) + 7, 2, 16).half()
+    for block in (32, 'head'):
+        check(x, device, rotate=True, block=block, cu_seqlens=starts(lengths))
+
+
+def test_packed_strides(device):
+    x = torch.randn(4, 120, 136).bfloat16()
+    for one in (x.transpose(0, 1), x.transpose(0, 1)[..., 1:97]):
+        check(one, device, rotate=True, block=64, cu_seqlens=starts([50, 60]))
+
+
+NONSENSE = ([500, 0, 500], [0, -7, 40], [0, 1 << 30, -(1 << 31)], [(1 << 31) - 1] * 3,
+            [70, 60, 50, 40, 30, 20, 10, 0], [-(1 << 31)] * 40, [0, 200, 100, 200, 100, 200])
+
+
+@pytest.mark.parametrize('block', [32, 64, 1024, 'head', 'tensor'])
+@pytest.mark.parametrize('cu', NONSENSE, ids=str)
+def test_nonsense_stays_inside(cu, block, cuda):
+    """The memory beside the results is not written; the next call is right again."""
+    x = torch.randn(200, 2, 64, device=cuda).bfloat16()
+    size = x.numel()
+    beside = [torch.full((size,), 77, dtype=torch.uint8, device=cuda) for _ in range(9)]
+    del beside[1::2]
+    cu_seqlens = torch.tensor(cu, dtype=torch.int32, device=cuda)
+    for used in (None, torch.full_like(cu_seqlens[1:], 1 << 30), -cu_seqlens[1:]):
+        quantize_fp8(x, block=block, rotate=True, cu_seqlens=cu_seqlens, seqused=used)
+    torch.cuda.synchronize()
+    assert all((one == 77).all() for one in beside)
+    check(x.cpu(), cuda, block=block, cu_seqlens=starts([100, 100]))
+
+
+# ----------------------------------------------------------------------------------- empty, errors
+@pytest.mark.parametrize('block', [32, 1024, 'head', 'tensor'])
+def test_nothing_to_do(block, device):
+    for shape in ((0, 5, 4, 64), (2, 0, 4, 64), (2, 5, 0, 64), (0, 0, 0, 8)):
+        check(torch.zeros(shape), device, block=block)
+    for total, lengths in ((0, []), (0, [0, 0]), (40, []), (40, [0, 0])):
+        check(torch.randn(total, 4, 64), device, block=block, cu_seqlens=starts(lengths))
+
+
+@pytest.mark.parametrize('changes, text', [
+    *[error for error in ERRORS if not error[1].startswith(('cu_seqlens[', 'seqused['))],
+    ({'x': torch.zeros(1, 5, 4, 20)}, 'x.size(3), the head_dim, to be a multiple of 8 from 8 to '
+     '256 on a GPU, got 20'),
+    ({'x': torch.zeros(5, 4, 264), 'cu_seqlens': starts([5])}, 'x.size(2), the head_dim, to be a '
+     'multiple of 8 from 8 to 256 on a GPU, got 264'),
+], ids=str)
+def test_errors(changes, text, cuda):
+    arguments = {'x': torch.zeros(1, 5, 4, 16)} | changes
+    moved = {name: value.to(cuda) if isinstance(value, Tensor) else value
+             for name, value in arguments.items()}
+    with pytest.raises(RuntimeError) as raised:
+        quantize_fp8(**moved)
+    assert str(raised.value).startswith(f'flash_attn3.quantize_fp8: expected {text}')
+
+
+def test_lists_on_another_device(cuda):
+    with pytest.raises(RuntimeError, match='on the device of x, got 1, int32, cpu'):
+        quantize_fp8(torch.zeros(5, 4, 16, device=cuda), cu_seqlens=starts([5]))
+
+
+# --------------------------------------------------------------------------------- how it is called
+def test_plain_code_gives_the_same_bits(cuda):
+    """What GPUs without kernels get."""
+    x = random_bits(2, 100, 4, 96, dtype=torch.float32)
+    for block in (32, PER_HEAD, PER_TENSOR):
+        check_bits(fp8.quantize_plainly(x.to(cuda), None, None, block, 2, 5),
+                   fp8.quantize_plainly(x, None, None, block, 2, 5))
+
+
+@pytest.mark.parametrize('block', [PER_HEAD, PER_TENSOR, 32])
+@pytest.mark.parametrize('is_packed', [False, True])
+def test_opcheck(is_packed, block, device):
+    x = torch.randn(2, 4, 40, 16, device=device).bfloat16().transpose(1, 2)
+    lists = (None, None)
+    if is_packed:
+        x, lists = x[0], (starts([20, 0, 15]).to(device), None)
+    opcheck(torch.ops.flash_attn3.quantize_fp8.default, (x, *lists, block, 2, 3))
+
+
+@pytest.mark.parametrize('block', [32, 'head', 'tensor'])
+def test_the_same_bits_every_time(block, cuda):
+    x = torch.randn(4, 2000, 8, 128, device=cuda).bfloat16()
+    first = [y.cpu() for y in quantize_fp8(x, rotate=True, block=block)]
+    for _ in range(5):
+        check_bits(quantize_fp8(x, rotate=True, block=block), first)
+
+
+@pytest.mark.parametrize('block', [32, 'head'])
+def test_side_stream_and_graph(block, cuda):
+    """The input arrives late on the side stream; then the same in a graph."""
+    source = torch.randn(2, 500, 4, 128, device=cuda).bfloat16()
+    expected = [y.cpu() for y in quantize_fp8(source, rotate=True, block=block)]
+    late = torch.full_like(source, torch.nan)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(DELAY_CYCLES)
+        late.copy_(source)
+        got = quantize_fp8(late, rotate=True, block=block)
+    stream.synchronize()
+    check_bits(got, expected)
+    graph = torch.cuda.CUDAGraph()
+    late.fill_(1)
+    with torch.cuda.graph(graph):
+        got = quantize_fp8(late, rotate=True, block=block)
+    late.copy_(source)
+    graph.replay()
+    check_bits(got, expected)
+
+
+def test_offsets_beyond_32_bits(cuda, needs_memory):
+    needs_memory(12)
+    rows, heads = 140_800, 128
+    x = torch.randn(1, rows, heads, 128, device=cuda, dtype=torch.bfloat16)
+    for block in (64, 'head'):
+        values, scale = quantize_fp8(x, rotate=True, block=block)
+        tail = slice(rows - 640, None)
+        if block == 64:
+            expected = quantize_fp8(x[:, tail].cpu(), rotate=True, block=block)
+            check_bits((values[:, tail].contiguous(), scale[:, :, -10:].contiguous()), expected)
+        else:
+            largest = fp8.quantize.rotate(x[:, tail].float().cpu(),
+                                          fp8.quantize.Rotation(0, 1)).abs().amax((1, 3))
+            assert (scale.cpu() * 448 >= largest * (1 - 1e-6)).all()
+            codes = fp8.quantize.cast(
+                fp8.quantize.rotate(x[:, tail].float().cpu(), fp8.quantize.Rotation(0, 1)),
+                scale.cpu()[:, None, :, None])
+            assert torch.equal(values[:, tail].cpu().view(torch.uint8), codes.view(torch.uint8))
