@@ -8,12 +8,19 @@
 
 namespace fa3 {
 
-// Columns of a slice: 128 bytes, what a TMA box brings and the swizzle permutes.
+// Columns of a slice of 16-bit elements: 128 bytes, what a TMA box brings and the swizzle permutes.
 constexpr int kSliceColumns = 64;
 
+constexpr int element_bytes(Dtype dtype) { return dtype == Dtype::kFloat8E4M3 ? 1 : 2; }
+
+// Of q, k and v as they come. Head dims of up to 64 bytes have slices of 64 bytes.
+constexpr int slice_columns(Dtype dtype, int head_dim) {
+  return dtype == Dtype::kFloat8E4M3 && head_dim > 64 ? 128 : kSliceColumns;
+}
+
 // Head dims lie in shared memory as whole slices.
-constexpr int padded_columns(int head_dim) {
-  return (head_dim + kSliceColumns - 1) / kSliceColumns * kSliceColumns;
+constexpr int padded_columns(int head_dim, int slice = kSliceColumns) {
+  return (head_dim + slice - 1) / slice * slice;
 }
 
 struct FwdDefaults {
@@ -21,6 +28,11 @@ struct FwdDefaults {
   static constexpr int kConsumerWarpgroups = 2;
   // Buffers of the K ring and of the V ring.
   static constexpr int kStages = 2;
+  // FP8: buffers of V as it comes; those of the V ring hold it transposed (forward/transpose.h).
+  static constexpr int kRawStages = 0;
+  // FP8: the sum of PV of a K tile is added to O in fp32, since that of the tensor cores has fewer
+  // bits.
+  static constexpr bool kPromote = false;
   // Buffers of the Q ring; 2: the next tile's Q is loaded while this one is worked on.
   static constexpr int kQStages = 1;
   // Two warpgroups take turns at issuing their products (paper, section 3.1).
@@ -53,6 +65,9 @@ struct FwdDefaults {
 
 constexpr int kWarpgroupThreads = 128;
 
+// FP8: of the producer warpgroup.
+constexpr int kTransposingWarps = 2;
+
 template <class Config>
 constexpr int fwd_threads() {
   return (Config::kConsumerWarpgroups + 1) * kWarpgroupThreads;
@@ -69,7 +84,7 @@ constexpr int fwd_consumer_registers() {
   if (Config::kConsumerWarpgroups == 1) {
     return Config::kCtasPerSm == 1 ? 256 : 216;
   }
-  return Config::kConsumerWarpgroups == 2 ? 232 : 160;
+  return Config::kConsumerWarpgroups == 2 ? 232 : Config::kRawStages > 0 ? 152 : 160;
 }
 
 template <class Config>
@@ -77,32 +92,37 @@ constexpr int fwd_producer_registers() {
   if (Config::kConsumerWarpgroups == 1) {
     return Config::kCtasPerSm == 1 ? 56 : 40;
   }
-  return Config::kConsumerWarpgroups == 2 ? 40 : 32;
+  return Config::kConsumerWarpgroups == 2 ? 40 : Config::kRawStages > 0 ? 56 : 32;
 }
 
 // On sm_90, of a CTA and of a multiprocessor, of which each CTA takes 1 KiB more than it asks for.
 constexpr int kMaxSharedBytes = 232448;
 constexpr int kSharedBytesPerSm = 228 * 1024;
 
-// O leaves through the buffers of Q.
 template <class Config>
-constexpr int q_buffer_columns() {
-  return padded_columns(Config::kHeadDim > Config::kHeadDimV ? Config::kHeadDim
-                                                             : Config::kHeadDimV);
+constexpr int fwd_columns(int head_dim) {
+  return padded_columns(head_dim, slice_columns(Config::kDtype, Config::kHeadDim));
+}
+
+// O leaves through the buffers of Q, with 16 bits an element.
+template <class Config>
+constexpr int q_buffer_bytes() {
+  int const of_q = fwd_columns<Config>(Config::kHeadDim) * element_bytes(Config::kDtype);
+  int const of_o = padded_columns(Config::kHeadDimV) * 2;
+  return kWarpgroupRows * (of_q > of_o ? of_q : of_o);
 }
 
 // Shared memory of a variant: the Q ring, the K ring, the V ring, the
 // mbarriers. forward/storage.h asserts that this is what the kernel's struct takes.
 template <class Config>
 constexpr int fwd_shared_bytes() {
-  int const element_bytes = 2;
-  int const k_columns = padded_columns(Config::kHeadDim);
-  int const v_columns = padded_columns(Config::kHeadDimV);
-  int const q_bytes = Config::kQStages * Config::kConsumerWarpgroups * kWarpgroupRows *
-                      q_buffer_columns<Config>() * element_bytes;
-  int const k_bytes = Config::kStages * Config::kTileN * k_columns * element_bytes;
-  int const v_bytes = Config::kStages * Config::kTileN * v_columns * element_bytes;
-  int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages;
+  int const key_bytes = Config::kTileN * element_bytes(Config::kDtype);
+  int const q_bytes = Config::kQStages * Config::kConsumerWarpgroups * q_buffer_bytes<Config>();
+  int const k_bytes = Config::kStages * key_bytes * fwd_columns<Config>(Config::kHeadDim);
+  int const v_bytes = (Config::kStages + Config::kRawStages) * key_bytes *
+                      fwd_columns<Config>(Config::kHeadDimV);
+  int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages +
+                       2 * Config::kRawStages;
   return q_bytes + k_bytes + v_bytes + (barriers * 8 + 1023) / 1024 * 1024;
 }
 

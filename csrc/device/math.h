@@ -16,6 +16,27 @@ CUTE_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+CUTE_DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+CUTE_DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Four floats to four e4m3, round to nearest even, at most 448; `a` lands in the lowest byte.
+CUTE_DEVICE uint32_t pack_four_e4m3(float a, float b, float c, float d) {
+  uint16_t low;
+  uint16_t high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+  return uint32_t(high) << 16 | low;
+}
+
 // To 2e-7, absolute: the instruction for it (tanh.approx) is a thousand times worse, and a softcap
 // multiplies its error by the cap.
 CUTE_DEVICE float tanh_of(float x) {

@@ -43,13 +43,12 @@ struct RowDims {
     return RowDims{rows, t.row_stride, batches, t.batch_stride, 1};
   }
 
-  static RowDims packed(TensorView const& t, int total_rows) {
-    constexpr int64_t kElementBytes = 2;
+  static RowDims packed(TensorView const& t, int total_rows, int element_bytes = 2) {
     constexpr int64_t kWrap = int64_t(1) << 34;  // bytes; kRowsEnd times this is 2^64
     static_assert(kRowsEnd == 1 << 30);
     // The stride of a tensor's only row means nothing.
-    int64_t const row_stride = total_rows > 1 ? t.row_stride : kSliceColumns;
-    return RowDims{kRowsEnd, row_stride, int64_t(kRowsEnd) + 1, kWrap / kElementBytes - row_stride,
+    int64_t const row_stride = total_rows > 1 ? t.row_stride : 128 / element_bytes;
+    return RowDims{kRowsEnd, row_stride, int64_t(kRowsEnd) + 1, kWrap / element_bytes - row_stride,
                    int64_t(total_rows) + 1};
   }
 };
@@ -80,7 +79,7 @@ struct TensorMapMaker {
   template <int kRank, int kDims>
   CUtensorMap make(void const* data, TensorMapDim const (&dims)[kDims]) {
     static_assert(kRank <= kDims);
-    constexpr int64_t kElementBytes = 2;
+    int const bytes = element_bytes(dtype);
     cuuint64_t sizes[kRank];
     cuuint64_t strides[kRank];  // bytes, of dimensions 1 and up
     cuuint32_t boxes[kRank];
@@ -90,7 +89,7 @@ struct TensorMapMaker {
       boxes[i] = cuuint32_t(dims[i].box);
       steps[i] = 1;
       if (i > 0) {
-        strides[i - 1] = dims[i].size > 1 ? cuuint64_t(dims[i].stride * kElementBytes) : 16;
+        strides[i - 1] = dims[i].size > 1 ? cuuint64_t(dims[i].stride * bytes) : 16;
       }
     }
     CUtensorMap map;
@@ -98,16 +97,22 @@ struct TensorMapMaker {
     CUresult const result =
         encode == nullptr
             ? CUDA_ERROR_NOT_FOUND
-            : encode(&map,
-                     dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                              : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-                     kRank, const_cast<void*>(data), sizes, strides, boxes, steps,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+            : encode(&map, data_type(), kRank, const_cast<void*>(data), sizes, strides, boxes, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE,
+                     boxes[0] * bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                            : CU_TENSOR_MAP_SWIZZLE_128B,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (error == cudaSuccess) {
       error = static_cast<cudaError_t>(result);  // the runtime and the driver number errors alike
     }
     return map;
+  }
+
+ private:
+  CUtensorMapDataType data_type() const {
+    return dtype == Dtype::kFloat8E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+           : dtype == Dtype::kFloat16  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                       : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   }
 };
 

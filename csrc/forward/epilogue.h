@@ -4,9 +4,14 @@
 
 #include "device/row_copies.h"
 #include "forward/softmax.h"
+#include "forward/softmax_fp8.h"
 #include "forward/storage.h"
 
 namespace fa3 {
+
+template <class Traits>
+using SoftmaxOf = cute::conditional_t<Traits::kFp8, BlockSoftmax<Traits>,
+                                      OnlineSoftmax<typename Traits::Config>>;
 
 // Consumer side: O over this warpgroup's rows of Q, then the store warp is told. A warp stores its
 // 16 rows 16 columns at a time: a lane gives the address of one row of one of the four 8 x 8
@@ -34,6 +39,32 @@ CUTE_DEVICE void stage_output(FwdStorage<Traits>& shared, int q_stage, int warpg
   }
 }
 
+// The same of FP8, whose O has columns 4 j .. 4 j + 3 of each sixteen in a thread (transpose.h):
+// two of 8 columns each way, one after the other.
+template <class Traits, class Out, class FragmentO>
+CUTE_DEVICE void stage_transposed_output(FwdStorage<Traits>& shared, int q_stage, int warpgroup,
+                                         int thread, FragmentO const& tOrO) {
+  auto const output = rows_view(tOrO);  // (2, (2, Dv / 8))
+  char* const rows = reinterpret_cast<char*>(shared.q[q_stage][warpgroup]);
+  int const lane = thread % 4;
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    int const row = fragment_row(thread) + 8 * r;
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kHeadDimV / 16; ++i) {
+      uint2 const four = {pack_two<Out>(output(r, 4 * i), output(r, 4 * i + 2)),
+                          pack_two<Out>(output(r, 4 * i + 1), output(r, 4 * i + 3))};
+      char* const target = rows + chunk_offset_bytes<kWarpgroupRows>(row, 2 * i + lane / 2);
+      *reinterpret_cast<uint2*>(target + lane % 2 * 8) = four;
+    }
+  }
+  fence_shared_for_async_proxy();
+  __syncwarp();
+  if (thread % 32 == 0) {
+    shared.o_staged[q_stage][warpgroup].arrive();
+  }
+}
+
 // Of this thread's two rows; -inf: none.
 template <class Traits>
 CUTE_DEVICE void read_sinks(FwdDeviceParams const& p, FwdWork<Traits> const& work, int thread,
@@ -53,7 +84,7 @@ CUTE_DEVICE void read_sinks(FwdDeviceParams const& p, FwdWork<Traits> const& wor
 // is wanted: the LSE, the largest logit.
 template <class Traits>
 CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int thread,
-                            OnlineSoftmax<typename Traits::Config> const& softmax,
+                            SoftmaxOf<Traits> const& softmax,
                             float const (&sinks)[2]) {
   if (p.lse == nullptr) {
     return;
@@ -68,9 +99,9 @@ CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int t
     }
     int const head = row - offset * int(p.pack.divisor);
     int64_t const target = rows.offset + int64_t(head) * p.seqlen.q + offset;
-    float const lse = log_sum_exp(softmax.row_max[r], softmax.row_sum[r], p.softmax_scale);
+    float const lse = softmax.lse(r, p.softmax_scale);
     p.lse[target] = Traits::kGeneral ? with_sink(lse, sinks[r]) : lse;
-    if constexpr (Traits::kGeneral) {
+    if constexpr (Traits::kGeneral && !Traits::kFp8) {
       if (p.max_logits != nullptr) {
         p.max_logits[target] = softmax.row_max[r] * p.softmax_scale;
       }
@@ -84,9 +115,10 @@ template <class Traits>
 CUTE_DEVICE void store_output(FwdStorage<Traits>& shared, FwdDeviceParams const& p, int q_stage,
                               int warpgroup) {
   FwdWork<Traits> const& work = shared.work[q_stage][warpgroup];
+  char const* const rows = reinterpret_cast<char const*>(shared.q[q_stage][warpgroup]);
   CUTE_UNROLL
-  for (int column = 0; column < Traits::kColumnsV; column += kSliceColumns) {
-    store_box(p.o, &shared.q[q_stage][warpgroup][column * kWarpgroupRows], column, work.rows.head,
+  for (int column = 0; column < padded_columns(Traits::kHeadDimV); column += kSliceColumns) {
+    store_box(p.o, rows + column * kWarpgroupRows * 2, column, work.rows.head,
               work.place.first_q() + work.position_begin, work.place, work.place.end_q());
   }
   cute::tma_store_arrive();
@@ -94,18 +126,20 @@ CUTE_DEVICE void store_output(FwdStorage<Traits>& shared, FwdDeviceParams const&
   shared.q_empty[q_stage][warpgroup].arrive();
 }
 
-// Store warp of one consumer warpgroup.
+// Store warp of the consumer warpgroups from `first` to before `end`.
 template <class Traits>
-CUTE_DEVICE void store_outputs(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
-                               int warpgroup) {
+CUTE_DEVICE void store_outputs(FwdStorage<Traits>& shared, FwdDeviceParams const& p, int first,
+                               int end) {
   RingState<Traits::kQStages> ring;
   while (true) {
-    shared.q_full[ring.stage][warpgroup].wait(ring.phase);
-    if (!shared.work[ring.stage][warpgroup].valid()) {
+    shared.q_full[ring.stage][first].wait(ring.phase);
+    if (!shared.work[ring.stage][first].valid()) {
       return;
     }
-    shared.o_staged[ring.stage][warpgroup].wait(ring.phase);
-    store_output(shared, p, ring.stage, warpgroup);
+    for (int warpgroup = first; warpgroup < end; ++warpgroup) {
+      shared.o_staged[ring.stage][warpgroup].wait(ring.phase);
+      store_output(shared, p, ring.stage, warpgroup);
+    }
     ring.advance();
   }
 }

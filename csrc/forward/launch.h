@@ -8,15 +8,23 @@
 
 namespace fa3 {
 
+// What a box has of the columns of a tensor.
+struct MapColumns {
+  int all;
+  int of_box;
+};
+
 // Q or O as (column, head, position, batch, end): a box is the rows of one warpgroup.
 template <int kRank>
-CUtensorMap query_map(TensorMapMaker& maps, FwdParams const& p, TensorView const& t, int columns) {
+CUtensorMap query_map(TensorMapMaker& maps, FwdParams const& p, TensorView const& t,
+                      MapColumns columns) {
   int const pack = p.schedule.pack;
   FwdProblem const& problem = p.problem;
-  RowDims const dims = problem.is_packed ? RowDims::packed(t, problem.total_q)
-                                         : RowDims::dense(t, problem.seqlen_q, problem.batch);
+  RowDims const dims = problem.is_packed
+                           ? RowDims::packed(t, problem.total_q, element_bytes(maps.dtype))
+                           : RowDims::dense(t, problem.seqlen_q, problem.batch);
   return maps.make<kRank>(t.data,
-                          {{columns, 1, kSliceColumns},
+                          {{columns.all, 1, columns.of_box},
                            {problem.heads_q, t.head_stride, pack},
                            {dims.rows, dims.row_stride, RowPacking{pack}.positions_per_warpgroup()},
                            {dims.batches, dims.batch_stride, 1},
@@ -27,11 +35,11 @@ CUtensorMap query_map(TensorMapMaker& maps, FwdParams const& p, TensorView const
 // without keys there is one that no query sees.
 template <int kRank>
 CUtensorMap key_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
-                    int columns, int tile_n) {
+                    MapColumns columns, int tile_n) {
   RowDims const dims = problem.is_packed
-                           ? RowDims::packed(t, problem.total_k)
+                           ? RowDims::packed(t, problem.total_k, element_bytes(maps.dtype))
                            : RowDims::dense(t, max_of(1, problem.seqlen_k), problem.batch);
-  return maps.make<kRank>(t.data, {{columns, 1, kSliceColumns},
+  return maps.make<kRank>(t.data, {{columns.all, 1, columns.of_box},
                                    {dims.rows, dims.row_stride, tile_n},
                                    {problem.heads_k, t.head_stride, 1},
                                    {dims.batches, dims.batch_stride, 1},
@@ -43,12 +51,27 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   FwdProblem const& problem = p.problem;
   int const pack = p.schedule.pack;
   int const positions = RowPacking{pack}.positions_per_warpgroup();
-  constexpr int kRank = kMapRank<typename FwdTraits<Config>::Place>;
+  using Traits = FwdTraits<Config>;
+  constexpr int kRank = kMapRank<typename Traits::Place>;
+  MapColumns const columns{problem.head_dim, Traits::kSlice};
+  MapColumns const columns_v{problem.head_dim_v, Traits::kSlice};
   FwdDeviceParams d;
-  d.q = query_map<kRank>(maps, p, p.q, problem.head_dim);
-  d.k = key_map<kRank>(maps, problem, p.k, problem.head_dim, Config::kTileN);
-  d.v = key_map<kRank>(maps, problem, p.v, problem.head_dim_v, Config::kTileN);
-  d.o = query_map<kRank>(maps, p, p.o, problem.head_dim_v);
+  d.q = query_map<kRank>(maps, p, p.q, columns);
+  d.k = key_map<kRank>(maps, problem, p.k, columns, Config::kTileN);
+  d.v = key_map<kRank>(maps, problem, p.v, columns_v, Config::kTileN);
+  if constexpr (Traits::kFp8) {
+    TensorMapMaker out_maps{p.out_dtype};
+    d.o = query_map<kRank>(out_maps, p, p.o, {problem.head_dim_v, kSliceColumns});
+    maps.error = maps.error == cudaSuccess ? out_maps.error : maps.error;
+    d.q_scale = p.q_scale;
+    d.k_scale = p.k_scale;
+    d.v_scale = p.v_scale;
+    d.q_scale.head_in_pack_stride = p.q_scale.by_kv_head ? 0 : p.q_scale.head_stride;
+    d.scale_batches = max_of(1, problem.batch);
+    d.out_is_half = p.out_dtype == Dtype::kFloat16;
+  } else {
+    d.o = query_map<kRank>(maps, p, p.o, columns_v);
+  }
   d.lse = p.lse;
   d.max_logits = p.max_logits;
   d.sinks = p.sinks;
@@ -60,7 +83,7 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
   d.zero = 0;
   d.lazy_rescale_log2 = p.max_logits == nullptr ? Config::kLazyRescaleLog2 : 0.f;
-  d.q_slice_bytes = pack * positions * kSliceColumns * 2;
+  d.q_slice_bytes = pack * positions * Traits::kSlice * element_bytes(Config::kDtype);
   d.positions_per_warpgroup = positions;
   d.pack = FastDiv(pack);
   d.groups_per_kv_head = FastDiv(problem.heads_q / problem.heads_k / pack);

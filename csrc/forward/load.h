@@ -21,7 +21,7 @@ struct FwdProducer {
   FwdDeviceParams const& p;
   RingState<Traits::kQStages> q_ring;
   RingState<Traits::kStages> k_ring;
-  RingState<Traits::kStages> v_ring;
+  RingState<Traits::kValueStages> v_ring;
 
   CUTE_DEVICE FwdProducer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_)
       : shared(shared_), p(p_) {}
@@ -83,9 +83,9 @@ struct FwdProducer {
       shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
       Work const work = share_of_warpgroup<Traits>(p, tile, wg);
       shared.work[q_ring.stage][wg] = work;
-      full.arrive_and_expect_tx(uint32_t(p.q_slice_bytes) * (Traits::kColumns / kSliceColumns));
+      full.arrive_and_expect_tx(uint32_t(p.q_slice_bytes) * (Traits::kColumns / Traits::kSlice));
       CUTE_UNROLL
-      for (int column = 0; column < Traits::kColumns; column += kSliceColumns) {
+      for (int column = 0; column < Traits::kColumns; column += Traits::kSlice) {
         load_box(p.q, mbarrier_word(full), kOnce,
                  &shared.q[q_ring.stage][wg][column * kWarpgroupRows], column, work.rows.head,
                  work.place.first_q() + work.position_begin, work.place, work.place.end_q());
@@ -111,8 +111,9 @@ struct FwdProducer {
   }
 
   CUTE_DEVICE void load_v(Work const& work, int n) {
-    shared.v_empty[v_ring.stage].wait(v_ring.phase ^ 1);
-    load_keys<Traits::kColumnsV>(p.v, shared.v_full[v_ring.stage], shared.v[v_ring.stage], work, n);
+    shared.values_in_empty()[v_ring.stage].wait(v_ring.phase ^ 1);
+    load_keys<Traits::kColumnsV>(p.v, shared.values_in_full()[v_ring.stage],
+                                 shared.values_in()[v_ring.stage], work, n);
     v_ring.advance();
   }
 
@@ -121,7 +122,7 @@ struct FwdProducer {
                              typename Traits::Element* target, Work const& work, int n) {
     full.arrive_and_expect_tx(Traits::kTileN * kColumns * sizeof(typename Traits::Element));
     CUTE_UNROLL
-    for (int column = 0; column < kColumns; column += kSliceColumns) {
+    for (int column = 0; column < kColumns; column += Traits::kSlice) {
       load_box(map, mbarrier_word(full), kOften, target + column * Traits::kTileN, column,
                work.place.first_k() + n * Traits::kTileN, work.kv_head, work.place,
                work.place.end_k());

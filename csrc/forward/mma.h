@@ -79,6 +79,7 @@ struct FwdConsumer {
   using MmaS = typename Traits::MmaS;
   using MmaO = typename Traits::MmaO;
   using Tile = FwdTile<Traits>;
+  using Softmax = SoftmaxOf<Traits>;
 
   static constexpr bool kGeneral = Traits::kGeneral;
 
@@ -90,6 +91,7 @@ struct FwdConsumer {
   RingState<Traits::kQStages> q_ring;
   RingState<Traits::kStages> k_ring;
   RingState<Traits::kStages> v_ring;
+  RingState<4> scale_ring;  // FP8
 
   CUTE_DEVICE FwdConsumer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int warpgroup_,
                           int thread_, Turn_ const& turn_)
@@ -99,10 +101,10 @@ struct FwdConsumer {
   CUTE_DEVICE void run() {
     auto tSrS =
         cute::partition_fragment_C(MmaS{}, cute::Shape<cute::_64, typename Traits::TileN>{});
-    auto tOrP = cute::make_tensor<Element>(operand_a_layout(tSrS.layout()));  // ((2,2,2),1,N/16)
+    auto tOrP = cute::make_tensor<Element>(Traits::operand_p_layout(tSrS.layout()));
     auto tOrO =
         cute::partition_fragment_C(MmaO{}, cute::Shape<cute::_64, typename Traits::HeadDimV>{});
-    OnlineSoftmax<Config> softmax(p.scale_log2, p.lazy_rescale_log2, p.zero);
+    Softmax softmax(p.scale_log2, p.lazy_rescale_log2, p.zero);
 
     turn.begin();
     Tile tile = take_tile();
@@ -131,7 +133,7 @@ struct FwdConsumer {
   // With overlap of tiles: the first one and all after it.
   template <class FragmentS, class FragmentP, class FragmentO>
   CUTE_DEVICE void visit_tiles(Tile tile, FragmentS& tSrS, FragmentP& tOrP, FragmentO& tOrO,
-                               OnlineSoftmax<Config>& softmax) {
+                               Softmax& softmax) {
     begin(tile, tSrS, tOrP, softmax);
     while (true) {
       visit_keys(tile, tSrS, tOrP, tOrO, softmax);
@@ -148,7 +150,7 @@ struct FwdConsumer {
   // With overlap in the warpgroup: S and P of the tile's last K tile, which is the first visited.
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE void begin(Tile& tile, FragmentS& tSrS, FragmentP& tOrP,
-                         OnlineSoftmax<Config>& softmax) {
+                         Softmax& softmax) {
     if constexpr (Config::kIntraOverlap) {
       shared.k_full[k_ring.stage].wait(k_ring.phase);
       turn.wait();
@@ -165,7 +167,7 @@ struct FwdConsumer {
   // All K tiles that begin() and end() leave.
   template <class FragmentS, class FragmentP, class FragmentO>
   CUTE_DEVICE void visit_keys(Tile& tile, FragmentS& tSrS, FragmentP& tOrP, FragmentO& tOrO,
-                              OnlineSoftmax<Config>& softmax) {
+                              Softmax& softmax) {
     BlockRange const& keys = tile.work.keys;
     int n = keys.end - (Config::kIntraOverlap ? 2 : 1);
     int const free_begin = kGeneral ? keys.free_begin : 0;
@@ -188,7 +190,7 @@ struct FwdConsumer {
   // With overlap in the warpgroup: PV of the K tile visited last. Then O and LSE go out.
   template <class FragmentP, class FragmentO>
   CUTE_DEVICE void end(Tile const& tile, FragmentP& tOrP, FragmentO& tOrO,
-                       OnlineSoftmax<Config>& softmax) {
+                       Softmax& softmax) {
     if constexpr (Config::kIntraOverlap) {
       turn.wait();
       issue_output(tile, tOrP, tOrO, [&] { turn.pass(); });
@@ -202,7 +204,7 @@ struct FwdConsumer {
   // end() of one tile and begin() of the next.
   template <class FragmentS, class FragmentP, class FragmentO>
   CUTE_DEVICE void change_tile(Tile const& tile, Tile& next, FragmentS& tSrS, FragmentP& tOrP,
-                               FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
+                               FragmentO& tOrO, Softmax& softmax) {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
     issue_scores(next, tSrS);
@@ -217,7 +219,7 @@ struct FwdConsumer {
 
   template <Hidden kHidden, class FragmentS, class FragmentP, class FragmentO>
   CUTE_DEVICE void step(int n, Tile& tile, FragmentS& tSrS, FragmentP& tOrP, FragmentO& tOrO,
-                        OnlineSoftmax<Config>& softmax) {
+                        Softmax& softmax) {
     if constexpr (Config::kIntraOverlap) {
       overlapped_step<kHidden>(n, tile, tSrS, tOrP, tOrO, softmax);
     } else {
@@ -229,21 +231,23 @@ struct FwdConsumer {
   // S and P of K tile n; O of the one before, n + 1.
   template <Hidden kHidden, class FragmentS, class FragmentP, class FragmentO>
   CUTE_DEVICE void overlapped_step(int n, Tile const& tile, FragmentS& tSrS, FragmentP& tOrP,
-                                   FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
+                                   FragmentO& tOrO, Softmax& softmax) {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
     issue_scores(tile, tSrS);
     issue_output(tile, tOrP, tOrO, [&] { turn.pass(); });
+    auto const scales = take_scales();
     wait_gemm<1>(tSrS);
     release(shared.k_empty, k_ring);
     transform_scores<Traits>(p, tSrS);
     if constexpr (kHidden != Hidden::kNothing) {
       tile.limits.template apply<kHidden>(tSrS, n);
     }
-    softmax.template update<kHidden != Hidden::kNothing>(tSrS);
+    softmax.template update<kHidden != Hidden::kNothing>(tSrS, scales);
+    release_scales();
     wait_gemm<0>(tOrO);
     release(shared.v_empty, v_ring);
-    convert_fragment<Element>(tSrS, tOrP);
+    to_probabilities(tSrS, tOrP);
     softmax.rescale_output(tOrO);
   }
 
@@ -251,10 +255,11 @@ struct FwdConsumer {
   // only other warpgroups' products lie beside the softmax.
   template <Hidden kHidden, class FragmentS, class FragmentP, class FragmentO>
   CUTE_DEVICE void serial_step(int n, Tile const& tile, FragmentS& tSrS, FragmentP& tOrP,
-                               FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
+                               FragmentO& tOrO, Softmax& softmax) {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
     issue_scores(tile, tSrS);
+    auto const scales = take_scales();
     wait_gemm<0>(tSrS);
     turn.pass();
     release(shared.k_empty, k_ring);
@@ -262,35 +267,74 @@ struct FwdConsumer {
     if constexpr (kHidden != Hidden::kNothing) {
       tile.limits.template apply<kHidden>(tSrS, n);
     }
-    softmax.template update<kHidden != Hidden::kNothing>(tSrS);
-    convert_fragment<Element>(tSrS, tOrP);
+    softmax.template update<kHidden != Hidden::kNothing>(tSrS, scales);
+    release_scales();
+    to_probabilities(tSrS, tOrP);
     softmax.rescale_output(tOrO);
     issue_output(tile, tOrP, tOrO);
     wait_gemm<0>(tOrO);
     release(shared.v_empty, v_ring);
   }
 
-  CUTE_DEVICE void start_rows(Tile& tile, OnlineSoftmax<Config>& softmax) {
+  CUTE_DEVICE void start_rows(Tile& tile, Softmax& softmax) {
     tile.limits = RowLimits<Traits>::of_tile(p, tile.work, thread);
-    softmax.reset();
+    if constexpr (Traits::kFp8) {
+      float scales[2];
+      read_query_scales<Traits>(p, tile.work, thread, scales);
+      softmax.reset(scales);
+    } else {
+      softmax.reset();
+    }
+  }
+
+  // Of the next K tile.
+  CUTE_DEVICE auto take_scales() {
+    if constexpr (Traits::kFp8) {
+      auto& ring = shared.raw_barriers;
+      ring.scales_full[scale_ring.stage].wait(scale_ring.phase);
+      return KeyScales<Traits>(ring.scales[scale_ring.stage]);
+    } else {
+      return NoScales{};
+    }
+  }
+
+  CUTE_DEVICE void release_scales() {
+    if constexpr (Traits::kFp8) {
+      __syncwarp();
+      if (thread % 32 == 0) {
+        shared.raw_barriers.scales_empty[scale_ring.stage].arrive();
+      }
+      scale_ring.advance();
+    }
+  }
+
+  template <class FragmentS, class FragmentP>
+  CUTE_DEVICE static void to_probabilities(FragmentS const& tSrS, FragmentP& tOrP) {
+    if constexpr (Traits::kFp8) {
+      pack_probabilities(tSrS, tOrP);
+    } else {
+      convert_fragment<Element>(tSrS, tOrP);
+    }
   }
 
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE void first_probabilities(Tile& tile, FragmentS& tSrS, FragmentP& tOrP,
-                                       OnlineSoftmax<Config>& softmax) {
+                                       Softmax& softmax) {
     start_rows(tile, softmax);
     int const n = tile.work.keys.end - 1;
+    auto const scales = take_scales();
     transform_scores<Traits>(p, tSrS);
     BlockRange const& keys = tile.work.keys;
     if (n >= keys.free_end || (kGeneral && n < keys.free_begin)) {
       tile.limits.template apply<kGeneral ? Hidden::kBothEnds : Hidden::kEnd>(tSrS, n);
     }
-    softmax.template update<true>(tSrS);
-    convert_fragment<Element>(tSrS, tOrP);
+    softmax.template update<true>(tSrS, scales);
+    release_scales();
+    to_probabilities(tSrS, tOrP);
   }
 
   template <class FragmentO>
-  CUTE_DEVICE void store(Tile const& tile, FragmentO& tOrO, OnlineSoftmax<Config>& softmax) {
+  CUTE_DEVICE void store(Tile const& tile, FragmentO& tOrO, Softmax& softmax) {
     // Read here, not before: the loops have no registers for it. Its memory is given away once O is
     // staged.
     FwdWork<Traits> const& work = shared.work[tile.q_stage][warpgroup];
@@ -298,7 +342,15 @@ struct FwdConsumer {
     read_sinks<Traits>(p, work, thread, sinks);
     softmax.finish(tOrO, sinks);
     store_rows<Traits>(p, work.rows, thread, softmax, sinks);
-    stage_output(shared, tile.q_stage, warpgroup, thread, tOrO);
+    if constexpr (!Traits::kFp8) {
+      stage_output(shared, tile.q_stage, warpgroup, thread, tOrO);
+    } else if (p.out_is_half) {
+      stage_transposed_output<Traits, cutlass::half_t>(shared, tile.q_stage, warpgroup, thread,
+                                                       tOrO);
+    } else {
+      stage_transposed_output<Traits, cutlass::bfloat16_t>(shared, tile.q_stage, warpgroup, thread,
+                                                           tOrO);
+    }
   }
 
   template <class FragmentS>
@@ -320,7 +372,7 @@ struct FwdConsumer {
     auto sV = cute::make_tensor(cute::make_smem_ptr(shared.v[v_ring.stage]),
                                 typename Traits::SmemLayoutV{});                // (columns, N)
     auto tOrV = typename Traits::MmaV{}.get_slice(0).partition_fragment_B(sV);  // (MMA, 1, N / 16)
-    issue_gemm<Traits::kTileN / 16, Config::kTurnLead>(MmaO{}, tOrP, tOrV, tOrO, tile.o_is_zero,
+    issue_gemm<Traits::kOutputSteps, Config::kTurnLead>(MmaO{}, tOrP, tOrV, tOrO, tile.o_is_zero,
                                                        hook);
   }
 

@@ -8,6 +8,7 @@
 
 #include "core/mask_limits.h"
 #include "core/packed_tiles.h"
+#include "core/problem.h"
 #include "core/tile_order.h"
 
 namespace fa3 {
@@ -33,6 +34,12 @@ struct FwdDeviceParams {
   FastDiv pack;  // query heads in the rows of a tile
   FastDiv groups_per_kv_head;
   GeneralMask mask;  // of MaskKind::kGeneral
+  // FP8.
+  ScaleView q_scale;
+  ScaleView k_scale;
+  ScaleView v_scale;
+  int scale_batches;  // no sequence has a number as large
+  bool out_is_half;   // else bfloat16
   TileOrder order;
   TicketOrder tickets;  // packed, as are the following
   PackedTables tables;

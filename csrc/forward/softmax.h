@@ -9,6 +9,9 @@
 
 namespace fa3 {
 
+// Of a K tile, without FP8.
+struct NoScales {};
+
 template <class Config>
 struct OnlineSoftmax {
   static constexpr int kRows = 2;
@@ -39,7 +42,7 @@ struct OnlineSoftmax {
 
   // S becomes exp2((S - max) * scale_log2). After a masked tile a row may still have seen no key.
   template <bool kMasked, class Fragment>
-  CUTE_DEVICE void update(Fragment& acc) {
+  CUTE_DEVICE void update(Fragment& acc, NoScales) {
     auto scores = rows_view(acc);  // (2, columns)
     update_max(scores);
     if constexpr (Config::kMaximaFirst && Config::kMask != MaskKind::kFull) {
@@ -86,6 +89,11 @@ struct OnlineSoftmax {
         cute::clear(output(r, cute::_));
       }
     }
+  }
+
+  // In natural logarithms, without a sink.
+  CUTE_DEVICE float lse(int r, float softmax_scale) const {
+    return log_sum_exp(row_max[r], row_sum[r], softmax_scale);
   }
 
  private:

@@ -11,14 +11,53 @@
 
 namespace fa3 {
 
+// FP8: the ring of V as it comes.
+template <class Traits, bool kFp8 = Traits::kFp8>
+struct RawValues {};
+
+template <class Traits>
+struct RawValues<Traits, true> {
+  typename Traits::Element v_raw[Traits::kValueStages][Traits::kTileN * Traits::kColumnsV];
+};
+
+template <class Traits, bool kFp8 = Traits::kFp8>
+struct RawBarriers {
+  CUTE_DEVICE void init_raw_barriers() {}
+};
+
+template <class Traits>
+struct RawBarriers<Traits, true> {
+  static constexpr int kScaleStages = 4;
+
+  // Of the blocks of a K tile, written by a transposing warp: scales of K; log2 of those of V; 1 /
+  // (those of V * 2^kOffsetLog2).
+  alignas(16) float scales[kScaleStages][3][Traits::kScaleBlocks];
+  Mbarrier scales_full[kScaleStages];   // transposing warp -> consumers (1)
+  Mbarrier scales_empty[kScaleStages];  // consumer warps -> transposing warp (1 each)
+  Mbarrier v_raw_full[Traits::kValueStages];   // TMA -> transposing warps (1 + bytes)
+  Mbarrier v_raw_empty[Traits::kValueStages];  // transposing warps -> producer warp (2)
+
+  CUTE_DEVICE void init_raw_barriers() {
+    for (int i = 0; i < kScaleStages; ++i) {
+      scales_full[i].init(1);
+      scales_empty[i].init(Traits::kWarpgroups * kWarpgroupThreads / 32);
+    }
+    for (int i = 0; i < Traits::kValueStages; ++i) {
+      v_raw_full[i].init(1);
+      v_raw_empty[i].init(kTransposingWarps);
+    }
+  }
+};
+
 template <class Traits>
 struct FwdStorage {
   using Element = typename Traits::Element;
 
   struct alignas(1024) {
-    Element q[Traits::kQStages][Traits::kWarpgroups][kWarpgroupRows * Traits::kQBufferColumns];
+    Element q[Traits::kQStages][Traits::kWarpgroups][Traits::kQBufferElements];
     Element k[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutK>];
     Element v[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutV>];
+    [[no_unique_address]] RawValues<Traits> raw;
   };
 
   // Of the tile whose Q is in the stage, for one warpgroup; the barriers of Q guard it.
@@ -30,8 +69,34 @@ struct FwdStorage {
   Mbarrier q_empty[Traits::kQStages][Traits::kWarpgroups];   // store warp -> producer warp (1)
   Mbarrier k_full[Traits::kStages];                          // TMA -> consumers (1 + bytes)
   Mbarrier k_empty[Traits::kStages];  // consumer warpgroups -> producer warp (1 each)
-  Mbarrier v_full[Traits::kStages];   // TMA -> consumers (1 + bytes)
-  Mbarrier v_empty[Traits::kStages];  // consumer warpgroups -> producer warp (1 each)
+  Mbarrier v_full[Traits::kStages];   // TMA (1 + bytes), or transposing warps (2) -> consumers
+  Mbarrier v_empty[Traits::kStages];  // consumer warpgroups -> who fills v (1 each)
+  [[no_unique_address]] RawBarriers<Traits> raw_barriers;
+
+  // The ring into which the producer brings V.
+  CUTE_DEVICE auto& values_in() {
+    if constexpr (Traits::kFp8) {
+      return raw.v_raw;
+    } else {
+      return v;
+    }
+  }
+
+  CUTE_DEVICE auto& values_in_full() {
+    if constexpr (Traits::kFp8) {
+      return raw_barriers.v_raw_full;
+    } else {
+      return v_full;
+    }
+  }
+
+  CUTE_DEVICE auto& values_in_empty() {
+    if constexpr (Traits::kFp8) {
+      return raw_barriers.v_raw_empty;
+    } else {
+      return v_empty;
+    }
+  }
 
   CUTE_DEVICE void init_barriers() {
     for (int i = 0; i < Traits::kQStages; ++i) {
@@ -44,9 +109,10 @@ struct FwdStorage {
     for (int i = 0; i < Traits::kStages; ++i) {
       k_full[i].init(1);
       k_empty[i].init(Traits::kWarpgroups);
-      v_full[i].init(1);
+      v_full[i].init(Traits::kFp8 ? kTransposingWarps : 1);
       v_empty[i].init(Traits::kWarpgroups);
     }
+    raw_barriers.init_raw_barriers();
     fence_barrier_init();
   }
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "config/fwd_config.h"
+#include "device/fragments.h"
 #include "device/products.h"
 
 namespace fa3 {
@@ -15,6 +16,10 @@ struct FwdTraits {
   static constexpr int kHeadDimV = Config::kHeadDimV;
   static constexpr int kTileN = Config::kTileN;
   static constexpr int kStages = Config::kStages;
+  static constexpr bool kFp8 = Config::kDtype == Dtype::kFloat8E4M3;
+  static constexpr int kScaleBlocks = kFp8 ? kTileN / kScaleBlockKeys : 1;
+  // Of the ring into which V comes.
+  static constexpr int kValueStages = kFp8 ? Config::kRawStages : Config::kStages;
   static constexpr int kQStages = Config::kQStages;
   static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
   static constexpr MaskKind kMask = Config::kMask;
@@ -23,19 +28,24 @@ struct FwdTraits {
 
   // Columns in shared memory: the head dims, filled up to whole slices. The products leave the
   // filling out.
-  static constexpr int kColumns = padded_columns(kHeadDim);
-  static constexpr int kColumnsV = padded_columns(kHeadDimV);
-  static constexpr int kQBufferColumns = q_buffer_columns<Config>();
-  static constexpr int kScoreSteps = kHeadDim / 16;
+  static constexpr int kSlice = slice_columns(Config::kDtype, kHeadDim);
+  static constexpr int kColumns = padded_columns(kHeadDim, kSlice);
+  static constexpr int kColumnsV = padded_columns(kHeadDimV, kSlice);
+  static constexpr int kQBufferElements = q_buffer_bytes<Config>() / int(sizeof(Element));
+  static constexpr int kScoreSteps = kHeadDim / kStepColumns<Element>;
+  static constexpr int kOutputSteps = kTileN / kStepColumns<Element>;
 
   using HeadDimV = cute::Int<kHeadDimV>;
   using Columns = cute::Int<kColumns>;
   using ColumnsV = cute::Int<kColumnsV>;
   using TileN = cute::Int<kTileN>;
 
-  // Slices of 64 columns (128 bytes, swizzled), one behind the other: what a TMA box of 64 columns
-  // writes.
-  using RowMajorAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
+  // Slices of 128 bytes (of 64 at FP8 with as few columns), swizzled, one behind the other: what a
+  // TMA box of so many columns writes.
+  template <bool kNarrow>
+  using AtomOf = cute::conditional_t<kNarrow, cute::GMMA::Layout_K_SW64_Atom<Element>,
+                                     cute::GMMA::Layout_K_SW128_Atom<Element>>;
+  using RowMajorAtom = AtomOf<kFp8 && kSlice == 64>;
   using SmemLayoutQ =
       decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<cute::_64, Columns>{}));
   using SmemLayoutO =
@@ -43,17 +53,39 @@ struct FwdTraits {
   using SmemLayoutK = decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<TileN, Columns>{}));
   // The same bytes as a row-major (keys, head dim) tile, named as the B operand (head dim, keys) of
   // PV.
-  using SmemLayoutV = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
-                                                   cute::Shape<ColumnsV, TileN>{},
-                                                   cute::Step<cute::_2, cute::_1>{}));
+  // FP8: 8-bit operands have to be contiguous along the keys, of which slices have 128, or 64.
+  static constexpr bool kNarrowV = kTileN % 128 != 0;
+  CUTE_HOST_DEVICE static constexpr auto layout_of_v() {
+    if constexpr (kFp8) {
+      return cute::tile_to_shape(AtomOf<kNarrowV>{}, cute::Shape<HeadDimV, TileN>{});
+    } else {
+      return cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                 cute::Shape<ColumnsV, TileN>{},
+                                 cute::Step<cute::_2, cute::_1>{});
+    }
+  }
+  using SmemLayoutV = decltype(layout_of_v());
+
+  // P as the operand of PV: ((2,2,2),1,N/16), FP8 ((4,2,2),1,N/32).
+  template <class Layout>
+  CUTE_DEVICE static auto operand_p_layout(Layout scores) {
+    if constexpr (kFp8) {
+      return operand_a_layout_of_bytes(scores);
+    } else {
+      return operand_a_layout(scores);
+    }
+  }
 
   // S = Q K^T: Q and K are contiguous along the head dim.
   using MmaS = decltype(cute::make_tiled_mma(shared_atom<Element, kTileN, Major::K>()));
-  // O = P V: P in registers, V contiguous along the head dim, which is the N of this product.
-  using MmaO = decltype(cute::make_tiled_mma(register_atom<Element, kHeadDimV, Major::MN>()));
+  // O = P V: P in registers, V contiguous along the head dim, which is the N of this product; FP8:
+  // along the keys.
+  static constexpr Major kMajorV = kFp8 ? Major::K : Major::MN;
+  using MmaO = decltype(cute::make_tiled_mma(register_atom<Element, kHeadDimV, kMajorV>()));
   // Cuts V into operands of PV: the descriptor of an operand does not say how many columns are
   // read.
-  using MmaV = decltype(cute::make_tiled_mma(register_atom<Element, kColumnsV, Major::MN>()));
+  static constexpr int kOperandColumnsV = kFp8 ? kHeadDimV : kColumnsV;
+  using MmaV = decltype(cute::make_tiled_mma(register_atom<Element, kOperandColumnsV, kMajorV>()));
 };
 
 }  // namespace fa3
