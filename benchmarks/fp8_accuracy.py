@@ -80,7 +80,7 @@ def contenders(shape: dict, device: torch.device) -> dict[str, Attend]:
         return lambda values, scales: flash_attn_func(
             *values, causal=shape['causal'], q_descale=scales.q, k_descale=scales.k,
             v_descale=scales.v, fp8_accum=accumulation)
-    return {name: kernel(name) for name in ('fast', 'promote')}
+    return {'fast': kernel('fast')}
 
 
 def name_of(granularity: str, is_rotated: bool) -> str:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flash_attn3 import env
+
 try:
     from flash_attn3 import _plan
 except ImportError as missing:
@@ -105,26 +107,34 @@ def _general_facts(q: Tensor, general) -> tuple:
 
 
 def general_problem_text(tensors: Sequence[Tensor | None], general, sm_margin: int,
-                         rules_of: str | None = None, fp8_as: torch.dtype | None = None) -> str:
+                         rules_of: str | None = None) -> str:
     """What is wrong with a call of the general forward, or ''.
 
     tensors: q, k, v and out, which may be None.
     rules_of: as in `problem_text`.
-    fp8_as: dtype by whose rules float8_e4m3fn is judged.
     """
     described = _describe_all((*tensors, *general[:4], general.sinks), rules_of)
-    if fp8_as is not None:
-        described = [(dtype_name(fp8_as), *one[1:]) if one and one[0] == 'float8_e4m3fn' else one
-                     for one in described]
     return _plan.check_general(*described, *_general_facts(tensors[0], general), sm_margin,
                                gpu_facts(tensors[0])['sm_count'])
 
 
 def check_general(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, general, sm_margin: int,
-                  rules_of: str | None = None, fp8_as: torch.dtype | None = None) -> None:
+                  rules_of: str | None = None) -> None:
     """Raises RuntimeError, as the CUDA op does, if the forward cannot serve these arguments."""
-    if text := general_problem_text((q, k, v, out), general, sm_margin, rules_of, fp8_as):
+    if text := general_problem_text((q, k, v, out), general, sm_margin, rules_of):
         raise RuntimeError(text)
+
+
+def fp8_problem_text(tensors: Sequence[Tensor | None], fp8, general, execution,
+                     rules_of: str | None = None) -> str:
+    """`general_problem_text` of float8_e4m3fn tensors. fp8: a fp8.Fp8, execution: a
+    general.Execution.
+    """
+    described = _describe_all((*tensors, *fp8.scales, *general[:4], general.sinks), rules_of)
+    return _plan.check_fp8(
+        *described[:7], dtype_name(fp8.out_dtype), fp8.promote, execution.return_max_logits,
+        *described[7:], *_general_facts(tensors[0], general), execution.sm_margin,
+        gpu_facts(tensors[0])['sm_count'])
 
 
 def check_general_backward(tensors: Sequence[Tensor | None], general) -> None:
@@ -150,6 +160,12 @@ def check_contents(op: str, q: Tensor, k: Tensor, general) -> None:
         used = [] if seqused is None else seqused.tolist()
         if text := sequences_problem(name, cu_seqlens.tolist(), used, x.size(0)):
             raise RuntimeError(error(op, *text))
+
+
+def check_cuda_contents(q: Tensor, k: Tensor, general) -> None:
+    """`check_contents` of CUDA tensors, where it is asked for; a CUDA graph cannot wait for it."""
+    if env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+        check_contents('fwd', q, k, general)
 
 
 def sequences_problem(name: str, starts: list[int], used: list[int],

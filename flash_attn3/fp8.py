@@ -1,8 +1,8 @@
 """The FP8 ops: their arguments, checks, what they do on CPU tensors, their fakes.
 
-They compute what quantize.py and `reference_fp8.attend` do, the latter in float32. Their schemas
-are in _library.py; importing this file registers the rest. Only quantisation has kernels: on a CUDA
-device the public functions of attention raise NotImplementedError.
+On the CPU they compute what quantize.py and `reference_fp8.attend` do, the latter in float32. Their
+schemas are in _library.py; importing this file registers the rest. `fwd_quantized` is made of the
+two others on every device.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fp8(NamedTuple):
         scales: as in `reference_fp8.Scales`.
         out_dtype: bfloat16 or float16.
         promote: whether the sum of P V of each tile is added in float32. Nothing on the CPU, where
-            all sums are float32.
+            all sums are float32; the kernels have no such sum.
     """
     scales: Scales
     out_dtype: torch.dtype = torch.bfloat16
@@ -92,58 +92,40 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
     return Fp8(Scales(*descales), out_dtype, promote)
 
 
-def reject_cuda(op: str, q: Tensor) -> None:
-    if q.is_cuda:
-        raise NotImplementedError(
-            checks.error('fwd', 'q.dtype to be float16 or bfloat16', 'float8_e4m3fn',
-                         'FP8 is for CPU tensors in this version') if q.dtype == E4M3 else
-            checks.error(op, 'a CPU tensor', str(q.device),
-                         'FP8 is for CPU tensors in this version'))
+def reject_missing(op: str, q: Tensor, promote: bool, return_max_logits: bool) -> None:
+    """Raises NotImplementedError for what only the CPU path has."""
+    if not q.is_cuda:
+        return
+    if not _library.kernels_serve(q.device):
+        raise NotImplementedError(checks.error(op, 'a CPU tensor, or a Hopper GPU and its kernels',
+                                               str(q.device), _library.KERNELS_MISSING))
+    for is_asked, expected, got in (
+            (promote, "fp8_accum to be 'fast' on a GPU", "'promote'"),
+            (return_max_logits, 'return_max_logits to be False with float8_e4m3fn on a GPU',
+             'True')):
+        if is_asked:
+            raise NotImplementedError(checks.error('fwd', expected, got,
+                                                   'this version has nothing else'))
+
+
+def gradient_text(op: str, **tensors: Tensor | None) -> str:
+    """The error text of a gradient of e4m3 tensors."""
+    return checks.error(
+        op, 'no gradient of float8_e4m3fn attention', checks.requires_grad_text(**tensors),
+        'flash_attn_fp8_func has gradients; or call under torch.no_grad()')
 
 
 def reject_gradients(op: str, **tensors: Tensor | None) -> None:
     if checks.needs_grad(*tensors.values()):
-        raise RuntimeError(checks.error(
-            op, 'no gradient of float8_e4m3fn attention', checks.requires_grad_text(**tensors),
-            'flash_attn_fp8_func has gradients; or call under torch.no_grad()'))
+        raise RuntimeError(gradient_text(op, **tensors))
 
 
 # ------------------------------------------------------------------------------ checks of the ops
 def check(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], fp8: Fp8, arguments: General,
-          sm_margin: int) -> None:
+          execution: Execution = Execution()) -> None:
     """Raises RuntimeError if `fwd_fp8` cannot serve these arguments. tensors: q, k, v and out."""
-    q, k, v, out = tensors
-    for name, x in (('q', q), ('k', k), ('v', v)):
-        if x.dtype != E4M3:
-            wanted = 'float8_e4m3fn' if name == 'q' else 'that of q, float8_e4m3fn'
-            raise RuntimeError(checks.error('fwd', f'{name}.dtype to be {wanted}',
-                                            checks.dtype_name(x.dtype)))
-    checks.check_general(q, k, v, out, arguments, sm_margin, fp8_as=fp8.out_dtype)
-    for name, x, scale, block in (('q', q, fp8.scales.q, Q_BLOCK), ('k', k, fp8.scales.k, KV_BLOCK),
-                                  ('v', v, fp8.scales.v, KV_BLOCK)):
-        if scale is not None and (problem := _scale_problem(name, x, scale, block, k.size(-2),
-                                                            arguments.cu_seqlens_q)):
-            raise RuntimeError(checks.error('fwd', *problem))
-
-
-def _scale_problem(name: str, x: Tensor, scale: Tensor, block: int, heads_k: int,
-                   cu_seqlens: Tensor | None) -> tuple[str, str] | None:
-    """What was expected of a scale of x, and what it is instead."""
-    rows, heads = x.size(-3), x.size(-2)
-    if cu_seqlens is None:
-        batch, by_block = x.size(0), (x.size(0), heads, quantize.blocks_of(rows, block))
-    else:
-        batch = cu_seqlens.size(0) - 1
-        by_block = (1, heads, rows // block + batch)
-    name = f'{name}_descale'
-    if scale.dtype != torch.float32:
-        return f'{name}.dtype to be float32', checks.dtype_name(scale.dtype)
-    if scale.device != x.device:
-        return f'{name} on the device of q, {x.device}', str(scale.device)
-    if tuple(scale.shape) not in ((batch, heads_k), by_block):
-        return (f'{name} to have the shape {(batch, heads_k)}, or {by_block} for blocks of {block} '
-                'rows', str(tuple(scale.shape)))
-    return None
+    if text := checks.fp8_problem_text(tensors, fp8, arguments, execution):
+        raise RuntimeError(text)
 
 
 def _check_quantize(x: Tensor, sequences: quantize.Sequences | None, block: int, group: int,
@@ -200,7 +182,7 @@ def quantize_plainly(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tenso
 def _forward_cpu(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], fp8: Fp8,
                  arguments: tuple) -> tuple[Tensor, Tensor, Tensor]:
     own, execution = general.split(arguments)
-    check(tensors, fp8, own, execution.sm_margin)
+    check(tensors, fp8, own, execution)
     q, k, v, out = tensors
     checks.check_contents('fwd', q, k, own)
     result = attend(q, k, v, fp8.scales, own, execution.return_max_logits)
@@ -250,7 +232,10 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
         raise RuntimeError(checks.error('fwd', 'q.dtype to be float16 or bfloat16',
                                         checks.dtype_name(q.dtype)))
     checks.check_general(q, k, v, None, own, execution.sm_margin)
-    checks.check_contents('fwd', q, k, own)
+    if q.is_cuda:
+        checks.check_cuda_contents(q, k, own)
+    else:
+        checks.check_contents('fwd', q, k, own)
     blocks = (Q_BLOCK, KV_BLOCK) if quantization.block_scales else (PER_HEAD, PER_HEAD)
     lists = (own.cu_seqlens_q, own.seqused_q), (own.cu_seqlens_k, own.seqused_k)
     seed = quantization.rotation_seed
@@ -309,6 +294,8 @@ for _name, _on_cpu, _fake in (
         ('fwd_quantized', forward_quantized, _quantized_fake)):
     _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)
+
+_library.LIBRARY.impl('fwd_quantized', forward_quantized, 'CUDA')
 
 _quantize = torch.ops.flash_attn3.quantize_fp8.default
 _fwd_fp8 = torch.ops.flash_attn3.fwd_fp8.default

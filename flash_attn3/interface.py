@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks, env, fallback, fp8
+from flash_attn3 import _library, checks, fallback, fp8
 from flash_attn3.autograd import Attention, GeneralAttention, PackedAttention
 from flash_attn3.fp8 import Fp8
 from flash_attn3.general import Execution, General
@@ -313,10 +313,12 @@ def _fp8_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], of_fp8
     """(out, lse, max_logits) of e4m3 tensors."""
     q, k, v, out = tensors
     op = 'flash_attn_func' if general.cu_seqlens_q is None else 'flash_attn_varlen_func'
-    fp8.reject_cuda(op, q)
     scales, out_dtype, promote = of_fp8
     fp8.reject_gradients(op, q=q, k=k, v=v, out=out, q_descale=scales.q, k_descale=scales.k,
                          v_descale=scales.v, s_aux=general.sinks)
+    fp8.reject_missing(op, q, promote, execution.return_max_logits)
+    if not is_compiling():
+        checks.check_cuda_contents(q, k, general)
     others = promote, *general, *execution[:-1]
     if out is not None:
         return out, *_fwd_fp8_out(q, k, v, out, *scales, *others)
@@ -333,22 +335,16 @@ def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], ge
     q, k, v, out = tensors
     if not _is_served(q):
         checks.check_general(q, k, v, out, general, execution.sm_margin, rules_of='cpu')
-        _check_contents(q, k, general)
+        checks.check_cuda_contents(q, k, general)
         result, *others = fallback.general_attention(q, k, v, general, return_lse,
                                                      execution.return_max_logits)
         return (result if out is None else out.copy_(result)), *others
     if is_compiling() and out is None:
         return _fwd_general_traced(q, k, v, *general, *execution)
     if not is_compiling():
-        _check_contents(q, k, general)
+        checks.check_cuda_contents(q, k, general)
     if out is not None:
         return out, *_fwd_general_out(q, k, v, out, *general, *execution[:-1])
     if checks.needs_grad(q, k, v, general.sinks):
         return GeneralAttention.apply(q, k, v, *general, *execution)
     return _fwd_general(q, k, v, *general, *execution[:-1])
-
-
-def _check_contents(q: Tensor, k: Tensor, general: General) -> None:
-    """Where it is asked for; a CUDA graph cannot wait for it. The CPU implementation does it."""
-    if env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
-        checks.check_contents('fwd', q, k, general)

@@ -157,7 +157,7 @@ def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], general: General
                execution: Execution, quantization: Quantization,
                return_lse: bool) -> Tensor | tuple[Tensor, ...]:
     """What a public function returns. tensors: q, k and v."""
-    fp8.reject_cuda(op, tensors[0])
+    fp8.reject_missing(op, tensors[0], quantization.promote, execution.return_max_logits)
     arguments = *tensors, *general, *execution, *quantization
     if is_compiling():
         results = _fwd_quantized(*arguments)

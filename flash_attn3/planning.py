@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import _library, _plan, checks, fp8
-from flash_attn3.general import General
+from flash_attn3.fp8 import Fp8
+from flash_attn3.general import Execution, General
 from flash_attn3.quantize import E4M3
 
 # The arguments that make a call one of the general ops, or a hint for them, with their defaults.
@@ -56,14 +57,17 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
     features = {name: others.pop(name) for name in _FEATURES if name in others}
     op = ('flash_attn_func' if features.get('cu_seqlens_q') is None else
           'flash_attn_varlen_func')
-    reasons = _fp8_problems(op, q, out, others) + checks.unsupported(op, **others)
     needs_grad = checks.needs_grad(q, k, v, out, features.get('s_aux'))
-    if needs_grad and out is not None:
+    reasons, of_fp8 = _fp8_arguments(op, q, out, others)
+    reasons += checks.unsupported(op, **others)
+    if of_fp8 is not None and needs_grad:
+        reasons.append(fp8.gradient_text(op, q=q, k=k, v=v, out=out, s_aux=features.get('s_aux')))
+    elif needs_grad and out is not None:
         reasons.append(checks.gradient_with_out_text(op, q=q, k=k, v=v, out=out,
                                                      s_aux=features.get('s_aux')))
     scale = checks.default_softmax_scale(q) if softmax_scale is None else softmax_scale
     plans = []
-    if text := _problem_text((q, k, v, out), scale, causal, sm_margin, features):
+    if text := _problem_text((q, k, v, out), scale, causal, sm_margin, features, of_fp8):
         reasons.append(text)
     else:
         common = dict(causal=causal, **features)
@@ -83,21 +87,21 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
     return not reasons, reasons
 
 
-def _fp8_problems(op: str, q: Tensor, out: Tensor | None, others: dict) -> list[str]:
-    """What is wrong with the arguments of FP8 alone, which it takes out of others."""
+def _fp8_arguments(op: str, q: Tensor, out: Tensor | None,
+                   others: dict) -> tuple[list[str], Fp8 | None]:
+    """What is wrong with the arguments of FP8, which it takes out of others, and what they are."""
+    descales = None, None, None
     if q.dtype == E4M3:
-        for name in ('q_descale', 'k_descale', 'v_descale'):
-            others.pop(name, None)
+        descales = [others.pop(name, None) for name in ('q_descale', 'k_descale', 'v_descale')]
     own = others.pop('out_dtype', None), others.pop('fp8_accum', 'fast')
     try:
-        fp8.fp8_of(op, q, (None, None, None), out, *own)
+        return [], fp8.fp8_of(op, q, descales, out, *own)
     except RuntimeError as problem:
-        return [str(problem)]
-    return []
+        return [str(problem)], None
 
 
 def _problem_text(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], softmax_scale: float,
-                  causal: bool, sm_margin: int, features: dict) -> str:
+                  causal: bool, sm_margin: int, features: dict, of_fp8: Fp8 | None) -> str:
     """What is wrong with a call on a Hopper GPU, or ''."""
     features = _FEATURES | features
     lists = [features[name] for name in _OF_PACKED]
@@ -109,6 +113,9 @@ def _problem_text(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], softmax
         return str(problem)
     general = General(*lists, 0, 0, sinks, softmax_scale, causal, *window,
                       features['attention_chunk'], features['softcap'])
+    if of_fp8 is not None:
+        execution = Execution(sm_margin=sm_margin, return_max_logits=features['return_max_logits'])
+        return checks.fp8_problem_text(tensors, of_fp8, general, execution, rules_of='cuda')
     return checks.general_problem_text(tensors, general, sm_margin, rules_of='cuda')
 
 
@@ -207,7 +214,8 @@ def _forward_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
         'pack_gqa': f'{facts["pack"]} query head(s) in the rows of a tile',
         'warpgroups': _warpgroups(facts),
         'overlap': ', '.join(name for name, is_on in overlaps.items() if is_on) or 'none',
-        'stages': f'{facts["stages"]} of K, {facts["stages"]} of V, {facts["q_stages"]} of Q',
+        'stages': f'{facts["stages"]} of K, {facts["stages"]} of V, {facts["q_stages"]} of Q'
+                  + f', {facts["raw_stages"]} of V as it comes' * (facts['raw_stages'] > 0),
         'registers': _registers(facts),
         'shared memory': _shared_memory(facts),
         **(_packed_work_rows(facts) if facts['is_packed'] else _work_rows(facts)),

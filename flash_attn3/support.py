@@ -37,6 +37,8 @@ _GRADIENT_HEAD_DIMS = _of_head_dims(
     COLUMNS[2:])
 _HEAD_DIMS = _of_head_dims(f'{_FWD}q', 'the head_dim, to be a multiple of 8 from 8 to 256')
 
+_NO_FP8_GRADIENTS = _of_functions('no gradient of float8_e4m3fn attention', COLUMNS[2:])
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -75,12 +77,26 @@ FEATURES = (
     Feature('float16', dtype='float16'),
     Feature('float32', dtype='float32',
             errors=_everywhere(f'{_FWD}q.dtype to be float16 or bfloat16, got float32')),
-    Feature('FP8', dtype='float8_e4m3fn',
-            errors=_everywhere(f'{_FWD}q.dtype to be float16 or bfloat16, got float8_e4m3fn')),
+    Feature('FP8', dtype='float8_e4m3fn', errors=_NO_FP8_GRADIENTS),
     Feature('FP8 with `q_descale`, `k_descale`, `v_descale`, `out_dtype`', dtype='float8_e4m3fn',
-            tensors=('q_descale', 'k_descale', 'v_descale'),
-            options={'out_dtype': torch.float16, 'fp8_accum': 'promote'},
-            errors=_everywhere(f'{_FWD}q.dtype to be float16 or bfloat16, got float8_e4m3fn')),
+            tensors=('q_descale', 'k_descale', 'v_descale'), options={'out_dtype': torch.float16},
+            errors=_NO_FP8_GRADIENTS),
+    Feature('FP8, head dim 80, GQA, causal, window, softcap, sinks, LSE', dtype='float8_e4m3fn',
+            head_dims=(80, 80), heads=(6, 2), tensors=('s_aux',), errors=_NO_FP8_GRADIENTS,
+            options={'causal': True, 'window_size': (30, 0), 'softcap': 20.0,
+                     'return_attn_probs': True}),
+    Feature('FP8, head dim of v: 192, 128', dtype='float8_e4m3fn', head_dims=(192, 128),
+            errors=_NO_FP8_GRADIENTS),
+    Feature('FP8, head dim 72', dtype='float8_e4m3fn', head_dims=(72, 72), errors=_of_head_dims(
+        f'{_FWD}q', 'the head_dim, to be a multiple of 16 from 16 to 256 with float8_e4m3fn',
+        COLUMNS[:2]) | _NO_FP8_GRADIENTS),
+    Feature('FP8 with `return_max_logits`', dtype='float8_e4m3fn',
+            options={'return_max_logits': True}, errors=dict.fromkeys(
+                COLUMNS[:2], f'{_FWD}return_max_logits to be False with float8_e4m3fn on a GPU'
+            ) | _NO_FP8_GRADIENTS),
+    Feature("FP8 with `fp8_accum='promote'`", dtype='float8_e4m3fn',
+            options={'fp8_accum': 'promote'}, errors=dict.fromkeys(
+                COLUMNS[:2], f"{_FWD}fp8_accum to be 'fast' on a GPU") | _NO_FP8_GRADIENTS),
     Feature('`causal`', options={'causal': True}),
     Feature('seqlen_q > seqlen_k', options={'causal': True}, lengths_q=(90, 7, 65),
             lengths_k=(66, 2, 64)),

@@ -3,6 +3,10 @@
 `check_fp8` is the bar: max |out - ref| <= 4 max |emulation - ref| and mean <= 3 mean, both plus
 what rounding to the output's dtype costs; ref: the values of the e4m3 inputs in float64, emulation:
 `reference_fp8.emulate` of the same inputs, rounded.
+
+`check_fp8_lse` allows what the sums of e4m3 products lose on Hopper, whose tensor cores keep about
+13 bits behind the first of the largest addend: a score is wrong by up to 2^-11 of |q| |k|, and so
+is an LSE.
 """
 from __future__ import annotations
 
@@ -35,6 +39,24 @@ def quantize_all(q: Tensor, k: Tensor, v: Tensor, granularity: str, is_rotated: 
 
 def descales(scales: Scales) -> dict[str, Tensor | None]:
     return dict(zip(('q_descale', 'k_descale', 'v_descale'), scales))
+
+
+def check_fp8_lse(lse: Tensor, inputs: Inputs, scales: Scales, score: Score,
+                  lengths: Lengths | None = None) -> None:
+    """|lse - ref| <= 2^-11 scale max |q| max |k| + 1e-5 max(1, |ref|) + 1e-4; -inf exactly where ref
+    has it.
+    """
+    ref = reference_fp8.attend(inputs, scales, score, lengths).lse
+    compare.check_nonfinite(lse, ref, 'lse')
+    if not ref.numel():
+        return
+    q, k, _, _ = reference_fp8.dequantize(inputs, scales, lengths, torch.float64)
+    longest_q, longest_k = (x.norm(dim=-1).nan_to_num(nan=0.0).flatten() for x in (q, k))
+    most = longest_q.max() * (longest_k.max() if longest_k.numel() else 0.0)
+    limit = 2.0 ** -11 * score.scale * most + 1e-5 * ref.abs().clamp_min(1) + 1e-4
+    error = (lse.double() - ref).abs().nan_to_num(nan=0.0, posinf=0.0)
+    bad = ref.isfinite() & (error > limit)
+    assert not bad.any(), f'lse: max error {error.max():.3e}, {bad.sum()} of {bad.numel()} too far'
 
 
 def check_fp8(out: Tensor, inputs: Inputs, scales: Scales, score: Score,

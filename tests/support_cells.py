@@ -15,9 +15,10 @@ from torch import Tensor
 
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func, reference
 from flash_attn3.reference import Inputs, Lengths, Mask, Score
+from flash_attn3.reference_fp8 import Scales
 from flash_attn3.support import COLUMNS, FEATURES, Feature
 
-from tests import compare
+from tests import compare, fp8_data
 from tests.bad_inputs import UNSUPPORTED
 
 
@@ -70,8 +71,10 @@ def check_refused(cell: Cell, arguments: dict) -> None:
     with pytest.raises(RuntimeError) as raised:
         call(cell, arguments)
     assert str(raised.value).startswith(cell.error)
+    is_fp8 = cell.feature.dtype == 'float8_e4m3fn'
     names = UNSUPPORTED.keys() & {*cell.feature.options, *cell.feature.tensors}
-    assert type(raised.value) is (NotImplementedError if names else RuntimeError)
+    is_missing = (names and not is_fp8) or cell.error.endswith(' on a GPU')
+    assert type(raised.value) is (NotImplementedError if is_missing else RuntimeError)
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
@@ -110,8 +113,10 @@ def arguments_of(cell: Cell, device: torch.device) -> dict:
         x.requires_grad_(cell.has_gradients)
     if 'out' in feature.tensors:
         arguments['out'] = torch.full_like(arguments['q'], torch.nan, requires_grad=False)
-    given = {name: torch.ones((), device=device) for name in feature.tensors
-             if name == 'qv' or name.endswith('_descale')}
+    given = {name: torch.ones((), device=device) for name in feature.tensors if name == 'qv'}
+    scales = torch.linspace(0.5, 2, len(feature.lengths_q) * heads_k, device=device)
+    given |= {name: scales.unflatten(0, (-1, heads_k)) for name in feature.tensors
+              if name.endswith('_descale')}
     lists = _lists(feature, device) if cell.is_packed else {}
     return arguments | given | lists | dict(feature.options)
 
@@ -166,8 +171,21 @@ def _lengths(arguments: dict) -> Lengths:
                                                       'seqused_k')))
 
 
+def _check_fp8(cell: Cell, arguments: dict, results: dict[str, Tensor]) -> None:
+    inputs = _inputs(arguments)
+    scales = Scales(*(arguments.get(f'{name}_descale') for name in 'qkv'))
+    own = inputs, scales, cell.score, _lengths(arguments) if cell.is_packed else None
+    assert results['out'].dtype == arguments.get('out_dtype', torch.bfloat16)
+    fp8_data.check_fp8(results['out'], *own)
+    if 'lse' in results:
+        fp8_data.check_fp8_lse(results['lse'], *own)
+
+
 def _check_forward(cell: Cell, arguments: dict, results: dict[str, Tensor]) -> None:
     inputs = _inputs(arguments)
+    if inputs.q.dtype == fp8_data.E4M3:
+        _check_fp8(cell, arguments, results)
+        return
 
     def expected(inputs: Inputs) -> reference.Outputs:
         own = inputs, cell.score

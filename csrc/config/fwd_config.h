@@ -112,8 +112,19 @@ constexpr int q_buffer_bytes() {
   return kWarpgroupRows * (of_q > of_o ? of_q : of_o);
 }
 
-// Shared memory of a variant: the Q ring, the K ring, the V ring, the
-// mbarriers. forward/storage.h asserts that this is what the kernel's struct takes.
+// FP8: of the scales of K tiles, which lie beside the barriers, and of the tiles at hand, which are
+// longer than those of 16 bits by where their scales lie.
+template <class Config>
+constexpr int fwd_scale_bytes() {
+  constexpr int kStages = 4;
+  constexpr int kTileBytes = 128;
+  int const of_keys = 3 * int(sizeof(float)) * Config::kTileN / kScaleBlockKeys + 2 * 8;
+  int const of_tiles = Config::kQStages * Config::kConsumerWarpgroups * kTileBytes;
+  return Config::kDtype == Dtype::kFloat8E4M3 ? kStages * of_keys + of_tiles : 0;
+}
+
+// Shared memory of a variant: the Q ring, the K ring, the V ring, the mbarriers and what is small.
+// forward/launch.h asserts that this is what the kernel's struct takes.
 template <class Config>
 constexpr int fwd_shared_bytes() {
   int const key_bytes = Config::kTileN * element_bytes(Config::kDtype);
@@ -123,7 +134,8 @@ constexpr int fwd_shared_bytes() {
                       fwd_columns<Config>(Config::kHeadDimV);
   int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages +
                        2 * Config::kRawStages;
-  return q_bytes + k_bytes + v_bytes + (barriers * 8 + 1023) / 1024 * 1024;
+  int const small = barriers * 8 + fwd_scale_bytes<Config>();
+  return q_bytes + k_bytes + v_bytes + (small + 1023) / 1024 * 1024;
 }
 
 // A variant's constants as values, for the planner.
@@ -136,6 +148,7 @@ struct FwdVariantFacts {
   int tile_n;
   int consumer_warpgroups;
   int stages;
+  int raw_stages;
   int q_stages;
   bool ping_pong;
   bool intra_overlap;
@@ -171,6 +184,7 @@ constexpr FwdVariantFacts fwd_facts(char const* name) {
                          Config::kTileN,
                          Config::kConsumerWarpgroups,
                          Config::kStages,
+                         Config::kRawStages,
                          Config::kQStages,
                          Config::kPingPong,
                          Config::kIntraOverlap,

@@ -2,7 +2,7 @@
 // operand of the next product.
 #pragma once
 
-#include "device/math.h"
+#include "device/cute.h"
 
 namespace fa3 {
 
@@ -38,17 +38,6 @@ CUTE_DEVICE auto operand_a_layout_of_bytes(Layout acc) {
   constexpr int kGroups = decltype(cute::size<0, 2>(acc))::value;
   return cute::make_layout(cute::Shape<cute::Shape<cute::_4, cute::_2, cute::_2>, cute::_1,
                                        cute::Int<kGroups / 4>>{});
-}
-
-template <class FragmentS, class FragmentP>
-CUTE_DEVICE void pack_probabilities(FragmentS const& acc, FragmentP& operand) {
-  auto fours = cute::recast<uint32_t>(operand);
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size(fours); ++i) {
-    int const row = i % 2;
-    int const first = i / 2 * 8 + 2 * row;  // of a pair of groups of 8 columns
-    fours(i) = pack_four_e4m3(acc(first), acc(first + 1), acc(first + 4), acc(first + 5));
-  }
 }
 
 // Where 8 columns (16 bytes, a chunk) of a row lie in a tile of slices of 64 columns with the

@@ -73,7 +73,10 @@ FwdProblem general_problem(GeneralCall const& call, GeneralSizes const& sizes,
   bool const is_limited = mask.left < GeneralMask::kNoLimit || mask.is_chunked ||
                           (mask.right > 0 && mask.right < GeneralMask::kNoLimit);
   problem.has_softcap = call.softcap > 0;
-  problem.is_general = is_limited || problem.is_packed || problem.has_softcap || has_row_features;
+  // At FP8 the kernels without a mask rely on each row seeing a key.
+  bool const is_blind = problem.dtype == Dtype::kFloat8E4M3 && problem.seqlen_k == 0;
+  problem.is_general = is_limited || problem.is_packed || problem.has_softcap ||
+                       has_row_features || is_blind;
   problem.general = mask;
   return problem;
 }

@@ -13,8 +13,6 @@
 namespace fa3 {
 namespace {
 
-constexpr int kElementBytes = 2;
-
 // Share of L2 that the keys and values of one section of a causal launch should fit into; the rest
 // is for Q, O and the keys and values that the next section already reads.
 constexpr int kSectionL2Percent = 60;
@@ -59,7 +57,8 @@ bool grows(FwdProblem const& problem) {
 }
 
 int64_t kv_head_bytes(FwdProblem const& problem) {
-  return int64_t(problem.seqlen_k) * (problem.head_dim + problem.head_dim_v) * kElementBytes;
+  return int64_t(problem.seqlen_k) * (problem.head_dim + problem.head_dim_v) *
+         element_bytes(problem.dtype);
 }
 
 // KV heads whose K and V fit into the L2 of a section.
@@ -266,7 +265,10 @@ FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan) {
   cost.useful_share = useful * dims / (computed * computed_dims);
   cost.visited_share = tile / (tile_rows * all_keys);
   cost.flops = 2 * dims * useful;
-  cost.bytes = kElementBytes * dims * (q_rows + k_rows) + sizeof(float) * q_rows;
+  constexpr int kOutBytes = 2;
+  double const inputs = problem.head_dim * q_rows + dims * k_rows;
+  cost.bytes = element_bytes(problem.dtype) * inputs +
+               (kOutBytes * problem.head_dim_v + double(sizeof(float))) * q_rows;
   return cost;
 }
 

@@ -71,11 +71,15 @@ constexpr FwdCandidates search_candidates(Dtype dtype, MaskKind mask, int head_d
   return found;
 }
 
-// search_candidates() for every 16-bit dtype, mask and multiple of 8 as head dim of q, k and v,
+// Dtypes that kernels take: the first ones of Dtype.
+constexpr int kKernelDtypes = 3;
+
+// search_candidates() for every dtype, mask and multiple of 8 as head dim of q, k and v,
 // since a launch asks.
 inline constexpr auto kFwdCandidates = [] {
-  std::array<std::array<std::array<FwdCandidates, kMaxHeadDim / 8 + 1>, kMaskKinds>, 2> table{};
-  for (Dtype dtype : {Dtype::kFloat16, Dtype::kBFloat16}) {
+  std::array<std::array<std::array<FwdCandidates, kMaxHeadDim / 8 + 1>, kMaskKinds>, kKernelDtypes>
+      table{};
+  for (Dtype dtype : {Dtype::kFloat16, Dtype::kBFloat16, Dtype::kFloat8E4M3}) {
     for (MaskKind mask :
          {MaskKind::kFull, MaskKind::kCausal, MaskKind::kGeneral, MaskKind::kSoftcap}) {
       for (int eighths = 1; eighths <= kMaxHeadDim / 8; ++eighths) {
@@ -87,7 +91,7 @@ inline constexpr auto kFwdCandidates = [] {
   return table;
 }();
 
-// INVARIANT: dtype is a 16-bit one, head dims are multiples of 8 and at most kMaxHeadDim.
+// INVARIANT: dtype is one of a kernel, head dims are multiples of 8 and at most kMaxHeadDim.
 constexpr FwdCandidates fwd_candidates(FwdProblem const& problem) {
   MaskKind const mask = problem.mask_kind();
   return problem.head_dim == problem.head_dim_v

@@ -239,7 +239,7 @@ struct FwdConsumer {
     auto const scales = take_scales();
     wait_gemm<1>(tSrS);
     release(shared.k_empty, k_ring);
-    transform_scores<Traits>(p, tSrS);
+    transform_scores<Traits>(p, tSrS, softmax, scales);
     if constexpr (kHidden != Hidden::kNothing) {
       tile.limits.template apply<kHidden>(tSrS, n);
     }
@@ -263,7 +263,7 @@ struct FwdConsumer {
     wait_gemm<0>(tSrS);
     turn.pass();
     release(shared.k_empty, k_ring);
-    transform_scores<Traits>(p, tSrS);
+    transform_scores<Traits>(p, tSrS, softmax, scales);
     if constexpr (kHidden != Hidden::kNothing) {
       tile.limits.template apply<kHidden>(tSrS, n);
     }
@@ -323,7 +323,7 @@ struct FwdConsumer {
     start_rows(tile, softmax);
     int const n = tile.work.keys.end - 1;
     auto const scales = take_scales();
-    transform_scores<Traits>(p, tSrS);
+    transform_scores<Traits>(p, tSrS, softmax, scales);
     BlockRange const& keys = tile.work.keys;
     if (n >= keys.free_end || (kGeneral && n < keys.free_begin)) {
       tile.limits.template apply<kGeneral ? Hidden::kBothEnds : Hidden::kEnd>(tSrS, n);

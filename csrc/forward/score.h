@@ -1,5 +1,6 @@
 // What happens to scores between the product and the mask: with a softcap, s becomes
-// tanh(s * softmax_scale / softcap), and the cap takes the place of the softmax scale.
+// tanh(s * softmax_scale / softcap), and the cap takes the place of the softmax scale. At FP8 the
+// scales of q and k come first: they are part of s.
 #pragma once
 
 #include "device/math.h"
@@ -7,9 +8,13 @@
 
 namespace fa3 {
 
-template <class Traits, class Fragment>
-CUTE_DEVICE void transform_scores(FwdDeviceParams const& p, Fragment& acc) {
+template <class Traits, class Fragment, class Softmax, class Scales>
+CUTE_DEVICE void transform_scores(FwdDeviceParams const& p, Fragment& acc, Softmax const& softmax,
+                                  Scales const& scales) {
   if constexpr (Traits::kMask == MaskKind::kSoftcap) {
+    if constexpr (Traits::kFp8) {
+      softmax.apply_scales(acc, scales);
+    }
     CUTE_UNROLL
     for (int i = 0; i < cute::size(acc); ++i) {
       acc(i) = tanh_of(acc(i) * p.softcap_scale);

@@ -14,6 +14,18 @@
 
 namespace fa3 {
 
+// P in registers, to the operand of PV (operand_a_layout_of_bytes).
+template <class FragmentS, class FragmentP>
+CUTE_DEVICE void pack_probabilities(FragmentS const& acc, FragmentP& operand) {
+  auto fours = cute::recast<uint32_t>(operand);
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(fours); ++i) {
+    int const row = i % 2;
+    int const first = i / 2 * 8 + 2 * row;  // of a pair of groups of 8 columns
+    fours(i) = pack_four_e4m3(acc(first), acc(first + 1), acc(first + 4), acc(first + 5));
+  }
+}
+
 template <class Traits>
 struct BlockSoftmax {
   using Config = typename Traits::Config;
@@ -23,11 +35,13 @@ struct BlockSoftmax {
   static constexpr int kBlocks = Scales::kBlocks;
   static constexpr int kBlockColumns = kScaleBlockKeys / 4;  // of a thread
   static constexpr bool kMaximaFirst = true;
+  // Then scores have their scales already (score.h).
+  static constexpr bool kSoftcap = Config::kMask == MaskKind::kSoftcap;
 
   float row_max[kRows];  // of t: what is subtracted
   float row_sum[kRows];
   float rescale[kRows];
-  float q_scale[kRows];  // of scores, in powers of two
+  float q_scale[kRows];  // of scores, in powers of two; with a softcap: of q alone
   bool any_rescale;
   float const scale_log2;
 
@@ -39,7 +53,7 @@ struct BlockSoftmax {
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = -INFINITY;
       row_sum[r] = 0.f;
-      q_scale[r] = scales[r] * scale_log2;
+      q_scale[r] = kSoftcap ? scales[r] : scales[r] * scale_log2;
     }
   }
 
@@ -53,7 +67,7 @@ struct BlockSoftmax {
       float sum = row_sum[r] * rescale[r];
       CUTE_UNROLL
       for (int b = 0; b < kBlocks; ++b) {
-        float const factor = q_scale[r] * scales.k(b);
+        float const factor = factor_of(r, b, scales);
         float const shift = scales.v_log2(b) - used;
         float of_block[2] = {0.f, 0.f};
         CUTE_UNROLL
@@ -64,6 +78,19 @@ struct BlockSoftmax {
         sum += (of_block[0] + of_block[1]) * scales.over_v(b);
       }
       row_sum[r] = sum;
+    }
+  }
+
+  // Before a softcap: the scales of q and k.
+  template <class Fragment>
+  CUTE_DEVICE void apply_scales(Fragment& acc, Scales const& scales) const {
+    auto scores = rows_view(acc);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < kBlocks * kBlockColumns; ++c) {
+        scores(r, c) *= q_scale[r] * scales.k(c / kBlockColumns);
+      }
     }
   }
 
@@ -98,6 +125,11 @@ struct BlockSoftmax {
   }
 
  private:
+  // Of the scores of a block, to powers of two.
+  CUTE_DEVICE float factor_of(int r, int block, Scales const& scales) const {
+    return kSoftcap ? scale_log2 : q_scale[r] * scales.k(block);
+  }
+
   template <class Scores>
   CUTE_DEVICE void update_max(Scores const& scores, Scales const& scales) {
     bool grows = false;
@@ -108,7 +140,7 @@ struct BlockSoftmax {
       CUTE_UNROLL
       for (int b = 0; b < kBlocks; ++b) {
         float const of_block = max_of_block(scores, r, b);
-        largest = fmaxf(largest, of_block * (q_scale[r] * scales.k(b)) + scales.v_log2(b));
+        largest = fmaxf(largest, of_block * factor_of(r, b, scales) + scales.v_log2(b));
       }
       float const new_max = quad_max(largest);
       bool const row_grows = new_max - old_max > Config::kLazyRescaleLog2;

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <string>
 
-#include "dispatch/checks_general.h"
+#include "dispatch/checks_fp8.h"
 #include "dispatch/general_problem.h"
 #include "dispatch/text.h"
 
@@ -118,7 +118,15 @@ inline std::string size_error(PlanCall const& call) {
 // What is wrong with the call, or "".
 inline std::string call_error(PlanCall const& call) {
   std::string const error = size_error(call);
-  return error.empty() ? check_general(general_call(call)) : error;
+  if (!error.empty()) {
+    return error;
+  }
+  if (call.dtype != Dtype::kFloat8E4M3) {
+    return check_general(general_call(call));
+  }
+  Fp8Call fp8;
+  fp8.general = general_call(call);
+  return check_fp8(fp8);
 }
 
 inline std::string backward_call_error(PlanCall const& call) {

@@ -20,6 +20,9 @@
 //   sm_count), check_general_backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, ..., softcap):
 //   the same of the general ops. out, dlse and what follows v or lse up to sinks may be None.
 //
+// - check_fp8(q, k, v, out, q_descale, k_descale, v_descale, out_dtype, promote, return_max_logits,
+//   cu_seqlens_q, ...): check_general of the ops on float8_e4m3fn.
+//
 // pack_gqa is 0 (never), 1 (always) or 2 (where it pays).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -30,7 +33,7 @@
 #include "bwd_built.inc"
 #include "bwd_variants.h"
 #include "dispatch/checks_backward.h"
-#include "dispatch/checks_general.h"
+#include "dispatch/checks_fp8.h"
 #include "dispatch/plan.h"
 #include "dispatch/plan_backward.h"
 #include "dispatch/variants.h"
@@ -60,7 +63,10 @@ Dtype dtype_from_name(char const* name) {
   return Dtype::kOther;
 }
 
-char const* dtype_name(Dtype dtype) { return dtype == Dtype::kFloat16 ? "float16" : "bfloat16"; }
+char const* dtype_name(Dtype dtype) {
+  static constexpr char const* kNames[] = {"float16", "bfloat16", "float8_e4m3fn"};
+  return kNames[int(dtype)];
+}
 
 char const* mask_name(MaskKind mask) {
   static constexpr char const* kNames[kMaskKinds] = {"full", "causal", "general", "softcap"};
@@ -109,17 +115,19 @@ class DictBuilder {
 
 void add_variant(DictBuilder& dict, int variant) {
   FwdVariantFacts const& facts = kFwdVariants[variant];
+  int const slice = slice_columns(facts.dtype, facts.head_dim);
   dict.string("name", facts.name)
       .flag("built", kFwdBuilt[variant])
       .string("dtype", dtype_name(facts.dtype))
       .string("mask", mask_name(facts.mask))
       .integer("head_dim", facts.head_dim)
       .integer("head_dim_v", facts.head_dim_v)
-      .integer("columns", padded_columns(facts.head_dim))
-      .integer("columns_v", padded_columns(facts.head_dim_v))
+      .integer("columns", padded_columns(facts.head_dim, slice))
+      .integer("columns_v", padded_columns(facts.head_dim_v, slice))
       .integer("tile_m", facts.consumer_warpgroups * kWarpgroupRows)
       .integer("tile_n", facts.tile_n)
       .integer("stages", facts.stages)
+      .integer("raw_stages", facts.raw_stages)
       .integer("q_stages", facts.q_stages)
       .integer("consumer_warpgroups", facts.consumer_warpgroups)
       .flag("ping_pong", facts.ping_pong)
@@ -313,6 +321,41 @@ PyObject* py_check_general(PyObject*, PyObject* args) {
   return PyUnicode_FromString(check_general(call).c_str());
 }
 
+PyObject* py_check_fp8(PyObject*, PyObject* args) {
+  PyObject *q, *k, *v, *out, *scales[3];
+  GeneralObjects objects;
+  long long left, right, chunk, sm_margin;
+  int causal, promote, wants_max_logits;
+  Fp8Call call;
+  GeneralCall& general = call.general;
+  ForwardCall& forward = general.forward;
+  if (!PyArg_ParseTuple(args, "OOOOOOOsppOOOOOdpLLLdLi", &q, &k, &v, &out, &scales[0], &scales[1],
+                        &scales[2], &call.out_dtype_name, &promote, &wants_max_logits,
+                        &objects.cu_seqlens_q, &objects.cu_seqlens_k, &objects.seqused_q,
+                        &objects.seqused_k, &objects.sinks, &forward.softmax_scale, &causal, &left,
+                        &right, &chunk, &general.softcap, &sm_margin, &forward.sm_count)) {
+    return nullptr;
+  }
+  call.out_dtype = dtype_from_name(call.out_dtype_name);
+  call.promote = promote;
+  call.wants_max_logits = wants_max_logits;
+  forward.sm_margin = sm_margin;
+  general.causal = causal;
+  general.window_left = left;
+  general.window_right = right;
+  general.attention_chunk = chunk;
+  if (!read_tensor(q, forward.q) || !read_tensor(k, forward.k) || !read_tensor(v, forward.v) ||
+      !read_optional(out, forward.out, forward.has_out) || !read_general(objects, general)) {
+    return nullptr;
+  }
+  for (int i = 0; i < 3; ++i) {
+    if (!read_optional(scales[i], call.scales[i], call.has_scale[i])) {
+      return nullptr;
+    }
+  }
+  return PyUnicode_FromString(check_fp8(call).c_str());
+}
+
 PyObject* py_check_general_backward(PyObject*, PyObject* args) {
   PyObject *dout, *dlse, *q, *k, *v, *out, *lse;
   GeneralObjects objects;
@@ -487,6 +530,7 @@ PyMethodDef methods[] = {
     {"check_backward", method(py_check_backward), kKeywords,
      "Error text of a call of the backward; empty if fine."},
     {"check_general", py_check_general, METH_VARARGS, "check_forward of the general ops."},
+    {"check_fp8", py_check_fp8, METH_VARARGS, "check_forward of the ops on float8_e4m3fn."},
     {"check_general_backward", py_check_general_backward, METH_VARARGS,
      "check_backward of the general ops."},
     {"plan_forward", method(py_plan_forward), kKeywords, "How a forward problem would be run."},

@@ -25,7 +25,7 @@ from variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant  # noqa:
 
 Variant = ForwardVariant | BackwardVariant
 
-_DTYPES = {'Fp16': 'kFloat16', 'Bf16': 'kBFloat16'}
+_DTYPES = {'Fp16': 'kFloat16', 'Bf16': 'kBFloat16', 'E4m3': 'kFloat8E4M3'}
 _MASKS = {'Full': 'kFull', 'Causal': 'kCausal', 'General': 'kGeneral',
           'Softcap': 'kSoftcap'}
 _BANNER = '// Written by csrc/instances/generate.py from variants.py.'
@@ -37,6 +37,7 @@ class Family:
     variants: Sequence[Variant]
     short: str     # of files: fwd
     long: str      # of units and of the launch function: forward
+    tiles: Sequence[str]  # headers of csrc/config
 
     @property
     def prefix(self) -> str:
@@ -47,7 +48,8 @@ class Family:
         return f'({self.prefix}Params const& params, void* stream)'
 
 
-FAMILIES = (Family(FORWARD, 'fwd', 'forward'), Family(BACKWARD, 'bwd', 'backward'))
+FAMILIES = (Family(FORWARD, 'fwd', 'forward', ('fwd_tiles.h', 'fwd_tiles_fp8.h')),
+            Family(BACKWARD, 'bwd', 'backward', ('bwd_tiles.h',)))
 
 
 def select(variants: Sequence[Variant], patterns: str) -> list[Variant]:
@@ -72,8 +74,9 @@ def variants_header(family: Family) -> str:
         f'}};' for variant in family.variants)
     rows = '\n'.join(f'    {family.short}_facts<{variant.name}>("{variant.name}"),'
                      for variant in family.variants)
+    includes = '\n'.join(f'#include "config/{header}"' for header in family.tiles)
     return (f'{_BANNER} Every variant, built or not.\n'
-            f'#pragma once\n\n#include "config/{family.short}_tiles.h"\n\n'
+            f'#pragma once\n\n{includes}\n\n'
             f'namespace fa3 {{\n\n{structs}\n\n'
             f'inline constexpr {family.prefix}VariantFacts k{family.prefix}Variants[] = '
             f'{{\n{rows}\n}};\n\n'

@@ -1,6 +1,7 @@
 """The only list of what is built: one row a variant (generate.py turns it into C++).
 
-A variant is a tile of csrc/config/fwd_tiles.h or bwd_tiles.h for one dtype and one mask. Full and
+A variant is a tile of csrc/config/fwd_tiles.h, fwd_tiles_fp8.h or bwd_tiles.h for one dtype and
+one mask. Full and
 causal ones serve dense batches; general ones everything else (packed sequences, windows, chunks,
 sinks, row maxima), softcap ones that with a softcap. All other properties of a problem are run-time
 values. Variants of one tile share a compile unit.
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    tile: str     # struct in csrc/config/fwd_tiles.h
-    dtype: str    # 'Fp16' or 'Bf16'
+    tile: str     # struct in csrc/config/fwd_tiles.h; of E4m3 in fwd_tiles_fp8.h
+    dtype: str    # 'Fp16', 'Bf16' or 'E4m3'
     mask: str     # 'Full', 'Causal', 'General' or 'Softcap'
     head_dim: int | str   # of q, k and v; or, as '192x128', of q and k, and of v
     suffix: str = ''  # tells tiles apart where several serve a problem and the planner chooses
@@ -46,9 +47,12 @@ def _forward_variants() -> list[ForwardVariant]:
               ('FwdTileD256', 256, softcap, '')]
     tiles += [(f'FwdTileD{head_dims}', head_dims, causal + general, '')
               for head_dims in ('64x128', '64x256', '96x64', '128x64', '192x128')]
-    return [ForwardVariant(tile, dtype, mask, head_dim, suffix)
-            for tile, head_dim, masks, suffix in tiles
-            for mask in masks for dtype in ('Bf16', 'Fp16')]
+    of_16_bits = [ForwardVariant(tile, dtype, mask, head_dim, suffix)
+                  for tile, head_dim, masks, suffix in tiles
+                  for mask in masks for dtype in ('Bf16', 'Fp16')]
+    return of_16_bits + [ForwardVariant(f'FwdTileFp8D{head_dim}', 'E4m3', mask, head_dim)
+                         for head_dim in (64, 128, 256)
+                         for mask in full + causal + general + softcap]
 
 
 FORWARD = _forward_variants()

@@ -39,9 +39,10 @@ void launch_columns(FwdParams const& params, int variant, void* stream) {
   for (int first = 0; first < all; first += step) {
     FwdParams part = params;
     part.problem.head_dim_v = std::min(step, all - first);
-    constexpr int kElementBytes = 2;
-    part.v.data = static_cast<char*>(params.v.data) + first * kElementBytes;
-    part.o.data = static_cast<char*>(params.o.data) + first * kElementBytes;
+    constexpr int kOutBytes = 2;
+    part.v.data =
+        static_cast<char*>(params.v.data) + first * element_bytes(params.problem.dtype);
+    part.o.data = static_cast<char*>(params.o.data) + first * kOutBytes;
     if (part.problem.is_packed) {
       launch_prepare(prepare_params(part, kFwdVariants[variant]), stream);
     }

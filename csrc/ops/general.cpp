@@ -1,169 +1,36 @@
 // The general forward ops on CUDA: windows, chunks, softcap, sinks, row maxima, packed sequences.
 // As the ops of forward.cpp: no synchronisation, everything on the current stream of q's device.
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
-
 #include <utility>
 
-#include "ops/forward_launch.h"
-#include "ops/general_arguments.h"
+#include "ops/general_launch.h"
 #include "ops/library.h"
 
 namespace fa3 {
 namespace {
 
-// What a user passed. The members are read off the stack in this order; deterministic, which the
-// traced op has at the end, is for the gradients.
-struct Arguments {
-  OwnedTensor q;
-  OwnedTensor k;
-  OwnedTensor v;
-  OwnedTensor out;  // null: to be allocated
-  GeneralArguments general;
-  PackGqa pack_gqa;
-  int64_t sm_margin;
-  bool wants_max_logits;
-};
-
-Arguments read_arguments(StableIValue* stack, bool has_out) {
+// The members are read off the stack in this order; deterministic, which the traced op has at the
+// end, is for the gradients.
+GeneralForward read_arguments(StableIValue* stack, bool has_out) {
   BoxedStack args(stack);
-  return Arguments{args.tensor(),
-                   args.tensor(),
-                   args.tensor(),
-                   has_out ? args.tensor() : OwnedTensor(),
-                   GeneralArguments::read(args),
-                   args.pack_gqa(),
-                   args.integer(),
-                   args.flag()};
-}
-
-struct Results {
-  OwnedTensor lse;
-  OwnedTensor max_logits;
-};
-
-char const* op_of(Arguments const& args) { return args.out ? "fwd_general_out" : "fwd_general"; }
-
-GeneralCall describe_call(Arguments const& args) {
-  GeneralCall call = describe_general(args.general);
-  ForwardCall& forward = call.forward;
-  forward.q = describe(args.q);
-  forward.k = describe(args.k);
-  forward.v = describe(args.v);
-  forward.has_out = args.out != nullptr;
-  if (forward.has_out) {
-    forward.out = describe(args.out);
-  }
-  forward.softmax_scale = general_scale(args.general, forward.q);
-  forward.sm_margin = args.sm_margin;
-  return call;
-}
-
-void fill(OwnedTensor const& tensor, double value) {
-  require(aoti_torch_aten_fill__Scalar(tensor.get(), value), "fill a result");
-}
-
-// Out, LSE and row maxima: new tensors, but out if it was given.
-Results allocate_results(Arguments& args, GeneralCall const& call) {
-  TensorMeta const& q = call.forward.q;
-  char const* const op = op_of(args);
-  int const heads_dim = q.rank - 2;
-  int64_t out_size[4];
-  std::copy(q.size, q.size + q.rank, out_size);
-  out_size[q.rank - 1] = call.forward.v.size[q.rank - 1];
-  if (!args.out) {
-    args.out = allocate(op, out_size, q.rank, q.dtype, q.device_index);
-  }
-  int64_t const packed[] = {q.size[heads_dim], q.size[0]};
-  int64_t const dense[] = {q.size[0], q.size[heads_dim], q.size[1]};
-  int64_t const* const row_size = call.is_packed ? packed : dense;
-  int64_t const nothing[] = {0};
-  Dtype const wide = Dtype::kFloat32;
-  Results results;
-  results.lse = allocate(op, row_size, q.rank - 1, wide, q.device_index);
-  results.max_logits = args.wants_max_logits
-                           ? allocate(op, row_size, q.rank - 1, wide, q.device_index)
-                           : allocate(op, nothing, 1, wide, q.device_index);
-  return results;
-}
-
-// Of a call that has no row, or rows but no sequence.
-void clear_results(Arguments const& args, Results const& results) {
-  require(aoti_torch_zero_(args.out.get()), "fill out");
-  fill(results.lse, -INFINITY);
-  fill(results.max_logits, -INFINITY);
-}
-
-// K and V for a call that has none: a row of zeros that no query sees.
-OwnedTensor without_keys(char const* op, FwdParams& params, int device) {
-  FwdProblem const& problem = params.problem;
-  int64_t const row = std::max(problem.head_dim, problem.head_dim_v);
-  int64_t const sizes[] = {problem.heads_k, row};
-  OwnedTensor zeros = allocate(op, sizes, 2, problem.dtype, device);
-  require(aoti_torch_zero_(zeros.get()), "fill a row of zeros");
-  params.k = TensorView{mutable_data(zeros), 0, row, row};
-  params.v = params.k;
-  return zeros;
-}
-
-void launch(Arguments& args, GeneralCall const& call, FwdParams& params, Results const& results) {
-  char const* const op = op_of(args);
-  int const device = call.forward.q.device_index;
-  ForwardLaunch const launch(params);
-  OwnedTensor workspace;
-  if (int64_t const ints = launch.workspace_ints(); ints > 0) {
-    workspace = allocate(op, &ints, 1, Dtype::kFloat32, device);
-    params.workspace = static_cast<int*>(mutable_data(workspace));
-  }
-  bool const has_keys =
-      params.problem.is_packed ? params.problem.total_k > 0 : params.problem.seqlen_k > 0;
-  params.q = readable(op, args.q, with_batch(call.forward.q));
-  OwnedTensor zeros;
-  if (has_keys) {
-    params.k = readable(op, args.k, with_batch(call.forward.k));
-    params.v = readable(op, args.v, with_batch(call.forward.v));
-  } else {
-    zeros = without_keys(op, params, device);
-  }
-  params.lse = static_cast<float*>(mutable_data(results.lse));
-  if (args.wants_max_logits) {
-    params.max_logits = static_cast<float*>(mutable_data(results.max_logits));
-  }
-  params.sinks = data_of<float>(args.general.sinks, call.sinks);
-  params.lengths = lengths_of(args.general, call);
-  params.softmax_scale = float(call.forward.softmax_scale);
-  params.softcap = float(call.softcap);
-  launch.run(op, params, args.out);
-}
-
-Results run_general(Arguments& args) {
-  GeneralCall call = describe_call(args);
-  TensorMeta const& q = call.forward.q;
-  DeviceInfo const info = device_info_of(q);
-  call.forward.sm_count = info.sm_count;
-  throw_if(check_general(call));
-
-  FwdParams params;
-  params.problem =
-      general_problem(call, args.general.sizes(), args.wants_max_logits || call.has_sinks);
-  FwdProblem& problem = params.problem;
-  problem.pack_gqa = args.pack_gqa;
-  problem.sm_margin = int(args.sm_margin);
-  problem.device = limits_of(info);
-  DeviceGuard const guard(q.device_index);
-  Results results = allocate_results(args, call);
-  int const rows = problem.is_packed ? problem.total_q : problem.seqlen_q;
-  bool const is_empty = problem.batch == 0 || problem.heads_q == 0 || rows == 0;
-  if (is_empty) {
-    clear_results(args, results);
-  } else {
-    launch(args, call, params, results);
-  }
-  return results;
+  return GeneralForward{args.tensor(),
+                        args.tensor(),
+                        args.tensor(),
+                        has_out ? args.tensor() : OwnedTensor(),
+                        GeneralArguments::read(args),
+                        args.pack_gqa(),
+                        args.integer(),
+                        args.flag()};
 }
 
 void run_boxed(StableIValue* stack, bool has_out) {
-  Arguments args = read_arguments(stack, has_out);
-  Results results = run_general(args);
+  GeneralForward args = read_arguments(stack, has_out);
+  GeneralCall call = describe_forward(args);
+  call.forward.sm_count = device_info_of(call.forward.q).sm_count;
+  throw_if(check_general(call));
+  FwdParams params;
+  params.out_dtype = call.forward.q.dtype;
+  GeneralResults results =
+      run_general(has_out ? "fwd_general_out" : "fwd_general", args, call, params);
   if (!has_out) {
     *stack++ = boxed(std::move(args.out));
   }

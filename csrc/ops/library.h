@@ -35,6 +35,12 @@ void bwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs)
 // -> (dq, dk, dv, dsinks)
 void bwd_general_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
+// fwd_fp8(q, k, v, q_descale, k_descale, v_descale, float16_out, promote, the members of
+// GeneralArguments, pack_gqa, sm_margin, return_max_logits) -> (out, lse, max_logits)
+void fwd_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// fwd_fp8_out: with out behind v, without float16_out -> (lse, max_logits)
+void fwd_fp8_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+
 // quantize_fp8(x, cu_seqlens, seqused, block, group, rotation_seed) -> (values, scales)
 void quantize_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 

@@ -16,6 +16,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   m.impl("bwd", &fa3::bwd_boxed);
   m.impl("bwd_general", &fa3::bwd_general_boxed);
   m.impl("bwd_out", &fa3::bwd_out_boxed);
+  m.impl("fwd_fp8", &fa3::fwd_fp8_boxed);
+  m.impl("fwd_fp8_out", &fa3::fwd_fp8_out_boxed);
   m.impl("quantize_fp8", &fa3::quantize_fp8_boxed);
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flash_attn3 import (can_use, checks, env, flash_attn_func, flash_attn_qkvpacked_func,
-                         flash_attn_varlen_func, interface)
+                         flash_attn_varlen_func)
 from flash_attn3.general import General
 
 from tests import bad_inputs
@@ -207,8 +207,8 @@ def test_contents_on_a_gpu_are_read_on_request(is_on, monkeypatch):
     arguments = packed()
     q, k = arguments['q'].as_subclass(_OnGpu), arguments['k']
     general = General(arguments['cu_seqlens_q'], arguments['cu_seqlens_k'])
-    interface._check_contents(q, k, general)
+    checks.check_cuda_contents(q, k, general)
     assert len(read) == is_on
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
-    interface._check_contents(q, k, general)
+    checks.check_cuda_contents(q, k, general)
     assert len(read) == is_on

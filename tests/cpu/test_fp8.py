@@ -9,9 +9,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from benchmarks.fp8_accuracy import BLOCKS, outliers
-from flash_attn3 import (can_use, flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
-                         flash_attn_varlen_fp8_func, flash_attn_varlen_func, fp8,
-                         reference_fp8)
+from flash_attn3 import (_library, can_use, flash_attn_fp8_func, flash_attn_func,
+                         flash_attn_qkvpacked_func, flash_attn_varlen_fp8_func,
+                         flash_attn_varlen_func, fp8, reference_fp8)
 from flash_attn3.general import General
 from flash_attn3.reference import Inputs, Lengths, Mask, Score
 from flash_attn3.reference_fp8 import Scales
@@ -410,9 +410,10 @@ def test_errors(changes, text):
 
 def test_scales_on_another_device():
     scales = Scales(v=torch.ones(2, 2, device='meta'))
+    tensors = *e4m3().values(), None
     with pytest.raises(RuntimeError, match='^flash_attn3.fwd: expected v_descale on the device of '
                                            'q, cpu, got meta$'):
-        fp8.check((*e4m3().values(), None), fp8.Fp8(scales), General(), 0)
+        fp8.check(tensors, fp8.Fp8(scales), General())
 
 
 def test_no_gradient_of_e4m3():
@@ -435,25 +436,44 @@ def test_what_is_quantised_is_of_16_bits(dtype):
 
 
 def test_can_use():
-    """The dtype is all that is wrong with e4m3; of other tensors, each argument of FP8."""
-    options = {'out_dtype': torch.float16, 'fp8_accum': 'promote', 'k_descale': torch.ones(2, 2)}
-    is_fine, reasons = can_use(*e4m3().values(), **options)
-    assert not is_fine and [reason.split(', got')[0] for reason in reasons] == [
-        'flash_attn3.fwd: expected q.dtype to be float16 or bfloat16',
-        'flash_attn3.can_use: expected q on a CUDA device']
-    _, reasons = can_use(*(x.bfloat16() for x in e4m3().values()), **options)
+    """By the rules of the kernels: what the CPU path alone has, and scales; of other tensors, each
+    argument of FP8.
+    """
+    options = {'out_dtype': torch.float16, 'k_descale': torch.ones(2, 2)}
+    on_cpu = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
+    assert can_use(*e4m3().values(), **options) == (False, [on_cpu])
+    for changes, text in (
+            ({'fp8_accum': 'promote'}, "flash_attn3.fwd: expected fp8_accum to be 'fast' on a GPU"),
+            ({'return_max_logits': True}, 'flash_attn3.fwd: expected return_max_logits to be False '
+                                          'with float8_e4m3fn on a GPU'),
+            ({'v_descale': torch.ones(3)}, 'flash_attn3.fwd: expected v_descale to have the shape '
+                                           '(2, 2), or (2, 2, 4) for blocks of 32 rows')):
+        is_fine, reasons = can_use(*e4m3().values(), **options | changes)
+        assert not is_fine and [reason.split(', got')[0] for reason in reasons] == [
+            text, on_cpu.split(', got')[0]]
+    _, reasons = can_use(*(x.bfloat16() for x in e4m3().values()), fp8_accum='promote', **options)
     assert [reason.split(' to be')[0] for reason in reasons[:2]] == [
         'flash_attn3.flash_attn_func: expected out_dtype',
         'flash_attn3.flash_attn_func: expected k_descale']
 
 
-def test_attention_has_no_kernels_yet():
-    """On CUDA tensors, whether or not there is a GPU."""
+def test_what_the_kernels_have_not():
+    """On CUDA tensors, whether or not there is a GPU; without kernels nothing of FP8."""
+    missing = {'fp8_accum': 'promote'}, {'return_max_logits': True}
     with FakeTensorMode():
         x = torch.empty(1, 5, 2, 64, dtype=torch.bfloat16, device='cuda')
         x8 = torch.empty(1, 5, 2, 64, dtype=E4M3, device='cuda')
-        calls = [lambda: flash_attn_fp8_func(x, x, x), lambda: flash_attn_func(x8, x8, x8),
-                 lambda: flash_attn_func(x8, x8, x8, q_descale=x8.new_ones(1, 2))]
-        for call in calls:
-            with pytest.raises(NotImplementedError, match='^flash_attn3.*; hint: FP8 is for CPU'):
-                call()
+        for function, one in ((flash_attn_fp8_func, x), (flash_attn_func, x8)):
+            for options in missing:
+                with pytest.raises(NotImplementedError, match='^flash_attn3.*: expected .*GPU'):
+                    function(one, one, one, **options)
+
+
+def test_gpus_without_kernels(monkeypatch):
+    monkeypatch.setattr(_library, 'KERNELS_MISSING', 'there is no library')
+    with FakeTensorMode():
+        x = torch.empty(1, 5, 2, 64, dtype=torch.bfloat16, device='cuda')
+        for function, one in ((flash_attn_fp8_func, x), (flash_attn_func, x.to(E4M3))):
+            with pytest.raises(NotImplementedError, match='a CPU tensor, or a Hopper GPU and its '
+                                                          'kernels, got cuda:0; hint: there is no'):
+                function(one, one, one)
