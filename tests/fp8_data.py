@@ -43,8 +43,8 @@ def descales(scales: Scales) -> dict[str, Tensor | None]:
 
 def check_fp8_lse(lse: Tensor, inputs: Inputs, scales: Scales, score: Score,
                   lengths: Lengths | None = None) -> None:
-    """|lse - ref| <= 2^-11 scale max |q| max |k| + 1e-5 max(1, |ref|) + 1e-4; -inf exactly where ref
-    has it.
+    """|lse - ref| <= 2^-11 scale max |q| max |k| + 1e-5 max(1, |ref|) + 1e-4; -inf exactly
+    where ref has it.
     """
     ref = reference_fp8.attend(inputs, scales, score, lengths).lse
     compare.check_nonfinite(lse, ref, 'lse')

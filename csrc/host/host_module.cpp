@@ -84,8 +84,9 @@ std::string missing_backward(int variant, std::vector<bool> const& built) {
 }
 
 bool can_address(std::array<int64_t, 4> const& sizes, std::array<int64_t, 4> const& strides,
-                 int64_t address) {
+                 int64_t address, bool is_fp8) {
   TensorMeta meta;
+  meta.dtype = is_fp8 ? Dtype::kFloat8E4M3 : Dtype::kBFloat16;
   meta.rank = 4;
   std::copy(sizes.begin(), sizes.end(), meta.size);
   std::copy(strides.begin(), strides.end(), meta.stride);

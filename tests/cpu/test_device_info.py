@@ -62,8 +62,11 @@ CONTIGUOUS = (51200, 512, 64, 1)
     ((1, 1, 1, 64), (3, 5, 7, 1), 0, True),
     ((1, 100, 1, 64), (2**50, 64, 1, 1), 0, True)])
 def test_what_tma_can_address(sizes, strides, address, can):
-    """16-bit elements; base and strides in multiples of 16 bytes, strides below 2^40 bytes.
+    """16-bit elements, and e4m3 with twice the strides; base and strides in multiples of 16 bytes,
+    strides below 2^40 bytes.
 
     A dimension of size 1 has no stride.
     """
-    assert _host.tma_can_address(sizes, strides, address) is can
+    assert _host.tma_can_address(sizes, strides, address, False) is can
+    bytes_of = [size if dim == 3 else 2 * size for dim, size in enumerate(strides)]
+    assert _host.tma_can_address(sizes, bytes_of, address, True) is can

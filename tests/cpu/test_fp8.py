@@ -1,4 +1,5 @@
 """Attention on float8_e4m3fn and flash_attn_fp8_func on the CPU: results, gradients, errors."""
+import itertools
 import math
 
 import pytest
@@ -463,10 +464,10 @@ def test_what_the_kernels_have_not():
     with FakeTensorMode():
         x = torch.empty(1, 5, 2, 64, dtype=torch.bfloat16, device='cuda')
         x8 = torch.empty(1, 5, 2, 64, dtype=E4M3, device='cuda')
-        for function, one in ((flash_attn_fp8_func, x), (flash_attn_func, x8)):
-            for options in missing:
-                with pytest.raises(NotImplementedError, match='^flash_attn3.*: expected .*GPU'):
-                    function(one, one, one, **options)
+        for (function, one), options in itertools.product(
+                ((flash_attn_fp8_func, x), (flash_attn_func, x8)), missing):
+            with pytest.raises(NotImplementedError, match='^flash_attn3.*: expected .*GPU'):
+                function(one, one, one, **options)
 
 
 def test_gpus_without_kernels(monkeypatch):

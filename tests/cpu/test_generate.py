@@ -29,7 +29,9 @@ def table(text: str, name: str) -> list[str]:
 
 def test_variants_are_distinct_and_their_tiles_exist():
     assert len(set(NAMES)) == len(NAMES)
-    tiles = re.findall(r'struct (\w+) : Fwd\w+ \{', (CSRC / 'config/fwd_tiles.h').read_text())
+    tiles = re.findall(r'struct (\w+) : (?:Fwd|Fp8)\w+ \{', ''.join(
+        (CSRC / 'config' / name).read_text() for name in ('fwd_tiles.h', 'fwd_tiles_fp8.h')))
+    tiles.remove('Fp8Defaults')
     assert {variant.tile for variant in FORWARD} == set(tiles)
     assert len(set(BACKWARD_NAMES)) == len(BACKWARD_NAMES)
     tiles = re.findall(r'struct (\w+) : Bwd\w+ \{', (CSRC / 'config/bwd_tiles.h').read_text())

@@ -22,7 +22,8 @@ def test_the_table_is_the_list():
     table = _plan.variants()
     assert [row['name'] for row in table] == NAMES
     for row, variant in zip(table, FORWARD):
-        assert row['dtype'] == {'Fp16': 'float16', 'Bf16': 'bfloat16'}[variant.dtype]
+        assert row['dtype'] == {'Fp16': 'float16', 'Bf16': 'bfloat16',
+                                'E4m3': 'float8_e4m3fn'}[variant.dtype]
         assert row['mask'] == variant.mask.lower()
         dims = row['head_dim'], row['head_dim_v']
         assert str(variant.head_dim) in ('{}x{}'.format(*dims), *map(str, {dims[0]} & {dims[1]}))
@@ -42,8 +43,10 @@ def test_every_dtype_mask_and_head_dim_is_there():
             'general': [(dim, dim) for dim in (64, 96, 128, 192, 256)] + unequal,
             'softcap': [(dim, dim) for dim in (64, 128, 256)]}
     dims['causal'] = dims['full'] + unequal
-    assert set(speeds) == {(dtype, mask, *pair) for dtype in ('bfloat16', 'float16')
-                           for mask, pairs in dims.items() for pair in pairs}
+    of_16_bits = {(dtype, mask, *pair) for dtype in ('bfloat16', 'float16')
+                  for mask, pairs in dims.items() for pair in pairs}
+    assert set(speeds) == of_16_bits | {('float8_e4m3fn', mask, dim, dim)
+                                        for mask in dims for dim in (64, 128, 256)}
     assert len(tiles) == len(NAMES) == len(set(NAMES))
     assert all(row[0] == max(row) and min(row) > 0 for row in speeds.values())
 

@@ -17,15 +17,31 @@ SHARED_BYTES_PER_SM = 228 * 1024    # a CTA takes 1 KiB more than it asks for
 REGISTERS_PER_SM = 64 * 1024
 WARPGROUP_THREADS = 128
 ELEMENT_BYTES = 2
+E4M3 = 'float8_e4m3fn'
+
+
+def element_bytes(variant):
+    """Of q, k and v; O has 16 bits always."""
+    return 1 if variant['dtype'] == E4M3 else ELEMENT_BYTES
+
+
+def slice_columns(variant):
+    """What the swizzle permutes: 128 bytes, at FP8 64 for small head dims."""
+    return 128 if variant['dtype'] == E4M3 and variant['head_dim'] > 64 else 64
 
 
 @each_variant
 def test_shared_memory_holds_the_rings_and_fits(variant):
-    """O leaves through the buffers of Q, which are as wide as the wider of the two."""
-    columns = max(variant['columns'], variant['columns_v'])
-    rows = variant['tile_m'] * variant['q_stages'] * columns
-    keys = variant['tile_n'] * variant['stages'] * (variant['columns'] + variant['columns_v'])
-    rings = ELEMENT_BYTES * (rows + keys)
+    """O leaves through the buffers of Q, which are as wide as the wider of the two. V of FP8 has a
+    second ring, in which it lies as it comes.
+    """
+    size = element_bytes(variant)
+    columns_o = -(-variant['head_dim_v'] // 64) * 64
+    row_bytes = max(size * variant['columns'], ELEMENT_BYTES * columns_o)
+    stages_v = variant['stages'] + variant['raw_stages']
+    columns = variant['stages'] * variant['columns'] + stages_v * variant['columns_v']
+    rings = (variant['tile_m'] * variant['q_stages'] * row_bytes
+             + size * variant['tile_n'] * columns)
     assert rings < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA
     assert variant['shared_bytes'] - rings <= 2048, 'barriers take at most a few hundred bytes'
     assert variant['ctas_per_sm'] * (variant['shared_bytes'] + 1024) <= SHARED_BYTES_PER_SM
@@ -36,7 +52,7 @@ def test_rings_stay_aligned_for_the_swizzle(variant):
     """The 128-byte swizzle repeats every 1024 bytes: every buffer must be a multiple of them."""
     for rows, columns in ((64, variant['columns']), (variant['tile_n'], variant['columns']),
                           (variant['tile_n'], variant['columns_v'])):
-        assert rows % 8 == 0 and rows * columns * ELEMENT_BYTES % 1024 == 0
+        assert rows % 8 == 0 and rows * columns * element_bytes(variant) % 1024 == 0
 
 
 def registers_of_warpgroups(variant):
@@ -65,10 +81,13 @@ def test_registers_after_setmaxnreg_fit_in_the_pool(variant):
 
 @each_variant
 def test_accumulators_leave_registers_for_the_rest(variant):
-    """A thread holds tile_n / 2 scores, head_dim_v / 2 outputs and tile_n / 4 registers of P."""
+    """A thread holds tile_n / 2 scores, head_dim_v / 2 outputs and tile_n / 4 registers of P, or
+    half of them.
+    """
     output = variant['head_dim_v'] // 2
     scores = variant['tile_n'] // 2
-    probabilities = variant['tile_n'] // 4 if variant['intra_overlap'] else 0
+    of_p = variant['tile_n'] * element_bytes(variant) // 8
+    probabilities = of_p if variant['intra_overlap'] else 0
     assert output + scores + probabilities <= variant['consumer_registers'] - 24
 
 
@@ -77,7 +96,11 @@ def test_products_and_copies_have_legal_shapes(variant):
     assert variant['tile_n'] % 16 == 0 and variant['tile_n'] <= 256
     for name in ('', '_v'):
         head_dim, columns = variant[f'head_dim{name}'], variant[f'columns{name}']
-        assert head_dim % 16 == 0 and columns % 64 == 0 and columns - 64 < head_dim <= columns
+        width = slice_columns(variant)
+        assert head_dim % 16 == 0 and columns % width == 0 and columns - width < head_dim <= columns
+    if variant['dtype'] == E4M3:    # its products have steps of 32; scales are for 32 keys
+        assert variant['tile_n'] % 32 == 0 and variant['head_dim'] % 32 == 0
+        assert variant['raw_stages'] >= 1
     assert variant['tile_m'] == 64 * variant['consumer_warpgroups']
     assert variant['threads'] == WARPGROUP_THREADS * (variant['consumer_warpgroups'] + 1) <= 1024
     assert not variant['ping_pong'] or variant['consumer_warpgroups'] == 2
