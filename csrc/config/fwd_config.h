@@ -130,8 +130,8 @@ constexpr int fwd_shared_bytes() {
   int const key_bytes = Config::kTileN * element_bytes(Config::kDtype);
   int const q_bytes = Config::kQStages * Config::kConsumerWarpgroups * q_buffer_bytes<Config>();
   int const k_bytes = Config::kStages * key_bytes * fwd_columns<Config>(Config::kHeadDim);
-  int const v_bytes = (Config::kStages + Config::kRawStages) * key_bytes *
-                      fwd_columns<Config>(Config::kHeadDimV);
+  int const v_bytes =
+      (Config::kStages + Config::kRawStages) * key_bytes * fwd_columns<Config>(Config::kHeadDimV);
   int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages +
                        2 * Config::kRawStages;
   int const small = barriers * 8 + fwd_scale_bytes<Config>();

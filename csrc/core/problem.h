@@ -44,15 +44,15 @@ struct TensorView {
 constexpr int kScaleBlockQueries = 64;
 constexpr int kScaleBlockKeys = 32;
 
-// The scales of q, k or v; strides in elements. Of packed sequences with scales by block, the blocks
-// of sequence b begin at cu[b] / rows of a block + b, and batch_stride is 0.
+// The scales of q, k or v; strides in elements. Of packed sequences with scales by block, the
+// blocks of sequence b begin at cu[b] / rows of a block + b, and batch_stride is 0.
 struct ScaleView {
   float const* data = nullptr;  // nullptr: 1
   int64_t batch_stride = 0;
   int64_t head_stride = 0;
-  int64_t block_stride = 0;          // 0: per (sequence, KV head)
-  int64_t head_in_pack_stride = 0;   // of q: between the heads in the rows of a tile
-  bool by_kv_head = false;           // of q: heads are KV heads
+  int64_t block_stride = 0;         // 0: per (sequence, KV head)
+  int64_t head_in_pack_stride = 0;  // of q: between the heads in the rows of a tile
+  bool by_kv_head = false;          // of q: heads are KV heads
 };
 
 enum class PackGqa : int { kNever = 0, kAlways = 1, kHeuristic = 2 };

@@ -97,11 +97,11 @@ struct TensorMapMaker {
     CUresult const result =
         encode == nullptr
             ? CUDA_ERROR_NOT_FOUND
-            : encode(&map, data_type(), kRank, const_cast<void*>(data), sizes, strides, boxes, steps,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE,
-                     boxes[0] * bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                            : CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+            : encode(
+                  &map, data_type(), kRank, const_cast<void*>(data), sizes, strides, boxes, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  boxes[0] * bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (error == cudaSuccess) {
       error = static_cast<cudaError_t>(result);  // the runtime and the driver number errors alike
     }

@@ -10,8 +10,8 @@
 namespace fa3 {
 
 template <class Traits>
-using SoftmaxOf = cute::conditional_t<Traits::kFp8, BlockSoftmax<Traits>,
-                                      OnlineSoftmax<typename Traits::Config>>;
+using SoftmaxOf =
+    cute::conditional_t<Traits::kFp8, BlockSoftmax<Traits>, OnlineSoftmax<typename Traits::Config>>;
 
 // Consumer side: O over this warpgroup's rows of Q, then the store warp is told. A warp stores its
 // 16 rows 16 columns at a time: a lane gives the address of one row of one of the four 8 x 8
@@ -46,6 +46,8 @@ CUTE_DEVICE void stage_transposed_output(FwdStorage<Traits>& shared, int q_stage
                                          int thread, FragmentO const& tOrO) {
   auto const output = rows_view(tOrO);  // (2, (2, Dv / 8))
   char* const rows = reinterpret_cast<char*>(shared.q[q_stage][warpgroup]);
+  // WHY: what is made of the thread's number would else be kept in registers over all tiles.
+  asm volatile("" : "+r"(thread));
   int const lane = thread % 4;
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
@@ -84,8 +86,7 @@ CUTE_DEVICE void read_sinks(FwdDeviceParams const& p, FwdWork<Traits> const& wor
 // is wanted: the LSE, the largest logit.
 template <class Traits>
 CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int thread,
-                            SoftmaxOf<Traits> const& softmax,
-                            float const (&sinks)[2]) {
+                            SoftmaxOf<Traits> const& softmax, float const (&sinks)[2]) {
   if (p.lse == nullptr) {
     return;
   }

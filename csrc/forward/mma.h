@@ -149,8 +149,7 @@ struct FwdConsumer {
 
   // With overlap in the warpgroup: S and P of the tile's last K tile, which is the first visited.
   template <class FragmentS, class FragmentP>
-  CUTE_DEVICE void begin(Tile& tile, FragmentS& tSrS, FragmentP& tOrP,
-                         Softmax& softmax) {
+  CUTE_DEVICE void begin(Tile& tile, FragmentS& tSrS, FragmentP& tOrP, Softmax& softmax) {
     if constexpr (Config::kIntraOverlap) {
       shared.k_full[k_ring.stage].wait(k_ring.phase);
       turn.wait();
@@ -189,8 +188,7 @@ struct FwdConsumer {
 
   // With overlap in the warpgroup: PV of the K tile visited last. Then O and LSE go out.
   template <class FragmentP, class FragmentO>
-  CUTE_DEVICE void end(Tile const& tile, FragmentP& tOrP, FragmentO& tOrO,
-                       Softmax& softmax) {
+  CUTE_DEVICE void end(Tile const& tile, FragmentP& tOrP, FragmentO& tOrO, Softmax& softmax) {
     if constexpr (Config::kIntraOverlap) {
       turn.wait();
       issue_output(tile, tOrP, tOrO, [&] { turn.pass(); });
@@ -373,7 +371,7 @@ struct FwdConsumer {
                                 typename Traits::SmemLayoutV{});                // (columns, N)
     auto tOrV = typename Traits::MmaV{}.get_slice(0).partition_fragment_B(sV);  // (MMA, 1, N / 16)
     issue_gemm<Traits::kOutputSteps, Config::kTurnLead>(MmaO{}, tOrP, tOrV, tOrO, tile.o_is_zero,
-                                                       hook);
+                                                        hook);
   }
 
   // One thread speaks for the warpgroup: a product is complete for all its warps at once.

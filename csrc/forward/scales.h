@@ -59,8 +59,8 @@ CUTE_DEVICE void read_query_scales(FwdDeviceParams const& p, FwdWork<Traits> con
     int const row = fragment_row(thread) + 8 * r;
     int const offset = p.pack.div(row);
     int const head = row - offset * int(p.pack.divisor);
-    int const position = min_of(work.position_begin + offset,
-                                max_of(0, work.place.lengths(p.seqlen).q - 1));
+    int const position =
+        min_of(work.position_begin + offset, max_of(0, work.place.lengths(p.seqlen).q - 1));
     scales[r] = scale_at(p.q_scale, work.scales.q + head * p.q_scale.head_in_pack_stride,
                          position / kScaleBlockQueries);
   }

@@ -32,8 +32,8 @@ struct RawBarriers<Traits, true> {
   // Of the blocks of a K tile, written by a transposing warp: scales of K; log2 of those of V; 1 /
   // (those of V * 2^kOffsetLog2).
   alignas(16) float scales[kScaleStages][3][Traits::kScaleBlocks];
-  Mbarrier scales_full[kScaleStages];   // transposing warp -> consumers (1)
-  Mbarrier scales_empty[kScaleStages];  // consumer warps -> transposing warp (1 each)
+  Mbarrier scales_full[kScaleStages];          // transposing warp -> consumers (1)
+  Mbarrier scales_empty[kScaleStages];         // consumer warps -> transposing warp (1 each)
   Mbarrier v_raw_full[Traits::kValueStages];   // TMA -> transposing warps (1 + bytes)
   Mbarrier v_raw_empty[Traits::kValueStages];  // transposing warps -> producer warp (2)
 

@@ -60,8 +60,7 @@ struct FwdTraits {
       return cute::tile_to_shape(AtomOf<kNarrowV>{}, cute::Shape<HeadDimV, TileN>{});
     } else {
       return cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
-                                 cute::Shape<ColumnsV, TileN>{},
-                                 cute::Step<cute::_2, cute::_1>{});
+                                 cute::Shape<ColumnsV, TileN>{}, cute::Step<cute::_2, cute::_1>{});
     }
   }
   using SmemLayoutV = decltype(layout_of_v());

@@ -101,7 +101,7 @@ struct ValueTransposer {
     shared.v_empty[v_ring.stage].wait(v_ring.phase ^ 1);
     char const* const in = reinterpret_cast<char const*>(shared.raw.v_raw[raw_ring.stage]);
     char* const out = reinterpret_cast<char*>(shared.v[v_ring.stage]);
-    CUTE_UNROLL
+    CUTE_NO_UNROLL
     for (int columns = 0; columns < Traits::kHeadDimV; columns += 32) {
       CUTE_UNROLL
       for (int group = 0; group < kGroups; group += 2) {
@@ -130,18 +130,19 @@ struct ValueTransposer {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       char* const row = out + Target::moved(target, columns, 2 * (group + i));
-      cute::SM90_U32x4_STSM_N::copy(even_bytes(pairs[i][0], pairs[i][1]),
-                                    odd_bytes(pairs[i][0], pairs[i][1]),
-                                    even_bytes(pairs[i][2], pairs[i][3]),
-                                    odd_bytes(pairs[i][2], pairs[i][3]),
-                                    *reinterpret_cast<cute::uint128_t*>(row));
+      cute::SM90_U32x4_STSM_N::copy(
+          even_bytes(pairs[i][0], pairs[i][1]), odd_bytes(pairs[i][0], pairs[i][1]),
+          even_bytes(pairs[i][2], pairs[i][3]), odd_bytes(pairs[i][2], pairs[i][3]),
+          *reinterpret_cast<cute::uint128_t*>(row));
     }
   }
 
   CUTE_DEVICE static uint32_t even_bytes(uint32_t a, uint32_t b) {
     return __byte_perm(a, b, 0x6420);
   }
-  CUTE_DEVICE static uint32_t odd_bytes(uint32_t a, uint32_t b) { return __byte_perm(a, b, 0x7531); }
+  CUTE_DEVICE static uint32_t odd_bytes(uint32_t a, uint32_t b) {
+    return __byte_perm(a, b, 0x7531);
+  }
 };
 
 }  // namespace fa3

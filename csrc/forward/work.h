@@ -62,8 +62,7 @@ CUTE_DEVICE TileScales<true> scales_of(FwdDeviceParams const& p, FwdWork<Traits>
   scales.q = first_scale(p.q_scale, batch, head, q_begin, kScaleBlockQueries);
   scales.k = first_scale(p.k_scale, batch, work.kv_head, k_begin, kScaleBlockKeys);
   scales.v = first_scale(p.v_scale, batch, work.kv_head, k_begin, kScaleBlockKeys);
-  scales.last_key_block =
-      max_of(0, ceil_div(work.place.lengths(p.seqlen).k, kScaleBlockKeys) - 1);
+  scales.last_key_block = max_of(0, ceil_div(work.place.lengths(p.seqlen).k, kScaleBlockKeys) - 1);
   return scales;
 }
 
