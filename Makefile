@@ -30,7 +30,7 @@ test-gpu: libraries
 
 sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
 sanitize: libraries
-	$(SANITIZER) --tool memcheck $(RUN) -m tests.sanitize
+	$(SANITIZER) --tool memcheck $(RUN) -m tests.sanitize --filled
 	$(SANITIZER) --tool initcheck $(RUN) -m tests.sanitize
 
 bench: libraries

@@ -132,7 +132,7 @@ def fp8_problem_text(tensors: Sequence[Tensor | None], fp8, general, execution,
     """
     described = _describe_all((*tensors, *fp8.scales, *general[:4], general.sinks), rules_of)
     return _plan.check_fp8(
-        *described[:7], dtype_name(fp8.out_dtype), fp8.promote, execution.return_max_logits,
+        *described[:7], dtype_name(fp8.out_dtype), execution.return_max_logits,
         *described[7:], *_general_facts(tensors[0], general), execution.sm_margin,
         gpu_facts(tensors[0])['sm_count'])
 

@@ -30,7 +30,7 @@ class Fp8(NamedTuple):
         scales: as in `reference_fp8.Scales`.
         out_dtype: bfloat16 or float16.
         promote: whether the sum of P V of each tile is added in float32. Nothing on the CPU, where
-            all sums are float32; the kernels have no such sum.
+            all sums are float32.
     """
     scales: Scales
     out_dtype: torch.dtype = torch.bfloat16
@@ -92,20 +92,17 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
     return Fp8(Scales(*descales), out_dtype, promote)
 
 
-def reject_missing(op: str, q: Tensor, promote: bool, return_max_logits: bool) -> None:
+def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
     """Raises NotImplementedError for what only the CPU path has."""
     if not q.is_cuda:
         return
     if not _library.kernels_serve(q.device):
         raise NotImplementedError(checks.error(op, 'a CPU tensor, or a Hopper GPU and its kernels',
                                                str(q.device), _library.KERNELS_MISSING))
-    for is_asked, expected, got in (
-            (promote, "fp8_accum to be 'fast' on a GPU", "'promote'"),
-            (return_max_logits, 'return_max_logits to be False with float8_e4m3fn on a GPU',
-             'True')):
-        if is_asked:
-            raise NotImplementedError(checks.error('fwd', expected, got,
-                                                   'this version has nothing else'))
+    if return_max_logits:
+        raise NotImplementedError(checks.error(
+            'fwd', 'return_max_logits to be False with float8_e4m3fn on a GPU', 'True',
+            'this version has nothing else'))
 
 
 def gradient_text(op: str, **tensors: Tensor | None) -> str:

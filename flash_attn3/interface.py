@@ -55,9 +55,9 @@ def flash_attn_func(
     give bitwise the same result on every call; for gradients see `deterministic`.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim). On Hopper: float16 or bfloat16, a head_dim with a
-            kernel (`flash_attn3.built_variants()`), last stride 1, others free (what TMA cannot
-            take is copied first). On the CPU: any floating dtype, head_dim and strides.
+        q: (batch, seqlen_q, heads_q, head_dim). On Hopper: float16, bfloat16 or float8_e4m3fn, a
+            head_dim with a kernel (`flash_attn3.built_variants()`), last stride 1 (other strides
+            than TMA can take: copied first). On the CPU: any floating dtype, head_dim and strides.
         k, v: (batch, seqlen_k, heads_k, head_dim), that of v may be another one (head_dim_v), dtype
             and device of q; heads_k divides heads_q.
         softmax_scale: factor on q k^T, finite and positive. Default: head_dim ** -0.5.
@@ -65,8 +65,7 @@ def flash_attn_func(
             out = 0, lse = -inf (with s_aux: that) and no gradient. Default: all see all.
         window_size: (left, right), query i sees keys p - left to p + right; -1 (default): no
             limit. causal replaces right by 0.
-        attention_chunk: query i sees the keys of the chunk of p; chunks of this size start at key
-            0. Default 0: no chunks.
+        attention_chunk: keys of a chunk, from key 0 on; query i sees that of p. Default 0: none.
         softcap: scores are softcap * tanh(softmax_scale * q k^T / softcap). Default 0: as they are.
         pack_gqa: the query heads of a KV head share the rows of a tile: True, False, None (default)
             where it gives over 10 % more useful rows. It never changes what is computed.
@@ -76,8 +75,7 @@ def flash_attn_func(
         return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
         out: the result goes there and is returned: shape of the result, dtype and device of q, last
             stride 1. Not differentiable. Default: a new, contiguous tensor.
-        s_aux: sinks, (heads_q,) float32, bfloat16 or float16: in each softmax one more score, whose
-            value is 0. Default: none.
+        s_aux: sinks, (heads_q,) float32, bfloat16 or float16: one more score each, of value 0.
         return_max_logits: also return max_logits. Default False. The kernels then rescale out at
             every new maximum, so that its last bits may differ.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: for FP8, see `quantize_fp8`.
@@ -316,7 +314,7 @@ def _fp8_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], of_fp8
     scales, out_dtype, promote = of_fp8
     fp8.reject_gradients(op, q=q, k=k, v=v, out=out, q_descale=scales.q, k_descale=scales.k,
                          v_descale=scales.v, s_aux=general.sinks)
-    fp8.reject_missing(op, q, promote, execution.return_max_logits)
+    fp8.reject_missing(op, q, execution.return_max_logits)
     if not is_compiling():
         checks.check_cuda_contents(q, k, general)
     others = promote, *general, *execution[:-1]

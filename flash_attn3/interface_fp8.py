@@ -26,11 +26,15 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
 
     For the attention functions, whose q, k and v may be float8_e4m3fn, with q_descale, k_descale
     and v_descale for these scales (None: 1). Their output is out_dtype, bfloat16 (default) or
-    float16. fp8_accum: the tensor cores of Hopper add up with about 14 bits. 'promote' adds the
-    part of every tile in float32, 'fast' (default) does not; on the CPU, which has no such sums,
-    they are the same. There are no gradients. On the CPU attention computes in float32 with the
-    values that x stands for. CUDA devices have no FP8 attention in this version; their results
-    here are those of the CPU, bit for bit.
+    float16. fp8_accum: the tensor cores of Hopper add up with about 14 bits, and cut off the rest.
+    'fast' (default): where values average out, this costs nothing; where they have a mean, a row
+    that sees many keys alike loses of it, 1 % over 1024 of them, 10 % over 8192. 'promote' adds the
+    part of every tile in float32, and takes 1.1 to 1.5 times as long. On the CPU they are the same.
+    There are no gradients, and no return_max_logits on a GPU. On the CPU attention computes in
+    float32 with the values that x stands for; CUDA devices other than Hopper have no FP8 attention.
+
+    On a Hopper GPU a kernel quantises, in one pass over x with scales by blocks of up to 128 rows,
+    otherwise in two. Every device gives the same bits.
 
     scale is the largest absolute value of a block / 448. `flash_attn3.quantize` says every
     rounding. q and k may be rotated, both with the same seed: q k^T stays what it is, while
@@ -96,15 +100,17 @@ def flash_attn_fp8_func(
         block_scales: a scale for every 64 rows of q and 32 of k and v (default), or one for each
             batch entry and KV head.
         fp8_accum: see `quantize_fp8`; without effect on the CPU.
+        return_max_logits: as in `flash_attn_func`, on the CPU only.
         softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, deterministic,
-            sm_margin, return_attn_probs, s_aux, return_max_logits: as in `flash_attn_func`.
+            sm_margin, return_attn_probs, s_aux: as in `flash_attn_func`.
 
     Returns:
         out, of the dtype of q, or a tuple, as `flash_attn_func`.
 
     Raises:
         RuntimeError: as `flash_attn_func`.
-        NotImplementedError: CUDA tensors.
+        NotImplementedError: CUDA tensors that are not on a Hopper GPU, or whose kernels are
+            missing; return_max_logits on a GPU.
     """
     general = General(None, None, None, None, 0, 0, checks.sinks_of(s_aux, q), softmax_scale,
                       causal, *checks.window_sides(window_size), attention_chunk, softcap)
@@ -157,7 +163,7 @@ def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], general: General
                execution: Execution, quantization: Quantization,
                return_lse: bool) -> Tensor | tuple[Tensor, ...]:
     """What a public function returns. tensors: q, k and v."""
-    fp8.reject_missing(op, tensors[0], quantization.promote, execution.return_max_logits)
+    fp8.reject_missing(op, tensors[0], execution.return_max_logits)
     arguments = *tensors, *general, *execution, *quantization
     if is_compiling():
         results = _fwd_quantized(*arguments)

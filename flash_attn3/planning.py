@@ -71,7 +71,9 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
         reasons.append(text)
     else:
         common = dict(causal=causal, **features)
-        plans.append(plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, **common))
+        accumulation = fp8.ACCUMULATIONS[of_fp8 is not None and of_fp8.promote]
+        plans.append(plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, fp8_accum=accumulation,
+                          **common))
         if needs_grad:
             plans.append(plan_backward(q, k, v, deterministic=deterministic, **common))
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
@@ -137,7 +139,8 @@ def _device_problem(device: torch.device) -> str:
 def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
          v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
          dtype: torch.dtype = torch.bfloat16, pack_gqa: bool | None = None, sm_margin: int = 0,
-         sm_count: int | None = None, l2_bytes: int | None = None, **features) -> dict:
+         sm_count: int | None = None, l2_bytes: int | None = None, fp8_accum: str = 'fast',
+         **features) -> dict:
     """What `explain` prints of the forward, as a dict; only the key 'reason' if no kernel fits.
 
     The same arguments.
@@ -146,7 +149,8 @@ def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
     return _plan.plan_forward(
         **sizes, **scores, causal=causal, pack_gqa=checks.PACK_GQA[pack_gqa], sm_margin=sm_margin,
         row_features=features.get('return_max_logits', False)
-        or features.get('s_aux') is not None, **_gpu(q, sm_count, l2_bytes))
+        or features.get('s_aux') is not None, promote=fp8.promotes('explain', fp8_accum),
+        **_gpu(q, sm_count, l2_bytes))
 
 
 def plan_backward(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
@@ -164,7 +168,7 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
             v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
             dtype: torch.dtype = torch.bfloat16, pack_gqa: bool | None = None,
             deterministic: bool = False, sm_margin: int = 0, sm_count: int | None = None,
-            l2_bytes: int | None = None, **features) -> None:
+            l2_bytes: int | None = None, fp8_accum: str = 'fast', **features) -> None:
     """Prints how a Hopper GPU would compute a call: kernel, tile, memory, grid, waves, work.
 
     And its gradients: kernel, tile, memory, grid, workspace.
@@ -172,7 +176,7 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
     Args:
         q, k, v: tensors on any device, or shapes (batch, seqlen, heads, head_dim). Default for v:
             like k. With cu_seqlens_q without batch: (total, heads, head_dim).
-        causal, pack_gqa, deterministic, sm_margin: as in `flash_attn_func`.
+        causal, pack_gqa, deterministic, sm_margin, fp8_accum: as in `flash_attn_func`.
         dtype: for shapes; tensors bring their own. Default bfloat16.
         sm_count, l2_bytes: multiprocessors and L2 cache of the GPU. Default: those of q's GPU; for
             shapes and CPU tensors those of an H100, 132 and 50 MiB.
@@ -186,7 +190,7 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
         TypeError: an argument that neither function has.
     """
     common = dict(causal=causal, dtype=dtype, sm_count=sm_count, l2_bytes=l2_bytes, **features)
-    forward = plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, **common)
+    forward = plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, fp8_accum=fp8_accum, **common)
     if 'reason' in forward:
         print(f'no kernel: {forward["reason"]}')
         return

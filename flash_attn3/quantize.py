@@ -1,6 +1,7 @@
-"""FP8 quantisation in plain PyTorch, bit for bit what a kernel has to give: rotate, scale, cast.
+"""FP8 quantisation in plain PyTorch, bit for bit what the kernels give: rotate, scale, cast.
 
-Called by fp8.py for CPU tensors and by the tests. Each step is one correctly rounded operation of
+Called by fp8.py for tensors that are not on a Hopper GPU, and by the tests of the kernels
+(csrc/quantize/quantize.cu). Each step is one correctly rounded operation of
 float32 in the order that is written here, never contracted to a fused multiply-add:
 
 1. x as float32, exact for float16 and bfloat16.

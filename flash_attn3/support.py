@@ -95,8 +95,7 @@ FEATURES = (
                 COLUMNS[:2], f'{_FWD}return_max_logits to be False with float8_e4m3fn on a GPU'
             ) | _NO_FP8_GRADIENTS),
     Feature("FP8 with `fp8_accum='promote'`", dtype='float8_e4m3fn',
-            options={'fp8_accum': 'promote'}, errors=dict.fromkeys(
-                COLUMNS[:2], f"{_FWD}fp8_accum to be 'fast' on a GPU") | _NO_FP8_GRADIENTS),
+            options={'fp8_accum': 'promote'}, errors=_NO_FP8_GRADIENTS),
     Feature('`causal`', options={'causal': True}),
     Feature('seqlen_q > seqlen_k', options={'causal': True}, lengths_q=(90, 7, 65),
             lengths_k=(66, 2, 64)),

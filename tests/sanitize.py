@@ -2,7 +2,7 @@
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck  --kernel-name kernel_substring=N3fa3 \\
-        --error-exitcode 9 python -m tests.sanitize
+        --error-exitcode 9 python -m tests.sanitize --filled
     compute-sanitizer --tool initcheck --kernel-name kernel_substring=N3fa3 \\
         --error-exitcode 9 python -m tests.sanitize
 
@@ -10,20 +10,28 @@
 directions, and what makes their tables.) Lengths that fill no tile, GQA with packing, and a causal
 call with rows that see no key; gradients of out and of the LSE where there is a backward kernel, in
 both of its modes. Then the same of the general ops: with and without limits, for a batch and for
-packed sequences, some of them empty, with rows that do not count.
+packed sequences, some of them empty, with rows that do not count. Then attention on e4m3, and
+quantize_fp8: with --filled also in two passes, for which PyTorch fills memory, which initcheck
+takes for not initialised.
 
 racecheck does not understand bulk copies; tests/gpu/test_repeat.py and test_deterministic.py look
 for races.
 """
 import dataclasses
+import itertools
+import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 import flash_attn3
+from flash_attn3 import planning
 from flash_attn3.general import General
-from tests.cases import GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind
-from tests.general_cases import GeneralCase, forward
+from flash_attn3.reference_fp8 import Scales
+from tests.cases import DTYPES, GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind
+from tests.fp8_data import E4M3, descales, quantize_all
+from tests.general_cases import GeneralCase, forward, starts
 
 SMALL = [Case(67, 150, batch=1, heads_q=2, heads_k=2),
          Case(5, 33, heads_q=6, heads_k=2, pack_gqa=True),
@@ -53,6 +61,42 @@ HEAD_DIMS = [*((x, x) for x in (64, 96, 128, 192, 256)), (64, 128), (64, 256), (
              (192, 128), (64, 512)]
 
 
+class Fp8Call(NamedTuple):
+    """Of attention on e4m3 tensors."""
+    case: GeneralCase
+    granularity: str = 'block'
+    fp8_accum: str = 'fast'
+    out_dtype: str = 'bf16'
+
+
+class Quantized(NamedTuple):
+    """A call of quantize_fp8."""
+    dtype: str
+    head_dim: int
+    block: int | str
+    rotate: bool
+    is_packed: bool
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether there are more rows to a scale than a CTA has at once."""
+        return self.block in ('head', 'tensor', 1024)
+
+
+# Those of the kernels, and one in between for each.
+FP8_HEAD_DIMS = [(64, 64), (128, 128), (256, 256), (192, 128), (48, 16), (80, 112), (144, 208)]
+# Few keys and many, for both tiles of head dim 128; rows that see no key; query heads in a tile.
+FP8_DENSE = [BATCH, dataclasses.replace(BATCH, lengths=((67, 2100),)),
+             dataclasses.replace(BATCH, lengths=((67, 100),)),
+             dataclasses.replace(BATCH, lengths=((150, 67),) * 2),
+             dataclasses.replace(BATCH, lengths=((5, 33),) * 2, heads=(6, 2), pack_gqa=True)]
+FP8_GENERAL = [dataclasses.replace(BATCH, window=(20, 30), sinks='fp32'),
+               dataclasses.replace(BATCH, lengths=((150, 67),) * 2, chunk=50, sinks='bf16'), PACKED,
+               dataclasses.replace(PACKED, used=USED, window=(30, -1), chunk=40, causal=True)]
+FP8_SOFTCAP = [dataclasses.replace(case, softcap=15.0) for case in FP8_GENERAL[::3]]
+ROWS_OF_BLOCKS = (32, 256, 'head', 'tensor', 1024)
+
+
 def calls() -> list[tuple[Case, Kind]]:
     """What is run. Gradients: of the small cases, which all reach the one backward of a kind."""
     return [(case.of(kind), kind) for kinds, cases in ((KINDS, CASES), (GRADIENT_KINDS, SMALL))
@@ -65,6 +109,29 @@ def general_calls() -> list[tuple[GeneralCase, Kind]]:
             for cases, masks in ((GENERAL, (False,)), (PLAIN, (False, True)))
             for case in cases for causal in masks
             for kind in [GradientKind(dtype, head_dim, causal)]]
+
+
+def fp8_calls() -> list[Fp8Call]:
+    masked = [dataclasses.replace(case, causal=causal)
+              for case in FP8_DENSE for causal in (False, True)]
+    found = [Fp8Call(case) for case in masked + FP8_GENERAL + FP8_SOFTCAP]
+    found += [Fp8Call(case, 'head', out_dtype='fp16')
+              for case in (BATCH, FP8_DENSE[-1], FP8_GENERAL[-1])]
+    found += [Fp8Call(case, fp8_accum='promote') for case in [BATCH] + FP8_GENERAL + FP8_SOFTCAP]
+    return [call._replace(case=dataclasses.replace(call.case, head_dim=head_dim,
+                                                   head_dim_v=columns_v))
+            for head_dim, columns_v in FP8_HEAD_DIMS for call in found]
+
+
+def quantize_calls() -> list[Quantized]:
+    """Every kernel: its dtype, a head dim of its own or not, few rows and many, one pass and two.
+    """
+    own = [Quantized(dtype, head_dim, 32, True, False)
+           for dtype in ('bf16', 'fp16', 'fp32') for head_dim in (40, 64, 96, 128, 192, 256)]
+    return own + [Quantized(dtype, head_dim, block, rotate, is_packed)
+                  for dtype in ('bf16', 'fp16', 'fp32')
+                  for block, (head_dim, rotate), is_packed in itertools.product(
+                      ROWS_OF_BLOCKS, ((40, False), (128, True)), (False, True))]
 
 
 def run(case: Case, with_gradients: bool) -> None:
@@ -98,6 +165,55 @@ def run_general(case: GeneralCase) -> None:
     torch.cuda.synchronize()
 
 
+def plan_arguments(case: GeneralCase) -> tuple[list[tuple[int, ...]], dict]:
+    """Shapes of q, k and v, and what both plans take beside the dtype."""
+    options = dict(causal=case.causal, window_size=case.window, attention_chunk=case.chunk,
+                   softcap=case.softcap)
+    before = [(rows,) for rows in case.rows()]
+    if case.is_packed:
+        options |= dict(cu_seqlens_q=range(len(case.lengths) + 1), seqused_q=case.used)
+    else:
+        before = [(len(case.lengths), rows // len(case.lengths)) for rows in case.rows()]
+    heads_q, heads_k = case.heads
+    return [(*before[0], heads_q, case.head_dim), (*before[1], heads_k, case.head_dim),
+            (*before[1], heads_k, case.columns_v)], options
+
+
+def kernel_of(call: Fp8Call) -> str:
+    case = call.case
+    shapes, options = plan_arguments(case)
+    return planning.plan(*shapes, dtype=E4M3, pack_gqa=case.pack_gqa, s_aux=case.sinks or None,
+                         fp8_accum=call.fp8_accum, **options)['name']
+
+
+def run_fp8(call: Fp8Call) -> None:
+    """Quantised on the CPU, for the sake of initcheck."""
+    case = call.case
+    tensors = case.tensors('cpu')
+    *wide, s_aux = tensors.inputs
+    lists = tuple((tensors.lists.get(f'cu_seqlens_{x}'), tensors.lists.get(f'seqused_{x}'))
+                  for x in 'qk')
+    values, scales = quantize_all(*wide, call.granularity, is_rotated=True, lists=lists)
+    inputs = type(tensors.inputs)(*(x.cuda() for x in values),
+                                  None if s_aux is None else s_aux.float().cuda())
+    forward(case, tensors._replace(inputs=inputs, lists=case.lists('cuda')),
+            **descales(Scales(*(x.cuda() for x in scales))), fp8_accum=call.fp8_accum,
+            out_dtype=DTYPES[call.out_dtype])
+    torch.cuda.synchronize()
+
+
+def run_quantize(call: Quantized) -> None:
+    heads, group, options = 6, 3, {}
+    shape = [sum(rows for rows, _ in LENGTHS) + 3] if call.is_packed else [2, 75]
+    if call.is_packed:
+        used = torch.tensor([rows for rows, _ in USED], dtype=torch.int32)
+        options = {'cu_seqlens': starts([rows for rows, _ in LENGTHS], 'cuda'),
+                   'seqused': used.cuda()}
+    x = torch.randn(*shape, heads, call.head_dim).to(DTYPES[call.dtype]).cuda()
+    flash_attn3.quantize_fp8(x, rotate=call.rotate, block=call.block, group=group, **options)
+    torch.cuda.synchronize()
+
+
 def from_host(like: torch.Tensor) -> torch.Tensor:
     """Random numbers that initcheck takes for initialised: it sees copies from the host, but
     neither what the copy engine writes nor what a kernel does that the filter leaves out.
@@ -113,9 +229,19 @@ def run_all(what: list[tuple], run_one: Callable) -> int:
     return len(built)
 
 
+def run_each(calls: list, run_one: Callable) -> int:
+    for call in calls:
+        run_one(call)
+    return len(calls)
+
+
 def main() -> None:
     count = run_all(calls(), lambda case, kind: run(case, kind in GRADIENT_KINDS))
     count += run_all(general_calls(), lambda case, kind: run_general(case))
+    built = flash_attn3.built_variants()
+    count += run_each([call for call in fp8_calls() if kernel_of(call) in built], run_fp8)
+    quantized = [call for call in quantize_calls() if '--filled' in sys.argv or not call.is_filled]
+    count += run_each(quantized, run_quantize)
     print(f'{count} calls on {torch.cuda.get_device_name()}')
 
 

@@ -18,6 +18,9 @@ constexpr int slice_columns(Dtype dtype, int head_dim) {
   return dtype == Dtype::kFloat8E4M3 && head_dim > 64 ? 128 : kSliceColumns;
 }
 
+// FP8: V lies transposed, in slices of so many keys.
+constexpr int slice_keys(int tile_n) { return tile_n % 128 == 0 || tile_n % 128 > 64 ? 128 : 64; }
+
 // Head dims lie in shared memory as whole slices.
 constexpr int padded_columns(int head_dim, int slice = kSliceColumns) {
   return (head_dim + slice - 1) / slice * slice;
@@ -30,6 +33,8 @@ struct FwdDefaults {
   static constexpr int kStages = 2;
   // FP8: buffers of V as it comes; those of the V ring hold it transposed (forward/transpose.h).
   static constexpr int kRawStages = 0;
+  // More registers for the producer warpgroup, fewer for the others.
+  static constexpr bool kWideProducer = false;
   // FP8: the sum of PV of a K tile is added to O in fp32, since that of the tensor cores has fewer
   // bits.
   static constexpr bool kPromote = false;
@@ -84,7 +89,8 @@ constexpr int fwd_consumer_registers() {
   if (Config::kConsumerWarpgroups == 1) {
     return Config::kCtasPerSm == 1 ? 256 : 216;
   }
-  return Config::kConsumerWarpgroups == 2 ? 232 : Config::kRawStages > 0 ? 152 : 160;
+  int const of_pair = Config::kWideProducer ? 224 : 232;
+  return Config::kConsumerWarpgroups == 2 ? of_pair : Config::kWideProducer ? 152 : 160;
 }
 
 template <class Config>
@@ -92,7 +98,7 @@ constexpr int fwd_producer_registers() {
   if (Config::kConsumerWarpgroups == 1) {
     return Config::kCtasPerSm == 1 ? 56 : 40;
   }
-  return Config::kConsumerWarpgroups == 2 ? 40 : Config::kRawStages > 0 ? 56 : 32;
+  return Config::kWideProducer ? 56 : Config::kConsumerWarpgroups == 2 ? 40 : 32;
 }
 
 // On sm_90, of a CTA and of a multiprocessor, of which each CTA takes 1 KiB more than it asks for.
@@ -104,22 +110,32 @@ constexpr int fwd_columns(int head_dim) {
   return padded_columns(head_dim, slice_columns(Config::kDtype, Config::kHeadDim));
 }
 
-// O leaves through the buffers of Q, with 16 bits an element.
+// O leaves through the buffers of Q. FP8: it does not.
 template <class Config>
 constexpr int q_buffer_bytes() {
-  int const of_q = fwd_columns<Config>(Config::kHeadDim) * element_bytes(Config::kDtype);
-  int const of_o = padded_columns(Config::kHeadDimV) * 2;
-  return kWarpgroupRows * (of_q > of_o ? of_q : of_o);
+  constexpr bool kFp8 = Config::kDtype == Dtype::kFloat8E4M3;
+  int const of_q = fwd_columns<Config>(Config::kHeadDim);
+  int const of_o = fwd_columns<Config>(Config::kHeadDimV);
+  return kWarpgroupRows * element_bytes(Config::kDtype) * (of_q > of_o || kFp8 ? of_q : of_o);
 }
 
-// FP8: of the scales of K tiles, which lie beside the barriers, and of the tiles at hand, which are
-// longer than those of 16 bits by where their scales lie.
+template <class Config>
+constexpr int v_buffer_bytes() {
+  int const slice = slice_keys(Config::kTileN);
+  return Config::kDtype == Dtype::kFloat8E4M3
+             ? Config::kHeadDimV * padded_columns(Config::kTileN, slice)
+             : Config::kTileN * fwd_columns<Config>(Config::kHeadDimV) * 2;
+}
+
+// FP8: of the scales of K tiles and of Q, which lie beside the barriers, and of the tiles at hand.
 template <class Config>
 constexpr int fwd_scale_bytes() {
   constexpr int kStages = 4;
   constexpr int kTileBytes = 128;
-  int const of_keys = 3 * int(sizeof(float)) * Config::kTileN / kScaleBlockKeys + 2 * 8;
-  int const of_tiles = Config::kQStages * Config::kConsumerWarpgroups * kTileBytes;
+  int const of_keys =
+      padded_columns(3 * int(sizeof(float)) * Config::kTileN / kScaleBlockKeys, 16) + 2 * 8;
+  int const of_tiles = Config::kQStages * Config::kConsumerWarpgroups *
+                       (kTileBytes + kWarpgroupRows * int(sizeof(float)));
   return Config::kDtype == Dtype::kFloat8E4M3 ? kStages * of_keys + of_tiles : 0;
 }
 
@@ -130,12 +146,12 @@ constexpr int fwd_shared_bytes() {
   int const key_bytes = Config::kTileN * element_bytes(Config::kDtype);
   int const q_bytes = Config::kQStages * Config::kConsumerWarpgroups * q_buffer_bytes<Config>();
   int const k_bytes = Config::kStages * key_bytes * fwd_columns<Config>(Config::kHeadDim);
-  int const v_bytes =
-      (Config::kStages + Config::kRawStages) * key_bytes * fwd_columns<Config>(Config::kHeadDimV);
+  int const raw_v_bytes = Config::kRawStages * key_bytes * fwd_columns<Config>(Config::kHeadDimV);
+  int const v_bytes = Config::kStages * v_buffer_bytes<Config>();
   int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages +
                        2 * Config::kRawStages;
   int const small = barriers * 8 + fwd_scale_bytes<Config>();
-  return q_bytes + k_bytes + v_bytes + (small + 1023) / 1024 * 1024;
+  return q_bytes + k_bytes + v_bytes + raw_v_bytes + (small + 1023) / 1024 * 1024;
 }
 
 // A variant's constants as values, for the planner.
@@ -150,6 +166,7 @@ struct FwdVariantFacts {
   int stages;
   int raw_stages;
   int q_stages;
+  bool promotes;
   bool ping_pong;
   bool intra_overlap;
   bool tile_overlap;
@@ -172,6 +189,8 @@ constexpr FwdVariantFacts fwd_facts(char const* name) {
                 "the tile does not fit into shared memory");
   static_assert(Config::kCtasPerSm * (fwd_shared_bytes<Config>() + 1024) <= kSharedBytesPerSm,
                 "so many CTAs do not fit into shared memory");
+  static_assert(!Config::kPromote || !Config::kIntraOverlap,
+                "the sum of a K tile takes the registers of S");
   static_assert(!Config::kPingPong || Config::kConsumerWarpgroups == 2,
                 "taking turns is between two warpgroups");
   static_assert(!Config::kTileOverlap || (Config::kIntraOverlap && Config::kQStages >= 2),
@@ -186,6 +205,7 @@ constexpr FwdVariantFacts fwd_facts(char const* name) {
                          Config::kStages,
                          Config::kRawStages,
                          Config::kQStages,
+                         Config::kPromote,
                          Config::kPingPong,
                          Config::kIntraOverlap,
                          Config::kTileOverlap,

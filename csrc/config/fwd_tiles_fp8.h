@@ -1,5 +1,5 @@
-// The tiles of the forward kernel for e4m3, one struct each. Shared memory: Q ring, whose buffers
-// have room for O in 16 bits, + K ring + V ring + V as it comes, in KiB.
+// The tiles of the forward kernel for e4m3, one struct each. Shared memory: Q ring + K ring + V
+// ring + V as it comes, in KiB.
 //
 // Speeds are TFLOP/s at 16k tokens, heads * head dim = 2048, full / causal, H200, 2026-11-22.
 #pragma once
@@ -10,41 +10,81 @@ namespace fa3 {
 
 struct Fp8Defaults : FwdDefaults {
   static constexpr int kRawStages = 2;
+  static constexpr int kQStages = 2;
+  static constexpr bool kWideProducer = true;
   // P ends at 448 = 2^8.8 and is brought to 2^8.
   static constexpr float kLazyRescaleLog2 = 0.8f;
 };
 
-// 48 + 16 + 16 + 16 = 96 KiB. S = 8k: 543 / 494; 128 x 192 with turns 486 / 478, 128 x 256 520 /
-// 452, 128 x 128 430 / 396.
+// 24 + 16 + 16 + 16 = 72 KiB. S = 16k: 641 / 614. Three stages: the same.
 struct FwdTileFp8D64 : Fp8Defaults {
   static constexpr int kHeadDim = 64;
   static constexpr int kHeadDimV = 64;
   static constexpr int kConsumerWarpgroups = 3;
   static constexpr int kTileN = 128;
-  static constexpr int kQStages = 2;
   static constexpr bool kPingPong = false;
   static constexpr bool kTileOverlap = true;
 };
 
-// 64 + 48 + 48 + 48 = 208 KiB. S = 8k: 854 / 793; with turns 838 / 770, with 128 keys 800 / 743,
-// 192 x 64 767 / 727.
+// 32 + 48 + 48 + 48 = 176 KiB. S = 16k: 885 / 883, S = 512: 556 / 353.
 struct FwdTileFp8D128 : Fp8Defaults {
   static constexpr int kHeadDim = 128;
   static constexpr int kHeadDimV = 128;
   static constexpr int kTileN = 192;
-  static constexpr int kQStages = 2;
-  static constexpr bool kPingPong = false;
+  static constexpr bool kWideProducer = false;
   static constexpr bool kTileOverlap = true;
+  static constexpr int kFixedKeys = 250;
+};
+
+// 32 + 32 + 32 + 32 = 128 KiB. S = 16k: 842 / 860, S = 512: 609 / 380; with turns 814 / 856,
+// 609 / 392.
+struct FwdTileFp8D128Short : FwdTileFp8D128 {
+  static constexpr int kTileN = 128;
+  static constexpr bool kWideProducer = true;
+  static constexpr bool kPingPong = false;
+  static constexpr int kRelativeSpeed = 95;
+  static constexpr int kFixedKeys = 205;
 };
 
 // 64 + 64 + 64 + 32 = 224 KiB. O takes 128 registers, S 64: none are left for P of the tile before.
-// S = 8k: 985 / 891; 128 x 64 with overlap in a warpgroup and three stages 881 / 779.
+// S = 16k: 1063 / 1102; 128 x 96 and 128 x 64 with overlap in a warpgroup are slower from 1k on.
 struct FwdTileFp8D256 : Fp8Defaults {
   static constexpr int kHeadDim = 256;
   static constexpr int kHeadDimV = 256;
   static constexpr int kTileN = 128;
   static constexpr int kRawStages = 1;
+  static constexpr bool kWideProducer = false;
   static constexpr bool kIntraOverlap = false;
 };
+
+// 64 + 48 + 64 + 48 = 224 KiB: 24 KiB of V take 32 turned round, in slices of 128 keys. What
+// tickets of packed sequences need does not fit into 40 registers, nor 128 keys into 224.
+struct FwdTileFp8D256General : FwdTileFp8D256 {
+  static constexpr int kTileN = 96;
+  static constexpr int kRawStages = 2;
+  static constexpr bool kWideProducer = true;
+};
+
+// 64 + 64 + 32 + 32 = 192 KiB. MLA.
+struct FwdTileFp8D192x128 : Fp8Defaults {
+  static constexpr int kHeadDim = 192;
+  static constexpr int kHeadDimV = 128;
+  static constexpr int kTileN = 128;
+  static constexpr bool kTileOverlap = true;
+};
+
+// With sums of PV in fp32: S gives its registers to the sum of a K tile.
+template <class Tile>
+struct Promoting : Tile {
+  static constexpr int kConsumerWarpgroups = 2;
+  static constexpr bool kPingPong = true;
+  static constexpr bool kIntraOverlap = false;
+  static constexpr bool kTileOverlap = false;
+  static constexpr bool kPromote = true;
+};
+
+struct FwdTileFp8D64Promote : Promoting<FwdTileFp8D64> {};
+struct FwdTileFp8D128Promote : Promoting<FwdTileFp8D128Short> {};
+struct FwdTileFp8D256Promote : Promoting<FwdTileFp8D256General> {};
 
 }  // namespace fa3

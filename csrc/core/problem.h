@@ -84,6 +84,7 @@ struct FwdProblem {
   int total_q = 0;
   int total_k = 0;
   bool has_unused = false;  // of a sequence's rows not all need count
+  bool promote = false;     // FP8: sums of PV in fp32
   PackGqa pack_gqa = PackGqa::kHeuristic;
   int sm_margin = 0;
   bool deterministic = false;  // the backward sums dQ in a fixed order

@@ -1,10 +1,11 @@
-// FP8 quantisation: which thread has which columns of a row, the signs of the rotation, which rows
-// a tile has and where their scale lies. The arithmetic of flash_attn3/quantize.py, for
+// FP8 quantisation: which thread has which rows and columns of a tile, the signs of the rotation,
+// which rows a tile has and where their scale lies. The arithmetic of flash_attn3/quantize.py, for
 // quantize/quantize.cu.
 //
-// A row is cut into its powers of two, largest first. A thread has two chunks of 8 columns of one
-// of them, half its width apart: butterflies of the distances 1, 2, 4 and of half the width stay in
-// a thread, those between go from lane to lane. A piece of width 8 has one chunk.
+// A row is cut into its powers of two, largest first. A warp has pieces of one width, of as many
+// rows as it takes to give all of its lanes columns. A lane has two spans of 16 columns, half the
+// width apart: butterflies of the distances 1 to 8 and of half the width stay in a thread, those
+// between go from lane to lane. A piece of width 16 is one span, one of width 8 half of one.
 #pragma once
 
 #include "core/packed_tiles.h"
@@ -12,45 +13,62 @@
 namespace fa3 {
 
 constexpr int kChunkColumns = 8;
-constexpr int kLaneColumns = 2 * kChunkColumns;
+constexpr int kSpanColumns = 2 * kChunkColumns;
+constexpr int kLaneColumns = 2 * kSpanColumns;
 constexpr int kMostQuantizedColumns = 256;
 // In place of the rows of a block; flash_attn3/quantize.py has the same numbers.
 constexpr int kScalePerHead = 0;
 constexpr int kScalePerTensor = -1;
 
 // ---------------------------------------------------------------------------------------- columns
-struct LaneColumns {
-  int first;  // column of the first chunk; the other one is width / 2 further
-  int width;  // of the piece; 0: this lane has no columns
+// Lanes that share a piece.
+FA3_HD constexpr int lanes_of_piece(int width) { return max_of(width / kLaneColumns, 1); }
 
-  FA3_HD constexpr bool has_first() const { return width > 0; }
-  FA3_HD constexpr bool has_second() const { return width >= kLaneColumns; }
-  FA3_HD constexpr int second() const { return first + width / 2; }
-};
+FA3_HD constexpr int rows_of_warp(int width) { return 32 / lanes_of_piece(width); }
 
-// Of the lanes that share a row. head_dim is a multiple of 8.
-FA3_HD constexpr LaneColumns lane_columns(int lane, int head_dim) {
-  int start = 0;
-  for (int width = kMostQuantizedColumns; width >= kChunkColumns; width /= 2) {
-    int const lanes = max_of(width / kLaneColumns, 1);
-    if ((head_dim & width) != 0 && lane < lanes) {
-      return LaneColumns{start + lane * kChunkColumns, width};
-    }
-    if ((head_dim & width) != 0) {
-      lane -= lanes;
-      start += width;
-    }
-  }
-  return LaneColumns{0, 0};
+// Of a tile, for all of its pieces of a width.
+FA3_HD constexpr int warps_of_piece(int width, int tile, int thread_rows) {
+  return ceil_div(tile * lanes_of_piece(width), 32 * thread_rows);
 }
 
-// A power of two.
-constexpr int lanes_of_row(int head_dim) {
-  int lanes = 1;
-  while (lanes * kLaneColumns < head_dim) {
-    lanes *= 2;
+// head_dim is a multiple of 8.
+constexpr int warps_of_tile(int head_dim, int tile, int thread_rows) {
+  int warps = 0;
+  for (int width = kChunkColumns; width <= kMostQuantizedColumns; width *= 2) {
+    warps += (head_dim & width) != 0 ? warps_of_piece(width, tile, thread_rows) : 0;
   }
-  return lanes;
+  return warps;
+}
+
+// The columns of a thread and, of a tile, its rows: `row`, `row` + `row_step`, ..., which may be
+// behind the last one.
+struct ThreadPlace {
+  int column;  // the first of the first span; the other one is width / 2 further
+  int width;   // of the piece
+  int row;
+  int row_step;
+
+  FA3_HD constexpr bool has_full_span() const { return width >= kSpanColumns; }
+  FA3_HD constexpr bool has_second() const { return width >= kLaneColumns; }
+  FA3_HD constexpr int second() const { return column + width / 2; }
+};
+
+FA3_HD constexpr ThreadPlace thread_place(int thread, int head_dim, int tile, int thread_rows) {
+  int warp = thread / 32;
+  int start = 0;
+  int width = kMostQuantizedColumns;
+  for (; width > kChunkColumns; width /= 2) {
+    int const warps = (head_dim & width) != 0 ? warps_of_piece(width, tile, thread_rows) : 0;
+    if (warp < warps) {
+      break;
+    }
+    warp -= warps;
+    start += head_dim & width;
+  }
+  int const lanes = lanes_of_piece(width);
+  int const warp_rows = rows_of_warp(width);
+  return ThreadPlace{start + thread % lanes * kSpanColumns, width,
+                     warp * thread_rows * warp_rows + thread % 32 / lanes, warp_rows};
 }
 
 // The float32 next to width ** -0.5; every factor but the last is exact.
@@ -70,11 +88,11 @@ FA3_HD constexpr uint32_t mix(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// Bit i is set if column `column` + i changes its sign; column: a multiple of 8. mixed_seed:
+// Bit i is set if column `column` + i changes its sign; column: a multiple of 16. mixed_seed:
 // mix(seed).
 FA3_HD constexpr uint32_t sign_bits(uint32_t mixed_seed, int kv_head, int column) {
   uint32_t const word = mix(mix(mixed_seed + uint32_t(kv_head)) + uint32_t(column / 32));
-  return (word >> (column % 32)) & 0xffu;
+  return (word >> (column % 32)) & 0xffffu;
 }
 
 // ------------------------------------------------------------------------------------------ tiles

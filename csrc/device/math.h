@@ -30,11 +30,14 @@ CUTE_DEVICE float reciprocal_approx(float x) {
 
 // Four floats to four e4m3, round to nearest even, at most 448; `a` lands in the lowest byte.
 CUTE_DEVICE uint32_t pack_four_e4m3(float a, float b, float c, float d) {
-  uint16_t low;
-  uint16_t high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
-  return uint32_t(high) << 16 | low;
+  uint32_t packed;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return packed;
 }
 
 // To 2e-7, absolute: the instruction for it (tanh.approx) is a thousand times worse, and a softcap

@@ -26,17 +26,14 @@ std::string check_dtypes(Fp8Call const& call) {
   for (auto [name, meta] : {Input{"q", forward.q}, Input{"k", forward.k}, Input{"v", forward.v}}) {
     if (meta.dtype != Dtype::kFloat8E4M3) {
       bool const is_q = name[0] == 'q';
-      return refuse(
-          call, text(name, ".dtype to be ", is_q ? "" : "that of q, ", "float8_e4m3fn"),
-          meta.dtype_name);
+      return refuse(call, text(name, ".dtype to be ", is_q ? "" : "that of q, ", "float8_e4m3fn"),
+                    meta.dtype_name);
     }
   }
   return {};
 }
 
-bool on_cuda(Fp8Call const& call) {
-  return call.general.forward.q.device == DeviceType::kCuda;
-}
+bool on_cuda(Fp8Call const& call) { return call.general.forward.q.device == DeviceType::kCuda; }
 
 // Of ranks that are wrong the check behind this one speaks.
 std::string check_head_dims(Fp8Call const& call) {
@@ -48,15 +45,15 @@ std::string check_head_dims(Fp8Call const& call) {
       continue;
     }
     if (head_dim < kColumnStep || head_dim > kMaxColumns || head_dim % kColumnStep != 0) {
-      return refuse(call,
-                    text(name, ".size(", rank - 1, "), the head_dim",
-                         name[0] == 'v' ? " of the values" : "", ", to be a multiple of ",
-                         kColumnStep, " from ", kColumnStep, " to ", kMaxColumns,
-                         " with float8_e4m3fn"),
-                    text(head_dim),
-                    head_dim > 0 && head_dim < kMaxColumns
-                        ? "pad q, k and v with zeros, and pass softmax_scale"
-                        : "");
+      return refuse(
+          call,
+          text(name, ".size(", rank - 1, "), the head_dim", name[0] == 'v' ? " of the values" : "",
+               ", to be a multiple of ", kColumnStep, " from ", kColumnStep, " to ", kMaxColumns,
+               " with float8_e4m3fn"),
+          text(head_dim),
+          head_dim > 0 && head_dim < kMaxColumns
+              ? "pad q, k and v with zeros, and pass softmax_scale"
+              : "");
     }
   }
   return {};
@@ -95,8 +92,7 @@ std::string check_scale(Fp8Call const& call, Input const& x, TensorMeta const& s
   if (!same_device(scale, q)) {
     return refuse(call, text(name, " on the device of q, ", device_text(q)), device_text(scale));
   }
-  int64_t const batch =
-      call.general.is_packed ? call.general.cu_seqlens_q.size[0] - 1 : q.size[0];
+  int64_t const batch = call.general.is_packed ? call.general.cu_seqlens_q.size[0] - 1 : q.size[0];
   int64_t const by_head[] = {batch, k.size[k.rank - 2]};
   int64_t by_block[3];
   set_block_shape(call, x.meta, rows_of_block, by_block);
@@ -125,10 +121,6 @@ std::string check_scales(Fp8Call const& call) {
 
 // What the CPU path has and the kernels have not; flash_attn3/fp8.py says it in the same words.
 std::string check_missing(Fp8Call const& call) {
-  if (on_cuda(call) && call.promote) {
-    return refuse(call, "fp8_accum to be 'fast' on a GPU", "'promote'",
-                  "this version has nothing else");
-  }
   if (on_cuda(call) && call.wants_max_logits) {
     return refuse(call, "return_max_logits to be False with float8_e4m3fn on a GPU", "True",
                   "this version has nothing else");

@@ -7,12 +7,11 @@
 namespace fa3 {
 
 struct Fp8Call {
-  GeneralCall general;  // q, k and v of e4m3; out of out_dtype
+  GeneralCall general;   // q, k and v of e4m3; out of out_dtype
   TensorMeta scales[3];  // of q, k and v, with has_scale: (batch, heads_k), or by blocks
   bool has_scale[3] = {};
   Dtype out_dtype = Dtype::kBFloat16;
   char const* out_dtype_name = "bfloat16";
-  bool promote = false;
   bool wants_max_logits = false;
 };
 

@@ -52,15 +52,16 @@ constexpr bool serves_simple(Facts const& facts, MaskKind mask) {
 // compute least: the copy engine fills the missing columns with zeros, which change neither scores
 // nor outputs. General ones serve full and causal problems too, where they compute less than those
 // made for them.
-constexpr FwdCandidates search_candidates(Dtype dtype, MaskKind mask, int head_dim,
-                                          int head_dim_v) {
+constexpr FwdCandidates search_candidates(Dtype dtype, MaskKind mask, int head_dim, int head_dim_v,
+                                          bool promote = false) {
   FwdCandidates found;
   int fewest = 1 << 30;
   for (int i = 0; i < kFwdVariantCount; ++i) {
     FwdVariantFacts const& facts = kFwdVariants[i];
     bool const is_own = facts.mask == mask;
-    bool const serves = facts.dtype == dtype && facts.head_dim >= head_dim &&
-                        facts.head_dim_v >= head_dim_v && (is_own || serves_simple(facts, mask));
+    bool const serves = facts.dtype == dtype && facts.promotes == promote &&
+                        facts.head_dim >= head_dim && facts.head_dim_v >= head_dim_v &&
+                        (is_own || serves_simple(facts, mask));
     int const cost = 2 * (facts.head_dim + facts.head_dim_v) + !is_own;
     if (serves && cost <= fewest) {
       found = cost < fewest ? FwdCandidates{} : found;
@@ -94,10 +95,10 @@ inline constexpr auto kFwdCandidates = [] {
 // INVARIANT: dtype is one of a kernel, head dims are multiples of 8 and at most kMaxHeadDim.
 constexpr FwdCandidates fwd_candidates(FwdProblem const& problem) {
   MaskKind const mask = problem.mask_kind();
-  return problem.head_dim == problem.head_dim_v
+  return problem.head_dim == problem.head_dim_v && !problem.promote
              ? kFwdCandidates[int(problem.dtype)][int(mask)][problem.head_dim / 8]
              : search_candidates(problem.dtype, mask, problem.head_dim,
-                                 value_columns(problem.head_dim_v));
+                                 value_columns(problem.head_dim_v), problem.promote);
 }
 
 }  // namespace fa3

@@ -1,5 +1,5 @@
 // The way out: O from registers through shared memory to global memory, LSE straight to global
-// memory.
+// memory; FP8: O too.
 #pragma once
 
 #include "device/row_copies.h"
@@ -39,31 +39,58 @@ CUTE_DEVICE void stage_output(FwdStorage<Traits>& shared, int q_stage, int warpg
   }
 }
 
-// The same of FP8, whose O has columns 4 j .. 4 j + 3 of each sixteen in a thread (transpose.h):
-// two of 8 columns each way, one after the other.
-template <class Traits, class Out, class FragmentO>
-CUTE_DEVICE void stage_transposed_output(FwdStorage<Traits>& shared, int q_stage, int warpgroup,
-                                         int thread, FragmentO const& tOrO) {
-  auto const output = rows_view(tOrO);  // (2, (2, Dv / 8))
-  char* const rows = reinterpret_cast<char*>(shared.q[q_stage][warpgroup]);
-  // WHY: what is made of the thread's number would else be kept in registers over all tiles.
-  asm volatile("" : "+r"(thread));
-  int const lane = thread % 4;
-  CUTE_UNROLL
-  for (int r = 0; r < 2; ++r) {
-    int const row = fragment_row(thread) + 8 * r;
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::kHeadDimV / 16; ++i) {
-      uint2 const four = {pack_two<Out>(output(r, 4 * i), output(r, 4 * i + 2)),
-                          pack_two<Out>(output(r, 4 * i + 1), output(r, 4 * i + 3))};
-      char* const target = rows + chunk_offset_bytes<kWarpgroupRows>(row, 2 * i + lane / 2);
-      *reinterpret_cast<uint2*>(target + lane % 2 * 8) = four;
+// Which query and head a row of a warpgroup is.
+struct RowOfTile {
+  bool exists;
+  int offset;  // of the query, from the first one
+  int head;    // in the pack
+};
+
+CUTE_DEVICE RowOfTile row_of_tile(FwdDeviceParams const& p, FwdRows const& rows, int row) {
+  int const offset = p.pack.div(row);
+  bool const exists = offset < p.positions_per_warpgroup && offset < rows.left;
+  return RowOfTile{exists, offset, row - offset * int(p.pack.divisor)};
+}
+
+// Where the rows of a tile begin in O, in elements.
+template <class Traits>
+CUTE_DEVICE int64_t output_of_tile(FwdDeviceParams const& p, FwdWork<Traits> const& work) {
+  int64_t batch = work.entry;
+  int64_t row = work.position_begin;
+  if constexpr (Traits::kGeneral) {
+    if (p.is_packed()) {
+      batch = 0;
+      row += first_row_of_sequence(work);
     }
   }
-  fence_shared_for_async_proxy();
-  __syncwarp();
-  if (thread % 32 == 0) {
-    shared.o_staged[q_stage][warpgroup].arrive();
+  return batch * p.out.batch_stride + row * p.out.row_stride + work.rows.head * p.out.head_stride;
+}
+
+// FP8: O from registers to global memory. A thread has columns 4 j .. 4 j + 3 of each sixteen
+// (transpose.h), the four lanes of a row 32 bytes.
+template <class Traits, class Out, class FragmentO>
+CUTE_DEVICE void write_output(FwdDeviceParams const& p, FwdWork<Traits> const& work, int thread,
+                              FragmentO const& tOrO) {
+  auto const output = rows_view(tOrO);  // (2, (2, Dv / 8))
+  int64_t const first = output_of_tile(p, work);
+  // WHY: what is made of the thread's number would else be kept in registers over all tiles.
+  asm volatile("" : "+r"(thread));
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    RowOfTile const row = row_of_tile(p, work.rows, fragment_row(thread) + 8 * r);
+    if (!row.exists) {
+      continue;
+    }
+    uint16_t* const target = p.out.data + first + row.offset * p.out.row_stride +
+                             row.head * p.out.head_stride + fragment_column(thread) * 2;
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kHeadDimV / 16; ++i) {
+      if (16 * i < p.out.columns) {
+        *reinterpret_cast<uint2*>(target + 16 * i) =
+            uint2{pack_two<Out>(output(r, 4 * i), output(r, 4 * i + 2)),
+                  pack_two<Out>(output(r, 4 * i + 1), output(r, 4 * i + 3))};
+      }
+    }
   }
 }
 
@@ -92,14 +119,11 @@ CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int t
   }
   CUTE_UNROLL
   for (int r = 0; r < 2; ++r) {
-    int const row = fragment_row(thread) + 8 * r;
-    int const offset = p.pack.div(row);
-    bool const in_tile = offset < p.positions_per_warpgroup && offset < rows.left;
-    if (!in_tile || thread % 4 != 0) {
+    RowOfTile const row = row_of_tile(p, rows, fragment_row(thread) + 8 * r);
+    if (!row.exists || thread % 4 != 0) {
       continue;
     }
-    int const head = row - offset * int(p.pack.divisor);
-    int64_t const target = rows.offset + int64_t(head) * p.seqlen.q + offset;
+    int64_t const target = rows.offset + int64_t(row.head) * p.seqlen.q + row.offset;
     float const lse = softmax.lse(r, p.softmax_scale);
     p.lse[target] = Traits::kGeneral ? with_sink(lse, sinks[r]) : lse;
     if constexpr (Traits::kGeneral && !Traits::kFp8) {
@@ -127,20 +151,18 @@ CUTE_DEVICE void store_output(FwdStorage<Traits>& shared, FwdDeviceParams const&
   shared.q_empty[q_stage][warpgroup].arrive();
 }
 
-// Store warp of the consumer warpgroups from `first` to before `end`.
+// Store warp of consumer warpgroup `warpgroup`.
 template <class Traits>
-CUTE_DEVICE void store_outputs(FwdStorage<Traits>& shared, FwdDeviceParams const& p, int first,
-                               int end) {
+CUTE_DEVICE void store_outputs(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
+                               int warpgroup) {
   RingState<Traits::kQStages> ring;
   while (true) {
-    shared.q_full[ring.stage][first].wait(ring.phase);
-    if (!shared.work[ring.stage][first].valid()) {
+    shared.q_full[ring.stage][warpgroup].wait(ring.phase);
+    if (!shared.work[ring.stage][warpgroup].valid()) {
       return;
     }
-    for (int warpgroup = first; warpgroup < end; ++warpgroup) {
-      shared.o_staged[ring.stage][warpgroup].wait(ring.phase);
-      store_output(shared, p, ring.stage, warpgroup);
-    }
+    shared.o_staged[ring.stage][warpgroup].wait(ring.phase);
+    store_output(shared, p, ring.stage, warpgroup);
     ring.advance();
   }
 }

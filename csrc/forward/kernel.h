@@ -1,13 +1,14 @@
 // The forward kernel: who does what, and nothing else.
 //
 //   warpgroup 0   warp 0: goes through the tiles, loads Q, K, V
-//                 warps 1 to 3: each stores O of one consumer warpgroup; FP8: warp 1 that of all,
-//                 the others turn V round
+//                 warps 1 to 3: each stores O of one consumer warpgroup
+//                 FP8: warp 1 reads scales, warps 2 and 3 turn V round
 //   warpgroup 1.. consumers: 64 rows of the tile each
 #pragma once
 
 #include "forward/load.h"
 #include "forward/mma.h"
+#include "forward/scales.h"
 #include "forward/transpose.h"
 
 namespace fa3 {
@@ -16,8 +17,13 @@ template <class Traits>
 CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const& p) {
   int const warp = cutlass::canonical_warp_idx_sync();
   if constexpr (Traits::kFp8) {
+    int const lane = int(threadIdx.x) % 32;
+    if (warp == 1) {
+      ScaleReader<Traits>(shared, p, lane).run();
+      return;
+    }
     if (warp >= 2) {
-      ValueTransposer<Traits>(shared, p, warp - 2, int(threadIdx.x) % 32).run();
+      ValueTransposer<Traits>(shared, warp - 2, lane).run();
       return;
     }
   }
@@ -26,10 +32,10 @@ CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared, FwdDevicePar
   }
   if (warp == 0) {
     FwdProducer<Traits>(shared, p).run();
-  } else if (Traits::kFp8) {
-    store_outputs<Traits>(shared, p, 0, Traits::kWarpgroups);
   } else if (warp <= Traits::kWarpgroups) {
-    store_outputs<Traits>(shared, p, warp - 1, warp);
+    if constexpr (!Traits::kFp8) {
+      store_outputs<Traits>(shared, p, warp - 1);
+    }
   }
 }
 

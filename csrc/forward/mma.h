@@ -269,16 +269,22 @@ struct FwdConsumer {
     release_scales();
     to_probabilities(tSrS, tOrP);
     softmax.rescale_output(tOrO);
-    issue_output(tile, tOrP, tOrO);
-    wait_gemm<0>(tOrO);
+    if constexpr (Config::kPromote) {
+      add_output(tile, tOrP, tOrO);
+    } else {
+      issue_output(tile, tOrP, tOrO);
+      wait_gemm<0>(tOrO);
+    }
     release(shared.v_empty, v_ring);
   }
 
   CUTE_DEVICE void start_rows(Tile& tile, Softmax& softmax) {
     tile.limits = RowLimits<Traits>::of_tile(p, tile.work, thread);
     if constexpr (Traits::kFp8) {
+      // They come with those of the first K tile.
+      shared.scales_full[scale_ring.stage].wait(scale_ring.phase);
       float scales[2];
-      read_query_scales<Traits>(p, tile.work, thread, scales);
+      read_query_scales(shared.q_scales[tile.q_stage][warpgroup], thread, scales);
       softmax.reset(scales);
     } else {
       softmax.reset();
@@ -288,9 +294,8 @@ struct FwdConsumer {
   // Of the next K tile.
   CUTE_DEVICE auto take_scales() {
     if constexpr (Traits::kFp8) {
-      auto& ring = shared.raw_barriers;
-      ring.scales_full[scale_ring.stage].wait(scale_ring.phase);
-      return KeyScales<Traits>(ring.scales[scale_ring.stage]);
+      shared.scales_full[scale_ring.stage].wait(scale_ring.phase);
+      return KeyScales<Traits>{shared.scales[scale_ring.stage]};
     } else {
       return NoScales{};
     }
@@ -300,7 +305,7 @@ struct FwdConsumer {
     if constexpr (Traits::kFp8) {
       __syncwarp();
       if (thread % 32 == 0) {
-        shared.raw_barriers.scales_empty[scale_ring.stage].arrive();
+        shared.scales_empty[scale_ring.stage].arrive();
       }
       scale_ring.advance();
     }
@@ -340,14 +345,18 @@ struct FwdConsumer {
     read_sinks<Traits>(p, work, thread, sinks);
     softmax.finish(tOrO, sinks);
     store_rows<Traits>(p, work.rows, thread, softmax, sinks);
-    if constexpr (!Traits::kFp8) {
-      stage_output(shared, tile.q_stage, warpgroup, thread, tOrO);
-    } else if (p.out_is_half) {
-      stage_transposed_output<Traits, cutlass::half_t>(shared, tile.q_stage, warpgroup, thread,
-                                                       tOrO);
+    if constexpr (Traits::kFp8) {
+      if (p.out_is_half) {
+        write_output<Traits, cutlass::half_t>(p, work, thread, tOrO);
+      } else {
+        write_output<Traits, cutlass::bfloat16_t>(p, work, thread, tOrO);
+      }
+      __syncwarp();
+      if (thread % 32 == 0) {
+        shared.q_empty[tile.q_stage][warpgroup].arrive();
+      }
     } else {
-      stage_transposed_output<Traits, cutlass::bfloat16_t>(shared, tile.q_stage, warpgroup, thread,
-                                                           tOrO);
+      stage_output(shared, tile.q_stage, warpgroup, thread, tOrO);
     }
   }
 
@@ -372,6 +381,32 @@ struct FwdConsumer {
     auto tOrV = typename Traits::MmaV{}.get_slice(0).partition_fragment_B(sV);  // (MMA, 1, N / 16)
     issue_gemm<Traits::kOutputSteps, Config::kTurnLead>(MmaO{}, tOrP, tOrV, tOrO, tile.o_is_zero,
                                                         hook);
+  }
+
+  // The sum of a K tile, from zero, some columns at a time; then O gets it in fp32.
+  template <class FragmentP, class FragmentO>
+  CUTE_DEVICE void add_output(Tile const& tile, FragmentP& tOrP, FragmentO& tOrO) {
+    using Mma = typename Traits::MmaPart;
+    using Columns = cute::Int<Traits::kPartColumns>;
+    shared.v_full[v_ring.stage].wait(v_ring.phase);
+    auto sV = cute::make_tensor(cute::make_smem_ptr(shared.v[v_ring.stage]),
+                                typename Traits::SmemLayoutV{});  // (columns, N)
+    if (tile.o_is_zero) {
+      cute::clear(tOrO);
+    }
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::kHeadDimV / Traits::kPartColumns; ++part) {
+      auto sPart = cute::local_tile(sV, cute::Shape<Columns, typename Traits::KeysV>{},
+                                    cute::make_coord(part, 0));
+      auto tPrV = Mma{}.get_slice(0).partition_fragment_B(sPart);  // (MMA, 1, N / 32)
+      auto tPrO = cute::partition_fragment_C(Mma{}, cute::Shape<cute::_64, Columns>{});
+      issue_gemm<Traits::kOutputSteps>(Mma{}, tOrP, tPrV, tPrO, true);
+      wait_gemm<0>(tPrO);
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(tPrO); ++i) {
+        tOrO(part * int(cute::size(tPrO)) + i) += tPrO(i);
+      }
+    }
   }
 
   // One thread speaks for the warpgroup: a product is complete for all its warps at once.

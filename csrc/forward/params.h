@@ -13,11 +13,20 @@
 
 namespace fa3 {
 
+// FP8: O as its rows are written, of 16-bit elements.
+struct OutputView {
+  uint16_t* data;
+  int64_t batch_stride;
+  int64_t row_stride;
+  int64_t head_stride;
+  int columns;
+};
+
 struct FwdDeviceParams {
   CUtensorMap q;       // (column, head, position, batch, end)
   CUtensorMap k;       // (column, key, KV head, batch, end)
   CUtensorMap v;       // as k
-  CUtensorMap o;       // as q
+  CUtensorMap o;       // as q; not of FP8
   float* lse;          // (batch, heads_q, seqlen_q) or (heads_q, total_q); nullptr: not wanted
   float* max_logits;   // as lse
   float const* sinks;  // (heads_q); nullptr: none
@@ -35,6 +44,7 @@ struct FwdDeviceParams {
   FastDiv groups_per_kv_head;
   GeneralMask mask;  // of MaskKind::kGeneral
   // FP8.
+  OutputView out;
   ScaleView q_scale;
   ScaleView k_scale;
   ScaleView v_scale;

@@ -4,7 +4,7 @@
 // P(key) * scale of V is made in one exponential: with s the score in powers of two, all scales in
 // it, and t = s + log2(scale of V), P becomes 2^(t - max t + 8): the 8 brings it into the range of
 // e4m3, which ends at 448 = 2^8.8, so O need not be rescaled before a maximum has grown by 2^0.8.
-// The sum of a row is that of 2^(s - max t): each block's sum over its scale of V.
+// The sum of a row is that of 2^(s - max t): P over the scale of V.
 #pragma once
 
 #include "core/softmax_math.h"
@@ -64,20 +64,19 @@ struct BlockSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const used = (kMasked ? finite_max(row_max[r]) : row_max[r]) - kOffsetLog2;
-      float sum = row_sum[r] * rescale[r];
+      float sums[2] = {row_sum[r] * rescale[r], 0.f};
       CUTE_UNROLL
       for (int b = 0; b < kBlocks; ++b) {
         float const factor = factor_of(r, b, scales);
         float const shift = scales.v_log2(b) - used;
-        float of_block[2] = {0.f, 0.f};
+        float const over_v = scales.over_v(b);
         CUTE_UNROLL
         for (int c = b * kBlockColumns; c < (b + 1) * kBlockColumns; ++c) {
           scores(r, c) = exp2_approx(scores(r, c) * factor + shift);
-          of_block[c % 2] += scores(r, c);
+          sums[c % 2] += scores(r, c) * over_v;
         }
-        sum += (of_block[0] + of_block[1]) * scales.over_v(b);
       }
-      row_sum[r] = sum;
+      row_sum[r] = sums[0] + sums[1];
     }
   }
 

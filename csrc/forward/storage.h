@@ -11,53 +11,31 @@
 
 namespace fa3 {
 
-// FP8: the ring of V as it comes.
-template <class Traits, bool kFp8 = Traits::kFp8>
-struct RawValues {};
-
-template <class Traits>
-struct RawValues<Traits, true> {
-  typename Traits::Element v_raw[Traits::kValueStages][Traits::kTileN * Traits::kColumnsV];
+// FP8: what the softmax takes of the scales of the blocks of a K tile.
+template <int kBlocks>
+struct alignas(16) BlockScales {
+  float k[kBlocks];
+  float v_log2[kBlocks];
+  float over_v[kBlocks];  // 1 / (v * 2^kOffsetLog2)
 };
 
-template <class Traits, bool kFp8 = Traits::kFp8>
-struct RawBarriers {
-  CUTE_DEVICE void init_raw_barriers() {}
-};
-
-template <class Traits>
-struct RawBarriers<Traits, true> {
-  static constexpr int kScaleStages = 4;
-
-  // Of the blocks of a K tile, written by a transposing warp: scales of K; log2 of those of V; 1 /
-  // (those of V * 2^kOffsetLog2).
-  alignas(16) float scales[kScaleStages][3][Traits::kScaleBlocks];
-  Mbarrier scales_full[kScaleStages];          // transposing warp -> consumers (1)
-  Mbarrier scales_empty[kScaleStages];         // consumer warps -> transposing warp (1 each)
-  Mbarrier v_raw_full[Traits::kValueStages];   // TMA -> transposing warps (1 + bytes)
-  Mbarrier v_raw_empty[Traits::kValueStages];  // transposing warps -> producer warp (2)
-
-  CUTE_DEVICE void init_raw_barriers() {
-    for (int i = 0; i < kScaleStages; ++i) {
-      scales_full[i].init(1);
-      scales_empty[i].init(Traits::kWarpgroups * kWarpgroupThreads / 32);
-    }
-    for (int i = 0; i < Traits::kValueStages; ++i) {
-      v_raw_full[i].init(1);
-      v_raw_empty[i].init(kTransposingWarps);
-    }
-  }
-};
-
+// WHY arrays of no elements, where a kernel is not of FP8: as empty members, [[no_unique_address]],
+// nvcc 13.0 lays them out on the device otherwise than on the host; with base classes for them
+// kernels of FP8 spill.
 template <class Traits>
 struct FwdStorage {
   using Element = typename Traits::Element;
+
+  static constexpr int kRawStages = Traits::kFp8 ? Traits::kValueStages : 0;
+  static constexpr int kScaleStages = Traits::kFp8 ? 4 : 0;
+  static constexpr int kScaleQStages = Traits::kFp8 ? Traits::kQStages : 0;
 
   struct alignas(1024) {
     Element q[Traits::kQStages][Traits::kWarpgroups][Traits::kQBufferElements];
     Element k[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutK>];
     Element v[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutV>];
-    [[no_unique_address]] RawValues<Traits> raw;
+    // FP8: the ring of V as it comes.
+    Element v_raw[kRawStages][Traits::kTileN * Traits::kColumnsV];
   };
 
   // Of the tile whose Q is in the stage, for one warpgroup; the barriers of Q guard it.
@@ -66,17 +44,25 @@ struct FwdStorage {
   // Name: what becomes true. Who arrives -> who waits (arrivals).
   Mbarrier q_full[Traits::kQStages][Traits::kWarpgroups];  // TMA -> consumer warpgroup (1 + bytes)
   Mbarrier o_staged[Traits::kQStages][Traits::kWarpgroups];  // consumer warps -> store warp (4)
-  Mbarrier q_empty[Traits::kQStages][Traits::kWarpgroups];   // store warp -> producer warp (1)
+  Mbarrier q_empty[Traits::kQStages][Traits::kWarpgroups];   // store warp (1); FP8: consumer warps
+                                                             // (4) -> producer warp
   Mbarrier k_full[Traits::kStages];                          // TMA -> consumers (1 + bytes)
   Mbarrier k_empty[Traits::kStages];  // consumer warpgroups -> producer warp (1 each)
   Mbarrier v_full[Traits::kStages];   // TMA (1 + bytes), or transposing warps (2) -> consumers
   Mbarrier v_empty[Traits::kStages];  // consumer warpgroups -> who fills v (1 each)
-  [[no_unique_address]] RawBarriers<Traits> raw_barriers;
+
+  // FP8: of the rows of Q in a stage; of the blocks of a K tile.
+  float q_scales[kScaleQStages][Traits::kWarpgroups][kWarpgroupRows];
+  BlockScales<Traits::kScaleBlocks> scales[kScaleStages];
+  Mbarrier scales_full[kScaleStages];   // scale warp -> consumers (1)
+  Mbarrier scales_empty[kScaleStages];  // consumer warps -> scale warp (1 each)
+  Mbarrier v_raw_full[kRawStages];      // TMA -> transposing warps (1 + bytes)
+  Mbarrier v_raw_empty[kRawStages];     // transposing warps -> producer warp (2)
 
   // The ring into which the producer brings V.
   CUTE_DEVICE auto& values_in() {
     if constexpr (Traits::kFp8) {
-      return raw.v_raw;
+      return v_raw;
     } else {
       return v;
     }
@@ -84,7 +70,7 @@ struct FwdStorage {
 
   CUTE_DEVICE auto& values_in_full() {
     if constexpr (Traits::kFp8) {
-      return raw_barriers.v_raw_full;
+      return v_raw_full;
     } else {
       return v_full;
     }
@@ -92,7 +78,7 @@ struct FwdStorage {
 
   CUTE_DEVICE auto& values_in_empty() {
     if constexpr (Traits::kFp8) {
-      return raw_barriers.v_raw_empty;
+      return v_raw_empty;
     } else {
       return v_empty;
     }
@@ -103,7 +89,7 @@ struct FwdStorage {
       for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
         q_full[i][wg].init(1);
         o_staged[i][wg].init(kWarpgroupThreads / 32);
-        q_empty[i][wg].init(1);
+        q_empty[i][wg].init(Traits::kFp8 ? kWarpgroupThreads / 32 : 1);
       }
     }
     for (int i = 0; i < Traits::kStages; ++i) {
@@ -112,7 +98,14 @@ struct FwdStorage {
       v_full[i].init(Traits::kFp8 ? kTransposingWarps : 1);
       v_empty[i].init(Traits::kWarpgroups);
     }
-    raw_barriers.init_raw_barriers();
+    for (int i = 0; i < kScaleStages; ++i) {
+      scales_full[i].init(1);
+      scales_empty[i].init(Traits::kWarpgroups * kWarpgroupThreads / 32);
+    }
+    for (int i = 0; i < kRawStages; ++i) {
+      v_raw_full[i].init(1);
+      v_raw_empty[i].init(kTransposingWarps);
+    }
     fence_barrier_init();
   }
 };

@@ -54,10 +54,11 @@ struct FwdTraits {
   // The same bytes as a row-major (keys, head dim) tile, named as the B operand (head dim, keys) of
   // PV.
   // FP8: 8-bit operands have to be contiguous along the keys, of which slices have 128, or 64.
-  static constexpr bool kNarrowV = kTileN % 128 != 0;
+  static constexpr bool kNarrowV = slice_keys(kTileN) == 64;
+  using KeysV = cute::Int<padded_columns(kTileN, slice_keys(kTileN))>;
   CUTE_HOST_DEVICE static constexpr auto layout_of_v() {
     if constexpr (kFp8) {
-      return cute::tile_to_shape(AtomOf<kNarrowV>{}, cute::Shape<HeadDimV, TileN>{});
+      return cute::tile_to_shape(AtomOf<kNarrowV>{}, cute::Shape<HeadDimV, KeysV>{});
     } else {
       return cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
                                  cute::Shape<ColumnsV, TileN>{}, cute::Step<cute::_2, cute::_1>{});
@@ -85,6 +86,9 @@ struct FwdTraits {
   // read.
   static constexpr int kOperandColumnsV = kFp8 ? kHeadDimV : kColumnsV;
   using MmaV = decltype(cute::make_tiled_mma(register_atom<Element, kOperandColumnsV, kMajorV>()));
+  // PV of a part of the columns (kPromote).
+  static constexpr int kPartColumns = kHeadDimV < 128 ? kHeadDimV : 128;
+  using MmaPart = decltype(cute::make_tiled_mma(register_atom<Element, kPartColumns, kMajorV>()));
 };
 
 }  // namespace fa3

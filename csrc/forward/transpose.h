@@ -13,7 +13,6 @@
 //     the accumulator, four columns that follow each other (stage_output).
 #pragma once
 
-#include "forward/scales.h"
 #include "forward/storage.h"
 
 namespace fa3 {
@@ -41,44 +40,42 @@ template <class Traits>
 struct ValueTransposer {
   using Source = SwizzledTile<Traits::kTileN, Traits::kSlice / 16>;
   using Target = SwizzledTile<Traits::kHeadDimV, Traits::kNarrowV ? 4 : 8>;
-  static constexpr int kGroups = Traits::kTileN / 16 / kTransposingWarps;  // of 16 keys, of a warp
-  static constexpr int kScaleStages = RawBarriers<Traits>::kScaleStages;
-  static_assert(kGroups % 2 == 0 || kGroups == 1);
+  // A unit: 16 keys, 32 columns. A warp has every second group of 16 keys, and goes through its
+  // units one or two at a time (40 registers): the next are read before these are written.
+  static constexpr int kGroups = Traits::kTileN / 16 / kTransposingWarps;
+  static constexpr int kUnits = kGroups * (Traits::kHeadDimV / 32);
+  static constexpr int kAtOnce = Traits::kHeadDimV > 128 ? 1 : 2;
+  static_assert(kUnits % kAtOnce == 0);
   static_assert(Traits::kHeadDimV % 32 == 0);
 
+  struct Registers {
+    uint32_t pairs[kAtOnce][4];
+  };
+
   FwdStorage<Traits>& shared;
-  FwdDeviceParams const& p;
-  int warp;  // of the transposing ones: every second group of 16 keys is its own
   int lane;
   int source;  // of this lane's first row, in bytes
   int target;
   RingState<Traits::kQStages> q_ring;
   RingState<Traits::kValueStages> raw_ring;
   RingState<Traits::kStages> v_ring;
-  RingState<kScaleStages> scale_ring;
 
-  CUTE_DEVICE ValueTransposer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int warp_,
-                              int lane_)
+  CUTE_DEVICE ValueTransposer(FwdStorage<Traits>& shared_, int warp, int lane_)
       : shared(shared_),
-        p(p_),
-        warp(warp_),
         lane(lane_),
-        source(Source::first(warp_ * 16 + lane_ % 16, lane_ / 16)),
-        target(Target::first(lane_, warp_)) {}
+        source(Source::first(warp * 16 + lane_ % 16, lane_ / 16)),
+        target(Target::first(lane_, warp)) {}
 
-  // A tile's `work` is overwritten when its O has gone out, which needs all of its V.
   CUTE_DEVICE void run() {
     while (true) {
       shared.q_full[q_ring.stage][0].wait(q_ring.phase);
-      FwdWork<Traits> const& work = shared.work[q_ring.stage][0];
-      if (!work.valid()) {
+      // A copy: when the last of V has been used, `work` may be overwritten.
+      BlockRange const keys = shared.work[q_ring.stage][0].keys;
+      if (keys.end == 0) {
         return;
       }
       CUTE_NO_UNROLL
-      for (int n = work.keys.end - 1; n >= work.keys.begin; --n) {
-        if (warp == 0) {
-          write_scales(work.scales, n);
-        }
+      for (int n = keys.end - 1; n >= keys.begin; --n) {
         transpose_tile();
       }
       q_ring.advance();
@@ -86,54 +83,54 @@ struct ValueTransposer {
   }
 
  private:
-  CUTE_DEVICE void write_scales(TileScales<true> const& at, int n) {
-    shared.raw_barriers.scales_empty[scale_ring.stage].wait(scale_ring.phase ^ 1);
-    KeyScales<Traits>::write(p, at, n, lane, shared.raw_barriers.scales[scale_ring.stage]);
-    __syncwarp();
-    if (lane == 0) {
-      shared.raw_barriers.scales_full[scale_ring.stage].arrive();
-    }
-    scale_ring.advance();
-  }
-
   CUTE_DEVICE void transpose_tile() {
-    shared.raw_barriers.v_raw_full[raw_ring.stage].wait(raw_ring.phase);
-    shared.v_empty[v_ring.stage].wait(v_ring.phase ^ 1);
-    char const* const in = reinterpret_cast<char const*>(shared.raw.v_raw[raw_ring.stage]);
+    shared.v_raw_full[raw_ring.stage].wait(raw_ring.phase);
+    char const* const in = reinterpret_cast<char const*>(shared.v_raw[raw_ring.stage]);
     char* const out = reinterpret_cast<char*>(shared.v[v_ring.stage]);
-    CUTE_NO_UNROLL
-    for (int columns = 0; columns < Traits::kHeadDimV; columns += 32) {
-      CUTE_UNROLL
-      for (int group = 0; group < kGroups; group += 2) {
-        transpose_two(in, out, columns, group);
+    // WHY: what is made of them by constants would else be kept over all tiles, in memory.
+    asm volatile("" : "+r"(source), "+r"(target));
+    Registers units[2];
+    read(in, 0, units[0]);
+    shared.v_empty[v_ring.stage].wait(v_ring.phase ^ 1);
+    CUTE_UNROLL
+    for (int unit = 0; unit < kUnits; unit += kAtOnce) {
+      int const now = unit / kAtOnce % 2;
+      if (unit + kAtOnce < kUnits) {
+        read(in, unit + kAtOnce, units[1 - now]);
       }
+      write(units[now], out, unit);
     }
     fence_shared_for_async_proxy();
     __syncwarp();
     if (lane == 0) {
-      shared.raw_barriers.v_raw_empty[raw_ring.stage].arrive();
+      shared.v_raw_empty[raw_ring.stage].arrive();
       shared.v_full[v_ring.stage].arrive();
     }
     raw_ring.advance();
     v_ring.advance();
   }
 
-  // 32 columns of two of this warp's groups of keys.
-  CUTE_DEVICE void transpose_two(char const* in, char* out, int columns, int group) const {
-    uint32_t pairs[2][4];
+  CUTE_DEVICE void read(char const* in, int first_unit, Registers& to) const {
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      char const* const row = in + Source::moved(source, 32 * (group + i), columns / 16);
-      cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(row), pairs[i][0],
-                                    pairs[i][1], pairs[i][2], pairs[i][3]);
+    for (int i = 0; i < kAtOnce; ++i) {
+      int const group = (first_unit + i) % kGroups;
+      int const columns = (first_unit + i) / kGroups * 32;
+      char const* const row = in + Source::moved(source, 32 * group, columns / 16);
+      cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<cute::uint128_t const*>(row), to.pairs[i][0],
+                                    to.pairs[i][1], to.pairs[i][2], to.pairs[i][3]);
     }
+  }
+
+  CUTE_DEVICE void write(Registers const& from, char* out, int first_unit) const {
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      char* const row = out + Target::moved(target, columns, 2 * (group + i));
-      cute::SM90_U32x4_STSM_N::copy(
-          even_bytes(pairs[i][0], pairs[i][1]), odd_bytes(pairs[i][0], pairs[i][1]),
-          even_bytes(pairs[i][2], pairs[i][3]), odd_bytes(pairs[i][2], pairs[i][3]),
-          *reinterpret_cast<cute::uint128_t*>(row));
+    for (int i = 0; i < kAtOnce; ++i) {
+      int const group = (first_unit + i) % kGroups;
+      int const columns = (first_unit + i) / kGroups * 32;
+      char* const row = out + Target::moved(target, columns, 2 * group);
+      auto const& pairs = from.pairs[i];
+      cute::SM90_U32x4_STSM_N::copy(even_bytes(pairs[0], pairs[1]), odd_bytes(pairs[0], pairs[1]),
+                                    even_bytes(pairs[2], pairs[3]), odd_bytes(pairs[2], pairs[3]),
+                                    *reinterpret_cast<cute::uint128_t*>(row));
     }
   }
 

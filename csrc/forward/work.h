@@ -14,56 +14,22 @@ struct FwdRows {
   int head;        // first of the `pack` query heads
 };
 
-// FP8: where the scales of a tile begin, and the last block of keys that the sequence has.
-template <bool kFp8>
-struct TileScales {};
-
-template <>
-struct TileScales<true> {
-  int64_t q;
-  int64_t k;
-  int64_t v;
-  int last_key_block;
-};
-
 template <class Traits>
 struct alignas(16) FwdWork {
   BlockRange keys;  // K tiles, at least one; end 0: there are no more tiles
   FwdRows rows;
   int position_begin;  // first query: of the tile, or of one warpgroup in it
   int kv_head;
+  int entry;  // FP8: the sequence's number in the batch, by which scales are found
   typename Traits::Place place;
-  [[no_unique_address]] TileScales<Traits::kFp8> scales;
 
   CUTE_DEVICE bool valid() const { return keys.end > 0; }
 };
 
-CUTE_DEVICE int64_t first_scale(ScaleView const& scales, int batch, int head, int first_row,
-                                int rows_of_block) {
-  int64_t const first = batch * scales.batch_stride + head * scales.head_stride;
-  return first + (first_row / rows_of_block + (first_row < 0 ? 0 : batch)) * scales.block_stride;
-}
-
-// Rows of no sequence are entries behind those of the batch: they may read any scale.
+// Of a sequence of packed ones, in the tensors of queries.
 template <class Traits>
-CUTE_DEVICE TileScales<true> scales_of(FwdDeviceParams const& p, FwdWork<Traits> const& work,
-                                       int batch) {
-  batch = min_of(batch, p.scale_batches - 1);
-  int q_begin = -1;  // dense: blocks go by batch_stride
-  int k_begin = -1;
-  if constexpr (Traits::kGeneral) {
-    if (p.is_packed()) {
-      q_begin = work.place.end_q() - work.place.len.q;
-      k_begin = max_of(0, work.place.end_k() - work.place.len.k);
-    }
-  }
-  int const head = p.q_scale.by_kv_head ? work.kv_head : work.rows.head;
-  TileScales<true> scales;
-  scales.q = first_scale(p.q_scale, batch, head, q_begin, kScaleBlockQueries);
-  scales.k = first_scale(p.k_scale, batch, work.kv_head, k_begin, kScaleBlockKeys);
-  scales.v = first_scale(p.v_scale, batch, work.kv_head, k_begin, kScaleBlockKeys);
-  scales.last_key_block = max_of(0, ceil_div(work.place.lengths(p.seqlen).k, kScaleBlockKeys) - 1);
-  return scales;
+CUTE_DEVICE int first_row_of_sequence(FwdWork<Traits> const& work) {
+  return work.place.end_q() - work.place.len.q;
 }
 
 template <class Traits>
@@ -88,7 +54,7 @@ CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord til
   // A tile that sees no key visits one K tile, masked as a whole: no role needs a case of its own.
   work.keys.end = max_of(work.keys.end, work.keys.begin + 1);
   if constexpr (Traits::kFp8) {
-    work.scales = scales_of<Traits>(p, work, tile.batch);
+    work.entry = tile.batch;
   }
   return work;
 }

@@ -24,6 +24,7 @@ struct PlanCall {
   int total_q = -1;  // packed: rows of the tensors; else -1
   int total_k = -1;
   int has_seqused = 0;  // seqused_q or seqused_k
+  int promote = 0;      // of e4m3
   int causal = 0;
   long long window_left = -1;  // as Python's functions write it
   long long window_right = -1;
@@ -139,6 +140,7 @@ inline FwdProblem problem_of(PlanCall const& call) {
   FwdProblem problem = general_problem(
       general_call(call), GeneralSizes{call.seqlen_q, call.seqlen_k}, call.has_row_features);
   problem.sm_margin = call.sm_margin;
+  problem.promote = call.promote;
   problem.device = DeviceLimits{call.sm_count, call.l2_bytes};
   return problem;
 }

@@ -7,9 +7,9 @@
 //   address), as ("bfloat16", "cuda", 0, (2, 128, 8, 64), (65536, 512, 64, 1), 0). out may be None;
 //   an sm_count of 0 is unknown.
 // - plan_forward(dtype, batch, ..., l2_bytes, window_left=-1, window_right=-1, attention_chunk=0,
-//   softcap=0.0, max_logits=False, total_q=-1, total_k=-1, has_seqused=False): a dict of facts, or
-//   {"reason": text}. With total_q and total_k the sequences are packed, and a seqlen of 0 is
-//   unknown.
+//   softcap=0.0, max_logits=False, total_q=-1, total_k=-1, has_seqused=False, promote=False): a
+//   dict of facts, or {"reason": text}. With total_q and total_k the sequences are packed, and a
+//   seqlen of 0 is unknown.
 // - variants(): a dict for every variant, built or not.
 // - check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, dq=None, dk=None, dv=None),
 //   plan_backward(dtype, batch, ..., l2_bytes, deterministic=False, window_left=-1, ...),
@@ -20,7 +20,7 @@
 //   sm_count), check_general_backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, ..., softcap):
 //   the same of the general ops. out, dlse and what follows v or lse up to sinks may be None.
 //
-// - check_fp8(q, k, v, out, q_descale, k_descale, v_descale, out_dtype, promote, return_max_logits,
+// - check_fp8(q, k, v, out, q_descale, k_descale, v_descale, out_dtype, return_max_logits,
 //   cu_seqlens_q, ...): check_general of the ops on float8_e4m3fn.
 //
 // pack_gqa is 0 (never), 1 (always) or 2 (where it pays).
@@ -130,6 +130,7 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("raw_stages", facts.raw_stages)
       .integer("q_stages", facts.q_stages)
       .integer("consumer_warpgroups", facts.consumer_warpgroups)
+      .flag("promotes", facts.promotes)
       .flag("ping_pong", facts.ping_pong)
       .flag("intra_overlap", facts.intra_overlap)
       .flag("tile_overlap", facts.tile_overlap)
@@ -325,19 +326,18 @@ PyObject* py_check_fp8(PyObject*, PyObject* args) {
   PyObject *q, *k, *v, *out, *scales[3];
   GeneralObjects objects;
   long long left, right, chunk, sm_margin;
-  int causal, promote, wants_max_logits;
+  int causal, wants_max_logits;
   Fp8Call call;
   GeneralCall& general = call.general;
   ForwardCall& forward = general.forward;
-  if (!PyArg_ParseTuple(args, "OOOOOOOsppOOOOOdpLLLdLi", &q, &k, &v, &out, &scales[0], &scales[1],
-                        &scales[2], &call.out_dtype_name, &promote, &wants_max_logits,
-                        &objects.cu_seqlens_q, &objects.cu_seqlens_k, &objects.seqused_q,
-                        &objects.seqused_k, &objects.sinks, &forward.softmax_scale, &causal, &left,
-                        &right, &chunk, &general.softcap, &sm_margin, &forward.sm_count)) {
+  if (!PyArg_ParseTuple(args, "OOOOOOOspOOOOOdpLLLdLi", &q, &k, &v, &out, &scales[0], &scales[1],
+                        &scales[2], &call.out_dtype_name, &wants_max_logits, &objects.cu_seqlens_q,
+                        &objects.cu_seqlens_k, &objects.seqused_q, &objects.seqused_k,
+                        &objects.sinks, &forward.softmax_scale, &causal, &left, &right, &chunk,
+                        &general.softcap, &sm_margin, &forward.sm_count)) {
     return nullptr;
   }
   call.out_dtype = dtype_from_name(call.out_dtype_name);
-  call.promote = promote;
   call.wants_max_logits = wants_max_logits;
   forward.sm_margin = sm_margin;
   general.causal = causal;
@@ -419,19 +419,19 @@ PyObject* plan_dict(FwdProblem const& problem) {
 
 PyObject* py_plan_forward(PyObject*, PyObject* args, PyObject* kwargs) {
   static char const* const names[] = {
-      "dtype",           "batch",    "seqlen_q",     "seqlen_k",    "heads_q",
-      "heads_k",         "head_dim", "head_dim_v",   "causal",      "pack_gqa",
-      "sm_margin",       "sm_count", "l2_bytes",     "window_left", "window_right",
-      "attention_chunk", "softcap",  "row_features", "total_q",     "total_k",
-      "has_seqused",     nullptr};
+      "dtype",    "batch",       "seqlen_q",     "seqlen_k",        "heads_q",   "heads_k",
+      "head_dim", "head_dim_v",  "causal",       "pack_gqa",        "sm_margin", "sm_count",
+      "l2_bytes", "window_left", "window_right", "attention_chunk", "softcap",   "row_features",
+      "total_q",  "total_k",     "has_seqused",  "promote",         nullptr};
   int pack_gqa;
   PlanCall call;
   if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "siiiiiiipiiiL|LLLdpiip", const_cast<char**>(names), &call.dtype_name,
+          args, kwargs, "siiiiiiipiiiL|LLLdpiipp", const_cast<char**>(names), &call.dtype_name,
           &call.batch, &call.seqlen_q, &call.seqlen_k, &call.heads_q, &call.heads_k, &call.head_dim,
           &call.head_dim_v, &call.causal, &pack_gqa, &call.sm_margin, &call.sm_count,
           &call.l2_bytes, &call.window_left, &call.window_right, &call.attention_chunk,
-          &call.softcap, &call.has_row_features, &call.total_q, &call.total_k, &call.has_seqused) ||
+          &call.softcap, &call.has_row_features, &call.total_q, &call.total_k, &call.has_seqused,
+          &call.promote) ||
       !is_pack_gqa(pack_gqa)) {
     return nullptr;
   }

@@ -59,18 +59,16 @@ inline void bind_quantize(pybind11::module_& m) {
       .def_readonly("rows", &QuantizedTile::rows)
       .def_readonly("scales", &QuantizedTile::scales);
   m.def("quantized_tiles", &quantized_tiles);
-  m.def("lanes_of_row", &lanes_of_row);
+  m.def("warps_of_tile", &warps_of_tile);
   m.def("hadamard_norm", &hadamard_norm);
   m.def("sign_bits", [](uint32_t seed, int kv_head, int column) {
     return sign_bits(mix(seed), kv_head, column);
   });
-  // (first column, second column or -1, width of the piece); None: no columns.
-  m.def("lane_columns", [](int lane, int head_dim) -> std::optional<std::tuple<int, int, int>> {
-    LaneColumns const columns = lane_columns(lane, head_dim);
-    return columns.has_first()
-               ? std::optional(std::tuple(
-                     columns.first, columns.has_second() ? columns.second() : -1, columns.width))
-               : std::nullopt;
+  // (first column, that of the second span or -1, width of the piece, first row, step of rows).
+  m.def("thread_place", [](int thread, int head_dim, int tile, int thread_rows) {
+    ThreadPlace const place = thread_place(thread, head_dim, tile, thread_rows);
+    return std::tuple(place.column, place.has_second() ? place.second() : -1, place.width,
+                      place.row, place.row_step);
   });
 }
 

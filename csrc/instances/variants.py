@@ -1,10 +1,9 @@
 """The only list of what is built: one row a variant (generate.py turns it into C++).
 
 A variant is a tile of csrc/config/fwd_tiles.h, fwd_tiles_fp8.h or bwd_tiles.h for one dtype and
-one mask. Full and
-causal ones serve dense batches; general ones everything else (packed sequences, windows, chunks,
-sinks, row maxima), softcap ones that with a softcap. All other properties of a problem are run-time
-values. Variants of one tile share a compile unit.
+one mask. Full and causal ones serve dense batches; general ones everything else (packed sequences,
+windows, chunks, sinks, row maxima), softcap ones that with a softcap. All other properties of a
+problem are run-time values. Variants of one tile share a compile unit.
 """
 from dataclasses import dataclass
 
@@ -50,9 +49,16 @@ def _forward_variants() -> list[ForwardVariant]:
     of_16_bits = [ForwardVariant(tile, dtype, mask, head_dim, suffix)
                   for tile, head_dim, masks, suffix in tiles
                   for mask in masks for dtype in ('Bf16', 'Fp16')]
-    return of_16_bits + [ForwardVariant(f'FwdTileFp8D{head_dim}', 'E4m3', mask, head_dim)
-                         for head_dim in (64, 128, 256)
-                         for mask in full + causal + general + softcap]
+    tiles = [('FwdTileFp8D64', 64, both + general + softcap, ''),
+             ('FwdTileFp8D256', 256, both, ''),
+             ('FwdTileFp8D256General', 256, general + softcap, ''),
+             ('FwdTileFp8D128', 128, both, ''), ('FwdTileFp8D128Short', 128, both, 'Short'),
+             ('FwdTileFp8D128Short', 128, general + softcap, ''),
+             ('FwdTileFp8D192x128', '192x128', causal + general, '')]
+    tiles += [(f'FwdTileFp8D{head_dim}Promote', head_dim, general + softcap, 'Promote')
+              for head_dim in (64, 128, 256)]
+    return of_16_bits + [ForwardVariant(tile, 'E4m3', mask, head_dim, suffix)
+                         for tile, head_dim, masks, suffix in tiles for mask in masks]
 
 
 FORWARD = _forward_variants()

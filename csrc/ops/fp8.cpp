@@ -14,7 +14,6 @@ namespace {
 struct Fp8Forward {
   OwnedTensor scales[3];  // of q, k and v; null: 1
   bool float16_out = false;
-  bool promote = false;
   GeneralForward forward;
 };
 
@@ -30,7 +29,7 @@ Fp8Forward read_arguments(StableIValue* stack, bool has_out) {
     scale = stacked.optional_tensor();
   }
   args.float16_out = has_out ? false : stacked.flag();
-  args.promote = stacked.flag();
+  forward.promote = stacked.flag();
   forward.general = GeneralArguments::read(stacked);
   forward.pack_gqa = stacked.pack_gqa();
   forward.sm_margin = stacked.integer();
@@ -40,8 +39,7 @@ Fp8Forward read_arguments(StableIValue* stack, bool has_out) {
 
 void set_out_dtype(Fp8Forward const& args, Fp8Call& call) {
   ForwardCall const& forward = call.general.forward;
-  bool const is_half =
-      forward.has_out ? forward.out.dtype == Dtype::kFloat16 : args.float16_out;
+  bool const is_half = forward.has_out ? forward.out.dtype == Dtype::kFloat16 : args.float16_out;
   call.out_dtype = is_half ? Dtype::kFloat16 : Dtype::kBFloat16;
   call.out_dtype_name = is_half ? "float16" : "bfloat16";
 }
@@ -56,7 +54,6 @@ Fp8Call describe_call(Fp8Forward const& args) {
     }
   }
   set_out_dtype(args, call);
-  call.promote = args.promote;
   call.wants_max_logits = args.forward.wants_max_logits;
   return call;
 }

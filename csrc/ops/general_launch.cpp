@@ -112,6 +112,7 @@ GeneralResults run_general(char const* op, GeneralForward& args, GeneralCall con
   FwdProblem& problem = params.problem;
   problem.pack_gqa = args.pack_gqa;
   problem.sm_margin = int(args.sm_margin);
+  problem.promote = args.promote;
   problem.device = limits_of(device_info_of(q));
   DeviceGuard const guard(q.device_index);
   GeneralResults results = allocate_results(op, args, call, params.out_dtype);

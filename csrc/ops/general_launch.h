@@ -14,6 +14,7 @@ struct GeneralForward {
   PackGqa pack_gqa;
   int64_t sm_margin;
   bool wants_max_logits;
+  bool promote = false;  // FP8
 };
 
 struct GeneralResults {

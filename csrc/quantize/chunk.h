@@ -1,4 +1,4 @@
-// Arithmetic of quantize.cu: float32 as the CPU does it, chunks of 8 columns in registers.
+// Arithmetic of quantize.cu: float32 as the CPU does it, spans of 16 columns in registers.
 //
 // WHY inline PTX: the build's --use_fast_math flushes subnormals and divides approximately, and
 // nvcc may contract. Subnormals end up as zeros here, but with the sign that they had.
@@ -51,19 +51,12 @@ CUTE_DEVICE float invert(float a) {
   return multiply_add_exactly(inverse, residue, inverse);
 }
 
-// Round to nearest even; beyond 448 to 448, NaN to 0x7f. `low` lands in the lower byte.
-CUTE_DEVICE uint32_t pack_two_e4m3(float low, float high) {
-  uint16_t packed;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
 CUTE_DEVICE bool is_infinite(float x) { return (__float_as_uint(x) & 0x7fffffffu) == 0x7f800000u; }
 
-// 8 columns as they lie in memory, at a multiple of 16 bytes.
+// 16 columns as they lie in memory, at a multiple of 16 bytes.
 template <class Element>
-struct RawChunk {
-  static constexpr int kWords = kChunkColumns * int(sizeof(Element)) / 4;
+struct RawSpan {
+  static constexpr int kWords = kSpanColumns * int(sizeof(Element)) / 4;
   static constexpr bool kIsWide = sizeof(Element) == 4;
 
   uint32_t words[kWords];
@@ -75,14 +68,17 @@ struct RawChunk {
     }
   }
 
-  CUTE_DEVICE void load(Element const* source) {
+  // is_full: all columns, else the first 8.
+  CUTE_DEVICE void load(Element const* source, bool is_full) {
     CUTE_UNROLL
     for (int i = 0; i < kWords / 4; ++i) {
-      uint4 const four = __ldg(reinterpret_cast<uint4 const*>(source) + i);
-      words[4 * i] = four.x;
-      words[4 * i + 1] = four.y;
-      words[4 * i + 2] = four.z;
-      words[4 * i + 3] = four.w;
+      if (i < kWords / 8 || is_full) {
+        uint4 const four = __ldg(reinterpret_cast<uint4 const*>(source) + i);
+        words[4 * i] = four.x;
+        words[4 * i + 1] = four.y;
+        words[4 * i + 2] = four.z;
+        words[4 * i + 3] = four.w;
+      }
     }
   }
 
@@ -100,21 +96,34 @@ struct RawChunk {
   }
 };
 
-// The signs of 8 columns (sign_bits()), spread so that a shift by a constant puts those of a word
-// of a RawChunk where they belong.
+// sign_bits(), of the even columns to the even bits of the lower half, of the odd ones to those of
+// the upper half.
+CUTE_DEVICE uint32_t spread_signs(uint32_t bits) {
+  return (bits & 0x5555u) | (bits & 0xaaaau) << 15;
+}
+
+// The signs of the columns of a lane. A shift by a constant puts those of a word of a RawSpan where
+// they belong.
 template <class Element>
-struct ColumnSigns {
-  using Raw = RawChunk<Element>;
-  uint32_t spread;
+class LaneSigns {
+  using Raw = RawSpan<Element>;
+  uint32_t both_;
 
-  CUTE_DEVICE explicit ColumnSigns(uint32_t bits)
-      : spread(Raw::kIsWide ? bits : (bits & 0x55u) | (bits & 0xaau) << 15) {}
+ public:
+  // Of the two spans, spread_signs().
+  CUTE_DEVICE LaneSigns(uint32_t first, uint32_t second) : both_(first + 2 * second) {}
 
+  // kSpan: 0 or 1.
+  template <int kSpan>
   CUTE_DEVICE void apply(Raw& raw) const {
     CUTE_UNROLL
     for (int i = 0; i < Raw::kWords; ++i) {
-      raw.words[i] ^= Raw::kIsWide ? (spread << (31 - i)) & 0x80000000u
-                                   : (spread << (15 - 2 * i)) & 0x80008000u;
+      if constexpr (Raw::kIsWide) {
+        int const place = i / 2 * 2 + i % 2 * 16 + kSpan;
+        raw.words[i] ^= (both_ << (31 - place)) & 0x80000000u;
+      } else {
+        raw.words[i] ^= (both_ << (15 - 2 * i - kSpan)) & 0x80008000u;
+      }
     }
   }
 };
@@ -133,37 +142,29 @@ CUTE_DEVICE void butterflies(float* columns) {
   }
 }
 
-// The columns of one or several rows that a thread has go through the butterflies of their piece;
-// not yet normalised. widest: columns of the widest piece of a row; kDim: of a row, 0: any number.
-// Whole warps call it.
-template <int kDim, int kRows>
-CUTE_DEVICE void rotate_rows(float (&rows)[kRows][kLaneColumns], LaneColumns const& own, int lane,
-                             int widest) {
-  CUTE_UNROLL
-  for (auto& row : rows) {
-    butterflies<1, kLaneColumns>(row);
-    butterflies<2, kLaneColumns>(row);
-    butterflies<4, kLaneColumns>(row);
+// The columns of a row that a thread has go through the butterflies of their piece; not yet
+// normalised. kWidth: of the piece, 0: only `width` says it. Whole warps call it.
+template <int kWidth>
+CUTE_DEVICE void rotate_row(float (&row)[kLaneColumns], int width) {
+  width = kWidth > 0 ? kWidth : width;
+  butterflies<1, kLaneColumns>(row);
+  butterflies<2, kLaneColumns>(row);
+  butterflies<4, kLaneColumns>(row);
+  if (width >= kSpanColumns) {
+    butterflies<kChunkColumns, kLaneColumns>(row);
   }
   // The lane of the lower half gets the sum of its column and the other's, the other lane the
-  // lower's column less its own. factor: the product is exact, so this is one rounded sum. A lane
-  // whose piece is narrower adds 0 times its own column, which changes no finite number.
-#pragma unroll(kDim > 0 ? 5 : 1)
-  for (int distance = 1; kLaneColumns * distance < widest; distance *= 2) {
-    bool const is_within = kLaneColumns * distance < own.width;
-    float const factor = !is_within ? 0.f : (lane & distance) != 0 ? -1.f : 1.f;
-    int const source = int(threadIdx.x) ^ (is_within ? distance : 0);
+  // lower's column less its own. factor: the product is exact, so this is one rounded sum.
+#pragma unroll(kWidth > 0 ? 3 : 1)
+  for (int distance = 1; kLaneColumns * distance < width; distance *= 2) {
+    float const factor = (int(threadIdx.x) & distance) != 0 ? -1.f : 1.f;
     CUTE_UNROLL
-    for (int i = 0; i < kRows * kLaneColumns; ++i) {
-      float& column = rows[i / kLaneColumns][i % kLaneColumns];
-      column = multiply_add_exactly(column, factor, __shfl_sync(0xffffffffu, column, source));
+    for (float& column : row) {
+      column = multiply_add_exactly(column, factor, __shfl_xor_sync(0xffffffffu, column, distance));
     }
   }
-  if (own.has_second()) {
-    CUTE_UNROLL
-    for (auto& row : rows) {
-      butterflies<kChunkColumns, kLaneColumns>(row);
-    }
+  if (width >= kLaneColumns) {
+    butterflies<kSpanColumns, kLaneColumns>(row);
   }
 }
 

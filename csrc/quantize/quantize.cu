@@ -14,8 +14,8 @@ namespace {
 constexpr int kMostThreads = 512;
 constexpr int kMostWarps = kMostThreads / 32;
 constexpr int kMostCtaHeads = 4;
-constexpr int kFewRows = 2;  // of a thread; many where a block has too many rows for that
-constexpr int kManyRows = 4;
+constexpr int kFewRows = 1;  // of a thread; many where a block has too many rows for that
+constexpr int kManyRows = 2;
 constexpr uint32_t kInfinity = 0x7f800000u;
 constexpr float kSmallestMaximum = 0x1p-64f;
 
@@ -39,26 +39,17 @@ struct Maximum {
   }
 };
 
-// The columns of a thread and, of a tile, its rows: `first`, `first` + `step`, ...
-struct ThreadPlace {
-  LaneColumns columns;
-  int lane;
-  int first;
-  int step;
-};
-
-constexpr int bits_of(int lanes) { return std::countr_zero(unsigned(lanes)); }
-
 // kDim: columns of a row, where the compiler is to know; else 0.
-template <int kDim>
-CUTE_DEVICE ThreadPlace place_of_thread(QuantizeParams const& p) {
-  int const lane_bits = kDim > 0 ? bits_of(lanes_of_row(kDim)) : p.lane_bits;
-  int const lane = int(threadIdx.x & ((1u << lane_bits) - 1));
-  LaneColumns columns = lane_columns(lane, kDim > 0 ? kDim : p.shape.head_dim);
-  if (kDim > 0 && std::has_single_bit(unsigned(kDim))) {
-    columns = LaneColumns{lane * kChunkColumns, kDim};
-  }
-  return ThreadPlace{columns, lane, int(threadIdx.x >> lane_bits), int(blockDim.x >> lane_bits)};
+template <int kDim, int kRows>
+CUTE_DEVICE ThreadPlace place_of_thread(QuantizeShape const& s) {
+  int const head_dim = kDim > 0 ? kDim : s.head_dim;
+  ThreadPlace place = thread_place(int(threadIdx.x), head_dim, s.tile, kRows);
+  bool const is_one_piece = kDim > 0 && std::has_single_bit(unsigned(kDim));
+  // The lanes of a warp have the same width: the compiler is to know that too.
+  place.width = is_one_piece ? kDim : __shfl_sync(0xffffffffu, place.width, 0);
+  place.row_step = rows_of_warp(place.width);
+  __builtin_assume(kDim == 0 || place.width >= (kDim & -kDim));
+  return place;
 }
 
 // How many of first_tile(0 .. batch) are not behind `tile`, less one: the last entry that does not
@@ -87,7 +78,7 @@ __device__ QuantizeTile tile_of_cta(QuantizeParams const& p, int tile) {
              : dense_tile(p.shape, tile);
 }
 
-// Where a thread reads and writes: its first row and chunk, of one head after the other.
+// Where a thread reads and writes: its first row and span, of one head after the other.
 template <class Element>
 struct Cursor {
   Element const* source;
@@ -99,24 +90,23 @@ struct Cursor {
                      int head) {
     QuantizeShape const& s = p.shape;
     int64_t const entry = s.is_packed ? 0 : tile.entry;
-    int64_t const row = tile.begin + place.first;
+    int64_t const row = tile.begin + place.row;
     source = static_cast<Element const*>(p.x.data) + entry * p.x.batch_stride +
-             row * p.x.row_stride + head * p.x.head_stride + place.columns.first;
-    source_step = place.step * p.x.row_stride;
-    target =
-        p.values + ((entry * s.rows + row) * s.heads + head) * s.head_dim + place.columns.first;
-    target_step = place.step * (int64_t(s.heads) * s.head_dim);
+             row * p.x.row_stride + head * p.x.head_stride + place.column;
+    source_step = place.row_step * p.x.row_stride;
+    target = p.values + ((entry * s.rows + row) * s.heads + head) * s.head_dim + place.column;
+    target_step = place.row_step * (int64_t(s.heads) * s.head_dim);
   }
 };
 
-// Chunks that are not loaded stay 0, but for their signs.
+// Spans that are not loaded stay 0, but for their signs.
 template <class Element, int kRows>
 struct RawRows {
-  RawChunk<Element> chunks[kRows][2];
+  RawSpan<Element> spans[kRows][2];
 
   CUTE_DEVICE void clear() {
     CUTE_UNROLL
-    for (auto& row : chunks) {
+    for (auto& row : spans) {
       row[0].clear();
       row[1].clear();
     }
@@ -126,27 +116,53 @@ struct RawRows {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
       Element const* const columns = at.source + i * at.source_step;
-      bool const is_used = place.first + i * place.step < used;
-      if (is_used && place.columns.has_first()) {
-        chunks[i][0].load(columns);
+      bool const is_used = place.row + i * place.row_step < used;
+      if (is_used) {
+        spans[i][0].load(columns, place.has_full_span());
       }
-      if (is_used && place.columns.has_second()) {
-        chunks[i][1].load(columns + place.columns.width / 2);
+      if (is_used && place.has_second()) {
+        spans[i][1].load(columns + place.width / 2, true);
       }
     }
   }
 
-  // bits: of the chunks of a row of this head.
-  CUTE_DEVICE void change_signs(LaneColumns const& columns, uint8_t const* bits) {
-    ColumnSigns<Element> const first(bits[columns.first / kChunkColumns]);
-    ColumnSigns<Element> const second(bits[columns.second() / kChunkColumns]);
+  // spread: spread_signs() of the spans of a row of this head.
+  CUTE_DEVICE void change_signs(ThreadPlace const& place, uint32_t const* spread) {
+    uint32_t const* const first = spread + unsigned(place.column) / kSpanColumns;
+    LaneSigns<Element> const signs(first[0], first[unsigned(place.width) / kLaneColumns]);
     CUTE_UNROLL
-    for (auto& row : chunks) {
-      first.apply(row[0]);
-      second.apply(row[1]);
+    for (auto& row : spans) {
+      signs.template apply<0>(row[0]);
+      signs.template apply<1>(row[1]);
     }
   }
 };
+
+// What a value is multiplied by, one rounded product after the other. kIsExact: norm is a power of
+// two, so that one product does. Both give 0 where a product would be subnormal.
+template <bool kIsExact>
+struct Factors {
+  float norm;
+  float inverse;
+
+  CUTE_DEVICE Factors(float norm_, float inverse_)
+      : norm(norm_), inverse(kIsExact ? multiply_exactly(norm_, inverse_) : inverse_) {}
+
+  CUTE_DEVICE float times(float column) const {
+    return multiply_exactly(kIsExact ? column : multiply_exactly(column, norm), inverse);
+  }
+};
+
+CUTE_DEVICE void store_span(uint8_t* target, uint4 values, bool is_full, bool is_aligned) {
+  if (is_full && is_aligned) {
+    *reinterpret_cast<uint4*>(target) = values;
+    return;
+  }
+  reinterpret_cast<uint2*>(target)[0] = make_uint2(values.x, values.y);
+  if (is_full) {
+    reinterpret_cast<uint2*>(target)[1] = make_uint2(values.z, values.w);
+  }
+}
 
 template <int kRows>
 struct Rows {
@@ -156,19 +172,19 @@ struct Rows {
   CUTE_DEVICE void unpack(RawRows<Element, kRows> const& raw) {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      raw.chunks[i][0].unpack(columns[i]);
-      raw.chunks[i][1].unpack(columns[i] + kChunkColumns);
+      raw.spans[i][0].unpack(columns[i]);
+      raw.spans[i][1].unpack(columns[i] + kSpanColumns);
     }
   }
 
-  // The largest absolute value; NaN does not count.
+  // The largest absolute value; NaN does not count. Four at a time: each waits for the one before.
   CUTE_DEVICE float largest() const {
-    float found = 0.f;
+    float found[4] = {0.f, 0.f, 0.f, 0.f};
     CUTE_UNROLL
     for (int i = 0; i < kRows * kLaneColumns; ++i) {
-      found = fmaxf(found, fabsf(columns[i / kLaneColumns][i % kLaneColumns]));
+      found[i % 4] = fmaxf(found[i % 4], fabsf(columns[i / kLaneColumns][i % kLaneColumns]));
     }
-    return found;
+    return fmaxf(fmaxf(found[0], found[1]), fmaxf(found[2], found[3]));
   }
 
   CUTE_DEVICE void make_infinities_nan() {
@@ -179,34 +195,36 @@ struct Rows {
     }
   }
 
-  // 8 columns, times both factors.
-  CUTE_DEVICE uint2 cast(int row, int first, float norm, float inverse) const {
-    uint32_t pairs[kChunkColumns / 2];
+  // 16 columns, times both factors.
+  template <class Multiply>
+  CUTE_DEVICE uint4 cast(float const* span, Multiply const& factors) const {
+    uint32_t fours[kSpanColumns / 4];
     CUTE_UNROLL
-    for (int i = 0; i < kChunkColumns / 2; ++i) {
-      float const* const two = columns[row] + first + 2 * i;
-      pairs[i] = pack_two_e4m3(multiply_exactly(multiply_exactly(two[0], norm), inverse),
-                               multiply_exactly(multiply_exactly(two[1], norm), inverse));
+    for (int i = 0; i < kSpanColumns / 4; ++i) {
+      float const* const four = span + 4 * i;
+      fours[i] = pack_four_e4m3(factors.times(four[0]), factors.times(four[1]),
+                                factors.times(four[2]), factors.times(four[3]));
     }
-    return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+    return make_uint4(fours[0], fours[1], fours[2], fours[3]);
   }
 
-  // Rows of the tile that do not count are 0.
-  template <class Element>
+  // Rows of the tile that do not count are 0. is_aligned: rows are multiples of 16 columns.
+  template <class Element, class Multiply>
   CUTE_DEVICE void store(Cursor<Element> const& at, ThreadPlace const& place,
-                         QuantizeTile const& tile, float norm, float inverse) const {
+                         QuantizeTile const& tile, Multiply const& factors, bool is_aligned) const {
     CUTE_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      int const row = place.first + i * place.step;
+      int const row = place.row + i * place.row_step;
       uint8_t* const target = at.target + i * at.target_step;
-      uint2 const zeros = make_uint2(0, 0);
-      uint2 const first = row < tile.used ? cast(i, 0, norm, inverse) : zeros;
-      uint2 const second = row < tile.used ? cast(i, kChunkColumns, norm, inverse) : zeros;
-      if (row < tile.written && place.columns.has_first()) {
-        *reinterpret_cast<uint2*>(target) = first;
+      uint4 const zeros = make_uint4(0, 0, 0, 0);
+      bool const is_used = row < tile.used;
+      uint4 const first = is_used ? cast(columns[i], factors) : zeros;
+      uint4 const second = is_used ? cast(columns[i] + kSpanColumns, factors) : zeros;
+      if (row < tile.written) {
+        store_span(target, first, place.has_full_span(), is_aligned);
       }
-      if (row < tile.written && place.columns.has_second()) {
-        *reinterpret_cast<uint2*>(target + place.columns.width / 2) = second;
+      if (row < tile.written && place.has_second()) {
+        store_span(target + place.width / 2, second, true, is_aligned);
       }
     }
   }
@@ -216,22 +234,29 @@ CUTE_DEVICE float scale_of(uint32_t maximum_bits) {
   return divide_by_448(fmaxf(__uint_as_float(maximum_bits), kSmallestMaximum));
 }
 
-// Of a tile that is a block. Between the blocks of packed sequences, scales are 1.
-__device__ void write_block_scale(QuantizeParams const& p, QuantizeTile const& tile,
-                                  int tile_number, int head, float scale) {
-  QuantizeShape const& s = p.shape;
-  if (threadIdx.x != 0) {
-    return;
+// Where the scales of a tile that is a block go, of one head after the other. WHY not scale_place()
+// for each head: its divisions take one warp longer than all the rest takes each.
+struct BlockScales {
+  float* next;  // null: nothing to write
+  int step;
+
+  CUTE_DEVICE BlockScales(QuantizeParams const& p, QuantizeTile const& tile, int tile_number,
+                          int head) {
+    QuantizeShape const& s = p.shape;
+    step = s.is_packed ? s.by_tile.div(s.rows) + s.batch : int(s.by_entry_tiles.divisor);
+    bool const is_place = !s.is_packed || (tile_number > 0 && tile_number <= step);
+    int64_t const row = s.is_packed ? head : int64_t(tile.entry) * s.heads + head;
+    int const place = s.is_packed ? tile_number - 1 : tile.index;
+    next = threadIdx.x == 0 && is_place ? p.scales + row * step + place : nullptr;
   }
-  if (!s.is_packed) {
-    p.scales[scale_place(s, nullptr, tile, head)] = scale;
-    return;
+
+  CUTE_DEVICE void write(float scale) {
+    if (next != nullptr) {
+      *next = scale;
+      next += step;
+    }
   }
-  int64_t const places = s.places(s.block);
-  if (tile_number > 0 && tile_number <= places) {
-    p.scales[head * places + tile_number - 1] = tile.used > 0 ? scale : 1.f;
-  }
-}
+};
 
 // What a first pass leaves for the second. A maximum of 0 is there already.
 __device__ void add_maximum(QuantizeParams const& p, QuantizeTile const& tile, int head,
@@ -258,18 +283,15 @@ __device__ float scale_of_maxima(QuantizeParams const& p, QuantizeTile const& ti
 
 // Of the heads of a CTA, in the order of the columns. A barrier follows.
 struct HeadSigns {
-  static constexpr int kChunks = kMostQuantizedColumns / kChunkColumns;
-  uint8_t of_chunks[kMostCtaHeads][kChunks];
+  static constexpr int kSpans = kMostQuantizedColumns / kSpanColumns;
+  uint32_t of_spans[kMostCtaHeads][kSpans];
 
   CUTE_DEVICE void compute(QuantizeParams const& p, int begin, int end) {
-    int const chunks = p.shape.head_dim / kChunkColumns;
 #pragma unroll 1
-    for (int i = int(threadIdx.x); i < (end - begin) * kChunks; i += int(blockDim.x)) {
-      int const kv_head = p.shape.by_group.div(begin + i / kChunks);
-      if (i % kChunks < chunks) {
-        of_chunks[i / kChunks][i % kChunks] =
-            uint8_t(sign_bits(p.mixed_seed, kv_head, i % kChunks * kChunkColumns));
-      }
+    for (int i = int(threadIdx.x); i < (end - begin) * kSpans; i += int(blockDim.x)) {
+      int const kv_head = p.shape.by_group.div(begin + i / kSpans);
+      of_spans[i / kSpans][i % kSpans] =
+          spread_signs(sign_bits(p.mixed_seed, kv_head, i % kSpans * kSpanColumns));
     }
   }
 };
@@ -282,7 +304,7 @@ constexpr bool kLoadsAhead = sizeof(Element) == 2 && kRows == kFewRows && kPass 
 template <class Element, int kDim, int kRows, Pass kPass>
 constexpr int registers_of_thread() {
   bool const is_large = kDim == 0 && kLoadsAhead<Element, kRows, kPass>;
-  return kRows == kManyRows ? 128 : is_large ? 96 : 80;
+  return kRows == kManyRows ? 128 : is_large ? 96 : kPass == Pass::kCast ? 88 : 80;
 }
 
 // The bits of the largest finite value of the rows of a CTA, normalised. Normalising keeps the
@@ -300,11 +322,31 @@ CUTE_DEVICE uint32_t largest_of_cta(Rows<kRows>& rows, Maximum& maximum, float n
   }
 }
 
+// kDim: 0 or of one or two pieces.
+template <int kDim, int kRows>
+CUTE_DEVICE void rotate(Rows<kRows>& rows, int width) {
+  constexpr int kWidest = int(std::bit_floor(unsigned(kDim)));
+  CUTE_UNROLL
+  for (auto& row : rows.columns) {
+    if (kDim == kWidest || width == kWidest) {
+      rotate_row<kWidest>(row, width);
+    } else {
+      rotate_row<kDim - kWidest>(row, width);
+    }
+  }
+}
+
+// Whether all rows have one piece, of a power of four.
+template <int kDim>
+constexpr bool kHasExactNorm =
+    std::has_single_bit(unsigned(kDim)) && std::countr_zero(unsigned(kDim)) % 2 == 0;
+
 template <class Element, int kDim, int kRows, Pass kPass>
 __global__ void __maxnreg__((registers_of_thread<Element, kDim, kRows, kPass>()))
     quantize_kernel(QuantizeParams const __grid_constant__ p) {
   constexpr bool kIsAhead = kLoadsAhead<Element, kRows, kPass>;
   bool const is_rotated = kDim > 0 || p.is_rotated;
+  bool const is_aligned = kDim > 0 || p.shape.head_dim % kSpanColumns == 0;
   __shared__ Maximum maximum;
   __shared__ HeadSigns signs;
   wait_for_earlier_launches();
@@ -313,11 +355,12 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim, kRows, kPass>())
   int const begin = p.by_parts.mod(int(blockIdx.x)) * p.cta_heads;
   int const end = min_of(begin + p.cta_heads, s.heads);
   QuantizeTile const tile = tile_of_cta(p, tile_number);
-  ThreadPlace const place = place_of_thread<kDim>(p);
-  float const norm = is_rotated ? hadamard_norm(place.columns.width) : 1.f;
+  ThreadPlace const place = place_of_thread<kDim, kRows>(s);
+  float const norm = is_rotated ? hadamard_norm(place.width) : 1.f;
   int turn = 0;
 
   Cursor<Element> cursor(p, place, tile, begin);
+  BlockScales block_scales(p, tile, tile_number, begin);
   RawRows<Element, kRows> raw;
   if constexpr (kIsAhead) {
     raw.clear();
@@ -334,7 +377,7 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim, kRows, kPass>())
     }
     cursor.source += p.x.head_stride;
     if (is_rotated) {
-      raw.change_signs(place.columns, signs.of_chunks[head - begin]);
+      raw.change_signs(place, signs.of_spans[head - begin]);
     }
     Rows<kRows> rows;
     rows.unpack(raw);
@@ -342,8 +385,7 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim, kRows, kPass>())
       raw.load(cursor, place, head + 1 < end ? tile.used : 0);
     }
     if (is_rotated) {
-      rotate_rows<kDim>(rows.columns, place.columns, place.lane,
-                        kDim > 0 ? int(std::bit_floor(unsigned(kDim))) : p.widest);
+      rotate<kDim>(rows, place.width);
     }
     float scale = 1.f;
     if constexpr (kPass == Pass::kCast) {
@@ -356,9 +398,10 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim, kRows, kPass>())
         continue;
       }
       scale = scale_of(bits);
-      write_block_scale(p, tile, tile_number, head, scale);
+      // Between the blocks of packed sequences, scales are 1.
+      block_scales.write(tile.used > 0 ? scale : 1.f);
     }
-    rows.store(cursor, place, tile, norm, invert(scale));
+    rows.store(cursor, place, tile, Factors<kHasExactNorm<kDim>>(norm, invert(scale)), is_aligned);
     cursor.target += kDim > 0 ? kDim : s.head_dim;
   }
   allow_later_launches();
@@ -368,13 +411,13 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim, kRows, kPass>())
 constexpr int kTwoPassTile = 32;
 
 bool fits(QuantizeShape const& shape, int tile, int thread_rows) {
-  return int64_t(tile) * lanes_of_row(shape.head_dim) <= kMostThreads * thread_rows;
+  return warps_of_tile(shape.head_dim, tile, thread_rows) <= kMostWarps;
 }
 
 template <class Element, int kDim, int kRows, Pass kPass>
 void launch_pass(QuantizeParams const& params, void* stream) {
   QuantizeShape const& s = params.shape;
-  int const threads = round_up(ceil_div(s.tile, kRows) << params.lane_bits, 32);
+  int const threads = 32 * warps_of_tile(s.head_dim, s.tile, kRows);
   int const grid = int(s.tiles() * params.by_parts.divisor);
   launch_early(quantize_kernel<Element, kDim, kRows, kPass>,
                LaunchShape{"quantize_fp8", grid, threads, 0}, params, stream);
@@ -395,6 +438,8 @@ void launch_passes(QuantizeParams const& params, void* stream) {
   switch (kHasOwn && params.is_rotated ? params.shape.head_dim : 0) {
     case 64:
       return launch_pass<Element, kHasOwn ? 64 : 0, kFewRows, Pass::kOnly>(params, stream);
+    case 80:
+      return launch_pass<Element, kHasOwn ? 80 : 0, kFewRows, Pass::kOnly>(params, stream);
     case 96:
       return launch_pass<Element, kHasOwn ? 96 : 0, kFewRows, Pass::kOnly>(params, stream);
     case 128:
@@ -413,7 +458,7 @@ void launch_passes(QuantizeParams const& params, void* stream) {
 int heads_of_cta(QuantizeParams const& params, int sm_count) {
   constexpr int64_t kThreadsPerSm = 480;
   QuantizeShape const& s = params.shape;
-  int64_t const threads_of_head = s.tiles() * ((s.tile << params.lane_bits) / kFewRows);
+  int64_t const threads_of_head = s.tiles() * 32 * warps_of_tile(s.head_dim, s.tile, kFewRows);
   int heads = kMostCtaHeads;
   while (heads > 1 && threads_of_head * ceil_div(s.heads, heads) < kThreadsPerSm * sm_count) {
     heads /= 2;
@@ -424,14 +469,13 @@ int heads_of_cta(QuantizeParams const& params, int sm_count) {
 }  // namespace
 
 bool takes_one_pass(QuantizeShape const& shape) {
-  return shape.block > 0 && fits(shape, shape.block, kManyRows);
+  return shape.block > 0 && shape.block <= kMostThreads * kManyRows &&
+         fits(shape, shape.block, kManyRows);
 }
 
 void launch_quantize(QuantizeParams params, int sm_count, void* stream) {
   QuantizeShape& shape = params.shape;
   shape.set_tile(takes_one_pass(shape) ? shape.block : kTwoPassTile);
-  params.lane_bits = std::countr_zero(uint32_t(lanes_of_row(shape.head_dim)));
-  params.widest = lane_columns(0, shape.head_dim).width;
   params.cta_heads = heads_of_cta(params, sm_count);
   params.by_parts = FastDiv(ceil_div(shape.heads, params.cta_heads));
   bind_thread("quantize_fp8", 1, 0);

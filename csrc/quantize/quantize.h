@@ -18,9 +18,7 @@ struct QuantizeParams {
   uint32_t mixed_seed = 0;
   // Filled in by the launch:
   int cta_heads = 1;
-  FastDiv by_parts;   // CTAs for the heads of a tile
-  int lane_bits = 0;  // 2^lane_bits lanes have a row
-  int widest = 0;     // columns of the widest piece of a row
+  FastDiv by_parts;  // CTAs for the heads of a tile
 };
 
 // Whether blocks are small enough for the registers of a CTA: their scales take one pass, those of

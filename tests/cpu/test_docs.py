@@ -1,7 +1,9 @@
 """The README files against the code: paths, environment variables, and the numbers of each tile."""
+import itertools
 import re
 import runpy
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from csrc.instances.variants import BACKWARD as BACKWARD_VARIANTS
 from csrc.instances.variants import FORWARD as FORWARD_VARIANTS
 from flash_attn3 import bench
 from flash_attn3._plan import backward_variants, plan_backward, plan_forward, variants
+
+from tests.cpu.test_smem_budget import E4M3, buffers, bytes_of_rings, element_bytes, rings
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ['README.md', 'csrc/README.md', 'csrc/forward/README.md', 'csrc/backward/README.md',
@@ -141,29 +145,82 @@ def test_shared_memory_of_every_backward_tile():
         assert variant['shared_bytes'] == int(total) - (0 if has_limits else numbers[-1])
 
 
-def test_shared_memory_and_registers_of_every_tile():
-    text = FORWARD.read_text()
-    tile, ring, number = r'^\| `(FwdTile\w+)` ', r'\| .*= (\d+) ', r'\| (\d+) '
-    memory_row = tile + r'\| (\d+) x (\d+) ' + 3 * ring + 2 * number + r'\|$'
-    memory = {row[0]: row[1:] for row in re.findall(memory_row, text, re.MULTILINE)}
-    registers = {row[0]: row[1:]
-                 for row in re.findall(tile + 6 * number + r'\|$', text, re.MULTILINE)}
+# ---------------------------------------------------------------- shared memory and registers
+def forward_tiles() -> dict[str, dict]:
+    """The facts of every tile, those of FP8 last; its variants have the same."""
     tiles = {variant.name: variant.tile for variant in FORWARD_VARIANTS}
-    assert set(tiles.values()) == set(memory) == set(registers)
+    order = re.findall(r'^struct (FwdTile\w+) ', ''.join(
+        (ROOT / 'csrc/config' / name).read_text() for name in ('fwd_tiles.h', 'fwd_tiles_fp8.h')),
+        re.MULTILINE)
+    facts = {tiles[variant['name']]: variant for variant in variants()}
+    return {tile: facts[tile] for tile in order if tile in facts}
+
+
+def memory_row(tile: str, facts: dict) -> str:
+    """stages (x warpgroups) x bytes of each ring, what is left for the rest, and the sum."""
+    cells = [f'`{tile}`', f'{facts["tile_m"]} x {facts["tile_n"]}']
+    for ring, size in buffers(facts).items():
+        factors = *rings(facts)[ring], size
+        cells.append(' x '.join(map(str, factors)) + f' = {prod(factors)}')
+    total = facts['shared_bytes']
+    return '| ' + ' | '.join([*cells, str(total - bytes_of_rings(facts)), str(total)]) + ' |'
+
+
+def register_row(tile: str, facts: dict) -> str:
+    """S is 64 x keys fp32 over 128 threads, O 64 x head_dim_v; P has the bytes of an operand."""
+    consumer = facts['consumer_registers']
+    own = (facts['tile_n'] // 2, facts['tile_n'] * element_bytes(facts) // 8,
+           facts['head_dim_v'] // 2)
+    cells = [f'`{tile}`', facts['producer_registers'], consumer, *own, consumer - sum(own)]
+    return '| ' + ' | '.join(map(str, cells)) + ' |'
+
+
+def _is_fp8(facts: dict) -> bool:
+    return facts['dtype'] == E4M3
+
+
+# Header, rule of a row, and which tiles have one.
+TILE_TABLES = {
+    'memory': ('| tile | rows x keys | Q ring | K ring | V ring | barriers | total |',
+               memory_row, lambda facts: not _is_fp8(facts)),
+    'FP8 memory': ('| tile | rows x keys | Q ring | K ring | V ring | raw V ring | '
+                   'barriers and scales | total |', memory_row, _is_fp8),
+    'registers': ('| tile | producer | consumer | S | P | O | left for the rest |',
+                  register_row, lambda facts: True)}
+
+
+def tile_table(name: str) -> list[str]:
+    """The lines of a table of csrc/forward/README.md, to paste there:
+
+        python -c "from tests.cpu.test_docs import tile_table; print(*tile_table('FP8 memory'),
+                   sep=chr(10))"
+    """
+    header, row, is_wanted = TILE_TABLES[name]
+    rows = [row(tile, facts) for tile, facts in forward_tiles().items() if is_wanted(facts)]
+    return [header, '|---' * header.count(' | ') + '|---|', *rows]
+
+
+def test_every_tile_has_a_row_of_facts():
+    """Variants of a tile differ in what the tables do not show."""
+    tiles = {variant.name: variant.tile for variant in FORWARD_VARIANTS}
+    facts = forward_tiles()
+    assert set(facts) == set(tiles.values())
     for variant in variants():
         tile = tiles[variant['name']]
-        rows, keys, q, k, v, barriers, total = map(int, memory[tile])
-        assert (rows, keys) == (variant['tile_m'], variant['tile_n'])
-        columns = max(variant['columns'], variant['columns_v'])
-        assert q == variant['q_stages'] * rows * columns * 2
-        assert k == variant['stages'] * keys * variant['columns'] * 2
-        assert v == variant['stages'] * keys * variant['columns_v'] * 2
-        assert q + k + v + barriers == total == variant['shared_bytes']
-        producer, consumer, s, p, o, rest = map(int, registers[tile])
-        assert producer == variant['producer_registers']
-        assert consumer == variant['consumer_registers']
-        assert (s, p, o) == (keys // 2, keys // 4, variant['head_dim_v'] // 2)
-        assert s + p + o + rest == consumer
+        for row in (memory_row, register_row):
+            assert row(tile, variant) == row(tile, facts[tile])
+
+
+@pytest.mark.parametrize('name', TILE_TABLES)
+def test_shared_memory_and_registers_of_every_tile(name):
+    """In any order. hint: `tile_table` makes the lines."""
+    header, rule, *rows = tile_table(name)
+    lines = FORWARD.read_text().splitlines()
+    assert header in lines, f'{FORWARD.name} has no table of {name}'
+    begin = lines.index(header)
+    assert lines[begin + 1] == rule
+    found = itertools.takewhile(lambda line: line.startswith('|'), lines[begin + 2:])
+    assert sorted(found) == sorted(rows)
 
 
 def test_barrier_tables_name_every_barrier():

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from benchmarks import fp8_accuracy
+from flash_attn3 import reference_fp8
+from flash_attn3.reference import Inputs
 
 SHAPE = dict(batch=1, seqlen=1024, heads=2, heads_k=2, head_dim=128, causal=False)
 
@@ -52,4 +54,32 @@ def test_benchmark_writes_its_results(tmp_path, capsys):
         assert all(0 < figure < 0.03 for figure in figures.values())
         assert all(len(result['seeds']) == 2 for result in cell['results'])
     text = capsys.readouterr().out
-    assert 'block, rotated' in text and '9.1e-03' in text
+    assert 'block, rotated' in text
+    assert all(f'{figure:.1e}' in text for figure in fp8_accuracy.PAPER.values())
+    for others in fp8_accuracy.PEERS.values():
+        assert all(f'{figure:.2e}' in text for figure in others.values())
+
+
+def test_contenders_of_a_gpu():
+    """Both ways to accumulate, by name. CPU tensors go through them too, where both are attention
+    of the quantised values.
+    """
+    inputs = fp8_accuracy.make_inputs(SHAPE | {'seqlen': 128}, 3, torch.device('cpu'))
+    values, scales = fp8_accuracy.quantized(inputs, 'block', True, 3)
+    contenders = fp8_accuracy.contenders(SHAPE, torch.device('cuda'))
+    assert list(contenders) == ['fast', 'promote']
+    expected = reference_fp8.attend(Inputs(*values), scales, fp8_accuracy.score_of(SHAPE)).out
+    for attend in contenders.values():
+        out = attend(values, scales)
+        assert out.dtype == torch.bfloat16
+        assert fp8_accuracy.rmse(out, expected) < 2 ** -9 * expected.abs().max()
+
+
+def test_figures_say_what_attended():
+    """Where there are several; the bfloat16 kernel is one."""
+    results = [dict(way='bf16', name='flash_attn_func', rmse=1.0),
+               *(dict(way='head', name=name, rmse=number) for name, number in
+                 (('fast', 2.0), ('promote', 3.0)))]
+    assert fp8_accuracy.figures(dict(results=results)) == {
+        'bf16': 1.0, 'head (fast)': 2.0, 'head (promote)': 3.0}
+    assert fp8_accuracy.figures(dict(results=results[:2])) == {'bf16': 1.0, 'head': 2.0}

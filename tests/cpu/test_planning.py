@@ -14,6 +14,7 @@ from tests.cases import (DTYPES, GRADIENT_KINDS, KINDS, PLAIN_BACKWARD, SHAPES, 
                          Kind)
 
 SHAPE = (2, 4096, 16, 128)
+FP8 = 'float8_e4m3fn'
 
 
 def explained(capsys, *arguments, **options) -> dict[str, str]:
@@ -407,26 +408,41 @@ def test_the_sanitizer_reaches_every_backward():
 
 def plans_of(case):
     """Names of the kernels of a general case: forward, and backward if it has gradients."""
-    (rows_q, rows_k), (heads_q, heads_k) = case.rows(), case.heads
-    features = dict(window_size=case.window, attention_chunk=case.chunk, softcap=case.softcap)
-    before = (rows_q,), (rows_k,)
-    if case.is_packed:
-        features |= dict(cu_seqlens_q=range(len(case.lengths) + 1), seqused_q=case.used)
-    else:
-        before = [(len(case.lengths), rows // len(case.lengths)) for rows in (rows_q, rows_k)]
-    shapes = [(*before[0], heads_q, case.head_dim), (*before[1], heads_k, case.head_dim),
-              (*before[1], heads_k, case.columns_v)]
-    common = dict(causal=case.causal, dtype=DTYPES[case.dtype], **features)
+    shapes, options = sanitize.plan_arguments(case)
+    options['dtype'] = DTYPES[case.dtype]
     names = {planning.plan(*shapes, pack_gqa=case.pack_gqa, return_max_logits=case.max_logits,
-                           s_aux=case.sinks or None, **common)['name']}
+                           s_aux=case.sinks or None, **options)['name']}
     if case.has_gradients:
-        names.add(planning.plan_backward(*shapes, **common)['name'])
+        names.add(planning.plan_backward(*shapes, **options)['name'])
     return names
 
 
 def test_the_sanitizer_reaches_every_general_kernel():
     """And those of unequal head dims."""
     reached = set().union(*(plans_of(case) for case, _ in sanitize.general_calls()))
-    facts = {row['name']: row for row in _plan.variants() + _plan.backward_variants()}
-    assert {name for name, row in facts.items() if row['mask'] in ('general', 'softcap')
-            or row['head_dim'] != row['head_dim_v']} <= reached
+    names = {row['name'] for row in _plan.variants() + _plan.backward_variants()
+             if row['dtype'] != FP8 and (row['mask'] in ('general', 'softcap')
+                                         or row['head_dim'] != row['head_dim_v'])}
+    assert names <= reached
+
+
+def test_the_sanitizer_reaches_every_kernel_of_fp8():
+    """Each in a batch and, where it serves them, with packed sequences; by block and by head."""
+    calls = sanitize.fp8_calls()
+    reached = {(sanitize.kernel_of(call), call.case.is_packed) for call in calls}
+    rows = [row for row in _plan.variants() if row['dtype'] == FP8]
+    expected = {(row['name'], is_packed) for row in rows for is_packed in (False, True)
+                if row['mask'] in ('general', 'softcap') or not is_packed}
+    assert rows and reached == expected
+    both = {(call.granularity, call.case.is_packed) for call in calls}
+    assert both == set(itertools.product(('block', 'head'), (False, True)))
+
+
+def test_the_sanitizer_quantizes_in_every_way():
+    """One pass and two, for each dtype; head dims that have kernels of their own, rotated."""
+    calls = sanitize.quantize_calls()
+    for dtype in ('bf16', 'fp16', 'fp32'):
+        mine = [call for call in calls if call.dtype == dtype]
+        assert {(call.is_filled, call.is_packed) for call in mine} == set(
+            itertools.product((False, True), repeat=2))
+        assert {64, 96, 128, 192, 256} <= {call.head_dim for call in mine if call.rotate}

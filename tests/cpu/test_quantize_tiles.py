@@ -1,5 +1,5 @@
-"""What the kernels of quantize_fp8 work out: columns of lanes, signs, tiles of rows, scales. By
-brute force, and against flash_attn3/quantize.py."""
+"""What the kernels of quantize_fp8 work out: rows and columns of threads, signs, tiles of rows,
+scales. By brute force, and against flash_attn3/quantize.py."""
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,34 +11,48 @@ from flash_attn3.quantize import PER_HEAD, PER_TENSOR
 from tests import _host
 from tests.cpu.test_reference_packed import starts
 
-CHUNK = 8
+CHUNK, SPAN = 8, 16
 LENGTHS = st.lists(st.integers(0, 200), min_size=0, max_size=6)
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 
 
 @pytest.mark.parametrize('head_dim', range(CHUNK, 257, CHUNK))
-def test_lanes_have_every_column_once(head_dim):
-    """And the columns that they exchange are those of butterflies."""
-    lanes = _host.lanes_of_row(head_dim)
-    assert lanes & (lanes - 1) == 0 and lanes <= 16
-    columns = [_host.lane_columns(lane, head_dim) for lane in range(lanes)]
-    firsts = [first for one in columns if one for first in one[:2] if first >= 0]
-    assert sorted(firsts) == list(range(0, head_dim, CHUNK))
+@pytest.mark.parametrize('tile', [32, 96])
+@pytest.mark.parametrize('thread_rows', [1, 2])
+def test_threads_have_every_value_once(head_dim, tile, thread_rows):
+    """A warp has one width, and the columns that its lanes exchange are those of butterflies."""
+    counts = torch.zeros(tile, head_dim, dtype=torch.int32)
+    warps = _host.warps_of_tile(head_dim, tile, thread_rows)
+    for warp in range(warps):
+        lanes = [_host.thread_place(32 * warp + lane, head_dim, tile, thread_rows)
+                 for lane in range(32)]
+        assert len({(width, step) for _, _, width, _, step in lanes}) == 1
+        check_exchanges(lanes, head_dim)
+        for first, second, width, row, step in lanes:
+            rows = [row + i * step for i in range(thread_rows) if row + i * step < tile]
+            counts[rows, first:first + min(width, SPAN)] += 1
+            if second >= 0:
+                counts[rows, second:second + SPAN] += 1
+    assert (counts == 1).all()
+    lanes_of_pieces = [max(width // (2 * SPAN), 1) for _, width in pieces(head_dim)]
+    assert warps == sum(-(-tile * lanes // (32 * thread_rows)) for lanes in lanes_of_pieces)
+
+
+def check_exchanges(lanes: list[tuple[int, ...]], head_dim: int) -> None:
+    """lanes: thread_place() of those of a warp."""
     piece_of = {column: (start, width) for start, width in pieces(head_dim)
                 for column in range(start, start + width)}
-    for lane, one in enumerate(columns):
-        if one is None:
-            continue
-        first, second, width = one
+    for lane, (first, second, width, row, _) in enumerate(lanes):
         start, wanted = piece_of[first]
-        assert width == wanted and second == (first + width // 2 if width > CHUNK else -1)
+        assert width == wanted and first % SPAN == 0
+        assert second == (first + width // 2 if width > SPAN else -1)
         distance = 1
-        while 2 * CHUNK * distance < width:
-            other = columns[lane ^ distance]
-            assert other[2] == width
+        while 2 * SPAN * distance < width:
+            other = lanes[lane ^ distance]
             sign = -1 if lane & distance else 1
-            assert other[0] - first == other[1] - second == sign * CHUNK * distance
-            assert bool((first - start) & CHUNK * distance) == (sign < 0)
+            assert other[3] == row
+            assert other[0] - first == other[1] - second == sign * SPAN * distance
+            assert bool((first - start) & SPAN * distance) == (sign < 0)
             distance *= 2
 
 
@@ -59,10 +73,10 @@ def test_norms():
 def test_signs(seed):
     expected = quantize.signs(seed, 5, 256)
     for head in range(5):
-        for column in range(0, 256, CHUNK):
+        for column in range(0, 256, SPAN):
             bits = _host.sign_bits(seed, head, column)
-            got = [1 - 2 * (bits >> i & 1) for i in range(CHUNK)]
-            assert bits < 256 and got == expected[head, column:column + CHUNK].tolist()
+            got = [1 - 2 * (bits >> i & 1) for i in range(SPAN)]
+            assert bits < 1 << SPAN and got == expected[head, column:column + SPAN].tolist()
 
 
 def scale_of_rows(block: int, group: int, rows: range, entry: int, head: int,

@@ -35,7 +35,8 @@ def test_every_dtype_mask_and_head_dim_is_there():
     speeds = defaultdict(list)
     tiles = set()
     for row in _plan.variants():
-        problem = row['dtype'], row['mask'], row['head_dim'], row['head_dim_v']
+        problem = (row['dtype'], row['mask'], row['head_dim'], row['head_dim_v'],
+                   row['promotes'])
         speeds[problem].append(row['relative_speed'])
         tiles.add((*problem, row['tile_m'], row['tile_n']))
     unequal = [(64, 128), (64, 256), (96, 64), (128, 64), (192, 128)]
@@ -43,10 +44,14 @@ def test_every_dtype_mask_and_head_dim_is_there():
             'general': [(dim, dim) for dim in (64, 96, 128, 192, 256)] + unequal,
             'softcap': [(dim, dim) for dim in (64, 128, 256)]}
     dims['causal'] = dims['full'] + unequal
-    of_16_bits = {(dtype, mask, *pair) for dtype in ('bfloat16', 'float16')
+    of_16_bits = {(dtype, mask, *pair, False) for dtype in ('bfloat16', 'float16')
                   for mask, pairs in dims.items() for pair in pairs}
-    assert set(speeds) == of_16_bits | {('float8_e4m3fn', mask, dim, dim)
-                                        for mask in dims for dim in (64, 128, 256)}
+    square = {(mask, dim, dim, False) for mask in dims for dim in (64, 128, 256)}
+    promoting = {(mask, dim, dim, True)
+                 for mask in ('general', 'softcap') for dim in (64, 128, 256)}
+    of_mla = {(mask, 192, 128, False) for mask in ('causal', 'general')}
+    assert set(speeds) == of_16_bits | {('float8_e4m3fn', *problem)
+                                        for problem in square | promoting | of_mla}
     assert len(tiles) == len(NAMES) == len(set(NAMES))
     assert all(row[0] == max(row) and min(row) > 0 for row in speeds.values())
 

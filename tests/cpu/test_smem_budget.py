@@ -1,5 +1,6 @@
 """Shared memory, registers and threads of every variant against the limits of sm_90."""
 from itertools import product
+from math import prod
 
 import pytest
 
@@ -30,29 +31,49 @@ def slice_columns(variant):
     return 128 if variant['dtype'] == E4M3 and variant['head_dim'] > 64 else 64
 
 
+def buffers(variant):
+    """Bytes of one buffer of each ring of a forward variant, by its name: of a warpgroup's rows of
+    Q, of K, of V. O of 16 bits leaves through the buffers of Q, which are as wide as the wider of
+    the two. FP8: V lies turned round, in rows of whole slices of keys, and has a second ring, `raw
+    V`, in which it lies as it comes.
+    """
+    size, keys = element_bytes(variant), variant['tile_n']
+    columns, columns_v = variant['columns'], variant['columns_v']
+    if variant['dtype'] != E4M3:
+        return {'Q': 64 * max(columns, columns_v) * size, 'K': keys * columns * size,
+                'V': keys * columns_v * size}
+    slice_keys = 64 if 0 < keys % 128 <= 64 else 128
+    return {'Q': 64 * columns, 'K': keys * columns,
+            'V': variant['head_dim_v'] * -(-keys // slice_keys) * slice_keys,
+            'raw V': keys * columns_v}
+
+
+def rings(variant):
+    """How many buffers each ring has; Q as (stages, warpgroups)."""
+    return {'Q': (variant['q_stages'], variant['consumer_warpgroups']), 'K': (variant['stages'],),
+            'V': (variant['stages'],), 'raw V': (variant['raw_stages'],)}
+
+
+def bytes_of_rings(variant):
+    sizes, counts = buffers(variant), rings(variant)
+    return sum(prod(counts[name]) * size for name, size in sizes.items())
+
+
 @each_variant
 def test_shared_memory_holds_the_rings_and_fits(variant):
-    """O leaves through the buffers of Q, which are as wide as the wider of the two. V of FP8 has a
-    second ring, in which it lies as it comes.
-    """
-    size = element_bytes(variant)
-    columns_o = -(-variant['head_dim_v'] // 64) * 64
-    row_bytes = max(size * variant['columns'], ELEMENT_BYTES * columns_o)
-    stages_v = variant['stages'] + variant['raw_stages']
-    columns = variant['stages'] * variant['columns'] + stages_v * variant['columns_v']
-    rings = (variant['tile_m'] * variant['q_stages'] * row_bytes
-             + size * variant['tile_n'] * columns)
-    assert rings < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA
-    assert variant['shared_bytes'] - rings <= 2048, 'barriers take at most a few hundred bytes'
+    of_rings = bytes_of_rings(variant)
+    assert of_rings < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA
+    # Barriers take at most a few hundred bytes; the scales of the rows of Q 4 bytes a row.
+    of_scales = 4 * 64 * prod(rings(variant)['Q']) if variant['dtype'] == E4M3 else 0
+    assert variant['shared_bytes'] - of_rings <= 2048 + of_scales
     assert variant['ctas_per_sm'] * (variant['shared_bytes'] + 1024) <= SHARED_BYTES_PER_SM
 
 
 @each_variant
 def test_rings_stay_aligned_for_the_swizzle(variant):
     """The 128-byte swizzle repeats every 1024 bytes: every buffer must be a multiple of them."""
-    for rows, columns in ((64, variant['columns']), (variant['tile_n'], variant['columns']),
-                          (variant['tile_n'], variant['columns_v'])):
-        assert rows % 8 == 0 and rows * columns * element_bytes(variant) % 1024 == 0
+    assert all(size % 1024 == 0 for size in buffers(variant).values())
+    assert variant['tile_n'] % 8 == 0 and variant['head_dim_v'] % 8 == 0
 
 
 def registers_of_warpgroups(variant):

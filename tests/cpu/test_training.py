@@ -74,6 +74,17 @@ def test_losses(tmp_path, capsys):
     assert f'flash_attn3 / sdpa, mean: median {median:.2f}' in capsys.readouterr().out
 
 
+def test_losses_with_fp8(tmp_path):
+    """They are beside the others, further from plain attention than bfloat16, and not by much."""
+    record, path = run('losses', tmp_path, '--fp8', '--seeds', '1')
+    assert path.with_suffix('.png').read_bytes().startswith(b'\x89PNG')
+    cell, = record['cells']
+    assert list(cell['losses']) == ['flash_attn3', 'sdpa', 'math', 'fp8', 'math in fp64']
+    found = cell['differences']['mean']
+    assert found['flash_attn3'] < found['fp8'] < 1e-3
+    assert cell['ratios']['mean'] == found['flash_attn3'] / found['sdpa']
+
+
 def test_the_losses_are_those_of_the_example(tmp_path):
     record, _ = run('losses', tmp_path, '--seeds', '1')
     options = train_gpt.parse([*training.QUICK, *training.QUICK_LOSSES, '--device', 'cpu'])

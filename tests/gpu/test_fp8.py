@@ -150,6 +150,40 @@ def test_long_sequences(data, head_dim, causal, device):
     check_case(case, device)
 
 
+@pytest.mark.smoke
+@every_head_dim
+@pytest.mark.parametrize('features', ['full', 'causal', 'window', 'all'])
+@every_shape
+def test_promoted_sums(case, features, head_dim, device):
+    case = dataclasses.replace(case, head_dim=head_dim, **FEATURES[features])
+    check_case(case, device, fp8_accum='promote')
+
+
+@every_mask
+@pytest.mark.parametrize('head_dim', [16, 80, 192])
+def test_promoted_sums_of_other_head_dims(head_dim, causal, device):
+    for case in (DENSE, PACKED):
+        check_case(dataclasses.replace(case, head_dim=head_dim, causal=causal), device,
+                   fp8_accum='promote')
+
+
+@every_head_dim
+def test_promoted_sums_stay_exact(head_dim, cuda):
+    """Equal scores on values of 1 and 0: P is 256, and sums of it run out of the bits of the tensor
+    cores, not of fp32, where nothing is rounded but out.
+    """
+    generator = torch.Generator(cuda).manual_seed(head_dim)
+    keys = 32768
+    q, k = (torch.zeros(1, n, 1, head_dim, device=cuda).to(E4M3) for n in (64, keys))
+    v = (torch.rand(1, keys, 1, head_dim, generator=generator, device=cuda) < 0.5).to(E4M3)
+    expected = v.double().mean(1, keepdim=True)
+    out = flash_attn_func(q, k, v, out_dtype=torch.float16, fp8_accum='promote')
+    error = (out.double() - expected).abs().max().item()
+    assert error <= 2.0 ** -12
+    fast = flash_attn_func(q, k, v, out_dtype=torch.float16)
+    assert 4 * error < (fast.double() - expected).abs().max().item()
+
+
 @every_mask
 @every_head_dim
 @pytest.mark.parametrize('case', [DENSE, PACKED], ids=['dense', 'packed'])
@@ -218,10 +252,27 @@ def test_one_scale_in_every_form(case, device):
         check_same(other, results[0])
 
 
-def test_scales_of_no_block_are_not_read(device):
+@pytest.mark.parametrize('which', range(3), ids='qkv')
+@pytest.mark.parametrize('case', [DENSE, PACKED], ids=['dense', 'packed'])
+def test_a_scale_of_nan_is_seen(case, which, device):
+    """By the heads that have it, and by no other."""
+    call = call_of(case, device, 'head')
+    expected, _ = call.run()
+    call.scales[which][:, 1] = math.nan
+    out, _ = call.run()
+    compare.check_equal(out[..., :3, :], expected[..., :3, :], 'out')
+    sees_keys = torch.ones_like(out[..., 3:, :], dtype=torch.bool)
+    if call.lists:
+        for (first, _), (rows, keys) in case.sequences():
+            sees_keys[first:first + rows] = keys > 0
+    assert torch.equal(out[..., 3:, :].isnan(), sees_keys)
+
+
+@pytest.mark.parametrize('poison_value', [1e30, math.nan])
+def test_scales_of_no_block_are_not_read(poison_value, device):
     """Packed: places between the blocks of sequences, and behind the last one."""
     call = call_of(PARTLY_USED, device)
-    poisoned = [torch.full_like(x, 1e30) for x in call.scales]
+    poisoned = [torch.full_like(x, poison_value) for x in call.scales]
     for scale, poison, side, block in zip(call.scales, poisoned, (0, 1, 1), (64, 32, 32)):
         first = 0
         for b, lengths in enumerate(PARTLY_USED.lengths):
@@ -272,16 +323,14 @@ def test_each_sequence_is_what_it_is_alone(causal, head_dim, device):
     q, k, v, _ = call.inputs
     out, lse = call.run()
     for b, ((first_q, first_k), (rows, keys)) in enumerate(call.case.sequences()):
-        own = Inputs(q[None, first_q:first_q + rows],
-                     *(x[None, first_k:first_k + keys] for x in (k, v)))
+        own = Inputs(q[first_q:first_q + rows], *(x[first_k:first_k + keys] for x in (k, v)))
         places = [first // block + b for first, block in ((first_q, 64), *[(first_k, 32)] * 2)]
-        scales = Scales(*(scale[..., place:place - (-length // block)].contiguous()
+        scales = Scales(*(scale[..., place:place + length // block + 1].contiguous()
                           for scale, place, length, block in zip(
                               call.scales, places, (rows, keys, keys), (64, 32, 32))))
-        alone = Call(dataclasses.replace(call.case, lengths=((rows, keys),), is_packed=False),
-                     own, scales, {})
-        got = out[None, first_q:first_q + rows], lse[None, :, first_q:first_q + rows]
-        check_same(got, alone.run())
+        case = dataclasses.replace(call.case, lengths=((rows, keys),))
+        alone = Call(case, own, scales, case.tensors(device).lists)
+        check_same((out[first_q:first_q + rows], lse[:, first_q:first_q + rows]), alone.run())
 
 
 def test_many_short_sequences(device):
@@ -482,16 +531,15 @@ def test_errors_are_those_of_the_cpu(changes, text, device):
     assert str(raised.value).startswith(f'flash_attn3.{text}')
 
 
-@pytest.mark.parametrize('changes, text', [
-    ({'return_max_logits': True}, 'return_max_logits to be False with float8_e4m3fn on a GPU'),
-    ({'fp8_accum': 'promote'}, "fp8_accum to be 'fast' on a GPU")], ids=str)
-def test_what_the_kernels_have_not(changes, text, cuda):
+def test_what_the_kernels_have_not(cuda):
     call = call_of(DENSE, cuda)
     q, k, v, _ = DENSE.tensors(cuda).inputs
+    changes = {'return_max_logits': True}
     for function in (lambda: call.run(**changes), lambda: flash_attn_fp8_func(q, k, v, **changes)):
         with pytest.raises(NotImplementedError) as raised:
             function()
-        assert str(raised.value).startswith(f'flash_attn3.fwd: expected {text}, got ')
+        assert str(raised.value).startswith(
+            'flash_attn3.fwd: expected return_max_logits to be False with float8_e4m3fn on a GPU, ')
 
 
 @pytest.mark.parametrize('head_dims', [(8, 8), (24, 24), (272, 272), (64, 24), (64, 272)], ids=str)
