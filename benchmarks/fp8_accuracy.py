@@ -1,7 +1,8 @@
 """Accuracy of FP8 attention: RMSE against float64 for every way to quantise.
 
-    python -m benchmarks.fp8_accuracy                    # on a GPU: the kernels
-    python -m benchmarks.fp8_accuracy --device cpu       # with the roundings of the kernels
+    python -m benchmarks.fp8_accuracy                        # on a GPU: the kernels; under a minute
+    python -m benchmarks.fp8_accuracy --device cpu           # with the roundings of the kernels
+    python -m benchmarks.fp8_accuracy --device cpu --quick   # tries the machinery, seconds
 
 Q, K and V are N(0, 1) + N(0, 100) in one value of 1000 (arXiv 2407.08608, section 4.3), rounded to
 bfloat16; the reference is attention of these in float64. Scales per tensor, per head or per block
@@ -24,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import harness
-from flash_attn3 import flash_attn_func, quantize_fp8, reference, reference_fp8
+from flash_attn3 import flash_attn_func, fp8, quantize_fp8, reference, reference_fp8
 from flash_attn3.reference import Inputs, Score
 from flash_attn3.reference_fp8 import Blocks, Scales
 
@@ -35,6 +36,10 @@ BF16 = 'bf16'
 # The paper's, head dim and length not said: FP8 with scales per tensor; without block scales, with
 # rotation; both. Beside them its 16-bit FlashAttention-3.
 PAPER = {'tensor': 2.4e-2, 'head, rotated': 9.3e-3, 'block, rotated': 9.1e-3, BF16: 1.9e-4}
+# Other libraries on the same distribution: upstream's FlashAttention-3, with scales per tensor or
+# per (batch, head), and cuDNN. Measured on one H200, 2026-11-21, head dim 128.
+PEERS = {'FA3': {'tensor': 1.99e-2, 'head': 1.94e-2, 'head, rotated': 8.61e-3},
+         'cuDNN': {'tensor': 2.06e-2}}
 
 Attend = Callable[[tuple[Tensor, ...], Scales], Tensor]
 
@@ -80,7 +85,7 @@ def contenders(shape: dict, device: torch.device) -> dict[str, Attend]:
         return lambda values, scales: flash_attn_func(
             *values, causal=shape['causal'], q_descale=scales.q, k_descale=scales.k,
             v_descale=scales.v, fp8_accum=accumulation)
-    return {'fast': kernel('fast')}
+    return {accumulation: kernel(accumulation) for accumulation in fp8.ACCUMULATIONS}
 
 
 def name_of(granularity: str, is_rotated: bool) -> str:
@@ -134,35 +139,44 @@ def show(record: dict, console: Console) -> None:
     for cell in cells:
         table.add_column(label(cell['shape']), justify='right')
     table.add_column('paper', justify='right')
+    for peer in PEERS:
+        table.add_column(f'{peer}, 128', justify='right')
     columns = [figures(cell) for cell in cells]
     for way in columns[0]:
-        paper = PAPER.get(way.split(' (')[0])
-        table.add_row(way, *(f'{column[way]:.2e}' for column in columns),
-                      '' if paper is None else f'{paper:.1e}')
+        quantised = way.split(' (')[0]
+        others = [f'{found[quantised]:{digits}e}' if quantised in found else ''
+                  for found, digits in ((PAPER, '.1'), *((peer, '.2') for peer in PEERS.values()))]
+        table.add_row(way, *(f'{column[way]:.2e}' for column in columns), *others)
     console.print(table)
 
 
 def plot(record: dict, path: pathlib.Path) -> None:
-    """A group of bars for each head dim and mask, a bar for each way."""
+    """A group of bars for each head dim and mask, a bar for each way; others' as lines."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     columns = [figures(cell) for cell in record['cells']]
     ways = [way for way in columns[0] if way != BF16]
-    figure, axis = plt.subplots(figsize=(10, 4), layout='constrained')
+    figure, axis = plt.subplots(figsize=(12, 4.5), layout='constrained')
     for number, way in enumerate(ways):
         places = [group + (number + 0.5) / (len(ways) + 1) for group in range(len(columns))]
-        axis.bar(places, [column[way] for column in columns], 1 / (len(ways) + 1), label=way)
-    for way in ('tensor', 'block, rotated'):
-        axis.axhline(PAPER[way], color='gray', linewidth=0.8, linestyle='--')
-        axis.annotate(f'paper: {way}', (0, PAPER[way]), fontsize=7, va='bottom')
+        axis.bar(places, [column[way] for column in columns], 1 / (len(ways) + 1), label=way,
+                 color=f'C{number}' if len(ways) <= 10 else plt.colormaps['tab20'](number))
+    lines = [(f'paper: {way}', PAPER[way], '--') for way in ('tensor', 'block, rotated')]
+    lines += [(f'{peer}, 128: {way}', height, ':') for peer, found in PEERS.items()
+              for way, height in found.items()]
+    for number, (text, height, style) in enumerate(lines):
+        axis.axhline(height, color='black', linewidth=0.8, linestyle=style)
+        # One place from left to right each: some lines are closer than their names are high.
+        axis.annotate(text, (0.02 + number / len(lines), height), fontsize=7, va='center',
+                      xycoords=axis.get_yaxis_transform(), bbox=dict(fc='white', ec='none', pad=1))
     axis.set_xticks([group + 0.5 for group in range(len(columns))],
                     [label(cell['shape']) for cell in record['cells']])
     axis.set_xlabel('head dim')
     axis.set_ylabel('RMSE')
     axis.set_title(f"{record['subject']}, {record['environment']['device']}, commit "
                    f"{record['commit']}", fontsize=10)
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=7, loc='upper left', bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -188,7 +202,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     device, console = torch.device(args.device), Console(
-        width=None if sys.stdout.isatty() else 160)
+        width=None if sys.stdout.isatty() else 200)
     settings = dict(seqlen=args.seqlen, heads=args.heads, seeds=args.seeds)
     record = harness.new_record('fp8_accuracy', device, args.commit, settings)
     for shape in shapes(args.head_dims, args.seqlen, tuple(args.heads)):

@@ -1,6 +1,7 @@
 """Training the GPT of examples/train_gpt.py: losses beside plain attention, speed beside SDPA.
 
     python -m benchmarks.training losses                       # on a Hopper GPU, 90 s
+    python -m benchmarks.training losses --fp8                 # and with its forward in FP8
     python -m benchmarks.training speed                        # 40 s
     python -m benchmarks.training losses --device cpu --quick  # tries the machinery, seconds
 
@@ -14,6 +15,7 @@ throughout would differ by those of every product, which both sides share. Train
 difference, so where it ends is partly chance. Three measures show that: the largest difference over
 all steps, the mean, and the largest of the first steps, before much is amplified. A control, with
 the first seed, is plain attention in float64: what becomes of a difference of one float32 rounding.
+With --fp8, one more has flash_attn3's forward in FP8 and its backward in bfloat16.
 
 `speed` is tokens/s end to end: forward, backward, clipping and optimizer, eager. The contenders
 take turns of a few steps in rounds; the figure is that of the median turn, host time included.
@@ -40,7 +42,7 @@ from benchmarks import harness
 from examples import train_gpt
 from flash_attn3 import _measure, bench
 
-OURS, SDPA, EXACT, CONTROL = 'flash_attn3', 'sdpa', 'math', 'math in fp64'
+OURS, SDPA, EXACT, CONTROL, FP8 = 'flash_attn3', 'sdpa', 'math', 'math in fp64', 'fp8'
 EARLY_STEPS = 20
 UNTIMED_STEPS = 3
 # Options of the example; of --quick on top.
@@ -66,10 +68,16 @@ def cudnn_attention(qkv: Tensor, heads_q: int) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------- losses
-def losses_of_seed(seed: int, model: Sequence[str], text: Tensor, has_control: bool) -> dict:
+def contenders(has_fp8: bool, has_control: bool) -> dict[str, train_gpt.Attention]:
+    names = OURS, SDPA, EXACT, *[FP8] * has_fp8
+    return {name: train_gpt.ATTENTIONS[name] for name in names} | (
+        {CONTROL: fp64_attention} if has_control else {})
+
+
+def losses_of_seed(seed: int, model: Sequence[str], text: Tensor,
+                   attentions: dict[str, train_gpt.Attention]) -> dict:
     """A cell of the record: the losses of every attention, and what differs from plain."""
     options = train_gpt.parse([*model, '--seed', str(seed)])
-    attentions = train_gpt.ATTENTIONS | ({CONTROL: fp64_attention} if has_control else {})
     losses, seconds = {}, {}
     for name, attend in attentions.items():
         start = time.perf_counter()
@@ -107,7 +115,7 @@ def plot_losses(record: dict, path: pathlib.Path) -> None:
     """The losses of the first seed; beside them the differences of every seed."""
     figure = Figure(figsize=(11, 4), layout='constrained')
     left, right = figure.subplots(1, 2)
-    colors = {OURS: 'C0', SDPA: 'C1', EXACT: 'C2', CONTROL: '0.6'}
+    colors = {OURS: 'C0', SDPA: 'C1', EXACT: 'C2', FP8: 'C3', CONTROL: '0.6'}
     for number, cell in enumerate(record['cells']):
         for name, losses in cell['losses'].items():
             style = dict(color=colors[name], label='' if number else name)
@@ -145,7 +153,7 @@ def run_losses(args: argparse.Namespace, model: Sequence[str], text: Tensor,
                console: Console) -> int:
     record, path = new_record('losses', args, model, early_steps=EARLY_STEPS), None
     for seed in range(args.seeds):
-        cell = losses_of_seed(seed, model, text, has_control=seed == 0)
+        cell = losses_of_seed(seed, model, text, contenders(args.fp8, has_control=seed == 0))
         record['cells'].append(cell)
         record['summary'] = summarize_losses(record['cells'])
         path = harness.save(record, args.out)
@@ -276,6 +284,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('kind', choices=('losses', 'speed'))
     parser.add_argument('--quick', action='store_true', help='a tiny model, for a CPU')
+    parser.add_argument('--fp8', action='store_true', help='of losses: also a forward in FP8')
     parser.add_argument('--seeds', type=int, help='of losses: 5; 2 with --quick')
     parser.add_argument('--rounds', type=int, default=5, help='of speed: %(default)s')
     parser.add_argument('--turn-steps', type=int, default=3, help='steps in a turn: %(default)s')

@@ -2,6 +2,8 @@
 
     python examples/train_gpt.py                          # with flash_attn3
     python examples/train_gpt.py --compare --steps 300    # and with SDPA, and plain fp32 attention
+    python examples/train_gpt.py --attention fp8          # its forward in FP8, its backward not
+    python examples/train_gpt.py --compare flash_attn3 fp8
     python examples/train_gpt.py --head-dim 128 --heads-kv 1 --seqlen 8192
 
 Products are bfloat16 (autocast), weights and optimiser float32. Model, data and their order depend
@@ -48,6 +50,13 @@ def flash_attention(qkv: Tensor, heads_q: int) -> Tensor:
     return flash_attn3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=heads_q)
 
 
+def fp8_attention(qkv: Tensor, heads_q: int) -> Tensor:
+    """The forward in FP8; the backward in bfloat16, from q, k and v as they were given."""
+    heads_kv = (qkv.size(2) - heads_q) // 2
+    return flash_attn3.flash_attn_fp8_func(
+        *qkv.split((heads_q, heads_kv, heads_kv), dim=2), causal=True)
+
+
 def sdpa_attention(qkv: Tensor, heads_q: int) -> Tensor:
     heads_kv = (qkv.size(2) - heads_q) // 2
     q, k, v = qkv.transpose(1, 2).split((heads_q, heads_kv, heads_kv), dim=1)
@@ -65,8 +74,9 @@ def plain_attention(qkv: Tensor, heads_q: int) -> Tensor:
         return sdpa_attention(qkv, heads_q)
 
 
-ATTENTIONS: dict[str, Attention] = {
-    'flash_attn3': flash_attention, 'sdpa': sdpa_attention, 'math': math_attention}
+ATTENTIONS: dict[str, Attention] = {'flash_attn3': flash_attention, 'sdpa': sdpa_attention,
+                                    'math': math_attention, 'fp8': fp8_attention}
+COMPARED = 'flash_attn3', 'sdpa', 'math'    # unless others are named
 
 
 # ------------------------------------------------------------------------------------------ model
@@ -182,34 +192,40 @@ def now(device: torch.device) -> float:
 
 
 # ---------------------------------------------------------------------------------------- results
+def baseline_of(runs: dict[str, Run]) -> str:
+    """What the others are compared with: plain fp32 attention, or else the first."""
+    return 'math' if 'math' in runs else next(iter(runs))
+
+
 def differences(runs: dict[str, Run], name: str) -> list[float]:
-    """|loss - that of plain fp32 attention|, step by step."""
-    return [abs(a - b) for a, b in zip(runs[name].losses, runs['math'].losses)]
+    """|loss - that of the baseline|, step by step."""
+    return [abs(a - b) for a, b in zip(runs[name].losses, runs[baseline_of(runs)].losses)]
 
 
 def print_table(runs: dict[str, Run]) -> None:
-    has_math = 'math' in runs
+    is_comparison = len(runs) > 1
     table = Table('attention', 'last loss', 'tokens/s',
-                  *(['max |loss - loss of math|'] if has_math else []))
+                  *([f'max |loss - loss of {baseline_of(runs)}|'] if is_comparison else []))
     for name, run in runs.items():
-        largest = [f'{max(differences(runs, name)):.2e}'] if has_math else []
+        largest = [f'{max(differences(runs, name)):.2e}'] if is_comparison else []
         table.add_row(name, f'{run.losses[-1]:.4f}', f'{run.tokens_per_second:,.0f}', *largest)
     Console().print(table)
-    if has_math and len(runs) > 1:
+    if all(name in runs for name in COMPARED):
         ours, sdpas = (max(differences(runs, name)) for name in ('flash_attn3', 'sdpa'))
         print(f'difference of flash_attn3 / that of sdpa: {ours / sdpas:.2f}' if sdpas else
               'sdpa gives the losses of math')
 
 
 def plot(runs: dict[str, Run], title: str, path: Path) -> None:
-    """The losses; beside them, where there is plain attention, how far from it the others are."""
-    figure = Figure(figsize=(11 if 'math' in runs else 6, 4), layout='constrained')
-    axes = figure.subplots(1, 1 + ('math' in runs), squeeze=False)[0]
+    """The losses; beside them, where there are several, how far they are from the baseline's."""
+    is_comparison, baseline = len(runs) > 1, baseline_of(runs)
+    figure = Figure(figsize=(11 if is_comparison else 6, 4), layout='constrained')
+    axes = figure.subplots(1, 1 + is_comparison, squeeze=False)[0]
     for name, run in runs.items():
         axes[0].plot(run.losses, label=name, linewidth=1)
-        if 'math' in runs and name != 'math':
+        if name != baseline:
             axes[1].semilogy(differences(runs, name), label=name, linewidth=1)
-    for axis, label in zip(axes, ('loss', '|loss - loss of math|')):
+    for axis, label in zip(axes, ('loss', f'|loss - loss of {baseline}|')):
         axis.set(xlabel='step', ylabel=label)
         axis.grid(alpha=0.3)
         axis.legend()
@@ -244,7 +260,8 @@ def missing_gradients(options: argparse.Namespace) -> str:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--attention', choices=ATTENTIONS, default='flash_attn3')
-    parser.add_argument('--compare', action='store_true', help='train with each of them')
+    parser.add_argument('--compare', nargs='*', choices=ATTENTIONS, metavar='ATTENTION',
+                        help=f'train with each of these: {" ".join(COMPARED)} if none is named')
     for name, text in (('steps', 'of training'), ('seqlen', 'bytes in a sequence'),
                        ('batch', 'sequences in a step'), ('layers', 'of the model'),
                        ('d-model', 'width of the model')):
@@ -267,6 +284,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             setattr(options, name, value)
     if options.d_model % options.head_dim:
         parser.error(f'expected --d-model {options.d_model} to be a multiple of --head-dim')
+    if options.compare is not None:
+        options.compare = options.compare or COMPARED
     options.device_name = (
         torch.cuda.get_device_name(options.device) if options.device.type == 'cuda' else 'a CPU')
     return options
@@ -285,7 +304,7 @@ def main() -> None:
                TextColumn('loss {task.fields[loss]:.3f}'))
     with Progress(*columns) as progress:
         runs = {name: train(name, text, options, progress)
-                for name in (ATTENTIONS if options.compare else [options.attention])}
+                for name in options.compare or [options.attention]}
     print_table(runs)
     write(runs, options)
 
