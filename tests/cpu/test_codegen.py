@@ -50,7 +50,8 @@ BACKWARD_KERNELS = ('backward', 'backward_preprocess', 'backward_postprocess')
 # quantize_fp8 for each dtype four for any head dim, and one each for six of them if the dtype has
 # 16 bits.
 OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'quantize_kernelIf': 4,
-                 'quantize_kernelIN7cutlass10bfloat16_t': 10, 'quantize_kernelIN7cutlass6half_t': 10}
+                 'quantize_kernelIN7cutlass10bfloat16_t': 10,
+                 'quantize_kernelIN7cutlass6half_t': 10}
 
 
 def direction(variant: Variant) -> str:
