@@ -131,7 +131,7 @@ def flash_attn_varlen_fp8_func(
         seed: int = 0, fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_varlen_func` that computes in FP8, as `flash_attn_fp8_func` does.
 
-    Blocks and scales begin anew at each sequence, whose result is that of a call of its own.
+    Blocks and scales begin anew at each sequence.
 
     Args:
         rotate, block_scales, seed, fp8_accum: as in `flash_attn_fp8_func`.
