@@ -73,14 +73,17 @@ constexpr int kWarpgroupThreads = 128;
 // FP8: of the producer warpgroup.
 constexpr int kTransposingWarps = 2;
 
+// FP8: K tiles whose scales are in shared memory at a time.
+constexpr int kScaleStages = 4;
+
 template <class Config>
 constexpr int fwd_threads() {
   return (Config::kConsumerWarpgroups + 1) * kWarpgroupThreads;
 }
 
 // Registers per thread after setmaxnreg. The pool is what the launch had, in steps of 8 per thread
-// and at most 64 Ki; the producer warpgroup only computes coordinates and issues copies (24 are too
-// few for it: tickets of packed sequences spill).
+// and at most 64 Ki; the producer warpgroup computes coordinates and issues copies (24 are too few
+// for it: tickets of packed sequences spill), at FP8 it also turns V round.
 template <class Config>
 constexpr int fwd_consumer_registers() {
   static_assert(
@@ -130,13 +133,12 @@ constexpr int v_buffer_bytes() {
 // FP8: of the scales of K tiles and of Q, which lie beside the barriers, and of the tiles at hand.
 template <class Config>
 constexpr int fwd_scale_bytes() {
-  constexpr int kStages = 4;
   constexpr int kTileBytes = 128;
   int const of_keys =
       padded_columns(3 * int(sizeof(float)) * Config::kTileN / kScaleBlockKeys, 16) + 2 * 8;
   int const of_tiles = Config::kQStages * Config::kConsumerWarpgroups *
                        (kTileBytes + kWarpgroupRows * int(sizeof(float)));
-  return Config::kDtype == Dtype::kFloat8E4M3 ? kStages * of_keys + of_tiles : 0;
+  return Config::kDtype == Dtype::kFloat8E4M3 ? kScaleStages * of_keys + of_tiles : 0;
 }
 
 // Shared memory of a variant: the Q ring, the K ring, the V ring, the mbarriers and what is small.

@@ -18,6 +18,19 @@ CUTE_DEVICE auto rows_view(Fragment& acc) {
                         cute::make_layout(cute::get<0, 0>(layout), cute::get<0, 2>(layout))));
 }
 
+// Of an accumulator, each of this thread's two rows by its own factor.
+template <class Fragment>
+CUTE_DEVICE void multiply_rows(Fragment& acc, float const (&factor)[2]) {
+  auto rows = rows_view(acc);
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    CUTE_UNROLL
+    for (int c = 0; c < cute::size<1>(rows); ++c) {
+      rows(r, c) *= factor[r];
+    }
+  }
+}
+
 // The registers of an accumulator are, 8 columns at a time, those of the A operand 16 columns at a
 // time.
 // ((2, 2, J), 1, 1) -> ((2, 2, 2), 1, J / 2)
@@ -36,8 +49,8 @@ CUTE_DEVICE auto operand_a_layout(Layout acc) {
 template <class Layout>
 CUTE_DEVICE auto operand_a_layout_of_bytes(Layout acc) {
   constexpr int kGroups = decltype(cute::size<0, 2>(acc))::value;
-  return cute::make_layout(cute::Shape<cute::Shape<cute::_4, cute::_2, cute::_2>, cute::_1,
-                                       cute::Int<kGroups / 4>>{});
+  return cute::make_layout(
+      cute::Shape<cute::Shape<cute::_4, cute::_2, cute::_2>, cute::_1, cute::Int<kGroups / 4>>{});
 }
 
 // Where 8 columns (16 bytes, a chunk) of a row lie in a tile of slices of 64 columns with the

@@ -91,7 +91,7 @@ struct FwdConsumer {
   RingState<Traits::kQStages> q_ring;
   RingState<Traits::kStages> k_ring;
   RingState<Traits::kStages> v_ring;
-  RingState<4> scale_ring;  // FP8
+  RingState<kScaleStages> scale_ring;  // FP8
 
   CUTE_DEVICE FwdConsumer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int warpgroup_,
                           int thread_, Turn_ const& turn_)

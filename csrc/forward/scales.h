@@ -84,13 +84,11 @@ CUTE_DEVICE TileScales scales_of(FwdDeviceParams const& p, FwdWork<Traits> const
 // A warp of the producer warpgroup: brings the scales into shared memory, ahead of the consumers.
 template <class Traits>
 struct ScaleReader {
-  static constexpr int kStages = FwdStorage<Traits>::kScaleStages;
-
   FwdStorage<Traits>& shared;
   FwdDeviceParams const& p;
   int lane;
   RingState<Traits::kQStages> q_ring;
-  RingState<kStages> ring;
+  RingState<kScaleStages> ring;
 
   CUTE_DEVICE ScaleReader(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int lane_)
       : shared(shared_), p(p_), lane(lane_) {}

@@ -122,18 +122,6 @@ struct OnlineSoftmax {
     any_rescale = __any_sync(0xffffffffu, grows);
   }
 
-  template <class Fragment>
-  CUTE_DEVICE static void multiply_rows(Fragment& acc, float const (&factor)[kRows]) {
-    auto output = rows_view(acc);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(output); ++c) {
-        output(r, c) *= factor[r];
-      }
-    }
-  }
-
   // Two chains instead of one: the latency of a chain of 32 dependent instructions (128 keys) is
   // not hidden by the few warps of a scheduler.
   template <class Scores>

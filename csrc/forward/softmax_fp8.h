@@ -161,18 +161,6 @@ struct BlockSoftmax {
     }
     return fmaxf(even, odd);
   }
-
-  template <class Fragment>
-  CUTE_DEVICE static void multiply_rows(Fragment& acc, float const (&factor)[kRows]) {
-    auto output = rows_view(acc);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(output); ++c) {
-        output(r, c) *= factor[r];
-      }
-    }
-  }
 };
 
 }  // namespace fa3

@@ -27,7 +27,7 @@ struct FwdStorage {
   using Element = typename Traits::Element;
 
   static constexpr int kRawStages = Traits::kFp8 ? Traits::kValueStages : 0;
-  static constexpr int kScaleStages = Traits::kFp8 ? 4 : 0;
+  static constexpr int kScales = Traits::kFp8 ? kScaleStages : 0;
   static constexpr int kScaleQStages = Traits::kFp8 ? Traits::kQStages : 0;
 
   struct alignas(1024) {
@@ -53,11 +53,11 @@ struct FwdStorage {
 
   // FP8: of the rows of Q in a stage; of the blocks of a K tile.
   float q_scales[kScaleQStages][Traits::kWarpgroups][kWarpgroupRows];
-  BlockScales<Traits::kScaleBlocks> scales[kScaleStages];
-  Mbarrier scales_full[kScaleStages];   // scale warp -> consumers (1)
-  Mbarrier scales_empty[kScaleStages];  // consumer warps -> scale warp (1 each)
-  Mbarrier v_raw_full[kRawStages];      // TMA -> transposing warps (1 + bytes)
-  Mbarrier v_raw_empty[kRawStages];     // transposing warps -> producer warp (2)
+  BlockScales<Traits::kScaleBlocks> scales[kScales];
+  Mbarrier scales_full[kScales];     // scale warp -> consumers (1)
+  Mbarrier scales_empty[kScales];    // consumer warps -> scale warp (1 each)
+  Mbarrier v_raw_full[kRawStages];   // TMA -> transposing warps (1 + bytes)
+  Mbarrier v_raw_empty[kRawStages];  // transposing warps -> producer warp (2)
 
   // The ring into which the producer brings V.
   CUTE_DEVICE auto& values_in() {
@@ -98,7 +98,7 @@ struct FwdStorage {
       v_full[i].init(Traits::kFp8 ? kTransposingWarps : 1);
       v_empty[i].init(Traits::kWarpgroups);
     }
-    for (int i = 0; i < kScaleStages; ++i) {
+    for (int i = 0; i < kScales; ++i) {
       scales_full[i].init(1);
       scales_empty[i].init(Traits::kWarpgroups * kWarpgroupThreads / 32);
     }
