@@ -63,10 +63,15 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
     """The FP8 arguments of a public function; None for a q that is not e4m3.
 
     Raises:
-        RuntimeError, NotImplementedError: they were given for a q that is not e4m3; or a wrong
-            dtype of outputs, or fp8_accum.
+        NotImplementedError: a descale for a q that is not e4m3.
+        RuntimeError: out_dtype or fp8_accum for such a q; another 8-bit q; a wrong dtype of outputs
+            or fp8_accum.
     """
     promote = promotes(op, fp8_accum)
+    if q.itemsize == 1 and q.dtype != E4M3:
+        raise RuntimeError(checks.error(
+            'fwd', 'q.dtype to be float16, bfloat16 or float8_e4m3fn',
+            checks.dtype_name(q.dtype), 'e4m3 is the only FP8 there is'))
     if q.dtype != E4M3:
         checks.reject_unsupported(op, **dict(zip(('q_descale', 'k_descale', 'v_descale'),
                                                  descales)))
@@ -76,10 +81,6 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
                 raise RuntimeError(checks.error(
                     op, f'{name} to be {default!r} with a q of {checks.dtype_name(q.dtype)}',
                     repr(got), 'it is for q, k and v of float8_e4m3fn'))
-        if q.itemsize == 1:
-            raise RuntimeError(checks.error(
-                'fwd', 'q.dtype to be float16, bfloat16 or float8_e4m3fn',
-                checks.dtype_name(q.dtype), 'e4m3 is the only FP8 there is'))
         return None
     if out_dtype is None:
         out_dtype = torch.bfloat16 if out is None else out.dtype

@@ -363,6 +363,10 @@ BAD = {
     'q of e5m2': ({'q': torch.zeros(2, 70, 4, 32).to(torch.float8_e5m2)},
                   'fwd: expected q.dtype to be float16, bfloat16 or float8_e4m3fn, got '
                   'float8_e5m2; hint: '),
+    'q of e5m2 and scales': ({'q': torch.zeros(2, 70, 4, 32).to(torch.float8_e5m2),
+                              'q_descale': torch.ones(2, 2), 'out_dtype': torch.float16},
+                             'fwd: expected q.dtype to be float16, bfloat16 or float8_e4m3fn, got '
+                             'float8_e5m2; hint: '),
     'q of bf16': ({'q': torch.zeros(2, 70, 4, 32).bfloat16()},
                   'fwd: expected k.dtype to be that of q, bfloat16, got float8_e4m3fn'),
     'bf16 and scales': ({'q': torch.zeros(2, 70, 4, 32).bfloat16(), 'k_descale': torch.ones(2, 2)},
