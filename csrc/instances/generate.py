@@ -3,7 +3,7 @@
     fwd_variants.h       the structs and the table of facts of every variant (plain C++)
     fwd_built.inc        whether each variant is in this build
     fwd_registry.inc     the launchers, index-parallel with that table; nullptr: not built
-    forward_<Tile>.cu    one compile unit per tile: a further variant of a tile costs seconds
+    forward_<Tile>.cu    compile units, named after the first of their tiles
     bwd_variants.h ...   the same of the backward
     wgmma_shapes.h       shapes of products that CuTe does not offer (generate_wgmma_shapes.py)
 
@@ -28,6 +28,8 @@ Variant = ForwardVariant | BackwardVariant
 _DTYPES = {'Fp16': 'kFloat16', 'Bf16': 'kBFloat16', 'E4m3': 'kFloat8E4M3'}
 _MASKS = {'Full': 'kFull', 'Causal': 'kCausal', 'General': 'kGeneral',
           'Softcap': 'kSoftcap'}
+# The headers take 13 s of processor time in each unit, a variant of the forward 5 to 10.
+_VARIANTS_OF_A_UNIT = 12
 _BANNER = '// Written by csrc/instances/generate.py from variants.py.'
 
 
@@ -105,11 +107,26 @@ def registry(family: Family, built: Sequence[Variant]) -> str:
             f'}}  // namespace fa3\n')
 
 
-def unit(family: Family, tile: str, built: Sequence[Variant]) -> str:
+def units_of(family: Family, built: Sequence[Variant]) -> dict[str, list[Variant]]:
+    """What each compile unit launches, by the unit's name. Tiles stay whole, and in their order."""
+    by_tile: dict[str, list[Variant]] = {}
+    for variant in family.variants:
+        if variant in built:
+            by_tile.setdefault(variant.tile, []).append(variant)
+    units: dict[str, list[Variant]] = {}
+    last: list[Variant] = []
+    for tile, variants in by_tile.items():
+        if not last or len(last) + len(variants) > _VARIANTS_OF_A_UNIT:
+            last = units[f'{family.long}_{tile}'] = []
+        last += variants
+    return units
+
+
+def unit(family: Family, variants: Sequence[Variant]) -> str:
     functions = '\n\n'.join(
         f'void launch_{variant.name}{family.launch_arguments} {{\n'
         f'  launch_{family.long}<{variant.name}>(params, stream);\n'
-        f'}}' for variant in built if variant.tile == tile)
+        f'}}' for variant in variants)
     return (f'{_BANNER}\n#include "{family.long}/launch.h"\n'
             f'#include "{family.short}_variants.h"\n\n'
             f'namespace fa3 {{\n\n{functions}\n\n}}  // namespace fa3\n')
@@ -121,8 +138,8 @@ def _write_if_changed(path: Path, text: str) -> None:
 
 
 def _generate_family(folder: Path, family: Family, built: Sequence[Variant]) -> list[Path]:
-    tiles = dict.fromkeys(variant.tile for variant in family.variants if variant in built)
-    units = {folder / f'{family.long}_{tile}.cu': unit(family, tile, built) for tile in tiles}
+    units = {folder / f'{name}.cu': unit(family, variants)
+             for name, variants in units_of(family, built).items()}
     for stale in set(folder.glob(f'{family.long}_*.cu')) - set(units):
         stale.unlink()
     _write_if_changed(folder / f'{family.short}_variants.h', variants_header(family))

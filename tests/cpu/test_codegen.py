@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from csrc.instances.generate import FAMILIES, units_of
 from csrc.instances.variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant
 from flash_attn3 import _plan
 from tests import _host
@@ -59,7 +60,10 @@ def direction(variant: Variant) -> str:
 
 
 def log_of(variant: Variant) -> str:
-    path = ROOT / 'build' / 'logs' / f'instances_{direction(variant)}_{variant.tile}.log'
+    unit = next(name for family in FAMILIES
+                for name, variants in units_of(family, family.variants).items()
+                if variant.name in [built.name for built in variants])
+    path = ROOT / 'build' / 'logs' / f'instances_{unit}.log'
     assert path.exists(), f'{path} does not exist; hint: make build'
     return path.read_text()
 
