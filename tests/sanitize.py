@@ -115,8 +115,7 @@ def fp8_calls() -> list[Fp8Call]:
     masked = [dataclasses.replace(case, causal=causal)
               for case in FP8_DENSE for causal in (False, True)]
     found = [Fp8Call(case) for case in masked + FP8_GENERAL + FP8_SOFTCAP]
-    found += [Fp8Call(case, 'head', out_dtype='fp16')
-              for case in (BATCH, FP8_DENSE[-1], FP8_GENERAL[-1])]
+    found += [Fp8Call(case, 'head', out_dtype='fp16') for case in masked + FP8_GENERAL]
     found += [Fp8Call(case, fp8_accum='promote') for case in [BATCH] + FP8_GENERAL + FP8_SOFTCAP]
     return [call._replace(case=dataclasses.replace(call.case, head_dim=head_dim,
                                                    head_dim_v=columns_v))

@@ -134,10 +134,10 @@ constexpr int v_buffer_bytes() {
 template <class Config>
 constexpr int fwd_scale_bytes() {
   constexpr int kTileBytes = 128;
-  int const of_keys =
-      padded_columns(3 * int(sizeof(float)) * Config::kTileN / kScaleBlockKeys, 16) + 2 * 8;
-  int const of_tiles = Config::kQStages * Config::kConsumerWarpgroups *
-                       (kTileBytes + kWarpgroupRows * int(sizeof(float)));
+  int const of_keys = 16 * Config::kTileN / kScaleBlockKeys + 2 * 8;
+  int const of_warpgroup = kTileBytes + kWarpgroupRows * int(sizeof(float));
+  int const of_tiles =
+      Config::kQStages * (Config::kConsumerWarpgroups * of_warpgroup + int(sizeof(float)));
   return Config::kDtype == Dtype::kFloat8E4M3 ? kScaleStages * of_keys + of_tiles : 0;
 }
 

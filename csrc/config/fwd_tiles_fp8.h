@@ -16,34 +16,40 @@ struct Fp8Defaults : FwdDefaults {
   static constexpr float kLazyRescaleLog2 = 0.8f;
 };
 
-// 24 + 16 + 16 + 16 = 72 KiB. S = 16k: 641 / 614. Three stages: the same.
+// 24 + 24 + 24 + 24 = 96 KiB. S = 8k: 673 / 592, S = 512: 433 / 247; with two stages 662 / 585,
+// 390 / 238.
 struct FwdTileFp8D64 : Fp8Defaults {
   static constexpr int kHeadDim = 64;
   static constexpr int kHeadDimV = 64;
   static constexpr int kConsumerWarpgroups = 3;
   static constexpr int kTileN = 128;
+  static constexpr int kStages = 3;
+  static constexpr int kRawStages = 3;
   static constexpr bool kPingPong = false;
   static constexpr bool kTileOverlap = true;
 };
 
-// 32 + 48 + 48 + 48 = 176 KiB. S = 16k: 885 / 883, S = 512: 556 / 353.
+// 48 + 36 + 48 + 24 = 156 KiB: 96 keys of V take 128 turned round. S = 8k: 946 / 937, S = 512:
+// 564 / 354; with two stages 935 / 920, 521 / 337.
 struct FwdTileFp8D128 : Fp8Defaults {
   static constexpr int kHeadDim = 128;
   static constexpr int kHeadDimV = 128;
-  static constexpr int kTileN = 192;
-  static constexpr bool kWideProducer = false;
+  static constexpr int kConsumerWarpgroups = 3;
+  static constexpr int kTileN = 96;
+  static constexpr int kStages = 3;
+  static constexpr bool kPingPong = false;
   static constexpr bool kTileOverlap = true;
-  static constexpr int kFixedKeys = 250;
+  static constexpr int kFixedKeys = 315;
 };
 
-// 32 + 32 + 32 + 32 = 128 KiB. S = 16k: 842 / 860, S = 512: 609 / 380; with turns 814 / 856,
-// 609 / 392.
+// 32 + 32 + 32 + 32 = 128 KiB. S = 8k: 862 / 874, S = 512: 620 / 359; with turns 859 / 871,
+// 617 / 375.
 struct FwdTileFp8D128Short : FwdTileFp8D128 {
+  static constexpr int kConsumerWarpgroups = 2;
   static constexpr int kTileN = 128;
-  static constexpr bool kWideProducer = true;
-  static constexpr bool kPingPong = false;
-  static constexpr int kRelativeSpeed = 95;
-  static constexpr int kFixedKeys = 205;
+  static constexpr int kStages = 2;
+  static constexpr int kRelativeSpeed = 89;
+  static constexpr int kFixedKeys = 215;
 };
 
 // 64 + 64 + 64 + 32 = 224 KiB. O takes 128 registers, S 64: none are left for P of the tile before.

@@ -9,9 +9,9 @@
 
 namespace fa3 {
 
-template <class Traits>
-using SoftmaxOf =
-    cute::conditional_t<Traits::kFp8, BlockSoftmax<Traits>, OnlineSoftmax<typename Traits::Config>>;
+template <class Traits, bool kByBlock>
+using SoftmaxOf = cute::conditional_t<Traits::kFp8, Fp8Softmax<Traits, kByBlock>,
+                                      OnlineSoftmax<typename Traits::Config>>;
 
 // Consumer side: O over this warpgroup's rows of Q, then the store warp is told. A warp stores its
 // 16 rows 16 columns at a time: a lane gives the address of one row of one of the four 8 x 8
@@ -111,9 +111,9 @@ CUTE_DEVICE void read_sinks(FwdDeviceParams const& p, FwdWork<Traits> const& wor
 
 // Consumer side: one lane of the four that share a row writes what there is of it beside O, if it
 // is wanted: the LSE, the largest logit.
-template <class Traits>
+template <class Traits, class Softmax>
 CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int thread,
-                            SoftmaxOf<Traits> const& softmax, float const (&sinks)[2]) {
+                            Softmax const& softmax, float const (&sinks)[2]) {
   if (p.lse == nullptr) {
     return;
   }

@@ -72,14 +72,15 @@ struct FwdTile {
 
 // Turn_ is called before the products of a step are issued and when they have been; there is
 // another one in benchmarks/unspecialised.h.
-template <class Traits, class Turn_ = Turn<Traits::Config::kPingPong>>
+// FP8: kByBlock, where keys have scales by block.
+template <class Traits, class Turn_ = Turn<Traits::Config::kPingPong>, bool kByBlock = false>
 struct FwdConsumer {
   using Element = typename Traits::Element;
   using Config = typename Traits::Config;
   using MmaS = typename Traits::MmaS;
   using MmaO = typename Traits::MmaO;
   using Tile = FwdTile<Traits>;
-  using Softmax = SoftmaxOf<Traits>;
+  using Softmax = SoftmaxOf<Traits, kByBlock>;
 
   static constexpr bool kGeneral = Traits::kGeneral;
 
@@ -242,7 +243,7 @@ struct FwdConsumer {
       tile.limits.template apply<kHidden>(tSrS, n);
     }
     softmax.template update<kHidden != Hidden::kNothing>(tSrS, scales);
-    release_scales();
+    release_block_scales();
     wait_gemm<0>(tOrO);
     release(shared.v_empty, v_ring);
     to_probabilities(tSrS, tOrP);
@@ -266,7 +267,7 @@ struct FwdConsumer {
       tile.limits.template apply<kHidden>(tSrS, n);
     }
     softmax.template update<kHidden != Hidden::kNothing>(tSrS, scales);
-    release_scales();
+    release_block_scales();
     to_probabilities(tSrS, tOrP);
     softmax.rescale_output(tOrO);
     if constexpr (Config::kPromote) {
@@ -285,6 +286,9 @@ struct FwdConsumer {
       shared.scales_full[scale_ring.stage].wait(scale_ring.phase);
       float scales[2];
       read_query_scales(shared.q_scales[tile.q_stage][warpgroup], thread, scales);
+      if constexpr (!kByBlock) {
+        release_scales();
+      }
       softmax.reset(scales);
     } else {
       softmax.reset();
@@ -293,22 +297,27 @@ struct FwdConsumer {
 
   // Of the next K tile.
   CUTE_DEVICE auto take_scales() {
-    if constexpr (Traits::kFp8) {
+    if constexpr (kByBlock) {
       shared.scales_full[scale_ring.stage].wait(scale_ring.phase);
-      return KeyScales<Traits>{shared.scales[scale_ring.stage]};
+      return KeyScales(shared.scales[scale_ring.stage]);
     } else {
-      return NoScales{};
+      return typename Softmax::Scales{};
     }
   }
 
-  CUTE_DEVICE void release_scales() {
-    if constexpr (Traits::kFp8) {
-      __syncwarp();
-      if (thread % 32 == 0) {
-        shared.scales_empty[scale_ring.stage].arrive();
-      }
-      scale_ring.advance();
+  CUTE_DEVICE void release_block_scales() {
+    if constexpr (kByBlock) {
+      release_scales();
     }
+  }
+
+  // They have been read.
+  CUTE_DEVICE void release_scales() {
+    __syncwarp();
+    if (thread % 32 == 0) {
+      shared.scales_empty[scale_ring.stage].arrive();
+    }
+    scale_ring.advance();
   }
 
   template <class FragmentS, class FragmentP>
@@ -332,7 +341,7 @@ struct FwdConsumer {
       tile.limits.template apply<kGeneral ? Hidden::kBothEnds : Hidden::kEnd>(tSrS, n);
     }
     softmax.template update<true>(tSrS, scales);
-    release_scales();
+    release_block_scales();
     to_probabilities(tSrS, tOrP);
   }
 
@@ -343,7 +352,11 @@ struct FwdConsumer {
     FwdWork<Traits> const& work = shared.work[tile.q_stage][warpgroup];
     float sinks[2];
     read_sinks<Traits>(p, work, thread, sinks);
-    softmax.finish(tOrO, sinks);
+    if constexpr (Traits::kFp8) {
+      softmax.finish(tOrO, sinks, kByBlock ? 1.f : shared.v_scale[tile.q_stage]);
+    } else {
+      softmax.finish(tOrO, sinks);
+    }
     store_rows<Traits>(p, work.rows, thread, softmax, sinks);
     if constexpr (Traits::kFp8) {
       if (p.out_is_half) {

@@ -21,16 +21,40 @@ CUTE_DEVICE float scale_at(ScaleView const& scales, int64_t first, int block) {
   return scale < kLeastScale ? kLeastScale : scale;  // NaN stays NaN
 }
 
+// What becomes of the scores of a block: times k, and v_log2 more.
+struct ScoreScale {
+  float k;
+  float v_log2;
+};
+
 // Of the K tile at hand, in shared memory.
-template <class Traits>
+// WHY volatile: kept in registers from one use to the next they spill.
 struct KeyScales {
-  static constexpr int kBlocks = Traits::kScaleBlocks;
+  uint32_t first;
 
-  BlockScales<kBlocks> const& of;
+  CUTE_DEVICE explicit KeyScales(BlockScale const* scales)
+      : first(cute::cast_smem_ptr_to_uint(scales)) {}
 
-  CUTE_DEVICE float k(int block) const { return of.k[block]; }
-  CUTE_DEVICE float v_log2(int block) const { return of.v_log2[block]; }
-  CUTE_DEVICE float over_v(int block) const { return of.over_v[block]; }
+  CUTE_DEVICE ScoreScale of_scores(int block) const {
+    ScoreScale scale;
+    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(scale.k), "=f"(scale.v_log2)
+                 : "r"(first + block * int(sizeof(BlockScale))));
+    return scale;
+  }
+
+  CUTE_DEVICE float over_v(int block) const {
+    float over_v;
+    int const offset = block * int(sizeof(BlockScale)) + int(offsetof(BlockScale, over_v));
+    asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(over_v) : "r"(first + offset));
+    return over_v;
+  }
+};
+
+// Where all keys of a sequence have one, which is in those of q, or comes last.
+struct OneScale {
+  CUTE_DEVICE static ScoreScale of_scores(int) { return ScoreScale{1.f, 0.f}; }
+  CUTE_DEVICE static float over_v(int) { return 1.f; }
 };
 
 // Of this thread's two rows.
@@ -105,11 +129,16 @@ struct ScaleReader {
         }
         at = scales_of(p, work);
         write_query_scales(work, at, shared.q_scales[q_ring.stage][wg]);
+        if (!p.scales_by_block) {
+          shared.v_scale[q_ring.stage] = at.has_keys() ? scale_at(p.v_scale, at.v, 0) : 1.f;
+        }
       }
       // A copy: when the scales have been used, `work` may be overwritten.
       BlockRange const keys = shared.work[q_ring.stage][0].keys;
+      // Of one for all keys the ring tells that those of q are there.
+      int const last = p.scales_by_block ? keys.begin : keys.end - 1;
       CUTE_NO_UNROLL
-      for (int n = keys.end - 1; n >= keys.begin; --n) {
+      for (int n = keys.end - 1; n >= last; --n) {
         shared.scales_empty[ring.stage].wait(ring.phase ^ 1);
         write_key_scales(at, n, shared.scales[ring.stage]);
         __syncwarp();
@@ -124,28 +153,30 @@ struct ScaleReader {
 
  private:
   // Each of the first lanes has a block of K tile n.
-  CUTE_DEVICE void write_key_scales(TileScales const& at, int n,
-                                    BlockScales<Traits::kScaleBlocks>& scales) const {
+  CUTE_DEVICE void write_key_scales(TileScales const& at, int n, BlockScale* scales) const {
     if (lane < Traits::kScaleBlocks) {
       int const block = min_of(n * Traits::kScaleBlocks + lane, at.last_key_block);
       float const v = at.has_keys() ? scale_at(p.v_scale, at.v, block) : 1.f;
-      scales.k[lane] = at.has_keys() ? scale_at(p.k_scale, at.k, block) : 1.f;
-      scales.v_log2[lane] = log2_approx(v);
-      scales.over_v[lane] = reciprocal_approx(v) * (1.f / (1 << kOffsetLog2));
+      float const k = at.has_keys() ? scale_at(p.k_scale, at.k, block) : 1.f;
+      float const over_v = reciprocal_approx(v) * (1.f / (1 << kOffsetLog2));
+      scales[lane] = BlockScale{k, log2_approx(v), over_v};
     }
   }
 
   CUTE_DEVICE void write_query_scales(FwdWork<Traits> const& work, TileScales const& at,
                                       float (&of_rows)[kWarpgroupRows]) const {
     int const last = max_of(0, work.place.lengths(p.seqlen).q - 1);
+    bool const with_k = !p.scales_by_block && at.has_keys();
+    float const k_scale = with_k ? scale_at(p.k_scale, at.k, 0) : 1.f;
     CUTE_UNROLL
     for (int row = lane; row < kWarpgroupRows; row += 32) {
       int const offset = p.pack.div(row);
       int const head = row - offset * int(p.pack.divisor);
       int const position = min_of(work.position_begin + offset, last);
       int64_t const of_head = at.q + head * p.q_scale.head_in_pack_stride;
-      of_rows[row] =
+      float const q_scale =
           at.has_keys() ? scale_at(p.q_scale, of_head, position / kScaleBlockQueries) : 1.f;
+      of_rows[row] = q_scale * k_scale;
     }
   }
 };

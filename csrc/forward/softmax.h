@@ -14,6 +14,8 @@ struct NoScales {};
 
 template <class Config>
 struct OnlineSoftmax {
+  using Scales = NoScales;
+
   static constexpr int kRows = 2;
   static constexpr bool kGeneral = is_general(Config::kMask);
 

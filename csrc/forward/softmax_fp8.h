@@ -1,10 +1,11 @@
-// Online softmax of FP8: as OnlineSoftmax (softmax.h), but scores have a scale for each block of
-// keys, and so have the values that P is multiplied with.
+// Online softmax of FP8: as OnlineSoftmax (softmax.h), but P has to fit into e4m3, scores have
+// scales, and so have the values that P is multiplied with.
 //
-// P(key) * scale of V is made in one exponential: with s the score in powers of two, all scales in
-// it, and t = s + log2(scale of V), P becomes 2^(t - max t + 8): the 8 brings it into the range of
-// e4m3, which ends at 448 = 2^8.8, so O need not be rescaled before a maximum has grown by 2^0.8.
-// The sum of a row is that of 2^(s - max t): P over the scale of V.
+// By block (kByBlock): with s the score in powers of two, all scales in it, and t = s + log2(scale
+// of V), P is 2^(t - max t + 8), in one exponential; the sum of a row takes P over the scale of V.
+// Else all keys of a sequence have one scale, that of K goes with that of q, that of V comes last,
+// and t is s. The 8 brings P into the range of e4m3, which ends at 448 = 2^8.8, so O need not be
+// rescaled before a maximum has grown by 2^0.8.
 #pragma once
 
 #include "core/softmax_math.h"
@@ -26,27 +27,29 @@ CUTE_DEVICE void pack_probabilities(FragmentS const& acc, FragmentP& operand) {
   }
 }
 
-template <class Traits>
-struct BlockSoftmax {
+template <class Traits, bool kByBlock>
+struct Fp8Softmax {
   using Config = typename Traits::Config;
-  using Scales = KeyScales<Traits>;
+  using Scales = cute::conditional_t<kByBlock, KeyScales, OneScale>;
 
   static constexpr int kRows = 2;
-  static constexpr int kBlocks = Scales::kBlocks;
-  static constexpr int kBlockColumns = kScaleBlockKeys / 4;  // of a thread
-  static constexpr bool kMaximaFirst = true;
+  static constexpr int kColumns = Traits::kTileN / 4;  // of a thread
+  static constexpr int kBlockColumns = kByBlock ? kScaleBlockKeys / 4 : kColumns;
+  static constexpr int kBlocks = kColumns / kBlockColumns;
+  static constexpr float kOfSum = 1.f / (1 << kOffsetLog2);
   // Then scores have their scales already (score.h).
   static constexpr bool kSoftcap = Config::kMask == MaskKind::kSoftcap;
 
   float row_max[kRows];  // of t: what is subtracted
   float row_sum[kRows];
   float rescale[kRows];
-  float q_scale[kRows];  // of scores, in powers of two; with a softcap: of q alone
+  float q_scale[kRows];  // of scores, in powers of two; with a softcap: of q and k alone
   bool any_rescale;
   float const scale_log2;
 
-  CUTE_DEVICE BlockSoftmax(float scale_log2_, float, int) : scale_log2(scale_log2_) {}
+  CUTE_DEVICE Fp8Softmax(float scale_log2_, float, int) : scale_log2(scale_log2_) {}
 
+  // scales: of q; where all keys have one, of q times k.
   CUTE_DEVICE void reset(float const (&scales)[kRows]) {
     any_rescale = false;
     CUTE_UNROLL
@@ -61,23 +64,7 @@ struct BlockSoftmax {
   CUTE_DEVICE void update(Fragment& acc, Scales const& scales) {
     auto scores = rows_view(acc);  // (2, columns)
     update_max(scores, scales);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      float const used = (kMasked ? finite_max(row_max[r]) : row_max[r]) - kOffsetLog2;
-      float sums[2] = {row_sum[r] * rescale[r], 0.f};
-      CUTE_UNROLL
-      for (int b = 0; b < kBlocks; ++b) {
-        float const factor = factor_of(r, b, scales);
-        float const shift = scales.v_log2(b) - used;
-        float const over_v = scales.over_v(b);
-        CUTE_UNROLL
-        for (int c = b * kBlockColumns; c < (b + 1) * kBlockColumns; ++c) {
-          scores(r, c) = exp2_approx(scores(r, c) * factor + shift);
-          sums[c % 2] += scores(r, c) * over_v;
-        }
-      }
-      row_sum[r] = sums[0] + sums[1];
-    }
+    exponentiate<kMasked>(scores, scales);
   }
 
   // Before a softcap: the scales of q and k.
@@ -87,8 +74,12 @@ struct BlockSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < kBlocks * kBlockColumns; ++c) {
-        scores(r, c) *= q_scale[r] * scales.k(c / kBlockColumns);
+      for (int b = 0; b < kBlocks; ++b) {
+        float const factor = q_scale[r] * scales.of_scores(b).k;
+        CUTE_UNROLL
+        for (int c = b * kBlockColumns; c < (b + 1) * kBlockColumns; ++c) {
+          scores(r, c) *= factor;
+        }
       }
     }
   }
@@ -101,12 +92,12 @@ struct BlockSoftmax {
   }
 
   template <class Fragment>
-  CUTE_DEVICE void finish(Fragment& acc, float const (&sinks)[kRows]) {
+  CUTE_DEVICE void finish(Fragment& acc, float const (&sinks)[kRows], float v_scale) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      row_sum[r] = quad_sum(row_sum[r]);
+      row_sum[r] = quad_sum(row_sum[r]) * (kByBlock ? 1.f : kOfSum);
       float const sum = row_sum[r] + exp2_approx(sinks[r] * kLog2E - row_max[r]);
-      rescale[r] = inverse_sum(sum) * (1.f / (1 << kOffsetLog2));
+      rescale[r] = inverse_sum(sum) * kOfSum * v_scale;
     }
     multiply_rows(acc, rescale);
     auto output = rows_view(acc);
@@ -125,23 +116,29 @@ struct BlockSoftmax {
 
  private:
   // Of the scores of a block, to powers of two.
-  CUTE_DEVICE float factor_of(int r, int block, Scales const& scales) const {
-    return kSoftcap ? scale_log2 : q_scale[r] * scales.k(block);
+  CUTE_DEVICE float factor_of(int r, ScoreScale const& scale) const {
+    return kSoftcap ? scale_log2 : q_scale[r] * scale.k;
   }
 
+  // WHY with no way around it for the usual case, that none grows: a branch cuts the softmax in
+  // two, and ptxas (13.0) no longer runs the one part beside the other.
   template <class Scores>
   CUTE_DEVICE void update_max(Scores const& scores, Scales const& scales) {
+    float largest[kRows] = {row_max[0], row_max[1]};
+    CUTE_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      ScoreScale const scale = scales.of_scores(b);
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        float const of_block = max_of_block(scores, r, b);
+        largest[r] = fmaxf(largest[r], of_block * factor_of(r, scale) + scale.v_log2);
+      }
+    }
     bool grows = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const old_max = row_max[r];
-      float largest = old_max;
-      CUTE_UNROLL
-      for (int b = 0; b < kBlocks; ++b) {
-        float const of_block = max_of_block(scores, r, b);
-        largest = fmaxf(largest, of_block * factor_of(r, b, scales) + scales.v_log2(b));
-      }
-      float const new_max = quad_max(largest);
+      float const new_max = quad_max(largest[r]);
       bool const row_grows = new_max - old_max > Config::kLazyRescaleLog2;
       row_max[r] = row_grows ? new_max : old_max;
       rescale[r] = row_grows ? exp2_approx(old_max - new_max) : 1.f;
@@ -150,16 +147,53 @@ struct BlockSoftmax {
     any_rescale = __any_sync(0xffffffffu, grows);
   }
 
+  template <bool kMasked, class Scores>
+  CUTE_DEVICE void exponentiate(Scores& scores, Scales const& scales) {
+    float used[kRows];
+    float sums[kRows][2];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      used[r] = (kMasked ? finite_max(row_max[r]) : row_max[r]) - kOffsetLog2;
+      sums[r][0] = row_sum[r] * rescale[r];
+      sums[r][1] = 0.f;
+    }
+    CUTE_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      ScoreScale const scale = scales.of_scores(b);
+      float const over_v = scales.over_v(b);
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        float const factor = factor_of(r, scale);
+        float const shift = scale.v_log2 - used[r];
+        CUTE_UNROLL
+        for (int c = b * kBlockColumns; c < (b + 1) * kBlockColumns; ++c) {
+          scores(r, c) = exp2_approx(scores(r, c) * factor + shift);
+          sums[r][c % 2] += scores(r, c) * over_v;
+        }
+      }
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_sum[r] = sums[r][0] + sums[r][1];
+    }
+  }
+
+  // In several chains: the latency of one is not hidden by the few warps of a scheduler.
   template <class Scores>
   CUTE_DEVICE static float max_of_block(Scores const& scores, int r, int b) {
-    float even = scores(r, b * kBlockColumns);
-    float odd = scores(r, b * kBlockColumns + 1);
+    constexpr int kChains = kByBlock ? 2 : 4;
+    float largest[kChains];
     CUTE_UNROLL
-    for (int c = b * kBlockColumns + 2; c < (b + 1) * kBlockColumns; c += 2) {
-      even = fmaxf(even, scores(r, c));
-      odd = fmaxf(odd, scores(r, c + 1));
+    for (int c = 0; c < kBlockColumns; ++c) {
+      float const score = scores(r, b * kBlockColumns + c);
+      float& chain = largest[c % kChains];
+      chain = c < kChains ? score : fmaxf(chain, score);
     }
-    return fmaxf(even, odd);
+    CUTE_UNROLL
+    for (int i = 1; i < kChains; ++i) {
+      largest[0] = fmaxf(largest[0], largest[i]);
+    }
+    return largest[0];
   }
 };
 

@@ -11,12 +11,11 @@
 
 namespace fa3 {
 
-// FP8: what the softmax takes of the scales of the blocks of a K tile.
-template <int kBlocks>
-struct alignas(16) BlockScales {
-  float k[kBlocks];
-  float v_log2[kBlocks];
-  float over_v[kBlocks];  // 1 / (v * 2^kOffsetLog2)
+// FP8: what the softmax takes of the scales of a block of keys.
+struct alignas(16) BlockScale {
+  float k;
+  float v_log2;
+  float over_v;  // 1 / (v * 2^kOffsetLog2)
 };
 
 // WHY arrays of no elements, where a kernel is not of FP8: as empty members, [[no_unique_address]],
@@ -53,7 +52,8 @@ struct FwdStorage {
 
   // FP8: of the rows of Q in a stage; of the blocks of a K tile.
   float q_scales[kScaleQStages][Traits::kWarpgroups][kWarpgroupRows];
-  BlockScales<Traits::kScaleBlocks> scales[kScales];
+  float v_scale[kScaleQStages];  // where all keys have one
+  BlockScale scales[kScales][Traits::kScaleBlocks];
   Mbarrier scales_full[kScales];     // scale warp -> consumers (1)
   Mbarrier scales_empty[kScales];    // consumer warps -> scale warp (1 each)
   Mbarrier v_raw_full[kRawStages];   // TMA -> transposing warps (1 + bytes)

@@ -52,8 +52,9 @@ def _forward_variants() -> list[ForwardVariant]:
     tiles = [('FwdTileFp8D64', 64, both + general + softcap, ''),
              ('FwdTileFp8D256', 256, both, ''),
              ('FwdTileFp8D256General', 256, general + softcap, ''),
-             ('FwdTileFp8D128', 128, both, ''), ('FwdTileFp8D128Short', 128, both, 'Short'),
-             ('FwdTileFp8D128Short', 128, general + softcap, ''),
+             ('FwdTileFp8D128', 128, both + general, ''),
+             ('FwdTileFp8D128Short', 128, both + general, 'Short'),
+             ('FwdTileFp8D128Short', 128, softcap, ''),
              ('FwdTileFp8D192x128', '192x128', causal + general, '')]
     tiles += [(f'FwdTileFp8D{head_dim}Promote', head_dim, general + softcap, 'Promote')
               for head_dim in (64, 128, 256)]

@@ -45,6 +45,8 @@ every_shape = pytest.mark.parametrize('case', SHAPES.values(), ids=SHAPES)
 every_feature = pytest.mark.parametrize('features', FEATURES.values(), ids=FEATURES)
 every_head_dim = pytest.mark.parametrize('head_dim', HEAD_DIMS)
 every_mask = pytest.mark.parametrize('causal', [False, True], ids=['full', 'causal'])
+# Kernels have a way of their own for one scale for all keys of a sequence.
+every_way = pytest.mark.parametrize('granularity', ['head', 'block'])
 every_granularity = pytest.mark.parametrize('granularity', BLOCKS)
 
 
@@ -96,19 +98,21 @@ def check_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 
 # ------------------------------------------------------------------------------------ right values
 @pytest.mark.smoke
+@every_way
 @every_feature
 @every_head_dim
 @every_shape
-def test_features(case, head_dim, features, device):
-    check_case(dataclasses.replace(case, head_dim=head_dim, **features), device)
+def test_features(case, head_dim, features, granularity, device):
+    check_case(dataclasses.replace(case, head_dim=head_dim, **features), device, granularity)
 
 
 @pytest.mark.smoke
 @every_mask
 @pytest.mark.parametrize('head_dim', range(16, 257, 16))
 def test_head_dims(head_dim, causal, device):
-    for case in (DENSE, PACKED):
-        check_case(dataclasses.replace(case, head_dim=head_dim, causal=causal), device)
+    for case, granularity in ((DENSE, 'block'), (PACKED, 'block'), (DENSE, 'head')):
+        check_case(dataclasses.replace(case, head_dim=head_dim, causal=causal), device,
+                   granularity)
 
 
 @every_mask
@@ -137,17 +141,19 @@ def test_granularities(case, is_rotated, granularity, causal, device):
     (192, 385), (77, 300), (300, 77), (0, 5), (5, 0), (1025, 1023)], ids=str)
 def test_lengths(lengths, head_dim, causal, device):
     case = GeneralCase((lengths,) * 2, head_dim, causal=causal, is_packed=False)
-    check_case(case, device)
-    check_case(dataclasses.replace(case, is_packed=True), device)
+    for granularity in ('head', 'block'):
+        check_case(case, device, granularity)
+        check_case(dataclasses.replace(case, is_packed=True), device, granularity)
 
 
 @every_mask
 @every_head_dim
+@every_way
 @pytest.mark.parametrize('data', ['normal', 'onehot', 'outliers'])
-def test_long_sequences(data, head_dim, causal, device):
+def test_long_sequences(data, granularity, head_dim, causal, device):
     case = GeneralCase(((1500, 3000),), head_dim, heads=(2, 1), causal=causal, is_packed=False,
                        data=data)
-    check_case(case, device)
+    check_case(case, device, granularity)
 
 
 @pytest.mark.smoke
@@ -226,7 +232,7 @@ def test_no_scale_is_one(case, missing, device):
 
 
 @pytest.mark.parametrize('case', [DENSE, PACKED], ids=['dense', 'packed'])
-@pytest.mark.parametrize('granularity', ['head', 'block'])
+@every_way
 def test_scales_of_any_strides(granularity, case, device):
     call = call_of(case, device, granularity)
     turned = Scales(*(x.mT.contiguous().mT for x in call.scales))
@@ -239,17 +245,23 @@ def test_scales_of_any_strides(granularity, case, device):
 
 @pytest.mark.parametrize('case', [DENSE, PACKED], ids=['dense', 'packed'])
 def test_one_scale_in_every_form(case, device):
-    """Expanded to heads or blocks, filled, mixed: the same bits."""
+    """Expanded to heads or blocks, filled, mixed: the same bits, but where K or V have scales of
+    blocks in memory, which is another way through the kernel.
+    """
     by_head, by_block = call_of(case, device, 'head'), call_of(case, device, 'block')
-    one = torch.full((), 0.25, device=device)
+    one = torch.full((), 2**-7, device=device)
     forms = [Scales(*(one.expand(x.shape) for x in by_head.scales)),
-             Scales(*(torch.full_like(x, 0.25) for x in by_head.scales)),
+             Scales(*(torch.full_like(x, 2**-7) for x in by_head.scales)),
              Scales(*(one.expand(x.shape) for x in by_block.scales)),
-             Scales(*(torch.full_like(x, 0.25) for x in by_block.scales))]
-    forms += [forms[0]._replace(k=forms[3].k), forms[3]._replace(q=forms[1].q, v=forms[0].v)]
-    results = [dataclasses.replace(by_head, scales=scales).run() for scales in forms]
-    for other in results[1:]:
-        check_same(other, results[0])
+             Scales(*(torch.full_like(x, 2**-7) for x in by_block.scales))]
+    filled = forms.pop()
+    of_blocks = [filled, forms[0]._replace(k=filled.k), filled._replace(q=forms[1].q, v=forms[0].v)]
+    for one_way in (forms, of_blocks):
+        calls = [dataclasses.replace(by_head, scales=scales) for scales in one_way]
+        results = [call.run() for call in calls]
+        calls[0].check(results[0])
+        for other in results[1:]:
+            check_same(other, results[0])
 
 
 @pytest.mark.parametrize('which', range(3), ids='qkv')
@@ -303,7 +315,7 @@ def test_a_scale_of_zero_is_a_block_of_zeros(device):
 @pytest.mark.smoke
 @every_mask
 @pytest.mark.parametrize('heads', [(1, 1), (4, 4), (6, 2), (5, 1), (16, 2), (64, 1)], ids=str)
-@pytest.mark.parametrize('granularity', ['head', 'block'])
+@every_way
 def test_query_heads_in_the_rows_of_a_tile(granularity, heads, causal, device):
     """pack_gqa changes no bit; nor do heads that are computed alone."""
     for head_dim, lengths in itertools.product(HEAD_DIMS, ((200, 333), (1, 300), (17, 40))):
@@ -316,21 +328,31 @@ def test_query_heads_in_the_rows_of_a_tile(granularity, heads, causal, device):
         check_same(results[2], results[0])
 
 
+@every_way
 @every_head_dim
 @every_mask
-def test_each_sequence_is_what_it_is_alone(causal, head_dim, device):
-    call = call_of(dataclasses.replace(PACKED, head_dim=head_dim, causal=causal), device)
-    q, k, v, _ = call.inputs
+def test_a_sequence_knows_nothing_of_the_others(granularity, causal, head_dim, device):
+    """NaN in all others, and in their scales by block: the same bits."""
+    call = call_of(dataclasses.replace(PACKED, head_dim=head_dim, causal=causal), device,
+                   granularity)
     out, lse = call.run()
-    for b, ((first_q, first_k), (rows, keys)) in enumerate(call.case.sequences()):
-        own = Inputs(q[first_q:first_q + rows], *(x[first_k:first_k + keys] for x in (k, v)))
-        places = [first // block + b for first, block in ((first_q, 64), *[(first_k, 32)] * 2)]
-        scales = Scales(*(scale[..., place:place + length // block + 1].contiguous()
-                          for scale, place, length, block in zip(
-                              call.scales, places, (rows, keys, keys), (64, 32, 32))))
-        case = dataclasses.replace(call.case, lengths=((rows, keys),))
-        alone = Call(case, own, scales, case.tensors(device).lists)
-        check_same((out[first_q:first_q + rows], lse[:, first_q:first_q + rows]), alone.run())
+    for b, (firsts, lengths) in enumerate(call.case.sequences()):
+        inputs, scales = [], []
+        for side, x, scale in zip((0, 1, 1), call.inputs, call.scales):
+            first, length = firsts[side], lengths[side]
+            inputs.append(torch.full_like(x.float(), math.nan).to(E4M3))
+            inputs[-1][first:first + length] = x[first:first + length]
+            own, block = slice(b, b + 1), (64, 32, 32)[len(scales)]
+            if granularity == 'block':
+                own = slice(first // block + b, first // block + b - (-length // block))
+            place = (own, ...) if granularity == 'head' else (..., own)
+            scales.append(torch.full_like(scale, math.nan))
+            scales[-1][place] = scale[place]
+        alone = dataclasses.replace(call, inputs=Inputs(*inputs, call.inputs.s_aux),
+                                    scales=Scales(*scales))
+        rows = slice(firsts[0], firsts[0] + lengths[0])
+        got = alone.run()
+        check_same((got[0][rows], got[1][:, rows]), (out[rows], lse[:, rows]))
 
 
 def test_many_short_sequences(device):
@@ -374,8 +396,9 @@ def test_given_out(dtype, layout, device):
 @every_feature
 def test_rows_that_do_not_count_are_not_read(features, device):
     """NaN there, in q, k and v; out is 0 and lse -inf."""
-    for head_dim in HEAD_DIMS:
-        call = call_of(dataclasses.replace(PARTLY_USED, head_dim=head_dim, **features), device)
+    for head_dim, granularity in itertools.product(HEAD_DIMS, ('head', 'block')):
+        case = dataclasses.replace(PARTLY_USED, head_dim=head_dim, **features)
+        call = call_of(case, device, granularity)
         expected = call.run()
         counts = [torch.zeros(len(x), dtype=torch.bool, device=device) for x in call.inputs[:2]]
         for firsts, used in call.case.sequences():
@@ -388,11 +411,12 @@ def test_rows_that_do_not_count_are_not_read(features, device):
         assert (got[0][~counts[0]] == 0).all() and (got[1][:, ~counts[0]] == -math.inf).all()
 
 
+@every_way
 @every_head_dim
 @every_mask
-def test_nan_reaches_who_sees_it(causal, head_dim, device):
+def test_nan_reaches_who_sees_it(granularity, causal, head_dim, device):
     case = GeneralCase(((200, 200),), head_dim, heads=(4, 2), causal=causal, is_packed=False)
-    call = call_of(case, device)
+    call = call_of(case, device, granularity)
     expected = call.run()
     spoiled = call.inputs.q.float()
     spoiled[0, 150, 1, 7] = math.nan
@@ -415,8 +439,9 @@ def test_nan_reaches_who_sees_it(causal, head_dim, device):
 @every_head_dim
 @every_feature
 def test_the_same_bits_every_time(features, head_dim, device):
-    for case in (DENSE, PARTLY_USED):
-        call = call_of(dataclasses.replace(case, head_dim=head_dim, **features), device)
+    for case, granularity in itertools.product((DENSE, PARTLY_USED), ('head', 'block')):
+        call = call_of(dataclasses.replace(case, head_dim=head_dim, **features), device,
+                       granularity)
         expected = call.run()
         for _ in range(3):
             check_same(call.run(), expected)
