@@ -1,7 +1,8 @@
 // The tiles of the forward kernel for e4m3, one struct each. Shared memory: Q ring + K ring + V
 // ring + V as it comes, in KiB.
 //
-// Speeds are TFLOP/s at 16k tokens, heads * head dim = 2048, full / causal, H200, 2026-11-22.
+// Speeds are TFLOP/s at 16k tokens, heads * head dim = 2048, full / causal, H200, 2026-11-22; at
+// head dims 64 and 128 with one scale for all keys.
 #pragma once
 
 #include "config/fwd_config.h"
@@ -42,8 +43,8 @@ struct FwdTileFp8D128 : Fp8Defaults {
   static constexpr int kFixedKeys = 315;
 };
 
-// 32 + 32 + 32 + 32 = 128 KiB. S = 8k: 862 / 874, S = 512: 620 / 359; with turns 859 / 871,
-// 617 / 375.
+// 32 + 32 + 32 + 32 = 128 KiB. S = 8k: 862 / 874, S = 512: 620 / 359. Turns, tried with another
+// form of the softmax: 859 / 871 of 869 / 865, 617 / 375 of 631 / 365.
 struct FwdTileFp8D128Short : FwdTileFp8D128 {
   static constexpr int kConsumerWarpgroups = 2;
   static constexpr int kTileN = 128;
