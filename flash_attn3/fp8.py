@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn3 import _library, checks, general, quantize, reference_fp8
 from flash_attn3.general import Execution, General
-from flash_attn3.quantize import E4M3, KV_BLOCK, PER_HEAD, PER_TENSOR, Q_BLOCK
+from flash_attn3.quantize import BLOCK_STEP, E4M3, KV_BLOCK, PER_HEAD, PER_TENSOR, Q_BLOCK
 from flash_attn3.reference import Inputs, Outputs
 from flash_attn3.reference_fp8 import Scales
 
@@ -42,7 +42,7 @@ class Quantization(NamedTuple):
 
     Attributes:
         rotation_seed: of the signs; None: no rotation.
-        block_scales: a scale for each 64 rows of q and 32 of k and v; or per sequence and KV head.
+        block_scales: a scale for each 64 rows of q and 384 of k and v; or per sequence and KV head.
         promote: as in `Fp8`.
     """
     rotation_seed: int | None = 0
@@ -135,8 +135,8 @@ def _check_quantize(x: Tensor, sequences: quantize.Sequences | None, block: int,
          f'x of the shape {layout}', str(tuple(x.shape))),
         (x.dtype not in (*WIDE_DTYPES, torch.float32),
          'x.dtype to be bfloat16, float16 or float32', checks.dtype_name(x.dtype)),
-        (block not in (PER_HEAD, PER_TENSOR) and (block < 1 or block % KV_BLOCK),
-         f"block to be a multiple of {KV_BLOCK}, 'head' or 'tensor'", str(block)),
+        (block not in (PER_HEAD, PER_TENSOR) and (block < 1 or block % BLOCK_STEP),
+         f"block to be a multiple of {BLOCK_STEP}, 'head' or 'tensor'", str(block)),
         (group < 1 or heads % max(1, group), 'group to divide the heads of x', str(group)),
         (seed is not None and not 0 <= seed < SEEDS, 'seed to be from 0 to 2**32 - 1', str(seed)),
     ) if is_wrong]

@@ -41,8 +41,8 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
     outliers are spread over head_dim. Not differentiable.
 
         q8, q_descale = quantize_fp8(q, rotate=True, block=64, group=heads_q // heads_k)
-        k8, k_descale = quantize_fp8(k, rotate=True, block=32)
-        v8, v_descale = quantize_fp8(v, block=32)
+        k8, k_descale = quantize_fp8(k, rotate=True, block=384)
+        v8, v_descale = quantize_fp8(v, block=384)
         out = flash_attn_func(q8, k8, v8, q_descale=q_descale, k_descale=k_descale,
                               v_descale=v_descale)
 
@@ -52,7 +52,7 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
         rotate: multiply each row by random signs and a Hadamard matrix (block-diagonal of powers of
             two where head_dim is none: 96 = 64 + 32).
         block: rows with a scale of their own, a multiple of 32, from the first row of a sequence
-            on: the attention functions take 64 for q, 32 for k and v. Or 'head' (default), one
+            on: the attention functions take 64 for q, 384 for k and v. Or 'head' (default), one
             scale for a sequence and KV head, or 'tensor', one in all.
         seed: of the signs, 0 to 2^32 - 1.
         group: heads of x for one KV head, which have its signs and, with 'head', its scale.
@@ -97,7 +97,7 @@ def flash_attn_fp8_func(
     Args:
         q, k, v: as in `flash_attn_func`, bfloat16 or float16.
         rotate, seed: of q and k, see `quantize_fp8`. Default: rotated.
-        block_scales: a scale for every 64 rows of q and 32 of k and v (default), or one for each
+        block_scales: a scale for every 64 rows of q and 384 of k and v (default), or one for each
             batch entry and KV head.
         fp8_accum: see `quantize_fp8`; without effect on the CPU.
         return_max_logits: as in `flash_attn_func`, on the CPU only.

@@ -33,7 +33,7 @@ P_FACTOR = 2.0 ** 8
 class Scales(NamedTuple):
     """What the e4m3 values of q, k and v are multiplied by; None is 1.
 
-    (batch, heads_k) each, or by blocks, of 64 rows of q and 32 of k and v: q (batch, heads_q,
+    (batch, heads_k) each, or by blocks, of 64 rows of q and 384 of k and v: q (batch, heads_q,
     blocks), k and v (batch, heads_k, blocks); packed as `quantize.quantize` says. float32.
     """
     q: Tensor | None = None

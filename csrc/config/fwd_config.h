@@ -73,9 +73,6 @@ constexpr int kWarpgroupThreads = 128;
 // FP8: of the producer warpgroup.
 constexpr int kTransposingWarps = 2;
 
-// FP8: K tiles whose scales are in shared memory at a time.
-constexpr int kScaleStages = 4;
-
 template <class Config>
 constexpr int fwd_threads() {
   return (Config::kConsumerWarpgroups + 1) * kWarpgroupThreads;
@@ -134,11 +131,10 @@ constexpr int v_buffer_bytes() {
 template <class Config>
 constexpr int fwd_scale_bytes() {
   constexpr int kTileBytes = 128;
-  int const of_keys = 16 * Config::kTileN / kScaleBlockKeys + 2 * 8;
+  int const of_keys = 2 * Config::kStages * 16;
   int const of_warpgroup = kTileBytes + kWarpgroupRows * int(sizeof(float));
-  int const of_tiles =
-      Config::kQStages * (Config::kConsumerWarpgroups * of_warpgroup + int(sizeof(float)));
-  return Config::kDtype == Dtype::kFloat8E4M3 ? kScaleStages * of_keys + of_tiles : 0;
+  int const of_tiles = Config::kQStages * (Config::kConsumerWarpgroups * of_warpgroup + 8);
+  return Config::kDtype == Dtype::kFloat8E4M3 ? of_keys + of_tiles : 0;
 }
 
 // Shared memory of a variant: the Q ring, the K ring, the V ring, the mbarriers and what is small.
@@ -191,6 +187,8 @@ constexpr FwdVariantFacts fwd_facts(char const* name) {
                 "the tile does not fit into shared memory");
   static_assert(Config::kCtasPerSm * (fwd_shared_bytes<Config>() + 1024) <= kSharedBytesPerSm,
                 "so many CTAs do not fit into shared memory");
+  static_assert(Config::kDtype != Dtype::kFloat8E4M3 || kScaleBlockKeys % Config::kTileN == 0,
+                "a K tile has one scale");
   static_assert(!Config::kPromote || !Config::kIntraOverlap,
                 "the sum of a K tile takes the registers of S");
   static_assert(!Config::kPingPong || Config::kConsumerWarpgroups == 2,

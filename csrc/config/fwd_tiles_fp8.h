@@ -2,7 +2,7 @@
 // ring + V as it comes, in KiB.
 //
 // Speeds are TFLOP/s at 16k tokens, heads * head dim = 2048, full / causal, H200, 2026-11-22; at
-// head dims 64 and 128 with one scale for all keys.
+// head dims 64 and 128 with a softmax that knows no scales, 0 to 2 % faster than that of now.
 #pragma once
 
 #include "config/fwd_config.h"
@@ -40,7 +40,7 @@ struct FwdTileFp8D128 : Fp8Defaults {
   static constexpr int kStages = 3;
   static constexpr bool kPingPong = false;
   static constexpr bool kTileOverlap = true;
-  static constexpr int kFixedKeys = 315;
+  static constexpr int kFixedKeys = 270;
 };
 
 // 32 + 32 + 32 + 32 = 128 KiB. S = 8k: 862 / 874, S = 512: 620 / 359. Turns, tried with another

@@ -42,7 +42,7 @@ struct TensorView {
 
 // FP8: rows that have a scale in common, where scales go by block.
 constexpr int kScaleBlockQueries = 64;
-constexpr int kScaleBlockKeys = 32;
+constexpr int kScaleBlockKeys = 384;
 
 // The scales of q, k or v; strides in elements. Of packed sequences with scales by block, the
 // blocks of sequence b begin at cu[b] / rows of a block + b, and batch_stride is 0.

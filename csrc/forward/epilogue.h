@@ -9,9 +9,9 @@
 
 namespace fa3 {
 
-template <class Traits, bool kByBlock>
-using SoftmaxOf = cute::conditional_t<Traits::kFp8, Fp8Softmax<Traits, kByBlock>,
-                                      OnlineSoftmax<typename Traits::Config>>;
+template <class Traits>
+using SoftmaxOf =
+    cute::conditional_t<Traits::kFp8, Fp8Softmax<Traits>, OnlineSoftmax<typename Traits::Config>>;
 
 // Consumer side: O over this warpgroup's rows of Q, then the store warp is told. A warp stores its
 // 16 rows 16 columns at a time: a lane gives the address of one row of one of the four 8 x 8

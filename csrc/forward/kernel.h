@@ -62,15 +62,8 @@ __global__ void __launch_bounds__(fwd_threads<Config>(), Config::kCtasPerSm)
   } else {
     cutlass::arch::warpgroup_reg_alloc<fwd_consumer_registers<Config>()>();
     int const thread = int(threadIdx.x) % kWarpgroupThreads;
-    using Turn_ = Turn<Config::kPingPong>;
-    Turn_ const turn{warpgroup - 1};
-    if constexpr (Traits::kHasOneScale) {
-      if (!p.scales_by_block) {
-        FwdConsumer<Traits, Turn_, false>(shared, p, warpgroup - 1, thread, turn).run();
-        return;
-      }
-    }
-    FwdConsumer<Traits, Turn_, Traits::kFp8>(shared, p, warpgroup - 1, thread, turn).run();
+    Turn<Config::kPingPong> const turn{warpgroup - 1};
+    FwdConsumer<Traits>(shared, p, warpgroup - 1, thread, turn).run();
   }
 }
 

@@ -66,8 +66,6 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
     d.k_scale = p.k_scale;
     d.v_scale = p.v_scale;
     d.q_scale.head_in_pack_stride = p.q_scale.by_kv_head ? 0 : p.q_scale.head_stride;
-    bool const by_block = p.k_scale.block_stride != 0 || p.v_scale.block_stride != 0;
-    d.scales_by_block = by_block || !Traits::kHasOneScale;
     d.scale_batches = max_of(1, problem.batch);
     d.out_is_half = p.out_dtype == Dtype::kFloat16;
   } else {

@@ -91,6 +91,7 @@ struct FwdProducer {
                  work.place.first_q() + work.position_begin, work.place, work.place.end_q());
       }
     }
+    tell_tile();
     q_ring.advance();
   }
 
@@ -101,6 +102,14 @@ struct FwdProducer {
       shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
       shared.work[q_ring.stage][wg].keys.end = 0;
       shared.q_full[q_ring.stage][wg].arrive();
+    }
+    tell_tile();
+  }
+
+  // The other warps of this warpgroup need its coordinates alone.
+  CUTE_DEVICE void tell_tile() {
+    if constexpr (Traits::kFp8) {
+      shared.tile_known[q_ring.stage].arrive();
     }
   }
 

@@ -72,15 +72,14 @@ struct FwdTile {
 
 // Turn_ is called before the products of a step are issued and when they have been; there is
 // another one in benchmarks/unspecialised.h.
-// FP8: kByBlock, where keys have scales by block.
-template <class Traits, class Turn_ = Turn<Traits::Config::kPingPong>, bool kByBlock = false>
+template <class Traits, class Turn_ = Turn<Traits::Config::kPingPong>>
 struct FwdConsumer {
   using Element = typename Traits::Element;
   using Config = typename Traits::Config;
   using MmaS = typename Traits::MmaS;
   using MmaO = typename Traits::MmaO;
   using Tile = FwdTile<Traits>;
-  using Softmax = SoftmaxOf<Traits, kByBlock>;
+  using Softmax = SoftmaxOf<Traits>;
 
   static constexpr bool kGeneral = Traits::kGeneral;
 
@@ -92,7 +91,7 @@ struct FwdConsumer {
   RingState<Traits::kQStages> q_ring;
   RingState<Traits::kStages> k_ring;
   RingState<Traits::kStages> v_ring;
-  RingState<kScaleStages> scale_ring;  // FP8
+  RingState<Traits::kScaleStages> scale_ring;  // FP8: of K tiles
 
   CUTE_DEVICE FwdConsumer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int warpgroup_,
                           int thread_, Turn_ const& turn_)
@@ -160,6 +159,10 @@ struct FwdConsumer {
       release(shared.k_empty, k_ring);
       first_probabilities(tile, tSrS, tOrP, softmax);
     } else {
+      if constexpr (Traits::kFp8) {
+        // The scales of Q come with the first K tile.
+        shared.k_full[k_ring.stage].wait(k_ring.phase);
+      }
       start_rows(tile, softmax);
     }
   }
@@ -235,15 +238,14 @@ struct FwdConsumer {
     turn.wait();
     issue_scores(tile, tSrS);
     issue_output(tile, tOrP, tOrO, [&] { turn.pass(); });
-    auto const scales = take_scales();
+    auto const scale = take_scale();
     wait_gemm<1>(tSrS);
     release(shared.k_empty, k_ring);
-    transform_scores<Traits>(p, tSrS, softmax, scales);
+    transform_scores<Traits>(p, tSrS, softmax, scale);
     if constexpr (kHidden != Hidden::kNothing) {
       tile.limits.template apply<kHidden>(tSrS, n);
     }
-    softmax.template update<kHidden != Hidden::kNothing>(tSrS, scales);
-    release_block_scales();
+    softmax.template update<kHidden != Hidden::kNothing>(tSrS, scale);
     wait_gemm<0>(tOrO);
     release(shared.v_empty, v_ring);
     to_probabilities(tSrS, tOrP);
@@ -258,16 +260,15 @@ struct FwdConsumer {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
     issue_scores(tile, tSrS);
-    auto const scales = take_scales();
+    auto const scale = take_scale();
     wait_gemm<0>(tSrS);
     turn.pass();
     release(shared.k_empty, k_ring);
-    transform_scores<Traits>(p, tSrS, softmax, scales);
+    transform_scores<Traits>(p, tSrS, softmax, scale);
     if constexpr (kHidden != Hidden::kNothing) {
       tile.limits.template apply<kHidden>(tSrS, n);
     }
-    softmax.template update<kHidden != Hidden::kNothing>(tSrS, scales);
-    release_block_scales();
+    softmax.template update<kHidden != Hidden::kNothing>(tSrS, scale);
     to_probabilities(tSrS, tOrP);
     softmax.rescale_output(tOrO);
     if constexpr (Config::kPromote) {
@@ -282,42 +283,23 @@ struct FwdConsumer {
   CUTE_DEVICE void start_rows(Tile& tile, Softmax& softmax) {
     tile.limits = RowLimits<Traits>::of_tile(p, tile.work, thread);
     if constexpr (Traits::kFp8) {
-      // They come with those of the first K tile.
-      shared.scales_full[scale_ring.stage].wait(scale_ring.phase);
       float scales[2];
       read_query_scales(shared.q_scales[tile.q_stage][warpgroup], thread, scales);
-      if constexpr (!kByBlock) {
-        release_scales();
-      }
       softmax.reset(scales);
     } else {
       softmax.reset();
     }
   }
 
-  // Of the next K tile.
-  CUTE_DEVICE auto take_scales() {
-    if constexpr (kByBlock) {
-      shared.scales_full[scale_ring.stage].wait(scale_ring.phase);
-      return KeyScales(shared.scales[scale_ring.stage]);
+  // Of the next K tile, which has come. FP8; else nothing.
+  CUTE_DEVICE auto take_scale() {
+    if constexpr (Traits::kFp8) {
+      KeyScale const scale = shared.scales[scale_ring.stage];
+      scale_ring.advance();
+      return scale;
     } else {
-      return typename Softmax::Scales{};
+      return NoScale{};
     }
-  }
-
-  CUTE_DEVICE void release_block_scales() {
-    if constexpr (kByBlock) {
-      release_scales();
-    }
-  }
-
-  // They have been read.
-  CUTE_DEVICE void release_scales() {
-    __syncwarp();
-    if (thread % 32 == 0) {
-      shared.scales_empty[scale_ring.stage].arrive();
-    }
-    scale_ring.advance();
   }
 
   template <class FragmentS, class FragmentP>
@@ -334,14 +316,13 @@ struct FwdConsumer {
                                        Softmax& softmax) {
     start_rows(tile, softmax);
     int const n = tile.work.keys.end - 1;
-    auto const scales = take_scales();
-    transform_scores<Traits>(p, tSrS, softmax, scales);
+    auto const scale = take_scale();
+    transform_scores<Traits>(p, tSrS, softmax, scale);
     BlockRange const& keys = tile.work.keys;
     if (n >= keys.free_end || (kGeneral && n < keys.free_begin)) {
       tile.limits.template apply<kGeneral ? Hidden::kBothEnds : Hidden::kEnd>(tSrS, n);
     }
-    softmax.template update<true>(tSrS, scales);
-    release_block_scales();
+    softmax.template update<true>(tSrS, scale);
     to_probabilities(tSrS, tOrP);
   }
 
@@ -352,11 +333,7 @@ struct FwdConsumer {
     FwdWork<Traits> const& work = shared.work[tile.q_stage][warpgroup];
     float sinks[2];
     read_sinks<Traits>(p, work, thread, sinks);
-    if constexpr (Traits::kFp8) {
-      softmax.finish(tOrO, sinks, kByBlock ? 1.f : shared.v_scale[tile.q_stage]);
-    } else {
-      softmax.finish(tOrO, sinks);
-    }
+    softmax.finish(tOrO, sinks);
     store_rows<Traits>(p, work.rows, thread, softmax, sinks);
     if constexpr (Traits::kFp8) {
       if (p.out_is_half) {

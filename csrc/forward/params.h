@@ -48,9 +48,8 @@ struct FwdDeviceParams {
   ScaleView q_scale;
   ScaleView k_scale;
   ScaleView v_scale;
-  int scale_batches;     // no sequence has a number as large
-  bool scales_by_block;  // of K or V; else there is one for all keys of a sequence
-  bool out_is_half;      // else bfloat16
+  int scale_batches;  // no sequence has a number as large
+  bool out_is_half;   // else bfloat16
   TileOrder order;
   TicketOrder tickets;  // packed, as are the following
   PackedTables tables;

@@ -1,5 +1,6 @@
-// FP8: the scales of q, k and v. By block, of 64 rows of q and 32 of k and v, or per (sequence, KV
-// head), whose blocks all have the same one: the stride of a block is 0.
+// FP8: the scales of q, k and v. By block, of 64 rows of q and kScaleBlockKeys of k and v, or per
+// (sequence, KV head), whose blocks all have the same one: the stride of a block is 0. A block of
+// keys is whole K tiles, so that a K tile has one scale.
 #pragma once
 
 #include "device/fragments.h"
@@ -11,51 +12,21 @@ namespace fa3 {
 // P is brought into the range of e4m3 by this power of two.
 constexpr int kOffsetLog2 = 8;
 
-// No scale counts as smaller: with 0 the maximum of a row would lose its meaning. Twice that far
-// from 1 a float still has room.
+// No scale of v counts as smaller: with 0 the maximum of a row would lose its meaning. Twice that
+// far from 1 a float still has room.
 constexpr float kLeastScale = 1e-30f;
 
-CUTE_DEVICE float scale_at(ScaleView const& scales, int64_t first, int block) {
-  float const scale =
-      scales.data == nullptr ? 1.f : scales.data[first + block * scales.block_stride];
-  return scale < kLeastScale ? kLeastScale : scale;  // NaN stays NaN
+// Nor one of k, or one of q times that of the softmax. What scores are multiplied with must not be
+// flushed to 0, for a hidden one is -inf.
+constexpr float kLeastScoreScale = 0x1p-60f;
+
+CUTE_DEVICE float at_least(float scale, float least) {
+  return scale < least ? least : scale;  // NaN stays NaN
 }
 
-// What becomes of the scores of a block: times k, and v_log2 more.
-struct ScoreScale {
-  float k;
-  float v_log2;
-};
-
-// Of the K tile at hand, in shared memory.
-// WHY volatile: kept in registers from one use to the next they spill.
-struct KeyScales {
-  uint32_t first;
-
-  CUTE_DEVICE explicit KeyScales(BlockScale const* scales)
-      : first(cute::cast_smem_ptr_to_uint(scales)) {}
-
-  CUTE_DEVICE ScoreScale of_scores(int block) const {
-    ScoreScale scale;
-    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];"
-                 : "=f"(scale.k), "=f"(scale.v_log2)
-                 : "r"(first + block * int(sizeof(BlockScale))));
-    return scale;
-  }
-
-  CUTE_DEVICE float over_v(int block) const {
-    float over_v;
-    int const offset = block * int(sizeof(BlockScale)) + int(offsetof(BlockScale, over_v));
-    asm volatile("ld.volatile.shared.f32 %0, [%1];" : "=f"(over_v) : "r"(first + offset));
-    return over_v;
-  }
-};
-
-// Where all keys of a sequence have one, which is in those of q, or comes last.
-struct OneScale {
-  CUTE_DEVICE static ScoreScale of_scores(int) { return ScoreScale{1.f, 0.f}; }
-  CUTE_DEVICE static float over_v(int) { return 1.f; }
-};
+CUTE_DEVICE float scale_at(ScaleView const& scales, int64_t first, int block) {
+  return scales.data == nullptr ? 1.f : scales.data[first + block * scales.block_stride];
+}
 
 // Of this thread's two rows.
 CUTE_DEVICE void read_query_scales(float const (&of_rows)[kWarpgroupRows], int thread,
@@ -112,71 +83,84 @@ struct ScaleReader {
   FwdDeviceParams const& p;
   int lane;
   RingState<Traits::kQStages> q_ring;
-  RingState<kScaleStages> ring;
+  RingState<Traits::kStages> k_ring;
+  RingState<Traits::kScaleStages> ring;
 
   CUTE_DEVICE ScaleReader(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int lane_)
       : shared(shared_), p(p_), lane(lane_) {}
 
   CUTE_DEVICE void run() {
     while (true) {
+      shared.tile_known[q_ring.stage].wait(q_ring.phase);
+      if (!shared.work[q_ring.stage][0].valid()) {
+        return;
+      }
       TileScales at;
       CUTE_NO_UNROLL
       for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
-        shared.q_full[q_ring.stage][wg].wait(q_ring.phase);
         FwdWork<Traits> const& work = shared.work[q_ring.stage][wg];
-        if (!work.valid()) {
-          return;
-        }
         at = scales_of(p, work);
         write_query_scales(work, at, shared.q_scales[q_ring.stage][wg]);
-        if (!p.scales_by_block) {
-          shared.v_scale[q_ring.stage] = at.has_keys() ? scale_at(p.v_scale, at.v, 0) : 1.f;
-        }
       }
-      // A copy: when the scales have been used, `work` may be overwritten.
-      BlockRange const keys = shared.work[q_ring.stage][0].keys;
-      // Of one for all keys the ring tells that those of q are there.
-      int const last = p.scales_by_block ? keys.begin : keys.end - 1;
-      CUTE_NO_UNROLL
-      for (int n = keys.end - 1; n >= last; --n) {
-        shared.scales_empty[ring.stage].wait(ring.phase ^ 1);
-        write_key_scales(at, n, shared.scales[ring.stage]);
-        __syncwarp();
-        if (lane == 0) {
-          shared.scales_full[ring.stage].arrive();
-        }
-        ring.advance();
+      __syncwarp();
+      if (lane == 0) {
+        // A copy: when the last K tile is there, `work` may be overwritten.
+        BlockRange const keys = shared.work[q_ring.stage][0].keys;
+        write_key_scales(at, keys);
       }
+      __syncwarp();
       q_ring.advance();
     }
   }
 
  private:
-  // Each of the first lanes has a block of K tile n.
-  CUTE_DEVICE void write_key_scales(TileScales const& at, int n, BlockScale* scales) const {
-    if (lane < Traits::kScaleBlocks) {
-      int const block = min_of(n * Traits::kScaleBlocks + lane, at.last_key_block);
-      float const v = at.has_keys() ? scale_at(p.v_scale, at.v, block) : 1.f;
-      float const k = at.has_keys() ? scale_at(p.k_scale, at.k, block) : 1.f;
-      float const over_v = reciprocal_approx(v) * (1.f / (1 << kOffsetLog2));
-      scales[lane] = BlockScale{k, log2_approx(v), over_v};
+  struct BlockOfKeys {
+    float k;
+    float v;
+  };
+
+  CUTE_DEVICE BlockOfKeys read_block(TileScales const& at, int block) const {
+    block = min_of(block, at.last_key_block);
+    return block < 0
+               ? BlockOfKeys{1.f, 1.f}
+               : BlockOfKeys{scale_at(p.k_scale, at.k, block), scale_at(p.v_scale, at.v, block)};
+  }
+
+  // For each K tile, as K comes: those of Q, too, are there with the first one. A block is read
+  // while the one before is in use.
+  CUTE_DEVICE void write_key_scales(TileScales const& at, BlockRange const& keys) {
+    int block = (keys.end - 1) / Traits::kScaleTiles;
+    BlockOfKeys next = read_block(at, block);
+    int n = keys.end - 1;
+    CUTE_NO_UNROLL
+    for (; n >= keys.begin; --block) {
+      float const v = at_least(next.v, kLeastScale);
+      KeyScale const scale{at_least(next.k, kLeastScoreScale), log2_approx(v),
+                           reciprocal_approx(v)};
+      next = read_block(at, max_of(block - 1, 0));
+      int const begin = max_of(keys.begin, block * Traits::kScaleTiles);
+      CUTE_NO_UNROLL
+      for (; n >= begin; --n) {
+        shared.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);
+        shared.scales[ring.stage] = scale;
+        shared.k_full[k_ring.stage].arrive();
+        k_ring.advance();
+        ring.advance();
+      }
     }
   }
 
   CUTE_DEVICE void write_query_scales(FwdWork<Traits> const& work, TileScales const& at,
                                       float (&of_rows)[kWarpgroupRows]) const {
     int const last = max_of(0, work.place.lengths(p.seqlen).q - 1);
-    bool const with_k = !p.scales_by_block && at.has_keys();
-    float const k_scale = with_k ? scale_at(p.k_scale, at.k, 0) : 1.f;
     CUTE_UNROLL
     for (int row = lane; row < kWarpgroupRows; row += 32) {
       int const offset = p.pack.div(row);
       int const head = row - offset * int(p.pack.divisor);
       int const position = min_of(work.position_begin + offset, last);
       int64_t const of_head = at.q + head * p.q_scale.head_in_pack_stride;
-      float const q_scale =
+      of_rows[row] =
           at.has_keys() ? scale_at(p.q_scale, of_head, position / kScaleBlockQueries) : 1.f;
-      of_rows[row] = q_scale * k_scale;
     }
   }
 };

@@ -8,16 +8,17 @@
 
 namespace fa3 {
 
-template <class Traits, class Fragment, class Softmax, class Scales>
+template <class Traits, class Fragment, class Softmax, class Scale>
 CUTE_DEVICE void transform_scores(FwdDeviceParams const& p, Fragment& acc, Softmax const& softmax,
-                                  Scales const& scales) {
+                                  Scale const& scale) {
   if constexpr (Traits::kMask == MaskKind::kSoftcap) {
+    float factors[2] = {p.softcap_scale, p.softcap_scale};
     if constexpr (Traits::kFp8) {
-      softmax.apply_scales(acc, scales);
+      softmax.apply_scales(factors, scale);
     }
     CUTE_UNROLL
     for (int i = 0; i < cute::size(acc); ++i) {
-      acc(i) = tanh_of(acc(i) * p.softcap_scale);
+      acc(i) = tanh_of(acc(i) * factors[i / 2 % 2]);
     }
   }
 }

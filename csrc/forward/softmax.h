@@ -10,12 +10,10 @@
 namespace fa3 {
 
 // Of a K tile, without FP8.
-struct NoScales {};
+struct NoScale {};
 
 template <class Config>
 struct OnlineSoftmax {
-  using Scales = NoScales;
-
   static constexpr int kRows = 2;
   static constexpr bool kGeneral = is_general(Config::kMask);
 
@@ -44,7 +42,7 @@ struct OnlineSoftmax {
 
   // S becomes exp2((S - max) * scale_log2). After a masked tile a row may still have seen no key.
   template <bool kMasked, class Fragment>
-  CUTE_DEVICE void update(Fragment& acc, NoScales) {
+  CUTE_DEVICE void update(Fragment& acc, NoScale) {
     auto scores = rows_view(acc);  // (2, columns)
     update_max(scores);
     if constexpr (Config::kMaximaFirst && Config::kMask != MaskKind::kFull) {

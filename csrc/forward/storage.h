@@ -11,11 +11,11 @@
 
 namespace fa3 {
 
-// FP8: what the softmax takes of the scales of a block of keys.
-struct alignas(16) BlockScale {
+// FP8: what the softmax takes of the scales of a K tile.
+struct alignas(16) KeyScale {
   float k;
   float v_log2;
-  float over_v;  // 1 / (v * 2^kOffsetLog2)
+  float over_v;  // 1 / v
 };
 
 // WHY arrays of no elements, where a kernel is not of FP8: as empty members, [[no_unique_address]],
@@ -26,7 +26,7 @@ struct FwdStorage {
   using Element = typename Traits::Element;
 
   static constexpr int kRawStages = Traits::kFp8 ? Traits::kValueStages : 0;
-  static constexpr int kScales = Traits::kFp8 ? kScaleStages : 0;
+  static constexpr int kScales = Traits::kFp8 ? Traits::kScaleStages : 0;
   static constexpr int kScaleQStages = Traits::kFp8 ? Traits::kQStages : 0;
 
   struct alignas(1024) {
@@ -45,19 +45,21 @@ struct FwdStorage {
   Mbarrier o_staged[Traits::kQStages][Traits::kWarpgroups];  // consumer warps -> store warp (4)
   Mbarrier q_empty[Traits::kQStages][Traits::kWarpgroups];   // store warp (1); FP8: consumer warps
                                                              // (4) -> producer warp
-  Mbarrier k_full[Traits::kStages];                          // TMA -> consumers (1 + bytes)
+  Mbarrier k_full[Traits::kStages];   // TMA (1 + bytes), FP8: scale warp (1) -> consumers
   Mbarrier k_empty[Traits::kStages];  // consumer warpgroups -> producer warp (1 each)
   Mbarrier v_full[Traits::kStages];   // TMA (1 + bytes), or transposing warps (2) -> consumers
   Mbarrier v_empty[Traits::kStages];  // consumer warpgroups -> who fills v (1 each)
 
-  // FP8: of the rows of Q in a stage; of the blocks of a K tile.
+  // FP8: of the rows of Q in a stage; of K tiles. The barriers of K guard them.
+  // INVARIANT: consumers read those of K tile j before they issue S(j + 1). Twice as many as K
+  // tiles: where they lie, those of tile j + 2 kStages are written once K of j + kStages has been
+  // read.
   float q_scales[kScaleQStages][Traits::kWarpgroups][kWarpgroupRows];
-  float v_scale[kScaleQStages];  // where all keys have one
-  BlockScale scales[kScales][Traits::kScaleBlocks];
-  Mbarrier scales_full[kScales];     // scale warp -> consumers (1)
-  Mbarrier scales_empty[kScales];    // consumer warps -> scale warp (1 each)
-  Mbarrier v_raw_full[kRawStages];   // TMA -> transposing warps (1 + bytes)
-  Mbarrier v_raw_empty[kRawStages];  // transposing warps -> producer warp (2)
+  KeyScale scales[kScales];
+  Mbarrier tile_known[kScaleQStages];  // producer warp: `work` is there -> scale and transposing
+                                       // warps (1)
+  Mbarrier v_raw_full[kRawStages];     // TMA -> transposing warps (1 + bytes)
+  Mbarrier v_raw_empty[kRawStages];    // transposing warps -> producer warp (2)
 
   // The ring into which the producer brings V.
   CUTE_DEVICE auto& values_in() {
@@ -93,14 +95,13 @@ struct FwdStorage {
       }
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      k_full[i].init(1);
+      k_full[i].init(Traits::kFp8 ? 2 : 1);
       k_empty[i].init(Traits::kWarpgroups);
       v_full[i].init(Traits::kFp8 ? kTransposingWarps : 1);
       v_empty[i].init(Traits::kWarpgroups);
     }
-    for (int i = 0; i < kScales; ++i) {
-      scales_full[i].init(1);
-      scales_empty[i].init(Traits::kWarpgroups * kWarpgroupThreads / 32);
+    for (int i = 0; i < kScaleQStages; ++i) {
+      tile_known[i].init(1);
     }
     for (int i = 0; i < kRawStages; ++i) {
       v_raw_full[i].init(1);

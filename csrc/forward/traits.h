@@ -17,10 +17,9 @@ struct FwdTraits {
   static constexpr int kTileN = Config::kTileN;
   static constexpr int kStages = Config::kStages;
   static constexpr bool kFp8 = Config::kDtype == Dtype::kFloat8E4M3;
-  static constexpr int kScaleBlocks = kFp8 ? kTileN / kScaleBlockKeys : 1;
-  // FP8: a way of its own where all keys of a sequence have one scale.
-  static constexpr bool kHasOneScale =
-      kFp8 && !Config::kPromote && Config::kMask != MaskKind::kSoftcap;
+  // FP8: K tiles that have the same scales; of so many they are in shared memory.
+  static constexpr int kScaleTiles = kScaleBlockKeys / kTileN;
+  static constexpr int kScaleStages = 2 * Config::kStages;
   // Of the ring into which V comes.
   static constexpr int kValueStages = kFp8 ? Config::kRawStages : Config::kStages;
   static constexpr int kQStages = Config::kQStages;

@@ -68,7 +68,7 @@ struct ValueTransposer {
 
   CUTE_DEVICE void run() {
     while (true) {
-      shared.q_full[q_ring.stage][0].wait(q_ring.phase);
+      shared.tile_known[q_ring.stage].wait(q_ring.phase);
       // A copy: when the last of V has been used, `work` may be overwritten.
       BlockRange const keys = shared.work[q_ring.stage][0].keys;
       if (keys.end == 0) {

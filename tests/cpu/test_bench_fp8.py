@@ -8,6 +8,7 @@ from benchmarks import bench_fp8, harness
 from benchmarks.bench_fp8 import FP8
 from flash_attn3 import _measure
 from flash_attn3._measure import Shape
+from flash_attn3.quantize import KV_BLOCK
 
 CPU = torch.device('cpu')
 TINY = bench_fp8.tiny('bf16')
@@ -48,7 +49,8 @@ def test_what_differs_between_the_contenders(shape):
     assert sizes['e4m3'] == sizes['e4m3 promote'] == [(shape.batch, shape.heads_k)] * 3
     batch, count = (1, shape.batch) if shape.lengths else (shape.batch, 0)
     rows = shape.tokens[0]
-    by_kv = (batch, shape.heads_k, rows // 32 + count)
+    blocks = rows // KV_BLOCK + count if shape.lengths else -(-rows // shape.batch // KV_BLOCK)
+    by_kv = (batch, shape.heads_k, blocks)
     assert sizes['e4m3 by block'] == [(batch, shape.heads, rows // 64 + count), by_kv, by_kv]
     promotes = [name for name in calls if calls[name].get('fp8_accum') == 'promote']
     assert promotes == ['e4m3 promote']

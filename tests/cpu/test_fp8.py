@@ -13,6 +13,7 @@ from flash_attn3 import (_library, can_use, flash_attn_fp8_func, flash_attn_func
                          flash_attn_qkvpacked_func, flash_attn_varlen_fp8_func,
                          flash_attn_varlen_func, fp8, reference_fp8)
 from flash_attn3.general import General
+from flash_attn3.quantize import KV_BLOCK, Q_BLOCK
 from flash_attn3.reference import Inputs, Lengths, Mask, Score
 from flash_attn3.reference_fp8 import Scales
 
@@ -110,7 +111,7 @@ def test_scales_of_no_block_are_not_read():
     values, scales = quantize_all(*inputs, 'block', True, lists=pairs)
     poisoned = Scales(*(torch.full_like(x, torch.nan) for x in scales))
     for x, poison, lengths, block in zip(scales, poisoned, (LENGTHS[0], *[LENGTHS[1]] * 2),
-                                         (64, 32, 32)):
+                                         (Q_BLOCK, KV_BLOCK, KV_BLOCK)):
         first = 0
         for b, length in enumerate(lengths):
             place = first // block + b
@@ -172,7 +173,7 @@ def test_scales_are_optional(missing):
 
 
 def test_scales_of_any_strides():
-    values, scales = quantize_all(*tensors((2, 70), (2, 101)), 'block', True)
+    values, scales = quantize_all(*tensors((2, 70), (2, 501)), 'block', True)
     changed = Scales(*(x.mT.contiguous().mT for x in scales))
     assert changed.k.stride() != scales.k.stride()
     assert torch.equal(*(flash_attn_func(*values, **descales(one)) for one in (scales, changed)))
@@ -257,8 +258,8 @@ def test_emulation_of_equal_blocks_is_that_of_one_scale():
 
 def test_emulation_with_scales_of_v_far_apart():
     """A block of zeros, and one of large values that nobody looks at, cost no accuracy."""
-    q, k, v = tensors((1, 64), (1, 96))
-    v[:, :32], v[:, 64:] = 0, v[:, 64:] * 1e4
+    q, k, v = tensors((1, 512), (1, 3 * KV_BLOCK))
+    v[:, :KV_BLOCK], v[:, 2 * KV_BLOCK:] = 0, v[:, 2 * KV_BLOCK:] * 1e4
     values, scales = quantize_all(q, k, v, 'block', True)
     inputs, score = Inputs(*values), score_of({'window_size': (-1, 0)}, 32)
     got = reference_fp8.emulate(inputs, scales, score)
@@ -269,13 +270,13 @@ def test_emulation_with_scales_of_v_far_apart():
 
 def test_the_bar_finds_what_is_wrong():
     """A block without its scale, a tile that is left out, P that is cut off at 448 / 2^8."""
-    values, scales = quantize_all(*tensors((1, 128), (1, 256)), 'block', True)
+    values, scales = quantize_all(*tensors((1, 128), (1, 2 * KV_BLOCK)), 'block', True)
     inputs, score = Inputs(*values), score_of({}, 32)
     right = reference_fp8.emulate(inputs, scales, score).bfloat16()
     check_fp8(right, inputs, scales, score)
     without_scale = scales.v.clone()
-    without_scale[..., 3] = 1
-    cut = inputs._replace(k=values[1][:, :224], v=values[2][:, :224])
+    without_scale[..., 1] = 1
+    cut = inputs._replace(k=values[1][:, :-96], v=values[2][:, :-96])
     wrong = [reference_fp8.emulate(inputs, scales._replace(v=without_scale), score),
              reference_fp8.emulate(cut, scales, score), right * 0.9]
     for out in wrong:
@@ -393,8 +394,8 @@ BAD = {
                   'fwd: expected q_descale to have the shape (2, 2), or (2, 4, 2) for blocks of 64 '
                   'rows, got (2, 4)'),
     'k_descale': ({'k_descale': torch.ones(())},
-                  'fwd: expected k_descale to have the shape (2, 2), or (2, 2, 4) for blocks of 32 '
-                  'rows, got ()'),
+                  'fwd: expected k_descale to have the shape (2, 2), or (2, 2, 1) for blocks of '
+                  '384 rows, got ()'),
     'v_descale': ({'v_descale': torch.ones(2, 2).double()},
                   'fwd: expected v_descale.dtype to be float32, got float64'),
     'heads': ({'q': torch.zeros(2, 70, 3, 32).to(E4M3)}, 'fwd: expected the heads of q to be a'),
@@ -450,7 +451,7 @@ def test_can_use():
             ({'return_max_logits': True}, 'flash_attn3.fwd: expected return_max_logits to be False '
                                           'with float8_e4m3fn on a GPU'),
             ({'v_descale': torch.ones(3)}, 'flash_attn3.fwd: expected v_descale to have the shape '
-                                           '(2, 2), or (2, 2, 4) for blocks of 32 rows')):
+                                           '(2, 2), or (2, 2, 1) for blocks of 384 rows')):
         is_fine, reasons = can_use(*e4m3().values(), **options | changes)
         assert not is_fine and [reason.split(', got')[0] for reason in reasons] == [
             text, on_cpu.split(', got')[0]]

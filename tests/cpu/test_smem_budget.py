@@ -5,6 +5,7 @@ from math import prod
 import pytest
 
 from flash_attn3 import _plan
+from flash_attn3.quantize import KV_BLOCK
 
 VARIANTS = _plan.variants()
 BACKWARD = _plan.backward_variants()
@@ -119,7 +120,8 @@ def test_products_and_copies_have_legal_shapes(variant):
         head_dim, columns = variant[f'head_dim{name}'], variant[f'columns{name}']
         width = slice_columns(variant)
         assert head_dim % 16 == 0 and columns % width == 0 and columns - width < head_dim <= columns
-    if variant['dtype'] == E4M3:    # its products have steps of 32; scales are for 32 keys
+    if variant['dtype'] == E4M3:    # its products have steps of 32; a tile has one scale
+        assert KV_BLOCK % variant['tile_n'] == 0
         assert variant['tile_n'] % 32 == 0 and variant['head_dim'] % 32 == 0
         assert variant['raw_stages'] >= 1
     assert variant['tile_m'] == 64 * variant['consumer_warpgroups']

@@ -16,23 +16,25 @@ import flash_attn3
 from benchmarks.fp8_accuracy import BLOCKS
 from flash_attn3 import (flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
                          flash_attn_varlen_fp8_func, flash_attn_varlen_func, reference_fp8)
-from flash_attn3.reference import Inputs, Lengths
+from flash_attn3.quantize import KV_BLOCK, Q_BLOCK
+from flash_attn3.reference import Inputs
 from flash_attn3.reference_fp8 import Scales
 
 from tests import compare, layouts
 from tests.cpu.test_fp8 import BAD, e4m3
-from tests.fp8_data import E4M3, check_fp8, check_fp8_lse, descales, quantize_all
+from tests.fp8_data import E4M3, check_fp8, descales, quantize_all
 from tests.general_cases import GeneralCase
+from tests.gpu.fp8_calls import Call, call_of, check_case, check_same, plain_call_of
 from tests.layouts import Layout
 
-DENSE = GeneralCase(((200, 333),) * 2, heads=(6, 2), is_packed=False, data='outliers')
+DENSE = GeneralCase(((200, 933),) * 2, heads=(6, 2), is_packed=False, data='outliers')
 TALL = dataclasses.replace(DENSE, lengths=((333, 140),) * 2)    # some rows stand before key 0
 PACKED = dataclasses.replace(
-    DENSE, lengths=((113, 203), (1, 1), (0, 7), (260, 131), (7, 0), (64, 300), (0, 0), (129, 128)),
+    DENSE, lengths=((113, 203), (1, 1), (0, 7), (260, 931), (7, 0), (64, 500), (0, 0), (129, 128)),
     is_packed=True)
 PARTLY_USED = dataclasses.replace(
     PACKED, behind=(37, 70),
-    used=((100, 203), (1, 1), (0, 3), (131, 65), (5, 0), (0, 300), (0, 0), (129, 0)))
+    used=((100, 203), (1, 1), (0, 3), (131, 865), (5, 0), (0, 500), (0, 0), (129, 0)))
 SHAPES = {'wide': DENSE, 'tall': TALL, 'packed': PACKED, 'used': PARTLY_USED}
 FEATURES = {
     'full': {}, 'causal': {'causal': True}, 'window': {'window': (70, 40)},
@@ -41,59 +43,13 @@ FEATURES = {
     'softcap': {'softcap': 3.0}, 'sinks': {'sinks': 'fp32'},
     'all': {'causal': True, 'window': (150, -1), 'chunk': 180, 'softcap': 5.0, 'sinks': 'bf16'}}
 HEAD_DIMS = (64, 128, 256)    # of the kernels
+ROWS_OF_BLOCKS = (Q_BLOCK, KV_BLOCK, KV_BLOCK)    # of q, k and v
 every_shape = pytest.mark.parametrize('case', SHAPES.values(), ids=SHAPES)
 every_feature = pytest.mark.parametrize('features', FEATURES.values(), ids=FEATURES)
 every_head_dim = pytest.mark.parametrize('head_dim', HEAD_DIMS)
 every_mask = pytest.mark.parametrize('causal', [False, True], ids=['full', 'causal'])
-# Kernels have a way of their own for one scale for all keys of a sequence.
 every_way = pytest.mark.parametrize('granularity', ['head', 'block'])
 every_granularity = pytest.mark.parametrize('granularity', BLOCKS)
-
-
-@dataclasses.dataclass
-class Call:
-    """A case as the functions take it."""
-    case: GeneralCase
-    inputs: Inputs      # of e4m3
-    scales: Scales
-    lists: dict
-
-    def run(self, **changes) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
-        function = flash_attn_varlen_func if self.case.is_packed else flash_attn_func
-        options = self.case.options() | descales(self.scales) | changes
-        return function(*self.inputs[:3], **self.lists, **options, s_aux=self.inputs.s_aux)
-
-    @property
-    def lengths(self) -> Lengths | None:
-        names = 'cu_seqlens_q', 'cu_seqlens_k', 'seqused_q', 'seqused_k'
-        return Lengths(*map(self.lists.get, names)) if self.lists else None
-
-    def check(self, results: tuple[Tensor, Tensor]) -> None:
-        own = self.inputs, self.scales, self.case.score, self.lengths
-        check_fp8(results[0], *own)
-        check_fp8_lse(results[1], *own)
-
-
-def call_of(case: GeneralCase, device: torch.device, granularity: str = 'block',
-            is_rotated: bool = True) -> Call:
-    q, k, v, s_aux = (tensors := case.tensors(device)).inputs
-    lists = tensors.lists
-    pairs = tuple((lists.get(f'cu_seqlens_{name}'), lists.get(f'seqused_{name}')) for name in 'qk')
-    values, scales = quantize_all(q, k, v, granularity, is_rotated, lists=pairs)
-    return Call(case, Inputs(*values, s_aux), scales, lists)
-
-
-def check_case(case: GeneralCase, device: torch.device, granularity: str = 'block',
-               is_rotated: bool = True, **changes) -> None:
-    call = call_of(case, device, granularity, is_rotated)
-    call.check(call.run(**changes))
-
-
-def check_same(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """Bit for bit."""
-    for name, one, other in zip(('out', 'lse'), got, expected, strict=True):
-        compare.check_equal(one, other, name)
 
 
 # ------------------------------------------------------------------------------------ right values
@@ -245,23 +201,19 @@ def test_scales_of_any_strides(granularity, case, device):
 
 @pytest.mark.parametrize('case', [DENSE, PACKED], ids=['dense', 'packed'])
 def test_one_scale_in_every_form(case, device):
-    """Expanded to heads or blocks, filled, mixed: the same bits, but where K or V have scales of
-    blocks in memory, which is another way through the kernel.
-    """
+    """Expanded to heads or blocks, filled, mixed: the same bits."""
     by_head, by_block = call_of(case, device, 'head'), call_of(case, device, 'block')
     one = torch.full((), 2**-7, device=device)
     forms = [Scales(*(one.expand(x.shape) for x in by_head.scales)),
              Scales(*(torch.full_like(x, 2**-7) for x in by_head.scales)),
              Scales(*(one.expand(x.shape) for x in by_block.scales)),
              Scales(*(torch.full_like(x, 2**-7) for x in by_block.scales))]
-    filled = forms.pop()
-    of_blocks = [filled, forms[0]._replace(k=filled.k), filled._replace(q=forms[1].q, v=forms[0].v)]
-    for one_way in (forms, of_blocks):
-        calls = [dataclasses.replace(by_head, scales=scales) for scales in one_way]
-        results = [call.run() for call in calls]
-        calls[0].check(results[0])
-        for other in results[1:]:
-            check_same(other, results[0])
+    forms += [forms[0]._replace(k=forms[3].k), forms[3]._replace(q=forms[1].q, v=forms[0].v)]
+    calls = [dataclasses.replace(by_head, scales=scales) for scales in forms]
+    results = [call.run() for call in calls]
+    calls[0].check(results[0])
+    for other in results[1:]:
+        check_same(other, results[0])
 
 
 @pytest.mark.parametrize('which', range(3), ids='qkv')
@@ -285,7 +237,7 @@ def test_scales_of_no_block_are_not_read(poison_value, device):
     """Packed: places between the blocks of sequences, and behind the last one."""
     call = call_of(PARTLY_USED, device)
     poisoned = [torch.full_like(x, poison_value) for x in call.scales]
-    for scale, poison, side, block in zip(call.scales, poisoned, (0, 1, 1), (64, 32, 32)):
+    for scale, poison, side, block in zip(call.scales, poisoned, (0, 1, 1), ROWS_OF_BLOCKS):
         first = 0
         for b, lengths in enumerate(PARTLY_USED.lengths):
             place = first // block + b
@@ -298,17 +250,32 @@ def test_scales_of_no_block_are_not_read(poison_value, device):
 def test_a_scale_of_zero_is_a_block_of_zeros(device):
     call = call_of(DENSE, device)
     for name in 'kv':
-        getattr(call.scales, name)[:, :, 3] = 0
+        getattr(call.scales, name)[:, :, 1] = 0
     out, lse = call.run()
-    keys = torch.zeros_like(call.inputs.k[:, 96:128])
+    keys = torch.zeros_like(call.inputs.k[:, KV_BLOCK:2 * KV_BLOCK])
     zeroed = call.inputs._replace(**{
-        name: torch.cat([x[:, :96], keys, x[:, 128:]], 1)
+        name: torch.cat([x[:, :KV_BLOCK], keys, x[:, 2 * KV_BLOCK:]], 1)
         for name, x in (('k', call.inputs.k), ('v', call.inputs.v))})
     ones = call.scales._replace(**{name: getattr(call.scales, name).clone() for name in 'kv'})
     for name in 'kv':
-        getattr(ones, name)[:, :, 3] = 1e-3
+        getattr(ones, name)[:, :, 1] = 1e-3
     other = Call(DENSE, zeroed, ones, {})
     other.check((out, lse))
+
+
+@every_head_dim
+@every_mask
+@pytest.mark.parametrize('softmax_scale', [None, 1e-4])
+def test_zeros_in_q_and_k(softmax_scale, causal, head_dim, device):
+    """As where rows are padded: the product of the scales of two such blocks is no float32, and
+    hidden scores are -inf."""
+    case = dataclasses.replace(DENSE, head_dim=head_dim, causal=causal, softmax_scale=softmax_scale)
+    q, k, v, _ = case.tensors(device).inputs
+    q[:, 64:], k[:, KV_BLOCK:] = 0, 0
+    values, scales = quantize_all(q, k, v, 'block', True)
+    assert (scales.q.amin() * scales.k.amin()).item() < 1e-40
+    call = Call(case, Inputs(*values), scales, {})
+    call.check(call.run())
 
 
 # ---------------------------------------------------------------------------------- heads, packing
@@ -342,7 +309,7 @@ def test_a_sequence_knows_nothing_of_the_others(granularity, causal, head_dim, d
             first, length = firsts[side], lengths[side]
             inputs.append(torch.full_like(x.float(), math.nan).to(E4M3))
             inputs[-1][first:first + length] = x[first:first + length]
-            own, block = slice(b, b + 1), (64, 32, 32)[len(scales)]
+            own, block = slice(b, b + 1), ROWS_OF_BLOCKS[len(scales)]
             if granularity == 'block':
                 own = slice(first // block + b, first // block + b - (-length // block))
             place = (own, ...) if granularity == 'head' else (..., own)
@@ -520,7 +487,8 @@ def test_qkvpacked(form, device):
 @pytest.mark.parametrize('case', [DENSE, PARTLY_USED], ids=['dense', 'packed'])
 def test_in_one_call(case, dtype, block_scales, device):
     case = dataclasses.replace(case, dtype=dtype, causal=True, sinks='fp32')
-    tensors, call = case.tensors(device), call_of(case, device, 'block' if block_scales else 'head')
+    tensors = case.tensors(device)
+    call = plain_call_of(case, device, 'block' if block_scales else 'head')
     function = flash_attn_varlen_fp8_func if case.is_packed else flash_attn_fp8_func
     got = function(*tensors.inputs[:3], **tensors.lists, causal=True, return_attn_probs=True,
                    block_scales=block_scales, s_aux=tensors.inputs.s_aux)
