@@ -33,6 +33,8 @@ struct FwdDefaults {
   static constexpr int kStages = 2;
   // FP8: buffers of V as it comes; those of the V ring hold it transposed (forward/transpose.h).
   static constexpr int kRawStages = 0;
+  // FP8: O leaves through shared memory of its own; else, where there is no room, from registers.
+  static constexpr bool kStageOutput = false;
   // More registers for the producer warpgroup, fewer for the others.
   static constexpr bool kWideProducer = false;
   // FP8: the sum of PV of a K tile is added to O in fp32, since that of the tensor cores has fewer
@@ -127,6 +129,13 @@ constexpr int v_buffer_bytes() {
              : Config::kTileN * fwd_columns<Config>(Config::kHeadDimV) * 2;
 }
 
+// FP8: where O is staged.
+template <class Config>
+constexpr int fwd_output_bytes() {
+  int const of_warpgroup = kWarpgroupRows * 2 * padded_columns(Config::kHeadDimV);
+  return Config::kStageOutput ? Config::kConsumerWarpgroups * of_warpgroup : 0;
+}
+
 // FP8: of the scales of K tiles and of Q, which lie beside the barriers, and of the tiles at hand.
 template <class Config>
 constexpr int fwd_scale_bytes() {
@@ -149,7 +158,8 @@ constexpr int fwd_shared_bytes() {
   int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages +
                        2 * Config::kRawStages;
   int const small = barriers * 8 + fwd_scale_bytes<Config>();
-  return q_bytes + k_bytes + v_bytes + raw_v_bytes + (small + 1023) / 1024 * 1024;
+  return q_bytes + k_bytes + v_bytes + raw_v_bytes + fwd_output_bytes<Config>() +
+         (small + 1023) / 1024 * 1024;
 }
 
 // A variant's constants as values, for the planner.
@@ -163,6 +173,7 @@ struct FwdVariantFacts {
   int consumer_warpgroups;
   int stages;
   int raw_stages;
+  int output_stages;
   int q_stages;
   bool promotes;
   bool ping_pong;
@@ -204,6 +215,7 @@ constexpr FwdVariantFacts fwd_facts(char const* name) {
                          Config::kConsumerWarpgroups,
                          Config::kStages,
                          Config::kRawStages,
+                         Config::kStageOutput ? 1 : 0,
                          Config::kQStages,
                          Config::kPromote,
                          Config::kPingPong,

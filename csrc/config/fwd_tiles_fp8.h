@@ -13,6 +13,7 @@ struct Fp8Defaults : FwdDefaults {
   static constexpr int kRawStages = 2;
   static constexpr int kQStages = 2;
   static constexpr bool kWideProducer = true;
+  static constexpr bool kStageOutput = true;
   // P ends at 448 = 2^8.8 and is brought to 2^8.
   static constexpr float kLazyRescaleLog2 = 0.8f;
 };
@@ -40,7 +41,7 @@ struct FwdTileFp8D128 : Fp8Defaults {
   static constexpr int kStages = 3;
   static constexpr bool kPingPong = false;
   static constexpr bool kTileOverlap = true;
-  static constexpr int kFixedKeys = 270;
+  static constexpr int kFixedKeys = 240;
 };
 
 // 32 + 32 + 32 + 32 = 128 KiB. S = 8k: 862 / 874, S = 512: 620 / 359. Turns, tried with another
@@ -61,6 +62,7 @@ struct FwdTileFp8D256 : Fp8Defaults {
   static constexpr int kTileN = 128;
   static constexpr int kRawStages = 1;
   static constexpr bool kWideProducer = false;
+  static constexpr bool kStageOutput = false;
   static constexpr bool kIntraOverlap = false;
 };
 

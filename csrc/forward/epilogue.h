@@ -94,6 +94,59 @@ CUTE_DEVICE void write_output(FwdDeviceParams const& p, FwdWork<Traits> const& w
   }
 }
 
+// FP8: O to where the copy engine takes it from; a thread's columns of each sixteen lie 8 bytes
+// beside those of the next lane.
+template <class Traits, class Out, class FragmentO>
+CUTE_DEVICE void write_staged(uint16_t* staged, int thread, FragmentO const& tOrO) {
+  auto const output = rows_view(tOrO);  // (2, (2, Dv / 8))
+  asm volatile("" : "+r"(thread));      // as in write_output
+  int const row = fragment_row(thread);
+  int const lane = thread % 4;
+  // The swizzle of a row is that of the row 8 further. Chunks go up by exclusive ors.
+  uint32_t const first = cute::cast_smem_ptr_to_uint(staged) + lane % 2 * 8 +
+                         chunk_offset_bytes<kWarpgroupRows>(row, lane / 2);
+  CUTE_UNROLL
+  for (int i = 0; i < Traits::kHeadDimV / 16; ++i) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      uint32_t const target = (first ^ i % 4 * 32) + (i / 4 * kWarpgroupRows + 8 * r) * 128;
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(target),
+                   "r"(pack_two<Out>(output(r, 4 * i), output(r, 4 * i + 2))),
+                   "r"(pack_two<Out>(output(r, 4 * i + 1), output(r, 4 * i + 3)))
+                   : "memory");
+    }
+  }
+}
+
+// FP8: O through the copy engine. The copy before has been read when this thread's group of copies
+// has: it is thread 0 that issues them.
+template <class Traits, class FragmentO>
+CUTE_DEVICE void send_output(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
+                             FwdWork<Traits> const& work, int warpgroup, int thread,
+                             FragmentO const& tOrO) {
+  auto const id = NamedBarrier(int(NamedBarrier::kStagedFirst) + warpgroup);
+  uint16_t* const staged = shared.staged[warpgroup];
+  if (thread == 0) {
+    cute::tma_store_wait<0>();
+  }
+  named_sync(id, kWarpgroupThreads);
+  if (p.out_is_half) {
+    write_staged<Traits, cutlass::half_t>(staged, thread, tOrO);
+  } else {
+    write_staged<Traits, cutlass::bfloat16_t>(staged, thread, tOrO);
+  }
+  fence_shared_for_async_proxy();
+  named_sync(id, kWarpgroupThreads);
+  if (thread == 0) {
+    CUTE_UNROLL
+    for (int column = 0; column < padded_columns(Traits::kHeadDimV); column += kSliceColumns) {
+      store_box(p.o, staged + column * kWarpgroupRows, column, work.rows.head,
+                work.place.first_q() + work.position_begin, work.place, work.place.end_q());
+    }
+    cute::tma_store_arrive();
+  }
+}
+
 // Of this thread's two rows; -inf: none.
 template <class Traits>
 CUTE_DEVICE void read_sinks(FwdDeviceParams const& p, FwdWork<Traits> const& work, int thread,

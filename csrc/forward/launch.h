@@ -60,6 +60,9 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   d.k = key_map<kRank>(maps, problem, p.k, columns, Config::kTileN);
   d.v = key_map<kRank>(maps, problem, p.v, columns_v, Config::kTileN);
   if constexpr (Traits::kFp8) {
+    TensorMapMaker output_maps{p.out_dtype};
+    d.o = query_map<kRank>(output_maps, p, p.o, MapColumns{problem.head_dim_v, kSliceColumns});
+    maps.error = maps.error == cudaSuccess ? output_maps.error : maps.error;
     d.out = OutputView{static_cast<uint16_t*>(p.o.data), p.o.batch_stride, p.o.row_stride,
                        p.o.head_stride, problem.head_dim_v};
     d.q_scale = p.q_scale;

@@ -120,6 +120,9 @@ struct FwdConsumer {
       }
     }
     turn.end();
+    if (Traits::kFp8 && Config::kStageOutput && thread == 0) {
+      cute::tma_store_wait<0>();  // shared memory is given away
+    }
   }
 
   // The next tile, as soon as its Q is there. Its limits are still missing.
@@ -336,7 +339,9 @@ struct FwdConsumer {
     softmax.finish(tOrO, sinks);
     store_rows<Traits>(p, work.rows, thread, softmax, sinks);
     if constexpr (Traits::kFp8) {
-      if (p.out_is_half) {
+      if constexpr (Config::kStageOutput) {
+        send_output(shared, p, work, warpgroup, thread, tOrO);
+      } else if (p.out_is_half) {
         write_output<Traits, cutlass::half_t>(p, work, thread, tOrO);
       } else {
         write_output<Traits, cutlass::bfloat16_t>(p, work, thread, tOrO);

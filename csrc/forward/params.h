@@ -13,7 +13,7 @@
 
 namespace fa3 {
 
-// FP8: O as its rows are written, of 16-bit elements.
+// FP8: O as its rows are written from registers, of 16-bit elements.
 struct OutputView {
   uint16_t* data;
   int64_t batch_stride;
@@ -26,7 +26,7 @@ struct FwdDeviceParams {
   CUtensorMap q;       // (column, head, position, batch, end)
   CUtensorMap k;       // (column, key, KV head, batch, end)
   CUtensorMap v;       // as k
-  CUtensorMap o;       // as q; not of FP8
+  CUtensorMap o;       // as q
   float* lse;          // (batch, heads_q, seqlen_q) or (heads_q, total_q); nullptr: not wanted
   float* max_logits;   // as lse
   float const* sinks;  // (heads_q); nullptr: none

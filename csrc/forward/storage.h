@@ -35,6 +35,8 @@ struct FwdStorage {
     Element v[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutV>];
     // FP8: the ring of V as it comes.
     Element v_raw[kRawStages][Traits::kTileN * Traits::kColumnsV];
+    // FP8: O of a warpgroup, on its way out.
+    uint16_t staged[Traits::kStagedElements > 0 ? Traits::kWarpgroups : 0][Traits::kStagedElements];
   };
 
   // Of the tile whose Q is in the stage, for one warpgroup; the barriers of Q guard it.

@@ -23,6 +23,9 @@ struct FwdTraits {
   // Of the ring into which V comes.
   static constexpr int kValueStages = kFp8 ? Config::kRawStages : Config::kStages;
   static constexpr int kQStages = Config::kQStages;
+  // FP8: elements of O, of 16 bits, that a warpgroup stages.
+  static constexpr int kStagedElements =
+      kFp8 && Config::kStageOutput ? kWarpgroupRows * padded_columns(Config::kHeadDimV) : 0;
   static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
   static constexpr MaskKind kMask = Config::kMask;
   static constexpr bool kGeneral = is_general(kMask);

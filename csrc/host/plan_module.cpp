@@ -128,6 +128,7 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("tile_n", facts.tile_n)
       .integer("stages", facts.stages)
       .integer("raw_stages", facts.raw_stages)
+      .integer("output_stages", facts.output_stages)
       .integer("q_stages", facts.q_stages)
       .integer("consumer_warpgroups", facts.consumer_warpgroups)
       .flag("promotes", facts.promotes)

@@ -184,7 +184,7 @@ TILE_TABLES = {
     'memory': ('| tile | rows x keys | Q ring | K ring | V ring | barriers | total |',
                memory_row, lambda facts: not _is_fp8(facts)),
     'FP8 memory': ('| tile | rows x keys | Q ring | K ring | V ring | raw V ring | '
-                   'barriers and scales | total |', memory_row, _is_fp8),
+                   'staged O | barriers and scales | total |', memory_row, _is_fp8),
     'registers': ('| tile | producer | consumer | S | P | O | left for the rest |',
                   register_row, lambda facts: True)}
 

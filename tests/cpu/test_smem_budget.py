@@ -36,7 +36,7 @@ def buffers(variant):
     """Bytes of one buffer of each ring of a forward variant, by its name: of a warpgroup's rows of
     Q, of K, of V. O of 16 bits leaves through the buffers of Q, which are as wide as the wider of
     the two. FP8: V lies turned round, in rows of whole slices of keys, and has a second ring, `raw
-    V`, in which it lies as it comes.
+    V`, in which it lies as it comes; O has slices of 64 columns where it is staged.
     """
     size, keys = element_bytes(variant), variant['tile_n']
     columns, columns_v = variant['columns'], variant['columns_v']
@@ -46,13 +46,15 @@ def buffers(variant):
     slice_keys = 64 if 0 < keys % 128 <= 64 else 128
     return {'Q': 64 * columns, 'K': keys * columns,
             'V': variant['head_dim_v'] * -(-keys // slice_keys) * slice_keys,
-            'raw V': keys * columns_v}
+            'raw V': keys * columns_v,
+            'staged O': 64 * 2 * -(-variant['head_dim_v'] // 64) * 64}
 
 
 def rings(variant):
     """How many buffers each ring has; Q as (stages, warpgroups)."""
     return {'Q': (variant['q_stages'], variant['consumer_warpgroups']), 'K': (variant['stages'],),
-            'V': (variant['stages'],), 'raw V': (variant['raw_stages'],)}
+            'V': (variant['stages'],), 'raw V': (variant['raw_stages'],),
+            'staged O': (variant['output_stages'], variant['consumer_warpgroups'])}
 
 
 def bytes_of_rings(variant):

@@ -27,7 +27,7 @@ from tests.general_cases import GeneralCase
 from tests.gpu.fp8_calls import Call, call_of, check_case, check_same, plain_call_of
 from tests.layouts import Layout
 
-DENSE = GeneralCase(((200, 933),) * 2, heads=(6, 2), is_packed=False, data='outliers')
+DENSE = GeneralCase(((200, 333),) * 2, heads=(6, 2), is_packed=False, data='outliers')
 TALL = dataclasses.replace(DENSE, lengths=((333, 140),) * 2)    # some rows stand before key 0
 PACKED = dataclasses.replace(
     DENSE, lengths=((113, 203), (1, 1), (0, 7), (260, 931), (7, 0), (64, 500), (0, 0), (129, 128)),
@@ -35,6 +35,7 @@ PACKED = dataclasses.replace(
 PARTLY_USED = dataclasses.replace(
     PACKED, behind=(37, 70),
     used=((100, 203), (1, 1), (0, 3), (131, 865), (5, 0), (0, 500), (0, 0), (129, 0)))
+LONG = dataclasses.replace(DENSE, lengths=((200, 933),) * 2)    # three blocks of keys
 SHAPES = {'wide': DENSE, 'tall': TALL, 'packed': PACKED, 'used': PARTLY_USED}
 FEATURES = {
     'full': {}, 'causal': {'causal': True}, 'window': {'window': (70, 40)},
@@ -88,6 +89,17 @@ def test_granularities(case, is_rotated, granularity, causal, device):
     for head_dim in HEAD_DIMS:
         check_case(dataclasses.replace(case, head_dim=head_dim, causal=causal), device,
                    granularity, is_rotated)
+
+
+@pytest.mark.smoke
+@every_feature
+@every_head_dim
+@pytest.mark.parametrize('heads', [(6, 2), (4, 4)], ids=str)
+def test_blocks_of_keys(heads, head_dim, features, device):
+    case = dataclasses.replace(LONG, head_dim=head_dim, heads=heads, **features)
+    call = call_of(case, device)
+    assert call.scales.k.shape == call.scales.v.shape == (2, heads[1], 3)
+    call.check(call.run())
 
 
 @every_mask
@@ -190,6 +202,7 @@ def test_no_scale_is_one(case, missing, device):
 @pytest.mark.parametrize('case', [DENSE, PACKED], ids=['dense', 'packed'])
 @every_way
 def test_scales_of_any_strides(granularity, case, device):
+    case = LONG if case == DENSE and granularity == 'block' else case
     call = call_of(case, device, granularity)
     turned = Scales(*(x.mT.contiguous().mT for x in call.scales))
     apart = Scales(*(torch.stack([x, x * 5], -1)[..., 0] for x in call.scales))
@@ -248,7 +261,7 @@ def test_scales_of_no_block_are_not_read(poison_value, device):
 
 
 def test_a_scale_of_zero_is_a_block_of_zeros(device):
-    call = call_of(DENSE, device)
+    call = call_of(LONG, device)
     for name in 'kv':
         getattr(call.scales, name)[:, :, 1] = 0
     out, lse = call.run()
@@ -259,7 +272,7 @@ def test_a_scale_of_zero_is_a_block_of_zeros(device):
     ones = call.scales._replace(**{name: getattr(call.scales, name).clone() for name in 'kv'})
     for name in 'kv':
         getattr(ones, name)[:, :, 1] = 1e-3
-    other = Call(DENSE, zeroed, ones, {})
+    other = Call(LONG, zeroed, ones, {})
     other.check((out, lse))
 
 
@@ -269,7 +282,7 @@ def test_a_scale_of_zero_is_a_block_of_zeros(device):
 def test_zeros_in_q_and_k(softmax_scale, causal, head_dim, device):
     """As where rows are padded: the product of the scales of two such blocks is no float32, and
     hidden scores are -inf."""
-    case = dataclasses.replace(DENSE, head_dim=head_dim, causal=causal, softmax_scale=softmax_scale)
+    case = dataclasses.replace(LONG, head_dim=head_dim, causal=causal, softmax_scale=softmax_scale)
     q, k, v, _ = case.tensors(device).inputs
     q[:, 64:], k[:, KV_BLOCK:] = 0, 0
     values, scales = quantize_all(q, k, v, 'block', True)
