@@ -4,8 +4,8 @@
     python -m benchmarks.bench_quantize --device cpu --quick   # tries the machinery
 
 Both take turns, as flash_attn3/_measure.py says; a figure is the bytes that have to be read and
-written, each once, over time. Scales per head and per tensor read the input twice and are counted
-once. The JSON file has GB/s and the share of the copy's.
+written, each once, over time. Scales of more rows than the GPU holds read the input twice, and are
+counted once. The JSON file has GB/s and the share of the copy's.
 """
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ CELLS = (*(Cell(dim, block) for dim in (64, 128, 256) for block in (32, 64)),
          Cell(96, 32), Cell(192, 32), Cell(128, 128),
          Cell(128, 32, rotate=False), Cell(128, 32, packed=True), Cell(128, 64, packed=True),
          Cell(128, 32, tokens=65536), Cell(128, 32, tokens=1024),
-         Cell(128, 'head'), Cell(128, 'tensor'))
+         *(Cell(dim, 'head') for dim in (64, 128, 256)), Cell(128, 'head', tokens=65536),
+         Cell(128, 'head', packed=True), Cell(128, 'tensor'))
 QUICK_CELLS = (Cell(128, 32, tokens=256), Cell(128, 'head', packed=True, tokens=256))
 
 

@@ -195,4 +195,84 @@ FA3_HD constexpr bool writes_scale(QuantizeShape const& s, QuantizeTile const& t
   return tile.used > 0 && int64_t(tile.index) * s.tile % s.block == 0;
 }
 
+// ------------------------------------------------------------------------------------------ items
+// A tile of one head. Items that share a scale stand next to each other: of an entry, first the
+// tiles of the first block, all heads of a scale for each.
+struct ItemOrder {
+  int scale_heads = 1;  // heads with one scale
+  int scale_tiles = 1;  // most tiles of a head with one scale
+  bool is_one_scale = false;
+
+  static ItemOrder of(QuantizeShape const& s) {
+    if (s.block == kScalePerTensor) {
+      return ItemOrder{s.heads, int(s.tiles()), true};
+    }
+    if (s.block == kScalePerHead) {
+      return ItemOrder{s.group, ceil_div(s.rows, s.tile) + s.is_packed, false};
+    }
+    return ItemOrder{1, s.block / s.tile, false};
+  }
+
+  // Most items with one scale.
+  int64_t span() const { return int64_t(scale_tiles) * scale_heads; }
+};
+
+struct QuantizeItem {
+  int tile;   // number
+  int head;   // not below shape.heads: nothing to do, which nonsense alone brings about
+  int first;  // of the items that share its scale
+  int count;  // of them
+};
+
+// first: number of the first tile of the item's entry, which has so many tiles. Of nonsense there
+// comes a range that is no longer than order.span() and begins no later than the item.
+FA3_HD QuantizeItem quantize_item(QuantizeShape const& s, ItemOrder const& order, int first,
+                                  int tiles, int item) {
+  int const in_entry = item - first * s.heads;
+  int const block_tile = in_entry / (order.scale_tiles * s.heads) * order.scale_tiles;
+  int const own_tiles = clamp(tiles - block_tile, 1, order.scale_tiles);
+  int const in_block = in_entry - block_tile * s.heads;
+  int const scale = in_block / (own_tiles * order.scale_heads);
+  int const in_scale = in_block - scale * own_tiles * order.scale_heads;
+  int const tile = in_scale / order.scale_heads;
+  return QuantizeItem{first + block_tile + tile, (scale - tile) * order.scale_heads + in_scale,
+                      item - in_scale, own_tiles * order.scale_heads};
+}
+
+// The last entry that does not begin behind a tile; nonsense gives any.
+FA3_HD int entry_before(QuantizeShape const& s, int const* cu, int tile) {
+  int low = -1;
+  int high = s.batch;
+  while (low < high) {
+    int const middle = low + (high - low + 1) / 2;
+    bool const is_before = first_tile(s, cu, middle) <= tile;
+    low = is_before ? middle : low;
+    high = is_before ? high : middle - 1;
+  }
+  return low;
+}
+
+struct ItemTile {
+  QuantizeItem item;
+  QuantizeTile tile;
+};
+
+FA3_HD ItemTile find_item(QuantizeShape const& s, ItemOrder const& order, int const* cu,
+                          int const* seqused, int number) {
+  int const from = number / s.heads;  // a tile of the same entry
+  int const entry = s.is_packed ? entry_before(s, cu, from) : s.by_entry_tiles.div(from);
+  int first = 0;
+  int end = int(s.tiles());
+  if (!order.is_one_scale && !s.is_packed) {
+    first = entry * int(s.by_entry_tiles.divisor);
+    end = first + int(s.by_entry_tiles.divisor);
+  } else if (!order.is_one_scale) {
+    first = min_of(first_tile(s, cu, entry), from);
+    end = entry < s.batch ? first_tile(s, cu, entry + 1) : end;
+  }
+  QuantizeItem const item = quantize_item(s, order, first, end - first, number);
+  return ItemTile{
+      item, s.is_packed ? packed_tile(s, cu, seqused, item.tile, entry) : dense_tile(s, item.tile)};
+}
+
 }  // namespace fa3

@@ -30,15 +30,22 @@ inline QuantizedTile quantized_tile(QuantizeShape const& shape, int const* cu,
   return result;
 }
 
-// sizes: (batch, rows, heads, group, block, tile). Lists: of packed tensors.
-inline std::vector<QuantizedTile> quantized_tiles(std::tuple<int, int, int, int, int, int> sizes,
-                                                  std::optional<std::vector<int>> cu_seqlens,
-                                                  std::optional<std::vector<int>> seqused) {
+// sizes: (batch, rows, heads, group, block, tile).
+inline QuantizeShape quantize_shape(std::tuple<int, int, int, int, int, int> sizes,
+                                    bool is_packed) {
   QuantizeShape shape;
   int tile_rows = 0;
   std::tie(shape.batch, shape.rows, shape.heads, shape.group, shape.block, tile_rows) = sizes;
-  shape.is_packed = cu_seqlens.has_value();
+  shape.is_packed = is_packed;
   shape.set_tile(tile_rows);
+  return shape;
+}
+
+// Lists: of packed tensors.
+inline std::vector<QuantizedTile> quantized_tiles(std::tuple<int, int, int, int, int, int> sizes,
+                                                  std::optional<std::vector<int>> cu_seqlens,
+                                                  std::optional<std::vector<int>> seqused) {
+  QuantizeShape const shape = quantize_shape(sizes, cu_seqlens.has_value());
   int const* const cu = cu_seqlens ? cu_seqlens->data() : nullptr;
   int const* const used = seqused ? seqused->data() : nullptr;
   std::vector<QuantizedTile> tiles;
@@ -54,11 +61,52 @@ inline std::vector<QuantizedTile> quantized_tiles(std::tuple<int, int, int, int,
   return tiles;
 }
 
+// An item of the kernel that exchanges maxima: its tile, head, and of the items that share its
+// scale the first one's number and how many they are.
+struct QuantizedItem {
+  QuantizedTile tile;
+  int head;
+  int first;
+  int count;
+};
+
+struct QuantizedItems {
+  std::vector<QuantizedItem> items;
+  int64_t span;
+};
+
+// Arguments: as of quantized_tiles().
+inline QuantizedItems quantized_items(std::tuple<int, int, int, int, int, int> sizes,
+                                      std::optional<std::vector<int>> cu_seqlens,
+                                      std::optional<std::vector<int>> seqused) {
+  QuantizeShape const shape = quantize_shape(sizes, cu_seqlens.has_value());
+  int const* const cu = cu_seqlens ? cu_seqlens->data() : nullptr;
+  int const* const used = seqused ? seqused->data() : nullptr;
+  ItemOrder const order = ItemOrder::of(shape);
+  QuantizedItems result{{}, order.span()};
+  for (int number = 0; number < int(shape.tiles()) * shape.heads; ++number) {
+    auto const [item, tile] = find_item(shape, order, cu, used, number);
+    result.items.push_back({quantized_tile(shape, cu, tile), item.head, item.first, item.count});
+  }
+  return result;
+}
+
 inline void bind_quantize(pybind11::module_& m) {
   pybind11::class_<QuantizedTile>(m, "QuantizedTile")
       .def_readonly("rows", &QuantizedTile::rows)
       .def_readonly("scales", &QuantizedTile::scales);
   m.def("quantized_tiles", &quantized_tiles);
+  pybind11::class_<QuantizedItem>(m, "QuantizedItem")
+      .def_readonly("tile", &QuantizedItem::tile)
+      .def_readonly("head", &QuantizedItem::head)
+      .def_readonly("first", &QuantizedItem::first)
+      .def_readonly("count", &QuantizedItem::count);
+  m.def("quantized_items", [](std::tuple<int, int, int, int, int, int> sizes,
+                              std::optional<std::vector<int>> const& cu_seqlens,
+                              std::optional<std::vector<int>> const& seqused) {
+    QuantizedItems const found = quantized_items(sizes, cu_seqlens, seqused);
+    return std::tuple(found.items, found.span);
+  });
   m.def("warps_of_tile", &warps_of_tile);
   m.def("hadamard_norm", &hadamard_norm);
   m.def("sign_bits", [](uint32_t seed, int kv_head, int column) {

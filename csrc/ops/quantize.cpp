@@ -113,19 +113,19 @@ void launch(Arguments const& args, QuantizeCall const& call, QuantizeShape const
   params.seqused = reinterpret_cast<int const*>(call.seqused.address);
   params.is_rotated = call.seed.has_value();
   params.mixed_seed = mix(uint32_t(call.seed.value_or(0)));
+  int const sm_count = device_info_of(call.x).sm_count;
+  QuantizePlan const plan = plan_quantize(params, sm_count);
   OwnedTensor maxima;
-  if (!takes_one_pass(shape)) {
-    TensorMeta const scales = describe(results.scales);
-    maxima = allocate(kOp, scales.size, scales.rank, Dtype::kFloat32, device);
-    fill(maxima, 0.0);
+  if (plan.words > 0) {
+    maxima = allocate(kOp, &plan.words, 1, Dtype::kFloat32, device);
     params.maxima = static_cast<uint32_t*>(mutable_data(maxima));
-    if (shape.block > 0 && shape.is_packed) {
-      fill(results.scales, 1.0);
-    }
+  }
+  if (plan.method != QuantizeMethod::kBlocks && shape.block > 0 && shape.is_packed) {
+    fill(results.scales, 1.0);
   }
   void* stream = nullptr;
   require(aoti_torch_get_current_cuda_stream(device, &stream), "find the current stream");
-  launch_quantize(params, device_info_of(call.x).sm_count, stream);
+  launch_quantize(plan, params, sm_count, stream);
 }
 
 Results run_quantize(Arguments const& args) {

@@ -1,12 +1,13 @@
 // A CTA has a tile of rows, of one head after the other: it loads, rotates, finds the largest
-// value, casts and writes. The next head is on its way while one is worked on.
-#include "quantize/quantize.h"
-
-#include <bit>
-
+// value, casts and writes. The next head is on its way while one is worked on. Where a scale has
+// more rows than a CTA, exchange.cu does it; where it has too many for that as well, two passes
+// here.
 #include "device/barriers.h"
 #include "device/launch.h"
-#include "quantize/chunk.h"
+#include "quantize/exchange.h"
+#include "quantize/next_rows.h"
+#include "quantize/quantize.h"
+#include "quantize/rows.h"
 
 namespace fa3 {
 namespace {
@@ -14,10 +15,6 @@ namespace {
 constexpr int kMostThreads = 512;
 constexpr int kMostWarps = kMostThreads / 32;
 constexpr int kMostCtaHeads = 4;
-constexpr int kFewRows = 1;  // of a thread; many where a block has too many rows for that
-constexpr int kManyRows = 2;
-constexpr uint32_t kInfinity = 0x7f800000u;
-constexpr float kSmallestMaximum = 0x1p-64f;
 
 // What a launch does: everything in one pass over x, or the first or second of two.
 enum class Pass { kOnly, kMaxima, kCast };
@@ -38,201 +35,6 @@ struct Maximum {
     return __reduce_max_sync(0xffffffffu, is_one ? of_warps[turn][lane] : 0);
   }
 };
-
-// kDim: columns of a row, where the compiler is to know; else 0.
-template <int kDim, int kRows>
-CUTE_DEVICE ThreadPlace place_of_thread(QuantizeShape const& s) {
-  int const head_dim = kDim > 0 ? kDim : s.head_dim;
-  ThreadPlace place = thread_place(int(threadIdx.x), head_dim, s.tile, kRows);
-  bool const is_one_piece = kDim > 0 && std::has_single_bit(unsigned(kDim));
-  // The lanes of a warp have the same width: the compiler is to know that too.
-  place.width = is_one_piece ? kDim : __shfl_sync(0xffffffffu, place.width, 0);
-  place.row_step = rows_of_warp(place.width);
-  __builtin_assume(kDim == 0 || place.width >= (kDim & -kDim));
-  return place;
-}
-
-// How many of first_tile(0 .. batch) are not behind `tile`, less one: the last entry that does not
-// begin behind it. Each step asks 32 of them. Whole warps call it; nonsense gives any entry.
-__device__ int entry_of_tile(QuantizeParams const& p, int tile) {
-  int const lane = int(threadIdx.x) % 32;
-  int low = 0;
-  int high = p.shape.batch + 1;
-  while (low < high) {
-    int const step = ceil_div(high - low, 32);
-    int64_t const entry = int64_t(low) + int64_t(lane) * step;
-    bool const is_before = entry < high && first_tile(p.shape, p.cu_seqlens, int(entry)) <= tile;
-    int const count = __popc(__ballot_sync(0xffffffffu, is_before));
-    if (count == 0) {
-      break;
-    }
-    high = min_of(high, low + count * step);
-    low += (count - 1) * step + 1;
-  }
-  return low - 1;
-}
-
-__device__ QuantizeTile tile_of_cta(QuantizeParams const& p, int tile) {
-  return p.shape.is_packed
-             ? packed_tile(p.shape, p.cu_seqlens, p.seqused, tile, entry_of_tile(p, tile))
-             : dense_tile(p.shape, tile);
-}
-
-// Where a thread reads and writes: its first row and span, of one head after the other.
-template <class Element>
-struct Cursor {
-  Element const* source;
-  int64_t source_step;  // to the next row of the thread
-  uint8_t* target;
-  int64_t target_step;
-
-  CUTE_DEVICE Cursor(QuantizeParams const& p, ThreadPlace const& place, QuantizeTile const& tile,
-                     int head) {
-    QuantizeShape const& s = p.shape;
-    int64_t const entry = s.is_packed ? 0 : tile.entry;
-    int64_t const row = tile.begin + place.row;
-    source = static_cast<Element const*>(p.x.data) + entry * p.x.batch_stride +
-             row * p.x.row_stride + head * p.x.head_stride + place.column;
-    source_step = place.row_step * p.x.row_stride;
-    target = p.values + ((entry * s.rows + row) * s.heads + head) * s.head_dim + place.column;
-    target_step = place.row_step * (int64_t(s.heads) * s.head_dim);
-  }
-};
-
-// Spans that are not loaded stay 0, but for their signs.
-template <class Element, int kRows>
-struct RawRows {
-  RawSpan<Element> spans[kRows][2];
-
-  CUTE_DEVICE void clear() {
-    CUTE_UNROLL
-    for (auto& row : spans) {
-      row[0].clear();
-      row[1].clear();
-    }
-  }
-
-  CUTE_DEVICE void load(Cursor<Element> const& at, ThreadPlace const& place, int used) {
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      Element const* const columns = at.source + i * at.source_step;
-      bool const is_used = place.row + i * place.row_step < used;
-      if (is_used) {
-        spans[i][0].load(columns, place.has_full_span());
-      }
-      if (is_used && place.has_second()) {
-        spans[i][1].load(columns + place.width / 2, true);
-      }
-    }
-  }
-
-  // spread: spread_signs() of the spans of a row of this head.
-  CUTE_DEVICE void change_signs(ThreadPlace const& place, uint32_t const* spread) {
-    uint32_t const* const first = spread + unsigned(place.column) / kSpanColumns;
-    LaneSigns<Element> const signs(first[0], first[unsigned(place.width) / kLaneColumns]);
-    CUTE_UNROLL
-    for (auto& row : spans) {
-      signs.template apply<0>(row[0]);
-      signs.template apply<1>(row[1]);
-    }
-  }
-};
-
-// What a value is multiplied by, one rounded product after the other. kIsExact: norm is a power of
-// two, so that one product does. Both give 0 where a product would be subnormal.
-template <bool kIsExact>
-struct Factors {
-  float norm;
-  float inverse;
-
-  CUTE_DEVICE Factors(float norm_, float inverse_)
-      : norm(norm_), inverse(kIsExact ? multiply_exactly(norm_, inverse_) : inverse_) {}
-
-  CUTE_DEVICE float times(float column) const {
-    return multiply_exactly(kIsExact ? column : multiply_exactly(column, norm), inverse);
-  }
-};
-
-CUTE_DEVICE void store_span(uint8_t* target, uint4 values, bool is_full, bool is_aligned) {
-  if (is_full && is_aligned) {
-    *reinterpret_cast<uint4*>(target) = values;
-    return;
-  }
-  reinterpret_cast<uint2*>(target)[0] = make_uint2(values.x, values.y);
-  if (is_full) {
-    reinterpret_cast<uint2*>(target)[1] = make_uint2(values.z, values.w);
-  }
-}
-
-template <int kRows>
-struct Rows {
-  float columns[kRows][kLaneColumns];
-
-  template <class Element>
-  CUTE_DEVICE void unpack(RawRows<Element, kRows> const& raw) {
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      raw.spans[i][0].unpack(columns[i]);
-      raw.spans[i][1].unpack(columns[i] + kSpanColumns);
-    }
-  }
-
-  // The largest absolute value; NaN does not count. Four at a time: each waits for the one before.
-  CUTE_DEVICE float largest() const {
-    float found[4] = {0.f, 0.f, 0.f, 0.f};
-    CUTE_UNROLL
-    for (int i = 0; i < kRows * kLaneColumns; ++i) {
-      found[i % 4] = fmaxf(found[i % 4], fabsf(columns[i / kLaneColumns][i % kLaneColumns]));
-    }
-    return fmaxf(fmaxf(found[0], found[1]), fmaxf(found[2], found[3]));
-  }
-
-  CUTE_DEVICE void make_infinities_nan() {
-    CUTE_UNROLL
-    for (int i = 0; i < kRows * kLaneColumns; ++i) {
-      float& column = columns[i / kLaneColumns][i % kLaneColumns];
-      column = is_infinite(column) ? __uint_as_float(0x7fffffffu) : column;
-    }
-  }
-
-  // 16 columns, times both factors.
-  template <class Multiply>
-  CUTE_DEVICE uint4 cast(float const* span, Multiply const& factors) const {
-    uint32_t fours[kSpanColumns / 4];
-    CUTE_UNROLL
-    for (int i = 0; i < kSpanColumns / 4; ++i) {
-      float const* const four = span + 4 * i;
-      fours[i] = pack_four_e4m3(factors.times(four[0]), factors.times(four[1]),
-                                factors.times(four[2]), factors.times(four[3]));
-    }
-    return make_uint4(fours[0], fours[1], fours[2], fours[3]);
-  }
-
-  // Rows of the tile that do not count are 0. is_aligned: rows are multiples of 16 columns.
-  template <class Element, class Multiply>
-  CUTE_DEVICE void store(Cursor<Element> const& at, ThreadPlace const& place,
-                         QuantizeTile const& tile, Multiply const& factors, bool is_aligned) const {
-    CUTE_UNROLL
-    for (int i = 0; i < kRows; ++i) {
-      int const row = place.row + i * place.row_step;
-      uint8_t* const target = at.target + i * at.target_step;
-      uint4 const zeros = make_uint4(0, 0, 0, 0);
-      bool const is_used = row < tile.used;
-      uint4 const first = is_used ? cast(columns[i], factors) : zeros;
-      uint4 const second = is_used ? cast(columns[i] + kSpanColumns, factors) : zeros;
-      if (row < tile.written) {
-        store_span(target, first, place.has_full_span(), is_aligned);
-      }
-      if (row < tile.written && place.has_second()) {
-        store_span(target + place.width / 2, second, true, is_aligned);
-      }
-    }
-  }
-};
-
-CUTE_DEVICE float scale_of(uint32_t maximum_bits) {
-  return divide_by_448(fmaxf(__uint_as_float(maximum_bits), kSmallestMaximum));
-}
 
 // Where the scales of a tile that is a block go, of one head after the other. WHY not scale_place()
 // for each head: its divisions take one warp longer than all the rest takes each.
@@ -296,55 +98,109 @@ struct HeadSigns {
   }
 };
 
-// Whether the next head is loaded while one is worked on. More would not fit into the registers.
-template <class Element, int kRows, Pass kPass>
-constexpr bool kLoadsAhead = sizeof(Element) == 2 && kRows == kFewRows && kPass == Pass::kOnly;
+// When a row is loaded: when it is needed; in registers, while the head before is worked on; the
+// same in shared memory, which leaves registers for two CTAs of 16 warps.
+enum class Loads { kNow, kAhead, kShared };
 
 // As few as there are without spills: other warps work while one waits for its loads.
-template <class Element, int kDim, int kRows, Pass kPass>
+template <int kDim, Pass kPass, Loads kLoads>
 constexpr int registers_of_thread() {
-  bool const is_large = kDim == 0 && kLoadsAhead<Element, kRows, kPass>;
-  return kRows == kManyRows ? 128 : is_large ? 96 : kPass == Pass::kCast ? 88 : 80;
+  bool const is_large = kDim == 0 && kLoads == Loads::kAhead;
+  return kLoads == Loads::kShared ? 64 : is_large ? 96 : kPass == Pass::kCast ? 88 : 80;
 }
+
+// The rows of a thread, of one head after the other.
+template <class Element, Loads kLoads>
+class RowsOfHeads {
+  Cursor<Element>& cursor_;
+  ThreadPlace const& place_;
+  int used_;
+  RawRow<Element> ahead_;
+
+ public:
+  CUTE_DEVICE RowsOfHeads(QuantizeParams const&, Cursor<Element>& cursor, ThreadPlace const& place,
+                          QuantizeTile const& tile, int)
+      : cursor_(cursor), place_(place), used_(tile.used) {
+    if constexpr (kLoads == Loads::kAhead) {
+      ahead_.clear();
+      ahead_.load(cursor_.source, place_, used_);
+    }
+  }
+
+  // Of the next head.
+  CUTE_DEVICE void take(Row& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
+    if constexpr (kLoads == Loads::kNow) {
+      ahead_.clear();
+      ahead_.load(cursor_.source, place_, used_);
+    }
+    cursor_.source += head_stride;
+    if (signs != nullptr) {
+      ahead_.change_signs(place_, signs);
+    }
+    row.unpack(ahead_);
+    if constexpr (kLoads == Loads::kAhead) {
+      ahead_.load(cursor_.source, place_, is_last ? 0 : used_);
+    }
+  }
+};
+
+template <class Element>
+class RowsOfHeads<Element, Loads::kShared> {
+  NextRows<Element> next_;
+  ThreadPlace const& place_;
+  int64_t offset_;
+  int64_t row_stride_;
+  int used_;
+
+ public:
+  CUTE_DEVICE RowsOfHeads(QuantizeParams const& p, Cursor<Element>&, ThreadPlace const& place,
+                          QuantizeTile const& tile, int head)
+      : next_(p, place, shared_rows()),
+        place_(place),
+        offset_(source_of(p, tile, head)),
+        row_stride_(p.x.row_stride),
+        used_(tile.used) {
+    next_.load(offset_, used_, row_stride_);
+  }
+
+  CUTE_DEVICE void take(Row& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
+    RawRow<Element> raw;
+    next_.read(raw, place_);
+    offset_ += head_stride;
+    next_.load(offset_, is_last ? 0 : used_, row_stride_);
+    if (place_.row >= used_) {
+      raw.clear();
+    }
+    if (signs != nullptr) {
+      raw.change_signs(place_, signs);
+    }
+    row.unpack(raw);
+  }
+
+ private:
+  static CUTE_DEVICE char* shared_rows() {
+    extern __shared__ __align__(128) char memory[];
+    return memory;
+  }
+};
 
 // The bits of the largest finite value of the rows of a CTA, normalised. Normalising keeps the
 // order, and what is finite. Infinities are rare, and made NaN when there is one.
-template <int kRows>
-CUTE_DEVICE uint32_t largest_of_cta(Rows<kRows>& rows, Maximum& maximum, float norm, int& turn) {
+CUTE_DEVICE uint32_t largest_of_cta(Row& row, Maximum& maximum, float norm, int& turn) {
   while (true) {
     uint32_t const bits =
-        maximum.of_all(__float_as_uint(multiply_exactly(rows.largest(), norm)), turn);
+        maximum.of_all(__float_as_uint(multiply_exactly(row.largest(), norm)), turn);
     turn ^= 1;
     if (bits != kInfinity) {
       return bits;
     }
-    rows.make_infinities_nan();
+    row.make_infinities_nan();
   }
 }
 
-// kDim: 0 or of one or two pieces.
-template <int kDim, int kRows>
-CUTE_DEVICE void rotate(Rows<kRows>& rows, int width) {
-  constexpr int kWidest = int(std::bit_floor(unsigned(kDim)));
-  CUTE_UNROLL
-  for (auto& row : rows.columns) {
-    if (kDim == kWidest || width == kWidest) {
-      rotate_row<kWidest>(row, width);
-    } else {
-      rotate_row<kDim - kWidest>(row, width);
-    }
-  }
-}
-
-// Whether all rows have one piece, of a power of four.
-template <int kDim>
-constexpr bool kHasExactNorm =
-    std::has_single_bit(unsigned(kDim)) && std::countr_zero(unsigned(kDim)) % 2 == 0;
-
-template <class Element, int kDim, int kRows, Pass kPass>
-__global__ void __maxnreg__((registers_of_thread<Element, kDim, kRows, kPass>()))
+template <class Element, int kDim, Pass kPass, Loads kLoads>
+__global__ void __maxnreg__((registers_of_thread<kDim, kPass, kLoads>()))
     quantize_kernel(QuantizeParams const __grid_constant__ p) {
-  constexpr bool kIsAhead = kLoadsAhead<Element, kRows, kPass>;
   bool const is_rotated = kDim > 0 || p.is_rotated;
   bool const is_aligned = kDim > 0 || p.shape.head_dim % kSpanColumns == 0;
   __shared__ Maximum maximum;
@@ -355,44 +211,30 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim, kRows, kPass>())
   int const begin = p.by_parts.mod(int(blockIdx.x)) * p.cta_heads;
   int const end = min_of(begin + p.cta_heads, s.heads);
   QuantizeTile const tile = tile_of_cta(p, tile_number);
-  ThreadPlace const place = place_of_thread<kDim, kRows>(s);
+  ThreadPlace const place = place_of_thread<kDim>(s);
   float const norm = is_rotated ? hadamard_norm(place.width) : 1.f;
   int turn = 0;
 
   Cursor<Element> cursor(p, place, tile, begin);
   BlockScales block_scales(p, tile, tile_number, begin);
-  RawRows<Element, kRows> raw;
-  if constexpr (kIsAhead) {
-    raw.clear();
-    raw.load(cursor, place, tile.used);
-  }
+  RowsOfHeads<Element, kLoads> rows(p, cursor, place, tile, begin);
   if (is_rotated) {
     signs.compute(p, begin, end);
     __syncthreads();
   }
   for (int head = begin; head < end; ++head) {
-    if constexpr (!kIsAhead) {
-      raw.clear();
-      raw.load(cursor, place, tile.used);
-    }
-    cursor.source += p.x.head_stride;
+    Row row;
+    rows.take(row, is_rotated ? signs.of_spans[head - begin] : nullptr, p.x.head_stride,
+              head + 1 == end);
     if (is_rotated) {
-      raw.change_signs(place, signs.of_spans[head - begin]);
-    }
-    Rows<kRows> rows;
-    rows.unpack(raw);
-    if constexpr (kIsAhead) {
-      raw.load(cursor, place, head + 1 < end ? tile.used : 0);
-    }
-    if (is_rotated) {
-      rotate<kDim>(rows, place.width);
+      row.rotate<kDim>(place.width);
     }
     float scale = 1.f;
     if constexpr (kPass == Pass::kCast) {
-      rows.make_infinities_nan();
+      row.make_infinities_nan();
       scale = scale_of_maxima(p, tile, head);
     } else {
-      uint32_t const bits = largest_of_cta(rows, maximum, norm, turn);
+      uint32_t const bits = largest_of_cta(row, maximum, norm, turn);
       if constexpr (kPass == Pass::kMaxima) {
         add_maximum(p, tile, head, bits);
         continue;
@@ -401,7 +243,8 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim, kRows, kPass>())
       // Between the blocks of packed sequences, scales are 1.
       block_scales.write(tile.used > 0 ? scale : 1.f);
     }
-    rows.store(cursor, place, tile, Factors<kHasExactNorm<kDim>>(norm, invert(scale)), is_aligned);
+    CastRow const cast = row.cast(Factors<kHasExactNorm<kDim>>(norm, invert(scale)));
+    cast.store(cursor.target, place, tile, is_aligned);
     cursor.target += kDim > 0 ? kDim : s.head_dim;
   }
   allow_later_launches();
@@ -410,46 +253,54 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim, kRows, kPass>())
 // ----------------------------------------------------------------------------------------- launch
 constexpr int kTwoPassTile = 32;
 
-bool fits(QuantizeShape const& shape, int tile, int thread_rows) {
-  return warps_of_tile(shape.head_dim, tile, thread_rows) <= kMostWarps;
-}
-
-template <class Element, int kDim, int kRows, Pass kPass>
+template <class Element, int kDim, Pass kPass, Loads kLoads>
 void launch_pass(QuantizeParams const& params, void* stream) {
   QuantizeShape const& s = params.shape;
-  int const threads = 32 * warps_of_tile(s.head_dim, s.tile, kRows);
+  int const warps = warps_of_tile(s.head_dim, s.tile, 1);
+  int const shared = kLoads == Loads::kShared ? warps * NextRows<Element>::kWarpBytes : 0;
   int const grid = int(s.tiles() * params.by_parts.divisor);
-  launch_early(quantize_kernel<Element, kDim, kRows, kPass>,
-               LaunchShape{"quantize_fp8", grid, threads, 0}, params, stream);
+  launch_early(quantize_kernel<Element, kDim, kPass, kLoads>,
+               LaunchShape{"quantize_fp8", grid, 32 * warps, shared}, params, stream);
+}
+
+// Of an element of 16 bits.
+template <class Element>
+void launch_only_pass(QuantizeParams const& params, void* stream) {
+  constexpr Pass kOnly = Pass::kOnly;
+  constexpr Loads kAhead = Loads::kAhead;
+  QuantizeShape const& s = params.shape;
+  bool const is_tight = warps_of_tile(s.head_dim, s.tile, 1) > kMostWarps / 2;
+  switch (params.is_rotated ? s.head_dim : 0) {
+    case 64:
+      return launch_pass<Element, 64, kOnly, kAhead>(params, stream);
+    case 80:
+      return launch_pass<Element, 80, kOnly, kAhead>(params, stream);
+    case 96:
+      return launch_pass<Element, 96, kOnly, kAhead>(params, stream);
+    case 128:
+      return is_tight ? launch_pass<Element, 128, kOnly, Loads::kShared>(params, stream)
+                      : launch_pass<Element, 128, kOnly, kAhead>(params, stream);
+    case 192:
+      return launch_pass<Element, 192, kOnly, kAhead>(params, stream);
+    case 256:
+      return is_tight ? launch_pass<Element, 256, kOnly, Loads::kShared>(params, stream)
+                      : launch_pass<Element, 256, kOnly, kAhead>(params, stream);
+    default:
+      return launch_pass<Element, 0, kOnly, kAhead>(params, stream);
+  }
 }
 
 template <class Element>
-void launch_passes(QuantizeParams const& params, void* stream) {
-  if (!takes_one_pass(params.shape)) {
-    launch_pass<Element, 0, kFewRows, Pass::kMaxima>(params, stream);
-    launch_pass<Element, 0, kFewRows, Pass::kCast>(params, stream);
+void launch_passes(QuantizeParams const& params, bool is_one, void* stream) {
+  if (!is_one) {
+    launch_pass<Element, 0, Pass::kMaxima, Loads::kNow>(params, stream);
+    launch_pass<Element, 0, Pass::kCast, Loads::kNow>(params, stream);
     return;
   }
-  if (!fits(params.shape, params.shape.tile, kFewRows)) {
-    launch_pass<Element, 0, kManyRows, Pass::kOnly>(params, stream);
-    return;
-  }
-  constexpr bool kHasOwn = sizeof(Element) == 2;
-  switch (kHasOwn && params.is_rotated ? params.shape.head_dim : 0) {
-    case 64:
-      return launch_pass<Element, kHasOwn ? 64 : 0, kFewRows, Pass::kOnly>(params, stream);
-    case 80:
-      return launch_pass<Element, kHasOwn ? 80 : 0, kFewRows, Pass::kOnly>(params, stream);
-    case 96:
-      return launch_pass<Element, kHasOwn ? 96 : 0, kFewRows, Pass::kOnly>(params, stream);
-    case 128:
-      return launch_pass<Element, kHasOwn ? 128 : 0, kFewRows, Pass::kOnly>(params, stream);
-    case 192:
-      return launch_pass<Element, kHasOwn ? 192 : 0, kFewRows, Pass::kOnly>(params, stream);
-    case 256:
-      return launch_pass<Element, kHasOwn ? 256 : 0, kFewRows, Pass::kOnly>(params, stream);
-    default:
-      return launch_pass<Element, 0, kFewRows, Pass::kOnly>(params, stream);
+  if constexpr (sizeof(Element) == 4) {
+    launch_pass<Element, 0, Pass::kOnly, Loads::kNow>(params, stream);
+  } else {
+    launch_only_pass<Element>(params, stream);
   }
 }
 
@@ -458,7 +309,7 @@ void launch_passes(QuantizeParams const& params, void* stream) {
 int heads_of_cta(QuantizeParams const& params, int sm_count) {
   constexpr int64_t kThreadsPerSm = 480;
   QuantizeShape const& s = params.shape;
-  int64_t const threads_of_head = s.tiles() * 32 * warps_of_tile(s.head_dim, s.tile, kFewRows);
+  int64_t const threads_of_head = s.tiles() * 32 * warps_of_tile(s.head_dim, s.tile, 1);
   int heads = kMostCtaHeads;
   while (heads > 1 && threads_of_head * ceil_div(s.heads, heads) < kThreadsPerSm * sm_count) {
     heads /= 2;
@@ -466,26 +317,50 @@ int heads_of_cta(QuantizeParams const& params, int sm_count) {
   return heads;
 }
 
-}  // namespace
-
-bool takes_one_pass(QuantizeShape const& shape) {
-  return shape.block > 0 && shape.block <= kMostThreads * kManyRows &&
-         fits(shape, shape.block, kManyRows);
+int64_t count_scales(QuantizeShape const& s) {
+  if (s.block == kScalePerTensor) {
+    return 1;
+  }
+  if (s.block == kScalePerHead) {
+    return int64_t(s.batch) * (s.heads / s.group);
+  }
+  return s.heads * (s.is_packed ? s.places(s.block) : int64_t(s.batch) * ceil_div(s.rows, s.block));
 }
 
-void launch_quantize(QuantizeParams params, int sm_count, void* stream) {
+}  // namespace
+
+QuantizePlan plan_quantize(QuantizeParams& params, int sm_count) {
+  QuantizeShape const& shape = params.shape;
+  if (shape.block > 0 && shape.block <= kMostThreads &&
+      warps_of_tile(shape.head_dim, shape.block, 1) <= kMostWarps) {
+    return {QuantizeMethod::kBlocks, 0};
+  }
+  if (fits_exchange(params, sm_count)) {
+    return {QuantizeMethod::kExchange, params.items};
+  }
+  return {QuantizeMethod::kTwoPasses, count_scales(shape)};
+}
+
+void launch_quantize(QuantizePlan const& plan, QuantizeParams params, int sm_count, void* stream) {
+  if (plan.method == QuantizeMethod::kExchange) {
+    return launch_exchange(params, sm_count, stream);
+  }
+  bool const is_one = plan.method == QuantizeMethod::kBlocks;
   QuantizeShape& shape = params.shape;
-  shape.set_tile(takes_one_pass(shape) ? shape.block : kTwoPassTile);
+  shape.set_tile(is_one ? shape.block : kTwoPassTile);
   params.cta_heads = heads_of_cta(params, sm_count);
   params.by_parts = FastDiv(ceil_div(shape.heads, params.cta_heads));
   bind_thread("quantize_fp8", 1, 0);
+  if (!is_one) {
+    clear_words(params.maxima, plan.words, stream);
+  }
   switch (params.dtype) {
     case Dtype::kFloat16:
-      return launch_passes<cutlass::half_t>(params, stream);
+      return launch_passes<cutlass::half_t>(params, is_one, stream);
     case Dtype::kBFloat16:
-      return launch_passes<cutlass::bfloat16_t>(params, stream);
+      return launch_passes<cutlass::bfloat16_t>(params, is_one, stream);
     default:
-      return launch_passes<float>(params, stream);
+      return launch_passes<float>(params, is_one, stream);
   }
 }
 

@@ -6,27 +6,38 @@
 namespace fa3 {
 
 struct QuantizeParams {
-  QuantizeShape shape;  // the tile is filled in by the launch
+  QuantizeShape shape;  // the tile is filled in later
   Dtype dtype = Dtype::kBFloat16;
   TensorView x;               // at multiples of 16 bytes, head_dim contiguous
   uint8_t* values = nullptr;  // e4m3, contiguous
   float* scales = nullptr;
-  uint32_t* maxima = nullptr;       // for two passes: as many as scales, all 0
+  uint32_t* maxima = nullptr;       // QuantizePlan::words
   int const* cu_seqlens = nullptr;  // packed
   int const* seqused = nullptr;     // packed; null: all rows count
   bool is_rotated = false;
   uint32_t mixed_seed = 0;
-  // Filled in by the launch:
+  // Filled in by the plan and the launch:
   int cta_heads = 1;
   FastDiv by_parts;  // CTAs for the heads of a tile
+  ItemOrder order;
+  int items = 0;
 };
 
-// Whether blocks are small enough for the registers of a CTA: their scales take one pass, those of
-// all others two, with a maximum for each scale between them.
-bool takes_one_pass(QuantizeShape const& shape);
+// kBlocks: a CTA has the rows of a block. kExchange: CTAs tell each other their maxima; both read x
+// once. kTwoPasses: maxima first, then the values, where more items share a scale than the GPU
+// holds.
+enum class QuantizeMethod { kBlocks, kExchange, kTwoPasses };
 
-// On the current device and the given stream (a cudaStream_t). x is not empty. In two passes, the
-// scales by blocks are filled in where there is a block only.
-void launch_quantize(QuantizeParams params, int sm_count, void* stream);
+struct QuantizePlan {
+  QuantizeMethod method;
+  int64_t words;  // of 32 bits that the launch needs for maxima
+};
+
+// On the current device; x is not empty. Fills in what the launch needs.
+QuantizePlan plan_quantize(QuantizeParams& params, int sm_count);
+
+// As planned, on the current device and the given stream (a cudaStream_t). The scales by blocks
+// of packed sequences are filled in where there is a block only, but for kBlocks.
+void launch_quantize(QuantizePlan const& plan, QuantizeParams params, int sm_count, void* stream);
 
 }  // namespace fa3

@@ -187,3 +187,63 @@ def test_nonsense_stays_inside(cu, rows, block_tile, data):
         _, begin, count, written = one.rows
         assert 0 <= count <= written <= tile and 0 <= begin and begin + written <= rows
         assert all(-1 <= place < places for place, _ in one.scales)
+
+
+# ------------------------------------------------------------------------------------------- items
+ORDERS = st.sampled_from([(PER_HEAD, 32), (PER_HEAD, 64), (PER_TENSOR, 32), (96, 32), (128, 64)])
+
+
+def check_items(sizes: tuple[int, ...], cu: list[int] | None, used: list[int] | None) -> None:
+    """Every tile of every head is an item, and those that share a scale know of each other."""
+    items, span = _host.quantized_items(sizes, cu, used)
+    tiles = _host.quantized_tiles(sizes, cu, used)
+    wanted = sorted((tile.rows, head) for tile in tiles for head in range(sizes[2]))
+    assert sorted((item.tile.rows, item.head) for item in items) == wanted
+    of_scales: dict[int, set[int]] = {}
+    for number, item in enumerate(items):
+        assert 0 <= item.first <= number < item.first + item.count <= len(items)
+        assert item.count <= span
+        place, _ = item.tile.scales[item.head]
+        if item.tile.rows[2]:
+            of_scales.setdefault(place, set()).add(number)
+    for place, numbers in of_scales.items():
+        ranges = {(items[number].first, items[number].count) for number in numbers}
+        assert len(ranges) == 1
+        (first, count), = ranges
+        others = set(range(first, first + count)) - numbers
+        assert numbers <= set(range(first, first + count))
+        assert all(not items[number].tile.rows[2] for number in others)
+        writers = [number for number, item in enumerate(items)
+                   if item.tile.scales[item.head] == (place, True)]
+        assert len(writers) == 1 and first <= writers[0] < first + count
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, behind=st.integers(0, 150), data=st.data(), order=ORDERS,
+       heads=st.sampled_from([(4, 2), (3, 1), (2, 2)]))
+def test_packed_items(lengths, behind, data, order, heads):
+    used = [data.draw(st.integers(0, length)) for length in lengths]
+    cu = starts(lengths).tolist()
+    check_items((len(lengths), cu[-1] + behind, *heads, *order), cu, used)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batch=st.integers(1, 4), rows=st.integers(1, 300), order=ORDERS,
+       heads=st.sampled_from([(6, 3), (3, 1), (2, 2)]))
+def test_dense_items(batch, rows, order, heads):
+    check_items((batch, rows, *heads, *order), None, None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cu=st.lists(st.one_of(INT32, st.integers(-9, 300)), min_size=1, max_size=8),
+       rows=st.integers(1, 200), data=st.data(), order=ORDERS)
+def test_nonsense_items_wait_for_no_later_ones(cu, rows, data, order):
+    """What a CTA reads, writes and waits for stays inside, and within the span from its item on."""
+    batch, heads, group = len(cu) - 1, 4, 2
+    used = data.draw(st.lists(INT32, min_size=batch, max_size=batch))
+    items, span = _host.quantized_items((batch, rows, heads, group, *order), cu, used)
+    for number, item in enumerate(items):
+        _, begin, count, written = item.tile.rows
+        assert 0 <= count <= written <= order[1] and 0 <= begin and begin + written <= rows
+        assert 0 <= item.first <= number and 0 < item.count <= span
+        assert 0 <= item.head

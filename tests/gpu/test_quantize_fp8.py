@@ -1,6 +1,8 @@
 """quantize_fp8 on the GPU: bit for bit what the CPU gives."""
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +72,44 @@ def test_blocks(head_dim, block, dtype, rotate, device):
 def test_rows_and_heads(heads, rows, device):
     check(torch.randn(3, rows, heads, 40).bfloat16(), device, rotate=True, block=64)
     check(torch.randn(3, rows, heads, 40).bfloat16(), device, rotate=True)
+
+
+@ROTATED
+@DTYPES
+@pytest.mark.parametrize('head_dim', [8, 24, 64, 80, 96, 120, 128, 184, 248, 256])
+@pytest.mark.parametrize('rows', [1, 63, 64, 65, 1000])
+def test_one_scale_of_many_rows(rows, head_dim, dtype, rotate, device):
+    """Rows around the borders of tiles; CTAs exchange their maxima."""
+    x = torch.randn(3, rows, 6, head_dim).to(dtype) * torch.rand(3, rows, 6, 1).to(dtype)
+    for block in ('head', 'tensor', 1024):
+        check(x, device, rotate=rotate, block=block, group=3)
+
+
+@pytest.mark.parametrize('heads, group', [(1, 1), (5, 1), (16, 2), (12, 12), (130, 1), (34, 17)])
+def test_groups_of_heads(heads, group, device):
+    """CTAs have some fifty items in turn where there are many heads."""
+    x = torch.randn(2, 2000, heads, 64).bfloat16()
+    x[0, 1999, 0] *= 100
+    check(x, device, rotate=True, group=group)
+
+
+def most_tiles_of_one_pass() -> int:
+    """Of 64 rows and head dim 128, one head: two CTAs an SM, each with three tiles."""
+    return 6 * torch.cuda.get_device_properties('cuda').multi_processor_count
+
+
+@pytest.mark.parametrize('more_rows', [-64, -1, 0, 1, 64])
+@pytest.mark.parametrize('is_packed', [False, True])
+def test_as_many_rows_as_one_pass_takes(is_packed, more_rows, cuda):
+    """And one more, which takes two passes. A packed tensor has room for a tile more."""
+    rows = 64 * (most_tiles_of_one_pass() - is_packed) + more_rows
+    x = torch.randn(rows, 2, 128, device=cuda).bfloat16()
+    options = dict(cu_seqlens=starts([rows]).to(cuda)) if is_packed else {}
+    on_cpu = {name: value.cpu() for name, value in options.items()}
+    x = x if is_packed else x[None]
+    for rotate in (False, True):
+        check_bits(quantize_fp8(x, rotate=rotate, **options),
+                   quantize_fp8(x.cpu(), rotate=rotate, **on_cpu))
 
 
 @pytest.mark.parametrize('seed', [0, 1, 12345, (1 << 31) - 1, 1 << 31, (1 << 32) - 1])
@@ -249,9 +289,44 @@ def test_side_stream_and_graph(block, cuda):
     late.fill_(1)
     with torch.cuda.graph(graph):
         got = quantize_fp8(late, rotate=True, block=block)
-    late.copy_(source)
-    graph.replay()
-    check_bits(got, expected)
+    for _ in range(3):
+        got[0].view(torch.uint8).fill_(0x55)
+        late.copy_(source)
+        graph.replay()
+        check_bits(got, expected)
+
+
+@pytest.mark.parametrize('is_packed', [False, True])
+def test_one_pass_beside_other_work(is_packed, cuda):
+    """Two streams quantise, each with scales of as many rows as the GPU holds, between products."""
+    x = [torch.randn(40_000, 4, 128, device=cuda).bfloat16() for _ in range(2)]
+    options = dict(cu_seqlens=starts([15_000, 0, 1, 24_999]).to(cuda)) if is_packed else {}
+    x = x if is_packed else [one[None] for one in x]
+    expected = [[y.clone() for y in quantize_fp8(one, rotate=True, **options)] for one in x]
+    square = torch.randn(2048, 2048, device=cuda).bfloat16()
+    streams = [torch.cuda.Stream() for _ in x]
+    torch.cuda.synchronize()
+    found = []
+    for turn, i in itertools.product(range(50), range(2)):
+        with torch.cuda.stream(streams[i]):
+            if turn % 3 == 0:
+                square @ square
+            got = quantize_fp8(x[i], rotate=True, **options)
+            found += [(y.view(torch.uint8) != wanted.view(torch.uint8)).sum()
+                      for y, wanted in zip(got, expected[i])]
+    torch.cuda.synchronize()
+    assert not sum(found).item()
+
+
+def test_every_value_and_scale_is_written(cuda):
+    """The memory of the results, and of the maxima between CTAs, held other bits before."""
+    x = torch.randn(2, 3000, 4, 128, device=cuda).bfloat16()
+    expected = [y.cpu() for y in quantize_fp8(x, rotate=True)]
+    for byte in (0xff, 0x80, 0x7f):
+        old = [torch.full((size,), byte, dtype=torch.uint8, device=cuda)
+               for size in (x.numel(), 512, 1024, 2048, 4096, 8192)]
+        del old
+        check_bits(quantize_fp8(x, rotate=True), expected)
 
 
 def test_offsets_beyond_32_bits(cuda, needs_memory):
@@ -272,3 +347,6 @@ def test_offsets_beyond_32_bits(cuda, needs_memory):
                 fp8.quantize.rotate(x[:, tail].float().cpu(), fp8.quantize.Rotation(0, 1)),
                 scale.cpu()[:, None, :, None])
             assert torch.equal(values[:, tail].cpu().view(torch.uint8), codes.view(torch.uint8))
+    in_entries = x.view(4, rows // 4, heads, 128)
+    found = [y[3:] for y in quantize_fp8(in_entries, rotate=True)]
+    check_bits(found, [y.cpu() for y in quantize_fp8(in_entries[3:], rotate=True)])

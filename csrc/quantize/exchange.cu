@@ -1,0 +1,449 @@
+// Scales of more rows than a CTA has, in one pass over x. All CTAs are on the GPU at once; each
+// works through tiles of one head, its items. It rotates an item, tells the others its largest
+// value, puts the float32 columns aside in shared memory, and goes on; two items later it casts and
+// writes it, when the maxima of all items with the same scale have most likely arrived.
+//
+// A maximum is a word of its own that was 0, and no longer is when it is there: who reads it needs
+// no other word, so that nothing has to be ordered.
+//
+// What bounds it (H200, 2026-11-22, ncu): shared memory has room for the columns of 16 warps of an
+// SM, too few to hide all latencies between two barriers (59 % of the slots issue), and an item
+// takes a fifth more instructions than in quantize.cu, eight stores and eight loads of 16 bytes a
+// lane among them.
+#include "device/barriers.h"
+#include "device/launch.h"
+#include "quantize/exchange.h"
+#include "quantize/next_rows.h"
+#include "quantize/rows.h"
+
+namespace fa3 {
+namespace {
+
+constexpr int kMostWarps = 9;
+constexpr int kDepth = 2;  // items of a CTA that wait in shared memory
+constexpr uint32_t kMissing = 0x80000000u;
+constexpr uint32_t kEveryLane = 0xffffffffu;
+
+CUTE_DEVICE void publish(uint32_t* word, uint32_t bits) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(bits | kMissing) : "memory");
+}
+
+// Less than kMissing if it is there.
+CUTE_DEVICE uint32_t look_at(uint32_t const* word) {
+  uint32_t seen;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(word) : "memory");
+  return seen ^ kMissing;
+}
+
+constexpr int kSigns = kMostQuantizedColumns / kSpanColumns;
+
+// An item as all threads see it.
+struct Item {
+  QuantizeTile tile;
+  int64_t source;  // of its first row
+  int64_t target;
+  float* scale;  // null: another item writes it
+  int first;     // of the items that share its scale
+  int count;     // of them
+  int head;
+  uint32_t signs[kSigns];
+};
+
+__device__ void describe(QuantizeParams const& p, int number, Item& item) {
+  QuantizeShape const& s = p.shape;
+  auto [place, tile] = find_item(s, p.order, p.cu_seqlens, p.seqused, min_of(number, p.items - 1));
+  bool const is_there = number < p.items && place.head < s.heads;
+  if (!is_there) {
+    tile.used = tile.written = 0;
+  }
+  int const head = min_of(place.head, s.heads - 1);
+  bool const is_writer = is_there && writes_scale(s, tile, head);
+  item.tile = tile;
+  item.source = source_of(p, tile, head);
+  item.target = target_of(s, tile, head);
+  item.scale = is_writer ? p.scales + scale_place(s, p.cu_seqlens, tile, head) : nullptr;
+  item.first = place.first;
+  item.count = tile.used > 0 || is_writer ? place.count : 0;
+  item.head = head;
+}
+
+CUTE_DEVICE uint32_t const* word_of(QuantizeParams const& p, Item const& item, int index) {
+  return p.maxima + min_of(item.first + index, p.items - 1);
+}
+
+// The first of the words that are a thread's to look at: it does something else meanwhile.
+CUTE_DEVICE uint32_t first_look(QuantizeParams const& p, Item const& item) {
+  int const index = int(threadIdx.x);
+  return index < item.count ? look_at(word_of(p, item, index)) : 0;
+}
+
+// The largest of the words of a thread. kWaits: until all are there. WHY not all of them early:
+// that is too early (head dim 256: 64 us in place of 56).
+template <bool kWaits>
+CUTE_DEVICE uint32_t look_at_all(QuantizeParams const& p, Item const& item, uint32_t first) {
+  auto final_word = [&](uint32_t word, int index) {
+    while (kWaits && word >= kMissing) {
+      word = look_at(word_of(p, item, index));
+    }
+    return word;
+  };
+  int const step = int(blockDim.x);
+  int index = int(threadIdx.x);
+  uint32_t largest = final_word(first, index);
+  for (index += step; index < item.count; index += step) {
+    largest = max(largest, final_word(look_at(word_of(p, item, index)), index));
+  }
+  return largest;
+}
+
+// Of all threads of a CTA. INVARIANT: a barrier separates the use of a row from its next use.
+struct Found {
+  uint2 of_warps[2][kMostWarps];
+
+  // x: of the item, y: of those with the scale of another.
+  CUTE_DEVICE uint2 of_all(uint2 one, int turn) {
+    int const lane = int(threadIdx.x) % 32;
+    one.x = __reduce_max_sync(kEveryLane, one.x);
+    one.y = __reduce_max_sync(kEveryLane, one.y);
+    if (lane == 0) {
+      of_warps[turn][threadIdx.x / 32] = one;
+    }
+    __syncthreads();
+    one = lane < int(blockDim.x) / 32 ? of_warps[turn][lane] : make_uint2(0, 0);
+    one.x = __reduce_max_sync(kEveryLane, one.x);
+    one.y = __reduce_max_sync(kEveryLane, one.y);
+    return one;
+  }
+};
+
+// The items of a CTA, by their number in it.
+struct Items {
+  static constexpr int kRing = 32;
+  static constexpr int kBatch = kRing / 2;  // that are described at once, a lane each
+
+  Item ring[kRing];
+  Item none;
+  Found early;
+  Found late;
+
+  CUTE_DEVICE Item const& at(int count) const { return ring[count % kRing]; }
+
+  // The one that gets its scale when this one has its maximum.
+  CUTE_DEVICE Item const& before(int count) const {
+    return count < kDepth ? none : at(count - kDepth);
+  }
+
+  CUTE_DEVICE void start(QuantizeParams const& p) {
+    describe_from(p, 0, kRing);
+    if (threadIdx.x == 0) {
+      none.tile = QuantizeTile{0, 0, 0, 0, 0};
+      none.source = none.target = 0;
+      none.scale = nullptr;
+      none.first = none.count = 0;
+    }
+    __syncthreads();
+  }
+
+  CUTE_DEVICE void start_signs(QuantizeParams const& p) {
+    make_signs(p, 0, kRing);
+    __syncthreads();
+  }
+
+  // At the end of a turn: the items of the half that is finished make place for later ones.
+  CUTE_DEVICE void go_on(QuantizeParams const& p, int count) {
+    int const turn = count % kBatch;
+    if (count >= kBatch && turn == kDepth) {
+      describe_from(p, count - kDepth + kBatch, kBatch);
+    }
+    if (count >= kBatch && turn == kDepth + 1) {
+      make_signs(p, count - kDepth - 1 + kBatch, kBatch);
+    }
+  }
+
+ private:
+  __device__ void describe_from(QuantizeParams const& p, int first, int count) {
+    if (int(threadIdx.x) < count) {
+      int const own = first + int(threadIdx.x);
+      describe(p, int(blockIdx.x) + own * int(gridDim.x), ring[own % kRing]);
+    }
+  }
+
+  __device__ void make_signs(QuantizeParams const& p, int first, int count) {
+#pragma unroll 1
+    for (int i = int(threadIdx.x); p.is_rotated && i < count * kSigns; i += int(blockDim.x)) {
+      Item& item = ring[(first + i / kSigns) % kRing];
+      int const kv_head = p.shape.by_group.div(item.head);
+      item.signs[i % kSigns] =
+          spread_signs(sign_bits(p.mixed_seed, kv_head, i % kSigns * kSpanColumns));
+    }
+  }
+};
+
+// The float32 columns of items that wait for their scale, each thread its own.
+class Stash {
+  float4* own_;
+
+ public:
+  static constexpr int kFours = kLaneColumns / 4;
+  static constexpr int kThreadBytes = kDepth * kLaneColumns * int(sizeof(float));
+
+  explicit CUTE_DEVICE Stash(float4* memory) : own_(memory + threadIdx.x) {}
+
+  CUTE_DEVICE float4& at(int slot, int four) const {
+    return own_[(slot * kFours + four) * int(blockDim.x)];
+  }
+
+  // Puts a row into a slot, and casts what was there.
+  template <class Multiply>
+  CUTE_DEVICE CastRow exchange(int slot, Row const& row, Multiply const& factors) const {
+    CastRow result;
+    CUTE_UNROLL
+    for (int i = 0; i < kFours; ++i) {
+      float const* const four = row.columns + 4 * i;
+      float4 const old = at(slot, i);
+      at(slot, i) = make_float4(four[0], four[1], four[2], four[3]);
+      float const columns[4] = {old.x, old.y, old.z, old.w};
+      result.fours[i] = cast_four(columns, factors);
+    }
+    return result;
+  }
+};
+
+// More than two CTAs an SM have no room in shared memory. A head dim that the compiler does not
+// know may take 9 warps.
+constexpr int registers_of_thread(int dim) { return dim == 0 ? 112 : 128; }
+
+// Loads, rotates and publishes an item; its rows stay in registers.
+// Returns the largest of the words of `older`, kMissing or more if one was not there.
+template <int kDim, class Element>
+CUTE_DEVICE uint32_t work_out(QuantizeParams const& p, Items& items, int count,
+                              NextRows<Element> const& next_rows, ThreadPlace const& place,
+                              float norm, Row& row) {
+  bool const is_rotated = kDim > 0 || p.is_rotated;
+  Item const& item = items.at(count);
+  Item const& older = items.before(count);
+  uint32_t const first = first_look(p, older);
+  RawRow<Element> raw;
+  next_rows.read(raw, place);
+  Item const& next = items.at(count + 1);
+  next_rows.load(next.source, next.tile.used, p.x.row_stride);
+  if (is_rotated) {
+    raw.change_signs(place, item.signs);
+  }
+  row.unpack(raw);
+  if (is_rotated) {
+    row.rotate<kDim>(place.width);
+  }
+  uint2 found;
+  while (true) {
+    uint32_t const bits = __float_as_uint(multiply_exactly(row.largest(), norm));
+    found = make_uint2(place.row < item.tile.used ? bits : 0, look_at_all<false>(p, older, first));
+    found = items.early.of_all(found, count % 2);
+    if (found.x != kInfinity) {
+      break;
+    }
+    __syncthreads();
+    row.make_infinities_nan();
+  }
+  if (threadIdx.x == 0) {
+    publish(p.maxima + int(blockIdx.x) + count * int(gridDim.x), found.x);
+  }
+  return found.y;
+}
+
+// INVARIANT: a CTA waits for the scale of an item only when it has published the kDepth items after
+// it. So the wait ends: of all items that CTAs wait to finish take the first one, i. Every CTA has
+// published all of its items before i + (kDepth + 1) * grid, and all CTAs are resident; the items
+// that share a scale with i end no later (fits_exchange).
+template <class Element, int kDim>
+__global__ void __maxnreg__(registers_of_thread(kDim))
+    exchange_kernel(QuantizeParams const __grid_constant__ p) {
+  extern __shared__ __align__(128) float4 memory[];
+  __shared__ Items items;
+  QuantizeShape const& s = p.shape;
+  bool const is_aligned = kDim > 0 || s.head_dim % kSpanColumns == 0;
+  items.start(p);
+  ThreadPlace const place = place_of_thread<kDim>(s);
+  float const norm = kDim > 0 || p.is_rotated ? hadamard_norm(place.width) : 1.f;
+  Stash const stash(memory);
+  NextRows<Element> const next_rows(
+      p, place, reinterpret_cast<char*>(memory + kDepth * Stash::kFours * int(blockDim.x)));
+  next_rows.load(items.at(0).source, items.at(0).tile.used, p.x.row_stride);
+  items.start_signs(p);
+  uint8_t* const values = p.values + Cursor<Element>::target_in_tile(s, place);
+
+  int const total = ceil_div(p.items - int(blockIdx.x), int(gridDim.x));
+#pragma unroll 1
+  for (int count = 0; count < total + kDepth; ++count) {
+    Row row;
+    Item const& older = items.before(count);
+    uint32_t bits = kMissing;
+    if (count < total) {
+      bits = work_out<kDim>(p, items, count, next_rows, place, norm, row);
+    }
+    if (bits >= kMissing) {
+      bits = look_at_all<true>(p, older, first_look(p, older));
+      bits = items.late.of_all(make_uint2(0, bits), count % 2).y;
+    }
+    float const scale = scale_of(bits);
+    if (older.scale != nullptr && threadIdx.x == 0) {
+      *older.scale = scale;
+    }
+    CastRow const cast =
+        stash.exchange(count % kDepth, row, Factors<kHasExactNorm<kDim>>(norm, invert(scale)));
+    cast.store(values + older.target, place, older.tile, is_aligned);
+    items.go_on(p, count);
+  }
+  allow_later_launches();
+}
+
+struct Words {
+  uint32_t* begin;
+  int64_t count;
+};
+
+__global__ void clear_kernel(Words words) {
+  wait_for_earlier_launches();
+  allow_later_launches();
+  int64_t const step = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < words.count; i += step) {
+    words.begin[i] = 0;
+  }
+}
+
+// ----------------------------------------------------------------------------------------- launch
+constexpr char const* kName = "quantize_fp8";
+constexpr int kMostTile = 256;
+constexpr int kUsualWarps = 8;
+
+template <class Element>
+constexpr int kWarpBytes = 32 * Stash::kThreadBytes + NextRows<Element>::kWarpBytes;
+
+template <class Element>
+LaunchShape launch_shape(QuantizeShape const& s) {
+  int const warps = warps_of_tile(s.head_dim, s.tile, 1);
+  return LaunchShape{kName, 0, 32 * warps, warps * kWarpBytes<Element>};
+}
+
+// CTAs that an SM has room for. Of the last device and number of threads that were asked for.
+template <class Kernel>
+int ctas_of_sm(Kernel* kernel, LaunchShape const& shape, std::atomic<uint64_t>& known) {
+  int device = 0;
+  check_launch(cudaGetDevice(&device), kName, 0, shape.shared_bytes);
+  uint64_t const asked = uint64_t(device + 1) << 32 | uint64_t(shape.threads) << 16;
+  uint64_t const answer = known.load(std::memory_order_relaxed);
+  if (answer >> 16 == asked >> 16) {
+    return int(answer & 0xffff);
+  }
+  int ctas = 0;
+  check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, shape.threads,
+                                                             shape.shared_bytes),
+               kName, 0, shape.shared_bytes);
+  known.store(asked | uint64_t(ctas), std::memory_order_relaxed);
+  return ctas;
+}
+
+// All CTAs are on the GPU at once, or there is an error. Such a launch does not begin early.
+template <class Kernel, class Params>
+void launch_together(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
+  cudaLaunchAttribute together{};
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(shape.grid);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = &together;
+  config.numAttrs = 1;
+  check_launch(cudaLaunchKernelEx(&config, kernel, params), shape.variant, shape.grid,
+               shape.shared_bytes);
+}
+
+// Whether the kernel takes it; launches it, with a stream.
+template <class Element, int kDim>
+bool run(QuantizeParams const& params, int sm_count, void* const* stream) {
+  static std::atomic<uint64_t> devices_ready{0};
+  static std::atomic<uint64_t> known_ctas{0};
+  auto* const kernel = exchange_kernel<Element, kDim>;
+  LaunchShape shape = launch_shape<Element>(params.shape);
+  // Once for all head dims of the kernel.
+  allow_shared_memory(kernel, LaunchShape{kName, 0, 0, kMostWarps * kWarpBytes<Element>},
+                      devices_ready);
+  shape.grid = min_of(ctas_of_sm(kernel, shape, known_ctas) * sm_count, params.items);
+  if (params.order.span() > int64_t(shape.grid) * (kDepth + 1)) {
+    return false;
+  }
+  if (stream != nullptr) {
+    clear_words(params.maxima, params.items, *stream);
+    launch_together(kernel, shape, params, *stream);
+  }
+  return true;
+}
+
+template <class Element>
+bool run_any(QuantizeParams const& params, int sm_count, void* const* stream) {
+  constexpr bool kHasOwn = sizeof(Element) == 2;
+  switch (kHasOwn && params.is_rotated ? params.shape.head_dim : 0) {
+    case 64:
+      return run<Element, kHasOwn ? 64 : 0>(params, sm_count, stream);
+    case 80:
+      return run<Element, kHasOwn ? 80 : 0>(params, sm_count, stream);
+    case 96:
+      return run<Element, kHasOwn ? 96 : 0>(params, sm_count, stream);
+    case 128:
+      return run<Element, kHasOwn ? 128 : 0>(params, sm_count, stream);
+    case 192:
+      return run<Element, kHasOwn ? 192 : 0>(params, sm_count, stream);
+    case 256:
+      return run<Element, kHasOwn ? 256 : 0>(params, sm_count, stream);
+    default:
+      return run<Element, 0>(params, sm_count, stream);
+  }
+}
+
+bool run_dtype(QuantizeParams const& params, int sm_count, void* const* stream) {
+  bind_thread(kName, 1, 0);
+  switch (params.dtype) {
+    case Dtype::kFloat16:
+      return run_any<cutlass::half_t>(params, sm_count, stream);
+    case Dtype::kBFloat16:
+      return run_any<cutlass::bfloat16_t>(params, sm_count, stream);
+    default:
+      return run_any<float>(params, sm_count, stream);
+  }
+}
+
+}  // namespace
+
+void clear_words(uint32_t* words, int64_t count, void* stream) {
+  constexpr int kThreads = 512;
+  constexpr int64_t kMostCtas = 64;
+  int64_t const ctas = count / (8 * kThreads) + 1;
+  LaunchShape const shape{kName, int(ctas < kMostCtas ? ctas : kMostCtas), kThreads, 0};
+  launch_early(clear_kernel, shape, Words{words, count}, stream);
+}
+
+bool fits_exchange(QuantizeParams& params, int sm_count) {
+  constexpr int64_t kMostItems = int64_t(1) << 24;
+  QuantizeShape& shape = params.shape;
+  int tile = 32;
+  while (tile < kMostTile && warps_of_tile(shape.head_dim, 2 * tile, 1) <= kUsualWarps &&
+         (shape.block <= 0 || shape.block % (2 * tile) == 0)) {
+    tile *= 2;
+  }
+  shape.set_tile(tile);
+  int64_t const items = shape.tiles() * shape.heads;
+  if (items > kMostItems) {
+    return false;
+  }
+  params.order = ItemOrder::of(shape);
+  params.items = int(items);
+  return run_dtype(params, sm_count, nullptr);
+}
+
+void launch_exchange(QuantizeParams const& params, int sm_count, void* stream) {
+  run_dtype(params, sm_count, &stream);
+}
+
+}  // namespace fa3

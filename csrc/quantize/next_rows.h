@@ -1,0 +1,91 @@
+// Loads of x that are under way while the rows before are worked on, in shared memory.
+#pragma once
+
+#include "quantize/rows.h"
+
+namespace fa3 {
+
+// Rows of x on their way to shared memory, one of each thread: every warp loads and reads its own.
+// They lie there as in memory, in chunks of 16 bytes, but for bit 0 of the number of a chunk: that
+// keeps lanes off each other's banks.
+template <class Element>
+class NextRows {
+  static constexpr int kChunk = 16 / int(sizeof(Element));  // columns
+  static constexpr int kLoads = kLaneColumns / kChunk;      // of a lane
+  Element const* source;
+  int row;    // of the tile
+  int loads;  // fewer than kLoads for narrow pieces
+  int width_shift;
+  uint32_t target;
+  uint32_t spans[2];
+
+ public:
+  static constexpr int kWarpBytes = 32 * kLaneColumns * int(sizeof(Element));
+
+  // memory: kWarpBytes for each warp, at a multiple of 64 bytes.
+  CUTE_DEVICE NextRows(QuantizeParams const& p, ThreadPlace const& place, char* memory) {
+    int const lane = int(threadIdx.x) % 32;
+    int const lanes = lanes_of_piece(place.width);
+    int const row_chunks = place.width / kChunk;
+    int const first_row = place.row - lane / lanes;
+    int const piece = place.column - lane % lanes * kSpanColumns;
+    row = first_row + lane * kChunk / place.width;
+    loads = min_of(kLoads, ceil_div(place.row_step * row_chunks, 32));
+    width_shift = __ffs(place.width) - 1;
+    source = static_cast<Element const*>(p.x.data) + row * p.x.row_stride + piece +
+             lane * kChunk % place.width;
+    auto const own = uint32_t(__cvta_generic_to_shared(memory)) + threadIdx.x / 32 * kWarpBytes;
+    int const chunk = lane / lanes * row_chunks + lane % lanes * (kSpanColumns / kChunk);
+    target = own + place_of(lane);
+    spans[0] = own + place_of(chunk);
+    spans[1] = own + place_of(chunk + row_chunks / 2);
+  }
+
+  // offset: of the first column of the tile's first row. used: rows of the tile that count; what
+  // the others get is anything.
+  CUTE_DEVICE void load(int64_t offset, int used, int64_t row_stride) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kLoads; ++i) {
+      int const columns = i * 32 * kChunk;  // of the loads before
+      int const rows = columns >> width_shift;
+      if (i < loads && row + rows < used) {
+        Element const* const from =
+            source + offset + rows * row_stride + (columns - (rows << width_shift));
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + 512 * i), "l"(from)
+                     : "memory");
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // Waits for the load. The next one may follow at once.
+  CUTE_DEVICE void read(RawRow<Element>& raw, ThreadPlace const& place) const {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncwarp();
+    raw.clear();
+    CUTE_UNROLL
+    for (int i = 0; i < RawSpan<Element>::kWords / 4; ++i) {
+      if (i < RawSpan<Element>::kWords / 8 || place.has_full_span()) {
+        read_four(raw.spans[0].words + 4 * i, spans[0] ^ (16 * i));
+      }
+      if (place.has_second()) {
+        read_four(raw.spans[1].words + 4 * i, spans[1] ^ (16 * i));
+      }
+    }
+    __syncwarp();
+  }
+
+ private:
+  static CUTE_DEVICE uint32_t place_of(int chunk) {
+    return 16 * uint32_t(chunk ^ (((chunk >> 3) ^ (chunk >> 4)) & 1));
+  }
+
+  static CUTE_DEVICE void read_four(uint32_t* words, uint32_t address) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+  }
+};
+
+}  // namespace fa3

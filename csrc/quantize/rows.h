@@ -1,0 +1,221 @@
+// What the kernels of quantize_fp8 share: the tile and columns of a thread, loads, rotation, casts
+// and stores.
+#pragma once
+
+#include <bit>
+
+#include "quantize/chunk.h"
+#include "quantize/quantize.h"
+
+namespace fa3 {
+
+constexpr uint32_t kInfinity = 0x7f800000u;
+constexpr float kSmallestMaximum = 0x1p-64f;
+
+// kDim: columns of a row, where the compiler is to know; else 0.
+template <int kDim>
+CUTE_DEVICE ThreadPlace place_of_thread(QuantizeShape const& s) {
+  int const head_dim = kDim > 0 ? kDim : s.head_dim;
+  ThreadPlace place = thread_place(int(threadIdx.x), head_dim, s.tile, 1);
+  bool const is_one_piece = kDim > 0 && std::has_single_bit(unsigned(kDim));
+  // The lanes of a warp have the same width: the compiler is to know that too.
+  place.width = is_one_piece ? kDim : __shfl_sync(0xffffffffu, place.width, 0);
+  place.row_step = rows_of_warp(place.width);
+  __builtin_assume(kDim == 0 || place.width >= (kDim & -kDim));
+  return place;
+}
+
+// How many of first_tile(0 .. batch) are not behind `tile`, less one: the last entry that does not
+// begin behind it. Each step asks 32 of them. Whole warps call it; nonsense gives any entry.
+inline __device__ int entry_of_tile(QuantizeParams const& p, int tile) {
+  int const lane = int(threadIdx.x) % 32;
+  int low = 0;
+  int high = p.shape.batch + 1;
+  while (low < high) {
+    int const step = ceil_div(high - low, 32);
+    int64_t const entry = int64_t(low) + int64_t(lane) * step;
+    bool const is_before = entry < high && first_tile(p.shape, p.cu_seqlens, int(entry)) <= tile;
+    int const count = __popc(__ballot_sync(0xffffffffu, is_before));
+    if (count == 0) {
+      break;
+    }
+    high = min_of(high, low + count * step);
+    low += (count - 1) * step + 1;
+  }
+  return low - 1;
+}
+
+inline __device__ QuantizeTile tile_of_cta(QuantizeParams const& p, int tile) {
+  return p.shape.is_packed
+             ? packed_tile(p.shape, p.cu_seqlens, p.seqused, tile, entry_of_tile(p, tile))
+             : dense_tile(p.shape, tile);
+}
+
+// Of the first column of the first row of a tile, in elements.
+CUTE_DEVICE int64_t source_of(QuantizeParams const& p, QuantizeTile const& tile, int head) {
+  int64_t const entry = p.shape.is_packed ? 0 : tile.entry;
+  return entry * p.x.batch_stride + tile.begin * p.x.row_stride + head * p.x.head_stride;
+}
+
+CUTE_DEVICE int64_t target_of(QuantizeShape const& s, QuantizeTile const& tile, int head) {
+  int64_t const entry = s.is_packed ? 0 : tile.entry;
+  return ((entry * s.rows + tile.begin) * s.heads + head) * s.head_dim;
+}
+
+// Where a thread reads and writes: its row and first span, of one head after the other.
+template <class Element>
+struct Cursor {
+  Element const* source;
+  uint8_t* target;
+
+  CUTE_DEVICE Cursor(QuantizeParams const& p, ThreadPlace const& place, QuantizeTile const& tile,
+                     int head) {
+    source = static_cast<Element const*>(p.x.data) + source_of(p, tile, head) +
+             place.row * p.x.row_stride + place.column;
+    target = p.values + target_of(p.shape, tile, head) + target_in_tile(p.shape, place);
+  }
+
+  static CUTE_DEVICE int64_t target_in_tile(QuantizeShape const& s, ThreadPlace const& place) {
+    return place.row * (int64_t(s.heads) * s.head_dim) + place.column;
+  }
+};
+
+// Spans that are not loaded stay 0, but for their signs.
+template <class Element>
+struct RawRow {
+  RawSpan<Element> spans[2];
+
+  CUTE_DEVICE void clear() {
+    spans[0].clear();
+    spans[1].clear();
+  }
+
+  CUTE_DEVICE void load(Element const* source, ThreadPlace const& place, int used) {
+    if (place.row < used) {
+      spans[0].load(source, place.has_full_span());
+    }
+    if (place.row < used && place.has_second()) {
+      spans[1].load(source + place.width / 2, true);
+    }
+  }
+
+  // spread: spread_signs() of the spans of a row of this head.
+  CUTE_DEVICE void change_signs(ThreadPlace const& place, uint32_t const* spread) {
+    uint32_t const* const first = spread + unsigned(place.column) / kSpanColumns;
+    LaneSigns<Element> const signs(first[0], first[unsigned(place.width) / kLaneColumns]);
+    signs.template apply<0>(spans[0]);
+    signs.template apply<1>(spans[1]);
+  }
+};
+
+// What a value is multiplied by, one rounded product after the other. kIsExact: norm is a power of
+// two, so that one product does. Both give 0 where a product would be subnormal.
+template <bool kIsExact>
+struct Factors {
+  float norm;
+  float inverse;
+
+  CUTE_DEVICE Factors(float norm_, float inverse_)
+      : norm(norm_), inverse(kIsExact ? multiply_exactly(norm_, inverse_) : inverse_) {}
+
+  CUTE_DEVICE float times(float column) const {
+    return multiply_exactly(kIsExact ? column : multiply_exactly(column, norm), inverse);
+  }
+};
+
+CUTE_DEVICE void store_span(uint8_t* target, uint4 values, bool is_full, bool is_aligned) {
+  if (is_full && is_aligned) {
+    *reinterpret_cast<uint4*>(target) = values;
+    return;
+  }
+  reinterpret_cast<uint2*>(target)[0] = make_uint2(values.x, values.y);
+  if (is_full) {
+    reinterpret_cast<uint2*>(target)[1] = make_uint2(values.z, values.w);
+  }
+}
+
+// 32 columns, cast.
+struct CastRow {
+  uint32_t fours[kLaneColumns / 4];
+
+  // Rows of the tile that do not count are 0. is_aligned: rows are multiples of 16 columns.
+  CUTE_DEVICE void store(uint8_t* target, ThreadPlace const& place, QuantizeTile const& tile,
+                         bool is_aligned) const {
+    if (place.row >= tile.written) {
+      return;
+    }
+    bool const is_used = place.row < tile.used;
+    uint4 const zeros = make_uint4(0, 0, 0, 0);
+    uint4 const first = make_uint4(fours[0], fours[1], fours[2], fours[3]);
+    store_span(target, is_used ? first : zeros, place.has_full_span(), is_aligned);
+    if (place.has_second()) {
+      uint4 const second = make_uint4(fours[4], fours[5], fours[6], fours[7]);
+      store_span(target + place.width / 2, is_used ? second : zeros, true, is_aligned);
+    }
+  }
+};
+
+template <class Multiply>
+CUTE_DEVICE uint32_t cast_four(float const* four, Multiply const& factors) {
+  return pack_four_e4m3(factors.times(four[0]), factors.times(four[1]), factors.times(four[2]),
+                        factors.times(four[3]));
+}
+
+struct Row {
+  float columns[kLaneColumns];
+
+  template <class Element>
+  CUTE_DEVICE void unpack(RawRow<Element> const& raw) {
+    raw.spans[0].unpack(columns);
+    raw.spans[1].unpack(columns + kSpanColumns);
+  }
+
+  // The largest absolute value; NaN does not count. Four at a time: each waits for the one before.
+  CUTE_DEVICE float largest() const {
+    float found[4] = {0.f, 0.f, 0.f, 0.f};
+    CUTE_UNROLL
+    for (int i = 0; i < kLaneColumns; ++i) {
+      found[i % 4] = fmaxf(found[i % 4], fabsf(columns[i]));
+    }
+    return fmaxf(fmaxf(found[0], found[1]), fmaxf(found[2], found[3]));
+  }
+
+  CUTE_DEVICE void make_infinities_nan() {
+    CUTE_UNROLL
+    for (float& column : columns) {
+      column = is_infinite(column) ? __uint_as_float(0x7fffffffu) : column;
+    }
+  }
+
+  // kDim: 0 or of one or two pieces.
+  template <int kDim>
+  CUTE_DEVICE void rotate(int width) {
+    constexpr int kWidest = int(std::bit_floor(unsigned(kDim)));
+    if (kDim == kWidest || width == kWidest) {
+      rotate_row<kWidest>(columns, width);
+    } else {
+      rotate_row<kDim - kWidest>(columns, width);
+    }
+  }
+
+  template <class Multiply>
+  CUTE_DEVICE CastRow cast(Multiply const& factors) const {
+    CastRow result;
+    CUTE_UNROLL
+    for (int i = 0; i < kLaneColumns / 4; ++i) {
+      result.fours[i] = cast_four(columns + 4 * i, factors);
+    }
+    return result;
+  }
+};
+
+CUTE_DEVICE float scale_of(uint32_t maximum_bits) {
+  return divide_by_448(fmaxf(__uint_as_float(maximum_bits), kSmallestMaximum));
+}
+
+// Whether all rows have one piece, of a power of four.
+template <int kDim>
+constexpr bool kHasExactNorm =
+    std::has_single_bit(unsigned(kDim)) && std::countr_zero(unsigned(kDim)) % 2 == 0;
+
+}  // namespace fa3
