@@ -41,28 +41,31 @@ struct RowLimits {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       if constexpr (Traits::kFp8) {
-        apply_to_row<kHidden>(scores, r, first);
-        continue;
-      }
-      CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(scores); ++c) {
-        int const column = (c / 2) * 8 + c % 2;
-        bool is_visible = column < end[r] - first;
-        if constexpr (kHidden == Hidden::kBothEnds) {
-          is_visible = is_visible && column >= begin[r] - first;
-        }
-        scores(r, c) = is_visible ? scores(r, c) : -INFINITY;
+        apply_by_bits<kHidden>(scores, r, first);
+      } else {
+        apply_by_columns<kHidden>(scores, r, first);
       }
     }
   }
 
  private:
-  static constexpr int kAtOnce = 24;
+  template <Hidden kHidden, class Scores>
+  CUTE_DEVICE void apply_by_columns(Scores& scores, int r, int first) const {
+    CUTE_UNROLL
+    for (int c = 0; c < cute::size<1>(scores); ++c) {
+      int const column = (c / 2) * 8 + c % 2;
+      bool is_visible = column < end[r] - first;
+      if constexpr (kHidden == Hidden::kBothEnds) {
+        is_visible = is_visible && column >= begin[r] - first;
+      }
+      scores(r, c) = is_visible ? scores(r, c) : -INFINITY;
+    }
+  }
 
   // One instruction makes predicates of seven bits.
   // WHY of FP8 alone: the other kernels were tuned without.
   template <Hidden kHidden, class Scores>
-  CUTE_DEVICE void apply_to_row(Scores& scores, int r, int first) const {
+  CUTE_DEVICE void apply_by_bits(Scores& scores, int r, int first) const {
     CUTE_UNROLL
     for (int c = 0; c < cute::size<1>(scores); ++c) {
       int const from = c / kAtOnce * kAtOnce;
@@ -80,6 +83,8 @@ struct RowLimits {
     int const count = limit / 8 * 2 + min_of(limit % 8, 2);
     return (1u << count) - 1;
   }
+
+  static constexpr int kAtOnce = 24;
 };
 
 }  // namespace fa3
