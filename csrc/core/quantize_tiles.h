@@ -166,6 +166,15 @@ FA3_HD QuantizeTile packed_tile(QuantizeShape const& s, int const* cu, int const
                       min_of(to - from - before, s.tile)};
 }
 
+// The rows of one of the CTAs that share a tile: the first has `rows` of them, and so on.
+FA3_HD QuantizeTile part_of(QuantizeTile tile, int rank, int rows) {
+  int const before = min_of(rank * rows, tile.written);
+  tile.begin += before;
+  tile.written = min_of(tile.written - before, rows);
+  tile.used = clamp(tile.used - before, 0, rows);
+  return tile;
+}
+
 // ----------------------------------------------------------------------------------------- scales
 // Where the scale of a tile and head lies, for tiles with rows that count.
 FA3_HD int64_t scale_place(QuantizeShape const& s, int const* cu, QuantizeTile const& tile,

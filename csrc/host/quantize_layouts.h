@@ -107,6 +107,12 @@ inline void bind_quantize(pybind11::module_& m) {
     QuantizedItems const found = quantized_items(sizes, cu_seqlens, seqused);
     return std::tuple(found.items, found.span);
   });
+  // Tiles and parts: (first row, rows that count, all rows).
+  m.def("part_of_tile", [](std::tuple<int, int, int> tile, int rank, int rows) {
+    auto const [begin, used, written] = tile;
+    QuantizeTile const part = part_of(QuantizeTile{0, 0, begin, used, written}, rank, rows);
+    return std::tuple(part.begin, part.used, part.written);
+  });
   m.def("warps_of_tile", &warps_of_tile);
   m.def("hadamard_norm", &hadamard_norm);
   m.def("sign_bits", [](uint32_t seed, int kv_head, int column) {

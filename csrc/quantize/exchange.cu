@@ -263,7 +263,7 @@ __global__ void __maxnreg__(registers_of_thread(kDim))
   QuantizeShape const& s = p.shape;
   bool const is_aligned = kDim > 0 || s.head_dim % kSpanColumns == 0;
   items.start(p);
-  ThreadPlace const place = place_of_thread<kDim>(s);
+  ThreadPlace const place = place_of_thread<kDim>(s, s.tile);
   float const norm = kDim > 0 || p.is_rotated ? hadamard_norm(place.width) : 1.f;
   Stash const stash(memory);
   NextRows<Element> const next_rows(

@@ -1,9 +1,10 @@
 // A CTA has a tile of rows, of one head after the other: it loads, rotates, finds the largest
-// value, casts and writes. The next head is on its way while one is worked on. Where a scale has
-// more rows than a CTA, exchange.cu does it; where it has too many for that as well, two passes
-// here.
+// value, casts and writes. The next head is on its way while one is worked on. CTAs of a cluster
+// share a tile, for blocks of more rows than a CTA has. Where a scale has more rows than that,
+// exchange.cu does it; where it has too many for that as well, two passes here.
 #include "device/barriers.h"
 #include "device/launch.h"
+#include "quantize/cluster_maximum.h"
 #include "quantize/exchange.h"
 #include "quantize/next_rows.h"
 #include "quantize/quantize.h"
@@ -16,15 +17,20 @@ constexpr int kMostThreads = 512;
 constexpr int kMostWarps = kMostThreads / 32;
 constexpr int kMostCtaHeads = 4;
 
-// What a launch does: everything in one pass over x, or the first or second of two.
-enum class Pass { kOnly, kMaxima, kCast };
+// What a launch does: everything in one pass over x, with CTAs for themselves or in clusters, or
+// the first or second of two.
+enum class Pass { kOnly, kCluster, kMaxima, kCast };
 
 // The largest of what the threads of a CTA have; bits of floats that are not negative are ordered
 // as the floats are.
 struct Maximum {
   uint32_t of_warps[2][kMostWarps];
+
+  CUTE_DEVICE void start(int) {}
+
   // INVARIANT: a barrier separates the use of a row of of_warps from its next use: they take turns.
-  CUTE_DEVICE uint32_t of_all(uint32_t bits, int turn) {
+  CUTE_DEVICE uint32_t of_all(uint32_t bits, int round, ClusterPlace const&) {
+    int const turn = round % 2;
     int const lane = int(threadIdx.x) % 32;
     uint32_t const of_warp = __reduce_max_sync(0xffffffffu, bits);
     if (lane == 0) {
@@ -43,13 +49,13 @@ struct BlockScales {
   int step;
 
   CUTE_DEVICE BlockScales(QuantizeParams const& p, QuantizeTile const& tile, int tile_number,
-                          int head) {
+                          int head, int rank) {
     QuantizeShape const& s = p.shape;
     step = s.is_packed ? s.by_tile.div(s.rows) + s.batch : int(s.by_entry_tiles.divisor);
     bool const is_place = !s.is_packed || (tile_number > 0 && tile_number <= step);
     int64_t const row = s.is_packed ? head : int64_t(tile.entry) * s.heads + head;
     int const place = s.is_packed ? tile_number - 1 : tile.index;
-    next = threadIdx.x == 0 && is_place ? p.scales + row * step + place : nullptr;
+    next = threadIdx.x == 0 && rank == 0 && is_place ? p.scales + row * step + place : nullptr;
   }
 
   CUTE_DEVICE void write(float scale) {
@@ -105,8 +111,11 @@ enum class Loads { kNow, kAhead, kShared };
 // As few as there are without spills: other warps work while one waits for its loads.
 template <int kDim, Pass kPass, Loads kLoads>
 constexpr int registers_of_thread() {
+  if (kLoads == Loads::kShared || kDim == kPlain) {
+    return 64;
+  }
   bool const is_large = kDim == 0 && kLoads == Loads::kAhead;
-  return kLoads == Loads::kShared ? 64 : is_large ? 96 : kPass == Pass::kCast ? 88 : 80;
+  return is_large ? 96 : kPass == Pass::kCast ? 88 : 80;
 }
 
 // The rows of a thread, of one head after the other.
@@ -128,7 +137,8 @@ class RowsOfHeads {
   }
 
   // Of the next head.
-  CUTE_DEVICE void take(Row& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
+  template <class AnyRow>
+  CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
     if constexpr (kLoads == Loads::kNow) {
       ahead_.clear();
       ahead_.load(cursor_.source, place_, used_);
@@ -163,7 +173,8 @@ class RowsOfHeads<Element, Loads::kShared> {
     next_.load(offset_, used_, row_stride_);
   }
 
-  CUTE_DEVICE void take(Row& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
+  template <class AnyRow>
+  CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
     RawRow<Element> raw;
     next_.read(raw, place_);
     offset_ += head_stride;
@@ -184,13 +195,15 @@ class RowsOfHeads<Element, Loads::kShared> {
   }
 };
 
-// The bits of the largest finite value of the rows of a CTA, normalised. Normalising keeps the
-// order, and what is finite. Infinities are rare, and made NaN when there is one.
-CUTE_DEVICE uint32_t largest_of_cta(Row& row, Maximum& maximum, float norm, int& turn) {
+// The bits of the largest finite value of the rows of a CTA or cluster, normalised. Normalising
+// keeps the order, and what is finite. Infinities are rare, and made NaN when there is one.
+template <class AnyRow, class AnyMaximum>
+CUTE_DEVICE uint32_t largest_of_all(AnyRow& row, AnyMaximum& maximum, float norm, int& round,
+                                    ClusterPlace const& cluster) {
   while (true) {
     uint32_t const bits =
-        maximum.of_all(__float_as_uint(multiply_exactly(row.largest(), norm)), turn);
-    turn ^= 1;
+        maximum.of_all(__float_as_uint(multiply_exactly(row.largest(), norm)), round, cluster);
+    ++round;
     if (bits != kInfinity) {
       return bits;
     }
@@ -201,40 +214,53 @@ CUTE_DEVICE uint32_t largest_of_cta(Row& row, Maximum& maximum, float norm, int&
 template <class Element, int kDim, Pass kPass, Loads kLoads>
 __global__ void __maxnreg__((registers_of_thread<kDim, kPass, kLoads>()))
     quantize_kernel(QuantizeParams const __grid_constant__ p) {
-  bool const is_rotated = kDim > 0 || p.is_rotated;
+  bool const is_rotated = kDim > 0 || (kDim == 0 && p.is_rotated);
   bool const is_aligned = kDim > 0 || p.shape.head_dim % kSpanColumns == 0;
-  __shared__ Maximum maximum;
+  constexpr bool kIsCluster = kPass == Pass::kCluster;
+  using OwnRow = std::conditional_t<kDim == kPlain, PlainRow<Element>, Row>;
+  __shared__ std::conditional_t<kIsCluster, ClusterMaximum<kMostWarps>, Maximum> maximum;
   __shared__ HeadSigns signs;
+  maximum.start(p.cluster_ctas);
   wait_for_earlier_launches();
   QuantizeShape const& s = p.shape;
-  int const tile_number = p.by_parts.div(int(blockIdx.x));
-  int const begin = p.by_parts.mod(int(blockIdx.x)) * p.cta_heads;
+  ClusterPlace const cluster{kIsCluster ? cluster_rank() : 0, kIsCluster ? p.cluster_ctas : 1};
+  int const cluster_number = int(kIsCluster ? cute::cluster_id_in_grid().x : blockIdx.x);
+  int const tile_number = p.by_parts.div(cluster_number);
+  int const begin = p.by_parts.mod(cluster_number) * p.cta_heads;
   int const end = min_of(begin + p.cta_heads, s.heads);
-  QuantizeTile const tile = tile_of_cta(p, tile_number);
-  ThreadPlace const place = place_of_thread<kDim>(s);
+  QuantizeTile tile = tile_of_cta(p, tile_number);
+  if (kIsCluster) {
+    tile = part_of(tile, cluster.rank, p.cta_rows);
+  }
+  ThreadPlace const place = place_of_thread<kDim>(s, p.cta_rows);
   float const norm = is_rotated ? hadamard_norm(place.width) : 1.f;
-  int turn = 0;
+  int round = 0;
 
   Cursor<Element> cursor(p, place, tile, begin);
-  BlockScales block_scales(p, tile, tile_number, begin);
+  BlockScales block_scales(p, tile, tile_number, begin, cluster.rank);
   RowsOfHeads<Element, kLoads> rows(p, cursor, place, tile, begin);
   if (is_rotated) {
     signs.compute(p, begin, end);
+  }
+  if (kIsCluster) {
+    cute::cluster_wait();
+  }
+  if (is_rotated) {
     __syncthreads();
   }
   for (int head = begin; head < end; ++head) {
-    Row row;
+    OwnRow row;
     rows.take(row, is_rotated ? signs.of_spans[head - begin] : nullptr, p.x.head_stride,
               head + 1 == end);
     if (is_rotated) {
-      row.rotate<kDim>(place.width);
+      row.template rotate<kDim>(place.width);
     }
     float scale = 1.f;
     if constexpr (kPass == Pass::kCast) {
       row.make_infinities_nan();
       scale = scale_of_maxima(p, tile, head);
     } else {
-      uint32_t const bits = largest_of_cta(row, maximum, norm, turn);
+      uint32_t const bits = largest_of_all(row, maximum, norm, round, cluster);
       if constexpr (kPass == Pass::kMaxima) {
         add_maximum(p, tile, head, bits);
         continue;
@@ -253,14 +279,40 @@ __global__ void __maxnreg__((registers_of_thread<kDim, kPass, kLoads>()))
 // ----------------------------------------------------------------------------------------- launch
 constexpr int kTwoPassTile = 32;
 
+// As launch_early(), of CTAs in clusters.
+template <class Kernel, class Params>
+void launch_in_clusters(Kernel* kernel, LaunchShape const& shape, int ctas, Params const& params,
+                        void* stream) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = unsigned(ctas);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(shape.grid);
+  config.blockDim = dim3(shape.threads);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  check_launch(cudaLaunchKernelEx(&config, kernel, params), shape.variant, shape.grid,
+               shape.shared_bytes);
+}
+
 template <class Element, int kDim, Pass kPass, Loads kLoads>
 void launch_pass(QuantizeParams const& params, void* stream) {
   QuantizeShape const& s = params.shape;
-  int const warps = warps_of_tile(s.head_dim, s.tile, 1);
+  int const warps = warps_of_tile(s.head_dim, params.cta_rows, 1);
   int const shared = kLoads == Loads::kShared ? warps * NextRows<Element>::kWarpBytes : 0;
-  int const grid = int(s.tiles() * params.by_parts.divisor);
-  launch_early(quantize_kernel<Element, kDim, kPass, kLoads>,
-               LaunchShape{"quantize_fp8", grid, 32 * warps, shared}, params, stream);
+  int const clusters = int(s.tiles() * params.by_parts.divisor);
+  LaunchShape const shape{"quantize_fp8", clusters * params.cluster_ctas, 32 * warps, shared};
+  auto* const kernel = quantize_kernel<Element, kDim, kPass, kLoads>;
+  if constexpr (kPass == Pass::kCluster) {
+    launch_in_clusters(kernel, shape, params.cluster_ctas, params, stream);
+  } else {
+    launch_early(kernel, shape, params, stream);
+  }
 }
 
 // Of an element of 16 bits.
@@ -270,7 +322,9 @@ void launch_only_pass(QuantizeParams const& params, void* stream) {
   constexpr Loads kAhead = Loads::kAhead;
   QuantizeShape const& s = params.shape;
   bool const is_tight = warps_of_tile(s.head_dim, s.tile, 1) > kMostWarps / 2;
-  switch (params.is_rotated ? s.head_dim : 0) {
+  switch (params.is_rotated ? s.head_dim : kPlain) {
+    case kPlain:
+      return launch_pass<Element, kPlain, kOnly, kAhead>(params, stream);
     case 64:
       return launch_pass<Element, 64, kOnly, kAhead>(params, stream);
     case 80:
@@ -290,6 +344,23 @@ void launch_only_pass(QuantizeParams const& params, void* stream) {
   }
 }
 
+// The same in clusters, of what fits_cluster() takes.
+template <class Element>
+void launch_clusters(QuantizeParams const& params, void* stream) {
+  switch (params.is_rotated ? params.shape.head_dim : kPlain) {
+    case 64:
+      return launch_pass<Element, 64, Pass::kCluster, Loads::kShared>(params, stream);
+    case 96:
+      return launch_pass<Element, 96, Pass::kCluster, Loads::kShared>(params, stream);
+    case 128:
+      return launch_pass<Element, 128, Pass::kCluster, Loads::kShared>(params, stream);
+    case 256:
+      return launch_pass<Element, 256, Pass::kCluster, Loads::kAhead>(params, stream);
+    default:
+      return launch_pass<Element, kPlain, Pass::kCluster, Loads::kAhead>(params, stream);
+  }
+}
+
 template <class Element>
 void launch_passes(QuantizeParams const& params, bool is_one, void* stream) {
   if (!is_one) {
@@ -300,7 +371,8 @@ void launch_passes(QuantizeParams const& params, bool is_one, void* stream) {
   if constexpr (sizeof(Element) == 4) {
     launch_pass<Element, 0, Pass::kOnly, Loads::kNow>(params, stream);
   } else {
-    launch_only_pass<Element>(params, stream);
+    params.cluster_ctas > 1 ? launch_clusters<Element>(params, stream)
+                            : launch_only_pass<Element>(params, stream);
   }
 }
 
@@ -309,7 +381,8 @@ void launch_passes(QuantizeParams const& params, bool is_one, void* stream) {
 int heads_of_cta(QuantizeParams const& params, int sm_count) {
   constexpr int64_t kThreadsPerSm = 480;
   QuantizeShape const& s = params.shape;
-  int64_t const threads_of_head = s.tiles() * 32 * warps_of_tile(s.head_dim, s.tile, 1);
+  int64_t const threads_of_head =
+      s.tiles() * params.cluster_ctas * 32 * warps_of_tile(s.head_dim, params.cta_rows, 1);
   int heads = kMostCtaHeads;
   while (heads > 1 && threads_of_head * ceil_div(s.heads, heads) < kThreadsPerSm * sm_count) {
     heads /= 2;
@@ -327,12 +400,49 @@ int64_t count_scales(QuantizeShape const& s) {
   return s.heads * (s.is_packed ? s.places(s.block) : int64_t(s.batch) * ceil_div(s.rows, s.block));
 }
 
+bool has_cluster_kernel(QuantizeParams const& params) {
+  int const dim = params.shape.head_dim;
+  return params.dtype != Dtype::kFloat32 &&
+         (!params.is_rotated || dim == 64 || dim == 96 || dim == 128 || dim == 256);
+}
+
+// Whether a cluster has the rows of a block; fills in how its CTAs share them. As many CTAs as do
+// without idle warps: of 16 warps they are slower than exchange.cu (H200, 2026-11-22, blocks of 384
+// at head dim 128: 49 us, there 45; of 6 warps 39).
+//
+// WHY not packed: the CTAs behind the end of a sequence work too. Sequences of 128 and 896 rows
+// take 66 us, in exchange.cu 53.
+bool fits_cluster(QuantizeParams& params) {
+  constexpr int kFewestWarps = 4;
+  constexpr int kMostClusterWarps = 12;
+  QuantizeShape const& s = params.shape;
+  if (s.block <= 0 || s.block > kMostClusterCtas * kMostThreads || s.is_packed ||
+      !has_cluster_kernel(params)) {
+    return false;
+  }
+  int const block_warps = warps_of_tile(s.head_dim, s.block, 1);
+  for (int ctas = kMostClusterCtas; ctas > 1; --ctas) {
+    int const warps = warps_of_tile(s.head_dim, s.block / ctas, 1);
+    if (s.block % ctas == 0 && warps * ctas == block_warps && warps >= kFewestWarps &&
+        warps <= kMostClusterWarps) {
+      params.cta_rows = s.block / ctas;
+      params.cluster_ctas = ctas;
+      return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 QuantizePlan plan_quantize(QuantizeParams& params, int sm_count) {
   QuantizeShape const& shape = params.shape;
   if (shape.block > 0 && shape.block <= kMostThreads &&
       warps_of_tile(shape.head_dim, shape.block, 1) <= kMostWarps) {
+    params.cta_rows = shape.block;
+    return {QuantizeMethod::kBlocks, 0};
+  }
+  if (fits_cluster(params)) {
     return {QuantizeMethod::kBlocks, 0};
   }
   if (fits_exchange(params, sm_count)) {
@@ -348,6 +458,9 @@ void launch_quantize(QuantizePlan const& plan, QuantizeParams params, int sm_cou
   bool const is_one = plan.method == QuantizeMethod::kBlocks;
   QuantizeShape& shape = params.shape;
   shape.set_tile(is_one ? shape.block : kTwoPassTile);
+  if (!is_one) {
+    params.cta_rows = kTwoPassTile;
+  }
   params.cta_heads = heads_of_cta(params, sm_count);
   params.by_parts = FastDiv(ceil_div(shape.heads, params.cta_heads));
   bind_thread("quantize_fp8", 1, 0);

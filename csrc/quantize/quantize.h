@@ -18,14 +18,16 @@ struct QuantizeParams {
   uint32_t mixed_seed = 0;
   // Filled in by the plan and the launch:
   int cta_heads = 1;
-  FastDiv by_parts;  // CTAs for the heads of a tile
+  int cta_rows = 0;
+  int cluster_ctas = 1;  // that share a tile
+  FastDiv by_parts;      // CTAs for the heads of a tile
   ItemOrder order;
   int items = 0;
 };
 
-// kBlocks: a CTA has the rows of a block. kExchange: CTAs tell each other their maxima; both read x
-// once. kTwoPasses: maxima first, then the values, where more items share a scale than the GPU
-// holds.
+// kBlocks: a CTA or a cluster has the rows of a block. kExchange: CTAs tell each other their
+// maxima; both read x once. kTwoPasses: maxima first, then the values, where more items share a
+// scale than the GPU holds.
 enum class QuantizeMethod { kBlocks, kExchange, kTwoPasses };
 
 struct QuantizePlan {

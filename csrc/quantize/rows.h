@@ -3,6 +3,7 @@
 #pragma once
 
 #include <bit>
+#include <type_traits>
 
 #include "quantize/chunk.h"
 #include "quantize/quantize.h"
@@ -11,17 +12,19 @@ namespace fa3 {
 
 constexpr uint32_t kInfinity = 0x7f800000u;
 constexpr float kSmallestMaximum = 0x1p-64f;
+// In place of the head dim that a kernel is made for: any, and not rotated.
+constexpr int kPlain = -1;
 
-// kDim: columns of a row, where the compiler is to know; else 0.
+// kDim: columns of a row, where the compiler is to know; else not above 0. rows: of the CTA.
 template <int kDim>
-CUTE_DEVICE ThreadPlace place_of_thread(QuantizeShape const& s) {
+CUTE_DEVICE ThreadPlace place_of_thread(QuantizeShape const& s, int rows) {
   int const head_dim = kDim > 0 ? kDim : s.head_dim;
-  ThreadPlace place = thread_place(int(threadIdx.x), head_dim, s.tile, 1);
+  ThreadPlace place = thread_place(int(threadIdx.x), head_dim, rows, 1);
   bool const is_one_piece = kDim > 0 && std::has_single_bit(unsigned(kDim));
   // The lanes of a warp have the same width: the compiler is to know that too.
   place.width = is_one_piece ? kDim : __shfl_sync(0xffffffffu, place.width, 0);
   place.row_step = rows_of_warp(place.width);
-  __builtin_assume(kDim == 0 || place.width >= (kDim & -kDim));
+  __builtin_assume(kDim <= 0 || place.width >= (kDim & -kDim));
   return place;
 }
 
@@ -209,13 +212,51 @@ struct Row {
   }
 };
 
+// A row that is not rotated, as it lies in memory: it takes half the registers.
+template <class Element>
+class PlainRow {
+  RawRow<Element> raw_;
+
+  CUTE_DEVICE Row unpacked() const {
+    Row row;
+    row.unpack(raw_);
+    return row;
+  }
+
+ public:
+  CUTE_DEVICE void unpack(RawRow<Element> const& raw) { raw_ = raw; }
+
+  template <int kDim>
+  CUTE_DEVICE void rotate(int) {}
+
+  CUTE_DEVICE float largest() const { return unpacked().largest(); }
+
+  CUTE_DEVICE void make_infinities_nan() {
+    constexpr bool kIsBFloat = std::is_same_v<Element, cutlass::bfloat16_t>;
+    constexpr uint32_t kHalfInfinity = kIsBFloat ? 0x7f80u : 0x7c00u;
+    CUTE_UNROLL
+    for (RawSpan<Element>& span : raw_.spans) {
+      CUTE_UNROLL
+      for (uint32_t& word : span.words) {
+        word |= (word & 0x7fffu) == kHalfInfinity ? 0x7fffu : 0u;
+        word |= (word >> 16 & 0x7fffu) == kHalfInfinity ? 0x7fff0000u : 0u;
+      }
+    }
+  }
+
+  template <class Multiply>
+  CUTE_DEVICE CastRow cast(Multiply const& factors) const {
+    return unpacked().cast(factors);
+  }
+};
+
 CUTE_DEVICE float scale_of(uint32_t maximum_bits) {
   return divide_by_448(fmaxf(__uint_as_float(maximum_bits), kSmallestMaximum));
 }
 
-// Whether all rows have one piece, of a power of four.
+// Whether all rows have one piece, of a power of four, or are not rotated.
 template <int kDim>
-constexpr bool kHasExactNorm =
-    std::has_single_bit(unsigned(kDim)) && std::countr_zero(unsigned(kDim)) % 2 == 0;
+constexpr bool kHasExactNorm = kDim == kPlain || std::has_single_bit(unsigned(kDim)) &&
+                                                     std::countr_zero(unsigned(kDim)) % 2 == 0;
 
 }  // namespace fa3

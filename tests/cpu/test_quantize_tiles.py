@@ -189,6 +189,21 @@ def test_nonsense_stays_inside(cu, rows, block_tile, data):
         assert all(-1 <= place < places for place, _ in one.scales)
 
 
+@given(begin=st.integers(0, (1 << 31) - 1 - 4096), ctas=st.integers(1, 8), rows=st.integers(1, 512),
+       data=st.data())
+def test_ctas_share_a_tile(begin, ctas, rows, data):
+    """Every row once, those that count first; a CTA without rows begins inside as well."""
+    written = data.draw(st.integers(0, ctas * rows))
+    used = data.draw(st.integers(0, written))
+    found = [_host.part_of_tile((begin, used, written), rank, rows) for rank in range(ctas)]
+    next_row = begin
+    for first, count, everything in found:
+        assert first == next_row and 0 <= count <= everything <= rows
+        assert count == min(max(begin + used - first, 0), everything)
+        next_row += everything
+    assert next_row == begin + written and sum(count for _, count, _ in found) == used
+
+
 # ------------------------------------------------------------------------------------------- items
 ORDERS = st.sampled_from([(PER_HEAD, 32), (PER_HEAD, 64), (PER_TENSOR, 32), (96, 32), (128, 64)])
 

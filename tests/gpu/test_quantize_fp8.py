@@ -15,7 +15,7 @@ from tests.cpu.test_quantize import ERRORS
 
 DTYPES = pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32], ids=str)
 ROTATED = pytest.mark.parametrize('rotate', [False, True])
-BLOCKS = (32, 64, 96, 128, 256, 1024, 'head', 'tensor')
+BLOCKS = (32, 64, 96, 128, 256, 384, 1024, 2048, 'head', 'tensor')
 DELAY_CYCLES = 50_000_000    # about 30 ms
 
 
@@ -81,8 +81,37 @@ def test_rows_and_heads(heads, rows, device):
 def test_one_scale_of_many_rows(rows, head_dim, dtype, rotate, device):
     """Rows around the borders of tiles; CTAs exchange their maxima."""
     x = torch.randn(3, rows, 6, head_dim).to(dtype) * torch.rand(3, rows, 6, 1).to(dtype)
-    for block in ('head', 'tensor', 1024):
+    for block in ('head', 'tensor', 2048):
         check(x, device, rotate=rotate, block=block, group=3)
+
+
+@ROTATED
+@DTYPES
+@pytest.mark.parametrize('head_dim', [40, 64, 80, 96, 128, 192, 248, 256])
+@pytest.mark.parametrize('block', [256, 384, 512, 1024, 1056])
+def test_blocks_of_several_ctas(block, head_dim, dtype, rotate, device):
+    """Rows around the borders of CTAs and of blocks."""
+    for rows in (1, 63, 65, 127, 128, 129, 257, 383, 384, 385, 513, 1000):
+        x = torch.randn(2, rows, 2, head_dim) * torch.rand(2, rows, 2, 1)
+        check(x.to(dtype), device, rotate=rotate, block=block, group=2)
+
+
+@pytest.mark.parametrize('heads, group', [(1, 1), (3, 1), (5, 1), (9, 3), (130, 2)])
+def test_heads_of_clusters(heads, group, device):
+    x = torch.randn(2, 800, heads, 64).bfloat16()
+    for rotate in (False, True):
+        check(x, device, rotate=rotate, block=384, group=group)
+
+
+@ROTATED
+@DTYPES
+@pytest.mark.parametrize('row', [0, 130, 383, 384, 599])
+def test_infinity_in_one_cta(row, dtype, rotate, device):
+    """The others of its block learn of it."""
+    x = torch.randn(1, 600, 6, 128).to(dtype)
+    x[0, row, ::2, 7] = -torch.inf
+    x[0, row, 1, 9] = torch.nan
+    check(x, device, rotate=rotate, block=384)
 
 
 @pytest.mark.parametrize('heads, group', [(1, 1), (5, 1), (16, 2), (12, 12), (130, 1), (34, 17)])
@@ -119,10 +148,10 @@ def test_seeds(seed, device):
 
 @ROTATED
 @DTYPES
-@pytest.mark.parametrize('block', [32, 128, 'head', 'tensor'])
+@pytest.mark.parametrize('block', [32, 128, 384, 'head', 'tensor'])
 def test_any_bits(block, dtype, rotate, device):
     for head_dim in (24, 128):
-        check(random_bits(2, 200, 4, head_dim, dtype=dtype), device, rotate=rotate, block=block)
+        check(random_bits(2, 500, 4, head_dim, dtype=dtype), device, rotate=rotate, block=block)
 
 
 @ROTATED
@@ -147,7 +176,7 @@ def test_many_scales(device):
     check(x, device, block=32)
 
 
-@pytest.mark.parametrize('block', [32, 'head'])
+@pytest.mark.parametrize('block', [32, 384, 'head'])
 def test_strides(block, device):
     base = torch.randn(2, 6, 90, 136).bfloat16()
     layouts = {'heads before rows': base.transpose(1, 2), 'slice': base[:, :, 1:80, 8:72],
@@ -165,7 +194,8 @@ def test_strides(block, device):
 @ROTATED
 @pytest.mark.parametrize('block', BLOCKS)
 @pytest.mark.parametrize('lengths', [[64, 32, 128], [0, 5, 0, 0, 129, 32, 1, 0], [300], [0], [],
-                                     [31] * 45, [1] * 70])
+                                     [31] * 45, [1] * 70,
+                                     [1, 127, 0, 128, 129, 383, 0, 384, 385]])
 @pytest.mark.parametrize('behind', [0, 1, 100])
 def test_packed(behind, lengths, block, rotate, device):
     """Rows that do not count are NaN."""
@@ -184,8 +214,22 @@ def test_packed(behind, lengths, block, rotate, device):
 def test_many_sequences(batch, device):
     lengths = torch.randint(0, 40, (batch,)).tolist()
     x = torch.randn(sum(lengths) + 7, 2, 16).half()
-    for block in (32, 'head'):
+    for block in (32, 384, 'head'):
         check(x, device, rotate=True, block=block, cu_seqlens=starts(lengths))
+
+
+@ROTATED
+@DTYPES
+@pytest.mark.parametrize('head_dim', [64, 80, 96, 128, 192, 256])
+def test_packed_blocks_of_384_rows(head_dim, dtype, rotate, device):
+    lengths = [0, 1, 127, 128, 0, 129, 383, 384, 385, 0]
+    cu = starts(lengths)
+    x = torch.randn(sum(lengths) + 50, 3, head_dim).to(dtype)
+    check(x, device, rotate=rotate, block=384, cu_seqlens=cu)
+    used = torch.tensor([0, 0, 127, 1, 0, 128, 129, 300, 384, 0], dtype=torch.int32)
+    for first, count, length in zip(cu.tolist(), used.tolist(), lengths):
+        x[first + count:first + length] = torch.nan
+    check(x, device, rotate=rotate, block=384, cu_seqlens=cu, seqused=used)
 
 
 def test_packed_strides(device):
@@ -198,7 +242,7 @@ NONSENSE = ([500, 0, 500], [0, -7, 40], [0, 1 << 30, -(1 << 31)], [(1 << 31) - 1
             [70, 60, 50, 40, 30, 20, 10, 0], [-(1 << 31)] * 40, [0, 200, 100, 200, 100, 200])
 
 
-@pytest.mark.parametrize('block', [32, 64, 1024, 'head', 'tensor'])
+@pytest.mark.parametrize('block', [32, 64, 384, 2048, 'head', 'tensor'])
 @pytest.mark.parametrize('cu', NONSENSE, ids=str)
 def test_nonsense_stays_inside(cu, block, cuda):
     """The memory beside the results is not written; the next call is right again."""
@@ -215,7 +259,7 @@ def test_nonsense_stays_inside(cu, block, cuda):
 
 
 # ----------------------------------------------------------------------------------- empty, errors
-@pytest.mark.parametrize('block', [32, 1024, 'head', 'tensor'])
+@pytest.mark.parametrize('block', [32, 384, 2048, 'head', 'tensor'])
 def test_nothing_to_do(block, device):
     for shape in ((0, 5, 4, 64), (2, 0, 4, 64), (2, 5, 0, 64), (0, 0, 0, 8)):
         check(torch.zeros(shape), device, block=block)
@@ -263,7 +307,7 @@ def test_opcheck(is_packed, block, device):
     opcheck(torch.ops.flash_attn3.quantize_fp8.default, (x, *lists, block, 2, 3))
 
 
-@pytest.mark.parametrize('block', [32, 'head', 'tensor'])
+@pytest.mark.parametrize('block', [32, 384, 'head', 'tensor'])
 def test_the_same_bits_every_time(block, cuda):
     x = torch.randn(4, 2000, 8, 128, device=cuda).bfloat16()
     first = [y.cpu() for y in quantize_fp8(x, rotate=True, block=block)]
@@ -271,7 +315,7 @@ def test_the_same_bits_every_time(block, cuda):
         check_bits(quantize_fp8(x, rotate=True, block=block), first)
 
 
-@pytest.mark.parametrize('block', [32, 'head'])
+@pytest.mark.parametrize('block', [32, 384, 'head'])
 def test_side_stream_and_graph(block, cuda):
     """The input arrives late on the side stream; then the same in a graph."""
     source = torch.randn(2, 500, 4, 128, device=cuda).bfloat16()

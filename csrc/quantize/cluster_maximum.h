@@ -1,0 +1,91 @@
+// The largest value of the CTAs of a cluster, which have the rows of a block together.
+//
+// Each warp writes its maximum to the shared memory of all CTAs; an mbarrier there counts the
+// bytes. So nobody meets at a barrier, not even the warps of a CTA, and a CTA that has the maxima
+// of the last round may end: nothing more is written to it.
+#pragma once
+
+#include "device/cluster.h"
+
+namespace fa3 {
+
+constexpr int kMostClusterCtas = 8;  // that every GPU with clusters takes
+
+// Of a CTA.
+struct ClusterPlace {
+  int rank;
+  int ctas;
+};
+
+template <int kMostCtaWarps>
+class ClusterMaximum {
+  uint32_t of_warps_[2][kMostClusterCtas * kMostCtaWarps];
+  uint64_t arrived_[2];
+
+ public:
+  // The other CTAs may be sent to after the cluster has met: cute::cluster_wait().
+  CUTE_DEVICE void start(int ctas) {
+    if (threadIdx.x == 0) {
+      for (uint64_t& barrier : arrived_) {
+        Mbarrier::init(&barrier, 1);
+      }
+      fence_barrier_init();
+      for (uint64_t& barrier : arrived_) {
+        expect(barrier, ctas);
+      }
+    }
+    __syncwarp();
+    cute::cluster_arrive();
+  }
+
+  // round: 0, 1, ... INVARIANT: two buffers and mbarriers in turns do. A warp sends in round n + 2
+  // when it has all maxima of round n + 1, which the others sent after they had read those of n.
+  CUTE_DEVICE uint32_t of_all(uint32_t bits, int round, ClusterPlace const& cluster) {
+    int const lane = int(threadIdx.x) % 32;
+    int const warps = int(blockDim.x) / 32;
+    int const own = cluster.rank * warps + int(threadIdx.x) / 32;
+    uint32_t(&of_warps)[kMostClusterCtas * kMostCtaWarps] = of_warps_[round % 2];
+    uint64_t& arrived = arrived_[round % 2];
+    uint32_t const of_warp = __reduce_max_sync(0xffffffffu, bits);
+    if (lane < cluster.ctas) {
+      send(lane, &of_warps[own], of_warp, arrived);
+    }
+    wait(arrived, uint32_t(round / 2 % 2));
+    if (threadIdx.x == 0) {
+      expect(arrived, cluster.ctas);  // of round + 2
+    }
+    uint32_t largest = 0;
+    for (int i = lane; i < cluster.ctas * warps; i += 32) {
+      largest = max(largest, of_warps[i]);
+    }
+    return __reduce_max_sync(0xffffffffu, largest);
+  }
+
+ private:
+  static CUTE_DEVICE void expect(uint64_t& barrier, int ctas) {
+    uint32_t const words = uint32_t(ctas) * blockDim.x / 32;
+    Mbarrier::arrive_and_expect_tx(&barrier, words * uint32_t(sizeof(uint32_t)));
+  }
+
+  static CUTE_DEVICE void send(int rank, void* target, uint32_t word, uint64_t& arrived) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
+                 :
+                 : "r"(shared_address_of(rank, target)), "r"(word),
+                   "r"(shared_address_of(rank, &arrived))
+                 : "memory");
+  }
+
+  static CUTE_DEVICE void wait(uint64_t& barrier, uint32_t phase) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
+        "r"(phase)
+        : "memory");
+  }
+};
+
+}  // namespace fa3
