@@ -92,7 +92,8 @@ FP8_DENSE = [BATCH, dataclasses.replace(BATCH, lengths=((67, 2100),)),
              dataclasses.replace(BATCH, lengths=((5, 33),) * 2, heads=(6, 2), pack_gqa=True)]
 FP8_GENERAL = [dataclasses.replace(BATCH, window=(20, 30), sinks='fp32'),
                dataclasses.replace(BATCH, lengths=((150, 67),) * 2, chunk=50, sinks='bf16'), PACKED,
-               dataclasses.replace(PACKED, used=USED, window=(30, -1), chunk=40, causal=True)]
+               dataclasses.replace(PACKED, used=USED, window=(30, -1), chunk=40, causal=True),
+               dataclasses.replace(PACKED, lengths=((100, 128), (0, 33), (1, 1)) * 6)]
 FP8_SOFTCAP = [dataclasses.replace(case, softcap=15.0) for case in FP8_GENERAL[::3]]
 ROWS_OF_BLOCKS = (32, 256, 'head', 'tensor', 1024)
 

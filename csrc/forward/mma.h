@@ -241,7 +241,7 @@ struct FwdConsumer {
     turn.wait();
     issue_scores(tile, tSrS);
     issue_output(tile, tOrP, tOrO, [&] { turn.pass(); });
-    auto const scale = take_scale();
+    auto const& scale = take_scale();
     wait_gemm<1>(tSrS);
     release(shared.k_empty, k_ring);
     transform_scores<Traits>(p, tSrS, softmax, scale);
@@ -263,7 +263,7 @@ struct FwdConsumer {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
     issue_scores(tile, tSrS);
-    auto const scale = take_scale();
+    auto const& scale = take_scale();
     wait_gemm<0>(tSrS);
     turn.pass();
     release(shared.k_empty, k_ring);
@@ -294,12 +294,15 @@ struct FwdConsumer {
     }
   }
 
-  // Of the next K tile, which has come. FP8; else nothing.
-  CUTE_DEVICE auto take_scale() {
+  // Of the next K tile, which has come. FP8; else nothing. With a softcap in place: there are not
+  // registers for all of it from the scores to the sums.
+  CUTE_DEVICE decltype(auto) take_scale() {
     if constexpr (Traits::kFp8) {
-      KeyScale const scale = shared.scales[scale_ring.stage];
+      using Scale =
+          cute::conditional_t<Config::kMask == MaskKind::kSoftcap, KeyScale const&, KeyScale>;
+      int const stage = scale_ring.stage;
       scale_ring.advance();
-      return scale;
+      return static_cast<Scale>(shared.scales[stage]);
     } else {
       return NoScale{};
     }
@@ -319,7 +322,7 @@ struct FwdConsumer {
                                        Softmax& softmax) {
     start_rows(tile, softmax);
     int const n = tile.work.keys.end - 1;
-    auto const scale = take_scale();
+    auto const& scale = take_scale();
     transform_scores<Traits>(p, tSrS, softmax, scale);
     BlockRange const& keys = tile.work.keys;
     if (n >= keys.free_end || (kGeneral && n < keys.free_begin)) {
