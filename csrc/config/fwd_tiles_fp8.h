@@ -1,5 +1,5 @@
 // The tiles of the forward kernel for e4m3, one struct each. Shared memory: Q ring + K ring + V
-// ring + V as it comes, in KiB.
+// ring + V as it comes + O, in KiB.
 //
 // Speeds are TFLOP/s at 16k tokens, heads * head dim = 2048, full / causal, H200, 2026-11-22; at
 // head dims 64 and 128 with a softmax that knows no scales, 0 to 2 % faster than that of now.
@@ -18,8 +18,8 @@ struct Fp8Defaults : FwdDefaults {
   static constexpr float kLazyRescaleLog2 = 0.8f;
 };
 
-// 24 + 24 + 24 + 24 = 96 KiB. S = 8k: 673 / 592, S = 512: 433 / 247; with two stages 662 / 585,
-// 390 / 238.
+// 24 + 24 + 24 + 24 + 24 = 120 KiB. S = 8k: 673 / 592, S = 512: 433 / 247; with two stages
+// 662 / 585, 390 / 238.
 struct FwdTileFp8D64 : Fp8Defaults {
   static constexpr int kHeadDim = 64;
   static constexpr int kHeadDimV = 64;
@@ -31,7 +31,7 @@ struct FwdTileFp8D64 : Fp8Defaults {
   static constexpr bool kTileOverlap = true;
 };
 
-// 48 + 36 + 48 + 24 = 156 KiB: 96 keys of V take 128 turned round. S = 8k: 946 / 937, S = 512:
+// 48 + 36 + 48 + 24 + 48 = 204 KiB: 96 keys of V take 128 turned round. S = 8k: 946 / 937, S = 512:
 // 564 / 354; with two stages 935 / 920, 521 / 337.
 struct FwdTileFp8D128 : Fp8Defaults {
   static constexpr int kHeadDim = 128;
@@ -44,8 +44,8 @@ struct FwdTileFp8D128 : Fp8Defaults {
   static constexpr int kFixedKeys = 240;
 };
 
-// 32 + 32 + 32 + 32 = 128 KiB. S = 8k: 862 / 874, S = 512: 620 / 359. Turns, tried with another
-// form of the softmax: 859 / 871 of 869 / 865, 617 / 375 of 631 / 365.
+// 32 + 32 + 32 + 32 + 32 = 160 KiB. S = 8k: 862 / 874, S = 512: 620 / 359. Turns, tried with
+// another form of the softmax: 859 / 871 of 869 / 865, 617 / 375 of 631 / 365.
 struct FwdTileFp8D128Short : FwdTileFp8D128 {
   static constexpr int kConsumerWarpgroups = 2;
   static constexpr int kTileN = 128;
@@ -54,8 +54,9 @@ struct FwdTileFp8D128Short : FwdTileFp8D128 {
   static constexpr int kFixedKeys = 215;
 };
 
-// 64 + 64 + 64 + 32 = 224 KiB. O takes 128 registers, S 64: none are left for P of the tile before.
-// S = 16k: 1063 / 1102; 128 x 96 and 128 x 64 with overlap in a warpgroup are slower from 1k on.
+// 64 + 64 + 64 + 32 = 224 KiB: O has no room here. S = 16k: 1132 / 1128. O takes 128 registers, S
+// 64: for P of the tile before four are missing, and overlap in a warpgroup with these in memory is
+// 2 to 8 % slower; so are 96 and 64 keys with it, from 1k on.
 struct FwdTileFp8D256 : Fp8Defaults {
   static constexpr int kHeadDim = 256;
   static constexpr int kHeadDimV = 256;
@@ -74,7 +75,7 @@ struct FwdTileFp8D256General : FwdTileFp8D256 {
   static constexpr bool kWideProducer = true;
 };
 
-// 64 + 64 + 32 + 32 = 192 KiB. MLA.
+// 64 + 64 + 32 + 32 + 32 = 224 KiB. MLA.
 struct FwdTileFp8D192x128 : Fp8Defaults {
   static constexpr int kHeadDim = 192;
   static constexpr int kHeadDimV = 128;
