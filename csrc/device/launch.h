@@ -54,21 +54,52 @@ void allow_shared_memory(Kernel* kernel, LaunchShape const& shape,
   }
 }
 
-// The CTAs may start while the launch before still runs: the kernel waits for it by itself.
-template <class Kernel, class Params>
-void launch_early(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
-  cudaLaunchAttribute early_start{};
-  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early_start.val.programmaticStreamSerializationAllowed = 1;
+template <int kCount, class Kernel, class Params>
+void launch_with(cudaLaunchAttribute (&attributes)[kCount], Kernel* kernel,
+                 LaunchShape const& shape, Params const& params, void* stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(shape.grid);
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early_start;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = kCount;
   check_launch(cudaLaunchKernelEx(&config, kernel, params), shape.variant, shape.grid,
                shape.shared_bytes);
+}
+
+inline cudaLaunchAttribute early_start() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+// The CTAs may start while the launch before still runs: the kernel waits for it by itself.
+template <class Kernel, class Params>
+void launch_early(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
+  cudaLaunchAttribute attributes[] = {early_start()};
+  launch_with(attributes, kernel, shape, params, stream);
+}
+
+// The same of CTAs in clusters, of so many.
+template <class Kernel, class Params>
+void launch_in_clusters(int ctas, Kernel* kernel, LaunchShape const& shape, Params const& params,
+                        void* stream) {
+  cudaLaunchAttribute attributes[] = {early_start(), {}};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = unsigned(ctas);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  launch_with(attributes, kernel, shape, params, stream);
+}
+
+// All CTAs are on the GPU at once, or there is an error. Such a launch does not begin early.
+template <class Kernel, class Params>
+void launch_together(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
+  cudaLaunchAttribute attributes[1] = {};
+  attributes[0].id = cudaLaunchAttributeCooperative;
+  attributes[0].val.cooperative = 1;
+  launch_with(attributes, kernel, shape, params, stream);
 }
 
 }  // namespace fa3

@@ -48,7 +48,7 @@ struct FwdStorage {
   Mbarrier q_empty[Traits::kQStages][Traits::kWarpgroups];   // store warp (1); FP8: consumer warps
                                                              // (4) -> producer warp
   Mbarrier k_full[Traits::kStages];   // TMA (1 + bytes), FP8: scale warp (1) -> consumers
-  Mbarrier k_empty[Traits::kStages];  // consumer warpgroups -> producer warp (1 each)
+  Mbarrier k_empty[Traits::kStages];  // consumer warpgroups (1 each) -> producer warp, scale warp
   Mbarrier v_full[Traits::kStages];   // TMA (1 + bytes), or transposing warps (2) -> consumers
   Mbarrier v_empty[Traits::kStages];  // consumer warpgroups -> who fills v (1 each)
 

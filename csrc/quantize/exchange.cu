@@ -343,23 +343,6 @@ int ctas_of_sm(Kernel* kernel, LaunchShape const& shape, std::atomic<uint64_t>& 
   return ctas;
 }
 
-// All CTAs are on the GPU at once, or there is an error. Such a launch does not begin early.
-template <class Kernel, class Params>
-void launch_together(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
-  cudaLaunchAttribute together{};
-  together.id = cudaLaunchAttributeCooperative;
-  together.val.cooperative = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(shape.grid);
-  config.blockDim = dim3(shape.threads);
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &together;
-  config.numAttrs = 1;
-  check_launch(cudaLaunchKernelEx(&config, kernel, params), shape.variant, shape.grid,
-               shape.shared_bytes);
-}
-
 // Whether the kernel takes it; launches it, with a stream.
 template <class Element, int kDim>
 bool run(QuantizeParams const& params, int sm_count, void* const* stream) {

@@ -279,27 +279,6 @@ __global__ void __maxnreg__((registers_of_thread<kDim, kPass, kLoads>()))
 // ----------------------------------------------------------------------------------------- launch
 constexpr int kTwoPassTile = 32;
 
-// As launch_early(), of CTAs in clusters.
-template <class Kernel, class Params>
-void launch_in_clusters(Kernel* kernel, LaunchShape const& shape, int ctas, Params const& params,
-                        void* stream) {
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = unsigned(ctas);
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(shape.grid);
-  config.blockDim = dim3(shape.threads);
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  check_launch(cudaLaunchKernelEx(&config, kernel, params), shape.variant, shape.grid,
-               shape.shared_bytes);
-}
-
 template <class Element, int kDim, Pass kPass, Loads kLoads>
 void launch_pass(QuantizeParams const& params, void* stream) {
   QuantizeShape const& s = params.shape;
@@ -309,7 +288,7 @@ void launch_pass(QuantizeParams const& params, void* stream) {
   LaunchShape const shape{"quantize_fp8", clusters * params.cluster_ctas, 32 * warps, shared};
   auto* const kernel = quantize_kernel<Element, kDim, kPass, kLoads>;
   if constexpr (kPass == Pass::kCluster) {
-    launch_in_clusters(kernel, shape, params.cluster_ctas, params, stream);
+    launch_in_clusters(params.cluster_ctas, kernel, shape, params, stream);
   } else {
     launch_early(kernel, shape, params, stream);
   }
