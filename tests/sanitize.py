@@ -11,8 +11,9 @@ directions, and what makes their tables.) Lengths that fill no tile, GQA with pa
 call with rows that see no key; gradients of out and of the LSE where there is a backward kernel, in
 both of its modes. Then the same of the general ops: with and without limits, for a batch and for
 packed sequences, some of them empty, with rows that do not count. Then attention on e4m3, and
-quantize_fp8: with --filled also in two passes, for which PyTorch fills memory, which initcheck
-takes for not initialised.
+quantize_fp8: with --filled also scales of more rows than a CTA has, in clusters, in one pass of all
+CTAs and in two passes; there PyTorch or a kernel fills memory first, which initcheck may take for
+not initialised.
 
 racecheck does not understand bulk copies; tests/gpu/test_repeat.py and test_deterministic.py look
 for races.
@@ -70,17 +71,18 @@ class Fp8Call(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """A call of quantize_fp8."""
+    """A call of quantize_fp8. rows: of a batch entry, where it has any."""
     dtype: str
     head_dim: int
     block: int | str
     rotate: bool
     is_packed: bool
+    rows: int = 75
 
     @property
     def is_filled(self) -> bool:
         """Whether there are more rows to a scale than a CTA has at once."""
-        return self.block in ('head', 'tensor', 1024)
+        return self.block in ('head', 'tensor', 384, 1024)
 
 
 # Those of the kernels, and one in between for each.
@@ -95,7 +97,11 @@ FP8_GENERAL = [dataclasses.replace(BATCH, window=(20, 30), sinks='fp32'),
                dataclasses.replace(PACKED, used=USED, window=(30, -1), chunk=40, causal=True),
                dataclasses.replace(PACKED, lengths=((100, 128), (0, 33), (1, 1)) * 6)]
 FP8_SOFTCAP = [dataclasses.replace(case, softcap=15.0) for case in FP8_GENERAL[::3]]
-ROWS_OF_BLOCKS = (32, 256, 'head', 'tensor', 1024)
+ROWS_OF_BLOCKS = (32, 256, 384, 'head', 'tensor', 1024)
+QUANTIZED_HEADS, QUANTIZED_BATCH = 6, 2
+# Of a batch entry, with one scale for all: more items than three for each of 2 x 132 CTAs, however
+# many rows up to 256 an item has.
+ROWS_OF_TWO_PASSES = 20000
 
 
 def calls() -> list[tuple[Case, Kind]]:
@@ -124,10 +130,15 @@ def fp8_calls() -> list[Fp8Call]:
 
 
 def quantize_calls() -> list[Quantized]:
-    """Every kernel: its dtype, a head dim of its own or not, few rows and many, one pass and two.
+    """Every kernel: its dtype, a head dim of its own or not, blocks of a CTA and larger ones, one
+    pass and two.
     """
     own = [Quantized(dtype, head_dim, 32, True, False)
            for dtype in ('bf16', 'fp16', 'fp32') for head_dim in (40, 64, 96, 128, 192, 256)]
+    own += [Quantized(dtype, head_dim, 384, True, False)
+            for dtype in ('bf16', 'fp16') for head_dim in (64, 96, 256)]
+    own += [Quantized(dtype, 40, 'tensor', True, False, ROWS_OF_TWO_PASSES)
+            for dtype in ('bf16', 'fp16', 'fp32')]
     return own + [Quantized(dtype, head_dim, block, rotate, is_packed)
                   for dtype in ('bf16', 'fp16', 'fp32')
                   for block, (head_dim, rotate), is_packed in itertools.product(
@@ -203,8 +214,9 @@ def run_fp8(call: Fp8Call) -> None:
 
 
 def run_quantize(call: Quantized) -> None:
-    heads, group, options = 6, 3, {}
-    shape = [sum(rows for rows, _ in LENGTHS) + 3] if call.is_packed else [2, 75]
+    heads, group, options = QUANTIZED_HEADS, 3, {}
+    shape = ([sum(rows for rows, _ in LENGTHS) + 3] if call.is_packed
+             else [QUANTIZED_BATCH, call.rows])
     if call.is_packed:
         used = torch.tensor([rows for rows, _ in USED], dtype=torch.int32)
         options = {'cu_seqlens': starts([rows for rows, _ in LENGTHS], 'cuda'),

@@ -439,10 +439,19 @@ def test_the_sanitizer_reaches_every_kernel_of_fp8():
 
 
 def test_the_sanitizer_quantizes_in_every_way():
-    """One pass and two, for each dtype; head dims that have kernels of their own, rotated."""
+    """Blocks of one CTA and larger ones, one pass and two, for each dtype; head dims that have
+    kernels of their own, rotated.
+    """
     calls = sanitize.quantize_calls()
+    most_items = 3 * 2 * 132    # with one scale, in one pass on an H200 (csrc/quantize/exchange.cu)
     for dtype in ('bf16', 'fp16', 'fp32'):
         mine = [call for call in calls if call.dtype == dtype]
+        assert any(call.block == 'tensor' and sanitize.QUANTIZED_BATCH * sanitize.QUANTIZED_HEADS
+                   * (call.rows // 256) > most_items for call in mine)
+        if dtype != 'fp32':
+            in_clusters = {(call.head_dim, call.rotate) for call in mine
+                           if call.block == 384 and not call.is_packed}
+            assert in_clusters >= {(64, True), (96, True), (128, True), (256, True), (40, False)}
         assert {(call.is_filled, call.is_packed) for call in mine} == set(
             itertools.product((False, True), repeat=2))
         assert {64, 96, 128, 192, 256} <= {call.head_dim for call in mine if call.rotate}
