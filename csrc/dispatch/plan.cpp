@@ -47,18 +47,21 @@ int choose_pack(FwdProblem const& problem, FwdVariantFacts const& facts) {
   return packed * 100 > unpacked * (100 + kPackGainPercent) ? pack : 1;
 }
 
-// Whether the later queries of a sequence see more keys than the first ones, up to a great part of
-// them.
-bool grows(FwdProblem const& problem) {
+// Whether the first queries of a sequence see fewer keys than the later ones, or than those that a
+// window leaves to most, if that is wider than two tiles: of others no tile costs much less.
+bool grows(FwdProblem const& problem, int tile_rows) {
   GeneralMask const mask = problem.mask();
-  int const half = problem.seqlen_k / 2;
-  bool const is_cut = mask.is_chunked || mask.left < half;
-  return !is_cut && (problem.causal || mask.right < half);
+  bool const ends_early = problem.causal || mask.right < problem.seqlen_k / 2;
+  return !mask.is_chunked && ends_early && mask.left >= 2 * tile_rows;
 }
 
+// Of the keys that are in use at a time: a window moves on with the queries, of which some are
+// ahead of others.
 int64_t kv_head_bytes(FwdProblem const& problem) {
-  return int64_t(problem.seqlen_k) * (problem.head_dim + problem.head_dim_v) *
-         element_bytes(problem.dtype);
+  GeneralMask const mask = problem.mask();
+  int64_t const in_use = 2 * (int64_t(mask.left) + mask.right + 1);
+  int64_t const keys = std::min<int64_t>(problem.seqlen_k, in_use);
+  return keys * (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
 }
 
 // KV heads whose K and V fit into the L2 of a section.
@@ -89,6 +92,9 @@ int choose_section_pairs(FwdProblem const& problem, FwdSchedule const& schedule)
   int64_t const fitting = fitting_heads(problem);
   int const pairs_per_kv_head = problem.heads_q / problem.heads_k / schedule.pack;
   int64_t const tiles_per_kv_head = int64_t(schedule.m_tiles) * pairs_per_kv_head;
+  if (problem.mask().left < problem.seqlen_k && kv_heads <= fitting) {
+    return int(kv_heads * pairs_per_kv_head);
+  }
   int64_t const two_rounds = 2 * int64_t(schedule.grid);
   int64_t const least =
       std::max<int64_t>(1, (two_rounds + tiles_per_kv_head / 2) / tiles_per_kv_head);
@@ -200,7 +206,8 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& f
   FwdSchedule schedule;
   schedule.pack = choose_pack(problem, facts);
   schedule.m_tiles = m_tiles_of(problem, facts, schedule.pack);
-  schedule.longest_first = grows(problem);
+  schedule.longest_first =
+      grows(problem, RowPacking{schedule.pack}.positions_per_tile(facts.consumer_warpgroups));
   int64_t of_head = int64_t(schedule.m_tiles) * problem.batch;
   if (problem.is_packed) {
     int const rows = RowPacking{schedule.pack}.positions_per_tile(facts.consumer_warpgroups);

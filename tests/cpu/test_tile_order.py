@@ -9,7 +9,7 @@ import pytest
 
 from flash_attn3 import _plan
 from tests import _host
-from tests.cpu.test_plan import ceil_div
+from tests.cpu.test_plan import ceil_div, plan
 
 SHAPES = [(1, 1, 1), (1, 7, 3), (5, 1, 1), (8, 4, 2), (13, 3, 5), (33, 16, 1), (64, 2, 3)]
 GRIDS = [1, 2, 7, 64, 131, 132]
@@ -90,13 +90,13 @@ def planned_loads(head_dim, seqlen, heads_q, heads_k, sm_margin):
     A tile costs more than those, to start and end: what the planner counts for it.
     """
     batch = 16384 // seqlen
-    plan = _plan.plan_forward('bfloat16', batch, seqlen, seqlen, heads_q, heads_k, head_dim,
-                              head_dim, True, 0, sm_margin, 132, 50 << 20)
-    m_tiles, rows = plan['m_tiles'], plan['tile_m']
+    facts = _plan.plan_forward('bfloat16', batch, seqlen, seqlen, heads_q, heads_k, head_dim,
+                               head_dim, True, 0, sm_margin, 132, 50 << 20)
+    m_tiles, rows = facts['m_tiles'], facts['tile_m']
     ends = [_host.CausalMask().block_range(m * rows, (m + 1) * rows, seqlen, seqlen,
-                                           plan['tile_n'])[3] for m in range(m_tiles)]
-    costs = [Fraction(plan['fixed_keys'], plan['tile_n']) + end for end in ends]
-    work = _host.walk_tiles(True, m_tiles, heads_q, batch, plan['section_pairs'], plan['grid'])
+                                           facts['tile_n'])[3] for m in range(m_tiles)]
+    costs = [Fraction(facts['fixed_keys'], facts['tile_n']) + end for end in ends]
+    work = _host.walk_tiles(True, m_tiles, heads_q, batch, facts['section_pairs'], facts['grid'])
     return [sum(costs[m] for m, _, _ in tiles) for tiles in work], max(costs)
 
 
@@ -116,3 +116,25 @@ def test_causal_work_is_balanced(head_dim, heads, seqlen, group, sm_margin):
     excess = max(loads) - sum(loads) / len(loads)
     assert excess <= 0.11 * sum(loads) / len(loads)
     assert excess <= 1.15 * longest
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float8_e4m3fn'])
+@pytest.mark.parametrize('batch, seqlen, window, most', [
+    (1, 16384, 1024, 1.025), (4, 4096, 512, 1.035), (4, 16384, 1024, 1.015)])
+def test_window_work_is_balanced(batch, seqlen, window, most, dtype):
+    """The first tiles of a sequence see less than a window; dealt last, they fill the last round,
+    of which the others alone would leave up to two thirds idle.
+
+    A tile costs its K tiles and two more, which is what the rest of it takes.
+    """
+    facts = plan(seqlen, seqlen, batch=batch, heads_q=16, heads_k=16, window_left=window,
+                 window_right=0, dtype=dtype)
+    rows, keys = facts['tile_m'], facts['tile_n']
+    costs = [ceil_div(min(seqlen, (m + 1) * rows), keys) - max(0, m * rows - window) // keys + 2
+             for m in range(facts['m_tiles'])]
+    if batch == 1:
+        assert facts['section_pairs'] == 16, 'the keys in use at a time fit into L2'
+    work = _host.walk_tiles(True, facts['m_tiles'], 16, batch, facts['section_pairs'],
+                            facts['grid'])
+    loads = [sum(costs[m] for m, _, _ in tiles) for tiles in work]
+    assert max(loads) <= most * sum(loads) / len(loads)
