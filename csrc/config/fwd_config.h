@@ -136,14 +136,24 @@ constexpr int fwd_output_bytes() {
   return Config::kStageOutput ? Config::kConsumerWarpgroups * of_warpgroup : 0;
 }
 
-// FP8: of the scales of K tiles and of Q, which lie beside the barriers, and of the tiles at hand.
+// FP8: a warp of the producer warpgroup sends what is staged, and the LSE.
 template <class Config>
-constexpr int fwd_scale_bytes() {
+constexpr bool sends_results() {
+  return Config::kStageOutput && Config::kConsumerWarpgroups == 2;
+}
+
+// FP8: of what lies beside the barriers: scales of K tiles and of Q, the tiles at hand, the LSE on
+// its way out.
+template <class Config>
+constexpr int fwd_small_bytes() {
   constexpr int kTileBytes = 128;
   int const of_keys = 2 * Config::kStages * 16;
   int const of_warpgroup = kTileBytes + kWarpgroupRows * int(sizeof(float));
   int const of_tiles = Config::kQStages * (Config::kConsumerWarpgroups * of_warpgroup + 8);
-  return Config::kDtype == Dtype::kFloat8E4M3 ? of_keys + of_tiles : 0;
+  int const of_rows = Config::kConsumerWarpgroups * (kWarpgroupRows * int(sizeof(float)) + 8);
+  return Config::kDtype == Dtype::kFloat8E4M3
+             ? of_keys + of_tiles + (sends_results<Config>() ? of_rows : 0)
+             : 0;
 }
 
 // Shared memory of a variant: the Q ring, the K ring, the V ring, the mbarriers and what is small.
@@ -157,7 +167,7 @@ constexpr int fwd_shared_bytes() {
   int const v_bytes = Config::kStages * v_buffer_bytes<Config>();
   int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages +
                        2 * Config::kRawStages;
-  int const small = barriers * 8 + fwd_scale_bytes<Config>();
+  int const small = barriers * 8 + fwd_small_bytes<Config>();
   return q_bytes + k_bytes + v_bytes + raw_v_bytes + fwd_output_bytes<Config>() +
          (small + 1023) / 1024 * 1024;
 }

@@ -1,5 +1,5 @@
 // The way out: O from registers through shared memory to global memory, LSE straight to global
-// memory; FP8: O too.
+// memory. FP8: both through shared memory, or both straight (kStageOutput).
 #pragma once
 
 #include "device/row_copies.h"
@@ -94,22 +94,26 @@ CUTE_DEVICE void write_output(FwdDeviceParams const& p, FwdWork<Traits> const& w
   }
 }
 
-// FP8: O to where the copy engine takes it from; a thread's columns of each sixteen lie 8 bytes
+// FP8: where a thread's first columns of O lie in `staged`, its columns of each sixteen 8 bytes
 // beside those of the next lane.
-template <class Traits, class Out, class FragmentO>
-CUTE_DEVICE void write_staged(uint16_t* staged, int thread, FragmentO const& tOrO) {
-  auto const output = rows_view(tOrO);  // (2, (2, Dv / 8))
-  asm volatile("" : "+r"(thread));      // as in write_output
-  int const row = fragment_row(thread);
+CUTE_DEVICE uint32_t staged_place(uint16_t const* staged, int thread) {
+  asm volatile("" : "+r"(thread));        // as in write_output
+  thread %= unsigned(kWarpgroupThreads);  // known to be positive: divisions are shifts
   int const lane = thread % 4;
-  // The swizzle of a row is that of the row 8 further. Chunks go up by exclusive ors.
-  uint32_t const first = cute::cast_smem_ptr_to_uint(staged) + lane % 2 * 8 +
-                         chunk_offset_bytes<kWarpgroupRows>(row, lane / 2);
+  return cute::cast_smem_ptr_to_uint(staged) + lane % 2 * 8 +
+         chunk_offset_bytes<kWarpgroupRows>(fragment_row(thread), lane / 2);
+}
+
+// FP8: O to where the copy engine takes it from. The swizzle of a row is that of the row 8 further;
+// chunks go up by exclusive ors.
+template <class Traits, class Out, class FragmentO>
+CUTE_DEVICE void write_staged(uint32_t place, FragmentO const& tOrO) {
+  auto const output = rows_view(tOrO);  // (2, (2, Dv / 8))
   CUTE_UNROLL
   for (int i = 0; i < Traits::kHeadDimV / 16; ++i) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      uint32_t const target = (first ^ i % 4 * 32) + (i / 4 * kWarpgroupRows + 8 * r) * 128;
+      uint32_t const target = (place ^ i % 4 * 32) + (i / 4 * kWarpgroupRows + 8 * r) * 128;
       asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(target),
                    "r"(pack_two<Out>(output(r, 4 * i), output(r, 4 * i + 2))),
                    "r"(pack_two<Out>(output(r, 4 * i + 1), output(r, 4 * i + 3)))
@@ -118,31 +122,44 @@ CUTE_DEVICE void write_staged(uint16_t* staged, int thread, FragmentO const& tOr
   }
 }
 
-// FP8: O through the copy engine. The copy before has been read when this thread's group of copies
-// has: it is thread 0 that issues them.
+template <class Traits, class FragmentO>
+CUTE_DEVICE void stage_fp8_output(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
+                                  int warpgroup, int thread, FragmentO const& tOrO) {
+  uint32_t const place = staged_place(shared.staged[warpgroup], thread);
+  if (p.out_is_half) {
+    write_staged<Traits, cutlass::half_t>(place, tOrO);
+  } else {
+    write_staged<Traits, cutlass::bfloat16_t>(place, tOrO);
+  }
+  fence_shared_for_async_proxy();
+}
+
+// FP8: O of a warpgroup as it is staged, to where its rows begin. Part of the thread's bulk group.
+template <class Traits>
+CUTE_DEVICE void copy_output(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
+                             FwdWork<Traits> const& work, int warpgroup, int position) {
+  CUTE_UNROLL
+  for (int column = 0; column < padded_columns(Traits::kHeadDimV); column += kSliceColumns) {
+    store_box(p.o, &shared.staged[warpgroup][column * kWarpgroupRows], column, work.rows.head,
+              work.place.first_q() + position, work.place, work.place.end_q());
+  }
+}
+
+// FP8, three warpgroups: each takes its O out by itself. The copy before has been read when this
+// thread's group of copies has: it is thread 0 that issues them.
 template <class Traits, class FragmentO>
 CUTE_DEVICE void send_output(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
                              FwdWork<Traits> const& work, int warpgroup, int thread,
                              FragmentO const& tOrO) {
   auto const id = NamedBarrier(int(NamedBarrier::kStagedFirst) + warpgroup);
-  uint16_t* const staged = shared.staged[warpgroup];
   if (thread == 0) {
     cute::tma_store_wait<0>();
   }
   named_sync(id, kWarpgroupThreads);
-  if (p.out_is_half) {
-    write_staged<Traits, cutlass::half_t>(staged, thread, tOrO);
-  } else {
-    write_staged<Traits, cutlass::bfloat16_t>(staged, thread, tOrO);
-  }
-  fence_shared_for_async_proxy();
+  stage_fp8_output(shared, p, warpgroup, thread, tOrO);
   named_sync(id, kWarpgroupThreads);
   if (thread == 0) {
-    CUTE_UNROLL
-    for (int column = 0; column < padded_columns(Traits::kHeadDimV); column += kSliceColumns) {
-      store_box(p.o, staged + column * kWarpgroupRows, column, work.rows.head,
-                work.place.first_q() + work.position_begin, work.place, work.place.end_q());
-    }
+    copy_output(shared, p, work, warpgroup, work.position_begin);
     cute::tma_store_arrive();
   }
 }
@@ -187,6 +204,29 @@ CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int t
   }
 }
 
+// FP8, two warpgroups: O and the LSE to where ResultSender takes them from, once it has read those
+// of the tile before.
+template <class Traits, class Softmax, class FragmentO>
+CUTE_DEVICE void stage_results(FwdStorage<Traits>& shared, FwdDeviceParams const& p, int q_stage,
+                               int warpgroup, int thread, Softmax const& softmax,
+                               float const (&sinks)[2], FragmentO const& tOrO) {
+  static_assert(Traits::kQStages == 2, "the number of a stage is the parity of its tile");
+  shared.o_sent[warpgroup].wait(uint32_t(q_stage));
+  if (thread % 4 == 0) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float const lse = softmax.lse(r, p.softmax_scale);
+      shared.staged_lse[warpgroup][fragment_row(thread) + 8 * r] =
+          Traits::kGeneral ? with_sink(lse, sinks[r]) : lse;
+    }
+  }
+  stage_fp8_output(shared, p, warpgroup, thread, tOrO);
+  __syncwarp();
+  if (thread % 32 == 0) {
+    shared.o_staged[q_stage][warpgroup].arrive();
+  }
+}
+
 // Copies the O that is staged out, then hands the Q buffer back to the producer. One thread runs
 // this. Rows past the end of the sequence are dropped by the copy engine.
 template <class Traits>
@@ -219,5 +259,66 @@ CUTE_DEVICE void store_outputs(FwdStorage<Traits>& shared, FwdDeviceParams const
     ring.advance();
   }
 }
+
+// FP8, two warpgroups: takes the results of a tile out of shared memory, for both. A warp runs
+// this. WHY not for three: there it costs 1 to 2 % (README.md, "What was tried"), and hides
+// nothing.
+template <class Traits>
+struct ResultSender {
+  FwdStorage<Traits>& shared;
+  FwdDeviceParams const& p;
+  int lane;
+  RingState<Traits::kQStages> ring;
+  FwdWork<Traits> work;  // of warpgroup 0
+
+  CUTE_DEVICE ResultSender(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int lane_)
+      : shared(shared_), p(p_), lane(lane_), work(no_tile<Traits>()) {}
+
+  // What there is of the tile `work`; then `next`, which is in shared memory, takes its place.
+  CUTE_DEVICE void send(FwdWork<Traits> const& next) {
+    if (work.valid()) {
+      CUTE_NO_UNROLL
+      for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
+        shared.o_staged[ring.stage][wg].wait(ring.phase);
+        send_of_warpgroup(wg, wg * p.positions_per_warpgroup);
+      }
+      if (lane == 0) {
+        cute::tma_store_arrive();
+        cute::tma_store_wait<0>();  // it has been read
+      }
+      ring.advance();
+    }
+    // A copy: the memory is given away when its tile is through, before its results are sent.
+    work = next;
+    __syncwarp();
+    if (lane == 0) {
+      CUTE_UNROLL
+      for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
+        shared.o_sent[wg].arrive();
+      }
+    }
+  }
+
+ private:
+  CUTE_DEVICE void send_of_warpgroup(int wg, int first) {
+    if (lane == 0) {
+      copy_output(shared, p, work, wg, work.position_begin + first);
+    }
+    if (p.lse != nullptr) {
+      send_lse(wg, FwdRows{work.rows.offset + first, work.rows.left - first, work.rows.head});
+    }
+  }
+
+  CUTE_DEVICE void send_lse(int wg, FwdRows const& rows) {
+    CUTE_UNROLL
+    for (int row = lane; row < kWarpgroupRows; row += 32) {
+      RowOfTile const of_tile = row_of_tile(p, rows, row);
+      if (of_tile.exists) {
+        p.lse[rows.offset + int64_t(of_tile.head) * p.seqlen.q + of_tile.offset] =
+            shared.staged_lse[wg][row];
+      }
+    }
+  }
+};
 
 }  // namespace fa3

@@ -2,13 +2,13 @@
 //
 //   warpgroup 0   warp 0: goes through the tiles, loads Q, K, V
 //                 warps 1 to 3: each stores O of one consumer warpgroup
-//                 FP8: warp 1 reads scales, warps 2 and 3 turn V round
+//                 FP8: warp 1 reads scales and stores O, warps 2 and 3 turn V round
 //   warpgroup 1.. consumers: 64 rows of the tile each
 #pragma once
 
 #include "forward/load.h"
 #include "forward/mma.h"
-#include "forward/scales.h"
+#include "forward/scale_warp.h"
 #include "forward/transpose.h"
 
 namespace fa3 {
@@ -19,7 +19,7 @@ CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared, FwdDevicePar
   if constexpr (Traits::kFp8) {
     int const lane = int(threadIdx.x) % 32;
     if (warp == 1) {
-      ScaleReader<Traits>(shared, p, lane).run();
+      run_scale_warp<Traits>(shared, p, lane);
       return;
     }
     if (warp >= 2) {

@@ -120,7 +120,7 @@ struct FwdConsumer {
       }
     }
     turn.end();
-    if (Traits::kFp8 && Config::kStageOutput && thread == 0) {
+    if (Config::kStageOutput && !Traits::kSendsResults && thread == 0) {
       cute::tma_store_wait<0>();  // shared memory is given away
     }
   }
@@ -340,21 +340,31 @@ struct FwdConsumer {
     float sinks[2];
     read_sinks<Traits>(p, work, thread, sinks);
     softmax.finish(tOrO, sinks);
-    store_rows<Traits>(p, work.rows, thread, softmax, sinks);
+    if constexpr (Traits::kSendsResults) {
+      stage_results(shared, p, tile.q_stage, warpgroup, thread, softmax, sinks, tOrO);
+    } else {
+      store_rows<Traits>(p, work.rows, thread, softmax, sinks);
+      store_output(tile, work, tOrO);
+    }
     if constexpr (Traits::kFp8) {
-      if constexpr (Config::kStageOutput) {
-        send_output(shared, p, work, warpgroup, thread, tOrO);
-      } else if (p.out_is_half) {
-        write_output<Traits, cutlass::half_t>(p, work, thread, tOrO);
-      } else {
-        write_output<Traits, cutlass::bfloat16_t>(p, work, thread, tOrO);
-      }
       __syncwarp();
       if (thread % 32 == 0) {
         shared.q_empty[tile.q_stage][warpgroup].arrive();
       }
-    } else {
+    }
+  }
+
+  template <class FragmentO>
+  CUTE_DEVICE void store_output(Tile const& tile, FwdWork<Traits> const& work,
+                                FragmentO const& tOrO) {
+    if constexpr (!Traits::kFp8) {
       stage_output(shared, tile.q_stage, warpgroup, thread, tOrO);
+    } else if constexpr (Config::kStageOutput) {
+      send_output(shared, p, work, warpgroup, thread, tOrO);
+    } else if (p.out_is_half) {
+      write_output<Traits, cutlass::half_t>(p, work, thread, tOrO);
+    } else {
+      write_output<Traits, cutlass::bfloat16_t>(p, work, thread, tOrO);
     }
   }
 

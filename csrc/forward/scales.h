@@ -76,41 +76,33 @@ CUTE_DEVICE TileScales scales_of(FwdDeviceParams const& p, FwdWork<Traits> const
   return scales;
 }
 
-// A warp of the producer warpgroup: brings the scales into shared memory, ahead of the consumers.
+// Brings the scales of a tile into shared memory, ahead of the consumers. A warp runs this.
 template <class Traits>
 struct ScaleReader {
   FwdStorage<Traits>& shared;
   FwdDeviceParams const& p;
   int lane;
-  RingState<Traits::kQStages> q_ring;
   RingState<Traits::kStages> k_ring;
   RingState<Traits::kScaleStages> ring;
 
   CUTE_DEVICE ScaleReader(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int lane_)
       : shared(shared_), p(p_), lane(lane_) {}
 
-  CUTE_DEVICE void run() {
-    while (true) {
-      shared.tile_known[q_ring.stage].wait(q_ring.phase);
-      if (!shared.work[q_ring.stage][0].valid()) {
-        return;
-      }
-      TileScales at;
-      CUTE_NO_UNROLL
-      for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
-        FwdWork<Traits> const& work = shared.work[q_ring.stage][wg];
-        at = scales_of(p, work);
-        write_query_scales(work, at, shared.q_scales[q_ring.stage][wg]);
-      }
-      __syncwarp();
-      if (lane == 0) {
-        // A copy: when the last K tile is there, `work` may be overwritten.
-        BlockRange const keys = shared.work[q_ring.stage][0].keys;
-        write_key_scales(at, keys);
-      }
-      __syncwarp();
-      q_ring.advance();
+  CUTE_DEVICE void write_scales(int q_stage) {
+    TileScales at;
+    CUTE_NO_UNROLL
+    for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
+      FwdWork<Traits> const& work = shared.work[q_stage][wg];
+      at = scales_of(p, work);
+      write_query_scales(work, at, shared.q_scales[q_stage][wg]);
     }
+    __syncwarp();
+    if (lane == 0) {
+      // A copy: when the last K tile is there, `work` may be overwritten.
+      BlockRange const keys = shared.work[q_stage][0].keys;
+      write_key_scales(at, keys);
+    }
+    __syncwarp();
   }
 
  private:

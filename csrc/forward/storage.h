@@ -28,6 +28,8 @@ struct FwdStorage {
   static constexpr int kRawStages = Traits::kFp8 ? Traits::kValueStages : 0;
   static constexpr int kScales = Traits::kFp8 ? Traits::kScaleStages : 0;
   static constexpr int kScaleQStages = Traits::kFp8 ? Traits::kQStages : 0;
+  static constexpr int kStaged = Traits::kStagedElements > 0 ? Traits::kWarpgroups : 0;
+  static constexpr int kSent = Traits::kSendsResults ? Traits::kWarpgroups : 0;
 
   struct alignas(1024) {
     Element q[Traits::kQStages][Traits::kWarpgroups][Traits::kQBufferElements];
@@ -36,7 +38,7 @@ struct FwdStorage {
     // FP8: the ring of V as it comes.
     Element v_raw[kRawStages][Traits::kTileN * Traits::kColumnsV];
     // FP8: O of a warpgroup, on its way out.
-    uint16_t staged[Traits::kStagedElements > 0 ? Traits::kWarpgroups : 0][Traits::kStagedElements];
+    uint16_t staged[kStaged][Traits::kStagedElements];
   };
 
   // Of the tile whose Q is in the stage, for one warpgroup; the barriers of Q guard it.
@@ -44,7 +46,8 @@ struct FwdStorage {
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
   Mbarrier q_full[Traits::kQStages][Traits::kWarpgroups];  // TMA -> consumer warpgroup (1 + bytes)
-  Mbarrier o_staged[Traits::kQStages][Traits::kWarpgroups];  // consumer warps -> store warp (4)
+  Mbarrier o_staged[Traits::kQStages][Traits::kWarpgroups];  // consumer warps (4) -> store warp;
+                                                             // FP8: scale warp
   Mbarrier q_empty[Traits::kQStages][Traits::kWarpgroups];   // store warp (1); FP8: consumer warps
                                                              // (4) -> producer warp
   Mbarrier k_full[Traits::kStages];   // TMA (1 + bytes), FP8: scale warp (1) -> consumers
@@ -58,6 +61,9 @@ struct FwdStorage {
   // read.
   float q_scales[kScaleQStages][Traits::kWarpgroups][kWarpgroupRows];
   KeyScale scales[kScales];
+  float staged_lse[kSent][kWarpgroupRows];  // beside `staged`
+  Mbarrier o_sent[kSent];  // `staged` has been read, and the next tile's `work`: scale warp (1) ->
+                           // consumer warpgroup
   Mbarrier tile_known[kScaleQStages];  // producer warp: `work` is there -> scale and transposing
                                        // warps (1)
   Mbarrier v_raw_full[kRawStages];     // TMA -> transposing warps (1 + bytes)
@@ -101,6 +107,9 @@ struct FwdStorage {
       k_empty[i].init(Traits::kWarpgroups);
       v_full[i].init(Traits::kFp8 ? kTransposingWarps : 1);
       v_empty[i].init(Traits::kWarpgroups);
+    }
+    for (int wg = 0; wg < kSent; ++wg) {
+      o_sent[wg].init(1);
     }
     for (int i = 0; i < kScaleQStages; ++i) {
       tile_known[i].init(1);

@@ -27,6 +27,7 @@ struct FwdTraits {
   static constexpr int kStagedElements =
       kFp8 && Config::kStageOutput ? kWarpgroupRows * padded_columns(Config::kHeadDimV) : 0;
   static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
+  static constexpr bool kSendsResults = sends_results<Config>();
   static constexpr MaskKind kMask = Config::kMask;
   static constexpr bool kGeneral = is_general(kMask);
   using Place = PlaceOf<kMask>;

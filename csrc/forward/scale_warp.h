@@ -1,0 +1,35 @@
+// FP8: warp 1 of the producer warpgroup. It brings the scales of a tile ahead of the consumers and,
+// where there are two warpgroups of these, takes away what they have staged of the tile before.
+//
+// INVARIANT: the results of a tile are awaited when all scales of the next one are there, for the
+// consumers need the first of these before they stage them.
+#pragma once
+
+#include "forward/epilogue.h"
+#include "forward/scales.h"
+
+namespace fa3 {
+
+template <class Traits>
+CUTE_DEVICE void run_scale_warp(FwdStorage<Traits>& shared, FwdDeviceParams const& p, int lane) {
+  ScaleReader<Traits> reader(shared, p, lane);
+  ResultSender<Traits> sender(shared, p, lane);
+  RingState<Traits::kQStages> ring;
+  while (true) {
+    shared.tile_known[ring.stage].wait(ring.phase);
+    FwdWork<Traits> const& work = shared.work[ring.stage][0];
+    bool const is_last = !work.valid();
+    if (!is_last) {
+      reader.write_scales(ring.stage);
+    }
+    if constexpr (Traits::kSendsResults) {
+      sender.send(work);
+    }
+    if (is_last) {
+      return;
+    }
+    ring.advance();
+  }
+}
+
+}  // namespace fa3
