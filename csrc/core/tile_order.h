@@ -9,6 +9,9 @@
 // dealt in rounds of one tile per CTA, in snake order (left to right, then right to left), which
 // evens out what a CTA gets over two rounds: in one section no two CTAs differ by more than its
 // longest tile. The next section starts with the CTAs that the last round of this one left out.
+//
+// A window: the same, for the sake of the first tiles, which cost less than a window. They fill the
+// last round.
 #pragma once
 
 #include "core/int_math.h"
