@@ -134,13 +134,15 @@ CUTE_DEVICE void stage_fp8_output(FwdStorage<Traits>& shared, FwdDeviceParams co
   fence_shared_for_async_proxy();
 }
 
-// FP8: O of a warpgroup as it is staged, to where its rows begin. Part of the thread's bulk group.
+// O of a warpgroup from where it is staged to its rows, from `position` on. Part of the thread's
+// bulk group. Rows past the end of the sequence are dropped by the copy engine.
 template <class Traits>
-CUTE_DEVICE void copy_output(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
-                             FwdWork<Traits> const& work, int warpgroup, int position) {
+CUTE_DEVICE void copy_output(FwdDeviceParams const& p, FwdWork<Traits> const& work,
+                             void const* staged, int position) {
+  char const* const rows = static_cast<char const*>(staged);
   CUTE_UNROLL
   for (int column = 0; column < padded_columns(Traits::kHeadDimV); column += kSliceColumns) {
-    store_box(p.o, &shared.staged[warpgroup][column * kWarpgroupRows], column, work.rows.head,
+    store_box(p.o, rows + column * kWarpgroupRows * 2, column, work.rows.head,
               work.place.first_q() + position, work.place, work.place.end_q());
   }
 }
@@ -159,7 +161,7 @@ CUTE_DEVICE void send_output(FwdStorage<Traits>& shared, FwdDeviceParams const& 
   stage_fp8_output(shared, p, warpgroup, thread, tOrO);
   named_sync(id, kWarpgroupThreads);
   if (thread == 0) {
-    copy_output(shared, p, work, warpgroup, work.position_begin);
+    copy_output(p, work, shared.staged[warpgroup], work.position_begin);
     cute::tma_store_arrive();
   }
 }
@@ -228,17 +230,12 @@ CUTE_DEVICE void stage_results(FwdStorage<Traits>& shared, FwdDeviceParams const
 }
 
 // Copies the O that is staged out, then hands the Q buffer back to the producer. One thread runs
-// this. Rows past the end of the sequence are dropped by the copy engine.
+// this.
 template <class Traits>
 CUTE_DEVICE void store_output(FwdStorage<Traits>& shared, FwdDeviceParams const& p, int q_stage,
                               int warpgroup) {
   FwdWork<Traits> const& work = shared.work[q_stage][warpgroup];
-  char const* const rows = reinterpret_cast<char const*>(shared.q[q_stage][warpgroup]);
-  CUTE_UNROLL
-  for (int column = 0; column < padded_columns(Traits::kHeadDimV); column += kSliceColumns) {
-    store_box(p.o, rows + column * kWarpgroupRows * 2, column, work.rows.head,
-              work.place.first_q() + work.position_begin, work.place, work.place.end_q());
-  }
+  copy_output(p, work, shared.q[q_stage][warpgroup], work.position_begin);
   cute::tma_store_arrive();
   cute::tma_store_wait<0>();  // the buffer has been read
   shared.q_empty[q_stage][warpgroup].arrive();
@@ -302,7 +299,7 @@ struct ResultSender {
  private:
   CUTE_DEVICE void send_of_warpgroup(int wg, int first) {
     if (lane == 0) {
-      copy_output(shared, p, work, wg, work.position_begin + first);
+      copy_output(p, work, shared.staged[wg], work.position_begin + first);
     }
     if (p.lse != nullptr) {
       send_lse(wg, FwdRows{work.rows.offset + first, work.rows.left - first, work.rows.head});

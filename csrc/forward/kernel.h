@@ -2,7 +2,7 @@
 //
 //   warpgroup 0   warp 0: goes through the tiles, loads Q, K, V
 //                 warps 1 to 3: each stores O of one consumer warpgroup
-//                 FP8: warp 1 reads scales and stores O, warps 2 and 3 turn V round
+//                 FP8: warp 1 reads scales and stores O of two warpgroups, 2 and 3 turn V round
 //   warpgroup 1.. consumers: 64 rows of the tile each
 #pragma once
 

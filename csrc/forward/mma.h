@@ -344,7 +344,7 @@ struct FwdConsumer {
       stage_results(shared, p, tile.q_stage, warpgroup, thread, softmax, sinks, tOrO);
     } else {
       store_rows<Traits>(p, work.rows, thread, softmax, sinks);
-      store_output(tile, work, tOrO);
+      take_output_out(tile, work, tOrO);
     }
     if constexpr (Traits::kFp8) {
       __syncwarp();
@@ -355,8 +355,8 @@ struct FwdConsumer {
   }
 
   template <class FragmentO>
-  CUTE_DEVICE void store_output(Tile const& tile, FwdWork<Traits> const& work,
-                                FragmentO const& tOrO) {
+  CUTE_DEVICE void take_output_out(Tile const& tile, FwdWork<Traits> const& work,
+                                   FragmentO const& tOrO) {
     if constexpr (!Traits::kFp8) {
       stage_output(shared, tile.q_stage, warpgroup, thread, tOrO);
     } else if constexpr (Config::kStageOutput) {

@@ -1,8 +1,8 @@
 // FP8: warp 1 of the producer warpgroup. It brings the scales of a tile ahead of the consumers and,
 // where there are two warpgroups of these, takes away what they have staged of the tile before.
 //
-// INVARIANT: the results of a tile are awaited when all scales of the next one are there, for the
-// consumers need the first of these before they stage them.
+// INVARIANT: the results of a tile are awaited when all scales of the next one are there, for with
+// overlap of tiles the consumers need the first of these before they stage them.
 #pragma once
 
 #include "forward/epilogue.h"
