@@ -1,4 +1,5 @@
 """Attention on float8_e4m3fn and flash_attn_fp8_func on the CPU: results, gradients, errors."""
+import functools
 import math
 
 import pytest
@@ -461,23 +462,33 @@ def test_can_use():
         'flash_attn3.flash_attn_func: expected k_descale']
 
 
+def calls_on_cuda():
+    """On fake tensors: every function that computes in FP8, but for those of qkv in one tensor."""
+    x, rows = (torch.empty(*shape, 2, 64, dtype=torch.bfloat16, device='cuda')
+               for shape in ((1, 5), (5,)))
+    cu = torch.empty(2, dtype=torch.int32, device='cuda')
+    lengths = (cu, cu, 5, 5)
+    x8, rows8 = x.to(E4M3), rows.to(E4M3)
+    return [functools.partial(flash_attn_fp8_func, x, x, x),
+            functools.partial(flash_attn_varlen_fp8_func, rows, rows, rows, *lengths),
+            functools.partial(flash_attn_func, x8, x8, x8),
+            functools.partial(flash_attn_varlen_func, rows8, rows8, rows8, *lengths)]
+
+
 def test_what_the_kernels_have_not(monkeypatch):
     """On CUDA tensors, whether or not there is a GPU."""
     monkeypatch.setattr(_library, 'kernels_serve', lambda device: True)
     text = 'flash_attn3.fwd: expected return_max_logits to be False with float8_e4m3fn on a GPU'
     with FakeTensorMode():
-        x = torch.empty(1, 5, 2, 64, dtype=torch.bfloat16, device='cuda')
-        x8 = torch.empty(1, 5, 2, 64, dtype=E4M3, device='cuda')
-        for function, one in ((flash_attn_fp8_func, x), (flash_attn_func, x8)):
+        for call in calls_on_cuda():
             with pytest.raises(NotImplementedError, match=f'^{text}, got True; hint: '):
-                function(one, one, one, return_max_logits=True)
+                call(return_max_logits=True)
 
 
 def test_gpus_without_kernels(monkeypatch):
     monkeypatch.setattr(_library, 'KERNELS_MISSING', 'there is no library')
     with FakeTensorMode():
-        x = torch.empty(1, 5, 2, 64, dtype=torch.bfloat16, device='cuda')
-        for function, one in ((flash_attn_fp8_func, x), (flash_attn_func, x.to(E4M3))):
+        for call in calls_on_cuda():
             with pytest.raises(NotImplementedError, match='a CPU tensor, or a Hopper GPU and its '
                                                           'kernels, got cuda:0; hint: there is no'):
-                function(one, one, one)
+                call()

@@ -196,6 +196,23 @@ def test_heads_that_go_through_a_sequence_together(heads_k, seqlen, section):
     assert facts['section_heads'] == 2 * section // facts['pack']
 
 
+@pytest.mark.parametrize('window, section', [(1023, 12), (4095, 6), (8191, 3), (16383, 3)])
+def test_a_window_moves_on_with_the_queries(window, section):
+    """Of twice as many keys as it has, or all: 1, 4, 8, 8 MiB a head."""
+    facts = plan(16384, 16384, batch=4, total_q=4 * 16384, total_k=4 * 16384, heads_q=24,
+                 heads_k=12, window_left=window, window_right=0)
+    assert facts['section_heads'] == 2 * section // facts['pack']
+
+
+@pytest.mark.parametrize('window_left, is_dealt_so', [(128, False), (255, False), (256, True)])
+def test_only_windows_of_two_tiles_and_more_are_dealt_in_sections(window_left, is_dealt_so):
+    """Tiles of 128 queries; of a narrower one no tile costs much less than the others."""
+    facts = plan(4096, 4096, batch=4, heads_q=16, heads_k=16, window_left=window_left,
+                 window_right=0)
+    assert facts['tile_m'] == 128
+    assert (facts['section_pairs'] > 1) == is_dealt_so
+
+
 @pytest.mark.parametrize('head_dim', [64, 128])
 @pytest.mark.parametrize('seqlen_q, seqlen_k, is_tiny', [
     (64, 64, True), (1, 4096, True), (64, 4096, True), (65, 64, False), (128, 128, False),
