@@ -12,8 +12,8 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
   and on fakes is in general.py. A call without these arguments takes the others: each argument
   costs host time.
 
-- `quantize_fp8`; `fwd_fp8`, `fwd_fp8_out`: attention on float8_e4m3fn; `fwd_quantized`: both, with
-  autograd. In fp8.py.
+- `quantize_fp8`, `quantize_qkv_fp8`; `fwd_fp8`, `fwd_fp8_out`: attention on float8_e4m3fn;
+  `fwd_quantized`: both, with autograd. In fp8.py.
 
 INVARIANT: the schemas are defined before the library of kernels is loaded; it only adds
 implementations to them.
@@ -67,6 +67,11 @@ _SCHEMAS = (
     # block: rows, or quantize.PER_HEAD or PER_TENSOR. Returns e4m3 and scales.
     'quantize_fp8(Tensor x, Tensor? cu_seqlens=None, Tensor? seqused=None, int block=0, '
     'int group=1, int? rotation_seed=None) -> (Tensor, Tensor)',
+    # Of q, k and v, as attention takes them: q and k rotated alike, v not.
+    'quantize_qkv_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, '
+    'Tensor? seqused_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, int q_block=64, '
+    'int kv_block=384, int? rotation_seed=None) '
+    '-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
     f'fwd_fp8(Tensor q, Tensor k, Tensor v, {_DESCALES}, bool float16_out=False, '
     f'bool promote=False, {_GENERAL}, {_EXECUTION}) -> (Tensor, Tensor, Tensor)',
     f'fwd_fp8_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_DESCALES}, bool promote=False, '

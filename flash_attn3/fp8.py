@@ -177,6 +177,19 @@ def quantize_plainly(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tenso
     return quantize.quantize(x, rotation, block, group, sequences)
 
 
+def quantize_qkv_plainly(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
+                         seqused_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+                         seqused_k: Tensor | None = None, q_block: int = Q_BLOCK,
+                         kv_block: int = KV_BLOCK,
+                         rotation_seed: int | None = None) -> tuple[Tensor, ...]:
+    """The op `quantize_qkv_fp8` on any device, as `quantize_plainly`."""
+    of_q, of_k = (cu_seqlens_q, seqused_q), (cu_seqlens_k, seqused_k)
+    group = q.size(-2) // max(1, k.size(-2))
+    return (*quantize_plainly(q, *of_q, q_block, group, rotation_seed),
+            *quantize_plainly(k, *of_k, kv_block, 1, rotation_seed),
+            *quantize_plainly(v, *of_k, kv_block, 1))
+
+
 def _forward_cpu(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], fp8: Fp8,
                  arguments: tuple) -> tuple[Tensor, Tensor, Tensor]:
     own, execution = general.split(arguments)
@@ -235,12 +248,9 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
     else:
         checks.check_contents('fwd', q, k, own)
     blocks = (Q_BLOCK, KV_BLOCK) if quantization.block_scales else (PER_HEAD, PER_HEAD)
-    lists = (own.cu_seqlens_q, own.seqused_q), (own.cu_seqlens_k, own.seqused_k)
-    seed = quantization.rotation_seed
-    parts = (_quantize(q, *lists[0], blocks[0], q.size(-2) // k.size(-2), seed),
-             _quantize(k, *lists[1], blocks[1], 1, seed),
-             _quantize(v, *lists[1], blocks[1], 1, None))
-    values, scales = zip(*parts)
+    parts = _quantize_qkv(q, k, v, own.cu_seqlens_q, own.seqused_q, own.cu_seqlens_k,
+                          own.seqused_k, *blocks, quantization.rotation_seed)
+    values, scales = parts[::2], parts[1::2]
     return _fwd_fp8(*values, *scales, q.dtype == torch.float16, quantization.promote, *own,
                     *execution[:-1])
 
@@ -266,6 +276,17 @@ def _quantize_fake(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor 
     return x.new_empty(x.shape, dtype=E4M3), x.new_empty(shape, dtype=torch.float32)
 
 
+def _quantize_qkv_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
+                       seqused_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+                       seqused_k: Tensor | None = None, q_block: int = Q_BLOCK,
+                       kv_block: int = KV_BLOCK,
+                       rotation_seed: int | None = None) -> tuple[Tensor, ...]:
+    group = q.size(-2) // max(1, k.size(-2))
+    return (*_quantize_fake(q, cu_seqlens_q, seqused_q, q_block, group),
+            *_quantize_fake(k, cu_seqlens_k, seqused_k, kv_block),
+            *_quantize_fake(v, cu_seqlens_k, seqused_k, kv_block))
+
+
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None = None,
               k_descale: Tensor | None = None, v_descale: Tensor | None = None,
               float16_out: bool = False, promote: bool = False,
@@ -287,7 +308,9 @@ def _quantized_fake(q: Tensor, k: Tensor, v: Tensor,
 
 
 for _name, _on_cpu, _fake in (
-        ('quantize_fp8', quantize_plainly, _quantize_fake), ('fwd_fp8', _fwd_cpu, _fwd_fake),
+        ('quantize_fp8', quantize_plainly, _quantize_fake),
+        ('quantize_qkv_fp8', quantize_qkv_plainly, _quantize_qkv_fake),
+        ('fwd_fp8', _fwd_cpu, _fwd_fake),
         ('fwd_fp8_out', _fwd_out_cpu, _fwd_out_fake),
         ('fwd_quantized', forward_quantized, _quantized_fake)):
     _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
@@ -295,5 +318,5 @@ for _name, _on_cpu, _fake in (
 
 _library.LIBRARY.impl('fwd_quantized', forward_quantized, 'CUDA')
 
-_quantize = torch.ops.flash_attn3.quantize_fp8.default
+_quantize_qkv = torch.ops.flash_attn3.quantize_qkv_fp8.default
 _fwd_fp8 = torch.ops.flash_attn3.fwd_fp8.default

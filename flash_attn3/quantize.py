@@ -11,13 +11,13 @@ float32 in the order that is written here, never contracted to a fused multiply-
    b. head_dim is cut into its powers of two, largest first (96 = 64 + 32), and each piece goes
       through butterflies of the distances 1, 2, 4, ... in this order: columns i and i + distance
       of a pair become their sum and their difference.
-   c. Each piece is multiplied by the float32 next to width ** -0.5.
-3. The largest absolute value of a block, among those that are finite: 0 if none is.
+   c. Its norm is the float32 next to width ** -0.5; without rotation it is 1.
+3. The largest absolute value times norm of a block, among those that are finite: 0 if none is.
 4. scale = max(largest, 2^-64) / 448, a division. The floor is for blocks of zeros: with it, 1 /
    scale is finite, they never count as large beside other blocks, and sums that are taken relative
    to a scale (reference_fp8.py) stay below 2^128.
-5. inverse = 1 / scale, and each value times inverse, then to [-448, 448] (a product may be an ulp
-   above).
+5. factor = norm times (1 / scale), and each value times factor, then to [-448, 448] (a product may
+   be some ulps above).
 6. To e4m3: nearest, ties to even, with subnormals. Infinities have no place in e4m3 and become NaN
    as NaN does, of bits 0x7f.
 
@@ -85,8 +85,14 @@ def pieces(head_dim: int) -> list[int]:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """float32 x (..., head_dim) times the orthonormal Hadamard matrix of each piece."""
+    """float32 x (..., head_dim) times the Hadamard matrix of each piece, of 1 and -1."""
     return torch.cat([_butterflies(piece) for piece in x.split(pieces(x.size(-1)), dim=-1)], dim=-1)
+
+
+def norms(head_dim: int, device: torch.device | str = 'cpu') -> Tensor:
+    """(head_dim,) What makes `hadamard` orthonormal, by column."""
+    widths = [width for width in pieces(head_dim) for _ in range(width)]
+    return torch.tensor([width ** -0.5 for width in widths], dtype=torch.float32, device=device)
 
 
 def _butterflies(x: Tensor) -> Tensor:
@@ -95,11 +101,11 @@ def _butterflies(x: Tensor) -> Tensor:
         first, second = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
         x = torch.stack([first + second, first - second], dim=-2).flatten(-3)
         distance *= 2
-    return x * torch.tensor(width ** -0.5, dtype=torch.float32, device=x.device)
+    return x
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """float32 x (..., heads, head_dim), rotated."""
+    """float32 x (..., heads, head_dim), rotated, but for the norms."""
     heads, head_dim = x.shape[-2:]
     own = signs(rotation.seed, heads // rotation.group, head_dim, x.device)
     return hadamard(x * own.repeat_interleave(rotation.group, dim=0))
@@ -126,25 +132,26 @@ def scale_of(amax: Tensor) -> Tensor:
     return amax.clamp_min(SMALLEST_AMAX) / amax.new_tensor(LARGEST)
 
 
-def cast(x: Tensor, scale: Tensor) -> Tensor:
-    """float32 x and scales that broadcast with it, to e4m3."""
-    scaled = (x * (1.0 / scale)).clamp(-LARGEST, LARGEST)
+def cast(x: Tensor, scale: Tensor, norm: Tensor | float = 1.0) -> Tensor:
+    """float32 x, scales and norms that broadcast with it, to e4m3."""
+    scaled = (x * (norm * (1.0 / scale))).clamp(-LARGEST, LARGEST)
     values = torch.empty(x.shape, dtype=E4M3, device=x.device)
     return values.copy_(scaled.where(x.isfinite(), torch.nan))
 
 
-def _magnitudes(x: Tensor) -> Tensor:
-    return x.abs().where(x.isfinite(), 0.0)
+def _magnitudes(x: Tensor, norm: Tensor | float) -> Tensor:
+    return x.abs().where(x.isfinite(), 0.0) * norm
 
 
-def _row_scales(x: Tensor, block: int, group: int) -> tuple[Tensor, Tensor]:
+def _row_scales(x: Tensor, norm: Tensor | float, block: int,
+                group: int) -> tuple[Tensor, Tensor]:
     """Scales of x (batch, rows, heads, head_dim) by block or head, and by row.
 
     Returns:
         (batch, heads, blocks) or (batch, heads / group); (batch, rows, heads).
     """
     batch, rows, heads, _ = x.shape
-    largest = _magnitudes(x).amax(-1) if x.size(-1) else x.new_zeros(batch, rows, heads)
+    largest = _magnitudes(x, norm).amax(-1) if x.size(-1) else x.new_zeros(batch, rows, heads)
     if block == PER_HEAD:
         by_head = largest.unflatten(2, (-1, group))
         amax = by_head.amax((1, 3)) if rows else by_head.new_zeros(batch, heads // group)
@@ -201,13 +208,15 @@ def quantize(x: Tensor, rotation: Rotation | None, block: int, group: int,
 
 def _quantize_dense(x: Tensor, rotation: Rotation | None, block: int,
                     group: int) -> tuple[Tensor, Tensor]:
-    x = x if rotation is None else rotate(x, rotation)
+    norm = 1.0
+    if rotation is not None:
+        x, norm = rotate(x, rotation), norms(x.size(-1), x.device)
     if block == PER_TENSOR:
-        amax = _magnitudes(x).amax() if x.numel() else x.new_zeros(())
+        amax = _magnitudes(x, norm).amax() if x.numel() else x.new_zeros(())
         scale = scale_of(amax)
-        return cast(x, scale), scale.reshape(1, 1)
-    scale, by_row = _row_scales(x, block, group)
-    return cast(x, by_row.unsqueeze(-1)), scale
+        return cast(x, scale, norm), scale.reshape(1, 1)
+    scale, by_row = _row_scales(x, norm, block, group)
+    return cast(x, by_row.unsqueeze(-1), norm), scale
 
 
 def row_scales(scale: Tensor | None, x: Tensor, block: int,

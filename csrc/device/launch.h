@@ -82,14 +82,19 @@ void launch_early(Kernel* kernel, LaunchShape const& shape, Params const& params
   launch_with(attributes, kernel, shape, params, stream);
 }
 
+inline cudaLaunchAttribute cluster_of(int ctas) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = unsigned(ctas);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
 // The same of CTAs in clusters, of so many.
 template <class Kernel, class Params>
 void launch_in_clusters(int ctas, Kernel* kernel, LaunchShape const& shape, Params const& params,
                         void* stream) {
-  cudaLaunchAttribute attributes[] = {early_start(), {}};
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = unsigned(ctas);
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  cudaLaunchAttribute attributes[] = {early_start(), cluster_of(ctas)};
   launch_with(attributes, kernel, shape, params, stream);
 }
 

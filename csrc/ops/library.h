@@ -43,6 +43,9 @@ void fwd_fp8_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outp
 
 // quantize_fp8(x, cu_seqlens, seqused, block, group, rotation_seed) -> (values, scales)
 void quantize_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// quantize_qkv_fp8(q, k, v, cu_seqlens_q, seqused_q, cu_seqlens_k, seqused_k, q_block, kv_block,
+// rotation_seed) -> (values, scales) of each
+void quantize_qkv_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
 // Empty when the driver that is installed can run this library, and where there is none; else what
 // is wrong with it. Does not initialise CUDA.

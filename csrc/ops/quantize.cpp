@@ -20,40 +20,38 @@ namespace {
 constexpr char const* kOp = "quantize_fp8";
 constexpr float kScaleOfZeros = 0x1p-64f / 448.f;
 
-// What a user passed. The members are read off the stack in this order.
-struct Arguments {
-  OwnedTensor x;
-  OwnedTensor cu_seqlens;  // null: x has a batch
-  OwnedTensor seqused;     // null: all rows count
-  int64_t block;
-  int64_t group;
-  std::optional<int64_t> seed;
-
-  static Arguments read(BoxedStack args) {
-    return Arguments{args.tensor(),  args.optional_tensor(), args.optional_tensor(),
-                     args.integer(), args.integer(),         args.optional_integer()};
-  }
-};
-
 struct Results {
   OwnedTensor values;
   OwnedTensor scales;
 };
 
-QuantizeCall describe_call(Arguments const& args) {
+// How a tensor is quantised, beside its sequences.
+struct Way {
+  int64_t block;
+  int64_t group;
+  std::optional<int64_t> seed;
+};
+
+// Sequences of packed rows; null: x has a batch, all rows count.
+struct Lists {
+  OwnedTensor cu_seqlens;
+  OwnedTensor seqused;
+};
+
+QuantizeCall describe_call(OwnedTensor const& x, Lists const& lists, Way const& way) {
   QuantizeCall call;
-  call.x = describe(args.x);
-  call.is_packed = args.cu_seqlens != nullptr;
-  call.has_seqused = args.seqused != nullptr;
+  call.x = describe(x);
+  call.is_packed = lists.cu_seqlens != nullptr;
+  call.has_seqused = lists.seqused != nullptr;
   if (call.is_packed) {
-    call.cu_seqlens = describe(args.cu_seqlens);
+    call.cu_seqlens = describe(lists.cu_seqlens);
   }
   if (call.has_seqused) {
-    call.seqused = describe(args.seqused);
+    call.seqused = describe(lists.seqused);
   }
-  call.block = args.block;
-  call.group = args.group;
-  call.seed = args.seed;
+  call.block = way.block;
+  call.group = way.group;
+  call.seed = way.seed;
   return call;
 }
 
@@ -99,58 +97,136 @@ OwnedTensor copy_unless_readable(OwnedTensor const& x, TensorMeta const& meta) {
   return fine ? OwnedTensor() : packed_copy(kOp, x, meta);
 }
 
-void launch(Arguments const& args, QuantizeCall const& call, QuantizeShape const& shape,
-            Results const& results) {
-  int const device = call.x.device_index;
-  OwnedTensor const copy = copy_unless_readable(args.x, call.x);
+// A tensor that is to be quantised, with all that its launch needs.
+struct Job {
+  OwnedTensor const& x;
+  QuantizeCall call;
+  QuantizeShape shape;
+  Results results;
+  OwnedTensor copy;    // null: the kernels read x
+  OwnedTensor maxima;  // null: none are needed
   QuantizeParams params;
-  params.shape = shape;
-  params.dtype = call.x.dtype;
-  params.x = view(with_batch(copy ? describe(copy) : call.x));
-  params.values = static_cast<uint8_t*>(mutable_data(results.values));
-  params.scales = static_cast<float*>(mutable_data(results.scales));
-  params.cu_seqlens = reinterpret_cast<int const*>(call.cu_seqlens.address);
-  params.seqused = reinterpret_cast<int const*>(call.seqused.address);
-  params.is_rotated = call.seed.has_value();
-  params.mixed_seed = mix(uint32_t(call.seed.value_or(0)));
-  int const sm_count = device_info_of(call.x).sm_count;
-  QuantizePlan const plan = plan_quantize(params, sm_count);
-  OwnedTensor maxima;
-  if (plan.words > 0) {
-    maxima = allocate(kOp, &plan.words, 1, Dtype::kFloat32, device);
-    params.maxima = static_cast<uint32_t*>(mutable_data(maxima));
+  QuantizePlan plan{};
+
+  // Nothing but checks, so that several may be made before the first has results.
+  Job(OwnedTensor const& x_, Lists const& lists, Way const& way)
+      : x(x_), call(describe_call(x, lists, way)) {
+    throw_if(check_quantize(call));
+    shape = shape_of(call);
   }
-  if (plan.method != QuantizeMethod::kBlocks && shape.block > 0 && shape.is_packed) {
-    fill(results.scales, 1.0);
+
+  bool has_values() const { return !is_empty(call.x); }
+
+  // Whether nothing but this launch is needed, which has no memory of its own.
+  bool is_one_launch() const {
+    return has_values() && copy == nullptr && plan.method == QuantizeMethod::kBlocks;
   }
-  void* stream = nullptr;
-  require(aoti_torch_get_current_cuda_stream(device, &stream), "find the current stream");
-  launch_quantize(plan, params, sm_count, stream);
+
+  void allocate_results() {
+    results = {allocate(kOp, call.x.size, call.x.rank, Dtype::kFloat8E4M3, call.x.device_index),
+               allocate_scales(shape, call.x.device_index)};
+  }
+
+  void plan_launch(int sm_count) {
+    copy = copy_unless_readable(x, call.x);
+    params.shape = shape;
+    params.dtype = call.x.dtype;
+    params.x = view(with_batch(copy ? describe(copy) : call.x));
+    params.values = static_cast<uint8_t*>(mutable_data(results.values));
+    params.scales = static_cast<float*>(mutable_data(results.scales));
+    params.cu_seqlens = reinterpret_cast<int const*>(call.cu_seqlens.address);
+    params.seqused = reinterpret_cast<int const*>(call.seqused.address);
+    params.is_rotated = call.seed.has_value();
+    params.mixed_seed = mix(uint32_t(call.seed.value_or(0)));
+    plan = plan_quantize(params, sm_count);
+    if (plan.words > 0) {
+      maxima = allocate(kOp, &plan.words, 1, Dtype::kFloat32, call.x.device_index);
+      params.maxima = static_cast<uint32_t*>(mutable_data(maxima));
+    }
+  }
+
+  void launch(int sm_count) {
+    if (plan.method != QuantizeMethod::kBlocks && shape.block > 0 && shape.is_packed) {
+      fill(results.scales, 1.0);
+    }
+    void* stream = nullptr;
+    require(aoti_torch_get_current_cuda_stream(call.x.device_index, &stream),
+            "find the current stream");
+    launch_quantize(plan, params, sm_count, stream);
+  }
+
+  void fill_scales() { fill(results.scales, shape.block > 0 ? 1.0 : double(kScaleOfZeros)); }
+};
+
+// Tensors of one device. Where each takes one launch alone, no launch waits for the one before.
+template <int kCount>
+void run_jobs(Job (&jobs)[kCount]) {
+  DeviceGuard const guard(jobs[0].call.x.device_index);
+  int const sm_count = device_info_of(jobs[0].call.x).sm_count;
+  bool are_independent = true;
+  for (Job& job : jobs) {
+    job.allocate_results();
+    if (job.has_values()) {
+      job.plan_launch(sm_count);
+    }
+    are_independent = are_independent && job.is_one_launch();
+  }
+  for (int i = 0; i < kCount; ++i) {
+    if (!jobs[i].has_values()) {
+      jobs[i].fill_scales();
+      continue;
+    }
+    jobs[i].params.follows = are_independent && i > 0;
+    jobs[i].params.is_followed = are_independent && i + 1 < kCount;
+    jobs[i].launch(sm_count);
+  }
 }
 
-Results run_quantize(Arguments const& args) {
-  QuantizeCall const call = describe_call(args);
-  throw_if(check_quantize(call));
-  QuantizeShape const shape = shape_of(call);
-  int const device = call.x.device_index;
-  DeviceGuard const guard(device);
-  Results results{allocate(kOp, call.x.size, call.x.rank, Dtype::kFloat8E4M3, device),
-                  allocate_scales(shape, device)};
-  if (is_empty(call.x)) {
-    fill(results.scales, shape.block > 0 ? 1.0 : double(kScaleOfZeros));
-  } else {
-    launch(args, call, shape, results);
-  }
-  return results;
+// Gives where the next results go.
+StableIValue* put_results(Job& job, StableIValue* stack) {
+  *stack++ = boxed(std::move(job.results.values));
+  *stack++ = boxed(std::move(job.results.scales));
+  return stack;
+}
+
+int64_t heads_of(OwnedTensor const& x) {
+  TensorMeta const meta = describe(x);
+  return meta.rank < 2 ? 0 : meta.size[meta.rank - 2];
 }
 
 }  // namespace
 
+// The arguments are read off the stack in the order of the schema.
 void quantize_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   expect_schema(kOp, {num_args, num_outputs}, {6, 2});
-  Results results = run_quantize(Arguments::read(BoxedStack(stack)));
-  *stack++ = boxed(std::move(results.values));
-  *stack = boxed(std::move(results.scales));
+  BoxedStack args(stack);
+  OwnedTensor const x = args.tensor();
+  Lists const lists{args.optional_tensor(), args.optional_tensor()};
+  Way const way{args.integer(), args.integer(), args.optional_integer()};
+  Job jobs[] = {Job(x, lists, way)};
+  run_jobs(jobs);
+  put_results(jobs[0], stack);
+}
+
+void quantize_qkv_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  expect_schema(kOp, {num_args, num_outputs}, {10, 6});
+  BoxedStack args(stack);
+  OwnedTensor const q = args.tensor();
+  OwnedTensor const k = args.tensor();
+  OwnedTensor const v = args.tensor();
+  Lists const of_q{args.optional_tensor(), args.optional_tensor()};
+  Lists const of_k{args.optional_tensor(), args.optional_tensor()};
+  int64_t const q_block = args.integer();
+  int64_t const kv_block = args.integer();
+  std::optional<int64_t> const seed = args.optional_integer();
+  int64_t const group = heads_of(q) / std::max<int64_t>(1, heads_of(k));
+  // K, which takes longest, comes first: its last CTAs run beside the first ones of Q.
+  Job jobs[] = {Job(k, of_k, Way{kv_block, 1, seed}), Job(q, of_q, Way{q_block, group, seed}),
+                Job(v, of_k, Way{kv_block, 1, std::nullopt})};
+  run_jobs(jobs);
+  stack = put_results(jobs[1], stack);
+  stack = put_results(jobs[0], stack);
+  put_results(jobs[2], stack);
 }
 
 }  // namespace fa3

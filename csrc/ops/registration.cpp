@@ -19,6 +19,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   m.impl("fwd_fp8", &fa3::fwd_fp8_boxed);
   m.impl("fwd_fp8_out", &fa3::fwd_fp8_out_boxed);
   m.impl("quantize_fp8", &fa3::quantize_fp8_boxed);
+  m.impl("quantize_qkv_fp8", &fa3::quantize_qkv_fp8_boxed);
 }
 
 // For Python's ctypes: current_driver_problem(). The text stays valid.

@@ -51,6 +51,13 @@ CUTE_DEVICE float invert(float a) {
   return multiply_add_exactly(inverse, residue, inverse);
 }
 
+// Of the lower and of the upper 16 bits.
+CUTE_DEVICE uint32_t max_of_halves(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 CUTE_DEVICE bool is_infinite(float x) { return (__float_as_uint(x) & 0x7fffffffu) == 0x7f800000u; }
 
 // 16 columns as they lie in memory, at a multiple of 16 bytes.

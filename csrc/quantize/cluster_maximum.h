@@ -19,12 +19,19 @@ struct ClusterPlace {
 
 template <int kMostCtaWarps>
 class ClusterMaximum {
-  uint32_t of_warps_[2][kMostClusterCtas * kMostCtaWarps];
+  static constexpr int kWords = kMostClusterCtas * kMostCtaWarps;
+  static_assert(kWords % 32 == 0, "all lanes read as many");
+  // Of a warp that is not there: 0.
+  uint32_t of_warps_[2][kWords];
   uint64_t arrived_[2];
 
  public:
   // The other CTAs may be sent to after the cluster has met: cute::cluster_wait().
   CUTE_DEVICE void start(int ctas) {
+    for (int i = int(threadIdx.x); i < 2 * kWords; i += int(blockDim.x)) {
+      of_warps_[i / kWords][i % kWords] = 0;
+    }
+    __syncthreads();
     if (threadIdx.x == 0) {
       for (uint64_t& barrier : arrived_) {
         Mbarrier::init(&barrier, 1);
@@ -44,7 +51,7 @@ class ClusterMaximum {
     int const lane = int(threadIdx.x) % 32;
     int const warps = int(blockDim.x) / 32;
     int const own = cluster.rank * warps + int(threadIdx.x) / 32;
-    uint32_t(&of_warps)[kMostClusterCtas * kMostCtaWarps] = of_warps_[round % 2];
+    uint32_t(&of_warps)[kWords] = of_warps_[round % 2];
     uint64_t& arrived = arrived_[round % 2];
     uint32_t const of_warp = __reduce_max_sync(0xffffffffu, bits);
     if (lane < cluster.ctas) {
@@ -55,8 +62,9 @@ class ClusterMaximum {
       expect(arrived, cluster.ctas);  // of round + 2
     }
     uint32_t largest = 0;
-    for (int i = lane; i < cluster.ctas * warps; i += 32) {
-      largest = max(largest, of_warps[i]);
+    CUTE_UNROLL
+    for (int i = 0; i < kWords / 32; ++i) {
+      largest = max(largest, of_warps[lane + 32 * i]);
     }
     return __reduce_max_sync(0xffffffffu, largest);
   }
@@ -80,7 +88,7 @@ class ClusterMaximum {
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
         "}\n" ::"r"(cute::cast_smem_ptr_to_uint(&barrier)),
         "r"(phase)

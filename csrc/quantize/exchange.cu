@@ -14,6 +14,7 @@
 #include "device/launch.h"
 #include "quantize/exchange.h"
 #include "quantize/next_rows.h"
+#include "quantize/residency.h"
 #include "quantize/rows.h"
 
 namespace fa3 {
@@ -194,8 +195,7 @@ class Stash {
   }
 
   // Puts a row into a slot, and casts what was there.
-  template <class Multiply>
-  CUTE_DEVICE CastRow exchange(int slot, Row const& row, Multiply const& factors) const {
+  CUTE_DEVICE CastRow exchange(int slot, Row const& row, float factor) const {
     CastRow result;
     CUTE_UNROLL
     for (int i = 0; i < kFours; ++i) {
@@ -203,7 +203,7 @@ class Stash {
       float4 const old = at(slot, i);
       at(slot, i) = make_float4(four[0], four[1], four[2], four[3]);
       float const columns[4] = {old.x, old.y, old.z, old.w};
-      result.fours[i] = cast_four(columns, factors);
+      result.fours[i] = cast_four(columns, factor);
     }
     return result;
   }
@@ -226,7 +226,7 @@ CUTE_DEVICE uint32_t work_out(QuantizeParams const& p, Items& items, int count,
   RawRow<Element> raw;
   next_rows.read(raw, place);
   Item const& next = items.at(count + 1);
-  next_rows.load(next.source, next.tile.used, p.x.row_stride);
+  next_rows.load(next_rows.at(next.source), next.tile.used, p.x.row_stride);
   if (is_rotated) {
     raw.change_signs(place, item.signs);
   }
@@ -268,7 +268,7 @@ __global__ void __maxnreg__(registers_of_thread(kDim))
   Stash const stash(memory);
   NextRows<Element> const next_rows(
       p, place, reinterpret_cast<char*>(memory + kDepth * Stash::kFours * int(blockDim.x)));
-  next_rows.load(items.at(0).source, items.at(0).tile.used, p.x.row_stride);
+  next_rows.load(next_rows.at(items.at(0).source), items.at(0).tile.used, p.x.row_stride);
   items.start_signs(p);
   uint8_t* const values = p.values + Cursor<Element>::target_in_tile(s, place);
 
@@ -289,8 +289,7 @@ __global__ void __maxnreg__(registers_of_thread(kDim))
     if (older.scale != nullptr && threadIdx.x == 0) {
       *older.scale = scale;
     }
-    CastRow const cast =
-        stash.exchange(count % kDepth, row, Factors<kHasExactNorm<kDim>>(norm, invert(scale)));
+    CastRow const cast = stash.exchange(count % kDepth, row, factor_of(norm, scale));
     cast.store(values + older.target, place, older.tile, is_aligned);
     items.go_on(p, count);
   }
@@ -325,24 +324,6 @@ LaunchShape launch_shape(QuantizeShape const& s) {
   return LaunchShape{kName, 0, 32 * warps, warps * kWarpBytes<Element>};
 }
 
-// CTAs that an SM has room for. Of the last device and number of threads that were asked for.
-template <class Kernel>
-int ctas_of_sm(Kernel* kernel, LaunchShape const& shape, std::atomic<uint64_t>& known) {
-  int device = 0;
-  check_launch(cudaGetDevice(&device), kName, 0, shape.shared_bytes);
-  uint64_t const asked = uint64_t(device + 1) << 32 | uint64_t(shape.threads) << 16;
-  uint64_t const answer = known.load(std::memory_order_relaxed);
-  if (answer >> 16 == asked >> 16) {
-    return int(answer & 0xffff);
-  }
-  int ctas = 0;
-  check_launch(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, shape.threads,
-                                                             shape.shared_bytes),
-               kName, 0, shape.shared_bytes);
-  known.store(asked | uint64_t(ctas), std::memory_order_relaxed);
-  return ctas;
-}
-
 // Whether the kernel takes it; launches it, with a stream.
 template <class Element, int kDim>
 bool run(QuantizeParams const& params, int sm_count, void* const* stream) {
@@ -353,7 +334,7 @@ bool run(QuantizeParams const& params, int sm_count, void* const* stream) {
   // Once for all head dims of the kernel.
   allow_shared_memory(kernel, LaunchShape{kName, 0, 0, kMostWarps * kWarpBytes<Element>},
                       devices_ready);
-  shape.grid = min_of(ctas_of_sm(kernel, shape, known_ctas) * sm_count, params.items);
+  shape.grid = min_of(room_for(kernel, shape, 1, known_ctas) * sm_count, params.items);
   if (params.order.span() > int64_t(shape.grid) * (kDepth + 1)) {
     return false;
   }

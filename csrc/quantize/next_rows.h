@@ -41,19 +41,27 @@ class NextRows {
     spans[1] = own + place_of(chunk + row_chunks / 2);
   }
 
-  // offset: of the first column of the tile's first row. used: rows of the tile that count; what
-  // the others get is anything.
-  CUTE_DEVICE void load(int64_t offset, int used, int64_t row_stride) const {
+  // What this lane loads first; offset: of the first column of the tile's first row.
+  CUTE_DEVICE Element const* at(int64_t offset) const { return source + offset; }
+
+  // first: at() of the tile. used: rows of the tile that count; what the others get is anything.
+  CUTE_DEVICE void load(Element const* first, int used, int64_t row_stride) const {
+    constexpr int kLoadColumns = 32 * kChunk;
+    // Whole rows a load: of 16-bit elements every width divides its columns.
+    constexpr bool kIsWhole = kLoadColumns % kMostQuantizedColumns == 0;
+    Element const* from = first;
     CUTE_UNROLL
     for (int i = 0; i < kLoads; ++i) {
-      int const columns = i * 32 * kChunk;  // of the loads before
+      int const columns = i * kLoadColumns;  // of the loads before
       int const rows = columns >> width_shift;
+      if (!kIsWhole) {
+        from = first + rows * row_stride + (columns - (rows << width_shift));
+      }
       if (i < loads && row + rows < used) {
-        Element const* const from =
-            source + offset + rows * row_stride + (columns - (rows << width_shift));
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + 512 * i), "l"(from)
                      : "memory");
       }
+      from += (kLoadColumns >> width_shift) * row_stride;
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }

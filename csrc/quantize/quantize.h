@@ -16,13 +16,18 @@ struct QuantizeParams {
   int const* seqused = nullptr;     // packed; null: all rows count
   bool is_rotated = false;
   uint32_t mixed_seed = 0;
+  // Of launches for several tensors, one behind the other, each of kBlocks: this one need not wait
+  // for the one before, the next one not for this one.
+  bool follows = false;
+  bool is_followed = false;
   // Filled in by the plan and the launch:
-  int cta_heads = 1;
+  int items = 0;  // tiles of a head
+  FastDiv by_heads;
+  int least_items = 0;  // of a CTA or cluster; the first `more_items` have one more
+  int more_items = 0;
   int cta_rows = 0;
   int cluster_ctas = 1;  // that share a tile
-  FastDiv by_parts;      // CTAs for the heads of a tile
   ItemOrder order;
-  int items = 0;
 };
 
 // kBlocks: a CTA or a cluster has the rows of a block. kExchange: CTAs tell each other their

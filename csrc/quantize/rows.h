@@ -111,21 +111,6 @@ struct RawRow {
   }
 };
 
-// What a value is multiplied by, one rounded product after the other. kIsExact: norm is a power of
-// two, so that one product does. Both give 0 where a product would be subnormal.
-template <bool kIsExact>
-struct Factors {
-  float norm;
-  float inverse;
-
-  CUTE_DEVICE Factors(float norm_, float inverse_)
-      : norm(norm_), inverse(kIsExact ? multiply_exactly(norm_, inverse_) : inverse_) {}
-
-  CUTE_DEVICE float times(float column) const {
-    return multiply_exactly(kIsExact ? column : multiply_exactly(column, norm), inverse);
-  }
-};
-
 CUTE_DEVICE void store_span(uint8_t* target, uint4 values, bool is_full, bool is_aligned) {
   if (is_full && is_aligned) {
     *reinterpret_cast<uint4*>(target) = values;
@@ -158,10 +143,9 @@ struct CastRow {
   }
 };
 
-template <class Multiply>
-CUTE_DEVICE uint32_t cast_four(float const* four, Multiply const& factors) {
-  return pack_four_e4m3(factors.times(four[0]), factors.times(four[1]), factors.times(four[2]),
-                        factors.times(four[3]));
+CUTE_DEVICE uint32_t cast_four(float const* four, float factor) {
+  return pack_four_e4m3(multiply_exactly(four[0], factor), multiply_exactly(four[1], factor),
+                        multiply_exactly(four[2], factor), multiply_exactly(four[3], factor));
 }
 
 struct Row {
@@ -201,12 +185,12 @@ struct Row {
     }
   }
 
-  template <class Multiply>
-  CUTE_DEVICE CastRow cast(Multiply const& factors) const {
+  // Each value times `factor`.
+  CUTE_DEVICE CastRow cast(float factor) const {
     CastRow result;
     CUTE_UNROLL
     for (int i = 0; i < kLaneColumns / 4; ++i) {
-      result.fours[i] = cast_four(columns + 4 * i, factors);
+      result.fours[i] = cast_four(columns + 4 * i, factor);
     }
     return result;
   }
@@ -215,6 +199,9 @@ struct Row {
 // A row that is not rotated, as it lies in memory: it takes half the registers.
 template <class Element>
 class PlainRow {
+  static constexpr bool kIsBFloat = std::is_same_v<Element, cutlass::bfloat16_t>;
+  static constexpr uint32_t kHalfInfinity = kIsBFloat ? 0x7f80u : 0x7c00u;
+
   RawRow<Element> raw_;
 
   CUTE_DEVICE Row unpacked() const {
@@ -229,11 +216,21 @@ class PlainRow {
   template <int kDim>
   CUTE_DEVICE void rotate(int) {}
 
-  CUTE_DEVICE float largest() const { return unpacked().largest(); }
+  // Two at a time, as integers: without signs they are ordered as the floats are, NaN behind all.
+  // That leaves nothing unpacked, which ptxas (13.0) would keep in memory until the cast.
+  CUTE_DEVICE float largest() const {
+    uint32_t found[2] = {0, 0};
+    CUTE_UNROLL
+    for (int i = 0; i < RawSpan<Element>::kWords; ++i) {
+      found[0] = max_of_halves(found[0], raw_.spans[0].words[i] & 0x7fff7fffu);
+      found[1] = max_of_halves(found[1], raw_.spans[1].words[i] & 0x7fff7fffu);
+    }
+    uint32_t const two = max_of_halves(found[0], found[1]);
+    uint32_t const one = max(two & 0xffffu, two >> 16);
+    return one > kHalfInfinity ? unpacked().largest() : unpack_two<Element>(one).x;
+  }
 
   CUTE_DEVICE void make_infinities_nan() {
-    constexpr bool kIsBFloat = std::is_same_v<Element, cutlass::bfloat16_t>;
-    constexpr uint32_t kHalfInfinity = kIsBFloat ? 0x7f80u : 0x7c00u;
     CUTE_UNROLL
     for (RawSpan<Element>& span : raw_.spans) {
       CUTE_UNROLL
@@ -244,19 +241,16 @@ class PlainRow {
     }
   }
 
-  template <class Multiply>
-  CUTE_DEVICE CastRow cast(Multiply const& factors) const {
-    return unpacked().cast(factors);
-  }
+  CUTE_DEVICE CastRow cast(float factor) const { return unpacked().cast(factor); }
 };
 
 CUTE_DEVICE float scale_of(uint32_t maximum_bits) {
   return divide_by_448(fmaxf(__uint_as_float(maximum_bits), kSmallestMaximum));
 }
 
-// Whether all rows have one piece, of a power of four, or are not rotated.
-template <int kDim>
-constexpr bool kHasExactNorm = kDim == kPlain || std::has_single_bit(unsigned(kDim)) &&
-                                                     std::countr_zero(unsigned(kDim)) % 2 == 0;
+// What a rotated value is multiplied by before it is cast.
+CUTE_DEVICE float factor_of(float norm, float scale) {
+  return multiply_exactly(norm, invert(scale));
+}
 
 }  // namespace fa3

@@ -34,6 +34,27 @@ def fp8_inputs(kind: str, granularity='block'):
 
 
 # ---------------------------------------------------------------------------------------- opcheck
+@pytest.mark.parametrize('blocks', [(64, 384), (PER_HEAD, PER_HEAD)])
+@KINDS
+def test_the_three_of_attention_at_once(kind, blocks):
+    """Each as by itself; q with the signs of its KV heads, v not rotated."""
+    (q, k, v), general = inputs(kind)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    of_q = general.cu_seqlens_q, general.seqused_q
+    of_k = general.cu_seqlens_k, general.seqused_k
+    arguments = (q, k, v, *of_q, *of_k, *blocks, 3)
+    group = q.size(-2) // k.size(-2)
+    expected = (*OPS.quantize_fp8(q, *of_q, blocks[0], group, 3),
+                *OPS.quantize_fp8(k, *of_k, blocks[1], 1, 3),
+                *OPS.quantize_fp8(v, *of_k, blocks[1], 1))
+    got = OPS.quantize_qkv_fp8(*arguments)
+    assert len(got) == 6
+    for one, other in zip(got, expected):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert torch.equal(one.float(), other.float())
+    opcheck(OPS.quantize_qkv_fp8.default, arguments)
+
+
 @pytest.mark.parametrize('seed', [None, 3])
 @pytest.mark.parametrize('block', [PER_HEAD, PER_TENSOR, 32])
 @KINDS

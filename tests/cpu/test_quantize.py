@@ -82,8 +82,8 @@ def test_rotation_is_the_dense_product(head_dim):
     x = torch.randn(3, 7, 4, head_dim)
     own = quantize.signs(5, 2, head_dim).double()[[0, 0, 1, 1]]
     expected = (x.double() * own) @ dense_hadamard(head_dim)
-    got = quantize.rotate(x, Rotation(5, 2)).double()
-    # log2(head_dim) sums and a product, each of half an ulp of at most the row's norm.
+    got = quantize.rotate(x, Rotation(5, 2)).double() * quantize.norms(head_dim)
+    # log2(head_dim) sums and a norm, each of half an ulp of at most the row's norm.
     limit = (head_dim.bit_length() + 1) * 2.0 ** -24 * x.double().norm(dim=-1, keepdim=True)
     assert ((got - expected).abs() <= limit).all()
 
@@ -102,7 +102,9 @@ def test_rotation_leaves_the_scores(seed, group, head_dim):
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(5, 2 * group, head_dim, generator=generator)
     k = torch.randn(6, 2, head_dim, generator=generator)
-    rotated = quantize.rotate(q, Rotation(seed, group)), quantize.rotate(k, Rotation(seed, 1))
+    norms = quantize.norms(head_dim).double()
+    rotated = (quantize.rotate(q, Rotation(seed, group)) * norms,
+               quantize.rotate(k, Rotation(seed, 1)) * norms)
     scores = [torch.einsum('qhd,khd->hqk', a.double(), b.double().repeat_interleave(group, 1))
               for a, b in ((q, k), rotated)]
     torch.testing.assert_close(*scores, atol=2e-5, rtol=0)
@@ -117,9 +119,21 @@ def test_butterflies_in_order():
             if not i & distance:
                 a, b = columns[i], columns[i + distance]
                 columns[i], columns[i + distance] = a + b, a - b
-    expected = torch.stack(columns, -1) * 0.125
+    expected = torch.stack(columns, -1)
     assert bits(quantize.hadamard(x)) == bits(expected)
-    assert bits((x.double() @ dense_hadamard(64)).float()) != bits(expected)
+    assert bits((x.double() @ dense_hadamard(64) * 8).float()) != bits(expected)
+
+
+def test_a_rotated_value_is_multiplied_once():
+    """By its norm over the scale, rounded: to the bit, with norms that are no powers of two."""
+    x = torch.randn(1, 64, 1, 96)
+    values, scale = quantize_fp8(x, block=64, rotate=True)
+    rotated = quantize.rotate(x, Rotation(0, 1))
+    norm = torch.tensor([0.125] * 64 + [2 ** -2.5] * 32)
+    largest = (rotated.abs() * norm).max()
+    assert scale.item() == (largest / torch.tensor(448.0)).item()
+    factor = norm * (1.0 / scale.reshape(()))
+    assert bits(values) == bits((rotated * factor).clamp(-448, 448).to(E4M3))
 
 
 # -------------------------------------------------------------------------------- scales and blocks

@@ -307,6 +307,31 @@ def test_opcheck(is_packed, block, device):
     opcheck(torch.ops.flash_attn3.quantize_fp8.default, (x, *lists, block, 2, 3))
 
 
+@pytest.mark.parametrize('rows, heads', [((4096, 4096), (16, 16)), ((700, 900), (8, 2)),
+                                         ((65, 1), (4, 4)), ((1000, 385), (6, 3))])
+@pytest.mark.parametrize('head_dim', [64, 80, 96, 128, 256])
+def test_the_three_of_attention_at_once(head_dim, rows, heads, cuda):
+    """None of the three launches waits for another one. Each result is as by itself, whatever ran
+    before in the same memory."""
+    ops = torch.ops.flash_attn3
+    blocks, batch = (64, 384), 2
+    sets = [[torch.randn(batch, n, h, head_dim, device=cuda, dtype=torch.bfloat16) * 3 ** i
+             for n, h in zip((rows[0], rows[1], rows[1]), (heads[0], heads[1], heads[1]))]
+            for i in range(4)]
+    found = []
+    for q, k, v in sets * 3:
+        results = ops.quantize_qkv_fp8(q, k, v, None, None, None, None, *blocks, 5)
+        found.append([y.clone() for y in results])
+        del results
+        torch.empty_like(q).normal_()    # in the place of what was freed
+    for got, (q, k, v) in zip(found, sets * 3):
+        group = heads[0] // heads[1]
+        for two, arguments in zip((got[:2], got[2:4], got[4:]), (
+                (q, None, None, blocks[0], group, 5), (k, None, None, blocks[1], 1, 5),
+                (v, None, None, blocks[1], 1))):
+            check_bits(two, [y.cpu() for y in ops.quantize_fp8(*arguments)])
+
+
 @pytest.mark.parametrize('block', [32, 384, 'head', 'tensor'])
 def test_the_same_bits_every_time(block, cuda):
     x = torch.randn(4, 2000, 8, 128, device=cuda).bfloat16()
@@ -384,12 +409,11 @@ def test_offsets_beyond_32_bits(cuda, needs_memory):
             expected = quantize_fp8(x[:, tail].cpu(), rotate=True, block=block)
             check_bits((values[:, tail].contiguous(), scale[:, :, -10:].contiguous()), expected)
         else:
-            largest = fp8.quantize.rotate(x[:, tail].float().cpu(),
-                                          fp8.quantize.Rotation(0, 1)).abs().amax((1, 3))
+            rotated = fp8.quantize.rotate(x[:, tail].float().cpu(), fp8.quantize.Rotation(0, 1))
+            norms = fp8.quantize.norms(128)
+            largest = (rotated.abs() * norms).amax((1, 3))
             assert (scale.cpu() * 448 >= largest * (1 - 1e-6)).all()
-            codes = fp8.quantize.cast(
-                fp8.quantize.rotate(x[:, tail].float().cpu(), fp8.quantize.Rotation(0, 1)),
-                scale.cpu()[:, None, :, None])
+            codes = fp8.quantize.cast(rotated, scale.cpu()[:, None, :, None], norms)
             assert torch.equal(values[:, tail].cpu().view(torch.uint8), codes.view(torch.uint8))
     in_entries = x.view(4, rows // 4, heads, 128)
     found = [y[3:] for y in quantize_fp8(in_entries, rotate=True)]
