@@ -227,8 +227,10 @@ def _forward_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
 
 
 def _work_rows(facts: dict) -> dict[str, str]:
+    not_full = f', the first of {facts["tile_m"] - facts["lead"] * facts["pack"]} rows'
     return {
-        'tiles': f'{facts["tiles"]}; {facts["m_tiles"]} along the queries of a head',
+        'tiles': f'{facts["tiles"]}; {facts["m_tiles"]} along the queries of a head'
+                 + not_full * (facts['lead'] > 0),
         'visited': f'{facts["visited_share"]:.1%} of the keys',
         'grid': f'{facts["grid"]} CTAs',
         'waves': f'{facts["waves"]:.2f}',

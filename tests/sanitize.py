@@ -53,7 +53,8 @@ WINDOW = dataclasses.replace(BATCH, heads=(24, 8), window=(100, 100))
 GENERAL += [dataclasses.replace(WINDOW, lengths=((60, 150),) * 2),
             dataclasses.replace(WINDOW, lengths=((150, 150),) * 8),
             dataclasses.replace(WINDOW, lengths=((700, 700),)),
-            dataclasses.replace(WINDOW, lengths=((2100, 2100),))]
+            dataclasses.replace(WINDOW, lengths=((2100, 2100),)),
+            dataclasses.replace(WINDOW, lengths=((2100, 2100),), window=(-1, 100))]
 # With the masks of the other kernels, which unequal head dims have too.
 PLAIN = [BATCH, PACKED, dataclasses.replace(PACKED, lengths=((60, 150), (0, 33), (1, 1)) * 4),
          dataclasses.replace(PACKED, used=USED, sinks='fp32', pack_gqa=False)]

@@ -123,11 +123,14 @@ struct FwdSchedule {
   int m_tiles = 0;  // tiles along the queries
   int tiles = 0;    // m_tiles * (heads_q / pack) * batch
   bool longest_first = false;
+  int lead = 0;  // positions by which the first tile begins before the first query; packed: in the
+                 // longest sequence
   int section_pairs = 1;  // core/tile_order.h
   int grid = 0;           // CTAs
   // Packed: tiles is the most that there can be, section_heads the packed heads that go through a
   // sequence together (core/packed_tiles.h).
   int section_heads = 1;
+  int least_lead = 0;  // less than it is no gain
   int64_t workspace_ints = 0;
 };
 

@@ -22,6 +22,18 @@ struct RowPacking {
   }
 };
 
+// Where later queries see more keys, the tile that the rows do not fill should be the first, which
+// costs least: the tiles of a sequence begin so many positions before its first query. They are
+// those of whole warpgroups, so that the rows of a warpgroup are the same as without.
+FA3_HD constexpr int lead_positions(int tiles, int seqlen_q, int warpgroups, int per_warpgroup) {
+  int const missing = tiles * warpgroups * per_warpgroup - seqlen_q;
+  int lead = 0;
+  for (int empty = 1; empty < warpgroups; ++empty) {
+    lead += missing >= empty * per_warpgroup ? per_warpgroup : 0;
+  }
+  return lead;
+}
+
 // The largest pack the rows can take: the largest divisor of `group` (query heads per KV head) that
 // is at most 64.
 constexpr int largest_pack(int group) {

@@ -23,28 +23,13 @@ constexpr int kMostSamples = 64;
 // Section sizes that are looked at: bounds the time of a plan.
 constexpr int64_t kMostCandidates = 128;
 
-// Packing makes K and V serve more rows, but cuts the positions of a tile by the same factor: it
-// pays where a tile would otherwise be padding. Worth it from 10 % more useful rows.
-constexpr int kPackGainPercent = 10;
+// Packing cuts the positions of a tile: less of it is padding, or hidden by the mask. Equal work
+// takes up to 3 % longer packed (bf16, d128, causal); where there was 2 % less, it took 5 % less
+// time (bf16, d128, full, 4 heads; H200, 2026-11-22).
+constexpr int kPackGainPercent = 2;
 
 int m_tiles_of(FwdProblem const& problem, FwdVariantFacts const& facts, int pack) {
   return ceil_div(problem.seqlen_q, RowPacking{pack}.positions_per_tile(facts.consumer_warpgroups));
-}
-
-int choose_pack(FwdProblem const& problem, FwdVariantFacts const& facts) {
-  int const group = problem.heads_q / problem.heads_k;
-  if (problem.pack_gqa == PackGqa::kNever || group <= 1) {
-    return 1;
-  }
-  int const pack = largest_pack(group);
-  if (problem.pack_gqa == PackGqa::kAlways) {
-    return pack;
-  }
-  // The useful share of rows is seqlen_q * pack / (m_tiles * rows of a tile); two of them compare
-  // by pack / m_tiles.
-  int64_t const packed = int64_t(pack) * m_tiles_of(problem, facts, 1);
-  int64_t const unpacked = m_tiles_of(problem, facts, pack);
-  return packed * 100 > unpacked * (100 + kPackGainPercent) ? pack : 1;
 }
 
 // Whether the first queries of a sequence see fewer keys than the later ones, or than those that a
@@ -121,42 +106,115 @@ double visible_pairs(FwdProblem const& problem) {
   return count_visible(SeqlenPair{problem.seqlen_q, problem.seqlen_k}, problem.mask());
 }
 
+// How the queries of a head are cut into tiles, of one variant.
+struct Cut {
+  int pack;
+  int lead;  // core/row_packing.h
+};
+
 // What a tile costs, in (query, key) pairs: those that it computes, and `fixed_keys` more keys.
-double tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, int pack, int m,
+double tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, Cut cut, int m,
                  int fixed_keys) {
-  int const positions = RowPacking{pack}.positions_per_tile(facts.consumer_warpgroups);
+  int const positions = RowPacking{cut.pack}.positions_per_tile(facts.consumer_warpgroups);
   SeqlenPair const len{problem.seqlen_q, problem.seqlen_k};
+  int const begin = m * positions - cut.lead;
   BlockRange const range =
-      block_range(m * positions, (m + 1) * positions, len, facts.tile_n, problem.mask());
+      block_range(max_of(0, begin), begin + positions, len, facts.tile_n, problem.mask());
   double const keys = double(max_of(range.end - range.begin, 1)) * facts.tile_n + fixed_keys;
   return keys * facts.consumer_warpgroups * kWarpgroupRows;
 }
 
 // Mean over the tiles of a row head: of each `step`-th one, counted from the last.
-double mean_tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, int pack, int step,
+double mean_tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, Cut cut, int step,
                       int fixed_keys) {
-  int const m_tiles = m_tiles_of(problem, facts, pack);
+  int const m_tiles = m_tiles_of(problem, facts, cut.pack);
   double sum = 0;
   int count = 0;
   for (int m = m_tiles - 1; m >= 0; m -= step, ++count) {
-    sum += tile_cost(problem, facts, pack, m, fixed_keys);
+    sum += tile_cost(problem, facts, cut, m, fixed_keys);
   }
   return sum / count;
 }
 
-double estimated_tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, int pack) {
-  int const m_tiles = m_tiles_of(problem, facts, pack);
+double estimated_tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, Cut cut) {
+  int const m_tiles = m_tiles_of(problem, facts, cut.pack);
   // Tiles of full attention all cost the same.
   bool const all_equal = problem.mask_kind() == MaskKind::kFull;
   int const step = all_equal ? m_tiles : ceil_div(m_tiles, kMostSamples);
-  return mean_tile_cost(problem, facts, pack, step, facts.fixed_keys);
+  return mean_tile_cost(problem, facts, cut, step, facts.fixed_keys);
+}
+
+int most_lead(FwdProblem const& problem, FwdVariantFacts const& facts, int pack) {
+  return lead_positions(m_tiles_of(problem, facts, pack), problem.seqlen_q,
+                        facts.consumer_warpgroups, RowPacking{pack}.positions_per_warpgroup());
+}
+
+// What the tiles of a head cost together, for comparisons of leads: of many, the last one and some
+// from the middle.
+double cost_of_lead(FwdProblem const& problem, FwdVariantFacts const& facts, Cut cut) {
+  constexpr int kSamples = 16;
+  int const others = m_tiles_of(problem, facts, cut.pack) - 1;
+  int const count = std::min(others, kSamples);
+  double sum = 0;
+  for (int m = (others - count) / 2; m < (others + count) / 2; ++m) {
+    sum += tile_cost(problem, facts, cut, m, facts.fixed_keys);
+  }
+  return tile_cost(problem, facts, cut, others, facts.fixed_keys) +
+         (count > 0 ? sum / count * others : 0);
+}
+
+// Positions by which the first tile of a sequence begins before it. With a lead fewer rows are
+// empty in long tiles, but tiles may end in the middle of a K tile: 0 where that is no gain.
+int lead_of(FwdProblem const& problem, FwdVariantFacts const& facts, int pack) {
+  int const most = most_lead(problem, facts, pack);
+  bool const may_gain =
+      most > 0 && grows(problem, RowPacking{pack}.positions_per_tile(facts.consumer_warpgroups));
+  return may_gain && cost_of_lead(problem, facts, {pack, most}) <
+                         cost_of_lead(problem, facts, {pack, 0})
+             ? most
+             : 0;
+}
+
+// Of one query head, up to a factor.
+double time_of_pack(FwdProblem const& problem, FwdVariantFacts const& facts, int pack) {
+  Cut const cut{pack, lead_of(problem, facts, pack)};
+  return estimated_tile_cost(problem, facts, cut) * m_tiles_of(problem, facts, pack) / pack;
+}
+
+int choose_pack(FwdProblem const& problem, FwdVariantFacts const& facts) {
+  int const group = problem.heads_q / problem.heads_k;
+  if (problem.pack_gqa == PackGqa::kNever || group <= 1 || problem.seqlen_q == 0) {
+    return 1;
+  }
+  int const pack = largest_pack(group);
+  if (problem.pack_gqa == PackGqa::kAlways) {
+    return pack;
+  }
+  double const unpacked = time_of_pack(problem, facts, 1);
+  double const packed = time_of_pack(problem, facts, pack);
+  return packed * 100 < unpacked * (100 - kPackGainPercent) ? pack : 1;
+}
+
+// The least lead that gains something in a long sequence, of as many keys as queries.
+int least_lead_of(FwdProblem const& packed, FwdVariantFacts const& facts, int pack) {
+  constexpr int kTiles = 16;
+  RowPacking const rows{pack};
+  int const step = rows.positions_per_warpgroup();
+  int const of_tile = rows.positions_per_tile(facts.consumer_warpgroups);
+  FwdProblem one = packed;
+  for (int lead = step; lead < of_tile; lead += step) {
+    one.seqlen_q = one.seqlen_k = kTiles * of_tile - lead;
+    if (lead_of(one, facts, pack) > 0) {
+      return lead;
+    }
+  }
+  return of_tile;
 }
 
 // Time that a tile form needs for one head by itself, up to a factor: no matter on how many CTAs,
 // or how many heads and batches there are.
 double time_of_head(FwdProblem const& problem, FwdVariantFacts const& facts) {
-  return estimated_tile_cost(problem, facts, 1) * m_tiles_of(problem, facts, 1) /
-         facts.relative_speed;
+  return time_of_pack(problem, facts, 1) / facts.relative_speed;
 }
 
 // Of packed sequences there is room for more tiles than the caller's longest length leads to.
@@ -171,14 +229,14 @@ double expected_tiles(FwdProblem const& problem, FwdSchedule const& schedule) {
 double time_of_plan(FwdProblem const& problem, FwdPlan const& plan) {
   FwdVariantFacts const& facts = kFwdVariants[plan.variant];
   FwdSchedule const& schedule = plan.schedule;
-  double const mean = estimated_tile_cost(problem, facts, schedule.pack);
+  Cut const cut{schedule.pack, schedule.lead};
+  double const mean = estimated_tile_cost(problem, facts, cut);
   double const tiles = expected_tiles(problem, schedule);
   double const speed = double(facts.relative_speed) / facts.ctas_per_sm;
   if (!schedule.longest_first) {
     return mean * std::ceil(tiles / schedule.grid) / speed;
   }
-  double const longest =
-      tile_cost(problem, facts, schedule.pack, schedule.m_tiles - 1, facts.fixed_keys);
+  double const longest = tile_cost(problem, facts, cut, schedule.m_tiles - 1, facts.fixed_keys);
   return std::max(longest, mean * tiles / schedule.grid) / speed;
 }
 
@@ -210,10 +268,15 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& f
       grows(problem, RowPacking{schedule.pack}.positions_per_tile(facts.consumer_warpgroups));
   int64_t of_head = int64_t(schedule.m_tiles) * problem.batch;
   if (problem.is_packed) {
+    schedule.least_lead = least_lead_of(problem, facts, schedule.pack);
+    int const most = most_lead(problem, facts, schedule.pack);
+    schedule.lead = most < schedule.least_lead ? 0 : most;
     int const rows = RowPacking{schedule.pack}.positions_per_tile(facts.consumer_warpgroups);
     of_head = most_tiles(problem.total_q, problem.entries(), rows);
     schedule.section_heads = choose_section_heads(problem, schedule.pack);
     schedule.workspace_ints = PackedTables::workspace_ints(of_head, problem.entries());
+  } else {
+    schedule.lead = lead_of(problem, facts, schedule.pack);
   }
   schedule.tiles = int(of_head * (problem.heads_q / schedule.pack));
   int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
@@ -226,6 +289,7 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& f
 // number of CTAs. The order in which a row adds up its keys is that of its K tiles, so the keys per
 // tile are chosen by the lengths alone; among tiles that agree in them, the rows are chosen by
 // time.
+
 FwdPlan plan_forward(FwdProblem const& problem) {
   FwdCandidates const candidates = fwd_candidates(problem);
   bool const is_empty = problem.batch == 0 || problem.heads_q == 0 || problem.seqlen_q == 0;
@@ -259,7 +323,8 @@ FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan) {
   double const heads = double(problem.batch) * problem.heads_q;
   FwdVariantFacts const& facts = kFwdVariants[plan.variant];
   double const useful = visible_pairs(problem) * heads;
-  double const tile = mean_tile_cost(problem, facts, schedule.pack, /*step=*/1, 0);
+  Cut const cut{schedule.pack, schedule.lead};
+  double const tile = mean_tile_cost(problem, facts, cut, /*step=*/1, 0);
   double const computed = tile * schedule.tiles;
   double const dims = problem.head_dim + problem.head_dim_v;
   double const computed_dims =

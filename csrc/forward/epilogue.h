@@ -134,11 +134,15 @@ CUTE_DEVICE void stage_fp8_output(FwdStorage<Traits>& shared, FwdDeviceParams co
   fence_shared_for_async_proxy();
 }
 
-// O of a warpgroup from where it is staged to its rows, from `position` on. Part of the thread's
-// bulk group. Rows past the end of the sequence are dropped by the copy engine.
+// O of a warpgroup from where it is staged to its rows, from `position` on; less than 0: it has
+// none. Part of the thread's bulk group. Rows past the end of the sequence are dropped by the copy
+// engine.
 template <class Traits>
 CUTE_DEVICE void copy_output(FwdDeviceParams const& p, FwdWork<Traits> const& work,
                              void const* staged, int position) {
+  if (position < 0) {
+    return;
+  }
   char const* const rows = static_cast<char const*>(staged);
   CUTE_UNROLL
   for (int column = 0; column < padded_columns(Traits::kHeadDimV); column += kSliceColumns) {
@@ -265,7 +269,7 @@ struct ResultSender {
   FwdDeviceParams const& p;
   int lane;
   RingState<Traits::kQStages> ring;
-  FwdWork<Traits> work;  // of warpgroup 0
+  FwdWork<Traits> work;  // of the last warpgroup, which has rows in every tile
 
   CUTE_DEVICE ResultSender(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int lane_)
       : shared(shared_), p(p_), lane(lane_), work(no_tile<Traits>()) {}
@@ -276,7 +280,7 @@ struct ResultSender {
       CUTE_NO_UNROLL
       for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
         shared.o_staged[ring.stage][wg].wait(ring.phase);
-        send_of_warpgroup(wg, wg * p.positions_per_warpgroup);
+        send_of_warpgroup(wg, (Traits::kWarpgroups - 1 - wg) * p.positions_per_warpgroup);
       }
       if (lane == 0) {
         cute::tma_store_arrive();
@@ -296,12 +300,13 @@ struct ResultSender {
   }
 
  private:
-  CUTE_DEVICE void send_of_warpgroup(int wg, int first) {
+  CUTE_DEVICE void send_of_warpgroup(int wg, int to_last) {
+    int const position = work.position_begin - to_last;
     if (lane == 0) {
-      copy_output(p, work, shared.staged[wg], work.position_begin + first);
+      copy_output(p, work, shared.staged[wg], position);
     }
-    if (p.lse != nullptr) {
-      send_lse(wg, FwdRows{work.rows.offset + first, work.rows.left - first, work.rows.head});
+    if (p.lse != nullptr && position >= 0) {
+      send_lse(wg, FwdRows{work.rows.offset - to_last, work.rows.left + to_last, work.rows.head});
     }
   }
 

@@ -87,6 +87,8 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   d.lazy_rescale_log2 = p.max_logits == nullptr ? Config::kLazyRescaleLog2 : 0.f;
   d.q_slice_bytes = pack * positions * Traits::kSlice * element_bytes(Config::kDtype);
   d.positions_per_warpgroup = positions;
+  d.lead = p.schedule.lead;
+  d.least_lead = p.schedule.least_lead;
   d.pack = FastDiv(pack);
   d.groups_per_kv_head = FastDiv(problem.heads_q / problem.heads_k / pack);
   d.mask = problem.mask();

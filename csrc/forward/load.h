@@ -88,7 +88,8 @@ struct FwdProducer {
       for (int column = 0; column < Traits::kColumns; column += Traits::kSlice) {
         load_box(p.q, mbarrier_word(full), kOnce,
                  &shared.q[q_ring.stage][wg][column * kWarpgroupRows], column, work.rows.head,
-                 work.place.first_q() + work.position_begin, work.place, work.place.end_q());
+                 work.place.first_q() + max_of(0, work.position_begin), work.place,
+                 work.place.end_q());
       }
     }
     tell_tile();

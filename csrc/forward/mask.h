@@ -34,6 +34,21 @@ struct RowLimits {
     return limits;
   }
 
+  // Whether no row of this warp sees a key of K tile n.
+  CUTE_DEVICE bool hides_all(int n) const {
+    int const first = n * Traits::kTileN - fragment_column(int(threadIdx.x));
+    bool sees = false;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      bool row_sees = end[r] > first;
+      if constexpr (kHasBegin) {
+        row_sees = row_sees && begin[r] < first + Traits::kTileN;
+      }
+      sees = sees || row_sees;
+    }
+    return !__any_sync(0xffffffffu, sees);
+  }
+
   template <Hidden kHidden, class Fragment>
   CUTE_DEVICE void apply(Fragment& acc, int n) const {
     auto scores = rows_view(acc);  // (2, (2, J))

@@ -244,11 +244,7 @@ struct FwdConsumer {
     auto const& scale = take_scale();
     wait_gemm<1>(tSrS);
     release(shared.k_empty, k_ring);
-    transform_scores<Traits>(p, tSrS, softmax, scale);
-    if constexpr (kHidden != Hidden::kNothing) {
-      tile.limits.template apply<kHidden>(tSrS, n);
-    }
-    softmax.template update<kHidden != Hidden::kNothing>(tSrS, scale);
+    exponentiate<kHidden>(n, tile, tSrS, softmax, scale);
     wait_gemm<0>(tOrO);
     release(shared.v_empty, v_ring);
     to_probabilities(tSrS, tOrP);
@@ -267,11 +263,7 @@ struct FwdConsumer {
     wait_gemm<0>(tSrS);
     turn.pass();
     release(shared.k_empty, k_ring);
-    transform_scores<Traits>(p, tSrS, softmax, scale);
-    if constexpr (kHidden != Hidden::kNothing) {
-      tile.limits.template apply<kHidden>(tSrS, n);
-    }
-    softmax.template update<kHidden != Hidden::kNothing>(tSrS, scale);
+    exponentiate<kHidden>(n, tile, tSrS, softmax, scale);
     to_probabilities(tSrS, tOrP);
     softmax.rescale_output(tOrO);
     if constexpr (Config::kPromote) {
@@ -281,6 +273,17 @@ struct FwdConsumer {
       wait_gemm<0>(tOrO);
     }
     release(shared.v_empty, v_ring);
+  }
+
+  // S to probabilities, in the registers of S.
+  template <Hidden kHidden, class FragmentS, class AnyScale>
+  CUTE_DEVICE void exponentiate(int n, Tile const& tile, FragmentS& tSrS, Softmax& softmax,
+                                AnyScale const& scale) {
+    transform_scores<Traits>(p, tSrS, softmax, scale);
+    if constexpr (kHidden != Hidden::kNothing) {
+      tile.limits.template apply<kHidden>(tSrS, n);
+    }
+    softmax.template update<kHidden != Hidden::kNothing>(tSrS, scale);
   }
 
   CUTE_DEVICE void start_rows(Tile& tile, Softmax& softmax) {
@@ -323,13 +326,24 @@ struct FwdConsumer {
     start_rows(tile, softmax);
     int const n = tile.work.keys.end - 1;
     auto const& scale = take_scale();
-    transform_scores<Traits>(p, tSrS, softmax, scale);
-    BlockRange const& keys = tile.work.keys;
-    if (n >= keys.free_end || (kGeneral && n < keys.free_begin)) {
-      tile.limits.template apply<kGeneral ? Hidden::kBothEnds : Hidden::kEnd>(tSrS, n);
+    if constexpr (Traits::kSkipsHidden) {
+      bool const is_hidden = tile.limits.hides_all(n);
+      if (is_hidden) {
+        softmax.skip();
+      } else {
+        exponentiate<Hidden::kEnd>(n, tile, tSrS, softmax, scale);
+      }
+      to_probabilities(tSrS, tOrP);
+      hide_probabilities(tOrP, is_hidden);
+    } else {
+      transform_scores<Traits>(p, tSrS, softmax, scale);
+      BlockRange const& keys = tile.work.keys;
+      if (n >= keys.free_end || (kGeneral && n < keys.free_begin)) {
+        tile.limits.template apply<kGeneral ? Hidden::kBothEnds : Hidden::kEnd>(tSrS, n);
+      }
+      softmax.template update<true>(tSrS, scale);
+      to_probabilities(tSrS, tOrP);
     }
-    softmax.template update<true>(tSrS, scale);
-    to_probabilities(tSrS, tOrP);
   }
 
   template <class FragmentO>

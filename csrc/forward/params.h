@@ -40,7 +40,9 @@ struct FwdDeviceParams {
   int q_slice_bytes;  // what one TMA box of Q brings: fewer than 64 rows when the packing does not
                       // fill them
   int positions_per_warpgroup;
-  FastDiv pack;  // query heads in the rows of a tile
+  int lead;        // dense: lead_positions(), or 0
+  int least_lead;  // packed: of the lead_positions() of a sequence, else it has none
+  FastDiv pack;    // query heads in the rows of a tile
   FastDiv groups_per_kv_head;
   GeneralMask mask;  // of MaskKind::kGeneral
   // FP8.

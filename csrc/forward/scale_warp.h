@@ -23,7 +23,7 @@ CUTE_DEVICE void run_scale_warp(FwdStorage<Traits>& shared, FwdDeviceParams cons
       reader.write_scales(ring.stage);
     }
     if constexpr (Traits::kSendsResults) {
-      sender.send(work);
+      sender.send(shared.work[ring.stage][Traits::kWarpgroups - 1]);
     }
     if (is_last) {
       return;

@@ -149,7 +149,7 @@ struct ScaleReader {
     for (int row = lane; row < kWarpgroupRows; row += 32) {
       int const offset = p.pack.div(row);
       int const head = row - offset * int(p.pack.divisor);
-      int const position = min_of(work.position_begin + offset, last);
+      int const position = clamp(work.position_begin + offset, 0, last);
       int64_t const of_head = at.q + head * p.q_scale.head_in_pack_stride;
       of_rows[row] =
           at.has_keys() ? scale_at(p.q_scale, of_head, position / kScaleBlockQueries) : 1.f;

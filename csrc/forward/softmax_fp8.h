@@ -26,6 +26,16 @@ CUTE_DEVICE void pack_probabilities(FragmentS const& acc, FragmentP& operand) {
   }
 }
 
+// P becomes 0 if is_hidden. WHY not by a branch, or in S: ptxas (13.0) then keeps S in memory.
+template <class FragmentP>
+CUTE_DEVICE void hide_probabilities(FragmentP& operand, bool is_hidden) {
+  auto fours = cute::recast<uint32_t>(operand);
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(fours); ++i) {
+    fours(i) = is_hidden ? 0u : fours(i);
+  }
+}
+
 template <class Traits>
 struct Fp8Softmax {
   using Config = typename Traits::Config;
@@ -62,6 +72,9 @@ struct Fp8Softmax {
     update_max(scores, scale);
     exponentiate<kMasked>(scores, scale);
   }
+
+  // In place of update(), of a K tile whose keys are all hidden: nothing changes.
+  CUTE_DEVICE void skip() { any_rescale = false; }
 
   // Before a softcap: what scores are multiplied with gets the scales of q and k too.
   CUTE_DEVICE void apply_scales(float (&factors)[kRows], KeyScale const& scale) const {

@@ -18,12 +18,16 @@ template <class Traits>
 struct alignas(16) FwdWork {
   BlockRange keys;  // K tiles, at least one; end 0: there are no more tiles
   FwdRows rows;
-  int position_begin;  // first query: of the tile, or of one warpgroup in it
+  int position_begin;  // first query, of the tile or of one warpgroup in it; less than 0: see
+                       // lead_positions()
   int kv_head;
   int entry;  // FP8: the sequence's number in the batch, by which scales are found
   typename Traits::Place place;
 
   CUTE_DEVICE bool valid() const { return keys.end > 0; }
+
+  // Of a warpgroup.
+  CUTE_DEVICE bool has_rows() const { return position_begin >= 0; }
 };
 
 // Of a sequence of packed ones, in the tensors of queries.
@@ -33,24 +37,26 @@ CUTE_DEVICE int first_row_of_sequence(FwdWork<Traits> const& work) {
 }
 
 template <class Traits>
-CUTE_DEVICE BlockRange keys_of(FwdDeviceParams const& p, SeqlenPair len, int begin, int positions) {
-  return block_range(begin, begin + positions, len, Traits::kTileN, mask_of<Traits::kMask>(p.mask));
+CUTE_DEVICE BlockRange keys_of(FwdDeviceParams const& p, SeqlenPair len, int begin, int end) {
+  return block_range(begin, end, len, Traits::kTileN, mask_of<Traits::kMask>(p.mask));
 }
 
-// The tile of a sequence that lies there; first_row: of the sequence, first head, in the LSE.
+// The tile of a sequence that lies there, whose first tile begins `lead` positions before it;
+// first_row: of the sequence, first head, in the LSE.
 template <class Traits>
-CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord tile,
+CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord tile, int lead,
                                          typename Traits::Place const& place, int64_t first_row) {
   int const positions = Traits::kWarpgroups * p.positions_per_warpgroup;
   SeqlenPair const len = place.lengths(p.seqlen);
   FwdWork<Traits> work;
   work.place = place;
-  work.position_begin = tile.m * positions;
+  work.position_begin = tile.m * positions - lead;
   work.rows.head = tile.head * int(p.pack.divisor);
   work.rows.left = len.q - work.position_begin;
   work.rows.offset = first_row + int64_t(work.rows.head) * p.seqlen.q + work.position_begin;
   work.kv_head = p.groups_per_kv_head.div(tile.head);
-  work.keys = keys_of<Traits>(p, len, work.position_begin, positions);
+  work.keys =
+      keys_of<Traits>(p, len, max_of(0, work.position_begin), work.position_begin + positions);
   // A tile that sees no key visits one K tile, masked as a whole: no role needs a case of its own.
   work.keys.end = max_of(work.keys.end, work.keys.begin + 1);
   if constexpr (Traits::kFp8) {
@@ -59,16 +65,17 @@ CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord til
   return work;
 }
 
-// The share of one warpgroup: K tiles that all of its own rows see need no mask.
+// The share of one warpgroup: K tiles that all of its own rows see need no mask. Before the first
+// query it has no rows; it goes the way of the others, with what comes first in their place.
 template <class Traits>
 CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork<Traits> work,
                                                int warpgroup) {
   int const first = warpgroup * p.positions_per_warpgroup;
   work.position_begin += first;
   work.rows.offset += first;
-  work.rows.left -= first;
+  work.rows.left = work.has_rows() ? work.rows.left - first : 0;
   BlockRange const own = keys_of<Traits>(p, work.place.lengths(p.seqlen), work.position_begin,
-                                         p.positions_per_warpgroup);
+                                         work.position_begin + p.positions_per_warpgroup);
   work.keys.free_begin = own.free_begin;
   work.keys.free_end = own.free_end;
   return work;
@@ -107,7 +114,7 @@ struct DenseTiles {
       return no_tile<Traits>();
     }
     TileCoord const tile = walk.coord();
-    return resolve_tile<Traits>(p, tile, Traits::Place::dense(tile.batch, p.seqlen),
+    return resolve_tile<Traits>(p, tile, p.lead, Traits::Place::dense(tile.batch, p.seqlen),
                                 int64_t(tile.batch) * p.heads_q * p.seqlen.q);
   }
 };
@@ -131,8 +138,10 @@ struct TicketTiles {
       return no_tile<Traits>();
     }
     SequenceTiles const s = p.tables.sequences[place];
-    return resolve_tile<Traits>(p, p.tickets.coord(s, ticket), AnyPlace::packed(s.sequence),
-                                s.sequence.q_begin);
+    int const lead =
+        lead_positions(s.tiles, s.sequence.len.q, Traits::kWarpgroups, p.positions_per_warpgroup);
+    return resolve_tile<Traits>(p, p.tickets.coord(s, ticket), lead < p.least_lead ? 0 : lead,
+                                AnyPlace::packed(s.sequence), s.sequence.q_begin);
   }
 };
 

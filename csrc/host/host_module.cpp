@@ -131,6 +131,7 @@ void bind_core(py::module_& m) {
         [](int pack) { return RowPacking{pack}.positions_per_warpgroup(); });
   m.def("positions_per_tile",
         [](int pack, int warpgroups) { return RowPacking{pack}.positions_per_tile(warpgroups); });
+  m.def("lead_positions", &lead_positions);
   m.def("key_tiles",
         [](int m, int seqlen_q, int seqlen_k, int tile_m, int tile_n, MaskTuple const& tuple) {
           return with_mask(tuple, [&](auto const& mask) {

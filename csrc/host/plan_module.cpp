@@ -406,6 +406,7 @@ PyObject* plan_dict(FwdProblem const& problem) {
   dict.flag("is_packed", problem.is_packed)
       .integer("pack", schedule.pack)
       .integer("m_tiles", schedule.m_tiles)
+      .integer("lead", schedule.lead)
       .integer("tiles", schedule.tiles)
       .integer("grid", schedule.grid)
       .integer("launches", value_launches(problem.head_dim_v))

@@ -85,9 +85,9 @@ def visible_pairs(mask, seqlen_q, seqlen_k):
 def visited_tiles(facts, mask, seqlen_q, seqlen_k):
     """K tiles that each tile of queries works on: at least one."""
     positions = facts['consumer_warpgroups'] * (64 // facts['pack'])
-    ranges = [mask.of_kernels.block_range(begin, begin + positions, seqlen_q, seqlen_k,
+    ranges = [mask.of_kernels.block_range(max(0, begin), begin + positions, seqlen_q, seqlen_k,
                                           facts['tile_n'])
-              for begin in range(0, seqlen_q, positions)]
+              for begin in range(-facts['lead'], seqlen_q, positions)]
     return [max(1, last - first) for first, _, _, last in ranges]
 
 

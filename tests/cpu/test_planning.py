@@ -173,12 +173,13 @@ def test_explain_text_of_packed_sequences(capsys):
     q, k = (1000, 8, 64), (1500, 2, 64)
     options = dict(cu_seqlens_q=[0, 300, 1000], max_seqlen_q=700, max_seqlen_k=torch.tensor(900))
     facts = planning.plan(q, k, **options)
+    positions = facts['tile_m'] // facts['pack']
     rows = explained(capsys, q, k, **options)
     assert list(rows)[-5:] == ['shared memory', 'tiles', 'visited', 'grid', 'workspace']
     assert rows['tiles'] == (
-        f'at most {facts["tiles"]}; {-(-700 // facts["tile_m"])} along the queries of a head of '
+        f'at most {facts["tiles"]}; {-(-700 // positions)} along the queries of a head of '
         'the longest sequence')
-    assert facts['tiles'] == (1000 // facts['tile_m'] + 2 + 1) * 8
+    assert facts['tiles'] == (1000 // positions + 2 + 1) * 8 // facts['pack']
     assert rows['visited'] == '100.0% of the keys of the longest sequence'
     assert rows['grid'] == f'{facts["grid"]} CTAs, which draw tiles'
     assert rows['workspace'].startswith(f'{facts["workspace_bytes"]} bytes')

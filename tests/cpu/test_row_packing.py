@@ -1,4 +1,6 @@
 """core/row_packing.h: the 64 rows of a warpgroup, shared by the query heads of a KV head."""
+from hypothesis import given, settings
+from hypothesis import strategies as st
 import pytest
 
 from tests import _host
@@ -25,3 +27,20 @@ def test_rows_hold_every_pair_of_position_and_head_once(pack):
 @pytest.mark.parametrize('pack', [1, 3, 8, 64])
 def test_a_tile_is_its_warpgroups(pack, warpgroups):
     assert _host.positions_per_tile(pack, warpgroups) == warpgroups * (ROWS // pack)
+
+
+@given(st.integers(1, 2000), st.integers(1, 3), st.integers(1, ROWS))
+@settings(max_examples=500, deadline=None)
+def test_with_a_lead_the_first_tile_is_the_one_that_is_not_full(seqlen_q, warpgroups, pack):
+    of_warpgroup = _host.positions_per_warpgroup(pack)
+    of_tile = warpgroups * of_warpgroup
+    tiles = -(-seqlen_q // of_tile)
+    lead = _host.lead_positions(tiles, seqlen_q, warpgroups, of_warpgroup)
+    begins = [begin for begin in range(-lead, tiles * of_tile - lead, of_warpgroup) if begin >= 0]
+    assert begins == list(range(0, len(begins) * of_warpgroup, of_warpgroup))
+    assert (len(begins) - 1) * of_warpgroup < seqlen_q <= len(begins) * of_warpgroup
+    assert lead <= of_tile - of_warpgroup, 'no warpgroup of the first tile has rows'
+
+
+def test_no_tiles_have_no_lead():
+    assert _host.lead_positions(0, 0, 3, ROWS) == 0
