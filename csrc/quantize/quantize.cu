@@ -119,11 +119,13 @@ enum class Loads { kNow, kAhead, kShared };
 // As few as there are without spills: other warps work while one waits for its loads.
 template <int kDim, Pass kPass, Loads kLoads>
 constexpr int registers_of_thread() {
+  if (kLoads == Loads::kShared && kPass == Pass::kCluster && kDim <= 128) {
+    return 72;
+  }
   if (kLoads == Loads::kShared || kDim == kPlain) {
     return 64;
   }
-  bool const is_large = kDim == 0 && kLoads == Loads::kAhead;
-  return is_large ? 96 : kPass == Pass::kCast ? 88 : 80;
+  return kDim == 0 ? 112 : kDim == 80 ? 96 : kPass == Pass::kCast ? 88 : 80;
 }
 
 // The rows of a thread, of one head after the other.
