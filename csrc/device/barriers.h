@@ -29,7 +29,7 @@ enum class NamedBarrier : int {
   kTurnFirst = 0,   // warpgroup 0 may issue its products: it waits (128), warpgroup 1 arrives (128)
   kTurnSecond = 1,  // the same for warpgroup 1
   kKeysRead = 2,     // the last product of the backward that reads K is complete: all consumers
-  kStagedFirst = 3,  // FP8: room for O of warpgroup 0, then O itself; + 1, + 2: of the others (128)
+  kMeetFirst = 3,    // the warps of warpgroup 0 meet; + 1, + 2: of the others (128)
 };
 
 CUTE_DEVICE void named_sync(NamedBarrier id, int threads) {

@@ -157,13 +157,12 @@ template <class Traits, class FragmentO>
 CUTE_DEVICE void send_output(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
                              FwdWork<Traits> const& work, int warpgroup, int thread,
                              FragmentO const& tOrO) {
-  auto const id = NamedBarrier(int(NamedBarrier::kStagedFirst) + warpgroup);
   if (thread == 0) {
     cute::tma_store_wait<0>();
   }
-  named_sync(id, kWarpgroupThreads);
+  meet_in_warpgroup(warpgroup);
   stage_fp8_output(shared, p, warpgroup, thread, tOrO);
-  named_sync(id, kWarpgroupThreads);
+  meet_in_warpgroup(warpgroup);
   if (thread == 0) {
     copy_output(p, work, shared.staged[warpgroup], work.position_begin);
     cute::tma_store_arrive();

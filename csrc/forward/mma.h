@@ -154,6 +154,8 @@ struct FwdConsumer {
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE void begin(Tile& tile, FragmentS& tSrS, FragmentP& tOrP, Softmax& softmax) {
     if constexpr (Config::kIntraOverlap) {
+      leave_out_keys(tile.work.hidden.first);
+      leave_out_values(tile.work.hidden.first);
       shared.k_full[k_ring.stage].wait(k_ring.phase);
       turn.wait();
       issue_scores(tile, tSrS);
@@ -210,6 +212,9 @@ struct FwdConsumer {
   template <class FragmentS, class FragmentP, class FragmentO>
   CUTE_DEVICE void change_tile(Tile const& tile, Tile& next, FragmentS& tSrS, FragmentP& tOrP,
                                FragmentO& tOrO, Softmax& softmax) {
+    // Read here, as in store().
+    int const hidden = shared.work[tile.q_stage][warpgroup].hidden.last + next.work.hidden.first;
+    leave_out_keys(hidden);
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     turn.wait();
     issue_scores(next, tSrS);
@@ -218,6 +223,7 @@ struct FwdConsumer {
     release(shared.k_empty, k_ring);
     wait_gemm<0>(tOrO);
     release(shared.v_empty, v_ring);
+    leave_out_values(hidden);
     store(tile, tOrO, softmax);
     first_probabilities(next, tSrS, tOrP, softmax);
   }
@@ -429,6 +435,35 @@ struct FwdConsumer {
         tOrO(part * int(cute::size(tPrO)) + i) += tPrO(i);
       }
     }
+  }
+
+  // Goes past K tiles of which none of this warpgroup's rows sees a key.
+  CUTE_DEVICE void leave_out_keys(int count) {
+    if constexpr (Traits::kHiddenAtMost > 0) {
+      CUTE_NO_UNROLL
+      for (; count > 0; --count) {
+        leave_out(shared.k_full, shared.k_empty, k_ring);
+        scale_ring.advance();
+      }
+    }
+  }
+
+  CUTE_DEVICE void leave_out_values(int count) {
+    if constexpr (Traits::kHiddenAtMost > 0) {
+      CUTE_NO_UNROLL
+      for (; count > 0; --count) {
+        leave_out(shared.v_full, shared.v_empty, v_ring);
+      }
+    }
+  }
+
+  // TRAP: without a product nothing keeps the warps together. One that comes late would find the
+  // stage filled again, and wait for a phase that is long over.
+  CUTE_DEVICE void leave_out(Mbarrier (&full)[Traits::kStages], Mbarrier (&empty)[Traits::kStages],
+                             RingState<Traits::kStages>& ring) {
+    full[ring.stage].wait(ring.phase);
+    meet_in_warpgroup(warpgroup);
+    release(empty, ring);
   }
 
   // One thread speaks for the warpgroup: a product is complete for all its warps at once.

@@ -99,8 +99,10 @@ struct ScaleReader {
     __syncwarp();
     if (lane == 0) {
       // A copy: when the last K tile is there, `work` may be overwritten.
-      BlockRange const keys = shared.work[q_stage][0].keys;
-      write_key_scales(at, keys);
+      FwdWork<Traits> const& work = shared.work[q_stage][0];
+      int const begin = work.keys_begin();
+      int const end = work.keys_end();
+      write_key_scales(at, begin, end);
     }
     __syncwarp();
   }
@@ -120,17 +122,17 @@ struct ScaleReader {
 
   // For each K tile, as K comes: those of Q, too, are there with the first one. A block is read
   // while the one before is in use.
-  CUTE_DEVICE void write_key_scales(TileScales const& at, BlockRange const& keys) {
-    int block = (keys.end - 1) / Traits::kScaleTiles;
+  CUTE_DEVICE void write_key_scales(TileScales const& at, int keys_begin, int keys_end) {
+    int block = (keys_end - 1) / Traits::kScaleTiles;
     BlockOfKeys next = read_block(at, block);
-    int n = keys.end - 1;
+    int n = keys_end - 1;
     CUTE_NO_UNROLL
-    for (; n >= keys.begin; --block) {
+    for (; n >= keys_begin; --block) {
       float const v = at_least(next.v, kLeastScale);
       KeyScale const scale{at_least(next.k, kLeastScoreScale), log2_approx(v),
                            reciprocal_approx(v)};
       next = read_block(at, max_of(block - 1, 0));
-      int const begin = max_of(keys.begin, block * Traits::kScaleTiles);
+      int const begin = max_of(keys_begin, block * Traits::kScaleTiles);
       CUTE_NO_UNROLL
       for (; n >= begin; --n) {
         shared.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);

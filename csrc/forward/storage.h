@@ -122,4 +122,9 @@ struct FwdStorage {
   }
 };
 
+// All warps of a consumer warpgroup, of three at most.
+CUTE_DEVICE void meet_in_warpgroup(int warpgroup) {
+  named_sync(NamedBarrier(int(NamedBarrier::kMeetFirst) + warpgroup), kWarpgroupThreads);
+}
+
 }  // namespace fa3

@@ -70,12 +70,13 @@ struct ValueTransposer {
     while (true) {
       shared.tile_known[q_ring.stage].wait(q_ring.phase);
       // A copy: when the last of V has been used, `work` may be overwritten.
-      BlockRange const keys = shared.work[q_ring.stage][0].keys;
-      if (keys.end == 0) {
+      FwdWork<Traits> const& work = shared.work[q_ring.stage][0];
+      if (!work.valid()) {
         return;
       }
+      int const tiles = work.keys_end() - work.keys_begin();
       CUTE_NO_UNROLL
-      for (int n = keys.end - 1; n >= keys.begin; --n) {
+      for (int n = 0; n < tiles; ++n) {
         transpose_tile();
       }
       q_ring.advance();

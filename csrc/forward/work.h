@@ -23,11 +23,16 @@ struct alignas(16) FwdWork {
   int kv_head;
   int entry;  // FP8: the sequence's number in the batch, by which scales are found
   typename Traits::Place place;
+  HiddenTiles hidden;  // of a warpgroup: K tiles of the tile that are not in `keys`
 
   CUTE_DEVICE bool valid() const { return keys.end > 0; }
 
   // Of a warpgroup.
   CUTE_DEVICE bool has_rows() const { return position_begin >= 0; }
+
+  // All K tiles of the tile.
+  CUTE_DEVICE int keys_begin() const { return keys.begin - hidden.last; }
+  CUTE_DEVICE int keys_end() const { return keys.end + hidden.first; }
 };
 
 // Of a sequence of packed ones, in the tensors of queries.
@@ -59,14 +64,16 @@ CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord til
       keys_of<Traits>(p, len, max_of(0, work.position_begin), work.position_begin + positions);
   // A tile that sees no key visits one K tile, masked as a whole: no role needs a case of its own.
   work.keys.end = max_of(work.keys.end, work.keys.begin + 1);
+  work.hidden = HiddenTiles{0, 0};
   if constexpr (Traits::kFp8) {
     work.entry = tile.batch;
   }
   return work;
 }
 
-// The share of one warpgroup: K tiles that all of its own rows see need no mask. Before the first
-// query it has no rows; it goes the way of the others, with what comes first in their place.
+// The share of one warpgroup: K tiles that all of its own rows see need no mask, and those that
+// none of them sees are left out at the ends. Before the first query it has no rows; it goes the
+// way of the others, with what comes first in their place.
 template <class Traits>
 CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork<Traits> work,
                                                int warpgroup) {
@@ -78,6 +85,11 @@ CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork
                                          work.position_begin + p.positions_per_warpgroup);
   work.keys.free_begin = own.free_begin;
   work.keys.free_end = own.free_end;
+  if (Traits::kHiddenAtMost > 0 && work.has_rows()) {
+    work.hidden = hidden_tiles(work.keys, own, Traits::kHiddenAtMost);
+    work.keys.begin += work.hidden.last;
+    work.keys.end -= work.hidden.first;
+  }
   return work;
 }
 

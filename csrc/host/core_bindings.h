@@ -34,6 +34,15 @@ pybind11::class_<Mask> bind_mask(pybind11::module_& m, char const* name) {
            });
 }
 
+using RangeTuple = std::tuple<int, int, int, int>;  // as block_range() gives it
+
+inline std::tuple<int, int> hidden_of_tuples(RangeTuple const& all, RangeTuple const& own,
+                                             int most) {
+  auto const range = [](RangeTuple const& t) { return std::make_from_tuple<BlockRange>(t); };
+  HiddenTiles const hidden = hidden_tiles(range(all), range(own), most);
+  return {hidden.first, hidden.last};
+}
+
 // None: no limit; a chunk of 0: no chunks.
 inline GeneralMask make_general_mask(std::optional<int> left, std::optional<int> right, int chunk) {
   GeneralMask mask;
@@ -51,6 +60,8 @@ inline void bind_masks(pybind11::module_& m) {
   bind_mask<CausalMask>(m, "CausalMask").def(pybind11::init<>());
   bind_mask<GeneralMask>(m, "GeneralMask").def(pybind11::init(&make_general_mask));
   m.attr("no_limit") = GeneralMask::kNoLimit;
+  m.def("hidden_tiles", &hidden_of_tuples);
+  m.def("most_hidden_tiles", &most_hidden_tiles);
   m.def("count_visible", [](int seqlen_q, int seqlen_k, GeneralMask const& mask) {
     return count_visible({seqlen_q, seqlen_k}, mask);
   });

@@ -78,6 +78,34 @@ def test_the_share_of_a_warpgroup(mask, seqlen_q, seqlen_k, pack, warpgroups, ti
         assert free == [n for n in range(first, last) if whole[n]]
 
 
+@given(masks(300), *LENGTHS, st.sampled_from([1, 3, 64]), st.integers(2, 3),
+       st.sampled_from(TILE_N), st.integers(0, 3), st.integers(0, 2**16))
+@settings(max_examples=400, deadline=None)
+def test_what_a_warpgroup_leaves_out(mask, seqlen_q, seqlen_k, pack, warpgroups, tile_n, most,
+                                     pick):
+    """K tiles that it does not see, as many as allowed; one that it does is always left."""
+    positions = 64 // pack
+    begin = pick % seqlen_q // (warpgroups * positions) * warpgroups * positions
+    tile = mask.of_kernels.block_range(begin, begin + warpgroups * positions, seqlen_q, seqlen_k,
+                                       tile_n)
+    visible = mask.visible(seqlen_q, seqlen_k)
+    for own in range(begin, min(begin + warpgroups * positions, seqlen_q), positions):
+        share = mask.of_kernels.block_range(own, own + positions, seqlen_q, seqlen_k, tile_n)
+        some, _ = tiles_of_keys(visible[own:own + positions], tile_n, seqlen_k)
+        seen = [n for n, is_seen in enumerate(some) if is_seen]
+        hidden = (tile[3] - 1 - seen[-1], seen[0] - tile[0]) if seen else (0, 0)
+        assert _host.hidden_tiles(tile, share, most) == tuple(min(most, n) for n in hidden)
+
+
+def test_warpgroups_of_a_window_leave_out_as_much_as_each_other():
+    """192 queries, 1024 keys before each: of 13 K tiles of 96 keys a warpgroup sees 12."""
+    window = _host.GeneralMask(1024, 0, 0)
+    tile = window.block_range(1920, 2112, 4096, 4096, 96)
+    shares = [window.block_range(own, own + 64, 4096, 4096, 96) for own in (1920, 1984, 2048)]
+    assert tile[3] - tile[0] == 13
+    assert [_host.hidden_tiles(tile, share, 2) for share in shares] == [(1, 0), (0, 1), (0, 1)]
+
+
 def test_a_full_tile_of_keys_is_free_and_a_cut_one_is_not():
     assert _host.FullMask().block_range(0, 128, 128, 256, 128) == (0, 0, 2, 2)
     assert _host.FullMask().block_range(0, 128, 128, 257, 128) == (0, 0, 2, 3)

@@ -218,6 +218,15 @@ def test_no_lead_where_it_gains_nothing():
     assert facts['useful_share'] == pytest.approx(2048 * 2049 / 2 / (132 * 192 * 96))
 
 
+@pytest.mark.parametrize('seqlen, lead', [(4096, 128), (2048, 0)])
+def test_the_lead_of_the_longest_packed_sequence(seqlen, lead):
+    """That of a dense batch of such sequences: of 192 x 96, 2048 rows gain nothing by one."""
+    options = dict(causal=True, dtype='float8_e4m3fn', pack_gqa=NEVER)
+    facts = plan(seqlen, seqlen, batch=16, total_q=16 * seqlen, total_k=16 * seqlen, **options)
+    assert (facts['tile_m'], facts['tile_n'], facts['lead']) == (192, 96, lead)
+    assert plan(seqlen, seqlen, batch=16, **options)['lead'] == lead
+
+
 def visible_pairs(seqlen_q, seqlen_k, causal):
     if not causal:
         return seqlen_q * seqlen_k

@@ -50,6 +50,14 @@ def test_explain_text(capsys):
     assert rows['grid'] == '132 CTAs'
 
 
+@pytest.mark.parametrize('seqlen, rows', [(4096, 64), (4032, 192)])
+def test_explain_says_how_many_rows_the_first_tile_has(seqlen, rows, capsys):
+    """192 x 96: of 4096 rows 64 are left, which the first tile has, not the last."""
+    shape = (4, seqlen, 16, 128)
+    tiles = explained(capsys, shape, shape, causal=True, dtype=FP8)['tiles']
+    assert (f'the first of {rows} rows' in tiles) is (rows < 192)
+
+
 @pytest.mark.parametrize('kind', GRADIENT_KINDS, ids=str)
 def test_explain_names_the_kernel_of_the_gradients(kind, capsys):
     q, k, v = Case(300, 64, batch=1).of(kind).tensors('cpu')
