@@ -71,14 +71,19 @@ class Fp8Call(NamedTuple):
     out_dtype: str = 'bf16'
 
 
+QUANTIZED_ROWS = 75
+
+
 class Quantized(NamedTuple):
-    """A call of quantize_fp8. rows: of a batch entry, where it has any."""
+    """A call of quantize_fp8. rows: of a batch entry, where it has any; packed, if it is not the
+    default, of one sequence beside an empty and a short one.
+    """
     dtype: str
     head_dim: int
     block: int | str
     rotate: bool
     is_packed: bool
-    rows: int = 75
+    rows: int = QUANTIZED_ROWS
 
     @property
     def is_filled(self) -> bool:
@@ -103,6 +108,7 @@ QUANTIZED_HEADS, QUANTIZED_BATCH = 6, 2
 # Of a batch entry, with one scale for all: more items than three for each of 2 x 132 CTAs, however
 # many rows up to 256 an item has.
 ROWS_OF_TWO_PASSES = 20000
+ROWS_OF_PACKED_CLUSTERS = 3000    # long sequences, in the mean: csrc/quantize/quantize.cu
 
 
 def calls() -> list[tuple[Case, Kind]]:
@@ -138,6 +144,9 @@ def quantize_calls() -> list[Quantized]:
            for dtype in ('bf16', 'fp16', 'fp32') for head_dim in (40, 64, 96, 128, 192, 256)]
     own += [Quantized(dtype, head_dim, 384, True, False)
             for dtype in ('bf16', 'fp16') for head_dim in (64, 96, 256)]
+    own += [Quantized(dtype, head_dim, 384, rotate, True, ROWS_OF_PACKED_CLUSTERS)
+            for dtype in ('bf16', 'fp16')
+            for head_dim, rotate in ((40, False), (64, True), (96, True), (128, True), (256, True))]
     own += [Quantized(dtype, 40, 'tensor', True, False, ROWS_OF_TWO_PASSES)
             for dtype in ('bf16', 'fp16', 'fp32')]
     return own + [Quantized(dtype, head_dim, block, rotate, is_packed)
@@ -216,12 +225,14 @@ def run_fp8(call: Fp8Call) -> None:
 
 def run_quantize(call: Quantized) -> None:
     heads, group, options = QUANTIZED_HEADS, 3, {}
-    shape = ([sum(rows for rows, _ in LENGTHS) + 3] if call.is_packed
-             else [QUANTIZED_BATCH, call.rows])
+    shape = [QUANTIZED_BATCH, call.rows]
     if call.is_packed:
-        used = torch.tensor([rows for rows, _ in USED], dtype=torch.int32)
-        options = {'cu_seqlens': starts([rows for rows, _ in LENGTHS], 'cuda'),
-                   'seqused': used.cuda()}
+        lengths, used = ([rows for rows, _ in lists] for lists in (LENGTHS, USED))
+        if call.rows != QUANTIZED_ROWS:
+            lengths, used = [0, call.rows, 1], [0, call.rows - 5, 1]
+        shape = [sum(lengths) + 3]
+        options = {'cu_seqlens': starts(lengths, 'cuda'),
+                   'seqused': torch.tensor(used, dtype=torch.int32).cuda()}
     x = torch.randn(*shape, heads, call.head_dim).to(DTYPES[call.dtype]).cuda()
     flash_attn3.quantize_fp8(x, rotate=call.rotate, block=call.block, group=group, **options)
     torch.cuda.synchronize()

@@ -149,6 +149,13 @@ FA3_HD int first_tile(QuantizeShape const& s, int const* cu, int entry) {
   return entry < 0 ? 0 : s.by_tile.div(clamp(cu[entry], 0, s.rows)) + entry + 1;
 }
 
+// Tiles with rows, which have the first numbers of an entry.
+FA3_HD int tiles_of_entry(QuantizeShape const& s, int const* cu, int entry) {
+  int const from = entry < 0 ? 0 : clamp(cu[entry], 0, s.rows);
+  int const to = entry < s.batch ? clamp(cu[entry + 1], from, s.rows) : s.rows;
+  return s.by_tile.div(to - from + s.tile - 1);
+}
+
 // A tile by its number and the last entry that does not begin behind it.
 FA3_HD QuantizeTile packed_tile(QuantizeShape const& s, int const* cu, int const* seqused, int tile,
                                 int entry) {
@@ -170,7 +177,7 @@ FA3_HD QuantizeTile packed_tile(QuantizeShape const& s, int const* cu, int const
 FA3_HD QuantizeTile part_of(QuantizeTile tile, int rank, int rows) {
   int const before = min_of(rank * rows, tile.written);
   tile.begin += before;
-  tile.written = min_of(tile.written - before, rows);
+  tile.written = clamp(tile.written - before, 0, rows);
   tile.used = clamp(tile.used - before, 0, rows);
   return tile;
 }

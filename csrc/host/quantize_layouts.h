@@ -61,6 +61,19 @@ inline std::vector<QuantizedTile> quantized_tiles(std::tuple<int, int, int, int,
   return tiles;
 }
 
+// The numbers of the tiles that have rows, of packed tensors.
+inline std::vector<int> tiles_with_rows(std::tuple<int, int, int, int, int, int> sizes,
+                                        std::vector<int> const& cu_seqlens) {
+  QuantizeShape const shape = quantize_shape(sizes, true);
+  std::vector<int> numbers;
+  for (int entry = -1; entry <= shape.batch; ++entry) {
+    for (int i = 0; i < tiles_of_entry(shape, cu_seqlens.data(), entry); ++i) {
+      numbers.push_back(first_tile(shape, cu_seqlens.data(), entry) + i);
+    }
+  }
+  return numbers;
+}
+
 // An item of the kernel that exchanges maxima: its tile, head, and of the items that share its
 // scale the first one's number and how many they are.
 struct QuantizedItem {
@@ -96,6 +109,7 @@ inline void bind_quantize(pybind11::module_& m) {
       .def_readonly("rows", &QuantizedTile::rows)
       .def_readonly("scales", &QuantizedTile::scales);
   m.def("quantized_tiles", &quantized_tiles);
+  m.def("tiles_with_rows", &tiles_with_rows);
   pybind11::class_<QuantizedItem>(m, "QuantizedItem")
       .def_readonly("tile", &QuantizedItem::tile)
       .def_readonly("head", &QuantizedItem::head)

@@ -290,7 +290,8 @@ __global__ void __maxnreg__(registers_of_thread(kDim))
       *older.scale = scale;
     }
     CastRow const cast = stash.exchange(count % kDepth, row, factor_of(norm, scale));
-    cast.store(values + older.target, place, older.tile, is_aligned);
+    cast.store(values + older.target, place, place.row < older.tile.written,
+               place.row < older.tile.used, is_aligned);
     items.go_on(p, count);
   }
   allow_later_launches();

@@ -7,7 +7,8 @@
 #include "device/launch.h"
 #include "quantize/cluster_maximum.h"
 #include "quantize/exchange.h"
-#include "quantize/next_rows.h"
+#include "quantize/heads.h"
+#include "quantize/packed_tiles.h"
 #include "quantize/quantize.h"
 #include "quantize/residency.h"
 #include "quantize/rows.h"
@@ -17,11 +18,14 @@ namespace {
 
 constexpr int kMostThreads = 512;
 constexpr int kMostWarps = kMostThreads / 32;
-constexpr int kMostCtaHeads = 16;  // with the same tile, one after the other
 
-// What a launch does: everything in one pass over x, with CTAs for themselves or in clusters, or
-// the first or second of two.
-enum class Pass { kOnly, kCluster, kMaxima, kCast };
+// What a launch does: everything in one pass over x, with CTAs for themselves or in clusters, of
+// dense batches or of packed sequences, or the first or second of two.
+enum class Pass { kOnly, kCluster, kPackedCluster, kMaxima, kCast };
+
+constexpr bool is_cluster(Pass pass) {
+  return pass == Pass::kCluster || pass == Pass::kPackedCluster;
+}
 
 // The largest of what the threads of a CTA have; bits of floats that are not negative are ordered
 // as the floats are.
@@ -41,36 +45,6 @@ struct Maximum {
     __syncthreads();
     bool const is_one = lane < int(blockDim.x) / 32;
     return __reduce_max_sync(0xffffffffu, is_one ? of_warps[turn][lane] : 0);
-  }
-};
-
-// Where the scales of a tile that is a block go, of one head after the other. WHY not scale_place()
-// for each head: its divisions take one warp longer than all the rest takes each.
-struct BlockScales {
-  float* next;  // null: nothing to write
-  int step;
-
-  CUTE_DEVICE BlockScales(QuantizeParams const& p, QuantizeTile const& tile, int tile_number,
-                          int head, int rank) {
-    QuantizeShape const& s = p.shape;
-    step = s.is_packed ? s.by_tile.div(s.rows) + s.batch : int(s.by_entry_tiles.divisor);
-    bool const is_place = !s.is_packed || (tile_number > 0 && tile_number <= step);
-    int64_t const row = s.is_packed ? head : int64_t(tile.entry) * s.heads + head;
-    int const place = s.is_packed ? tile_number - 1 : tile.index;
-    next = threadIdx.x == 0 && rank == 0 && is_place ? p.scales + row * step + place : nullptr;
-  }
-
-  CUTE_DEVICE void write(float scale) {
-    if (next != nullptr) {
-      *next = scale;
-      next += step;
-    }
-  }
-
-  CUTE_DEVICE void write_ones(int heads) {
-    for (; heads > 0; --heads) {
-      write(1.f);
-    }
   }
 };
 
@@ -97,29 +71,10 @@ __device__ float scale_of_maxima(QuantizeParams const& p, QuantizeTile const& ti
   return scale;
 }
 
-// Of the heads of a CTA, in the order of the columns. A barrier follows.
-struct HeadSigns {
-  static constexpr int kSpans = kMostQuantizedColumns / kSpanColumns;
-  uint32_t of_spans[kMostCtaHeads][kSpans];
-
-  CUTE_DEVICE void compute(QuantizeParams const& p, int begin, int end) {
-#pragma unroll 1
-    for (int i = int(threadIdx.x); i < (end - begin) * kSpans; i += int(blockDim.x)) {
-      int const kv_head = p.shape.by_group.div(begin + i / kSpans);
-      of_spans[i / kSpans][i % kSpans] =
-          spread_signs(sign_bits(p.mixed_seed, kv_head, i % kSpans * kSpanColumns));
-    }
-  }
-};
-
-// When a row is loaded: when it is needed; in registers, while the head before is worked on; the
-// same in shared memory, which leaves registers for two CTAs of 16 warps.
-enum class Loads { kNow, kAhead, kShared };
-
 // As few as there are without spills: other warps work while one waits for its loads.
 template <int kDim, Pass kPass, Loads kLoads>
 constexpr int registers_of_thread() {
-  if (kLoads == Loads::kShared && kPass == Pass::kCluster && kDim <= 128) {
+  if (kLoads == Loads::kShared && is_cluster(kPass)) {
     return 72;
   }
   if (kLoads == Loads::kShared || kDim == kPlain) {
@@ -127,80 +82,6 @@ constexpr int registers_of_thread() {
   }
   return kDim == 0 ? 112 : kDim == 80 ? 96 : kPass == Pass::kCast ? 88 : 80;
 }
-
-// The rows of a thread, of one head after the other.
-template <class Element, Loads kLoads>
-class RowsOfHeads {
-  Cursor<Element>& cursor_;
-  ThreadPlace const& place_;
-  int used_;
-  RawRow<Element> ahead_;
-
- public:
-  CUTE_DEVICE RowsOfHeads(QuantizeParams const&, Cursor<Element>& cursor, ThreadPlace const& place,
-                          QuantizeTile const& tile, int)
-      : cursor_(cursor), place_(place), used_(tile.used) {
-    if constexpr (kLoads == Loads::kAhead) {
-      ahead_.clear();
-      ahead_.load(cursor_.source, place_, used_);
-    }
-  }
-
-  // Of the next head. A row that does not count may have any values.
-  template <class AnyRow>
-  CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
-    if constexpr (kLoads == Loads::kNow) {
-      ahead_.clear();
-      ahead_.load(cursor_.source, place_, used_);
-    }
-    cursor_.source += head_stride;
-    if (signs != nullptr) {
-      ahead_.change_signs(place_, signs);
-    }
-    row.unpack(ahead_);
-    if constexpr (kLoads == Loads::kAhead) {
-      ahead_.load(cursor_.source, place_, is_last ? 0 : used_);
-    }
-  }
-};
-
-template <class Element>
-class RowsOfHeads<Element, Loads::kShared> {
-  NextRows<Element> next_;
-  ThreadPlace const& place_;
-  Element const* first_;
-  int64_t row_stride_;
-  int used_;
-
- public:
-  CUTE_DEVICE RowsOfHeads(QuantizeParams const& p, Cursor<Element>&, ThreadPlace const& place,
-                          QuantizeTile const& tile, int head)
-      : next_(p, place, shared_rows()),
-        place_(place),
-        first_(next_.at(source_of(p, tile, head))),
-        row_stride_(p.x.row_stride),
-        used_(tile.used) {
-    next_.load(first_, used_, row_stride_);
-  }
-
-  template <class AnyRow>
-  CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
-    RawRow<Element> raw;
-    next_.read(raw, place_);
-    first_ += head_stride;
-    next_.load(first_, is_last ? 0 : used_, row_stride_);
-    if (signs != nullptr) {
-      raw.change_signs(place_, signs);
-    }
-    row.unpack(raw);
-  }
-
- private:
-  static CUTE_DEVICE char* shared_rows() {
-    extern __shared__ __align__(128) char memory[];
-    return memory;
-  }
-};
 
 // The bits of the largest finite value of the rows of a CTA or cluster, normalised. Normalising
 // keeps the order, and what is finite. Infinities are rare, and made NaN when there is one.
@@ -240,7 +121,10 @@ CUTE_DEVICE void end_launch(QuantizeParams const& p) {
 
 template <class Element, int kDim, Pass kPass, Loads kLoads>
 struct Quantizer {
-  static constexpr bool kIsCluster = kPass == Pass::kCluster;
+  static constexpr bool kIsCluster = is_cluster(kPass);
+  static constexpr bool kIsPacked = kPass == Pass::kPackedCluster;
+  // WHY not all: at head dim 64 that is 3 % slower, at 256 3 % faster (H200, 2026-11-23).
+  static constexpr bool kSharesScales = kIsCluster || kDim == 256;
   using OwnRow = std::conditional_t<kDim == kPlain, PlainRow<Element>, Row>;
   using AnyMaximum = std::conditional_t<kIsCluster, ClusterMaximum<kMostWarps>, Maximum>;
 
@@ -248,7 +132,10 @@ struct Quantizer {
   struct Shared {
     AnyMaximum maximum;
     HeadSigns signs;
-    int next_item;  // here, because registers are short
+    BlockScales scales;  // kSharesScales: registers are short
+    int next_item;       // here for the same reason
+    int least_items;     // packed in clusters: of real tiles
+    int more_items;
   };
 
   QuantizeParams const& p;
@@ -270,7 +157,14 @@ struct Quantizer {
   // The items of this CTA or cluster, which follow each other: of a tile all heads, then of the
   // next.
   CUTE_DEVICE void run() {
+    if constexpr (kIsPacked) {
+      share_out();
+    }
     int item = first_item(0);
+    if (kIsPacked && item >= first_item(1)) {
+      cute::cluster_wait();
+      return;
+    }
     do {
       int const tile = p.by_heads.div(item);
       int const begin = item - tile * p.shape.heads;
@@ -287,18 +181,45 @@ struct Quantizer {
   // Of this CTA or cluster, or of the one behind it.
   CUTE_DEVICE int first_item(int behind) const {
     int const number = int(kIsCluster ? cute::cluster_id_in_grid().x : blockIdx.x) + behind;
-    return number * p.least_items + min_of(number, p.more_items);
+    return kIsPacked ? number * shared.least_items + min_of(number, shared.more_items)
+                     : number * p.least_items + min_of(number, p.more_items);
+  }
+
+  // Of packed sequences, the tiles that have rows.
+  CUTE_DEVICE void share_out() {
+    PackedQuantizeTiles const tiles(p);
+    tiles.write_ones(p.scales);
+    int const clusters = int(gridDim.x) / p.cluster_ctas;
+    int const items = tiles.count() * p.shape.heads;
+    if (threadIdx.x == 0) {
+      shared.least_items = items / clusters;
+      shared.more_items = items % clusters;
+    }
+    __syncthreads();
+  }
+
+  // Gives the number that it has in x.
+  CUTE_DEVICE QuantizeTile find_tile(int& number) const {
+    if constexpr (kIsPacked) {
+      FoundTile const found = PackedQuantizeTiles(p).find(number);
+      number = found.number;
+      return packed_tile(p.shape, p.cu_seqlens, p.seqused, number, found.entry);
+    } else {
+      return tile_of_cta(p, number);
+    }
   }
 
   // Heads begin .. end of a tile.
   CUTE_DEVICE void work_through(int tile_number, int begin, int end) {
-    __builtin_assume(!kIsCluster || !p.shape.is_packed);
-    QuantizeTile tile = tile_of_cta(p, tile_number);
+    __builtin_assume(!kIsCluster || p.shape.is_packed == kIsPacked);
+    QuantizeTile tile = find_tile(tile_number);
     if (kIsCluster) {
       tile = part_of(tile, cluster.rank, p.cta_rows);
     }
     Cursor<Element> cursor(p, place, tile, begin);
-    BlockScales block_scales(p, tile, tile_number, begin, cluster.rank);
+    BlockScales own_scales;
+    BlockScales& block_scales = kSharesScales ? shared.scales : own_scales;
+    block_scales.begin(p, tile, tile_number, begin, cluster.rank);
     if (kPass == Pass::kOnly && tile.written == 0) {
       block_scales.write_ones(end - begin);
       __syncthreads();
@@ -312,6 +233,10 @@ struct Quantizer {
       cute::cluster_wait();
     }
     __syncthreads();
+    if (kIsPacked && !__any_sync(0xffffffffu, place.row < tile.written)) {
+      only_exchange(end - begin);
+      return;
+    }
     for (int head = begin; head < end; ++head) {
       OwnRow row;
       rows.take(row, is_rotated ? shared.signs.of_spans[head - begin] : nullptr, p.x.head_stride,
@@ -324,25 +249,33 @@ struct Quantizer {
     }
   }
 
+  // Of a warp without rows.
+  CUTE_DEVICE void only_exchange(int heads) {
+    for (; heads > 0; ++round) {
+      heads -= shared.maximum.of_all(0, round, cluster) != kInfinity;
+    }
+  }
+
   CUTE_DEVICE void finish_row(OwnRow& row, uint8_t* target, QuantizeTile const& tile, int head,
                               BlockScales& block_scales) {
+    bool const counts = place.row < tile.used;
     float scale = 1.f;
     if constexpr (kPass == Pass::kCast) {
       row.make_infinities_nan();
       scale = scale_of_maxima(p, tile, head);
     } else {
-      bool const counts = place.row < tile.used;
       uint32_t const bits = largest_of_all(row, counts, shared.maximum, norm, round, cluster);
       if constexpr (kPass == Pass::kMaxima) {
         add_maximum(p, tile, head, bits);
         return;
       }
       scale = scale_of(bits);
-      // Between the blocks of packed sequences, scales are 1.
-      block_scales.write(tile.used > 0 ? scale : 1.f);
+      // Between the blocks of packed sequences, scales are 1. Who writes has the first row.
+      block_scales.write(counts ? scale : 1.f);
     }
     CastRow const cast = row.cast(factor_of(norm, scale));
-    cast.store(target, place, tile, kDim > 0 || p.shape.head_dim % kSpanColumns == 0);
+    cast.store(target, place, place.row < tile.written, counts,
+               kDim > 0 || p.shape.head_dim % kSpanColumns == 0);
   }
 };
 
@@ -388,7 +321,7 @@ void launch_pass(QuantizeParams params, int sm_count, void* stream) {
   shape.grid = clusters * ctas;
   params.least_items = params.items / clusters;
   params.more_items = params.items % clusters;
-  if constexpr (kPass == Pass::kCluster) {
+  if constexpr (is_cluster(kPass)) {
     launch_in_clusters(ctas, kernel, shape, params, stream);
   } else {
     launch_early(kernel, shape, params, stream);
@@ -425,19 +358,19 @@ void launch_only_pass(QuantizeParams const& params, int sm_count, void* stream) 
 }
 
 // The same in clusters, of what fits_cluster() takes.
-template <class Element>
+template <class Element, Pass kPass>
 void launch_clusters(QuantizeParams const& params, int sm_count, void* stream) {
   switch (params.is_rotated ? params.shape.head_dim : kPlain) {
     case 64:
-      return launch_pass<Element, 64, Pass::kCluster, Loads::kShared>(params, sm_count, stream);
+      return launch_pass<Element, 64, kPass, Loads::kShared>(params, sm_count, stream);
     case 96:
-      return launch_pass<Element, 96, Pass::kCluster, Loads::kShared>(params, sm_count, stream);
+      return launch_pass<Element, 96, kPass, Loads::kShared>(params, sm_count, stream);
     case 128:
-      return launch_pass<Element, 128, Pass::kCluster, Loads::kShared>(params, sm_count, stream);
+      return launch_pass<Element, 128, kPass, Loads::kAhead>(params, sm_count, stream);
     case 256:
-      return launch_pass<Element, 256, Pass::kCluster, Loads::kAhead>(params, sm_count, stream);
+      return launch_pass<Element, 256, kPass, Loads::kAhead>(params, sm_count, stream);
     default:
-      return launch_pass<Element, kPlain, Pass::kCluster, Loads::kAhead>(params, sm_count, stream);
+      return launch_pass<Element, kPlain, kPass, Loads::kAhead>(params, sm_count, stream);
   }
 }
 
@@ -451,8 +384,13 @@ void launch_passes(QuantizeParams const& params, bool is_one, int sm_count, void
   if constexpr (sizeof(Element) == 4) {
     launch_pass<Element, 0, Pass::kOnly, Loads::kNow>(params, sm_count, stream);
   } else {
-    params.cluster_ctas > 1 ? launch_clusters<Element>(params, sm_count, stream)
-                            : launch_only_pass<Element>(params, sm_count, stream);
+    if (params.cluster_ctas == 1) {
+      launch_only_pass<Element>(params, sm_count, stream);
+    } else if (params.shape.is_packed) {
+      launch_clusters<Element, Pass::kPackedCluster>(params, sm_count, stream);
+    } else {
+      launch_clusters<Element, Pass::kCluster>(params, sm_count, stream);
+    }
   }
 }
 
@@ -472,18 +410,27 @@ bool has_cluster_kernel(QuantizeParams const& params) {
          (!params.is_rotated || dim == 64 || dim == 96 || dim == 128 || dim == 256);
 }
 
+// Whether packed sequences are long enough for clusters, in the mean: whole CTAs have no rows where
+// a sequence ends within a block. (H200, 2026-11-23, 16k rows, blocks of 384: rotated 64 sequences
+// of 256 take 46 us, in exchange.cu 56, 96 of 170 69 and 61; of head dim 256, 16 of 1024 45 and 53,
+// 32 of 512 57 and 54.)
+bool has_long_sequences(QuantizeParams const& params) {
+  constexpr int64_t kFewestRows = 250;
+  constexpr int64_t kFewestWideRows = 900;
+  QuantizeShape const& s = params.shape;
+  bool const is_wide = params.is_rotated && s.head_dim == kMostQuantizedColumns;
+  return s.rows >= (is_wide ? kFewestWideRows : kFewestRows) * s.batch;
+}
+
 // Whether a cluster has the rows of a block; fills in how its CTAs share them. As many CTAs as do
 // without idle warps: of 16 warps they are slower than exchange.cu (H200, 2026-11-22, blocks of 384
 // at head dim 128: 49 us, there 45; of 6 warps 39).
-//
-// WHY not packed: the CTAs behind the end of a sequence work too. Sequences of 128 and 896 rows
-// take 66 us, in exchange.cu 53.
 bool fits_cluster(QuantizeParams& params) {
   constexpr int kFewestWarps = 4;
   constexpr int kMostClusterWarps = 12;
   QuantizeShape const& s = params.shape;
-  if (s.block <= 0 || s.block > kMostClusterCtas * kMostThreads || s.is_packed ||
-      !has_cluster_kernel(params)) {
+  if (s.block <= 0 || s.block > kMostClusterCtas * kMostThreads || !has_cluster_kernel(params) ||
+      (s.is_packed && !has_long_sequences(params))) {
     return false;
   }
   int const block_warps = warps_of_tile(s.head_dim, s.block, 1);

@@ -93,11 +93,11 @@ struct RawRow {
     spans[1].clear();
   }
 
-  CUTE_DEVICE void load(Element const* source, ThreadPlace const& place, int used) {
-    if (place.row < used) {
+  CUTE_DEVICE void load(Element const* source, ThreadPlace const& place, bool counts) {
+    if (counts) {
       spans[0].load(source, place.has_full_span());
     }
-    if (place.row < used && place.has_second()) {
+    if (counts && place.has_second()) {
       spans[1].load(source + place.width / 2, true);
     }
   }
@@ -126,19 +126,18 @@ CUTE_DEVICE void store_span(uint8_t* target, uint4 values, bool is_full, bool is
 struct CastRow {
   uint32_t fours[kLaneColumns / 4];
 
-  // Rows of the tile that do not count are 0. is_aligned: rows are multiples of 16 columns.
-  CUTE_DEVICE void store(uint8_t* target, ThreadPlace const& place, QuantizeTile const& tile,
+  // A row that does not count is 0. is_aligned: rows are multiples of 16 columns.
+  CUTE_DEVICE void store(uint8_t* target, ThreadPlace const& place, bool exists, bool counts,
                          bool is_aligned) const {
-    if (place.row >= tile.written) {
+    if (!exists) {
       return;
     }
-    bool const is_used = place.row < tile.used;
     uint4 const zeros = make_uint4(0, 0, 0, 0);
     uint4 const first = make_uint4(fours[0], fours[1], fours[2], fours[3]);
-    store_span(target, is_used ? first : zeros, place.has_full_span(), is_aligned);
+    store_span(target, counts ? first : zeros, place.has_full_span(), is_aligned);
     if (place.has_second()) {
       uint4 const second = make_uint4(fours[4], fours[5], fours[6], fours[7]);
-      store_span(target + place.width / 2, is_used ? second : zeros, true, is_aligned);
+      store_span(target + place.width / 2, counts ? second : zeros, true, is_aligned);
     }
   }
 };

@@ -46,13 +46,13 @@ BACKWARD_KERNELS = ('backward', 'backward_preprocess', 'backward_postprocess')
 
 # Kernels that are no variants: the tables of packed sequences, the gradients of sinks; of
 # quantize_fp8 one that clears memory, for each dtype four for any head dim, and, if it has 16 bits,
-# two each for six of them and one more for two of these, one without rotation, and five for
+# two each for six of them and one more for two of these, one without rotation, and ten for
 # clusters.
 OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'clear_kernel': 1,
                  'quantize_kernelIf': 3, 'exchange_kernelIf': 1,
-                 'quantize_kernelIN7cutlass10bfloat16_t': 17,
+                 'quantize_kernelIN7cutlass10bfloat16_t': 22,
                  'exchange_kernelIN7cutlass10bfloat16_t': 7,
-                 'quantize_kernelIN7cutlass6half_t': 17, 'exchange_kernelIN7cutlass6half_t': 7}
+                 'quantize_kernelIN7cutlass6half_t': 22, 'exchange_kernelIN7cutlass6half_t': 7}
 
 
 def direction(variant: Variant) -> str:

@@ -137,6 +137,8 @@ def test_packed_tiles_have_every_row_once(lengths, behind, block_tile, data):
     entries = list(zip(cu, used, lengths, firsts))
     tiles = _host.quantized_tiles((len(lengths), rows, heads, group, block, tile), cu, used)
     check_tiles(tiles, entries, rows, heads, group, block, shape)
+    with_rows = [number for number, each in enumerate(tiles) if each.rows[3]]
+    assert _host.tiles_with_rows((len(lengths), rows, heads, group, block, tile), cu) == with_rows
     if block == tile:
         check_numbers_are_places(tiles, shape[2])
 

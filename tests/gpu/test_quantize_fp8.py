@@ -232,6 +232,25 @@ def test_packed_blocks_of_384_rows(head_dim, dtype, rotate, device):
     check(x, device, rotate=rotate, block=384, cu_seqlens=cu, seqused=used)
 
 
+# In the mean long enough for clusters, where whole CTAs have no rows.
+@ROTATED
+@DTYPES
+@pytest.mark.parametrize('head_dim', [64, 96, 128, 256])
+@pytest.mark.parametrize('lengths', [
+    [0, 1, 3000, 0, 383, 384, 385, 2500, 48, 4000], [0] * 20 + [9000] + [0] * 17 + [1, 29000],
+    [1000]], ids=['mixed', 'empty', 'one'])
+def test_packed_in_clusters(lengths, head_dim, dtype, rotate, device):
+    """With infinities in blocks that are not full."""
+    cu = starts(lengths)
+    x = torch.randn(sum(lengths) + 500, 3, head_dim).to(dtype)
+    x[cu[1:] - 1, 1, 3] = torch.inf
+    check(x, device, rotate=rotate, block=384, cu_seqlens=cu)
+    used = (cu[1:] - cu[:-1]) // 2
+    for first, count, length in zip(cu.tolist(), used.tolist(), lengths):
+        x[first + count:first + length] = torch.nan
+    check(x[:sum(lengths)], device, rotate=rotate, block=384, cu_seqlens=cu, seqused=used)
+
+
 def test_packed_strides(device):
     x = torch.randn(4, 120, 136).bfloat16()
     for one in (x.transpose(0, 1), x.transpose(0, 1)[..., 1:97]):

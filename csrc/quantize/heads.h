@@ -1,0 +1,138 @@
+// The heads of a tile, which a CTA works on one after the other: their signs, the rows of a thread
+// and where their scales go.
+#pragma once
+
+#include "quantize/next_rows.h"
+
+namespace fa3 {
+
+constexpr int kMostCtaHeads = 16;  // with the same tile, one after the other
+
+// Of the heads of a CTA, in the order of the columns. A barrier follows.
+struct HeadSigns {
+  static constexpr int kSpans = kMostQuantizedColumns / kSpanColumns;
+  uint32_t of_spans[kMostCtaHeads][kSpans];
+
+  CUTE_DEVICE void compute(QuantizeParams const& p, int begin, int end) {
+#pragma unroll 1
+    for (int i = int(threadIdx.x); i < (end - begin) * kSpans; i += int(blockDim.x)) {
+      int const kv_head = p.shape.by_group.div(begin + i / kSpans);
+      of_spans[i / kSpans][i % kSpans] =
+          spread_signs(sign_bits(p.mixed_seed, kv_head, i % kSpans * kSpanColumns));
+    }
+  }
+};
+
+// When a row is loaded: when it is needed; in registers, while the head before is worked on; the
+// same in shared memory, which leaves registers for two CTAs of 16 warps.
+enum class Loads { kNow, kAhead, kShared };
+
+// The rows of a thread, of one head after the other.
+template <class Element, Loads kLoads>
+class RowsOfHeads {
+  Cursor<Element>& cursor_;
+  ThreadPlace const& place_;
+  bool counts_;
+  RawRow<Element> ahead_;
+
+ public:
+  CUTE_DEVICE RowsOfHeads(QuantizeParams const&, Cursor<Element>& cursor, ThreadPlace const& place,
+                          QuantizeTile const& tile, int)
+      : cursor_(cursor), place_(place), counts_(place.row < tile.used) {
+    if constexpr (kLoads == Loads::kAhead) {
+      ahead_.clear();
+      ahead_.load(cursor_.source, place_, counts_);
+    }
+  }
+
+  // Of the next head. A row that does not count may have any values.
+  template <class AnyRow>
+  CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
+    if constexpr (kLoads == Loads::kNow) {
+      ahead_.clear();
+      ahead_.load(cursor_.source, place_, counts_);
+    }
+    cursor_.source += head_stride;
+    if (signs != nullptr) {
+      ahead_.change_signs(place_, signs);
+    }
+    row.unpack(ahead_);
+    if constexpr (kLoads == Loads::kAhead) {
+      ahead_.load(cursor_.source, place_, !is_last && counts_);
+    }
+  }
+};
+
+template <class Element>
+class RowsOfHeads<Element, Loads::kShared> {
+  NextRows<Element> next_;
+  ThreadPlace const& place_;
+  Element const* first_;
+  int64_t row_stride_;
+  int used_;
+
+ public:
+  CUTE_DEVICE RowsOfHeads(QuantizeParams const& p, Cursor<Element>&, ThreadPlace const& place,
+                          QuantizeTile const& tile, int head)
+      : next_(p, place, shared_rows()),
+        place_(place),
+        first_(next_.at(source_of(p, tile, head))),
+        row_stride_(p.x.row_stride),
+        used_(tile.used) {
+    next_.load(first_, used_, row_stride_);
+  }
+
+  template <class AnyRow>
+  CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
+    RawRow<Element> raw;
+    next_.read(raw, place_);
+    first_ += head_stride;
+    next_.load(first_, is_last ? 0 : used_, row_stride_);
+    if (signs != nullptr) {
+      raw.change_signs(place_, signs);
+    }
+    row.unpack(raw);
+  }
+
+ private:
+  static CUTE_DEVICE char* shared_rows() {
+    extern __shared__ __align__(128) char memory[];
+    return memory;
+  }
+};
+
+// Where the scales of a tile that is a block go, of one head after the other. WHY not scale_place()
+// for each head: its divisions take one warp longer than all the rest takes each. They are the
+// first thread's alone.
+struct BlockScales {
+  float* next;  // null: nothing to write
+  int step;
+
+  CUTE_DEVICE void begin(QuantizeParams const& p, QuantizeTile const& tile, int tile_number,
+                         int head, int rank) {
+    if (threadIdx.x != 0) {
+      return;
+    }
+    QuantizeShape const& s = p.shape;
+    step = s.is_packed ? s.by_tile.div(s.rows) + s.batch : int(s.by_entry_tiles.divisor);
+    bool const is_place = !s.is_packed || (tile_number > 0 && tile_number <= step);
+    int64_t const row = s.is_packed ? head : int64_t(tile.entry) * s.heads + head;
+    int const place = s.is_packed ? tile_number - 1 : tile.index;
+    next = rank == 0 && is_place ? p.scales + row * step + place : nullptr;
+  }
+
+  CUTE_DEVICE void write(float scale) {
+    if (threadIdx.x == 0 && next != nullptr) {
+      *next = scale;
+      next += step;
+    }
+  }
+
+  CUTE_DEVICE void write_ones(int heads) {
+    for (; heads > 0; --heads) {
+      write(1.f);
+    }
+  }
+};
+
+}  // namespace fa3
