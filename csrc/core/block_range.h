@@ -45,7 +45,7 @@ FA3_HD constexpr HiddenTiles hidden_tiles(BlockRange const& all, BlockRange cons
 // V on its way to its ring, if it has two. From one tile of queries to the next it leaves out twice
 // as many, n, and waits for the K tile behind them while it holds V of the one before, j. The
 // producer gets there if V of all up to j + n - 1 finds room beside that of j. And the others have
-// to be through with the K tile kStages before it: they must not need V of j + kStages for that,
+// to be through with the K tile `stages` before it: they must not need V of j + stages for that,
 // which comes where that of j lies.
 FA3_HD constexpr int most_hidden_tiles(int stages, int raw_stages) {
   int const of_two_tiles = raw_stages > 0 ? min_of(stages + raw_stages, 2 * stages - 1) : stages;

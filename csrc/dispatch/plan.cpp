@@ -289,7 +289,6 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& f
 // number of CTAs. The order in which a row adds up its keys is that of its K tiles, so the keys per
 // tile are chosen by the lengths alone; among tiles that agree in them, the rows are chosen by
 // time.
-
 FwdPlan plan_forward(FwdProblem const& problem) {
   FwdCandidates const candidates = fwd_candidates(problem);
   bool const is_empty = problem.batch == 0 || problem.heads_q == 0 || problem.seqlen_q == 0;

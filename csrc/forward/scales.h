@@ -98,11 +98,9 @@ struct ScaleReader {
     }
     __syncwarp();
     if (lane == 0) {
-      // A copy: when the last K tile is there, `work` may be overwritten.
+      // By value: when the last K tile is there, `work` may be overwritten.
       FwdWork<Traits> const& work = shared.work[q_stage][0];
-      int const begin = work.keys_begin();
-      int const end = work.keys_end();
-      write_key_scales(at, begin, end);
+      write_key_scales(at, work.keys_begin(), work.keys_end());
     }
     __syncwarp();
   }

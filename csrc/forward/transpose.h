@@ -69,11 +69,11 @@ struct ValueTransposer {
   CUTE_DEVICE void run() {
     while (true) {
       shared.tile_known[q_ring.stage].wait(q_ring.phase);
-      // A copy: when the last of V has been used, `work` may be overwritten.
       FwdWork<Traits> const& work = shared.work[q_ring.stage][0];
       if (!work.valid()) {
         return;
       }
+      // Read once: when the last of V has been used, `work` may be overwritten.
       int const tiles = work.keys_end() - work.keys_begin();
       CUTE_NO_UNROLL
       for (int n = 0; n < tiles; ++n) {
