@@ -351,6 +351,25 @@ def test_the_three_of_attention_at_once(head_dim, rows, heads, cuda):
             check_bits(two, [y.cpu() for y in ops.quantize_fp8(*arguments)])
 
 
+@pytest.mark.parametrize('lengths', [[1000, 0, 2000, 1100], [100, 0, 300, 20]],
+                         ids=['clusters', 'exchange'])
+@pytest.mark.parametrize('head_dim', [64, 128, 256])
+def test_the_three_of_packed_sequences_at_once(head_dim, lengths, device):
+    """Where k and v go through clusters, these launches do not wait for each other either."""
+    ops = torch.ops.flash_attn3
+    cu = [starts(each).to(device) for each in (lengths, lengths[::-1])]
+    used = [(list_[1:] - list_[:-1]) // 2 for list_ in cu]
+    for _ in range(5):
+        q, k, v = (torch.randn(sum(lengths) + 3, h, head_dim, device=device).bfloat16()
+                   for h in (4, 2, 2))
+        got = ops.quantize_qkv_fp8(q, k, v, cu[0], used[0], cu[1], used[1], 64, 384, 5)
+        for two, arguments in zip((got[:2], got[2:4], got[4:]), (
+                (q, cu[0], used[0], 64, 2, 5), (k, cu[1], used[1], 384, 1, 5),
+                (v, cu[1], used[1], 384, 1))):
+            on_cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
+            check_bits([x.cpu() for x in two], ops.quantize_fp8(*on_cpu))
+
+
 @pytest.mark.parametrize('block', [32, 384, 'head', 'tensor'])
 def test_the_same_bits_every_time(block, cuda):
     x = torch.randn(4, 2000, 8, 128, device=cuda).bfloat16()
