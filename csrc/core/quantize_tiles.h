@@ -149,11 +149,16 @@ FA3_HD int first_tile(QuantizeShape const& s, int const* cu, int entry) {
   return entry < 0 ? 0 : s.by_tile.div(clamp(cu[entry], 0, s.rows)) + entry + 1;
 }
 
+// Of the tensor, all rows of an entry.
+FA3_HD Interval rows_of_entry(QuantizeShape const& s, int const* cu, int entry) {
+  int const begin = entry < 0 ? 0 : clamp(cu[entry], 0, s.rows);
+  return Interval{begin, entry < s.batch ? clamp(cu[entry + 1], begin, s.rows) : s.rows};
+}
+
 // Tiles with rows, which have the first numbers of an entry.
 FA3_HD int tiles_of_entry(QuantizeShape const& s, int const* cu, int entry) {
-  int const from = entry < 0 ? 0 : clamp(cu[entry], 0, s.rows);
-  int const to = entry < s.batch ? clamp(cu[entry + 1], from, s.rows) : s.rows;
-  return s.by_tile.div(to - from + s.tile - 1);
+  Interval const rows = rows_of_entry(s, cu, entry);
+  return s.by_tile.div(rows.end - rows.begin + s.tile - 1);
 }
 
 // A tile by its number and the last entry that does not begin behind it.
@@ -161,8 +166,7 @@ FA3_HD QuantizeTile packed_tile(QuantizeShape const& s, int const* cu, int const
                                 int entry) {
   int const index = tile - first_tile(s, cu, entry);
   bool const is_sequence = entry >= 0 && entry < s.batch;
-  int const from = entry < 0 ? 0 : clamp(cu[entry], 0, s.rows);
-  int const to = entry < s.batch ? clamp(cu[entry + 1], from, s.rows) : s.rows;
+  auto const [from, to] = rows_of_entry(s, cu, entry);
   int const used = is_sequence ? packed_rows(cu, seqused, entry, s.rows).length : 0;
   int64_t const skipped = int64_t(index) * s.tile;
   if (index < 0 || skipped > to - from) {

@@ -8,10 +8,10 @@
 #include "quantize/cluster_maximum.h"
 #include "quantize/exchange.h"
 #include "quantize/heads.h"
-#include "quantize/packed_tiles.h"
 #include "quantize/quantize.h"
 #include "quantize/residency.h"
 #include "quantize/rows.h"
+#include "quantize/tiles_with_rows.h"
 
 namespace fa3 {
 namespace {
@@ -187,7 +187,7 @@ struct Quantizer {
 
   // Of packed sequences, the tiles that have rows.
   CUTE_DEVICE void share_out() {
-    PackedQuantizeTiles const tiles(p);
+    TilesWithRows const tiles(p);
     tiles.write_ones(p.scales);
     int const clusters = int(gridDim.x) / p.cluster_ctas;
     int const items = tiles.count() * p.shape.heads;
@@ -201,7 +201,7 @@ struct Quantizer {
   // Gives the number that it has in x.
   CUTE_DEVICE QuantizeTile find_tile(int& number) const {
     if constexpr (kIsPacked) {
-      FoundTile const found = PackedQuantizeTiles(p).find(number);
+      FoundTile const found = TilesWithRows(p).find(number);
       number = found.number;
       return packed_tile(p.shape, p.cu_seqlens, p.seqused, number, found.entry);
     } else {

@@ -13,7 +13,7 @@ struct FoundTile {
 };
 
 // Whole warps call its functions, each warp for itself. Nonsense in cu_seqlens gives any tiles.
-class PackedQuantizeTiles {
+class TilesWithRows {
   QuantizeShape const& s_;
   int const* const cu_;
 
@@ -24,8 +24,7 @@ class PackedQuantizeTiles {
   }
 
  public:
-  CUTE_DEVICE explicit PackedQuantizeTiles(QuantizeParams const& p)
-      : s_(p.shape), cu_(p.cu_seqlens) {}
+  CUTE_DEVICE explicit TilesWithRows(QuantizeParams const& p) : s_(p.shape), cu_(p.cu_seqlens) {}
 
   CUTE_DEVICE int count() const {
     int64_t total = 0;
