@@ -10,10 +10,12 @@ namespace fa3 {
 // What a K tile may have that a row does not see.
 enum class Hidden { kNothing, kEnd, kBothEnds };
 
-// The columns that each of this thread's two rows sees, counted from the thread's first column.
+// The keys that each of this thread's two rows sees. FP8 counts those alone that the thread has the
+// scores of, two of eight; the others count all, from the thread's first column on.
 template <class Traits>
 struct RowLimits {
   static constexpr bool kHasBegin = Traits::kGeneral;
+  static constexpr int kOfTile = Traits::kFp8 ? Traits::kTileN / 4 : Traits::kTileN;  // so counted
 
   int begin[kHasBegin ? 2 : 1];
   int end[2];
@@ -27,22 +29,22 @@ struct RowLimits {
       Interval const keys =
           mask_of<Traits::kMask>(p.mask).keys(position, work.place.lengths(p.seqlen));
       if constexpr (kHasBegin) {
-        limits.begin[r] = keys.begin - fragment_column(thread);
+        limits.begin[r] = count_before(keys.begin, thread);
       }
-      limits.end[r] = keys.end - fragment_column(thread);
+      limits.end[r] = count_before(keys.end, thread);
     }
     return limits;
   }
 
   // Whether no row of this warp sees a key of K tile n.
   CUTE_DEVICE bool hides_all(int n) const {
-    int const first = n * Traits::kTileN - fragment_column(int(threadIdx.x));
+    int const first = n * kOfTile;
     bool sees = false;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       bool row_sees = end[r] > first;
       if constexpr (kHasBegin) {
-        row_sees = row_sees && begin[r] < first + Traits::kTileN;
+        row_sees = row_sees && begin[r] < first + kOfTile;
       }
       sees = sees || row_sees;
     }
@@ -52,7 +54,7 @@ struct RowLimits {
   template <Hidden kHidden, class Fragment>
   CUTE_DEVICE void apply(Fragment& acc, int n) const {
     auto scores = rows_view(acc);  // (2, (2, J))
-    int const first = n * Traits::kTileN;
+    int const first = n * kOfTile;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       if constexpr (Traits::kFp8) {
@@ -84,19 +86,21 @@ struct RowLimits {
     CUTE_UNROLL
     for (int c = 0; c < cute::size<1>(scores); ++c) {
       int const from = c / kAtOnce * kAtOnce;
-      uint32_t visible = columns_before(end[r] - first - from * 4);
+      uint32_t visible = bits_before(end[r] - first - from);
       if constexpr (kHidden == Hidden::kBothEnds) {
-        visible &= ~columns_before(begin[r] - first - from * 4);
+        visible &= ~bits_before(begin[r] - first - from);
       }
       scores(r, c) = (visible & (1u << (c - from))) != 0 ? scores(r, c) : -INFINITY;
     }
   }
 
-  // A bit for each of a thread's columns 0, 1, 8, 9, 16, ... that is less than `end`.
-  CUTE_DEVICE static uint32_t columns_before(int end) {
-    int const limit = clamp(end, 0, 4 * kAtOnce);
-    int const count = limit / 8 * 2 + min_of(limit % 8, 2);
-    return (1u << count) - 1;
+  CUTE_DEVICE static int count_before(int key, int thread) {
+    int const column = key - fragment_column(thread);
+    return Traits::kFp8 ? (column >> 3) * 2 + min_of(column & 7, 2) : column;
+  }
+
+  CUTE_DEVICE static uint32_t bits_before(int count) {
+    return (1u << clamp(count, 0, kAtOnce)) - 1;
   }
 
   static constexpr int kAtOnce = 24;

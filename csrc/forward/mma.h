@@ -9,7 +9,8 @@
 // TRAP: the wait for PV has no dependence on the softmax, and ptxas (13.0) moves it up: behind a
 // part of the row maximum at head dims 64 and 128, behind half of the exponentials at 256. What
 // then lies beside the exponentials are the other warpgroups' products. Pinning the wait was not
-// faster (README.md, "What was tried").
+// faster (README.md, "What was tried"). FP8 says so itself: with the wait in between, ptxas does
+// not see that exponentials are packed, and takes three instructions for four, not two.
 //
 // With tile overlap the skew goes on from one tile of Q to the next: the first S of a tile is
 // issued beside the last PV of the tile before, whose O is stored while that S is computed.
@@ -250,9 +251,16 @@ struct FwdConsumer {
     auto const& scale = take_scale();
     wait_gemm<1>(tSrS);
     release(shared.k_empty, k_ring);
-    exponentiate<kHidden>(n, tile, tSrS, softmax, scale);
-    wait_gemm<0>(tOrO);
-    release(shared.v_empty, v_ring);
+    auto const wait_for_output = [&] {
+      wait_gemm<0>(tOrO);
+      release(shared.v_empty, v_ring);
+    };
+    if constexpr (Traits::kFp8) {
+      exponentiate<kHidden>(n, tile, tSrS, softmax, scale, wait_for_output);
+    } else {
+      exponentiate<kHidden>(n, tile, tSrS, softmax, scale);
+      wait_for_output();
+    }
     to_probabilities(tSrS, tOrP);
     softmax.rescale_output(tOrO);
   }
@@ -281,15 +289,15 @@ struct FwdConsumer {
     release(shared.v_empty, v_ring);
   }
 
-  // S to probabilities, in the registers of S.
-  template <Hidden kHidden, class FragmentS, class AnyScale>
+  // S to probabilities, in the registers of S. FP8: hook as in Fp8Softmax::update().
+  template <Hidden kHidden, class FragmentS, class AnyScale, class... Hook>
   CUTE_DEVICE void exponentiate(int n, Tile const& tile, FragmentS& tSrS, Softmax& softmax,
-                                AnyScale const& scale) {
+                                AnyScale const& scale, Hook const&... hook) {
     transform_scores<Traits>(p, tSrS, softmax, scale);
     if constexpr (kHidden != Hidden::kNothing) {
       tile.limits.template apply<kHidden>(tSrS, n);
     }
-    softmax.template update<kHidden != Hidden::kNothing>(tSrS, scale);
+    softmax.template update<kHidden != Hidden::kNothing>(tSrS, scale, hook...);
   }
 
   CUTE_DEVICE void start_rows(Tile& tile, Softmax& softmax) {
@@ -355,18 +363,21 @@ struct FwdConsumer {
   template <class FragmentO>
   CUTE_DEVICE void store(Tile const& tile, FragmentO& tOrO, Softmax& softmax) {
     // Read here, not before: the loops have no registers for it. Its memory is given away once O is
-    // staged.
+    // staged; of FP8 below.
     FwdWork<Traits> const& work = shared.work[tile.q_stage][warpgroup];
     float sinks[2];
     read_sinks<Traits>(p, work, thread, sinks);
     softmax.finish(tOrO, sinks);
-    if constexpr (Traits::kSendsResults) {
-      stage_results(shared, p, tile.q_stage, warpgroup, thread, softmax, sinks, tOrO);
-    } else {
+    if constexpr (!Traits::kFp8) {
       store_rows<Traits>(p, work.rows, thread, softmax, sinks);
-      take_output_out(tile, work, tOrO);
-    }
-    if constexpr (Traits::kFp8) {
+      stage_output(shared, tile.q_stage, warpgroup, thread, tOrO);
+    } else {
+      if constexpr (Traits::kSendsResults) {
+        stage_results(shared, p, tile.q_stage, warpgroup, thread, softmax, sinks, tOrO);
+      } else {
+        take_output_out(work, tOrO);
+        store_lse<Traits>(p, work.rows, thread, softmax, sinks);
+      }
       __syncwarp();
       if (thread % 32 == 0) {
         shared.q_empty[tile.q_stage][warpgroup].arrive();
@@ -374,12 +385,10 @@ struct FwdConsumer {
     }
   }
 
+  // FP8.
   template <class FragmentO>
-  CUTE_DEVICE void take_output_out(Tile const& tile, FwdWork<Traits> const& work,
-                                   FragmentO const& tOrO) {
-    if constexpr (!Traits::kFp8) {
-      stage_output(shared, tile.q_stage, warpgroup, thread, tOrO);
-    } else if constexpr (Config::kStageOutput) {
+  CUTE_DEVICE void take_output_out(FwdWork<Traits> const& work, FragmentO const& tOrO) {
+    if constexpr (Config::kStageOutput) {
       send_output(shared, p, work, warpgroup, thread, tOrO);
     } else if (p.out_is_half) {
       write_output<Traits, cutlass::half_t>(p, work, thread, tOrO);
@@ -388,15 +397,35 @@ struct FwdConsumer {
     }
   }
 
+  // Buffer `number` of shared memory as an operand. FP8: by a descriptor of the first one, which is
+  // made once; what is left is one instruction. WHY not all: bf16 at head dim 64 gets another order
+  // in its loops, 1 to 3 % slower.
+  template <class Layout, int kElements, class Partition>
+  CUTE_DEVICE static auto operand(Element (*buffers)[kElements], int number,
+                                  Partition const& partition) {
+    auto const of = [&](Element* buffer) {
+      return partition(cute::make_tensor(cute::make_smem_ptr(buffer), Layout{}));
+    };
+    if constexpr (Traits::kFp8) {
+      auto const first = of(buffers[0]);
+      return cute::make_tensor(first.data() + number * (kElements * int(sizeof(Element)) / 16),
+                               first.layout());
+    } else {
+      return of(buffers[number]);
+    }
+  }
+
   template <class FragmentS>
   CUTE_DEVICE void issue_scores(Tile const& tile, FragmentS& tSrS) {
-    auto sQ = cute::make_tensor(cute::make_smem_ptr(shared.q[tile.q_stage][warpgroup]),
-                                typename Traits::SmemLayoutQ{});  // (64, columns)
-    auto sK = cute::make_tensor(cute::make_smem_ptr(shared.k[k_ring.stage]),
-                                typename Traits::SmemLayoutK{});  // (N, columns)
     auto mma = MmaS{}.get_slice(0);
-    auto tSrQ = mma.partition_fragment_A(sQ);  // (MMA, 1, columns / 16)
-    auto tSrK = mma.partition_fragment_B(sK);  // (MMA, 1, columns / 16)
+    int const q_buffer = tile.q_stage * Traits::kWarpgroups + warpgroup;
+    using LayoutQ = typename Traits::SmemLayoutQ;  // (64, columns)
+    using LayoutK = typename Traits::SmemLayoutK;  // (N, columns)
+    // Both (MMA, 1, columns / 16).
+    auto tSrQ = operand<LayoutQ>(shared.q[0], q_buffer,
+                                 [&](auto const& sQ) { return mma.partition_fragment_A(sQ); });
+    auto tSrK = operand<LayoutK>(shared.k, k_ring.stage,
+                                 [&](auto const& sK) { return mma.partition_fragment_B(sK); });
     issue_gemm<Traits::kScoreSteps>(MmaS{}, tSrQ, tSrK, tSrS, true);
   }
 
@@ -404,9 +433,11 @@ struct FwdConsumer {
   CUTE_DEVICE void issue_output(Tile const& tile, FragmentP& tOrP, FragmentO& tOrO,
                                 Hook hook = {}) {
     shared.v_full[v_ring.stage].wait(v_ring.phase);
-    auto sV = cute::make_tensor(cute::make_smem_ptr(shared.v[v_ring.stage]),
-                                typename Traits::SmemLayoutV{});                // (columns, N)
-    auto tOrV = typename Traits::MmaV{}.get_slice(0).partition_fragment_B(sV);  // (MMA, 1, N / 16)
+    auto mma = typename Traits::MmaV{}.get_slice(0);
+    using LayoutV = typename Traits::SmemLayoutV;  // (columns, N)
+    auto tOrV = operand<LayoutV>(shared.v, v_ring.stage, [&](auto const& sV) {
+      return mma.partition_fragment_B(sV);  // (MMA, 1, N / 16)
+    });
     issue_gemm<Traits::kOutputSteps, Config::kTurnLead>(MmaO{}, tOrP, tOrV, tOrO, tile.o_is_zero,
                                                         hook);
   }

@@ -9,6 +9,7 @@
 
 #include "core/softmax_math.h"
 #include "device/fragments.h"
+#include "device/gemm.h"
 #include "device/math.h"
 #include "forward/scales.h"
 
@@ -66,10 +67,12 @@ struct Fp8Softmax {
     }
   }
 
-  template <bool kMasked, class Fragment>
-  CUTE_DEVICE void update(Fragment& acc, KeyScale const& scale) {
+  // hook: called between the maxima and the exponentials.
+  template <bool kMasked, class Fragment, class Hook = NoHook>
+  CUTE_DEVICE void update(Fragment& acc, KeyScale const& scale, Hook const& hook = {}) {
     auto scores = rows_view(acc);  // (2, columns)
     update_max(scores, scale);
+    hook();
     exponentiate<kMasked>(scores, scale);
   }
 
@@ -111,7 +114,8 @@ struct Fp8Softmax {
 
   // In natural logarithms, without a sink.
   CUTE_DEVICE float lse(int r, float) const {
-    return log_sum_exp(row_max[r], row_sum[r], 1.f / kLog2E);
+    return log_sum_exp(r == 0 ? row_max[0] : row_max[1], r == 0 ? row_sum[0] : row_sum[1],
+                       1.f / kLog2E);
   }
 
  private:

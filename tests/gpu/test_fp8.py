@@ -158,13 +158,17 @@ def test_promoted_sums_stay_exact(head_dim, cuda):
     assert 4 * error < (fast.double() - expected).abs().max().item()
 
 
-@every_mask
+@pytest.mark.parametrize('features', ['full', 'causal', 'window', 'left', 'right', 'diagonal',
+                                      'causal_window', 'chunk'])
 @every_head_dim
-@pytest.mark.parametrize('case', [DENSE, PACKED], ids=['dense', 'packed'])
-def test_every_key_counts_once(case, head_dim, causal, device):
-    """Equal scores on one-hot values: P is a power of two, and nothing is rounded but out."""
-    call = call_of(dataclasses.replace(case, head_dim=head_dim, causal=causal, data='uniform'),
-                   device, 'head', False)
+@pytest.mark.parametrize('case', [DENSE, TALL, PACKED], ids=['dense', 'tall', 'packed'])
+def test_every_key_counts_once(case, head_dim, features, device):
+    """Equal scores on one-hot values: P is a power of two, and nothing is rounded but out.
+
+    Rows see keys from and to every place of a tile.
+    """
+    case = dataclasses.replace(case, head_dim=head_dim, data='uniform', **FEATURES[features])
+    call = call_of(case, device, 'head', False)
     call.scales = Scales()
     out, lse = call.run(out_dtype=torch.float16)
     ref = reference_fp8.attend(call.inputs, Scales(), call.case.score, call.lengths)
