@@ -9,8 +9,8 @@
 // TRAP: the wait for PV has no dependence on the softmax, and ptxas (13.0) moves it up: behind a
 // part of the row maximum at head dims 64 and 128, behind half of the exponentials at 256. What
 // then lies beside the exponentials are the other warpgroups' products. Pinning the wait was not
-// faster (README.md, "What was tried"). FP8 says so itself: with the wait in between, ptxas does
-// not see that exponentials are packed, and takes three instructions for four, not two.
+// faster (README.md, "What was tried"). In FP8 the source waits behind the maxima: with a wait
+// between exponentials and packing ptxas packs four of them by three instructions, else by two.
 //
 // With tile overlap the skew goes on from one tile of Q to the next: the first S of a tile is
 // issued beside the last PV of the tile before, whose O is stored while that S is computed.
@@ -398,8 +398,8 @@ struct FwdConsumer {
   }
 
   // Buffer `number` of shared memory as an operand. FP8: by a descriptor of the first one, which is
-  // made once; what is left is one instruction. WHY not all: bf16 at head dim 64 gets another order
-  // in its loops, 1 to 3 % slower.
+  // made once; what is left is one instruction. WHY not all: loops of bf16 at head dim 64 get
+  // another order, 1 to 3 % slower (timed with one more change; README.md, FP8).
   template <class Layout, int kElements, class Partition>
   CUTE_DEVICE static auto operand(Element (*buffers)[kElements], int number,
                                   Partition const& partition) {
