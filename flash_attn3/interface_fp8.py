@@ -52,7 +52,8 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
         x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens. bfloat16,
             float16 or float32. NaN and infinities become NaN and count for no scale.
         rotate: multiply each row by random signs and a Hadamard matrix (block-diagonal of powers of
-            two where head_dim is none: 96 = 64 + 32).
+            two where head_dim is none: 96 = 64 + 32). In float16, whatever the range of x: rows are
+            scaled first.
         block: rows with a scale of their own, a multiple of 32, from the first row of a sequence
             on: the attention functions take 64 for q, 384 for k and v. Or 'head' (default), one
             scale for a sequence and KV head, or 'tensor', one in all.

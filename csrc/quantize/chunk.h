@@ -1,25 +1,18 @@
-// Arithmetic of quantize.cu: float32 as the CPU does it, spans of 16 columns in registers.
+// Arithmetic of quantize_fp8: float32 as the CPU does it, spans of 16 columns in registers.
 //
 // WHY inline PTX: the build's --use_fast_math flushes subnormals and divides approximately, and
-// nvcc may contract. Subnormals end up as zeros here, but with the sign that they had.
+// nvcc may contract.
 #pragma once
+
+#include <type_traits>
 
 #include "core/quantize_tiles.h"
 #include "device/math.h"
 
 namespace fa3 {
 
-CUTE_DEVICE float add_exactly(float a, float b) {
-  float y;
-  asm("add.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
-CUTE_DEVICE float subtract_exactly(float a, float b) {
-  float y;
-  asm("sub.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
+template <class Element>
+constexpr bool kIsBFloat = std::is_same_v<Element, cutlass::bfloat16_t>;
 
 CUTE_DEVICE float multiply_exactly(float a, float b) {
   float y;
@@ -51,15 +44,44 @@ CUTE_DEVICE float invert(float a) {
   return multiply_add_exactly(inverse, residue, inverse);
 }
 
-// Of the lower and of the upper 16 bits.
-CUTE_DEVICE uint32_t max_of_halves(uint32_t a, uint32_t b) {
+// -------------------------------------------------------------------------------------- magnitudes
+// Of two values each: the larger magnitudes, with any signs. NaN does not count beside a number.
+template <class Element>
+CUTE_DEVICE uint32_t larger_of_two(uint32_t a, uint32_t b) {
   uint32_t y;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  if constexpr (kIsBFloat<Element>) {
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  } else {
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  }
   return y;
 }
 
-CUTE_DEVICE bool is_infinite(float x) { return (__float_as_uint(x) & 0x7fffffffu) == 0x7f800000u; }
+// The largest magnitude of some words; NaN only if there is nothing else. Four at a time: each
+// waits for the one before.
+template <class Element, int kWords>
+CUTE_DEVICE float largest_magnitude(uint32_t const (&words)[kWords]) {
+  if constexpr (sizeof(Element) == 4) {
+    float found[4];
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      float const own = fabsf(__uint_as_float(words[i]));
+      found[i % 4] = i < 4 ? own : fmaxf(found[i % 4], own);
+    }
+    return fmaxf(fmaxf(found[0], found[1]), fmaxf(found[2], found[3]));
+  } else {
+    uint32_t found[4];
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      found[i % 4] = i < 4 ? words[i] : larger_of_two<Element>(found[i % 4], words[i]);
+    }
+    float2 const two = unpack_two<Element>(larger_of_two<Element>(
+        larger_of_two<Element>(found[0], found[1]), larger_of_two<Element>(found[2], found[3])));
+    return fmaxf(fabsf(two.x), fabsf(two.y));
+  }
+}
 
+// ------------------------------------------------------------------------------------------- spans
 // 16 columns as they lie in memory, at a multiple of 16 bytes.
 template <class Element>
 struct RawSpan {
@@ -89,90 +111,25 @@ struct RawSpan {
     }
   }
 
-  CUTE_DEVICE void unpack(float* columns) const {
-    CUTE_UNROLL
-    for (int i = 0; i < kWords; ++i) {
+  // Columns 2 * i and 2 * i + 1, times a power of two, as fp16, rounded once.
+  CUTE_DEVICE uint32_t two_halves(int i, float factor) const {
+    if constexpr (kIsBFloat<Element>) {
+      uint32_t const both = __byte_perm(__float_as_uint(factor), 0, 0x3232);
+      uint32_t scaled;
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(scaled) : "r"(words[i]), "r"(both));
+      float2 const two = unpack_two<Element>(scaled);
+      return pack_two<cutlass::half_t>(two.x, two.y);
+    } else {
+      float2 two;
       if constexpr (kIsWide) {
-        columns[i] = __uint_as_float(words[i]);
+        two = make_float2(__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1]));
       } else {
-        float2 const two = unpack_two<Element>(words[i]);
-        columns[2 * i] = two.x;
-        columns[2 * i + 1] = two.y;
+        two = unpack_two<Element>(words[i]);
       }
+      return pack_two<cutlass::half_t>(multiply_exactly(two.x, factor),
+                                       multiply_exactly(two.y, factor));
     }
   }
 };
-
-// sign_bits(), of the even columns to the even bits of the lower half, of the odd ones to those of
-// the upper half.
-CUTE_DEVICE uint32_t spread_signs(uint32_t bits) {
-  return (bits & 0x5555u) | (bits & 0xaaaau) << 15;
-}
-
-// The signs of the columns of a lane. A shift by a constant puts those of a word of a RawSpan where
-// they belong.
-template <class Element>
-class LaneSigns {
-  using Raw = RawSpan<Element>;
-  uint32_t both_;
-
- public:
-  // Of the two spans, spread_signs().
-  CUTE_DEVICE LaneSigns(uint32_t first, uint32_t second) : both_(first + 2 * second) {}
-
-  // kSpan: 0 or 1.
-  template <int kSpan>
-  CUTE_DEVICE void apply(Raw& raw) const {
-    CUTE_UNROLL
-    for (int i = 0; i < Raw::kWords; ++i) {
-      if constexpr (Raw::kIsWide) {
-        int const place = i / 2 * 2 + i % 2 * 16 + kSpan;
-        raw.words[i] ^= (both_ << (31 - place)) & 0x80000000u;
-      } else {
-        raw.words[i] ^= (both_ << (15 - 2 * i - kSpan)) & 0x80008000u;
-      }
-    }
-  }
-};
-
-// Columns i and i + kDistance of `columns` become their sum and their difference.
-template <int kDistance, int kColumns>
-CUTE_DEVICE void butterflies(float* columns) {
-  CUTE_UNROLL
-  for (int i = 0; i < kColumns; ++i) {
-    if ((i & kDistance) == 0) {
-      float const first = columns[i];
-      float const second = columns[i + kDistance];
-      columns[i] = add_exactly(first, second);
-      columns[i + kDistance] = subtract_exactly(first, second);
-    }
-  }
-}
-
-// The columns of a row that a thread has go through the butterflies of their piece; not yet
-// normalised. kWidth: of the piece, 0: only `width` says it. Whole warps call it.
-template <int kWidth>
-CUTE_DEVICE void rotate_row(float (&row)[kLaneColumns], int width) {
-  width = kWidth > 0 ? kWidth : width;
-  butterflies<1, kLaneColumns>(row);
-  butterflies<2, kLaneColumns>(row);
-  butterflies<4, kLaneColumns>(row);
-  if (width >= kSpanColumns) {
-    butterflies<kChunkColumns, kLaneColumns>(row);
-  }
-  // The lane of the lower half gets the sum of its column and the other's, the other lane the
-  // lower's column less its own. factor: the product is exact, so this is one rounded sum.
-#pragma unroll(kWidth > 0 ? 3 : 1)
-  for (int distance = 1; kLaneColumns * distance < width; distance *= 2) {
-    float const factor = (int(threadIdx.x) & distance) != 0 ? -1.f : 1.f;
-    CUTE_UNROLL
-    for (float& column : row) {
-      column = multiply_add_exactly(column, factor, __shfl_xor_sync(0xffffffffu, column, distance));
-    }
-  }
-  if (width >= kLaneColumns) {
-    butterflies<kSpanColumns, kLaneColumns>(row);
-  }
-}
 
 }  // namespace fa3

@@ -1,7 +1,7 @@
 // Scales of more rows than a CTA has, in one pass over x. All CTAs are on the GPU at once; each
 // works through tiles of one head, its items. It rotates an item, tells the others its largest
-// value, puts the float32 columns aside in shared memory, and goes on; two items later it casts and
-// writes it, when the maxima of all items with the same scale have most likely arrived.
+// value, puts the rows aside in shared memory, and goes on; two items later it casts and writes it,
+// when the maxima of all items with the same scale have most likely arrived.
 //
 // A maximum is a word of its own that was 0, and no longer is when it is there: who reads it needs
 // no other word, so that nothing has to be ordered.
@@ -15,7 +15,7 @@
 #include "quantize/exchange.h"
 #include "quantize/next_rows.h"
 #include "quantize/residency.h"
-#include "quantize/rows.h"
+#include "quantize/rotated_row.h"
 
 namespace fa3 {
 namespace {
@@ -180,46 +180,51 @@ struct Items {
   }
 };
 
-// The float32 columns of items that wait for their scale, each thread its own.
+// The rows of items that wait for their scale, each thread its own.
+template <class Row>
 class Stash {
-  float4* own_;
+  static constexpr int kFours = Row::kWords / 4;
+  uint4* own_;
 
  public:
-  static constexpr int kFours = kLaneColumns / 4;
-  static constexpr int kThreadBytes = kDepth * kLaneColumns * int(sizeof(float));
+  static constexpr int kThreadBytes = kDepth * (Row::kWords + 1) * int(sizeof(uint32_t));
 
-  explicit CUTE_DEVICE Stash(float4* memory) : own_(memory + threadIdx.x) {}
+  explicit CUTE_DEVICE Stash(uint4* memory) : own_(memory + threadIdx.x) {}
 
-  CUTE_DEVICE float4& at(int slot, int four) const {
-    return own_[(slot * kFours + four) * int(blockDim.x)];
-  }
-
-  // Puts a row into a slot, and casts what was there.
-  CUTE_DEVICE CastRow exchange(int slot, Row const& row, float factor) const {
-    CastRow result;
+  // Puts a row into a slot, and gives what was there.
+  CUTE_DEVICE Row exchange(int slot, Row const& row) const {
+    Row old;
     CUTE_UNROLL
     for (int i = 0; i < kFours; ++i) {
-      float const* const four = row.columns + 4 * i;
-      float4 const old = at(slot, i);
-      at(slot, i) = make_float4(four[0], four[1], four[2], four[3]);
-      float const columns[4] = {old.x, old.y, old.z, old.w};
-      result.fours[i] = cast_four(columns, factor);
+      uint4& four = own_[(slot * kFours + i) * int(blockDim.x)];
+      old.words[4 * i] = four.x;
+      old.words[4 * i + 1] = four.y;
+      old.words[4 * i + 2] = four.z;
+      old.words[4 * i + 3] = four.w;
+      four = make_uint4(row.words[4 * i], row.words[4 * i + 1], row.words[4 * i + 2],
+                        row.words[4 * i + 3]);
     }
-    return result;
+    float* const units =
+        reinterpret_cast<float*>(own_ - threadIdx.x + kDepth * kFours * blockDim.x);
+    float& unit = units[slot * blockDim.x + threadIdx.x];
+    old.set_unit(unit);
+    unit = row.unit();
+    return old;
   }
 };
 
-// More than two CTAs an SM have no room in shared memory. A head dim that the compiler does not
-// know may take 9 warps.
-constexpr int registers_of_thread(int dim) { return dim == 0 ? 112 : 128; }
+// As many CTAs as have room in shared memory; of the others the narrow pieces would spill.
+template <class Element, int kDim>
+constexpr int registers_of_thread() {
+  return sizeof(Element) == 4 ? 112 : kDim == 80 || kDim == 96 ? 72 : 64;
+}
 
 // Loads, rotates and publishes an item; its rows stay in registers.
 // Returns the largest of the words of `older`, kMissing or more if one was not there.
-template <int kDim, class Element>
+template <int kDim, class Element, class Row>
 CUTE_DEVICE uint32_t work_out(QuantizeParams const& p, Items& items, int count,
                               NextRows<Element> const& next_rows, ThreadPlace const& place,
                               float norm, Row& row) {
-  bool const is_rotated = kDim > 0 || p.is_rotated;
   Item const& item = items.at(count);
   Item const& older = items.before(count);
   uint32_t const first = first_look(p, older);
@@ -227,19 +232,14 @@ CUTE_DEVICE uint32_t work_out(QuantizeParams const& p, Items& items, int count,
   next_rows.read(raw, place);
   Item const& next = items.at(count + 1);
   next_rows.load(next_rows.at(next.source), next.tile.used, p.x.row_stride);
-  if (is_rotated) {
-    raw.change_signs(place, item.signs);
-  }
-  row.unpack(raw);
-  if (is_rotated) {
-    row.rotate<kDim>(place.width);
-  }
+  row.take(raw, place, item.signs);
+  row.template rotate<kDim>(place.width);
   uint2 found;
   while (true) {
-    uint32_t const bits = __float_as_uint(multiply_exactly(row.largest(), norm));
-    found = make_uint2(place.row < item.tile.used ? bits : 0, look_at_all<false>(p, older, first));
+    uint32_t const own = place.row < item.tile.used ? __float_as_uint(row.largest(norm)) : 0;
+    found = make_uint2(own, look_at_all<false>(p, older, first));
     found = items.early.of_all(found, count % 2);
-    if (found.x != kInfinity) {
+    if (!Row::kMayBeInfinite || found.x != kInfinity) {
       break;
     }
     __syncthreads();
@@ -256,18 +256,18 @@ CUTE_DEVICE uint32_t work_out(QuantizeParams const& p, Items& items, int count,
 // published all of its items before i + (kDepth + 1) * grid, and all CTAs are resident; the items
 // that share a scale with i end no later (fits_exchange).
 template <class Element, int kDim>
-__global__ void __maxnreg__(registers_of_thread(kDim))
+__global__ void __maxnreg__((registers_of_thread<Element, kDim>()))
     exchange_kernel(QuantizeParams const __grid_constant__ p) {
-  extern __shared__ __align__(128) float4 memory[];
+  using Row = RowOf<Element, kDim>;
+  extern __shared__ __align__(128) char memory[];
   __shared__ Items items;
   QuantizeShape const& s = p.shape;
   bool const is_aligned = kDim > 0 || s.head_dim % kSpanColumns == 0;
   items.start(p);
   ThreadPlace const place = place_of_thread<kDim>(s, s.tile);
-  float const norm = kDim > 0 || p.is_rotated ? hadamard_norm(place.width) : 1.f;
-  Stash const stash(memory);
-  NextRows<Element> const next_rows(
-      p, place, reinterpret_cast<char*>(memory + kDepth * Stash::kFours * int(blockDim.x)));
+  float const norm = kDim != kPlain ? hadamard_norm(place.width) : 1.f;
+  Stash<Row> const stash(reinterpret_cast<uint4*>(memory));
+  NextRows<Element> const next_rows(p, place, memory + Stash<Row>::kThreadBytes * int(blockDim.x));
   next_rows.load(next_rows.at(items.at(0).source), items.at(0).tile.used, p.x.row_stride);
   items.start_signs(p);
   uint8_t* const values = p.values + Cursor<Element>::target_in_tile(s, place);
@@ -289,7 +289,8 @@ __global__ void __maxnreg__(registers_of_thread(kDim))
     if (older.scale != nullptr && threadIdx.x == 0) {
       *older.scale = scale;
     }
-    CastRow const cast = stash.exchange(count % kDepth, row, factor_of(norm, scale));
+    Row const old = stash.exchange(count % kDepth, row);
+    CastRow const cast = old.cast(factor_of(norm, scale));
     cast.store(values + older.target, place, place.row < older.tile.written,
                place.row < older.tile.used, is_aligned);
     items.go_on(p, count);
@@ -316,13 +317,14 @@ constexpr char const* kName = "quantize_fp8";
 constexpr int kMostTile = 256;
 constexpr int kUsualWarps = 8;
 
-template <class Element>
-constexpr int kWarpBytes = 32 * Stash::kThreadBytes + NextRows<Element>::kWarpBytes;
+template <class Element, int kDim>
+constexpr int kWarpBytes =
+    32 * Stash<RowOf<Element, kDim>>::kThreadBytes + NextRows<Element>::kWarpBytes;
 
-template <class Element>
+template <class Element, int kDim>
 LaunchShape launch_shape(QuantizeShape const& s) {
   int const warps = warps_of_tile(s.head_dim, s.tile, 1);
-  return LaunchShape{kName, 0, 32 * warps, warps * kWarpBytes<Element>};
+  return LaunchShape{kName, 0, 32 * warps, warps * kWarpBytes<Element, kDim>};
 }
 
 // Whether the kernel takes it; launches it, with a stream.
@@ -331,9 +333,9 @@ bool run(QuantizeParams const& params, int sm_count, void* const* stream) {
   static std::atomic<uint64_t> devices_ready{0};
   static std::atomic<uint64_t> known_ctas{0};
   auto* const kernel = exchange_kernel<Element, kDim>;
-  LaunchShape shape = launch_shape<Element>(params.shape);
+  LaunchShape shape = launch_shape<Element, kDim>(params.shape);
   // Once for all head dims of the kernel.
-  allow_shared_memory(kernel, LaunchShape{kName, 0, 0, kMostWarps * kWarpBytes<Element>},
+  allow_shared_memory(kernel, LaunchShape{kName, 0, 0, kMostWarps * kWarpBytes<Element, kDim>},
                       devices_ready);
   shape.grid = min_of(room_for(kernel, shape, 1, known_ctas) * sm_count, params.items);
   if (params.order.span() > int64_t(shape.grid) * (kDepth + 1)) {
@@ -349,7 +351,10 @@ bool run(QuantizeParams const& params, int sm_count, void* const* stream) {
 template <class Element>
 bool run_any(QuantizeParams const& params, int sm_count, void* const* stream) {
   constexpr bool kHasOwn = sizeof(Element) == 2;
-  switch (kHasOwn && params.is_rotated ? params.shape.head_dim : 0) {
+  if (!params.is_rotated) {
+    return run<Element, kPlain>(params, sm_count, stream);
+  }
+  switch (kHasOwn ? params.shape.head_dim : 0) {
     case 64:
       return run<Element, kHasOwn ? 64 : 0>(params, sm_count, stream);
     case 80:

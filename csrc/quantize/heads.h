@@ -2,7 +2,7 @@
 // and where their scales go.
 #pragma once
 
-#include "quantize/next_rows.h"
+#include "quantize/rotated_row.h"
 
 namespace fa3 {
 
@@ -23,9 +23,8 @@ struct HeadSigns {
   }
 };
 
-// When a row is loaded: when it is needed; in registers, while the head before is worked on; the
-// same in shared memory, which leaves registers for two CTAs of 16 warps.
-enum class Loads { kNow, kAhead, kShared };
+// When a row is loaded: when it is needed, or while the head before is worked on.
+enum class Loads { kNow, kAhead };
 
 // The rows of a thread, of one head after the other.
 template <class Element, Loads kLoads>
@@ -36,8 +35,8 @@ class RowsOfHeads {
   RawRow<Element> ahead_;
 
  public:
-  CUTE_DEVICE RowsOfHeads(QuantizeParams const&, Cursor<Element>& cursor, ThreadPlace const& place,
-                          QuantizeTile const& tile, int)
+  CUTE_DEVICE RowsOfHeads(Cursor<Element>& cursor, ThreadPlace const& place,
+                          QuantizeTile const& tile)
       : cursor_(cursor), place_(place), counts_(place.row < tile.used) {
     if constexpr (kLoads == Loads::kAhead) {
       ahead_.clear();
@@ -45,7 +44,7 @@ class RowsOfHeads {
     }
   }
 
-  // Of the next head. A row that does not count may have any values.
+  // Of the next head. A row that does not count may have any values. signs: if it is rotated.
   template <class AnyRow>
   CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
     if constexpr (kLoads == Loads::kNow) {
@@ -53,51 +52,10 @@ class RowsOfHeads {
       ahead_.load(cursor_.source, place_, counts_);
     }
     cursor_.source += head_stride;
-    if (signs != nullptr) {
-      ahead_.change_signs(place_, signs);
-    }
-    row.unpack(ahead_);
+    row.take(ahead_, place_, signs);
     if constexpr (kLoads == Loads::kAhead) {
       ahead_.load(cursor_.source, place_, !is_last && counts_);
     }
-  }
-};
-
-template <class Element>
-class RowsOfHeads<Element, Loads::kShared> {
-  NextRows<Element> next_;
-  ThreadPlace const& place_;
-  Element const* first_;
-  int64_t row_stride_;
-  int used_;
-
- public:
-  CUTE_DEVICE RowsOfHeads(QuantizeParams const& p, Cursor<Element>&, ThreadPlace const& place,
-                          QuantizeTile const& tile, int head)
-      : next_(p, place, shared_rows()),
-        place_(place),
-        first_(next_.at(source_of(p, tile, head))),
-        row_stride_(p.x.row_stride),
-        used_(tile.used) {
-    next_.load(first_, used_, row_stride_);
-  }
-
-  template <class AnyRow>
-  CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
-    RawRow<Element> raw;
-    next_.read(raw, place_);
-    first_ += head_stride;
-    next_.load(first_, is_last ? 0 : used_, row_stride_);
-    if (signs != nullptr) {
-      raw.change_signs(place_, signs);
-    }
-    row.unpack(raw);
-  }
-
- private:
-  static CUTE_DEVICE char* shared_rows() {
-    extern __shared__ __align__(128) char memory[];
-    return memory;
   }
 };
 

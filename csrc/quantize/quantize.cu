@@ -71,28 +71,24 @@ __device__ float scale_of_maxima(QuantizeParams const& p, QuantizeTile const& ti
   return scale;
 }
 
-// As few as there are without spills: other warps work while one waits for its loads.
-template <int kDim, Pass kPass, Loads kLoads>
-constexpr int registers_of_thread() {
-  if (kLoads == Loads::kShared && is_cluster(kPass)) {
-    return 72;
-  }
-  if (kLoads == Loads::kShared || kDim == kPlain) {
-    return 64;
-  }
-  return kDim == 0 ? 112 : kDim == 80 ? 96 : kPass == Pass::kCast ? 88 : 80;
+// As few as there are without spills: other warps work while one waits for its loads, or for the
+// other CTAs of a cluster.
+constexpr int registers_of_thread(int dim, Pass pass) {
+  bool const is_tight = dim == kPlain || (dim == 256 && pass == Pass::kPackedCluster);
+  return is_cluster(pass) && !is_tight ? 56 : 64;
 }
 
-// The bits of the largest finite value of the rows of a CTA or cluster, normalised. Normalising
-// keeps the order, and what is finite. Infinities are rare, and made NaN when there is one.
+// The bits of the largest finite value of the rows of a CTA or cluster, normalised. Infinities are
+// rare, and made NaN when there is one. WHY not by each thread, for its own: packed sequences that
+// are not rotated take 7 to 10 % longer with that branch (H200, 2026-11-23).
 template <class AnyRow, class AnyMaximum>
 CUTE_DEVICE uint32_t largest_of_all(AnyRow& row, bool counts, AnyMaximum& maximum, float norm,
                                     int& round, ClusterPlace const& cluster) {
   while (true) {
-    uint32_t const own = __float_as_uint(multiply_exactly(row.largest(), norm));
+    uint32_t const own = __float_as_uint(row.largest(norm));
     uint32_t const bits = maximum.of_all(counts ? own : 0, round, cluster);
     ++round;
-    if (bits != kInfinity) {
+    if (!AnyRow::kMayBeInfinite || bits != kInfinity) {
       return bits;
     }
     row.make_infinities_nan();
@@ -123,17 +119,16 @@ template <class Element, int kDim, Pass kPass, Loads kLoads>
 struct Quantizer {
   static constexpr bool kIsCluster = is_cluster(kPass);
   static constexpr bool kIsPacked = kPass == Pass::kPackedCluster;
-  // WHY not all: at head dim 64 that is 3 % slower, at 256 3 % faster (H200, 2026-11-23).
-  static constexpr bool kSharesScales = kIsCluster || kDim == 256;
-  using OwnRow = std::conditional_t<kDim == kPlain, PlainRow<Element>, Row>;
+  static constexpr bool kIsRotated = kDim != kPlain;
+  using OwnRow = RowOf<Element, kDim>;
   using AnyMaximum = std::conditional_t<kIsCluster, ClusterMaximum<kMostWarps>, Maximum>;
 
   // Of the CTA, in shared memory.
   struct Shared {
     AnyMaximum maximum;
     HeadSigns signs;
-    BlockScales scales;  // kSharesScales: registers are short
-    int next_item;       // here for the same reason
+    BlockScales scales;  // here because registers are short
+    int next_item;       // for the same reason
     int least_items;     // packed in clusters: of real tiles
     int more_items;
   };
@@ -142,7 +137,6 @@ struct Quantizer {
   Shared& shared;
   ClusterPlace cluster;
   ThreadPlace place;
-  bool is_rotated;
   float norm;
   int round = 0;  // of the maxima
 
@@ -151,8 +145,7 @@ struct Quantizer {
         shared(shared_),
         cluster{kIsCluster ? cluster_rank() : 0, kIsCluster ? p.cluster_ctas : 1},
         place(place_of_thread<kDim>(p.shape, p.cta_rows)),
-        is_rotated(kDim > 0 || (kDim == 0 && p.is_rotated)),
-        norm(is_rotated ? hadamard_norm(place.width) : 1.f) {}
+        norm(kIsRotated ? hadamard_norm(place.width) : 1.f) {}
 
   // The items of this CTA or cluster, which follow each other: of a tile all heads, then of the
   // next.
@@ -217,16 +210,14 @@ struct Quantizer {
       tile = part_of(tile, cluster.rank, p.cta_rows);
     }
     Cursor<Element> cursor(p, place, tile, begin);
-    BlockScales own_scales;
-    BlockScales& block_scales = kSharesScales ? shared.scales : own_scales;
-    block_scales.begin(p, tile, tile_number, begin, cluster.rank);
+    shared.scales.begin(p, tile, tile_number, begin, cluster.rank);
     if (kPass == Pass::kOnly && tile.written == 0) {
-      block_scales.write_ones(end - begin);
+      shared.scales.write_ones(end - begin);
       __syncthreads();
       return;
     }
-    RowsOfHeads<Element, kLoads> rows(p, cursor, place, tile, begin);
-    if (is_rotated) {
+    RowsOfHeads<Element, kLoads> rows(cursor, place, tile);
+    if (kIsRotated) {
       shared.signs.compute(p, begin, end);
     }
     if (kIsCluster && round == 0) {
@@ -239,12 +230,9 @@ struct Quantizer {
     }
     for (int head = begin; head < end; ++head) {
       OwnRow row;
-      rows.take(row, is_rotated ? shared.signs.of_spans[head - begin] : nullptr, p.x.head_stride,
-                head + 1 == end);
-      if (is_rotated) {
-        row.template rotate<kDim>(place.width);
-      }
-      finish_row(row, cursor.target, tile, head, block_scales);
+      rows.take(row, shared.signs.of_spans[head - begin], p.x.head_stride, head + 1 == end);
+      row.template rotate<kDim>(place.width);
+      finish_row(row, cursor.target, tile, head);
       cursor.target += kDim > 0 ? kDim : p.shape.head_dim;
     }
   }
@@ -252,12 +240,12 @@ struct Quantizer {
   // Of a warp without rows.
   CUTE_DEVICE void only_exchange(int heads) {
     for (; heads > 0; ++round) {
-      heads -= shared.maximum.of_all(0, round, cluster) != kInfinity;
+      uint32_t const bits = shared.maximum.of_all(0, round, cluster);
+      heads -= !OwnRow::kMayBeInfinite || bits != kInfinity;
     }
   }
 
-  CUTE_DEVICE void finish_row(OwnRow& row, uint8_t* target, QuantizeTile const& tile, int head,
-                              BlockScales& block_scales) {
+  CUTE_DEVICE void finish_row(OwnRow& row, uint8_t* target, QuantizeTile const& tile, int head) {
     bool const counts = place.row < tile.used;
     float scale = 1.f;
     if constexpr (kPass == Pass::kCast) {
@@ -271,7 +259,7 @@ struct Quantizer {
       }
       scale = scale_of(bits);
       // Between the blocks of packed sequences, scales are 1. Who writes has the first row.
-      block_scales.write(counts ? scale : 1.f);
+      shared.scales.write(counts ? scale : 1.f);
     }
     CastRow const cast = row.cast(factor_of(norm, scale));
     cast.store(target, place, place.row < tile.written, counts,
@@ -280,7 +268,7 @@ struct Quantizer {
 };
 
 template <class Element, int kDim, Pass kPass, Loads kLoads>
-__global__ void __maxnreg__((registers_of_thread<kDim, kPass, kLoads>()))
+__global__ void __maxnreg__(registers_of_thread(kDim, kPass))
     quantize_kernel(QuantizeParams const __grid_constant__ p) {
   using Own = Quantizer<Element, kDim, kPass, kLoads>;
   __shared__ typename Own::Shared shared;
@@ -312,8 +300,7 @@ void launch_pass(QuantizeParams params, int sm_count, void* stream) {
   static std::atomic<uint64_t> known_room{0};
   int const ctas = params.cluster_ctas;
   int const warps = warps_of_tile(params.shape.head_dim, params.cta_rows, 1);
-  int const shared = kLoads == Loads::kShared ? warps * NextRows<Element>::kWarpBytes : 0;
-  LaunchShape shape{"quantize_fp8", 0, 32 * warps, shared};
+  LaunchShape shape{"quantize_fp8", 0, 32 * warps, 0};
   auto* const kernel = quantize_kernel<Element, kDim, kPass, kLoads>;
   int const room = room_for(kernel, shape, ctas, known_room) * (ctas == 1 ? sm_count : 1);
   int const least = least_heads(params, shape.threads, sm_count);
@@ -333,9 +320,7 @@ template <class Element>
 void launch_only_pass(QuantizeParams const& params, int sm_count, void* stream) {
   constexpr Pass kOnly = Pass::kOnly;
   constexpr Loads kAhead = Loads::kAhead;
-  QuantizeShape const& s = params.shape;
-  bool const is_tight = warps_of_tile(s.head_dim, s.tile, 1) > kMostWarps / 2;
-  switch (params.is_rotated ? s.head_dim : kPlain) {
+  switch (params.is_rotated ? params.shape.head_dim : kPlain) {
     case kPlain:
       return launch_pass<Element, kPlain, kOnly, kAhead>(params, sm_count, stream);
     case 64:
@@ -345,13 +330,11 @@ void launch_only_pass(QuantizeParams const& params, int sm_count, void* stream) 
     case 96:
       return launch_pass<Element, 96, kOnly, kAhead>(params, sm_count, stream);
     case 128:
-      return is_tight ? launch_pass<Element, 128, kOnly, Loads::kShared>(params, sm_count, stream)
-                      : launch_pass<Element, 128, kOnly, kAhead>(params, sm_count, stream);
+      return launch_pass<Element, 128, kOnly, kAhead>(params, sm_count, stream);
     case 192:
       return launch_pass<Element, 192, kOnly, kAhead>(params, sm_count, stream);
     case 256:
-      return is_tight ? launch_pass<Element, 256, kOnly, Loads::kShared>(params, sm_count, stream)
-                      : launch_pass<Element, 256, kOnly, kAhead>(params, sm_count, stream);
+      return launch_pass<Element, 256, kOnly, kAhead>(params, sm_count, stream);
     default:
       return launch_pass<Element, 0, kOnly, kAhead>(params, sm_count, stream);
   }
@@ -362,9 +345,9 @@ template <class Element, Pass kPass>
 void launch_clusters(QuantizeParams const& params, int sm_count, void* stream) {
   switch (params.is_rotated ? params.shape.head_dim : kPlain) {
     case 64:
-      return launch_pass<Element, 64, kPass, Loads::kShared>(params, sm_count, stream);
+      return launch_pass<Element, 64, kPass, Loads::kAhead>(params, sm_count, stream);
     case 96:
-      return launch_pass<Element, 96, kPass, Loads::kShared>(params, sm_count, stream);
+      return launch_pass<Element, 96, kPass, Loads::kAhead>(params, sm_count, stream);
     case 128:
       return launch_pass<Element, 128, kPass, Loads::kAhead>(params, sm_count, stream);
     case 256:
@@ -374,15 +357,22 @@ void launch_clusters(QuantizeParams const& params, int sm_count, void* stream) {
   }
 }
 
+template <class Element, int kDim>
+void launch_two_passes(QuantizeParams const& params, int sm_count, void* stream) {
+  launch_pass<Element, kDim, Pass::kMaxima, Loads::kNow>(params, sm_count, stream);
+  launch_pass<Element, kDim, Pass::kCast, Loads::kNow>(params, sm_count, stream);
+}
+
 template <class Element>
 void launch_passes(QuantizeParams const& params, bool is_one, int sm_count, void* stream) {
   if (!is_one) {
-    launch_pass<Element, 0, Pass::kMaxima, Loads::kNow>(params, sm_count, stream);
-    launch_pass<Element, 0, Pass::kCast, Loads::kNow>(params, sm_count, stream);
-    return;
+    return params.is_rotated ? launch_two_passes<Element, 0>(params, sm_count, stream)
+                             : launch_two_passes<Element, kPlain>(params, sm_count, stream);
   }
   if constexpr (sizeof(Element) == 4) {
-    launch_pass<Element, 0, Pass::kOnly, Loads::kNow>(params, sm_count, stream);
+    return params.is_rotated
+               ? launch_pass<Element, 0, Pass::kOnly, Loads::kNow>(params, sm_count, stream)
+               : launch_pass<Element, kPlain, Pass::kOnly, Loads::kNow>(params, sm_count, stream);
   } else {
     if (params.cluster_ctas == 1) {
       launch_only_pass<Element>(params, sm_count, stream);

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <bit>
-#include <type_traits>
 
 #include "quantize/chunk.h"
 #include "quantize/quantize.h"
@@ -101,14 +100,6 @@ struct RawRow {
       spans[1].load(source + place.width / 2, true);
     }
   }
-
-  // spread: spread_signs() of the spans of a row of this head.
-  CUTE_DEVICE void change_signs(ThreadPlace const& place, uint32_t const* spread) {
-    uint32_t const* const first = spread + unsigned(place.column) / kSpanColumns;
-    LaneSigns<Element> const signs(first[0], first[unsigned(place.width) / kLaneColumns]);
-    signs.template apply<0>(spans[0]);
-    signs.template apply<1>(spans[1]);
-  }
 };
 
 CUTE_DEVICE void store_span(uint8_t* target, uint4 values, bool is_full, bool is_aligned) {
@@ -126,121 +117,86 @@ CUTE_DEVICE void store_span(uint8_t* target, uint4 values, bool is_full, bool is
 struct CastRow {
   uint32_t fours[kLaneColumns / 4];
 
-  // A row that does not count is 0. is_aligned: rows are multiples of 16 columns.
+  // A row that does not count is 0. is_aligned: rows are multiples of 16 columns. Whole warps call
+  // it.
   CUTE_DEVICE void store(uint8_t* target, ThreadPlace const& place, bool exists, bool counts,
                          bool is_aligned) const {
+    uint4 const zeros = make_uint4(0, 0, 0, 0);
+    uint4 const first = counts ? make_uint4(fours[0], fours[1], fours[2], fours[3]) : zeros;
+    uint4 const second = counts ? make_uint4(fours[4], fours[5], fours[6], fours[7]) : zeros;
     if (!exists) {
       return;
     }
-    uint4 const zeros = make_uint4(0, 0, 0, 0);
-    uint4 const first = make_uint4(fours[0], fours[1], fours[2], fours[3]);
-    store_span(target, counts ? first : zeros, place.has_full_span(), is_aligned);
+    store_span(target, first, place.has_full_span(), is_aligned);
     if (place.has_second()) {
-      uint4 const second = make_uint4(fours[4], fours[5], fours[6], fours[7]);
-      store_span(target + place.width / 2, counts ? second : zeros, true, is_aligned);
+      store_span(target + place.width / 2, second, true, is_aligned);
     }
   }
 };
 
-CUTE_DEVICE uint32_t cast_four(float const* four, float factor) {
-  return pack_four_e4m3(multiply_exactly(four[0], factor), multiply_exactly(four[1], factor),
-                        multiply_exactly(four[2], factor), multiply_exactly(four[3], factor));
+CUTE_DEVICE uint32_t cast_four(float2 first, float2 second, float factor) {
+  return pack_four_e4m3(multiply_exactly(first.x, factor), multiply_exactly(first.y, factor),
+                        multiply_exactly(second.x, factor), multiply_exactly(second.y, factor));
 }
 
-struct Row {
-  float columns[kLaneColumns];
-
-  template <class Element>
-  CUTE_DEVICE void unpack(RawRow<Element> const& raw) {
-    raw.spans[0].unpack(columns);
-    raw.spans[1].unpack(columns + kSpanColumns);
-  }
-
-  // The largest absolute value; NaN does not count. Four at a time: each waits for the one before.
-  CUTE_DEVICE float largest() const {
-    float found[4] = {0.f, 0.f, 0.f, 0.f};
-    CUTE_UNROLL
-    for (int i = 0; i < kLaneColumns; ++i) {
-      found[i % 4] = fmaxf(found[i % 4], fabsf(columns[i]));
-    }
-    return fmaxf(fmaxf(found[0], found[1]), fmaxf(found[2], found[3]));
-  }
-
-  CUTE_DEVICE void make_infinities_nan() {
-    CUTE_UNROLL
-    for (float& column : columns) {
-      column = is_infinite(column) ? __uint_as_float(0x7fffffffu) : column;
-    }
-  }
-
-  // kDim: 0 or of one or two pieces.
-  template <int kDim>
-  CUTE_DEVICE void rotate(int width) {
-    constexpr int kWidest = int(std::bit_floor(unsigned(kDim)));
-    if (kDim == kWidest || width == kWidest) {
-      rotate_row<kWidest>(columns, width);
-    } else {
-      rotate_row<kDim - kWidest>(columns, width);
-    }
-  }
-
-  // Each value times `factor`.
-  CUTE_DEVICE CastRow cast(float factor) const {
-    CastRow result;
-    CUTE_UNROLL
-    for (int i = 0; i < kLaneColumns / 4; ++i) {
-      result.fours[i] = cast_four(columns + 4 * i, factor);
-    }
-    return result;
-  }
-};
-
-// A row that is not rotated, as it lies in memory: it takes half the registers.
+// A row that is not rotated, as it lies in memory.
 template <class Element>
 class PlainRow {
-  static constexpr bool kIsBFloat = std::is_same_v<Element, cutlass::bfloat16_t>;
-  static constexpr uint32_t kHalfInfinity = kIsBFloat ? 0x7f80u : 0x7c00u;
-
-  RawRow<Element> raw_;
-
-  CUTE_DEVICE Row unpacked() const {
-    Row row;
-    row.unpack(raw_);
-    return row;
-  }
+  using Raw = RawSpan<Element>;
+  static constexpr uint32_t kHalfInfinity = kIsBFloat<Element> ? 0x7f80u : 0x7c00u;
 
  public:
-  CUTE_DEVICE void unpack(RawRow<Element> const& raw) { raw_ = raw; }
+  static constexpr bool kMayBeInfinite = true;
+  static constexpr int kWords = 2 * Raw::kWords;
+
+  uint32_t words[kWords];
+
+  CUTE_DEVICE float unit() const { return 1.f; }
+  CUTE_DEVICE void set_unit(float) {}
+
+  CUTE_DEVICE void take(RawRow<Element> const& raw, ThreadPlace const&, uint32_t const*) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = raw.spans[i / Raw::kWords].words[i % Raw::kWords];
+    }
+  }
 
   template <int kDim>
   CUTE_DEVICE void rotate(int) {}
 
-  // Two at a time, as integers: without signs they are ordered as the floats are, NaN behind all.
-  // That leaves nothing unpacked, which ptxas (13.0) would keep in memory until the cast.
-  CUTE_DEVICE float largest() const {
-    uint32_t found[2] = {0, 0};
-    CUTE_UNROLL
-    for (int i = 0; i < RawSpan<Element>::kWords; ++i) {
-      found[0] = max_of_halves(found[0], raw_.spans[0].words[i] & 0x7fff7fffu);
-      found[1] = max_of_halves(found[1], raw_.spans[1].words[i] & 0x7fff7fffu);
-    }
-    uint32_t const two = max_of_halves(found[0], found[1]);
-    uint32_t const one = max(two & 0xffffu, two >> 16);
-    return one > kHalfInfinity ? unpacked().largest() : unpack_two<Element>(one).x;
-  }
+  // The largest magnitude that is a number.
+  CUTE_DEVICE float largest(float) const { return fmaxf(largest_magnitude<Element>(words), 0.f); }
 
   CUTE_DEVICE void make_infinities_nan() {
     CUTE_UNROLL
-    for (RawSpan<Element>& span : raw_.spans) {
-      CUTE_UNROLL
-      for (uint32_t& word : span.words) {
+    for (uint32_t& word : words) {
+      if constexpr (Raw::kIsWide) {
+        word |= (word & 0x7fffffffu) == kInfinity ? 0x7fffffffu : 0u;
+      } else {
         word |= (word & 0x7fffu) == kHalfInfinity ? 0x7fffu : 0u;
         word |= (word >> 16 & 0x7fffu) == kHalfInfinity ? 0x7fff0000u : 0u;
       }
     }
   }
 
-  CUTE_DEVICE CastRow cast(float factor) const { return unpacked().cast(factor); }
+  CUTE_DEVICE CastRow cast(float factor) const {
+    CastRow result;
+    CUTE_UNROLL
+    for (int i = 0; i < kLaneColumns / 4; ++i) {
+      result.fours[i] = cast_four(columns(4 * i), columns(4 * i + 2), factor);
+    }
+    return result;
+  }
+
+ private:
+  // Columns i and i + 1.
+  CUTE_DEVICE float2 columns(int i) const {
+    if constexpr (Raw::kIsWide) {
+      return make_float2(__uint_as_float(words[i]), __uint_as_float(words[i + 1]));
+    } else {
+      return unpack_two<Element>(words[i / 2]);
+    }
+  }
 };
 
 CUTE_DEVICE float scale_of(uint32_t maximum_bits) {

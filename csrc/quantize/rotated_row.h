@@ -1,0 +1,199 @@
+// Rotation of a row in fp16, two columns at a time: half the instructions, shuffles and registers
+// of float32, and its rounding (2^-11 of a value) disappears beside that of e4m3 (2^-4). The range
+// of fp16 is no matter: a row is first multiplied by the power of two that brings its largest value
+// to 2 .. 4.
+#pragma once
+
+#include "quantize/rows.h"
+
+namespace fa3 {
+
+constexpr int kRowWords = kLaneColumns / 2;  // of a lane, two columns each
+constexpr int kSpanWords = kSpanColumns / 2;
+constexpr float kLargestFloat = 0x1.fffffep127f;
+
+// ------------------------------------------------------------------------------ two fp16 in a word
+CUTE_DEVICE uint32_t add_halves(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+CUTE_DEVICE uint32_t subtract_halves(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+CUTE_DEVICE uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+CUTE_DEVICE uint32_t multiply_add_halves(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
+// The lower one becomes the sum of both, the upper one the lower less the upper.
+CUTE_DEVICE uint32_t butterfly_in_word(uint32_t word) {
+  constexpr uint32_t kOneAndMinusOne = 0xbc003c00u;
+  return multiply_add_halves(__byte_perm(word, 0, 0x3232), kOneAndMinusOne,
+                             __byte_perm(word, 0, 0x1010));
+}
+
+CUTE_DEVICE uint32_t cast_four_halves(uint32_t first, uint32_t second) {
+  uint32_t packed;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(packed)
+      : "r"(first), "r"(second));
+  return packed;
+}
+
+// ------------------------------------------------------------------------------------------ signs
+// sign_bits(), of the even columns to the even bits of the lower half, of the odd ones to those of
+// the upper half.
+CUTE_DEVICE uint32_t spread_signs(uint32_t bits) {
+  return (bits & 0x5555u) | (bits & 0xaaaau) << 15;
+}
+
+// Changes signs of the words of a lane. A shift by a constant puts those of a word where they
+// belong. spread: spread_signs() of the spans of a row of this head.
+CUTE_DEVICE void change_signs(uint32_t (&words)[kRowWords], ThreadPlace const& place,
+                              uint32_t const* spread) {
+  uint32_t const* const first = spread + unsigned(place.column) / kSpanColumns;
+  uint32_t const both = first[0] + 2 * first[unsigned(place.width) / kLaneColumns];
+  CUTE_UNROLL
+  for (int i = 0; i < kRowWords; ++i) {
+    int const place_in_both = 2 * (i % kSpanWords) + i / kSpanWords;
+    words[i] ^= (both << (15 - place_in_both)) & 0x80008000u;
+  }
+}
+
+// ------------------------------------------------------------------------------------ butterflies
+// Words i and i + kDistance become their sum and their difference.
+template <int kDistance>
+CUTE_DEVICE void butterflies(uint32_t (&words)[kRowWords]) {
+  CUTE_UNROLL
+  for (int i = 0; i < kRowWords; ++i) {
+    if ((i & kDistance) == 0) {
+      uint32_t const first = words[i];
+      uint32_t const second = words[i + kDistance];
+      words[i] = add_halves(first, second);
+      words[i + kDistance] = subtract_halves(first, second);
+    }
+  }
+}
+
+// The lane of the lower half gets the sum of its word and the other's, the other lane the lower's
+// word less its own. signs: the product is exact, so this is one rounded sum.
+CUTE_DEVICE void butterflies_of_lanes(uint32_t (&words)[kRowWords], int distance) {
+  uint32_t const signs = (int(threadIdx.x) & distance) != 0 ? 0xbc00bc00u : 0x3c003c00u;
+  CUTE_UNROLL
+  for (uint32_t& word : words) {
+    word = multiply_add_halves(word, signs, __shfl_xor_sync(0xffffffffu, word, distance));
+  }
+}
+
+// The columns of a row that a lane has go through the butterflies of their piece. kWidth: of the
+// piece, 0: only `width` says it. Whole warps call it.
+template <int kWidth>
+CUTE_DEVICE void rotate_words(uint32_t (&words)[kRowWords], int width) {
+  width = kWidth > 0 ? kWidth : width;
+  CUTE_UNROLL
+  for (uint32_t& word : words) {
+    word = butterfly_in_word(word);
+  }
+  butterflies<1>(words);
+  butterflies<2>(words);
+  if (width >= kSpanColumns) {
+    butterflies<kSpanWords / 2>(words);
+  }
+#pragma unroll(kWidth > 0 ? 3 : 1)
+  for (int distance = 1; kLaneColumns * distance < width; distance *= 2) {
+    butterflies_of_lanes(words, distance);
+  }
+  if (width >= kLaneColumns) {
+    butterflies<kSpanWords>(words);
+  }
+}
+
+// ------------------------------------------------------------------------------------------- rows
+// A row that is rotated: not yet normalised, and in units of its own. Infinities and NaN make all
+// values NaN, so that none of them is infinite.
+class RotatedRow {
+  float unit_;  // what 1 stands for
+
+ public:
+  static constexpr bool kMayBeInfinite = false;
+  static constexpr int kWords = kRowWords;
+
+  uint32_t words[kRowWords];
+
+  CUTE_DEVICE float unit() const { return unit_; }
+  CUTE_DEVICE void set_unit(float unit) { unit_ = unit; }
+
+  // spread: as of change_signs(). Whole warps call it.
+  template <class Element>
+  CUTE_DEVICE void take(RawRow<Element> const& raw, ThreadPlace const& place,
+                        uint32_t const* spread) {
+    uint32_t largest = __float_as_uint(fmaxf(largest_magnitude<Element>(raw.spans[0].words),
+                                             largest_magnitude<Element>(raw.spans[1].words)));
+#pragma unroll 3
+    for (int distance = 1; kLaneColumns * distance < place.width; distance *= 2) {
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    }
+    // WHY not below 2^-125: 2^126 is the largest factor. Of an infinity or NaN it becomes 0.
+    constexpr uint32_t kExponent = 0x00800000u;
+    uint32_t const power = max(largest & kInfinity, 2 * kExponent);
+    unit_ = __uint_as_float(power - kExponent);
+    float const factor = __uint_as_float(kInfinity - power);
+    CUTE_UNROLL
+    for (int i = 0; i < kRowWords; ++i) {
+      words[i] = raw.spans[i / kSpanWords].two_halves(i % kSpanWords, factor);
+    }
+    change_signs(words, place, spread);
+  }
+
+  // kDim: 0 or of one or two pieces.
+  template <int kDim>
+  CUTE_DEVICE void rotate(int width) {
+    constexpr int kWidest = int(std::bit_floor(unsigned(kDim)));
+    if (kDim == kWidest || width == kWidest) {
+      rotate_words<kWidest>(words, width);
+    } else {
+      rotate_words<kDim - kWidest>(words, width);
+    }
+  }
+
+  // The largest magnitude that is a number, normalised.
+  CUTE_DEVICE float largest(float norm) const {
+    float const value =
+        multiply_exactly(fmaxf(largest_magnitude<cutlass::half_t>(words), 0.f), norm);
+    return fminf(multiply_exactly(value, unit_), kLargestFloat);
+  }
+
+  CUTE_DEVICE void make_infinities_nan() {}
+
+  CUTE_DEVICE CastRow cast(float factor) const {
+    float const own = multiply_exactly(factor, unit_);
+    uint32_t const both = pack_two<cutlass::half_t>(own, own);
+    CastRow result;
+    CUTE_UNROLL
+    for (int i = 0; i < kRowWords / 2; ++i) {
+      result.fours[i] = cast_four_halves(multiply_halves(words[2 * i], both),
+                                         multiply_halves(words[2 * i + 1], both));
+    }
+    return result;
+  }
+};
+
+template <class Element, int kDim>
+using RowOf = std::conditional_t<kDim == kPlain, PlainRow<Element>, RotatedRow>;
+
+}  // namespace fa3
