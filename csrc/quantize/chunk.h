@@ -110,26 +110,6 @@ struct RawSpan {
       }
     }
   }
-
-  // Columns 2 * i and 2 * i + 1, times a power of two, as fp16, rounded once.
-  CUTE_DEVICE uint32_t two_halves(int i, float factor) const {
-    if constexpr (kIsBFloat<Element>) {
-      uint32_t const both = __byte_perm(__float_as_uint(factor), 0, 0x3232);
-      uint32_t scaled;
-      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(scaled) : "r"(words[i]), "r"(both));
-      float2 const two = unpack_two<Element>(scaled);
-      return pack_two<cutlass::half_t>(two.x, two.y);
-    } else {
-      float2 two;
-      if constexpr (kIsWide) {
-        two = make_float2(__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1]));
-      } else {
-        two = unpack_two<Element>(words[i]);
-      }
-      return pack_two<cutlass::half_t>(multiply_exactly(two.x, factor),
-                                       multiply_exactly(two.y, factor));
-    }
-  }
 };
 
 }  // namespace fa3

@@ -6,10 +6,10 @@
 // A maximum is a word of its own that was 0, and no longer is when it is there: who reads it needs
 // no other word, so that nothing has to be ordered.
 //
-// What bounds it (H200, 2026-11-22, ncu): shared memory has room for the columns of 16 warps of an
-// SM, too few to hide all latencies between two barriers (59 % of the slots issue), and an item
-// takes a fifth more instructions than in quantize.cu, eight stores and eight loads of 16 bytes a
-// lane among them.
+// What bounds it (H200, 2026-11-23, ncu, rotated rows of head dim 128): a warp takes 697
+// instructions for an item, in the clusters of quantize.cu 524, among them eight stores and loads
+// of 16 bytes for the rows put aside and the next ones; 60 % of the slots issue, and what warps
+// wait for most is the barrier of the CTA.
 #include "device/barriers.h"
 #include "device/launch.h"
 #include "quantize/exchange.h"

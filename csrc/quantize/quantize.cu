@@ -216,7 +216,7 @@ struct Quantizer {
       __syncthreads();
       return;
     }
-    RowsOfHeads<Element, kLoads> rows(cursor, place, tile);
+    RowsOfHeads<Element, kLoads> rows(p, cursor, place, tile, begin);
     if (kIsRotated) {
       shared.signs.compute(p, begin, end);
     }
@@ -300,7 +300,8 @@ void launch_pass(QuantizeParams params, int sm_count, void* stream) {
   static std::atomic<uint64_t> known_room{0};
   int const ctas = params.cluster_ctas;
   int const warps = warps_of_tile(params.shape.head_dim, params.cta_rows, 1);
-  LaunchShape shape{"quantize_fp8", 0, 32 * warps, 0};
+  int const shared = kLoads == Loads::kShared ? warps * NextRows<Element>::kWarpBytes : 0;
+  LaunchShape shape{"quantize_fp8", 0, 32 * warps, shared};
   auto* const kernel = quantize_kernel<Element, kDim, kPass, kLoads>;
   int const room = room_for(kernel, shape, ctas, known_room) * (ctas == 1 ? sm_count : 1);
   int const least = least_heads(params, shape.threads, sm_count);
@@ -320,15 +321,16 @@ template <class Element>
 void launch_only_pass(QuantizeParams const& params, int sm_count, void* stream) {
   constexpr Pass kOnly = Pass::kOnly;
   constexpr Loads kAhead = Loads::kAhead;
+  constexpr Loads kShared = Loads::kShared;
   switch (params.is_rotated ? params.shape.head_dim : kPlain) {
     case kPlain:
       return launch_pass<Element, kPlain, kOnly, kAhead>(params, sm_count, stream);
     case 64:
-      return launch_pass<Element, 64, kOnly, kAhead>(params, sm_count, stream);
+      return launch_pass<Element, 64, kOnly, kShared>(params, sm_count, stream);
     case 80:
       return launch_pass<Element, 80, kOnly, kAhead>(params, sm_count, stream);
     case 96:
-      return launch_pass<Element, 96, kOnly, kAhead>(params, sm_count, stream);
+      return launch_pass<Element, 96, kOnly, kShared>(params, sm_count, stream);
     case 128:
       return launch_pass<Element, 128, kOnly, kAhead>(params, sm_count, stream);
     case 192:
@@ -345,9 +347,9 @@ template <class Element, Pass kPass>
 void launch_clusters(QuantizeParams const& params, int sm_count, void* stream) {
   switch (params.is_rotated ? params.shape.head_dim : kPlain) {
     case 64:
-      return launch_pass<Element, 64, kPass, Loads::kAhead>(params, sm_count, stream);
+      return launch_pass<Element, 64, kPass, Loads::kShared>(params, sm_count, stream);
     case 96:
-      return launch_pass<Element, 96, kPass, Loads::kAhead>(params, sm_count, stream);
+      return launch_pass<Element, 96, kPass, Loads::kShared>(params, sm_count, stream);
     case 128:
       return launch_pass<Element, 128, kPass, Loads::kAhead>(params, sm_count, stream);
     case 256:

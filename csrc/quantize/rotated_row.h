@@ -55,6 +55,44 @@ CUTE_DEVICE uint32_t cast_four_halves(uint32_t first, uint32_t second) {
   return packed;
 }
 
+// Spans to fp16, times a power of two, rounded once.
+template <class Element>
+class HalfScaler {
+  static constexpr bool kIsHalf = std::is_same_v<Element, cutlass::half_t>;
+  float factor_;
+  uint32_t both_;  // the factor twice, in 16 bits
+  uint32_t rest_;  // fp16 has none above 2^15: what they lack
+
+ public:
+  explicit CUTE_DEVICE HalfScaler(float factor) : factor_(factor) {
+    if constexpr (kIsBFloat<Element>) {
+      both_ = __byte_perm(__float_as_uint(factor), 0, 0x3232);
+    }
+    if constexpr (kIsHalf) {
+      float const most = fminf(factor, 0x1p15f);
+      float const rest = fminf(fmaxf(factor * 0x1p-15f, 1.f), 0x1p15f);
+      both_ = pack_two<Element>(most, most);
+      rest_ = pack_two<Element>(rest, rest);
+    }
+  }
+
+  // Columns 2 * i and 2 * i + 1.
+  CUTE_DEVICE uint32_t two(RawSpan<Element> const& raw, int i) const {
+    if constexpr (kIsHalf) {
+      return multiply_halves(multiply_halves(raw.words[i], both_), rest_);
+    } else if constexpr (kIsBFloat<Element>) {
+      uint32_t scaled;
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(scaled) : "r"(raw.words[i]), "r"(both_));
+      float2 const two = unpack_two<Element>(scaled);
+      return pack_two<cutlass::half_t>(two.x, two.y);
+    } else {
+      return pack_two<cutlass::half_t>(
+          multiply_exactly(__uint_as_float(raw.words[2 * i]), factor_),
+          multiply_exactly(__uint_as_float(raw.words[2 * i + 1]), factor_));
+    }
+  }
+};
+
 // ------------------------------------------------------------------------------------------ signs
 // sign_bits(), of the even columns to the even bits of the lower half, of the odd ones to those of
 // the upper half.
@@ -152,10 +190,10 @@ class RotatedRow {
     constexpr uint32_t kExponent = 0x00800000u;
     uint32_t const power = max(largest & kInfinity, 2 * kExponent);
     unit_ = __uint_as_float(power - kExponent);
-    float const factor = __uint_as_float(kInfinity - power);
+    HalfScaler<Element> const scaler(__uint_as_float(kInfinity - power));
     CUTE_UNROLL
     for (int i = 0; i < kRowWords; ++i) {
-      words[i] = raw.spans[i / kSpanWords].two_halves(i % kSpanWords, factor);
+      words[i] = scaler.two(raw.spans[i / kSpanWords], i % kSpanWords);
     }
     change_signs(words, place, spread);
   }
