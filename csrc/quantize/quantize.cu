@@ -74,7 +74,7 @@ __device__ float scale_of_maxima(QuantizeParams const& p, QuantizeTile const& ti
 // As few as there are without spills: other warps work while one waits for its loads, or for the
 // other CTAs of a cluster.
 constexpr int registers_of_thread(int dim, Pass pass) {
-  bool const is_tight = dim == kPlain || (dim == 256 && pass == Pass::kPackedCluster);
+  bool const is_tight = dim == kPlain || (dim >= 192 && pass == Pass::kPackedCluster);
   return is_cluster(pass) && !is_tight ? 56 : 64;
 }
 
@@ -348,10 +348,14 @@ void launch_clusters(QuantizeParams const& params, int sm_count, void* stream) {
   switch (params.is_rotated ? params.shape.head_dim : kPlain) {
     case 64:
       return launch_pass<Element, 64, kPass, Loads::kShared>(params, sm_count, stream);
+    case 80:
+      return launch_pass<Element, 80, kPass, Loads::kShared>(params, sm_count, stream);
     case 96:
       return launch_pass<Element, 96, kPass, Loads::kShared>(params, sm_count, stream);
     case 128:
       return launch_pass<Element, 128, kPass, Loads::kAhead>(params, sm_count, stream);
+    case 192:
+      return launch_pass<Element, 192, kPass, Loads::kAhead>(params, sm_count, stream);
     case 256:
       return launch_pass<Element, 256, kPass, Loads::kAhead>(params, sm_count, stream);
     default:
@@ -397,9 +401,21 @@ int64_t count_scales(QuantizeShape const& s) {
 }
 
 bool has_cluster_kernel(QuantizeParams const& params) {
-  int const dim = params.shape.head_dim;
-  return params.dtype != Dtype::kFloat32 &&
-         (!params.is_rotated || dim == 64 || dim == 96 || dim == 128 || dim == 256);
+  if (params.dtype == Dtype::kFloat32) {
+    return false;
+  }
+  switch (params.is_rotated ? params.shape.head_dim : kPlain) {
+    case kPlain:
+    case 64:
+    case 80:
+    case 96:
+    case 128:
+    case 192:
+    case 256:
+      return true;
+    default:
+      return false;
+  }
 }
 
 // Whether packed sequences are long enough for clusters, in the mean: whole CTAs have no rows where

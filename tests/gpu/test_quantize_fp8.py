@@ -235,7 +235,7 @@ def test_packed_blocks_of_384_rows(head_dim, dtype, rotate, device):
 # In the mean long enough for clusters, where whole CTAs have no rows.
 @ROTATED
 @DTYPES
-@pytest.mark.parametrize('head_dim', [64, 96, 128, 256])
+@pytest.mark.parametrize('head_dim', [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize('lengths', [
     [0, 1, 3000, 0, 383, 384, 385, 2500, 48, 4000], [0] * 20 + [9000] + [0] * 17 + [1, 29000],
     [1000]], ids=['mixed', 'empty', 'one'])
@@ -328,7 +328,7 @@ def test_opcheck(is_packed, block, device):
 
 @pytest.mark.parametrize('rows, heads', [((4096, 4096), (16, 16)), ((700, 900), (8, 2)),
                                          ((65, 1), (4, 4)), ((1000, 385), (6, 3))])
-@pytest.mark.parametrize('head_dim', [64, 80, 96, 128, 256])
+@pytest.mark.parametrize('head_dim', [64, 80, 96, 128, 192, 256])
 def test_the_three_of_attention_at_once(head_dim, rows, heads, cuda):
     """None of the three launches waits for another one. Each result is as by itself, whatever ran
     before in the same memory."""
