@@ -141,14 +141,15 @@ def quantize_calls() -> list[Quantized]:
     pass and two.
     """
     own = [Quantized(dtype, head_dim, 32, True, False)
-           for dtype in ('bf16', 'fp16', 'fp32') for head_dim in (40, 64, 96, 128, 192, 256)]
+           for dtype in ('bf16', 'fp16', 'fp32') for head_dim in (40, 64, 80, 96, 128, 192, 256)]
     own += [Quantized(dtype, head_dim, 384, True, False)
-            for dtype in ('bf16', 'fp16') for head_dim in (64, 96, 256)]
+            for dtype in ('bf16', 'fp16') for head_dim in (64, 80, 96, 192, 256)]
     own += [Quantized(dtype, head_dim, 384, rotate, True, ROWS_OF_PACKED_CLUSTERS)
             for dtype in ('bf16', 'fp16')
-            for head_dim, rotate in ((40, False), (64, True), (96, True), (128, True), (256, True))]
-    own += [Quantized(dtype, 40, 'tensor', True, False, ROWS_OF_TWO_PASSES)
-            for dtype in ('bf16', 'fp16', 'fp32')]
+            for head_dim, rotate in ((40, False), (64, True), (80, True), (96, True), (128, True),
+                                     (192, True), (256, True))]
+    own += [Quantized(dtype, 40, 'tensor', rotate, False, ROWS_OF_TWO_PASSES)
+            for dtype in ('bf16', 'fp16', 'fp32') for rotate in (False, True)]
     return own + [Quantized(dtype, head_dim, block, rotate, is_packed)
                   for dtype in ('bf16', 'fp16', 'fp32')
                   for block, (head_dim, rotate), is_packed in itertools.product(
