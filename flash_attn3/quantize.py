@@ -42,6 +42,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn3.reference import without_autocast
+
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST_AMAX = 2.0 ** -64
@@ -196,6 +198,7 @@ def _row_scales(x: Columns, block: int, group: int) -> tuple[Tensor, Tensor]:
     return by_head, scale.repeat_interleave(block, 1)[:, :rows]
 
 
+@without_autocast
 def quantize(x: Tensor, rotation: Rotation | None, block: int, group: int,
              sequences: Sequences | None) -> tuple[Tensor, Tensor]:
     """e4m3 of the shape of x, and its scales.

@@ -176,8 +176,8 @@ def _slices(cu_seqlens: Tensor, seqused: Tensor | None) -> list[slice]:
     return [slice(*pair) for pair in zip(starts.tolist(), ends.tolist())]
 
 
-def _without_autocast(function: Callable) -> Callable:
-    """The function, with products in the dtype that it says: autocast would take 16 bits."""
+def without_autocast(function: Callable) -> Callable:
+    """The function, with operations in the dtypes that it says: autocast would take others."""
     @functools.wraps(function)
     def wrapped(first: Tensor | Inputs, *others, **options):
         with torch.autocast(first.device.type, enabled=False):
@@ -219,7 +219,7 @@ def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     return attend_backward(dout, dlse, Inputs(q, k, v), score, compute_dtype)[:3]
 
 
-@_without_autocast
+@without_autocast
 def attend(inputs: Inputs, score: Score, compute_dtype: torch.dtype | None = None,
            with_row_max: bool = False) -> Outputs:
     """softmax(logits) v over the keys and, if there is one, the sink.
@@ -234,7 +234,7 @@ def attend(inputs: Inputs, score: Score, compute_dtype: torch.dtype | None = Non
     return result._replace(out=result.out.to(inputs.q.dtype))
 
 
-@_without_autocast
+@without_autocast
 def attend_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score,
                     compute_dtype: torch.dtype | None = None) -> Gradients:
     """Gradients of `attend`, everything recomputed from the inputs.
@@ -248,7 +248,7 @@ def attend_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Sc
     return _gradients(dout.to(dtype), dlse, inputs.to(dtype), score).like(inputs)
 
 
-@_without_autocast
+@without_autocast
 def attend_packed(inputs: Inputs, score: Score, lengths: Lengths,
                   compute_dtype: torch.dtype | None = None, with_row_max: bool = False) -> Outputs:
     """`attend` of each sequence alone.
@@ -271,7 +271,7 @@ def attend_packed(inputs: Inputs, score: Score, lengths: Lengths,
     return Outputs(out.to(inputs.q.dtype), lse, row_max)
 
 
-@_without_autocast
+@without_autocast
 def attend_packed_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score,
                            lengths: Lengths, compute_dtype: torch.dtype | None = None) -> Gradients:
     """Gradients of `attend_packed`: those of each sequence alone; ds_aux is their sum.
@@ -294,7 +294,7 @@ def attend_packed_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, sc
     return total.like(inputs)
 
 
-@_without_autocast
+@without_autocast
 def masked_scores(q: Tensor, k: Tensor, softmax_scale: float, causal: bool) -> Tensor:
     """Scaled scores, -inf where hidden: (batch, heads_k, heads_q / heads_k, seqlen_q, seqlen_k)."""
     return Score(softmax_scale, mask=Mask(causal)).logits(q, k)[0]

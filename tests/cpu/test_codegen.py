@@ -45,14 +45,14 @@ BACKWARD_KERNELS = ('backward', 'backward_preprocess', 'backward_postprocess')
 
 
 # Kernels that are no variants: the tables of packed sequences, the gradients of sinks; of
-# quantize_fp8 one that clears memory, for each dtype four for any head dim, and, if it has 16 bits,
-# two each for six of them and one more for two of these, one without rotation, and ten for
-# clusters.
+# quantize_fp8 one that clears memory; for each dtype two of each kind, rotated and not, for any
+# head dim: CTAs for themselves, two passes, exchange; if it has 16 bits also one of the first and
+# the last kind for each of six head dims, and two in clusters for these and without rotation.
 OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'clear_kernel': 1,
-                 'quantize_kernelIf': 3, 'exchange_kernelIf': 1,
-                 'quantize_kernelIN7cutlass10bfloat16_t': 22,
-                 'exchange_kernelIN7cutlass10bfloat16_t': 7,
-                 'quantize_kernelIN7cutlass6half_t': 22, 'exchange_kernelIN7cutlass6half_t': 7}
+                 'quantize_kernelIf': 6, 'exchange_kernelIf': 2,
+                 'quantize_kernelIN7cutlass10bfloat16_t': 26,
+                 'exchange_kernelIN7cutlass10bfloat16_t': 8,
+                 'quantize_kernelIN7cutlass6half_t': 26, 'exchange_kernelIN7cutlass6half_t': 8}
 
 
 def direction(variant: Variant) -> str:

@@ -145,6 +145,15 @@ def test_rotation_leaves_the_scores(seed, group, head_dim):
     assert (got - expected).abs().amax() <= limit * 1.1
 
 
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(dtype):
+    x = torch.randn(1, 40, 2, 96)
+    expected = quantize_fp8(x, rotate=True, block=32)
+    with torch.autocast('cpu', dtype=dtype):
+        got = quantize_fp8(x, rotate=True, block=32)
+    assert bits(got[0]) == bits(expected[0]) and torch.equal(got[1], expected[1])
+
+
 def test_butterflies_in_order():
     """To the bit, one operation at a time; where order matters, other orders differ."""
     x = (torch.randn(200, 64) * 10 ** torch.randn(200, 64)).half()
