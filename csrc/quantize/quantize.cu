@@ -423,15 +423,16 @@ bool has_cluster_kernel(QuantizeParams const& params) {
 }
 
 // Whether packed sequences are long enough for clusters, in the mean: whole CTAs have no rows where
-// a sequence ends within a block. (H200, 2026-11-23, 16k rows, blocks of 384: rotated 64 sequences
-// of 256 take 46 us, in exchange.cu 56, 96 of 170 69 and 61; of head dim 256, 16 of 1024 45 and 53,
-// 32 of 512 57 and 54.)
+// a sequence ends within a block. (H200, 2026-11-23, k, 16k rows, blocks of 384, here and in
+// exchange.cu, us: head dim 128, 64 sequences of 256 46 and 49, 96 of 170 61 and 53; 256, 16 of
+// 1024 41 and 45, 32 of 512 50 and 47; 192 36 and 43, 47 and 46; 80 50 and 50, 57 and 51.)
 bool has_long_sequences(QuantizeParams const& params) {
   constexpr int64_t kFewestRows = 250;
-  constexpr int64_t kFewestWideRows = 900;
+  constexpr int64_t kFewestMore = 900;
   QuantizeShape const& s = params.shape;
-  bool const is_wide = params.is_rotated && s.head_dim == kMostQuantizedColumns;
-  return s.rows >= (is_wide ? kFewestWideRows : kFewestRows) * s.batch;
+  bool const needs_more =
+      params.is_rotated && (s.head_dim == 80 || s.head_dim == 192 || s.head_dim == 256);
+  return s.rows >= (needs_more ? kFewestMore : kFewestRows) * s.batch;
 }
 
 // Whether a cluster has the rows of a block; fills in how its CTAs share them. As many CTAs as do
