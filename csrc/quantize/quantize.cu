@@ -320,50 +320,40 @@ void launch_pass(QuantizeParams params, int sm_count, void* stream) {
   }
 }
 
-// Of an element of 16 bits.
-template <class Element>
-void launch_only_pass(QuantizeParams const& params, int sm_count, void* stream) {
-  constexpr Pass kOnly = Pass::kOnly;
-  constexpr Loads kAhead = Loads::kAhead;
-  constexpr Loads kShared = Loads::kShared;
-  switch (params.is_rotated ? params.shape.head_dim : kPlain) {
-    case kPlain:
-      return launch_pass<Element, kPlain, kOnly, kAhead>(params, sm_count, stream);
-    case 64:
-      return launch_pass<Element, 64, kOnly, kShared>(params, sm_count, stream);
-    case 80:
-      return launch_pass<Element, 80, kOnly, kAhead>(params, sm_count, stream);
-    case 96:
-      return launch_pass<Element, 96, kOnly, kShared>(params, sm_count, stream);
-    case 128:
-      return launch_pass<Element, 128, kOnly, kAhead>(params, sm_count, stream);
-    case 192:
-      return launch_pass<Element, 192, kOnly, kAhead>(params, sm_count, stream);
-    case 256:
-      return launch_pass<Element, 256, kOnly, kAhead>(params, sm_count, stream);
-    default:
-      return launch_pass<Element, 0, kOnly, kAhead>(params, sm_count, stream);
-  }
+// Head dims whose rotation the compiler knows.
+constexpr bool has_own_kernel(int dim) {
+  return dim == 64 || dim == 80 || dim == 96 || dim == 128 || dim == 192 || dim == 256;
 }
 
-// The same in clusters, of what fits_cluster() takes.
+constexpr Loads loads_of(int dim, Pass pass) {
+  return dim == 64 || dim == 96 || (dim == 80 && is_cluster(pass)) ? Loads::kShared : Loads::kAhead;
+}
+
+// Of an element of 16 bits. In clusters: what fits_cluster() takes.
 template <class Element, Pass kPass>
-void launch_clusters(QuantizeParams const& params, int sm_count, void* stream) {
+void launch_one_pass(QuantizeParams const& params, int sm_count, void* stream) {
+  auto launch = [&]<int kDim>(std::integral_constant<int, kDim>) {
+    if constexpr (kDim == kPlain || has_own_kernel(kDim) || !is_cluster(kPass)) {
+      launch_pass<Element, kDim, kPass, loads_of(kDim, kPass)>(params, sm_count, stream);
+    }
+  };
   switch (params.is_rotated ? params.shape.head_dim : kPlain) {
+    case kPlain:
+      return launch(std::integral_constant<int, kPlain>());
     case 64:
-      return launch_pass<Element, 64, kPass, Loads::kShared>(params, sm_count, stream);
+      return launch(std::integral_constant<int, 64>());
     case 80:
-      return launch_pass<Element, 80, kPass, Loads::kShared>(params, sm_count, stream);
+      return launch(std::integral_constant<int, 80>());
     case 96:
-      return launch_pass<Element, 96, kPass, Loads::kShared>(params, sm_count, stream);
+      return launch(std::integral_constant<int, 96>());
     case 128:
-      return launch_pass<Element, 128, kPass, Loads::kAhead>(params, sm_count, stream);
+      return launch(std::integral_constant<int, 128>());
     case 192:
-      return launch_pass<Element, 192, kPass, Loads::kAhead>(params, sm_count, stream);
+      return launch(std::integral_constant<int, 192>());
     case 256:
-      return launch_pass<Element, 256, kPass, Loads::kAhead>(params, sm_count, stream);
+      return launch(std::integral_constant<int, 256>());
     default:
-      return launch_pass<Element, kPlain, kPass, Loads::kAhead>(params, sm_count, stream);
+      return launch(std::integral_constant<int, 0>());
   }
 }
 
@@ -385,11 +375,11 @@ void launch_passes(QuantizeParams const& params, bool is_one, int sm_count, void
                : launch_pass<Element, kPlain, Pass::kOnly, Loads::kNow>(params, sm_count, stream);
   } else {
     if (params.cluster_ctas == 1) {
-      launch_only_pass<Element>(params, sm_count, stream);
+      launch_one_pass<Element, Pass::kOnly>(params, sm_count, stream);
     } else if (params.shape.is_packed) {
-      launch_clusters<Element, Pass::kPackedCluster>(params, sm_count, stream);
+      launch_one_pass<Element, Pass::kPackedCluster>(params, sm_count, stream);
     } else {
-      launch_clusters<Element, Pass::kCluster>(params, sm_count, stream);
+      launch_one_pass<Element, Pass::kCluster>(params, sm_count, stream);
     }
   }
 }
@@ -405,21 +395,8 @@ int64_t count_scales(QuantizeShape const& s) {
 }
 
 bool has_cluster_kernel(QuantizeParams const& params) {
-  if (params.dtype == Dtype::kFloat32) {
-    return false;
-  }
-  switch (params.is_rotated ? params.shape.head_dim : kPlain) {
-    case kPlain:
-    case 64:
-    case 80:
-    case 96:
-    case 128:
-    case 192:
-    case 256:
-      return true;
-    default:
-      return false;
-  }
+  return params.dtype != Dtype::kFloat32 &&
+         (!params.is_rotated || has_own_kernel(params.shape.head_dim));
 }
 
 // Whether packed sequences are long enough for clusters, in the mean: whole CTAs have no rows where
