@@ -117,8 +117,7 @@ CUTE_DEVICE void store_span(uint8_t* target, uint4 values, bool is_full, bool is
 struct CastRow {
   uint32_t fours[kLaneColumns / 4];
 
-  // A row that does not count is 0. is_aligned: rows are multiples of 16 columns. Whole warps call
-  // it.
+  // A row that does not count is 0. is_aligned: rows are multiples of 16 columns.
   CUTE_DEVICE void store(uint8_t* target, ThreadPlace const& place, bool exists, bool counts,
                          bool is_aligned) const {
     uint4 const zeros = make_uint4(0, 0, 0, 0);
@@ -139,7 +138,7 @@ CUTE_DEVICE uint32_t cast_four(float2 first, float2 second, float factor) {
                         multiply_exactly(second.x, factor), multiply_exactly(second.y, factor));
 }
 
-// A row that is not rotated, as it lies in memory.
+// A row that is not rotated, as it lies in memory: of 16 bits it takes half the registers.
 template <class Element>
 class PlainRow {
   using Raw = RawSpan<Element>;
