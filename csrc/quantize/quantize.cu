@@ -73,7 +73,7 @@ __device__ float scale_of_maxima(QuantizeParams const& p, QuantizeTile const& ti
 
 // As few as there are without spills: other warps work while one waits for its loads, or for the
 // other CTAs of a cluster. WHY not of head dim 80: fewer warps are faster there (16k tokens 47 us
-// for 52, H200, 2026-11-23), whose pieces of 16 columns are loaded in half sectors.
+// for 52, H200, 2026-11-23).
 constexpr int registers_of_thread(int dim, Pass pass) {
   if (dim == 80) {
     return 96;
