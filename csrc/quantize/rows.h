@@ -4,7 +4,7 @@
 
 #include <bit>
 
-#include "quantize/chunk.h"
+#include "quantize/arithmetic.h"
 #include "quantize/quantize.h"
 
 namespace fa3 {
@@ -79,6 +79,36 @@ struct Cursor {
 
   static CUTE_DEVICE int64_t target_in_tile(QuantizeShape const& s, ThreadPlace const& place) {
     return place.row * (int64_t(s.heads) * s.head_dim) + place.column;
+  }
+};
+
+// 16 columns as they lie in memory, at a multiple of 16 bytes.
+template <class Element>
+struct RawSpan {
+  static constexpr int kWords = kSpanColumns * int(sizeof(Element)) / 4;
+  static constexpr bool kIsWide = sizeof(Element) == 4;
+
+  uint32_t words[kWords];
+
+  CUTE_DEVICE void clear() {
+    CUTE_UNROLL
+    for (uint32_t& word : words) {
+      word = 0;
+    }
+  }
+
+  // is_full: all columns, else the first 8.
+  CUTE_DEVICE void load(Element const* source, bool is_full) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords / 4; ++i) {
+      if (i < kWords / 8 || is_full) {
+        uint4 const four = __ldg(reinterpret_cast<uint4 const*>(source) + i);
+        words[4 * i] = four.x;
+        words[4 * i + 1] = four.y;
+        words[4 * i + 2] = four.z;
+        words[4 * i + 3] = four.w;
+      }
+    }
   }
 };
 

@@ -1,4 +1,4 @@
-// Arithmetic of quantize_fp8: float32 as the CPU does it, spans of 16 columns in registers.
+// Arithmetic of quantize_fp8: float32 as the CPU does it, magnitudes.
 //
 // WHY inline PTX: the build's --use_fast_math flushes subnormals and divides approximately, and
 // nvcc may contract.
@@ -80,36 +80,5 @@ CUTE_DEVICE float largest_magnitude(uint32_t const (&words)[kWords]) {
     return fmaxf(fabsf(two.x), fabsf(two.y));
   }
 }
-
-// ------------------------------------------------------------------------------------------- spans
-// 16 columns as they lie in memory, at a multiple of 16 bytes.
-template <class Element>
-struct RawSpan {
-  static constexpr int kWords = kSpanColumns * int(sizeof(Element)) / 4;
-  static constexpr bool kIsWide = sizeof(Element) == 4;
-
-  uint32_t words[kWords];
-
-  CUTE_DEVICE void clear() {
-    CUTE_UNROLL
-    for (uint32_t& word : words) {
-      word = 0;
-    }
-  }
-
-  // is_full: all columns, else the first 8.
-  CUTE_DEVICE void load(Element const* source, bool is_full) {
-    CUTE_UNROLL
-    for (int i = 0; i < kWords / 4; ++i) {
-      if (i < kWords / 8 || is_full) {
-        uint4 const four = __ldg(reinterpret_cast<uint4 const*>(source) + i);
-        words[4 * i] = four.x;
-        words[4 * i + 1] = four.y;
-        words[4 * i + 2] = four.z;
-        words[4 * i + 3] = four.w;
-      }
-    }
-  }
-};
 
 }  // namespace fa3
