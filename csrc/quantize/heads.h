@@ -26,7 +26,8 @@ struct HeadSigns {
 
 // When a row is loaded: when it is needed; in registers, while the head before is worked on; the
 // same in shared memory, for narrow pieces: there a warp loads whole rows, not 16 bytes of 16 or 32
-// of them (head dim 64 1 to 2 % faster, 96 3 to 5 %, others slower; H200, 2026-11-23).
+// of them (head dim 64 1 to 2 % faster, 96 3 to 5 %, 128 and 256 3 to 4 % slower; 80 in clusters
+// was measured only so; H200, 2026-11-23).
 enum class Loads { kNow, kAhead, kShared };
 
 // The rows of a thread, of one head after the other.
