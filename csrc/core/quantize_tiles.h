@@ -2,10 +2,10 @@
 // which rows a tile has and where their scale lies. The arithmetic of flash_attn3/quantize.py, for
 // quantize/quantize.cu.
 //
-// A row is cut into its powers of two, largest first. A warp has pieces of one width, of as many
-// rows as it takes to give all of its lanes columns. A lane has two spans of 16 columns, half the
-// width apart: butterflies of the distances 1 to 8 and of half the width stay in a thread, those
-// between go from lane to lane. A piece of width 16 is one span, one of width 8 half of one.
+// A row that is rotated is cut into its powers of two, largest first. A lane has two spans of 16
+// columns of a piece, half the width apart: butterflies of the distances 1 to 8 and of half the
+// width stay in a thread, those between go from lane to lane. A piece of width 16 is one span, one
+// of width 8 half of one.
 #pragma once
 
 #include "core/packed_tiles.h"
@@ -15,50 +15,74 @@ namespace fa3 {
 constexpr int kChunkColumns = 8;
 constexpr int kSpanColumns = 2 * kChunkColumns;
 constexpr int kLaneColumns = 2 * kSpanColumns;
+constexpr int kRowLanes = 3;   // of a row, LaneOrder::kRows
+constexpr int kChunkRows = 4;  // of a thread, LaneOrder::kChunks
 constexpr int kMostQuantizedColumns = 256;
 // In place of the rows of a block; flash_attn3/quantize.py has the same numbers.
 constexpr int kScalePerHead = 0;
 constexpr int kScalePerTensor = -1;
 
 // ---------------------------------------------------------------------------------------- columns
+// kPieces: a warp has pieces of one width, of as many rows as it takes to give all of its lanes
+// columns; rows that are not rotated may be cut so as well. kRows: the lanes of a row stand next to
+// each other, for rows of three lanes: two with a piece of 64 columns, one with what is left.
+// kChunks, not rotated: ChunkPlace.
+enum class LaneOrder { kPieces, kRows, kChunks };
+
 // Lanes that share a piece.
 FA3_HD constexpr int lanes_of_piece(int width) { return max_of(width / kLaneColumns, 1); }
 
 FA3_HD constexpr int rows_of_warp(int width) { return 32 / lanes_of_piece(width); }
 
 // Of a tile, for all of its pieces of a width.
-FA3_HD constexpr int warps_of_piece(int width, int tile, int thread_rows) {
-  return ceil_div(tile * lanes_of_piece(width), 32 * thread_rows);
+FA3_HD constexpr int warps_of_piece(int width, int tile) {
+  return ceil_div(tile * lanes_of_piece(width), 32);
 }
 
 // head_dim is a multiple of 8.
-constexpr int warps_of_tile(int head_dim, int tile, int thread_rows) {
+constexpr int warps_of_tile(LaneOrder order, int head_dim, int tile) {
+  if (order == LaneOrder::kRows) {
+    return ceil_div(tile * kRowLanes, 32);
+  }
+  if (order == LaneOrder::kChunks) {
+    return ceil_div(ceil_div(tile, kChunkRows) * (head_dim / kChunkColumns), 32);
+  }
   int warps = 0;
   for (int width = kChunkColumns; width <= kMostQuantizedColumns; width *= 2) {
-    warps += (head_dim & width) != 0 ? warps_of_piece(width, tile, thread_rows) : 0;
+    warps += (head_dim & width) != 0 ? warps_of_piece(width, tile) : 0;
   }
   return warps;
 }
 
-// The columns of a thread and, of a tile, its rows: `row`, `row` + `row_step`, ..., which may be
-// behind the last one.
+// The columns of a thread and its row of a tile, which may be behind the last one.
 struct ThreadPlace {
-  int column;  // the first of the first span; the other one is width / 2 further
-  int width;   // of the piece
+  int column;    // the first of the first span
+  int distance;  // to the second span
+  int width;     // of the piece
   int row;
-  int row_step;
+  int first_columns;   // of the first span: 8 or 16
+  int second_columns;  // of the second: 0 or 16
 
-  FA3_HD constexpr bool has_full_span() const { return width >= kSpanColumns; }
-  FA3_HD constexpr bool has_second() const { return width >= kLaneColumns; }
-  FA3_HD constexpr int second() const { return column + width / 2; }
+  // end: behind the last column of the piece.
+  static FA3_HD constexpr ThreadPlace of(int column, int distance, int end, int width, int row) {
+    return ThreadPlace{column,
+                       distance,
+                       width,
+                       row,
+                       clamp(end - column, 0, kSpanColumns),
+                       clamp(end - column - distance, 0, kSpanColumns)};
+  }
+
+  FA3_HD constexpr bool has_second() const { return second_columns > 0; }
+  FA3_HD constexpr int second() const { return column + distance; }
 };
 
-FA3_HD constexpr ThreadPlace thread_place(int thread, int head_dim, int tile, int thread_rows) {
+FA3_HD constexpr ThreadPlace thread_place(int thread, int head_dim, int tile) {
   int warp = thread / 32;
   int start = 0;
   int width = kMostQuantizedColumns;
   for (; width > kChunkColumns; width /= 2) {
-    int const warps = (head_dim & width) != 0 ? warps_of_piece(width, tile, thread_rows) : 0;
+    int const warps = (head_dim & width) != 0 ? warps_of_piece(width, tile) : 0;
     if (warp < warps) {
       break;
     }
@@ -66,9 +90,59 @@ FA3_HD constexpr ThreadPlace thread_place(int thread, int head_dim, int tile, in
     start += head_dim & width;
   }
   int const lanes = lanes_of_piece(width);
-  int const warp_rows = rows_of_warp(width);
-  return ThreadPlace{start + thread % lanes * kSpanColumns, width,
-                     warp * thread_rows * warp_rows + thread % 32 / lanes, warp_rows};
+  return ThreadPlace::of(start + thread % lanes * kSpanColumns, max_of(width / 2, kSpanColumns),
+                         start + width, width, warp * rows_of_warp(width) + thread % 32 / lanes);
+}
+
+// LaneOrder::kRows: the first two lanes share a piece. Of rows 21, 53, .. they are the last two, as
+// those of a piece have to be in a warp.
+FA3_HD constexpr ThreadPlace thread_place_in_row(int thread, int head_dim) {
+  constexpr int kWidest = 2 * kLaneColumns;
+  int const row = thread / kRowLanes;
+  int const part = (thread % kRowLanes + (row % 32 == 21 ? 2 : 0)) % kRowLanes;
+  return part < 2 ? ThreadPlace::of(part * kSpanColumns, kWidest / 2, kWidest, kWidest, row)
+                  : ThreadPlace::of(kWidest, kSpanColumns, head_dim, head_dim - kWidest, row);
+}
+
+// LaneOrder::kChunks: 8 columns, of the rows `row`, `row` + `row_step`, .., which may be behind the
+// last one. So that the lanes of a warp load and store columns that follow each other.
+struct ChunkPlace {
+  int column;
+  int row;
+  int row_step;
+};
+
+FA3_HD constexpr ChunkPlace chunk_place(int thread, int head_dim, int tile) {
+  int const row_step = ceil_div(tile, kChunkRows);
+  int const row = thread / (head_dim / kChunkColumns);
+  return ChunkPlace{thread % (head_dim / kChunkColumns) * kChunkColumns,
+                    row < row_step ? row : tile, row_step};
+}
+
+// Of values that are written: 32 bytes at a multiple of 32, which go to L2 as a whole or in parts.
+constexpr int kSectorBytes = 32;
+
+// Whether neighbouring heads share sectors, no thread has a part of those at both ends of a row,
+// and the rows of a thread begin at the same place of a sector.
+FA3_HD constexpr bool shares_sectors(int head_dim, int row_step) {
+  return head_dim % kSectorBytes != 0 && head_dim > kSectorBytes &&
+         row_step * kChunkColumns % kSectorBytes == 0;
+}
+
+// What a chunk has to do with the sectors that its head shares with the one before and the next.
+struct SectorPart {
+  bool completes;  // the last one of the head before
+  bool waits;      // for the next head
+};
+
+// address: of the row's first byte. is_first, is_last: head that the CTA writes.
+FA3_HD constexpr SectorPart sector_part(uint64_t address, int column, int head_dim, bool is_first,
+                                        bool is_last) {
+  int const begin = int(address % kSectorBytes);
+  int const at = begin + column;  // counted from the row's first sector
+  int const sector_end = (at / kSectorBytes + 1) * kSectorBytes;
+  return SectorPart{begin > 0 && at < kSectorBytes && !is_first,
+                    sector_end > begin + head_dim && !is_last};
 }
 
 // The float32 next to width ** -0.5; every factor but the last is exact.

@@ -127,16 +127,35 @@ inline void bind_quantize(pybind11::module_& m) {
     QuantizeTile const part = part_of(QuantizeTile{0, 0, begin, used, written}, rank, rows);
     return std::tuple(part.begin, part.used, part.written);
   });
-  m.def("warps_of_tile", &warps_of_tile);
+  // order: 0 kPieces, 1 kRows, 2 kChunks.
+  m.def("warps_of_tile", [](int order, int head_dim, int tile) {
+    return warps_of_tile(static_cast<LaneOrder>(order), head_dim, tile);
+  });
   m.def("hadamard_norm", &hadamard_norm);
   m.def("sign_bits", [](uint32_t seed, int kv_head, int column) {
     return sign_bits(mix(seed), kv_head, column);
   });
-  // (first column, that of the second span or -1, width of the piece, first row, step of rows).
-  m.def("thread_place", [](int thread, int head_dim, int tile, int thread_rows) {
-    ThreadPlace const place = thread_place(thread, head_dim, tile, thread_rows);
+  // (first column, that of the second span or -1, width of the piece, row).
+  m.def("thread_place", [](bool in_row, int thread, int head_dim, int tile) {
+    ThreadPlace const place =
+        in_row ? thread_place_in_row(thread, head_dim) : thread_place(thread, head_dim, tile);
     return std::tuple(place.column, place.has_second() ? place.second() : -1, place.width,
-                      place.row, place.row_step);
+                      place.row);
+  });
+  m.def("shares_sectors", &shares_sectors);
+  // (completes the last sector of the head before, waits for the next head).
+  m.def("sector_part", [](uint64_t address, int column, int head_dim, bool is_first, bool is_last) {
+    auto const [completes, waits] = sector_part(address, column, head_dim, is_first, is_last);
+    return std::tuple(completes, waits);
+  });
+  // (first column, rows).
+  m.def("chunk_place", [](int thread, int head_dim, int tile) {
+    ChunkPlace const place = chunk_place(thread, head_dim, tile);
+    std::vector<int> rows(kChunkRows);
+    for (int i = 0; i < kChunkRows; ++i) {
+      rows[i] = place.row + i * place.row_step;
+    }
+    return std::tuple(place.column, rows);
   });
 }
 

@@ -16,6 +16,7 @@
 #include "quantize/next_rows.h"
 #include "quantize/residency.h"
 #include "quantize/rotated_row.h"
+#include "quantize/stores.h"
 
 namespace fa3 {
 namespace {
@@ -221,10 +222,10 @@ constexpr int registers_of_thread() {
 
 // Loads, rotates and publishes an item; its rows stay in registers.
 // Returns the largest of the words of `older`, kMissing or more if one was not there.
-template <int kDim, class Element, class Row>
+template <class Element, class Row, class Rotation>
 CUTE_DEVICE uint32_t work_out(QuantizeParams const& p, Items& items, int count,
                               NextRows<Element> const& next_rows, ThreadPlace const& place,
-                              float norm, Row& row) {
+                              Rotation const& rotation, Row& row) {
   Item const& item = items.at(count);
   Item const& older = items.before(count);
   uint32_t const first = first_look(p, older);
@@ -232,11 +233,12 @@ CUTE_DEVICE uint32_t work_out(QuantizeParams const& p, Items& items, int count,
   next_rows.read(raw, place);
   Item const& next = items.at(count + 1);
   next_rows.load(next_rows.at(next.source), next.tile.used, p.x.row_stride);
-  row.take(raw, place, item.signs);
-  row.template rotate<kDim>(place.width);
+  row.take(raw, place, item.signs, rotation);
+  row.rotate(rotation);
   uint2 found;
   while (true) {
-    uint32_t const own = place.row < item.tile.used ? __float_as_uint(row.largest(norm)) : 0;
+    uint32_t const own =
+        place.row < item.tile.used ? __float_as_uint(row.largest(rotation.norm)) : 0;
     found = make_uint2(own, look_at_all<false>(p, older, first));
     found = items.early.of_all(found, count % 2);
     if (!Row::kMayBeInfinite || found.x != kInfinity) {
@@ -262,10 +264,10 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim>()))
   extern __shared__ __align__(128) char memory[];
   __shared__ Items items;
   QuantizeShape const& s = p.shape;
-  bool const is_aligned = kDim > 0 || s.head_dim % kSpanColumns == 0;
   items.start(p);
-  ThreadPlace const place = place_of_thread<kDim>(s, s.tile);
-  float const norm = kDim != kPlain ? hadamard_norm(place.width) : 1.f;
+  ThreadPlace const place = place_of_thread<LaneOrder::kPieces, kDim>(s, s.tile);
+  RotationOf<LaneOrder::kPieces, kDim> const rotation(place);
+  RowWriter<ThreadPlace> const writer(place, kDim > 0 || s.head_dim % kSpanColumns == 0);
   Stash<Row> const stash(reinterpret_cast<uint4*>(memory));
   NextRows<Element> const next_rows(p, place, memory + Stash<Row>::kThreadBytes * int(blockDim.x));
   next_rows.load(next_rows.at(items.at(0).source), items.at(0).tile.used, p.x.row_stride);
@@ -279,7 +281,7 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim>()))
     Item const& older = items.before(count);
     uint32_t bits = kMissing;
     if (count < total) {
-      bits = work_out<kDim>(p, items, count, next_rows, place, norm, row);
+      bits = work_out(p, items, count, next_rows, place, rotation, row);
     }
     if (bits >= kMissing) {
       bits = look_at_all<true>(p, older, first_look(p, older));
@@ -290,9 +292,8 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim>()))
       *older.scale = scale;
     }
     Row const old = stash.exchange(count % kDepth, row);
-    CastRow const cast = old.cast(factor_of(norm, scale));
-    cast.store(values + older.target, place, place.row < older.tile.written,
-               place.row < older.tile.used, is_aligned);
+    CastRow const cast = old.cast(factor_of(rotation.norm, scale));
+    writer.write(cast, values + older.target, older.tile);
     items.go_on(p, count);
   }
   allow_later_launches();
@@ -323,7 +324,7 @@ constexpr int kWarpBytes =
 
 template <class Element, int kDim>
 LaunchShape launch_shape(QuantizeShape const& s) {
-  int const warps = warps_of_tile(s.head_dim, s.tile, 1);
+  int const warps = warps_of_tile(LaneOrder::kPieces, s.head_dim, s.tile);
   return LaunchShape{kName, 0, 32 * warps, warps * kWarpBytes<Element, kDim>};
 }
 
@@ -398,7 +399,8 @@ bool fits_exchange(QuantizeParams& params, int sm_count) {
   constexpr int64_t kMostItems = int64_t(1) << 24;
   QuantizeShape& shape = params.shape;
   int tile = 32;
-  while (tile < kMostTile && warps_of_tile(shape.head_dim, 2 * tile, 1) <= kUsualWarps &&
+  while (tile < kMostTile &&
+         warps_of_tile(LaneOrder::kPieces, shape.head_dim, 2 * tile) <= kUsualWarps &&
          (shape.block <= 0 || shape.block % (2 * tile) == 0)) {
     tile *= 2;
   }

@@ -4,6 +4,7 @@
 
 #include "quantize/next_rows.h"
 #include "quantize/rotated_row.h"
+#include "quantize/stores.h"
 
 namespace fa3 {
 
@@ -24,47 +25,54 @@ struct HeadSigns {
   }
 };
 
+CUTE_DEVICE char* dynamic_memory() {
+  extern __shared__ __align__(128) char memory[];
+  return memory;
+}
+
 // When a row is loaded: when it is needed; in registers, while the head before is worked on; the
-// same in shared memory, for narrow pieces: there a warp loads whole rows, not 16 bytes of 16 or 32
-// of them (head dim 64 1 to 2 % faster, 96 3 to 5 %, 128 and 256 3 to 4 % slower; 80 in clusters
-// was measured only so; H200, 2026-11-23).
+// same in shared memory: there a warp loads whole rows, not 16 bytes of 32 of them (head dim 64 1
+// to 2 % faster, 128 and 256 3 to 4 % slower; H200, 2026-11-23).
 enum class Loads { kNow, kAhead, kShared };
 
 // The rows of a thread, of one head after the other.
-template <class Element, Loads kLoads>
+template <class Element, Loads kLoads, class Place>
 class RowsOfHeads {
   Cursor<Element>& cursor_;
-  ThreadPlace const& place_;
-  bool counts_;
+  Place const& place_;
+  int64_t row_stride_;
+  int used_;
   RawRow<Element> ahead_;
 
  public:
-  CUTE_DEVICE RowsOfHeads(QuantizeParams const&, Cursor<Element>& cursor, ThreadPlace const& place,
+  CUTE_DEVICE RowsOfHeads(QuantizeParams const& p, Cursor<Element>& cursor, Place const& place,
                           QuantizeTile const& tile, int)
-      : cursor_(cursor), place_(place), counts_(place.row < tile.used) {
+      : cursor_(cursor), place_(place), row_stride_(p.x.row_stride), used_(tile.used) {
     if constexpr (kLoads == Loads::kAhead) {
       ahead_.clear();
-      ahead_.load(cursor_.source, place_, counts_);
+      ahead_.load(cursor_.source, place_, used_, row_stride_);
     }
   }
 
-  // Of the next head. A row that does not count may have any values. signs: if it is rotated.
-  template <class AnyRow>
-  CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
+  // Of the next head. A row that does not count may have any values, a chunk of one is 0. signs: if
+  // it is rotated.
+  template <class AnyRow, class Rotation>
+  CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, Rotation const& rotation,
+                        int64_t head_stride, bool is_last) {
     if constexpr (kLoads == Loads::kNow) {
       ahead_.clear();
-      ahead_.load(cursor_.source, place_, counts_);
+      ahead_.load(cursor_.source, place_, used_, row_stride_);
     }
     cursor_.source += head_stride;
-    row.take(ahead_, place_, signs);
+    row.take(ahead_, place_, signs, rotation);
     if constexpr (kLoads == Loads::kAhead) {
-      ahead_.load(cursor_.source, place_, !is_last && counts_);
+      ahead_.load(cursor_.source, place_, is_last ? 0 : used_, row_stride_);
     }
   }
 };
 
 template <class Element>
-class RowsOfHeads<Element, Loads::kShared> {
+class RowsOfHeads<Element, Loads::kShared, ThreadPlace> {
   NextRows<Element> next_;
   ThreadPlace const& place_;
   Element const* first_;
@@ -74,7 +82,7 @@ class RowsOfHeads<Element, Loads::kShared> {
  public:
   CUTE_DEVICE RowsOfHeads(QuantizeParams const& p, Cursor<Element>&, ThreadPlace const& place,
                           QuantizeTile const& tile, int head)
-      : next_(p, place, shared_rows()),
+      : next_(p, place, dynamic_memory()),
         place_(place),
         first_(next_.at(source_of(p, tile, head))),
         row_stride_(p.x.row_stride),
@@ -82,19 +90,14 @@ class RowsOfHeads<Element, Loads::kShared> {
     next_.load(first_, used_, row_stride_);
   }
 
-  template <class AnyRow>
-  CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, int64_t head_stride, bool is_last) {
+  template <class AnyRow, class Rotation>
+  CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, Rotation const& rotation,
+                        int64_t head_stride, bool is_last) {
     RawRow<Element> raw;
     next_.read(raw, place_);
     first_ += head_stride;
     next_.load(first_, is_last ? 0 : used_, row_stride_);
-    row.take(raw, place_, signs);
-  }
-
- private:
-  static CUTE_DEVICE char* shared_rows() {
-    extern __shared__ __align__(128) char memory[];
-    return memory;
+    row.take(raw, place_, signs, rotation);
   }
 };
 

@@ -30,7 +30,7 @@ class NextRows {
     int const first_row = place.row - lane / lanes;
     int const piece = place.column - lane % lanes * kSpanColumns;
     row = first_row + lane * kChunk / place.width;
-    loads = min_of(kLoads, ceil_div(place.row_step * row_chunks, 32));
+    loads = min_of(kLoads, ceil_div(rows_of_warp(place.width) * row_chunks, 32));
     width_shift = __ffs(place.width) - 1;
     source = static_cast<Element const*>(p.x.data) + row * p.x.row_stride + piece +
              lane * kChunk % place.width;
@@ -72,12 +72,12 @@ class NextRows {
     __syncwarp();
     raw.clear();
     CUTE_UNROLL
-    for (int i = 0; i < RawSpan<Element>::kWords / 4; ++i) {
-      if (i < RawSpan<Element>::kWords / 8 || place.has_full_span()) {
-        read_four(raw.spans[0].words + 4 * i, spans[0] ^ (16 * i));
+    for (int i = 0; i < RawRow<Element>::kWords / 8; ++i) {
+      if (i < RawRow<Element>::kWords / 16 || place.first_columns == kSpanColumns) {
+        read_four(raw.words + 4 * i, spans[0] ^ (16 * i));
       }
       if (place.has_second()) {
-        read_four(raw.spans[1].words + 4 * i, spans[1] ^ (16 * i));
+        read_four(raw.words + RawRow<Element>::kWords / 2 + 4 * i, spans[1] ^ (16 * i));
       }
     }
     __syncwarp();

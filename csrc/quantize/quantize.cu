@@ -16,7 +16,6 @@
 namespace fa3 {
 namespace {
 
-constexpr int kMostThreads = 512;
 constexpr int kMostWarps = kMostThreads / 32;
 
 // What a launch does: everything in one pass over x, with CTAs for themselves or in clusters, of
@@ -71,14 +70,26 @@ __device__ float scale_of_maxima(QuantizeParams const& p, QuantizeTile const& ti
   return scale;
 }
 
-// As few as there are without spills: other warps work while one waits for its loads, or for the
-// other CTAs of a cluster. WHY not of head dim 80: fewer warps are faster there (16k tokens 47 us
-// for 52, H200, 2026-11-23).
-constexpr int registers_of_thread(int dim, Pass pass) {
+// WHY not kPieces where a piece is narrow: a warp of it loads and stores from 32 rows at once (16k
+// tokens, head dim 80 47 us for 42, 96 36 for 33; not rotated 50 for 34 and 37 for 31; H200,
+// 2026-11-23).
+constexpr LaneOrder lane_order_of(int dim) {
+  return dim == kPlain            ? LaneOrder::kChunks
+         : dim == 80 || dim == 96 ? LaneOrder::kRows
+                                  : LaneOrder::kPieces;
+}
+
+// As few as there are without spills, in steps of 8: other warps work while one waits for its
+// loads, or for the other CTAs of a cluster. WHY not of head dim 80: fewer warps are faster there
+// (q, 16k tokens: 42 us for 45; H200, 2026-11-23).
+constexpr int registers_of_thread(int dim, Pass pass, bool is_wide) {
+  if (is_wide) {
+    return 72;  // with 64, the two passes spill
+  }
   if (dim == 80) {
     return 96;
   }
-  bool const is_tight = dim == kPlain || (dim >= 192 && pass == Pass::kPackedCluster);
+  bool const is_tight = dim == kPlain || dim == 96 || (dim == 256 && pass == Pass::kPackedCluster);
   return is_cluster(pass) && !is_tight ? 56 : 64;
 }
 
@@ -124,7 +135,9 @@ struct Quantizer {
   static constexpr bool kIsCluster = is_cluster(kPass);
   static constexpr bool kIsPacked = kPass == Pass::kPackedCluster;
   static constexpr bool kIsRotated = kDim != kPlain;
+  static constexpr LaneOrder kOrder = lane_order_of(kDim);
   using OwnRow = RowOf<Element, kDim>;
+  using Place = std::conditional_t<kOrder == LaneOrder::kChunks, ChunkPlace, ThreadPlace>;
   using AnyMaximum = std::conditional_t<kIsCluster, ClusterMaximum<kMostWarps>, Maximum>;
 
   // Of the CTA, in shared memory.
@@ -140,16 +153,16 @@ struct Quantizer {
   QuantizeParams const& p;
   Shared& shared;
   ClusterPlace cluster;
-  ThreadPlace place;
-  float norm;
+  Place place;
+  RotationOf<kOrder, kDim> rotation;
   int round = 0;  // of the maxima
 
   CUTE_DEVICE Quantizer(QuantizeParams const& p_, Shared& shared_)
       : p(p_),
         shared(shared_),
         cluster{kIsCluster ? cluster_rank() : 0, kIsCluster ? p.cluster_ctas : 1},
-        place(place_of_thread<kDim>(p.shape, p.cta_rows)),
-        norm(kIsRotated ? hadamard_norm(place.width) : 1.f) {}
+        place(place_of_thread<kOrder, kDim>(p.shape, p.cta_rows)),
+        rotation(place) {}
 
   // The items of this CTA or cluster, which follow each other: of a tile all heads, then of the
   // next.
@@ -175,6 +188,14 @@ struct Quantizer {
   }
 
  private:
+  CUTE_DEVICE RowWriter<Place> make_writer() const {
+    if constexpr (kOrder == LaneOrder::kChunks) {
+      return RowWriter<Place>(place, p.shape, dynamic_memory());
+    } else {
+      return RowWriter<Place>(place, kDim > 0 || p.shape.head_dim % kSpanColumns == 0);
+    }
+  }
+
   // Of this CTA or cluster, or of the one behind it.
   CUTE_DEVICE int first_item(int behind) const {
     int const number = int(kIsCluster ? cute::cluster_id_in_grid().x : blockIdx.x) + behind;
@@ -220,7 +241,7 @@ struct Quantizer {
       __syncthreads();
       return;
     }
-    RowsOfHeads<Element, kLoads> rows(p, cursor, place, tile, begin);
+    RowsOfHeads<Element, kLoads, Place> rows(p, cursor, place, tile, begin);
     if (kIsRotated) {
       shared.signs.compute(p, begin, end);
     }
@@ -232,11 +253,13 @@ struct Quantizer {
       only_exchange(end - begin);
       return;
     }
+    RowWriter<Place> writer = make_writer();
     for (int head = begin; head < end; ++head) {
       OwnRow row;
-      rows.take(row, shared.signs.of_spans[head - begin], p.x.head_stride, head + 1 == end);
-      row.template rotate<kDim>(place.width);
-      finish_row(row, cursor.target, tile, head);
+      rows.take(row, shared.signs.of_spans[head - begin], rotation, p.x.head_stride,
+                head + 1 == end);
+      row.rotate(rotation);
+      finish_row(row, writer, cursor.target, tile, head, head == begin, head + 1 == end);
       cursor.target += kDim > 0 ? kDim : p.shape.head_dim;
     }
   }
@@ -249,14 +272,16 @@ struct Quantizer {
     }
   }
 
-  CUTE_DEVICE void finish_row(OwnRow& row, uint8_t* target, QuantizeTile const& tile, int head) {
+  CUTE_DEVICE void finish_row(OwnRow& row, RowWriter<Place>& writer, uint8_t* target,
+                              QuantizeTile const& tile, int head, bool is_first, bool is_last) {
     bool const counts = place.row < tile.used;
     float scale = 1.f;
     if constexpr (kPass == Pass::kCast) {
       row.make_infinities_nan();
       scale = scale_of_maxima(p, tile, head);
     } else {
-      uint32_t const bits = largest_of_all(row, counts, shared.maximum, norm, round, cluster);
+      uint32_t const bits =
+          largest_of_all(row, counts, shared.maximum, rotation.norm, round, cluster);
       if constexpr (kPass == Pass::kMaxima) {
         add_maximum(p, tile, head, bits);
         return;
@@ -265,14 +290,13 @@ struct Quantizer {
       // Between the blocks of packed sequences, scales are 1. Who writes has the first row.
       shared.scales.write(counts ? scale : 1.f);
     }
-    CastRow const cast = row.cast(factor_of(norm, scale));
-    cast.store(target, place, place.row < tile.written, counts,
-               kDim > 0 || p.shape.head_dim % kSpanColumns == 0);
+    CastRow const cast = row.cast(factor_of(rotation.norm, scale));
+    writer.write(cast, target, tile, is_first, is_last);
   }
 };
 
 template <class Element, int kDim, Pass kPass, Loads kLoads>
-__global__ void __maxnreg__(registers_of_thread(kDim, kPass))
+__global__ void __maxnreg__(registers_of_thread(kDim, kPass, sizeof(Element) == 4))
     quantize_kernel(QuantizeParams const __grid_constant__ p) {
   using Own = Quantizer<Element, kDim, kPass, kLoads>;
   __shared__ typename Own::Shared shared;
@@ -303,9 +327,15 @@ template <class Element, int kDim, Pass kPass, Loads kLoads>
 void launch_pass(QuantizeParams params, int sm_count, void* stream) {
   static std::atomic<uint64_t> known_room{0};
   int const ctas = params.cluster_ctas;
-  int const warps = warps_of_tile(params.shape.head_dim, params.cta_rows, 1);
-  int const shared = kLoads == Loads::kShared ? warps * NextRows<Element>::kWarpBytes : 0;
-  LaunchShape shape{"quantize_fp8", 0, 32 * warps, shared};
+  int const warps = warps_of_tile(lane_order_of(kDim), params.shape.head_dim, params.cta_rows);
+  LaunchShape shape{"quantize_fp8", 0, 32 * warps, 0};
+  if (kLoads == Loads::kShared) {
+    shape.shared_bytes = warps * NextRows<Element>::kWarpBytes;
+  }
+  if (lane_order_of(kDim) == LaneOrder::kChunks &&
+      shares_sectors(params.shape.head_dim, ceil_div(params.cta_rows, kChunkRows))) {
+    shape.shared_bytes = shape.threads * RowWriter<ChunkPlace>::kThreadBytes;
+  }
   auto* const kernel = quantize_kernel<Element, kDim, kPass, kLoads>;
   int const room = room_for(kernel, shape, ctas, known_room) * (ctas == 1 ? sm_count : 1);
   int const least = least_heads(params, shape.threads, sm_count);
@@ -325,16 +355,22 @@ constexpr bool has_own_kernel(int dim) {
   return dim == 64 || dim == 80 || dim == 96 || dim == 128 || dim == 192 || dim == 256;
 }
 
-constexpr Loads loads_of(int dim, Pass pass) {
-  return dim == 64 || dim == 96 || (dim == 80 && is_cluster(pass)) ? Loads::kShared : Loads::kAhead;
+// The kDim of the kernel that has everything in one pass.
+int own_dim(QuantizeParams const& params) {
+  int const dim = params.shape.head_dim;
+  return !params.is_rotated                                       ? kPlain
+         : params.dtype != Dtype::kFloat32 && has_own_kernel(dim) ? dim
+                                                                  : 0;
 }
+
+constexpr Loads loads_of(int dim) { return dim == 64 ? Loads::kShared : Loads::kAhead; }
 
 // Of an element of 16 bits. In clusters: what fits_cluster() takes.
 template <class Element, Pass kPass>
 void launch_one_pass(QuantizeParams const& params, int sm_count, void* stream) {
   auto launch = [&]<int kDim>(std::integral_constant<int, kDim>) {
     if constexpr (kDim == kPlain || has_own_kernel(kDim) || !is_cluster(kPass)) {
-      launch_pass<Element, kDim, kPass, loads_of(kDim, kPass)>(params, sm_count, stream);
+      launch_pass<Element, kDim, kPass, loads_of(kDim)>(params, sm_count, stream);
     }
   };
   switch (params.is_rotated ? params.shape.head_dim : kPlain) {
@@ -402,7 +438,8 @@ bool has_cluster_kernel(QuantizeParams const& params) {
 // Whether packed sequences are long enough for clusters, in the mean: whole CTAs have no rows where
 // a sequence ends within a block. (H200, 2026-11-23, k, 16k rows, blocks of 384, here and in
 // exchange.cu, us: head dim 128, 64 sequences of 256 46 and 49, 96 of 170 61 and 53; 256, 16 of
-// 1024 41 and 45, 32 of 512 50 and 47; 192 36 and 43, 47 and 46; 80 50 and 50, 57 and 51.)
+// 1024 41 and 45, 32 of 512 50 and 47; 192 36 and 43, 47 and 46; 80, before its
+// rows lay in one warp, 50 and 50, 57 and 51.)
 bool has_long_sequences(QuantizeParams const& params) {
   constexpr int64_t kFewestRows = 250;
   constexpr int64_t kFewestMore = 900;
@@ -413,8 +450,8 @@ bool has_long_sequences(QuantizeParams const& params) {
 }
 
 // Whether a cluster has the rows of a block; fills in how its CTAs share them. As many CTAs as do
-// without idle warps: of 16 warps they are slower than exchange.cu (H200, 2026-11-22, blocks of 384
-// at head dim 128: 49 us, there 45; of 6 warps 39).
+// without idle lanes, else with few: of 16 warps they are slower than exchange.cu (H200,
+// 2026-11-22, blocks of 384 at head dim 128: 49 us, there 45; of 6 warps 39).
 bool fits_cluster(QuantizeParams& params) {
   constexpr int kFewestWarps = 4;
   constexpr int kMostClusterWarps = 12;
@@ -423,14 +460,17 @@ bool fits_cluster(QuantizeParams& params) {
       (s.is_packed && !has_long_sequences(params))) {
     return false;
   }
-  int const block_warps = warps_of_tile(s.head_dim, s.block, 1);
-  for (int ctas = kMostClusterCtas; ctas > 1; --ctas) {
-    int const warps = warps_of_tile(s.head_dim, s.block / ctas, 1);
-    if (s.block % ctas == 0 && warps * ctas == block_warps && warps >= kFewestWarps &&
-        warps <= kMostClusterWarps) {
-      params.cta_rows = s.block / ctas;
-      params.cluster_ctas = ctas;
-      return true;
+  LaneOrder const order = lane_order_of(own_dim(params));
+  int const block_warps = warps_of_tile(order, s.head_dim, s.block);
+  for (int idle : {0, block_warps / 8}) {
+    for (int ctas = kMostClusterCtas; ctas > 1; --ctas) {
+      int const warps = warps_of_tile(order, s.head_dim, s.block / ctas);
+      if (s.block % ctas == 0 && warps * ctas <= block_warps + idle && warps >= kFewestWarps &&
+          warps <= kMostClusterWarps) {
+        params.cta_rows = s.block / ctas;
+        params.cluster_ctas = ctas;
+        return true;
+      }
     }
   }
   return false;
@@ -441,7 +481,7 @@ bool fits_cluster(QuantizeParams& params) {
 QuantizePlan plan_quantize(QuantizeParams& params, int sm_count) {
   QuantizeShape const& shape = params.shape;
   if (shape.block > 0 && shape.block <= kMostThreads &&
-      warps_of_tile(shape.head_dim, shape.block, 1) <= kMostWarps) {
+      warps_of_tile(lane_order_of(own_dim(params)), shape.head_dim, shape.block) <= kMostWarps) {
     params.cta_rows = shape.block;
     return {QuantizeMethod::kBlocks, 0};
   }

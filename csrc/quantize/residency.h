@@ -29,7 +29,8 @@ int ask_room(Kernel* kernel, LaunchShape const& shape, int cluster_ctas) {
 }
 
 // known: the kernel's own; it keeps the answer for the device and the CTAs that were last asked
-// for, which take microseconds to ask.
+// for, which take microseconds to ask. Their shared memory follows from their threads, or is too
+// little to matter.
 template <class Kernel>
 int room_for(Kernel* kernel, LaunchShape const& shape, int cluster_ctas,
              std::atomic<uint64_t>& known) {

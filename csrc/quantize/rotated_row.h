@@ -10,6 +10,7 @@ namespace fa3 {
 
 constexpr int kRowWords = kLaneColumns / 2;  // of a lane, two columns each
 constexpr int kSpanWords = kSpanColumns / 2;
+constexpr uint32_t kSignBits = 0x80008000u;  // of the two fp16 in a word
 constexpr float kLargestFloat = 0x1.fffffep127f;
 
 // ------------------------------------------------------------------------------ two fp16 in a word
@@ -77,7 +78,7 @@ class HalfScaler {
   }
 
   // Columns 2 * i and 2 * i + 1.
-  CUTE_DEVICE uint32_t two(RawSpan<Element> const& raw, int i) const {
+  CUTE_DEVICE uint32_t two(RawRow<Element> const& raw, int i) const {
     if constexpr (kIsHalf) {
       return multiply_halves(multiply_halves(raw.words[i], both_), rest_);
     } else if constexpr (kIsBFloat<Element>) {
@@ -105,11 +106,14 @@ CUTE_DEVICE uint32_t spread_signs(uint32_t bits) {
 CUTE_DEVICE void change_signs(uint32_t (&words)[kRowWords], ThreadPlace const& place,
                               uint32_t const* spread) {
   uint32_t const* const first = spread + unsigned(place.column) / kSpanColumns;
-  uint32_t const both = first[0] + 2 * first[unsigned(place.width) / kLaneColumns];
+  uint32_t both = first[0];
+  if (place.has_second()) {
+    both += 2 * first[unsigned(place.distance) / kSpanColumns];
+  }
   CUTE_UNROLL
   for (int i = 0; i < kRowWords; ++i) {
     int const place_in_both = 2 * (i % kSpanWords) + i / kSpanWords;
-    words[i] ^= (both << (15 - place_in_both)) & 0x80008000u;
+    words[i] ^= (both << (15 - place_in_both)) & kSignBits;
   }
 }
 
@@ -128,38 +132,113 @@ CUTE_DEVICE void butterflies(uint32_t (&words)[kRowWords]) {
   }
 }
 
+constexpr uint32_t kOnes = 0x3c003c00u;
+constexpr uint32_t kMinusOnes = 0xbc00bc00u;
+
 // The lane of the lower half gets the sum of its word and the other's, the other lane the lower's
 // word less its own. signs: the product is exact, so this is one rounded sum.
 CUTE_DEVICE void butterflies_of_lanes(uint32_t (&words)[kRowWords], int distance) {
-  uint32_t const signs = (int(threadIdx.x) & distance) != 0 ? 0xbc00bc00u : 0x3c003c00u;
+  uint32_t const signs = (int(threadIdx.x) & distance) != 0 ? kMinusOnes : kOnes;
   CUTE_UNROLL
   for (uint32_t& word : words) {
     word = multiply_add_halves(word, signs, __shfl_xor_sync(0xffffffffu, word, distance));
   }
 }
 
-// The columns of a row that a lane has go through the butterflies of their piece. kWidth: of the
-// piece, 0: only `width` says it. Whole warps call it.
-template <int kWidth>
-CUTE_DEVICE void rotate_words(uint32_t (&words)[kRowWords], int width) {
-  width = kWidth > 0 ? kWidth : width;
+// Of the columns that a lane has: distances of less than a span.
+CUTE_DEVICE void butterflies_of_span(uint32_t (&words)[kRowWords], bool is_full) {
   CUTE_UNROLL
   for (uint32_t& word : words) {
     word = butterfly_in_word(word);
   }
   butterflies<1>(words);
   butterflies<2>(words);
-  if (width >= kSpanColumns) {
+  if (is_full) {
     butterflies<kSpanWords / 2>(words);
   }
-#pragma unroll(kWidth > 0 ? 3 : 1)
-  for (int distance = 1; kLaneColumns * distance < width; distance *= 2) {
-    butterflies_of_lanes(words, distance);
-  }
-  if (width >= kLaneColumns) {
-    butterflies<kSpanWords>(words);
-  }
 }
+
+// LaneOrder::kPieces. kDim: 0 or of one or two pieces. Whole warps call it.
+template <int kDim>
+class PieceRotation {
+  int width_;
+
+  // kWidth: of the piece, 0: only width_ says it.
+  template <int kWidth>
+  CUTE_DEVICE void rotate(uint32_t (&words)[kRowWords]) const {
+    int const width = kWidth > 0 ? kWidth : width_;
+    butterflies_of_span(words, width >= kSpanColumns);
+#pragma unroll(kWidth > 0 ? 3 : 1)
+    for (int distance = 1; kLaneColumns * distance < width; distance *= 2) {
+      butterflies_of_lanes(words, distance);
+    }
+    if (width >= kLaneColumns) {
+      butterflies<kSpanWords>(words);
+    }
+  }
+
+ public:
+  float const norm;
+
+  explicit CUTE_DEVICE PieceRotation(ThreadPlace const& place)
+      : width_(place.width), norm(hadamard_norm(place.width)) {}
+
+  CUTE_DEVICE uint32_t largest_of_piece(uint32_t largest) const {
+#pragma unroll 3
+    for (int distance = 1; kLaneColumns * distance < width_; distance *= 2) {
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    }
+    return largest;
+  }
+
+  CUTE_DEVICE void apply(uint32_t (&words)[kRowWords]) const {
+    constexpr int kWidest = int(std::bit_floor(unsigned(kDim)));
+    if (kDim == kWidest || width_ == kWidest) {
+      rotate<kWidest>(words);
+    } else {
+      rotate<kDim - kWidest>(words);
+    }
+  }
+};
+
+// LaneOrder::kRows: the lane of a narrow piece is its own partner, whose words times 0 it adds. A
+// second span that is not there is +0, and -0 when it is added: that leaves the first as it is,
+// signs of zeros too.
+class RowRotation {
+  int partner_;
+  uint32_t signs_;
+  uint32_t second_signs_;
+
+ public:
+  float const norm;
+
+  explicit CUTE_DEVICE RowRotation(ThreadPlace const& place) : norm(hadamard_norm(place.width)) {
+    bool const is_alone = place.width < 2 * kLaneColumns;
+    bool const is_upper = place.column > 0;
+    partner_ = int(threadIdx.x) % 32 + (is_alone ? 0 : is_upper ? -1 : 1);
+    signs_ = is_alone ? 0 : is_upper ? kMinusOnes : kOnes;
+    second_signs_ = place.has_second() ? kOnes : kMinusOnes;
+  }
+
+  CUTE_DEVICE uint32_t largest_of_piece(uint32_t largest) const {
+    return max(largest, __shfl_sync(0xffffffffu, largest, partner_));
+  }
+
+  CUTE_DEVICE void apply(uint32_t (&words)[kRowWords]) const {
+    butterflies_of_span(words, true);
+    CUTE_UNROLL
+    for (uint32_t& word : words) {
+      word = multiply_add_halves(word, signs_, __shfl_sync(0xffffffffu, word, partner_));
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kSpanWords; ++i) {
+      uint32_t const first = words[i];
+      uint32_t const second = words[i + kSpanWords];
+      words[i] = multiply_add_halves(second, second_signs_, first);
+      words[i + kSpanWords] = multiply_add_halves(second, second_signs_ ^ kSignBits, first);
+    }
+  }
+};
 
 // ------------------------------------------------------------------------------------------- rows
 // A row that is rotated: not yet normalised, and in units of its own. Infinities and NaN make all
@@ -177,15 +256,11 @@ class RotatedRow {
   CUTE_DEVICE void set_unit(float unit) { unit_ = unit; }
 
   // spread: as of change_signs(). Whole warps call it.
-  template <class Element>
+  template <class Element, class Rotation>
   CUTE_DEVICE void take(RawRow<Element> const& raw, ThreadPlace const& place,
-                        uint32_t const* spread) {
-    uint32_t largest = __float_as_uint(fmaxf(largest_magnitude<Element>(raw.spans[0].words),
-                                             largest_magnitude<Element>(raw.spans[1].words)));
-#pragma unroll 3
-    for (int distance = 1; kLaneColumns * distance < place.width; distance *= 2) {
-      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-    }
+                        uint32_t const* spread, Rotation const& rotation) {
+    uint32_t const largest =
+        rotation.largest_of_piece(__float_as_uint(largest_magnitude<Element>(raw.words)));
     // WHY not below 2^-125: 2^126 is the largest factor. Of an infinity or NaN it becomes 0.
     constexpr uint32_t kExponent = 0x00800000u;
     uint32_t const power = max(largest & kInfinity, 2 * kExponent);
@@ -193,20 +268,14 @@ class RotatedRow {
     HalfScaler<Element> const scaler(__uint_as_float(kInfinity - power));
     CUTE_UNROLL
     for (int i = 0; i < kRowWords; ++i) {
-      words[i] = scaler.two(raw.spans[i / kSpanWords], i % kSpanWords);
+      words[i] = scaler.two(raw, i);
     }
     change_signs(words, place, spread);
   }
 
-  // kDim: 0 or of one or two pieces.
-  template <int kDim>
-  CUTE_DEVICE void rotate(int width) {
-    constexpr int kWidest = int(std::bit_floor(unsigned(kDim)));
-    if (kDim == kWidest || width == kWidest) {
-      rotate_words<kWidest>(words, width);
-    } else {
-      rotate_words<kDim - kWidest>(words, width);
-    }
+  template <class Rotation>
+  CUTE_DEVICE void rotate(Rotation const& rotation) {
+    rotation.apply(words);
   }
 
   // The largest magnitude that is a number, normalised.
@@ -233,5 +302,10 @@ class RotatedRow {
 
 template <class Element, int kDim>
 using RowOf = std::conditional_t<kDim == kPlain, PlainRow<Element>, RotatedRow>;
+
+template <LaneOrder kOrder, int kDim>
+using RotationOf = std::conditional_t<
+    kDim == kPlain, NoRotation,
+    std::conditional_t<kOrder == LaneOrder::kRows, RowRotation, PieceRotation<kDim>>>;
 
 }  // namespace fa3

@@ -1,5 +1,5 @@
-// What the kernels of quantize_fp8 share: the tile and columns of a thread, loads, rotation, casts
-// and stores.
+// What the kernels of quantize_fp8 share: the tile of a CTA, the rows and columns of a thread, its
+// loads, and rows that are not rotated.
 #pragma once
 
 #include <bit>
@@ -9,22 +9,39 @@
 
 namespace fa3 {
 
+constexpr int kMostThreads = 512;  // of a CTA
 constexpr uint32_t kInfinity = 0x7f800000u;
 constexpr float kSmallestMaximum = 0x1p-64f;
 // In place of the head dim that a kernel is made for: any, and not rotated.
 constexpr int kPlain = -1;
 
 // kDim: columns of a row, where the compiler is to know; else not above 0. rows: of the CTA.
-template <int kDim>
-CUTE_DEVICE ThreadPlace place_of_thread(QuantizeShape const& s, int rows) {
+template <LaneOrder kOrder, int kDim>
+CUTE_DEVICE auto place_of_thread(QuantizeShape const& s, int rows) {
+  int const thread = int(threadIdx.x);
+  __builtin_assume(thread >= 0 && thread < kMostThreads);
   int const head_dim = kDim > 0 ? kDim : s.head_dim;
-  ThreadPlace place = thread_place(int(threadIdx.x), head_dim, rows, 1);
-  bool const is_one_piece = kDim > 0 && std::has_single_bit(unsigned(kDim));
-  // The lanes of a warp have the same width: the compiler is to know that too.
-  place.width = is_one_piece ? kDim : __shfl_sync(0xffffffffu, place.width, 0);
-  place.row_step = rows_of_warp(place.width);
-  __builtin_assume(kDim <= 0 || place.width >= (kDim & -kDim));
-  return place;
+  if constexpr (kOrder == LaneOrder::kChunks) {
+    return chunk_place(thread, head_dim, rows);
+  } else {
+    bool const is_row = kOrder == LaneOrder::kRows;
+    ThreadPlace place =
+        is_row ? thread_place_in_row(thread, head_dim) : thread_place(thread, head_dim, rows);
+    // What the compiler is to know too. The lanes of a warp have the same width, if not kRows.
+    if (!is_row) {
+      bool const is_one_piece = kDim > 0 && std::has_single_bit(unsigned(kDim));
+      place.width = is_one_piece ? kDim : __shfl_sync(0xffffffffu, place.width, 0);
+      __builtin_assume(kDim <= 0 || place.width >= (kDim & -kDim));
+      place.distance = max_of(place.width / 2, kSpanColumns);
+    }
+    if (kDim > 0 && kDim % kSpanColumns == 0) {
+      place.first_columns = kSpanColumns;
+    }
+    if (kDim > 0 && kDim % kLaneColumns == 0) {
+      place.second_columns = kSpanColumns;
+    }
+    return place;
+  }
 }
 
 // How many of first_tile(0 .. batch) are not behind `tile`, less one: the last entry that does not
@@ -64,29 +81,32 @@ CUTE_DEVICE int64_t target_of(QuantizeShape const& s, QuantizeTile const& tile, 
   return ((entry * s.rows + tile.begin) * s.heads + head) * s.head_dim;
 }
 
-// Where a thread reads and writes: its row and first span, of one head after the other.
+// Where a thread reads and writes: its first row and column there, of one head after the other.
 template <class Element>
 struct Cursor {
   Element const* source;
   uint8_t* target;
 
-  CUTE_DEVICE Cursor(QuantizeParams const& p, ThreadPlace const& place, QuantizeTile const& tile,
+  template <class Place>
+  CUTE_DEVICE Cursor(QuantizeParams const& p, Place const& place, QuantizeTile const& tile,
                      int head) {
     source = static_cast<Element const*>(p.x.data) + source_of(p, tile, head) +
              place.row * p.x.row_stride + place.column;
     target = p.values + target_of(p.shape, tile, head) + target_in_tile(p.shape, place);
   }
 
-  static CUTE_DEVICE int64_t target_in_tile(QuantizeShape const& s, ThreadPlace const& place) {
+  template <class Place>
+  static CUTE_DEVICE int64_t target_in_tile(QuantizeShape const& s, Place const& place) {
     return place.row * (int64_t(s.heads) * s.head_dim) + place.column;
   }
 };
 
-// 16 columns as they lie in memory, at a multiple of 16 bytes.
+// What a thread has of x, as it lies in memory, at multiples of 16 bytes: two spans of columns or
+// four chunks. What is not loaded stays as it is.
 template <class Element>
-struct RawSpan {
-  static constexpr int kWords = kSpanColumns * int(sizeof(Element)) / 4;
+struct RawRow {
   static constexpr bool kIsWide = sizeof(Element) == 4;
+  static constexpr int kWords = kLaneColumns * int(sizeof(Element)) / 4;
 
   uint32_t words[kWords];
 
@@ -97,70 +117,48 @@ struct RawSpan {
     }
   }
 
-  // is_full: all columns, else the first 8.
-  CUTE_DEVICE void load(Element const* source, bool is_full) {
+  // source: of the thread. used: rows of the tile that count.
+  CUTE_DEVICE void load(Element const* source, ThreadPlace const& place, int used, int64_t) {
+    if (place.row < used) {
+      load_columns<kSpanColumns>(words, source, place.first_columns);
+      load_columns<kSpanColumns>(words + kWords / 2, source + place.distance, place.second_columns);
+    }
+  }
+
+  CUTE_DEVICE void load(Element const* source, ChunkPlace const& place, int used,
+                        int64_t row_stride) {
     CUTE_UNROLL
-    for (int i = 0; i < kWords / 4; ++i) {
-      if (i < kWords / 8 || is_full) {
-        uint4 const four = __ldg(reinterpret_cast<uint4 const*>(source) + i);
-        words[4 * i] = four.x;
-        words[4 * i + 1] = four.y;
-        words[4 * i + 2] = four.z;
-        words[4 * i + 3] = four.w;
+    for (int i = 0; i < kChunkRows; ++i) {
+      bool const counts = place.row + i * place.row_step < used;
+      load_columns<kChunkColumns>(words + kWords / kChunkRows * i,
+                                  source + i * place.row_step * row_stride,
+                                  counts ? kChunkColumns : 0);
+    }
+  }
+
+ private:
+  // The first `columns`. WHY every 16 bytes by themselves: the compiler puts moves and waits
+  // between the loads where one condition is inside another (head dim 64, not rotated, 16k tokens:
+  // 56 us for 31; H200, 2026-11-23).
+  template <int kMost>
+  static CUTE_DEVICE void load_columns(uint32_t* to, Element const* source, int columns) {
+    constexpr int kFour = 16 / int(sizeof(Element));  // columns of four words
+    CUTE_UNROLL
+    for (int i = 0; i < kMost / kFour; ++i) {
+      if (columns > kFour * i) {
+        uint4 const four = __ldg(reinterpret_cast<uint4 const*>(source + kFour * i));
+        to[4 * i] = four.x;
+        to[4 * i + 1] = four.y;
+        to[4 * i + 2] = four.z;
+        to[4 * i + 3] = four.w;
       }
     }
   }
 };
 
-// Spans that are not loaded stay 0, but for their signs.
-template <class Element>
-struct RawRow {
-  RawSpan<Element> spans[2];
-
-  CUTE_DEVICE void clear() {
-    spans[0].clear();
-    spans[1].clear();
-  }
-
-  CUTE_DEVICE void load(Element const* source, ThreadPlace const& place, bool counts) {
-    if (counts) {
-      spans[0].load(source, place.has_full_span());
-    }
-    if (counts && place.has_second()) {
-      spans[1].load(source + place.width / 2, true);
-    }
-  }
-};
-
-CUTE_DEVICE void store_span(uint8_t* target, uint4 values, bool is_full, bool is_aligned) {
-  if (is_full && is_aligned) {
-    *reinterpret_cast<uint4*>(target) = values;
-    return;
-  }
-  reinterpret_cast<uint2*>(target)[0] = make_uint2(values.x, values.y);
-  if (is_full) {
-    reinterpret_cast<uint2*>(target)[1] = make_uint2(values.z, values.w);
-  }
-}
-
-// 32 columns, cast.
+// 32 values, cast: of a row, or 8 of each of four rows (ChunkPlace).
 struct CastRow {
   uint32_t fours[kLaneColumns / 4];
-
-  // A row that does not count is 0. is_aligned: rows are multiples of 16 columns.
-  CUTE_DEVICE void store(uint8_t* target, ThreadPlace const& place, bool exists, bool counts,
-                         bool is_aligned) const {
-    uint4 const zeros = make_uint4(0, 0, 0, 0);
-    uint4 const first = counts ? make_uint4(fours[0], fours[1], fours[2], fours[3]) : zeros;
-    uint4 const second = counts ? make_uint4(fours[4], fours[5], fours[6], fours[7]) : zeros;
-    if (!exists) {
-      return;
-    }
-    store_span(target, first, place.has_full_span(), is_aligned);
-    if (place.has_second()) {
-      store_span(target + place.width / 2, second, true, is_aligned);
-    }
-  }
 };
 
 CUTE_DEVICE uint32_t cast_four(float2 first, float2 second, float factor) {
@@ -168,30 +166,37 @@ CUTE_DEVICE uint32_t cast_four(float2 first, float2 second, float factor) {
                         multiply_exactly(second.x, factor), multiply_exactly(second.y, factor));
 }
 
-// A row that is not rotated, as it lies in memory: of 16 bits it takes half the registers.
+struct NoRotation {
+  static constexpr float norm = 1.f;
+
+  template <class Place>
+  explicit CUTE_DEVICE NoRotation(Place const&) {}
+};
+
+// A row that is not rotated, or chunks of four, as in memory: of 16 bits half the registers.
 template <class Element>
 class PlainRow {
-  using Raw = RawSpan<Element>;
+  using Raw = RawRow<Element>;
   static constexpr uint32_t kHalfInfinity = kIsBFloat<Element> ? 0x7f80u : 0x7c00u;
 
  public:
   static constexpr bool kMayBeInfinite = true;
-  static constexpr int kWords = 2 * Raw::kWords;
+  static constexpr int kWords = Raw::kWords;
 
   uint32_t words[kWords];
 
   CUTE_DEVICE float unit() const { return 1.f; }
   CUTE_DEVICE void set_unit(float) {}
 
-  CUTE_DEVICE void take(RawRow<Element> const& raw, ThreadPlace const&, uint32_t const*) {
+  template <class Place>
+  CUTE_DEVICE void take(Raw const& raw, Place const&, uint32_t const*, NoRotation const&) {
     CUTE_UNROLL
     for (int i = 0; i < kWords; ++i) {
-      words[i] = raw.spans[i / Raw::kWords].words[i % Raw::kWords];
+      words[i] = raw.words[i];
     }
   }
 
-  template <int kDim>
-  CUTE_DEVICE void rotate(int) {}
+  CUTE_DEVICE void rotate(NoRotation const&) {}
 
   // The largest magnitude that is a number.
   CUTE_DEVICE float largest(float) const { return fmaxf(largest_magnitude<Element>(words), 0.f); }

@@ -12,37 +12,115 @@ from tests import _host
 from tests.cpu.test_reference_packed import starts
 
 CHUNK, SPAN = 8, 16
+PIECES, ROWS, CHUNKS = range(3)    # LaneOrder
 LENGTHS = st.lists(st.integers(0, 200), min_size=0, max_size=6)
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 
 
 @pytest.mark.parametrize('head_dim', range(CHUNK, 257, CHUNK))
 @pytest.mark.parametrize('tile', [32, 96])
-@pytest.mark.parametrize('thread_rows', [1, 2])
-def test_threads_have_every_value_once(head_dim, tile, thread_rows):
+def test_threads_have_every_value_once(head_dim, tile):
     """A warp has one width, and the columns that its lanes exchange are those of butterflies."""
     counts = torch.zeros(tile, head_dim, dtype=torch.int32)
-    warps = _host.warps_of_tile(head_dim, tile, thread_rows)
+    warps = _host.warps_of_tile(PIECES, head_dim, tile)
     for warp in range(warps):
-        lanes = [_host.thread_place(32 * warp + lane, head_dim, tile, thread_rows)
-                 for lane in range(32)]
-        assert len({(width, step) for _, _, width, _, step in lanes}) == 1
+        lanes = [_host.thread_place(False, 32 * warp + lane, head_dim, tile) for lane in range(32)]
+        assert len({width for _, _, width, _ in lanes}) == 1
         check_exchanges(lanes, head_dim)
-        for first, second, width, row, step in lanes:
-            rows = [row + i * step for i in range(thread_rows) if row + i * step < tile]
-            counts[rows, first:first + min(width, SPAN)] += 1
-            if second >= 0:
-                counts[rows, second:second + SPAN] += 1
+        for first, second, width, row in lanes:
+            if row < tile:
+                counts[row, first:first + min(width, SPAN)] += 1
+            if row < tile and second >= 0:
+                counts[row, second:second + SPAN] += 1
     assert (counts == 1).all()
     lanes_of_pieces = [max(width // (2 * SPAN), 1) for _, width in pieces(head_dim)]
-    assert warps == sum(-(-tile * lanes // (32 * thread_rows)) for lanes in lanes_of_pieces)
+    assert warps == sum(-(-tile * lanes // 32) for lanes in lanes_of_pieces)
+
+
+@pytest.mark.parametrize('head_dim', [80, 96])
+@pytest.mark.parametrize('tile', [1, 21, 22, 32, 48, 64, 300])
+def test_lanes_of_a_row_next_to_each_other(head_dim, tile):
+    """The two lanes of the piece of 64 columns are in one warp."""
+    counts = torch.zeros(tile, head_dim, dtype=torch.int32)
+    threads = 32 * _host.warps_of_tile(ROWS, head_dim, tile)
+    assert threads - 32 < 3 * tile <= threads
+    places = [_host.thread_place(True, thread, head_dim, tile) for thread in range(threads)]
+    for thread, (first, second, width, row) in enumerate(places):
+        assert width == (64 if first < 64 else head_dim - 64)
+        assert second == (-1 if width == 16 else first + width // 2)
+        if row < tile:
+            counts[row, first:first + SPAN] += 1
+        if row < tile and second >= 0:
+            counts[row, second:second + SPAN] += 1
+        if row < tile and first == 0:
+            assert thread % 32 < 31 and places[thread + 1] == (SPAN, 3 * SPAN, 64, row)
+    assert (counts == 1).all()
+
+
+@pytest.mark.parametrize('head_dim', range(CHUNK, 257, CHUNK))
+@pytest.mark.parametrize('tile', [30, 32, 48, 96])
+def test_chunks_are_there_once(head_dim, tile):
+    """Neighbours have neighbouring columns."""
+    counts = torch.zeros(tile + 4, head_dim, dtype=torch.int32)
+    places = [_host.chunk_place(thread, head_dim, tile)
+              for thread in range(32 * _host.warps_of_tile(CHUNKS, head_dim, tile))]
+    for (column, rows), after in zip(places, [*places[1:], None]):
+        for row in rows:
+            counts[min(row, tile), column:column + CHUNK] += 1
+        if after is not None and column + CHUNK < head_dim:
+            assert after == (column + CHUNK, rows)
+    assert (counts[:tile] == 1).all()
+
+
+def write_heads(address: int, head_dim: int, heads: int) -> list[tuple[int, int]]:
+    """What RowWriter does for a row: the instruction and the address of every chunk."""
+    found, waits = [], set()
+    for head in range(heads):
+        place, waited = address + head * head_dim, waits
+        waits = set()
+        for column in range(0, head_dim, CHUNK):
+            completes, part = _host.sector_part(place, column, head_dim, head == 0,
+                                                head == heads - 1)
+            assert not (completes and (part or column in waited))
+            if completes:
+                found.append((2 * head + 1, place + column))
+            elif part:
+                waits.add(column)
+            else:
+                found.append((2 * head, place + column))
+            if column in waited:
+                found.append((2 * head + 1, place - head_dim + column))
+    assert not waits
+    return found
+
+
+@pytest.mark.parametrize('address', [0, 8, 16, 24, (1 << 31) - 64, (1 << 31) + 8, (1 << 32) - 64,
+                                     (5 << 31) + 16])
+@pytest.mark.parametrize('head_dim', range(40, 257, CHUNK))
+def test_sectors_that_heads_share_are_written_once(head_dim, address):
+    """Every byte once; but for the ends of the row, all of a sector in one instruction."""
+    assert _host.shares_sectors(head_dim, 8) == (head_dim % 32 != 0)
+    for heads in (1, 2, 5, 16):
+        found = write_heads(address, head_dim, heads)
+        assert sorted(place for _, place in found) == [
+            *range(address, address + heads * head_dim, CHUNK)]
+        instructions = {}
+        for instruction, place in found:
+            instructions.setdefault(place // 32, set()).add(instruction)
+        assert all(len(numbers) == 1 for numbers in instructions.values())
+
+
+@pytest.mark.parametrize('head_dim, row_step', [(8, 8), (16, 8), (24, 8), (32, 8), (80, 9),
+                                                (72, 6), (96, 8), (128, 8)])
+def test_no_shared_sectors(head_dim, row_step):
+    assert not _host.shares_sectors(head_dim, row_step)
 
 
 def check_exchanges(lanes: list[tuple[int, ...]], head_dim: int) -> None:
     """lanes: thread_place() of those of a warp."""
     piece_of = {column: (start, width) for start, width in pieces(head_dim)
                 for column in range(start, start + width)}
-    for lane, (first, second, width, row, _) in enumerate(lanes):
+    for lane, (first, second, width, row) in enumerate(lanes):
         start, wanted = piece_of[first]
         assert width == wanted and first % SPAN == 0
         assert second == (first + width // 2 if width > SPAN else -1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from flash_attn3 import fp8, quantize_fp8
-from flash_attn3.quantize import PER_HEAD, PER_TENSOR
+from flash_attn3.quantize import PER_HEAD, PER_TENSOR, signs
 
 from tests.cpu.test_quantize import ERRORS
 
@@ -103,6 +103,47 @@ def test_heads_of_clusters(heads, group, device):
         check(x, device, rotate=rotate, block=384, group=group)
 
 
+@pytest.mark.parametrize('block', [32, 96, 384, 'head'])
+@pytest.mark.parametrize('heads', [1, 2, 3, 17, 40])
+@pytest.mark.parametrize('head_dim', [8, 16, 24, 40, 48, 56, 72, 80, 104, 112, 144, 248])
+def test_heads_that_share_a_sector(head_dim, heads, block, device):
+    """Their rows are no multiples of 32 bytes."""
+    for rotate in (False, True):
+        x = torch.randn(2, 450, heads, head_dim).bfloat16()
+        check(x, device, rotate=rotate, block=block)
+        cu = starts([0, 33, 384, 1, 350])
+        check(x.flatten(0, 1), device, rotate=rotate, block=block, cu_seqlens=cu)
+
+
+@DTYPES
+@pytest.mark.parametrize('block', [64, 384, 'tensor'])
+@pytest.mark.parametrize('head_dim', [16, 24, 40, 48, 56, 72, 80, 104])
+def test_heads_in_turn_that_share_a_sector(head_dim, block, dtype, device):
+    """So many rows that a CTA has several heads of a tile, in memory that held other bits."""
+    x = torch.randn(2, 4000, 19, head_dim).to(dtype)
+    torch.full((x.numel(),), 0xff, dtype=torch.uint8, device=device)
+    check(x, device, rotate=False, block=block)
+
+
+@pytest.mark.parametrize('head_dim, width', [(80, 16), (96, 32)])
+def test_signs_of_zeros(head_dim, width, device):
+    """Zeros that cancel to -0 in each column of the narrow piece, and zeros with any signs."""
+    for seed in range(20):
+        x = torch.zeros(2, width, 4, head_dim)
+        cancelling = -hadamard(width)[:, None] * signs(seed, 4, head_dim)[:, 64:]
+        x[0, :, :, 64:] = torch.copysign(x[0, :, :, 64:], cancelling)
+        x[1] = torch.copysign(x[1], torch.randn(width, 4, head_dim))
+        for dtype in (torch.bfloat16, torch.float16):
+            check(x.to(dtype), device, rotate=True, block=32, seed=seed)
+
+
+def hadamard(width: int) -> Tensor:
+    found = torch.ones(1, 1)
+    while len(found) < width:
+        found = torch.kron(torch.tensor([[1., 1.], [1., -1.]]), found)
+    return found
+
+
 @ROTATED
 @DTYPES
 @pytest.mark.parametrize('row', [0, 130, 383, 384, 599])
@@ -150,7 +191,7 @@ def test_seeds(seed, device):
 @DTYPES
 @pytest.mark.parametrize('block', [32, 128, 384, 'head', 'tensor'])
 def test_any_bits(block, dtype, rotate, device):
-    for head_dim in (24, 128):
+    for head_dim in (24, 80, 96, 128):
         check(random_bits(2, 500, 4, head_dim, dtype=dtype), device, rotate=rotate, block=block)
 
 
@@ -160,12 +201,13 @@ def test_any_bits(block, dtype, rotate, device):
 def test_small_and_large_values(exponent, dtype, rotate, device):
     """Zeros keep their sign, also of sums that a GPU would flush; the floor of scales; sums that
     are too large."""
-    x = torch.randn(1, 64, 2, 64, dtype=torch.float64) * 2.0 ** exponent
-    x[0, 40:, :, ::3] = 0
-    x[0, 50] *= -0.0
-    check(x.to(dtype), device, rotate=rotate, block=32)
-    x[0, :, 1] = torch.randn(64, 64)
-    check(x.to(dtype), device, rotate=rotate)
+    for head_dim in (64, 80, 96):
+        x = torch.randn(1, 64, 2, head_dim, dtype=torch.float64) * 2.0 ** exponent
+        x[0, 40:, :, ::3] = 0
+        x[0, 50] *= -0.0
+        check(x.to(dtype), device, rotate=rotate, block=32)
+        x[0, :, 1] = torch.randn(64, head_dim)
+        check(x.to(dtype), device, rotate=rotate)
 
 
 def test_many_scales(device):
