@@ -13,6 +13,7 @@
 #include "device/barriers.h"
 #include "device/launch.h"
 #include "quantize/exchange.h"
+#include "quantize/kernel_dim.h"
 #include "quantize/next_rows.h"
 #include "quantize/residency.h"
 #include "quantize/rotated_row.h"
@@ -351,26 +352,11 @@ bool run(QuantizeParams const& params, int sm_count, void* const* stream) {
 
 template <class Element>
 bool run_any(QuantizeParams const& params, int sm_count, void* const* stream) {
-  constexpr bool kHasOwn = sizeof(Element) == 2;
-  if (!params.is_rotated) {
-    return run<Element, kPlain>(params, sm_count, stream);
-  }
-  switch (kHasOwn ? params.shape.head_dim : 0) {
-    case 64:
-      return run<Element, kHasOwn ? 64 : 0>(params, sm_count, stream);
-    case 80:
-      return run<Element, kHasOwn ? 80 : 0>(params, sm_count, stream);
-    case 96:
-      return run<Element, kHasOwn ? 96 : 0>(params, sm_count, stream);
-    case 128:
-      return run<Element, kHasOwn ? 128 : 0>(params, sm_count, stream);
-    case 192:
-      return run<Element, kHasOwn ? 192 : 0>(params, sm_count, stream);
-    case 256:
-      return run<Element, kHasOwn ? 256 : 0>(params, sm_count, stream);
-    default:
-      return run<Element, 0>(params, sm_count, stream);
-  }
+  bool takes_it = false;
+  run_with_dim(kernel_dim(params), DimsOf<Element>(), [&]<int kDim>(KernelDim<kDim>) {
+    takes_it = run<Element, kDim>(params, sm_count, stream);
+  });
+  return takes_it;
 }
 
 bool run_dtype(QuantizeParams const& params, int sm_count, void* const* stream) {

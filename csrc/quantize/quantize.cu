@@ -8,6 +8,7 @@
 #include "quantize/cluster_maximum.h"
 #include "quantize/exchange.h"
 #include "quantize/heads.h"
+#include "quantize/kernel_dim.h"
 #include "quantize/quantize.h"
 #include "quantize/residency.h"
 #include "quantize/rows.h"
@@ -350,73 +351,40 @@ void launch_pass(QuantizeParams params, int sm_count, void* stream) {
   }
 }
 
-// Head dims whose rotation the compiler knows.
-constexpr bool has_own_kernel(int dim) {
-  return dim == 64 || dim == 80 || dim == 96 || dim == 128 || dim == 192 || dim == 256;
+constexpr Loads loads_of(int dim, bool is_wide) {
+  return is_wide ? Loads::kNow : dim == 64 ? Loads::kShared : Loads::kAhead;
 }
 
-// The kDim of the kernel that has everything in one pass.
-int own_dim(QuantizeParams const& params) {
-  int const dim = params.shape.head_dim;
-  return !params.is_rotated                                       ? kPlain
-         : params.dtype != Dtype::kFloat32 && has_own_kernel(dim) ? dim
-                                                                  : 0;
-}
-
-constexpr Loads loads_of(int dim) { return dim == 64 ? Loads::kShared : Loads::kAhead; }
-
-// Of an element of 16 bits. In clusters: what fits_cluster() takes.
+// Of a head dim without a kernel of its own there is none in clusters.
 template <class Element, Pass kPass>
 void launch_one_pass(QuantizeParams const& params, int sm_count, void* stream) {
-  auto launch = [&]<int kDim>(std::integral_constant<int, kDim>) {
-    if constexpr (kDim == kPlain || has_own_kernel(kDim) || !is_cluster(kPass)) {
-      launch_pass<Element, kDim, kPass, loads_of(kDim)>(params, sm_count, stream);
+  run_with_dim(kernel_dim(params), DimsOf<Element>(), [&]<int kDim>(KernelDim<kDim>) {
+    if constexpr (kDim != 0 || !is_cluster(kPass)) {
+      constexpr Loads kLoads = loads_of(kDim, sizeof(Element) == 4);
+      launch_pass<Element, kDim, kPass, kLoads>(params, sm_count, stream);
     }
-  };
-  switch (params.is_rotated ? params.shape.head_dim : kPlain) {
-    case kPlain:
-      return launch(std::integral_constant<int, kPlain>());
-    case 64:
-      return launch(std::integral_constant<int, 64>());
-    case 80:
-      return launch(std::integral_constant<int, 80>());
-    case 96:
-      return launch(std::integral_constant<int, 96>());
-    case 128:
-      return launch(std::integral_constant<int, 128>());
-    case 192:
-      return launch(std::integral_constant<int, 192>());
-    case 256:
-      return launch(std::integral_constant<int, 256>());
-    default:
-      return launch(std::integral_constant<int, 0>());
-  }
+  });
 }
 
-template <class Element, int kDim>
+template <class Element>
 void launch_two_passes(QuantizeParams const& params, int sm_count, void* stream) {
-  launch_pass<Element, kDim, Pass::kMaxima, Loads::kNow>(params, sm_count, stream);
-  launch_pass<Element, kDim, Pass::kCast, Loads::kNow>(params, sm_count, stream);
+  int const dim = params.is_rotated ? 0 : kPlain;
+  run_with_dim(dim, GeneralDims(), [&]<int kDim>(KernelDim<kDim>) {
+    launch_pass<Element, kDim, Pass::kMaxima, Loads::kNow>(params, sm_count, stream);
+    launch_pass<Element, kDim, Pass::kCast, Loads::kNow>(params, sm_count, stream);
+  });
 }
 
 template <class Element>
 void launch_passes(QuantizeParams const& params, bool is_one, int sm_count, void* stream) {
   if (!is_one) {
-    return params.is_rotated ? launch_two_passes<Element, 0>(params, sm_count, stream)
-                             : launch_two_passes<Element, kPlain>(params, sm_count, stream);
-  }
-  if constexpr (sizeof(Element) == 4) {
-    return params.is_rotated
-               ? launch_pass<Element, 0, Pass::kOnly, Loads::kNow>(params, sm_count, stream)
-               : launch_pass<Element, kPlain, Pass::kOnly, Loads::kNow>(params, sm_count, stream);
-  } else {
-    if (params.cluster_ctas == 1) {
-      launch_one_pass<Element, Pass::kOnly>(params, sm_count, stream);
-    } else if (params.shape.is_packed) {
-      launch_one_pass<Element, Pass::kPackedCluster>(params, sm_count, stream);
-    } else {
-      launch_one_pass<Element, Pass::kCluster>(params, sm_count, stream);
-    }
+    launch_two_passes<Element>(params, sm_count, stream);
+  } else if (params.cluster_ctas == 1) {
+    launch_one_pass<Element, Pass::kOnly>(params, sm_count, stream);
+  } else if constexpr (sizeof(Element) == 2) {
+    params.shape.is_packed
+        ? launch_one_pass<Element, Pass::kPackedCluster>(params, sm_count, stream)
+        : launch_one_pass<Element, Pass::kCluster>(params, sm_count, stream);
   }
 }
 
@@ -431,8 +399,7 @@ int64_t count_scales(QuantizeShape const& s) {
 }
 
 bool has_cluster_kernel(QuantizeParams const& params) {
-  return params.dtype != Dtype::kFloat32 &&
-         (!params.is_rotated || has_own_kernel(params.shape.head_dim));
+  return params.dtype != Dtype::kFloat32 && kernel_dim(params) != 0;
 }
 
 // Whether packed sequences are long enough for clusters, in the mean: whole CTAs have no rows where
@@ -460,7 +427,7 @@ bool fits_cluster(QuantizeParams& params) {
       (s.is_packed && !has_long_sequences(params))) {
     return false;
   }
-  LaneOrder const order = lane_order_of(own_dim(params));
+  LaneOrder const order = lane_order_of(kernel_dim(params));
   int const block_warps = warps_of_tile(order, s.head_dim, s.block);
   for (int idle : {0, block_warps / 8}) {
     for (int ctas = kMostClusterCtas; ctas > 1; --ctas) {
@@ -481,7 +448,7 @@ bool fits_cluster(QuantizeParams& params) {
 QuantizePlan plan_quantize(QuantizeParams& params, int sm_count) {
   QuantizeShape const& shape = params.shape;
   if (shape.block > 0 && shape.block <= kMostThreads &&
-      warps_of_tile(lane_order_of(own_dim(params)), shape.head_dim, shape.block) <= kMostWarps) {
+      warps_of_tile(lane_order_of(kernel_dim(params)), shape.head_dim, shape.block) <= kMostWarps) {
     params.cta_rows = shape.block;
     return {QuantizeMethod::kBlocks, 0};
   }
