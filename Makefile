@@ -3,6 +3,7 @@
 # make test      sets up the same, builds everything, runs all tests; those of a GPU skip without one
 # make build     builds in place: the libraries of the package and the tests' host module
 # make test-gpu  the GPU tests alone
+# make test-emulated  the short selection of them on this CPU, with some kernels: tests/emulator
 # make sanitize  every built kernel under compute-sanitizer, on a Hopper GPU; see tests/sanitize.py
 # make bench     the benchmarks, on a Hopper GPU
 # make clean     removes what was built, not .venv and not the cache of compiled units
@@ -13,9 +14,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO_VARIANTS := FwdBf16D128*,BwdBf16D128*
+EMULATED_VARIANTS := FwdBf16D64*,FwdE4m3D64*,BwdBf16D64*
 SANITIZER := compute-sanitizer --kernel-name kernel_substring=N3fa3 --error-exitcode 9
 
-.PHONY: demo test build test-gpu sanitize libraries bench clean
+.PHONY: demo test build test-gpu test-emulated sanitize libraries bench clean
 
 demo: export FLASH_ATTN3_VARIANTS ?= $(DEMO_VARIANTS)
 demo: libraries
@@ -27,6 +29,10 @@ test: build
 
 test-gpu: libraries
 	$(RUN) -m pytest tests/gpu
+
+test-emulated: build
+	$(RUN) -m tests.emulator.build '$(EMULATED_VARIANTS)'
+	$(RUN) -m pytest tests/gpu --device emulated -m smoke
 
 sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
 sanitize: libraries

@@ -1,7 +1,8 @@
 """What all tests share: the device to run on, and the reasons to skip.
 
 tests/gpu runs on CUDA; `pytest tests/gpu --device cpu` runs the same tests on the CPU path, to try
-the tests themselves on a machine without a GPU.
+the tests themselves on a machine without a GPU; `--device emulated` runs the kernels there
+(tests/emulator).
 """
 from __future__ import annotations
 
@@ -12,10 +13,22 @@ import torch
 
 from flash_attn3 import _library
 
+from tests.emulator.library import LIBRARY, Emulator
+
+EMULATOR = pytest.StashKey[Emulator]()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption('--device', choices=('cuda', 'cpu'), default='cuda',
+    parser.addoption('--device', choices=('cuda', 'cpu', 'emulated'), default='cuda',
                      help='where tests/gpu runs; default: cuda')
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption('--device') == 'emulated':
+        if not LIBRARY.exists():
+            raise pytest.UsageError(f'--device emulated: expected {LIBRARY.name}; hint: '
+                                    'python -m tests.emulator.build, with some variants')
+        config.stash[EMULATOR] = Emulator(LIBRARY)
 
 
 def missing_hopper() -> str:
@@ -30,7 +43,7 @@ def missing_hopper() -> str:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device of tests/gpu: the current GPU, or what --device says."""
-    if request.config.getoption('--device') == 'cpu':
+    if request.config.getoption('--device') != 'cuda':
         return torch.device('cpu')
     if reason := missing_hopper():
         pytest.skip(reason)
@@ -75,12 +88,30 @@ def _kind_is_built(request: pytest.FixtureRequest) -> None:
     """Skips a test of a kind of which FLASH_ATTN3_VARIANTS left a kernel out of this build."""
     parameters = request.node.callspec.params if hasattr(request.node, 'callspec') else {}
     kind = parameters.get('kind')
-    if kind is None or 'device' not in request.fixturenames or missing_hopper():
+    if kind is None or 'device' not in request.fixturenames:
         return
-    if missing := kind.missing_variants():
+    if emulator := request.config.stash.get(EMULATOR, None):
+        names = [facts['name'] for facts in kind.variants()]
+        missing = [name for name in names if not emulator.has_variant(name)]
+    else:
+        missing = [] if missing_hopper() else kind.missing_variants()
+    if missing:
         pytest.skip(f'{", ".join(missing)} not in this build')
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """Skips what the emulator was built without: it seldom has all variants."""
+    try:
+        return (yield)
+    except (RuntimeError, AssertionError) as error:
+        if EMULATOR in item.config.stash and 'got a build without it' in str(error):
+            pytest.skip(str(error))
+        raise
+
+
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(0)
+    if emulator := request.config.stash.get(EMULATOR, None):
+        emulator.seed(0)

@@ -67,9 +67,9 @@ def test_packing_with_more_queries_than_keys(group, kind, device):
 @pytest.mark.smoke
 @every_kind
 @pytest.mark.parametrize('sm_margin', [1, 60, 131])
-def test_sm_margin_changes_no_bit(sm_margin, kind, device):
+def test_sm_margin_changes_no_bit(sm_margin, kind, cuda):
     case = Case(500, 700, heads_q=6, heads_k=2).of(kind)
-    tensors = case.tensors(device)
+    tensors = case.tensors(cuda)
     check_same(run(tensors, case, sm_margin=sm_margin), run(tensors, case))
 
 

@@ -32,9 +32,20 @@ def check(x: Tensor, device: torch.device, **options) -> None:
     memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
     on_device = memory.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
     lists = {name: value.to(device) for name, value in options.items() if isinstance(value, Tensor)}
-    got, expected = quantize_fp8(on_device, **options | lists), quantize_fp8(x, **options)
+    got, expected = quantize_fp8(on_device, **options | lists), plainly(x, **options)
     assert [y.stride() for y in got] == [y.stride() for y in expected]
     check_bits(got, expected)
+
+
+def plainly(x: Tensor, rotate: bool = False, block: int | str = 'head', seed: int = 0,
+            group: int = 1, cu_seqlens: Tensor | None = None,
+            seqused: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What quantize_fp8 gives on the CPU, also where its op is emulated there."""
+    rows = {'head': PER_HEAD, 'tensor': PER_TENSOR}.get(block, block)
+    values, scale = fp8.quantize_plainly(x, cu_seqlens, seqused, rows, group,
+                                         seed if rotate else None)
+    batch = x.size(0) if cu_seqlens is None else cu_seqlens.size(0) - 1
+    return values, scale.expand(batch, x.size(-2) // group) if block == 'tensor' else scale
 
 
 def random_bits(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,16 @@
+// Memory of the GPU that a launch may use: everything else is an error.
+#pragma once
+
+#include "types.h"
+
+namespace emulator {
+
+enum class Access { kRead, kWrite };
+
+// Until forget_memory(). What is added again may be written if it may be once.
+void add_memory(u64 begin, u64 bytes, Access access);
+void forget_memory();
+// Whether all of these bytes are in one piece of memory that allows it.
+bool may_access(u64 begin, u64 bytes, Access access);
+
+}  // namespace emulator
