@@ -188,8 +188,7 @@ void Thread::wait_for_products(u32 groups_left, int site) {
   exchange(0, ~0u, -site);
 }
 
-// ----------------------------------------------------------------------------------- ldmatrix,
-// stmatrix
+// ----------------------------------------------------------------------------- matrices of 8 x 8
 void Thread::load_matrices(u32* words, int count, bool transposed, u64 address, int site) {
   shared(address, kPiece, site);
   u32 const* const rows = exchange(u32(address), ~0u, site);
