@@ -30,9 +30,13 @@ constexpr int kScalePerTensor = -1;
 enum class LaneOrder { kPieces, kRows, kChunks };
 
 // Lanes that share a piece.
-FA3_HD constexpr int lanes_of_piece(int width) { return max_of(width / kLaneColumns, 1); }
+FA3_HD constexpr int lanes_of_piece(int width) {
+  return max_of(width / kLaneColumns, 1);
+}
 
-FA3_HD constexpr int rows_of_warp(int width) { return 32 / lanes_of_piece(width); }
+FA3_HD constexpr int rows_of_warp(int width) {
+  return 32 / lanes_of_piece(width);
+}
 
 // Of a tile, for all of its pieces of a width.
 FA3_HD constexpr int warps_of_piece(int width, int tile) {
@@ -143,6 +147,23 @@ FA3_HD constexpr SectorPart sector_part(uint64_t address, int column, int head_d
   int const sector_end = (at / kSectorBytes + 1) * kSectorBytes;
   return SectorPart{begin > 0 && at < kSectorBytes && !is_first,
                     sector_end > begin + head_dim && !is_last};
+}
+
+// LaneOrder::kRows, head dim 80: a row is two sectors and a half, and its lanes write it in three
+// stores, each of whole sectors. The half, which a lane has as its second span, waits for the first
+// store of the next head if there is one. The store of each span of a lane:
+struct SpanStores {
+  int first;   // -1: it has none
+  int second;  // 3: of the next head
+};
+
+FA3_HD constexpr SpanStores span_stores(uint64_t row_address, int column, bool is_last) {
+  bool const is_inside = row_address % kSectorBytes != 0;
+  if (column >= 2 * kLaneColumns) {
+    return SpanStores{-1, is_inside || is_last ? 2 : 3};
+  }
+  bool const is_late = is_inside && column > 0;
+  return SpanStores{is_late, 1 + is_late};
 }
 
 // The float32 next to width ** -0.5; every factor but the last is exact.

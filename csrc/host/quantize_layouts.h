@@ -148,6 +148,11 @@ inline void bind_quantize(pybind11::module_& m) {
     auto const [completes, waits] = sector_part(address, column, head_dim, is_first, is_last);
     return std::tuple(completes, waits);
   });
+  // The stores of the first span and of the second.
+  m.def("span_stores", [](uint64_t row_address, int column, bool is_last) {
+    auto const [first, second] = span_stores(row_address, column, is_last);
+    return std::tuple(first, second);
+  });
   // (first column, rows).
   m.def("chunk_place", [](int thread, int head_dim, int tile) {
     ChunkPlace const place = chunk_place(thread, head_dim, tile);

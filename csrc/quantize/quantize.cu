@@ -139,6 +139,8 @@ struct Quantizer {
   static constexpr LaneOrder kOrder = lane_order_of(kDim);
   using OwnRow = RowOf<Element, kDim>;
   using Place = std::conditional_t<kOrder == LaneOrder::kChunks, ChunkPlace, ThreadPlace>;
+  using AnyWriter = std::conditional_t<kOrder == LaneOrder::kRows && kDim == 80, RowWriterInSectors,
+                                       RowWriter<Place>>;
   using AnyMaximum = std::conditional_t<kIsCluster, ClusterMaximum<kMostWarps>, Maximum>;
 
   // Of the CTA, in shared memory.
@@ -189,9 +191,11 @@ struct Quantizer {
   }
 
  private:
-  CUTE_DEVICE RowWriter<Place> make_writer() const {
+  CUTE_DEVICE AnyWriter make_writer() const {
     if constexpr (kOrder == LaneOrder::kChunks) {
       return RowWriter<Place>(place, p.shape, dynamic_memory());
+    } else if constexpr (kDim == 80) {
+      return RowWriterInSectors(place);
     } else {
       return RowWriter<Place>(place, kDim > 0 || p.shape.head_dim % kSpanColumns == 0);
     }
@@ -254,7 +258,7 @@ struct Quantizer {
       only_exchange(end - begin);
       return;
     }
-    RowWriter<Place> writer = make_writer();
+    AnyWriter writer = make_writer();
     for (int head = begin; head < end; ++head) {
       OwnRow row;
       rows.take(row, shared.signs.of_spans[head - begin], rotation, p.x.head_stride,
@@ -273,7 +277,7 @@ struct Quantizer {
     }
   }
 
-  CUTE_DEVICE void finish_row(OwnRow& row, RowWriter<Place>& writer, uint8_t* target,
+  CUTE_DEVICE void finish_row(OwnRow& row, AnyWriter& writer, uint8_t* target,
                               QuantizeTile const& tile, int head, bool is_first, bool is_last) {
     bool const counts = place.row < tile.used;
     float scale = 1.f;

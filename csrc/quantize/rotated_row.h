@@ -202,12 +202,12 @@ class PieceRotation {
 };
 
 // LaneOrder::kRows: the lane of a narrow piece is its own partner, whose words times 0 it adds. A
-// second span that is not there is +0, and -0 when it is added: that leaves the first as it is,
-// signs of zeros too.
+// second span that is not there is +0, and -0 when it is added: so both become the first, signs of
+// zeros too.
 class RowRotation {
   int partner_;
   uint32_t signs_;
-  uint32_t second_signs_;
+  uint32_t sum_signs_;  // of the second span, when it is added to the first
 
  public:
   float const norm;
@@ -217,7 +217,7 @@ class RowRotation {
     bool const is_upper = place.column > 0;
     partner_ = int(threadIdx.x) % 32 + (is_alone ? 0 : is_upper ? -1 : 1);
     signs_ = is_alone ? 0 : is_upper ? kMinusOnes : kOnes;
-    second_signs_ = place.has_second() ? kOnes : kMinusOnes;
+    sum_signs_ = place.has_second() ? kOnes : kMinusOnes;
   }
 
   CUTE_DEVICE uint32_t largest_of_piece(uint32_t largest) const {
@@ -234,8 +234,8 @@ class RowRotation {
     for (int i = 0; i < kSpanWords; ++i) {
       uint32_t const first = words[i];
       uint32_t const second = words[i + kSpanWords];
-      words[i] = multiply_add_halves(second, second_signs_, first);
-      words[i + kSpanWords] = multiply_add_halves(second, second_signs_ ^ kSignBits, first);
+      words[i] = multiply_add_halves(second, sum_signs_, first);
+      words[i + kSpanWords] = multiply_add_halves(second, kMinusOnes, first);
     }
   }
 };

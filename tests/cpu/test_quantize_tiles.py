@@ -110,6 +110,40 @@ def test_sectors_that_heads_share_are_written_once(head_dim, address):
         assert all(len(numbers) == 1 for numbers in instructions.values())
 
 
+def write_heads_in_spans(address: int, head_dim: int, heads: int) -> list[tuple[int, int]]:
+    """What RowWriterInSectors does for a row: the store and the address of every 16 bytes."""
+    found, waiting = [], None
+    lanes = [_host.thread_place(True, thread, head_dim, 1)[:2] for thread in range(3)]
+    for head in range(heads):
+        row, waited = address + head * head_dim, waiting
+        waiting = None
+        if waited is not None:
+            found.append((3 * head, waited))
+        for first, second in lanes:
+            stores = _host.span_stores(row, first, head == heads - 1)
+            assert (stores[0] < 0) == (second < 0) and stores[1] in (1, 2, 3)
+            if second < 0 and stores[1] == 3:
+                waiting = row + first
+                continue
+            found += [(3 * head + store, row + column)
+                      for store, column in zip(stores, (first, second)) if column >= 0 <= store]
+            found += [(3 * head + stores[1], row + first)] if second < 0 else []
+    assert waiting is None
+    return found
+
+
+@pytest.mark.parametrize('address', [0, 16, (1 << 31) - 16, 1 << 32])
+@pytest.mark.parametrize('heads', [1, 2, 5, 16])
+def test_spans_fill_sectors(address, heads):
+    """Every 16 bytes once; but for the ends of the row, all of a sector in one store."""
+    found = write_heads_in_spans(address, 80, heads)
+    assert sorted(place for _, place in found) == [*range(address, address + heads * 80, SPAN)]
+    stores = {}
+    for store, place in found:
+        stores.setdefault(place // 32, set()).add(store)
+    assert all(len(numbers) == 1 for numbers in stores.values())
+
+
 @pytest.mark.parametrize('head_dim, row_step', [(8, 8), (16, 8), (24, 8), (32, 8), (80, 9),
                                                 (72, 6), (96, 8), (128, 8)])
 def test_no_shared_sectors(head_dim, row_step):

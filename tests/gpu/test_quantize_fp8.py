@@ -132,8 +132,9 @@ def test_heads_that_share_a_sector(head_dim, heads, block, device):
 def test_heads_in_turn_that_share_a_sector(head_dim, block, dtype, device):
     """So many rows that a CTA has several heads of a tile, in memory that held other bits."""
     x = torch.randn(2, 4000, 19, head_dim).to(dtype)
-    torch.full((x.numel(),), 0xff, dtype=torch.uint8, device=device)
-    check(x, device, rotate=False, block=block)
+    for rotate in (False, True):
+        torch.full((x.numel(),), 0xff, dtype=torch.uint8, device=device)
+        check(x, device, rotate=rotate, block=block)
 
 
 @pytest.mark.parametrize('head_dim, width', [(80, 16), (96, 32)])
