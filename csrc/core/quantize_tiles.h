@@ -30,13 +30,9 @@ constexpr int kScalePerTensor = -1;
 enum class LaneOrder { kPieces, kRows, kChunks };
 
 // Lanes that share a piece.
-FA3_HD constexpr int lanes_of_piece(int width) {
-  return max_of(width / kLaneColumns, 1);
-}
+FA3_HD constexpr int lanes_of_piece(int width) { return max_of(width / kLaneColumns, 1); }
 
-FA3_HD constexpr int rows_of_warp(int width) {
-  return 32 / lanes_of_piece(width);
-}
+FA3_HD constexpr int rows_of_warp(int width) { return 32 / lanes_of_piece(width); }
 
 // Of a tile, for all of its pieces of a width.
 FA3_HD constexpr int warps_of_piece(int width, int tile) {
