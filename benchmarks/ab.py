@@ -7,6 +7,7 @@ A and B are folders that hold a built flash_attn3 folder (a checkout, or the tar
 Python through FLASH_ATTN3_LIBRARY. In each round both sides time the same problem once, A first in
 even rounds, B first in odd ones, so that clocks and heat are shared. The ratio of a cell is the
 median over the rounds of A's time / B's time: above 1, B is faster. `--a X --b X` shows the noise.
+The suite `quantize` is quantize_fp8; a cell is wrong where the builds' results differ in a bit.
 """
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import harness, shapes
+from benchmarks import bench_quantize, harness, shapes
+from benchmarks.quantize_cells import Cell
 from flash_attn3 import _measure
 from flash_attn3._measure import Shape, geometric_mean
 
 SIDES = ('a', 'b')
+QUANTIZE = 'quantize'
 LIBRARY = 'FLASH_ATTN3_LIBRARY'
 
 
@@ -88,10 +91,14 @@ def sides_in_turn(rounds: int) -> Iterator[tuple[str, str]]:
         yield SIDES if number % 2 == 0 else SIDES[::-1]
 
 
-def compare(shape: Shape, workers: dict[str, Worker], rounds: int) -> dict:
+def compare(shape: Shape | Cell, workers: dict[str, Worker], rounds: int) -> dict:
     """One cell: the turns of both sides, and the ratio of their rounds."""
-    cell = dict(shape=shape.as_dict(), flops=shape.flops)
-    prepared = {side: worker.ask(prepare=shape.as_dict()) for side, worker in workers.items()}
+    is_attention = isinstance(shape, Shape)
+    cell = dict(label=shape.label(), shape=shape.as_dict())
+    if is_attention:
+        cell['flops'] = shape.flops
+    verb = 'prepare' if is_attention else 'prepare_quantize'
+    prepared = {side: worker.ask(**{verb: shape.as_dict()}) for side, worker in workers.items()}
     failed = {side: answer['na'] for side, answer in prepared.items() if 'na' in answer}
     if failed:
         return dict(cell, na=failed)
@@ -104,16 +111,29 @@ def compare(shape: Shape, workers: dict[str, Worker], rounds: int) -> dict:
             if 'na' in answer:
                 return dict(cell, na={side: answer['na']})
             turns[side].append(answer)
-    results = [side_result(shape, side, turns[side], prepared[side]['error']) for side in SIDES]
+    results = [side_result(shape, side, turns[side], prepared) for side in SIDES]
     ratios = [a['ms'] / b['ms'] for a, b in zip(turns['a'], turns['b'])]
     return dict(cell, results=results, ratios=ratios, ratio=statistics.median(ratios))
 
 
-def side_result(shape: Shape, side: str, turns: Sequence[dict], error: float) -> dict:
+def side_result(shape: Shape | Cell, side: str, turns: Sequence[dict],
+                prepared: dict[str, dict]) -> dict:
     figure = _measure.Figure.of([_measure.Turn(**turn) for turn in turns])
+    if isinstance(shape, Shape):
+        error = prepared[side]['error']
+        rate = dict(tflops=shape.flops / figure.ms / 1e9, error=error,
+                    wrong=not error < _measure.WRONG)
+    else:
+        rate = dict(gb_per_s=prepared[side]['bytes'] / figure.ms / 1e6,
+                    wrong=prepared['a']['digest'] != prepared['b']['digest'])
     return dict(name=side, ms=figure.ms, spread=figure.spread, rounds=figure.rounds,
-                clock_mhz=figure.clock_mhz, tflops=shape.flops / figure.ms / 1e9, error=error,
-                wrong=not error < _measure.WRONG)
+                clock_mhz=figure.clock_mhz, **rate)
+
+
+def select(suite: str, quick: bool, cpu: bool, dtype: str) -> list[Shape] | list[Cell]:
+    if suite == QUANTIZE:
+        return bench_quantize.select(quick, cpu, dtype)
+    return shapes.select(suite, quick, cpu, dtype)
 
 
 def summarize(cells: Sequence[dict]) -> dict:
@@ -128,13 +148,14 @@ def summarize(cells: Sequence[dict]) -> dict:
 def show(record: dict, console: Console) -> None:
     settings = record['settings']
     table = Table(title=f"A {settings['a']}, B {settings['b']}, {record['environment']['device']}")
-    columns = ('A us', 'B us', 'A TFLOP/s', 'B TFLOP/s', 'A MHz', 'B MHz', 'B / A')
+    unit = 'GB/s' if settings['suite'] == QUANTIZE else 'TFLOP/s'
+    columns = ('A us', 'B us', f'A {unit}', f'B {unit}', 'A MHz', 'B MHz', 'B / A')
     table.add_column('problem')
     for column in columns:
         table.add_column(column, justify='right')
     table.add_column('GPU')
     for cell in record['cells']:
-        label = Shape(**cell['shape']).label()
+        label = cell['label']
         if 'na' in cell:
             table.add_row(label, *('n/a' if side in cell['na'] else '' for side in SIDES))
             continue
@@ -157,7 +178,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--a', type=pathlib.Path, required=True,
                         help='folder or kernel library of the build to compare with')
     parser.add_argument('--b', type=pathlib.Path, required=True, help='the other build')
-    parser.add_argument('--suite', choices=sorted(shapes.SUITES), default='forward')
+    parser.add_argument('--suite', choices=sorted([*shapes.SUITES, QUANTIZE]),
+                        default='forward')
     harness.add_common_arguments(parser.add_argument)
     return parser.parse_args(argv)
 
@@ -176,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             workers[side] = Worker(build, args.device, args.target_ms)
         for worker in workers.values():
             worker.read()
-        for shape in shapes.select(args.suite, args.quick, device.type == 'cpu', args.dtype):
+        for shape in select(args.suite, args.quick, device.type == 'cpu', args.dtype):
             monitor.take()
             cell = compare(shape, workers, rounds)
             record['cells'].append(dict(cell, gpu=monitor.take()))

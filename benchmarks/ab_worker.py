@@ -5,10 +5,13 @@
 MEASURE_PY is the timing code, the same file for both sides; PACKAGE_FOLDER holds the flash_attn3 to
 be measured. One JSON object per line, one answer per command, {"na": reason} where it fails:
     {"prepare": shape} -> {"count": calls in a turn, "ahead_s": s, "error": relative error}
+    {"prepare_quantize": cell} -> {"count", "ahead_s", "bytes": read and written, "digest": of the
+        results}
     {"turn": [count, ahead_s]} -> {"ms": ms, "clock_mhz": MHz or null}
 """
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -17,8 +20,8 @@ import sys
 from types import ModuleType
 
 
-def load_measure(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location('ab_measure', path)
+def load_file(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f'ab_{pathlib.Path(path).stem}', path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module   # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -54,6 +57,19 @@ class Side:
         count, ahead_s = self.timer.calibrate(self.call)
         return dict(count=count, ahead_s=ahead_s, error=error)
 
+    def prepare_quantize(self, problem: dict) -> dict:
+        cells = load_file(str(pathlib.Path(__file__).with_name('quantize_cells.py')))
+        cell = cells.Cell(**problem)
+        self.call = None
+        options = cells.options_of(cell, self.device)
+        sets = cells.make_inputs(cell, self.device, self.measure.ROTATED_BYTES)
+        results = self.build.quantize_fp8(sets[0], **options)
+        self.call = cells.in_turn([functools.partial(self.build.quantize_fp8, x, **options)
+                                   for x in sets])
+        count, ahead_s = self.timer.calibrate(self.call)
+        return dict(count=count, ahead_s=ahead_s, bytes=cells.bytes_of(sets[0], results),
+                    digest=cells.digest_of(results))
+
     def turn(self, settings: list) -> dict:
         done = self.timer.turn(self.call, *settings)
         return dict(ms=done.ms, clock_mhz=done.clock_mhz)
@@ -61,7 +77,8 @@ class Side:
     def answer(self, command: dict) -> dict:
         (verb, argument), = command.items()
         try:
-            return {'prepare': self.prepare, 'turn': self.turn}[verb](argument)
+            return {'prepare': self.prepare, 'prepare_quantize': self.prepare_quantize,
+                    'turn': self.turn}[verb](argument)
         except Exception as error:
             return dict(na=f'{type(error).__name__}: {error}'[:200])
 
@@ -71,7 +88,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), 'w')
     os.dup2(2, 1)   # what libraries print must not get between the answers
     import torch
-    side = Side(load_measure(measure_path), load_build(folder), device, float(target_ms))
+    side = Side(load_file(measure_path), load_build(folder), device, float(target_ms))
     print(json.dumps(dict(ready=torch.__version__)), file=answers, flush=True)
     with torch.no_grad():
         for line in sys.stdin:

@@ -11,74 +11,47 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from benchmarks import harness
+from benchmarks import harness, shapes
+from benchmarks.quantize_cells import Cell, bytes_of, in_turn, make_inputs, options_of
 from flash_attn3 import quantize_fp8
 from flash_attn3._measure import DTYPES, ROTATED_BYTES, Figure, Timer
 
-TOKENS, WIDTH = 16384, 2048    # WIDTH: heads * head_dim
 # Copies are of whole ones: 50,333,024 bytes took 31 us, 50,335,744 bytes 28 (H200, 2026-11-22).
 COPY_STEP = 4096
-SEQUENCES = 32    # of packed tensors, of two lengths in turns
+MIXED = shapes.mixed_lengths()
+TWO = (128, 896) * 16    # a block of 384 that is not full at the end of each
+SHORT = (256,) * 64
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+ROLES = ((64, True), (384, True), (384, False))    # block and rotation of q, k and v of attention
+
+CELLS = (*(Cell(dim, *role) for dim in HEAD_DIMS for role in ROLES),
+         *(Cell(dim, *role, MIXED) for dim in HEAD_DIMS for role in ROLES),
+         *(Cell(dim, 384, lengths=TWO) for dim in (64, 128, 256)), Cell(128, 384, lengths=SHORT),
+         *(Cell(dim, 32) for dim in (64, 128, 256)), Cell(128, 32, rotate=False),
+         Cell(128, 32, lengths=TWO), Cell(128, 128), Cell(128, 384, tokens=65536),
+         Cell(128, 32, tokens=1024),
+         *(Cell(dim, 'head') for dim in (64, 128, 256)), Cell(128, 'head', rotate=False),
+         Cell(128, 'head', tokens=65536), Cell(128, 'head', lengths=TWO), Cell(128, 'tensor'))
+QUICK_CELLS = (Cell(128, 384), Cell(128, 384, lengths=MIXED))
+TINY_CELLS = (Cell(128, 32, tokens=256), Cell(128, 'head', lengths=(8, 120, 128)))
 
 
-class Cell(NamedTuple):
-    head_dim: int
-    block: int | str
-    rotate: bool = True
-    packed: bool = False
-    tokens: int = TOKENS
-
-    def label(self) -> str:
-        parts = [f'd{self.head_dim}', f'{self.tokens} tokens', f'block {self.block}',
-                 'rotated' if self.rotate else 'plain', *['packed'] * self.packed]
-        return ', '.join(parts)
+def select(quick: bool, cpu: bool, dtype: str) -> list[Cell]:
+    """The cells of a run. On a CPU --quick tries the machinery."""
+    cells = CELLS if not quick else TINY_CELLS if cpu else QUICK_CELLS
+    name = str(DTYPES[dtype]).removeprefix('torch.')
+    return [cell._replace(dtype=name) for cell in cells]
 
 
-CELLS = (*(Cell(dim, block) for dim in (64, 128, 256) for block in (32, 64)),
-         Cell(96, 32), Cell(192, 32), Cell(128, 128),
-         *(Cell(dim, 384) for dim in (64, 96, 128, 192, 256)), Cell(128, 384, rotate=False),
-         Cell(128, 384, packed=True),
-         Cell(128, 32, rotate=False), Cell(128, 32, packed=True), Cell(128, 64, packed=True),
-         Cell(128, 32, tokens=65536), Cell(128, 32, tokens=1024),
-         *(Cell(dim, 'head') for dim in (64, 128, 256)), Cell(128, 'head', tokens=65536),
-         Cell(128, 'head', packed=True), Cell(128, 'tensor'))
-QUICK_CELLS = (Cell(128, 32, tokens=256), Cell(128, 'head', packed=True, tokens=256))
-
-
-def input_of(cell: Cell, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    heads = max(1, WIDTH // cell.head_dim)
-    x = torch.randn(cell.tokens, heads, cell.head_dim, device=device, dtype=dtype)
-    return x if cell.packed else x[None]
-
-
-def options_of(cell: Cell, device: torch.device) -> dict:
-    options: dict = dict(block=cell.block, rotate=cell.rotate)
-    if cell.packed:
-        short = cell.tokens // SEQUENCES // 4
-        lengths = [short, 2 * cell.tokens // SEQUENCES - short] * (SEQUENCES // 2)
-        options['cu_seqlens'] = torch.tensor([0, *itertools.accumulate(lengths)],
-                                             dtype=torch.int32, device=device)
-    return options
-
-
-def bytes_of(x: torch.Tensor, options: dict) -> int:
-    return x.nbytes + sum(y.nbytes for y in quantize_fp8(x, **options))
-
-
-def measure(cell: Cell, device: torch.device, rounds: int, target_ms: float, dtype: str) -> dict:
+def measure(cell: Cell, device: torch.device, rounds: int, target_ms: float) -> dict:
     """Milliseconds, GB/s and spread of both, and the share."""
     options = options_of(cell, device)
-    first = input_of(cell, DTYPES[dtype], device)
-    size = bytes_of(first, options)
-    sets = [first]
-    if device.type == 'cuda':
-        sets += [torch.randn_like(first) for _ in range(ROTATED_BYTES // size + 1)]
+    sets = make_inputs(cell, device, ROTATED_BYTES)
+    size = bytes_of(sets[0], quantize_fp8(sets[0], **options))
     half = -(-size // 2 // COPY_STEP) * COPY_STEP
     copies = [(torch.empty(half, dtype=torch.uint8, device=device),
                torch.randint(256, (half,), dtype=torch.uint8, device=device)) for _ in sets]
@@ -95,13 +68,8 @@ def measure(cell: Cell, device: torch.device, rounds: int, target_ms: float, dty
     figures = {name: Figure.of(found) for name, found in turns.items()}
     results = [dict(name=name, ms=figure.ms, spread=figure.spread, rounds=figure.rounds,
                     gb_per_s=size / figure.ms / 1e6) for name, figure in figures.items()]
-    return dict(cell=cell._asdict(), bytes=size, results=results,
+    return dict(cell=cell.as_dict(), bytes=size, results=results,
                 share=figures['copy'].ms / figures['quantize_fp8'].ms)
-
-
-def in_turn(calls: Sequence[Callable]) -> Callable:
-    following = itertools.cycle(calls)
-    return lambda: next(following)()
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -118,11 +86,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = harness.new_record('quantize', device, args.commit,
                                 dict(rounds=rounds, target_ms=args.target_ms, dtype=args.dtype))
     Timer(device).spin(0.3)
-    for cell in QUICK_CELLS if args.quick else CELLS:
-        found = measure(cell, device, rounds, args.target_ms, args.dtype)
+    for cell in select(args.quick, device.type == 'cpu', args.dtype):
+        found = measure(cell, device, rounds, args.target_ms)
         record['cells'].append(found)
         own, copy = found['results']
-        print(f"{cell.label():45} {own['ms'] * 1e3:7.1f} us {own['gb_per_s']:6.0f} GB/s, copy "
+        print(f"{cell.label():58} {own['ms'] * 1e3:7.1f} us {own['gb_per_s']:6.0f} GB/s, copy "
               f"{copy['gb_per_s']:6.0f} GB/s: {found['share']:.0%}"
               f"{' ~' if own['spread'] > harness.NOISY else ''}", flush=True)
     print(harness.save(record, args.out))

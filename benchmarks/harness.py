@@ -144,13 +144,13 @@ def measured(cell: dict, name: str) -> dict | None:
 
 
 def figure_text(result: dict | None) -> str:
-    """TFLOP/s; '~' when the rounds differ much, '!' when the result was wrong."""
+    """TFLOP/s or GB/s; '~' when the rounds differ much, '!' when the result was wrong."""
     if result is None:
         return ''
     if 'na' in result:
         return 'n/a'
     marks = ('!' if result['wrong'] else '') + ('~' if result['spread'] > NOISY else '')
-    return f"{result['tflops']:.4g}{marks}"
+    return f"{result.get('tflops', result.get('gb_per_s')):.4g}{marks}"
 
 
 def panels(record: dict) -> list[tuple[str, list[dict]]]:

@@ -4,24 +4,41 @@ import json
 import pytest
 import torch
 
-from benchmarks import bench_quantize
-from benchmarks.bench_quantize import Cell
+from flash_attn3 import quantize_fp8
+
+from benchmarks import bench_quantize, quantize_cells
+from benchmarks.quantize_cells import Cell
 
 CPU = torch.device('cpu')
 
 
 def test_bytes_are_those_of_the_results():
     """2 bytes read and 1 written of a column, 4 of the scale of a block."""
-    x = bench_quantize.input_of(Cell(128, 32, tokens=64), torch.bfloat16, CPU)
+    x, = quantize_cells.make_inputs(Cell(128, 32, tokens=64), CPU, 1 << 20)
     assert x.shape == (1, 64, 16, 128)
-    assert bench_quantize.bytes_of(x, {'block': 32}) == 3 * x.numel() + 4 * 2 * 16
+    assert quantize_cells.bytes_of(x, quantize_fp8(x, block=32)) == 3 * x.numel() + 4 * 2 * 16
 
 
-@pytest.mark.parametrize('tokens', [256, 16384])
-def test_packed_lengths_fill_the_tensor(tokens):
-    options = bench_quantize.options_of(Cell(64, 64, packed=True, tokens=tokens), CPU)
-    assert options['cu_seqlens'][-1] == tokens
-    assert len(set(options['cu_seqlens'].diff().tolist())) == 2
+def test_packed_lengths_fill_the_tensor():
+    for cell in bench_quantize.CELLS:
+        if cell.lengths:
+            assert quantize_cells.options_of(cell, CPU)['cu_seqlens'][-1] == cell.rows
+    cell = Cell(64, 64, lengths=(3, 5))
+    x, = quantize_cells.make_inputs(cell, CPU, 1 << 20)
+    assert x.shape == (8, 32, 64) and cell.label() == 'd64, 8 tokens, block 64, rotated, 2 of 3-5'
+
+
+def test_cells_have_labels_of_their_own():
+    labels = [cell.label() for cell in bench_quantize.CELLS]
+    assert len(set(labels)) == len(labels)
+
+
+def test_digest_is_of_all_bits():
+    x = torch.randn(4, 3)
+    scale = torch.tensor(2.)
+    same = quantize_cells.digest_of((x, scale))
+    assert quantize_cells.digest_of((x.clone(), scale.clone())) == same
+    assert quantize_cells.digest_of((x, -scale)) != same
 
 
 def test_file_has_the_share_of_every_cell(tmp_path, capsys):

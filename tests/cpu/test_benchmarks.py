@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import ab, bench_forward, harness, shapes
+from benchmarks import ab, bench_forward, bench_quantize, harness, shapes
 from flash_attn3 import _measure, bench
 from flash_attn3._measure import Figure, Shape, Turn
 
@@ -440,6 +440,32 @@ def test_ab_leaves_a_wrong_build_out_of_the_mean(tmp_path, monkeypatch):
     assert code == 1
     assert record['cells'][0]['results'][1]['error'] == pytest.approx(0.1, rel=1e-3)
     assert record['summary'] == dict(cells=1, compared=0)
+
+
+QUANTIZE_STUB = '''import torch
+def quantize_fp8(x, block, rotate, cu_seqlens=None):
+    return (x + {added}).to(torch.float8_e4m3fn), torch.ones(3)
+'''
+
+
+@pytest.mark.parametrize('added', [0, 1])
+def test_ab_of_quantize_fp8_compares_bits(added, tmp_path, monkeypatch):
+    cell = bench_quantize.Cell(64, 64, lengths=(3, 5))
+    monkeypatch.setattr(bench_quantize, 'TINY_CELLS', (cell,))
+    builds = make_build(tmp_path / 'one'), make_build(tmp_path / 'two')
+    for build, number in zip(builds, (0, added)):
+        (build / 'flash_attn3' / '__init__.py').write_text(QUANTIZE_STUB.format(added=number))
+    code = ab.main(f'--a {builds[0]} --b {builds[1]} --device cpu --quick --rounds 2 --suite '
+                   f'quantize --target-ms 0.1 --out {tmp_path}'.split())
+    path, = tmp_path.glob('*_ab_quantize.json')
+    record = json.loads(path.read_text())
+    done, = record['cells']
+    assert code == added and done['label'] == cell.label()
+    for result in done['results']:
+        size = 8 * 2048 * 3 + 12
+        assert result['gb_per_s'] == pytest.approx(size / result['ms'] / 1e6)
+        assert result['wrong'] == bool(added)
+    assert record['summary']['compared'] == 1 - added
 
 
 def test_ab_finds_builds(tmp_path):
