@@ -24,13 +24,13 @@ from flash_attn3._measure import DTYPES, ROTATED_BYTES, Figure, Timer
 COPY_STEP = 4096
 MIXED = shapes.mixed_lengths()
 TWO = (128, 896) * 16    # a block of 384 that is not full at the end of each
-SHORT = (256,) * 64
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 ROLES = ((64, True), (384, True), (384, False))    # block and rotation of q, k and v of attention
 
 CELLS = (*(Cell(dim, *role) for dim in HEAD_DIMS for role in ROLES),
          *(Cell(dim, *role, MIXED) for dim in HEAD_DIMS for role in ROLES),
-         *(Cell(dim, 384, lengths=TWO) for dim in (64, 128, 256)), Cell(128, 384, lengths=SHORT),
+         *(Cell(dim, 384, lengths=TWO) for dim in HEAD_DIMS),
+         *(Cell(128, 384, lengths=(rows,) * (16384 // rows)) for rows in (16, 64, 256, 1024)),
          *(Cell(dim, 32) for dim in (64, 128, 256)), Cell(128, 32, rotate=False),
          Cell(128, 32, lengths=TWO), Cell(128, 128), Cell(128, 384, tokens=65536),
          Cell(128, 32, tokens=1024),

@@ -68,7 +68,7 @@ def bytes_of(x: torch.Tensor, results: tuple[torch.Tensor, ...]) -> int:
 def digest_of(results: tuple[torch.Tensor, ...]) -> str:
     found = hashlib.sha256()
     for y in results:
-        found.update(y.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+        found.update(y.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
 

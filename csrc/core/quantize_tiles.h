@@ -246,10 +246,17 @@ FA3_HD Interval rows_of_entry(QuantizeShape const& s, int const* cu, int entry) 
   return Interval{begin, entry < s.batch ? clamp(cu[entry + 1], begin, s.rows) : s.rows};
 }
 
-// Tiles with rows, which have the first numbers of an entry.
-FA3_HD int tiles_of_entry(QuantizeShape const& s, int const* cu, int entry) {
+// The tiles with rows of an entry, which have its first numbers: full ones, then the last one.
+struct EntryTiles {
+  int before_last;
+  int last_rows;  // 0: the entry has no rows
+};
+
+FA3_HD EntryTiles tiles_of_entry(QuantizeShape const& s, int const* cu, int entry) {
   Interval const rows = rows_of_entry(s, cu, entry);
-  return s.by_tile.div(rows.end - rows.begin + s.tile - 1);
+  int const count = rows.end - rows.begin;
+  int const before_last = max_of(s.by_tile.div(count + s.tile - 1) - 1, 0);
+  return EntryTiles{before_last, count - before_last * s.tile};
 }
 
 // A tile by its number and the last entry that does not begin behind it.
@@ -266,6 +273,88 @@ FA3_HD QuantizeTile packed_tile(QuantizeShape const& s, int const* cu, int const
   int const before = int(skipped);
   return QuantizeTile{entry, index, from + before, clamp(used - before, 0, s.tile),
                       min_of(to - from - before, s.tile)};
+}
+
+// Packed sequences, in clusters: the CTAs of one share a tile, or teams of them one each, so that
+// few are without rows where a sequence ends within a tile. Sizes of teams: all CTAs, half of them,
+// a quarter, an eighth, each rounded down. Who is in one team is so in every larger size too.
+constexpr int kTeamSizes = 4;
+
+struct TeamSize {
+  int ctas = 0;       // 0: there are none of this size
+  int teams = 1;      // of a cluster
+  int most_rows = 0;  // of their tiles
+  FastDiv by_ctas;
+  FastDiv by_teams;
+
+  TeamSize() = default;
+
+  // cta_rows: of a CTA, at most.
+  TeamSize(int cluster_ctas, int cta_rows, int size)
+      : ctas(cluster_ctas >> size),
+        teams(cluster_ctas / max_of(ctas, 1)),
+        most_rows(ctas * cta_rows),
+        by_ctas(max_of(ctas, 1)),
+        by_teams(teams) {}
+};
+
+// The smallest teams for a tile of so many rows: not above those of the first size.
+FA3_HD int team_size_for(TeamSize const (&sizes)[kTeamSizes], int rows) {
+  int found = 0;
+  for (int size = 1; size < kTeamSizes; ++size) {
+    found += rows <= sizes[size].most_rows;
+  }
+  return found;
+}
+
+// The tiles of an entry that are for teams of a size, by their place in the entry.
+FA3_HD Interval tiles_for_teams(TeamSize const (&sizes)[kTeamSizes], EntryTiles tiles, int size) {
+  bool const has_last = tiles.last_rows > 0 && team_size_for(sizes, tiles.last_rows) == size;
+  return Interval{size > 0 ? tiles.before_last : 0, tiles.before_last + has_last};
+}
+
+// Bundles: the tiles that the teams of a cluster work on at the same time, one each; larger teams
+// first.
+struct Bundles {
+  int tiles[kTeamSizes];  // for teams of a size
+  int ends[kTeamSizes];   // behind the last bundle of a size
+
+  static FA3_HD Bundles of(TeamSize const (&sizes)[kTeamSizes], int const (&tiles)[kTeamSizes]) {
+    Bundles result{};
+    int end = 0;
+    for (int size = 0; size < kTeamSizes; ++size) {
+      end += sizes[size].by_teams.div(tiles[size] + sizes[size].teams - 1);
+      result.tiles[size] = tiles[size];
+      result.ends[size] = end;
+    }
+    return result;
+  }
+
+  FA3_HD int count() const { return ends[kTeamSizes - 1]; }
+};
+
+// What a CTA has of a bundle.
+struct TeamPlace {
+  int size;   // of its team
+  int tile;   // among the tiles for teams of this size; below 0: none
+  int rank;   // in the team
+  int begin;  // the rank in the cluster of the team's first
+};
+
+// rank: in the cluster. Behind the last bundle there are no tiles.
+FA3_HD TeamPlace team_place(TeamSize const (&sizes)[kTeamSizes], Bundles const& bundles, int bundle,
+                            int rank) {
+  int size = 0;
+  for (int larger = 0; larger + 1 < kTeamSizes; ++larger) {
+    size += bundle >= bundles.ends[larger];
+  }
+  int const before = size > 0 ? bundles.ends[size - 1] : 0;
+  TeamSize const& own = sizes[size];
+  int const team = own.by_ctas.div(rank);
+  int const tile = (bundle - before) * own.teams + team;
+  int const begin = team * own.ctas;
+  bool const has_tile = team < own.teams && tile < bundles.tiles[size];
+  return TeamPlace{size, has_tile ? tile : -1, rank - begin, begin};
 }
 
 // The rows of one of the CTAs that share a tile: the first has `rows` of them, and so on.

@@ -61,17 +61,46 @@ inline std::vector<QuantizedTile> quantized_tiles(std::tuple<int, int, int, int,
   return tiles;
 }
 
-// The numbers of the tiles that have rows, of packed tensors.
-inline std::vector<int> tiles_with_rows(std::tuple<int, int, int, int, int, int> sizes,
-                                        std::vector<int> const& cu_seqlens) {
+// The teams of clusters: (CTAs, most rows) of each size, and what each CTA has of each bundle, and
+// behind the last one: (size, number of its tile or -1, rank in the team, the team's first CTA).
+struct TeamTiles {
+  std::vector<std::tuple<int, int>> sizes;
+  std::vector<std::vector<std::tuple<int, int, int, int>>> bundles;
+};
+
+// cluster: (CTAs, rows of a CTA, sizes of teams).
+inline TeamTiles team_tiles(std::tuple<int, int, int, int, int, int> sizes,
+                            std::vector<int> const& cu_seqlens, std::tuple<int, int, int> cluster) {
   QuantizeShape const shape = quantize_shape(sizes, true);
-  std::vector<int> numbers;
-  for (int entry = -1; entry <= shape.batch; ++entry) {
-    for (int i = 0; i < tiles_of_entry(shape, cu_seqlens.data(), entry); ++i) {
-      numbers.push_back(first_tile(shape, cu_seqlens.data(), entry) + i);
+  int const* const cu = cu_seqlens.data();
+  auto const [ctas, cta_rows, size_count] = cluster;
+  TeamTiles result;
+  TeamSize team_sizes[kTeamSizes];
+  std::vector<int> numbers[kTeamSizes];
+  int counts[kTeamSizes];
+  for (int size = 0; size < kTeamSizes; ++size) {
+    team_sizes[size] = size < size_count ? TeamSize(ctas, cta_rows, size) : TeamSize();
+    result.sizes.emplace_back(team_sizes[size].ctas, team_sizes[size].most_rows);
+  }
+  for (int size = 0; size < kTeamSizes; ++size) {
+    for (int entry = -1; entry <= shape.batch; ++entry) {
+      auto const [begin, end] = tiles_for_teams(team_sizes, tiles_of_entry(shape, cu, entry), size);
+      for (int i = begin; i < end; ++i) {
+        numbers[size].push_back(first_tile(shape, cu, entry) + i);
+      }
+    }
+    counts[size] = int(numbers[size].size());
+  }
+  Bundles const bundles = Bundles::of(team_sizes, counts);
+  for (int bundle = 0; bundle <= bundles.count(); ++bundle) {
+    result.bundles.emplace_back();
+    for (int rank = 0; rank < ctas; ++rank) {
+      TeamPlace const place = team_place(team_sizes, bundles, bundle, rank);
+      int const number = place.tile < 0 ? -1 : numbers[place.size].at(place.tile);
+      result.bundles.back().emplace_back(place.size, number, place.rank, place.begin);
     }
   }
-  return numbers;
+  return result;
 }
 
 // An item of the kernel that exchanges maxima: its tile, head, and of the items that share its
@@ -109,7 +138,11 @@ inline void bind_quantize(pybind11::module_& m) {
       .def_readonly("rows", &QuantizedTile::rows)
       .def_readonly("scales", &QuantizedTile::scales);
   m.def("quantized_tiles", &quantized_tiles);
-  m.def("tiles_with_rows", &tiles_with_rows);
+  m.def("team_tiles", [](std::tuple<int, int, int, int, int, int> sizes,
+                         std::vector<int> const& cu_seqlens, std::tuple<int, int, int> cluster) {
+    TeamTiles const found = team_tiles(sizes, cu_seqlens, cluster);
+    return std::tuple(found.sizes, found.bundles);
+  });
   pybind11::class_<QuantizedItem>(m, "QuantizedItem")
       .def_readonly("tile", &QuantizedItem::tile)
       .def_readonly("head", &QuantizedItem::head)

@@ -17,8 +17,6 @@
 namespace fa3 {
 namespace {
 
-constexpr int kMostWarps = kMostThreads / 32;
-
 // What a launch does: everything in one pass over x, with CTAs for themselves or in clusters, of
 // dense batches or of packed sequences, or the first or second of two.
 enum class Pass { kOnly, kCluster, kPackedCluster, kMaxima, kCast };
@@ -30,7 +28,7 @@ constexpr bool is_cluster(Pass pass) {
 // The largest of what the threads of a CTA have; bits of floats that are not negative are ordered
 // as the floats are.
 struct Maximum {
-  uint32_t of_warps[2][kMostWarps];
+  uint32_t of_warps[2][kMostCtaWarps];
 
   CUTE_DEVICE void start(int) {}
 
@@ -81,7 +79,9 @@ constexpr LaneOrder lane_order_of(int dim) {
 }
 
 // As few as there are without spills, in steps of 8: other warps work while one waits for its
-// loads, or for the other CTAs of a cluster. WHY not of head dim 80: fewer warps are faster there
+// loads, or for the other CTAs of a cluster. With head dim 256, packed in clusters, 16 bytes are
+// spilled, for 3 CTAs on an SM instead of 2 (sequences of 98 to 5361 rows: 63 us for 65.5; head dim
+// 192, where it would be 32 bytes, 74 for 60). WHY not of head dim 80: fewer warps are faster there
 // (q, 16k tokens: 42 us for 45; H200, 2026-11-23).
 constexpr int registers_of_thread(int dim, Pass pass, bool is_wide) {
   if (is_wide) {
@@ -90,7 +90,7 @@ constexpr int registers_of_thread(int dim, Pass pass, bool is_wide) {
   if (dim == 80) {
     return 96;
   }
-  bool const is_tight = dim == kPlain || dim == 96 || (dim == 256 && pass == Pass::kPackedCluster);
+  bool const is_tight = dim == kPlain || dim == 96 || (dim == 192 && pass == Pass::kPackedCluster);
   return is_cluster(pass) && !is_tight ? 56 : 64;
 }
 
@@ -131,6 +131,8 @@ CUTE_DEVICE void end_launch(QuantizeParams const& p) {
   allow_later_launches();
 }
 
+struct Nothing {};
+
 template <class Element, int kDim, Pass kPass, Loads kLoads>
 struct Quantizer {
   static constexpr bool kIsCluster = is_cluster(kPass);
@@ -141,16 +143,16 @@ struct Quantizer {
   using Place = std::conditional_t<kOrder == LaneOrder::kChunks, ChunkPlace, ThreadPlace>;
   using AnyWriter = std::conditional_t<kOrder == LaneOrder::kRows && kDim == 80, RowWriterInSectors,
                                        RowWriter<Place>>;
-  using AnyMaximum = std::conditional_t<kIsCluster, ClusterMaximum<kMostWarps>, Maximum>;
+  using AnyMaximum =
+      std::conditional_t<kIsCluster, ClusterMaximum<kMostCtaWarps, kIsPacked>, Maximum>;
 
   // Of the CTA, in shared memory.
   struct Shared {
     AnyMaximum maximum;
     HeadSigns signs;
-    BlockScales scales;  // here because registers are short
-    int next_item;       // for the same reason
-    int least_items;     // packed in clusters: of real tiles
-    int more_items;
+    BlockScales scales;                                       // here because registers are short
+    int next_item;                                            // for the same reason
+    std::conditional_t<kIsPacked, TeamTiles, Nothing> teams;  // in clusters
   };
 
   QuantizeParams const& p;
@@ -163,7 +165,7 @@ struct Quantizer {
   CUTE_DEVICE Quantizer(QuantizeParams const& p_, Shared& shared_)
       : p(p_),
         shared(shared_),
-        cluster{kIsCluster ? cluster_rank() : 0, kIsCluster ? p.cluster_ctas : 1},
+        cluster{kIsCluster && !kIsPacked ? cluster_rank() : 0, kIsCluster ? p.cluster_ctas : 1, 0},
         place(place_of_thread<kOrder, kDim>(p.shape, p.cta_rows)),
         rotation(place) {}
 
@@ -171,14 +173,10 @@ struct Quantizer {
   // next.
   CUTE_DEVICE void run() {
     if constexpr (kIsPacked) {
-      share_out();
+      shared.teams.share_out(p);
     }
     int item = first_item(0);
-    if (kIsPacked && item >= first_item(1)) {
-      cute::cluster_wait();
-      return;
-    }
-    do {
+    while (item < first_item(1)) {
       int const tile = p.by_heads.div(item);
       int const begin = item - tile * p.shape.heads;
       int const left = first_item(1) - item;
@@ -187,7 +185,7 @@ struct Quantizer {
       shared.next_item = item + end - begin;
       work_through(tile, begin, end);
       item = shared.next_item;
-    } while (item < first_item(1));
+    }
   }
 
  private:
@@ -204,43 +202,48 @@ struct Quantizer {
   // Of this CTA or cluster, or of the one behind it.
   CUTE_DEVICE int first_item(int behind) const {
     int const number = int(kIsCluster ? cute::cluster_id_in_grid().x : blockIdx.x) + behind;
-    return kIsPacked ? number * shared.least_items + min_of(number, shared.more_items)
-                     : number * p.least_items + min_of(number, p.more_items);
-  }
-
-  // Of packed sequences, the tiles that have rows.
-  CUTE_DEVICE void share_out() {
-    TilesWithRows const tiles(p);
-    tiles.write_ones(p.scales);
-    int const clusters = int(gridDim.x) / p.cluster_ctas;
-    int const items = tiles.count() * p.shape.heads;
-    if (threadIdx.x == 0) {
-      shared.least_items = items / clusters;
-      shared.more_items = items % clusters;
-    }
-    __syncthreads();
-  }
-
-  // Gives the number that it has in x.
-  CUTE_DEVICE QuantizeTile find_tile(int& number) const {
     if constexpr (kIsPacked) {
-      FoundTile const found = TilesWithRows(p).find(number);
-      number = found.number;
-      return packed_tile(p.shape, p.cu_seqlens, p.seqused, number, found.entry);
+      return shared.teams.first_item(number);
     } else {
-      return tile_of_cta(p, number);
+      return number * p.least_items + min_of(number, p.more_items);
     }
   }
 
-  // Heads begin .. end of a tile.
-  CUTE_DEVICE void work_through(int tile_number, int begin, int end) {
-    __builtin_assume(!kIsCluster || p.shape.is_packed == kIsPacked);
-    QuantizeTile tile = find_tile(tile_number);
-    if (kIsCluster) {
-      tile = part_of(tile, cluster.rank, p.cta_rows);
+  CUTE_DEVICE ClusterPlace own_team() const {
+    if constexpr (kIsPacked) {
+      return shared.teams.team;
+    } else {
+      return cluster;
     }
+  }
+
+  // Heads begin .. end of a tile or a bundle.
+  CUTE_DEVICE void work_through(int number, int begin, int end) {
+    __builtin_assume(!kIsCluster || p.shape.is_packed == kIsPacked);
+    if constexpr (kIsPacked) {
+      TeamTile const part = shared.teams.find(p, number);
+      if (part.number < 0) {
+        return;
+      }
+      shared.maximum.make_team(part.team.ctas);
+      if (threadIdx.x == 0) {
+        shared.teams.team = part.team;
+      }
+      // Registers are short: these are not to be kept while a tile is looked for.
+      place = place_of_thread<kOrder, kDim>(p.shape, p.cta_rows, thread_read_anew());
+      rotation = RotationOf<kOrder, kDim>(place);
+      work_through(part.rows, part.number, part.team.rank, begin, end);
+    } else {
+      QuantizeTile const tile = tile_of_cta(p, number);
+      work_through(kIsCluster ? part_of(tile, cluster.rank, p.cta_rows) : tile, number,
+                   cluster.rank, begin, end);
+    }
+  }
+
+  // rank: in the team.
+  CUTE_DEVICE void work_through(QuantizeTile tile, int tile_number, int rank, int begin, int end) {
     Cursor<Element> cursor(p, place, tile, begin);
-    shared.scales.begin(p, tile, tile_number, begin, cluster.rank);
+    shared.scales.begin(p, tile, tile_number, begin, rank);
     if (kPass == Pass::kOnly && tile.written == 0) {
       shared.scales.write_ones(end - begin);
       __syncthreads();
@@ -250,7 +253,7 @@ struct Quantizer {
     if (kIsRotated) {
       shared.signs.compute(p, begin, end);
     }
-    if (kIsCluster && round == 0) {
+    if (kIsCluster && !kIsPacked && round == 0) {
       cute::cluster_wait();
     }
     __syncthreads();
@@ -261,18 +264,25 @@ struct Quantizer {
     AnyWriter writer = make_writer();
     for (int head = begin; head < end; ++head) {
       OwnRow row;
-      rows.take(row, shared.signs.of_spans[head - begin], rotation, p.x.head_stride,
-                head + 1 == end);
+      rows.take(row, shared.signs.of_spans[head - begin], rotation, head_stride(), head + 1 == end);
       row.rotate(rotation);
       finish_row(row, writer, cursor.target, tile, head, head == begin, head + 1 == end);
       cursor.target += kDim > 0 ? kDim : p.shape.head_dim;
     }
   }
 
+  CUTE_DEVICE int64_t head_stride() const {
+    if constexpr (kIsPacked) {
+      return shared.teams.head_stride();
+    } else {
+      return p.x.head_stride;
+    }
+  }
+
   // Of a warp without rows.
   CUTE_DEVICE void only_exchange(int heads) {
     for (; heads > 0; ++round) {
-      uint32_t const bits = shared.maximum.of_all(0, round, cluster);
+      uint32_t const bits = shared.maximum.of_all(0, round, own_team());
       heads -= !OwnRow::kMayBeInfinite || bits != kInfinity;
     }
   }
@@ -286,7 +296,7 @@ struct Quantizer {
       scale = scale_of_maxima(p, tile, head);
     } else {
       uint32_t const bits =
-          largest_of_all(row, counts, shared.maximum, rotation.norm, round, cluster);
+          largest_of_all(row, counts, shared.maximum, rotation.norm, round, own_team());
       if constexpr (kPass == Pass::kMaxima) {
         add_maximum(p, tile, head, bits);
         return;
@@ -348,6 +358,7 @@ void launch_pass(QuantizeParams params, int sm_count, void* stream) {
   shape.grid = clusters * ctas;
   params.least_items = params.items / clusters;
   params.more_items = params.items % clusters;
+  params.by_clusters = FastDiv(clusters);
   if constexpr (is_cluster(kPass)) {
     launch_in_clusters(ctas, kernel, shape, params, stream);
   } else {
@@ -406,18 +417,17 @@ bool has_cluster_kernel(QuantizeParams const& params) {
   return params.dtype != Dtype::kFloat32 && kernel_dim(params) != 0;
 }
 
-// Whether packed sequences are long enough for clusters, in the mean: whole CTAs have no rows where
-// a sequence ends within a block. (H200, 2026-11-23, k, 16k rows, blocks of 384, here and in
-// exchange.cu, us: head dim 128, 64 sequences of 256 46 and 49, 96 of 170 61 and 53; 256, 16 of
-// 1024 41 and 45, 32 of 512 50 and 47; 192 36 and 43, 47 and 46; 80, before its
-// rows lay in one warp, 50 and 50, 57 and 51.)
-bool has_long_sequences(QuantizeParams const& params) {
-  constexpr int64_t kFewestRows = 250;
-  constexpr int64_t kFewestMore = 900;
+// WHY the smallest teams only where sequences have no more rows than a CTA, in the mean: else there
+// are more bundles that lack tiles (sequences of 98 to 5361 rows, blocks of 384, head dim 256: 67
+// us for 65.5; H200, 2026-11-23).
+void share_block(QuantizeParams& params, int ctas) {
   QuantizeShape const& s = params.shape;
-  bool const needs_more =
-      params.is_rotated && (s.head_dim == 80 || s.head_dim == 192 || s.head_dim == 256);
-  return s.rows >= (needs_more ? kFewestMore : kFewestRows) * s.batch;
+  params.cta_rows = s.block / ctas;
+  params.cluster_ctas = ctas;
+  bool const are_short = s.rows <= int64_t(params.cta_rows) * s.batch;
+  for (int size = 0; size < (are_short ? kTeamSizes : kTeamSizes - 1); ++size) {
+    params.team_sizes[size] = TeamSize(ctas, params.cta_rows, size);
+  }
 }
 
 // Whether a cluster has the rows of a block; fills in how its CTAs share them. As many CTAs as do
@@ -427,8 +437,7 @@ bool fits_cluster(QuantizeParams& params) {
   constexpr int kFewestWarps = 4;
   constexpr int kMostClusterWarps = 12;
   QuantizeShape const& s = params.shape;
-  if (s.block <= 0 || s.block > kMostClusterCtas * kMostThreads || !has_cluster_kernel(params) ||
-      (s.is_packed && !has_long_sequences(params))) {
+  if (s.block <= 0 || s.block > kMostClusterCtas * kMostThreads || !has_cluster_kernel(params)) {
     return false;
   }
   LaneOrder const order = lane_order_of(kernel_dim(params));
@@ -438,8 +447,7 @@ bool fits_cluster(QuantizeParams& params) {
       int const warps = warps_of_tile(order, s.head_dim, s.block / ctas);
       if (s.block % ctas == 0 && warps * ctas <= block_warps + idle && warps >= kFewestWarps &&
           warps <= kMostClusterWarps) {
-        params.cta_rows = s.block / ctas;
-        params.cluster_ctas = ctas;
+        share_block(params, ctas);
         return true;
       }
     }
@@ -452,7 +460,8 @@ bool fits_cluster(QuantizeParams& params) {
 QuantizePlan plan_quantize(QuantizeParams& params, int sm_count) {
   QuantizeShape const& shape = params.shape;
   if (shape.block > 0 && shape.block <= kMostThreads &&
-      warps_of_tile(lane_order_of(kernel_dim(params)), shape.head_dim, shape.block) <= kMostWarps) {
+      warps_of_tile(lane_order_of(kernel_dim(params)), shape.head_dim, shape.block) <=
+          kMostCtaWarps) {
     params.cta_rows = shape.block;
     return {QuantizeMethod::kBlocks, 0};
   }

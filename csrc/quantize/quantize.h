@@ -26,7 +26,9 @@ struct QuantizeParams {
   int least_items = 0;  // of a CTA or cluster; the first `more_items` have one more
   int more_items = 0;
   int cta_rows = 0;
-  int cluster_ctas = 1;  // that share a tile
+  int cluster_ctas = 1;             // that share a tile
+  FastDiv by_clusters;              // of the grid
+  TeamSize team_sizes[kTeamSizes];  // packed, in clusters
   ItemOrder order;
 };
 

@@ -178,7 +178,7 @@ class PieceRotation {
   }
 
  public:
-  float const norm;
+  float norm;
 
   explicit CUTE_DEVICE PieceRotation(ThreadPlace const& place)
       : width_(place.width), norm(hadamard_norm(place.width)) {}
@@ -210,7 +210,7 @@ class RowRotation {
   uint32_t sum_signs_;  // of the second span, when it is added to the first
 
  public:
-  float const norm;
+  float norm;
 
   explicit CUTE_DEVICE RowRotation(ThreadPlace const& place) : norm(hadamard_norm(place.width)) {
     bool const is_alone = place.width < 2 * kLaneColumns;

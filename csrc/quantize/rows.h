@@ -10,15 +10,22 @@
 namespace fa3 {
 
 constexpr int kMostThreads = 512;  // of a CTA
+constexpr int kMostCtaWarps = kMostThreads / 32;
 constexpr uint32_t kInfinity = 0x7f800000u;
 constexpr float kSmallestMaximum = 0x1p-64f;
 // In place of the head dim that a kernel is made for: any, and not rotated.
 constexpr int kPlain = -1;
 
+// The number of this thread. What the compiler works out of it it does not know already.
+CUTE_DEVICE int thread_read_anew() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // kDim: columns of a row, where the compiler is to know; else not above 0. rows: of the CTA.
 template <LaneOrder kOrder, int kDim>
-CUTE_DEVICE auto place_of_thread(QuantizeShape const& s, int rows) {
-  int const thread = int(threadIdx.x);
+CUTE_DEVICE auto place_of_thread(QuantizeShape const& s, int rows, int thread = int(threadIdx.x)) {
   __builtin_assume(thread >= 0 && thread < kMostThreads);
   int const head_dim = kDim > 0 ? kDim : s.head_dim;
   if constexpr (kOrder == LaneOrder::kChunks) {

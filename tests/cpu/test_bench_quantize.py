@@ -39,6 +39,7 @@ def test_digest_is_of_all_bits():
     same = quantize_cells.digest_of((x, scale))
     assert quantize_cells.digest_of((x.clone(), scale.clone())) == same
     assert quantize_cells.digest_of((x, -scale)) != same
+    assert quantize_cells.digest_of((scale.expand(2),)) != quantize_cells.digest_of((scale,))
 
 
 def test_file_has_the_share_of_every_cell(tmp_path, capsys):

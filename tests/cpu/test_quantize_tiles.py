@@ -249,10 +249,35 @@ def test_packed_tiles_have_every_row_once(lengths, behind, block_tile, data):
     entries = list(zip(cu, used, lengths, firsts))
     tiles = _host.quantized_tiles((len(lengths), rows, heads, group, block, tile), cu, used)
     check_tiles(tiles, entries, rows, heads, group, block, shape)
-    with_rows = [number for number, each in enumerate(tiles) if each.rows[3]]
-    assert _host.tiles_with_rows((len(lengths), rows, heads, group, block, tile), cu) == with_rows
+    cluster = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))
+    check_teams((len(lengths), rows, heads, group, block, tile), cu, cluster, tiles)
     if block == tile:
         check_numbers_are_places(tiles, shape[2])
+
+
+def check_teams(sizes: tuple[int, ...], cu: list[int], cluster: tuple[int, int], tiles) -> None:
+    """cluster: CTAs, sizes of teams. Every tile with rows has one team, the smallest that it fits;
+    who is in one team has been so in all bundles before, and has had as many tiles."""
+    ctas, count = cluster
+    teams, bundles = _host.team_tiles(sizes, cu, (ctas, -(-sizes[5] // ctas), count))
+    found, done, together = {}, [0] * ctas, [set(range(ctas)) for _ in range(ctas)]
+    for parts in bundles:
+        before = list(done)
+        for rank, (size, number, rank_in_team, first) in enumerate(parts):
+            if number >= 0:
+                found.setdefault(number, []).append((rank_in_team, size))
+                own = set(range(first, first + teams[size][0]))
+                assert rank - first == rank_in_team and rank in own <= together[rank]
+                assert {before[other] for other in own} == {before[rank]}
+                together[rank] = own
+                done[rank] += 1
+    assert sorted(found) == [number for number, tile in enumerate(tiles) if tile.rows[3]]
+    assert all(number < 0 for _, number, _, _ in bundles[-1])
+    for number, parts in found.items():
+        size = parts[0][1]
+        assert sorted(parts) == [(rank, size) for rank in range(teams[size][0])]
+        assert tiles[number].rows[3] <= teams[size][1]
+        assert all(tiles[number].rows[3] > most for _, most in teams[size + 1:])
 
 
 def check_numbers_are_places(tiles, places: int) -> None:

@@ -286,13 +286,14 @@ def test_packed_blocks_of_384_rows(head_dim, dtype, rotate, device):
     check(x, device, rotate=rotate, block=384, cu_seqlens=cu, seqused=used)
 
 
-# In the mean long enough for clusters, where whole CTAs have no rows.
+# Teams of all sizes; bundles that lack tiles; CTAs without rows.
 @ROTATED
 @DTYPES
 @pytest.mark.parametrize('head_dim', [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize('lengths', [
     [0, 1, 3000, 0, 383, 384, 385, 2500, 48, 4000], [0] * 20 + [9000] + [0] * 17 + [1, 29000],
-    [1000]], ids=['mixed', 'empty', 'one'])
+    [1000], [48, 49, 96, 97, 0, 192, 193, 384, 400] * 5, [48, 16, 1, 0, 33] * 41],
+    ids=['mixed', 'empty', 'one', 'teams', 'short'])
 def test_packed_in_clusters(lengths, head_dim, dtype, rotate, device):
     """With infinities in blocks that are not full."""
     cu = starts(lengths)
@@ -303,6 +304,13 @@ def test_packed_in_clusters(lengths, head_dim, dtype, rotate, device):
     for first, count, length in zip(cu.tolist(), used.tolist(), lengths):
         x[first + count:first + length] = torch.nan
     check(x[:sum(lengths)], device, rotate=rotate, block=384, cu_seqlens=cu, seqused=used)
+
+
+def test_many_short_sequences(cuda):
+    """More bundles of a cluster than a CTA finds at once."""
+    lengths = torch.randint(0, 90, (16_000,)).tolist()
+    x = torch.randn(sum(lengths), 1, 64).bfloat16()
+    check(x, cuda, rotate=True, block=384, cu_seqlens=starts(lengths))
 
 
 def test_packed_strides(device):
