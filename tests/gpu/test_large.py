@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from flash_attn3 import flash_attn_func
+from flash_attn3 import flash_attn_func, quantize_fp8
 
 from tests import compare
 from tests.cases import Case
@@ -74,3 +74,36 @@ def test_large_keys(causal, cuda, needs_memory):
 def test_many_heads_and_batches(batch, heads, causal, cuda):
     case = Case(17, 33, head_dim=64, batch=batch, heads_q=heads, heads_k=heads, causal=causal)
     compare.check_case(case, cuda)
+
+
+def same_bits(got, expected):
+    return got.shape == expected.shape and torch.equal(got.view(torch.uint8),
+                                                       expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize('block', [64, 384, 'head'])
+def test_large_quantize_fp8(block, cuda, needs_memory):
+    """The last batch entry gets the bits that it gets alone."""
+    needs_memory(24)
+    x = randn(2, FAR // (2 * 16 * 128) + 37, 16, 128, device=cuda)
+    assert x.numel() > FAR
+    values, scale = quantize_fp8(x, rotate=True, block=block)
+    values_alone, scale_alone = quantize_fp8(x[1:], rotate=True, block=block)
+    assert same_bits(values[1:], values_alone)
+    assert torch.equal(scale[1:], scale_alone)
+
+
+@pytest.mark.parametrize('rotate', [False, True])
+@pytest.mark.parametrize('block', [64, 384])
+def test_large_quantize_fp8_packed(block, rotate, cuda, needs_memory):
+    """The last sequence, of 500 rows, gets the bits that it gets alone."""
+    needs_memory(24)
+    rows, last = FAR // (16 * 128) + 537, 500
+    x = randn(rows, 16, 128, device=cuda)
+    cu = torch.tensor([0, 40, rows - last, rows], dtype=torch.int32, device=cuda)
+    values, scale = quantize_fp8(x, rotate=rotate, block=block, cu_seqlens=cu)
+    values_alone, scale_alone = quantize_fp8(x[-last:], rotate=rotate, block=block,
+                                             cu_seqlens=cu[[0, 3]].clamp(max=last))
+    assert same_bits(values[-last:], values_alone)
+    first, count = (rows - last) // block + 2, -(-last // block)
+    assert torch.equal(scale[..., first:first + count], scale_alone[..., :count])
