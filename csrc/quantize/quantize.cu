@@ -79,7 +79,7 @@ constexpr LaneOrder lane_order_of(int dim) {
 }
 
 // As few as there are without spills, in steps of 8: other warps work while one waits for its
-// loads, or for the other CTAs of a cluster. With head dim 256, packed in clusters, 16 bytes are
+// loads, or for the other CTAs of a cluster. With head dim 256, packed in clusters, 12 bytes are
 // spilled, for 3 CTAs on an SM instead of 2 (sequences of 98 to 5361 rows: 63 us for 65.5; head dim
 // 192, where it would be 32 bytes, 74 for 60). WHY not of head dim 80: fewer warps are faster there
 // (q, 16k tokens: 42 us for 45; H200, 2026-11-23).

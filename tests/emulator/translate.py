@@ -149,7 +149,7 @@ def _load_parameter(writer, match, operands, site):
     return _loads(writer, 'parameter', match[1], operands, site)
 
 
-@_handles(r'ld\.shared(?:::cta|::cluster)?(?:\.v\d)?\.(\w\d+)')
+@_handles(r'ld(?:\.volatile)?\.shared(?:::cta|::cluster)?(?:\.v\d)?\.(\w\d+)')
 def _load_shared(writer, match, operands, site):
     return _loads(writer, 'shared', match[1], operands, site)
 
