@@ -30,7 +30,8 @@ SPILLED_BYTES: dict[str, int] = {
     # Of 224 O, the sum of a K tile and P take 204.
     'FwdE4m3D256GeneralPromote': 12, 'FwdE4m3D256SoftcapPromote': 12}
 MOST_SPILLED_BYTES = 16
-# Of quantize_fp8, head dim 256, packed in clusters: 12 bytes, for 3 CTAs on an SM (quantize.cu).
+# Of quantize_fp8, head dim 256, packed in clusters: 12 bytes, and in its loop over heads, unlike
+# those above; with 64 registers there are none, and it takes 4 % longer (quantize.cu).
 SPILLING_QUANTISATION = re.compile(r'quantize_kernelIN7cutlass\w+_tELi256ELNS0_4PassE2E')
 
 # 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim. Of e4m3
