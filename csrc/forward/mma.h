@@ -262,7 +262,7 @@ struct FwdConsumer {
       wait_for_output();
     }
     to_probabilities(tSrS, tOrP);
-    softmax.rescale_output(tOrO);
+    softmax.rescale_output(tOrO, scale);
   }
 
   // S, P and O of K tile n. S and P need not live at the same time, so that tiles may be larger;
@@ -279,7 +279,10 @@ struct FwdConsumer {
     release(shared.k_empty, k_ring);
     exponentiate<kHidden>(n, tile, tSrS, softmax, scale);
     to_probabilities(tSrS, tOrP);
-    softmax.rescale_output(tOrO);
+    softmax.rescale_output(tOrO, scale);
+    if constexpr (Traits::kFp8) {
+      softmax.add_to_sums(tSrS, scale);
+    }
     if constexpr (Config::kPromote) {
       add_output(tile, tOrP, tOrO);
     } else {

@@ -61,7 +61,7 @@ struct OnlineSoftmax {
 
   // Rescales the output gathered before the last update().
   template <class Fragment>
-  CUTE_DEVICE void rescale_output(Fragment& acc) const {
+  CUTE_DEVICE void rescale_output(Fragment& acc, NoScale) const {
     if (any_rescale) {
       multiply_rows(acc, rescale);
     }

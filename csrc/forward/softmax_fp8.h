@@ -5,6 +5,9 @@
 // is 2^(t - max t + 8), in one exponential; the sum of a row takes P over the scale of V. The 8
 // brings P into the range of e4m3, which ends at 448 = 2^8.8, so O need not be rescaled before a
 // maximum has grown by 2^0.8. Sums have the factor 2^8 until the end, as O has.
+//
+// P of the maximum itself is exact. Where a maximum is left as it was, the key that counts most may
+// lose up to 2^-4 of its P instead, so that is done in rows alone whose sum no one key is much of.
 #pragma once
 
 #include "core/softmax_math.h"
@@ -44,6 +47,14 @@ struct Fp8Softmax {
   static constexpr int kRows = 2;
   static constexpr int kColumns = Traits::kTileN / 4;  // of a thread
   static constexpr float kOfOffset = 1.f / (1 << kOffsetLog2);
+  // Of a row; the largest P so far has 2^kOffsetLog2.
+  static constexpr float kLeastLazySum = 8.f * (1 << kOffsetLog2);
+  static constexpr bool kIsLazy = Config::kLazyRescaleLog2 > 0.f;
+  // Sums by themselves, behind rescale_output(). WHY: else ptxas (13.0) has them beside the
+  // exponentials, each waiting for one, and P is packed behind all (head dim 256 12 % slower; H200,
+  // 2026-11-23). WHY not always: where products and a softmax of the same warpgroup overlap it is 2
+  // to 7 % slower.
+  static constexpr bool kSumsLast = !Config::kIntraOverlap;
   // Then scores have their scales already (score.h).
   static constexpr bool kSoftcap = Config::kMask == MaskKind::kSoftcap;
 
@@ -52,6 +63,8 @@ struct Fp8Softmax {
   float rescale[kRows];
   float q_scale[kRows];  // of scores, in powers of two; with a softcap: of q alone
   bool any_rescale;
+  float lazy_log2[kRows];    // a maximum that has not grown by more is left as it is
+  float earlier_sum[kRows];  // without the last K tile
   float const scale_log2;
 
   CUTE_DEVICE Fp8Softmax(float scale_log2_, float, int) : scale_log2(scale_log2_) {}
@@ -61,6 +74,7 @@ struct Fp8Softmax {
     any_rescale = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      lazy_log2[r] = 0.f;
       row_max[r] = -INFINITY;
       row_sum[r] = 0.f;
       q_scale[r] = at_least(kSoftcap ? scales[r] : scales[r] * scale_log2, kLeastScoreScale);
@@ -74,6 +88,24 @@ struct Fp8Softmax {
     update_max(scores, scale);
     hook();
     exponentiate<kMasked>(scores, scale);
+    if (!kSumsLast) {
+      add_to_sums(acc, scale);
+    }
+  }
+
+  // acc: the probabilities. After update(), which calls it if not kSumsLast.
+  template <class Fragment>
+  CUTE_DEVICE void add_to_sums(Fragment& acc, KeyScale const& scale) {
+    auto probabilities = rows_view(acc);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float sums[2] = {earlier_sum[r], 0.f};
+      CUTE_UNROLL
+      for (int c = 0; c < kColumns; ++c) {
+        sums[c % 2] += probabilities(r, c) * scale.over_v;
+      }
+      row_sum[r] = sums[0] + sums[1];
+    }
   }
 
   // In place of update(), of a K tile whose keys are all hidden: nothing changes.
@@ -87,10 +119,19 @@ struct Fp8Softmax {
     }
   }
 
+  // scale: of the last K tile. INVARIANT: what a row does depends on no other, so that its bits are
+  // the same whichever rows share a warp.
   template <class Fragment>
-  CUTE_DEVICE void rescale_output(Fragment& acc) const {
+  CUTE_DEVICE void rescale_output(Fragment& acc, KeyScale const& scale) {
     if (any_rescale) {
       multiply_rows(acc, rescale);
+      CUTE_UNROLL
+      for (int r = 0; r < kRows && kIsLazy; ++r) {
+        bool const is_small = quad_sum(earlier_sum[r]) < kLeastLazySum * scale.over_v;
+        if (rescale[r] != 1.f) {
+          lazy_log2[r] = is_small ? 0.f : Config::kLazyRescaleLog2;
+        }
+      }
     }
   }
 
@@ -134,9 +175,10 @@ struct Fp8Softmax {
       float const of_tile = max_of_row(scores, r) * factor_of(r, scale) + scale.v_log2;
       float const old_max = row_max[r];
       float const new_max = quad_max(fmaxf(old_max, of_tile));
-      bool const row_grows = new_max - old_max > Config::kLazyRescaleLog2;
+      bool const row_grows = new_max - old_max > (kIsLazy ? lazy_log2[r] : 0.f);
       row_max[r] = row_grows ? new_max : old_max;
       rescale[r] = row_grows ? exp2_approx(old_max - new_max) : 1.f;
+      earlier_sum[r] = row_sum[r] * rescale[r];
       grows = grows || row_grows;
     }
     any_rescale = __any_sync(0xffffffffu, grows);
@@ -144,20 +186,15 @@ struct Fp8Softmax {
 
   template <bool kMasked, class Scores>
   CUTE_DEVICE void exponentiate(Scores& scores, KeyScale const& scale) {
-    float sums[kRows][2];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float const used = kMasked ? finite_max(row_max[r]) : row_max[r];
       float const shift = scale.v_log2 + kOffsetLog2 - used;
       float const factor = factor_of(r, scale);
-      sums[r][0] = row_sum[r] * rescale[r];
-      sums[r][1] = 0.f;
       CUTE_UNROLL
       for (int c = 0; c < kColumns; ++c) {
         scores(r, c) = exp2_approx(scores(r, c) * factor + shift);
-        sums[r][c % 2] += scores(r, c) * scale.over_v;
       }
-      row_sum[r] = sums[r][0] + sums[r][1];
     }
   }
 

@@ -176,6 +176,26 @@ def test_every_key_counts_once(case, head_dim, features, device):
     compare.check_lse(lse, ref.lse)
 
 
+@pytest.mark.parametrize('growth', [0.25, 0.5, 0.75])
+@every_head_dim
+def test_a_key_that_outweighs_the_rest_is_exact(head_dim, growth, device):
+    """Its P is that of the maximum, which e4m3 has, though one almost as large came before it (K
+    tiles are visited from the last one on), and a kernel might keep the maximum that it had.
+    """
+    first, second = 500, 40
+    q, k, v = (torch.zeros(1, n, 1, head_dim, device=device) for n in (70, 600, 600))
+    q[..., :2] = 1.0
+    k[:, [first, second], :, 0] = 16.0
+    k[:, second, :, 1] = growth
+    v[:, first] = -1.0
+    v[:, second] = 1.0
+    out = flash_attn_func(*(x.to(E4M3) for x in (q, k, v)), softmax_scale=math.log(2.0),
+                          out_dtype=torch.float16)
+    weights = 2.0 ** growth, 1.0, (k.size(1) - 2) * 2.0 ** -16
+    expected = (weights[0] - weights[1]) / sum(weights)
+    assert (out.double() - expected).abs().max().item() <= 2.0 ** -11
+
+
 @pytest.mark.parametrize('exponents', [(-20, -20, -20), (0, 0, 60), (10, -14, -60), (0, 3, 0)],
                          ids=str)
 def test_magnitudes(exponents, device):
