@@ -234,7 +234,7 @@ CUTE_DEVICE uint32_t work_out(QuantizeParams const& p, Items& items, int count,
   next_rows.read(raw, place);
   Item const& next = items.at(count + 1);
   next_rows.load(next_rows.at(next.source), next.tile.used, p.x.row_stride);
-  row.take(raw, place, item.signs, rotation);
+  row.take(raw, place, item.signs + place.column / kSpanColumns, rotation);
   row.rotate(rotation);
   uint2 found;
   while (true) {
@@ -293,7 +293,10 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim>()))
       *older.scale = scale;
     }
     Row const old = stash.exchange(count % kDepth, row);
-    CastRow const cast = old.cast(factor_of(rotation.norm, scale));
+    CastRow cast = old.cast(factor_of(rotation.norm, scale));
+    if (place.row >= older.tile.used) {
+      cast.clear();
+    }
     writer.write(cast, values + older.target, older.tile);
     items.go_on(p, count);
   }

@@ -10,19 +10,28 @@ namespace fa3 {
 
 constexpr int kMostCtaHeads = 16;  // with the same tile, one after the other
 
-// Of the heads of a CTA, in the order of the columns. A barrier follows.
+// Of the heads of a CTA, in the order of the columns, and as many zeros: for rows that do not
+// count. A barrier follows.
 struct HeadSigns {
   static constexpr int kSpans = kMostQuantizedColumns / kSpanColumns;
-  uint32_t of_spans[kMostCtaHeads][kSpans];
+  uint32_t of_spans[kMostCtaHeads][2 * kSpans];
 
   CUTE_DEVICE void compute(QuantizeParams const& p, int begin, int end) {
 #pragma unroll 1
     for (int i = int(threadIdx.x); i < (end - begin) * kSpans; i += int(blockDim.x)) {
       int const kv_head = p.shape.by_group.div(begin + i / kSpans);
+      of_spans[i / kSpans][kSpans + i % kSpans] = 0;
       of_spans[i / kSpans][i % kSpans] =
           spread_signs(sign_bits(p.mixed_seed, kv_head, i % kSpans * kSpanColumns));
     }
   }
+
+  // Of a lane, the first one's place among those of a head.
+  static CUTE_DEVICE int first(ThreadPlace const& place, QuantizeTile const& tile) {
+    return place.column / kSpanColumns + (place.row < tile.used ? 0 : kSpans);
+  }
+
+  static CUTE_DEVICE int first(ChunkPlace const&, QuantizeTile const&) { return 0; }  // none
 };
 
 CUTE_DEVICE char* dynamic_memory() {
@@ -42,20 +51,24 @@ class RowsOfHeads {
   Place const& place_;
   int64_t row_stride_;
   int used_;
+  int first_sign_;
   RawRow<Element> ahead_;
 
  public:
   CUTE_DEVICE RowsOfHeads(QuantizeParams const& p, Cursor<Element>& cursor, Place const& place,
                           QuantizeTile const& tile, int)
-      : cursor_(cursor), place_(place), row_stride_(p.x.row_stride), used_(tile.used) {
+      : cursor_(cursor),
+        place_(place),
+        row_stride_(p.x.row_stride),
+        used_(tile.used),
+        first_sign_(HeadSigns::first(place, tile)) {
     if constexpr (kLoads == Loads::kAhead) {
       ahead_.clear();
       ahead_.load(cursor_.source, place_, used_, row_stride_);
     }
   }
 
-  // Of the next head. A row that does not count may have any values, a chunk of one is 0. signs: if
-  // it is rotated.
+  // Of the next head. Rows that do not count are 0. signs: of the head, if it is rotated.
   template <class AnyRow, class Rotation>
   CUTE_DEVICE void take(AnyRow& row, uint32_t const* signs, Rotation const& rotation,
                         int64_t head_stride, bool is_last) {
@@ -64,7 +77,7 @@ class RowsOfHeads {
       ahead_.load(cursor_.source, place_, used_, row_stride_);
     }
     cursor_.source += head_stride;
-    row.take(ahead_, place_, signs, rotation);
+    row.take(ahead_, place_, signs + first_sign_, rotation);
     if constexpr (kLoads == Loads::kAhead) {
       ahead_.load(cursor_.source, place_, is_last ? 0 : used_, row_stride_);
     }
@@ -78,6 +91,7 @@ class RowsOfHeads<Element, Loads::kShared, ThreadPlace> {
   Element const* first_;
   int64_t row_stride_;
   int used_;
+  int first_sign_;
 
  public:
   CUTE_DEVICE RowsOfHeads(QuantizeParams const& p, Cursor<Element>&, ThreadPlace const& place,
@@ -86,7 +100,9 @@ class RowsOfHeads<Element, Loads::kShared, ThreadPlace> {
         place_(place),
         first_(next_.at(source_of(p, tile, head))),
         row_stride_(p.x.row_stride),
-        used_(tile.used) {
+        used_(tile.used),
+        first_sign_(HeadSigns::first(place, tile)) {
+    next_.clear(used_);
     next_.load(first_, used_, row_stride_);
   }
 
@@ -97,7 +113,7 @@ class RowsOfHeads<Element, Loads::kShared, ThreadPlace> {
     next_.read(raw, place_);
     first_ += head_stride;
     next_.load(first_, is_last ? 0 : used_, row_stride_);
-    row.take(raw, place_, signs, rotation);
+    row.take(raw, place_, signs + first_sign_, rotation);
   }
 };
 

@@ -44,7 +44,7 @@ class NextRows {
   // What this lane loads first; offset: of the first column of the tile's first row.
   CUTE_DEVICE Element const* at(int64_t offset) const { return source + offset; }
 
-  // first: at() of the tile. used: rows of the tile that count; what the others get is anything.
+  // first: at() of the tile. used: rows of the tile that count; the others are left out.
   CUTE_DEVICE void load(Element const* first, int used, int64_t row_stride) const {
     constexpr int kLoadColumns = 32 * kChunk;
     // Whole rows a load: of 16-bit elements every width divides its columns.
@@ -64,6 +64,17 @@ class NextRows {
       from += (kLoadColumns >> width_shift) * row_stride;
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // What load() leaves out of tiles with as many rows that count becomes 0, and stays so.
+  CUTE_DEVICE void clear(int used) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kLoads; ++i) {
+      if (i < loads && row + (i * 32 * kChunk >> width_shift) >= used) {
+        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(target + 512 * i), "r"(0)
+                     : "memory");
+      }
+    }
   }
 
   // Waits for the load. The next one may follow at once.

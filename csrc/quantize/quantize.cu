@@ -79,16 +79,13 @@ constexpr LaneOrder lane_order_of(int dim) {
 }
 
 // As few as there are without spills, in steps of 8: other warps work while one waits for its
-// loads, or for the other CTAs of a cluster. With head dim 256, packed in clusters, 12 bytes are
-// spilled, for 3 CTAs on an SM instead of 2 (sequences of 98 to 5361 rows: 63 us for 65.5; head dim
-// 192, where it would be 32 bytes, 74 for 60). WHY not of head dim 80: fewer warps are faster there
-// (q, 16k tokens: 42 us for 45; H200, 2026-11-23).
+// loads, or for the other CTAs of a cluster.
 constexpr int registers_of_thread(int dim, Pass pass, bool is_wide) {
   if (is_wide) {
     return 72;  // with 64, the two passes spill
   }
   if (dim == 80) {
-    return 96;
+    return 72;
   }
   bool const is_tight = dim == kPlain || dim == 96 || (dim == 192 && pass == Pass::kPackedCluster);
   return is_cluster(pass) && !is_tight ? 56 : 64;
@@ -98,11 +95,11 @@ constexpr int registers_of_thread(int dim, Pass pass, bool is_wide) {
 // rare, and made NaN when there is one. WHY not by each thread, for its own: packed sequences that
 // are not rotated take 7 to 10 % longer with that branch (H200, 2026-11-23).
 template <class AnyRow, class AnyMaximum>
-CUTE_DEVICE uint32_t largest_of_all(AnyRow& row, bool counts, AnyMaximum& maximum, float norm,
-                                    int& round, ClusterPlace const& cluster) {
+CUTE_DEVICE uint32_t largest_of_all(AnyRow& row, AnyMaximum& maximum, float norm, int& round,
+                                    ClusterPlace const& cluster) {
   while (true) {
     uint32_t const own = __float_as_uint(row.largest(norm));
-    uint32_t const bits = maximum.of_all(counts ? own : 0, round, cluster);
+    uint32_t const bits = maximum.of_all(own, round, cluster);
     ++round;
     if (!AnyRow::kMayBeInfinite || bits != kInfinity) {
       return bits;
@@ -295,8 +292,7 @@ struct Quantizer {
       row.make_infinities_nan();
       scale = scale_of_maxima(p, tile, head);
     } else {
-      uint32_t const bits =
-          largest_of_all(row, counts, shared.maximum, rotation.norm, round, own_team());
+      uint32_t const bits = largest_of_all(row, shared.maximum, rotation.norm, round, own_team());
       if constexpr (kPass == Pass::kMaxima) {
         add_maximum(p, tile, head, bits);
         return;
@@ -366,8 +362,11 @@ void launch_pass(QuantizeParams params, int sm_count, void* stream) {
   }
 }
 
-constexpr Loads loads_of(int dim, bool is_wide) {
-  return is_wide ? Loads::kNow : dim == 64 ? Loads::kShared : Loads::kAhead;
+// WHY not kAhead of head dim 256, packed in clusters: it takes 64 registers, and 2 CTAs fit on an
+// SM for 3 (sequences of 98 to 5361 rows: 65.5 us for 61.5; H200, 2026-11-23).
+constexpr Loads loads_of(int dim, bool is_wide, Pass pass) {
+  bool const is_shared = dim == 64 || (dim == 256 && pass == Pass::kPackedCluster);
+  return is_wide ? Loads::kNow : is_shared ? Loads::kShared : Loads::kAhead;
 }
 
 // Of a head dim without a kernel of its own there is none in clusters.
@@ -375,7 +374,7 @@ template <class Element, Pass kPass>
 void launch_one_pass(QuantizeParams const& params, int sm_count, void* stream) {
   run_with_dim(kernel_dim(params), DimsOf<Element>(), [&]<int kDim>(KernelDim<kDim>) {
     if constexpr (kDim != 0 || !is_cluster(kPass)) {
-      constexpr Loads kLoads = loads_of(kDim, sizeof(Element) == 4);
+      constexpr Loads kLoads = loads_of(kDim, sizeof(Element) == 4, kPass);
       launch_pass<Element, kDim, kPass, kLoads>(params, sm_count, stream);
     }
   });
@@ -432,9 +431,11 @@ void share_block(QuantizeParams& params, int ctas) {
 
 // Whether a cluster has the rows of a block; fills in how its CTAs share them. As many CTAs as do
 // without idle lanes, else with few: of 16 warps they are slower than exchange.cu (H200,
-// 2026-11-22, blocks of 384 at head dim 128: 49 us, there 45; of 6 warps 39).
+// 2026-11-22, blocks of 384 at head dim 128: 49 us, there 45; of 6 warps 39). Head dim 80 takes so
+// many registers that 3 CTAs of 9 warps fit on an SM, but 4 of 6 (sequences of 98 to 5361 rows: 72
+// us for 75; H200, 2026-11-23).
 bool fits_cluster(QuantizeParams& params) {
-  constexpr int kFewestWarps = 4;
+  int const fewest_warps = kernel_dim(params) == 80 ? 8 : 4;
   constexpr int kMostClusterWarps = 12;
   QuantizeShape const& s = params.shape;
   if (s.block <= 0 || s.block > kMostClusterCtas * kMostThreads || !has_cluster_kernel(params)) {
@@ -445,7 +446,7 @@ bool fits_cluster(QuantizeParams& params) {
   for (int idle : {0, block_warps / 8}) {
     for (int ctas = kMostClusterCtas; ctas > 1; --ctas) {
       int const warps = warps_of_tile(order, s.head_dim, s.block / ctas);
-      if (s.block % ctas == 0 && warps * ctas <= block_warps + idle && warps >= kFewestWarps &&
+      if (s.block % ctas == 0 && warps * ctas <= block_warps + idle && warps >= fewest_warps &&
           warps <= kMostClusterWarps) {
         share_block(params, ctas);
         return true;

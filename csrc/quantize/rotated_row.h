@@ -102,13 +102,12 @@ CUTE_DEVICE uint32_t spread_signs(uint32_t bits) {
 }
 
 // Changes signs of the words of a lane. A shift by a constant puts those of a word where they
-// belong. spread: spread_signs() of the spans of a row of this head.
+// belong. spread: spread_signs() of the spans of a row of this head, from the first of the lane on.
 CUTE_DEVICE void change_signs(uint32_t (&words)[kRowWords], ThreadPlace const& place,
                               uint32_t const* spread) {
-  uint32_t const* const first = spread + unsigned(place.column) / kSpanColumns;
-  uint32_t both = first[0];
+  uint32_t both = spread[0];
   if (place.has_second()) {
-    both += 2 * first[unsigned(place.distance) / kSpanColumns];
+    both += 2 * spread[unsigned(place.distance) / kSpanColumns];
   }
   CUTE_UNROLL
   for (int i = 0; i < kRowWords; ++i) {

@@ -166,6 +166,13 @@ struct RawRow {
 // 32 values, cast: of a row, or 8 of each of four rows (ChunkPlace).
 struct CastRow {
   uint32_t fours[kLaneColumns / 4];
+
+  CUTE_DEVICE void clear() {
+    CUTE_UNROLL
+    for (uint32_t& four : fours) {
+      four = 0;
+    }
+  }
 };
 
 CUTE_DEVICE uint32_t cast_four(float2 first, float2 second, float factor) {
