@@ -26,6 +26,9 @@ constexpr int padded_columns(int head_dim, int slice = kSliceColumns) {
   return (head_dim + slice - 1) / slice * slice;
 }
 
+// fwd_producer_registers() says how many these are.
+enum class ProducerSize { kNarrow, kUsual, kWide };
+
 struct FwdDefaults {
   // Consumer warpgroups, of 64 rows of Q each.
   static constexpr int kConsumerWarpgroups = 2;
@@ -33,10 +36,13 @@ struct FwdDefaults {
   static constexpr int kStages = 2;
   // FP8: buffers of V as it comes; those of the V ring hold it transposed (forward/transpose.h).
   static constexpr int kRawStages = 0;
+  // Parts of such a buffer, of as many keys each, that are loaded and transposed in turn: one is on
+  // its way while another is worked on.
+  static constexpr int kRawParts = 1;
   // FP8: O leaves through shared memory of its own; else, where there is no room, from registers.
   static constexpr bool kStageOutput = false;
-  // More registers for the producer warpgroup, fewer for the others.
-  static constexpr bool kWideProducer = false;
+  // Registers of the producer warpgroup; the others have what it leaves.
+  static constexpr ProducerSize kProducerSize = ProducerSize::kUsual;
   // FP8: the sum of PV of a K tile is added to O in fp32, since that of the tensor cores has fewer
   // bits.
   static constexpr bool kPromote = false;
@@ -81,8 +87,8 @@ constexpr int fwd_threads() {
 }
 
 // Registers per thread after setmaxnreg. The pool is what the launch had, in steps of 8 per thread
-// and at most 64 Ki; the producer warpgroup computes coordinates and issues copies (24 are too few
-// for it: tickets of packed sequences spill), at FP8 it also turns V round.
+// and at most 64 Ki; the producer warpgroup computes coordinates and issues copies (where it is
+// narrow, tickets of packed sequences spill), at FP8 it also turns V round and reads scales.
 template <class Config>
 constexpr int fwd_consumer_registers() {
   static_assert(
@@ -91,8 +97,13 @@ constexpr int fwd_consumer_registers() {
   if (Config::kConsumerWarpgroups == 1) {
     return Config::kCtasPerSm == 1 ? 256 : 216;
   }
-  int const of_pair = Config::kWideProducer ? 224 : 232;
-  return Config::kConsumerWarpgroups == 2 ? of_pair : Config::kWideProducer ? 152 : 160;
+  constexpr ProducerSize kProducer = Config::kProducerSize;
+  if (Config::kConsumerWarpgroups == 2) {
+    return kProducer == ProducerSize::kNarrow ? 240 : kProducer == ProducerSize::kUsual ? 232 : 224;
+  }
+  static_assert(kProducer != ProducerSize::kNarrow || Config::kConsumerWarpgroups == 2,
+                "only of two warpgroups is there a use for what a narrow producer leaves");
+  return kProducer == ProducerSize::kUsual ? 160 : 152;
 }
 
 template <class Config>
@@ -100,7 +111,14 @@ constexpr int fwd_producer_registers() {
   if (Config::kConsumerWarpgroups == 1) {
     return Config::kCtasPerSm == 1 ? 56 : 40;
   }
-  return Config::kWideProducer ? 56 : Config::kConsumerWarpgroups == 2 ? 40 : 32;
+  switch (Config::kProducerSize) {
+    case ProducerSize::kNarrow:
+      return 24;
+    case ProducerSize::kUsual:
+      return Config::kConsumerWarpgroups == 2 ? 40 : 32;
+    default:
+      return 56;
+  }
 }
 
 // On sm_90, of a CTA and of a multiprocessor, of which each CTA takes 1 KiB more than it asks for.
@@ -166,7 +184,7 @@ constexpr int fwd_shared_bytes() {
   int const raw_v_bytes = Config::kRawStages * key_bytes * fwd_columns<Config>(Config::kHeadDimV);
   int const v_bytes = Config::kStages * v_buffer_bytes<Config>();
   int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages +
-                       2 * Config::kRawStages;
+                       2 * Config::kRawStages * Config::kRawParts;
   int const small = barriers * 8 + fwd_small_bytes<Config>();
   return q_bytes + k_bytes + v_bytes + raw_v_bytes + fwd_output_bytes<Config>() +
          (small + 1023) / 1024 * 1024;

@@ -12,7 +12,7 @@ namespace fa3 {
 struct Fp8Defaults : FwdDefaults {
   static constexpr int kRawStages = 2;
   static constexpr int kQStages = 2;
-  static constexpr bool kWideProducer = true;
+  static constexpr ProducerSize kProducerSize = ProducerSize::kWide;
   static constexpr bool kStageOutput = true;
   // P ends at 448 = 2^8.8, and the largest one is brought to 2^8. In rows with small sums 0 is in
   // place of this (softmax_fp8.h).
@@ -60,17 +60,19 @@ struct FwdTileFp8D128Short : FwdTileFp8D128 {
   static constexpr int kFixedKeys = 215;
 };
 
-// 64 + 64 + 64 + 32 = 224 KiB: O has no room here. S = 16k: 1132 / 1128. O takes 128 registers, S
-// 64: for P of the tile before four are missing, and overlap in a warpgroup with these in memory is
-// 2 to 8 % slower; so are 96 and 64 keys with it, from 1k on.
+// 64 + 64 + 64 + 32 = 224 KiB: O has no room here. Overlap in a warpgroup needs 64 registers for S,
+// 128 for O and 16 for P of the tile before, so all that a narrow producer leaves. V as it comes
+// has room once: its halves are loaded and transposed in turn, else the copy of one waits for the
+// transposition of the one before. S = 8k: 1235 / 1198, S = 512: 847 / 492; neither overlap nor
+// halves: 1049 / 1099, 752 / 462; overlap of tiles too: 1208 / 1195, 825 / 482 (H200, 2026-11-24).
 struct FwdTileFp8D256 : Fp8Defaults {
   static constexpr int kHeadDim = 256;
   static constexpr int kHeadDimV = 256;
   static constexpr int kTileN = 128;
   static constexpr int kRawStages = 1;
-  static constexpr bool kWideProducer = false;
+  static constexpr int kRawParts = 2;
+  static constexpr ProducerSize kProducerSize = ProducerSize::kNarrow;
   static constexpr bool kStageOutput = false;
-  static constexpr bool kIntraOverlap = false;
 };
 
 // 64 + 48 + 64 + 48 = 224 KiB: 24 KiB of V take 32 turned round, in slices of 128 keys. What
@@ -78,7 +80,9 @@ struct FwdTileFp8D256 : Fp8Defaults {
 struct FwdTileFp8D256General : FwdTileFp8D256 {
   static constexpr int kTileN = 96;
   static constexpr int kRawStages = 2;
-  static constexpr bool kWideProducer = true;
+  static constexpr int kRawParts = 1;
+  static constexpr ProducerSize kProducerSize = ProducerSize::kWide;
+  static constexpr bool kIntraOverlap = false;
 };
 
 // 64 + 64 + 32 + 32 + 32 = 224 KiB. MLA.

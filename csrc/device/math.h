@@ -9,6 +9,16 @@
 
 namespace fa3 {
 
+// The number of this thread in its warp, read anew each time: where registers are short it is not
+// to be kept.
+CUTE_DEVICE int lane_of_warp() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+CUTE_DEVICE bool is_first_lane() { return lane_of_warp() == 0; }
+
 // One MUFU.EX2; 2^-inf = 0, NaN stays NaN.
 CUTE_DEVICE float exp2_approx(float x) {
   float y;

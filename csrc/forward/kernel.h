@@ -17,13 +17,12 @@ template <class Traits>
 CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const& p) {
   int const warp = cutlass::canonical_warp_idx_sync();
   if constexpr (Traits::kFp8) {
-    int const lane = int(threadIdx.x) % 32;
     if (warp == 1) {
-      run_scale_warp<Traits>(shared, p, lane);
+      run_scale_warp<Traits>(shared, p);
       return;
     }
     if (warp >= 2) {
-      ValueTransposer<Traits>(shared, warp - 2, lane).run();
+      ValueTransposer<Traits>(shared, warp - 2, lane_of_warp()).run();
       return;
     }
   }

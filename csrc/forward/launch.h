@@ -58,7 +58,7 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   FwdDeviceParams d;
   d.q = query_map<kRank>(maps, p, p.q, columns);
   d.k = key_map<kRank>(maps, problem, p.k, columns, Config::kTileN);
-  d.v = key_map<kRank>(maps, problem, p.v, columns_v, Config::kTileN);
+  d.v = key_map<kRank>(maps, problem, p.v, columns_v, Traits::kValueKeys);
   if constexpr (Traits::kFp8) {
     TensorMapMaker output_maps{p.out_dtype};
     d.o = query_map<kRank>(output_maps, p, p.o, MapColumns{problem.head_dim_v, kSliceColumns});

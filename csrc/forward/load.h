@@ -116,26 +116,32 @@ struct FwdProducer {
 
   CUTE_DEVICE void load_k(Work const& work, int n) {
     shared.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);
-    load_keys<Traits::kColumns>(p.k, shared.k_full[k_ring.stage], shared.k[k_ring.stage], work, n);
+    load_keys<Traits::kColumns, Traits::kTileN>(p.k, shared.k_full[k_ring.stage],
+                                                shared.k[k_ring.stage], work, n);
     k_ring.advance();
   }
 
   CUTE_DEVICE void load_v(Work const& work, int n) {
-    shared.values_in_empty()[v_ring.stage].wait(v_ring.phase ^ 1);
-    load_keys<Traits::kColumnsV>(p.v, shared.values_in_full()[v_ring.stage],
-                                 shared.values_in()[v_ring.stage], work, n);
-    v_ring.advance();
+    constexpr int kParts = Traits::kValueParts;
+    CUTE_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      shared.values_in_empty()[v_ring.stage].wait(v_ring.phase ^ 1);
+      load_keys<Traits::kColumnsV, Traits::kValueKeys>(
+          p.v, shared.values_in_full()[v_ring.stage], shared.values_in()[v_ring.stage], work,
+          n * kParts + part);
+      v_ring.advance();
+    }
   }
 
-  template <int kColumns>
+  // The n-th kKeys keys.
+  template <int kColumns, int kKeys>
   CUTE_DEVICE void load_keys(CUtensorMap const& map, Mbarrier& full,
                              typename Traits::Element* target, Work const& work, int n) {
-    full.arrive_and_expect_tx(Traits::kTileN * kColumns * sizeof(typename Traits::Element));
+    full.arrive_and_expect_tx(kKeys * kColumns * sizeof(typename Traits::Element));
     CUTE_UNROLL
     for (int column = 0; column < kColumns; column += Traits::kSlice) {
-      load_box(map, mbarrier_word(full), kOften, target + column * Traits::kTileN, column,
-               work.place.first_k() + n * Traits::kTileN, work.kv_head, work.place,
-               work.place.end_k());
+      load_box(map, mbarrier_word(full), kOften, target + column * kKeys, column,
+               work.place.first_k() + n * kKeys, work.kv_head, work.place, work.place.end_k());
     }
   }
 

@@ -11,9 +11,9 @@
 namespace fa3 {
 
 template <class Traits>
-CUTE_DEVICE void run_scale_warp(FwdStorage<Traits>& shared, FwdDeviceParams const& p, int lane) {
-  ScaleReader<Traits> reader(shared, p, lane);
-  ResultSender<Traits> sender(shared, p, lane);
+CUTE_DEVICE void run_scale_warp(FwdStorage<Traits>& shared, FwdDeviceParams const& p) {
+  ScaleReader<Traits> reader(shared, p);
+  ResultSender<Traits> sender(shared, p, lane_of_warp());
   RingState<Traits::kQStages> ring;
   while (true) {
     shared.tile_known[ring.stage].wait(ring.phase);

@@ -24,10 +24,6 @@ CUTE_DEVICE float at_least(float scale, float least) {
   return scale < least ? least : scale;  // NaN stays NaN
 }
 
-CUTE_DEVICE float scale_at(ScaleView const& scales, int64_t first, int block) {
-  return scales.data == nullptr ? 1.f : scales.data[first + block * scales.block_stride];
-}
-
 // Of this thread's two rows.
 CUTE_DEVICE void read_query_scales(float const (&of_rows)[kWarpgroupRows], int thread,
                                    float (&scales)[2]) {
@@ -37,122 +33,140 @@ CUTE_DEVICE void read_query_scales(float const (&of_rows)[kWarpgroupRows], int t
   }
 }
 
-// Where the scales of a tile begin, and the last block of keys that the sequence has; -1: none, and
-// no scale is read, whatever the rows are.
-struct TileScales {
-  int64_t q;
-  int64_t k;
-  int64_t v;
-  int last_key_block;
-
-  CUTE_DEVICE bool has_keys() const { return last_key_block >= 0; }
-};
-
-CUTE_DEVICE int64_t first_scale(ScaleView const& scales, int batch, int head, int first_row,
-                                int rows_of_block) {
-  int64_t const first = batch * scales.batch_stride + head * scales.head_stride;
-  return first + (first_row / rows_of_block + (first_row < 0 ? 0 : batch)) * scales.block_stride;
-}
-
-// Rows of no sequence are entries behind those of the batch, without keys.
+// Where the scales of a tile begin. Rows of no sequence are entries behind those of the batch,
+// without keys. WHY functions: each is worked out where it is needed, for registers are short.
 template <class Traits>
-CUTE_DEVICE TileScales scales_of(FwdDeviceParams const& p, FwdWork<Traits> const& work) {
-  int const batch = min_of(work.entry, p.scale_batches - 1);
-  int q_begin = -1;  // dense: blocks go by batch_stride
-  int k_begin = -1;
-  if constexpr (Traits::kGeneral) {
-    if (p.is_packed()) {
-      q_begin = first_row_of_sequence(work);
-      k_begin = max_of(0, work.place.end_k() - work.place.len.k);
-    }
+struct TileScales {
+  FwdDeviceParams const& p;
+  FwdWork<Traits> const& work;
+
+  // Whether the sequence has keys. If not no scale is read, whatever the rows are.
+  CUTE_DEVICE bool has_keys() const { return last_key_block() >= 0; }
+
+  // The last block of keys that the sequence has; -1: none.
+  CUTE_DEVICE int last_key_block() const {
+    return ceil_div(max_of(0, work.place.lengths(p.seqlen).k), kScaleBlockKeys) - 1;
   }
-  int const head = p.q_scale.by_kv_head ? work.kv_head : work.rows.head;
-  TileScales scales;
-  scales.q = first_scale(p.q_scale, batch, head, q_begin, kScaleBlockQueries);
-  scales.k = first_scale(p.k_scale, batch, work.kv_head, k_begin, kScaleBlockKeys);
-  scales.v = first_scale(p.v_scale, batch, work.kv_head, k_begin, kScaleBlockKeys);
-  int const keys = max_of(0, work.place.lengths(p.seqlen).k);
-  scales.last_key_block = ceil_div(keys, kScaleBlockKeys) - 1;
-  return scales;
-}
+
+  CUTE_DEVICE int64_t first_of_q() const {
+    int const head = p.q_scale.by_kv_head ? work.kv_head : work.rows.head;
+    int begin = -1;  // dense: blocks go by batch_stride
+    if constexpr (Traits::kGeneral) {
+      begin = p.is_packed() ? first_row_of_sequence(work) : begin;
+    }
+    return first_scale(p.q_scale, head, begin, kScaleBlockQueries);
+  }
+
+  // scales: of k or v.
+  CUTE_DEVICE int64_t first_of_keys(ScaleView const& scales) const {
+    int begin = -1;
+    if constexpr (Traits::kGeneral) {
+      begin = p.is_packed() ? max_of(0, work.place.end_k() - work.place.len.k) : begin;
+    }
+    return first_scale(scales, work.kv_head, begin, kScaleBlockKeys);
+  }
+
+ private:
+  CUTE_DEVICE int64_t first_scale(ScaleView const& scales, int head, int first_row,
+                                  int rows_of_block) const {
+    int const batch = min_of(work.entry, p.scale_batches - 1);
+    int64_t const first = batch * scales.batch_stride + head * scales.head_stride;
+    return first + (first_row / rows_of_block + (first_row < 0 ? 0 : batch)) * scales.block_stride;
+  }
+};
 
 // Brings the scales of a tile into shared memory, ahead of the consumers. A warp runs this.
 template <class Traits>
 struct ScaleReader {
   FwdStorage<Traits>& shared;
   FwdDeviceParams const& p;
-  int lane;
   RingState<Traits::kStages> k_ring;
-  RingState<Traits::kScaleStages> ring;
 
-  CUTE_DEVICE ScaleReader(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int lane_)
-      : shared(shared_), p(p_), lane(lane_) {}
+  CUTE_DEVICE ScaleReader(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_)
+      : shared(shared_), p(p_) {}
 
   CUTE_DEVICE void write_scales(int q_stage) {
-    TileScales at;
     CUTE_NO_UNROLL
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
-      FwdWork<Traits> const& work = shared.work[q_stage][wg];
-      at = scales_of(p, work);
-      write_query_scales(work, at, shared.q_scales[q_stage][wg]);
+      write_query_scales({p, shared.work[q_stage][wg]}, shared.q_scales[q_stage][wg]);
     }
     __syncwarp();
-    if (lane == 0) {
-      // By value: when the last K tile is there, `work` may be overwritten.
-      FwdWork<Traits> const& work = shared.work[q_stage][0];
-      write_key_scales(at, work.keys_begin(), work.keys_end());
+    if (is_first_lane()) {
+      write_key_scales({p, shared.work[q_stage][0]});
     }
     __syncwarp();
   }
 
  private:
-  struct BlockOfKeys {
-    float k;
-    float v;
-  };
+  // Of the blocks of keys of a tile. By value: when its last K tile is there, `work` may be
+  // overwritten.
+  struct BlockScales {
+    float const* k;  // null: all are 1
+    float const* v;
+    int last;
 
-  CUTE_DEVICE BlockOfKeys read_block(TileScales const& at, int block) const {
-    block = min_of(block, at.last_key_block);
-    return block < 0
-               ? BlockOfKeys{1.f, 1.f}
-               : BlockOfKeys{scale_at(p.k_scale, at.k, block), scale_at(p.v_scale, at.v, block)};
-  }
+    CUTE_DEVICE BlockScales(TileScales<Traits> const& tile)
+        : k(begin(tile, tile.p.k_scale)),
+          v(begin(tile, tile.p.v_scale)),
+          last(tile.last_key_block()) {}
+
+    CUTE_DEVICE static float const* begin(TileScales<Traits> const& tile, ScaleView const& scales) {
+      bool const is_read = scales.data != nullptr && tile.has_keys();
+      return is_read ? scales.data + tile.first_of_keys(scales) : nullptr;
+    }
+  };
 
   // For each K tile, as K comes: those of Q, too, are there with the first one. A block is read
   // while the one before is in use.
-  CUTE_DEVICE void write_key_scales(TileScales const& at, int keys_begin, int keys_end) {
-    int block = (keys_end - 1) / Traits::kScaleTiles;
-    BlockOfKeys next = read_block(at, block);
-    int n = keys_end - 1;
+  CUTE_DEVICE void write_key_scales(TileScales<Traits> const& tile) {
+    BlockScales const at(tile);
+    int const keys_begin = tile.work.keys_begin();
+    int n = tile.work.keys_end() - 1;
+    int block = n / Traits::kScaleTiles;
+    auto const read = [&](float const* first, ScaleView const& scales) {
+      return first == nullptr ? 1.f : first[min_of(block, at.last) * scales.block_stride];
+    };
+    float next_k = read(at.k, p.k_scale);
+    float next_v = read(at.v, p.v_scale);
     CUTE_NO_UNROLL
-    for (; n >= keys_begin; --block) {
-      float const v = at_least(next.v, kLeastScale);
-      KeyScale const scale{at_least(next.k, kLeastScoreScale), log2_approx(v),
+    while (n >= keys_begin) {
+      float const v = at_least(next_v, kLeastScale);
+      KeyScale const scale{at_least(next_k, kLeastScoreScale), log2_approx(v),
                            reciprocal_approx(v)};
-      next = read_block(at, max_of(block - 1, 0));
       int const begin = max_of(keys_begin, block * Traits::kScaleTiles);
+      block = max_of(block - 1, 0);
+      next_k = read(at.k, p.k_scale);
+      next_v = read(at.v, p.v_scale);
       CUTE_NO_UNROLL
       for (; n >= begin; --n) {
         shared.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);
-        shared.scales[ring.stage] = scale;
+        shared.scales[scale_stage()] = scale;
         shared.k_full[k_ring.stage].arrive();
         k_ring.advance();
-        ring.advance();
       }
     }
   }
 
-  CUTE_DEVICE void write_query_scales(FwdWork<Traits> const& work, TileScales const& at,
+  // Of the ring of scales, which has two rounds of K's.
+  CUTE_DEVICE int scale_stage() const {
+    static_assert(Traits::kScaleStages == 2 * Traits::kStages);
+    return k_ring.stage + int(k_ring.phase) * Traits::kStages;
+  }
+
+  CUTE_DEVICE void write_query_scales(TileScales<Traits> const& tile,
                                       float (&of_rows)[kWarpgroupRows]) const {
-    int const last = max_of(0, work.place.lengths(p.seqlen).q - 1);
+    int const last = max_of(0, tile.work.place.lengths(p.seqlen).q - 1);
+    bool const is_read = p.q_scale.data != nullptr && tile.has_keys();
+    int64_t const first = tile.first_of_q();
     CUTE_UNROLL
-    for (int row = lane; row < kWarpgroupRows; row += 32) {
+    for (int i = 0; i < kWarpgroupRows; i += 32) {
+      int const row = i + lane_of_warp();
       int const offset = p.pack.div(row);
       int const head = row - offset * int(p.pack.divisor);
-      int const position = clamp(work.position_begin + offset, 0, last);
-      int64_t const of_head = at.q + head * p.q_scale.head_in_pack_stride;
-      of_rows[row] =
-          at.has_keys() ? scale_at(p.q_scale, of_head, position / kScaleBlockQueries) : 1.f;
+      int const position = clamp(tile.work.position_begin + offset, 0, last);
+      int64_t const place = first + head * p.q_scale.head_in_pack_stride +
+                            position / kScaleBlockQueries * p.q_scale.block_stride;
+      of_rows[row] = is_read ? p.q_scale.data[place] : 1.f;
     }
   }
 };

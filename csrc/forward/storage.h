@@ -25,7 +25,7 @@ template <class Traits>
 struct FwdStorage {
   using Element = typename Traits::Element;
 
-  static constexpr int kRawStages = Traits::kFp8 ? Traits::kValueStages : 0;
+  static constexpr int kRawBuffers = Traits::kFp8 ? Traits::kValueStages : 0;
   static constexpr int kScales = Traits::kFp8 ? Traits::kScaleStages : 0;
   static constexpr int kScaleQStages = Traits::kFp8 ? Traits::kQStages : 0;
   static constexpr int kStaged = Traits::kStagedElements > 0 ? Traits::kWarpgroups : 0;
@@ -36,7 +36,7 @@ struct FwdStorage {
     Element k[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutK>];
     Element v[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutV>];
     // FP8: the ring of V as it comes.
-    Element v_raw[kRawStages][Traits::kTileN * Traits::kColumnsV];
+    Element v_raw[kRawBuffers][Traits::kValueKeys * Traits::kColumnsV];
     // FP8: O of a warpgroup, on its way out.
     uint16_t staged[kStaged][Traits::kStagedElements];
   };
@@ -66,8 +66,8 @@ struct FwdStorage {
                            // consumer warpgroup
   Mbarrier tile_known[kScaleQStages];  // producer warp: `work` is there -> scale and transposing
                                        // warps (1)
-  Mbarrier v_raw_full[kRawStages];     // TMA -> transposing warps (1 + bytes)
-  Mbarrier v_raw_empty[kRawStages];    // transposing warps -> producer warp (2)
+  Mbarrier v_raw_full[kRawBuffers];     // TMA -> transposing warps (1 + bytes)
+  Mbarrier v_raw_empty[kRawBuffers];    // transposing warps -> producer warp (2)
 
   // The ring into which the producer brings V.
   CUTE_DEVICE auto& values_in() {
@@ -114,7 +114,7 @@ struct FwdStorage {
     for (int i = 0; i < kScaleQStages; ++i) {
       tile_known[i].init(1);
     }
-    for (int i = 0; i < kRawStages; ++i) {
+    for (int i = 0; i < kRawBuffers; ++i) {
       v_raw_full[i].init(1);
       v_raw_empty[i].init(kTransposingWarps);
     }

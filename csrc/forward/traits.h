@@ -21,8 +21,10 @@ struct FwdTraits {
   // FP8: K tiles that have the same scales; of so many they are in shared memory.
   static constexpr int kScaleTiles = kScaleBlockKeys / kTileN;
   static constexpr int kScaleStages = 2 * Config::kStages;
-  // Of the ring into which V comes.
-  static constexpr int kValueStages = kFp8 ? Config::kRawStages : Config::kStages;
+  // V comes in so many parts, each of so many keys, into a ring of so many of them.
+  static constexpr int kValueParts = kFp8 ? Config::kRawParts : 1;
+  static constexpr int kValueKeys = Config::kTileN / kValueParts;
+  static constexpr int kValueStages = kFp8 ? Config::kRawStages * kValueParts : Config::kStages;
   static constexpr int kQStages = Config::kQStages;
   // FP8: elements of O, of 16 bits, that a warpgroup stages.
   static constexpr int kStagedElements =
@@ -38,7 +40,7 @@ struct FwdTraits {
   // come first in a tile, and of the last. WHY not 16-bit causal kernels: 0 to 1 % slower.
   static constexpr int kHiddenAtMost =
       kWarpgroups == 3 && Config::kTileOverlap && (kGeneral || (kFp8 && kMask == MaskKind::kCausal))
-          ? most_hidden_tiles(kStages, kFp8 ? kValueStages : 0)
+          ? most_hidden_tiles(kStages, kFp8 ? Config::kRawStages : 0)
           : 0;
   using Place = PlaceOf<kMask>;
 

@@ -1,6 +1,6 @@
 // FP8: 8-bit operands of wgmma have to be contiguous along the dimension that is summed over, which
 // for V are the keys, while TMA brings rows of head_dim values. Two warps of the producer warpgroup
-// turn each K tile of V round in shared memory, from the ring `v_raw` into the ring `v`.
+// turn each K tile of V round in shared memory, from the ring `v_raw`, in parts, into the ring `v`.
 //
 // Sixteen keys and sixteen columns at a time, as two matrices of 8 keys x 8 pairs of columns.
 // Transposed by ldmatrix, a thread has the pairs (d, d + 1) of the keys k, k + 1 from one and of
@@ -38,45 +38,45 @@ struct SwizzledTile {
 
 template <class Traits>
 struct ValueTransposer {
-  using Source = SwizzledTile<Traits::kTileN, Traits::kSlice / 16>;
+  using Source = SwizzledTile<Traits::kValueKeys, Traits::kSlice / 16>;
   using Target = SwizzledTile<Traits::kHeadDimV, Traits::kNarrowV ? 4 : 8>;
-  // A unit: 16 keys, 32 columns. A warp has every second group of 16 keys, and goes through its
-  // units one or two at a time (40 registers): the next are read before these are written.
-  static constexpr int kGroups = Traits::kTileN / 16 / kTransposingWarps;
+  // A unit: 16 keys, 32 columns. A warp has every second group of 16 keys, and goes through the
+  // units of a part one or two at a time (24 or 56 registers): the next are read before these are
+  // written.
+  static constexpr int kGroups = Traits::kValueKeys / 16 / kTransposingWarps;
   static constexpr int kUnits = kGroups * (Traits::kHeadDimV / 32);
   static constexpr int kAtOnce = Traits::kHeadDimV > 128 ? 1 : 2;
   static_assert(kUnits % kAtOnce == 0);
   static_assert(Traits::kHeadDimV % 32 == 0);
+  static_assert(Traits::kValueParts == 1 || Traits::kTileN == 128, "the keys of a slice");
 
   struct Registers {
     uint32_t pairs[kAtOnce][4];
   };
 
   FwdStorage<Traits>& shared;
-  int lane;
   int source;  // of this lane's first row, in bytes
   int target;
-  RingState<Traits::kQStages> q_ring;
-  RingState<Traits::kValueStages> raw_ring;
-  RingState<Traits::kStages> v_ring;
+  CompactRing<Traits::kQStages> q_ring;
+  CompactRing<Traits::Config::kRawStages> raw_ring;
+  CompactRing<Traits::kStages> v_ring;
 
-  CUTE_DEVICE ValueTransposer(FwdStorage<Traits>& shared_, int warp, int lane_)
+  CUTE_DEVICE ValueTransposer(FwdStorage<Traits>& shared_, int warp, int lane)
       : shared(shared_),
-        lane(lane_),
-        source(Source::first(warp * 16 + lane_ % 16, lane_ / 16)),
-        target(Target::first(lane_, warp)) {}
+        source(Source::first(warp * 16 + lane % 16, lane / 16)),
+        target(Target::first(lane, warp)) {}
 
   CUTE_DEVICE void run() {
     while (true) {
-      shared.tile_known[q_ring.stage].wait(q_ring.phase);
-      FwdWork<Traits> const& work = shared.work[q_ring.stage][0];
+      shared.tile_known[q_ring.stage()].wait(q_ring.phase());
+      FwdWork<Traits> const& work = shared.work[q_ring.stage()][0];
       if (!work.valid()) {
         return;
       }
       // Read once: when the last of V has been used, `work` may be overwritten.
-      int const tiles = work.keys_end() - work.keys_begin();
+      int tiles = work.keys_end() - work.keys_begin();
       CUTE_NO_UNROLL
-      for (int n = 0; n < tiles; ++n) {
+      for (; tiles > 0; --tiles) {
         transpose_tile();
       }
       q_ring.advance();
@@ -85,30 +85,44 @@ struct ValueTransposer {
 
  private:
   CUTE_DEVICE void transpose_tile() {
-    shared.v_raw_full[raw_ring.stage].wait(raw_ring.phase);
-    char const* const in = reinterpret_cast<char const*>(shared.v_raw[raw_ring.stage]);
-    char* const out = reinterpret_cast<char*>(shared.v[v_ring.stage]);
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::kValueParts; ++part) {
+      transpose_part(part);
+    }
+    fence_shared_for_async_proxy();
+    __syncwarp();
+    if (is_first_lane()) {
+      shared.v_full[v_ring.stage()].arrive();
+    }
+    raw_ring.advance();
+    v_ring.advance();
+  }
+
+  CUTE_DEVICE void transpose_part(int part) {
+    int const raw_stage = raw_ring.stage() * Traits::kValueParts + part;
+    shared.v_raw_full[raw_stage].wait(raw_ring.phase());
+    char const* const in = reinterpret_cast<char const*>(shared.v_raw[raw_stage]);
+    char* const out = reinterpret_cast<char*>(shared.v[v_ring.stage()]);
     // WHY: what is made of them by constants would else be kept over all tiles, in memory.
     asm volatile("" : "+r"(source), "+r"(target));
+    int const target_of_part = target ^ part * (2 * kGroups * 16);
     Registers units[2];
     read(in, 0, units[0]);
-    shared.v_empty[v_ring.stage].wait(v_ring.phase ^ 1);
+    if (part == 0) {
+      shared.v_empty[v_ring.stage()].wait(v_ring.phase() ^ 1);
+    }
     CUTE_UNROLL
     for (int unit = 0; unit < kUnits; unit += kAtOnce) {
       int const now = unit / kAtOnce % 2;
       if (unit + kAtOnce < kUnits) {
         read(in, unit + kAtOnce, units[1 - now]);
       }
-      write(units[now], out, unit);
+      write(units[now], out, target_of_part, unit);
     }
-    fence_shared_for_async_proxy();
     __syncwarp();
-    if (lane == 0) {
-      shared.v_raw_empty[raw_ring.stage].arrive();
-      shared.v_full[v_ring.stage].arrive();
+    if (is_first_lane()) {
+      shared.v_raw_empty[raw_stage].arrive();
     }
-    raw_ring.advance();
-    v_ring.advance();
   }
 
   CUTE_DEVICE void read(char const* in, int first_unit, Registers& to) const {
@@ -122,12 +136,12 @@ struct ValueTransposer {
     }
   }
 
-  CUTE_DEVICE void write(Registers const& from, char* out, int first_unit) const {
+  CUTE_DEVICE void write(Registers const& from, char* out, int place, int first_unit) const {
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       int const group = (first_unit + i) % kGroups;
       int const columns = (first_unit + i) / kGroups * 32;
-      char* const row = out + Target::moved(target, columns, 2 * group);
+      char* const row = out + Target::moved(place, columns, 2 * group);
       auto const& pairs = from.pairs[i];
       cute::SM90_U32x4_STSM_N::copy(even_bytes(pairs[0], pairs[1]), odd_bytes(pairs[0], pairs[1]),
                                     even_bytes(pairs[2], pairs[3]), odd_bytes(pairs[2], pairs[3]),

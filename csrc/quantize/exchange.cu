@@ -267,7 +267,7 @@ __global__ void __maxnreg__((registers_of_thread<Element, kDim>()))
   QuantizeShape const& s = p.shape;
   items.start(p);
   ThreadPlace const place = place_of_thread<LaneOrder::kPieces, kDim>(s, s.tile);
-  RotationOf<LaneOrder::kPieces, kDim> const rotation(place);
+  RotationOf<LaneOrder::kPieces, kDim, false> const rotation(place);
   RowWriter<ThreadPlace> const writer(place, kDim > 0 || s.head_dim % kSpanColumns == 0);
   Stash<Row> const stash(reinterpret_cast<uint4*>(memory));
   NextRows<Element> const next_rows(p, place, memory + Stash<Row>::kThreadBytes * int(blockDim.x));

@@ -84,11 +84,20 @@ constexpr int registers_of_thread(int dim, Pass pass, bool is_wide) {
   if (is_wide) {
     return 72;  // with 64, the two passes spill
   }
-  if (dim == 80) {
-    return 72;
+  bool const is_tight =
+      dim == kPlain || dim == 96 || (pass == Pass::kPackedCluster && (dim == 128 || dim == 192));
+  if (is_cluster(pass)) {
+    return dim == 80 ? 72 : is_tight ? 64 : 56;
   }
-  bool const is_tight = dim == kPlain || dim == 96 || (dim == 192 && pass == Pass::kPackedCluster);
-  return is_cluster(pass) && !is_tight ? 56 : 64;
+  return dim == 80 || dim == 96 || dim == 128 ? 72 : 64;
+}
+
+// Whether butterflies in a word are one instruction. WHY not always: ptxas (13.0) then orders the
+// rest otherwise, and some kernels spill, or take longer: head dim 64 1 to 3 %, 256 packed in
+// clusters 2 %; of the others dense 0 to 4 % less, packed 1 to 5 % (H200, 2026-11-24).
+constexpr bool has_short_butterflies(int dim, Pass pass) {
+  return dim > 64 && !(dim == 256 && pass == Pass::kPackedCluster) &&
+         !(dim == 80 && pass == Pass::kCluster);
 }
 
 // The bits of the largest finite value of the rows of a CTA or cluster, normalised. Infinities are
@@ -156,7 +165,8 @@ struct Quantizer {
   Shared& shared;
   ClusterPlace cluster;
   Place place;
-  RotationOf<kOrder, kDim> rotation;
+  using Rotation = RotationOf<kOrder, kDim, has_short_butterflies(kDim, kPass)>;
+  Rotation rotation;
   int round = 0;  // of the maxima
 
   CUTE_DEVICE Quantizer(QuantizeParams const& p_, Shared& shared_)
@@ -228,7 +238,7 @@ struct Quantizer {
       }
       // Registers are short: these are not to be kept while a tile is looked for.
       place = place_of_thread<kOrder, kDim>(p.shape, p.cta_rows, thread_read_anew());
-      rotation = RotationOf<kOrder, kDim>(place);
+      rotation = Rotation(place);
       work_through(part.rows, part.number, part.team.rank, begin, end);
     } else {
       QuantizeTile const tile = tile_of_cta(p, number);

@@ -38,11 +38,24 @@ CUTE_DEVICE uint32_t multiply_add_halves(uint32_t a, uint32_t b, uint32_t c) {
   return y;
 }
 
-// The lower one becomes the sum of both, the upper one the lower less the upper.
+// The lower one becomes the sum of both, the upper one the lower less the upper. kIsOne: in one
+// instruction that takes a half twice, not three with permutes.
+template <bool kIsOne>
 CUTE_DEVICE uint32_t butterfly_in_word(uint32_t word) {
   constexpr uint32_t kOneAndMinusOne = 0xbc003c00u;
-  return multiply_add_halves(__byte_perm(word, 0, 0x3232), kOneAndMinusOne,
-                             __byte_perm(word, 0, 0x1010));
+  if (!kIsOne) {
+    return multiply_add_halves(__byte_perm(word, 0, 0x3232), kOneAndMinusOne,
+                               __byte_perm(word, 0, 0x1010));
+  }
+  uint32_t y;
+  asm("{\n.reg .b16 low, high;\n.reg .b32 lows, highs;\n"
+      "mov.b32 {low, high}, %1;\n"
+      "mov.b32 lows, {low, low};\n"
+      "mov.b32 highs, {high, high};\n"
+      "fma.rn.f16x2 %0, highs, %2, lows;\n}"
+      : "=r"(y)
+      : "r"(word), "r"(kOneAndMinusOne));
+  return y;
 }
 
 CUTE_DEVICE uint32_t cast_four_halves(uint32_t first, uint32_t second) {
@@ -145,10 +158,11 @@ CUTE_DEVICE void butterflies_of_lanes(uint32_t (&words)[kRowWords], int distance
 }
 
 // Of the columns that a lane has: distances of less than a span.
+template <bool kIsOne>
 CUTE_DEVICE void butterflies_of_span(uint32_t (&words)[kRowWords], bool is_full) {
   CUTE_UNROLL
   for (uint32_t& word : words) {
-    word = butterfly_in_word(word);
+    word = butterfly_in_word<kIsOne>(word);
   }
   butterflies<1>(words);
   butterflies<2>(words);
@@ -158,7 +172,7 @@ CUTE_DEVICE void butterflies_of_span(uint32_t (&words)[kRowWords], bool is_full)
 }
 
 // LaneOrder::kPieces. kDim: 0 or of one or two pieces. Whole warps call it.
-template <int kDim>
+template <int kDim, bool kIsOne>
 class PieceRotation {
   int width_;
 
@@ -166,7 +180,7 @@ class PieceRotation {
   template <int kWidth>
   CUTE_DEVICE void rotate(uint32_t (&words)[kRowWords]) const {
     int const width = kWidth > 0 ? kWidth : width_;
-    butterflies_of_span(words, width >= kSpanColumns);
+    butterflies_of_span<kIsOne>(words, width >= kSpanColumns);
 #pragma unroll(kWidth > 0 ? 3 : 1)
     for (int distance = 1; kLaneColumns * distance < width; distance *= 2) {
       butterflies_of_lanes(words, distance);
@@ -203,6 +217,7 @@ class PieceRotation {
 // LaneOrder::kRows: the lane of a narrow piece is its own partner, whose words times 0 it adds. A
 // second span that is not there is +0, and -0 when it is added: so both become the first, signs of
 // zeros too.
+template <bool kIsOne>
 class RowRotation {
   int partner_;
   uint32_t signs_;
@@ -224,7 +239,7 @@ class RowRotation {
   }
 
   CUTE_DEVICE void apply(uint32_t (&words)[kRowWords]) const {
-    butterflies_of_span(words, true);
+    butterflies_of_span<kIsOne>(words, true);
     CUTE_UNROLL
     for (uint32_t& word : words) {
       word = multiply_add_halves(word, signs_, __shfl_sync(0xffffffffu, word, partner_));
@@ -302,9 +317,11 @@ class RotatedRow {
 template <class Element, int kDim>
 using RowOf = std::conditional_t<kDim == kPlain, PlainRow<Element>, RotatedRow>;
 
-template <LaneOrder kOrder, int kDim>
-using RotationOf = std::conditional_t<
-    kDim == kPlain, NoRotation,
-    std::conditional_t<kOrder == LaneOrder::kRows, RowRotation, PieceRotation<kDim>>>;
+// kIsOne: as of butterfly_in_word().
+template <LaneOrder kOrder, int kDim, bool kIsOne>
+using RotationOf =
+    std::conditional_t<kDim == kPlain, NoRotation,
+                       std::conditional_t<kOrder == LaneOrder::kRows, RowRotation<kIsOne>,
+                                          PieceRotation<kDim, kIsOne>>>;
 
 }  // namespace fa3
