@@ -24,16 +24,6 @@ struct RingState {
   }
 };
 
-// The same in one register, for roles that have few.
-template <int kStages>
-struct CompactRing {
-  int turn = 0;  // of two rounds
-
-  CUTE_DEVICE int stage() const { return turn < kStages ? turn : turn - kStages; }
-  CUTE_DEVICE uint32_t phase() const { return turn < kStages ? 0 : 1; }
-  CUTE_DEVICE void advance() { turn = turn + 1 < 2 * kStages ? turn + 1 : 0; }
-};
-
 // Named barriers 0 to 7 are kept for the compiler, CUTLASS and __syncthreads.
 enum class NamedBarrier : int {
   kTurnFirst = 0,   // warpgroup 0 may issue its products: it waits (128), warpgroup 1 arrives (128)

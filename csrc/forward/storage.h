@@ -66,8 +66,8 @@ struct FwdStorage {
                            // consumer warpgroup
   Mbarrier tile_known[kScaleQStages];  // producer warp: `work` is there -> scale and transposing
                                        // warps (1)
-  Mbarrier v_raw_full[kRawBuffers];     // TMA -> transposing warps (1 + bytes)
-  Mbarrier v_raw_empty[kRawBuffers];    // transposing warps -> producer warp (2)
+  Mbarrier v_raw_full[kRawBuffers];    // TMA -> transposing warps (1 + bytes)
+  Mbarrier v_raw_empty[kRawBuffers];   // transposing warps -> producer warp (2)
 
   // The ring into which the producer brings V.
   CUTE_DEVICE auto& values_in() {

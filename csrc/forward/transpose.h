@@ -13,6 +13,7 @@
 //     the accumulator, four columns that follow each other (stage_output).
 #pragma once
 
+#include "core/compact_ring.h"
 #include "forward/storage.h"
 
 namespace fa3 {

@@ -7,6 +7,7 @@
 #include <optional>
 #include <tuple>
 
+#include "core/compact_ring.h"
 #include "core/dq_layout.h"
 #include "core/query_range.h"
 #include "core/row_packing.h"
@@ -27,6 +28,16 @@ namespace fa3::host {
 namespace {
 
 using Coord = std::tuple<int, int, int>;
+
+// The stage and phase of each of the first steps.
+template <int kStages>
+std::vector<std::tuple<int, int>> walk_ring(int steps) {
+  std::vector<std::tuple<int, int>> seen;
+  for (CompactRing<kStages> ring; int(seen.size()) < steps; ring.advance()) {
+    seen.emplace_back(ring.stage(), int(ring.phase()));
+  }
+  return seen;
+}
 
 // The tiles of each CTA, in its order of work: the loop of the kernel's roles.
 std::vector<std::vector<Coord>> walk_tiles(bool causal, int m_tiles, int heads, int batch,
@@ -120,6 +131,9 @@ auto with_mask(MaskTuple const& tuple, Function function) {
 }
 
 void bind_core(py::module_& m) {
+  m.def("compact_ring_1", &walk_ring<1>);
+  m.def("compact_ring_2", &walk_ring<2>);
+  m.def("compact_ring_3", &walk_ring<3>);
   m.def("floor_div", &floor_div);
   m.def("ceil_div", &ceil_div);
   m.def("round_up", &round_up);

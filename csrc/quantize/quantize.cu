@@ -92,7 +92,7 @@ constexpr int registers_of_thread(int dim, Pass pass, bool is_wide) {
   return dim == 80 || dim == 96 || dim == 128 ? 72 : 64;
 }
 
-// Whether butterflies in a word are one instruction. WHY not always: ptxas (13.0) then orders the
+// Whether butterflies in a word are short. WHY not always: ptxas (13.0) then orders the
 // rest otherwise, and some kernels spill, or take longer: head dim 64 1 to 3 %, 256 packed in
 // clusters 2 %; of the others dense 0 to 4 % less, packed 1 to 5 % (H200, 2026-11-24).
 constexpr bool has_short_butterflies(int dim, Pass pass) {

@@ -38,12 +38,12 @@ CUTE_DEVICE uint32_t multiply_add_halves(uint32_t a, uint32_t b, uint32_t c) {
   return y;
 }
 
-// The lower one becomes the sum of both, the upper one the lower less the upper. kIsOne: in one
-// instruction that takes a half twice, not three with permutes.
-template <bool kIsOne>
+// The lower one becomes the sum of both, the upper one the lower less the upper. kIsShort: in one
+// instruction that takes halves twice, not in three, two of them permutes.
+template <bool kIsShort>
 CUTE_DEVICE uint32_t butterfly_in_word(uint32_t word) {
   constexpr uint32_t kOneAndMinusOne = 0xbc003c00u;
-  if (!kIsOne) {
+  if (!kIsShort) {
     return multiply_add_halves(__byte_perm(word, 0, 0x3232), kOneAndMinusOne,
                                __byte_perm(word, 0, 0x1010));
   }
@@ -158,11 +158,11 @@ CUTE_DEVICE void butterflies_of_lanes(uint32_t (&words)[kRowWords], int distance
 }
 
 // Of the columns that a lane has: distances of less than a span.
-template <bool kIsOne>
+template <bool kIsShort>
 CUTE_DEVICE void butterflies_of_span(uint32_t (&words)[kRowWords], bool is_full) {
   CUTE_UNROLL
   for (uint32_t& word : words) {
-    word = butterfly_in_word<kIsOne>(word);
+    word = butterfly_in_word<kIsShort>(word);
   }
   butterflies<1>(words);
   butterflies<2>(words);
@@ -172,7 +172,7 @@ CUTE_DEVICE void butterflies_of_span(uint32_t (&words)[kRowWords], bool is_full)
 }
 
 // LaneOrder::kPieces. kDim: 0 or of one or two pieces. Whole warps call it.
-template <int kDim, bool kIsOne>
+template <int kDim, bool kIsShort>
 class PieceRotation {
   int width_;
 
@@ -180,7 +180,7 @@ class PieceRotation {
   template <int kWidth>
   CUTE_DEVICE void rotate(uint32_t (&words)[kRowWords]) const {
     int const width = kWidth > 0 ? kWidth : width_;
-    butterflies_of_span<kIsOne>(words, width >= kSpanColumns);
+    butterflies_of_span<kIsShort>(words, width >= kSpanColumns);
 #pragma unroll(kWidth > 0 ? 3 : 1)
     for (int distance = 1; kLaneColumns * distance < width; distance *= 2) {
       butterflies_of_lanes(words, distance);
@@ -217,7 +217,7 @@ class PieceRotation {
 // LaneOrder::kRows: the lane of a narrow piece is its own partner, whose words times 0 it adds. A
 // second span that is not there is +0, and -0 when it is added: so both become the first, signs of
 // zeros too.
-template <bool kIsOne>
+template <bool kIsShort>
 class RowRotation {
   int partner_;
   uint32_t signs_;
@@ -239,7 +239,7 @@ class RowRotation {
   }
 
   CUTE_DEVICE void apply(uint32_t (&words)[kRowWords]) const {
-    butterflies_of_span<kIsOne>(words, true);
+    butterflies_of_span<kIsShort>(words, true);
     CUTE_UNROLL
     for (uint32_t& word : words) {
       word = multiply_add_halves(word, signs_, __shfl_sync(0xffffffffu, word, partner_));
@@ -317,11 +317,11 @@ class RotatedRow {
 template <class Element, int kDim>
 using RowOf = std::conditional_t<kDim == kPlain, PlainRow<Element>, RotatedRow>;
 
-// kIsOne: as of butterfly_in_word().
-template <LaneOrder kOrder, int kDim, bool kIsOne>
+// kIsShort: as of butterfly_in_word().
+template <LaneOrder kOrder, int kDim, bool kIsShort>
 using RotationOf =
     std::conditional_t<kDim == kPlain, NoRotation,
-                       std::conditional_t<kOrder == LaneOrder::kRows, RowRotation<kIsOne>,
-                                          PieceRotation<kDim, kIsOne>>>;
+                       std::conditional_t<kOrder == LaneOrder::kRows, RowRotation<kIsShort>,
+                                          PieceRotation<kDim, kIsShort>>>;
 
 }  // namespace fa3
