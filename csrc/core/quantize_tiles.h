@@ -235,6 +235,12 @@ FA3_HD QuantizeTile dense_tile(QuantizeShape const& s, int tile) {
   return QuantizeTile{entry, index, begin, rows, rows};
 }
 
+// CTAs take items in turns: the next one of a CTA, from here on. passed: items of theirs before;
+// turns: a power of two.
+FA3_HD constexpr int place_in_turn(int cta, int passed, int turns) {
+  return (cta - passed) & (turns - 1);
+}
+
 // The number of the first tile of an entry, from 0 on; that of entry -1 is 0.
 FA3_HD int first_tile(QuantizeShape const& s, int const* cu, int entry) {
   return entry < 0 ? 0 : s.by_tile.div(clamp(cu[entry], 0, s.rows)) + entry + 1;

@@ -175,6 +175,7 @@ inline void bind_quantize(pybind11::module_& m) {
     return std::tuple(place.column, place.has_second() ? place.second() : -1, place.width,
                       place.row);
   });
+  m.def("place_in_turn", &place_in_turn);
   m.def("shares_sectors", &shares_sectors);
   // (completes the last sector of the head before, waits for the next head).
   m.def("sector_part", [](uint64_t address, int column, int head_dim, bool is_first, bool is_last) {

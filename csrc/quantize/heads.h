@@ -11,15 +11,15 @@ namespace fa3 {
 constexpr int kMostCtaHeads = 16;  // with the same tile, one after the other
 
 // Of the heads of a CTA, in the order of the columns, and as many zeros: for rows that do not
-// count. A barrier follows.
+// count. A barrier follows. step: from one head to the next.
 struct HeadSigns {
   static constexpr int kSpans = kMostQuantizedColumns / kSpanColumns;
   uint32_t of_spans[kMostCtaHeads][2 * kSpans];
 
-  CUTE_DEVICE void compute(QuantizeParams const& p, int begin, int end) {
+  CUTE_DEVICE void compute(QuantizeParams const& p, int begin, int heads, int step) {
 #pragma unroll 1
-    for (int i = int(threadIdx.x); i < (end - begin) * kSpans; i += int(blockDim.x)) {
-      int const kv_head = p.shape.by_group.div(begin + i / kSpans);
+    for (int i = int(threadIdx.x); i < heads * kSpans; i += int(blockDim.x)) {
+      int const kv_head = p.shape.by_group.div(begin + i / kSpans * step);
       of_spans[i / kSpans][kSpans + i % kSpans] = 0;
       of_spans[i / kSpans][i % kSpans] =
           spread_signs(sign_bits(p.mixed_seed, kv_head, i % kSpans * kSpanColumns));
@@ -125,7 +125,7 @@ struct BlockScales {
   int step;
 
   CUTE_DEVICE void begin(QuantizeParams const& p, QuantizeTile const& tile, int tile_number,
-                         int head, int rank) {
+                         int head, int head_step, int rank) {
     if (threadIdx.x != 0) {
       return;
     }
@@ -135,6 +135,7 @@ struct BlockScales {
     int64_t const row = s.is_packed ? head : int64_t(tile.entry) * s.heads + head;
     int const place = s.is_packed ? tile_number - 1 : tile.index;
     next = rank == 0 && is_place ? p.scales + row * step + place : nullptr;
+    step *= head_step;
   }
 
   CUTE_DEVICE void write(float scale) {

@@ -100,6 +100,12 @@ constexpr bool has_short_butterflies(int dim, Pass pass) {
          !(dim == 80 && pass == Pass::kCluster);
 }
 
+// Whether CTAs or clusters may take the heads of a tile in turns: where it gains, and takes no
+// registers.
+constexpr bool takes_turns(int dim, Pass pass) {
+  return dim == kPlain ? pass == Pass::kOnly || is_cluster(pass) : dim == 64 && pass == Pass::kOnly;
+}
+
 // The bits of the largest finite value of the rows of a CTA or cluster, normalised. Infinities are
 // rare, and made NaN when there is one. WHY not by each thread, for its own: packed sequences that
 // are not rotated take 7 to 10 % longer with that branch (H200, 2026-11-23).
@@ -176,8 +182,8 @@ struct Quantizer {
         place(place_of_thread<kOrder, kDim>(p.shape, p.cta_rows)),
         rotation(place) {}
 
-  // The items of this CTA or cluster, which follow each other: of a tile all heads, then of the
-  // next.
+  // The items of as many CTAs or clusters as turns() says follow each other, of a tile all heads,
+  // then of the next; those take them in turns.
   CUTE_DEVICE void run() {
     if constexpr (kIsPacked) {
       shared.teams.share_out(p);
@@ -187,10 +193,13 @@ struct Quantizer {
       int const tile = p.by_heads.div(item);
       int const begin = item - tile * p.shape.heads;
       int const left = first_item(1) - item;
-      int const end = min_of(begin + min_of(left, kMostCtaHeads), p.shape.heads);
+      int const end = min_of(begin + min_of(left, kMostCtaHeads * turns()), p.shape.heads);
+      int const own = begin + place_in_turn(number(), item - first_item(0), turns());
       __syncthreads();  // what was shared has been read
       shared.next_item = item + end - begin;
-      work_through(tile, begin, end);
+      if (!takes_turns(kDim, kPass) || own < end) {
+        work_through(tile, own, end);
+      }
       item = shared.next_item;
     }
   }
@@ -206,9 +215,17 @@ struct Quantizer {
     }
   }
 
-  // Of this CTA or cluster, or of the one behind it.
+  // Of this CTA or cluster.
+  static CUTE_DEVICE int number() {
+    return int(kIsCluster ? cute::cluster_id_in_grid().x : blockIdx.x);
+  }
+
+  // Also from one head of this CTA or cluster to its next.
+  CUTE_DEVICE int turns() const { return takes_turns(kDim, kPass) ? p.turns : 1; }
+
+  // Of this CTA or cluster and those that it takes turns with, or of those one behind them.
   CUTE_DEVICE int first_item(int behind) const {
-    int const number = int(kIsCluster ? cute::cluster_id_in_grid().x : blockIdx.x) + behind;
+    int const number = (Quantizer::number() & -turns()) + behind * turns();
     if constexpr (kIsPacked) {
       return shared.teams.first_item(number);
     } else {
@@ -224,7 +241,7 @@ struct Quantizer {
     }
   }
 
-  // Heads begin .. end of a tile or a bundle.
+  // Heads begin, begin + turns() .. end of a tile or a bundle.
   CUTE_DEVICE void work_through(int number, int begin, int end) {
     __builtin_assume(!kIsCluster || p.shape.is_packed == kIsPacked);
     if constexpr (kIsPacked) {
@@ -250,39 +267,44 @@ struct Quantizer {
   // rank: in the team.
   CUTE_DEVICE void work_through(QuantizeTile tile, int tile_number, int rank, int begin, int end) {
     Cursor<Element> cursor(p, place, tile, begin);
-    shared.scales.begin(p, tile, tile_number, begin, rank);
+    int const heads = ceil_div(end - begin, turns());
+    shared.scales.begin(p, tile, tile_number, begin, turns(), rank);
     if (kPass == Pass::kOnly && tile.written == 0) {
-      shared.scales.write_ones(end - begin);
+      shared.scales.write_ones(heads);
       __syncthreads();
       return;
     }
     RowsOfHeads<Element, kLoads, Place> rows(p, cursor, place, tile, begin);
     if (kIsRotated) {
-      shared.signs.compute(p, begin, end);
+      shared.signs.compute(p, begin, heads, turns());
     }
     if (kIsCluster && !kIsPacked && round == 0) {
       cute::cluster_wait();
     }
     __syncthreads();
     if (kIsPacked && !__any_sync(0xffffffffu, place.row < tile.written)) {
-      only_exchange(end - begin);
+      only_exchange(heads);
       return;
     }
     AnyWriter writer = make_writer();
-    for (int head = begin; head < end; ++head) {
+    int turn = 0;
+    end = begin + heads * turns();
+    for (int head = begin; head < end; head += turns(), ++turn) {
       OwnRow row;
-      rows.take(row, shared.signs.of_spans[head - begin], rotation, head_stride(), head + 1 == end);
+      bool const is_last = head + turns() == end;
+      rows.take(row, shared.signs.of_spans[kIsRotated ? turn : 0], rotation, head_step(), is_last);
       row.rotate(rotation);
-      finish_row(row, writer, cursor.target, tile, head, head == begin, head + 1 == end);
-      cursor.target += kDim > 0 ? kDim : p.shape.head_dim;
+      finish_row(row, writer, cursor.target, tile, head, head == begin, is_last);
+      cursor.target += (kDim > 0 ? kDim : p.shape.head_dim) * turns();
     }
   }
 
-  CUTE_DEVICE int64_t head_stride() const {
+  // Elements of x.
+  CUTE_DEVICE int64_t head_step() const {
     if constexpr (kIsPacked) {
-      return shared.teams.head_stride();
+      return shared.teams.head_step();
     } else {
-      return p.x.head_stride;
+      return takes_turns(kDim, kPass) ? p.head_step : p.x.head_stride;
     }
   }
 
@@ -344,6 +366,25 @@ int least_heads(QuantizeParams const& params, int threads, int sm_count) {
   return heads;
 }
 
+// How many CTAs or clusters take the heads of a tile in turns. Narrow heads that lie next to each
+// other are then read at the same time, and who has a tile of few rows has more others (q of head
+// dim 64, sequences of 98 to 5361 rows: 66 us for 58; v of 96: 61 for 59; dense 31 for 30; H200,
+// 2026-11-24). WHY not of more heads: with the time that a new tile takes, that is slower from head
+// dim 128 on.
+int turns_of(QuantizeShape const& s, int clusters) {
+  constexpr int kMostDim = 96;
+  constexpr int kMost = 8;
+  constexpr int kLeastClusters = 12;  // so that few are left over
+  if (s.head_dim > kMostDim || s.head_dim % kSectorBytes != 0) {
+    return 1;
+  }
+  int turns = kMost;
+  while (turns > 1 && (5 * turns > 2 * s.heads || clusters < kLeastClusters * turns)) {
+    turns /= 2;
+  }
+  return turns;
+}
+
 template <class Element, int kDim, Pass kPass, Loads kLoads>
 void launch_pass(QuantizeParams params, int sm_count, void* stream) {
   static std::atomic<uint64_t> known_room{0};
@@ -360,7 +401,10 @@ void launch_pass(QuantizeParams params, int sm_count, void* stream) {
   auto* const kernel = quantize_kernel<Element, kDim, kPass, kLoads>;
   int const room = room_for(kernel, shape, ctas, known_room) * (ctas == 1 ? sm_count : 1);
   int const least = least_heads(params, shape.threads, sm_count);
-  int const clusters = clamp(ceil_div(params.items, least), 1, max_of(1, room));
+  int clusters = clamp(ceil_div(params.items, least), 1, max_of(1, room));
+  params.turns = takes_turns(kDim, kPass) ? turns_of(params.shape, clusters) : 1;
+  params.head_step = params.turns * params.x.head_stride;
+  clusters -= clusters % params.turns;
   shape.grid = clusters * ctas;
   params.least_items = params.items / clusters;
   params.more_items = params.items % clusters;

@@ -30,6 +30,8 @@ struct QuantizeParams {
   FastDiv by_clusters;              // of the grid
   TeamSize team_sizes[kTeamSizes];  // packed, in clusters
   ItemOrder order;
+  int turns = 1;          // so many CTAs or clusters take heads of a tile in turns: a power of 2
+  int64_t head_step = 0;  // elements of x, from a head of a CTA to its next
 };
 
 // kBlocks: a CTA or a cluster has the rows of a block. kExchange: CTAs tell each other their

@@ -114,7 +114,7 @@ class TeamTiles {
   int more_items_;
   int first_found_;                // bundle
   TeamTile found_[kMostCtaWarps];  // that one and those behind it, one a warp
-  int64_t head_stride_;
+  int64_t head_step_;
 
  public:
   ClusterPlace team;  // of now
@@ -130,7 +130,7 @@ class TeamTiles {
         least_items_ = p.by_clusters.div(items);
         more_items_ = p.by_clusters.mod(items);
         first_found_ = -kMostCtaWarps;
-        head_stride_ = p.x.head_stride;
+        head_step_ = p.head_step;
       }
       __syncwarp();
     }
@@ -163,8 +163,8 @@ class TeamTiles {
   }
 
   // WHY from memory each time: head dim 128 has no registers for it.
-  CUTE_DEVICE int64_t head_stride() const {
-    return *static_cast<int64_t const volatile*>(&head_stride_);
+  CUTE_DEVICE int64_t head_step() const {
+    return *static_cast<int64_t const volatile*>(&head_step_);
   }
 };
 

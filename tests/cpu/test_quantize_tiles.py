@@ -1,5 +1,7 @@
 """What the kernels of quantize_fp8 work out: rows and columns of threads, signs, tiles of rows,
 scales. By brute force, and against flash_attn3/quantize.py."""
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -142,6 +144,23 @@ def test_spans_fill_sectors(address, heads):
     for store, place in found:
         stores.setdefault(place // 32, set()).add(store)
     assert all(len(numbers) == 1 for numbers in stores.values())
+
+
+@given(turns=st.sampled_from([1, 2, 4, 8]), items=st.integers(0, 100), group=st.integers(0, 20),
+       data=st.data())
+def test_items_in_turns(turns, items, group, data):
+    """Each item is one CTA's, whatever tiles they fall into, and shares are as equal as can be."""
+    ends = sorted({*data.draw(st.sets(st.integers(0, items), max_size=5)), items})
+    shares = []
+    for cta in range(group * turns, (group + 1) * turns):
+        own, begin = [], 0
+        for end in ends:
+            first = begin + _host.place_in_turn(cta, begin, turns)
+            own += range(first, end, turns)
+            begin = end
+        shares.append(own)
+    assert sorted(itertools.chain(*shares)) == list(range(items))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @pytest.mark.parametrize('head_dim, row_step', [(8, 8), (16, 8), (24, 8), (32, 8), (80, 9),

@@ -126,6 +126,19 @@ def test_heads_that_share_a_sector(head_dim, heads, block, device):
         check(x.flatten(0, 1), device, rotate=rotate, block=block, cu_seqlens=cu)
 
 
+@ROTATED
+@pytest.mark.parametrize('block', [64, 384])
+@pytest.mark.parametrize('head_dim', [32, 64, 96])
+@pytest.mark.parametrize('heads', [4, 5, 10, 20, 21, 48])
+@pytest.mark.parametrize('lengths', [None, [1000, 0, 3, 900, 64, 385]], ids=str)
+def test_heads_in_turns(lengths, heads, head_dim, block, rotate, device):
+    """Of up to eight CTAs or clusters, where there are enough of them and of narrow heads."""
+    rows, packed = ((4, 600), {}) if lengths is None else (
+        (sum(lengths),), {'cu_seqlens': starts(lengths)})
+    x = torch.randn(*rows, heads, head_dim).bfloat16()
+    check(x, device, rotate=rotate, block=block, seed=heads, **packed)
+
+
 @DTYPES
 @pytest.mark.parametrize('block', [64, 384, 'tensor'])
 @pytest.mark.parametrize('head_dim', [16, 24, 40, 48, 56, 72, 80, 104])
