@@ -367,10 +367,10 @@ int least_heads(QuantizeParams const& params, int threads, int sm_count) {
 }
 
 // How many CTAs or clusters take the heads of a tile in turns. Narrow heads that lie next to each
-// other are then read at the same time, and who has a tile of few rows has more others (q of head
-// dim 64, sequences of 98 to 5361 rows: 66 us for 58; v of 96: 61 for 59; dense 31 for 30; H200,
-// 2026-11-24). WHY not of more heads: with the time that a new tile takes, that is slower from head
-// dim 128 on.
+// other are then read at the same time, and a tile of few rows is shared by more CTAs (without and
+// with turns: q of head dim 64, sequences of 98 to 5361 rows, 66 and 58 us; v of 96, 62 and 60;
+// dense q 32 and 31; H200, 2026-11-24). WHY not of wider heads: a CTA then has few heads of a tile,
+// and a new tile takes time to begin.
 int turns_of(QuantizeShape const& s, int clusters) {
   constexpr int kMostDim = 96;
   constexpr int kMost = 8;
