@@ -38,7 +38,7 @@ struct FwdTileFp8D64 : Fp8Defaults {
 // 48 + 36 + 48 + 24 + 48 = 204 KiB: 96 keys of V take 128 turned round. S = 8k: 946 / 937, S = 512:
 // 564 / 354; with two stages 935 / 920, 521 / 337. The registers of a producer of 32 in place of 56
 // gain causal 2 % from 2k on, 32/8 heads 2 to 3 %, packed sequences and windows 1 %, full 0 to
-// - 1.6 % (2026-11-24).
+// - 1.6 % (H200, 2026-11-24).
 struct FwdTileFp8D128 : Fp8Defaults {
   static constexpr ProducerSize kProducerSize = ProducerSize::kUsual;
   static constexpr int kHeadDim = 128;
@@ -54,6 +54,7 @@ struct FwdTileFp8D128 : Fp8Defaults {
 // 32 + 48 + 48 + 48 + 32 = 208 KiB. With two stages S = 8k: 862 / 874, S = 512: 620 / 359; since O
 // is sent by the scale warp S = 512: 664 / 390, S = 1k: 758 / 559; three are 0 to 2 % faster.
 // Turns, tried with another form of the softmax: 859 / 871 of 869 / 865, 617 / 375 of 631 / 365.
+// Fewer registers for the producer were not measured here.
 struct FwdTileFp8D128Short : FwdTileFp8D128 {
   static constexpr ProducerSize kProducerSize = ProducerSize::kWide;
   static constexpr int kConsumerWarpgroups = 2;

@@ -42,7 +42,7 @@ struct ValueTransposer {
   using Source = SwizzledTile<Traits::kValueKeys, Traits::kSlice / 16>;
   using Target = SwizzledTile<Traits::kHeadDimV, Traits::kNarrowV ? 4 : 8>;
   // A unit: 16 keys, 32 columns. A warp has every second group of 16 keys, and goes through the
-  // units of a part one or two at a time (24 or 56 registers): the next are read before these are
+  // units of a part one or two at a time (24 to 56 registers): the next are read before these are
   // written.
   static constexpr int kGroups = Traits::kValueKeys / 16 / kTransposingWarps;
   static constexpr int kUnits = kGroups * (Traits::kHeadDimV / 32);
