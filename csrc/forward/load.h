@@ -17,6 +17,11 @@ struct FwdProducer {
   static constexpr uint64_t kOften =
       uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);  // K, V: read by many
 
+  // FP8: whether the other warps of this warpgroup hear of a tile before its first K and its Q are
+  // loaded, for to bring its scales takes as long. WHY not dense kernels without a window: nothing
+  // was gained there (README.md, FP8).
+  static constexpr bool kTellsEarly = Traits::kFp8 && Traits::kGeneral;
+
   FwdStorage<Traits>& shared;
   FwdDeviceParams const& p;
   RingState<Traits::kQStages> q_ring;
@@ -55,6 +60,7 @@ struct FwdProducer {
       return;
     }
     tiles.draw();
+    tell_early(work);
     load_k(work, work.keys.end - 1);
     load_q(work);
     while (true) {
@@ -67,6 +73,7 @@ struct FwdProducer {
         break;
       }
       tiles.draw();
+      tell_early(next);
       load_k(next, next.keys.end - 1);
       load_v(work, work.keys.begin);
       load_q(next);
@@ -75,14 +82,30 @@ struct FwdProducer {
     load_v(work, work.keys.begin);
   }
 
-  // The tile's coordinates and Q, for each warpgroup.
+  CUTE_DEVICE void tell_early(Work const& tile) {
+    if constexpr (kTellsEarly) {
+      CUTE_UNROLL
+      for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
+        hand_over(tile, wg);
+      }
+      tell_tile();
+    }
+  }
+
+  // The tile's coordinates, to a warpgroup.
+  CUTE_DEVICE Work hand_over(Work const& tile, int wg) {
+    shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
+    Work const work = share_of_warpgroup<Traits>(p, tile, wg);
+    shared.work[q_ring.stage][wg] = work;
+    return work;
+  }
+
+  // Q, and the tile's coordinates if not told, for each warpgroup.
   CUTE_DEVICE void load_q(Work const& tile) {
     CUTE_UNROLL
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
       Mbarrier& full = shared.q_full[q_ring.stage][wg];
-      shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
-      Work const work = share_of_warpgroup<Traits>(p, tile, wg);
-      shared.work[q_ring.stage][wg] = work;
+      Work const work = kTellsEarly ? shared.work[q_ring.stage][wg] : hand_over(tile, wg);
       full.arrive_and_expect_tx(uint32_t(p.q_slice_bytes) * (Traits::kColumns / Traits::kSlice));
       CUTE_UNROLL
       for (int column = 0; column < Traits::kColumns; column += Traits::kSlice) {
@@ -92,7 +115,9 @@ struct FwdProducer {
                  work.place.end_q());
       }
     }
-    tell_tile();
+    if (!kTellsEarly) {
+      tell_tile();
+    }
     q_ring.advance();
   }
 

@@ -88,12 +88,9 @@ struct ScaleReader {
   CUTE_DEVICE void write_scales(int q_stage) {
     CUTE_NO_UNROLL
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
-      write_query_scales({p, shared.work[q_stage][wg]}, shared.q_scales[q_stage][wg]);
+      copy_query_scales({p, shared.work[q_stage][wg]}, shared.q_scales[q_stage][wg]);
     }
-    __syncwarp();
-    if (is_first_lane()) {
-      write_key_scales({p, shared.work[q_stage][0]});
-    }
+    write_key_scales({p, shared.work[q_stage][0]});
     __syncwarp();
   }
 
@@ -116,8 +113,8 @@ struct ScaleReader {
     }
   };
 
-  // For each K tile, as K comes: those of Q, too, are there with the first one. A block is read
-  // while the one before is in use.
+  // For each K tile, as K comes, by one lane: those of Q, too, are there with the first one. A
+  // block is read while the one before is in use.
   CUTE_DEVICE void write_key_scales(TileScales<Traits> const& tile) {
     BlockScales const at(tile);
     int const keys_begin = tile.work.keys_begin();
@@ -128,6 +125,11 @@ struct ScaleReader {
     };
     float next_k = read(at.k, p.k_scale);
     float next_v = read(at.v, p.v_scale);
+    cute::cp_async_wait<0>();  // the scales of Q
+    __syncwarp();
+    if (!is_first_lane()) {
+      return;
+    }
     CUTE_NO_UNROLL
     while (n >= keys_begin) {
       float const v = at_least(next_v, kLeastScale);
@@ -153,8 +155,10 @@ struct ScaleReader {
     return k_ring.stage + int(k_ring.phase) * Traits::kStages;
   }
 
-  CUTE_DEVICE void write_query_scales(TileScales<Traits> const& tile,
-                                      float (&of_rows)[kWarpgroupRows]) const {
+  // Of one warpgroup; they are there after a wait. WHY not through registers: all scales of a tile
+  // are on their way at the same time.
+  CUTE_DEVICE void copy_query_scales(TileScales<Traits> const& tile,
+                                     float (&of_rows)[kWarpgroupRows]) const {
     int const last = max_of(0, tile.work.place.lengths(p.seqlen).q - 1);
     bool const is_read = p.q_scale.data != nullptr && tile.has_keys();
     int64_t const first = tile.first_of_q();
@@ -166,7 +170,11 @@ struct ScaleReader {
       int const position = clamp(tile.work.position_begin + offset, 0, last);
       int64_t const place = first + head * p.q_scale.head_in_pack_stride +
                             position / kScaleBlockQueries * p.q_scale.block_stride;
-      of_rows[row] = is_read ? p.q_scale.data[place] : 1.f;
+      if (is_read) {
+        cute::SM80_CP_ASYNC_CACHEALWAYS<float>::copy(p.q_scale.data[place], of_rows[row]);
+      } else {
+        of_rows[row] = 1.f;
+      }
     }
   }
 };

@@ -309,16 +309,16 @@ def _mbarrier(writer, match, operands, site):
 
 
 # ------------------------------------------------------------------------------------------- copies
-@_handles(r'cp\.async\.cg\.shared\.global')
+@_handles(r'cp\.async\.c[ag]\.shared\.global(\.L2::128B)?')
 def _copy_by_thread(writer, match, operands, site):
     target, source, size = operands
     return (f't.copy_later({writer.address(target)}, {writer.address(source)}, '
             f'{writer.value(size)}, {site});')
 
 
-@_handles(r'cp\.async\.wait_group')
+@_handles(r'cp\.async\.(wait_group|wait_all)')
 def _wait_for_copies(writer, match, operands, site):
-    if operands != ['0']:
+    if match[1] == 'wait_group' and operands != ['0']:
         raise PtxError(f'cp.async.wait_group {operands}')
     return 't.finish_copies();'
 
