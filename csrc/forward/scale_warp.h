@@ -14,16 +14,16 @@ template <class Traits>
 CUTE_DEVICE void run_scale_warp(FwdStorage<Traits>& shared, FwdDeviceParams const& p) {
   ScaleReader<Traits> reader(shared, p);
   ResultSender<Traits> sender(shared, p, lane_of_warp());
-  RingState<Traits::kQStages> ring;
+  CompactRing<Traits::kQStages> ring;
   while (true) {
-    shared.tile_known[ring.stage].wait(ring.phase);
-    FwdWork<Traits> const& work = shared.work[ring.stage][0];
+    shared.tile_known[ring.stage()].wait(ring.phase());
+    FwdWork<Traits> const& work = shared.work[ring.stage()][0];
     bool const is_last = !work.valid();
     if (!is_last) {
-      reader.write_scales(ring.stage);
+      reader.write_scales(ring.stage());
     }
     if constexpr (Traits::kSendsResults) {
-      sender.send(shared.work[ring.stage][Traits::kWarpgroups - 1]);
+      sender.send(shared.work[ring.stage()][Traits::kWarpgroups - 1]);
     }
     if (is_last) {
       return;

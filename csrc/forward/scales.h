@@ -3,6 +3,7 @@
 // keys is whole K tiles, so that a K tile has one scale.
 #pragma once
 
+#include "core/compact_ring.h"
 #include "device/fragments.h"
 #include "device/math.h"
 #include "forward/storage.h"
@@ -80,7 +81,7 @@ template <class Traits>
 struct ScaleReader {
   FwdStorage<Traits>& shared;
   FwdDeviceParams const& p;
-  RingState<Traits::kStages> k_ring;
+  CompactRing<Traits::kStages> k_ring;
 
   CUTE_DEVICE ScaleReader(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_)
       : shared(shared_), p(p_) {}
@@ -141,9 +142,9 @@ struct ScaleReader {
       next_v = read(at.v, p.v_scale);
       CUTE_NO_UNROLL
       for (; n >= begin; --n) {
-        shared.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);
+        shared.k_empty[k_ring.stage()].wait(k_ring.phase() ^ 1);
         shared.scales[scale_stage()] = scale;
-        shared.k_full[k_ring.stage].arrive();
+        shared.k_full[k_ring.stage()].arrive();
         k_ring.advance();
       }
     }
@@ -152,7 +153,7 @@ struct ScaleReader {
   // Of the ring of scales, which has two rounds of K's.
   CUTE_DEVICE int scale_stage() const {
     static_assert(Traits::kScaleStages == 2 * Traits::kStages);
-    return k_ring.stage + int(k_ring.phase) * Traits::kStages;
+    return k_ring.turn;
   }
 
   // Of one warpgroup; they are there after a wait. WHY not through registers: all scales of a tile
@@ -162,7 +163,7 @@ struct ScaleReader {
     int const last = max_of(0, tile.work.place.lengths(p.seqlen).q - 1);
     bool const is_read = p.q_scale.data != nullptr && tile.has_keys();
     int64_t const first = tile.first_of_q();
-    CUTE_UNROLL
+#pragma unroll(Traits::kIsTight ? 1 : kWarpgroupRows / 32)
     for (int i = 0; i < kWarpgroupRows; i += 32) {
       int const row = i + lane_of_warp();
       int const offset = p.pack.div(row);

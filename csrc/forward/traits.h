@@ -33,6 +33,9 @@ struct FwdTraits {
   static constexpr bool kSendsResults = sends_results<Config>();
   static constexpr MaskKind kMask = Config::kMask;
   static constexpr bool kGeneral = is_general(kMask);
+  // FP8: general kernels whose producer has 24 registers are so short of them that it works out
+  // again what it could keep.
+  static constexpr bool kIsTight = kGeneral && Config::kProducerSize == ProducerSize::kNarrow;
   // Of the first K tile of a tile, a warp leaves out the softmax if none of its rows sees a key.
   // WHY here alone: of later K tiles, and under a window, that is 0 to 3 % slower.
   static constexpr bool kSkipsHidden = kFp8 && kMask == MaskKind::kCausal && Config::kIntraOverlap;

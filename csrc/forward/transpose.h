@@ -51,6 +51,12 @@ struct ValueTransposer {
   static_assert(Traits::kHeadDimV % 32 == 0);
   static_assert(Traits::kValueParts == 1 || Traits::kTileN == 128, "the keys of a slice");
 
+  static constexpr int kRawStages = Traits::Config::kRawStages;
+  // Where registers are short, `target` and `raw_ring` are worked out anew, the one from the lane,
+  // the other from `v_ring`.
+  static constexpr bool kIsTight = Traits::kIsTight;
+  static_assert(!kIsTight || Traits::kStages % kRawStages == 0);
+
   struct Registers {
     uint32_t pairs[kAtOnce][4];
   };
@@ -59,7 +65,7 @@ struct ValueTransposer {
   int source;  // of this lane's first row, in bytes
   int target;
   CompactRing<Traits::kQStages> q_ring;
-  CompactRing<Traits::Config::kRawStages> raw_ring;
+  CompactRing<kRawStages> raw_ring;
   CompactRing<Traits::kStages> v_ring;
 
   CUTE_DEVICE ValueTransposer(FwdStorage<Traits>& shared_, int warp, int lane)
@@ -95,17 +101,24 @@ struct ValueTransposer {
     if (is_first_lane()) {
       shared.v_full[v_ring.stage()].arrive();
     }
-    raw_ring.advance();
+    if (!kIsTight) {
+      raw_ring.advance();
+    }
     v_ring.advance();
   }
 
   CUTE_DEVICE void transpose_part(int part) {
-    int const raw_stage = raw_ring.stage() * Traits::kValueParts + part;
-    shared.v_raw_full[raw_stage].wait(raw_ring.phase());
+    auto const raw =
+        kIsTight ? CompactRing<kRawStages>{v_ring.turn % (2 * kRawStages)} : raw_ring;
+    int const raw_stage = raw.stage() * Traits::kValueParts + part;
+    shared.v_raw_full[raw_stage].wait(raw.phase());
     char const* const in = reinterpret_cast<char const*>(shared.v_raw[raw_stage]);
     char* const out = reinterpret_cast<char*>(shared.v[v_ring.stage()]);
     // WHY: what is made of them by constants would else be kept over all tiles, in memory.
     asm volatile("" : "+r"(source), "+r"(target));
+    if (kIsTight) {
+      target = Target::first(lane_of_warp(), source / (16 * Source::kRowBytes));
+    }
     int const target_of_part = target ^ part * (2 * kGroups * 16);
     Registers units[2];
     read(in, 0, units[0]);

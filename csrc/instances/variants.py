@@ -50,8 +50,7 @@ def _forward_variants() -> list[ForwardVariant]:
                   for tile, head_dim, masks, suffix in tiles
                   for mask in masks for dtype in ('Bf16', 'Fp16')]
     tiles = [('FwdTileFp8D64', 64, both + general + softcap, ''),
-             ('FwdTileFp8D256', 256, both, ''),
-             ('FwdTileFp8D256General', 256, general + softcap, ''),
+             ('FwdTileFp8D256', 256, both + general + softcap, ''),
              ('FwdTileFp8D128', 128, both + general, ''),
              ('FwdTileFp8D128Short', 128, both + general, 'Short'),
              ('FwdTileFp8D128Short', 128, softcap, ''),
