@@ -71,7 +71,7 @@ struct FwdTileFp8D128Short : FwdTileFp8D128 {
 // transposition of the one before. S = 8k: 1235 / 1198, S = 512: 847 / 492; neither overlap nor
 // halves: 1049 / 1099, 752 / 462; overlap of tiles too: 1208 / 1195, 825 / 482 (H200, 2026-11-24).
 // General kernels with 96 keys and 56 registers for the producer, which spill nothing, take 1.4 to
-// 1.5 times as long (packed sequences, windows).
+// 1.5 times as long (packed sequences, windows; the same day).
 struct FwdTileFp8D256 : Fp8Defaults {
   static constexpr int kHeadDim = 256;
   static constexpr int kHeadDimV = 256;

@@ -27,9 +27,9 @@ LIBRARY = ROOT / 'flash_attn3' / '_C.abi3.so'
 
 # Bytes that a kernel may spill outside its main loop. More than none needs a measured reason.
 SPILLED_BYTES: dict[str, int] = {
-    # Of 224 O, the sum of a K tile and P take 204.
-    # Of the 24 registers of the producer, once a tile of queries. With 96 keys and 56 registers
-    # packed sequences and windows take 1.4 times as long.
+    # Once a tile of queries, the warps that load and that read scales, which have 24 registers;
+    # promoted, one word of the consumers too. With 96 keys and 56 registers for the producer
+    # packed sequences and windows take 1.4 to 1.5 times as long (H200, 2026-11-24).
     'FwdE4m3D256General': 12, 'FwdE4m3D256Softcap': 12,
     'FwdE4m3D256GeneralPromote': 16, 'FwdE4m3D256SoftcapPromote': 16}
 MOST_SPILLED_BYTES = 16
