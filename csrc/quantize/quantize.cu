@@ -304,7 +304,7 @@ struct Quantizer {
     if constexpr (kIsPacked) {
       return shared.teams.head_step();
     } else {
-      return takes_turns(kDim, kPass) ? p.head_step : p.x.head_stride;
+      return p.head_step;
     }
   }
 

@@ -108,6 +108,17 @@ struct Cursor {
   }
 };
 
+// 16 bytes that nobody writes meanwhile. WHY their whole line of 128 bytes comes to L2: where heads
+// share lines, the rest of one is asked for soon (head dims 80 and 96, but rotated blocks of 384 at
+// 80: 1 to 4 % faster; 24, 40 and 72 3 to 7 %; 64, 128 and 256 the same; H200, 2026-11-24).
+CUTE_DEVICE uint4 load_with_line(void const* source) {
+  uint4 four;
+  asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+               : "l"(source));
+  return four;
+}
+
 // What a thread has of x, as it lies in memory, at multiples of 16 bytes: two spans of columns or
 // four chunks. What is not loaded stays as it is.
 template <class Element>
@@ -153,7 +164,7 @@ struct RawRow {
     CUTE_UNROLL
     for (int i = 0; i < kMost / kFour; ++i) {
       if (columns > kFour * i) {
-        uint4 const four = __ldg(reinterpret_cast<uint4 const*>(source + kFour * i));
+        uint4 const four = load_with_line(source + kFour * i);
         to[4 * i] = four.x;
         to[4 * i + 1] = four.y;
         to[4 * i + 2] = four.z;
