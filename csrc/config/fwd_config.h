@@ -67,6 +67,9 @@ struct FwdDefaults {
   // Without a word about it ptxas (13.0) interleaves the two or not, by small changes anywhere in
   // the kernel.
   static constexpr bool kMaximaFirst = false;
+  // k-steps of S whose part of Q is in registers while a tile is worked on; the others read it from
+  // shared memory. Of full kernels (forward/traits.h).
+  static constexpr int kQuerySteps = 0;
   // CTAs that a multiprocessor runs beside each other.
   static constexpr int kCtasPerSm = 1;
   // How the planner compares tiles of one head dim (H200, 2026-11-21; fitted to their speeds at
@@ -232,6 +235,8 @@ constexpr FwdVariantFacts fwd_facts(char const* name) {
                 "the sum of a K tile takes the registers of S");
   static_assert(!Config::kPingPong || Config::kConsumerWarpgroups == 2,
                 "taking turns is between two warpgroups");
+  static_assert(Config::kQuerySteps == 0 || Config::kIntraOverlap,
+                "a tile begins with an S of its own where its Q comes into registers");
   static_assert(!Config::kTileOverlap || (Config::kIntraOverlap && Config::kQStages >= 2),
                 "the first S of the next tile needs its Q, while O leaves through this tile's");
   return FwdVariantFacts{name,

@@ -39,7 +39,8 @@ struct FwdTileD64Short : FwdDefaults {
 
 // For full attention: 96 + 60 + 60 = 216 KiB. Against the short tile: 531 / 603 at S = 512, 724 /
 // 704 at 2k, 756 / 684 at 16k; causal 311 / 343, 563 / 617, 683 / 683 at 8k. Two stages: 1 %
-// slower; 192 x 64: 2 to 8 %; 192 x 96 does not fit into the registers.
+// slower; 192 x 64: 2 to 8 %; 192 x 96 does not fit into the registers. One k-step of Q in
+// registers gains 1 % from 2k to 16k, two the same (H200, 2026-11-25).
 struct FwdTileD128 : FwdDefaults {
   static constexpr int kHeadDim = 128;
   static constexpr int kHeadDimV = 128;
@@ -50,6 +51,7 @@ struct FwdTileD128 : FwdDefaults {
   static constexpr bool kPingPong = false;
   static constexpr bool kTileOverlap = true;
   static constexpr int kFixedKeys = 300;
+  static constexpr int kQuerySteps = 1;
 };
 
 // 96 + 64 + 64 = 224 KiB. Two Q stages: causal - 2 % at S = 512, - 1 % at 1k, else the same.
@@ -111,6 +113,7 @@ struct FwdTileD64Small : FwdTileD64 {
 struct FwdTileD128Small : FwdTileD128 {
   static constexpr int kConsumerWarpgroups = 1;
   static constexpr int kQStages = 3;
+  static constexpr int kQuerySteps = 0;
   static constexpr int kRelativeSpeed = 59;
 };
 
@@ -163,12 +166,14 @@ struct FwdTileD48 : FwdTileD64 {
 };
 
 // 96 + 48 + 48 = 192 KiB. d96 against its short tile: full 436 / 494 at S = 512, 666 / 592 at 4k,
-// 661 / 565 at 16k; causal 260 / 301, 588 / 573, 654 / 561; 192 x 80: 3 to 5 % slower.
+// 661 / 565 at 16k; causal 260 / 301, 588 / 573, 654 / 561; 192 x 80: 3 to 5 % slower. With one
+// k-step of Q in registers: full 0 to 1 % slower (H200, 2026-11-25).
 struct FwdTileD96 : FwdTileD128 {
   static constexpr int kHeadDim = 96;
   static constexpr int kHeadDimV = 96;
   static constexpr int kTileN = 96;
   static constexpr int kStages = 2;
+  static constexpr int kQuerySteps = 0;
   static constexpr int kFixedKeys = 380;
 };
 

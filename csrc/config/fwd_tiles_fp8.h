@@ -38,7 +38,8 @@ struct FwdTileFp8D64 : Fp8Defaults {
 // 48 + 36 + 48 + 24 + 48 = 204 KiB: 96 keys of V take 128 turned round. S = 8k: 946 / 937, S = 512:
 // 564 / 354; with two stages 935 / 920, 521 / 337. The registers of a producer of 32 in place of 56
 // gain causal 2 % from 2k on, 32/8 heads 2 to 3 %, packed sequences and windows 1 %, full 0 to
-// - 1.6 % (H200, 2026-11-24).
+// - 1.6 % (H200, 2026-11-24). One k-step of Q in registers gains full 2 to 3 % from 2k to 16k, two
+// lose 2 %, three spill (H200, 2026-11-25; two and three the day before).
 struct FwdTileFp8D128 : Fp8Defaults {
   static constexpr ProducerSize kProducerSize = ProducerSize::kUsual;
   static constexpr int kHeadDim = 128;
@@ -49,6 +50,7 @@ struct FwdTileFp8D128 : Fp8Defaults {
   static constexpr bool kPingPong = false;
   static constexpr bool kTileOverlap = true;
   static constexpr int kFixedKeys = 240;
+  static constexpr int kQuerySteps = 1;
 };
 
 // 32 + 48 + 48 + 48 + 32 = 208 KiB. With two stages S = 8k: 862 / 874, S = 512: 620 / 359; since O
@@ -63,6 +65,7 @@ struct FwdTileFp8D128Short : FwdTileFp8D128 {
   static constexpr int kRawStages = 3;
   static constexpr int kRelativeSpeed = 89;
   static constexpr int kFixedKeys = 215;
+  static constexpr int kQuerySteps = 0;
 };
 
 // 64 + 64 + 64 + 32 = 224 KiB: O has no room here. Overlap in a warpgroup needs 64 registers for S,

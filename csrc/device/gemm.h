@@ -38,6 +38,28 @@ CUTE_DEVICE void issue_gemm(TiledMma mma,
   }
 }
 
+// D = A B, as issue_gemm(); the first k-steps have their A in `held`, registers, the others in `a`.
+template <int kSteps, class HeldMma, class FragmentHeld, class TiledMma, class FragmentA,
+          class FragmentB, class FragmentD>
+CUTE_DEVICE void issue_gemm_of_both(HeldMma held_mma, FragmentHeld const& held, TiledMma mma,
+                                    FragmentA const& a, FragmentB const& b, FragmentD& d) {
+  constexpr int kHeldSteps = decltype(cute::size<2>(held))::value;
+  cute::warpgroup_fence_operand(d);
+  cute::warpgroup_arrive();
+  held_mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
+  CUTE_UNROLL
+  for (int k = 0; k < kHeldSteps; ++k) {
+    cute::gemm(held_mma, held(cute::_, cute::_, k), b(cute::_, cute::_, k), d);
+    held_mma.accumulate_ = cute::GMMA::ScaleOut::One;
+  }
+  mma.accumulate_ = cute::GMMA::ScaleOut::One;
+  CUTE_UNROLL
+  for (int k = kHeldSteps; k < kSteps; ++k) {
+    cute::gemm(mma, a(cute::_, cute::_, k), b(cute::_, cute::_, k), d);
+  }
+  cute::warpgroup_commit_batch();
+}
+
 // Waits until at most kPending groups are outstanding; `d` belongs to a group that is then
 // complete.
 template <int kPending, class FragmentD>

@@ -22,6 +22,7 @@
 #include "device/gemm.h"
 #include "forward/epilogue.h"
 #include "forward/mask.h"
+#include "forward/queries.h"
 #include "forward/score.h"
 
 namespace fa3 {
@@ -93,6 +94,7 @@ struct FwdConsumer {
   RingState<Traits::kStages> k_ring;
   RingState<Traits::kStages> v_ring;
   RingState<Traits::kScaleStages> scale_ring;  // FP8: of K tiles
+  HeldQueries<Traits> queries;
 
   CUTE_DEVICE FwdConsumer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int warpgroup_,
                           int thread_, Turn_ const& turn_)
@@ -158,6 +160,7 @@ struct FwdConsumer {
       leave_out_keys(tile.work.hidden.first);
       leave_out_values(tile.work.hidden.first);
       shared.k_full[k_ring.stage].wait(k_ring.phase);
+      load_queries(tile);
       turn.wait();
       issue_scores(tile, tSrS);
       turn.pass();
@@ -217,6 +220,7 @@ struct FwdConsumer {
     int const hidden = shared.work[tile.q_stage][warpgroup].hidden.last + next.work.hidden.first;
     leave_out_keys(hidden);
     shared.k_full[k_ring.stage].wait(k_ring.phase);
+    load_queries(next);
     turn.wait();
     issue_scores(next, tSrS);
     issue_output(tile, tOrP, tOrO, [&] { turn.pass(); });
@@ -418,10 +422,20 @@ struct FwdConsumer {
     }
   }
 
+  CUTE_DEVICE int query_buffer(Tile const& tile) const {
+    return tile.q_stage * Traits::kWarpgroups + warpgroup;
+  }
+
+  CUTE_DEVICE void load_queries(Tile const& tile) {
+    if constexpr (Traits::kQuerySteps > 0) {
+      queries.load(shared.q[0][query_buffer(tile)], thread);
+    }
+  }
+
   template <class FragmentS>
   CUTE_DEVICE void issue_scores(Tile const& tile, FragmentS& tSrS) {
     auto mma = MmaS{}.get_slice(0);
-    int const q_buffer = tile.q_stage * Traits::kWarpgroups + warpgroup;
+    int const q_buffer = query_buffer(tile);
     using LayoutQ = typename Traits::SmemLayoutQ;  // (64, columns)
     using LayoutK = typename Traits::SmemLayoutK;  // (N, columns)
     // Both (MMA, 1, columns / 16).
@@ -429,7 +443,12 @@ struct FwdConsumer {
                                  [&](auto const& sQ) { return mma.partition_fragment_A(sQ); });
     auto tSrK = operand<LayoutK>(shared.k, k_ring.stage,
                                  [&](auto const& sK) { return mma.partition_fragment_B(sK); });
-    issue_gemm<Traits::kScoreSteps>(MmaS{}, tSrQ, tSrK, tSrS, true);
+    if constexpr (Traits::kQuerySteps > 0) {
+      issue_gemm_of_both<Traits::kScoreSteps>(typename Traits::MmaHeldS{}, queries.operand(),
+                                              MmaS{}, tSrQ, tSrK, tSrS);
+    } else {
+      issue_gemm<Traits::kScoreSteps>(MmaS{}, tSrQ, tSrK, tSrS, true);
+    }
   }
 
   template <class FragmentP, class FragmentO, class Hook = NoHook>

@@ -53,6 +53,9 @@ struct FwdTraits {
   static constexpr int kColumns = padded_columns(kHeadDim, kSlice);
   static constexpr int kColumnsV = padded_columns(kHeadDimV, kSlice);
   static constexpr int kQBufferElements = q_buffer_bytes<Config>() / int(sizeof(Element));
+  // WHY full kernels alone: FP8 ones at head dim 128 are level to 8 % slower where they mask keys,
+  // with sequences packed or dense (README.md, "What was tried").
+  static constexpr int kQuerySteps = kMask == MaskKind::kFull ? Config::kQuerySteps : 0;
   static constexpr int kScoreSteps = kHeadDim / kStepColumns<Element>;
   static constexpr int kOutputSteps = kTileN / kStepColumns<Element>;
 
@@ -99,6 +102,8 @@ struct FwdTraits {
 
   // S = Q K^T: Q and K are contiguous along the head dim.
   using MmaS = decltype(cute::make_tiled_mma(shared_atom<Element, kTileN, Major::K>()));
+  // The same, with Q in registers.
+  using MmaHeldS = decltype(cute::make_tiled_mma(register_atom<Element, kTileN, Major::K>()));
   // O = P V: P in registers, V contiguous along the head dim, which is the N of this product; FP8:
   // along the keys.
   static constexpr Major kMajorV = kFp8 ? Major::K : Major::MN;
