@@ -46,6 +46,9 @@ struct FwdDefaults {
   // FP8: the sum of PV of a K tile is added to O in fp32, since that of the tensor cores has fewer
   // bits.
   static constexpr bool kPromote = false;
+  // Where that has overlap in a warpgroup: of a thread's values of O in fp32, those that lie in
+  // shared memory, for there are not registers for all.
+  static constexpr int kSharedSums = 0;
   // Buffers of the Q ring; 2: the next tile's Q is loaded while this one is worked on.
   static constexpr int kQStages = 1;
   // Two warpgroups take turns at issuing their products (paper, section 3.1).
@@ -188,8 +191,9 @@ constexpr int fwd_shared_bytes() {
   int const v_bytes = Config::kStages * v_buffer_bytes<Config>();
   int const barriers = 3 * Config::kQStages * Config::kConsumerWarpgroups + 4 * Config::kStages +
                        2 * Config::kRawStages * Config::kRawParts;
+  int const sum_bytes = Config::kConsumerWarpgroups * kWarpgroupThreads * Config::kSharedSums * 4;
   int const small = barriers * 8 + fwd_small_bytes<Config>();
-  return q_bytes + k_bytes + v_bytes + raw_v_bytes + fwd_output_bytes<Config>() +
+  return q_bytes + k_bytes + v_bytes + raw_v_bytes + fwd_output_bytes<Config>() + sum_bytes +
          (small + 1023) / 1024 * 1024;
 }
 
@@ -205,6 +209,7 @@ struct FwdVariantFacts {
   int stages;
   int raw_stages;
   int output_stages;
+  int shared_sums;
   int q_stages;
   bool promotes;
   bool ping_pong;
@@ -231,8 +236,10 @@ constexpr FwdVariantFacts fwd_facts(char const* name) {
                 "so many CTAs do not fit into shared memory");
   static_assert(Config::kDtype != Dtype::kFloat8E4M3 || kScaleBlockKeys % Config::kTileN == 0,
                 "a K tile has one scale");
-  static_assert(!Config::kPromote || !Config::kIntraOverlap,
-                "the sum of a K tile takes the registers of S");
+  static_assert(!Config::kPromote || !Config::kIntraOverlap || Config::kLazyRescaleLog2 == 0.f,
+                "O in fp32 is rescaled with every K tile");
+  static_assert(Config::kSharedSums == 0 || (Config::kPromote && Config::kIntraOverlap),
+                "without overlap O in fp32 has the registers of O");
   static_assert(!Config::kPingPong || Config::kConsumerWarpgroups == 2,
                 "taking turns is between two warpgroups");
   static_assert(Config::kQuerySteps == 0 || Config::kIntraOverlap,
@@ -249,6 +256,7 @@ constexpr FwdVariantFacts fwd_facts(char const* name) {
                          Config::kStages,
                          Config::kRawStages,
                          Config::kStageOutput ? 1 : 0,
+                         Config::kSharedSums,
                          Config::kQStages,
                          Config::kPromote,
                          Config::kPingPong,

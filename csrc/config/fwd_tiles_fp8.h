@@ -93,18 +93,36 @@ struct FwdTileFp8D192x128 : Fp8Defaults {
   static constexpr bool kTileOverlap = true;
 };
 
-// With sums of PV in fp32: S gives its registers to the sum of a K tile.
-template <class Tile>
-struct Promoting : Tile {
-  static constexpr int kConsumerWarpgroups = 2;
-  static constexpr bool kPingPong = true;
-  static constexpr bool kIntraOverlap = false;
-  static constexpr bool kTileOverlap = false;
+// With sums of PV in fp32, beside those of the products: 120 KiB and 48 for them.
+struct FwdTileFp8D64Promote : FwdTileFp8D64 {
   static constexpr bool kPromote = true;
+  static constexpr int kSharedSums = 32;
 };
 
-struct FwdTileFp8D64Promote : Promoting<FwdTileFp8D64> {};
-struct FwdTileFp8D128Promote : Promoting<FwdTileFp8D128Short> {};
-struct FwdTileFp8D256Promote : Promoting<FwdTileFp8D256> {};
+// 32 + 48 + 48 + 32 + 32 KiB, and 32 for half of the sums. All in registers, with a third stage of
+// V as it comes, spill 72 bytes, and S = 8k takes 4 to 5 % longer; with a quarter in shared memory
+// 10 % (H200, 2026-11-25).
+struct FwdTileFp8D128Promote : FwdTileFp8D128Short {
+  static constexpr float kLazyRescaleLog2 = 0.f;
+  static constexpr int kRawStages = 2;
+  static constexpr bool kPromote = true;
+  static constexpr int kSharedSums = 32;
+};
+
+// 64 + 64 + 32 + 32 KiB, and 32 for half of the sums, so that O leaves from registers. With 96
+// keys, staged, S = 2k takes 4 to 5 % longer, 8k 1 %; without turns 2k 1 to 2 %, 8k - 1 to + 1 %
+// (H200, 2026-11-25).
+struct FwdTileFp8D192x128Promote : FwdTileFp8D192x128 {
+  static constexpr float kLazyRescaleLog2 = 0.f;
+  static constexpr bool kStageOutput = false;
+  static constexpr bool kPromote = true;
+  static constexpr int kSharedSums = 32;
+};
+
+// In the registers of O, with no overlap: the sum of a K tile has those of S.
+struct FwdTileFp8D256Promote : FwdTileFp8D256 {
+  static constexpr bool kIntraOverlap = false;
+  static constexpr bool kPromote = true;
+};
 
 }  // namespace fa3

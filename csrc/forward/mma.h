@@ -22,6 +22,7 @@
 #include "device/gemm.h"
 #include "forward/epilogue.h"
 #include "forward/mask.h"
+#include "forward/promoted_sums.h"
 #include "forward/queries.h"
 #include "forward/score.h"
 
@@ -95,10 +96,16 @@ struct FwdConsumer {
   RingState<Traits::kStages> v_ring;
   RingState<Traits::kScaleStages> scale_ring;  // FP8: of K tiles
   HeldQueries<Traits> queries;
+  PromotedSums<Traits> sums;
 
   CUTE_DEVICE FwdConsumer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int warpgroup_,
                           int thread_, Turn_ const& turn_)
-      : shared(shared_), p(p_), warpgroup(warpgroup_), thread(thread_), turn(turn_) {}
+      : shared(shared_),
+        p(p_),
+        warpgroup(warpgroup_),
+        thread(thread_),
+        turn(turn_),
+        sums(shared_, warpgroup_, thread_) {}
 
   // All tiles of this CTA; packed, there may be none.
   CUTE_DEVICE void run() {
@@ -266,7 +273,11 @@ struct FwdConsumer {
       wait_for_output();
     }
     to_probabilities(tSrS, tOrP);
-    softmax.rescale_output(tOrO, scale);
+    if constexpr (Traits::kHoldsSums) {
+      sums.add(tOrO, softmax.rescale);
+    } else {
+      softmax.rescale_output(tOrO, scale);
+    }
   }
 
   // S, P and O of K tile n. S and P need not live at the same time, so that tiles may be larger;
@@ -365,6 +376,9 @@ struct FwdConsumer {
       softmax.template update<true>(tSrS, scale);
       to_probabilities(tSrS, tOrP);
     }
+    if constexpr (Traits::kHoldsSums) {
+      sums.begin();
+    }
   }
 
   template <class FragmentO>
@@ -374,6 +388,9 @@ struct FwdConsumer {
     FwdWork<Traits> const& work = shared.work[tile.q_stage][warpgroup];
     float sinks[2];
     read_sinks<Traits>(p, work, thread, sinks);
+    if constexpr (Traits::kHoldsSums) {
+      sums.end(tOrO);
+    }
     softmax.finish(tOrO, sinks);
     if constexpr (!Traits::kFp8) {
       store_rows<Traits>(p, work.rows, thread, softmax, sinks);
@@ -428,7 +445,7 @@ struct FwdConsumer {
 
   CUTE_DEVICE void load_queries(Tile const& tile) {
     if constexpr (Traits::kQuerySteps > 0) {
-      queries.load(shared.q[0][query_buffer(tile)], thread);
+      queries.load(shared.q[tile.q_stage][warpgroup], thread);
     }
   }
 
@@ -460,11 +477,12 @@ struct FwdConsumer {
     auto tOrV = operand<LayoutV>(shared.v, v_ring.stage, [&](auto const& sV) {
       return mma.partition_fragment_B(sV);  // (MMA, 1, N / 16)
     });
-    issue_gemm<Traits::kOutputSteps, Config::kTurnLead>(MmaO{}, tOrP, tOrV, tOrO, tile.o_is_zero,
-                                                        hook);
+    issue_gemm<Traits::kOutputSteps, Config::kTurnLead>(
+        MmaO{}, tOrP, tOrV, tOrO, Traits::kHoldsSums || tile.o_is_zero, hook);
   }
 
-  // The sum of a K tile, from zero, some columns at a time; then O gets it in fp32.
+  // kPromote without overlap: the sum of a K tile, from zero, some columns at a time; then O gets
+  // it in fp32.
   template <class FragmentP, class FragmentO>
   CUTE_DEVICE void add_output(Tile const& tile, FragmentP& tOrP, FragmentO& tOrO) {
     using Mma = typename Traits::MmaPart;

@@ -29,6 +29,7 @@ struct FwdStorage {
   static constexpr int kScales = Traits::kFp8 ? Traits::kScaleStages : 0;
   static constexpr int kScaleQStages = Traits::kFp8 ? Traits::kQStages : 0;
   static constexpr int kStaged = Traits::kStagedElements > 0 ? Traits::kWarpgroups : 0;
+  static constexpr int kSummed = Traits::kSharedSums > 0 ? Traits::kWarpgroups : 0;
   static constexpr int kSent = Traits::kSendsResults ? Traits::kWarpgroups : 0;
 
   struct alignas(1024) {
@@ -39,6 +40,8 @@ struct FwdStorage {
     Element v_raw[kRawBuffers][Traits::kValueKeys * Traits::kColumnsV];
     // FP8: O of a warpgroup, on its way out.
     uint16_t staged[kStaged][Traits::kStagedElements];
+    // FP8: of O in fp32, what threads do not hold in registers.
+    float4 sums[kSummed][Traits::kSharedSums / 4][kWarpgroupThreads];
   };
 
   // Of the tile whose Q is in the stage, for one warpgroup; the barriers of Q guard it.

@@ -112,7 +112,10 @@ struct FwdTraits {
   // read.
   static constexpr int kOperandColumnsV = kFp8 ? kHeadDimV : kColumnsV;
   using MmaV = decltype(cute::make_tiled_mma(register_atom<Element, kOperandColumnsV, kMajorV>()));
-  // PV of a part of the columns (kPromote).
+  // kPromote: O in fp32 has room of its own (forward/promoted_sums.h).
+  static constexpr bool kHoldsSums = Config::kPromote && Config::kIntraOverlap;
+  static constexpr int kSharedSums = Config::kSharedSums;
+  // PV of a part of the columns (kPromote without overlap).
   static constexpr int kPartColumns = kHeadDimV < 128 ? kHeadDimV : 128;
   using MmaPart = decltype(cute::make_tiled_mma(register_atom<Element, kPartColumns, kMajorV>()));
 };

@@ -129,6 +129,7 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("stages", facts.stages)
       .integer("raw_stages", facts.raw_stages)
       .integer("output_stages", facts.output_stages)
+      .integer("shared_sums", facts.shared_sums)
       .integer("q_stages", facts.q_stages)
       .integer("consumer_warpgroups", facts.consumer_warpgroups)
       .flag("promotes", facts.promotes)

@@ -57,6 +57,7 @@ def _forward_variants() -> list[ForwardVariant]:
              ('FwdTileFp8D192x128', '192x128', causal + general, '')]
     tiles += [(f'FwdTileFp8D{head_dim}Promote', head_dim, general + softcap, 'Promote')
               for head_dim in (64, 128, 256)]
+    tiles += [('FwdTileFp8D192x128Promote', '192x128', general, 'Promote')]
     return of_16_bits + [ForwardVariant(tile, 'E4m3', mask, head_dim, suffix)
                          for tile, head_dim, masks, suffix in tiles for mask in masks]
 

@@ -13,7 +13,8 @@ from csrc.instances.variants import FORWARD as FORWARD_VARIANTS
 from flash_attn3 import bench
 from flash_attn3._plan import backward_variants, plan_backward, plan_forward, variants
 
-from tests.cpu.test_smem_budget import E4M3, buffers, bytes_of_rings, element_bytes, rings
+from tests.cpu.test_smem_budget import (E4M3, buffers, bytes_of_rings, element_bytes,
+                                        output_registers, rings)
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ['README.md', 'csrc/README.md', 'csrc/forward/README.md', 'csrc/backward/README.md',
@@ -167,10 +168,12 @@ def memory_row(tile: str, facts: dict) -> str:
 
 
 def register_row(tile: str, facts: dict) -> str:
-    """S is 64 x keys fp32 over 128 threads, O 64 x head_dim_v; P has the bytes of an operand."""
+    """S is 64 x keys fp32 over 128 threads, O 64 x head_dim_v, and what is summed beside it; P has
+    the bytes of an operand.
+    """
     consumer = facts['consumer_registers']
     own = (facts['tile_n'] // 2, facts['tile_n'] * element_bytes(facts) // 8,
-           facts['head_dim_v'] // 2)
+           output_registers(facts))
     cells = [f'`{tile}`', facts['producer_registers'], consumer, *own, consumer - sum(own)]
     return '| ' + ' | '.join(map(str, cells)) + ' |'
 
@@ -184,7 +187,7 @@ TILE_TABLES = {
     'memory': ('| tile | rows x keys | Q ring | K ring | V ring | barriers | total |',
                memory_row, lambda facts: not _is_fp8(facts)),
     'FP8 memory': ('| tile | rows x keys | Q ring | K ring | V ring | raw V ring | '
-                   'staged O | barriers and scales | total |', memory_row, _is_fp8),
+                   'staged O | O in fp32 | barriers and scales | total |', memory_row, _is_fp8),
     'registers': ('| tile | producer | consumer | S | P | O | left for the rest |',
                   register_row, lambda facts: True)}
 

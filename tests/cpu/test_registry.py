@@ -49,7 +49,8 @@ def test_every_dtype_mask_and_head_dim_is_there():
     square = {(mask, dim, dim, False) for mask in dims for dim in (64, 128, 256)}
     promoting = {(mask, dim, dim, True)
                  for mask in ('general', 'softcap') for dim in (64, 128, 256)}
-    of_mla = {(mask, 192, 128, False) for mask in ('causal', 'general')}
+    of_mla = {('causal', 192, 128, False), ('general', 192, 128, False),
+              ('general', 192, 128, True)}
     assert set(speeds) == of_16_bits | {('float8_e4m3fn', *problem)
                                         for problem in square | promoting | of_mla}
     assert len(tiles) == len(NAMES) == len(set(NAMES))

@@ -36,7 +36,8 @@ def buffers(variant):
     """Bytes of one buffer of each ring of a forward variant, by its name: of a warpgroup's rows of
     Q, of K, of V. O of 16 bits leaves through the buffers of Q, which are as wide as the wider of
     the two. FP8: V lies turned round, in rows of whole slices of keys, and has a second ring, `raw
-    V`, in which it lies as it comes; O has slices of 64 columns where it is staged.
+    V`, in which it lies as it comes; O has slices of 64 columns where it is staged, and may lie in
+    fp32 in part.
     """
     size, keys = element_bytes(variant), variant['tile_n']
     columns, columns_v = variant['columns'], variant['columns_v']
@@ -47,19 +48,28 @@ def buffers(variant):
     return {'Q': 64 * columns, 'K': keys * columns,
             'V': variant['head_dim_v'] * -(-keys // slice_keys) * slice_keys,
             'raw V': keys * columns_v,
-            'staged O': 64 * 2 * -(-variant['head_dim_v'] // 64) * 64}
+            'staged O': 64 * 2 * -(-variant['head_dim_v'] // 64) * 64,
+            'O in fp32': WARPGROUP_THREADS * 4 * variant['shared_sums']}
 
 
 def rings(variant):
     """How many buffers each ring has; Q as (stages, warpgroups)."""
     return {'Q': (variant['q_stages'], variant['consumer_warpgroups']), 'K': (variant['stages'],),
             'V': (variant['stages'],), 'raw V': (variant['raw_stages'],),
-            'staged O': (variant['output_stages'], variant['consumer_warpgroups'])}
+            'staged O': (variant['output_stages'], variant['consumer_warpgroups']),
+            'O in fp32': (variant['consumer_warpgroups'],)}
 
 
 def bytes_of_rings(variant):
     sizes, counts = buffers(variant), rings(variant)
     return sum(prod(counts[name]) * size for name, size in sizes.items())
+
+
+def output_registers(variant):
+    """Of a thread, for O; where it is summed in fp32 beside the products, for both."""
+    has_both = variant['promotes'] and variant['intra_overlap']
+    of_product = variant['head_dim_v'] // 2
+    return of_product + (of_product - variant['shared_sums'] if has_both else 0)
 
 
 @each_variant
@@ -105,10 +115,9 @@ def test_registers_after_setmaxnreg_fit_in_the_pool(variant):
 
 @each_variant
 def test_accumulators_leave_registers_for_the_rest(variant):
-    """A thread holds tile_n / 2 scores, head_dim_v / 2 outputs and tile_n / 4 registers of P, or
-    half of them.
+    """A thread holds tile_n / 2 scores, its outputs and tile_n / 4 registers of P, or half of them.
     """
-    output = variant['head_dim_v'] // 2
+    output = output_registers(variant)
     scores = variant['tile_n'] // 2
     of_p = variant['tile_n'] * element_bytes(variant) // 8
     probabilities = of_p if variant['intra_overlap'] else 0

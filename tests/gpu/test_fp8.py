@@ -124,40 +124,6 @@ def test_long_sequences(data, granularity, head_dim, causal, device):
     check_case(case, device, granularity)
 
 
-@pytest.mark.smoke
-@every_head_dim
-@pytest.mark.parametrize('features', ['full', 'causal', 'window', 'all'])
-@every_shape
-def test_promoted_sums(case, features, head_dim, device):
-    case = dataclasses.replace(case, head_dim=head_dim, **FEATURES[features])
-    check_case(case, device, fp8_accum='promote')
-
-
-@every_mask
-@pytest.mark.parametrize('head_dim', [16, 80, 192])
-def test_promoted_sums_of_other_head_dims(head_dim, causal, device):
-    for case in (DENSE, PACKED):
-        check_case(dataclasses.replace(case, head_dim=head_dim, causal=causal), device,
-                   fp8_accum='promote')
-
-
-@every_head_dim
-def test_promoted_sums_stay_exact(head_dim, cuda):
-    """Equal scores on values of 1 and 0: P is 256, and sums of it run out of the bits of the tensor
-    cores, not of fp32, where nothing is rounded but out.
-    """
-    generator = torch.Generator(cuda).manual_seed(head_dim)
-    keys = 32768
-    q, k = (torch.zeros(1, n, 1, head_dim, device=cuda).to(E4M3) for n in (64, keys))
-    v = (torch.rand(1, keys, 1, head_dim, generator=generator, device=cuda) < 0.5).to(E4M3)
-    expected = v.double().mean(1, keepdim=True)
-    out = flash_attn_func(q, k, v, out_dtype=torch.float16, fp8_accum='promote')
-    error = (out.double() - expected).abs().max().item()
-    assert error <= 2.0 ** -12
-    fast = flash_attn_func(q, k, v, out_dtype=torch.float16)
-    assert 4 * error < (fast.double() - expected).abs().max().item()
-
-
 @pytest.mark.parametrize('features', ['full', 'causal', 'window', 'left', 'right', 'diagonal',
                                       'causal_window', 'chunk'])
 @every_head_dim

@@ -17,16 +17,18 @@ LENGTHS = [(1600, 1600), (1500, 1777), (1777, 1500)]
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(('dtype', 'accumulation'), [
+    (torch.bfloat16, 'fast'), (torch.float8_e4m3fn, 'fast'), (torch.float8_e4m3fn, 'promote')],
+    ids=str)
 @pytest.mark.parametrize('head_dim', [64, 128])
 @pytest.mark.parametrize('features', FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize('lengths', LENGTHS, ids=str)
-def test_entries_of_a_batch(lengths, features, head_dim, dtype, cuda):
+def test_entries_of_a_batch(lengths, features, head_dim, dtype, accumulation, cuda):
     generator = torch.Generator(cuda).manual_seed(0)
     rows = lengths[0], lengths[1], lengths[1]
     tensors = [torch.randn(16, n, 16, head_dim, device=cuda, generator=generator).to(dtype)
                for n in rows]
-    options = features | {'return_attn_probs': True}
+    options = features | {'return_attn_probs': True, 'fp8_accum': accumulation}
     expected = [flash_attn_func(*(x[b:b + 1] for x in tensors), **options) for b in range(16)]
     expected = tuple(torch.cat(results) for results in zip(*expected))
     for _ in range(5):
