@@ -65,11 +65,21 @@ def bytes_of_rings(variant):
     return sum(prod(counts[name]) * size for name, size in sizes.items())
 
 
+def holds_sums(variant):
+    """Whether O is summed in fp32 beside the products."""
+    return variant['promotes'] and variant['intra_overlap']
+
+
 def output_registers(variant):
-    """Of a thread, for O; where it is summed in fp32 beside the products, for both."""
-    has_both = variant['promotes'] and variant['intra_overlap']
+    """Of a thread, for O; where it is summed beside the products, for both."""
     of_product = variant['head_dim_v'] // 2
-    return of_product + (of_product - variant['shared_sums'] if has_both else 0)
+    return of_product + (of_product - variant['shared_sums'] if holds_sums(variant) else 0)
+
+
+@each_variant
+def test_sums_in_shared_memory_come_in_fours(variant):
+    assert variant['shared_sums'] % 4 == 0
+    assert 0 <= variant['shared_sums'] <= (variant['head_dim_v'] // 2 if holds_sums(variant) else 0)
 
 
 @each_variant
