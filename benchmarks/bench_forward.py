@@ -5,7 +5,7 @@
     python -m benchmarks.bench_forward --suite packed         # also: window, gpt_oss, mla, ...
     python -m benchmarks.bench_backward                       # the same of the gradients
     python -m benchmarks.bench_forward --device cpu --quick   # tries the machinery, seconds
-    python -m benchmarks.bench_forward --markdown FILE.json   # a measured table for the README
+    python -m benchmarks.bench_forward --markdown FILE.json   # the table of a record in Markdown
 
 Contenders of a cell take turns; each is checked against fp32 once. See flash_attn3/_measure.py for
 what a figure is. The JSON file is written after every cell: an interrupted run keeps what it has.
@@ -39,7 +39,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--all-backends', action='store_true',
                         help="time 'sdpa efficient' and 'sdpa math' too")
     parser.add_argument('--markdown', type=pathlib.Path, metavar='JSON',
-                        help='measure nothing: print the table of a JSON file for the README')
+                        help='measure nothing: print the table of a JSON file')
     return parser.parse_args(argv)
 
 

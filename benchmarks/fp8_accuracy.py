@@ -7,7 +7,7 @@
 Q, K and V are N(0, 1) + N(0, 100) in one value of 1000 (arXiv 2407.08608, section 4.3), rounded to
 bfloat16; the reference is attention of these in float64. Scales per tensor, per head or per block
 (64 rows of q, 384 of k and v), with and without rotation of q and k; on a GPU also both ways to
-accumulate. A figure is the mean of some seeds. Writes results/<date>_<commit>_fp8_accuracy.json and
+accumulate. A figure is the mean of some seeds. Writes results/fp8_accuracy.json and
 .png.
 """
 from __future__ import annotations

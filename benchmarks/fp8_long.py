@@ -20,7 +20,7 @@ all of them. A needle is found where the output is v of that key to one part in 
 |out - v| / |v| with the quantised v, the largest over the queries. With the last key and causal,
 only the last query sees it. A needle that is not found makes the exit status 1.
 
-Writes results/<date>_<commit>_fp8_long.json and .png.
+Writes results/fp8_long.json and .png.
 """
 from __future__ import annotations
 

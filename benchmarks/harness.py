@@ -1,7 +1,8 @@
 """What every benchmark records beside its figures, and the files it writes.
 
 Monitor samples the GPU with nvidia-smi; environment() says what was measured on what; save() and
-plot() write results/<date>_<commit>_<subject>.json and .png. The timing is flash_attn3/_measure.py.
+plot() write results/<subject>.json and .png, in place of the record of the run before. The timing
+is flash_attn3/_measure.py.
 """
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import json
 import pathlib
 import platform
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -118,17 +120,32 @@ def driver_version() -> str | None:
     return run.stdout.split('\n')[0].strip()
 
 
+def command_line() -> str:
+    """How this process was started, as `python -m ...`, without the folder of the results."""
+    spec = sys.modules['__main__'].__spec__
+    words = ['python', '-m', spec.name] if spec else ['python']
+    arguments = iter(sys.argv[1:])
+    for word in arguments:
+        if word == '--out':
+            next(arguments, None)
+        else:
+            words.append(word)
+    return ' '.join(words)
+
+
 def new_record(subject: str, device: torch.device, commit_: str | None, settings: dict) -> dict:
-    return dict(schema=SCHEMA, subject=subject, time=time.strftime('%Y-%m-%d %H:%M:%S'),
+    """A run on a CPU has a subject of its own: it never replaces the record of a GPU."""
+    suffix = '_cpu' if device.type == 'cpu' else ''
+    return dict(schema=SCHEMA, subject=subject + suffix, time=time.strftime('%Y-%m-%d %H:%M:%S'),
                 commit=commit_ or commit(), environment=environment(device),
-                settings=settings, cells=[], summary={})
+                command=command_line(), settings=settings, cells=[], summary={})
 
 
 def save(record: dict, folder: pathlib.Path) -> pathlib.Path:
-    """Write the record as <date>_<commit>_<subject>.json, all of it or nothing: a run that is
-    stopped here leaves the file as it was."""
+    """Write the record as <subject>.json, all of it or nothing: a run that is stopped here leaves
+    the file as it was."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{record['time'][:10]}_{record['commit']}_{record['subject']}.json"
+    path = folder / f"{record['subject']}.json"
     part = path.with_name(path.name + '.part')
     part.write_text(json.dumps(record, indent=1) + '\n')
     part.replace(path)

@@ -269,7 +269,8 @@ def new_record(kind: str, args: argparse.Namespace, model: Sequence[str], **sett
     kept += ('steps', 'seqlen', 'batch') if kind == 'losses' else ()
     facts = {name: getattr(options, name) for name in kept}
     settings['model'] = dict(facts, device=str(options.device))
-    return harness.new_record(f'training_{kind}', options.device, args.commit, settings)
+    subject = f'training_{kind}' + '_fp8' * (kind == 'losses' and args.fp8)
+    return harness.new_record(subject, options.device, args.commit, settings)
 
 
 def title_of(record: dict) -> str:

@@ -1,5 +1,5 @@
-"""What the Hopper kernels support: one list, from which the table of the README and of
-`python -m flash_attn3.explain --matrix` is made, and which the tests walk cell by cell.
+"""What the Hopper kernels support: one list, from which the tables of docs/support.md and
+of `python -m flash_attn3.explain --matrix` are made, and which the tests walk cell by cell.
 """
 from __future__ import annotations
 

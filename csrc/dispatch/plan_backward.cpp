@@ -11,7 +11,7 @@ namespace fa3 {
 namespace {
 
 // Share of L2 that Q, dO and the accumulator of dQ of one section should fit into; each half of L2
-// keeps what its CTAs read (backward/README.md, what was tried).
+// keeps what its CTAs read (docs/journal/backward.md).
 constexpr int kSectionL2Percent = 30;
 
 // Whether the first keys of a sequence are seen by more queries than the last ones, up to a great

@@ -147,7 +147,7 @@ def test_records_say_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(shapes, 'select', lambda *_: cells)
     code = bench_forward.main('--device cpu --suite packed --rounds 1 --target-ms 0.1 '
                               f'--commit abcdef0123 --out {tmp_path}'.split())
-    path, = tmp_path.glob('*_packed.json')
+    path = tmp_path / 'packed_cpu.json'
     record = json.loads(path.read_text())
     assert code == 0 and record['settings']['contenders'][-1] == bench.PADDED
     assert [Shape(**cell['shape']) for cell in record['cells']] == cells

@@ -314,7 +314,7 @@ def test_forward_benchmark_writes_its_record(forward_run):
     code, path = forward_run
     record = json.loads(path.read_text())
     assert code == 0
-    assert path.name == f"{record['time'][:10]}_abcdef0123_forward.json"
+    assert path.name == 'forward_cpu.json' and record['commit'] == 'abcdef0123'
     assert record['schema'] == harness.SCHEMA
     assert record['environment']['torch'] == torch.__version__
     assert record['environment']['device'] == 'cpu'
@@ -396,7 +396,7 @@ def make_build(folder, sleep=0.0, factor=1.0):
 def run_ab(a, b, out):
     code = ab.main(f'--a {a} --b {b} --device cpu --quick --rounds 2 --target-ms 0.1 '
                    f'--out {out}'.split())
-    path, = out.glob('*_ab_forward.json')
+    path = out / 'ab_forward_cpu.json'
     return code, path.read_text()
 
 
@@ -457,7 +457,7 @@ def test_ab_of_quantize_fp8_compares_bits(added, tmp_path, monkeypatch):
         (build / 'flash_attn3' / '__init__.py').write_text(QUANTIZE_STUB.format(added=number))
     code = ab.main(f'--a {builds[0]} --b {builds[1]} --device cpu --quick --rounds 2 --suite '
                    f'quantize --target-ms 0.1 --out {tmp_path}'.split())
-    path, = tmp_path.glob('*_ab_quantize.json')
+    path = tmp_path / 'ab_quantize_cpu.json'
     record = json.loads(path.read_text())
     done, = record['cells']
     assert code == added and done['label'] == cell.label()

@@ -89,7 +89,7 @@ def test_summary_takes_the_highest_ratio():
 
 def test_without_a_gpu_the_expected_bytes_are_tabled(tmp_path, capsys):
     assert memory.main(f'--device cpu --quick --commit abcdef0 --out {tmp_path}'.split()) == 0
-    path, = tmp_path.glob('*_abcdef0_memory.json')
+    path = tmp_path / 'memory_cpu.json'
     record = json.loads(path.read_text())
     assert len(record['cells']) == 3 * 5
     text = capsys.readouterr().out

@@ -1,6 +1,4 @@
-"""The support matrix: every cell on the CPU, and the table in the README."""
-from pathlib import Path
-
+"""The support matrix: every cell on the CPU."""
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from tests import support_cells
 from tests.support_cells import (EVERY_CELL, REFUSED_EVERYWHERE, Cell, every_refused,
                                  every_supported)
 
-README = Path(__file__).resolve().parents[2] / 'README.md'
 CPU = torch.device('cpu')
 ON_CPU = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
 
@@ -60,10 +57,3 @@ def test_the_table_has_every_cell():
         texts = {None: 'yes', '': '-'}
         for column, text in zip(support.COLUMNS, cells, strict=True):
             assert text.startswith(texts.get(feature.cell(column), 'no ('))
-
-
-def test_the_table_of_the_readme_is_up_to_date():
-    """hint: python -m flash_attn3.explain --matrix"""
-    text = README.read_text()
-    begin, end = '<!-- support matrix: begin -->\n', '\n<!-- support matrix: end -->'
-    assert text.split(begin)[1].split(end)[0] == support.table()

@@ -109,7 +109,7 @@ def test_causal_work_is_balanced(head_dim, heads, seqlen, group, sm_margin):
 
     A section alone may leave a difference of its longest tile (the test above); the turned seats
     keep those of up to seven sections from adding up. Sections are cut to fit into L2, not for
-    balance: larger ones would be more even and slower (csrc/forward/README.md, What was tried).
+    balance: larger ones would be more even and slower (docs/journal/forward.md).
     11 % is where a CTA gets 8 tiles in all, or a last section of less than one round is left.
     """
     loads, longest = planned_loads(head_dim, seqlen, heads, heads // group, sm_margin)

@@ -1,0 +1,151 @@
+"""Tables that follow from the code, for benchmarks/tables.py: features and kernel variants."""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from flash_attn3 import _plan, support
+
+E4M3 = 'float8_e4m3fn'
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """In Markdown."""
+    lines = ['| ' + ' | '.join(map(str, row)) + ' |' for row in (header, *rows)]
+    lines.insert(1, '|' + '---|' * len(header))
+    return '\n'.join(lines)
+
+
+# --------------------------------------------------------------------------------------- features
+def largest_head_dim_v(head_dim: int, plan: Callable[[int], Mapping]) -> int:
+    """The largest multiple of 8 that the planner takes for v."""
+    dims = [dim_v for dim_v in range(8, 1025, 8) if 'reason' not in plan(dim_v)]
+    return dims[-1]
+
+
+def support_part() -> str:
+    """The short table of README.md."""
+    largest = max(variant['head_dim'] for variant in _plan.variants())
+    widest = largest_head_dim_v(64, lambda dim_v: _plan.plan_forward(
+        'bfloat16', 1, 1, 1, 1, 1, 64, dim_v, False, 0, 0, 132, 0))
+    of_gradients = largest_head_dim_v(64, lambda dim_v: _plan.plan_backward(
+        'bfloat16', 1, 1, 1, 1, 1, 64, dim_v, False, 132, 0))
+    return table(['', 'Hopper kernels'], [
+        ['dtypes', 'bfloat16, float16; FP8 (`float8_e4m3fn`) in the forward'],
+        ['head dims', f'multiples of 8 to {largest}; of V to {widest} (gradients: {of_gradients}) '
+                      'where Q and K have at most 64'],
+        ['heads', 'MHA, GQA, MQA'],
+        ['masks', 'full, causal (aligned bottom-right), sliding windows, chunks'],
+        ['scores', 'softmax scale, softcap, attention sinks, LSE, max logits'],
+        ['layouts', 'dense, packed (`cu_seqlens`, `seqused`), packed QKV; any strides'],
+        ['gradients', 'of Q, K, V and sinks; deterministic on request'],
+        ['PyTorch', '2.10 and later: `torch.compile`, `torch.export`, CUDA graphs'],
+        ['not yet', 'paged KV cache, splits along the keys, `qv`, e5m2']])
+
+
+def features_part() -> str:
+    """Which features go together: those supported everywhere, the others by column, the errors."""
+    everywhere = [feature.name for feature in support.FEATURES if not feature.errors]
+    notes: list[str] = []
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for feature in support.FEATURES:
+        if feature.errors:
+            cells = tuple(_cell(feature.cell(column), notes) for column in support.COLUMNS)
+            rows.setdefault(cells, []).append(feature.name)
+    return '\n'.join([
+        'In all four columns: ' + '; '.join(everywhere) + '.', '',
+        table(['', *support.COLUMNS],
+              [['; '.join(names), *cells] for cells, names in rows.items()]),
+        '', *(f'{number}. `{note} ...`' for number, note in enumerate(notes, 1))])
+
+
+def _cell(error: str | None, notes: list[str]) -> str:
+    """A new error goes to the notes, in the words that dense and packed share."""
+    if not error:
+        return 'yes' if error is None else '-'
+    note = re.sub(r'flash_attn(_varlen)?_func', '<function>', error)
+    note = re.sub(r'size\(\d\)', 'size(...)', note)
+    if note not in notes:
+        notes.append(note)
+    return f'({notes.index(note) + 1})'
+
+
+# --------------------------------------------------------------------------------------- variants
+def _names(variants: Sequence[Mapping]) -> str:
+    """Head dims with the same kernels together: `D32, D48: Full, Causal; D64: Full, General`."""
+    kernels: dict[str, list[str]] = {}
+    for variant in variants:
+        dim, kernel = re.match(r'\w{3}(?:Bf16|Fp16|E4m3)(D\d+(?:x\d+)?)(\w+)',
+                               variant['name']).groups()
+        found = kernels.setdefault(dim, [])
+        if kernel not in found:
+            found.append(kernel)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for dim, names in kernels.items():
+        groups.setdefault(tuple(names), []).append(dim)
+    return '; '.join(f'{", ".join(dims)}: {", ".join(names)}' for names, dims in groups.items())
+
+
+def _grouped(variants: Iterable[Mapping], keys: Sequence[str]) -> list[list[Mapping]]:
+    """Variants with the same facts together, in the order of their first."""
+    groups: dict[tuple, list[Mapping]] = {}
+    for variant in variants:
+        groups.setdefault(tuple(variant[key] for key in keys), []).append(variant)
+    return list(groups.values())
+
+
+def _registers(variant: Mapping) -> str:
+    consumers = str(variant['consumer_registers']).replace(', ', '+')
+    return f"{variant['producer_registers']}/{consumers}"
+
+
+def _kib(variant: Mapping) -> str:
+    return f"{variant['shared_bytes'] / 1024:.0f}"
+
+
+FORWARD_KEYS = ('tile_m', 'tile_n', 'q_stages', 'stages', 'raw_stages', 'shared_bytes',
+                'producer_registers', 'consumer_registers', 'ping_pong', 'intra_overlap',
+                'tile_overlap', 'ctas_per_sm', 'promotes')
+
+
+def _forward_row(variants: Sequence[Mapping]) -> list[str]:
+    first = variants[0]
+    overlaps = {'ping-pong': first['ping_pong'], 'warpgroup': first['intra_overlap'],
+                'tile': first['tile_overlap']}
+    stages = [first['q_stages'], first['stages'], *[first['raw_stages']] * (first['dtype'] == E4M3)]
+    return [_names(variants), f"{first['tile_m']}x{first['tile_n']}", '/'.join(map(str, stages)),
+            _kib(first), _registers(first),
+            '+'.join(name for name, is_on in overlaps.items() if is_on) or 'none']
+
+
+def _forward_table(is_fp8: bool) -> str:
+    variants = [variant for variant in _plan.variants() if (variant['dtype'] == E4M3) is is_fp8]
+    stages = 'stages Q/KV/raw V' if is_fp8 else 'stages Q/KV'
+    return table(['kernels', 'rows x keys', stages, 'KiB', 'registers', 'overlap'],
+                 [_forward_row(group) for group in _grouped(variants, FORWARD_KEYS)])
+
+
+def forward_part() -> str:
+    return _forward_table(is_fp8=False)
+
+
+def fp8_part() -> str:
+    return _forward_table(is_fp8=True)
+
+
+BACKWARD_KEYS = ('tile_m', 'tile_n', 'cluster_size', 'q_stages', 'dout_stages', 'columns',
+                 'columns_v', 'producer_registers', 'consumer_registers')
+
+
+def _backward_row(variants: Sequence[Mapping]) -> list[str]:
+    first, largest = variants[0], max(variants, key=lambda variant: variant['shared_bytes'])
+    ctas = first['cluster_size']
+    order = 'by keys' if ctas == 1 else f'by products, {ctas} CTAs'
+    return [_names(variants), f"{first['tile_m']}x{first['tile_n']}", order,
+            f"{first['q_stages']}/{first['dout_stages']}", _kib(largest), _registers(first)]
+
+
+def backward_part() -> str:
+    return table(['kernels', 'queries x keys', 'order', 'stages Q/dO', 'KiB', 'registers'],
+                 [_backward_row(group) for group in _grouped(_plan.backward_variants(),
+                                                             BACKWARD_KEYS)])

@@ -1,0 +1,228 @@
+"""The generated parts of the documents: tables of kernels, features and measured speed.
+
+    python -m benchmarks.tables            # writes them
+    python -m benchmarks.tables --check    # says which pages are out of date; exit status 1 if any
+
+A part lies between `<!-- generated: NAME -->` and `<!-- end -->` in a page. What follows from the
+code is asked of the planner (flash_attn3._plan) and of flash_attn3.support; what was measured comes
+from benchmarks/results. No GPU needed.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+
+from benchmarks import harness, kernel_tables, plot_peers
+from benchmarks.harness import ROOT
+from benchmarks.kernel_tables import table
+
+PART = re.compile(r'(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)', re.DOTALL)
+FOLDERS = 'docs', 'csrc', 'tests', 'benchmarks'
+SECTION_NAMES = {'fwd': 'forward', 'bwd': 'backward'}
+
+
+def pages() -> list[pathlib.Path]:
+    """README.md and every page in the folders."""
+    return [ROOT / 'README.md', *(path for folder in FOLDERS
+                                  for path in sorted((ROOT / folder).rglob('*.md')))]
+
+
+def read_record(subject: str) -> dict:
+    return json.loads((harness.RESULTS / f'{subject}.json').read_text())
+
+
+# --------------------------------------------------------------------------------------- speed
+def peers_part(subject: str, section: str) -> str:
+    record = read_record(subject)
+    points = plot_peers.read_points(record, section)
+    return f'{plot_peers.run_text(record)}:\n\n{plot_peers.markdown(points)}'
+
+
+def other_head_dims_part() -> str:
+    """Head dims 96 and 192: lowest and highest ratio over the lengths."""
+    rows: dict[plot_peers.Panel, list[str]] = {}
+    runs = []
+    for section in ('fwd', 'bwd'):
+        record = read_record(f'yardstick_{section}_d96_d192')
+        runs.append(f'{SECTION_NAMES[section]} {plot_peers.run_text(record)}')
+        points = plot_peers.read_points(record, section)
+        best = plot_peers.best_peers(points)
+        for panel in plot_peers.panels(points):
+            ratios = [ratio for (found, _), (ratio, _) in best.items() if found == panel]
+            rows.setdefault(panel, []).append(_range(ratios))
+    return ('; '.join(runs) + '; 512 to 16384 keys:\n\n'
+            + table(['D, mask', *SECTION_NAMES.values()],
+                    [[f'{dim}, {mask}', *cells] for (dim, mask), cells in rows.items()]))
+
+
+def headline() -> str:
+    """One sentence of README.md."""
+    record = read_record('yardstick')
+    means = [f"{name} {record['ratios'][section]['geometric_mean']:.2f}" for section, name in
+             (('fwd', 'forward'), ('bwd', 'backward'), ('fp8', 'FP8 forward'))]
+    cells = record['ratios']['fwd']['compared']
+    return (f"Speed as a share of the fastest of FlashAttention-3, cuDNN, FlashAttention-2 and "
+            f"Triton, geometric mean over {cells} cells each ({plot_peers.run_text(record)}): "
+            f"{', '.join(means[:2])} and {means[2]}.")
+
+
+def features_part() -> str:
+    """Grouped heads, packed sequences, a window, and host time, beside the best peer."""
+    record = read_record('yardstick')
+    problems = {'gqa': '32/8 heads, head dim 128, causal, S = {S}',
+                'varlen': '24 packed sequences up to 5361, head dim 128, causal',
+                'window': 'window of 1024, head dim 128, S = {S}'}
+    rows = []
+    for section, problem in problems.items():
+        for op in ('fwd', 'bwd'):
+            cells = {tuple(r['cell'].items()): r['cell'] for r in record['records']
+                     if r['section'] == section and r['cell']['op'] == op}
+            for cell in cells.values():
+                found = [r for r in record['records']
+                         if (r['section'], r['cell'], r['group']) == (section, cell, 'main')]
+                rates = {r['peer']: r['rate'] for r in found if 'rate' in r}
+                own = rates.pop(plot_peers.OURS)
+                peer = max(rates, key=rates.get)
+                rows.append([problem.format(**cell), SECTION_NAMES[op],
+                             f'{own:.0f}', f'{rates[peer]:.0f} {plot_peers.short_name(peer)}',
+                             f'{own / rates[peer]:.2f}'])
+    return (f'{plot_peers.run_text(record)}, TFLOP/s:\n\n'
+            + table(['problem', '', 'ours', 'best peer', 'ratio'], rows))
+
+
+def host_part() -> str:
+    record = read_record('yardstick')
+    rates = {(r['cell']['mask'], r['peer']): r['rate'] for r in record['records']
+             if r['section'] == 'launch'}
+    peers = {'ours': 'flash_attn3', 'fa3': 'FA3', 'sdpa': 'SDPA'}
+    texts = [f'{mask} ' + ', '.join(f'{name} {rates[mask, peer]:.1f}'
+                                    for peer, name in peers.items()) for mask in ('full', 'causal')]
+    return (f'Host time of a call in microseconds (batch 1, 64 tokens, 8 heads, head dim 128; '
+            f'{plot_peers.run_text(record)}): {"; ".join(texts)}.')
+
+
+# --------------------------------------------------------------------------------------- FP8
+def _range(values: Sequence[float]) -> str:
+    low, high = f'{min(values):.2f}', f'{max(values):.2f}'
+    return low if low == high else f'{low} to {high}'
+
+
+def _fp8_group(shape: dict) -> str:
+    dims = f"({shape['head_dim']}, {shape['head_dim_v']})" if shape['head_dim_v'] else str(
+        shape['head_dim'])
+    kinds = {'packed': shape['lengths'], 'window': shape['window_left'] >= 0,
+             f"{shape['heads']}/{shape['heads_k']} heads": shape['heads'] != shape['heads_k']}
+    kind = next((name for name, is_it in kinds.items() if is_it), '')
+    return f"{dims}, {kind + ', ' if kind else ''}{'causal' if shape['causal'] else 'full'}"
+
+
+def fp8_part() -> str:
+    """e4m3 beside our bf16, by kind of problem."""
+    record = read_record('fp8')
+    groups: dict[str, list[dict]] = {}
+    for cell in record['cells']:
+        groups.setdefault(_fp8_group(cell['shape']), []).append(cell)
+    names = {'e4m3': 'by head', 'e4m3 by block': 'by block', 'e4m3 promote': "`'promote'`",
+             'fp8_func': '`flash_attn_fp8_func`'}
+    rows = []
+    for group, cells in groups.items():
+        lengths = sorted({cell['shape']['seqlen_q'] for cell in cells})
+        seqlens = f'{lengths[0]}' + f' to {lengths[-1]}' * (len(lengths) > 1)
+        rows.append([group, seqlens,
+                     *(_range([cell['ratios'][name] for cell in cells]) for name in names)])
+    means = ['', 'mean', *(f"{record['summary'][name]['geometric_mean']:.2f}" for name in names)]
+    return (f'{plot_peers.run_text(record)}:\n\n'
+            + table(['head dim', 'S', *names.values()], [*rows, means]))
+
+
+def quantize_part() -> str:
+    """Share of a copy's bandwidth: rotated q in blocks of 64 rows, k and v in blocks of 384."""
+    record = read_record('quantize')
+    kinds = {'q': (64, True), 'k': (384, True), 'v': (384, False)}
+    shares: dict[tuple, float] = {}
+    for cell in record['cells']:
+        facts = cell['cell']
+        is_packed = len(facts['lengths']) == 24
+        if facts['tokens'] == 16384 and not facts['lengths'] or is_packed:
+            shares[facts['head_dim'], is_packed, facts['block'], facts['rotate']] = cell['share']
+    dims = sorted({key[0] for key in shares if all((key[0], False, *kind) in shares
+                                                   for kind in kinds.values())})
+    rows = []
+    for dim in dims:
+        cells = [shares.get((dim, is_packed, *kind)) for is_packed in (False, True)
+                 for kind in kinds.values()]
+        rows.append([dim, *('' if share is None else f'{share:.0%}' for share in cells)])
+    header = ['head dim', *kinds, *(f'packed {name}' for name in kinds)]
+    return f'{plot_peers.run_text(record)}:\n\n' + table(header, rows)
+
+
+# --------------------------------------------------------------------------------------- records
+def records_part() -> str:
+    """The index of benchmarks/results."""
+    rows = []
+    for path in sorted(harness.RESULTS.glob('*.json')):
+        record = json.loads(path.read_text())
+        rows.append([f'`{path.stem}`', record['time'][:10], record['environment']['device'],
+                     record['commit'], record['command']])
+    return table(['subject', 'date', 'device', 'commit', 'command'], rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    'headline': headline,
+    'support': kernel_tables.support_part,
+    'features': kernel_tables.features_part,
+    'forward-kernels': kernel_tables.forward_part,
+    'fp8-kernels': kernel_tables.fp8_part,
+    'backward-kernels': kernel_tables.backward_part,
+    'speed-forward': lambda: peers_part('yardstick', 'fwd'),
+    'speed-backward': lambda: peers_part('yardstick', 'bwd'),
+    'speed-fp8': lambda: peers_part('yardstick', 'fp8'),
+    'speed-d96-d192': other_head_dims_part,
+    'speed-features': features_part,
+    'speed-host': host_part,
+    'fp8-of-bf16': fp8_part,
+    'quantize-share': quantize_part,
+    'records': records_part,
+}
+
+
+def generated(text: str) -> tuple[str, list[str]]:
+    """The page with its parts made anew, and their names."""
+    names = []
+
+    def part(match: re.Match) -> str:
+        names.append(match[2])
+        return match[1] + PARTS[match[2]]() + '\n' + match[3]
+    return PART.sub(part, text), names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog='python -m benchmarks.tables',
+                                     description=__doc__.splitlines()[0])
+    parser.add_argument('--check', action='store_true', help='write nothing')
+    is_check = parser.parse_args(argv).check
+    stale, used = [], set()
+    for path in pages():
+        text = path.read_text()
+        now, names = generated(text)
+        used |= set(names)
+        if now != text:
+            stale.append(path.relative_to(ROOT))
+            if not is_check:
+                path.write_text(now)
+    if unused := set(PARTS) - used:
+        print(f'benchmarks.tables: expected a page with each part, got none with '
+              f'{", ".join(sorted(unused))}', file=sys.stderr)
+    print(*(f'{"out of date" if is_check else "written"}: {path}' for path in stale), sep='\n')
+    if stale and is_check:
+        print('benchmarks.tables: expected the parts as the code and the records have them; '
+              'hint: python -m benchmarks.tables', file=sys.stderr)
+    return 1 if unused or (stale and is_check) else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
