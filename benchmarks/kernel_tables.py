@@ -31,7 +31,7 @@ def support_part() -> str:
     of_gradients = largest_head_dim_v(64, lambda dim_v: _plan.plan_backward(
         'bfloat16', 1, 1, 1, 1, 1, 64, dim_v, False, 132, 0))
     return table(['', 'Hopper kernels'], [
-        ['dtypes', 'bfloat16, float16; FP8 (`float8_e4m3fn`) in the forward'],
+        ['dtypes', 'bfloat16, float16; FP8 (`float8_e4m3fn`) in the forward, gradients in 16 bits'],
         ['head dims', f'multiples of 8 to {largest}; of V to {widest} (gradients: {of_gradients}) '
                       'where Q and K have at most 64'],
         ['heads', 'MHA, GQA, MQA'],

@@ -108,7 +108,7 @@ def host_part() -> str:
 # --------------------------------------------------------------------------------------- FP8
 def _range(values: Sequence[float]) -> str:
     low, high = f'{min(values):.2f}', f'{max(values):.2f}'
-    return low if low == high else f'{low} to {high}'
+    return low if low == high else f'{low}-{high}'
 
 
 def _fp8_group(shape: dict) -> str:
@@ -131,7 +131,7 @@ def fp8_part() -> str:
     rows = []
     for group, cells in groups.items():
         lengths = sorted({cell['shape']['seqlen_q'] for cell in cells})
-        seqlens = f'{lengths[0]}' + f' to {lengths[-1]}' * (len(lengths) > 1)
+        seqlens = f'{lengths[0]}' + f'-{lengths[-1]}' * (len(lengths) > 1)
         rows.append([group, seqlens,
                      *(_range([cell['ratios'][name] for cell in cells]) for name in names)])
     means = ['', 'mean', *(f"{record['summary'][name]['geometric_mean']:.2f}" for name in names)]
@@ -166,9 +166,9 @@ def records_part() -> str:
     rows = []
     for path in sorted(harness.RESULTS.glob('*.json')):
         record = json.loads(path.read_text())
-        rows.append([f'`{path.stem}`', record['time'][:10], record['environment']['device'],
-                     record['commit'], record['command']])
-    return table(['subject', 'date', 'device', 'commit', 'command'], rows)
+        rows.append([f'`{path.stem}`', record['time'][:10], record['commit'],
+                     record['environment']['device'].removeprefix('NVIDIA '), record['command']])
+    return table(['subject', 'date', 'commit', 'device', 'command'], rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {
