@@ -135,6 +135,14 @@ def test_modules_named_in_commands_exist():
     assert missing == []
 
 
+@each_page
+def test_words(page):
+    """Plain words (docs/contributing.md, Style)."""
+    text = ' '.join(page.read_text().split())
+    found = re.findall(r'turn(?:ed|s)? round|(?:leave|leaves|left) out|speaks? for|[.:] Of ', text)
+    assert not found
+
+
 def test_sizes():
     readme = ROOT / 'README.md'
     assert len(readme.read_text().splitlines()) <= 120 and readme.stat().st_size <= 8192
