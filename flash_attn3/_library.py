@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import checks, env, reference
+from flash_attn3.reference import Inputs, Mask, Outputs, Score
 
 # Defaults: PyTorch takes up to 0.4 us to convert an argument of an eager call, and no time to fill
 # in a default. No softmax_scale means head_dim ** -0.5.
@@ -200,8 +201,14 @@ def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
              deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The same bits on every call, deterministic or not."""
     checks.check_backward(dout, dlse, q, k, v, out, lse, softmax_scale)
-    return reference.backward(dout, dlse, q, k, v, softmax_scale, causal,
-                              reference.wide_dtype(q.dtype))
+    return _gradients_cpu(dout, dlse, Inputs(q, k, v), Outputs(out, lse), softmax_scale, causal)
+
+
+def _gradients_cpu(dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: Outputs,
+                   softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    score = Score(softmax_scale, mask=Mask(causal))
+    dtype = reference.wide_dtype(inputs.q.dtype)
+    return reference.attend_backward(dout, dlse, inputs, score, dtype, outputs)[:3]
 
 
 def _bwd_out_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
@@ -209,8 +216,7 @@ def _bwd_out_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Ten
                  causal: bool, deterministic: bool = False) -> None:
     gradients = dq, dk, dv
     checks.check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, gradients)
-    results = reference.backward(dout, dlse, q, k, v, softmax_scale, causal,
-                                 reference.wide_dtype(q.dtype))
+    results = _gradients_cpu(dout, dlse, Inputs(q, k, v), Outputs(out, lse), softmax_scale, causal)
     for gradient, result in zip(gradients, results):
         gradient.copy_(result)
 

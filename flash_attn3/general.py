@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import _library, checks, reference
-from flash_attn3.reference import Inputs, Lengths, Mask, Score
+from flash_attn3.reference import Inputs, Lengths, Mask, Outputs, Score
 
 LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
 
@@ -121,9 +121,10 @@ def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
     checks.check_contents('bwd', q, k, general)
     inputs, score = Inputs(q, k, v, general.sinks), score_of(q, general)
     lengths, dtype = lengths_of(general), reference.wide_dtype(q.dtype)
+    outputs = Outputs(out, lse)
     *gradients, dsinks = (
-        reference.attend_backward(dout, dlse, inputs, score, dtype) if lengths is None else
-        reference.attend_packed_backward(dout, dlse, inputs, score, lengths, dtype))
+        reference.attend_backward(dout, dlse, inputs, score, dtype, outputs) if lengths is None else
+        reference.attend_packed_backward(dout, dlse, inputs, score, lengths, dtype, outputs))
     return *gradients, lse.new_empty(0) if dsinks is None else dsinks
 
 

@@ -129,7 +129,7 @@ class Outputs(NamedTuple):
     """
     out: Tensor
     lse: Tensor
-    row_max: Tensor | None
+    row_max: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -236,16 +236,19 @@ def attend(inputs: Inputs, score: Score, compute_dtype: torch.dtype | None = Non
 
 @without_autocast
 def attend_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score,
-                    compute_dtype: torch.dtype | None = None) -> Gradients:
-    """Gradients of `attend`, everything recomputed from the inputs.
+                    compute_dtype: torch.dtype | None = None,
+                    outputs: Outputs | None = None) -> Gradients:
+    """Gradients of `attend`.
 
     Args:
         dout: gradient of out, (batch, seqlen_q, heads_q, head_dim_v).
         dlse: gradient of lse, (batch, heads_q, seqlen_q), or None for zero.
         inputs, score, compute_dtype: as in `attend`.
+        outputs: out and lse of `attend`, or of more keys than these: then the gradients are the
+            part of these keys. Default: everything is recomputed from the inputs.
     """
     dtype = compute_dtype or inputs.q.dtype
-    return _gradients(dout.to(dtype), dlse, inputs.to(dtype), score).like(inputs)
+    return _gradients(dout.to(dtype), dlse, inputs.to(dtype), score, outputs).like(inputs)
 
 
 @without_autocast
@@ -273,21 +276,25 @@ def attend_packed(inputs: Inputs, score: Score, lengths: Lengths,
 
 @without_autocast
 def attend_packed_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score,
-                           lengths: Lengths, compute_dtype: torch.dtype | None = None) -> Gradients:
+                           lengths: Lengths, compute_dtype: torch.dtype | None = None,
+                           outputs: Outputs | None = None) -> Gradients:
     """Gradients of `attend_packed`: those of each sequence alone; ds_aux is their sum.
 
     Args:
         dout: gradient of out, (total_q, heads_q, head_dim_v).
         dlse: gradient of lse, (heads_q, total_q), or None for zero.
         inputs, score, lengths, compute_dtype: as in `attend_packed`.
+        outputs: as in `attend_backward`.
     """
     dtype = compute_dtype or inputs.q.dtype
     wide, dout = inputs.to(dtype), dout.to(dtype)
     total = Gradients(*(None if x is None else torch.zeros_like(x) for x in wide))
     for rows, keys in lengths.slices():
         one = Inputs(wide.q[None, rows], wide.k[None, keys], wide.v[None, keys], wide.s_aux)
+        own = None if outputs is None else Outputs(outputs.out[None, rows],
+                                                   outputs.lse[None, :, rows])
         part = _gradients(dout[None, rows], None if dlse is None else dlse[None, :, rows], one,
-                          score)
+                          score, own)
         total.dq[rows], total.dk[keys], total.dv[keys] = part.dq[0], part.dk[0], part.dv[0]
         if part.ds_aux is not None:
             total.ds_aux.add_(part.ds_aux)
@@ -315,24 +322,30 @@ def _attend(inputs: Inputs, score: Score, with_row_max: bool) -> Outputs:
     return Outputs(out.contiguous(), lse.flatten(1, 2).contiguous(), row_max)
 
 
-def _gradients(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score) -> Gradients:
+def _gradients(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score,
+               outputs: Outputs | None) -> Gradients:
     """`attend_backward` in the dtype of the inputs (arXiv 2407.08608, 2.2).
 
-    With P = softmax(S): dV = P^T dO, dP = dO V^T, dS = P * (dP - rowsum(P * dP) + dLSE), of the
-    sink, whose value is 0, with dP = 0. Then dS is taken through the softcap, and
-    dQ = scale dS K, dK = scale dS^T Q.
+    With P = softmax(S): dV = P^T dO, dP = dO V^T, dS = P * (dP - delta + dLSE), of the sink, whose
+    value is 0, with dP = 0. Then dS is taken through the softcap, and dQ = scale dS K,
+    dK = scale dS^T Q. From outputs: P = exp(S - LSE), delta = rowsum(dO * O); without them
+    delta = rowsum(P * dP), which is the same over all keys.
     """
     q, k, v, s_aux = inputs
     heads = (k.size(2), q.size(2) // k.size(2))
     logits, slope = score.logits(q, k)                              # (b, h_k, group, sq, sk)
     logits = _with_sink(logits, s_aux)                              # sk + 1 columns with a sink
-    p = _probabilities(logits, torch.logsumexp(logits, dim=-1))
+    p = (_probabilities(logits, torch.logsumexp(logits, dim=-1)) if outputs is None else
+         _given_probabilities(logits, outputs.lse.unflatten(1, heads)))
     dout = dout.unflatten(2, heads)                                 # (b, sq, h_k, group, d_v)
 
     dv = torch.einsum('bhgqk,bqhgd->bkhd', p[..., :k.size(1)], dout)
     dp = torch.einsum('bqhgd,bkhd->bhgqk', dout, v)
     dp = dp if s_aux is None else F.pad(dp, (0, 1))
-    ds = dp - (p * dp).sum(-1, keepdim=True)
+    delta = ((p * dp).sum(-1, keepdim=True) if outputs is None else
+             torch.einsum('bqhgd,bqhgd->bhgq', dout, outputs.out.to(dout.dtype).unflatten(2, heads)
+                          ).unsqueeze(-1))
+    ds = dp - delta
     if dlse is not None:
         ds = ds + dlse.to(ds.dtype).unflatten(1, heads).unsqueeze(-1)
     ds = p * ds
@@ -362,3 +375,9 @@ def _row_max(logits: Tensor) -> Tensor:
 def _probabilities(logits: Tensor, lse: Tensor) -> Tensor:
     """softmax over keys; rows that see no key (LSE = -inf), 0/0 in the formula, are 0."""
     return torch.softmax(logits, dim=-1).masked_fill((lse == -math.inf).unsqueeze(-1), 0)
+
+
+def _given_probabilities(logits: Tensor, lse: Tensor) -> Tensor:
+    """exp(logits - lse); 0 in rows of LSE = -inf."""
+    lse = lse.to(logits.dtype).unsqueeze(-1)
+    return torch.exp(logits - lse).masked_fill(lse == -math.inf, 0)

@@ -24,6 +24,9 @@ one by experience, 2^-11 of |q| |k|, which is what finds wrong kernels.
 """
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -106,3 +109,33 @@ def check_fp8(out: Tensor, inputs: Inputs, scales: Scales, score: Score,
         assert measure(error) <= limit, (
             f'out: {name} error {measure(error):.3e} > {limit:.3e} = {factor} x '
             f'{measure(own):.3e} (emulation) + {measure(rounding):.3e}')
+
+
+def given_gradients(inputs: Inputs, score: Score, results: tuple[Tensor, Tensor],
+                    weights: tuple[Tensor, Tensor | float]) -> tuple[Tensor, ...]:
+    """Those of the inputs, in float64, with P = exp(S - lse) and delta = rowsum(dO * out), by
+    PyTorch: of sum P * (dO V^T - delta + dLSE), in which only S and V are variables.
+
+    results: out and lse, of rounded inputs. weights: dO and dLSE.
+    """
+    leaves = [x.detach().double().requires_grad_() for x in inputs if x is not None]
+    wide = Inputs(*leaves)
+    logits, _ = score.logits(wide.q, wide.k)                        # (b, h_k, group, sq, sk)
+    heads = logits.shape[1:3]
+    out, lse, dout, dlse = (torch.as_tensor(x).detach().double() for x in (*results, *weights))
+    shift = (dlse - (dout * out).sum(-1).mT).unflatten(1, heads).unsqueeze(-1)
+    lse = lse.masked_fill(lse == -math.inf, math.inf).unflatten(1, heads).unsqueeze(-1)
+    of_keys = torch.einsum('bqhgd,bkhd->bhgqk', dout.unflatten(2, heads), wide.v) + shift
+    total = ((logits - lse).exp() * of_keys).sum()
+    if wide.s_aux is not None:
+        sinks = wide.s_aux.unflatten(0, heads)[..., None, None]
+        total = total + ((sinks - lse).exp() * shift).sum()
+    return torch.autograd.grad(total, leaves)
+
+
+def check_gradients(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Computed in float32, and rounded once."""
+    for one, other in zip(got, wanted, strict=True):
+        roundoff = torch.finfo(one.dtype).eps / 2
+        torch.testing.assert_close(one.double(), other, rtol=roundoff + 1e-5,
+                                   atol=1e-4 * other.abs().max().item())

@@ -20,7 +20,8 @@ from flash_attn3.reference_fp8 import Scales
 
 from tests import compare
 from tests.cpu.test_reference_packed import ints, starts
-from tests.fp8_data import E4M3, check_fp8, descales, quantize_all
+from tests.fp8_data import (E4M3, check_fp8, check_gradients, descales, given_gradients,
+                            quantize_all)
 
 OPTIONS = {
     'full': {}, 'causal': {'causal': True}, 'window': {'window_size': (9, 3)},
@@ -32,6 +33,7 @@ EVERY_OPTION = pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
 EVERY_GRANULARITY = pytest.mark.parametrize('granularity', BLOCKS)
 LENGTHS = ([70, 0, 33, 5, 129], [100, 40, 33, 0, 64])
 USED = ([66, 0, 33, 2, 100], [100, 17, 1, 0, 64])
+LENGTH_NAMES = 'cu_seqlens_q', 'cu_seqlens_k', 'seqused_q', 'seqused_k'
 BOTH = {'return_attn_probs': True, 'return_max_logits': True}
 
 
@@ -101,8 +103,7 @@ def test_packed(granularity, options):
         x[cu[-1]:] = torch.nan
     options = with_sinks(options, 4)
     results = flash_attn_varlen_func(*values, **lists, **descales(scales), **options, **BOTH)
-    lengths = Lengths(*(lists[name] for name in ('cu_seqlens_q', 'cu_seqlens_k', 'seqused_q',
-                                                 'seqused_k')))
+    lengths = Lengths(*(lists[name] for name in LENGTH_NAMES))
     check_results(results, Inputs(*values, options.get('s_aux')), scales, score_of(options, 32),
                   lengths)
 
@@ -312,7 +313,8 @@ def test_emulation_is_within_the_rounding_of_p(sizes, group, causal, window, sof
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('block_scales', [False, True])
 def test_in_one_call(block_scales, dtype, options):
-    """What quantize_fp8 and flash_attn_func give; and gradients as if nothing were rounded."""
+    """What quantize_fp8 and flash_attn_func give; and gradients from that, of q, k and v as given.
+    """
     leaves = [x.requires_grad_() for x in tensors((2, 70), (2, 101), dtype=dtype)]
     options = with_sinks(options, 4)
     if 's_aux' in options:
@@ -324,10 +326,10 @@ def test_in_one_call(block_scales, dtype, options):
         expected = flash_attn_func(*values, **descales(scales), **options, out_dtype=dtype,
                                    return_attn_probs=True)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1]) and out.dtype == dtype
-    exact = flash_attn_func(*leaves[:3], **options, return_attn_probs=True)
-    weights = torch.randn_like(out), torch.randn_like(lse).nan_to_num(posinf=0, neginf=0)
-    gradients = [torch.autograd.grad(results, leaves, weights) for results in ((out, lse), exact)]
-    assert all(torch.equal(*pair) for pair in zip(*gradients))
+    weights = torch.randn_like(out), torch.randn_like(lse)
+    gradients = torch.autograd.grad((out, lse), leaves, weights)
+    check_gradients(gradients, given_gradients(Inputs(*leaves), score_of(options, 32), expected,
+                                               weights))
 
 
 def test_packed_in_one_call():
@@ -339,11 +341,17 @@ def test_packed_in_one_call():
     values, scales = quantize_all(*leaves, 'block', False, lists=pairs)
     expected = flash_attn_varlen_func(*values, **lists, **descales(scales), causal=True, **BOTH)
     assert torch.equal(out, expected[0]) and torch.equal(max_logits, expected[2])
-    exact = flash_attn_varlen_func(*leaves, **lists, causal=True)
     weights = torch.randn_like(out)
-    gradients = [torch.autograd.grad(result, leaves, weights) for result in (out, exact)]
-    for got, wanted in zip(*gradients):
-        assert torch.equal(got, wanted) and got.isfinite().all()
+    gradients = torch.autograd.grad(out, leaves, weights)
+    lengths = Lengths(*(lists[name] for name in LENGTH_NAMES))
+    wanted = [torch.zeros_like(x, dtype=torch.float64) for x in leaves]
+    for rows, keys in lengths.slices():
+        one = Inputs(leaves[0][None, rows], *(x[None, keys] for x in leaves[1:]))
+        part = given_gradients(one, score_of({'causal': True}, 32), (
+            out[None, rows], expected[1][None, :, rows]), (weights[None, rows], 0.0))
+        for total, own, x in zip(wanted, (rows, keys, keys), part):
+            total[own] = x[0]
+    check_gradients(gradients, wanted)
 
 
 def test_seeds_matter_and_repeat():
