@@ -12,6 +12,8 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
   and on fakes is in general.py. A call without these arguments takes the others: each argument
   costs host time.
 
+Ops without autograd have no derivative, and do not refuse one: the public functions do that.
+
 - `quantize_fp8`, `quantize_qkv_fp8`; `fwd_fp8`, `fwd_fp8_out`: attention on float8_e4m3fn;
   `fwd_quantized`: both, with autograd. In fp8.py.
 

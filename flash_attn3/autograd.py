@@ -7,12 +7,13 @@ Function with its own setup_context would also serve torch.func, for twice the h
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from flash_attn3 import _library, checks, fp8, general
+from flash_attn3 import _library, checks, derivatives, fp8, general
 from flash_attn3.packing import unpack
 
 _fwd = torch.ops.flash_attn3._fwd.default
@@ -20,6 +21,20 @@ _bwd = torch.ops.flash_attn3.bwd.default
 _fwd_general = torch.ops.flash_attn3._fwd_general.default
 _bwd_general = torch.ops.flash_attn3.bwd_general.default
 _bwd_out = torch.ops.flash_attn3.bwd_out.default
+
+
+class _Formulas(torch.library.Library):
+    """The formulas of traced calls, which refuse forward mode: PyTorch would skip them there."""
+
+    def impl(self, op_name: str, kernel: Callable, *where: str, **options) -> None:
+        @functools.wraps(kernel)
+        def checked(keyset, *arguments):
+            derivatives.reject_tangents(arguments)
+            return kernel(keyset, *arguments)
+        super().impl(op_name, checked, *where, **options)
+
+
+_FORMULAS = _Formulas('flash_attn3', 'FRAGMENT')
 
 
 def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal: bool,
@@ -49,21 +64,9 @@ def _gradients(ctx, compute: Callable, dout: Tensor | None, dlse: Tensor | None,
 
 def _first_derivatives(compute: Callable, *arguments):
     # Grad mode is on here only for create_graph=True: the gradients may be differentiated.
-    return (_FirstDerivatives.apply(compute, *arguments) if torch.is_grad_enabled()
-            else compute(*arguments))
-
-
-class _FirstDerivatives(torch.autograd.Function):
-    """compute(*arguments). To differentiate it is an error; without this it would give zero."""
-
-    @staticmethod
-    def forward(ctx, compute, *arguments):
-        return compute(*arguments)
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise NotImplementedError(checks.error(
-            'bwd', 'first derivatives only', 'a derivative of the gradient'))
+    if torch.is_grad_enabled() or derivatives.is_forward_mode():
+        return derivatives.Refusal.apply(derivatives.FIRST_ONLY, compute, *arguments)
+    return compute(*arguments)
 
 
 # ------------------------------------------------------------------------------------ q, k and v
@@ -94,7 +97,7 @@ class Attention(torch.autograd.Function):
 
 
 torch.library.register_autograd('flash_attn3::fwd', _backward, setup_context=_setup_context,
-                                lib=_library.LIBRARY)
+                                lib=_FORMULAS)
 
 
 # -------------------------------------------------------------------------- q, k and v in a tensor
@@ -170,7 +173,7 @@ class GeneralAttention(torch.autograd.Function):
 
 
 torch.library.register_autograd('flash_attn3::fwd_general', _general_backward,
-                                setup_context=_setup_general_context, lib=_library.LIBRARY)
+                                setup_context=_setup_general_context, lib=_FORMULAS)
 
 
 # ------------------------------------------------- q, k, v and sinks, quantised on the way forward
@@ -200,4 +203,4 @@ class QuantizedAttention(torch.autograd.Function):
 
 
 torch.library.register_autograd('flash_attn3::fwd_quantized', _quantized_backward,
-                                setup_context=_setup_quantized_context, lib=_library.LIBRARY)
+                                setup_context=_setup_quantized_context, lib=_FORMULAS)

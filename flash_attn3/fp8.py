@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flash_attn3 import _library, checks, general, quantize, reference_fp8
 from flash_attn3.general import Execution, General
@@ -111,11 +112,6 @@ def gradient_text(op: str, **tensors: Tensor | None) -> str:
     return checks.error(
         op, 'no gradient of float8_e4m3fn attention', checks.requires_grad_text(**tensors),
         'flash_attn_fp8_func has gradients; or call under torch.no_grad()')
-
-
-def reject_gradients(op: str, **tensors: Tensor | None) -> None:
-    if checks.needs_grad(*tensors.values()):
-        raise RuntimeError(gradient_text(op, **tensors))
 
 
 # ------------------------------------------------------------------------------ checks of the ops
@@ -242,11 +238,12 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
     if q.dtype not in WIDE_DTYPES:
         raise RuntimeError(checks.error('fwd', 'q.dtype to be float16 or bfloat16',
                                         checks.dtype_name(q.dtype)))
-    checks.check_general(q, k, v, None, own, execution.sm_margin)
-    if q.is_cuda:
-        checks.check_cuda_contents(q, k, own)
-    else:
-        checks.check_contents('fwd', q, k, own)
+    if not (q.is_meta or type(q) is FakeTensor):    # those have no contents, and the ops have fakes
+        checks.check_general(q, k, v, None, own, execution.sm_margin)
+        if q.is_cuda:
+            checks.check_cuda_contents(q, k, own)
+        else:
+            checks.check_contents('fwd', q, k, own)
     blocks = (Q_BLOCK, KV_BLOCK) if quantization.block_scales else (PER_HEAD, PER_HEAD)
     parts = _quantize_qkv(q, k, v, own.cu_seqlens_q, own.seqused_q, own.cu_seqlens_k,
                           own.seqused_k, *blocks, quantization.rotation_seed)

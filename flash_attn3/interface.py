@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks, fallback, fp8
+from flash_attn3 import _library, checks, derivatives, fallback, fp8
 from flash_attn3.autograd import Attention, GeneralAttention, PackedAttention
 from flash_attn3.fp8 import Fp8
 from flash_attn3.general import Execution, General
@@ -41,7 +42,7 @@ _fwd_fp8_out = torch.ops.flash_attn3.fwd_fp8_out.default
 def flash_attn_func(
         q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
         qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None, window_size: Sequence[int] = (-1, -1),
+        v_descale: Tensor | None = None, window_size: Sequence[int] | Tensor = (-1, -1),
         attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
@@ -60,24 +61,22 @@ def flash_attn_func(
             than TMA can take: copied first). On the CPU: any floating dtype, head_dim and strides.
         k, v: (batch, seqlen_k, heads_k, head_dim), that of v may be another one (head_dim_v), dtype
             and device of q; heads_k divides heads_q.
-        softmax_scale: factor on q k^T, finite and positive. Default: head_dim ** -0.5.
+        softmax_scale: factor on q k^T, finite and positive. Default: head_dim ** -0.5. No score may
+            exceed 1e9 in magnitude, 1e8 for float16: float32 has no digits for differences there.
         causal: query i sees keys up to p = i + seqlen_k - seqlen_q. A query that sees no key gives
             out = 0, lse = -inf (with s_aux: that) and no gradient. Default: all see all.
-        window_size: (left, right), query i sees keys p - left to p + right; -1 (default): no
-            limit. causal replaces right by 0.
+        window_size: (left, right), or a CPU tensor of both; query i sees keys p - left to
+            p + right; -1 (default): no limit. causal replaces right by 0.
         attention_chunk: keys of a chunk, from key 0 on; query i sees that of p. Default 0: none.
         softcap: scores are softcap * tanh(softmax_scale * q k^T / softcap). Default 0: as they are.
-        pack_gqa: the query heads of a KV head share the rows of a tile: True, False, None (default)
-            where it saves 2 % of the work or more. It never changes what is computed.
+        pack_gqa: the query heads of a KV head share tiles. Default: where that saves 2 % or more.
         deterministic: the gradient of q is bitwise the same on every call too (Hopper only; takes
             longer). Default: what `torch.use_deterministic_algorithms` says at this call.
         sm_margin: multiprocessors that the forward leaves to other kernels, 0 (default) or more.
         return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
-        out: the result goes there and is returned: shape of the result, dtype and device of q, last
-            stride 1. Not differentiable. Default: a new, contiguous tensor.
+        out: where the result is written; last stride 1. Not differentiable. Default: a new tensor.
         s_aux: sinks, (heads_q,) float32, bfloat16 or float16: one more score each, of value 0.
-        return_max_logits: also return max_logits. Default False. The kernels then rescale out at
-            every new maximum, so that its last bits may differ.
+        return_max_logits: also return max_logits. Default False. Last bits of out may then differ.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: for FP8, see `quantize_fp8`.
         qv, num_splits: upstream's, for their defaults only (num_splits: 0 or 1).
 
@@ -88,15 +87,16 @@ def flash_attn_func(
         each query sees, without s_aux. Gradients of q, k, v, s_aux flow through out and lse.
 
     Raises:
-        RuntimeError: a wrong rank, shape, dtype, device, stride or number; the text names it and
-            says what it had to be. Also a driver that is too old for the kernels.
-        NotImplementedError: qv is given, or num_splits is neither 0 nor 1; and, from the backward
-            pass, a derivative of the gradients is asked for.
+        RuntimeError: a wrong rank, shape, dtype, device, stride or number, named; too old a driver.
+        NotImplementedError: qv is given, or num_splits is neither 0 nor 1; derivatives in forward
+            mode, of the gradients, of float8_e4m3fn tensors, and of softmax_scale and softcap.
     """
     if (q.itemsize == 1 or qv is not None or q_descale is not None or k_descale is not None
             or v_descale is not None or window_size != (-1, -1) or attention_chunk != 0
-            or softcap != 0.0 or num_splits != 1 or s_aux is not None or return_max_logits
-            or out_dtype is not None or fp8_accum != 'fast'):
+            or (softcap != 0.0) is not False    # also a tensor of 0
+            or num_splits != 1 or s_aux is not None or return_max_logits or out_dtype is not None
+            or fp8_accum != 'fast'):
+        derivatives.reject_of_scalars('flash_attn_func', softmax_scale, softcap)
         of_fp8 = fp8.fp8_of('flash_attn_func', q, (q_descale, k_descale, v_descale), out, out_dtype,
                             fp8_accum)
         checks.reject_unsupported('flash_attn_func', qv=qv, num_splits=num_splits)
@@ -109,14 +109,15 @@ def flash_attn_func(
             return _general((q, k, v, out), general, execution, return_attn_probs, of_fp8)
     # The way of most eager calls, with as little Python and as few arguments as there can be.
     if (out is None and not is_compiling() and q.get_device() in _library.SERVED_DEVICES
-            and not (is_grad_enabled()
-                     and (q.requires_grad or k.requires_grad or v.requires_grad))):
+            and forward_ad._current_level < 0 and not (
+                is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))):
         op = _fwd if return_attn_probs else _fwd_no_lse
         if softmax_scale is None and pack_gqa is None and sm_margin == 0:
             return op(q, k, v, None, causal) if causal else op(q, k, v)
-        return op(q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
-    arguments = (q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
-    both = _attention(arguments, deterministic, out, return_attn_probs)
+        if softmax_scale is None or type(softmax_scale) is float:
+            return op(q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
+    both = _attention((q, k, v, softmax_scale, causal, pack_gqa, sm_margin), deterministic, out,
+                      return_attn_probs)
     return both if return_attn_probs else both[0]
 
 
@@ -125,7 +126,7 @@ def flash_attn_varlen_func(
         max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor, seqused_q: Tensor | None = None,
         seqused_k: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
         qv: Tensor | None = None, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None, window_size: Sequence[int] = (-1, -1),
+        v_descale: Tensor | None = None, window_size: Sequence[int] | Tensor = (-1, -1),
         attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
@@ -174,6 +175,7 @@ def flash_attn_varlen_func(
     of_fp8 = fp8.fp8_of('flash_attn_varlen_func', q, (q_descale, k_descale, v_descale), out,
                         out_dtype, fp8_accum)
     checks.reject_unsupported('flash_attn_varlen_func', qv=qv, num_splits=num_splits)
+    derivatives.reject_of_scalars('flash_attn_varlen_func', softmax_scale, softcap)
     general = General(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
         checks.length_bound('max_seqlen_q', max_seqlen_q, q),
@@ -186,7 +188,7 @@ def flash_attn_varlen_func(
 def flash_attn_qkvpacked_func(
         qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
         q_descale: Tensor | None = None, k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None, window_size: Sequence[int] = (-1, -1),
+        v_descale: Tensor | None = None, window_size: Sequence[int] | Tensor = (-1, -1),
         attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
         num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: bool = False, *,
         pack_gqa: bool | None = None, out: Tensor | None = None, s_aux: Tensor | None = None,
@@ -225,11 +227,12 @@ def flash_attn_qkvpacked_func(
     """
     descales = q_descale, k_descale, v_descale
     of_fp8 = fp8.fp8_of('flash_attn_qkvpacked_func', qkv, descales, out, out_dtype, fp8_accum)
+    derivatives.reject_of_scalars('flash_attn_qkvpacked_func', softmax_scale, softcap)
     window = checks.window_sides(window_size)
     is_plain = of_fp8 is None and not _is_general(window, attention_chunk, softcap, s_aux,
                                                   return_max_logits)
     if (is_plain and out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
-            and _is_served(qkv)):
+            and _is_served(qkv) and not derivatives.is_forward_mode()):
         result, lse = PackedAttention.apply(qkv, num_heads_q, softmax_scale, causal, pack_gqa,
                                             sm_margin, deterministic)
         return (result, lse) if return_attn_probs else result
@@ -253,6 +256,7 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     lse may be None unless it is asked for.
     """
     q, k, v, softmax_scale, *others = arguments
+    derivatives.reject_of_scalars('flash_attn_func', softmax_scale)
     softmax_scale = _library.softmax_scale_of(q, softmax_scale)
     arguments = q, k, v, softmax_scale, *others
     causal, pack_gqa, sm_margin = others
@@ -264,9 +268,10 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
         result, lse = fallback.attention(q, k, v, softmax_scale, causal, return_lse)
         return (result if out is None else out.copy_(result)), lse
     if out is not None:
+        derivatives.reject_forward_mode(q, k, v, out)
         op = _fwd_out if return_lse else _fwd_out_no_lse
         return out, op(q, k, v, out, softmax_scale, causal, pack_gqa, sm_margin)
-    if is_compiling():
+    if is_compiling() or derivatives.is_forward_mode():
         return _fwd_traced(*arguments, deterministic)
     if needs_grad:
         return Attention.apply(*arguments, deterministic)
@@ -284,16 +289,15 @@ def _general(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], general: Gen
              execution: Execution, return_lse: bool,
              of_fp8: Fp8 | None = None) -> Tensor | tuple[Tensor, ...]:
     """What a public function returns. tensors: q, k, v and out; of_fp8: of e4m3 tensors."""
-    if of_fp8 is not None:
-        results = _fp8_attention(tensors, of_fp8, general, execution)
-        return asked_for(results, return_lse, execution.return_max_logits)
-    q, k, v, out = tensors
-    needs_grad = checks.needs_grad(q, k, v, out, general.sinks)
-    if needs_grad and out is not None:
-        op = 'flash_attn_func' if general.cu_seqlens_q is None else 'flash_attn_varlen_func'
-        raise RuntimeError(checks.gradient_with_out_text(op, q=q, k=k, v=v, out=out,
-                                                         s_aux=general.sinks))
-    results = _general_attention(tensors, general, execution, return_lse)
+    op = 'flash_attn_func' if general.cu_seqlens_q is None else 'flash_attn_varlen_func'
+    *_, out = tensors
+    scales = () if of_fp8 is None else of_fp8.scales
+    if out is not None and checks.needs_grad(*tensors, *scales, general.sinks):
+        raise RuntimeError(checks.gradient_with_out_text(op, **_named(tensors, scales, general)))
+    if of_fp8 is None:
+        results = _general_attention(tensors, general, execution, return_lse)
+    else:
+        results = _fp8_attention(op, tensors, of_fp8, general, execution)
     return asked_for(results, return_lse, execution.return_max_logits)
 
 
@@ -306,21 +310,31 @@ def asked_for(results: tuple[Tensor, Tensor | None, Tensor | None], return_lse: 
     return (result, lse, max_logits) if return_lse else (result, max_logits)
 
 
-def _fp8_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], of_fp8: Fp8,
+def _named(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+           scales: tuple[Tensor | None, ...], general: General) -> dict[str, Tensor | None]:
+    """What may ask for a gradient, by its name."""
+    return {**dict(zip(('q', 'k', 'v', 'out'), tensors)), 's_aux': general.sinks,
+            **dict(zip(('q_descale', 'k_descale', 'v_descale'), scales))}
+
+
+def _fp8_attention(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], of_fp8: Fp8,
                    general: General, execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_logits) of e4m3 tensors."""
+    """(out, lse, max_logits) of e4m3 tensors, whose gradients are an error of the backward."""
     q, k, v, out = tensors
-    op = 'flash_attn_func' if general.cu_seqlens_q is None else 'flash_attn_varlen_func'
     scales, out_dtype, promote = of_fp8
-    fp8.reject_gradients(op, q=q, k=k, v=v, out=out, q_descale=scales.q, k_descale=scales.k,
-                         v_descale=scales.v, s_aux=general.sinks)
     fp8.reject_missing(op, q, execution.return_max_logits)
+    derivatives.reject_forward_mode(*tensors, *scales, general.sinks)
     if not is_compiling():
         checks.check_cuda_contents(q, k, general)
     others = promote, *general, *execution[:-1]
     if out is not None:
         return out, *_fwd_fp8_out(q, k, v, out, *scales, *others)
-    return _fwd_fp8(q, k, v, *scales, out_dtype == torch.float16, *others)
+    arguments = q, k, v, *scales, out_dtype == torch.float16, *others
+    if not checks.needs_grad(q, k, v, *scales, general.sinks):
+        return _fwd_fp8(*arguments)
+    text = fp8.gradient_text(op, **_named(tensors, scales, general))
+    result, lse, max_logits = derivatives.Refusal.apply(text, _fwd_fp8, *arguments)
+    return result, lse, max_logits.detach()
 
 
 def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], general: General,
@@ -337,12 +351,13 @@ def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], ge
         result, *others = fallback.general_attention(q, k, v, general, return_lse,
                                                      execution.return_max_logits)
         return (result if out is None else out.copy_(result)), *others
-    if is_compiling() and out is None:
-        return _fwd_general_traced(q, k, v, *general, *execution)
     if not is_compiling():
         checks.check_cuda_contents(q, k, general)
     if out is not None:
+        derivatives.reject_forward_mode(*tensors, general.sinks)
         return out, *_fwd_general_out(q, k, v, out, *general, *execution[:-1])
+    if is_compiling() or derivatives.is_forward_mode():
+        return _fwd_general_traced(q, k, v, *general, *execution)
     if checks.needs_grad(q, k, v, general.sinks):
         return GeneralAttention.apply(q, k, v, *general, *execution)
     return _fwd_general(q, k, v, *general, *execution[:-1])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks, fp8
+from flash_attn3 import _library, checks, derivatives, fp8
 from flash_attn3.autograd import QuantizedAttention
 from flash_attn3.fp8 import Quantization
 from flash_attn3.general import Execution, General
@@ -31,9 +31,9 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
     that sees many keys alike loses of it, 1 % over 1024 of them, 10 % over 8192. 'promote' adds the
     part of every tile in float32, and takes 1.05 to 1.2 times as long (head dims above 128 1.2 to
     1.4, but (192, 128) 1.05).
-    On the CPU they are the same. There are no gradients, and no return_max_logits on a GPU. On the
-    CPU attention computes in float32 with the values that x stands for; CUDA devices other than
-    Hopper have no FP8 attention.
+    On the CPU they are the same. There are no gradients (the backward raises), and no
+    return_max_logits on a GPU. On the CPU attention computes in float32 with the values that x
+    stands for; CUDA devices other than Hopper have no FP8 attention.
 
     On a Hopper GPU a kernel quantises, in one pass over x if scales have few enough values (an H200
     takes some 6 million for one: 50000 rows of head dim 128), otherwise in two. Every device gives
@@ -88,9 +88,9 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
 
 def flash_attn_fp8_func(
         q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-        *, window_size: Sequence[int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
-        pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
-        return_attn_probs: bool = False, s_aux: Tensor | None = None,
+        *, window_size: Sequence[int] | Tensor = (-1, -1), attention_chunk: int = 0,
+        softcap: float = 0.0, pack_gqa: bool | None = None, deterministic: bool = False,
+        sm_margin: int = 0, return_attn_probs: bool = False, s_aux: Tensor | None = None,
         return_max_logits: bool = False, rotate: bool = True, block_scales: bool = True,
         seed: int = 0, fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` that computes in FP8: quantises q, k and v, and attends to the result.
@@ -114,12 +114,13 @@ def flash_attn_fp8_func(
     Raises:
         RuntimeError: as `flash_attn_func`.
         NotImplementedError: CUDA tensors that are not on a Hopper GPU, or whose kernels are
-            missing; return_max_logits on a GPU.
+            missing; return_max_logits on a GPU; a derivative that `flash_attn_func` has not either.
     """
+    op = 'flash_attn_fp8_func'
+    derivatives.reject_of_scalars(op, softmax_scale, softcap)
     general = General(None, None, None, None, 0, 0, checks.sinks_of(s_aux, q), softmax_scale,
                       causal, *checks.window_sides(window_size), attention_chunk, softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
-    op = 'flash_attn_fp8_func'
     quantization = _quantization(op, rotate, seed, block_scales, fp8_accum)
     return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)
 
@@ -128,9 +129,9 @@ def flash_attn_varlen_fp8_func(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
         max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor, seqused_q: Tensor | None = None,
         seqused_k: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
-        *, window_size: Sequence[int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
-        pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
-        return_attn_probs: bool = False, s_aux: Tensor | None = None,
+        *, window_size: Sequence[int] | Tensor = (-1, -1), attention_chunk: int = 0,
+        softcap: float = 0.0, pack_gqa: bool | None = None, deterministic: bool = False,
+        sm_margin: int = 0, return_attn_probs: bool = False, s_aux: Tensor | None = None,
         return_max_logits: bool = False, rotate: bool = True, block_scales: bool = True,
         seed: int = 0, fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_varlen_func` that computes in FP8, as `flash_attn_fp8_func` does.
@@ -147,13 +148,14 @@ def flash_attn_varlen_fp8_func(
     Raises:
         RuntimeError, NotImplementedError: as `flash_attn_fp8_func`.
     """
+    op = 'flash_attn_varlen_fp8_func'
+    derivatives.reject_of_scalars(op, softmax_scale, softcap)
     general = General(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
         checks.length_bound('max_seqlen_q', max_seqlen_q, q),
         checks.length_bound('max_seqlen_k', max_seqlen_k, k), checks.sinks_of(s_aux, q),
         softmax_scale, causal, *checks.window_sides(window_size), attention_chunk, softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
-    op = 'flash_attn_varlen_fp8_func'
     quantization = _quantization(op, rotate, seed, block_scales, fp8_accum)
     return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)
 
@@ -169,7 +171,7 @@ def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], general: General
     """What a public function returns. tensors: q, k and v."""
     fp8.reject_missing(op, tensors[0], execution.return_max_logits)
     arguments = *tensors, *general, *execution, *quantization
-    if is_compiling():
+    if is_compiling() or derivatives.is_forward_mode():
         results = _fwd_quantized(*arguments)
     elif checks.needs_grad(*tensors, general.sinks):
         results = QuantizedAttention.apply(*arguments)

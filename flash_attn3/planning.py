@@ -60,11 +60,9 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
     needs_grad = checks.needs_grad(q, k, v, out, features.get('s_aux'))
     reasons, of_fp8 = _fp8_arguments(op, q, out, others)
     reasons += checks.unsupported(op, **others)
-    if of_fp8 is not None and needs_grad:
-        reasons.append(fp8.gradient_text(op, q=q, k=k, v=v, out=out, s_aux=features.get('s_aux')))
-    elif needs_grad and out is not None:
-        reasons.append(checks.gradient_with_out_text(op, q=q, k=k, v=v, out=out,
-                                                     s_aux=features.get('s_aux')))
+    named = dict(q=q, k=k, v=v, out=out, s_aux=features.get('s_aux'))
+    if needs_grad and out is not None:
+        reasons.append(checks.gradient_with_out_text(op, **named))
     scale = checks.default_softmax_scale(q) if softmax_scale is None else softmax_scale
     plans = []
     if text := _problem_text((q, k, v, out), scale, causal, sm_margin, features, of_fp8):
@@ -74,9 +72,11 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
         accumulation = fp8.ACCUMULATIONS[of_fp8 is not None and of_fp8.promote]
         plans.append(plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, fp8_accum=accumulation,
                           **common))
-        if needs_grad:
+        if needs_grad and of_fp8 is None:
             plans.append(plan_backward(q, k, v, deterministic=deterministic, **common))
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
+    if needs_grad and of_fp8 is not None:
+        reasons.append(fp8.gradient_text(op, **named))
     if not q.is_cuda:
         reasons.append(checks.error('can_use', 'q on a CUDA device', str(q.device)))
         if _library.DRIVER_PROBLEM:

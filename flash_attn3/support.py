@@ -88,12 +88,10 @@ FEATURES = (
     Feature('FP8, head dim of v: 192, 128', dtype='float8_e4m3fn', head_dims=(192, 128),
             errors=_NO_FP8_GRADIENTS),
     Feature('FP8, head dim 72', dtype='float8_e4m3fn', head_dims=(72, 72), errors=_of_head_dims(
-        f'{_FWD}q', 'the head_dim, to be a multiple of 16 from 16 to 256 with float8_e4m3fn',
-        COLUMNS[:2]) | _NO_FP8_GRADIENTS),
+        f'{_FWD}q', 'the head_dim, to be a multiple of 16 from 16 to 256 with float8_e4m3fn')),
     Feature('FP8 with `return_max_logits`', dtype='float8_e4m3fn',
-            options={'return_max_logits': True}, errors=dict.fromkeys(
-                COLUMNS[:2], f'{_FWD}return_max_logits to be False with float8_e4m3fn on a GPU'
-            ) | _NO_FP8_GRADIENTS),
+            options={'return_max_logits': True},
+            errors=_everywhere(f'{_FWD}return_max_logits to be False with float8_e4m3fn on a GPU')),
     Feature("FP8 with `fp8_accum='promote'`", dtype='float8_e4m3fn',
             options={'fp8_accum': 'promote'}, errors=_NO_FP8_GRADIENTS),
     Feature('`causal`', options={'causal': True}),

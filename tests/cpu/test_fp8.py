@@ -1,4 +1,5 @@
 """Attention on float8_e4m3fn and flash_attn_fp8_func on the CPU: results, gradients, errors."""
+import contextlib
 import functools
 import math
 
@@ -18,7 +19,7 @@ from flash_attn3.quantize import KV_BLOCK, Q_BLOCK
 from flash_attn3.reference import Inputs, Lengths, Mask, Score
 from flash_attn3.reference_fp8 import Scales
 
-from tests import compare
+from tests import compare, derivative_calls
 from tests.cpu.test_reference_packed import ints, starts
 from tests.fp8_data import (E4M3, check_fp8, check_gradients, descales, given_gradients,
                             quantize_all)
@@ -354,6 +355,24 @@ def test_packed_in_one_call():
     check_gradients(gradients, wanted)
 
 
+@pytest.mark.parametrize('requires_grad', [False, True])
+@pytest.mark.parametrize('place', ['meta', 'fake'])
+@pytest.mark.parametrize('name', ['flash_attn_fp8_func', 'flash_attn_varlen_fp8_func'])
+def test_tensors_without_data(name, place, requires_grad):
+    """Shapes, dtypes and, with gradients, those of the gradients."""
+    with FakeTensorMode() if place == 'fake' else contextlib.nullcontext():
+        x = torch.empty(derivative_calls.SHAPE, dtype=torch.bfloat16,
+                        device='cpu' if place == 'fake' else 'meta', requires_grad=requires_grad)
+        out, lse = derivative_calls.FUNCTIONS[name](x, return_attn_probs=True)
+        batch, seqlen, heads, head_dim = x.shape
+        is_packed = 'varlen' in name
+        assert out.shape == ((batch * seqlen, heads, head_dim) if is_packed else x.shape)
+        assert lse.shape == ((heads, batch * seqlen) if is_packed else (batch, heads, seqlen))
+        assert out.dtype == x.dtype and lse.dtype == torch.float32 and out.device == x.device
+        if requires_grad:
+            assert torch.autograd.grad(out.sum(), x)[0].shape == x.shape
+
+
 def test_seeds_matter_and_repeat():
     inputs = tensors((1, 64), (1, 64))
     results = [flash_attn_fp8_func(*inputs, seed=seed) for seed in (0, 0, 1)]
@@ -409,9 +428,10 @@ BAD = {
                   'fwd: expected v_descale.dtype to be float32, got float64'),
     'heads': ({'q': torch.zeros(2, 70, 3, 32).to(E4M3)}, 'fwd: expected the heads of q to be a'),
     'qv': ({'qv': torch.ones(())}, 'flash_attn_func: expected qv to be None, got a tensor'),
-    'gradient': ({'s_aux': torch.ones(4, requires_grad=True)},
-                 'flash_attn_func: expected no gradient of float8_e4m3fn attention, got '
-                 'requires_grad=True of s_aux; hint: flash_attn_fp8_func has gradients'),
+    'gradient': ({'s_aux': torch.ones(4, requires_grad=True),
+                  'out': torch.zeros(2, 70, 4, 32).bfloat16()},
+                 'flash_attn_func: expected no gradient together with out=, got '
+                 'requires_grad=True of s_aux; hint: '),
 }
 
 
@@ -428,17 +448,6 @@ def test_scales_on_another_device():
     with pytest.raises(RuntimeError, match='^flash_attn3.fwd: expected v_descale on the device of '
                                            'q, cpu, got meta$'):
         fp8.check(tensors, fp8.Fp8(scales), General())
-
-
-def test_no_gradient_of_e4m3():
-    q, k, v = e4m3().values()
-    with pytest.raises(RuntimeError, match='expected no gradient .* of q; hint: '):
-        flash_attn_func(q.requires_grad_(), k, v)
-    qkv = torch.zeros(1, 5, 3, 2, 16).to(E4M3).requires_grad_()
-    with pytest.raises(RuntimeError, match='expected no gradient .* of q, k, v; hint: '):
-        flash_attn_qkvpacked_func(qkv)
-    with torch.no_grad():
-        assert (flash_attn_qkvpacked_func(qkv) == 0).all()
 
 
 @pytest.mark.parametrize('dtype', [E4M3, torch.float32, torch.float64], ids=str)

@@ -1,0 +1,80 @@
+"""Derivatives that this package does not have: each is an error, where PyTorch would give zeros.
+
+Called by the public functions and by autograd.py.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flash_attn3 import checks
+
+FIRST_ONLY = checks.error('bwd', 'first derivatives only', 'a derivative of the gradient')
+REVERSE_ONLY = checks.error(
+    'fwd', 'reverse-mode derivatives only', 'a tensor with a tangent, of torch.func.jvp, jacfwd or '
+    'torch.autograd.forward_ad', 'torch.autograd.grad and backward() give the gradients')
+
+
+class Refusal(torch.autograd.Function):
+    """compute(*arguments), of which every derivative is an error with this text.
+
+    The forward without ctx and the rule for vmap let torch.func transform it.
+    """
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(text: str, compute: Callable, *arguments):
+        return compute(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output) -> None:
+        ctx.text = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(ctx.text)
+
+    @staticmethod
+    def jvp(ctx, *_):
+        raise NotImplementedError(ctx.text)
+
+
+def is_forward_mode() -> bool:
+    """Whether tensors can have tangents now; torch.func enters such a level too."""
+    return forward_ad._current_level >= 0
+
+
+def reject_forward_mode(*tensors: Tensor | None) -> None:
+    """Raises NotImplementedError if one of them has a tangent, at whatever level of torch.func."""
+    if is_forward_mode():
+        Refusal.apply(REVERSE_ONLY, _nothing, *tensors)
+
+
+def _nothing(first: Tensor, *_: Tensor | None) -> Tensor:
+    return first.new_empty(0)
+
+
+def reject_tangents(arguments: tuple) -> None:
+    """The same inside an autograd kernel, which PyTorch runs once for each level of torch.func."""
+    if is_forward_mode() and any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent
+                                 is not None for x in arguments):
+        raise NotImplementedError(REVERSE_ONLY)
+
+
+def reject_of_scalars(op: str, softmax_scale: float | Tensor | None,
+                      softcap: float | Tensor = 0.0) -> None:
+    """Raises NotImplementedError for a tensor in place of a number, if its derivative is asked for.
+
+    A tensor that asks for none is converted by PyTorch.
+    """
+    for name, x in (('softmax_scale', softmax_scale), ('softcap', softcap)):
+        if x is None or type(x) is float or not isinstance(x, Tensor):
+            continue
+        reject_forward_mode(x)
+        if checks.needs_grad(x):
+            raise NotImplementedError(checks.error(
+                op, f'{name} to be a number without a gradient', f'requires_grad=True of {name}',
+                f'{name}.item(), or multiply q by a factor that is learnt'))
