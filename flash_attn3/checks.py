@@ -195,8 +195,14 @@ def _used_problem(name: str, starts: list[int], used: list[int]) -> tuple[str, s
 
 
 # -------------------------------------------------------------------- of what never reaches an op
-def window_sides(window_size: Sequence[int]) -> tuple[int, int]:
+def window_sides(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
     """The two numbers of a window; which ones, the ops check."""
+    if isinstance(window_size, Tensor):
+        if window_size.device.type != 'cpu':
+            raise RuntimeError(error(
+                'fwd', 'window_size to be two ints (left, right), or a CPU tensor of them',
+                f'a tensor on {window_size.device}', 'window_size.tolist() waits for its device'))
+        window_size = window_size.tolist()
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     if len(sides) != 2 or not all(isinstance(side, (int, torch.SymInt)) for side in sides):
         raise RuntimeError(error('fwd', 'window_size to be two ints (left, right)',

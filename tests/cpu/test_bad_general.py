@@ -28,6 +28,12 @@ BAD_SCORES = {    # name: (arguments, error)
     'no_window': ({'window_size': None}, f'{TWO_INTS}, got None{NO_LIMIT}'),
     'one_number': ({'window_size': 4}, f'{TWO_INTS}, got 4{NO_LIMIT}'),
     'float': ({'window_size': (4.0, 0)}, f'{TWO_INTS}, got (4.0, 0){NO_LIMIT}'),
+    'float_tensor': ({'window_size': torch.tensor([4.0, 0.0])},
+                     f'{TWO_INTS}, got [4.0, 0.0]{NO_LIMIT}'),
+    'one_number_tensor': ({'window_size': torch.tensor(4)}, f'{TWO_INTS}, got 4{NO_LIMIT}'),
+    'device': ({'window_size': torch.empty(2, dtype=torch.int64, device='meta')},
+               f'{TWO_INTS}, or a CPU tensor of them, got a tensor on meta; hint: '
+               'window_size.tolist() waits for its device'),
     'three': ({'window_size': (1, 2, 3)}, f'{TWO_INTS}, got (1, 2, 3){NO_LIMIT}'),
     'chunk': ({'attention_chunk': -4}, f'{CHUNK}, got -4'),
     'softcap': ({'softcap': -30.0}, f'{SOFTCAP}, got -30'),

@@ -12,7 +12,7 @@ from torch.autograd import gradcheck
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func, reference
 from flash_attn3.reference import Inputs, Mask, Score
 
-from tests import compare
+from tests import compare, derivative_calls
 from tests.cpu import by_row
 
 FEATURES = {
@@ -233,6 +233,16 @@ def test_packed_qkv_is_its_slices(heads, options):
         assert torch.equal(value, expected)
     weights = [torch.randn_like(x) for x in got[:2]]
     torch.testing.assert_close(*(torch.autograd.grad(x[:2], qkv, weights) for x in (got, wanted)))
+
+
+@pytest.mark.parametrize('name', derivative_calls.FUNCTIONS)
+@pytest.mark.parametrize('window', [(-1, -1), (1, 0), (0, 2)], ids=str)
+def test_forms_of_a_window(window, name):
+    """A list and a CPU tensor of integers are as good as a tuple."""
+    x, function = torch.randn(derivative_calls.SHAPE).bfloat16(), derivative_calls.FUNCTIONS[name]
+    expected = function(x, window_size=window)
+    for form in (list(window), torch.tensor(window), torch.tensor(window, dtype=torch.int32)):
+        assert torch.equal(function(x, window_size=form), expected)
 
 
 # ------------------------------------------------------------------------------------- derivatives
