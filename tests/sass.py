@@ -40,7 +40,7 @@ JUMP = re.compile(r'\b(BRA|BRX|BSSY|CALL|JMP|JMX|LEPC|RET|WARPSYNC|BMOV)\b')
 # From here on bank 0 holds the kernel's parameters; before, the sizes of the launch.
 FIRST_PARAMETER = 0x210
 BANK = re.compile(r'c\[(0x[0-9a-f]+)\]\[([^\]]*)\]')
-LABEL = re.compile(r"`\([^)]*\)|(?<![\w.])-?0x[0-9a-f]+")
+LABEL = re.compile(r'`\([^)]*\)|(?<![\w.])-?0x[0-9a-f]+')
 IMMEDIATE = re.compile(r'(?<![\w.])-?(?:0x[0-9a-f]+|\d+(?:\.\d+)?(?:e[+-]?\d+)?)\b'
                        r'|[+-](?:INF|QNAN)')
 

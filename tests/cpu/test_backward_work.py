@@ -6,13 +6,14 @@ A tile of keys is that of a cluster: its CTAs share it out, and have the same st
 from collections import Counter
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from csrc.instances.variants import BACKWARD
 from flash_attn3 import _plan
 from tests import _host
+from tests.cpu.drawn import examples
 from tests.cpu.masks import CAUSAL, FULL, GENERAL, mask_of_kind, sees
 from tests.cpu.masks import NAMES as MASK_KINDS
 from tests.cpu.test_plan import ceil_div
@@ -72,7 +73,7 @@ sizes = st.tuples(st.integers(1, 4), st.integers(1, 700), st.integers(1, 1500), 
 
 @each_variant
 @given(sizes, st.data(), st.booleans(), st.integers(1, 140), st.integers(0, 1 << 22))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_tile_of_keys_has_one_cluster(name, sizes, data, deterministic, sm_count, l2_bytes):
     """Also where causal sections are small: few multiprocessors, little L2."""
     batch, seqlen_q, seqlen_k, heads_q, heads_k = sizes
@@ -97,7 +98,7 @@ def test_every_tile_of_keys_has_one_cluster(name, sizes, data, deterministic, sm
 
 @each_variant
 @given(sizes, st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_steps_are_the_tiles_of_queries_of_every_head(name, sizes, data):
     """Once each, masked at the ends; the places in the workspaces do not collide. Keys that no
     query sees have none.

@@ -20,6 +20,8 @@ from build_tools import toolchain
 from flash_attn3 import bench, flash_attn_func
 from flash_attn3.bench import Shape
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(ablation.__file__).resolve().parents[1]
 CPU = torch.device('cpu')
 TINY = Shape(1, 48, 48, 4, 2, 128, dtype='fp32')
@@ -121,7 +123,7 @@ def test_ablation(tmp_path, monkeypatch, capsys):
     text = '#include "config/fwd_tiles.h"\n'
     for row in ablation.ROWS:
         source = ablation.candidate(row, 128).source('bf16')
-        structs = re.search(r'^struct .*?(?=^template)', source, re.M | re.S)[0]
+        structs = re.search(r'^struct .*?(?=^template)', source, re.MULTILINE | re.DOTALL)[0]
         overlap = str('intra' not in row.name and 'any' not in row.name).lower()
         facts = f'fwd_facts<{ablation.candidate(row, 128).name}Full>("")'
         text += (f'namespace fa3 {{\n{structs}'

@@ -6,6 +6,7 @@ else would show it. Needs no GPU.
 from __future__ import annotations
 
 import math
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -58,7 +59,18 @@ def direction(variant: Variant) -> str:
     return 'forward' if isinstance(variant, ForwardVariant) else 'backward'
 
 
+def is_built(variant: Variant) -> bool:
+    """Only a build that was told which variants to make may lack one."""
+    return 'FLASH_ATTN3_VARIANTS' not in os.environ or facts_of(variant)['built']
+
+
+def skip_unless_built(variant: Variant) -> None:
+    if not is_built(variant):
+        pytest.skip(f'{variant.name} not in this build')
+
+
 def log_of(variant: Variant) -> str:
+    skip_unless_built(variant)
     unit = next(name for family in FAMILIES
                 for name, variants in units_of(family, family.variants).items()
                 if variant.name in [built.name for built in variants])
@@ -86,6 +98,7 @@ def library() -> dict[str, list[str]]:
 
 
 def sass_of(variant: Variant, kernel: str = '') -> list[str]:
+    skip_unless_built(variant)
     found = [lines for name, lines in library().items() if mangled(variant, kernel) in name]
     assert len(found) == 1, f'{variant.name} is not in {LIBRARY.name}; hint: make build'
     return found[0]
@@ -99,15 +112,17 @@ def facts_of(variant: Variant) -> dict:
 def test_the_library_has_the_listed_kernels_and_no_others():
     found = {other: sum(other in name for name in library()) for other in OTHER_KERNELS}
     assert found == OTHER_KERNELS
-    variants = len(FORWARD) + len(BACKWARD_KERNELS) * len(BACKWARD)
+    forward, backward = (sum(map(is_built, variants)) for variants in (FORWARD, BACKWARD))
+    variants = forward + len(BACKWARD_KERNELS) * backward
     assert len(library()) == variants + sum(found.values())
 
 
 def test_every_kernel_has_a_name_of_its_own_in_a_fingerprint():
     keys = {sass.key_of(name) for name in library()}
     assert len(keys) == len(library())
-    assert {f'{direction(one)}_kernel:{one.name}' for one in FORWARD + BACKWARD} <= keys
-    assert sass.kernel_of(sass_of(FORWARD[0])).opcodes['EXIT'] > 0
+    built = list(filter(is_built, FORWARD + BACKWARD))
+    assert {f'{direction(one)}_kernel:{one.name}' for one in built} <= keys
+    assert sass.kernel_of(sass_of(built[0])).opcodes['EXIT'] > 0
 
 
 def test_quantisation_keeps_its_columns_in_registers():

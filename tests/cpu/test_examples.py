@@ -17,6 +17,8 @@ from flash_attn3 import reference
 
 from tests import compare
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ['--device', 'cpu', '--layers', '2', '--d-model', '64', '--head-dim', '16', '--heads-kv',
         '2', '--seqlen', '48', '--batch', '8']
