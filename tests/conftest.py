@@ -19,9 +19,10 @@ from flash_attn3 import _library
 from tests.emulator.library import LIBRARY, Emulator
 
 MOST_KEPT_BYTES = 1 << 30    # by an allocator between tests; other processes share the GPU
-
 EMULATOR = pytest.StashKey[Emulator]()
-hypothesis.settings.register_profile('long', max_examples=2000)    # 20 times: tests/cpu/drawn.py
+# A fifth and 20 times of what tests ask for: tests/cpu/drawn.py.
+hypothesis.settings.register_profile('fast', max_examples=20)
+hypothesis.settings.register_profile('long', max_examples=2000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

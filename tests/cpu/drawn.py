@@ -7,6 +7,6 @@ USUAL = 100    # hypothesis' own default
 
 
 def examples(count: int, **changes) -> settings:
-    """`count` of them, more under `--hypothesis-profile long`."""
+    """`count` of them, fewer or more under `--hypothesis-profile fast` or `long`."""
     share = settings.default.max_examples / USUAL
-    return settings(max_examples=round(count * share), deadline=None, **changes)
+    return settings(max_examples=max(1, round(count * share)), deadline=None, **changes)

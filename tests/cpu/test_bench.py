@@ -14,6 +14,8 @@ from flash_attn3 import bench, reference
 from flash_attn3.bench import Contender, Figure, Shape, Turn
 from flash_attn3.bench.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device('cpu')
 CAUSAL = Shape(2, 40, 56, 4, 2, 32, causal=True, dtype='fp32')
 PACKED = Shape(3, 33, 33, 4, 2, 32, causal=True, dtype='fp32', lengths=(20, 33, 9))
