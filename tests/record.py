@@ -5,7 +5,7 @@
     python -m tests.record --sanitize --out benchmarks/results    # the committed record
 
 Files with tests that ask for much memory run after the others, one at a time; between tests a
-process gives back what its allocator keeps (conftest.py). A file of which nothing was counted has
+process gives back what its allocator keeps (conftest.py). A file that cannot be imported has
 failed. --sanitize also runs `make sanitize`, and says so where the host refuses it.
 """
 from __future__ import annotations
