@@ -1,9 +1,13 @@
 # make demo      sets up .venv, builds the kernels that the demo uses, runs it and trains a small GPT
 #                for 30 steps; with or without a GPU
-# make test      sets up the same, builds everything, runs all tests; those of a GPU skip without one
+# make test      what CI runs: sets up the same, builds everything, runs the tests; those of a GPU
+#                where there is one
+# make test-fast the edit loop: builds one tile, skips tests that build or start processes
+# make test-all  make test, and: newer torch versions, long property runs, kernels on the emulator
+# make lint      ruff
 # make build     builds in place: the libraries of the package and the tests' host module
-# make test-gpu  the GPU tests alone
-# make test-emulated  the short selection of them on this CPU, with some kernels: tests/emulator
+# make test-gpu  the GPU tests alone, in several processes: tests/record.py
+# make test-emulated  a selection of them on this CPU, with some kernels: tests/emulator
 # make sanitize  every built kernel under compute-sanitizer, on a Hopper GPU; see tests/sanitize.py
 # make bench     the benchmarks, on a Hopper GPU
 # make clean     removes what was built, not .venv and not the cache of compiled units
@@ -14,10 +18,14 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO_VARIANTS := FwdBf16D128*,BwdBf16D128*
-EMULATED_VARIANTS := FwdBf16D64*,FwdE4m3D64*,BwdBf16D64*
+FAST_VARIANTS := FwdBf16D128Causal,BwdBf16D128Causal
+EMULATED_VARIANTS := FwdE4m3D64Full,FwdE4m3D256Causal,FwdBf16D64Causal*,BwdBf16D64Causal*
+# By file: a module's fixtures and caches are made once.
+PARALLEL := --numprocesses auto --maxprocesses 8 --dist loadfile
 SANITIZER := compute-sanitizer --kernel-name kernel_substring=N3fa3 --error-exitcode 9
 
-.PHONY: demo test build test-gpu test-emulated sanitize libraries bench clean
+.PHONY: demo test test-fast test-all lint lint-cpp build test-gpu test-emulated sanitize libraries \
+        bench clean
 
 demo: export FLASH_ATTN3_VARIANTS ?= $(DEMO_VARIANTS)
 demo: libraries
@@ -25,14 +33,31 @@ demo: libraries
 	$(RUN) examples/train_gpt.py --where-possible --head-dim 128 --steps 30
 
 test: build
-	$(RUN) -m pytest tests
+	$(RUN) -m pytest tests/cpu $(PARALLEL) -m 'not long'
+	$(RUN) -m tests.record --where-possible
+
+test-fast: export FLASH_ATTN3_VARIANTS ?= $(FAST_VARIANTS)
+test-fast: build
+	$(RUN) -m pytest tests/cpu $(PARALLEL) -rf -m 'not slow and not long' --hypothesis-profile fast
+
+test-all: test test-emulated
+	$(RUN) -m pytest tests/cpu -m long
+	$(RUN) -m pytest tests/cpu $(PARALLEL) -m 'not slow and not long' --hypothesis-profile long
+	$(RUN) -m tests.fuzz --cases 2000 --seed 1 --device cpu --jobs 2
 
 test-gpu: libraries
-	$(RUN) -m pytest tests/gpu
+	$(RUN) -m tests.record
 
 test-emulated: build
 	$(RUN) -m tests.emulator.build '$(EMULATED_VARIANTS)'
-	$(RUN) -m pytest tests/gpu --device emulated -m smoke
+	$(RUN) -m pytest @tests/emulator/selection.txt
+
+lint: $(VENV)/ready
+	$(RUN) -m ruff check .
+
+# Not part of CI until the tree is formatted by it.
+lint-cpp: $(VENV)/ready
+	git ls-files '*.h' '*.cpp' '*.cu' | xargs $(VENV)/bin/clang-format --dry-run --Werror
 
 sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1
 sanitize: libraries

@@ -27,12 +27,13 @@ from rich.table import Table
 
 from benchmarks import bench_quantize, harness, shapes
 from benchmarks.quantize_cells import Cell
-from flash_attn3 import _measure
-from flash_attn3._measure import Shape, geometric_mean
+from flash_attn3 import bench
+from flash_attn3.bench import Shape, geometric_mean
 
 SIDES = ('a', 'b')
 QUANTIZE = 'quantize'
 LIBRARY = 'FLASH_ATTN3_LIBRARY'
+BENCH = pathlib.Path(bench.__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Worker:
 
     def __init__(self, build: Build, device: str, target_ms: float) -> None:
         script = pathlib.Path(__file__).with_name('ab_worker.py')
-        command = [sys.executable, str(script), _measure.__file__, str(build.folder), device,
+        command = [sys.executable, str(script), str(BENCH), str(build.folder), device,
                    str(target_ms)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         text=True, env={**os.environ, **build.variables})
@@ -76,8 +77,7 @@ def find_build(path: pathlib.Path) -> Build:
     """The name, which results record, holds no path of the machine."""
     path = path.resolve()
     if path.is_file():
-        own_package = pathlib.Path(_measure.__file__).resolve().parents[1]
-        return Build(f'{path.parent.name}/{path.name}', own_package, {LIBRARY: str(path)})
+        return Build(f'{path.parent.name}/{path.name}', BENCH.parents[1], {LIBRARY: str(path)})
     for folder in (path, path.parent):
         if (folder / 'flash_attn3' / '__init__.py').is_file():
             return Build(f'{folder.name} ({harness.commit(folder)})', folder, {})
@@ -118,11 +118,11 @@ def compare(shape: Shape | Cell, workers: dict[str, Worker], rounds: int) -> dic
 
 def side_result(shape: Shape | Cell, side: str, turns: Sequence[dict],
                 prepared: dict[str, dict]) -> dict:
-    figure = _measure.Figure.of([_measure.Turn(**turn) for turn in turns])
+    figure = bench.Figure.of([bench.Turn(**turn) for turn in turns])
     if isinstance(shape, Shape):
         error = prepared[side]['error']
         rate = dict(tflops=shape.flops / figure.ms / 1e9, error=error,
-                    wrong=not error < _measure.WRONG)
+                    wrong=not error < bench.WRONG)
     else:
         rate = dict(gb_per_s=prepared[side]['bytes'] / figure.ms / 1e6,
                     wrong=prepared['a']['digest'] != prepared['b']['digest'])

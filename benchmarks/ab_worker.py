@@ -1,9 +1,10 @@
 """One side of ab.py: times one build of flash_attn3, a turn at a time, as told on stdin.
 
-    python ab_worker.py MEASURE_PY PACKAGE_FOLDER DEVICE TARGET_MS
+    python ab_worker.py BENCH_FOLDER PACKAGE_FOLDER DEVICE TARGET_MS
 
-MEASURE_PY is the timing code, the same file for both sides; PACKAGE_FOLDER holds the flash_attn3 to
-be measured. One JSON object per line, one answer per command, {"na": reason} where it fails:
+BENCH_FOLDER is flash_attn3/bench, the same code for both sides; PACKAGE_FOLDER holds the
+flash_attn3 to be measured. One JSON object per line, one answer per command, {"na": reason} where
+it fails:
     {"prepare": shape} -> {"count": calls in a turn, "ahead_s": s, "error": relative error}
     {"prepare_quantize": cell} -> {"count", "ahead_s", "bytes": read and written, "digest": of the
         results}
@@ -20,10 +21,14 @@ import sys
 from types import ModuleType
 
 
-def load_file(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f'ab_{pathlib.Path(path).stem}', path)
+def load_file(path: pathlib.Path) -> ModuleType:
+    """A module or, from its __init__.py, a package with relative imports."""
+    is_package = path.name == '__init__.py'
+    name = f'ab_{path.parent.name if is_package else path.stem}'
+    spec = importlib.util.spec_from_file_location(
+        name, path, submodule_search_locations=[str(path.parent)] if is_package else None)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module   # dataclasses look their module up
+    sys.modules[name] = module   # dataclasses and relative imports look it up
     spec.loader.exec_module(module)
     return module
 
@@ -58,7 +63,7 @@ class Side:
         return dict(count=count, ahead_s=ahead_s, error=error)
 
     def prepare_quantize(self, problem: dict) -> dict:
-        cells = load_file(str(pathlib.Path(__file__).with_name('quantize_cells.py')))
+        cells = load_file(pathlib.Path(__file__).with_name('quantize_cells.py'))
         cell = cells.Cell(**problem)
         self.call = None
         options = cells.options_of(cell, self.device)
@@ -84,11 +89,12 @@ class Side:
 
 
 def main() -> None:
-    measure_path, folder, device, target_ms = sys.argv[1:]
+    bench_folder, folder, device, target_ms = sys.argv[1:]
     answers = os.fdopen(os.dup(1), 'w')
     os.dup2(2, 1)   # what libraries print must not get between the answers
     import torch
-    side = Side(load_file(measure_path), load_build(folder), device, float(target_ms))
+    measure = load_file(pathlib.Path(bench_folder) / '__init__.py')
+    side = Side(measure, load_build(folder), device, float(target_ms))
     print(json.dumps(dict(ready=torch.__version__)), file=answers, flush=True)
     with torch.no_grad():
         for line in sys.stdin:

@@ -32,7 +32,7 @@ from benchmarks import candidates, harness
 from benchmarks.candidates import Candidate
 from csrc.instances.variants import FORWARD
 from flash_attn3 import _plan
-from flash_attn3._measure import Shape, Timer
+from flash_attn3.bench import Shape, Timer
 
 PAPER = Shape(4, 8448, 8448, 16, 16, 128, causal=False, dtype='fp16')
 FULL = 'full'

@@ -7,7 +7,7 @@
     python -m benchmarks.bench_forward --device cpu --quick   # tries the machinery, seconds
     python -m benchmarks.bench_forward --markdown FILE.json   # the table of a record in Markdown
 
-Contenders of a cell take turns; each is checked against fp32 once. See flash_attn3/_measure.py for
+Contenders of a cell take turns; each is checked against fp32 once. See flash_attn3/bench for
 what a figure is. The JSON file is written after every cell: an interrupted run keeps what it has.
 """
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks import harness, shapes
 from flash_attn3 import bench
-from flash_attn3._measure import Shape, Timer, geometric_mean
+from flash_attn3.bench import Shape, Timer, geometric_mean
 
 OURS = bench.OURS
 CONTENDERS = (OURS, 'sdpa flash', 'sdpa cudnn')

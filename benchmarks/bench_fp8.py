@@ -3,7 +3,7 @@
     python -m benchmarks.bench_fp8                        # on a Hopper GPU, half a minute
     python -m benchmarks.bench_fp8 --device cpu --quick   # tries the machinery, seconds
 
-Contenders of a cell take turns; see flash_attn3/_measure.py for what a figure is. Those named e4m3
+Contenders of a cell take turns; see flash_attn3/bench for what a figure is. Those named e4m3
 take tensors that were quantised before the clock runs; fp8_func takes the 16-bit ones, and rotates
 and quantises them in its time. Each is checked against fp32 attention of the 16-bit tensors once.
 The shares of the peak of all but the first are of that of FP8. The JSON file is written after every
@@ -25,9 +25,9 @@ from torch import Tensor
 import flash_attn3
 from benchmarks import harness, shapes
 from benchmarks.bench_quantize import in_turn
-from flash_attn3 import (_measure, bench, flash_attn_fp8_func, flash_attn_varlen_fp8_func,
+from flash_attn3 import (bench, flash_attn_fp8_func, flash_attn_varlen_fp8_func,
                          quantize_fp8)
-from flash_attn3._measure import DTYPES, Shape, Timer, geometric_mean
+from flash_attn3.bench import DTYPES, Shape, Timer, geometric_mean
 from flash_attn3.quantize import KV_BLOCK, Q_BLOCK
 
 BY_HEAD, BY_BLOCK, PROMOTE, QUANTIZED = 'e4m3', 'e4m3 by block', 'e4m3 promote', 'fp8_func'
@@ -76,7 +76,7 @@ def select(quick: bool, cpu: bool, dtype: str) -> list[Shape]:
 
 def make_sets(shape: Shape, device: torch.device) -> list[Inputs]:
     """Twice as many as in 16 bits: e4m3 tensors, half as large, have to exceed L2 too."""
-    return [inputs for seed in range(2) for inputs in _measure.make_inputs(shape, device, seed)]
+    return [inputs for seed in range(2) for inputs in bench.make_inputs(shape, device, seed)]
 
 
 def quantized(inputs: Inputs, granularity: str, lists: dict[str, Tensor]) -> tuple[Inputs, dict]:
@@ -91,7 +91,7 @@ def quantized(inputs: Inputs, granularity: str, lists: dict[str, Tensor]) -> tup
 
 def make_calls(shape: Shape, sets: Sequence[Inputs]) -> dict[str, list[Callable[[], Tensor]]]:
     """Of each contender the calls on every set."""
-    attention = _measure.function_of(flash_attn3, shape, sets[0][0].device)
+    attention = bench.function_of(flash_attn3, shape, sets[0][0].device)
     options = attention.keywords
     lists = {'cu_seqlens': options['cu_seqlens_q']} if shape.lengths else {}
     fp8_func = flash_attn_varlen_fp8_func if shape.lengths else flash_attn_fp8_func
@@ -121,13 +121,13 @@ def measure(shape: Shape, device: torch.device, rounds: int, target_ms: float) -
     names = (shape.dtype, *FP8)
     for name, calls in make_calls(shape, sets).items():
         try:
-            error = _measure.error_of(shape, calls[0](), sets[0])
+            error = bench.error_of(shape, calls[0](), sets[0])
             ready[name] = in_turn(calls)
             checks[name] = error, timer.host_us(ready[name], HOST_CALLS)
         except Exception as failure:
             ready.pop(name, None)
             left_out[name] = bench.reason(failure)
-    figures = _measure.interleaved(
+    figures = bench.interleaved(
         ready, timer, rounds, lambda name, error: left_out.update({name: bench.reason(error)}))
     return [dict(name=name, na=left_out[name]) if name in left_out
             else result_of(bench.result(shape, device, name, figures[name], *checks[name]))

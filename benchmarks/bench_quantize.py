@@ -3,7 +3,7 @@
     python -m benchmarks.bench_quantize                        # on a Hopper GPU, seconds
     python -m benchmarks.bench_quantize --device cpu --quick   # tries the machinery
 
-Both take turns, as flash_attn3/_measure.py says; a figure is the bytes that have to be read and
+Both take turns, as flash_attn3/bench says; a figure is the bytes that have to be read and
 written, each once, over time. Scales of more rows than the GPU holds read the input twice, and are
 counted once. The JSON file has GB/s and the share of the copy's.
 """
@@ -18,7 +18,7 @@ import torch
 from benchmarks import harness, shapes
 from benchmarks.quantize_cells import Cell, bytes_of, in_turn, make_inputs, options_of
 from flash_attn3 import quantize_fp8
-from flash_attn3._measure import DTYPES, ROTATED_BYTES, Figure, Timer
+from flash_attn3.bench import DTYPES, ROTATED_BYTES, Figure, Timer
 
 # Copies are of whole ones: 50,333,024 bytes took 31 us, 50,335,744 bytes 28 (H200, 2026-11-22).
 COPY_STEP = 4096

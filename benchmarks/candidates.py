@@ -17,7 +17,7 @@ import torch
 
 from build_tools import native, toolchain, units
 from build_tools.toolchain import Cuda
-from flash_attn3 import _measure, bench
+from flash_attn3 import bench
 
 TEMPLATE = pathlib.Path(__file__).with_name('candidate.cu.in')
 FOLDER = units.BUILD / 'candidates'
@@ -102,23 +102,23 @@ def attention_of(library: pathlib.Path, causal: bool) -> Callable[..., torch.Ten
     return lambda q, k, v: forward(q, k, v)[0]
 
 
-def compare(shape: _measure.Shape, functions: dict[str, Callable[..., torch.Tensor]],
-            timer: _measure.Timer, rounds: int, device: torch.device) -> list[dict]:
+def compare(shape: bench.Shape, functions: dict[str, Callable[..., torch.Tensor]],
+            timer: bench.Timer, rounds: int, device: torch.device) -> list[dict]:
     """A result (flash_attn3.bench.result) of each function(q, k, v), which take turns; name and
     `na`, the reason, of those that do not run or are wrong."""
-    sets = _measure.make_inputs(shape, device)
+    sets = bench.make_inputs(shape, device)
     calls, errors, left_out = {}, {}, {}
     for name, function in functions.items():
         try:
-            errors[name] = _measure.relative_error(function(*sets[0]), sets[0], shape.causal)
+            errors[name] = bench.relative_error(function(*sets[0]), sets[0], shape.causal)
         except RuntimeError as failure:
             left_out[name] = bench.reason(failure)
             continue
-        if errors[name] < _measure.WRONG:
-            calls[name] = _measure.Contender(name, function).rotating(sets)
+        if errors[name] < bench.WRONG:
+            calls[name] = bench.Contender(name, function).rotating(sets)
         else:
             left_out[name] = f'wrong, error {errors[name]:.2g}'
-    figures = _measure.interleaved(
+    figures = bench.interleaved(
         calls, timer, rounds, lambda name, error: left_out.update({name: bench.reason(error)}))
     return [dict(name=name, na=left_out[name]) if name in left_out
             else bench.result(shape, device, name, figures[name], errors[name], None)

@@ -2,7 +2,7 @@
 
 Monitor samples the GPU with nvidia-smi; environment() says what was measured on what; save() and
 plot() write results/<subject>.json and .png, in place of the record of the run before. The timing
-is flash_attn3/_measure.py.
+is flash_attn3/bench.
 """
 from __future__ import annotations
 

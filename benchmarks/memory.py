@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import harness, shapes
-from flash_attn3 import _measure, bench, planning
-from flash_attn3._measure import Shape
+from flash_attn3 import bench, planning
+from flash_attn3.bench import Shape
 
 OURS = bench.OURS
 TOKENS = 65536
@@ -50,11 +50,11 @@ def cells_of(seqlens: Sequence[int]) -> list[Shape]:
 
 def expected_bytes(shape: Shape) -> dict[str, int]:
     """What lives at the peak, part by part. It is in the backward, when all of this is there."""
-    itemsize = _measure.DTYPES[shape.dtype].itemsize
+    itemsize = bench.DTYPES[shape.dtype].itemsize
     sizes_q = shape.batch, shape.seqlen_q, shape.heads, shape.head_dim
     sizes_k = shape.batch, shape.seqlen_k, shape.heads_k, shape.head_dim
     facts = planning.plan_backward(sizes_q, sizes_k, causal=shape.causal,
-                                   dtype=_measure.DTYPES[shape.dtype])
+                                   dtype=bench.DTYPES[shape.dtype])
     like_q = shape.batch * shape.seqlen_q * shape.heads * shape.head_dim * itemsize
     like_k = shape.batch * shape.seqlen_k * shape.heads_k * shape.head_dim * itemsize
     return dict(out=like_q, lse=4 * shape.batch * shape.heads * shape.seqlen_q, dq=like_q,
@@ -107,7 +107,7 @@ def measure(shape: Shape, device: torch.device, steps: Mapping[str, MakeStep]) -
     """One dict a contender: `name`, and the counts or 'na' with the reason. On the CPU none."""
     if device.type != 'cuda':
         return []
-    inputs = _measure.make_inputs(replace(shape, backward=True), device)[0]
+    inputs = bench.make_inputs(replace(shape, backward=True), device)[0]
     results = []
     for name, make in steps.items():
         torch.cuda.empty_cache()

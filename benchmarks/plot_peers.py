@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flash_attn3._measure import geometric_mean
+from flash_attn3.bench import geometric_mean
 
 OURS = 'ours'
 SECTIONS = {'fwd': 'Forward, bf16', 'bwd': 'Backward, bf16',

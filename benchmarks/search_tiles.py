@@ -20,7 +20,7 @@ from rich.table import Table
 import flash_attn3
 from benchmarks import harness, shapes
 from benchmarks.candidates import DTYPES, Candidate, attention_of, build, compare
-from flash_attn3 import _measure
+from flash_attn3 import bench
 
 BASELINE = 'flash_attn3'
 
@@ -44,14 +44,14 @@ def read_candidates(text: str) -> list[Candidate]:
     return candidates
 
 
-def measure(shape: _measure.Shape, libraries: dict[str, pathlib.Path],
+def measure(shape: bench.Shape, libraries: dict[str, pathlib.Path],
             args: argparse.Namespace) -> dict[str, float]:
     """TFLOP/s of the package and of each candidate that runs and is right."""
     device = torch.device('cuda')
     functions = {BASELINE: lambda q, k, v: flash_attn3.flash_attn_func(q, k, v,
                                                                        causal=shape.causal)}
     functions |= {name: attention_of(path, shape.causal) for name, path in libraries.items()}
-    timer = _measure.Timer(device, args.target_ms)
+    timer = bench.Timer(device, args.target_ms)
     results = compare(shape, functions, timer, args.rounds, device)
     for result in results:
         if 'na' in result:
@@ -70,7 +70,7 @@ def show(cells: Sequence[dict], console: Console) -> None:
             rates = [c['tflops'].get(name) for c in mine]
             ratios = [rate / c['tflops'][BASELINE] for rate, c in zip(rates, mine) if rate]
             table.add_row(name, *(f'{rate:.0f}' if rate else 'n/a' for rate in rates),
-                          f'{_measure.geometric_mean(ratios):.3f}')
+                          f'{bench.geometric_mean(ratios):.3f}')
         console.print(table)
 
 

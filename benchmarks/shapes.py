@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flash_attn3._measure import Shape
+from flash_attn3.bench import Shape
 
 TOKENS = 16384
 HIDDEN = 2048

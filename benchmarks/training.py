@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import harness
 from examples import train_gpt
-from flash_attn3 import _measure, bench
+from flash_attn3 import bench
 
 OURS, SDPA, EXACT, CONTROL, FP8 = 'flash_attn3', 'sdpa', 'math', 'math in fp64', 'fp8'
 EARLY_STEPS = 20
@@ -183,7 +183,7 @@ def take_turns(options: argparse.Namespace, text: Tensor, args: argparse.Namespa
             del runs[name]
     tokens = args.turn_steps * options.batch * options.seqlen
     rates: dict[str, list[float]] = {name: [] for name in runs}
-    for name in _measure.turn_order(list(runs), args.rounds):
+    for name in bench.turn_order(list(runs), args.rounds):
         start = train_gpt.now(options.device)
         advance(runs[name], args.turn_steps)
         rates[name].append(tokens / (train_gpt.now(options.device) - start))

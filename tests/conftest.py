@@ -7,7 +7,10 @@ the tests themselves on a machine without a GPU; `--device emulated` runs the ke
 from __future__ import annotations
 
 import gc
+import os
+from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -15,7 +18,11 @@ from flash_attn3 import _library
 
 from tests.emulator.library import LIBRARY, Emulator
 
+MOST_KEPT_BYTES = 1 << 30    # by an allocator between tests; other processes share the GPU
 EMULATOR = pytest.StashKey[Emulator]()
+# A fifth and 20 times of what tests ask for: tests/cpu/drawn.py.
+hypothesis.settings.register_profile('fast', max_examples=20)
+hypothesis.settings.register_profile('long', max_examples=2000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,11 +31,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if workers := os.environ.get('PYTEST_XDIST_WORKER_COUNT'):
+        # Threads of several processes would wait for each other's cores.
+        threads = max(1, (os.cpu_count() or 1) // int(workers))
+        os.environ['OMP_NUM_THREADS'] = str(threads)    # of processes that tests start
+        torch.set_num_threads(threads)
     if config.getoption('--device') == 'emulated':
         if not LIBRARY.exists():
             raise pytest.UsageError(f'--device emulated: expected {LIBRARY.name}; hint: '
                                     'python -m tests.emulator.build, with some variants')
         config.stash[EMULATOR] = Emulator(LIBRARY)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A selection of the emulator's of which all was skipped is an error."""
+    reporter = session.config.pluginmanager.get_plugin('terminalreporter')
+    if EMULATOR in session.config.stash and reporter and not reporter.stats.get('passed'):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def missing_hopper() -> str:
@@ -81,6 +100,13 @@ def needs_memory(cuda: torch.device):
             pytest.skip(f'needs {gigabytes:g} GB of GPU memory; {free:.0f} GB are free')
     yield check
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _memory_goes_back() -> Iterator[None]:
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > MOST_KEPT_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -81,6 +81,8 @@ class GeneralCase:
     data: str = 'normal'                    # a name in cases.DATA
     logit_std: float = 1.0                  # of the scaled scores
     dlse: bool = True                       # whether a gradient comes back to the LSE
+    lse: bool = True                        # whether the LSE is asked for
+    gradients: bool = True                  # and gradients
 
     def __str__(self) -> str:
         changed = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
@@ -97,7 +99,7 @@ class GeneralCase:
 
     @property
     def has_gradients(self) -> bool:
-        return self.columns_v <= MOST_GRADIENT_COLUMNS
+        return self.gradients and self.columns_v <= MOST_GRADIENT_COLUMNS
 
     @property
     def score(self) -> Score:
@@ -138,11 +140,15 @@ class GeneralCase:
             change, dtype = SINKS[self.sinks]
             s_aux = change(normal(heads_q)).to(dtype)
         return Tensors(Inputs(*rows[:3], s_aux), rows[3],
-                       rows[4].transpose(-1, -2).contiguous() if self.dlse else None,
+                       rows[4].transpose(-1, -2).contiguous()
+                       if self.dlse and self.lse else None,
                        self.lists(device))
 
     def _batched(self, rows: Tensor) -> Tensor:
-        return rows[0] if self.is_packed else rows[0].unflatten(0, (len(self.lengths), -1))
+        if self.is_packed:
+            return rows[0]
+        batch = len(self.lengths)
+        return rows[0].unflatten(0, (batch, rows.size(1) // batch))
 
     def lists(self, device: str | torch.device) -> dict:
         if not self.is_packed:
@@ -162,7 +168,7 @@ class GeneralCase:
         return {'softmax_scale': self.softmax_scale, 'causal': self.causal,
                 'window_size': self.window, 'attention_chunk': self.chunk, 'softcap': self.softcap,
                 'pack_gqa': self.pack_gqa, 'deterministic': self.deterministic,
-                'return_attn_probs': True, 'return_max_logits': self.max_logits}
+                'return_attn_probs': self.lse, 'return_max_logits': self.max_logits}
 
 
 def forward(case: GeneralCase, tensors: Tensors, **changes) -> tuple[Tensor, ...]:
@@ -172,18 +178,32 @@ def forward(case: GeneralCase, tensors: Tensors, **changes) -> tuple[Tensor, ...
                     | {'s_aux': tensors.inputs.s_aux} | changes)
 
 
+def named(case: GeneralCase,
+          returned: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(out, lse, max_logits) of what a function returned; None for what was not asked for."""
+    out, *others = returned if isinstance(returned, tuple) else (returned,)
+    assert len(others) == case.lse + case.max_logits
+    lse = others.pop(0) if case.lse else None
+    return out, lse, others[0] if others else None
+
+
 def run(case: GeneralCase, tensors: Tensors, **changes) -> Results:
     """Results of the call and, where there are any, gradients."""
     if not case.has_gradients:
-        out, lse, *max_logits = forward(case, tensors, **changes)
-        return Results(out, lse, *max_logits or [None], *[None] * 4)
+        return Results(*named(case, forward(case, tensors, **changes)), *[None] * 4)
     leaves = Inputs(*(None if x is None else x.detach().requires_grad_() for x in tensors.inputs))
-    out, lse, *max_logits = forward(case, tensors._replace(inputs=leaves), **changes)
-    assert not (max_logits and max_logits[0].requires_grad)
-    outputs, given = (out, lse), (tensors.dout, tensors.dlse)
-    if tensors.dlse is None:
-        outputs, given = outputs[:1], given[:1]
-    named = [x for x in leaves if x is not None]
-    gradients = torch.autograd.grad(outputs, named, given)
-    return Results(out.detach(), lse.detach(), *max_logits or [None],
+    returned = named(case, forward(case, tensors._replace(inputs=leaves), **changes))
+    wanted = [x for x in leaves if x is not None]
+    gradients = gradients_of(returned, wanted, tensors)
+    return Results(*(x if x is None else x.detach() for x in returned),
                    *gradients, *[None] * (4 - len(gradients)))
+
+
+def gradients_of(returned: tuple[Tensor, Tensor | None, Tensor | None], wanted: list[Tensor],
+                 tensors: Tensors) -> tuple[Tensor, ...]:
+    """Of what named() gave, by the gradients in tensors."""
+    out, lse, max_logits = returned
+    assert max_logits is None or not max_logits.requires_grad
+    if lse is None or tensors.dlse is None:
+        return torch.autograd.grad(out, wanted, tensors.dout)
+    return torch.autograd.grad((out, lse), wanted, (tensors.dout, tensors.dlse))

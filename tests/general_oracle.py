@@ -101,9 +101,9 @@ def check(case: GeneralCase, tensors: Tensors, got: Results) -> None:
     got = packed_results(case, got)
     ref = expected(case, packed, torch.float64)
     pt = expected(case, packed, tensors.inputs.q.dtype)
-    compare.check_lse(got.lse, ref.lse)
-    if got.max_logits is not None:
-        compare.check_lse(got.max_logits, ref.max_logits, 'max_logits')
+    for name in ('lse', 'max_logits'):
+        if getattr(got, name) is not None:
+            compare.check_lse(getattr(got, name), getattr(ref, name), name)
     compare.check_close(got.out, ref.out, pt.out, 'out')
     if case.has_gradients:
         floors = _floors(case, packed)
@@ -125,7 +125,7 @@ def check_shapes(case: GeneralCase, tensors: Tensors, got: Results) -> None:
               'dk': (k.shape, q.dtype), 'dv': (v.shape, q.dtype)}
     if s_aux is not None:
         shapes['ds_aux'] = (s_aux.shape, s_aux.dtype)
-    wanted = ['out', 'lse'] + ['max_logits'] * case.max_logits
+    wanted = ['out'] + ['lse'] * case.lse + ['max_logits'] * case.max_logits
     if case.has_gradients:
         wanted += ['dq', 'dk', 'dv'] + ['ds_aux'] * (s_aux is not None)
     for name, x in got._asdict().items():

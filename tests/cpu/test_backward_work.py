@@ -3,16 +3,19 @@ queries, under the schedule of dispatch/plan_backward.cpp. Packed sequences: tes
 
 A tile of keys is that of a cluster: its CTAs share it out, and have the same steps.
 """
+import functools
 from collections import Counter
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
+import torch
 
 from csrc.instances.variants import BACKWARD
 from flash_attn3 import _plan
 from tests import _host
+from tests.cpu.drawn import examples
 from tests.cpu.masks import CAUSAL, FULL, GENERAL, mask_of_kind, sees
 from tests.cpu.masks import NAMES as MASK_KINDS
 from tests.cpu.test_plan import ceil_div
@@ -72,7 +75,7 @@ sizes = st.tuples(st.integers(1, 4), st.integers(1, 700), st.integers(1, 1500), 
 
 @each_variant
 @given(sizes, st.data(), st.booleans(), st.integers(1, 140), st.integers(0, 1 << 22))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_tile_of_keys_has_one_cluster(name, sizes, data, deterministic, sm_count, l2_bytes):
     """Also where causal sections are small: few multiprocessors, little L2."""
     batch, seqlen_q, seqlen_k, heads_q, heads_k = sizes
@@ -97,7 +100,7 @@ def test_every_tile_of_keys_has_one_cluster(name, sizes, data, deterministic, sm
 
 @each_variant
 @given(sizes, st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_steps_are_the_tiles_of_queries_of_every_head(name, sizes, data):
     """Once each, masked at the ends; the places in the workspaces do not collide. Keys that no
     query sees have none.
@@ -116,6 +119,13 @@ def test_steps_are_the_tiles_of_queries_of_every_head(name, sizes, data):
     assert plan['rows'] == ceil_div(seqlen_q, plan['tile_m']) * plan['tile_m'] * heads_q * batch
 
 
+@functools.cache
+def visible(seqlen_q, seqlen_k, mask):
+    """(seqlen_q, seqlen_k): 1 where the query sees the key."""
+    return torch.tensor([[int(sees(query, key, seqlen_q, seqlen_k, mask))
+                          for key in range(seqlen_k)] for query in range(seqlen_q)])
+
+
 @each_variant
 @pytest.mark.parametrize('seqlen_q, seqlen_k', [(1, 1), (130, 257), (257, 130), (70, 192)])
 def test_every_visible_pair_is_computed_once(name, seqlen_q, seqlen_k):
@@ -123,19 +133,15 @@ def test_every_visible_pair_is_computed_once(name, seqlen_q, seqlen_k):
     kind = FACTS[name]['mask']
     for mask in GENERAL if kind == 'general' else [some_mask(name)]:
         plan, _, ctas = work_of(name, (1, seqlen_q, seqlen_k, 2, 1), mask)
-        tile_m = plan['tile_m']
-        computed = Counter()
+        tile_m, pairs = plan['tile_m'], visible(seqlen_q, seqlen_k, mask)
+        computed = torch.zeros(2, seqlen_q, seqlen_k, dtype=torch.long)
         for (_, _, key_begin, *_), steps in ctas:
+            keys = slice(key_begin, key_begin + keys_of_cta(plan))
             for head, m, is_masked, *_ in steps:
-                queries = range(m * tile_m, min((m + 1) * tile_m, seqlen_q))
-                computed.update(
-                    (head, query, key) for query in queries
-                    for key in range(key_begin, key_begin + keys_of_cta(plan))
-                    if not is_masked or sees(query, key, seqlen_q, seqlen_k, mask))
-        assert computed == Counter(
-            (head, query, key) for head, query, key in product(range(2), range(seqlen_q),
-                                                               range(seqlen_k))
-            if sees(query, key, seqlen_q, seqlen_k, mask))
+                queries = slice(m * tile_m, (m + 1) * tile_m)
+                assert is_masked or keys.stop <= seqlen_k
+                computed[head, queries, keys] += pairs[queries, keys] if is_masked else 1
+        assert computed.equal(pairs.expand(2, -1, -1))
 
 
 @each_variant

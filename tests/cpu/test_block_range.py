@@ -1,11 +1,12 @@
 """core/block_range.h against an O(n^2) mask: which K tiles a tile of queries needs, and which of
 them without masking.
 """
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from tests import _host
+from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import Drawn, masks
 
 TILE_N = (16, 48, 80, 128, 176)
@@ -36,7 +37,7 @@ LENGTHS = st.integers(1, 400), st.integers(0, 700)
 
 
 @given(masks(300), *LENGTHS, st.integers(1, 200), st.sampled_from(TILE_N), st.integers(0, 2**16))
-@settings(max_examples=600, deadline=None)
+@examples(600)
 def test_against_every_key_of_every_query(mask, seqlen_q, seqlen_k, positions, tile_n, pick):
     begin = pick % seqlen_q // positions * positions
     check_tile(mask, begin, begin + positions, seqlen_q, seqlen_k, tile_n)
@@ -59,7 +60,7 @@ def test_every_tile_of_a_problem(mask, seqlen_q, seqlen_k, tile_n):
 
 @given(masks(300), *LENGTHS, st.sampled_from([1, 3, 64]), st.integers(1, 3),
        st.sampled_from(TILE_N), st.integers(0, 2**16))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_share_of_a_warpgroup(mask, seqlen_q, seqlen_k, pack, warpgroups, tile_n, pick):
     """A warpgroup visits the K tiles of its tile, and masks those that its own rows do not wholly
     see: with no masking in the others, nothing hidden is let through.
@@ -80,7 +81,7 @@ def test_the_share_of_a_warpgroup(mask, seqlen_q, seqlen_k, pack, warpgroups, ti
 
 @given(masks(300), *LENGTHS, st.sampled_from([1, 3, 64]), st.integers(2, 3),
        st.sampled_from(TILE_N), st.integers(0, 3), st.integers(0, 2**16))
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_what_a_warpgroup_leaves_out(mask, seqlen_q, seqlen_k, pack, warpgroups, tile_n, most,
                                      pick):
     """K tiles that it does not see, as many as allowed; one that it does is always left."""

@@ -16,6 +16,8 @@ import third_party.fetch
 from build_tools import native, toolchain, units
 from tests.checkout import copy_checkout, link_package, new_environment, run, site_packages
 
+pytestmark = pytest.mark.slow
+
 BUILD_LINE = re.compile(r'flash_attn3.build: (\d+) units, (\d+) from the cache')
 
 

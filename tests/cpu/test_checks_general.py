@@ -246,7 +246,8 @@ def test_output_in_the_memory_of_an_input(name):
     (packed, 'dout', (300, 4, 64), '(300, 8, 64)'),
     (packed, 'out', (1, 300, 8, 64), '(300, 8, 64)'),
     (packed, 'lse', (300, 8), '(8, 300)'),
-    (packed, 'dlse', (1, 8, 300), '(8, 300)')], ids=str)
+    (packed, 'dlse', (1, 8, 300), '(8, 300)')],
+    ids=lambda x: getattr(x, '__name__', str(x)))
 def test_bad_gradients(make, name, wrong, right):
     dtype = 'float32' if 'lse' in name else 'bfloat16'
     assert backward(make(), **{name: tensor(*wrong, dtype=dtype)}) == error_text(

@@ -7,6 +7,8 @@ from flash_attn3 import flash_attn_func
 
 from tests.cases import Case
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():

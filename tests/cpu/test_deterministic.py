@@ -5,7 +5,7 @@ from collections import Counter, defaultdict, deque
 import random
 
 from functorch.compile import make_boxed_func
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
 
 from tests import _host
+from tests.cpu.drawn import examples
 from tests.cpu.masks import FULL, mask_of_kind
 from tests.cpu.packed import batches
 from tests.cpu.test_backward_work import (FACTS, TILE_OF, causal_or_full, clusters_of, each_packed,
@@ -131,7 +132,7 @@ SQUARE = 2, 512, 512, 4, 2
 @each_variant
 @given(sizes, st.data(), st.integers(1, 40), st.integers(0, 1 << 22), st.integers(1, 20),
        st.integers(1, 2), st.integers(0, 999))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_no_cluster_waits_forever(name, sizes, data, sm_count, l2_bytes, residents, lead, seed):
     """However few run at a time, and however fast each is."""
     mask = data.draw(mask_of_kind(FACTS[name]['mask']))
@@ -141,7 +142,7 @@ def test_no_cluster_waits_forever(name, sizes, data, sm_count, l2_bytes, residen
 
 @each_packed
 @given(batches(), st.data(), st.integers(1, 20), st.integers(1, 2), st.integers(0, 999))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_no_cluster_of_a_packed_batch_waits_forever(name, batch, data, residents, lead, seed):
     mask = data.draw(mask_of_kind(FACTS[name]['mask']))
     work = adds_of(name, batch.sizes, mask, batch.lengths, sm_count=data.draw(st.integers(1, 40)))
@@ -167,7 +168,7 @@ def check_order(work):
 
 @each_variant
 @given(sizes, st.data(), st.integers(1, 140), st.integers(0, 1 << 22))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_turns_count_up_in_the_order_of_work(name, sizes, data, sm_count, l2_bytes):
     """From 0, without a gap, for every tile of dQ: a cluster waits for earlier ones only, and for
     all.
@@ -178,7 +179,7 @@ def test_turns_count_up_in_the_order_of_work(name, sizes, data, sm_count, l2_byt
 
 @each_packed
 @given(batches(), st.data(), st.integers(1, 140), st.integers(0, 1 << 22))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_turns_of_a_packed_batch_count_up(name, batch, data, sm_count, l2_bytes):
     mask = data.draw(mask_of_kind(FACTS[name]['mask']))
     check_order(adds_of(name, batch.sizes, mask, batch.lengths, sm_count=sm_count,

@@ -1,6 +1,7 @@
 """Two processes that train together: DDP and FSDP2, with gloo on the CPU."""
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.cpu.layer import Layer
+
+pytestmark = pytest.mark.slow
 
 
 def gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tables
-from flash_attn3 import bench
+from flash_attn3.bench import Shape, __main__ as bench
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = tables.pages()
@@ -122,7 +122,7 @@ def test_commands_run(monkeypatch, capsys):
         runpy.run_module('flash_attn3.explain', run_name='__main__')
         assert capsys.readouterr().out.startswith(('variant ', '| '))
     shapes = [bench.shape_of(bench.parse(options)) for options in commands('flash_attn3.bench')]
-    assert bench.Shape(2, 4096, 4096, 16, 4, 128, causal=True) in shapes
+    assert Shape(2, 4096, 4096, 16, 4, 128, causal=True) in shapes
 
 
 def test_modules_named_in_commands_exist():

@@ -14,6 +14,8 @@ from tests.emulator import build
 from tests.emulator.library import Emulator
 from tests.emulator.ptx import PtxError, read_kernels
 
+pytestmark = pytest.mark.slow
+
 HEAD = '''.version 9.0
 .target sm_90a
 .address_size 64

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -20,6 +20,7 @@ from flash_attn3.reference import Inputs, Lengths, Mask, Score
 from flash_attn3.reference_fp8 import Scales
 
 from tests import compare, derivative_calls
+from tests.cpu.drawn import examples
 from tests.cpu.test_reference_packed import ints, starts
 from tests.fp8_data import (E4M3, check_fp8, check_gradients, descales, given_gradients,
                             quantize_all)
@@ -100,7 +101,7 @@ def test_dense(is_rotated, granularity, options):
 def test_packed(granularity, options):
     inputs, lists, pairs = packed()
     values, scales = quantize_all(*inputs, granularity, True, lists=pairs)
-    for x, (cu, used) in zip(values, (pairs[0], pairs[1], pairs[1])):
+    for x, (cu, _) in zip(values, (pairs[0], pairs[1], pairs[1])):
         x[cu[-1]:] = torch.nan
     options = with_sinks(options, 4)
     results = flash_attn_varlen_func(*values, **lists, **descales(scales), **options, **BOTH)
@@ -287,7 +288,7 @@ def test_the_bar_finds_what_is_wrong():
             check_fp8(out.bfloat16(), inputs, scales, score)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(sizes=st.tuples(st.integers(1, 80), st.integers(1, 140)), group=st.integers(1, 3),
        causal=st.booleans(), window=st.tuples(st.integers(-1, 60), st.integers(-1, 60)),
        softcap=st.sampled_from([0.0, 2.0]), granularity=st.sampled_from(list(BLOCKS)),

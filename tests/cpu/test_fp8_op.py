@@ -18,6 +18,8 @@ from tests.cpu.test_general_op import LENGTHS, inputs
 from tests.cpu.test_reference_packed import ints, starts
 from tests.fp8_data import E4M3, descales, quantize_all
 
+pytestmark = pytest.mark.slow
+
 OPS = torch.ops.flash_attn3
 KINDS = pytest.mark.parametrize('kind', ['dense', 'packed'])
 EVERY_GRANULARITY = pytest.mark.parametrize('granularity', BLOCKS)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
@@ -14,6 +14,7 @@ from flash_attn3.reference import Inputs, Mask, Score
 
 from tests import compare, derivative_calls
 from tests.cpu import by_row
+from tests.cpu.drawn import examples
 
 FEATURES = {
     'causal': {'causal': True, 'softcap': 1.0},
@@ -92,7 +93,7 @@ def test_every_feature(seqlens, options):
 @given(st.integers(0, 2), st.integers(0, 7), st.integers(0, 7),
        st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]), by_row.SCORES, st.booleans(),
        st.integers(0, 1 << 20))
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 def test_combinations(batch, seqlen_q, seqlen_k, heads, score, sinks, seed):
     torch.manual_seed(seed)
     inputs = by_row.random_inputs((batch, seqlen_q, heads[0], 4), (batch, seqlen_k, heads[1], 4), 3,

@@ -212,6 +212,7 @@ def test_one_compilation_for_many_lengths(as_tensor):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_one_graph_with_the_default_backend():
     arguments = [x.detach() if isinstance(x, Tensor) else x for x in varlen_arguments()]
     torch.testing.assert_close(torch.compile(varlen, fullgraph=True)(*arguments),

@@ -1,13 +1,14 @@
 """dispatch/general_problem.cpp: what becomes of a call's mask. Whatever is dropped, the visible
 pairs stay the same.
 """
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 import torch
 
 from flash_attn3.reference import Mask
 from tests import _host
+from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import limits
 
 NONE = (-1, -1, 0)
@@ -32,7 +33,7 @@ def assert_same_pairs(kind, mask, expected, seqlen_q, seqlen_k):
 
 
 @given(st.integers(1, 50), st.integers(0, 50), *CALLS, st.sampled_from([0.0, 30.0]), st.booleans())
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_dense_calls_keep_their_pairs(seqlen_q, seqlen_k, causal, left, right, chunk, softcap,
                                       max_logits):
     kind, mask, *lengths = problem(seqlen_q, seqlen_k, causal, (left, right, chunk), softcap,
@@ -44,7 +45,7 @@ def test_dense_calls_keep_their_pairs(seqlen_q, seqlen_k, causal, left, right, c
 
 
 @given(st.integers(1, 30), st.integers(0, 30), *CALLS, st.data())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_packed_calls_keep_their_pairs(total_q, total_k, causal, left, right, chunk, data):
     """For sequences of any lengths, whatever the caller says of the longest."""
     hints = data.draw(st.tuples(st.integers(0, 60), st.integers(0, 60)))

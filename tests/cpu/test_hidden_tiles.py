@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from tests import _host
+from tests.cpu.drawn import examples
 
 WARPGROUPS = 3
 Q_STAGES = 2
@@ -119,7 +120,7 @@ any_hidden = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=
 
 @pytest.mark.parametrize('stages, raw_stages', RINGS)
 @given(st.lists(st.tuples(st.integers(1, 12), any_hidden), min_size=1, max_size=8))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_no_warpgroup_waits_forever(stages, raw_stages, tiles):
     tiles = tiles_of(*zip(*tiles), _host.most_hidden_tiles(stages, raw_stages))
     assert Cta(tiles, stages, raw_stages).ends()

@@ -66,7 +66,7 @@ def test_foreign_includes(path: Path):
             assert stable, f'{name} is not part of the stable ABI'
         if first in ('cute', 'cutlass'):
             assert where == 'device/cute.h', 'CUTLASS comes in through device/cute.h alone'
-        if first.startswith('cuda') or first.startswith('driver_types'):
+        if first.startswith(('cuda', 'driver_types')):
             assert folder in ('device', 'forward', 'backward', 'ops'), f'{folder}/ is free of CUDA'
 
 

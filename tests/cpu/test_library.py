@@ -15,6 +15,8 @@ from flash_attn3 import _library, planning
 from tests import bad_inputs
 from tests.cases import Case
 
+pytestmark = pytest.mark.slow
+
 PROBE = 'from flash_attn3 import _library; print(_library.KERNELS_MISSING)'
 
 
@@ -61,14 +63,14 @@ OLD, NEW = 11080, 99000    # CUDA versions, older and newer than any that kernel
 OLD_DRIVER = re.compile(
     r'flash_attn3\.device: expected an NVIDIA driver for CUDA \d+\.0 or later \(series \d+\), '
     r'got a driver for CUDA 11\.8; hint: update the driver .*')
-CAN_USE = """
+CAN_USE = '''
 import flash_attn3
 import torch
 x = torch.ones(1, 3, 2, 64, dtype=torch.bfloat16)
 assert (flash_attn3.flash_attn_func(x, x, x) == x).all()
 assert not torch.cuda.is_initialized()
 print(*flash_attn3.can_use(x, x, x)[1], sep='\\n')
-"""
+'''
 ON_THE_CPU = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
 
 
@@ -175,7 +177,7 @@ def test_can_use_asks_for_the_kernel_of_every_feature(options, head_dim_v, name,
     q, k, v = (x.as_subclass(_OnGpu) for x in (q, k, v.repeat(1, 1, 1, head_dim_v // 64)))
     monkeypatch.setattr(planning, 'built_variants', lambda: [name])
     assert flash_attn3.can_use(q, k, v, **options) == (True, [])
-    monkeypatch.setattr(planning, 'built_variants', lambda: [])
+    monkeypatch.setattr(planning, 'built_variants', list)
     assert flash_attn3.can_use(q, k, v, **options) == (
         False, [f'flash_attn3.can_use: expected the kernel {name}, got a build without it'])
 

@@ -1,9 +1,10 @@
 """core/mask_limits.h and core/visible_pairs.h against the definition of the mask, key by key."""
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from tests import _host
+from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import Drawn, limits, masks
 
 LONGEST = 2**30
@@ -18,7 +19,7 @@ def assert_interval(interval, visible):
 
 
 @given(masks(40), st.integers(1, 50), st.integers(0, 50))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_keys_that_a_query_sees(mask, seqlen_q, seqlen_k):
     visible = mask.visible(seqlen_q, seqlen_k)
     for query in range(seqlen_q):
@@ -26,7 +27,7 @@ def test_keys_that_a_query_sees(mask, seqlen_q, seqlen_k):
 
 
 @given(masks(40), st.integers(1, 50), st.integers(1, 50))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_queries_that_see_a_key(mask, seqlen_q, seqlen_k):
     visible = mask.visible(seqlen_q, seqlen_k)
     for key in range(seqlen_k):
@@ -34,7 +35,7 @@ def test_queries_that_see_a_key(mask, seqlen_q, seqlen_k):
 
 
 @given(masks(40), st.integers(1, 50), st.integers(1, 50))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_intervals_grow_at_neither_end_when_the_place_goes_down(mask, seqlen_q, seqlen_k):
     """What the ranges of tiles rely on: they look at the first and the last query alone."""
     of_keys = [mask.of_kernels.keys(query, seqlen_q, seqlen_k) for query in range(seqlen_q)]
@@ -45,7 +46,7 @@ def test_intervals_grow_at_neither_end_when_the_place_goes_down(mask, seqlen_q, 
 
 
 @given(masks(40), st.integers(1, 50), st.integers(0, 50))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_visible_pairs_are_counted(mask, seqlen_q, seqlen_k):
     right = 0 if mask.kind == 'causal' else mask.right
     general = Drawn('general', mask.left, right, mask.chunk)
@@ -93,7 +94,7 @@ def near_the_ends(most):
 @given(st.builds(Drawn, st.just('general'), limits(NO_LIMIT), limits(NO_LIMIT),
                  st.one_of(st.just(0), near_the_ends(NO_LIMIT))),
        near_the_ends(LONGEST), near_the_ends(LONGEST), st.data())
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_huge_lengths_and_limits(mask, seqlen_q, seqlen_k, data):
     """Nothing overflows, whatever the lengths up to 2^30 and the limits that are kept."""
     position = data.draw(st.one_of(st.integers(0, seqlen_q - 1),
@@ -106,7 +107,7 @@ def test_huge_lengths_and_limits(mask, seqlen_q, seqlen_k, data):
 
 
 @given(masks(40), st.integers(1, 50), st.integers(1, 50))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_formulas_of_this_file(mask, seqlen_q, seqlen_k):
     right = 0 if mask.kind == 'causal' else mask.right
     general = Drawn('general', mask.left, right, mask.chunk)

@@ -4,11 +4,12 @@ tables filled as the kernel of schedule/prepare.cu fills them.
 from collections import Counter
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from tests import _host
+from tests.cpu.drawn import examples
 from tests.cpu.masks import NAMES, mask_of_kind
 from tests.cpu.packed import Batch, batches, nonsense
 from tests.cpu.test_backward_work import FACTS, clusters_of, each_packed, keys_of_cta, work_of
@@ -65,7 +66,7 @@ def test_the_room_can_be_needed(lengths):
 
 @each_packed
 @given(batches(), st.data(), st.booleans())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_every_tile_of_keys_has_one_cluster(name, batch, data, deterministic):
     """The others have none. The sum of a row's three coordinates is the row of the tensor. Keys
     that no sequence has are those of one without queries.
@@ -95,7 +96,7 @@ def test_every_tile_of_keys_has_one_cluster(name, batch, data, deterministic):
 
 @each_packed
 @given(batches(), st.data())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_tiles_of_queries_lie_in_the_order_of_the_batch(name, batch, data):
     """Each row is in one tile, those that no sequence has at the end; behind them there are none.
     """
@@ -111,7 +112,7 @@ def test_tiles_of_queries_lie_in_the_order_of_the_batch(name, batch, data):
 
 @each_packed
 @given(batches(), st.data())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_steps_find_their_rows_in_the_workspaces(name, batch, data):
     """A step's place is that of its head's tile, of which the first kernel has written the rows."""
     plan, row_tiles, ctas = work_of(name, batch.sizes, data.draw(mask_of_kind(FACTS[name]['mask'])),
@@ -126,7 +127,7 @@ def test_steps_find_their_rows_in_the_workspaces(name, batch, data):
 
 @each_packed
 @given(batches(most=12))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_the_longest_sequences_come_first(name, batch):
     mask = (NAMES[FACTS[name]['mask']], 40, 9, 0)
     plan, _, ctas = work_of(name, batch.sizes, mask, lengths=batch.lengths)
@@ -137,7 +138,7 @@ def test_the_longest_sequences_come_first(name, batch):
 
 @each_packed
 @given(nonsense(), st.data(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_nonsense_stays_inside(name, batch, data, deterministic):
     """The tensors and the workspaces."""
     mask = data.draw(mask_of_kind(FACTS[name]['mask']))

@@ -2,12 +2,13 @@
 """
 from fractions import Fraction
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from flash_attn3 import _plan
 from tests import _host
+from tests.cpu.drawn import examples
 
 NEVER, ALWAYS, HEURISTIC = 0, 1, 2
 MASKS = ['full', 'causal', 'general', 'softcap']    # numbers of core/mask_limits.h, MaskKind
@@ -91,7 +92,7 @@ def time_of_plan(variant, seqlen_q, seqlen_k, causal, heads):
 
 @given(seqlen_q=st.integers(1, 4096), seqlen_k=st.integers(1, 10000), heads=st.integers(1, 300),
        causal=st.booleans(), head_dim=st.sampled_from([64, 80, 128, 192, 256]))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_variant_that_takes_the_least_time(seqlen_q, seqlen_k, heads, causal, head_dim):
     """First the keys of a tile, by the lengths alone; then its rows, by what the busiest CTA does.
 
@@ -115,7 +116,7 @@ def test_variant_that_takes_the_least_time(seqlen_q, seqlen_k, heads, causal, he
        head_dim=st.sampled_from([64, 80, 128, 192, 256]), batch=st.integers(1, 50),
        heads_k=st.integers(1, 9), group=st.integers(1, 70), sm_margin=st.integers(0, 131),
        pack_gqa=st.sampled_from([NEVER, ALWAYS, HEURISTIC]))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_keys_of_a_tile_depend_on_the_lengths_alone(seqlen_q, seqlen_k, causal, head_dim, batch,
                                                     heads_k, group, sm_margin, pack_gqa):
     """They are what a result depends on: an entry gives the same bits in every batch."""
@@ -142,7 +143,7 @@ def test_small_problems_get_small_tiles(head_dim, causal):
        head_dim=st.sampled_from([64, 128, 256]),
        causal=st.booleans(), pack_gqa=st.sampled_from([NEVER, ALWAYS, HEURISTIC]),
        sm_margin=st.integers(0, 131))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_tiles_and_grid(batch, seqlen_q, seqlen_k, heads_k, group, head_dim, causal, pack_gqa,
                         sm_margin):
     facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
@@ -177,7 +178,7 @@ def test_pack_where_it_saves_padding(seqlen_q, group, packs):
 
 
 @given(st.integers(1, 3000), st.integers(2, 64))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_pack_needs_two_percent_less_work(seqlen_q, group):
     def useful_rows(pack_gqa):
         facts = plan(seqlen_q, batch=1, heads_q=group, heads_k=1, pack_gqa=pack_gqa)
@@ -235,7 +236,7 @@ def visible_pairs(seqlen_q, seqlen_k, causal):
 
 @given(seqlen_q=st.integers(1, 700), seqlen_k=st.integers(1, 700), causal=st.booleans(),
        pack_gqa=st.sampled_from([NEVER, ALWAYS]))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_work_counts_visible_pairs(seqlen_q, seqlen_k, causal, pack_gqa):
     facts = plan(seqlen_q, seqlen_k, batch=3, heads_q=6, heads_k=2, head_dim=64, causal=causal,
                  pack_gqa=pack_gqa)
@@ -303,7 +304,7 @@ def test_sections_give_every_cta_two_tiles():
        heads_k=st.integers(1, 12), group=st.integers(1, 8),
        head_dim=st.sampled_from([64, 128, 256]), pack_gqa=st.sampled_from([NEVER, ALWAYS]),
        sm_margin=st.integers(0, 131))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_sections_are_the_closest_to_pairs_of_rounds(batch, seqlen_q, seqlen_k, heads_k, group,
                                                      head_dim, pack_gqa, sm_margin):
     """Of two thirds of what fits into L2 (or of two tiles a CTA, if that is more) to all of it."""

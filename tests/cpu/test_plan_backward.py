@@ -3,13 +3,14 @@ written here, for every variant there is.
 """
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from csrc.instances.variants import BACKWARD
 from flash_attn3 import _plan
 from tests import _host
+from tests.cpu.drawn import examples
 from tests.cpu.masks import FULL
 from tests.cpu.test_backward_work import each_packed, some_mask, work_of
 from tests.cpu.test_plan import ceil_div
@@ -106,7 +107,7 @@ def test_a_softcap_has_square_variants():
        seqlen_q=st.integers(1, 50000), seqlen_k=st.integers(1, 50000), heads_k=st.integers(1, 9),
        group=st.integers(1, 70), causal=st.booleans(), dtype=st.sampled_from(DTYPES),
        deterministic=st.booleans())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_tiles_grid_and_workspace(dims, batch, seqlen_q, seqlen_k, heads_k, group, causal, dtype,
                                   deterministic):
     facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
@@ -130,7 +131,7 @@ def test_tiles_grid_and_workspace(dims, batch, seqlen_q, seqlen_k, heads_k, grou
        heads_k=st.integers(1, 40), group=st.integers(1, 8), sm_count=st.integers(1, 200),
        l2_bytes=st.integers(0, 100 << 20),
        dims=st.sampled_from(head_dims('bfloat16', 'causal')))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_causal_sections(batch, seqlen_q, seqlen_k, heads_k, group, sm_count, l2_bytes, dims):
     """Q and dO (2 bytes) and dQ (4) of a section fit into 30 % of L2; a tile for each SM."""
     facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
@@ -159,7 +160,7 @@ def packed_plan(name, batch, total_q, total_k, heads_q, heads_k, *, mask=FULL, d
 @each_packed
 @given(batch=st.integers(1, 40), total_q=st.integers(1, 3000), total_k=st.integers(0, 3000),
        heads_k=st.integers(1, 4), group=st.integers(1, 3), deterministic=st.booleans())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_packed_tiles_and_workspace(name, batch, total_q, total_k, heads_k, group, deterministic):
     """One grid for all lengths that there can be; parts that are copied as a whole lie at multiples
     of 32 bytes.

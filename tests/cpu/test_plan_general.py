@@ -1,12 +1,13 @@
 """dispatch/plan.cpp for windows, chunks, unequal head dims and packed sequences."""
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from flash_attn3 import _plan
 from tests import _host
+from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import Drawn, masks
 from tests.cpu.test_plan import H200, MASKS, ceil_div, plan
 
@@ -98,7 +99,7 @@ def plan_of(mask, *lengths, **others):
 
 @given(masks(600), st.integers(1, 700), st.integers(1, 700), st.integers(1, 4),
        st.sampled_from([64, 128, 256]))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_work_of_every_mask(mask, seqlen_q, seqlen_k, group, head_dim):
     facts = plan_of(mask, seqlen_q, seqlen_k, batch=3, heads_q=2 * group, heads_k=2,
                     head_dim=head_dim)
@@ -143,7 +144,7 @@ PACKED_SIZES = dict(batch=st.integers(0, 300), total_q=st.integers(0, 20000),
 
 
 @given(**PACKED_SIZES)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_packed_tiles_and_grid(batch, total_q, total_k, heads_k, group, head_dim, causal, sm_margin,
                                hint, has_seqused):
     facts = plan(hint, hint, batch=batch, total_q=total_q, total_k=total_k, heads_q=heads_k * group,
@@ -163,7 +164,7 @@ def test_packed_tiles_and_grid(batch, total_q, total_k, heads_k, group, head_dim
 
 @given(st.integers(0, 5000), st.lists(st.integers(0, 700), min_size=1, max_size=40),
        st.integers(1, 192))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_there_are_no_more_tiles_than_planned_for(unused, lengths, rows):
     """Sequences in a tensor that may have rows beyond them."""
     tiles = sum(ceil_div(length, rows) for length in lengths)
@@ -242,7 +243,7 @@ def test_packed_plans_say_nothing_of_lengths_that_nobody_knows():
 
 
 @given(**PACKED_SIZES)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_keys_of_a_tile_depend_on_the_said_lengths_alone(batch, total_q, total_k, heads_k, group,
                                                          head_dim, causal, sm_margin, hint,
                                                          has_seqused):

@@ -1,12 +1,13 @@
 """core/query_range.h against an O(n^2) mask: which tiles of queries a tile of keys meets, which of
 them without masking, and that core/block_range.h says the same from the side of the queries.
 """
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from flash_attn3 import _plan
 from tests import _host
+from tests.cpu.drawn import examples
 from tests.cpu.masks import CAUSAL, FULL, MASKS, any_mask, sees
 
 # (queries, keys): those of the kernels, and some that are no multiples of each other.
@@ -32,7 +33,7 @@ def check_tile(key_begin, seqlen_q, seqlen_k, tile, mask):
 
 
 @given(*lengths, st.sampled_from(TILES), any_mask)
-@settings(max_examples=250, deadline=None)
+@examples(250)
 def test_the_key_tiles_of_a_tile_of_queries(seqlen_q, seqlen_k, tile, mask):
     """Those that the forward would visit for it, which is what turns are counted by."""
     tile_m, tile_n = tile
@@ -45,7 +46,7 @@ def test_the_key_tiles_of_a_tile_of_queries(seqlen_q, seqlen_k, tile, mask):
 
 
 @given(*lengths, st.sampled_from(TILES), any_mask, st.integers(0, 2**16))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_against_every_key_of_every_query(seqlen_q, seqlen_k, tile, mask, pick):
     check_tile(pick % seqlen_k // tile[1] * tile[1], seqlen_q, seqlen_k, tile, mask)
 
@@ -60,7 +61,7 @@ def test_every_tile_of_a_problem(seqlen_q, seqlen_k, tile, mask):
 
 
 @given(st.integers(1, 120), st.integers(1, 120), any_mask)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_the_queries_of_each_key(seqlen_q, seqlen_k, mask):
     for key in range(seqlen_k):
         seeing = [query for query in range(seqlen_q) if sees(query, key, seqlen_q, seqlen_k, mask)]
@@ -68,7 +69,7 @@ def test_the_queries_of_each_key(seqlen_q, seqlen_k, mask):
 
 
 @given(st.integers(1, 300), st.sampled_from(TILES), any_mask)
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_without_queries_there_is_no_step(seqlen_k, tile, mask):
     for key_begin in range(0, seqlen_k, tile[1]):
         begin, _, _, end = _host.query_range(key_begin, 0, seqlen_k, *tile, mask)

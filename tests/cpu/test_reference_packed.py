@@ -3,13 +3,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flash_attn3 import reference
 from flash_attn3.reference import Inputs, Lengths, Mask, Score
 
 from tests.cpu import by_row
+from tests.cpu.drawn import examples
 
 SCORE = Score(0.7, 2.0, Mask(causal=True, window=(6, -1)))
 # Of a sequence: rows of q and k, then how many of each are used, as a share of 4.
@@ -64,7 +65,7 @@ def check_packed(inputs, lengths, score):
 
 
 @given(st.lists(sequences, max_size=5), st.booleans(), st.booleans(), st.booleans(), by_row.SCORES)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 def test_packed_is_each_sequence_alone(batch, use_q, use_k, sinks, score):
     lengths_q, lengths_k = [one[0] for one in batch], [one[1] for one in batch]
     used_q = ints([one[0] * one[2] // 4 for one in batch]) if use_q else None

@@ -3,13 +3,14 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flash_attn3 import reference
 from flash_attn3.reference import Inputs, Mask, Score
 
 from tests.cpu import by_row
+from tests.cpu.drawn import examples
 
 SHAPES = [(5, 5), (3, 8), (1, 4), (8, 3), (6, 1)]    # (seqlen_q, seqlen_k)
 VARIANTS = [Score(0.7, softcap=2.0), Score(0.7, mask=Mask(window=(2, 1))),
@@ -37,7 +38,7 @@ def check_against_definition(inputs, score):
 
 
 @given(by_row.MASKS, st.integers(0, 20), st.integers(0, 20))
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(300, derandomize=True)
 def test_masks_are_their_rules(mask, seqlen_q, seqlen_k):
     expected = [[not by_row.sees(mask, row, key, seqlen_q, seqlen_k) for key in range(seqlen_k)]
                 for row in range(seqlen_q)]
@@ -74,7 +75,7 @@ def test_variants_are_the_definition(seqlens, score, sinks):
 @given(st.integers(0, 2), lengths, lengths, st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
        st.sampled_from([(8, 8), (12, 4), (4, 16), (1, 1)]), by_row.SCORES, st.booleans(),
        st.integers(0, 1 << 20))
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100, derandomize=True)
 def test_combinations_are_the_definition(batch, seqlen_q, seqlen_k, heads, dims, score, sinks,
                                          seed):
     torch.manual_seed(seed)

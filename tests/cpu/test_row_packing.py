@@ -1,9 +1,10 @@
 """core/row_packing.h: the 64 rows of a warpgroup, shared by the query heads of a KV head."""
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from tests import _host
+from tests.cpu.drawn import examples
 
 ROWS = 64
 
@@ -30,7 +31,7 @@ def test_a_tile_is_its_warpgroups(pack, warpgroups):
 
 
 @given(st.integers(1, 2000), st.integers(1, 3), st.integers(1, ROWS))
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_with_a_lead_the_first_tile_is_the_one_that_is_not_full(seqlen_q, warpgroups, pack):
     of_warpgroup = _host.positions_per_warpgroup(pack)
     of_tile = warpgroups * of_warpgroup

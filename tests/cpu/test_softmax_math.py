@@ -3,12 +3,13 @@ softmax in float64.
 """
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 import torch
 
 from tests import _host
+from tests.cpu.drawn import examples
 
 LOG2_E = math.log2(math.e)
 INF = math.inf
@@ -37,7 +38,7 @@ def two_pass_row(scores, values, scale):
 
 @given(st.integers(0, 2**31), st.integers(1, 300), st.sampled_from([16, 80, 128]),
        st.sampled_from([0.05, 0.125, 1.0]), st.sampled_from([0.1, 1.0, 30.0]))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_online_equals_two_pass(seed, length, tile, scale, spread):
     generator = torch.Generator().manual_seed(seed)
     scores = spread * torch.randn(length, generator=generator)

@@ -3,12 +3,13 @@ from collections import Counter
 from fractions import Fraction
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from flash_attn3 import _plan
 from tests import _host
+from tests.cpu.drawn import examples
 from tests.cpu.test_plan import ceil_div, plan
 
 SHAPES = [(1, 1, 1), (1, 7, 3), (5, 1, 1), (8, 4, 2), (13, 3, 5), (33, 16, 1), (64, 2, 3)]
@@ -31,7 +32,7 @@ def test_every_tile_exactly_once(m_tiles, heads, batch, section_pairs, ctas):
 
 @given(st.booleans(), st.integers(0, 40), st.integers(1, 12), st.integers(1, 6),
        st.integers(1, 80), st.integers(1, 140))
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_every_tile_exactly_once_at_random(causal, m_tiles, heads, batch, section_pairs, ctas):
     assert_every_tile_once(causal, m_tiles, heads, batch, section_pairs, ctas)
 
@@ -66,7 +67,7 @@ def test_causal_sections_come_one_after_the_other_and_longest_first(section_pair
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 6), st.integers(1, 80),
        st.integers(1, 140), st.data())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_a_section_adds_at_most_its_longest_tile_to_the_difference(m_tiles, heads, batch,
                                                                    section_pairs, ctas, data):
     """Whatever tiles cost, as long as later ones cost no less.

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
@@ -13,6 +13,7 @@ from flash_attn3 import checks, flash_attn_func, flash_attn_varlen_func
 from flash_attn3.reference import Inputs
 
 from tests.cpu import by_row
+from tests.cpu.drawn import examples
 from tests.cpu.test_general import EVERY_FEATURE, FEATURES, arguments_of, score_of
 from tests.cpu.test_reference_packed import ints, packed_inputs, sequences, starts
 
@@ -96,7 +97,7 @@ def test_every_feature_is_each_sequence_written_out(used, options):
 
 
 @given(st.lists(sequences, max_size=5), st.booleans(), st.booleans(), st.booleans(), by_row.SCORES)
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40, derandomize=True)
 def test_each_sequence_is_what_it_is_alone(batch, use_q, use_k, sinks, score):
     """Bit for bit what flash_attn_func gives for it."""
     lengths = [one[0] for one in batch], [one[1] for one in batch]

@@ -17,6 +17,8 @@ import torch
 
 from tests.checkout import ROOT, copy_checkout, link_package, new_environment, run, site_packages
 
+pytestmark = pytest.mark.slow
+
 CHECK = '''
 import math, sys, torch, flash_attn3
 q, k, v = (torch.arange(24.).sin().view(1, 3, 1, 8) + shift for shift in range(3))
@@ -88,6 +90,7 @@ def test_with_the_torch_of_the_constraints(wheel: Path, tmp_path: Path):
     assert printed.startswith(torch.__version__) and str(tmp_path) in printed
 
 
+@pytest.mark.long
 def test_with_the_newest_torch(wheel: Path, tmp_path: Path):
     python = new_environment(tmp_path / 'environment')
     run([python, '-m', 'pip', 'install', '--quiet', '--upgrade', 'torch', 'numpy'], tmp_path)

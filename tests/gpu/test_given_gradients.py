@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import memory
-from flash_attn3 import _measure, flash_attn_func, flash_attn_qkvpacked_func
-from flash_attn3._measure import Shape
+from flash_attn3 import bench, flash_attn_func, flash_attn_qkvpacked_func
+from flash_attn3.bench import Shape
 
 from tests import compare, layouts
 from tests.cases import GRADIENT_KINDS, Case
@@ -226,7 +226,7 @@ def test_peak_memory_of_a_packed_backward(shape, cuda):
 
     With three gradients of their own, copied into the fourth, it would be qkv.nbytes more.
     """
-    q, k, v, dout = _measure.make_inputs(replace(shape, backward=True), cuda)[0]
+    q, k, v, dout = bench.make_inputs(replace(shape, backward=True), cuda)[0]
     qkv = torch.cat((q, k, v), dim=2).requires_grad_()
     out = flash_attn_qkvpacked_func(qkv, causal=shape.causal, num_heads_q=shape.heads)
     peak = memory.peak_bytes(lambda: torch.autograd.grad(out, qkv, dout, retain_graph=True))

@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import memory
-from flash_attn3 import _measure
-from flash_attn3._measure import Shape
+from flash_attn3 import bench
+from flash_attn3.bench import Shape
 
 
 @pytest.mark.parametrize('shape', [
@@ -13,6 +13,6 @@ from flash_attn3._measure import Shape
     Shape(2, 333, 444, 2, 2, 96, causal=True, dtype='fp16'), Shape(1, 2048, 2048, 2, 1, 256)],
     ids=Shape.label)
 def test_peak_is_that_of_the_plan(shape, cuda):
-    inputs = _measure.make_inputs(replace(shape, backward=True), cuda)[0]
+    inputs = bench.make_inputs(replace(shape, backward=True), cuda)[0]
     step = memory.STEPS[memory.OURS](shape, inputs)
     assert memory.peak_bytes(step)['requested'] == sum(memory.expected_bytes(shape).values())

@@ -299,5 +299,5 @@ def test_lists_and_hints_of_other_kinds(kind, device):
     check_same(run(case, tensors._replace(lists=shared)), wanted)
     everything = dataclasses.replace(case, used=lengths)
     check_same(run(everything, tensors._replace(lists=everything.lists(device))), wanted)
-    compare.check_equal(forward(everything, tensors, **{
-        'seqused_k': everything.lists(device)['seqused_k']})[0], wanted.out, 'out')
+    used = everything.lists(device)['seqused_k']
+    compare.check_equal(forward(everything, tensors, seqused_k=used)[0], wanted.out, 'out')

@@ -1,0 +1,70 @@
+"""tests/fuzz on the CPU: its cases pass, are varied and repeatable; wrong results are found."""
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests import general_cases
+from tests.fuzz import __main__ as command
+from tests.fuzz.call import Call
+from tests.fuzz.draw import case_of
+from tests.general_cases import GeneralCase
+
+DRAWN = [case_of(1, number) for number in range(1500)]
+
+
+def test_sixty_cases(capsys):
+    assert command.main('--cases 60 --seed 1 --device cpu --jobs 1'.split()) == 0
+    assert capsys.readouterr().out.startswith('60 of 60 cases (')
+
+
+def test_a_failure_is_a_line_that_repeats_it(monkeypatch, capsys):
+    run = general_cases.run
+    monkeypatch.setattr(general_cases, 'run', lambda *args, **changes: run(
+        *args, **changes)._replace(out=args[1].inputs.q.new_zeros(args[1].dout.shape)))
+    assert command.main('--cases 8 --seed 1 --device cpu --jobs 1'.split()) == 1
+    line, *_ = capsys.readouterr().out.splitlines()
+    assert line.startswith('FAILED --seed 1 --case ') and 'GeneralCase(' in line
+    number = line.split('--case ')[1].split(':')[0]
+    assert command.main(['--seed', '1', '--case', number, '--device', 'cpu']) == 1
+    assert 'out: max error' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('changes', [
+    {'causal': True}, {'window': (20, 3)}, {'chunk': 40}, {'softcap': 1.0}, {'sinks': 'fp32'},
+    {'used': ((90, 100), (30, 128))}], ids=lambda changes: next(iter(changes)))
+def test_an_ignored_argument_is_found(changes, monkeypatch):
+    """Each case is held to the result of its own arguments, and not to that of a plain call."""
+    plain = GeneralCase(((100, 130), (64, 128)), gradients=False)
+    call = Call(dataclasses.replace(plain, **changes), 'varlen', ('', '', ''))
+    call.check('cpu')
+    forward = general_cases.forward
+    monkeypatch.setattr(general_cases, 'forward', lambda case, tensors, **more: forward(
+        plain, tensors._replace(lists=plain.lists('cpu'), inputs=tensors.inputs._replace(
+            s_aux=None))))
+    with pytest.raises(AssertionError):
+        call.check('cpu')
+
+
+def test_the_cases_are_varied():
+    """Each feature is in many of them, and in many together with each other."""
+    features = {'packed': lambda x: x.case.is_packed, 'causal': lambda x: x.case.causal,
+                'window': lambda x: x.case.window != (-1, -1), 'chunk': lambda x: x.case.chunk > 0,
+                'softcap': lambda x: x.case.softcap > 0, 'sinks': lambda x: x.case.sinks != '',
+                'gqa': lambda x: x.case.heads[0] != x.case.heads[1],
+                'values': lambda x: x.case.columns_v != x.case.head_dim,
+                'fp16': lambda x: x.case.dtype == 'fp16',
+                'gradients': lambda x: x.case.gradients,
+                'layouts': lambda x: any(x.layouts)}
+    for name, one in features.items():
+        for other_name, other in features.items():
+            together = sum(one(case) and other(case) for case in DRAWN)
+            assert together >= 20, f'{name} with {other_name}: {together}'
+    kinds = [getattr(case, 'function', 'fp8') for case in DRAWN]
+    assert min(map(kinds.count, ('dense', 'varlen', 'qkvpacked', 'fp8'))) > 150
+    for rare in (lambda x: x.out, lambda x: x.case.used, lambda x: any(x.case.behind),
+                 lambda x: getattr(x, 'interleaved', ''), lambda x: 0 in x.case.lengths[0]):
+        assert sum(map(bool, map(rare, DRAWN))) >= 20
+    assert len(set(map(str, DRAWN))) == len(DRAWN)
+    assert DRAWN[:50] == [case_of(1, number) for number in range(50)]
