@@ -96,11 +96,10 @@ def layout(pick: random.Random) -> str:
 def call_of(pick: random.Random, case: GeneralCase, form: str) -> Call:
     interleaved = ''
     if form != 'qkvpacked' and case.head_dim == case.columns_v and pick.random() < 0.2:
-        is_square = len({one for pair in zip(*case.lengths) for one in [pair]}) == 1
-        rows_q, rows_k = case.rows()
-        interleaved = 'qkv' if (is_square and rows_q == rows_k
-                                and case.heads[0] == case.heads[1]) else 'kv'
-    out = layout(pick) or 'packed' if not case.has_gradients and pick.random() < 0.4 else ''
+        (rows_q, rows_k), (heads_q, heads_k) = case.rows(), case.heads
+        interleaved = 'qkv' if rows_q == rows_k and heads_q == heads_k else 'kv'
+    has_out = not case.has_gradients and pick.random() < 0.4
+    out = (layout(pick) or 'packed') if has_out else ''
     return Call(case, form, tuple(layout(pick) for _ in range(3)), interleaved, out,
                 sm_margin=pick.choice((0, 0, 0, 1, 20)))
 
