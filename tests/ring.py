@@ -128,4 +128,4 @@ def check(case: GeneralCase, count: int, device: str | torch.device,
         if one is not None:
             wanted = getattr(ref, name)
             torch.testing.assert_close(one, wanted.to(one.dtype),
-                                       msg=lambda text: f'{name}: {text}')
+                                       msg=lambda text, name=name: f'{name}: {text}')
