@@ -4,7 +4,7 @@
 #                where there is one
 # make test-fast the edit loop: builds one tile, skips tests that build or start processes
 # make test-all  make test, and: newer torch versions, long property runs, kernels on the emulator
-# make lint      ruff
+# make lint      ruff, clang-format
 # make build     builds in place: the libraries of the package and the tests' host module
 # make test-gpu  the GPU tests alone, in several processes: tests/record.py
 # make test-emulated  a selection of them on this CPU, with some kernels: tests/emulator
@@ -24,7 +24,7 @@ EMULATED_VARIANTS := FwdE4m3D64Full,FwdE4m3D256Causal,FwdBf16D64Causal*,BwdBf16D
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist loadfile
 SANITIZER := compute-sanitizer --kernel-name kernel_substring=N3fa3 --error-exitcode 9
 
-.PHONY: demo test test-fast test-all lint lint-cpp build test-gpu test-emulated sanitize libraries \
+.PHONY: demo test test-fast test-all lint build test-gpu test-emulated sanitize libraries \
         bench clean
 
 demo: export FLASH_ATTN3_VARIANTS ?= $(DEMO_VARIANTS)
@@ -54,9 +54,6 @@ test-emulated: build
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .
-
-# Not part of CI until the tree is formatted by it.
-lint-cpp: $(VENV)/ready
 	git ls-files '*.h' '*.cpp' '*.cu' | xargs $(VENV)/bin/clang-format --dry-run --Werror
 
 sanitize: export PYTORCH_NO_CUDA_MEMORY_CACHING := 1

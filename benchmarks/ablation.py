@@ -10,7 +10,7 @@ attention with batch 4, seqlen 8448, 16 heads; its figures are for fp16 and head
 SXM, and stand beside ours where the problem is the same, in either dtype. Rows that the tile makes
 equal (no ping-pong with three warpgroups) are left out.
 
-"Tile overlap" (kTileOverlap) is not in the paper; it needs the overlap in a warpgroup and goes
+"Tile overlap" (tile_overlap) is not in the paper; it needs the overlap in a warpgroup and goes
 with it. The row without warp specialisation (benchmarks/unspecialised.h) keeps the tile, the rings,
 TMA, the persistent grid and the overlap in a warpgroup. It has no producer warpgroup, no store
 warps and no setmaxnreg, and neither ping-pong nor tile overlap: beside the row that lacks just
@@ -37,8 +37,9 @@ from flash_attn3.bench import Shape, Timer
 PAPER = Shape(4, 8448, 8448, 16, 16, 128, causal=False, dtype='fp16')
 FULL = 'full'
 UNSPECIALISED = 'without warp specialisation'
-NO_TURNS, NO_OVERLAP = ('kPingPong', 'false'), ('kIntraOverlap', 'false')
-NO_TILE_OVERLAP = ('kTileOverlap', 'false')
+NO_PING_PONG = ('ping_pong', 'false')
+NO_OVERLAP = ('overlap', 'OverlapKind::kSerial')
+NO_TILE_OVERLAP = ('tile_overlap', 'false')
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ ROWS = (
     Row('three warpgroups', (), tile='FwdTileD128'),
     Row('without tile overlap', (NO_TILE_OVERLAP,)),
     Row('without intra-warpgroup overlap', (NO_OVERLAP, NO_TILE_OVERLAP), 582),
-    Row('without ping-pong', (NO_TURNS,)),
-    Row('without ping-pong, tile overlap', (NO_TURNS, NO_TILE_OVERLAP)),
-    Row('without ping-pong, any overlap', (NO_TURNS, NO_OVERLAP, NO_TILE_OVERLAP)),
-    # What stands in the place of the turns loads when all products of a step have been issued.
-    Row(UNSPECIALISED, (NO_TURNS, NO_TILE_OVERLAP, ('kTurnLead', '0')), 570),
+    Row('without ping-pong', (NO_PING_PONG,)),
+    Row('without ping-pong, tile overlap', (NO_PING_PONG, NO_TILE_OVERLAP)),
+    Row('without ping-pong, any overlap', (NO_PING_PONG, NO_OVERLAP, NO_TILE_OVERLAP)),
+    # What replaces the ping-pong loads when all products of a step have been issued.
+    Row(UNSPECIALISED, (NO_PING_PONG, NO_TILE_OVERLAP, ('ping_pong_lead', '0')), 570),
 )
 
 
@@ -76,7 +77,7 @@ def rows_of(head_dim: int) -> list[Row]:
     for row in ROWS:
         if row.tile and facts_of(row.tile)['head_dim'] != head_dim:
             continue
-        parts = (facts['ping_pong'] and NO_TURNS not in row.fields,
+        parts = (facts['ping_pong'] and NO_PING_PONG not in row.fields,
                  facts['intra_overlap'] and NO_OVERLAP not in row.fields,
                  facts['tile_overlap'] and NO_TILE_OVERLAP not in row.fields)
         rows.setdefault((*parts, row.name == UNSPECIALISED, row.tile), row)
@@ -90,7 +91,8 @@ def candidate(row: Row, head_dim: int) -> Candidate:
         launch, header = 'launch_unspecialised', 'benchmarks/unspecialised.h'
     else:
         launch, header = 'launch_forward', 'forward/launch.h'
-    return Candidate(name, head_dim, row.fields, tile, launch, ('config/fwd_tiles.h', header))
+    return Candidate(name, head_dim, row.fields, f'k{tile}', launch,
+                     ('config/fwd_tiles.h', header))
 
 
 def libraries_of(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, pathlib.Path]:

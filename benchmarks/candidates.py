@@ -1,7 +1,7 @@
 """Kernels that are on no list, each built as a library of its own; what search_tiles and ablation
 share.
 
-A candidate is a Config: a base struct of csrc/config and the fields that differ. It is compiled for
+A candidate is a FwdConfig: a tile of csrc/config and the fields that differ. It is compiled for
 both masks (candidate.cu.in) and cached like the units of the package; on a machine without the
 package index CUTLASS_DIR must be set.
 """
@@ -29,13 +29,14 @@ class Candidate:
     name: str                            # of the C++ struct
     head_dim: int
     fields: tuple[tuple[str, str], ...]  # that differ from those of the base
-    base: str = 'FwdDefaults'
+    base: str = 'FwdConfig{}'
     launch: str = 'launch_forward'
     headers: tuple[str, ...] = ('config/fwd_config.h', 'forward/launch.h')  # of base and launch
 
     def source(self, dtype: str) -> str:
-        lines = (f'  static constexpr auto {name} = {value};' for name, value in self.fields)
+        lines = (f'  tile.{name} = {value};' for name, value in self.fields)
         marks = {'@NAME@': self.name, '@BASE@': self.base, '@FIELDS@': '\n'.join(lines),
+                 '@HEAD_DIM@': str(self.head_dim),
                  '@DTYPE@': DTYPES[dtype], '@LAUNCH@': self.launch,
                  '@INCLUDES@': '\n'.join(f'#include "{header}"' for header in self.headers)}
         text = TEMPLATE.read_text()

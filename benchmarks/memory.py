@@ -15,6 +15,7 @@ Two series a head dim, causal: a fixed number of tokens, and batch 1.
 from __future__ import annotations
 
 import argparse
+import gc
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -87,6 +88,7 @@ def peak_bytes(step: Step, repeats: int = 3) -> dict[str, int]:
     next one has begun, which then seems to need less.
     """
     step()    # what a library keeps for later calls is no part of this one
+    gc.collect()    # else tensors of earlier calls may be released in the step
     peaks = [_peak_of(step) for _ in range(repeats)]
     return {name: max(peak[name] for peak in peaks) for name in COUNTS}
 

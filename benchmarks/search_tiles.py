@@ -2,7 +2,7 @@
 
     python -m benchmarks.search_tiles benchmarks/tiles.txt [--seqlens 512,4096] [--build-only]
 
-Each line of the file is a candidate: a name and fields of FwdDefaults. Every candidate becomes a
+Each line of the file is a candidate: a name and fields of FwdConfig. Every candidate becomes a
 library of its own (benchmarks/candidates.py). The results are compared with fp32, the figures are
 taken as in bench_forward.py. Winners go to csrc/config/fwd_tiles.h with reason and date.
 """
@@ -35,12 +35,12 @@ def read_candidates(text: str) -> list[Candidate]:
         if not name.isidentifier() or any(len(pair) != 2 for pair in pairs):
             raise SystemExit(f'search_tiles: expected "name field=value ...", got line {number}: '
                              f'{line!r}')
-        if not {'kHeadDim', 'kTileN'} <= dict(pairs).keys():
-            raise SystemExit(f'search_tiles: expected kHeadDim and kTileN, got line {number}: '
+        if not {'head_dim', 'tile_n'} <= dict(pairs).keys():
+            raise SystemExit(f'search_tiles: expected head_dim and tile_n, got line {number}: '
                              f'{line!r}')
         fields = dict(pairs)
-        fields.setdefault('kHeadDimV', fields['kHeadDim'])
-        candidates.append(Candidate(name, int(fields['kHeadDim']), tuple(fields.items())))
+        head_dim = int(fields.pop('head_dim'))
+        candidates.append(Candidate(name, head_dim, tuple(fields.items())))
     return candidates
 
 

@@ -2,8 +2,8 @@
 //
 // There is no producer warpgroup, no store warp and no setmaxnreg. The first thread of each
 // warpgroup stores that warpgroup's O; the first of all also loads Q, K and V, while the products
-// of its own warpgroup run. The loads stand in the place of the turns. All else is that of
-// csrc/forward: tiles, rings, products, softmax, epilogue.
+// of its own warpgroup run. The loads take the role of the ping-pong. All else is that of
+// csrc/forward: tiles, rings, products, softmax, output.
 //
 // INVARIANT: nobody waits in a circle. A buffer is loaded when the loading warpgroup itself has
 // released it; what the others still have to do before they release it needs only loads that were
@@ -17,8 +17,8 @@
 
 namespace fa3 {
 
-// Stands in the place of the turns (FwdConsumer): while the products of a step run, loads what the
-// next step needs.
+// In the role of the ping-pong (FwdConsumer): while the products of a step run, loads what the next
+// step needs.
 template <class Traits>
 struct Feed {
   FwdProducer<Traits> producer;
@@ -63,22 +63,17 @@ struct Feed {
 template <class Traits>
 CUTE_DEVICE void run_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
                                int warpgroup) {
-  using MmaS = typename Traits::MmaS;
-  using MmaO = typename Traits::MmaO;
-  using Config = typename Traits::Config;
-  static_assert(Config::kIntraOverlap && !Config::kTileOverlap && !Config::kPingPong &&
-                    Config::kTurnLead == 0,
+  using Consumer = FwdConsumer<Traits, Feed<Traits>>;
+  using Output = OutputOverQueries<Traits>;
+  constexpr FwdConfig k = Traits::k;
+  static_assert(k.is_skewed() && !k.tile_overlap && !k.ping_pong && k.ping_pong_lead == 0,
                 "Feed loads V a step ahead, when all products of a step have been issued");
   // With one Q buffer O has to leave it first.
   constexpr bool kLoadsQEarly = Traits::kQStages > 1;
-  auto tSrS = cute::partition_fragment_C(MmaS{}, cute::Shape<cute::_64, typename Traits::TileN>{});
-  auto tOrP = cute::make_tensor<typename Traits::Element>(operand_a_layout(tSrS.layout()));
-  auto tOrO =
-      cute::partition_fragment_C(MmaO{}, cute::Shape<cute::_64, typename Traits::HeadDimV>{});
-  OnlineSoftmax<Config> softmax(p.scale_log2, p.lazy_rescale_log2, p.zero);
   int const thread = int(threadIdx.x) % kWarpgroupThreads;
-  FwdConsumer<Traits, Feed<Traits>> consumer(shared, p, warpgroup, thread, {shared, p});
-  Feed<Traits>& feed = consumer.turn;
+  Consumer consumer(shared, p, warpgroup, thread, {shared, p});
+  SkewedLoop<Consumer> loop{consumer};
+  Feed<Traits>& feed = consumer.ping_pong;
 
   DenseTiles<Traits> tiles(p);
   FwdWork<Traits> work = tiles.next();
@@ -87,8 +82,8 @@ CUTE_DEVICE void run_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const
   while (work.valid()) {
     FwdTile<Traits> tile = consumer.take_tile();
     feed.begin_steps();
-    consumer.begin(tile, tSrS, tOrP, softmax);
-    consumer.visit_keys(tile, tSrS, tOrP, tOrO, softmax);
+    loop.begin(tile);
+    loop.visit_keys(tile);
     work = tiles.next();
     if (work.valid()) {
       feed.load_first_k(work);
@@ -96,9 +91,9 @@ CUTE_DEVICE void run_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const
         feed.load_q();
       }
     }
-    consumer.end(tile, tOrP, tOrO, softmax);
+    loop.end(tile);
     if (thread == 0) {
-      store_output(shared, p, tile.q_stage, warpgroup);
+      Output::copy_out(shared, p, tile.q_stage, warpgroup);
     }
     if (!kLoadsQEarly && work.valid()) {
       feed.load_q();
@@ -108,7 +103,7 @@ CUTE_DEVICE void run_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const
 
 template <class Config>
 constexpr int unspecialised_threads() {
-  return Config::kConsumerWarpgroups * kWarpgroupThreads;
+  return Config::k.consumer_warpgroups * kWarpgroupThreads;
 }
 
 template <class Config>
@@ -126,9 +121,9 @@ __global__ void __launch_bounds__(unspecialised_threads<Config>(), 1)
 
 template <class Config>
 void launch_unspecialised(FwdParams const& p, void* stream) {
-  constexpr int kBytes = fwd_shared_bytes<Config>();
+  constexpr int kBytes = Config::k.shared_bytes();
   int const grid = p.schedule.grid;
-  auto const check = [&](cudaError_t error) { check_launch(error, Config::kName, grid, kBytes); };
+  auto const check = [&](cudaError_t error) { check_launch(error, Config::k.name, grid, kBytes); };
   // First, because the tensor maps need the CUDA context that this gives a thread.
   check(cudaFuncSetAttribute(unspecialised_kernel<Config>,
                              cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));

@@ -8,7 +8,6 @@
 #include "device/fragments.h"
 #include "device/math.h"
 #include "device/row_copies.h"
-#include "device/tensor_map.h"
 
 namespace fa3 {
 
@@ -17,8 +16,9 @@ namespace fa3 {
 template <class Traits>
 CUTE_DEVICE void store_rows(CUtensorMap const& map, typename Traits::Element const* slice,
                             BwdWork const& work, int row, int column) {
-  store_box(map, slice, column, work.k_row + row, work.kv_head, BwdPlace<Traits>{work.batch},
-            work.k_end);
+  using Location = typename Traits::Location;
+  store_box<Location>(map, slice,
+                      {column, work.k_row + row, work.kv_head, Location{work.batch}, work.k_end});
 }
 
 // A warp writes its 16 rows of dK or dV over the same rows of K or V, 16 columns at a time: a lane

@@ -7,6 +7,7 @@
 //                 (mma_by_products.h)
 #pragma once
 
+#include "backward/cluster_exchange.h"
 #include "backward/load.h"
 #include "backward/mma_by_keys.h"
 #include "backward/mma_by_products.h"
@@ -36,7 +37,7 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
 
 template <int kRegisters, class Config>
 CUTE_DEVICE void set_registers() {
-  constexpr int kAtStart = 65536 / bwd_threads<Config>() / 8 * 8;
+  constexpr int kAtStart = 65536 / Config::k.threads() / 8 * 8;
   if constexpr (kRegisters < kAtStart) {
     cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
   } else {
@@ -49,16 +50,16 @@ CUTE_DEVICE void run_consumer(BwdStorage<Traits>& shared, BwdDeviceParams const&
   using Config = typename Traits::Config;
   int const thread = int(threadIdx.x) % kWarpgroupThreads;
   if constexpr (Traits::kSplit == BwdSplit::kKeys) {
-    set_registers<Config::kRegisters[0], Config>();
+    set_registers<Config::k.registers[0], Config>();
     KeysConsumer<Traits>(shared, p, warpgroup, thread).run();
   } else if (warpgroup == 0) {
-    set_registers<Config::kRegisters[0], Config>();
+    set_registers<Config::k.registers[0], Config>();
     DvConsumer<Traits>(shared, p, thread).run();
   } else if (warpgroup == 1) {
-    set_registers<Config::kRegisters[1], Config>();
+    set_registers<Config::k.registers[1], Config>();
     DkConsumer<Traits>(shared, p, thread).run();
   } else {
-    set_registers<Config::kRegisters[2], Config>();
+    set_registers<Config::k.registers[2], Config>();
     DqConsumer<Traits>(shared, p, thread).run();
   }
 }
@@ -116,8 +117,8 @@ CUTE_DEVICE void start_cta(BwdStorage<Traits>& shared, BwdDeviceParams const& p)
 }
 
 template <class Config>
-__global__ void __cluster_dims__(Config::kClusterSize, 1, 1)
-    __launch_bounds__(bwd_threads<Config>(), 1)
+__global__ void __cluster_dims__(Config::k.cluster_size, 1, 1)
+    __launch_bounds__(Config::k.threads(), 1)
         backward_kernel(BwdDeviceParams const __grid_constant__ p) {
   using Traits = BwdTraits<Config>;
   extern __shared__ __align__(1024) char shared_bytes[];
@@ -128,7 +129,7 @@ __global__ void __cluster_dims__(Config::kClusterSize, 1, 1)
 
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
-    set_registers<Config::kProducerRegisters, Config>();
+    set_registers<Config::k.producer_registers, Config>();
     run_producer_warpgroup<Traits>(shared, p);
   } else {
     run_consumer<Traits>(shared, p, warpgroup - 1);

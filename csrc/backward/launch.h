@@ -5,8 +5,8 @@
 #include "backward/kernel.h"
 #include "backward/postprocess.h"
 #include "backward/sinks.h"
-#include "device/launch.h"
-#include "device/tensor_map.h"
+#include "launch/launch.h"
+#include "launch/tensor_map.h"
 
 namespace fa3 {
 
@@ -24,7 +24,7 @@ CUtensorMap rows_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView
                      RowsShape const& shape, int rows) {
   RowDims const dims = problem.is_packed ? RowDims::packed(t, shape.seqlen)
                                          : RowDims::dense(t, shape.seqlen, problem.batch);
-  constexpr int kRank = kMapRank<BwdPlace<BwdTraits<Config>>>;
+  constexpr int kRank = kMapRank<typename BwdTraits<Config>::Location>;
   return maps.make<kRank>(t.data, {{shape.columns, 1, kSliceColumns},
                                    {dims.rows, dims.row_stride, rows},
                                    {shape.heads, t.head_stride, 1},
@@ -50,15 +50,16 @@ BwdDeviceParams main_params(TensorMapMaker& maps, BwdParams const& p) {
   int const columns = problem.head_dim;
   int const columns_v = problem.head_dim_v;
   auto const of_queries = [&](TensorView const& t, int width) {
-    return rows_map<Config>(maps, problem, t, {d.seqlen.q, problem.heads_q, width}, Config::kTileM);
+    return rows_map<Config>(maps, problem, t, {d.seqlen.q, problem.heads_q, width},
+                            Config::k.tile_m);
   };
   auto const of_keys = [&](TensorView const& t, int width, int rows) {
     return rows_map<Config>(maps, problem, t, {d.seqlen.k, problem.heads_k, width}, rows);
   };
   d.q = of_queries(p.q, columns);
   d.dout = of_queries(p.dout, columns_v);
-  d.k = of_keys(p.k, columns, bwd_tile_n<Config>());
-  d.v = of_keys(p.v, columns_v, bwd_tile_n<Config>());
+  d.k = of_keys(p.k, columns, Config::k.cta_keys());
+  d.v = of_keys(p.v, columns_v, Config::k.cta_keys());
   d.dk = of_keys(p.dk, columns, kWarpRows);
   d.dv = of_keys(p.dv, columns_v, kWarpRows);
   d.lse_log2 = p.lse_log2;
@@ -72,7 +73,7 @@ BwdDeviceParams main_params(TensorMapMaker& maps, BwdParams const& p) {
   d.softmax_scale = p.softmax_scale;
   d.scale_log2 = (p.softcap > 0.f ? p.softcap : p.softmax_scale) * kLog2E;
   d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
-  d.mask = problem.mask();
+  d.mask = problem.mask;
   if (problem.is_packed) {  // of a general variant
     d.tickets = TicketOrder{FastDiv(problem.heads_k), FastDiv(p.schedule.section_heads)};
     d.tables = tables_of(p);
@@ -107,11 +108,11 @@ inline BwdRowParams row_params(BwdParams const& p) {
 
 template <class Config>
 void launch_main(BwdParams const& p, void* stream) {
-  constexpr int kBytes = bwd_shared_bytes<Config>();
+  constexpr int kBytes = Config::k.shared_bytes();
   using Storage = BwdStorage<BwdTraits<Config>>;
-  static_assert(sizeof(Storage) <= kBytes, "bwd_shared_bytes must cover the storage");
+  static_assert(sizeof(Storage) <= kBytes, "BwdConfig::shared_bytes() must cover the storage");
   static_assert(offsetof(Storage, exchange) % 1024 == 0, "swizzled tiles begin at 1024 bytes");
-  LaunchShape const shape{Config::kName, p.schedule.grid, bwd_threads<Config>(), kBytes};
+  LaunchShape const shape{Config::k.name, p.schedule.grid, Config::k.threads(), kBytes};
   static std::atomic<uint64_t> devices_ready{0};
   allow_shared_memory(backward_kernel<Config>, shape, devices_ready);
   TensorMapMaker maps{p.problem.dtype};
@@ -124,7 +125,7 @@ void launch_main(BwdParams const& p, void* stream) {
 // dQ is zero, and sinks have gradients all the same.
 template <class Config>
 void launch_backward(BwdParams const& p, void* stream) {
-  LaunchShape const rows{Config::kName, int(p.schedule.rows / Config::kTileM), kRowThreads, 0};
+  LaunchShape const rows{Config::k.name, int(p.schedule.rows / Config::k.tile_m), kRowThreads, 0};
   bind_thread(rows.variant, rows.grid, 0);
   BwdRowParams const row = row_params(p);
   launch_early(backward_preprocess_kernel<Config>, rows, row, stream);

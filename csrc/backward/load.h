@@ -7,14 +7,13 @@
 #include "device/bulk_copy.h"
 #include "device/cluster.h"
 #include "device/row_copies.h"
-#include "device/tensor_map.h"
 
 namespace fa3 {
 
 template <class Traits>
 struct BwdProducer {
   using Element = typename Traits::Element;
-  using Place = BwdPlace<Traits>;
+  using Location = typename Traits::Location;
 
   static constexpr uint64_t kOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);  // K, V
   static constexpr uint64_t kOften =
@@ -55,8 +54,9 @@ struct BwdProducer {
     full.arrive_and_expect_tx(Traits::kTileN * columns * sizeof(Element));
     CUTE_UNROLL
     for (int column = 0; column < columns; column += kSliceColumns) {
-      load_box(map, mbarrier_word(full), kOnce, target + column * Traits::kTileN,
-               first_column + column, row, work.kv_head, Place{work.batch}, work.k_end);
+      load_box<Location>(
+          map, mbarrier_word(full), kOnce, target + column * Traits::kTileN,
+          {first_column + column, row, work.kv_head, Location{work.batch}, work.k_end});
     }
   }
 
@@ -96,8 +96,8 @@ struct BwdProducer {
     int const row = (kServesPacked<Traits> ? work.q_row : 0) + steps.m * Traits::kTileM;
     CUTE_UNROLL
     for (int column = 0; column < kDim; column += kSliceColumns) {
-      load_box(map, mbarrier_word(full), kOften, target + column * Traits::kTileM, column, row,
-               steps.head, Place{work.batch}, work.q_end);
+      load_box<Location>(map, mbarrier_word(full), kOften, target + column * Traits::kTileM,
+                         {column, row, steps.head, Location{work.batch}, work.q_end});
     }
   }
 

@@ -12,7 +12,7 @@ template <class Traits>
 CUTE_DEVICE Interval queries_of_key(BwdDeviceParams const& p, BwdWork const& work, int key) {
   // Tiles of queries end less than kTileM past the sequence.
   int const nobody = work.len.q + Traits::kTileM;
-  return key < work.len.k ? mask_of<Traits::kMask>(p.mask).queries(key, work.len)
+  return key < work.len.k ? mask_of<Traits::kKind.mask>(p.mask).queries(key, work.len)
                           : Interval{nobody, nobody};
 }
 
@@ -99,8 +99,8 @@ struct AnyKeyMask {
 // A warpgroup's, from its first key in the tile.
 template <class Traits>
 struct KeyMask {
-  cute::conditional_t<is_general(Traits::kMask), AnyKeyMask<Traits>, SimpleKeyMask<Traits>> const
-      limits;
+  cute::conditional_t<Traits::kKind.mask == MaskKind::kInterval, AnyKeyMask<Traits>,
+                      SimpleKeyMask<Traits>> const limits;
 
   CUTE_DEVICE KeyMask(BwdDeviceParams const& p, BwdStorage<Traits>& shared, int first_key,
                       int thread)

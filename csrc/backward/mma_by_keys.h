@@ -70,12 +70,12 @@ struct KeysConsumer : BwdProducts<Traits> {
 
  private:
   CUTE_DEVICE void take_turn() const {
-    named_sync(warpgroup == 0 ? NamedBarrier::kTurnFirst : NamedBarrier::kTurnSecond,
+    named_sync(warpgroup == 0 ? NamedBarrier::kPingPongFirst : NamedBarrier::kPingPongSecond,
                2 * kWarpgroupThreads);
   }
 
   CUTE_DEVICE void give_turn() const {
-    named_arrive(warpgroup == 0 ? NamedBarrier::kTurnSecond : NamedBarrier::kTurnFirst,
+    named_arrive(warpgroup == 0 ? NamedBarrier::kPingPongSecond : NamedBarrier::kPingPongFirst,
                  2 * kWarpgroupThreads);
   }
 
@@ -150,20 +150,30 @@ struct KeysConsumer : BwdProducts<Traits> {
                              FragmentDs& tVrP, FragmentDs& tKrDs) {
     bool const is_masked = steps.is_masked<Traits>();
     wait_gemm<1>(tSrS);
-    if constexpr (Traits::kHasSoftcap) {
-      wait_gemm<0>(tPrDp);
-      Base::cap_scores(tSrS);
-      mask.apply(tSrS, steps, is_masked);
-      capped_scores(tSrS, tPrDp, tVrP, tKrDs);
-    } else {
-      mask.apply(tSrS, steps, is_masked);
-      Base::probabilities(tSrS, count);
-      convert_fragment<Element>(tSrS, tVrP);
-      wait_gemm<0>(tPrDp);
-      Base::multiply_scores(tSrS, tPrDp, count);
-      convert_fragment<Element>(tPrDp, tKrDs);
-    }
+    transform_scores(typename Traits::Score{}, steps, is_masked, tSrS, tPrDp, tVrP, tKrDs);
     Base::stage_scores(tKrDs, shared.ds[count & 1], first_key);
+  }
+
+  template <class FragmentS, class FragmentDs>
+  CUTE_DEVICE void transform_scores(PlainScore, BwdSteps const& steps, bool is_masked,
+                                    FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
+                                    FragmentDs& tKrDs) {
+    mask.apply(tSrS, steps, is_masked);
+    Base::probabilities(tSrS, count);
+    convert_fragment<Element>(tSrS, tVrP);
+    wait_gemm<0>(tPrDp);
+    Base::multiply_scores(tSrS, tPrDp, count);
+    convert_fragment<Element>(tPrDp, tKrDs);
+  }
+
+  template <class FragmentS, class FragmentDs>
+  CUTE_DEVICE void transform_scores(SoftcapScore, BwdSteps const& steps, bool is_masked,
+                                    FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
+                                    FragmentDs& tKrDs) {
+    wait_gemm<0>(tPrDp);
+    Base::cap_scores(tSrS);
+    mask.apply(tSrS, steps, is_masked);
+    capped_scores(tSrS, tPrDp, tVrP, tKrDs);
   }
 
   // P and dS at once: there are no registers for P, dP and what a softcap makes of them side by

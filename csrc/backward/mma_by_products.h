@@ -84,21 +84,29 @@ struct DvConsumer : BwdProducts<Traits> {
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE void transform(BwdSteps const& steps, KeyMask<Traits> const& mask, uint32_t step,
                              FragmentS& tSrS, FragmentP& tVrP) {
-    int const buffer = step % kExchangeBuffers;
-    if constexpr (Traits::kHasSoftcap) {
-      Base::cap_scores(tSrS);
-      mask.apply(tSrS, steps, steps.is_masked<Traits>());
-      wait_for_buffer(step);
-      capped_probabilities(tSrS, tVrP, shared.exchange.p[buffer], step);
-    } else {
-      mask.apply(tSrS, steps, steps.is_masked<Traits>());
-      Base::probabilities(tSrS, step);
-      convert_fragment<Element>(tSrS, tVrP);
-      wait_for_buffer(step);
-      hand_on(tVrP, shared.exchange.p[buffer]);
-    }
-    Base::arrive_from_warps(shared.exchange.p_full[buffer]);
+    transform_scores(typename Traits::Score{}, steps, mask, step, tSrS, tVrP);
+    Base::arrive_from_warps(shared.exchange.p_full[step % kExchangeBuffers]);
     Base::arrive_from_warps(shared.q_empty[q_stage(step)]);
+  }
+
+  template <class FragmentS, class FragmentP>
+  CUTE_DEVICE void transform_scores(PlainScore, BwdSteps const& steps, KeyMask<Traits> const& mask,
+                                    uint32_t step, FragmentS& tSrS, FragmentP& tVrP) {
+    mask.apply(tSrS, steps, steps.is_masked<Traits>());
+    Base::probabilities(tSrS, step);
+    convert_fragment<Element>(tSrS, tVrP);
+    wait_for_buffer(step);
+    hand_on(tVrP, shared.exchange.p[step % kExchangeBuffers]);
+  }
+
+  template <class FragmentS, class FragmentP>
+  CUTE_DEVICE void transform_scores(SoftcapScore, BwdSteps const& steps,
+                                    KeyMask<Traits> const& mask, uint32_t step, FragmentS& tSrS,
+                                    FragmentP& tVrP) {
+    Base::cap_scores(tSrS);
+    mask.apply(tSrS, steps, steps.is_masked<Traits>());
+    wait_for_buffer(step);
+    capped_probabilities(tSrS, tVrP, shared.exchange.p[step % kExchangeBuffers], step);
   }
 
   using Buffer = uint4[Traits::kTileM / 16][kWarpgroupThreads];
@@ -312,37 +320,5 @@ struct DqConsumer : BwdProducts<Traits> {
     }
   }
 };
-
-// One thread of the producer warpgroup: sends dS of every step to the other CTA, and expects that
-// one's. A buffer is free there when it is here (`ds_empty`).
-template <class Traits>
-CUTE_DEVICE void send_scores(BwdStorage<Traits>& shared) {
-  constexpr uint32_t kBytes = sizeof(shared.ds[0]);
-  auto& exchange = shared.exchange;
-  int const other = 1 - cluster_rank();
-  uint32_t const end = shared.work.steps();
-  for (uint32_t count = 0; count < end; ++count) {
-    int const buffer = count % kExchangeBuffers;
-    exchange.ds_full[buffer].wait(count / kExchangeBuffers % 2);
-    exchange.ds_other_full[buffer].arrive_and_expect_tx(kBytes);
-    bulk_send(other, exchange.ds_other[buffer], shared.ds[buffer], kBytes,
-              exchange.ds_other_full[buffer]);
-  }
-}
-
-// One more: takes the turns of deterministic mode for warpgroup 2, which has no registers for it.
-// That one sees dS of the other CTA when it is its turn, and has added dQ when it lets go of dS.
-template <class Traits>
-CUTE_DEVICE void keep_turns(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
-  int const rank = cluster_rank();
-  uint32_t count = 0;
-  for (BwdSteps steps(shared.work); steps.valid(); steps.next(), ++count) {
-    int const buffer = count % kExchangeBuffers;
-    wait_for_turn<Traits>(p, steps, rank);
-    shared.exchange.ds_other_full[buffer].arrive();
-    shared.exchange.ds_empty[buffer].wait(count / kExchangeBuffers % 2);
-    end_turn<Traits>(p, steps, rank);
-  }
-}
 
 }  // namespace fa3

@@ -39,7 +39,7 @@ struct BwdDeviceParams {
   float softmax_scale;
   float scale_log2;     // (the softcap, or else softmax_scale) * log2(e)
   float softcap_scale;  // softmax_scale / softcap
-  GeneralMask mask;     // of a general variant
+  IntervalMask mask;    // of a general variant
   TileOrder order;      // of tiles of keys
   TicketOrder tickets;  // packed: the same, as are the following
   PackedTables tables;

@@ -23,15 +23,15 @@ CUTE_DEVICE uint4 rounded_chunk(float4 const (&lanes)[4], bool second_row, float
 template <class Config>
 __global__ void __launch_bounds__(kRowThreads)
     backward_postprocess_kernel(BwdRowParams const __grid_constant__ p) {
-  using Element = ElementOf<Config::kDtype>;
-  constexpr DqLayout kDq = bwd_dq_layout<Config>();
+  using Element = ElementOf<Config::k.dtype>;
+  constexpr DqLayout kDq = Config::k.dq_layout();
   constexpr int kChunks = kDq.columns / kChunkColumns;
   constexpr int kRowPairs = DqLayout::kRows / 2;
-  constexpr int kItems = bwd_dq_blocks<Config>() * kRowPairs * kChunks;
+  constexpr int kItems = Config::k.dq_blocks() * kRowPairs * kChunks;
   wait_for_earlier_launches();
   HeadTile const tile = HeadTile::of_cta<Config>(p);
   float const* const sums =
-      p.dq_sum + int64_t(blockIdx.x) * (bwd_dq_blocks<Config>() * kDq.block_floats());
+      p.dq_sum + int64_t(blockIdx.x) * (Config::k.dq_blocks() * kDq.block_floats());
   // Neighbouring threads have neighbouring chunks of a row.
   CUTE_UNROLL
   for (int item = int(threadIdx.x); item < kItems; item += kRowThreads) {

@@ -20,7 +20,7 @@ constexpr int kChunkColumns = 8;  // 16 bytes
 template <class Config>
 constexpr int row_lanes() {
   int lanes = 8;
-  while (lanes < 32 && 2 * lanes * kChunkColumns <= Config::kHeadDimV) {
+  while (lanes < 32 && 2 * lanes * kChunkColumns <= Config::k.head_dim_v) {
     lanes *= 2;
   }
   return lanes;
@@ -42,9 +42,9 @@ struct HeadTile {
     if (p.row_tiles != nullptr) {
       return HeadTile{0, pair, p.row_tiles[m]};
     }
-    int const row = m * Config::kTileM;
+    int const row = m * Config::k.tile_m;
     return HeadTile{batch, pair - batch * p.heads_q,
-                    RowTile{row, min_of(Config::kTileM, p.seqlen_q - row)}};
+                    RowTile{row, min_of(Config::k.tile_m, p.seqlen_q - row)}};
   }
 };
 
@@ -90,7 +90,7 @@ CUTE_DEVICE void store_row(BwdRowParams const& p, HeadTile const& tile, int i, f
 // The flags of this CTA's tile; and, by the first CTA, the ticket.
 template <class Config>
 CUTE_DEVICE void zero_turns(BwdRowParams const& p) {
-  constexpr int kFlags = bwd_dq_adders<Config>();
+  constexpr int kFlags = Config::k.dq_adders();
   if (int(threadIdx.x) < kFlags) {
     p.dq_flags[int64_t(blockIdx.x) * kFlags + int(threadIdx.x)] = 0;
   }
@@ -102,10 +102,10 @@ CUTE_DEVICE void zero_turns(BwdRowParams const& p) {
 template <class Config>
 __global__ void __launch_bounds__(kRowThreads)
     backward_preprocess_kernel(BwdRowParams const __grid_constant__ p) {
-  using Element = ElementOf<Config::kDtype>;
+  using Element = ElementOf<Config::k.dtype>;
   wait_for_earlier_launches();
   HeadTile const tile = HeadTile::of_cta<Config>(p);
-  constexpr int kTileFloats = Config::kTileM * bwd_dq_columns<Config>();
+  constexpr int kTileFloats = Config::k.tile_m * Config::k.dq_columns();
   float4* const sums = reinterpret_cast<float4*>(p.dq_sum + int64_t(blockIdx.x) * kTileFloats);
   for (int i = int(threadIdx.x); i < kTileFloats / 4; i += kRowThreads) {
     sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kRowThreads)
   constexpr int kLanes = row_lanes<Config>();
   int const lane = int(threadIdx.x) % kLanes;
   CUTE_UNROLL
-  for (int row = int(threadIdx.x) / kLanes; row < Config::kTileM; row += kRowThreads / kLanes) {
+  for (int row = int(threadIdx.x) / kLanes; row < Config::k.tile_m; row += kRowThreads / kLanes) {
     float dot = 0.f;
     if (row < tile.rows.rows) {
       dot = partial_dot<kLanes>(row_of<Element const>(p.o, tile, row),
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
     dot = sum_over_lanes<kLanes>(dot);
     if (lane == 0) {
-      store_row(p, tile, row, dot, int64_t(blockIdx.x) * Config::kTileM + row);
+      store_row(p, tile, row, dot, int64_t(blockIdx.x) * Config::k.tile_m + row);
     }
   }
   allow_later_launches();

@@ -98,14 +98,11 @@ struct BwdProducts {
     issue_gemm<Traits::kTileN / 16>(MmaDq{}, tQrDs, tQrK, tQrDq, is_first);
   }
 
-  // With a softcap, S becomes t = tanh(S * softmax_scale / softcap): the cap then takes the place
-  // of the softmax scale.
+  // S, with a softcap, becomes t (device/score.h).
   template <class Fragment>
   CUTE_DEVICE void cap_scores(Fragment& acc) const {
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size(acc); ++i) {
-      acc(i) = tanh_of(acc(i) * p.softcap_scale);
-    }
+    float const factors[2] = {p.softcap_scale, p.softcap_scale};
+    SoftcapScore::transform(acc, factors);
   }
 
   // S becomes P = exp2(S * scale_log2 - LSE).
@@ -151,7 +148,8 @@ struct BwdProducts {
   CUTE_DEVICE Factors capped_factors(float s0, float s1, float2 lse) const {
     float const x = exp2_approx(s0 * p.scale_log2 - lse.x);
     float const y = exp2_approx(s1 * p.scale_log2 - lse.y);
-    return Factors{make_float2(x, y), make_float2(x * slope(s0), y * slope(s1))};
+    return Factors{make_float2(x, y),
+                   make_float2(x * SoftcapScore::slope(s0), y * SoftcapScore::slope(s1))};
   }
 
   // dS, transposed, to shared memory: (M, N), keys contiguous.
@@ -199,10 +197,6 @@ struct BwdProducts {
   CUTE_DEVICE float2 const* row_values(float const* values) const {
     return reinterpret_cast<float2 const*>(values + fragment_column(thread));
   }
-
-  // Of tanh where it is t. What is hidden has t = -inf and P = 0, and their product must not be
-  // NaN.
-  CUTE_DEVICE static float slope(float t) { return fmaxf(1.f - t * t, 0.f); }
 };
 
 }  // namespace fa3

@@ -4,7 +4,7 @@
 #include "backward/params.h"
 #include "core/softmax_math.h"
 #include "device/barriers.h"
-#include "device/launch.h"
+#include "launch/launch.h"
 #include "device/math.h"
 
 namespace fa3 {

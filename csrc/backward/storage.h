@@ -98,8 +98,8 @@ struct BwdStorage {
 
   BwdWork work;
   // Of each key, the queries that see it (mask.h).
-  [[no_unique_address]] cute::conditional_t<is_general(Traits::kMask), Interval[Traits::kTileN],
-                                            NoKeyLimits> key_limits;
+  [[no_unique_address]] cute::conditional_t<Traits::kKind.mask == MaskKind::kInterval,
+                                            Interval[Traits::kTileN], NoKeyLimits> key_limits;
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
   Mbarrier k_full;                           // TMA -> consumers (1 + bytes)

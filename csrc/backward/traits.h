@@ -6,7 +6,9 @@
 #pragma once
 
 #include "config/bwd_config.h"
+#include "core/packed_tiles.h"
 #include "device/products.h"
+#include "device/score.h"
 
 namespace fa3 {
 
@@ -15,25 +17,26 @@ constexpr int kWarpRows = 16;  // that a warp has of the 64 of a product
 template <class Config_>
 struct BwdTraits {
   using Config = Config_;
-  using Element = ElementOf<Config::kDtype>;
+  static constexpr BwdConfig k = Config::k;
+  using Element = ElementOf<k.dtype>;
+  using Score = ScoreOf<k.kind.score>;
+  using Location = LocationOf<k.kind.batch>;
 
-  static constexpr int kHeadDim = Config::kHeadDim;    // of Q, K, dQ and dK
-  static constexpr int kHeadDimV = Config::kHeadDimV;  // of V, dO and dV
-  static constexpr int kTileM = Config::kTileM;
-  static constexpr int kTileN = bwd_tile_n<Config>();
-  static constexpr int kQStages = Config::kQStages;
-  static constexpr int kDoutStages = Config::kDoutStages;
-  static constexpr int kClusterSize = Config::kClusterSize;
-  static constexpr int kOtherColumns = bwd_other_columns<Config>();
-  static constexpr BwdSplit kSplit = Config::kSplit;
-  static constexpr bool kScoresFirst = Config::kScoresFirst;
-  static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
-  static constexpr MaskKind kMask = Config::kMask;
-  static constexpr bool kHasSoftcap = kMask == MaskKind::kSoftcap;
-  static_assert(!(kScoresFirst && kHasSoftcap), "P is taken back from where it was handed on");
-  static constexpr DqLayout kDq = bwd_dq_layout<Config>();
-  static constexpr int kDqBlocks = bwd_dq_blocks<Config>();
-  static constexpr int kDqAdders = bwd_dq_adders<Config>();
+  static constexpr KernelKind kKind = k.kind;
+  static constexpr int kHeadDim = k.head_dim;     // of Q, K, dQ and dK
+  static constexpr int kHeadDimV = k.head_dim_v;  // of V, dO and dV
+  static constexpr int kTileM = k.tile_m;
+  static constexpr int kTileN = k.cta_keys();
+  static constexpr int kQStages = k.q_stages;
+  static constexpr int kDoutStages = k.dout_stages;
+  static constexpr int kClusterSize = k.cluster_size;
+  static constexpr int kOtherColumns = k.other_columns();
+  static constexpr BwdSplit kSplit = k.split;
+  static constexpr bool kScoresFirst = k.scores_first;
+  static constexpr int kWarpgroups = k.consumer_warpgroups;
+  static constexpr DqLayout kDq = k.dq_layout();
+  static constexpr int kDqBlocks = k.dq_blocks();
+  static constexpr int kDqAdders = k.dq_adders();
 
   using TileM = cute::Int<kTileM>;
   using TileN = cute::Int<kTileN>;

@@ -33,10 +33,7 @@ struct BwdWork {
 };
 
 template <class Traits>
-constexpr bool kServesPacked = is_general(Traits::kMask);
-
-template <class Traits>
-using BwdPlace = PlaceOf<Traits::kMask>;
+constexpr bool kServesPacked = !Traits::kKind.is_dense();
 
 template <class Traits>
 CUTE_DEVICE bool is_packed(BwdDeviceParams const& p) {
@@ -60,7 +57,8 @@ CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, S
   work.head_end = work.head_begin + p.group;
   work.key_begin = n * kKeys + rank * Traits::kTileN;
   work.len = len;
-  work.queries = query_range(n * kKeys, len, Traits::kTileM, kKeys, mask_of<Traits::kMask>(p.mask));
+  work.queries =
+      query_range(n * kKeys, len, Traits::kTileM, kKeys, mask_of<Traits::kKind.mask>(p.mask));
   return work;
 }
 
@@ -137,7 +135,8 @@ struct BwdSteps {
   // Under a full or causal mask only the first tiles of queries may need it.
   template <class Traits>
   CUTE_DEVICE bool is_masked() const {
-    return is_general(Traits::kMask) ? work.queries.is_masked(m) : m < work.queries.free_begin;
+    return Traits::kKind.mask == MaskKind::kInterval ? work.queries.is_masked(m)
+                                                     : m < work.queries.free_begin;
   }
 
   // The place of the tile's rows in the workspaces.
@@ -154,7 +153,7 @@ CUTE_DEVICE int turn_of(BwdDeviceParams const& p, BwdSteps const& steps) {
   constexpr int kKeys = Traits::kTileN * Traits::kClusterSize;
   int const position = steps.m * Traits::kTileM;
   BlockRange const keys = block_range(position, position + Traits::kTileM, steps.work.len, kKeys,
-                                      mask_of<Traits::kMask>(p.mask));
+                                      mask_of<Traits::kKind.mask>(p.mask));
   return keys.end - 1 - steps.work.key_begin / kKeys;
 }
 

@@ -1,186 +1,125 @@
 // What a variant of the backward may choose; the counterpart of config/fwd_config.h, with the same
-// rules. A variant is a tile of config/bwd_tiles.h plus dtype and mask.
+// rules: a variant is a named struct with one constexpr value `k`, a tile of config/bwd_tiles.h
+// with dtype and kind.
 #pragma once
 
-#include "config/fwd_config.h"
+#include "config/slices.h"
 #include "core/dq_layout.h"
 
 namespace fa3 {
 
-constexpr int kWarpgroupWarps = kWarpgroupThreads / 32;
-
-// What the consumer warpgroups share out among them.
+// What the consumer warpgroups split among them.
 enum class BwdSplit : int {
   // Each has 64 keys of the tile, and computes all five products (backward/mma_by_keys.h).
   kKeys = 0,
   // All have the same 64 keys: one makes dV, one dK, one dQ (backward/mma_by_products.h), in a
-  // cluster of two CTAs, which share out the columns of dQ.
+  // cluster of two CTAs, which split the columns of dQ.
   kProducts = 1
-};
-
-struct BwdDefaults {
-  static constexpr BwdSplit kSplit = BwdSplit::kKeys;
-  static constexpr int kConsumerWarpgroups = 2;
-  static constexpr int kClusterSize = 1;
-  // Buffers of the rings of Q and of dO.
-  static constexpr int kQStages = 2;
-  static constexpr int kDoutStages = 2;
-  // Of a thread, of each consumer warpgroup.
-  static constexpr int kRegisters[] = {240, 240, 0};
-  static constexpr int kProducerRegisters = 24;
-  // With BwdSplit::kProducts: columns of a block of dQ; and whether S and dP of the next step come
-  // before dV and dK of this one, and P and dS are worked out beside those: 16 registers more.
-  static constexpr int kDqColumns = 0;
-  static constexpr bool kScoresFirst = false;
-};
-
-struct BwdByProducts : BwdDefaults {
-  static constexpr BwdSplit kSplit = BwdSplit::kProducts;
-  static constexpr int kConsumerWarpgroups = 3;
-  static constexpr int kClusterSize = 2;
-  static constexpr int kTileM = 64;
-  static constexpr int kDqColumns = 64;
 };
 
 // Buffers of what one warpgroup writes while another reads: dS, and P with BwdSplit::kProducts.
 constexpr int kExchangeBuffers = 2;
 
-template <class Config>
-constexpr int bwd_threads() {
-  return (Config::kConsumerWarpgroups + 1) * kWarpgroupThreads;
-}
+struct BwdConfig {
+  char const* name = "";
+  Dtype dtype = Dtype::kBFloat16;
+  KernelKind kind = {};
+  BwdSplit split = BwdSplit::kKeys;
+  int head_dim = 0;    // of Q, K, dQ and dK
+  int head_dim_v = 0;  // of V, O, dO and dV
+  int tile_m = 64;     // queries of a step
+  int consumer_warpgroups = 2;
+  int cluster_size = 1;
+  int q_stages = 2;
+  int dout_stages = 2;
+  // Per thread, of each consumer warpgroup; 0: there is none.
+  int registers[3] = {240, 240, 0};
+  int producer_registers = 24;
+  // With BwdSplit::kProducts: S and dP of the next step come before dV and dK of this one, and
+  // overlap with P and dS: 16 registers more.
+  bool scores_first = false;
 
-// Keys of a CTA.
-template <class Config>
-constexpr int bwd_tile_n() {
-  return Config::kSplit == BwdSplit::kKeys ? Config::kConsumerWarpgroups * kWarpgroupRows
-                                           : kWarpgroupRows;
-}
+  constexpr bool by_keys() const { return split == BwdSplit::kKeys; }
+  constexpr int threads() const { return (consumer_warpgroups + 1) * kWarpgroupThreads; }
 
-// Keys that have their steps in common.
-template <class Config>
-constexpr int bwd_cluster_keys() {
-  return bwd_tile_n<Config>() * Config::kClusterSize;
-}
-
-// Columns of K that a CTA has of the other one's keys: for its blocks of dQ. Of an odd number, the
-// middle one goes from hand to hand.
-template <class Config>
-constexpr int bwd_other_columns() {
-  int const blocks = Config::kHeadDim / kSliceColumns;
-  return Config::kClusterSize == 1 ? 0 : (blocks + 1) / 2 * kSliceColumns;
-}
-
-// dQ of a tile in blocks. Where the warpgroups share the keys each computes one: 64 rows where the
-// tile has as many for each, else a share of the columns.
-template <class Config>
-constexpr DqLayout bwd_dq_layout() {
-  int const columns = padded_columns(Config::kHeadDim);
-  if (Config::kSplit == BwdSplit::kProducts) {
-    return DqLayout{Config::kDqColumns, true};
+  // Keys of a CTA, and of a cluster, whose CTAs do the same steps.
+  constexpr int cta_keys() const {
+    return by_keys() ? consumer_warpgroups * kWarpgroupRows : kWarpgroupRows;
   }
-  bool const by_columns = Config::kTileM == kWarpgroupRows;
-  return DqLayout{by_columns ? columns / Config::kConsumerWarpgroups : Config::kHeadDim,
-                  by_columns};
-}
+  constexpr int tile_n() const { return cta_keys() * cluster_size; }
 
-template <class Config>
-constexpr int bwd_dq_blocks() {
-  if (Config::kSplit == BwdSplit::kProducts) {
-    return Config::kHeadDim / bwd_dq_layout<Config>().columns;
+  // Columns of K that a CTA has of the other CTA's keys, for its blocks of dQ. With an odd number
+  // of blocks the CTAs alternate on the middle one.
+  constexpr int other_columns() const {
+    int const blocks = head_dim / kSliceColumns;
+    return cluster_size == 1 ? 0 : (blocks + 1) / 2 * kSliceColumns;
   }
-  return Config::kConsumerWarpgroups;
-}
 
-// Those who add to the dQ of a step, each always to the same part of a tile: a store warp for each
-// block, or each CTA of a cluster.
-template <class Config>
-constexpr int bwd_dq_adders() {
-  return Config::kSplit == BwdSplit::kKeys ? Config::kConsumerWarpgroups : Config::kClusterSize;
-}
+  // dQ of a tile in blocks. Where the warpgroups split the keys each computes one: 64 rows where
+  // the tile has as many for each, else a share of the columns.
+  constexpr DqLayout dq_layout() const {
+    if (!by_keys()) {
+      return DqLayout{kSliceColumns, true};
+    }
+    bool const by_columns = tile_m == kWarpgroupRows;
+    return DqLayout{by_columns ? padded_columns(head_dim) / consumer_warpgroups : head_dim,
+                    by_columns};
+  }
 
-// fp32 columns of the accumulator of dQ, for each query.
-template <class Config>
-constexpr int bwd_dq_columns() {
-  return bwd_dq_blocks<Config>() * bwd_dq_layout<Config>().block_floats() / Config::kTileM;
-}
+  constexpr int dq_blocks() const {
+    return by_keys() ? consumer_warpgroups : head_dim / dq_layout().columns;
+  }
 
-// Shared memory of a variant: K, V, the rings of Q and dO with LSE and delta of their rows, dS,
-// what the consumers hand on (the staged dQ; or P, dS and K of the other CTA), limits of keys under
-// a general mask, the mbarriers.
-// backward/launch.h asserts that the kernel's struct fits.
-template <class Config>
-constexpr int bwd_shared_bytes() {
-  bool const by_keys = Config::kSplit == BwdSplit::kKeys;
-  int const columns = padded_columns(Config::kHeadDim);
-  int const columns_v = padded_columns(Config::kHeadDimV);
-  int const tile_n = bwd_tile_n<Config>();
-  int const key_bytes = tile_n * (columns + columns_v) * 2;
-  int const stages = Config::kQStages + Config::kDoutStages;
-  int const query_bytes =
-      Config::kTileM * (Config::kQStages * columns + Config::kDoutStages * columns_v) * 2;
-  int const ds_bytes = kExchangeBuffers * Config::kTileM * tile_n * 2;
-  int const dq_bytes = Config::kTileM * bwd_dq_columns<Config>() * 4;
-  int const products_bytes = 2 * ds_bytes + tile_n * bwd_other_columns<Config>() * 2;
-  int const row_bytes = stages * Config::kTileM * 4;
-  int const work_bytes = 64;
-  int const limit_bytes = is_general(Config::kMask) ? tile_n * 8 : 0;
-  int const barriers =
-      2 + 2 * stages + (by_keys ? 2 * Config::kConsumerWarpgroups : 5 * kExchangeBuffers + 1);
-  return key_bytes + query_bytes + ds_bytes + (by_keys ? dq_bytes : products_bytes) +
-         (row_bytes + work_bytes + limit_bytes + barriers * 8 + 1023) / 1024 * 1024;
-}
+  // Those who add to the dQ of a step, each always to the same part of a tile: a store warp for
+  // each block, or each CTA of a cluster.
+  constexpr int dq_adders() const { return by_keys() ? consumer_warpgroups : cluster_size; }
 
-// A variant's constants as values, for the planner.
-struct BwdVariantFacts {
-  char const* name;
-  Dtype dtype;
-  MaskKind mask;
-  int head_dim;    // of q and k
-  int head_dim_v;  // of v
-  int tile_m;
-  int tile_n;  // of all CTAs of a cluster
-  int cluster_size;
-  int consumer_warpgroups;
-  int q_stages;
-  int dout_stages;
-  int threads;
-  int dq_columns;
-  int dq_adders;
-  int producer_registers;
-  int consumer_registers[3];  // by warpgroup; 0: there is none
-  int shared_bytes;
+  // fp32 columns of the accumulator of dQ, for each query.
+  constexpr int dq_columns() const { return dq_blocks() * dq_layout().block_floats() / tile_m; }
+
+  // K, V, the rings of Q and dO with LSE and delta of their rows, dS, what the consumers exchange
+  // (the staged dQ; or P, dS and K of the other CTA), limits of keys under an interval mask, the
+  // barriers. backward/launch.h asserts that the kernel's struct fits.
+  constexpr int shared_bytes() const {
+    int const columns = padded_columns(head_dim);
+    int const columns_v = padded_columns(head_dim_v);
+    int const all_stages = q_stages + dout_stages;
+    int const key_bytes = cta_keys() * (columns + columns_v) * 2;
+    int const query_bytes = tile_m * (q_stages * columns + dout_stages * columns_v) * 2;
+    int const ds_bytes = kExchangeBuffers * tile_m * cta_keys() * 2;
+    int const dq_bytes = tile_m * dq_columns() * 4;
+    int const products_bytes = 2 * ds_bytes + cta_keys() * other_columns() * 2;
+    int const row_bytes = all_stages * tile_m * 4;
+    int const work_bytes = 64;
+    int const limit_bytes = kind.mask == MaskKind::kInterval ? cta_keys() * 8 : 0;
+    int const barriers =
+        2 + 2 * all_stages + (by_keys() ? 2 * consumer_warpgroups : 5 * kExchangeBuffers + 1);
+    return key_bytes + query_bytes + ds_bytes + (by_keys() ? dq_bytes : products_bytes) +
+           round_up(row_bytes + work_bytes + limit_bytes + barriers * 8, 1024);
+  }
 };
 
-template <class Config>
-constexpr BwdVariantFacts bwd_facts(char const* name) {
-  constexpr DqLayout kDq = bwd_dq_layout<Config>();
-  static_assert(Config::kHeadDim % 16 == 0 && Config::kHeadDimV % 16 == 0,
-                "a k-step of a product has 16 columns");
-  static_assert(Config::kTileM == kWarpgroupRows || Config::kTileM == bwd_tile_n<Config>(),
-                "dQ is shared out by columns or by rows");
-  static_assert(!kDq.side_by_side || bwd_dq_blocks<Config>() == 1 ||
-                    kDq.columns % kSliceColumns == 0 || 2 * kDq.columns == kSliceColumns,
-                "a block of dQ has slices of K, or half of one");
-  static_assert(bwd_shared_bytes<Config>() <= kMaxSharedBytes,
-                "the tile does not fit into shared memory");
-  return BwdVariantFacts{name,
-                         Config::kDtype,
-                         Config::kMask,
-                         Config::kHeadDim,
-                         Config::kHeadDimV,
-                         Config::kTileM,
-                         bwd_cluster_keys<Config>(),
-                         Config::kClusterSize,
-                         Config::kConsumerWarpgroups,
-                         Config::kQStages,
-                         Config::kDoutStages,
-                         bwd_threads<Config>(),
-                         bwd_dq_columns<Config>(),
-                         bwd_dq_adders<Config>(),
-                         Config::kProducerRegisters,
-                         {Config::kRegisters[0], Config::kRegisters[1], Config::kRegisters[2]},
-                         bwd_shared_bytes<Config>()};
+// The value of a variant. A choice that no kernel can run is an error of compilation.
+constexpr BwdConfig bwd_variant(char const* name, BwdConfig tile, Dtype dtype, KernelKind kind) {
+  BwdConfig c = tile;
+  c.name = name;
+  c.dtype = dtype;
+  c.kind = kind;
+  DqLayout const dq = c.dq_layout();
+  auto const require = [](bool holds, char const* what) {
+    if (!holds) {
+      throw what;
+    }
+  };
+  require(c.head_dim % 16 == 0 && c.head_dim_v % 16 == 0, "a k-step of a product has 16 columns");
+  require(c.tile_m == kWarpgroupRows || c.tile_m == c.cta_keys(),
+          "dQ is split by columns or by rows");
+  require(!dq.side_by_side || c.dq_blocks() == 1 || dq.columns % kSliceColumns == 0 ||
+              2 * dq.columns == kSliceColumns,
+          "a block of dQ has slices of K, or half of one");
+  require(c.shared_bytes() <= kMaxSharedBytes, "the tile does not fit into shared memory");
+  require(!(c.scores_first && kind.has_softcap()), "a softcap needs P where it was written");
+  return c;
 }
 
 }  // namespace fa3

@@ -1,5 +1,5 @@
-// The tiles of the backward kernel, one struct each: queries of a step x keys of a CTA. Shared
-// memory: K and V + rings of Q and dO + two dS + what is handed on, in KiB (227 for one CTA).
+// The tiles of the backward kernel: queries of a step x keys of a CTA. Shared memory: K and V +
+// rings of Q and dO + two dS + what the consumers exchange, in KiB (227 for one CTA).
 #pragma once
 
 #include "config/bwd_config.h"
@@ -7,93 +7,68 @@
 namespace fa3 {
 
 // 32 + 64 + 64 + 32 = 192 KiB. S and dP take 64 registers each, dK and dV 32.
-struct BwdTileD64 : BwdDefaults {
-  static constexpr int kHeadDim = 64;
-  static constexpr int kHeadDimV = 64;
-  static constexpr int kTileM = 128;
-};
+inline constexpr BwdConfig kBwdTileD64{.head_dim = 64, .head_dim_v = 64, .tile_m = 128};
 
-// 64 + 96 + 32 + 32 = 224 KiB, as D128: dQ has 128 columns here too, of which 32 are filling.
-struct BwdTileD96 : BwdDefaults {
-  static constexpr int kHeadDim = 96;
-  static constexpr int kHeadDimV = 96;
-  static constexpr int kTileM = 64;
-  static constexpr int kQStages = 3;
-  static constexpr int kDoutStages = 3;
-};
+// 64 + 96 + 32 + 32 = 224 KiB, as D128: dQ has 128 columns here too, of which 32 are padding.
+inline constexpr BwdConfig kBwdTileD96{
+    .head_dim = 96, .head_dim_v = 96, .q_stages = 3, .dout_stages = 3};
 
 // 64 + 96 + 32 + 32 = 224 KiB. S and dP take 32 registers each, dK and dV 64.
-struct BwdTileD128 : BwdDefaults {
-  static constexpr int kHeadDim = 128;
-  static constexpr int kHeadDimV = 128;
-  static constexpr int kTileM = 64;
-  static constexpr int kQStages = 3;
-  static constexpr int kDoutStages = 3;
-};
+inline constexpr BwdConfig kBwdTileD128{
+    .head_dim = 128, .head_dim_v = 128, .q_stages = 3, .dout_stages = 3};
 
 // 48 + 96 + 16 + 48 = 208 KiB. dK and dV take 96 registers each, a third of dQ 32.
-struct BwdTileD192 : BwdByProducts {
-  static constexpr int kHeadDim = 192;
-  static constexpr int kHeadDimV = 192;
-  static constexpr int kRegisters[] = {184, 184, 120};
-};
+inline constexpr BwdConfig kBwdTileD192{.split = BwdSplit::kProducts,
+                                        .head_dim = 192,
+                                        .head_dim_v = 192,
+                                        .consumer_warpgroups = 3,
+                                        .cluster_size = 2,
+                                        .registers = {184, 184, 120}};
 
 // 64 + 96 + 16 + 48 = 224 KiB. dK and dV take 128 registers each, a quarter of dQ 32.
-struct BwdTileD256 : BwdByProducts {
-  static constexpr int kHeadDim = 256;
-  static constexpr int kHeadDimV = 256;
-  static constexpr int kDoutStages = 1;
-  static constexpr int kRegisters[] = {208, 216, 64};
-};
+inline constexpr BwdConfig kBwdTileD256{.split = BwdSplit::kProducts,
+                                        .head_dim = 256,
+                                        .head_dim_v = 256,
+                                        .consumer_warpgroups = 3,
+                                        .cluster_size = 2,
+                                        .dout_stages = 1,
+                                        .registers = {208, 216, 64}};
 
-// Head dims of q and k x that of v.
+// Head dims of Q and K x that of V.
 
 // 48 + 96 + 32 + 16 = 192 KiB. As D128, with 32 registers for dK.
-struct BwdTileD64x128 : BwdDefaults {
-  static constexpr int kHeadDim = 64;
-  static constexpr int kHeadDimV = 128;
-  static constexpr int kTileM = 64;
-  static constexpr int kQStages = 4;
-  static constexpr int kDoutStages = 4;
-};
+inline constexpr BwdConfig kBwdTileD64x128{
+    .head_dim = 64, .head_dim_v = 128, .q_stages = 4, .dout_stages = 4};
 
 // 48 + 96 + 32 + 32 = 208 KiB. As D128, with 32 registers for dV.
-struct BwdTileD128x64 : BwdDefaults {
-  static constexpr int kHeadDim = 128;
-  static constexpr int kHeadDimV = 64;
-  static constexpr int kTileM = 64;
-  static constexpr int kQStages = 4;
-  static constexpr int kDoutStages = 4;
-};
+inline constexpr BwdConfig kBwdTileD128x64{
+    .head_dim = 128, .head_dim_v = 64, .q_stages = 4, .dout_stages = 4};
 
 // As D128x64: dK takes 48 registers.
-struct BwdTileD96x64 : BwdDefaults {
-  static constexpr int kHeadDim = 96;
-  static constexpr int kHeadDimV = 64;
-  static constexpr int kTileM = 64;
-  static constexpr int kQStages = 4;
-  static constexpr int kDoutStages = 4;
-};
+inline constexpr BwdConfig kBwdTileD96x64{
+    .head_dim = 96, .head_dim_v = 64, .q_stages = 4, .dout_stages = 4};
 
 // 40 + 128 + 16 + 40 = 224 KiB. dV takes 128 registers, dK 32, dQ 32: a CTA of a cluster makes it
 // at every other step.
-struct BwdTileD64x256 : BwdByProducts {
-  static constexpr int kHeadDim = 64;
-  static constexpr int kHeadDimV = 256;
-  static constexpr int kQStages = 3;
-  static constexpr int kDoutStages = 3;
-  static constexpr bool kScoresFirst = true;
-  static constexpr int kRegisters[] = {216, 160, 112};
-};
+inline constexpr BwdConfig kBwdTileD64x256{.split = BwdSplit::kProducts,
+                                           .head_dim = 64,
+                                           .head_dim_v = 256,
+                                           .consumer_warpgroups = 3,
+                                           .cluster_size = 2,
+                                           .q_stages = 3,
+                                           .dout_stages = 3,
+                                           .registers = {216, 160, 112},
+                                           .scores_first = true};
 
 // 40 + 120 + 16 + 48 = 224 KiB. dV takes 64 registers, dK 96, a third of dQ 32.
-struct BwdTileD192x128 : BwdByProducts {
-  static constexpr int kHeadDim = 192;
-  static constexpr int kHeadDimV = 128;
-  static constexpr int kQStages = 3;
-  static constexpr int kDoutStages = 3;
-  static constexpr bool kScoresFirst = true;
-  static constexpr int kRegisters[] = {184, 184, 120};
-};
+inline constexpr BwdConfig kBwdTileD192x128{.split = BwdSplit::kProducts,
+                                            .head_dim = 192,
+                                            .head_dim_v = 128,
+                                            .consumer_warpgroups = 3,
+                                            .cluster_size = 2,
+                                            .q_stages = 3,
+                                            .dout_stages = 3,
+                                            .registers = {184, 184, 120},
+                                            .scores_first = true};
 
 }  // namespace fa3

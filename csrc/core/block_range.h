@@ -25,29 +25,30 @@ FA3_HD constexpr BlockRange block_range(int position_begin, int position_end, Se
                     max_of(0, first.end) / tile_n, ceil_div(max_of(0, last.end), tile_n)};
 }
 
-// K tiles of a range that a part of its queries does not see: those visited first, at its end, and
-// those visited last.
-struct HiddenTiles {
+// K tiles that a tile visits and a warpgroup of it skips, because none of its rows sees a key of
+// them: those visited first, at the end of the range, and those visited last.
+struct SkippedTiles {
   int first;
   int last;
 };
 
-// own: of that part; most: counted at either end. If they see no key at all, none: it takes one
-// K tile to find that out.
-FA3_HD constexpr HiddenTiles hidden_tiles(BlockRange const& all, BlockRange const& own, int most) {
+// own: of the warpgroup; most: at either end. A warpgroup whose rows see no key at all skips none:
+// it takes one K tile to find that out.
+FA3_HD constexpr SkippedTiles skipped_tiles(BlockRange const& all, BlockRange const& own,
+                                            int most) {
   if (own.begin >= own.end) {
-    return HiddenTiles{0, 0};
+    return SkippedTiles{0, 0};
   }
-  return HiddenTiles{min_of(all.end - own.end, most), min_of(own.begin - all.begin, most)};
+  return SkippedTiles{min_of(all.end - own.end, most), min_of(own.begin - all.begin, most)};
 }
 
-// How many a warpgroup may leave out at either end, with rings of so many K tiles; raw_stages: of
-// V on its way to its ring, if it has two. From one tile of queries to the next it leaves out twice
-// as many, n, and waits for the K tile behind them while it holds V of the one before, j. The
-// producer gets there if V of all up to j + n - 1 finds room beside that of j. And the others have
-// to be through with the K tile `stages` before it: they must not need V of j + stages for that,
-// which comes where that of j lies.
-FA3_HD constexpr int most_hidden_tiles(int stages, int raw_stages) {
+// The most K tiles that a warpgroup may skip at either end without a deadlock, with rings of
+// `stages` K tiles; raw_stages: of a second ring that V goes through first. From one tile of
+// queries to the next a warpgroup skips twice as many, n, and waits for the K tile after them while
+// it holds V of the K tile before, j. The producer gets there if V of all up to j + n - 1 finds
+// room next to that of j. And the other warpgroups must have finished the K tile `stages` before:
+// they must not need V of j + stages for that, which takes the buffer of j.
+FA3_HD constexpr int most_skipped_tiles(int stages, int raw_stages) {
   int const of_two_tiles = raw_stages > 0 ? min_of(stages + raw_stages, 2 * stages - 1) : stages;
   return of_two_tiles / 2;
 }

@@ -10,11 +10,11 @@ namespace fa3 {
 
 template <int kStages>
 struct CompactRing {
-  int turn = 0;  // of two rounds
+  int index = 0;  // in two rounds of the ring
 
-  FA3_HD constexpr int stage() const { return turn < kStages ? turn : turn - kStages; }
-  FA3_HD constexpr uint32_t phase() const { return turn < kStages ? 0 : 1; }
-  FA3_HD constexpr void advance() { turn = turn + 1 < 2 * kStages ? turn + 1 : 0; }
+  FA3_HD constexpr int stage() const { return index < kStages ? index : index - kStages; }
+  FA3_HD constexpr uint32_t phase() const { return index < kStages ? 0 : 1; }
+  FA3_HD constexpr void advance() { index = index + 1 < 2 * kStages ? index + 1 : 0; }
 };
 
 }  // namespace fa3

@@ -6,19 +6,12 @@
 // lie outside the sequence.
 #pragma once
 
+#include <type_traits>
+
 #include "core/int_math.h"
+#include "core/kernel_kind.h"
 
 namespace fa3 {
-
-// What a kernel is made for: dense batches under one of two simple masks, or everything else:
-// GeneralMask, packed sequences, sinks, row maxima; and that with a softcap on the scores.
-enum class MaskKind : int { kFull = 0, kCausal = 1, kGeneral = 2, kSoftcap = 3 };
-
-constexpr int kMaskKinds = 4;
-
-constexpr bool is_general(MaskKind kind) {
-  return kind == MaskKind::kGeneral || kind == MaskKind::kSoftcap;
-}
 
 struct SeqlenPair {
   int q;
@@ -48,13 +41,13 @@ struct CausalMask {
   }
 };
 
-// A window around a query's own key, and chunks of keys, which start at key 0: a query sees those
-// of its own key's chunk. The others are special cases of this one.
-struct GeneralMask {
+// A window around a query's own key, and chunks of keys, which start at key 0: a query sees the
+// keys of its own key's chunk. The other masks are special cases of this one.
+struct IntervalMask {
   static constexpr int kNoLimit = (1 << 30) - 1;  // lengths are at most 2^30
 
-  int left = kNoLimit;   // how many keys before its own a query sees
-  int right = kNoLimit;  // and how many behind it
+  int left = kNoLimit;   // keys before its own that a query sees
+  int right = kNoLimit;  // keys after its own
   bool is_chunked = false;
   FastDiv chunk;
 
@@ -94,15 +87,13 @@ struct GeneralMask {
   }
 };
 
-// The mask of a kernel: general ones read theirs at run time.
+// The mask of a kernel. Full and causal masks hold nothing; an interval mask is read at run time.
 template <MaskKind kKind>
-FA3_HD constexpr auto mask_of(GeneralMask const& general) {
-  if constexpr (kKind == MaskKind::kFull) {
-    return FullMask{};
-  } else if constexpr (kKind == MaskKind::kCausal) {
-    return CausalMask{};
+FA3_HD constexpr auto mask_of(IntervalMask const& mask) {
+  if constexpr (kKind == MaskKind::kInterval) {
+    return mask;
   } else {
-    return general;
+    return std::conditional_t<kKind == MaskKind::kFull, FullMask, CausalMask>{};
   }
 }
 

@@ -115,13 +115,13 @@ FA3_HD Sequence cut_to_room(Sequence s, int room, int tile_positions) {
   return s;
 }
 
-// Where a sequence lies: its lengths, and its rows as the copy engine counts them. Two types: a
-// dense batch alone, or any.
+// Where a sequence lies: its lengths, and its rows as the copy engine counts them. One type for
+// kernels of dense batches, one for any batch.
 
-struct DensePlace {
+struct DenseLocation {
   int batch;
 
-  FA3_HD static DensePlace dense(int batch, SeqlenPair) { return DensePlace{batch}; }
+  FA3_HD static DenseLocation dense(int batch, SeqlenPair) { return DenseLocation{batch}; }
 
   FA3_HD SeqlenPair lengths(SeqlenPair of_all) const { return of_all; }
 
@@ -132,7 +132,7 @@ struct DensePlace {
 };
 
 // Coordinates of device/tensor_map.h, RowDims.
-struct AnyPlace {
+struct AnyLocation {
   int batch;
   SeqlenPair len;
   int q_row;  // of the first query
@@ -140,14 +140,14 @@ struct AnyPlace {
   int k_row;  // of the first key
   int k_end;
 
-  FA3_HD static AnyPlace dense(int batch, SeqlenPair len) {
-    return AnyPlace{batch, len, 0, 0, 0, 0};
+  FA3_HD static AnyLocation dense(int batch, SeqlenPair len) {
+    return AnyLocation{batch, len, 0, 0, 0, 0};
   }
 
-  FA3_HD static AnyPlace packed(Sequence const& s) {
-    return AnyPlace{kRowsEnd,           s.len,
-                    kRowsEnd - s.len.q, s.q_begin + s.len.q,
-                    kRowsEnd - s.len.k, s.k_begin + s.len.k};
+  FA3_HD static AnyLocation packed(Sequence const& s) {
+    return AnyLocation{kRowsEnd,           s.len,
+                       kRowsEnd - s.len.q, s.q_begin + s.len.q,
+                       kRowsEnd - s.len.k, s.k_begin + s.len.k};
   }
 
   FA3_HD SeqlenPair lengths(SeqlenPair) const { return len; }
@@ -158,9 +158,8 @@ struct AnyPlace {
   FA3_HD int end_k() const { return k_end; }
 };
 
-// Full and causal kernels serve dense batches only.
-template <MaskKind kMask>
-using PlaceOf = std::conditional_t<is_general(kMask), AnyPlace, DensePlace>;
+template <BatchKind kBatch>
+using LocationOf = std::conditional_t<kBatch == BatchKind::kDense, DenseLocation, AnyLocation>;
 
 // No more tiles of `rows` rows than this are in `batch` sequences with `total` rows.
 constexpr int64_t most_tiles(int64_t total, int64_t batch, int rows) {

@@ -72,14 +72,10 @@ struct FwdProblem {
   int heads_k = 0;
   int head_dim = 0;
   int head_dim_v = 0;
-  bool causal = false;
-  // Of the general kernels (MaskKind). `general` is the mask then; causal still says that right is
-  // 0.
-  bool is_general = false;
-  bool has_softcap = false;  // is_general too
-  GeneralMask general;
-  // Sequences of several lengths, one behind the other: seqlen_q and seqlen_k are the longest, as
-  // far as the host knows, and what counts are the tensors' rows.
+  KernelKind kind;    // of kernel that serves it
+  IntervalMask mask;  // in its most general form; right is 0 under a causal mask
+  // Sequences of several lengths, one after the other: seqlen_q and seqlen_k are the longest, as
+  // far as the host knows. The totals are the rows of the tensors.
   bool is_packed = false;
   int total_q = 0;
   int total_k = 0;
@@ -90,22 +86,15 @@ struct FwdProblem {
   bool deterministic = false;  // the backward sums dQ in a fixed order
   DeviceLimits device;
 
-  constexpr MaskKind mask_kind() const {
-    return has_softcap  ? MaskKind::kSoftcap
-           : is_general ? MaskKind::kGeneral
-           : causal     ? MaskKind::kCausal
-                        : MaskKind::kFull;
+  // A dense batch without further features.
+  constexpr void set_dense(bool causal) {
+    kind = causal ? kCausalKernel : kFullKernel;
+    mask = IntervalMask{};
+    mask.right = causal ? 0 : IntervalMask::kNoLimit;
   }
 
   // Packed: sequences, and runs of rows that no sequence has (core/packed_tiles.h).
   int entries() const { return batch + 1 + (has_unused ? batch : 0); }
-
-  // The mask in its most general form.
-  GeneralMask mask() const {
-    GeneralMask mask = is_general ? general : GeneralMask{};
-    mask.right = causal ? 0 : mask.right;
-    return mask;
-  }
 };
 
 // Lengths of a packed batch as they lie on the device: sequence b has the rows from cu[b] up to

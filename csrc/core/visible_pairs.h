@@ -16,7 +16,7 @@ constexpr double sum_of_ramp(int64_t first, int64_t count, int64_t most) {
 }
 
 // Of a window alone: of the keys up to its right end those are hidden that lie before its left end.
-constexpr double count_in_window(int64_t seqlen_q, int64_t seqlen_k, GeneralMask const& mask) {
+constexpr double count_in_window(int64_t seqlen_q, int64_t seqlen_k, IntervalMask const& mask) {
   int64_t const own = seqlen_k - seqlen_q;  // of query 0
   return sum_of_ramp(own + mask.right + 1, seqlen_q, seqlen_k) -
          sum_of_ramp(own - mask.left, seqlen_q, seqlen_k);
@@ -24,7 +24,7 @@ constexpr double count_in_window(int64_t seqlen_q, int64_t seqlen_k, GeneralMask
 
 // Each chunk is a problem of its own, of the queries that stand in it; all between the first and
 // the last one are alike.
-constexpr double count_in_chunks(int64_t seqlen_q, int64_t seqlen_k, GeneralMask const& mask) {
+constexpr double count_in_chunks(int64_t seqlen_q, int64_t seqlen_k, IntervalMask const& mask) {
   int64_t const size = mask.chunk.divisor;
   int64_t const first_own = seqlen_k > seqlen_q ? seqlen_k - seqlen_q : 0;
   auto const count_chunk = [&](int64_t chunk) {
@@ -38,7 +38,7 @@ constexpr double count_in_chunks(int64_t seqlen_q, int64_t seqlen_k, GeneralMask
   return last > first + 1 ? ends + double(last - first - 1) * count_chunk(first + 1) : ends;
 }
 
-constexpr double count_visible(SeqlenPair len, GeneralMask const& mask) {
+constexpr double count_visible(SeqlenPair len, IntervalMask const& mask) {
   if (len.q == 0 || len.k == 0) {
     return 0;
   }

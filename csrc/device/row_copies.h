@@ -1,6 +1,6 @@
 // Copies of boxes of q, k, v and what is like them, between global and shared memory. A map of a
 // dense batch has four dimensions: columns; rows and heads, in any order; the batch. One of any
-// batch has a fifth, the row at which a sequence ends (RowDims in device/tensor_map.h).
+// batch has a fifth, the row at which a sequence ends (RowDims in launch/tensor_map.h).
 #pragma once
 
 #include "core/packed_tiles.h"
@@ -9,30 +9,42 @@
 namespace fa3 {
 
 // Dimensions of a map.
-template <class Place>
+template <class Location>
 constexpr int kMapRank = 5;
 template <>
-inline constexpr int kMapRank<DensePlace> = 4;
+inline constexpr int kMapRank<DenseLocation> = 4;
 
-// c0, c1, c2: column, and row and head in the order of the map; counted on `barrier`.
-template <class Place>
+// Where a box begins: column; row and head in the order of the map; and the sequence.
+template <class Location>
+struct BoxCoordinates {
+  int c0;
+  int c1;
+  int c2;
+  Location const& location;
+  int end;
+};
+
+// Counted on `barrier`.
+template <class Location>
 CUTE_DEVICE void load_box(CUtensorMap const& map, uint64_t* barrier, uint64_t hint, void* target,
-                          int c0, int c1, int c2, Place const& place, int end) {
-  if constexpr (kMapRank<Place> == 4) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, barrier, hint, target, c0, c1, c2, place.batch);
+                          BoxCoordinates<Location> const& box) {
+  auto const& [c0, c1, c2, location, end] = box;
+  if constexpr (kMapRank<Location> == 4) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, barrier, hint, target, c0, c1, c2, location.batch);
   } else {
-    cute::SM90_TMA_LOAD_5D::copy(&map, barrier, hint, target, c0, c1, c2, place.batch, end);
+    cute::SM90_TMA_LOAD_5D::copy(&map, barrier, hint, target, c0, c1, c2, location.batch, end);
   }
 }
 
 // Part of the thread's current bulk group.
-template <class Place>
-CUTE_DEVICE void store_box(CUtensorMap const& map, void const* source, int c0, int c1, int c2,
-                           Place const& place, int end) {
-  if constexpr (kMapRank<Place> == 4) {
-    cute::SM90_TMA_STORE_4D::copy(&map, source, c0, c1, c2, place.batch);
+template <class Location>
+CUTE_DEVICE void store_box(CUtensorMap const& map, void const* source,
+                           BoxCoordinates<Location> const& box) {
+  auto const& [c0, c1, c2, location, end] = box;
+  if constexpr (kMapRank<Location> == 4) {
+    cute::SM90_TMA_STORE_4D::copy(&map, source, c0, c1, c2, location.batch);
   } else {
-    cute::SM90_TMA_STORE_5D::copy(&map, source, c0, c1, c2, place.batch, end);
+    cute::SM90_TMA_STORE_5D::copy(&map, source, c0, c1, c2, location.batch, end);
   }
 }
 

@@ -6,8 +6,8 @@ namespace fa3 {
 namespace {
 
 int limit_of(int64_t window_side) {
-  bool const is_none = window_side < 0 || window_side > GeneralMask::kNoLimit;
-  return is_none ? GeneralMask::kNoLimit : int(window_side);
+  bool const is_none = window_side < 0 || window_side > IntervalMask::kNoLimit;
+  return is_none ? IntervalMask::kNoLimit : int(window_side);
 }
 
 // How long the longest sequence may be: what the caller says, where that can be.
@@ -39,12 +39,12 @@ void set_sizes(FwdProblem& problem, GeneralCall const& call, GeneralSizes const&
 
 // Dense: the lengths say which limits hide nothing. (What the caller says of packed lengths is but
 // a hint.)
-void drop_idle_limits(FwdProblem& problem, GeneralMask& mask) {
+void drop_idle_limits(FwdProblem& problem, IntervalMask& mask) {
   if (mask.left >= problem.seqlen_k - 1) {
-    mask.left = GeneralMask::kNoLimit;
+    mask.left = IntervalMask::kNoLimit;
   }
   if (mask.right > 0 && mask.right >= problem.seqlen_q - 1) {
-    mask.right = GeneralMask::kNoLimit;
+    mask.right = IntervalMask::kNoLimit;
   }
   // A query before key 0 is in no chunk; without chunks it might see keys behind its own.
   bool const all_stand_at_keys = problem.seqlen_q <= problem.seqlen_k || mask.right == 0;
@@ -59,25 +59,26 @@ FwdProblem general_problem(GeneralCall const& call, GeneralSizes const& sizes,
                            bool has_row_features) {
   FwdProblem problem;
   set_sizes(problem, call, sizes);
-  GeneralMask mask;
+  IntervalMask mask;
   mask.left = limit_of(call.window_left);
   mask.right = call.causal ? 0 : limit_of(call.window_right);
   if (call.attention_chunk > 0) {
     mask.is_chunked = true;
-    mask.chunk = FastDiv(int(std::min<int64_t>(call.attention_chunk, GeneralMask::kNoLimit)));
+    mask.chunk = FastDiv(int(std::min<int64_t>(call.attention_chunk, IntervalMask::kNoLimit)));
   }
   if (!problem.is_packed) {
     drop_idle_limits(problem, mask);
   }
-  problem.causal = mask.right == 0;
-  bool const is_limited = mask.left < GeneralMask::kNoLimit || mask.is_chunked ||
-                          (mask.right > 0 && mask.right < GeneralMask::kNoLimit);
-  problem.has_softcap = call.softcap > 0;
-  // At FP8 the kernels without a mask rely on each row seeing a key.
-  bool const is_blind = problem.dtype == Dtype::kFloat8E4M3 && problem.seqlen_k == 0;
-  problem.is_general = is_limited || problem.is_packed || problem.has_softcap ||
-                       has_row_features || is_blind;
-  problem.general = mask;
+  problem.mask = mask;
+  bool const is_limited = mask.left < IntervalMask::kNoLimit || mask.is_chunked ||
+                          (mask.right > 0 && mask.right < IntervalMask::kNoLimit);
+  // FP8 kernels without a mask rely on each row seeing a key.
+  bool const has_no_keys = problem.dtype == Dtype::kFloat8E4M3 && problem.seqlen_k == 0;
+  bool const is_general = is_limited || problem.is_packed || has_row_features || has_no_keys;
+  problem.kind = call.softcap > 0  ? kSoftcapKernel
+                 : is_general      ? kGeneralKernel
+                 : mask.right == 0 ? kCausalKernel
+                                   : kFullKernel;
   return problem;
 }
 

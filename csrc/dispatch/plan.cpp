@@ -28,22 +28,23 @@ constexpr int64_t kMostCandidates = 128;
 // time (bf16, d128, full, 4 heads; H200, 2026-11-22).
 constexpr int kPackGainPercent = 2;
 
-int m_tiles_of(FwdProblem const& problem, FwdVariantFacts const& facts, int pack) {
-  return ceil_div(problem.seqlen_q, RowPacking{pack}.positions_per_tile(facts.consumer_warpgroups));
+int m_tiles_of(FwdProblem const& problem, FwdConfig const& config, int pack) {
+  return ceil_div(problem.seqlen_q,
+                  RowPacking{pack}.positions_per_tile(config.consumer_warpgroups));
 }
 
 // Whether the first queries of a sequence see fewer keys than the later ones, or than those that a
 // window leaves to most, if that is wider than two tiles: of others no tile costs much less.
 bool grows(FwdProblem const& problem, int tile_rows) {
-  GeneralMask const mask = problem.mask();
-  bool const ends_early = problem.causal || mask.right < problem.seqlen_k / 2;
+  IntervalMask const mask = problem.mask;
+  bool const ends_early = mask.right == 0 || mask.right < problem.seqlen_k / 2;
   return !mask.is_chunked && ends_early && mask.left >= 2 * tile_rows;
 }
 
 // Of the keys that are in use at a time: a window moves on with the queries, of which some are
 // ahead of others.
 int64_t kv_head_bytes(FwdProblem const& problem) {
-  GeneralMask const mask = problem.mask();
+  IntervalMask const mask = problem.mask;
   int64_t const in_use = 2 * (int64_t(mask.left) + mask.right + 1);
   int64_t const keys = std::min<int64_t>(problem.seqlen_k, in_use);
   return keys * (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
@@ -77,7 +78,7 @@ int choose_section_pairs(FwdProblem const& problem, FwdSchedule const& schedule)
   int64_t const fitting = fitting_heads(problem);
   int const pairs_per_kv_head = problem.heads_q / problem.heads_k / schedule.pack;
   int64_t const tiles_per_kv_head = int64_t(schedule.m_tiles) * pairs_per_kv_head;
-  if (problem.mask().left < problem.seqlen_k && kv_heads <= fitting) {
+  if (problem.mask.left < problem.seqlen_k && kv_heads <= fitting) {
     return int(kv_heads * pairs_per_kv_head);
   }
   int64_t const two_rounds = 2 * int64_t(schedule.grid);
@@ -103,7 +104,7 @@ int choose_section_pairs(FwdProblem const& problem, FwdSchedule const& schedule)
 
 // (query, key) pairs that one head of one batch sees.
 double visible_pairs(FwdProblem const& problem) {
-  return count_visible(SeqlenPair{problem.seqlen_q, problem.seqlen_k}, problem.mask());
+  return count_visible(SeqlenPair{problem.seqlen_q, problem.seqlen_k}, problem.mask);
 }
 
 // How the queries of a head are cut into tiles, of one variant.
@@ -113,75 +114,75 @@ struct Cut {
 };
 
 // What a tile costs, in (query, key) pairs: those that it computes, and `fixed_keys` more keys.
-double tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, Cut cut, int m,
+double tile_cost(FwdProblem const& problem, FwdConfig const& config, Cut cut, int m,
                  int fixed_keys) {
-  int const positions = RowPacking{cut.pack}.positions_per_tile(facts.consumer_warpgroups);
+  int const positions = RowPacking{cut.pack}.positions_per_tile(config.consumer_warpgroups);
   SeqlenPair const len{problem.seqlen_q, problem.seqlen_k};
   int const begin = m * positions - cut.lead;
   BlockRange const range =
-      block_range(max_of(0, begin), begin + positions, len, facts.tile_n, problem.mask());
-  double const keys = double(max_of(range.end - range.begin, 1)) * facts.tile_n + fixed_keys;
-  return keys * facts.consumer_warpgroups * kWarpgroupRows;
+      block_range(max_of(0, begin), begin + positions, len, config.tile_n, problem.mask);
+  double const keys = double(max_of(range.end - range.begin, 1)) * config.tile_n + fixed_keys;
+  return keys * config.consumer_warpgroups * kWarpgroupRows;
 }
 
 // Mean over the tiles of a row head: of each `step`-th one, counted from the last.
-double mean_tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, Cut cut, int step,
+double mean_tile_cost(FwdProblem const& problem, FwdConfig const& config, Cut cut, int step,
                       int fixed_keys) {
-  int const m_tiles = m_tiles_of(problem, facts, cut.pack);
+  int const m_tiles = m_tiles_of(problem, config, cut.pack);
   double sum = 0;
   int count = 0;
   for (int m = m_tiles - 1; m >= 0; m -= step, ++count) {
-    sum += tile_cost(problem, facts, cut, m, fixed_keys);
+    sum += tile_cost(problem, config, cut, m, fixed_keys);
   }
   return sum / count;
 }
 
-double estimated_tile_cost(FwdProblem const& problem, FwdVariantFacts const& facts, Cut cut) {
-  int const m_tiles = m_tiles_of(problem, facts, cut.pack);
+double estimated_tile_cost(FwdProblem const& problem, FwdConfig const& config, Cut cut) {
+  int const m_tiles = m_tiles_of(problem, config, cut.pack);
   // Tiles of full attention all cost the same.
-  bool const all_equal = problem.mask_kind() == MaskKind::kFull;
+  bool const all_equal = problem.kind == kFullKernel;
   int const step = all_equal ? m_tiles : ceil_div(m_tiles, kMostSamples);
-  return mean_tile_cost(problem, facts, cut, step, facts.fixed_keys);
+  return mean_tile_cost(problem, config, cut, step, config.fixed_keys);
 }
 
-int most_lead(FwdProblem const& problem, FwdVariantFacts const& facts, int pack) {
-  return lead_positions(m_tiles_of(problem, facts, pack), problem.seqlen_q,
-                        facts.consumer_warpgroups, RowPacking{pack}.positions_per_warpgroup());
+int most_lead(FwdProblem const& problem, FwdConfig const& config, int pack) {
+  return lead_positions(m_tiles_of(problem, config, pack), problem.seqlen_q,
+                        config.consumer_warpgroups, RowPacking{pack}.positions_per_warpgroup());
 }
 
 // What the tiles of a head cost together, for comparisons of leads: of many, the last one and some
 // from the middle.
-double cost_of_lead(FwdProblem const& problem, FwdVariantFacts const& facts, Cut cut) {
+double cost_of_lead(FwdProblem const& problem, FwdConfig const& config, Cut cut) {
   constexpr int kSamples = 16;
-  int const others = m_tiles_of(problem, facts, cut.pack) - 1;
+  int const others = m_tiles_of(problem, config, cut.pack) - 1;
   int const count = std::min(others, kSamples);
   double sum = 0;
   for (int m = (others - count) / 2; m < (others + count) / 2; ++m) {
-    sum += tile_cost(problem, facts, cut, m, facts.fixed_keys);
+    sum += tile_cost(problem, config, cut, m, config.fixed_keys);
   }
-  return tile_cost(problem, facts, cut, others, facts.fixed_keys) +
+  return tile_cost(problem, config, cut, others, config.fixed_keys) +
          (count > 0 ? sum / count * others : 0);
 }
 
 // Positions by which the first tile of a sequence begins before it. With a lead fewer rows are
 // empty in long tiles, but tiles may end in the middle of a K tile: 0 where that is no gain.
-int lead_of(FwdProblem const& problem, FwdVariantFacts const& facts, int pack) {
-  int const most = most_lead(problem, facts, pack);
+int lead_of(FwdProblem const& problem, FwdConfig const& config, int pack) {
+  int const most = most_lead(problem, config, pack);
   bool const may_gain =
-      most > 0 && grows(problem, RowPacking{pack}.positions_per_tile(facts.consumer_warpgroups));
-  return may_gain && cost_of_lead(problem, facts, {pack, most}) <
-                         cost_of_lead(problem, facts, {pack, 0})
+      most > 0 && grows(problem, RowPacking{pack}.positions_per_tile(config.consumer_warpgroups));
+  return may_gain && cost_of_lead(problem, config, {pack, most}) <
+                         cost_of_lead(problem, config, {pack, 0})
              ? most
              : 0;
 }
 
 // Of one query head, up to a factor.
-double time_of_pack(FwdProblem const& problem, FwdVariantFacts const& facts, int pack) {
-  Cut const cut{pack, lead_of(problem, facts, pack)};
-  return estimated_tile_cost(problem, facts, cut) * m_tiles_of(problem, facts, pack) / pack;
+double time_of_pack(FwdProblem const& problem, FwdConfig const& config, int pack) {
+  Cut const cut{pack, lead_of(problem, config, pack)};
+  return estimated_tile_cost(problem, config, cut) * m_tiles_of(problem, config, pack) / pack;
 }
 
-int choose_pack(FwdProblem const& problem, FwdVariantFacts const& facts) {
+int choose_pack(FwdProblem const& problem, FwdConfig const& config) {
   int const group = problem.heads_q / problem.heads_k;
   if (problem.pack_gqa == PackGqa::kNever || group <= 1 || problem.seqlen_q == 0) {
     return 1;
@@ -190,21 +191,21 @@ int choose_pack(FwdProblem const& problem, FwdVariantFacts const& facts) {
   if (problem.pack_gqa == PackGqa::kAlways) {
     return pack;
   }
-  double const unpacked = time_of_pack(problem, facts, 1);
-  double const packed = time_of_pack(problem, facts, pack);
+  double const unpacked = time_of_pack(problem, config, 1);
+  double const packed = time_of_pack(problem, config, pack);
   return packed * 100 < unpacked * (100 - kPackGainPercent) ? pack : 1;
 }
 
 // The least lead that gains something in a long sequence, of as many keys as queries.
-int least_lead_of(FwdProblem const& packed, FwdVariantFacts const& facts, int pack) {
+int least_lead_of(FwdProblem const& packed, FwdConfig const& config, int pack) {
   constexpr int kTiles = 16;
   RowPacking const rows{pack};
   int const step = rows.positions_per_warpgroup();
-  int const of_tile = rows.positions_per_tile(facts.consumer_warpgroups);
+  int const of_tile = rows.positions_per_tile(config.consumer_warpgroups);
   FwdProblem one = packed;
   for (int lead = step; lead < of_tile; lead += step) {
     one.seqlen_q = one.seqlen_k = kTiles * of_tile - lead;
-    if (lead_of(one, facts, pack) > 0) {
+    if (lead_of(one, config, pack) > 0) {
       return lead;
     }
   }
@@ -213,8 +214,8 @@ int least_lead_of(FwdProblem const& packed, FwdVariantFacts const& facts, int pa
 
 // Time that a tile form needs for one head by itself, up to a factor: no matter on how many CTAs,
 // or how many heads and batches there are.
-double time_of_head(FwdProblem const& problem, FwdVariantFacts const& facts) {
-  return time_of_pack(problem, facts, 1) / facts.relative_speed;
+double time_of_head(FwdProblem const& problem, FwdConfig const& config) {
+  return time_of_pack(problem, config, 1) / config.relative_speed;
 }
 
 // Of packed sequences there is room for more tiles than the caller's longest length leads to.
@@ -227,16 +228,16 @@ double expected_tiles(FwdProblem const& problem, FwdSchedule const& schedule) {
 // Time of a plan, up to a factor: what the busiest CTA computes, over its share of the speed of the
 // tile. Tiles of causal attention are dealt evenly, but none is cut.
 double time_of_plan(FwdProblem const& problem, FwdPlan const& plan) {
-  FwdVariantFacts const& facts = kFwdVariants[plan.variant];
+  FwdConfig const& config = kFwdVariants[plan.variant];
   FwdSchedule const& schedule = plan.schedule;
   Cut const cut{schedule.pack, schedule.lead};
-  double const mean = estimated_tile_cost(problem, facts, cut);
+  double const mean = estimated_tile_cost(problem, config, cut);
   double const tiles = expected_tiles(problem, schedule);
-  double const speed = double(facts.relative_speed) / facts.ctas_per_sm;
+  double const speed = double(config.relative_speed) / config.ctas_per_sm;
   if (!schedule.longest_first) {
     return mean * std::ceil(tiles / schedule.grid) / speed;
   }
-  double const longest = tile_cost(problem, facts, cut, schedule.m_tiles - 1, facts.fixed_keys);
+  double const longest = tile_cost(problem, config, cut, schedule.m_tiles - 1, config.fixed_keys);
   return std::max(longest, mean * tiles / schedule.grid) / speed;
 }
 
@@ -260,27 +261,27 @@ FwdPlan plan_with(FwdProblem const& problem, int variant) {
 
 }  // namespace
 
-FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& facts) {
+FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config) {
   FwdSchedule schedule;
-  schedule.pack = choose_pack(problem, facts);
-  schedule.m_tiles = m_tiles_of(problem, facts, schedule.pack);
+  schedule.pack = choose_pack(problem, config);
+  schedule.m_tiles = m_tiles_of(problem, config, schedule.pack);
   schedule.longest_first =
-      grows(problem, RowPacking{schedule.pack}.positions_per_tile(facts.consumer_warpgroups));
+      grows(problem, RowPacking{schedule.pack}.positions_per_tile(config.consumer_warpgroups));
   int64_t of_head = int64_t(schedule.m_tiles) * problem.batch;
   if (problem.is_packed) {
-    schedule.least_lead = least_lead_of(problem, facts, schedule.pack);
-    int const most = most_lead(problem, facts, schedule.pack);
+    schedule.least_lead = least_lead_of(problem, config, schedule.pack);
+    int const most = most_lead(problem, config, schedule.pack);
     schedule.lead = most < schedule.least_lead ? 0 : most;
-    int const rows = RowPacking{schedule.pack}.positions_per_tile(facts.consumer_warpgroups);
+    int const rows = RowPacking{schedule.pack}.positions_per_tile(config.consumer_warpgroups);
     of_head = most_tiles(problem.total_q, problem.entries(), rows);
     schedule.section_heads = choose_section_heads(problem, schedule.pack);
     schedule.workspace_ints = PackedTables::workspace_ints(of_head, problem.entries());
   } else {
-    schedule.lead = lead_of(problem, facts, schedule.pack);
+    schedule.lead = lead_of(problem, config, schedule.pack);
   }
   schedule.tiles = int(of_head * (problem.heads_q / schedule.pack));
   int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
-  schedule.grid = std::min(schedule.tiles, sms * facts.ctas_per_sm);
+  schedule.grid = std::min(schedule.tiles, sms * config.ctas_per_sm);
   schedule.section_pairs = choose_section_pairs(problem, schedule);
   return schedule;
 }
@@ -320,18 +321,18 @@ FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan) {
     return cost;
   }
   double const heads = double(problem.batch) * problem.heads_q;
-  FwdVariantFacts const& facts = kFwdVariants[plan.variant];
+  FwdConfig const& config = kFwdVariants[plan.variant];
   double const useful = visible_pairs(problem) * heads;
   Cut const cut{schedule.pack, schedule.lead};
-  double const tile = mean_tile_cost(problem, facts, cut, /*step=*/1, 0);
+  double const tile = mean_tile_cost(problem, config, cut, /*step=*/1, 0);
   double const computed = tile * schedule.tiles;
   double const dims = problem.head_dim + problem.head_dim_v;
   double const computed_dims =
-      double(facts.head_dim + facts.head_dim_v) * value_launches(problem.head_dim_v);
+      double(config.head_dim + config.head_dim_v) * value_launches(problem.head_dim_v);
   double const q_rows = heads * problem.seqlen_q;
   double const k_rows = double(problem.batch) * problem.heads_k * problem.seqlen_k;
-  double const tile_rows = facts.consumer_warpgroups * kWarpgroupRows;
-  double const all_keys = round_up(max_of(1, problem.seqlen_k), facts.tile_n);
+  double const tile_rows = config.consumer_warpgroups * kWarpgroupRows;
+  double const all_keys = round_up(max_of(1, problem.seqlen_k), config.tile_n);
   cost.waves = double(schedule.tiles) / schedule.grid;
   cost.useful_share = useful * dims / (computed * computed_dims);
   cost.visited_share = tile / (tile_rows * all_keys);

@@ -28,7 +28,7 @@ FwdPlan plan_forward(FwdProblem const& problem);
 
 // How the work is cut for one variant: part of plan_forward(), and what a search over tiles that
 // are on no list calls.
-FwdSchedule schedule_forward(FwdProblem const& problem, FwdVariantFacts const& facts);
+FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config);
 
 // Of packed sequences: as if there were `batch` ones of the longest length.
 FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan);

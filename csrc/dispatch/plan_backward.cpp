@@ -6,6 +6,7 @@
 #include "bwd_variants.h"
 #include "core/int_math.h"
 #include "core/packed_tiles.h"
+#include "dispatch/variants.h"
 
 namespace fa3 {
 namespace {
@@ -17,17 +18,17 @@ constexpr int kSectionL2Percent = 30;
 // Whether the first keys of a sequence are seen by more queries than the last ones, up to a great
 // part of them.
 bool shrinks(FwdProblem const& problem) {
-  GeneralMask const mask = problem.mask();
+  IntervalMask const mask = problem.mask;
   int const half = problem.seqlen_q / 2;
   bool const is_cut = mask.is_chunked || mask.left < half;
-  return !is_cut && (problem.causal || mask.right < half);
+  return !is_cut && (mask.right == 0 || mask.right < half);
 }
 
 // KV heads that should go through their tiles of keys together, each with so many: what fits into
 // L2, but at least a tile for every multiprocessor. Deterministic: two, so that fewer CTAs of a
 // head wait for each other when they start.
-int64_t heads_of_section(FwdProblem const& problem, BwdVariantFacts const& facts, int n_tiles) {
-  int64_t const row_bytes = int64_t(facts.head_dim) * (2 + 4) + int64_t(facts.head_dim_v) * 2;
+int64_t heads_of_section(FwdProblem const& problem, BwdConfig const& config, int n_tiles) {
+  int64_t const row_bytes = int64_t(config.head_dim) * (2 + 4) + int64_t(config.head_dim_v) * 2;
   int64_t const head_bytes =
       std::max(1, problem.seqlen_q) * row_bytes * (problem.heads_q / problem.heads_k);
   int64_t const fitting = problem.device.l2_bytes * kSectionL2Percent / 100 / head_bytes;
@@ -36,46 +37,44 @@ int64_t heads_of_section(FwdProblem const& problem, BwdVariantFacts const& facts
 }
 
 // What decides between variants that serve a problem, the least comes first: the columns of a
-// step's five products, S, dQ and dK having those of q and k, dP and dV those of v; then the mask.
-int cost_of(BwdVariantFacts const& facts, MaskKind mask) {
-  int const columns = 3 * facts.head_dim + 2 * facts.head_dim_v;
-  return 2 * columns + (facts.mask == mask ? 0 : 1);
+// step's five products, S, dQ and dK having those of q and k, dP and dV those of v; then the kind.
+int cost_of(BwdConfig const& config, KernelKind kind) {
+  int const columns = 3 * config.head_dim + 2 * config.head_dim_v;
+  return 2 * columns + (config.kind == kind ? 0 : 1);
 }
 
 // A key is seen by the queries of its window or its chunk; a tile of keys by one more for each.
 int most_queries(FwdProblem const& problem, int tile_n) {
-  GeneralMask const mask = problem.mask();
+  IntervalMask const mask = problem.mask;
   int64_t most = int64_t(mask.left) + mask.right + tile_n;
   if (mask.is_chunked) {
     most = std::min(most, int64_t(mask.chunk.divisor) + tile_n);
   }
-  return int(std::min<int64_t>(most, GeneralMask::kNoLimit));
+  return int(std::min<int64_t>(most, IntervalMask::kNoLimit));
 }
 
-void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem,
-                    BwdVariantFacts const& facts) {
+void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig const& config) {
   int const pairs = problem.heads_k * problem.batch;
-  schedule.m_tiles = ceil_div(problem.seqlen_q, facts.tile_m);
-  schedule.n_tiles = ceil_div(problem.seqlen_k, facts.tile_n);
-  schedule.grid = schedule.n_tiles * pairs * facts.cluster_size;
-  schedule.rows = int64_t(schedule.m_tiles) * facts.tile_m * problem.heads_q * problem.batch;
+  schedule.m_tiles = ceil_div(problem.seqlen_q, config.tile_m);
+  schedule.n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
+  schedule.grid = schedule.n_tiles * pairs * config.cluster_size;
+  schedule.rows = int64_t(schedule.m_tiles) * config.tile_m * problem.heads_q * problem.batch;
   schedule.section_pairs =
-      int(std::min<int64_t>(heads_of_section(problem, facts, schedule.n_tiles), pairs));
+      int(std::min<int64_t>(heads_of_section(problem, config, schedule.n_tiles), pairs));
 }
 
 // Sequences come one after the other, so a section is one of heads.
-void schedule_packed(BwdSchedule& schedule, FwdProblem const& problem,
-                     BwdVariantFacts const& facts) {
-  schedule.m_tiles = int(most_tiles(problem.total_q, problem.entries(), facts.tile_m));
-  schedule.n_tiles = int(most_tiles(problem.total_k, problem.entries(), facts.tile_n));
-  schedule.grid = schedule.n_tiles * problem.heads_k * facts.cluster_size;
-  schedule.rows = int64_t(schedule.m_tiles) * facts.tile_m * problem.heads_q;
-  schedule.most_queries = most_queries(problem, facts.tile_n);
+void schedule_packed(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig const& config) {
+  schedule.m_tiles = int(most_tiles(problem.total_q, problem.entries(), config.tile_m));
+  schedule.n_tiles = int(most_tiles(problem.total_k, problem.entries(), config.tile_n()));
+  schedule.grid = schedule.n_tiles * problem.heads_k * config.cluster_size;
+  schedule.rows = int64_t(schedule.m_tiles) * config.tile_m * problem.heads_q;
+  schedule.most_queries = most_queries(problem, config.tile_n());
   schedule.table_ints = PackedTables::table_ints(
       PackedTables::workspace_ints(schedule.n_tiles, problem.entries(), schedule.m_tiles));
   if (schedule.in_sections) {
-    int const n_tiles = ceil_div(problem.seqlen_k, facts.tile_n);
-    int64_t const heads = heads_of_section(problem, facts, n_tiles);
+    int const n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
+    int64_t const heads = heads_of_section(problem, config, n_tiles);
     schedule.section_heads = heads >= problem.heads_k
                                  ? problem.heads_k
                                  : largest_divisor_below(problem.heads_k, int(heads) + 1);
@@ -84,15 +83,13 @@ void schedule_packed(BwdSchedule& schedule, FwdProblem const& problem,
 
 }  // namespace
 
-int find_backward_variant(Dtype dtype, MaskKind mask, int64_t head_dim, int64_t head_dim_v) {
+int find_backward_variant(Dtype dtype, KernelKind kind, int64_t head_dim, int64_t head_dim_v) {
   int best = -1;
   for (int i = 0; i < int(std::size(kBwdVariants)); ++i) {
-    BwdVariantFacts const& facts = kBwdVariants[i];
-    bool const has_mask =
-        facts.mask == mask || (facts.mask == MaskKind::kGeneral && mask != MaskKind::kSoftcap);
-    bool const fits = facts.dtype == dtype && has_mask && facts.head_dim >= head_dim &&
-                      facts.head_dim_v >= head_dim_v;
-    if (fits && (best < 0 || cost_of(facts, mask) < cost_of(kBwdVariants[best], mask))) {
+    BwdConfig const& config = kBwdVariants[i];
+    bool const fits = config.dtype == dtype && serves(config.kind, kind) &&
+                      config.head_dim >= head_dim && config.head_dim_v >= head_dim_v;
+    if (fits && (best < 0 || cost_of(config, kind) < cost_of(kBwdVariants[best], kind))) {
       best = i;
     }
   }
@@ -101,20 +98,20 @@ int find_backward_variant(Dtype dtype, MaskKind mask, int64_t head_dim, int64_t 
 
 BwdPlan plan_backward(FwdProblem const& problem) {
   BwdPlan plan;
-  plan.variant = find_backward_variant(problem.dtype, problem.mask_kind(), problem.head_dim,
-                                       problem.head_dim_v);
-  BwdVariantFacts const& facts = kBwdVariants[plan.variant];
+  plan.variant =
+      find_backward_variant(problem.dtype, problem.kind, problem.head_dim, problem.head_dim_v);
+  BwdConfig const& config = kBwdVariants[plan.variant];
   BwdSchedule& schedule = plan.schedule;
-  schedule.tile_m = facts.tile_m;
-  schedule.tile_n = facts.tile_n;
+  schedule.tile_m = config.tile_m;
+  schedule.tile_n = config.tile_n();
   schedule.in_sections = problem.deterministic || shrinks(problem);
   if (problem.is_packed) {
-    schedule_packed(schedule, problem, facts);
+    schedule_packed(schedule, problem, config);
   } else {
-    schedule_dense(schedule, problem, facts);
+    schedule_dense(schedule, problem, config);
   }
-  schedule.dq_floats = schedule.rows * facts.dq_columns;
-  int64_t const flags = schedule.rows / facts.tile_m * facts.dq_adders;
+  schedule.dq_floats = schedule.rows * config.dq_columns();
+  int64_t const flags = schedule.rows / config.tile_m * config.dq_adders();
   schedule.flags = problem.deterministic ? flags + 1 : 0;
   return plan;
 }

@@ -15,7 +15,7 @@ struct BwdPlan {
 // The variant for a problem: of those whose head dims, of q and k and of v, are no smaller, the one
 // that computes least. One for the problem's mask, or, where that computes less, for any mask.
 // INVARIANT: the head dims are at most 256; there is a variant for each.
-int find_backward_variant(Dtype dtype, MaskKind mask, int64_t head_dim, int64_t head_dim_v);
+int find_backward_variant(Dtype dtype, KernelKind kind, int64_t head_dim, int64_t head_dim_v);
 
 // INVARIANT: the problem comes from a CUDA call that check_backward() or check_general_backward()
 // accepts, and has queries. Then the numbers of tiles fit into an int. Without keys the grid is 0.

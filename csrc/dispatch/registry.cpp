@@ -9,18 +9,21 @@
 namespace fa3 {
 namespace {
 
+Dtype dtype_of(FwdConfig const& config) { return config.dtype_q; }
+Dtype dtype_of(BwdConfig const& config) { return config.dtype; }
+
 // In how much two variants agree: a user moves to another dtype more easily than to another head
-// dim, and least easily to another mask.
-template <class Facts>
-int likeness(Facts const& a, Facts const& b) {
-  return (a.mask == b.mask ? 4 : 0) + (a.head_dim == b.head_dim ? 2 : 0) +
-         (a.dtype == b.dtype ? 1 : 0);
+// dim, and least easily to another kind.
+template <class Config>
+int likeness(Config const& a, Config const& b) {
+  return (a.kind == b.kind ? 4 : 0) + (a.head_dim == b.head_dim ? 2 : 0) +
+         (dtype_of(a) == dtype_of(b) ? 1 : 0);
 }
 
-template <class Facts>
-std::string missing_text(char const* op, std::span<Facts const> variants, int variant,
+template <class Config>
+std::string missing_text(char const* op, std::span<Config const> variants, int variant,
                          std::span<bool const> built) {
-  Facts const& missing = variants[variant];
+  Config const& missing = variants[variant];
   int best = -1;
   std::string nearest;
   for (size_t i = 0; i < built.size(); ++i) {
@@ -42,11 +45,11 @@ std::string missing_text(char const* op, std::span<Facts const> variants, int va
 }  // namespace
 
 std::string missing_variant_text(char const* op, int variant, std::span<bool const> built) {
-  return missing_text<FwdVariantFacts>(op, kFwdVariants, variant, built);
+  return missing_text<FwdConfig>(op, kFwdVariants, variant, built);
 }
 
 std::string missing_backward_text(int variant, std::span<bool const> built) {
-  return missing_text<BwdVariantFacts>("bwd", kBwdVariants, variant, built);
+  return missing_text<BwdConfig>("bwd", kBwdVariants, variant, built);
 }
 
 }  // namespace fa3

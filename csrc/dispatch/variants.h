@@ -42,28 +42,26 @@ constexpr int value_launches(int head_dim_v) {
   return ceil_div(head_dim_v, value_columns(head_dim_v));
 }
 
-// A general kernel, for a full or causal problem.
-template <class Facts>
-constexpr bool serves_simple(Facts const& facts, MaskKind mask) {
-  return facts.mask == MaskKind::kGeneral && !is_general(mask);
+// Whether a kernel serves a problem of a kind: its own, and general kernels full and causal
+// problems too.
+constexpr bool serves(KernelKind kernel, KernelKind problem) {
+  return kernel == problem || (kernel == kGeneralKernel && problem.is_dense());
 }
 
 // Kernels exist for some head dims; a problem with others runs on those that are no smaller and
 // compute least: the copy engine fills the missing columns with zeros, which change neither scores
-// nor outputs. General ones serve full and causal problems too, where they compute less than those
-// made for them.
-constexpr FwdCandidates search_candidates(Dtype dtype, MaskKind mask, int head_dim, int head_dim_v,
-                                          bool promote = false) {
+// nor outputs. General kernels serve full and causal problems where they compute less.
+constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, int head_dim,
+                                          int head_dim_v, bool promote = false) {
   FwdCandidates found;
   int fewest = 1 << 30;
   for (int i = 0; i < kFwdVariantCount; ++i) {
-    FwdVariantFacts const& facts = kFwdVariants[i];
-    bool const is_own = facts.mask == mask;
-    bool const serves = facts.dtype == dtype && facts.promotes == promote &&
-                        facts.head_dim >= head_dim && facts.head_dim_v >= head_dim_v &&
-                        (is_own || serves_simple(facts, mask));
-    int const cost = 2 * (facts.head_dim + facts.head_dim_v) + !is_own;
-    if (serves && cost <= fewest) {
+    FwdConfig const& config = kFwdVariants[i];
+    bool const is_large_enough = config.head_dim >= head_dim && config.head_dim_v >= head_dim_v;
+    bool const fits = config.dtype_q == dtype && config.is_promoted() == promote &&
+                      is_large_enough && serves(config.kind, kind);
+    int const cost = 2 * (config.head_dim + config.head_dim_v) + !(config.kind == kind);
+    if (fits && cost <= fewest) {
       found = cost < fewest ? FwdCandidates{} : found;
       fewest = cost;
       found.add(i);
@@ -75,17 +73,17 @@ constexpr FwdCandidates search_candidates(Dtype dtype, MaskKind mask, int head_d
 // Dtypes that kernels take: the first ones of Dtype.
 constexpr int kKernelDtypes = 3;
 
-// search_candidates() for every dtype, mask and multiple of 8 as head dim of q, k and v,
-// since a launch asks.
+// search_candidates() for every dtype, kind and multiple of 8 as head dim of q, k and v: every
+// launch asks.
 inline constexpr auto kFwdCandidates = [] {
-  std::array<std::array<std::array<FwdCandidates, kMaxHeadDim / 8 + 1>, kMaskKinds>, kKernelDtypes>
+  constexpr int kHeadDims = kMaxHeadDim / 8 + 1;
+  std::array<std::array<std::array<FwdCandidates, kHeadDims>, kBuiltKindCount>, kKernelDtypes>
       table{};
   for (Dtype dtype : {Dtype::kFloat16, Dtype::kBFloat16, Dtype::kFloat8E4M3}) {
-    for (MaskKind mask :
-         {MaskKind::kFull, MaskKind::kCausal, MaskKind::kGeneral, MaskKind::kSoftcap}) {
-      for (int eighths = 1; eighths <= kMaxHeadDim / 8; ++eighths) {
-        table[int(dtype)][int(mask)][eighths] =
-            search_candidates(dtype, mask, 8 * eighths, 8 * eighths);
+    for (int kind = 0; kind < kBuiltKindCount; ++kind) {
+      for (int eighths = 1; eighths < kHeadDims; ++eighths) {
+        table[int(dtype)][kind][eighths] =
+            search_candidates(dtype, kBuiltKinds[kind].kind, 8 * eighths, 8 * eighths);
       }
     }
   }
@@ -94,10 +92,9 @@ inline constexpr auto kFwdCandidates = [] {
 
 // INVARIANT: dtype is one of a kernel, head dims are multiples of 8 and at most kMaxHeadDim.
 constexpr FwdCandidates fwd_candidates(FwdProblem const& problem) {
-  MaskKind const mask = problem.mask_kind();
   return problem.head_dim == problem.head_dim_v && !problem.promote
-             ? kFwdCandidates[int(problem.dtype)][int(mask)][problem.head_dim / 8]
-             : search_candidates(problem.dtype, mask, problem.head_dim,
+             ? kFwdCandidates[int(problem.dtype)][kind_index(problem.kind)][problem.head_dim / 8]
+             : search_candidates(problem.dtype, problem.kind, problem.head_dim,
                                  value_columns(problem.head_dim_v), problem.promote);
 }
 

@@ -1,45 +1,49 @@
 // The forward kernel: who does what, and nothing else.
 //
 //   warpgroup 0   warp 0: goes through the tiles, loads Q, K, V
-//                 warps 1 to 3: each stores O of one consumer warpgroup
-//                 FP8: warp 1 reads scales and stores O of two warpgroups, 2 and 3 turn V round
+//                 warps 1 to 3: store O; or read scales, send results and transpose V (helpers.h)
 //   warpgroup 1.. consumers: 64 rows of the tile each
 #pragma once
 
-#include "forward/load.h"
-#include "forward/mma.h"
-#include "forward/scale_warp.h"
-#include "forward/transpose.h"
+#include "forward/loop_serial.h"
+#include "forward/loop_skewed.h"
+#include "forward/producer.h"
 
 namespace fa3 {
 
 template <class Traits>
 CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const& p) {
+  using Helpers = typename FwdSlots<Traits>::Helpers;
   int const warp = cutlass::canonical_warp_idx_sync();
-  if constexpr (Traits::kFp8) {
-    if (warp == 1) {
-      run_scale_warp<Traits>(shared, p);
-      return;
-    }
-    if (warp >= 2) {
-      ValueTransposer<Traits>(shared, warp - 2, lane_of_warp()).run();
-      return;
-    }
+  // WHY whole warps first: where the roles meet again, ptxas keeps coordinates of copies in vector
+  // registers.
+  if (Helpers::kAreWholeWarps && warp > 0) {
+    Helpers::run(shared, p, warp);
+    return;
   }
   if (!cute::elect_one_sync()) {
     return;
   }
   if (warp == 0) {
     FwdProducer<Traits>(shared, p).run();
-  } else if (warp <= Traits::kWarpgroups) {
-    if constexpr (!Traits::kFp8) {
-      store_outputs<Traits>(shared, p, warp - 1);
-    }
+  } else if (!Helpers::kAreWholeWarps) {
+    Helpers::run(shared, p, warp);
   }
 }
 
+template <class Traits>
+CUTE_DEVICE void run_consumer(FwdStorage<Traits>& shared, FwdDeviceParams const& p, int warpgroup) {
+  using Consumer = FwdConsumer<Traits>;
+  using Loop =
+      cute::conditional_t<Traits::k.is_skewed(), SkewedLoop<Consumer>, SerialLoop<Consumer>>;
+  int const thread = int(threadIdx.x) % kWarpgroupThreads;
+  Consumer consumer(shared, p, warpgroup, thread, PingPongOf<Traits>{warpgroup});
+  Loop{consumer}.run();
+  Consumer::Slots::Output::finish(thread);
+}
+
 template <class Config>
-__global__ void __launch_bounds__(fwd_threads<Config>(), Config::kCtasPerSm)
+__global__ void __launch_bounds__(Config::k.threads(), Config::k.ctas_per_sm)
     forward_kernel(FwdDeviceParams const __grid_constant__ p) {
   using Traits = FwdTraits<Config>;
   extern __shared__ __align__(1024) char shared_bytes[];
@@ -56,13 +60,11 @@ __global__ void __launch_bounds__(fwd_threads<Config>(), Config::kCtasPerSm)
 
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<fwd_producer_registers<Config>()>();
+    cutlass::arch::warpgroup_reg_dealloc<Config::k.producer_registers()>();
     run_producer_warpgroup<Traits>(shared, p);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<fwd_consumer_registers<Config>()>();
-    int const thread = int(threadIdx.x) % kWarpgroupThreads;
-    Turn<Config::kPingPong> const turn{warpgroup - 1};
-    FwdConsumer<Traits>(shared, p, warpgroup - 1, thread, turn).run();
+    cutlass::arch::warpgroup_reg_alloc<Config::k.consumer_registers()>();
+    run_consumer<Traits>(shared, p, warpgroup - 1);
   }
 }
 

@@ -2,8 +2,8 @@
 // launch_forward.
 #pragma once
 
-#include "device/launch.h"
-#include "device/tensor_map.h"
+#include "launch/launch.h"
+#include "launch/tensor_map.h"
 #include "forward/kernel.h"
 
 namespace fa3 {
@@ -52,14 +52,14 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   int const pack = p.schedule.pack;
   int const positions = RowPacking{pack}.positions_per_warpgroup();
   using Traits = FwdTraits<Config>;
-  constexpr int kRank = kMapRank<typename Traits::Place>;
+  constexpr int kRank = kMapRank<typename Traits::Location>;
   MapColumns const columns{problem.head_dim, Traits::kSlice};
   MapColumns const columns_v{problem.head_dim_v, Traits::kSlice};
   FwdDeviceParams d;
   d.q = query_map<kRank>(maps, p, p.q, columns);
-  d.k = key_map<kRank>(maps, problem, p.k, columns, Config::kTileN);
+  d.k = key_map<kRank>(maps, problem, p.k, columns, Traits::kTileN);
   d.v = key_map<kRank>(maps, problem, p.v, columns_v, Traits::kValueKeys);
-  if constexpr (Traits::kFp8) {
+  if (Traits::kHasScales) {
     TensorMapMaker output_maps{p.out_dtype};
     d.o = query_map<kRank>(output_maps, p, p.o, MapColumns{problem.head_dim_v, kSliceColumns});
     maps.error = maps.error == cudaSuccess ? output_maps.error : maps.error;
@@ -84,14 +84,14 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   d.scale_log2 = d.softmax_scale * kLog2E;
   d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
   d.zero = 0;
-  d.lazy_rescale_log2 = p.max_logits == nullptr ? Config::kLazyRescaleLog2 : 0.f;
-  d.q_slice_bytes = pack * positions * Traits::kSlice * element_bytes(Config::kDtype);
+  d.lazy_rescale_log2 = p.max_logits == nullptr ? Config::k.lazy_rescale_log2 : 0.f;
+  d.q_slice_bytes = pack * positions * Traits::kSlice * element_bytes(Config::k.dtype_q);
   d.positions_per_warpgroup = positions;
   d.lead = p.schedule.lead;
   d.least_lead = p.schedule.least_lead;
   d.pack = FastDiv(pack);
   d.groups_per_kv_head = FastDiv(problem.heads_q / problem.heads_k / pack);
-  d.mask = problem.mask();
+  d.mask = problem.mask;
   int const heads = problem.heads_q / pack;
   if (problem.is_packed) {
     d.tickets = TicketOrder{FastDiv(heads), FastDiv(p.schedule.section_heads)};
@@ -106,10 +106,10 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
 // Launches on the current device and the given stream (a cudaStream_t).
 template <class Config>
 void launch_forward(FwdParams const& p, void* stream) {
-  constexpr int kBytes = fwd_shared_bytes<Config>();
+  constexpr int kBytes = Config::k.shared_bytes();
   static_assert(sizeof(FwdStorage<FwdTraits<Config>>) <= kBytes,
-                "fwd_shared_bytes must cover the storage");
-  LaunchShape const shape{Config::kName, p.schedule.grid, fwd_threads<Config>(), kBytes};
+                "FwdConfig::shared_bytes() must cover the storage");
+  LaunchShape const shape{Config::k.name, p.schedule.grid, Config::k.threads(), kBytes};
   static std::atomic<uint64_t> devices_ready{0};
   bind_thread(shape.variant, shape.grid, kBytes);
   allow_shared_memory(forward_kernel<Config>, shape, devices_ready);

@@ -1,7 +1,7 @@
 // What the kernel receives: tensor maps and the numbers that do not change during a launch.
 //
-// Packed sequences are to the copy engine as dense ones (device/tensor_map.h): rows behind a
-// sequence read as zeros, and are not written.
+// The copy engine treats packed sequences like dense ones (launch/tensor_map.h): rows after the end
+// of a sequence read as zeros, and are not written.
 #pragma once
 
 #include <cuda.h>
@@ -13,7 +13,7 @@
 
 namespace fa3 {
 
-// FP8: O as its rows are written from registers, of 16-bit elements.
+// O as its rows are written from registers (OutputKind::kRegisters), 16-bit elements.
 struct OutputView {
   uint16_t* data;
   int64_t batch_stride;
@@ -35,22 +35,22 @@ struct FwdDeviceParams {
   float softmax_scale;      // with a softcap: the cap
   float scale_log2;         // softmax_scale * log2(e)
   float softcap_scale;      // softmax_scale / softcap
-  int zero;                 // 0, for softmax.h
-  float lazy_rescale_log2;  // of MaskKind::kGeneral; 0 where row maxima are wanted
+  int zero;                 // 0, unknown to ptxas (softmax.h)
+  float lazy_rescale_log2;  // of general kernels; 0 where row maxima are wanted
   int q_slice_bytes;  // what one TMA box of Q brings: fewer than 64 rows when the packing does not
                       // fill them
   int positions_per_warpgroup;
   int lead;        // dense: lead_positions(), or 0
-  int least_lead;  // packed: of the lead_positions() of a sequence, else it has none
+  int least_lead;  // packed: a sequence whose lead_positions() are fewer has a lead of 0
   FastDiv pack;    // query heads in the rows of a tile
   FastDiv groups_per_kv_head;
-  GeneralMask mask;  // of MaskKind::kGeneral
-  // FP8.
+  IntervalMask mask;  // of MaskKind::kInterval
+  // With ScalesKind::kBlocks.
   OutputView out;
   ScaleView q_scale;
   ScaleView k_scale;
   ScaleView v_scale;
-  int scale_batches;  // no sequence has a number as large
+  int scale_batches;  // larger than the index of any sequence
   bool out_is_half;   // else bfloat16
   TileOrder order;
   TicketOrder tickets;  // packed, as are the following

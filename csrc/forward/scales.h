@@ -1,11 +1,12 @@
-// FP8: the scales of q, k and v. By block, of 64 rows of q and kScaleBlockKeys of k and v, or per
-// (sequence, KV head), whose blocks all have the same one: the stride of a block is 0. A block of
-// keys is whole K tiles, so that a K tile has one scale.
+// ScalesKind: without scales; or scales of q, k and v by block, 64 rows of q and kScaleBlockKeys
+// rows of k and v, or per (sequence, KV head), where the stride of a block is 0. A block of keys is
+// whole K tiles, so that a K tile has one scale. The scale warp reads them (ScaleReader).
 #pragma once
 
 #include "core/compact_ring.h"
 #include "device/fragments.h"
 #include "device/math.h"
+#include "forward/softmax.h"
 #include "forward/storage.h"
 
 namespace fa3 {
@@ -13,19 +14,19 @@ namespace fa3 {
 // P is brought into the range of e4m3 by this power of two.
 constexpr int kOffsetLog2 = 8;
 
-// No scale of v counts as smaller: with 0 the maximum of a row would lose its meaning. Twice that
-// far from 1 a float still has room.
+// Smaller scales of v are raised to this: with 0 the maximum of a row would lose its meaning, and
+// the square of the bound is still a float.
 constexpr float kLeastScale = 1e-30f;
 
-// Nor one of k, or one of q times that of the softmax. What scores are multiplied with must not be
-// flushed to 0, for a hidden one is -inf.
+// The same for scales of k, and for those of q times the softmax scale: the factor of scores must
+// not be flushed to 0, because a masked score is -inf.
 constexpr float kLeastScoreScale = 0x1p-60f;
 
 CUTE_DEVICE float at_least(float scale, float least) {
   return scale < least ? least : scale;  // NaN stays NaN
 }
 
-// Of this thread's two rows.
+// Scales of this thread's two rows.
 CUTE_DEVICE void read_query_scales(float const (&of_rows)[kWarpgroupRows], int thread,
                                    float (&scales)[2]) {
   CUTE_UNROLL
@@ -34,8 +35,59 @@ CUTE_DEVICE void read_query_scales(float const (&of_rows)[kWarpgroupRows], int t
   }
 }
 
-// Where the scales of a tile begin. Rows of no sequence are entries behind those of the batch,
-// without keys. WHY functions: each is worked out where it is needed, for registers are short.
+// ScalesKind::kNone, of a consumer.
+template <class Traits>
+struct NoScales {
+  CUTE_DEVICE explicit NoScales(FwdStorage<Traits>&) {}
+
+  template <class Ring>
+  CUTE_DEVICE void wait_for_queries(Ring const&) const {}
+
+  template <class Softmax>
+  CUTE_DEVICE void start_rows(Softmax& softmax, int, int, int) const {
+    softmax.reset();
+  }
+
+  CUTE_DEVICE NoScale take() { return NoScale{}; }
+  CUTE_DEVICE void skip() {}
+};
+
+// ScalesKind::kBlocks, of a consumer.
+template <class Traits>
+struct BlockScales {
+  FwdStorage<Traits>& shared;
+  RingState<Traits::kScaleStages> ring;  // of K tiles
+
+  CUTE_DEVICE explicit BlockScales(FwdStorage<Traits>& shared_) : shared(shared_) {}
+
+  // The scales of Q come with the first K tile.
+  template <class Ring>
+  CUTE_DEVICE void wait_for_queries(Ring const& k_ring) const {
+    shared.k_full[k_ring.stage].wait(k_ring.phase);
+  }
+
+  template <class Softmax>
+  CUTE_DEVICE void start_rows(Softmax& softmax, int q_stage, int warpgroup, int thread) const {
+    float scales[2];
+    read_query_scales(shared.q_scales[q_stage][warpgroup], thread, scales);
+    softmax.reset(scales);
+  }
+
+  // Of the next K tile, which has come. With a softcap a reference: there are not registers for all
+  // of it from the scores to the sums.
+  CUTE_DEVICE decltype(auto) take() {
+    using Scale = cute::conditional_t<Traits::kKind.has_softcap(), KeyScale const&, KeyScale>;
+    int const stage = ring.stage;
+    ring.advance();
+    return static_cast<Scale>(shared.scales[stage]);
+  }
+
+  CUTE_DEVICE void skip() { ring.advance(); }
+};
+
+// Where the scales of a tile begin. Rows of no sequence are entries after those of the batch,
+// without keys. WHY functions: each value is computed where it is needed, since registers are
+// short.
 template <class Traits>
 struct TileScales {
   FwdDeviceParams const& p;
@@ -46,28 +98,26 @@ struct TileScales {
 
   // The last block of keys that the sequence has; -1: none.
   CUTE_DEVICE int last_key_block() const {
-    return ceil_div(max_of(0, work.place.lengths(p.seqlen).k), kScaleBlockKeys) - 1;
+    return ceil_div(max_of(0, work.location.lengths(p.seqlen).k), kScaleBlockKeys) - 1;
   }
 
   CUTE_DEVICE int64_t first_of_q() const {
     int const head = p.q_scale.by_kv_head ? work.kv_head : work.rows.head;
-    int begin = -1;  // dense: blocks go by batch_stride
-    if constexpr (Traits::kGeneral) {
-      begin = p.is_packed() ? first_row_of_sequence(work) : begin;
-    }
+    // Dense: blocks go by batch_stride.
+    int const begin = is_packed() ? first_row_of_sequence(p, work) : -1;
     return first_scale(p.q_scale, head, begin, kScaleBlockQueries);
   }
 
   // scales: of k or v.
   CUTE_DEVICE int64_t first_of_keys(ScaleView const& scales) const {
-    int begin = -1;
-    if constexpr (Traits::kGeneral) {
-      begin = p.is_packed() ? max_of(0, work.place.end_k() - work.place.len.k) : begin;
-    }
+    int const keys = work.location.lengths(p.seqlen).k;
+    int const begin = is_packed() ? max_of(0, work.location.end_k() - keys) : -1;
     return first_scale(scales, work.kv_head, begin, kScaleBlockKeys);
   }
 
  private:
+  CUTE_DEVICE bool is_packed() const { return !Traits::kKind.is_dense() && p.is_packed(); }
+
   CUTE_DEVICE int64_t first_scale(ScaleView const& scales, int head, int first_row,
                                   int rows_of_block) const {
     int const batch = min_of(work.entry, p.scale_batches - 1);
@@ -96,7 +146,7 @@ struct ScaleReader {
   }
 
  private:
-  // Of the blocks of keys of a tile. By value: when its last K tile is there, `work` may be
+  // Scales of the blocks of keys of a tile. By value: once its last K tile is there, `work` may be
   // overwritten.
   struct BlockScales {
     float const* k;  // null: all are 1
@@ -114,8 +164,8 @@ struct ScaleReader {
     }
   };
 
-  // For each K tile, as K comes, by one lane: those of Q, too, are there with the first one. A
-  // block is read while the one before is in use.
+  // For each K tile, as K comes, by one lane. The scales of Q are there with the first K tile. A
+  // block is read ahead while the one before is in use.
   CUTE_DEVICE void write_key_scales(TileScales<Traits> const& tile) {
     BlockScales const at(tile);
     int const keys_begin = tile.work.keys_begin();
@@ -150,17 +200,17 @@ struct ScaleReader {
     }
   }
 
-  // Of the ring of scales, which has two rounds of K's.
+  // The ring of scales has two rounds of K's.
   CUTE_DEVICE int scale_stage() const {
     static_assert(Traits::kScaleStages == 2 * Traits::kStages);
-    return k_ring.turn;
+    return k_ring.index;
   }
 
-  // Of one warpgroup; they are there after a wait. WHY not through registers: all scales of a tile
-  // are on their way at the same time.
+  // Scales of the rows of one warpgroup, after a wait. WHY not through registers: all scales of a
+  // tile are loaded at the same time.
   CUTE_DEVICE void copy_query_scales(TileScales<Traits> const& tile,
                                      float (&of_rows)[kWarpgroupRows]) const {
-    int const last = max_of(0, tile.work.place.lengths(p.seqlen).q - 1);
+    int const last = max_of(0, tile.work.location.lengths(p.seqlen).q - 1);
     bool const is_read = p.q_scale.data != nullptr && tile.has_keys();
     int64_t const first = tile.first_of_q();
 #pragma unroll(Traits::kIsTight ? 1 : kWarpgroupRows / 32)
@@ -169,10 +219,10 @@ struct ScaleReader {
       int const offset = p.pack.div(row);
       int const head = row - offset * int(p.pack.divisor);
       int const position = clamp(tile.work.position_begin + offset, 0, last);
-      int64_t const place = first + head * p.q_scale.head_in_pack_stride +
-                            position / kScaleBlockQueries * p.q_scale.block_stride;
+      int64_t const at = first + head * p.q_scale.head_in_pack_stride +
+                         position / kScaleBlockQueries * p.q_scale.block_stride;
       if (is_read) {
-        cute::SM80_CP_ASYNC_CACHEALWAYS<float>::copy(p.q_scale.data[place], of_rows[row]);
+        cute::SM80_CP_ASYNC_CACHEALWAYS<float>::copy(p.q_scale.data[at], of_rows[row]);
       } else {
         of_rows[row] = 1.f;
       }

@@ -5,30 +5,32 @@
 
 #include "core/softmax_math.h"
 #include "device/fragments.h"
+#include "device/gemm.h"
 #include "device/math.h"
+#include "forward/traits.h"
 
 namespace fa3 {
 
-// Of a K tile, without FP8.
+// The scale of a K tile with ScalesKind::kNone.
 struct NoScale {};
 
-template <class Config>
+template <class Traits>
 struct OnlineSoftmax {
   static constexpr int kRows = 2;
-  static constexpr bool kGeneral = is_general(Config::kMask);
+  static constexpr FwdConfig k = Traits::k;
 
   float row_max[kRows];  // what is subtracted: up to lazy_log2 below the true maximum
   float row_sum[kRows];
-  float rescale[kRows];  // what O gathered so far must be multiplied by
+  float rescale[kRows];  // factor for O accumulated so far
   bool any_rescale;      // whether some row of this warp has rescale != 1
-  int zero;              // that ptxas does not know
+  int zero;              // 0, unknown to ptxas
   float scale_log2;
-  float lazy_log2;  // how much a maximum may grow, in powers of two of P, before it is taken over
+  float lazy_log2;  // how much a maximum may grow, in powers of two of P, before it is adopted
 
   CUTE_DEVICE OnlineSoftmax(float scale_log2_, float lazy_log2_, int zero_)
       : zero(zero_),
         scale_log2(scale_log2_),
-        lazy_log2(kGeneral ? lazy_log2_ : Config::kLazyRescaleLog2) {}
+        lazy_log2(Traits::kHasRowOptions ? lazy_log2_ : k.lazy_rescale_log2) {}
 
   // A new row.
   CUTE_DEVICE void reset() {
@@ -41,11 +43,12 @@ struct OnlineSoftmax {
   }
 
   // S becomes exp2((S - max) * scale_log2). After a masked tile a row may still have seen no key.
-  template <bool kMasked, class Fragment>
-  CUTE_DEVICE void update(Fragment& acc, NoScale) {
+  // hook: waits for products of the same warpgroup; called at the end.
+  template <bool kMasked, class Fragment, class Hook = NoHook>
+  CUTE_DEVICE void update(Fragment& acc, NoScale, Hook const& hook = {}) {
     auto scores = rows_view(acc);  // (2, columns)
     update_max(scores);
-    if constexpr (Config::kMaximaFirst && Config::kMask != MaskKind::kFull) {
+    if (k.maxima_first && Traits::kIsMasked) {
       wait_for_both();
     }
     CUTE_UNROLL
@@ -57,9 +60,22 @@ struct OnlineSoftmax {
       }
       row_sum[r] = row_sum[r] * rescale[r] + sum_of_row(scores, r);
     }
+    hook();
   }
 
-  // Rescales the output gathered before the last update().
+  CUTE_DEVICE void scale_scores(float (&)[kRows], NoScale) const {}
+
+  // The sums are complete after update().
+  template <class Fragment>
+  CUTE_DEVICE void complete_sums(Fragment const&, NoScale) {}
+
+  // P in the registers of S, to the operand of PV.
+  template <class FragmentS, class FragmentP>
+  CUTE_DEVICE static void pack(FragmentS const& acc, FragmentP& operand) {
+    convert_fragment<typename Traits::Element>(acc, operand);
+  }
+
+  // Rescales the output accumulated before the last update().
   template <class Fragment>
   CUTE_DEVICE void rescale_output(Fragment& acc, NoScale) const {
     if (any_rescale) {
@@ -76,7 +92,7 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       row_sum[r] = quad_sum(row_sum[r]);
       float sum = row_sum[r];
-      if constexpr (kGeneral) {
+      if (Traits::kHasRowOptions) {
         sum += exp2_approx(sinks[r] * kLog2E - row_max[r] * scale_log2);
       }
       rescale[r] = inverse_sum(sum);
@@ -85,13 +101,13 @@ struct OnlineSoftmax {
     auto output = rows_view(acc);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      if (Config::kMask != MaskKind::kFull && row_sum[r] == 0.f) {
+      if (Traits::kIsMasked && row_sum[r] == 0.f) {
         cute::clear(output(r, cute::_));
       }
     }
   }
 
-  // In natural logarithms, without a sink.
+  // Without a sink; natural logarithm.
   CUTE_DEVICE float lse(int r, float softmax_scale) const {
     return log_sum_exp(row_max[r], row_sum[r], softmax_scale);
   }
@@ -103,7 +119,7 @@ struct OnlineSoftmax {
     row_max[0] = __int_as_float(__float_as_int(row_max[0]) | nothing);
   }
 
-  // Lazy: a maximum that has grown by less than a factor of 2^lazy_log2 in exp2 is not taken over.
+  // Lazy: a maximum that has grown by less than a factor of 2^lazy_log2 in exp2 is not adopted.
   // The result is the same after the division by the row sum, and O need not be touched.
   template <class Scores>
   CUTE_DEVICE void update_max(Scores const& scores) {
@@ -113,8 +129,8 @@ struct OnlineSoftmax {
       float const old_max = row_max[r];
       float const new_max = quad_max(fmaxf(old_max, max_of_row(scores, r)));
       // False for a row that has seen no key: -inf - -inf is NaN.
-      bool const row_grows =
-          (new_max - old_max) * scale_log2 > (kGeneral ? lazy_log2 : Config::kLazyRescaleLog2);
+      bool const row_grows = (new_max - old_max) * scale_log2 >
+                             (Traits::kHasRowOptions ? lazy_log2 : k.lazy_rescale_log2);
       row_max[r] = row_grows ? new_max : old_max;
       rescale[r] = row_grows ? exp2_approx((old_max - new_max) * scale_log2) : 1.f;
       grows = grows || row_grows;

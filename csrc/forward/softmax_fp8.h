@@ -1,13 +1,13 @@
-// Online softmax of FP8: as OnlineSoftmax (softmax.h), but P has to fit into e4m3, scores have
-// scales, and so have the values that P is multiplied with.
+// Online softmax of e4m3: as OnlineSoftmax (softmax.h), but P has to fit into e4m3, and scores and
+// values have scales.
 //
 // With s the score in powers of two, the scales of q and k in it, and t = s + log2(scale of V), P
 // is 2^(t - max t + 8), in one exponential; the sum of a row takes P over the scale of V. The 8
 // brings P into the range of e4m3, which ends at 448 = 2^8.8, so O need not be rescaled before a
 // maximum has grown by 2^0.8. Sums have the factor 2^8 until the end, as O has.
 //
-// P of the maximum itself is exact. Where a maximum is left as it was, the key that counts most may
-// lose up to 2^-4 of its P instead, so that is done in rows alone whose sum no one key is much of.
+// P of the maximum itself is exact. Where a grown maximum is not adopted, the dominant key may lose
+// up to 2^-4 of its P, so that is done only in rows whose sum no single key dominates.
 #pragma once
 
 #include "core/softmax_math.h"
@@ -18,52 +18,29 @@
 
 namespace fa3 {
 
-// P in registers, to the operand of PV (operand_a_layout_of_bytes).
-template <class FragmentS, class FragmentP>
-CUTE_DEVICE void pack_probabilities(FragmentS const& acc, FragmentP& operand) {
-  auto fours = cute::recast<uint32_t>(operand);
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size(fours); ++i) {
-    int const row = i % 2;
-    int const first = i / 2 * 8 + 2 * row;  // of a pair of groups of 8 columns
-    fours(i) = pack_four_e4m3(acc(first), acc(first + 1), acc(first + 4), acc(first + 5));
-  }
-}
-
-// P becomes 0 if is_hidden. WHY not by a branch, or in S: ptxas (13.0) then keeps S in memory.
-template <class FragmentP>
-CUTE_DEVICE void hide_probabilities(FragmentP& operand, bool is_hidden) {
-  auto fours = cute::recast<uint32_t>(operand);
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size(fours); ++i) {
-    fours(i) = is_hidden ? 0u : fours(i);
-  }
-}
-
 template <class Traits>
 struct Fp8Softmax {
-  using Config = typename Traits::Config;
-
+  static constexpr FwdConfig k = Traits::k;
   static constexpr int kRows = 2;
   static constexpr int kColumns = Traits::kTileN / 4;  // of a thread
   static constexpr float kOfOffset = 1.f / (1 << kOffsetLog2);
-  // Of a row; the largest P so far has 2^kOffsetLog2.
+  // Of a row whose largest P so far is 2^kOffsetLog2.
   static constexpr float kLeastLazySum = 8.f * (1 << kOffsetLog2);
-  static constexpr bool kIsLazy = Config::kLazyRescaleLog2 > 0.f;
-  // Sums by themselves, behind rescale_output(). WHY: else ptxas (13.0) has them beside the
-  // exponentials, each waiting for one, and P is packed behind all (head dim 256 12 % slower; H200,
-  // 2026-11-23). WHY not always: where products and a softmax of the same warpgroup overlap it is 2
-  // to 7 % slower.
-  static constexpr bool kSumsLast = !Config::kIntraOverlap;
-  // Then scores have their scales already (score.h).
-  static constexpr bool kSoftcap = Config::kMask == MaskKind::kSoftcap;
+  static constexpr bool kIsLazy = k.lazy_rescale_log2 > 0.f;
+  // Sums follow rescale_output(). WHY: else ptxas (13.0) interleaves them with the exponentials,
+  // each waiting for one, and packs P after all of them (head dim 256 12 % slower; H200,
+  // 2026-11-23). WHY not always: 2 to 7 % slower where products overlap the softmax of the same
+  // warpgroup.
+  static constexpr bool kSumsLast = !k.is_skewed();
+  // Scores then have their scales already (scale_scores()).
+  static constexpr bool kSoftcap = Traits::kKind.has_softcap();
 
   float row_max[kRows];  // of t: what is subtracted
   float row_sum[kRows];
   float rescale[kRows];
   float q_scale[kRows];  // of scores, in powers of two; with a softcap: of q alone
   bool any_rescale;
-  float lazy_log2[kRows];    // a maximum that has not grown by more is left as it is
+  float lazy_log2[kRows];    // a maximum that has not grown by more is not adopted
   float earlier_sum[kRows];  // without the last K tile
   float const scale_log2;
 
@@ -93,26 +70,28 @@ struct Fp8Softmax {
     }
   }
 
-  // acc: the probabilities. After update(), which calls it if not kSumsLast.
+  // After update() and rescale_output(). acc: P.
   template <class Fragment>
-  CUTE_DEVICE void add_to_sums(Fragment& acc, KeyScale const& scale) {
-    auto probabilities = rows_view(acc);
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      float sums[2] = {earlier_sum[r], 0.f};
-      CUTE_UNROLL
-      for (int c = 0; c < kColumns; ++c) {
-        sums[c % 2] += probabilities(r, c) * scale.over_v;
-      }
-      row_sum[r] = sums[0] + sums[1];
+  CUTE_DEVICE void complete_sums(Fragment& acc, KeyScale const& scale) {
+    if (kSumsLast) {
+      add_to_sums(acc, scale);
     }
   }
 
-  // In place of update(), of a K tile whose keys are all hidden: nothing changes.
-  CUTE_DEVICE void skip() { any_rescale = false; }
+  // P in the registers of S, to the operand of PV (operand_a_layout_of_bytes).
+  template <class FragmentS, class FragmentP>
+  CUTE_DEVICE static void pack(FragmentS const& acc, FragmentP& operand) {
+    auto fours = cute::recast<uint32_t>(operand);
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(fours); ++i) {
+      int const row = i % 2;
+      int const first = i / 2 * 8 + 2 * row;  // of a pair of groups of 8 columns
+      fours(i) = pack_four_e4m3(acc(first), acc(first + 1), acc(first + 4), acc(first + 5));
+    }
+  }
 
-  // Before a softcap: what scores are multiplied with gets the scales of q and k too.
-  CUTE_DEVICE void apply_scales(float (&factors)[kRows], KeyScale const& scale) const {
+  // Multiplies the factors of a softcap's scores by the scales of q and k.
+  CUTE_DEVICE void scale_scores(float (&factors)[kRows], KeyScale const& scale) const {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       factors[r] *= q_scale[r] * scale.k;
@@ -129,7 +108,7 @@ struct Fp8Softmax {
       for (int r = 0; r < kRows && kIsLazy; ++r) {
         bool const is_small = quad_sum(earlier_sum[r]) < kLeastLazySum * scale.over_v;
         if (rescale[r] != 1.f) {
-          lazy_log2[r] = is_small ? 0.f : Config::kLazyRescaleLog2;
+          lazy_log2[r] = is_small ? 0.f : k.lazy_rescale_log2;
         }
       }
     }
@@ -147,26 +126,26 @@ struct Fp8Softmax {
     auto output = rows_view(acc);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      if (Config::kMask != MaskKind::kFull && row_sum[r] == 0.f) {
+      if (Traits::kIsMasked && row_sum[r] == 0.f) {
         cute::clear(output(r, cute::_));
       }
     }
   }
 
-  // In natural logarithms, without a sink.
+  // Without a sink; natural logarithm.
   CUTE_DEVICE float lse(int r, float) const {
     return log_sum_exp(r == 0 ? row_max[0] : row_max[1], r == 0 ? row_sum[0] : row_sum[1],
                        1.f / kLog2E);
   }
 
  private:
-  // Of scores, to powers of two.
+  // Factor from scores to powers of two.
   CUTE_DEVICE float factor_of(int r, KeyScale const& scale) const {
     return kSoftcap ? scale_log2 : q_scale[r] * scale.k;
   }
 
-  // WHY with no way around it for the usual case, that none grows: a branch cuts the softmax in
-  // two, and ptxas (13.0) no longer runs the one part beside the other.
+  // WHY no branch around it for the usual case, that no maximum grows: a branch splits the softmax
+  // in two, and ptxas (13.0) no longer interleaves the halves.
   template <class Scores>
   CUTE_DEVICE void update_max(Scores const& scores, KeyScale const& scale) {
     bool grows = false;
@@ -182,6 +161,20 @@ struct Fp8Softmax {
       grows = grows || row_grows;
     }
     any_rescale = __any_sync(0xffffffffu, grows);
+  }
+
+  template <class Fragment>
+  CUTE_DEVICE void add_to_sums(Fragment& acc, KeyScale const& scale) {
+    auto probabilities = rows_view(acc);
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float sums[2] = {earlier_sum[r], 0.f};
+      CUTE_UNROLL
+      for (int c = 0; c < kColumns; ++c) {
+        sums[c % 2] += probabilities(r, c) * scale.over_v;
+      }
+      row_sum[r] = sums[0] + sums[1];
+    }
   }
 
   template <bool kMasked, class Scores>

@@ -1,5 +1,5 @@
-// A tile of the schedule, resolved: coordinates and K tiles. The producer works it out and hands it
-// to the warpgroups that compute and store it, through shared memory, together with Q.
+// A tile of the schedule, resolved: coordinates and K tiles. The producer computes it and publishes
+// it to the warpgroups that compute and store the tile, in shared memory, together with Q.
 #pragma once
 
 #include "core/block_range.h"
@@ -7,7 +7,7 @@
 
 namespace fa3 {
 
-// Where the results of a tile's rows go, beside O.
+// Where the results of a tile's rows other than O go.
 struct FwdRows {
   int64_t offset;  // of the first query, first head, in the LSE
   int left;        // queries from the first one to the end of the sequence
@@ -21,40 +21,45 @@ struct alignas(16) FwdWork {
   int position_begin;  // first query, of the tile or of one warpgroup in it; less than 0: see
                        // lead_positions()
   int kv_head;
-  int entry;  // FP8: the sequence's number in the batch, by which scales are found
-  typename Traits::Place place;
-  HiddenTiles hidden;  // of a warpgroup: K tiles of the tile that are not in `keys`
+  int entry;  // the sequence's index in the batch, where scales or plain stores of O need it
+  typename Traits::Location location;
+  SkippedTiles skipped;  // by a warpgroup: K tiles of the tile that are not in `keys`
 
   CUTE_DEVICE bool valid() const { return keys.end > 0; }
 
-  // Of a warpgroup.
+  // Whether a warpgroup has a row of the sequence.
   CUTE_DEVICE bool has_rows() const { return position_begin >= 0; }
 
   // All K tiles of the tile.
-  CUTE_DEVICE int keys_begin() const { return keys.begin - hidden.last; }
-  CUTE_DEVICE int keys_end() const { return keys.end + hidden.first; }
+  CUTE_DEVICE int keys_begin() const { return keys.begin - skipped.last; }
+  CUTE_DEVICE int keys_end() const { return keys.end + skipped.first; }
 };
 
-// Of a sequence of packed ones, in the tensors of queries.
+// Whether something finds the tile's sequence by its index in the batch.
 template <class Traits>
-CUTE_DEVICE int first_row_of_sequence(FwdWork<Traits> const& work) {
-  return work.place.end_q() - work.place.len.q;
+constexpr bool kNeedsEntry = Traits::kHasScales || Traits::k.output == OutputKind::kRegisters;
+
+// First row of the tile's sequence in the tensor of queries; packed.
+template <class Traits>
+CUTE_DEVICE int first_row_of_sequence(FwdDeviceParams const& p, FwdWork<Traits> const& work) {
+  return work.location.end_q() - work.location.lengths(p.seqlen).q;
 }
 
 template <class Traits>
 CUTE_DEVICE BlockRange keys_of(FwdDeviceParams const& p, SeqlenPair len, int begin, int end) {
-  return block_range(begin, end, len, Traits::kTileN, mask_of<Traits::kMask>(p.mask));
+  return block_range(begin, end, len, Traits::kTileN, mask_of<Traits::kKind.mask>(p.mask));
 }
 
-// The tile of a sequence that lies there, whose first tile begins `lead` positions before it;
+// A tile of the sequence at a location, whose first tile begins `lead` positions before it;
 // first_row: of the sequence, first head, in the LSE.
 template <class Traits>
 CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord tile, int lead,
-                                         typename Traits::Place const& place, int64_t first_row) {
+                                         typename Traits::Location const& location,
+                                         int64_t first_row) {
   int const positions = Traits::kWarpgroups * p.positions_per_warpgroup;
-  SeqlenPair const len = place.lengths(p.seqlen);
+  SeqlenPair const len = location.lengths(p.seqlen);
   FwdWork<Traits> work;
-  work.place = place;
+  work.location = location;
   work.position_begin = tile.m * positions - lead;
   work.rows.head = tile.head * int(p.pack.divisor);
   work.rows.left = len.q - work.position_begin;
@@ -64,16 +69,16 @@ CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord til
       keys_of<Traits>(p, len, max_of(0, work.position_begin), work.position_begin + positions);
   // A tile that sees no key visits one K tile, masked as a whole: no role needs a case of its own.
   work.keys.end = max_of(work.keys.end, work.keys.begin + 1);
-  work.hidden = HiddenTiles{0, 0};
-  if constexpr (Traits::kFp8) {
+  work.skipped = SkippedTiles{0, 0};
+  if (kNeedsEntry<Traits>) {
     work.entry = tile.batch;
   }
   return work;
 }
 
-// The share of one warpgroup: K tiles that all of its own rows see need no mask, and those that
-// none of them sees are left out at the ends. Before the first query it has no rows; it goes the
-// way of the others, with what comes first in their place.
+// The share of one warpgroup: K tiles that all of its own rows see need no mask, and K tiles at the
+// ends that none of them sees are skipped. Before the first query it has no rows: it computes the
+// first rows there are, and stores nothing.
 template <class Traits>
 CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork<Traits> work,
                                                int warpgroup) {
@@ -81,22 +86,21 @@ CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork
   work.position_begin += first;
   work.rows.offset += first;
   work.rows.left = work.has_rows() ? work.rows.left - first : 0;
-  BlockRange const own = keys_of<Traits>(p, work.place.lengths(p.seqlen), work.position_begin,
+  BlockRange const own = keys_of<Traits>(p, work.location.lengths(p.seqlen), work.position_begin,
                                          work.position_begin + p.positions_per_warpgroup);
   work.keys.free_begin = own.free_begin;
   work.keys.free_end = own.free_end;
-  if (Traits::kHiddenAtMost > 0 && work.has_rows()) {
-    work.hidden = hidden_tiles(work.keys, own, Traits::kHiddenAtMost);
-    work.keys.begin += work.hidden.last;
-    work.keys.end -= work.hidden.first;
+  if (Traits::kMostSkipped > 0 && work.has_rows()) {
+    work.skipped = skipped_tiles(work.keys, own, Traits::kMostSkipped);
+    work.keys.begin += work.skipped.last;
+    work.keys.end -= work.skipped.first;
   }
   return work;
 }
 
-// The tiles of this CTA, one after the other: next() gives one that is not valid() when there is
-// none. Two types, one for each form of a batch.
-// WHY: where both ways meet in one function, ptxas keeps the coordinates of the copies in vector
-// registers, and each copy waits for them to be moved.
+// The tiles of this CTA, one after the other: next() gives one that is not valid() after the last.
+// WHY one type for each form of a batch: where both paths meet in one function, ptxas keeps the
+// coordinates of the copies in vector registers, and each copy waits for them to be moved.
 
 template <class Traits>
 CUTE_DEVICE FwdWork<Traits> no_tile() {
@@ -105,7 +109,7 @@ CUTE_DEVICE FwdWork<Traits> no_tile() {
   return none;
 }
 
-// They follow from the CTA's index.
+// A dense batch: tiles follow from the CTA's index.
 template <class Traits>
 struct DenseTiles {
   FwdDeviceParams const& p;
@@ -126,12 +130,12 @@ struct DenseTiles {
       return no_tile<Traits>();
     }
     TileCoord const tile = walk.coord();
-    return resolve_tile<Traits>(p, tile, p.lead, Traits::Place::dense(tile.batch, p.seqlen),
+    return resolve_tile<Traits>(p, tile, p.lead, Traits::Location::dense(tile.batch, p.seqlen),
                                 int64_t(tile.batch) * p.heads_q * p.seqlen.q);
   }
 };
 
-// Packed sequences: it draws tickets, one ahead.
+// Packed sequences: the CTA draws tickets, one ahead.
 template <class Traits>
 struct TicketTiles {
   FwdDeviceParams const& p;
@@ -139,21 +143,40 @@ struct TicketTiles {
 
   CUTE_DEVICE explicit TicketTiles(FwdDeviceParams const& p_) : p(p_) {}
 
-  // Of the tile after the one at hand; needed before next().
+  // The ticket of the next tile; needed before next().
   CUTE_DEVICE void draw() { ticket = atomicAdd(p.tables.header + PackedTables::kTicket, 1); }
 
   CUTE_DEVICE FwdWork<Traits> next() {
     int const tile = p.tickets.heads.div(ticket);
-    int const place =
+    int const index =
         tile < p.tables.tiles ? p.tables.sequence_of_tile[tile] : PackedTables::kNoTile;
-    if (place == PackedTables::kNoTile) {
+    if (index == PackedTables::kNoTile) {
       return no_tile<Traits>();
     }
-    SequenceTiles const s = p.tables.sequences[place];
+    SequenceTiles const s = p.tables.sequences[index];
     int const lead =
         lead_positions(s.tiles, s.sequence.len.q, Traits::kWarpgroups, p.positions_per_warpgroup);
     return resolve_tile<Traits>(p, p.tickets.coord(s, ticket), lead < p.least_lead ? 0 : lead,
-                                AnyPlace::packed(s.sequence), s.sequence.q_begin);
+                                AnyLocation::packed(s.sequence), s.sequence.q_begin);
+  }
+};
+
+// BatchKind::kDense and kAny: calls visit(tiles) with the type of the batch.
+struct DenseBatch {
+  template <class Traits, class Visit>
+  CUTE_DEVICE static void visit_tiles(FwdDeviceParams const& p, Visit const& visit) {
+    visit(DenseTiles<Traits>(p));
+  }
+};
+
+struct AnyBatch {
+  template <class Traits, class Visit>
+  CUTE_DEVICE static void visit_tiles(FwdDeviceParams const& p, Visit const& visit) {
+    if (p.is_packed()) {
+      visit(TicketTiles<Traits>(p));
+    } else {
+      visit(DenseTiles<Traits>(p));
+    }
   }
 };
 

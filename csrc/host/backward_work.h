@@ -16,20 +16,20 @@ inline thread_local dim3 gridDim;
 
 namespace fa3::host {
 
-// What backward/work.h reads of BwdTraits; those need a dtype too.
-template <class Tile, MaskKind kMaskKind>
+// What backward/work.h reads of BwdTraits, for a kind of which the tile may have no variant.
+template <class Config, KernelKind kProblemKind>
 struct WorkTraits {
-  static constexpr int kTileM = Tile::kTileM;
-  static constexpr int kTileN = bwd_tile_n<Tile>();
-  static constexpr int kClusterSize = Tile::kClusterSize;
-  static constexpr MaskKind kMask = kMaskKind;
+  static constexpr int kTileM = Config::k.tile_m;
+  static constexpr int kTileN = Config::k.cta_keys();
+  static constexpr int kClusterSize = Config::k.cluster_size;
+  static constexpr KernelKind kKind = kProblemKind;
 };
 
 struct Step {
   int head;
   int m;
   bool is_masked;
-  int64_t tile;  // the place in the workspaces
+  int64_t tile;  // in the workspaces
   int turn;
 };
 
@@ -54,7 +54,7 @@ inline BwdDeviceParams work_params(BwdParams const& params) {
   p.m_tiles = schedule.m_tiles;
   p.heads_q = problem.heads_q;
   p.group = problem.heads_q / problem.heads_k;
-  p.mask = problem.mask();
+  p.mask = problem.mask;
   static int flag = 0;
   p.dq_flags = problem.deterministic ? &flag : nullptr;
   return p;
@@ -77,7 +77,7 @@ void add_work_of_ctas(BwdDeviceParams const& p, BackwardWork& result) {
   }
 }
 
-template <class Tile>
+template <class Config>
 BackwardWork backward_work(BwdParams params) {
   BackwardWork result;
   result.schedule = params.schedule;
@@ -94,16 +94,15 @@ BackwardWork backward_work(BwdParams params) {
   } else {
     p.order = key_tile_order(params.problem, params.schedule);
   }
-  switch (params.problem.mask_kind()) {
+  switch (params.problem.kind.mask) {
     case MaskKind::kFull:
-      add_work_of_ctas<WorkTraits<Tile, MaskKind::kFull>>(p, result);
+      add_work_of_ctas<WorkTraits<Config, kFullKernel>>(p, result);
       break;
     case MaskKind::kCausal:
-      add_work_of_ctas<WorkTraits<Tile, MaskKind::kCausal>>(p, result);
+      add_work_of_ctas<WorkTraits<Config, kCausalKernel>>(p, result);
       break;
-    case MaskKind::kGeneral:
-    case MaskKind::kSoftcap:
-      add_work_of_ctas<WorkTraits<Tile, MaskKind::kGeneral>>(p, result);
+    case MaskKind::kInterval:
+      add_work_of_ctas<WorkTraits<Config, kGeneralKernel>>(p, result);
       break;
   }
   return result;

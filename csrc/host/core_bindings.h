@@ -36,18 +36,19 @@ pybind11::class_<Mask> bind_mask(pybind11::module_& m, char const* name) {
 
 using RangeTuple = std::tuple<int, int, int, int>;  // as block_range() gives it
 
-inline std::tuple<int, int> hidden_of_tuples(RangeTuple const& all, RangeTuple const& own,
-                                             int most) {
+inline std::tuple<int, int> skipped_of_tuples(RangeTuple const& all, RangeTuple const& own,
+                                              int most) {
   auto const range = [](RangeTuple const& t) { return std::make_from_tuple<BlockRange>(t); };
-  HiddenTiles const hidden = hidden_tiles(range(all), range(own), most);
-  return {hidden.first, hidden.last};
+  SkippedTiles const skipped = skipped_tiles(range(all), range(own), most);
+  return {skipped.first, skipped.last};
 }
 
 // None: no limit; a chunk of 0: no chunks.
-inline GeneralMask make_general_mask(std::optional<int> left, std::optional<int> right, int chunk) {
-  GeneralMask mask;
-  mask.left = left.value_or(GeneralMask::kNoLimit);
-  mask.right = right.value_or(GeneralMask::kNoLimit);
+inline IntervalMask make_interval_mask(std::optional<int> left, std::optional<int> right,
+                                       int chunk) {
+  IntervalMask mask;
+  mask.left = left.value_or(IntervalMask::kNoLimit);
+  mask.right = right.value_or(IntervalMask::kNoLimit);
   if (chunk > 0) {
     mask.is_chunked = true;
     mask.chunk = FastDiv(chunk);
@@ -58,11 +59,11 @@ inline GeneralMask make_general_mask(std::optional<int> left, std::optional<int>
 inline void bind_masks(pybind11::module_& m) {
   bind_mask<FullMask>(m, "FullMask").def(pybind11::init<>());
   bind_mask<CausalMask>(m, "CausalMask").def(pybind11::init<>());
-  bind_mask<GeneralMask>(m, "GeneralMask").def(pybind11::init(&make_general_mask));
-  m.attr("no_limit") = GeneralMask::kNoLimit;
-  m.def("hidden_tiles", &hidden_of_tuples);
-  m.def("most_hidden_tiles", &most_hidden_tiles);
-  m.def("count_visible", [](int seqlen_q, int seqlen_k, GeneralMask const& mask) {
+  bind_mask<IntervalMask>(m, "IntervalMask").def(pybind11::init(&make_interval_mask));
+  m.attr("no_limit") = IntervalMask::kNoLimit;
+  m.def("skipped_tiles", &skipped_of_tuples);
+  m.def("most_skipped_tiles", &most_skipped_tiles);
+  m.def("count_visible", [](int seqlen_q, int seqlen_k, IntervalMask const& mask) {
     return count_visible({seqlen_q, seqlen_k}, mask);
   });
 }
@@ -93,19 +94,16 @@ inline pybind11::tuple problem_of_call(int seqlen_q, int seqlen_k, bool causal,
     throw std::invalid_argument(error);
   }
   FwdProblem const problem = problem_of(call);
-  static constexpr char const* kKinds[] = {"full", "causal", "general", "softcap"};
-  return pybind11::make_tuple(kKinds[int(problem.mask_kind())], problem.mask(), problem.seqlen_q,
-                              problem.seqlen_k);
+  return pybind11::make_tuple(kBuiltKinds[kind_index(problem.kind)].name, problem.mask,
+                              problem.seqlen_q, problem.seqlen_k);
 }
 
-// Names of the variants among which the planner chooses.
-inline std::vector<std::string> candidate_names(bool is_bf16, int mask, int head_dim,
+// Names of the variants among which the planner chooses. kind: an index of kBuiltKinds.
+inline std::vector<std::string> candidate_names(bool is_bf16, int kind, int head_dim,
                                                 int head_dim_v) {
   FwdProblem problem;
   problem.dtype = is_bf16 ? Dtype::kBFloat16 : Dtype::kFloat16;
-  problem.causal = MaskKind(mask) == MaskKind::kCausal;
-  problem.is_general = is_general(MaskKind(mask));
-  problem.has_softcap = MaskKind(mask) == MaskKind::kSoftcap;
+  problem.kind = kBuiltKinds[kind].kind;
   problem.head_dim = head_dim;
   problem.head_dim_v = head_dim_v;
   FwdCandidates const candidates = fwd_candidates(problem);

@@ -105,14 +105,14 @@ bool can_address(std::array<int64_t, 4> const& sizes, std::array<int64_t, 4> con
   return tma_can_address(meta);
 }
 
-// Kind, then of the general one: left, right (-1: no limit), chunk (0: none).
+// An index of kBuiltKinds; then of an interval mask: left, right (-1: no limit), chunk (0: none).
 using MaskTuple = std::tuple<int, int, int, int>;
 
-GeneralMask general_mask(MaskTuple const& tuple) {
+IntervalMask interval_mask(MaskTuple const& tuple) {
   auto const [_, left, right, chunk] = tuple;
-  GeneralMask mask;
-  mask.left = left < 0 ? GeneralMask::kNoLimit : left;
-  mask.right = right < 0 ? GeneralMask::kNoLimit : right;
+  IntervalMask mask;
+  mask.left = left < 0 ? IntervalMask::kNoLimit : left;
+  mask.right = right < 0 ? IntervalMask::kNoLimit : right;
   mask.is_chunked = chunk > 0;
   mask.chunk = FastDiv(max_of(1, chunk));
   return mask;
@@ -120,13 +120,13 @@ GeneralMask general_mask(MaskTuple const& tuple) {
 
 template <class Function>
 auto with_mask(MaskTuple const& tuple, Function function) {
-  switch (MaskKind(std::get<0>(tuple))) {
+  switch (kBuiltKinds[std::get<0>(tuple)].kind.mask) {
     case MaskKind::kFull:
       return function(FullMask{});
     case MaskKind::kCausal:
       return function(CausalMask{});
     default:
-      return function(general_mask(tuple));
+      return function(interval_mask(tuple));
   }
 }
 
@@ -180,9 +180,9 @@ void bind_core(py::module_& m) {
 void bind_dispatch(py::module_& m) {
   m.def("missing_variant_text", &missing_variant);
   m.def("missing_backward_text", &missing_backward);
-  m.def("find_backward_variant", [](bool is_bf16, int mask, int64_t head_dim, int64_t head_dim_v) {
-    return find_backward_variant(is_bf16 ? Dtype::kBFloat16 : Dtype::kFloat16, MaskKind(mask),
-                                 head_dim, head_dim_v);
+  m.def("find_backward_variant", [](bool is_bf16, int kind, int64_t head_dim, int64_t head_dim_v) {
+    return find_backward_variant(is_bf16 ? Dtype::kBFloat16 : Dtype::kFloat16,
+                                 kBuiltKinds[kind].kind, head_dim, head_dim_v);
   });
   m.def("driver_problem", &driver_problem);
   m.def("capability_problem", [](int device, int major, int minor) {
@@ -207,16 +207,16 @@ py::dict tile_layouts() {
   functions["output"] = py::cpp_function(&Layouts::output);
   functions["probabilities_expected"] = py::cpp_function(&Layouts::probabilities_expected);
   functions["probabilities_found"] = py::cpp_function(&Layouts::probabilities_found);
-  functions["tile_n"] = Config::kTileN;
-  functions["head_dim"] = Config::kHeadDim;
-  functions["head_dim_v"] = Config::kHeadDimV;
-  functions["columns"] = padded_columns(Config::kHeadDim);
-  functions["columns_v"] = padded_columns(Config::kHeadDimV);
+  functions["tile_n"] = Config::k.tile_n;
+  functions["head_dim"] = Config::k.head_dim;
+  functions["head_dim_v"] = Config::k.head_dim_v;
+  functions["columns"] = Config::k.columns();
+  functions["columns_v"] = Config::k.columns_v();
   return functions;
 }
 
-// A variant for each width in shared memory, and some with filling: the layouts do not depend on
-// dtype or mask.
+// A variant for each width in shared memory, and some with padding: the layouts do not depend on
+// 16-bit dtype or kind.
 void bind_layouts(py::module_& m) {
   py::dict tiles;
   tiles["FwdTileD48"] = tile_layouts<FwdFp16D48Full>();
@@ -248,20 +248,20 @@ using StepTuple = std::tuple<int, int, bool, int64_t, int>;
 
 int const* data_of(std::optional<Ints> const& ints) { return ints ? ints->data() : nullptr; }
 
-template <class Tile>
+template <class Config>
 BwdParams backward_params(SizeTuple const& sizes, MaskTuple const& mask, bool deterministic,
                           std::optional<LengthsTuple> const& lengths, DeviceTuple const& device) {
   BwdParams params;
   FwdProblem& problem = params.problem;
   std::tie(problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.heads_k) =
       sizes;
-  problem.head_dim = Tile::kHeadDim;
-  problem.head_dim_v = Tile::kHeadDimV;
-  MaskKind const kind = MaskKind(std::get<0>(mask));
-  problem.is_general = is_general(kind);
-  problem.has_softcap = kind == MaskKind::kSoftcap;
-  problem.general = general_mask(mask);
-  problem.causal = kind == MaskKind::kCausal || (problem.is_general && problem.general.right == 0);
+  problem.head_dim = Config::k.head_dim;
+  problem.head_dim_v = Config::k.head_dim_v;
+  problem.set_dense(/*causal=*/std::get<0>(mask) == kind_index(kCausalKernel));
+  problem.kind = kBuiltKinds[std::get<0>(mask)].kind;
+  if (problem.kind.mask == MaskKind::kInterval) {
+    problem.mask = interval_mask(mask);
+  }
   problem.deterministic = deterministic;
   problem.device = DeviceLimits{std::get<0>(device), std::get<1>(device)};
   if (lengths) {
@@ -295,7 +295,7 @@ py::dict schedule_dict(BwdSchedule const& schedule) {
 }
 
 // The work of a CTA (kv head or -1, its query heads, first key, query range, lengths, coordinates)
-// and its steps (head, tile of queries, is it masked, its place in the workspaces, the turn).
+// and its steps (head, tile of queries, is it masked, its tile in the workspaces, the turn).
 std::pair<WorkTuple, std::vector<StepTuple>> cta_tuple(CtaWork const& cta) {
   BwdWork const& work = cta.work;
   QueryRange const& queries = work.queries;
@@ -313,11 +313,11 @@ std::pair<WorkTuple, std::vector<StepTuple>> cta_tuple(CtaWork const& cta) {
 }
 
 // The schedule, the rows of every packed tile of queries, and what every CTA does.
-template <class Tile>
+template <class Config>
 py::tuple work_of_tile(SizeTuple const& sizes, MaskTuple const& mask, bool deterministic,
                        std::optional<LengthsTuple> const& lengths, DeviceTuple const& device) {
-  BwdParams const params = backward_params<Tile>(sizes, mask, deterministic, lengths, device);
-  BackwardWork const work = backward_work<Tile>(params);
+  BwdParams const params = backward_params<Config>(sizes, mask, deterministic, lengths, device);
+  BackwardWork const work = backward_work<Config>(params);
   py::list row_tiles;
   for (int i = 0; i < work.tables.row_tile_count; ++i) {
     row_tiles.append(std::pair(work.tables.row_tiles[i].row, work.tables.row_tiles[i].rows));
@@ -329,20 +329,21 @@ py::tuple work_of_tile(SizeTuple const& sizes, MaskTuple const& mask, bool deter
   return py::make_tuple(schedule_dict(work.schedule), row_tiles, ctas);
 }
 
-template <class Tile>
+template <class Config>
 py::dict backward_tile() {
   py::dict tile;
-  tile["head_dim"] = Tile::kHeadDim;
-  tile["head_dim_v"] = Tile::kHeadDimV;
-  tile["tile_m"] = Tile::kTileM;
-  tile["tile_n"] = bwd_tile_n<Tile>();
-  tile["cluster_size"] = Tile::kClusterSize;
-  tile["consumer_warpgroups"] = Tile::kConsumerWarpgroups;
-  tile["other_columns"] = bwd_other_columns<Tile>();
-  tile["dq_blocks"] = bwd_dq_blocks<Tile>();
-  tile["dq_columns"] = bwd_dq_columns<Tile>();
-  tile["dq"] = bwd_dq_layout<Tile>();
-  tile["work"] = py::cpp_function(&work_of_tile<Tile>);
+  constexpr BwdConfig k = Config::k;
+  tile["head_dim"] = k.head_dim;
+  tile["head_dim_v"] = k.head_dim_v;
+  tile["tile_m"] = k.tile_m;
+  tile["tile_n"] = k.cta_keys();
+  tile["cluster_size"] = k.cluster_size;
+  tile["consumer_warpgroups"] = k.consumer_warpgroups;
+  tile["other_columns"] = k.other_columns();
+  tile["dq_blocks"] = k.dq_blocks();
+  tile["dq_columns"] = k.dq_columns();
+  tile["dq"] = k.dq_layout();
+  tile["work"] = py::cpp_function(&work_of_tile<Config>);
   return tile;
 }
 
@@ -357,16 +358,16 @@ void bind_backward(py::module_& m) {
       .def("first_row", &DqLayout::first_row)
       .def("first_column", &DqLayout::first_column);
   py::dict tiles;
-  tiles["BwdTileD64"] = backward_tile<BwdTileD64>();
-  tiles["BwdTileD96"] = backward_tile<BwdTileD96>();
-  tiles["BwdTileD128"] = backward_tile<BwdTileD128>();
-  tiles["BwdTileD192"] = backward_tile<BwdTileD192>();
-  tiles["BwdTileD256"] = backward_tile<BwdTileD256>();
-  tiles["BwdTileD64x128"] = backward_tile<BwdTileD64x128>();
-  tiles["BwdTileD64x256"] = backward_tile<BwdTileD64x256>();
-  tiles["BwdTileD96x64"] = backward_tile<BwdTileD96x64>();
-  tiles["BwdTileD128x64"] = backward_tile<BwdTileD128x64>();
-  tiles["BwdTileD192x128"] = backward_tile<BwdTileD192x128>();
+  tiles["BwdTileD64"] = backward_tile<BwdBf16D64Causal>();
+  tiles["BwdTileD96"] = backward_tile<BwdBf16D96Causal>();
+  tiles["BwdTileD128"] = backward_tile<BwdBf16D128Causal>();
+  tiles["BwdTileD192"] = backward_tile<BwdBf16D192Causal>();
+  tiles["BwdTileD256"] = backward_tile<BwdBf16D256Causal>();
+  tiles["BwdTileD64x128"] = backward_tile<BwdBf16D64x128Causal>();
+  tiles["BwdTileD64x256"] = backward_tile<BwdBf16D64x256Causal>();
+  tiles["BwdTileD96x64"] = backward_tile<BwdBf16D96x64Causal>();
+  tiles["BwdTileD128x64"] = backward_tile<BwdBf16D128x64Causal>();
+  tiles["BwdTileD192x128"] = backward_tile<BwdBf16D192x128Causal>();
   m.attr("backward_tiles") = tiles;
 }
 

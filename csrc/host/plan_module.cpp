@@ -68,10 +68,7 @@ char const* dtype_name(Dtype dtype) {
   return kNames[int(dtype)];
 }
 
-char const* mask_name(MaskKind mask) {
-  static constexpr char const* kNames[kMaskKinds] = {"full", "causal", "general", "softcap"};
-  return kNames[int(mask)];
-}
+char const* kind_name(KernelKind kind) { return kBuiltKinds[kind_index(kind)].name; }
 
 DeviceType device_from_name(char const* name) {
   if (std::strcmp(name, "cuda") == 0) {
@@ -114,43 +111,44 @@ class DictBuilder {
 };
 
 void add_variant(DictBuilder& dict, int variant) {
-  FwdVariantFacts const& facts = kFwdVariants[variant];
-  int const slice = slice_columns(facts.dtype, facts.head_dim);
-  dict.string("name", facts.name)
+  FwdConfig const& config = kFwdVariants[variant];
+  bool const stages_output =
+      config.output == OutputKind::kStaged || config.output == OutputKind::kSent;
+  dict.string("name", config.name)
       .flag("built", kFwdBuilt[variant])
-      .string("dtype", dtype_name(facts.dtype))
-      .string("mask", mask_name(facts.mask))
-      .integer("head_dim", facts.head_dim)
-      .integer("head_dim_v", facts.head_dim_v)
-      .integer("columns", padded_columns(facts.head_dim, slice))
-      .integer("columns_v", padded_columns(facts.head_dim_v, slice))
-      .integer("tile_m", facts.consumer_warpgroups * kWarpgroupRows)
-      .integer("tile_n", facts.tile_n)
-      .integer("stages", facts.stages)
-      .integer("raw_stages", facts.raw_stages)
-      .integer("output_stages", facts.output_stages)
-      .integer("shared_sums", facts.shared_sums)
-      .integer("q_stages", facts.q_stages)
-      .integer("consumer_warpgroups", facts.consumer_warpgroups)
-      .flag("promotes", facts.promotes)
-      .flag("ping_pong", facts.ping_pong)
-      .flag("intra_overlap", facts.intra_overlap)
-      .flag("tile_overlap", facts.tile_overlap)
-      .integer("ctas_per_sm", facts.ctas_per_sm)
-      .integer("relative_speed", facts.relative_speed)
-      .integer("fixed_keys", facts.fixed_keys)
-      .integer("threads", facts.threads)
-      .integer("producer_registers", facts.producer_registers)
-      .integer("consumer_registers", facts.consumer_registers)
-      .integer("shared_bytes", facts.shared_bytes);
+      .string("dtype", dtype_name(config.dtype_q))
+      .string("mask", kind_name(config.kind))
+      .integer("head_dim", config.head_dim)
+      .integer("head_dim_v", config.head_dim_v)
+      .integer("columns", config.columns())
+      .integer("columns_v", config.columns_v())
+      .integer("tile_m", config.consumer_warpgroups * kWarpgroupRows)
+      .integer("tile_n", config.tile_n)
+      .integer("stages", config.stages)
+      .integer("raw_stages", config.raw_stages)
+      .integer("output_stages", stages_output)
+      .integer("shared_sums", config.shared_sums)
+      .integer("q_stages", config.q_stages)
+      .integer("consumer_warpgroups", config.consumer_warpgroups)
+      .flag("promotes", config.is_promoted())
+      .flag("ping_pong", config.ping_pong)
+      .flag("intra_overlap", config.is_skewed())
+      .flag("tile_overlap", config.tile_overlap)
+      .integer("ctas_per_sm", config.ctas_per_sm)
+      .integer("relative_speed", config.relative_speed)
+      .integer("fixed_keys", config.fixed_keys)
+      .integer("threads", config.threads())
+      .integer("producer_registers", config.producer_registers())
+      .integer("consumer_registers", config.consumer_registers())
+      .integer("shared_bytes", config.shared_bytes());
 }
 
 // "240" for all, or "200, 216, 72" for one after the other.
-std::string registers_text(BwdVariantFacts const& facts) {
-  int const* const registers = facts.consumer_registers;
+std::string registers_text(BwdConfig const& config) {
+  int const* const registers = config.registers;
   std::string text = std::to_string(registers[0]);
-  for (int i = 1; i < facts.consumer_warpgroups; ++i) {
-    text += registers[i] == registers[0] && facts.consumer_warpgroups == 2
+  for (int i = 1; i < config.consumer_warpgroups; ++i) {
+    text += registers[i] == registers[0] && config.consumer_warpgroups == 2
                 ? ""
                 : ", " + std::to_string(registers[i]);
   }
@@ -158,27 +156,27 @@ std::string registers_text(BwdVariantFacts const& facts) {
 }
 
 void add_backward_variant(DictBuilder& dict, int variant) {
-  BwdVariantFacts const& facts = kBwdVariants[variant];
-  dict.string("name", facts.name)
+  BwdConfig const& config = kBwdVariants[variant];
+  dict.string("name", config.name)
       .flag("built", kBwdBuilt[variant])
-      .string("dtype", dtype_name(facts.dtype))
-      .string("mask", mask_name(facts.mask))
-      .flag("causal", facts.mask == MaskKind::kCausal)
-      .integer("head_dim", facts.head_dim)
-      .integer("head_dim_v", facts.head_dim_v)
-      .integer("columns", padded_columns(facts.head_dim))
-      .integer("columns_v", padded_columns(facts.head_dim_v))
-      .integer("tile_m", facts.tile_m)
-      .integer("tile_n", facts.tile_n)
-      .integer("cluster_size", facts.cluster_size)
-      .integer("q_stages", facts.q_stages)
-      .integer("dout_stages", facts.dout_stages)
-      .integer("consumer_warpgroups", facts.consumer_warpgroups)
-      .integer("threads", facts.threads)
-      .integer("producer_registers", facts.producer_registers)
-      .string("consumer_registers", registers_text(facts).c_str())
-      .integer("dq_adders", facts.dq_adders)
-      .integer("shared_bytes", facts.shared_bytes);
+      .string("dtype", dtype_name(config.dtype))
+      .string("mask", kind_name(config.kind))
+      .flag("causal", config.kind == kCausalKernel)
+      .integer("head_dim", config.head_dim)
+      .integer("head_dim_v", config.head_dim_v)
+      .integer("columns", padded_columns(config.head_dim))
+      .integer("columns_v", padded_columns(config.head_dim_v))
+      .integer("tile_m", config.tile_m)
+      .integer("tile_n", config.tile_n())
+      .integer("cluster_size", config.cluster_size)
+      .integer("q_stages", config.q_stages)
+      .integer("dout_stages", config.dout_stages)
+      .integer("consumer_warpgroups", config.consumer_warpgroups)
+      .integer("threads", config.threads())
+      .integer("producer_registers", config.producer_registers)
+      .string("consumer_registers", registers_text(config).c_str())
+      .integer("dq_adders", config.dq_adders())
+      .integer("shared_bytes", config.shared_bytes());
 }
 
 // Up to five integers of a tuple; the number there really are, or -1 with a Python error set.
@@ -451,9 +449,8 @@ PyObject* py_plan_forward(PyObject*, PyObject* args, PyObject* kwargs) {
 // Nothing is launched for an empty problem.
 BwdPlan plan_any_backward(FwdProblem const& p) {
   bool const is_empty = p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0;
-  return is_empty
-             ? BwdPlan{find_backward_variant(p.dtype, p.mask_kind(), p.head_dim, p.head_dim_v), {}}
-             : plan_backward(p);
+  return is_empty ? BwdPlan{find_backward_variant(p.dtype, p.kind, p.head_dim, p.head_dim_v), {}}
+                  : plan_backward(p);
 }
 
 PyObject* backward_plan_dict(FwdProblem const& problem) {

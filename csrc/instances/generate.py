@@ -1,9 +1,9 @@
 """Turns variants.py into C++ under build/instances/. The build calls it.
 
-    fwd_variants.h       the structs and the table of facts of every variant (plain C++)
+    fwd_variants.h       the structs of all variants, and the table of their values (plain C++)
     fwd_built.inc        whether each variant is in this build
     fwd_registry.inc     the launchers, index-parallel with that table; nullptr: not built
-    forward_<Tile>.cu    compile units, named after the first of their tiles
+    forward_<shape>.cu   compile units, named after the first of their shapes
     bwd_variants.h ...   the same of the backward
     wgmma_shapes.h       shapes of products that CuTe does not offer (generate_wgmma_shapes.py)
 
@@ -26,8 +26,6 @@ from variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant  # noqa:
 Variant = ForwardVariant | BackwardVariant
 
 _DTYPES = {'Fp16': 'kFloat16', 'Bf16': 'kBFloat16', 'E4m3': 'kFloat8E4M3'}
-_MASKS = {'Full': 'kFull', 'Causal': 'kCausal', 'General': 'kGeneral',
-          'Softcap': 'kSoftcap'}
 # The headers take 13 s of processor time in each unit (nvcc 13.0, 2026-11-22), of 25 minutes that
 # all 225 variants took in 23 units.
 _VARIANTS_OF_A_UNIT = 12
@@ -45,6 +43,12 @@ class Family:
     @property
     def prefix(self) -> str:
         return self.short.capitalize()
+
+    def value(self, variant: Variant) -> str:
+        """The tile of a variant, and the head dims where the tile has none."""
+        if isinstance(variant, BackwardVariant):
+            return f'k{variant.tile}'
+        return 'k{}, {{{}, {}}}'.format(variant.tile, *variant.head_dims)
 
     @property
     def launch_arguments(self) -> str:
@@ -70,18 +74,17 @@ def select(variants: Sequence[Variant], patterns: str) -> list[Variant]:
 
 def variants_header(family: Family) -> str:
     structs = '\n\n'.join(
-        f'struct {variant.name} : {variant.tile} {{\n'
-        f'  static constexpr char const* kName = "{variant.name}";\n'
-        f'  static constexpr Dtype kDtype = Dtype::{_DTYPES[variant.dtype]};\n'
-        f'  static constexpr MaskKind kMask = MaskKind::{_MASKS[variant.mask]};\n'
+        f'struct {variant.name} {{\n'
+        f'  static constexpr {family.prefix}Config k = {family.short}_variant(\n'
+        f'      "{variant.name}", {family.value(variant)}, Dtype::{_DTYPES[variant.dtype]},\n'
+        f'      k{variant.kind}Kernel);\n'
         f'}};' for variant in family.variants)
-    rows = '\n'.join(f'    {family.short}_facts<{variant.name}>("{variant.name}"),'
-                     for variant in family.variants)
+    rows = '\n'.join(f'    {variant.name}::k,' for variant in family.variants)
     includes = '\n'.join(f'#include "config/{header}"' for header in family.tiles)
     return (f'{_BANNER} Every variant, built or not.\n'
             f'#pragma once\n\n{includes}\n\n'
             f'namespace fa3 {{\n\n{structs}\n\n'
-            f'inline constexpr {family.prefix}VariantFacts k{family.prefix}Variants[] = '
+            f'inline constexpr {family.prefix}Config k{family.prefix}Variants[] = '
             f'{{\n{rows}\n}};\n\n'
             f'}}  // namespace fa3\n')
 
@@ -109,16 +112,18 @@ def registry(family: Family, built: Sequence[Variant]) -> str:
 
 
 def units_of(family: Family, built: Sequence[Variant]) -> dict[str, list[Variant]]:
-    """What each compile unit launches, by the unit's name. Tiles stay whole, and in their order."""
-    by_tile: dict[str, list[Variant]] = {}
+    """What each compile unit launches, by the unit's name: the shapes that are its first's, and
+    more while there is room. The variants of a shape stay together, in their order.
+    """
+    by_shape: dict[str, list[Variant]] = {}
     for variant in family.variants:
         if variant in built:
-            by_tile.setdefault(variant.tile, []).append(variant)
+            by_shape.setdefault(variant.shape, []).append(variant)
     units: dict[str, list[Variant]] = {}
     last: list[Variant] = []
-    for tile, variants in by_tile.items():
+    for shape, variants in by_shape.items():
         if not last or len(last) + len(variants) > _VARIANTS_OF_A_UNIT:
-            last = units[f'{family.long}_{tile}'] = []
+            last = units[f'{family.long}_{shape}'] = []
         last += variants
     return units
 

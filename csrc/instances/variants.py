@@ -1,37 +1,52 @@
 """The only list of what is built: one row a variant (generate.py turns it into C++).
 
-A variant is a tile of csrc/config/fwd_tiles.h, fwd_tiles_fp8.h or bwd_tiles.h for one dtype and
-one mask. Full and causal ones serve dense batches; general ones everything else (packed sequences,
-windows, chunks, sinks, row maxima), softcap ones that with a softcap. All other properties of a
-problem are run-time values. Variants of one tile share a compile unit.
+A variant is a tile of csrc/config (fwd_tiles.h, fwd_tiles_fp8.h, bwd_tiles.h) for head dims, a
+dtype and a kind (core/kernel_kind.h). Full and causal variants serve dense batches; general ones
+everything else (packed sequences, windows, chunks, sinks, row maxima), softcap ones the same with a
+softcap. All other properties of a problem are run-time values. Variants of one shape share a
+compile unit.
 """
+import re
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ForwardVariant:
-    tile: str     # struct in csrc/config/fwd_tiles.h; of E4m3 in fwd_tiles_fp8.h
+    tile: str     # constant of csrc/config/fwd_tiles.h, for E4m3 of fwd_tiles_fp8.h, without its k
     dtype: str    # 'Fp16', 'Bf16' or 'E4m3'
-    mask: str     # 'Full', 'Causal', 'General' or 'Softcap'
+    kind: str     # 'Full', 'Causal', 'General' or 'Softcap'
     head_dim: int | str   # of q, k and v; or, as '192x128', of q and k, and of v
     suffix: str = ''  # tells tiles apart where several serve a problem and the planner chooses
 
     @property
     def name(self) -> str:
         """The C++ struct: FwdBf16D128Causal. Tests, error messages and profilers show this name."""
-        return f'Fwd{self.dtype}D{self.head_dim}{self.mask}{self.suffix}'
+        return f'Fwd{self.dtype}D{self.head_dim}{self.kind}{self.suffix}'
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of q and k, and of v."""
+        dims = [int(dim) for dim in str(self.head_dim).split('x')]
+        return dims[0], dims[-1]
+
+    @property
+    def shape(self) -> str:
+        """The tile, and the head dims where they are not those of its name."""
+        tile, dims = self.tile, f'D{self.head_dim}'
+        return tile if re.search(dims + r'(?!\d|x)', tile) else f'{tile}{dims}'
 
 
 def _forward_variants() -> list[ForwardVariant]:
     full, causal, general, softcap = ('Full',), ('Causal',), ('General',), ('Softcap',)
     both = full + causal
-    # (tile, head dim, masks, suffix); of those that serve a problem the fastest stands first
-    tiles = [(f'FwdTileD{head_dim}', head_dim, both, '')
-             for head_dim in range(32, 257, 16) if head_dim != 128]
+    # (tile, head dim, kinds, suffix); of those that serve a problem the fastest stands first
+    tiles = [(f'FwdTileD{tile}', head_dim, both, '') for tile, head_dims in (
+        (64, (32, 48, 64)), (96, (80, 96, 112)), (192, (144, 160, 176, 192)),
+        (256, (208, 224, 240, 256))) for head_dim in head_dims]
     tiles += [('FwdTileD128', 128, full, ''), ('FwdTileD128Short', 128, causal, ''),
               ('FwdTileD64Short', 64, causal, 'Short'), ('FwdTileD128Short', 128, full, 'Short')]
-    tiles += [(f'FwdTileD{head_dim}Short', head_dim, both, 'Short')
-              for head_dim in (80, 96, 112, 256)]
+    tiles += [(f'FwdTileD{tile}Short', head_dim, both, 'Short')
+              for tile, head_dim in ((96, 80), (96, 96), (112, 112), (256, 256))]
     tiles += [('FwdTileD64Small', 64, both, 'Small'),
               ('FwdTileD128Small', 128, full, 'Small'),
               ('FwdTileD128ShortSmall', 128, full, 'ShortSmall'),
@@ -44,11 +59,12 @@ def _forward_variants() -> list[ForwardVariant]:
     tiles += [(f'FwdTileD{head_dim}Tiny', head_dim, general, 'Tiny') for head_dim in (64, 128)]
     tiles += [('FwdTileD64Short', 64, softcap, ''), ('FwdTileD128Short', 128, softcap, ''),
               ('FwdTileD256', 256, softcap, '')]
-    tiles += [(f'FwdTileD{head_dims}', head_dims, causal + general, '')
-              for head_dims in ('64x128', '64x256', '96x64', '128x64', '192x128')]
-    of_16_bits = [ForwardVariant(tile, dtype, mask, head_dim, suffix)
-                  for tile, head_dim, masks, suffix in tiles
-                  for mask in masks for dtype in ('Bf16', 'Fp16')]
+    tiles += [(f'FwdTileD{tile}', head_dims, causal + general, '') for tile, head_dims in (
+        (128, '64x128'), ('64x256', '64x256'), (64, '96x64'), (64, '128x64'),
+        ('192x128', '192x128'))]
+    of_16_bits = [ForwardVariant(tile, dtype, kind, head_dim, suffix)
+                  for tile, head_dim, kinds, suffix in tiles
+                  for kind in kinds for dtype in ('Bf16', 'Fp16')]
     tiles = [('FwdTileFp8D64', 64, both + general + softcap, ''),
              ('FwdTileFp8D256', 256, both + general + softcap, ''),
              ('FwdTileFp8D128', 128, both + general, ''),
@@ -58,8 +74,8 @@ def _forward_variants() -> list[ForwardVariant]:
     tiles += [(f'FwdTileFp8D{head_dim}Promote', head_dim, general + softcap, 'Promote')
               for head_dim in (64, 128, 256)]
     tiles += [('FwdTileFp8D192x128Promote', '192x128', general, 'Promote')]
-    return of_16_bits + [ForwardVariant(tile, 'E4m3', mask, head_dim, suffix)
-                         for tile, head_dim, masks, suffix in tiles for mask in masks]
+    return of_16_bits + [ForwardVariant(tile, 'E4m3', kind, head_dim, suffix)
+                         for tile, head_dim, kinds, suffix in tiles for kind in kinds]
 
 
 FORWARD = _forward_variants()
@@ -67,15 +83,19 @@ FORWARD = _forward_variants()
 
 @dataclass(frozen=True)
 class BackwardVariant:
-    tile: str     # struct in csrc/config/bwd_tiles.h
+    tile: str     # constant of csrc/config/bwd_tiles.h, without its k
     dtype: str    # 'Fp16' or 'Bf16'
-    mask: str     # 'Full', 'Causal', 'General' or 'Softcap'
+    kind: str     # 'Full', 'Causal', 'General' or 'Softcap'
     head_dim: int | str   # as that of a forward variant
 
     @property
     def name(self) -> str:
         """The C++ struct: BwdBf16D128Causal."""
-        return f'Bwd{self.dtype}D{self.head_dim}{self.mask}'
+        return f'Bwd{self.dtype}D{self.head_dim}{self.kind}'
+
+    @property
+    def shape(self) -> str:
+        return self.tile
 
 
 def _backward_variants() -> list[BackwardVariant]:
@@ -83,8 +103,8 @@ def _backward_variants() -> list[BackwardVariant]:
              for head_dim in (64, 96, 128, 192, 256)]
     tiles += [(head_dims, ('Causal', 'General'))
               for head_dims in ('64x128', '64x256', '96x64', '128x64', '192x128')]
-    return [BackwardVariant(f'BwdTileD{head_dim}', dtype, mask, head_dim)
-            for head_dim, masks in tiles for mask in masks for dtype in ('Bf16', 'Fp16')]
+    return [BackwardVariant(f'BwdTileD{head_dim}', dtype, kind, head_dim)
+            for head_dim, kinds in tiles for kind in kinds for dtype in ('Bf16', 'Fp16')]
 
 
 BACKWARD = _backward_variants()

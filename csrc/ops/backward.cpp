@@ -61,7 +61,7 @@ FwdProblem problem_of(BackwardCall const& call, BackwardArguments const& args,
   problem.heads_k = int(k.size[2]);
   problem.head_dim = int(q.size[3]);
   problem.head_dim_v = int(call.forward.v.size[3]);
-  problem.causal = args.causal;
+  problem.set_dense(args.causal);
   problem.deterministic = args.deterministic;
   problem.device = limits_of(info);
   return problem;

@@ -66,7 +66,7 @@ FwdProblem problem_of(ForwardCall const& call, ForwardArguments const& args,
   problem.heads_k = int(call.k.size[2]);
   problem.head_dim = int(call.q.size[3]);
   problem.head_dim_v = int(call.v.size[3]);
-  problem.causal = args.causal;
+  problem.set_dense(args.causal);
   problem.pack_gqa = args.pack_gqa;
   problem.sm_margin = int(args.sm_margin);
   problem.device = limits_of(info);

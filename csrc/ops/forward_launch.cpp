@@ -12,11 +12,11 @@
 namespace fa3 {
 namespace {
 
-PrepareParams prepare_params(FwdParams const& params, FwdVariantFacts const& facts) {
+PrepareParams prepare_params(FwdParams const& params, FwdConfig const& config) {
   FwdProblem const& problem = params.problem;
   FwdSchedule const& schedule = params.schedule;
-  int const positions = RowPacking{schedule.pack}.positions_per_tile(facts.consumer_warpgroups);
-  GeneralMask const mask = problem.mask();
+  int const positions = RowPacking{schedule.pack}.positions_per_tile(config.consumer_warpgroups);
+  IntervalMask const mask = problem.mask;
   PrepareParams prepare;
   prepare.lengths = params.lengths;
   prepare.batch = problem.batch;
@@ -26,7 +26,7 @@ PrepareParams prepare_params(FwdParams const& params, FwdVariantFacts const& fac
   prepare.tile_positions = positions;
   prepare.most_keys = int(std::min<int64_t>(
       int64_t(mask.left) + mask.right + positions,
-      mask.is_chunked ? int64_t(mask.chunk.divisor) + positions : GeneralMask::kNoLimit));
+      mask.is_chunked ? int64_t(mask.chunk.divisor) + positions : IntervalMask::kNoLimit));
   prepare.tables =
       PackedTables::in(params.workspace, schedule.tiles / (problem.heads_q / schedule.pack));
   return prepare;
@@ -40,8 +40,7 @@ void launch_columns(FwdParams const& params, int variant, void* stream) {
     FwdParams part = params;
     part.problem.head_dim_v = std::min(step, all - first);
     constexpr int kOutBytes = 2;
-    part.v.data =
-        static_cast<char*>(params.v.data) + first * element_bytes(params.problem.dtype);
+    part.v.data = static_cast<char*>(params.v.data) + first * element_bytes(params.problem.dtype);
     part.o.data = static_cast<char*>(params.o.data) + first * kOutBytes;
     if (part.problem.is_packed) {
       launch_prepare(prepare_params(part, kFwdVariants[variant]), stream);

@@ -11,7 +11,7 @@
 // of 16 bytes for the rows put aside and the next ones; 60 % of the slots issue, and what warps
 // wait for most is the barrier of the CTA.
 #include "device/barriers.h"
-#include "device/launch.h"
+#include "launch/launch.h"
 #include "quantize/exchange.h"
 #include "quantize/kernel_dim.h"
 #include "quantize/next_rows.h"

@@ -4,7 +4,7 @@
 // tile, for blocks of more rows than a CTA has. Where a scale has more rows than that, exchange.cu
 // does it; where it has too many for that as well, two passes here.
 #include "device/barriers.h"
-#include "device/launch.h"
+#include "launch/launch.h"
 #include "quantize/cluster_maximum.h"
 #include "quantize/exchange.h"
 #include "quantize/heads.h"

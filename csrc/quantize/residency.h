@@ -1,7 +1,7 @@
 // How many CTAs, or clusters of them, of a kernel the GPU has room for at once.
 #pragma once
 
-#include "device/launch.h"
+#include "launch/launch.h"
 
 namespace fa3 {
 

@@ -3,7 +3,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "device/barriers.h"
-#include "device/launch.h"
+#include "launch/launch.h"
 #include "schedule/prepare.h"
 
 namespace fa3 {

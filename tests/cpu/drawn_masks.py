@@ -22,7 +22,7 @@ class Drawn:
     def of_kernels(self):
         limits = (None if side < 0 else side for side in (self.left, self.right))
         return {'full': _host.FullMask, 'causal': _host.CausalMask,
-                'general': lambda: _host.GeneralMask(*limits, self.chunk)}[self.kind]()
+                'general': lambda: _host.IntervalMask(*limits, self.chunk)}[self.kind]()
 
     def visible(self, seqlen_q: int, seqlen_k: int) -> torch.Tensor:
         """(seqlen_q, seqlen_k): whether the query sees the key."""

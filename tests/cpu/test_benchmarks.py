@@ -123,12 +123,13 @@ def test_ablation(tmp_path, monkeypatch, capsys):
     text = '#include "config/fwd_tiles.h"\n'
     for row in ablation.ROWS:
         source = ablation.candidate(row, 128).source('bf16')
-        structs = re.search(r'^struct .*?(?=^template)', source, re.MULTILINE | re.DOTALL)[0]
+        config = re.search(r'^constexpr FwdConfig.*?(?=^template)', source,
+                           re.MULTILINE | re.DOTALL)[0]
         overlap = str('intra' not in row.name and 'any' not in row.name).lower()
-        facts = f'fwd_facts<{ablation.candidate(row, 128).name}Full>("")'
-        text += (f'namespace fa3 {{\n{structs}'
-                 f'static_assert({facts}.head_dim == 128);\n'
-                 f'static_assert({facts}.intra_overlap == {overlap});\n}}\n')
+        name = ablation.candidate(row, 128).name
+        text += (f'namespace fa3::of_{name} {{\n{config}'
+                 f'static_assert({name}Full::k.head_dim == 128);\n'
+                 f'static_assert({name}Full::k.is_skewed() == {overlap});\n}}\n')
     (tmp_path / 'configs.cpp').write_text(text)
     done = subprocess.run([toolchain.find_cxx(), '-std=c++20', '-fsyntax-only',
                            f'-I{ROOT / "csrc"}', tmp_path / 'configs.cpp'],
@@ -150,8 +151,8 @@ def test_search_tiles():
     found = search_tiles.read_candidates(Path(search_tiles.__file__).with_name(
         'tiles.txt').read_text())
     assert found and all('@' not in one.source('fp16') for one in found)
-    with pytest.raises(SystemExit, match="got line 2: 'a kHeadDim=64'"):
-        search_tiles.read_candidates('\na kHeadDim=64\n')
+    with pytest.raises(SystemExit, match="got line 2: 'a head_dim=64'"):
+        search_tiles.read_candidates('\na head_dim=64\n')
 
 
 # -------------------------------------------------------------------------------- memory and peers

@@ -100,7 +100,7 @@ def test_what_a_warpgroup_leaves_out(mask, seqlen_q, seqlen_k, pack, warpgroups,
 
 def test_warpgroups_of_a_window_leave_out_as_much_as_each_other():
     """192 queries, 1024 keys before each: of 13 K tiles of 96 keys a warpgroup sees 12."""
-    window = _host.GeneralMask(1024, 0, 0)
+    window = _host.IntervalMask(1024, 0, 0)
     tile = window.block_range(1920, 2112, 4096, 4096, 96)
     shares = [window.block_range(own, own + 64, 4096, 4096, 96) for own in (1920, 1984, 2048)]
     assert tile[3] - tile[0] == 13
@@ -119,14 +119,14 @@ def test_the_diagonal_is_masked():
 
 def test_both_ends_of_a_window_are_masked():
     """Queries 512 to 639 and 256 keys before each: keys 256 to 639, of which all see 383 to 512."""
-    window = _host.GeneralMask(256, 0, 0)
+    window = _host.IntervalMask(256, 0, 0)
     assert window.block_range(512, 640, 1024, 1024, 128) == (2, 3, 4, 5)
     assert window.block_range(512, 640, 1024, 1024, 64) == (4, 6, 8, 10)
 
 
-@pytest.mark.parametrize('name', ['CausalMask', 'GeneralMask'])
+@pytest.mark.parametrize('name', ['CausalMask', 'IntervalMask'])
 def test_long_sequences_do_not_overflow(name):
     length, tiles = 2**30, 2**23
-    mask = _host.CausalMask() if name == 'CausalMask' else _host.GeneralMask(None, 0, 0)
+    mask = _host.CausalMask() if name == 'CausalMask' else _host.IntervalMask(None, 0, 0)
     assert mask.block_range(length - 128, length, length, length, 128) == (
         0, 0, tiles - 1, tiles)

@@ -29,12 +29,11 @@ def table(text: str, name: str) -> list[str]:
 
 def test_variants_are_distinct_and_their_tiles_exist():
     assert len(set(NAMES)) == len(NAMES)
-    tiles = re.findall(r'struct (\w+) : (?:Fwd|Fp8)\w+ \{', ''.join(
+    tiles = re.findall(r'constexpr FwdConfig k(FwdTile\w+)', ''.join(
         (CSRC / 'config' / name).read_text() for name in ('fwd_tiles.h', 'fwd_tiles_fp8.h')))
-    tiles.remove('Fp8Defaults')
     assert {variant.tile for variant in FORWARD} == set(tiles)
     assert len(set(BACKWARD_NAMES)) == len(BACKWARD_NAMES)
-    tiles = re.findall(r'struct (\w+) : Bwd\w+ \{', (CSRC / 'config/bwd_tiles.h').read_text())
+    tiles = re.findall(r'constexpr BwdConfig k(\w+)', (CSRC / 'config/bwd_tiles.h').read_text())
     assert {variant.tile for variant in BACKWARD} == set(tiles)
 
 
@@ -59,8 +58,8 @@ def test_a_pattern_without_a_variant_is_an_error_that_lists_the_variants():
 def test_tables_are_index_parallel(tmp_path: Path, short: str, names: list[str]):
     generate.generate(tmp_path, '*D128*')
     prefix = short.capitalize()
-    facts = table((tmp_path / f'{short}_variants.h').read_text(), f'k{prefix}Variants')
-    assert facts == [f'{short}_facts<{name}>("{name}"),' for name in names]
+    values = table((tmp_path / f'{short}_variants.h').read_text(), f'k{prefix}Variants')
+    assert values == [f'{name}::k,' for name in names]
     built = table((tmp_path / f'{short}_built.inc').read_text(), f'k{prefix}Built')
     assert built == [f'{str("D128" in name).lower()},  // {name}' for name in names]
     launchers = table((tmp_path / f'{short}_registry.inc').read_text(), f'k{prefix}Launchers')
@@ -78,13 +77,13 @@ def test_every_selected_variant_is_launched_by_one_unit(tmp_path: Path, patterns
                                       for variant in generate.select(FORWARD + BACKWARD, patterns))
 
 
-def test_units_hold_whole_tiles():
+def test_units_hold_whole_shapes():
     for family in generate.FAMILIES:
         units = generate.units_of(family, family.variants)
-        tiles = [{variant.tile for variant in variants} for variants in units.values()]
-        assert sum(map(len, tiles)) == len(set().union(*tiles))
+        shapes = [{variant.shape for variant in variants} for variants in units.values()]
+        assert sum(map(len, shapes)) == len(set().union(*shapes))
         assert all(len(variants) <= 12 for variants in units.values())
-        assert all(name.split('_')[1] == variants[0].tile for name, variants in units.items())
+        assert all(name.split('_')[1] == variants[0].shape for name, variants in units.items())
 
 
 def test_only_what_changed_is_written_and_stale_units_go(tmp_path: Path):

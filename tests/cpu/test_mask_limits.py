@@ -131,17 +131,17 @@ def test_causal_queries_above_the_keys_see_nothing(query, end):
 
 def test_a_window_is_cut_by_the_chunk():
     """Keys 8 to 11 are a chunk; of 9 and its window of 3 keys to the left stay 8 and 9."""
-    assert _host.GeneralMask(3, 0, 4).keys(9, 16, 16) == (8, 10)
-    assert _host.GeneralMask(3, 0, 4).queries(9, 16, 16) == (9, 12)
+    assert _host.IntervalMask(3, 0, 4).keys(9, 16, 16) == (8, 10)
+    assert _host.IntervalMask(3, 0, 4).queries(9, 16, 16) == (9, 12)
 
 
 def test_a_query_before_the_first_key_is_in_no_chunk():
-    assert _host.GeneralMask(None, None, 8).keys(0, 4, 3) == (0, 0)
-    assert _host.GeneralMask(None, None, 8).keys(1, 4, 3) == (0, 3)
+    assert _host.IntervalMask(None, None, 8).keys(0, 4, 3) == (0, 0)
+    assert _host.IntervalMask(None, None, 8).keys(1, 4, 3) == (0, 3)
 
 
 def test_a_mask_without_limits_counts_every_pair_of_the_longest():
-    count = _host.count_visible(LONGEST, LONGEST, _host.GeneralMask(None, None, 0))
+    count = _host.count_visible(LONGEST, LONGEST, _host.IntervalMask(None, None, 0))
     assert count == float(LONGEST) ** 2
-    band = _host.count_visible(2**24, 2**24, _host.GeneralMask(1, 1, 0))
+    band = _host.count_visible(2**24, 2**24, _host.IntervalMask(1, 1, 0))
     assert band == 3 * 2**24 - 2

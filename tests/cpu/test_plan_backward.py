@@ -54,8 +54,8 @@ def test_the_table_is_the_list():
     assert [row['name'] for row in VARIANTS] == [variant.name for variant in BACKWARD]
     for row, variant in zip(VARIANTS, BACKWARD):
         assert row['dtype'] == {'Fp16': 'float16', 'Bf16': 'bfloat16'}[variant.dtype]
-        assert row['mask'] == variant.mask.lower()
-        assert row['causal'] == (variant.mask == 'Causal')
+        assert row['mask'] == variant.kind.lower()
+        assert row['causal'] == (variant.kind == 'Causal')
         dims = [int(dim) for dim in str(variant.head_dim).split('x')]
         assert (row['head_dim'], row['head_dim_v']) == (dims[0], dims[-1])
         tile = _host.backward_tiles[variant.tile]

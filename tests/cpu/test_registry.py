@@ -24,7 +24,7 @@ def test_the_table_is_the_list():
     for row, variant in zip(table, FORWARD):
         assert row['dtype'] == {'Fp16': 'float16', 'Bf16': 'bfloat16',
                                 'E4m3': 'float8_e4m3fn'}[variant.dtype]
-        assert row['mask'] == variant.mask.lower()
+        assert row['mask'] == variant.kind.lower()
         dims = row['head_dim'], row['head_dim_v']
         assert str(variant.head_dim) in ('{}x{}'.format(*dims), *map(str, {dims[0]} & {dims[1]}))
         assert isinstance(row['built'], bool)

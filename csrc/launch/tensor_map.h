@@ -10,7 +10,7 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
-#include "config/fwd_config.h"
+#include "config/slices.h"
 #include "core/packed_tiles.h"
 
 namespace fa3 {

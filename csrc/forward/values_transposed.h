@@ -1,16 +1,17 @@
-// FP8: 8-bit operands of wgmma have to be contiguous along the dimension that is summed over, which
-// for V are the keys, while TMA brings rows of head_dim values. Two warps of the producer warpgroup
-// turn each K tile of V round in shared memory, from the ring `v_raw`, in parts, into the ring `v`.
+// ValuesKind::kTransposed: 8-bit operands of wgmma have to be contiguous along the summed
+// dimension, which for V are the keys, while TMA brings rows of head_dim values. Two warps of the
+// producer warpgroup transpose each K tile of V in shared memory, from the ring `v_raw`, in parts,
+// into `v`.
 //
 // Sixteen keys and sixteen columns at a time, as two matrices of 8 keys x 8 pairs of columns.
 // Transposed by ldmatrix, a thread has the pairs (d, d + 1) of the keys k, k + 1 from one and of
-// k + 8, k + 9 from the other; two byte permutes make of them these four keys of d, and of d + 1.
+// k + 8, k + 9 from the other; two byte permutes turn them into these four keys of d, and of d + 1.
 //
 //   - Keys then lie in the order k, k + 1, k + 8, k + 9 (k = 0, 2, 4, 6) of each sixteen. In that
-//     order a thread's scores are the operand P of PV as they come (pack_probabilities).
+//     order a thread's scores are the operand P of PV as they come (Fp8Softmax::pack).
 //   - Even columns go to the first 8 rows of each sixteen, odd ones to the others: 8 rows that
 //     follow each other are 8 different banks for stmatrix. A thread's O has, for four columns of
-//     the accumulator, four columns that follow each other (stage_output).
+//     the accumulator, four columns that follow each other (output_fp8.h).
 #pragma once
 
 #include "core/compact_ring.h"
@@ -51,9 +52,9 @@ struct ValueTransposer {
   static_assert(Traits::kHeadDimV % 32 == 0);
   static_assert(Traits::kValueParts == 1 || Traits::kTileN == 128, "the keys of a slice");
 
-  static constexpr int kRawStages = Traits::Config::kRawStages;
-  // Where registers are short, `target` and `raw_ring` are worked out anew, the one from the lane,
-  // the other from `v_ring`.
+  static constexpr int kRawStages = Traits::k.raw_stages;
+  // Where registers are short, `target` and `raw_ring` are recomputed, from the lane and from
+  // `v_ring`.
   static constexpr bool kIsTight = Traits::kIsTight;
   static_assert(!kIsTight || Traits::kStages % kRawStages == 0);
 
@@ -108,13 +109,12 @@ struct ValueTransposer {
   }
 
   CUTE_DEVICE void transpose_part(int part) {
-    auto const raw =
-        kIsTight ? CompactRing<kRawStages>{v_ring.turn % (2 * kRawStages)} : raw_ring;
+    auto const raw = kIsTight ? CompactRing<kRawStages>{v_ring.index % (2 * kRawStages)} : raw_ring;
     int const raw_stage = raw.stage() * Traits::kValueParts + part;
     shared.v_raw_full[raw_stage].wait(raw.phase());
     char const* const in = reinterpret_cast<char const*>(shared.v_raw[raw_stage]);
     char* const out = reinterpret_cast<char*>(shared.v[v_ring.stage()]);
-    // WHY: what is made of them by constants would else be kept over all tiles, in memory.
+    // WHY: ptxas would keep addresses derived from them over all tiles, in local memory.
     asm volatile("" : "+r"(source), "+r"(target));
     if (kIsTight) {
       target = Target::first(lane_of_warp(), source / (16 * Source::kRowBytes));
@@ -150,12 +150,12 @@ struct ValueTransposer {
     }
   }
 
-  CUTE_DEVICE void write(Registers const& from, char* out, int place, int first_unit) const {
+  CUTE_DEVICE void write(Registers const& from, char* out, int first, int first_unit) const {
     CUTE_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
       int const group = (first_unit + i) % kGroups;
       int const columns = (first_unit + i) / kGroups * 32;
-      char* const row = out + Target::moved(place, columns, 2 * group);
+      char* const row = out + Target::moved(first, columns, 2 * group);
       auto const& pairs = from.pairs[i];
       cute::SM90_U32x4_STSM_N::copy(even_bytes(pairs[0], pairs[1]), odd_bytes(pairs[0], pairs[1]),
                                     even_bytes(pairs[2], pairs[3]), odd_bytes(pairs[2], pairs[3]),

@@ -122,18 +122,18 @@ any_hidden = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=
 @given(st.lists(st.tuples(st.integers(1, 12), any_hidden), min_size=1, max_size=8))
 @examples(300)
 def test_no_warpgroup_waits_forever(stages, raw_stages, tiles):
-    tiles = tiles_of(*zip(*tiles), _host.most_hidden_tiles(stages, raw_stages))
+    tiles = tiles_of(*zip(*tiles), _host.most_skipped_tiles(stages, raw_stages))
     assert Cta(tiles, stages, raw_stages).ends()
 
 
 @pytest.mark.parametrize('stages, raw_stages', RINGS)
 def test_with_one_more_they_can(stages, raw_stages):
     """The end of a chunk: one warpgroup is in the next one, the others are not, and back."""
-    most = _host.most_hidden_tiles(stages, raw_stages) + 1
+    most = _host.most_skipped_tiles(stages, raw_stages) + 1
     hidden = [[(0, 0), (0, 0), (0, most)], [(0, 0), (0, 0), (most, 0)]]
     assert not Cta(tiles_of([9, 9], hidden, most), stages, raw_stages).ends()
     assert Cta(tiles_of([9, 9], hidden, most - 1), stages, raw_stages).ends()
 
 
 def test_kernels_leave_some_out():
-    assert [_host.most_hidden_tiles(*ring) for ring in RINGS] == [1, 1, 2, 2]
+    assert [_host.most_skipped_tiles(*ring) for ring in RINGS] == [1, 1, 2, 2]

@@ -1,0 +1,55 @@
+// What a kernel is compiled for: the kinds of batch, mask and score that it serves. Everything else
+// about a problem is a run-time value.
+#pragma once
+
+namespace fa3 {
+
+// kDense: a batch of equal lengths. kAny: that or packed sequences, with sinks and row maxima at
+// run time.
+enum class BatchKind : int { kDense, kAny };
+
+// The masks of core/mask_limits.h.
+enum class MaskKind : int { kFull, kCausal, kInterval };
+
+// kSoftcap: scores go through softcap * tanh(. / softcap).
+enum class ScoreKind : int { kPlain, kSoftcap };
+
+struct KernelKind {
+  BatchKind batch = BatchKind::kDense;
+  MaskKind mask = MaskKind::kFull;
+  ScoreKind score = ScoreKind::kPlain;
+
+  constexpr bool operator==(KernelKind const&) const = default;
+
+  constexpr bool is_dense() const { return batch == BatchKind::kDense; }
+  constexpr bool has_softcap() const { return score == ScoreKind::kSoftcap; }
+};
+
+inline constexpr KernelKind kFullKernel{};
+inline constexpr KernelKind kCausalKernel{BatchKind::kDense, MaskKind::kCausal};
+inline constexpr KernelKind kGeneralKernel{BatchKind::kAny, MaskKind::kInterval};
+inline constexpr KernelKind kSoftcapKernel{BatchKind::kAny, MaskKind::kInterval,
+                                           ScoreKind::kSoftcap};
+
+// The kinds that are built, and their names in variants and in explain().
+struct NamedKind {
+  KernelKind kind;
+  char const* name;
+};
+
+inline constexpr NamedKind kBuiltKinds[] = {{kFullKernel, "full"},
+                                            {kCausalKernel, "causal"},
+                                            {kGeneralKernel, "general"},
+                                            {kSoftcapKernel, "softcap"}};
+constexpr int kBuiltKindCount = 4;
+
+// INVARIANT: the kind is in kBuiltKinds.
+constexpr int kind_index(KernelKind kind) {
+  int index = 0;
+  while (!(kBuiltKinds[index].kind == kind)) {
+    ++index;
+  }
+  return index;
+}
+
+}  // namespace fa3

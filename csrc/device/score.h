@@ -1,0 +1,33 @@
+// The kinds of score (core/kernel_kind.h), between the product S = Q K^T and the mask.
+#pragma once
+
+#include "core/kernel_kind.h"
+#include "device/math.h"
+
+namespace fa3 {
+
+struct PlainScore {
+  template <class Fragment>
+  CUTE_DEVICE static void transform(Fragment&, float const (&)[2]) {}
+};
+
+// S becomes t = tanh(S * factor); the cap then takes the role of the softmax scale.
+struct SoftcapScore {
+  // factors: of a thread's two rows, softmax_scale / softcap.
+  template <class Fragment>
+  CUTE_DEVICE static void transform(Fragment& acc, float const (&factors)[2]) {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(acc); ++i) {
+      acc(i) = tanh_of(acc(i) * factors[i / 2 % 2]);
+    }
+  }
+
+  // The derivative of tanh where it is t. Masked scores have t = -inf and P = 0, and the product of
+  // the two must not be NaN.
+  CUTE_DEVICE static float slope(float t) { return fmaxf(1.f - t * t, 0.f); }
+};
+
+template <ScoreKind kScore>
+using ScoreOf = cute::conditional_t<kScore == ScoreKind::kPlain, PlainScore, SoftcapScore>;
+
+}  // namespace fa3

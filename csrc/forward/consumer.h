@@ -1,0 +1,209 @@
+// A consumer warpgroup: what both loops over K tiles (loop_skewed.h, loop_serial.h) are made of. It
+// computes S = Q K^T, the softmax and O = P V for its 64 rows of a tile.
+#pragma once
+
+#include "device/gemm.h"
+#include "forward/ping_pong.h"
+#include "forward/slots.h"
+
+namespace fa3 {
+
+// A tile that a consumer warpgroup works on.
+template <class Traits>
+struct FwdTile {
+  FwdWork<Traits> work;
+  int q_stage;
+  typename FwdSlots<Traits>::Limits limits;
+  bool o_is_zero = true;  // nothing has been added to O yet
+};
+
+// A buffer of shared memory as an operand of a product. One for 16 bits: a descriptor for each
+// buffer. WHY not the other: loops of bf16 at head dim 64 get another order, 1 to 3 % slower (timed
+// with one more change; docs/journal/fp8.md).
+struct BufferDescriptors {
+  template <class Layout, class Element, int kElements, class Partition>
+  CUTE_DEVICE static auto operand(Element (*buffers)[kElements], int index,
+                                  Partition const& partition) {
+    return partition(cute::make_tensor(cute::make_smem_ptr(buffers[index]), Layout{}));
+  }
+};
+
+// One descriptor, made once for the first buffer; another buffer is one addition away.
+struct OffsetDescriptors {
+  template <class Layout, class Element, int kElements, class Partition>
+  CUTE_DEVICE static auto operand(Element (*buffers)[kElements], int index,
+                                  Partition const& partition) {
+    auto const first = partition(cute::make_tensor(cute::make_smem_ptr(buffers[0]), Layout{}));
+    return cute::make_tensor(first.data() + index * (kElements * int(sizeof(Element)) / 16),
+                             first.layout());
+  }
+};
+
+// PingPong_ is asked before the products of a step are issued and told after; there is another one
+// in benchmarks/unspecialised.h.
+template <class Traits_, class PingPong_ = PingPongOf<Traits_>>
+struct FwdConsumer {
+  using Traits = Traits_;
+  using Element = typename Traits::Element;
+  using MmaS = typename Traits::MmaS;
+  using MmaO = typename Traits::MmaO;
+  using Tile = FwdTile<Traits>;
+  using Slots = FwdSlots<Traits>;
+  using Softmax = typename Slots::Softmax;
+  using Descriptors =
+      cute::conditional_t<sizeof(Element) == 1, OffsetDescriptors, BufferDescriptors>;
+  static constexpr FwdConfig k = Traits::k;
+
+  using FragmentS = decltype(cute::partition_fragment_C(
+      MmaS{}, cute::Shape<cute::_64, typename Traits::TileN>{}));
+  using FragmentP =
+      decltype(cute::make_tensor<Element>(Traits::operand_p_layout(FragmentS{}.layout())));
+  using FragmentO = decltype(cute::partition_fragment_C(
+      MmaO{}, cute::Shape<cute::_64, typename Traits::HeadDimV>{}));
+
+  FwdStorage<Traits>& shared;
+  FwdDeviceParams const& p;
+  int warpgroup;
+  int thread;  // in the warpgroup
+  PingPong_ ping_pong;
+  RingState<Traits::kQStages> q_ring;
+  RingState<Traits::kStages> k_ring;
+  RingState<Traits::kStages> v_ring;
+  typename Slots::Scales scales;
+  typename Slots::Queries queries;
+  typename Slots::Sums sums;
+  Softmax softmax;
+  FragmentS tSrS;  // S, then P
+  FragmentP tOrP;
+  FragmentO tOrO;
+
+  CUTE_DEVICE FwdConsumer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int warpgroup_,
+                          int thread_, PingPong_ const& ping_pong_)
+      : shared(shared_),
+        p(p_),
+        warpgroup(warpgroup_),
+        thread(thread_),
+        ping_pong(ping_pong_),
+        scales(shared_),
+        sums(shared_, warpgroup_, thread_),
+        softmax(p_.scale_log2, p_.lazy_rescale_log2, p_.zero) {}
+
+  // The next tile, as soon as its Q is there. Its limits are still missing.
+  CUTE_DEVICE Tile take_tile() {
+    int const q_stage = q_ring.stage;
+    shared.q_full[q_stage][warpgroup].wait(q_ring.phase);
+    q_ring.advance();
+    return Tile{shared.work[q_stage][warpgroup], q_stage};
+  }
+
+  // -------------------------------------------------------------------------------- products
+  CUTE_DEVICE void wait_for_k() { shared.k_full[k_ring.stage].wait(k_ring.phase); }
+
+  CUTE_DEVICE void load_queries(Tile const& tile) {
+    queries.load(shared.q[tile.q_stage][warpgroup], thread);
+  }
+
+  // S = Q K^T of the next K tile, which has come.
+  CUTE_DEVICE void issue_scores(Tile const& tile) {
+    auto mma = MmaS{}.get_slice(0);
+    int const q_buffer = tile.q_stage * Traits::kWarpgroups + warpgroup;
+    using LayoutQ = typename Traits::SmemLayoutQ;  // (64, columns)
+    using LayoutK = typename Traits::SmemLayoutK;  // (N, columns)
+    // Both (MMA, 1, columns / 16).
+    auto tSrQ = Descriptors::template operand<LayoutQ>(
+        shared.q[0], q_buffer, [&](auto const& sQ) { return mma.partition_fragment_A(sQ); });
+    auto tSrK = Descriptors::template operand<LayoutK>(
+        shared.k, k_ring.stage, [&](auto const& sK) { return mma.partition_fragment_B(sK); });
+    queries.issue(tSrQ, tSrK, tSrS);
+  }
+
+  // O = P V of the next K tile, added to O unless it starts from zero.
+  template <class Hook = NoHook>
+  CUTE_DEVICE void issue_output(Tile const& tile, Hook hook = {}) {
+    shared.v_full[v_ring.stage].wait(v_ring.phase);
+    auto mma = typename Traits::MmaV{}.get_slice(0);
+    using LayoutV = typename Traits::SmemLayoutV;  // (columns, N)
+    auto tOrV = Descriptors::template operand<LayoutV>(shared.v, v_ring.stage, [&](auto const& sV) {
+      return mma.partition_fragment_B(sV);  // (MMA, 1, N / 16)
+    });
+    issue_gemm<Traits::kOutputSteps, k.ping_pong_lead>(
+        MmaO{}, tOrP, tOrV, tOrO, Slots::Sums::kStartsFromZero || tile.o_is_zero, hook);
+  }
+
+  CUTE_DEVICE void release_k() { release(shared.k_empty, k_ring); }
+  CUTE_DEVICE void release_v() { release(shared.v_empty, v_ring); }
+
+  // -------------------------------------------------------------------------------- softmax
+  CUTE_DEVICE void start_rows(Tile& tile) {
+    tile.limits = Slots::Limits::of_tile(p, tile.work, thread);
+    scales.start_rows(softmax, tile.q_stage, warpgroup, thread);
+  }
+
+  template <class Scale>
+  CUTE_DEVICE void transform_scores(Scale const& scale) {
+    float factors[2] = {p.softcap_scale, p.softcap_scale};
+    softmax.scale_scores(factors, scale);
+    Slots::Score::transform(tSrS, factors);
+  }
+
+  // S of K tile n to P, in the registers of S. hook: as in Softmax::update().
+  template <Masked kMasked, class Scale, class Hook = NoHook>
+  CUTE_DEVICE void exponentiate(int n, Tile& tile, Scale const& scale, Hook const& hook = {}) {
+    transform_scores(scale);
+    if (kMasked != Masked::kNothing) {
+      tile.limits.template apply<kMasked>(tSrS, n);
+    }
+    softmax.template update<kMasked != Masked::kNothing>(tSrS, scale, hook);
+  }
+
+  // -------------------------------------------------------------------------------- results
+  // Divides O by the sums of its rows; O and the LSE leave.
+  CUTE_DEVICE void store(Tile const& tile) {
+    // Read here, not before: the loops have no registers for it. It is overwritten once the Q
+    // buffer is released.
+    FwdWork<Traits> const& work = shared.work[tile.q_stage][warpgroup];
+    float row_sinks[2];
+    read_sinks<Traits>(p, work, thread, row_sinks);
+    sums.end(tOrO);
+    softmax.finish(tOrO, row_sinks);
+    Slots::Output::store(shared, p, {tile.q_stage, warpgroup, thread}, softmax, row_sinks, tOrO);
+  }
+
+  // -------------------------------------------------------------------------------- skipped K
+  // tiles K tiles of which none of this warpgroup's rows sees a key.
+  CUTE_DEVICE void skip_keys(int count) {
+    CUTE_NO_UNROLL
+    for (; Traits::kMostSkipped > 0 && count > 0; --count) {
+      skip(shared.k_full, shared.k_empty, k_ring);
+      scales.skip();
+    }
+  }
+
+  CUTE_DEVICE void skip_values(int count) {
+    CUTE_NO_UNROLL
+    for (; Traits::kMostSkipped > 0 && count > 0; --count) {
+      skip(shared.v_full, shared.v_empty, v_ring);
+    }
+  }
+
+ private:
+  using Barriers = Mbarrier[Traits::kStages];
+
+  // TRAP: without a product nothing keeps the warps together. A late one would find the stage
+  // filled again, and wait for a phase that is long over.
+  CUTE_DEVICE void skip(Barriers& full, Barriers& empty, RingState<Traits::kStages>& ring) {
+    full[ring.stage].wait(ring.phase);
+    meet_in_warpgroup(warpgroup);
+    release(empty, ring);
+  }
+
+  // One elected thread arrives: a product is complete for all warps of the warpgroup at once.
+  CUTE_DEVICE void release(Barriers& empty, RingState<Traits::kStages>& ring) {
+    if (thread == 0) {
+      empty[ring.stage].arrive();
+    }
+    ring.advance();
+  }
+};
+
+}  // namespace fa3

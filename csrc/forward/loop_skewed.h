@@ -1,0 +1,161 @@
+// OverlapKind::kSkewed (paper, section 3.2): S of a K tile is issued together with PV of the K tile
+// before, n + 1, and the source is ordered so that the softmax of S(n) overlaps with that PV:
+//
+//   tensor cores   S(3) | S(2) PV(3) | S(1) PV(2) | S(0) PV(1) | PV(0)
+//   softmax             3            2            1            0
+//
+// TRAP: the wait for PV has no dependence on the softmax, and ptxas (13.0) moves it up: after a
+// part of the row maximum at head dims 64 and 128, after half of the exponentials at 256. What then
+// overlaps with the exponentials are the other warpgroups' products. Pinning the wait was not
+// faster (docs/journal/forward.md). The softmax of e4m3 waits after the maxima, in the source: with
+// a wait between exponentials and packing ptxas packs four of them by three instructions, else by
+// two.
+//
+// With overlap of tiles the skew goes on from one tile of Q to the next: the first S of a tile is
+// issued together with the last PV of the tile before, whose O is stored while that S is computed.
+#pragma once
+
+#include "forward/consumer.h"
+
+namespace fa3 {
+
+template <class Consumer>
+struct SkewedLoop {
+  using Tile = typename Consumer::Tile;
+  using Limits = decltype(Tile::limits);
+
+  Consumer& c;
+
+  // All tiles of this CTA; packed, there may be none.
+  CUTE_DEVICE void run() {
+    c.ping_pong.begin();
+    Tile tile = c.take_tile();
+    if (Consumer::k.tile_overlap) {
+      if (tile.work.valid()) {
+        visit_overlapped(tile);
+      }
+    } else {
+      for (; tile.work.valid(); tile = c.take_tile()) {
+        begin(tile);
+        visit_keys(tile);
+        end(tile);
+      }
+    }
+    c.ping_pong.end();
+  }
+
+  // S and P of the tile's last K tile, which is visited first.
+  CUTE_DEVICE void begin(Tile& tile) {
+    c.skip_keys(tile.work.skipped.first);
+    c.skip_values(tile.work.skipped.first);
+    c.wait_for_k();
+    c.load_queries(tile);
+    c.ping_pong.wait();
+    c.issue_scores(tile);
+    c.ping_pong.pass();
+    wait_gemm<0>(c.tSrS);
+    c.release_k();
+    first_probabilities(tile);
+  }
+
+  // All K tiles between begin() and end(): masked at the end of the range, free, masked at its
+  // beginning.
+  CUTE_DEVICE void visit_keys(Tile& tile) {
+    BlockRange const& keys = tile.work.keys;
+    int n = keys.end - 2;
+    int const free_begin = Limits::kHasBegin ? keys.free_begin : 0;
+    CUTE_NO_UNROLL
+    for (; n >= max_of(keys.free_end, free_begin); --n) {
+      step<Masked::kEnd>(n, tile);
+    }
+    CUTE_NO_UNROLL
+    for (; n >= free_begin; --n) {
+      step<Masked::kNothing>(n, tile);
+    }
+    CUTE_NO_UNROLL
+    for (; Limits::kHasBegin && n >= keys.begin; --n) {
+      step<Masked::kBothEnds>(n, tile);
+    }
+  }
+
+  // PV of the K tile visited last. Then O and LSE leave.
+  CUTE_DEVICE void end(Tile const& tile) {
+    c.ping_pong.wait();
+    c.issue_output(tile, [&] { c.ping_pong.pass(); });
+    wait_gemm<0>(c.tOrO);
+    c.release_v();
+    c.store(tile);
+  }
+
+ private:
+  // The first tile and all after it, with overlap of tiles.
+  CUTE_DEVICE void visit_overlapped(Tile tile) {
+    begin(tile);
+    while (true) {
+      visit_keys(tile);
+      Tile next = c.take_tile();
+      if (!next.work.valid()) {
+        break;
+      }
+      change_tile(tile, next);
+      tile = next;
+    }
+    end(tile);
+  }
+
+  // end() of one tile and begin() of the next.
+  CUTE_DEVICE void change_tile(Tile const& tile, Tile& next) {
+    // Read here, as in FwdConsumer::store().
+    int const skipped =
+        c.shared.work[tile.q_stage][c.warpgroup].skipped.last + next.work.skipped.first;
+    c.skip_keys(skipped);
+    c.wait_for_k();
+    c.load_queries(next);
+    c.ping_pong.wait();
+    c.issue_scores(next);
+    c.issue_output(tile, [&] { c.ping_pong.pass(); });
+    wait_gemm<1>(c.tSrS);
+    c.release_k();
+    wait_gemm<0>(c.tOrO);
+    c.release_v();
+    c.skip_values(skipped);
+    c.store(tile);
+    first_probabilities(next);
+  }
+
+  // S and P of K tile n; O of the one before, n + 1.
+  template <Masked kMasked>
+  CUTE_DEVICE void step(int n, Tile& tile) {
+    c.wait_for_k();
+    c.ping_pong.wait();
+    c.issue_scores(tile);
+    c.issue_output(tile, [&] { c.ping_pong.pass(); });
+    auto const& scale = c.scales.take();
+    wait_gemm<1>(c.tSrS);
+    c.release_k();
+    c.template exponentiate<kMasked>(n, tile, scale, [&] {
+      wait_gemm<0>(c.tOrO);
+      c.release_v();
+    });
+    c.softmax.pack(c.tSrS, c.tOrP);
+    c.sums.add(c.tOrO, c.softmax, scale);
+    tile.o_is_zero = false;
+  }
+
+  CUTE_DEVICE void first_probabilities(Tile& tile) {
+    c.start_rows(tile);
+    int const n = tile.work.keys.end - 1;
+    auto const& scale = c.scales.take();
+    c.transform_scores(scale);
+    BlockRange const& keys = tile.work.keys;
+    if (n >= keys.free_end || (Limits::kHasBegin && n < keys.free_begin)) {
+      constexpr Masked kMasked = Limits::kHasBegin ? Masked::kBothEnds : Masked::kEnd;
+      tile.limits.template apply<kMasked>(c.tSrS, n);
+    }
+    c.softmax.template update<true>(c.tSrS, scale);
+    c.softmax.pack(c.tSrS, c.tOrP);
+    c.sums.begin();
+  }
+};
+
+}  // namespace fa3

@@ -1,0 +1,97 @@
+// What a tile's rows have as results other than O: the LSE, the largest logit; and the sinks, which
+// enter both O and the LSE.
+#pragma once
+
+#include "core/softmax_math.h"
+#include "device/fragments.h"
+#include "forward/work.h"
+
+namespace fa3 {
+
+// A thread that writes results: of a consumer warpgroup, for the tile whose Q is in the stage.
+struct RowWriter {
+  int q_stage;
+  int warpgroup;
+  int thread;
+};
+
+// The query and head of a row of a warpgroup.
+struct RowOfTile {
+  bool exists;
+  int offset;  // of the query, from the first one
+  int head;    // in the pack
+};
+
+CUTE_DEVICE RowOfTile row_of_tile(FwdDeviceParams const& p, FwdRows const& rows, int row) {
+  int const offset = p.pack.div(row);
+  bool const exists = offset < p.positions_per_warpgroup && offset < rows.left;
+  return RowOfTile{exists, offset, row - offset * int(p.pack.divisor)};
+}
+
+// Index of a row in the LSE.
+CUTE_DEVICE int64_t index_of_row(FwdDeviceParams const& p, FwdRows const& rows,
+                                 RowOfTile const& row) {
+  return rows.offset + int64_t(row.head) * p.seqlen.q + row.offset;
+}
+
+// Sinks of this thread's two rows; -inf: none.
+template <class Traits>
+CUTE_DEVICE void read_sinks(FwdDeviceParams const& p, FwdWork<Traits> const& work, int thread,
+                            float (&sinks)[2]) {
+  sinks[0] = sinks[1] = -INFINITY;
+  if (Traits::kHasRowOptions && p.sinks != nullptr &&
+      work.location.lengths(p.seqlen).k != kNoSequence) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      sinks[r] = p.sinks[work.rows.head + p.pack.mod(fragment_row(thread) + 8 * r)];
+    }
+  }
+}
+
+// LSE of a thread's row r, 0 or 1.
+template <class Traits, class Softmax>
+CUTE_DEVICE float lse_of_row(FwdDeviceParams const& p, Softmax const& softmax,
+                             float const (&sinks)[2], int r) {
+  float const lse = softmax.lse(r, p.softmax_scale);
+  return Traits::kHasRowOptions ? with_sink(lse, r == 0 ? sinks[0] : sinks[1]) : lse;
+}
+
+// The LSE and the largest logit, where they are wanted: one lane of the four that share two rows
+// writes both rows.
+template <class Traits, class Softmax>
+CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int thread,
+                            Softmax const& softmax, float const (&sinks)[2]) {
+  if (p.lse == nullptr) {
+    return;
+  }
+  CUTE_UNROLL
+  for (int r = 0; r < 2; ++r) {
+    RowOfTile const row = row_of_tile(p, rows, fragment_row(thread) + 8 * r);
+    if (!row.exists || thread % 4 != 0) {
+      continue;
+    }
+    int64_t const index = index_of_row(p, rows, row);
+    p.lse[index] = lse_of_row<Traits>(p, softmax, sinks, r);
+    if (Traits::kHasRowOptions && p.max_logits != nullptr) {
+      p.max_logits[index] = softmax.row_max[r] * p.softmax_scale;
+    }
+  }
+}
+
+// The LSE alone: one lane writes the one row, another the other. WHY not everywhere: ptxas (13.0)
+// then orders the loop of bf16 at head dim 64, full attention, otherwise: 5 to 8 % slower (timed
+// with more changes; docs/journal/fp8.md).
+template <class Traits, class Softmax>
+CUTE_DEVICE void store_lse(FwdDeviceParams const& p, FwdRows const& rows, int thread,
+                           Softmax const& softmax, float const (&sinks)[2]) {
+  int const r = thread % 4;
+  if (p.lse == nullptr || r >= 2) {
+    return;
+  }
+  RowOfTile const row = row_of_tile(p, rows, fragment_row(thread) + 8 * r);
+  if (row.exists) {
+    p.lse[index_of_row(p, rows, row)] = lse_of_row<Traits>(p, softmax, sinks, r);
+  }
+}
+
+}  // namespace fa3

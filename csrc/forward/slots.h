@@ -1,0 +1,53 @@
+// From the enums of a FwdConfig to the types of its slots.
+#pragma once
+
+#include "device/score.h"
+#include "forward/helpers.h"
+#include "forward/keys_tma.h"
+#include "forward/mask.h"
+#include "forward/output_fp8.h"
+#include "forward/queries.h"
+#include "forward/scales.h"
+#include "forward/softmax.h"
+#include "forward/softmax_fp8.h"
+#include "forward/sums.h"
+
+namespace fa3 {
+
+template <class Traits, OutputKind kOutput>
+struct OutputOf {
+  using type = OutputOverQueries<Traits>;
+};
+template <class Traits>
+struct OutputOf<Traits, OutputKind::kRegisters> {
+  using type = OutputFromRegisters<Traits>;
+};
+template <class Traits>
+struct OutputOf<Traits, OutputKind::kStaged> {
+  using type = OutputStaged<Traits>;
+};
+template <class Traits>
+struct OutputOf<Traits, OutputKind::kSent> {
+  using type = OutputSent<Traits>;
+};
+
+template <class Traits>
+struct FwdSlots {
+  static constexpr FwdConfig k = Traits::k;
+  template <bool kCondition, class A, class B>
+  using If = cute::conditional_t<kCondition, A, B>;
+
+  using Batch = If<k.kind.is_dense(), DenseBatch, AnyBatch>;
+  using Keys = TmaKeys<Traits>;
+  using Values = If<Traits::kTransposesV, TransposedValues, DirectValues>;
+  using Helpers = If<Traits::kTransposesV, ScaleAndTransposeWarps, StoreWarps>;
+  using Queries = If<(k.query_steps > 0), HeldQueries<Traits>, SharedQueries<Traits>>;
+  using Limits = RowLimits<Traits, If<Traits::kHasScales, ColumnBits, ColumnComparison>>;
+  using Score = ScoreOf<k.kind.score>;
+  using Softmax = If<Traits::kHasScales, Fp8Softmax<Traits>, OnlineSoftmax<Traits>>;
+  using Scales = If<Traits::kHasScales, BlockScales<Traits>, NoScales<Traits>>;
+  using Sums = If<k.is_promoted() && k.is_skewed(), PromotedSums<Traits>, FastSums<Traits>>;
+  using Output = typename OutputOf<Traits, k.output>::type;
+};
+
+}  // namespace fa3

@@ -1,0 +1,94 @@
+// SumsKind, with overlap: where O lies while K tiles are added to it.
+#pragma once
+
+#include "forward/storage.h"
+
+namespace fa3 {
+
+// In the accumulator of PV.
+template <class Traits>
+struct FastSums {
+  CUTE_DEVICE FastSums(FwdStorage<Traits>&, int, int) {}
+
+  static constexpr bool kStartsFromZero = false;  // each product of a K tile
+
+  CUTE_DEVICE void begin() {}
+
+  // product: O with the last K tile in it. Rescales it for the next K tile.
+  template <class Fragment, class Softmax, class Scale>
+  CUTE_DEVICE void add(Fragment& product, Softmax& softmax, Scale const& scale) {
+    softmax.rescale_output(product, scale);
+  }
+
+  template <class Fragment>
+  CUTE_DEVICE void end(Fragment&) {}
+};
+
+// In fp32, next to the products: PV of a K tile is summed from zero, and added here.
+template <class Traits>
+class PromotedSums {
+  static constexpr int kRows = 2;
+  static constexpr int kFours = Traits::kHeadDimV / 8;
+  static constexpr int kHeldFours = kFours - Traits::k.shared_sums / 4;
+
+  // This thread's part of O, in the order of a fragment: the first ones in registers, the others in
+  // shared memory.
+  float4 held_[max_of(kHeldFours, 1)];
+  float4* shared_;
+  float rescale_[kRows];  // of O, before the next product is added
+
+  CUTE_DEVICE float4& four(int i) {
+    return i < kHeldFours ? held_[i] : shared_[(i - kHeldFours) * kWarpgroupThreads];
+  }
+
+  template <class Fragment>
+  CUTE_DEVICE float4 sum_with(Fragment const& product, int i) {
+    float4 const sum = four(i);
+    return make_float4(
+        sum.x * rescale_[0] + product(4 * i), sum.y * rescale_[0] + product(4 * i + 1),
+        sum.z * rescale_[1] + product(4 * i + 2), sum.w * rescale_[1] + product(4 * i + 3));
+  }
+
+ public:
+  static constexpr bool kStartsFromZero = true;
+
+  CUTE_DEVICE PromotedSums(FwdStorage<Traits>& shared, int warpgroup, int thread)
+      : shared_(&shared.sums[warpgroup][0][thread]) {
+    static_assert(Traits::k.shared_sums > 0);
+  }
+
+  // When the first P of a tile is there.
+  CUTE_DEVICE void begin() {
+    CUTE_UNROLL
+    for (int i = 0; i < kFours; ++i) {
+      four(i) = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    rescale_[0] = rescale_[1] = 1.f;
+  }
+
+  // product: PV of a K tile. The factors of softmax are for P of the next one.
+  template <class Fragment, class Softmax, class Scale>
+  CUTE_DEVICE void add(Fragment const& product, Softmax const& softmax, Scale const&) {
+    CUTE_UNROLL
+    for (int i = 0; i < kFours; ++i) {
+      four(i) = sum_with(product, i);
+    }
+    rescale_[0] = softmax.rescale[0];
+    rescale_[1] = softmax.rescale[1];
+  }
+
+  // product: PV of the last K tile; it becomes O.
+  template <class Fragment>
+  CUTE_DEVICE void end(Fragment& product) {
+    CUTE_UNROLL
+    for (int i = 0; i < kFours; ++i) {
+      float4 const sum = sum_with(product, i);
+      product(4 * i) = sum.x;
+      product(4 * i + 1) = sum.y;
+      product(4 * i + 2) = sum.z;
+      product(4 * i + 3) = sum.w;
+    }
+  }
+};
+
+}  // namespace fa3
