@@ -28,7 +28,9 @@ SPILLED_BYTES: dict[str, int] = {
     # promoted, one word of the consumers too. With 96 keys and 56 registers for the producer
     # packed sequences and windows take 1.4 to 1.5 times as long (H200, 2026-11-24).
     'FwdE4m3D256General': 12, 'FwdE4m3D256Softcap': 12,
-    'FwdE4m3D256GeneralPromote': 16, 'FwdE4m3D256SoftcapPromote': 16}
+    'FwdE4m3D256GeneralPromote': 16, 'FwdE4m3D256SoftcapPromote': 16,
+    # Once a tile, outside the loop over K tiles: addresses of O in shared memory.
+    'FwdBf16D256Softcap': 16, 'FwdFp16D256Softcap': 16}
 MOST_SPILLED_BYTES = 16
 
 # 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim. Of e4m3
