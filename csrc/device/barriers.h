@@ -26,8 +26,7 @@ struct RingState {
 
 // Named barriers 0 to 7 are kept for the compiler, CUTLASS and __syncthreads.
 enum class NamedBarrier : int {
-  kPingPongFirst =
-      0,  // warpgroup 0 may issue its products: it waits (128), warpgroup 1 arrives (128)
+  kPingPongFirst = 0,   // warpgroup 0 may issue products: it waits (128), warpgroup 1 arrives (128)
   kPingPongSecond = 1,  // the same for warpgroup 1
   kKeysRead = 2,        // the last product of the backward that reads K is complete: all consumers
   kMeetFirst = 3,       // the warps of warpgroup 0 meet; + 1, + 2: of the others (128)
