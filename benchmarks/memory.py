@@ -18,6 +18,7 @@ import argparse
 import gc
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -34,6 +35,7 @@ TOKENS = 65536
 SEQLENS = tuple(2 ** power for power in range(9, 17))
 QUICK_SEQLENS = (1024, 8192, 65536)
 WORKSPACE = ('lse', 'delta', 'dq', 'flags')    # of a backward, as its plan names the parts
+RELEASED_AFTER = 0.1   # seconds, for autograd's thread
 COUNTS = {'requested': 'requested_bytes', 'allocated': 'allocated_bytes'}   # in memory_stats()
 
 Step = Callable[[], object]                       # one forward and backward; returns what stays
@@ -82,18 +84,19 @@ STEPS: dict[str, MakeStep] = {name: autograd_step(name) for name in (OURS, 'sdpa
 
 
 def peak_bytes(step: Step, repeats: int = 3) -> dict[str, int]:
-    """By each of COUNTS, how far a step goes beyond what was there before it.
+    """By each of COUNTS, how far a step goes beyond what was there before it; the most of several.
 
-    The most of several: autograd's thread may let go of the results of the step before when the
-    next one has begun, which then seems to need less.
+    Autograd's thread releases the results of a step some time after it. Where that falls into the
+    next step, it seems to need less.
     """
     step()    # what a library keeps for later calls is no part of this one
-    gc.collect()    # else tensors of earlier calls may be released in the step
     peaks = [_peak_of(step) for _ in range(repeats)]
     return {name: max(peak[name] for peak in peaks) for name in COUNTS}
 
 
 def _peak_of(step: Step) -> dict[str, int]:
+    gc.collect()
+    time.sleep(RELEASED_AFTER)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()
