@@ -5,8 +5,9 @@
 A and B are folders that hold a built flash_attn3 folder (a checkout, or the target of
 `pip install --target`), or files: builds of the kernel library alone, used under this package's
 Python through FLASH_ATTN3_LIBRARY. In each round both sides time the same problem once, A first in
-even rounds, B first in odd ones, so that clocks and heat are shared. The ratio of a cell is the
-median over the rounds of A's time / B's time: above 1, B is faster. `--a X --b X` shows the noise.
+even rounds, B first in odd ones, so that clock and temperature are alike. The ratio of a cell is
+the median over the rounds of A's time / B's time: above 1, B is faster. `--a X --b X` shows the
+noise.
 The suite `quantize` is quantize_fp8; a cell is wrong where the builds' results differ in a bit.
 """
 from __future__ import annotations
@@ -38,8 +39,8 @@ BENCH = pathlib.Path(bench.__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Build:
-    """name: for tables and results. folder: where flash_attn3 is imported from. variables: the
-    environment that its process gets beside the driver's."""
+    """name: for tables and results. folder: the one that flash_attn3 is imported from. variables:
+    environment of its process, in addition to the driver's."""
     name: str
     folder: pathlib.Path
     variables: dict[str, str]

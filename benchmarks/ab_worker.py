@@ -53,7 +53,7 @@ class Side:
 
     def prepare(self, shape: dict) -> dict:
         problem = self.measure.Shape(**shape)
-        self.call = None                       # lets go of the inputs of the problem before
+        self.call = None                       # releases the inputs of the previous problem
         sets = self.measure.make_inputs(problem, self.device)
         function = self.measure.function_of(self.build, problem, self.device)
         one = self.measure.Contender('build', function)
@@ -91,7 +91,7 @@ class Side:
 def main() -> None:
     bench_folder, folder, device, target_ms = sys.argv[1:]
     answers = os.fdopen(os.dup(1), 'w')
-    os.dup2(2, 1)   # what libraries print must not get between the answers
+    os.dup2(2, 1)   # libraries must not print between the answers
     import torch
     measure = load_file(pathlib.Path(bench_folder) / '__init__.py')
     side = Side(measure, load_build(folder), device, float(target_ms))

@@ -1,20 +1,20 @@
-"""What the parts of the forward kernel are worth: table 2 of the FlashAttention-3 paper.
+"""How much each part of the forward kernel gains: table 2 of the FlashAttention-3 paper.
 
     python -m benchmarks.ablation [--dtype fp16] [--head-dim 64] [--build-only]
 
-Each row is a shipped tile of the head dim with something taken away, built as a library of its own
+Each row is a shipped tile of the head dim with some parts removed, built as a library of its own
 (benchmarks/candidates.py) and checked against fp32; all rows take turns, as in bench_forward.py. At
-head dim 128 that is the tile of two warpgroups, as in the paper; the one of three, which the
-planner takes for long sequences, stands beside it as it is. The problem is the paper's, full
-attention with batch 4, seqlen 8448, 16 heads; its figures are for fp16 and head dim 128 on an H100
-SXM, and stand beside ours where the problem is the same, in either dtype. Rows that the tile makes
-equal (no ping-pong with three warpgroups) are left out.
+head dim 128 that is the tile of two warpgroups, as in the paper; the tile of three, which the
+planner takes for long sequences, has one row, complete. The problem is the paper's, full attention
+with batch 4, seqlen 8448, 16 heads; its figures are for fp16 and head dim 128 on an H100 SXM, and
+stand next to ours where the problem is the same, in either dtype. Rows that are equal for a tile
+(no ping-pong with three warpgroups) are skipped.
 
 "Tile overlap" (tile_overlap) is not in the paper; it needs the overlap in a warpgroup and goes
 with it. The row without warp specialisation (benchmarks/unspecialised.h) keeps the tile, the rings,
 TMA, the persistent grid and the overlap in a warpgroup. It has no producer warpgroup, no store
-warps and no setmaxnreg, and neither ping-pong nor tile overlap: beside the row that lacks just
-those two it shows what the producer warpgroup alone brings.
+warps and no setmaxnreg, and neither ping-pong nor tile overlap: compared with the row that lacks
+only those two it shows what the producer warpgroup alone gains.
 """
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ NO_TILE_OVERLAP = ('tile_overlap', 'false')
 @dataclass(frozen=True)
 class Row:
     name: str
-    fields: tuple[tuple[str, str], ...]   # that differ from those of the shipped tile
+    fields: tuple[tuple[str, str], ...]   # those that differ from the shipped tile
     paper_tflops: int | None = None
-    tile: str | None = None               # another shipped tile than TILES has
+    tile: str | None = None               # another shipped tile than that of TILES
 
 
-# The tile of each head dim with the most parts to take away.
+# The tile of each head dim with the most parts to remove.
 TILES = {64: 'FwdTileD64', 128: 'FwdTileD128Short', 256: 'FwdTileD256'}
 ROWS = (
     Row(FULL, (), 661),

@@ -1,4 +1,4 @@
-"""The backward of flash_attn3 beside the backends of PyTorch's SDPA: table, JSON, PNG.
+"""The backward of flash_attn3 against the backends of PyTorch's SDPA: table, JSON, PNG.
 
     python -m benchmarks.bench_backward                       # on a Hopper GPU, about a minute
     python -m benchmarks.bench_backward --suite backward_grouped

@@ -1,4 +1,4 @@
-"""The forward of flash_attn3 beside the backends of PyTorch's SDPA: table, JSON, PNG.
+"""The forward of flash_attn3 against the backends of PyTorch's SDPA: table, JSON, PNG.
 
     python -m benchmarks.bench_forward                        # on a Hopper GPU, about a minute
     python -m benchmarks.bench_forward --all-backends         # also SDPA's slow backends

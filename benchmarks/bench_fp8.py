@@ -1,4 +1,4 @@
-"""The FP8 forward beside our own 16-bit forward.
+"""The FP8 forward against our own 16-bit forward.
 
     python -m benchmarks.bench_fp8                        # on a Hopper GPU, half a minute
     python -m benchmarks.bench_fp8 --device cpu --quick   # tries the machinery, seconds
@@ -31,7 +31,7 @@ from flash_attn3.bench import DTYPES, Shape, Timer, geometric_mean
 from flash_attn3.quantize import KV_BLOCK, Q_BLOCK
 
 BY_HEAD, BY_BLOCK, PROMOTE, QUANTIZED = 'e4m3', 'e4m3 by block', 'e4m3 promote', 'fp8_func'
-FP8 = (BY_HEAD, BY_BLOCK, PROMOTE, QUANTIZED)    # beside the 16-bit forward, named by its dtype
+FP8 = (BY_HEAD, BY_BLOCK, PROMOTE, QUANTIZED)    # and the 16-bit forward, named by its dtype
 BLOCKS = {'head': ('head', 'head'), 'block': (Q_BLOCK, KV_BLOCK)}    # of q, of k and v
 WRONG = 0.15        # relative error of FP8 that no rounding explains; normal data gives 0.05
 HOST_CALLS = 20
@@ -90,7 +90,7 @@ def quantized(inputs: Inputs, granularity: str, lists: dict[str, Tensor]) -> tup
 
 
 def make_calls(shape: Shape, sets: Sequence[Inputs]) -> dict[str, list[Callable[[], Tensor]]]:
-    """Of each contender the calls on every set."""
+    """The calls of each contender on every set."""
     attention = bench.function_of(flash_attn3, shape, sets[0][0].device)
     options = attention.keywords
     lists = {'cu_seqlens': options['cu_seqlens_q']} if shape.lengths else {}
@@ -101,12 +101,12 @@ def make_calls(shape: Shape, sets: Sequence[Inputs]) -> dict[str, list[Callable[
         by_head, head_scales = quantized(inputs, 'head', lists)
         by_block, block_scales = quantized(inputs, 'block', lists)
         on_e4m3 = functools.partial(attention, out_dtype=DTYPES[shape.dtype])
-        ways = (functools.partial(attention, *inputs),
-                functools.partial(on_e4m3, *by_head, **head_scales),
-                functools.partial(on_e4m3, *by_block, **block_scales),
-                functools.partial(on_e4m3, *by_head, **head_scales, fp8_accum='promote'),
-                functools.partial(fp8_func, *inputs, **options))
-        for name, call in zip(names, ways):
+        timed = (functools.partial(attention, *inputs),
+                 functools.partial(on_e4m3, *by_head, **head_scales),
+                 functools.partial(on_e4m3, *by_block, **block_scales),
+                 functools.partial(on_e4m3, *by_head, **head_scales, fp8_accum='promote'),
+                 functools.partial(fp8_func, *inputs, **options))
+        for name, call in zip(names, timed):
             calls[name].append(call)
     return calls
 
@@ -135,7 +135,7 @@ def measure(shape: Shape, device: torch.device, rounds: int, target_ms: float) -
 
 
 def result_of(result: dict) -> dict:
-    """With what differs between FP8 and 16 bits: twice the peak, larger errors."""
+    """A result; with FP8 the peak is twice as high, and larger errors are allowed."""
     if result['name'] not in FP8:
         return result
     share = result['peak_share']

@@ -1,4 +1,4 @@
-"""quantize_fp8 beside a copy on the device that moves as many bytes.
+"""quantize_fp8 against a copy on the device that moves as many bytes.
 
     python -m benchmarks.bench_quantize                        # on a Hopper GPU, seconds
     python -m benchmarks.bench_quantize --device cpu --quick   # tries the machinery

@@ -1,5 +1,5 @@
-"""Kernels that are on no list, each built as a library of its own; what search_tiles and ablation
-share.
+"""Kernels that are not in variants.py, each built as a library of its own; shared by search_tiles
+and ablation.
 
 A candidate is a FwdConfig: a tile of csrc/config and the fields that differ. It is compiled for
 both masks (candidate.cu.in) and cached like the units of the package; on a machine without the
@@ -26,9 +26,9 @@ DTYPES = {'bf16': 'kBFloat16', 'fp16': 'kFloat16'}
 
 @dataclass(frozen=True)
 class Candidate:
-    name: str                            # of the C++ struct
+    name: str                            # the C++ struct
     head_dim: int
-    fields: tuple[tuple[str, str], ...]  # that differ from those of the base
+    fields: tuple[tuple[str, str], ...]  # those that differ from the base
     base: str = 'FwdConfig{}'
     launch: str = 'launch_forward'
     headers: tuple[str, ...] = ('config/fwd_config.h', 'forward/launch.h')  # of base and launch

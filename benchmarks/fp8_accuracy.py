@@ -1,4 +1,4 @@
-"""Accuracy of FP8 attention: RMSE against float64 for every way to quantise.
+"""Accuracy of FP8 attention: RMSE against float64 for every method to quantise.
 
     python -m benchmarks.fp8_accuracy                        # on a GPU: the kernels; under a minute
     python -m benchmarks.fp8_accuracy --device cpu           # with the roundings of the kernels
@@ -6,8 +6,8 @@
 
 Q, K and V are N(0, 1) + N(0, 100) in one value of 1000 (arXiv 2407.08608, section 4.3), rounded to
 bfloat16; the reference is attention of these in float64. Scales per tensor, per head or per block
-(64 rows of q, 384 of k and v), with and without rotation of q and k; on a GPU also both ways to
-accumulate. A figure is the mean of some seeds. Writes results/fp8_accuracy.json and
+(64 rows of q, 384 of k and v), with and without rotation of q and k; on a GPU also both methods
+to accumulate. A figure is the mean of some seeds. Writes results/fp8_accuracy.json and
 .png.
 """
 from __future__ import annotations
@@ -34,7 +34,7 @@ BLOCKS = {'tensor': ('tensor', 'tensor'), 'head': ('head', 'head'),
 ROTATIONS = (False, True)
 BF16 = 'bf16'
 # The paper's, head dim and length not said: FP8 with scales per tensor; without block scales, with
-# rotation; both. Beside them its 16-bit FlashAttention-3.
+# rotation; both. The last is its 16-bit FlashAttention-3.
 PAPER = {'tensor': 2.4e-2, 'head, rotated': 9.3e-3, 'block, rotated': 9.1e-3, BF16: 1.9e-4}
 # Other libraries on the same distribution: upstream's FlashAttention-3, with scales per tensor or
 # per (batch, head), and cuDNN. Measured on one H200, 2026-11-21, head dim 128.
@@ -76,7 +76,7 @@ def score_of(shape: dict) -> Score:
 
 
 def contenders(shape: dict, device: torch.device) -> dict[str, Attend]:
-    """How e4m3 tensors are attended to, by name: the kernels, or what stands for them."""
+    """Attention on e4m3 tensors, by name: the kernels, or their emulation."""
     if device.type != 'cuda':
         return {'emulation': lambda values, scales: reference_fp8.emulate(
             Inputs(*values), scales, score_of(shape)).bfloat16()}
@@ -97,7 +97,7 @@ def rmse(out: Tensor, expected: Tensor) -> float:
 
 
 def measure(shape: dict, seeds: Sequence[int], device: torch.device) -> list[dict]:
-    """One dict a way: its name, what attended, and the RMSE of each seed and their mean."""
+    """One dict a method: its name, the contender, and the RMSE of each seed and their mean."""
     found: dict[tuple[str, str], list[float]] = {}
     for seed in seeds:
         inputs = make_inputs(shape, seed, device)
@@ -110,8 +110,8 @@ def measure(shape: dict, seeds: Sequence[int], device: torch.device) -> list[dic
             for name, attend in contenders(shape, device).items():
                 found.setdefault((name_of(granularity, is_rotated), name), []).append(
                     rmse(attend(values, scales), expected))
-    return [dict(way=way, name=name, rmse=statistics.mean(values), seeds=values)
-            for (way, name), values in found.items()]
+    return [dict(method=method, name=name, rmse=statistics.mean(values), seeds=values)
+            for (method, name), values in found.items()]
 
 
 def shapes(head_dims: Sequence[int], seqlen: int, heads: tuple[int, int]) -> list[dict]:
@@ -120,10 +120,11 @@ def shapes(head_dims: Sequence[int], seqlen: int, heads: tuple[int, int]) -> lis
 
 
 def figures(cell: dict) -> dict[str, float]:
-    """RMSE by way, and by what attended where there are several."""
-    names = {result['name'] for result in cell['results'] if result['way'] != BF16}
-    return {result['way'] + (f' ({result["name"]})' if result['way'] != BF16 and len(names) > 1
-                             else ''): result['rmse'] for result in cell['results']}
+    """RMSE by method, and by contender where there are several."""
+    names = {result['name'] for result in cell['results'] if result['method'] != BF16}
+    return {result['method'] + (f' ({result["name"]})'
+                                if result['method'] != BF16 and len(names) > 1 else ''):
+            result['rmse'] for result in cell['results']}
 
 
 def label(shape: dict) -> str:
@@ -142,32 +143,33 @@ def show(record: dict, console: Console) -> None:
     for peer in PEERS:
         table.add_column(f'{peer}, 128', justify='right')
     columns = [figures(cell) for cell in cells]
-    for way in columns[0]:
-        quantised = way.split(' (')[0]
+    for method in columns[0]:
+        quantised = method.split(' (')[0]
         others = [f'{found[quantised]:{digits}e}' if quantised in found else ''
                   for found, digits in ((PAPER, '.1'), *((peer, '.2') for peer in PEERS.values()))]
-        table.add_row(way, *(f'{column[way]:.2e}' for column in columns), *others)
+        table.add_row(method, *(f'{column[method]:.2e}' for column in columns), *others)
     console.print(table)
 
 
 def plot(record: dict, path: pathlib.Path) -> None:
-    """A group of bars for each head dim and mask, a bar for each way; others' as lines."""
+    """A group of bars for each head dim and mask, a bar for each method; others' as lines."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
     columns = [figures(cell) for cell in record['cells']]
-    ways = [way for way in columns[0] if way != BF16]
+    methods = [method for method in columns[0] if method != BF16]
     figure, axis = plt.subplots(figsize=(12, 4.5), layout='constrained')
-    for number, way in enumerate(ways):
-        places = [group + (number + 0.5) / (len(ways) + 1) for group in range(len(columns))]
-        axis.bar(places, [column[way] for column in columns], 1 / (len(ways) + 1), label=way,
-                 color=f'C{number}' if len(ways) <= 10 else plt.colormaps['tab20'](number))
-    lines = [(f'paper: {way}', PAPER[way], '--') for way in ('tensor', 'block, rotated')]
-    lines += [(f'{peer}, 128: {way}', height, ':') for peer, found in PEERS.items()
-              for way, height in found.items()]
+    for number, method in enumerate(methods):
+        positions = [group + (number + 0.5) / (len(methods) + 1) for group in range(len(columns))]
+        axis.bar(positions, [column[method] for column in columns], 1 / (len(methods) + 1),
+                 label=method,
+                 color=f'C{number}' if len(methods) <= 10 else plt.colormaps['tab20'](number))
+    lines = [(f'paper: {method}', PAPER[method], '--') for method in ('tensor', 'block, rotated')]
+    lines += [(f'{peer}, 128: {method}', height, ':') for peer, found in PEERS.items()
+              for method, height in found.items()]
     for number, (text, height, style) in enumerate(lines):
         axis.axhline(height, color='black', linewidth=0.8, linestyle=style)
-        # One place from left to right each: some lines are closer than their names are high.
+        # One x coordinate for each name: some lines are closer than their names are high.
         axis.annotate(text, (0.02 + number / len(lines), height), fontsize=7, va='center',
                       xycoords=axis.get_yaxis_transform(), bbox=dict(fc='white', ec='none', pad=1))
     axis.set_xticks([group + 0.5 for group in range(len(columns))],

@@ -5,7 +5,7 @@
     python -m benchmarks.fp8_long --device cpu --quick     # with the roundings of the kernels
 
 One head, as many queries as keys: the kernel computes all of it, sampled rows are compared. Scales
-per head or by blocks, q and k rotated, both ways to accumulate; beside them the bfloat16 kernel.
+per head or by blocks, q and k rotated, both methods to accumulate; and the bfloat16 kernel.
 
 Sweep: the error over the number of keys, not causal, of two kinds of data. `outliers`: q, k and v
 are those of benchmarks/fp8_accuracy.py; their output shrinks as keys average out. `mean`: v is
@@ -47,8 +47,8 @@ DATA = 'outliers', 'mean'
 MEASURES = {'rmse': 'RMSE', 'relative': 'RMSE / RMS of the output',
             'kernel': 'the same, of the kernel alone'}
 SWEEP_ROWS, NEEDLE_QUERIES = 512, 64
-WEIGHT, FOUND = 0.999, 0.1    # of a needle: its least exact weight; its largest error
-SCORES = 1 << 25              # that are float64 in memory at a time: a quarter of a GiB
+WEIGHT, FOUND = 0.999, 0.1    # a needle: its least exact weight; its largest error
+SCORES = 1 << 25              # in float64 at a time: a quarter of a GiB
 POSITIONS = 'first', 'middle', 'last'
 
 Run = Callable[[], Tensor]
@@ -80,8 +80,8 @@ def shape_of(seqlen: int, head_dim: int, causal: bool) -> dict:
     return dict(batch=1, seqlen=seqlen, heads=1, heads_k=1, head_dim=head_dim, causal=causal)
 
 
-def ways(inputs: tuple[Tensor, ...], shape: dict, seed: int) -> dict[str, tuple[Run, Inputs]]:
-    """By name: what computes the whole output, and in float64 the values that it is given."""
+def methods(inputs: tuple[Tensor, ...], shape: dict, seed: int) -> dict[str, tuple[Run, Inputs]]:
+    """By name: the function that computes the whole output, and its inputs in float64."""
     plain = Inputs(*(x.double() for x in inputs))
     found: dict[str, tuple[Run, Inputs]] = {
         BF16: (lambda: flash_attn_func(*inputs, causal=shape['causal']), plain)}
@@ -104,13 +104,13 @@ def data_of(data: str, shape: dict, seed: int, device: torch.device) -> tuple[Te
 
 
 def errors_of_seed(data: str, shape: dict, seed: int, device: torch.device) -> dict[str, dict]:
-    """Of each way, a figure for each of MEASURES; and 'rms' of the exact output."""
+    """For each method a figure for each of MEASURES; and 'rms' of the exact output."""
     inputs = data_of(data, shape, seed, device)
     rows = sample(0, shape['seqlen'], SWEEP_ROWS, seed).to(device)
     expected, _ = attend_rows(Inputs(*inputs), rows, shape['causal'])
     rms = expected.square().mean().sqrt().item()
     found = {}
-    for name, (run, wide) in ways(inputs, shape, seed).items():
+    for name, (run, wide) in methods(inputs, shape, seed).items():
         out = run()[0, rows, 0]
         own = expected if name == BF16 else attend_rows(wide, rows, shape['causal'])[0]
         error = rmse(out, expected)
@@ -158,7 +158,7 @@ def show_sweep(record: dict, console: Console) -> None:
 
 
 def plot(record: dict, path: pathlib.Path) -> None:
-    """A row of panels for each kind of data, a panel for each measure, a line for each way."""
+    """A row of panels for each kind of data, a panel for each measure, a line for each method."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -206,7 +206,7 @@ def needle_inputs(shape: dict, key: int, rows: Tensor, seed: int,
 
 
 def needle_cell(shape: dict, position: str, seed: int, device: torch.device) -> dict:
-    """A result for each way: error (see above), how many queries found it, and the relative RMSE
+    """A result for each method: error (see above), how many queries found it, and the relative RMSE
     against attention of the inputs.
     """
     seqlen = shape['seqlen']
@@ -215,7 +215,7 @@ def needle_cell(shape: dict, position: str, seed: int, device: torch.device) -> 
     inputs, facts = needle_inputs(shape, key, rows, seed, device)
     expected, _ = attend_rows(Inputs(*inputs), rows, shape['causal'])
     results = []
-    for name, (run, wide) in ways(inputs, shape, seed).items():
+    for name, (run, wide) in methods(inputs, shape, seed).items():
         out, value = run()[0, rows, 0].double(), wide.v[0, key, 0]
         errors = (out - value).norm(dim=-1) / value.norm()
         results.append(dict(name=name, error=errors.max().item(),
@@ -230,7 +230,8 @@ def needle_cells(record: dict) -> list[dict]:
 
 
 def needle_summary(cells: Sequence[dict]) -> dict[str, dict]:
-    """Over all cells, of each way: the largest error, how many queries found it, and of how many.
+    """For each method, over all cells: the largest error, how many queries found it, and of how
+    many.
     """
     queries = sum(cell['queries'] for cell in cells)
     found: dict[str, dict] = {}

@@ -1,7 +1,7 @@
-"""What every benchmark records beside its figures, and the files it writes.
+"""What every benchmark records in addition to its figures, and the files it writes.
 
 Monitor samples the GPU with nvidia-smi; environment() says what was measured on what; save() and
-plot() write results/<subject>.json and .png, in place of the record of the run before. The timing
+plot() write results/<subject>.json and .png, replacing the record of the run before. The timing
 is flash_attn3/bench.
 """
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Peak memory of one forward and backward over the length, beside SDPA's flash: table, JSON.
+"""Peak memory of one forward and backward over the length, against SDPA's flash: table, JSON.
 
     python -m benchmarks.memory                  # on a Hopper GPU, a quarter of a minute
     python -m benchmarks.memory --device cpu     # what is expected, without measuring
 
-Counted is what PyTorch's allocator hands out during the call, at its highest. q, k, v and the
-output's gradient were there before and are not in it: what remains is the output, the LSE, the
-three gradients and the workspace. A figure is the sum of the sizes that were asked for; the JSON
-has the allocator's own count too (torch.cuda.max_memory_allocated), which rounds every tensor up,
-by up to 1 MiB. `expected` is the same sum from the plan of the call. Bytes a token do not change
-with the length where memory is linear in it.
+The figure is the most memory that PyTorch's allocator hands out during the call. q, k, v and the
+output's gradient are allocated before and are not in it: it has the output, the LSE, the three
+gradients and the workspace. A figure is the sum of the sizes that were asked for; the JSON also
+has the allocator's own count (torch.cuda.max_memory_allocated), which rounds every tensor up, by
+up to 1 MiB. `expected` is the same sum from the plan of the call. Bytes a token do not change with
+the length where memory is linear in it.
 
 Two series a head dim, causal: a fixed number of tokens, and batch 1.
 """

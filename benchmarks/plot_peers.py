@@ -1,4 +1,4 @@
-"""flash_attn3 beside the other Hopper kernels: the plots and tables of side-by-side runs.
+"""flash_attn3 against the other Hopper kernels: the plots and tables of side-by-side runs.
 
     python -m benchmarks.plot_peers benchmarks/results/yardstick.json
 
@@ -25,7 +25,7 @@ SECTIONS = {'fwd': 'Forward, bf16', 'bwd': 'Backward, bf16',
             'fp8': 'Forward, e4m3'}
 NAMES = {OURS: 'flash_attn3', 'fa3': 'FA3', 'fa3_13': 'FA3 cu13', 'cudnn': 'cuDNN',
          'cudnn_fe': 'cuDNN fe', 'fa2': 'FA2', 'triton': 'Triton'}
-# In the plot of the README a library is its best build or way in.
+# The plot of the README takes the best build or API of a library.
 LIBRARIES = {OURS: 'flash_attn3', 'fa3': 'FlashAttention-3', 'fa3_13': 'FlashAttention-3',
              'cudnn': 'cuDNN', 'cudnn_fe': 'cuDNN', 'fa2': 'FlashAttention-2'}
 Panel = tuple[int, str]   # head dim, mask
@@ -42,7 +42,7 @@ class Point:
 
 
 def read_points(record: dict, section: str) -> list[Point]:
-    """The valid figures of a section: what did not run or was wrong is left out."""
+    """The valid figures of a section: what did not run or was wrong is skipped."""
     return [Point((r['cell']['D'], r['cell']['mask']), r['cell']['S'], r['group'], r['peer'],
                   r['rate'])
             for r in record['records']
@@ -68,7 +68,7 @@ def panels(points: Sequence[Point]) -> list[Panel]:
 
 
 def short_name(peer: str) -> str:
-    """Of a library, whichever build or way in: FA3, cuDNN."""
+    """The library, whichever its build or API: FA3, cuDNN."""
     return NAMES.get(peer, peer).split(' ')[0]
 
 

@@ -71,7 +71,7 @@ def headline() -> str:
 
 
 def features_part() -> str:
-    """Grouped heads, packed sequences, a window, and host time, beside the best peer."""
+    """Grouped heads, packed sequences, a window, and host time, against the best peer."""
     record = read_record('yardstick')
     problems = {'gqa': '32/8 heads, head dim 128, causal, S = {S}',
                 'varlen': '24 packed sequences up to 5361, head dim 128, causal',
@@ -121,7 +121,7 @@ def _fp8_group(shape: dict) -> str:
 
 
 def fp8_part() -> str:
-    """e4m3 beside our bf16, by kind of problem."""
+    """e4m3 against our bf16, by kind of problem."""
     record = read_record('fp8')
     groups: dict[str, list[dict]] = {}
     for cell in record['cells']:

@@ -1,4 +1,4 @@
-"""Training the GPT of examples/train_gpt.py: losses beside plain attention, speed beside SDPA.
+"""Training the GPT of examples/train_gpt.py: losses against plain attention, speed against SDPA.
 
     python -m benchmarks.training losses                       # on a Hopper GPU, 90 s
     python -m benchmarks.training losses --fp8                 # and with its forward in FP8
@@ -12,10 +12,10 @@ PyTorch picks) and with plain attention in float32, for several seeds. All else 
 three: autocast to bfloat16, float32 weights, and q, k and v in bfloat16 from the same product. So
 a difference from plain attention is what the attention's own roundings bring; a model in float32
 throughout would differ by those of every product, which both sides share. Training amplifies any
-difference, so where it ends is partly chance. Three measures show that: the largest difference over
-all steps, the mean, and the largest of the first steps, before much is amplified. A control, with
-the first seed, is plain attention in float64: what becomes of a difference of one float32 rounding.
-With --fp8, one more has flash_attn3's forward in FP8 and its backward in bfloat16.
+difference, so the final loss is partly chance. Three measures show that: the largest difference
+over all steps, the mean, and the largest of the first steps, before much is amplified. A control,
+with the first seed, is plain attention in float64: it shows the effect of one float32 rounding.
+With --fp8, one more contender has flash_attn3's forward in FP8 and its backward in bfloat16.
 
 `speed` is tokens/s end to end: forward, backward, clipping and optimizer, eager. The contenders
 take turns of a few steps in rounds; the figure is that of the median turn, host time included.
@@ -48,7 +48,7 @@ UNTIMED_STEPS = 3
 # Options of the example; of --quick on top.
 LOSSES = '--steps 240 --seqlen 1024 --batch 8 --layers 6 --d-model 384'.split()
 SPEED = '--layers 12 --d-model 768'.split()
-SEQLENS, TOKENS = (2048, 8192, 16384), 32768    # of a step
+SEQLENS, TOKENS = (2048, 8192, 16384), 32768    # tokens of a step
 QUICK = '--layers 2 --d-model 64 --head-dim 16'.split()
 QUICK_LOSSES = '--steps 6 --seqlen 48 --batch 4'.split()
 QUICK_SEQLENS, QUICK_TOKENS = (32, 64), 128
@@ -112,7 +112,7 @@ def summarize_losses(cells: Sequence[dict]) -> dict:
 
 
 def plot_losses(record: dict, path: pathlib.Path) -> None:
-    """The losses of the first seed; beside them the differences of every seed."""
+    """The losses of the first seed; next to them the differences of every seed."""
     figure = Figure(figsize=(11, 4), layout='constrained')
     left, right = figure.subplots(1, 2)
     colors = {OURS: 'C0', SDPA: 'C1', EXACT: 'C2', FP8: 'C3', CONTROL: '0.6'}

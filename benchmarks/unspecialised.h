@@ -1,13 +1,12 @@
 // The forward kernel without warp specialisation: a row of benchmarks/ablation.py, never shipped.
 //
 // There is no producer warpgroup, no store warp and no setmaxnreg. The first thread of each
-// warpgroup stores that warpgroup's O; the first of all also loads Q, K and V, while the products
-// of its own warpgroup run. The loads take the role of the ping-pong. All else is that of
+// warpgroup stores that warpgroup's O; thread 0 also loads Q, K and V, while the products of its
+// own warpgroup run. The loads take the role of the ping-pong. Everything else is that of
 // csrc/forward: tiles, rings, products, softmax, output.
 //
-// INVARIANT: nobody waits in a circle. A buffer is loaded when the loading warpgroup itself has
-// released it; what the others still have to do before they release it needs only loads that were
-// issued earlier.
+// INVARIANT: no deadlock. A buffer is loaded when the loading warpgroup itself has released it; the
+// other warpgroups release it after work that needs only loads that were issued earlier.
 //
 // Registers (ptxas 13.0): nothing is spilled with two warpgroups; with three (head dim 64) some
 // words between tiles, none in the loops over the keys.
@@ -17,8 +16,8 @@
 
 namespace fa3 {
 
-// In the role of the ping-pong (FwdConsumer): while the products of a step run, loads what the next
-// step needs.
+// In the role of the ping-pong (FwdConsumer): while the products of a step run, loads the operands
+// of the next step.
 template <class Traits>
 struct Feed {
   FwdProducer<Traits> producer;

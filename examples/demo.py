@@ -3,7 +3,7 @@
 Every query is the context of a byte, every key an earlier context, every value the byte that came
 after it: attention looks up where the text was like this before. Nothing is trained; the tables
 that turn bytes into vectors are fixed random numbers. Printed: what ran where, the error against
-attention in float64, how many bytes were predicted, and the time beside PyTorch's SDPA.
+attention in float64, how many bytes were predicted, and the time against PyTorch's SDPA.
 """
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ import flash_attn3
 BYTES = 256
 LEARNING_RATE, WEIGHT_DECAY, LARGEST_GRADIENT = 1e-3, 0.1, 1.0
 UNTIMED_STEPS = 5
-SHOW_EVERY = 10     # steps; to read a loss waits for the GPU
+SHOW_EVERY = 10     # steps; reading a loss waits for the GPU
 SIZES = {'cuda': {'layers': 6, 'd_model': 384, 'seqlen': 1024, 'batch': 16, 'steps': 300},
          'cpu': {'layers': 2, 'd_model': 128, 'seqlen': 128, 'batch': 8, 'steps': 40}}
 
@@ -140,7 +140,7 @@ def batches(text: Tensor, options: argparse.Namespace) -> Iterator[tuple[Tensor,
 
 @dataclass
 class Run:
-    """What came of a training."""
+    """The result of a training."""
     losses: list[float]
     tokens_per_second: float
 
@@ -217,7 +217,7 @@ def print_table(runs: dict[str, Run]) -> None:
 
 
 def plot(runs: dict[str, Run], title: str, path: Path) -> None:
-    """The losses; beside them, where there are several, how far they are from the baseline's."""
+    """The losses; next to them, where there are several, their distance from the baseline's."""
     is_comparison, baseline = len(runs) > 1, baseline_of(runs)
     figure = Figure(figsize=(11 if is_comparison else 6, 4), layout='constrained')
     axes = figure.subplots(1, 1 + is_comparison, squeeze=False)[0]
@@ -275,7 +275,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--device', type=torch.device, default=torch.device(
         'cuda' if torch.cuda.is_available() else 'cpu'))
     parser.add_argument('--output', type=Path, default=Path('build/train_gpt'),
-                        help='the files are this with .json and .png behind it: %(default)s')
+                        help='the files are this with .json and .png appended: %(default)s')
     parser.add_argument('--where-possible', action='store_true',
                         help='where flash_attn3 has no gradients, say so and stop without an error')
     options = parser.parse_args(argv)

@@ -1,16 +1,17 @@
-// Warps 1 and 2 of the producer warpgroup where two CTAs share the products (mma_by_products.h): dS
-// to the other CTA, and the order of the sums of dQ. One thread of each runs these.
+// Warps 1 and 2 of the producer warpgroup where two CTAs share the products (mma_by_products.h):
+// one sends dS to the other CTA, the other keeps the order of the sums of dQ. One thread of each
+// warp runs these.
 #pragma once
 
 #include "backward/storage.h"
-#include "backward/turns.h"
+#include "backward/add_order.h"
 #include "device/bulk_copy.h"
 #include "device/cluster.h"
 
 namespace fa3 {
 
-// Sends dS of every step to the other CTA, and expects the other CTA's. A buffer is free there when
-// it is free here (`ds_empty`).
+// Sends dS of every step to the other CTA, and expects the other CTA's dS. `ds_empty` covers both:
+// a buffer that is free here is free in the other CTA.
 template <class Traits>
 CUTE_DEVICE void send_scores(BwdStorage<Traits>& shared) {
   constexpr uint32_t kBytes = sizeof(shared.ds[0]);
@@ -26,19 +27,20 @@ CUTE_DEVICE void send_scores(BwdStorage<Traits>& shared) {
   }
 }
 
-// Deterministic mode: waits for this CTA's turn to add dQ, and passes it on, since warpgroup 2 has
-// no registers for it. Warpgroup 2 sees dS of the other CTA when it is this CTA's turn, and has
-// added dQ when it releases dS.
+// Deterministic mode: waits until the predecessors of this CTA have added their dQ, lets warpgroup
+// 2 add, and publishes that it has added. WHY not warpgroup 2 itself: it has no registers for it.
+// Warpgroup 2 adds once `ds_other_full` completes, which takes an arrival from here, and has added
+// once it releases dS.
 template <class Traits>
-CUTE_DEVICE void keep_turns(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+CUTE_DEVICE void run_add_order(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
   int const rank = cluster_rank();
   uint32_t count = 0;
   for (BwdSteps steps(shared.work); steps.valid(); steps.next(), ++count) {
     int const buffer = count % kExchangeBuffers;
-    wait_for_turn<Traits>(p, steps, rank);
+    wait_for_predecessors<Traits>(p, steps, rank);
     shared.exchange.ds_other_full[buffer].arrive();
     shared.exchange.ds_empty[buffer].wait(count / kExchangeBuffers % 2);
-    end_turn<Traits>(p, steps, rank);
+    publish_added<Traits>(p, steps, rank);
   }
 }
 

@@ -1,9 +1,9 @@
-// The way out of a CTA: dK and dV from registers through shared memory to global memory, at the
+// The results of a CTA: dK and dV from registers through shared memory to global memory, at the
 // end; for consumers by keys, dQ from shared memory to its accumulator, at every step.
 #pragma once
 
 #include "backward/storage.h"
-#include "backward/turns.h"
+#include "backward/add_order.h"
 #include "device/bulk_copy.h"
 #include "device/fragments.h"
 #include "device/math.h"
@@ -11,8 +11,8 @@
 
 namespace fa3 {
 
-// A slice of 16 rows of dK or dV to global memory. Part of the thread's current bulk group; keys
-// past the end of the sequence are dropped by the copy engine.
+// Copies a slice of 16 rows of dK or dV to global memory, as part of the thread's current bulk
+// group. The copy engine drops keys past the end of the sequence.
 template <class Traits>
 CUTE_DEVICE void store_rows(CUtensorMap const& map, typename Traits::Element const* slice,
                             BwdWork const& work, int row, int column) {
@@ -21,8 +21,9 @@ CUTE_DEVICE void store_rows(CUtensorMap const& map, typename Traits::Element con
                       {column, work.k_row + row, work.kv_head, Location{work.batch}, work.k_end});
 }
 
-// A warp writes its 16 rows of dK or dV over the same rows of K or V, 16 columns at a time: a lane
-// gives the address of one row of one of the four 8 x 8 blocks. One lane then has them copied out.
+// A warp writes its 16 rows of dK or dV over the same rows of K or V, 16 columns at a time: each
+// lane gives the address of one row of one of the four 8 x 8 blocks. Then one lane issues the
+// copies to global memory.
 template <class Traits, int kDim, class Fragment>
 CUTE_DEVICE void store_gradient(CUtensorMap const& map, typename Traits::Element* tile,
                                 BwdWork const& work, int first_key, int thread, float scale,
@@ -57,15 +58,15 @@ CUTE_DEVICE void store_gradient(CUtensorMap const& map, typename Traits::Element
   }
 }
 
-// After the last store of a thread: shared memory goes when the CTA ends.
+// Waits for the copies that a lane has issued, since shared memory is released when the CTA ends.
 CUTE_DEVICE void finish_stores(int thread) {
   if (thread % 32 == 0) {
     cute::tma_store_wait<0>();
   }
 }
 
-// Zeros for keys that no query sees, by one thread, which reads nothing: a step with P = 0 would
-// not do, since 0 * NaN is NaN.
+// Writes zeros for keys that no query sees. One thread runs this. WHY not a step with P = 0: it
+// would read dO, and 0 * NaN is NaN.
 template <class Traits>
 CUTE_DEVICE void store_zeros(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
   constexpr int kWords =
@@ -91,19 +92,19 @@ CUTE_DEVICE void store_zeros(BwdStorage<Traits>& shared, BwdDeviceParams const& 
   cute::tma_store_wait<0>();
 }
 
-// Store warp of one consumer warpgroup: adds its block of dQ to the accumulator, step by step, in
-// deterministic mode when it is its turn. One thread runs this.
+// Store warp of one consumer warpgroup: adds its block of dQ to the accumulator at every step, in
+// deterministic mode after its predecessors. One thread runs this.
 template <class Traits>
 CUTE_DEVICE void add_dq(BwdStorage<Traits>& shared, BwdDeviceParams const& p, int warpgroup) {
   constexpr int kBlockFloats = Traits::kDq.block_floats();
-  // A copy, so that nothing waits for shared memory between two steps. General kernels have no
+  // WHY a copy: nothing then waits for shared memory between two steps. General kernels have no
   // registers for it.
   cute::conditional_t<kServesPacked<Traits>, BwdWork const&, BwdWork const> work = shared.work;
   uint32_t phase = 0;
   for (BwdSteps steps(work); steps.valid(); steps.next(), phase ^= 1) {
     int64_t const block = steps.tile(p) * Traits::kWarpgroups + warpgroup;
     if (p.is_deterministic()) {
-      wait_for_turn<Traits>(p, steps, warpgroup);
+      wait_for_predecessors<Traits>(p, steps, warpgroup);
       fence_global_for_async_proxy();
     }
     shared.exchange.dq_staged[warpgroup].wait(phase);
@@ -115,7 +116,7 @@ CUTE_DEVICE void add_dq(BwdStorage<Traits>& shared, BwdDeviceParams const& p, in
     if (p.is_deterministic()) {
       wait_for_bulk_writes();
       fence_global_for_async_proxy();
-      end_turn<Traits>(p, steps, warpgroup);
+      publish_added<Traits>(p, steps, warpgroup);
     }
   }
 }

@@ -1,9 +1,9 @@
-// The main kernel of the backward: who does what, and nothing else.
+// The main kernel of the backward: which warp runs which role.
 //
 //   warpgroup 0   warp 0: loads K and V, then Q, dO, LSE and delta of every step
 //                 warps 1, 2: for consumers by keys, add their dQ to global memory; by products,
-//                 send dS to the other CTA and take the turns of deterministic mode
-//   warpgroup 1.. consumers, which share the keys (mma_by_keys.h) or the products
+//                 send dS to the other CTA and keep the order of deterministic mode
+//   warpgroup 1.. consumers, which split the keys (mma_by_keys.h) or the products
 //                 (mma_by_products.h)
 #pragma once
 
@@ -31,7 +31,7 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
   } else if (warp == 1) {
     send_scores<Traits>(shared);
   } else if (warp == 2 && p.is_deterministic()) {
-    keep_turns<Traits>(shared, p);
+    run_add_order<Traits>(shared, p);
   }
 }
 
@@ -64,17 +64,17 @@ CUTE_DEVICE void run_consumer(BwdStorage<Traits>& shared, BwdDeviceParams const&
   }
 }
 
-// All threads of a CTA come here with the same condition.
-// WHY: where the compiler sees a branch, it puts values of the loops of d192 and d256 into
-// registers that they do not have.
+// All threads of a CTA call this with the same condition. WHY asm: where the compiler sees a
+// branch, it keeps values of the loops of d192 and d256 in registers that these kernels do not
+// have.
 CUTE_DEVICE void exit_if(bool condition) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p exit; }" ::"r"(uint32_t(condition))
                : "memory");
 }
 
-// All threads of the cluster.
+// Synchronises all threads of the cluster.
 template <class Traits>
-CUTE_DEVICE void meet() {
+CUTE_DEVICE void sync_all() {
   if constexpr (Traits::kClusterSize > 1) {
     cluster_sync();
   } else {
@@ -82,8 +82,8 @@ CUTE_DEVICE void meet() {
   }
 }
 
-// Barriers, and, by another warp, what this CTA works on. Keys that no query sees are dealt with
-// here.
+// Initialises the barriers; another warp resolves the work of this CTA. Where no query sees the
+// keys, that warp writes the zeros.
 template <class Traits>
 CUTE_DEVICE void start_cta(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
   int const rank = Traits::kClusterSize > 1 ? cluster_rank() : 0;
@@ -93,19 +93,19 @@ CUTE_DEVICE void start_cta(BwdStorage<Traits>& shared, BwdDeviceParams const& p)
     }
     shared.init_barriers(p.is_deterministic());
   }
-  bool const finds_work = threadIdx.x == 32;
-  if (finds_work) {
+  bool const resolves_work = threadIdx.x == 32;
+  if (resolves_work) {
     if (is_packed<Traits>(p)) {
-      wait_for_earlier_launches();  // the first one makes the tables
+      wait_for_earlier_launches();  // one of them fills the tables
     }
     if (p.is_deterministic() && rank == 0) {
       shared.exchange.number = draw_number(p);
     }
   }
   if (p.is_deterministic()) {
-    meet<Traits>();
+    sync_all<Traits>();
   }
-  if (finds_work) {
+  if (resolves_work) {
     int const number = p.is_deterministic() ? read_shared_of(0, shared.exchange.number)
                                             : int(blockIdx.x) / Traits::kClusterSize;
     shared.work = work_of_cta<Traits>(p, number, rank);
@@ -113,7 +113,7 @@ CUTE_DEVICE void start_cta(BwdStorage<Traits>& shared, BwdDeviceParams const& p)
       store_zeros<Traits>(shared, p);
     }
   }
-  meet<Traits>();
+  sync_all<Traits>();
 }
 
 template <class Config>
@@ -134,7 +134,7 @@ __global__ void __cluster_dims__(Config::k.cluster_size, 1, 1)
   } else {
     run_consumer<Traits>(shared, p, warpgroup - 1);
     if constexpr (Traits::kClusterSize > 1) {
-      cluster_sync();  // the other CTA has read what it was sent, and sends nothing more
+      cluster_sync();  // the other CTA has read the dS sent to it, and sends no more
     }
   }
 }

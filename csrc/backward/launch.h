@@ -1,5 +1,5 @@
 // Host side of the backward: tensor maps, device parameters, the launches. The generated units call
-// launch_backward. The tables of packed sequences have been launched before (schedule/prepare.h).
+// launch_backward. For packed sequences the tables have been launched before (schedule/prepare.h).
 #pragma once
 
 #include "backward/kernel.h"
@@ -10,15 +10,16 @@
 
 namespace fa3 {
 
-// A tensor of `seqlen` rows in a batch, or in all; its columns may be fewer than a variant's.
+// A tensor of `seqlen` rows for each batch entry, or in all where packed. It may have fewer columns
+// than the variant.
 struct RowsShape {
   int seqlen;
   int heads;
   int columns;
 };
 
-// As (column, row, head, batch) or, where packed sequences are served, (.., end): a box is `rows`
-// rows of one head.
+// The map of a tensor as (column, row, head, batch); in variants that serve packed sequences also
+// the end. A box is `rows` rows of one head.
 template <class Config>
 CUtensorMap rows_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
                      RowsShape const& shape, int rows) {
@@ -32,7 +33,7 @@ CUtensorMap rows_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView
                                    {dims.ends, dims.row_stride, 1}});
 }
 
-// Rows of the tensors; of packed ones all there are.
+// Rows of the tensors: for packed sequences those of all sequences together.
 inline SeqlenPair tensor_rows(FwdProblem const& problem) {
   return problem.is_packed ? SeqlenPair{problem.total_q, problem.total_k}
                            : SeqlenPair{problem.seqlen_q, problem.seqlen_k};
@@ -121,8 +122,8 @@ void launch_main(BwdParams const& p, void* stream) {
   launch_early(backward_kernel<Config>, shape, params, stream);
 }
 
-// Launches on the current device and the given stream (a cudaStream_t). Without keys (a grid of 0)
-// dQ is zero, and sinks have gradients all the same.
+// Launches on the current device and the given stream (a cudaStream_t). Without keys the grid of
+// the main kernel is 0: dQ is zero, but sinks still have gradients.
 template <class Config>
 void launch_backward(BwdParams const& p, void* stream) {
   LaunchShape const rows{Config::k.name, int(p.schedule.rows / Config::k.tile_m), kRowThreads, 0};

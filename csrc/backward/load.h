@@ -1,4 +1,4 @@
-// The producer warp: brings K and V once, then Q with its LSE and dO with its delta for each step,
+// The producer warp: loads K and V once, then Q with its LSE and dO with its delta for each step,
 // as far ahead as the rings allow. One thread of it runs this.
 #pragma once
 
@@ -15,8 +15,8 @@ struct BwdProducer {
   using Element = typename Traits::Element;
   using Location = typename Traits::Location;
 
-  static constexpr uint64_t kOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);  // K, V
-  static constexpr uint64_t kOften =
+  static constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);  // K, V
+  static constexpr uint64_t kKeepInL2 =
       uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);  // Q, dO: read by every CTA of the head
 
   BwdStorage<Traits>& shared;
@@ -28,9 +28,9 @@ struct BwdProducer {
   CUTE_DEVICE BwdProducer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_)
       : shared(shared_), p(p_), work(shared_.work) {}
 
-  // In the order in which the consumers ask.
-  // INVARIANT: whatever this kernel reads or writes in global memory comes after these loads, and
-  // so after the wait for the launches before; or, ticket and flags, after that of turns.h.
+  // Loads in the order in which the consumers wait. INVARIANT: whatever this kernel reads or writes
+  // in global memory comes after these loads, and so after the wait for earlier launches; the
+  // ticket and the flags come after the wait in add_order.h.
   CUTE_DEVICE void run() {
     wait_for_earlier_launches();
     BwdSteps steps(work);
@@ -48,19 +48,19 @@ struct BwdProducer {
     allow_later_launches();
   }
 
-  // `columns` of the keys from `row`, slice by slice.
+  // Loads `columns` columns of the keys from `row` on, slice by slice.
   CUTE_DEVICE void load_keys(CUtensorMap const& map, Mbarrier& full, Element* target, int row,
                              int first_column, int columns) {
     full.arrive_and_expect_tx(Traits::kTileN * columns * sizeof(Element));
     CUTE_UNROLL
     for (int column = 0; column < columns; column += kSliceColumns) {
       load_box<Location>(
-          map, mbarrier_word(full), kOnce, target + column * Traits::kTileN,
+          map, mbarrier_word(full), kReadOnce, target + column * Traits::kTileN,
           {first_column + column, row, work.kv_head, Location{work.batch}, work.k_end});
     }
   }
 
-  // What this CTA needs of K of the other CTA's keys.
+  // Loads the columns of the other CTA's K that this CTA needs for its blocks of dQ.
   CUTE_DEVICE void load_other_keys() {
     int const rank = cluster_rank();
     load_keys(p.k, shared.exchange.k_other_full, shared.exchange.k_other,
@@ -87,7 +87,7 @@ struct BwdProducer {
  private:
   static constexpr uint32_t kRowValueBytes = Traits::kTileM * sizeof(float);
 
-  // A tile of queries; expects the row values beside it too.
+  // Loads a tile of queries. The expected bytes include those of load_row_values().
   template <int kDim>
   CUTE_DEVICE void load_queries(CUtensorMap const& map, Mbarrier& full, Element* target,
                                 BwdSteps const& steps) {
@@ -96,7 +96,7 @@ struct BwdProducer {
     int const row = (kServesPacked<Traits> ? work.q_row : 0) + steps.m * Traits::kTileM;
     CUTE_UNROLL
     for (int column = 0; column < kDim; column += kSliceColumns) {
-      load_box<Location>(map, mbarrier_word(full), kOften, target + column * Traits::kTileM,
+      load_box<Location>(map, mbarrier_word(full), kKeepInL2, target + column * Traits::kTileM,
                          {column, row, steps.head, Location{work.batch}, work.q_end});
     }
   }

@@ -1,5 +1,5 @@
-// Hides the queries that do not see a key. Keys are the rows of the scores here; only steps at the
-// ends of a tile's range go through this (core/query_range.h).
+// Masks the scores of queries that do not see a key. Keys are the rows of the scores here. Only
+// steps at the ends of a tile's range are masked (core/query_range.h).
 #pragma once
 
 #include "backward/storage.h"
@@ -7,17 +7,18 @@
 
 namespace fa3 {
 
-// The queries that see a key, and in the last tile more: those past the end need no mask.
+// The queries that see a key. In the last tile the interval may go past the end: those queries need
+// no mask.
 template <class Traits>
 CUTE_DEVICE Interval queries_of_key(BwdDeviceParams const& p, BwdWork const& work, int key) {
-  // Tiles of queries end less than kTileM past the sequence.
-  int const nobody = work.len.q + Traits::kTileM;
+  // The last tile of queries ends less than kTileM past the sequence.
+  int const past_end = work.len.q + Traits::kTileM;
   return key < work.len.k ? mask_of<Traits::kKind.mask>(p.mask).queries(key, work.len)
-                          : Interval{nobody, nobody};
+                          : Interval{past_end, past_end};
 }
 
-// Masks of dense batches: the columns that see each of this thread's two keys have no end. Where
-// they begin is counted from the thread's first column and the first query of the sequence.
+// Masks of dense batches: the columns that see a key have no end. The begin for each of this
+// thread's two keys is counted from the thread's first column and the first query of the sequence.
 template <class Traits>
 struct SimpleKeyMask {
   int begin[2];
@@ -32,7 +33,7 @@ struct SimpleKeyMask {
     }
   }
 
-  // At a step that needs it.
+  // Masks the scores of a step.
   template <class Fragment>
   CUTE_DEVICE void apply(Fragment& acc, int first_query) const {
     auto scores = rows_view(acc);  // (2, (2, J))
@@ -48,14 +49,14 @@ struct SimpleKeyMask {
   }
 };
 
-// All masks. The limits of a key lie in shared memory, since the loops have no registers for them,
-// and a step makes one bit of them for each score of a row: a score costs as much as above.
+// All masks. The limits of a key are in shared memory, since the loops have no registers for them.
+// A step turns them into one bit for each score of a row, so that a score costs as much as above.
 template <class Traits>
 struct AnyKeyMask {
   Interval* limits;  // of the warpgroup's first key, in shared memory
   int thread;
 
-  // Each warp writes those of its own keys.
+  // Each warp writes the limits of its own keys.
   CUTE_DEVICE AnyKeyMask(BwdDeviceParams const& p, BwdStorage<Traits>& shared, int first_key,
                          int thread_)
       : limits(shared.key_limits + first_key), thread(thread_) {
@@ -67,12 +68,13 @@ struct AnyKeyMask {
     __syncwarp();
   }
 
-  // At a step that needs it.
+  // Masks the scores of a step.
   template <class Fragment>
   CUTE_DEVICE void apply(Fragment& acc, int first_query) const {
     auto scores = rows_view(acc);  // (2, (2, J))
     static_assert(cute::size<1>(scores) <= 32);
-    // WHY: what is made of the thread's number would else be kept in registers over all steps.
+    // WHY: values derived from the thread's number would otherwise stay in registers over all
+    // steps.
     int own = thread;
     asm volatile("" : "+r"(own));
     int const first = first_query + fragment_column(own);
@@ -89,14 +91,14 @@ struct AnyKeyMask {
   }
 
  private:
-  // A bit for each score of a row that stands before a column, counted from the thread's first one.
+  // One bit for each score of a row before a column, counted from the thread's first one.
   CUTE_DEVICE static uint32_t scores_below(int column) {
     int const count = column <= 0 ? 0 : column / 8 * 2 + min_of(column % 8, 2);
     return count >= 32 ? ~0u : (1u << count) - 1;
   }
 };
 
-// A warpgroup's, from its first key in the tile.
+// The mask of a warpgroup; first_key: its first key in the tile.
 template <class Traits>
 struct KeyMask {
   cute::conditional_t<Traits::kKind.mask == MaskKind::kInterval, AnyKeyMask<Traits>,

@@ -1,17 +1,18 @@
-// Consumers that share the keys: a warpgroup computes the five products and what is between them
-// for its 64 keys.
+// Consumers that split the keys: a warpgroup computes the five products, and the scores between
+// them, for its 64 keys.
 //
-// A step is a tile of queries. The warpgroups take turns on the tensor cores: issuing products
+// A step is a tile of queries. The warpgroups alternate on the tensor cores: issuing products
 // blocks a warp until they run, so a warpgroup cannot feed them and work on scores at once.
 //
-//   tensor cores   turn of 0: dV dQ dK S dP | turn of 1: dV dQ dK S dP | turn of 0 ...
-//   warpgroup 0    issues, dQ out           | P, dS of the next step   | issues
-//   warpgroup 1    P, dS                    | issues, dQ out           | P, dS of the next step
+//   tensor cores   of 0: dV dQ dK S dP | of 1: dV dQ dK S dP | of 0 ...
+//   warpgroup 0    issues, stages dQ   | P, dS of next step  | issues
+//   warpgroup 1    P, dS               | issues, stages dQ   | P, dS of next step
 //
-// dQ needs dS of all keys. Warpgroup 1 finds them when its turn comes; warpgroup 0 finds those of
-// the step before, so its dQ is one step late, and comes once more at the end.
+// dQ needs dS of all keys. When warpgroup 1 issues, dS of the step is complete. When warpgroup 0
+// issues, only dS of the step before is, so its dQ is one step late, and follows once more at the
+// end.
 //
-// TRAP: nothing may be outstanding where the loop closes, or be issued under a condition: ptxas
+// TRAP: no product may be outstanding where the loop closes, or be issued under a condition: ptxas
 // (13.0) then serialises every product.
 #pragma once
 
@@ -29,7 +30,7 @@ struct KeysConsumer : BwdProducts<Traits> {
   int const warpgroup;
   int const first_key;  // in the tile
   KeyMask<Traits> const mask;
-  uint32_t count = 0;  // steps done: where all rings stand, in one register
+  uint32_t count = 0;  // steps done: gives the stages of all rings, in one register
 
   CUTE_DEVICE KeysConsumer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_, int warpgroup_,
                            int thread_)
@@ -48,7 +49,7 @@ struct KeysConsumer : BwdProducts<Traits> {
 
     BwdSteps steps(shared.work);
     if (warpgroup == 1) {
-      give_turn();
+      pass_tensor_cores();
     }
     first_products(tSrS, tPrDp);
     transform(steps, tSrS, tPrDp, tVrP, tKrDs);
@@ -69,51 +70,50 @@ struct KeysConsumer : BwdProducts<Traits> {
   }
 
  private:
-  CUTE_DEVICE void take_turn() const {
+  CUTE_DEVICE void wait_for_tensor_cores() const {
     named_sync(warpgroup == 0 ? NamedBarrier::kPingPongFirst : NamedBarrier::kPingPongSecond,
                2 * kWarpgroupThreads);
   }
 
-  CUTE_DEVICE void give_turn() const {
+  CUTE_DEVICE void pass_tensor_cores() const {
     named_arrive(warpgroup == 0 ? NamedBarrier::kPingPongSecond : NamedBarrier::kPingPongFirst,
                  2 * kWarpgroupThreads);
   }
 
-  // The step whose dQ is next; -1: none yet.
+  // The step whose dQ is computed next; -1: none yet.
   CUTE_DEVICE int dq_step() const { return int(count) - (warpgroup == 0 ? 1 : 0); }
 
   template <class FragmentS>
   CUTE_DEVICE void first_products(FragmentS& tSrS, FragmentS& tPrDp) {
     shared.k_full.wait(0);
     shared.v_full.wait(0);
-    take_turn();
+    wait_for_tensor_cores();
     issue_scores(tSrS, 0);
     issue_dp(tPrDp, 0);
-    give_turn();
+    pass_tensor_cores();
   }
 
-  // A turn on the tensor cores: the gradients of a step, S and dP of the next. dQ is staged while
-  // dK runs.
+  // Issues the gradients of a step, then S and dP of the next one. dQ is staged while dK runs.
   template <class FragmentS, class FragmentDv, class FragmentDk, class FragmentDs>
   CUTE_DEVICE void products(bool is_first, FragmentS& tSrS, FragmentS& tPrDp,
                             FragmentDs const& tVrP, FragmentDs const& tKrDs, FragmentDv& tVrDv,
                             FragmentDk& tKrDk) {
-    take_turn();
+    wait_for_tensor_cores();
     issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
     issue_scores(tSrS, count + 1);
     wait_gemm<1>(tKrDk);
     release_stage();
     issue_dp(tPrDp, count + 1);
-    give_turn();
+    pass_tensor_cores();
     ++count;
   }
 
   template <class FragmentDv, class FragmentDk, class FragmentDs>
   CUTE_DEVICE void last_products(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
                                  FragmentDv& tVrDv, FragmentDk& tKrDk) {
-    take_turn();
+    wait_for_tensor_cores();
     issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
-    give_turn();
+    pass_tensor_cores();
     wait_gemm<0>(tKrDk);
     ++count;
   }
@@ -121,14 +121,14 @@ struct KeysConsumer : BwdProducts<Traits> {
   CUTE_DEVICE void last_dq() {
     if (warpgroup == 0) {
       auto tQrDq = Base::dq_fragment();
-      take_turn();
+      wait_for_tensor_cores();
       issue_dq(tQrDq);
       wait_gemm<0>(tQrDq);
       stage_dq(tQrDq);
     }
   }
 
-  // Ends with dV and dQ complete, dQ staged, dK issued.
+  // At the end dV and dQ are complete, dQ is staged and dK is still running.
   template <class FragmentDv, class FragmentDk, class FragmentDs>
   CUTE_DEVICE void issue_gradients(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
                                    FragmentDv& tVrDv, FragmentDk& tKrDk) {
@@ -143,8 +143,9 @@ struct KeysConsumer : BwdProducts<Traits> {
     stage_dq(tQrDq);
   }
 
-  // The work of the threads: S and dP, issued, become P and dS in registers, and dS in shared
-  // memory. The change of turn orders that before the products which read it.
+  // The arithmetic between products: S and dP, which have been issued, become P and dS in
+  // registers, and dS in shared memory. pass_tensor_cores() orders that dS before the products that
+  // read it.
   template <class FragmentS, class FragmentDs>
   CUTE_DEVICE void transform(BwdSteps const& steps, FragmentS& tSrS, FragmentS& tPrDp,
                              FragmentDs& tVrP, FragmentDs& tKrDs) {
@@ -176,8 +177,8 @@ struct KeysConsumer : BwdProducts<Traits> {
     capped_scores(tSrS, tPrDp, tVrP, tKrDs);
   }
 
-  // P and dS at once: there are no registers for P, dP and what a softcap makes of them side by
-  // side.
+  // Computes P and dS together: there are not enough registers for P, dP and the slopes of the
+  // softcap at the same time.
   template <class FragmentS, class FragmentDs>
   CUTE_DEVICE void capped_scores(FragmentS const& tSrS, FragmentS const& tPrDp, FragmentDs& tVrP,
                                  FragmentDs& tKrDs) {
@@ -192,11 +193,11 @@ struct KeysConsumer : BwdProducts<Traits> {
       float2 const pair = delta[4 * j];
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        auto const [p, of_ds] =
+        auto const [p, ds_factor] =
             Base::capped_factors(scores(r, 2 * j), scores(r, 2 * j + 1), lse[4 * j]);
         p_pairs(2 * j + r) = pack_two<Element>(p.x, p.y);
-        ds_pairs(2 * j + r) = pack_two<Element>(of_ds.x * (gradient(r, 2 * j) - pair.x),
-                                                of_ds.y * (gradient(r, 2 * j + 1) - pair.y));
+        ds_pairs(2 * j + r) = pack_two<Element>(ds_factor.x * (gradient(r, 2 * j) - pair.x),
+                                                ds_factor.y * (gradient(r, 2 * j + 1) - pair.y));
       }
     }
   }
@@ -215,7 +216,8 @@ struct KeysConsumer : BwdProducts<Traits> {
                                                         shared.dout[dout_stage(step)], tPrDp);
   }
 
-  // Of dq_step() -1 the values mean nothing, and are dropped: the product stands there for ptxas.
+  // At dq_step() -1 the result means nothing and is dropped. WHY the product is issued all the
+  // same: ptxas serialises products under a condition.
   template <class Fragment>
   CUTE_DEVICE void issue_dq(Fragment& tQrDq) {
     constexpr DqLayout kDq = Traits::kDq;
@@ -223,7 +225,7 @@ struct KeysConsumer : BwdProducts<Traits> {
                         kDq.first_column(warpgroup), tQrDq);
   }
 
-  // dQ to the store warp, in the order of core/dq_layout.h.
+  // Stages dQ for the store warp, in the order of core/dq_layout.h.
   template <class Fragment>
   CUTE_DEVICE void stage_dq(Fragment const& tQrDq) {
     if (dq_step() < 0) {
@@ -240,8 +242,8 @@ struct KeysConsumer : BwdProducts<Traits> {
     Base::arrive_from_warps(shared.exchange.dq_staged[warpgroup]);
   }
 
-  // One thread speaks for the warpgroup: its products are complete for all its warps at once, and
-  // all of them had read LSE and delta when they took the turn.
+  // One elected thread arrives: the products are complete for all warps of the warpgroup at once,
+  // and all of them had read LSE and delta when they issued these products.
   CUTE_DEVICE void release_stage() {
     if (thread == 0) {
       shared.q_empty[q_stage(count)].arrive();

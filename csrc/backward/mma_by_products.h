@@ -1,19 +1,20 @@
-// Consumers that share the products, for head dims whose dK and dV do not fit into the registers of
+// Consumers that split the products, for head dims whose dK and dV do not fit into the registers of
 // one warpgroup: all have the same 64 keys.
 //
 //   warpgroup 0, DvConsumer   S, P, dV        P to warpgroup 1 (`p_full`)
 //   warpgroup 1, DkConsumer   dP, dS, dK      dS to warpgroup 2 (`ds_full`)
 //   warpgroup 2, DqConsumer   dQ              added to global memory from registers
 //
-// With 64 keys a CTA would add more to dQ than L2 takes: two CTAs of a cluster with neighbouring
-// keys send each other dS, and each makes half of the columns of dQ, of the keys of both.
+// With 64 keys a CTA would add more to dQ than L2 takes. So two CTAs of a cluster with neighbouring
+// keys send each other dS, and each computes half of the columns of dQ, over the keys of both.
 //
-// Nobody waits for the others more often than data asks for: while one works on scores, the others
-// have products for the tensor cores.
+// A warpgroup waits for another one only where it needs its data: while one works on scores, the
+// others have products for the tensor cores.
 //
-// TRAP: as in mma_by_keys.h, nothing may be outstanding where a loop closes. TRAP: LSE and delta
-// are read by the threads and written over by the copy engine, another proxy: a stage is released
-// only when what was made of them has been stored, which shows that they have arrived in registers.
+// TRAP: as in mma_by_keys.h, no product may be outstanding where a loop closes. TRAP: the threads
+// read LSE and delta, and the copy engine, another proxy, overwrites them. So a stage is released
+// only after the values computed from them have been stored, which shows that they have arrived in
+// registers.
 #pragma once
 
 #include "backward/epilogue.h"
@@ -49,7 +50,7 @@ struct DvConsumer : BwdProducts<Traits> {
         transform(steps, mask, count + 1, tSrS, tVrNext);
         wait_gemm<0>(tVrDv);
         Base::arrive_from_warps(shared.dout_empty[dout_stage(count)]);
-        take_back(shared.exchange.p[(count + 1) % kExchangeBuffers], tVrP);
+        reload(shared.exchange.p[(count + 1) % kExchangeBuffers], tVrP);
       } else {
         issue_dv(tVrP, tVrDv, count);
         issue_scores(tSrS, count + 1);
@@ -80,7 +81,7 @@ struct DvConsumer : BwdProducts<Traits> {
                                                           tVrDv, step == 0);
   }
 
-  // S becomes P, for dV; and warpgroup 1 gets what dP - delta is multiplied by.
+  // S becomes P, the operand of dV. Warpgroup 1 gets the factors of dP - delta.
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE void transform(BwdSteps const& steps, KeyMask<Traits> const& mask, uint32_t step,
                              FragmentS& tSrS, FragmentP& tVrP) {
@@ -96,7 +97,7 @@ struct DvConsumer : BwdProducts<Traits> {
     Base::probabilities(tSrS, step);
     convert_fragment<Element>(tSrS, tVrP);
     wait_for_buffer(step);
-    hand_on(tVrP, shared.exchange.p[step % kExchangeBuffers]);
+    store_for_dk(tVrP, shared.exchange.p[step % kExchangeBuffers]);
   }
 
   template <class FragmentS, class FragmentP>
@@ -116,7 +117,7 @@ struct DvConsumer : BwdProducts<Traits> {
   }
 
   template <class FragmentP>
-  CUTE_DEVICE void hand_on(FragmentP const& tVrP, Buffer& buffer) const {
+  CUTE_DEVICE void store_for_dk(FragmentP const& tVrP, Buffer& buffer) const {
     auto const words = cute::recast<uint32_t>(tVrP);
     CUTE_UNROLL
     for (int i = 0; i < Traits::kTileM / 16; ++i) {
@@ -125,10 +126,10 @@ struct DvConsumer : BwdProducts<Traits> {
     }
   }
 
-  // P of the next step, which this thread has handed on while P of this one was an operand.
-  // WHY: ptxas would make one of two copies in registers, and serialise the products.
+  // Reloads P of the next step, which this thread has stored while P of this step was an operand.
+  // WHY: with a copy in registers ptxas would merge the two and serialise the products.
   template <class FragmentP>
-  CUTE_DEVICE void take_back(Buffer const& buffer, FragmentP& tVrP) const {
+  CUTE_DEVICE void reload(Buffer const& buffer, FragmentP& tVrP) const {
     auto words = cute::recast<uint32_t>(tVrP);
     CUTE_UNROLL
     for (int i = 0; i < Traits::kTileM / 16; ++i) {
@@ -140,7 +141,7 @@ struct DvConsumer : BwdProducts<Traits> {
     }
   }
 
-  // Handed on as it comes: there are no registers for both.
+  // Stores the factors of dS as they are computed: there are no registers for P and for them.
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE void capped_probabilities(FragmentS const& tSrS, FragmentP& tVrP, Buffer& buffer,
                                         uint32_t step) const {
@@ -157,7 +158,7 @@ struct DvConsumer : BwdProducts<Traits> {
         auto const factors =
             Base::capped_factors(scores(r, 2 * j), scores(r, 2 * j + 1), lse[4 * j]);
         p_pairs(4 * i + n) = pack_two<Element>(factors.p.x, factors.p.y);
-        words[n] = pack_two<Element>(factors.of_ds.x, factors.of_ds.y);
+        words[n] = pack_two<Element>(factors.ds_factor.x, factors.ds_factor.y);
       }
       buffer[i][thread] = make_uint4(words[0], words[1], words[2], words[3]);
     }
@@ -189,7 +190,7 @@ struct DkConsumer : BwdProducts<Traits> {
         transform(count + 1, tPrDp, tKrNext);
         wait_gemm<0>(tKrDk);
         Base::arrive_from_warps(shared.q_empty[q_stage(count)]);
-        Base::take_back_scores(shared.ds[(count + 1) % kExchangeBuffers], 0, tKrDs);
+        Base::reload_scores(shared.ds[(count + 1) % kExchangeBuffers], 0, tKrDs);
       } else {
         issue_dk(tKrDs, tKrDk, count);
         issue_dp(tPrDp, count + 1);
@@ -221,8 +222,8 @@ struct DkConsumer : BwdProducts<Traits> {
                                                          step == 0);
   }
 
-  // dP becomes dS, for dK and for warpgroup 2. (That Q has come, warpgroup 0 has seen before it
-  // made P; but a thread that reads it has to see so itself.)
+  // dP becomes dS, for dK and for warpgroup 2. WHY it waits for Q here: dK reads Q, and a thread
+  // must itself observe the barrier, although warpgroup 0 did so before it computed P.
   template <class FragmentS, class FragmentDs>
   CUTE_DEVICE void transform(uint32_t step, FragmentS& tPrDp, FragmentDs& tKrDs) {
     int const buffer = step % kExchangeBuffers;
@@ -237,7 +238,7 @@ struct DkConsumer : BwdProducts<Traits> {
     Base::wait_for_q(step);
   }
 
-  // dS = P * (dP - delta), with P in the order of its fragment, which is that of dS too.
+  // dS = P * (dP - delta). P has the order of its fragment, which is also that of dS.
   template <class Fragment, class FragmentDs>
   CUTE_DEVICE void multiply_scores(uint4 const (&p_words)[Traits::kTileM / 16][kWarpgroupThreads],
                                    Fragment& tPrDp, FragmentDs& tKrDs, uint32_t step) {
@@ -294,7 +295,7 @@ struct DqConsumer : BwdProducts<Traits> {
   }
 
  private:
-  // Over the keys of both CTAs.
+  // A block of dQ, summed over the keys of both CTAs.
   template <class Fragment>
   CUTE_DEVICE void issue_dq(int rank, int buffer, int block, Fragment& tQrDq) {
     constexpr DqLayout kDq = Traits::kDq;
@@ -306,7 +307,7 @@ struct DqConsumer : BwdProducts<Traits> {
                         column - Exchange::other_column(rank), tQrDq, false);
   }
 
-  // In the order of core/dq_layout.h.
+  // Adds a block to the accumulator, in the order of core/dq_layout.h.
   template <class Fragment>
   CUTE_DEVICE void add_block(int64_t block, Fragment const& tQrDq) {
     constexpr DqLayout kDq = Traits::kDq;

@@ -1,12 +1,12 @@
-// What the backward kernels receive: tensor maps, pointers and the numbers that do not change
+// The parameters of the backward kernels: tensor maps, pointers and the numbers that do not change
 // during a launch.
 //
-// Packed sequences are to the copy engine as dense ones (device/tensor_map.h): rows behind a
-// sequence read as zeros, and are not written.
+// The copy engine treats packed sequences like dense ones (launch/tensor_map.h): rows after the end
+// of a sequence read as zeros, and are not written.
 //
-// In the workspaces rows are filled up to whole tiles, and lie as (batch, query head, m_tiles,
-// tile); of packed sequences as (query head, m_tiles, tile), those of a head as RowTile counts
-// them.
+// In the workspaces rows are padded to whole tiles, with the shape (batch, query head, m_tiles,
+// tile); for packed sequences (query head, m_tiles, tile), with the tiles of a head as RowTile
+// counts them.
 #pragma once
 
 #include <cuda.h>
@@ -17,7 +17,7 @@
 
 namespace fa3 {
 
-// Of the main kernel.
+// The main kernel.
 struct BwdDeviceParams {
   // (column, position, query head, batch) and, in a general variant, the end; a box is a tile of
   // queries
@@ -30,8 +30,8 @@ struct BwdDeviceParams {
   float const* lse_log2;  // workspace: a row is a float
   float const* delta;     // as lse_log2
   float* dq_sum;          // workspace: a tile as in core/dq_layout.h
-  int* dq_flags;          // workspace: a tile has kDqAdders; nullptr: not deterministic
-  int* ticket;            // with dq_flags: of the next CTA
+  int* dq_flags;          // workspace: kDqAdders flags a tile; nullptr: not deterministic
+  int* ticket;            // with dq_flags: the number of the next CTA or cluster
   SeqlenPair seqlen;      // packed: of all sequences together
   int m_tiles;
   int heads_q;
@@ -41,14 +41,14 @@ struct BwdDeviceParams {
   float softcap_scale;  // softmax_scale / softcap
   IntervalMask mask;    // of a general variant
   TileOrder order;      // of tiles of keys
-  TicketOrder tickets;  // packed: the same, as are the following
+  TicketOrder tickets;  // packed: the same order; with the tables
   PackedTables tables;
 
   FA3_HD bool is_deterministic() const { return dq_flags != nullptr; }
   FA3_HD bool is_packed() const { return tables.header != nullptr; }
 };
 
-// Of the kernels before and after it: a CTA has one tile of queries of one head.
+// The kernels before and after it: a CTA has one tile of queries of one head.
 struct BwdRowParams {
   TensorView o;
   TensorView dout;
@@ -70,15 +70,15 @@ struct BwdRowParams {
   FastDiv heads;
 };
 
-// Of the kernel that sums up the gradients of sinks: a CTA has one head.
+// The kernel that sums the gradients of sinks: a CTA has one head.
 struct BwdSinkParams {
   float const* sinks;
   float* dsinks;
   float const* lse_log2;
   float const* delta;
   int heads_q;
-  int fours;        // of rows of a head, in all batches
-  FastDiv m_fours;  // of them in one
+  int fours;        // float4s of rows of a head, over all batch entries
+  FastDiv m_fours;  // the same in one batch entry
 };
 
 }  // namespace fa3

@@ -7,7 +7,7 @@
 
 namespace fa3 {
 
-// Eight columns of a row from the four lanes that had them: pair 0 or 1 of each float4.
+// Eight columns of a row, from the four lanes that computed them: pair 0 or 1 of each float4.
 template <class Element>
 CUTE_DEVICE uint4 rounded_chunk(float4 const (&lanes)[4], bool second_row, float scale) {
   uint32_t words[4];
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kRowThreads)
   HeadTile const tile = HeadTile::of_cta<Config>(p);
   float const* const sums =
       p.dq_sum + int64_t(blockIdx.x) * (Config::k.dq_blocks() * kDq.block_floats());
-  // Neighbouring threads have neighbouring chunks of a row.
+  // Neighbouring threads write neighbouring chunks of a row.
   CUTE_UNROLL
   for (int item = int(threadIdx.x); item < kItems; item += kRowThreads) {
     int const chunk = item % kChunks;

@@ -1,8 +1,8 @@
-// The kernel before the main one, for each row of dO: delta = rowsum(dO * O) - dLSE and the LSE in
-// base 2; and zeros where dQ is summed up and where turns are counted (turns.h). A CTA has one tile
-// of queries of one head.
+// The kernel before the main one. For each row of dO it computes delta = rowsum(dO * O) - dLSE and
+// the LSE in base 2; it zeroes the accumulator of dQ and the flags of deterministic mode
+// (add_order.h). A CTA has one tile of queries of one head.
 //
-// Rows get an infinite LSE where P has to be zero whatever the scores are: past the end of the
+// A row gets an infinite LSE where P has to be zero whatever the scores are: past the end of the
 // sequence, and where a query sees no key (LSE = -inf).
 #pragma once
 
@@ -26,8 +26,8 @@ constexpr int row_lanes() {
   return lanes;
 }
 
-// A tile of queries of one head: its rows of the tensors. Packed ones have no batch, and the tiles
-// of a head may be fewer than there is room for.
+// A tile of queries of one head: its rows of the tensors. Packed tensors have no batch, and a head
+// may have fewer tiles than the grid has space for.
 struct HeadTile {
   int batch;
   int head;
@@ -55,7 +55,7 @@ CUTE_DEVICE Element* row_of(TensorView const& t, HeadTile const& tile, int i) {
          (tile.rows.row + i) * t.row_stride;
 }
 
-// This lane's share of the sum over a row of dO * O.
+// The part of this lane in the sum of dO * O over a row.
 template <int kLanes, class Element>
 CUTE_DEVICE float partial_dot(Element const* o, Element const* dout, int head_dim, int lane) {
   float sum = 0.f;
@@ -87,9 +87,9 @@ CUTE_DEVICE void store_row(BwdRowParams const& p, HeadTile const& tile, int i, f
   p.delta[target] = is_empty ? 0.f : dot;
 }
 
-// The flags of this CTA's tile; and, by the first CTA, the ticket.
+// Zeroes the flags of this CTA's tile; the first CTA also zeroes the ticket.
 template <class Config>
-CUTE_DEVICE void zero_turns(BwdRowParams const& p) {
+CUTE_DEVICE void zero_flags(BwdRowParams const& p) {
   constexpr int kFlags = Config::k.dq_adders();
   if (int(threadIdx.x) < kFlags) {
     p.dq_flags[int64_t(blockIdx.x) * kFlags + int(threadIdx.x)] = 0;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kRowThreads)
     sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
   if (p.dq_flags != nullptr) {
-    zero_turns<Config>(p);
+    zero_flags<Config>(p);
   }
   constexpr int kLanes = row_lanes<Config>();
   int const lane = int(threadIdx.x) % kLanes;

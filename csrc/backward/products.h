@@ -1,5 +1,5 @@
-// What the consumer warpgroups of the backward have in common: how each of the five products reads
-// its operands, and the arithmetic on scores. They come as S^T and dP^T, keys as rows.
+// Shared by all consumer warpgroups of the backward: how each of the five products reads its
+// operands, and the arithmetic on scores. Scores are S^T and dP^T, with keys as rows.
 #pragma once
 
 #include "backward/mask.h"
@@ -23,7 +23,7 @@ struct BwdProducts {
   CUTE_DEVICE BwdProducts(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_, int thread_)
       : shared(shared_), p(p_), thread(thread_) {}
 
-  // Where the rings stand at a step, counted over all heads.
+  // Stages of the rings at a step, counted over all heads.
   CUTE_DEVICE static int q_stage(uint32_t step) { return step % Traits::kQStages; }
   CUTE_DEVICE static int dout_stage(uint32_t step) { return step % Traits::kDoutStages; }
 
@@ -44,7 +44,8 @@ struct BwdProducts {
     return cute::make_tensor<Element>(operand_a_layout(scores_fragment().layout()));
   }
 
-  // dK or dV: the head dim is a template argument wherever there are two.
+  // The accumulator of dK or dV. Q and K may have another head dim than V, so it is a template
+  // argument.
   template <int kDim>
   CUTE_DEVICE static auto gradient_fragment() {
     return cute::partition_fragment_C(typename Traits::template MmaDkv<kDim>{},
@@ -76,8 +77,8 @@ struct BwdProducts {
                                        bool is_first) {
     auto sB = cute::make_tensor(cute::make_smem_ptr(queries),
                                 typename Traits::template SmemLayoutQt<kDim>{});  // (columns, M)
-    auto cut = typename Traits::template MmaQt<kDim>{}.get_slice(0);
-    auto b = cut.partition_fragment_B(sB);  // (MMA, 1, M / 16)
+    auto split = typename Traits::template MmaQt<kDim>{}.get_slice(0);
+    auto b = split.partition_fragment_B(sB);  // (MMA, 1, M / 16)
     issue_gemm<Traits::kTileM / 16>(typename Traits::template MmaDkv<kDim>{}, a, b, acc, is_first);
   }
 
@@ -138,11 +139,11 @@ struct BwdProducts {
     }
   }
 
-  // With a softcap, where S is t: gives P, and what dP - delta is multiplied by, P * (1 - t^2). Of
-  // two scores of a row.
+  // With a softcap, where S is t: P and the factor of dP - delta in dS, P * (1 - t^2), for two
+  // scores of a row.
   struct Factors {
     float2 p;
-    float2 of_ds;
+    float2 ds_factor;
   };
 
   CUTE_DEVICE Factors capped_factors(float s0, float s1, float2 lse) const {
@@ -152,7 +153,7 @@ struct BwdProducts {
                    make_float2(x * SoftcapScore::slope(s0), y * SoftcapScore::slope(s1))};
   }
 
-  // dS, transposed, to shared memory: (M, N), keys contiguous.
+  // Stores dS, transposed, to shared memory: (M, N), keys contiguous.
   template <class Fragment>
   CUTE_DEVICE void stage_scores(Fragment& tKrDs, Element* ds, int first_key) {
     auto pairs = cute::recast<uint32_t>(tKrDs);
@@ -164,9 +165,9 @@ struct BwdProducts {
     fence_shared_for_async_proxy();
   }
 
-  // The reverse, by the same warp.
+  // Reloads what this warp has stored.
   template <class Fragment>
-  CUTE_DEVICE void take_back_scores(Element* ds, int first_key, Fragment& tKrDs) const {
+  CUTE_DEVICE void reload_scores(Element* ds, int first_key, Fragment& tKrDs) const {
     auto pairs = cute::recast<uint32_t>(tKrDs);
     CUTE_UNROLL
     for (int i = 0; i < Traits::kTileM / 16; ++i) {
@@ -175,7 +176,7 @@ struct BwdProducts {
     }
   }
 
-  // This lane's row of four 8 x 8 blocks: 16 keys of the warp, the i-th 16 queries.
+  // The address of this lane's row in four 8 x 8 blocks: 16 keys of the warp, the i-th 16 queries.
   CUTE_DEVICE cute::uint128_t& four_blocks(Element* ds, int first_key, int i) const {
     int const lane = thread % 32;
     int const row = lane / 16 * 8 + lane % 8;
@@ -185,7 +186,7 @@ struct BwdProducts {
     return *reinterpret_cast<cute::uint128_t*>(block);
   }
 
-  // Each warp speaks for itself.
+  // One elected lane of each warp arrives.
   CUTE_DEVICE void arrive_from_warps(Mbarrier& barrier) const {
     __syncwarp();
     if (thread % 32 == 0) {
@@ -193,7 +194,8 @@ struct BwdProducts {
     }
   }
 
-  // Of this thread's first two columns; those of the next 8 columns come 4 pairs later.
+  // The values of this thread's first two columns; those of the next 8 columns are 4 pairs further
+  // on.
   CUTE_DEVICE float2 const* row_values(float const* values) const {
     return reinterpret_cast<float2 const*>(values + fragment_column(thread));
   }

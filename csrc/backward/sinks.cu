@@ -1,4 +1,5 @@
-// A CTA sums up over the rows of a head, in a fixed order, what the preprocess kernel left.
+// A CTA sums the gradient of one head's sink over all rows, in a fixed order, from the LSE and
+// delta that the preprocess kernel stored.
 #include "backward/sinks.h"
 
 #include "backward/params.h"
@@ -12,21 +13,22 @@ namespace {
 
 constexpr int kSinkThreads = 1024;
 
-// Of one row. An infinite LSE: there is no such row, or it sees nothing, its sink neither.
+// The contribution of one row. With an infinite LSE the row does not exist, or sees no key and no
+// sink.
 CUTE_DEVICE float sink_gradient(float sink_log2, float lse_log2, float delta) {
   return lse_log2 == INFINITY ? 0.f : exp2_approx(sink_log2 - lse_log2) * delta;
 }
 
 // The sum over all threads, for thread 0.
 CUTE_DEVICE float sum_over_threads(float x) {
-  __shared__ float of_warps[kSinkThreads / 32];
+  __shared__ float warp_sums[kSinkThreads / 32];
   int const thread = int(threadIdx.x);
   x = sum_over_lanes<32>(x);
   if (thread % 32 == 0) {
-    of_warps[thread / 32] = x;
+    warp_sums[thread / 32] = x;
   }
   __syncthreads();
-  return thread < 32 ? sum_over_lanes<32>(of_warps[thread]) : 0.f;
+  return thread < 32 ? sum_over_lanes<32>(warp_sums[thread]) : 0.f;
 }
 
 __global__ void __launch_bounds__(kSinkThreads)
@@ -34,7 +36,7 @@ __global__ void __launch_bounds__(kSinkThreads)
   wait_for_earlier_launches();
   int const head = int(blockIdx.x);
   int const fours_of_pair = int(p.m_fours.divisor);
-  // Rounded as the LSE was (preprocess.h): where it is the sink's, P is 1.
+  // Rounded as the LSE was (preprocess.h): where the LSE is that of the sink alone, P is exactly 1.
   float const sink_log2 = __fmul_rn(p.sinks[head], kLog2E);
   float sum = 0.f;
   for (int i = int(threadIdx.x); i < p.fours; i += kSinkThreads) {

@@ -9,7 +9,7 @@
 
 namespace fa3 {
 
-// What consumers that share the keys hand on: each its block of dQ, to the store warps.
+// Consumers that split the keys: each stages its block of dQ for its store warp.
 template <class Traits>
 struct KeysExchange {
   static constexpr int kReleases = Traits::kWarpgroups;  // of a stage of Q or dO
@@ -27,8 +27,8 @@ struct KeysExchange {
   }
 };
 
-// What consumers that share the products hand on: P from warpgroup 0 to 1, as fragments, and dS
-// from 1 to 2, of this CTA and of the other one of the cluster.
+// Consumers that split the products: P goes from warpgroup 0 to 1, as fragments; dS goes from 1 to
+// 2, from this CTA and from the other one of the cluster.
 template <class Traits>
 struct ProductsExchange {
   using Element = typename Traits::Element;
@@ -41,7 +41,7 @@ struct ProductsExchange {
   };
 
   Mbarrier k_other_full;  // TMA -> 2 (1 + bytes)
-  // the other CTA -> 2 (1 + bytes; deterministic: and who keeps the turns, 1)
+  // the other CTA -> 2 (1 + bytes; deterministic: and run_add_order(), 1)
   Mbarrier ds_other_full[kExchangeBuffers];
   Mbarrier p_full[kExchangeBuffers];    // warps of 0 -> 1 (4)
   Mbarrier p_empty[kExchangeBuffers];   // warps of 1 -> 0 (4)
@@ -49,7 +49,7 @@ struct ProductsExchange {
   Mbarrier ds_empty[kExchangeBuffers];  // warps of 2, of both CTAs -> 1 (8)
   int number;                           // of the cluster in the order of work, with rank 0
 
-  // First of the columns whose dQ the CTA of a rank may be asked for.
+  // The first of the columns of dQ that the CTA of a rank may compute.
   CUTE_DEVICE static constexpr int other_column(int rank) {
     return rank == 0 ? 0 : Traits::kHeadDim - Traits::kOtherColumns;
   }
@@ -70,7 +70,7 @@ template <class Traits>
 using BwdExchange = cute::conditional_t<Traits::kSplit == BwdSplit::kKeys, KeysExchange<Traits>,
                                         ProductsExchange<Traits>>;
 
-// Under a simple mask registers hold them.
+// Under a simple mask the limits are in registers.
 struct NoKeyLimits {};
 
 template <class Traits>
@@ -92,12 +92,12 @@ struct BwdStorage {
 
   Exchange exchange;
 
-  // Of the rows in a stage; they come and go with Q and with dO.
+  // Values of the rows in a stage, loaded and released with Q and with dO.
   alignas(16) float lse_log2[Traits::kQStages][Traits::kTileM];
   float delta[Traits::kDoutStages][Traits::kTileM];
 
   BwdWork work;
-  // Of each key, the queries that see it (mask.h).
+  // For each key, the queries that see it (mask.h).
   [[no_unique_address]] cute::conditional_t<Traits::kKind.mask == MaskKind::kInterval,
                                             Interval[Traits::kTileN], NoKeyLimits> key_limits;
 

@@ -1,8 +1,8 @@
 // The types that a Config of the backward implies: element, shared-memory layouts, products. Types
 // only.
 //
-// Scores are computed transposed, keys as rows: their accumulators are then the first operands of
-// dV = P^T dO and dK = dS^T Q as they stand.
+// Scores are computed transposed, with keys as rows: their accumulators are then the first operands
+// of dV = P^T dO and dK = dS^T Q without a change of layout.
 #pragma once
 
 #include "config/bwd_config.h"
@@ -12,7 +12,7 @@
 
 namespace fa3 {
 
-constexpr int kWarpRows = 16;  // that a warp has of the 64 of a product
+constexpr int kWarpRows = 16;  // of a product with 64 rows, per warp
 
 template <class Config_>
 struct BwdTraits {
@@ -45,23 +45,23 @@ struct BwdTraits {
   template <int kDim>
   using Columns = cute::Int<padded_columns(kDim)>;
 
-  // Slices of 64 columns (128 bytes, swizzled), one behind the other: what a TMA box of 64 columns
-  // writes.
+  // Slices of 64 columns (128 bytes, swizzled), one after the other: the layout that a TMA box of
+  // 64 columns writes.
   using RowMajorAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
   using ColumnMajorAtom = cute::GMMA::Layout_MN_SW128_Atom<Element>;
   template <class Rows, class Columns>
   using Tile = decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<Rows, Columns>{}));
-  // The same bytes with the columns first, as a second operand whose sum runs over the rows.
+  // The same bytes with the columns first: a second operand, summed over the rows.
   template <class Rows, class Columns>
   using TransposedTile = decltype(cute::tile_to_shape(
       ColumnMajorAtom{}, cute::Shape<Columns, Rows>{}, cute::Step<cute::_2, cute::_1>{}));
-  // 64 rows of a tile; the pointer says which.
+  // 64 rows of a tile, from the pointer on.
   template <class Layout>
   using WarpgroupRows = decltype(cute::composition(
       Layout{}, cute::make_tile(cute::Layout<cute::_64>{},
                                 cute::Layout<cute::Int<cute::size<1>(Layout{})>>{})));
 
-  // Of a head dim: that of Q and K, or that of dO and V.
+  // kDim: the head dim of Q and K, or that of dO and V.
   template <int kDim>
   using SmemLayoutQ = Tile<TileM, Columns<kDim>>;
   template <int kDim>
@@ -77,7 +77,7 @@ struct BwdTraits {
   // S^T = K Q^T and dP^T = V dO^T: everything contiguous along the head dim.
   using MmaS = decltype(cute::make_tiled_mma(shared_atom<Element, kTileM, Major::K>()));
   // dV = P^T dO and dK = dS^T Q: the first operand in registers, the second contiguous along the
-  // head dim, which is the N of these products. TRAP: for more than 192 columns ptxas (13.0) wants
+  // head dim, which is the N of these products. TRAP: for more than 192 columns ptxas (13.0) needs
   // more registers than 512 threads start with, whatever setmaxnreg says.
   template <int kColumns>
   using FromRegisters =
@@ -85,13 +85,13 @@ struct BwdTraits {
   static constexpr bool is_in_halves(int head_dim) { return head_dim > 192; }
   template <int kDim>
   using MmaDkv = FromRegisters<is_in_halves(kDim) ? kDim / 2 : kDim>;
-  // Cuts Q and dO into second operands of these: the descriptor of an operand does not say how many
-  // columns are read.
+  // Splits Q and dO into second operands of these: the descriptor of an operand does not say how
+  // many columns are read.
   template <int kDim>
   using MmaQt = FromRegisters<is_in_halves(kDim) ? kDim / 2 : padded_columns(kDim)>;
   // dQ = dS K: dS contiguous along the keys, K along the head dim.
   using MmaDq = decltype(cute::make_tiled_mma(shared_atom<Element, kDq.columns, Major::MN>()));
-  // Cuts K into second operands, of a whole slice where a block has half of one.
+  // Splits K into second operands: a whole slice, also where a block of dQ has half of one.
   using MmaKt =
       decltype(cute::make_tiled_mma(shared_atom<Element, kDqOperandColumns, Major::MN>()));
 };

@@ -1,6 +1,6 @@
-// What a CTA works on: a tile of keys of one KV head, against the queries of every head that uses
-// it. CTAs of a cluster have neighbouring keys, and the same queries. One thread works it out and
-// leaves it in shared memory: the consumers have no registers to spare.
+// The work of a CTA: a tile of keys of one KV head, against the queries of every query head that
+// uses it. CTAs of a cluster have neighbouring keys, and the same queries. One thread computes it
+// and publishes it in shared memory: the consumers have no registers to spare.
 #pragma once
 
 #include "backward/params.h"
@@ -10,13 +10,13 @@
 namespace fa3 {
 
 struct BwdWork {
-  int kv_head;     // -1: there is nothing to do
+  int kv_head;     // -1: no work
   int head_begin;  // query heads
   int head_end;
   int key_begin;  // in the sequence
   QueryRange queries;
   SeqlenPair len;
-  // Coordinates of the copy engine (RowDims): of the sequence's first query, and of the first key.
+  // Coordinates for the copy engine (RowDims): the sequence's first query, and the first key.
   int q_row;
   int q_end;
   int k_row;
@@ -26,7 +26,7 @@ struct BwdWork {
 
   CUTE_DEVICE bool has_keys() const { return kv_head >= 0; }
 
-  // 0: no query sees these keys, or there is nothing to do.
+  // 0: no query sees these keys, or there is no work.
   CUTE_DEVICE uint32_t steps() const {
     return uint32_t(head_end - head_begin) * uint32_t(max_of(0, queries.end - queries.begin));
   }
@@ -46,7 +46,8 @@ inline TileOrder key_tile_order(FwdProblem const& problem, BwdSchedule const& sc
                    schedule.section_pairs);
 }
 
-// Tile n of the keys of a KV head, of a sequence with these lengths; not yet which sequence.
+// Tile n of the keys of a KV head, in a sequence with these lengths. Coordinates of the sequence
+// are still missing.
 template <class Traits>
 CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, SeqlenPair len,
                                  int rank) {
@@ -63,9 +64,9 @@ CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, S
 }
 
 // The work of the cluster with a number in the order of work, for its CTA of a rank. The order
-// counts from the last tile (core/tile_order.h, core/packed_tiles.h), which is right in
-// deterministic mode, where the last keys are added first (turns.h); else the first keys come
-// first, since under a causal mask most queries see them.
+// counts from the last tile (core/tile_order.h, core/packed_tiles.h). In deterministic mode that is
+// kept, since the last keys are added first (add_order.h); otherwise the first keys come first,
+// since under a causal mask most queries see them.
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_dense(BwdDeviceParams const& p, int number, int rank) {
   TileCoord const tile = TileWalk(p.order, number, int(gridDim.x) / Traits::kClusterSize).coord();
@@ -80,17 +81,17 @@ CUTE_DEVICE BwdWork work_of_dense(BwdDeviceParams const& p, int number, int rank
   return work;
 }
 
-// The same of packed sequences. There are more CTAs than tiles, mostly.
+// The same for packed sequences. Usually there are more CTAs than tiles.
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_packed(BwdDeviceParams const& p, int number, int rank) {
   int const index = p.tickets.heads.div(number);
-  int const place = p.tables.sequence_of_tile[index];  // there is room for every CTA
-  if (place == PackedTables::kNoTile) {
+  int const sequence = p.tables.sequence_of_tile[index];  // has an entry for every CTA
+  if (sequence == PackedTables::kNoTile) {
     BwdWork none{};
     none.kv_head = -1;
     return none;
   }
-  SequenceTiles const tiles = p.tables.sequences[place];
+  SequenceTiles const tiles = p.tables.sequences[sequence];
   Sequence const& s = tiles.sequence;
   TileCoord const tile = p.tickets.coord(tiles, number);
   int const n = p.is_deterministic() ? tile.m : tiles.tiles - 1 - tile.m;
@@ -114,7 +115,7 @@ CUTE_DEVICE BwdWork work_of_cta(BwdDeviceParams const& p, int number, int rank) 
   return work_of_dense<Traits>(p, number, rank);
 }
 
-// The steps of a CTA: tiles of queries of one head after the other. There is at least one.
+// The steps of a CTA: tiles of queries of one head after the other. There is at least one step.
 struct BwdSteps {
   BwdWork const& work;
   int head;  // query head
@@ -132,24 +133,25 @@ struct BwdSteps {
     head += is_last ? 1 : 0;
   }
 
-  // Under a full or causal mask only the first tiles of queries may need it.
+  // Whether the tile of queries needs the mask. Under a full or causal mask only the first ones
+  // may.
   template <class Traits>
   CUTE_DEVICE bool is_masked() const {
     return Traits::kKind.mask == MaskKind::kInterval ? work.queries.is_masked(m)
                                                      : m < work.queries.free_begin;
   }
 
-  // The place of the tile's rows in the workspaces.
+  // The index of the tile's rows in the workspaces.
   CUTE_DEVICE int64_t tile(BwdDeviceParams const& p) const {
     return work.tile_base + head * p.m_tiles + m;
   }
 };
 
-// Deterministic: how many clusters add to the dQ of a step before this one. The tiles of keys that
-// meet a tile of queries are those which a forward pass over that tile would visit; the last one
-// comes first.
+// Deterministic mode: how many clusters add to the dQ of a step before this one. The tiles of keys
+// that meet a tile of queries are those that a forward pass over that tile would visit; the last
+// one adds first.
 template <class Traits>
-CUTE_DEVICE int turn_of(BwdDeviceParams const& p, BwdSteps const& steps) {
+CUTE_DEVICE int predecessors(BwdDeviceParams const& p, BwdSteps const& steps) {
   constexpr int kKeys = Traits::kTileN * Traits::kClusterSize;
   int const position = steps.m * Traits::kTileM;
   BlockRange const keys = block_range(position, position + Traits::kTileM, steps.work.len, kKeys,

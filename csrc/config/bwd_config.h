@@ -1,4 +1,4 @@
-// What a variant of the backward may choose; the counterpart of config/fwd_config.h, with the same
+// The choices of a variant of the backward; the counterpart of config/fwd_config.h, with the same
 // rules: a variant is a named struct with one constexpr value `k`, a tile of config/bwd_tiles.h
 // with dtype and kind.
 #pragma once
@@ -8,16 +8,16 @@
 
 namespace fa3 {
 
-// What the consumer warpgroups split among them.
+// What the consumer warpgroups split among themselves.
 enum class BwdSplit : int {
   // Each has 64 keys of the tile, and computes all five products (backward/mma_by_keys.h).
   kKeys = 0,
-  // All have the same 64 keys: one makes dV, one dK, one dQ (backward/mma_by_products.h), in a
+  // All have the same 64 keys: one computes dV, one dK, one dQ (backward/mma_by_products.h), in a
   // cluster of two CTAs, which split the columns of dQ.
   kProducts = 1
 };
 
-// Buffers of what one warpgroup writes while another reads: dS, and P with BwdSplit::kProducts.
+// Number of buffers through which warpgroups exchange data: dS, and P with BwdSplit::kProducts.
 constexpr int kExchangeBuffers = 2;
 
 struct BwdConfig {
@@ -32,31 +32,31 @@ struct BwdConfig {
   int cluster_size = 1;
   int q_stages = 2;
   int dout_stages = 2;
-  // Per thread, of each consumer warpgroup; 0: there is none.
+  // Registers of a thread of each consumer warpgroup; 0: no such warpgroup.
   int registers[3] = {240, 240, 0};
   int producer_registers = 24;
-  // With BwdSplit::kProducts: S and dP of the next step come before dV and dK of this one, and
-  // overlap with P and dS: 16 registers more.
+  // With BwdSplit::kProducts: S and dP of the next step are issued before dV and dK of this one,
+  // and overlap with P and dS. This takes 16 more registers.
   bool scores_first = false;
 
   constexpr bool by_keys() const { return split == BwdSplit::kKeys; }
   constexpr int threads() const { return (consumer_warpgroups + 1) * kWarpgroupThreads; }
 
-  // Keys of a CTA, and of a cluster, whose CTAs do the same steps.
+  // Keys of a CTA, and of a cluster, whose CTAs visit the same steps.
   constexpr int cta_keys() const {
     return by_keys() ? consumer_warpgroups * kWarpgroupRows : kWarpgroupRows;
   }
   constexpr int tile_n() const { return cta_keys() * cluster_size; }
 
-  // Columns of K that a CTA has of the other CTA's keys, for its blocks of dQ. With an odd number
-  // of blocks the CTAs alternate on the middle one.
+  // Columns of the other CTA's K that a CTA loads for its blocks of dQ. With an odd number of
+  // blocks the CTAs alternate on the middle one.
   constexpr int other_columns() const {
     int const blocks = head_dim / kSliceColumns;
     return cluster_size == 1 ? 0 : (blocks + 1) / 2 * kSliceColumns;
   }
 
-  // dQ of a tile in blocks. Where the warpgroups split the keys each computes one: 64 rows where
-  // the tile has as many for each, else a share of the columns.
+  // The blocks of dQ of a tile. Where the warpgroups split the keys each computes one: 64 rows if
+  // the tile has 64 for each, otherwise a share of the columns.
   constexpr DqLayout dq_layout() const {
     if (!by_keys()) {
       return DqLayout{kSliceColumns, true};
@@ -70,16 +70,16 @@ struct BwdConfig {
     return by_keys() ? consumer_warpgroups : head_dim / dq_layout().columns;
   }
 
-  // Those who add to the dQ of a step, each always to the same part of a tile: a store warp for
-  // each block, or each CTA of a cluster.
+  // How many add to the dQ of a step, each always to the same part of a tile: a store warp for each
+  // block, or each CTA of a cluster.
   constexpr int dq_adders() const { return by_keys() ? consumer_warpgroups : cluster_size; }
 
   // fp32 columns of the accumulator of dQ, for each query.
   constexpr int dq_columns() const { return dq_blocks() * dq_layout().block_floats() / tile_m; }
 
-  // K, V, the rings of Q and dO with LSE and delta of their rows, dS, what the consumers exchange
-  // (the staged dQ; or P, dS and K of the other CTA), limits of keys under an interval mask, the
-  // barriers. backward/launch.h asserts that the kernel's struct fits.
+  // K, V, the rings of Q and dO with LSE and delta of their rows, dS, the data that consumers
+  // exchange (the staged dQ; or P, dS and K of the other CTA), limits of keys under an interval
+  // mask, the barriers. backward/launch.h asserts that the kernel's struct fits.
   constexpr int shared_bytes() const {
     int const columns = padded_columns(head_dim);
     int const columns_v = padded_columns(head_dim_v);

@@ -1,5 +1,5 @@
 // The tiles of the backward kernel: queries of a step x keys of a CTA. Shared memory: K and V +
-// rings of Q and dO + two dS + what the consumers exchange, in KiB (227 for one CTA).
+// rings of Q and dO + two dS + the data that consumers exchange, in KiB (227 KiB for one CTA).
 #pragma once
 
 #include "config/bwd_config.h"
@@ -34,7 +34,7 @@ inline constexpr BwdConfig kBwdTileD256{.split = BwdSplit::kProducts,
                                         .dout_stages = 1,
                                         .registers = {208, 216, 64}};
 
-// Head dims of Q and K x that of V.
+// Tiles named by the head dim of Q and K x that of V.
 
 // 48 + 96 + 32 + 16 = 192 KiB. As D128, with 32 registers for dK.
 inline constexpr BwdConfig kBwdTileD64x128{
@@ -48,8 +48,8 @@ inline constexpr BwdConfig kBwdTileD128x64{
 inline constexpr BwdConfig kBwdTileD96x64{
     .head_dim = 96, .head_dim_v = 64, .q_stages = 4, .dout_stages = 4};
 
-// 40 + 128 + 16 + 40 = 224 KiB. dV takes 128 registers, dK 32, dQ 32: a CTA of a cluster makes it
-// at every other step.
+// 40 + 128 + 16 + 40 = 224 KiB. dV takes 128 registers, dK 32, dQ 32: a CTA of a cluster computes
+// dQ at every other step.
 inline constexpr BwdConfig kBwdTileD64x256{.split = BwdSplit::kProducts,
                                            .head_dim = 64,
                                            .head_dim_v = 256,

@@ -1,4 +1,4 @@
-// What a forward variant may choose: one constexpr value. A variant is a named struct that holds it
+// The choices of a forward variant: one constexpr value. A variant is a named struct that holds it
 // as `k`: a tile of config/fwd_tiles.h with head dims, dtypes and kind, generated from
 // csrc/instances/variants.py. Plain C++: the planner, explain() and the tests read the same value.
 #pragma once
@@ -11,23 +11,23 @@ namespace fa3 {
 
 // Slots: each enumerator is a type of csrc/forward (forward/slots.h).
 
-// kDirect: V is an operand as it comes. kTransposed: two warps transpose it in shared memory.
+// kDirect: V as loaded is an operand of PV. kTransposed: two warps transpose it in shared memory.
 enum class ValuesKind { kDirect, kTransposed };
 
 // kBlocks: q, k and v of e4m3 have scales, by block of rows or by head.
 enum class ScalesKind { kNone, kBlocks };
 
-// kPromoted: PV of a K tile is added to O in fp32, since sums of e4m3 products on the tensor cores
-// have about 14 bits.
+// kPromoted: PV of a K tile is added to O in fp32, since the tensor cores keep sums of e4m3
+// products to about 14 bits.
 enum class SumsKind { kFast, kPromoted };
 
 // kSkewed: S of a K tile is issued together with PV of the K tile before (paper, section 3.2).
 // kSerial: the products of a warpgroup do not overlap its own softmax.
 enum class OverlapKind { kSkewed, kSerial };
 
-// How O leaves. kOverQueries: over the rows of Q in shared memory, by a store warp. kStaged, kSent:
-// through shared memory of its own, copied out by the consumers themselves, or by the scale warp.
-// kRegisters: from registers.
+// How O is stored. kOverQueries: over the rows of Q in shared memory, copied out by a store warp.
+// kStaged, kSent: through its own buffer in shared memory, copied out by the consumers or by the
+// scale warp. kRegisters: from registers.
 enum class OutputKind { kOverQueries, kStaged, kSent, kRegisters };
 
 // Registers of the producer warpgroup; FwdConfig::producer_registers() has the numbers.
@@ -50,11 +50,11 @@ struct FwdConfig {
   int tile_n = 0;               // keys of a K tile
   int stages = 2;               // of the K ring and of the V ring
   int q_stages = 1;             // of the Q ring; 2: the next tile's Q is loaded ahead
-  // kTransposed: stages of the ring of V as it comes, and the parts of a stage, which are loaded
-  // and transposed one after the other.
+  // kTransposed: stages of the ring of V as loaded, and the parts of a stage, which are loaded and
+  // transposed one after the other.
   int raw_stages = 0;
   int raw_parts = 1;
-  // kPromoted and kSkewed: a thread's values of O in fp32 that lie in shared memory, because the
+  // kPromoted and kSkewed: the fp32 values of O that a thread keeps in shared memory, because its
   // registers do not suffice.
   int shared_sums = 0;
   ProducerSize producer = ProducerSize::kUsual;
@@ -67,17 +67,18 @@ struct FwdConfig {
   bool tile_overlap = false;
   // How much a row maximum may grow, in powers of two of P, before O is rescaled to it; 0: at once.
   // Where one key dominates a row, its P is then no longer exactly 1 and gets a rounding error.
-  // H200, 2026-11-21, against 0: 2 was 0 to 5 % faster, 8 was 0 to 8 % (by head dim and mask; 3 was
-  // not timed in that run). RMSE on outlier data: 3 has 0.2 % more than 0, 8 has 0.7 %.
+  // H200, 2026-11-21, against 0: 2 was 0 to 5 % faster, 8 was 0 to 8 % faster (by head dim and
+  // mask; 3 was not timed in that run). RMSE on outlier data: 3 has 0.2 % more than 0, 8 has 0.7 %
+  // more.
   float lazy_rescale_log2 = 3.f;
-  // Masked kernels: the exponentials of a thread's first row follow the maxima of both. Without
-  // this ptxas (13.0) interleaves the two or not, by small changes anywhere in the kernel.
+  // Masked kernels: the exponentials of a thread's first row follow the maxima of both rows. WHY:
+  // otherwise small changes anywhere in the kernel decide whether ptxas (13.0) interleaves the two.
   bool maxima_first = false;
   // Full kernels: k-steps of S whose Q stays in registers for a whole tile.
   int query_steps = 0;
   int ctas_per_sm = 1;
-  // How the planner compares tiles of one head dim (H200, 2026-11-21; fitted to their speeds at
-  // S = 512 to 16k, to 1 to 4 %): speed per computed (query, key) pair, in percent of the fastest
+  // How the planner compares tiles of one head dim (H200, 2026-11-21; fitted to their speeds at S =
+  // 512 to 16k, to 1 to 4 %): the speed per computed (query, key) pair, in percent of the fastest
   // tile; and the cost of starting and ending a tile, in keys of its loop.
   int relative_speed = 100;
   int fixed_keys = 0;
@@ -88,8 +89,8 @@ struct FwdConfig {
 
   constexpr int threads() const { return (consumer_warpgroups + 1) * kWarpgroupThreads; }
 
-  // Registers per thread after setmaxnreg. The pool is what the launch had: 64 Ki at most, in steps
-  // of 8 per thread. The producer computes coordinates and issues copies; with FP8 it also
+  // Registers per thread after setmaxnreg, in steps of 8 per thread. The launch allocates at most
+  // 64 Ki for the CTA. The producer computes coordinates and issues copies; with FP8 it also
   // transposes V and reads scales.
   constexpr int consumer_registers() const {
     if (consumer_warpgroups == 1) {
@@ -115,13 +116,14 @@ struct FwdConfig {
     }
   }
 
-  // Columns of a slice, and of a head dim filled up to whole slices.
+  // Columns of a slice, and of a head dim padded to whole slices.
   constexpr int slice() const { return slice_columns(dtype_kv, head_dim); }
   constexpr int columns() const { return padded_columns(head_dim, slice()); }
   constexpr int columns_v() const { return padded_columns(head_dim_v, slice()); }
 
-  // K tiles, at either end of a tile, that a warpgroup skips if none of its rows sees a key of
-  // them. WHY only three warpgroups, and not 16-bit causal kernels: 0 to 1 % slower there.
+  // The most K tiles, at either end of a tile, that a warpgroup skips if none of its rows sees a
+  // key of them. WHY only with three warpgroups, and not in 16-bit causal kernels: 0 to 1 % slower
+  // there.
   constexpr int most_skipped() const {
     bool const has_masked_ends =
         kind.mask == MaskKind::kInterval || (is_fp8() && kind.mask == MaskKind::kCausal);
@@ -138,7 +140,7 @@ struct FwdConfig {
 
 // ---------------------------------------------------------------------------------- shared memory
 
-// O leaves over the rows of Q with kOverQueries.
+// With kOverQueries O is written over the rows of Q.
 constexpr int q_buffer_bytes(FwdConfig const& c) {
   bool const holds_output = c.output == OutputKind::kOverQueries && c.columns_v() > c.columns();
   return kWarpgroupRows * element_bytes(c.dtype_q) * (holds_output ? c.columns_v() : c.columns());
@@ -150,13 +152,13 @@ constexpr int v_buffer_bytes(FwdConfig const& c) {
              : c.tile_n * c.columns_v() * element_bytes(c.dtype_kv);
 }
 
-// O of 16 bits, staged.
+// Staged O, which has 16 bits.
 constexpr int staged_bytes(FwdConfig const& c) {
   bool const is_staged = c.output == OutputKind::kStaged || c.output == OutputKind::kSent;
   return is_staged ? c.consumer_warpgroups * kWarpgroupRows * 2 * padded_columns(c.head_dim_v) : 0;
 }
 
-// Barriers; with kBlocks also scales, the tiles at hand, the LSE on its way out.
+// Barriers; with kBlocks also the scales, the current tiles and the staged LSE.
 constexpr int FwdConfig::small_bytes() const {
   constexpr int kRowBytes = kWarpgroupRows * int(sizeof(float));
   constexpr int kTileBytes = 128;
@@ -216,11 +218,12 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
   require(!c.is_promoted() || !c.is_skewed() || c.lazy_rescale_log2 == 0.f,
           "O in fp32 is rescaled with every K tile");
   require(c.shared_sums == 0 || (c.is_promoted() && c.is_skewed()),
-          "without overlap O in fp32 has the registers of O");
+          "without overlap O in fp32 is in the registers of O");
   require(!c.ping_pong || c.consumer_warpgroups == 2, "two warpgroups alternate");
-  require(c.query_steps == 0 || c.is_skewed(), "Q comes into registers with the first S of a tile");
+  require(c.query_steps == 0 || c.is_skewed(),
+          "Q is loaded into registers with the first S of a tile");
   require(!c.tile_overlap || (c.is_skewed() && c.q_stages >= 2),
-          "the first S of the next tile needs its Q, while O leaves through this tile's");
+          "the first S of the next tile needs its Q while O is stored through that of this tile");
   require(c.output != OutputKind::kSent || c.q_stages == 2,
           "the number of a stage of Q is the parity of its tile");
   return c;

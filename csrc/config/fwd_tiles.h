@@ -1,11 +1,12 @@
 // The tiles of the 16-bit forward kernels, with the reason and the date next to the numbers. A
 // variant adds head dims, dtype and kind. Shared memory: Q ring + K ring + V ring, in KiB (228 KiB
-// per SM, 227 for one CTA).
+// per SM, 227 KiB for one CTA).
 //
 // Speeds are TFLOP/s at 16k tokens, heads * head dim = 2048, bf16, H200, 2026-11-21, unless a line
-// says otherwise; those of one comparison come from one interleaved run. Up to head dim 128 there
-// are a long tile and a short one: three warpgroups share each K and V tile, which saves power and
-// fills the gaps of one another's softmax, but 192 rows fit short sequences and the diagonal worse.
+// says otherwise; the speeds of one comparison are from one interleaved run. A / B: this tile, then
+// the other one. Up to head dim 128 there are a long tile and a short one: in the long one three
+// warpgroups share each K and V tile, which saves power and fills the gaps of one another's
+// softmax, but 192 rows fit short sequences and the diagonal worse.
 #pragma once
 
 #include "config/fwd_config.h"
@@ -13,8 +14,8 @@
 namespace fa3 {
 
 // 48 + 32 + 32 = 112 KiB. Against 128 x 128 with ping-pong: full 398 / 392 (S = 512) to 558 / 455
-// (16k). 192 x 96 with Q in registers: 0.92 to 0.98 of this one. Also head dims 32 and 48, (96, 64)
-// and (128, 64): products skip the steps that pad a slice.
+// (16k). 192 x 96 with Q in registers: 0.92 to 0.98 times the speed of this one. Also for head dims
+// 32 and 48, (96, 64) and (128, 64): products skip the steps that pad a slice.
 inline constexpr FwdConfig kFwdTileD64{.consumer_warpgroups = 3,
                                        .tile_n = 128,
                                        .q_stages = 2,
@@ -23,14 +24,15 @@ inline constexpr FwdConfig kFwdTileD64{.consumer_warpgroups = 3,
                                        .maxima_first = true,
                                        .fixed_keys = 80};
 
-// For causal problems only: 32 + 32 + 32 = 96 KiB. Against the above: 275 / 225 at S = 512, 427 /
+// Only for causal problems: 32 + 32 + 32 = 96 KiB. Against kFwdTileD64: 275 / 225 at S = 512, 427 /
 // 408 at 2k, 477 / 549 at 16k.
 inline constexpr FwdConfig kFwdTileD64Short{
     .tile_n = 128, .q_stages = 2, .tile_overlap = true, .relative_speed = 86, .fixed_keys = 40};
 
 // For full attention: 96 + 60 + 60 = 216 KiB. Against the short tile: 531 / 603 at S = 512, 724 /
-// 704 at 2k, 756 / 684 at 16k; causal 311 / 343, 563 / 617, 683 / 683 at 8k. Two stages: 1 %
-// slower; 192 x 64: 2 to 8 %; 192 x 96 does not fit into the registers. Also (64, 128).
+// 704 at 2k, 756 / 684 at 16k; causal 311 / 343, 563 / 617, 683 / 683 at 8k. Two stages are 1 %
+// slower, 192 x 64 is 2 to 8 % slower; 192 x 96 does not fit into the registers. Also for (64,
+// 128).
 inline constexpr FwdConfig kFwdTileD128{.consumer_warpgroups = 3,
                                         .tile_n = 80,
                                         .stages = 3,
@@ -39,27 +41,29 @@ inline constexpr FwdConfig kFwdTileD128{.consumer_warpgroups = 3,
                                         .tile_overlap = true,
                                         .fixed_keys = 300};
 
-// 96 + 64 + 64 = 224 KiB. Two Q stages: causal - 2 % at S = 512, - 1 % at 1k, else the same.
+// 96 + 64 + 64 = 224 KiB. With two Q stages causal is 2 % slower at S = 512 and 1 % slower at 1k,
+// otherwise the same.
 inline constexpr FwdConfig kFwdTileD128Short{
     .tile_n = 128, .q_stages = 3, .tile_overlap = true, .relative_speed = 94, .fixed_keys = 300};
 
 // 96 + 60 + 60 = 216 KiB; O takes 96 registers. Against 128 x 112 with one Q stage: full 561 / 533
-// at S = 512, 742 / 718 at 4k, 748 / 755 at 16k; causal 333 / 290, 692 / 657, 739 / 742. Also 144
-// to 176.
+// at S = 512, 742 / 718 at 4k, 748 / 755 at 16k; causal 333 / 290, 692 / 657, 739 / 742. Also for
+// head dims 144 to 176.
 inline constexpr FwdConfig kFwdTileD192{.tile_n = 80, .q_stages = 2, .tile_overlap = true};
 
-// 64 + 64 + 64 = 192 KiB. O takes 128 registers, S 32. 128 x 80: 1 to 2 % slower. Also 208 to 240.
+// 64 + 64 + 64 = 192 KiB. O takes 128 registers, S 32. 128 x 80 is 1 to 2 % slower. Also for head
+// dims 208 to 240.
 inline constexpr FwdConfig kFwdTileD256{.tile_n = 64, .fixed_keys = 200};
 
-// 128 + 48 + 48 = 224 KiB: room for the next tile's Q. Against the above: full 569 / 549 at S =
-// 512, 659 / 685 at 1k; causal 330 / 306, 508 / 499, 682 / 722 at 4k.
+// 128 + 48 + 48 = 224 KiB, which holds the next tile's Q. Against kFwdTileD256: full 569 / 549 at S
+// = 512, 659 / 685 at 1k; causal 330 / 306, 508 / 499, 682 / 722 at 4k.
 inline constexpr FwdConfig kFwdTileD256Short{
     .tile_n = 48, .q_stages = 2, .tile_overlap = true, .relative_speed = 91, .fixed_keys = 100};
 
 // 96 + 48 + 48 = 192 KiB. Against the short tile: full 436 / 494 at S = 512, 666 / 592 at 4k, 661 /
-// 565 at 16k; causal 260 / 301, 588 / 573, 654 / 561; 192 x 80: 3 to 5 % slower. Also 80; and 112,
-// against its short tile: full 446 / 536 at S = 512, 672 / 603 at 4k, 691 / 598 at 16k; causal 267
-// / 320, 557 / 575, 654 / 627.
+// 565 at 16k; causal 260 / 301, 588 / 573, 654 / 561. 192 x 80 is 3 to 5 % slower. Also for head
+// dim 80; and for 112, against its short tile: full 446 / 536 at S = 512, 672 / 603 at 4k, 691 /
+// 598 at 16k; causal 267 / 320, 557 / 575, 654 / 627.
 inline constexpr FwdConfig kFwdTileD96 = [] {
   FwdConfig tile = kFwdTileD128;
   tile.tile_n = 96;
@@ -68,7 +72,7 @@ inline constexpr FwdConfig kFwdTileD96 = [] {
   return tile;
 }();
 
-// Also 80.
+// Also for head dim 80.
 inline constexpr FwdConfig kFwdTileD96Short = [] {
   FwdConfig tile = kFwdTileD128Short;
   tile.relative_speed = 86;
@@ -81,7 +85,7 @@ inline constexpr FwdConfig kFwdTileD112Short = [] {
   return tile;
 }();
 
-// Head dim of V other than that of Q and K.
+// Tiles for a head dim of V other than that of Q and K.
 
 // 96 + 72 + 48 = 216 KiB.
 inline constexpr FwdConfig kFwdTileD192x128 = [] {
@@ -98,9 +102,9 @@ inline constexpr FwdConfig kFwdTileD64x256 = [] {
 }();
 
 // One warpgroup, for problems that have fewer tiles of two or three warpgroups than the GPU has
-// multiprocessors. Keys per tile are those of the larger tile, so that the results are the same,
-// bit for bit. 24 + 32 + 32 = 88 KiB up to 48 + 64 + 64 = 176. Batch 1, 8 heads, 1k, full: d64 8.7
-// us against 16.4, d128 11.7 / 14.2, d256 17.4 / 23.3.
+// multiprocessors. The keys per K tile are those of the larger tile, so that the results are the
+// same, bit for bit. 24 + 32 + 32 = 88 KiB up to 48 + 64 + 64 = 176 KiB. Batch 1, 8 heads, S = 1k,
+// full: d64 8.7 us against 16.4 us, d128 11.7 / 14.2 us, d256 17.4 / 23.3 us.
 constexpr FwdConfig one_warpgroup(FwdConfig tile, int relative_speed) {
   tile.consumer_warpgroups = 1;
   tile.ping_pong = false;
@@ -108,9 +112,9 @@ constexpr FwdConfig one_warpgroup(FwdConfig tile, int relative_speed) {
   return tile;
 }
 
-// O of a tile leaves through the buffer of its Q. With two buffers the Q after the next one is
-// loaded when O is out, with three while O leaves. Batch 8192, S = 64, full: d128 2029 us against
-// 2380 (2026-11-22).
+// O of a tile is stored through the buffer of its Q. With two buffers the Q after the next one is
+// loaded once O is stored, with three while O is being stored. Batch 8192, S = 64, full: d128 2029
+// us against 2380 us (2026-11-22).
 constexpr FwdConfig three_queries(FwdConfig tile) {
   tile.q_stages = 3;
   return tile;
@@ -123,8 +127,8 @@ inline constexpr FwdConfig kFwdTileD256Small = one_warpgroup(kFwdTileD256, 63);
 inline constexpr FwdConfig kFwdTileD256ShortSmall = one_warpgroup(kFwdTileD256Short, 57);
 
 // For packed sequences of up to 64 rows, whose tiles mostly wait: two CTAs per multiprocessor. The
-// planner's numbers are not fitted: it takes these up to 64 rows, however many keys there are (at
-// 4096 they are within 1 % of one CTA with tiles of 64 x 128).
+// planner's numbers are not fitted: it takes these tiles up to 64 rows, whatever the number of keys
+// (at 4096 keys they are within 1 % of one CTA with tiles of 64 x 128).
 constexpr FwdConfig two_ctas(FwdConfig tile, int fixed_keys) {
   tile.tile_n = 64;
   tile.ctas_per_sm = 2;
@@ -133,10 +137,12 @@ constexpr FwdConfig two_ctas(FwdConfig tile, int fixed_keys) {
   return tile;
 }
 
-// 24 + 16 + 16 = 56 KiB. 8192 sequences of 1 to 64: 1732 us against 3534 of 64 x 128 (2026-11-22).
+// 24 + 16 + 16 = 56 KiB. 8192 sequences of 1 to 64 rows: 1732 us against 3534 us with 64 x 128
+// (2026-11-22).
 inline constexpr FwdConfig kFwdTileD64Tiny = two_ctas(kFwdTileD64Small, 60);
 
-// 48 + 32 + 32 = 112 KiB, just half of a multiprocessor's. As above: 1343 us against 2148.
+// 48 + 32 + 32 = 112 KiB, just half of a multiprocessor's. For the same sequences: 1343 us against
+// 2148 us.
 inline constexpr FwdConfig kFwdTileD128Tiny = two_ctas(kFwdTileD128ShortSmall, 240);
 
 }  // namespace fa3

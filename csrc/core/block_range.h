@@ -1,6 +1,6 @@
 // The K tiles that a tile of queries visits. The loop runs from the last tile down to the first:
-// tiles [free_begin, free_end) are wholly visible to every query of the tile, the others of
-// [begin, end) need the mask.
+// every query of the tile sees all of the tiles [free_begin, free_end); the others of [begin, end)
+// need the mask.
 #pragma once
 
 #include "core/mask_limits.h"
@@ -9,7 +9,7 @@ namespace fa3 {
 
 struct BlockRange {
   int begin;
-  int free_begin;  // may lie behind free_end: then no tile is free
+  int free_begin;  // may be after free_end: then no tile is free
   int free_end;
   int end;
 };
@@ -25,15 +25,15 @@ FA3_HD constexpr BlockRange block_range(int position_begin, int position_end, Se
                     max_of(0, first.end) / tile_n, ceil_div(max_of(0, last.end), tile_n)};
 }
 
-// K tiles that a tile visits and a warpgroup of it skips, because none of its rows sees a key of
-// them: those visited first, at the end of the range, and those visited last.
+// K tiles that a tile visits and one of its warpgroups skips, because none of its rows sees a key
+// of them: those visited first, at the end of the range, and those visited last.
 struct SkippedTiles {
   int first;
   int last;
 };
 
-// own: of the warpgroup; most: at either end. A warpgroup whose rows see no key at all skips none:
-// it takes one K tile to find that out.
+// own: the range of the warpgroup; most: the limit at either end. A warpgroup whose rows see no key
+// at all skips none: it computes one masked K tile.
 FA3_HD constexpr SkippedTiles skipped_tiles(BlockRange const& all, BlockRange const& own,
                                             int most) {
   if (own.begin >= own.end) {
@@ -43,11 +43,12 @@ FA3_HD constexpr SkippedTiles skipped_tiles(BlockRange const& all, BlockRange co
 }
 
 // The most K tiles that a warpgroup may skip at either end without a deadlock, with rings of
-// `stages` K tiles; raw_stages: of a second ring that V goes through first. From one tile of
-// queries to the next a warpgroup skips twice as many, n, and waits for the K tile after them while
-// it holds V of the K tile before, j. The producer gets there if V of all up to j + n - 1 finds
-// room next to that of j. And the other warpgroups must have finished the K tile `stages` before:
-// they must not need V of j + stages for that, which takes the buffer of j.
+// `stages` K tiles; raw_stages: those of a second ring, which V passes first. From one tile of
+// queries to the next a warpgroup skips up to twice as many, n, and waits for the K tile after them
+// while it still holds V of the K tile before, j. The producer gets there if the rings have
+// capacity for V of all K tiles up to j + n - 1 in addition to that of j. The other warpgroups must
+// have finished the K tile `stages` before; for that they must not need V of j + stages, which
+// would go into the buffer of j.
 FA3_HD constexpr int most_skipped_tiles(int stages, int raw_stages) {
   int const of_two_tiles = raw_stages > 0 ? min_of(stages + raw_stages, 2 * stages - 1) : stages;
   return of_two_tiles / 2;

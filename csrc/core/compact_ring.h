@@ -1,5 +1,5 @@
-// Where a role stands in a ring of buffers, in one register, for roles that have few; else as
-// RingState (device/barriers.h).
+// The position of a role in a ring of buffers, in one register, for roles that have few registers.
+// Otherwise as RingState (device/barriers.h).
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace fa3 {
 
 template <int kStages>
 struct CompactRing {
-  int index = 0;  // in two rounds of the ring
+  int index = 0;  // over two passes through the ring
 
   FA3_HD constexpr int stage() const { return index < kStages ? index : index - kStages; }
   FA3_HD constexpr uint32_t phase() const { return index < kStages ? 0 : 1; }

@@ -1,5 +1,5 @@
-// FA3_HD marks a function that both compilers take: g++ for the host tests and the planner, nvcc
-// for the kernels. core/ holds plain integer and float arithmetic: no CUDA, no CuTe, no torch.
+// FA3_HD marks a function for both compilers: g++ for the host tests and the planner, nvcc for the
+// kernels. core/ holds plain integer and float arithmetic: no CUDA, no CuTe, no torch.
 #pragma once
 
 #if defined(__CUDACC__)

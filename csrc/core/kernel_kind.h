@@ -1,4 +1,4 @@
-// What a kernel is compiled for: the kinds of batch, mask and score that it serves. Everything else
+// The kind of a kernel: the batches, masks and scores that it is compiled for. Everything else
 // about a problem is a run-time value.
 #pragma once
 
@@ -11,7 +11,7 @@ enum class BatchKind : int { kDense, kAny };
 // The masks of core/mask_limits.h.
 enum class MaskKind : int { kFull, kCausal, kInterval };
 
-// kSoftcap: scores go through softcap * tanh(. / softcap).
+// kSoftcap: scores become softcap * tanh(. / softcap).
 enum class ScoreKind : int { kPlain, kSoftcap };
 
 struct KernelKind {

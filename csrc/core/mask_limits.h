@@ -1,8 +1,8 @@
 // Which keys a query sees, and which queries see a key. Masks are aligned bottom-right: query i of
-// seqlen_q stands at key i + seqlen_k - seqlen_q, its own.
+// seqlen_q has key i + seqlen_k - seqlen_q as its own.
 //
-// A mask is a type with two functions: keys(position, len) and queries(key, len). What they give is
-// an interval that grows at neither end when position or key goes down. It may be empty, and then
+// A mask is a type with two functions: keys(position, len) and queries(key, len). Each gives an
+// interval; neither of its ends moves up when position or key goes down. It may be empty, and then
 // lie outside the sequence.
 #pragma once
 
@@ -41,8 +41,8 @@ struct CausalMask {
   }
 };
 
-// A window around a query's own key, and chunks of keys, which start at key 0: a query sees the
-// keys of its own key's chunk. The other masks are special cases of this one.
+// A window around a query's own key, and chunks of keys, which start at key 0: a query sees only
+// keys in the chunk of its own key. The other masks are special cases of this one.
 struct IntervalMask {
   static constexpr int kNoLimit = (1 << 30) - 1;  // lengths are at most 2^30
 

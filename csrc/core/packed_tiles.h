@@ -1,13 +1,13 @@
-// Sequences of several lengths in one tensor: where each lies, and in which order their tiles are
-// worked on. A small kernel before the main one (schedule/prepare.h) makes the tables; the CTAs of
-// the main one draw tickets, and a ticket leads to its tile by two loads.
+// Sequences of several lengths in one tensor: the coordinates of each, and the order in which their
+// tiles are worked on. A small kernel before the main one (schedule/prepare.h) fills the tables.
+// The CTAs of the main kernel draw tickets, and two loads lead from a ticket to its tile.
 //
-// The longest sequences come first. The tiles of a sequence go by sections of heads whose K and V
-// fit in L2 together; in a section from the last tile to the first, which under a causal mask is
-// the longest first, and for each all heads of the section.
+// The longest sequences come first. The tiles of a sequence are ordered by sections of heads whose
+// K and V fit in L2 together; in a section from the last tile to the first, since under a causal
+// mask the last is the longest, and for each tile all heads of the section.
 //
-// Lengths come from the device and may be nonsense there: what is made of them stays inside the
-// tensors.
+// INVARIANT: lengths come from the device and may be nonsense there, but coordinates computed from
+// them stay inside the tensors.
 #pragma once
 
 #include <type_traits>
@@ -23,9 +23,9 @@ struct alignas(16) Sequence {
   SeqlenPair len;
 };
 
-// A sequence and its tiles: `tiles` of one head, of which there are tile_base in the sequences
-// before it. In the backward, where tiles of keys are scheduled, there are also row_tile_base tiles
-// of queries before it, in the order of the batch.
+// A sequence and its tiles: `tiles` tiles of one head, after tile_base tiles of the sequences
+// before it. In the backward, which schedules tiles of keys, there are also row_tile_base tiles of
+// queries before it, in the order of the batch.
 struct alignas(32) SequenceTiles {
   Sequence sequence;
   int tile_base;
@@ -34,15 +34,15 @@ struct alignas(32) SequenceTiles {
   int index;  // in the batch
 };
 
-// A tile of queries of the backward: `rows` rows of the tensors from `row`; 0 rows: there is no
-// such tile.
+// A tile of queries of the backward: `rows` rows of the tensors from `row` on; 0 rows: no such
+// tile.
 struct RowTile {
   int row;
   int rows;
 };
 
-// Where rows of packed sequences end for the copy engine (device/tensor_map.h). No tensor has as
-// many.
+// The end of every packed sequence in the coordinates of the copy engine (RowDims in
+// launch/tensor_map.h). No tensor has as many rows.
 constexpr int kRowsEnd = 1 << 30;
 
 struct PackedRows {
@@ -50,7 +50,7 @@ struct PackedRows {
   int length;
 };
 
-// Rows of sequence b that count, of a tensor of `total` rows.
+// The rows of sequence b that count, in a tensor of `total` rows.
 FA3_HD PackedRows packed_rows(int const* cu, int const* used, int b, int total) {
   int const begin = clamp(cu[b], 0, total);
   int const end = clamp(cu[b + 1], begin, total);
@@ -64,8 +64,8 @@ FA3_HD Sequence sequence_of(PackedLengths const& lengths, int b, int total_q, in
   return Sequence{q.begin, k.begin, SeqlenPair{q.length, k.length}};
 }
 
-// Rows that no sequence has: behind the used length of sequence b, and, as b = batch, behind the
-// last one.
+// Rows of no sequence: after the used length of sequence b, or, with is_last (b = batch), after the
+// last sequence.
 FA3_HD PackedRows unused_rows(int const* cu, int const* used, int b, bool is_last, int total) {
   if (is_last) {
     int const begin = clamp(cu[b], 0, total);
@@ -76,8 +76,8 @@ FA3_HD PackedRows unused_rows(int const* cu, int const* used, int b, bool is_las
   return PackedRows{all.begin + length, all.length - length};
 }
 
-// Such rows of q and of k are worked on too, so that their results are zeros: entries behind those
-// of the batch, each as two sequences, one without keys and one without queries. Here both in one.
+// Such rows are scheduled too, so that their results are zeros. They are entries after those of the
+// batch, each as two sequences, one without keys and one without queries; here both in one.
 FA3_HD Sequence unused_of(PackedLengths const& lengths, int b, bool is_last, int total_q,
                           int total_k) {
   PackedRows const q = unused_rows(lengths.cu_q, lengths.used_q, b, is_last, total_q);
@@ -85,18 +85,18 @@ FA3_HD Sequence unused_of(PackedLengths const& lengths, int b, bool is_last, int
   return Sequence{q.begin, k.begin, SeqlenPair{q.length, k.length}};
 }
 
-// Entry b of the tables: a sequence of the batch, the rows behind the last one, those behind the
-// used lengths.
+// Entry b of the tables: first the sequences of the batch, then the rows after the last one, then
+// those after the used lengths.
 FA3_HD Sequence entry_of(PackedLengths const& lengths, int b, int batch, int total_q, int total_k) {
   return b < batch    ? sequence_of(lengths, b, total_q, total_k)
          : b == batch ? unused_of(lengths, b, true, total_q, total_k)
                       : unused_of(lengths, b - batch - 1, false, total_q, total_k);
 }
 
-// The length of k, where a sequence of queries stands for rows that are none's: no sink counts.
+// The length of k for rows of no sequence: sinks do not apply to them.
 constexpr int kNoSequence = -1;
 
-// An entry as the kernel sees it that schedules tiles of queries, or of keys.
+// The part of an entry that is scheduled: its tiles of queries, or its tiles of keys.
 FA3_HD Sequence scheduled_part(Sequence s, bool is_unused, bool schedules_keys) {
   if (is_unused && schedules_keys) {
     s.len.q = 0;
@@ -107,16 +107,17 @@ FA3_HD Sequence scheduled_part(Sequence s, bool is_unused, bool schedules_keys) 
   return s;
 }
 
-// A sequence whose tiles of queries have room for so many only, which nonsense alone brings about.
-FA3_HD Sequence cut_to_room(Sequence s, int room, int tile_positions) {
-  if (ceil_div(s.len.q, tile_positions) > room) {
-    s.len.q = room * tile_positions;
+// Clips a sequence to the tiles of queries that the tables have capacity for. Only nonsense lengths
+// exceed it.
+FA3_HD Sequence clip_to_capacity(Sequence s, int capacity, int tile_positions) {
+  if (ceil_div(s.len.q, tile_positions) > capacity) {
+    s.len.q = capacity * tile_positions;
   }
   return s;
 }
 
-// Where a sequence lies: its lengths, and its rows as the copy engine counts them. One type for
-// kernels of dense batches, one for any batch.
+// A location: the lengths of a sequence, and its rows in the coordinates of the copy engine. One
+// type for kernels of dense batches, one for any batch.
 
 struct DenseLocation {
   int batch;
@@ -131,7 +132,7 @@ struct DenseLocation {
   FA3_HD int end_k() const { return 0; }
 };
 
-// Coordinates of device/tensor_map.h, RowDims.
+// Coordinates as RowDims (launch/tensor_map.h) defines them.
 struct AnyLocation {
   int batch;
   SeqlenPair len;
@@ -161,18 +162,18 @@ struct AnyLocation {
 template <BatchKind kBatch>
 using LocationOf = std::conditional_t<kBatch == BatchKind::kDense, DenseLocation, AnyLocation>;
 
-// No more tiles of `rows` rows than this are in `batch` sequences with `total` rows.
+// An upper bound of the tiles of `rows` rows in `batch` sequences with `total` rows.
 constexpr int64_t most_tiles(int64_t total, int64_t batch, int rows) {
   return total / rows + (batch < total ? batch : total);
 }
 
 // The tables in the workspace of a launch, in this order.
 struct PackedTables {
-  int tiles = 0;                       // room in sequence_of_tile
-  int row_tile_count = 0;              // room in row_tiles
+  int tiles = 0;                       // capacity of sequence_of_tile
+  int row_tile_count = 0;              // capacity of row_tiles
   int* header = nullptr;               // kHeaderInts: the next ticket
-  int* sequence_of_tile = nullptr;     // kNoTile behind the last one
-  RowTile* row_tiles = nullptr;        // of the backward; the sequences as they are in the batch
+  int* sequence_of_tile = nullptr;     // kNoTile after the last one
+  RowTile* row_tiles = nullptr;        // of the backward; in the order of the batch
   SequenceTiles* sequences = nullptr;  // longest first
 
   static constexpr int kHeaderInts = 8;
@@ -204,12 +205,12 @@ struct PackedTables {
   }
 };
 
-// How tickets are numbered: heads, and how many of them form a section (a divisor of them).
+// The order of tickets: heads, and how many of them form a section (a divisor of them).
 struct TicketOrder {
   FastDiv heads;
   FastDiv section_heads;
 
-  // The tile of a sequence that a ticket stands for, and its head; batch is the place in the table.
+  // The tile and head of a ticket, which belongs to sequence s; batch is the index in the batch.
   FA3_HD TileCoord coord(SequenceTiles const& s, int ticket) const {
     int const in_sequence = ticket - s.tile_base * int(heads.divisor);
     int const per_section = s.tiles * int(section_heads.divisor);

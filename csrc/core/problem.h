@@ -1,6 +1,6 @@
-// What crosses the boundaries of the host side, as plain data: a call's tensors described by
-// integers (TensorMeta), the problem (FwdProblem), what was decided (FwdPlan) and what the kernel's
-// launcher needs (FwdParams).
+// The structs that cross the boundaries of the host side, as plain data: a call's tensors described
+// by integers (TensorMeta), the problem (FwdProblem), the schedule of a variant (FwdSchedule) and
+// the parameters of a launch (FwdParams).
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ enum class Dtype : int {
 };
 enum class DeviceType : int { kCpu = 0, kCuda = 1, kOther = 2 };
 
-// Shape and place of a tensor; strides in elements.
+// Shape and device of a tensor; strides in elements.
 struct TensorMeta {
   Dtype dtype = Dtype::kOther;
   DeviceType device = DeviceType::kOther;
@@ -40,11 +40,11 @@ struct TensorView {
   int64_t head_stride = 0;
 };
 
-// FP8: rows that have a scale in common, where scales go by block.
+// FP8: rows that share a scale, where scales go by block.
 constexpr int kScaleBlockQueries = 64;
 constexpr int kScaleBlockKeys = 384;
 
-// The scales of q, k or v; strides in elements. Of packed sequences with scales by block, the
+// The scales of q, k or v; strides in elements. For packed sequences with scales by block, the
 // blocks of sequence b begin at cu[b] / rows of a block + b, and batch_stride is 0.
 struct ScaleView {
   float const* data = nullptr;  // nullptr: 1
@@ -72,14 +72,14 @@ struct FwdProblem {
   int heads_k = 0;
   int head_dim = 0;
   int head_dim_v = 0;
-  KernelKind kind;    // of kernel that serves it
+  KernelKind kind;    // of the kernels that serve it
   IntervalMask mask;  // in its most general form; right is 0 under a causal mask
   // Sequences of several lengths, one after the other: seqlen_q and seqlen_k are the longest, as
   // far as the host knows. The totals are the rows of the tensors.
   bool is_packed = false;
   int total_q = 0;
   int total_k = 0;
-  bool has_unused = false;  // of a sequence's rows not all need count
+  bool has_unused = false;  // some rows of a sequence may not count
   bool promote = false;     // FP8: sums of PV in fp32
   PackGqa pack_gqa = PackGqa::kHeuristic;
   int sm_margin = 0;
@@ -93,12 +93,12 @@ struct FwdProblem {
     mask.right = causal ? 0 : IntervalMask::kNoLimit;
   }
 
-  // Packed: sequences, and runs of rows that no sequence has (core/packed_tiles.h).
+  // Packed: sequences, and runs of rows of no sequence (core/packed_tiles.h).
   int entries() const { return batch + 1 + (has_unused ? batch : 0); }
 };
 
-// Lengths of a packed batch as they lie on the device: sequence b has the rows from cu[b] up to
-// cu[b + 1], of which used[b] count, or all where that is nullptr.
+// Lengths of a packed batch, in device memory: sequence b has the rows from cu[b] up to cu[b + 1],
+// of which used[b] count, or all where used is nullptr.
 struct PackedLengths {
   int const* cu_q = nullptr;
   int const* cu_k = nullptr;
@@ -106,7 +106,8 @@ struct PackedLengths {
   int const* used_k = nullptr;
 };
 
-// How the work of a problem is cut for one variant. Everything the launcher needs beside pointers.
+// How the work of a problem is split into tiles for one variant: everything the launcher needs
+// apart from pointers.
 struct FwdSchedule {
   int pack = 1;     // query heads in the rows of a tile (core/row_packing.h)
   int m_tiles = 0;  // tiles along the queries
@@ -116,10 +117,10 @@ struct FwdSchedule {
                  // longest sequence
   int section_pairs = 1;  // core/tile_order.h
   int grid = 0;           // CTAs
-  // Packed: tiles is the most that there can be, section_heads the packed heads that go through a
-  // sequence together (core/packed_tiles.h).
+  // Packed: tiles is an upper bound; section_heads: the packed heads that go through a sequence
+  // together (core/packed_tiles.h).
   int section_heads = 1;
-  int least_lead = 0;  // less than it is no gain
+  int least_lead = 0;  // a smaller lead is no gain
   int64_t workspace_ints = 0;
 };
 
@@ -145,20 +146,21 @@ struct FwdParams {
   float softcap = 0.f;  // 0: none; else the problem is general
 };
 
-// How the work of a backward pass is cut. Everything the launcher needs beside pointers.
+// How the work of a backward pass is split into tiles: everything the launcher needs apart from
+// pointers.
 struct BwdSchedule {
   int tile_m = 0;            // queries of a step
   int tile_n = 0;            // keys of a CTA, or of a cluster of them
   int m_tiles = 0;           // tiles along the queries: the steps of a CTA
   int n_tiles = 0;           // tiles along the keys
-  int grid = 0;              // CTAs: of every tile of keys of every KV head and batch; may be 0
+  int grid = 0;              // CTAs, for every tile of keys, KV head and batch entry; may be 0
   bool in_sections = false;  // core/tile_order.h, with tiles of keys for those of queries
   int section_pairs = 1;
-  int64_t rows = 0;       // queries of all heads and batches, filled up to whole tiles
+  int64_t rows = 0;       // queries of all heads and batches, padded to whole tiles
   int64_t dq_floats = 0;  // of the fp32 accumulator of dQ
-  int64_t flags = 0;      // deterministic: of every tile of queries, and the ticket; else 0
-  // Packed: m_tiles and n_tiles are the most that there can be in all sequences together, and
-  // section_heads the KV heads that go through a sequence together (core/packed_tiles.h).
+  int64_t flags = 0;      // deterministic: those of all tiles of queries, and the ticket; else 0
+  // Packed: m_tiles and n_tiles are upper bounds for all sequences together; section_heads: the KV
+  // heads that go through a sequence together (core/packed_tiles.h).
   int section_heads = 1;
   int most_queries = 0;    // that a tile of keys meets
   int64_t table_ints = 0;  // of the tables, a multiple of 8; else 0

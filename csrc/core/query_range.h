@@ -1,5 +1,6 @@
-// The tiles of queries that a tile of keys meets in the backward pass. The loop runs upwards: tiles
-// [free_begin, free_end) see every key of the tile, the others of [begin, end) need the mask.
+// The tiles of queries that a tile of keys meets in the backward pass. The loop runs upwards: the
+// queries of tiles [free_begin, free_end) see every key of the tile; the others of [begin, end)
+// need the mask.
 #pragma once
 
 #include "core/mask_limits.h"
@@ -8,15 +9,15 @@ namespace fa3 {
 
 struct QueryRange {
   int begin;
-  int free_begin;  // may lie behind free_end: then no tile is free
+  int free_begin;  // may be after free_end: then no tile is free
   int free_end;
   int end;
 
   FA3_HD constexpr bool is_masked(int m) const { return m < free_begin || m >= free_end; }
 };
 
-// Keys [key_begin, key_begin + tile_n) against tiles of tile_m queries. A tile of keys that goes on
-// past the end of the sequence is masked throughout: a filled-up key has score 0, and 2^(0 - LSE)
+// Keys [key_begin, key_begin + tile_n) against tiles of tile_m queries. A tile of keys that extends
+// past the end of the sequence is masked throughout: a key of padding has score 0, and 2^(0 - LSE)
 // may be infinite. Queries past the end need no mask: their LSE makes P zero. Where no query sees a
 // key, end is begin or less.
 template <class Mask>

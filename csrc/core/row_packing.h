@@ -2,8 +2,8 @@
 //
 // Without packing a row is one position of one query head. With `pack` > 1 the query heads that
 // share a KV head become extra rows: row r of a warpgroup holds position r / pack, head r % pack of
-// its head group. 64 / pack positions fit; the rows left over when pack does not divide 64 are
-// computed and thrown away.
+// its head group. 64 / pack positions fit. If pack does not divide 64, the remaining rows are
+// computed and dropped.
 #pragma once
 
 #include "core/int_math.h"
@@ -22,9 +22,9 @@ struct RowPacking {
   }
 };
 
-// Where later queries see more keys, the tile that the rows do not fill should be the first, which
-// costs least: the tiles of a sequence begin so many positions before its first query. They are
-// those of whole warpgroups, so that the rows of a warpgroup are the same as without.
+// The positions by which the tiles of a sequence begin before its first query. Where later queries
+// see more keys, the partly empty tile should be the first one, which costs least. Only whole
+// warpgroups move, so that the rows of a warpgroup are the same as without a lead.
 FA3_HD constexpr int lead_positions(int tiles, int seqlen_q, int warpgroups, int per_warpgroup) {
   int const missing = tiles * warpgroups * per_warpgroup - seqlen_q;
   int lead = 0;

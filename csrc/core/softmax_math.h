@@ -1,5 +1,5 @@
-// The scalar form of the online softmax: what a row keeps, in base 2 with the scale folded in. The
-// kernels work on fragments of it; the host tests check this form against a two-pass softmax.
+// The scalar form of the online softmax: the state of a row, in base 2 with the scale folded in.
+// The kernels apply it to fragments; the host tests compare it with a two-pass softmax.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,7 @@ namespace fa3 {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// The maximum that is subtracted: a row that has seen no key yet has -inf, and -inf - -inf would be
-// NaN.
+// The maximum to subtract. A row that has seen no key yet has -inf, and -inf - -inf would be NaN.
 FA3_HD float finite_max(float row_max) { return row_max == -INFINITY ? 0.f : row_max; }
 
 // Natural-log LSE of a row: maximum of the raw scores, sum of exp2((score - max) * scale_log2).
@@ -31,8 +30,7 @@ FA3_HD float with_sink(float lse, float sink) {
   return larger + std::log(1.f + std::exp(-distance));
 }
 
-// What the output row is multiplied by at the end: 0 for a row without a visible key, NaN for a NaN
-// row.
+// The factor of the output row at the end: 0 for a row without a visible key, NaN for a NaN row.
 FA3_HD float inverse_sum(float row_sum) { return row_sum == 0.f ? 0.f : 1.f / row_sum; }
 
 }  // namespace fa3

@@ -1,17 +1,17 @@
 // Which tiles a CTA of the persistent grid works on, in which order. Pure arithmetic on the CTA's
 // index: no counter has to be zeroed, and every launch is the same.
 //
-// Full attention: all tiles cost the same; they are dealt in the order m, head, batch, so that the
-// CTAs of one round read the K and V of few heads.
+// Full attention: all tiles cost the same; they are assigned in the order m, head, batch, so that
+// the CTAs of one wave read the K and V of few heads.
 //
 // Causal: the cost of a tile grows with m. (head, batch) pairs form sections whose K and V fit in
 // L2 together; inside a section the longest tiles come first, over all its heads. A section is
-// dealt in rounds of one tile per CTA, in snake order (left to right, then right to left), which
-// evens out what a CTA gets over two rounds: in one section no two CTAs differ by more than its
-// longest tile. The next section starts with the CTAs that the last round of this one left out.
+// assigned in waves of one tile per CTA, in snake order (left to right, then right to left), which
+// balances the load over two waves: in one section no two CTAs differ by more than its longest
+// tile. The next section starts with the CTAs that had no tile in the last wave.
 //
-// A window: the same, for the sake of the first tiles, which cost less than a window. They fill the
-// last round.
+// A window: the same order, because the first tiles cost less than a window. They fill the last
+// wave.
 #pragma once
 
 #include "core/int_math.h"
@@ -52,7 +52,7 @@ struct TileOrder {
     return m_tiles * min_of(section_pairs, pairs - section * section_pairs);
   }
 
-  // The tile at a position of a section's order of work.
+  // The tile at a position in the order of a section.
   FA3_HD TileCoord coord(int section, int position) const {
     int pair;
     int m;
@@ -70,17 +70,17 @@ struct TileOrder {
   }
 };
 
-// The tiles of one CTA: coord() is the one at hand as long as the walk is valid, next() goes on.
+// The tiles of one CTA: coord() is the current one while the walk is valid(), next() advances.
 struct TileWalk {
   TileOrder const& order;
   int ctas;
-  int seat;  // of this CTA in the rounds of the section
+  int wave_index;  // of this CTA, in the waves of the section
   int section;
-  int round;
+  int wave;
   int position;
 
   FA3_HD TileWalk(TileOrder const& order_, int cta, int ctas_)
-      : order(order_), ctas(ctas_), seat(cta), section(0), round(0), position(cta) {
+      : order(order_), ctas(ctas_), wave_index(cta), section(0), wave(0), position(cta) {
     if (order.sections > 0 && position >= order.tiles_of(0)) {
       next_section();
     }
@@ -91,29 +91,29 @@ struct TileWalk {
   FA3_HD TileCoord coord() const { return order.coord(section, position); }
 
   FA3_HD void next() {
-    ++round;
-    position = round * ctas + (is_backwards() ? ctas - 1 - seat : seat);
+    ++wave;
+    position = wave * ctas + (is_backwards() ? ctas - 1 - wave_index : wave_index);
     if (position >= order.tiles_of(section)) {
       next_section();
     }
   }
 
  private:
-  FA3_HD bool is_backwards() const { return order.longest_first && (round & 1); }
+  FA3_HD bool is_backwards() const { return order.longest_first && (wave & 1); }
 
-  // A partial last round that ran forwards was taken by the first seats, which now become the last
-  // ones.
+  // A partial last wave that ran forwards used the first indices, which now become the last ones.
   FA3_HD void next_section() {
     do {
       int const tiles = order.tiles_of(section);
-      int const full_rounds = tiles / ctas;
-      int const left_over = tiles - full_rounds * ctas;
-      if ((full_rounds & 1) == 0) {
-        seat = seat < left_over ? seat + ctas - left_over : seat - left_over;
+      int const full_waves = tiles / ctas;
+      int const remaining = tiles - full_waves * ctas;
+      if ((full_waves & 1) == 0) {
+        wave_index =
+            wave_index < remaining ? wave_index + ctas - remaining : wave_index - remaining;
       }
       ++section;
-      round = 0;
-      position = seat;
+      wave = 0;
+      position = wave_index;
     } while (section < order.sections && position >= order.tiles_of(section));
   }
 };

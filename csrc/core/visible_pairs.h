@@ -1,4 +1,4 @@
-// How many (query, key) pairs a mask lets through, counted without going through the queries.
+// Counts the (query, key) pairs that a mask lets through, without visiting every query.
 #pragma once
 
 #include "core/mask_limits.h"
@@ -15,15 +15,15 @@ constexpr double sum_of_ramp(int64_t first, int64_t count, int64_t most) {
   return up_to(first + count - 1) - up_to(first - 1);
 }
 
-// Of a window alone: of the keys up to its right end those are hidden that lie before its left end.
+// A window without chunks: of the keys up to its right end, those before its left end are masked.
 constexpr double count_in_window(int64_t seqlen_q, int64_t seqlen_k, IntervalMask const& mask) {
   int64_t const own = seqlen_k - seqlen_q;  // of query 0
   return sum_of_ramp(own + mask.right + 1, seqlen_q, seqlen_k) -
          sum_of_ramp(own - mask.left, seqlen_q, seqlen_k);
 }
 
-// Each chunk is a problem of its own, of the queries that stand in it; all between the first and
-// the last one are alike.
+// Each chunk is a problem of its own, for the queries whose own key is in it. All chunks between
+// the first and the last one are alike.
 constexpr double count_in_chunks(int64_t seqlen_q, int64_t seqlen_k, IntervalMask const& mask) {
   int64_t const size = mask.chunk.divisor;
   int64_t const first_own = seqlen_k > seqlen_q ? seqlen_k - seqlen_q : 0;

@@ -1,8 +1,9 @@
 // Barriers in shared memory (mbarriers), named barriers of the CTA, and the order of launches.
 //
 // A ring of buffers is a pair of mbarrier arrays: full[i] is completed by a copy, empty[i] by the
-// readers. RingState says where a role stands. A consumer waits for full with `phase`, a producer
-// for empty with `phase ^ 1`, so that the first round of a producer passes through a fresh barrier.
+// readers. RingState is the position of a role in a ring. A consumer waits for full with `phase`, a
+// producer for empty with `phase ^ 1`, so that the first pass of a producer does not wait on a
+// fresh barrier.
 #pragma once
 
 #include "device/cute.h"
@@ -24,12 +25,12 @@ struct RingState {
   }
 };
 
-// Named barriers 0 to 7 are kept for the compiler, CUTLASS and __syncthreads.
+// Hardware barriers 0 to 7 are reserved for the compiler, CUTLASS and __syncthreads.
 enum class NamedBarrier : int {
   kPingPongFirst = 0,   // warpgroup 0 may issue products: it waits (128), warpgroup 1 arrives (128)
   kPingPongSecond = 1,  // the same for warpgroup 1
   kKeysRead = 2,        // the last product of the backward that reads K is complete: all consumers
-  kMeetFirst = 3,       // the warps of warpgroup 0 meet; + 1, + 2: of the others (128)
+  kWarpgroupFirst = 3,  // synchronises warpgroup 0 (128); + 1, + 2: the others
 };
 
 CUTE_DEVICE void named_sync(NamedBarrier id, int threads) {
@@ -41,11 +42,12 @@ CUTE_DEVICE void named_arrive(NamedBarrier id, int threads) {
 }
 
 // Programmatic dependent launch: a launch may begin while the one before it in the stream still
-// runs. Nothing of that one may be read, and nothing that it reads overwritten, before the wait.
-// (CUTLASS has these words too, as nothing at all unless a macro is set.)
+// runs. Before this wait, nothing that the earlier launch writes may be read, and nothing that it
+// reads may be overwritten. (CUTLASS has both functions too, but they do nothing unless a macro is
+// set.)
 CUTE_DEVICE void wait_for_earlier_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The next launch may take the place of CTAs that have ended.
+// The CTAs of the next launch may start where CTAs of this one have ended.
 CUTE_DEVICE void allow_later_launches() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // Makes the initialised mbarriers visible to the copy engine and to the other threads' proxies.

@@ -10,7 +10,7 @@ CUTE_DEVICE uint64_t* mbarrier_word(Mbarrier& barrier) {
   return reinterpret_cast<uint64_t*>(&barrier);
 }
 
-// Global to shared memory; counts its bytes on `full`.
+// Copies from global to shared memory; `full` counts the bytes.
 CUTE_DEVICE void bulk_load(void* target, void const* source, uint32_t bytes, Mbarrier& full) {
   cute::SM90_BULK_COPY_G2S::copy(source, mbarrier_word(full), target, int32_t(bytes));
 }

@@ -1,4 +1,4 @@
-// A cluster of CTAs: they run at the same time and reach each other's shared memory.
+// A cluster of CTAs: they run at the same time and can access each other's shared memory.
 #pragma once
 
 #include "device/barriers.h"
@@ -7,14 +7,14 @@ namespace fa3 {
 
 CUTE_DEVICE int cluster_rank() { return int(cute::block_rank_in_cluster()); }
 
-// All threads of all CTAs meet; what one wrote before, the others see after. Threads that have
-// ended are not waited for.
+// Synchronises all threads of all CTAs: what one wrote before, the others see after. Threads that
+// have ended are not waited for.
 CUTE_DEVICE void cluster_sync() {
   cute::cluster_arrive();
   cute::cluster_wait();
 }
 
-// The address, in the CTA of another rank, of what lies at `local` in this one.
+// The address in the CTA of another rank that corresponds to `local` in this one.
 CUTE_DEVICE uint32_t shared_address_of(int rank, void const* local) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -23,7 +23,7 @@ CUTE_DEVICE uint32_t shared_address_of(int rank, void const* local) {
   return address;
 }
 
-// An int of another CTA's shared memory.
+// Reads an int from another CTA's shared memory.
 CUTE_DEVICE int read_shared_of(int rank, int const& local) {
   int value;
   asm volatile("ld.shared::cluster.s32 %0, [%1];"
@@ -33,7 +33,8 @@ CUTE_DEVICE int read_shared_of(int rank, int const& local) {
   return value;
 }
 
-// Copies shared memory to the same place `target` of another CTA; its mbarrier counts the bytes.
+// Copies shared memory to the corresponding address `target` of another CTA; its mbarrier counts
+// the bytes.
 CUTE_DEVICE void bulk_send(int rank, void* target, void const* source, uint32_t bytes,
                            Mbarrier& full) {
   asm volatile(

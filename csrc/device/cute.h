@@ -3,7 +3,7 @@
 // few extra shapes that are needed.
 #pragma once
 
-// TRAP: CUTLASS reads this one inside its own namespace, if nobody has read it before.
+// TRAP: CUTLASS includes this header inside its own namespace unless it has been included before.
 #include <cudaTypedefs.h>
 
 #include <cute/arch/copy_sm90.hpp>

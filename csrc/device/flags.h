@@ -1,15 +1,16 @@
-// Flags in global memory by which one CTA hands data over to another. One thread of each speaks.
+// Flags in global memory through which one CTA publishes data to another. One elected thread of
+// each CTA calls these functions.
 //
 // The copy engine works through a proxy of its own, which acquire and release do not order: where
-// it reads, writes or adds to the data, a proxy fence stands between its work and the flag, on
-// either side.
+// it reads, writes or adds to the data, a proxy fence is needed between its work and the flag, on
+// both sides.
 #pragma once
 
 #include "device/cute.h"
 
 namespace fa3 {
 
-// What was done before the flag was set to this value is then seen.
+// Waits until the flag has this value. Writes made before it was set are then visible.
 CUTE_DEVICE void wait_for_flag(int const* flag, int value) {
   int seen;
   do {

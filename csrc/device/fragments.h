@@ -6,9 +6,10 @@
 
 namespace fa3 {
 
-// A thread holds 2 rows: row = 16 * warp + lane / 4 (+ 8), and in each the columns 8 j + 2 * (lane
+// A thread holds 2 rows, row = 16 * warp + lane / 4 (+ 8), and in each the columns 8 j + 2 * (lane
 // % 4) (+ 1).
-// ((2, 2, J), 1, 1) -> (2 rows, (2, J) columns)
+//
+//   ((2, 2, J), 1, 1) -> (2 rows, (2, J) columns)
 template <class Fragment>
 CUTE_DEVICE auto rows_view(Fragment& acc) {
   auto layout = acc.layout();
@@ -18,7 +19,7 @@ CUTE_DEVICE auto rows_view(Fragment& acc) {
                         cute::make_layout(cute::get<0, 0>(layout), cute::get<0, 2>(layout))));
 }
 
-// Of an accumulator, each of this thread's two rows by its own factor.
+// Multiplies each of this thread's two rows of an accumulator by its own factor.
 template <class Fragment>
 CUTE_DEVICE void multiply_rows(Fragment& acc, float const (&factor)[2]) {
   auto rows = rows_view(acc);
@@ -31,9 +32,10 @@ CUTE_DEVICE void multiply_rows(Fragment& acc, float const (&factor)[2]) {
   }
 }
 
-// The registers of an accumulator are, 8 columns at a time, those of the A operand 16 columns at a
-// time.
-// ((2, 2, J), 1, 1) -> ((2, 2, 2), 1, J / 2)
+// The layout of an accumulator as the A operand: its registers for 8 columns at a time are those of
+// the A operand for 16 columns at a time.
+//
+//   ((2, 2, J), 1, 1) -> ((2, 2, 2), 1, J / 2)
 template <class Layout>
 CUTE_DEVICE auto operand_a_layout(Layout acc) {
   auto halves = cute::logical_divide(cute::get<0, 2>(acc), cute::Layout<cute::_2>{});  // (2, J / 2)
@@ -42,10 +44,11 @@ CUTE_DEVICE auto operand_a_layout(Layout acc) {
       cute::get<1>(acc), cute::get<1>(halves));
 }
 
-// The same of 8-bit operands, 16 columns at a time of each half of 32: the columns of a thread come
-// in the order 2 j, 2 j + 1, 8 + 2 j, 8 + 2 j + 1, so the rows of the second operand have to lie in
-// that order (forward/transpose.h).
-// ((2, 2, J), 1, 1) -> ((4, 2, 2), 1, J / 4)
+// The same for 8-bit operands, 16 columns at a time of each half of 32. A thread's columns have the
+// order 2 j, 2 j + 1, 8 + 2 j, 8 + 2 j + 1, so the rows of the second operand must have that order
+// (forward/values_transposed.h).
+//
+//   ((2, 2, J), 1, 1) -> ((4, 2, 2), 1, J / 4)
 template <class Layout>
 CUTE_DEVICE auto operand_a_layout_of_bytes(Layout acc) {
   constexpr int kGroups = decltype(cute::size<0, 2>(acc))::value;
@@ -53,14 +56,14 @@ CUTE_DEVICE auto operand_a_layout_of_bytes(Layout acc) {
       cute::Shape<cute::Shape<cute::_4, cute::_2, cute::_2>, cute::_1, cute::Int<kGroups / 4>>{});
 }
 
-// Where 8 columns (16 bytes, a chunk) of a row lie in a tile of slices of 64 columns with the
-// 128-byte swizzle, in bytes.
+// The offset, in bytes, of 8 columns (16 bytes, a chunk) of a row in a tile of slices of 64 columns
+// with the 128-byte swizzle.
 template <int kRows>
 CUTE_HOST_DEVICE constexpr int chunk_offset_bytes(int row, int chunk) {
   return (chunk / 8 * kRows + row) * 128 + (chunk % 8 ^ row % 8) * 16;
 }
 
-// First of the two rows of this thread, and the first of its columns.
+// The first of this thread's two rows, and the first of its columns.
 CUTE_DEVICE int fragment_row(int warpgroup_thread) {
   return (warpgroup_thread / 32) * 16 + (warpgroup_thread % 32) / 4;
 }

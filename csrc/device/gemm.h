@@ -1,5 +1,5 @@
-// Issues a product on the tensor cores. Never waits: the caller places the waits, because that is
-// where the overlap is.
+// Issues a product on the tensor cores. Never waits: the caller decides where to wait, and with it
+// what overlaps.
 #pragma once
 
 #include "device/cute.h"
@@ -11,7 +11,7 @@ struct NoHook {
 };
 
 // D = A B (zero_init) or D += A B, over the first kSteps k-steps of the fragments; one wgmma group.
-// Issuing runs only a little ahead of the tensor cores: `hook` is called when kHookLead k-steps are
+// Issuing runs only a little ahead of the tensor cores. `hook` is called when kHookLead k-steps are
 // still to be issued.
 template <int kSteps, int kHookLead = 0, class TiledMma, class FragmentA, class FragmentB,
           class FragmentD, class Hook = NoHook>
@@ -38,7 +38,7 @@ CUTE_DEVICE void issue_gemm(TiledMma mma,
   }
 }
 
-// D = A B, as issue_gemm(); the first k-steps have their A in `held`, registers, the others in `a`.
+// D = A B, as issue_gemm(): the first k-steps take A from registers, `held`, the others from `a`.
 template <int kSteps, class HeldMma, class FragmentHeld, class TiledMma, class FragmentA,
           class FragmentB, class FragmentD>
 CUTE_DEVICE void issue_gemm_of_both(HeldMma held_mma, FragmentHeld const& held, TiledMma mma,

@@ -1,11 +1,11 @@
-// Sums in global memory from registers.
+// Adds to global memory from registers.
 #pragma once
 
 #include "device/cute.h"
 
 namespace fa3 {
 
-// Adds four floats, in any order with other threads' sums.
+// Adds four floats. The order relative to other threads' additions is undefined.
 CUTE_DEVICE void add_to_global(float4* target, float4 value) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                :

@@ -1,5 +1,5 @@
 // Instructions that C++ has no exact word for: base-2 exponential, packed conversions, reductions
-// over lanes, as over the four that share a row of an accumulator.
+// over lanes, such as the four that share a row of an accumulator.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,8 +9,8 @@
 
 namespace fa3 {
 
-// The number of this thread in its warp, read anew each time: where registers are short it is not
-// to be kept.
+// The number of this thread in its warp. WHY read anew each time: where registers are short it
+// should not be kept.
 CUTE_DEVICE int lane_of_warp() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -38,7 +38,7 @@ CUTE_DEVICE float reciprocal_approx(float x) {
   return y;
 }
 
-// Four floats to four e4m3, round to nearest even, at most 448; `a` lands in the lowest byte.
+// Converts four floats to four e4m3, round to nearest even, at most 448; `a` is the lowest byte.
 CUTE_DEVICE uint32_t pack_four_e4m3(float a, float b, float c, float d) {
   uint32_t packed;
   asm("{\n.reg .b16 low, high;\n"
@@ -50,15 +50,15 @@ CUTE_DEVICE uint32_t pack_four_e4m3(float a, float b, float c, float d) {
   return packed;
 }
 
-// To 2e-7, absolute: the instruction for it (tanh.approx) is a thousand times worse, and a softcap
-// multiplies its error by the cap.
+// tanh, with an absolute error of at most 2e-7. WHY not tanh.approx: its error is a thousand times
+// larger, and a softcap multiplies the error by the cap.
 CUTE_DEVICE float tanh_of(float x) {
   float const power = exp2_approx(x * 2.8853900817779268f);  // e^2x
   return 1.f - __fdividef(2.f, power + 1.f);
 }
 
-// Two floats to two halves in one instruction, round to nearest even; `low` lands in the lower
-// half.
+// Converts two floats to two 16-bit elements in one instruction, round to nearest even; `low` is
+// the lower half.
 template <class Element>
 CUTE_DEVICE uint32_t pack_two(float low, float high) {
   uint32_t packed;
@@ -70,7 +70,7 @@ CUTE_DEVICE uint32_t pack_two(float low, float high) {
   return packed;
 }
 
-// The reverse; exact.
+// The reverse of pack_two(); exact.
 template <class Element>
 CUTE_DEVICE float2 unpack_two(uint32_t packed) {
   if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
@@ -101,7 +101,7 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// Of groups of so many lanes.
+// The sum over each group of kLanes lanes.
 template <int kLanes>
 CUTE_DEVICE float sum_over_lanes(float x) {
   CUTE_UNROLL

@@ -12,7 +12,7 @@ using ElementOf = cute::conditional_t<
     kDtype == Dtype::kFloat8E4M3, cutlass::float_e4m3_t,
     cute::conditional_t<kDtype == Dtype::kFloat16, cutlass::half_t, cutlass::bfloat16_t>>;
 
-// Elements of a k-step: 32 bytes.
+// Elements of a k-step, which has 32 bytes.
 template <class Element>
 constexpr int kStepColumns = 32 / int(sizeof(Element));
 

@@ -1,6 +1,6 @@
-// Copies of boxes of q, k, v and what is like them, between global and shared memory. A map of a
-// dense batch has four dimensions: columns; rows and heads, in any order; the batch. One of any
-// batch has a fifth, the row at which a sequence ends (RowDims in launch/tensor_map.h).
+// Copies of boxes of q, k, v and tensors of the same shapes, between global and shared memory. The
+// map of a dense batch has four dimensions: columns; rows and heads, in any order; the batch. The
+// map of any batch has a fifth, the row at which a sequence ends (RowDims in launch/tensor_map.h).
 #pragma once
 
 #include "core/packed_tiles.h"
@@ -8,13 +8,13 @@
 
 namespace fa3 {
 
-// Dimensions of a map.
+// Number of dimensions of a map.
 template <class Location>
 constexpr int kMapRank = 5;
 template <>
 inline constexpr int kMapRank<DenseLocation> = 4;
 
-// Where a box begins: column; row and head in the order of the map; and the sequence.
+// The coordinates of a box: column; row and head in the order of the map; and the sequence.
 template <class Location>
 struct BoxCoordinates {
   int c0;
@@ -24,7 +24,7 @@ struct BoxCoordinates {
   int end;
 };
 
-// Counted on `barrier`.
+// Loads a box; `barrier` counts its bytes.
 template <class Location>
 CUTE_DEVICE void load_box(CUtensorMap const& map, uint64_t* barrier, uint64_t hint, void* target,
                           BoxCoordinates<Location> const& box) {
@@ -36,7 +36,7 @@ CUTE_DEVICE void load_box(CUtensorMap const& map, uint64_t* barrier, uint64_t hi
   }
 }
 
-// Part of the thread's current bulk group.
+// Stores a box, as part of the thread's current bulk group.
 template <class Location>
 CUTE_DEVICE void store_box(CUtensorMap const& map, void const* source,
                            BoxCoordinates<Location> const& box) {

@@ -1,4 +1,4 @@
-// The kinds of score (core/kernel_kind.h), between the product S = Q K^T and the mask.
+// The kinds of score (core/kernel_kind.h): what happens between the product S = Q K^T and the mask.
 #pragma once
 
 #include "core/kernel_kind.h"
@@ -13,7 +13,7 @@ struct PlainScore {
 
 // S becomes t = tanh(S * factor); the cap then takes the role of the softmax scale.
 struct SoftcapScore {
-  // factors: of a thread's two rows, softmax_scale / softcap.
+  // factors: softmax_scale / softcap, for each of a thread's two rows.
   template <class Fragment>
   CUTE_DEVICE static void transform(Fragment& acc, float const (&factors)[2]) {
     CUTE_UNROLL
@@ -22,8 +22,8 @@ struct SoftcapScore {
     }
   }
 
-  // The derivative of tanh where it is t. Masked scores have t = -inf and P = 0, and the product of
-  // the two must not be NaN.
+  // The derivative of tanh where its value is t. WHY the maximum: masked scores have t = -inf and P
+  // = 0, and the product of the two must not be NaN.
   CUTE_DEVICE static float slope(float t) { return fmaxf(1.f - t * t, 0.f); }
 };
 

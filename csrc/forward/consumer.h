@@ -1,5 +1,5 @@
-// A consumer warpgroup: what both loops over K tiles (loop_skewed.h, loop_serial.h) are made of. It
-// computes S = Q K^T, the softmax and O = P V for its 64 rows of a tile.
+// A consumer warpgroup computes S = Q K^T, the softmax and O = P V for its 64 rows of a tile. Both
+// loops over K tiles (loop_skewed.h, loop_serial.h) are built from the functions of FwdConsumer.
 #pragma once
 
 #include "device/gemm.h"
@@ -8,7 +8,7 @@
 
 namespace fa3 {
 
-// A tile that a consumer warpgroup works on.
+// The tile that a consumer warpgroup works on.
 template <class Traits>
 struct FwdTile {
   FwdWork<Traits> work;
@@ -17,9 +17,9 @@ struct FwdTile {
   bool o_is_zero = true;  // nothing has been added to O yet
 };
 
-// A buffer of shared memory as an operand of a product. One for 16 bits: a descriptor for each
-// buffer. WHY not the other: loops of bf16 at head dim 64 get another order, 1 to 3 % slower (timed
-// with one more change; docs/journal/fp8.md).
+// A buffer of shared memory as an operand of a product, for 16-bit elements: one descriptor for
+// each buffer. WHY not OffsetDescriptors: ptxas then orders the loops of bf16 at head dim 64
+// differently, 1 to 3 % slower (timed together with one other change; docs/journal/fp8.md).
 struct BufferDescriptors {
   template <class Layout, class Element, int kElements, class Partition>
   CUTE_DEVICE static auto operand(Element (*buffers)[kElements], int index,
@@ -28,7 +28,7 @@ struct BufferDescriptors {
   }
 };
 
-// One descriptor, made once for the first buffer; another buffer is one addition away.
+// One descriptor for the first buffer, computed once; that of another buffer is one addition away.
 struct OffsetDescriptors {
   template <class Layout, class Element, int kElements, class Partition>
   CUTE_DEVICE static auto operand(Element (*buffers)[kElements], int index,
@@ -39,8 +39,8 @@ struct OffsetDescriptors {
   }
 };
 
-// PingPong_ is asked before the products of a step are issued and told after; there is another one
-// in benchmarks/unspecialised.h.
+// PingPong_: wait() is called before the products of a step are issued, pass() after.
+// benchmarks/unspecialised.h has another such type.
 template <class Traits_, class PingPong_ = PingPongOf<Traits_>>
 struct FwdConsumer {
   using Traits = Traits_;
@@ -88,7 +88,7 @@ struct FwdConsumer {
         sums(shared_, warpgroup_, thread_),
         softmax(p_.scale_log2, p_.lazy_rescale_log2, p_.zero) {}
 
-  // The next tile, as soon as its Q is there. Its limits are still missing.
+  // The next tile, as soon as its Q has arrived. Its limits are still missing.
   CUTE_DEVICE Tile take_tile() {
     int const q_stage = q_ring.stage;
     shared.q_full[q_stage][warpgroup].wait(q_ring.phase);
@@ -103,7 +103,7 @@ struct FwdConsumer {
     queries.load(shared.q[tile.q_stage][warpgroup], thread);
   }
 
-  // S = Q K^T of the next K tile, which has come.
+  // Issues S = Q K^T of the next K tile, whose K has arrived.
   CUTE_DEVICE void issue_scores(Tile const& tile) {
     auto mma = MmaS{}.get_slice(0);
     int const q_buffer = tile.q_stage * Traits::kWarpgroups + warpgroup;
@@ -117,7 +117,7 @@ struct FwdConsumer {
     queries.issue(tSrQ, tSrK, tSrS);
   }
 
-  // O = P V of the next K tile, added to O unless it starts from zero.
+  // Issues O = P V of the next K tile. It is added to O unless O starts from zero.
   template <class Hook = NoHook>
   CUTE_DEVICE void issue_output(Tile const& tile, Hook hook = {}) {
     shared.v_full[v_ring.stage].wait(v_ring.phase);
@@ -146,7 +146,7 @@ struct FwdConsumer {
     Slots::Score::transform(tSrS, factors);
   }
 
-  // S of K tile n to P, in the registers of S. hook: as in Softmax::update().
+  // Turns S of K tile n into P, in the registers of S. hook: as in Softmax::update().
   template <Masked kMasked, class Scale, class Hook = NoHook>
   CUTE_DEVICE void exponentiate(int n, Tile& tile, Scale const& scale, Hook const& hook = {}) {
     transform_scores(scale);
@@ -157,9 +157,9 @@ struct FwdConsumer {
   }
 
   // -------------------------------------------------------------------------------- results
-  // Divides O by the sums of its rows; O and the LSE leave.
+  // Divides O by the sums of its rows, and stores O and the LSE.
   CUTE_DEVICE void store(Tile const& tile) {
-    // Read here, not before: the loops have no registers for it. It is overwritten once the Q
+    // WHY `work` is read here: the loops have no registers for it. It is overwritten once the Q
     // buffer is released.
     FwdWork<Traits> const& work = shared.work[tile.q_stage][warpgroup];
     float row_sinks[2];
@@ -169,8 +169,8 @@ struct FwdConsumer {
     Slots::Output::store(shared, p, {tile.q_stage, warpgroup, thread}, softmax, row_sinks, tOrO);
   }
 
-  // -------------------------------------------------------------------------------- skipped K
-  // tiles K tiles of which none of this warpgroup's rows sees a key.
+  // -------------------------------------------------------------------------- skipped K tiles
+  // Passes over K tiles of which none of this warpgroup's rows sees a key.
   CUTE_DEVICE void skip_keys(int count) {
     CUTE_NO_UNROLL
     for (; Traits::kMostSkipped > 0 && count > 0; --count) {
@@ -189,11 +189,11 @@ struct FwdConsumer {
  private:
   using Barriers = Mbarrier[Traits::kStages];
 
-  // TRAP: without a product nothing keeps the warps together. A late one would find the stage
-  // filled again, and wait for a phase that is long over.
+  // TRAP: without a product nothing synchronises the warps. A late warp would find the stage filled
+  // again, and wait for a phase that is already over.
   CUTE_DEVICE void skip(Barriers& full, Barriers& empty, RingState<Traits::kStages>& ring) {
     full[ring.stage].wait(ring.phase);
-    meet_in_warpgroup(warpgroup);
+    sync_warpgroup(warpgroup);
     release(empty, ring);
   }
 

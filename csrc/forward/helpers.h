@@ -1,4 +1,4 @@
-// Warps 1 to 3 of the producer warpgroup: who does what.
+// The roles of warps 1 to 3 of the producer warpgroup.
 #pragma once
 
 #include "forward/output_over_queries.h"
@@ -8,9 +8,9 @@
 
 namespace fa3 {
 
-// Each stores O of one consumer warpgroup.
+// Each warp stores O of one consumer warpgroup.
 struct StoreWarps {
-  static constexpr bool kAreWholeWarps = false;  // one elected thread of each
+  static constexpr bool kAreWholeWarps = false;  // one elected thread of each warp
 
   template <class Traits>
   CUTE_DEVICE static void publish_tile(FwdStorage<Traits>&, int) {}
@@ -23,7 +23,7 @@ struct StoreWarps {
   }
 };
 
-// Warp 1 reads scales and may send results, warps 2 and 3 transpose V.
+// Warp 1 reads scales and, with OutputKind::kSent, copies results; warps 2 and 3 transpose V.
 struct ScaleAndTransposeWarps {
   static constexpr bool kAreWholeWarps = true;
 

@@ -1,6 +1,6 @@
-// The forward kernel: who does what, and nothing else.
+// The forward kernel: which warp runs which role.
 //
-//   warpgroup 0   warp 0: goes through the tiles, loads Q, K, V
+//   warpgroup 0   warp 0: visits the tiles, loads Q, K, V
 //                 warps 1 to 3: store O; or read scales, send results and transpose V (helpers.h)
 //   warpgroup 1.. consumers: 64 rows of the tile each
 #pragma once
@@ -15,8 +15,8 @@ template <class Traits>
 CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const& p) {
   using Helpers = typename FwdSlots<Traits>::Helpers;
   int const warp = cutlass::canonical_warp_idx_sync();
-  // WHY whole warps first: where the roles meet again, ptxas keeps coordinates of copies in vector
-  // registers.
+  // WHY whole warps first: where the control flow of the roles joins again, ptxas keeps coordinates
+  // of copies in vector registers.
   if (Helpers::kAreWholeWarps && warp > 0) {
     Helpers::run(shared, p, warp);
     return;

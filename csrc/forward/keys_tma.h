@@ -1,5 +1,5 @@
-// Keys and values by the copy engine: a box of each slice of columns, with the tail of a sequence
-// filled with zeros (RowDims in launch/tensor_map.h). One thread runs this.
+// K and V loaded by the copy engine: one box for each slice of columns. Rows after the end of a
+// sequence are filled with zeros (RowDims in launch/tensor_map.h). One thread runs this.
 #pragma once
 
 #include "device/barriers.h"

@@ -8,7 +8,7 @@
 
 namespace fa3 {
 
-// What a box has of the columns of a tensor.
+// Columns of a tensor, and of one box of its map.
 struct MapColumns {
   int all;
   int of_box;
@@ -31,8 +31,8 @@ CUtensorMap query_map(TensorMapMaker& maps, FwdParams const& p, TensorView const
                            {dims.ends, dims.row_stride, 1}});
 }
 
-// K or V as (column, key, KV head, batch, end): a box is one K tile. A map has a row at least:
-// without keys there is one that no query sees.
+// K or V as (column, key, KV head, batch, end): a box is one K tile. A map must have at least one
+// row: without keys it has one that no query sees.
 template <int kRank>
 CUtensorMap key_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
                     MapColumns columns, int tile_n) {

@@ -1,5 +1,6 @@
-// OverlapKind::kSerial: S, P and O of a K tile one after the other. S and P need not live at the
-// same time, so that tiles may be larger; only other warpgroups' products overlap with the softmax.
+// OverlapKind::kSerial: S, P and O of a K tile one after the other. S and P need not be live at the
+// same time, so tiles may be larger. Only the products of other warpgroups overlap with the
+// softmax.
 #pragma once
 
 #include "forward/consumer.h"
@@ -15,8 +16,8 @@ struct SerialFastSums {
   }
 };
 
-// SumsKind::kPromoted: the sum of a K tile from zero, some columns at a time in the registers of S,
-// which is added to O in fp32.
+// SumsKind::kPromoted: PV of a K tile is summed from zero, some columns at a time in the registers
+// of S, and then added to O in fp32.
 struct SerialPromotedSums {
   template <class Consumer>
   CUTE_DEVICE static void add_product(Consumer& c, typename Consumer::Tile const& tile) {
@@ -54,7 +55,7 @@ struct SerialLoop {
 
   Consumer& c;
 
-  // All tiles of this CTA; packed, there may be none.
+  // Visits all tiles of this CTA; with packed sequences there may be none.
   CUTE_DEVICE void run() {
     c.ping_pong.begin();
     for (Tile tile = c.take_tile(); tile.work.valid(); tile = c.take_tile()) {

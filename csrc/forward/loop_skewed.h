@@ -1,17 +1,17 @@
-// OverlapKind::kSkewed (paper, section 3.2): S of a K tile is issued together with PV of the K tile
-// before, n + 1, and the source is ordered so that the softmax of S(n) overlaps with that PV:
+// OverlapKind::kSkewed (paper, section 3.2): S of K tile n is issued together with PV of K tile n +
+// 1, which is visited before it. The source is ordered so that the softmax of S(n) overlaps with
+// that PV:
 //
 //   tensor cores   S(3) | S(2) PV(3) | S(1) PV(2) | S(0) PV(1) | PV(0)
 //   softmax             3            2            1            0
 //
-// TRAP: the wait for PV has no dependence on the softmax, and ptxas (13.0) moves it up: after a
-// part of the row maximum at head dims 64 and 128, after half of the exponentials at 256. What then
-// overlaps with the exponentials are the other warpgroups' products. Pinning the wait was not
-// faster (docs/journal/forward.md). The softmax of e4m3 waits after the maxima, in the source: with
-// a wait between exponentials and packing ptxas packs four of them by three instructions, else by
-// two.
+// TRAP: the wait for PV does not depend on the softmax, and ptxas (13.0) moves it up: after a part
+// of the row maximum at head dims 64 and 128, after half of the exponentials at 256. The
+// exponentials then overlap with the products of the other warpgroups. Pinning the wait was not
+// faster (docs/journal/forward.md). For e4m3 the source waits after the maxima: with a wait between
+// exponentials and packing ptxas packs four of them by three instructions, otherwise by two.
 //
-// With overlap of tiles the skew goes on from one tile of Q to the next: the first S of a tile is
+// With overlap of tiles the skew continues from one tile of Q to the next: the first S of a tile is
 // issued together with the last PV of the tile before, whose O is stored while that S is computed.
 #pragma once
 
@@ -26,7 +26,7 @@ struct SkewedLoop {
 
   Consumer& c;
 
-  // All tiles of this CTA; packed, there may be none.
+  // Visits all tiles of this CTA; with packed sequences there may be none.
   CUTE_DEVICE void run() {
     c.ping_pong.begin();
     Tile tile = c.take_tile();
@@ -58,8 +58,8 @@ struct SkewedLoop {
     first_probabilities(tile);
   }
 
-  // All K tiles between begin() and end(): masked at the end of the range, free, masked at its
-  // beginning.
+  // Visits all K tiles between begin() and end(): first those masked at the end of the range, then
+  // the free ones, then those masked at its beginning.
   CUTE_DEVICE void visit_keys(Tile& tile) {
     BlockRange const& keys = tile.work.keys;
     int n = keys.end - 2;
@@ -78,7 +78,7 @@ struct SkewedLoop {
     }
   }
 
-  // PV of the K tile visited last. Then O and LSE leave.
+  // PV of the K tile that is visited last, then the results are stored.
   CUTE_DEVICE void end(Tile const& tile) {
     c.ping_pong.wait();
     c.issue_output(tile, [&] { c.ping_pong.pass(); });
@@ -123,7 +123,7 @@ struct SkewedLoop {
     first_probabilities(next);
   }
 
-  // S and P of K tile n; O of the one before, n + 1.
+  // Computes S and P of K tile n, and O of K tile n + 1.
   template <Masked kMasked>
   CUTE_DEVICE void step(int n, Tile& tile) {
     c.wait_for_k();

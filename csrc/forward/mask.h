@@ -1,5 +1,5 @@
-// Masks the scores of keys that a row does not see. Only K tiles at the ends of a row's range go
-// through this (core/block_range.h).
+// Masks the scores of keys that a row does not see. Only K tiles at the ends of a row's range are
+// masked (core/block_range.h).
 #pragma once
 
 #include "device/fragments.h"
@@ -10,8 +10,8 @@ namespace fa3 {
 // Which ends of a row's range of keys may lie in a K tile.
 enum class Masked { kNothing, kEnd, kBothEnds };
 
-// How limits are counted and compared. From the thread's first column on, all columns of a row; one
-// comparison for each score.
+// Counting, for 16-bit kernels: limits are columns, from the thread's first one on. One comparison
+// for each score.
 struct ColumnComparison {
   static constexpr int of_tile(int tile_n) { return tile_n; }
 
@@ -28,8 +28,9 @@ struct ColumnComparison {
   }
 };
 
-// Only the columns that the thread has, two of eight; a bit for each. One instruction makes
-// predicates of seven bits. WHY not all kernels: the 16-bit ones were tuned with comparisons.
+// Counting, for FP8: limits count only the columns that the thread has, two of eight, and each is a
+// bit. One instruction makes predicates of seven bits. WHY not all kernels: the 16-bit ones were
+// tuned with comparisons.
 struct ColumnBits {
   static constexpr int kAtOnce = 24;
 
@@ -59,7 +60,8 @@ struct ColumnBits {
   }
 };
 
-// The keys that each of this thread's two rows sees. Begins are 0 but under an interval mask.
+// The interval of keys that each of this thread's two rows sees. It begins at 0 except under an
+// interval mask.
 template <class Traits, class Counting>
 struct RowLimits {
   static constexpr bool kHasBegin = Traits::kKind.mask == MaskKind::kInterval;
@@ -80,7 +82,7 @@ struct RowLimits {
     return limits;
   }
 
-  // On the scores of K tile n.
+  // Masks the scores of K tile n.
   template <Masked kMasked, class Fragment>
   CUTE_DEVICE void apply(Fragment& acc, int n) {
     auto scores = rows_view(acc);  // (2, (2, J))

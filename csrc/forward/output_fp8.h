@@ -1,9 +1,9 @@
-// O of e4m3 inputs, which is of 16 bits: kRegisters from registers to global memory; kStaged and
-// kSent through shared memory of its own, copied out by the consumers or by the scale warp. The
-// buffer of Q is empty when the scores have been computed.
+// The outputs of FP8, whose O has 16 bits. kRegisters: from registers to global memory. kStaged and
+// kSent: through a buffer in shared memory, which the consumers or the scale warp copy out. The
+// buffer of Q is released once the scores have been computed.
 //
-// A thread has columns 4 j .. 4 j + 3 of each sixteen (values_transposed.h), the four lanes of a
-// row 32 bytes.
+// A thread has columns 4 j .. 4 j + 3 of every 16 columns (values_transposed.h), so the four lanes
+// of a row have 32 bytes.
 #pragma once
 
 #include "forward/output_over_queries.h"
@@ -72,7 +72,7 @@ struct OutputFromRegisters {
     }
   }
 
-  // Where the rows of a tile begin in O, in elements.
+  // The index in O of the first element of a tile's rows.
   CUTE_DEVICE static int64_t first_element(FwdDeviceParams const& p, FwdWork<Traits> const& work) {
     int64_t batch = work.entry;
     int64_t row = work.position_begin;
@@ -86,9 +86,8 @@ struct OutputFromRegisters {
 
 // --------------------------------------------------------------------------------- kStaged, kSent
 
-// O to where the copy engine takes it from. A thread's columns of each sixteen are 8 bytes, next to
-// those of the next lane. The swizzle of a row is that of the row 8 further; chunks go up by
-// exclusive ors.
+// Writes O to the staging buffer. A thread's columns of every 16 are 8 bytes, next to those of the
+// next lane. Rows r and r + 8 have the same swizzle; exclusive ors lead to the other chunks.
 template <class Traits>
 struct OutputStaging {
   template <class FragmentO>
@@ -129,8 +128,8 @@ struct OutputStaging {
   }
 };
 
-// kStaged: each warpgroup copies its O out by itself. The buffer has been read when the bulk group
-// of the thread that issues the copies, thread 0, is complete.
+// kStaged: each warpgroup copies its own O out. Thread 0 issues the copies; the buffer has been
+// read when its bulk group is complete.
 template <class Traits>
 struct OutputStaged {
   template <class Softmax, class FragmentO>
@@ -142,9 +141,9 @@ struct OutputStaged {
     if (thread == 0) {
       cute::tma_store_wait<0>();
     }
-    meet_in_warpgroup(warpgroup);
+    sync_warpgroup(warpgroup);
     OutputStaging<Traits>::stage(shared, p, warpgroup, thread, tOrO);
-    meet_in_warpgroup(warpgroup);
+    sync_warpgroup(warpgroup);
     if (thread == 0) {
       copy_output(p, work, shared.staged[warpgroup], work.position_begin);
       cute::tma_store_arrive();
@@ -161,8 +160,9 @@ struct OutputStaged {
   }
 };
 
-// kSent: O and the LSE to where ResultSender takes them from, once it has read those of the tile
-// before. WHY only two warpgroups: with three head dim 64 loses 1 to 2 %, and 128 gains nothing.
+// kSent: O and the LSE go to the buffers from which ResultSender copies them, once it has read
+// those of the tile before. WHY only two warpgroups: with three, head dim 64 loses 1 to 2 %, and
+// 128 gains nothing.
 template <class Traits>
 struct OutputSent {
   template <class Softmax, class FragmentO>

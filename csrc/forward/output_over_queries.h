@@ -1,5 +1,5 @@
-// OutputKind::kOverQueries: O from registers over the rows of Q in shared memory, and by a store
-// warp to global memory.
+// OutputKind::kOverQueries: a warpgroup writes O over its rows of Q in shared memory, and a store
+// warp copies it to global memory.
 #pragma once
 
 #include "device/row_copies.h"
@@ -9,8 +9,9 @@
 
 namespace fa3 {
 
-// Copies a warpgroup's O from shared memory to its rows, from `position` on; less than 0: it has
-// none. Part of the thread's bulk group. The copy engine drops rows past the end of the sequence.
+// Copies a warpgroup's O from shared memory to its rows, from `position` on; a negative position
+// means that it has no rows. Part of the thread's bulk group. The copy engine drops rows past the
+// end of the sequence.
 template <class Traits>
 CUTE_DEVICE void copy_output(FwdDeviceParams const& p, FwdWork<Traits> const& work,
                              void const* staged, int position) {
@@ -31,7 +32,7 @@ template <class Traits>
 struct OutputOverQueries {
   static_assert(sizeof(typename Traits::Element) == 2, "O has the elements of Q");
 
-  // Consumer side. softmax: finished, as O is.
+  // Consumer side. softmax and O are finished.
   template <class Softmax, class FragmentO>
   CUTE_DEVICE static void store(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
                                 RowWriter writer, Softmax const& softmax, float const (&sinks)[2],
@@ -59,7 +60,7 @@ struct OutputOverQueries {
     }
   }
 
-  // Then the Q buffer goes back to the producer.
+  // Copies O out, then releases the Q buffer to the producer.
   CUTE_DEVICE static void copy_out(FwdStorage<Traits>& shared, FwdDeviceParams const& p,
                                    int q_stage, int warpgroup) {
     FwdWork<Traits> const& work = shared.work[q_stage][warpgroup];
@@ -70,8 +71,8 @@ struct OutputOverQueries {
   }
 
  private:
-  // A warp stores its 16 rows 16 columns at a time: a lane gives the address of one row of one of
-  // the four 8 x 8 blocks.
+  // A warp stores its 16 rows 16 columns at a time: each lane gives the address of one row of one
+  // of the four 8 x 8 blocks.
   template <class FragmentO>
   CUTE_DEVICE static void stage(FwdStorage<Traits>& shared, int q_stage, int warpgroup, int thread,
                                 FragmentO const& tOrO) {

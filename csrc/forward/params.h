@@ -1,4 +1,4 @@
-// What the kernel receives: tensor maps and the numbers that do not change during a launch.
+// The parameters of the kernel: tensor maps and the numbers that do not change during a launch.
 //
 // The copy engine treats packed sequences like dense ones (launch/tensor_map.h): rows after the end
 // of a sequence read as zeros, and are not written.
@@ -13,7 +13,7 @@
 
 namespace fa3 {
 
-// O as its rows are written from registers (OutputKind::kRegisters), 16-bit elements.
+// O as OutputKind::kRegisters writes it: 16-bit elements, strides in elements.
 struct OutputView {
   uint16_t* data;
   int64_t batch_stride;
@@ -53,7 +53,7 @@ struct FwdDeviceParams {
   int scale_batches;  // larger than the index of any sequence
   bool out_is_half;   // else bfloat16
   TileOrder order;
-  TicketOrder tickets;  // packed, as are the following
+  TicketOrder tickets;  // packed, as are the tables
   PackedTables tables;
 
   FA3_HD bool is_packed() const { return tables.header != nullptr; }

@@ -1,5 +1,5 @@
-// Who may issue products. With ping-pong (paper, section 3.1) two warpgroups alternate, so that the
-// softmax of one overlaps with the products of the other.
+// Decides which warpgroup may issue products. With ping-pong (paper, section 3.1) two warpgroups
+// alternate, so that the softmax of one overlaps with the products of the other.
 #pragma once
 
 #include "device/barriers.h"
@@ -31,7 +31,7 @@ struct PingPong {
 
   CUTE_DEVICE void pass() const { named_arrive(barrier_of(1 - warpgroup), 2 * kWarpgroupThreads); }
 
-  // Takes the last pass, so that no barrier is left half full.
+  // Consumes the last arrival of warpgroup 1, so that no barrier is left half full.
   CUTE_DEVICE void end() const {
     if (warpgroup == 0) {
       named_sync(barrier_of(0), 2 * kWarpgroupThreads);

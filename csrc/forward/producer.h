@@ -14,8 +14,8 @@ struct FwdProducer {
   using Keys = typename Slots::Keys;
   using Values = typename Slots::Values;
 
-  // General kernels with scales publish a tile before its first K and its Q are loaded, because
-  // loading its scales takes as long. WHY not all: nothing was gained in dense kernels.
+  // General kernels with scales publish a tile before they load its first K and its Q, because
+  // loading its scales takes as long. WHY not all kernels: dense ones gained nothing.
   static constexpr bool kPublishesEarly = Traits::kHasScales && !Traits::kKind.is_dense();
 
   FwdStorage<Traits>& shared;
@@ -36,8 +36,9 @@ struct FwdProducer {
     allow_later_launches();
   }
 
-  // In the order in which the consumers ask: K of the next K tile comes before V of this one,
-  // because S(n - 1) is issued together with P(n) V(n); also from one tile to the next.
+  // Loads in the order in which the consumers wait: K of the next K tile comes before V of this
+  // one, because S(n - 1) is issued together with P(n) V(n). The same holds from one tile to the
+  // next.
   template <class Tiles>
   CUTE_DEVICE void load_tiles(Tiles tiles) {
     tiles.draw();
@@ -68,7 +69,7 @@ struct FwdProducer {
     load_v(work, work.keys.begin);
   }
 
-  // Q of each warpgroup, and the tile, unless it has been published.
+  // Loads Q of each warpgroup, and publishes the tile unless publish_early() has.
   CUTE_DEVICE void load_q(Work const& tile) {
     CUTE_UNROLL
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
@@ -110,7 +111,8 @@ struct FwdProducer {
   }
 
  private:
-  // The share of a warpgroup, for the warpgroup and whoever stores its results.
+  // Publishes the share of a warpgroup, for that warpgroup and for the warp that stores its
+  // results.
   CUTE_DEVICE Work write_work(Work const& tile, int wg) {
     shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
     Work const work = share_of_warpgroup<Traits>(p, tile, wg);
@@ -128,7 +130,7 @@ struct FwdProducer {
     }
   }
 
-  // The other warps of this warpgroup need no Q, only the coordinates.
+  // The other warps of this warpgroup need only the coordinates, not Q.
   CUTE_DEVICE void publish_to_helpers() { Slots::Helpers::publish_tile(shared, q_ring.stage); }
 
   // Publishes that there are no more tiles.

@@ -21,8 +21,8 @@ struct SharedQueries {
   }
 };
 
-// The first k-steps in registers: their products read only K from shared memory, whose bandwidth
-// narrow K tiles nearly exhaust.
+// The first k-steps of Q stay in registers: their products read only K from shared memory, whose
+// bandwidth narrow K tiles nearly exhaust.
 template <class Traits>
 class HeldQueries {
   using Element = typename Traits::Element;
@@ -39,8 +39,8 @@ class HeldQueries {
   Fragment fragment_;
 
  public:
-  // rows: of this warpgroup, in shared memory. Whole warps call it; no product that reads the
-  // registers is in flight.
+  // rows: those of this warpgroup, in shared memory. Whole warps call this, while no product that
+  // reads the registers is in flight.
   CUTE_DEVICE void load(Element const* rows, int thread) {
     auto words = cute::recast<uint32_t>(fragment_);
     int const row = thread / 32 * 16 + thread % 16;

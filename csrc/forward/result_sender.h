@@ -1,12 +1,12 @@
-// What the scale warp does with the results of a tile: with OutputKind::kSent it copies O and the
-// LSE from shared memory to global memory, for both warpgroups. A warp runs this.
+// OutputKind::kSent: the scale warp copies O and the LSE of a tile from shared to global memory,
+// for both warpgroups. A whole warp runs this.
 #pragma once
 
 #include "forward/output_over_queries.h"
 
 namespace fa3 {
 
-// The other kinds of output need nothing of the scale warp.
+// With other kinds of output the scale warp has no results to copy.
 template <class Traits>
 struct NoSender {
   CUTE_DEVICE NoSender(FwdStorage<Traits>&, FwdDeviceParams const&) {}
@@ -24,7 +24,7 @@ struct ResultSender {
   CUTE_DEVICE ResultSender(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_)
       : shared(shared_), p(p_), lane(lane_of_warp()), work(no_tile<Traits>()) {}
 
-  // Sends the results of the tile `work`, if there is one; then the tile at q_stage replaces it.
+  // Sends the results of the tile `work`, if there is one. Then the tile at q_stage becomes `work`.
   CUTE_DEVICE void send(int q_stage) {
     FwdWork<Traits> const& next = shared.work[q_stage][Traits::kWarpgroups - 1];
     if (work.valid()) {
@@ -39,7 +39,7 @@ struct ResultSender {
       }
       ring.advance();
     }
-    // A copy: `next` is overwritten when its tile is complete, before its results are sent.
+    // WHY a copy: `next` is overwritten when its tile is complete, before its results are sent.
     work = next;
     __syncwarp();
     if (lane == 0) {

@@ -1,4 +1,4 @@
-// What a tile's rows have as results other than O: the LSE, the largest logit; and the sinks, which
+// The results of a tile's rows other than O: the LSE and the largest logit; and the sinks, which
 // enter both O and the LSE.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace fa3 {
 
-// A thread that writes results: of a consumer warpgroup, for the tile whose Q is in the stage.
+// A thread of a consumer warpgroup that writes results, for the tile whose Q is in the stage.
 struct RowWriter {
   int q_stage;
   int warpgroup;
@@ -34,7 +34,7 @@ CUTE_DEVICE int64_t index_of_row(FwdDeviceParams const& p, FwdRows const& rows,
   return rows.offset + int64_t(row.head) * p.seqlen.q + row.offset;
 }
 
-// Sinks of this thread's two rows; -inf: none.
+// The sinks of this thread's two rows; -inf: none.
 template <class Traits>
 CUTE_DEVICE void read_sinks(FwdDeviceParams const& p, FwdWork<Traits> const& work, int thread,
                             float (&sinks)[2]) {
@@ -56,8 +56,8 @@ CUTE_DEVICE float lse_of_row(FwdDeviceParams const& p, Softmax const& softmax,
   return Traits::kHasRowOptions ? with_sink(lse, r == 0 ? sinks[0] : sinks[1]) : lse;
 }
 
-// The LSE and the largest logit, where they are wanted: one lane of the four that share two rows
-// writes both rows.
+// Stores the LSE and, if wanted, the largest logit: one lane of the four that share two rows writes
+// both rows.
 template <class Traits, class Softmax>
 CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int thread,
                             Softmax const& softmax, float const (&sinks)[2]) {
@@ -78,9 +78,9 @@ CUTE_DEVICE void store_rows(FwdDeviceParams const& p, FwdRows const& rows, int t
   }
 }
 
-// The LSE alone: one lane writes the one row, another the other. WHY not everywhere: ptxas (13.0)
-// then orders the loop of bf16 at head dim 64, full attention, otherwise: 5 to 8 % slower (timed
-// with more changes; docs/journal/fp8.md).
+// Stores the LSE alone: one lane writes the first row, another the second. WHY not everywhere:
+// ptxas (13.0) then orders the loop of bf16 at head dim 64, full attention, differently: 5 to 8 %
+// slower (timed together with other changes; docs/journal/fp8.md).
 template <class Traits, class Softmax>
 CUTE_DEVICE void store_lse(FwdDeviceParams const& p, FwdRows const& rows, int thread,
                            Softmax const& softmax, float const (&sinks)[2]) {

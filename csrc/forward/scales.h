@@ -1,5 +1,5 @@
-// ScalesKind: without scales; or scales of q, k and v by block, 64 rows of q and kScaleBlockKeys
-// rows of k and v, or per (sequence, KV head), where the stride of a block is 0. A block of keys is
+// ScalesKind: no scales; or scales of q, k and v by block (64 rows of q, kScaleBlockKeys rows of k
+// and v), or per (sequence, KV head), where the stride of a block is 0. A block of keys consists of
 // whole K tiles, so that a K tile has one scale. The scale warp reads them (ScaleReader).
 #pragma once
 
@@ -11,15 +11,15 @@
 
 namespace fa3 {
 
-// P is brought into the range of e4m3 by this power of two.
+// This power of two moves P into the range of e4m3.
 constexpr int kOffsetLog2 = 8;
 
-// Smaller scales of v are raised to this: with 0 the maximum of a row would lose its meaning, and
-// the square of the bound is still a float.
+// Smaller scales of v are raised to this: with 0 the maximum of a row would be meaningless. The
+// square of the bound is still a float.
 constexpr float kLeastScale = 1e-30f;
 
-// The same for scales of k, and for those of q times the softmax scale: the factor of scores must
-// not be flushed to 0, because a masked score is -inf.
+// The same for scales of k, and for those of q times the softmax scale. WHY: a masked score is
+// -inf, so its factor must not be flushed to 0.
 constexpr float kLeastScoreScale = 0x1p-60f;
 
 CUTE_DEVICE float at_least(float scale, float least) {
@@ -35,7 +35,7 @@ CUTE_DEVICE void read_query_scales(float const (&of_rows)[kWarpgroupRows], int t
   }
 }
 
-// ScalesKind::kNone, of a consumer.
+// ScalesKind::kNone, consumer side.
 template <class Traits>
 struct NoScales {
   CUTE_DEVICE explicit NoScales(FwdStorage<Traits>&) {}
@@ -52,7 +52,7 @@ struct NoScales {
   CUTE_DEVICE void skip() {}
 };
 
-// ScalesKind::kBlocks, of a consumer.
+// ScalesKind::kBlocks, consumer side.
 template <class Traits>
 struct BlockScales {
   FwdStorage<Traits>& shared;
@@ -60,7 +60,7 @@ struct BlockScales {
 
   CUTE_DEVICE explicit BlockScales(FwdStorage<Traits>& shared_) : shared(shared_) {}
 
-  // The scales of Q come with the first K tile.
+  // The scales of Q arrive with the first K tile.
   template <class Ring>
   CUTE_DEVICE void wait_for_queries(Ring const& k_ring) const {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
@@ -73,8 +73,8 @@ struct BlockScales {
     softmax.reset(scales);
   }
 
-  // Of the next K tile, which has come. With a softcap a reference: there are not registers for all
-  // of it from the scores to the sums.
+  // The scales of the next K tile, which have arrived. With a softcap a reference: there are not
+  // enough registers to keep them from the scores to the sums.
   CUTE_DEVICE decltype(auto) take() {
     using Scale = cute::conditional_t<Traits::kKind.has_softcap(), KeyScale const&, KeyScale>;
     int const stage = ring.stage;
@@ -85,30 +85,29 @@ struct BlockScales {
   CUTE_DEVICE void skip() { ring.advance(); }
 };
 
-// Where the scales of a tile begin. Rows of no sequence are entries after those of the batch,
-// without keys. WHY functions: each value is computed where it is needed, since registers are
-// short.
+// Finds the scales of a tile. Rows of no sequence are entries after those of the batch, without
+// keys. WHY functions: registers are short, so each value is computed where it is needed.
 template <class Traits>
 struct TileScales {
   FwdDeviceParams const& p;
   FwdWork<Traits> const& work;
 
-  // Whether the sequence has keys. If not no scale is read, whatever the rows are.
+  // Whether the sequence has keys. If not, no scale is read, whatever the rows are.
   CUTE_DEVICE bool has_keys() const { return last_key_block() >= 0; }
 
-  // The last block of keys that the sequence has; -1: none.
+  // Index of the last block of keys of the sequence; -1: none.
   CUTE_DEVICE int last_key_block() const {
     return ceil_div(max_of(0, work.location.lengths(p.seqlen).k), kScaleBlockKeys) - 1;
   }
 
   CUTE_DEVICE int64_t first_of_q() const {
     int const head = p.q_scale.by_kv_head ? work.kv_head : work.rows.head;
-    // Dense: blocks go by batch_stride.
+    // Dense: batch_stride separates the blocks of sequences.
     int const begin = is_packed() ? first_row_of_sequence(p, work) : -1;
     return first_scale(p.q_scale, head, begin, kScaleBlockQueries);
   }
 
-  // scales: of k or v.
+  // scales: those of k or v.
   CUTE_DEVICE int64_t first_of_keys(ScaleView const& scales) const {
     int const keys = work.location.lengths(p.seqlen).k;
     int const begin = is_packed() ? max_of(0, work.location.end_k() - keys) : -1;
@@ -126,7 +125,7 @@ struct TileScales {
   }
 };
 
-// Brings the scales of a tile into shared memory, ahead of the consumers. A warp runs this.
+// Loads the scales of a tile into shared memory, ahead of the consumers. A whole warp runs this.
 template <class Traits>
 struct ScaleReader {
   FwdStorage<Traits>& shared;
@@ -146,8 +145,8 @@ struct ScaleReader {
   }
 
  private:
-  // Scales of the blocks of keys of a tile. By value: once its last K tile is there, `work` may be
-  // overwritten.
+  // Scales of the blocks of keys of a tile. WHY by value: once the last K tile has arrived, `work`
+  // may be overwritten.
   struct BlockScales {
     float const* k;  // null: all are 1
     float const* v;
@@ -164,8 +163,9 @@ struct ScaleReader {
     }
   };
 
-  // For each K tile, as K comes, by one lane. The scales of Q are there with the first K tile. A
-  // block is read ahead while the one before is in use.
+  // Writes the scales of each K tile once its stage is empty, by one lane. The scales of Q are
+  // complete with the first K tile. The scales of a block are read while those of the block before
+  // are in use.
   CUTE_DEVICE void write_key_scales(TileScales<Traits> const& tile) {
     BlockScales const at(tile);
     int const keys_begin = tile.work.keys_begin();
@@ -200,14 +200,14 @@ struct ScaleReader {
     }
   }
 
-  // The ring of scales has two rounds of K's.
+  // The ring of scales has twice as many stages as the ring of K.
   CUTE_DEVICE int scale_stage() const {
     static_assert(Traits::kScaleStages == 2 * Traits::kStages);
     return k_ring.index;
   }
 
-  // Scales of the rows of one warpgroup, after a wait. WHY not through registers: all scales of a
-  // tile are loaded at the same time.
+  // Copies the scales of the rows of one warpgroup; the caller waits for them. WHY not through
+  // registers: all scales of a tile are loaded at the same time.
   CUTE_DEVICE void copy_query_scales(TileScales<Traits> const& tile,
                                      float (&of_rows)[kWarpgroupRows]) const {
     int const last = max_of(0, tile.work.location.lengths(p.seqlen).q - 1);

@@ -1,4 +1,4 @@
-// From the enums of a FwdConfig to the types of its slots.
+// Maps the enums of a FwdConfig to the types of its slots.
 #pragma once
 
 #include "device/score.h"

@@ -1,6 +1,6 @@
-// Online softmax over the K tiles of a row, on fragments: paper, section 2.3 and algorithm 1. A
-// thread keeps its two rows; the row sum stays per thread until the end, the row maximum is shared
-// by the four lanes of a row at every tile.
+// Online softmax over the K tiles of a row, on fragments (paper, section 2.3 and algorithm 1). A
+// thread has two rows. The row sum stays per thread until the end; the four lanes of a row share
+// its maximum at every K tile.
 #pragma once
 
 #include "core/softmax_math.h"
@@ -19,7 +19,7 @@ struct OnlineSoftmax {
   static constexpr int kRows = 2;
   static constexpr FwdConfig k = Traits::k;
 
-  float row_max[kRows];  // what is subtracted: up to lazy_log2 below the true maximum
+  float row_max[kRows];  // subtracted from scores: up to lazy_log2 below the true maximum
   float row_sum[kRows];
   float rescale[kRows];  // factor for O accumulated so far
   bool any_rescale;      // whether some row of this warp has rescale != 1
@@ -32,7 +32,7 @@ struct OnlineSoftmax {
         scale_log2(scale_log2_),
         lazy_log2(Traits::kHasRowOptions ? lazy_log2_ : k.lazy_rescale_log2) {}
 
-  // A new row.
+  // Starts new rows.
   CUTE_DEVICE void reset() {
     any_rescale = false;
     CUTE_UNROLL
@@ -42,7 +42,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // S becomes exp2((S - max) * scale_log2). After a masked tile a row may still have seen no key.
+  // S becomes exp2((S - max) * scale_log2). After a masked K tile a row may still have seen no key.
   // hook: waits for products of the same warpgroup; called at the end.
   template <bool kMasked, class Fragment, class Hook = NoHook>
   CUTE_DEVICE void update(Fragment& acc, NoScale, Hook const& hook = {}) {
@@ -69,7 +69,7 @@ struct OnlineSoftmax {
   template <class Fragment>
   CUTE_DEVICE void complete_sums(Fragment const&, NoScale) {}
 
-  // P in the registers of S, to the operand of PV.
+  // Converts P, in the registers of S, to the operand of PV.
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE static void pack(FragmentS const& acc, FragmentP& operand) {
     convert_fragment<typename Traits::Element>(acc, operand);
@@ -84,8 +84,8 @@ struct OnlineSoftmax {
   }
 
   // Completes the row sums and divides O by them. O of a row without a visible key is 0, whatever V
-  // holds in the K tile that was masked. (Without a mask such rows have no keys at all: V is
-  // zeros.) A sink is one more key of a row, of value 0, in units of the LSE; -inf: there is none.
+  // holds in the masked K tile. (Without a mask such rows have no keys at all: V is zeros.) A sink
+  // is one more key of a row, with a value of 0, in units of the LSE; -inf: none.
   template <class Fragment>
   CUTE_DEVICE void finish(Fragment& acc, float const (&sinks)[kRows]) {
     CUTE_UNROLL
@@ -107,20 +107,20 @@ struct OnlineSoftmax {
     }
   }
 
-  // Without a sink; natural logarithm.
+  // The LSE without a sink; natural logarithm.
   CUTE_DEVICE float lse(int r, float softmax_scale) const {
     return log_sum_exp(row_max[r], row_sum[r], softmax_scale);
   }
 
  private:
-  // Changes nothing: an exponential of row 0 then depends on the maximum of row 1.
+  // Makes the exponentials of row 0 depend on the maximum of row 1, without changing a value.
   CUTE_DEVICE void wait_for_both() {
     int const nothing = __float_as_int(row_max[1]) & zero;
     row_max[0] = __int_as_float(__float_as_int(row_max[0]) | nothing);
   }
 
-  // Lazy: a maximum that has grown by less than a factor of 2^lazy_log2 in exp2 is not adopted.
-  // The result is the same after the division by the row sum, and O need not be touched.
+  // Lazy: a maximum that has grown by less than a factor of 2^lazy_log2 in exp2 is not adopted. The
+  // result is the same after the division by the row sum, and O is not rescaled.
   template <class Scores>
   CUTE_DEVICE void update_max(Scores const& scores) {
     bool grows = false;
@@ -138,8 +138,8 @@ struct OnlineSoftmax {
     any_rescale = __any_sync(0xffffffffu, grows);
   }
 
-  // Two chains instead of one: the latency of a chain of 32 dependent instructions (128 keys) is
-  // not hidden by the few warps of a scheduler.
+  // Two chains instead of one: the few warps of a scheduler do not cover the latency of 32
+  // dependent instructions (128 keys).
   template <class Scores>
   CUTE_DEVICE static float max_of_row(Scores const& scores, int r) {
     float even = scores(r, 0);

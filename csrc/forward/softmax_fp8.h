@@ -1,10 +1,10 @@
-// Online softmax of e4m3: as OnlineSoftmax (softmax.h), but P has to fit into e4m3, and scores and
+// Online softmax for e4m3: as OnlineSoftmax (softmax.h), but P has to fit into e4m3, and scores and
 // values have scales.
 //
-// With s the score in powers of two, the scales of q and k in it, and t = s + log2(scale of V), P
-// is 2^(t - max t + 8), in one exponential; the sum of a row takes P over the scale of V. The 8
-// brings P into the range of e4m3, which ends at 448 = 2^8.8, so O need not be rescaled before a
-// maximum has grown by 2^0.8. Sums have the factor 2^8 until the end, as O has.
+// Let s be the score in powers of two, including the scales of q and k, and t = s + log2(scale of
+// V). P is 2^(t - max t + 8), in one exponential; the sum of a row takes P / scale of V. The 8
+// moves P into the range of e4m3, which ends at 448 = 2^8.8, so O need not be rescaled before a
+// maximum has grown by 2^0.8. Sums and O keep the factor 2^8 until the end.
 //
 // P of the maximum itself is exact. Where a grown maximum is not adopted, the dominant key may lose
 // up to 2^-4 of its P, so that is done only in rows whose sum no single key dominates.
@@ -23,19 +23,19 @@ struct Fp8Softmax {
   static constexpr FwdConfig k = Traits::k;
   static constexpr int kRows = 2;
   static constexpr int kColumns = Traits::kTileN / 4;  // of a thread
-  static constexpr float kOfOffset = 1.f / (1 << kOffsetLog2);
-  // Of a row whose largest P so far is 2^kOffsetLog2.
+  static constexpr float kInverseOffset = 1.f / (1 << kOffsetLog2);
+  // For a row whose largest P so far is 2^kOffsetLog2.
   static constexpr float kLeastLazySum = 8.f * (1 << kOffsetLog2);
   static constexpr bool kIsLazy = k.lazy_rescale_log2 > 0.f;
-  // Sums follow rescale_output(). WHY: else ptxas (13.0) interleaves them with the exponentials,
-  // each waiting for one, and packs P after all of them (head dim 256 12 % slower; H200,
-  // 2026-11-23). WHY not always: 2 to 7 % slower where products overlap the softmax of the same
-  // warpgroup.
+  // Sums are added after rescale_output(). WHY: otherwise ptxas (13.0) interleaves them with the
+  // exponentials, each waiting for one, and packs P after all of them (head dim 256 12 % slower;
+  // H200, 2026-11-23). WHY not always: 2 to 7 % slower where products overlap the softmax of the
+  // same warpgroup.
   static constexpr bool kSumsLast = !k.is_skewed();
-  // Scores then have their scales already (scale_scores()).
+  // scale_scores() has then applied the scales already.
   static constexpr bool kSoftcap = Traits::kKind.has_softcap();
 
-  float row_max[kRows];  // of t: what is subtracted
+  float row_max[kRows];  // of t; subtracted from t
   float row_sum[kRows];
   float rescale[kRows];
   float q_scale[kRows];  // of scores, in powers of two; with a softcap: of q alone
@@ -46,7 +46,7 @@ struct Fp8Softmax {
 
   CUTE_DEVICE Fp8Softmax(float scale_log2_, float, int) : scale_log2(scale_log2_) {}
 
-  // scales: of q.
+  // scales: those of q.
   CUTE_DEVICE void reset(float const (&scales)[kRows]) {
     any_rescale = false;
     CUTE_UNROLL
@@ -70,7 +70,7 @@ struct Fp8Softmax {
     }
   }
 
-  // After update() and rescale_output(). acc: P.
+  // Called after update() and rescale_output(). acc: P.
   template <class Fragment>
   CUTE_DEVICE void complete_sums(Fragment& acc, KeyScale const& scale) {
     if (kSumsLast) {
@@ -78,7 +78,7 @@ struct Fp8Softmax {
     }
   }
 
-  // P in the registers of S, to the operand of PV (operand_a_layout_of_bytes).
+  // Packs P, in the registers of S, into the operand of PV (operand_a_layout_of_bytes).
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE static void pack(FragmentS const& acc, FragmentP& operand) {
     auto fours = cute::recast<uint32_t>(operand);
@@ -98,8 +98,8 @@ struct Fp8Softmax {
     }
   }
 
-  // scale: of the last K tile. INVARIANT: what a row does depends on no other, so that its bits are
-  // the same whichever rows share a warp.
+  // scale: that of the last K tile. INVARIANT: what happens to a row depends on no other row, so
+  // that its bits are the same whichever rows share a warp.
   template <class Fragment>
   CUTE_DEVICE void rescale_output(Fragment& acc, KeyScale const& scale) {
     if (any_rescale) {
@@ -118,9 +118,9 @@ struct Fp8Softmax {
   CUTE_DEVICE void finish(Fragment& acc, float const (&sinks)[kRows]) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      row_sum[r] = quad_sum(row_sum[r]) * kOfOffset;
+      row_sum[r] = quad_sum(row_sum[r]) * kInverseOffset;
       float const sum = row_sum[r] + exp2_approx(sinks[r] * kLog2E - row_max[r]);
-      rescale[r] = inverse_sum(sum) * kOfOffset;
+      rescale[r] = inverse_sum(sum) * kInverseOffset;
     }
     multiply_rows(acc, rescale);
     auto output = rows_view(acc);
@@ -132,7 +132,7 @@ struct Fp8Softmax {
     }
   }
 
-  // Without a sink; natural logarithm.
+  // The LSE without a sink; natural logarithm.
   CUTE_DEVICE float lse(int r, float) const {
     return log_sum_exp(r == 0 ? row_max[0] : row_max[1], r == 0 ? row_sum[0] : row_sum[1],
                        1.f / kLog2E);
@@ -191,7 +191,7 @@ struct Fp8Softmax {
     }
   }
 
-  // In several chains: the latency of one is not hidden by the few warps of a scheduler.
+  // In several chains: the few warps of a scheduler do not cover the latency of one.
   template <class Scores>
   CUTE_DEVICE static float max_of_row(Scores const& scores, int r) {
     constexpr int kChains = 4;

@@ -1,8 +1,8 @@
 // Shared memory of a CTA: three rings and their barriers.
 //
 // With OutputKind::kOverQueries O has no buffer of its own: a warpgroup writes its O over its own
-// rows of Q, which only its own products have read, and a store warp copies it out; the Q buffer is
-// empty again when that copy has been read.
+// rows of Q, which only its own products have read, and a store warp copies it out. The Q buffer is
+// empty again when that copy has read it.
 #pragma once
 
 #include "device/barriers.h"
@@ -14,16 +14,16 @@ namespace fa3 {
 // Warps that transpose V (ValuesKind::kTransposed), of the producer warpgroup.
 constexpr int kTransposingWarps = 2;
 
-// kBlocks: what the softmax takes of the scales of a K tile.
+// kBlocks: the scales of a K tile, in the form that the softmax needs.
 struct alignas(16) KeyScale {
   float k;
   float v_log2;
   float over_v;  // 1 / v
 };
 
-// WHY arrays of no elements, where a kernel does not need them: as empty members,
-// [[no_unique_address]], nvcc 13.0 lays them out on the device otherwise than on the host; with
-// base classes for them FP8 kernels spill.
+// WHY arrays without elements, where a kernel does not need a member: with empty
+// [[no_unique_address]] members nvcc 13.0 gives the struct another layout on the device than on the
+// host; with base classes FP8 kernels spill.
 template <class Traits>
 struct FwdStorage {
   using Element = typename Traits::Element;
@@ -41,15 +41,15 @@ struct FwdStorage {
     Element q[Traits::kQStages][Traits::kWarpgroups][Traits::kQBufferElements];
     Element k[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutK>];
     Element v[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutV>];
-    // kTransposed: the ring of V as it comes.
+    // kTransposed: the ring of V as loaded, row by row.
     typename Traits::ElementKv v_raw[kRawBuffers][Traits::kValueKeys * Traits::kColumnsV];
-    // kStaged, kSent: O of a warpgroup on its way out.
+    // kStaged, kSent: O of a warpgroup until it is copied out.
     uint16_t staged[kStaged][Traits::kStagedElements];
-    // kPromoted: the part of O in fp32 that threads do not hold in registers.
+    // kPromoted: the part of O in fp32 that a thread does not hold in registers.
     float4 sums[kSummed][k_.shared_sums / 4][kWarpgroupThreads];
   };
 
-  // For one warpgroup, of the tile whose Q is in the stage; the barriers of Q guard it.
+  // For each warpgroup, the tile whose Q is in the stage; the barriers of Q guard it.
   FwdWork<Traits> work[Traits::kQStages][Traits::kWarpgroups];
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
@@ -70,9 +70,9 @@ struct FwdStorage {
   float q_scales[kScaleQStages][Traits::kWarpgroups][kWarpgroupRows];
   KeyScale scales[kScales];
   float staged_lse[kSent][kWarpgroupRows];  // next to `staged`
-  Mbarrier o_sent[kSent];  // `staged` has been read, and the next tile's `work`: scale warp (1) ->
+  Mbarrier o_sent[kSent];  // `staged` and the next tile's `work` have been read: scale warp (1) ->
                            // consumer warpgroup
-  Mbarrier tile_known[kScaleQStages];  // `work` is there: producer warp (1) -> scale warp,
+  Mbarrier tile_known[kScaleQStages];  // `work` is published: producer warp (1) -> scale warp,
                                        // transposing warps
   Mbarrier v_raw_full[kRawBuffers];    // TMA -> transposing warps (1 + bytes)
   Mbarrier v_raw_empty[kRawBuffers];   // transposing warps (2) -> producer warp
@@ -105,7 +105,7 @@ struct FwdStorage {
   }
 };
 
-// ValuesKind::kDirect: the ring into which the producer brings V is the one that PV reads.
+// ValuesKind::kDirect: the producer loads V into the ring that PV reads.
 struct DirectValues {
   template <class Storage>
   CUTE_DEVICE static auto& buffers(Storage& shared) {
@@ -121,7 +121,8 @@ struct DirectValues {
   }
 };
 
-// ValuesKind::kTransposed: a ring of its own, from which forward/values_transposed.h fills that.
+// ValuesKind::kTransposed: the producer loads V into `v_raw`, from which
+// forward/values_transposed.h fills `v`.
 struct TransposedValues {
   template <class Storage>
   CUTE_DEVICE static auto& buffers(Storage& shared) {
@@ -137,9 +138,9 @@ struct TransposedValues {
   }
 };
 
-// All warps of a consumer warpgroup; there are at most three warpgroups.
-CUTE_DEVICE void meet_in_warpgroup(int warpgroup) {
-  named_sync(NamedBarrier(int(NamedBarrier::kMeetFirst) + warpgroup), kWarpgroupThreads);
+// Synchronises the warps of a consumer warpgroup; there are at most three warpgroups.
+CUTE_DEVICE void sync_warpgroup(int warpgroup) {
+  named_sync(NamedBarrier(int(NamedBarrier::kWarpgroupFirst) + warpgroup), kWarpgroupThreads);
 }
 
 }  // namespace fa3

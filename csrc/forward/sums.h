@@ -1,20 +1,20 @@
-// SumsKind, with overlap: where O lies while K tiles are added to it.
+// SumsKind with OverlapKind::kSkewed: where O is kept while K tiles are added to it.
 #pragma once
 
 #include "forward/storage.h"
 
 namespace fa3 {
 
-// In the accumulator of PV.
+// kFast: O is the accumulator of PV.
 template <class Traits>
 struct FastSums {
   CUTE_DEVICE FastSums(FwdStorage<Traits>&, int, int) {}
 
-  static constexpr bool kStartsFromZero = false;  // each product of a K tile
+  static constexpr bool kStartsFromZero = false;  // the product of each K tile
 
   CUTE_DEVICE void begin() {}
 
-  // product: O with the last K tile in it. Rescales it for the next K tile.
+  // product: O including the last K tile. Rescales it for the next K tile.
   template <class Fragment, class Softmax, class Scale>
   CUTE_DEVICE void add(Fragment& product, Softmax& softmax, Scale const& scale) {
     softmax.rescale_output(product, scale);
@@ -24,15 +24,15 @@ struct FastSums {
   CUTE_DEVICE void end(Fragment&) {}
 };
 
-// In fp32, next to the products: PV of a K tile is summed from zero, and added here.
+// kPromoted: O is kept in fp32. PV of a K tile is summed from zero, and added here.
 template <class Traits>
 class PromotedSums {
   static constexpr int kRows = 2;
   static constexpr int kFours = Traits::kHeadDimV / 8;
   static constexpr int kHeldFours = kFours - Traits::k.shared_sums / 4;
 
-  // This thread's part of O, in the order of a fragment: the first ones in registers, the others in
-  // shared memory.
+  // This thread's values of O, in the order of a fragment: the first ones in registers, the others
+  // in shared memory.
   float4 held_[max_of(kHeldFours, 1)];
   float4* shared_;
   float rescale_[kRows];  // of O, before the next product is added
@@ -57,7 +57,7 @@ class PromotedSums {
     static_assert(Traits::k.shared_sums > 0);
   }
 
-  // When the first P of a tile is there.
+  // Called when the first P of a tile has been computed.
   CUTE_DEVICE void begin() {
     CUTE_UNROLL
     for (int i = 0; i < kFours; ++i) {
@@ -66,7 +66,7 @@ class PromotedSums {
     rescale_[0] = rescale_[1] = 1.f;
   }
 
-  // product: PV of a K tile. The factors of softmax are for P of the next one.
+  // product: PV of a K tile. The factors of softmax apply to P of the next one.
   template <class Fragment, class Softmax, class Scale>
   CUTE_DEVICE void add(Fragment const& product, Softmax const& softmax, Scale const&) {
     CUTE_UNROLL

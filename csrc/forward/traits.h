@@ -15,7 +15,7 @@ struct FwdTraits {
   static constexpr FwdConfig k = Config::k;
 
   using Element = ElementOf<k.dtype_q>;     // of Q, P and the operands of both products
-  using ElementKv = ElementOf<k.dtype_kv>;  // of K and V as they come
+  using ElementKv = ElementOf<k.dtype_kv>;  // of K and V in global memory
   using Location = LocationOf<k.kind.batch>;
   static constexpr KernelKind kKind = k.kind;
   static constexpr bool kIsMasked = k.kind.mask != MaskKind::kFull;
@@ -30,11 +30,11 @@ struct FwdTraits {
   static constexpr int kQStages = k.q_stages;
   static constexpr int kWarpgroups = k.consumer_warpgroups;
   static constexpr int kMostSkipped = k.most_skipped();
-  // kTransposed: V comes in parts of so many keys, into a ring of its own.
+  // kTransposed: V is loaded in parts of this many keys, into a ring of its own.
   static constexpr int kValueParts = kTransposesV ? k.raw_parts : 1;
   static constexpr int kValueKeys = k.tile_n / kValueParts;
   static constexpr int kValueStages = kTransposesV ? k.raw_stages * kValueParts : k.stages;
-  // kBlocks: K tiles that have the same scales, and stages of the ring of scales.
+  // kBlocks: K tiles that share a scale, and stages of the ring of scales.
   static constexpr int kScaleTiles = kScaleBlockKeys / k.tile_n;
   static constexpr int kScaleStages = 2 * k.stages;
   // 16-bit elements of O that a warpgroup stages.
@@ -42,7 +42,7 @@ struct FwdTraits {
   // General kernels with a narrow producer recompute what they have no registers to keep.
   static constexpr bool kIsTight = !k.kind.is_dense() && k.producer == ProducerSize::kNarrow;
 
-  // Columns in shared memory: the head dims, filled up to whole slices, which the products skip.
+  // Columns in shared memory: the head dims padded to whole slices. Products skip the padding.
   static constexpr int kSlice = k.slice();
   static constexpr int kColumns = k.columns();
   static constexpr int kColumnsV = k.columns_v();
@@ -55,8 +55,8 @@ struct FwdTraits {
   using ColumnsV = cute::Int<kColumnsV>;
   using TileN = cute::Int<kTileN>;
 
-  // Slices of 128 bytes (64 for e4m3 with as few columns), swizzled, one after the other: what a
-  // TMA box of so many columns writes.
+  // Slices of 128 bytes (64 bytes for e4m3 with at most 64 columns), swizzled, one after the other:
+  // the layout that TMA boxes of that width write.
   template <bool kNarrow>
   using AtomOf = cute::conditional_t<kNarrow, cute::GMMA::Layout_K_SW64_Atom<Element>,
                                      cute::GMMA::Layout_K_SW128_Atom<Element>>;
@@ -68,8 +68,8 @@ struct FwdTraits {
   using SmemLayoutK = decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<TileN, Columns>{}));
 
   // V as the B operand (head dim, keys) of PV. kDirect: the bytes of a row-major (keys, head dim)
-  // tile. kTransposed: contiguous along the keys, in slices of 128 or 64 keys, as 8-bit operands
-  // have to be.
+  // tile. kTransposed: contiguous along the keys, which 8-bit operands require, in slices of 128 or
+  // 64 keys.
   static constexpr bool kNarrowV = slice_keys(kTileN) == 64;
   using KeysV = cute::Int<padded_columns(kTileN, slice_keys(kTileN))>;
   CUTE_HOST_DEVICE static constexpr auto layout_of_v() {

@@ -1,17 +1,18 @@
 // ValuesKind::kTransposed: 8-bit operands of wgmma have to be contiguous along the summed
-// dimension, which for V are the keys, while TMA brings rows of head_dim values. Two warps of the
-// producer warpgroup transpose each K tile of V in shared memory, from the ring `v_raw`, in parts,
-// into `v`.
+// dimension. For V that is the keys, but TMA loads rows of head_dim values. So two warps of the
+// producer warpgroup transpose each K tile of V in shared memory, part by part, from the ring
+// `v_raw` into `v`.
 //
-// Sixteen keys and sixteen columns at a time, as two matrices of 8 keys x 8 pairs of columns.
-// Transposed by ldmatrix, a thread has the pairs (d, d + 1) of the keys k, k + 1 from one and of
-// k + 8, k + 9 from the other; two byte permutes turn them into these four keys of d, and of d + 1.
+// A unit is 16 keys and 16 columns, read as two matrices of 8 keys x 8 pairs of columns. ldmatrix
+// transposes them: a thread has the pairs (d, d + 1) of keys k, k + 1 from one and of keys k + 8, k
+// + 9 from the other. Two byte permutes turn them into these four keys of d, and of d + 1.
 //
-//   - Keys then lie in the order k, k + 1, k + 8, k + 9 (k = 0, 2, 4, 6) of each sixteen. In that
-//     order a thread's scores are the operand P of PV as they come (Fp8Softmax::pack).
-//   - Even columns go to the first 8 rows of each sixteen, odd ones to the others: 8 rows that
-//     follow each other are 8 different banks for stmatrix. A thread's O has, for four columns of
-//     the accumulator, four columns that follow each other (output_fp8.h).
+//   - In every 16 keys the order is then k, k + 1, k + 8, k + 9 (k = 0, 2, 4, 6). In that order a
+//     thread's scores are the operand P of PV without a permutation (Fp8Softmax::pack).
+//   - Even columns go to the first 8 rows of every 16, odd columns to the others: 8 consecutive
+//   rows
+//     are 8 different banks for stmatrix. For four columns of the accumulator a thread then has
+//     four consecutive columns of O (output_fp8.h).
 #pragma once
 
 #include "core/compact_ring.h"
@@ -19,9 +20,9 @@
 
 namespace fa3 {
 
-// Tiles of rows in slices of kChunks chunks of 16 bytes, with the swizzle of that width. A lane
-// goes from one chunk or row to another by constants: what the swizzle makes of a row depends on
-// the row's last bits, which are the lane's own.
+// Tiles of rows in slices of kChunks chunks of 16 bytes, with the swizzle of that width. The
+// swizzle of a row depends only on its last bits, which are the lane's own, so a lane moves between
+// chunks and rows by constants.
 template <int kRows, int kChunks>
 struct SwizzledTile {
   static_assert(kChunks == 4 || kChunks == 8);
@@ -32,7 +33,8 @@ struct SwizzledTile {
     return row * kRowBytes + (chunk ^ swizzle) * 16;
   }
 
-  // From `first`: more rows, a multiple of 8; a chunk whose bits that one does not have.
+  // The offset `rows` rows (a multiple of 8) and `chunk` chunks after `first`, which has none of
+  // the bits of `chunk`.
   CUTE_DEVICE static int moved(int first, int rows, int chunk) {
     return (first ^ chunk % kChunks * 16) + (chunk / kChunks * kRows + rows) * kRowBytes;
   }
@@ -42,9 +44,9 @@ template <class Traits>
 struct ValueTransposer {
   using Source = SwizzledTile<Traits::kValueKeys, Traits::kSlice / 16>;
   using Target = SwizzledTile<Traits::kHeadDimV, Traits::kNarrowV ? 4 : 8>;
-  // A unit: 16 keys, 32 columns. A warp has every second group of 16 keys, and goes through the
-  // units of a part one or two at a time (24 to 56 registers): the next are read before these are
-  // written.
+  // A unit of this loop: 16 keys, 32 columns. A warp has every second group of 16 keys, and
+  // processes the units of a part one or two at a time (24 to 56 registers): the next ones are read
+  // before these are written.
   static constexpr int kGroups = Traits::kValueKeys / 16 / kTransposingWarps;
   static constexpr int kUnits = kGroups * (Traits::kHeadDimV / 32);
   static constexpr int kAtOnce = Traits::kHeadDimV > 128 ? 1 : 2;
@@ -53,7 +55,7 @@ struct ValueTransposer {
   static_assert(Traits::kValueParts == 1 || Traits::kTileN == 128, "the keys of a slice");
 
   static constexpr int kRawStages = Traits::k.raw_stages;
-  // Where registers are short, `target` and `raw_ring` are recomputed, from the lane and from
+  // Where registers are short, `target` and `raw_ring` are recomputed from the lane and from
   // `v_ring`.
   static constexpr bool kIsTight = Traits::kIsTight;
   static_assert(!kIsTight || Traits::kStages % kRawStages == 0);
@@ -81,7 +83,7 @@ struct ValueTransposer {
       if (!work.valid()) {
         return;
       }
-      // Read once: when the last of V has been used, `work` may be overwritten.
+      // WHY read once: when the last of V has been used, `work` may be overwritten.
       int tiles = work.keys_end() - work.keys_begin();
       CUTE_NO_UNROLL
       for (; tiles > 0; --tiles) {
@@ -114,7 +116,7 @@ struct ValueTransposer {
     shared.v_raw_full[raw_stage].wait(raw.phase());
     char const* const in = reinterpret_cast<char const*>(shared.v_raw[raw_stage]);
     char* const out = reinterpret_cast<char*>(shared.v[v_ring.stage()]);
-    // WHY: ptxas would keep addresses derived from them over all tiles, in local memory.
+    // WHY: ptxas would keep addresses derived from these over all tiles, in local memory.
     asm volatile("" : "+r"(source), "+r"(target));
     if (kIsTight) {
       target = Target::first(lane_of_warp(), source / (16 * Source::kRowBytes));

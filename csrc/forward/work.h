@@ -1,5 +1,5 @@
 // A tile of the schedule, resolved: coordinates and K tiles. The producer computes it and publishes
-// it to the warpgroups that compute and store the tile, in shared memory, together with Q.
+// it in shared memory, together with Q, to the warpgroups that compute and store the tile.
 #pragma once
 
 #include "core/block_range.h"
@@ -7,7 +7,7 @@
 
 namespace fa3 {
 
-// Where the results of a tile's rows other than O go.
+// Where the results other than O of a tile's rows are stored.
 struct FwdRows {
   int64_t offset;  // of the first query, first head, in the LSE
   int left;        // queries from the first one to the end of the sequence
@@ -18,8 +18,7 @@ template <class Traits>
 struct alignas(16) FwdWork {
   BlockRange keys;  // K tiles, at least one; end 0: there are no more tiles
   FwdRows rows;
-  int position_begin;  // first query, of the tile or of one warpgroup in it; less than 0: see
-                       // lead_positions()
+  int position_begin;  // first query, of the tile or of one warpgroup; negative: lead_positions()
   int kv_head;
   int entry;  // the sequence's index in the batch, where scales or plain stores of O need it
   typename Traits::Location location;
@@ -35,11 +34,11 @@ struct alignas(16) FwdWork {
   CUTE_DEVICE int keys_end() const { return keys.end + skipped.first; }
 };
 
-// Whether something finds the tile's sequence by its index in the batch.
+// Whether scales or plain stores of O need the index of the tile's sequence in the batch.
 template <class Traits>
 constexpr bool kNeedsEntry = Traits::kHasScales || Traits::k.output == OutputKind::kRegisters;
 
-// First row of the tile's sequence in the tensor of queries; packed.
+// First row of the tile's packed sequence in the tensor of queries.
 template <class Traits>
 CUTE_DEVICE int first_row_of_sequence(FwdDeviceParams const& p, FwdWork<Traits> const& work) {
   return work.location.end_q() - work.location.lengths(p.seqlen).q;
@@ -50,8 +49,8 @@ CUTE_DEVICE BlockRange keys_of(FwdDeviceParams const& p, SeqlenPair len, int beg
   return block_range(begin, end, len, Traits::kTileN, mask_of<Traits::kKind.mask>(p.mask));
 }
 
-// A tile of the sequence at a location, whose first tile begins `lead` positions before it;
-// first_row: of the sequence, first head, in the LSE.
+// A tile of the sequence at a location. The first tile begins `lead` positions before the sequence.
+// first_row: index in the LSE of the first query, first head.
 template <class Traits>
 CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord tile, int lead,
                                          typename Traits::Location const& location,
@@ -67,7 +66,8 @@ CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord til
   work.kv_head = p.groups_per_kv_head.div(tile.head);
   work.keys =
       keys_of<Traits>(p, len, max_of(0, work.position_begin), work.position_begin + positions);
-  // A tile that sees no key visits one K tile, masked as a whole: no role needs a case of its own.
+  // WHY at least one K tile: it is masked as a whole, and no role needs a special case for a tile
+  // that sees no key.
   work.keys.end = max_of(work.keys.end, work.keys.begin + 1);
   work.skipped = SkippedTiles{0, 0};
   if (kNeedsEntry<Traits>) {
@@ -76,9 +76,9 @@ CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord til
   return work;
 }
 
-// The share of one warpgroup: K tiles that all of its own rows see need no mask, and K tiles at the
-// ends that none of them sees are skipped. Before the first query it has no rows: it computes the
-// first rows there are, and stores nothing.
+// The share of one warpgroup: K tiles that all of its rows see need no mask, and K tiles at the
+// ends that none of its rows sees are skipped. A warpgroup before the first query has no rows: it
+// computes the first rows of the sequence, and stores nothing.
 template <class Traits>
 CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork<Traits> work,
                                                int warpgroup) {
@@ -99,7 +99,7 @@ CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork
 }
 
 // The tiles of this CTA, one after the other: next() gives one that is not valid() after the last.
-// WHY one type for each form of a batch: where both paths meet in one function, ptxas keeps the
+// WHY one type for each form of a batch: where both paths join in one function, ptxas keeps the
 // coordinates of the copies in vector registers, and each copy waits for them to be moved.
 
 template <class Traits>
@@ -143,7 +143,7 @@ struct TicketTiles {
 
   CUTE_DEVICE explicit TicketTiles(FwdDeviceParams const& p_) : p(p_) {}
 
-  // The ticket of the next tile; needed before next().
+  // Draws the ticket of the next tile; must precede next().
   CUTE_DEVICE void draw() { ticket = atomicAdd(p.tables.header + PackedTables::kTicket, 1); }
 
   CUTE_DEVICE FwdWork<Traits> next() {

@@ -30,7 +30,7 @@ struct Step {
   int m;
   bool is_masked;
   int64_t tile;  // in the workspaces
-  int turn;
+  int predecessors;
 };
 
 struct CtaWork {
@@ -72,7 +72,7 @@ void add_work_of_ctas(BwdDeviceParams const& p, BackwardWork& result) {
     }
     for (BwdSteps steps(cta.work); steps.valid(); steps.next()) {
       cta.steps.push_back(Step{steps.head, steps.m, steps.is_masked<Traits>(), steps.tile(p),
-                               turn_of<Traits>(p, steps)});
+                               predecessors<Traits>(p, steps)});
     }
   }
 }

@@ -295,13 +295,14 @@ py::dict schedule_dict(BwdSchedule const& schedule) {
 }
 
 // The work of a CTA (kv head or -1, its query heads, first key, query range, lengths, coordinates)
-// and its steps (head, tile of queries, is it masked, its tile in the workspaces, the turn).
+// and its steps (head, tile of queries, is it masked, its tile in the workspaces, its
+// predecessors).
 std::pair<WorkTuple, std::vector<StepTuple>> cta_tuple(CtaWork const& cta) {
   BwdWork const& work = cta.work;
   QueryRange const& queries = work.queries;
   std::vector<StepTuple> steps;
   for (Step const& step : cta.steps) {
-    steps.emplace_back(step.head, step.m, step.is_masked, step.tile, step.turn);
+    steps.emplace_back(step.head, step.m, step.is_masked, step.tile, step.predecessors);
   }
   return {WorkTuple{work.kv_head,
                     {work.head_begin, work.head_end},

@@ -28,7 +28,7 @@ inline std::vector<SequenceTiles> number_row_tiles(PrepareParams const& p) {
   for (int b = 0; b < p.entries; ++b) {
     Sequence s = entry_of(p.lengths, b, p.batch, p.total_q, p.total_k);
     if (p.schedules_keys()) {
-      s = cut_to_room(s, p.tables.row_tile_count - base, p.tile_positions);
+      s = clip_to_capacity(s, p.tables.row_tile_count - base, p.tile_positions);
     }
     Sequence const part = scheduled_part(s, b >= p.batch, p.schedules_keys());
     sequences.push_back(SequenceTiles{part, 0, scheduled_tiles(p, part), base, b});

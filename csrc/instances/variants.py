@@ -15,7 +15,7 @@ class ForwardVariant:
     tile: str     # constant of csrc/config/fwd_tiles.h, for E4m3 of fwd_tiles_fp8.h, without its k
     dtype: str    # 'Fp16', 'Bf16' or 'E4m3'
     kind: str     # 'Full', 'Causal', 'General' or 'Softcap'
-    head_dim: int | str   # of q, k and v; or, as '192x128', of q and k, and of v
+    head_dim: int | str   # '192x128': 192 of q and k, 128 of v
     suffix: str = ''  # tells tiles apart where several serve a problem and the planner chooses
 
     @property
@@ -25,7 +25,7 @@ class ForwardVariant:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of q and k, and of v."""
+        """The head dim of q and k, and that of v."""
         dims = [int(dim) for dim in str(self.head_dim).split('x')]
         return dims[0], dims[-1]
 
@@ -39,7 +39,7 @@ class ForwardVariant:
 def _forward_variants() -> list[ForwardVariant]:
     full, causal, general, softcap = ('Full',), ('Causal',), ('General',), ('Softcap',)
     both = full + causal
-    # (tile, head dim, kinds, suffix); of those that serve a problem the fastest stands first
+    # (tile, head dim, kinds, suffix); the fastest of those that serve a problem comes first
     tiles = [(f'FwdTileD{tile}', head_dim, both, '') for tile, head_dims in (
         (64, (32, 48, 64)), (96, (80, 96, 112)), (192, (144, 160, 176, 192)),
         (256, (208, 224, 240, 256))) for head_dim in head_dims]

@@ -1,4 +1,4 @@
-// Host side of a launch: errors that say what was launched, the attributes that a kernel needs, a
+// Host side of a launch: errors that name what was launched, the attributes that a kernel needs, a
 // start that may overlap the end of the launch before.
 #pragma once
 
@@ -38,7 +38,7 @@ struct LaunchShape {
   int shared_bytes;
 };
 
-// Lets a kernel use that much shared memory. Once per device: the attribute belongs to the kernel
+// Lets a kernel use this much shared memory. Once per device: the attribute belongs to the kernel
 // as loaded there; `devices_ready` is the kernel's own.
 template <class Kernel>
 void allow_shared_memory(Kernel* kernel, LaunchShape const& shape,
@@ -75,7 +75,7 @@ inline cudaLaunchAttribute early_start() {
   return attribute;
 }
 
-// The CTAs may start while the launch before still runs: the kernel waits for it by itself.
+// The CTAs may start while the launch before still runs; the kernel itself waits for it.
 template <class Kernel, class Params>
 void launch_early(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
   cudaLaunchAttribute attributes[] = {early_start()};
@@ -90,7 +90,7 @@ inline cudaLaunchAttribute cluster_of(int ctas) {
   return attribute;
 }
 
-// The same of CTAs in clusters, of so many.
+// The same with clusters of `ctas` CTAs.
 template <class Kernel, class Params>
 void launch_in_clusters(int ctas, Kernel* kernel, LaunchShape const& shape, Params const& params,
                         void* stream) {
@@ -98,7 +98,8 @@ void launch_in_clusters(int ctas, Kernel* kernel, LaunchShape const& shape, Para
   launch_with(attributes, kernel, shape, params, stream);
 }
 
-// All CTAs are on the GPU at once, or there is an error. Such a launch does not begin early.
+// All CTAs run on the GPU at once; if they do not fit, the launch is an error. Such a launch does
+// not begin early.
 template <class Kernel, class Params>
 void launch_together(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
   cudaLaunchAttribute attributes[1] = {};

@@ -1,10 +1,10 @@
-// Descriptors of the copy engine (TMA), built by hand on the host. A map describes a tensor of
-// 16-bit elements by up to five dimensions, innermost first, and the box that one copy moves; the
-// innermost extent of a box is 64 columns (128 bytes), stored with the 128-byte swizzle that wgmma
+// Descriptors of the copy engine (TMA), encoded on the host. A map describes a tensor by up to five
+// dimensions, innermost first, and the box that one copy moves; the innermost extent of a box is a
+// slice of 128 bytes (64 for e4m3 with at most 64 columns), stored with the swizzle that wgmma
 // reads.
 //
 // Reads past the tensor give zero, writes past it are dropped: tails of a dense sequence need no
-// care. Nor do those of packed sequences: see RowDims.
+// special case. Neither do those of packed sequences: see RowDims.
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -17,7 +17,7 @@ namespace fa3 {
 
 struct TensorMapDim {
   int64_t size;
-  int64_t stride;  // in elements; ignored for the innermost, and where the size is 1
+  int64_t stride;  // in elements; ignored for the innermost dimension, and where the size is 1
   int box;
 };
 
@@ -26,12 +26,12 @@ struct TensorMapDim {
 // Dense: end has one value, 0.
 //
 // Packed: one map has to end where each sequence does. So rows are counted from a sequence's end:
-// kRowsEnd is one past its last row, whatever its length, and one past the last of the map. `end`
-// is the row of the tensor at which the sequence ends, and moves by a row too; `batch` is always
-// kRowsEnd, with a stride that makes it move kRowsEnd rows back: addresses are counted modulo 2^64.
-// The sum of the three is the row that is meant.
-// WHY: not simply a map that begins kRowsEnd rows before the tensor. Of a box that lies wholly past
-// the end nothing is read, but where the map begins has to be memory all the same.
+// coordinate kRowsEnd is one past its last row, whatever its length, and one past the last row of
+// the map. `end` is the row of the tensor at which the sequence ends, and also moves by rows.
+// `batch` is always kRowsEnd, with a stride that moves kRowsEnd rows back, since addresses wrap
+// modulo 2^64. The sum of the three is the row of the tensor. WHY not simply a map that begins
+// kRowsEnd rows before the tensor: nothing is read of a box wholly past the end, but the begin of a
+// map has to be valid memory all the same.
 struct RowDims {
   int64_t rows;
   int64_t row_stride;
@@ -46,14 +46,14 @@ struct RowDims {
   static RowDims packed(TensorView const& t, int total_rows, int element_bytes = 2) {
     constexpr int64_t kWrap = int64_t(1) << 34;  // bytes; kRowsEnd times this is 2^64
     static_assert(kRowsEnd == 1 << 30);
-    // The stride of a tensor's only row means nothing.
+    // The stride of a tensor with a single row means nothing.
     int64_t const row_stride = total_rows > 1 ? t.row_stride : 128 / element_bytes;
     return RowDims{kRowsEnd, row_stride, int64_t(kRowsEnd) + 1, kWrap / element_bytes - row_stride,
                    int64_t(total_rows) + 1};
   }
 };
 
-// nullptr when the driver has no such function.
+// The driver's function; nullptr if it has none.
 inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   static PFN_cuTensorMapEncodeTiled_v12000 const encoder = [] {
     void* function = nullptr;
@@ -75,13 +75,13 @@ struct TensorMapMaker {
   Dtype dtype;
   cudaError_t error = cudaSuccess;
 
-  // Of the first kRank dimensions.
+  // A map of the first kRank dimensions.
   template <int kRank, int kDims>
   CUtensorMap make(void const* data, TensorMapDim const (&dims)[kDims]) {
     static_assert(kRank <= kDims);
     int const bytes = element_bytes(dtype);
     cuuint64_t sizes[kRank];
-    cuuint64_t strides[kRank];  // bytes, of dimensions 1 and up
+    cuuint64_t strides[kRank];  // bytes, for dimensions 1 and up
     cuuint32_t boxes[kRank];
     cuuint32_t steps[kRank];
     for (int i = 0; i < kRank; ++i) {

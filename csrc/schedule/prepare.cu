@@ -1,5 +1,5 @@
-// One CTA. Sequences are sorted by cost into buckets, an eighth of a power of two wide; inside a
-// bucket they come as they fall, which no result depends on.
+// One CTA. Sequences are sorted by cost into buckets, an eighth of a power of two wide. Inside a
+// bucket their order is arbitrary; no result depends on it.
 #include <cub/block/block_scan.cuh>
 
 #include "device/barriers.h"
@@ -16,30 +16,30 @@ using Scan = cub::BlockScan<int, kThreads>;
 
 struct Shared {
   Scan::TempStorage scan;
-  int next_place[kBuckets];
+  int next_index[kBuckets];
 };
 
-// Of tiles: there are more than a table has room for only if the lengths are nonsense and sequences
-// overlap. Then their number may not even fit into an int.
+// A saturating sum of tiles. WHY: if lengths are nonsense and sequences overlap, there are more
+// tiles than a table has capacity for, and their number may not even fit into an int.
 struct SumWithin {
-  int room;
+  int capacity;
 
-  __device__ int operator()(int a, int b) const { return min_of(a + b, room); }
+  __device__ int operator()(int a, int b) const { return min_of(a + b, capacity); }
 };
 
-// Numbers the tiles of the threads: gives how many come before this thread's, and adds all to
-// `before`.
+// Numbers the tiles of the threads: returns how many tiles precede those of this thread, and adds
+// all of them to `before`.
 __device__ int number_tiles_of(int tiles, SumWithin sum, Shared& shared, int& before) {
   int base;
   int all;
-  Scan(shared.scan).ExclusiveScan(min_of(tiles, sum.room), base, 0, sum, all);
+  Scan(shared.scan).ExclusiveScan(min_of(tiles, sum.capacity), base, 0, sum, all);
   __syncthreads();
   base = sum(base, before);
   before = sum(before, all);
   return base;
 }
 
-// The largest costs come first.
+// The bucket of a cost; the largest costs come first.
 __device__ int bucket_of(int cost) {
   int const power = 31 - __clz(max_of(cost, 1));
   int const eighth = power >= 3 ? (cost >> (power - 3)) & 7 : (cost << (3 - power)) & 7;
@@ -56,22 +56,22 @@ __device__ int bucket_at(PrepareParams const& p, Sequence const& entry, int b) {
                                       : min_of(s.len.k, p.most_keys));
 }
 
-// The first place of each bucket.
+// Computes the first index of each bucket.
 __device__ void count_buckets(PrepareParams const& p, Shared& shared) {
   int const thread = int(threadIdx.x);
   if (thread < kBuckets) {
-    shared.next_place[thread] = 0;
+    shared.next_index[thread] = 0;
   }
   __syncthreads();
   for (int b = thread; b < p.entries; b += kThreads) {
-    atomicAdd(&shared.next_place[bucket_at(p, entry_at(p, b), b)], 1);
+    atomicAdd(&shared.next_index[bucket_at(p, entry_at(p, b), b)], 1);
   }
   __syncthreads();
-  int place = thread < kBuckets ? shared.next_place[thread] : 0;
-  Scan(shared.scan).ExclusiveSum(place, place);
+  int index = thread < kBuckets ? shared.next_index[thread] : 0;
+  Scan(shared.scan).ExclusiveSum(index, index);
   __syncthreads();
   if (thread < kBuckets) {
-    shared.next_place[thread] = place;
+    shared.next_index[thread] = index;
   }
   __syncthreads();
 }
@@ -91,13 +91,13 @@ __device__ void fill_row_tiles(PrepareParams const& p, Sequence const& s, int ba
   }
 }
 
-// Gives where the tiles of queries of this thread's sequence begin. Nobody has a place outside the
-// workspaces.
+// Returns the number of the first tile of queries of this thread's sequence. INVARIANT: no tile is
+// outside the workspaces.
 __device__ int number_row_tiles(PrepareParams const& p, Shared& shared, Sequence& s, int& before) {
-  int const room = p.tables.row_tile_count;
+  int const capacity = p.tables.row_tile_count;
   int const tiles = ceil_div(s.len.q, p.tile_positions);
-  int const base = number_tiles_of(tiles, SumWithin{room}, shared, before);
-  s = cut_to_room(s, room - base, p.tile_positions);
+  int const base = number_tiles_of(tiles, SumWithin{capacity}, shared, before);
+  s = clip_to_capacity(s, capacity - base, p.tile_positions);
   fill_row_tiles(p, s, base);
   return base;
 }
@@ -114,8 +114,8 @@ __device__ void sort_sequences(PrepareParams const& p, Shared& shared) {
       s = scheduled_part(s, b >= p.batch, p.schedules_keys());
       int const tiles =
           p.schedules_keys() ? ceil_div(s.len.k, p.tile_keys) : ceil_div(s.len.q, p.tile_positions);
-      int const place = atomicAdd(&shared.next_place[bucket], 1);
-      p.tables.sequences[place] = SequenceTiles{s, 0, tiles, base, b};
+      int const index = atomicAdd(&shared.next_index[bucket], 1);
+      p.tables.sequences[index] = SequenceTiles{s, 0, tiles, base, b};
     }
   }
   for (int m = before + thread; m < p.tables.row_tile_count; m += kThreads) {
@@ -125,13 +125,13 @@ __device__ void sort_sequences(PrepareParams const& p, Shared& shared) {
 }
 
 // A warp writes the tiles of its 32 sequences, one sequence after the other.
-__device__ void fill_table(PrepareParams const& p, int place, int base, int tiles) {
+__device__ void fill_table(PrepareParams const& p, int index, int base, int tiles) {
   int const lane = int(threadIdx.x) % 32;
   for (int i = 0; i < 32; ++i) {
     int const one_base = __shfl_sync(0xffffffffu, base, i);
     int const one_end = min_of(one_base + __shfl_sync(0xffffffffu, tiles, i), p.tables.tiles);
     for (int tile = one_base + lane; tile < one_end; tile += 32) {
-      p.tables.sequence_of_tile[tile] = place - lane + i;
+      p.tables.sequence_of_tile[tile] = index - lane + i;
     }
   }
 }
@@ -139,13 +139,13 @@ __device__ void fill_table(PrepareParams const& p, int place, int base, int tile
 __device__ void number_tiles(PrepareParams const& p, Shared& shared) {
   int before = 0;
   for (int first = 0; first < p.entries; first += kThreads) {
-    int const place = first + int(threadIdx.x);
-    int const tiles = place < p.entries ? p.tables.sequences[place].tiles : 0;
+    int const index = first + int(threadIdx.x);
+    int const tiles = index < p.entries ? p.tables.sequences[index].tiles : 0;
     int const base = number_tiles_of(tiles, SumWithin{p.tables.tiles}, shared, before);
-    if (place < p.entries) {
-      p.tables.sequences[place].tile_base = base;
+    if (index < p.entries) {
+      p.tables.sequences[index].tile_base = base;
     }
-    fill_table(p, place, base, tiles);
+    fill_table(p, index, base, tiles);
   }
   for (int tile = before + int(threadIdx.x); tile < p.tables.tiles; tile += kThreads) {
     p.tables.sequence_of_tile[tile] = PackedTables::kNoTile;

@@ -1,13 +1,14 @@
-// The kernel before the others for packed sequences: the tables of core/packed_tiles.h. Host side;
-// the ops call it.
+// The kernel that precedes the others for packed sequences: it fills the tables of
+// core/packed_tiles.h. Host side; the ops call it.
 #pragma once
 
 #include "core/packed_tiles.h"
 
 namespace fa3 {
 
-// Sequences that cost most come first. The forward schedules tiles of queries, which cost keys; the
-// backward tiles of keys, which cost queries, and numbers the tiles of queries too.
+// The most expensive sequences come first. The forward schedules tiles of queries, whose cost is
+// keys. The backward schedules tiles of keys, whose cost is queries, and also numbers the tiles of
+// queries.
 struct PrepareParams {
   PackedLengths lengths;
   int batch = 0;
@@ -16,9 +17,9 @@ struct PrepareParams {
   int total_k = 0;
   int tile_positions = 0;  // queries of a tile
   int tile_keys = 0;       // backward: keys of a tile; else 0
-  int most_keys = 0;     // forward: that a tile visits, where the mask limits them: sequences with
-                         // more keys cost no more
-  int most_queries = 0;  // backward: the same of queries
+  // forward: the most keys that a tile visits under the mask; more keys of a sequence cost nothing
+  int most_keys = 0;
+  int most_queries = 0;  // backward: the same for queries
   PackedTables tables;
 
   FA3_HD constexpr bool schedules_keys() const { return tile_keys > 0; }
@@ -40,7 +41,7 @@ inline PrepareParams prepare_params(BwdParams const& params) {
   return prepare;
 }
 
-// On the current device and the given stream (a cudaStream_t).
+// Launches on the current device and the given stream (a cudaStream_t).
 void launch_prepare(PrepareParams const& params, void* stream);
 
 }  // namespace fa3

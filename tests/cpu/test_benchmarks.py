@@ -185,17 +185,17 @@ def test_the_ratios_to_peers_are_those_of_the_record(subject, section, tmp_path,
 # ------------------------------------------------------------------------------------ FP8's errors
 @pytest.fixture(scope='module')
 def errors() -> dict[str, float]:
-    """RMSE of every way on the paper's outliers, by the emulation, mean of five seeds."""
+    """RMSE of every method on the paper's outliers, by the emulation, mean of five seeds."""
     shape = dict(batch=1, seqlen=1024, heads=2, heads_k=2, head_dim=128, causal=False)
     return fp8_accuracy.figures({'results': fp8_accuracy.measure(shape, range(5), CPU)})
 
 
-@pytest.mark.parametrize('way, measured', [
+@pytest.mark.parametrize('method, measured', [
     ('bf16', 2.48e-4), ('tensor', 1.46e-2), ('tensor, rotated', 8.53e-3), ('head', 1.45e-2),
     ('head, rotated', 8.35e-3), ('block', 1.40e-2), ('block, rotated', 8.38e-3)])
-def test_rmse(errors, way, measured):
+def test_rmse(errors, method, measured):
     """As measured when this was written, and nearly the same bits everywhere."""
-    assert 0.95 * measured <= errors[way] <= 1.05 * measured
+    assert 0.95 * measured <= errors[method] <= 1.05 * measured
 
 
 def test_order_of_the_paper(errors):

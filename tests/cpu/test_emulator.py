@@ -22,7 +22,7 @@ HEAD = '''.version 9.0
 .extern .shared .align 128 .b8 dynamic[];
 '''
 # Pointers to what a kernel reads and writes are in rd1 and rd2, its thread in r1, the same times 4
-# in rd3, and rd4, rd5 are the places of the thread's words.
+# in rd3, and rd4, rd5 are the addresses of the thread's words.
 KERNEL = '''.visible .entry {name}(
   .param .align 8 .b8 {name}_param_0[16]
 )
@@ -66,10 +66,10 @@ FAULTS = {
                             cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r10], 128;
                             cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; $end:''',
                             'with no fence between'),
-    'ends_before_its_copy': (MBARRIER, 'copies under way'),
+    'ends_before_its_copy': (MBARRIER, 'copies in flight'),
     'ends_before_its_store': ('''setp.ne.s32 %p1, %r1, 0; @%p1 bra $end; mov.u32 %r10, dynamic;
                               cp.async.bulk.global.shared::cta.bulk_group [%rd2], [%r10], 128;
-                              cp.async.bulk.commit_group; $end:''', 'copies under way'),
+                              cp.async.bulk.commit_group; $end:''', 'copies in flight'),
     'arrives_too_often': ('''mov.u32 %r10, dynamic; setp.ne.s32 %p1, %r1, 0; @%p1 bra $end;
                           mbarrier.init.shared::cta.b64 [%r10], 1;
                           mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r10], 16;

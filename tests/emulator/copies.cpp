@@ -20,16 +20,16 @@ TensorMap const& map_of(u64 address) {
   return map;
 }
 
-// Where a row of a box begins in the tensor, and whether it is there.
+// Where a row of a box begins in the tensor, and whether it exists.
 struct Row {
   u64 address;
   bool exists;
 };
 
-Row find_row(TensorMap const& map, std::array<i32, 5> const& place, u32 row) {
+Row find_row(TensorMap const& map, std::array<i32, 5> const& coordinates, u32 row) {
   Row found{map.base, true};
   for (u32 i = 1; i < map.rank; ++i) {
-    i64 const at = i64(place[i]) + row % map.boxes[i];
+    i64 const at = i64(coordinates[i]) + row % map.boxes[i];
     row /= map.boxes[i];
     found.exists = found.exists && at >= 0 && u64(at) < map.sizes[i];
     found.address += u64(at) * map.strides[i];
@@ -37,7 +37,7 @@ Row find_row(TensorMap const& map, std::array<i32, 5> const& place, u32 row) {
   return found;
 }
 
-// A part of 16 bytes of a row that begins at `column`. What is outside reads as 0.
+// Copies 16 bytes of a row that begins at `column`. What is outside reads as 0.
 void copy_piece(TensorMap const& map, Row const& row, i64 column, u8* shared, bool is_load) {
   u32 const bytes = u32(map.strides[0]);
   for (u32 at = 0; at < kPiece; at += bytes, ++column) {
@@ -61,13 +61,13 @@ void copy_tensor(Copy const& copy) {
   Cta& cta = *copy.owner->cta;
   u32 const begin = offset_of(is_load ? copy.target : copy.source);
   for (u32 i = 0; i < map.rows(); ++i) {
-    Row const row = find_row(map, copy.place, i);
+    Row const row = find_row(map, copy.coordinates, i);
     for (u32 at = 0; at < map.row_bytes(); at += kPiece) {
       u32 const offset = swizzle(begin + i * map.row_bytes() + at, map.row_bytes());
       if (!is_load) {
         cta.check_visible(offset, kPiece, "the copy engine");
       }
-      copy_piece(map, row, copy.place[0] + i64(at / map.strides[0]), cta.at(offset, kPiece),
+      copy_piece(map, row, copy.coordinates[0] + i64(at / map.strides[0]), cta.at(offset, kPiece),
                  is_load);
     }
   }
@@ -161,20 +161,21 @@ void Thread::finish_copies() {
 }
 
 // ----------------------------------------------------------------------------------- cp.async.bulk
-void Thread::load_tensor(u64 target, u64 tensor_map, std::array<i32, 5> const& place, u64 barrier,
-                         int site) {
+void Thread::load_tensor(u64 target, u64 tensor_map, std::array<i32, 5> const& coordinates,
+                         u64 barrier, int site) {
   check_aligned({target}, site);
   TensorMap const& map = map_of(tensor_map);
   u32 const bytes = map.rows() * map.row_bytes();
   spoil(*cta, target, bytes);
   cta->loads.push_back(
-      Copy{CopyKind::kTensorLoad, target, 0, bytes, tensor_map, place, barrier, this, 0});
+      Copy{CopyKind::kTensorLoad, target, 0, bytes, tensor_map, coordinates, barrier, this, 0});
 }
 
-void Thread::store_tensor(u64 tensor_map, std::array<i32, 5> const& place, u64 source, int site) {
+void Thread::store_tensor(u64 tensor_map, std::array<i32, 5> const& coordinates, u64 source,
+                          int site) {
   check_aligned({source}, site);
   cta->stores.push_back(
-      Copy{CopyKind::kTensorStore, 0, source, 0, tensor_map, place, 0, this, store_groups});
+      Copy{CopyKind::kTensorStore, 0, source, 0, tensor_map, coordinates, 0, this, store_groups});
 }
 
 void Thread::start_bulk(CopyKind kind, u64 target, u64 source, u32 bytes, u64 barrier, int site) {

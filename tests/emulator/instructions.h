@@ -104,7 +104,7 @@ Bits<T> op_shl(T a, u32 count) {
   return count < u32(kBits<T>) ? Bits<T>(Bits<T>(a) << count) : Bits<T>(0);
 }
 
-// Of signed numbers with copies of the sign.
+// Signed numbers are filled with copies of the sign.
 template <class T>
 Bits<T> op_shr(T a, u32 count) {
   if (count < u32(kBits<T>)) {
@@ -216,7 +216,7 @@ inline u32 op_abs_ftz_f32(u32 a) { return flush(a) & 0x7fffffffu; }
 inline u32 op_neg_ftz_f32(u32 a) { return flush(a) ^ 0x80000000u; }
 inline u32 op_cvt_rn_f32_s32(u32 a) { return to_bits(float(i32(a))); }
 
-// Up to one unit of the last place wrong, always the same way for the same number.
+// At most one unit of the last digit wrong, always the same error for the same number.
 inline u32 op_rcp_approx_ftz_f32(u32 a) {
   u32 const found = flush(one_nan(1.f / flushed(a)));
   u32 const error = (a * 0x9e3779b1u >> 16) % 3 - 1;
@@ -268,7 +268,7 @@ inline u16 to_bfloat(float value) {
   return std::isnan(value) ? u16(0x7fff) : u16((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
-// A number of 3 bits behind the point, the least exponent being -6; 448 is the largest.
+// A number with 3 bits after the binary point and a least exponent of -6; 448 is the largest.
 inline u8 to_e4m3(float value) {
   u8 const sign = u8(to_bits(value) >> 31 << 7);
   if (std::isnan(value)) {

@@ -1,4 +1,4 @@
-// Fibers and who runs next.
+// Fibers, and the choice of the next one to run.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -44,7 +44,7 @@ Thread* running_thread = nullptr;
 void* scheduler_stack = nullptr;
 std::string first_error;
 
-// Never given back: a later launch takes them again.
+// Never released: a later launch uses them again.
 u8* stack_end(size_t number) {
   static std::vector<u8*> ends;
   while (ends.size() <= number) {
@@ -75,7 +75,7 @@ void end_of_thread(Thread& thread) {
   --cta.running;
   ++cta.cluster->ended;
   if (cta.running == 0 && !(cta.loads.empty() && cta.stores.empty())) {
-    fail("the CTA ends with copies under way");
+    fail("the CTA ends with copies in flight");
   }
   for (Meeting& meeting : cta.meetings) {
     release_if_complete(meeting, cta);
@@ -163,7 +163,7 @@ std::unique_ptr<Cta> make_cta(Kernel const& kernel, LaunchSize const& size, Clus
   cta->memory.resize(cta->dynamic_begin + size.dynamic_bytes);
   std::generate(cta->memory.begin(), cta->memory.end(), [] { return u8(generator()); });
   cta->writer.resize(cta->memory.size());
-  cta->hidden.resize(size.threads);
+  cta->unfenced.resize(size.threads);
   cta->threads.resize(size.threads);
   cta->warps.resize(size.threads / kWarpLanes);
   for (u32 i = 0; i < size.threads; ++i) {

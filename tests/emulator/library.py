@@ -21,7 +21,7 @@ class Emulator:
         self._library.emulator_seed(ctypes.c_uint32(seed))
 
     def set_sm_count(self, count: int) -> None:
-        """Of the GPU; before the first call of an op, which asks once."""
+        """The GPU's multiprocessors; before the first call of an op, which asks once."""
         self._library.emulator_set_sm_count(count)
 
     def has_variant(self, name: str) -> bool:

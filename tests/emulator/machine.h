@@ -1,9 +1,9 @@
-// A GPU as far as the kernels see it. Each of its threads is a fiber; the scheduler (launch.cpp)
-// lets a thread run until it waits for others, and draws who is next. What the engines of an SM do
-// by themselves, copies, happens at a drawn time between its start and the wait for it.
+// A GPU as far as the kernels see it. Each of its threads is a fiber. The scheduler (launch.cpp)
+// runs a thread until it waits for others, and draws the next one. Copies, which the engines of an
+// SM execute asynchronously, happen at a drawn time between their start and the wait for them.
 //
 // An address of shared memory has the rank of a CTA of the cluster, plus one, in its upper 8 bits;
-// without that it is the thread's own CTA's.
+// with 0 there it is an address of the thread's own CTA.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ constexpr u32 kWarpLanes = 32;
 constexpr u32 kWarpgroupWarps = 4;
 constexpr u32 kStaticBegin = 1024;  // of shared memory, as in ptx.py
 
-// What a lane got; its own value where the other lane is outside the segment.
+// The value that a lane received; its own value where the other lane is outside the segment.
 struct Shuffled {
   u32 value;
   bool is_inside;
@@ -29,14 +29,14 @@ struct Shuffled {
 
 enum class Element { k_e4m3, k_f16, k_bf16 };
 
-// Of a product, in shared memory. is_column: neighbours differ in the row or column of the result,
-// not in what is summed over.
+// An operand of a product, in shared memory. is_column: neighbours differ in the row or column of
+// the result, not in the index of the sum.
 struct Operand {
   u64 descriptor;
   bool is_column;
 };
 
-// What a product has read, which must not change before it is waited for.
+// Bytes that a product has read; they must not change before the product is waited for.
 struct ReadOperand {
   Operand operand;
   u32 first_row;
@@ -47,7 +47,7 @@ struct ReadOperand {
 
 struct Warp {
   std::array<Thread*, kWarpLanes> lanes{};
-  // Two sets, in turns: of a collective, and of the next one while some lanes still read.
+  // Two alternating sets: one collective writes its set while some lanes still read the other.
   u32 slots[2][kWarpLanes] = {};
   u32 arrived = 0;
   int site = 0;  // where they arrived
@@ -59,7 +59,7 @@ struct Warp {
   std::vector<ReadOperand> read;
 };
 
-// Of a CTA: bar.sync and bar.arrive.
+// bar.sync and bar.arrive of a CTA.
 struct Meeting {
   u32 arrived = 0;
   u32 expected = 0;  // 0: all threads
@@ -68,14 +68,14 @@ struct Meeting {
 
 enum class CopyKind { kTensorLoad, kTensorStore, kLoad, kSend, kStore, kAdd };
 
-// Of the copy engine.
+// A copy of the copy engine.
 struct Copy {
   CopyKind kind;
   u64 target;
   u64 source;
   u32 bytes;
   u64 tensor_map;
-  std::array<i32, 5> place;
+  std::array<i32, 5> coordinates;
   u64 barrier;
   Thread* owner;
   u32 group;
@@ -92,7 +92,7 @@ struct Cluster {
 };
 
 struct Thread {
-  void* stack = nullptr;  // where it goes on
+  void* stack = nullptr;  // where it resumes
   Cta* cta = nullptr;
   Warp* warp = nullptr;
   bool is_done = false;
@@ -127,7 +127,7 @@ struct Thread {
   template <class T, size_t kCount>
   void store_shared(u64 address, std::array<T, kCount> const& values, int site) {
     memcpy(shared(address, sizeof values, site), values.data(), sizeof values);
-    hide_from_engines(address, sizeof values);
+    mark_unfenced(address, sizeof values);
   }
   template <class T, size_t kCount>
   void store_global(u64 address, std::array<T, kCount> const& values, int site) {
@@ -138,9 +138,9 @@ struct Thread {
   u32 atomic_max_global(u64 address, u32 value, int site);
   void add_floats(u64 address, std::array<u32, 4> const& values, int site);
 
-  // What a thread writes to shared memory, engines may not see before a fence.
-  void hide_from_engines(u64 address, u32 bytes);
-  void show_to_engines();
+  // Engines may not read what a thread writes to shared memory before a fence.
+  void mark_unfenced(u64 address, u32 bytes);
+  void mark_fenced();
 
   // -------------------------------------------------------------------------- warp, CTA, cluster
   u32 ballot(bool vote, u32 mask, int site);
@@ -163,9 +163,9 @@ struct Thread {
   // ------------------------------------------------------------------------------------- copies
   void copy_later(u64 target, u64 source, u32 bytes, int site);
   void finish_copies();
-  void load_tensor(u64 target, u64 tensor_map, std::array<i32, 5> const& place, u64 barrier,
+  void load_tensor(u64 target, u64 tensor_map, std::array<i32, 5> const& coordinates, u64 barrier,
                    int site);
-  void store_tensor(u64 tensor_map, std::array<i32, 5> const& place, u64 source, int site);
+  void store_tensor(u64 tensor_map, std::array<i32, 5> const& coordinates, u64 source, int site);
   void bulk_load(u64 target, u64 source, u32 bytes, u64 barrier, int site);
   void bulk_send(u64 target, u64 source, u32 bytes, u64 barrier, int site);
   void bulk_store(u64 target, u64 source, u32 bytes, int site);
@@ -210,12 +210,12 @@ struct Cta {
   u32 dynamic_begin;
   u8 const* parameters;
   std::vector<u8> memory;   // shared; its first bytes stand for what the GPU keeps
-  std::vector<u16> writer;  // of each byte that engines may not see yet: thread + 1
-  std::vector<std::vector<std::pair<u32, u32>>> hidden;  // by thread: where, how many bytes
+  std::vector<u16> writer;  // of each byte without a fence yet: thread + 1
+  std::vector<std::vector<std::pair<u32, u32>>> unfenced;  // by thread: offset, bytes
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::array<Meeting, 16> meetings;
-  std::vector<Copy> loads;  // under way
+  std::vector<Copy> loads;  // in flight
   std::vector<Copy> stores;
 
   u8* at(u32 offset, u32 bytes);
@@ -236,7 +236,7 @@ constexpr u32 swizzle(u32 address, u32 row_bytes) {
 Cta& cta_of(Thread const& thread, u64 shared_address);
 void release_if_complete(Meeting& meeting, Cta const& cta);
 void release_if_complete(Cluster& cluster);
-// Bytes that an mbarrier has waited for have come.
+// Counts bytes that have arrived on an mbarrier.
 void complete_bytes(Cta& cta, u64 barrier, u32 bytes);
 // Finishes drawn copies of a CTA, `must`: one at least; gives whether there was one.
 bool advance_copies(Cta& cta, bool must);

@@ -108,13 +108,13 @@ void Thread::add_floats(u64 address, std::array<u32, 4> const& values, int site)
 }
 
 // ------------------------------------------------------------------------- threads and the engines
-void Thread::hide_from_engines(u64 address, u32 bytes) {
+void Thread::mark_unfenced(u64 address, u32 bytes) {
   if (rank_of(address) != 0) {
     return;
   }
   u32 const offset = offset_of(address);
   std::fill_n(&cta->writer[offset], bytes, u16(number + 1));
-  auto& own = cta->hidden[number];
+  auto& own = cta->unfenced[number];
   if (!own.empty() && own.back().first + own.back().second == offset) {
     own.back().second += bytes;
   } else {
@@ -122,11 +122,11 @@ void Thread::hide_from_engines(u64 address, u32 bytes) {
   }
 }
 
-void Thread::show_to_engines() {
-  for (auto [offset, bytes] : cta->hidden[number]) {
+void Thread::mark_fenced() {
+  for (auto [offset, bytes] : cta->unfenced[number]) {
     std::replace(&cta->writer[offset], &cta->writer[offset] + bytes, u16(number + 1), u16(0));
   }
-  cta->hidden[number].clear();
+  cta->unfenced[number].clear();
 }
 
 void Cta::check_visible(u32 offset, u32 bytes, char const* reader) const {

@@ -1,6 +1,6 @@
 // wgmma, and the loads and stores of matrices of 8 x 8. A warp computes its 16 rows of a product
-// when all of its lanes have come; nobody has waited for it before the four warps have. Sums are
-// float32, which is more than the tensor cores keep of FP8.
+// when all of its lanes have issued it; a wait ends when the four warps have computed theirs. Sums
+// are float32, which is more than the tensor cores keep with FP8.
 #include <algorithm>
 
 #include "instructions.h"
@@ -175,7 +175,7 @@ void Thread::wait_for_products(u32 groups_left, int site) {
     while (siblings[i].issued < issued) {
       yield();
     }
-    // The first warp that has waited may give the operands of all four away.
+    // The first warp that has waited releases the operands of all four.
     auto& read = siblings[i].read;
     for (ReadOperand const& one : read) {
       if (one.group < due &&

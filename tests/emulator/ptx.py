@@ -83,7 +83,7 @@ def _closing(text: str, begin: int) -> int:
 
 
 class _Scopes:
-    """What the names in nested braces stand for."""
+    """The meaning of names in nested braces."""
 
     def __init__(self) -> None:
         self._stack: list[dict[str, str]] = [{}]

@@ -1,5 +1,5 @@
-// Stands in for the CUDA runtime: memory of the host is memory of the GPU, a launch has ended when
-// it returns.
+// Replaces the CUDA runtime: memory of the host is memory of the GPU, a launch has ended when it
+// returns.
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 

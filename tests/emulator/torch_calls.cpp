@@ -1,5 +1,5 @@
-// Stands in for what the ops ask of PyTorch about CUDA: CPU tensors pass for those of a GPU, and
-// what a kernel may read and write is noted. build.py renames the ops' calls to these.
+// Replaces what the ops ask of PyTorch about CUDA: CPU tensors pass for those of a GPU, and the
+// memory that a kernel may read and write is noted. build.py renames the ops' calls to these.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/c/shim.h>
 

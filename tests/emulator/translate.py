@@ -18,8 +18,8 @@ SPECIAL_REGISTERS = {
     '%clusterid.z': '0u', '%cluster_ctarank': 't.cta->rank', '%laneid': 't.lane()'}
 INTEGERS = {f'{kind}{bits}': f'{"i" if kind == "s" else "u"}{bits}'
             for kind in 'sub' for bits in (8, 16, 32, 64)} | {'pred': 'bool'}
-# Of no consequence here: launches come one after the other, all registers are there, all of a
-# thread's writes are seen by the others at once (but by the copy engine and the tensor cores).
+# Without effect here: launches run one after the other, all registers exist, and all other threads
+# see a thread's writes at once (but not the copy engine and the tensor cores).
 NOTHING = re.compile(
     r'griddepcontrol\.\w+|fence\.mbarrier_init\.release\.cluster|cp\.async\.commit_group|'
     r'wgmma\.fence\.sync\.aligned|prefetch\.tensormap|fence\.proxy\.async\.global|setmaxnreg\..*')
@@ -67,17 +67,17 @@ class _Writer:
         return [self.value(operand) for operand in operands]
 
     def list_(self, operand: str) -> list[str]:
-        """What stands in braces, or alone."""
+        """The operands in braces, or a single one."""
         return split_operands(operand[1:-1]) if operand.startswith('{') else [operand]
 
     def address(self, operand: str) -> str:
-        place = re.fullmatch(r'\[(.+?)(?:\+(-?\d+))?\]', operand)
-        if place is None:
+        address = re.fullmatch(r'\[(.+?)(?:\+(-?\d+))?\]', operand)
+        if address is None:
             raise PtxError(f'{self.kernel.name}: address {operand}')
-        return f'(u64({self.value(place[1].strip())}) + i64({place[2] or 0}))'
+        return f'(u64({self.value(address[1].strip())}) + i64({address[2] or 0}))'
 
-    def tensor_place(self, operand: str) -> str:
-        """Of a copy of a tensor: [map, {coordinates}]."""
+    def tensor_coordinates(self, operand: str) -> str:
+        """The operand of a tensor copy: [map, {coordinates}]."""
         tensor_map, coordinates = split_operands(operand[1:-1])
         numbers = ', '.join(f'i32({one})' for one in self.values(self.list_(coordinates)))
         return f'{self.value(tensor_map)}, {{{numbers}}}'
@@ -161,7 +161,7 @@ def _load_global(writer, match, operands, site):
 
 @_handles(r'ld\.(?:relaxed|acquire)\.gpu\.global\.(\w\d+)')
 def _load_in_order(writer, match, operands, site):
-    """Others are to write it: they get a turn."""
+    """Other threads may have to write it: they run first."""
     return 't.yield(); ' + _loads(writer, 'global', match[1], operands, site)
 
 
@@ -169,8 +169,8 @@ def _loads(writer, space, type_, operands, site):
     element = INTEGERS.get(type_, f'u{type_[1:]}')
     targets = writer.list_(operands[0])
     values = [f'found[{i}]' for i in range(len(targets))]
-    place = writer.address(operands[1])
-    return (f'auto found = t.load_{space}<{element}, {len(targets)}>({place}, {site}); '
+    address = writer.address(operands[1])
+    return (f'auto found = t.load_{space}<{element}, {len(targets)}>({address}, {site}); '
             f'{writer.assign_each(operands[0], values)}')
 
 
@@ -197,8 +197,8 @@ def _generic_address(writer, match, operands, site):
 
 @_handles(r'atom\.(shared|global)\.(add|max)\.[us]32')
 def _atomic(writer, match, operands, site):
-    result, place, value = operands
-    return (f'{writer.value(result)} = t.atomic_{match[2]}_{match[1]}({writer.address(place)}, '
+    result, address, value = operands
+    return (f'{writer.value(result)} = t.atomic_{match[2]}_{match[1]}({writer.address(address)}, '
             f'{writer.value(value)}, {site});')
 
 
@@ -300,12 +300,12 @@ def _map_address(writer, match, operands, site):
 def _mbarrier(writer, match, operands, site):
     if match[1] == 'init':
         return f't.init_mbarrier({writer.address(operands[0])}, {writer.value(operands[1])});'
-    place = writer.address(operands[1])
+    address = writer.address(operands[1])
     if match[1] == 'arrive':
-        return f't.arrive_at_mbarrier({place}, 0);'
+        return f't.arrive_at_mbarrier({address}, 0);'
     if match[1] == 'arrive.expect_tx':
-        return f't.arrive_at_mbarrier({place}, {writer.value(operands[2])});'
-    return f'{writer.value(operands[0])} = t.try_mbarrier({place}, {writer.value(operands[2])});'
+        return f't.arrive_at_mbarrier({address}, {writer.value(operands[2])});'
+    return f'{writer.value(operands[0])} = t.try_mbarrier({address}, {writer.value(operands[2])});'
 
 
 # ------------------------------------------------------------------------------------------- copies
@@ -327,13 +327,13 @@ def _wait_for_copies(writer, match, operands, site):
           r'(\.L2::cache_hint)?')
 def _load_tensor(writer, match, operands, site):
     target, source, barrier = operands[:3]
-    return (f't.load_tensor({writer.address(target)}, {writer.tensor_place(source)}, '
+    return (f't.load_tensor({writer.address(target)}, {writer.tensor_coordinates(source)}, '
             f'{writer.address(barrier)}, {site});')
 
 
 @_handles(r'cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta(\.tile)?\.bulk_group')
 def _store_tensor(writer, match, operands, site):
-    return (f't.store_tensor({writer.tensor_place(operands[0])}, '
+    return (f't.store_tensor({writer.tensor_coordinates(operands[0])}, '
             f'{writer.address(operands[1])}, {site});')
 
 
@@ -370,7 +370,7 @@ def _send_word(writer, match, operands, site):
 
 @_handles(r'fence\.proxy\.async\.shared::cta')
 def _fence(writer, match, operands, site):
-    return 't.show_to_engines();'
+    return 't.mark_fenced();'
 
 
 # ----------------------------------------------------------------------------------------- products
@@ -379,7 +379,7 @@ def _product(writer, match, operands, site):
     sums = writer.values(writer.list_(operands[0]))
     first, second, *rest = operands[1:]
     adds, first_sign, second_sign, *transposed = writer.values(rest)
-    # Of two: whether each operand is transposed; of FP8 none is, in registers the first is not.
+    # Whether each of the two operands is transposed: with FP8 none is, one in registers is not.
     transposed = ['0'] * (2 - len(transposed)) + transposed
     declared, words, descriptor = '', 'nullptr', '0'
     if first.startswith('{'):

@@ -20,7 +20,7 @@ using i16 = int16_t;
 using i32 = int32_t;
 using i64 = int64_t;
 
-// What is in a register before anything is written to it.
+// The value of a register before anything is written to it.
 constexpr u16 kUnset = 0xbeef;
 
 inline float to_float(u32 bits) { return std::bit_cast<float>(bits); }
@@ -37,9 +37,9 @@ std::string text(Parts const&... parts) {
 [[noreturn]] void fail(std::string const& what);
 
 template <class T>
-T read_as(void const* place) {
+T read_as(void const* address) {
   T value;
-  memcpy(&value, place, sizeof value);
+  memcpy(&value, address, sizeof value);
   return value;
 }
 

@@ -1,4 +1,4 @@
-"""What several files of tests/gpu share."""
+"""Helpers of several files of tests/gpu."""
 from __future__ import annotations
 
 import pytest

@@ -22,7 +22,7 @@ NAMES = ('dq', 'dk', 'dv')
 
 def gradients(inputs: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None = None,
               **arguments) -> tuple[Tensor, ...]:
-    """Of flash_attn_func, by autograd; dlse: gradient of its LSE."""
+    """Gradients of flash_attn_func, by autograd; dlse: gradient of its LSE."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     out, lse = flash_attn_func(*leaves, return_attn_probs=True, **arguments)
     outputs, given = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
@@ -78,7 +78,7 @@ def test_shapes(seqlens, heads, kind, device):
 @one_dtype
 @pytest.mark.parametrize('remainder', range(128))
 def test_every_remainder(remainder, kind, device):
-    """Of queries and of keys, in opposite directions."""
+    """Remainders of queries and of keys, in opposite directions."""
     check(Case(128 + remainder, 384 - remainder, batch=1, heads_q=2, heads_k=1).of(kind), device)
 
 
@@ -178,7 +178,7 @@ def test_expanded_dout(expanded, kind, device):
 # --------------------------------------------------------------------------------------- workspace
 @every_kind
 def test_what_the_workspace_holds_does_not_matter(kind, device):
-    """The allocator gives back memory full of NaN: gradients and workspace are written whole."""
+    """The allocator returns memory full of NaN: gradients and workspace are written whole."""
     case = Case(333, 401, heads_q=6, heads_k=2).of(kind)
     inputs = case.tensors(device)
     dout = torch.randn_like(inputs[0])

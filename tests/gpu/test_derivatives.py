@@ -1,4 +1,4 @@
-"""Derivatives that there are not: an error each, and never zeros."""
+"""Derivatives that are not supported: an error each, and never zeros."""
 import pytest
 import torch
 

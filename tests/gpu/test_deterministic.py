@@ -1,5 +1,5 @@
-"""Deterministic mode of the backward: right, and the same bits on every call, also beside other
-work. (tests/cpu/test_deterministic.py plays its turns through.)
+"""Deterministic mode of the backward: right, and the same bits on every call, also with other
+work on the GPU. (tests/cpu/test_deterministic.py simulates its order.)
 """
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_fifty_repeats(case, kind, cuda):
 
 
 @one_dtype
-def test_a_thousand_repeats_beside_other_work(kind, cuda):
+def test_a_thousand_repeats_with_other_work(kind, cuda):
     """Another stream multiplies matrices all the while: CTAs start late, and wait longer."""
     backward = Backward(REPEATED[0].of(kind), cuda)
     left, right = (torch.randn(2048, 2048, dtype=torch.bfloat16, device=cuda) for _ in range(2))

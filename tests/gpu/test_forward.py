@@ -40,7 +40,7 @@ def test_long(seqlens, kind, device):
 
 @every_kind
 def test_many_tiles(kind, device):
-    """More tiles than CTAs, unevenly: several rounds of the persistent loop."""
+    """More tiles than CTAs, unevenly: several waves of the persistent grid."""
     compare.check_case(Case(700, 700, batch=5, heads_q=13, heads_k=13).of(kind), device)
 
 
@@ -75,7 +75,7 @@ def test_sm_margin_changes_no_bit(sm_margin, kind, cuda):
 
 @every_kind
 def test_batch_entries_do_not_see_each_other(kind, device):
-    """The same entry alone and in any place of a batch: the same bits."""
+    """The same entry alone and at any index of a batch: the same bits."""
     case = Case(300, 500, batch=7, heads_q=4, heads_k=2).of(kind)
     q, k, v = case.tensors(device)
     together = flash_attn_func(q, k, v, causal=case.causal)

@@ -28,7 +28,7 @@ from tests.gpu.fp8_calls import Call, call_of, check_case, check_same, plain_cal
 from tests.layouts import Layout
 
 DENSE = GeneralCase(((200, 333),) * 2, heads=(6, 2), is_packed=False, data='outliers')
-TALL = dataclasses.replace(DENSE, lengths=((333, 140),) * 2)    # some rows stand before key 0
+TALL = dataclasses.replace(DENSE, lengths=((333, 140),) * 2)    # some rows are before key 0
 PACKED = dataclasses.replace(
     DENSE, lengths=((113, 203), (1, 1), (0, 7), (260, 931), (7, 0), (64, 500), (0, 0), (129, 128)),
     is_packed=True)
@@ -131,7 +131,7 @@ def test_long_sequences(data, granularity, head_dim, causal, device):
 def test_every_key_counts_once(case, head_dim, features, device):
     """Equal scores on one-hot values: P is a power of two, and nothing is rounded but out.
 
-    Rows see keys from and to every place of a tile.
+    Rows see keys from and to every column of a tile.
     """
     case = dataclasses.replace(case, head_dim=head_dim, data='uniform', **FEATURES[features])
     call = call_of(case, device, 'head', False)
@@ -165,7 +165,7 @@ def test_a_key_that_outweighs_the_rest_is_exact(head_dim, growth, device):
 @pytest.mark.parametrize('exponents', [(-20, -20, -20), (0, 0, 60), (10, -14, -60), (0, 3, 0)],
                          ids=str)
 def test_magnitudes(exponents, device):
-    """Of q, k and v, which the scales carry."""
+    """Magnitudes of q, k and v, which the scales carry."""
     for head_dim in HEAD_DIMS:
         case = dataclasses.replace(DENSE, head_dim=head_dim)
         q, k, v, _ = case.tensors(device).inputs
@@ -237,7 +237,7 @@ def test_a_scale_of_nan_is_seen(case, which, device):
 
 @pytest.mark.parametrize('poison_value', [1e30, math.nan])
 def test_scales_of_no_block_are_not_read(poison_value, device):
-    """Packed: places between the blocks of sequences, and behind the last one."""
+    """Packed: scales between the blocks of sequences, and after the last one."""
     call = call_of(PARTLY_USED, device)
     poisoned = [torch.full_like(x, poison_value) for x in call.scales]
     for scale, poison, side, block in zip(call.scales, poisoned, (0, 1, 1), ROWS_OF_BLOCKS):
@@ -271,7 +271,7 @@ def test_a_scale_of_zero_is_a_block_of_zeros(device):
 @pytest.mark.parametrize('softmax_scale', [None, 1e-4])
 def test_zeros_in_q_and_k(softmax_scale, causal, head_dim, device):
     """As where rows are padded: the product of the scales of two such blocks is no float32, and
-    hidden scores are -inf."""
+    masked scores are -inf."""
     case = dataclasses.replace(LONG, head_dim=head_dim, causal=causal, softmax_scale=softmax_scale)
     q, k, v, _ = case.tensors(device).inputs
     q[:, 64:], k[:, KV_BLOCK:] = 0, 0
@@ -500,7 +500,7 @@ def test_in_one_call(case, dtype, block_scales, device):
 
 @pytest.mark.parametrize('case', [DENSE, PACKED], ids=['dense', 'packed'])
 def test_gradients_are_those_of_bf16(case, device):
-    """Straight through: of the inputs as they were given, with the out and lse of FP8."""
+    """Straight through: gradients of the given inputs, with the out and lse of FP8."""
     if device.type == 'cuda' and 'BwdBf16D64Causal' not in flash_attn3.built_variants():
         pytest.skip('BwdBf16D64Causal not in this build')
     tensors = dataclasses.replace(case, causal=True).tensors(device)

@@ -20,7 +20,7 @@ from tests.general_oracle import check, check_case, check_same
 
 DENSE = GeneralCase(((200, 333),) * 2, heads=(6, 2), is_packed=False)
 SQUARE = dataclasses.replace(DENSE, lengths=((257, 257),) * 2)
-TALL = dataclasses.replace(DENSE, lengths=((333, 140),) * 2)    # some rows stand before key 0
+TALL = dataclasses.replace(DENSE, lengths=((333, 140),) * 2)    # some rows are before key 0
 PACKED = GeneralCase(((113, 203), (0, 7), (257, 130), (7, 0), (64, 64)), heads=(6, 2))
 SHAPES = {'wide': DENSE, 'square': SQUARE, 'tall': TALL, 'packed': PACKED}
 every_shape = pytest.mark.parametrize('case', SHAPES.values(), ids=SHAPES)
@@ -149,12 +149,12 @@ def test_chunks_and_windows(window, causal, case, device):
 @pytest.mark.parametrize('features', [
     {'window': (256, 0)}, {'window': (100, 100)}, {'chunk': 512, 'causal': True}], ids=str)
 def test_long_sequences(features, head_dim, device):
-    """Most tiles are wholly hidden or wholly seen."""
+    """Most tiles are wholly masked or wholly visible."""
     case = dataclasses.replace(DENSE, lengths=((2100, 2300),), heads=(2, 1), head_dim=head_dim)
     check_case(with_features(case, features), device)
 
 
-SAME = [    # two ways to say the same
+SAME = [    # two spellings of the same
     ({'window': (-1, 0)}, {'causal': True}), ({'window': (2 ** 40, 2 ** 40)}, {}),
     ({'window': (332, 332)}, {}), ({'causal': True, 'chunk': 10 ** 6}, {'causal': True}),
     ({'causal': True, 'window': (5, 5)}, {'window': (5, 0)})]
@@ -356,7 +356,7 @@ def test_one_tensor_of_q_k_and_v(features, kind, device):
 @pytest.mark.smoke
 @one_kind
 def test_results_that_were_asked_for(kind, device):
-    """The LSE changes no bit of what is beside it; max_logits may, but the LSE none beside them."""
+    """Asking for the LSE changes no bit of out; max_logits may, but then the LSE changes none."""
     q, k, v, _ = DENSE.of(kind).tensors(device).inputs
     options = {'causal': True, 'window_size': (70, 0), 'softcap': 15.0}
     out, _, max_logits = flash_attn_func(q, k, v, **options, return_attn_probs=True,

@@ -1,4 +1,4 @@
-"""The op `bwd_out`: the bits of `bwd`, written where they were asked for and nowhere else; and the
+"""The op `bwd_out`: the bits of `bwd`, written to the given tensors and nowhere else; and the
 gradient of a packed tensor, which it writes.
 """
 from __future__ import annotations
@@ -60,29 +60,29 @@ class Backward:
 def test_layouts(layout, kind, device):
     """Each gradient alone, then all three; the NaN around them stays."""
     backward = Backward(CASE.of(kind), device)
-    for places in ((0,), (1,), (2,), (0, 1, 2)):
-        given = [layout.place(x) if i in places else x for i, x in enumerate(backward.blank())]
-        around = {i: layouts.nan_count(given[i]) - given[i].numel() for i in places}
+    for indices in ((0,), (1,), (2,), (0, 1, 2)):
+        given = [layout.place(x) if i in indices else x for i, x in enumerate(backward.blank())]
+        around = {i: layouts.nan_count(given[i]) - given[i].numel() for i in indices}
         backward.into(*given)
         backward.check(given)
-        assert {i: layouts.nan_count(given[i]) for i in places} == around
+        assert {i: layouts.nan_count(given[i]) for i in indices} == around
 
 
 @every_kind
 @pytest.mark.parametrize('heads', [(4, 4), (6, 2), (4, 1)], ids=str)
 @pytest.mark.parametrize('offset', [0, 8, 1], ids=['packed', 'shifted', 'unaligned'])
-def test_places_in_one_tensor(offset, heads, kind, device):
-    """Of (batch, seqlen, heads_q + 2 * heads_k, head_dim), and with more heads behind those."""
+def test_views_of_one_tensor(offset, heads, kind, device):
+    """Views of (batch, seqlen, heads_q + 2 * heads_k, head_dim), also followed by more heads."""
     heads_q, heads_k = heads
     backward = Backward(Case(150, 150, heads_q=heads_q, heads_k=heads_k).of(kind), device)
     dq = backward.expected[0]
     shape = 2, 150, heads_q + 2 * heads_k + 1, kind.head_dim
     buffer = torch.full((offset + math.prod(shape),), math.nan, dtype=dq.dtype, device=device)
     packed = buffer[offset:].view(shape)
-    *given, behind = packed.split((heads_q, heads_k, heads_k, 1), dim=2)
+    *given, after = packed.split((heads_q, heads_k, heads_k, 1), dim=2)
     backward.into(*given)
     backward.check(given)
-    assert behind.isnan().all() and buffer[:offset].isnan().all()
+    assert after.isnan().all() and buffer[:offset].isnan().all()
 
 
 @every_kind
@@ -90,10 +90,10 @@ def test_places_of_five_dimensions(kind, device):
     backward = Backward(Case(150, 150).of(kind), device)
     dq = backward.expected[0]
     packed = torch.full((2, 150, 4, 4, kind.head_dim), math.nan, dtype=dq.dtype, device=device)
-    *given, behind = packed.unbind(2)
+    *given, after = packed.unbind(2)
     backward.into(*given)
     backward.check(given)
-    assert behind.isnan().all()
+    assert after.isnan().all()
 
 
 @one_dtype
@@ -108,7 +108,7 @@ def test_strides_of_size_1_dimensions_mean_nothing(stride, kind, device):
 
 @one_dtype
 def test_a_head_dim_that_does_not_fill_its_kernel(kind, device):
-    """The columns behind it are those of the next row."""
+    """The columns after it are those of the next row."""
     case = replace(CASE.of(kind), head_dim=kind.head_dim - 8)
     backward = Backward(case, device)
     given = [layouts.DIRECT[1].place(x) for x in backward.blank()]
@@ -192,7 +192,7 @@ def test_a_graph_replays_the_eager_bits(layout, kind, cuda):
 
 # -------------------------------------------------------------------------- the gradient of a qkv
 def packed_gradient(backward: Backward, qkv: Tensor, num_heads_q: int | None) -> Tensor:
-    """Of both outputs, with those gradients that the case has."""
+    """From both outputs, with those gradients that the case has."""
     dout, dlse, *_ = backward.tensors
     qkv = qkv.detach().requires_grad_()
     outputs = flash_attn_qkvpacked_func(qkv, causal=backward.scalars[1], num_heads_q=num_heads_q,
@@ -204,7 +204,7 @@ def packed_gradient(backward: Backward, qkv: Tensor, num_heads_q: int | None) ->
 @every_kind
 @pytest.mark.parametrize('heads', [(4, 4), (6, 2)], ids=str)
 def test_packed_gradients(heads, kind, device):
-    """Of five dimensions and of four; also where the tensor lies in another order."""
+    """With five dimensions and with four; also where the tensor has another order in memory."""
     heads_q, heads_k = heads
     backward = Backward(Case(150, 150, heads_q=heads_q, heads_k=heads_k).of(kind), device)
     inputs, sizes = backward.tensors[2:5], (heads_q, heads_k, heads_k)
@@ -222,7 +222,7 @@ def test_packed_gradients(heads, kind, device):
     Shape(2, 1024, 1024, 4, 4, 64, causal=True), Shape(1, 1000, 1000, 8, 2, 128),
     Shape(1, 2048, 2048, 2, 1, 256)], ids=Shape.label)
 def test_peak_memory_of_a_packed_backward(shape, cuda):
-    """What is there beyond qkv, out, LSE and dout: the gradient and the workspace.
+    """Memory beyond qkv, out, LSE and dout: the gradient and the workspace.
 
     With three gradients of their own, copied into the fourth, it would be qkv.nbytes more.
     """

@@ -37,8 +37,8 @@ def test_sizes_and_data(sizes, head_dim, causal, dtype, device):
 @pytest.mark.smoke
 @every_head_dim
 @every_mask
-def test_what_lies_beside_the_columns(head_dim, causal, device):
-    """Inputs inside NaN, an output inside NaN: the filled columns are neither read nor written."""
+def test_what_lies_next_to_the_columns(head_dim, causal, device):
+    """Inputs and an output inside NaN: the columns of padding are neither read nor written."""
     case = Case(150, 170, head_dim, causal=causal, heads_q=4, heads_k=2)
     tensors = case.tensors(device)
     expected = run(tensors, case)

@@ -1,5 +1,5 @@
-"""Many tiles a CTA: the kernels go from one to the next while its warpgroups stand at different
-K tiles. What comes out has to be what every entry of the batch gives alone.
+"""Many tiles a CTA: its warpgroups are at different K tiles when a kernel goes from one tile to the
+next. Every entry of the batch has to give the result that it gives alone.
 """
 import pytest
 import torch
@@ -12,7 +12,7 @@ FEATURES = {
     'causal': {'causal': True}, 'window': {'window_size': (700, 0)},
     'both_sides': {'window_size': (300, 130)}, 'narrow': {'window_size': (90, 0)},
     'chunk': {'attention_chunk': 450, 'causal': True}}
-# More keys than queries, so that K tiles end within the rows of a warpgroup; and the other way.
+# More keys than queries, so that K tiles end within the rows of a warpgroup; and the reverse.
 LENGTHS = [(1600, 1600), (1500, 1777), (1777, 1500)]
 
 

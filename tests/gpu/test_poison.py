@@ -1,4 +1,4 @@
-"""NaN and infinity: in the inputs they reach their rows and no other; around them they do nothing.
+"""NaN and infinity: inside the inputs they reach their rows and no other; around them, none.
 """
 import math
 

@@ -1,4 +1,4 @@
-"""The same call gives the same bits, every time, also beside other work."""
+"""The same call gives the same bits, every time, also with other work on the GPU."""
 import pytest
 import torch
 
@@ -14,7 +14,7 @@ CASES = [Case(1000, 1100, batch=4, heads_q=8, heads_k=2),
 
 
 def differing_repeats(tensors, case):
-    """Of REPEATS calls, how many give other bits than the first; counted on the device."""
+    """How many of REPEATS calls give other bits than the first; counted on the device."""
     def bits():
         out, lse = flash_attn_func(*tensors, return_attn_probs=True, **case.arguments())
         return out.view(torch.int16), lse.view(torch.int32)
@@ -35,7 +35,7 @@ def test_a_hundred_repeats(case, kind, device):
 
 @pytest.mark.smoke
 @every_kind
-def test_a_hundred_repeats_beside_other_work(kind, cuda):
+def test_a_hundred_repeats_with_other_work(kind, cuda):
     """Another stream keeps L2, memory and some multiprocessors busy."""
     case = CASES[0].of(kind)
     tensors = case.tensors(cuda)

@@ -1,4 +1,4 @@
-"""The backward kernels, given the out and LSE of more keys than theirs: ring attention."""
+"""The backward kernels, given the out and LSE over more keys than their own: ring attention."""
 import dataclasses
 
 import pytest

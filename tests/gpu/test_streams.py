@@ -44,7 +44,7 @@ def test_launches_that_depend_on_each_other(kind, cuda):
     first, k, v = case.tensors(cuda)
 
     def chain(after_each=lambda: None):
-        """Two outputs in turns, each the next queries and then written again."""
+        """Two alternating outputs: each becomes the next queries, and is then written again."""
         buffers = [torch.full_like(first, float('nan')) for _ in range(2)]
         x = first
         for i in range(20):

@@ -1,4 +1,4 @@
-"""Inputs and outputs that do not lie packed in memory: the same bits as packed ones."""
+"""Inputs and outputs that are not contiguous: the same bits as contiguous ones."""
 import math
 
 import pytest
@@ -33,7 +33,7 @@ def test_inputs(layout, pack_gqa, kind, device):
 @every_layout
 @pytest.mark.parametrize('pack_gqa', [False, True])
 def test_out(layout, pack_gqa, kind, device):
-    """Written where it lies and nowhere else; returned itself."""
+    """Written in place and nowhere else; the tensor itself is returned."""
     case = CASE.of(kind)
     tensors = case.tensors(device)
     expected = run(tensors, case, pack_gqa=pack_gqa)

@@ -2,8 +2,8 @@
 torch.compile, DDP and FSDP2. (tests/cpu has the same of one layer, on CPU tensors.)
 
 What has to compute the same again gives the same bits, with deterministic=True. What may choose
-other kernels around the attention is held to the bar of tests/compare.py: against float64, beside
-the same model with plain attention.
+other kernels around the attention is held to the bar of tests/compare.py: against float64, with the
+errors of the same model with plain attention.
 """
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def model_and_input(head_dim: int, attend, device: torch.device) -> tuple[Model,
 
 
 def gradients(model: nn.Module, x: Tensor, autocast: bool = True) -> list[Tensor]:
-    """Of x and of every parameter, float32: products and attention in bfloat16 by autocast."""
+    """Gradients of x and every parameter, float32; bfloat16 products and attention by autocast."""
     x = x.detach().requires_grad_()
     model.zero_grad()
     with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
@@ -106,7 +106,7 @@ def check_bits(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def check_bar(got: list[Tensor], model: Model, x: Tensor) -> None:
-    """Against the same parameters and input in float64, beside plain attention in bfloat16."""
+    """Against the same parameters and input in float64, with the errors of plain bfloat16."""
     plain = copy.deepcopy(model)
     for layer in plain.layers:
         layer.attend = plain_attention

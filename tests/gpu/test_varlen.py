@@ -1,5 +1,5 @@
-"""Sequences of several lengths in one tensor: every length beside every other, each as it is alone;
-what does not count is not read, and is 0; lists that are wrong do no harm.
+"""Sequences of several lengths in one tensor: any lengths next to each other, each as it is alone;
+rows that do not count are not read, and get 0; wrong lists do no harm.
 """
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def pieces(tensors: Tensors, rows: list[Tensor], keys: list[Tensor], lists: dict
     GeneralCase(tuple((i, i) for i in range(1, 258)), 128, heads=(4, 4), window=(50, 20),
                 deterministic=True)], ids=lambda case: f'd{case.head_dim}-{case.dtype}')
 def test_every_length(case, device):
-    """Of queries and of keys, up or down; compared sequence by sequence."""
+    """Lengths of queries and keys, up or down; compared sequence by sequence."""
     tensors = case.tensors(device)
     check_sequences(case, tensors, run(case, tensors))
 
@@ -83,7 +83,7 @@ def test_batches(batch, device):
 
 @two_kinds
 def test_8192_short_sequences(kind, device):
-    """Of at most 64 queries: the tiles of which a multiprocessor has two."""
+    """At most 64 queries each: the tiles of which a multiprocessor has two."""
     pick = random.Random(0)
     some = [(1, 1), (64, 64), (33, 50), (7, 3), (20, 0), (0, 9), (12, 12), (3, 40)]
     lengths = tuple(pick.choice(some) for _ in range(8192))
@@ -195,7 +195,7 @@ def test_equal_lengths_are_a_dense_call(features, kind, device):
 @pytest.mark.smoke
 @every_kind
 def test_a_changed_sequence_changes_no_other(kind, device):
-    """Of another length, with other rows: the others keep their bits."""
+    """With another length and other rows: the other sequences keep their bits."""
     case = CASE.of(kind)
     tensors = case.tensors(device)
     wanted = run(case, tensors)
@@ -273,7 +273,7 @@ def test_what_does_not_count_changes_no_bit(case, value, features, kind, device)
 @PLAIN_OR_GENERAL
 @pytest.mark.parametrize('lengths', [LENGTHS, ((113, 203), (40, 40))], ids=['some_empty', 'none'])
 def test_out_is_written_whole(lengths, features, kind, device):
-    """Also its rows behind the last sequence, which get zeros."""
+    """Also its rows after the last sequence, which get zeros."""
     case = GeneralCase(lengths, behind=(37, 70)).of(kind, **features)
     tensors = case.tensors(device)
     wanted = forward(case, tensors)
@@ -374,7 +374,7 @@ def test_strides_of_size_1_dimensions_mean_nothing(stride, device):
 @every_kind
 @PLAIN_OR_GENERAL
 def test_repeats_are_bitwise(features, kind, device):
-    """Tiles are dealt to whoever comes first; no result depends on it."""
+    """CTAs draw tiles in any order; no result depends on it."""
     lengths = tuple(itertools.chain(LENGTHS, ((400, 700), (300, 3)) * 3))
     case = GeneralCase(lengths, heads=(8, 2), deterministic=True).of(kind, **features)
     tensors = case.tensors(device)
@@ -385,7 +385,7 @@ def test_repeats_are_bitwise(features, kind, device):
 
 @pytest.mark.parametrize('causal', [False, True], ids=['full', 'causal'])
 def test_beyond_2_to_the_31_elements(causal, cuda, needs_memory):
-    """In q, k and v: the sequences behind the long ones, and their neighbours."""
+    """In q, k and v: the sequences after the long ones, and their neighbours."""
     needs_memory(70)
     heads, head_dim = 16, 128
     far = 2 ** 31 // (heads * head_dim) + 37

@@ -1,5 +1,5 @@
-"""The lists that say where sequences lie, on the GPU: nothing waits for them, a graph reads what
-they contain at each replay, and nonsense in them does no harm.
+"""The lists of sequences on the GPU: nothing waits for them, a graph reads their contents at each
+replay, and nonsense in them does no harm.
 """
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_nothing_waits_for_the_gpu(features, kind, waiting_is_an_error):
 @pytest.mark.smoke
 @every_kind
 def test_lists_that_arrive_late(kind, cuda):
-    """On a side stream, behind a slow kernel: before they come, there is nonsense in them."""
+    """On a side stream, after a slow kernel: before they arrive, the lists hold nonsense."""
     case = dataclasses.replace(CASE, used=LENGTHS).of(kind)
     tensors = case.tensors(cuda)
     wanted = run(case, tensors)
@@ -76,8 +76,8 @@ def test_lists_that_arrive_late(kind, cuda):
 
 @two_kinds
 @PLAIN_OR_GENERAL
-def test_launches_behind_one_another(features, kind, cuda):
-    """Calls with other lengths in turns, whose tables lie in the same memory."""
+def test_launches_one_after_another(features, kind, cuda):
+    """Calls with alternating lengths, whose tables are in the same memory."""
     cases = [CASE.of(kind, **features),
              GeneralCase(((300, 20), (17, 500)), heads=(6, 2), deterministic=True).of(
                  kind, **features)]
@@ -90,7 +90,7 @@ def test_launches_behind_one_another(features, kind, cuda):
 
 
 # ------------------------------------------------------------------------------------------- graphs
-# All in tensors of the same size; with other rows behind the last sequence.
+# All in tensors of the same size; with other rows after the last sequence.
 REPLAYED = (((113, 203), (1, 1), (260, 131), (64, 300)), ((0, 0), (438, 635), (0, 0), (0, 0)),
             ((100, 1), (0, 400), (130, 0), (77, 77)), ((0, 0),) * 4,
             ((1, 1), (2, 2), (3, 3), (4, 4)))
@@ -145,7 +145,7 @@ PATTERN = 0x5A
 
 
 class Guards:
-    """Blocks of memory with holes between them, in which results of these sizes come to lie."""
+    """Blocks of memory with holes between them, where results of these sizes are allocated."""
 
     def __init__(self, like: Results):
         self.blocks: list[Tensor] = []
@@ -164,8 +164,8 @@ class Guards:
 
 
 def check_harmless(case: GeneralCase, tensors: Tensors, lists: dict) -> None:
-    """Of a call with these lists: nothing is written around the results, and the next call of the
-    others is right.
+    """A call with these lists writes nothing around its results, and the next call of the others
+    is right.
     """
     wanted = run(case, tensors)
     bad = tensors._replace(lists=tensors.lists | lists)
@@ -204,8 +204,8 @@ def test_nonsense_in_seqused(which, name, features, kind, cuda):
 
 @two_kinds
 def test_nonsense_reads_nothing_outside(kind, cuda):
-    """Inputs inside NaN: what sequences that would leave them make of it is finite. (Rows that none
-    has may not be written: the memory of the results holds zeros.)
+    """Inputs inside NaN: sequences that would leave them give finite results. (Rows of no sequence
+    may not be written: the memory of the results holds zeros.)
     """
     case = CASE.of(kind)
     tensors = case.tensors(cuda)
@@ -289,7 +289,7 @@ def test_a_list_that_changes_before_the_backward_is_refused(device):
 @pytest.mark.smoke
 @every_kind
 def test_lists_and_hints_of_other_kinds(kind, device):
-    """One list for both sides; seqused that leaves nothing out changes no bit."""
+    """One list for both sides; seqused that covers all rows changes no bit."""
     lengths = tuple((q, q) for q, _ in LENGTHS)
     case = GeneralCase(lengths, heads=(6, 2), deterministic=True).of(kind)
     tensors = case.tensors(device)
