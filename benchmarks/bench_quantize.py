@@ -1,11 +1,11 @@
-"""quantize_fp8 against a copy on the device that moves as many bytes.
+"""quantize_fp8 next to a copy on the device that moves as many bytes.
 
     python -m benchmarks.bench_quantize                        # on a Hopper GPU, seconds
     python -m benchmarks.bench_quantize --device cpu --quick   # tries the machinery
 
 Both take turns, as flash_attn3/bench says; a figure is the bytes that have to be read and
-written, each once, over time. Scales of more rows than the GPU holds read the input twice, and are
-counted once. The JSON file has GB/s and the share of the copy's.
+written, each once, over time. Scales by head and by tensor read the input twice, which counts once.
+The JSON file has GB/s and the share of the copy's.
 """
 from __future__ import annotations
 
@@ -23,19 +23,13 @@ from flash_attn3.bench import DTYPES, ROTATED_BYTES, Figure, Timer
 # Copies are of whole ones: 50,333,024 bytes took 31 us, 50,335,744 bytes 28 (H200, 2026-11-22).
 COPY_STEP = 4096
 MIXED = shapes.mixed_lengths()
-TWO = (128, 896) * 16    # a block of 384 that is not full at the end of each
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 ROLES = ((64, True), (384, True), (384, False))    # block and rotation of q, k and v of attention
 
-CELLS = (*(Cell(dim, *role) for dim in HEAD_DIMS for role in ROLES),
-         *(Cell(dim, *role, MIXED) for dim in HEAD_DIMS for role in ROLES),
-         *(Cell(dim, 384, lengths=TWO) for dim in HEAD_DIMS),
-         *(Cell(128, 384, lengths=(rows,) * (16384 // rows)) for rows in (16, 64, 256, 1024)),
-         *(Cell(dim, 32) for dim in (64, 128, 256)), Cell(128, 32, rotate=False),
-         Cell(128, 32, lengths=TWO), Cell(128, 128), Cell(128, 384, tokens=65536),
-         Cell(128, 32, tokens=1024),
-         *(Cell(dim, 'head') for dim in (64, 128, 256)), Cell(128, 'head', rotate=False),
-         Cell(128, 'head', tokens=65536), Cell(128, 'head', lengths=TWO), Cell(128, 'tensor'))
+CELLS = (*(Cell(dim, *role, lengths) for lengths in ((), MIXED)
+           for dim in HEAD_DIMS for role in ROLES),
+         Cell(128, 384, lengths=(64,) * 256), Cell(128, 384, tokens=65536), Cell(128, 2048),
+         Cell(128, 'head'), Cell(128, 'tensor'))
 QUICK_CELLS = (Cell(128, 384), Cell(128, 384, lengths=MIXED))
 TINY_CELLS = (Cell(128, 32, tokens=256), Cell(128, 'head', lengths=(8, 120, 128)))
 

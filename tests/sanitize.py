@@ -11,9 +11,8 @@ directions, and what makes their tables.) Lengths that fill no tile, GQA with pa
 call with rows that see no key; gradients of out and of the LSE where there is a backward kernel, in
 both of its modes. Then the same of the general ops: with and without limits, for a batch and for
 packed sequences, some of them empty, with rows that do not count. Then attention on e4m3, and
-quantize_fp8: with --filled also scales of more rows than a CTA has, in clusters, in one pass of all
-CTAs and in two passes; there PyTorch or a kernel fills memory first, which initcheck may take for
-not initialised.
+quantize_fp8: with --filled also scales by head and by tensor; there PyTorch fills memory first,
+which initcheck may take for not initialised.
 
 racecheck does not understand bulk copies; tests/gpu/test_repeat.py and test_deterministic.py look
 for races.
@@ -75,20 +74,17 @@ QUANTIZED_ROWS = 75
 
 
 class Quantized(NamedTuple):
-    """A call of quantize_fp8. rows: of a batch entry, where it has any; packed, if it is not the
-    default, of one sequence beside an empty and a short one.
-    """
+    """A call of quantize_fp8."""
     dtype: str
     head_dim: int
     block: int | str
     rotate: bool
     is_packed: bool
-    rows: int = QUANTIZED_ROWS
 
     @property
     def is_filled(self) -> bool:
-        """Whether there are more rows to a scale than a CTA has at once."""
-        return self.block in ('head', 'tensor', 384, 1024)
+        """Whether memory for maxima is filled first: two passes."""
+        return self.block in ('head', 'tensor')
 
 
 # Those of the kernels, and one in between for each.
@@ -103,12 +99,9 @@ FP8_GENERAL = [dataclasses.replace(BATCH, window=(20, 30), sinks='fp32'),
                dataclasses.replace(PACKED, used=USED, window=(30, -1), chunk=40, causal=True),
                dataclasses.replace(PACKED, lengths=((100, 128), (0, 33), (1, 1)) * 6)]
 FP8_SOFTCAP = [dataclasses.replace(case, softcap=15.0) for case in FP8_GENERAL[::3]]
-ROWS_OF_BLOCKS = (32, 256, 384, 'head', 'tensor', 1024)
+# Blocks in shared memory, blocks that are read twice, two passes.
+QUANTIZED_BLOCKS = (32, 384, 2048, 'head', 'tensor')
 QUANTIZED_HEADS, QUANTIZED_BATCH = 6, 2
-# Of a batch entry, with one scale for all: more items than three for each of 2 x 132 CTAs, however
-# many rows up to 256 an item has.
-ROWS_OF_TWO_PASSES = 20000
-ROWS_OF_PACKED_CLUSTERS = 3000    # long sequences, in the mean: csrc/quantize/quantize.cu
 
 
 def calls() -> list[tuple[Case, Kind]]:
@@ -137,23 +130,11 @@ def fp8_calls() -> list[Fp8Call]:
 
 
 def quantize_calls() -> list[Quantized]:
-    """Every kernel: its dtype, a head dim of its own or not, blocks of a CTA and larger ones, one
-    pass and two.
-    """
-    own = [Quantized(dtype, head_dim, 32, True, False)
-           for dtype in ('bf16', 'fp16', 'fp32') for head_dim in (40, 64, 80, 96, 128, 192, 256)]
-    own += [Quantized(dtype, head_dim, 384, True, False)
-            for dtype in ('bf16', 'fp16') for head_dim in (64, 80, 96, 192, 256)]
-    own += [Quantized(dtype, head_dim, 384, rotate, True, ROWS_OF_PACKED_CLUSTERS)
-            for dtype in ('bf16', 'fp16')
-            for head_dim, rotate in ((40, False), (64, True), (80, True), (96, True), (128, True),
-                                     (192, True), (256, True))]
-    own += [Quantized(dtype, 40, 'tensor', rotate, False, ROWS_OF_TWO_PASSES)
-            for dtype in ('bf16', 'fp16', 'fp32') for rotate in (False, True)]
-    return own + [Quantized(dtype, head_dim, block, rotate, is_packed)
-                  for dtype in ('bf16', 'fp16', 'fp32')
-                  for block, (head_dim, rotate), is_packed in itertools.product(
-                      ROWS_OF_BLOCKS, ((40, False), (128, True)), (False, True))]
+    """Every kernel; 248 columns are split into pieces of all widths but 256."""
+    return [Quantized(dtype, head_dim, block, rotate, is_packed)
+            for dtype, head_dim, block, rotate, is_packed in itertools.product(
+                ('bf16', 'fp16', 'fp32'), (248, 256), QUANTIZED_BLOCKS, (False, True),
+                (False, True))]
 
 
 def run(case: Case, with_gradients: bool) -> None:
@@ -226,11 +207,9 @@ def run_fp8(call: Fp8Call) -> None:
 
 def run_quantize(call: Quantized) -> None:
     heads, group, options = QUANTIZED_HEADS, 3, {}
-    shape = [QUANTIZED_BATCH, call.rows]
+    shape = [QUANTIZED_BATCH, QUANTIZED_ROWS]
     if call.is_packed:
         lengths, used = ([rows for rows, _ in lists] for lists in (LENGTHS, USED))
-        if call.rows != QUANTIZED_ROWS:
-            lengths, used = [0, call.rows, 1], [0, call.rows - 5, 1]
         shape = [sum(lengths) + 3]
         options = {'cu_seqlens': starts(lengths, 'cuda'),
                    'seqused': torch.tensor(used, dtype=torch.int32).cuda()}

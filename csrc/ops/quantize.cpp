@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "dispatch/checks_quantize.h"
-#include "dispatch/device_info.h"
 #include "dispatch/given_tensor.h"
 #include "ops/boxed_stack.h"
 #include "ops/cuda_call.h"
@@ -20,25 +19,19 @@ namespace {
 constexpr char const* kOp = "quantize_fp8";
 constexpr float kScaleOfZeros = 0x1p-64f / 448.f;
 
-struct Results {
-  OwnedTensor values;
-  OwnedTensor scales;
-};
-
-// How a tensor is quantised, beside its sequences.
-struct Way {
-  int64_t block;
-  int64_t group;
-  std::optional<int64_t> seed;
-};
-
 // Sequences of packed rows; null: x has a batch, all rows count.
 struct Lists {
   OwnedTensor cu_seqlens;
   OwnedTensor seqused;
 };
 
-QuantizeCall describe_call(OwnedTensor const& x, Lists const& lists, Way const& way) {
+struct Granularity {
+  int64_t block;
+  int64_t group;
+};
+
+QuantizeCall describe_call(OwnedTensor const& x, Lists const& lists, Granularity granularity,
+                           std::optional<int64_t> seed) {
   QuantizeCall call;
   call.x = describe(x);
   call.is_packed = lists.cu_seqlens != nullptr;
@@ -49,9 +42,9 @@ QuantizeCall describe_call(OwnedTensor const& x, Lists const& lists, Way const& 
   if (call.has_seqused) {
     call.seqused = describe(lists.seqused);
   }
-  call.block = way.block;
-  call.group = way.group;
-  call.seed = way.seed;
+  call.block = granularity.block;
+  call.group = granularity.group;
+  call.seed = seed;
   return call;
 }
 
@@ -78,7 +71,7 @@ OwnedTensor allocate_scales(QuantizeShape const& shape, int device) {
     return allocate(kOp, sizes, 2, Dtype::kFloat32, device);
   }
   int64_t const dense[] = {shape.batch, shape.heads, ceil_div(shape.rows, shape.block)};
-  int64_t const packed[] = {1, shape.heads, shape.places(shape.block)};
+  int64_t const packed[] = {1, shape.heads, shape.packed_blocks()};
   return allocate(kOp, shape.is_packed ? packed : dense, 3, Dtype::kFloat32, device);
 }
 
@@ -98,96 +91,66 @@ OwnedTensor copy_unless_readable(OwnedTensor const& x, TensorMeta const& meta) {
 }
 
 // A tensor that is to be quantised, with all that its launch needs.
-struct Job {
-  OwnedTensor const& x;
-  QuantizeCall call;
-  QuantizeShape shape;
-  Results results;
-  OwnedTensor copy;    // null: the kernels read x
-  OwnedTensor maxima;  // null: none are needed
-  QuantizeParams params;
-  QuantizePlan plan{};
+class Job {
+  OwnedTensor const& x_;
+  QuantizeCall call_;
+  QuantizeShape shape_;
+  OwnedTensor values_;
+  OwnedTensor scales_;
+  OwnedTensor copy_;    // null: the kernels read x
+  OwnedTensor maxima_;  // null: none are needed
 
+ public:
   // Nothing but checks, so that several may be made before the first has results.
-  Job(OwnedTensor const& x_, Lists const& lists, Way const& way)
-      : x(x_), call(describe_call(x, lists, way)) {
-    throw_if(check_quantize(call));
-    shape = shape_of(call);
+  Job(OwnedTensor const& x, Lists const& lists, Granularity granularity,
+      std::optional<int64_t> seed)
+      : x_(x), call_(describe_call(x, lists, granularity, seed)) {
+    throw_if(check_quantize(call_));
+    shape_ = shape_of(call_);
   }
 
-  bool has_values() const { return !is_empty(call.x); }
-
-  // Whether nothing but this launch is needed, which has no memory of its own.
-  bool is_one_launch() const {
-    return has_values() && copy == nullptr && plan.method == QuantizeMethod::kBlocks;
-  }
-
-  void allocate_results() {
-    results = {allocate(kOp, call.x.size, call.x.rank, Dtype::kFloat8E4M3, call.x.device_index),
-               allocate_scales(shape, call.x.device_index)};
-  }
-
-  void plan_launch(int sm_count) {
-    copy = copy_unless_readable(x, call.x);
-    params.shape = shape;
-    params.dtype = call.x.dtype;
-    params.x = view(with_batch(copy ? describe(copy) : call.x));
-    params.values = static_cast<uint8_t*>(mutable_data(results.values));
-    params.scales = static_cast<float*>(mutable_data(results.scales));
-    params.cu_seqlens = reinterpret_cast<int const*>(call.cu_seqlens.address);
-    params.seqused = reinterpret_cast<int const*>(call.seqused.address);
-    params.is_rotated = call.seed.has_value();
-    params.mixed_seed = mix(uint32_t(call.seed.value_or(0)));
-    plan = plan_quantize(params, sm_count);
-    if (plan.words > 0) {
-      maxima = allocate(kOp, &plan.words, 1, Dtype::kFloat32, call.x.device_index);
-      params.maxima = static_cast<uint32_t*>(mutable_data(maxima));
+  void run() {
+    int const device = call_.x.device_index;
+    DeviceGuard const guard(device);
+    values_ = allocate(kOp, call_.x.size, call_.x.rank, Dtype::kFloat8E4M3, device);
+    scales_ = allocate_scales(shape_, device);
+    if (is_empty(call_.x)) {
+      return fill(scales_, shape_.block > 0 ? 1.0 : double(kScaleOfZeros));
     }
-  }
-
-  void launch(int sm_count) {
-    if (plan.method != QuantizeMethod::kBlocks && shape.block > 0 && shape.is_packed) {
-      fill(results.scales, 1.0);
-    }
+    QuantizeParams const params = make_params();
     void* stream = nullptr;
-    require(aoti_torch_get_current_cuda_stream(call.x.device_index, &stream),
-            "find the current stream");
-    launch_quantize(plan, params, sm_count, stream);
+    require(aoti_torch_get_current_cuda_stream(device, &stream), "find the current stream");
+    launch_quantize(params, stream);
   }
 
-  void fill_scales() { fill(results.scales, shape.block > 0 ? 1.0 : double(kScaleOfZeros)); }
+  // Gives where the next results go.
+  StableIValue* put_results(StableIValue* stack) {
+    *stack++ = boxed(std::move(values_));
+    *stack++ = boxed(std::move(scales_));
+    return stack;
+  }
+
+ private:
+  QuantizeParams make_params() {
+    copy_ = copy_unless_readable(x_, call_.x);
+    QuantizeParams params;
+    params.shape = shape_;
+    params.dtype = call_.x.dtype;
+    params.x = view(with_batch(copy_ ? describe(copy_) : call_.x));
+    params.values = static_cast<uint8_t*>(mutable_data(values_));
+    params.scales = static_cast<float*>(mutable_data(scales_));
+    params.cu_seqlens = reinterpret_cast<int const*>(call_.cu_seqlens.address);
+    params.seqused = reinterpret_cast<int const*>(call_.seqused.address);
+    params.is_rotated = call_.seed.has_value();
+    params.mixed_seed = mix(uint32_t(call_.seed.value_or(0)));
+    if (int64_t const words = maxima_of(shape_); words > 0) {
+      maxima_ = allocate(kOp, &words, 1, Dtype::kFloat32, call_.x.device_index);
+      fill(maxima_, 0.0);
+      params.maxima = static_cast<uint32_t*>(mutable_data(maxima_));
+    }
+    return params;
+  }
 };
-
-// Tensors of one device. Where each takes one launch alone, no launch waits for the one before.
-template <int kCount>
-void run_jobs(Job (&jobs)[kCount]) {
-  DeviceGuard const guard(jobs[0].call.x.device_index);
-  int const sm_count = device_info_of(jobs[0].call.x).sm_count;
-  bool are_independent = true;
-  for (Job& job : jobs) {
-    job.allocate_results();
-    if (job.has_values()) {
-      job.plan_launch(sm_count);
-    }
-    are_independent = are_independent && job.is_one_launch();
-  }
-  for (int i = 0; i < kCount; ++i) {
-    if (!jobs[i].has_values()) {
-      jobs[i].fill_scales();
-      continue;
-    }
-    jobs[i].params.follows = are_independent && i > 0;
-    jobs[i].params.is_followed = are_independent && i + 1 < kCount;
-    jobs[i].launch(sm_count);
-  }
-}
-
-// Gives where the next results go.
-StableIValue* put_results(Job& job, StableIValue* stack) {
-  *stack++ = boxed(std::move(job.results.values));
-  *stack++ = boxed(std::move(job.results.scales));
-  return stack;
-}
 
 int64_t heads_of(OwnedTensor const& x) {
   TensorMeta const meta = describe(x);
@@ -202,10 +165,10 @@ void quantize_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_out
   BoxedStack args(stack);
   OwnedTensor const x = args.tensor();
   Lists const lists{args.optional_tensor(), args.optional_tensor()};
-  Way const way{args.integer(), args.integer(), args.optional_integer()};
-  Job jobs[] = {Job(x, lists, way)};
-  run_jobs(jobs);
-  put_results(jobs[0], stack);
+  Granularity const granularity{args.integer(), args.integer()};
+  Job job(x, lists, granularity, args.optional_integer());
+  job.run();
+  job.put_results(stack);
 }
 
 void quantize_qkv_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
@@ -220,13 +183,14 @@ void quantize_qkv_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num
   int64_t const kv_block = args.integer();
   std::optional<int64_t> const seed = args.optional_integer();
   int64_t const group = heads_of(q) / std::max<int64_t>(1, heads_of(k));
-  // K, which takes longest, comes first: its last CTAs run beside the first ones of Q.
-  Job jobs[] = {Job(k, of_k, Way{kv_block, 1, seed}), Job(q, of_q, Way{q_block, group, seed}),
-                Job(v, of_k, Way{kv_block, 1, std::nullopt})};
-  run_jobs(jobs);
-  stack = put_results(jobs[1], stack);
-  stack = put_results(jobs[0], stack);
-  put_results(jobs[2], stack);
+  Job jobs[] = {Job(q, of_q, {q_block, group}, seed), Job(k, of_k, {kv_block, 1}, seed),
+                Job(v, of_k, {kv_block, 1}, std::nullopt)};
+  for (Job& job : jobs) {
+    job.run();
+  }
+  for (Job& job : jobs) {
+    stack = job.put_results(stack);
+  }
 }
 
 }  // namespace fa3

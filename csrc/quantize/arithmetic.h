@@ -1,7 +1,7 @@
-// Arithmetic of quantize_fp8: float32 as the CPU does it, magnitudes.
+// Arithmetic of quantize_fp8: float32 as the CPU does it, two float16 in a word, magnitudes.
 //
 // WHY inline PTX: the build's --use_fast_math flushes subnormals and divides approximately, and
-// nvcc may contract.
+// nvcc may contract a product and a sum.
 #pragma once
 
 #include <type_traits>
@@ -11,9 +11,14 @@
 
 namespace fa3 {
 
+constexpr uint32_t kInfinity = 0x7f800000u;
+constexpr float kLargestFloat = 0x1.fffffep127f;
+constexpr float kSmallestMaximum = 0x1p-64f;
+
 template <class Element>
 constexpr bool kIsBFloat = std::is_same_v<Element, cutlass::bfloat16_t>;
 
+// ---------------------------------------------------------------------------------------- float32
 CUTE_DEVICE float multiply_exactly(float a, float b) {
   float y;
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -27,8 +32,7 @@ CUTE_DEVICE float multiply_add_exactly(float a, float b, float c) {
 }
 
 // a / 448, correctly rounded, for 2^-100 < a (Markstein: the residue times a correctly rounded
-// inverse). WHY not div.rn: it calls a function for the rare cases, around which all registers
-// live.
+// inverse). WHY not div.rn: it calls a function for rare cases, which costs registers.
 CUTE_DEVICE float divide_by_448(float a) {
   constexpr float kInverse = 1.f / 448.f;
   float const quotient = multiply_exactly(a, kInverse);
@@ -38,14 +42,116 @@ CUTE_DEVICE float divide_by_448(float a) {
 
 // 1 / a, correctly rounded, for 2^-100 < a < 2^125: what rcp.rn does there.
 CUTE_DEVICE float invert(float a) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(a));
+  float const inverse = reciprocal_approx(a);
   float const residue = multiply_add_exactly(-a, inverse, 1.f);
   return multiply_add_exactly(inverse, residue, inverse);
 }
 
-// -------------------------------------------------------------------------------------- magnitudes
-// Of two values each: the larger magnitudes, with any signs. NaN does not count beside a number.
+// maximum_bits: the float that is the largest magnitude; such bits are ordered as the floats are.
+CUTE_DEVICE float scale_of(uint32_t maximum_bits) {
+  return divide_by_448(fmaxf(__uint_as_float(maximum_bits), kSmallestMaximum));
+}
+
+// ------------------------------------------------------------------------- two float16 in a word
+CUTE_DEVICE uint32_t add_halves(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+CUTE_DEVICE uint32_t subtract_halves(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+CUTE_DEVICE uint32_t multiply_halves(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+CUTE_DEVICE uint32_t multiply_add_halves(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
+// The low half becomes the sum of both, the high half the low one less the high one; the products
+// by 1 and -1 are exact. One instruction: HFMA2 selects halves itself.
+CUTE_DEVICE uint32_t butterfly_in_word(uint32_t word) {
+  constexpr uint32_t kOneAndMinusOne = 0xbc003c00u;
+  uint32_t y;
+  asm("{\n.reg .b16 low, high;\n.reg .b32 lows, highs;\n"
+      "mov.b32 {low, high}, %1;\n"
+      "mov.b32 lows, {low, low};\n"
+      "mov.b32 highs, {high, high};\n"
+      "fma.rn.f16x2 %0, highs, %2, lows;\n}"
+      : "=r"(y)
+      : "r"(word), "r"(kOneAndMinusOne));
+  return y;
+}
+
+CUTE_DEVICE uint32_t cast_four_halves(uint32_t first, uint32_t second) {
+  uint32_t packed;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(packed)
+      : "r"(first), "r"(second));
+  return packed;
+}
+
+// ------------------------------------------------------------------------------ words of elements
+// Columns 2 * i and 2 * i + 1 of words as they are in memory, as float32.
+template <class Element>
+CUTE_DEVICE float2 two_columns(uint32_t const* words, int i) {
+  if constexpr (sizeof(Element) == 4) {
+    return make_float2(__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1]));
+  } else {
+    return unpack_two<Element>(words[i]);
+  }
+}
+
+// Columns to float16, times a power of two, rounded once.
+template <class Element>
+class HalfScaler {
+  static constexpr bool kIsHalf = std::is_same_v<Element, cutlass::half_t>;
+  float factor_;
+  uint32_t both_ = 0;  // the factor twice, in 16 bits
+  uint32_t rest_ = 0;  // float16 ends at 2^15: the factor is the product of both
+
+ public:
+  explicit CUTE_DEVICE HalfScaler(float factor) : factor_(factor) {
+    if constexpr (kIsBFloat<Element>) {
+      both_ = __byte_perm(__float_as_uint(factor), 0, 0x3232);
+    } else if constexpr (kIsHalf) {
+      float const most = fminf(factor, 0x1p15f);
+      float const rest = fminf(fmaxf(factor * 0x1p-15f, 1.f), 0x1p15f);
+      both_ = pack_two<Element>(most, most);
+      rest_ = pack_two<Element>(rest, rest);
+    }
+  }
+
+  CUTE_DEVICE uint32_t two(uint32_t const* words, int i) const {
+    if constexpr (kIsHalf) {
+      return multiply_halves(multiply_halves(words[i], both_), rest_);
+    } else if constexpr (kIsBFloat<Element>) {
+      uint32_t scaled;
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(scaled) : "r"(words[i]), "r"(both_));
+      float2 const columns = unpack_two<Element>(scaled);
+      return pack_two<cutlass::half_t>(columns.x, columns.y);
+    } else {
+      float2 const columns = two_columns<Element>(words, i);
+      return pack_two<cutlass::half_t>(multiply_exactly(columns.x, factor_),
+                                       multiply_exactly(columns.y, factor_));
+    }
+  }
+};
+
+// Magnitudes of two words of 16-bit elements: the larger ones, with any signs. A number counts as
+// larger than NaN.
 template <class Element>
 CUTE_DEVICE uint32_t larger_of_two(uint32_t a, uint32_t b) {
   uint32_t y;
@@ -57,8 +163,8 @@ CUTE_DEVICE uint32_t larger_of_two(uint32_t a, uint32_t b) {
   return y;
 }
 
-// The largest magnitude of some words; NaN only if there is nothing else. Four at a time: each
-// waits for the one before.
+// The largest magnitude of some words; NaN only if there is nothing else. Four chains, because each
+// step waits for the one before.
 template <class Element, int kWords>
 CUTE_DEVICE float largest_magnitude(uint32_t const (&words)[kWords]) {
   if constexpr (sizeof(Element) == 4) {

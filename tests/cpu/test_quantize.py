@@ -4,12 +4,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flash_attn3 import quantize, quantize_fp8
 from flash_attn3.quantize import Rotation
 
+from tests.cpu.drawn import examples
 from tests.cpu.test_reference_packed import ints, starts
 
 E4M3 = torch.float8_e4m3fn
@@ -37,7 +38,7 @@ def sign(seed: int, head: int, column: int) -> int:
     return -1 if word >> column % 32 & 1 else 1
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, WORD), heads=st.integers(1, 5), head_dim=st.integers(1, 256))
 def test_signs(seed, heads, head_dim):
     assert quantize.signs(seed, heads, head_dim).tolist() == [
@@ -131,7 +132,7 @@ def test_rotation_is_orthogonal(head_dim):
                                rtol=0)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(seed=st.integers(0, WORD), group=st.integers(1, 3), head_dim=st.sampled_from([16, 80, 128]))
 def test_rotation_leaves_the_scores(seed, group, head_dim):
     """q head h and KV head h // group have the same signs."""
@@ -185,7 +186,7 @@ def test_a_rotated_value_is_multiplied_once():
 
 
 # -------------------------------------------------------------------------------- scales and blocks
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(rows=st.integers(0, 200), block=st.sampled_from([32, 64, 96]), seed=st.integers(0, 99))
 def test_block_scales(rows, block, seed):
     """One at a time, by NumPy."""
@@ -216,7 +217,7 @@ def test_scales_per_head_and_per_tensor(group):
 LENGTHS = st.lists(st.integers(0, 90), min_size=0, max_size=5)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(lengths=LENGTHS, behind=st.integers(0, 40), block=st.sampled_from([32, 64, 'head']),
        is_rotated=st.booleans(), data=st.data())
 def test_every_sequence_begins_anew(lengths, behind, block, is_rotated, data):
@@ -243,7 +244,7 @@ def test_every_sequence_begins_anew(lengths, behind, block, is_rotated, data):
         assert torch.equal(own, alone[1][0])
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(lengths=LENGTHS, block=st.sampled_from([32, 64]))
 def test_places_of_blocks_never_overlap(lengths, block):
     firsts = quantize.first_blocks(starts(lengths).long(), block).tolist()

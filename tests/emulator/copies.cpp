@@ -149,15 +149,19 @@ bool advance_copies(Cta& cta, bool must) {
 void Thread::copy_later(u64 target, u64 source, u32 bytes, int site) {
   readable(source, bytes, site);
   memset(shared(target, bytes, site), 0xff, bytes);
-  own_copies.push_back(Copy{CopyKind::kLoad, target, source, bytes, 0, {}, 0, this, 0});
+  own_copies.push_back(
+      Copy{CopyKind::kLoad, target, source, bytes, 0, {}, 0, this, copy_groups});
 }
 
-void Thread::finish_copies() {
+void Thread::wait_for_copies(u32 groups_left) {
+  auto const ends = [&](Copy const& copy) { return copy.group + groups_left < copy_groups; };
   for (Copy const& copy : own_copies) {
-    memcpy(cta->at(offset_of(copy.target), copy.bytes), reinterpret_cast<void*>(copy.source),
-           copy.bytes);
+    if (ends(copy)) {
+      memcpy(cta->at(offset_of(copy.target), copy.bytes), reinterpret_cast<void*>(copy.source),
+             copy.bytes);
+    }
   }
-  own_copies.clear();
+  std::erase_if(own_copies, ends);
 }
 
 // ----------------------------------------------------------------------------------- cp.async.bulk

@@ -102,6 +102,7 @@ struct Thread {
   u32 collectives = 0;
   u32 cluster_phase = 0;
   u32 store_groups = 0;
+  u32 copy_groups = 0;
   std::vector<Copy> own_copies;  // cp.async
 
   u32 index() const { return number; }
@@ -162,7 +163,8 @@ struct Thread {
 
   // ------------------------------------------------------------------------------------- copies
   void copy_later(u64 target, u64 source, u32 bytes, int site);
-  void finish_copies();
+  void commit_copies() { ++copy_groups; }
+  void wait_for_copies(u32 groups_left);
   void load_tensor(u64 target, u64 tensor_map, std::array<i32, 5> const& coordinates, u64 barrier,
                    int site);
   void store_tensor(u64 tensor_map, std::array<i32, 5> const& coordinates, u64 source, int site);

@@ -21,7 +21,7 @@ INTEGERS = {f'{kind}{bits}': f'{"i" if kind == "s" else "u"}{bits}'
 # Without effect here: launches run one after the other, all registers exist, and all other threads
 # see a thread's writes at once (but not the copy engine and the tensor cores).
 NOTHING = re.compile(
-    r'griddepcontrol\.\w+|fence\.mbarrier_init\.release\.cluster|cp\.async\.commit_group|'
+    r'griddepcontrol\.\w+|fence\.mbarrier_init\.release\.cluster|'
     r'wgmma\.fence\.sync\.aligned|prefetch\.tensormap|fence\.proxy\.async\.global|setmaxnreg\..*')
 WIDTH_TYPES = {1: 'bool', 8: 'u8', 16: 'u16', 32: 'u32', 64: 'u64'}
 KERNELS_OF_A_FILE = 6
@@ -316,11 +316,16 @@ def _copy_by_thread(writer, match, operands, site):
             f'{writer.value(size)}, {site});')
 
 
+@_handles(r'cp\.async\.commit_group')
+def _commit_copies(writer, match, operands, site):
+    return 't.commit_copies();'
+
+
 @_handles(r'cp\.async\.(wait_group|wait_all)')
 def _wait_for_copies(writer, match, operands, site):
-    if match[1] == 'wait_group' and operands != ['0']:
-        raise PtxError(f'cp.async.wait_group {operands}')
-    return 't.finish_copies();'
+    if match[1] == 'wait_all':
+        return 't.commit_copies(); t.wait_for_copies(0);'
+    return f't.wait_for_copies({writer.value(operands[0])});'
 
 
 @_handles(r'cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes'

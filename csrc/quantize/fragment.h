@@ -1,0 +1,289 @@
+// A fragment: what a lane has of a row, up to 32 columns of a piece of kWidth columns. In shared
+// memory and in registers; the rotation, the cast, stores. Rotated values are float16: half the
+// instructions and shuffles of float32, and their rounding (2^-11) is small next to that of e4m3
+// (2^-4). Their range is no matter, because a piece is first multiplied by the power of two that
+// brings its largest value to 2 to 4.
+#pragma once
+
+#include "quantize/arithmetic.h"
+
+namespace fa3 {
+
+template <int kWidth>
+constexpr int kColumnsOf = kWidth < kLaneColumns ? kWidth : kLaneColumns;  // of a lane
+
+// A warp tile in shared memory: rows as they are in x, which a lane overwrites with its rotated
+// words. kQuads: of a fragment of 32 columns.
+template <int kQuads>
+struct WarpTile {
+  uint4 quads[32 * kQuads];
+  float units[32];
+
+  template <int kWords>
+  CUTE_DEVICE void read(uint32_t (&words)[kWords]) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; i += 4) {
+      uint4 const quad = quads[quad_index(int(threadIdx.x) % 32, i / 4)];
+      words[i] = quad.x;
+      words[i + 1] = quad.y;
+      words[i + 2] = quad.z;
+      words[i + 3] = quad.w;
+    }
+  }
+
+  template <int kWords>
+  CUTE_DEVICE void write(uint32_t const (&words)[kWords]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; i += 4) {
+      quads[quad_index(int(threadIdx.x) % 32, i / 4)] =
+          make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+    }
+  }
+};
+
+// The fragment as it is in x, 2 or 4 bytes a column.
+template <class Element, int kWidth>
+struct RawFragment {
+  uint32_t words[kColumnsOf<kWidth> * int(sizeof(Element)) / 4];
+};
+
+// WHY PTX: nvcc merges stores of both sizes in two branches into stores of 4 bytes.
+CUTE_DEVICE void store_8(uint8_t* target, uint32_t const* words) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(target)),
+               "r"(words[0]), "r"(words[1])
+               : "memory");
+}
+
+CUTE_DEVICE void store_16(uint8_t* target, uint32_t const* words) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(target)),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+// The fragment in e4m3.
+template <int kWidth>
+struct CastFragment {
+  uint32_t fours[kColumnsOf<kWidth> / 4];
+
+  // target: of the lane's first column. is_aligned: rows are multiples of 16 bytes, else of 8.
+  CUTE_DEVICE void store(uint8_t* target, bool is_aligned) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kColumnsOf<kWidth> / 4; i += 4) {
+      uint8_t* const span = target + column_of_lane(kWidth, 0, 4 * i);
+      if constexpr (kWidth < kSpanColumns) {
+        store_8(span, fours);
+      } else if (is_aligned) {
+        store_16(span, fours + i);
+      } else {
+        store_8(span, fours + i);
+        store_8(span + 8, fours + i + 2);
+      }
+    }
+  }
+};
+
+// ------------------------------------------------------------------------------------------ plain
+// Values that are not rotated, as they are in x. Infinities become NaN when they are taken.
+template <class Element, int kWidth>
+class PlainFragment {
+  using Raw = RawFragment<Element, kWidth>;
+  static constexpr uint32_t kHalfInfinity = kIsBFloat<Element> ? 0x7f80u : 0x7c00u;
+
+  Raw raw;
+
+  CUTE_DEVICE void make_infinities_nan() {
+    CUTE_UNROLL
+    for (uint32_t& word : raw.words) {
+      if constexpr (sizeof(Element) == 4) {
+        word |= (word & 0x7fffffffu) == kInfinity ? 0x7fffffffu : 0u;
+      } else {
+        word |= (word & 0x7fffu) == kHalfInfinity ? 0x7fffu : 0u;
+        word |= (word >> 16 & 0x7fffu) == kHalfInfinity ? 0x7fff0000u : 0u;
+      }
+    }
+  }
+
+ public:
+  struct Signs {
+    CUTE_DEVICE Signs(uint32_t, int, int) {}
+  };
+
+  CUTE_DEVICE void take(Raw const& source, Signs const&) {
+    raw = source;
+    if (__float_as_uint(largest_magnitude<Element>(raw.words)) == kInfinity) {
+      make_infinities_nan();
+    }
+  }
+
+  template <class Tile>
+  CUTE_DEVICE void keep(Tile&) const {}
+
+  template <class Tile>
+  CUTE_DEVICE void restore(Tile const& tile) {
+    Raw source;
+    tile.read(source.words);
+    take(source, Signs(0, 0, 0));
+  }
+
+  // The largest magnitude that is a number.
+  CUTE_DEVICE float largest() const { return fmaxf(largest_magnitude<Element>(raw.words), 0.f); }
+
+  CUTE_DEVICE CastFragment<kWidth> cast(float scale) const {
+    float const factor = invert(scale);
+    CastFragment<kWidth> result;
+    CUTE_UNROLL
+    for (int i = 0; i < kColumnsOf<kWidth> / 4; ++i) {
+      float2 const a = two_columns<Element>(raw.words, 2 * i);
+      float2 const b = two_columns<Element>(raw.words, 2 * i + 1);
+      result.fours[i] =
+          pack_four_e4m3(multiply_exactly(a.x, factor), multiply_exactly(a.y, factor),
+                         multiply_exactly(b.x, factor), multiply_exactly(b.y, factor));
+    }
+    return result;
+  }
+};
+
+// ---------------------------------------------------------------------------------------- rotated
+// Values times signs and Hadamard matrices, not yet normalised, divided by the unit of their piece.
+// Infinities and NaN make all values of a piece NaN.
+template <class Element, int kWidth>
+class RotatedFragment {
+  static constexpr int kLanes = lanes_of_piece(kWidth);
+  static constexpr int kWords = kColumnsOf<kWidth> / 2;
+  static constexpr int kSpanWords = kSpanColumns / 2;
+  static constexpr float kNorm = hadamard_norm(kWidth);
+
+  uint32_t words[kWords];
+  float unit;  // what 1 stands for
+
+  // Words i and i + kDistance become their sum and their difference.
+  template <int kDistance>
+  CUTE_DEVICE void butterflies() {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      if (kDistance < kWords && (i & kDistance) == 0) {
+        uint32_t const first = words[i];
+        uint32_t const second = words[i + kDistance];
+        words[i] = add_halves(first, second);
+        words[i + kDistance] = subtract_halves(first, second);
+      }
+    }
+  }
+
+  // The lower lane gets the sum, the upper lane the lower lane's word less its own; products by 1
+  // and -1 are exact.
+  CUTE_DEVICE void butterflies_of_lanes(int distance) {
+    constexpr uint32_t kOnes = 0x3c003c00u;
+    constexpr uint32_t kMinusOnes = 0xbc00bc00u;
+    uint32_t const sign = (int(threadIdx.x) & distance) != 0 ? kMinusOnes : kOnes;
+    CUTE_UNROLL
+    for (uint32_t& word : words) {
+      word = multiply_add_halves(word, sign, __shfl_xor_sync(0xffffffffu, word, distance));
+    }
+  }
+
+ public:
+  // Of the words of a lane in its rows of a head.
+  class Signs {
+    static constexpr uint32_t kOfTwo = 0x80008000u;
+    uint32_t bits_;
+
+    // Even columns to even bits of the lower half, odd columns to those of the upper half.
+    static CUTE_DEVICE uint32_t spread(uint32_t bits) {
+      return (bits & 0x5555u) | (bits & 0xaaaau) << 15;
+    }
+
+   public:
+    // column: the lane's first one.
+    CUTE_DEVICE Signs(uint32_t mixed_seed, int kv_head, int column)
+        : bits_(spread(sign_bits(mixed_seed, kv_head, column))) {
+      if constexpr (kWidth >= kLaneColumns) {
+        bits_ += 2 * spread(sign_bits(mixed_seed, kv_head, column + kWidth / 2));
+      }
+    }
+
+    // WHY the empty asm: nvcc would compute the signs of all words before the loop over rows, which
+    // takes 16 registers.
+    CUTE_DEVICE void change(uint32_t (&words)[kWords]) const {
+      uint32_t bits = bits_;
+      asm volatile("" : "+r"(bits));
+      CUTE_UNROLL
+      for (int i = 0; i < kWords; ++i) {
+        words[i] ^= (bits << (15 - 2 * (i % kSpanWords) - i / kSpanWords)) & kOfTwo;
+      }
+    }
+  };
+
+  // Whole warps call it.
+  CUTE_DEVICE void take(RawFragment<Element, kWidth> const& raw, Signs const& signs) {
+    uint32_t largest = __float_as_uint(largest_magnitude<Element>(raw.words));
+    CUTE_UNROLL
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    }
+    // WHY not below 2^-125: 2^126 is the largest factor. For an infinity or NaN it becomes 0.
+    constexpr uint32_t kExponent = 0x00800000u;
+    uint32_t const power = max(largest & kInfinity, 2 * kExponent);
+    unit = __uint_as_float(power - kExponent);
+    HalfScaler<Element> const scaler(__uint_as_float(kInfinity - power));
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = scaler.two(raw.words, i);
+    }
+    signs.change(words);
+    rotate();
+  }
+
+  template <class Tile>
+  CUTE_DEVICE void keep(Tile& tile) const {
+    tile.write(words);
+    tile.units[threadIdx.x % 32] = unit;
+  }
+
+  template <class Tile>
+  CUTE_DEVICE void restore(Tile const& tile) {
+    tile.read(words);
+    unit = tile.units[threadIdx.x % 32];
+  }
+
+  // The largest magnitude that is a number, normalised.
+  CUTE_DEVICE float largest() const {
+    float const found = fmaxf(largest_magnitude<cutlass::half_t>(words), 0.f);
+    return fminf(multiply_exactly(multiply_exactly(found, kNorm), unit), kLargestFloat);
+  }
+
+  CUTE_DEVICE CastFragment<kWidth> cast(float scale) const {
+    float const factor = multiply_exactly(multiply_exactly(kNorm, invert(scale)), unit);
+    uint32_t const both = pack_two<cutlass::half_t>(factor, factor);
+    CastFragment<kWidth> result;
+    CUTE_UNROLL
+    for (int i = 0; i < kWords / 2; ++i) {
+      result.fours[i] = cast_four_halves(multiply_halves(words[2 * i], both),
+                                         multiply_halves(words[2 * i + 1], both));
+    }
+    return result;
+  }
+
+ private:
+  // Distances of 1 to 8 columns, of spans in other lanes, of half the width.
+  CUTE_DEVICE void rotate() {
+    CUTE_UNROLL
+    for (uint32_t& word : words) {
+      word = butterfly_in_word(word);
+    }
+    butterflies<1>();
+    butterflies<2>();
+    if constexpr (kWidth >= kSpanColumns) {
+      butterflies<kSpanWords / 2>();
+    }
+    CUTE_UNROLL
+    for (int distance = 1; distance < kLanes; distance *= 2) {
+      butterflies_of_lanes(distance);
+    }
+    if constexpr (kWidth >= kLaneColumns) {
+      butterflies<kSpanWords>();
+    }
+  }
+};
+
+}  // namespace fa3
