@@ -64,7 +64,7 @@ HEAD_DIMS = [*((x, x) for x in (64, 96, 128, 192, 256)), (64, 128), (64, 256), (
 
 
 class Fp8Call(NamedTuple):
-    """Of attention on e4m3 tensors."""
+    """A call of attention on e4m3 tensors."""
     case: GeneralCase
     granularity: str = 'block'
     fp8_accum: str = 'fast'
@@ -105,8 +105,8 @@ FP8_GENERAL = [dataclasses.replace(BATCH, window=(20, 30), sinks='fp32'),
 FP8_SOFTCAP = [dataclasses.replace(case, softcap=15.0) for case in FP8_GENERAL[::3]]
 ROWS_OF_BLOCKS = (32, 256, 384, 'head', 'tensor', 1024)
 QUANTIZED_HEADS, QUANTIZED_BATCH = 6, 2
-# Of a batch entry, with one scale for all: more items than three for each of 2 x 132 CTAs, however
-# many rows up to 256 an item has.
+# Rows of a batch entry, with one scale for all: more than three items for each of 2 x 132 CTAs,
+# however many rows up to 256 an item has.
 ROWS_OF_TWO_PASSES = 20000
 ROWS_OF_PACKED_CLUSTERS = 3000    # long sequences, in the mean: csrc/quantize/quantize.cu
 
@@ -241,7 +241,7 @@ def run_quantize(call: Quantized) -> None:
 
 def from_host(like: torch.Tensor) -> torch.Tensor:
     """Random numbers that initcheck takes for initialised: it sees copies from the host, but
-    neither what the copy engine writes nor what a kernel does that the filter leaves out.
+    neither what the copy engine writes nor what a kernel does that the filter skips.
     """
     return torch.randn(like.shape, dtype=like.dtype).cuda()
 

@@ -132,7 +132,7 @@ def test_heads_that_share_a_sector(head_dim, heads, block, device):
 @pytest.mark.parametrize('heads', [4, 5, 10, 20, 21, 48])
 @pytest.mark.parametrize('lengths', [None, [1000, 0, 3, 900, 64, 385]], ids=str)
 def test_heads_in_turns(lengths, heads, head_dim, block, rotate, device):
-    """Of up to eight CTAs or clusters, where there are enough of them and of narrow heads."""
+    """Teams of up to eight CTAs or clusters, where there are enough of them and of narrow heads."""
     rows, packed = ((4, 600), {}) if lengths is None else (
         (sum(lengths),), {'cu_seqlens': starts(lengths)})
     x = torch.randn(*rows, heads, head_dim).bfloat16()
@@ -189,7 +189,7 @@ def test_groups_of_heads(heads, group, device):
 
 
 def most_tiles_of_one_pass() -> int:
-    """Of 64 rows and head dim 128, one head: two CTAs an SM, each with three tiles."""
+    """Tiles of 64 rows and head dim 128, one head: two CTAs an SM, each with three tiles."""
     return 6 * torch.cuda.get_device_properties('cuda').multi_processor_count
 
 
