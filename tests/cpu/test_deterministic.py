@@ -159,7 +159,7 @@ def test_one_cluster_runs_ahead(name, residents, pick):
     check_order(name, work, play(name, work, residents, 2, lambda ready: ready[pick]))
 
 
-def check_work(work):
+def check_count(work):
     predecessors_of = defaultdict(list)
     for adds in work:
         for _, tile, predecessors in adds:
@@ -175,7 +175,7 @@ def test_predecessors_count_up_in_the_order_of_work(name, sizes, data, sm_count,
     all.
     """
     mask = data.draw(mask_of_kind(FACTS[name]['mask']))
-    check_order(adds_of(name, sizes, mask, sm_count=sm_count, l2_bytes=l2_bytes))
+    check_count(adds_of(name, sizes, mask, sm_count=sm_count, l2_bytes=l2_bytes))
 
 
 @each_packed
@@ -183,7 +183,7 @@ def test_predecessors_count_up_in_the_order_of_work(name, sizes, data, sm_count,
 @examples(40)
 def test_predecessors_of_a_packed_batch_count_up(name, batch, data, sm_count, l2_bytes):
     mask = data.draw(mask_of_kind(FACTS[name]['mask']))
-    check_order(adds_of(name, batch.sizes, mask, batch.lengths, sm_count=sm_count,
+    check_count(adds_of(name, batch.sizes, mask, batch.lengths, sm_count=sm_count,
                         l2_bytes=l2_bytes))
 
 

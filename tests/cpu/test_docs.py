@@ -17,7 +17,8 @@ FOLDERS = ('csrc', 'flash_attn3', 'tests', 'benchmarks', 'build_tools', 'third_p
 MOST_WORDS, MOST_RESULTS = 16_000, 40
 BARRIERS = ROOT / 'csrc/device/barriers.h'
 KERNELS = ROOT / 'csrc/forward', ROOT / 'csrc/backward'
-SOURCES = [path for folder in FOLDERS[:-1] if folder != 'third_party' for path in sorted((ROOT / folder).rglob('*'))
+SOURCES = [path for folder in FOLDERS if folder not in ('docs', 'third_party')
+           for path in sorted((ROOT / folder).rglob('*'))
            if path.suffix in ('.py', '.h', '.cpp', '.cu', '.in')]
 PHRASES = re.compile(r'\b(?:turn(?:ed|s)? round|(?:leave|leaves|left) out(?!=)|speaks? for|'
                      r'hand(?:s|ed)? on|lets? go)\b|[.:] Of ')
