@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
 
 def options_of(cell: Cell, device: torch.device) -> dict:
-    """Of quantize_fp8."""
+    """Options of quantize_fp8."""
     options: dict = dict(block=cell.block, rotate=cell.rotate)
     if cell.lengths:
         options['cu_seqlens'] = torch.tensor([0, *itertools.accumulate(cell.lengths)],

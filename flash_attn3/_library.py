@@ -43,7 +43,7 @@ _GENERAL = (
     'float? softmax_scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, '
     'SymInt attention_chunk=0, float softcap=0.0')
 _EXECUTION = 'bool? pack_gqa=None, int sm_margin=0, bool return_max_logits=False'
-# Of attention on float8_e4m3fn, and of the op that quantises first.
+# Arguments of attention on float8_e4m3fn, and of the op that quantises first.
 _DESCALES = 'Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None'
 _QUANTIZATION = 'int? rotation_seed=0, bool block_scales=True, bool promote=False'
 _SCHEMAS = (
@@ -70,7 +70,7 @@ _SCHEMAS = (
     # block: rows, or quantize.PER_HEAD or PER_TENSOR. Returns e4m3 and scales.
     'quantize_fp8(Tensor x, Tensor? cu_seqlens=None, Tensor? seqused=None, int block=0, '
     'int group=1, int? rotation_seed=None) -> (Tensor, Tensor)',
-    # Of q, k and v, as attention takes them: q and k rotated alike, v not.
+    # For q, k and v as attention takes them: q and k rotated alike, v not.
     'quantize_qkv_fp8(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q=None, '
     'Tensor? seqused_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, int q_block=64, '
     'int kv_block=384, int? rotation_seed=None) '

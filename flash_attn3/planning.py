@@ -28,7 +28,7 @@ def built_variants() -> list[str]:
     """Names of the kernels in this install, forward (Fwd...) and backward (Bwd...); [] without any.
 
     One for each dtype, head dim and mask, or several among which the planner chooses by the sizes
-    of a call. A kernel that FLASH_ATTN3_VARIANTS left out when the package was built is missing.
+    of a call. A kernel that FLASH_ATTN3_VARIANTS skipped when the package was built is missing.
     """
     if _library.KERNELS_MISSING:
         return []
@@ -182,7 +182,7 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
             shapes and CPU tensors those of an H100, 132 and 50 MiB.
         features: window_size, attention_chunk, softcap, s_aux and return_max_logits, as in
             `flash_attn_func`; cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q and
-            seqused_k, as in `flash_attn_varlen_func`. Of cu_seqlens_q only its length is read, for
+            seqused_k, as in `flash_attn_varlen_func`. Only the length of cu_seqlens_q is read, for
             which a list will do.
 
     Raises:

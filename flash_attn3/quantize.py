@@ -21,7 +21,7 @@ written here, never contracted to a fused multiply-add, of float32 where nothing
    scale is finite, they never count as large beside other blocks, and sums that are taken relative
    to a scale (reference_fp8.py) stay below 2^128.
 5. factor = norm times (1 / scale), times unit, and each value times factor, then to [-448, 448] (a
-   product may be some ulps above). Of rotated values factor and product are float16.
+   product may be some ulps above). For rotated values factor and product are float16.
 6. To e4m3: nearest, ties to even, with subnormals. Infinities have no place in e4m3 and become NaN
    as NaN does, of bits 0x7f.
 
@@ -63,7 +63,7 @@ class Rotation(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """Of packed tensors: (batch + 1,) and (batch,) integers; seqused None for all rows."""
+    """Packed tensors: (batch + 1,) and (batch,) integers; seqused None for all rows."""
     cu_seqlens: Tensor
     seqused: Tensor | None
 

@@ -133,7 +133,7 @@ class Outputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the inputs of these names, with their shapes and dtypes, contiguous.
+    """Gradients of the inputs of these names, with their shapes and dtypes, contiguous.
 
     dk and dv of a KV head are summed over the query heads that use it, ds_aux over batch and rows;
     ds_aux is None without sinks.

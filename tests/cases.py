@@ -45,7 +45,7 @@ class Kind:
         return same_loop and self.head_dim >= other.head_dim
 
     def missing_variants(self) -> list[str]:
-        """Names of those that FLASH_ATTN3_VARIANTS left out of this build."""
+        """Names of those that FLASH_ATTN3_VARIANTS skipped in this build."""
         return [facts['name'] for facts in self.variants() if not facts['built']]
 
 

@@ -61,7 +61,7 @@ def descales(scales: Scales) -> dict[str, Tensor | None]:
 
 def check_fp8_lse(lse: Tensor, inputs: Inputs, scales: Scales, score: Score,
                   lengths: Lengths | None = None) -> None:
-    """Of each row |lse - ref| <= 34 * 2^-13 scale |q|' max |k|' + r, where |x|' are the norms above
+    """Each row: |lse - ref| <= 34 * 2^-13 scale |q|' max |k|' + r, where |x|' are the norms above
     and r is 1e-5 max(1, |ref|) + 1e-4; of the mean over the rows 2^-11 scale mean |q| max |k| +
     mean r; -inf exactly where ref has it.
     """
@@ -88,7 +88,7 @@ def _longest_products(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
     not finite are 0.
     """
     of_q, of_k = ((x * x * weights).sum(-1).sqrt().nan_to_num(0.0, 0.0) for x in (q, k))
-    # Of a KV head; there may be no keys.
+    # Norms of a KV head; there may be no keys.
     longest = torch.nn.functional.pad(of_k, (0, 0, 0, 1)).amax(-2, keepdim=True)
     return (of_q * longest.repeat_interleave(q.size(-2) // k.size(-2), -1)).transpose(-1, -2)
 

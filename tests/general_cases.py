@@ -36,7 +36,7 @@ SINKS = {    # what becomes of N(0, 1), and the dtype
 
 
 class Results(NamedTuple):
-    """Of a call; None for what it did not ask for."""
+    """Results of a call; None for what it did not ask for."""
     out: Tensor
     lse: Tensor
     max_logits: Tensor | None
@@ -113,11 +113,11 @@ class GeneralCase:
                                    causal=kind.causal, **changes)
 
     def rows(self) -> tuple[int, int]:
-        """Of q and k as packed tensors."""
+        """Rows of q and k as packed tensors."""
         return tuple(sum(one[i] for one in self.lengths) + self.behind[i] for i in (0, 1))
 
     def sequences(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """Of each the first rows in q and k, and how many count."""
+        """For each sequence the first rows in q and k, and how many count."""
         firsts = [[0, *itertools.accumulate(one[i] for one in self.lengths)] for i in (0, 1)]
         return list(zip(zip(*firsts), self.used or self.lengths))
 
@@ -201,7 +201,7 @@ def run(case: GeneralCase, tensors: Tensors, **changes) -> Results:
 
 def gradients_of(returned: tuple[Tensor, Tensor | None, Tensor | None], wanted: list[Tensor],
                  tensors: Tensors) -> tuple[Tensor, ...]:
-    """Of what named() gave, by the gradients in tensors."""
+    """Results of what named() gave, by the gradients in tensors."""
     out, lse, max_logits = returned
     assert max_logits is None or not max_logits.requires_grad
     if lse is None or tensors.dlse is None:

@@ -37,7 +37,7 @@ def pytest_command(*arguments: str | Path) -> list[str]:
 
 
 def counts_of(report: Path) -> dict[str, int]:
-    """Of a JUnit file; an error outside of a test counts as a failure."""
+    """Counts of a JUnit file; an error outside of a test counts as a failure."""
     suites = list(xml.parse(report).getroot().iter('testsuite')) if report.exists() else []
     found = {name: sum(int(suite.get(name, 0)) for suite in suites)
              for name in ('tests', 'failures', 'errors', 'skipped')}

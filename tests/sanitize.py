@@ -63,7 +63,7 @@ HEAD_DIMS = [*((x, x) for x in (64, 96, 128, 192, 256)), (64, 128), (64, 256), (
 
 
 class Fp8Call(NamedTuple):
-    """Of attention on e4m3 tensors."""
+    """A call of attention on e4m3 tensors."""
     case: GeneralCase
     granularity: str = 'block'
     fp8_accum: str = 'fast'
@@ -220,7 +220,7 @@ def run_quantize(call: Quantized) -> None:
 
 def from_host(like: torch.Tensor) -> torch.Tensor:
     """Random numbers that initcheck takes for initialised: it sees copies from the host, but
-    neither what the copy engine writes nor what a kernel does that the filter leaves out.
+    neither what the copy engine writes nor what a kernel does that the filter skips.
     """
     return torch.randn(like.shape, dtype=like.dtype).cuda()
 

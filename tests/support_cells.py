@@ -59,7 +59,7 @@ SUPPORTED = [cell for cell in EVERY_CELL if cell.error is None]
 REFUSED = [cell for cell in EVERY_CELL if cell.error]
 every_supported = pytest.mark.parametrize('cell', SUPPORTED, ids=str)
 every_refused = pytest.mark.parametrize('cell', REFUSED, ids=str)
-# Of the public functions; the others are rules of the kernels.
+# Cells of the public functions; the others are rules of the kernels.
 REFUSED_EVERYWHERE = [cell for cell in REFUSED
                       if not cell.error.startswith(('flash_attn3.fwd:', 'flash_attn3.bwd:'))]
 

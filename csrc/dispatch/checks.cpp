@@ -13,7 +13,7 @@ namespace {
 // Tile and key indices are 32-bit, with room for a tile past the end.
 constexpr int64_t kMaxLength = int64_t(1) << 30;
 
-// Of 64 rows. Packing query heads at most doubles their number.
+// Tiles of 64 rows. Packing query heads at most doubles their number.
 constexpr double kMaxTiles = double(1 << 29);
 
 std::array<NamedTensor, 3> inputs(ForwardCall const& call) {

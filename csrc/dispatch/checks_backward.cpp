@@ -79,7 +79,7 @@ std::string check_gradient_head_dims(ForwardCall const& forward) {
 }
 
 std::string check_key_tiles(ForwardCall const& forward) {
-  // Of 64 keys, as check_forward() counts those of queries.
+  // Tiles of 64 keys, as check_forward() counts those of queries.
   constexpr double kMaxTiles = double(1 << 29);
   TensorMeta const& k = forward.k;
   double const tiles = double(k.size[0]) * double(k.size[2]) * double((k.size[1] + 63) / 64);

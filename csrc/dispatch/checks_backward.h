@@ -21,10 +21,10 @@ struct BackwardCall {
 // As errors name it.
 inline char const* backward_op(bool has_gradients) { return has_gradients ? "bwd_out" : "bwd"; }
 
-// The backward has no second launch for more columns of v. Of tensors with a batch or without.
+// The backward has no second launch for more columns of v. Tensors have a batch or none.
 std::string check_gradient_head_dims(ForwardCall const& forward);
 
-// Their number has to fit into an int. Of tensors with a batch.
+// Their number has to fit into an int. Tensors have a batch.
 std::string check_key_tiles(ForwardCall const& forward);
 
 // Empty when the call is fine, else the whole error text. A CUDA call that passes has a kernel in

@@ -8,7 +8,7 @@ namespace fa3 {
 namespace {
 
 constexpr int kMaxColumns = 256;
-// Of head dims: the copy engine takes strides of 16 bytes, and the products have steps of 16.
+// Head dims: the copy engine takes strides of 16 bytes, and the products have steps of 16.
 constexpr int kColumnStep = 16;
 
 std::string refuse(Fp8Call const& call, std::string const& expected, std::string const& got,
@@ -35,7 +35,7 @@ std::string check_dtypes(Fp8Call const& call) {
 
 bool on_cuda(Fp8Call const& call) { return call.general.forward.q.device == DeviceType::kCuda; }
 
-// Of ranks that are wrong the check behind this one speaks.
+// The check after this one reports wrong ranks.
 std::string check_head_dims(Fp8Call const& call) {
   ForwardCall const& forward = call.general.forward;
   int const rank = call.general.is_packed ? 3 : 4;

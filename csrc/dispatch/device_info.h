@@ -20,7 +20,7 @@ struct DeviceInfo {
 // ops/device_info.cpp.
 DeviceInfo const& device_info(int device);
 
-// Of a tensor's GPU; zeros where it has none.
+// Facts about a tensor's GPU; zeros where it has none.
 inline DeviceInfo device_info_of(TensorMeta const& meta) {
   return meta.device == DeviceType::kCuda ? device_info(meta.device_index) : DeviceInfo{};
 }

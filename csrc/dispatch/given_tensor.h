@@ -13,7 +13,7 @@ struct NamedTensor {
   TensorMeta const& meta;
 };
 
-// Of a rank 4 tensor.
+// Checks a rank 4 tensor.
 inline std::string check_last_stride(char const* op, NamedTensor const& tensor) {
   auto const& [name, meta] = tensor;
   if (meta.size[3] <= 1 || meta.stride[3] == 1) {
@@ -27,7 +27,7 @@ inline bool is_empty(TensorMeta const& meta) {
   return std::find(meta.size, meta.size + meta.rank, 0) != meta.size + meta.rank;
 }
 
-// Of a rank 4 tensor that an op writes into: no two of its elements share an address, and it does
+// Checks a rank 4 output tensor: no two of its elements share an address, and it does
 // not start where one of the others does. Kernels need its last stride to be 1.
 inline std::string check_given_memory(char const* op, NamedTensor const& given,
                                       std::span<NamedTensor const> others) {

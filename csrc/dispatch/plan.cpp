@@ -41,7 +41,7 @@ bool grows(FwdProblem const& problem, int tile_rows) {
   return !mask.is_chunked && ends_early && mask.left >= 2 * tile_rows;
 }
 
-// Of the keys that are in use at a time: a window moves on with the queries, of which some are
+// Bytes of the keys in use at a time: a window moves on with the queries, of which some are
 // ahead of others.
 int64_t kv_head_bytes(FwdProblem const& problem) {
   IntervalMask const mask = problem.mask;
@@ -176,7 +176,7 @@ int lead_of(FwdProblem const& problem, FwdConfig const& config, int pack) {
              : 0;
 }
 
-// Of one query head, up to a factor.
+// The time of one query head, up to a factor.
 double time_of_pack(FwdProblem const& problem, FwdConfig const& config, int pack) {
   Cut const cut{pack, lead_of(problem, config, pack)};
   return estimated_tile_cost(problem, config, cut) * m_tiles_of(problem, config, pack) / pack;
@@ -218,7 +218,7 @@ double time_of_head(FwdProblem const& problem, FwdConfig const& config) {
   return time_of_pack(problem, config, 1) / config.relative_speed;
 }
 
-// Of packed sequences there is room for more tiles than the caller's longest length leads to.
+// With packed sequences there is space for more tiles than the caller's longest length leads to.
 double expected_tiles(FwdProblem const& problem, FwdSchedule const& schedule) {
   double const of_longest =
       double(schedule.m_tiles) * problem.batch * (problem.heads_q / schedule.pack);

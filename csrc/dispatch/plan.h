@@ -16,7 +16,7 @@ struct FwdPlan {
 struct FwdCost {
   double waves = 0;          // tiles per CTA of the grid
   double useful_share = 0;   // of the computed FLOPs; the rest is masked or padding (rows, keys,
-                             // head dim), or left out by a warpgroup that sees nothing of it
+                             // head dim), or skipped by a warpgroup that sees nothing of it
   double flops = 0;          // of the visible pairs, both products
   double bytes = 0;          // q, k, v read once; out and LSE written once
   double visited_share = 0;  // of the K tiles of a head: those that its tiles of queries visit
@@ -30,7 +30,7 @@ FwdPlan plan_forward(FwdProblem const& problem);
 // are on no list calls.
 FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config);
 
-// Of packed sequences: as if there were `batch` ones of the longest length.
+// Packed sequences: as if there were `batch` ones of the longest length.
 FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan);
 
 }  // namespace fa3

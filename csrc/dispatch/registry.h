@@ -1,4 +1,4 @@
-// What a user is told when a variant is listed but was left out of this build
+// What a user is told when a variant is listed but is not in this build
 // (FLASH_ATTN3_VARIANTS). The table of launchers itself, fwd_registry.inc, is generated beside
 // fwd_variants.h and read by csrc/ops only.
 #pragma once

@@ -56,7 +56,7 @@ inline TensorMeta describe(char const* dtype_name, Dtype dtype,
   return meta;
 }
 
-// Of rows of the queries (or keys) of all heads.
+// A tensor of rows of the queries (or keys) of all heads.
 inline TensorMeta describe_rows(PlanCall const& call, bool of_keys, int heads, int head_dim) {
   int const seqlen = of_keys ? call.seqlen_k : call.seqlen_q;
   int const total = of_keys ? call.total_k : call.total_q;
@@ -135,7 +135,7 @@ inline std::string backward_call_error(PlanCall const& call) {
   return error.empty() ? check_general_backward(general_backward_call(call)) : error;
 }
 
-// Of a call without errors.
+// The problem of a call without errors.
 inline FwdProblem problem_of(PlanCall const& call) {
   FwdProblem problem = general_problem(
       general_call(call), GeneralSizes{call.seqlen_q, call.seqlen_k}, call.has_row_features);

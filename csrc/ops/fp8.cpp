@@ -59,7 +59,7 @@ Fp8Call describe_call(Fp8Forward const& args) {
 }
 
 // Scales (batch, KV heads), or by block (batch, heads, blocks), whose first dimension is 1 with
-// packed sequences. Of no key at all the kernels read no scale.
+// packed sequences. Without keys the kernels read no scale.
 ScaleView scale_view(TensorMeta const& scale, bool is_packed) {
   bool const by_block = scale.rank == 3;
   ScaleView view;

@@ -23,7 +23,7 @@ SDPA_BACKENDS = {
 }
 PADDED = f'{OURS} padded'                # packed sequences as a dense batch
 NAMES = (OURS, 'sdpa', *SDPA_BACKENDS)   # 'sdpa': the backend that PyTorch picks
-MATH_BYTES = 1 << 30                     # of scores; above, 'sdpa math' is left out
+MATH_BYTES = 1 << 30                     # of scores; above, 'sdpa math' is skipped
 
 
 def ours(shape: Shape, device: torch.device = CPU) -> Contender:
@@ -75,7 +75,7 @@ def sdpa(name: str, shape: Shape, device: torch.device = CPU) -> Contender:
 
 
 def contender(name: str, shape: Shape, device: torch.device = CPU) -> Contender:
-    """Raises RuntimeError where a contender is left out on purpose."""
+    """Raises RuntimeError where a contender is skipped on purpose."""
     if name == OURS:
         return ours(shape, device)
     if name == PADDED:

@@ -87,8 +87,8 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of one call: two products, a multiplication and an addition per element; the backward has
-        three products over the head dim of q and k and two over that of v."""
+        """FLOP of a call: two products, a multiplication and an addition per element; the backward
+        has three products over the head dim of q and k and two over that of v."""
         entries = 1 if self.lengths else self.batch
         products = (3, 2) if self.backward else (1, 1)
         columns = products[0] * self.head_dim + products[1] * self.columns_v
@@ -96,7 +96,7 @@ class Shape:
 
     @property
     def input_bytes(self) -> int:
-        """Of what a call reads: q, k and v; a backward also the output and its gradient."""
+        """Bytes that a call reads: q, k and v; a backward also the output and its gradient."""
         outputs = 2 * self.columns_v if self.backward else 0
         queries = self.tokens[0] * self.heads * (self.head_dim + outputs)
         keys = self.tokens[1] * self.heads_k * (self.head_dim + self.columns_v)
@@ -188,7 +188,7 @@ def make_inputs(shape: Shape, device: torch.device,
 
 
 def error_of(shape: Shape, result: Result, inputs: tuple[torch.Tensor, ...]) -> float:
-    """relative_error() of a problem. Of packed sequences the largest, over some at each end; of
+    """relative_error() of a problem. With packed sequences the largest, over some at each end; of
     very short ones the gradients are differences that cancel."""
     rules = rules_of(shape, inputs[0].device)
     if not shape.lengths:
@@ -208,8 +208,8 @@ def relative_error(result: Result, inputs: tuple[torch.Tensor, ...], causal: boo
     """||result - reference|| / ||reference|| in fp32; of three gradients the largest. It finds a
     wrong kernel or a wrong mask; it is no substitute for the tests.
 
-    Of an output, the first head of batch 0, at most CHECKED_ROWS rows at each end; of gradients,
-    the first KV head of batch 0 and the query heads that use it.
+    It reads the first head of batch 0 of an output, at most CHECKED_ROWS rows at each end, and the
+    first KV head of batch 0 of gradients, with the query heads that use it.
     """
     return _error(result, inputs, Rules(causal))
 

@@ -204,7 +204,7 @@ def turn_order(names: Sequence[str], rounds: int) -> Iterator[str]:
 def interleaved(calls: dict[str, Callable], timer: Timer, rounds: int,
                 on_error: Callable[[str, Exception], None]) -> dict[str, Figure]:
     """Time several calls against each other. One that raises goes to on_error(name, exception) and
-    is left out."""
+    is skipped."""
     ready, ahead_s = {}, 0.0
     for name, call in calls.items():
         try:

@@ -31,7 +31,7 @@ def ids(rows):
 
 
 def good_arguments() -> dict:
-    """Of `bwd`."""
+    """Arguments of `bwd`."""
     q, k, v = Case(5, 7, head_dim=16, heads_k=2).tensors('cpu')
     out, lse = OPS.fwd(q, k, v)
     return {'dout': torch.randn_like(out), 'dlse': torch.randn_like(lse), 'q': q, 'k': k,

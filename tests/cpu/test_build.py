@@ -56,6 +56,11 @@ def test_key_follows_content_flags_and_versions(own_root: Path):
     (own_root / 'csrc' / 'other.h').write_text('int unrelated;\n')
     os.utime(own_root / 'csrc' / 'b.h', (1, 1))
     assert units.key(unit) == first
+    text = (own_root / 'csrc' / 'b.h').read_text()
+    (own_root / 'csrc' / 'b.h').write_text(f'// A comment.\n{text}  // Another "one".\n')
+    assert units.key(unit) != first    # a comment behind code may be a part of a string
+    (own_root / 'csrc' / 'b.h').write_text(f'  // A comment.\n{text}')
+    assert units.key(unit) == first
     (own_root / 'csrc' / 'b.h').write_text('int const kNumber = 2;\n')
     assert units.key(unit) != first
 

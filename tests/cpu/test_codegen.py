@@ -33,8 +33,8 @@ SPILLED_BYTES: dict[str, int] = {
     'FwdBf16D256Softcap': 16, 'FwdFp16D256Softcap': 16}
 MOST_SPILLED_BYTES = 16
 
-# 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim. Of e4m3
-# 64 x N x 32.
+# 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim. With
+# e4m3 64 x N x 32.
 HGMMA = re.compile(r'\bHGMMA\.64x(\d+)x16\.F32(\.BF16)?\b')
 QGMMA = re.compile(r'\bQGMMA\.64x(\d+)x32\.F32\.E4M3\.E4M3\b')
 LOCAL_MEMORY = re.compile(r'\b(LDL|STL)\b')

@@ -24,7 +24,7 @@ def test_plain_pytorch_passes(dtype, data):
 
 @pytest.mark.parametrize('data', ['normal', 'onehot', 'uniform'])
 def test_a_dropped_tile_fails(data):
-    """80 of 1024 keys left out: an error like that of a wrong loop bound."""
+    """80 of 1024 keys dropped: an error like that of a wrong loop bound."""
     case = Case(64, 1024, data=data, logit_std=3.0)
     tensors, _, _ = outputs(case)
     q, k, v = tensors

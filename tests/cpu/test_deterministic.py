@@ -1,4 +1,4 @@
-"""Deterministic mode of the backward: the turns in which clusters of CTAs (of one, mostly) add to
+"""Deterministic mode of the backward: the order in which clusters of CTAs (of one, mostly) add to
 dQ, played through with the kernel's own code, and how a call asks for it.
 """
 from collections import Counter, defaultdict, deque
@@ -24,7 +24,7 @@ from tests.cpu.test_backward_work import (FACTS, TILE_OF, causal_or_full, cluste
 OPS = torch.ops.flash_attn3
 
 
-# ------------------------------------------------------------------------------------------ turns
+# ------------------------------------------------------------------------------------------ order
 def blocks_of(tile, adder, m):
     """The blocks of dQ of tile m of queries that one of those adds who add for a cluster: a store
     warp the block of its warpgroup, a CTA of two its half; a middle one goes from hand to hand.
@@ -37,17 +37,18 @@ def blocks_of(tile, adder, m):
 
 def adds_of(name, sizes, mask, lengths=None, **device):
     """For every cluster with steps, in the order of work, and every step: the tile of dQ that is
-    added to (its number among those of its head, its place among all), and the turn of the cluster.
+    added to (its number among those of its head, its index among all), and how many clusters add
+    before this one.
     """
     plan, _, ctas = work_of(name, sizes, mask, deterministic=True, lengths=lengths, **device)
-    return [[(m, place, turn) for _, m, _, place, turn in steps]
+    return [[(m, tile, predecessors) for _, m, _, tile, predecessors in steps]
             for (_, steps), *_ in clusters_of(plan, ctas) if steps]
 
 
 class Cluster:
     """Those who add for one, each with as many steps done; none gets ahead of another by more than
-    `lead`, since each adds what all have computed. A store warp ends its turn alone; a CTA of two
-    does when the other one has let go of dS too.
+    `lead`, since each adds what all have computed. A store warp publishes alone; a CTA of two
+    does when the other one has released dS too.
     """
 
     def __init__(self, steps, facts, lead):
@@ -59,12 +60,12 @@ class Cluster:
         slowest = min(self.done)
         for adder, done in enumerate(self.done):
             if done < len(self.steps) and done - slowest < self.lead:
-                _, place, turn = self.steps[done]
-                if flags[place, adder] == turn:
+                _, tile, predecessors = self.steps[done]
+                if flags[tile, adder] == predecessors:
                     yield self, adder
 
     def add(self, adder, flags):
-        """Gives the step whose dQ was added, and sets the flags of turns that end."""
+        """Gives the step whose dQ was added, and increments the flags."""
         slowest = min(self.done)
         step = self.steps[self.done[adder]]
         self.done[adder] += 1
@@ -81,9 +82,9 @@ class Cluster:
 def play(name, work, residents, lead, choose):
     """Runs the clusters in their order, at most `residents` at a time, add by add.
 
-    choose picks one of those who can go on. Gives the turns of every block as they were taken.
+    choose picks one of those who can go on. Gives the predecessors of every block, in order.
     """
-    flags, taken = Counter(), defaultdict(list)
+    flags, added = Counter(), defaultdict(list)
     waiting = deque(Cluster(steps, FACTS[name], lead) for steps in work)
     running = []
     while waiting or running:
@@ -92,17 +93,17 @@ def play(name, work, residents, lead, choose):
         ready = [who for cluster in running for who in cluster.ready(flags)]
         assert ready, 'every cluster on the GPU waits for one that is not'
         cluster, adder = choose(ready)
-        m, place, turn = cluster.add(adder, flags)
+        m, tile, predecessors = cluster.add(adder, flags)
         for block in blocks_of(TILE_OF[name], adder, m):
-            taken[place, block].append(turn)
+            added[tile, block].append(predecessors)
         running = [cluster for cluster in running if cluster.is_running()]
-    return taken
+    return added
 
 
-def check_turns(name, work, taken):
-    """Every block of a tile of dQ was added to by every cluster that meets it, in its turn."""
-    clusters = Counter(place for steps in work for _, place, _ in steps)
-    assert taken == {(place, block): list(range(count)) for place, count in clusters.items()
+def check_order(name, work, added):
+    """Every block of a tile of dQ was added to by every cluster that meets it, in order."""
+    clusters = Counter(tile for steps in work for _, tile, _ in steps)
+    assert added == {(tile, block): list(range(count)) for tile, count in clusters.items()
                      for block in range(TILE_OF[name]['dq_blocks'])}
 
 
@@ -137,7 +138,7 @@ def test_no_cluster_waits_forever(name, sizes, data, sm_count, l2_bytes, residen
     """However few run at a time, and however fast each is."""
     mask = data.draw(mask_of_kind(FACTS[name]['mask']))
     work = adds_of(name, sizes, mask, sm_count=sm_count, l2_bytes=l2_bytes)
-    check_turns(name, work, play(name, work, residents, lead, random.Random(seed).choice))
+    check_order(name, work, play(name, work, residents, lead, random.Random(seed).choice))
 
 
 @each_packed
@@ -146,7 +147,7 @@ def test_no_cluster_waits_forever(name, sizes, data, sm_count, l2_bytes, residen
 def test_no_cluster_of_a_packed_batch_waits_forever(name, batch, data, residents, lead, seed):
     mask = data.draw(mask_of_kind(FACTS[name]['mask']))
     work = adds_of(name, batch.sizes, mask, batch.lengths, sm_count=data.draw(st.integers(1, 40)))
-    check_turns(name, work, play(name, work, residents, lead, random.Random(seed).choice))
+    check_order(name, work, play(name, work, residents, lead, random.Random(seed).choice))
 
 
 @each_variant
@@ -155,34 +156,34 @@ def test_no_cluster_of_a_packed_batch_waits_forever(name, batch, data, residents
 def test_one_cluster_runs_ahead(name, residents, pick):
     """The one that came first, or last."""
     work = adds_of(name, SQUARE, some_mask(name))
-    check_turns(name, work, play(name, work, residents, 2, lambda ready: ready[pick]))
+    check_order(name, work, play(name, work, residents, 2, lambda ready: ready[pick]))
 
 
-def check_order(work):
-    turns = defaultdict(list)
+def check_count(work):
+    predecessors_of = defaultdict(list)
     for adds in work:
-        for _, place, turn in adds:
-            turns[place].append(turn)
-    assert all(of_tile == list(range(len(of_tile))) for of_tile in turns.values())
+        for _, tile, predecessors in adds:
+            predecessors_of[tile].append(predecessors)
+    assert all(of_tile == list(range(len(of_tile))) for of_tile in predecessors_of.values())
 
 
 @each_variant
 @given(sizes, st.data(), st.integers(1, 140), st.integers(0, 1 << 22))
 @examples(40)
-def test_turns_count_up_in_the_order_of_work(name, sizes, data, sm_count, l2_bytes):
+def test_predecessors_count_up_in_the_order_of_work(name, sizes, data, sm_count, l2_bytes):
     """From 0, without a gap, for every tile of dQ: a cluster waits for earlier ones only, and for
     all.
     """
     mask = data.draw(mask_of_kind(FACTS[name]['mask']))
-    check_order(adds_of(name, sizes, mask, sm_count=sm_count, l2_bytes=l2_bytes))
+    check_count(adds_of(name, sizes, mask, sm_count=sm_count, l2_bytes=l2_bytes))
 
 
 @each_packed
 @given(batches(), st.data(), st.integers(1, 140), st.integers(0, 1 << 22))
 @examples(40)
-def test_turns_of_a_packed_batch_count_up(name, batch, data, sm_count, l2_bytes):
+def test_predecessors_of_a_packed_batch_count_up(name, batch, data, sm_count, l2_bytes):
     mask = data.draw(mask_of_kind(FACTS[name]['mask']))
-    check_order(adds_of(name, batch.sizes, mask, batch.lengths, sm_count=sm_count,
+    check_count(adds_of(name, batch.sizes, mask, batch.lengths, sm_count=sm_count,
                         l2_bytes=l2_bytes))
 
 

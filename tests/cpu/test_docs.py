@@ -17,6 +17,11 @@ FOLDERS = ('csrc', 'flash_attn3', 'tests', 'benchmarks', 'build_tools', 'third_p
 MOST_WORDS, MOST_RESULTS = 16_000, 40
 BARRIERS = ROOT / 'csrc/device/barriers.h'
 KERNELS = ROOT / 'csrc/forward', ROOT / 'csrc/backward'
+SOURCES = [path for folder in FOLDERS if folder not in ('docs', 'third_party')
+           for path in sorted((ROOT / folder).rglob('*'))
+           if path.suffix in ('.py', '.h', '.cpp', '.cu', '.in')]
+PHRASES = re.compile(r'\b(?:turn(?:ed|s)? round|(?:leave|leaves|left) out(?!=)|speaks? for|'
+                     r'hand(?:s|ed)? on|lets? go)\b|[.:] Of ')
 each_page = pytest.mark.parametrize('page', PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -139,9 +144,15 @@ def test_modules_named_in_commands_exist():
 @each_page
 def test_words(page):
     """Plain words (docs/contributing.md, Style)."""
-    text = ' '.join(page.read_text().split())
-    found = re.findall(r'turn(?:ed|s)? round|(?:leave|leaves|left) out|speaks? for|[.:] Of ', text)
-    assert not found
+    assert not PHRASES.findall(' '.join(page.read_text().split()))
+
+
+@pytest.mark.parametrize('path', SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_words_of_comments(path):
+    """The same in comments and messages; a phrase may span lines."""
+    text = path.read_text()
+    assert not PHRASES.findall(re.sub(r'\s*\n\s*(?://|#)?\s*', ' ', text))
+    assert not re.findall(r'(?://|#|""")\s*Of .*', text)
 
 
 def test_sizes():

@@ -221,7 +221,7 @@ def test_accumulation_does_not_matter_here():
 
 @pytest.mark.parametrize('name, place', [('q', (0, 3, 1)), ('k', (0, 60, 0)), ('v', (0, 60, 1))])
 def test_nan_reaches_the_output(name, place):
-    """Of those who see it."""
+    """The output of those who see it."""
     q, k, v = tensors((1, 64), (1, 64))
     {'q': q, 'k': k, 'v': v}[name][place] = torch.nan
     out = flash_attn_fp8_func(q, k, v, causal=True)
@@ -273,7 +273,7 @@ def test_emulation_with_scales_of_v_far_apart():
 
 
 def test_the_bar_finds_what_is_wrong():
-    """A block without its scale, a tile that is left out, P that is cut off at 448 / 2^8."""
+    """A block without its scale, a tile that is dropped, P that is cut off at 448 / 2^8."""
     values, scales = quantize_all(*tensors((1, 128), (1, 2 * KV_BLOCK)), 'block', True)
     inputs, score = Inputs(*values), score_of({}, 32)
     right = reference_fp8.emulate(inputs, scales, score).bfloat16()
@@ -295,7 +295,7 @@ def test_the_bar_finds_what_is_wrong():
        exponents=st.tuples(*[st.integers(-30, 4)] * 3))
 def test_emulation_is_within_the_rounding_of_p(sizes, group, causal, window, softcap, granularity,
                                                exponents):
-    """Of any shape, mask, and magnitude of q, k and v. Subnormal P is lost by 2^-18 of the largest
+    """Any shape, mask, and magnitude of q, k and v. Subnormal P is lost by 2^-18 of the largest
     contribution p v_s of a row; no value is above 448 v_s."""
     q, k, v = tensors((1, sizes[0]), (1, sizes[1]), (group, 1))
     q, k, v = (x.float() * 2.0 ** e for x, e in zip((q, k, v), exponents))

@@ -193,7 +193,7 @@ def test_pack_needs_two_percent_less_work(seqlen_q, group):
     ('bfloat16', -1, False),        # 128 x 128: 136, packed too
     ('float8_e4m3fn', 1024, True)])
 def test_pack_where_less_is_hidden(dtype, window, packs):
-    """Of a causal mask: packed tiles have fewer positions, and end closer to what they see."""
+    """Under a causal mask: packed tiles have fewer positions, and end closer to what they see."""
     def of(pack_gqa):
         return plan(2048, 2048, batch=8, heads_q=32, heads_k=8, causal=True, dtype=dtype,
                     window_left=window, pack_gqa=pack_gqa)
@@ -307,7 +307,7 @@ def test_sections_give_every_cta_two_tiles():
 @examples(300)
 def test_sections_are_the_closest_to_pairs_of_rounds(batch, seqlen_q, seqlen_k, heads_k, group,
                                                      head_dim, pack_gqa, sm_margin):
-    """Of two thirds of what fits into L2 (or of two tiles a CTA, if that is more) to all of it."""
+    """Two thirds of what fits into L2 (or of two tiles a CTA, if that is more) to all of it."""
     facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
                  head_dim=head_dim, causal=True, pack_gqa=pack_gqa, sm_margin=sm_margin)
     pairs_of_head = group // facts['pack']

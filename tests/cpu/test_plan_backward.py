@@ -30,7 +30,7 @@ def plan(seqlen_q=1024, seqlen_k=1024, *, batch=2, heads_q=8, heads_k=8, head_di
 
 
 def head_dims(dtype, mask):
-    """Of the variants for a mask: of q and k, and of v."""
+    """Head dims of the variants for a mask: of q and k, and of v."""
     return [(row['head_dim'], row['head_dim_v']) for row in VARIANTS
             if (row['dtype'], row['mask']) == (dtype, mask)]
 
@@ -46,7 +46,7 @@ def least(dtype, mask, head_dim, head_dim_v):
 
 
 def dq_columns(head_dim):
-    """Of the accumulator: where the warpgroups of a tile share out the columns, whole slices."""
+    """Columns of the accumulator: whole slices where the warpgroups of a tile split them."""
     return 128 if head_dim == 96 else head_dim
 
 
@@ -150,7 +150,7 @@ def test_causal_sections(batch, seqlen_q, seqlen_k, heads_k, group, sm_count, l2
 
 def packed_plan(name, batch, total_q, total_k, heads_q, heads_k, *, mask=FULL, deterministic=False,
                 seqlens=None, sm_count=132, l2_bytes=50 << 20):
-    """Of sequences with the same lengths; seqlens: the longest ones that the caller speaks of."""
+    """Sequences of equal lengths; seqlens: the longest ones that the caller names."""
     lengths = [[total * i // batch for i in range(batch + 1)] for total in (total_q, total_k)]
     sizes = (batch, *(seqlens or (total_q, total_k)), heads_q, heads_k)
     return work_of(name, sizes, mask, deterministic, (*lengths, None, None, total_q, total_k),

@@ -328,7 +328,7 @@ def test_can_use_takes_what_needs_a_general_op(changes):
 
 
 def packed_arguments() -> dict:
-    """Of a sequence of 16 queries and 16 keys, in tensors of 16 and 24 rows."""
+    """A call on a sequence of 16 queries and 16 keys, in tensors of 16 and 24 rows."""
     q, k = torch.zeros(16, 4, 64, dtype=torch.half), torch.zeros(24, 2, 64, dtype=torch.half)
     cu = torch.tensor([0, 16], dtype=torch.int32)
     return {'q': q, 'k': k, 'v': k, 'cu_seqlens_q': cu, 'cu_seqlens_k': cu, 'max_seqlen_q': 16,

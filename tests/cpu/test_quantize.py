@@ -15,7 +15,7 @@ from tests.cpu.test_reference_packed import ints, starts
 
 E4M3 = torch.float8_e4m3fn
 WORD = 0xFFFFFFFF
-# Of columns 0 to 31 of heads 0 and 1; seeds 0, 1 and the last. A set bit is -1.
+# Signs of columns 0 to 31 of heads 0 and 1; seeds 0, 1 and the last. A set bit is -1.
 KNOWN_WORDS = [[14768737, 1391022734], [1059457021, 1306069828], [2975561548, 2610532176]]
 every_head_dim = pytest.mark.parametrize('head_dim', [1, 16, 64, 80, 96, 128, 192, 240, 256])
 
@@ -84,7 +84,7 @@ def rotated(x: torch.Tensor, seed: int, group: int) -> torch.Tensor:
 
 
 def rounding(x: torch.Tensor) -> torch.Tensor:
-    """Of rotated rows: float16 of x, log2(head_dim) sums and a norm, each half an ulp of at most
+    """Rotated rows: float16 of x, log2(head_dim) sums and a norm, each half an ulp of at most
     the row's norm."""
     return (x.size(-1).bit_length() + 1) * 2.0 ** -11 * x.double().norm(dim=-1, keepdim=True)
 

@@ -13,7 +13,7 @@ from tests.cpu import by_row
 from tests.cpu.drawn import examples
 
 SCORE = Score(0.7, 2.0, Mask(causal=True, window=(6, -1)))
-# Of a sequence: rows of q and k, then how many of each are used, as a share of 4.
+# A sequence: rows of q and k, then how many of each are used, as a share of 4.
 sequences = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 4), st.integers(0, 4))
 
 

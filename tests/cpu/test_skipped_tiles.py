@@ -1,4 +1,4 @@
-"""K tiles that the warpgroups of the forward leave out (core/block_range.h): the roles of a CTA,
+"""K tiles that the warpgroups of the forward skip (core/block_range.h): the roles of a CTA,
 played through with the waits of csrc/forward/load.h, transpose.h and mma.h. Nobody waits forever.
 """
 from __future__ import annotations
@@ -20,10 +20,10 @@ RINGS = [(2, 0), (3, 0), (3, 2), (3, 3)]    # of K tiles, of V on its way to its
 
 
 class Tile(NamedTuple):
-    """Of queries. K tiles are counted over all tiles, in the order in which they are visited."""
+    """A tile of queries. K tiles are counted over all tiles, in the order of their visits."""
     begin: int
     end: int
-    hidden: list[tuple[int, int]]    # of each warpgroup: those it leaves out first and last
+    hidden: list[tuple[int, int]]    # of each warpgroup: those it skips first and last
 
 
 class Cta:
@@ -103,7 +103,7 @@ class Cta:
 
 
 def tiles_of(counts: list[int], hidden: list[list[tuple[int, int]]], most: int) -> list[Tile]:
-    """Of so many K tiles; what is left out leaves one, and is at most `most` at either end."""
+    """Tiles of so many K tiles; those skipped leave one, and are at most `most` at either end."""
     tiles, begin = [], 0
     for count, of_warpgroups in zip(counts, hidden):
         firsts = [min(first, most, count - 1) for first, _ in of_warpgroups]

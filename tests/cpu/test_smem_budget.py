@@ -23,7 +23,7 @@ E4M3 = 'float8_e4m3fn'
 
 
 def element_bytes(variant):
-    """Of q, k and v; O has 16 bits always."""
+    """Bytes of an element of q, k and v; O has 16 bits always."""
     return 1 if variant['dtype'] == E4M3 else ELEMENT_BYTES
 
 
@@ -35,7 +35,7 @@ def slice_columns(variant):
 def buffers(variant):
     """Bytes of one buffer of each ring of a forward variant, by its name: of a warpgroup's rows of
     Q, of K, of V. O of 16 bits leaves through the buffers of Q, which are as wide as the wider of
-    the two. FP8: V lies turned round, in rows of whole slices of keys, and has a second ring, `raw
+    the two. FP8: V lies transposed, in rows of whole slices of keys, and has a second ring, `raw
     V`, in which it lies as it comes; O has slices of 64 columns where it is staged, and may lie in
     fp32 in part.
     """
@@ -71,7 +71,7 @@ def holds_sums(variant):
 
 
 def output_registers(variant):
-    """Of a thread, for O; where it is summed beside the products, for both."""
+    """Registers of a thread for O; for both where it is summed next to the products."""
     of_product = variant['head_dim_v'] // 2
     return of_product + (of_product - variant['shared_sums'] if holds_sums(variant) else 0)
 
@@ -100,8 +100,8 @@ def test_rings_stay_aligned_for_the_swizzle(variant):
 
 
 def registers_of_warpgroups(variant):
-    """Of a thread, for the producer and each of the consumers; a variant says one number for all
-    consumers, or lists them.
+    """Registers of a thread, for the producer and each of the consumers; a variant has one number
+    for all consumers, or lists them.
     """
     consumers = [int(number) for number in str(variant['consumer_registers']).split(', ')]
     if len(consumers) == 1:
@@ -167,7 +167,7 @@ def handed_on(variant):
 
 @each_backward
 def test_shared_memory_of_the_backward_holds_its_tiles_and_fits(variant):
-    """K, V, the rings of Q and dO with LSE and delta of their rows, dS twice, what is handed on,
+    """K, V, the rings of Q and dO with LSE and delta of their rows, dS twice, what is exchanged,
     limits of keys under a general mask; barriers beside them.
     """
     rows, keys = variant['tile_m'], keys_of_cta(variant)

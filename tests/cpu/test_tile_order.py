@@ -72,10 +72,10 @@ def test_a_section_adds_at_most_its_longest_tile_to_the_difference(m_tiles, head
                                                                    section_pairs, ctas, data):
     """Whatever tiles cost, as long as later ones cost no less.
 
-    Of two CTAs one is ahead in the rounds that run forwards, the other in those that run backwards.
-    By how much they differ in a round is at most its first tile less its last one, and these spans
-    do not overlap in the section's order, which falls: the spans of the forward rounds together are
-    at most the longest tile, and so are those of the backward rounds.
+    With two CTAs one is ahead in the waves that run forwards, the other in those that run
+    backwards. They differ in a wave by at most its first tile less its last one, and these spans do
+    not overlap in the section's order, which falls: the spans of the forward waves together are at
+    most the longest tile, and so are those of the backward waves.
     """
     costs = sorted(data.draw(st.lists(st.integers(1, 100), min_size=m_tiles, max_size=m_tiles)))
     work = _host.walk_tiles(True, m_tiles, heads, batch, section_pairs, ctas)

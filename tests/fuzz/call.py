@@ -18,7 +18,7 @@ LAYOUTS = {str(one): one for one in layouts.DIRECT + layouts.COPIED}
 
 
 def counted(case: GeneralCase, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of the rows of q and of k, packed, whether they count."""
+    """Whether rows of q and of k, packed, count."""
     masks = tuple(torch.zeros(rows, dtype=torch.bool, device=device) for rows in case.rows())
     for first, count in case.sequences():
         for mask, begin, rows in zip(masks, first, count):

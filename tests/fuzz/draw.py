@@ -15,7 +15,7 @@ HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (40, 40), (
              (192, 128), (128, 64), (64, 128), (64, 256), (96, 64), (80, 40))
 FP8_HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (96, 96), (48, 48), (192, 128), (64, 128))
 MOST_ROWS = 500    # of q and of k, all sequences together
-# Of q and of k in some sequence: with few pairs plain PyTorch's errors may all be small by luck.
+# Rows of q and k in some sequence: with few pairs plain PyTorch's errors may all be small by luck.
 LEAST_ROWS = 64
 
 

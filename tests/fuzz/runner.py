@@ -47,7 +47,7 @@ def run_block(seed: int, device: str, numbers: range) -> list[Outcome]:
 
 
 def outcomes(seed: int, device: str, numbers: range, jobs: int) -> Iterator[Outcome]:
-    """Of all cases in their order; none after one that is the last."""
+    """Results of all cases in their order; none after one that is the last."""
     blocks = [numbers[i:i + BLOCK] for i in range(0, len(numbers), BLOCK)]
     run = functools.partial(run_block, seed, device)
     if jobs == 1:
