@@ -63,7 +63,7 @@ def test_every_tile_of_a_problem(mask, seqlen_q, seqlen_k, tile_n):
 @examples(300)
 def test_the_share_of_a_warpgroup(mask, seqlen_q, seqlen_k, pack, warpgroups, tile_n, pick):
     """A warpgroup visits the K tiles of its tile, and masks those that its own rows do not wholly
-    see: with no masking in the others, nothing skipped is let through.
+    see: with no masking in the others, nothing masked is let through.
     """
     positions = 64 // pack
     begin = pick % seqlen_q // (warpgroups * positions) * warpgroups * positions
