@@ -63,7 +63,7 @@ def test_every_tile_of_a_problem(mask, seqlen_q, seqlen_k, tile_n):
 @examples(300)
 def test_the_share_of_a_warpgroup(mask, seqlen_q, seqlen_k, pack, warpgroups, tile_n, pick):
     """A warpgroup visits the K tiles of its tile, and masks those that its own rows do not wholly
-    see: with no masking in the others, nothing hidden is let through.
+    see: with no masking in the others, nothing masked is let through.
     """
     positions = 64 // pack
     begin = pick % seqlen_q // (warpgroups * positions) * warpgroups * positions
@@ -82,7 +82,7 @@ def test_the_share_of_a_warpgroup(mask, seqlen_q, seqlen_k, pack, warpgroups, ti
 @given(masks(300), *LENGTHS, st.sampled_from([1, 3, 64]), st.integers(2, 3),
        st.sampled_from(TILE_N), st.integers(0, 3), st.integers(0, 2**16))
 @examples(400)
-def test_what_a_warpgroup_leaves_out(mask, seqlen_q, seqlen_k, pack, warpgroups, tile_n, most,
+def test_what_a_warpgroup_skips(mask, seqlen_q, seqlen_k, pack, warpgroups, tile_n, most,
                                      pick):
     """K tiles that it does not see, as many as allowed; one that it does is always left."""
     positions = 64 // pack
@@ -94,8 +94,8 @@ def test_what_a_warpgroup_leaves_out(mask, seqlen_q, seqlen_k, pack, warpgroups,
         share = mask.of_kernels.block_range(own, own + positions, seqlen_q, seqlen_k, tile_n)
         some, _ = tiles_of_keys(visible[own:own + positions], tile_n, seqlen_k)
         seen = [n for n, is_seen in enumerate(some) if is_seen]
-        hidden = (tile[3] - 1 - seen[-1], seen[0] - tile[0]) if seen else (0, 0)
-        assert _host.hidden_tiles(tile, share, most) == tuple(min(most, n) for n in hidden)
+        skipped = (tile[3] - 1 - seen[-1], seen[0] - tile[0]) if seen else (0, 0)
+        assert _host.skipped_tiles(tile, share, most) == tuple(min(most, n) for n in skipped)
 
 
 def test_warpgroups_of_a_window_leave_out_as_much_as_each_other():
@@ -104,7 +104,7 @@ def test_warpgroups_of_a_window_leave_out_as_much_as_each_other():
     tile = window.block_range(1920, 2112, 4096, 4096, 96)
     shares = [window.block_range(own, own + 64, 4096, 4096, 96) for own in (1920, 1984, 2048)]
     assert tile[3] - tile[0] == 13
-    assert [_host.hidden_tiles(tile, share, 2) for share in shares] == [(1, 0), (0, 1), (0, 1)]
+    assert [_host.skipped_tiles(tile, share, 2) for share in shares] == [(1, 0), (0, 1), (0, 1)]
 
 
 def test_a_full_tile_of_keys_is_free_and_a_cut_one_is_not():
