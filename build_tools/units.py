@@ -59,7 +59,7 @@ def included_files(source: Path, folders: Sequence[Path]) -> list[Path]:
 
 
 def key(unit: Unit) -> str:
-    """Of what the compiler sees: an edit of a line that is a comment compiles nothing again."""
+    """Names what the compiler sees: an edit of a comment line compiles nothing again."""
     digest = hashlib.sha256()
     for part in (*unit.flags, *unit.versions):
         digest.update(part.encode() + b'\0')

@@ -43,7 +43,7 @@ FA3_HD constexpr int quad_index(int fragment, int quad) {
   return quad * 32 + (fragment ^ (quad % 2));
 }
 
-// A copy of a warp to there: which quad a lane takes. The two lanes of a pair take neighbouring
+// Which quad a lane copies to there. The two lanes of a pair take neighbouring
 // quads of the even lane's fragment, then of the odd lane's, so that a copy reads whole sectors of
 // 32 bytes; without that a copy would ask for each sector twice. quads: of a fragment.
 struct QuadOfLane {

@@ -219,11 +219,11 @@ py::dict tile_layouts() {
 // 16-bit dtype or kind.
 void bind_layouts(py::module_& m) {
   py::dict tiles;
-  tiles["FwdTileD48"] = tile_layouts<FwdFp16D48Full>();
+  tiles["FwdTileD64D48"] = tile_layouts<FwdFp16D48Full>();
   tiles["FwdTileD64"] = tile_layouts<FwdBf16D64Full>();
   tiles["FwdTileD96"] = tile_layouts<FwdBf16D96Full>();
   tiles["FwdTileD128"] = tile_layouts<FwdFp16D128Causal>();
-  tiles["FwdTileD176"] = tile_layouts<FwdFp16D176Full>();
+  tiles["FwdTileD192D176"] = tile_layouts<FwdFp16D176Full>();
   tiles["FwdTileD192"] = tile_layouts<FwdBf16D192Full>();
   tiles["FwdTileD256"] = tile_layouts<FwdBf16D256Full>();
   tiles["FwdTileD64x256"] = tile_layouts<FwdBf16D64x256General>();

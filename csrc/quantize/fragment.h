@@ -183,7 +183,7 @@ class RotatedFragment {
   }
 
  public:
-  // Of the words of a lane in its rows of a head.
+  // The signs of the words of a lane, in the rows of a head.
   class Signs {
     static constexpr uint32_t kOfTwo = 0x80008000u;
     uint32_t bits_;

@@ -12,7 +12,7 @@ namespace {
 
 template <class Element>
 constexpr int kMostWarps = sizeof(Element) == 4 ? 16 : 24;  // more would spill
-// Of a warp, if its CTA has no more warps than there can be: few for short waits at the barrier.
+// Warp tiles of a warp, unless that takes too many warps: few for short waits at the barrier.
 constexpr int kTilesOfWarp = 4;
 constexpr int kMostSharedBytes = 226 * 1024;  // of the 227 KiB of a CTA
 constexpr int kTwoPassTile = 128;             // rows

@@ -24,8 +24,8 @@ CUTE_DEVICE void wait_for_all_groups_but() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
 }
 
-// Read anew for each piece: what follows from it would else be kept from piece to piece, and
-// registers are short.
+// WHY asm: the compiler would keep values derived from the thread index in registers from piece to
+// piece, and spill.
 CUTE_DEVICE int read_thread() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -45,7 +45,7 @@ struct PieceOfWarp {
   CUTE_DEVICE int lane() const { return thread % 32; }
   CUTE_DEVICE int first_row() const { return thread / 32 * kRows; }
   CUTE_DEVICE int row_step() const { return int(blockDim.x) / 32 * kRows; }
-  // Of the row and columns of a lane.
+  // The row and the first column of a lane.
   CUTE_DEVICE int row(int lane) const { return lane / kLanes; }
   CUTE_DEVICE int column(int lane) const {
     return start + column_of_lane(kWidth, lane % kLanes, 0);

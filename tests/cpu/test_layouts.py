@@ -86,7 +86,7 @@ def test_accumulators(tile):
 
 
 def test_every_width_in_shared_memory_is_looked_at():
-    assert set(TILES) <= {variant.tile for variant in FORWARD}
+    assert set(TILES) <= {variant.shape for variant in FORWARD}
     assert {_host.layouts[tile]['columns'] for tile in TILES} == {
         facts['columns'] for facts in _plan.variants()}
 
