@@ -107,41 +107,6 @@ def test_large_blocks(block, head_dim, dtype, rotate, device):
         check(x.to(dtype), device, rotate=rotate, block=block, group=2)
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize('heads, group', [(1, 1), (3, 1), (5, 1), (9, 3), (130, 2)])
-def test_heads_of_clusters(heads, group, device):
-    x = torch.randn(2, 800, heads, 64).bfloat16()
-    for rotate in (False, True):
-        check(x, device, rotate=rotate, block=384, group=group)
-
-
-@pytest.mark.parametrize('block', [32, 96, 384, 'head'])
-@pytest.mark.parametrize('heads', [1, 2, 3, 17, 40])
-@pytest.mark.parametrize('head_dim', [8, 16, 24, 40, 48, 56, 72, 80, 104, 112, 144, 248])
-def test_heads_that_share_a_sector(head_dim, heads, block, device):
-    """Their rows are no multiples of 32 bytes."""
-    for rotate in (False, True):
-        x = torch.randn(2, 450, heads, head_dim).bfloat16()
-        check(x, device, rotate=rotate, block=block)
-        cu = starts([0, 33, 384, 1, 350])
-        check(x.flatten(0, 1), device, rotate=rotate, block=block, cu_seqlens=cu)
-
-
-@ROTATED
-@pytest.mark.parametrize('block', [64, 384])
-@pytest.mark.parametrize('head_dim', [32, 64, 96])
-@pytest.mark.parametrize('heads', [4, 5, 10, 20, 21, 48])
-@pytest.mark.parametrize('lengths', [None, [1000, 0, 3, 900, 64, 385]], ids=str)
-def test_heads_in_turns(lengths, heads, head_dim, block, rotate, device):
-    """Teams of up to eight CTAs or clusters, where there are enough of them and of narrow heads."""
-    rows, packed = ((4, 600), {}) if lengths is None else (
-        (sum(lengths),), {'cu_seqlens': starts(lengths)})
-    x = torch.randn(*rows, heads, head_dim).bfloat16()
-    check(x, device, rotate=rotate, block=block, seed=heads, **packed)
-
-
->>>>>>> words
 @DTYPES
 @pytest.mark.parametrize('block', [32, 384, 'head'])
 @pytest.mark.parametrize('heads', [1, 3, 40])
@@ -195,28 +160,6 @@ def test_groups_of_heads(heads, group, device):
     check(x, device, rotate=True, group=group)
 
 
-<<<<<<< HEAD
-=======
-def most_tiles_of_one_pass() -> int:
-    """Tiles of 64 rows and head dim 128, one head: two CTAs an SM, each with three tiles."""
-    return 6 * torch.cuda.get_device_properties('cuda').multi_processor_count
-
-
-@pytest.mark.parametrize('more_rows', [-64, -1, 0, 1, 64])
-@pytest.mark.parametrize('is_packed', [False, True])
-def test_as_many_rows_as_one_pass_takes(is_packed, more_rows, cuda):
-    """And one more, which takes two passes. A packed tensor has room for a tile more."""
-    rows = 64 * (most_tiles_of_one_pass() - is_packed) + more_rows
-    x = torch.randn(rows, 2, 128, device=cuda).bfloat16()
-    options = dict(cu_seqlens=starts([rows]).to(cuda)) if is_packed else {}
-    on_cpu = {name: value.cpu() for name, value in options.items()}
-    x = x if is_packed else x[None]
-    for rotate in (False, True):
-        check_bits(quantize_fp8(x, rotate=rotate, **options),
-                   quantize_fp8(x.cpu(), rotate=rotate, **on_cpu))
-
-
->>>>>>> words
 @pytest.mark.parametrize('seed', [0, 1, 12345, (1 << 31) - 1, 1 << 31, (1 << 32) - 1])
 def test_seeds(seed, device):
     check(torch.randn(1, 40, 8, 256).half(), device, rotate=True, seed=seed, block=32, group=2)
