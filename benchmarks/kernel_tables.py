@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from flash_attn3 import _plan, support
+from flash_attn3 import _plan, planning, support
 
 E4M3 = 'float8_e4m3fn'
 
@@ -17,19 +17,19 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 # --------------------------------------------------------------------------------------- features
-def largest_head_dim_v(head_dim: int, plan: Callable[[int], Mapping]) -> int:
+def largest_head_dim_v(head_dim: int, plan: Callable[..., Mapping]) -> int:
     """The largest multiple of 8 that the planner takes for v."""
-    dims = [dim_v for dim_v in range(8, 1025, 8) if 'reason' not in plan(dim_v)]
+    row = (1, 1, 1)
+    dims = [dim_v for dim_v in range(8, 1025, 8)
+            if 'reason' not in plan((*row, head_dim), (*row, head_dim), (*row, dim_v))]
     return dims[-1]
 
 
 def support_part() -> str:
     """The short table of README.md."""
     largest = max(variant['head_dim'] for variant in _plan.variants())
-    widest = largest_head_dim_v(64, lambda dim_v: _plan.plan_forward(
-        'bfloat16', 1, 1, 1, 1, 1, 64, dim_v, False, 0, 0, 132, 0))
-    of_gradients = largest_head_dim_v(64, lambda dim_v: _plan.plan_backward(
-        'bfloat16', 1, 1, 1, 1, 1, 64, dim_v, False, 132, 0))
+    widest = largest_head_dim_v(64, planning.plan)
+    of_gradients = largest_head_dim_v(64, planning.plan_backward)
     return table(['', 'Hopper kernels'], [
         ['dtypes', 'bfloat16, float16; FP8 (`float8_e4m3fn`) in the forward, gradients in 16 bits'],
         ['head dims', f'multiples of 8 to {largest}; of V to {widest} (gradients: {of_gradients}) '

@@ -7,10 +7,10 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
 - `_fwd_no_lse`: the output alone, also for eager calls: no memory for an LSE that nobody reads.
 - `fwd_out`, `fwd_out_no_lse`: write into a given output; the first returns the LSE. No autograd.
 - `bwd`: the gradients of `fwd`; `bwd_out`: into given tensors. No autograd.
-- `fwd_general`, `_fwd_general`, `fwd_general_out`, `bwd_general`: the same with the arguments
-  _GENERAL: windows, chunks, softcap, sinks, packed sequences, max logits. What they do on the CPU
-  and on fakes is in general.py. A call without these arguments takes the others: each argument
-  costs host time.
+- `fwd_general`, `_fwd_general`, `fwd_general_out`, `bwd_general`: the same with more arguments
+  (arguments.py): windows, chunks, softcap, sinks, packed sequences, max logits. What they do on
+  the CPU and on fakes is in general.py. A call without these arguments takes the others: each
+  argument costs host time.
 
 Ops without autograd have no derivative, and do not refuse one: the public functions do that.
 
@@ -30,43 +30,34 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import checks, env, reference
+from flash_attn3.arguments import schema
 from flash_attn3.reference import Inputs, Mask, Outputs, Score
 
-# Defaults: PyTorch takes up to 0.4 us to convert an argument of an eager call, and no time to fill
-# in a default. No softmax_scale means head_dim ** -0.5.
-_SCALARS = 'float? softmax_scale=None, bool causal=False, bool? pack_gqa=None, int sm_margin=0'
-# Both of cu_seqlens, for packed tensors (total, heads, head_dim), or neither, for those with a
-# batch. max_seqlen: a hint for the planner; 0 is unknown. sinks: float32, float64 for float64.
-_GENERAL = (
-    'Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, '
-    'Tensor? seqused_k=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, Tensor? sinks=None, '
-    'float? softmax_scale=None, bool causal=False, SymInt window_left=-1, SymInt window_right=-1, '
-    'SymInt attention_chunk=0, float softcap=0.0')
-_EXECUTION = 'bool? pack_gqa=None, int sm_margin=0, bool return_max_logits=False'
-# Arguments of attention on float8_e4m3fn, and of the op that quantises first.
-_DESCALES = 'Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None'
-_QUANTIZATION = 'int? rotation_seed=0, bool block_scales=True, bool promote=False'
+_SCALARS = schema('softmax_scale', 'causal', 'pack_gqa', 'sm_margin')    # of the hot dense ops
+_GENERAL = schema('lengths', 'score')
+_EXECUTION = schema('execution')
+_GRADIENTS = schema('gradients')
 _SCHEMAS = (
-    f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}, bool deterministic=False) -> (Tensor, Tensor)',
+    f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}, {_GRADIENTS}) -> (Tensor, Tensor)',
     f'_fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)',
     f'_fwd_no_lse(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> Tensor',
     f'fwd_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_SCALARS}) -> Tensor',
     f'fwd_out_no_lse(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_SCALARS}) -> ()',
     'bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
-    'float softmax_scale, bool causal, bool deterministic=False) -> (Tensor, Tensor, Tensor)',
+    f'float softmax_scale, bool causal, {_GRADIENTS}) -> (Tensor, Tensor, Tensor)',
     # (out, lse, max_logits), where max_logits is empty unless asked for.
-    f'fwd_general(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, '
-    'bool deterministic=False) -> (Tensor, Tensor, Tensor)',
+    f'fwd_general(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, {_GRADIENTS}) '
+    '-> (Tensor, Tensor, Tensor)',
     f'_fwd_general(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}) '
     '-> (Tensor, Tensor, Tensor)',
     f'fwd_general_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_GENERAL}, {_EXECUTION}) '
     '-> (Tensor, Tensor)',
     # The last result is the gradient of the sinks, empty without them.
     'bwd_general(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
-    f'{_GENERAL}, bool deterministic=False) -> (Tensor, Tensor, Tensor, Tensor)',
+    f'{_GENERAL}, {_GRADIENTS}) -> (Tensor, Tensor, Tensor, Tensor)',
     'bwd_out(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
     'Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, '
-    'float softmax_scale, bool causal, bool deterministic=False) -> ()',
+    f'float softmax_scale, bool causal, {_GRADIENTS}) -> ()',
     # block: rows, or quantize.PER_HEAD or PER_TENSOR. Returns e4m3 and scales.
     'quantize_fp8(Tensor x, Tensor? cu_seqlens=None, Tensor? seqused=None, int block=0, '
     'int group=1, int? rotation_seed=None) -> (Tensor, Tensor)',
@@ -75,12 +66,12 @@ _SCHEMAS = (
     'Tensor? seqused_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_k=None, int q_block=64, '
     'int kv_block=384, int? rotation_seed=None) '
     '-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
-    f'fwd_fp8(Tensor q, Tensor k, Tensor v, {_DESCALES}, bool float16_out=False, '
-    f'bool promote=False, {_GENERAL}, {_EXECUTION}) -> (Tensor, Tensor, Tensor)',
-    f'fwd_fp8_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_DESCALES}, bool promote=False, '
+    f'fwd_fp8(Tensor q, Tensor k, Tensor v, {schema("scales", "fp8")}, {_GENERAL}, {_EXECUTION}) '
+    '-> (Tensor, Tensor, Tensor)',
+    f'fwd_fp8_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {schema("scales", "promote")}, '
     f'{_GENERAL}, {_EXECUTION}) -> (Tensor, Tensor)',
-    f'fwd_quantized(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, '
-    f'bool deterministic=False, {_QUANTIZATION}) -> (Tensor, Tensor, Tensor)',
+    f'fwd_quantized(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, {_GRADIENTS}, '
+    f'{schema("quantization", "promote")}) -> (Tensor, Tensor, Tensor)',
 )
 
 LIBRARY = torch.library.Library('flash_attn3', 'DEF')
@@ -166,7 +157,8 @@ def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None,
                  softmax_scale: float | None = None, causal: bool = False,
                  pack_gqa: bool | None = None, sm_margin: int = 0) -> tuple[Tensor, Tensor]:
     softmax_scale = softmax_scale_of(q, softmax_scale)
-    checks.check_forward(q, k, v, out, softmax_scale, sm_margin)
+    checks.check_forward(dict(q=q, k=k, v=v, out=out),
+                         dict(softmax_scale=softmax_scale, sm_margin=sm_margin))
     result, lse = reference.forward(q, k, v, softmax_scale, causal, reference.wide_dtype(q.dtype))
     return result if out is None else out.copy_(result), lse
 
@@ -202,7 +194,8 @@ def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
              lse: Tensor, softmax_scale: float, causal: bool,
              deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The same bits on every call, deterministic or not."""
-    checks.check_backward(dout, dlse, q, k, v, out, lse, softmax_scale)
+    checks.check_backward(dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse),
+                          dict(softmax_scale=softmax_scale))
     return _gradients_cpu(dout, dlse, Inputs(q, k, v), Outputs(out, lse), softmax_scale, causal)
 
 
@@ -216,10 +209,11 @@ def _gradients_cpu(dout: Tensor, dlse: Tensor | None, inputs: Inputs, outputs: O
 def _bwd_out_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
                  lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, softmax_scale: float,
                  causal: bool, deterministic: bool = False) -> None:
-    gradients = dq, dk, dv
-    checks.check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, gradients)
+    gradients = dict(dq=dq, dk=dk, dv=dv)
+    checks.check_backward(dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse, **gradients),
+                          dict(softmax_scale=softmax_scale))
     results = _gradients_cpu(dout, dlse, Inputs(q, k, v), Outputs(out, lse), softmax_scale, causal)
-    for gradient, result in zip(gradients, results):
+    for gradient, result in zip(gradients.values(), results):
         gradient.copy_(result)
 
 

@@ -7,7 +7,7 @@ arguments that never reach an op and of what tensors contain. Error texts have o
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ except ImportError as missing:
     raise ImportError(
         'flash_attn3: expected the extension module flash_attn3._plan, got a source tree that is '
         'not built; hint: run `pip install .` and import from outside the checkout') from missing
-
-# Numbers of core/problem.h, PackGqa.
-PACK_GQA = {False: 0, True: 1, None: 2}
 
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -52,6 +49,14 @@ def describe(tensor: Tensor, device_type: str | None = None) -> tuple:
             tuple(tensor.shape), tensor.stride(), address)
 
 
+def describe_sizes(sizes: Sequence[int], dtype: str) -> tuple:
+    """The same of a contiguous CUDA tensor that does not exist."""
+    strides = [1]
+    for size in reversed(sizes[1:]):
+        strides.insert(0, strides[0] * max(1, size))
+    return dtype, 'cuda', 0, tuple(sizes), tuple(strides), 0
+
+
 def gpu_facts(tensor) -> dict[str, int]:
     """Multiprocessors and L2 of a CUDA tensor's GPU; those of an H100 for everything else."""
     if isinstance(tensor, Tensor) and tensor.is_cuda and torch.cuda.is_available():
@@ -60,91 +65,35 @@ def gpu_facts(tensor) -> dict[str, int]:
     return {'sm_count': HOPPER_SM_COUNT, 'l2_bytes': HOPPER_L2_BYTES}
 
 
-def _describe_all(tensors: Sequence[Tensor | None], rules_of: str | None) -> list[tuple | None]:
-    """Each described, as on a device of this type if all are on one."""
-    one_device = len({x.device for x in tensors if x is not None}) == 1
-    return [None if x is None else describe(x, rules_of if one_device else None) for x in tensors]
+def problem_text(tensors: Mapping[str, Tensor | None], *groups, rules_of: str | None = None,
+                 check: Callable = _plan.check_forward) -> str:
+    """What is wrong with a call, or ''.
 
-
-def problem_text(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, softmax_scale: float,
-                 sm_margin: int, rules_of: str | None = None) -> str:
-    """What is wrong with a call of the forward, or ''.
-
+    tensors: by the names of csrc/dispatch/attention_call.h: q, k, v, out, ...
+    groups: the call's arguments, a named tuple or a mapping each.
     rules_of: 'cpu' or 'cuda': the device type whose rules hold, if all tensors are on one device;
         default: that of the tensors.
+    check: one of `_plan`: check_forward, check_fp8 or check_backward.
     """
-    described = _describe_all((q, k, v, out), rules_of)
-    return _plan.check_forward(*described, softmax_scale, sm_margin, PACK_GQA[None],
-                               gpu_facts(q)['sm_count'])
+    call = dict(tensors)
+    for group in groups:
+        call |= group if isinstance(group, Mapping) else group._asdict()
+    devices = {x.device for x in call.values() if isinstance(x, Tensor)}
+    device_type = rules_of if len(devices) == 1 else None
+    described = {name: describe(x, device_type) if isinstance(x, Tensor) else x
+                 for name, x in call.items()}
+    return check(**described, sm_count=gpu_facts(call['q'])['sm_count'])
 
 
-def check_forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, softmax_scale: float,
-                  sm_margin: int, rules_of: str | None = None) -> None:
-    """Raises RuntimeError, as the CUDA op does, if the forward cannot serve these arguments."""
-    if text := problem_text(q, k, v, out, softmax_scale, sm_margin, rules_of):
+def check_forward(tensors: Mapping[str, Tensor | None], *groups, **options) -> None:
+    """Raises RuntimeError, as the CUDA op does, if the op cannot serve these arguments."""
+    if text := problem_text(tensors, *groups, **options):
         raise RuntimeError(text)
 
 
-def check_backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-                   lse: Tensor, softmax_scale: float, gradients: tuple[Tensor, ...] = ()) -> None:
-    """Raises RuntimeError, as the CUDA op does, if the backward cannot serve these arguments.
-
-    gradients: (dq, dk, dv) of a call of `bwd_out`; without them it is one of `bwd`.
-    """
-    described = (None if x is None else describe(x) for x in (dout, dlse, q, k, v, out, lse))
-    if text := _plan.check_backward(*described, softmax_scale, *map(describe, gradients)):
-        raise RuntimeError(text)
-
-
-# ------------------------------------------------------------------------------- of the general ops
-# `general` is a general.General: the arguments that these ops have beyond q, k and v.
-def _general_facts(q: Tensor, general) -> tuple:
-    """From softmax_scale to softcap, as `_plan` reads them."""
-    scale = general.softmax_scale
-    scale = default_softmax_scale(q) if scale is None else scale
-    return (scale, general.causal, general.window_left, general.window_right,
-            general.attention_chunk, general.softcap)
-
-
-def general_problem_text(tensors: Sequence[Tensor | None], general, sm_margin: int,
-                         rules_of: str | None = None) -> str:
-    """What is wrong with a call of the general forward, or ''.
-
-    tensors: q, k, v and out, which may be None.
-    rules_of: as in `problem_text`.
-    """
-    described = _describe_all((*tensors, *general[:4], general.sinks), rules_of)
-    return _plan.check_general(*described, *_general_facts(tensors[0], general), sm_margin,
-                               gpu_facts(tensors[0])['sm_count'])
-
-
-def check_general(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, general, sm_margin: int,
-                  rules_of: str | None = None) -> None:
-    """Raises RuntimeError, as the CUDA op does, if the forward cannot serve these arguments."""
-    if text := general_problem_text((q, k, v, out), general, sm_margin, rules_of):
-        raise RuntimeError(text)
-
-
-def fp8_problem_text(tensors: Sequence[Tensor | None], fp8, general, execution,
-                     rules_of: str | None = None) -> str:
-    """`general_problem_text` of float8_e4m3fn tensors. fp8: a fp8.Fp8, execution: a
-    general.Execution.
-    """
-    described = _describe_all((*tensors, *fp8.scales, *general[:4], general.sinks), rules_of)
-    return _plan.check_fp8(
-        *described[:7], dtype_name(fp8.out_dtype), execution.return_max_logits,
-        *described[7:], *_general_facts(tensors[0], general), execution.sm_margin,
-        gpu_facts(tensors[0])['sm_count'])
-
-
-def check_general_backward(tensors: Sequence[Tensor | None], general) -> None:
-    """Raises RuntimeError, as the CUDA op `bwd_general` does, if it cannot serve these arguments.
-
-    tensors: dout, dlse (or None), q, k, v, out, lse.
-    """
-    described = _describe_all((*tensors, *general[:4], general.sinks), None)
-    if text := _plan.check_general_backward(*described, *_general_facts(tensors[2], general)):
-        raise RuntimeError(text)
+def check_backward(tensors: Mapping[str, Tensor | None], *groups) -> None:
+    """The same of the gradients; with dq, dk and dv it is a call of `bwd_out`."""
+    check_forward(tensors, *groups, check=_plan.check_backward)
 
 
 def check_contents(op: str, q: Tensor, k: Tensor, general) -> None:

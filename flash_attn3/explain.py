@@ -8,9 +8,12 @@ import argparse
 
 import torch
 
-from flash_attn3 import planning, support
+from flash_attn3 import arguments, planning, support
 
 _DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16}
+# Numbers that change the scores, of which 0 is none.
+_NUMBERS = [argument for argument in arguments.select('score')
+            if type(argument.default) in (int, float) and argument.default == 0]
 _PACK_GQA = {'auto': None, 'yes': True, 'no': False}
 
 
@@ -29,8 +32,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument('--causal', action='store_true')
     parser.add_argument('--window-size', type=int, nargs=2, default=(-1, -1),
                         metavar=('LEFT', 'RIGHT'), help='-1: no limit')
-    parser.add_argument('--attention-chunk', type=int, default=0, help='default: 0, none')
-    parser.add_argument('--softcap', type=float, default=0.0, help='default: 0, none')
+    for argument in _NUMBERS:
+        parser.add_argument('--' + argument.name.replace('_', '-'), type=type(argument.default),
+                            default=argument.default, help='default: 0, none')
     parser.add_argument('--max-logits', action='store_true', help='return_max_logits')
     parser.add_argument('--packed', action='store_true',
                         help='sequences of at most these lengths behind one another, batch of them')
@@ -45,9 +49,8 @@ def _options() -> argparse.Namespace:
 
 def _features(options: argparse.Namespace, seqlen_k: int) -> dict:
     """The arguments of planning.explain() beyond those of a plain call."""
-    features = {'window_size': tuple(options.window_size), 'softcap': options.softcap,
-                'attention_chunk': options.attention_chunk,
-                'return_max_logits': options.max_logits}
+    features = {'window_size': tuple(options.window_size), 'return_max_logits': options.max_logits,
+                **{argument.name: getattr(options, argument.name) for argument in _NUMBERS}}
     if options.packed:
         for name, seqlen in (('q', options.seqlen_q), ('k', seqlen_k)):
             features[f'cu_seqlens_{name}'] = [seqlen * i for i in range(options.batch + 1)]

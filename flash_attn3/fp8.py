@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flash_attn3 import _library, checks, general, quantize, reference_fp8
+from flash_attn3 import _library, _plan, checks, general, quantize, reference_fp8
+from flash_attn3.arguments import names, tuple_of
 from flash_attn3.general import Execution, General
 from flash_attn3.quantize import BLOCK_STEP, E4M3, KV_BLOCK, PER_HEAD, PER_TENSOR, Q_BLOCK
 from flash_attn3.reference import Inputs, Outputs
@@ -38,17 +39,10 @@ class Fp8(NamedTuple):
     promote: bool = False
 
 
-class Quantization(NamedTuple):
-    """What follows `Execution` in the schema of `fwd_quantized`.
-
-    Attributes:
-        rotation_seed: of the signs; None: no rotation.
-        block_scales: a scale for each 64 rows of q and 384 of k and v; or per sequence and KV head.
-        promote: as in `Fp8`.
-    """
-    rotation_seed: int | None = 0
-    block_scales: bool = True
-    promote: bool = False
+# What follows `Execution` in the schema of `fwd_quantized`. rotation_seed: of the signs; None: no
+# rotation. block_scales: a scale for each 64 rows of q and 384 of k and v; or per sequence and KV
+# head. promote: as in `Fp8`.
+Quantization = tuple_of('Quantization', __name__, 'quantization', 'promote')
 
 
 # ------------------------------------------------------------------------- checks of what is public
@@ -118,8 +112,17 @@ def gradient_text(op: str, **tensors: Tensor | None) -> str:
 def check(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], fp8: Fp8, arguments: General,
           execution: Execution = Execution()) -> None:
     """Raises RuntimeError if `fwd_fp8` cannot serve these arguments. tensors: q, k, v and out."""
-    if text := checks.fp8_problem_text(tensors, fp8, arguments, execution):
+    if text := problem_text(tensors, fp8, arguments, execution):
         raise RuntimeError(text)
+
+
+def problem_text(tensors: Sequence[Tensor | None], fp8: Fp8, arguments: General,
+                 execution: Execution, **options) -> str:
+    """`checks.problem_text` of e4m3 tensors."""
+    return checks.problem_text(
+        dict(zip(('q', 'k', 'v', 'out'), tensors)), dict(zip(names('scales'), fp8.scales)),
+        dict(float16_out=fp8.out_dtype == torch.float16, promote=fp8.promote), arguments,
+        execution, check=_plan.check_fp8, **options)
 
 
 def _check_quantize(x: Tensor, sequences: quantize.Sequences | None, block: int, group: int,
@@ -239,7 +242,7 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
         raise RuntimeError(checks.error('fwd', 'q.dtype to be float16 or bfloat16',
                                         checks.dtype_name(q.dtype)))
     if not (q.is_meta or type(q) is FakeTensor):    # those have no contents, and the ops have fakes
-        checks.check_general(q, k, v, None, own, execution.sm_margin)
+        checks.check_forward(dict(q=q, k=k, v=v), own, execution)
         if q.is_cuda:
             checks.check_cuda_contents(q, k, own)
         else:

@@ -6,53 +6,23 @@ autograd.py.
 """
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from flash_attn3 import _library, checks, reference
+from flash_attn3.arguments import select, tuple_of
 from flash_attn3.reference import Inputs, Lengths, Mask, Outputs, Score
 
 LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
 
-
-class General(NamedTuple):
-    """The arguments _GENERAL of the schemas, in their order, with their defaults.
-
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, or None for tensors with a batch.
-        seqused_q, seqused_k: (batch,) int32, or None for all rows.
-        max_seqlen_q, max_seqlen_k: a hint for the planner; 0 is unknown.
-        sinks: (heads_q,) float32, float64 for float64; or None.
-        softmax_scale: None for head_dim ** -0.5.
-        causal, window_left, window_right, attention_chunk, softcap: as in `reference.Score`.
-    """
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
-    max_seqlen_q: int = 0
-    max_seqlen_k: int = 0
-    sinks: Tensor | None = None
-    softmax_scale: float | None = None
-    causal: bool = False
-    window_left: int = -1
-    window_right: int = -1
-    attention_chunk: int = 0
-    softcap: float = 0.0
-
-
-class Execution(NamedTuple):
-    """What follows them in the schema of `fwd_general`; deterministic is only there."""
-    pack_gqa: bool | None = None
-    sm_margin: int = 0
-    return_max_logits: bool = False
-    deterministic: bool = False
-
-
+# The arguments of the general ops. cu_seqlens are (batch + 1,) int32, or None for tensors with a
+# batch; seqused (batch,) int32, or None for all rows; sinks (heads_q,).
+General = tuple_of('General', __name__, 'lengths', 'score')
+# What follows them in the schema of `fwd_general`; deterministic is only there.
+Execution = tuple_of('Execution', __name__, 'execution', 'gradients')
 _COUNT = len(General._fields)
-_TENSORS = ('cu_seqlens_q', 'cu_seqlens_k', 'seqused_q', 'seqused_k', 'sinks')
+_TENSORS = tuple(argument.name for argument in select(*General._fields)
+                 if argument.type == 'Tensor?')
 
 
 def split(arguments: tuple) -> tuple[General, Execution]:
@@ -97,7 +67,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, general: General,
 def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None,
                  *arguments) -> tuple[Tensor, Tensor, Tensor]:
     general, execution = split(arguments)
-    checks.check_general(q, k, v, out, general, execution.sm_margin)
+    checks.check_forward(dict(q=q, k=k, v=v, out=out), general, execution)
     checks.check_contents('fwd', q, k, general)
     result, lse, row_max = attend(q, k, v, general, execution.return_max_logits)
     result = result if out is None else out.copy_(result)
@@ -117,7 +87,7 @@ def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
              lse: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same bits on every call, deterministic or not."""
     general = General(*arguments[:_COUNT])
-    checks.check_general_backward((dout, dlse, q, k, v, out, lse), general)
+    checks.check_backward(dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse), general)
     checks.check_contents('bwd', q, k, general)
     inputs, score = Inputs(q, k, v, general.sinks), score_of(q, general)
     lengths, dtype = lengths_of(general), reference.wide_dtype(q.dtype)

@@ -103,8 +103,9 @@ def flash_attn_func(
         window = checks.window_sides(window_size)
         if of_fp8 is not None or _is_general(window, attention_chunk, softcap, s_aux,
                                              return_max_logits):
-            general = General(None, None, None, None, 0, 0, checks.sinks_of(s_aux, q),
-                              softmax_scale, causal, *window, attention_chunk, softcap)
+            general = General(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale,
+                              causal=causal, window_left=window[0], window_right=window[1],
+                              attention_chunk=attention_chunk, softcap=softcap)
             execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
             return _general((q, k, v, out), general, execution, return_attn_probs, of_fp8)
     # The way of most eager calls, with as little Python and as few arguments as there can be.
@@ -176,11 +177,13 @@ def flash_attn_varlen_func(
                         out_dtype, fp8_accum)
     checks.reject_unsupported('flash_attn_varlen_func', qv=qv, num_splits=num_splits)
     derivatives.reject_of_scalars('flash_attn_varlen_func', softmax_scale, softcap)
+    longest = (checks.length_bound('max_seqlen_q', max_seqlen_q, q),
+               checks.length_bound('max_seqlen_k', max_seqlen_k, k))
+    left, right = checks.window_sides(window_size)
     general = General(
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        checks.length_bound('max_seqlen_q', max_seqlen_q, q),
-        checks.length_bound('max_seqlen_k', max_seqlen_k, k), checks.sinks_of(s_aux, q),
-        softmax_scale, causal, *checks.window_sides(window_size), attention_chunk, softcap)
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *longest,
+        sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, causal=causal,
+        window_left=left, window_right=right, attention_chunk=attention_chunk, softcap=softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
     return _general((q, k, v, out), general, execution, return_attn_probs, of_fp8)
 
@@ -264,7 +267,8 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     if needs_grad and out is not None:
         raise RuntimeError(checks.gradient_with_out_text(q=q, k=k, v=v, out=out))
     if not _is_served(q):
-        checks.check_forward(q, k, v, out, softmax_scale, sm_margin, rules_of='cpu')
+        checks.check_forward(dict(q=q, k=k, v=v, out=out), dict(softmax_scale=softmax_scale,
+                             sm_margin=sm_margin), rules_of='cpu')
         result, lse = fallback.attention(q, k, v, softmax_scale, causal, return_lse)
         return (result if out is None else out.copy_(result)), lse
     if out is not None:
@@ -346,7 +350,7 @@ def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], ge
     """
     q, k, v, out = tensors
     if not _is_served(q):
-        checks.check_general(q, k, v, out, general, execution.sm_margin, rules_of='cpu')
+        checks.check_forward(dict(q=q, k=k, v=v, out=out), general, execution, rules_of='cpu')
         checks.check_cuda_contents(q, k, general)
         result, *others = fallback.general_attention(q, k, v, general, return_lse,
                                                      execution.return_max_logits)

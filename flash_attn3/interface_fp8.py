@@ -118,8 +118,10 @@ def flash_attn_fp8_func(
     """
     op = 'flash_attn_fp8_func'
     derivatives.reject_of_scalars(op, softmax_scale, softcap)
-    general = General(None, None, None, None, 0, 0, checks.sinks_of(s_aux, q), softmax_scale,
-                      causal, *checks.window_sides(window_size), attention_chunk, softcap)
+    left, right = checks.window_sides(window_size)
+    general = General(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, causal=causal,
+                      window_left=left, window_right=right, attention_chunk=attention_chunk,
+                      softcap=softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
     quantization = _quantization(op, rotate, seed, block_scales, fp8_accum)
     return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)
@@ -150,11 +152,13 @@ def flash_attn_varlen_fp8_func(
     """
     op = 'flash_attn_varlen_fp8_func'
     derivatives.reject_of_scalars(op, softmax_scale, softcap)
+    longest = (checks.length_bound('max_seqlen_q', max_seqlen_q, q),
+               checks.length_bound('max_seqlen_k', max_seqlen_k, k))
+    left, right = checks.window_sides(window_size)
     general = General(
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-        checks.length_bound('max_seqlen_q', max_seqlen_q, q),
-        checks.length_bound('max_seqlen_k', max_seqlen_k, k), checks.sinks_of(s_aux, q),
-        softmax_scale, causal, *checks.window_sides(window_size), attention_chunk, softcap)
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *longest,
+        sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, causal=causal,
+        window_left=left, window_right=right, attention_chunk=attention_chunk, softcap=softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
     quantization = _quantization(op, rotate, seed, block_scales, fp8_accum)
     return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)

@@ -9,19 +9,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import _library, _plan, checks, fp8
+from flash_attn3 import _library, _plan, arguments, checks, fp8
 from flash_attn3.fp8 import Fp8
 from flash_attn3.general import Execution, General
 from flash_attn3.quantize import E4M3
 
-# The arguments that make a call one of the general ops, or a hint for them, with their defaults.
-_FEATURES = {'cu_seqlens_q': None, 'cu_seqlens_k': None, 'seqused_q': None, 'seqused_k': None,
-             'max_seqlen_q': None, 'max_seqlen_k': None, 'window_size': (-1, -1),
-             'attention_chunk': 0, 'softcap': 0.0, 's_aux': None, 'return_max_logits': False}
+# The arguments that make a call one of the general ops, or a hint for them.
+_FEATURES = [name for name in arguments.public_names('lengths', 'score', 'return_max_logits')
+             if name not in ('softmax_scale', 'causal')]
 _MASKS = {'full': 'full', 'causal': 'causal',
           'general': 'general: packed sequences, windows, chunks, sinks, max logits at run time',
           'softcap': 'general, with a softcap'}
-_OF_PACKED = tuple(_FEATURES)[:4]
 
 
 def built_variants() -> list[str]:
@@ -105,20 +103,18 @@ def _fp8_arguments(op: str, q: Tensor, out: Tensor | None,
 def _problem_text(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], softmax_scale: float,
                   causal: bool, sm_margin: int, features: dict, of_fp8: Fp8 | None) -> str:
     """What is wrong with a call on a Hopper GPU, or ''."""
-    features = _FEATURES | features
-    lists = [features[name] for name in _OF_PACKED]
+    others = dict(features)
+    execution = Execution(sm_margin=sm_margin,
+                          return_max_logits=others.pop('return_max_logits', False))
     try:
-        window = checks.window_sides(features['window_size'])
-        sinks = checks.sinks_of(features['s_aux'], tensors[0])
-        _longest(features)
+        general = _general(tensors[0], softmax_scale=softmax_scale, causal=causal,
+                           **others | _longest(features))
     except RuntimeError as problem:
         return str(problem)
-    general = General(*lists, 0, 0, sinks, softmax_scale, causal, *window,
-                      features['attention_chunk'], features['softcap'])
     if of_fp8 is not None:
-        execution = Execution(sm_margin=sm_margin, return_max_logits=features['return_max_logits'])
-        return checks.fp8_problem_text(tensors, of_fp8, general, execution, rules_of='cuda')
-    return checks.general_problem_text(tensors, general, sm_margin, rules_of='cuda')
+        return fp8.problem_text(tensors, of_fp8, general, execution, rules_of='cuda')
+    return checks.problem_text(dict(zip(('q', 'k', 'v', 'out'), tensors)), general, execution,
+                               rules_of='cuda')
 
 
 def _is_built(facts: dict) -> bool:
@@ -145,12 +141,9 @@ def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
 
     The same arguments.
     """
-    sizes, scores = _problem(q, k, v, dtype, features)
     return _plan.plan_forward(
-        **sizes, **scores, causal=causal, pack_gqa=checks.PACK_GQA[pack_gqa], sm_margin=sm_margin,
-        row_features=features.get('return_max_logits', False)
-        or features.get('s_aux') is not None, promote=fp8.promotes('explain', fp8_accum),
-        **_gpu(q, sm_count, l2_bytes))
+        **_call((q, k, v), dtype, causal, features), pack_gqa=pack_gqa, sm_margin=sm_margin,
+        promote=fp8.promotes('explain', fp8_accum), **_gpu(q, sm_count, l2_bytes))
 
 
 def plan_backward(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
@@ -158,10 +151,9 @@ def plan_backward(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
                   dtype: torch.dtype = torch.bfloat16, deterministic: bool = False,
                   sm_count: int | None = None, l2_bytes: int | None = None, **features) -> dict:
     """`plan` of the gradients."""
-    sizes, scores = _problem(q, k, v, dtype, features)
     return _plan.plan_backward(
-        **sizes, **scores, causal=causal, deterministic=checks.wants_determinism(deterministic),
-        **_gpu(q, sm_count, l2_bytes))
+        **_call((q, k, v), dtype, causal, features),
+        deterministic=checks.wants_determinism(deterministic), **_gpu(q, sm_count, l2_bytes))
 
 
 def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
@@ -180,9 +172,8 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
         dtype: for shapes; tensors bring their own. Default bfloat16.
         sm_count, l2_bytes: multiprocessors and L2 cache of the GPU. Default: those of q's GPU; for
             shapes and CPU tensors those of an H100, 132 and 50 MiB.
-        features: window_size, attention_chunk, softcap, s_aux and return_max_logits, as in
-            `flash_attn_func`; cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q and
-            seqused_k, as in `flash_attn_varlen_func`. Only the length of cu_seqlens_q is read, for
+        features: what `flash_attn_func` and `flash_attn_varlen_func` take for masks, scores and
+            lengths, from window_size to max_seqlen_k. Only the length of cu_seqlens_q is read, for
             which a list will do.
 
     Raises:
@@ -313,38 +304,44 @@ def _text_of(rows: dict[str, str]) -> str:
     return '\n'.join(f'{name:14} {text}' for name, text in rows.items())
 
 
-def _problem(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
-             v: Tensor | Sequence[int] | None, dtype: torch.dtype,
-             features: dict) -> tuple[dict, dict]:
-    """dtype and sizes, and what is asked of the scores, as `_plan` reads them."""
+def _call(inputs: tuple, dtype: torch.dtype, causal: bool, features: dict) -> dict:
+    """A call with tensors of these sizes on a GPU, as `_plan` reads it. inputs: q, k and v."""
+    q, k, v = inputs
     if unknown := set(features) - set(_FEATURES):
         raise TypeError(f'unexpected argument {min(unknown)!r}')
-    features = _FEATURES | features
-    is_packed = features['cu_seqlens_q'] is not None
-    *lengths_q, heads_q, head_dim = _shape(q, is_packed)
-    *lengths_k, heads_k, _ = _shape(k, is_packed)
-    head_dim_v = _shape(k if v is None else v, is_packed)[-1]
-    sizes = dict(dtype=checks.dtype_name(q.dtype if isinstance(q, Tensor) else dtype),
-                 heads_q=heads_q, heads_k=heads_k, head_dim=head_dim, head_dim_v=head_dim_v)
+    lengths = features.get('cu_seqlens_q')
+    is_packed = lengths is not None
+    name = checks.dtype_name(q.dtype if isinstance(q, Tensor) else dtype)
+    call = {key: checks.describe_sizes(_shape(x, is_packed), name)
+            for key, x in (('q', q), ('k', k), ('v', k if v is None else v))}
+    others = dict.fromkeys(arguments.names('lengths')) | _longest(features)
     if is_packed:
-        seqlen_q, seqlen_k = _longest(features)
-        sizes |= dict(batch=len(features['cu_seqlens_q']) - 1, seqlen_q=seqlen_q,
-                      seqlen_k=seqlen_k, total_q=lengths_q[0], total_k=lengths_k[0],
-                      has_seqused=any(features[name] is not None for name in _OF_PACKED[2:]))
-    else:
-        sizes |= dict(batch=lengths_q[0], seqlen_q=lengths_q[1], seqlen_k=lengths_k[1])
-    left, right = checks.window_sides(features['window_size'])
-    return sizes, dict(window_left=left, window_right=right, softcap=features['softcap'],
-                       attention_chunk=features['attention_chunk'])
+        starts = checks.describe_sizes((len(lengths),), 'int32')
+        used = checks.describe_sizes((len(lengths) - 1,), 'int32')
+        others |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts) | {
+            key: used for key in ('seqused_q', 'seqused_k') if features.get(key) is not None}
+    has_sinks = features.get('s_aux') is not None
+    sinks = checks.describe_sizes((call['q'][3][-2],), 'float32') if has_sinks else None
+    scores = {key: value for key, value in features.items() if key not in others}
+    max_logits = scores.pop('return_max_logits', False)
+    general = _general(q, causal=causal, **scores | others | {'s_aux': None})
+    return call | general._replace(sinks=sinks)._asdict() | dict(return_max_logits=max_logits)
 
 
-def _longest(features: dict) -> list[int]:
+def _general(q: Tensor, *, window_size: Sequence[int] | Tensor = (-1, -1),
+             s_aux: Tensor | None = None, **others) -> General:
+    """From the arguments of a public function."""
+    left, right = checks.window_sides(window_size)
+    return General(window_left=left, window_right=right, sinks=checks.sinks_of(s_aux, q), **others)
+
+
+def _longest(features: dict) -> dict[str, int]:
     """max_seqlen of q and k, 0 where nobody knows without waiting for a GPU."""
-    bounds = []
+    bounds = {}
     for name in ('max_seqlen_q', 'max_seqlen_k'):
-        given = features[name]
+        given = features.get(name)
         is_known = given is not None and not (isinstance(given, Tensor) and given.is_cuda)
-        bounds.append(checks.length_bound(name, given, given) if is_known else 0)
+        bounds[name] = checks.length_bound(name, given, given) if is_known else 0
     return bounds
 
 

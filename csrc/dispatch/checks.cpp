@@ -16,18 +16,18 @@ constexpr int64_t kMaxLength = int64_t(1) << 30;
 // Tiles of 64 rows. Packing query heads at most doubles their number.
 constexpr double kMaxTiles = double(1 << 29);
 
-std::array<NamedTensor, 3> inputs(ForwardCall const& call) {
+std::array<NamedTensor, 3> inputs(AttentionCall const& call) {
   return {NamedTensor{"q", call.q}, NamedTensor{"k", call.k}, NamedTensor{"v", call.v}};
 }
 
-bool on_cuda(ForwardCall const& call) { return call.q.device == DeviceType::kCuda; }
+bool on_cuda(AttentionCall const& call) { return call.q.device == DeviceType::kCuda; }
 
-std::string refuse(ForwardCall const& call, std::string const& expected, std::string const& got,
+std::string refuse(AttentionCall const& call, std::string const& expected, std::string const& got,
                    std::string const& hint = "") {
-  return error_text(op_of(call), expected, got, hint);
+  return error_text(call.op(), expected, got, hint);
 }
 
-std::string check_ranks(ForwardCall const& call) {
+std::string check_ranks(AttentionCall const& call) {
   for (auto [name, meta] : inputs(call)) {
     if (meta.rank != 4) {
       return refuse(call, text(name, " to have 4 dimensions (batch, seqlen, heads, head_dim)"),
@@ -37,7 +37,7 @@ std::string check_ranks(ForwardCall const& call) {
   return {};
 }
 
-std::string check_devices(ForwardCall const& call) {
+std::string check_devices(AttentionCall const& call) {
   if (call.q.device == DeviceType::kOther) {
     return refuse(call, "q on a CPU or CUDA device", device_text(call.q));
   }
@@ -50,7 +50,7 @@ std::string check_devices(ForwardCall const& call) {
   return {};
 }
 
-std::string check_dtypes(ForwardCall const& call) {
+std::string check_dtypes(AttentionCall const& call) {
   Dtype const dtype = call.q.dtype;
   bool const is_half = dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16;
   bool const is_wide = dtype == Dtype::kFloat32 || dtype == Dtype::kFloat64;
@@ -79,7 +79,7 @@ struct SizeRule {
   TensorMeta const& like;
 };
 
-std::string check_sizes(ForwardCall const& call) {
+std::string check_sizes(AttentionCall const& call) {
   SizeRule const rules[] = {
       {"k", call.k, 0, "q", call.q}, {"v", call.v, 0, "q", call.q}, {"v", call.v, 1, "k", call.k},
       {"v", call.v, 2, "k", call.k}, {"k", call.k, 3, "q", call.q},
@@ -126,7 +126,7 @@ constexpr bool every_problem_has_a_variant() {
 static_assert(every_problem_has_a_variant(),
               "csrc/instances/variants.py: the largest head dim lacks a variant");
 
-std::string check_head_dims(ForwardCall const& call) {
+std::string check_head_dims(AttentionCall const& call) {
   int64_t const head_dim = call.q.size[3];
   int64_t const head_dim_v = call.v.size[3];
   if (!on_cuda(call)) {
@@ -136,7 +136,7 @@ std::string check_head_dims(ForwardCall const& call) {
   }
   if (head_dim < 8 || head_dim > kMaxHeadDim || head_dim % 8 != 0) {
     return refuse(call,
-                  text("q.size(", named_dim(call, 3),
+                  text("q.size(", call.named_dim(3),
                        "), the head_dim, to be a multiple of 8 from 8 to ", kMaxHeadDim),
                   text(head_dim),
                   head_dim > 0 && head_dim < kMaxHeadDim
@@ -147,7 +147,7 @@ std::string check_head_dims(ForwardCall const& call) {
   if (head_dim_v < 8 || head_dim_v > most_v || head_dim_v % 8 != 0) {
     return refuse(
         call,
-        text("v.size(", named_dim(call, 3),
+        text("v.size(", call.named_dim(3),
              "), the head_dim of the values, to be a multiple of 8 from 8 to ", most_v,
              head_dim <= kLongValuesHeadDim ? "" : text(" with a head_dim of ", head_dim)),
         text(head_dim_v));
@@ -155,12 +155,12 @@ std::string check_head_dims(ForwardCall const& call) {
   return {};
 }
 
-std::string check_strides(ForwardCall const& call) {
+std::string check_strides(AttentionCall const& call) {
   if (!on_cuda(call)) {
     return {};
   }
   for (NamedTensor const& input : inputs(call)) {
-    std::string const error = check_last_stride(op_of(call), input);
+    std::string const error = check_last_stride(call.op(), input);
     if (!error.empty()) {
       return error;
     }
@@ -168,30 +168,32 @@ std::string check_strides(ForwardCall const& call) {
   return {};
 }
 
-std::string check_scalars(ForwardCall const& call) {
-  float const scale = float(call.softmax_scale);
+std::string check_scalars(AttentionCall const& call) {
+  float const scale = float(call.softmax_scale());
   if (!std::isfinite(scale) || scale <= 0.f) {
-    return refuse(call, "softmax_scale to be a positive finite float32", text(call.softmax_scale));
+    return refuse(call, "softmax_scale to be a positive finite float32",
+                  text(call.softmax_scale()));
   }
-  if (call.sm_margin < 0) {
-    return refuse(call, "sm_margin to be 0 or more", text(call.sm_margin));
+  int64_t const margin = call.execution.sm_margin;
+  int const sm_count = call.device.sm_count;
+  if (margin < 0) {
+    return refuse(call, "sm_margin to be 0 or more", text(margin));
   }
-  if (call.sm_count > 0 && call.sm_margin >= call.sm_count) {
-    return refuse(call, text("sm_margin to be less than the ", call.sm_count, " SMs of the device"),
-                  text(call.sm_margin), "it is the number of SMs to leave to other kernels");
+  if (sm_count > 0 && margin >= sm_count) {
+    return refuse(call, text("sm_margin to be less than the ", sm_count, " SMs of the device"),
+                  text(margin), "it is the number of SMs to leave to other kernels");
   }
   return {};
 }
 
-std::string check_counts(ForwardCall const& call) {
+std::string check_counts(AttentionCall const& call) {
   if (!on_cuda(call)) {
     return {};
   }
   for (auto [name, meta] : inputs(call)) {
     for (int i = 0; i < 3; ++i) {
       if (meta.size[i] > kMaxLength) {
-        return refuse(call,
-                      text(name, ".size(", named_dim(call, i), ") to be at most ", kMaxLength),
+        return refuse(call, text(name, ".size(", call.named_dim(i), ") to be at most ", kMaxLength),
                       text(meta.size[i]));
       }
     }
@@ -206,11 +208,11 @@ std::string check_counts(ForwardCall const& call) {
   return {};
 }
 
-std::string check_out(ForwardCall const& call) {
-  if (!call.has_out) {
+std::string check_out(AttentionCall const& call) {
+  if (!call.given_out()) {
     return {};
   }
-  TensorMeta const& out = call.out;
+  TensorMeta const& out = *call.given_out();
   int64_t const wanted[5] = {call.q.size[0], call.q.size[1], call.q.size[2], call.v.size[3]};
   bool shapes_match = out.rank == 4;
   for (int i = 0; i < 4 && shapes_match; ++i) {
@@ -226,10 +228,10 @@ std::string check_out(ForwardCall const& call) {
   if (!same_device(out, call.q)) {
     return refuse(call, text("out on the device of q, ", device_text(call.q)), device_text(out));
   }
-  return check_given_memory(op_of(call), {"out", out}, inputs(call));
+  return check_given_memory(call.op(), {"out", out}, inputs(call));
 }
 
-using Check = std::string (*)(ForwardCall const&);
+using Check = std::string (*)(AttentionCall const&);
 
 // In this order: each one may rely on those before it.
 constexpr Check kChecks[] = {check_ranks,   check_devices,   check_dtypes,
@@ -238,6 +240,6 @@ constexpr Check kChecks[] = {check_ranks,   check_devices,   check_dtypes,
 
 }  // namespace
 
-std::string check_forward(ForwardCall const& call) { return first_error(kChecks, call); }
+std::string check_dense(AttentionCall const& call) { return first_error(kChecks, call); }
 
 }  // namespace fa3

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "dispatch/attention_call.h"
 #include "dispatch/tensor_text.h"
 
 namespace fa3 {
@@ -41,6 +42,25 @@ inline Dtype wide_dtype(TensorMeta const& q) {
 }
 inline char const* wide_dtype_name(TensorMeta const& q) {
   return q.dtype == Dtype::kFloat64 ? "float64" : "float32";
+}
+
+// The rule of a tensor that is like the output, and of one that is like the LSE.
+inline TensorRule like_out(char const* name, TensorMeta const& meta, AttentionCall const& call) {
+  TensorMeta const& q = call.q;
+  TensorMeta const& v = call.v;
+  if (call.is_packed()) {
+    return {name, meta, 3, {q.size[0], q.size[1], v.size[2], 0}, q.dtype, q.dtype_name};
+  }
+  return {name, meta, 4, {q.size[0], q.size[1], q.size[2], v.size[3]}, q.dtype, q.dtype_name};
+}
+
+inline TensorRule like_lse(char const* name, TensorMeta const& meta, AttentionCall const& call) {
+  TensorMeta const& q = call.q;
+  char const* const dtype_name = wide_dtype_name(q);
+  if (call.is_packed()) {
+    return {name, meta, 2, {q.size[1], q.size[0], 0, 0}, wide_dtype(q), dtype_name};
+  }
+  return {name, meta, 3, {q.size[0], q.size[2], q.size[1], 0}, wide_dtype(q), dtype_name};
 }
 
 }  // namespace fa3

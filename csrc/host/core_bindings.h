@@ -4,16 +4,19 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "core/block_range.h"
 #include "core/key_splits.h"
 #include "core/packed_tiles.h"
 #include "core/visible_pairs.h"
+#include "dispatch/checks_general.h"
+#include "dispatch/problem_of_call.h"
 #include "dispatch/variants.h"
-#include "host/plan_call.h"
 
 namespace fa3::host {
 
@@ -113,28 +116,48 @@ inline void bind_key_splits(pybind11::module_& m) {
   });
 }
 
-// The mask of the problem that a call becomes, as (kind, mask, longest queries, longest keys).
-// Packed: batch sequences in tensors of total_q and total_k rows, of which seqlen_q and seqlen_k
-// are said to be the longest.
-inline pybind11::tuple problem_of_call(int seqlen_q, int seqlen_k, bool causal,
-                                       std::tuple<int64_t, int64_t, int64_t> limits, double softcap,
-                                       bool has_row_features,
-                                       std::optional<std::tuple<int, int, int>> packed) {
-  PlanCall call;
-  call.dtype_name = "bfloat16";
-  call.dtype = Dtype::kBFloat16;
-  call.batch = call.heads_q = call.heads_k = call.sm_count = 1;
-  call.head_dim = call.head_dim_v = 64;
-  call.seqlen_q = seqlen_q;
-  call.seqlen_k = seqlen_k;
-  call.causal = causal;
-  std::tie(call.window_left, call.window_right, call.attention_chunk) = limits;
-  call.softcap = softcap;
-  call.has_row_features = has_row_features;
-  if (packed) {
-    std::tie(call.batch, call.total_q, call.total_k) = *packed;
+// A contiguous bfloat16 tensor, or of another dtype of PyTorch.
+inline TensorMeta described(std::initializer_list<int64_t> sizes,
+                            char const* dtype_name = "bfloat16", Dtype dtype = Dtype::kBFloat16) {
+  TensorMeta meta;
+  meta.dtype = dtype;
+  meta.dtype_name = dtype_name;
+  meta.device = DeviceType::kCuda;
+  meta.device_name = "cuda";
+  meta.rank = int(sizes.size());
+  std::copy(sizes.begin(), sizes.end(), meta.size);
+  int64_t stride = 1;
+  for (int i = meta.rank - 1; i >= 0; --i) {
+    meta.stride[i] = stride;
+    stride *= std::max<int64_t>(1, meta.size[i]);
   }
-  std::string const error = call_error(call);
+  return meta;
+}
+
+// The mask of the problem that a call becomes, as (kind, mask, longest queries, longest keys).
+// numbers: arguments by their names. packed: batch sequences in tensors of these rows, of which
+// seqlen_q and seqlen_k are said to be the longest.
+inline pybind11::tuple problem_of_call(int seqlen_q, int seqlen_k, pybind11::dict numbers,
+                                       std::optional<std::tuple<int, int, int>> packed) {
+  AttentionCall call;
+  call.visit([&](char const* name, auto& field) {
+    using Field = std::remove_reference_t<decltype(field)>;
+    if constexpr (std::is_arithmetic_v<Field>) {
+      field = numbers.contains(name) ? numbers[name].template cast<Field>() : field;
+    }
+  });
+  call.q = described({1, seqlen_q, 1, 64});
+  call.k = call.v = described({1, seqlen_k, 1, 64});
+  if (packed) {
+    auto const [batch, total_q, total_k] = *packed;
+    call.q = described({total_q, 1, 64});
+    call.k = call.v = described({total_k, 1, 64});
+    call.lengths.cu_seqlens_q = described({batch + 1}, "int32", Dtype::kOther);
+    call.lengths.cu_seqlens_k = call.lengths.cu_seqlens_q;
+    call.lengths.max_seqlen_q = seqlen_q;
+    call.lengths.max_seqlen_k = seqlen_k;
+  }
+  std::string const error = check_forward(call);
   if (!error.empty()) {
     throw std::invalid_argument(error);
   }

@@ -2,66 +2,33 @@
 // CUDA, for explain(), can_use(), the CPU implementation and the fakes. Limited C API, so that one
 // build serves every Python from 3.10 on.
 //
-// - check_forward(q, k, v, out, softmax_scale, sm_margin, pack_gqa, sm_count): the error text of a
-//   call, "" when it is fine. A tensor is (dtype, device type, device index, sizes, strides,
-//   address), as ("bfloat16", "cuda", 0, (2, 128, 8, 64), (65536, 512, 64, 1), 0). out may be None;
-//   an sm_count of 0 is unknown.
-// - plan_forward(dtype, batch, ..., l2_bytes, window_left=-1, window_right=-1, attention_chunk=0,
-//   softcap=0.0, max_logits=False, total_q=-1, total_k=-1, has_seqused=False, promote=False): a
-//   dict of facts, or {"reason": text}. With total_q and total_k the sequences are packed, and a
-//   seqlen of 0 is unknown.
-// - variants(): a dict for every variant, built or not.
-// - check_backward(dout, dlse, q, k, v, out, lse, softmax_scale, dq=None, dk=None, dv=None),
-//   plan_backward(dtype, batch, ..., l2_bytes, deterministic=False, window_left=-1, ...),
-//   backward_variants(): the same of the backward.
-//   dlse may be None. With dq, dk and dv it is a call of bwd_out.
-// - check_general(q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks,
-//   softmax_scale, causal, window_left, window_right, attention_chunk, softcap, sm_margin,
-//   sm_count), check_general_backward(dout, dlse, q, k, v, out, lse, cu_seqlens_q, ..., softcap):
-//   the same of the general ops. out, dlse and what follows v or lse up to sinks may be None.
-//
-// - check_fp8(q, k, v, out, q_descale, k_descale, v_descale, out_dtype, return_max_logits,
-//   cu_seqlens_q, ...): check_general of the ops on float8_e4m3fn.
-//
-// pack_gqa is 0 (never), 1 (always) or 2 (where it pays).
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
-#include <cstring>
+// - check_forward(**call), check_fp8(**call), check_backward(**call): the error text of a call, ""
+//   when it is fine. Its arguments are the fields of AttentionCall by their names, with None and
+//   the defaults of flash_attn3/arguments.py, and sm_count and l2_bytes, of which 0 is unknown. A
+//   tensor is (dtype, device type, device index, sizes, strides, address), as ("bfloat16", "cuda",
+//   0, (2, 128, 8, 64), (65536, 512, 64, 1), 0).
+// - plan_forward(**call), plan_backward(**call): a dict of facts, or {"reason": text}. The latter
+//   needs no tensor but q, k and v.
+// - variants(), backward_variants(): a dict for every variant, built or not.
+#include <algorithm>
 #include <string>
 
 #include "bwd_built.inc"
 #include "bwd_variants.h"
 #include "dispatch/checks_backward.h"
 #include "dispatch/checks_fp8.h"
+#include "dispatch/checks_general.h"
 #include "dispatch/plan.h"
 #include "dispatch/plan_backward.h"
+#include "dispatch/problem_of_call.h"
 #include "dispatch/variants.h"
 #include "fwd_built.inc"
-#include "host/plan_call.h"
+#include "host/call_reader.h"
 
 namespace {
 
 using namespace fa3;
 using namespace fa3::host;
-
-Dtype dtype_from_name(char const* name) {
-  struct Named {
-    char const* name;
-    Dtype dtype;
-  };
-  static constexpr Named kNames[] = {{"float16", Dtype::kFloat16},
-                                     {"bfloat16", Dtype::kBFloat16},
-                                     {"float32", Dtype::kFloat32},
-                                     {"float64", Dtype::kFloat64},
-                                     {"float8_e4m3fn", Dtype::kFloat8E4M3}};
-  for (Named const& named : kNames) {
-    if (std::strcmp(name, named.name) == 0) {
-      return named.dtype;
-    }
-  }
-  return Dtype::kOther;
-}
 
 char const* dtype_name(Dtype dtype) {
   static constexpr char const* kNames[] = {"float16", "bfloat16", "float8_e4m3fn"};
@@ -69,13 +36,6 @@ char const* dtype_name(Dtype dtype) {
 }
 
 char const* kind_name(KernelKind kind) { return kBuiltKinds[kind_index(kind)].name; }
-
-DeviceType device_from_name(char const* name) {
-  if (std::strcmp(name, "cuda") == 0) {
-    return DeviceType::kCuda;
-  }
-  return std::strcmp(name, "cpu") == 0 ? DeviceType::kCpu : DeviceType::kOther;
-}
 
 // Fills a dict; a failure leaves the Python error set and the dict is dropped by finish().
 class DictBuilder {
@@ -179,207 +139,50 @@ void add_backward_variant(DictBuilder& dict, int variant) {
       .integer("shared_bytes", config.shared_bytes());
 }
 
-// Up to five integers of a tuple; the number there really are, or -1 with a Python error set.
-int read_integers(PyObject* tuple, int64_t (&values)[5]) {
-  Py_ssize_t const count = PyTuple_Size(tuple);
-  for (Py_ssize_t i = 0; i < count && i < 5; ++i) {
-    values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
-  }
-  return PyErr_Occurred() ? -1 : int(count);
+bool read_call(PyObject* args, PyObject* kwargs, AttentionCall& call) {
+  CallReader reader(args, kwargs);
+  call.visit(reader);
+  reader("sm_count", call.device.sm_count);
+  reader("l2_bytes", call.device.l2_bytes);
+  return reader.finish();
 }
 
-bool read_tensor(PyObject* object, TensorMeta& meta) {
-  PyObject* sizes = nullptr;
-  PyObject* strides = nullptr;
-  long long address = 0;
-  if (!PyTuple_Check(object)) {
-    PyErr_SetString(PyExc_TypeError,
-                    "a tensor is a tuple (dtype, device, index, sizes, strides, address)");
-    return false;
-  }
-  if (!PyArg_ParseTuple(object, "ssiO!O!L", &meta.dtype_name, &meta.device_name, &meta.device_index,
-                        &PyTuple_Type, &sizes, &PyTuple_Type, &strides, &address)) {
-    return false;
-  }
-  meta.dtype = dtype_from_name(meta.dtype_name);
-  meta.device = device_from_name(meta.device_name);
-  meta.address = address;
-  meta.rank = read_integers(sizes, meta.size);
-  return meta.rank >= 0 && read_integers(strides, meta.stride) >= 0;
-}
-
-bool is_pack_gqa(int value) {
-  if (value < 0 || value > 2) {
-    PyErr_SetString(PyExc_ValueError, "pack_gqa is 0 (never), 1 (always) or 2 (where it pays)");
-    return false;
-  }
-  return true;
-}
-
-PyObject* py_check_forward(PyObject*, PyObject* args, PyObject* kwargs) {
-  static char const* const names[] = {"q",         "k",        "v",        "out",  "softmax_scale",
-                                      "sm_margin", "pack_gqa", "sm_count", nullptr};
-  PyObject *q, *k, *v, *out;
-  long long sm_margin;
-  int pack_gqa;
-  ForwardCall call;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOdLii", const_cast<char**>(names), &q, &k, &v,
-                                   &out, &call.softmax_scale, &sm_margin, &pack_gqa,
-                                   &call.sm_count) ||
-      !is_pack_gqa(pack_gqa)) {
-    return nullptr;
-  }
-  call.sm_margin = sm_margin;
-  call.has_out = out != Py_None;
-  if (!read_tensor(q, call.q) || !read_tensor(k, call.k) || !read_tensor(v, call.v)) {
-    return nullptr;
-  }
-  if (call.has_out && !read_tensor(out, call.out)) {
-    return nullptr;
-  }
-  return PyUnicode_FromString(check_forward(call).c_str());
+template <auto kCheck>
+PyObject* py_check(PyObject*, PyObject* args, PyObject* kwargs) {
+  AttentionCall call;
+  return read_call(args, kwargs, call) ? PyUnicode_FromString(kCheck(call).c_str()) : nullptr;
 }
 
 PyObject* py_check_backward(PyObject*, PyObject* args, PyObject* kwargs) {
-  static char const* const names[] = {"dout", "dlse",          "q",  "k",  "v",  "out",
-                                      "lse",  "softmax_scale", "dq", "dk", "dv", nullptr};
-  PyObject *dout, *dlse, *q, *k, *v, *out, *lse;
-  PyObject *dq = Py_None, *dk = Py_None, *dv = Py_None;
-  BackwardCall call;
-  ForwardCall& forward = call.forward;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOOOOOd|OOO", const_cast<char**>(names), &dout,
-                                   &dlse, &q, &k, &v, &out, &lse, &forward.softmax_scale, &dq, &dk,
-                                   &dv)) {
+  AttentionCall call;
+  call.is_backward = true;
+  if (!read_call(args, kwargs, call)) {
     return nullptr;
   }
-  call.has_dlse = dlse != Py_None;
-  call.has_gradients = dq != Py_None || dk != Py_None || dv != Py_None;
-  forward.op = backward_op(call.has_gradients);
-  if (!read_tensor(q, forward.q) || !read_tensor(k, forward.k) || !read_tensor(v, forward.v) ||
-      !read_tensor(dout, call.dout) || !read_tensor(out, call.out) || !read_tensor(lse, call.lse)) {
-    return nullptr;
-  }
-  if (call.has_dlse && !read_tensor(dlse, call.dlse)) {
-    return nullptr;
-  }
-  if (call.has_gradients &&
-      (!read_tensor(dq, call.dq) || !read_tensor(dk, call.dk) || !read_tensor(dv, call.dv))) {
+  bool const has_some = call.dq || call.dk || call.dv;
+  bool const has_all = call.dq && call.dk && call.dv;
+  if (!call.dout || !call.out || !call.lse || has_some != has_all) {
+    PyErr_SetString(PyExc_TypeError, "expected dout, out and lse, and all gradients or none");
     return nullptr;
   }
   return PyUnicode_FromString(check_backward(call).c_str());
 }
 
-// The arguments that the general ops have beyond those of the others.
-struct GeneralObjects {
-  PyObject* cu_seqlens_q;
-  PyObject* cu_seqlens_k;
-  PyObject* seqused_q;
-  PyObject* seqused_k;
-  PyObject* sinks;
-};
-
-// What none stands for: nothing is read, and is_there becomes false.
-bool read_optional(PyObject* object, TensorMeta& meta, bool& is_there) {
-  is_there = object != Py_None;
-  return !is_there || read_tensor(object, meta);
-}
-
-bool read_general(GeneralObjects const& objects, GeneralCall& call) {
-  bool has_q = false;
-  bool has_k = false;
-  if (!read_optional(objects.cu_seqlens_q, call.cu_seqlens_q, has_q) ||
-      !read_optional(objects.cu_seqlens_k, call.cu_seqlens_k, has_k)) {
-    return false;
+// What is wrong with a call that only has sizes, or "".
+std::string plan_error(AttentionCall const& call) {
+  int64_t smallest = 0;
+  for (TensorMeta const* meta : {&call.q, &call.k, &call.v}) {
+    smallest = std::min(smallest, *std::min_element(meta->size, meta->size + 5));
   }
-  call.is_packed = has_q || has_k;
-  return read_optional(objects.seqused_q, call.seqused_q, call.has_seqused_q) &&
-         read_optional(objects.seqused_k, call.seqused_k, call.has_seqused_k) &&
-         read_optional(objects.sinks, call.sinks, call.has_sinks);
-}
-
-PyObject* py_check_general(PyObject*, PyObject* args) {
-  PyObject *q, *k, *v, *out;
-  GeneralObjects objects;
-  long long left, right, chunk, sm_margin;
-  int causal;
-  GeneralCall call;
-  ForwardCall& forward = call.forward;
-  if (!PyArg_ParseTuple(args, "OOOOOOOOOdpLLLdLi", &q, &k, &v, &out, &objects.cu_seqlens_q,
-                        &objects.cu_seqlens_k, &objects.seqused_q, &objects.seqused_k,
-                        &objects.sinks, &forward.softmax_scale, &causal, &left, &right, &chunk,
-                        &call.softcap, &sm_margin, &forward.sm_count)) {
-    return nullptr;
+  if (smallest < 0) {
+    return error_text("explain", "sizes of 0 or more", text(smallest));
   }
-  forward.sm_margin = sm_margin;
-  call.causal = causal;
-  call.window_left = left;
-  call.window_right = right;
-  call.attention_chunk = chunk;
-  if (!read_tensor(q, forward.q) || !read_tensor(k, forward.k) || !read_tensor(v, forward.v) ||
-      !read_optional(out, forward.out, forward.has_out) || !read_general(objects, call)) {
-    return nullptr;
+  if (call.device.sm_count < 1) {
+    return error_text("explain", "sm_count to be 1 or more", text(call.device.sm_count));
   }
-  return PyUnicode_FromString(check_general(call).c_str());
-}
-
-PyObject* py_check_fp8(PyObject*, PyObject* args) {
-  PyObject *q, *k, *v, *out, *scales[3];
-  GeneralObjects objects;
-  long long left, right, chunk, sm_margin;
-  int causal, wants_max_logits;
-  Fp8Call call;
-  GeneralCall& general = call.general;
-  ForwardCall& forward = general.forward;
-  if (!PyArg_ParseTuple(args, "OOOOOOOspOOOOOdpLLLdLi", &q, &k, &v, &out, &scales[0], &scales[1],
-                        &scales[2], &call.out_dtype_name, &wants_max_logits, &objects.cu_seqlens_q,
-                        &objects.cu_seqlens_k, &objects.seqused_q, &objects.seqused_k,
-                        &objects.sinks, &forward.softmax_scale, &causal, &left, &right, &chunk,
-                        &general.softcap, &sm_margin, &forward.sm_count)) {
-    return nullptr;
-  }
-  call.out_dtype = dtype_from_name(call.out_dtype_name);
-  call.wants_max_logits = wants_max_logits;
-  forward.sm_margin = sm_margin;
-  general.causal = causal;
-  general.window_left = left;
-  general.window_right = right;
-  general.attention_chunk = chunk;
-  if (!read_tensor(q, forward.q) || !read_tensor(k, forward.k) || !read_tensor(v, forward.v) ||
-      !read_optional(out, forward.out, forward.has_out) || !read_general(objects, general)) {
-    return nullptr;
-  }
-  for (int i = 0; i < 3; ++i) {
-    if (!read_optional(scales[i], call.scales[i], call.has_scale[i])) {
-      return nullptr;
-    }
-  }
-  return PyUnicode_FromString(check_fp8(call).c_str());
-}
-
-PyObject* py_check_general_backward(PyObject*, PyObject* args) {
-  PyObject *dout, *dlse, *q, *k, *v, *out, *lse;
-  GeneralObjects objects;
-  long long left, right, chunk;
-  int causal;
-  GeneralBackwardCall call;
-  ForwardCall& forward = call.general.forward;
-  forward.op = "bwd";
-  if (!PyArg_ParseTuple(args, "OOOOOOOOOOOOdpLLLd", &dout, &dlse, &q, &k, &v, &out, &lse,
-                        &objects.cu_seqlens_q, &objects.cu_seqlens_k, &objects.seqused_q,
-                        &objects.seqused_k, &objects.sinks, &forward.softmax_scale, &causal, &left,
-                        &right, &chunk, &call.general.softcap)) {
-    return nullptr;
-  }
-  call.general.causal = causal;
-  call.general.window_left = left;
-  call.general.window_right = right;
-  call.general.attention_chunk = chunk;
-  if (!read_tensor(q, forward.q) || !read_tensor(k, forward.k) || !read_tensor(v, forward.v) ||
-      !read_tensor(dout, call.dout) || !read_tensor(out, call.out) || !read_tensor(lse, call.lse) ||
-      !read_optional(dlse, call.dlse, call.has_dlse) || !read_general(objects, call.general)) {
-    return nullptr;
-  }
-  return PyUnicode_FromString(check_general_backward(call).c_str());
+  return call.is_backward                     ? check_gradient_inputs(call)
+         : call.q.dtype == Dtype::kFloat8E4M3 ? check_fp8(call)
+                                              : check_forward(call);
 }
 
 // What only packed sequences have; of what depends on their lengths nothing is known.
@@ -418,34 +221,6 @@ PyObject* plan_dict(FwdProblem const& problem) {
   return dict.finish();
 }
 
-PyObject* py_plan_forward(PyObject*, PyObject* args, PyObject* kwargs) {
-  static char const* const names[] = {
-      "dtype",    "batch",       "seqlen_q",     "seqlen_k",        "heads_q",   "heads_k",
-      "head_dim", "head_dim_v",  "causal",       "pack_gqa",        "sm_margin", "sm_count",
-      "l2_bytes", "window_left", "window_right", "attention_chunk", "softcap",   "row_features",
-      "total_q",  "total_k",     "has_seqused",  "promote",         nullptr};
-  int pack_gqa;
-  PlanCall call;
-  if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "siiiiiiipiiiL|LLLdpiipp", const_cast<char**>(names), &call.dtype_name,
-          &call.batch, &call.seqlen_q, &call.seqlen_k, &call.heads_q, &call.heads_k, &call.head_dim,
-          &call.head_dim_v, &call.causal, &pack_gqa, &call.sm_margin, &call.sm_count,
-          &call.l2_bytes, &call.window_left, &call.window_right, &call.attention_chunk,
-          &call.softcap, &call.has_row_features, &call.total_q, &call.total_k, &call.has_seqused,
-          &call.promote) ||
-      !is_pack_gqa(pack_gqa)) {
-    return nullptr;
-  }
-  call.dtype = dtype_from_name(call.dtype_name);
-  std::string const error = call_error(call);
-  if (!error.empty()) {
-    return DictBuilder().string("reason", error.c_str()).finish();
-  }
-  FwdProblem problem = problem_of(call);
-  problem.pack_gqa = PackGqa(pack_gqa);
-  return plan_dict(problem);
-}
-
 // Nothing is launched for an empty problem.
 BwdPlan plan_any_backward(FwdProblem const& p) {
   bool const is_empty = p.batch == 0 || p.heads_q == 0 || p.seqlen_q == 0 || p.seqlen_k == 0;
@@ -470,30 +245,19 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
   return dict.finish();
 }
 
-PyObject* py_plan_backward(PyObject*, PyObject* args, PyObject* kwargs) {
-  static char const* const names[] = {
-      "dtype",    "batch",         "seqlen_q",    "seqlen_k",     "heads_q",
-      "heads_k",  "head_dim",      "head_dim_v",  "causal",       "sm_count",
-      "l2_bytes", "deterministic", "window_left", "window_right", "attention_chunk",
-      "softcap",  "total_q",       "total_k",     "has_seqused",  nullptr};
-  int deterministic = 0;
-  PlanCall call;
-  if (!PyArg_ParseTupleAndKeywords(
-          args, kwargs, "siiiiiiipiL|pLLLdiip", const_cast<char**>(names), &call.dtype_name,
-          &call.batch, &call.seqlen_q, &call.seqlen_k, &call.heads_q, &call.heads_k, &call.head_dim,
-          &call.head_dim_v, &call.causal, &call.sm_count, &call.l2_bytes, &deterministic,
-          &call.window_left, &call.window_right, &call.attention_chunk, &call.softcap,
-          &call.total_q, &call.total_k, &call.has_seqused)) {
+template <bool kIsBackward>
+PyObject* py_plan(PyObject*, PyObject* args, PyObject* kwargs) {
+  AttentionCall call;
+  call.is_backward = kIsBackward;
+  if (!read_call(args, kwargs, call)) {
     return nullptr;
   }
-  call.dtype = dtype_from_name(call.dtype_name);
-  std::string const error = backward_call_error(call);
+  std::string const error = plan_error(call);
   if (!error.empty()) {
     return DictBuilder().string("reason", error.c_str()).finish();
   }
-  FwdProblem problem = problem_of(call);
-  problem.deterministic = deterministic;
-  return backward_plan_dict(problem);
+  FwdProblem const problem = problem_of(call);
+  return kIsBackward ? backward_plan_dict(problem) : plan_dict(problem);
 }
 
 PyObject* list_variants(int count, void (*add)(DictBuilder&, int)) {
@@ -526,15 +290,13 @@ PyCFunction method(Function function) {
 constexpr int kKeywords = METH_VARARGS | METH_KEYWORDS;
 
 PyMethodDef methods[] = {
-    {"check_forward", method(py_check_forward), kKeywords, "Error text of a call; empty if fine."},
-    {"check_backward", method(py_check_backward), kKeywords,
-     "Error text of a call of the backward; empty if fine."},
-    {"check_general", py_check_general, METH_VARARGS, "check_forward of the general ops."},
-    {"check_fp8", py_check_fp8, METH_VARARGS, "check_forward of the ops on float8_e4m3fn."},
-    {"check_general_backward", py_check_general_backward, METH_VARARGS,
-     "check_backward of the general ops."},
-    {"plan_forward", method(py_plan_forward), kKeywords, "How a forward problem would be run."},
-    {"plan_backward", method(py_plan_backward), kKeywords, "How its gradients would be computed."},
+    {"check_forward", method(py_check<check_forward>), kKeywords,
+     "Error text of a call; empty if fine."},
+    {"check_fp8", method(py_check<check_fp8>), kKeywords,
+     "check_forward of the ops on float8_e4m3fn."},
+    {"check_backward", method(py_check_backward), kKeywords, "check_forward of the gradients."},
+    {"plan_forward", method(py_plan<false>), kKeywords, "How a forward problem would be run."},
+    {"plan_backward", method(py_plan<true>), kKeywords, "How its gradients would be computed."},
     {"variants", py_variants, METH_NOARGS, "Facts of every forward variant."},
     {"backward_variants", py_backward_variants, METH_NOARGS, "Facts of every backward variant."},
     {nullptr, nullptr, 0, nullptr}};

@@ -6,6 +6,7 @@
     forward_<shape>.cu   compile units, named after the first of their shapes
     bwd_variants.h ...   the same of the backward
     wgmma_shapes.h       shapes of products that CuTe does not offer (generate_wgmma_shapes.py)
+    attention_arguments.h   the arguments of a call (generate_arguments.py)
 
 FLASH_ATTN3_VARIANTS builds a subset: a comma list of glob patterns on names, such as
 `FwdBf16D128*`. A file is rewritten only if its text changed.
@@ -19,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent / 'device')]
+sys.path[:0] = [str(_HERE), str(_HERE.parent / 'device'), str(_HERE.parent / 'dispatch')]
+import generate_arguments  # noqa: E402
 import generate_wgmma_shapes  # noqa: E402
 from variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant  # noqa: E402
 
@@ -161,6 +163,7 @@ def generate(folder: Path, patterns: str = '') -> list[Path]:
     built = select([variant for family in FAMILIES for variant in family.variants], patterns)
     folder.mkdir(parents=True, exist_ok=True)
     _write_if_changed(folder / 'wgmma_shapes.h', generate_wgmma_shapes.header())
+    _write_if_changed(folder / 'attention_arguments.h', generate_arguments.header())
     return [path for family in FAMILIES for path in _generate_family(folder, family, built)]
 
 

@@ -1,109 +1,107 @@
-// The dense backward ops on CUDA: check, allocate, plan, launch (backward_launch.h). Boxed by hand,
+// The backward ops on CUDA: check, allocate, plan, launch (backward_launch.h). Boxed by hand,
 // without synchronisation, on the current stream of q's device, like the forward ops.
 #include <utility>
 
 #include "dispatch/checks_backward.h"
 #include "dispatch/device_info.h"
+#include "dispatch/problem_of_call.h"
 #include "ops/backward_launch.h"
+#include "ops/general_launch.h"
 #include "ops/library.h"
 
 namespace fa3 {
 namespace {
 
-// What a user passed. The members are read off the stack in this order.
-struct BackwardArguments {
+struct BackwardCall {
+  BoxedStack args;  // at the argument after the tensors
   BackwardTensors tensors;
-  double softmax_scale;
-  bool causal;
-  bool deterministic;
+  AttentionCall call;
+
+  BackwardCall(StableIValue* stack, bool has_gradients)
+      : args(stack), tensors(BackwardTensors::read(args, has_gradients)) {
+    call.is_backward = true;
+    tensors.describe_in(call);
+  }
 };
 
-BackwardArguments read_arguments(StableIValue* stack, bool has_gradients) {
-  BoxedStack args(stack);
-  return BackwardArguments{BackwardTensors::read(args, has_gradients), args.real(), args.flag(),
-                           args.flag()};
-}
-
-BackwardCall describe_call(BackwardArguments const& args) {
-  BackwardTensors const& tensors = args.tensors;
-  BackwardCall call;
-  call.forward.q = describe(tensors.q);
-  call.forward.k = describe(tensors.k);
-  call.forward.v = describe(tensors.v);
-  call.forward.softmax_scale = args.softmax_scale;
-  call.dout = describe(tensors.dout);
-  call.out = describe(tensors.out);
-  call.lse = describe(tensors.lse);
-  call.has_dlse = tensors.dlse != nullptr;
-  if (call.has_dlse) {
-    call.dlse = describe(tensors.dlse);
-  }
-  call.has_gradients = tensors.dq != nullptr;
-  if (call.has_gradients) {
-    call.dq = describe(tensors.dq);
-    call.dk = describe(tensors.dk);
-    call.dv = describe(tensors.dv);
-  }
-  call.forward.op = backward_op(call.has_gradients);
-  return call;
-}
-
-FwdProblem problem_of(BackwardCall const& call, BackwardArguments const& args,
-                      DeviceInfo const& info) {
-  TensorMeta const& q = call.forward.q;
-  TensorMeta const& k = call.forward.k;
-  FwdProblem problem;
-  problem.dtype = q.dtype;
-  problem.batch = int(q.size[0]);
-  problem.seqlen_q = int(q.size[1]);
-  problem.seqlen_k = int(k.size[1]);
-  problem.heads_q = int(q.size[2]);
-  problem.heads_k = int(k.size[2]);
-  problem.head_dim = int(q.size[3]);
-  problem.head_dim_v = int(call.forward.v.size[3]);
-  problem.set_dense(args.causal);
-  problem.deterministic = args.deterministic;
-  problem.device = limits_of(info);
-  return problem;
-}
-
-// Computes into the gradients, which it allocates if they are null.
-void run_backward(BackwardArguments& args) {
-  BackwardCall call = describe_call(args);
-  TensorMeta const& q = call.forward.q;
-  DeviceInfo const info = device_info_of(q);
-  call.forward.sm_count = info.sm_count;
-  throw_if(check_backward(call));
-
+// Computes into the gradients, which it allocates if they are null. dsinks: (heads_q), zero; with
+// sinks.
+void run_backward(BackwardTensors& tensors, AttentionCall const& call, OwnedTensor const& dsinks) {
+  char const* const op = call.op();
   BwdParams params;
-  params.problem = problem_of(call, args, info);
-  params.softmax_scale = float(args.softmax_scale);
+  params.problem = problem_of(call);
+  params.sinks = data_of<float>(call.score.sinks);
+  params.dsinks = call.score.sinks ? static_cast<float*>(mutable_data(dsinks)) : nullptr;
+  params.lengths = lengths_of(call);
+  params.softmax_scale = float(call.softmax_scale());
+  params.softcap = float(call.score.softcap);
+  tensors.allocate_gradients(op);
   FwdProblem const& problem = params.problem;
-  DeviceGuard const guard(q.device_index);
-  args.tensors.allocate_gradients(call.forward.op);
-  bool const has_queries = problem.batch > 0 && problem.heads_q > 0 && problem.seqlen_q > 0;
-  if (has_queries && problem.seqlen_k > 0) {
-    launch_backward(call.forward.op, args.tensors, params);
+  int const queries = problem.is_packed ? problem.total_q : problem.seqlen_q;
+  int const keys = problem.is_packed ? problem.total_k : problem.seqlen_k;
+  bool const has_queries = problem.batch > 0 && problem.heads_q > 0 && queries > 0;
+  // Without keys, sinks have a gradient all the same.
+  if (has_queries && (keys > 0 || call.score.sinks)) {
+    launch_backward(op, tensors, params);
   } else {
-    args.tensors.zero_gradients();
+    tensors.zero_gradients();
   }
 }
+
+void check(AttentionCall& call) {
+  call.device = limits_of(device_info_of(call.q));
+  throw_if(check_backward(call));
+}
+
+void box_gradients(StableIValue* stack, BackwardTensors& tensors) {
+  stack[0] = boxed(std::move(tensors.dq));
+  stack[1] = boxed(std::move(tensors.dk));
+  stack[2] = boxed(std::move(tensors.dv));
+}
+
+template <bool kHasGradients>
+void boxed_backward(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  constexpr int kGiven = kHasGradients ? 3 : 0;
+  constexpr int kScalars = 3;
+  expect_schema(kHasGradients ? "bwd_out" : "bwd", {num_args, num_outputs},
+                {BackwardTensors::kInputs + kGiven + kScalars, 3 - kGiven});
+  BackwardCall args(stack, kHasGradients);
+  AttentionCall& call = args.call;
+  call.score.softmax_scale = args.args.real();
+  args.args.read(call.score.causal);
+  args.args.read(call.gradients.deterministic);
+  check(call);
+  DeviceGuard const guard(call.q.device_index);
+  run_backward(args.tensors, call, OwnedTensor());
+  if (!kHasGradients) {
+    box_gradients(stack, args.tensors);
+  }
+}
+
+void boxed_general(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  constexpr int kArguments =
+      LengthArguments::kCount + ScoreArguments::kCount + GradientArguments::kCount;
+  expect_schema("bwd_general", {num_args, num_outputs}, {BackwardTensors::kInputs + kArguments, 4});
+  BackwardCall args(stack, /*has_gradients=*/false);
+  AttentionCall& call = args.call;
+  args.args.read_groups(call.lengths, call.score, call.gradients);
+  check(call);
+  DeviceGuard const guard(call.q.device_index);
+  // Empty without sinks.
+  int64_t const size = call.score.sinks ? call.score.sinks->size[0] : 0;
+  OwnedTensor dsinks = allocate(call.op(), &size, 1, Dtype::kFloat32, call.q.device_index);
+  require(aoti_torch_zero_(dsinks.get()), "fill the gradient of sinks");
+  run_backward(args.tensors, call, dsinks);
+  box_gradients(stack, args.tensors);
+  stack[3] = boxed(std::move(dsinks));
+}
+
+constexpr BoxedOp kOps[] = {{"bwd", &boxed_backward<false>},
+                            {"bwd_out", &boxed_backward<true>},
+                            {"bwd_general", &boxed_general}};
 
 }  // namespace
 
-void bwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema("bwd", {num_args, num_outputs}, {10, 3});
-  BackwardArguments args = read_arguments(stack, /*has_gradients=*/false);
-  run_backward(args);
-  stack[0] = boxed(std::move(args.tensors.dq));
-  stack[1] = boxed(std::move(args.tensors.dk));
-  stack[2] = boxed(std::move(args.tensors.dv));
-}
-
-void bwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema("bwd_out", {num_args, num_outputs}, {13, 0});
-  BackwardArguments args = read_arguments(stack, /*has_gradients=*/true);
-  run_backward(args);
-}
+std::span<BoxedOp const> backward_ops() { return kOps; }
 
 }  // namespace fa3

@@ -97,6 +97,23 @@ BackwardTensors BackwardTensors::read(BoxedStack& args, bool has_gradients) {
       args.tensor(), args.tensor(),          gradient(),    gradient(),    gradient()};
 }
 
+void BackwardTensors::describe_in(AttentionCall& call) const {
+  call.q = describe(q);
+  call.k = describe(k);
+  call.v = describe(v);
+  call.dout = describe(dout);
+  call.out = describe(out);
+  call.lse = describe(lse);
+  if (dlse) {
+    call.dlse = describe(dlse);
+  }
+  if (dq) {
+    call.dq = describe(dq);
+    call.dk = describe(dk);
+    call.dv = describe(dv);
+  }
+}
+
 void BackwardTensors::allocate_gradients(char const* op) {
   if (!dq) {
     dq = allocate_like(op, q);

@@ -1,7 +1,7 @@
 // What the backward ops do to launch a planned problem.
 #pragma once
 
-#include "core/problem.h"
+#include "dispatch/attention_call.h"
 #include "ops/boxed_stack.h"
 #include "ops/cuda_call.h"
 
@@ -23,6 +23,8 @@ struct BackwardTensors {
   static constexpr int kInputs = 7;
 
   static BackwardTensors read(BoxedStack& args, bool has_gradients);
+
+  void describe_in(AttentionCall& call) const;
 
   // Null gradients become new tensors like q, k and v.
   void allocate_gradients(char const* op);

@@ -1,11 +1,14 @@
 // Reads the arguments of a boxed op off its stack, in the order of the schema, and takes over what
 // they own.
+//
+// Boxed ops: the stack brings the arguments of the schema in flash_attn3/_library.py and takes the
+// results.
 #pragma once
 
 #include <bit>
 #include <optional>
 
-#include "core/problem.h"
+#include "attention_arguments.h"
 #include "ops/tensor_handle.h"
 
 namespace fa3 {
@@ -37,10 +40,27 @@ class BoxedStack {
     return value ? std::optional(std::bit_cast<int64_t>(*value)) : std::nullopt;
   }
 
-  // bool? pack_gqa
-  PackGqa pack_gqa() {
+  // Into a field of a call. Tensors are described, and kept for as long as the stack is.
+  void read(int64_t& field) { field = integer(); }
+  void read(double& field) { field = real(); }
+  void read(bool& field) { field = flag(); }
+  void read(std::optional<double>& field) { field = optional_real(); }
+  void read(std::optional<bool>& field) {
     auto const value = optional();
-    return !value ? PackGqa::kHeuristic : *value != 0 ? PackGqa::kAlways : PackGqa::kNever;
+    field = value ? std::optional(*value != 0) : std::nullopt;
+  }
+  void read(std::optional<TensorMeta>& field) {
+    OwnedTensor& kept = kept_[kept_count_++];
+    kept = optional_tensor();
+    if (kept) {
+      field = describe(kept);
+    }
+  }
+
+  // All arguments of some groups, in their order.
+  template <class... Groups>
+  void read_groups(Groups&... groups) {
+    (groups.visit([this](char const*, auto& field) { read(field); }), ...);
   }
 
  private:
@@ -50,6 +70,8 @@ class BoxedStack {
   }
 
   StableIValue* next_;
+  OwnedTensor kept_[kTensorArguments];
+  int kept_count_ = 0;
 };
 
 inline StableIValue boxed(OwnedTensor tensor) {

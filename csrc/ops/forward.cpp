@@ -4,87 +4,29 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <cmath>
-#include <optional>
-#include <stdexcept>
 #include <utility>
 
 #include "dispatch/checks.h"
 #include "dispatch/device_info.h"
-#include "ops/boxed_stack.h"
+#include "dispatch/problem_of_call.h"
+#include "ops/forward_call.h"
 #include "ops/forward_launch.h"
 #include "ops/library.h"
 
 namespace fa3 {
 namespace {
 
-// What a user passed. The members are read off the stack in this order.
-struct ForwardArguments {
-  OwnedTensor q;
-  OwnedTensor k;
-  OwnedTensor v;
-  OwnedTensor out;  // null: to be allocated
-  std::optional<double> softmax_scale;
-  bool causal;
-  PackGqa pack_gqa;
-  int64_t sm_margin;
-};
-
-ForwardArguments read_arguments(StableIValue* stack, bool has_out) {
-  BoxedStack args(stack);
-  return ForwardArguments{
-      args.tensor(),        args.tensor(), args.tensor(),   has_out ? args.tensor() : OwnedTensor(),
-      args.optional_real(), args.flag(),   args.pack_gqa(), args.integer()};
-}
-
-// head_dim ** -0.5, if none was given.
-double softmax_scale(ForwardArguments const& args, TensorMeta const& q) {
-  return args.softmax_scale ? *args.softmax_scale : 1 / std::sqrt(double(q.size[3]));
-}
-
-ForwardCall describe_call(ForwardArguments const& args) {
-  ForwardCall call;
-  call.q = describe(args.q);
-  call.k = describe(args.k);
-  call.v = describe(args.v);
-  call.has_out = args.out != nullptr;
-  if (call.has_out) {
-    call.out = describe(args.out);
-  }
-  call.softmax_scale = softmax_scale(args, call.q);
-  call.sm_margin = args.sm_margin;
-  return call;
-}
-
-FwdProblem problem_of(ForwardCall const& call, ForwardArguments const& args,
-                      DeviceInfo const& info) {
-  FwdProblem problem;
-  problem.dtype = call.q.dtype;
-  problem.batch = int(call.q.size[0]);
-  problem.seqlen_q = int(call.q.size[1]);
-  problem.seqlen_k = int(call.k.size[1]);
-  problem.heads_q = int(call.q.size[2]);
-  problem.heads_k = int(call.k.size[2]);
-  problem.head_dim = int(call.q.size[3]);
-  problem.head_dim_v = int(call.v.size[3]);
-  problem.set_dense(args.causal);
-  problem.pack_gqa = args.pack_gqa;
-  problem.sm_margin = int(args.sm_margin);
-  problem.device = limits_of(info);
-  return problem;
-}
-
 // Computes into args.out, which it allocates if it is null. Gives the LSE, or null if nobody wants
 // it: an allocation costs a tenth of the host time of a call.
-OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
-  ForwardCall call = describe_call(args);
-  char const* const op = op_of(call);
+OwnedTensor run_forward(ForwardCall& args, bool wants_lse) {
+  AttentionCall& call = args.call;
+  char const* const op = call.op();
   int const device = call.q.device_index;
-  DeviceInfo const info = device_info_of(call.q);
-  call.sm_count = info.sm_count;
-  throw_if(check_forward(call));
+  call.device = limits_of(device_info_of(call.q));
+  throw_if(check_dense(call));
 
   FwdParams params;
-  params.problem = problem_of(call, args, info);
+  params.problem = problem_of(call);
   ForwardLaunch launch(params);
   DeviceGuard const guard(device);
   int64_t const* const q_size = call.q.size;
@@ -108,48 +50,42 @@ OwnedTensor run_forward(ForwardArguments& args, bool wants_lse) {
   params.k = readable(op, args.k, call.k);
   params.v = readable(op, args.v, call.v);
   params.lse = lse ? static_cast<float*>(mutable_data(lse)) : nullptr;
-  params.softmax_scale = float(call.softmax_scale);
+  params.softmax_scale = float(call.softmax_scale());
   launch.run(op, params, args.out);
   return lse;
 }
 
-// What all ops of this file do. The results, in order: out unless it was given, the LSE if wanted.
-void run_boxed(StableIValue* stack, bool has_out, bool wants_lse) {
-  ForwardArguments args = read_arguments(stack, has_out);
-  OwnedTensor lse = run_forward(args, wants_lse);
-  if (!has_out) {
+// The schemas of the hot ops are short: each argument costs host time. The last argument of fwd,
+// deterministic, is for the gradients.
+constexpr int kScalars = 4;
+
+// The results, in order: out unless it was given, the LSE if wanted.
+template <bool kHasOut, bool kWantsLse, int kUnread = 0>
+void boxed_forward(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  expect_schema("fwd", {num_args, num_outputs},
+                {3 + kHasOut + kScalars + kUnread, !kHasOut + kWantsLse});
+  ForwardCall args(stack, kHasOut);
+  args.args.read(args.call.score.softmax_scale);
+  args.args.read(args.call.score.causal);
+  args.args.read(args.call.execution.pack_gqa);
+  args.args.read(args.call.execution.sm_margin);
+  OwnedTensor lse = run_forward(args, kWantsLse);
+  if (!kHasOut) {
     *stack++ = boxed(std::move(args.out));
   }
-  if (wants_lse) {
+  if (kWantsLse) {
     *stack = boxed(std::move(lse));
   }
 }
 
+constexpr BoxedOp kOps[] = {{"fwd", &boxed_forward<false, true, 1>},
+                            {"_fwd", &boxed_forward<false, true>},
+                            {"_fwd_no_lse", &boxed_forward<false, false>},
+                            {"fwd_out", &boxed_forward<true, true>},
+                            {"fwd_out_no_lse", &boxed_forward<true, false>}};
+
 }  // namespace
 
-void fwd_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema("fwd", {num_args, num_outputs}, {7, 2});
-  run_boxed(stack, /*has_out=*/false, /*wants_lse=*/true);
-}
-
-void fwd_traced_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema("fwd", {num_args, num_outputs}, {8, 2});
-  run_boxed(stack, /*has_out=*/false, /*wants_lse=*/true);
-}
-
-void fwd_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema("fwd", {num_args, num_outputs}, {7, 1});
-  run_boxed(stack, /*has_out=*/false, /*wants_lse=*/false);
-}
-
-void fwd_out_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema("fwd", {num_args, num_outputs}, {8, 1});
-  run_boxed(stack, /*has_out=*/true, /*wants_lse=*/true);
-}
-
-void fwd_out_no_lse_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema("fwd", {num_args, num_outputs}, {8, 0});
-  run_boxed(stack, /*has_out=*/true, /*wants_lse=*/false);
-}
+std::span<BoxedOp const> forward_ops() { return kOps; }
 
 }  // namespace fa3

@@ -5,19 +5,12 @@
 #include "ops/library.h"
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
-  m.impl("fwd", &fa3::fwd_traced_boxed);
-  m.impl("_fwd", &fa3::fwd_boxed);
-  m.impl("_fwd_no_lse", &fa3::fwd_no_lse_boxed);
-  m.impl("fwd_out", &fa3::fwd_out_boxed);
-  m.impl("fwd_out_no_lse", &fa3::fwd_out_no_lse_boxed);
-  m.impl("_fwd_general", &fa3::fwd_general_boxed);
-  m.impl("fwd_general", &fa3::fwd_general_traced_boxed);
-  m.impl("fwd_general_out", &fa3::fwd_general_out_boxed);
-  m.impl("bwd", &fa3::bwd_boxed);
-  m.impl("bwd_general", &fa3::bwd_general_boxed);
-  m.impl("bwd_out", &fa3::bwd_out_boxed);
-  m.impl("fwd_fp8", &fa3::fwd_fp8_boxed);
-  m.impl("fwd_fp8_out", &fa3::fwd_fp8_out_boxed);
+  for (auto const ops :
+       {fa3::forward_ops(), fa3::general_ops(), fa3::fp8_ops(), fa3::backward_ops()}) {
+    for (fa3::BoxedOp const& op : ops) {
+      m.impl(op.name, op.run);
+    }
+  }
   m.impl("quantize_fp8", &fa3::quantize_fp8_boxed);
   m.impl("quantize_qkv_fp8", &fa3::quantize_qkv_fp8_boxed);
 }

@@ -23,9 +23,9 @@ Q_SIZES, K_SIZES = (2, 128, 8, 64), (2, 256, 4, 64)
 Q, K = tensor(*Q_SIZES), tensor(*K_SIZES)
 
 
-def check(q=Q, k=K, v=None, out=None, softmax_scale=0.125, sm_margin=0, pack_gqa=2, sm_count=132):
+def check(q=Q, k=K, v=None, sm_count=132, **others):
     v = k if v is None else v
-    return _plan.check_forward(q, k, v, out, softmax_scale, sm_margin, pack_gqa, sm_count)
+    return _plan.check_forward(q=q, k=k, v=v, sm_count=sm_count, **others)
 
 
 def all_inputs(head_dim=64, **common):

@@ -36,7 +36,7 @@ def packed(batch=3, **common):
 
 
 def check(call, sm_margin=0, sm_count=132):
-    return _plan.check_general(*call.values(), sm_margin, sm_count)
+    return _plan.check_forward(**call, sm_margin=sm_margin, sm_count=sm_count)
 
 
 def backward(call, **changes):
@@ -48,9 +48,8 @@ def backward(call, **changes):
     out = tensor(*sizes[:-1], call['v'][3][-1], dtype=call['q'][0], device=device, index=index)
     lse = tensor(*of_lse, dtype='float64' if call['q'][0] == 'float64' else 'float32',
                  device=device, index=index)
-    tensors = {'dout': out, 'dlse': lse, **{name: call[name] for name in 'qkv'}, 'out': out,
-               'lse': lse, **{name: call[name] for name in (*LISTS, *SCORES)}} | changes
-    return _plan.check_general_backward(*tensors.values())
+    tensors = call | {'dout': out, 'dlse': lse, 'out': out, 'lse': lse} | changes
+    return _plan.check_backward(**tensors)
 
 
 GOOD = {

@@ -26,7 +26,8 @@ MAY_INCLUDE = {
 }
 GENERATED = {'fwd_variants.h': {'dispatch', 'host'}, 'fwd_built.inc': {'ops', 'host'},
              'fwd_registry.inc': {'ops'}, 'bwd_variants.h': {'dispatch', 'host'},
-             'bwd_built.inc': {'ops', 'host'}, 'bwd_registry.inc': {'ops'}}
+             'bwd_built.inc': {'ops', 'host'}, 'bwd_registry.inc': {'ops'},
+             'attention_arguments.h': {'dispatch', 'ops'}}
 FILES = [path for path in sorted(CSRC.rglob('*')) if path.suffix in ('.h', '.cpp', '.cu', '.inc')]
 
 

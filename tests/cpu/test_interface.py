@@ -165,18 +165,17 @@ def test_bad_input(bad):
 
 @pytest.mark.parametrize('bad', bad_inputs.EVERYWHERE + bad_inputs.KERNEL_RULES, ids=str)
 def test_bad_input_by_the_rules_of_the_kernels(bad):
-    arguments = {'out': None, 'softmax_scale': 1.0, 'sm_margin': 0} | bad.arguments('cpu')
-    assert checks.problem_text(**arguments, rules_of='cuda').startswith(bad.text)
+    assert checks.problem_text(bad.arguments('cpu'), rules_of='cuda').startswith(bad.text)
 
 
 def test_good_input_by_the_rules_of_the_kernels():
-    good = bad_inputs.good_arguments('cpu') | {'out': None, 'softmax_scale': 1.0, 'sm_margin': 0}
-    assert checks.problem_text(**good, rules_of='cuda') == ''
+    good = bad_inputs.good_arguments('cpu')
+    assert checks.problem_text(good, rules_of='cuda') == ''
 
 
 def test_tensors_on_two_devices():
     good = bad_inputs.good_arguments('cpu')
-    text = checks.problem_text(good['q'], good['k'].to('meta'), good['v'], None, 1.0, 0)
+    text = checks.problem_text(good | {'k': good['k'].to('meta')})
     assert text == 'flash_attn3.fwd: expected k on the device of q, cpu, got meta'
 
 

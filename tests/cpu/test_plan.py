@@ -7,21 +7,31 @@ from hypothesis import strategies as st
 import pytest
 
 from flash_attn3 import _plan
+from flash_attn3.checks import describe_sizes
 from tests import _host
 from tests.cpu.drawn import examples
 
-NEVER, ALWAYS, HEURISTIC = 0, 1, 2
+NEVER, ALWAYS, HEURISTIC = False, True, None
 MASKS = ['full', 'causal', 'general', 'softcap']    # numbers of core/mask_limits.h, MaskKind
 H200 = {'sm_count': 132, 'l2_bytes': 50 << 20}
 
 
-def plan(seqlen_q=1024, seqlen_k=1024, *, batch=2, heads_q=8, heads_k=8, head_dim=128,
-         head_dim_v=None, causal=False, dtype='bfloat16', pack_gqa=HEURISTIC, sm_margin=0,
-         **others):
-    return _plan.plan_forward(
-        dtype=dtype, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q,
-        heads_k=heads_k, head_dim=head_dim, head_dim_v=head_dim_v or head_dim, causal=causal,
-        pack_gqa=pack_gqa, sm_margin=sm_margin, **(H200 | others))
+def plan(seqlen_q=1024, seqlen_k=1024, **others):
+    return _plan.plan_forward(**call_of_sizes(seqlen_q, seqlen_k, **others))
+
+
+def call_of_sizes(seqlen_q, seqlen_k, *, batch=2, heads_q=8, heads_k=8, head_dim=128,
+                  head_dim_v=None, dtype='bfloat16', totals=None, has_seqused=False, **others):
+    """What `_plan` takes. totals: rows of packed sequences; seqlen_q and seqlen_k are hints."""
+    rows_q, rows_k = (batch, seqlen_q), (batch, seqlen_k)
+    if totals is not None:
+        rows_q, rows_k = ((total,) for total in totals)
+        starts, used = (describe_sizes((size,), 'int32') for size in (batch + 1, batch))
+        others |= {'cu_seqlens_q': starts, 'cu_seqlens_k': starts, 'max_seqlen_q': seqlen_q,
+                   'max_seqlen_k': seqlen_k, 'seqused_k': used if has_seqused else None}
+    return H200 | {'q': describe_sizes((*rows_q, heads_q, head_dim), dtype),
+                   'k': describe_sizes((*rows_k, heads_k, head_dim), dtype),
+                   'v': describe_sizes((*rows_k, heads_k, head_dim_v or head_dim), dtype)} | others
 
 
 def ceil_div(a, b):
@@ -223,7 +233,7 @@ def test_no_lead_where_it_gains_nothing():
 def test_the_lead_of_the_longest_packed_sequence(seqlen, lead):
     """That of a dense batch of such sequences: of 192 x 96, 2048 rows gain nothing by one."""
     options = dict(causal=True, dtype='float8_e4m3fn', pack_gqa=NEVER)
-    facts = plan(seqlen, seqlen, batch=16, total_q=16 * seqlen, total_k=16 * seqlen, **options)
+    facts = plan(seqlen, seqlen, batch=16, totals=2 * (16 * seqlen,), **options)
     assert (facts['tile_m'], facts['tile_n'], facts['lead']) == (192, 96, lead)
     assert plan(seqlen, seqlen, batch=16, **options)['lead'] == lead
 
@@ -344,8 +354,3 @@ def test_no_plan_says_why(change, reason):
     facts = plan(**change)
     assert list(facts) == ['reason']
     assert facts['reason'].startswith(f'flash_attn3.{reason}')
-
-
-def test_pack_gqa_out_of_range():
-    with pytest.raises(ValueError, match='pack_gqa is 0'):
-        plan(pack_gqa=3)

@@ -13,20 +13,14 @@ from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.masks import FULL
 from tests.cpu.test_backward_work import each_packed, some_mask, work_of
-from tests.cpu.test_plan import ceil_div
+from tests.cpu.test_plan import call_of_sizes, ceil_div
 
 VARIANTS = _plan.backward_variants()
 DTYPES, MASKS = ('float16', 'bfloat16'), ('full', 'causal', 'general', 'softcap')
 
 
-def plan(seqlen_q=1024, seqlen_k=1024, *, batch=2, heads_q=8, heads_k=8, head_dim=64, causal=False,
-         dtype='bfloat16', sm_count=132, l2_bytes=50 << 20, head_dim_v=None,
-         deterministic=False, **general):
-    return _plan.plan_backward(
-        dtype=dtype, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q,
-        heads_k=heads_k, head_dim=head_dim,
-        head_dim_v=head_dim if head_dim_v is None else head_dim_v, causal=causal,
-        sm_count=sm_count, l2_bytes=l2_bytes, deterministic=deterministic, **general)
+def plan(seqlen_q=1024, seqlen_k=1024, *, head_dim=64, **others):
+    return _plan.plan_backward(**call_of_sizes(seqlen_q, seqlen_k, head_dim=head_dim, **others))
 
 
 def head_dims(dtype, mask):

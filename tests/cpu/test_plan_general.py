@@ -9,7 +9,7 @@ from flash_attn3 import _plan
 from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import Drawn, masks
-from tests.cpu.test_plan import H200, MASKS, ceil_div, plan
+from tests.cpu.test_plan import MASKS, call_of_sizes, ceil_div, plan
 
 FACTS = {row['name']: row for row in _plan.variants()}
 DIMS = range(8, 257, 8)
@@ -60,7 +60,7 @@ def test_columns_of_values_in_one_launch():
 def test_plans_of_unequal_head_dims(mask, head_dim, head_dim_v, name, softcap_name, launches):
     """Full problems run on general variants; a softcap has none of unequal head dims."""
     facts = plan(4096, 4096, head_dim=head_dim, head_dim_v=head_dim_v, causal=mask == 'causal',
-                 softcap=3.0 * (mask == 'softcap'), row_features=mask == 'general')
+                 softcap=3.0 * (mask == 'softcap'), return_max_logits=mask == 'general')
     expected = {'full': f'{name}General', 'softcap': f'{softcap_name}Softcap'}.get(
         mask, f'{name}{mask.capitalize()}')
     assert facts['name'].startswith(f'FwdBf16{expected}')
@@ -119,7 +119,7 @@ def test_a_window_visits_its_share_of_the_keys():
     assert facts['visited_share'] == pytest.approx((9 * 64 - 36) / 64 / 64)
 
 
-@pytest.mark.parametrize('name, kind', [('softcap', 'softcap'), ('row_features', 'general')])
+@pytest.mark.parametrize('name, kind', [('softcap', 'softcap'), ('return_max_logits', 'general')])
 def test_scores_of_general_kernels(name, kind):
     for causal in (False, True):
         facts, plain = plan(causal=causal, **{name: 1}), plan(causal=causal)
@@ -147,7 +147,7 @@ PACKED_SIZES = dict(batch=st.integers(0, 300), total_q=st.integers(0, 20000),
 @examples(300)
 def test_packed_tiles_and_grid(batch, total_q, total_k, heads_k, group, head_dim, causal, sm_margin,
                                hint, has_seqused):
-    facts = plan(hint, hint, batch=batch, total_q=total_q, total_k=total_k, heads_q=heads_k * group,
+    facts = plan(hint, hint, batch=batch, totals=(total_q, total_k), heads_q=heads_k * group,
                  heads_k=heads_k, head_dim=head_dim, causal=causal, sm_margin=sm_margin,
                  has_seqused=has_seqused)
     heads = heads_k * group // facts['pack']
@@ -192,15 +192,15 @@ def test_the_workspace_holds_header_tiles_and_sequences():
     (12, 1 << 20, 1)])
 def test_heads_that_go_through_a_sequence_together(heads_k, seqlen, section):
     """As many as fit into L2 with their keys and values, in sections of one size."""
-    facts = plan(seqlen, seqlen, batch=4, total_q=4 * seqlen, total_k=4 * seqlen,
+    facts = plan(seqlen, seqlen, batch=4, totals=2 * (4 * seqlen,),
                  heads_q=2 * heads_k, heads_k=heads_k)
     assert facts['section_heads'] == 2 * section // facts['pack']
 
 
 @pytest.mark.parametrize('window, section', [(1023, 12), (4095, 6), (8191, 3), (16383, 3)])
 def test_a_window_moves_on_with_the_queries(window, section):
-    """With twice as many keys as it has, or all: 1, 4, 8, 8 MiB a head."""
-    facts = plan(16384, 16384, batch=4, total_q=4 * 16384, total_k=4 * 16384, heads_q=24,
+    """Of twice as many keys as it has, or all: 1, 4, 8, 8 MiB a head."""
+    facts = plan(16384, 16384, batch=4, totals=2 * (4 * 16384,), heads_q=24,
                  heads_k=12, window_left=window, window_right=0)
     assert facts['section_heads'] == 2 * section // facts['pack']
 
@@ -223,7 +223,7 @@ def test_two_ctas_of_a_multiprocessor_for_short_sequences(seqlen_q, seqlen_k, is
                                                           head_dim):
     """However many rows the tensors have: the longest length tells how many tiles there are."""
     for total in (8192 * seqlen_q // 2, 8192 * seqlen_q):
-        facts = plan(seqlen_q, seqlen_k, batch=8192, total_q=total, total_k=8192 * seqlen_k,
+        facts = plan(seqlen_q, seqlen_k, batch=8192, totals=(total, 8192 * seqlen_k),
                      heads_q=16, heads_k=16, head_dim=head_dim, causal=causal)
         assert facts['name'].endswith('Tiny') is is_tiny
         assert facts['grid'] == (264 if is_tiny else 132)
@@ -237,7 +237,7 @@ def test_largest_divisor_below(n, end):
 
 
 def test_packed_plans_say_nothing_of_lengths_that_nobody_knows():
-    facts = plan(0, 0, batch=3, total_q=1000, total_k=2000)
+    facts = plan(0, 0, batch=3, totals=(1000, 2000))
     assert not {'flops', 'bytes', 'waves', 'useful_share'} & set(facts)
     assert facts['m_tiles'] == ceil_div(1000, facts['tile_m'])
 
@@ -250,8 +250,8 @@ def test_keys_of_a_tile_depend_on_the_said_lengths_alone(batch, total_q, total_k
     """A result depends on them: max_seqlen says which it is, whatever else is in the tensors."""
     total_q, total_k = max(total_q, hint), max(total_k, hint)
     sizes = dict(head_dim=head_dim, causal=causal)
-    alone = plan(hint, hint, batch=1, total_q=hint, total_k=hint, heads_q=1, heads_k=1, **sizes)
-    among_others = plan(hint, hint, batch=batch, total_q=total_q, total_k=total_k, heads_k=heads_k,
+    alone = plan(hint, hint, batch=1, totals=(hint, hint), heads_q=1, heads_k=1, **sizes)
+    among_others = plan(hint, hint, batch=batch, totals=(total_q, total_k), heads_k=heads_k,
                         heads_q=heads_k * group, sm_margin=sm_margin, has_seqused=has_seqused,
                         **sizes)
     if hint and batch:
@@ -264,16 +264,16 @@ def test_keys_of_a_tile_depend_on_the_said_lengths_alone(batch, total_q, total_k
     ({'attention_chunk': -1}, 'fwd: expected attention_chunk to be 0 (none) or more, got -1'),
     ({'softcap': -1.0}, 'fwd: expected softcap to be 0 (none) or a positive finite float32, '
                         'got -1'),
-    ({'total_q': 8, 'total_k': -1}, 'explain: expected sizes of 0 or more, got -1'),
+    ({'totals': (8, -1)}, 'explain: expected sizes of 0 or more, got -1'),
     ({'head_dim_v': 520, 'head_dim': 64}, 'fwd: expected v.size(3), the head_dim of the values, to '
                                           'be a multiple of 8 from 8 to 512, got 520'),
-    ({'head_dim': 100, 'total_q': 9, 'total_k': 9},
+    ({'head_dim': 100, 'totals': (9, 9)},
      'fwd: expected q.size(2), the head_dim, to be a multiple of 8 from 8 to 256, got 100; hint: '
      'pad q, k and v with zeros, and pass softmax_scale'),
-    ({'head_dim_v': 520, 'head_dim': 64, 'total_q': 9, 'total_k': 9},
+    ({'head_dim_v': 520, 'head_dim': 64, 'totals': (9, 9)},
      'fwd: expected v.size(2), the head_dim of the values, to be a multiple of 8 from 8 to 512, '
      'got 520'),
-    ({'total_q': 1 << 24, 'total_k': 1, 'batch': 1 << 26},
+    ({'totals': (1 << 24, 1), 'batch': 1 << 26},
      'fwd: expected heads * (floor(total / 64) + batch) of q to be at most 536870912, got '
      '538968064; hint: split the batch')])
 def test_no_plan_says_why(change, reason):
@@ -285,16 +285,15 @@ def test_no_plan_says_why(change, reason):
     ({'head_dim': 64, 'head_dim_v': 264},
      'v.size(3), the head_dim of the values, to be at most 256 for gradients, got 264; hint: give '
      'the columns of v to two calls'),
-    ({'head_dim': 64, 'head_dim_v': 512, 'total_q': 9, 'total_k': 9},
+    ({'head_dim': 64, 'head_dim_v': 512, 'totals': (9, 9)},
      'v.size(2), the head_dim of the values, to be at most 256 for gradients, got 512; hint: give '
      'the columns of v to two calls'),
-    ({'total_q': 8, 'total_k': 1 << 28, 'heads_q': 200, 'heads_k': 200},
+    ({'totals': (8, 1 << 28), 'heads_q': 200, 'heads_k': 200},
      'heads * (floor(total / 64) + batch) of k to be at most 536870912, got 838861200; hint: split '
      'the batch'),
     ({'seqlen_k': 1 << 28, 'heads_q': 200, 'heads_k': 200},
      'batch * heads * ceil(seqlen / 64) of k to be at most 536870912, got 1677721600; hint: split '
      'the batch')])
 def test_no_gradients_say_why(change, reason):
-    sizes = dict(dtype='bfloat16', batch=2, seqlen_q=8, seqlen_k=8, heads_q=8, heads_k=8,
-                 head_dim=128, head_dim_v=128, causal=False) | H200 | change
-    assert _plan.plan_backward(**sizes) == {'reason': f'flash_attn3.bwd: expected {reason}'}
+    call = call_of_sizes(**{'seqlen_q': 8, 'seqlen_k': 8} | change)
+    assert _plan.plan_backward(**call) == {'reason': f'flash_attn3.bwd: expected {reason}'}

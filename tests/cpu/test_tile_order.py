@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from flash_attn3 import _plan
 from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.test_plan import ceil_div, plan
@@ -91,8 +90,8 @@ def planned_loads(head_dim, seqlen, heads_q, heads_k, sm_margin):
     A tile costs more than those, to start and end: what the planner counts for it.
     """
     batch = 16384 // seqlen
-    facts = _plan.plan_forward('bfloat16', batch, seqlen, seqlen, heads_q, heads_k, head_dim,
-                               head_dim, True, 0, sm_margin, 132, 50 << 20)
+    facts = plan(seqlen, seqlen, batch=batch, heads_q=heads_q, heads_k=heads_k, head_dim=head_dim,
+                 causal=True, pack_gqa=False, sm_margin=sm_margin)
     m_tiles, rows = facts['m_tiles'], facts['tile_m']
     ends = [_host.CausalMask().block_range(m * rows, (m + 1) * rows, seqlen, seqlen,
                                            facts['tile_n'])[3] for m in range(m_tiles)]

@@ -122,7 +122,7 @@ def test_export(device):
 @pytest.mark.parametrize('bad', bad_inputs.EVERYWHERE + bad_inputs.KERNEL_RULES, ids=str)
 def test_bad_input_has_the_same_text_as_on_the_cpu(bad, cuda):
     arguments = bad.arguments(cuda)
-    text = checks.problem_text(**{'out': None, 'softmax_scale': 1.0, 'sm_margin': 0} | arguments)
+    text = checks.problem_text(arguments)
     assert text.startswith(bad.text)
     with pytest.raises(RuntimeError) as error:
         flash_attn_func(**arguments)

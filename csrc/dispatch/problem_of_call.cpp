@@ -1,4 +1,4 @@
-#include "dispatch/general_problem.h"
+#include "dispatch/problem_of_call.h"
 
 #include <algorithm>
 
@@ -13,28 +13,33 @@ int limit_of(int64_t window_side) {
 // How long the longest sequence may be: what the caller says, where that can be.
 int longest(int64_t hint, int64_t total) { return int(hint > 0 ? std::min(hint, total) : total); }
 
-void set_sizes(FwdProblem& problem, GeneralCall const& call, GeneralSizes const& sizes) {
-  TensorMeta const& q = call.forward.q;
-  TensorMeta const& k = call.forward.k;
-  int const heads_dim = call.is_packed ? 1 : 2;
+void set_sizes(FwdProblem& problem, AttentionCall const& call) {
+  TensorMeta const& q = call.q;
+  TensorMeta const& k = call.k;
+  LengthArguments const& lengths = call.lengths;
+  problem.is_packed = call.is_packed();
+  int const heads_dim = problem.is_packed ? 1 : 2;
   problem.dtype = q.dtype;
   problem.heads_q = int(q.size[heads_dim]);
   problem.heads_k = int(k.size[heads_dim]);
   problem.head_dim = int(q.size[heads_dim + 1]);
-  problem.head_dim_v = int(call.forward.v.size[heads_dim + 1]);
-  problem.is_packed = call.is_packed;
-  if (call.is_packed) {
-    problem.batch = int(call.cu_seqlens_q.size[0]) - 1;
-    problem.has_unused = call.has_seqused_q || call.has_seqused_k;
+  problem.head_dim_v = int(call.v.size[heads_dim + 1]);
+  if (problem.is_packed) {
+    problem.batch = int(lengths.cu_seqlens_q->size[0]) - 1;
+    problem.has_unused = lengths.seqused_q || lengths.seqused_k;
     problem.total_q = int(q.size[0]);
     problem.total_k = int(k.size[0]);
-    problem.seqlen_q = longest(sizes.max_seqlen_q, problem.total_q);
-    problem.seqlen_k = longest(sizes.max_seqlen_k, problem.total_k);
+    problem.seqlen_q = longest(lengths.max_seqlen_q, problem.total_q);
+    problem.seqlen_k = longest(lengths.max_seqlen_k, problem.total_k);
   } else {
     problem.batch = int(q.size[0]);
     problem.seqlen_q = int(q.size[1]);
     problem.seqlen_k = int(k.size[1]);
   }
+}
+
+PackGqa pack_gqa_of(std::optional<bool> asked) {
+  return !asked ? PackGqa::kHeuristic : *asked ? PackGqa::kAlways : PackGqa::kNever;
 }
 
 // Dense: the lengths say which limits hide nothing. (What the caller says of packed lengths is but
@@ -55,16 +60,16 @@ void drop_idle_limits(FwdProblem& problem, IntervalMask& mask) {
 
 }  // namespace
 
-FwdProblem general_problem(GeneralCall const& call, GeneralSizes const& sizes,
-                           bool has_row_features) {
+FwdProblem problem_of(AttentionCall const& call) {
   FwdProblem problem;
-  set_sizes(problem, call, sizes);
+  set_sizes(problem, call);
+  ScoreArguments const& score = call.score;
   IntervalMask mask;
-  mask.left = limit_of(call.window_left);
-  mask.right = call.causal ? 0 : limit_of(call.window_right);
-  if (call.attention_chunk > 0) {
+  mask.left = limit_of(score.window_left);
+  mask.right = score.causal ? 0 : limit_of(score.window_right);
+  if (score.attention_chunk > 0) {
     mask.is_chunked = true;
-    mask.chunk = FastDiv(int(std::min<int64_t>(call.attention_chunk, IntervalMask::kNoLimit)));
+    mask.chunk = FastDiv(int(std::min<int64_t>(score.attention_chunk, IntervalMask::kNoLimit)));
   }
   if (!problem.is_packed) {
     drop_idle_limits(problem, mask);
@@ -74,11 +79,18 @@ FwdProblem general_problem(GeneralCall const& call, GeneralSizes const& sizes,
                           (mask.right > 0 && mask.right < IntervalMask::kNoLimit);
   // FP8 kernels without a mask rely on each row seeing a key.
   bool const has_no_keys = problem.dtype == Dtype::kFloat8E4M3 && problem.seqlen_k == 0;
+  bool const has_row_features =
+      !call.is_backward && (score.sinks || call.execution.return_max_logits);
   bool const is_general = is_limited || problem.is_packed || has_row_features || has_no_keys;
-  problem.kind = call.softcap > 0  ? kSoftcapKernel
+  problem.kind = score.softcap > 0 ? kSoftcapKernel
                  : is_general      ? kGeneralKernel
                  : mask.right == 0 ? kCausalKernel
                                    : kFullKernel;
+  problem.promote = call.fp8.promote;
+  problem.pack_gqa = pack_gqa_of(call.execution.pack_gqa);
+  problem.sm_margin = int(call.execution.sm_margin);
+  problem.deterministic = call.gradients.deterministic;
+  problem.device = call.device;
   return problem;
 }
 

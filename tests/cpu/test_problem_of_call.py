@@ -1,4 +1,4 @@
-"""dispatch/general_problem.cpp: what becomes of a call's mask. Whatever is dropped, the visible
+"""dispatch/problem_of_call.cpp: what becomes of a call's mask. Whatever is dropped, the visible
 pairs stay the same.
 """
 from hypothesis import given
@@ -19,7 +19,9 @@ CALLS = st.booleans(), limits(60), limits(60), CHUNKS
 def problem(seqlen_q, seqlen_k, causal=False, limits=NONE, softcap=0.0, max_logits=False,
             packed=None):
     """(kind, mask, longest queries, longest keys)."""
-    return _host.problem_of_call(seqlen_q, seqlen_k, causal, limits, softcap, max_logits, packed)
+    numbers = dict(zip(('window_left', 'window_right', 'attention_chunk'), limits))
+    numbers |= dict(causal=causal, softcap=softcap, return_max_logits=max_logits)
+    return _host.problem_of_call(seqlen_q, seqlen_k, numbers, packed)
 
 
 def assert_same_pairs(kind, mask, expected, seqlen_q, seqlen_k):

@@ -1,0 +1,74 @@
+// One call of attention, of any op: what checks, planner and launches read. Plain data; the groups
+// of arguments are generated from flash_attn3/arguments.py.
+#pragma once
+
+#include <cmath>
+
+#include "attention_arguments.h"
+
+namespace fa3 {
+
+// Packed sequences, with one of cu_seqlens: tensors have no batch, (total, heads, head_dim).
+struct AttentionCall {
+  bool is_backward = false;
+  bool has_batch = true;           // false: the caller's tensors have none, here it is 1
+  DeviceLimits device = {0, 0};    // of q's device; 0: unknown
+  TensorMeta q;                    // (batch, seqlen_q, heads_q, head_dim)
+  TensorMeta k;                    // (batch, seqlen_k, heads_k, head_dim)
+  TensorMeta v;                    // (batch, seqlen_k, heads_k, head_dim_v)
+  std::optional<TensorMeta> out;   // (batch, seqlen_q, heads_q, head_dim_v); forward: if given
+  std::optional<TensorMeta> dout;  // backward, with out and lse: as out
+  std::optional<TensorMeta> lse;   // (batch, heads_q, seqlen_q); packed (heads_q, total_q)
+  std::optional<TensorMeta> dlse;  // as lse
+  std::optional<TensorMeta> dq;    // all three or none: the op writes into them, as q, k, v
+  std::optional<TensorMeta> dk;
+  std::optional<TensorMeta> dv;
+  LengthArguments lengths;  // (batch + 1) and (batch) int32
+  ScoreArguments score;     // sinks: (heads_q)
+  ScaleArguments scales;    // (batch, heads_k), or by blocks
+  Fp8Arguments fp8;
+  ExecutionArguments execution;
+  GradientArguments gradients;
+
+  // visitor(name, field) for each tensor and argument.
+  template <class Visitor>
+  void visit(Visitor&& visitor) {
+    visitor("q", q);
+    visitor("k", k);
+    visitor("v", v);
+    visitor("out", out);
+    visitor("dout", dout);
+    visitor("lse", lse);
+    visitor("dlse", dlse);
+    visitor("dq", dq);
+    visitor("dk", dk);
+    visitor("dv", dv);
+    lengths.visit(visitor);
+    score.visit(visitor);
+    scales.visit(visitor);
+    fp8.visit(visitor);
+    execution.visit(visitor);
+    gradients.visit(visitor);
+  }
+
+  bool is_packed() const { return lengths.cu_seqlens_q || lengths.cu_seqlens_k; }
+
+  // The tensor that a forward op writes into, if it was given.
+  TensorMeta const* given_out() const { return out && !is_backward ? &*out : nullptr; }
+
+  // head_dim ** -0.5, if none was given.
+  double softmax_scale() const {
+    int64_t const head_dim = q.rank > 0 ? q.size[q.rank - 1] : 1;
+    return score.softmax_scale ? *score.softmax_scale : 1 / std::sqrt(double(head_dim));
+  }
+
+  // As errors name the op.
+  char const* op() const {
+    return is_backward ? (dq ? "bwd_out" : "bwd") : out ? "fwd_out" : "fwd";
+  }
+
+  // As errors name a dimension of the above.
+  int named_dim(int dim) const { return has_batch ? dim : dim - 1; }
+};
+
+}  // namespace fa3

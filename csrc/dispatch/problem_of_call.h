@@ -1,0 +1,12 @@
+// The problem that a call is: its mask in the form that the kernels know, without limits that mask
+// nothing.
+#pragma once
+
+#include "dispatch/attention_call.h"
+
+namespace fa3 {
+
+// Of a call that has passed its checks.
+FwdProblem problem_of(AttentionCall const& call);
+
+}  // namespace fa3
