@@ -100,12 +100,11 @@ def flash_attn_func(
         of_fp8 = fp8.fp8_of('flash_attn_func', q, (q_descale, k_descale, v_descale), out, out_dtype,
                             fp8_accum)
         checks.reject_unsupported('flash_attn_func', qv=qv, num_splits=num_splits)
-        window = checks.window_sides(window_size)
-        if of_fp8 is not None or _is_general(window, attention_chunk, softcap, s_aux,
-                                             return_max_logits):
-            general = General(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale,
-                              causal=causal, window_left=window[0], window_right=window[1],
-                              attention_chunk=attention_chunk, softcap=softcap)
+        left, right = checks.window_sides(window_size)
+        general = General(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale,
+                          causal=causal, window_left=left, window_right=right,
+                          attention_chunk=attention_chunk, softcap=softcap)
+        if of_fp8 is not None or _is_general(general, return_max_logits):
             execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
             return _general((q, k, v, out), general, execution, return_attn_probs, of_fp8)
     # The way of most eager calls, with as little Python and as few arguments as there can be.
@@ -231,9 +230,10 @@ def flash_attn_qkvpacked_func(
     descales = q_descale, k_descale, v_descale
     of_fp8 = fp8.fp8_of('flash_attn_qkvpacked_func', qkv, descales, out, out_dtype, fp8_accum)
     derivatives.reject_of_scalars('flash_attn_qkvpacked_func', softmax_scale, softcap)
-    window = checks.window_sides(window_size)
-    is_plain = of_fp8 is None and not _is_general(window, attention_chunk, softcap, s_aux,
-                                                  return_max_logits)
+    window = left, right = checks.window_sides(window_size)
+    general = General(sinks=s_aux, window_left=left, window_right=right,
+                      attention_chunk=attention_chunk, softcap=softcap)
+    is_plain = of_fp8 is None and not _is_general(general, return_max_logits)
     if (is_plain and out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
             and _is_served(qkv) and not derivatives.is_forward_mode()):
         result, lse = PackedAttention.apply(qkv, num_heads_q, softmax_scale, causal, pack_gqa,
@@ -282,11 +282,11 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     return _fwd(*arguments)
 
 
-def _is_general(window: tuple[int, int], attention_chunk: int, softcap: float,
-                s_aux: Tensor | None, return_max_logits: bool) -> bool:
+def _is_general(general: General, return_max_logits: bool) -> bool:
     """Whether a call without cu_seqlens needs the general ops."""
-    return (window != (-1, -1) or attention_chunk != 0 or softcap != 0.0 or s_aux is not None
-            or return_max_logits)
+    window = general.window_left, general.window_right
+    return (window != (-1, -1) or general.attention_chunk != 0 or general.softcap != 0.0
+            or general.sinks is not None or return_max_logits)
 
 
 def _general(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], general: General,

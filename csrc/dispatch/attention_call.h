@@ -30,6 +30,9 @@ struct AttentionCall {
   ExecutionArguments execution;
   GradientArguments gradients;
 
+  // WHY: a defaulted constructor zeroes all 2.4 KB, 40 ns of each call (g++ 12, 2026-11-25).
+  AttentionCall() {}
+
   // visitor(name, field) for each tensor and argument.
   template <class Visitor>
   void visit(Visitor&& visitor) {

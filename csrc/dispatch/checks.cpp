@@ -169,10 +169,10 @@ std::string check_strides(AttentionCall const& call) {
 }
 
 std::string check_scalars(AttentionCall const& call) {
-  float const scale = float(call.softmax_scale());
+  double const given = call.score.softmax_scale.value_or(1.0);
+  float const scale = float(given);
   if (!std::isfinite(scale) || scale <= 0.f) {
-    return refuse(call, "softmax_scale to be a positive finite float32",
-                  text(call.softmax_scale()));
+    return refuse(call, "softmax_scale to be a positive finite float32", text(given));
   }
   int64_t const margin = call.execution.sm_margin;
   int const sm_count = call.device.sm_count;
