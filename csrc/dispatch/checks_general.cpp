@@ -71,7 +71,7 @@ std::string check_packed_sizes(AttentionCall const& call) {
   return {};
 }
 
-// What check_forward() would name by the numbers of four dimensions.
+// What check_dense() would name by the numbers of four dimensions.
 std::string check_packed_strides(AttentionCall const& call) {
   TensorMeta const* const given = call.given_out();
   TensorMeta const& out = given ? *given : call.q;

@@ -42,7 +42,7 @@ PackGqa pack_gqa_of(std::optional<bool> asked) {
   return !asked ? PackGqa::kHeuristic : *asked ? PackGqa::kAlways : PackGqa::kNever;
 }
 
-// Dense: the lengths say which limits hide nothing. (What the caller says of packed lengths is but
+// Dense: the lengths say which limits mask nothing. (What the caller says of packed lengths is but
 // a hint.)
 void drop_idle_limits(FwdProblem& problem, IntervalMask& mask) {
   if (mask.left >= problem.seqlen_k - 1) {
