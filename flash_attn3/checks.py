@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import env
+from flash_attn3 import arguments, env
 
 try:
     from flash_attn3 import _plan
@@ -22,6 +22,9 @@ except ImportError as missing:
         'not built; hint: run `pip install .` and import from outside the checkout') from missing
 
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+# Arguments that are no tensors, but may be given as tensors of one number.
+_NUMBERS = {argument.name for argument in arguments.ARGUMENTS if argument.type != 'Tensor?'}
 
 # The GPU that checks and plans assume where there is none: H100 and H200 SXM.
 HOPPER_SM_COUNT = 132
@@ -78,11 +81,10 @@ def problem_text(tensors: Mapping[str, Tensor | None], *groups, rules_of: str | 
     call = dict(tensors)
     for group in groups:
         call |= group if isinstance(group, Mapping) else group._asdict()
-    devices = {x.device for x in call.values() if isinstance(x, Tensor)}
-    device_type = rules_of if len(devices) == 1 else None
-    described = {name: describe(x, device_type) if isinstance(x, Tensor) else x
-                 for name, x in call.items()}
-    return check(**described, sm_count=gpu_facts(call['q'])['sm_count'])
+    given = {name: x for name, x in call.items() if isinstance(x, Tensor) and name not in _NUMBERS}
+    one_device = len({x.device for x in given.values()}) == 1
+    described = {name: describe(x, rules_of if one_device else None) for name, x in given.items()}
+    return check(**call | described, sm_count=gpu_facts(call['q'])['sm_count'])
 
 
 def check_forward(tensors: Mapping[str, Tensor | None], *groups, **options) -> None:
