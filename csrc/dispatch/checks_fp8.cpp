@@ -30,7 +30,7 @@ std::string check_dtypes(AttentionCall const& call) {
 
 bool on_cuda(AttentionCall const& call) { return call.q.device == DeviceType::kCuda; }
 
-// Of ranks that are wrong the check behind this one speaks.
+// The check after this one reports wrong ranks.
 std::string check_head_dims(AttentionCall const& call) {
   int const rank = call.is_packed() ? 3 : 4;
   for (auto [name, meta] : {NamedTensor{"q", call.q}, NamedTensor{"v", call.v}}) {

@@ -6,7 +6,7 @@
 
 namespace fa3 {
 
-// Of a call that has passed its checks.
+// The call has passed its checks.
 FwdProblem problem_of(AttentionCall const& call);
 
 }  // namespace fa3

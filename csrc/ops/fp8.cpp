@@ -11,7 +11,7 @@ namespace fa3 {
 namespace {
 
 // Scales (batch, KV heads), or by block (batch, heads, blocks), whose first dimension is 1 with
-// packed sequences. Of no key at all the kernels read no scale.
+// packed sequences. Without keys the kernels read no scale.
 ScaleView scale_view(std::optional<TensorMeta> const& given, bool is_packed) {
   if (!given) {
     return {};

@@ -39,7 +39,7 @@ GeneralResults allocate_results(char const* op, ForwardCall& args, Dtype out_dty
   return results;
 }
 
-// Of a call that has no row, or rows but no sequence.
+// Results of a call that has no row, or rows but no sequence.
 void clear_results(ForwardCall const& args, GeneralResults const& results) {
   require(aoti_torch_zero_(args.out.get()), "fill out");
   fill(results.lse, -INFINITY);

@@ -45,7 +45,8 @@ def test_an_argument_stands_in_few_files(name):
     ('fwd_general', 3, ('lengths', 'score', 'execution', 'gradients')),
     ('bwd_general', 7, ('lengths', 'score', 'gradients')),
     ('fwd_fp8', 3, ('scales', 'fp8', 'lengths', 'score', 'execution')),
-    ('fwd_quantized', 3, ('lengths', 'score', 'execution', 'gradients', 'quantization', 'promote'))])
+    ('fwd_quantized', 3,
+     ('lengths', 'score', 'execution', 'gradients', 'quantization', 'promote'))])
 def test_schemas(op, before, groups):
     schema = getattr(torch.ops.flash_attn3, op).default._schema
     expected = [(argument.name, argument.default) for argument in arguments.select(*groups)]

@@ -199,7 +199,7 @@ def test_heads_that_go_through_a_sequence_together(heads_k, seqlen, section):
 
 @pytest.mark.parametrize('window, section', [(1023, 12), (4095, 6), (8191, 3), (16383, 3)])
 def test_a_window_moves_on_with_the_queries(window, section):
-    """Of twice as many keys as it has, or all: 1, 4, 8, 8 MiB a head."""
+    """With twice as many keys as it has, or all: 1, 4, 8, 8 MiB a head."""
     facts = plan(16384, 16384, batch=4, totals=2 * (4 * 16384,), heads_q=24,
                  heads_k=12, window_left=window, window_right=0)
     assert facts['section_heads'] == 2 * section // facts['pack']
