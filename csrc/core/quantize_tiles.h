@@ -17,11 +17,9 @@ constexpr int kScalePerTensor = -1;
 // ---------------------------------------------------------------------------------------- columns
 // A row is split into its powers of two, the widest first: 80 = 64 + 16. A lane has two spans of 16
 // columns of such a piece, half its width apart; pieces of 16 and 8 columns are one lane's.
-// A fragment is what a lane has of a row; a warp works on 32 of them at a time, a warp tile.
+// A fragment is what a lane has of a row.
 
 FA3_HD constexpr int lanes_of_piece(int width) { return max_of(width / kLaneColumns, 1); }
-
-FA3_HD constexpr int rows_of_warp(int width) { return 32 / lanes_of_piece(width); }
 
 // The column in the piece of column c of a lane.
 FA3_HD constexpr int column_of_lane(int width, int lane, int c) {
@@ -29,31 +27,12 @@ FA3_HD constexpr int column_of_lane(int width, int lane, int c) {
   return c < kSpanColumns ? in_span : in_span + width / 2;
 }
 
-// The warp tiles of a warp of some rows, all pieces, if a CTA has so many warps.
-constexpr int64_t tiles_of_warp(int head_dim, int rows, int warps) {
-  int64_t count = 0;
+FA3_HD constexpr int fragments_of_row(int head_dim) {
+  int count = 0;
   for (int width = kChunkColumns; width <= kMostQuantizedColumns; width *= 2) {
-    count += (head_dim & width) != 0 ? ceil_div(ceil_div(rows, rows_of_warp(width)), warps) : 0;
+    count += (head_dim & width) != 0 ? lanes_of_piece(width) : 0;
   }
   return count;
-}
-
-// A warp tile in shared memory, in quads of 16 bytes: where quad `quad` of a fragment is.
-FA3_HD constexpr int quad_index(int fragment, int quad) {
-  return quad * 32 + (fragment ^ (quad % 2));
-}
-
-// Which quad a lane copies to there. The two lanes of a pair take neighbouring
-// quads of the even lane's fragment, then of the odd lane's, so that a copy reads whole sectors of
-// 32 bytes; without that a copy would ask for each sector twice. quads: of a fragment.
-struct QuadOfLane {
-  int fragment;
-  int quad;
-};
-
-FA3_HD constexpr QuadOfLane quad_of_lane(int quads, int copy, int lane) {
-  return quads == 1 ? QuadOfLane{lane, 0}
-                    : QuadOfLane{lane - lane % 2 + copy % 2, copy - copy % 2 + lane % 2};
 }
 
 // The float32 next to width ** -0.5; every factor but the last is exact.

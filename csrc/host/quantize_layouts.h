@@ -41,12 +41,7 @@ inline void bind_quantize(pybind11::module_& m) {
   m.def("quantize_work", &quantize_work);
   m.def("lanes_of_piece", &lanes_of_piece);
   m.def("column_of_lane", &column_of_lane);
-  m.def("tiles_of_warp", &tiles_of_warp);
-  m.def("quad_index", &quad_index);
-  m.def("quad_of_lane", [](int quads, int copy, int lane) {
-    QuadOfLane const found = quad_of_lane(quads, copy, lane);
-    return std::tuple(found.fragment, found.quad);
-  });
+  m.def("fragments_of_row", &fragments_of_row);
   m.def("hadamard_norm", &hadamard_norm);
   m.def("sign_bits", [](uint32_t seed, int kv_head, int column) {
     return sign_bits(mix(seed), kv_head, column);

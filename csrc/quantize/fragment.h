@@ -1,8 +1,8 @@
-// A fragment: what a lane has of a row, up to 32 columns of a piece of kWidth columns. In shared
-// memory and in registers; the rotation, the cast, stores. Rotated values are float16: half the
-// instructions and shuffles of float32, and their rounding (2^-11) is small next to that of e4m3
-// (2^-4). Their range is no matter, because a piece is first multiplied by the power of two that
-// brings its largest value to 2 to 4.
+// A fragment: what a lane has of a row, up to 32 columns of a piece of kWidth columns. Loads, the
+// rotation, the cast, stores. Rotated values are float16: half the instructions and shuffles of
+// float32, and their rounding (2^-11) is small next to that of e4m3 (2^-4). Their range is no
+// matter, because a piece is first multiplied by the power of two that brings its largest value to
+// 2 to 4.
 #pragma once
 
 #include "quantize/arithmetic.h"
@@ -12,39 +12,26 @@ namespace fa3 {
 template <int kWidth>
 constexpr int kColumnsOf = kWidth < kLaneColumns ? kWidth : kLaneColumns;  // of a lane
 
-// A warp tile in shared memory: rows as they are in x, which a lane overwrites with its rotated
-// words. kQuads: of a fragment of 32 columns.
-template <int kQuads>
-struct WarpTile {
-  uint4 quads[32 * kQuads];
-  float units[32];
-
-  template <int kWords>
-  CUTE_DEVICE void read(uint32_t (&words)[kWords]) const {
-    CUTE_UNROLL
-    for (int i = 0; i < kWords; i += 4) {
-      uint4 const quad = quads[quad_index(int(threadIdx.x) % 32, i / 4)];
-      words[i] = quad.x;
-      words[i + 1] = quad.y;
-      words[i + 2] = quad.z;
-      words[i + 3] = quad.w;
-    }
-  }
-
-  template <int kWords>
-  CUTE_DEVICE void write(uint32_t const (&words)[kWords]) {
-    CUTE_UNROLL
-    for (int i = 0; i < kWords; i += 4) {
-      quads[quad_index(int(threadIdx.x) % 32, i / 4)] =
-          make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
-    }
-  }
-};
-
 // The fragment as it is in x, 2 or 4 bytes a column.
 template <class Element, int kWidth>
 struct RawFragment {
-  uint32_t words[kColumnsOf<kWidth> * int(sizeof(Element)) / 4];
+  static constexpr int kLoadColumns = 16 / int(sizeof(Element));
+  static constexpr int kLoads = kColumnsOf<kWidth> / kLoadColumns;
+
+  uint32_t words[4 * kLoads];
+
+  // source: of the lane's first column, at a multiple of 16 bytes.
+  CUTE_DEVICE void load(Element const* source) {
+    CUTE_UNROLL
+    for (int i = 0; i < kLoads; ++i) {
+      int const column = column_of_lane(kWidth, 0, i * kLoadColumns);
+      uint4 const four = __ldg(reinterpret_cast<uint4 const*>(source + column));
+      words[4 * i] = four.x;
+      words[4 * i + 1] = four.y;
+      words[4 * i + 2] = four.z;
+      words[4 * i + 3] = four.w;
+    }
+  }
 };
 
 // WHY PTX: nvcc merges stores of both sizes in two branches into stores of 4 bytes.
@@ -89,8 +76,6 @@ class PlainFragment {
   using Raw = RawFragment<Element, kWidth>;
   static constexpr uint32_t kHalfInfinity = kIsBFloat<Element> ? 0x7f80u : 0x7c00u;
 
-  Raw raw;
-
   CUTE_DEVICE void make_infinities_nan() {
     CUTE_UNROLL
     for (uint32_t& word : raw.words) {
@@ -108,21 +93,13 @@ class PlainFragment {
     CUTE_DEVICE Signs(uint32_t, int, int) {}
   };
 
+  Raw raw;
+
   CUTE_DEVICE void take(Raw const& source, Signs const&) {
     raw = source;
     if (__float_as_uint(largest_magnitude<Element>(raw.words)) == kInfinity) {
       make_infinities_nan();
     }
-  }
-
-  template <class Tile>
-  CUTE_DEVICE void keep(Tile&) const {}
-
-  template <class Tile>
-  CUTE_DEVICE void restore(Tile const& tile) {
-    Raw source;
-    tile.read(source.words);
-    take(source, Signs(0, 0, 0));
   }
 
   // The largest magnitude that is a number.
@@ -152,9 +129,6 @@ class RotatedFragment {
   static constexpr int kWords = kColumnsOf<kWidth> / 2;
   static constexpr int kSpanWords = kSpanColumns / 2;
   static constexpr float kNorm = hadamard_norm(kWidth);
-
-  uint32_t words[kWords];
-  float unit;  // what 1 stands for
 
   // Words i and i + kDistance become their sum and their difference.
   template <int kDistance>
@@ -202,17 +176,14 @@ class RotatedFragment {
       }
     }
 
-    // WHY the empty asm: nvcc would compute the signs of all words before the loop over rows, which
-    // takes 16 registers.
-    CUTE_DEVICE void change(uint32_t (&words)[kWords]) const {
-      uint32_t bits = bits_;
-      asm volatile("" : "+r"(bits));
-      CUTE_UNROLL
-      for (int i = 0; i < kWords; ++i) {
-        words[i] ^= (bits << (15 - 2 * (i % kSpanWords) - i / kSpanWords)) & kOfTwo;
-      }
+    CUTE_DEVICE uint32_t of_word(int i) const {
+      int const bit = 2 * (i % kSpanWords) + i / kSpanWords;
+      return (bits_ << (15 - bit)) & kOfTwo;
     }
   };
+
+  uint32_t words[kWords];
+  float unit;  // what 1 stands for
 
   // Whole warps call it.
   CUTE_DEVICE void take(RawFragment<Element, kWidth> const& raw, Signs const& signs) {
@@ -228,22 +199,9 @@ class RotatedFragment {
     HalfScaler<Element> const scaler(__uint_as_float(kInfinity - power));
     CUTE_UNROLL
     for (int i = 0; i < kWords; ++i) {
-      words[i] = scaler.two(raw.words, i);
+      words[i] = scaler.two(raw.words, i) ^ signs.of_word(i);
     }
-    signs.change(words);
     rotate();
-  }
-
-  template <class Tile>
-  CUTE_DEVICE void keep(Tile& tile) const {
-    tile.write(words);
-    tile.units[threadIdx.x % 32] = unit;
-  }
-
-  template <class Tile>
-  CUTE_DEVICE void restore(Tile const& tile) {
-    tile.read(words);
-    unit = tile.units[threadIdx.x % 32];
   }
 
   // The largest magnitude that is a number, normalised.

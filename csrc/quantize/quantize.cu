@@ -10,16 +10,23 @@
 namespace fa3 {
 namespace {
 
+constexpr int kMostThreads = 768;
 template <class Element>
-constexpr int kMostWarps = sizeof(Element) == 4 ? 16 : 24;  // more would spill
-// Warp tiles of a warp, unless that takes too many warps: few for short waits at the barrier.
-constexpr int kTilesOfWarp = 4;
-constexpr int kMostSharedBytes = 226 * 1024;  // of the 227 KiB of a CTA
-constexpr int kTwoPassTile = 128;             // rows
+constexpr int kThreads = sizeof(Element) == 4 ? 512 : kMostThreads;  // more would spill
+// Fragments of a thread, if its CTA has no more threads than there can be: few for short waits at
+// the barrier, several so that one is loaded while another is rotated.
+constexpr int kThreadFragments = 4;
+constexpr int kMostStashBytes = 226 * 1024;  // of the 227 KiB of a CTA
+constexpr int kTwoPassTile = 128;            // rows
 
-// kKeep: one pass. kReadTwice: the same for tiles that do not fit in shared memory, which are read
+// kStash: one pass. kReadTwice: the same for tiles that do not fit in shared memory, which are read
 // again, most of them from L2. kMaxima, kCast: the first and the second of two passes.
-enum class Pass { kKeep, kReadTwice, kMaxima, kCast };
+enum class Pass { kStash, kReadTwice, kMaxima, kCast };
+
+CUTE_DEVICE char* dynamic_memory() {
+  extern __shared__ __align__(128) char memory[];
+  return memory;
+}
 
 // The largest of what the threads of the CTA have. Bits of floats that are not negative are ordered
 // as the floats are.
@@ -37,18 +44,20 @@ template <class Element, bool kIsRotated, Pass kPass>
 CUTE_DEVICE void quantize(QuantizeParams const& p, uint32_t* of_warps) {
   QuantizeShape const& s = p.shape;
   QuantizeWork const work = work_of_cta(s, p.cu_seqlens, p.seqused, int(blockIdx.x));
+  QuantizeTile const& tile = work.tile;
   TileRows<Element, kIsRotated> const rows(p, work);
-  bool const writes = writes_scale(s, work.tile, work.head);
-  int64_t const index = scale_index(s, work.tile, work.head);
+  Stash const stash(dynamic_memory(), p.stash_fragments, Stash::kQuads<Element, kIsRotated>);
+  bool const writes = writes_scale(s, tile, work.head);
+  int64_t const index = scale_index(s, tile, work.head);
 
   uint32_t maximum = 0;
   if constexpr (kPass == Pass::kCast) {
-    maximum = work.tile.used > 0 || writes ? __ldg(p.maxima + index) : 0;
-  } else if (work.tile.used > 0) {
-    rows.load([&](auto const& fragment, auto const&, int, auto& tile) {
+    maximum = tile.used > 0 || writes ? __ldg(p.maxima + index) : 0;
+  } else if (tile.used > 0) {
+    rows.load([&](auto const& fragment, auto const& piece, int row) {
       maximum = max(maximum, __float_as_uint(fragment.largest()));
-      if constexpr (kPass == Pass::kKeep) {
-        fragment.keep(tile);
+      if constexpr (kPass == Pass::kStash) {
+        stash.write(fragment, piece.number(row));
       }
     });
     maximum = largest_of_cta(maximum, of_warps);
@@ -61,13 +70,13 @@ CUTE_DEVICE void quantize(QuantizeParams const& p, uint32_t* of_warps) {
   }
   float const scale = scale_of(maximum);
   if (threadIdx.x == 0 && writes) {
-    p.scales[index] = s.block > 0 && work.tile.used == 0 ? 1.f : scale;
+    p.scales[index] = s.block > 0 && tile.used == 0 ? 1.f : scale;
   }
-  auto const cast = [&](auto const& fragment, auto const& piece, int row, auto const&) {
+  auto const cast = [&](auto const& fragment, auto const& piece, int row) {
     rows.store(fragment.cast(scale), piece, row);
   };
-  if constexpr (kPass == Pass::kKeep) {
-    rows.restore(cast);
+  if constexpr (kPass == Pass::kStash) {
+    rows.read(stash, cast);
   } else {
     rows.load(cast);
   }
@@ -75,59 +84,49 @@ CUTE_DEVICE void quantize(QuantizeParams const& p, uint32_t* of_warps) {
 }
 
 template <class Element, bool kIsRotated, Pass kPass>
-__global__ void __launch_bounds__(32 * kMostWarps<Element>)
+__global__ void __launch_bounds__(kThreads<Element>)
     quantize_kernel(QuantizeParams const __grid_constant__ p) {
-  __shared__ uint32_t of_warps[kMostWarps<Element>];
+  __shared__ uint32_t of_warps[kMostThreads / 32];
   wait_for_earlier_launches();
   allow_later_launches();
   quantize<Element, kIsRotated, kPass>(p, of_warps);
 }
 
 // ----------------------------------------------------------------------------------------- launch
-// How a CTA shares the rows of a tile.
-struct CtaShape {
-  int warps;
-  int64_t tiles;       // of a warp, in shared memory
-  int64_t tile_bytes;  // of a warp tile
-
-  template <class Element>
-  static CtaShape of(QuantizeShape const& s) {
-    int const rows = min_of(s.tile, s.rows);
-    int64_t const all = tiles_of_warp(s.head_dim, rows, 1);
-    int const warps =
-        int(std::min<int64_t>((all + kTilesOfWarp - 1) / kTilesOfWarp, kMostWarps<Element>));
-    return {warps, std::max<int64_t>(tiles_of_warp(s.head_dim, rows, warps), kTilesAhead),
-            sizeof(typename TileRows<Element, false>::Tile)};
-  }
-
-  int64_t shared_bytes() const { return warps * tiles * tile_bytes; }
-};
+// The fragments of a CTA.
+int64_t fragments_of(QuantizeShape const& s) {
+  return int64_t(min_of(s.tile, s.rows)) * fragments_of_row(s.head_dim);
+}
 
 template <class Element, bool kIsRotated, Pass kPass>
-void launch_pass(QuantizeParams params, CtaShape cta, void* stream) {
+void launch_pass(QuantizeParams params, void* stream) {
   static std::atomic<uint64_t> devices_ready{0};
   auto* const kernel = quantize_kernel<Element, kIsRotated, kPass>;
-  if (kPass != Pass::kKeep) {
-    cta.tiles = kTilesAhead;
+  QuantizeShape const& s = params.shape;
+  int64_t const fragments =
+      std::min<int64_t>(fragments_of(s), kThreads<Element> * kThreadFragments);
+  int const threads = round_up(ceil_div(int(fragments), kThreadFragments), 32);
+  LaunchShape shape{"quantize_fp8", int(s.tiles() * s.heads), threads, 0};
+  if constexpr (kPass == Pass::kStash) {
+    shape.shared_bytes = kMostStashBytes;
+    allow_shared_memory(kernel, shape, devices_ready);
+    params.stash_rows = min_of(s.tile, s.rows);
+    params.stash_fragments = int(fragments_of(s));
+    shape.shared_bytes = params.stash_fragments * Stash::kFragmentBytes<Element, kIsRotated>;
   }
-  params.tiles_of_warp = int(cta.tiles);
-  LaunchShape shape{"quantize_fp8", int(params.shape.tiles() * params.shape.heads), 32 * cta.warps,
-                    kMostSharedBytes};
-  allow_shared_memory(kernel, shape, devices_ready);
-  shape.shared_bytes = int(cta.shared_bytes());
   launch_early(kernel, shape, params, stream);
 }
 
 template <class Element, bool kIsRotated>
 void launch_passes(QuantizeParams const& params, void* stream) {
-  CtaShape const cta = CtaShape::of<Element>(params.shape);
+  int64_t const bytes = fragments_of(params.shape) * Stash::kFragmentBytes<Element, kIsRotated>;
   if (params.shape.block <= 0) {
-    launch_pass<Element, kIsRotated, Pass::kMaxima>(params, cta, stream);
-    launch_pass<Element, kIsRotated, Pass::kCast>(params, cta, stream);
-  } else if (cta.shared_bytes() <= kMostSharedBytes) {
-    launch_pass<Element, kIsRotated, Pass::kKeep>(params, cta, stream);
+    launch_pass<Element, kIsRotated, Pass::kMaxima>(params, stream);
+    launch_pass<Element, kIsRotated, Pass::kCast>(params, stream);
+  } else if (bytes <= kMostStashBytes) {
+    launch_pass<Element, kIsRotated, Pass::kStash>(params, stream);
   } else {
-    launch_pass<Element, kIsRotated, Pass::kReadTwice>(params, cta, stream);
+    launch_pass<Element, kIsRotated, Pass::kReadTwice>(params, stream);
   }
 }
 

@@ -16,7 +16,9 @@ struct QuantizeParams {
   int const* seqused = nullptr;     // packed; null: all rows count
   bool is_rotated = false;
   uint32_t mixed_seed = 0;
-  int tiles_of_warp = 0;  // in shared memory; the launch sets it
+  // The launch sets:
+  int stash_rows = 0;       // rows of a CTA in shared memory
+  int stash_fragments = 0;  // of these rows
 };
 
 // Scales by head and by tensor take two passes over x, which exchange the bits of the largest

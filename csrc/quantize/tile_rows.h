@@ -1,5 +1,4 @@
-// The rows of a CTA: on their way from x through shared memory to registers, kept in shared memory,
-// and where their values go. Each warp has its own rows and its own part of shared memory.
+// The rows of a CTA: their fragments, from x or from shared memory, and where their values go.
 #pragma once
 
 #include "quantize/fragment.h"
@@ -7,48 +6,86 @@
 
 namespace fa3 {
 
-constexpr int kTilesAhead = 3;  // warp tiles of a warp whose copies are under way
+// Fragments that wait in shared memory for the scale of their block. A thread reads what it wrote.
+// Quads of 16 bytes: (quad, fragment), so that neighbouring lanes use neighbouring banks.
+class Stash {
+  uint4* quads_;
+  float* units_;
+  int fragments_;
 
-// 16 bytes from global to shared memory, without L1.
-CUTE_DEVICE void copy_quad(uint4* target, void const* source) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(target))),
-      "l"(__cvta_generic_to_global(source))
-      : "memory");
-}
+ public:
+  template <class Element, bool kIsRotated>
+  static constexpr int kQuads =
+      kLaneColumns * (kIsRotated ? 2 : int(sizeof(Element))) / int(sizeof(uint4));
 
-CUTE_DEVICE void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  template <class Element, bool kIsRotated>
+  static constexpr int kFragmentBytes =
+      kQuads<Element, kIsRotated> * int(sizeof(uint4)) + (kIsRotated ? int(sizeof(float)) : 0);
 
-template <int kLater>
-CUTE_DEVICE void wait_for_all_groups_but() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
-}
+  CUTE_DEVICE Stash(char* memory, int fragments, int quads)
+      : quads_(reinterpret_cast<uint4*>(memory)),
+        units_(reinterpret_cast<float*>(quads_ + quads * fragments)),
+        fragments_(fragments) {}
 
-// WHY asm: the compiler would keep values derived from the thread index in registers from piece to
-// piece, and spill.
-CUTE_DEVICE int read_thread() {
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  __builtin_assume(thread >= 0 && thread < 1024);
-  return thread;
-}
+  template <class Element, int kWidth>
+  CUTE_DEVICE void write(RotatedFragment<Element, kWidth> const& fragment, int number) const {
+    write_words(fragment.words, number);
+    units_[number] = fragment.unit;
+  }
 
-// A warp has one of as many warp tiles as the CTA has warps, of each piece.
+  template <class Element, int kWidth>
+  CUTE_DEVICE void write(PlainFragment<Element, kWidth> const& fragment, int number) const {
+    write_words(fragment.raw.words, number);
+  }
+
+  template <class Element, int kWidth>
+  CUTE_DEVICE void read(RotatedFragment<Element, kWidth>& fragment, int number) const {
+    read_words(fragment.words, number);
+    fragment.unit = units_[number];
+  }
+
+  template <class Element, int kWidth>
+  CUTE_DEVICE void read(PlainFragment<Element, kWidth>& fragment, int number) const {
+    read_words(fragment.raw.words, number);
+  }
+
+ private:
+  template <int kWords>
+  CUTE_DEVICE void write_words(uint32_t const (&words)[kWords], int number) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; i += 4) {
+      quads_[i / 4 * fragments_ + number] =
+          make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+    }
+  }
+
+  template <int kWords>
+  CUTE_DEVICE void read_words(uint32_t (&words)[kWords], int number) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kWords; i += 4) {
+      uint4 const quad = quads_[i / 4 * fragments_ + number];
+      words[i] = quad.x;
+      words[i + 1] = quad.y;
+      words[i + 2] = quad.z;
+      words[i + 3] = quad.w;
+    }
+  }
+};
+
+// The fragments of this thread in a piece of kWidth columns: of rows `row`, `row` + `step`, ...
 template <int kWidth>
-struct PieceOfWarp {
+struct PieceOfThread {
   static constexpr int kLanes = lanes_of_piece(kWidth);
-  static constexpr int kRows = rows_of_warp(kWidth);
 
-  int start;  // column
-  int thread;
+  int column;     // the lane's first one
+  int row;        // of the tile
+  int warp_row;   // the first row of the warp
+  int step;       // rows
+  int fragments;  // in the stash, of the pieces before
 
-  CUTE_DEVICE int lane() const { return thread % 32; }
-  CUTE_DEVICE int first_row() const { return thread / 32 * kRows; }
-  CUTE_DEVICE int row_step() const { return int(blockDim.x) / 32 * kRows; }
-  // The row and the first column of a lane.
-  CUTE_DEVICE int row(int lane) const { return lane / kLanes; }
-  CUTE_DEVICE int column(int lane) const {
-    return start + column_of_lane(kWidth, lane % kLanes, 0);
+  // The number of the fragment in the stash.
+  CUTE_DEVICE int number(int of_row) const {
+    return fragments + of_row * kLanes + int(threadIdx.x) % kLanes;
   }
 };
 
@@ -57,72 +94,12 @@ class TileRows {
   template <int kWidth>
   using Fragment = std::conditional_t<kIsRotated, RotatedFragment<Element, kWidth>,
                                       PlainFragment<Element, kWidth>>;
-
- public:
-  using Tile = WarpTile<kLaneColumns* int(sizeof(Element)) / int(sizeof(uint4))>;
-
- private:
-  // The warp tiles of this warp in shared memory, in the order of their use. Where there are fewer
-  // than the warp has rows for, the first one follows the last one.
-  struct Ring {
-    Tile* tile;
-    Tile* end;
-
-    CUTE_DEVICE explicit Ring(int tiles) {
-      extern __shared__ __align__(128) char memory[];
-      tile = reinterpret_cast<Tile*>(memory) + int(threadIdx.x) / 32 * tiles;
-      end = tile + tiles;
-    }
-
-    CUTE_DEVICE void advance(int tiles) {
-      ++tile;
-      tile = tile == end ? end - tiles : tile;
-    }
-  };
-
   QuantizeParams const& p_;
   int used_;
   int written_;
   Element const* source_;  // of the tile's first value
   uint8_t* target_;
   int kv_head_;
-
-  // Copies of x to the warp tiles of a piece, one tile after the other.
-  template <int kWidth>
-  struct Copies {
-    static constexpr int kLanes = PieceOfWarp<kWidth>::kLanes;
-    static constexpr int kQuadColumns = 16 / int(sizeof(Element));
-    static constexpr int kQuads = kColumnsOf<kWidth> / kQuadColumns;  // of a fragment
-
-    Element const* source;
-    int row;  // the warp's first
-
-    CUTE_DEVICE Copies(TileRows const& rows, PieceOfWarp<kWidth> const& piece)
-        : row(piece.first_row()) {
-      auto const [fragment, quad] = quad_of_lane(kQuads, 0, piece.lane());
-      source = rows.source_ + (row + piece.row(fragment)) * rows.p_.x.row_stride +
-               piece.column(fragment) + quad * kQuadColumns;
-    }
-
-    // A group of copies, which is empty after the last row that counts.
-    CUTE_DEVICE void start(TileRows const& rows, PieceOfWarp<kWidth> const& piece, Tile& tile) {
-      CUTE_UNROLL
-      for (int i = 0; i < kQuads; ++i) {
-        auto const [fragment, quad] = quad_of_lane(kQuads, i, piece.lane());
-        // From the first copy: the odd lane's fragment, later quads.
-        int const next_row = kLanes == 1 && kQuads > 1 ? i % 2 : 0;
-        int const next_span = kLanes == 1 ? 0 : i % 2 * kSpanColumns;
-        int const column = column_of_lane(kWidth, 0, (i - i % 2) * kQuadColumns) + next_span;
-        if (row + piece.row(fragment) < rows.used_) {
-          copy_quad(tile.quads + quad_index(fragment, quad),
-                    source + next_row * rows.p_.x.row_stride + column);
-        }
-      }
-      end_group_of_copies();
-      source += piece.row_step() * rows.p_.x.row_stride;
-      row += piece.row_step();
-    }
-  };
 
  public:
   CUTE_DEVICE TileRows(QuantizeParams const& p, QuantizeWork const& work)
@@ -138,64 +115,51 @@ class TileRows {
     target_ = p.values + ((entry * s.rows + row) * s.heads + work.head) * s.head_dim;
   }
 
-  // Calls use(fragment, piece, row, warp tile) for each row that counts.
+  // Calls use(fragment, piece, row) for each row that counts.
   template <class Use>
   CUTE_DEVICE void load(Use const& use) const {
-    Ring filled(p_.tiles_of_warp);
-    Ring read = filled;
-    for_each_piece([&]<int kWidth>(PieceOfWarp<kWidth> const& piece) {
-      typename Fragment<kWidth>::Signs const signs(p_.mixed_seed, kv_head_,
-                                                   piece.column(piece.lane()));
-      Copies<kWidth> copies(*this, piece);
-      filled = read;
-#pragma unroll 1
-      for (int i = 0; i < kTilesAhead; ++i) {
-        copies.start(*this, piece, *filled.tile);
-        filled.advance(p_.tiles_of_warp);
+    for_each_piece([&]<int kWidth>(PieceOfThread<kWidth> const& piece) {
+      typename Fragment<kWidth>::Signs const signs(p_.mixed_seed, kv_head_, piece.column);
+      Element const* source = source_ + piece.row * p_.x.row_stride + piece.column;
+      RawFragment<Element, kWidth> next{};
+      if (piece.row < used_) {
+        next.load(source);
       }
+      // Lanes without a row go on with their warp, because lanes exchange values.
+      int row = piece.row;
 #pragma unroll 1
-      for (int row = piece.first_row(); row < used_; row += piece.row_step()) {
-        wait_for_all_groups_but<kTilesAhead - 1>();
-        __syncwarp();
-        RawFragment<Element, kWidth> raw;
-        read.tile->read(raw.words);
-        __syncwarp();
-        copies.start(*this, piece, *filled.tile);
-        filled.advance(p_.tiles_of_warp);
-        // Lanes without a row go on with their warp, because lanes exchange values.
+      for (int first = piece.warp_row; first < used_; first += piece.step) {
         Fragment<kWidth> fragment;
-        fragment.take(raw, signs);
-        if (row + piece.row(piece.lane()) < used_) {
-          use(fragment, piece, row + piece.row(piece.lane()), *read.tile);
+        fragment.take(next, signs);
+        source += piece.step * p_.x.row_stride;
+        if (row + piece.step < used_) {
+          next.load(source);
         }
-        read.advance(p_.tiles_of_warp);
+        if (row < used_) {
+          use(fragment, piece, row);
+        }
+        row += piece.step;
       }
     });
   }
 
-  // The same of fragments that were kept.
+  // The same of fragments that wait in shared memory.
   template <class Use>
-  CUTE_DEVICE void restore(Use const& use) const {
-    Ring kept(p_.tiles_of_warp);
-    for_each_piece([&]<int kWidth>(PieceOfWarp<kWidth> const& piece) {
-      int const in_tile = piece.row(piece.lane());
+  CUTE_DEVICE void read(Stash const& stash, Use const& use) const {
+    for_each_piece([&]<int kWidth>(PieceOfThread<kWidth> const& piece) {
 #pragma unroll 1
-      for (int row = piece.first_row(); row < used_; row += piece.row_step()) {
+      for (int row = piece.row; row < used_; row += piece.step) {
         Fragment<kWidth> fragment;
-        fragment.restore(*kept.tile);
-        if (row + in_tile < used_) {
-          use(fragment, piece, row + in_tile, *kept.tile);
-        }
-        kept.advance(p_.tiles_of_warp);
+        stash.read(fragment, piece.number(row));
+        use(fragment, piece, row);
       }
     });
   }
 
   template <int kWidth>
-  CUTE_DEVICE void store(CastFragment<kWidth> const& values, PieceOfWarp<kWidth> const& piece,
+  CUTE_DEVICE void store(CastFragment<kWidth> const& values, PieceOfThread<kWidth> const& piece,
                          int row) const {
-    values.store(target_of(row) + piece.column(piece.lane()),
-                 p_.shape.head_dim % kSpanColumns == 0);
+    values.store(target_of(row) + piece.column, p_.shape.head_dim % kSpanColumns == 0);
   }
 
   // Rows that do not count.
@@ -217,11 +181,17 @@ class TileRows {
   template <class Run>
   CUTE_DEVICE void for_each_piece(Run const& run) const {
     int start = 0;
+    int fragments = 0;
     auto const run_width = [&]<int kWidth>(std::integral_constant<int, kWidth>) {
-      if ((p_.shape.head_dim & kWidth) != 0) {
-        run(PieceOfWarp<kWidth>{start, read_thread()});
-        start += kWidth;
+      constexpr int kLanes = lanes_of_piece(kWidth);
+      if ((p_.shape.head_dim & kWidth) == 0) {
+        return;
       }
+      int const thread = int(threadIdx.x);
+      run(PieceOfThread<kWidth>{start + column_of_lane(kWidth, thread % kLanes, 0), thread / kLanes,
+                                thread / 32 * (32 / kLanes), int(blockDim.x) / kLanes, fragments});
+      start += kWidth;
+      fragments += p_.stash_rows * kLanes;
     };
     run_width(std::integral_constant<int, 256>());
     run_width(std::integral_constant<int, 128>());

@@ -455,7 +455,7 @@ def test_the_sanitizer_quantizes_in_every_way():
         mine = [call for call in calls if (call.dtype, call.rotate) == (dtype, rotate)]
         bytes_of_tiles = {min(call.block, packed_rows) * call.head_dim * 2 for call in mine
                           if call.is_packed and not call.is_filled}
-        # csrc/quantize/quantize.cu: kMostSharedBytes
+        # csrc/quantize/quantize.cu: kMostStashBytes
         assert min(bytes_of_tiles) < 100 * 1024 and max(bytes_of_tiles) > 226 * 1024
         assert {(call.is_filled, call.is_packed) for call in mine} == set(
             itertools.product((False, True), repeat=2))

@@ -1,8 +1,6 @@
 """The index arithmetic of the quantize_fp8 kernels: columns of lanes, signs, the rows of CTAs, the
 locations of scales. By brute force, and against flash_attn3/quantize.py.
 """
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
@@ -45,31 +43,9 @@ def test_lanes_have_every_column_once(width):
 
 
 @pytest.mark.parametrize('head_dim', range(CHUNK, 257, CHUNK))
-@pytest.mark.parametrize('rows, warps', [(1, 1), (64, 2), (128, 4), (384, 12), (385, 24)])
-def test_warp_tiles_of_a_warp(rows, warps, head_dim):
-    """Those of the first warp, which has as many as any."""
-    expected = 0
-    for width in quantize.pieces(head_dim):
-        rows_of_warp = 32 // max(width // LANE_COLUMNS, 1)
-        expected += len(range(0, rows, rows_of_warp * warps))
-    assert _host.tiles_of_warp(head_dim, rows, warps) == expected
-
-
-@pytest.mark.parametrize('quads', [1, 2, 4, 8])
-def test_copies_to_a_warp_tile(quads):
-    """Every quad once. Eight lanes in a row use different banks; a pair reads a sector."""
-    found = set()
-    for copy in range(quads):
-        own = [_host.quad_of_lane(quads, copy, lane) for lane in range(32)]
-        found |= set(own)
-        for (fragment, quad), (of_odd, odd) in zip(own[::2], own[1::2]):
-            assert quads == 1 or (of_odd, odd) == (fragment, quad + 1) and quad % 2 == 0
-        for banks in (own, [(lane, copy) for lane in range(32)]):
-            for i in range(0, 32, 8):
-                assert len({_host.quad_index(*each) % 8 for each in banks[i:i + 8]}) == 8
-    everything = set(itertools.product(range(32), range(quads)))
-    assert found == everything
-    assert sorted(_host.quad_index(*each) for each in everything) == list(range(32 * quads))
+def test_fragments_of_a_row(head_dim):
+    widths = quantize.pieces(head_dim)
+    assert _host.fragments_of_row(head_dim) == sum(-(-width // LANE_COLUMNS) for width in widths)
 
 
 @pytest.mark.parametrize('width', [1, 2, 4, *WIDTHS])
