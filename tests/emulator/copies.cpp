@@ -149,8 +149,7 @@ bool advance_copies(Cta& cta, bool must) {
 void Thread::copy_later(u64 target, u64 source, u32 bytes, int site) {
   readable(source, bytes, site);
   memset(shared(target, bytes, site), 0xff, bytes);
-  own_copies.push_back(
-      Copy{CopyKind::kLoad, target, source, bytes, 0, {}, 0, this, copy_groups});
+  own_copies.push_back(Copy{CopyKind::kLoad, target, source, bytes, 0, {}, 0, this, copy_groups});
 }
 
 void Thread::wait_for_copies(u32 groups_left) {
