@@ -26,7 +26,8 @@ LOGS = BUILD / 'logs'
 _UNIT_BYTES = 2.5 * 2**30  # what the largest unit may take
 _CACHE_DAYS = 30
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]', re.MULTILINE)
-_COMMENT_LINE = re.compile(rb'^\s*//[^\n]*\n', re.MULTILINE)
+# A line that is a comment, and a comment after code without quotes, which may hold // too.
+_COMMENT = re.compile(rb'^\s*//[^\n]*\n|^([^"\'\n]*?)[ \t]*//[^\n]*', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,13 @@ def included_files(source: Path, folders: Sequence[Path]) -> list[Path]:
 
 
 def key(unit: Unit) -> str:
-    """Names what the compiler sees: an edit of a comment line compiles nothing again."""
+    """Names what the compiler sees: an edit of a comment compiles nothing again."""
     digest = hashlib.sha256()
     for part in (*unit.flags, *unit.versions):
         digest.update(part.encode() + b'\0')
     for path in included_files(unit.source, unit.own_includes):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b'\0'
-                      + _COMMENT_LINE.sub(b'', path.read_bytes()))
+                      + _COMMENT.sub(rb'\1', path.read_bytes()))
     return digest.hexdigest()[:24]
 
 

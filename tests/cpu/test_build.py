@@ -57,10 +57,12 @@ def test_key_follows_content_flags_and_versions(own_root: Path):
     os.utime(own_root / 'csrc' / 'b.h', (1, 1))
     assert units.key(unit) == first
     text = (own_root / 'csrc' / 'b.h').read_text()
-    (own_root / 'csrc' / 'b.h').write_text(f'{text.rstrip()}  // One.\n')
-    assert units.key(unit) != first    # a comment behind code may be a part of a string
-    (own_root / 'csrc' / 'b.h').write_text(f'  // A comment.\n{text}')
+    (own_root / 'csrc' / 'b.h').write_text(f'  // A comment.\n{text.rstrip()}  // Another one.\n')
     assert units.key(unit) == first
+    (own_root / 'csrc' / 'b.h').write_text(text + 'char const* kPage = "https://one";\n')
+    with_string = units.key(unit)
+    (own_root / 'csrc' / 'b.h').write_text(text + 'char const* kPage = "https://two";\n')
+    assert len({units.key(unit), with_string, first}) == 3
     (own_root / 'csrc' / 'b.h').write_text('int const kNumber = 2;\n')
     assert units.key(unit) != first
 
