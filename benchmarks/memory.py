@@ -34,7 +34,7 @@ OURS = bench.OURS
 TOKENS = 65536
 SEQLENS = tuple(2 ** power for power in range(9, 17))
 QUICK_SEQLENS = (1024, 8192, 65536)
-WORKSPACE = ('lse', 'delta', 'dq', 'flags')    # of a backward, as its plan names the parts
+WORKSPACE = ('lse', 'delta', 'dq', 'flags')    # backward, as its plan names the parts
 RELEASED_AFTER = 0.1   # seconds, for autograd's thread
 COUNTS = {'requested': 'requested_bytes', 'allocated': 'allocated_bytes'}   # in memory_stats()
 

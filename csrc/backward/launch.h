@@ -75,7 +75,7 @@ BwdDeviceParams main_params(TensorMapMaker& maps, BwdParams const& p) {
   d.scale_log2 = (p.softcap > 0.f ? p.softcap : p.softmax_scale) * kLog2E;
   d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
   d.mask = problem.mask;
-  if (problem.is_packed) {  // of a general variant
+  if (problem.is_packed) {  // only general variants
     d.tickets = TicketOrder{FastDiv(problem.heads_k), FastDiv(p.schedule.section_heads)};
     d.tables = tables_of(p);
   } else {

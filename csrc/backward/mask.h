@@ -53,7 +53,7 @@ struct SimpleKeyMask {
 // A step turns them into one bit for each score of a row, so that a score costs as much as above.
 template <class Traits>
 struct AnyKeyMask {
-  Interval* limits;  // of the warpgroup's first key, in shared memory
+  Interval* limits;  // starts at the warpgroup's first key, in shared memory
   int thread;
 
   // Each warp writes the limits of its own keys.

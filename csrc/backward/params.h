@@ -1,8 +1,8 @@
 // The parameters of the backward kernels: tensor maps, pointers and the numbers that do not change
 // during a launch.
 //
-// The copy engine treats packed sequences like dense ones (launch/tensor_map.h): rows after the end
-// of a sequence read as zeros, and are not written.
+// The copy engine treats packed sequences like dense ones (launch/tensor_map.h): rows after a
+// sequence read as zeros and are not written.
 //
 // In the workspaces rows are padded to whole tiles, with the shape (batch, query head, m_tiles,
 // tile); for packed sequences (query head, m_tiles, tile), with the tiles of a head as RowTile
@@ -39,8 +39,8 @@ struct BwdDeviceParams {
   float softmax_scale;
   float scale_log2;     // (the softcap, or else softmax_scale) * log2(e)
   float softcap_scale;  // softmax_scale / softcap
-  IntervalMask mask;    // of a general variant
-  TileOrder order;      // of tiles of keys
+  IntervalMask mask;    // used by general variants
+  TileOrder order;      // the order of tiles of keys
   TicketOrder tickets;  // packed: the same order; with the tables
   PackedTables tables;
 
@@ -62,8 +62,8 @@ struct BwdRowParams {
   int* ticket;
   RowTile const* row_tiles;  // packed; else nullptr
   int seqlen_q;              // packed: total_q
-  int head_dim;              // of dQ
-  int head_dim_v;            // of O and dO
+  int head_dim;              // q and dQ
+  int head_dim_v;            // O and dO
   int heads_q;
   float softmax_scale;
   FastDiv m_tiles;

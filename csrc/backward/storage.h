@@ -12,12 +12,12 @@ namespace fa3 {
 // Consumers that split the keys: each stages its block of dQ for its store warp.
 template <class Traits>
 struct KeysExchange {
-  static constexpr int kReleases = Traits::kWarpgroups;  // of a stage of Q or dO
+  static constexpr int kReleases = Traits::kWarpgroups;  // arrivals that release a stage of Q or dO
 
   alignas(128) float dq[Traits::kWarpgroups][Traits::kDq.block_floats()];
   Mbarrier dq_staged[Traits::kWarpgroups];  // consumer warps -> store warp (4)
   Mbarrier dq_empty[Traits::kWarpgroups];   // store warp -> consumer warpgroup (1)
-  int number;                               // of the CTA in the order of work
+  int number;                               // the CTA's index in the order of work
 
   CUTE_DEVICE void init_barriers(bool) {
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
@@ -47,7 +47,7 @@ struct ProductsExchange {
   Mbarrier p_empty[kExchangeBuffers];   // warps of 1 -> 0 (4)
   Mbarrier ds_full[kExchangeBuffers];   // warps of 1 -> 2 (4)
   Mbarrier ds_empty[kExchangeBuffers];  // warps of 2, of both CTAs -> 1 (8)
-  int number;                           // of the cluster in the order of work, with rank 0
+  int number;                           // the cluster's, in rank 0
 
   // The first of the columns of dQ that the CTA of a rank may compute.
   CUTE_DEVICE static constexpr int other_column(int rank) {

@@ -1,8 +1,8 @@
 // The types that a Config of the backward implies: element, shared-memory layouts, products. Types
 // only.
 //
-// Scores are computed transposed, with keys as rows: their accumulators are then the first operands
-// of dV = P^T dO and dK = dS^T Q without a change of layout.
+// Scores are computed transposed, with keys as rows: their accumulators are then first
+// operands of the products dV = P^T dO and dK = dS^T Q without a change of layout.
 #pragma once
 
 #include "config/bwd_config.h"
@@ -12,7 +12,7 @@
 
 namespace fa3 {
 
-constexpr int kWarpRows = 16;  // of a product with 64 rows, per warp
+constexpr int kWarpRows = 16;  // a warp has 16 of the 64 rows of a product
 
 template <class Config_>
 struct BwdTraits {
@@ -23,8 +23,8 @@ struct BwdTraits {
   using Location = LocationOf<k.kind.batch>;
 
   static constexpr KernelKind kKind = k.kind;
-  static constexpr int kHeadDim = k.head_dim;     // of Q, K, dQ and dK
-  static constexpr int kHeadDimV = k.head_dim_v;  // of V, dO and dV
+  static constexpr int kHeadDim = k.head_dim;     // Q, K, dQ and dK
+  static constexpr int kHeadDimV = k.head_dim_v;  // V, dO and dV
   static constexpr int kTileM = k.tile_m;
   static constexpr int kTileN = k.cta_keys();
   static constexpr int kQStages = k.q_stages;

@@ -25,8 +25,8 @@ struct BwdConfig {
   Dtype dtype = Dtype::kBFloat16;
   KernelKind kind = {};
   BwdSplit split = BwdSplit::kKeys;
-  int head_dim = 0;    // of Q, K, dQ and dK
-  int head_dim_v = 0;  // of V, O, dO and dV
+  int head_dim = 0;    // Q, K, dQ and dK
+  int head_dim_v = 0;  // V, O, dO and dV
   int tile_m = 64;     // queries of a step
   int consumer_warpgroups = 2;
   int cluster_size = 1;

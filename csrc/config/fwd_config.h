@@ -35,8 +35,8 @@ enum class ProducerSize { kNarrow, kUsual, kWide };
 
 struct FwdConfig {
   char const* name = "";
-  Dtype dtype_q = Dtype::kBFloat16;   // of Q and P
-  Dtype dtype_kv = Dtype::kBFloat16;  // of K and V in global memory
+  Dtype dtype_q = Dtype::kBFloat16;   // Q and P
+  Dtype dtype_kv = Dtype::kBFloat16;  // K and V in global memory
   KernelKind kind = {};
   ValuesKind values = ValuesKind::kDirect;
   ScalesKind scales = ScalesKind::kNone;
@@ -48,8 +48,8 @@ struct FwdConfig {
   int head_dim_v = 0;
   int consumer_warpgroups = 2;  // 64 rows of Q each
   int tile_n = 0;               // keys of a K tile
-  int stages = 2;               // of the K ring and of the V ring
-  int q_stages = 1;             // of the Q ring; 2: the next tile's Q is loaded ahead
+  int stages = 2;               // in the K ring, and in the V ring
+  int q_stages = 1;             // in the Q ring; 2: the next tile's Q is loaded ahead
   // kTransposed: stages of the ring of V as loaded, and the parts of a stage, which are loaded and
   // transposed one after the other.
   int raw_stages = 0;

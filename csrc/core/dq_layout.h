@@ -13,7 +13,7 @@
 namespace fa3 {
 
 struct DqLayout {
-  int columns;        // of a block
+  int columns;        // in a block
   bool side_by_side;  // the blocks
 
   static constexpr int kRows = 64;

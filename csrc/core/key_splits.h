@@ -15,11 +15,11 @@ namespace fa3 {
 // K tiles [begin, end) of an output tile.
 struct KeyPart {
   int group;
-  int head;  // of the group
+  int head;  // in the group
   int begin;
   int end;
-  int index;  // of the part, in the order of the keys
-  int parts;  // of the output tile
+  int index;  // counts the parts of the output tile in the order of their keys
+  int parts;  // that the output tile has
 };
 
 // The line. A group is the output tiles of one sequence and one range of queries: one for each of

@@ -136,9 +136,9 @@ struct DenseLocation {
 struct AnyLocation {
   int batch;
   SeqlenPair len;
-  int q_row;  // of the first query
+  int q_row;  // the first query
   int q_end;
-  int k_row;  // of the first key
+  int k_row;  // the first key
   int k_end;
 
   FA3_HD static AnyLocation dense(int batch, SeqlenPair len) {
@@ -173,7 +173,7 @@ struct PackedTables {
   int row_tile_count = 0;              // capacity of row_tiles
   int* header = nullptr;               // kHeaderInts: the next ticket
   int* sequence_of_tile = nullptr;     // kNoTile after the last one
-  RowTile* row_tiles = nullptr;        // of the backward; in the order of the batch
+  RowTile* row_tiles = nullptr;        // backward only; in the order of the batch
   SequenceTiles* sequences = nullptr;  // longest first
 
   static constexpr int kHeaderInts = 8;

@@ -27,7 +27,7 @@ struct TensorMeta {
   int rank = 0;
   int64_t size[5] = {};
   int64_t stride[5] = {};
-  int64_t address = 0;           // of the first element; 0 when unknown
+  int64_t address = 0;           // the first element; 0 when unknown
   char const* dtype_name = "";   // as PyTorch writes it, for messages: "float16", "int32"
   char const* device_name = "";  // "cuda", "cpu", "mps"
 };
@@ -51,8 +51,8 @@ struct ScaleView {
   int64_t batch_stride = 0;
   int64_t head_stride = 0;
   int64_t block_stride = 0;         // 0: per (sequence, KV head)
-  int64_t head_in_pack_stride = 0;  // of q: between the heads in the rows of a tile
-  bool by_kv_head = false;          // of q: heads are KV heads
+  int64_t head_in_pack_stride = 0;  // q only: between the heads in the rows of a tile
+  bool by_kv_head = false;          // q only: heads are KV heads
 };
 
 enum class PackGqa : int { kNever = 0, kAlways = 1, kHeuristic = 2 };
@@ -72,7 +72,7 @@ struct FwdProblem {
   int heads_k = 0;
   int head_dim = 0;
   int head_dim_v = 0;
-  KernelKind kind;    // of the kernels that serve it
+  KernelKind kind;    // what kernels have to serve
   IntervalMask mask;  // in its most general form; right is 0 under a causal mask
   // Sequences of several lengths, one after the other: seqlen_q and seqlen_k are the longest, as
   // far as the host knows. The totals are the rows of the tensors.
@@ -138,8 +138,8 @@ struct FwdParams {
   float* lse = nullptr;
   float* max_logits = nullptr;   // as lse; with a general problem only
   float const* sinks = nullptr;  // (heads_q); nullptr: none
-  PackedLengths lengths;         // of a packed problem
-  int* workspace = nullptr;      // of a packed problem: schedule.workspace_ints
+  PackedLengths lengths;         // packed only
+  int* workspace = nullptr;      // packed: schedule.workspace_ints
   FwdProblem problem;
   FwdSchedule schedule;
   float softmax_scale = 1.f;
@@ -157,13 +157,13 @@ struct BwdSchedule {
   bool in_sections = false;  // core/tile_order.h, with tiles of keys for those of queries
   int section_pairs = 1;
   int64_t rows = 0;       // queries of all heads and batches, padded to whole tiles
-  int64_t dq_floats = 0;  // of the fp32 accumulator of dQ
+  int64_t dq_floats = 0;  // in the fp32 accumulator of dQ
   int64_t flags = 0;      // deterministic: those of all tiles of queries, and the ticket; else 0
   // Packed: m_tiles and n_tiles are upper bounds for all sequences together; section_heads: the KV
   // heads that go through a sequence together (core/packed_tiles.h).
   int section_heads = 1;
   int most_queries = 0;    // that a tile of keys meets
-  int64_t table_ints = 0;  // of the tables, a multiple of 8; else 0
+  int64_t table_ints = 0;  // in the tables, a multiple of 8; else 0
 };
 
 struct BwdParams {
@@ -186,7 +186,7 @@ struct BwdParams {
   int* tables = nullptr;         // workspace of a packed problem: schedule.table_ints ints
   int* dq_flags = nullptr;       // workspace: schedule.flags - 1 ints; nullptr: not deterministic
   int* ticket = nullptr;         // workspace: the last of schedule.flags
-  PackedLengths lengths;         // of a packed problem
+  PackedLengths lengths;         // packed only
   FwdProblem problem;
   BwdSchedule schedule;
   float softmax_scale = 1.f;

@@ -65,7 +65,7 @@ FA3_HD constexpr uint32_t sign_bits(uint32_t mixed_seed, int kv_head, int column
 struct QuantizeShape {
   bool is_packed = false;
   int batch = 0;
-  int rows = 0;  // of a batch entry; packed: of the tensor
+  int rows = 0;  // in a batch entry; packed: in the tensor
   int heads = 0;
   int head_dim = 0;
   int group = 1;  // heads of a KV head

@@ -28,7 +28,7 @@ struct TileOrder {
   bool longest_first = false;
   int m_tiles = 0;
   int pairs = 0;          // (head, batch)
-  int section_pairs = 1;  // of every section but the last, which may have fewer
+  int section_pairs = 1;  // in every section but the last, which may have fewer
   int sections = 0;
   FastDiv by_m_tiles;
   FastDiv by_heads;
@@ -74,7 +74,7 @@ struct TileOrder {
 struct TileWalk {
   TileOrder const& order;
   int ctas;
-  int wave_index;  // of this CTA, in the waves of the section
+  int wave_index;  // this CTA's, in the waves of the section
   int section;
   int wave;
   int position;

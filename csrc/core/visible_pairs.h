@@ -8,7 +8,7 @@ namespace fa3 {
 // The sum of clamp(first + i, 0, most) over 0 <= i < count.
 constexpr double sum_of_ramp(int64_t first, int64_t count, int64_t most) {
   auto const sum_to = [](double n) { return n * (n + 1) / 2; };
-  auto const up_to = [&](int64_t last) {  // of all i with first + i <= last, from 0 on
+  auto const up_to = [&](int64_t last) {  // sums over 0 <= i with first + i <= last
     double const rising = double(last < most ? (last < 0 ? 0 : last) : most);
     return sum_to(rising) + double(last > most ? last - most : 0) * double(most);
   };
@@ -17,7 +17,7 @@ constexpr double sum_of_ramp(int64_t first, int64_t count, int64_t most) {
 
 // A window without chunks: of the keys up to its right end, those before its left end are masked.
 constexpr double count_in_window(int64_t seqlen_q, int64_t seqlen_k, IntervalMask const& mask) {
-  int64_t const own = seqlen_k - seqlen_q;  // of query 0
+  int64_t const own = seqlen_k - seqlen_q;  // the key at the diagonal of query 0
   return sum_of_ramp(own + mask.right + 1, seqlen_q, seqlen_k) -
          sum_of_ramp(own - mask.left, seqlen_q, seqlen_k);
 }

@@ -12,7 +12,7 @@ namespace fa3 {
 struct AttentionCall {
   bool is_backward = false;
   bool has_batch = true;           // false: the caller's tensors have none, here it is 1
-  DeviceLimits device = {0, 0};    // of q's device; 0: unknown
+  DeviceLimits device = {0, 0};    // q's device; 0: unknown
   TensorMeta q;                    // (batch, seqlen_q, heads_q, head_dim)
   TensorMeta k;                    // (batch, seqlen_k, heads_k, head_dim)
   TensorMeta v;                    // (batch, seqlen_k, heads_k, head_dim_v)

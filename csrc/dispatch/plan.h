@@ -15,11 +15,11 @@ struct FwdPlan {
 
 struct FwdCost {
   double waves = 0;          // tiles per CTA of the grid
-  double useful_share = 0;   // of the computed FLOPs; the rest is masked or padding (rows, keys,
-                             // head dim), or skipped by a warpgroup that sees nothing of it
-  double flops = 0;          // of the visible pairs, both products
+  double useful_share = 0;   // share of the computed FLOPs; the rest is masked or padding (rows,
+                             // keys, head dim), or skipped by a warpgroup that sees nothing of it
+  double flops = 0;          // both products, visible pairs only
   double bytes = 0;          // q, k, v read once; out and LSE written once
-  double visited_share = 0;  // of the K tiles of a head: those that its tiles of queries visit
+  double visited_share = 0;  // share of a head's K tiles that its tiles of queries visit
 };
 
 // INVARIANT: the problem comes from a CUDA call that check_forward() accepts; then there is a

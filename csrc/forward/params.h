@@ -1,7 +1,7 @@
 // The parameters of the kernel: tensor maps and the numbers that do not change during a launch.
 //
-// The copy engine treats packed sequences like dense ones (launch/tensor_map.h): rows after the end
-// of a sequence read as zeros, and are not written.
+// The copy engine treats packed sequences like dense ones (launch/tensor_map.h): rows after a
+// sequence read as zeros and are not written.
 #pragma once
 
 #include <cuda.h>
@@ -36,7 +36,7 @@ struct FwdDeviceParams {
   float scale_log2;         // softmax_scale * log2(e)
   float softcap_scale;      // softmax_scale / softcap
   int zero;                 // 0, unknown to ptxas (softmax.h)
-  float lazy_rescale_log2;  // of general kernels; 0 where row maxima are wanted
+  float lazy_rescale_log2;  // general kernels; 0 where row maxima are wanted
   int q_slice_bytes;  // what one TMA box of Q brings: fewer than 64 rows when the packing does not
                       // fill them
   int positions_per_warpgroup;
@@ -44,7 +44,7 @@ struct FwdDeviceParams {
   int least_lead;  // packed: a sequence whose lead_positions() are fewer has a lead of 0
   FastDiv pack;    // query heads in the rows of a tile
   FastDiv groups_per_kv_head;
-  IntervalMask mask;  // of MaskKind::kInterval
+  IntervalMask mask;  // used with MaskKind::kInterval
   // With ScalesKind::kBlocks.
   OutputView out;
   ScaleView q_scale;

@@ -27,7 +27,7 @@ template <class Traits>
 class HeldQueries {
   using Element = typename Traits::Element;
   static constexpr int kSteps = Traits::k.query_steps;
-  static constexpr int kStepChunks = 2;  // of 16 bytes
+  static constexpr int kStepChunks = 2;  // chunks of 16 bytes
   static_assert(Traits::kSlice * sizeof(Element) == 128);
 
   // ((4, 2, 2), 1, steps) of 8-bit elements: a thread has four words a step.

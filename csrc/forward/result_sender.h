@@ -19,7 +19,7 @@ struct ResultSender {
   FwdDeviceParams const& p;
   int const lane;
   RingState<Traits::kQStages> ring;
-  FwdWork<Traits> work;  // of the last warpgroup, which has rows in every tile
+  FwdWork<Traits> work;  // the last warpgroup's, which has rows in every tile
 
   CUTE_DEVICE ResultSender(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_)
       : shared(shared_), p(p_), lane(lane_of_warp()), work(no_tile<Traits>()) {}

@@ -18,7 +18,7 @@ struct RowWriter {
 // The query and head of a row of a warpgroup.
 struct RowOfTile {
   bool exists;
-  int offset;  // of the query, from the first one
+  int offset;  // the query, counted from the first one
   int head;    // in the pack
 };
 

@@ -56,7 +56,7 @@ struct NoScales {
 template <class Traits>
 struct BlockScales {
   FwdStorage<Traits>& shared;
-  RingState<Traits::kScaleStages> ring;  // of K tiles
+  RingState<Traits::kScaleStages> ring;  // advances with each K tile
 
   CUTE_DEVICE explicit BlockScales(FwdStorage<Traits>& shared_) : shared(shared_) {}
 

@@ -22,7 +22,7 @@ template <class Traits>
 struct Fp8Softmax {
   static constexpr FwdConfig k = Traits::k;
   static constexpr int kRows = 2;
-  static constexpr int kColumns = Traits::kTileN / 4;  // of a thread
+  static constexpr int kColumns = Traits::kTileN / 4;  // a thread has in a row
   static constexpr float kInverseOffset = 1.f / (1 << kOffsetLog2);
   // For a row whose largest P so far is 2^kOffsetLog2.
   static constexpr float kLeastLazySum = 8.f * (1 << kOffsetLog2);
@@ -35,10 +35,10 @@ struct Fp8Softmax {
   // scale_scores() has then applied the scales already.
   static constexpr bool kSoftcap = Traits::kKind.has_softcap();
 
-  float row_max[kRows];  // of t; subtracted from t
+  float row_max[kRows];  // the maximum of t, which is subtracted from t
   float row_sum[kRows];
   float rescale[kRows];
-  float q_scale[kRows];  // of scores, in powers of two; with a softcap: of q alone
+  float q_scale[kRows];  // scale of scores, in powers of two; with a softcap that of q
   bool any_rescale;
   float lazy_log2[kRows];    // a maximum that has not grown by more is not adopted
   float earlier_sum[kRows];  // without the last K tile
@@ -85,7 +85,7 @@ struct Fp8Softmax {
     CUTE_UNROLL
     for (int i = 0; i < cute::size(fours); ++i) {
       int const row = i % 2;
-      int const first = i / 2 * 8 + 2 * row;  // of a pair of groups of 8 columns
+      int const first = i / 2 * 8 + 2 * row;  // the first value in a pair of groups of 8 columns
       fours(i) = pack_four_e4m3(acc(first), acc(first + 1), acc(first + 4), acc(first + 5));
     }
   }

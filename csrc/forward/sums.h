@@ -35,7 +35,7 @@ class PromotedSums {
   // in shared memory.
   float4 held_[max_of(kHeldFours, 1)];
   float4* shared_;
-  float rescale_[kRows];  // of O, before the next product is added
+  float rescale_[kRows];  // applied to O before the next product is added
 
   CUTE_DEVICE float4& four(int i) {
     return i < kHeldFours ? held_[i] : shared_[(i - kHeldFours) * kWarpgroupThreads];

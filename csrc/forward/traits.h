@@ -14,8 +14,8 @@ struct FwdTraits {
   using Config = Config_;
   static constexpr FwdConfig k = Config::k;
 
-  using Element = ElementOf<k.dtype_q>;     // of Q, P and the operands of both products
-  using ElementKv = ElementOf<k.dtype_kv>;  // of K and V in global memory
+  using Element = ElementOf<k.dtype_q>;     // Q, P and the operands of both products
+  using ElementKv = ElementOf<k.dtype_kv>;  // K and V in global memory
   using Location = LocationOf<k.kind.batch>;
   static constexpr KernelKind kKind = k.kind;
   static constexpr bool kIsMasked = k.kind.mask != MaskKind::kFull;

@@ -65,7 +65,7 @@ struct ValueTransposer {
   };
 
   FwdStorage<Traits>& shared;
-  int source;  // of this lane's first row, in bytes
+  int source;  // offset of this lane's first row, in bytes
   int target;
   CompactRing<Traits::kQStages> q_ring;
   CompactRing<kRawStages> raw_ring;

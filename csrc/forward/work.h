@@ -9,7 +9,7 @@ namespace fa3 {
 
 // Where the results other than O of a tile's rows are stored.
 struct FwdRows {
-  int64_t offset;  // of the first query, first head, in the LSE
+  int64_t offset;  // offset in the LSE: first query, first head
   int left;        // queries from the first one to the end of the sequence
   int head;        // first of the `pack` query heads
 };

@@ -38,8 +38,8 @@ _BANNER = '// Written by csrc/instances/generate.py from variants.py.'
 class Family:
     """The variants of one kernel, and how C++ names what belongs to it."""
     variants: Sequence[Variant]
-    short: str     # of files: fwd
-    long: str      # of units and of the launch function: forward
+    short: str     # in file names: fwd
+    long: str      # in names of units and of the launch function: forward
     tiles: Sequence[str]  # headers of csrc/config
 
     @property

@@ -10,7 +10,7 @@
 namespace fa3 {
 
 template <int kWidth>
-constexpr int kColumnsOf = kWidth < kLaneColumns ? kWidth : kLaneColumns;  // of a lane
+constexpr int kColumnsOf = kWidth < kLaneColumns ? kWidth : kLaneColumns;  // a lane has
 
 // The fragment as it is in x, 2 or 4 bytes a column.
 template <class Element, int kWidth>

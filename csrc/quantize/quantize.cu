@@ -16,7 +16,7 @@ constexpr int kThreads = sizeof(Element) == 4 ? 512 : kMostThreads;  // more wou
 // Fragments of a thread, if its CTA has no more threads than there can be: few for short waits at
 // the barrier, several so that one is loaded while another is rotated.
 constexpr int kThreadFragments = 4;
-constexpr int kMostStashBytes = 226 * 1024;  // of the 227 KiB of a CTA
+constexpr int kMostStashBytes = 226 * 1024;  // a CTA may have 227 KiB
 constexpr int kTwoPassTile = 128;            // rows
 
 // kStash: one pass. kReadTwice: the same for tiles that do not fit in shared memory, which are read

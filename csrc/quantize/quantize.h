@@ -18,7 +18,7 @@ struct QuantizeParams {
   uint32_t mixed_seed = 0;
   // The launch sets:
   int stash_rows = 0;       // rows of a CTA in shared memory
-  int stash_fragments = 0;  // of these rows
+  int stash_fragments = 0;  // in these rows
 };
 
 // Scales by head and by tensor take two passes over x, which exchange the bits of the largest

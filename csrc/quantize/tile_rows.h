@@ -78,7 +78,7 @@ struct PieceOfThread {
   static constexpr int kLanes = lanes_of_piece(kWidth);
 
   int column;     // the lane's first one
-  int row;        // of the tile
+  int row;        // in the tile
   int warp_row;   // the first row of the warp
   int step;       // rows
   int fragments;  // in the stash, of the pieces before
@@ -97,7 +97,7 @@ class TileRows {
   QuantizeParams const& p_;
   int used_;
   int written_;
-  Element const* source_;  // of the tile's first value
+  Element const* source_;  // the tile's first value
   uint8_t* target_;
   int kv_head_;
 

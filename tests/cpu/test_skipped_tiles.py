@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     """A tile of queries. K tiles are counted over all tiles, in the order of their visits."""
     begin: int
     end: int
-    hidden: list[tuple[int, int]]    # of each warpgroup: those it skips first and last
+    skipped: list[tuple[int, int]]    # by each warpgroup, first and last
 
 
 class Cta:
@@ -60,20 +60,20 @@ class Cta:
             yield 'raw v', number, 1
             yield from self.load('v', number, self.stages, 'v free')
 
-    def leave_out(self, name: str, numbers: range) -> Iterator[tuple]:
+    def skip_tiles(self, name: str, numbers: range) -> Iterator[tuple]:
         for number in numbers:
             yield name, number, 1
             self.happened[f'{name} free', number] += 1
 
     def warpgroup(self, index: int) -> Iterator[tuple]:
-        before = hidden = None    # K tile whose V is still to be multiplied; those after it
+        before = skipped = None    # K tile whose V is still to be multiplied; those after it
         for t, tile in enumerate(self.tiles):
             yield 'q', t, 1
-            first, last = tile.hidden[index]
+            first, last = tile.skipped[index]
             for own in range(tile.begin + first, tile.end - last):
                 if own == tile.begin + first:
-                    hidden = range(0 if before is None else before + 1, own)
-                    yield from self.leave_out('k', hidden)
+                    skipped = range(0 if before is None else before + 1, own)
+                    yield from self.skip_tiles('k', skipped)
                 yield 'k', own, 1
                 if before is not None:
                     yield 'v', before, 1
@@ -81,7 +81,7 @@ class Cta:
                 if before is not None:
                     self.happened['v free', before] += 1
                 if own == tile.begin + first:
-                    yield from self.leave_out('v', hidden)
+                    yield from self.skip_tiles('v', skipped)
                     self.happened['q free', t - 1] += 1
                 before = own
         yield 'v', before, 1
@@ -102,10 +102,10 @@ class Cta:
         return True
 
 
-def tiles_of(counts: list[int], hidden: list[list[tuple[int, int]]], most: int) -> list[Tile]:
+def tiles_of(counts: list[int], skipped: list[list[tuple[int, int]]], most: int) -> list[Tile]:
     """Tiles of so many K tiles; those skipped leave one, and are at most `most` at either end."""
     tiles, begin = [], 0
-    for count, of_warpgroups in zip(counts, hidden):
+    for count, of_warpgroups in zip(counts, skipped):
         firsts = [min(first, most, count - 1) for first, _ in of_warpgroups]
         lasts = [min(last, most, count - 1 - first)
                  for first, (_, last) in zip(firsts, of_warpgroups)]
@@ -114,12 +114,12 @@ def tiles_of(counts: list[int], hidden: list[list[tuple[int, int]]], most: int) 
     return tiles
 
 
-any_hidden = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=WARPGROUPS,
+any_skipped = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=WARPGROUPS,
                       max_size=WARPGROUPS)
 
 
 @pytest.mark.parametrize('stages, raw_stages', RINGS)
-@given(st.lists(st.tuples(st.integers(1, 12), any_hidden), min_size=1, max_size=8))
+@given(st.lists(st.tuples(st.integers(1, 12), any_skipped), min_size=1, max_size=8))
 @examples(300)
 def test_no_warpgroup_waits_forever(stages, raw_stages, tiles):
     tiles = tiles_of(*zip(*tiles), _host.most_skipped_tiles(stages, raw_stages))
@@ -130,9 +130,9 @@ def test_no_warpgroup_waits_forever(stages, raw_stages, tiles):
 def test_with_one_more_they_can(stages, raw_stages):
     """The end of a chunk: one warpgroup is in the next one, the others are not, and back."""
     most = _host.most_skipped_tiles(stages, raw_stages) + 1
-    hidden = [[(0, 0), (0, 0), (0, most)], [(0, 0), (0, 0), (most, 0)]]
-    assert not Cta(tiles_of([9, 9], hidden, most), stages, raw_stages).ends()
-    assert Cta(tiles_of([9, 9], hidden, most - 1), stages, raw_stages).ends()
+    skipped = [[(0, 0), (0, 0), (0, most)], [(0, 0), (0, 0), (most, 0)]]
+    assert not Cta(tiles_of([9, 9], skipped, most), stages, raw_stages).ends()
+    assert Cta(tiles_of([9, 9], skipped, most - 1), stages, raw_stages).ends()
 
 
 def test_kernels_leave_some_out():
