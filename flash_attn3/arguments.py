@@ -36,6 +36,24 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('window_right', 'SymInt', -1, 'score'),
     ('attention_chunk', 'SymInt', 0, 'score'),
     ('softcap', 'float', 0.0, 'score'),
+    # A cache of keys and values. cache_seqlens: keys of each sequence, before `appended` or
+    # cu_seqlens_k_new more, which the call finds written behind them.
+    ('cache_seqlens', 'Tensor?', None, 'cache'),
+    ('page_table', 'Tensor?', None, 'cache'),
+    ('appended', 'SymInt', 0, 'cache'),
+    ('cache_length', 'SymInt', -1, 'cache'),    # cache_seqlens as a number; -1: the whole cache
+    ('cache_batch_idx', 'Tensor?', None, 'cache'),
+    ('cache_leftpad', 'Tensor?', None, 'cache'),
+    ('cu_seqlens_k_new', 'Tensor?', None, 'cache'),
+    ('return_lse', 'bool', False, 'splits'),
+    ('num_splits', 'SymInt', 0, 'splits'),
+    ('split_size', 'SymInt', 0, 'splits'),
+    # Appending to a cache. rotary_per_query: each query has a position of its own.
+    ('rotary_cos', 'Tensor?', None, 'rotary'),
+    ('rotary_sin', 'Tensor?', None, 'rotary'),
+    ('rotary_seqlens', 'Tensor?', None, 'rotary'),
+    ('rotary_interleaved', 'bool', True, 'rotary'),
+    ('rotary_per_query', 'bool', True, 'rotary'),
     ('pack_gqa', 'bool?', None, 'execution'),
     ('sm_margin', 'int', 0, 'execution'),
     ('return_max_logits', 'bool', False, 'execution'),

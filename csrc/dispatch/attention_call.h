@@ -29,6 +29,13 @@ struct AttentionCall {
   Fp8Arguments fp8;
   ExecutionArguments execution;
   GradientArguments gradients;
+  bool on_cache = false;           // k and v are a cache: (batch, capacity, heads_k, head_dim), or
+                                   // with a page_table (pages, page_size, heads_k, head_dim)
+  std::optional<TensorMeta> k_new;  // appended: (batch, new, heads_k, head_dim), or packed
+  std::optional<TensorMeta> v_new;
+  CacheArguments cache;
+  SplitArguments splits;
+  RotaryArguments rotary;
 
   // WHY: a defaulted constructor zeroes all 2.4 KB, 40 ns of each call (g++ 12, 2026-11-25).
   AttentionCall() {}
@@ -52,6 +59,12 @@ struct AttentionCall {
     fp8.visit(visitor);
     execution.visit(visitor);
     gradients.visit(visitor);
+    visitor("on_cache", on_cache);
+    visitor("k_new", k_new);
+    visitor("v_new", v_new);
+    cache.visit(visitor);
+    splits.visit(visitor);
+    rotary.visit(visitor);
   }
 
   bool is_packed() const { return lengths.cu_seqlens_q || lengths.cu_seqlens_k; }

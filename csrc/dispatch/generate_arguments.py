@@ -8,7 +8,8 @@ from types import ModuleType
 _LIST = Path(__file__).resolve().parents[2] / 'flash_attn3' / 'arguments.py'
 GROUPS = {'lengths': 'LengthArguments', 'score': 'ScoreArguments', 'scales': 'ScaleArguments',
           'fp8': 'Fp8Arguments', 'execution': 'ExecutionArguments',
-          'gradients': 'GradientArguments'}
+          'gradients': 'GradientArguments', 'cache': 'CacheArguments', 'splits': 'SplitArguments',
+          'rotary': 'RotaryArguments'}
 _TYPES = {'Tensor?': 'std::optional<TensorMeta>', 'SymInt': 'int64_t', 'int': 'int64_t',
           'float': 'double', 'float?': 'std::optional<double>', 'bool': 'bool',
           'bool?': 'std::optional<bool>'}
