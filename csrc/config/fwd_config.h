@@ -27,8 +27,9 @@ enum class OverlapKind { kSkewed, kSerial };
 
 // How O is stored. kOverQueries: over the rows of Q in shared memory, copied out by a store warp.
 // kStaged, kSent: through its own buffer in shared memory, copied out by the consumers or by the
-// scale warp. kRegisters: from registers.
-enum class OutputKind { kOverQueries, kStaged, kSent, kRegisters };
+// scale warp. kRegisters: from registers. kParts: on a cache, from registers, as parts that are
+// combined where several CTAs share the keys.
+enum class OutputKind { kOverQueries, kStaged, kSent, kRegisters, kParts };
 
 // Registers of the producer warpgroup; FwdConfig::producer_registers() has the numbers.
 enum class ProducerSize { kNarrow, kUsual, kWide };
@@ -94,7 +95,7 @@ struct FwdConfig {
   // transposes V and reads scales.
   constexpr int consumer_registers() const {
     if (consumer_warpgroups == 1) {
-      return ctas_per_sm == 1 ? 256 : 216;
+      return producer == ProducerSize::kWide ? 168 : ctas_per_sm == 1 ? 256 : 216;
     }
     if (consumer_warpgroups == 2) {
       return producer == ProducerSize::kNarrow ? 240 : producer == ProducerSize::kUsual ? 232 : 224;
@@ -104,7 +105,7 @@ struct FwdConfig {
 
   constexpr int producer_registers() const {
     if (consumer_warpgroups == 1) {
-      return ctas_per_sm == 1 ? 56 : 40;
+      return producer == ProducerSize::kWide ? 88 : ctas_per_sm == 1 ? 56 : 40;
     }
     switch (producer) {
       case ProducerSize::kNarrow:
@@ -199,6 +200,7 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
   c.dtype_kv = dtype;
   c.kind = kind;
   c.query_steps = kind == kFullKernel ? tile.query_steps : 0;
+  c.output = kind.is_cache() ? OutputKind::kParts : tile.output;
   auto const require = [](bool holds, char const* what) {
     if (!holds) {
       throw what;

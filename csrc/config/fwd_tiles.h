@@ -145,4 +145,14 @@ inline constexpr FwdConfig kFwdTileD64Tiny = two_ctas(kFwdTileD64Small, 60);
 // 2148 us.
 inline constexpr FwdConfig kFwdTileD128Tiny = two_ctas(kFwdTileD128ShortSmall, 240);
 
+// On a cache. What counts is the bytes in flight: two CTAs of 16 + 48 + 48 = 112 KiB.
+inline constexpr FwdConfig kFwdTileD128Cache = [] {
+  FwdConfig tile = kFwdTileD128Tiny;
+  tile.stages = 3;
+  tile.q_stages = 1;
+  tile.tile_overlap = false;
+  tile.producer = ProducerSize::kWide;
+  return tile;
+}();
+
 }  // namespace fa3

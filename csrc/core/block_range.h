@@ -15,14 +15,17 @@ struct BlockRange {
 };
 
 // Queries [position_begin, position_end) against K tiles of tile_n keys; the range must hold at
-// least one query. Where no query sees a key, end is begin or less.
+// least one query. Where no query sees a key, end is begin or less. first_slot: where key 0 lies,
+// counted from the begin of K tile 0.
 template <class Mask>
 FA3_HD constexpr BlockRange block_range(int position_begin, int position_end, SeqlenPair len,
-                                        int tile_n, Mask const& mask) {
+                                        int tile_n, Mask const& mask, int first_slot = 0) {
   Interval const first = mask.keys(position_begin, len);
   Interval const last = mask.keys(min_of(position_end, len.q) - 1, len);
-  return BlockRange{first.begin / tile_n, ceil_div(last.begin, tile_n),
-                    max_of(0, first.end) / tile_n, ceil_div(max_of(0, last.end), tile_n)};
+  return BlockRange{(first_slot + first.begin) / tile_n,
+                    ceil_div(first_slot + last.begin, tile_n),
+                    (first_slot + max_of(0, first.end)) / tile_n,
+                    ceil_div(first_slot + max_of(0, last.end), tile_n)};
 }
 
 // K tiles that a tile visits and one of its warpgroups skips, because none of its rows sees a key

@@ -5,8 +5,9 @@
 namespace fa3 {
 
 // kDense: a batch of equal lengths. kAny: that or packed sequences, with sinks and row maxima at
-// run time.
-enum class BatchKind : int { kDense, kAny };
+// run time. kCache: either, on the keys of a cache, of which several CTAs may share those of a
+// tile; with sinks.
+enum class BatchKind : int { kDense, kAny, kCache };
 
 // The masks of core/mask_limits.h.
 enum class MaskKind : int { kFull, kCausal, kInterval };
@@ -22,6 +23,7 @@ struct KernelKind {
   constexpr bool operator==(KernelKind const&) const = default;
 
   constexpr bool is_dense() const { return batch == BatchKind::kDense; }
+  constexpr bool is_cache() const { return batch == BatchKind::kCache; }
   constexpr bool has_softcap() const { return score == ScoreKind::kSoftcap; }
 };
 
@@ -30,6 +32,9 @@ inline constexpr KernelKind kCausalKernel{BatchKind::kDense, MaskKind::kCausal};
 inline constexpr KernelKind kGeneralKernel{BatchKind::kAny, MaskKind::kInterval};
 inline constexpr KernelKind kSoftcapKernel{BatchKind::kAny, MaskKind::kInterval,
                                            ScoreKind::kSoftcap};
+inline constexpr KernelKind kCacheKernel{BatchKind::kCache, MaskKind::kInterval};
+inline constexpr KernelKind kCacheSoftcapKernel{BatchKind::kCache, MaskKind::kInterval,
+                                                ScoreKind::kSoftcap};
 
 // The kinds that are built, and their names in variants and in explain().
 struct NamedKind {
@@ -40,8 +45,10 @@ struct NamedKind {
 inline constexpr NamedKind kBuiltKinds[] = {{kFullKernel, "full"},
                                             {kCausalKernel, "causal"},
                                             {kGeneralKernel, "general"},
-                                            {kSoftcapKernel, "softcap"}};
-constexpr int kBuiltKindCount = 4;
+                                            {kSoftcapKernel, "softcap"},
+                                            {kCacheKernel, "cache"},
+                                            {kCacheSoftcapKernel, "cache, softcap"}};
+constexpr int kBuiltKindCount = 6;
 
 // INVARIANT: the kind is in kBuiltKinds.
 constexpr int kind_index(KernelKind kind) {

@@ -2,126 +2,77 @@
 // tile. A part gives a partial O and LSE; the parts of an output tile are combined in the order of
 // their keys.
 //
-// EvenSplit lays the K tiles of all output tiles in one line and gives each CTA an equal stretch of
-// it. A CTA has at most two output tiles that it shares with others, the first and the last of its
-// stretch. FixedSplit depends on the keys of one output tile alone, so that its bits do not depend
-// on what else is in the batch.
+// The K tiles of all output tiles form a line of units, of which each CTA takes a stretch of equal
+// length. In an even split a unit is a K tile, and the units of an output tile that a CTA has are
+// one part: at most the first and the last output tile of a stretch are shared with other CTAs. In
+// the other splits each unit is a part, which depends on the keys of its output tile alone, so that
+// its bits do not depend on what else is in the batch.
 #pragma once
 
 #include "core/int_math.h"
 
 namespace fa3 {
 
-// K tiles [begin, end) of an output tile.
+// kParts: at most `count` parts of equal numbers of K tiles. kSize: parts of `count` K tiles; the
+// last one of an output tile may have fewer.
+enum class SplitKind : int { kEven, kParts, kSize };
+
+// K tiles [begin, end) of an output tile, counted from its first one.
 struct KeyPart {
-  int group;
-  int head;  // in the group
   int begin;
   int end;
-  int index;  // counts the parts of the output tile in the order of their keys
-  int parts;  // that the output tile has
+  int index;   // counts the parts of the output tile in the order of their keys
+  int parts;   // that the output tile has
+  int first_slot;  // where the part with index 0 lies in the buffers of partial results
+  int slot_step;
+
+  // INVARIANT: no two parts of a launch have the same slot, unless their tiles are whole.
+  FA3_HD constexpr int slot_of(int part) const {
+    return first_slot + (part > 0 ? part * slot_step - (slot_step - 1) : 0);
+  }
 };
 
-// The line. A group is the output tiles of one sequence and one range of queries: one for each of
-// `heads` KV heads, with equally many K tiles, at least one. starts: groups + 1 numbers, the first
-// of which is 0: K tiles before a group.
-struct KeyLine {
-  int64_t const* starts;
-  int groups;
-  int heads;
+struct KeySplits {
+  SplitKind kind = SplitKind::kEven;
+  int count = 0;
+  int64_t per_cta = 1;  // units of a stretch
 
-  FA3_HD int64_t total() const { return starts[groups]; }
-  FA3_HD int k_tiles(int group) const { return int((starts[group + 1] - starts[group]) / heads); }
+  FA3_HD constexpr bool is_even() const { return kind == SplitKind::kEven; }
 
-  // The group that has K tile `position` of the line; 0 <= position < total().
-  FA3_HD int group_at(int64_t position) const {
-    int low = 0;
-    int high = groups;
-    while (high - low > 1) {
-      int const middle = (low + high) / 2;
-      (starts[middle] <= position ? low : high) = middle;
+  // K tiles of a unit.
+  FA3_HD constexpr int unit_tiles(int k_tiles) const {
+    return is_even()                    ? 1
+           : kind == SplitKind::kParts ? max_of(1, ceil_div(k_tiles, count))
+                                       : count;
+  }
+
+  FA3_HD constexpr int units(int k_tiles) const { return ceil_div(k_tiles, unit_tiles(k_tiles)); }
+
+  FA3_HD int cta_of(int64_t unit) const {
+    // WHY: a division of 64 bits takes some 100 instructions.
+    bool const is_short = ((unit | per_cta) >> 32) == 0;
+    return is_short ? int(uint32_t(unit) / uint32_t(per_cta)) : int(unit / per_cta);
+  }
+
+  // The part that begins at a unit, of an output tile with units from `first` on. end: of the CTA's
+  // stretch.
+  FA3_HD KeyPart part_at(int64_t unit, int64_t end, int64_t first, int k_tiles) const {
+    int const offset = int(unit - first);
+    if (!is_even()) {
+      int const size = unit_tiles(k_tiles);
+      return KeyPart{offset * size, min_of(k_tiles, (offset + 1) * size), offset, units(k_tiles),
+                     int(first),    1};
     }
-    return low;
+    int64_t const left = end - unit;
+    int const last = left < k_tiles - offset ? offset + int(left) : k_tiles;
+    int const first_cta = cta_of(first);
+    return KeyPart{offset,
+                   last,
+                   cta_of(unit) - first_cta,
+                   cta_of(first + k_tiles - 1) - first_cta + 1,
+                   2 * first_cta + 1,
+                   2};
   }
-};
-
-struct EvenSplit {
-  int64_t total;
-  int ctas;  // no more than K tiles: each CTA has some
-
-  FA3_HD EvenSplit(int64_t total_, int most_ctas)
-      : total(total_), ctas(int(total_ < most_ctas ? total_ : most_ctas)) {}
-
-  // The stretch of a CTA is [first(cta), first(cta + 1)).
-  FA3_HD int64_t first(int cta) const { return total * cta / ctas; }
-
-  // The CTA whose stretch has `position`.
-  FA3_HD int cta_at(int64_t position) const { return int(((position + 1) * ctas - 1) / total); }
-};
-
-// Goes through the parts of a CTA in the order of the line: part() is the current one as long as
-// the walk is valid.
-class EvenSplitWalk {
-  KeyLine line_;
-  EvenSplit split_;
-  int cta_;
-  int64_t position_;
-  int64_t end_;
-  int group_ = 0;
-
- public:
-  FA3_HD EvenSplitWalk(KeyLine const& line, EvenSplit const& split, int cta)
-      : line_(line),
-        split_(split),
-        cta_(cta),
-        position_(cta < split.ctas ? split.first(cta) : 0),
-        end_(cta < split.ctas ? split.first(cta + 1) : 0) {
-    if (valid()) {
-      group_ = line.group_at(position_);
-    }
-  }
-
-  FA3_HD bool valid() const { return position_ < end_; }
-
-  FA3_HD KeyPart part() const {
-    int const k_tiles = line_.k_tiles(group_);
-    int const head = int((position_ - line_.starts[group_]) / k_tiles);
-    int64_t const first = line_.starts[group_] + int64_t(head) * k_tiles;
-    int64_t const last = first + k_tiles - 1;
-    int const first_cta = split_.cta_at(first);
-    int64_t const end = end_ <= last ? end_ : last + 1;
-    return KeyPart{group_,
-                   head,
-                   int(position_ - first),
-                   int(end - first),
-                   cta_ - first_cta,
-                   split_.cta_at(last) - first_cta + 1};
-  }
-
-  FA3_HD void next() {
-    KeyPart const done = part();
-    position_ += done.end - done.begin;
-    group_ += position_ == line_.starts[group_ + 1];
-  }
-};
-
-// Parts of `tiles` K tiles; the last one of an output tile may have fewer.
-struct FixedSplit {
-  int tiles;
-
-  // At most `parts` parts of an output tile of k_tiles.
-  FA3_HD static FixedSplit into(int parts, int k_tiles) {
-    return FixedSplit{max_of(1, ceil_div(k_tiles, parts))};
-  }
-
-  // Parts that begin at multiples of `keys`, rounded up to whole K tiles.
-  FA3_HD static FixedSplit of_size(int keys, int tile_n) {
-    return FixedSplit{ceil_div(keys, tile_n)};
-  }
-
-  FA3_HD int parts(int k_tiles) const { return ceil_div(k_tiles, tiles); }
-  FA3_HD int begin(int index) const { return index * tiles; }
-  FA3_HD int end(int index, int k_tiles) const { return min_of(k_tiles, (index + 1) * tiles); }
 };
 
 }  // namespace fa3

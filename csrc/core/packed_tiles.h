@@ -125,6 +125,8 @@ struct DenseLocation {
   FA3_HD static DenseLocation dense(int batch, SeqlenPair) { return DenseLocation{batch}; }
 
   FA3_HD SeqlenPair lengths(SeqlenPair of_all) const { return of_all; }
+  FA3_HD static constexpr int first_slot() { return 0; }
+  FA3_HD static constexpr bool has_sink() { return true; }
 
   FA3_HD int first_q() const { return 0; }
   FA3_HD int first_k() const { return 0; }
@@ -152,6 +154,8 @@ struct AnyLocation {
   }
 
   FA3_HD SeqlenPair lengths(SeqlenPair) const { return len; }
+  FA3_HD static constexpr int first_slot() { return 0; }
+  FA3_HD bool has_sink() const { return len.k != kNoSequence; }
 
   FA3_HD int first_q() const { return q_row; }
   FA3_HD int first_k() const { return k_row; }

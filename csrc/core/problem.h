@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/key_splits.h"
 #include "core/mask_limits.h"
 
 namespace fa3 {
@@ -63,6 +64,16 @@ struct DeviceLimits {
   int64_t l2_bytes = 50 << 20;
 };
 
+// K and V as a cache, by sizes. Without pages each sequence has an entry of `capacity` keys; packed
+// sequences of keys are one entry.
+struct CacheProblem {
+  int entries = 0;   // pages, or entries
+  int page_size = 0;  // keys of an entry of the tensors
+  int capacity = 0;   // keys that a sequence can have
+  int num_splits = 0;  // 0: even
+  int split_size = 0;  // keys; 0: none
+};
+
 struct FwdProblem {
   Dtype dtype = Dtype::kBFloat16;
   int batch = 0;
@@ -85,6 +96,7 @@ struct FwdProblem {
   int sm_margin = 0;
   bool deterministic = false;  // the backward sums dQ in a fixed order
   DeviceLimits device;
+  CacheProblem cache;  // kind.is_cache()
 
   // A dense batch without further features.
   constexpr void set_dense(bool causal) {
@@ -106,6 +118,28 @@ struct PackedLengths {
   int const* used_k = nullptr;
 };
 
+// A cache in device memory; nullptr: not given (core/cache_keys.h).
+struct CacheTensors {
+  int const* held = nullptr;
+  int const* leftpad = nullptr;
+  int const* new_starts = nullptr;
+  int const* entry_of = nullptr;
+  int const* page_table = nullptr;  // (batch, pages)
+  int64_t table_stride = 0;
+  int held_by_all = 0;
+  int appended = 0;
+  float* parts = nullptr;   // workspace: schedule.cache.slots * (rows * (head_dim_v + 1))
+  int* arrived = nullptr;   // zeros, as many as slots
+};
+
+// How the keys of a cache are split, and what the parts need.
+struct CacheSchedule {
+  KeySplits splits;
+  int least_units = 1;
+  int rows = 0;       // of a part
+  int64_t slots = 0;  // parts that there may be
+};
+
 // How the work of a problem is split into tiles for one variant: everything the launcher needs
 // apart from pointers.
 struct FwdSchedule {
@@ -122,6 +156,7 @@ struct FwdSchedule {
   int section_heads = 1;
   int least_lead = 0;  // a smaller lead is no gain
   int64_t workspace_ints = 0;
+  CacheSchedule cache;
 };
 
 struct FwdParams {
@@ -140,6 +175,7 @@ struct FwdParams {
   float const* sinks = nullptr;  // (heads_q); nullptr: none
   PackedLengths lengths;         // packed only
   int* workspace = nullptr;      // packed: schedule.workspace_ints
+  CacheTensors cache;
   FwdProblem problem;
   FwdSchedule schedule;
   float softmax_scale = 1.f;

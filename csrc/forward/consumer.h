@@ -62,7 +62,7 @@ struct FwdConsumer {
       MmaO{}, cute::Shape<cute::_64, typename Traits::HeadDimV>{}));
 
   FwdStorage<Traits>& shared;
-  FwdDeviceParams const& p;
+  typename Traits::Params const& p;
   int warpgroup;
   int thread;  // in the warpgroup
   PingPong_ ping_pong;
@@ -77,8 +77,8 @@ struct FwdConsumer {
   FragmentP tOrP;
   FragmentO tOrO;
 
-  CUTE_DEVICE FwdConsumer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int warpgroup_,
-                          int thread_, PingPong_ const& ping_pong_)
+  CUTE_DEVICE FwdConsumer(FwdStorage<Traits>& shared_, typename Traits::Params const& p_,
+                          int warpgroup_, int thread_, PingPong_ const& ping_pong_)
       : shared(shared_),
         p(p_),
         warpgroup(warpgroup_),
@@ -97,7 +97,10 @@ struct FwdConsumer {
   }
 
   // -------------------------------------------------------------------------------- products
-  CUTE_DEVICE void wait_for_k() { shared.k_full[k_ring.stage].wait(k_ring.phase); }
+  CUTE_DEVICE void wait_for_k() {
+    shared.k_full[k_ring.stage].wait(k_ring.phase);
+    Slots::Keys::after_wait(p);
+  }
 
   CUTE_DEVICE void load_queries(Tile const& tile) {
     queries.load(shared.q[tile.q_stage][warpgroup], thread);
@@ -121,6 +124,7 @@ struct FwdConsumer {
   template <class Hook = NoHook>
   CUTE_DEVICE void issue_output(Tile const& tile, Hook hook = {}) {
     shared.v_full[v_ring.stage].wait(v_ring.phase);
+    Slots::Keys::after_wait(p);
     auto mma = typename Traits::MmaV{}.get_slice(0);
     using LayoutV = typename Traits::SmemLayoutV;  // (columns, N)
     auto tOrV = Descriptors::template operand<LayoutV>(shared.v, v_ring.stage, [&](auto const& sV) {

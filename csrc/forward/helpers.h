@@ -8,6 +8,17 @@
 
 namespace fa3 {
 
+// They have nothing to do.
+struct NoHelpers {
+  static constexpr bool kAreWholeWarps = false;
+
+  template <class Traits>
+  CUTE_DEVICE static void publish_tile(FwdStorage<Traits>&, int) {}
+
+  template <class Traits>
+  CUTE_DEVICE static void run(FwdStorage<Traits>&, FwdDeviceParams const&, int) {}
+};
+
 // Each warp stores O of one consumer warpgroup.
 struct StoreWarps {
   static constexpr bool kAreWholeWarps = false;  // one elected thread of each warp

@@ -8,11 +8,15 @@
 #include "forward/loop_serial.h"
 #include "forward/loop_skewed.h"
 #include "forward/producer.h"
+#include "forward/producer_cache.h"
 
 namespace fa3 {
 
 template <class Traits>
-CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const& p) {
+CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared,
+                                        typename Traits::Params const& p) {
+  using Producer =
+      cute::conditional_t<Traits::kIsCache, CacheProducer<Traits>, FwdProducer<Traits>>;
   using Helpers = typename FwdSlots<Traits>::Helpers;
   int const warp = cutlass::canonical_warp_idx_sync();
   // WHY whole warps first: where the control flow of the roles joins again, ptxas keeps coordinates
@@ -21,18 +25,19 @@ CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared, FwdDevicePar
     Helpers::run(shared, p, warp);
     return;
   }
-  if (!cute::elect_one_sync()) {
+  if (!Producer::kIsWholeWarp && !cute::elect_one_sync()) {
     return;
   }
   if (warp == 0) {
-    FwdProducer<Traits>(shared, p).run();
+    Producer(shared, p).run();
   } else if (!Helpers::kAreWholeWarps) {
     Helpers::run(shared, p, warp);
   }
 }
 
 template <class Traits>
-CUTE_DEVICE void run_consumer(FwdStorage<Traits>& shared, FwdDeviceParams const& p, int warpgroup) {
+CUTE_DEVICE void run_consumer(FwdStorage<Traits>& shared, typename Traits::Params const& p,
+                              int warpgroup) {
   using Consumer = FwdConsumer<Traits>;
   using Loop =
       cute::conditional_t<Traits::k.is_skewed(), SkewedLoop<Consumer>, SerialLoop<Consumer>>;
@@ -44,7 +49,7 @@ CUTE_DEVICE void run_consumer(FwdStorage<Traits>& shared, FwdDeviceParams const&
 
 template <class Config>
 __global__ void __launch_bounds__(Config::k.threads(), Config::k.ctas_per_sm)
-    forward_kernel(FwdDeviceParams const __grid_constant__ p) {
+    forward_kernel(typename FwdTraits<Config>::Params const __grid_constant__ p) {
   using Traits = FwdTraits<Config>;
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<FwdStorage<Traits>*>(shared_bytes);
@@ -53,8 +58,10 @@ __global__ void __launch_bounds__(Config::k.threads(), Config::k.ctas_per_sm)
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.q));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.k));
     cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.v));
-    cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.o));
-    shared.init_barriers();
+    if (!Traits::kIsCache) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(&p.o));
+    }
+    shared.init_barriers(FwdSlots<Traits>::Keys::arrivals(p));
   }
   __syncthreads();
 

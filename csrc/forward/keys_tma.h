@@ -18,6 +18,12 @@ constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
 
 template <class Traits>
 struct TmaKeys {
+  // Arrivals at the barrier of a loaded stage.
+  CUTE_DEVICE static constexpr int arrivals(FwdDeviceParams const&) { return 1; }
+
+  // What a reader does after it has waited for a stage.
+  CUTE_DEVICE static void after_wait(FwdDeviceParams const&) {}
+
   // The n-th kKeys keys of a tile's sequence and KV head, as (kKeys, kColumns) in slices.
   template <int kColumns, int kKeys>
   CUTE_DEVICE static void load(CUtensorMap const& map, Mbarrier& full,

@@ -46,23 +46,14 @@ CUtensorMap key_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView 
                                    {dims.ends, dims.row_stride, 1}});
 }
 
+// What does not depend on the form of the batch.
 template <class Config>
-FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
+void set_common(FwdDeviceParams& d, FwdParams const& p) {
+  using Traits = FwdTraits<Config>;
   FwdProblem const& problem = p.problem;
   int const pack = p.schedule.pack;
   int const positions = RowPacking{pack}.positions_per_warpgroup();
-  using Traits = FwdTraits<Config>;
-  constexpr int kRank = kMapRank<typename Traits::Location>;
-  MapColumns const columns{problem.head_dim, Traits::kSlice};
-  MapColumns const columns_v{problem.head_dim_v, Traits::kSlice};
-  FwdDeviceParams d;
-  d.q = query_map<kRank>(maps, p, p.q, columns);
-  d.k = key_map<kRank>(maps, problem, p.k, columns, Traits::kTileN);
-  d.v = key_map<kRank>(maps, problem, p.v, columns_v, Traits::kValueKeys);
-  if (Traits::kHasScales) {
-    TensorMapMaker output_maps{p.out_dtype};
-    d.o = query_map<kRank>(output_maps, p, p.o, MapColumns{problem.head_dim_v, kSliceColumns});
-    maps.error = maps.error == cudaSuccess ? output_maps.error : maps.error;
+  if (Traits::kHasScales || Traits::kIsCache) {
     d.out = OutputView{static_cast<uint16_t*>(p.o.data), p.o.batch_stride, p.o.row_stride,
                        p.o.head_stride, problem.head_dim_v};
     d.q_scale = p.q_scale;
@@ -71,8 +62,6 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
     d.q_scale.head_in_pack_stride = p.q_scale.by_kv_head ? 0 : p.q_scale.head_stride;
     d.scale_batches = max_of(1, problem.batch);
     d.out_is_half = p.out_dtype == Dtype::kFloat16;
-  } else {
-    d.o = query_map<kRank>(maps, p, p.o, columns_v);
   }
   d.lse = p.lse;
   d.max_logits = p.max_logits;
@@ -92,6 +81,27 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
   d.pack = FastDiv(pack);
   d.groups_per_kv_head = FastDiv(problem.heads_q / problem.heads_k / pack);
   d.mask = problem.mask;
+}
+
+template <class Config>
+void set_params(FwdDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
+  using Traits = FwdTraits<Config>;
+  constexpr int kRank = kMapRank<typename Traits::Location>;
+  FwdProblem const& problem = p.problem;
+  int const pack = p.schedule.pack;
+  MapColumns const columns{problem.head_dim, Traits::kSlice};
+  MapColumns const columns_v{problem.head_dim_v, Traits::kSlice};
+  d.q = query_map<kRank>(maps, p, p.q, columns);
+  d.k = key_map<kRank>(maps, problem, p.k, columns, Traits::kTileN);
+  d.v = key_map<kRank>(maps, problem, p.v, columns_v, Traits::kValueKeys);
+  if (Traits::kHasScales) {
+    TensorMapMaker output_maps{p.out_dtype};
+    d.o = query_map<kRank>(output_maps, p, p.o, MapColumns{problem.head_dim_v, kSliceColumns});
+    maps.error = maps.error == cudaSuccess ? output_maps.error : maps.error;
+  } else {
+    d.o = query_map<kRank>(maps, p, p.o, columns_v);
+  }
+  set_common<Config>(d, p);
   int const heads = problem.heads_q / pack;
   if (problem.is_packed) {
     d.tickets = TicketOrder{FastDiv(heads), FastDiv(p.schedule.section_heads)};
@@ -100,7 +110,72 @@ FwdDeviceParams device_params(TensorMapMaker& maps, FwdParams const& p) {
     d.order = TileOrder(p.schedule.longest_first, p.schedule.m_tiles, heads, problem.batch,
                         p.schedule.section_pairs);
   }
-  return d;
+}
+
+// K or V of a cache as (column, key, KV head, page): a box has keys of one page.
+template <class Traits>
+CUtensorMap cache_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
+                      int columns, int box_keys) {
+  return maps.make<4>(t.data, {{columns, 1, Traits::kSlice},
+                               {max_of(1, problem.cache.page_size), t.row_stride, box_keys},
+                               {problem.heads_k, t.head_stride, 1},
+                               {max_of(1, problem.cache.entries), t.batch_stride, 1}});
+}
+
+inline TensorView in_bytes(TensorView view, Dtype dtype) {
+  int const bytes = element_bytes(dtype);
+  return TensorView{view.data, view.batch_stride * bytes, view.row_stride * bytes,
+                    view.head_stride * bytes};
+}
+
+inline CacheLengths cache_lengths(FwdParams const& p) {
+  CacheLengths lengths;
+  lengths.packed = p.lengths;
+  lengths.held = p.cache.held;
+  lengths.leftpad = p.cache.leftpad;
+  lengths.new_starts = p.cache.new_starts;
+  lengths.entry_of = p.cache.entry_of;
+  lengths.held_by_all = p.cache.held_by_all;
+  lengths.appended = p.cache.appended;
+  lengths.capacity = p.problem.cache.capacity;
+  lengths.seqlen_q = p.problem.seqlen_q;
+  lengths.total_q = p.problem.total_q;
+  return lengths;
+}
+
+template <class Config>
+void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
+  using Traits = FwdTraits<Config>;
+  FwdProblem const& problem = p.problem;
+  CacheSchedule const& schedule = p.schedule.cache;
+  bool const has_table = p.cache.page_table != nullptr;
+  int const box = has_table ? boxed_keys(problem.cache.page_size, Traits::kValueKeys)
+                            : Traits::kValueKeys;
+  set_common<Config>(d, p);
+  d.q = query_map<5>(maps, p, p.q, MapColumns{problem.head_dim, Traits::kSlice});
+  d.k = cache_map<Traits>(maps, problem, p.k, problem.head_dim, max_of(box, 1));
+  d.v = cache_map<Traits>(maps, problem, p.v, problem.head_dim_v, max_of(box, 1));
+  d.lengths = cache_lengths(p);
+  d.line.batch = problem.batch;
+  d.line.heads = problem.heads_q / p.schedule.pack;
+  d.line.positions = Traits::kWarpgroups * d.positions_per_warpgroup;
+  d.line.ctas = p.schedule.grid;
+  d.line.least_units = schedule.least_units;
+  d.line.splits = schedule.splits;
+  d.page_table = p.cache.page_table;
+  d.table_stride = p.cache.table_stride;
+  d.entries = problem.cache.entries;
+  d.page_size = FastDiv(max_of(1, problem.cache.page_size));
+  d.box_keys = box;
+  d.k_rows = in_bytes(p.k, problem.dtype);
+  d.v_rows = in_bytes(p.v, problem.dtype);
+  d.row_bytes_k = problem.head_dim * element_bytes(problem.dtype);
+  d.row_bytes_v = problem.head_dim_v * element_bytes(problem.dtype);
+  d.hint = problem.seqlen_q <= d.line.positions ? kReadOnce : kKeepInL2;
+  d.parts = p.cache.parts;
+  d.part_lses = p.cache.parts + schedule.slots * schedule.rows * Traits::kHeadDimV;
+  d.arrived = p.cache.arrived;
+  d.part_rows = schedule.rows;
 }
 
 // Launches on the current device and the given stream (a cudaStream_t).
@@ -114,7 +189,8 @@ void launch_forward(FwdParams const& p, void* stream) {
   bind_thread(shape.variant, shape.grid, kBytes);
   allow_shared_memory(forward_kernel<Config>, shape, devices_ready);
   TensorMapMaker maps{p.problem.dtype};
-  FwdDeviceParams const params = device_params<Config>(maps, p);
+  typename FwdTraits<Config>::Params params;
+  set_params<Config>(params, maps, p);
   check_launch(maps.error, shape.variant, shape.grid, kBytes);
   launch_early(forward_kernel<Config>, shape, params, stream);
 }

@@ -74,10 +74,11 @@ struct RowLimits {
       int const position = work.position_begin + p.pack.div(fragment_row(thread) + 8 * r);
       Interval const keys =
           mask_of<Traits::kKind.mask>(p.mask).keys(position, work.location.lengths(p.seqlen));
+      int const slot = work.location.first_slot();
       if (kHasBegin) {
-        limits.begin(r) = Counting::count_before(keys.begin, thread);
+        limits.begin(r) = Counting::count_before(slot + keys.begin, thread);
       }
-      limits.end_[r] = Counting::count_before(keys.end, thread);
+      limits.end_[r] = Counting::count_before(slot + keys.end, thread);
     }
     return limits;
   }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "forward/output_over_queries.h"
+#include "forward/output_parts.h"
 
 namespace fa3 {
 
@@ -14,15 +15,6 @@ namespace fa3 {
 CUTE_DEVICE int recomputed(int thread) {
   asm volatile("" : "+r"(thread));
   return thread;
-}
-
-template <class Traits>
-CUTE_DEVICE void release_queries(FwdStorage<Traits>& shared, int q_stage, int warpgroup,
-                                 int thread) {
-  __syncwarp();
-  if (thread % 32 == 0) {
-    shared.q_empty[q_stage][warpgroup].arrive();
-  }
 }
 
 // ------------------------------------------------------------------------------------- kRegisters

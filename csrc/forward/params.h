@@ -6,6 +6,7 @@
 
 #include <cuda.h>
 
+#include "core/cache_keys.h"
 #include "core/mask_limits.h"
 #include "core/packed_tiles.h"
 #include "core/problem.h"
@@ -57,6 +58,28 @@ struct FwdDeviceParams {
   PackedTables tables;
 
   FA3_HD bool is_packed() const { return tables.header != nullptr; }
+};
+
+// The parameters of a kernel on a cache.
+struct CacheDeviceParams : FwdDeviceParams {
+  CacheLengths lengths;
+  CacheLine line;
+  int const* page_table;  // nullptr: entries of a dense cache
+  int64_t table_stride;
+  int entries;           // pages, or entries of a dense cache
+  FastDiv page_size;
+  int box_keys;          // keys of one TMA box, a divisor of page and K tile; 0: rows are gathered
+  TensorView k_rows;     // strides in bytes; for gathering
+  TensorView v_rows;
+  int row_bytes_k;
+  int row_bytes_v;
+  uint64_t hint;         // of loads of K and V
+  float* parts;          // (slots, rows, Dv) and then (slots, rows), the LSEs
+  float* part_lses;
+  int* arrived;          // for each slot: parts of its output tile that are complete
+  int part_rows;
+
+  FA3_HD bool has_packed_queries() const { return lengths.packed.cu_q != nullptr; }
 };
 
 }  // namespace fa3

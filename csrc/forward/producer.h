@@ -13,6 +13,7 @@ struct FwdProducer {
   using Slots = FwdSlots<Traits>;
   using Keys = typename Slots::Keys;
   using Values = typename Slots::Values;
+  static constexpr bool kIsWholeWarp = false;
 
   // General kernels with scales publish a tile before they load its first K and its Q, because
   // loading its scales takes as long. WHY not all kernels: dense ones gained nothing.

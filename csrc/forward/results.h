@@ -39,8 +39,7 @@ template <class Traits>
 CUTE_DEVICE void read_sinks(FwdDeviceParams const& p, FwdWork<Traits> const& work, int thread,
                             float (&sinks)[2]) {
   sinks[0] = sinks[1] = -INFINITY;
-  if (Traits::kHasRowOptions && p.sinks != nullptr &&
-      work.location.lengths(p.seqlen).k != kNoSequence) {
+  if (Traits::kHasRowOptions && p.sinks != nullptr && work.location.has_sink()) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       sinks[r] = p.sinks[work.rows.head + p.pack.mod(fragment_row(thread) + 8 * r)];

@@ -3,6 +3,7 @@
 
 #include "device/score.h"
 #include "forward/helpers.h"
+#include "forward/keys_pages.h"
 #include "forward/keys_tma.h"
 #include "forward/mask.h"
 #include "forward/output_fp8.h"
@@ -30,6 +31,10 @@ template <class Traits>
 struct OutputOf<Traits, OutputKind::kSent> {
   using type = OutputSent<Traits>;
 };
+template <class Traits>
+struct OutputOf<Traits, OutputKind::kParts> {
+  using type = OutputParts<Traits>;
+};
 
 template <class Traits>
 struct FwdSlots {
@@ -38,9 +43,10 @@ struct FwdSlots {
   using If = cute::conditional_t<kCondition, A, B>;
 
   using Batch = If<k.kind.is_dense(), DenseBatch, AnyBatch>;
-  using Keys = TmaKeys<Traits>;
+  using Keys = If<k.kind.is_cache(), PagedKeys<Traits>, TmaKeys<Traits>>;
   using Values = If<Traits::kTransposesV, TransposedValues, DirectValues>;
-  using Helpers = If<Traits::kTransposesV, ScaleAndTransposeWarps, StoreWarps>;
+  using Helpers = If<Traits::kTransposesV, ScaleAndTransposeWarps,
+                     If<k.kind.is_cache(), NoHelpers, StoreWarps>>;
   using Queries = If<(k.query_steps > 0), HeldQueries<Traits>, SharedQueries<Traits>>;
   using Limits = RowLimits<Traits, If<Traits::kHasScales, ColumnBits, ColumnComparison>>;
   using Score = ScoreOf<k.kind.score>;

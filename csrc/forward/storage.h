@@ -63,6 +63,8 @@ struct FwdStorage {
   Mbarrier v_full[Traits::kStages];   // TMA (1 + bytes), or transposing warps (2) -> consumers
   Mbarrier v_empty[Traits::kStages];  // consumer warpgroups (1 each) -> who fills v
 
+  int completes_tile[Traits::kIsCache ? Traits::kWarpgroups : 0];  // forward/output_parts.h
+
   // kBlocks: scales of the rows of Q in a stage, and of K tiles. The barriers of K guard them.
   // INVARIANT: consumers read the scales of K tile j before they issue S(j + 1). The ring has twice
   // as many stages as K: the scales of tile j + 2 kStages are written once K of j + kStages has
@@ -77,7 +79,8 @@ struct FwdStorage {
   Mbarrier v_raw_full[kRawBuffers];    // TMA -> transposing warps (1 + bytes)
   Mbarrier v_raw_empty[kRawBuffers];   // transposing warps (2) -> producer warp
 
-  CUTE_DEVICE void init_barriers() {
+  // loads: arrivals at the barrier of a stage that K or V has been loaded into.
+  CUTE_DEVICE void init_barriers(int loads = 1) {
     for (int i = 0; i < Traits::kQStages; ++i) {
       for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
         q_full[i][wg].init(1);
@@ -86,9 +89,9 @@ struct FwdStorage {
       }
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      k_full[i].init(Traits::kHasScales ? 2 : 1);
+      k_full[i].init(Traits::kHasScales ? loads + 1 : loads);
       k_empty[i].init(Traits::kWarpgroups);
-      v_full[i].init(Traits::kTransposesV ? kTransposingWarps : 1);
+      v_full[i].init(Traits::kTransposesV ? kTransposingWarps : loads);
       v_empty[i].init(Traits::kWarpgroups);
     }
     for (int wg = 0; wg < kSent; ++wg) {
@@ -98,7 +101,7 @@ struct FwdStorage {
       tile_known[i].init(1);
     }
     for (int i = 0; i < kRawBuffers; ++i) {
-      v_raw_full[i].init(1);
+      v_raw_full[i].init(loads);
       v_raw_empty[i].init(kTransposingWarps);
     }
     fence_barrier_init();

@@ -3,11 +3,14 @@
 #pragma once
 
 #include "config/fwd_config.h"
-#include "core/packed_tiles.h"
+#include "core/cache_keys.h"
 #include "device/fragments.h"
 #include "device/products.h"
 
 namespace fa3 {
+
+struct FwdDeviceParams;
+struct CacheDeviceParams;
 
 template <class Config_>
 struct FwdTraits {
@@ -16,8 +19,11 @@ struct FwdTraits {
 
   using Element = ElementOf<k.dtype_q>;     // Q, P and the operands of both products
   using ElementKv = ElementOf<k.dtype_kv>;  // K and V in global memory
-  using Location = LocationOf<k.kind.batch>;
+  using Location =
+      cute::conditional_t<k.kind.is_cache(), CacheLocation, LocationOf<k.kind.batch>>;
   static constexpr KernelKind kKind = k.kind;
+  static constexpr bool kIsCache = kKind.is_cache();
+  using Params = cute::conditional_t<kIsCache, CacheDeviceParams, FwdDeviceParams>;
   static constexpr bool kIsMasked = k.kind.mask != MaskKind::kFull;
   static constexpr bool kHasRowOptions = !k.kind.is_dense();  // sinks and row maxima, at run time
   static constexpr bool kTransposesV = k.values == ValuesKind::kTransposed;

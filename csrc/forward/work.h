@@ -45,8 +45,10 @@ CUTE_DEVICE int first_row_of_sequence(FwdDeviceParams const& p, FwdWork<Traits> 
 }
 
 template <class Traits>
-CUTE_DEVICE BlockRange keys_of(FwdDeviceParams const& p, SeqlenPair len, int begin, int end) {
-  return block_range(begin, end, len, Traits::kTileN, mask_of<Traits::kKind.mask>(p.mask));
+CUTE_DEVICE BlockRange keys_of(FwdDeviceParams const& p, typename Traits::Location const& location,
+                               int begin, int end) {
+  return block_range(begin, end, location.lengths(p.seqlen), Traits::kTileN,
+                     mask_of<Traits::kKind.mask>(p.mask), location.first_slot());
 }
 
 // A tile of the sequence at a location. The first tile begins `lead` positions before the sequence.
@@ -65,7 +67,7 @@ CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord til
   work.rows.offset = first_row + int64_t(work.rows.head) * p.seqlen.q + work.position_begin;
   work.kv_head = p.groups_per_kv_head.div(tile.head);
   work.keys =
-      keys_of<Traits>(p, len, max_of(0, work.position_begin), work.position_begin + positions);
+      keys_of<Traits>(p, location, max_of(0, work.position_begin), work.position_begin + positions);
   // WHY at least one K tile: it is masked as a whole, and no role needs a special case for a tile
   // that sees no key.
   work.keys.end = max_of(work.keys.end, work.keys.begin + 1);
@@ -86,7 +88,7 @@ CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork
   work.position_begin += first;
   work.rows.offset += first;
   work.rows.left = work.has_rows() ? work.rows.left - first : 0;
-  BlockRange const own = keys_of<Traits>(p, work.location.lengths(p.seqlen), work.position_begin,
+  BlockRange const own = keys_of<Traits>(p, work.location, work.position_begin,
                                          work.position_begin + p.positions_per_warpgroup);
   work.keys.free_begin = own.free_begin;
   work.keys.free_end = own.free_end;

@@ -1,0 +1,125 @@
+// BatchKind::kCache: the tiles of a CTA on a cache, as parts of a line of K tiles
+// (core/cache_keys.h). A warp computes them: its lanes sum up the sequences together, then all
+// lanes have the same state.
+#pragma once
+
+#include "core/cache_keys.h"
+#include "device/math.h"
+#include "forward/work.h"
+
+namespace fa3 {
+
+constexpr uint32_t kWholeWarp = 0xffffffffu;
+
+// The sum over this lane and those before it.
+CUTE_DEVICE int64_t scan_of_warp(int64_t x) {
+  CUTE_UNROLL
+  for (int distance = 1; distance < 32; distance *= 2) {
+    int64_t const before = __shfl_up_sync(kWholeWarp, x, distance);
+    x += lane_of_warp() >= distance ? before : 0;
+  }
+  return x;
+}
+
+template <class Traits>
+struct CacheTiles {
+  using Work = FwdWork<Traits>;
+  using Mask = decltype(mask_of<Traits::kKind.mask>(IntervalMask{}));
+
+  CacheDeviceParams const& p;
+  CacheWalk<Mask> walk;
+  KeyPart part = {};  // the last one that next() gave
+
+  // Whole warps call this, after the wait for earlier launches.
+  CUTE_DEVICE explicit CacheTiles(CacheDeviceParams const& p_)
+      : p(p_),
+        walk(p_.line, p_.lengths, mask_of<Traits::kKind.mask>(p_.mask), Traits::kTileN) {
+    Chunk chunk{0, p.line.batch, 0};
+    bool is_narrowed = false;
+    do {
+      int64_t const of_lane = units_of_lane(chunk);
+      int64_t const until = scan_of_warp(of_lane);
+      if (!is_narrowed) {
+        walk.take_stretch(__shfl_sync(kWholeWarp, until, 31), int(blockIdx.x));
+      }
+      is_narrowed = true;
+      if (walk.valid()) {
+        narrow(chunk, of_lane, until);
+      }
+    } while (walk.valid() && chunk.sequences > 1);
+    if (walk.valid()) {
+      walk.begin_at(chunk.begin, chunk.before);
+    }
+  }
+
+  CUTE_DEVICE Work next() {
+    walk.pass(part);
+    if (!walk.valid()) {
+      return no_tile<Traits>();
+    }
+    walk.seek();
+    part = walk.part();
+    return current();
+  }
+
+ private:
+  // Sequences, and the units before them.
+  struct Chunk {
+    int begin;
+    int sequences;
+    int64_t before;
+
+    CUTE_DEVICE int of_lane() const { return ceil_div(sequences, 32); }
+  };
+
+  CUTE_DEVICE int64_t units_of_lane(Chunk const& chunk) const {
+    int const begin = min_of(lane_of_warp() * chunk.of_lane(), chunk.sequences);
+    int const end = min_of(begin + chunk.of_lane(), chunk.sequences);
+    return walk.units_of(chunk.begin + begin, chunk.begin + end);
+  }
+
+  // To the lane's share that has the first unit of the stretch.
+  CUTE_DEVICE void narrow(Chunk& chunk, int64_t of_lane, int64_t until) const {
+    uint32_t const after = __ballot_sync(kWholeWarp, chunk.before + until > walk.unit);
+    int const lane = __ffs(int(after)) - 1;
+    chunk.before += __shfl_sync(kWholeWarp, until - of_lane, lane);
+    int const first = lane * chunk.of_lane();
+    chunk.sequences = min_of(chunk.of_lane(), chunk.sequences - first);
+    chunk.begin += first;
+  }
+
+  CUTE_DEVICE Work current() const {
+    Work work;
+    work.location =
+        CacheLocation::of(walk.sequence, walk.b, p.has_packed_queries());
+    work.location.part = part;
+    int const positions = Traits::kWarpgroups * p.positions_per_warpgroup;
+    int const head = walk.head();
+    work.position_begin = walk.m * positions;
+    work.rows.head = head * int(p.pack.divisor);
+    work.rows.left = walk.sequence.len.q - work.position_begin;
+    int64_t const first_row = p.has_packed_queries()
+                                  ? walk.sequence.q_begin
+                                  : int64_t(walk.b) * p.heads_q * p.seqlen.q;
+    work.rows.offset = first_row + int64_t(work.rows.head) * p.seqlen.q + work.position_begin;
+    work.kv_head = p.groups_per_kv_head.div(head);
+    work.entry = walk.b;
+    work.skipped = SkippedTiles{0, 0};
+    work.keys = walk.keys;
+    work.keys.end = work.keys.begin + work.location.part.end;
+    work.keys.begin += work.location.part.begin;
+    return work;
+  }
+};
+
+// The share of a warpgroup, of a part.
+template <class Traits>
+CUTE_DEVICE FwdWork<Traits> share_of_part(FwdDeviceParams const& p, FwdWork<Traits> const& part,
+                                          int warpgroup) {
+  FwdWork<Traits> work = share_of_warpgroup<Traits>(p, part, warpgroup);
+  work.keys.free_begin = max_of(work.keys.free_begin, work.keys.begin);
+  work.keys.free_end = max_of(work.keys.free_end, work.keys.begin);
+  return work;
+}
+
+}  // namespace fa3
