@@ -24,7 +24,7 @@ from flash_attn3.reference_fp8 import Scales
 Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'lengths', 'pack_gqa',
                   'sm_margin', 'scales', 'float16_out')
 Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q')
-_Own = "Attend | Append"
+_Own = Attend | Append
 
 
 # ----------------------------------------------------------------------------------------- lengths
@@ -235,7 +235,8 @@ def attend_out_plainly(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments)
 def _check_append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, q: Tensor | None,
                   own: Append) -> Append:
     """The arguments, with the number of new keys in their place."""
-    tensors = dict(q=k if q is None else q, k=caches[0], v=caches[1], k_new=k, v_new=v)
+    tensors = dict(k=caches[0], v=caches[1], k_new=k, v_new=v)
+    tensors |= {} if q is None else dict(q=q)
     text = checks.problem_text(tensors, own, check=_plan.check_append)
     if text:
         raise RuntimeError(text)
