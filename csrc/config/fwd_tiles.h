@@ -145,14 +145,21 @@ inline constexpr FwdConfig kFwdTileD64Tiny = two_ctas(kFwdTileD64Small, 60);
 // 2148 us.
 inline constexpr FwdConfig kFwdTileD128Tiny = two_ctas(kFwdTileD128ShortSmall, 240);
 
-// On a cache. What counts is the bytes in flight: two CTAs of 16 + 48 + 48 = 112 KiB.
-inline constexpr FwdConfig kFwdTileD128Cache = [] {
-  FwdConfig tile = kFwdTileD128Tiny;
-  tile.stages = 3;
-  tile.q_stages = 1;
-  tile.tile_overlap = false;
-  tile.producer = ProducerSize::kWide;
-  return tile;
-}();
+// On a cache. What counts is the bytes in flight, which two CTAs keep up while one of them begins or
+// ends a tile. The producer warp computes the line of work.
+constexpr FwdConfig on_cache(int stages, int ctas_per_sm) {
+  return FwdConfig{.consumer_warpgroups = 1,
+                   .tile_n = 64,
+                   .stages = stages,
+                   .producer = ProducerSize::kWide,
+                   .ping_pong = false,
+                   .ctas_per_sm = ctas_per_sm};
+}
+
+// 8 + 48 + 48 = 104 KiB, 16 + 48 + 48 = 112 KiB, 24 + 48 + 32 = 104 KiB, 32 + 96 + 96 = 224 KiB.
+inline constexpr FwdConfig kFwdTileD64Cache = on_cache(6, 2);
+inline constexpr FwdConfig kFwdTileD128Cache = on_cache(3, 2);
+inline constexpr FwdConfig kFwdTileD192x128Cache = on_cache(2, 2);
+inline constexpr FwdConfig kFwdTileD256Cache = on_cache(3, 1);
 
 }  // namespace fa3

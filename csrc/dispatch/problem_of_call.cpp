@@ -58,12 +58,7 @@ void drop_idle_limits(FwdProblem& problem, IntervalMask& mask) {
   }
 }
 
-}  // namespace
-
-FwdProblem problem_of(AttentionCall const& call) {
-  FwdProblem problem;
-  set_sizes(problem, call);
-  ScoreArguments const& score = call.score;
+IntervalMask mask_of_call(ScoreArguments const& score) {
   IntervalMask mask;
   mask.left = limit_of(score.window_left);
   mask.right = score.causal ? 0 : limit_of(score.window_right);
@@ -71,6 +66,54 @@ FwdProblem problem_of(AttentionCall const& call) {
     mask.is_chunked = true;
     mask.chunk = FastDiv(int(std::min<int64_t>(score.attention_chunk, IntervalMask::kNoLimit)));
   }
+  return mask;
+}
+
+void set_execution(FwdProblem& problem, AttentionCall const& call) {
+  problem.promote = call.fp8.promote;
+  problem.pack_gqa = pack_gqa_of(call.execution.pack_gqa);
+  problem.sm_margin = int(call.execution.sm_margin);
+  problem.deterministic = call.gradients.deterministic;
+  problem.device = call.device;
+}
+
+}  // namespace
+
+FwdProblem problem_of_cache(AttentionCall const& call) {
+  FwdProblem problem;
+  TensorMeta const& q = call.q;
+  LengthArguments const& lengths = call.lengths;
+  bool const has_packed_keys = bool(lengths.cu_seqlens_k);
+  int const of_keys = has_packed_keys ? 0 : 1;  // dimension
+  problem.dtype = q.dtype;
+  problem.is_packed = bool(lengths.cu_seqlens_q);
+  problem.heads_q = int(q.size[q.rank - 2]);
+  problem.head_dim = int(q.size[q.rank - 1]);
+  problem.heads_k = int(call.k.size[of_keys + 1]);
+  problem.head_dim_v = int(call.v.size[of_keys + 2]);
+  problem.batch = int(problem.is_packed ? lengths.cu_seqlens_q->size[0] - 1 : q.size[0]);
+  problem.total_q = problem.is_packed ? int(q.size[0]) : 0;
+  problem.seqlen_q = problem.is_packed ? longest(lengths.max_seqlen_q, problem.total_q)
+                                       : int(q.size[1]);
+  CacheProblem& cache = problem.cache;
+  cache.entries = has_packed_keys ? 1 : int(call.k.size[0]);
+  cache.page_size = int(call.k.size[of_keys]);
+  int64_t const pages = call.cache.page_table ? call.cache.page_table->size[1] : 1;
+  cache.capacity = int(std::min<int64_t>(pages * cache.page_size, IntervalMask::kNoLimit));
+  cache.num_splits = int(call.splits.num_splits);
+  cache.split_size = int(std::min<int64_t>(call.splits.split_size, IntervalMask::kNoLimit));
+  problem.seqlen_k = cache.capacity;
+  problem.mask = mask_of_call(call.score);
+  problem.kind = call.score.softcap > 0 ? kCacheSoftcapKernel : kCacheKernel;
+  set_execution(problem, call);
+  return problem;
+}
+
+FwdProblem problem_of(AttentionCall const& call) {
+  FwdProblem problem;
+  set_sizes(problem, call);
+  ScoreArguments const& score = call.score;
+  IntervalMask mask = mask_of_call(score);
   if (!problem.is_packed) {
     drop_idle_limits(problem, mask);
   }
@@ -86,11 +129,7 @@ FwdProblem problem_of(AttentionCall const& call) {
                  : is_general      ? kGeneralKernel
                  : mask.right == 0 ? kCausalKernel
                                    : kFullKernel;
-  problem.promote = call.fp8.promote;
-  problem.pack_gqa = pack_gqa_of(call.execution.pack_gqa);
-  problem.sm_margin = int(call.execution.sm_margin);
-  problem.deterministic = call.gradients.deterministic;
-  problem.device = call.device;
+  set_execution(problem, call);
   return problem;
 }
 

@@ -62,7 +62,8 @@ def _forward_variants() -> list[ForwardVariant]:
     tiles += [(f'FwdTileD{tile}', head_dims, causal + general, '') for tile, head_dims in (
         (128, '64x128'), ('64x256', '64x256'), (64, '96x64'), (64, '128x64'),
         ('192x128', '192x128'))]
-    tiles += [('FwdTileD128Cache', 128, ('Cache',), '')]
+    tiles += [(f'FwdTileD{head_dim}Cache', head_dim, ('Cache', 'CacheSoftcap'), '')
+              for head_dim in (64, 128, '192x128', 256)]
     of_16_bits = [ForwardVariant(tile, dtype, kind, head_dim, suffix)
                   for tile, head_dim, kinds, suffix in tiles
                   for kind in kinds for dtype in ('Bf16', 'Fp16')]

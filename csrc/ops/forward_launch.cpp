@@ -51,10 +51,18 @@ void launch_columns(FwdParams const& params, int variant, void* stream) {
 
 }  // namespace
 
-ForwardLaunch::ForwardLaunch(FwdParams& params) : plan_(plan_forward(params.problem)) {
-  if (!kFwdLaunchers[plan_.variant]) {
-    throw std::runtime_error(missing_variant_text("fwd", plan_.variant, kFwdBuilt));
+void require_built(int variant) {
+  if (!kFwdLaunchers[variant]) {
+    throw std::runtime_error(missing_variant_text("fwd", variant, kFwdBuilt));
   }
+}
+
+void launch_variant(FwdParams const& params, int variant, void* stream) {
+  kFwdLaunchers[variant](params, stream);
+}
+
+ForwardLaunch::ForwardLaunch(FwdParams& params) : plan_(plan_forward(params.problem)) {
+  require_built(plan_.variant);
   params.schedule = plan_.schedule;
 }
 

@@ -6,6 +6,12 @@
 
 namespace fa3 {
 
+// Throws if the variant is not in this build.
+void require_built(int variant);
+
+// One launch; params and its schedule are complete.
+void launch_variant(FwdParams const& params, int variant, void* stream);
+
 class ForwardLaunch {
  public:
   // Plans params.problem and fills in the schedule. Throws if the variant is not in this build.

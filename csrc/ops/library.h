@@ -19,6 +19,7 @@ std::span<BoxedOp const> forward_ops();
 std::span<BoxedOp const> general_ops();
 std::span<BoxedOp const> fp8_ops();
 std::span<BoxedOp const> backward_ops();
+std::span<BoxedOp const> cache_ops();
 
 // quantize_fp8(x, cu_seqlens, seqused, block, group, rotation_seed) -> (values, scales)
 void quantize_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
