@@ -151,14 +151,15 @@ def _append(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], k: Tensor | N
     q, k_cache, v_cache, out = tensors
     has_rotary = rotary[0] is not None or rotary[1] is not None
     if k is None or v is None:
-        got = 'one of them' if k is not None or v is not None else 'neither, and rotary_cos or ' \
-            'rotary_sin'
-        raise RuntimeError(checks.error(_OP, 'k and v together', got,
-                                        'only what is appended is rotated'))
+        given = 'k' if k is not None else 'v' if v is not None else 'rotary_cos or rotary_sin'
+        raise RuntimeError(checks.error(_OP, 'k and v together, and rotary_cos with them',
+                                        f'{given} alone'))
     functions = _functions_for(q)
     # Nothing is written for a call that attention then refuses. A GPU has no time for that.
-    if not q.is_cuda and not is_compiling() or functions is _PLAIN:
+    if functions is _PLAIN or not (q.is_cuda or is_compiling()):
         cache.check_attend((q, k_cache, v_cache, out), arguments)
+    elif env.CHECK_CONTENTS and not is_compiling():
+        cache.check_cuda_contents((q, k_cache, v_cache, out), arguments)
     own = arguments[:_CACHE_COUNT]
     if not has_rotary:
         functions[0](k_cache, v_cache, k, v, None, *own)
