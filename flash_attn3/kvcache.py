@@ -15,7 +15,6 @@ from torch.compiler import is_compiling
 
 from flash_attn3 import _library, cache, checks, derivatives, env, fallback, fp8
 from flash_attn3.arguments import names
-from flash_attn3.interface import _bare
 from flash_attn3.merging import flash_attn_combine, merge_states
 
 __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
@@ -25,7 +24,7 @@ _OP = 'flash_attn_with_kvcache'
 # (append, attend, attend into out): the ops, eager and traced; the same without an op.
 _TRACED = tuple(getattr(torch.ops.flash_attn3, name).default
                 for name in ('append_cache', 'attend_cache', 'attend_cache_out'))
-_EAGER = tuple(_bare(op) for op in _TRACED)
+_EAGER = tuple(_library.bare(op) for op in _TRACED)
 _PLAIN = cache.append_plainly, cache.attend_plainly, cache.attend_out_plainly
 _CACHE_COUNT = len(names('cache'))
 _CU_SEQLENS = cache.Attend._fields.index('cu_seqlens_q')
@@ -101,7 +100,8 @@ def flash_attn_with_kvcache(
         right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size, cu_seqlens_q,
         None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q), 0, pack_gqa,
         sm_margin, q_descale, k_descale, v_descale)
-    if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
+    if (k is not None or v is not None or rotary_cos is not None or rotary_sin is not None
+            or rotary_seqlens is not None):
         rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
         q = _append((q, k_cache, v_cache, out), k, v, rotary, arguments)
     return _attend(q, k_cache, v_cache, out, arguments, out_dtype)
@@ -149,9 +149,8 @@ def _append(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], k: Tensor | N
     rotary: cos, sin, positions, interleaved; arguments: of the attention.
     """
     q, k_cache, v_cache, out = tensors
-    has_rotary = rotary[0] is not None or rotary[1] is not None
     if k is None or v is None:
-        given = 'k' if k is not None else 'v' if v is not None else 'rotary_cos or rotary_sin'
+        given = 'k' if k is not None else 'v' if v is not None else 'what rotates'
         raise RuntimeError(checks.error(_OP, 'k and v together, and rotary_cos with them',
                                         f'{given} alone'))
     functions = _functions_for(q)
@@ -161,7 +160,7 @@ def _append(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], k: Tensor | N
     elif env.CHECK_CONTENTS and not is_compiling():
         cache.check_cuda_contents((q, k_cache, v_cache, out), arguments)
     own = arguments[:_CACHE_COUNT]
-    if not has_rotary:
+    if all(x is None for x in rotary[:3]):
         functions[0](k_cache, v_cache, k, v, None, *own)
         return q
     _, _, causal, left, right = arguments[_CACHE_COUNT:_CACHE_COUNT + 5]
@@ -175,9 +174,9 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None, arg
     in a default: trailing defaults stay away.
     """
     (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
-     split_size, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, *descales) = arguments
+     split_size, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale, v_scale) = arguments
     if (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
-            or descales != [None, None, None]):
+            or q_scale is not None or k_scale is not None or v_scale is not None):
         short = arguments
     elif return_lse or num_splits != 0 or split_size != 0:
         short = arguments[:17]
