@@ -27,7 +27,7 @@ Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q')
 _Own = Attend | Append
 
 
-# ----------------------------------------------------------------------------------------- lengths
+# ------------------------------------------------------------------------------------------ lengths
 def _numbers(x: Tensor | None, otherwise: list[int]) -> list[int]:
     return otherwise if x is None else x.tolist()
 
@@ -73,7 +73,7 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == E4M3 else x
 
 
-# ---------------------------------------------------------------------------------------- contents
+# ----------------------------------------------------------------------------------------- contents
 def _contents_problem(tensors: tuple[Tensor | None, Tensor, int | None], own: _Own,
                       batch: int) -> tuple[str, str] | None:
     """What was expected of the lists, and what they are instead.
@@ -317,7 +317,7 @@ def append_plainly(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Te
     return _rotated_queries(q, own, firsts)
 
 
-# ------------------------------------------------------------------------------------------ fakes
+# -------------------------------------------------------------------------------------------- fakes
 # They check only what they rely on themselves; the rest is checked when real tensors arrive.
 def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tensor | None,
                  *arguments) -> Tensor:

@@ -19,7 +19,6 @@ from flash_attn3.fp8 import Fp8
 from flash_attn3.general import Execution, General
 from flash_attn3.packing import unpack
 
-
 _fwd = _library.bare(torch.ops.flash_attn3._fwd.default)    # eager: no autograd formula in the way
 _fwd_no_lse = _library.bare(torch.ops.flash_attn3._fwd_no_lse.default)
 _fwd_traced = torch.ops.flash_attn3.fwd.default    # under torch.compile and torch.export

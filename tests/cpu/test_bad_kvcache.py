@@ -32,15 +32,17 @@ E4M3 = {name: x.to(torch.float8_e4m3fn) for name, x in
         dict(q=Q, k_cache=CACHE, v_cache=CACHE.clone(), k=K, v=K).items()}
 BAD = {
     # Tables and lists: dtype, shape, device, what they contain.
-    'lengths of int64': (dict(cache_seqlens=ints([3, 7]).long()), 'cache_seqlens.dtype to be int32'),
+    'lengths of int64': (dict(cache_seqlens=ints([3, 7]).long()),
+                         'cache_seqlens.dtype to be int32'),
     'too few lengths': (dict(cache_seqlens=ints([3])), 'cache_seqlens.size(0) to be the batch, 2'),
     'lengths of rank 2': (dict(cache_seqlens=ints([[3, 7]])), 'cache_seqlens to have 1 dimension'),
-    'lengths elsewhere': (dict(cache_seqlens=ints([3, 7]).to('meta')), 'cache_seqlens on the device'),
+    'lengths elsewhere': (dict(cache_seqlens=ints([3, 7]).to('meta')),
+                          'cache_seqlens on the device'),
     'length beyond': (dict(cache_seqlens=ints([3, 13])), 'cache_seqlens[1] to be from 0 to 12'),
     'negative length': (dict(cache_seqlens=ints([-1, 3])), 'cache_seqlens[0] to be from 0 to 12'),
     'number beyond': (dict(cache_seqlens=13, k=None, v=None), 'cache_seqlens of at most 12'),
     'negative number': (dict(cache_seqlens=-1), 'cache_seqlens to be a tensor, or a number of 0'),
-    'length of a float': (dict(cache_seqlens=2.0), 'cache_seqlens to be a tensor, or a number of 0'),
+    'length of a float': (dict(cache_seqlens=2.0), 'cache_seqlens to be a tensor, or a number'),
     'table of int64': (dict(page_table=TABLE.long()), 'page_table.dtype to be int32'),
     'table of rank 1': (dict(page_table=TABLE[:, 0]), 'page_table to have 2 dimensions'),
     'table of another batch': (dict(page_table=TABLE[:1]), 'page_table.size(0) to be the batch, 2'),
@@ -51,7 +53,8 @@ BAD = {
     'table and rows': (dict(page_table=TABLE, cache_batch_idx=ints([0, 1])),
                        'page_table or cache_batch_idx, got both'),
     'row beyond': (dict(cache_batch_idx=ints([0, 2])), 'cache_batch_idx[1] to be from 0 to 1'),
-    'rows of int64': (dict(cache_batch_idx=TABLE[:, 0].long()), 'cache_batch_idx.dtype to be int32'),
+    'rows of int64': (dict(cache_batch_idx=TABLE[:, 0].long()),
+                      'cache_batch_idx.dtype to be int32'),
     'leftpad beyond': (dict(cache_leftpad=ints([6, 0])), 'cache_leftpad[0] to be from 0 to 5'),
     'negative leftpad': (dict(cache_leftpad=ints([0, -1])), 'cache_leftpad[1] to be from 0 to 9'),
     'leftpad of another batch': (dict(cache_leftpad=ints([0])), 'cache_leftpad.size(0) to be the'),
@@ -86,7 +89,7 @@ BAD = {
     'no length': (dict(cache_seqlens=None), 'cache_seqlens with k and v, got None'),
     'no room': (dict(cache_seqlens=ints([3, 11])), 'room for 2 new keys behind the 11'),
     'no room behind a number': (dict(cache_seqlens=11), 'room for 2 new keys behind 11'),
-    'more than the cache': (dict(k=torch.randn(BATCH, 13, 2, DIM), v=torch.randn(BATCH, 13, 2, DIM)),
+    'more than the cache': (dict.fromkeys('kv', torch.randn(BATCH, 13, 2, DIM)),
                             'room for 13 new keys'),
     'batch of k': (dict(k=K[:1], v=K[:1]), 'cache_seqlens.size(0) to be the batch, 1'),
     'heads of k': (dict(k=K[:, :, :1]), 'k of the heads and the head_dim of k_cache, (2, 16)'),
@@ -111,13 +114,13 @@ BAD = {
     'wide tables': (dict(rotary_cos=torch.rand(12, 9), rotary_sin=torch.rand(12, 9)),
                     'a rotary_dim, twice rotary_cos.size(1), from 2 to the head_dim, 16, got 18'),
     'shape of sin': (dict(rotary_cos=COS, rotary_sin=COS[:, :3]), 'rotary_sin to have the shape'),
-    'dtype of cos': (dict(rotary_cos=COS.half(), rotary_sin=COS), 'rotary_cos.dtype to be that of q'),
+    'dtype of cos': (dict(rotary_cos=COS.half(), rotary_sin=COS), 'rotary_cos.dtype to be that'),
     'e4m3 keys': (E4M3 | dict(rotary_cos=COS.to(E4M3['q'].dtype), rotary_sin=COS), 'no rotary_cos'),
     # Splits, and what no op sees.
     'negative splits': (dict(num_splits=-1), 'num_splits to be from 0 (by plan) to 256'),
     'too many splits': (dict(num_splits=257), 'num_splits to be from 0 (by plan) to 256'),
     'negative size': (dict(split_size=-1), 'split_size to be 0 (none) or more'),
-    'size and splits': (dict(split_size=64, num_splits=2), 'num_splits of 0 or 1 with a split_size'),
+    'size and splits': (dict(split_size=64, num_splits=2), 'num_splits of 0 or 1 with a'),
     'metadata': (dict(scheduler_metadata=torch.zeros(1)), 'scheduler_metadata of one dimension'),
 }
 
@@ -187,7 +190,8 @@ def described(shape: tuple, dtype: str = 'bfloat16', strides: tuple | None = Non
 
 def on_cuda(**changes) -> dict:
     call = dict(q=described((2, 1, 4, 64)), k=described((2, 128, 2, 64), address=1 << 20),
-                v=described((2, 128, 2, 64), address=1 << 24), cache_seqlens=described((2,), 'int32'))
+                v=described((2, 128, 2, 64), address=1 << 24),
+                cache_seqlens=described((2,), 'int32'))
     return call | changes
 
 
@@ -214,7 +218,7 @@ def test_calls_on_cuda():
 
 
 @pytest.mark.parametrize('check, call, text', [
-    ('check_cache', on_cuda(k=described((2, 128, 2, 64), address=8)), 'k_cache at a multiple of 16'),
+    ('check_cache', on_cuda(k=described((2, 128, 2, 64), address=8)), 'k_cache at a multiple of'),
     ('check_cache', on_cuda(v=described((2, 128, 2, 64), strides=(128 * 132, 132, 64, 1))),
      'v_cache at a multiple of 16'),
     ('check_cache', on_cuda(k=described((2, 128, 2, 64), strides=(16384, 128, 64, 2))),
@@ -225,7 +229,7 @@ def test_calls_on_cuda():
     ('check_cache', on_cuda(cu_seqlens_k=described((3,), 'int32'),
                             page_table=described((2, 4), 'int32')), 'no argument of a cache'),
     ('check_cache', on_cuda(appended=2, cache_seqlens=None), 'cache_seqlens with k and v'),
-    ('check_cache', on_cuda(seqused_k=described((2,), 'int32')), 'seqused_k only with cu_seqlens_k'),
+    ('check_cache', on_cuda(seqused_k=described((2,), 'int32')), 'seqused_k only with cu_seq'),
     ('check_append', appending(k=described((2, 128, 2, 64), address=8)), 'k_cache at a multiple'),
     ('check_append', appending(**{name: described((128, 5)) for name in TABLES}),
      'a rotary_dim, twice rotary_cos.size(1), that is a multiple of 16'),

@@ -93,7 +93,7 @@ def test_grid(number):
     check(drawn(number))
 
 
-# ----------------------------------------------------------------------------------- single features
+# ---------------------------------------------------------------------------------- single features
 @pytest.mark.parametrize('page_size', [1, 2, 3, 4, 6, 8, 12, 24])
 def test_append_across_page_borders(page_size):
     check(Problem((5, 0, 18), (6, 6, 6), (6, 6, 6), page_size=page_size, options={'causal': True}))
@@ -182,7 +182,7 @@ def test_caches_that_are_views(as_views):
         assert torch.equal(view.nan_to_num(7), problem.arguments[name].nan_to_num(7))
 
 
-# ------------------------------------------------------------------------------------------ upstream
+# ----------------------------------------------------------------------------------------- upstream
 def test_parameters_are_upstreams():
     parameters = inspect.signature(flash_attn_with_kvcache).parameters
     positional = {name: p.default for name, p in parameters.items()

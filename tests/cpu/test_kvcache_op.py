@@ -1,4 +1,4 @@
-"""The ops on a KV cache themselves: opcheck, defaults, fakes, torch.compile, the fallback, and which
+"""The ops on a KV cache themselves: opcheck, defaults, fakes, torch.compile, the fallback; which
 arguments an eager call passes on.
 """
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from flash_attn3 import arguments, cache, fallback, flash_attn_with_kvcache, kvcache
+from flash_attn3 import _library, arguments, cache, fallback, flash_attn_with_kvcache, kvcache
 
 from tests.cpu.cached import Problem, ints
 
@@ -99,7 +99,7 @@ def test_packed_keys():
     assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
 
 
-# ------------------------------------------------------------------------------------------- tracing
+# ------------------------------------------------------------------------------------------ tracing
 @pytest.mark.parametrize('dynamic', [False, True])
 @each_problem
 def test_compiled_with_append(name, dynamic):
@@ -160,7 +160,7 @@ def test_fakes_on_cuda():
         assert OPS.attend_cache(*e4m3, float16_out=True)[0].dtype == torch.float16
 
 
-# ----------------------------------------------------------------------------------- the way of a call
+# -------------------------------------------------------------------------------- the way of a call
 class Counted:
     """An op that notes how many arguments it gets."""
 
@@ -189,8 +189,9 @@ def test_trailing_defaults_stay_away(options, count, monkeypatch):
 @each_problem
 def test_devices_without_kernels(name, monkeypatch):
     """The plain functions, with one warning: as if the CPU were such a device."""
-    monkeypatch.setattr(kvcache, '_functions_for', lambda q: (
-        fallback.warn_once(q.device, kvcache._OP), kvcache._PLAIN)[1])
+    monkeypatch.setattr(_library, 'SERVED_DEVICES', set())
+    monkeypatch.setattr(_library, 'kernels_serve', lambda device: False)
+    monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
     monkeypatch.setattr(fallback, '_warned_devices', set())
     given, same = PROBLEMS[name].build().arguments, PROBLEMS[name].build().arguments
     with pytest.warns(UserWarning, match='flash_attn3.flash_attn_with_kvcache: expected a Hopper'):
