@@ -196,7 +196,10 @@ def _attend(functions: tuple, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: 
         out, lse = attend(q, k_cache, v_cache, *arguments, True)
     else:
         out, lse = attend(q, k_cache, v_cache, *short)
-    return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_lse else out
+    if not return_lse:
+        return out
+    empty = lse.new_empty(0)
+    return out, lse, empty, empty
 
 
 def _some_require_grad(*tensors: Tensor | None) -> bool:

@@ -8,7 +8,8 @@ import re
 import pytest
 import torch
 
-from flash_attn3 import _plan, checks, flash_attn_with_kvcache, get_scheduler_metadata
+from flash_attn3 import (_plan, checks, env, flash_attn_with_kvcache, get_scheduler_metadata,
+                         kvcache)
 
 from tests.cpu.cached import ints
 
@@ -170,6 +171,25 @@ def test_tangents_are_refused():
     given = tensors()
     with pytest.raises(NotImplementedError, match='reverse-mode'):
         torch.func.jvp(lambda q: flash_attn_with_kvcache(**given | dict(q=q)), (Q,), (Q,))
+
+
+@pytest.mark.parametrize('changes, text', [
+    (dict(cache_seqlens=ints([3, 11])), 'room for 2 new keys behind the 11 of sequence 1'),
+    (dict(cache_seqlens=ints([3, 13])), 'cache_seqlens[1] to be from 0 to 12'),
+    (dict(cache_leftpad=ints([6, 0])), 'cache_leftpad[0] to be from 0 to 5'),
+    (dict(cache_batch_idx=ints([0, 2])), 'cache_batch_idx[1] to be from 0 to 1'),
+    (dict(page_table=TABLE + 1), 'page_table[1, 0] to be from 0 to 1')])
+def test_contents_on_a_gpu_where_asked_for(changes, text, monkeypatch):
+    """As if these tensors were on one, with ops that read no contents."""
+    given = tensors(torch.bfloat16) | changes
+    monkeypatch.setattr(kvcache, '_EAGER', (lambda *_: given['q'], lambda *_: (given['q'], None),
+                                            None))
+    monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
+    assert flash_attn_with_kvcache(**given) is given['q']
+    monkeypatch.setattr(env, 'CHECK_CONTENTS', True)
+    check_refused(given, text)
+    assert flash_attn_with_kvcache(**tensors(torch.bfloat16)).shape == given['q'].shape
 
 
 def test_qv_is_not_there():
