@@ -9,6 +9,6 @@ DISABLE_KERNELS = os.environ.get('FLASH_ATTN3_DISABLE_KERNELS', '') == '1'
 # Path of another build of the kernel library to load instead of the package's own.
 LIBRARY_PATH = os.environ.get('FLASH_ATTN3_LIBRARY', '')
 
-# '1': read what cu_seqlens and seqused contain on CUDA devices too, and raise an error for what
-# leaves the tensors. Every call with them then waits for the GPU.
+# '1': read what cu_seqlens, seqused and the lists and tables of a KV cache contain on CUDA devices
+# too, and raise an error for what leaves the tensors. Every call with them then waits for the GPU.
 CHECK_CONTENTS = os.environ.get('FLASH_ATTN3_CHECKS', '') == '1'
