@@ -43,7 +43,8 @@ class Memory(NamedTuple):
         return Memory(whole, typed.as_strided(self.cache.shape, self.cache.stride()))
 
 
-def memory(shape: tuple[int, ...], dtype: torch.dtype, order: tuple[int, ...] = (0, 1, 2, 3)) -> Memory:
+def memory(shape: tuple[int, ...], dtype: torch.dtype,
+           order: tuple[int, ...] = (0, 1, 2, 3)) -> Memory:
     """A cache whose dimensions lie in this order, outermost first."""
     ordered = [shape[i] for i in order]
     count = torch.Size(ordered).numel() * dtype.itemsize
@@ -71,7 +72,7 @@ def tables(positions: int, rotary_dim: int, dtype: torch.dtype) -> dict[str, Ten
     return dict(rotary_cos=angle.cos().to(dtype), rotary_sin=angle.sin().to(dtype))
 
 
-# ---------------------------------------------------------------------------------------- the oracle
+# --------------------------------------------------------------------------------------- the oracle
 def tokens_of(x: Tensor, cu: Tensor | None) -> list[list[Tensor]]:
     """The tokens (heads, head_dim) of each sequence."""
     if cu is None:
@@ -294,7 +295,7 @@ def test_nothing_new(device):
         check(both((max(1, batch), 20, 2, 64), BF16), rows, device, cache_length=5)
 
 
-# ------------------------------------------------------------------------------ outside of the cache
+# ----------------------------------------------------------------------------- outside of the cache
 @DTYPES
 def test_rows_that_do_not_fit(dtype, kernels):
     """Lengths at and after the capacity, and such that are none."""
@@ -397,7 +398,7 @@ def test_positions_outside_of_the_tables(kernels):
     assert result[0, 1, :, :32].isnan().all() and result[1].isfinite().all()
 
 
-# ---------------------------------------------------------------------------------- how it is called
+# --------------------------------------------------------------------------------- how it is called
 def test_step_of_decoding(device):
     """The sizes of a large batch, rotated."""
     lengths = torch.randint(0, 60, (64,)).tolist()
