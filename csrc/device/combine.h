@@ -23,8 +23,11 @@ struct PartWeights {
     return sum == 0.f ? -INFINITY : maximum + log2_approx(sum) * kLn2;
   }
 
-  // 0 without keys.
-  CUTE_DEVICE float inverse() const { return inverse_sum(sum); }
+  // 0 without keys. A step of Newton makes it exact for one part, whose output then keeps its bits.
+  CUTE_DEVICE float inverse() const {
+    float const inverse = reciprocal_approx(sum);
+    return sum == 0.f ? 0.f : fmaf(inverse, fmaf(-sum, inverse, 1.f), inverse);
+  }
 
   // Whole warps call it. lse_of(part): the LSE of a part.
   template <class LseOf>

@@ -281,7 +281,7 @@ def test_leftpad_moves_no_slot(device):
 def test_packed(lengths, device):
     have = [(5 * b) % 11 for b in range(len(lengths))]
     rows = [values(sum(lengths), 2, 32, dtype=BF16) for _ in range(2)]
-    check(both((max(1, len(lengths)), 20, 2, 32), BF16), rows, device,
+    check(both((len(lengths), 20, 2, 32), BF16), rows, device,
           cache_seqlens=lengths_of(have), cu_seqlens_k_new=starts(lengths))
     table, pages = pages_of([sum(pair) for pair in zip(lengths, have)], 7)
     if lengths:
@@ -292,7 +292,7 @@ def test_packed(lengths, device):
 def test_nothing_new(device):
     for batch, new in ((3, 0), (0, 4)):
         rows = [values(batch, new, 2, 64, dtype=BF16) for _ in range(2)]
-        check(both((max(1, batch), 20, 2, 64), BF16), rows, device, cache_length=5)
+        check(both((batch, 20, 2, 64), BF16), rows, device, cache_length=5)
 
 
 # ----------------------------------------------------------------------------- outside of the cache
@@ -388,7 +388,8 @@ def test_positions_outside_of_the_tables(kernels):
     """NaN, in the rotated columns alone."""
     caches = [one.copy(kernels) for one in both((2, 20, 2, 64), BF16)]
     rows = [values(2, 2, 2, 64, dtype=BF16).to(kernels) for _ in range(2)]
-    given = dict(cache_seqlens=lengths_of([9, 3]), **tables(10, 32, BF16))
+    given = dict(cache_seqlens=lengths_of([9, 3]), rotary_seqlens=lengths_of([9, 3]),
+                 **tables(10, 32, BF16))
     result = append([one.cache for one in caches], rows, rows[0],
                     {name: on(kernels, x) for name, x in given.items()}).cpu()
     k = caches[0].cache.cpu()
