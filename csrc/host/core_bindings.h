@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "core/append_rows.h"
 #include "core/block_range.h"
 #include "core/key_splits.h"
 #include "core/packed_tiles.h"
@@ -113,6 +114,47 @@ inline void bind_key_splits(pybind11::module_& m) {
         [](int parts, int k_tiles) { return parts_of(FixedSplit::into(parts, k_tiles), k_tiles); });
   m.def("split_by_size", [](int keys, int tile_n, int k_tiles) {
     return parts_of(FixedSplit::of_size(keys, tile_n), k_tiles);
+  });
+}
+
+// (token, head, pair) of each thread of some CTAs; a token of -1: none.
+inline std::vector<std::tuple<int, int, int>> append_items(RowSchedule const& schedule,
+                                                           int first_cta, int end_cta) {
+  std::vector<std::tuple<int, int, int>> items;
+  for (int cta = first_cta; cta < end_cta; ++cta) {
+    for (int thread = 0; thread < kAppendThreads; ++thread) {
+      RowItem const item = schedule.item_of(cta, thread);
+      items.emplace_back(item.token, item.head, item.pair);
+    }
+  }
+  return items;
+}
+
+// What a warp finds, and how often it looks.
+inline std::tuple<int, int> count_up_to(std::vector<int> const& list, int number) {
+  WarpSearch search(int(list.size()));
+  int rounds = 0;
+  for (; search.size > 0; ++rounds) {
+    int found = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+      int const index = search.probe(lane);
+      found += index >= 0 && list.at(index) <= number;
+    }
+    search.narrow(found);
+  }
+  return {search.begin, rounds};
+}
+
+inline void bind_append(pybind11::module_& m) {
+  pybind11::class_<RowSchedule>(m, "RowSchedule")
+      .def(pybind11::init<int, int, int>())
+      .def_readonly("ctas", &RowSchedule::ctas)
+      .def("items", &append_items);
+  m.attr("append_threads") = kAppendThreads;
+  m.def("count_up_to", &count_up_to);
+  m.def("chunks_of_pair", [](int pair, int rotary_pairs, bool is_in_halves) {
+    ChunkPair const chunks = chunks_of_pair(pair, rotary_pairs, is_in_halves);
+    return std::tuple(chunks.first, chunks.second);
   });
 }
 

@@ -381,6 +381,7 @@ PYBIND11_MODULE(_host, m) {
   fa3::host::bind_masks(m);
   fa3::host::bind_problems(m);
   fa3::host::bind_key_splits(m);
+  fa3::host::bind_append(m);
   fa3::host::bind_dispatch(m);
   fa3::host::bind_layouts(m);
   fa3::host::bind_backward(m);

@@ -27,6 +27,12 @@ void quantize_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_out
 // rotation_seed) -> (values, scales) of each
 void quantize_qkv_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
+// append_cache(k_cache, v_cache, k, v, q, cache arguments, rotary arguments, cu_seqlens_q)
+// -> rotated q
+void append_cache_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// combine(out_partial, lse_partial, out) -> lse
+void combine_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+
 // Empty when the driver that is installed can run this library, and where there is none; else what
 // is wrong with it. Does not initialise CUDA.
 std::string current_driver_problem();

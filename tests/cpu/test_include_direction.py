@@ -18,9 +18,11 @@ MAY_INCLUDE = {
     'backward': {'backward', 'launch', 'device', 'config', 'core'},
     'schedule': {'schedule', 'launch', 'device', 'config', 'core'},
     'quantize': {'quantize', 'launch', 'device', 'config', 'core'},
+    'kvcache': {'kvcache', 'launch', 'device', 'config', 'core'},
+    'combine': {'combine', 'launch', 'device', 'config', 'core'},
     'dispatch': {'dispatch', 'config', 'core'},
-    # The host side of schedule and quantize.
-    'ops': {'ops', 'dispatch', 'schedule', 'quantize', 'config', 'core'},
+    # The host side of schedule, quantize, kvcache and combine.
+    'ops': {'ops', 'dispatch', 'schedule', 'quantize', 'kvcache', 'combine', 'config', 'core'},
     # The tests' module shows the layouts that the kernels use; it is not part of the package.
     'host': {'host', 'dispatch', 'schedule', 'forward', 'backward', 'device', 'config', 'core'},
 }

@@ -38,18 +38,48 @@ RENAMED = {f'aoti_torch_{name}': f'emulator_{name}' for name in (
 RENAMED['torch_get_const_data_ptr'] = 'emulator_get_const_data_ptr'
 REGISTRATION = '''#include <torch/csrc/stable/library.h>
 
+#include <cstdlib>
+#include <utility>
+#include <vector>
+
 #include "memory.h"
 #include "ops/library.h"
 
+constexpr size_t kMostOps = 64;
+
+std::vector<fa3::BoxedOp> const& ops() {{
+  static std::vector<fa3::BoxedOp> const all = [] {{
+    std::vector<fa3::BoxedOp> found{{{single}}};
+    for (auto const list : {{{lists}}}) {{
+      found.insert(found.end(), list.begin(), list.end());
+    }}
+    found.size() <= kMostOps ? void() : std::abort();
+    return found;
+  }}();
+  return all;
+}}
+
 // Each op knows its own tensors only.
-template <auto kOp>
+template <size_t kIndex>
 void emulated(StableIValue* stack, uint64_t arguments, uint64_t results) {{
   emulator::forget_memory();
-  kOp(stack, arguments, results);
+  ops()[kIndex].run(stack, arguments, results);
+}}
+
+template <size_t kIndex>
+void register_one(torch::stable::detail::StableLibrary& m) {{
+  if (kIndex < ops().size()) {{
+    m.impl(ops()[kIndex].name, &emulated<kIndex>);
+  }}
+}}
+
+template <size_t... kIndices>
+void register_all(torch::stable::detail::StableLibrary& m, std::index_sequence<kIndices...>) {{
+  (register_one<kIndices>(m), ...);
 }}
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CPU, m) {{
-{lines}
+  register_all(m, std::make_index_sequence<kMostOps>());
 }}
 '''
 
@@ -75,11 +105,12 @@ def kernel_units(ptx: Sequence[str], folder: Path) -> list[Unit]:
 
 def op_units(cuda: Cuda) -> list[Unit]:
     """The ops of the package, for CPU tensors."""
-    lines = (native.CSRC / 'ops' / 'registration.cpp').read_text()
-    lines = re.findall(r'm\.impl\("\w+", &fa3::\w+\);', lines)
+    text = (native.CSRC / 'ops' / 'registration.cpp').read_text()
+    single = re.findall(r'm\.impl\(("\w+", &fa3::\w+)\);', text)
     registration = BUILD / 'registration.cpp'
-    registration.write_text(REGISTRATION.format(lines='\n'.join(
-        '  ' + re.sub(r'&(fa3::\w+)', r'&emulated<&\1>', line) for line in lines)))
+    registration.write_text(REGISTRATION.format(
+        single=', '.join(f'{{{one}}}' for one in single),
+        lists=', '.join(re.findall(r'fa3::\w+_ops\(\)', text))))
     foreign = [Path(torch.__path__[0], 'include'), cuda.include]
     renames = [f'-D{name}={other}' for name, other in RENAMED.items()]
     ops = [path for path in sorted((native.CSRC / 'ops').glob('*.cpp'))

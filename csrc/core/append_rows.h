@@ -1,0 +1,98 @@
+// Appending to a KV cache: the rows of a CTA, the chunks of a thread, the sequence of a token. The
+// index arithmetic of kvcache/append.cu.
+#pragma once
+
+#include "core/int_math.h"
+
+namespace fa3 {
+
+constexpr int kAppendThreads = 128;
+constexpr int kAppendChunkBytes = 16;
+
+// A thread has two chunks of a row; a row is one head of a token. No token: token is -1.
+struct RowItem {
+  int token;
+  int head;
+  int pair;  // of chunks
+};
+
+// The rows of a tensor over the threads of CTAs. A CTA has several tokens, or a part of one.
+struct RowSchedule {
+  int tokens = 0;
+  int heads = 0;
+  int chunks = 0;         // of a row
+  int tokens_of_cta = 1;  // at most
+  int64_t ctas = 0;
+  FastDiv by_parts;
+  FastDiv by_token_threads;
+  FastDiv by_row_threads;
+
+  RowSchedule() = default;
+
+  RowSchedule(int tokens_, int heads_, int chunks_)
+      : tokens(tokens_), heads(heads_), chunks(chunks_) {
+    int const row_threads = ceil_div(chunks, 2);
+    int const token_threads = row_threads * heads;
+    if (tokens == 0 || token_threads == 0) {
+      return;
+    }
+    int const parts = ceil_div(token_threads, kAppendThreads);
+    tokens_of_cta = max_of(1, kAppendThreads / token_threads);
+    ctas = int64_t(ceil_div(tokens, tokens_of_cta)) * parts;
+    by_parts = FastDiv(parts);
+    by_token_threads = FastDiv(token_threads);
+    by_row_threads = FastDiv(row_threads);
+  }
+
+  FA3_HD RowItem item_of(int cta, int thread) const {
+    int const group = by_parts.div(cta);
+    int const index = by_parts.mod(cta) * kAppendThreads + thread;
+    int const in_group = by_token_threads.div(index);
+    int const token = group * tokens_of_cta + in_group;
+    if (in_group >= tokens_of_cta || token >= tokens) {
+      return RowItem{-1, 0, 0};
+    }
+    int const in_token = by_token_threads.mod(index);
+    return RowItem{token, by_row_threads.div(in_token), by_row_threads.mod(in_token)};
+  }
+};
+
+struct ChunkPair {
+  int first;
+  int second;  // may be one past the last chunk of the row
+};
+
+// The chunks of a pair. In halves, a rotation takes a column and the one rotary_dim / 2 further:
+// the first rotary_pairs pairs have such chunks. All other pairs are neighbours.
+FA3_HD ChunkPair chunks_of_pair(int pair, int rotary_pairs, bool is_in_halves) {
+  if (is_in_halves && pair < rotary_pairs) {
+    return ChunkPair{pair, pair + rotary_pairs};
+  }
+  return ChunkPair{2 * pair, 2 * pair + 1};
+}
+
+// How many numbers of a sorted list are not above a given one, found by 32 lanes that look at one
+// number each. The count is in [begin, begin + size]. A list that is not sorted gives any count.
+struct WarpSearch {
+  int begin = 0;
+  int size;
+
+  FA3_HD explicit WarpSearch(int list_size) : size(list_size) {}
+
+  FA3_HD int step() const { return ceil_div(size, 32); }
+
+  // The index that a lane looks at, or -1.
+  FA3_HD int probe(int lane) const {
+    int const offset = (lane + 1) * step() - 1;
+    return offset < size ? begin + offset : -1;
+  }
+
+  // found: the probes that are not above the given number.
+  FA3_HD void narrow(int found) {
+    int const stride = step();
+    begin += found * stride;
+    size = min_of(stride - 1, size - found * stride);
+  }
+};
+
+}  // namespace fa3

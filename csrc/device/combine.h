@@ -1,0 +1,52 @@
+// Combining parts of attention: each part of the keys gives an output and a log-sum-exp (LSE,
+// natural logarithm), and the whole output is the sum of the parts' outputs times
+// weight(lse) * inverse(). An LSE of -inf is a part without keys: its output must not be read. With
+// a fixed order of parts all results have the same bits on each call.
+#pragma once
+
+#include "core/softmax_math.h"
+#include "device/math.h"
+
+namespace fa3 {
+
+struct PartWeights {
+  float maximum = -INFINITY;  // of the LSEs
+  float sum = 0.f;            // of weight(lse)
+
+  // 0 for -inf; NaN stays NaN.
+  CUTE_DEVICE float weight(float lse) const {
+    return exp2_approx((lse - finite_max(maximum)) * kLog2E);
+  }
+
+  // Of all parts; -inf without keys.
+  CUTE_DEVICE float lse() const {
+    return sum == 0.f ? -INFINITY : maximum + log2_approx(sum) * kLn2;
+  }
+
+  // 0 without keys. A step of Newton makes it exact for one part, whose output then keeps its bits.
+  CUTE_DEVICE float inverse() const {
+    float const inverse = reciprocal_approx(sum);
+    return sum == 0.f ? 0.f : fmaf(inverse, fmaf(-sum, inverse, 1.f), inverse);
+  }
+
+  // Whole warps call it. lse_of(part): the LSE of a part.
+  template <class LseOf>
+  static CUTE_DEVICE PartWeights of_warp(int parts, LseOf const& lse_of) {
+    PartWeights found;
+    int const lane = lane_of_warp();
+    for (int part = lane; part < parts; part += 32) {
+      found.maximum = fmaxf(found.maximum, lse_of(part));
+    }
+    CUTE_UNROLL
+    for (int distance = 16; distance > 0; distance /= 2) {
+      found.maximum = fmaxf(found.maximum, __shfl_xor_sync(0xffffffffu, found.maximum, distance));
+    }
+    for (int part = lane; part < parts; part += 32) {
+      found.sum += found.weight(lse_of(part));
+    }
+    found.sum = sum_over_lanes<32>(found.sum);
+    return found;
+  }
+};
+
+}  // namespace fa3
