@@ -14,6 +14,7 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
 
 Ops without autograd have no derivative, and do not refuse one: the public functions do that.
 
+- `append_cache`, `attend_cache`, `attend_cache_out`: attention on a KV cache. In cache.py.
 - `quantize_fp8`, `quantize_qkv_fp8`; `fwd_fp8`, `fwd_fp8_out`: attention on float8_e4m3fn;
   `fwd_quantized`: both, with autograd. In fp8.py.
 
@@ -37,6 +38,7 @@ _SCALARS = schema('softmax_scale', 'causal', 'pack_gqa', 'sm_margin')    # of th
 _GENERAL = schema('lengths', 'score')
 _EXECUTION = schema('execution')
 _GRADIENTS = schema('gradients')
+_CACHE = schema('cache', 'score', 'splits', 'lengths', 'pack_gqa', 'sm_margin', 'scales')
 _SCHEMAS = (
     f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}, {_GRADIENTS}) -> (Tensor, Tensor)',
     f'_fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)',
@@ -72,6 +74,15 @@ _SCHEMAS = (
     f'{_GENERAL}, {_EXECUTION}) -> (Tensor, Tensor)',
     f'fwd_quantized(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, {_GRADIENTS}, '
     f'{schema("quantization", "promote")}) -> (Tensor, Tensor, Tensor)',
+    # Writes k and v behind the sequences of the cache, k rotated; returns q rotated, or an empty
+    # tensor without q or rotary_cos. Rows that the cache has no room for are not written.
+    'append_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? q, '
+    f'{schema("cache", "rotary")}, Tensor? cu_seqlens_q=None) -> Tensor',
+    # k and v: a dense cache, the pages of one, or packed with cu_seqlens_k. The LSE is empty unless
+    # asked for.
+    f'attend_cache(Tensor q, Tensor k, Tensor v, {_CACHE}, {schema("float16_out")}) '
+    '-> (Tensor, Tensor)',
+    f'attend_cache_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_CACHE}) -> Tensor',
 )
 
 LIBRARY = torch.library.Library('flash_attn3', 'DEF')

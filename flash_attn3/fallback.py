@@ -26,8 +26,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: boo
 
     lse is None unless asked for: SDPA does not give it, it takes a second, plain computation.
     """
-    if not torch.compiler.is_compiling():
-        _warn_once(q.device)
+    warn_once(q.device)
     out = _sdpa(q, k, v, softmax_scale, causal)
     if not return_lse:
         return out, None
@@ -42,8 +41,7 @@ def general_attention(q: Tensor, k: Tensor, v: Tensor, general: General, return_
 
     lse and max_logits may be None unless asked for.
     """
-    if not torch.compiler.is_compiling():
-        _warn_once(q.device)
+    warn_once(q.device)
     score = score_of(q, general)
     is_sdpas = (lengths_of(general) is None and general.sinks is None and not score.softcap
                 and k.size(1) > 0)
@@ -63,13 +61,14 @@ def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
     return out.masked_fill(is_empty, 0).transpose(1, 2).contiguous()
 
 
-def _warn_once(device: torch.device) -> None:
-    if device in _warned_devices:
+def warn_once(device: torch.device, op: str = 'flash_attn_func') -> None:
+    """Says once for a device that the kernels do not serve it."""
+    if torch.compiler.is_compiling() or device in _warned_devices:
         return
     _warned_devices.add(device)
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'no GPU'
     warnings.warn(
-        checks.error('flash_attn_func', 'a Hopper GPU and its kernels', f'{device} ({name})',
+        checks.error(op, 'a Hopper GPU and its kernels', f'{device} ({name})',
                      _library.KERNELS_MISSING or 'the kernels are for compute capability 9.0')
         + '; torch.nn.functional.scaled_dot_product_attention is used instead, and plain PyTorch '
         'for what it lacks', stacklevel=5)

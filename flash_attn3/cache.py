@@ -1,0 +1,347 @@
+"""The ops on a KV cache: their arguments, what they do on CPU tensors, their fakes.
+
+The plain functions gather the keys of one sequence after the other, attend as `reference` does,
+and write what is appended into the cache. They serve CPU tensors and, without an op, GPUs that the
+kernels do not serve; there they wait for the lengths. The schemas are in _library.py; importing
+this file registers the rest.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import _library, _plan, checks, env, reference, reference_fp8
+from flash_attn3.arguments import tuple_of
+from flash_attn3.general import score_of
+from flash_attn3.quantize import E4M3
+from flash_attn3.reference import Inputs, Outputs
+from flash_attn3.reference_fp8 import Scales
+
+# What follows q, k and v of `attend_cache`, and q of `append_cache`.
+Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'lengths', 'pack_gqa',
+                  'sm_margin', 'scales', 'float16_out')
+Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q')
+_Own = "Attend | Append"
+
+
+# ----------------------------------------------------------------------------------------- lengths
+def _numbers(x: Tensor | None, otherwise: list[int]) -> list[int]:
+    return otherwise if x is None else x.tolist()
+
+
+def _differences(starts: Tensor) -> list[int]:
+    return starts.diff().tolist()
+
+
+def _batch_of(q: Tensor | None, k: Tensor, own: _Own) -> int:
+    if own.cu_seqlens_q is not None:
+        return own.cu_seqlens_q.numel() - 1
+    if own.cu_seqlens_k_new is not None:
+        return own.cu_seqlens_k_new.numel() - 1
+    return (k if q is None else q).size(0)
+
+
+def _capacity_of(cache: Tensor, own: _Own) -> int:
+    """Slots of a sequence."""
+    return cache.size(1) * (1 if own.page_table is None else own.page_table.size(1))
+
+
+def _spans(cache: Tensor, own: _Own, batch: int) -> list[tuple[int, int, int]]:
+    """(first slot that counts, keys before the append, new keys) of each sequence."""
+    capacity = _capacity_of(cache, own)
+    before = _numbers(own.cache_seqlens,
+                      [capacity if own.cache_length < 0 else own.cache_length] * batch)
+    new = ([own.appended] * batch if own.cu_seqlens_k_new is None else
+           _differences(own.cu_seqlens_k_new))
+    return list(zip(_numbers(own.cache_leftpad, [0] * batch), before, new))
+
+
+def _index(cache: Tensor, own: _Own, sequence: int, slots: Tensor) -> tuple:
+    """By which cache[...] are the rows of these slots of a sequence, (slots, heads_k, head_dim)."""
+    if own.page_table is None:
+        row = sequence if own.cache_batch_idx is None else own.cache_batch_idx[sequence].item()
+        return row, slots
+    pages = own.page_table[sequence].long()
+    return pages[slots // cache.size(1)], slots % cache.size(1)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """e4m3 as what can be indexed on every device."""
+    return x.view(torch.uint8) if x.dtype == E4M3 else x
+
+
+# ---------------------------------------------------------------------------------------- contents
+def _contents_problem(tensors: tuple[Tensor | None, Tensor, int], own: _Own,
+                      batch: int) -> tuple[str, str] | None:
+    """What was expected of the lists, and what they are instead.
+
+    tensors: q, the cache of the keys, and the rows of new keys where they are packed.
+    """
+    q, cache, new_rows = tensors
+    for name, starts, rows in (('q', own.cu_seqlens_q, None if q is None else q.size(0)),
+                               ('k_new', own.cu_seqlens_k_new, new_rows)):
+        if starts is not None:
+            values = starts.tolist()
+            end = values[-1] if rows is None else rows
+            if problem := checks.sequences_problem(name, values, [], end):
+                return problem
+    capacity = _capacity_of(cache, own)
+    for sequence, (first, before, new) in enumerate(_spans(cache, own, batch)):
+        problem = _span_problem(sequence, (first, before, new), capacity) or _place_problem(
+            cache, own, sequence, range(first, before + new))
+        if problem:
+            return problem
+    return None
+
+
+def _span_problem(sequence: int, span: tuple[int, int, int],
+                  capacity: int) -> tuple[str, str] | None:
+    first, before, new = span
+    if not 0 <= before <= capacity:
+        return (f'cache_seqlens[{sequence}] to be from 0 to {capacity}, the slots of a sequence',
+                str(before))
+    if before + new > capacity:
+        return (f'room for {new} new keys behind the {before} of sequence {sequence}',
+                f'{capacity} slots')
+    if not 0 <= first <= before + new:
+        return (f'cache_leftpad[{sequence}] to be from 0 to {before + new}, the keys of '
+                f'sequence {sequence}', str(first))
+    return None
+
+
+def _place_problem(cache: Tensor, own: _Own, sequence: int,
+                   slots: range) -> tuple[str, str] | None:
+    """The same of the row or the pages that hold these slots."""
+    if own.page_table is None:
+        row = sequence if own.cache_batch_idx is None else own.cache_batch_idx[sequence].item()
+        if not 0 <= row < cache.size(0):
+            return (f'cache_batch_idx[{sequence}] to be from 0 to {cache.size(0) - 1}, the rows of '
+                    'the cache', str(row))
+        return None
+    size, ids = cache.size(1), own.page_table[sequence].tolist()
+    for entry in range(slots.start // size, math.ceil(slots.stop / size)) if slots else ():
+        if not 0 <= ids[entry] < cache.size(0):
+            return (f'page_table[{sequence}, {entry}] to be from 0 to {cache.size(0) - 1}, the '
+                    'pages of the cache', str(ids[entry]))
+    return None
+
+
+def _check_contents(op: str, tensors: tuple[Tensor | None, Tensor, int], own: _Own,
+                    batch: int) -> None:
+    if problem := _contents_problem(tensors, own, batch):
+        raise RuntimeError(checks.error(op, *problem))
+
+
+def check_cuda_contents(tensors: Sequence[Tensor | None], arguments: tuple) -> None:
+    """Raises RuntimeError for bad contents of the lists of `attend_cache` on a GPU, where it is
+    asked for; a CUDA graph cannot wait for them. tensors: q, the caches and out.
+    """
+    q, cache, *_ = tensors
+    if env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+        check_attend(tensors, arguments)
+
+
+def check_attend(tensors: Sequence[Tensor | None], arguments: tuple) -> Attend:
+    """The arguments by name. Raises RuntimeError if `attend_cache` cannot serve them, also for what
+    the lists contain. tensors: q, k, v and out.
+    """
+    q, k, v, out = tensors
+    own = Attend(*arguments)
+    text = checks.problem_text(dict(q=q, k=k, v=v, out=out), own, check=_plan.check_cache)
+    if text:
+        raise RuntimeError(text)
+    if own.cu_seqlens_k is not None:
+        checks.check_contents('attend_cache', q, k, own)
+    elif own.seqused_q is not None:
+        used = own.seqused_q.tolist()
+        if problem := checks.sequences_problem('q', own.cu_seqlens_q.tolist(), used, q.size(0)):
+            raise RuntimeError(checks.error('attend_cache', *problem))
+    if own.cu_seqlens_k is None:
+        new_rows = None
+        _check_contents('attend_cache', (q, k, new_rows), own, _batch_of(q, k, own))
+    return own
+
+
+# ---------------------------------------------------------------------------------------- attention
+def _keys_of(x: Tensor, own: Attend, batch: int) -> list[Tensor]:
+    """The keys or values of each sequence, (keys, heads_k, head_dim)."""
+    if own.cu_seqlens_k is not None:
+        starts = own.cu_seqlens_k.tolist()
+        used = _numbers(own.seqused_k, _differences(own.cu_seqlens_k))
+        return [x[start:start + count] for start, count in zip(starts, used)]
+    keys = []
+    for sequence, (first, before, new) in enumerate(_spans(x, own, batch)):
+        end = min(_capacity_of(x, own), before + new)
+        slots = torch.arange(min(first, end), end, device=x.device)
+        keys.append(_bytes(x)[_index(x, own, sequence, slots)].view(x.dtype))
+    return keys
+
+
+def _rows_of(q: Tensor, own: Attend) -> list[tuple]:
+    """By which q[...] are the queries of each sequence, (queries, heads_q, head_dim)."""
+    if own.cu_seqlens_q is None:
+        return list(range(q.size(0)))
+    starts = own.cu_seqlens_q.tolist()
+    used = _numbers(own.seqused_q, _differences(own.cu_seqlens_q))
+    return [slice(start, start + count) for start, count in zip(starts, used)]
+
+
+@reference.without_autocast
+def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
+    """In the dtype of computation; nothing is checked."""
+    wide = torch.float32 if q.dtype == E4M3 else reference.wide_dtype(q.dtype)
+    rows = _rows_of(q, own)
+    out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=wide)
+    heads_last = q.new_full(q.shape[:-1], -math.inf, dtype=reference.lse_dtype(wide))
+    score = score_of(q, own)
+    keys, values = _keys_of(k, own, len(rows)), _keys_of(v, own, len(rows))
+    for sequence, (row, one_k, one_v) in enumerate(zip(rows, keys, values)):
+        one = Inputs(*(x[None] for x in (q[row], one_k, one_v)), own.sinks)
+        if q.dtype == E4M3:
+            scales = Scales(*(None if x is None else x[sequence:sequence + 1] for x in (
+                own.q_descale, own.k_descale, own.v_descale)))
+            part = reference_fp8.attend(one, scales, score, compute_dtype=wide)
+        else:
+            part = reference.attend(one.to(wide), score)
+        out[row], heads_last[row] = part.out[0], part.lse[0].transpose(0, 1)
+    return Outputs(out, heads_last.transpose(-1, -2).contiguous())
+
+
+def _out_dtype(q: Tensor, own: Attend) -> torch.dtype:
+    if q.dtype != E4M3:
+        return q.dtype
+    return torch.float16 if own.float16_out else torch.bfloat16
+
+
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+    """The op `attend_cache` on any device."""
+    own = check_attend((q, k, v, None), arguments)
+    out, lse, _ = _attend(q, k, v, own)
+    return out.to(_out_dtype(q, own)), lse if own.return_lse else lse.new_empty(0)
+
+
+def attend_out_plainly(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments) -> Tensor:
+    """The op `attend_cache_out` on any device."""
+    own = check_attend((q, k, v, out), arguments)
+    result, lse, _ = _attend(q, k, v, own)
+    out.copy_(result)
+    return lse if own.return_lse else lse.new_empty(0)
+
+
+# ------------------------------------------------------------------------------------------- append
+def _check_append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, q: Tensor | None,
+                  own: Append) -> Append:
+    """The arguments, with the number of new keys in their place."""
+    tensors = dict(q=k if q is None else q, k=caches[0], v=caches[1], k_new=k, v_new=v)
+    text = checks.problem_text(tensors, own, check=_plan.check_append)
+    if text:
+        raise RuntimeError(text)
+    if own.cu_seqlens_k_new is None:
+        own = own._replace(appended=k.size(1))
+    batch = _batch_of(None, k, own)
+    _check_contents('append_cache', (q, caches[0], k.size(0)), own, batch)
+    if own.rotary_cos is not None:
+        _check_positions(caches[0], q, own, batch)
+    return own
+
+
+def _check_positions(cache: Tensor, q: Tensor | None, own: Append, batch: int) -> None:
+    """The tables have a row for each position of a new key and of a query."""
+    spans = _spans(cache, own, batch)
+    firsts = _numbers(own.rotary_seqlens, [before for _, before, _ in spans])
+    queries = _query_counts(q, own, batch) if own.rotary_per_query else [1] * batch
+    for sequence, (first, (_, _, new), count) in enumerate(zip(firsts, spans, queries)):
+        if first < 0 or first + max(new, count) > own.rotary_cos.size(0):
+            raise RuntimeError(checks.error(
+                'append_cache', f'rotary_cos of a row for each position from {first} to '
+                f'{first + max(new, count) - 1} of sequence {sequence}',
+                f'{own.rotary_cos.size(0)} rows'))
+
+
+def _query_counts(q: Tensor | None, own: Append, batch: int) -> list[int]:
+    if q is None:
+        return [0] * batch
+    return [q.size(1)] * batch if own.cu_seqlens_q is None else _differences(own.cu_seqlens_q)
+
+
+def _rotated(x: Tensor, positions: Tensor, own: Append) -> Tensor:
+    """x (rows, heads, head_dim) with the first columns rotated, rounded once."""
+    wide = reference.wide_dtype(x.dtype)
+    cos, sin = (table[positions].to(wide).unsqueeze(1) for table in (own.rotary_cos,
+                                                                     own.rotary_sin))
+    half = cos.size(-1)
+    result = x.to(wide, copy=True)
+    columns = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if own.rotary_interleaved else (
+        slice(0, half), slice(half, 2 * half))
+    first, second = (x[..., part].to(wide) for part in columns)
+    result[..., columns[0]] = first * cos - second * sin
+    result[..., columns[1]] = first * sin + second * cos
+    return result.to(x.dtype)
+
+
+def _rotated_queries(q: Tensor, own: Append, firsts: list[int]) -> Tensor:
+    result = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if own.cu_seqlens_q is not None:
+        result.copy_(q)    # rows of no sequence
+    rows = range(q.size(0)) if own.cu_seqlens_q is None else [
+        slice(*pair) for pair in zip(own.cu_seqlens_q.tolist(), own.cu_seqlens_q.tolist()[1:])]
+    for row, first in zip(rows, firsts):
+        steps = torch.arange(q[row].size(0), device=q.device)
+        result[row] = _rotated(q[row], first + steps * own.rotary_per_query, own)
+    return result
+
+
+def append_plainly(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tensor | None,
+                   *arguments) -> Tensor:
+    """The op `append_cache` on any device."""
+    own = _check_append((k_cache, v_cache), k, v, q, Append(*arguments))
+    batch = _batch_of(None, k, own)
+    spans = _spans(k_cache, own, batch)
+    firsts = _numbers(own.rotary_seqlens, [before for _, before, _ in spans])
+    starts = range(batch) if own.cu_seqlens_k_new is None else own.cu_seqlens_k_new.tolist()
+    for sequence, (_, before, new) in enumerate(spans):
+        start = starts[sequence]
+        row = start if own.cu_seqlens_k_new is None else slice(start, start + new)
+        steps = torch.arange(new, device=k.device)
+        new_k = k[row] if own.rotary_cos is None else _rotated(k[row], firsts[sequence] + steps,
+                                                               own)
+        for cache, rows in ((k_cache, new_k), (v_cache, v[row])):
+            _bytes(cache)[_index(cache, own, sequence, before + steps)] = _bytes(rows)
+    if q is None or own.rotary_cos is None:
+        return k_cache.new_empty(0)
+    return _rotated_queries(q, own, firsts)
+
+
+# ------------------------------------------------------------------------------------------ fakes
+# They check only what they rely on themselves; the rest is checked when real tensors arrive.
+def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tensor | None,
+                 *arguments) -> Tensor:
+    if q is None or Append(*arguments).rotary_cos is None:
+        return k_cache.new_empty(0)
+    return q.new_empty(q.shape)
+
+
+def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+    own = Attend(*arguments)
+    rank = 4 if own.cu_seqlens_q is None else 3
+    torch._check(q.dim() == rank, lambda: checks.error(
+        'attend_cache', f'q to have {rank} dimensions', str(q.dim())))
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=_out_dtype(q, own))
+    *batch, rows, heads, _ = q.shape
+    shape = (*batch, heads, rows) if own.return_lse else (0,)
+    return out, q.new_empty(shape, dtype=reference.lse_dtype(q.dtype))
+
+
+def _attend_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments) -> Tensor:
+    return _attend_fake(q, k, v, *arguments)[1]
+
+
+for _name, _on_cpu, _fake in (
+        ('append_cache', append_plainly, _append_fake),
+        ('attend_cache', attend_plainly, _attend_fake),
+        ('attend_cache_out', attend_out_plainly, _attend_out_fake)):
+    _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
+    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)

@@ -1,0 +1,232 @@
+"""The public functions on a KV cache: attention with append, and the merging of partial results.
+
+No policy lives here: the ops check their inputs and choose the kernel. A call is at most two ops,
+`append_cache` and `attend_cache`; on a GPU a step of decode takes microseconds, so the way to them
+is short.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+
+from flash_attn3 import _library, cache, checks, derivatives, env, fallback, fp8
+from flash_attn3.arguments import names
+from flash_attn3.interface import _bare
+from flash_attn3.merging import flash_attn_combine, merge_states
+
+__all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
+           'merge_states']
+
+_OP = 'flash_attn_with_kvcache'
+# (append, attend, attend into out): the ops, eager and traced; the same without an op.
+_TRACED = tuple(getattr(torch.ops.flash_attn3, name).default
+                for name in ('append_cache', 'attend_cache', 'attend_cache_out'))
+_EAGER = tuple(_bare(op) for op in _TRACED)
+_PLAIN = cache.append_plainly, cache.attend_plainly, cache.attend_out_plainly
+_CACHE_COUNT = len(names('cache'))
+_CU_SEQLENS = cache.Attend._fields.index('cu_seqlens_q')
+
+
+def flash_attn_with_kvcache(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None,
+        v: Tensor | None = None, qv: Tensor | None = None, rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+        cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
+        page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+        rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+        softmax_scale: float | None = None, causal: bool = False,
+        window_size: Sequence[int] | Tensor = (-1, -1), attention_chunk: int = 0,
+        softcap: float = 0.0, rotary_interleaved: bool = True,
+        scheduler_metadata: Tensor | None = None, num_splits: int = 0,
+        pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False, *,
+        s_aux: Tensor | None = None, out: Tensor | None = None, split_size: int = 0,
+        out_dtype: torch.dtype | None = None) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention of queries on the keys and values of a cache, after k and v are appended to it.
+
+    Sequence b has the keys in slots cache_leftpad[b] up to cache_seqlens[b] and new ones; masks
+    count from the first, causal ends bottom-right. Nothing else of the cache is read. Lengths and
+    tables stay on the device: nothing waits, and a CUDA graph serves other lengths.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
+        k_cache, v_cache: (batch, capacity, heads_k, head_dim), or with page_table (pages,
+            page_size, heads_k, head_dim), any page size; dtype of q.
+        k, v: (batch, new, heads_k, head_dim), or with cu_seqlens_k_new (total_new, ...): written
+            behind each sequence. What has no room is not written.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q; with k, by which q and k
+            are rotated from position cache_seqlens (or rotary_seqlens) on; without causal and
+            window all q at that one. rotary_interleaved: pairs (2i, 2i + 1), else halves.
+        cache_seqlens: (batch,) int32 or one number: keys before the append. Default: all slots.
+        cache_batch_idx, cache_leftpad, rotary_seqlens: (batch,) int32: row of the cache; first slot
+            that counts; first position.
+        page_table: (batch, pages) int32; entries past the need are never followed.
+        num_splits: parts of the keys of a tile, at most; 1: none, 0: by plan. split_size: keys of
+            a part, so that the bits of a sequence depend on its own lengths alone.
+        scheduler_metadata: from `get_scheduler_metadata`; never needed. max_seqlen_q: a hint.
+        out_dtype: with float8_e4m3fn, bfloat16 (default) or float16; descales (batch, heads_k).
+        others: as in `flash_attn_func`. qv: None.
+
+    Returns:
+        out, shaped like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, stride, device or number; a tensor that requires grad.
+        NotImplementedError: qv is given.
+    """
+    if (scheduler_metadata is not None or qv is not None or s_aux is not None or out is not None
+            or out_dtype is not None or type(softcap) is not float or forward_ad._current_level >= 0
+            or (is_grad_enabled() and (k is not None or q.requires_grad or k_cache.requires_grad
+                                       or v_cache.requires_grad or q_descale is not None
+                                       or k_descale is not None or v_descale is not None))
+            or (softmax_scale is not None and type(softmax_scale) is not float)):
+        _reject(qv, scheduler_metadata, softmax_scale, softcap, out_dtype, dict(
+            q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos,
+            rotary_sin=rotary_sin, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+            s_aux=s_aux, out=out))
+        s_aux = checks.sinks_of(s_aux, q)
+    length = -1
+    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
+        length, cache_seqlens = _checked_length(cache_seqlens), None
+    left, right = (-1, -1) if window_size == (-1, -1) else checks.window_sides(window_size)
+    has_none = k is None or cu_seqlens_k_new is not None or k.dim() < 2
+    arguments = (
+        cache_seqlens, page_table, 0 if has_none else k.size(1), length, cache_batch_idx,
+        cache_leftpad, None if k is None else cu_seqlens_k_new, s_aux, softmax_scale, causal, left,
+        right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size, cu_seqlens_q,
+        None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q), 0, pack_gqa,
+        sm_margin, q_descale, k_descale, v_descale)
+    if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
+        rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
+        q = _append((q, k_cache, v_cache, out), k, v, rotary, arguments)
+    return _attend(q, k_cache, v_cache, out, arguments, out_dtype)
+
+
+def get_scheduler_metadata(
+        batch_size: int, max_seqlen_q: int, max_seqlen_k: int, num_heads_q: int, num_heads_kv: int,
+        headdim: int, cache_seqlens: Tensor, qkv_dtype: torch.dtype = torch.bfloat16,
+        headdim_v: int | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k_new: Tensor | None = None, cache_leftpad: Tensor | None = None,
+        page_size: int | None = None, max_seqlen_k_new: int = 0, causal: bool = False,
+        window_size: Sequence[int] = (-1, -1), attention_chunk: int = 0,
+        has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
+        sm_margin: int = 0) -> Tensor:
+    """What upstream's clients give `flash_attn_with_kvcache` as scheduler_metadata, which it checks
+    and does not need: work is split on the GPU in each call. For all layers, steps and lengths.
+
+    Args:
+        cache_seqlens: a tensor on the device of the calls.
+        others: upstream's; not used.
+
+    Returns:
+        (1,) int32, on the device of cache_seqlens.
+    """
+    if not isinstance(cache_seqlens, Tensor):
+        raise RuntimeError(checks.error('get_scheduler_metadata', 'cache_seqlens to be a tensor',
+                                        repr(cache_seqlens)))
+    return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _functions_for(q: Tensor) -> tuple:
+    """(append, attend, attend into out) for a device."""
+    if not is_compiling() and q.get_device() in _library.SERVED_DEVICES:
+        return _EAGER
+    if not q.is_cuda or _library.kernels_serve(q.device):
+        return _TRACED if is_compiling() else _EAGER
+    fallback.warn_once(q.device, _OP)
+    return _PLAIN
+
+
+def _append(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], k: Tensor | None,
+            v: Tensor | None, rotary: tuple, arguments: tuple) -> Tensor:
+    """Appends k and v. tensors: q and the caches; returns q as attention takes it.
+
+    rotary: cos, sin, positions, interleaved; arguments: of the attention.
+    """
+    q, k_cache, v_cache, out = tensors
+    has_rotary = rotary[0] is not None or rotary[1] is not None
+    if k is None or v is None:
+        got = 'one of them' if k is not None or v is not None else 'neither, and rotary_cos or ' \
+            'rotary_sin'
+        raise RuntimeError(checks.error(_OP, 'k and v together', got,
+                                        'only what is appended is rotated'))
+    functions = _functions_for(q)
+    # Nothing is written for a call that attention then refuses. A GPU has no time for that.
+    if not q.is_cuda and not is_compiling() or functions is _PLAIN:
+        cache.check_attend((q, k_cache, v_cache, out), arguments)
+    own = arguments[:_CACHE_COUNT]
+    if not has_rotary:
+        functions[0](k_cache, v_cache, k, v, None, *own)
+        return q
+    _, _, causal, left, right = arguments[_CACHE_COUNT:_CACHE_COUNT + 5]
+    per_query = bool(causal) or (left, right) != (-1, -1)
+    return functions[0](k_cache, v_cache, k, v, q, *own, *rotary, per_query, arguments[_CU_SEQLENS])
+
+
+def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None, arguments: tuple,
+            out_dtype: torch.dtype | None) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What flash_attn_with_kvcache returns. PyTorch takes time for each argument, and none to fill
+    in a default: trailing defaults stay away.
+    """
+    (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
+     split_size, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, *descales) = arguments
+    if (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
+            or descales != [None, None, None]):
+        short = arguments
+    elif return_lse or num_splits != 0 or split_size != 0:
+        short = arguments[:17]
+    elif left != -1 or right != -1 or chunk != 0 or softcap != 0.0:
+        short = arguments[:14]
+    else:
+        short = arguments[:10] if causal or scale is not None or sinks is not None else \
+            arguments[:7]
+    _, attend, attend_out = _functions_for(q)
+    if env.CHECK_CONTENTS and not is_compiling():
+        cache.check_cuda_contents((q, k_cache, v_cache, out), arguments)
+    if out is not None:
+        lse = attend_out(q, k_cache, v_cache, out, *short)
+    elif out_dtype == torch.float16 and q.dtype == fp8.E4M3:
+        out, lse = attend(q, k_cache, v_cache, *arguments, True)
+    else:
+        out, lse = attend(q, k_cache, v_cache, *short)
+    return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_lse else out
+
+
+def _longest(max_seqlen_q: int | Tensor, q: Tensor) -> int:
+    return checks.length_bound('max_seqlen_q', max_seqlen_q, q)
+
+
+def _checked_length(length: int | torch.SymInt) -> int:
+    """cache_seqlens as a number, of which -1 means something else to the ops."""
+    if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0:
+        raise RuntimeError(checks.error(
+            _OP, 'cache_seqlens to be a tensor, or a number of 0 or more', repr(length)))
+    return length
+
+
+def _reject(qv: Tensor | None, metadata: Tensor | None, softmax_scale: float | None,
+            softcap: float, out_dtype: torch.dtype | None,
+            tensors: dict[str, Tensor | None]) -> None:
+    """Raises an error for what no op sees: derivatives, qv, metadata, a wrong dtype of results."""
+    q, out = tensors['q'], tensors['out']
+    if qv is not None:
+        raise NotImplementedError(checks.error(_OP, 'qv to be None', 'a tensor',
+                                               'this version has nothing else'))
+    derivatives.reject_forward_mode(*tensors.values())
+    derivatives.reject_of_scalars(_OP, softmax_scale, softcap)
+    if checks.needs_grad(*tensors.values()):
+        raise RuntimeError(checks.error(
+            _OP, 'no gradient of attention on a cache', checks.requires_grad_text(**tensors),
+            'call it under torch.no_grad()'))
+    if metadata is not None and (metadata.dtype != torch.int32 or metadata.dim() != 1
+                                 or metadata.device != q.device):
+        raise RuntimeError(checks.error(
+            _OP, f'scheduler_metadata of one dimension and int32, on {q.device}',
+            f'{metadata.dim()}, {checks.dtype_name(metadata.dtype)}, {metadata.device}'))
+    if out_dtype is not None and (out_dtype != q.dtype or q.dtype == fp8.E4M3):
+        fp8.fp8_of(_OP, q, (None, None, None), out, out_dtype, 'fast')

@@ -1,0 +1,106 @@
+"""Merging of attention over parts of the keys: out and LSE of all keys from those of the parts.
+
+In plain PyTorch, float32 or wider. With o_i and l_i of part i: l = log sum exp l_i and
+o = sum exp(l_i - l) o_i. A part without keys (LSE -inf) adds nothing, whatever its out holds; a row
+without keys in all parts gives 0 and -inf.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import checks
+
+
+def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
+                       out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Merges parts as upstream's split kernels lay them out. No gradients; `merge_states` has them.
+
+    Args:
+        out_partial: (parts, batch, seqlen, heads, head_dim) or (parts, total, heads, head_dim), any
+            strides.
+        lse_partial: the same without head_dim, natural logarithm, without sinks.
+        out: where the result is written. Default: a new tensor.
+        out_dtype: default: that of out, or of out_partial.
+
+    Returns:
+        out, (batch, seqlen, heads, head_dim), and lse, (batch, seqlen, heads), float32; or both
+        without batch.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device; a tensor requires grad.
+    """
+    op = 'flash_attn_combine'
+    _check(op, out_partial, lse_partial, (4, 5))
+    if checks.needs_grad(out_partial, lse_partial, out):
+        raise RuntimeError(checks.error(op, 'no gradient', checks.requires_grad_text(
+            out_partial=out_partial, lse_partial=lse_partial, out=out), 'merge_states has them'))
+    dtype = out_dtype or (out_partial.dtype if out is None else out.dtype)
+    if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype
+                            or out.device != out_partial.device):
+        raise RuntimeError(checks.error(
+            op, f'out to be {tuple(out_partial.shape[1:])}, {dtype} on {out_partial.device}',
+            f'{tuple(out.shape)}, {out.dtype} on {out.device}'))
+    result, lse = _merge(out_partial, lse_partial)
+    return result.to(dtype) if out is None else out.copy_(result), lse
+
+
+def merge_states(outs: Sequence[Tensor] | Tensor,
+                 lses: Sequence[Tensor] | Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over all keys from results over parts of them, differentiable in outs and lses.
+
+    The results of `flash_attn_func` and `flash_attn_varlen_func` with return_attn_probs=True on the
+    same queries, and what this function returns. An LSE that holds a sink counts it: only one part
+    may have it.
+
+    Args:
+        outs: a result each, (batch, seqlen, heads, head_dim) or (total, heads, head_dim); or one
+            tensor of them, with the parts first.
+        lses: likewise, (batch, heads, seqlen) or (heads, total).
+
+    Returns:
+        out, dtype of outs, and lse, each shaped like those of a part.
+
+    Raises:
+        RuntimeError: no part, or a wrong shape or device.
+    """
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise RuntimeError(checks.error('merge_states', 'as many outs as lses, at least one',
+                                        f'{len(outs)} and {len(lses)}'))
+    stacked = outs if isinstance(outs, Tensor) else torch.stack(tuple(outs))
+    parts = (lses if isinstance(lses, Tensor) else torch.stack(tuple(lses))).transpose(-1, -2)
+    _check('merge_states', stacked, parts, (4, 5))
+    result, lse = _merge(stacked, parts)
+    return result.to(stacked.dtype), lse.transpose(-1, -2).contiguous()
+
+
+def _check(op: str, outs: Tensor, lses: Tensor, ranks: tuple[int, int]) -> None:
+    """lses with the heads last."""
+    if outs.dim() not in ranks or lses.shape != outs.shape[:-1] or outs.size(0) == 0:
+        raise RuntimeError(checks.error(
+            op, 'results (parts, [batch,] rows, heads, head_dim) of one part or more, and LSEs of '
+            'the same rows and heads', f'{tuple(outs.shape)} and, with the heads last, '
+            f'{tuple(lses.shape)}'))
+    if outs.device != lses.device:
+        raise RuntimeError(checks.error(op, f'LSEs on the device of the results, {outs.device}',
+                                        str(lses.device)))
+    if not (outs.is_floating_point() and lses.is_floating_point()):
+        raise RuntimeError(checks.error(op, 'floating dtypes', f'{outs.dtype} and {lses.dtype}'))
+
+
+def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """outs (parts, ..., head_dim), lses (parts, ...)."""
+    wide = torch.promote_types(torch.promote_types(outs.dtype, lses.dtype), torch.float32)
+    lses = lses.to(wide)
+    largest = lses.detach().amax(0)
+    largest = largest.masked_fill(largest == -math.inf, 0)
+    weights = torch.exp(lses - largest)                             # 0 for a part without keys
+    total = weights.sum(0)
+    is_empty = total == 0
+    total = total.masked_fill(is_empty, 1)    # no 0 / 0, nor a gradient of it
+    outs = outs.to(wide).masked_fill((lses == -math.inf).unsqueeze(-1), 0)
+    merged = (weights.unsqueeze(-1) * outs).sum(0) / total.unsqueeze(-1)
+    return merged, (total.log() + largest).masked_fill(is_empty, -math.inf)
