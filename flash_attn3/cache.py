@@ -24,10 +24,10 @@ from flash_attn3.reference_fp8 import Scales
 Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'lengths', 'pack_gqa',
                   'sm_margin', 'scales', 'float16_out')
 Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q')
-_Own = "Attend | Append"
+_Own = Attend | Append
 
 
-# ----------------------------------------------------------------------------------------- lengths
+# ------------------------------------------------------------------------------------------ lengths
 def _numbers(x: Tensor | None, otherwise: list[int]) -> list[int]:
     return otherwise if x is None else x.tolist()
 
@@ -73,12 +73,12 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype == E4M3 else x
 
 
-# ---------------------------------------------------------------------------------------- contents
-def _contents_problem(tensors: tuple[Tensor | None, Tensor, int], own: _Own,
+# ----------------------------------------------------------------------------------------- contents
+def _contents_problem(tensors: tuple[Tensor | None, Tensor, int | None], own: _Own,
                       batch: int) -> tuple[str, str] | None:
     """What was expected of the lists, and what they are instead.
 
-    tensors: q, the cache of the keys, and the rows of new keys where they are packed.
+    tensors: q, the cache of the keys, and the rows of packed new keys, if known.
     """
     q, cache, new_rows = tensors
     for name, starts, rows in (('q', own.cu_seqlens_q, None if q is None else q.size(0)),
@@ -129,7 +129,7 @@ def _place_problem(cache: Tensor, own: _Own, sequence: int,
     return None
 
 
-def _check_contents(op: str, tensors: tuple[Tensor | None, Tensor, int], own: _Own,
+def _check_contents(op: str, tensors: tuple[Tensor | None, Tensor, int | None], own: _Own,
                     batch: int) -> None:
     if problem := _contents_problem(tensors, own, batch):
         raise RuntimeError(checks.error(op, *problem))
@@ -141,16 +141,18 @@ def check_cuda_contents(tensors: Sequence[Tensor | None], arguments: tuple) -> N
     """
     q, cache, *_ = tensors
     if env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
-        check_attend(tensors, arguments)
+        check_attend(tensors, arguments, rules_of='cuda')
 
 
-def check_attend(tensors: Sequence[Tensor | None], arguments: tuple) -> Attend:
+def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
+                 rules_of: str = 'cpu') -> Attend:
     """The arguments by name. Raises RuntimeError if `attend_cache` cannot serve them, also for what
-    the lists contain. tensors: q, k, v and out.
+    the lists contain. tensors: q, k, v and out; rules_of: as in `checks.problem_text`.
     """
     q, k, v, out = tensors
     own = Attend(*arguments)
-    text = checks.problem_text(dict(q=q, k=k, v=v, out=out), own, check=_plan.check_cache)
+    text = checks.problem_text(dict(q=q, k=k, v=v, out=out), own, check=_plan.check_cache,
+                               rules_of=rules_of)
     if text:
         raise RuntimeError(text)
     if own.cu_seqlens_k is not None:
@@ -160,8 +162,7 @@ def check_attend(tensors: Sequence[Tensor | None], arguments: tuple) -> Attend:
         if problem := checks.sequences_problem('q', own.cu_seqlens_q.tolist(), used, q.size(0)):
             raise RuntimeError(checks.error('attend_cache', *problem))
     if own.cu_seqlens_k is None:
-        new_rows = None
-        _check_contents('attend_cache', (q, k, new_rows), own, _batch_of(q, k, own))
+        _check_contents('attend_cache', (q, k, None), own, _batch_of(q, k, own))
     return own
 
 
@@ -235,8 +236,9 @@ def attend_out_plainly(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments)
 def _check_append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, q: Tensor | None,
                   own: Append) -> Append:
     """The arguments, with the number of new keys in their place."""
-    tensors = dict(q=k if q is None else q, k=caches[0], v=caches[1], k_new=k, v_new=v)
-    text = checks.problem_text(tensors, own, check=_plan.check_append)
+    tensors = dict(k=caches[0], v=caches[1], k_new=k, v_new=v)
+    tensors |= {} if q is None else dict(q=q)
+    text = checks.problem_text(tensors, own, check=_plan.check_append, rules_of='cpu')
     if text:
         raise RuntimeError(text)
     if own.cu_seqlens_k_new is None:
@@ -315,7 +317,7 @@ def append_plainly(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Te
     return _rotated_queries(q, own, firsts)
 
 
-# ------------------------------------------------------------------------------------------ fakes
+# -------------------------------------------------------------------------------------------- fakes
 # They check only what they rely on themselves; the rest is checked when real tensors arrive.
 def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tensor | None,
                  *arguments) -> Tensor:

@@ -76,7 +76,7 @@ def problem_text(tensors: Mapping[str, Tensor | None], *groups, rules_of: str | 
     groups: the call's arguments, a named tuple or a mapping each.
     rules_of: 'cpu' or 'cuda': the device type whose rules hold, if all tensors are on one device;
         default: that of the tensors.
-    check: one of `_plan`: check_forward, check_fp8 or check_backward.
+    check: one of `_plan`: check_forward, check_fp8, check_backward, check_cache, check_append.
     """
     call = dict(tensors)
     for group in groups:
@@ -84,7 +84,7 @@ def problem_text(tensors: Mapping[str, Tensor | None], *groups, rules_of: str | 
     given = {name: x for name, x in call.items() if isinstance(x, Tensor) and name not in _NUMBERS}
     one_device = len({x.device for x in given.values()}) == 1
     described = {name: describe(x, rules_of if one_device else None) for name, x in given.items()}
-    return check(**call | described, sm_count=gpu_facts(call['q'])['sm_count'])
+    return check(**call | described, sm_count=gpu_facts(call.get('q'))['sm_count'])
 
 
 def check_forward(tensors: Mapping[str, Tensor | None], *groups, **options) -> None:

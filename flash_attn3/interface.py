@@ -19,14 +19,8 @@ from flash_attn3.fp8 import Fp8
 from flash_attn3.general import Execution, General
 from flash_attn3.packing import unpack
 
-
-def _bare(op: torch._ops.OpOverload):
-    """What the op calls, where PyTorch has it: its own layer of Python costs 0.2 us a call."""
-    return getattr(op, '_op', op)
-
-
-_fwd = _bare(torch.ops.flash_attn3._fwd.default)    # eager: no autograd formula in the way
-_fwd_no_lse = _bare(torch.ops.flash_attn3._fwd_no_lse.default)
+_fwd = _library.bare(torch.ops.flash_attn3._fwd.default)    # eager: no autograd formula in the way
+_fwd_no_lse = _library.bare(torch.ops.flash_attn3._fwd_no_lse.default)
 _fwd_traced = torch.ops.flash_attn3.fwd.default    # under torch.compile and torch.export
 _fwd_out = torch.ops.flash_attn3.fwd_out.default
 _fwd_out_no_lse = torch.ops.flash_attn3.fwd_out_no_lse.default

@@ -15,7 +15,6 @@ from torch.compiler import is_compiling
 
 from flash_attn3 import _library, cache, checks, derivatives, env, fallback, fp8
 from flash_attn3.arguments import names
-from flash_attn3.interface import _bare
 from flash_attn3.merging import flash_attn_combine, merge_states
 
 __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
@@ -25,7 +24,7 @@ _OP = 'flash_attn_with_kvcache'
 # (append, attend, attend into out): the ops, eager and traced; the same without an op.
 _TRACED = tuple(getattr(torch.ops.flash_attn3, name).default
                 for name in ('append_cache', 'attend_cache', 'attend_cache_out'))
-_EAGER = tuple(_bare(op) for op in _TRACED)
+_EAGER = tuple(_library.bare(op) for op in _TRACED)
 _PLAIN = cache.append_plainly, cache.attend_plainly, cache.attend_out_plainly
 _CACHE_COUNT = len(names('cache'))
 _CU_SEQLENS = cache.Attend._fields.index('cu_seqlens_q')
@@ -79,17 +78,20 @@ def flash_attn_with_kvcache(
         RuntimeError: a wrong shape, dtype, stride, device or number; a tensor that requires grad.
         NotImplementedError: qv is given.
     """
-    if (scheduler_metadata is not None or qv is not None or s_aux is not None or out is not None
-            or out_dtype is not None or type(softcap) is not float or forward_ad._current_level >= 0
-            or (is_grad_enabled() and (k is not None or q.requires_grad or k_cache.requires_grad
-                                       or v_cache.requires_grad or q_descale is not None
-                                       or k_descale is not None or v_descale is not None))
-            or (softmax_scale is not None and type(softmax_scale) is not float)):
+    if (scheduler_metadata is not None or qv is not None or out_dtype is not None
+            or type(softcap) is not float or forward_ad._current_level >= 0
+            or (softmax_scale is not None and type(softmax_scale) is not float)
+            or (is_grad_enabled() and (
+                q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
+                or _some_require_grad(k, v, rotary_cos, rotary_sin, s_aux, out, q_descale,
+                                      k_descale, v_descale)))):
         _reject(qv, scheduler_metadata, softmax_scale, softcap, out_dtype, dict(
             q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos,
             rotary_sin=rotary_sin, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             s_aux=s_aux, out=out))
-        s_aux = checks.sinks_of(s_aux, q)
+    s_aux = s_aux if s_aux is None else checks.sinks_of(s_aux, q)
+    functions = _EAGER if q.get_device() in _library.SERVED_DEVICES and not is_compiling() else \
+        _functions_for(q)
     length = -1
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         length, cache_seqlens = _checked_length(cache_seqlens), None
@@ -101,10 +103,11 @@ def flash_attn_with_kvcache(
         right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size, cu_seqlens_q,
         None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q), 0, pack_gqa,
         sm_margin, q_descale, k_descale, v_descale)
-    if k is not None or v is not None or rotary_cos is not None or rotary_sin is not None:
+    if (k is not None or v is not None or rotary_cos is not None or rotary_sin is not None
+            or rotary_seqlens is not None):
         rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
-        q = _append((q, k_cache, v_cache, out), k, v, rotary, arguments)
-    return _attend(q, k_cache, v_cache, out, arguments, out_dtype)
+        q = _append(functions, (q, k_cache, v_cache, out), k, v, rotary, arguments)
+    return _attend(functions, q, k_cache, v_cache, out, arguments, out_dtype)
 
 
 def get_scheduler_metadata(
@@ -133,34 +136,31 @@ def get_scheduler_metadata(
 
 
 def _functions_for(q: Tensor) -> tuple:
-    """(append, attend, attend into out) for a device."""
-    if not is_compiling() and q.get_device() in _library.SERVED_DEVICES:
-        return _EAGER
+    """(append, attend, attend into out) where the eager ops are not known to serve a device."""
     if not q.is_cuda or _library.kernels_serve(q.device):
         return _TRACED if is_compiling() else _EAGER
     fallback.warn_once(q.device, _OP)
     return _PLAIN
 
 
-def _append(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], k: Tensor | None,
-            v: Tensor | None, rotary: tuple, arguments: tuple) -> Tensor:
+def _append(functions: tuple, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+            k: Tensor | None, v: Tensor | None, rotary: tuple, arguments: tuple) -> Tensor:
     """Appends k and v. tensors: q and the caches; returns q as attention takes it.
 
     rotary: cos, sin, positions, interleaved; arguments: of the attention.
     """
     q, k_cache, v_cache, out = tensors
-    has_rotary = rotary[0] is not None or rotary[1] is not None
     if k is None or v is None:
-        got = 'one of them' if k is not None or v is not None else 'neither, and rotary_cos or ' \
-            'rotary_sin'
-        raise RuntimeError(checks.error(_OP, 'k and v together', got,
-                                        'only what is appended is rotated'))
-    functions = _functions_for(q)
+        given = 'k' if k is not None else 'v' if v is not None else 'what rotates'
+        raise RuntimeError(checks.error(_OP, 'k and v together, and rotary_cos with them',
+                                        f'{given} alone'))
     # Nothing is written for a call that attention then refuses. A GPU has no time for that.
-    if not q.is_cuda and not is_compiling() or functions is _PLAIN:
+    if functions is _PLAIN or not (q.is_cuda or is_compiling()):
         cache.check_attend((q, k_cache, v_cache, out), arguments)
+    elif env.CHECK_CONTENTS and not is_compiling():
+        cache.check_cuda_contents((q, k_cache, v_cache, out), arguments)
     own = arguments[:_CACHE_COUNT]
-    if not has_rotary:
+    if all(x is None for x in rotary[:3]):
         functions[0](k_cache, v_cache, k, v, None, *own)
         return q
     _, _, causal, left, right = arguments[_CACHE_COUNT:_CACHE_COUNT + 5]
@@ -168,15 +168,17 @@ def _append(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], k: Tensor | N
     return functions[0](k_cache, v_cache, k, v, q, *own, *rotary, per_query, arguments[_CU_SEQLENS])
 
 
-def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None, arguments: tuple,
-            out_dtype: torch.dtype | None) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attend(functions: tuple, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None,
+            arguments: tuple, out_dtype: torch.dtype | None,
+            ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
     """What flash_attn_with_kvcache returns. PyTorch takes time for each argument, and none to fill
     in a default: trailing defaults stay away.
     """
     (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
-     split_size, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, *descales) = arguments
+     split_size, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
+     v_scale) = arguments
     if (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
-            or descales != [None, None, None]):
+            or q_scale is not None or k_scale is not None or v_scale is not None):
         short = arguments
     elif return_lse or num_splits != 0 or split_size != 0:
         short = arguments[:17]
@@ -185,7 +187,7 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None, arg
     else:
         short = arguments[:10] if causal or scale is not None or sinks is not None else \
             arguments[:7]
-    _, attend, attend_out = _functions_for(q)
+    _, attend, attend_out = functions
     if env.CHECK_CONTENTS and not is_compiling():
         cache.check_cuda_contents((q, k_cache, v_cache, out), arguments)
     if out is not None:
@@ -195,6 +197,13 @@ def _attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None, arg
     else:
         out, lse = attend(q, k_cache, v_cache, *short)
     return (out, lse, lse.new_empty(0), lse.new_empty(0)) if return_lse else out
+
+
+def _some_require_grad(*tensors: Tensor | None) -> bool:
+    for x in tensors:
+        if x is not None and x.requires_grad:
+            return True
+    return False
 
 
 def _longest(max_seqlen_q: int | Tensor, q: Tensor) -> int:

@@ -13,7 +13,7 @@ struct AttentionCall {
   bool is_backward = false;
   bool has_batch = true;           // false: the caller's tensors have none, here it is 1
   DeviceLimits device = {0, 0};    // q's device; 0: unknown
-  TensorMeta q;                    // (batch, seqlen_q, heads_q, head_dim)
+  TensorMeta q;                    // (batch, seqlen_q, heads_q, head_dim); appending: may be none
   TensorMeta k;                    // (batch, seqlen_k, heads_k, head_dim)
   TensorMeta v;                    // (batch, seqlen_k, heads_k, head_dim_v)
   std::optional<TensorMeta> out;   // (batch, seqlen_q, heads_q, head_dim_v); forward: if given
@@ -29,8 +29,8 @@ struct AttentionCall {
   Fp8Arguments fp8;
   ExecutionArguments execution;
   GradientArguments gradients;
-  bool on_cache = false;           // k and v are a cache: (batch, capacity, heads_k, head_dim), or
-                                   // with a page_table (pages, page_size, heads_k, head_dim)
+  bool on_cache = false;            // k and v are a cache: (batch, capacity, heads_k, head_dim), or
+                                    // with a page_table (pages, page_size, heads_k, head_dim)
   std::optional<TensorMeta> k_new;  // appended: (batch, new, heads_k, head_dim), or packed
   std::optional<TensorMeta> v_new;
   CacheArguments cache;
@@ -80,6 +80,9 @@ struct AttentionCall {
 
   // As errors name the op.
   char const* op() const {
+    if (on_cache) {
+      return k_new ? "append_cache" : out ? "attend_cache_out" : "attend_cache";
+    }
     return is_backward ? (dq ? "bwd_out" : "bwd") : out ? "fwd_out" : "fwd";
   }
 

@@ -1,8 +1,6 @@
 #include "dispatch/checks_general.h"
 
-#include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "dispatch/given_tensor.h"
 #include "dispatch/tensor_rule.h"
@@ -94,15 +92,6 @@ std::string check_packed_strides(AttentionCall const& call) {
   return {};
 }
 
-TensorMeta with_batch_of_one(TensorMeta meta) {
-  std::copy_backward(meta.size, meta.size + 3, meta.size + 4);
-  std::copy_backward(meta.stride, meta.stride + 3, meta.stride + 4);
-  meta.size[0] = 1;
-  meta.stride[0] = 0;
-  meta.rank = 4;
-  return meta;
-}
-
 std::string check_packed_tensors(AttentionCall const& call) {
   std::string error = check_packed_sizes(call);
   if (error.empty() && call.given_out()) {
@@ -129,31 +118,9 @@ std::string check_tensors(AttentionCall const& call) {
   return call.is_packed() ? check_packed_tensors(call) : check_dense(call);
 }
 
-// A list with a number for each sequence: int32, contiguous, on the device of q. Its size is for
-// the caller to check.
-std::string check_list(AttentionCall const& call, NamedTensor const& list, char const* shape) {
-  auto [name, meta] = list;
-  if (meta.rank != 1) {
-    return refuse(call, text(name, " to have 1 dimension ", shape), text(meta.rank));
-  }
-  if (std::strcmp(meta.dtype_name, "int32") != 0) {
-    return refuse(call, text(name, ".dtype to be int32"), meta.dtype_name,
-                  text("call ", name, ".int()"));
-  }
-  if (!same_device(meta, call.q)) {
-    return refuse(call, text(name, " on the device of q, ", device_text(call.q)),
-                  device_text(meta));
-  }
-  if (meta.size[0] > 1 && meta.stride[0] != 1) {
-    return refuse(call, text(name, " to be contiguous"), text("a stride of ", meta.stride[0]),
-                  text("call ", name, ".contiguous()"));
-  }
-  return {};
-}
-
 std::string check_used(AttentionCall const& call, NamedTensor const& used) {
   int64_t const batch = call.lengths.cu_seqlens_q->size[0] - 1;
-  std::string const error = check_list(call, used, "(batch)");
+  std::string const error = check_list(call.op(), used, call.q, "(batch)");
   if (error.empty() && used.meta.size[0] != batch) {
     return refuse(call, text(used.name, ".size(0) to be the batch, ", batch),
                   text(used.meta.size[0]));
@@ -169,7 +136,7 @@ std::string check_lengths(AttentionCall const& call) {
   TensorMeta const& starts = *lengths.cu_seqlens_q;
   TensorMeta const& starts_k = *lengths.cu_seqlens_k;
   for (auto list : {NamedTensor{"cu_seqlens_q", starts}, NamedTensor{"cu_seqlens_k", starts_k}}) {
-    std::string const error = check_list(call, list, "(batch + 1)");
+    std::string const error = check_list(call.op(), list, call.q, "(batch + 1)");
     if (!error.empty()) {
       return error;
     }

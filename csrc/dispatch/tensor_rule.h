@@ -1,9 +1,11 @@
-// A tensor of which shape, dtype and device follow from the others of a call.
+// Tensors of which shape, dtype and device follow from the others of a call.
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "dispatch/attention_call.h"
+#include "dispatch/given_tensor.h"
 #include "dispatch/tensor_text.h"
 
 namespace fa3 {
@@ -61,6 +63,39 @@ inline TensorRule like_lse(char const* name, TensorMeta const& meta, AttentionCa
     return {name, meta, 2, {q.size[1], q.size[0], 0, 0}, wide_dtype(q), dtype_name};
   }
   return {name, meta, 3, {q.size[0], q.size[2], q.size[1], 0}, wide_dtype(q), dtype_name};
+}
+
+// A list with a number for each sequence: int32, contiguous, on the device of like. Its size is for
+// the caller to check.
+inline std::string check_list(char const* op, NamedTensor const& list, TensorMeta const& like,
+                              char const* shape) {
+  auto [name, meta] = list;
+  if (meta.rank != 1) {
+    return error_text(op, text(name, " to have 1 dimension ", shape), text(meta.rank));
+  }
+  if (std::strcmp(meta.dtype_name, "int32") != 0) {
+    return error_text(op, text(name, ".dtype to be int32"), meta.dtype_name,
+                      text("call ", name, ".int()"));
+  }
+  if (!same_device(meta, like)) {
+    return error_text(op, text(name, " on the device of q, ", device_text(like)),
+                      device_text(meta));
+  }
+  if (meta.size[0] > 1 && meta.stride[0] != 1) {
+    return error_text(op, text(name, " to be contiguous"), text("a stride of ", meta.stride[0]),
+                      text("call ", name, ".contiguous()"));
+  }
+  return {};
+}
+
+// A packed tensor as one with a batch of one.
+inline TensorMeta with_batch_of_one(TensorMeta meta) {
+  std::copy_backward(meta.size, meta.size + 3, meta.size + 4);
+  std::copy_backward(meta.stride, meta.stride + 3, meta.stride + 4);
+  meta.size[0] = 1;
+  meta.stride[0] = 0;
+  meta.rank = 4;
+  return meta;
 }
 
 }  // namespace fa3

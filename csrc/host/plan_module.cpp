@@ -2,11 +2,12 @@
 // CUDA, for explain(), can_use(), the CPU implementation and the fakes. Limited C API, so that one
 // build serves every Python from 3.10 on.
 //
-// - check_forward(**call), check_fp8(**call), check_backward(**call): the error text of a call, ""
-//   when it is fine. Its arguments are the fields of AttentionCall by their names, with None and
-//   the defaults of flash_attn3/arguments.py, and sm_count and l2_bytes, of which 0 is unknown. A
-//   tensor is (dtype, device type, device index, sizes, strides, address), as ("bfloat16", "cuda",
-//   0, (2, 128, 8, 64), (65536, 512, 64, 1), 0).
+// - check_forward(**call), check_fp8(**call), check_backward(**call), check_cache(**call),
+//   check_append(**call): the error text of a call, "" when it is fine. Its arguments are the
+//   fields of AttentionCall by their names, with None and the defaults of flash_attn3/arguments.py,
+//   and sm_count and l2_bytes, of which 0 is unknown. A tensor is (dtype, device type, device
+//   index, sizes, strides, address), as ("bfloat16", "cuda", 0, (2, 128, 8, 64), (65536, 512, 64,
+//   1), 0).
 // - plan_forward(**call), plan_backward(**call): a dict of facts, or {"reason": text}. The latter
 //   needs no tensor but q, k and v.
 // - variants(), backward_variants(): a dict for every variant, built or not.
@@ -16,6 +17,7 @@
 #include "bwd_built.inc"
 #include "bwd_variants.h"
 #include "dispatch/checks_backward.h"
+#include "dispatch/checks_cache.h"
 #include "dispatch/checks_fp8.h"
 #include "dispatch/checks_general.h"
 #include "dispatch/plan.h"
@@ -294,6 +296,8 @@ PyMethodDef methods[] = {
      "Error text of a call; empty if fine."},
     {"check_fp8", method(py_check<check_fp8>), kKeywords,
      "check_forward of the ops on float8_e4m3fn."},
+    {"check_cache", method(py_check<check_cache>), kKeywords, "check_forward of attend_cache."},
+    {"check_append", method(py_check<check_append>), kKeywords, "check_forward of append_cache."},
     {"check_backward", method(py_check_backward), kKeywords, "check_forward of the gradients."},
     {"plan_forward", method(py_plan<false>), kKeywords, "How a forward problem would be run."},
     {"plan_backward", method(py_plan<true>), kKeywords, "How its gradients would be computed."},

@@ -1,0 +1,242 @@
+// What an append to a KV cache must look like: check_append() of dispatch/checks_cache.h.
+#include <algorithm>
+#include <numeric>
+
+#include "dispatch/cache_form.h"
+#include "dispatch/checks.h"
+#include "dispatch/checks_cache.h"
+
+namespace fa3 {
+namespace {
+
+constexpr char const* kOp = "append_cache";
+// The kernel rotates 16 bytes of the tables at a time.
+constexpr int kRotaryStep = 16;
+
+std::string refuse(std::string const& expected, std::string const& got,
+                   std::string const& hint = "") {
+  return error_text(kOp, expected, got, hint);
+}
+
+bool has_queries(AttentionCall const& call) { return call.q.device != DeviceType::kOther; }
+
+std::string check_given(AttentionCall const& call) {
+  return call.k_new && call.v_new
+             ? ""
+             : refuse("k and v", call.k_new || call.v_new ? "one of them" : "None");
+}
+
+std::string check_ranks(AttentionCall const& call) {
+  int const rank = call.cache.cu_seqlens_k_new ? 3 : 4;
+  for (auto [name, meta] : {NamedTensor{"k", *call.k_new}, NamedTensor{"v", *call.v_new}}) {
+    if (meta.rank != rank) {
+      return refuse(text(name, " to have ", rank, " dimensions ",
+                         rank == 3 ? "(total, heads, head_dim) with cu_seqlens_k_new"
+                                   : "(batch, new, heads, head_dim)"),
+                    text(meta.rank));
+    }
+  }
+  int const rank_q = call.lengths.cu_seqlens_q ? 3 : 4;
+  if (has_queries(call) && call.q.rank != rank_q) {
+    return refuse(text("q to have ", rank_q, " dimensions"), text(call.q.rank));
+  }
+  return {};
+}
+
+std::string check_form(AttentionCall const& call) {
+  std::string const error = check_cache_form(kOp, call, call.k);
+  if (!error.empty()) {
+    return error;
+  }
+  bool const is_dense = call.k_new->rank == 4;
+  if (is_dense && call.k_new->size[0] != batch_of(call)) {
+    return refuse(text("k.size(0) to be the batch, ", batch_of(call)), text(call.k_new->size[0]));
+  }
+  return {};
+}
+
+std::string check_dtypes(AttentionCall const& call) {
+  TensorMeta const& cache = call.k;
+  bool const is_wide = cache.dtype == Dtype::kFloat32 || cache.dtype == Dtype::kFloat64;
+  if (cache.dtype == Dtype::kOther || (is_wide && cache.device == DeviceType::kCuda)) {
+    return refuse("k_cache.dtype to be float16, bfloat16 or float8_e4m3fn", cache.dtype_name);
+  }
+  NamedTensor const all[] = {
+      {"v_cache", call.v}, {"k", *call.k_new}, {"v", *call.v_new}, {"q", call.q}};
+  for (int i = 0; i < (has_queries(call) ? 4 : 3); ++i) {
+    auto [name, meta] = all[i];
+    if (meta.dtype != cache.dtype) {
+      return refuse(text(name, ".dtype to be that of k_cache, ", cache.dtype_name),
+                    meta.dtype_name);
+    }
+    if (!same_device(meta, cache)) {
+      return refuse(text(name, " on the device of k_cache, ", device_text(cache)),
+                    device_text(meta));
+    }
+  }
+  return {};
+}
+
+// Heads and head_dim as in the cache, k and v of equally many rows.
+std::string check_sizes(AttentionCall const& call) {
+  struct Rule {
+    char const* name;
+    TensorMeta const& meta;
+    char const* cache_name;
+    TensorMeta const& cache;
+  };
+  for (auto const& [name, meta, cache_name, cache] :
+       {Rule{"k", *call.k_new, "k_cache", call.k}, Rule{"v", *call.v_new, "v_cache", call.v}}) {
+    int const last = meta.rank - 1;
+    if (meta.size[last - 1] != cache.size[2] || meta.size[last] != cache.size[3]) {
+      return refuse(text(name, " of the heads and the head_dim of ", cache_name, ", ",
+                         shape_text(cache.size + 2, 2)),
+                    shape_text(meta.size + last - 1, 2));
+    }
+  }
+  int const row_dims = call.k_new->rank - 2;
+  if (!std::equal(call.k_new->size, call.k_new->size + row_dims, call.v_new->size)) {
+    return refuse(text("v of the rows of k, ", shape_text(call.k_new->size, row_dims)),
+                  shape_text(call.v_new->size, row_dims));
+  }
+  if (has_queries(call) && call.q.size[call.q.rank - 1] != call.k.size[3]) {
+    return refuse(text("q of the head_dim of k_cache, ", call.k.size[3]),
+                  text(call.q.size[call.q.rank - 1]));
+  }
+  return {};
+}
+
+std::string check_lengths(AttentionCall const& call) {
+  return check_cache_lengths(kOp, call, call.k_new->rank == 4 ? call.k_new->size[1] : 0);
+}
+
+// Whether two elements may share an address: dimensions that do not lie around one another.
+bool may_overlap(TensorMeta const& meta) {
+  int order[4] = {0, 1, 2, 3};
+  std::sort(order, order + 4, [&](int a, int b) { return meta.stride[a] < meta.stride[b]; });
+  int64_t extent = 0;
+  for (int dim : order) {
+    if (meta.size[dim] > 1 && meta.stride[dim] <= extent) {
+      return true;
+    }
+    extent += meta.size[dim] > 1 ? (meta.size[dim] - 1) * meta.stride[dim] : 0;
+  }
+  return false;
+}
+
+std::string check_memory(AttentionCall const& call) {
+  for (auto [name, meta] : {NamedTensor{"k_cache", call.k}, NamedTensor{"v_cache", call.v}}) {
+    if (!is_empty(meta) && may_overlap(meta)) {
+      return refuse(text(name, " with memory for every element, to append to it"),
+                    text("strides ", shape_text(meta.stride, 4)), "do not pass an expanded tensor");
+    }
+  }
+  if (call.k.address != 0 && call.k.address == call.v.address && !is_empty(call.k)) {
+    return refuse("v_cache with memory of its own, to append to it", "the memory of k_cache");
+  }
+  NamedTensor const all[] = {
+      {"k_cache", call.k}, {"v_cache", call.v}, {"k", *call.k_new}, {"v", *call.v_new}};
+  for (auto [name, meta] : all) {
+    int const last = meta.rank - 1;
+    if (meta.device == DeviceType::kCuda && meta.size[last] > 1 && meta.stride[last] != 1) {
+      return refuse(text(name, ".stride(", last, ") to be 1, the head_dim contiguous"),
+                    text(meta.stride[last]), text("call ", name, ".contiguous()"));
+    }
+  }
+  return check_cache_memory(kOp, call);
+}
+
+std::string check_table(AttentionCall const& call, NamedTensor const& table) {
+  auto [name, meta] = table;
+  TensorMeta const& cos = *call.rotary.rotary_cos;
+  if (meta.rank != 2) {
+    return refuse(text(name, " to have 2 dimensions (positions, rotary_dim / 2)"), text(meta.rank));
+  }
+  if (!std::equal(meta.size, meta.size + 2, cos.size)) {
+    return refuse(text(name, " to have the shape of rotary_cos, ", shape_text(cos.size, 2)),
+                  shape_text(meta.size, 2));
+  }
+  if (meta.dtype != call.k.dtype) {
+    return refuse(text(name, ".dtype to be that of q, ", call.k.dtype_name), meta.dtype_name);
+  }
+  if (!same_device(meta, call.k)) {
+    return refuse(text(name, " on the device of k_cache, ", device_text(call.k)),
+                  device_text(meta));
+  }
+  if (meta.size[1] > 1 && meta.stride[1] != 1) {
+    return refuse(text(name, ".stride(1) to be 1"), text(meta.stride[1]),
+                  text("call ", name, ".contiguous()"));
+  }
+  return {};
+}
+
+std::string check_rotary_dim(AttentionCall const& call) {
+  int64_t const dim = 2 * call.rotary.rotary_cos->size[1];
+  if (dim < 2 || dim > call.k.size[3]) {
+    return refuse(
+        text("a rotary_dim, twice rotary_cos.size(1), from 2 to the head_dim, ", call.k.size[3]),
+        text(dim));
+  }
+  if (call.k.device == DeviceType::kCuda && dim % kRotaryStep != 0) {
+    return refuse(
+        text("a rotary_dim, twice rotary_cos.size(1), that is a multiple of ", kRotaryStep),
+        text(dim), "append columns of cos = 1 and sin = 0");
+  }
+  return {};
+}
+
+// What the host knows of the positions.
+std::string check_positions(AttentionCall const& call) {
+  CacheArguments const& cache = call.cache;
+  int64_t const rows = call.rotary.rotary_cos->size[0];
+  if (call.rotary.rotary_seqlens || (cache.page_table && cache.cache_length < 0)) {
+    return {};
+  }
+  int64_t need = capacity_of(call);
+  if (cache.cache_length >= 0) {
+    bool const is_dense_q = has_queries(call) && call.q.rank == 4;
+    int64_t const queries = is_dense_q && call.rotary.rotary_per_query ? call.q.size[1] : 1;
+    int64_t const added = call.k_new->rank == 4 ? call.k_new->size[1] : 0;
+    need = cache.cache_length + std::max(added, has_queries(call) ? queries : 0);
+  }
+  if (rows < need) {
+    return refuse(text("rotary_cos of at least ", need, " positions"), text(rows));
+  }
+  return {};
+}
+
+std::string check_rotary(AttentionCall const& call) {
+  RotaryArguments const& rotary = call.rotary;
+  if (!rotary.rotary_cos && !rotary.rotary_sin) {
+    return rotary.rotary_seqlens ? refuse("rotary_seqlens with rotary_cos", "rotary_seqlens alone")
+                                 : "";
+  }
+  if (!rotary.rotary_cos || !rotary.rotary_sin) {
+    return refuse("rotary_cos and rotary_sin together",
+                  rotary.rotary_cos ? "rotary_sin of None" : "rotary_cos of None");
+  }
+  if (call.k.dtype == Dtype::kFloat8E4M3) {
+    return refuse("no rotary_cos with float8_e4m3fn", "rotating e4m3 keys",
+                  "rotate in 16 bits before quantising");
+  }
+  std::string error = check_table(call, {"rotary_cos", *rotary.rotary_cos});
+  if (error.empty()) {
+    error = check_table(call, {"rotary_sin", *rotary.rotary_sin});
+  }
+  if (error.empty()) {
+    error = check_rotary_dim(call);
+  }
+  return error.empty() ? check_positions(call) : error;
+}
+
+using Check = std::string (*)(AttentionCall const&);
+
+// In this order: each one may rely on those before it.
+constexpr Check kChecks[] = {check_given, check_ranks,   check_form,   check_dtypes,
+                             check_sizes, check_lengths, check_memory, check_rotary};
+
+}  // namespace
+
+std::string check_append(AttentionCall const& call) { return first_error(kChecks, call); }
+
+}  // namespace fa3

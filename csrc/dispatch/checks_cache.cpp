@@ -1,0 +1,176 @@
+#include "dispatch/checks_cache.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "dispatch/cache_form.h"
+#include "dispatch/checks_fp8.h"
+#include "dispatch/checks_general.h"
+
+namespace fa3 {
+namespace {
+
+std::string refuse(AttentionCall const& call, std::string const& expected, std::string const& got,
+                   std::string const& hint = "") {
+  return error_text(call.out ? "attend_cache_out" : "attend_cache", expected, got, hint);
+}
+
+std::string check_splits(AttentionCall const& call) {
+  SplitArguments const& splits = call.splits;
+  if (splits.num_splits < 0 || splits.num_splits > kMaxSplits) {
+    return refuse(call, text("num_splits to be from 0 (by plan) to ", kMaxSplits),
+                  text(splits.num_splits));
+  }
+  if (splits.split_size < 0) {
+    return refuse(call, "split_size to be 0 (none) or more", text(splits.split_size));
+  }
+  if (splits.split_size > 0 && splits.num_splits > 1) {
+    return refuse(call, "num_splits of 0 or 1 with a split_size", text(splits.num_splits),
+                  "split_size alone says where parts begin");
+  }
+  return {};
+}
+
+// Attention of e4m3 tensors has rules of its own.
+std::string check_as_forward(AttentionCall const& call) {
+  return call.q.dtype == Dtype::kFloat8E4M3 ? check_fp8(call) : check_forward(call);
+}
+
+// Packed keys: there is no cache.
+std::string check_packed_keys(AttentionCall const& call) {
+  CacheArguments const& cache = call.cache;
+  char const* const got = cache.page_table                                 ? "page_table"
+                          : cache.cache_batch_idx                          ? "cache_batch_idx"
+                          : cache.cache_leftpad                            ? "cache_leftpad"
+                          : cache.cache_seqlens || cache.cache_length >= 0 ? "cache_seqlens"
+                          : cache.cu_seqlens_k_new || cache.appended != 0  ? "appended keys"
+                                                                           : nullptr;
+  if (got) {
+    return refuse(call, "no argument of a cache with cu_seqlens_k", got,
+                  "packed keys are no cache; seqused_k limits them");
+  }
+  AttentionCall packed = call;
+  packed.on_cache = true;
+  return check_as_forward(packed);
+}
+
+std::string check_ranks(AttentionCall const& call) {
+  LengthArguments const& lengths = call.lengths;
+  int const rank = lengths.cu_seqlens_q ? 3 : 4;
+  if (call.q.rank != rank) {
+    return refuse(call,
+                  rank == 3 ? "q to have 3 dimensions (total, heads, head_dim) with cu_seqlens_q"
+                            : "q to have 4 dimensions (batch, seqlen, heads, head_dim)",
+                  text(call.q.rank));
+  }
+  if (lengths.seqused_k || (lengths.seqused_q && !lengths.cu_seqlens_q)) {
+    return refuse(call, "seqused_k only with cu_seqlens_k, and seqused_q only with cu_seqlens_q",
+                  lengths.seqused_k ? "seqused_k alone" : "seqused_q alone");
+  }
+  return {};
+}
+
+std::string check_seqused(AttentionCall const& call) {
+  if (!call.lengths.seqused_q) {
+    return {};
+  }
+  TensorMeta const& used = *call.lengths.seqused_q;
+  std::string const error = check_list("attend_cache", {"seqused_q", used}, call.q, "(batch)");
+  int64_t const batch = batch_of(call);
+  return error.empty() && used.size[0] != batch
+             ? refuse(call, text("seqused_q.size(0) to be the batch, ", batch), text(used.size[0]))
+             : error;
+}
+
+std::string check_tiles(AttentionCall const& call) {
+  return call.lengths.cu_seqlens_q ? check_packed_tiles(call, {"q", call.q}) : "";
+}
+
+// All that a cache does not change, by the rules of a dense batch.
+std::string check_as_dense(AttentionCall const& call) {
+  AttentionCall dense = call;
+  dense.on_cache = true;
+  dense.lengths = {};
+  dense.scales = {};
+  if (call.q.rank == 3) {
+    dense.q = with_batch_of_one(call.q);
+    dense.has_batch = false;
+    if (call.out && call.out->rank == 3) {
+      dense.out = with_batch_of_one(*call.out);
+    }
+  }
+  for (TensorMeta* meta : {&dense.k, &dense.v}) {
+    meta->size[0] = dense.q.size[0];
+    meta->size[1] = capacity_of(call);
+  }
+  return check_as_forward(dense);
+}
+
+std::string check_out(AttentionCall const& call) {
+  if (!call.out) {
+    return {};
+  }
+  int64_t wanted[5] = {};
+  int const last = call.q.rank - 1;
+  std::copy(call.q.size, call.q.size + last, wanted);
+  wanted[last] = call.v.size[3];
+  TensorMeta const& out = *call.out;
+  bool const fits = out.rank == call.q.rank && std::equal(out.size, out.size + out.rank, wanted);
+  return fits ? ""
+              : refuse(call, text("out to have the shape ", shape_text(wanted, call.q.rank)),
+                       shape_text(out.size, std::min(out.rank, 5)));
+}
+
+std::string check_scales(AttentionCall const& call) {
+  struct Named {
+    char const* name;
+    std::optional<TensorMeta> const& scale;
+  };
+  int64_t const shape[] = {batch_of(call), call.k.size[2]};
+  for (auto const& [name, scale] :
+       {Named{"q_descale", call.scales.q_descale}, Named{"k_descale", call.scales.k_descale},
+        Named{"v_descale", call.scales.v_descale}}) {
+    if (!scale) {
+      continue;
+    }
+    if (call.q.dtype != Dtype::kFloat8E4M3) {
+      return refuse(call, text(name, " to be None"), "a tensor",
+                    "it is for q, k and v of float8_e4m3fn");
+    }
+    TensorRule const rule = {name, *scale, 2, {shape[0], shape[1]}, Dtype::kFloat32, "float32"};
+    std::string const error = check_tensor("attend_cache", rule, call.q);
+    if (!error.empty()) {
+      return error;
+    }
+  }
+  return {};
+}
+
+std::string check_form(AttentionCall const& call) {
+  return check_cache_form(call.out ? "attend_cache_out" : "attend_cache", call, call.q);
+}
+
+std::string check_lengths(AttentionCall const& call) {
+  return check_cache_lengths(call.out ? "attend_cache_out" : "attend_cache", call,
+                             call.cache.appended);
+}
+
+std::string check_memory(AttentionCall const& call) {
+  return check_cache_memory(call.out ? "attend_cache_out" : "attend_cache", call);
+}
+
+using Check = std::string (*)(AttentionCall const&);
+
+// In this order: each one may rely on those before it.
+constexpr Check kChecks[] = {check_ranks, check_form,   check_seqused, check_out,    check_as_dense,
+                             check_tiles, check_scales, check_lengths, check_memory, check_splits};
+constexpr Check kChecksOfPackedKeys[] = {check_packed_keys, check_splits};
+
+}  // namespace
+
+std::string check_cache(AttentionCall const& call) {
+  return call.lengths.cu_seqlens_k ? first_error(kChecksOfPackedKeys, call)
+                                   : first_error(kChecks, call);
+}
+
+}  // namespace fa3

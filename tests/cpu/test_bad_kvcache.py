@@ -1,0 +1,243 @@
+"""Bad input of flash_attn_with_kvcache: each is an error with its name, before anything is written.
+On the CPU, and by the rules of CUDA tensors.
+"""
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from flash_attn3 import _plan, checks, flash_attn_with_kvcache, get_scheduler_metadata
+
+from tests.cpu.cached import ints
+
+BATCH, CAPACITY, DIM = 2, 12, 16
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> dict:
+    """A call that appends."""
+    torch.manual_seed(0)
+    shapes = dict(q=(BATCH, 1, 4, DIM), k_cache=(BATCH, CAPACITY, 2, DIM),
+                  v_cache=(BATCH, CAPACITY, 2, DIM), k=(BATCH, 2, 2, DIM), v=(BATCH, 2, 2, DIM))
+    given = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    return given | dict(cache_seqlens=ints([3, 7]))
+
+
+Q, K = torch.randn(BATCH, 1, 4, DIM), torch.randn(BATCH, 2, 2, DIM)
+CACHE = torch.randn(BATCH, CAPACITY, 2, DIM)
+TABLE = ints([[0], [1]])
+COS = torch.rand(CAPACITY, 4)
+E4M3 = {name: x.to(torch.float8_e4m3fn) for name, x in
+        dict(q=Q, k_cache=CACHE, v_cache=CACHE.clone(), k=K, v=K).items()}
+BAD = {
+    # Tables and lists: dtype, shape, device, what they contain.
+    'lengths of int64': (dict(cache_seqlens=ints([3, 7]).long()),
+                         'cache_seqlens.dtype to be int32'),
+    'too few lengths': (dict(cache_seqlens=ints([3])), 'cache_seqlens.size(0) to be the batch, 2'),
+    'lengths of rank 2': (dict(cache_seqlens=ints([[3, 7]])), 'cache_seqlens to have 1 dimension'),
+    'lengths elsewhere': (dict(cache_seqlens=ints([3, 7]).to('meta')),
+                          'cache_seqlens on the device'),
+    'length beyond': (dict(cache_seqlens=ints([3, 13])), 'cache_seqlens[1] to be from 0 to 12'),
+    'negative length': (dict(cache_seqlens=ints([-1, 3])), 'cache_seqlens[0] to be from 0 to 12'),
+    'number beyond': (dict(cache_seqlens=13, k=None, v=None), 'cache_seqlens of at most 12'),
+    'negative number': (dict(cache_seqlens=-1), 'cache_seqlens to be a tensor, or a number of 0'),
+    'length of a float': (dict(cache_seqlens=2.0), 'cache_seqlens to be a tensor, or a number'),
+    'table of int64': (dict(page_table=TABLE.long()), 'page_table.dtype to be int32'),
+    'table of rank 1': (dict(page_table=TABLE[:, 0]), 'page_table to have 2 dimensions'),
+    'table of another batch': (dict(page_table=TABLE[:1]), 'page_table.size(0) to be the batch, 2'),
+    'table elsewhere': (dict(page_table=TABLE.to('meta')), 'page_table on the device of q'),
+    'table by columns': (dict(page_table=ints([[0, 1], [1, 0]]).T), 'page_table.stride(1) to be 1'),
+    'page beyond': (dict(page_table=TABLE + 1), 'page_table[1, 0] to be from 0 to 1'),
+    'page of -1': (dict(page_table=TABLE - 1), 'page_table[0, 0] to be from 0 to 1'),
+    'table and rows': (dict(page_table=TABLE, cache_batch_idx=ints([0, 1])),
+                       'page_table or cache_batch_idx, got both'),
+    'row beyond': (dict(cache_batch_idx=ints([0, 2])), 'cache_batch_idx[1] to be from 0 to 1'),
+    'rows of int64': (dict(cache_batch_idx=TABLE[:, 0].long()),
+                      'cache_batch_idx.dtype to be int32'),
+    'leftpad beyond': (dict(cache_leftpad=ints([6, 0])), 'cache_leftpad[0] to be from 0 to 5'),
+    'negative leftpad': (dict(cache_leftpad=ints([0, -1])), 'cache_leftpad[1] to be from 0 to 9'),
+    'leftpad of another batch': (dict(cache_leftpad=ints([0])), 'cache_leftpad.size(0) to be the'),
+    # Shapes and dtypes.
+    'another batch': (dict(k_cache=CACHE[:1], v_cache=CACHE[:1].clone()),
+                      'k_cache.size(0) to be the batch, 2'),
+    'cache of rank 3': (dict(k_cache=CACHE[0]), 'k_cache to have 4 dimensions'),
+    'slots of v': (dict(v_cache=CACHE[:, 1:]), 'v_cache.size(1), the slots, to be that of k_cache'),
+    'heads': (dict(q=torch.randn(BATCH, 1, 3, DIM)), 'the heads of q to be a multiple'),
+    'head dim': (dict(q=torch.randn(BATCH, 1, 4, 8)), 'the head_dim, to be that of q'),
+    'q packed': (dict(q=Q[:, 0]), 'q to have 4 dimensions'),
+    'q not packed': (dict(cu_seqlens_q=ints([0, 1, 2])), 'q to have 3 dimensions'),
+    'starts of q': (dict(q=Q[:, 0], cu_seqlens_q=ints([0, 2, 1])), 'cu_seqlens_q[2]'),
+    '16-bit q, e4m3 cache': (dict(k_cache=E4M3['k_cache'], v_cache=E4M3['v_cache'],
+                                  q=Q.bfloat16()), 'k.dtype to be that of q, bfloat16'),
+    'mixed dtypes': (dict(v_cache=CACHE.half()), 'v.dtype to be that of q'),
+    'descale': (dict(q_descale=torch.ones(2, 2)), 'q_descale to be None'),
+    'shape of a descale': (E4M3 | dict(k_descale=torch.ones(2, 4)), 'k_descale to have the shape'),
+    'dtype of a descale': (E4M3 | dict(k_descale=torch.ones(2, 2).half()), 'k_descale.dtype to be'),
+    'sinks': (dict(s_aux=torch.zeros(3)), 's_aux.size(0) to be the heads of q, 4'),
+    'window': (dict(window_size=(-2, 0)), 'window_size to be two numbers of -1'),
+    'chunk': (dict(attention_chunk=-1), 'attention_chunk to be 0 (none) or more'),
+    'softcap': (dict(softcap=-1.0), 'softcap to be 0 (none)'),
+    'scale': (dict(softmax_scale=0.0), 'softmax_scale to be a positive finite'),
+    'margin': (dict(sm_margin=-1), 'sm_margin to be 0 or more'),
+    'out': (dict(out=torch.zeros(BATCH, 1, 4, 8)), 'out to have the shape (2, 1, 4, 16)'),
+    'dtype of out': (dict(out=Q.half()), 'out.dtype to be that of q'),
+    'dtype of the result': (dict(out_dtype=torch.float16), 'out_dtype to be None'),
+    # Appending.
+    'k without v': (dict(v=None), 'k and v together, and rotary_cos with them, got k alone'),
+    'v without k': (dict(k=None), 'k and v together, and rotary_cos with them, got v alone'),
+    'no length': (dict(cache_seqlens=None), 'cache_seqlens with k and v, got None'),
+    'no room': (dict(cache_seqlens=ints([3, 11])), 'room for 2 new keys behind the 11'),
+    'no room behind a number': (dict(cache_seqlens=11), 'room for 2 new keys behind 11'),
+    'more than the cache': (dict.fromkeys('kv', torch.randn(BATCH, 13, 2, DIM)),
+                            'room for 13 new keys'),
+    'batch of k': (dict(k=K[:1], v=K[:1]), 'cache_seqlens.size(0) to be the batch, 1'),
+    'heads of k': (dict(k=K[:, :, :1]), 'k of the heads and the head_dim of k_cache, (2, 16)'),
+    'rows of v': (dict(v=K[:, :1]), 'v of the rows of k, (2, 2)'),
+    'dtype of k': (dict(k=K.half(), v=K.half()), 'k.dtype to be that of k_cache'),
+    'k packed': (dict(k=K[0], v=K[0]), 'k to have 4 dimensions'),
+    'k not packed': (dict(cu_seqlens_k_new=ints([0, 1, 2])), 'k to have 3 dimensions'),
+    'starts of k': (dict(k=K[0], v=K[0], cu_seqlens_k_new=ints([0, 1, 3])), 'cu_seqlens_k_new[2]'),
+    'expanded cache': (dict(k_cache=CACHE[:, :1].expand(-1, CAPACITY, -1, -1)),
+                       'k_cache with memory for every element'),
+    'one cache for both': (dict(k_cache=CACHE, v_cache=CACHE), 'v_cache with memory of its own'),
+    'no sin': (dict(rotary_cos=COS), 'rotary_cos and rotary_sin together'),
+    'no cos': (dict(rotary_sin=COS), 'rotary_cos and rotary_sin together'),
+    'rotary without k': (dict(k=None, v=None, rotary_cos=COS, rotary_sin=COS),
+                         'k and v together, and rotary_cos with them, got what rotates'),
+    'positions alone': (dict(rotary_seqlens=ints([0, 1])), 'rotary_seqlens with rotary_cos'),
+    'short tables': (dict(rotary_cos=COS[:11], rotary_sin=COS[:11]), 'of at least 12 positions'),
+    'short tables behind a number': (dict(rotary_cos=COS[:8], rotary_sin=COS[:8], cache_seqlens=7),
+                                     'of at least 9 positions'),
+    'position beyond': (dict(rotary_cos=COS, rotary_sin=COS, rotary_seqlens=ints([0, 11])),
+                        'rotary_cos of a row for each position from 11 to 12'),
+    'wide tables': (dict(rotary_cos=torch.rand(12, 9), rotary_sin=torch.rand(12, 9)),
+                    'a rotary_dim, twice rotary_cos.size(1), from 2 to the head_dim, 16, got 18'),
+    'shape of sin': (dict(rotary_cos=COS, rotary_sin=COS[:, :3]), 'rotary_sin to have the shape'),
+    'dtype of cos': (dict(rotary_cos=COS.half(), rotary_sin=COS), 'rotary_cos.dtype to be that'),
+    'e4m3 keys': (E4M3 | dict(rotary_cos=COS.to(E4M3['q'].dtype), rotary_sin=COS), 'no rotary_cos'),
+    # Splits, and what no op sees.
+    'negative splits': (dict(num_splits=-1), 'num_splits to be from 0 (by plan) to 256'),
+    'too many splits': (dict(num_splits=257), 'num_splits to be from 0 (by plan) to 256'),
+    'negative size': (dict(split_size=-1), 'split_size to be 0 (none) or more'),
+    'size and splits': (dict(split_size=64, num_splits=2), 'num_splits of 0 or 1 with a'),
+    'metadata': (dict(scheduler_metadata=torch.zeros(1)), 'scheduler_metadata of one dimension'),
+}
+
+
+def check_refused(given: dict, text: str, kind: type = RuntimeError) -> None:
+    before = {name: x.clone() for name, x in given.items()
+              if name in ('k_cache', 'v_cache', 'out') and isinstance(x, torch.Tensor)}
+    with pytest.raises(kind, match=r'flash_attn3\.\w+: expected ' + re.escape(text)):
+        flash_attn_with_kvcache(**given)
+    for name, x in before.items():
+        assert torch.equal(given[name].double().nan_to_num(), x.double().nan_to_num()), name
+
+
+@pytest.mark.parametrize('name', BAD)
+def test_bad_input(name):
+    changes, text = BAD[name]
+    given = tensors() | changes
+    before = {key: given[key].clone() for key in ('k_cache', 'v_cache')}
+    with pytest.raises((RuntimeError, NotImplementedError)) as raised:
+        flash_attn_with_kvcache(**given)
+    assert re.match(r'flash_attn3\.\w+: expected ', str(raised.value))
+    assert text in str(raised.value)
+    for key, x in before.items():
+        assert torch.equal(given[key].float(), x.float()), f'{key} was written'
+
+
+@pytest.mark.parametrize('name', ['q', 'k_cache', 'v_cache', 'k', 'v', 'rotary_cos', 'rotary_sin',
+                                  's_aux', 'out'])
+def test_gradients_are_refused(name):
+    given = tensors() | dict(rotary_cos=COS, rotary_sin=COS, s_aux=torch.zeros(4), out=Q.clone())
+    given[name] = given[name].clone().requires_grad_()
+    check_refused(given, 'no gradient of attention on a cache, got requires_grad=True of ' + name)
+    with torch.no_grad():
+        flash_attn_with_kvcache(**given)
+
+
+def test_gradients_of_scales_are_refused():
+    for name in ('q_descale', 'k_descale', 'v_descale'):
+        given = E4M3 | dict(cache_seqlens=3, k=None, v=None)
+        given[name] = torch.ones(2, 2, requires_grad=True)
+        check_refused(given, 'no gradient')
+    check_refused(tensors() | dict(softmax_scale=torch.ones((), requires_grad=True)),
+                  'softmax_scale to be a number', NotImplementedError)
+
+
+def test_tangents_are_refused():
+    given = tensors()
+    with pytest.raises(NotImplementedError, match='reverse-mode'):
+        torch.func.jvp(lambda q: flash_attn_with_kvcache(**given | dict(q=q)), (Q,), (Q,))
+
+
+def test_qv_is_not_there():
+    check_refused(tensors() | dict(qv=Q), 'qv to be None', NotImplementedError)
+
+
+def test_metadata_need_a_tensor():
+    with pytest.raises(RuntimeError, match='expected cache_seqlens to be a tensor'):
+        get_scheduler_metadata(1, 1, 8, 4, 2, 64, 8)
+
+
+# -------------------------------------------------------------------------------- rules of the GPU
+def described(shape: tuple, dtype: str = 'bfloat16', strides: tuple | None = None,
+              address: int = 0) -> tuple:
+    name, kind, index, sizes, own, _ = checks.describe_sizes(shape, dtype)
+    return name, kind, index, sizes, strides or own, address
+
+
+def on_cuda(**changes) -> dict:
+    call = dict(q=described((2, 1, 4, 64)), k=described((2, 128, 2, 64), address=1 << 20),
+                v=described((2, 128, 2, 64), address=1 << 24),
+                cache_seqlens=described((2,), 'int32'))
+    return call | changes
+
+
+def appending(**changes) -> dict:
+    new = described((2, 1, 2, 64))
+    return on_cuda(k_new=new, v_new=new) | changes
+
+
+TABLES = {name: described((128, 16)) for name in ('rotary_cos', 'rotary_sin')}
+
+
+def test_calls_on_cuda():
+    """Also those of which the CPU would know more: contents are not read."""
+    odd = described((2, 128, 2, 64), strides=(128 * 136, 136, 64, 1))
+    assert _plan.check_cache(**on_cuda()) == ''
+    assert _plan.check_cache(**on_cuda(k=odd, v=odd)) == ''
+    assert _plan.check_cache(**on_cuda(q=described((5, 4, 64)),
+                                       cu_seqlens_q=described((3,), 'int32'))) == ''
+    assert _plan.check_append(**appending()) == ''
+    assert _plan.check_append(**appending(**TABLES)) == ''
+    without_q = appending(**TABLES)
+    del without_q['q']
+    assert _plan.check_append(**without_q) == ''
+
+
+@pytest.mark.parametrize('check, call, text', [
+    ('check_cache', on_cuda(k=described((2, 128, 2, 64), address=8)), 'k_cache at a multiple of'),
+    ('check_cache', on_cuda(v=described((2, 128, 2, 64), strides=(128 * 132, 132, 64, 1))),
+     'v_cache at a multiple of 16'),
+    ('check_cache', on_cuda(k=described((2, 128, 2, 64), strides=(16384, 128, 64, 2))),
+     'k.stride(3) to be 1'),
+    ('check_cache', on_cuda(q=described((2, 1, 4, 68)), k=described((2, 128, 2, 68))),
+     'q.size(3), the head_dim, to be a multiple of 8'),
+    ('check_cache', on_cuda(q=described((2, 1, 4, 64), 'float32')), 'q.dtype to be float16 or'),
+    ('check_cache', on_cuda(cu_seqlens_k=described((3,), 'int32'),
+                            page_table=described((2, 4), 'int32')), 'no argument of a cache'),
+    ('check_cache', on_cuda(appended=2, cache_seqlens=None), 'cache_seqlens with k and v'),
+    ('check_cache', on_cuda(seqused_k=described((2,), 'int32')), 'seqused_k only with cu_seq'),
+    ('check_append', appending(k=described((2, 128, 2, 64), address=8)), 'k_cache at a multiple'),
+    ('check_append', appending(**{name: described((128, 5)) for name in TABLES}),
+     'a rotary_dim, twice rotary_cos.size(1), that is a multiple of 16'),
+    ('check_append', appending(k_new=described((2, 1, 2, 64), strides=(256, 256, 128, 2))),
+     'k.stride(3) to be 1'),
+    ('check_append', on_cuda(k_new=described((2, 1, 2, 64))), 'k and v, got one of them'),
+    ('check_append', appending(cache_length=128, cache_seqlens=None), 'room for 1 new keys'),
+])
+def test_rules_of_cuda(check, call, text):
+    error = getattr(_plan, check)(**call)
+    assert text in error and error.startswith('flash_attn3.')

@@ -1,0 +1,202 @@
+"""The ops on a KV cache themselves: opcheck, defaults, fakes, torch.compile, the fallback; which
+arguments an eager call passes on.
+"""
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+
+from flash_attn3 import _library, arguments, cache, fallback, flash_attn_with_kvcache, kvcache
+
+from tests.cpu.cached import Problem, ints
+
+OPS = torch.ops.flash_attn3
+PROBLEMS = {
+    'dense': Problem((5, 0, 17), (2, 2, 2), (2, 2, 2), options={'causal': True}),
+    'paged': Problem((5, 0, 17), (1, 1, 1), (3, 3, 3), page_size=4, rotary=8, sinks=True),
+    'packed': Problem((5, 0, 17), (1, 0, 4), (3, 0, 1), packed=True, rotary=8, interleaved=False),
+    'e4m3': Problem((5, 9), (1, 1), (1, 1), dtype='e4m3', scales=True, page_size=8),
+    'idx': Problem((5, 9), (1, 1), (1, 1), dtype='bf16', idx=True, leftpad=(2, 0)),
+}
+# What opcheck can do with e4m3: its test_schema compares inputs by operations that e4m3 lacks.
+ON_E4M3 = ('test_autograd_registration', 'test_faketensor', 'test_aot_dispatch_dynamic')
+ALL = ('test_schema', *ON_E4M3)
+each_problem = pytest.mark.parametrize('name', PROBLEMS)
+
+
+def without_nan(given: dict) -> dict:
+    """opcheck compares with NaN as unequal."""
+    return {name: x.nan_to_num() if isinstance(x, torch.Tensor) and x.is_floating_point()
+            and x.itemsize > 1 else x.float().nan_to_num().to(x.dtype)
+            if isinstance(x, torch.Tensor) and x.itemsize == 1 else x for name, x in given.items()}
+
+
+def utils_of(given: dict) -> tuple[str, ...]:
+    return ALL if given['q'].itemsize > 1 else ON_E4M3
+
+
+def append_arguments(given: dict) -> tuple:
+    k = given['k']
+    own = cache.Append(
+        cache_seqlens=given['cache_seqlens'], page_table=given.get('page_table'),
+        appended=0 if 'cu_seqlens_k_new' in given else k.size(1),
+        cache_batch_idx=given.get('cache_batch_idx'), cache_leftpad=given.get('cache_leftpad'),
+        cu_seqlens_k_new=given.get('cu_seqlens_k_new'), rotary_cos=given.get('rotary_cos'),
+        rotary_sin=given.get('rotary_sin'), cu_seqlens_q=given.get('cu_seqlens_q'),
+        rotary_interleaved=given.get('rotary_interleaved', True))
+    return given['k_cache'], given['v_cache'], k, given['v'], given['q'], *own
+
+
+def attend_arguments(given: dict, **others) -> tuple:
+    own = cache.Attend(**{name: given[name] for name in cache.Attend._fields if name in given},
+                       sinks=given.get('s_aux'), **others)
+    return given['q'], given['k_cache'], given['v_cache'], *own
+
+
+@each_problem
+def test_opcheck_append(name):
+    given = without_nan(PROBLEMS[name].build().arguments)
+    opcheck(OPS.append_cache.default, append_arguments(given), test_utils=utils_of(given))
+
+
+@each_problem
+@pytest.mark.parametrize('others', [{}, {'return_lse': True, 'num_splits': 3}], ids=str)
+def test_opcheck_attend(others, name):
+    given = without_nan(PROBLEMS[name].build().arguments)
+    tensors_and_numbers = attend_arguments(given, **others)
+    opcheck(OPS.attend_cache.default, tensors_and_numbers, test_utils=utils_of(given))
+    out = OPS.attend_cache(*tensors_and_numbers)[0]
+    opcheck(OPS.attend_cache_out.default,
+            (*tensors_and_numbers[:3], torch.empty_like(out), *tensors_and_numbers[3:-1]),
+            test_utils=utils_of(given))
+
+
+def test_schemas():
+    for op, first, made in ((OPS.append_cache, 5, cache.Append),
+                            (OPS.attend_cache, 3, cache.Attend)):
+        listed = op.default._schema.arguments
+        assert [(x.name, x.default_value) for x in listed[first:]] == list(
+            made._field_defaults.items())
+        written = [x.name for x in listed if x.alias_info and x.alias_info.is_write]
+        assert written == (['k_cache', 'v_cache'] if first == 5 else [])
+    assert [x.name for x in OPS.attend_cache_out.default._schema.arguments] == [
+        'q', 'k', 'v', 'out', *cache.Attend._fields[:-1]]
+
+
+def test_packed_keys():
+    """k and v without a cache: as flash_attn_varlen_func, whose splits these are."""
+    q, k = torch.randn(6, 4, 16), torch.randn(11, 2, 16)
+    of_q, of_k, used = ints([0, 2, 6]), ints([0, 4, 11]), ints([4, 3])
+    own = cache.Attend(cu_seqlens_q=of_q, cu_seqlens_k=of_k, seqused_k=used, max_seqlen_q=4,
+                       causal=True, num_splits=2, return_lse=True)
+    out, lse = OPS.attend_cache(q, k, k, *own)
+    wanted, wanted_lse, _ = OPS._fwd_general(q, k, k, of_q, of_k, None, used, 4, 7, None, None,
+                                             True)
+    assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+
+
+# ------------------------------------------------------------------------------------------ tracing
+@pytest.mark.parametrize('dynamic', [False, True])
+@each_problem
+def test_compiled_with_append(name, dynamic):
+    """One graph; the caches are written in place."""
+    def step(given: dict) -> tuple:
+        return flash_attn_with_kvcache(**given, num_splits=0, return_softmax_lse=True)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend='aot_eager', dynamic=dynamic)
+    given, same = PROBLEMS[name].build().arguments, PROBLEMS[name].build().arguments
+    with torch.no_grad():
+        got, wanted = compiled(given), step(same)
+    for ours, theirs in zip(got, wanted):
+        assert torch.equal(ours, theirs)
+    for key in ('k_cache', 'v_cache'):
+        assert torch.equal(given[key].float().nan_to_num(7), same[key].float().nan_to_num(7))
+
+
+def test_compiled_once_for_all_lengths():
+    """A number as length is a SymInt."""
+    def step(q, k, v, length):
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=length)
+
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend('aot_eager')
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
+    q, k, v = (torch.randn(1, rows, 2, 8) for rows in (1, 32, 32))
+    for length in (3, 4, 7, 30):
+        assert torch.equal(compiled(q, k, v, length), step(q, k, v, length))
+    assert counter.frame_count == 1
+
+
+def test_compiled_layers_of_one_cache():
+    """K and V of two layers are views of one tensor, which each layer writes a part of."""
+    def model(q, both, k, lengths):
+        for layer in range(2):
+            q = flash_attn_with_kvcache(q, both[layer, 0], both[layer, 1], k, k,
+                                        cache_seqlens=lengths, causal=True)
+        return q
+
+    torch._dynamo.reset()
+    q, k, both = torch.randn(2, 1, 2, 8), torch.randn(2, 1, 2, 8), torch.randn(2, 2, 2, 16, 2, 8)
+    same = both.clone()
+    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+    assert torch.equal(compiled(q, both, k, ints([3, 9])), model(q, same, k, ints([3, 9])))
+    assert torch.equal(both, same)
+
+
+def test_fakes_on_cuda():
+    with FakeTensorMode():
+        q, k = (torch.empty(2, rows, 4, 64, dtype=torch.bfloat16, device='cuda')
+                for rows in (1, 128))
+        out, lse = OPS.attend_cache(q, k, k, return_lse=True)
+        assert out.shape == q.shape and lse.shape == (2, 4, 1) and lse.dtype == torch.float32
+        assert OPS.attend_cache(q, k, k)[1].shape == (0,)
+        e4m3 = [x.to(torch.float8_e4m3fn) for x in (q, k, k)]
+        assert OPS.attend_cache(*e4m3)[0].dtype == torch.bfloat16
+        assert OPS.attend_cache(*e4m3, float16_out=True)[0].dtype == torch.float16
+
+
+# -------------------------------------------------------------------------------- the way of a call
+class Counted:
+    """An op that notes how many arguments it gets."""
+
+    def __init__(self, op):
+        self.op, self.counts = op, []
+
+    def __call__(self, *arguments):
+        self.counts.append(len(arguments))
+        return self.op(*arguments)
+
+
+@pytest.mark.parametrize('options, count', [
+    ({}, 0), ({'causal': True}, 'causal'), ({'softmax_scale': 0.5}, 'causal'),
+    ({'window_size': (3, 0)}, 'softcap'), ({'return_softmax_lse': True}, 'split_size'),
+    ({'num_splits': 2}, 'split_size'), ({'pack_gqa': True}, 'v_descale')], ids=str)
+def test_trailing_defaults_stay_away(options, count, monkeypatch):
+    attend = Counted(OPS.attend_cache.default)
+    monkeypatch.setattr(kvcache, '_EAGER', (kvcache._EAGER[0], attend, kvcache._EAGER[2]))
+    given = Problem().build().arguments
+    flash_attn_with_kvcache(**given, **options)
+    names = [argument.name for argument in arguments.select('cache')] if count == 0 else \
+        cache.Attend._fields[:cache.Attend._fields.index(count) + 1]
+    assert attend.counts == [3 + len(names)]
+
+
+@each_problem
+def test_devices_without_kernels(name, monkeypatch):
+    """The plain functions, with one warning: as if the CPU were such a device."""
+    monkeypatch.setattr(_library, 'SERVED_DEVICES', set())
+    monkeypatch.setattr(_library, 'kernels_serve', lambda device: False)
+    monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
+    monkeypatch.setattr(fallback, '_warned_devices', set())
+    given, same = PROBLEMS[name].build().arguments, PROBLEMS[name].build().arguments
+    with pytest.warns(UserWarning, match='flash_attn3.flash_attn_with_kvcache: expected a Hopper'):
+        got = flash_attn_with_kvcache(**given)
+    monkeypatch.undo()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert torch.equal(got, flash_attn_with_kvcache(**same))

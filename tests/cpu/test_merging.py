@@ -1,0 +1,147 @@
+"""flash_attn_combine and merge_states: against attention over all keys, odd strides, empty parts,
+gradients.
+"""
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from flash_attn3 import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, merge_states
+
+
+def parts_of(count: int, shape: tuple[int, ...], dtype=torch.float32) -> tuple:
+    generator = torch.Generator().manual_seed(count)
+    outs = torch.randn(count, *shape, generator=generator, dtype=dtype)
+    lses = 3 * torch.randn(count, *shape[:-1], generator=generator, dtype=dtype)
+    lses[torch.rand(lses.shape, generator=generator) < 0.3] = -math.inf
+    return outs, lses
+
+
+def merged(outs: torch.Tensor, lses: torch.Tensor) -> tuple:
+    """In float64, part by part; parts without keys count nothing."""
+    total = torch.zeros(lses.shape[1:], dtype=torch.float64)
+    result = torch.zeros(outs.shape[1:], dtype=torch.float64)
+    for out, lse in zip(outs.double(), lses.double()):
+        total += lse.exp()
+        result += torch.where(lse == -math.inf, 0, lse).exp().mul(lse > -math.inf)[..., None] * out
+    is_empty = (total == 0)[..., None]
+    return torch.where(is_empty, 0, result / total[..., None]), total.log()
+
+
+@pytest.mark.parametrize('count', [1, 2, 5, 17, 133])
+@pytest.mark.parametrize('shape', [(2, 3, 4, 64), (7, 3, 96), (1, 1, 1, 512)], ids=str)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
+def test_combine(dtype, shape, count):
+    outs, lses = parts_of(count, shape)
+    out, lse = flash_attn_combine(outs, lses, out_dtype=dtype)
+    wanted, wanted_lse = merged(outs, lses)
+    assert out.dtype == dtype and lse.dtype == torch.float32 and lse.shape == shape[:-1]
+    bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+    torch.testing.assert_close(out.double(), wanted, rtol=bound, atol=bound)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_combine_takes_any_strides_and_writes_into_out():
+    outs, lses = parts_of(4, (2, 5, 3, 16))
+    wanted, wanted_lse = flash_attn_combine(outs, lses)
+    wider = torch.full((8, 2, 3, 5, 32), 7.0).transpose(2, 3)
+    wider[:4, ..., 16:] = outs
+    turned = lses.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0)
+    out = torch.empty(3, 5, 2, 16).transpose(0, 2)
+    got, lse = flash_attn_combine(wider[:4, ..., 16:], turned, out=out)
+    assert got is out and torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+
+
+def test_parts_without_keys_are_neutral_whatever_they_hold():
+    outs, lses = parts_of(3, (2, 5, 3, 16))
+    outs[lses == -math.inf] = math.nan
+    out, _ = flash_attn_combine(outs, lses)
+    assert out.isfinite().all()
+    lses[:] = -math.inf
+    out, lse = flash_attn_combine(outs, lses)
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
+def test_large_scores():
+    outs, lses = parts_of(2, (1, 2, 3, 8))
+    out, lse = flash_attn_combine(outs, lses + 3e4)
+    wanted, wanted_lse = flash_attn_combine(outs, lses)
+    torch.testing.assert_close(out, wanted, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(lse - 3e4, wanted_lse, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize('stacked', [True, False])
+def test_merging_parts_of_the_keys_is_attention_on_all(stacked):
+    q, k, v = (torch.randn(2, rows, heads, 16, dtype=torch.float64)
+               for rows, heads in ((5, 4), (40, 2), (40, 2)))
+    pairs = [flash_attn_func(q, k[:, a:b], v[:, a:b], return_attn_probs=True)
+             for a, b in ((0, 7), (7, 7), (7, 40))]
+    outs, lses = zip(*pairs)
+    if stacked:
+        outs, lses = torch.stack(outs), torch.stack(lses)
+    out, lse = merge_states(outs, lses)
+    wanted, wanted_lse = flash_attn_func(q, k, v, return_attn_probs=True)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse)
+
+
+def test_merging_packed_sequences():
+    q, k = torch.randn(8, 4, 16), torch.randn(20, 4, 16)
+    starts = torch.tensor([0, 3, 8], dtype=torch.int32)
+
+    def attend(begin: int, end: int) -> tuple:
+        keys = torch.cat([k[begin:end], k[10 + begin:10 + end]])
+        starts_k = torch.tensor([0, end - begin, 2 * (end - begin)], dtype=torch.int32)
+        return flash_attn_varlen_func(q, keys, keys, starts, starts_k, 5, 10,
+                                      return_attn_probs=True)
+
+    out, lse = merge_states(*zip(attend(0, 4), attend(4, 10)))
+    wanted, wanted_lse = attend(0, 10)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse)
+
+
+def test_gradients():
+    """Also of rows that one part or none has keys for."""
+    outs, lses = parts_of(3, (2, 4, 3, 5), torch.float64)
+    lses[:, 0, 0] = -math.inf
+    assert gradcheck(lambda outs, lses: merge_states(outs, lses.transpose(-1, -2))[0],
+                     (outs.requires_grad_(), lses.requires_grad_()), nondet_tol=0)
+    out, lse = merge_states(outs, lses.transpose(-1, -2))
+    gradients = torch.autograd.grad((out.sum(), lse[lse.isfinite()].sum()), (outs, lses))
+    assert all(x.isfinite().all() for x in gradients)
+
+
+def test_gradients_of_attention_in_parts():
+    q, k, v = (torch.randn(1, 6, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    halves = [flash_attn_func(q, k[:, part], v[:, part], return_attn_probs=True)
+              for part in (slice(0, 2), slice(2, 6))]
+    out, _ = merge_states(*zip(*halves))
+    wanted = flash_attn_func(q, k, v)
+    dout = torch.randn_like(out)
+    for got, want in zip(torch.autograd.grad(out, (q, k, v), dout),
+                         torch.autograd.grad(wanted, (q, k, v), dout)):
+        torch.testing.assert_close(got, want)
+
+
+OUTS, LSES = parts_of(2, (2, 5, 3, 16))
+
+
+@pytest.mark.parametrize('call, text', [
+    (lambda: flash_attn_combine(OUTS, LSES[:1]), 'results '),
+    (lambda: flash_attn_combine(OUTS[0, 0], LSES[0, 0]), 'results '),
+    (lambda: flash_attn_combine(OUTS[:0], LSES[:0]), 'results '),
+    (lambda: flash_attn_combine(OUTS, LSES.int()), 'floating dtypes'),
+    (lambda: flash_attn_combine(OUTS, LSES, out=OUTS[0, :1]), 'out to be '),
+    (lambda: flash_attn_combine(OUTS, LSES, OUTS[0], torch.float16), 'out to be '),
+    (lambda: flash_attn_combine(OUTS, LSES.clone().requires_grad_()), 'no gradient'),
+    (lambda: merge_states([], []), 'as many outs as lses'),
+    (lambda: merge_states([OUTS[0]], [LSES[0]]), 'results '),
+])
+def test_errors(call, text):
+    with pytest.raises(RuntimeError, match=r'flash_attn3\.(flash_attn_combine|merge_states): '
+                                           rf'expected {text}'):
+        call()
