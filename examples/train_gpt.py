@@ -145,13 +145,21 @@ class Run:
     tokens_per_second: float
 
 
+def new_model(attend: Attention, options: argparse.Namespace) -> Gpt:
+    torch.manual_seed(options.seed)
+    return Gpt(options, attend).to(options.device)
+
+
 def training(attend: Attention, text: Tensor, options: argparse.Namespace) -> Iterator[Tensor]:
-    """Trains a new model, and gives the loss of each step; nothing waits for the device.
+    """Trains a new model, and gives the loss of each step; nothing waits for the device."""
+    yield from steps(new_model(attend, options), text, options)
+
+
+def steps(model: Gpt, text: Tensor, options: argparse.Namespace) -> Iterator[Tensor]:
+    """Trains a model, and gives the loss of each step.
 
     AdamW, a linear warmup of the rate, then a cosine.
     """
-    torch.manual_seed(options.seed)
-    model = Gpt(options, attend).to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95),
                                   weight_decay=WEIGHT_DECAY, fused=True)
     warmup = max(1, options.steps // 10)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from examples import train_gpt
+from examples import generate, train_gpt
 from flash_attn3 import flash_attn_fp8_func, reference
 from flash_attn3.reference import Inputs, Mask, Score
 
@@ -102,3 +102,11 @@ def test_the_comparison(tmp_path):
     record = json.loads((tmp_path / 'run.json').read_text())
     assert list(record['runs']) == list(train_gpt.COMPARED)
     assert (tmp_path / 'run.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_generate(capsys):
+    """More requests than places and pages; the same text with the cache as without."""
+    generate.main([*TINY, '--steps', '10', '--requests', '6', '--running', '4', '--every', '1',
+                   '--page-size', '5'])
+    text = capsys.readouterr().out
+    assert '6 of 6 texts are the same' in text and 'without a cache' in text

@@ -5,13 +5,17 @@ import dataclasses
 
 import pytest
 
-from tests import general_cases
+from tests import cache_cases, general_cases
+from tests.cache_cases import CacheCase
 from tests.fuzz import __main__ as command
+from tests.fuzz.cache_call import CacheCall
 from tests.fuzz.call import Call
 from tests.fuzz.draw import case_of
 from tests.general_cases import GeneralCase
 
-DRAWN = [case_of(1, number) for number in range(1500)]
+DRAWN = [case_of(1, number) for number in range(2500)]
+CACHES = [case for case in DRAWN if isinstance(case, CacheCall)]
+OTHERS = [case for case in DRAWN if not isinstance(case, CacheCall)]
 
 
 def test_sixty_cases(capsys):
@@ -23,7 +27,7 @@ def test_a_failure_is_a_line_that_repeats_it(monkeypatch, capsys):
     run = general_cases.run
     monkeypatch.setattr(general_cases, 'run', lambda *args, **changes: run(
         *args, **changes)._replace(out=args[1].inputs.q.new_zeros(args[1].dout.shape)))
-    assert command.main('--cases 8 --seed 1 --device cpu --jobs 1'.split()) == 1
+    assert command.main('--cases 12 --seed 1 --device cpu --jobs 1'.split()) == 1
     line, *_ = capsys.readouterr().out.splitlines()
     assert line.startswith('FAILED --seed 1 --case ') and 'GeneralCase(' in line
     number = line.split('--case ')[1].split(':')[0]
@@ -59,12 +63,50 @@ def test_the_cases_are_varied():
                 'layouts': lambda x: any(x.layouts)}
     for name, one in features.items():
         for other_name, other in features.items():
-            together = sum(one(case) and other(case) for case in DRAWN)
+            together = sum(one(case) and other(case) for case in OTHERS)
             assert together >= 20, f'{name} with {other_name}: {together}'
     kinds = [getattr(case, 'function', 'fp8') for case in DRAWN]
-    assert min(map(kinds.count, ('dense', 'varlen', 'qkvpacked', 'fp8'))) > 150
+    assert min(map(kinds.count, ('dense', 'varlen', 'qkvpacked', 'fp8', 'cache'))) > 150
     for rare in (lambda x: x.out, lambda x: x.case.used, lambda x: any(x.case.behind),
                  lambda x: getattr(x, 'interleaved', ''), lambda x: 0 in x.case.lengths[0]):
-        assert sum(map(bool, map(rare, DRAWN))) >= 20
+        assert sum(map(bool, map(rare, OTHERS))) >= 20
     assert len(set(map(str, DRAWN))) == len(DRAWN)
     assert DRAWN[:50] == [case_of(1, number) for number in range(50)]
+
+
+def test_the_caches_are_varied():
+    """Each feature is in many of them; those that go together, in some together."""
+    features = {'paged': lambda x: x.page_size, 'packed': lambda x: x.is_packed,
+                'new': lambda x: x.new, 'rotary': lambda x: x.rotary, 'pads': lambda x: x.leftpad,
+                'rows': lambda x: x.batch_idx, 'window': lambda x: x.window != (-1, -1),
+                'chunk': lambda x: x.chunk, 'sinks': lambda x: x.sinks, 'layout': lambda x: x.layout,
+                'softcap': lambda x: x.softcap, 'fp8': lambda x: x.dtype == 'e4m3',
+                'splits': lambda x: x.num_splits > 1, 'parts': lambda x: x.split_size,
+                'metadata': lambda x: x.metadata, 'number': lambda x: x.length_as == 'int'}
+    apart = {('paged', 'rows'), ('rotary', 'fp8'), ('splits', 'parts')}
+    for name, one in features.items():
+        for other_name, other in features.items():
+            if {(name, other_name), (other_name, name)} & apart:
+                continue
+            together = sum(bool(one(x.case) and other(x.case)) for x in CACHES)
+            assert together >= 4, f'{name} with {other_name}: {together}'
+
+
+@pytest.mark.parametrize('changes', [
+    {'causal': True}, {'window': (20, 3)}, {'chunk': 40}, {'softcap': 1.0}, {'sinks': 'fp32'},
+    {'leftpad': (40, 7)}, {'batch_idx': True}, {'interleaved': False}, {'own_positions': True}],
+    ids=lambda changes: next(iter(changes)))
+def test_an_ignored_argument_of_a_cache_is_found(changes, monkeypatch):
+    plain = CacheCase(((5, 130), (5, 90)), new=(5, 5), rotary=1.0)
+    case = dataclasses.replace(plain, **changes)
+    names = {'sinks': 's_aux', 'window': 'window_size', 'chunk': 'attention_chunk',
+             'leftpad': 'cache_leftpad', 'batch_idx': 'cache_batch_idx',
+             'interleaved': 'rotary_interleaved', 'own_positions': 'rotary_seqlens'}
+    ignored = next(iter(changes))
+    ignored = names.get(ignored, ignored)
+    CacheCall(case).check('cpu')
+    function = cache_cases.flash_attn_with_kvcache
+    monkeypatch.setattr(cache_cases, 'flash_attn_with_kvcache', lambda **given: function(
+        **{name: x for name, x in given.items() if name != ignored}))
+    with pytest.raises(AssertionError):
+        CacheCall(case).check('cpu')

@@ -1,6 +1,7 @@
 """Runs cases and prints a line for each that fails, by which it can be run again.
 
     python -m tests.fuzz --cases 10000 --seed 1             # on a GPU, where there is one
+    python -m tests.fuzz --cases 10000 --kind cache         # calls of one kind
     python -m tests.fuzz --seed 1 --case 4711               # one of them
 """
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 
 import torch
 
-from tests.fuzz.draw import case_of
+from tests.fuzz.draw import NAMES, case_of
 from tests.fuzz.runner import outcomes
 
 
@@ -27,13 +28,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--first', type=int, default=0, help='the number of the first case')
     parser.add_argument('--case', type=int, help='run this one alone, with its traceback')
+    parser.add_argument('--kind', choices=NAMES, default='', help='default: all')
     parser.add_argument('--device', choices=('cpu', 'cuda'), default=device)
     parser.add_argument('--jobs', type=int, default=jobs, help='processes')
     return parser.parse_args(arguments)
 
 
 def run_one(options: argparse.Namespace) -> int:
-    case = case_of(options.seed, options.case)
+    case = case_of(options.seed, options.case, options.kind)
     print(case)
     try:
         case.check(options.device)
@@ -49,12 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.case is not None:
         return run_one(options)
     numbers = range(options.first, options.first + options.cases)
+    of_kind = f' --kind {options.kind}' * (options.kind != '')
     began, kinds, failed = time.monotonic(), Counter(), 0
-    for outcome in outcomes(options.seed, options.device, numbers, options.jobs):
+    for outcome in outcomes(options.seed, options.device, numbers, options.jobs,
+                            options.kind):
         kinds[outcome.kind] += 1
         if outcome.error:
             failed += 1
-            print(f'FAILED --seed {options.seed} --case {outcome.number}: {outcome.error}',
+            print(f'FAILED --seed {options.seed}{of_kind} --case {outcome.number}: {outcome.error}',
                   flush=True)
     of_kinds = ', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))
     print(f'{kinds.total()} of {options.cases} cases ({of_kinds}), {failed} failed, seed '

@@ -4,6 +4,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from tests.fuzz import cache_call
+from tests.fuzz.cache_call import CacheCall
 from tests.fuzz.call import LAYOUTS, Call
 from tests.fuzz.fp8_call import Fp8Call
 from tests.general_cases import SINKS, GeneralCase
@@ -133,12 +135,19 @@ def fp8(pick: random.Random) -> Fp8Call:
                    else '')
 
 
-# How often each kind of call is drawn, of 20.
-KINDS: dict[Callable[[random.Random], Call | Fp8Call], int] = {
-    dense: 6, varlen: 8, qkvpacked: 3, fp8: 3}
+def cache(pick: random.Random) -> CacheCall:
+    return cache_call.drawn(pick)
 
 
-def case_of(seed: int, number: int) -> Call | Fp8Call:
+AnyCall = Call | Fp8Call | CacheCall
+# How often each kind of call is drawn, of 28.
+KINDS: dict[Callable[[random.Random], AnyCall], int] = {
+    dense: 6, varlen: 8, qkvpacked: 3, fp8: 3, cache: 8}
+NAMES = {draw.__name__: draw for draw in KINDS}
+
+
+def case_of(seed: int, number: int, kind: str = '') -> AnyCall:
+    """kind: a name in NAMES; '': any."""
     pick = random.Random(f'{seed}/{number}')
-    draw, = pick.choices(list(KINDS), list(KINDS.values()))
+    draw, = [NAMES[kind]] if kind else pick.choices(list(KINDS), list(KINDS.values()))
     return draw(pick)

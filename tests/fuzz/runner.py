@@ -16,7 +16,7 @@ BLOCK = 25    # cases that a process takes at a time
 
 class Outcome(NamedTuple):
     number: int
-    kind: str     # dense, varlen, ...
+    kind: str     # dense, varlen, cache, ...
     error: str    # '' if it passed
 
     @property
@@ -25,9 +25,9 @@ class Outcome(NamedTuple):
         return 'CUDA error' in self.error or 'AcceleratorError' in self.error
 
 
-def run_case(seed: int, number: int, device: str) -> Outcome:
+def run_case(seed: int, number: int, device: str, kind: str = '') -> Outcome:
     torch.manual_seed(0)
-    case = case_of(seed, number)
+    case = case_of(seed, number, kind)
     kind = getattr(case, 'function', 'fp8')
     try:
         case.check(device)
@@ -37,19 +37,20 @@ def run_case(seed: int, number: int, device: str) -> Outcome:
     return Outcome(number, kind, '')
 
 
-def run_block(seed: int, device: str, numbers: range) -> list[Outcome]:
+def run_block(seed: int, device: str, kind: str, numbers: range) -> list[Outcome]:
     done: list[Outcome] = []
     for number in numbers:
-        done.append(run_case(seed, number, device))
+        done.append(run_case(seed, number, device, kind))
         if done[-1].is_last:
             break
     return done
 
 
-def outcomes(seed: int, device: str, numbers: range, jobs: int) -> Iterator[Outcome]:
-    """Results of all cases in their order; none after one that is the last."""
+def outcomes(seed: int, device: str, numbers: range, jobs: int,
+             kind: str = '') -> Iterator[Outcome]:
+    """Results of all cases in their order; none after one that is the last. kind: of the calls."""
     blocks = [numbers[i:i + BLOCK] for i in range(0, len(numbers), BLOCK)]
-    run = functools.partial(run_block, seed, device)
+    run = functools.partial(run_block, seed, device, kind)
     if jobs == 1:
         done = map(run, blocks)
         yield from _until_last(done)

@@ -1,0 +1,326 @@
+"""Calls of flash_attn_with_kvcache: what they look like, with their data and with poison around it.
+
+A CacheCase prints itself as the Python that makes it, and seeds itself by that text: a failure is
+repeated by `cache_oracle.check_case(CacheCase(...), 'cuda')`. Every slot that holds no key is NaN,
+so is every page that no sequence needs, and page ids that are not needed point nowhere.
+"""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import flash_attn3
+from flash_attn3 import flash_attn_with_kvcache
+from flash_attn3.reference import Mask, Score
+
+from tests.cases import DATA, DTYPES
+from tests.general_cases import SINKS, starts
+
+E4M3 = torch.float8_e4m3fn
+NOWHERE = (-1, 2 ** 30)     # page ids that must not be followed
+SPARE_PAGES = 3             # that no sequence has
+LAYOUTS = ('', 'rows_of_both', 'heads_first', 'padded')
+
+
+def ints(values: Sequence[int], device: str | torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def as_bits(x: Tensor) -> Tensor:
+    """A view of integers: e4m3 tensors cannot be indexed everywhere, and NaN equals itself."""
+    return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+class Returned(NamedTuple):
+    out: Tensor
+    lse: Tensor | None
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    lengths: tuple[tuple[int, int], ...]    # of each sequence: queries, slots in use before the call
+    capacity: int = 0                       # slots of a sequence; 0: as many as the longest needs
+    page_size: int = 0                      # 0: a dense cache
+    head_dim: int = 128
+    head_dim_v: int = 0                     # 0: that of q and k
+    dtype: str = 'bf16'                     # or fp16, e4m3, fp32
+    heads: tuple[int, int] = (6, 2)         # of q, of k
+    is_packed: bool = False                 # queries by cu_seqlens_q
+    new: tuple[int, ...] = ()               # tokens that the call appends to each sequence
+    new_packed: bool = False                # by cu_seqlens_k_new
+    rotary: float = 0.0                     # share of the head dim
+    interleaved: bool = True
+    own_positions: bool = False             # rotary_seqlens
+    leftpad: tuple[int, ...] = ()
+    batch_idx: bool = False                 # the cache has twice as many rows, in another order
+    length_as: str = 'tensor'               # or int, or none: the whole cache
+    layout: str = ''                        # a name in LAYOUTS
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks: str = ''                         # a name in SINKS; '': none
+    softmax_scale: float | None = None
+    descales: bool = True                   # of e4m3
+    float16_out: bool = False               # of e4m3
+    num_splits: int = 0
+    split_size: int = 0
+    metadata: bool = False                  # of get_scheduler_metadata
+    pack_gqa: bool | None = None
+    sm_margin: int = 0
+    data: str = 'normal'                    # a name in cases.DATA
+    logit_std: float = 1.0
+    lse: bool = True
+    out: bool = False                       # a given output
+
+    def __str__(self) -> str:
+        changed = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+                   if getattr(self, field.name) != field.default}
+        return f'CacheCase({", ".join(f"{name}={value!r}" for name, value in changed.items())})'
+
+    @property
+    def seed(self) -> int:
+        """The same for all that differ only in how the work is done."""
+        same = dataclasses.replace(self, num_splits=0, split_size=0, metadata=False, pack_gqa=None,
+                                   sm_margin=0, lse=True, out=False)
+        return zlib.crc32(str(same).encode())
+
+    @property
+    def columns_v(self) -> int:
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def wide(self) -> torch.dtype:
+        return E4M3 if self.dtype == 'e4m3' else DTYPES[self.dtype]
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def score(self) -> Score:
+        mask = Mask(self.causal, self.window, self.chunk)
+        return Score(self.softmax_scale or self.head_dim ** -0.5, self.softcap, mask)
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.rotary * self.head_dim) // 16 * 16
+
+    @property
+    def queries(self) -> list[int]:
+        return [one[0] for one in self.lengths]
+
+    @property
+    def slots(self) -> int:
+        """Slots of a sequence, a multiple of the page size."""
+        count = self.capacity or max((end for _, end in self.filled()), default=0) or 1
+        step = self.page_size or 1
+        return -(-count // step) * step
+
+    def filled(self) -> list[tuple[int, int]]:
+        """The slots [first, end) that hold the keys of each sequence after the call."""
+        new = self.new or (0,) * self.batch
+        pads = self.leftpad or (0,) * self.batch
+        return [(pad, one[1] + more) for pad, one, more in zip(pads, self.lengths, new)]
+
+    def positions(self) -> list[int]:
+        """Of the first new token of each sequence, for the rotation."""
+        return [one[1] + 3 * (i + 1) * self.own_positions for i, one in enumerate(self.lengths)]
+
+    # ------------------------------------------------------------------------------------- tensors
+    def arguments(self, device: str | torch.device) -> dict:
+        """All of the call, by name."""
+        generator = torch.Generator(device).manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device)
+
+        heads_q, heads_k = self.heads
+        slots = self.slots
+        q = normal(1, sum(self.queries), heads_q, self.head_dim) * self.logit_std
+        k = normal(1, self.batch * slots, heads_k, self.head_dim)
+        v = normal(1, self.batch * slots, heads_k, self.columns_v)
+        q, k, v = DATA[self.data](q, k, v, generator)
+        k, v = (x[0].unflatten(0, (self.batch, slots)) for x in (k, v))
+        given = self._cache(k, v, generator) | self._queries(q[0].to(self.wide))
+        given |= self._new(k, v) | self._rotary(generator) | self._options(device)
+        if self.sinks:
+            change, dtype = SINKS[self.sinks]
+            given['s_aux'] = change(normal(heads_q)).to(dtype)
+        if self.dtype == 'e4m3' and self.descales:
+            for name in 'qkv':
+                given[f'{name}_descale'] = 0.5 + torch.rand(
+                    self.batch, heads_k, generator=generator, device=device)
+        if self.dtype == 'e4m3' and self.float16_out:
+            given['out_dtype'] = torch.float16
+        if self.metadata:
+            given['scheduler_metadata'] = self._metadata(given)
+        if self.out:
+            shape = (*given['q'].shape[:-1], self.columns_v)
+            given['out'] = torch.full(shape, math.nan, dtype=self.out_dtype, device=device)
+        return given
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        if self.dtype != 'e4m3':
+            return self.wide
+        return torch.float16 if self.float16_out else torch.bfloat16
+
+    def _queries(self, q: Tensor) -> dict:
+        """q: (total, heads, head_dim)."""
+        if self.is_packed:
+            return {'q': q, 'cu_seqlens_q': starts(self.queries, q.device),
+                    'max_seqlen_q': max(self.queries, default=0)}
+        count = self.queries[0] if self.lengths else 1
+        assert set(self.queries) <= {count}
+        return {'q': q.unflatten(0, (self.batch, count))}
+
+    def _cache(self, k: Tensor, v: Tensor, generator: torch.Generator) -> dict:
+        """k, v: (batch, slots, heads, head_dim), of all slots, also those yet to be filled."""
+        device = k.device
+        slot = torch.arange(self.slots, device=device)
+        pads, before = (torch.tensor(x, dtype=torch.long, device=device)[:, None] for x in (
+            self.leftpad or [0] * self.batch, [one[1] for one in self.lengths]))
+        holds = (slot >= pads) & (slot < before)
+        where, shape = self._where(generator, device)
+        caches = []
+        for x in (k, v):
+            x = x.masked_fill(~holds[..., None, None], math.nan)
+            full = torch.full((*shape, *x.shape[2:]), math.nan, device=device)
+            row, offset, used = where['row'], where['offset'], where['used']
+            full[row[used], offset[used]] = x[used]
+            caches.append(full.to(self.wide))
+        lists = {'page_table': where['table']} if self.page_size else {}
+        if self.batch_idx:
+            lists['cache_batch_idx'] = where['table']
+        if self.leftpad:
+            lists['cache_leftpad'] = ints(self.leftpad, device)
+        lists |= self._lengths_argument(device)
+        return dict(zip(('k_cache', 'v_cache'), self._placed(caches)), **lists)
+
+    def _lengths_argument(self, device: torch.device) -> dict:
+        before = [one[1] for one in self.lengths]
+        if self.length_as == 'none':
+            return {}
+        return {'cache_seqlens': before[0] if self.length_as == 'int' else ints(before, device)}
+
+    def _where(self, generator: torch.Generator,
+               device: torch.device) -> tuple[dict[str, Tensor], tuple[int, int]]:
+        """(batch, slots) each: the row or page of a slot, its place in there, and whether it has
+        one; the table; and (rows, slots of a row) of the cache.
+        """
+        slot = torch.arange(self.slots, device=device).expand(self.batch, -1)
+        if not self.page_size:
+            rows = self.batch * (2 if self.batch_idx else 1)
+            order = torch.arange(self.batch, device=device)
+            if self.batch_idx:
+                order = torch.randperm(rows, generator=generator, device=device)[:self.batch]
+            return dict(row=order[:, None].expand_as(slot), offset=slot, table=order.int(),
+                        used=torch.ones_like(slot, dtype=torch.bool)), (rows, self.slots)
+        needed = [-(-end // self.page_size) for _, end in self.filled()]
+        pages = sum(needed) + SPARE_PAGES
+        order = iter(torch.randperm(pages, generator=generator, device=device).tolist())
+        table = [[next(order) if i < count else NOWHERE[i % 2]
+                  for i in range(self.slots // self.page_size)] for count in needed]
+        table = ints(table, device).view(self.batch, self.slots // self.page_size)
+        row = table.long().repeat_interleave(self.page_size, 1)
+        counts = torch.tensor(needed, dtype=torch.long, device=device)[:, None]
+        return dict(row=row, offset=slot % self.page_size, table=table,
+                    used=slot < counts * self.page_size), (pages, self.page_size)
+
+    def _placed(self, caches: list[Tensor]) -> list[Tensor]:
+        """The caches in their layout; what lies between is NaN."""
+        k, v = caches
+        if self.layout == 'rows_of_both':
+            both = torch.cat([as_bits(k), as_bits(v)], -1).view(self.wide)
+            return [both[..., :self.head_dim], both[..., self.head_dim:]]
+        if self.layout == 'heads_first':
+            return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in caches]
+        if self.layout == 'padded':
+            wider = (torch.full((*x.shape[:2], x.size(2) + 1, x.size(3) + 16), math.nan,
+                                device=x.device).to(self.wide) for x in caches)
+            views = [y[:, :, :x.size(2), :x.size(3)] for x, y in zip(caches, wider)]
+            for x, view in zip(caches, views):
+                as_bits(view).copy_(as_bits(x))
+            return views
+        return caches
+
+    def _new(self, k: Tensor, v: Tensor) -> dict:
+        """The tokens to append: what the slots behind each sequence will hold."""
+        if not self.new:
+            return {}
+        rows = [(slice(one[1], one[1] + more)) for one, more in zip(self.lengths, self.new)]
+        new = [torch.cat([x[b, rows[b]] for b in range(self.batch)]).to(self.wide) for x in (k, v)]
+        if self.new_packed:
+            return dict(zip('kv', new), cu_seqlens_k_new=starts(self.new, k.device))
+        assert len(set(self.new)) == 1
+        return dict(zip('kv', (x.unflatten(0, (self.batch, self.new[0])) for x in new)))
+
+    def _rotary(self, generator: torch.Generator) -> dict:
+        """Tables with angles at random."""
+        if not self.rotary_dim:
+            return {}
+        device = generator.device
+        longest = max([*self.queries, *self.new])
+        positions = max([self.slots, *(x + longest for x in self.positions())])
+        angle = 2 * math.pi * torch.rand(positions, self.rotary_dim // 2, generator=generator,
+                                         device=device)
+        given = {'rotary_cos': angle.cos().to(self.wide), 'rotary_sin': angle.sin().to(self.wide),
+                 'rotary_interleaved': self.interleaved}
+        if self.own_positions:
+            given['rotary_seqlens'] = ints(self.positions(), device)
+        return given
+
+    def _options(self, device: str | torch.device) -> dict:
+        given = {'softmax_scale': self.softmax_scale, 'causal': self.causal,
+                 'window_size': self.window, 'attention_chunk': self.chunk,
+                 'softcap': self.softcap, 'num_splits': self.num_splits,
+                 'pack_gqa': self.pack_gqa, 'sm_margin': self.sm_margin,
+                 'return_softmax_lse': self.lse}
+        return given | ({'split_size': self.split_size} if self.split_size else {})
+
+    def _metadata(self, given: dict) -> Tensor:
+        heads_q, heads_k = self.heads
+        lists = {name: given[name] for name in ('cu_seqlens_q', 'cu_seqlens_k_new') if name in given}
+        return flash_attn3.get_scheduler_metadata(
+            self.batch, max(self.queries), self.slots, heads_q, heads_k, self.head_dim,
+            ints([one[1] for one in self.lengths], given['q'].device), self.wide, self.columns_v,
+            cache_leftpad=given.get('cache_leftpad'), page_size=self.page_size or None,
+            max_seqlen_k_new=max(self.new, default=0), causal=self.causal, window_size=self.window,
+            attention_chunk=self.chunk, has_softcap=self.softcap > 0, num_splits=self.num_splits,
+            pack_gqa=self.pack_gqa, sm_margin=self.sm_margin, **lists)
+
+
+def call(case: CacheCase, arguments: dict, **changes) -> Returned:
+    """Runs it; changes: to the arguments."""
+    result = flash_attn_with_kvcache(**arguments | changes)
+    if not case.lse:
+        assert isinstance(result, Tensor)
+        return Returned(result, None)
+    out, lse, *others = result
+    assert len(others) == 2 and all(x.numel() == 0 for x in others)
+    return Returned(out, lse)
+
+
+def copied(arguments: dict) -> dict:
+    """With caches of their own: a call may write into them."""
+    own = {}
+    for name in ('k_cache', 'v_cache'):
+        x = arguments[name]
+        own[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        as_bits(own[name]).copy_(as_bits(x))
+    return arguments | own
+
+
+def mixed(count: int, most: int, queries: int = 1) -> tuple[tuple[int, int], ...]:
+    """Sequences of up to `most` slots, one of them empty, in no order."""
+    steps = itertools.cycle((most, 0, 1, most // 3, most // 2 + 1, 65, most - 1))
+    return tuple((queries, min(most, next(steps))) for _ in range(count))

@@ -1,0 +1,246 @@
+"""What a CacheCase has to give, independent of the package's own way through a cache.
+
+The keys of each sequence are gathered by the page table or the row of the cache into packed
+tensors; there `reference.attend_packed` in float64 is what is meant, and in plain PyTorch of the
+input dtype the measure of the bar (tests/compare.py; for e4m3 tests/fp8_data.py). The rotation is
+spelled out here in float64.
+
+What is in the cache after a call is checked first, to the bit where nothing was rotated; attention
+is then held to what its rows hold. A rotated query is rounded once: where float64 is within 2^-18
+of the middle of two neighbours either is right, and the LSE may differ by the score of the other.
+"""
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import reference, reference_fp8
+from flash_attn3.reference import Inputs, Lengths, Outputs
+from flash_attn3.reference_fp8 import Scales
+
+from tests import compare, fp8_data
+from tests.cache_cases import E4M3, CacheCase, Returned, as_bits, call, copied
+from tests.general_cases import starts
+
+TIE = 2.0 ** -18
+
+
+class Rotated(NamedTuple):
+    values: Tensor     # rounded
+    exact: Tensor      # float64
+    ties: Tensor       # how far the other neighbour is, 0 where there is no other
+
+
+class Expected(NamedTuple):
+    inputs: Inputs     # packed, of the input dtype
+    lengths: Lengths
+    ref: Outputs
+    pt: Outputs | None
+    lse_floor: Tensor  # (heads, rows)
+
+
+# ------------------------------------------------------------------------------- where things are
+def places(case: CacheCase, arguments: dict) -> list[tuple[Tensor, Tensor]]:
+    """Of the slots of each sequence from 0 to its end: the row or page, and the place in it."""
+    found = []
+    for b, (_, end) in enumerate(case.filled()):
+        slot = torch.arange(end, device=arguments['q'].device)
+        if case.page_size:
+            row = arguments['page_table'][b].long()[slot // case.page_size]
+            found.append((row, slot % case.page_size))
+            continue
+        rows = arguments['cache_batch_idx'].tolist() if case.batch_idx else range(case.batch)
+        found.append((torch.full_like(slot, rows[b]), slot))
+    return found
+
+
+def gathered(x: Tensor, found: list[tuple[Tensor, Tensor]], firsts: list[int]) -> Tensor:
+    """The rows of all sequences, from these slots on, behind one another."""
+    parts = [as_bits(x)[row[first:], place[first:]] for (row, place), first in zip(found, firsts)]
+    if not parts:
+        return x.new_zeros(0, *x.shape[2:])
+    return torch.cat(parts).contiguous().view(x.dtype)
+
+
+# -------------------------------------------------------------------------------------- rotation
+def rotate(case: CacheCase, arguments: dict, x: Tensor, positions: Tensor) -> Rotated:
+    """x: (rows, heads, head_dim)."""
+    dim, exact = case.rotary_dim, x.double().clone()
+    if not dim:
+        return Rotated(x, exact, torch.zeros_like(exact))
+    cos, sin = (arguments[name].double()[positions][:, None] for name in (
+        'rotary_cos', 'rotary_sin'))
+    first, second = ((slice(0, dim, 2), slice(1, dim, 2)) if case.interleaved
+                     else (slice(0, dim // 2), slice(dim // 2, dim)))
+    a, b = exact[..., first].clone(), exact[..., second].clone()
+    exact[..., first] = a * cos - b * sin
+    exact[..., second] = a * sin + b * cos
+    size = torch.zeros_like(exact)     # of the products, whose rounding in float32 may decide
+    size[..., first] = (a * cos).abs() + (b * sin).abs()
+    size[..., second] = (a * sin).abs() + (b * cos).abs()
+    low, high = ((exact + sign * TIE * size).to(x.dtype).double() for sign in (-1, 1))
+    return Rotated(exact.to(x.dtype), exact, high - low)
+
+
+def query_positions(case: CacheCase, device: torch.device) -> Tensor:
+    per_query = case.causal or case.window != (-1, -1)
+    rows = [first + i * per_query for first, count in zip(case.positions(), case.queries)
+            for i in range(count)]
+    return torch.tensor(rows, dtype=torch.long, device=device)
+
+
+def new_positions(case: CacheCase, device: torch.device) -> Tensor:
+    rows = [first + i for first, count in zip(case.positions(), case.new) for i in range(count)]
+    return torch.tensor(rows, dtype=torch.long, device=device)
+
+
+# ------------------------------------------------------------------------------------- the cache
+def check_cache(case: CacheCase, before: dict, after: dict) -> None:
+    """New rows are where they belong, and nothing else has changed."""
+    found = places(case, before)
+    old = [one[1] for one in case.lengths]
+    for name, column in (('k_cache', 'k'), ('v_cache', 'v')):
+        wanted = as_bits(before[name]).clone().contiguous()
+        got = as_bits(after[name])
+        if case.new:
+            new = before[column].flatten(0, 1) if not case.new_packed else before[column]
+            row, place = (torch.cat([one[i][first:] for one, first in zip(found, old)])
+                          for i in (0, 1))
+            written = got[row, place].contiguous().view(case.wide)
+            if column == 'k' and case.rotary_dim:
+                check_rotated(written, rotate(case, before, new, new_positions(case, new.device)))
+                wanted[row, place] = as_bits(written)
+            else:
+                wanted[row, place] = as_bits(new.contiguous())
+        bad = (wanted != got).flatten(2).any(-1)
+        assert not bad.any(), (f'{name}: {bad.sum()} rows differ, first at '
+                               f'{bad.nonzero()[0].tolist()}')
+
+
+def check_rotated(got: Tensor, rotated: Rotated, name: str = 'k of the cache') -> None:
+    """Rounded once, from what float32 may give."""
+    low, high = (rotated.values.double() - rotated.ties, rotated.values.double() + rotated.ties)
+    bad = (got.double() < low) | (got.double() > high) | got.isnan()
+    assert not bad.any(), f'{name}: {bad.sum()} of {bad.numel()} elements are rotated otherwise'
+
+
+# ------------------------------------------------------------------------------------- attention
+def expected(case: CacheCase, arguments: dict) -> Expected:
+    """arguments: with the caches as the call has left them."""
+    q = arguments['q'] if case.is_packed else arguments['q'].flatten(0, 1)
+    device, filled = q.device, case.filled()
+    firsts = [min(first, end) for first, end in filled]
+    found = places(case, arguments)
+    k, v = (gathered(arguments[name], found, firsts) for name in ('k_cache', 'v_cache'))
+    lengths = Lengths(starts(case.queries, device),
+                      starts([end - first for first, (_, end) in zip(firsts, filled)], device))
+    rotated = rotate(case, arguments, q, query_positions(case, device))
+    inputs = Inputs(rotated.values, k, v, arguments.get('s_aux'))
+    floor = torch.zeros(q.size(1), q.size(0), dtype=torch.float64, device=device)
+    if case.wide == E4M3:
+        scales = scales_of(arguments)
+        ref = reference_fp8.attend(inputs, scales, case.score, lengths, with_row_max=True)
+        return Expected(inputs, lengths, ref, None, floor)
+    if rotated.ties.any():
+        floor = _tie_floor(case, rotated.ties, k, lengths)
+    ref = reference.attend_packed(inputs.to(torch.float64), case.score, lengths, with_row_max=True)
+    return Expected(inputs, lengths, ref, reference.attend_packed(inputs, case.score, lengths),
+                    floor)
+
+
+def scales_of(arguments: dict) -> Scales:
+    return Scales(*(arguments.get(f'{name}_descale') for name in 'qkv'))
+
+
+def _tie_floor(case: CacheCase, ties: Tensor, k: Tensor, lengths: Lengths) -> Tensor:
+    """The most that the other neighbour of a query's element moves a score."""
+    group = case.heads[0] // case.heads[1]
+    floor = torch.zeros(ties.size(1), ties.size(0), dtype=torch.float64, device=ties.device)
+    for rows, keys in lengths.slices():
+        if keys.start < keys.stop:
+            largest = k[keys].double().abs().amax(0).repeat_interleave(group, 0)
+            floor[:, rows] = case.score.scale * torch.einsum('qhd,hd->hq', ties[rows], largest)
+    return floor
+
+
+def packed(case: CacheCase, got: Returned) -> Returned:
+    """Without a batch."""
+    if case.is_packed:
+        return got
+    lse = None if got.lse is None else got.lse.transpose(0, 1).flatten(1)
+    return Returned(got.out.flatten(0, 1), lse)
+
+
+def check_shapes(case: CacheCase, arguments: dict, got: Returned) -> None:
+    q = arguments['q']
+    assert got.out.shape == (*q.shape[:-1], case.columns_v) and got.out.dtype == case.out_dtype
+    if case.out:
+        assert got.out.data_ptr() == arguments['out'].data_ptr(), 'out: another tensor was returned'
+    if got.lse is not None:
+        assert got.lse.shape == (*q.shape[:-3], q.size(-2), q.size(-3))
+        assert got.lse.dtype == torch.float32
+
+
+def check_result(case: CacheCase, arguments: dict, got: Returned,
+                 want: Expected | None = None) -> None:
+    """Holds out and LSE to the bar. arguments: with the caches as the call has left them."""
+    check_shapes(case, arguments, got)
+    want = want or expected(case, arguments)
+    own, (ref, pt) = packed(case, got), (want.ref, want.pt)
+    if case.wide == E4M3:
+        same = want.inputs, scales_of(arguments), case.score, want.lengths
+        fp8_data.check_fp8(own.out, *same)
+        if own.lse is not None:
+            fp8_data.check_fp8_lse(own.lse, *same)
+    else:
+        compare.check_close(own.out, ref.out, pt.out, 'out')
+        if own.lse is not None:
+            toward = (ref.lse - own.lse).clamp(-want.lse_floor, want.lse_floor)
+            compare.check_lse(own.lse.double() + toward.nan_to_num(nan=0.0), ref.lse)
+    blind = (ref.row_max == -math.inf).T
+    assert (own.out[blind] == 0).all(), 'out of rows that see no key'
+
+
+def run(case: CacheCase, arguments: dict, **changes) -> tuple[Returned, dict]:
+    """A call on caches of its own, and its arguments as it has left them."""
+    own = copied(arguments)
+    if case.out:
+        own['out'] = torch.full_like(arguments['out'], math.nan)
+    return call(case, own, **changes), own
+
+
+def check(case: CacheCase, device: str | torch.device) -> tuple[Returned, dict]:
+    """Runs it and holds the cache and all results to what they have to be."""
+    arguments = case.arguments(device)
+    got, after = run(case, arguments)
+    check_cache(case, arguments, after)
+    check_result(case, after, got)
+    return got, arguments
+
+
+def check_case(case: CacheCase, device: str | torch.device) -> None:
+    """The same; an error says how to repeat it."""
+    try:
+        check(case, device)
+    except Exception as error:
+        raise AssertionError(f'{case}: {error}') from error
+
+
+def check_same(got: Returned, wanted: Returned) -> None:
+    """Bit for bit."""
+    for name, one, other in zip(Returned._fields, got, wanted):
+        assert (one is None) == (other is None), name
+        if one is not None:
+            compare.check_equal(one, other, name)
+
+
+def one_of(case: CacheCase, got: Returned, b: int) -> Returned:
+    """The results of one sequence."""
+    if not case.is_packed:
+        return Returned(got.out[b], None if got.lse is None else got.lse[b])
+    first, end = ([0, *itertools.accumulate(case.queries)][i] for i in (b, b + 1))
+    return Returned(got.out[first:end], None if got.lse is None else got.lse[:, first:end])

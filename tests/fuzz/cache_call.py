@@ -1,0 +1,120 @@
+"""A call of flash_attn_with_kvcache: the case as drawn, checked by tests/cache_oracle.py."""
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from tests import cache_oracle
+from tests.cache_cases import LAYOUTS, CacheCase
+from tests.general_cases import SINKS
+
+# Slots, at the borders of pages and K tiles half of the time.
+EDGES = (0, 1, 2, 16, 63, 64, 65, 80, 127, 128, 129, 176, 192, 256, 257)
+PAGE_SIZES = (0, 0, 0, 1, 4, 7, 16, 16, 48, 64, 64, 128, 256, 272)
+HEADS = ((4, 4), (4, 2), (6, 2), (6, 6), (8, 1), (7, 1), (16, 1), (14, 2))
+HEAD_DIMS = ((64, 64), (128, 128), (128, 128), (256, 256), (192, 128), (96, 96), (192, 192),
+             (40, 40), (72, 72), (64, 128), (128, 64))
+FP8_HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (48, 48))
+# Keys of the first sequence: with few, plain PyTorch's errors may all be small by luck.
+LEAST_KEYS, MOST_KEYS = 64, 900
+
+
+@dataclass(frozen=True)
+class CacheCall:
+    case: CacheCase
+
+    function = 'cache'
+
+    def check(self, device: str | torch.device) -> None:
+        """The cache after the call, out and LSE; twice, with the same bits."""
+        got, arguments = cache_oracle.check(self.case, device)
+        cache_oracle.check_same(cache_oracle.run(self.case, arguments)[0], got)
+
+
+def slots_of(pick: random.Random) -> int:
+    if pick.random() < 0.5:
+        return pick.choice(EDGES)
+    return pick.randint(1, MOST_KEYS if pick.random() < 0.3 else 260)
+
+
+def queries_of(pick: random.Random, is_packed: bool, batch: int) -> list[int]:
+    """A step of decoding half of the time."""
+    def one() -> int:
+        return pick.choice((1, 1, 1, 2, 5, pick.randint(1, 130)))
+
+    if not is_packed:
+        return [one()] * batch
+    return [one(), *(pick.choice((0, one(), one())) for _ in range(batch - 1))]
+
+
+def append_of(pick: random.Random, queries: list[int], is_packed: bool, wide: bool) -> dict:
+    if pick.random() < 0.5:
+        return {}
+    new = queries if pick.random() < 0.6 else [pick.choice((1, 2, 17, 64))] * len(queries)
+    new_packed = len(set(new)) > 1 or (is_packed and pick.random() < 0.7)
+    given = {'new': tuple(new), 'new_packed': new_packed}
+    if not wide or pick.random() < 0.4:
+        return given
+    return given | {'rotary': pick.choice((0.25, 0.5, 1.0)), 'interleaved': pick.random() < 0.5,
+                    'own_positions': pick.random() < 0.2}
+
+
+def mask_of(pick: random.Random) -> dict:
+    sides = -1, 0, pick.randint(1, 20), pick.randint(20, 300)
+    window = (pick.choice(sides), pick.choice(sides)) if pick.random() < 0.3 else (-1, -1)
+    chunk = pick.choice((1, 7, 64, pick.randint(2, 300))) if pick.random() < 0.15 else 0
+    return {'causal': pick.random() < 0.6, 'window': window, 'chunk': chunk}
+
+
+def score_of(pick: random.Random) -> dict:
+    return {'softcap': pick.choice((0.0, 0.0, 0.0, 0.0, 1.0, 15.0, 50.0)),
+            'sinks': pick.choice(tuple(SINKS)) if pick.random() < 0.25 else '',
+            'softmax_scale': pick.choice((None, None, 0.02, 0.3))}
+
+
+def execution_of(pick: random.Random) -> dict:
+    """How the work is split; parts of a fixed size exclude a number of them."""
+    splits = {'num_splits': pick.choice((0, 0, 1, 2, 3, pick.randint(4, 40), 256))}
+    if pick.random() < 0.25:
+        splits = {'split_size': pick.choice((1, 64, 128, 200, 512))}
+    return {**splits, 'pack_gqa': pick.choice((None, None, True, False)),
+            'sm_margin': pick.choice((0, 0, 0, 1, 100)), 'metadata': pick.random() < 0.2,
+            'out': pick.random() < 0.2, 'lse': pick.random() < 0.8,
+            'data': pick.choice(('normal', 'normal', 'onehot')),
+            'logit_std': pick.choice((1.0, 1.0, 4.0))}
+
+
+def drawn(pick: random.Random) -> CacheCall:
+    dtype = pick.choice(('bf16', 'bf16', 'fp16', 'e4m3'))
+    wide = dtype != 'e4m3'
+    head_dim, head_dim_v = pick.choice(HEAD_DIMS if wide else FP8_HEAD_DIMS)
+    heads = pick.choice(HEADS)
+    is_packed, batch = pick.random() < 0.4, pick.choice((1, 2, 3, 5, 9))
+    queries = queries_of(pick, is_packed, batch)
+    own = append_of(pick, queries, is_packed, wide)
+    mask = mask_of(pick)
+    if mask['chunk'] and not mask['causal'] and mask['window'] == (-1, -1):
+        own.pop('rotary', None)
+    new = own.get('new', (0,) * batch)
+    used = [max(LEAST_KEYS, slots_of(pick)), *(slots_of(pick) for _ in range(batch - 1))]
+    if pick.random() < 0.1:
+        own |= {'length_as': pick.choice(('int', 'int', 'none') if not own else ('int',))}
+        used = [used[0]] * batch
+    if pick.random() < 0.2:
+        own['leftpad'] = tuple(pick.choice((0, pick.randint(0, n), pick.randint(0, min(n, 9))))
+                               for n in used)
+    page_size = pick.choice(PAGE_SIZES)
+    most = max(sum(pair) for pair in zip(used, new))
+    exact = own.get('length_as') == 'none'
+    capacity = most if exact else most + pick.choice((0, 0, 1, 100))
+    if exact and page_size and most % page_size:
+        page_size = 0
+    case = CacheCase(
+        tuple(zip(queries, used)), capacity, page_size, head_dim, head_dim_v, dtype, heads,
+        is_packed, batch_idx=not page_size and pick.random() < 0.3,
+        layout=pick.choice(LAYOUTS) if pick.random() < 0.4 else '',
+        descales=pick.random() < 0.7, float16_out=not wide and pick.random() < 0.3,
+        **own, **mask, **score_of(pick), **execution_of(pick))
+    return CacheCall(case)

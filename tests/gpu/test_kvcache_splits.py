@@ -1,0 +1,247 @@
+"""Splits along the keys, combined: any number of them, and parts of a fixed size, by which the bits
+of a sequence depend on nothing but itself.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from flash_attn3 import flash_attn_with_kvcache
+
+from tests import compare
+from tests.cache_cases import CacheCase, Returned, call, copied, ints, mixed
+from tests.cache_oracle import (check, check_case, check_result, check_same, expected, one_of, run)
+
+MOST_SPLITS = 256
+DECODE = CacheCase(mixed(5, 1500), heads=(8, 2))
+PREFILL = CacheCase(((1, 900), (130, 400), (1, 3), (40, 64), (0, 70)), heads=(4, 2), is_packed=True,
+                    causal=True)
+SHAPES = {'decode': DECODE, 'paged': dataclasses.replace(DECODE, page_size=16),
+          'prefill': PREFILL, 'fp8': dataclasses.replace(DECODE, dtype='e4m3', page_size=64),
+          'append': dataclasses.replace(DECODE, page_size=7, new=(1,) * 5, rotary=1.0)}
+every_shape = pytest.mark.parametrize('case', SHAPES.values(), ids=SHAPES)
+KINDS = [('bf16', 64, 64), ('fp16', 128, 128), ('bf16', 192, 128), ('bf16', 256, 256),
+         ('e4m3', 128, 128)]
+every_kind = pytest.mark.parametrize('numbers', KINDS, ids=lambda x: f'{x[0]}-{x[1]}x{x[2]}')
+
+
+def of(case: CacheCase, numbers: tuple[str, int, int], **changes) -> CacheCase:
+    dtype, head_dim, head_dim_v = numbers
+    return dataclasses.replace(case, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v,
+                               **changes)
+
+
+# ----------------------------------------------------------------------------------------- counts
+@every_shape
+def test_each_number_of_splits(case, device):
+    """1 to the most, so also more of them than there are K tiles: a part without keys writes no
+    NaN and counts for nothing. All end, and none is further from float64 than one part may be.
+    """
+    case = dataclasses.replace(case, num_splits=1)
+    arguments = case.arguments(device)
+    one, after = run(case, arguments)
+    want = expected(case, after)
+    check_result(case, after, one, want)
+    numbers = range(2, MOST_SPLITS + 1) if device.type == 'cuda' else (2, 7, MOST_SPLITS)
+    for number in numbers:
+        got, _ = run(case, arguments, num_splits=number)
+        try:
+            check_result(case, after, got, want)
+        except AssertionError as error:
+            raise AssertionError(f'num_splits={number}: {error}') from error
+
+
+@pytest.mark.smoke
+@every_kind
+@pytest.mark.parametrize('page_size', [0, 1, 64])
+@pytest.mark.parametrize('num_splits', [0, 2, 3, 17, 64])
+def test_splits_of_every_head_dim(num_splits, page_size, numbers, device):
+    check_case(of(DECODE, numbers, page_size=page_size, num_splits=num_splits), device)
+    check_case(of(PREFILL, numbers, page_size=page_size, num_splits=num_splits), device)
+
+
+@pytest.mark.smoke
+@every_shape
+def test_the_same_bits_on_every_call(case, device):
+    """Parts are combined in the order of the keys, whichever is ready first."""
+    for num_splits in (0, 3, 40):
+        one = dataclasses.replace(case, num_splits=num_splits)
+        arguments = one.arguments(device)
+        wanted, _ = run(one, arguments)
+        for _ in range(10):
+            check_same(run(one, arguments)[0], wanted)
+
+
+@pytest.mark.parametrize('keys', [1, 63, 64, 65, 127, 128, 129, 176, 1024, 16384])
+@pytest.mark.parametrize('num_splits', [0, 2, 132])
+def test_one_sequence(num_splits, keys, device):
+    """Lengths at the borders of K tiles and of parts; all multiprocessors on one sequence."""
+    check_case(CacheCase(((1, keys),), heads=(8, 1), num_splits=num_splits), device)
+
+
+@pytest.mark.parametrize('margin', [1, 100])
+def test_splits_beside_other_kernels(margin, device):
+    check_case(dataclasses.replace(DECODE, sm_margin=margin), device)
+
+
+@pytest.mark.parametrize('num_splits', [0, 5])
+@pytest.mark.parametrize('lse', [False, True])
+def test_splits_with_a_given_output_and_odd_rows(lse, num_splits, device):
+    """Partial results have strides of their own; those of the output are the caller's."""
+    case = dataclasses.replace(DECODE, heads=(14, 2), num_splits=num_splits, lse=lse)
+    arguments = case.arguments(device)
+    wanted, _ = run(case, arguments)
+    wide = torch.full((case.batch, 1, 14, 160), torch.nan, dtype=torch.bfloat16, device=device)
+    arguments['out'] = wide[..., 8:136]
+    got = call(case, arguments)
+    compare.check_equal(got.out, wanted.out, 'out')
+    assert wide[..., :8].isnan().all() and wide[..., 136:].isnan().all()
+
+
+# ------------------------------------------------------------------------------------------ metadata
+def test_metadata_serve_many_steps(device):
+    """Made once, used by calls of other lengths: they hold nothing that depends on lengths."""
+    case = dataclasses.replace(DECODE, metadata=True, capacity=2000, page_size=16)
+    arguments = case.arguments(device)
+    for used in ((1, 5, 0, 200, 64), (2000, 1999, 3, 1024, 0)):
+        longer = dataclasses.replace(case, lengths=tuple((1, n) for n in used))
+        own = dataclasses.replace(longer, metadata=False).arguments(device)
+        wanted = call(longer, own)
+        check_same(call(longer, own | {'scheduler_metadata': arguments['scheduler_metadata']}),
+                   wanted)
+
+
+# ------------------------------------------------------------------------------------- fixed parts
+SPLIT_SIZES = (64, 256, 300, 1024)
+
+
+@pytest.mark.smoke
+@every_shape
+@pytest.mark.parametrize('split_size', SPLIT_SIZES)
+def test_split_sizes(split_size, case, device):
+    """A size that is no multiple of the K tile is rounded up."""
+    check_case(dataclasses.replace(case, split_size=split_size), device)
+
+
+def alone(case: CacheCase, arguments: dict, b: int) -> tuple[CacheCase, dict]:
+    """A case with sequence b of another one alone, on the same cache."""
+    own = dict(arguments, q=arguments['q'][b:b + 1])
+    for name in ('cache_seqlens', 'page_table', 'cache_leftpad', 'q_descale', 'k_descale',
+                 'v_descale'):
+        if name in own:
+            own[name] = own[name][b:b + 1]
+    if not case.page_size:
+        own['cache_batch_idx'] = ints([b], arguments['q'].device)
+    return dataclasses.replace(case, lengths=case.lengths[b:b + 1], leftpad=()), own
+
+
+@pytest.mark.smoke
+@every_kind
+@pytest.mark.parametrize('split_size', [128, 512])
+@pytest.mark.parametrize('page_size', [0, 16])
+def test_a_sequence_has_the_same_bits_in_every_batch(page_size, split_size, numbers, device):
+    """Alone as among 64: with a fixed size of the parts the batch does not decide where a sequence
+    is split.
+    """
+    case = of(CacheCase(mixed(64, 900), heads=(8, 2), split_size=split_size), numbers,
+              page_size=page_size)
+    arguments = case.arguments(device)
+    together = call(case, arguments)
+    for b in (0, 1, 2, 3, 31, 63):
+        own_case, own = alone(case, arguments, b)
+        check_same(one_of(own_case, call(own_case, own), 0), one_of(case, together, b))
+
+
+@pytest.mark.smoke
+@every_kind
+def test_pages_change_no_bit(numbers, device):
+    """Nor does the layout: with a fixed size of the parts."""
+    results = []
+    for page_size in (0, 1, 4, 7, 16, 48, 64, 128, 256, 272):
+        case = of(CacheCase(((1, 900), (1, 272), (1, 0)), 7 * 272 * 16, split_size=256), numbers)
+        arguments = case.arguments(device)
+        if page_size:
+            arguments |= as_pages(arguments, page_size)
+        results.append(call(case, arguments))
+    for got in results[1:]:
+        check_same(got, results[0])
+
+
+def as_pages(arguments: dict, page_size: int) -> dict:
+    """A dense cache as pages, in reverse order."""
+    batch, slots = arguments['k_cache'].shape[:2]
+    count = slots // page_size
+    caches = {}
+    for name in ('k_cache', 'v_cache'):
+        x = arguments[name][:, :count * page_size].unflatten(1, (count, page_size))
+        caches[name] = x.flatten(0, 1).view(torch.uint8).flip(0).contiguous().view(x.dtype)
+    table = torch.arange(batch * count, device=arguments['q'].device).flip(0)
+    return caches | {'page_table': table.view(batch, count).int()}
+
+
+@pytest.mark.smoke
+@every_kind
+@pytest.mark.parametrize('split_size', [128, 512])
+def test_a_length_changes_its_own_sequence_only(split_size, numbers, device):
+    """Every other output keeps its bits while one sequence grows and shrinks."""
+    case = of(CacheCase(((1, 700),) * 6, 1200, heads=(4, 2), split_size=split_size), numbers)
+    arguments = case.arguments(device)
+    for name in ('k_cache', 'v_cache'):    # all slots hold something
+        x = arguments[name].float().nan_to_num(nan=0.5)
+        arguments[name] = x.to(case.wide)
+    wanted = call(case, arguments)
+    for length in (0, 1, 64, 699, 701, 1200):
+        lengths = ints([700, 700, length, 700, 700, 700], device)
+        got = call(case, arguments | {'cache_seqlens': lengths})
+        for b in (0, 1, 3, 4, 5):
+            check_same(one_of(case, got, b), one_of(case, wanted, b))
+
+
+def test_an_append_has_the_bits_of_a_longer_cache(device):
+    """With parts of a fixed size a step of decoding is what a later call on the same keys gives."""
+    case = CacheCase(((1, 500), (1, 63), (1, 0)), page_size=16, new=(1,) * 3, split_size=128)
+    arguments = case.arguments(device)
+    got, after = run(case, arguments)
+    later = {name: x for name, x in after.items() if name not in 'kv'}
+    later['cache_seqlens'] = arguments['cache_seqlens'] + 1
+    plain = dataclasses.replace(case, new=())
+    check_same(call(plain, later), got)
+
+
+# ----------------------------------------------------------------------------------------- bad input
+@pytest.mark.parametrize('options', [
+    {'num_splits': -1}, {'num_splits': MOST_SPLITS + 1}, {'split_size': -1},
+    {'num_splits': 2, 'split_size': 128}], ids=str)
+def test_splits_that_are_refused(options, device):
+    arguments = CacheCase(((1, 30),)).arguments(device)
+    before = copied(arguments)
+    with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected (num_splits|split_size)'):
+        flash_attn_with_kvcache(**arguments | options)
+    assert before['k_cache'].shape == arguments['k_cache'].shape
+
+
+@pytest.mark.parametrize('value', [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize('num_splits', [0, 1, 9])
+def test_a_bad_key_spoils_its_sequence_only(num_splits, value, device):
+    """NaN in a valid slot reaches the rows that see it, whichever part has it."""
+    case = CacheCase(((1, 900),) * 4, heads=(4, 2), num_splits=num_splits)
+    arguments = case.arguments(device)
+    wanted: Returned = call(case, arguments)
+    arguments['k_cache'][2, 500, 1, 3] = value
+    arguments['q'][2, 0, 2:, 3] = arguments['q'][2, 0, 2:, 3].abs() + 0.5
+    got = call(case, arguments)
+    assert got.out[2, 0, 2:].isnan().all() and got.out[2, 0, :2].isfinite().all()
+    for b in (0, 1, 3):
+        check_same(one_of(case, got, b), one_of(case, wanted, b))
+
+
+def test_the_oracle_notices_a_lost_part(device):
+    """The bar itself: a result without one of 12 K tiles is not accepted."""
+    case = CacheCase(((1, 1536),), heads=(8, 2))
+    got, arguments = check(case, device)
+    short = call(case, arguments | {'cache_seqlens': ints([1536 - 128], device)})
+    with pytest.raises(AssertionError):
+        check_result(case, arguments, short)
+    assert got.out.isfinite().all()
