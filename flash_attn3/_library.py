@@ -73,8 +73,6 @@ _SCHEMAS = (
     f'fwd_fp8_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {schema("scales", "promote")}, '
     f'{_GENERAL}, {_EXECUTION}) -> (Tensor, Tensor)',
     # Returns the rotated q, empty without q or rotary.
-    'append_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? q, '
-    f'{schema("cache")}, {schema("rotary")}, Tensor? cu_seqlens_q=None) -> Tensor',
     'combine(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor',
     f'fwd_quantized(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, {_GRADIENTS}, '
     f'{schema("quantization", "promote")}) -> (Tensor, Tensor, Tensor)',
