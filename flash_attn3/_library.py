@@ -72,7 +72,6 @@ _SCHEMAS = (
     '-> (Tensor, Tensor, Tensor)',
     f'fwd_fp8_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {schema("scales", "promote")}, '
     f'{_GENERAL}, {_EXECUTION}) -> (Tensor, Tensor)',
-    # Returns the rotated q, empty without q or rotary.
     'combine(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor',
     f'fwd_quantized(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, {_GRADIENTS}, '
     f'{schema("quantization", "promote")}) -> (Tensor, Tensor, Tensor)',
