@@ -61,8 +61,8 @@ def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
     return out.masked_fill(is_empty, 0).transpose(1, 2).contiguous()
 
 
-def warn_once(device: torch.device, op: str = 'flash_attn_func') -> None:
-    """Says once for a device that the kernels do not serve it."""
+def warn_once(device: torch.device, op: str = 'flash_attn_func', depth: int = 5) -> None:
+    """Says once for a device that the kernels do not serve it. depth: of calls up to the user's."""
     if torch.compiler.is_compiling() or device in _warned_devices:
         return
     _warned_devices.add(device)
@@ -71,7 +71,7 @@ def warn_once(device: torch.device, op: str = 'flash_attn_func') -> None:
         checks.error(op, 'a Hopper GPU and its kernels', f'{device} ({name})',
                      _library.KERNELS_MISSING or 'the kernels are for compute capability 9.0')
         + '; torch.nn.functional.scaled_dot_product_attention is used instead, and plain PyTorch '
-        'for what it lacks', stacklevel=5)
+        'for what it lacks', stacklevel=depth)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Tensor:

@@ -139,7 +139,7 @@ def _functions_for(q: Tensor) -> tuple:
     """(append, attend, attend into out) where the eager ops are not known to serve a device."""
     if not q.is_cuda or _library.kernels_serve(q.device):
         return _TRACED if is_compiling() else _EAGER
-    fallback.warn_once(q.device, _OP)
+    fallback.warn_once(q.device, _OP, depth=4)
     return _PLAIN
 
 

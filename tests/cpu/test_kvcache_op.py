@@ -194,8 +194,9 @@ def test_devices_without_kernels(name, monkeypatch):
     monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
     monkeypatch.setattr(fallback, '_warned_devices', set())
     given, same = PROBLEMS[name].build().arguments, PROBLEMS[name].build().arguments
-    with pytest.warns(UserWarning, match='flash_attn3.flash_attn_with_kvcache: expected a Hopper'):
+    with pytest.warns(UserWarning, match='flash_attn_with_kvcache: expected a Hopper') as raised:
         got = flash_attn_with_kvcache(**given)
+    assert raised[0].filename == __file__
     monkeypatch.undo()
     with warnings.catch_warnings():
         warnings.simplefilter('error')
