@@ -48,7 +48,7 @@ def in_turn(calls: Sequence[Callable]) -> Callable:
 
 
 def copies(cell: Cell, device: torch.device, count: int) -> list[Callable]:
-    """Of half of the bytes each: read and written."""
+    """Each reads and writes half of the bytes."""
     half = cell.bytes // 2
     return [functools.partial(torch.empty(half, dtype=torch.uint8, device=device).copy_,
                               torch.zeros(half, dtype=torch.uint8, device=device))
@@ -135,7 +135,7 @@ def host_cells(dtype: str) -> list[Cell]:
 
 
 def measure_host(device: torch.device, dtype: str) -> list[dict]:
-    """Of each call, and of SDPA where it has one. A GPU is fast enough not to fill the queue."""
+    """Host time of each call, and that of SDPA where it has one: the GPU keeps up with these."""
     timer, found = Timer(device), []
     with torch.no_grad():
         for cell in host_cells(dtype):

@@ -79,8 +79,9 @@ def test_the_caches_are_varied():
     features = {'paged': lambda x: x.page_size, 'packed': lambda x: x.is_packed,
                 'new': lambda x: x.new, 'rotary': lambda x: x.rotary, 'pads': lambda x: x.leftpad,
                 'rows': lambda x: x.batch_idx, 'window': lambda x: x.window != (-1, -1),
-                'chunk': lambda x: x.chunk, 'sinks': lambda x: x.sinks, 'layout': lambda x: x.layout,
-                'softcap': lambda x: x.softcap, 'fp8': lambda x: x.dtype == 'e4m3',
+                'chunk': lambda x: x.chunk, 'sinks': lambda x: x.sinks,
+                'layout': lambda x: x.layout, 'softcap': lambda x: x.softcap,
+                'fp8': lambda x: x.dtype == 'e4m3',
                 'splits': lambda x: x.num_splits > 1, 'parts': lambda x: x.split_size,
                 'metadata': lambda x: x.metadata, 'number': lambda x: x.length_as == 'int'}
     apart = {('paged', 'rows'), ('rotary', 'fp8'), ('splits', 'parts')}
