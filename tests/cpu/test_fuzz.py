@@ -109,5 +109,5 @@ def test_an_ignored_argument_of_a_cache_is_found(changes, monkeypatch):
     function = cache_cases.flash_attn_with_kvcache
     monkeypatch.setattr(cache_cases, 'flash_attn_with_kvcache', lambda **given: function(
         **{name: x for name, x in given.items() if name != ignored}))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):    # a cache of more rows is refused
         CacheCall(case).check('cpu')
