@@ -132,7 +132,7 @@ def attend_to_all(step: Step) -> train_gpt.Attention:
 
 def logits_of(model: train_gpt.Gpt, rows: Tensor, positions: Tensor, last: Tensor,
               attention: Callable[[int], train_gpt.Attention]) -> Tensor:
-    """Of the byte after some rows. rows, positions: packed; last: those that are asked for."""
+    """Logits of the byte after each row in `last`. rows, positions: packed."""
     x = (model.bytes(rows) + model.positions(positions))[None]
     for layer, block in enumerate(model.blocks):
         block.attend = attention(layer)

@@ -46,7 +46,7 @@ class Returned(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheCase:
-    lengths: tuple[tuple[int, int], ...]    # of each sequence: queries, slots in use before the call
+    lengths: tuple[tuple[int, int], ...]    # queries, and slots in use before the call
     capacity: int = 0                       # slots of a sequence; 0: as many as the longest needs
     page_size: int = 0                      # 0: a dense cache
     head_dim: int = 128
@@ -132,7 +132,7 @@ class CacheCase:
         return [(pad, one[1] + more) for pad, one, more in zip(pads, self.lengths, new)]
 
     def positions(self) -> list[int]:
-        """Of the first new token of each sequence, for the rotation."""
+        """The position of the first new token of each sequence, for the rotation."""
         return [one[1] + 3 * (i + 1) * self.own_positions for i, one in enumerate(self.lengths)]
 
     # ------------------------------------------------------------------------------------- tensors
@@ -289,7 +289,8 @@ class CacheCase:
 
     def _metadata(self, given: dict) -> Tensor:
         heads_q, heads_k = self.heads
-        lists = {name: given[name] for name in ('cu_seqlens_q', 'cu_seqlens_k_new') if name in given}
+        lists = {name: given[name] for name in ('cu_seqlens_q', 'cu_seqlens_k_new')
+                 if name in given}
         return flash_attn3.get_scheduler_metadata(
             self.batch, max(self.queries), self.slots, heads_q, heads_k, self.head_dim,
             ints([one[1] for one in self.lengths], given['q'].device), self.wide, self.columns_v,

@@ -45,7 +45,7 @@ class Expected(NamedTuple):
 
 # ------------------------------------------------------------------------------- where things are
 def places(case: CacheCase, arguments: dict) -> list[tuple[Tensor, Tensor]]:
-    """Of the slots of each sequence from 0 to its end: the row or page, and the place in it."""
+    """The row or page of the slots of each sequence, from 0 to its end, and the place in it."""
     found = []
     for b, (_, end) in enumerate(case.filled()):
         slot = torch.arange(end, device=arguments['q'].device)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import (ab, ablation, bench_backward, bench_forward, bench_fp8, bench_quantize,
-                        fp8_accuracy, fp8_long, harness, memory, plot_peers, quantize_cells,
-                        search_tiles, shapes, training)
+from benchmarks import (ab, ablation, bench_backward, bench_forward, bench_fp8, bench_kvcache,
+                        bench_quantize, fp8_accuracy, fp8_long, harness, memory, plot_peers,
+                        quantize_cells, search_tiles, shapes, training)
 from build_tools import toolchain
 from flash_attn3 import bench, flash_attn_func
 from flash_attn3.bench import Shape
@@ -76,6 +76,21 @@ def test_quantize(tmp_path, capsys):
     x, = quantize_cells.make_inputs(quantize_cells.Cell(128, 32, tokens=64), CPU, 1 << 20)
     scales = torch.ones(1, 16, 2)
     assert quantize_cells.bytes_of(x, (x.to(torch.float8_e4m3fn), scales)) == 3 * x.numel() + 128
+
+
+def test_kvcache(tmp_path, capsys):
+    """A cell of each kind; SDPA has no pages. And host times."""
+    record, path = run(bench_kvcache.main, tmp_path, *TURNS)
+    assert [cell['cell']['kind'] for cell in record['cells']] == ['dense', 'paged', 'mixed',
+                                                                  'append']
+    for cell in record['cells']:
+        own = harness.measured(cell, bench.OURS)
+        assert own['gb_per_s'] == pytest.approx(cell['bytes'] / own['ms'] / 1e6)
+        assert (harness.measured(cell, 'sdpa') is None) == (cell['cell']['page_size'] > 0)
+    assert record['summary']['to sdpa']['compared'] == 2 and is_plot(path.with_suffix('.png'))
+    assert bench_kvcache.main([*QUICK, '--host', '--out', str(tmp_path)]) == 0
+    host = json.loads((tmp_path / 'kvcache_host_cpu.json').read_text())
+    assert all(one['host_us'] > 0 for cell in host['cells'] for one in cell['results'])
 
 
 # ------------------------------------------------------------------------------------- builds: ab

@@ -79,8 +79,9 @@ def test_the_caches_are_varied():
     features = {'paged': lambda x: x.page_size, 'packed': lambda x: x.is_packed,
                 'new': lambda x: x.new, 'rotary': lambda x: x.rotary, 'pads': lambda x: x.leftpad,
                 'rows': lambda x: x.batch_idx, 'window': lambda x: x.window != (-1, -1),
-                'chunk': lambda x: x.chunk, 'sinks': lambda x: x.sinks, 'layout': lambda x: x.layout,
-                'softcap': lambda x: x.softcap, 'fp8': lambda x: x.dtype == 'e4m3',
+                'chunk': lambda x: x.chunk, 'sinks': lambda x: x.sinks,
+                'layout': lambda x: x.layout, 'softcap': lambda x: x.softcap,
+                'fp8': lambda x: x.dtype == 'e4m3',
                 'splits': lambda x: x.num_splits > 1, 'parts': lambda x: x.split_size,
                 'metadata': lambda x: x.metadata, 'number': lambda x: x.length_as == 'int'}
     apart = {('paged', 'rows'), ('rotary', 'fp8'), ('splits', 'parts')}
@@ -108,5 +109,5 @@ def test_an_ignored_argument_of_a_cache_is_found(changes, monkeypatch):
     function = cache_cases.flash_attn_with_kvcache
     monkeypatch.setattr(cache_cases, 'flash_attn_with_kvcache', lambda **given: function(
         **{name: x for name, x in given.items() if name != ignored}))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, RuntimeError)):    # a cache of more rows is refused
         CacheCall(case).check('cpu')

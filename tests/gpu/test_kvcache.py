@@ -204,7 +204,7 @@ def test_a_sink_enters_once(num_splits, sinks, device):
 
 
 def test_scores_far_below_zero(device):
-    """A finite stand-in for minus infinity would show here: scores of about -1e5 still normalise."""
+    """Scores of about -1e5 still normalise: a finite stand-in for minus infinity would show."""
     case = CacheCase(((1, 300), (1, 64)), softmax_scale=1.0)
     arguments = case.arguments(device)
     arguments['q'].fill_(30.0)
@@ -254,7 +254,8 @@ def test_a_number_for_the_length_of_an_append(page_size, device):
 
 @pytest.mark.parametrize('pads', [(0, 63, 64), (200, 1, 65)], ids=str)
 @pytest.mark.parametrize('page_size', [0, 1, 48])
-@pytest.mark.parametrize('mask', [{}, {'causal': True}, {'window': (40, 0)}, {'chunk': 50}], ids=str)
+@pytest.mark.parametrize('mask', [{}, {'causal': True}, {'window': (40, 0)}, {'chunk': 50}],
+                         ids=str)
 def test_leftpad(mask, page_size, pads, device):
     """What lies before the first valid key is NaN; masks count from that key on, and a pad as
     long as the sequence leaves no key.

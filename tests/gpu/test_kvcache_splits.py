@@ -100,7 +100,7 @@ def test_splits_with_a_given_output_and_odd_rows(lse, num_splits, device):
     assert wide[..., :8].isnan().all() and wide[..., 136:].isnan().all()
 
 
-# ------------------------------------------------------------------------------------------ metadata
+# ---------------------------------------------------------------------------------------- metadata
 def test_metadata_serve_many_steps(device):
     """Made once, used by calls of other lengths: they hold nothing that depends on lengths."""
     case = dataclasses.replace(DECODE, metadata=True, capacity=2000, page_size=16)
@@ -210,7 +210,7 @@ def test_an_append_has_the_bits_of_a_longer_cache(device):
     check_same(call(plain, later), got)
 
 
-# ----------------------------------------------------------------------------------------- bad input
+# --------------------------------------------------------------------------------------- bad input
 @pytest.mark.parametrize('options', [
     {'num_splits': -1}, {'num_splits': MOST_SPLITS + 1}, {'split_size': -1},
     {'num_splits': 2, 'split_size': 128}], ids=str)

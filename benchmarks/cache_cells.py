@@ -1,0 +1,173 @@
+"""What bench_kvcache.py measures: the calls, their inputs, and the contenders of each."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flash_attn3 import flash_attn_with_kvcache
+from flash_attn3.bench import DTYPES, OURS, ROTATED_BYTES
+from flash_attn3.bench.problem import MAX_SETS
+
+SDPA = 'sdpa'
+MIXED_LENGTHS = (16384, 700, 4096, 64, 2100, 9000, 1, 333)
+KINDS = 'dense', 'paged', 'mixed', 'append'
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A step of decoding, or of checking several proposed tokens: one call."""
+    batch: int
+    keys: int                 # in the cache; of mixed lengths the longest
+    heads: int = 32
+    heads_k: int = 8
+    head_dim: int = 128
+    queries: int = 1
+    page_size: int = 0        # 0: a dense cache
+    is_mixed: bool = False    # lengths in MIXED_LENGTHS, in turn
+    appends: bool = False     # the new keys and values are written too, rotated
+    dtype: str = 'bf16'
+
+    @property
+    def kind(self) -> str:
+        if self.appends:
+            return 'append'
+        return 'mixed' if self.is_mixed else 'paged' if self.page_size else 'dense'
+
+    @property
+    def lengths(self) -> list[int]:
+        if not self.is_mixed:
+            return [self.keys] * self.batch
+        return [min(self.keys, length) for length, _ in zip(itertools.cycle(MIXED_LENGTHS),
+                                                            range(self.batch))]
+
+    @property
+    def bytes(self) -> int:
+        """That have to be read and written, each once."""
+        size, new = DTYPES[self.dtype].itemsize, self.queries if self.appends else 0
+        rows = sum(self.lengths) + 3 * new * self.batch    # new ones: read, written, attended to
+        keys = 2 * rows * self.heads_k
+        return size * self.head_dim * (keys + 2 * self.batch * self.queries * self.heads)
+
+    def label(self) -> str:
+        parts = [self.kind, f'batch {self.batch}', f'{self.keys} keys',
+                 f'{self.heads}/{self.heads_k} heads of {self.head_dim}', self.dtype]
+        parts += [f'{self.queries} queries'] * (self.queries > 1)
+        parts += [f'pages of {self.page_size}'] * (self.page_size > 0)
+        return ', '.join(parts)
+
+    def as_dict(self) -> dict:
+        return asdict(self) | {'kind': self.kind}
+
+
+def cells(dtype: str) -> list[Cell]:
+    dense = [Cell(batch, keys) for batch in (1, 8, 64) for keys in (1024, 4096, 16384)]
+    groups = [Cell(1, 4096, heads, heads_k) for heads, heads_k in ((8, 1), (64, 8), (16, 16))]
+    dims = [Cell(8, 4096, head_dim=head_dim) for head_dim in (64, 256)]
+    paged = [Cell(8, 4096, page_size=size) for size in (1, 16, 64, 256)]
+    more = [Cell(8, 4096, queries=4), Cell(8, 4096, page_size=16, queries=4)]
+    mixed = [Cell(32, 16384, is_mixed=True), Cell(32, 16384, is_mixed=True, page_size=16)]
+    append = [Cell(8, keys, page_size=size, appends=True) for keys in (1024, 4096)
+              for size in (0, 16)]
+    return [replace(cell, dtype=dtype) for cell in (
+        *dense, *groups, *dims, *paged, *more, *mixed, *append)]
+
+
+def quick_cells(dtype: str, cpu: bool) -> list[Cell]:
+    keys = 96 if cpu else 4096
+    small = dict(heads=4, heads_k=2, head_dim=64) if cpu else {}
+    one = Cell(2, keys, dtype=dtype, **small)
+    return [one, replace(one, page_size=16), replace(one, is_mixed=True),
+            replace(one, page_size=16, appends=True)]
+
+
+# ---------------------------------------------------------------------------------------- inputs
+def inputs_of(cell: Cell, device: torch.device, seed: int) -> dict:
+    """The arguments of flash_attn_with_kvcache."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=DTYPES[cell.dtype])
+
+    new, page = cell.queries if cell.appends else 0, cell.page_size or 1
+    capacity = -(-(cell.keys + new) // page) * page
+    lengths = torch.tensor(cell.lengths, dtype=torch.int32, device=device)
+    shape = (cell.batch, capacity, cell.heads_k, cell.head_dim)
+    given = {'q': normal(cell.batch, cell.queries, cell.heads, cell.head_dim),
+             'cache_seqlens': lengths, 'causal': True}
+    if cell.page_size:
+        pages = cell.batch * capacity // page
+        shape = (pages, page, cell.heads_k, cell.head_dim)
+        order = torch.randperm(pages, generator=generator, device=device)
+        given['page_table'] = order.view(cell.batch, -1).int()
+    given |= {'k_cache': normal(*shape), 'v_cache': normal(*shape)}
+    if cell.appends:
+        rows = (cell.batch, new, cell.heads_k, cell.head_dim)
+        angle = torch.arange(capacity, device=device)[:, None] / 10_000 ** torch.linspace(
+            0, 1, cell.head_dim // 2, device=device)
+        given |= {'k': normal(*rows), 'v': normal(*rows),
+                  'rotary_cos': angle.cos().to(given['q'].dtype),
+                  'rotary_sin': angle.sin().to(given['q'].dtype)}
+    return given
+
+
+def input_sets(cell: Cell, device: torch.device) -> list[dict]:
+    """As many as are together larger than L2."""
+    budget = ROTATED_BYTES if device.type == 'cuda' else 1
+    count = max(1, min(MAX_SETS, -(-budget // cell.bytes)))
+    return [inputs_of(cell, device, seed) for seed in range(count)]
+
+
+# ------------------------------------------------------------------------------------- contenders
+def ours(given: dict) -> Callable[[], Tensor]:
+    return lambda: flash_attn_with_kvcache(**given)
+
+
+def sdpa(given: dict, cell: Cell) -> Callable[[], Tensor]:
+    """On a dense cache, with a mask where lengths differ or there are several queries."""
+    if cell.page_size or cell.appends:
+        raise RuntimeError('has no pages and does not append')
+    q, k, v = (given[name].transpose(1, 2) for name in ('q', 'k_cache', 'v_cache'))
+    options: dict = dict(enable_gqa=cell.heads != cell.heads_k)
+    if cell.is_mixed or cell.queries > 1:
+        options['attn_mask'] = visible(given, k.size(2))[:, None]
+    return lambda: F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+def visible(given: dict, capacity: int) -> Tensor:
+    """(batch, queries, capacity): which slots each query sees."""
+    q, lengths = given['q'], given['cache_seqlens']
+    row = torch.arange(q.size(1), device=q.device)
+    last = lengths[:, None] - q.size(1) + row
+    return torch.arange(capacity, device=q.device) <= last[..., None]
+
+
+CONTENDERS: dict[str, Callable[[dict, Cell], Callable[[], Tensor]]] = {
+    OURS: lambda given, cell: ours(given), SDPA: sdpa}
+
+
+def in_float32(given: dict, cell: Cell) -> Tensor:
+    """The result of a call, by SDPA on the gathered keys, after what it appends was appended."""
+    new = cell.queries if cell.appends else 0
+    k, v = given['k_cache'], given['v_cache']
+    if cell.page_size:
+        table = given['page_table'].long()
+        k, v = (x[table].flatten(1, 2) for x in (k, v))
+    later = given | {'cache_seqlens': given['cache_seqlens'] + new}
+    q = given['q'] if not cell.appends else rotated(given)
+    mask = visible(later, k.size(1))[:, None]
+    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+def rotated(given: dict) -> Tensor:
+    """The queries of a call that appends, in float32: pairs (2i, 2i + 1)."""
+    q = given['q'].float()
+    place = given['cache_seqlens'].long()[:, None] + torch.arange(q.size(1), device=q.device)
+    cos, sin = (given[f'rotary_{name}'].float()[place][:, :, None] for name in ('cos', 'sin'))
+    a, b = q[..., 0::2], q[..., 1::2]
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
