@@ -108,7 +108,10 @@ struct FwdConfig {
 
   constexpr int producer_registers() const {
     if (consumer_warpgroups == 1) {
-      return producer == ProducerSize::kWide ? 88 : ctas_per_sm == 1 ? 56 : 40;
+      return producer == ProducerSize::kWide && ctas_per_sm == 2 ? 88
+             : producer == ProducerSize::kWide                 ? 168
+             : ctas_per_sm == 1                                ? 56
+                                                               : 40;
     }
     switch (producer) {
       case ProducerSize::kNarrow:

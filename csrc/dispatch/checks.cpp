@@ -116,8 +116,7 @@ constexpr bool every_head_dim_has_a_variant(CandidatesByHeadDim const& candidate
 constexpr bool every_problem_has_a_variant() {
   for (int dtype = 0; dtype < kKernelDtypes; ++dtype) {
     for (int kind = 0; kind < kBuiltKindCount; ++kind) {
-      bool const is_missing = kBuiltKinds[kind].kind.is_cache() && dtype == 2;
-      if (!is_missing && !every_head_dim_has_a_variant(kFwdCandidates[dtype][kind])) {
+      if (!every_head_dim_has_a_variant(kFwdCandidates[dtype][kind])) {
         return false;
       }
     }

@@ -76,6 +76,8 @@ def _forward_variants() -> list[ForwardVariant]:
     tiles += [(f'FwdTileFp8D{head_dim}Promote', head_dim, general + softcap, 'Promote')
               for head_dim in (64, 128, 256)]
     tiles += [('FwdTileFp8D192x128Promote', '192x128', general, 'Promote')]
+    tiles += [(f'FwdTileFp8D{head_dim}Cache', head_dim, ('Cache', 'CacheSoftcap'), '')
+              for head_dim in (64, 128, '192x128', 256)]
     return of_16_bits + [ForwardVariant(tile, 'E4m3', kind, head_dim, suffix)
                          for tile, head_dim, kinds, suffix in tiles for kind in kinds]
 
