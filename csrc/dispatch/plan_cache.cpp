@@ -28,7 +28,9 @@ int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t t
   if (splits.is_even()) {
     return 2 * int64_t(grid);
   }
-  int const of_tile = splits.units(max_of(1, ceil_div(cache.capacity, tile_n)));
+  int const k_tiles = max_of(1, ceil_div(cache.capacity, tile_n));
+  int const of_tile = splits.kind == SplitKind::kParts ? min_of(splits.count, k_tiles)
+                                                       : splits.units(k_tiles);
   return of_tile == 1 ? 1 : tiles * of_tile;
 }
 
