@@ -135,7 +135,7 @@ struct CacheTensors {
 // How the keys of a cache are split, and what the parts need.
 struct CacheSchedule {
   KeySplits splits;
-  int least_units = 1;
+  int lanes = 1;      // lines of work
   int rows = 0;       // of a part
   int64_t slots = 0;  // parts that there may be
 };
