@@ -206,7 +206,7 @@ struct OutputParts {
     int const first = part.index / group * group;
     PartList list{first, 1, min_of(group, part.parts - first)};
     bool is_final = group == part.parts;
-    int* counters = p.arrived + (is_final ? 0 : p.slots * Traits::kWarpgroups);
+    int* counters = p.arrived + warpgroup + (is_final ? 0 : p.slots * Traits::kWarpgroups);
     float const* lses = p.part_lses;
     CUTE_NO_UNROLL
     while (completes(shared, counters + part.slot_of(list.first) * Traits::kWarpgroups, list.count,
@@ -216,7 +216,7 @@ struct OutputParts {
         return;
       }
       list = PartList{0, group, ceil_div(part.parts, group)};
-      counters = p.arrived;
+      counters = p.arrived + warpgroup;
       lses = p.group_lses;
       is_final = true;
     }
