@@ -39,8 +39,8 @@ def built_variants() -> list[str]:
 def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
             softmax_scale: float | None = None, causal: bool = False, *,
             pack_gqa: bool | None = None, sm_margin: int = 0, out: Tensor | None = None,
-            deterministic: bool = False, return_attn_probs: bool = False, num_splits: int = 1,
-            **others) -> tuple[bool, list[str]]:
+            deterministic: bool = False, return_attn_probs: bool = False,
+            num_splits: int | None = None, **others) -> tuple[bool, list[str]]:
     """Whether flash_attn_func, flash_attn_varlen_func or flash_attn_with_kvcache would run the
     Hopper kernel on these arguments.
 
@@ -58,8 +58,9 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     """
     if planning_cache.is_cache_call(others):
         scalars = dict(softmax_scale=softmax_scale, causal=causal, pack_gqa=pack_gqa,
-                       sm_margin=sm_margin, num_splits=0 if num_splits == 1 else num_splits)
+                       sm_margin=sm_margin, num_splits=0 if num_splits is None else num_splits)
         return _can_use_cache(dict(q=q, k=k, v=v, out=out), others | scalars)
+    num_splits = 1 if num_splits is None else num_splits
     features = {name: others.pop(name) for name in _FEATURES if name in others}
     op = ('flash_attn_func' if features.get('cu_seqlens_q') is None else
           'flash_attn_varlen_func')
@@ -218,8 +219,8 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
             shapes and CPU tensors those of an H100, 132 and 50 MiB.
         features: what `flash_attn_func` and `flash_attn_varlen_func` take for masks, scores and
             lengths, from window_size to max_seqlen_k. Only the length of cu_seqlens_q is read, for
-            which a list will do. Of a cache: what `flash_attn_with_kvcache` takes, of page_table
-            the shape.
+            which a list will do. For a cache what `flash_attn_with_kvcache` takes; page_table
+            may be a shape.
 
     Raises:
         ValueError: a shape that is not four numbers, with cu_seqlens_q three.
