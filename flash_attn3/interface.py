@@ -47,8 +47,7 @@ def flash_attn_func(
 
     On a Hopper GPU a kernel after arXiv 2407.08608; on the CPU plain PyTorch
     (`flash_attn3.reference`); on other CUDA devices PyTorch's SDPA, with one warning. Query head h
-    uses KV head h // (heads_q / heads_k). Sums are float32 (float64 for float64). The same inputs
-    give bitwise the same result on every call; for gradients see `deterministic`.
+    uses KV head h // (heads_q / heads_k). Sums are float32 (float64 for float64); bits repeat.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim). On Hopper: float16, bfloat16 or float8_e4m3fn, a
@@ -73,9 +72,7 @@ def flash_attn_func(
         s_aux: sinks, (heads_q,) float32, bfloat16 or float16: one more score each, of value 0.
         return_max_logits: also return max_logits. Default False. Last bits of out may then differ.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: for FP8, see `quantize_fp8`.
-        num_splits: parts of the keys, for few queries over many keys, at most 256: no parts (1,
-            default), by plan without gradients (0), or at most so many. Other last bits then.
-        qv: upstream's; None.
+        num_splits: parts of the keys. Default 1; up to 256; 0: by plan, 1 for gradients. qv: None.
 
     Returns:
         out, or a tuple of it and what was asked for, in this order. out: (batch, seqlen_q, heads_q,
@@ -85,8 +82,7 @@ def flash_attn_func(
 
     Raises:
         RuntimeError: a wrong rank, shape, dtype, device, stride or number, named; too old a driver.
-        NotImplementedError: qv is given; derivatives in forward mode, of the gradients, of
-            float8_e4m3fn tensors, and of softmax_scale and softcap.
+        NotImplementedError: qv; derivatives in forward mode, of gradients, FP8 tensors, scalars.
     """
     if (q.itemsize == 1 or qv is not None or q_descale is not None or k_descale is not None
             or v_descale is not None or window_size != (-1, -1) or attention_chunk != 0

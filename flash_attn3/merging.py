@@ -1,8 +1,8 @@
 """Merging of attention over parts of the keys: out and LSE of all keys from those of the parts.
 
-The op `combine` on Hopper GPUs, else plain PyTorch, float32 or wider. With o_i and l_i of part i: l = log sum exp l_i and
-o = sum exp(l_i - l) o_i. A part without keys (LSE -inf) adds nothing, whatever its out holds; a row
-without keys in all parts gives 0 and -inf.
+The op `combine` on Hopper GPUs, else plain PyTorch, float32 or wider. With o_i and l_i of part i:
+l = log sum exp l_i and o = sum exp(l_i - l) o_i. A part without keys (LSE -inf) adds nothing,
+whatever its out holds; a row without keys in all parts gives 0 and -inf.
 """
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     else:
         common = dict(causal=causal, **features)
         accumulation = fp8.ACCUMULATIONS[of_fp8 is not None and of_fp8.promote]
-        parts = splits.splits_of(num_splits, call)
+        parts = splits.planned(num_splits, call)
         plans.append(_plan_splits(call, parts) if parts != 1 else
                      plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, fp8_accum=accumulation,
                           **common))

@@ -15,15 +15,15 @@ from flash_attn3.cache import Append, Attend
 _OF_CACHE = ('k_cache', 'v_cache', 'cache', 'rotary_cos', 'rotary_sin', 'cache_seqlens',
              'cache_batch_idx', 'cache_leftpad', 'page_table', 'cu_seqlens_k_new',
              'rotary_seqlens', 'scheduler_metadata', 'split_size', 'return_softmax_lse')
-# What both kinds of calls have under the same names.
-_SHARED = ('softmax_scale', 'causal', 'attention_chunk', 'softcap', 'num_splits', 'split_size',
-           'cu_seqlens_q', 'cache_batch_idx', 'cache_leftpad', 'page_table', 'pack_gqa',
-           'sm_margin', 'q_descale', 'k_descale', 'v_descale', 'cu_seqlens_k_new')
+# What the op and the public function have under the same names, with their types.
+_SHARED = {argument.name: argument.type for argument in arguments.select(
+    'score', 'num_splits', 'split_size', 'cu_seqlens_q', 'cache_batch_idx', 'cache_leftpad',
+    'page_table', 'cu_seqlens_k_new', 'pack_gqa', 'sm_margin', 'scales')
+    if argument.name in arguments.public_names(argument.name)}
 _LISTS = ('cache_seqlens', 'cache_batch_idx', 'cache_leftpad')
 _OTHERS = ('window_size', 's_aux', 'max_seqlen_q', 'out_dtype', 'rotary_interleaved')
 
-# Expected time of a call: bytes over this rate, measured on an H200 for long caches, and the time
-# of a short call (2026-11-25).
+# An estimate of the time of a call on an H200: its bytes at this rate, and the time of a short one.
 _BYTES_PER_US = 4.0e6
 _SHORT_CALL_US = 6.0
 
@@ -121,9 +121,8 @@ def plan(shapes: Sequence[Sequence[int]], dtype: str, given: Mapping,
     left, right = checks.window_sides(given.get('window_size', (-1, -1)))
     call = {name: checks.describe_sizes(shape, dtype)
             for name, shape in (('q', q), ('k', k_cache), ('v', v_cache))}
-    call |= {name: given[name] for name in (
-        'softmax_scale', 'causal', 'attention_chunk', 'softcap', 'num_splits', 'split_size',
-        'pack_gqa', 'sm_margin') if given.get(name) is not None}
+    call |= {name: given[name] for name, kind in _SHARED.items()
+             if kind != 'Tensor?' and given.get(name) is not None}
     call |= dict(window_left=left, window_right=right, cache_length=_length_of(given),
                  max_seqlen_q=given.get('max_seqlen_q') or 0)
     lists = {name: (batch,) for name in _LISTS if given.get(name) is not None}

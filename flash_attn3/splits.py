@@ -1,5 +1,5 @@
-"""num_splits of `flash_attn_func` and `flash_attn_varlen_func`: attention on keys in parts, by the op
-`attend_cache`, for which k and v are a full cache or packed keys.
+"""num_splits of `flash_attn_func` and `flash_attn_varlen_func`: attention on keys in parts, by the
+op `attend_cache`, for which k and v are a full cache or packed keys.
 
 Called by interface.py and planning.py. Gradients are those of the general op, from out and lse.
 """
@@ -37,7 +37,7 @@ class Call(NamedTuple):
     of_fp8: Fp8 | None
 
 
-# ------------------------------------------------------------------------------------- what is asked
+# ------------------------------------------------------------------------------------ what is asked
 def problem_text(op: str, num_splits: int, call: Call | None = None) -> str:
     """What is wrong with num_splits, or ''; without call alone, else together with the others."""
     is_number = isinstance(num_splits, (int, torch.SymInt))
@@ -63,8 +63,13 @@ def splits_of(num_splits: int, call: Call) -> int:
     if text := problem_text(call.op, num_splits, call):
         raise RuntimeError(text)
     q, *_ = call.tensors
-    if q.is_cuda and not _library.kernels_serve(q.device):
+    if num_splits == 1 or (q.is_cuda and not _library.kernels_serve(q.device)):
         return 1
+    return planned(num_splits, call)
+
+
+def planned(num_splits: int, call: Call) -> int:
+    """The same where our kernels or the CPU path serve the device."""
     return 1 if num_splits == 0 and not _gains(call) else num_splits
 
 
@@ -86,7 +91,7 @@ def _gains(call: Call) -> bool:
     return keys >= _LEAST_KEYS and rows * q.size(-2) < most * _TILE_ROWS
 
 
-# ----------------------------------------------------------------------------------------- attention
+# ---------------------------------------------------------------------------------------- attention
 def attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, an empty tensor) by `attend_cache`; lse is empty unless asked for."""
     q, k, v, out = call.tensors
