@@ -95,10 +95,10 @@ struct FwdConfig {
   // transposes V and reads scales.
   constexpr int consumer_registers() const {
     if (consumer_warpgroups == 1) {
-      return producer == ProducerSize::kWide && ctas_per_sm == 2 ? 168
-             : producer == ProducerSize::kWide                 ? 240
-             : ctas_per_sm == 1                                ? 256
-                                                               : 216;
+      return producer == ProducerSize::kWide ? 240 : ctas_per_sm == 1 ? 256 : 216;
+    }
+    if (kind.is_cache()) {
+      return 192;
     }
     if (consumer_warpgroups == 2) {
       return producer == ProducerSize::kNarrow ? 240 : producer == ProducerSize::kUsual ? 232 : 224;
@@ -108,10 +108,10 @@ struct FwdConfig {
 
   constexpr int producer_registers() const {
     if (consumer_warpgroups == 1) {
-      return producer == ProducerSize::kWide && ctas_per_sm == 2 ? 88
-             : producer == ProducerSize::kWide                 ? 168
-             : ctas_per_sm == 1                                ? 56
-                                                               : 40;
+      return producer == ProducerSize::kWide ? 168 : ctas_per_sm == 1 ? 56 : 40;
+    }
+    if (kind.is_cache()) {
+      return 128;
     }
     switch (producer) {
       case ProducerSize::kNarrow:

@@ -130,19 +130,18 @@ inline constexpr FwdConfig kFwdTileFp8D256Promote = [] {
 }();
 
 // On a cache: all of the ring of V as loaded is in flight too.
-constexpr FwdConfig fp8_on_cache(int tile_n, int stages, int ctas_per_sm) {
-  FwdConfig tile = fp8_tile(on_cache(stages, ctas_per_sm));
-  tile.tile_n = tile_n;
+constexpr FwdConfig fp8_on_cache(int tile_n, int stages, int q_stages) {
+  FwdConfig tile = fp8_tile(on_cache(tile_n, stages, q_stages));
   tile.raw_stages = stages;
   tile.lazy_rescale_log2 = kFp8LazyLog2;
   return tile;
 }
 
-// 4 + 32 + 32 + 32 = 100 KiB, 8 + 64 + 64 + 64 = 200 KiB, 16 + 96 + 48 + 48 = 208 KiB, 16 + 48 + 48
-// + 48 = 160 KiB.
-inline constexpr FwdConfig kFwdTileFp8D64Cache = fp8_on_cache(128, 4, 2);
-inline constexpr FwdConfig kFwdTileFp8D128Cache = fp8_on_cache(128, 4, 1);
+// 8 + 64 + 64 + 64 = 200 KiB, 16 + 64 + 64 + 64 = 208 KiB, 16 + 96 + 48 + 48 = 208 KiB, 32 + 48 +
+// 48 + 48 = 176 KiB.
+inline constexpr FwdConfig kFwdTileFp8D64Cache = fp8_on_cache(128, 8, 2);
+inline constexpr FwdConfig kFwdTileFp8D128Cache = fp8_on_cache(128, 4, 2);
 inline constexpr FwdConfig kFwdTileFp8D192x128Cache = fp8_on_cache(128, 3, 1);
-inline constexpr FwdConfig kFwdTileFp8D256Cache = fp8_on_cache(64, 3, 1);
+inline constexpr FwdConfig kFwdTileFp8D256Cache = fp8_on_cache(64, 3, 2);
 
 }  // namespace fa3

@@ -108,15 +108,18 @@ struct CacheLocation {
   FA3_HD bool has_sink() const { return part.parts == 1; }
 };
 
-// What all CTAs of a launch share. heads: packed heads, each a tile for the same queries.
+// What all CTAs of a launch share. heads: packed heads of a line, each a tile for the same queries.
 struct CacheLine {
   int batch = 0;
   int heads = 1;
+  int lanes = 1;
   int positions = 1;  // queries of a tile
-  int ctas = 1;
-  int least_units = 1;  // of a stretch
+  int ctas = 1;       // of a line
   KeySplits splits;
 };
+
+// An even split makes at most so many parts of a tile, if all sequences have the same length.
+constexpr int kMostParts = 64;
 
 // The tiles of a CTA. A group is the tiles of one sequence and one range of queries: one for each
 // head, with equally many K tiles, at least one.
@@ -127,8 +130,10 @@ struct CacheWalk {
   Mask mask;
   int tile_n;
   KeySplits splits;
-  int64_t unit = 0;  // of the line, where the next part begins
-  int64_t end = 0;   // of the CTA's stretch
+  Lane lane;
+  int64_t total = 0;  // units of the line
+  int64_t unit = 0;   // where the next part begins
+  int64_t end = 0;    // of the CTA's stretch
   int64_t first = 0;  // unit of the group
   int b = 0;
   int m = 0;
@@ -143,10 +148,11 @@ struct CacheWalk {
   FA3_HD bool valid() const { return unit < end; }
 
   FA3_HD int k_tiles() const { return keys.end - keys.begin; }
-  FA3_HD int head() const { return (int(unit - first)) / units; }
+  FA3_HD int head() const { return head_of_line() * lane.count + lane.index; }
 
   FA3_HD KeyPart part() const {
-    return splits.part_at(unit, end, first + int64_t(head()) * units, k_tiles());
+    int64_t const first_of_tile = first + int64_t(head_of_line()) * units;
+    return splits.part_at(unit, end, first_of_tile, k_tiles(), lane, total);
   }
 
   FA3_HD int tiles_of(CacheSequence const& s) const { return ceil_div(s.len.q, line.positions); }
@@ -165,16 +171,16 @@ struct CacheWalk {
     return sum * line.heads;
   }
 
-  // The stretch of a CTA.
-  FA3_HD void take_stretch(int64_t total, int cta) {
+  // The stretch of a CTA of all lines.
+  FA3_HD void take_stretch(int64_t units_of_line, int cta) {
+    total = units_of_line;
+    lane = Lane{cta % line.lanes, line.lanes};
+    splits.per_cta = ceil_of(total, line.ctas);
     if (splits.is_even()) {
-      splits.per_cta = ceil_of(total, line.ctas);
-      splits.per_cta =
-          splits.per_cta < line.least_units ? line.least_units : splits.per_cta;
-    } else {
-      splits.per_cta = ceil_of(total, line.ctas);
+      int64_t const least = ceil_of(total, kMostParts * max_of(1, line.batch * line.heads));
+      splits.per_cta = splits.per_cta < least ? least : splits.per_cta;
     }
-    unit = splits.per_cta * cta;
+    unit = splits.per_cta * (cta / line.lanes);
     int64_t const stop = unit + splits.per_cta;
     end = stop < total ? stop : total;
   }
@@ -209,6 +215,8 @@ struct CacheWalk {
   }
 
  private:
+  FA3_HD int head_of_line() const { return int(unit - first) / units; }
+
   FA3_HD static int64_t ceil_of(int64_t total, int ctas) {
     return (total >> 31) == 0 ? ceil_div(int(total), ctas) : (total + ctas - 1) / ctas;
   }

@@ -23,13 +23,24 @@ struct KeyPart {
   int end;
   int index;   // counts the parts of the output tile in the order of their keys
   int parts;   // that the output tile has
-  int first_slot;  // where the part with index 0 lies in the buffers of partial results
+  // Where the part with index 0, and that with index 1, lies in the buffers of partial results; and
+  // the distance of all further ones.
+  int first_slot;
+  int second_slot;
   int slot_step;
 
   // INVARIANT: no two parts of a launch have the same slot, unless their tiles are whole.
   FA3_HD constexpr int slot_of(int part) const {
-    return first_slot + (part > 0 ? part * slot_step - (slot_step - 1) : 0);
+    return part == 0 ? first_slot : second_slot + (part - 1) * slot_step;
   }
+};
+
+// A line is one of several with equally many units, each with its own heads. The CTAs with the same
+// index in all lines work on the same keys of different heads at about the same time, since these
+// lie next to each other in memory.
+struct Lane {
+  int index = 0;
+  int count = 1;
 };
 
 struct KeySplits {
@@ -55,23 +66,34 @@ struct KeySplits {
   }
 
   // The part that begins at a unit, of an output tile with units from `first` on. end: of the CTA's
-  // stretch.
-  FA3_HD KeyPart part_at(int64_t unit, int64_t end, int64_t first, int k_tiles) const {
+  // stretch. total: units of a line.
+  FA3_HD KeyPart part_at(int64_t unit, int64_t end, int64_t first, int k_tiles, Lane lane,
+                         int64_t total) const {
     int const offset = int(unit - first);
-    if (!is_even()) {
+    KeyPart part;
+    if (is_even()) {
+      int64_t const left = end - unit;
+      int const first_cta = cta_of(first);
+      int const slots_of_cta = 2 * lane.count;
+      part.begin = offset;
+      part.end = left < k_tiles - offset ? offset + int(left) : k_tiles;
+      part.index = cta_of(unit) - first_cta;
+      part.parts = cta_of(first + k_tiles - 1) - first_cta + 1;
+      // A CTA has two slots: for the tile that it begins with, and for the one that it ends with.
+      part.first_slot = slots_of_cta * first_cta + 2 * lane.index + 1;
+      part.second_slot = part.first_slot - 1 + slots_of_cta;
+      part.slot_step = slots_of_cta;
+    } else {
       int const size = unit_tiles(k_tiles);
-      return KeyPart{offset * size, min_of(k_tiles, (offset + 1) * size), offset, units(k_tiles),
-                     int(first),    1};
+      part.begin = offset * size;
+      part.end = min_of(k_tiles, (offset + 1) * size);
+      part.index = offset;
+      part.parts = units(k_tiles);
+      part.first_slot = int(lane.index * total + first);
+      part.second_slot = part.first_slot + 1;
+      part.slot_step = 1;
     }
-    int64_t const left = end - unit;
-    int const last = left < k_tiles - offset ? offset + int(left) : k_tiles;
-    int const first_cta = cta_of(first);
-    return KeyPart{offset,
-                   last,
-                   cta_of(unit) - first_cta,
-                   cta_of(first + k_tiles - 1) - first_cta + 1,
-                   2 * first_cta + 1,
-                   2};
+    return part;
   }
 };
 

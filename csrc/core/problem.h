@@ -128,14 +128,14 @@ struct CacheTensors {
   int64_t table_stride = 0;
   int held_by_all = 0;
   int appended = 0;
-  float* parts = nullptr;   // workspace: schedule.cache.slots * (rows * (head_dim_v + 1))
-  int* arrived = nullptr;   // zeros, as many as slots
+  float* parts = nullptr;   // workspace: slots * rows * (head_dim_v of the kernel + 2)
+  int* arrived = nullptr;   // zeros, 2 for each slot and warpgroup
 };
 
 // How the keys of a cache are split, and what the parts need.
 struct CacheSchedule {
   KeySplits splits;
-  int least_units = 1;
+  int lanes = 1;      // lines of work
   int rows = 0;       // of a part
   int64_t slots = 0;  // parts that there may be
 };

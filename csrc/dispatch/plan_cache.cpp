@@ -1,7 +1,6 @@
 #include "dispatch/plan_cache.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "core/packed_tiles.h"
 #include "core/row_packing.h"
@@ -22,13 +21,34 @@ KeySplits splits_of(CacheProblem const& cache, int tile_n) {
   return splits;
 }
 
+// The tile of one warpgroup, or of two where that is not enough for the longest queries. WHY not
+// with split_size: the bits of a sequence must not depend on the others.
+int variant_for(FwdProblem const& problem, int positions) {
+  FwdCandidates const candidates = fwd_candidates(problem);
+  bool const is_long = problem.seqlen_q > positions && problem.cache.split_size == 0;
+  return candidates.variant[is_long ? candidates.count - 1 : 0];
+}
+
+// Heads whose keys are read at the same time: a divisor of all of them, so many that hardly a CTA is
+// left over.
+int lanes_of(int heads, int ctas) {
+  constexpr int kLeastPercent = 96;
+  int lanes = heads;
+  while (lanes > 1 && ctas / lanes * lanes * 100 < ctas * kLeastPercent) {
+    lanes = largest_divisor_below(heads, lanes);
+  }
+  return lanes;
+}
+
 // Parts that there may be, of all output tiles. tiles: output tiles.
 int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t tiles, int tile_n,
                    int grid) {
   if (splits.is_even()) {
     return 2 * int64_t(grid);
   }
-  int const of_tile = splits.units(max_of(1, ceil_div(cache.capacity, tile_n)));
+  int const k_tiles = max_of(1, ceil_div(cache.capacity, tile_n));
+  int const of_tile = splits.kind == SplitKind::kParts ? min_of(splits.count, k_tiles)
+                                                       : splits.units(k_tiles);
   return of_tile == 1 ? 1 : tiles * of_tile;
 }
 
@@ -36,12 +56,12 @@ int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t t
 
 FwdPlan plan_cache(FwdProblem const& problem) {
   FwdPlan plan;
-  plan.variant = fwd_candidates(problem).variant[0];
-  FwdConfig const& config = kFwdVariants[plan.variant];
   FwdSchedule& schedule = plan.schedule;
   int const group = problem.heads_q / problem.heads_k;
   schedule.pack = problem.pack_gqa == PackGqa::kNever ? 1 : largest_pack(group);
   RowPacking const rows{schedule.pack};
+  plan.variant = variant_for(problem, rows.positions_per_warpgroup());
+  FwdConfig const& config = kFwdVariants[plan.variant];
   int const positions = rows.positions_per_tile(config.consumer_warpgroups);
   schedule.m_tiles = ceil_div(problem.seqlen_q, positions);
   int64_t const of_head = problem.is_packed
@@ -49,11 +69,10 @@ FwdPlan plan_cache(FwdProblem const& problem) {
                               : int64_t(schedule.m_tiles) * problem.batch;
   int64_t const tiles = of_head * (problem.heads_q / schedule.pack);
   int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
-  schedule.grid = sms * config.ctas_per_sm;
   CacheSchedule& cache = schedule.cache;
+  cache.lanes = lanes_of(problem.heads_q / schedule.pack, sms * config.ctas_per_sm);
+  schedule.grid = std::max(1, sms * config.ctas_per_sm / cache.lanes) * cache.lanes;
   cache.splits = splits_of(problem.cache, config.tile_n);
-  char const* const least = std::getenv("FA3_LEAST");
-  cache.least_units = least ? std::atoi(least) : 2;
   cache.slots = most_parts(problem.cache, cache.splits, tiles, config.tile_n, schedule.grid);
   // Rows of a part are counted as those of a tile.
   int const all_rows = config.consumer_warpgroups * kWarpgroupRows;

@@ -157,10 +157,10 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
   d.v = cache_map<Traits>(maps, problem, p.v, problem.head_dim_v, max_of(box, 1));
   d.lengths = cache_lengths(p);
   d.line.batch = problem.batch;
-  d.line.heads = problem.heads_q / p.schedule.pack;
+  d.line.lanes = schedule.lanes;
+  d.line.heads = problem.heads_q / p.schedule.pack / schedule.lanes;
   d.line.positions = Traits::kWarpgroups * d.positions_per_warpgroup;
-  d.line.ctas = p.schedule.grid;
-  d.line.least_units = schedule.least_units;
+  d.line.ctas = p.schedule.grid / schedule.lanes;
   d.line.splits = schedule.splits;
   d.page_table = p.cache.page_table;
   d.table_stride = p.cache.table_stride;
@@ -174,7 +174,9 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
   d.hint = problem.seqlen_q <= d.line.positions ? kReadOnce : kKeepInL2;
   d.parts = p.cache.parts;
   d.part_lses = p.cache.parts + schedule.slots * schedule.rows * Traits::kHeadDimV;
+  d.group_lses = d.part_lses + schedule.slots * schedule.rows;
   d.arrived = p.cache.arrived;
+  d.slots = int(schedule.slots);
   d.part_rows = schedule.rows;
 }
 
