@@ -38,9 +38,10 @@ def support_part() -> str:
         ['masks', 'full, causal (aligned bottom-right), sliding windows, chunks'],
         ['scores', 'softmax scale, softcap, attention sinks, LSE, max logits'],
         ['layouts', 'dense, packed (`cu_seqlens`, `seqused`), packed QKV; any strides'],
+        ['KV cache', 'dense or paged (any page size), append and rotary in place, splits'],
         ['gradients', 'of Q, K, V and sinks; deterministic on request'],
         ['PyTorch', '2.10 and later: `torch.compile`, `torch.export`, CUDA graphs'],
-        ['not yet', 'paged KV cache, splits along the keys, `qv`, e5m2']])
+        ['not yet', '`qv`, e5m2']])
 
 
 def features_part() -> str:
@@ -57,6 +58,15 @@ def features_part() -> str:
         table(['', *support.COLUMNS],
               [['; '.join(names), *cells] for cells, names in rows.items()]),
         '', *(f'{number}. `{note} ...`' for number, note in enumerate(notes, 1))])
+
+
+def cache_features_part() -> str:
+    """What flash_attn_with_kvcache supports, and the errors that refuse the rest."""
+    named = {is_fine: [feature for feature in support.CACHE_FEATURES if (not feature.error) is
+                       is_fine] for is_fine in (True, False)}
+    return '\n'.join([
+        'Supported: ' + '; '.join(feature.name for feature in named[True]) + '. Refused:', '',
+        *(f'- {feature.name}: `{feature.error} ...`' for feature in named[False])])
 
 
 def _cell(error: str | None, notes: list[str]) -> str:

@@ -175,6 +175,7 @@ PARTS: dict[str, Callable[[], str]] = {
     'headline': headline,
     'support': kernel_tables.support_part,
     'features': kernel_tables.features_part,
+    'cache-features': kernel_tables.cache_features_part,
     'forward-kernels': kernel_tables.forward_part,
     'fp8-kernels': kernel_tables.fp8_part,
     'backward-kernels': kernel_tables.backward_part,

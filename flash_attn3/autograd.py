@@ -176,6 +176,22 @@ torch.library.register_autograd('flash_attn3::fwd_general', _general_backward,
                                 setup_context=_setup_general_context, lib=_FORMULAS)
 
 
+class SplitAttention(torch.autograd.Function):
+    """Attention by a function of q, k and v that returns (out, lse), with the gradients of
+    `GeneralAttention`. Takes that function, then the arguments of `fwd_general`.
+    """
+
+    @staticmethod
+    def forward(ctx, compute, *arguments):
+        out, lse = compute(*arguments[:3])
+        _setup_general_context(ctx, arguments, (out, lse, lse.new_empty(0)))
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        return None, *_general_backward(ctx, dout, dlse, None)
+
+
 # ------------------------------------------------- q, k, v and sinks, quantised on the way forward
 # Straight through: the gradients are those of `bwd_general` for q, k and v as they were given.
 def _setup_quantized_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -199,14 +199,13 @@ def wants_determinism(deterministic: bool) -> bool:
 
 
 def unsupported(op: str = 'flash_attn_func', *, qv=None, q_descale=None, k_descale=None,
-                v_descale=None, num_splits=1) -> list[str]:
+                v_descale=None) -> list[str]:
     """One error text for each argument that asks for something this version does not have."""
     asked = {
         'qv': ('None', qv, qv is not None),
         'q_descale': ('None', q_descale, q_descale is not None),
         'k_descale': ('None', k_descale, k_descale is not None),
         'v_descale': ('None', v_descale, v_descale is not None),
-        'num_splits': ('0 or 1', num_splits, num_splits not in (0, 1)),
     }
     return [error(op, f'{name} to be {expected}',
                   'a tensor' if isinstance(got, Tensor) else repr(got),

@@ -38,6 +38,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument('--max-logits', action='store_true', help='return_max_logits')
     parser.add_argument('--packed', action='store_true',
                         help='sequences of at most these lengths behind one another, batch of them')
+    parser.add_argument('--cache', action='store_true', help='k and v are a cache')
+    parser.add_argument('--page-size', type=int, default=0, help='of a cache; default: dense')
+    for argument in arguments.select('num_splits', 'split_size'):
+        parser.add_argument('--' + argument.name.replace('_', '-'), type=int, default=0,
+                            help='of a cache; default: 0')
     parser.add_argument('--pack-gqa', choices=_PACK_GQA, default='auto', help='default: auto')
     parser.add_argument('--deterministic', action='store_true', help='gradients that repeat')
     parser.add_argument('--sm-margin', type=int, default=0, help='multiprocessors left to others')
@@ -58,6 +63,19 @@ def _features(options: argparse.Namespace, seqlen_k: int) -> dict:
     return features
 
 
+def _explain_cache(options: argparse.Namespace, shapes: tuple, features: dict) -> None:
+    """shapes: of q, k and v; a dense batch of k and v is laid out in pages, if there are any."""
+    q, *caches = shapes
+    batch, slots = caches[0][:2]
+    size = options.page_size
+    if size > 0:
+        pages = -(-slots // size)
+        caches = [(batch * pages, size, *shape[2:]) for shape in caches]
+        features = features | dict(page_table=(batch, pages))
+    planning.explain(q, *caches, cache=True, num_splits=options.num_splits,
+                     split_size=options.split_size, **features)
+
+
 def main() -> None:
     options = _options()
     if options.matrix:
@@ -67,16 +85,23 @@ def main() -> None:
     heads_k = options.heads if options.heads_k is None else options.heads_k
     head_dim_v = options.head_dim if options.head_dim_v is None else options.head_dim_v
 
-    def shape(seqlen: int, heads: int, head_dim: int) -> tuple[int, ...]:
-        rows = (options.batch * seqlen,) if options.packed else (options.batch, seqlen)
+    def shape(seqlen: int, heads: int, head_dim: int, is_packed: bool) -> tuple[int, ...]:
+        rows = (options.batch * seqlen,) if is_packed else (options.batch, seqlen)
         return *rows, heads, head_dim
 
-    planning.explain(
-        shape(options.seqlen_q, options.heads, options.head_dim),
-        shape(seqlen_k, heads_k, options.head_dim), shape(seqlen_k, heads_k, head_dim_v),
+    has_packed_keys = options.packed and not options.cache
+    shapes = (shape(options.seqlen_q, options.heads, options.head_dim, options.packed),
+              shape(seqlen_k, heads_k, options.head_dim, has_packed_keys),
+              shape(seqlen_k, heads_k, head_dim_v, has_packed_keys))
+    features = _features(options, seqlen_k) | dict(
         causal=options.causal, dtype=_DTYPES[options.dtype], sm_margin=options.sm_margin,
-        pack_gqa=_PACK_GQA[options.pack_gqa], deterministic=options.deterministic,
-        sm_count=options.sm_count, **_features(options, seqlen_k))
+        pack_gqa=_PACK_GQA[options.pack_gqa], sm_count=options.sm_count)
+    if options.cache:
+        for name in ('cu_seqlens_k', 'max_seqlen_k', 'return_max_logits'):
+            features.pop(name, None)
+        _explain_cache(options, shapes, features)
+        return
+    planning.explain(*shapes, deterministic=options.deterministic, **features)
 
 
 if __name__ == '__main__':

@@ -13,11 +13,12 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks, derivatives, fallback, fp8
+from flash_attn3 import _library, checks, derivatives, fallback, fp8, splits
 from flash_attn3.autograd import Attention, GeneralAttention, PackedAttention
 from flash_attn3.fp8 import Fp8
 from flash_attn3.general import Execution, General
 from flash_attn3.packing import unpack
+from flash_attn3.splits import Call
 
 _fwd = _library.bare(torch.ops.flash_attn3._fwd.default)    # eager: no autograd formula in the way
 _fwd_no_lse = _library.bare(torch.ops.flash_attn3._fwd_no_lse.default)
@@ -46,8 +47,7 @@ def flash_attn_func(
 
     On a Hopper GPU a kernel after arXiv 2407.08608; on the CPU plain PyTorch
     (`flash_attn3.reference`); on other CUDA devices PyTorch's SDPA, with one warning. Query head h
-    uses KV head h // (heads_q / heads_k). Sums are float32 (float64 for float64). The same inputs
-    give bitwise the same result on every call; for gradients see `deterministic`.
+    uses KV head h // (heads_q / heads_k). Sums are float32 (float64 for float64); bits repeat.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim). On Hopper: float16, bfloat16 or float8_e4m3fn, a
@@ -72,7 +72,7 @@ def flash_attn_func(
         s_aux: sinks, (heads_q,) float32, bfloat16 or float16: one more score each, of value 0.
         return_max_logits: also return max_logits. Default False. Last bits of out may then differ.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: for FP8, see `quantize_fp8`.
-        qv, num_splits: upstream's, for their defaults only (num_splits: 0 or 1).
+        num_splits: parts of the keys. Default 1; up to 256; 0: by plan, 1 for gradients. qv: None.
 
     Returns:
         out, or a tuple of it and what was asked for, in this order. out: (batch, seqlen_q, heads_q,
@@ -82,8 +82,7 @@ def flash_attn_func(
 
     Raises:
         RuntimeError: a wrong rank, shape, dtype, device, stride or number, named; too old a driver.
-        NotImplementedError: qv is given, or num_splits is neither 0 nor 1; derivatives in forward
-            mode, of the gradients, of float8_e4m3fn tensors, and of softmax_scale and softcap.
+        NotImplementedError: qv; derivatives in forward mode, of gradients, FP8 tensors, scalars.
     """
     if (q.itemsize == 1 or qv is not None or q_descale is not None or k_descale is not None
             or v_descale is not None or window_size != (-1, -1) or attention_chunk != 0
@@ -93,14 +92,16 @@ def flash_attn_func(
         derivatives.reject_of_scalars('flash_attn_func', softmax_scale, softcap)
         of_fp8 = fp8.fp8_of('flash_attn_func', q, (q_descale, k_descale, v_descale), out, out_dtype,
                             fp8_accum)
-        checks.reject_unsupported('flash_attn_func', qv=qv, num_splits=num_splits)
+        checks.reject_unsupported('flash_attn_func', qv=qv)
         left, right = checks.window_sides(window_size)
         general = General(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale,
                           causal=causal, window_left=left, window_right=right,
                           attention_chunk=attention_chunk, softcap=softcap)
-        if of_fp8 is not None or _is_general(general, return_max_logits):
-            execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
-            return _general((q, k, v, out), general, execution, return_attn_probs, of_fp8)
+        execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
+        call = Call('flash_attn_func', (q, k, v, out), general, execution, of_fp8)
+        num_splits = splits.splits_of(num_splits, call)
+        if num_splits != 1 or of_fp8 is not None or _is_general(general, return_max_logits):
+            return _general(call, return_attn_probs, num_splits)
     # The way of most eager calls, with as little Python and as few arguments as there can be.
     if (out is None and not is_compiling() and q.get_device() in _library.SERVED_DEVICES
             and forward_ad._current_level < 0 and not (
@@ -151,7 +152,7 @@ def flash_attn_varlen_func(
             sm_margin, return_attn_probs, s_aux, return_max_logits: as in `flash_attn_func`.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: with q, k and v of float8_e4m3fn;
             see `quantize_fp8`.
-        qv, num_splits: upstream's, for their defaults only (num_splits: 0 or 1).
+        qv, num_splits: as in `flash_attn_func`.
 
     Returns:
         out, or a tuple of it and what was asked for, in this order. out: (total_q, heads_q,
@@ -168,7 +169,7 @@ def flash_attn_varlen_func(
     """
     of_fp8 = fp8.fp8_of('flash_attn_varlen_func', q, (q_descale, k_descale, v_descale), out,
                         out_dtype, fp8_accum)
-    checks.reject_unsupported('flash_attn_varlen_func', qv=qv, num_splits=num_splits)
+    checks.reject_unsupported('flash_attn_varlen_func', qv=qv)
     derivatives.reject_of_scalars('flash_attn_varlen_func', softmax_scale, softcap)
     longest = (checks.length_bound('max_seqlen_q', max_seqlen_q, q),
                checks.length_bound('max_seqlen_k', max_seqlen_k, k))
@@ -178,7 +179,8 @@ def flash_attn_varlen_func(
         sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, causal=causal,
         window_left=left, window_right=right, attention_chunk=attention_chunk, softcap=softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
-    return _general((q, k, v, out), general, execution, return_attn_probs, of_fp8)
+    call = Call('flash_attn_varlen_func', (q, k, v, out), general, execution, of_fp8)
+    return _general(call, return_attn_probs, splits.splits_of(num_splits, call))
 
 
 def flash_attn_qkvpacked_func(
@@ -283,16 +285,16 @@ def _is_general(general: General, return_max_logits: bool) -> bool:
             or general.sinks is not None or return_max_logits)
 
 
-def _general(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], general: General,
-             execution: Execution, return_lse: bool,
-             of_fp8: Fp8 | None = None) -> Tensor | tuple[Tensor, ...]:
-    """What a public function returns. tensors: q, k, v and out; of_fp8: of e4m3 tensors."""
-    op = 'flash_attn_func' if general.cu_seqlens_q is None else 'flash_attn_varlen_func'
+def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Tensor, ...]:
+    """What a public function returns. num_splits: 1, or of `attend_cache`."""
+    op, tensors, general, execution, of_fp8 = call
     *_, out = tensors
     scales = () if of_fp8 is None else of_fp8.scales
     if out is not None and checks.needs_grad(*tensors, *scales, general.sinks):
         raise RuntimeError(checks.gradient_with_out_text(op, **_named(tensors, scales, general)))
-    if of_fp8 is None:
+    if num_splits != 1:
+        results = splits.attention(call, num_splits, return_lse)
+    elif of_fp8 is None:
         results = _general_attention(tensors, general, execution, return_lse)
     else:
         results = _fp8_attention(op, tensors, of_fp8, general, execution)

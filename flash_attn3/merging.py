@@ -1,8 +1,8 @@
 """Merging of attention over parts of the keys: out and LSE of all keys from those of the parts.
 
-In plain PyTorch, float32 or wider. With o_i and l_i of part i: l = log sum exp l_i and
-o = sum exp(l_i - l) o_i. A part without keys (LSE -inf) adds nothing, whatever its out holds; a row
-without keys in all parts gives 0 and -inf.
+The op `combine` on Hopper GPUs, else plain PyTorch, float32 or wider. With o_i and l_i of part i:
+l = log sum exp l_i and o = sum exp(l_i - l) o_i. A part without keys (LSE -inf) adds nothing,
+whatever its out holds; a row without keys in all parts gives 0 and -inf.
 """
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import checks
+from flash_attn3 import _library, _plan, checks
+
+# What the op writes; it reads float32.
+_OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_combine = torch.ops.flash_attn3.combine.default
 
 
 def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
@@ -44,6 +48,8 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | N
         raise RuntimeError(checks.error(
             op, f'out to be {tuple(out_partial.shape[1:])}, {dtype} on {out_partial.device}',
             f'{tuple(out.shape)}, {out.dtype} on {out.device}'))
+    if _op_serves(out_partial, lse_partial, dtype):
+        return _by_op(out_partial, lse_partial, out, dtype)
     result, lse = _merge(out_partial, lse_partial)
     return result.to(dtype) if out is None else out.copy_(result), lse
 
@@ -91,6 +97,21 @@ def _check(op: str, outs: Tensor, lses: Tensor, ranks: tuple[int, int]) -> None:
         raise RuntimeError(checks.error(op, 'floating dtypes', f'{outs.dtype} and {lses.dtype}'))
 
 
+def _op_serves(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> bool:
+    return (out_partial.is_cuda and out_partial.dtype == lse_partial.dtype == torch.float32
+            and dtype in _OUT_DTYPES and _library.kernels_serve(out_partial.device))
+
+
+def _by_op(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None,
+           dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if out is None:
+        out = out_partial.new_empty(out_partial.shape[1:], dtype=dtype)
+    if out_partial.dim() == 5:
+        return out, _combine(out_partial, lse_partial, out)
+    lse = _combine(out_partial.unsqueeze(1), lse_partial.unsqueeze(1), out.unsqueeze(0))
+    return out, lse.squeeze(0)
+
+
 def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """outs (parts, ..., head_dim), lses (parts, ...)."""
     wide = torch.promote_types(torch.promote_types(outs.dtype, lses.dtype), torch.float32)
@@ -104,3 +125,24 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     outs = outs.to(wide).masked_fill((lses == -math.inf).unsqueeze(-1), 0)
     merged = (weights.unsqueeze(-1) * outs).sum(0) / total.unsqueeze(-1)
     return merged, (total.log() + largest).masked_fill(is_empty, -math.inf)
+
+
+# ----------------------------------------------------------------------------------------- the op
+def _combine_cpu(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
+    tensors = dict(out_partial=out_partial, lse_partial=lse_partial, out=out)
+    if text := _plan.check_combine(**{name: checks.describe(x) for name, x in tensors.items()}):
+        raise RuntimeError(text)
+    if out_partial.size(0) == 0:
+        out.zero_()
+        return lse_partial.new_full(lse_partial.shape[1:], -math.inf)
+    result, lse = _merge(out_partial, lse_partial)
+    out.copy_(result)
+    return lse
+
+
+def _combine_fake(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
+    return lse_partial.new_empty(lse_partial.shape[1:])
+
+
+_library.LIBRARY.impl('combine', _combine_cpu, 'CPU')
+torch.library.register_fake('flash_attn3::combine', _combine_fake, lib=_library.LIBRARY)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import _library, _plan, arguments, checks, fp8
+from flash_attn3 import _library, _plan, arguments, checks, fp8, planning_cache, splits
 from flash_attn3.fp8 import Fp8
 from flash_attn3.general import Execution, General
 from flash_attn3.quantize import E4M3
@@ -19,7 +19,9 @@ _FEATURES = [name for name in arguments.public_names('lengths', 'score', 'return
              if name not in ('softmax_scale', 'causal')]
 _MASKS = {'full': 'full', 'causal': 'causal',
           'general': 'general: packed sequences, windows, chunks, sinks, max logits at run time',
-          'softcap': 'general, with a softcap'}
+          'softcap': 'general, with a softcap',
+          'cache': 'cache: any of full, causal, windows, chunks at run time, lengths from the GPU',
+          'cache, softcap': 'cache, with a softcap'}
 
 
 def built_variants() -> list[str]:
@@ -34,24 +36,31 @@ def built_variants() -> list[str]:
             if variant['built']]
 
 
-def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
-            causal: bool = False, *, pack_gqa: bool | None = None, sm_margin: int = 0,
-            out: Tensor | None = None, deterministic: bool = False,
-            return_attn_probs: bool = False, **others) -> tuple[bool, list[str]]:
-    """Whether flash_attn_func or flash_attn_varlen_func would run the Hopper kernel on these
-    arguments.
+def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+            softmax_scale: float | None = None, causal: bool = False, *,
+            pack_gqa: bool | None = None, sm_margin: int = 0, out: Tensor | None = None,
+            deterministic: bool = False, return_attn_probs: bool = False,
+            num_splits: int | None = None, **others) -> tuple[bool, list[str]]:
+    """Whether flash_attn_func, flash_attn_varlen_func or flash_attn_with_kvcache would run the
+    Hopper kernel on these arguments.
 
     And that of the gradients too, if q, k, v or s_aux requires them and grad mode is on. Tensors on
     the CPU or the meta device are judged as if they were on a Hopper GPU, with their device as one
-    of the reasons. Nothing is computed; what cu_seqlens and seqused contain is not read.
+    of the reasons. Nothing is computed; what lengths and tables contain is not read.
 
     Args:
         all: the arguments of `flash_attn_func`, or with cu_seqlens_q those of
-            `flash_attn_varlen_func`, by name from softmax_scale on.
+            `flash_attn_varlen_func`, by name from softmax_scale on; or those of
+            `flash_attn_with_kvcache` by name, k_cache and v_cache among them.
 
     Returns:
         (True, []), or False and the reasons, each an error text that names the argument.
     """
+    if planning_cache.is_cache_call(others):
+        scalars = dict(softmax_scale=softmax_scale, causal=causal, pack_gqa=pack_gqa,
+                       sm_margin=sm_margin, num_splits=0 if num_splits is None else num_splits)
+        return _can_use_cache(dict(q=q, k=k, v=v, out=out), others | scalars)
+    num_splits = 1 if num_splits is None else num_splits
     features = {name: others.pop(name) for name in _FEATURES if name in others}
     op = ('flash_attn_func' if features.get('cu_seqlens_q') is None else
           'flash_attn_varlen_func')
@@ -63,28 +72,56 @@ def can_use(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
         reasons.append(checks.gradient_with_out_text(op, **named))
     scale = checks.default_softmax_scale(q) if softmax_scale is None else softmax_scale
     plans = []
-    if text := _problem_text((q, k, v, out), scale, causal, sm_margin, features, of_fp8):
+    call, text = _checked((op, (q, k, v, out), of_fp8), num_splits, features | dict(
+        softmax_scale=scale, causal=causal, pack_gqa=pack_gqa, sm_margin=sm_margin))
+    if text:
         reasons.append(text)
     else:
         common = dict(causal=causal, **features)
         accumulation = fp8.ACCUMULATIONS[of_fp8 is not None and of_fp8.promote]
-        plans.append(plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, fp8_accum=accumulation,
+        parts = splits.planned(num_splits, call)
+        plans.append(_plan_splits(call, parts) if parts != 1 else
+                     plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, fp8_accum=accumulation,
                           **common))
         if needs_grad and of_fp8 is None:
             plans.append(plan_backward(q, k, v, deterministic=deterministic, **common))
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
     if needs_grad and of_fp8 is not None:
         reasons.append(fp8.gradient_text(op, **named))
-    if not q.is_cuda:
-        reasons.append(checks.error('can_use', 'q on a CUDA device', str(q.device)))
-        if _library.DRIVER_PROBLEM:
-            reasons.append(_library.DRIVER_PROBLEM)
-    elif device_text := _device_problem(q.device):
-        reasons.append(device_text)
-    else:
-        reasons += [checks.error('can_use', f'the kernel {facts["name"]}', 'a build without it')
-                    for facts in plans if not _is_built(facts)]
+    reasons += _device_problems(q, plans)
     return not reasons, reasons
+
+
+def _device_problems(q: Tensor, plans: Sequence[dict]) -> list[str]:
+    """Why kernels of these plans do not run where q is."""
+    if not q.is_cuda:
+        problem = [_library.DRIVER_PROBLEM] if _library.DRIVER_PROBLEM else []
+        return [checks.error('can_use', 'q on a CUDA device', str(q.device)), *problem]
+    if device_text := _device_problem(q.device):
+        return [device_text]
+    return [checks.error('can_use', f'the kernel {facts["name"]}', 'a build without it')
+            for facts in plans if not _is_built(facts)]
+
+
+def _can_use_cache(tensors: dict[str, Tensor | None], given: dict) -> tuple[bool, list[str]]:
+    """can_use() of `flash_attn_with_kvcache`. tensors: q, k, v and out."""
+    k_cache, v_cache = (given.pop(name, None) for name in ('k_cache', 'v_cache'))
+    if k_cache is None:    # q, k_cache, v_cache by place
+        k_cache, v_cache = tensors['k'], tensors['v']
+        tensors = tensors | dict(k=None, v=None)
+    missing = checks.unsupported('flash_attn_with_kvcache', qv=given.pop('qv', None))
+    reasons, facts = planning_cache.reasons_and_plan(
+        tensors | dict(k_cache=k_cache, v_cache=v_cache), given)
+    reasons = missing + reasons + _device_problems(tensors['q'], [facts] if facts else [])
+    return not reasons, reasons
+
+
+def _plan_splits(call: splits.Call, num_splits: int) -> dict:
+    """How `attend_cache` would run a call without a cache, or the reason."""
+    q, k, v, out = call.tensors
+    return checks.problem_text(dict(q=q, k=k, v=v, out=out),
+                               splits.attend_arguments(call, num_splits, False),
+                               check=_plan.plan_cache, rules_of='cuda')
 
 
 def _fp8_arguments(op: str, q: Tensor, out: Tensor | None,
@@ -100,21 +137,27 @@ def _fp8_arguments(op: str, q: Tensor, out: Tensor | None,
         return [str(problem)], None
 
 
-def _problem_text(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], softmax_scale: float,
-                  causal: bool, sm_margin: int, features: dict, of_fp8: Fp8 | None) -> str:
-    """What is wrong with a call on a Hopper GPU, or ''."""
+def _checked(of_tensors: tuple, num_splits: int,
+             features: dict) -> tuple[splits.Call | None, str]:
+    """A call, and what is wrong with it on a Hopper GPU, or ''.
+
+    of_tensors: op, (q, k, v, out), and what FP8 adds. features: the other arguments.
+    """
+    op, tensors, of_fp8 = of_tensors
     others = dict(features)
-    execution = Execution(sm_margin=sm_margin,
-                          return_max_logits=others.pop('return_max_logits', False))
+    execution = Execution(others.pop('pack_gqa'), others.pop('sm_margin'),
+                          others.pop('return_max_logits', False))
     try:
-        general = _general(tensors[0], softmax_scale=softmax_scale, causal=causal,
-                           **others | _longest(features))
+        general = _general(tensors[0], **others | _longest(features))
     except RuntimeError as problem:
-        return str(problem)
+        return None, str(problem)
+    call = splits.Call(op, tensors, general, execution, of_fp8)
+    if text := splits.problem_text(op, num_splits, call):
+        return call, text
     if of_fp8 is not None:
-        return fp8.problem_text(tensors, of_fp8, general, execution, rules_of='cuda')
-    return checks.problem_text(dict(zip(('q', 'k', 'v', 'out'), tensors)), general, execution,
-                               rules_of='cuda')
+        return call, fp8.problem_text(tensors, of_fp8, general, execution, rules_of='cuda')
+    return call, checks.problem_text(dict(zip(('q', 'k', 'v', 'out'), tensors)), general,
+                                     execution, rules_of='cuda')
 
 
 def _is_built(facts: dict) -> bool:
@@ -163,7 +206,9 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
             l2_bytes: int | None = None, fp8_accum: str = 'fast', **features) -> None:
     """Prints how a Hopper GPU would compute a call: kernel, tile, memory, grid, waves, work.
 
-    And its gradients: kernel, tile, memory, grid, workspace.
+    And its gradients: kernel, tile, memory, grid, workspace. Or, with cache=True or an argument
+    that only `flash_attn_with_kvcache` has, attention on a cache: k and v are then the caches, and
+    splits, pages, and an estimate of the time for full caches are printed.
 
     Args:
         q, k, v: tensors on any device, or shapes (batch, seqlen, heads, head_dim). Default for v:
@@ -174,12 +219,17 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
             shapes and CPU tensors those of an H100, 132 and 50 MiB.
         features: what `flash_attn_func` and `flash_attn_varlen_func` take for masks, scores and
             lengths, from window_size to max_seqlen_k. Only the length of cu_seqlens_q is read, for
-            which a list will do.
+            which a list will do. For a cache what `flash_attn_with_kvcache` takes; page_table
+            may be a shape.
 
     Raises:
         ValueError: a shape that is not four numbers, with cu_seqlens_q three.
         TypeError: an argument that neither function has.
     """
+    if planning_cache.is_cache_call(features):
+        given = dict(causal=causal, pack_gqa=pack_gqa, sm_margin=sm_margin, **features)
+        _explain_cache((q, k, k if v is None else v), dtype, given, _gpu(q, sm_count, l2_bytes))
+        return
     common = dict(causal=causal, dtype=dtype, sm_count=sm_count, l2_bytes=l2_bytes, **features)
     forward = plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, fp8_accum=fp8_accum, **common)
     if 'reason' in forward:
@@ -194,11 +244,31 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
     print(_text_of({'gradients': _name(backward), **_backward_rows(backward)}))
 
 
+def _explain_cache(inputs: tuple, dtype: torch.dtype, given: dict, gpu: dict[str, int]) -> None:
+    """inputs: q, k_cache and v_cache."""
+    q, *_ = inputs
+    name = checks.dtype_name(q.dtype if isinstance(q, Tensor) else dtype)
+    q_shape = _shape(q, given.get('cu_seqlens_q') is not None)
+    shapes = q_shape, *(_shape(x, False) for x in inputs[1:])
+    facts = planning_cache.plan(shapes, name, given, gpu)
+    if 'reason' in facts:
+        print(f'no kernel: {facts["reason"]}')
+        return
+    head_dims = shapes[0][-1], shapes[2][-1]
+    print(_text_of({'variant': _name(facts), **_kernel_rows(facts, head_dims),
+                    **planning_cache.rows(facts)}))
+
+
 def _name(facts: dict) -> str:
     return facts['name'] + ('' if _is_built(facts) else ' (not in this install)')
 
 
 def _forward_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
+    return {**_kernel_rows(facts, head_dims),
+            **(_packed_work_rows(facts) if facts['is_packed'] else _work_rows(facts))}
+
+
+def _kernel_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
     overlaps = {'ping-pong of two warpgroups': facts['ping_pong'],
                 'softmax beside the products of its warpgroup': facts['intra_overlap'],
                 'the end of a tile beside the start of the next': facts['tile_overlap']}
@@ -213,7 +283,6 @@ def _forward_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
                   + f', {facts["raw_stages"]} of V as it comes' * (facts['raw_stages'] > 0),
         'registers': _registers(facts),
         'shared memory': _shared_memory(facts),
-        **(_packed_work_rows(facts) if facts['is_packed'] else _work_rows(facts)),
     }
 
 

@@ -129,11 +129,68 @@ FEATURES = (
             options=_EVERYTHING, tensors=('s_aux',)),
     Feature('192, 128 with window, softcap, sinks', head_dims=(192, 128), tensors=('s_aux',),
             options={'window_size': (40, 8), 'softcap': 5.0}),
-    Feature('`num_splits` > 1', options={'num_splits': 2},
-            errors=_of_functions('num_splits to be 0 or 1, got 2')),
+    Feature('`num_splits` > 1', options={'num_splits': 2}),
+    Feature('`num_splits` > 1, FP8', dtype='float8_e4m3fn', options={'num_splits': 2},
+            errors=_NO_FP8_GRADIENTS),
+    Feature('`num_splits` > 1, `return_max_logits`',
+            options={'num_splits': 2, 'return_max_logits': True},
+            errors=_of_functions('num_splits of 0 or 1 with return_max_logits, got 2')),
     Feature('`qv`', tensors=('qv',), errors=_of_functions('qv to be None, got a tensor')),
     Feature('`q_descale`', tensors=('q_descale',),
             errors=_of_functions('q_descale to be None, got a tensor')),
+)
+
+
+@dataclass(frozen=True)
+class CacheFeature:
+    """A small call of flash_attn_with_kvcache that has the feature.
+
+    Attributes:
+        name: in the list.
+        problem: how the tests draw the call (tests/cpu/cached.py); bf16, unless it says another.
+        options: further arguments.
+        error: how the error begins that refuses it; '': supported.
+    """
+    name: str
+    problem: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
+    error: str = ''
+
+
+_NEW = {'new': (1, 1, 1)}
+_E4M3 = {'dtype': 'e4m3', 'scales': True}
+
+CACHE_FEATURES = (
+    CacheFeature('bfloat16'),
+    CacheFeature('float16', {'dtype': 'fp16'}),
+    CacheFeature('FP8 with scales', _E4M3),
+    CacheFeature('head dim 8', {'dims': (8, 8)}),
+    CacheFeature('head dims 192, 128', {'dims': (192, 128)}),
+    CacheFeature('head dim 256', {'dims': (256, 256)}),
+    CacheFeature('MQA', {'heads': (4, 1)}),
+    CacheFeature('several queries, `causal`', {'queries': (3, 3, 3)}, {'causal': True}),
+    CacheFeature('`window_size`', {'queries': (3, 3, 3)}, {'window_size': (4, 0)}),
+    CacheFeature('`attention_chunk`', {}, {'attention_chunk': 8}),
+    CacheFeature('`softcap`', {}, {'softcap': 2.5}),
+    CacheFeature('sinks', {'sinks': True}),
+    CacheFeature('packed queries', {'queries': (3, 0, 2), 'packed': True}),
+    CacheFeature('pages of 1', {'page_size': 1}),
+    CacheFeature('pages of 12', {'page_size': 12}),
+    CacheFeature('`cache_batch_idx`', {'idx': True}),
+    CacheFeature('`cache_leftpad`', {'leftpad': (2, 0, 5)}),
+    CacheFeature('a number as length', {'lengths': (5, 5, 5), 'int_length': True}),
+    CacheFeature('append', _NEW),
+    CacheFeature('append to FP8 pages', {**_NEW, **_E4M3, 'page_size': 4}),
+    CacheFeature('append with rotary', {**_NEW, 'rotary': 16, 'page_size': 4}),
+    CacheFeature('packed append', {'new': (3, 0, 1), 'queries': (3, 0, 1), 'packed': True}),
+    CacheFeature('`num_splits`', {}, {'num_splits': 3}),
+    CacheFeature('`split_size`', {}, {'split_size': 128}),
+    CacheFeature('float32', {'dtype': 'fp32'},
+                 error='flash_attn3.attend_cache: expected q.dtype to be float16 or bfloat16'),
+    CacheFeature('FP8, rotary', {**_NEW, 'dtype': 'e4m3', 'rotary': 16},
+                 error='flash_attn3.append_cache: expected no rotary_cos with float8_e4m3fn'),
+    CacheFeature('`split_size` with `num_splits` > 1', {}, {'split_size': 128, 'num_splits': 2},
+                 error='flash_attn3.attend_cache: expected num_splits of 0 or 1 with a split_size'),
 )
 
 

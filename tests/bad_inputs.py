@@ -126,5 +126,5 @@ KERNEL_RULES = [
 # Arguments of upstream that this version does not have, and what their errors name.
 UNSUPPORTED = {
     'qv': torch.zeros(1), 'q_descale': torch.zeros(1), 'k_descale': torch.zeros(1),
-    'v_descale': torch.zeros(1), 'num_splits': 4,
+    'v_descale': torch.zeros(1),
 }

@@ -8,8 +8,9 @@
 //   and sm_count and l2_bytes, of which 0 is unknown. A tensor is (dtype, device type, device
 //   index, sizes, strides, address), as ("bfloat16", "cuda", 0, (2, 128, 8, 64), (65536, 512, 64,
 //   1), 0).
-// - plan_forward(**call), plan_backward(**call): a dict of facts, or {"reason": text}. The latter
-//   needs no tensor but q, k and v.
+// - check_combine(out_partial=, lse_partial=, out=): the same of `combine`.
+// - plan_forward(**call), plan_backward(**call), plan_cache(**call): a dict of facts, or {"reason":
+//   text}. plan_backward needs no tensor but q, k and v.
 // - variants(), backward_variants(): a dict for every variant, built or not.
 #include <algorithm>
 #include <string>
@@ -18,10 +19,12 @@
 #include "bwd_variants.h"
 #include "dispatch/checks_backward.h"
 #include "dispatch/checks_cache.h"
+#include "dispatch/checks_combine.h"
 #include "dispatch/checks_fp8.h"
 #include "dispatch/checks_general.h"
 #include "dispatch/plan.h"
 #include "dispatch/plan_backward.h"
+#include "dispatch/plan_cache.h"
 #include "dispatch/problem_of_call.h"
 #include "dispatch/variants.h"
 #include "fwd_built.inc"
@@ -170,6 +173,15 @@ PyObject* py_check_backward(PyObject*, PyObject* args, PyObject* kwargs) {
   return PyUnicode_FromString(check_backward(call).c_str());
 }
 
+PyObject* py_check_combine(PyObject*, PyObject* args, PyObject* kwargs) {
+  CombineCall call;
+  CallReader reader(args, kwargs);
+  reader("out_partial", call.out_partial);
+  reader("lse_partial", call.lse_partial);
+  reader("out", call.out);
+  return reader.finish() ? PyUnicode_FromString(check_combine(call).c_str()) : nullptr;
+}
+
 // What is wrong with a call that only has sizes, or "".
 std::string plan_error(AttentionCall const& call) {
   int64_t smallest = 0;
@@ -182,7 +194,8 @@ std::string plan_error(AttentionCall const& call) {
   if (call.device.sm_count < 1) {
     return error_text("explain", "sm_count to be 1 or more", text(call.device.sm_count));
   }
-  return call.is_backward                     ? check_gradient_inputs(call)
+  return call.on_cache                        ? check_cache(call)
+         : call.is_backward                   ? check_gradient_inputs(call)
          : call.q.dtype == Dtype::kFloat8E4M3 ? check_fp8(call)
                                               : check_forward(call);
 }
@@ -247,6 +260,42 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
   return dict.finish();
 }
 
+// The workspace of parts holds O and the LSE of each row.
+PyObject* cache_plan_dict(FwdProblem const& problem) {
+  static constexpr char const* kSplits[] = {"even", "parts", "size"};
+  FwdPlan const plan = plan_cache(problem);
+  FwdSchedule const& schedule = plan.schedule;
+  CacheSchedule const& cache = schedule.cache;
+  int64_t const floats = cache.slots * cache.rows * (kFwdVariants[plan.variant].head_dim_v + 1);
+  DictBuilder dict;
+  add_variant(dict, plan.variant);
+  dict.flag("is_packed", problem.is_packed)
+      .integer("pack", schedule.pack)
+      .integer("m_tiles", schedule.m_tiles)
+      .integer("grid", schedule.grid)
+      .integer("launches", value_launches(problem.head_dim_v))
+      .string("splits", kSplits[int(cache.splits.kind)])
+      .integer("split_count", cache.splits.count)
+      .integer("least_units", cache.least_units)
+      .integer("slots", cache.slots)
+      .integer("parts_bytes", floats * int64_t(sizeof(float)))
+      .integer("page_size", problem.cache.page_size)
+      .integer("capacity", problem.cache.capacity)
+      .integer("batch", problem.batch);
+  return dict.finish();
+}
+
+PyObject* py_plan_cache(PyObject*, PyObject* args, PyObject* kwargs) {
+  AttentionCall call;
+  if (!read_call(args, kwargs, call)) {
+    return nullptr;
+  }
+  call.on_cache = true;
+  std::string const error = plan_error(call);
+  return error.empty() ? cache_plan_dict(problem_of_cache(call))
+                       : DictBuilder().string("reason", error.c_str()).finish();
+}
+
 template <bool kIsBackward>
 PyObject* py_plan(PyObject*, PyObject* args, PyObject* kwargs) {
   AttentionCall call;
@@ -298,9 +347,11 @@ PyMethodDef methods[] = {
      "check_forward of the ops on float8_e4m3fn."},
     {"check_cache", method(py_check<check_cache>), kKeywords, "check_forward of attend_cache."},
     {"check_append", method(py_check<check_append>), kKeywords, "check_forward of append_cache."},
+    {"check_combine", method(py_check_combine), kKeywords, "check_forward of combine."},
     {"check_backward", method(py_check_backward), kKeywords, "check_forward of the gradients."},
     {"plan_forward", method(py_plan<false>), kKeywords, "How a forward problem would be run."},
     {"plan_backward", method(py_plan<true>), kKeywords, "How its gradients would be computed."},
+    {"plan_cache", method(py_plan_cache), kKeywords, "How attend_cache would be run."},
     {"variants", py_variants, METH_NOARGS, "Facts of every forward variant."},
     {"backward_variants", py_backward_variants, METH_NOARGS, "Facts of every backward variant."},
     {nullptr, nullptr, 0, nullptr}};

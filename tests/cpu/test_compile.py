@@ -70,9 +70,9 @@ def test_out_argument(with_lse):
 
 
 def test_unsupported_arguments_still_raise():
-    compiled = torch.compile(lambda q, k, v: flash_attn_func(q, k, v, num_splits=3),
+    compiled = torch.compile(lambda q, k, v: flash_attn_func(q, k, v, qv=q),
                              backend='eager')
-    with pytest.raises(NotImplementedError, match='expected num_splits to be 0 or 1, got 3'):
+    with pytest.raises(NotImplementedError, match='expected qv to be None, got a tensor'):
         compiled(*inputs())
 
 

@@ -8,8 +8,10 @@ import math
 import pytest
 import torch
 from torch.autograd import gradcheck
+from torch.library import opcheck
 
-from flash_attn3 import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, merge_states
+from flash_attn3 import (flash_attn_combine, flash_attn_func, flash_attn_varlen_func, merge_states,
+                         merging)
 
 
 def parts_of(count: int, shape: tuple[int, ...], dtype=torch.float32) -> tuple:
@@ -145,3 +147,38 @@ def test_errors(call, text):
     with pytest.raises(RuntimeError, match=r'flash_attn3\.(flash_attn_combine|merge_states): '
                                            rf'expected {text}'):
         call()
+
+
+def op_parts(out_dtype: torch.dtype) -> tuple:
+    outs, lses = parts_of(3, (2, 4, 3, 16))
+    return outs, lses, torch.empty(2, 4, 3, 16, dtype=out_dtype)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck_combine(dtype):
+    opcheck(torch.ops.flash_attn3.combine.default, op_parts(dtype))
+
+
+@pytest.mark.parametrize('change, text', [
+    (lambda x: (x[0][0], *x[1:]), 'out_partial of the shape'),
+    (lambda x: (x[0].half(), *x[1:]), 'out_partial.dtype to be float32'),
+    (lambda x: (x[0], x[1][:, :1], x[2]), 'lse_partial to have the shape'),
+    (lambda x: (*x[:2], x[2].double()), 'out.dtype to be '),
+    (lambda x: (*x[:2], x[0][0]), 'out with memory of its own'),
+])
+def test_errors_of_the_op(change, text):
+    with pytest.raises(RuntimeError, match=f'flash_attn3.combine: expected {text}'):
+        torch.ops.flash_attn3.combine(*change(op_parts(torch.float32)))
+
+
+def test_the_way_to_the_op(monkeypatch):
+    """What a GPU takes, tried with the op on the CPU: with and without a batch."""
+    monkeypatch.setattr(merging, '_op_serves', lambda *_: True)
+    for shape in ((2, 5, 3, 16), (7, 3, 16)):
+        outs, lses = parts_of(4, shape)
+        given = torch.empty(shape, dtype=torch.bfloat16)
+        wanted, wanted_lse = merging._merge(outs, lses)
+        out, lse = flash_attn_combine(outs, lses, given)
+        assert out is given and torch.equal(out, wanted.bfloat16())
+        assert torch.equal(lse, wanted_lse)
+        assert torch.equal(flash_attn_combine(outs, lses)[0], wanted)

@@ -283,9 +283,9 @@ def test_can_use_gives_the_error(bad):
 def test_can_use_gives_every_reason():
     arguments = bad_inputs.good_arguments('meta')
     arguments['q'] = torch.empty(2, 16, 4, 64, device='meta')    # float32
-    is_fine, reasons = flash_attn3.can_use(**arguments, causal=True, qv=torch.ones(1), num_splits=4)
+    is_fine, reasons = flash_attn3.can_use(**arguments, causal=True, qv=torch.ones(1))
     found = [reason.split('expected ')[1].split(',')[0] for reason in reasons]
-    assert not is_fine and found == ['qv to be None', 'num_splits to be 0 or 1',
+    assert not is_fine and found == ['qv to be None',
                                      'q.dtype to be float16 or bfloat16',
                                      'q on a CUDA device']
 

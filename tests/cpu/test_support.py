@@ -6,6 +6,7 @@ import flash_attn3
 from flash_attn3 import support
 
 from tests import support_cells
+from tests.cpu.cached import BOUNDS, Problem, expected
 from tests.support_cells import (EVERY_CELL, REFUSED_EVERYWHERE, Cell, every_refused,
                                  every_supported)
 
@@ -39,6 +40,24 @@ def test_no_such_argument(cell: Cell):
         arguments = support_cells.arguments_of(cell, CPU) | {name: torch.ones(3)}
         with pytest.raises(TypeError, match=f'unexpected keyword argument {name!r}'):
             cell.function(**arguments)
+
+
+@pytest.mark.parametrize('feature', support.CACHE_FEATURES, ids=lambda feature: feature.name)
+def test_on_a_cache(feature: support.CacheFeature):
+    """As the above: the CPU path, and what can_use() says of the kernels."""
+    problem = Problem(**{'dtype': 'bf16', 'dims': (64, 64), **feature.problem},
+                      options=dict(feature.options)).build()
+    is_fine, reasons = flash_attn3.can_use(**problem.arguments)
+    assert not is_fine
+    if feature.error:
+        assert reasons[0].startswith(feature.error)
+        return
+    assert reasons == [ON_CPU]
+    out = flash_attn3.flash_attn_with_kvcache(**problem.arguments)
+    wanted = expected(problem)[0]
+    wanted = torch.cat(wanted) if problem.packed else torch.stack(wanted)
+    bound = BOUNDS[problem.dtype]
+    torch.testing.assert_close(out.double(), wanted, rtol=bound, atol=bound)
 
 
 def test_rows_have_names_of_their_own():

@@ -1,0 +1,169 @@
+"""num_splits of `flash_attn_func` and `flash_attn_varlen_func`: attention on keys in parts, by the
+op `attend_cache`, for which k and v are a full cache or packed keys.
+
+Called by interface.py and planning.py. Gradients are those of the general op, from out and lse.
+"""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from flash_attn3 import _library, checks, derivatives, fp8
+from flash_attn3.autograd import SplitAttention
+from flash_attn3.cache import Attend
+from flash_attn3.fp8 import Fp8
+from flash_attn3.general import Execution, General
+
+MOST_SPLITS = 256
+# By plan, keys are split where tiles of queries for fewer than half of the multiprocessors meet
+# this many keys.
+_LEAST_KEYS = 2048
+_TILE_ROWS = 64
+_TMA_BYTES = 16
+
+_attend = torch.ops.flash_attn3.attend_cache.default
+_attend_out = torch.ops.flash_attn3.attend_cache_out.default
+
+
+class Call(NamedTuple):
+    """Attention as the public functions know it. tensors: q, k, v and out."""
+    op: str
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
+    general: General
+    execution: Execution
+    of_fp8: Fp8 | None
+
+
+# ------------------------------------------------------------------------------------ what is asked
+def problem_text(op: str, num_splits: int, call: Call | None = None) -> str:
+    """What is wrong with num_splits, or ''; without call alone, else together with the others."""
+    is_number = isinstance(num_splits, (int, torch.SymInt))
+    if not is_number or not 0 <= num_splits <= MOST_SPLITS:
+        return checks.error(op, f'num_splits to be from 0 (by plan) to {MOST_SPLITS}',
+                            repr(num_splits))
+    if call is None or num_splits < 2:
+        return ''
+    asked = {'return_max_logits': call.execution.return_max_logits,
+             "fp8_accum='promote'": call.of_fp8 is not None and call.of_fp8.promote}
+    for name, is_asked in asked.items():
+        if is_asked:
+            return checks.error(op, f'num_splits of 0 or 1 with {name}', str(num_splits))
+    return ''
+
+
+def splits_of(num_splits: int, call: Call) -> int:
+    """num_splits of the op `attend_cache`; 1: another op serves the call.
+
+    Raises:
+        RuntimeError: a wrong number, or one that does not go with the other arguments.
+    """
+    if text := problem_text(call.op, num_splits, call):
+        raise RuntimeError(text)
+    q, *_ = call.tensors
+    if num_splits == 1 or (q.is_cuda and not _library.kernels_serve(q.device)):
+        return 1
+    return planned(num_splits, call)
+
+
+def planned(num_splits: int, call: Call) -> int:
+    """The same where our kernels or the CPU path serve the device."""
+    return 1 if num_splits == 0 and not _gains(call) else num_splits
+
+
+def _gains(call: Call) -> bool:
+    """Whether the keys are worth splitting, and nothing speaks against it."""
+    q, k, v, out = call.tensors
+    general, of_fp8 = call.general, call.of_fp8
+    rank = 4 if general.cu_seqlens_q is None else 3
+    scales = () if of_fp8 is None else of_fp8.scales
+    if (q.dim() != rank or k.dim() != rank or call.execution.return_max_logits
+            or (of_fp8 is not None and of_fp8.promote)
+            or any(scale is not None and scale.dim() != 2 for scale in scales)
+            or checks.needs_grad(q, k, v, out, *scales, general.sinks)
+            or derivatives.is_forward_mode()):
+        return False
+    rows = q.size(0) if rank == 3 else q.size(0) * q.size(1)
+    keys = general.max_seqlen_k if rank == 3 else k.size(1)
+    most = checks.gpu_facts(q)['sm_count'] // 2
+    return keys >= _LEAST_KEYS and rows * q.size(-2) < most * _TILE_ROWS
+
+
+# ---------------------------------------------------------------------------------------- attention
+def attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, an empty tensor) by `attend_cache`; lse is empty unless asked for."""
+    q, k, v, out = call.tensors
+    general, of_fp8 = call.general, call.of_fp8
+    scales = (None, None, None) if of_fp8 is None else tuple(of_fp8.scales)
+    derivatives.reject_forward_mode(*call.tensors, *scales, general.sinks)
+    if of_fp8 is not None:
+        fp8.reject_missing(call.op, q, False)
+    if not is_compiling():
+        checks.check_cuda_contents(q, k, general)
+    needs_grad = checks.needs_grad(q, k, v, *scales, general.sinks)
+    own = attend_arguments(call, num_splits, return_lse or needs_grad)
+    k, v = _aligned(k), _aligned(v)
+    if out is not None:
+        lse = _attend_out(q, k, v, out, *own[:-1])
+        return *_cleared(out, lse, general), lse.new_empty(0)
+    if not needs_grad:
+        return *_cleared(*_attend(q, k, v, *own), general), q.new_empty(0)
+    if of_fp8 is not None:
+        names = dict(q=q, k=k, v=v, s_aux=general.sinks, q_descale=scales[0],
+                     k_descale=scales[1], v_descale=scales[2])
+        results = derivatives.Refusal.apply(fp8.gradient_text(call.op, **names), _attend, q, k, v,
+                                            *own)
+        return *_cleared(*results, general), q.new_empty(0)
+    if is_compiling():
+        raise NotImplementedError(checks.error(
+            call.op, 'num_splits of 0 or 1 for gradients under torch.compile', str(num_splits)))
+    forward = _Forward(own, general)
+    return *SplitAttention.apply(forward, q, k, v, *general, *call.execution), q.new_empty(0)
+
+
+class _Forward(NamedTuple):
+    """What `SplitAttention` calls with q, k and v."""
+    own: Attend
+    general: General
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _cleared(*_attend(q, k, v, *self.own), self.general)
+
+
+def attend_arguments(call: Call, num_splits: int, return_lse: bool) -> Attend:
+    """What follows q, k and v of `attend_cache`."""
+    of_fp8 = call.of_fp8
+    scales = (None, None, None) if of_fp8 is None else tuple(of_fp8.scales)
+    return Attend(**call.general._asdict(), return_lse=return_lse, num_splits=num_splits,
+                  pack_gqa=call.execution.pack_gqa, sm_margin=call.execution.sm_margin,
+                  **dict(zip(('q_descale', 'k_descale', 'v_descale'), scales)),
+                  float16_out=of_fp8 is not None and of_fp8.out_dtype == torch.float16)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """k or v as the op takes a cache on a GPU: it never copies one."""
+    if not x.is_cuda or x.dim() == 0 or x.stride(-1) != 1:
+        return x
+    apart = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1]
+    address = 0 if is_compiling() else x.data_ptr()
+    is_fine = address % _TMA_BYTES == 0 and all(
+        stride > 0 and stride * x.itemsize % _TMA_BYTES == 0 for stride in apart)
+    return x if is_fine else x.clone(memory_format=torch.contiguous_format)
+
+
+def _cleared(out: Tensor, lse: Tensor, general: General) -> tuple[Tensor, Tensor]:
+    """out and lse with 0 and -inf in the rows of no sequence, which the kernel does not write."""
+    starts = general.cu_seqlens_q
+    if starts is None or not out.is_cuda:
+        return out, lse
+    rows = torch.arange(out.size(0), device=out.device, dtype=torch.int32)
+    after = torch.searchsorted(starts, rows, right=True)    # starts at or before the row
+    batch = starts.numel() - 1
+    unused = after > batch
+    if general.seqused_q is not None and batch > 0:
+        sequence = (after - 1).clamp(max=batch - 1)
+        unused |= rows - starts[sequence] >= general.seqused_q[sequence]
+    out.masked_fill_(unused[:, None, None], 0)
+    return out, lse.masked_fill_(unused, -torch.inf) if lse.numel() else lse
