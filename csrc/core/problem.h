@@ -128,8 +128,8 @@ struct CacheTensors {
   int64_t table_stride = 0;
   int held_by_all = 0;
   int appended = 0;
-  float* parts = nullptr;   // workspace: schedule.cache.slots * (rows * (head_dim_v + 1))
-  int* arrived = nullptr;   // zeros, as many as slots
+  float* parts = nullptr;   // workspace: slots * rows * (head_dim_v of the kernel + 2)
+  int* arrived = nullptr;   // zeros, 2 for each slot and warpgroup
 };
 
 // How the keys of a cache are split, and what the parts need.

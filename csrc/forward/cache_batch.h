@@ -116,7 +116,9 @@ struct CacheTiles {
 template <class Traits>
 CUTE_DEVICE FwdWork<Traits> share_of_part(FwdDeviceParams const& p, FwdWork<Traits> const& part,
                                           int warpgroup) {
-  FwdWork<Traits> work = share_of_warpgroup<Traits>(p, part, warpgroup);
+  // The free K tiles of one warpgroup are those of the tile.
+  FwdWork<Traits> work =
+      Traits::kWarpgroups == 1 ? part : share_of_warpgroup<Traits>(p, part, warpgroup);
   work.keys.free_begin = max_of(work.keys.free_begin, work.keys.begin);
   work.keys.free_end = max_of(work.keys.free_end, work.keys.begin);
   return work;

@@ -14,18 +14,29 @@
 
 namespace fa3 {
 
-// Where the rows of a K tile come from: the entry (page) of this lane's box, or of its rows where
-// they are gathered.
-template <int kPerLane>
-struct PageIds {
-  int id[kPerLane];
+// The keys of a sequence and KV head, as CacheLocation names them.
+struct KeySource {
+  int kv_head;
+  int sequence;
+  int entry;
+  int row;
+  int first_slot;
+  int end_slot;
+
+  template <class Work>
+  CUTE_DEVICE static KeySource of(Work const& work) {
+    CacheLocation const& at = work.location;
+    return KeySource{work.kv_head, at.sequence, at.entry, at.row, at.slot, at.slot + at.len.k};
+  }
+
+  CUTE_DEVICE bool has(int slot) const { return slot >= first_slot && slot < end_slot; }
 };
 
 template <class Traits>
 struct PagedKeys {
   using ElementKv = typename Traits::ElementKv;
-  static constexpr int kRowsPerLane = ceil_div(Traits::kTileN, 32);
-  using Ids = PageIds<kRowsPerLane>;
+  static constexpr int kKeys = Traits::kTileN;
+  static constexpr int kRowsPerLane = ceil_div(kKeys, 32);
 
   // Arrivals at the barrier of a loaded stage: all lanes.
   CUTE_DEVICE static constexpr int arrivals(CacheDeviceParams const&) { return 32; }
@@ -33,72 +44,48 @@ struct PagedKeys {
   // Gathered rows were not written by the copy engine.
   CUTE_DEVICE static void after_wait(CacheDeviceParams const&) { fence_shared_for_async_proxy(); }
 
-  // Reads the page table for the n-th K tile: this lane's box, or its rows lane, lane + 32, ...
-  CUTE_DEVICE static Ids read_ids(CacheDeviceParams const& p, FwdWork<Traits> const& work, int n) {
-    if (p.box_keys == 0) {
-      return read_rows(p, work, n);
-    }
-    Ids ids;
-    ids.id[0] = entry_of(p, work, n * Traits::kTileN + lane_of_warp() * p.box_keys);
-    return ids;
+  // The page, or the entry of a dense cache, of this lane's box of the n-th K tile.
+  CUTE_DEVICE static int read_id(CacheDeviceParams const& p, KeySource const& from, int n) {
+    return p.box_keys > 0 ? entry_of(p, from, n * kKeys + lane_of_warp() * p.box_keys) : 0;
   }
 
-  // The n-th K tile, as (keys, kColumns) in slices.
-  template <int kColumns>
-  CUTE_DEVICE static void load(CacheDeviceParams const& p, bool is_key, Mbarrier& full,
-                               ElementKv* target, FwdWork<Traits> const& work, int n,
-                               Ids const& ids) {
-    bool const is_boxed = p.box_keys > 0;
-    if (is_boxed && (is_key || has_all_keys(work, n))) {
-      load_boxes<kColumns>(p, is_key ? p.k : p.v, full, target, work, n, ids.id[0]);
+  // The n-th K tile of K or V, as (keys, columns) in slices.
+  template <bool kIsK>
+  CUTE_DEVICE static void load(CacheDeviceParams const& p, Mbarrier& full, ElementKv* target,
+                               KeySource const& from, int n, int id) {
+    if (p.box_keys > 0 && (kIsK || !has_tail(from, n))) {
+      load_boxes<kIsK ? Traits::kColumns : Traits::kColumnsV>(p, kIsK ? p.k : p.v, full, target,
+                                                              from, n, id);
     } else {
-      gather<kColumns>(p, is_key, full, target, work, n, is_boxed ? read_rows(p, work, n) : ids);
+      gather<kIsK>(p, cute::cast_smem_ptr_to_uint(&full), cute::cast_smem_ptr_to_uint(target), from,
+                   n);
     }
   }
 
  private:
-  CUTE_DEVICE static Ids read_rows(CacheDeviceParams const& p, FwdWork<Traits> const& work, int n) {
-    Ids ids;
-    CUTE_UNROLL
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      ids.id[i] = entry_of(p, work, n * Traits::kTileN + lane_of_warp() + 32 * i);
-    }
-    return ids;
+  CUTE_DEVICE static bool has_tail(KeySource const& from, int n) {
+    return !from.has(n * kKeys) || !from.has((n + 1) * kKeys - 1);
   }
 
-  CUTE_DEVICE static bool has_all_keys(FwdWork<Traits> const& work, int n) {
-    return has_key(work, n * Traits::kTileN) && has_key(work, (n + 1) * Traits::kTileN - 1);
-  }
-
-  CUTE_DEVICE static bool has_key(FwdWork<Traits> const& work, int slot) {
-    int const first = work.location.slot;
-    return slot >= first && slot < first + work.location.len.k;
-  }
-
-  // The entry that holds a slot; one outside the tensor for slots without a key.
-  CUTE_DEVICE static int entry_of(CacheDeviceParams const& p, FwdWork<Traits> const& work,
-                                  int slot) {
-    // A box that begins before the first key may hold it.
+  // The entry that holds a slot; one outside the tensor where no key of the box is needed.
+  CUTE_DEVICE static int entry_of(CacheDeviceParams const& p, KeySource const& from, int slot) {
     bool const is_needed =
-        slot < work.location.slot + work.location.len.k &&
-        slot + max_of(p.box_keys, 1) > work.location.slot;
+        slot < from.end_slot && slot + max_of(p.box_keys, 1) > from.first_slot;
     if (p.page_table == nullptr) {
-      return is_needed ? work.location.entry : p.entries;
+      return is_needed ? from.entry : p.entries;
     }
-    return is_needed
-               ? __ldg(p.page_table + work.location.sequence * p.table_stride + p.page_size.div(slot))
-               : p.entries;
+    int const* const table = p.page_table + from.sequence * p.table_stride;
+    return is_needed ? __ldg(table + p.page_size.div(slot)) : p.entries;
   }
 
-  CUTE_DEVICE static int row_of(CacheDeviceParams const& p, FwdWork<Traits> const& work, int slot) {
-    return p.page_table == nullptr ? work.location.row + slot : p.page_size.mod(slot);
+  CUTE_DEVICE static int row_of(CacheDeviceParams const& p, KeySource const& from, int slot) {
+    return p.page_table == nullptr ? from.row + slot : p.page_size.mod(slot);
   }
 
   template <int kColumns>
   CUTE_DEVICE static void load_boxes(CacheDeviceParams const& p, CUtensorMap const& map,
-                                     Mbarrier& full, ElementKv* target,
-                                     FwdWork<Traits> const& work, int n, int id) {
-    constexpr int kKeys = Traits::kTileN;
+                                     Mbarrier& full, ElementKv* target, KeySource const& from,
+                                     int n, int id) {
     int const lane = lane_of_warp();
     if (lane == 0) {
       full.arrive_and_expect_tx(kKeys * kColumns * sizeof(ElementKv));
@@ -108,68 +95,69 @@ struct PagedKeys {
     __syncwarp();
     int const first = lane * p.box_keys;
     if (first < kKeys) {
+      int const row = row_of(p, from, n * kKeys + first);
       CUTE_UNROLL
       for (int column = 0; column < kColumns; column += Traits::kSlice) {
         cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), p.hint,
-                                     target + column * kKeys + first * Traits::kSlice, column,
-                                     row_of(p, work, n * kKeys + first), work.kv_head, id);
+                                     target + column * kKeys + first * Traits::kSlice, column, row,
+                                     from.kv_head, id);
       }
     }
     __syncwarp();
   }
 
-  template <int kColumns>
-  CUTE_DEVICE static void gather(CacheDeviceParams const& p, bool is_key, Mbarrier& full,
-                                 ElementKv* target, FwdWork<Traits> const& work, int n,
-                                 Ids const& ids) {
-    constexpr int kKeys = Traits::kTileN;
+  // Several lanes copy a row, each a chunk of 16 bytes. WHY no inlining: it would make the way of
+  // boxes long, whose instructions have to be fetched first.
+  template <bool kIsK>
+  static __device__ __noinline__ void gather(CacheDeviceParams const& p, uint32_t full,
+                                             uint32_t target, KeySource from, int n) {
+    constexpr int kColumns = kIsK ? Traits::kColumns : Traits::kColumnsV;
+    TensorView const& rows = kIsK ? p.k_rows : p.v_rows;
+    int const row_bytes = kIsK ? p.row_bytes_k : p.row_bytes_v;
     constexpr int kChunks = kColumns * int(sizeof(ElementKv)) / 16;  // of a row
+    constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
     constexpr int kSliceChunks = Traits::kSlice * int(sizeof(ElementKv)) / 16;
-    static_assert(kSliceChunks == 8 || kSliceChunks == 4);
-    TensorView const& rows = is_key ? p.k_rows : p.v_rows;
-    int const row_bytes = is_key ? p.row_bytes_k : p.row_bytes_v;
+    static_assert(kChunks <= 32 && (kSliceChunks == 8 || kSliceChunks == 4));
     int const lane = lane_of_warp();
-    // This lane's rows; 0: none.
-    int64_t offsets[kRowsPerLane];
-    CUTE_UNROLL
+    int const chunk = lane % kLanes;
+    bool const has_column = chunk * 16 < row_bytes;
+    char const* const data = static_cast<char const*>(rows.data) + chunk * 16;
+    uint32_t const base = target + chunk / kSliceChunks * kKeys * kSliceChunks * 16;
+    CUTE_NO_UNROLL
     for (int i = 0; i < kRowsPerLane; ++i) {
-      int const slot = n * kKeys + lane + 32 * i;
-      bool const is_loaded =
-          has_key(work, slot) && uint32_t(ids.id[i]) < uint32_t(p.entries);
-      offsets[i] = is_loaded ? ids.id[i] * rows.batch_stride +
-                                   row_of(p, work, slot) * rows.row_stride +
-                                   work.kv_head * rows.head_stride
-                             : -1;
-    }
-    char const* const data = static_cast<char const*>(rows.data);
-    uint32_t const base = cute::cast_smem_ptr_to_uint(target);
-    CUTE_UNROLL
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      CUTE_NO_UNROLL
-      for (int j = lane; j < 32 * kChunks; j += 32) {
-        int const row = j / kChunks;
-        int const chunk = j % kChunks;
-        int64_t const offset = __shfl_sync(kAllLanes, offsets[i], row);
+      int64_t const offset = offset_of_row(p, rows, from, n * kKeys + 32 * i + lane);
+#pragma unroll 8
+      for (int row = lane / kLanes; row < 32; row += 32 / kLanes) {
+        int64_t const of_row = __shfl_sync(0xffffffffu, offset, row);
+        bool const is_loaded = of_row >= 0 && has_column;
         int const in_tile = 32 * i + row;
-        bool const is_loaded = offset >= 0 && chunk * 16 < row_bytes;
-        uint32_t const to = base + (chunk / kSliceChunks * kKeys + in_tile) * kSliceChunks * 16 +
-                            swizzled(chunk % kSliceChunks, in_tile) * 16;
-        char const* const from = data + (is_loaded ? offset + chunk * 16 : 0);
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                     "r"(is_loaded ? 16 : 0)
-                     : "memory");
+        uint32_t const to = base + in_tile * kSliceChunks * 16 +
+                            swizzled<kSliceChunks>(chunk % kSliceChunks, in_tile) * 16;
+        if (kLanes == kChunks || chunk < kChunks) {
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+                       "l"(data + (is_loaded ? of_row : 0)), "r"(is_loaded ? 16 : 0)
+                       : "memory");
+        }
       }
     }
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-                     cute::cast_smem_ptr_to_uint(&full))
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full)
                  : "memory");
   }
 
-  static constexpr uint32_t kAllLanes = 0xffffffffu;
+  // In bytes; -1: the row is not loaded.
+  CUTE_DEVICE static int64_t offset_of_row(CacheDeviceParams const& p, TensorView const& rows,
+                                           KeySource const& from, int slot) {
+    int const id = from.has(slot) ? entry_of(p, from, slot) : -1;
+    bool const exists = uint32_t(id) < uint32_t(p.entries);
+    return exists ? id * rows.batch_stride + row_of(p, from, slot) * rows.row_stride +
+                        from.kv_head * rows.head_stride
+                  : -1;
+  }
 
   // The swizzle of slices of 128 or 64 bytes.
+  template <int kSliceChunks>
   CUTE_DEVICE static int swizzled(int chunk, int row) {
-    return sizeof(ElementKv) * Traits::kSlice == 128 ? chunk ^ row % 8 : chunk ^ row / 2 % 4;
+    return kSliceChunks == 8 ? chunk ^ row % 8 : chunk ^ row / 2 % 4;
   }
 };
 

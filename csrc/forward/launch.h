@@ -174,7 +174,9 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
   d.hint = problem.seqlen_q <= d.line.positions ? kReadOnce : kKeepInL2;
   d.parts = p.cache.parts;
   d.part_lses = p.cache.parts + schedule.slots * schedule.rows * Traits::kHeadDimV;
+  d.group_lses = d.part_lses + schedule.slots * schedule.rows;
   d.arrived = p.cache.arrived;
+  d.slots = int(schedule.slots);
   d.part_rows = schedule.rows;
 }
 

@@ -69,103 +69,107 @@ struct PartRow {
   }
 };
 
-// Combines the parts of an output tile. A warp takes every fourth row.
+// Parts of an output tile: the parts first, first + stride, ..., `count` of them.
+struct PartList {
+  int first;
+  int stride;
+  int count;
+};
+
+// Combines parts. A thread has four columns of a row: it loads those of kAtOnce parts at a time,
+// together with their LSEs.
 template <class Traits>
 struct PartCombiner {
-  static constexpr int kPairs = Traits::kHeadDimV / 64;  // of columns, per lane
-  static constexpr int kAtOnce = 8;                      // parts whose loads are in flight
+  static constexpr int kFours = Traits::kHeadDimV / 4;  // of a row
+  static constexpr int kAtOnce = 8;
 
   CacheDeviceParams const& p;
   FwdWork<Traits> const& work;
   int first_row;  // of the warpgroup, in the buffer of a part
+  PartList parts;
+  float const* lses;  // of the parts
 
-  CUTE_DEVICE void run(int thread) const {
-    int const lane = thread % 32;
-    for (int r = thread / 32; r < kWarpgroupRows; r += kWarpgroupWarps) {
-      RowOfTile const row = row_of_tile(p, work.rows, r);
-      if (row.exists) {
-        combine_row(row, first_row + r, lane);
-      }
+  // is_final: into the result; else into the buffer of the first part, with an LSE of the group.
+  CUTE_DEVICE void run(int thread, bool is_final) const {
+    int const rows = min_of(p.positions_per_warpgroup, work.rows.left) * int(p.pack.divisor);
+    CUTE_NO_UNROLL
+    for (int i = thread; i < rows * kFours; i += kWarpgroupThreads) {
+      combine(i / kFours, i % kFours * 4, is_final);
     }
   }
 
  private:
-  CUTE_DEVICE int64_t row_of_part(int part, int r) const {
-    return int64_t(work.location.part.slot_of(part)) * p.part_rows + r;
+  CUTE_DEVICE int64_t row_of_part(int i, int r) const {
+    int const slot = work.location.part.slot_of(parts.first + i * parts.stride);
+    return int64_t(slot) * p.part_rows + first_row + r;
   }
 
-  CUTE_DEVICE float lse_of_part(int part, int r) const {
-    return part < work.location.part.parts ? __ldcg(p.part_lses + row_of_part(part, r)) : -INFINITY;
-  }
-
-  CUTE_DEVICE void combine_row(RowOfTile const& row, int r, int lane) const {
-    int const parts = work.location.part.parts;
+  CUTE_DEVICE void combine(int r, int column, bool is_final) const {
     float most = -INFINITY;
-    for (int first = 0; first < parts; first += 32) {
-      most = fmaxf(most, lse_of_part(first + lane, r));
-    }
-    most = max_over_lanes(most);
     float sum = 0.f;
-    float2 o[kPairs];
-    CUTE_UNROLL
-    for (int i = 0; i < kPairs; ++i) {
-      o[i] = make_float2(0.f, 0.f);
+    float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
+    CUTE_NO_UNROLL
+    for (int begin = 0; begin < parts.count; begin += kAtOnce) {
+      float of_parts[kAtOnce];
+      float4 values[kAtOnce];
+      CUTE_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {
+        int64_t const row = row_of_part(min_of(begin + j, parts.count - 1), r);
+        of_parts[j] = __ldcg(lses + row);
+        values[j] = __ldcg(reinterpret_cast<float4 const*>(p.parts + row * Traits::kHeadDimV +
+                                                           column));
+      }
+      float const before = most;
+      CUTE_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {
+        of_parts[j] = begin + j < parts.count ? of_parts[j] : -INFINITY;
+        most = fmaxf(most, of_parts[j]);
+      }
+      float const used = finite_max(most);
+      float const rescale = exp2_approx((before - used) * kLog2E);
+      sum *= rescale;
+      multiply(o, rescale);
+      CUTE_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {
+        float const weight = exp2_approx((of_parts[j] - used) * kLog2E);
+        sum += weight;
+        o.x += values[j].x * weight;
+        o.y += values[j].y * weight;
+        o.z += values[j].z * weight;
+        o.w += values[j].w * weight;
+      }
     }
-    for (int first = 0; first < parts; first += 32) {
-      float const lse = lse_of_part(first + lane, r);
-      float const weight = exp2_approx((lse - finite_max(most)) * kLog2E);
-      sum += weight;
-      add_parts(o, weight, first, min_of(32, parts - first), r, lane);
-    }
-    sum = sum_over_lanes<32>(sum);
+    write(r, column, most, sum, o, is_final);
+  }
+
+  CUTE_DEVICE void write(int r, int column, float most, float sum, float4 o, bool is_final) const {
     float const lse = sum == 0.f ? -INFINITY : most + __logf(sum);
-    float const sink = p.sinks != nullptr ? p.sinks[work.rows.head + row.head] : -INFINITY;
-    float const all = sink == -INFINITY ? sum : sum + exp2_approx((sink - finite_max(most)) * kLog2E);
-    float const factor = inverse_sum(all);
-    auto const target = ResultRow<Traits>::of(p, work, row);
-    CUTE_UNROLL
-    for (int i = 0; i < kPairs; ++i) {
-      target.write(2 * (lane + 32 * i), o[i].x * factor, o[i].y * factor);
+    if (!is_final) {
+      multiply(o, inverse_sum(sum));
+      int64_t const row = row_of_part(0, r);
+      *reinterpret_cast<float4*>(p.parts + row * Traits::kHeadDimV + column) = o;
+      if (column == 0) {
+        p.group_lses[row] = lse;
+      }
+      return;
     }
-    if (p.lse != nullptr && lane == 0) {
+    RowOfTile const row = row_of_tile(p, work.rows, r);
+    float const sink = p.sinks != nullptr ? p.sinks[work.rows.head + row.head] : -INFINITY;
+    float const of_sink = exp2_approx((sink - finite_max(most)) * kLog2E);
+    multiply(o, inverse_sum(sum + of_sink));
+    auto const target = ResultRow<Traits>::of(p, work, row);
+    target.write(column, o.x, o.y);
+    target.write(column + 2, o.z, o.w);
+    if (p.lse != nullptr && column == 0) {
       p.lse[index_of_row(p, work.rows, row)] = with_sink(lse, sink);
     }
   }
 
-  CUTE_DEVICE void add_parts(float2 (&o)[kPairs], float weight, int first, int count, int r,
-                             int lane) const {
-    CUTE_NO_UNROLL
-    for (int begin = 0; begin < count; begin += kAtOnce) {
-      float2 values[kAtOnce][kPairs];
-      CUTE_UNROLL
-      for (int j = 0; j < kAtOnce; ++j) {
-        int const part = min_of(begin + j, count - 1);
-        auto const* const from = reinterpret_cast<float2 const*>(
-            p.parts + row_of_part(first + part, r) * Traits::kHeadDimV);
-        CUTE_UNROLL
-        for (int i = 0; i < kPairs; ++i) {
-          values[j][i] = __ldcg(from + lane + 32 * i);
-        }
-      }
-      CUTE_UNROLL
-      for (int j = 0; j < kAtOnce; ++j) {
-        float const of_part = __shfl_sync(0xffffffffu, weight, (begin + j) % 32);
-        float const factor = begin + j < count ? of_part : 0.f;
-        CUTE_UNROLL
-        for (int i = 0; i < kPairs; ++i) {
-          o[i].x += values[j][i].x * factor;
-          o[i].y += values[j][i].y * factor;
-        }
-      }
-    }
-  }
-
-  CUTE_DEVICE static float max_over_lanes(float x) {
-    CUTE_UNROLL
-    for (int distance = 16; distance > 0; distance /= 2) {
-      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
-    }
-    return x;
+  CUTE_DEVICE static void multiply(float4& x, float factor) {
+    x.x *= factor;
+    x.y *= factor;
+    x.z *= factor;
+    x.w *= factor;
   }
 };
 
@@ -176,24 +180,50 @@ struct OutputParts {
                                 RowWriter writer, Softmax const& softmax, float const (&sinks)[2],
                                 FragmentO const& tOrO) {
     auto const [q_stage, warpgroup, thread] = writer;
-    FwdWork<Traits> const& work = shared.work[q_stage][warpgroup];
-    int const first_row = warpgroup * kWarpgroupRows;
-    bool const is_whole = work.location.part.parts == 1;
-    if (is_whole) {
+    FwdWork<Traits> const work = shared.work[q_stage][warpgroup];
+    release_queries(shared, q_stage, warpgroup, thread);
+    if (work.location.part.parts == 1) {
       store_tile(p, work, thread, tOrO);
       store_rows<Traits>(p, work.rows, thread, softmax, sinks);
     } else {
-      store_part(p, work, thread, first_row, softmax, tOrO);
+      store_part(p, work, thread, warpgroup * kWarpgroupRows, softmax, tOrO);
+      combine(shared, p, work, warpgroup, thread);
     }
-    if (!is_whole && completes_tile(shared, p, work, warpgroup, thread)) {
-      PartCombiner<Traits>{p, work, first_row}.run(thread);
-    }
-    release_queries(shared, q_stage, warpgroup, thread);
   }
 
   CUTE_DEVICE static void finish(int) {}
 
  private:
+  // More parts are combined in two steps, in groups of about the square root of their number, so
+  // that several CTAs read them.
+  static constexpr int kMostAtOnce = 16;
+
+  CUTE_DEVICE static void combine(FwdStorage<Traits>& shared, CacheDeviceParams const& p,
+                                  FwdWork<Traits> const& work, int warpgroup, int thread) {
+    KeyPart const& part = work.location.part;
+    int const first_row = warpgroup * kWarpgroupRows;
+    int const group = part.parts <= kMostAtOnce ? part.parts : ceil_of_root(part.parts);
+    int const first = part.index / group * group;
+    PartList list{first, 1, min_of(group, part.parts - first)};
+    bool is_final = group == part.parts;
+    int* counters = p.arrived + (is_final ? 0 : p.slots * Traits::kWarpgroups);
+    float const* lses = p.part_lses;
+    CUTE_NO_UNROLL
+    while (completes(shared, counters + part.slot_of(list.first) * Traits::kWarpgroups, list.count,
+                     warpgroup, thread)) {
+      PartCombiner<Traits>{p, work, first_row, list, lses}.run(thread, is_final);
+      if (is_final) {
+        return;
+      }
+      list = PartList{0, group, ceil_div(part.parts, group)};
+      counters = p.arrived;
+      lses = p.group_lses;
+      is_final = true;
+    }
+  }
+
+  CUTE_DEVICE static int ceil_of_root(int x) { return int(ceilf(sqrtf(float(x)))); }
+
   template <class FragmentO>
   CUTE_DEVICE static void store_tile(CacheDeviceParams const& p, FwdWork<Traits> const& work,
                                      int thread, FragmentO const& tOrO) {
@@ -227,22 +257,21 @@ struct OutputParts {
     }
   }
 
-  // Whether all other parts of the output tile are complete. The counter is 0 again after the last.
-  CUTE_DEVICE static bool completes_tile(FwdStorage<Traits>& shared, CacheDeviceParams const& p,
-                                         FwdWork<Traits> const& work, int warpgroup, int thread) {
-    KeyPart const& part = work.location.part;
-    __threadfence();
+  // Whether this warpgroup is the last of `count` to get here, whose results are then visible to
+  // it. The counter is 0 again after the last.
+  CUTE_DEVICE static bool completes(FwdStorage<Traits>& shared, int* counter, int count,
+                                    int warpgroup, int thread) {
     sync_warpgroup(warpgroup);
     if (thread == 0) {
-      int* const counter = p.arrived + part.first_slot * Traits::kWarpgroups + warpgroup;
-      bool const is_last = atomicAdd(counter, 1) == part.parts - 1;
+      __threadfence();
+      bool const is_last = atomicAdd(counter, 1) == count - 1;
       if (is_last) {
         *counter = 0;
+        __threadfence();
       }
       shared.completes_tile[warpgroup] = is_last;
     }
     sync_warpgroup(warpgroup);
-    __threadfence();
     return shared.completes_tile[warpgroup];
   }
 };

@@ -74,9 +74,13 @@ struct CacheDeviceParams : FwdDeviceParams {
   int row_bytes_k;
   int row_bytes_v;
   uint64_t hint;         // of loads of K and V
-  float* parts;          // (slots, rows, Dv) and then (slots, rows), the LSEs
-  float* part_lses;
-  int* arrived;          // for each slot: parts of its output tile that are complete
+  // For each slot of a part: its rows of O and their LSEs; the LSEs of a group of parts that begins
+  // with it; and how many parts of its output tile, or of its group, are complete.
+  float* parts;       // (slots, rows, Dv)
+  float* part_lses;   // (slots, rows)
+  float* group_lses;  // (slots, rows)
+  int* arrived;       // (2, slots, warpgroups)
+  int slots;
   int part_rows;
 
   FA3_HD bool has_packed_queries() const { return lengths.packed.cu_q != nullptr; }

@@ -14,7 +14,6 @@ struct CacheProducer {
   using Slots = FwdSlots<Traits>;
   using Keys = typename Slots::Keys;
   using Values = typename Slots::Values;
-  using Ids = typename Keys::Ids;
   static constexpr bool kIsWholeWarp = true;
 
   FwdStorage<Traits>& shared;
@@ -37,29 +36,47 @@ struct CacheProducer {
   }
 
  private:
-  // In the order in which the consumers wait, as FwdProducer::load_tiles().
+  // A K tile to be loaded, and the page of this lane's box.
+  struct Step {
+    KeySource from;
+    int n;
+    int id;
+  };
+
+  // In the order in which the consumers wait: V of a K tile follows K of the next one, also from
+  // one tile to the next. The page table is read one K tile ahead. WHY a single loop, whose first
+  // and last turns skip V or K: each kind of load is there once, so that there are few instructions
+  // to fetch before the first load.
   CUTE_DEVICE void load_tiles(CacheTiles<Traits> tiles) {
-    Work work = no_tile<Traits>();
-    Ids ids = {};
-    while (true) {
-      Work const next = tiles.next();
-      Ids const next_ids = next.valid() ? load_k(next, next.keys.end - 1) : ids;
-      if (work.valid()) {
-        load_v(work, work.keys.begin, ids);
-      }
-      if (!next.valid()) {
-        return;
-      }
-      load_q(next);
-      work = next;
-      ids = next_ids;
-      CUTE_NO_UNROLL
-      for (int n = work.keys.end - 1; n > work.keys.begin; --n) {
-        Ids const following = load_k(work, n - 1);
-        load_v(work, n, ids);
-        ids = following;
-      }
-    }
+    Step values{};
+    bool has_values = false;
+    bool has_tile;
+    do {
+      Work const work = tiles.next();
+      has_tile = work.valid();
+      Step keys{KeySource::of(work), work.keys.end - 1, 0};
+      int const begin = has_tile ? work.keys.begin : keys.n;
+      keys.id = has_tile ? Keys::read_id(p, keys.from, keys.n) : 0;
+      bool is_first = has_tile;
+      do {
+        Step next = keys;
+        next.n = keys.n - 1;
+        if (has_tile) {
+          next.id = next.n >= begin ? Keys::read_id(p, keys.from, next.n) : 0;
+          load_k(keys);
+        }
+        if (has_values) {
+          load_v(values);
+        }
+        if (is_first) {
+          load_q(work);
+        }
+        is_first = false;
+        has_values = true;
+        values = keys;
+        keys = next;
+      } while (keys.n >= begin);
+    } while (has_tile);
   }
 
   CUTE_DEVICE void load_q(Work const& part) {
@@ -67,45 +84,43 @@ struct CacheProducer {
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
       shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
       if (is_first_lane()) {
-        load_rows(share_of_part<Traits>(p, part, wg), wg);
+        load_rows(part, wg);
       }
       __syncwarp();
     }
     q_ring.advance();
   }
 
-  // Publishes the share of a warpgroup, and loads its Q.
-  CUTE_DEVICE void load_rows(Work const& work, int wg) {
+  // Loads Q of a warpgroup, then publishes its share.
+  CUTE_DEVICE void load_rows(Work const& part, int wg) {
     Mbarrier& full = shared.q_full[q_ring.stage][wg];
-    shared.work[q_ring.stage][wg] = work;
-    full.arrive_and_expect_tx(uint32_t(p.q_slice_bytes) * (Traits::kColumns / Traits::kSlice));
+    int const position = part.position_begin + wg * p.positions_per_warpgroup;
     CUTE_UNROLL
     for (int column = 0; column < Traits::kColumns; column += Traits::kSlice) {
       load_box<typename Traits::Location>(
           p.q, mbarrier_word(full), kReadOnce,
           &shared.q[q_ring.stage][wg][column * kWarpgroupRows],
-          {column, work.rows.head, work.location.first_q() + work.position_begin, work.location,
-           work.location.end_q()});
+          {column, part.rows.head, part.location.first_q() + position, part.location,
+           part.location.end_q()});
     }
+    shared.work[q_ring.stage][wg] = share_of_part<Traits>(p, part, wg);
+    full.arrive_and_expect_tx(uint32_t(p.q_slice_bytes) * (Traits::kColumns / Traits::kSlice));
     if (wg + 1 == Traits::kWarpgroups) {
       Slots::Helpers::publish_tile(shared, q_ring.stage);
     }
   }
 
-  // Gives where the rows are, for V.
-  CUTE_DEVICE Ids load_k(Work const& work, int n) {
-    Ids const ids = Keys::read_ids(p, work, n);
+  CUTE_DEVICE void load_k(Step const& step) {
     shared.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);
-    Keys::template load<Traits::kColumns>(p, true, shared.k_full[k_ring.stage],
-                                          shared.k[k_ring.stage], work, n, ids);
+    Keys::template load<true>(p, shared.k_full[k_ring.stage], shared.k[k_ring.stage], step.from,
+                              step.n, step.id);
     k_ring.advance();
-    return ids;
   }
 
-  CUTE_DEVICE void load_v(Work const& work, int n, Ids const& ids) {
+  CUTE_DEVICE void load_v(Step const& step) {
     Values::empty(shared)[v_ring.stage].wait(v_ring.phase ^ 1);
-    Keys::template load<Traits::kColumnsV>(p, false, Values::full(shared)[v_ring.stage],
-                                           Values::buffers(shared)[v_ring.stage], work, n, ids);
+    Keys::template load<false>(p, Values::full(shared)[v_ring.stage],
+                               Values::buffers(shared)[v_ring.stage], step.from, step.n, step.id);
     v_ring.advance();
   }
 

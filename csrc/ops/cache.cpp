@@ -105,8 +105,8 @@ class CacheLaunch {
   void allocate_parts(int device, void* stream) {
     FwdConfig const& config = kFwdVariants[plan_.variant];
     CacheSchedule const& cache = params_.schedule.cache;
-    int64_t const floats = cache.slots * cache.rows * (config.head_dim_v + 1);
-    int64_t const counters = cache.slots * config.consumer_warpgroups;
+    int64_t const floats = cache.slots * cache.rows * (config.head_dim_v + 2);
+    int64_t const counters = 2 * cache.slots * config.consumer_warpgroups;
     bool const has_own_counters = counters > kArrivalCounters;
     int64_t const size = floats + (has_own_counters ? counters : 0);
     parts_ = allocate(kOp, &size, 1, Dtype::kFloat32, device);

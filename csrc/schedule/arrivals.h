@@ -6,7 +6,7 @@
 
 namespace fa3 {
 
-constexpr int64_t kArrivalCounters = 1024;
+constexpr int64_t kArrivalCounters = 2048;
 
 // kArrivalCounters counters on the current device for launches on a stream (a cudaStream_t). The
 // launches of one stream share them, since they follow each other. Those that a CUDA graph captures
