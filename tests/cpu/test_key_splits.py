@@ -1,4 +1,4 @@
-"""core/key_splits.h: the parts of a line of output tiles, against every K tile counted one by one."""
+"""core/key_splits.h: the parts of a line of output tiles, with every K tile counted one by one."""
 from itertools import accumulate
 
 from hypothesis import given

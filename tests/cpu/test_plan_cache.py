@@ -1,5 +1,5 @@
-"""dispatch/plan_cache.cpp: the variant, the packing and the split of a call on a cache, and the buffers
-of its parts.
+"""dispatch/plan_cache.cpp: the variant, the packing and the split of a call on a cache, and the
+buffers of its parts.
 """
 import itertools
 
@@ -65,11 +65,12 @@ def test_masks_are_values_and_not_variants(mask):
 @examples(200)
 def test_packing_and_grid(heads_k, group, pack_gqa, sm_margin, head_dim, dtype):
     """Heads of a group fill the rows of a tile; CTAs fill the multiprocessors."""
-    facts = plan(heads=(heads_k * group, heads_k), pack_gqa=pack_gqa, sm_margin=min(sm_margin, SMS - 1),
+    sm_margin = min(sm_margin, SMS - 1)
+    facts = plan(heads=(heads_k * group, heads_k), pack_gqa=pack_gqa, sm_margin=sm_margin,
                  head_dim=head_dim, dtype=dtype)
     largest = max(d for d in range(1, min(group, 64) + 1) if group % d == 0)
     assert facts['pack'] == (1 if pack_gqa is False else largest)
-    assert facts['grid'] == max(1, SMS - sm_margin) * variant_of(facts)['ctas_per_sm']
+    assert facts['grid'] == (SMS - sm_margin) * variant_of(facts)['ctas_per_sm']
     assert facts['least_units'] >= 1
 
 
@@ -81,7 +82,7 @@ def positions_of(facts):
 @given(st.integers(1, 300), st.sampled_from([1, 2, 3, 8, 16, 64]), st.booleans())
 @examples(200)
 def test_rows_of_a_part(queries, group, is_packed):
-    """Those that its queries fill, where no tile has more; packed sequences may have whole tiles."""
+    """Those that its queries fill, where no tile has more; packed sequences may fill tiles."""
     facts = plan(queries, heads=(2 * group, 2), total=4 * queries if is_packed else None)
     of_warpgroup, of_tile = positions_of(facts)
     assert facts['m_tiles'] == ceil_div(queries, of_tile)
@@ -91,7 +92,7 @@ def test_rows_of_a_part(queries, group, is_packed):
     assert queries * facts['pack'] <= facts['rows'] or facts['rows'] == all_rows
 
 
-# ----------------------------------------------------------------------------------- parts and slots
+# --------------------------------------------------------------------------------- parts and slots
 SPLITS = st.one_of(st.just({}), st.builds(lambda n: {'num_splits': n}, st.integers(1, 128)),
                    st.builds(lambda n: {'split_size': n}, st.integers(1, 5000)))
 
