@@ -30,7 +30,8 @@ import flash_attn3
 from flash_attn3 import _plan, planning
 from flash_attn3.general import General
 from flash_attn3.reference_fp8 import Scales
-from tests.cache_cases import CacheCase, call, mixed
+from tests import cache_cases
+from tests.cache_cases import CacheCase, mixed
 from tests.cases import DTYPES, GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind
 from tests.fp8_data import E4M3, descales, quantize_all
 from tests.general_cases import GeneralCase, forward, starts
@@ -239,7 +240,7 @@ def run_cache(case: CacheCase) -> None:
     """Drawn on the CPU, for the sake of initcheck."""
     given = {name: x.cuda() if isinstance(x, torch.Tensor) else x
              for name, x in case.arguments('cpu').items()}
-    call(case, given)
+    cache_cases.call(case, given)
     torch.cuda.synchronize()
 
 
