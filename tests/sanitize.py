@@ -10,9 +10,10 @@
 directions, and what makes their tables.) Lengths that fill no tile, GQA with packing, and a causal
 call with rows that see no key; gradients of out and of the LSE where there is a backward kernel, in
 both of its modes. Then the same of the general ops: with and without limits, for a batch and for
-packed sequences, some of them empty, with rows that do not count. Then attention on e4m3, and
-quantize_fp8: with --filled also scales by head and by tensor; there PyTorch fills memory first,
-which initcheck may take for not initialised.
+packed sequences, some of them empty, with rows that do not count. Then attention on e4m3, on KV
+caches (dense and paged, appended to and rotated, split in each way), and quantize_fp8: with
+--filled also scales by head and by tensor; there PyTorch fills memory first, which initcheck may
+take for not initialised.
 
 racecheck does not understand bulk copies; tests/gpu/test_repeat.py and test_deterministic.py look
 for races.
@@ -26,9 +27,11 @@ from typing import NamedTuple
 import torch
 
 import flash_attn3
-from flash_attn3 import planning
+from flash_attn3 import _plan, planning
 from flash_attn3.general import General
 from flash_attn3.reference_fp8 import Scales
+from tests import cache_cases
+from tests.cache_cases import CacheCase, mixed
 from tests.cases import DTYPES, GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind
 from tests.fp8_data import E4M3, descales, quantize_all
 from tests.general_cases import GeneralCase, forward, starts
@@ -99,6 +102,17 @@ FP8_GENERAL = [dataclasses.replace(BATCH, window=(20, 30), sinks='fp32'),
                dataclasses.replace(PACKED, used=USED, window=(30, -1), chunk=40, causal=True),
                dataclasses.replace(PACKED, lengths=((100, 128), (0, 33), (1, 1)) * 6)]
 FP8_SOFTCAP = [dataclasses.replace(case, softcap=15.0) for case in FP8_GENERAL[::3]]
+# More sequences than a warp has lanes; pages of whole K tiles, of parts of them, and of few rows.
+DECODE = CacheCase(mixed(40, 300), heads=(4, 2))
+ON_CACHE = [DECODE, dataclasses.replace(DECODE, page_size=16, num_splits=3),
+            dataclasses.replace(DECODE, page_size=5, split_size=130, leftpad=(1, 0) * 20),
+            dataclasses.replace(DECODE, page_size=256, new=(2,) * 40, window=(50, 20),
+                                sinks='fp32'),
+            CacheCase(((70, 200), (0, 33), (3, 3), (130, 150)), heads=(2, 1), is_packed=True,
+                      causal=True),
+            CacheCase(((5, 80), (5, 0)), heads=(6, 2), batch_idx=True, new=(5, 5), causal=True,
+                      chunk=40, num_splits=2, pack_gqa=False)]
+CACHE_HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 16)]
 # Blocks in shared memory, blocks that are read twice, two passes.
 QUANTIZED_BLOCKS = (32, 384, 2048, 'head', 'tensor')
 QUANTIZED_HEADS, QUANTIZED_BATCH = 6, 2
@@ -127,6 +141,23 @@ def fp8_calls() -> list[Fp8Call]:
     return [call._replace(case=dataclasses.replace(call.case, head_dim=head_dim,
                                                    head_dim_v=columns_v))
             for head_dim, columns_v in FP8_HEAD_DIMS for call in found]
+
+
+def cache_calls() -> list[CacheCase]:
+    """Every kernel on a cache; 16-bit keys are also rotated."""
+    return [dataclasses.replace(case, dtype=dtype, head_dim=head_dim, head_dim_v=columns_v,
+                                softcap=softcap, rotary=0.5 * bool(case.new and dtype != 'e4m3'))
+            for dtype in ('bf16', 'fp16', 'e4m3') for head_dim, columns_v in CACHE_HEAD_DIMS
+            for softcap in (0.0, 15.0) for case in ON_CACHE]
+
+
+def kernel_on_cache(case: CacheCase) -> str:
+    """Of those of its kind, the one that computes fewest columns."""
+    kind = 'cache, softcap' if case.softcap else 'cache'
+    dtype = str(case.wide).removeprefix('torch.')
+    rows = [row for row in _plan.variants() if row['mask'] == kind and row['dtype'] == dtype
+            and row['head_dim'] >= case.head_dim and row['head_dim_v'] >= case.columns_v]
+    return min(rows, key=lambda row: row['head_dim'] + row['head_dim_v'])['name']
 
 
 def quantize_calls() -> list[Quantized]:
@@ -205,6 +236,14 @@ def run_fp8(call: Fp8Call) -> None:
     torch.cuda.synchronize()
 
 
+def run_cache(case: CacheCase) -> None:
+    """Drawn on the CPU, for the sake of initcheck."""
+    given = {name: x.cuda() if isinstance(x, torch.Tensor) else x
+             for name, x in case.arguments('cpu').items()}
+    cache_cases.call(case, given)
+    torch.cuda.synchronize()
+
+
 def run_quantize(call: Quantized) -> None:
     heads, group, options = QUANTIZED_HEADS, 3, {}
     shape = [QUANTIZED_BATCH, QUANTIZED_ROWS]
@@ -244,6 +283,7 @@ def main() -> None:
     count += run_all(general_calls(), lambda case, kind: run_general(case))
     built = flash_attn3.built_variants()
     count += run_each([call for call in fp8_calls() if kernel_of(call) in built], run_fp8)
+    count += run_each([case for case in cache_calls() if kernel_on_cache(case) in built], run_cache)
     quantized = [call for call in quantize_calls() if '--filled' in sys.argv or not call.is_filled]
     count += run_each(quantized, run_quantize)
     print(f'{count} calls on {torch.cuda.get_device_name()}')

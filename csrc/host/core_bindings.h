@@ -12,7 +12,6 @@
 
 #include "core/append_rows.h"
 #include "core/block_range.h"
-#include "core/key_splits.h"
 #include "core/packed_tiles.h"
 #include "core/visible_pairs.h"
 #include "dispatch/checks_general.h"
@@ -70,50 +69,6 @@ inline void bind_masks(pybind11::module_& m) {
   m.def("most_skipped_tiles", &most_skipped_tiles);
   m.def("count_visible", [](int seqlen_q, int seqlen_k, IntervalMask const& mask) {
     return count_visible({seqlen_q, seqlen_k}, mask);
-  });
-}
-
-using PartTuple = std::tuple<int, int, int, int, int, int>;  // the members of KeyPart
-
-// The parts of each CTA. k_tiles: of the output tiles of each group.
-inline std::vector<std::vector<PartTuple>> even_split(std::vector<int> const& k_tiles, int heads,
-                                                      int most_ctas) {
-  std::vector<int64_t> starts{0};
-  for (int const tiles : k_tiles) {
-    starts.push_back(starts.back() + int64_t(tiles) * heads);
-  }
-  KeyLine const line{starts.data(), int(k_tiles.size()), heads};
-  std::vector<std::vector<PartTuple>> result(most_ctas);
-  for (int cta = 0; cta < most_ctas; ++cta) {
-    EvenSplitWalk walk(line, EvenSplit(line.total(), most_ctas), cta);
-    for (; walk.valid(); walk.next()) {
-      KeyPart const part = walk.part();
-      result[cta].emplace_back(part.group, part.head, part.begin, part.end, part.index, part.parts);
-    }
-  }
-  return result;
-}
-
-// [begin, end) of each part of an output tile.
-inline std::vector<std::tuple<int, int>> parts_of(FixedSplit split, int k_tiles) {
-  std::vector<std::tuple<int, int>> parts;
-  for (int index = 0; index < split.parts(k_tiles); ++index) {
-    parts.emplace_back(split.begin(index), split.end(index, k_tiles));
-  }
-  return parts;
-}
-
-inline void bind_key_splits(pybind11::module_& m) {
-  m.def("even_split", &even_split);
-  m.def("stretch_of", [](int64_t total, int most_ctas, int64_t position) {
-    EvenSplit const split(total, most_ctas);
-    int const cta = split.cta_at(position);
-    return std::tuple(split.first(cta), split.first(cta + 1), cta);
-  });
-  m.def("split_into",
-        [](int parts, int k_tiles) { return parts_of(FixedSplit::into(parts, k_tiles), k_tiles); });
-  m.def("split_by_size", [](int keys, int tile_n, int k_tiles) {
-    return parts_of(FixedSplit::of_size(keys, tile_n), k_tiles);
   });
 }
 

@@ -18,6 +18,7 @@
 #include "dispatch/registry.h"
 #include "dispatch/tma_rules.h"
 #include "host/backward_work.h"
+#include "host/cache_bindings.h"
 #include "host/core_bindings.h"
 #include "host/layouts.h"
 #include "host/quantize_layouts.h"
@@ -380,7 +381,7 @@ PYBIND11_MODULE(_host, m) {
   fa3::host::bind_core(m);
   fa3::host::bind_masks(m);
   fa3::host::bind_problems(m);
-  fa3::host::bind_key_splits(m);
+  fa3::host::bind_cache(m);
   fa3::host::bind_append(m);
   fa3::host::bind_dispatch(m);
   fa3::host::bind_layouts(m);

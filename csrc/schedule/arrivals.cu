@@ -1,7 +1,5 @@
 #include "schedule/arrivals.h"
 
-#include <cuda_runtime.h>
-
 #include <map>
 #include <memory>
 #include <mutex>
@@ -9,6 +7,8 @@
 #include <string>
 #include <tuple>
 #include <vector>
+
+#include "launch/launch.h"
 
 namespace fa3 {
 namespace {

@@ -48,6 +48,15 @@ MBARRIER = '''mov.u32 %r10, dynamic; setp.ne.s32 %p1, %r1, 0;
   $start: bar.sync 0;'''
 WAIT = '{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%r10+512], 0; ' \
        '@!done bra again; }'
+# Thread 0 copies 16 bytes, 8 bytes and as many zeros, and 16 zeros; then it arrives.
+OWN_COPIES = '''mov.u32 %r10, dynamic; setp.ne.s32 %p1, %r1, 0;
+  @%p1 bra $start;
+  mbarrier.init.shared::cta.b64 [%r10+512], 1;
+  cp.async.cg.shared.global [%r10], [%rd1], 16, 16;
+  cp.async.cg.shared.global [%r10+16], [%rd1+16], 16, 8;
+  cp.async.cg.shared.global [%r10+32], [%rd1], 16, 0;
+  cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r10+512];
+  $start: bar.sync 0;'''
 READ_COPY = f'{OWN_WORD} ld.shared.u32 %r2, [%r10]; {STORE_R2}'
 
 # Bodies of kernels, and what the emulator says of them.
@@ -81,6 +90,8 @@ RIGHT = {
         'bar.sync 0;', 'fence.proxy.async.shared::cta; bar.sync 0;').replace(
             '%r10], %r1', '%r10], 7'),
     'reads_its_copy_early': f'{MBARRIER} {READ_COPY} mov.u32 %r10, dynamic; {WAIT}',
+    'waits_for_own_copies': f'{OWN_COPIES} {WAIT} {READ_COPY}',
+    'reads_own_copies_early': f'{OWN_COPIES} {READ_COPY} mov.u32 %r10, dynamic; {WAIT}',
     'reads_neighbours_word': f'''{OWN_WORD} st.shared.u32 [%r10], %r1; xor.b32 %r12, %r11, 128;
         mov.u32 %r13, dynamic; add.s32 %r13, %r13, %r12; ld.shared.u32 %r2, [%r13]; {STORE_R2}''',
     'e4m3_of_half': '''ld.global.u32 %r2, [%rd4]; cvt.rn.satfinite.e4m3x2.f16x2 %rs1, %r2;
@@ -147,6 +158,19 @@ def test_what_depends_on_the_order(name, is_steady, emulator):
     assert (len(set(found)) == 1) == is_steady
     if is_steady:
         assert list(found[0]) == words[:32].tolist()
+
+
+@pytest.mark.parametrize('name, is_steady', [('waits_for_own_copies', True),
+                                             ('reads_own_copies_early', False)])
+def test_copies_of_a_thread_that_arrive(name, is_steady, emulator):
+    """The mbarrier counts the thread once its copies have ended; the bytes not read are zeros."""
+    found = set()
+    for seed in range(30):
+        emulator.seed(seed)
+        error, out = run(emulator, name, torch.arange(64, dtype=torch.int32) + 100, threads=32)
+        assert not error
+        found.add(tuple(out[:12].tolist()))
+    assert (found == {(100, 101, 102, 103, 104, 105, *6 * (0,))}) == is_steady
 
 
 def test_store_with_fence(emulator):

@@ -1,5 +1,5 @@
-"""core/key_splits.h: the parts of all CTAs, against every K tile counted one by one."""
-from collections import defaultdict
+"""core/key_splits.h: the parts of a line of output tiles, with every K tile counted one by one."""
+from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,80 +8,103 @@ import pytest
 from tests import _host
 from tests.cpu.drawn import examples
 
-CTAS = st.integers(1, 140)
-GROUPS = st.lists(st.integers(1, 40), max_size=12)
+EVEN, PARTS, SIZE = 0, 1, 2
+K_TILES = st.lists(st.integers(1, 40), min_size=1, max_size=30)   # of the output tiles of a line
+splits = st.one_of(st.just((EVEN, 0)), st.tuples(st.sampled_from((PARTS, SIZE)),
+                                                 st.integers(1, 50)))
 
 
-def parts_by_tile(work):
-    """The parts of each output tile, in the order of the CTAs: (begin, end, index, parts)."""
-    tiles = defaultdict(list)
-    for parts in work:
-        for group, head, *part in parts:
-            tiles[group, head].append(tuple(part))
-    return tiles
+def parts_of_line(split, k_tiles, per_cta):
+    """For each output tile its parts, as _host.part_at gives them, in the order of the line."""
+    units = [_host.units(split, tiles)[0] for tiles in k_tiles]
+    firsts = [0, *accumulate(units)]
+    total = firsts[-1]
+    line = [[] for _ in k_tiles]
+    for begin in range(0, total, per_cta):
+        end, unit, tile = min(begin + per_cta, total), begin, 0
+        while unit < end:
+            while unit >= firsts[tile + 1]:
+                tile += 1
+            part = _host.part_at(split, per_cta, unit, end, firsts[tile], k_tiles[tile])
+            line[tile].append(part)
+            unit += part[1] - part[0] if split[0] == EVEN else 1
+        assert unit == end, 'a stretch holds whole parts'
+    return line
 
 
-def assert_in_order(parts, k_tiles):
-    """Every K tile is in one part, parts follow each other and know their number."""
-    assert [index for *_, index, _ in parts] == list(range(len(parts)))
-    assert {count for *_, count in parts} == {len(parts)}
-    assert [begin for begin, *_ in parts] == [0] + [end for _, end, *_ in parts[:-1]]
-    assert parts[-1][1] == k_tiles and all(begin < end for begin, end, *_ in parts)
-
-
-@given(GROUPS, st.integers(1, 9), CTAS)
+@given(splits, K_TILES, st.integers(1, 90))
 @examples(500)
-def test_each_k_tile_is_in_one_part(k_tiles, heads, ctas):
-    tiles = parts_by_tile(_host.even_split(k_tiles, heads, ctas))
-    assert set(tiles) == {(group, head) for group in range(len(k_tiles)) for head in range(heads)}
-    for (group, _), parts in tiles.items():
-        assert_in_order(parts, k_tiles[group])
+def test_each_k_tile_is_in_one_part(split, k_tiles, per_cta):
+    for tiles, parts in zip(k_tiles, parts_of_line(split, k_tiles, per_cta)):
+        assert [key for begin, end, *_ in parts for key in range(begin, end)] == list(range(tiles))
+        assert [index for _, _, index, *_ in parts] == list(range(len(parts)))
+        assert {count for _, _, _, count, *_ in parts} == {len(parts)}
 
 
-@given(GROUPS, st.integers(1, 9), CTAS)
+@given(splits, K_TILES, st.integers(1, 90))
 @examples(500)
-def test_ctas_have_equal_stretches_and_at_most_two_shared_tiles(k_tiles, heads, ctas):
-    work = _host.even_split(k_tiles, heads, ctas)
-    lengths = [sum(end - begin for _, _, begin, end, *_ in parts) for parts in work]
-    assert sum(lengths) == heads * sum(k_tiles)
-    used = [length for length in lengths if length]
-    assert len(used) == min(ctas, sum(lengths)) and lengths[:len(used)] == used
-    assert max(used, default=0) - min(used, default=0) <= 1
-    for parts in work:
-        shared = [i for i, (*_, count) in enumerate(parts) if count > 1]
-        assert set(shared) <= {0, len(parts) - 1}
+def test_no_two_parts_have_the_same_slot(split, k_tiles, per_cta):
+    """And all parts of a tile agree on the slot of the first one, where its counter is."""
+    line = [parts for parts in parts_of_line(split, k_tiles, per_cta) if len(parts) > 1]
+    slots = [slot for parts in line for *_, slot in parts]
+    assert len(set(slots)) == len(slots)
+    for parts in line:
+        assert {first for *_, first, _ in parts} == {parts[0][-1]}
+    units = sum(_host.units(split, tiles)[0] for tiles in k_tiles)
+    limit = 2 * -(-units // per_cta) if split[0] == EVEN else units
+    assert all(0 <= slot < limit for slot in slots)
 
 
-@given(st.integers(1, 1 << 44), CTAS, st.integers(0, 1 << 44))
+@given(K_TILES, st.integers(1, 90))
 @examples(300)
-def test_positions_have_64_bits(total, ctas, position):
-    position %= total
-    begin, end, cta = _host.stretch_of(total, ctas, position)
-    assert begin <= position < end and cta < min(ctas, total)
-    assert end - begin in (total // min(ctas, total), -(-total // min(ctas, total)))
+def test_an_even_stretch_shares_its_first_and_last_tile_alone(k_tiles, per_cta):
+    firsts = [0, *accumulate(k_tiles)]
+    of_cta = {}
+    for first, parts in zip(firsts, parts_of_line((EVEN, 0), k_tiles, per_cta)):
+        for part in parts:
+            of_cta.setdefault((first + part[0]) // per_cta, []).append(len(parts) > 1)
+    for is_shared in of_cta.values():
+        assert not any(is_shared[1:-1])
+
+
+@given(st.integers(0, 1 << 44), st.integers(1, 1 << 44), st.integers(0, 200), st.integers(1, 500))
+@examples(300)
+def test_units_have_64_bits(first, per_cta, offset, k_tiles):
+    """A part in the midst of a line whose stretches end where they may. Only the slots are ints:
+    there is no memory for more.
+    """
+    per_cta = max(per_cta, first >> 29, 1)
+    offset %= k_tiles
+    unit = first + offset
+    end = (unit // per_cta + 1) * per_cta
+    begin, last, index, parts, first_slot, slot = _host.part_at((EVEN, 0), per_cta, unit, end,
+                                                                first, k_tiles)
+    first_cta, cta, last_cta = (at // per_cta for at in (first, unit, first + k_tiles - 1))
+    assert (begin, last) == (offset, min(k_tiles, offset + end - unit))
+    assert (index, parts) == (cta - first_cta, last_cta - first_cta + 1)
+    assert first_slot == 2 * first_cta + 1 and slot == (2 * cta if index else first_slot)
 
 
 @given(st.integers(1, 64), st.integers(1, 300))
 @examples(300)
 def test_at_most_so_many_parts(most, k_tiles):
-    parts = _host.split_into(most, k_tiles)
-    assert 1 <= len(parts) <= most
-    assert [begin for begin, _ in parts] == [0] + [end for _, end in parts[:-1]]
-    assert parts[-1][1] == k_tiles
-    assert len({end - begin for begin, end in parts[:-1]}) <= 1
+    """Of equal numbers of K tiles, but for the last."""
+    units, size = _host.units((PARTS, most), k_tiles)
+    assert 1 <= units <= min(most, k_tiles)
+    assert (units - 1) * size < k_tiles <= units * size
+    assert size == -(-k_tiles // most)
 
 
-@given(st.integers(1, 5000), st.sampled_from((48, 64, 80, 96, 128)), st.integers(1, 200))
+@given(st.integers(1, 100), st.integers(1, 300))
 @examples(300)
-def test_parts_of_a_size_begin_at_its_multiples(keys, tile_n, k_tiles):
-    size = -(-keys // tile_n)
-    parts = _host.split_by_size(keys, tile_n, k_tiles)
-    assert [begin for begin, _ in parts] == list(range(0, k_tiles, size))
-    assert parts[-1][1] == k_tiles and all(end > begin for begin, end in parts)
+def test_parts_of_a_size_begin_at_its_multiples(size, k_tiles):
+    (parts,) = parts_of_line((SIZE, size), [k_tiles], 1)
+    assert [begin for begin, *_ in parts] == list(range(0, k_tiles, size))
 
 
-@pytest.mark.parametrize('keys', [1, 64, 65, 4096])
-def test_a_longer_sequence_keeps_its_first_parts(keys):
+@pytest.mark.parametrize('size', [1, 2, 64])
+def test_a_longer_sequence_keeps_its_first_parts(size):
     """Bits of a part depend on its own keys alone."""
-    short, long = (_host.split_by_size(keys, 64, k_tiles) for k_tiles in (90, 190))
-    assert long[:len(short) - 1] == short[:-1]
+    (short,), (long,) = (parts_of_line((SIZE, size), [k_tiles], 7) for k_tiles in (90, 190))
+    ranges = [[(begin, end) for begin, end, *_ in parts] for parts in (short, long)]
+    assert ranges[1][:len(short) - 1] == ranges[0][:-1]

@@ -431,7 +431,8 @@ def test_the_sanitizer_reaches_every_general_kernel():
     reached = set().union(*(plans_of(case) for case, _ in sanitize.general_calls()))
     names = {row['name'] for row in _plan.variants() + _plan.backward_variants()
              if row['dtype'] != FP8 and (row['mask'] in ('general', 'softcap')
-                                         or row['head_dim'] != row['head_dim_v'])}
+                                         or row['head_dim'] != row['head_dim_v']
+                                         and not row['mask'].startswith('cache'))}
     assert names <= reached
 
 
@@ -439,12 +440,25 @@ def test_the_sanitizer_reaches_every_kernel_of_fp8():
     """Each in a batch and, where it serves them, with packed sequences; by block and by head."""
     calls = sanitize.fp8_calls()
     reached = {(sanitize.kernel_of(call), call.case.is_packed) for call in calls}
-    rows = [row for row in _plan.variants() if row['dtype'] == FP8]
+    rows = [row for row in _plan.variants()
+            if row['dtype'] == FP8 and not row['mask'].startswith('cache')]
     expected = {(row['name'], is_packed) for row in rows for is_packed in (False, True)
                 if row['mask'] in ('general', 'softcap') or not is_packed}
     assert rows and reached == expected
     both = {(call.granularity, call.case.is_packed) for call in calls}
     assert both == set(itertools.product(('block', 'head'), (False, True)))
+
+
+def test_the_sanitizer_reaches_every_kernel_on_a_cache():
+    """Each with all the small cases: dense and paged, split in each way."""
+    calls = sanitize.cache_calls()
+    names = {row['name'] for row in _plan.variants() if row['mask'].startswith('cache')}
+    reached = [sanitize.kernel_on_cache(case) for case in calls]
+    assert names and set(reached) == names
+    assert all(reached.count(name) >= len(sanitize.ON_CACHE) for name in names)
+    assert {(case.num_splits > 0, case.split_size > 0) for case in calls} == {
+        (False, False), (True, False), (False, True)}
+    assert all(case.arguments('cpu') for case in sanitize.ON_CACHE)
 
 
 def test_the_sanitizer_quantizes_in_every_way():

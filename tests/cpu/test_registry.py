@@ -8,6 +8,7 @@ from flash_attn3 import _plan
 from tests import _host
 
 NAMES = [variant.name for variant in FORWARD]
+MASKS = {'CacheSoftcap': 'cache, softcap'}    # of a kind, where it has another name
 
 
 def built(*names):
@@ -24,7 +25,7 @@ def test_the_table_is_the_list():
     for row, variant in zip(table, FORWARD):
         assert row['dtype'] == {'Fp16': 'float16', 'Bf16': 'bfloat16',
                                 'E4m3': 'float8_e4m3fn'}[variant.dtype]
-        assert row['mask'] == variant.kind.lower()
+        assert row['mask'] == MASKS.get(variant.kind, variant.kind.lower())
         dims = row['head_dim'], row['head_dim_v']
         assert str(variant.head_dim) in ('{}x{}'.format(*dims), *map(str, {dims[0]} & {dims[1]}))
         assert isinstance(row['built'], bool)
@@ -44,15 +45,18 @@ def test_every_dtype_mask_and_head_dim_is_there():
             'general': [(dim, dim) for dim in (64, 96, 128, 192, 256)] + unequal,
             'softcap': [(dim, dim) for dim in (64, 128, 256)]}
     dims['causal'] = dims['full'] + unequal
+    on_cache = {(mask, *pair, False) for mask in ('cache', 'cache, softcap')
+                for pair in ((64, 64), (128, 128), (192, 128), (256, 256))}
     of_16_bits = {(dtype, mask, *pair, False) for dtype in ('bfloat16', 'float16')
                   for mask, pairs in dims.items() for pair in pairs}
+    of_16_bits |= {(dtype, *problem) for dtype in ('bfloat16', 'float16') for problem in on_cache}
     square = {(mask, dim, dim, False) for mask in dims for dim in (64, 128, 256)}
     promoting = {(mask, dim, dim, True)
                  for mask in ('general', 'softcap') for dim in (64, 128, 256)}
     of_mla = {('causal', 192, 128, False), ('general', 192, 128, False),
               ('general', 192, 128, True)}
     assert set(speeds) == of_16_bits | {('float8_e4m3fn', *problem)
-                                        for problem in square | promoting | of_mla}
+                                        for problem in square | promoting | of_mla | on_cache}
     assert len(tiles) == len(NAMES) == len(set(NAMES))
     assert all(row[0] == max(row) and min(row) > 0 for row in speeds.values())
 

@@ -124,6 +124,7 @@ def compile_to_ptx(source: Path, cuda: Cuda) -> tuple[str, Path]:
     """The PTX of a CUDA source and the object with its host's side, from the cache or made now."""
     flags = [flag.replace('code=sm_90a', 'code=compute_90a') for flag in native.NVCC_FLAGS
              if flag not in ('-lineinfo', '-Xptxas', '-v')]
+    flags.append('-D__noinline__=inline')    # ptx.py knows no calls
     own = (native.CSRC, BUILD / 'instances')
     unit = Unit(source, (str(cuda.nvcc), '-ccbin', toolchain.find_cxx()), tuple(flags), own,
                 (cutlass_include(),), (cuda.version,))

@@ -92,6 +92,10 @@ void run(Copy const& copy) {
   if (copy.kind == CopyKind::kTensorLoad || copy.kind == CopyKind::kTensorStore) {
     return copy_tensor(copy);
   }
+  if (copy.kind == CopyKind::kArrival) {
+    copy.owner->end_copies_before(copy.group);
+    return copy.owner->arrive_at_mbarrier(copy.barrier, 0);
+  }
   u8 const* const source = source_of(copy);
   if (copy.kind == CopyKind::kLoad || copy.kind == CopyKind::kSend) {
     Cta& cta = cta_of(*copy.owner, copy.target);
@@ -146,21 +150,35 @@ bool advance_copies(Cta& cta, bool must) {
 }
 
 // ---------------------------------------------------------------------------------------- cp.async
-void Thread::copy_later(u64 target, u64 source, u32 bytes, int site) {
-  readable(source, bytes, site);
+void Thread::copy_later(u64 target, u64 source, u32 bytes, u32 read, int site) {
+  if (read > 0) {
+    readable(source, read, site);
+  }
   memset(shared(target, bytes, site), 0xff, bytes);
-  own_copies.push_back(Copy{CopyKind::kLoad, target, source, bytes, 0, {}, 0, this, copy_groups});
+  own_copies.push_back(
+      Copy{CopyKind::kLoad, target, source, bytes, 0, {}, 0, this, copy_groups, bytes - read});
 }
 
-void Thread::wait_for_copies(u32 groups_left) {
-  auto const ends = [&](Copy const& copy) { return copy.group + groups_left < copy_groups; };
+void Thread::end_copies_before(u32 group) {
+  auto const ends = [&](Copy const& copy) { return copy.group < group; };
   for (Copy const& copy : own_copies) {
     if (ends(copy)) {
-      memcpy(cta->at(offset_of(copy.target), copy.bytes), reinterpret_cast<void*>(copy.source),
-             copy.bytes);
+      u8* const target = cta->at(offset_of(copy.target), copy.bytes);
+      u32 const read = copy.bytes - copy.zeros;
+      memcpy(target, reinterpret_cast<void*>(copy.source), read);
+      memset(target + read, 0, copy.zeros);
     }
   }
   std::erase_if(own_copies, ends);
+}
+
+void Thread::wait_for_copies(u32 groups_left) {
+  end_copies_before(copy_groups > groups_left ? copy_groups - groups_left : 0);
+}
+
+void Thread::arrive_after_copies(u64 barrier) {
+  commit_copies();
+  cta->loads.push_back(Copy{CopyKind::kArrival, 0, 0, 0, 0, {}, barrier, this, copy_groups});
 }
 
 // ----------------------------------------------------------------------------------- cp.async.bulk

@@ -211,6 +211,17 @@ inline u32 op_fma_rn_ftz_f32(u32 a, u32 b, u32 c) {
 inline u32 op_div_approx_ftz_f32(u32 a, u32 b) { return flush(one_nan(flushed(a) / flushed(b))); }
 inline u32 op_ex2_approx_ftz_f32(u32 a) { return flush(one_nan(exp2f(flushed(a)))); }
 inline u32 op_lg2_approx_ftz_f32(u32 a) { return flush(one_nan(log2f(flushed(a)))); }
+inline u32 op_sqrt_approx_ftz_f32(u32 a) { return flush(one_nan(sqrtf(flushed(a)))); }
+inline u32 op_cvt_rpi_ftz_f32_f32(u32 a) { return one_nan(ceilf(flushed(a))); }
+// NaN gives 0, numbers outside of an int the nearest one.
+inline u32 op_cvt_rzi_ftz_s32_f32(u32 a) {
+  constexpr float kEnd = 2147483648.f;
+  float const value = flushed(a);
+  return std::isnan(value) ? 0
+         : value >= kEnd   ? 0x7fffffffu
+         : value < -kEnd   ? 0x80000000u
+                           : u32(i32(value));
+}
 inline u32 op_tanh_approx_f32(u32 a) { return one_nan(tanhf(to_float(a))); }
 inline u32 op_abs_ftz_f32(u32 a) { return flush(a) & 0x7fffffffu; }
 inline u32 op_neg_ftz_f32(u32 a) { return flush(a) ^ 0x80000000u; }

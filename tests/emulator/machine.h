@@ -66,7 +66,8 @@ struct Meeting {
   std::vector<Thread*> waiting;
 };
 
-enum class CopyKind { kTensorLoad, kTensorStore, kLoad, kSend, kStore, kAdd };
+// kArrival: at an mbarrier, once the thread's own copies before it have ended.
+enum class CopyKind { kTensorLoad, kTensorStore, kLoad, kSend, kStore, kAdd, kArrival };
 
 // A copy of the copy engine.
 struct Copy {
@@ -79,6 +80,7 @@ struct Copy {
   u64 barrier;
   Thread* owner;
   u32 group;
+  u32 zeros = 0;  // the last bytes of the target, not read
 };
 
 struct Cluster {
@@ -162,9 +164,12 @@ struct Thread {
   bool try_mbarrier(u64 address, u32 phase);
 
   // ------------------------------------------------------------------------------------- copies
-  void copy_later(u64 target, u64 source, u32 bytes, int site);
+  void copy_later(u64 target, u64 source, u32 bytes, u32 read, int site);
   void commit_copies() { ++copy_groups; }
   void wait_for_copies(u32 groups_left);
+  // Counts as a group of copies: no kernel has both.
+  void arrive_after_copies(u64 barrier);
+  void end_copies_before(u32 group);
   void load_tensor(u64 target, u64 tensor_map, std::array<i32, 5> const& coordinates, u64 barrier,
                    int site);
   void store_tensor(u64 tensor_map, std::array<i32, 5> const& coordinates, u64 source, int site);

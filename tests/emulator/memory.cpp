@@ -15,6 +15,7 @@ struct Piece {
 };
 
 std::vector<Piece> pieces;
+std::vector<Piece> kept;
 
 void check_alignment(u64 address, u32 bytes, int site) {
   if (address % bytes != 0) {
@@ -34,7 +35,12 @@ void add_memory(u64 begin, u64 bytes, Access access) {
   same->is_writable |= access == Access::kWrite;
 }
 
-void forget_memory() { pieces.clear(); }
+void forget_memory() { pieces = kept; }
+
+void keep_memory(u64 begin, u64 bytes) {
+  kept.push_back(Piece{begin, begin + bytes, true});
+  add_memory(begin, bytes, Access::kWrite);
+}
 
 bool may_access(u64 begin, u64 bytes, Access access) {
   return std::any_of(pieces.begin(), pieces.end(), [&](Piece const& piece) {

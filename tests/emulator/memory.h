@@ -10,6 +10,8 @@ enum class Access { kRead, kWrite };
 // Until forget_memory(). What is added again may be written if it may be once.
 void add_memory(u64 begin, u64 bytes, Access access);
 void forget_memory();
+// What a launch may write to after forget_memory() too.
+void keep_memory(u64 begin, u64 bytes);
 // Whether all of these bytes are in one piece of memory that allows it.
 bool may_access(u64 begin, u64 bytes, Access access);
 

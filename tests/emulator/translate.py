@@ -22,6 +22,7 @@ INTEGERS = {f'{kind}{bits}': f'{"i" if kind == "s" else "u"}{bits}'
 # see a thread's writes at once (but not the copy engine and the tensor cores).
 NOTHING = re.compile(
     r'griddepcontrol\.\w+|fence\.mbarrier_init\.release\.cluster|'
+    r'membar\.gl|fence\.acq_rel\.gpu|'
     r'wgmma\.fence\.sync\.aligned|prefetch\.tensormap|fence\.proxy\.async\.global|setmaxnreg\..*')
 WIDTH_TYPES = {1: 'bool', 8: 'u8', 16: 'u16', 32: 'u32', 64: 'u64'}
 KERNELS_OF_A_FILE = 6
@@ -154,7 +155,7 @@ def _load_shared(writer, match, operands, site):
     return _loads(writer, 'shared', match[1], operands, site)
 
 
-@_handles(r'ld(?:\.global)?(?:\.nc)?(?:\.L\d::\w+)*(?:\.v\d)?\.(\w\d+)')
+@_handles(r'ld(?:\.global)?(?:\.nc|\.c[ag])?(?:\.L\d::\w+)*(?:\.v\d)?\.(\w\d+)')
 def _load_global(writer, match, operands, site):
     return _loads(writer, 'global', match[1], operands, site)
 
@@ -311,9 +312,15 @@ def _mbarrier(writer, match, operands, site):
 # ------------------------------------------------------------------------------------------- copies
 @_handles(r'cp\.async\.c[ag]\.shared\.global(\.L2::128B)?')
 def _copy_by_thread(writer, match, operands, site):
-    target, source, size = operands
+    """The last operand, if there are four: bytes of the source, before zeros."""
+    target, source, size, *read = operands
     return (f't.copy_later({writer.address(target)}, {writer.address(source)}, '
-            f'{writer.value(size)}, {site});')
+            f'{writer.value(size)}, {writer.value(read[0] if read else size)}, {site});')
+
+
+@_handles(r'cp\.async\.mbarrier\.arrive\.noinc\.shared(?:::cta)?\.b64')
+def _arrive_after_copies(writer, match, operands, site):
+    return f't.arrive_after_copies({writer.address(operands[0])});'
 
 
 @_handles(r'cp\.async\.commit_group')

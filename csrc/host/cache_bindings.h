@@ -1,0 +1,203 @@
+// Bindings of the line of work on a cache and of its plan, for the tests' module.
+#pragma once
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "core/cache_keys.h"
+#include "dispatch/checks_cache.h"
+#include "dispatch/plan_cache.h"
+#include "host/core_bindings.h"
+
+namespace fa3::host {
+
+using MaybeInts = std::optional<std::vector<int>>;
+
+// CacheLengths with what they point to.
+struct OwnedLengths {
+  MaybeInts cu_q, cu_k, used_q, used_k, held, leftpad, new_starts, entry_of;
+  CacheLengths sizes;
+
+  CacheLengths view() const {
+    auto const data = [](MaybeInts const& ints) { return ints ? ints->data() : nullptr; };
+    CacheLengths lengths = sizes;
+    lengths.packed = {data(cu_q), data(cu_k), data(used_q), data(used_k)};
+    lengths.held = data(held);
+    lengths.leftpad = data(leftpad);
+    lengths.new_starts = data(new_starts);
+    lengths.entry_of = data(entry_of);
+    return lengths;
+  }
+};
+
+// (batch, packed heads, queries of a tile, CTAs, least units of a stretch)
+using LineTuple = std::tuple<int, int, int, int, int>;
+// (kind, count)
+using SplitsTuple = std::tuple<int, int>;
+// The tile (sequence, m, head), its K tiles [begin, end), the members of KeyPart before the slots,
+// and the slots of the first part and of this one.
+using CachePart = std::tuple<std::tuple<int, int, int>, std::tuple<int, int>,
+                             std::tuple<int, int, int, int>, std::tuple<int, int>>;
+
+inline KeySplits splits_of(SplitsTuple const& tuple) {
+  KeySplits splits;
+  splits.kind = SplitKind(std::get<0>(tuple));
+  splits.count = std::get<1>(tuple);
+  return splits;
+}
+
+inline CachePart part_tuple(CacheWalk<IntervalMask> const& walk, KeyPart const& part) {
+  return {{walk.b, walk.m, walk.head()},
+          {walk.keys.begin, walk.keys.end},
+          {part.begin, part.end, part.index, part.parts},
+          {part.first_slot, part.slot_of(part.index)}};
+}
+
+// The parts of a CTA, as forward/cache_batch.h finds them: the walk begins at the last sequence
+// before which there are no more units than before the CTA's stretch, or at the first one.
+inline std::vector<CachePart> parts_of_cta(CacheWalk<IntervalMask> walk, int cta,
+                                           bool starts_late) {
+  std::vector<CachePart> parts;
+  walk.take_stretch(walk.units_of(0, walk.line.batch), cta);
+  if (!walk.valid()) {
+    return parts;
+  }
+  int start = 0;
+  while (starts_late && walk.units_of(0, start + 1) <= walk.unit) {
+    ++start;
+  }
+  walk.begin_at(start, walk.units_of(0, start));
+  for (KeyPart part{}; walk.pass(part), walk.valid();) {
+    walk.seek();
+    part = walk.part();
+    parts.push_back(part_tuple(walk, part));
+  }
+  return parts;
+}
+
+// Gives the units of the line, those of a stretch, and the parts of
+// each CTA.
+inline pybind11::tuple cache_parts(OwnedLengths const& owned, LineTuple const& tuple,
+                                   SplitsTuple const& splits, IntervalMask const& mask, int tile_n,
+                                   bool starts_late) {
+  CacheLengths const lengths = owned.view();
+  CacheLine line;
+  std::tie(line.batch, line.heads, line.positions, line.ctas, line.least_units) = tuple;
+  line.splits = splits_of(splits);
+  CacheWalk<IntervalMask> walk(line, lengths, mask, tile_n);
+  std::vector<std::vector<CachePart>> parts;
+  for (int cta = 0; cta < line.ctas; ++cta) {
+    parts.push_back(parts_of_cta(walk, cta, starts_late));
+  }
+  int64_t const total = walk.units_of(0, line.batch);
+  walk.take_stretch(total, 0);
+  return pybind11::make_tuple(total, walk.splits.per_cta, parts);
+}
+
+inline std::vector<int> sequence_members(OwnedLengths const& lengths, int b) {
+  CacheSequence const s = cache_sequence(lengths.view(), b);
+  return {s.q_begin, s.len.q, s.len.k, s.first_slot, s.first_row, s.entry};
+}
+
+inline OwnedLengths make_lengths(pybind11::kwargs given) {
+  OwnedLengths lengths;
+  auto const read = [&](char const* name, auto& field) {
+    using Field = std::remove_reference_t<decltype(field)>;
+    field = given.contains(name) ? given[name].template cast<Field>() : field;
+  };
+  read("cu_q", lengths.cu_q);
+  read("cu_k", lengths.cu_k);
+  read("used_q", lengths.used_q);
+  read("used_k", lengths.used_k);
+  read("held", lengths.held);
+  read("leftpad", lengths.leftpad);
+  read("new_starts", lengths.new_starts);
+  read("entry_of", lengths.entry_of);
+  read("held_by_all", lengths.sizes.held_by_all);
+  read("appended", lengths.sizes.appended);
+  read("capacity", lengths.sizes.capacity);
+  read("seqlen_q", lengths.sizes.seqlen_q);
+  read("total_q", lengths.sizes.total_q);
+  return lengths;
+}
+
+inline TensorMeta described_by(std::vector<int64_t> const& sizes, char const* dtype_name,
+                               Dtype dtype) {
+  TensorMeta meta = described({}, dtype_name, dtype);
+  meta.rank = int(sizes.size());
+  int64_t stride = 1;
+  for (int i = meta.rank - 1; i >= 0; --i) {
+    meta.size[i] = sizes[i];
+    meta.stride[i] = stride;
+    stride *= std::max<int64_t>(1, sizes[i]);
+  }
+  return meta;
+}
+
+// A call of attend_cache. shapes: of q, k, v and the tensors of integers that are given. numbers:
+// other arguments by their names.
+inline AttentionCall cache_call(Dtype dtype, pybind11::dict shapes, pybind11::dict numbers) {
+  static constexpr char const* kNames[] = {"float16", "bfloat16", "float8_e4m3fn"};
+  AttentionCall call;
+  call.visit([&](char const* name, auto& field) {
+    using Field = std::remove_reference_t<decltype(field)>;
+    using Sizes = std::vector<int64_t>;
+    if constexpr (std::is_same_v<Field, TensorMeta>) {
+      field = described_by(shapes[name].template cast<Sizes>(), kNames[int(dtype)], dtype);
+    } else if constexpr (std::is_same_v<Field, std::optional<TensorMeta>>) {
+      if (shapes.contains(name)) {
+        field = described_by(shapes[name].template cast<Sizes>(), "int32", Dtype::kOther);
+      }
+    } else {
+      field = numbers.contains(name) ? numbers[name].template cast<Field>() : field;
+    }
+  });
+  call.on_cache = true;
+  call.device = DeviceLimits{};
+  return call;
+}
+
+// The plan of a call of attend_cache; dtype: 0 fp16, 1 bf16, 2 e4m3.
+inline pybind11::dict plan_of_cache(int dtype, pybind11::dict shapes, pybind11::dict numbers) {
+  AttentionCall const call = cache_call(Dtype(dtype), shapes, numbers);
+  std::string const error = check_cache(call);
+  if (!error.empty()) {
+    throw std::invalid_argument(error);
+  }
+  FwdProblem const problem = problem_of_cache(call);
+  FwdPlan const plan = plan_cache(problem);
+  FwdSchedule const& schedule = plan.schedule;
+  pybind11::dict facts;
+  facts["name"] = kFwdVariants[plan.variant].name;
+  facts["capacity"] = problem.cache.capacity;
+  facts["pack"] = schedule.pack;
+  facts["m_tiles"] = schedule.m_tiles;
+  facts["grid"] = schedule.grid;
+  facts["splits"] = std::tuple(int(schedule.cache.splits.kind), schedule.cache.splits.count);
+  facts["least_units"] = schedule.cache.least_units;
+  facts["slots"] = schedule.cache.slots;
+  facts["rows"] = schedule.cache.rows;
+  return facts;
+}
+
+inline void bind_cache(pybind11::module_& m) {
+  pybind11::class_<OwnedLengths>(m, "CacheLengths").def(pybind11::init(&make_lengths));
+  m.def("cache_sequence", &sequence_members);
+  m.def("cache_parts", &cache_parts);
+  m.def("boxed_keys", &boxed_keys);
+  m.def("units", [](SplitsTuple const& splits, int k_tiles) {
+    return std::tuple(splits_of(splits).units(k_tiles), splits_of(splits).unit_tiles(k_tiles));
+  });
+  m.def("part_at", [](SplitsTuple const& tuple, int64_t per_cta, int64_t unit, int64_t end,
+                      int64_t first, int k_tiles) {
+    KeySplits splits = splits_of(tuple);
+    splits.per_cta = per_cta;
+    KeyPart const part = splits.part_at(unit, end, first, k_tiles);
+    return std::tuple(part.begin, part.end, part.index, part.parts, part.first_slot,
+                      part.slot_of(part.index));
+  });
+  m.def("plan_cache", &plan_of_cache);
+}
+
+}  // namespace fa3::host

@@ -1,0 +1,178 @@
+"""dispatch/plan_cache.cpp: the variant, the packing and the split of a call on a cache, and the
+buffers of its parts.
+"""
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+import pytest
+
+from flash_attn3 import _plan
+from tests import _host
+from tests.cpu.drawn import examples
+from tests.cpu.test_key_splits import EVEN, PARTS, SIZE
+from tests.cpu.test_plan import ceil_div
+
+DTYPES = {'float16': (0, 'Fp16'), 'bfloat16': (1, 'Bf16'), 'float8_e4m3fn': (2, 'E4m3')}
+VARIANTS = {row['name']: row for row in _plan.variants() if row['mask'].startswith('cache')}
+SMS = 132
+
+
+def plan(queries=1, capacity=4096, *, batch=4, heads=(8, 2), head_dim=128, head_dim_v=None,
+         dtype='bfloat16', page_size=0, total=None, **numbers):
+    """total: rows of packed queries, of which `queries` are said to be the longest sequence's."""
+    heads_q, heads_k = heads
+    entries = (batch * capacity // page_size, page_size) if page_size else (batch, capacity)
+    shapes = {'q': (batch, queries, heads_q, head_dim) if total is None
+              else (total, heads_q, head_dim),
+              'k': (*entries, heads_k, head_dim), 'v': (*entries, heads_k, head_dim_v or head_dim)}
+    if total is not None:
+        shapes['cu_seqlens_q'] = (batch + 1,)
+        numbers['max_seqlen_q'] = queries
+    if page_size:
+        shapes |= {'page_table': (batch, capacity // page_size), 'cache_seqlens': (batch,)}
+    return _host.plan_cache(DTYPES[dtype][0], shapes, numbers)
+
+
+def variant_of(facts):
+    return VARIANTS[facts['name']]
+
+
+# --------------------------------------------------------------------------------------- variants
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('softcap', [0.0, 30.0])
+def test_variant_by_dtype_and_head_dims(dtype, softcap):
+    """The one that covers both head dims with the fewest columns together."""
+    step = 16 if dtype == 'float8_e4m3fn' else 8
+    built = {'64': (64, 64), '128': (128, 128), '192x128': (192, 128), '256': (256, 256)}
+    for head_dim, head_dim_v in itertools.product(range(step, 257, step), repeat=2):
+        covers = [(sum(dims), name) for name, dims in built.items()
+                  if dims[0] >= head_dim and dims[1] >= head_dim_v]
+        kind = 'CacheSoftcap' if softcap else 'Cache'
+        wanted = f'Fwd{DTYPES[dtype][1]}D{min(covers)[1]}{kind}'
+        facts = plan(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, softcap=softcap)
+        assert facts['name'] == wanted and wanted in VARIANTS
+
+
+@pytest.mark.parametrize('mask', [{}, {'causal': True}, {'window_left': 5}, {'attention_chunk': 7}])
+def test_masks_are_values_and_not_variants(mask):
+    assert plan(3, **mask)['name'] == 'FwdBf16D128Cache'
+
+
+# ------------------------------------------------------------------------------- rows and the grid
+@given(st.integers(1, 8), st.integers(1, 160), st.sampled_from([None, True, False]),
+       st.integers(0, 140), st.sampled_from([64, 128, 256]), st.sampled_from(list(DTYPES)))
+@examples(200)
+def test_packing_and_grid(heads_k, group, pack_gqa, sm_margin, head_dim, dtype):
+    """Heads of a group fill the rows of a tile; CTAs fill the multiprocessors."""
+    sm_margin = min(sm_margin, SMS - 1)
+    facts = plan(heads=(heads_k * group, heads_k), pack_gqa=pack_gqa, sm_margin=sm_margin,
+                 head_dim=head_dim, dtype=dtype)
+    largest = max(d for d in range(1, min(group, 64) + 1) if group % d == 0)
+    assert facts['pack'] == (1 if pack_gqa is False else largest)
+    assert facts['grid'] == (SMS - sm_margin) * variant_of(facts)['ctas_per_sm']
+    assert facts['least_units'] >= 1
+
+
+def positions_of(facts):
+    """Queries of a warpgroup, and of a tile."""
+    return 64 // facts['pack'], variant_of(facts)['consumer_warpgroups'] * (64 // facts['pack'])
+
+
+@given(st.integers(1, 300), st.sampled_from([1, 2, 3, 8, 16, 64]), st.booleans())
+@examples(200)
+def test_rows_of_a_part(queries, group, is_packed):
+    """Those that its queries fill, where no tile has more; packed sequences may fill tiles."""
+    facts = plan(queries, heads=(2 * group, 2), total=4 * queries if is_packed else None)
+    of_warpgroup, of_tile = positions_of(facts)
+    assert facts['m_tiles'] == ceil_div(queries, of_tile)
+    all_rows = 64 * variant_of(facts)['consumer_warpgroups']
+    is_short = not is_packed and queries < of_warpgroup
+    assert facts['rows'] == (queries * group if is_short else all_rows)
+    assert queries * facts['pack'] <= facts['rows'] or facts['rows'] == all_rows
+
+
+# --------------------------------------------------------------------------------- parts and slots
+SPLITS = st.one_of(st.just({}), st.builds(lambda n: {'num_splits': n}, st.integers(1, 128)),
+                   st.builds(lambda n: {'split_size': n}, st.integers(1, 5000)))
+
+
+def tiles_of(facts, batch, heads, queries, total):
+    _, positions = positions_of(facts)
+    of_head = (_host.most_tiles(total, batch, positions) if total is not None
+               else batch * ceil_div(queries, positions))
+    return of_head * heads // facts['pack']
+
+
+@pytest.mark.parametrize('numbers, kind, count', [
+    ({}, EVEN, 0), ({'num_splits': 1}, PARTS, 1), ({'num_splits': 7}, PARTS, 7),
+    ({'split_size': 1}, SIZE, 1), ({'split_size': 64}, SIZE, 1), ({'split_size': 65}, SIZE, 2),
+    ({'split_size': 4096}, SIZE, 64), ({'split_size': 640, 'num_splits': 1}, SIZE, 10)])
+def test_splits(numbers, kind, count):
+    """A size is rounded up to whole K tiles."""
+    assert plan(head_dim=64, **numbers)['splits'] == (kind, count)
+    assert variant_of(plan(head_dim=64))['tile_n'] == 64
+
+
+@given(SPLITS, st.integers(1, 300), st.integers(1, 40), st.integers(1, 4), st.integers(1, 8),
+       st.integers(1, 9000), st.sampled_from([64, 128, 256]))
+@examples(300)
+def test_slots(split, queries, batch, heads_k, group, capacity, head_dim):
+    """Two for each CTA, or one for each part that a tile can have. None is needed where no tile can
+    have several.
+    """
+    facts = plan(queries, capacity, batch=batch, heads=(heads_k * group, heads_k),
+                 head_dim=head_dim, **split)
+    tile_n = variant_of(facts)['tile_n']
+    most_k_tiles = ceil_div(capacity, tile_n)
+    parts = max(_host.units(facts['splits'], k_tiles)[0] for k_tiles in range(1, most_k_tiles + 1))
+    if not split:
+        assert facts['slots'] == 2 * facts['grid']
+    elif parts == 1:
+        assert facts['slots'] == 1
+    else:
+        tiles = tiles_of(facts, batch, heads_k * group, queries, None)
+        assert tiles * parts <= facts['slots']
+        assert facts['slots'] == tiles * min(parts, split.get('num_splits', parts))
+
+
+def test_fewer_keys_may_have_more_parts():
+    """At most 4: 5 K tiles are 2 + 2 + 1, and 4 are 1 + 1 + 1 + 1."""
+    facts = plan(capacity=5 * 64, num_splits=4)
+    assert [_host.units(facts['splits'], k_tiles)[0] for k_tiles in (5, 4)] == [3, 4]
+    assert facts['slots'] == 4 * 2 * 4
+
+
+@given(SPLITS, st.lists(st.integers(0, 150), min_size=1, max_size=8), st.integers(0, 50),
+       st.data(), st.integers(1, 1000), st.integers(1, 140))
+@examples(300)
+def test_the_parts_of_any_lengths_have_slots(split, queries, unused, data, capacity, sm_margin):
+    """Packed queries: lengths are known on the device alone."""
+    total = max(1, sum(queries) + unused)
+    facts = plan(max(queries), capacity, batch=len(queries), heads=(4, 2), total=total,
+                 sm_margin=min(sm_margin, SMS - 1), **split)
+    held = data.draw(st.lists(st.integers(0, capacity), min_size=len(queries),
+                              max_size=len(queries)))
+    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+    lengths = _host.CacheLengths(cu_q=starts, total_q=total, held=held, capacity=capacity)
+    _, positions = positions_of(facts)
+    line = len(queries), 4 // facts['pack'], positions, facts['grid'], facts['least_units']
+    _, _, ctas = _host.cache_parts(lengths, line, facts['splits'], _host.IntervalMask(None, 0, 0),
+                                   variant_of(facts)['tile_n'], False)
+    tiles = {tile for parts in ctas for tile, *_ in parts}
+    assert len(tiles) == sum(ceil_div(n, positions) for n in queries) * 4 // facts['pack']
+    for _, _, (*_, count), slots in itertools.chain(*ctas):
+        assert count == 1 or all(slot < facts['slots'] for slot in slots)
+
+
+# ----------------------------------------------------------------------------------------- capacity
+@pytest.mark.parametrize('page_size', [0, 1, 16, 256])
+def test_capacity(page_size):
+    assert plan(capacity=512, page_size=page_size)['capacity'] == 512
+
+
+def test_packed_keys_are_one_entry():
+    shapes = {'q': (100, 8, 64), 'k': (300, 2, 64), 'v': (300, 2, 64), 'cu_seqlens_q': (4,),
+              'cu_seqlens_k': (4,)}
+    facts = _host.plan_cache(1, shapes, {'max_seqlen_q': 40, 'max_seqlen_k': 200, 'num_splits': 3})
+    assert facts['capacity'] == 300 and facts['splits'] == (PARTS, 3)
