@@ -152,7 +152,7 @@ def cache_calls() -> list[CacheCase]:
 
 
 def kernel_on_cache(case: CacheCase) -> str:
-    """Of those of its kind, the one that computes fewest columns."""
+    """The one of its kind that computes fewest columns."""
     kind = 'cache, softcap' if case.softcap else 'cache'
     dtype = str(case.wide).removeprefix('torch.')
     rows = [row for row in _plan.variants() if row['mask'] == kind and row['dtype'] == dtype

@@ -22,8 +22,7 @@ FA3_HD constexpr BlockRange block_range(int position_begin, int position_end, Se
                                         int tile_n, Mask const& mask, int first_slot = 0) {
   Interval const first = mask.keys(position_begin, len);
   Interval const last = mask.keys(min_of(position_end, len.q) - 1, len);
-  return BlockRange{(first_slot + first.begin) / tile_n,
-                    ceil_div(first_slot + last.begin, tile_n),
+  return BlockRange{(first_slot + first.begin) / tile_n, ceil_div(first_slot + last.begin, tile_n),
                     (first_slot + max_of(0, first.end)) / tile_n,
                     ceil_div(first_slot + max_of(0, last.end), tile_n)};
 }

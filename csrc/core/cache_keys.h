@@ -17,16 +17,16 @@ namespace fa3 {
 
 // Pointers lead to device memory; nullptr: not given.
 struct CacheLengths {
-  PackedLengths packed;               // cu_k: k and v are packed sequences, no cache
-  int const* held = nullptr;          // keys in the cache before those that are appended
-  int const* leftpad = nullptr;       // slots before the first key
-  int const* new_starts = nullptr;    // of appended keys, batch + 1
-  int const* entry_of = nullptr;      // entry of a dense cache
-  int held_by_all = 0;                // without `held`
-  int appended = 0;                   // without `new_starts`
-  int capacity = 0;                   // slots of a sequence; packed k: all rows
-  int seqlen_q = 0;                   // without packed.cu_q
-  int total_q = 0;                    // with it
+  PackedLengths packed;             // cu_k: k and v are packed sequences, no cache
+  int const* held = nullptr;        // keys in the cache before those that are appended
+  int const* leftpad = nullptr;     // slots before the first key
+  int const* new_starts = nullptr;  // of appended keys, batch + 1
+  int const* entry_of = nullptr;    // entry of a dense cache
+  int held_by_all = 0;              // without `held`
+  int appended = 0;                 // without `new_starts`
+  int capacity = 0;                 // slots of a sequence; packed k: all rows
+  int seqlen_q = 0;                 // without packed.cu_q
+  int total_q = 0;                  // with it
 };
 
 // Keys of one copy: those that pages and K tiles have in common; 0: too few for the swizzle of

@@ -42,12 +42,10 @@ struct NamedKind {
   char const* name;
 };
 
-inline constexpr NamedKind kBuiltKinds[] = {{kFullKernel, "full"},
-                                            {kCausalKernel, "causal"},
-                                            {kGeneralKernel, "general"},
-                                            {kSoftcapKernel, "softcap"},
-                                            {kCacheKernel, "cache"},
-                                            {kCacheSoftcapKernel, "cache, softcap"}};
+inline constexpr NamedKind kBuiltKinds[] = {
+    {kFullKernel, "full"},       {kCausalKernel, "causal"},
+    {kGeneralKernel, "general"}, {kSoftcapKernel, "softcap"},
+    {kCacheKernel, "cache"},     {kCacheSoftcapKernel, "cache, softcap"}};
 constexpr int kBuiltKindCount = 6;
 
 // INVARIANT: the kind is in kBuiltKinds.

@@ -21,8 +21,8 @@ enum class SplitKind : int { kEven, kParts, kSize };
 struct KeyPart {
   int begin;
   int end;
-  int index;   // counts the parts of the output tile in the order of their keys
-  int parts;   // that the output tile has
+  int index;  // counts the parts of the output tile in the order of their keys
+  int parts;  // that the output tile has
   // Where the part with index 0, and that with index 1, lies in the buffers of partial results; and
   // the distance of all further ones.
   int first_slot;
@@ -52,9 +52,7 @@ struct KeySplits {
 
   // K tiles of a unit.
   FA3_HD constexpr int unit_tiles(int k_tiles) const {
-    return is_even()                    ? 1
-           : kind == SplitKind::kParts ? max_of(1, ceil_div(k_tiles, count))
-                                       : count;
+    return is_even() ? 1 : kind == SplitKind::kParts ? max_of(1, ceil_div(k_tiles, count)) : count;
   }
 
   FA3_HD constexpr int units(int k_tiles) const { return ceil_div(k_tiles, unit_tiles(k_tiles)); }

@@ -67,9 +67,9 @@ struct DeviceLimits {
 // K and V as a cache, by sizes. Without pages each sequence has an entry of `capacity` keys; packed
 // sequences of keys are one entry.
 struct CacheProblem {
-  int entries = 0;   // pages, or entries
-  int page_size = 0;  // keys of an entry of the tensors
-  int capacity = 0;   // keys that a sequence can have
+  int entries = 0;     // pages, or entries
+  int page_size = 0;   // keys of an entry of the tensors
+  int capacity = 0;    // keys that a sequence can have
   int num_splits = 0;  // 0: even
   int split_size = 0;  // keys; 0: none
 };
@@ -128,8 +128,8 @@ struct CacheTensors {
   int64_t table_stride = 0;
   int held_by_all = 0;
   int appended = 0;
-  float* parts = nullptr;   // workspace: slots * rows * (head_dim_v of the kernel + 2)
-  int* arrived = nullptr;   // zeros, 2 for each slot and warpgroup
+  float* parts = nullptr;  // workspace: slots * rows * (head_dim_v of the kernel + 2)
+  int* arrived = nullptr;  // zeros, 2 for each slot and warpgroup
 };
 
 // How the keys of a cache are split, and what the parts need.

@@ -18,7 +18,7 @@ struct PartWeights {
     return exp2_approx((lse - finite_max(maximum)) * kLog2E);
   }
 
-  // Of all parts; -inf without keys.
+  // Over all parts; -inf without keys.
   CUTE_DEVICE float lse() const {
     return sum == 0.f ? -INFINITY : maximum + log2_approx(sum) * kLn2;
   }

@@ -29,8 +29,8 @@ int variant_for(FwdProblem const& problem, int positions) {
   return candidates.variant[is_long ? candidates.count - 1 : 0];
 }
 
-// Heads whose keys are read at the same time: a divisor of all of them, so many that hardly a CTA is
-// left over.
+// Heads whose keys are read at the same time: a divisor of all of them, so many that hardly a CTA
+// is left over.
 int lanes_of(int heads, int ctas) {
   constexpr int kLeastPercent = 96;
   int lanes = heads;
@@ -47,8 +47,8 @@ int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t t
     return 2 * int64_t(grid);
   }
   int const k_tiles = max_of(1, ceil_div(cache.capacity, tile_n));
-  int const of_tile = splits.kind == SplitKind::kParts ? min_of(splits.count, k_tiles)
-                                                       : splits.units(k_tiles);
+  int const of_tile =
+      splits.kind == SplitKind::kParts ? min_of(splits.count, k_tiles) : splits.units(k_tiles);
   return of_tile == 1 ? 1 : tiles * of_tile;
 }
 
@@ -64,9 +64,8 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   FwdConfig const& config = kFwdVariants[plan.variant];
   int const positions = rows.positions_per_tile(config.consumer_warpgroups);
   schedule.m_tiles = ceil_div(problem.seqlen_q, positions);
-  int64_t const of_head = problem.is_packed
-                              ? most_tiles(problem.total_q, problem.batch, positions)
-                              : int64_t(schedule.m_tiles) * problem.batch;
+  int64_t const of_head = problem.is_packed ? most_tiles(problem.total_q, problem.batch, positions)
+                                            : int64_t(schedule.m_tiles) * problem.batch;
   int64_t const tiles = of_head * (problem.heads_q / schedule.pack);
   int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
   CacheSchedule& cache = schedule.cache;

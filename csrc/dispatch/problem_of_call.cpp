@@ -93,8 +93,8 @@ FwdProblem problem_of_cache(AttentionCall const& call) {
   problem.head_dim_v = int(call.v.size[of_keys + 2]);
   problem.batch = int(problem.is_packed ? lengths.cu_seqlens_q->size[0] - 1 : q.size[0]);
   problem.total_q = problem.is_packed ? int(q.size[0]) : 0;
-  problem.seqlen_q = problem.is_packed ? longest(lengths.max_seqlen_q, problem.total_q)
-                                       : int(q.size[1]);
+  problem.seqlen_q =
+      problem.is_packed ? longest(lengths.max_seqlen_q, problem.total_q) : int(q.size[1]);
   CacheProblem& cache = problem.cache;
   cache.entries = has_packed_keys ? 1 : int(call.k.size[0]);
   cache.page_size = int(call.k.size[of_keys]);

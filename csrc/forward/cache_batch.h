@@ -32,8 +32,7 @@ struct CacheTiles {
 
   // Whole warps call this, after the wait for earlier launches.
   CUTE_DEVICE explicit CacheTiles(CacheDeviceParams const& p_)
-      : p(p_),
-        walk(p_.line, p_.lengths, mask_of<Traits::kKind.mask>(p_.mask), Traits::kTileN) {
+      : p(p_), walk(p_.line, p_.lengths, mask_of<Traits::kKind.mask>(p_.mask), Traits::kTileN) {
     Chunk chunk{0, p.line.batch, 0};
     bool is_narrowed = false;
     do {
@@ -90,17 +89,15 @@ struct CacheTiles {
 
   CUTE_DEVICE Work current() const {
     Work work;
-    work.location =
-        CacheLocation::of(walk.sequence, walk.b, p.has_packed_queries());
+    work.location = CacheLocation::of(walk.sequence, walk.b, p.has_packed_queries());
     work.location.part = part;
     int const positions = Traits::kWarpgroups * p.positions_per_warpgroup;
     int const head = walk.head();
     work.position_begin = walk.m * positions;
     work.rows.head = head * int(p.pack.divisor);
     work.rows.left = walk.sequence.len.q - work.position_begin;
-    int64_t const first_row = p.has_packed_queries()
-                                  ? walk.sequence.q_begin
-                                  : int64_t(walk.b) * p.heads_q * p.seqlen.q;
+    int64_t const first_row =
+        p.has_packed_queries() ? walk.sequence.q_begin : int64_t(walk.b) * p.heads_q * p.seqlen.q;
     work.rows.offset = first_row + int64_t(work.rows.head) * p.seqlen.q + work.position_begin;
     work.kv_head = p.groups_per_kv_head.div(head);
     work.entry = walk.b;

@@ -69,8 +69,7 @@ struct PagedKeys {
 
   // The entry that holds a slot; one outside the tensor where no key of the box is needed.
   CUTE_DEVICE static int entry_of(CacheDeviceParams const& p, KeySource const& from, int slot) {
-    bool const is_needed =
-        slot < from.end_slot && slot + max_of(p.box_keys, 1) > from.first_slot;
+    bool const is_needed = slot < from.end_slot && slot + max_of(p.box_keys, 1) > from.first_slot;
     if (p.page_table == nullptr) {
       return is_needed ? from.entry : p.entries;
     }
@@ -117,6 +116,9 @@ struct PagedKeys {
     constexpr int kChunks = kColumns * int(sizeof(ElementKv)) / 16;  // of a row
     constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
     constexpr int kSliceChunks = Traits::kSlice * int(sizeof(ElementKv)) / 16;
+    constexpr int kRowsAtOnce = 32 / kLanes;
+    constexpr int kBatch =
+        8 / kRowsAtOnce < 4 ? 4 : 8;  // WHY: shuffles and copies keep their order
     static_assert(kChunks <= 32 && (kSliceChunks == 8 || kSliceChunks == 4));
     int const lane = lane_of_warp();
     int const chunk = lane % kLanes;
@@ -126,21 +128,32 @@ struct PagedKeys {
     CUTE_NO_UNROLL
     for (int i = 0; i < kRowsPerLane; ++i) {
       int64_t const offset = offset_of_row(p, rows, from, n * kKeys + 32 * i + lane);
-#pragma unroll 8
-      for (int row = lane / kLanes; row < 32; row += 32 / kLanes) {
-        int64_t const of_row = __shfl_sync(0xffffffffu, offset, row);
-        bool const is_loaded = of_row >= 0 && has_column;
-        int const in_tile = 32 * i + row;
-        uint32_t const to = base + in_tile * kSliceChunks * 16 +
-                            swizzled<kSliceChunks>(chunk % kSliceChunks, in_tile) * 16;
-        if (kLanes == kChunks || chunk < kChunks) {
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-                       "l"(data + (is_loaded ? of_row : 0)), "r"(is_loaded ? 16 : 0)
-                       : "memory");
+      CUTE_NO_UNROLL
+      for (int first = 0; first < 32; first += kBatch * kRowsAtOnce) {
+        int64_t of_rows[kBatch];
+        CUTE_UNROLL
+        for (int j = 0; j < kBatch; ++j) {
+          of_rows[j] = __shfl_sync(0xffffffffu, offset, first + j * kRowsAtOnce + lane / kLanes);
+        }
+        CUTE_UNROLL
+        for (int j = 0; j < kBatch; ++j) {
+          int const row = 32 * i + first + j * kRowsAtOnce + lane / kLanes;
+          uint32_t const to = base + row * kSliceChunks * 16 +
+                              swizzled<kSliceChunks>(chunk % kSliceChunks, row) * 16;
+          if (kLanes == kChunks || chunk < kChunks) {
+            copy_chunk(to, data, of_rows[j], of_rows[j] >= 0 && has_column);
+          }
         }
       }
     }
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full)
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
+  }
+
+  // Zeros unless it is loaded.
+  CUTE_DEVICE static void copy_chunk(uint32_t to, char const* data, int64_t offset,
+                                     bool is_loaded) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+                 "l"(data + (is_loaded ? offset : 0)), "r"(is_loaded ? 16 : 0)
                  : "memory");
   }
 

@@ -149,8 +149,8 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
   FwdProblem const& problem = p.problem;
   CacheSchedule const& schedule = p.schedule.cache;
   bool const has_table = p.cache.page_table != nullptr;
-  int const box = has_table ? boxed_keys(problem.cache.page_size, Traits::kValueKeys)
-                            : Traits::kValueKeys;
+  int const box =
+      has_table ? boxed_keys(problem.cache.page_size, Traits::kValueKeys) : Traits::kValueKeys;
   set_common<Config>(d, p);
   d.q = query_map<5>(maps, p, p.q, MapColumns{problem.head_dim, Traits::kSlice});
   d.k = cache_map<Traits>(maps, problem, p.k, problem.head_dim, max_of(box, 1));

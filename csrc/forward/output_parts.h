@@ -46,11 +46,11 @@ struct ResultRow {
     int64_t const batch = is_packed ? 0 : work.entry;
     int64_t const position = work.position_begin + row.offset +
                              (is_packed ? work.location.q_end - work.location.len.q : 0);
-    return ResultRow{p.out.data + batch * p.out.batch_stride + position * p.out.row_stride +
-                         (work.rows.head + row.head) * p.out.head_stride,
-                     p.out.columns,
-                     sizeof(Element) == 2 ? cute::is_same_v<Element, cutlass::half_t>
-                                          : p.out_is_half};
+    return ResultRow{
+        p.out.data + batch * p.out.batch_stride + position * p.out.row_stride +
+            (work.rows.head + row.head) * p.out.head_stride,
+        p.out.columns,
+        sizeof(Element) == 2 ? cute::is_same_v<Element, cutlass::half_t> : p.out_is_half};
   }
 
   CUTE_DEVICE void write(int column, float a, float b) const {
@@ -116,8 +116,8 @@ struct PartCombiner {
       for (int j = 0; j < kAtOnce; ++j) {
         int64_t const row = row_of_part(min_of(begin + j, parts.count - 1), r);
         of_parts[j] = __ldcg(lses + row);
-        values[j] = __ldcg(reinterpret_cast<float4 const*>(p.parts + row * Traits::kHeadDimV +
-                                                           column));
+        values[j] =
+            __ldcg(reinterpret_cast<float4 const*>(p.parts + row * Traits::kHeadDimV + column));
       }
       float const before = most;
       CUTE_UNROLL

@@ -66,14 +66,14 @@ struct CacheDeviceParams : FwdDeviceParams {
   CacheLine line;
   int const* page_table;  // nullptr: entries of a dense cache
   int64_t table_stride;
-  int entries;           // pages, or entries of a dense cache
+  int entries;  // pages, or entries of a dense cache
   FastDiv page_size;
-  int box_keys;          // keys of one TMA box, a divisor of page and K tile; 0: rows are gathered
-  TensorView k_rows;     // strides in bytes; for gathering
+  int box_keys;       // keys of one TMA box, a divisor of page and K tile; 0: rows are gathered
+  TensorView k_rows;  // strides in bytes; for gathering
   TensorView v_rows;
   int row_bytes_k;
   int row_bytes_v;
-  uint64_t hint;         // of loads of K and V
+  uint64_t hint;  // of loads of K and V
   // For each slot of a part: its rows of O and their LSEs; the LSEs of a group of parts that begins
   // with it; and how many parts of its output tile, or of its group, are complete.
   float* parts;       // (slots, rows, Dv)

@@ -98,8 +98,7 @@ struct CacheProducer {
     CUTE_UNROLL
     for (int column = 0; column < Traits::kColumns; column += Traits::kSlice) {
       load_box<typename Traits::Location>(
-          p.q, mbarrier_word(full), kReadOnce,
-          &shared.q[q_ring.stage][wg][column * kWarpgroupRows],
+          p.q, mbarrier_word(full), kReadOnce, &shared.q[q_ring.stage][wg][column * kWarpgroupRows],
           {column, part.rows.head, part.location.first_q() + position, part.location,
            part.location.end_q()});
     }

@@ -19,8 +19,7 @@ struct FwdTraits {
 
   using Element = ElementOf<k.dtype_q>;     // Q, P and the operands of both products
   using ElementKv = ElementOf<k.dtype_kv>;  // K and V in global memory
-  using Location =
-      cute::conditional_t<k.kind.is_cache(), CacheLocation, LocationOf<k.kind.batch>>;
+  using Location = cute::conditional_t<k.kind.is_cache(), CacheLocation, LocationOf<k.kind.batch>>;
   static constexpr KernelKind kKind = k.kind;
   static constexpr bool kIsCache = kKind.is_cache();
   using Params = cute::conditional_t<kIsCache, CacheDeviceParams, FwdDeviceParams>;

@@ -65,9 +65,8 @@ void read_cache(CacheTensors& tensors, AttentionCall const& call, int capacity) 
   tensors.entry_of = data_of<int>(cache.cache_batch_idx);
   tensors.page_table = data_of<int>(cache.page_table);
   tensors.table_stride = cache.page_table ? cache.page_table->stride[0] : 0;
-  tensors.held_by_all = cache.cache_length < 0
-                            ? capacity
-                            : int(std::min<int64_t>(cache.cache_length, capacity));
+  tensors.held_by_all =
+      cache.cache_length < 0 ? capacity : int(std::min<int64_t>(cache.cache_length, capacity));
   tensors.appended = int(std::min<int64_t>(cache.appended, capacity));
 }
 
@@ -111,9 +110,8 @@ class CacheLaunch {
     int64_t const size = floats + (has_own_counters ? counters : 0);
     parts_ = allocate(kOp, &size, 1, Dtype::kFloat32, device);
     params_.cache.parts = static_cast<float*>(mutable_data(parts_));
-    params_.cache.arrived = has_own_counters
-                                ? reinterpret_cast<int*>(params_.cache.parts + floats)
-                                : arrival_counters(stream);
+    params_.cache.arrived = has_own_counters ? reinterpret_cast<int*>(params_.cache.parts + floats)
+                                             : arrival_counters(stream);
     if (has_own_counters) {
       clear_counters(params_.cache.arrived, counters, stream);
     }
@@ -146,7 +144,7 @@ void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) 
   throw_if(check_cache(call));
   FwdParams params;
   bool const is_fp8 = call.q.dtype == Dtype::kFloat8E4M3;
-  params.out_dtype = kHasOut                                     ? call.out->dtype
+  params.out_dtype = kHasOut                          ? call.out->dtype
                      : is_fp8 && call.fp8.float16_out ? Dtype::kFloat16
                      : is_fp8                         ? Dtype::kBFloat16
                                                       : call.q.dtype;

@@ -5,9 +5,8 @@
 #include "ops/library.h"
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
-  for (auto const ops :
-       {fa3::forward_ops(), fa3::general_ops(), fa3::fp8_ops(), fa3::backward_ops(),
-                         fa3::cache_ops()}) {
+  for (auto const ops : {fa3::forward_ops(), fa3::general_ops(), fa3::fp8_ops(),
+                         fa3::backward_ops(), fa3::cache_ops()}) {
     for (fa3::BoxedOp const& op : ops) {
       m.impl(op.name, op.run);
     }

@@ -79,8 +79,7 @@ Capture capture_of(cudaStream_t stream) {
 void belong_to_graph(User const& user, cudaGraph_t graph) {
   cudaUserObject_t object = nullptr;
   auto of_graph = std::make_unique<OfGraph>(OfGraph{user});
-  check(cudaUserObjectCreate(&object, of_graph.get(), give_back, 1,
-                             cudaUserObjectNoDestructorSync),
+  check(cudaUserObjectCreate(&object, of_graph.get(), give_back, 1, cudaUserObjectNoDestructorSync),
         "keep counters for a graph");
   of_graph.release();
   check(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove),
