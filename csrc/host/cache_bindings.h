@@ -76,15 +76,16 @@ inline std::vector<CachePart> parts_of_cta(CacheWalk<IntervalMask> walk, int cta
   return parts;
 }
 
-// Gives the units of a line, those of a stretch, and the parts of
+// most: KeySplits::most, or 0. Gives the units of a line, those of a stretch, and the parts of
 // each CTA.
 inline pybind11::tuple cache_parts(OwnedLengths const& owned, LineTuple const& tuple,
                                    SplitsTuple const& splits, IntervalMask const& mask, int tile_n,
-                                   bool starts_late) {
+                                   bool starts_late, int64_t most) {
   CacheLengths const lengths = owned.view();
   CacheLine line;
   std::tie(line.batch, line.heads, line.positions, line.ctas, line.lanes) = tuple;
   line.splits = splits_of(splits);
+  line.splits.most = most > 0 ? most : line.splits.most;
   CacheWalk<IntervalMask> walk(line, lengths, mask, tile_n);
   std::vector<std::vector<CachePart>> parts;
   for (int cta = 0; cta < line.ctas * line.lanes; ++cta) {
@@ -176,6 +177,7 @@ inline pybind11::dict plan_of_cache(int dtype, pybind11::dict shapes, pybind11::
   facts["grid"] = schedule.grid;
   facts["splits"] = std::tuple(int(schedule.cache.splits.kind), schedule.cache.splits.count);
   facts["lanes"] = schedule.cache.lanes;
+  facts["most_units"] = schedule.cache.splits.most;
   facts["slots"] = schedule.cache.slots;
   facts["rows"] = schedule.cache.rows;
   return facts;

@@ -155,10 +155,10 @@ class Line:
     def numbers(self):
         return self.lengths.batch, self.heads, self.positions, self.ctas, self.lines
 
-    def parts(self, starts_late=True):
+    def parts(self, starts_late=True, most=0):
         """(units of a line, units of a stretch, parts of each CTA)."""
         return _host.cache_parts(self.lengths.of_kernels, self.numbers, self.split,
-                                 self.mask.of_kernels, self.tile_n, starts_late)
+                                 self.mask.of_kernels, self.tile_n, starts_late, most)
 
     def tiles(self):
         """(sequence, tile of queries) -> the K tiles [begin, end) that hold a visible key, or None
@@ -285,6 +285,10 @@ def test_sequences_of_one_length_have_no_more_parts(batch, heads):
     assert all(len(parts) <= MOST_PARTS + 1 for parts in found.values())
 
 
+def test_more_tiles_than_an_int_counts_parts_of():
+    assert of_one_length(1 << 25, 1, 0, 1).parts() == (0, 0, [[]])
+
+
 @given(lines(split=st.tuples(st.sampled_from((1, 2)), st.integers(1, 50))))
 @examples(300)
 def test_other_stretches_are_whole_parts(line):
@@ -346,6 +350,18 @@ def test_a_tile_without_keys_has_a_masked_one():
     lengths = Lengths(2, dict(seqlen_q=1, held=[0, 64], leftpad=[0, 64], capacity=64))
     line = Line(lengths, 1, 64, 2, 1, (EVEN, 0), Drawn('general', right=0), 64)
     assert [part[0][1] for part in line.parts()[2]] == [(0, 1), (1, 2)]
+
+
+def test_a_line_with_too_few_slots_is_not_worked_on():
+    """Sequences of queries that overlap have more tiles than the tensor: nothing is written past
+    the buffers of the parts.
+    """
+    lengths = Lengths(3, dict(cu_q=[0, 128, 0, 128], total_q=128, held=[640] * 3, capacity=640))
+    line = Line(lengths, 1, 64, 5, 1, (2, 2), Drawn('general'), 64)
+    total, _, ctas = line.parts()
+    assert total == 4 * 5
+    assert line.parts(most=total)[2] == ctas
+    assert not any(line.parts(most=total - 1)[2])
 
 
 # ------------------------------------------------------------------------------------------ pages

@@ -143,12 +143,12 @@ def test_slots(split, queries, batch, heads_k, group, capacity, head_dim):
     most_k_tiles = ceil_div(capacity, tile_n)
     parts = max(_host.units(facts['splits'], k_tiles)[0] for k_tiles in range(1, most_k_tiles + 1))
     if not split:
-        assert facts['slots'] == 2 * facts['grid']
+        assert facts['slots'] == 2 * facts['grid'] and facts['most_units'] > 1 << 60
     elif parts == 1:
-        assert facts['slots'] == 1
+        assert facts['slots'] == 1 and facts['most_units'] > 1 << 60
     else:
         tiles = tiles_of(facts, batch, heads_k * group, queries, None)
-        assert tiles * parts <= facts['slots']
+        assert tiles * parts <= facts['slots'] == facts['most_units']
         assert facts['slots'] == tiles * min(parts, split.get('num_splits', parts))
 
 
@@ -175,7 +175,7 @@ def test_the_parts_of_any_lengths_have_slots(split, queries, unused, data, capac
     heads, lines = 4 // facts['pack'], facts['lanes']
     line = len(queries), heads // lines, positions, facts['grid'] // lines, lines
     _, _, ctas = _host.cache_parts(lengths, line, facts['splits'], _host.IntervalMask(None, 0, 0),
-                                   variant_of(facts)['tile_n'], False)
+                                   variant_of(facts)['tile_n'], False, facts['most_units'])
     tiles = {tile for parts in ctas for tile, *_ in parts}
     assert len(tiles) == sum(ceil_div(n, positions) for n in queries) * 4 // facts['pack']
     for _, _, (*_, count), slots in itertools.chain(*ctas):
