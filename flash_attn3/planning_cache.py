@@ -161,7 +161,7 @@ def rows(facts: Mapping) -> dict[str, str]:
     return {
         'keys': f'{facts["batch"]} sequence(s), {keys}',
         'splits': parts[facts['splits']],
-        'grid': f'{facts["grid"]} CTAs, a share of at least {facts["least_units"]} K tiles each',
+        'grid': f'{facts["grid"]} CTAs, which read {facts["lanes"]} head(s) at a time',
         'workspace': f'{facts["parts_bytes"]} bytes: at most {facts["slots"]} parts of results',
         'bytes': f'{facts["bytes"] / 1e6:.4g} MB: K and V of full caches',
         'expected': f'{facts["expected_us"]:.3g} us, an estimate: these bytes at '

@@ -276,7 +276,7 @@ PyObject* cache_plan_dict(FwdProblem const& problem) {
       .integer("launches", value_launches(problem.head_dim_v))
       .string("splits", kSplits[int(cache.splits.kind)])
       .integer("split_count", cache.splits.count)
-      .integer("least_units", cache.least_units)
+      .integer("lanes", cache.lanes)
       .integer("slots", cache.slots)
       .integer("parts_bytes", floats * int64_t(sizeof(float)))
       .integer("page_size", problem.cache.page_size)
