@@ -171,13 +171,15 @@ struct CacheWalk {
     return sum * line.heads;
   }
 
-  // The stretch of a CTA of all lines.
+  // The stretch of a CTA of all lines. Only nonsense lengths give more units than there are slots
+  // for: then nothing is computed.
   FA3_HD void take_stretch(int64_t units_of_line, int cta) {
-    total = units_of_line;
+    total = units_of_line * line.lanes <= splits.most ? units_of_line : 0;
     lane = Lane{cta % line.lanes, line.lanes};
     splits.per_cta = ceil_of(total, line.ctas);
     if (splits.is_even()) {
-      int64_t const least = ceil_of(total, kMostParts * max_of(1, line.batch * line.heads));
+      int const tiles = clamp(line.batch * line.heads, 1, 1 << 24);
+      int64_t const least = ceil_of(total, kMostParts * tiles);
       splits.per_cta = splits.per_cta < least ? least : splits.per_cta;
     }
     unit = splits.per_cta * (cta / line.lanes);

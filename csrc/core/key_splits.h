@@ -46,7 +46,8 @@ struct Lane {
 struct KeySplits {
   SplitKind kind = SplitKind::kEven;
   int count = 0;
-  int64_t per_cta = 1;  // units of a stretch
+  int64_t per_cta = 1;              // units of a stretch
+  int64_t most = int64_t(1) << 62;  // units of all lines that a launch has slots for
 
   FA3_HD constexpr bool is_even() const { return kind == SplitKind::kEven; }
 

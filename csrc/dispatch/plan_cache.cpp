@@ -73,6 +73,9 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   schedule.grid = std::max(1, sms * config.ctas_per_sm / cache.lanes) * cache.lanes;
   cache.splits = splits_of(problem.cache, config.tile_n);
   cache.slots = most_parts(problem.cache, cache.splits, tiles, config.tile_n, schedule.grid);
+  if (!cache.splits.is_even() && cache.slots > 1) {
+    cache.splits.most = cache.slots;
+  }
   // Rows of a part are counted as those of a tile.
   int const all_rows = config.consumer_warpgroups * kWarpgroupRows;
   bool const is_short = !problem.is_packed && problem.seqlen_q < rows.positions_per_warpgroup();

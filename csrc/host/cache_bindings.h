@@ -31,7 +31,7 @@ struct OwnedLengths {
   }
 };
 
-// (batch, packed heads, queries of a tile, CTAs, least units of a stretch)
+// (batch, packed heads of a line, queries of a tile, CTAs of a line, lines)
 using LineTuple = std::tuple<int, int, int, int, int>;
 // (kind, count)
 using SplitsTuple = std::tuple<int, int>;
@@ -76,18 +76,19 @@ inline std::vector<CachePart> parts_of_cta(CacheWalk<IntervalMask> walk, int cta
   return parts;
 }
 
-// Gives the units of the line, those of a stretch, and the parts of
+// most: KeySplits::most, or 0. Gives the units of a line, those of a stretch, and the parts of
 // each CTA.
 inline pybind11::tuple cache_parts(OwnedLengths const& owned, LineTuple const& tuple,
                                    SplitsTuple const& splits, IntervalMask const& mask, int tile_n,
-                                   bool starts_late) {
+                                   bool starts_late, int64_t most) {
   CacheLengths const lengths = owned.view();
   CacheLine line;
-  std::tie(line.batch, line.heads, line.positions, line.ctas, line.least_units) = tuple;
+  std::tie(line.batch, line.heads, line.positions, line.ctas, line.lanes) = tuple;
   line.splits = splits_of(splits);
+  line.splits.most = most > 0 ? most : line.splits.most;
   CacheWalk<IntervalMask> walk(line, lengths, mask, tile_n);
   std::vector<std::vector<CachePart>> parts;
-  for (int cta = 0; cta < line.ctas; ++cta) {
+  for (int cta = 0; cta < line.ctas * line.lanes; ++cta) {
     parts.push_back(parts_of_cta(walk, cta, starts_late));
   }
   int64_t const total = walk.units_of(0, line.batch);
@@ -175,7 +176,8 @@ inline pybind11::dict plan_of_cache(int dtype, pybind11::dict shapes, pybind11::
   facts["m_tiles"] = schedule.m_tiles;
   facts["grid"] = schedule.grid;
   facts["splits"] = std::tuple(int(schedule.cache.splits.kind), schedule.cache.splits.count);
-  facts["least_units"] = schedule.cache.least_units;
+  facts["lanes"] = schedule.cache.lanes;
+  facts["most_units"] = schedule.cache.splits.most;
   facts["slots"] = schedule.cache.slots;
   facts["rows"] = schedule.cache.rows;
   return facts;
@@ -190,10 +192,11 @@ inline void bind_cache(pybind11::module_& m) {
     return std::tuple(splits_of(splits).units(k_tiles), splits_of(splits).unit_tiles(k_tiles));
   });
   m.def("part_at", [](SplitsTuple const& tuple, int64_t per_cta, int64_t unit, int64_t end,
-                      int64_t first, int k_tiles) {
+                      int64_t first, int k_tiles, std::tuple<int, int> lane, int64_t total) {
     KeySplits splits = splits_of(tuple);
     splits.per_cta = per_cta;
-    KeyPart const part = splits.part_at(unit, end, first, k_tiles);
+    KeyPart const part = splits.part_at(unit, end, first, k_tiles,
+                                        Lane{std::get<0>(lane), std::get<1>(lane)}, total);
     return std::tuple(part.begin, part.end, part.index, part.parts, part.first_slot,
                       part.slot_of(part.index));
   });

@@ -17,6 +17,7 @@ from tests.cpu.packed import running_sum
 from tests.cpu.test_key_splits import EVEN, PARTS, splits
 
 INT_MIN, INT_MAX = -2**31, 2**31 - 1
+MOST_PARTS = 64    # of a tile, where all sequences have as many keys
 
 
 def clamp(x, low, high):
@@ -144,20 +145,20 @@ class Line:
     lengths: Lengths
     heads: int
     positions: int
-    ctas: int
-    least_units: int
+    ctas: int    # of a line
+    lines: int
     split: tuple[int, int]
     mask: Drawn
     tile_n: int
 
     @property
     def numbers(self):
-        return self.lengths.batch, self.heads, self.positions, self.ctas, self.least_units
+        return self.lengths.batch, self.heads, self.positions, self.ctas, self.lines
 
-    def parts(self, starts_late=True):
-        """(units, units of a stretch, parts of each CTA)."""
+    def parts(self, starts_late=True, most=0):
+        """(units of a line, units of a stretch, parts of each CTA)."""
         return _host.cache_parts(self.lengths.of_kernels, self.numbers, self.split,
-                                 self.mask.of_kernels, self.tile_n, starts_late)
+                                 self.mask.of_kernels, self.tile_n, starts_late, most)
 
     def tiles(self):
         """(sequence, tile of queries) -> the K tiles [begin, end) that hold a visible key, or None
@@ -208,7 +209,8 @@ def test_each_k_tile_is_in_one_part(line):
     """And those of a tile are exactly the ones from its first visible key to its last."""
     total, _, ctas = line.parts()
     wanted, found = line.tiles(), by_tile(ctas)
-    assert set(found) == {(*tile, head) for tile in wanted for head in range(line.heads)}
+    heads = range(line.heads * line.lines)
+    assert set(found) == {(*tile, head) for tile in wanted for head in heads}
     for (b, m, _), parts in found.items():
         (keys,) = {part[4:6] for part in parts}
         if wanted[b, m] is None:
@@ -216,8 +218,8 @@ def test_each_k_tile_is_in_one_part(line):
         else:
             assert keys == wanted[b, m]
         assert_is_split(parts, keys[1] - keys[0])
-    assert total == sum(_host.units(line.split, parts[0][5] - parts[0][4])[0]
-                        for parts in found.values())
+    assert line.lines * total == sum(_host.units(line.split, parts[0][5] - parts[0][4])[0]
+                                     for parts in found.values())
 
 
 @given(lines())
@@ -234,7 +236,7 @@ def test_slots_and_counters_are_unique(line):
     shared = [parts for parts in by_tile(ctas).values() if len(parts) > 1]
     slots = [part[7] for parts in shared for part in parts]
     assert len(set(slots)) == len(slots)
-    limit = 2 * line.ctas if line.split[0] == EVEN else total
+    limit = line.lines * (2 * line.ctas if line.split[0] == EVEN else total)
     assert all(0 <= slot < limit for slot in slots)
     for parts in shared:
         assert {part[6] for part in parts} == {parts[0][7]}, 'the counter: the slot of part 0'
@@ -245,14 +247,46 @@ def test_slots_and_counters_are_unique(line):
 def test_even_stretches(line):
     total, per_cta, ctas = line.parts()
     lengths = [sum(end - begin for _, _, (begin, end, *_), _ in parts) for parts in ctas]
-    assert sum(lengths) == total
-    assert per_cta == max(line.least_units, -(-total // line.ctas))
-    used = -(-total // per_cta)
-    assert lengths == [per_cta] * (used - 1) + [total - (used - 1) * per_cta] * (used > 0) + [
+    tiles = max(1, line.lengths.batch * line.heads)
+    assert per_cta == max(-(-total // line.ctas), -(-total // (MOST_PARTS * tiles)))
+    used = -(-total // max(1, per_cta))
+    of_line = [per_cta] * (used - 1) + [total - (used - 1) * per_cta] * (used > 0) + [
         0] * (line.ctas - used)
+    assert lengths == [length for length in of_line for _ in range(line.lines)]
     for parts in ctas:
         is_shared = [part[3] > 1 for _, _, part, _ in parts]
         assert not any(is_shared[1:-1]), 'at most the first and the last tile'
+
+
+@given(lines())
+@examples(300)
+def test_ctas_of_all_lines_do_the_same_for_their_heads(line):
+    _, _, ctas = line.parts()
+    for first in range(0, len(ctas), line.lines):
+        of_lines = [[(b, m, head // line.lines, *rest) for (b, m, head), *rest in
+                     ((tile, keys, part) for tile, keys, part, _ in ctas[first + i])]
+                    for i in range(line.lines)]
+        assert all(parts == of_lines[0] for parts in of_lines)
+        for i in range(line.lines):
+            assert all(head % line.lines == i for (_, _, head), *_ in ctas[first + i])
+
+
+def of_one_length(batch, heads, queries, ctas):
+    keys = 64 * 1000
+    lengths = Lengths(batch, dict(seqlen_q=queries, held_by_all=keys, capacity=keys))
+    return Line(lengths, heads, 64, ctas, 1, (EVEN, 0), Drawn('general'), 64)
+
+
+@pytest.mark.parametrize('batch, heads', [(1, 1), (3, 2)])
+def test_sequences_of_one_length_have_no_more_parts(batch, heads):
+    """However many CTAs there are."""
+    found = by_tile(of_one_length(batch, heads, 1, 1000).parts()[2])
+    assert len(found) == batch * heads
+    assert all(len(parts) <= MOST_PARTS + 1 for parts in found.values())
+
+
+def test_more_tiles_than_an_int_counts_parts_of():
+    assert of_one_length(1 << 25, 1, 0, 1).parts() == (0, 0, [[]])
 
 
 @given(lines(split=st.tuples(st.sampled_from((1, 2)), st.integers(1, 50))))
@@ -306,16 +340,28 @@ def test_nonsense_lengths_give_a_line_of_work_too(line):
 
 def test_sequences_without_queries_have_no_tile():
     lengths = Lengths(4, dict(cu_q=[0, 0, 3, 3, 3], total_q=3, held=[9, 9, 9, 9], capacity=16))
-    line = Line(lengths, 2, 64, 3, 1, (EVEN, 0), Drawn('general'), 16)
+    line = Line(lengths, 1, 64, 3, 2, (EVEN, 0), Drawn('general'), 16)
     assert set(by_tile(line.parts()[2])) == {(1, 0, 0), (1, 0, 1)}
     lengths.given['cu_q'] = [0, 0, 0, 0, 0]
-    assert line.parts() == (0, 1, [[], [], []])
+    assert line.parts() == (0, 0, 6 * [[]])
 
 
 def test_a_tile_without_keys_has_a_masked_one():
     lengths = Lengths(2, dict(seqlen_q=1, held=[0, 64], leftpad=[0, 64], capacity=64))
     line = Line(lengths, 1, 64, 2, 1, (EVEN, 0), Drawn('general', right=0), 64)
     assert [part[0][1] for part in line.parts()[2]] == [(0, 1), (1, 2)]
+
+
+def test_a_line_with_too_few_slots_is_not_worked_on():
+    """Sequences of queries that overlap have more tiles than the tensor: nothing is written past
+    the buffers of the parts.
+    """
+    lengths = Lengths(3, dict(cu_q=[0, 128, 0, 128], total_q=128, held=[640] * 3, capacity=640))
+    line = Line(lengths, 1, 64, 5, 1, (2, 2), Drawn('general'), 64)
+    total, _, ctas = line.parts()
+    assert total == 4 * 5
+    assert line.parts(most=total)[2] == ctas
+    assert not any(line.parts(most=total - 1)[2])
 
 
 # ------------------------------------------------------------------------------------------ pages

@@ -14,7 +14,7 @@ splits = st.one_of(st.just((EVEN, 0)), st.tuples(st.sampled_from((PARTS, SIZE)),
                                                  st.integers(1, 50)))
 
 
-def parts_of_line(split, k_tiles, per_cta):
+def parts_of_line(split, k_tiles, per_cta, lane=(0, 1)):
     """For each output tile its parts, as _host.part_at gives them, in the order of the line."""
     units = [_host.units(split, tiles)[0] for tiles in k_tiles]
     firsts = [0, *accumulate(units)]
@@ -25,7 +25,8 @@ def parts_of_line(split, k_tiles, per_cta):
         while unit < end:
             while unit >= firsts[tile + 1]:
                 tile += 1
-            part = _host.part_at(split, per_cta, unit, end, firsts[tile], k_tiles[tile])
+            part = _host.part_at(split, per_cta, unit, end, firsts[tile], k_tiles[tile], lane,
+                                 total)
             line[tile].append(part)
             unit += part[1] - part[0] if split[0] == EVEN else 1
         assert unit == end, 'a stretch holds whole parts'
@@ -41,17 +42,20 @@ def test_each_k_tile_is_in_one_part(split, k_tiles, per_cta):
         assert {count for _, _, _, count, *_ in parts} == {len(parts)}
 
 
-@given(splits, K_TILES, st.integers(1, 90))
+@given(splits, K_TILES, st.integers(1, 90), st.integers(1, 5))
 @examples(500)
-def test_no_two_parts_have_the_same_slot(split, k_tiles, per_cta):
-    """And all parts of a tile agree on the slot of the first one, where its counter is."""
-    line = [parts for parts in parts_of_line(split, k_tiles, per_cta) if len(parts) > 1]
-    slots = [slot for parts in line for *_, slot in parts]
+def test_no_two_parts_have_the_same_slot(split, k_tiles, per_cta, lines):
+    """Nor those of another line. And all parts of a tile agree on the slot of the first one, where
+    its counter is.
+    """
+    tiles = [parts for lane in range(lines)
+             for parts in parts_of_line(split, k_tiles, per_cta, (lane, lines)) if len(parts) > 1]
+    slots = [slot for parts in tiles for *_, slot in parts]
     assert len(set(slots)) == len(slots)
-    for parts in line:
+    for parts in tiles:
         assert {first for *_, first, _ in parts} == {parts[0][-1]}
-    units = sum(_host.units(split, tiles)[0] for tiles in k_tiles)
-    limit = 2 * -(-units // per_cta) if split[0] == EVEN else units
+    units = sum(_host.units(split, count)[0] for count in k_tiles)
+    limit = lines * (2 * -(-units // per_cta) if split[0] == EVEN else units)
     assert all(0 <= slot < limit for slot in slots)
 
 
@@ -78,7 +82,8 @@ def test_units_have_64_bits(first, per_cta, offset, k_tiles):
     unit = first + offset
     end = (unit // per_cta + 1) * per_cta
     begin, last, index, parts, first_slot, slot = _host.part_at((EVEN, 0), per_cta, unit, end,
-                                                                first, k_tiles)
+                                                                first, k_tiles, (0, 1),
+                                                                first + k_tiles)
     first_cta, cta, last_cta = (at // per_cta for at in (first, unit, first + k_tiles - 1))
     assert (begin, last) == (offset, min(k_tiles, offset + end - unit))
     assert (index, parts) == (cta - first_cta, last_cta - first_cta + 1)

@@ -59,6 +59,19 @@ def test_masks_are_values_and_not_variants(mask):
     assert plan(3, **mask)['name'] == 'FwdBf16D128Cache'
 
 
+@pytest.mark.parametrize('group', [1, 2, 8])
+@pytest.mark.parametrize('queries', [1, 8, 9, 32, 33, 64, 65, 500])
+@pytest.mark.parametrize('numbers', [{}, {'num_splits': 3}, {'split_size': 256}, {'softcap': 9.0}])
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_two_warpgroups_for_more_queries_than_one_takes(group, queries, numbers, dtype):
+    """Not with split_size, whose bits must not depend on the longest sequence of a batch."""
+    facts = plan(queries, heads=(2 * group, 2), dtype=dtype, **numbers)
+    has_two_tiles = dtype != 'float8_e4m3fn' and 'softcap' not in numbers
+    is_long = queries > 64 // group and has_two_tiles and 'split_size' not in numbers
+    assert facts['name'].endswith('Long') is is_long
+    assert variant_of(facts)['consumer_warpgroups'] == 1 + is_long
+
+
 # ------------------------------------------------------------------------------- rows and the grid
 @given(st.integers(1, 8), st.integers(1, 160), st.sampled_from([None, True, False]),
        st.integers(0, 140), st.sampled_from([64, 128, 256]), st.sampled_from(list(DTYPES)))
@@ -70,8 +83,11 @@ def test_packing_and_grid(heads_k, group, pack_gqa, sm_margin, head_dim, dtype):
                  head_dim=head_dim, dtype=dtype)
     largest = max(d for d in range(1, min(group, 64) + 1) if group % d == 0)
     assert facts['pack'] == (1 if pack_gqa is False else largest)
-    assert facts['grid'] == (SMS - sm_margin) * variant_of(facts)['ctas_per_sm']
-    assert facts['least_units'] >= 1
+    heads, ctas = heads_k * group // facts['pack'], SMS - sm_margin
+    ctas *= variant_of(facts)['ctas_per_sm']
+    assert facts['lanes'] == max(lanes for lanes in range(1, heads + 1) if heads % lanes == 0 and (
+        lanes == 1 or ctas // lanes * lanes >= 0.96 * ctas))
+    assert facts['grid'] == ctas // facts['lanes'] * facts['lanes']
 
 
 def positions_of(facts):
@@ -106,12 +122,12 @@ def tiles_of(facts, batch, heads, queries, total):
 
 @pytest.mark.parametrize('numbers, kind, count', [
     ({}, EVEN, 0), ({'num_splits': 1}, PARTS, 1), ({'num_splits': 7}, PARTS, 7),
-    ({'split_size': 1}, SIZE, 1), ({'split_size': 64}, SIZE, 1), ({'split_size': 65}, SIZE, 2),
-    ({'split_size': 4096}, SIZE, 64), ({'split_size': 640, 'num_splits': 1}, SIZE, 10)])
+    ({'split_size': 1}, SIZE, 1), ({'split_size': 128}, SIZE, 1), ({'split_size': 129}, SIZE, 2),
+    ({'split_size': 4096}, SIZE, 32), ({'split_size': 640, 'num_splits': 1}, SIZE, 5)])
 def test_splits(numbers, kind, count):
     """A size is rounded up to whole K tiles."""
     assert plan(head_dim=64, **numbers)['splits'] == (kind, count)
-    assert variant_of(plan(head_dim=64))['tile_n'] == 64
+    assert variant_of(plan(head_dim=64))['tile_n'] == 128
 
 
 @given(SPLITS, st.integers(1, 300), st.integers(1, 40), st.integers(1, 4), st.integers(1, 8),
@@ -127,18 +143,18 @@ def test_slots(split, queries, batch, heads_k, group, capacity, head_dim):
     most_k_tiles = ceil_div(capacity, tile_n)
     parts = max(_host.units(facts['splits'], k_tiles)[0] for k_tiles in range(1, most_k_tiles + 1))
     if not split:
-        assert facts['slots'] == 2 * facts['grid']
+        assert facts['slots'] == 2 * facts['grid'] and facts['most_units'] > 1 << 60
     elif parts == 1:
-        assert facts['slots'] == 1
+        assert facts['slots'] == 1 and facts['most_units'] > 1 << 60
     else:
         tiles = tiles_of(facts, batch, heads_k * group, queries, None)
-        assert tiles * parts <= facts['slots']
+        assert tiles * parts <= facts['slots'] == facts['most_units']
         assert facts['slots'] == tiles * min(parts, split.get('num_splits', parts))
 
 
 def test_fewer_keys_may_have_more_parts():
     """At most 4: 5 K tiles are 2 + 2 + 1, and 4 are 1 + 1 + 1 + 1."""
-    facts = plan(capacity=5 * 64, num_splits=4)
+    facts = plan(capacity=5 * 128, num_splits=4)
     assert [_host.units(facts['splits'], k_tiles)[0] for k_tiles in (5, 4)] == [3, 4]
     assert facts['slots'] == 4 * 2 * 4
 
@@ -156,9 +172,10 @@ def test_the_parts_of_any_lengths_have_slots(split, queries, unused, data, capac
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
     lengths = _host.CacheLengths(cu_q=starts, total_q=total, held=held, capacity=capacity)
     _, positions = positions_of(facts)
-    line = len(queries), 4 // facts['pack'], positions, facts['grid'], facts['least_units']
+    heads, lines = 4 // facts['pack'], facts['lanes']
+    line = len(queries), heads // lines, positions, facts['grid'] // lines, lines
     _, _, ctas = _host.cache_parts(lengths, line, facts['splits'], _host.IntervalMask(None, 0, 0),
-                                   variant_of(facts)['tile_n'], False)
+                                   variant_of(facts)['tile_n'], False, facts['most_units'])
     tiles = {tile for parts in ctas for tile, *_ in parts}
     assert len(tiles) == sum(ceil_div(n, positions) for n in queries) * 4 // facts['pack']
     for _, _, (*_, count), slots in itertools.chain(*ctas):
