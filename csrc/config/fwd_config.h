@@ -111,7 +111,7 @@ struct FwdConfig {
       return producer == ProducerSize::kWide ? 168 : ctas_per_sm == 1 ? 56 : 40;
     }
     if (kind.is_cache()) {
-      return 112;
+      return 120;
     }
     switch (producer) {
       case ProducerSize::kNarrow:

@@ -45,6 +45,11 @@ struct CacheSequence {
   int first_slot;
   int first_row;  // row of slot 0: packed k
   int entry;      // of a dense cache
+
+  FA3_HD bool operator==(CacheSequence const& s) const {
+    return q_begin == s.q_begin && len.q == s.len.q && len.k == s.len.k &&
+           first_slot == s.first_slot && first_row == s.first_row && entry == s.entry;
+  }
 };
 
 FA3_HD CacheSequence cache_sequence(CacheLengths const& lengths, int b) {
@@ -63,14 +68,14 @@ FA3_HD CacheSequence cache_sequence(CacheLengths const& lengths, int b) {
     return s;
   }
   int const most = lengths.capacity;
-  int const held = lengths.held != nullptr ? lengths.held[b] : lengths.held_by_all;
+  int const held = lengths.held != nullptr ? read_now(lengths.held + b) : lengths.held_by_all;
   int const appended = lengths.new_starts != nullptr
-                           ? lengths.new_starts[b + 1] - lengths.new_starts[b]
+                           ? read_now(lengths.new_starts + b + 1) - read_now(lengths.new_starts + b)
                            : lengths.appended;
   int const end = min_of(most, clamp(held, 0, most) + clamp(appended, 0, most));
-  s.first_slot = lengths.leftpad != nullptr ? clamp(lengths.leftpad[b], 0, end) : 0;
+  s.first_slot = lengths.leftpad != nullptr ? clamp(read_now(lengths.leftpad + b), 0, end) : 0;
   s.len.k = end - s.first_slot;
-  s.entry = lengths.entry_of != nullptr ? lengths.entry_of[b] : b;
+  s.entry = lengths.entry_of != nullptr ? read_now(lengths.entry_of + b) : b;
   return s;
 }
 
@@ -108,18 +113,33 @@ struct CacheLocation {
   FA3_HD bool has_sink() const { return part.parts == 1; }
 };
 
-// What all CTAs of a launch share. heads: packed heads of a line, each a tile for the same queries.
-struct CacheLine {
-  int batch = 0;
-  int heads = 1;
-  int lanes = 1;
-  int positions = 1;  // queries of a tile
-  int ctas = 1;       // of a line
-  KeySplits splits;
-};
-
 // An even split makes at most so many parts of a tile, if all sequences have the same length.
 constexpr int kMostParts = 64;
+
+// What all CTAs of a launch share.
+struct CacheLine {
+  int batch = 0;
+  int heads = 1;  // packed heads of a line, each a tile for the same queries
+  FastDiv lanes;
+  FastDiv positions;    // queries of a tile
+  FastDiv ctas;         // of a line
+  FastDiv most_parts;   // of the first tiles of queries of all sequences
+  int weight_log2 = 0;  // of K tiles where more than half of a tile's queries exist
+  KeySplits splits;
+
+  CacheLine() = default;
+
+  CacheLine(int batch_, int heads_, int lanes_, int positions_, int ctas_)
+      : batch(batch_),
+        heads(heads_),
+        lanes(lanes_),
+        positions(positions_),
+        ctas(ctas_),
+        most_parts(kMostParts * clamp(int64_t(batch_) * heads_)) {}
+
+ private:
+  static int clamp(int64_t tiles) { return tiles < 1 ? 1 : tiles < 1 << 24 ? int(tiles) : 1 << 24; }
+};
 
 // The tiles of a CTA. A group is the tiles of one sequence and one range of queries: one for each
 // head, with equally many K tiles, at least one.
@@ -131,80 +151,91 @@ struct CacheWalk {
   int tile_n;
   KeySplits splits;
   Lane lane;
-  int64_t total = 0;  // units of the line
-  int64_t unit = 0;   // where the next part begins
-  int64_t end = 0;    // of the CTA's stretch
-  int64_t first = 0;  // unit of the group
+  int total = 0;  // units of the line
+  int unit = 0;   // where the next part begins
+  int end = 0;    // of the CTA's stretch
+  int first = 0;  // unit of the group
   int b = 0;
   int m = 0;
   CacheSequence sequence = {};
   BlockRange keys = {};  // of the group, in slots
   int units = 0;         // of a tile of the group
+  int head = 0;
+  KeyPart part = {};  // the last one that next() found
 
   FA3_HD CacheWalk(CacheLine const& line_, CacheLengths const& lengths_, Mask const& mask_,
                    int tile_n_)
       : line(line_), lengths(lengths_), mask(mask_), tile_n(tile_n_), splits(line_.splits) {}
 
+  // Whether there may be a part.
   FA3_HD bool valid() const { return unit < end; }
 
-  FA3_HD int k_tiles() const { return keys.end - keys.begin; }
-  FA3_HD int head() const { return head_of_line() * lane.count + lane.index; }
+  FA3_HD int tiles_of(CacheSequence const& s) const { return ceil_of(s.len.q, line.positions); }
 
-  FA3_HD KeyPart part() const {
-    int64_t const first_of_tile = first + int64_t(head_of_line()) * units;
-    return splits.part_at(unit, end, first_of_tile, k_tiles(), lane, total);
-  }
-
-  FA3_HD int tiles_of(CacheSequence const& s) const { return ceil_div(s.len.q, line.positions); }
-
-  // Units of the sequences [begin, end).
-  FA3_HD int64_t units_of(int begin, int sequences_end) const {
+  // Units of the sequences [from, to); more than kMostUnits count as one more. Leaves `sequence` at
+  // the last of them.
+  FA3_HD int units_of(int from, int to) {
     int64_t sum = 0;
-    for (int i = begin; i < sequences_end; ++i) {
-      CacheSequence const s = cache_sequence(lengths, i);
-      int const tiles = tiles_of(s);
+    for (int i = from; i < to; ++i) {
+      sequence = cache_sequence(lengths, i);
+      int const tiles = tiles_of(sequence);
       for (int tile = 0; tile < tiles; ++tile) {
-        BlockRange const range = range_of(s, tile);
-        sum += splits.units(range.end - range.begin);
+        BlockRange const range = range_of(sequence, tile);
+        sum += splits.units(range.end - range.begin, weight_of(sequence, tile));
       }
     }
-    return sum * line.heads;
+    sum *= line.heads;
+    return sum > kMostUnits ? kMostUnits + 1 : int(sum);
   }
 
   // The stretch of a CTA of all lines. Only nonsense lengths give more units than there are slots
   // for: then nothing is computed.
-  FA3_HD void take_stretch(int64_t units_of_line, int cta) {
-    total = units_of_line * line.lanes <= splits.most ? units_of_line : 0;
-    lane = Lane{cta % line.lanes, line.lanes};
+  FA3_HD void take_stretch(int units_of_line, int cta) {
+    int const lanes = int(line.lanes.divisor);
+    bool const has_slots = int64_t(units_of_line) * lanes <= splits.most;
+    total = has_slots && units_of_line <= kMostUnits ? units_of_line : 0;
+    lane = Lane{line.lanes.mod(cta), lanes, line.lanes.div(cta)};
     splits.per_cta = ceil_of(total, line.ctas);
     if (splits.is_even()) {
-      int const tiles = clamp(line.batch * line.heads, 1, 1 << 24);
-      int64_t const least = ceil_of(total, kMostParts * tiles);
-      splits.per_cta = splits.per_cta < least ? least : splits.per_cta;
+      splits.per_cta = max_of(splits.per_cta, ceil_of(total, line.most_parts));
+      splits.per_cta = max_of(splits.per_cta, splits.units(1, line.weight_log2));
     }
-    unit = splits.per_cta * (cta / line.lanes);
-    int64_t const stop = unit + splits.per_cta;
-    end = stop < total ? stop : total;
+    int64_t const begin = int64_t(splits.per_cta) * lane.cta;
+    unit = begin < total ? int(begin) : total;
+    end = min_of(unit + splits.per_cta, total);
   }
 
-  // Begins at a sequence, before which there are so many units. seek() has to follow.
-  FA3_HD void begin_at(int start, int64_t before) {
-    b = start;
-    m = -1;
+  // Begins at a sequence, before which there are so many units.
+  FA3_HD void begin_at(int start, int before) {
+    b = start - 1;
+    m = 0;
     first = before;
     units = 0;
-    sequence = cache_sequence(lengths, b);
+    sequence.len.q = 0;
   }
 
-  // To the end of a part; seek() has to follow while the walk is valid.
-  FA3_HD void pass(KeyPart const& done) {
-    unit += splits.is_even() ? done.end - done.begin : done.parts > 0;
+  // Goes to the next part, if there is one.
+  FA3_HD bool next() {
+    while (valid()) {
+      seek();
+      int const index = line.heads == 1 ? 0 : int(uint32_t(unit - first) / uint32_t(units));
+      TileOfLine const tile{first + index * units, keys.end - keys.begin, weight_of(sequence, m)};
+      head = index * lane.count + lane.index;
+      part = splits.part_at(unit, end, tile, lane, total);
+      if (part.begin < part.end) {
+        unit = splits.after(part, tile, unit);
+        return true;
+      }
+      unit = tile.first + units;
+    }
+    return false;
   }
 
+ private:
   // Goes to the group that has `unit`.
   FA3_HD void seek() {
-    while (unit >= first + int64_t(line.heads) * units) {
-      first += int64_t(line.heads) * units;
+    while (unit - first >= line.heads * units) {
+      first += line.heads * units;
       ++m;
       while (m >= tiles_of(sequence)) {
         ++b;
@@ -212,21 +243,21 @@ struct CacheWalk {
         sequence = cache_sequence(lengths, b);
       }
       keys = range_of(sequence, m);
-      units = splits.units(k_tiles());
+      units = splits.units(keys.end - keys.begin, weight_of(sequence, m));
     }
   }
 
- private:
-  FA3_HD int head_of_line() const { return int(unit - first) / units; }
-
-  FA3_HD static int64_t ceil_of(int64_t total, int ctas) {
-    return (total >> 31) == 0 ? ceil_div(int(total), ctas) : (total + ctas - 1) / ctas;
+  FA3_HD int weight_of(CacheSequence const& s, int tile) const {
+    int const positions = int(line.positions.divisor);
+    return 2 * (s.len.q - tile * positions) > positions ? line.weight_log2 : 0;
   }
 
+  FA3_HD static int ceil_of(int n, FastDiv const& by) { return by.div(n + int(by.divisor) - 1); }
+
   FA3_HD BlockRange range_of(CacheSequence const& s, int tile) const {
-    int const begin = tile * line.positions;
-    BlockRange range =
-        block_range(begin, begin + line.positions, s.len, tile_n, mask, s.first_slot);
+    int const positions = int(line.positions.divisor);
+    int const begin = tile * positions;
+    BlockRange range = block_range(begin, begin + positions, s.len, tile_n, mask, s.first_slot);
     range.end = max_of(range.end, range.begin + 1);
     return range;
   }

@@ -50,11 +50,14 @@ struct PackedRows {
   int length;
 };
 
+// Reads what an earlier launch may just have written, past L1.
+FA3_HD int read_now(int const* address) { return *static_cast<int const volatile*>(address); }
+
 // The rows of sequence b that count, in a tensor of `total` rows.
 FA3_HD PackedRows packed_rows(int const* cu, int const* used, int b, int total) {
-  int const begin = clamp(cu[b], 0, total);
-  int const end = clamp(cu[b + 1], begin, total);
-  int const length = used == nullptr ? end - begin : clamp(used[b], 0, end - begin);
+  int const begin = clamp(read_now(cu + b), 0, total);
+  int const end = clamp(read_now(cu + b + 1), begin, total);
+  int const length = used == nullptr ? end - begin : clamp(read_now(used + b), 0, end - begin);
   return PackedRows{begin, length};
 }
 

@@ -135,9 +135,10 @@ struct CacheTensors {
 // How the keys of a cache are split, and what the parts need.
 struct CacheSchedule {
   KeySplits splits;
-  int lanes = 1;      // lines of work
-  int rows = 0;       // of a part
-  int64_t slots = 0;  // parts that there may be
+  int lanes = 1;        // lines of work
+  int weight_log2 = 0;  // CacheLine::weight_log2
+  int rows = 0;         // of a part
+  int64_t slots = 0;    // parts that there may be
 };
 
 // How the work of a problem is split into tiles for one variant: everything the launcher needs

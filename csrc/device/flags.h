@@ -26,4 +26,15 @@ CUTE_DEVICE void fence_global_for_async_proxy() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
+// Adds to a counter, and gives its value before. What came before an addition of one CTA is visible
+// after a later one of another.
+CUTE_DEVICE int add_in_order(int* counter, int value) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(value)
+               : "memory");
+  return before;
+}
+
 }  // namespace fa3

@@ -9,7 +9,11 @@
 namespace fa3 {
 namespace {
 
-KeySplits splits_of(CacheProblem const& cache, int tile_n) {
+// Where two warpgroups compute, a K tile takes so much longer than where one does (docs/journal).
+constexpr int kWeightLog2OfTwo = 1;
+
+// tiles: output tiles of a line.
+KeySplits splits_of(CacheProblem const& cache, int tile_n, int64_t tiles, int weight_log2) {
   KeySplits splits;
   if (cache.split_size > 0) {
     splits.kind = SplitKind::kSize;
@@ -17,6 +21,11 @@ KeySplits splits_of(CacheProblem const& cache, int tile_n) {
   } else if (cache.num_splits > 0) {
     splits.kind = SplitKind::kParts;
     splits.count = cache.num_splits;
+  } else {
+    int const k_tiles = ceil_div(cache.capacity, tile_n);
+    while (tiles * splits.units(k_tiles, weight_log2) > kMostUnits && k_tiles >> splits.count > 0) {
+      ++splits.count;
+    }
   }
   return splits;
 }
@@ -71,7 +80,8 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   CacheSchedule& cache = schedule.cache;
   cache.lanes = lanes_of(problem.heads_q / schedule.pack, sms * config.ctas_per_sm);
   schedule.grid = std::max(1, sms * config.ctas_per_sm / cache.lanes) * cache.lanes;
-  cache.splits = splits_of(problem.cache, config.tile_n);
+  cache.weight_log2 = config.consumer_warpgroups > 1 ? kWeightLog2OfTwo : 0;
+  cache.splits = splits_of(problem.cache, config.tile_n, tiles / cache.lanes, cache.weight_log2);
   cache.slots = most_parts(problem.cache, cache.splits, tiles, config.tile_n, schedule.grid);
   if (!cache.splits.is_even() && cache.slots > 1) {
     cache.splits.most = cache.slots;

@@ -11,12 +11,12 @@ namespace fa3 {
 
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
-// The sum over this lane and those before it.
-CUTE_DEVICE int64_t scan_of_warp(int64_t x) {
+// The sum over this lane and those before it; more than kMostUnits count as one more.
+CUTE_DEVICE int scan_of_warp(int x) {
   CUTE_UNROLL
   for (int distance = 1; distance < 32; distance *= 2) {
-    int64_t const before = __shfl_up_sync(kWholeWarp, x, distance);
-    x += lane_of_warp() >= distance ? before : 0;
+    int const before = __shfl_up_sync(kWholeWarp, x, distance);
+    x = lane_of_warp() >= distance ? min_of(x + before, kMostUnits + 1) : x;
   }
   return x;
 }
@@ -28,22 +28,25 @@ struct CacheTiles {
 
   CacheDeviceParams const& p;
   CacheWalk<Mask> walk;
-  KeyPart part = {};  // the last one that next() gave
+  CacheSequence of_lane = {};  // with at most 32 sequences: that of this lane
 
-  // Whole warps call this, after the wait for earlier launches.
   CUTE_DEVICE explicit CacheTiles(CacheDeviceParams const& p_)
-      : p(p_), walk(p_.line, p_.lengths, mask_of<Traits::kKind.mask>(p_.mask), Traits::kTileN) {
+      : p(p_), walk(p_.line, p_.lengths, mask_of<Traits::kKind.mask>(p_.mask), Traits::kTileN) {}
+
+  // Reads the lengths and finds the CTA's stretch. Whole warps call this and the rest.
+  CUTE_DEVICE void start() {
     Chunk chunk{0, p.line.batch, 0};
     bool is_narrowed = false;
     do {
-      int64_t const of_lane = units_of_lane(chunk);
-      int64_t const until = scan_of_warp(of_lane);
+      int const units_of_lane = units_in(chunk);
+      int const until = scan_of_warp(units_of_lane);
       if (!is_narrowed) {
+        of_lane = walk.sequence;
         walk.take_stretch(__shfl_sync(kWholeWarp, until, 31), int(blockIdx.x));
       }
       is_narrowed = true;
       if (walk.valid()) {
-        narrow(chunk, of_lane, until);
+        narrow(chunk, units_of_lane, until);
       }
     } while (walk.valid() && chunk.sequences > 1);
     if (walk.valid()) {
@@ -51,37 +54,36 @@ struct CacheTiles {
     }
   }
 
-  CUTE_DEVICE Work next() {
-    walk.pass(part);
-    if (!walk.valid()) {
-      return no_tile<Traits>();
-    }
-    walk.seek();
-    part = walk.part();
-    return current();
+  // Whether start() would read the same lengths now. False with more than 32 sequences.
+  CUTE_DEVICE bool is_current() const {
+    int const lane = lane_of_warp();
+    bool const is_same = lane >= p.line.batch || cache_sequence(p.lengths, lane) == of_lane;
+    return p.line.batch <= 32 && __all_sync(kWholeWarp, is_same);
   }
+
+  CUTE_DEVICE Work next() { return walk.next() ? current() : no_tile<Traits>(); }
 
  private:
   // Sequences, and the units before them.
   struct Chunk {
     int begin;
     int sequences;
-    int64_t before;
+    int before;
 
     CUTE_DEVICE int of_lane() const { return ceil_div(sequences, 32); }
   };
 
-  CUTE_DEVICE int64_t units_of_lane(Chunk const& chunk) const {
+  CUTE_DEVICE int units_in(Chunk const& chunk) {
     int const begin = min_of(lane_of_warp() * chunk.of_lane(), chunk.sequences);
     int const end = min_of(begin + chunk.of_lane(), chunk.sequences);
     return walk.units_of(chunk.begin + begin, chunk.begin + end);
   }
 
   // To the lane's share that has the first unit of the stretch.
-  CUTE_DEVICE void narrow(Chunk& chunk, int64_t of_lane, int64_t until) const {
+  CUTE_DEVICE void narrow(Chunk& chunk, int units_of_lane, int until) const {
     uint32_t const after = __ballot_sync(kWholeWarp, chunk.before + until > walk.unit);
     int const lane = __ffs(int(after)) - 1;
-    chunk.before += __shfl_sync(kWholeWarp, until - of_lane, lane);
+    chunk.before += __shfl_sync(kWholeWarp, until - units_of_lane, lane);
     int const first = lane * chunk.of_lane();
     chunk.sequences = min_of(chunk.of_lane(), chunk.sequences - first);
     chunk.begin += first;
@@ -90,16 +92,15 @@ struct CacheTiles {
   CUTE_DEVICE Work current() const {
     Work work;
     work.location = CacheLocation::of(walk.sequence, walk.b, p.has_packed_queries());
-    work.location.part = part;
+    work.location.part = walk.part;
     int const positions = Traits::kWarpgroups * p.positions_per_warpgroup;
-    int const head = walk.head();
     work.position_begin = walk.m * positions;
-    work.rows.head = head * int(p.pack.divisor);
+    work.rows.head = walk.head * int(p.pack.divisor);
     work.rows.left = walk.sequence.len.q - work.position_begin;
     int64_t const first_row =
         p.has_packed_queries() ? walk.sequence.q_begin : int64_t(walk.b) * p.heads_q * p.seqlen.q;
     work.rows.offset = first_row + int64_t(work.rows.head) * p.seqlen.q + work.position_begin;
-    work.kv_head = p.groups_per_kv_head.div(head);
+    work.kv_head = p.groups_per_kv_head.div(walk.head);
     work.entry = walk.b;
     work.skipped = SkippedTiles{0, 0};
     work.keys = walk.keys;

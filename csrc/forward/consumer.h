@@ -90,10 +90,16 @@ struct FwdConsumer {
 
   // The next tile, as soon as its Q has arrived. Its limits are still missing.
   CUTE_DEVICE Tile take_tile() {
-    int const q_stage = q_ring.stage;
-    shared.q_full[q_stage][warpgroup].wait(q_ring.phase);
-    q_ring.advance();
-    return Tile{shared.work[q_stage][warpgroup], q_stage};
+    while (true) {
+      int const q_stage = q_ring.stage;
+      shared.q_full[q_stage][warpgroup].wait(q_ring.phase);
+      q_ring.advance();
+      Tile const tile{shared.work[q_stage][warpgroup], q_stage};
+      if (!kMayLackRows || !tile.work.valid() || tile.work.rows.left > 0) {
+        return tile;
+      }
+      pass_over(tile);
+    }
   }
 
   // -------------------------------------------------------------------------------- products
@@ -192,6 +198,25 @@ struct FwdConsumer {
 
  private:
   using Barriers = Mbarrier[Traits::kStages];
+
+  // Where the second warpgroup has no rows, the first one has the tensor cores to itself.
+  static constexpr bool kMayLackRows = Traits::kIsCache && Traits::kWarpgroups > 1;
+
+  CUTE_DEVICE void pass_over(Tile const& tile) {
+    CUTE_NO_UNROLL
+    for (int n = tile.work.keys.begin; n < tile.work.keys.end; ++n) {
+      take_turn();
+      skip(shared.k_full, shared.k_empty, k_ring);
+      skip(shared.v_full, shared.v_empty, v_ring);
+    }
+    take_turn();
+    release_queries(shared, tile.q_stage, warpgroup, thread);
+  }
+
+  CUTE_DEVICE void take_turn() {
+    ping_pong.wait();
+    ping_pong.pass();
+  }
 
   // TRAP: without a product nothing synchronises the warps. A late warp would find the stage filled
   // again, and wait for a phase that is already over.

@@ -1,6 +1,6 @@
 // The forward kernel: which warp runs which role.
 //
-//   warpgroup 0   warp 0: visits the tiles, loads Q, K, V
+//   warpgroup 0   warp 0: visits the tiles, loads Q, K, V; all warps: gather rows of a cache
 //                 warps 1 to 3: store O; or read scales, send results and transpose V (helpers.h)
 //   warpgroup 1.. consumers: 64 rows of the tile each
 #pragma once
@@ -28,8 +28,8 @@ CUTE_DEVICE void run_producer_warpgroup(FwdStorage<Traits>& shared,
   if (!Producer::kIsWholeWarp && !cute::elect_one_sync()) {
     return;
   }
-  if (warp == 0) {
-    Producer(shared, p).run();
+  if (warp < Producer::warps(p)) {
+    Producer(shared, p, warp).run();
   } else if (!Helpers::kAreWholeWarps) {
     Helpers::run(shared, p, warp);
   }

@@ -36,29 +36,48 @@ template <class Traits>
 struct PagedKeys {
   using ElementKv = typename Traits::ElementKv;
   static constexpr int kKeys = Traits::kTileN;
-  static constexpr int kRowsPerLane = ceil_div(kKeys, 32);
+  // Warps that gather rows, 32 of them at a time.
+  static constexpr int kGatheringWarps = Traits::kTransposesV ? 1 : kWarpgroupWarps;
+
+  CUTE_DEVICE static int loading_warps(CacheDeviceParams const& p) {
+    return p.box_keys > 0 ? 1 : kGatheringWarps;
+  }
 
   // Arrivals at the barrier of a loaded stage: all lanes.
-  CUTE_DEVICE static constexpr int arrivals(CacheDeviceParams const&) { return 32; }
+  CUTE_DEVICE static int arrivals(CacheDeviceParams const& p) { return 32 * loading_warps(p); }
 
   // Gathered rows were not written by the copy engine.
   CUTE_DEVICE static void after_wait(CacheDeviceParams const&) { fence_shared_for_async_proxy(); }
 
-  // The page, or the entry of a dense cache, of this lane's box of the n-th K tile.
-  CUTE_DEVICE static int read_id(CacheDeviceParams const& p, KeySource const& from, int n) {
-    return p.box_keys > 0 ? entry_of(p, from, n * kKeys + lane_of_warp() * p.box_keys) : 0;
+  // The page, or the entry of a dense cache, of this lane's box of the n-th K tile, or of its first
+  // row.
+  CUTE_DEVICE static int read_id(CacheDeviceParams const& p, KeySource const& from, int n,
+                                 int warp) {
+    int const slot = p.box_keys > 0 ? lane_of_warp() * p.box_keys : 32 * warp + lane_of_warp();
+    return entry_of(p, from, n * kKeys + slot);
+  }
+
+  // Fetches boxes of the n-th K tile into L2. An earlier launch may still write the page table.
+  CUTE_DEVICE static void prefetch(CacheDeviceParams const& p, KeySource const& from, int n) {
+    int const slot = n * kKeys + lane_of_warp() * p.box_keys;
+    if (p.box_keys > 0 && slot < (n + 1) * kKeys) {
+      int const id = entry_of<true>(p, from, slot);
+      int const row = row_of(p, from, slot);
+      prefetch_columns<Traits::kColumns>(p.k, row, from.kv_head, id);
+      prefetch_columns<Traits::kColumnsV>(p.v, row, from.kv_head, id);
+    }
   }
 
   // The n-th K tile of K or V, as (keys, columns) in slices.
   template <bool kIsK>
   CUTE_DEVICE static void load(CacheDeviceParams const& p, Mbarrier& full, ElementKv* target,
-                               KeySource const& from, int n, int id) {
+                               KeySource const& from, int n, int id, int warp) {
     if (p.box_keys > 0 && (kIsK || !has_tail(from, n))) {
       load_boxes<kIsK ? Traits::kColumns : Traits::kColumnsV>(p, kIsK ? p.k : p.v, full, target,
                                                               from, n, id);
     } else {
       gather<kIsK>(p, cute::cast_smem_ptr_to_uint(&full), cute::cast_smem_ptr_to_uint(target), from,
-                   n);
+                   n, id, warp);
     }
   }
 
@@ -68,17 +87,30 @@ struct PagedKeys {
   }
 
   // The entry that holds a slot; one outside the tensor where no key of the box is needed.
+  // kIsEarly: what is read must not stay in L1.
+  template <bool kIsEarly = false>
   CUTE_DEVICE static int entry_of(CacheDeviceParams const& p, KeySource const& from, int slot) {
     bool const is_needed = slot < from.end_slot && slot + max_of(p.box_keys, 1) > from.first_slot;
     if (p.page_table == nullptr) {
       return is_needed ? from.entry : p.entries;
     }
-    int const* const table = p.page_table + from.sequence * p.table_stride;
-    return is_needed ? __ldg(table + p.page_size.div(slot)) : p.entries;
+    if (!is_needed) {
+      return p.entries;
+    }
+    int const* const id = p.page_table + from.sequence * p.table_stride + p.page_size.div(slot);
+    return kIsEarly ? read_now(id) : *id;
   }
 
   CUTE_DEVICE static int row_of(CacheDeviceParams const& p, KeySource const& from, int slot) {
     return p.page_table == nullptr ? from.row + slot : p.page_size.mod(slot);
+  }
+
+  template <int kColumns>
+  CUTE_DEVICE static void prefetch_columns(CUtensorMap const& map, int row, int kv_head, int id) {
+    CUTE_UNROLL
+    for (int column = 0; column < kColumns; column += Traits::kSlice) {
+      cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&map, column, row, kv_head, id);
+    }
   }
 
   template <int kColumns>
@@ -105,11 +137,13 @@ struct PagedKeys {
     __syncwarp();
   }
 
-  // Several lanes copy a row, each a chunk of 16 bytes. WHY no inlining: it would make the way of
+  // Several lanes copy a row, each a chunk of 16 bytes; a warp copies 32 rows at a time. id: the
+  // entry of this lane's first row; unknown with boxes. WHY no inlining: it would make the way of
   // boxes long, whose instructions have to be fetched first.
   template <bool kIsK>
   static __device__ __noinline__ void gather(CacheDeviceParams const& p, uint32_t full,
-                                             uint32_t target, KeySource from, int n) {
+                                             uint32_t target, KeySource from, int n, int id,
+                                             int warp) {
     constexpr int kColumns = kIsK ? Traits::kColumns : Traits::kColumnsV;
     TensorView const& rows = kIsK ? p.k_rows : p.v_rows;
     int const row_bytes = kIsK ? p.row_bytes_k : p.row_bytes_v;
@@ -117,32 +151,27 @@ struct PagedKeys {
     constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
     constexpr int kSliceChunks = Traits::kSlice * int(sizeof(ElementKv)) / 16;
     constexpr int kRowsAtOnce = 32 / kLanes;
-    constexpr int kBatch =
-        8 / kRowsAtOnce < 4 ? 4 : 8;  // WHY: shuffles and copies keep their order
     static_assert(kChunks <= 32 && (kSliceChunks == 8 || kSliceChunks == 4));
     int const lane = lane_of_warp();
     int const chunk = lane % kLanes;
     bool const has_column = chunk * 16 < row_bytes;
     char const* const data = static_cast<char const*>(rows.data) + chunk * 16;
     uint32_t const base = target + chunk / kSliceChunks * kKeys * kSliceChunks * 16;
+    int const step = 32 * loading_warps(p);
     CUTE_NO_UNROLL
-    for (int i = 0; i < kRowsPerLane; ++i) {
-      int64_t const offset = offset_of_row(p, rows, from, n * kKeys + 32 * i + lane);
-      CUTE_NO_UNROLL
-      for (int first = 0; first < 32; first += kBatch * kRowsAtOnce) {
-        int64_t of_rows[kBatch];
-        CUTE_UNROLL
-        for (int j = 0; j < kBatch; ++j) {
-          of_rows[j] = __shfl_sync(0xffffffffu, offset, first + j * kRowsAtOnce + lane / kLanes);
-        }
-        CUTE_UNROLL
-        for (int j = 0; j < kBatch; ++j) {
-          int const row = 32 * i + first + j * kRowsAtOnce + lane / kLanes;
-          uint32_t const to = base + row * kSliceChunks * 16 +
-                              swizzled<kSliceChunks>(chunk % kSliceChunks, row) * 16;
-          if (kLanes == kChunks || chunk < kChunks) {
-            copy_chunk(to, data, of_rows[j], of_rows[j] >= 0 && has_column);
-          }
+    for (int first = 32 * warp; first < kKeys; first += step) {
+      int const slot = n * kKeys + first + lane;
+      bool const is_known = p.box_keys == 0 && first == 32 * warp;
+      int64_t const offset =
+          offset_of_row(p, rows, from, slot, is_known ? id : entry_of(p, from, slot));
+#pragma unroll 4
+      for (int i = 0; i < 32; i += kRowsAtOnce) {
+        int const row = first + i + lane / kLanes;
+        int64_t const of_row = __shfl_sync(0xffffffffu, offset, i + lane / kLanes);
+        uint32_t const to =
+            base + row * kSliceChunks * 16 + swizzled<kSliceChunks>(chunk % kSliceChunks, row) * 16;
+        if ((kLanes == kChunks || chunk < kChunks) && row < kKeys) {
+          copy_chunk(to, data, of_row, of_row >= 0 && has_column);
         }
       }
     }
@@ -152,16 +181,15 @@ struct PagedKeys {
   // Zeros unless it is loaded.
   CUTE_DEVICE static void copy_chunk(uint32_t to, char const* data, int64_t offset,
                                      bool is_loaded) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to),
                  "l"(data + (is_loaded ? offset : 0)), "r"(is_loaded ? 16 : 0)
                  : "memory");
   }
 
   // In bytes; -1: the row is not loaded.
   CUTE_DEVICE static int64_t offset_of_row(CacheDeviceParams const& p, TensorView const& rows,
-                                           KeySource const& from, int slot) {
-    int const id = from.has(slot) ? entry_of(p, from, slot) : -1;
-    bool const exists = uint32_t(id) < uint32_t(p.entries);
+                                           KeySource const& from, int slot, int id) {
+    bool const exists = from.has(slot) && uint32_t(id) < uint32_t(p.entries);
     return exists ? id * rows.batch_stride + row_of(p, from, slot) * rows.row_stride +
                         from.kv_head * rows.head_stride
                   : -1;

@@ -156,11 +156,10 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
   d.k = cache_map<Traits>(maps, problem, p.k, problem.head_dim, max_of(box, 1));
   d.v = cache_map<Traits>(maps, problem, p.v, problem.head_dim_v, max_of(box, 1));
   d.lengths = cache_lengths(p);
-  d.line.batch = problem.batch;
-  d.line.lanes = schedule.lanes;
-  d.line.heads = problem.heads_q / p.schedule.pack / schedule.lanes;
-  d.line.positions = Traits::kWarpgroups * d.positions_per_warpgroup;
-  d.line.ctas = p.schedule.grid / schedule.lanes;
+  int const positions = Traits::kWarpgroups * d.positions_per_warpgroup;
+  d.line = CacheLine(problem.batch, problem.heads_q / p.schedule.pack / schedule.lanes,
+                     schedule.lanes, positions, p.schedule.grid / schedule.lanes);
+  d.line.weight_log2 = schedule.weight_log2;
   d.line.splits = schedule.splits;
   d.page_table = p.cache.page_table;
   d.table_stride = p.cache.table_stride;
@@ -171,7 +170,7 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
   d.v_rows = in_bytes(p.v, problem.dtype);
   d.row_bytes_k = problem.head_dim * element_bytes(problem.dtype);
   d.row_bytes_v = problem.head_dim_v * element_bytes(problem.dtype);
-  d.hint = problem.seqlen_q <= d.line.positions ? kReadOnce : kKeepInL2;
+  d.hint = problem.seqlen_q <= positions ? kReadOnce : kKeepInL2;
   d.parts = p.cache.parts;
   d.part_lses = p.cache.parts + schedule.slots * schedule.rows * Traits::kHeadDimV;
   d.group_lses = d.part_lses + schedule.slots * schedule.rows;

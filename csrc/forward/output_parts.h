@@ -3,6 +3,7 @@
 // output tile combines all of them, in the order of the keys.
 #pragma once
 
+#include "device/flags.h"
 #include "forward/results.h"
 #include "forward/storage.h"
 
@@ -263,11 +264,9 @@ struct OutputParts {
                                     int warpgroup, int thread) {
     sync_warpgroup(warpgroup);
     if (thread == 0) {
-      __threadfence();
-      bool const is_last = atomicAdd(counter, 1) == count - 1;
+      bool const is_last = add_in_order(counter, 1) == count - 1;
       if (is_last) {
         *counter = 0;
-        __threadfence();
       }
       shared.completes_tile[warpgroup] = is_last;
     }

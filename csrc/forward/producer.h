@@ -25,7 +25,9 @@ struct FwdProducer {
   RingState<Traits::kStages> k_ring;
   RingState<Traits::kValueStages> v_ring;
 
-  CUTE_DEVICE FwdProducer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_)
+  CUTE_DEVICE static constexpr int warps(FwdDeviceParams const&) { return 1; }
+
+  CUTE_DEVICE FwdProducer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int)
       : shared(shared_), p(p_) {}
 
   // INVARIANT: whatever this kernel reads or writes in global memory comes after these loads, and

@@ -1,5 +1,6 @@
 // The producer warp of a kernel on a cache: its lanes read the lengths and the page table together,
-// and each lane issues the copies of its own box. All lanes run this.
+// and each lane issues the copies of its own box. Where rows are gathered, several warps do all of
+// this together, each for its own rows. All lanes run it.
 #pragma once
 
 #include "forward/cache_batch.h"
@@ -16,53 +17,91 @@ struct CacheProducer {
   using Values = typename Slots::Values;
   static constexpr bool kIsWholeWarp = true;
 
+  // Warps that run this: several where they gather rows.
+  CUTE_DEVICE static int warps(CacheDeviceParams const& p) { return Keys::loading_warps(p); }
+
   FwdStorage<Traits>& shared;
   CacheDeviceParams const& p;
+  int warp;
   RingState<Traits::kQStages> q_ring;
   RingState<Traits::kStages> k_ring;
   RingState<Traits::kValueStages> v_ring;
 
-  CUTE_DEVICE CacheProducer(FwdStorage<Traits>& shared_, CacheDeviceParams const& p_)
-      : shared(shared_), p(p_) {}
+  CUTE_DEVICE CacheProducer(FwdStorage<Traits>& shared_, CacheDeviceParams const& p_, int warp_)
+      : shared(shared_), p(p_), warp(Keys::kGatheringWarps > 1 ? warp_ : 0) {}
 
   // INVARIANT: whatever this kernel reads or writes in global memory comes after these loads, and
-  // so after the wait for earlier launches. WHY later launches are allowed at once: they wait for
-  // the end of this one, but their CTAs may start where there is room.
+  // so after the wait for earlier launches, but for what is read again. WHY later launches are
+  // allowed at once: they wait for the end of this one, but their CTAs may start where there is
+  // room.
   CUTE_DEVICE void run() {
-    wait_for_earlier_launches();
-    allow_later_launches();
+    if (!kStartsEarly) {
+      wait();
+    }
     load_tiles(CacheTiles<Traits>(p));
     finish();
   }
 
  private:
-  // A K tile to be loaded, and the page of this lane's box.
+  // A K tile to be loaded, and what Keys::read_id() gave for it.
   struct Step {
     KeySource from;
     int n;
     int id;
   };
 
+  CUTE_DEVICE int id_of(KeySource const& from, int n) const {
+    return Keys::read_id(p, from, n, warp);
+  }
+
+  // WHY not with more warpgroups: they have no registers for it, and longer to run.
+  static constexpr bool kStartsEarly = Traits::kWarpgroups == 1;
+
+  CUTE_DEVICE static void wait() {
+    wait_for_earlier_launches();
+    allow_later_launches();
+  }
+
   // In the order in which the consumers wait: V of a K tile follows K of the next one, also from
   // one tile to the next. The page table is read one K tile ahead. WHY a single loop, whose first
-  // and last turns skip V or K: each kind of load is there once, so that there are few instructions
+  // and last turns skip V or K: each kind of work is there once, so that there are few instructions
   // to fetch before the first load.
+  //
+  // The first tile is found, and its first K and V are fetched into L2, while earlier launches
+  // still run. What they may have changed since is read again: all lengths, and the page table.
   CUTE_DEVICE void load_tiles(CacheTiles<Traits> tiles) {
     Step values{};
     bool has_values = false;
+    bool is_early = kStartsEarly;
+    bool starts = true;
     bool has_tile;
     do {
+      if (starts) {
+        tiles.start();
+      }
       Work const work = tiles.next();
       has_tile = work.valid();
       Step keys{KeySource::of(work), work.keys.end - 1, 0};
+      if (is_early) {
+        if (has_tile) {
+          Keys::prefetch(p, keys.from, keys.n);
+        }
+        wait();
+      }
+      keys.id = has_tile ? id_of(keys.from, keys.n) : 0;
+      starts = is_early && !tiles.is_current();
+      is_early = false;
+      if (starts) {
+        has_tile = true;
+        continue;
+      }
       int const begin = has_tile ? work.keys.begin : keys.n;
-      keys.id = has_tile ? Keys::read_id(p, keys.from, keys.n) : 0;
       bool is_first = has_tile;
       do {
         Step next = keys;
         next.n = keys.n - 1;
         if (has_tile) {
-          next.id = next.n >= begin ? Keys::read_id(p, keys.from, next.n) : 0;
+          next.id = next.n >= begin ? id_of(keys.from, next.n) : 0;
           load_k(keys);
         }
         if (has_values) {
@@ -83,13 +122,15 @@ struct CacheProducer {
     CUTE_UNROLL
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
       shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
-      if (is_first_lane()) {
+      if (leads()) {
         load_rows(part, wg);
       }
       __syncwarp();
     }
     q_ring.advance();
   }
+
+  CUTE_DEVICE bool leads() const { return warp == 0 && is_first_lane(); }
 
   // Loads Q of a warpgroup, then publishes its share.
   CUTE_DEVICE void load_rows(Work const& part, int wg) {
@@ -112,14 +153,15 @@ struct CacheProducer {
   CUTE_DEVICE void load_k(Step const& step) {
     shared.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);
     Keys::template load<true>(p, shared.k_full[k_ring.stage], shared.k[k_ring.stage], step.from,
-                              step.n, step.id);
+                              step.n, step.id, warp);
     k_ring.advance();
   }
 
   CUTE_DEVICE void load_v(Step const& step) {
     Values::empty(shared)[v_ring.stage].wait(v_ring.phase ^ 1);
     Keys::template load<false>(p, Values::full(shared)[v_ring.stage],
-                               Values::buffers(shared)[v_ring.stage], step.from, step.n, step.id);
+                               Values::buffers(shared)[v_ring.stage], step.from, step.n, step.id,
+                               warp);
     v_ring.advance();
   }
 
@@ -128,12 +170,12 @@ struct CacheProducer {
     CUTE_UNROLL
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
       shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
-      if (is_first_lane()) {
+      if (leads()) {
         shared.work[q_ring.stage][wg].keys.end = 0;
         shared.q_full[q_ring.stage][wg].arrive();
       }
     }
-    if (is_first_lane()) {
+    if (leads()) {
       Slots::Helpers::publish_tile(shared, q_ring.stage);
     }
   }

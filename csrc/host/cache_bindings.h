@@ -31,8 +31,10 @@ struct OwnedLengths {
   }
 };
 
-// (batch, packed heads of a line, queries of a tile, CTAs of a line, lines)
-using LineTuple = std::tuple<int, int, int, int, int>;
+// (batch, packed heads of a line, queries of a tile, CTAs of a line, lines, weight_log2)
+using LineTuple = std::tuple<int, int, int, int, int, int>;
+// (first unit, K tiles, weight_log2)
+using TileTuple = std::tuple<int, int, int>;
 // (kind, count)
 using SplitsTuple = std::tuple<int, int>;
 // The tile (sequence, m, head), its K tiles [begin, end), the members of KeyPart before the slots,
@@ -47,8 +49,9 @@ inline KeySplits splits_of(SplitsTuple const& tuple) {
   return splits;
 }
 
-inline CachePart part_tuple(CacheWalk<IntervalMask> const& walk, KeyPart const& part) {
-  return {{walk.b, walk.m, walk.head()},
+inline CachePart part_tuple(CacheWalk<IntervalMask> const& walk) {
+  KeyPart const& part = walk.part;
+  return {{walk.b, walk.m, walk.head},
           {walk.keys.begin, walk.keys.end},
           {part.begin, part.end, part.index, part.parts},
           {part.first_slot, part.slot_of(part.index)}};
@@ -68,10 +71,8 @@ inline std::vector<CachePart> parts_of_cta(CacheWalk<IntervalMask> walk, int cta
     ++start;
   }
   walk.begin_at(start, walk.units_of(0, start));
-  for (KeyPart part{}; walk.pass(part), walk.valid();) {
-    walk.seek();
-    part = walk.part();
-    parts.push_back(part_tuple(walk, part));
+  while (walk.next()) {
+    parts.push_back(part_tuple(walk));
   }
   return parts;
 }
@@ -82,16 +83,17 @@ inline pybind11::tuple cache_parts(OwnedLengths const& owned, LineTuple const& t
                                    SplitsTuple const& splits, IntervalMask const& mask, int tile_n,
                                    bool starts_late, int64_t most) {
   CacheLengths const lengths = owned.view();
-  CacheLine line;
-  std::tie(line.batch, line.heads, line.positions, line.ctas, line.lanes) = tuple;
+  auto const [batch, heads, positions, ctas, lanes, weight_log2] = tuple;
+  CacheLine line(batch, heads, lanes, positions, ctas);
+  line.weight_log2 = weight_log2;
   line.splits = splits_of(splits);
   line.splits.most = most > 0 ? most : line.splits.most;
   CacheWalk<IntervalMask> walk(line, lengths, mask, tile_n);
   std::vector<std::vector<CachePart>> parts;
-  for (int cta = 0; cta < line.ctas * line.lanes; ++cta) {
+  for (int cta = 0; cta < ctas * lanes; ++cta) {
     parts.push_back(parts_of_cta(walk, cta, starts_late));
   }
-  int64_t const total = walk.units_of(0, line.batch);
+  int const total = walk.units_of(0, line.batch);
   walk.take_stretch(total, 0);
   return pybind11::make_tuple(total, walk.splits.per_cta, parts);
 }
@@ -177,6 +179,7 @@ inline pybind11::dict plan_of_cache(int dtype, pybind11::dict shapes, pybind11::
   facts["grid"] = schedule.grid;
   facts["splits"] = std::tuple(int(schedule.cache.splits.kind), schedule.cache.splits.count);
   facts["lanes"] = schedule.cache.lanes;
+  facts["weight_log2"] = schedule.cache.weight_log2;
   facts["most_units"] = schedule.cache.splits.most;
   facts["slots"] = schedule.cache.slots;
   facts["rows"] = schedule.cache.rows;
@@ -188,17 +191,25 @@ inline void bind_cache(pybind11::module_& m) {
   m.def("cache_sequence", &sequence_members);
   m.def("cache_parts", &cache_parts);
   m.def("boxed_keys", &boxed_keys);
-  m.def("units", [](SplitsTuple const& splits, int k_tiles) {
-    return std::tuple(splits_of(splits).units(k_tiles), splits_of(splits).unit_tiles(k_tiles));
+  m.def(
+      "units",
+      [](SplitsTuple const& splits, int k_tiles, int weight_log2) {
+        return splits_of(splits).units(k_tiles, weight_log2);
+      },
+      pybind11::arg("splits"), pybind11::arg("k_tiles"), pybind11::arg("weight_log2") = 0);
+  m.def("part_tiles", [](SplitsTuple const& splits, int k_tiles) {
+    return splits_of(splits).part_tiles(k_tiles);
   });
-  m.def("part_at", [](SplitsTuple const& tuple, int64_t per_cta, int64_t unit, int64_t end,
-                      int64_t first, int k_tiles, std::tuple<int, int> lane, int64_t total) {
+  m.def("part_at", [](SplitsTuple const& tuple, int per_cta, int unit, int end,
+                      TileTuple const& tile, std::tuple<int, int> lane, int total) {
     KeySplits splits = splits_of(tuple);
     splits.per_cta = per_cta;
-    KeyPart const part = splits.part_at(unit, end, first, k_tiles,
-                                        Lane{std::get<0>(lane), std::get<1>(lane)}, total);
+    auto const [first, k_tiles, weight_log2] = tile;
+    TileOfLine const of_line{first, k_tiles, weight_log2};
+    KeyPart const part = splits.part_at(
+        unit, end, of_line, Lane{std::get<0>(lane), std::get<1>(lane), unit / per_cta}, total);
     return std::tuple(part.begin, part.end, part.index, part.parts, part.first_slot,
-                      part.slot_of(part.index));
+                      part.slot_of(part.index), splits.after(part, of_line, unit));
   });
   m.def("plan_cache", &plan_of_cache);
 }

@@ -150,10 +150,18 @@ class Line:
     split: tuple[int, int]
     mask: Drawn
     tile_n: int
+    weight_log2: int = 0   # of K tiles where more than half of a tile's queries exist
 
     @property
     def numbers(self):
-        return self.lengths.batch, self.heads, self.positions, self.ctas, self.lines
+        return (self.lengths.batch, self.heads, self.positions, self.ctas, self.lines,
+                self.weight_log2)
+
+    def units(self, tile, k_tiles):
+        b, m, _ = tile
+        queries = self.lengths.expected(b)[1] - m * self.positions
+        is_heavy = 2 * queries > self.positions
+        return _host.units(self.split, k_tiles, self.weight_log2 if is_heavy else 0)
 
     def parts(self, starts_late=True, most=0):
         """(units of a line, units of a stretch, parts of each CTA)."""
@@ -179,11 +187,11 @@ general = st.builds(Drawn, st.just('general'), limits(300), limits(300),
 
 
 @st.composite
-def lines(draw, lengths=None, split=splits):
+def lines(draw, lengths=None, split=splits, weights=st.integers(0, 2)):
     return Line(draw(all_lengths() if lengths is None else lengths), draw(st.integers(1, 4)),
                 draw(st.sampled_from((1, 2, 16, 64, 128))), draw(st.integers(1, 40)),
                 draw(st.integers(1, 4)), draw(split), draw(general),
-                draw(st.sampled_from((16, 48, 64, 80, 128))))
+                draw(st.sampled_from((16, 48, 64, 80, 128))), draw(weights))
 
 
 def by_tile(ctas):
@@ -218,8 +226,8 @@ def test_each_k_tile_is_in_one_part(line):
         else:
             assert keys == wanted[b, m]
         assert_is_split(parts, keys[1] - keys[0])
-    assert line.lines * total == sum(_host.units(line.split, parts[0][5] - parts[0][4])[0]
-                                     for parts in found.values())
+    assert line.lines * total == sum(line.units(tile, parts[0][5] - parts[0][4])
+                                     for tile, parts in found.items())
 
 
 @given(lines())
@@ -242,14 +250,14 @@ def test_slots_and_counters_are_unique(line):
         assert {part[6] for part in parts} == {parts[0][7]}, 'the counter: the slot of part 0'
 
 
-@given(lines(split=st.just((EVEN, 0))))
+@given(lines(split=st.just((EVEN, 0)), weights=st.just(0)))
 @examples(400)
 def test_even_stretches(line):
     total, per_cta, ctas = line.parts()
     lengths = [sum(end - begin for _, _, (begin, end, *_), _ in parts) for parts in ctas]
     tiles = max(1, line.lengths.batch * line.heads)
-    assert per_cta == max(-(-total // line.ctas), -(-total // (MOST_PARTS * tiles)))
-    used = -(-total // max(1, per_cta))
+    assert per_cta == max(1, -(-total // line.ctas), -(-total // (MOST_PARTS * tiles)))
+    used = -(-total // per_cta)
     of_line = [per_cta] * (used - 1) + [total - (used - 1) * per_cta] * (used > 0) + [
         0] * (line.ctas - used)
     assert lengths == [length for length in of_line for _ in range(line.lines)]
@@ -286,7 +294,7 @@ def test_sequences_of_one_length_have_no_more_parts(batch, heads):
 
 
 def test_more_tiles_than_an_int_counts_parts_of():
-    assert of_one_length(1 << 25, 1, 0, 1).parts() == (0, 0, [[]])
+    assert of_one_length(1 << 25, 1, 0, 1).parts() == (0, 1, [[]])
 
 
 @given(lines(split=st.tuples(st.sampled_from((1, 2)), st.integers(1, 50))))
@@ -297,7 +305,7 @@ def test_other_stretches_are_whole_parts(line):
     assert all(len(parts) <= per_cta for parts in ctas)
     for parts in ctas:
         for _, (first, last), (begin, end, *_), _ in parts:
-            size = _host.units(line.split, last - first)[1]
+            size = _host.part_tiles(line.split, last - first)
             assert begin % size == 0 and end == min(last - first, begin + size)
 
 
@@ -343,7 +351,7 @@ def test_sequences_without_queries_have_no_tile():
     line = Line(lengths, 1, 64, 3, 2, (EVEN, 0), Drawn('general'), 16)
     assert set(by_tile(line.parts()[2])) == {(1, 0, 0), (1, 0, 1)}
     lengths.given['cu_q'] = [0, 0, 0, 0, 0]
-    assert line.parts() == (0, 0, 6 * [[]])
+    assert line.parts() == (0, 1, 6 * [[]])
 
 
 def test_a_tile_without_keys_has_a_masked_one():

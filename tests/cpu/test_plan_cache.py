@@ -141,7 +141,7 @@ def test_slots(split, queries, batch, heads_k, group, capacity, head_dim):
                  head_dim=head_dim, **split)
     tile_n = variant_of(facts)['tile_n']
     most_k_tiles = ceil_div(capacity, tile_n)
-    parts = max(_host.units(facts['splits'], k_tiles)[0] for k_tiles in range(1, most_k_tiles + 1))
+    parts = max(_host.units(facts['splits'], k_tiles) for k_tiles in range(1, most_k_tiles + 1))
     if not split:
         assert facts['slots'] == 2 * facts['grid'] and facts['most_units'] > 1 << 60
     elif parts == 1:
@@ -152,10 +152,23 @@ def test_slots(split, queries, batch, heads_k, group, capacity, head_dim):
         assert facts['slots'] == tiles * min(parts, split.get('num_splits', parts))
 
 
+@pytest.mark.parametrize('queries, is_huge', [(1, False), (1 << 15, False), (1 << 20, True)])
+def test_a_line_has_no_more_units_than_an_int_counts(queries, is_huge):
+    """A million queries on as many keys: a unit has several K tiles, as few as possible."""
+    facts = plan(queries, 1 << 20, batch=1, heads=(32, 1), head_dim=256, total=queries)
+    kind, count = facts['splits']
+    k_tiles = ceil_div(1 << 20, variant_of(facts)['tile_n'])
+    tiles = tiles_of(facts, 1, 32, queries, queries) // facts['lanes']
+    assert kind == EVEN and (count > 0) == is_huge
+    assert tiles * _host.units((EVEN, count), k_tiles, facts['weight_log2']) <= 1 << 29
+    if is_huge:
+        assert tiles * _host.units((EVEN, count - 1), k_tiles, facts['weight_log2']) > 1 << 29
+
+
 def test_fewer_keys_may_have_more_parts():
     """At most 4: 5 K tiles are 2 + 2 + 1, and 4 are 1 + 1 + 1 + 1."""
     facts = plan(capacity=5 * 128, num_splits=4)
-    assert [_host.units(facts['splits'], k_tiles)[0] for k_tiles in (5, 4)] == [3, 4]
+    assert [_host.units(facts['splits'], k_tiles) for k_tiles in (5, 4)] == [3, 4]
     assert facts['slots'] == 4 * 2 * 4
 
 
@@ -173,7 +186,8 @@ def test_the_parts_of_any_lengths_have_slots(split, queries, unused, data, capac
     lengths = _host.CacheLengths(cu_q=starts, total_q=total, held=held, capacity=capacity)
     _, positions = positions_of(facts)
     heads, lines = 4 // facts['pack'], facts['lanes']
-    line = len(queries), heads // lines, positions, facts['grid'] // lines, lines
+    line = (len(queries), heads // lines, positions, facts['grid'] // lines, lines,
+            facts['weight_log2'])
     _, _, ctas = _host.cache_parts(lengths, line, facts['splits'], _host.IntervalMask(None, 0, 0),
                                    variant_of(facts)['tile_n'], False, facts['most_units'])
     tiles = {tile for parts in ctas for tile, *_ in parts}

@@ -22,7 +22,7 @@ INTEGERS = {f'{kind}{bits}': f'{"i" if kind == "s" else "u"}{bits}'
 # see a thread's writes at once (but not the copy engine and the tensor cores).
 NOTHING = re.compile(
     r'griddepcontrol\.\w+|fence\.mbarrier_init\.release\.cluster|'
-    r'membar\.gl|fence\.acq_rel\.gpu|'
+    r'membar\.gl|fence\.acq_rel\.gpu|cp\.async\.bulk\.prefetch\.tensor.*|'
     r'wgmma\.fence\.sync\.aligned|prefetch\.tensormap|fence\.proxy\.async\.global|setmaxnreg\..*')
 WIDTH_TYPES = {1: 'bool', 8: 'u8', 16: 'u16', 32: 'u32', 64: 'u64'}
 KERNELS_OF_A_FILE = 6
@@ -155,7 +155,7 @@ def _load_shared(writer, match, operands, site):
     return _loads(writer, 'shared', match[1], operands, site)
 
 
-@_handles(r'ld(?:\.global)?(?:\.nc|\.c[ag])?(?:\.L\d::\w+)*(?:\.v\d)?\.(\w\d+)')
+@_handles(r'ld(?:\.volatile)?(?:\.global)?(?:\.nc|\.c[ag])?(?:\.L\d::\w+)*(?:\.v\d)?\.(\w\d+)')
 def _load_global(writer, match, operands, site):
     return _loads(writer, 'global', match[1], operands, site)
 
@@ -196,7 +196,7 @@ def _generic_address(writer, match, operands, site):
     return f'{writer.value(operands[0])} = {writer.value(operands[1])};'
 
 
-@_handles(r'atom\.(shared|global)\.(add|max)\.[us]32')
+@_handles(r'atom(?:\.acq_rel\.gpu)?\.(shared|global)\.(add|max)\.[us]32')
 def _atomic(writer, match, operands, site):
     result, address, value = operands
     return (f'{writer.value(result)} = t.atomic_{match[2]}_{match[1]}({writer.address(address)}, '
@@ -241,11 +241,11 @@ def _shuffle(writer, match, operands, site):
     return text + (f' {writer.value(results[1])} = got.is_inside;' if len(results) > 1 else '')
 
 
-@_handles(r'vote\.sync\.(ballot\.b32|any\.pred)')
+@_handles(r'vote\.sync\.(ballot\.b32|any\.pred|all\.pred)')
 def _vote(writer, match, operands, site):
     result, vote, mask = writer.values(operands)
-    is_any = ' != 0' if match[1].startswith('any') else ''
-    return f'{result} = t.ballot({vote}, {mask}, {site}){is_any};'
+    compared = {'ballot.b32': '', 'any.pred': ' != 0', 'all.pred': f' == {mask}'}[match[1]]
+    return f'{result} = t.ballot({vote}, {mask}, {site}){compared};'
 
 
 @_handles(r'redux\.sync\.(max|add)\.u32')
@@ -310,7 +310,7 @@ def _mbarrier(writer, match, operands, site):
 
 
 # ------------------------------------------------------------------------------------------- copies
-@_handles(r'cp\.async\.c[ag]\.shared\.global(\.L2::128B)?')
+@_handles(r'cp\.async\.c[ag]\.shared\.global(\.L2::\d+B)?')
 def _copy_by_thread(writer, match, operands, site):
     """The last operand, if there are four: bytes of the source, before zeros."""
     target, source, size, *read = operands
