@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 import flash_attn3
-from flash_attn3 import _plan, planning
+from flash_attn3 import _plan, checks, planning
 from flash_attn3.general import General
 from flash_attn3.reference_fp8 import Scales
 from tests import cache_cases
@@ -152,12 +152,15 @@ def cache_calls() -> list[CacheCase]:
 
 
 def kernel_on_cache(case: CacheCase) -> str:
-    """The one of its kind that computes fewest columns."""
-    kind = 'cache, softcap' if case.softcap else 'cache'
-    dtype = str(case.wide).removeprefix('torch.')
-    rows = [row for row in _plan.variants() if row['mask'] == kind and row['dtype'] == dtype
-            and row['head_dim'] >= case.head_dim and row['head_dim_v'] >= case.columns_v]
-    return min(rows, key=lambda row: row['head_dim'] + row['head_dim_v'])['name']
+    """The one that the planner takes on an H100."""
+    given = case.arguments('cpu')
+    names = {'q': 'q', 'k_cache': 'k', 'v_cache': 'v', 'page_table': 'page_table',
+             'cu_seqlens_q': 'cu_seqlens_q', 'cache_batch_idx': 'cache_batch_idx'}
+    tensors = {own: checks.describe_sizes(given[name].shape, checks.dtype_name(given[name].dtype))
+               for name, own in names.items() if given.get(name) is not None}
+    longest = max(queries for queries, _ in case.lengths) if case.is_packed else 0
+    return _plan.plan_cache(**tensors, softcap=case.softcap, split_size=case.split_size,
+                            max_seqlen_q=longest, sm_count=132)['name']
 
 
 def quantize_calls() -> list[Quantized]:

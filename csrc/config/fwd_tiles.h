@@ -164,25 +164,17 @@ inline constexpr FwdConfig kFwdTileD128Cache = on_cache(128, 3, 2);
 inline constexpr FwdConfig kFwdTileD192x128Cache = on_cache(128, 2, 2);
 inline constexpr FwdConfig kFwdTileD256Cache = on_cache(64, 3, 1);
 
-// On a cache, for more queries than a warpgroup takes: two share the keys. 32 + 64 + 64 = 160 KiB,
-// 64 + 64 + 64 = 192 KiB, 48 + 96 + 64 = 208 KiB, 64 + 64 + 64 = 192 KiB.
-constexpr FwdConfig long_on_cache(FwdConfig tile, int stages, int q_stages) {
+// On a cache, for more queries than a warpgroup takes: two share the keys. 16 + 96 + 96 = 208 KiB,
+// 32 + 96 + 96 = 224 KiB, 48 + 96 + 64 = 208 KiB. At head dim 256 a second one has no registers for
+// O.
+constexpr FwdConfig long_on_cache(FwdConfig tile) {
   tile.consumer_warpgroups = 2;
-  tile.stages = stages;
-  tile.q_stages = q_stages;
-  tile.ping_pong = true;
+  tile.q_stages = 1;
   return tile;
 }
 
-// With S and P live at the same time ptxas would wait for each product.
-constexpr FwdConfig serial(FwdConfig tile) {
-  tile.overlap = OverlapKind::kSerial;
-  return tile;
-}
-
-inline constexpr FwdConfig kFwdTileD64CacheLong = long_on_cache(kFwdTileD64Cache, 4, 2);
-inline constexpr FwdConfig kFwdTileD128CacheLong = long_on_cache(kFwdTileD128Cache, 2, 2);
-inline constexpr FwdConfig kFwdTileD192x128CacheLong = long_on_cache(kFwdTileD192x128Cache, 2, 1);
-inline constexpr FwdConfig kFwdTileD256CacheLong = serial(long_on_cache(kFwdTileD256Cache, 2, 1));
+inline constexpr FwdConfig kFwdTileD64CacheLong = long_on_cache(kFwdTileD64Cache);
+inline constexpr FwdConfig kFwdTileD128CacheLong = long_on_cache(kFwdTileD128Cache);
+inline constexpr FwdConfig kFwdTileD192x128CacheLong = long_on_cache(kFwdTileD192x128Cache);
 
 }  // namespace fa3

@@ -260,13 +260,13 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
   return dict.finish();
 }
 
-// The workspace of parts holds O and the LSE of each row.
+// The workspace of parts holds O, the LSE of each row, and that of a group of parts.
 PyObject* cache_plan_dict(FwdProblem const& problem) {
   static constexpr char const* kSplits[] = {"even", "parts", "size"};
   FwdPlan const plan = plan_cache(problem);
   FwdSchedule const& schedule = plan.schedule;
   CacheSchedule const& cache = schedule.cache;
-  int64_t const floats = cache.slots * cache.rows * (kFwdVariants[plan.variant].head_dim_v + 1);
+  int64_t const floats = cache.slots * cache.rows * (kFwdVariants[plan.variant].head_dim_v + 2);
   DictBuilder dict;
   add_variant(dict, plan.variant);
   dict.flag("is_packed", problem.is_packed)

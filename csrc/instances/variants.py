@@ -65,7 +65,7 @@ def _forward_variants() -> list[ForwardVariant]:
     tiles += [(f'FwdTileD{head_dim}Cache', head_dim, ('Cache', 'CacheSoftcap'), '')
               for head_dim in (64, 128, '192x128', 256)]
     tiles += [(f'FwdTileD{head_dim}CacheLong', head_dim, ('Cache',), 'Long')
-              for head_dim in (64, 128, '192x128', 256)]
+              for head_dim in (64, 128, '192x128')]
     of_16_bits = [ForwardVariant(tile, dtype, kind, head_dim, suffix)
                   for tile, head_dim, kinds, suffix in tiles
                   for kind in kinds for dtype in ('Bf16', 'Fp16')]

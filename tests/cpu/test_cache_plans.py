@@ -31,7 +31,7 @@ def test_plan():
     assert (facts['splits'], facts['split_count']) == ('even', 0)
     assert facts['grid'] % facts['lanes'] == 0 and facts['slots'] == 2 * facts['grid']
     assert 0.9 < facts['grid'] / (132 * facts['ctas_per_sm']) <= 1
-    assert facts['parts_bytes'] % (facts['slots'] * 129 * 4) == 0
+    assert facts['parts_bytes'] % (facts['slots'] * 130 * 4) == 0
     assert (facts['batch'], facts['capacity'], facts['page_size']) == (4, 16384, 16384)
 
 

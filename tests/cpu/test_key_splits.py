@@ -9,7 +9,7 @@ from tests import _host
 from tests.cpu.drawn import examples
 
 EVEN, PARTS, SIZE = 0, 1, 2
-# Of a line: the output tiles, each with its K tiles and their weight as a power of two.
+# The output tiles of a line, each with its K tiles and their weight as a power of two.
 TILES = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 2)), min_size=1, max_size=30)
 splits = st.one_of(st.tuples(st.just(EVEN), st.integers(0, 3)),
                    st.tuples(st.sampled_from((PARTS, SIZE)), st.integers(1, 50)))
@@ -114,7 +114,7 @@ def test_a_part_in_the_midst_of_a_long_line(first, per_cta, offset, k_tiles):
 @given(st.integers(1, 64), st.integers(1, 300))
 @examples(300)
 def test_at_most_so_many_parts(most, k_tiles):
-    """Of equal numbers of K tiles, but for the last."""
+    """They have equal numbers of K tiles, but for the last."""
     units, size = (of((PARTS, most), k_tiles) for of in (_host.units, _host.part_tiles))
     assert 1 <= units <= min(most, k_tiles)
     assert (units - 1) * size < k_tiles <= units * size
