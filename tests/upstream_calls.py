@@ -18,7 +18,7 @@ from flash_attn3.compat import functions, register_ops
 from tests.cache_cases import CacheCase
 from tests.general_cases import GeneralCase, Results, Tensors
 
-SIGNATURES = {    # None, but for the names: bf16 is torch.bfloat16
+SIGNATURES = {    # bf16: torch.bfloat16
     'flash_attn_func':
         'q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, '
         'v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, '

@@ -260,7 +260,7 @@ def test_transformers_forgets(transformers):
     assert attention._loaded_implementation == 'sdpa'
 
 
-# ----------------------------------------------------------------------------------- the command line
+# --------------------------------------------------------------------------------- the command line
 SCRIPT = '''
 import importlib.metadata, sys
 import flash_attn_interface, torch

@@ -302,7 +302,7 @@ def test_unsupported_arguments(layer):
 
 @each_layer
 def test_bad_gradients(layer):
-    """Of another shape, dtype or place: an error, and nothing is written."""
+    """Another shape or dtype: an error, and nothing is written."""
     q, k, v = dense()
     _, backward = LAYERS[layer]
     out, lse = flash_attn_func(q, k, v, return_attn_probs=True)

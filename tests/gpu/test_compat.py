@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from flash_attn3 import compat, flash_attn_func
+from flash_attn3 import compat, flash_attn_func, reference
 from flash_attn3.compat import functions
 
 from tests import cache_cases, cache_oracle, compare, upstream_calls
@@ -91,7 +91,7 @@ def test_a_window_on_the_gpu(device):
     compare.check_equal(got, flash_attn_func(q, k, v, window_size=(16, 8)), 'out')
 
 
-def test_streams_see_no_wait(cuda):
+def test_a_graph(cuda):
     """The ops are captured in a CUDA graph, gradients included, and replayed on other values."""
     compat.register_ops()
     ops = torch.ops.flash_attn_3
@@ -115,23 +115,39 @@ def test_streams_see_no_wait(cuda):
         compare.check_equal(*values, name)
 
 
-def test_the_hook_of_pytorch(cuda):
-    """SDPA's flash backend by `flash_attn_interface`: results and gradients of the bar."""
+def test_the_hook_of_pytorch(cuda, monkeypatch):
+    """SDPA's flash backend by `flash_attn_interface`, in SDPA's layout."""
     from torch.nn import attention
+    calls = count_calls(monkeypatch)
+    q, k, v = Case(130, 130, head_dim=128).tensors(cuda)
+    dout = torch.randn_like(q)
+    leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
     compat.install()
     try:
         attention.activate_flash_attention_impl('FA3')
-        q, k, v = (x.transpose(1, 2).requires_grad_() for x in
-                   Case(128, 128, head_dim=128).tensors(cuda))
         with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        gradients = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+            out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        gradients = torch.autograd.grad(out, leaves, dout.transpose(1, 2))
     finally:
         attention.restore_flash_attention_impl()
         compat.uninstall()
-    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
-    wanted = flash_attn_func(q, k, v, causal=True)
-    compare.check_equal(out.transpose(1, 2).detach(), wanted.detach(), 'out')
-    own = torch.autograd.grad(wanted, (q, k, v), torch.ones_like(wanted))
-    for got, want in zip(gradients, own):
-        torch.testing.assert_close(got.transpose(1, 2), want, rtol=2e-2, atol=2e-2)
+    assert calls == ['_flash_attn_forward', '_flash_attn_backward']
+    compare.check_forward(out.detach().transpose(1, 2), None, (q, k, v), causal=True)
+    scale = 128 ** -0.5
+    ref = reference.backward(dout.double(), None, *(x.double() for x in (q, k, v)), scale,
+                             True)
+    pt = reference.backward(dout, None, q, k, v, scale, True)
+    floors = compare.cancellation_floors((q, k, v), dout, scale)
+    for name, got, *wanted in zip(('dq', 'dk', 'dv'), gradients, ref, pt):
+        compare.check_close(got.transpose(1, 2), *wanted, name, floors[name])
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what the ops call, as they call it."""
+    calls = []
+    for name in ('_flash_attn_forward', '_flash_attn_backward'):
+        def counted(*arguments, name=name, function=getattr(functions, name)):
+            calls.append(name)
+            return function(*arguments)
+        monkeypatch.setattr(functions, name, counted)
+    return calls
