@@ -191,7 +191,7 @@ ERRORS = {    # the call, the placements of q, k and v, the error
     'other mesh': (other_mesh, [H, H, H], 'v on the mesh of q'),
     'one KV head': (one_kv_head, [H, R, R], 'the heads of k to be divisible by 2, .*got 1; hint'),
     'out': (with_out, [H, H, H], 'out to be None with DTensors'),
-    'heads of GQA in one': (packed_heads, [H, R, R], 'qkv of 4 dimensions sharded by batch, .*hint: shard q'),
+    'heads of GQA in one': (packed_heads, [H, R, R], 'qkv of 4 dimensions .*hint: shard q'),
     'packed rows': (packed_batch, [Shard(1), R, R], 'q sharded by heads like'),
     'a cache': (flash_attn_with_kvcache, [H, H, H], 'plain tensors, got a DTensor; hint: .*local'),
     'FP8': (flash_attn_fp8_func, [H, H, H], 'plain tensors, got a DTensor; hint: .*local_map')}
