@@ -54,7 +54,7 @@ def test_the_source_distribution_is_the_tree(built: Path, tmp_path: Path):
     """All of its files, nothing that was built or fetched, and what setuptools adds."""
     archive, = built.glob('*.tar.gz')
     with tarfile.open(archive) as tar:
-        names = {name.partition('/')[2] for name in tar.getnames() if not tar.getmember(name).isdir()}
+        names = {member.name.partition('/')[2] for member in tar if not member.isdir()}
     added = {name for name in names if name in ('PKG-INFO', 'setup.cfg')
              or name.startswith('flash_attn3.egg-info/')}
     assert names - added == files_of(copy_checkout(tmp_path / 'checkout'))
