@@ -1,9 +1,8 @@
 """`python -m flash_attn3.doctor`: what is installed, which clients would find us, which kernels an
 example call would take, what stands in the way and how to mend it.
 
-Exit status: 0 if an example call would run on our kernels, else 1. Nothing is computed, and no
-memory is allocated on a GPU. With --json a report for an issue, without the names of folders and
-machines; its keys stay.
+Exit status: 0 if an example call would run on our kernels, else 1. Nothing is computed. With --json
+a report for an issue, without the names of folders and machines; its keys stay.
 """
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from flash_attn3 import doctor_facts
+from flash_attn3.doctor_clients import NOTHING
 
 Row = tuple[str, str]
 
@@ -98,8 +98,8 @@ def _clients(facts: Mapping) -> list[Row]:
     for client in facts['clients']:
         if client['version']:
             turn_on = f'; to change that: {client["turn_on"]}' if client['turn_on'] else ''
-            rows.append((f'{client["name"]} {client["version"]}',
-                         f'finds {client["finds"]}{turn_on}'))
+            found = 'no FlashAttention-3' if client['finds'] == NOTHING else client['finds']
+            rows.append((f'{client["name"]} {client["version"]}', f'finds {found}{turn_on}'))
     return rows + [('not installed', ', '.join(absent))] * bool(absent)
 
 
