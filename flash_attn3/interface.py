@@ -13,7 +13,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks, derivatives, fallback, fp8, splits
+from flash_attn3 import _library, checks, derivatives, fallback, fp8, sharding, splits
 from flash_attn3.autograd import Attention, GeneralAttention, PackedAttention
 from flash_attn3.fp8 import Fp8
 from flash_attn3.general import Execution, General
@@ -54,7 +54,7 @@ def flash_attn_func(
             head_dim with a kernel (`flash_attn3.built_variants()`), last stride 1 (other strides
             than TMA can take: copied first). On the CPU: any floating dtype, head_dim and strides.
         k, v: (batch, seqlen_k, heads_k, head_dim), that of v may be another one (head_dim_v), dtype
-            and device of q; heads_k divides heads_q.
+            and device of q; heads_k divides heads_q. DTensors: all by batch, by heads, or whole.
         softmax_scale: factor on q k^T, finite and positive. Default: head_dim ** -0.5. No score may
             exceed 1e9 in magnitude, 1e8 for float16: float32 has no digits for differences there.
         causal: query i sees keys up to p = i + seqlen_k - seqlen_q. A query that sees no key gives
@@ -104,7 +104,7 @@ def flash_attn_func(
             return _general(call, return_attn_probs, num_splits)
     # The way of most eager calls, with as little Python and as few arguments as there can be.
     if (out is None and not is_compiling() and q.get_device() in _library.SERVED_DEVICES
-            and forward_ad._current_level < 0 and not (
+            and type(q) is Tensor and forward_ad._current_level < 0 and not (
                 is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))):
         op = _fwd if return_attn_probs else _fwd_no_lse
         if softmax_scale is None and pack_gqa is None and sm_margin == 0:
@@ -231,10 +231,11 @@ def flash_attn_qkvpacked_func(
                       attention_chunk=attention_chunk, softcap=softcap)
     is_plain = of_fp8 is None and not _is_general(general, return_max_logits)
     if (is_plain and out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
-            and _is_served(qkv) and not derivatives.is_forward_mode()):
+            and type(qkv) is Tensor and _is_served(qkv) and not derivatives.is_forward_mode()):
         result, lse = PackedAttention.apply(qkv, num_heads_q, softmax_scale, causal, pack_gqa,
                                             sm_margin, deterministic)
         return (result, lse) if return_attn_probs else result
+    sharding.reject_shards_of_packed_heads(qkv)
     q, k, v = unpack(qkv, num_heads_q)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, *descales, window, attention_chunk, softcap,
@@ -258,6 +259,10 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     derivatives.reject_of_scalars('flash_attn_func', softmax_scale)
     softmax_scale = _library.softmax_scale_of(q, softmax_scale)
     arguments = q, k, v, softmax_scale, *others
+    if sharding.is_dtensor(q):
+        call = Call('flash_attn_func', (q, k, v, out), General(), Execution(), None)
+        return sharding.on_shards(call, lambda shard: _attention(
+            (*shard.tensors[:3], softmax_scale, *others), deterministic, None, return_lse))
     causal, pack_gqa, sm_margin = others
     needs_grad = checks.needs_grad(q, k, v, out)
     if needs_grad and out is not None:
@@ -288,6 +293,8 @@ def _is_general(general: General, return_max_logits: bool) -> bool:
 def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Tensor, ...]:
     """What a public function returns. num_splits: 1, or of `attend_cache`."""
     op, tensors, general, execution, of_fp8 = call
+    if sharding.is_dtensor(tensors[0]):
+        return sharding.on_shards(call, lambda shard: _general(shard, return_lse, num_splits))
     *_, out = tensors
     scales = () if of_fp8 is None else of_fp8.scales
     if out is not None and checks.needs_grad(*tensors, *scales, general.sinks):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks, derivatives, fp8
+from flash_attn3 import _library, checks, derivatives, fp8, sharding
 from flash_attn3.autograd import QuantizedAttention
 from flash_attn3.fp8 import Quantization
 from flash_attn3.general import Execution, General
@@ -117,6 +117,7 @@ def flash_attn_fp8_func(
             missing; return_max_logits on a GPU; a derivative that `flash_attn_func` has not either.
     """
     op = 'flash_attn_fp8_func'
+    sharding.reject(op, q)
     derivatives.reject_of_scalars(op, softmax_scale, softcap)
     left, right = checks.window_sides(window_size)
     general = General(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, causal=causal,
@@ -151,6 +152,7 @@ def flash_attn_varlen_fp8_func(
         RuntimeError, NotImplementedError: as `flash_attn_fp8_func`.
     """
     op = 'flash_attn_varlen_fp8_func'
+    sharding.reject(op, q)
     derivatives.reject_of_scalars(op, softmax_scale, softcap)
     longest = (checks.length_bound('max_seqlen_q', max_seqlen_q, q),
                checks.length_bound('max_seqlen_k', max_seqlen_k, k))

@@ -13,7 +13,7 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, cache, checks, derivatives, env, fallback, fp8
+from flash_attn3 import _library, cache, checks, derivatives, env, fallback, fp8, sharding
 from flash_attn3.arguments import names
 from flash_attn3.merging import flash_attn_combine, merge_states
 
@@ -76,10 +76,10 @@ def flash_attn_with_kvcache(
 
     Raises:
         RuntimeError: a wrong shape, dtype, stride, device or number; a tensor that requires grad.
-        NotImplementedError: qv is given.
+        NotImplementedError: qv is given, or DTensors.
     """
     if (scheduler_metadata is not None or qv is not None or out_dtype is not None
-            or type(softcap) is not float or forward_ad._current_level >= 0
+            or type(q) is not Tensor or type(softcap) is not float or forward_ad._current_level >= 0
             or (softmax_scale is not None and type(softmax_scale) is not float)
             or (is_grad_enabled() and (
                 q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
@@ -226,6 +226,7 @@ def _reject(qv: Tensor | None, metadata: Tensor | None, softmax_scale: float | N
             tensors: dict[str, Tensor | None]) -> None:
     """Raises an error for what no op sees: derivatives, qv, metadata, a wrong dtype of results."""
     q, out = tensors['q'], tensors['out']
+    sharding.reject(_OP, q)
     if qv is not None:
         raise NotImplementedError(checks.error(_OP, 'qv to be None', 'a tensor',
                                                'this version has nothing else'))
