@@ -4,8 +4,8 @@
     python -m benchmarks.tables --check    # says which pages are out of date; exit status 1 if any
 
 A part lies between `<!-- generated: NAME -->` and `<!-- end -->` in a page. What follows from the
-code is asked of the planner (flash_attn3._plan) and of flash_attn3.support; what was measured comes
-from benchmarks/results. No GPU needed.
+code is asked of the planner (flash_attn3._plan), of flash_attn3.support and of the integrations;
+what was measured comes from benchmarks/results. No GPU needed.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import harness, kernel_tables, plot_peers
+from benchmarks import client_tables, harness, kernel_tables, plot_peers
 from benchmarks.harness import ROOT
 from benchmarks.kernel_tables import table
 
@@ -188,6 +188,7 @@ PARTS: dict[str, Callable[[], str]] = {
     'fp8-of-bf16': fp8_part,
     'quantize-share': quantize_part,
     'records': records_part,
+    'clients': client_tables.clients_part,
 }
 
 
