@@ -123,7 +123,7 @@ def late_problem(client: str, module: str) -> str:
     Args:
         module: the client's module that looks.
     """
-    if module in sys.modules and not compat.is_installed() and not has_upstream():
+    if module in sys.modules and not compat.is_installed():
         return error(client, 'to be enabled before the client is imported',
                      f'{module} imported already',
                      'call enable() first, or start with `python -m flash_attn3.compat script.py`')
@@ -143,26 +143,27 @@ def gpu_problem(client: str) -> str:
 
 
 # -------------------------------------------------------------------------------- the shim, the ops
-def has_upstream() -> bool:
-    """Whether a flash_attn_interface that is not ours would be imported."""
+def upstream() -> str:
+    """The file of a flash_attn_interface that is not ours and would be imported, or ''."""
     spec = importlib.util.find_spec('flash_attn_interface')
-    return spec is not None and not (spec.origin or '').startswith(compat.path())
+    if spec is None or compat.is_installed():
+        return ''
+    return spec.origin or 'a package without a file'
 
 
 def shim_problem(client: str) -> str:
     """Why the shim would not be found, or ''."""
-    if has_upstream():
-        return error(client, 'no other flash_attn_interface',
-                     importlib.util.find_spec('flash_attn_interface').origin or 'a package',
+    if file := upstream():
+        return error(client, 'no other flash_attn_interface', file,
                      'uninstall flash-attn-3, or call enable(force=True)')
     return ''
 
 
 def ops_problem(client: str) -> str:
     """Why torch.ops.flash_attn_3 cannot be ours, or ''."""
-    if hasattr(torch.ops.flash_attn_3, 'fwd') and not getattr(compat, '_lib', None):
+    if hasattr(torch.ops.flash_attn_3, 'fwd') and not compat.ops._kept:
         return error(client, 'no other torch.ops.flash_attn_3', 'those of another library',
-                     'uninstall flash-attn-3, or import this package before it')
+                     'one process can use one of them: uninstall flash-attn-3')
     return ''
 
 
