@@ -17,9 +17,12 @@ from flash_attn3.general import Execution, General
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 8
+# Those write down the interfaces of others, whose arguments they pass on.
+FOREIGN = ROOT / 'flash_attn3/compat', ROOT / 'flash_attn3/integrations'
 SOURCES = [path for folder in ('benchmarks', 'build_tools', 'csrc', 'examples', 'flash_attn3')
            for path in sorted((ROOT / folder).rglob('*'))
-           if path.suffix in ('.py', '.h', '.cpp', '.cu')]
+           if path.suffix in ('.py', '.h', '.cpp', '.cu')
+           and not any(path.is_relative_to(folder) for folder in FOREIGN)]
 Q = describe_sizes((1, 8, 2, 64), 'bfloat16')
 VALUES = {'Tensor?': describe_sizes((2,), 'float32'), 'SymInt': 3, 'int': 3, 'float': 1.5,
           'float?': 1.5, 'bool': True, 'bool?': False}

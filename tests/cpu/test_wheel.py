@@ -64,9 +64,12 @@ def test_tag_and_contents(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if '.dist-info/' not in name}
         metadata = archive.read(next(name for name in archive.namelist()
-                                     if name.endswith('METADATA'))).decode()
+                                     if re.fullmatch(r'flash_attn3-[^/]*/METADATA', name))).decode()
+        shim = {Path(name).name for name in archive.namelist()
+                if name.startswith('flash_attn3/_shim/flash_attn_3-3.0.0.dist-info/')}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / 'flash_attn3').rglob('*.py')}
     assert files == modules | {'flash_attn3/_C.abi3.so', 'flash_attn3/_plan.abi3.so'}
+    assert shim == {'INSTALLER', 'METADATA', 'top_level.txt'}
     assert 'License-Expression: BSD-3-Clause' in metadata
     assert 'Requires-Dist: torch>=2.10' in metadata
     assert 'Requires-Python: >=3.10' in metadata

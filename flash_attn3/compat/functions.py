@@ -1,0 +1,213 @@
+"""What upstream's `flash_attn_interface` has: names, orders of arguments, results.
+
+Most are the functions of this package themselves. `_flash_attn_forward` and `_flash_attn_backward`
+are what clients call who bring their own autograd (ring attention, Transformer Engine, Megatron);
+the ops of ops.py are made of them.
+"""
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import _library, checks
+from flash_attn3.general import General
+from flash_attn3.interface import (flash_attn_func, flash_attn_qkvpacked_func,
+                                   flash_attn_varlen_func)
+from flash_attn3.kvcache import (flash_attn_combine, flash_attn_with_kvcache,
+                                 get_scheduler_metadata)
+
+__all__ = ['_flash_attn_backward', '_flash_attn_forward', 'flash_attn_combine', 'flash_attn_func',
+           'flash_attn_qkvpacked_func', 'flash_attn_varlen_func', 'flash_attn_with_kvcache',
+           'get_scheduler_metadata', 'with_lse']
+
+_bwd_out = torch.ops.flash_attn3.bwd_out.default
+_bwd_general = torch.ops.flash_attn3.bwd_general.default
+
+
+def with_lse(function: Callable) -> Callable:
+    """A function that always returns (out, lse), as upstream's did before August 2025."""
+    @functools.wraps(function)
+    def legacy(*arguments, **named):
+        return function(*arguments, **named | {'return_attn_probs': True})
+    return legacy
+
+
+# ----------------------------------------------------------------------------------------- forward
+def _flash_attn_forward(
+        q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None, v_new: Tensor | None = None,
+        qv: Tensor | None = None, out_: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+        seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+        page_table: Tensor | None = None, kv_batch_idx: Tensor | None = None,
+        leftpad_k: Tensor | None = None, rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None, seqlens_rotary: Tensor | None = None,
+        q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+        window_size_left: int = -1, window_size_right: int = -1, attention_chunk: int = 0,
+        softcap: float = 0.0, rotary_interleaved: bool = True,
+        scheduler_metadata: Tensor | None = None, num_splits: int = 1,
+        pack_gqa: bool | None = None, sm_margin: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every forward under one name, as upstream has it.
+
+    Args:
+        q, k, v: a batch, as in `flash_attn_func`; with cu_seqlens_k packed, as in
+            `flash_attn_varlen_func`, where q may still be a batch; with any of k_new, cu_seqlens_q
+            alone, seqused_k, page_table, kv_batch_idx or leftpad_k, k and v are the cache of
+            `flash_attn_with_kvcache`, in which seqused_k, kv_batch_idx, leftpad_k and
+            seqlens_rotary are called cache_seqlens, cache_batch_idx, cache_leftpad and
+            rotary_seqlens.
+        out_: where the result is written. Default: a new tensor.
+        others: as in those three. num_splits below 0: 0. max_seqlen: hints; default: unknown.
+
+    Returns:
+        out, which is out_ if that is given; lse; two empty tensors, upstream's parts of splits.
+        Gradients flow where those of the three functions do.
+
+    Raises:
+        RuntimeError, NotImplementedError: as those three; what does not go with cu_seqlens_k.
+    """
+    causal, window_size = _mask(causal, window_size_left, window_size_right)
+    shared = dict(
+        softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale,
+        k_descale=k_descale, v_descale=v_descale, window_size=window_size,
+        attention_chunk=attention_chunk, softcap=softcap, num_splits=max(0, num_splits),
+        pack_gqa=pack_gqa, sm_margin=sm_margin)
+    of_cache = dict(k_new=k_new, v_new=v_new, page_table=page_table, kv_batch_idx=kv_batch_idx,
+                    leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                    seqlens_rotary=seqlens_rotary)
+    if cu_seqlens_k is not None:
+        _reject('cu_seqlens_k', of_cache)
+        lists = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+        out, lse = _packed(q, k, v, out_, lists, shared)
+    elif cu_seqlens_q is None and seqused_k is None and all(x is None for x in of_cache.values()):
+        _reject('q, k and v of a batch', dict(seqused_q=seqused_q))
+        out, lse = flash_attn_func(*_rows_contiguous(q, k, v), **shared, out=out_,
+                                   return_attn_probs=True)
+    else:
+        _reject('a cache', dict(seqused_q=seqused_q))
+        out, lse, *_ = flash_attn_with_kvcache(
+            *_rows_contiguous(q), k, v, k_new, v_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+            cache_seqlens=seqused_k, cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k,
+            page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
+            max_seqlen_q=max_seqlen_q, rotary_seqlens=seqlens_rotary,
+            rotary_interleaved=rotary_interleaved, scheduler_metadata=scheduler_metadata,
+            return_softmax_lse=True, out=out_, **shared)
+    return out, lse, lse.new_empty(0), lse.new_empty(0)
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lists: tuple,
+            shared: dict) -> tuple[Tensor, Tensor]:
+    """(out, lse) of packed keys. lists: cu_seqlens, max_seqlen and seqused, of q and k each."""
+    starts_q, starts_k, longest_q, longest_k, *used = lists
+    longest = [0 if x is None else x for x in (longest_q, longest_k)]
+    q, k, v = _rows_contiguous(q, k, v)
+    if starts_q is not None or q.dim() != 4:
+        return flash_attn_varlen_func(q, k, v, starts_q, starts_k, *longest, *used, **shared,
+                                      out=out, return_attn_probs=True)
+    # A batch of queries of equal length, on packed keys.
+    batch, rows = q.shape[:2]
+    starts_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
+    result, lse = flash_attn_varlen_func(
+        q.flatten(0, 1), k, v, starts_q, starts_k, rows, longest[1], *used, **shared,
+        return_attn_probs=True)
+    result = result.unflatten(0, (batch, rows))
+    lse = lse.unflatten(1, (batch, rows)).transpose(0, 1).contiguous()
+    return result if out is None else out.copy_(result), lse
+
+
+# ---------------------------------------------------------------------------------------- backward
+def _flash_attn_backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+        cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+        sequed_q: Tensor | None = None, sequed_k: Tensor | None = None,
+        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dq: Tensor | None = None,
+        dk: Tensor | None = None, dv: Tensor | None = None, softmax_scale: float | None = None,
+        is_causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
+        softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0) -> Tensor:
+    """Writes the gradients of q, k and v into dq, dk and dv; nothing of them is kept.
+
+    out and softmax_lse are believed: with those of more keys than k and v (ring attention), the
+    gradients are the part of these keys.
+
+    Args:
+        dout, q, k, v, out: as the forward has them: a batch, or packed with both cu_seqlens.
+        softmax_lse: (batch, heads_q, seqlen_q), or (heads_q, total_q), also with a batch of 1.
+        dq, dk, dv: like q, k and v, any strides. A gradient of None is not written.
+        sequed_q, sequed_k: the seqused of `flash_attn_varlen_func`.
+        deterministic: as in `flash_attn_func`.
+        sm_margin: the backward takes every multiprocessor: a number above 0 warns once.
+        others: as in the forward.
+
+    Returns:
+        An empty tensor, for upstream's rowsum(dout * out), which is not kept.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device or number.
+    """
+    if sm_margin:
+        _warn_of_margin()
+    q, k, v, out = _rows_contiguous(q, k, v, out)
+    lse = softmax_lse.contiguous()
+    if cu_seqlens_q is not None and lse.dim() == 3 and lse.size(0) == 1:
+        lse = lse.squeeze(0)
+    causal, (left, right) = _mask(is_causal, window_size_left, window_size_right)
+    longest = [0 if x is None else checks.length_bound(name, x, of) for name, x, of in (
+        ('max_seqlen_q', max_seqlen_q, q), ('max_seqlen_k', max_seqlen_k, k))]
+    scale = _library.softmax_scale_of(q, softmax_scale)
+    lists = cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k
+    general = General(*lists, *longest, softmax_scale=scale, causal=causal, window_left=left,
+                      window_right=right, softcap=softcap)
+    is_plain = (left, right) == (-1, -1) and softcap == 0.0 and all(x is None for x in lists)
+    deterministic = checks.wants_determinism(deterministic)
+    given = dq, dk, dv
+    tensors = dout, None, q, k, v, out, lse
+    if is_plain and all(x is not None and x.stride(-1) == 1 for x in given):
+        _bwd_out(*tensors, *given, scale, causal, deterministic)
+        return lse.new_empty(0)
+    _check_gradients(given, (q, k, v))
+    for gradient, result in zip(given, _bwd_general(*tensors, *general, deterministic)):
+        if gradient is not None:
+            gradient.copy_(result)
+    return lse.new_empty(0)
+
+
+def _check_gradients(given: tuple[Tensor | None, ...], inputs: tuple[Tensor, ...]) -> None:
+    """Raises RuntimeError for what a copy would broadcast or convert."""
+    for name, gradient, x in zip('qkv', given, inputs):
+        if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) != (
+                x.shape, x.dtype, x.device):
+            raise RuntimeError(checks.error(
+                'compat.bwd', f'd{name} to be like {name}, {tuple(x.shape)}, '
+                f'{checks.dtype_name(x.dtype)} on {x.device}', f'{tuple(gradient.shape)}, '
+                f'{checks.dtype_name(gradient.dtype)} on {gradient.device}'))
+
+
+@functools.cache
+def _warn_of_margin() -> None:
+    warnings.warn(checks.error('compat.bwd', 'sm_margin to be 0', 'more',
+                               'the backward takes every multiprocessor'), stacklevel=3)
+
+
+# -------------------------------------------------------------------------------------------- both
+def _mask(causal: bool, left: int, right: int) -> tuple[bool, tuple[int, int]]:
+    """causal and the window, which says nothing that causal says."""
+    causal = causal or (left == -1 and right == 0)
+    return causal, (left, -1 if causal else right)
+
+
+def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
+    """Copies where the last stride is not 1, as upstream does."""
+    return [x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous() for x in tensors]
+
+
+def _reject(given: str, arguments: dict[str, Tensor | None]) -> None:
+    """Raises RuntimeError for an argument that does not go with what is given."""
+    for name, x in arguments.items():
+        if x is not None:
+            raise RuntimeError(checks.error('compat.fwd', f'{name} to be None with {given}',
+                                            'a tensor'))

@@ -1,0 +1,139 @@
+"""The ops `torch.ops.flash_attn_3`: upstream's schemas, on the functions of functions.py.
+
+Registered on demand alone, as the namespace is upstream's. For clients that call the dispatcher:
+PyTorch's own FA3 hook, xFormers. Positions are part of the contract, names and defaults too.
+"""
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import checks, reference
+from flash_attn3.compat import functions
+from flash_attn3.quantize import E4M3
+
+NAMESPACE = 'flash_attn_3'
+SCHEMAS = {
+    'fwd': '(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, '
+           'Tensor? q_v=None, Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, '
+           'Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, '
+           'Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, '
+           'Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, '
+           'Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, '
+           'Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, '
+           'float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, '
+           'int window_size_right=-1, int attention_chunk=0, float softcap=0.0, '
+           'bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, int num_splits=0, '
+           'bool? pack_gqa=None, int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)',
+    'bwd': '(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, '
+           'Tensor(dq!)? dq=None, Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, '
+           'Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, '
+           'Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, '
+           'float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, '
+           'int window_size_right=-1, float softcap=0.0, bool deterministic=False, '
+           'int sm_margin=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+    'fwd_combine': '(Tensor out_partial, Tensor lse_partial, Tensor(out!)? out=None, '
+                   'ScalarType? out_dtype=None) -> (Tensor(out!), Tensor)',
+    'get_scheduler_metadata':
+        '(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, int num_heads_k, '
+        'int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, '
+        'Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, '
+        'Tensor? seqused_q=None, Tensor? leftpad_k=None, int? page_size=None, '
+        'int max_seqlen_k_new=0, bool is_causal=False, int window_size_left=-1, '
+        'int window_size_right=-1, int attention_chunk=0, bool has_softcap=False, '
+        'int num_splits=0, bool? pack_gqa=None, int sm_margin=0) -> Tensor',
+}
+# The last arguments of `fwd`, from is_causal on, whose defaults are not all those of
+# `_flash_attn_forward`: PyTorch does not pass on trailing arguments that equal them.
+_FIRST = 24
+_LAST = (False, -1, -1, 0, 0.0, False, None, 0, None, 0)
+_BACKWARD_LISTS = 6    # cu_seqlens, seqused, max_seqlen; `_flash_attn_backward` has them first
+_BACKWARD_RESULTS = 5
+
+_kept = []    # the library: its registrations last as long as it does
+
+
+@functools.cache
+def register_ops() -> None:
+    """Registers `torch.ops.flash_attn_3`, with upstream's schemas, on CPU, CUDA and fake tensors.
+
+    Once in a process. Importing `flash_attn_interface` or `flash_attn_3._C` of an installed shim
+    does it. They have no gradients, as upstream's.
+
+    Raises:
+        RuntimeError: another library has registered one of them. Nothing is changed then.
+    """
+    for name in SCHEMAS:
+        if hasattr(getattr(torch.ops, NAMESPACE), name):
+            raise RuntimeError(checks.error(
+                'compat.register_ops', f'no op {NAMESPACE}::{name} yet',
+                'one of another library, such as an installed upstream',
+                'one process can use one of them'))
+    library = torch.library.Library(NAMESPACE, 'FRAGMENT')
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        kernel, fake = _KERNELS[name]
+        for key in ('CPU', 'CUDA'):
+            library.impl(name, kernel, key)
+        torch.library.register_fake(f'{NAMESPACE}::{name}', fake, lib=library)
+    _kept.append(library)
+
+
+# ----------------------------------------------------------------------------------------- kernels
+@torch.no_grad()
+def _fwd(*arguments) -> tuple[Tensor, Tensor, None, None]:
+    last = arguments[_FIRST:]
+    out, lse, *_ = functions._flash_attn_forward(
+        *arguments[:_FIRST], *(None for _ in range(_FIRST - len(arguments))), *last,
+        *_LAST[len(last):])
+    return out, lse, None, None
+
+
+@torch.no_grad()
+def _bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor,
+         dq: Tensor | None = None, dk: Tensor | None = None, dv: Tensor | None = None,
+         *others) -> tuple[Tensor, ...]:
+    lists = (*others, *(None for _ in range(_BACKWARD_LISTS)))[:_BACKWARD_LISTS]
+    functions._flash_attn_backward(dout, q, k, v, out, softmax_lse, *lists, dq, dk, dv,
+                                   *others[_BACKWARD_LISTS:])
+    return _bwd_fake(dout)
+
+
+@torch.no_grad()
+def _combine(*arguments) -> tuple[Tensor, Tensor]:
+    return functions.flash_attn_combine(*arguments)
+
+
+def _metadata(*arguments) -> Tensor:
+    *sizes, _, qkv_dtype, seqused_k = arguments[:9]
+    return functions.get_scheduler_metadata(*sizes, seqused_k, qkv_dtype)
+
+
+# ------------------------------------------------------------------------------------------- fakes
+# They check nothing; that is done when real tensors arrive.
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None,
+              v_new: Tensor | None = None, q_v: Tensor | None = None, out: Tensor | None = None,
+              *_) -> tuple[Tensor, Tensor, None, None]:
+    *batch, rows, heads, _ = q.shape
+    if out is None:
+        dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    return out, q.new_empty((*batch, heads, rows), dtype=reference.lse_dtype(q.dtype)), None, None
+
+
+def _bwd_fake(dout: Tensor, *_) -> tuple[Tensor, ...]:
+    return tuple(dout.new_empty(0, dtype=torch.float32) for _ in range(_BACKWARD_RESULTS))
+
+
+def _combine_fake(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
+                  out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    if out is None:
+        out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
+    return out, lse_partial.new_empty(lse_partial.shape[1:])
+
+
+_KERNELS = {'fwd': (_fwd, _fwd_fake), 'bwd': (_bwd, _bwd_fake),
+            'fwd_combine': (_combine, _combine_fake),
+            'get_scheduler_metadata': (_metadata, _metadata)}
