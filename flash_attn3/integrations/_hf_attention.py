@@ -136,7 +136,7 @@ def _cast(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
         dtype = torch.get_autocast_dtype(q.device.type)
     elif q.is_cuda:
         weights = (x.weight.dtype for x in module.modules() if isinstance(x, nn.Linear))
-        dtype = next((x for x in weights if x.is_floating_point), dtype)
+        dtype = next((x for x in weights if x.is_floating_point), module.config.dtype)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 

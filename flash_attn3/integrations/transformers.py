@@ -41,7 +41,7 @@ def enable(name: str = NAME, shim: bool = True, force: bool = False) -> None:
     """
     text = _client_problem() or _name_problem(name)
     if shim and not force:
-        text = text or _base.shim_problem(_CLIENT)
+        text = text or _base.shim_problem(_CLIENT) or _base.ops_problem(_CLIENT)
     _switch.on(text, lambda undo: _change(undo, name, shim, force))
 
 
@@ -61,7 +61,8 @@ def problem() -> str:
     """Why transformers cannot be served here and what to do, or ''. It is '' on a machine without
     GPU, where the name works on the CPU and transformers itself refuses `flash_attention_3`.
     """
-    return _client_problem() or ('' if _switch.is_on else _base.shim_problem(_CLIENT))
+    return _client_problem() or ('' if _switch.is_on else
+                                 _base.shim_problem(_CLIENT) or _base.ops_problem(_CLIENT))
 
 
 def _client_problem() -> str:

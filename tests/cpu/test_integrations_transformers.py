@@ -4,13 +4,14 @@ attention. Each test also counts our ops, which proves that they computed the re
 transformers refuses flash_attention_3 on machines without a GPU: `gpu_claimed` makes its question
 for one say yes, nothing else of transformers is changed.
 """
-import importlib.util
+import functools
 import sys
 
 import pytest
 import torch
 
 from flash_attn3 import compat
+from flash_attn3.integrations import _base, _hf_attention, _hf_masks
 from flash_attn3.integrations import transformers as integration
 
 from tests.cpu.called_ops import CalledOps
@@ -19,6 +20,8 @@ transformers = pytest.importorskip('transformers', reason='the contract is with 
 if integration._client_problem():
     pytest.skip(integration._client_problem(), allow_module_level=True)
 from transformers import masking_utils, modeling_flash_attention_utils as utilities  # noqa: E402
+from transformers.generation.continuous_batching import (  # noqa: E402
+    cache as batching_cache, initialization)
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 from transformers.utils import import_utils  # noqa: E402
 
@@ -29,7 +32,8 @@ SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hi
              pad_token_id=0, bos_token_id=1, eos_token_id=None)
 DECODERS = {
     'llama': (transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL)),
-    'qwen2': (transformers.Qwen2ForCausalLM, transformers.Qwen2Config(**SMALL)),
+    'qwen2': (transformers.Qwen2ForCausalLM, transformers.Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
     'mistral': (transformers.MistralForCausalLM,
                 transformers.MistralConfig(**SMALL, sliding_window=WINDOW)),
     'gemma2': (transformers.Gemma2ForCausalLM, transformers.Gemma2Config(
@@ -49,7 +53,10 @@ def gpu_claimed():
         patch.setattr(import_utils, 'is_torch_cuda_available', lambda: True)
         patch.setitem(utilities.FLASH_ATTENTION_COMPATIBILITY_MATRIX[3], 'supported_devices',
                       ((lambda: True, 'cuda'),))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)    # others wait for each other longer than these models take
         yield
+        torch.set_num_threads(threads)
     import_utils.is_flash_attn_3_available.cache_clear()
 
 
@@ -209,16 +216,158 @@ def test_generate(kind, name, cache):
     assert got.shape == (3, LENGTH + 10) and torch.equal(got, expected)
 
 
-@pytest.mark.parametrize('kind', ['llama', 'mistral'])
-def test_continuous_batching(kind):
-    """generate_batch on the paged cache: varlen in the prefill, flash_attn_with_kvcache after it."""
+@pytest.mark.parametrize('kind', ['llama', 'qwen2'])
+def test_continuous_batching(kind, monkeypatch):
+    """generate_batch on the paged cache: varlen in the prefill, flash_attn_with_kvcache after it, where
+    no layer has a window. (transformers 5.17 loses the window of Mistral and the softcap of Gemma2
+    there, whatever computes attention.)
+
+    Without a GPU transformers would not take the second, and asks psutil for the memory: both
+    questions are answered here.
+    """
+    memory = torch.device('cpu'), 1 << 30, 0, 0
+    monkeypatch.setattr(batching_cache, 'get_device_and_memory_breakdown', lambda: memory)
+    monkeypatch.setattr(initialization, 'ensure_decode_fast_path_is_available', lambda *_: None)
     model, prompts = model_of(kind), [x[:n].tolist() for x, n in zip(tokens(), (21, 5, 12))]
-    config = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, pad_token_id=0,
-                                           eos_token_id=-1)
-    expected = [model.generate(torch.tensor([x]), generation_config=config)[0, len(x):].tolist()
+    options = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
+    batching = transformers.ContinuousBatchingConfig(
+        block_size=4, num_blocks=64, max_batch_tokens=64, max_blocks_per_request=16,
+        use_cuda_graph=False, use_async_batching=False)
+    expected = [model.generate(torch.tensor([x]), generation_config=options)[0, len(x):].tolist()
                 for x in prompts]
+    calls = []
     model.set_attn_implementation(FA3)
-    with CalledOps() as ops:
-        results = model.generate_batch(prompts, generation_config=config, progress_bar=False)
-    assert [x.generated_tokens for x in results.values()] == expected
-    assert any('attend_cache' in op for op in ops.names) and any('fwd' in op for op in ops.names)
+    shim = sys.modules['flash_attn_interface']
+    for name in ('flash_attn_varlen_func', 'flash_attn_with_kvcache'):
+        count_calls(monkeypatch, shim, name, calls)
+    monkeypatch.setattr(utilities, '_loaded_implementation', None)
+    results = model.generate_batch(prompts, options, batching)
+    got = {tuple(x.prompt_ids): x.generated_tokens for x in results.values()}
+    assert [got[tuple(x)] for x in prompts] == expected
+    assert set(calls) == {'flash_attn_varlen_func'} | (
+        {'flash_attn_with_kvcache'} if kind == 'llama' else set()), calls
+
+
+def count_calls(monkeypatch, module, name, calls):
+    """The model runs in a thread of its own, where no mode of the dispatcher is on."""
+    function = getattr(module, name)
+
+    @functools.wraps(function)    # transformers reads the signature
+    def counted(*arguments, **named):
+        calls.append(name)
+        return function(*arguments, **named)
+    monkeypatch.setattr(module, name, counted)
+
+
+# ----------------------------------------------------------------------------------------- refusals
+def mask_of(mask_function, **changes):
+    return _hf_masks.mask(**dict(batch_size=1, q_length=8, kv_length=8,
+                                 mask_function=mask_function) | changes)
+
+
+def test_masks_that_the_kernels_do_not_have_are_refused():
+    causal = masking_utils.causal_mask_function
+    text = '^flash_attn3.integrations.transformers: expected a causal or bidirectional mask, .* got '
+    numbers = torch.zeros(1, 8, dtype=torch.int)
+
+    def image_tokens(*_):
+        return True
+    for function, got in (
+            (masking_utils.or_masks(causal, image_tokens), 'the mask function or_masks'),
+            (masking_utils.and_masks(causal, image_tokens), 'the mask function .*image_tokens'),
+            (masking_utils.blockwise_overlay(numbers), 'the mask function blockwise_overlay')):
+        with pytest.raises(NotImplementedError, match=text + got):
+            mask_of(function)
+    chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int))
+    with pytest.raises(NotImplementedError, match=text + 'chunks of 4 keys with 8 keys'):
+        mask_of(chunks)
+    assert mask_of(chunks, q_length=4, kv_length=4) is None
+    assert mask_of(masking_utils.sliding_window_bidirectional_mask_function(4)) is None
+
+
+@pytest.mark.parametrize('changes,got', [
+    (dict(dropout=0.1), 'no dropout, got 0.1'),
+    (dict(attention_mask=torch.zeros(1, 1, 8, 8)), 'an attention_mask of 2 dimensions .* got 4'),
+    (dict(position_bias=torch.zeros(1, 2, 8, 8)), 'no position_bias, got one')])
+def test_arguments_that_the_kernels_do_not_have_are_refused(changes, got):
+    module = model_of('llama').model.layers[0].self_attn
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(NotImplementedError, match=f'^flash_attn3.integrations.transformers: '
+                                                  f'expected {got}.*; hint: '):
+        _hf_attention.attention(module, q, q, q, **dict(attention_mask=None) | changes)
+
+
+def test_a_window_that_attention_is_not_told_is_refused():
+    module = model_of('gpt_oss').model.layers[0].self_attn
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(NotImplementedError, match='expected sliding_window for layer 0'):
+        _hf_attention.attention(module, q, q, q, None)
+
+
+# ---------------------------------------------------------------------------------------- on and off
+@pytest.fixture
+def off(enabled):
+    integration.disable()
+    before = state()
+    yield before
+    integration.disable()
+    assert state() == before
+    integration.enable()    # as the other tests have it
+
+
+def state() -> tuple:
+    return (list(sys.path), dict(AttentionInterface._global_mapping), compat.is_installed(),
+            dict(masking_utils.AttentionMaskInterface._global_mapping),
+            'flash_attn_interface' in sys.modules, import_utils.is_flash_attn_3_available())
+
+
+def test_disable_takes_everything_back(off):
+    assert not off[-1]
+    integration.enable()
+    assert integration.is_enabled() and import_utils.is_flash_attn_3_available()
+    integration.enable(name='another')
+    assert OWN not in AttentionInterface._global_mapping
+    integration.disable()
+    assert state() == off and not integration.is_enabled()
+
+
+def test_without_the_shim(off):
+    """For a process that has upstream's package, and wants the name for sinks."""
+    integration.enable(shim=False)
+    assert not compat.is_installed() and OWN in AttentionInterface._global_mapping
+
+
+@pytest.mark.parametrize('name,word', [('my_flash', 'flash'), ('a/b', '/'), ('sdpa_3', 'sdpa')])
+def test_names_that_transformers_reads_are_refused(off, name, word):
+    with pytest.raises(RuntimeError, match=f"expected a name without '{word}', got '{name}'"):
+        integration.enable(name=name)
+
+
+def test_a_name_that_is_taken_is_refused_and_nothing_stays(off):
+    AttentionInterface.register('taken', print)
+    with pytest.raises(RuntimeError, match="expected a name that is free, got 'taken'"):
+        integration.enable(name='taken')
+    assert not compat.is_installed() and AttentionInterface._global_mapping.pop('taken') is print
+
+
+def test_an_installed_upstream_wins_unless_forced(off, tmp_path, monkeypatch):
+    (tmp_path / 'flash_attn_interface.py').write_text('')
+    path = list(sys.path)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert 'expected no other flash_attn_interface' in integration.problem()
+        with pytest.raises(RuntimeError, match='hint: uninstall flash-attn-3, or call '):
+            integration.enable()
+        integration.enable(force=True)
+        assert compat.is_installed() and integration.problem() == ''
+        integration.disable()
+    finally:
+        sys.path[:] = path
+
+
+def test_missing_and_old_clients_are_refused(off, monkeypatch):
+    for version, got in (('', 'none'), ('5.2.0', '5.2.0'), ('4.57.1', '4.57.1')):
+        monkeypatch.setattr(_base, 'version_of', lambda *_, version=version: version)
+        assert integration.problem() == (
+            'flash_attn3.integrations.transformers: expected transformers 5.17 or later, got '
+            + got + '; hint: pip install ' + ('--upgrade ' if version else '') + 'transformers')
