@@ -6,8 +6,8 @@ import importlib.util
 import re
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -85,15 +85,21 @@ def warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
+@contextmanager
+def quiet_override() -> Iterator[None]:
+    """PyTorch warns when a kernel is replaced on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', '(?s).*Overriding a previously registered kernel')
+        yield
+
+
 # ---------------------------------------------------------------------------------------- versions
-def version_of(*distributions: str) -> str:
-    """The version of the first of these distributions that is installed, or ''."""
-    for name in distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ''
+def version_of(distribution: str) -> str:
+    """The version that is installed, or ''."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ''
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -101,32 +107,22 @@ def numbers(version: str) -> tuple[int, ...]:
     return tuple(int(x) for x in re.match(r'\d*(?:\.\d+)*', version)[0].split('.') if x)
 
 
-def client_problem(client: str, distributions: tuple[str, ...], oldest: tuple[int, ...]) -> str:
+def client_problem(client: str, distribution: str, oldest: tuple[int, ...], package: str) -> str:
     """Why an installed client cannot be used, or ''.
 
     Args:
-        distributions: the names under which it may be installed.
+        distribution: the name under which it is installed.
         oldest: the oldest version that is served.
+        package: the name of its import; a checkout on sys.path is believed to be new enough.
     """
-    wanted = f'{distributions[0]} {".".join(map(str, oldest))} or later'
-    version = version_of(*distributions)
+    wanted = f'{distribution} {".".join(map(str, oldest))} or later'
+    version = version_of(distribution)
+    if not version and importlib.util.find_spec(package) is not None:
+        return ''
     if not version:
-        return error(client, wanted, 'none', f'pip install {distributions[0]}')
+        return error(client, wanted, 'none', f'pip install {distribution}')
     if numbers(version) < oldest:
-        return error(client, wanted, version, f'pip install --upgrade {distributions[0]}')
-    return ''
-
-
-def late_problem(client: str, module: str) -> str:
-    """Why a client that looks for attention when it is imported does not find it any more, or ''.
-
-    Args:
-        module: the client's module that looks.
-    """
-    if module in sys.modules and not compat.is_installed():
-        return error(client, 'to be enabled before the client is imported',
-                     f'{module} imported already',
-                     'call enable() first, or start with `python -m flash_attn3.compat script.py`')
+        return error(client, wanted, version, f'pip install --upgrade {distribution}')
     return ''
 
 
@@ -179,3 +175,62 @@ def _release_shim(client: str) -> None:
     _shim_users.discard(client)
     if not _shim_users and compat.is_installed():
         compat.uninstall()
+
+
+class ShimClient:
+    """A client that finds upstream's names when it is imported: the shim is all it needs."""
+
+    def __init__(self, client: str, distribution: str, oldest: tuple[int, ...], module: str,
+                 flag: str):
+        """
+        Args:
+            distribution, oldest: of `client_problem`.
+            module: the client's module that looks for upstream at its import.
+            flag: its attribute, also of attributes, that is true when it has found it.
+        """
+        self._name = client
+        self._installed = distribution, oldest, module.partition('.')[0]
+        self._module, self._flag = module, flag
+        self._switch = Switch(client)
+
+    def enable(self, force: bool = False) -> None:
+        """`flash_attn3.compat.install()`, before the client is imported.
+
+        Args:
+            force: the shim takes the place of an installed flash-attn-3. Default False.
+
+        Raises:
+            RuntimeError: what `problem()` says.
+        """
+        text = self._problem(not force)
+        self._switch.on(text, lambda undo: install_shim(undo, self._name, force))
+
+    def disable(self) -> None:
+        """Takes the shim back, if no other client uses it. What the client has imported stays: only
+        a new process is without it.
+        """
+        self._switch.off()
+
+    def is_enabled(self) -> bool:
+        """Whether enable() was called, and disable() was not."""
+        return self._switch.is_on
+
+    def problem(self) -> str:
+        """Why the client cannot be served here and what to do, or ''."""
+        return self._problem(not self._switch.is_on)
+
+    def _problem(self, may_be_upstream: bool) -> str:
+        text = client_problem(self._name, *self._installed)
+        if not text and may_be_upstream:
+            text = shim_problem(self._name)
+        return text or ops_problem(self._name) or self._late_problem()
+
+    def _late_problem(self) -> str:
+        found = sys.modules.get(self._module)
+        for name in self._flag.split('.') if found is not None else ():
+            found = getattr(found, name, True)    # of a version that calls it something else
+        if self._module not in sys.modules or found:
+            return ''
+        return error(self._name, f'enable() before the import of {self._module}',
+                     "it has been imported, and has not found upstream's names",
+                     'in a new process: enable() first, or python -m flash_attn3.compat script.py')

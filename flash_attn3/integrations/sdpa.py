@@ -13,7 +13,6 @@ another one, as without this module.
 from __future__ import annotations
 
 import importlib
-import warnings
 from contextlib import ExitStack
 
 import torch
@@ -76,8 +75,7 @@ def _register():
     """What PyTorch calls to activate the names."""
     compat.register_ops()
     hook = importlib.import_module(_HOOK)
-    with warnings.catch_warnings():    # PyTorch warns of its own override
-        warnings.filterwarnings('ignore', '(?s).*Overriding a previously registered kernel')
+    with _base.quiet_override():
         try:
             return hook.register_flash_attention_fa3(module_path=__name__)
         except BaseException:

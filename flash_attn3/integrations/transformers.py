@@ -66,7 +66,7 @@ def problem() -> str:
 
 
 def _client_problem() -> str:
-    return _base.client_problem(_CLIENT, ('transformers',), OLDEST)
+    return _base.client_problem(_CLIENT, _CLIENT, OLDEST, _CLIENT)
 
 
 def _name_problem(name: str) -> str:
