@@ -7,10 +7,10 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
 - `_fwd_no_lse`: the output alone, also for eager calls: no memory for an LSE that nobody reads.
 - `fwd_out`, `fwd_out_no_lse`: write into a given output; the first returns the LSE. No autograd.
 - `bwd`: the gradients of `fwd`; `bwd_out`: into given tensors. No autograd.
-- `fwd_general`, `_fwd_general`, `fwd_general_out`, `bwd_general`: the same with more arguments
-  (arguments.py): windows, chunks, softcap, sinks, packed sequences, max logits. What they do on
-  the CPU and on fakes is in general.py. A call without these arguments takes the others: each
-  argument costs host time.
+- `fwd_general`, `_fwd_general`, `fwd_general_out`, `bwd_general`, `bwd_general_out`: the same with
+  more arguments (arguments.py): windows, chunks, softcap, sinks, packed sequences, max logits.
+  What they do on the CPU and on fakes is in general.py. A call without these arguments takes the
+  others: each argument costs host time.
 
 Ops without autograd have no derivative, and do not refuse one: the public functions do that.
 
@@ -38,6 +38,8 @@ _SCALARS = schema('softmax_scale', 'causal', 'pack_gqa', 'sm_margin')    # of th
 _GENERAL = schema('lengths', 'score')
 _EXECUTION = schema('execution')
 _GRADIENTS = schema('gradients')
+_BACKWARD = 'Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse'
+_INTO = 'Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv'
 _CACHE = schema('cache', 'score', 'splits', 'lengths', 'pack_gqa', 'sm_margin', 'scales')
 _SCHEMAS = (
     f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}, {_GRADIENTS}) -> (Tensor, Tensor)',
@@ -45,8 +47,7 @@ _SCHEMAS = (
     f'_fwd_no_lse(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> Tensor',
     f'fwd_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_SCALARS}) -> Tensor',
     f'fwd_out_no_lse(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_SCALARS}) -> ()',
-    'bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
-    f'float softmax_scale, bool causal, {_GRADIENTS}) -> (Tensor, Tensor, Tensor)',
+    f'bwd({_BACKWARD}, float softmax_scale, bool causal, {_GRADIENTS}) -> (Tensor, Tensor, Tensor)',
     # (out, lse, max_logits), where max_logits is empty unless asked for.
     f'fwd_general(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, {_GRADIENTS}) '
     '-> (Tensor, Tensor, Tensor)',
@@ -55,11 +56,9 @@ _SCHEMAS = (
     f'fwd_general_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_GENERAL}, {_EXECUTION}) '
     '-> (Tensor, Tensor)',
     # The last result is the gradient of the sinks, empty without them.
-    'bwd_general(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
-    f'{_GENERAL}, {_GRADIENTS}) -> (Tensor, Tensor, Tensor, Tensor)',
-    'bwd_out(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, '
-    'Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, '
-    f'float softmax_scale, bool causal, {_GRADIENTS}) -> ()',
+    f'bwd_general({_BACKWARD}, {_GENERAL}, {_GRADIENTS}) -> (Tensor, Tensor, Tensor, Tensor)',
+    f'bwd_general_out({_BACKWARD}, {_INTO}, {_GENERAL}, {_GRADIENTS}) -> Tensor',
+    f'bwd_out({_BACKWARD}, {_INTO}, float softmax_scale, bool causal, {_GRADIENTS}) -> ()',
     # block: rows, or quantize.PER_HEAD or PER_TENSOR. Returns e4m3 and scales.
     'quantize_fp8(Tensor x, Tensor? cu_seqlens=None, Tensor? seqused=None, int block=0, '
     'int group=1, int? rotation_seed=None) -> (Tensor, Tensor)',

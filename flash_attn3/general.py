@@ -86,8 +86,23 @@ def _fwd_out_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
              lse: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same bits on every call, deterministic or not."""
+    return _gradients_cpu(dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse), arguments)
+
+
+def _bwd_out_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+                 lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *arguments) -> Tensor:
+    *results, dsinks = _gradients_cpu(dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse,
+                                           dq=dq, dk=dk, dv=dv), arguments)
+    for gradient, result in zip((dq, dk, dv), results):
+        gradient.copy_(result)
+    return dsinks
+
+
+def _gradients_cpu(tensors: dict[str, Tensor | None],
+                   arguments: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     general = General(*arguments[:_COUNT])
-    checks.check_backward(dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse), general)
+    checks.check_backward(tensors, general)
+    dout, dlse, q, k, v, out, lse, *_ = tensors.values()
     checks.check_contents('bwd', q, k, general)
     inputs, score = Inputs(q, k, v, general.sinks), score_of(q, general)
     lengths, dtype = lengths_of(general), reference.wide_dtype(q.dtype)
@@ -124,8 +139,14 @@ def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
 
+def _bwd_out_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+                  lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *arguments) -> Tensor:
+    return _bwd_fake(dout, dlse, q, k, v, out, lse, *arguments)[3]
+
+
 for _name, _on_cpu, _fake in (
         ('fwd_general', _fwd_cpu, forward_fake), ('_fwd_general', _fwd_cpu, forward_fake),
-        ('fwd_general_out', _fwd_out_cpu, _fwd_out_fake), ('bwd_general', _bwd_cpu, _bwd_fake)):
+        ('fwd_general_out', _fwd_out_cpu, _fwd_out_fake), ('bwd_general', _bwd_cpu, _bwd_fake),
+        ('bwd_general_out', _bwd_out_cpu, _bwd_out_fake)):
     _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)

@@ -42,9 +42,9 @@ std::string check_gradients(AttentionCall const& call) {
   for (int i = 0; i < 3; ++i) {
     auto const& [name, gradient] = all[i];
     TensorMeta const& like = inputs[i].meta;
-    TensorRule const rule{
-        name,         gradient,         4, {like.size[0], like.size[1], like.size[2], like.size[3]},
-        call.q.dtype, call.q.dtype_name};
+    TensorRule const rule{name,         gradient,
+                          like.rank,    {like.size[0], like.size[1], like.size[2], like.size[3]},
+                          call.q.dtype, call.q.dtype_name};
     std::string error = check_tensor(call.op(), rule, call.q);
     if (error.empty()) {
       error = check_given_memory(call.op(), all[i], std::span(all).subspan(i + 1));

@@ -78,11 +78,14 @@ void boxed_backward(StableIValue* stack, uint64_t num_args, uint64_t num_outputs
   }
 }
 
+template <bool kHasGradients>
 void boxed_general(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  constexpr int kGiven = kHasGradients ? 3 : 0;
   constexpr int kArguments =
       LengthArguments::kCount + ScoreArguments::kCount + GradientArguments::kCount;
-  expect_schema("bwd_general", {num_args, num_outputs}, {BackwardTensors::kInputs + kArguments, 4});
-  BackwardCall args(stack, /*has_gradients=*/false);
+  expect_schema(kHasGradients ? "bwd_general_out" : "bwd_general", {num_args, num_outputs},
+                {BackwardTensors::kInputs + kGiven + kArguments, 4 - kGiven});
+  BackwardCall args(stack, kHasGradients);
   AttentionCall& call = args.call;
   args.args.read_groups(call.lengths, call.score, call.gradients);
   check(call);
@@ -92,13 +95,17 @@ void boxed_general(StableIValue* stack, uint64_t num_args, uint64_t num_outputs)
   OwnedTensor dsinks = allocate(call.op(), &size, 1, Dtype::kFloat32, call.q.device_index);
   require(aoti_torch_zero_(dsinks.get()), "fill the gradient of sinks");
   run_backward(args.tensors, call, dsinks);
-  box_gradients(stack, args.tensors);
-  stack[3] = boxed(std::move(dsinks));
+  if (!kHasGradients) {
+    box_gradients(stack, args.tensors);
+    stack += 3;
+  }
+  *stack = boxed(std::move(dsinks));
 }
 
 constexpr BoxedOp kOps[] = {{"bwd", &boxed_backward<false>},
                             {"bwd_out", &boxed_backward<true>},
-                            {"bwd_general", &boxed_general}};
+                            {"bwd_general", &boxed_general<false>},
+                            {"bwd_general_out", &boxed_general<true>}};
 
 }  // namespace
 

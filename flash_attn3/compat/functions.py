@@ -22,10 +22,10 @@ from flash_attn3.kvcache import (flash_attn_combine, flash_attn_with_kvcache,
 
 __all__ = ['_flash_attn_backward', '_flash_attn_forward', 'flash_attn_combine', 'flash_attn_func',
            'flash_attn_qkvpacked_func', 'flash_attn_varlen_func', 'flash_attn_with_kvcache',
-           'get_scheduler_metadata', 'with_lse']
+           'get_scheduler_metadata']    # what upstream has
 
 _bwd_out = torch.ops.flash_attn3.bwd_out.default
-_bwd_general = torch.ops.flash_attn3.bwd_general.default
+_bwd_general_out = torch.ops.flash_attn3.bwd_general_out.default
 
 
 def with_lse(function: Callable) -> Callable:
@@ -69,7 +69,8 @@ def _flash_attn_forward(
         Gradients flow where those of the three functions do.
 
     Raises:
-        RuntimeError, NotImplementedError: as those three; what does not go with cu_seqlens_k.
+        RuntimeError, NotImplementedError: as those three; what does not go with cu_seqlens_k, and
+            seqused_q without it.
     """
     causal, window_size = _mask(causal, window_size_left, window_size_right)
     shared = dict(
@@ -77,19 +78,20 @@ def _flash_attn_forward(
         k_descale=k_descale, v_descale=v_descale, window_size=window_size,
         attention_chunk=attention_chunk, softcap=softcap, num_splits=max(0, num_splits),
         pack_gqa=pack_gqa, sm_margin=sm_margin)
-    of_cache = dict(k_new=k_new, v_new=v_new, page_table=page_table, kv_batch_idx=kv_batch_idx,
-                    leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-                    seqlens_rotary=seqlens_rotary)
-    if cu_seqlens_k is not None:
-        _reject('cu_seqlens_k', of_cache)
-        lists = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
-        out, lse = _packed(q, k, v, out_, lists, shared)
-    elif cu_seqlens_q is None and seqused_k is None and all(x is None for x in of_cache.values()):
-        _reject('q, k and v of a batch', dict(seqused_q=seqused_q))
+    is_dense = (k_new is v_new is cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is
+                page_table is kv_batch_idx is leftpad_k is rotary_cos is rotary_sin is
+                seqlens_rotary is None)
+    if is_dense:
         out, lse = flash_attn_func(*_rows_contiguous(q, k, v), **shared, out=out_,
                                    return_attn_probs=True)
+    elif cu_seqlens_k is not None:
+        _reject('with', k_new=k_new, v_new=v_new, page_table=page_table, kv_batch_idx=kv_batch_idx,
+                leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+                seqlens_rotary=seqlens_rotary)
+        lists = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+        out, lse = _packed(q, k, v, out_, lists, shared)
     else:
-        _reject('a cache', dict(seqused_q=seqused_q))
+        _reject('without', seqused_q=seqused_q)
         out, lse, *_ = flash_attn_with_kvcache(
             *_rows_contiguous(q), k, v, k_new, v_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
             cache_seqlens=seqused_k, cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k,
@@ -97,7 +99,8 @@ def _flash_attn_forward(
             max_seqlen_q=max_seqlen_q, rotary_seqlens=seqlens_rotary,
             rotary_interleaved=rotary_interleaved, scheduler_metadata=scheduler_metadata,
             return_softmax_lse=True, out=out_, **shared)
-    return out, lse, lse.new_empty(0), lse.new_empty(0)
+    empty = lse.new_empty(0)
+    return out, lse, empty, empty
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lists: tuple,
@@ -165,26 +168,24 @@ def _flash_attn_backward(
     is_plain = (left, right) == (-1, -1) and softcap == 0.0 and all(x is None for x in lists)
     deterministic = checks.wants_determinism(deterministic)
     given = dq, dk, dv
-    tensors = dout, None, q, k, v, out, lse
-    if is_plain and all(x is not None and x.stride(-1) == 1 for x in given):
-        _bwd_out(*tensors, *given, scale, causal, deterministic)
-        return lse.new_empty(0)
-    _check_gradients(given, (q, k, v))
-    for gradient, result in zip(given, _bwd_general(*tensors, *general, deterministic)):
-        if gradient is not None:
+    written = [_place(*pair) for pair in zip(given, (q, k, v))]
+    tensors = dout, None, q, k, v, out, lse, *written
+    if is_plain:
+        _bwd_out(*tensors, scale, causal, deterministic)
+    else:
+        _bwd_general_out(*tensors, *general, deterministic)
+    for gradient, result in zip(given, written):
+        if gradient is not None and gradient is not result:
             gradient.copy_(result)
     return lse.new_empty(0)
 
 
-def _check_gradients(given: tuple[Tensor | None, ...], inputs: tuple[Tensor, ...]) -> None:
-    """Raises RuntimeError for what a copy would broadcast or convert."""
-    for name, gradient, x in zip('qkv', given, inputs):
-        if gradient is not None and (gradient.shape, gradient.dtype, gradient.device) != (
-                x.shape, x.dtype, x.device):
-            raise RuntimeError(checks.error(
-                'compat.bwd', f'd{name} to be like {name}, {tuple(x.shape)}, '
-                f'{checks.dtype_name(x.dtype)} on {x.device}', f'{tuple(gradient.shape)}, '
-                f'{checks.dtype_name(gradient.dtype)} on {gradient.device}'))
+def _place(gradient: Tensor | None, x: Tensor) -> Tensor:
+    """Where the gradient of x is written: the given tensor, or one that the kernels can write."""
+    if gradient is None or gradient.dim() == 0 or gradient.stride(-1) != 1:
+        return torch.empty_like(x if gradient is None else gradient,
+                                memory_format=torch.contiguous_format)
+    return gradient
 
 
 @functools.cache
@@ -205,9 +206,9 @@ def _rows_contiguous(*tensors: Tensor) -> list[Tensor]:
     return [x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous() for x in tensors]
 
 
-def _reject(given: str, arguments: dict[str, Tensor | None]) -> None:
-    """Raises RuntimeError for an argument that does not go with what is given."""
+def _reject(preposition: str, **arguments: Tensor | None) -> None:
+    """Raises RuntimeError for an argument that does not go with or without cu_seqlens_k."""
     for name, x in arguments.items():
         if x is not None:
-            raise RuntimeError(checks.error('compat.fwd', f'{name} to be None with {given}',
-                                            'a tensor'))
+            raise RuntimeError(checks.error(
+                'compat.fwd', f'{name} to be None {preposition} cu_seqlens_k', 'a tensor'))

@@ -47,6 +47,7 @@ def test_an_argument_stands_in_few_files(name):
     ('_fwd_general', 3, ('lengths', 'score', 'execution')),
     ('fwd_general', 3, ('lengths', 'score', 'execution', 'gradients')),
     ('bwd_general', 7, ('lengths', 'score', 'gradients')),
+    ('bwd_general_out', 10, ('lengths', 'score', 'gradients')),
     ('fwd_fp8', 3, ('scales', 'fp8', 'lengths', 'score', 'execution')),
     ('fwd_quantized', 3,
      ('lengths', 'score', 'execution', 'gradients', 'quantization', 'promote'))])

@@ -62,12 +62,30 @@ def test_opcheck_bwd_general(sinks, has_dlse, kind):
     general = general if sinks else general._replace(sinks=None)
     out, lse, _ = OPS._fwd_general(*tensors, *general)
     dlse = torch.randn_like(lse) if has_dlse else None
-    opcheck(OPS.bwd_general.default,
-            (torch.randn_like(out), dlse, *tensors, out, lse, *general, True))
+    given = torch.randn_like(out), dlse, *tensors, out, lse
+    opcheck(OPS.bwd_general.default, (*given, *general, True))
+    opcheck(OPS.bwd_general_out.default,
+            (*given, *(torch.zeros_like(x) for x in tensors), *general, True))
+
+
+@KINDS
+def test_gradients_into_given_tensors(kind):
+    """They have the bits of new ones, whatever their strides."""
+    tensors, general = inputs(kind)
+    out, lse, _ = OPS._fwd_general(*tensors, *general)
+    given = torch.randn_like(out), None, *tensors, out, lse
+    wanted = OPS.bwd_general(*given, *general)
+    found = [torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype)
+             for x in tensors]
+    gradients = [x[..., :size.shape[-1]] for x, size in zip(found, tensors)]
+    dsinks = OPS.bwd_general_out(*given, *gradients, *general)
+    assert all(map(torch.equal, (*gradients, dsinks), wanted))
+    assert all(x[..., size.shape[-1]:].isnan().all() for x, size in zip(found, tensors))
 
 
 def test_ops_are_tagged_for_pt2():
-    for op in (*FORWARD, OPS.fwd_general_out.default, OPS.bwd_general.default):
+    for op in (*FORWARD, OPS.fwd_general_out.default, OPS.bwd_general.default,
+               OPS.bwd_general_out.default):
         assert torch.Tag.pt2_compliant_tag in op.tags
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks import memory
 from flash_attn3 import bench, flash_attn_func, flash_attn_qkvpacked_func
 from flash_attn3.bench import Shape
+from flash_attn3.general import General
 
 from tests import compare, layouts
 from tests.cases import GRADIENT_KINDS, Case
@@ -66,6 +67,31 @@ def test_layouts(layout, kind, device):
         backward.into(*given)
         backward.check(given)
         assert {i: layouts.nan_count(given[i]) for i in indices} == around
+
+
+def starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor((0, *lengths), device=device).cumsum(0).int()
+
+
+@one_dtype
+@pytest.mark.parametrize('is_packed', [False, True], ids=['dense', 'packed'])
+def test_more_arguments(is_packed, kind, device):
+    """`bwd_general_out` gives the bits of `bwd_general`, sinks too; the NaN around them stays."""
+    lengths = {'cu_seqlens_q': starts((70, 0, 60), device), 'max_seqlen_q': 70,
+               'cu_seqlens_k': starts((90, 30, 83), device)} if is_packed else {}
+    sinks = torch.linspace(-1, 1, CASE.heads_q, device=device)
+    general = General(**lengths, sinks=sinks, causal=kind.causal, window_left=50, softcap=20.0)
+    tensors = [x[0] if is_packed else x for x in CASE.of(kind).tensors(device)]
+    out, lse, _ = OPS._fwd_general(*tensors, *general)
+    given = torch.randn_like(out), None, *tensors, out, lse
+    wanted = OPS.bwd_general(*given, *general, True)
+    around = [torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan, dtype=x.dtype, device=device)
+              for x in tensors]
+    gradients = [x[..., :x.shape[-1] // 2] for x in around]
+    dsinks = OPS.bwd_general_out(*given, *gradients, *general, True)
+    for name, *values in zip((*NAMES, 'dsinks'), (*gradients, dsinks), wanted):
+        compare.check_equal(*values, name)
+    assert all(x[..., x.shape[-1] // 2:].isnan().all() for x in around)
 
 
 @every_kind
