@@ -25,6 +25,9 @@ _AND, _PACKED, _CHUNKED = (f'{name}.<locals>.{inner}' for name, inner in (
     ('chunked_overlay', 'inner_mask')))
 
 
+@torch.compiler.disable(reason='flash_attn3.integrations.transformers: expected no fullgraph=True '
+                        'with a name of its own; hint: it reads mask functions once a forward; '
+                        'flash_attention_3 has no such break')
 def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0,
          kv_offset: int = 0, mask_function: Callable | None = None,
          attention_mask: Tensor | None = None, device: torch.device | None = None,

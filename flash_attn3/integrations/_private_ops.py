@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,7 +18,7 @@ from flash_attn3 import (flash_attn_func, flash_attn_varlen_func, flash_attn_wit
                          get_scheduler_metadata)
 from flash_attn3.integrations import _base
 
-# Of `fwd`: to our names. Upstream's order, which each client changes a little.
+# The arguments of `fwd` and our names for them.
 _SHARED = {
     'q_descale': 'q_descale', 'k_descale': 'k_descale', 'v_descale': 'v_descale',
     'softmax_scale': 'softmax_scale', 'is_causal': 'causal', 'attention_chunk': 'attention_chunk',
@@ -103,12 +104,12 @@ class PrivateOps:
     def _replace(self, undo: ExitStack) -> None:
         library = torch.library.Library(self._namespace, 'IMPL')
         undo.callback(library._destroy)
-        for name, function in (('fwd', forward), ('get_scheduler_metadata', metadata)):
-            if op := self._op(name):
-                kernel = by_name(op, functools.partial(function, self._client))
-                with _base.quiet_override():
-                    for key in ('CUDA', 'CPU'):
-                        library.impl(name, kernel, key, allow_override=True)
+        ops = {name: function for name, function in (
+            ('fwd', forward), ('get_scheduler_metadata', metadata)) if self._op(name)}
+        for name, key in itertools.product(ops, ('CUDA', 'CPU')):
+            kernel = by_name(self._op(name), functools.partial(ops[name], self._client))
+            with _base.quiet_override():
+                library.impl(name, kernel, key, allow_override=True)
 
 
 def by_name(op: OpOverload, function):

@@ -2,27 +2,13 @@
 
     flash_attn3.integrations.vllm.enable()    # in each worker
 
-vLLM loads `plugin` into every worker if its entry point group vllm.general_plugins names it; that
-does nothing unless the environment says FLASH_ATTN3_VLLM=1. There is no `q_v` (MLA) and no decode
-context parallelism (`cp_world_size` above 1): these calls raise an error. Only emulated: the tests
-make the calls of vLLM 0.33 on ops of its schema; it was not run inside vLLM.
+Workers call it as a plugin: a distribution of yours with the entry point
+`flash_attn3.integrations.vllm:enable` in the group vllm.general_plugins. There is no `q_v` (MLA)
+and no decode context parallelism (`cp_world_size` above 1): these calls raise an error. Only
+emulated: the tests make the calls of vLLM 0.33 on ops of its schema; it was not run inside vLLM.
 """
-from __future__ import annotations
-
-import os
-
 from flash_attn3.integrations._private_ops import PrivateOps
 
 _client = PrivateOps('vllm', '_vllm_fa3_C', 'vllm.vllm_flash_attn.flash_attn_interface', 'vllm')
 enable, disable = _client.enable, _client.disable
 is_enabled, problem = _client.is_enabled, _client.problem
-
-
-def plugin() -> None:
-    """enable(), if the environment variable FLASH_ATTN3_VLLM is 1: for vLLM's plugins.
-
-    Raises:
-        RuntimeError: as enable().
-    """
-    if os.environ.get('FLASH_ATTN3_VLLM') == '1':
-        enable()

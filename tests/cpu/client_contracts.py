@@ -36,9 +36,9 @@ def diffusers() -> None:
     on_cpu(dispatch._wrapped_flash_attn_3)
     torch.manual_seed(0)
     model = FluxTransformer2DModel(
-        in_channels=8, num_layers=1, num_single_layers=1, attention_head_dim=16, guidance_embeds=False,
-        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8)).eval()
+        in_channels=8, num_layers=1, num_single_layers=1, attention_head_dim=16,
+        guidance_embeds=False, num_attention_heads=2, joint_attention_dim=32,
+        pooled_projection_dim=32, axes_dims_rope=(4, 4, 8)).eval()
     call = dict(hidden_states=torch.randn(2, 16, 8), encoder_hidden_states=torch.randn(2, 5, 32),
                 pooled_projections=torch.randn(2, 32), timestep=torch.tensor([0.3, 0.7]),
                 img_ids=torch.randint(4, (16, 3)), txt_ids=torch.zeros(5, 3))
@@ -116,7 +116,8 @@ def megatron() -> None:
             lengths == (1, 1))[:, 0]
         for row, (start, end) in enumerate(zip(starts, starts[1:])):
             k, v = (x[table[row]].flatten(0, 1)[:used[row]][None] for x in (cache_k, cache_v))
-            mask = torch.ones(end - start, used[row], dtype=torch.bool).tril(used[row] - end + start)
+            rows, keys = int(end - start), int(used[row])
+            mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
             torch.testing.assert_close(out[start:end], attention(
                 q[start:end][None], k, v, attn_mask=mask)[0], **TOLERANCE)
 

@@ -23,7 +23,7 @@ def _path_is_restored():
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['diffusers', 'xformers', 'megatron', 'transformer_engine'])
 def test_client(name):
-    """Values of the client's own code on our functions, with the shim: tests.cpu.client_contracts."""
+    """Values of the client's own code on our functions: tests.cpu.client_contracts."""
     problem = importlib.import_module(f'flash_attn3.integrations.{name}').problem()
     if problem and name != 'transformer_engine':
         pytest.skip(problem)
@@ -92,7 +92,8 @@ def test_an_installed_upstream_wins_unless_forced(monkeypatch, tmp_path):
     (tmp_path / 'flash_attn_interface.py').write_text('')
     monkeypatch.syspath_prepend(tmp_path)
     served = client(monkeypatch)
-    with pytest.raises(RuntimeError, match=f'expected no other flash_attn_interface, got {tmp_path}'):
+    with pytest.raises(RuntimeError, match='expected no other flash_attn_interface, got '
+                                           f'{tmp_path}'):
         served.enable()
     served.enable(force=True)
     assert compat.is_installed()

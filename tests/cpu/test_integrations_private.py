@@ -11,15 +11,16 @@ from flash_attn3.integrations._private_ops import PrivateOps
 
 from tests import compare
 
-FIRST = ('Tensor{q} q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out, '
-         'Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, '
+FIRST = ('Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, '
+         'Tensor!? out, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, '
+         'Tensor? seqused_q, '
          'Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, '
          'Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, '
          'Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, '
          'float softmax_scale, bool is_causal, int window_size_left, int window_size_right, ')
 LAST = ('float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, '
         'bool? pack_gqa, int sm_margin, ')
-VLLM = f'fwd({FIRST.format(q="!")}{LAST}Tensor? s_aux, int cp_world_size, int cp_rank, ' \
+VLLM = f'fwd({FIRST}{LAST}Tensor? s_aux, int cp_world_size, int cp_rank, ' \
        'Tensor? cp_tot_seqused_k) -> Tensor[]'
 METADATA = ('get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, '
             'int num_heads, int num_heads_k, int headdim, int headdim_v, ScalarType qkv_dtype, '
@@ -27,7 +28,7 @@ METADATA = ('get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_se
             'Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? leftpad_k, int? page_size, '
             'int max_seqlen_k_new, bool is_causal, int window_size_left, int window_size_right, '
             'bool has_softcap, int num_splits, bool? pack_gqa, int sm_margin) -> Tensor')
-SGLANG = f'fwd({FIRST.format(q="!")}int attention_chunk, {LAST}Tensor? sinks=None) -> Tensor[]'
+SGLANG = f'fwd({FIRST}int attention_chunk, {LAST}Tensor? sinks=None) -> Tensor[]'
 SCALE = 0.125
 
 
@@ -167,15 +168,6 @@ def test_disable_brings_the_clients_kernel_back():
     assert not vllm.is_enabled()
     with pytest.raises(ZeroDivisionError):
         vllm_call(Cache(16))
-
-
-def test_vllm_plugin_is_off_unless_asked_for(monkeypatch):
-    monkeypatch.delenv('FLASH_ATTN3_VLLM', raising=False)
-    vllm.plugin()
-    assert not vllm.is_enabled()
-    monkeypatch.setenv('FLASH_ATTN3_VLLM', '1')
-    vllm.plugin()
-    assert vllm.is_enabled()
 
 
 def test_an_op_with_other_arguments_is_refused():

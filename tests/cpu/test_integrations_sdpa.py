@@ -166,7 +166,7 @@ def test_nothing_is_left_after_an_error(before, monkeypatch):
     assert not sdpa.is_enabled() and state() == before
 
 
-# ------------------------------------------------------------------------------------------ refusals
+# ----------------------------------------------------------------------------------------- refusals
 def test_a_torch_without_the_hook_is_refused(before, monkeypatch):
     monkeypatch.setitem(sys.modules, 'torch.nn.attention._fa3', None)
     with pytest.raises(RuntimeError, match=r'^flash_attn3.integrations.sdpa: expected a PyTorch '
@@ -215,7 +215,7 @@ def test_importing_changes_nothing():
     subprocess.run([sys.executable, '-c', code], check=True)
 
 
-# -------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
 @pytest.mark.parametrize('heads_k', [4, 2])
 @pytest.mark.parametrize('causal', [False, True])
 def test_values_and_gradients_of_sdpa(on_cpu, calls, causal, heads_k):

@@ -6,6 +6,7 @@ for one say yes, nothing else of transformers is changed.
 """
 import functools
 import sys
+import warnings
 
 import pytest
 import torch
@@ -176,7 +177,7 @@ def test_packed_sequences_by_cu_seqlens():
 @pytest.mark.parametrize('side', ['none', 'left', 'right'])
 @each_route
 def test_gradients(kind, name, side):
-    """Of every parameter, the sinks of gpt-oss among them."""
+    """All parameters have them, the sinks of gpt-oss too."""
     model, ids, mask = model_of(kind).train(), tokens(), padding(side)
 
     def gradients(m):
@@ -204,6 +205,18 @@ def test_own_name_in_16_bits_under_autocast():
     assert (got.float() - expected).abs().mean() < 0.02 * expected.abs().mean() + 1e-3
 
 
+@pytest.mark.parametrize('kind,name,fullgraph', [('mistral', FA3, True), ('gpt_oss', OWN, False)])
+def test_compiled(kind, name, fullgraph):
+    """The same bits; transformers' own route as one graph, ours with a break at the mask."""
+    model, ids = model_of(kind).bfloat16(), tokens()
+    model.set_attn_implementation(name)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        expected = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, backend='aot_eager', fullgraph=fullgraph)
+        assert torch.equal(compiled(ids, use_cache=False).logits, expected)
+
+
 # ----------------------------------------------------------------------------------------- generate
 @pytest.mark.parametrize('cache', [None, 'static'])
 @each_route
@@ -218,9 +231,9 @@ def test_generate(kind, name, cache):
 
 @pytest.mark.parametrize('kind', ['llama', 'qwen2'])
 def test_continuous_batching(kind, monkeypatch):
-    """generate_batch on the paged cache: varlen in the prefill, flash_attn_with_kvcache after it, where
-    no layer has a window. (transformers 5.17 loses the window of Mistral and the softcap of Gemma2
-    there, whatever computes attention.)
+    """generate_batch on the paged cache: varlen in the prefill, flash_attn_with_kvcache after it,
+    where no layer has a window. (transformers 5.17 loses the window of Mistral and the softcap of
+    Gemma2 there, whatever computes attention.)
 
     Without a GPU transformers would not take the second, and asks psutil for the memory: both
     questions are answered here.
@@ -267,7 +280,8 @@ def mask_of(mask_function, **changes):
 
 def test_masks_that_the_kernels_do_not_have_are_refused():
     causal = masking_utils.causal_mask_function
-    text = '^flash_attn3.integrations.transformers: expected a causal or bidirectional mask, .* got '
+    text = ('^flash_attn3.integrations.transformers: expected a causal or bidirectional mask, .* '
+            'got ')
     numbers = torch.zeros(1, 8, dtype=torch.int)
 
     def image_tokens(*_):
@@ -304,7 +318,7 @@ def test_a_window_that_attention_is_not_told_is_refused():
         _hf_attention.attention(module, q, q, q, None)
 
 
-# ---------------------------------------------------------------------------------------- on and off
+# --------------------------------------------------------------------------------------- on and off
 @pytest.fixture
 def off(enabled):
     integration.disable()
