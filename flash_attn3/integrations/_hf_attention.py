@@ -1,0 +1,207 @@
+"""The attention function of our attention names in transformers, on `flash_attn_func` and
+`flash_attn_varlen_func`: takes padding away and puts it back.
+"""
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+
+from flash_attn3 import flash_attn_func, flash_attn_varlen_func
+from flash_attn3.integrations import _base
+
+_CLIENT = 'transformers'
+# What other attention functions of transformers take, and the kernels do not have.
+_REFUSED = ('position_bias', 'alibi', 'attn_bias', 'attention_bias', 'head_mask')
+
+
+class Layout(NamedTuple):
+    """Sequences that lie behind one another.
+
+    Attributes:
+        rows_q, rows_k: (rows,) which rows of (batch * seqlen, ...) they have; None: all.
+        starts_q, starts_k: (sequences + 1,) int32.
+        longest_q, longest_k: at least the rows of the longest.
+    """
+    rows_q: Tensor | None
+    rows_k: Tensor | None
+    starts_q: Tensor
+    starts_k: Tensor
+    longest_q: int | Tensor
+    longest_k: int | Tensor
+
+
+def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+              attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+              sliding_window: int | None = None, softcap: float | None = None,
+              is_causal: bool | None = None, s_aux: Tensor | None = None,
+              position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
+              cu_seq_lens_k: Tensor | None = None, max_length_q: int | Tensor | None = None,
+              max_length_k: int | Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
+    """What `AttentionInterface` calls. Gradients flow to query, key, value and s_aux.
+
+    Args:
+        module: of transformers, with is_causal and config.
+        query: (batch, heads_q, seqlen_q, head_dim); float32 ones are cast to what autocast says,
+            and on a GPU to the dtype of the module's weights.
+        key, value: (batch, heads_k, seqlen_k, head_dim), that of value may be another one.
+        attention_mask: of `_hf_masks.mask`.
+        sliding_window: keys up to the query itself that it sees; both ways without is_causal.
+        s_aux: (heads_q,) sinks.
+        position_ids: (1, seqlen) restarts where a packed sequence begins, without mask.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: packed sequences, all or none.
+        others: not used; refused where they would change the result.
+
+    Returns:
+        out, (batch, seqlen_q, heads_q, head_dim_v), 0 in rows of padding; None.
+
+    Raises:
+        NotImplementedError: dropout, a mask with values, a bias.
+        RuntimeError: what `flash_attn_func` raises.
+    """
+    _check(module, attention_mask, dropout, sliding_window, others)
+    causal = module.is_causal if is_causal is None else is_causal
+    q, k, v = _cast(module, *(x.transpose(1, 2) for x in (query, key, value)))
+    window = (-1, -1)
+    if sliding_window is not None:
+        window = sliding_window - 1, 0 if causal else sliding_window - 1
+    options = dict(
+        softmax_scale=scaling, causal=bool(causal), window_size=window, softcap=softcap or 0.0,
+        s_aux=s_aux, num_splits=0,
+        deterministic=os.environ.get('FLASH_ATTENTION_DETERMINISTIC', '0') == '1')
+    lists = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+    if attention_mask is None and None not in lists:
+        layout = Layout(None, None, *(x.to(torch.int32) for x in lists[:2]), *lists[2:])
+    else:
+        rows = q.size(1), k.size(1)
+        is_aligned = causal or sliding_window is not None
+        layout = _layout(attention_mask, position_ids, q.size(0), rows, is_aligned)
+    if layout is None:
+        return flash_attn_func(q, k, v, **options), None
+    return _packed_attention((q, k, v), layout, attention_mask, options), None
+
+
+def _packed_attention(tensors: tuple[Tensor, Tensor, Tensor], layout: Layout,
+                      attention_mask: Tensor | None, options: dict[str, Any]) -> Tensor:
+    q, k, v = tensors
+    batch, seqlen = q.shape[:2]
+    if attention_mask is not None:    # a static cache has room behind
+        k, v = k[:, :attention_mask.size(1)], v[:, :attention_mask.size(1)]
+    rows = layout.rows_q, layout.rows_k, layout.rows_k
+    packed = [x.flatten(0, 1) if row is None else x.flatten(0, 1).index_select(0, row)
+              for x, row in zip((q, k, v), rows)]
+    out = flash_attn_varlen_func(*packed, *layout[2:], **options)
+    if layout.rows_q is not None:
+        out = out.new_zeros(batch * seqlen, *out.shape[1:]).index_copy(0, layout.rows_q, out)
+    return out.unflatten(0, (batch, seqlen))
+
+
+def _check(module: nn.Module, attention_mask: Tensor | None, dropout: float,
+           sliding_window: int | None, others: dict[str, Any]) -> None:
+    """Raises an error for what the kernels do not have."""
+    if dropout:
+        _refuse('no dropout', str(dropout), 'set attention_dropout=0 in the config')
+    if attention_mask is not None and attention_mask.dim() != 2:
+        _refuse('an attention_mask of 2 dimensions (batch, keys)',
+                f'{attention_mask.dim()} dimensions', "attn_implementation='sdpa' takes others")
+    for name in _REFUSED:
+        if others.get(name) is not None:
+            _refuse(f'no {name}', 'one', "attn_implementation='sdpa' or 'eager' may have it")
+    if others.get('output_attentions'):
+        _base.warn_once(_base.error(_CLIENT, 'no output_attentions', 'True', 'the probabilities '
+                                    "never exist: they are None here; 'eager' has them"))
+    kinds = getattr(module.config, 'layer_types', None)
+    index = getattr(module, 'layer_idx', None)
+    if sliding_window is None and kinds and index is not None and index < len(kinds) and \
+            kinds[index] == 'sliding_attention':
+        _refuse(f'sliding_window for layer {index}, a sliding_attention', 'None',
+                "attn_implementation='sdpa' takes the window from the mask")
+
+
+def _refuse(expected: str, got: str, hint: str) -> None:
+    raise NotImplementedError(_base.error(_CLIENT, expected, got, hint))
+
+
+def _cast(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Layers that are kept in float32 give a float32 q to a module of 16 bits."""
+    if q.dtype != torch.float32:
+        return q, k, v
+    dtype = torch.float32
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+    elif q.is_cuda:
+        weights = (x.weight.dtype for x in module.modules() if isinstance(x, nn.Linear))
+        dtype = next((x for x in weights if x.is_floating_point), module.config.dtype)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+# ----------------------------------------------------------------------------------------- layouts
+# All layers of a forward have the same mask: its layout is kept, for which the GPU was waited for.
+_kept: tuple[weakref.ref, tuple, Layout | None] | None = None
+
+
+def _layout(attention_mask: Tensor | None, position_ids: Tensor | None, batch: int,
+            rows: tuple[int, int], is_aligned: bool) -> Layout | None:
+    """Where the sequences lie, None for tensors without padding. rows: of q and k, per batch entry.
+
+    is_aligned: which keys a query sees depends on its place in the sequence.
+    """
+    global _kept
+    source = attention_mask
+    if source is None:
+        if (position_ids is None or position_ids.dim() != 2 or batch != 1 or rows[0] == 1
+                or rows[0] != rows[1] or position_ids.size(1) != rows[0]):
+            return None
+        source = position_ids
+    if is_compiling():
+        return _make(attention_mask, source, batch, rows, is_aligned)
+    of = source._version, batch, rows, is_aligned
+    if _kept is None or _kept[0]() is not source or _kept[1] != of:
+        _kept = weakref.ref(source), of, _make(attention_mask, source, batch, rows, is_aligned)
+    return _kept[2]
+
+
+def _make(attention_mask: Tensor | None, source: Tensor, batch: int, rows: tuple[int, int],
+          is_aligned: bool) -> Layout | None:
+    if attention_mask is None:
+        jumps = source.diff(dim=1) != 1
+        return _of_jumps(jumps, rows) if jumps.any() else None
+    if attention_mask.dtype != torch.bool:
+        return _of_jumps(attention_mask.diff(dim=1) != 0, rows)
+    return _of_padding(attention_mask, batch, rows[0], is_aligned)
+
+
+def _of_jumps(jumps: Tensor, rows: tuple[int, int]) -> Layout:
+    """jumps: (batch, seqlen - 1), True where the next token begins a sequence."""
+    if rows != (jumps.size(1) + 1,) * 2:
+        _refuse(f'packed sequences of {jumps.size(1) + 1} tokens in q and k', str(rows),
+                'packed sequences have no cache')
+    starts = F.pad(jumps, (1, 0), value=True).flatten().nonzero().flatten()
+    starts = F.pad(starts, (0, 1), value=jumps.size(0) * rows[0]).to(torch.int32)
+    return Layout(None, None, starts, starts, *rows)
+
+
+def _of_padding(mask: Tensor, batch: int, rows_q: int, is_aligned: bool) -> Layout:
+    """mask: (batch, keys), whose last columns are those of the queries."""
+    keys = mask.size(1)
+    rows_k, starts_k = _rows(mask)
+    if is_aligned and 1 < rows_q < keys:
+        rows, starts = _rows(mask[:, keys - rows_q:])
+    elif is_aligned and rows_q == keys:
+        rows, starts = rows_k, starts_k
+    else:    # every query counts
+        rows = None
+        starts = torch.arange(0, batch * rows_q + 1, rows_q, dtype=torch.int32, device=mask.device)
+    return Layout(rows, rows_k, starts, starts_k, rows_q, keys)
+
+
+def _rows(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows that count, and where each sequence begins among them."""
+    lengths = mask.sum(1, dtype=torch.int32)
+    return (mask.flatten().nonzero().flatten(),
+            F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)))

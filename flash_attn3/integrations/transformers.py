@@ -1,0 +1,90 @@
+"""Hugging Face transformers: `flash_attention_3`, and a name for models with attention sinks.
+
+    flash_attn3.integrations.transformers.enable()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation='flash_attention_3')
+    model = AutoModelForCausalLM.from_pretrained('openai/gpt-oss-20b',
+                                                 attn_implementation='fa3_hopper')
+
+`flash_attention_3` is transformers' own code on the functions of the shim, continuous batching on
+the paged cache included. transformers refuses gpt-oss with it: `fa3_hopper` is attention and mask
+functions of this package, with sinks and their gradient, for any model that takes attention
+functions. It has no continuous batching.
+"""
+from __future__ import annotations
+
+import importlib
+from contextlib import ExitStack
+
+from flash_attn3.integrations import _base, _hf_attention, _hf_masks
+
+NAME = 'fa3_hopper'
+OLDEST = (5, 17)
+_CLIENT = 'transformers'
+# transformers searches for these in names and does other things then.
+_RESERVED = ('flash', 'sdpa', 'flex_attention', 'eager', 'paged', '/', ':', '|', '@')
+_switch = _base.Switch(_CLIENT)
+
+
+def enable(name: str = NAME, shim: bool = True, force: bool = False) -> None:
+    """Makes transformers find `flash_attention_3`, and registers a name for our own functions.
+
+    Imports transformers. It may have been imported before; models may exist.
+
+    Args:
+        name: attn_implementation that is registered. Must not contain 'flash', 'sdpa' and other
+            words that transformers looks for.
+        shim: `compat.install()`, for `flash_attention_3`. Default True.
+        force: the shim takes the place of an installed flash-attn-3. Default False.
+
+    Raises:
+        RuntimeError: what `problem()` says; a name that cannot be used.
+    """
+    text = _client_problem() or _name_problem(name)
+    if shim and not force:
+        text = text or _base.shim_problem(_CLIENT) or _base.ops_problem(_CLIENT)
+    _switch.on(text, lambda undo: _change(undo, name, shim, force))
+
+
+def disable() -> None:
+    """Takes back the names, the shim if nobody else uses it, and what transformers had cached.
+
+    Models that use them raise an error of transformers until `model.set_attn_implementation`.
+    """
+    _switch.off()
+
+
+def is_enabled() -> bool:
+    return _switch.is_on
+
+
+def problem() -> str:
+    """Why transformers cannot be served here and what to do, or ''. It is '' on a machine without
+    GPU, where the name works on the CPU and transformers itself refuses `flash_attention_3`.
+    """
+    return _client_problem() or ('' if _switch.is_on else
+                                 _base.shim_problem(_CLIENT) or _base.ops_problem(_CLIENT))
+
+
+def _client_problem() -> str:
+    return _base.client_problem(_CLIENT, _CLIENT, OLDEST, _CLIENT)
+
+
+def _name_problem(name: str) -> str:
+    words = [word for word in _RESERVED if word in name]
+    if not words:
+        return ''
+    return _base.error(_CLIENT, f'a name without {words[0]!r}', repr(name),
+                       f'transformers takes it for one of its own; the default is {NAME!r}')
+
+
+def _change(undo: ExitStack, name: str, shim: bool, force: bool) -> None:
+    if shim:
+        _base.install_shim(undo, _CLIENT, force)
+    attention = importlib.import_module('transformers.modeling_utils').AttentionInterface
+    masks = importlib.import_module('transformers.masking_utils').AttentionMaskInterface
+    for interface, function in ((attention, _hf_attention.attention), (masks, _hf_masks.mask)):
+        if name in interface._global_mapping:
+            raise RuntimeError(_base.error(_CLIENT, 'a name that is free', repr(name),
+                                           'enable(name=...) takes another'))
+        undo.callback(interface._global_mapping.pop, name, None)
+        interface.register(name, function)

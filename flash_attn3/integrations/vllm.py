@@ -1,0 +1,14 @@
+"""vLLM: its attention backend for FlashAttention-3, which calls `torch.ops._vllm_fa3_C`.
+
+    flash_attn3.integrations.vllm.enable()    # in each worker
+
+Workers call it as a plugin: a distribution of yours with the entry point
+`flash_attn3.integrations.vllm:enable` in the group vllm.general_plugins. There is no `q_v` (MLA)
+and no decode context parallelism (`cp_world_size` above 1): these calls raise an error. Only
+emulated: the tests make the calls of vLLM 0.33 on ops of its schema; it was not run inside vLLM.
+"""
+from flash_attn3.integrations._private_ops import PrivateOps
+
+_client = PrivateOps('vllm', '_vllm_fa3_C', 'vllm.vllm_flash_attn.flash_attn_interface', 'vllm')
+enable, disable = _client.enable, _client.disable
+is_enabled, problem = _client.is_enabled, _client.problem

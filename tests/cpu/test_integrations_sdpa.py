@@ -1,0 +1,252 @@
+"""The FA3 hook of PyTorch: what enable() registers, that disable() restores it, and the values.
+
+PyTorch overrides aten kernels for CUDA tensors alone. For values, `on_cpu` lets its own overrides
+be registered for CPU tensors instead and skips its check of the device; all else is PyTorch's.
+"""
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch.library import Library
+
+from flash_attn3 import reference
+from flash_attn3.integrations import _base, sdpa
+
+from tests import compare
+
+hook = pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
+from torch.nn.attention import (  # noqa: E402
+    activate_flash_attention_impl, current_flash_attention_impl, list_flash_attention_impls,
+    restore_flash_attention_impl)
+from torch.nn.attention.varlen import AuxRequest, varlen_attn  # noqa: E402
+
+OVERRIDDEN = ('_flash_attention_forward', '_flash_attention_backward',
+              '_scaled_dot_product_flash_attention',
+              '_scaled_dot_product_flash_attention_backward',
+              '_flash_attention_forward.quantized', '_scaled_dot_product_flash_attention.quantized')
+SCALE = 64 ** -0.5
+
+
+def state() -> tuple:
+    """All that enable() touches: dispatch tables, names, the caches of the hook, cuDNN."""
+    tables = [torch._C._dispatch_dump(f'aten::{name}') for name in OVERRIDDEN]
+    return (tables, dict(hook._registry._FLASH_ATTENTION_IMPLS), current_flash_attention_impl(),
+            hook._FA3_CUDA_FWD, hook._FA3_CUDA_BWD, torch.backends.cuda.cudnn_sdp_enabled(),
+            sys.modules['torch.nn.attention.varlen']._should_use_cudnn)
+
+
+@pytest.fixture(autouse=True)
+def before():
+    """The state before each test, which is there again after disable()."""
+    before = state()
+    yield before
+    sdpa.disable()
+    assert state() == before
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    class OnCpu(Library):
+        def __init__(self, namespace, kind, _):
+            super().__init__(namespace, kind, 'CPU')
+
+        def impl(self, name, function, _):
+            super().impl(name, function, 'CPU')
+    monkeypatch.setattr(hook, 'Library', OnCpu)
+    monkeypatch.setattr(hook, '_fa3_common_support_error', lambda *_: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        sdpa.enable()
+    yield
+    sdpa.disable()
+
+
+@pytest.fixture
+def calls():
+    """Counts the calls of our ops by the hook, from a call of it on until disable()."""
+    counts = {'fwd': 0, 'bwd': 0}
+
+    def counted(name, op):
+        def call(*arguments):
+            counts[name] += 1
+            return op(*arguments)
+        return call
+
+    def count():
+        hook._FA3_CUDA_FWD = counted('fwd', hook._FA3_CUDA_FWD)
+        hook._FA3_CUDA_BWD = counted('bwd', hook._FA3_CUDA_BWD)
+        return counts
+    return count
+
+
+def tensors(*shapes, dtype=torch.bfloat16):
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def check(got, inputs, dout, score):
+    """out and gradients of dense (batch, seqlen, heads, head_dim) inputs, by the project's bar."""
+    inputs = reference.Inputs(*(x.detach() for x in inputs))
+
+    def computed(dtype):
+        cast = inputs.to(dtype)
+        return (reference.attend(cast, score).out,
+                *reference.attend_backward(dout.to(dtype), None, cast, score)[:3])
+    for name, x, wide, plain in zip(('out', 'dq', 'dk', 'dv'), got, computed(torch.float64),
+                                    computed(dout.dtype)):
+        compare.check_close(x, wide, plain, name)
+
+
+# ----------------------------------------------------------------------------- on, off
+def test_activation_overrides_the_kernels_and_both_names_are_registered(before):
+    sdpa.enable()
+    assert sdpa.is_enabled() and current_flash_attention_impl() == 'FA3'
+    assert set(sdpa.NAMES) <= set(list_flash_attention_impls())
+    tables, *_ = state()
+    for name, table, old in zip(OVERRIDDEN, tables, before[0]):
+        assert '_fa3.py' in table and '_fa3.py' not in old, name
+    assert hook._FA3_CUDA_FWD == torch.ops.flash_attn_3.fwd
+    sdpa.disable()
+    assert not sdpa.is_enabled() and state() == before
+    sdpa.disable()
+
+
+@pytest.mark.parametrize('name', sdpa.NAMES)
+def test_clients_may_activate_the_names_themselves(name):
+    """torchtitan calls activate_flash_attention_impl('FA3') itself."""
+    sdpa.enable()
+    restore_flash_attention_impl()
+    assert not sdpa.is_enabled()
+    activate_flash_attention_impl(name)
+    assert sdpa.is_enabled() and current_flash_attention_impl() == name
+
+
+def test_what_was_active_before_is_active_again(monkeypatch):
+    class Handle:
+        def remove(self):
+            pass
+    monkeypatch.setitem(hook._registry._FLASH_ATTENTION_IMPLS, 'other', Handle)
+    activate_flash_attention_impl('other')
+    sdpa.enable()
+    sdpa.disable()
+    assert current_flash_attention_impl() == 'other'
+    restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize('setting', [True, False])
+def test_cudnn_is_disabled_and_comes_back(setting):
+    old = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(setting)
+    try:
+        sdpa.enable()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        sdpa.disable()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == setting
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(old)
+
+
+def test_leaving_cudnn_alone_warns_once(monkeypatch):
+    monkeypatch.setattr(_base, '_warned', set())
+    with pytest.warns(UserWarning, match='expected disable_cudnn=True, got False; hint: on Hopper'):
+        sdpa.enable(disable_cudnn=False)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        sdpa.enable(disable_cudnn=False)
+
+
+def test_nothing_is_left_after_an_error(before, monkeypatch):
+    def fail():
+        raise ValueError('no kernels')
+    monkeypatch.setattr(hook, '_fa3_register_kernels', fail)
+    with pytest.raises(ValueError, match='no kernels'):
+        sdpa.enable()
+    assert not sdpa.is_enabled() and state() == before
+
+
+# ----------------------------------------------------------------------------------------- refusals
+def test_a_torch_without_the_hook_is_refused(before, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torch.nn.attention._fa3', None)
+    with pytest.raises(RuntimeError, match=r'^flash_attn3.integrations.sdpa: expected a PyTorch '
+                                           r'with .*, got 2\..*; hint: pip install --upgrade'):
+        sdpa.enable()
+    assert not sdpa.is_enabled() and current_flash_attention_impl() is None
+
+
+def test_foreign_ops_are_refused():
+    """In a process of its own: ops cannot be taken back."""
+    code = ('import torch\n'
+            'library = torch.library.Library("flash_attn_3", "DEF")\n'
+            'library.define("fwd(Tensor q) -> Tensor")\n'
+            'from flash_attn3.integrations import sdpa\n'
+            'print(sdpa.problem())\n'
+            'try:\n    sdpa.enable()\nexcept RuntimeError as error:\n'
+            '    print(error)\n'
+            'print(sdpa.is_enabled(), torch.nn.attention.current_flash_attention_impl())')
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    problem, error, state = done.stdout.splitlines()
+    assert problem == error and problem.startswith(
+        'flash_attn3.integrations.sdpa: expected no other torch.ops.flash_attn_3, got ')
+    assert state == 'False None'
+
+
+def test_a_gpu_without_kernels_is_refused(monkeypatch):
+    """PyTorch's hook raises an error on every other GPU, where its own kernels would serve."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda _: 'A100')
+    monkeypatch.setattr('flash_attn3._library.kernels_serve', lambda _: False)
+    assert sdpa.problem().startswith('flash_attn3.integrations.sdpa: expected Hopper GPUs and the '
+                                     'kernels for them, got A100 as device 0; hint: ')
+
+
+def test_importing_changes_nothing():
+    code = ('import sys, torch\npath = list(sys.path)\n'
+            'import flash_attn3.integrations\n'
+            'assert not [x for x in sys.modules if x.startswith("flash_attn3.integrations.")]\n'
+            'import importlib\n'
+            'for name in flash_attn3.integrations.CLIENTS:\n'
+            '    module = importlib.import_module("flash_attn3.integrations." + name)\n'
+            '    assert not module.is_enabled() and isinstance(module.problem(), str)\n'
+            'assert sys.path == path and not hasattr(torch.ops.flash_attn_3, "fwd")\n'
+            'assert "flash_attn3" not in torch.nn.attention.list_flash_attention_impls()\n')
+    subprocess.run([sys.executable, '-c', code], check=True)
+
+
+# ------------------------------------------------------------------------------------------- values
+@pytest.mark.parametrize('heads_k', [4, 2])
+@pytest.mark.parametrize('causal', [False, True])
+def test_values_and_gradients_of_sdpa(on_cpu, calls, causal, heads_k):
+    """The aten op that SDPA takes, with autograd, against the reference in float32."""
+    counts = calls()
+    q, k, v = tensors((2, 4, 37, 64), (2, heads_k, 37, 64), (2, heads_k, 37, 64))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    score = reference.Score(SCALE, mask=reference.Mask(causal))
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    check([x.transpose(1, 2) for x in (out, *gradients)], turned, dout.transpose(1, 2), score)
+    expected = reference.attend(reference.Inputs(*(x.detach().double() for x in turned)), score)
+    compare.check_lse(lse, expected.lse)
+    assert counts == {'fwd': 1, 'bwd': 1}
+
+
+@pytest.mark.parametrize('window', [(-1, -1), (-1, 0), (8, 0), (5, 3)], ids=str)
+def test_values_and_gradients_of_varlen_attn(on_cpu, calls, window):
+    """torch.nn.attention.varlen.varlen_attn itself, against the reference of each sequence."""
+    counts = calls()
+    lengths, starts = (17, 1, 40), torch.tensor([0, 17, 18, 58], dtype=torch.int32)
+    q, k, v = tensors((58, 4, 64), (58, 4, 64), (58, 4, 64))
+    out, lse = varlen_attn(q, k, v, starts, starts, 40, 40, window_size=window,
+                           return_aux=AuxRequest(lse=True))
+    dout = torch.randn_like(out)
+    got = (out, *torch.autograd.grad(out, (q, k, v), dout))
+    score = reference.Score(SCALE, mask=reference.Mask(False, window))
+    for rows in (slice(s, s + n) for s, n in zip(starts.tolist(), lengths)):
+        inputs = [x[None, rows].detach() for x in (q, k, v)]
+        check([x[None, rows] for x in got], inputs, dout[None, rows], score)
+        expected = reference.attend(reference.Inputs(*inputs).to(torch.float64), score)
+        compare.check_lse(lse[None, :, rows], expected.lse)
+    assert counts == {'fwd': 1, 'bwd': 1}

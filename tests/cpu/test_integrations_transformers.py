@@ -1,0 +1,387 @@
+"""transformers itself on this package: tiny random models in float32 on the CPU, against its eager
+attention. Each test also counts our ops, which proves that they computed the result.
+
+transformers refuses flash_attention_3 on machines without a GPU: `gpu_claimed` makes its question
+for one say yes, nothing else of transformers is changed.
+"""
+import functools
+import sys
+import warnings
+
+import pytest
+import torch
+
+from flash_attn3 import compat
+from flash_attn3.integrations import _base, _hf_attention, _hf_masks
+from flash_attn3.integrations import transformers as integration
+
+from tests.cpu.called_ops import CalledOps
+
+transformers = pytest.importorskip('transformers', reason='the contract is with transformers')
+if integration._client_problem():
+    pytest.skip(integration._client_problem(), allow_module_level=True)
+from transformers import masking_utils, modeling_flash_attention_utils as utilities  # noqa: E402
+from transformers.generation.continuous_batching import (  # noqa: E402
+    cache as batching_cache, initialization)
+from transformers.modeling_utils import AttentionInterface  # noqa: E402
+from transformers.utils import import_utils  # noqa: E402
+
+OWN, FA3 = integration.NAME, 'flash_attention_3'
+VOCABULARY, LENGTH, WINDOW = 48, 21, 6
+SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, head_dim=16,
+             pad_token_id=0, bos_token_id=1, eos_token_id=None)
+DECODERS = {
+    'llama': (transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL)),
+    'qwen2': (transformers.Qwen2ForCausalLM, transformers.Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
+    'mistral': (transformers.MistralForCausalLM,
+                transformers.MistralConfig(**SMALL, sliding_window=WINDOW)),
+    'gemma2': (transformers.Gemma2ForCausalLM, transformers.Gemma2Config(
+        **SMALL, sliding_window=WINDOW, attn_logit_softcapping=0.5, query_pre_attn_scalar=16)),
+    'gpt_oss': (transformers.GptOssForCausalLM, transformers.GptOssConfig(
+        **SMALL, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1)),
+}
+# transformers gives gpt-oss another kernel than flash_attention_3.
+ROUTES = [(kind, name) for kind in DECODERS for name in (OWN, FA3)
+          if (kind, name) != ('gpt_oss', FA3)]
+each_route = pytest.mark.parametrize('kind,name', ROUTES)
+
+
+@pytest.fixture(autouse=True, scope='module')
+def gpu_claimed():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_utils, 'is_torch_cuda_available', lambda: True)
+        patch.setitem(utilities.FLASH_ATTENTION_COMPATIBILITY_MATRIX[3], 'supported_devices',
+                      ((lambda: True, 'cuda'),))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)    # others wait for each other longer than these models take
+        yield
+        torch.set_num_threads(threads)
+    import_utils.is_flash_attn_3_available.cache_clear()
+
+
+@pytest.fixture(scope='module')
+def enabled(gpu_claimed):
+    """enable() asks for all installed packages, which takes a second."""
+    integration.enable()
+    yield
+    integration.disable()
+
+
+@pytest.fixture(autouse=True)
+def _enabled(request):
+    """For all tests but those that turn it on and off themselves."""
+    if 'off' not in request.fixturenames:
+        request.getfixturevalue('enabled')
+
+
+def model_of(kind: str):
+    kind, config = DECODERS[kind]
+    torch.manual_seed(1)
+    config._attn_implementation = 'eager'
+    model = kind(config).eval()
+    with torch.no_grad():    # attention of new models is almost uniform, sinks are almost 0
+        for parameter_name, x in model.named_parameters():
+            if parameter_name.endswith('sinks'):
+                x.uniform_(-2, 2)
+            elif 'q_proj.w' in parameter_name or 'k_proj.w' in parameter_name:
+                x.mul_(20)
+    return model
+
+
+def tokens(batch=3, length=LENGTH):
+    return torch.randint(2, VOCABULARY, (batch, length))
+
+
+def padding(side: str) -> torch.Tensor:
+    """(3, LENGTH): 0 for padding; the middle sequence has none."""
+    mask = torch.ones(3, LENGTH, dtype=torch.long)
+    for row, count in ((0, 9), (2, 4)):
+        if side == 'left':
+            mask[row, :count] = 0
+        elif side == 'right':
+            mask[row, LENGTH - count:] = 0
+    return mask
+
+
+def both(model, name, call):
+    """What call(model) returns with eager attention, and with ours; checks that ours ran."""
+    model.set_attn_implementation('eager')
+    expected = call(model)
+    model.set_attn_implementation(name)
+    with CalledOps() as ops:
+        got = call(model)
+    forwards = [op for op in ops.names if 'fwd' in op or 'attend_cache' in op]
+    assert len(forwards) >= model.config.num_hidden_layers, ops.names
+    return got, expected
+
+
+def close(got, expected, tolerance=2e-5):
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+# ------------------------------------------------------------------------------------------ forward
+@pytest.mark.parametrize('side', ['none', 'left', 'right'])
+@each_route
+def test_logits(kind, name, side):
+    model, ids, mask = model_of(kind), tokens(), padding(side)
+    with torch.no_grad():
+        got, expected = both(model, name, lambda m: m(ids, attention_mask=mask).logits)
+    close(got[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.parametrize('side', ['none', 'left', 'right'])
+@pytest.mark.parametrize('name', [OWN, FA3])
+def test_bidirectional_encoder(name, side):
+    """BERT, whose padded queries see the other keys with our own name, as with eager."""
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, attention_probs_dropout_prob=0.0)
+    model, ids, mask = transformers.BertModel(config).eval(), tokens(), padding(side)
+    with torch.no_grad():
+        got, expected = both(model, name, lambda m: m(ids, attention_mask=mask).last_hidden_state)
+    rows = torch.ones_like(mask) if name == OWN else mask
+    close(got[rows.bool()], expected[rows.bool()])
+
+
+@pytest.mark.parametrize('use_cache', [False, True])
+@each_route
+def test_packed_sequences(kind, name, use_cache):
+    """position_ids that restart, against each sequence alone with eager attention."""
+    model, ids, lengths = model_of(kind), tokens(1), (9, 3, 9)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        expected = torch.cat([model(part).logits for part in ids.split(lengths, 1)], 1)
+        model.set_attn_implementation(name)
+        with CalledOps() as ops:
+            got = model(ids, position_ids=positions, use_cache=use_cache).logits
+    assert len(ops.names) >= 2
+    close(got, expected)
+
+
+def test_packed_sequences_by_cu_seqlens():
+    """What DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives."""
+    model, ids, lengths = model_of('llama'), tokens(1), (9, 3, 9)
+    starts = torch.tensor([0, 9, 12, 21], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        expected = torch.cat([model(part).logits for part in ids.split(lengths, 1)], 1)
+        model.set_attn_implementation(OWN)
+        got = model(ids, position_ids=positions, cu_seq_lens_q=starts, cu_seq_lens_k=starts,
+                    max_length_q=9, max_length_k=9).logits
+    close(got, expected)
+
+
+# ---------------------------------------------------------------------------------------- gradients
+@pytest.mark.parametrize('side', ['none', 'left', 'right'])
+@each_route
+def test_gradients(kind, name, side):
+    """All parameters have them, the sinks of gpt-oss too."""
+    model, ids, mask = model_of(kind).train(), tokens(), padding(side)
+
+    def gradients(m):
+        m.zero_grad()
+        logits = m(ids, attention_mask=mask).logits
+        logits[mask.bool()].log_softmax(-1)[:, 3].mean().neg().backward()
+        return {key: x.grad.clone() for key, x in m.named_parameters() if x.grad is not None}
+    got, expected = both(model, name, gradients)
+    assert got.keys() == expected.keys()
+    if kind == 'gpt_oss':
+        sinks = [x for key, x in got.items() if key.endswith('sinks')]
+        assert len(sinks) == 2 and all((x != 0).all() for x in sinks)
+    for key, x in got.items():
+        close(x, expected[key])
+
+
+def test_own_name_in_16_bits_under_autocast():
+    """Layers in float32, attention in what autocast says."""
+    model, ids = model_of('gpt_oss'), tokens()
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+        got, _ = both(model, OWN, lambda m: m(ids).logits)
+    model.set_attn_implementation('eager')
+    with torch.no_grad():
+        expected = model(ids).logits
+    assert (got.float() - expected).abs().mean() < 0.02 * expected.abs().mean() + 1e-3
+
+
+@pytest.mark.parametrize('kind,name,fullgraph', [('mistral', FA3, True), ('gpt_oss', OWN, False)])
+def test_compiled(kind, name, fullgraph):
+    """The same bits; transformers' own route as one graph, ours with a break at the mask."""
+    model, ids = model_of(kind).bfloat16(), tokens()
+    model.set_attn_implementation(name)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        expected = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, backend='aot_eager', fullgraph=fullgraph)
+        assert torch.equal(compiled(ids, use_cache=False).logits, expected)
+
+
+# ----------------------------------------------------------------------------------------- generate
+@pytest.mark.parametrize('cache', [None, 'static'])
+@each_route
+def test_generate(kind, name, cache):
+    """Greedy, a batch padded on the left, past the window: the same tokens."""
+    model, ids, mask = model_of(kind), tokens(), padding('left')
+    options = dict(attention_mask=mask, max_new_tokens=10, do_sample=False, disable_compile=True,
+                   cache_implementation=cache)
+    got, expected = both(model, name, lambda m: m.generate(ids * mask, **options))
+    assert got.shape == (3, LENGTH + 10) and torch.equal(got, expected)
+
+
+@pytest.mark.parametrize('kind', ['llama', 'qwen2'])
+def test_continuous_batching(kind, monkeypatch):
+    """generate_batch on the paged cache: varlen in the prefill, flash_attn_with_kvcache after it,
+    where no layer has a window. (transformers 5.17 loses the window of Mistral and the softcap of
+    Gemma2 there, whatever computes attention.)
+
+    Without a GPU transformers would not take the second, and asks psutil for the memory: both
+    questions are answered here.
+    """
+    memory = torch.device('cpu'), 1 << 30, 0, 0
+    monkeypatch.setattr(batching_cache, 'get_device_and_memory_breakdown', lambda: memory)
+    monkeypatch.setattr(initialization, 'ensure_decode_fast_path_is_available', lambda *_: None)
+    model, prompts = model_of(kind), [x[:n].tolist() for x, n in zip(tokens(), (21, 5, 12))]
+    options = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
+    batching = transformers.ContinuousBatchingConfig(
+        block_size=4, num_blocks=64, max_batch_tokens=64, max_blocks_per_request=16,
+        use_cuda_graph=False, use_async_batching=False)
+    expected = [model.generate(torch.tensor([x]), generation_config=options)[0, len(x):].tolist()
+                for x in prompts]
+    calls = []
+    model.set_attn_implementation(FA3)
+    shim = sys.modules['flash_attn_interface']
+    for name in ('flash_attn_varlen_func', 'flash_attn_with_kvcache'):
+        count_calls(monkeypatch, shim, name, calls)
+    monkeypatch.setattr(utilities, '_loaded_implementation', None)
+    results = model.generate_batch(prompts, options, batching)
+    got = {tuple(x.prompt_ids): x.generated_tokens for x in results.values()}
+    assert [got[tuple(x)] for x in prompts] == expected
+    assert set(calls) == {'flash_attn_varlen_func'} | (
+        {'flash_attn_with_kvcache'} if kind == 'llama' else set()), calls
+
+
+def count_calls(monkeypatch, module, name, calls):
+    """The model runs in a thread of its own, where no mode of the dispatcher is on."""
+    function = getattr(module, name)
+
+    @functools.wraps(function)    # transformers reads the signature
+    def counted(*arguments, **named):
+        calls.append(name)
+        return function(*arguments, **named)
+    monkeypatch.setattr(module, name, counted)
+
+
+# ----------------------------------------------------------------------------------------- refusals
+def mask_of(mask_function, **changes):
+    return _hf_masks.mask(**dict(batch_size=1, q_length=8, kv_length=8,
+                                 mask_function=mask_function) | changes)
+
+
+def test_masks_that_the_kernels_do_not_have_are_refused():
+    causal = masking_utils.causal_mask_function
+    text = ('^flash_attn3.integrations.transformers: expected a causal or bidirectional mask, .* '
+            'got ')
+    numbers = torch.zeros(1, 8, dtype=torch.int)
+
+    def image_tokens(*_):
+        return True
+    for function, got in (
+            (masking_utils.or_masks(causal, image_tokens), 'the mask function or_masks'),
+            (masking_utils.and_masks(causal, image_tokens), 'the mask function .*image_tokens'),
+            (masking_utils.blockwise_overlay(numbers), 'the mask function blockwise_overlay')):
+        with pytest.raises(NotImplementedError, match=text + got):
+            mask_of(function)
+    chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int))
+    with pytest.raises(NotImplementedError, match=text + 'chunks of 4 keys with 8 keys'):
+        mask_of(chunks)
+    assert mask_of(chunks, q_length=4, kv_length=4) is None
+    assert mask_of(masking_utils.sliding_window_bidirectional_mask_function(4)) is None
+
+
+@pytest.mark.parametrize('changes,got', [
+    (dict(dropout=0.1), 'no dropout, got 0.1'),
+    (dict(attention_mask=torch.zeros(1, 1, 8, 8)), 'an attention_mask of 2 dimensions .* got 4'),
+    (dict(position_bias=torch.zeros(1, 2, 8, 8)), 'no position_bias, got one')])
+def test_arguments_that_the_kernels_do_not_have_are_refused(changes, got):
+    module = model_of('llama').model.layers[0].self_attn
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(NotImplementedError, match=f'^flash_attn3.integrations.transformers: '
+                                                  f'expected {got}.*; hint: '):
+        _hf_attention.attention(module, q, q, q, **dict(attention_mask=None) | changes)
+
+
+def test_a_window_that_attention_is_not_told_is_refused():
+    module = model_of('gpt_oss').model.layers[0].self_attn
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(NotImplementedError, match='expected sliding_window for layer 0'):
+        _hf_attention.attention(module, q, q, q, None)
+
+
+# --------------------------------------------------------------------------------------- on and off
+@pytest.fixture
+def off(enabled):
+    integration.disable()
+    before = state()
+    yield before
+    integration.disable()
+    assert state() == before
+    integration.enable()    # as the other tests have it
+
+
+def state() -> tuple:
+    return (list(sys.path), dict(AttentionInterface._global_mapping), compat.is_installed(),
+            dict(masking_utils.AttentionMaskInterface._global_mapping),
+            'flash_attn_interface' in sys.modules, import_utils.is_flash_attn_3_available())
+
+
+def test_disable_takes_everything_back(off):
+    assert not off[-1]
+    integration.enable()
+    assert integration.is_enabled() and import_utils.is_flash_attn_3_available()
+    integration.enable(name='another')
+    assert OWN not in AttentionInterface._global_mapping
+    integration.disable()
+    assert state() == off and not integration.is_enabled()
+
+
+def test_without_the_shim(off):
+    """For a process that has upstream's package, and wants the name for sinks."""
+    integration.enable(shim=False)
+    assert not compat.is_installed() and OWN in AttentionInterface._global_mapping
+
+
+@pytest.mark.parametrize('name,word', [('my_flash', 'flash'), ('a/b', '/'), ('sdpa_3', 'sdpa')])
+def test_names_that_transformers_reads_are_refused(off, name, word):
+    with pytest.raises(RuntimeError, match=f"expected a name without '{word}', got '{name}'"):
+        integration.enable(name=name)
+
+
+def test_a_name_that_is_taken_is_refused_and_nothing_stays(off):
+    AttentionInterface.register('taken', print)
+    with pytest.raises(RuntimeError, match="expected a name that is free, got 'taken'"):
+        integration.enable(name='taken')
+    assert not compat.is_installed() and AttentionInterface._global_mapping.pop('taken') is print
+
+
+def test_an_installed_upstream_wins_unless_forced(off, tmp_path, monkeypatch):
+    (tmp_path / 'flash_attn_interface.py').write_text('')
+    path = list(sys.path)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert 'expected no other flash_attn_interface' in integration.problem()
+        with pytest.raises(RuntimeError, match='hint: uninstall flash-attn-3, or call '):
+            integration.enable()
+        integration.enable(force=True)
+        assert compat.is_installed() and integration.problem() == ''
+        integration.disable()
+    finally:
+        sys.path[:] = path
+
+
+@pytest.mark.parametrize('version', ['5.2.0', '4.57.1'])
+def test_old_clients_are_refused(off, monkeypatch, version):
+    monkeypatch.setattr(_base, 'version_of', lambda _: version)
+    assert integration.problem() == (
+        f'flash_attn3.integrations.transformers: expected transformers 5.17 or later, got {version}'
+        '; hint: pip install --upgrade transformers')
