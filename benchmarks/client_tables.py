@@ -27,8 +27,9 @@ def clients_part() -> str:
         module = importlib.import_module(f'flash_attn3.integrations.{name}')
         text = inspect.getdoc(module)
         what = ' '.join(text.split('\n\n')[0].split()).rstrip('.')
-        calls = [line.split('#')[0].strip() for line in text.splitlines()
-                 if line.startswith('    ') and 'enable()' not in line]
+        calls = '\n'.join(line.split('#')[0].strip() for line in text.splitlines()
+                          if line.startswith('    ') and 'enable()' not in line)
+        calls = calls.replace(',\n', ', ').splitlines()    # a call may have several lines
         evidence = _EMULATED if 'Only emulated' in text else _REAL
         rows.append([f'`{name}`', what, '<br>'.join(f'`{call}`' for call in calls) or '-',
                      evidence if name in tested else 'none'])
