@@ -5,6 +5,7 @@ transformers refuses flash_attention_3 on machines without a GPU: `gpu_claimed` 
 for one say yes, nothing else of transformers is changed.
 """
 import functools
+import importlib
 import sys
 import warnings
 
@@ -229,36 +230,55 @@ def test_generate(kind, name, cache):
     assert got.shape == (3, LENGTH + 10) and torch.equal(got, expected)
 
 
-@pytest.mark.parametrize('kind', ['llama', 'qwen2'])
-def test_continuous_batching(kind, monkeypatch):
-    """generate_batch on the paged cache: varlen in the prefill, flash_attn_with_kvcache after it,
-    where no layer has a window. (transformers 5.17 loses the window of Mistral and the softcap of
-    Gemma2 there, whatever computes attention.)
-
-    Without a GPU transformers would not take the second, and asks psutil for the memory: both
-    questions are answered here.
-    """
+@pytest.fixture
+def batching(monkeypatch):
+    """generate_batch on the CPU: transformers asks psutil for the memory, which is answered here."""
     memory = torch.device('cpu'), 1 << 30, 0, 0
     monkeypatch.setattr(batching_cache, 'get_device_and_memory_breakdown', lambda: memory)
-    monkeypatch.setattr(initialization, 'ensure_decode_fast_path_is_available', lambda *_: None)
-    model, prompts = model_of(kind), [x[:n].tolist() for x, n in zip(tokens(), (21, 5, 12))]
     options = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
-    batching = transformers.ContinuousBatchingConfig(
+    config = transformers.ContinuousBatchingConfig(
         block_size=4, num_blocks=64, max_batch_tokens=64, max_blocks_per_request=16,
         use_cuda_graph=False, use_async_batching=False)
-    expected = [model.generate(torch.tensor([x]), generation_config=options)[0, len(x):].tolist()
-                for x in prompts]
-    calls = []
-    model.set_attn_implementation(FA3)
-    shim = sys.modules['flash_attn_interface']
+
+    def check(model, name):
+        """The tokens of generate_batch against those of generate with eager attention."""
+        prompts = [x[:n].tolist() for x, n in zip(tokens(), (21, 5, 12))]
+        expected = [model.generate(torch.tensor([x]), generation_config=options)[0, len(x):]
+                    .tolist() for x in prompts]
+        model.set_attn_implementation(name)
+        results = model.generate_batch(prompts, options, config)
+        got = {tuple(x.prompt_ids): x.generated_tokens for x in results.values()}
+        assert [got[tuple(x)] for x in prompts] == expected
+    return check
+
+
+@pytest.mark.parametrize('kind', ['llama', 'qwen2'])
+def test_continuous_batching(kind, batching, monkeypatch):
+    """varlen in the prefill, flash_attn_with_kvcache after it, where no layer has a window.
+    (transformers 5.17 loses the window of Mistral and the softcap of Gemma 2 there, whatever
+    computes attention.) Without a GPU it would not take the second: the question is patched away.
+    """
+    monkeypatch.setattr(initialization, 'ensure_decode_fast_path_is_available', lambda *_: None)
+    calls, model = [], model_of(kind)
+    shim = importlib.import_module('flash_attn_interface')
     for name in ('flash_attn_varlen_func', 'flash_attn_with_kvcache'):
         count_calls(monkeypatch, shim, name, calls)
     monkeypatch.setattr(utilities, '_loaded_implementation', None)
-    results = model.generate_batch(prompts, options, batching)
-    got = {tuple(x.prompt_ids): x.generated_tokens for x in results.values()}
-    assert [got[tuple(x)] for x in prompts] == expected
+    batching(model, FA3)
+    monkeypatch.setattr(utilities, '_loaded_implementation', None)
     assert set(calls) == {'flash_attn_varlen_func'} | (
         {'flash_attn_with_kvcache'} if kind == 'llama' else set()), calls
+
+
+@pytest.mark.parametrize('kind', DECODERS)
+def test_continuous_batching_with_our_own_name(kind, batching, monkeypatch):
+    """Every model, sinks, windows and softcap included."""
+    if f'paged|{OWN}' not in AttentionInterface._global_mapping:
+        pytest.skip('this transformers has no names of others in continuous batching')
+    calls, model = [], model_of(kind)
+    count_calls(monkeypatch, _hf_attention, 'flash_attn_varlen_func', calls)
+    batching(model, f'paged|{OWN}')
+    assert len(calls) > 2
 
 
 def count_calls(monkeypatch, module, name, calls):
