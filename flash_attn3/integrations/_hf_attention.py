@@ -195,12 +195,19 @@ def _layout(attention_mask: Tensor | None, position_ids: Tensor | None, batch: i
                 or rows[0] != rows[1] or position_ids.size(1) != rows[0]):
             return None
         source = position_ids
-    if is_compiling():
+    if is_compiling() or source.is_inference():    # these do not tell when they are written
         return _make(attention_mask, source, batch, rows, is_aligned)
-    of = source._version, batch, rows, is_aligned
-    if _kept is None or _kept[0]() is not source or _kept[1] != of:
-        _kept = weakref.ref(source), of, _make(attention_mask, source, batch, rows, is_aligned)
-    return _kept[2]
+    kept, of = _kept, (source._version, batch, rows, is_aligned)    # threads have their own kept
+    if kept is None or kept[0]() is not source or kept[1] != of:
+        kept = weakref.ref(source), of, _make(attention_mask, source, batch, rows, is_aligned)
+        _kept = kept
+    return kept[2]
+
+
+def forget() -> None:
+    """Forgets the layout that is kept, and its memory."""
+    global _kept
+    _kept = None
 
 
 def _make(attention_mask: Tensor | None, source: Tensor, batch: int, rows: tuple[int, int],

@@ -8,8 +8,8 @@
 `flash_attention_3` is transformers' own code on the functions of the shim. Continuous batching with
 it calls flash_attn_with_kvcache on the paged cache.
 
-transformers refuses gpt-oss with that. `fa3_hopper` is attention and mask functions of this package,
-with sinks and their gradient, for any model that takes attention functions; `generate` of a few
+transformers refuses gpt-oss with that. `fa3_hopper` is attention and mask functions of ours, with
+sinks and their gradient, for any model that takes attention functions; `generate` of a few
 sequences splits their keys with it. For continuous batching it is called `paged|fa3_hopper`, in
 full: transformers takes `flash_attention_3` otherwise. It gathers the keys first, and keeps the
 window and the softcap of every model: transformers 5.17 loses those of Mistral and Gemma 2 there.
@@ -85,6 +85,7 @@ def _name_problem(name: str) -> str:
 def _change(undo: ExitStack, name: str, shim: bool, force: bool) -> None:
     if shim:
         _base.install_shim(undo, _CLIENT, force)
+    undo.callback(_hf_attention.forget)
     attention = importlib.import_module('transformers.modeling_utils').AttentionInterface
     masks = importlib.import_module('transformers.masking_utils').AttentionMaskInterface
     registered = [(attention, name, _hf_attention.attention), (masks, name, _hf_masks.mask)]

@@ -11,6 +11,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from flash_attn3 import compat
 from flash_attn3.integrations import _base, _hf_attention, _hf_masks
@@ -146,6 +147,23 @@ def test_bidirectional_encoder(name, side):
     close(got[rows.bool()], expected[rows.bool()])
 
 
+@pytest.mark.parametrize('inference', [False, True])
+def test_a_mask_that_is_written_in_place(inference):
+    """The layout of its sequences is kept for the layers of a forward, not for the next one."""
+    module = model_of('llama').model.layers[0].self_attn
+    q, k, v = (torch.randn(1, heads, 8, 16) for heads in (4, 2, 2))
+    with torch.inference_mode(inference):
+        mask = torch.ones(1, 8, dtype=torch.bool)
+        for padding in (2, 5):
+            mask[:, :padding] = False
+            for _ in range(2):
+                out, _ = _hf_attention.attention(module, q, k, v, mask)
+            expected = F.scaled_dot_product_attention(
+                *(x[:, :, padding:] for x in (q, k, v)), is_causal=True, enable_gqa=True)
+            close(out[:, padding:], expected.transpose(1, 2))
+            assert not out[:, :padding].any()
+
+
 @pytest.mark.parametrize('use_cache', [False, True])
 @each_route
 def test_packed_sequences(kind, name, use_cache):
@@ -232,7 +250,7 @@ def test_generate(kind, name, cache):
 
 @pytest.fixture
 def batching(monkeypatch):
-    """generate_batch on the CPU: transformers asks psutil for the memory, which is answered here."""
+    """generate_batch on the CPU: transformers asks psutil for the memory; the answer is here."""
     memory = torch.device('cpu'), 1 << 30, 0, 0
     monkeypatch.setattr(batching_cache, 'get_device_and_memory_breakdown', lambda: memory)
     options = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
