@@ -59,6 +59,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
+    """Whether enable() was called, and disable() was not."""
     return _switch.is_on
 
 
