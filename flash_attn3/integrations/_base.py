@@ -141,10 +141,12 @@ def gpu_problem(client: str) -> str:
 # -------------------------------------------------------------------------------- the shim, the ops
 def upstream() -> str:
     """The file of a flash_attn_interface that is not ours and would be imported, or ''."""
-    spec = importlib.util.find_spec('flash_attn_interface')
-    if spec is None or compat.is_installed():
+    if compat.is_installed():
         return ''
-    return spec.origin or 'a package without a file'
+    if (module := sys.modules.get('flash_attn_interface')) is not None:
+        return getattr(module, '__file__', None) or 'a module without a file'
+    spec = importlib.util.find_spec('flash_attn_interface')
+    return '' if spec is None else spec.origin or 'a package without a file'
 
 
 def shim_problem(client: str) -> str:

@@ -67,13 +67,7 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     _check(module, attention_mask, dropout, sliding_window, others)
     causal = module.is_causal if is_causal is None else is_causal
     q, k, v = _cast(module, *(x.transpose(1, 2) for x in (query, key, value)))
-    window = (-1, -1)
-    if sliding_window is not None:
-        window = sliding_window - 1, 0 if causal else sliding_window - 1
-    options = dict(
-        softmax_scale=scaling, causal=bool(causal), window_size=window, softcap=softcap or 0.0,
-        s_aux=s_aux, num_splits=0,
-        deterministic=os.environ.get('FLASH_ATTENTION_DETERMINISTIC', '0') == '1')
+    options = _options(bool(causal), scaling, sliding_window, softcap, s_aux)
     lists = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     if attention_mask is None and None not in lists:
         layout = Layout(None, None, *(x.to(torch.int32) for x in lists[:2]), *lists[2:])
@@ -84,6 +78,49 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     if layout is None:
         return flash_attn_func(q, k, v, **options), None
     return _packed_attention((q, k, v), layout, attention_mask, options), None
+
+
+def paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+                    attention_mask: Tensor | None, cache: Any, cu_seq_lens_q: Tensor,
+                    cu_seq_lens_k: Tensor | dict[str, Tensor], max_seqlen_q: int,
+                    max_seqlen_k: int | dict[str, int], read_index: list[Tensor],
+                    write_index: list[Tensor], dropout: float = 0.0, scaling: float | None = None,
+                    sliding_window: int | None = None, softcap: float | None = None,
+                    s_aux: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
+    """The same in continuous batching: `generate_batch` calls it for the name with `paged|` before.
+
+    Args:
+        query, key, value: (1, heads, tokens, head_dim), of all sequences one behind the other.
+        cache: of transformers, from which the keys of each sequence are gathered.
+        cu_seq_lens_k, max_seqlen_k: of each kind of layer, or of the one that there is.
+        others: as in `attention`.
+
+    Returns:
+        out, (tokens, heads_q, head_dim_v); None.
+    """
+    _check(module, attention_mask, dropout, sliding_window, others)
+    if isinstance(cu_seq_lens_k, dict):
+        kind = 'full_attention' if sliding_window is None else 'sliding_attention'
+        cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
+    k, v = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx,
+                        read_index=read_index, write_index=write_index)
+    q, k, v = _cast(module, query.transpose(1, 2).squeeze(0), k, v)
+    starts = (x.to(torch.int32) for x in (cu_seq_lens_q, cu_seq_lens_k))
+    return flash_attn_varlen_func(
+        q, k, v, *starts, max_seqlen_q, max_seqlen_k,
+        **_options(True, scaling, sliding_window, softcap, s_aux)), None
+
+
+def _options(causal: bool, scaling: float | None, sliding_window: int | None,
+             softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
+    """The arguments that `flash_attn_func` and `flash_attn_varlen_func` share."""
+    window = (-1, -1)
+    if sliding_window is not None:
+        window = sliding_window - 1, 0 if causal else sliding_window - 1
+    return dict(
+        softmax_scale=scaling, causal=causal, window_size=window, softcap=softcap or 0.0,
+        s_aux=s_aux, num_splits=0,
+        deterministic=os.environ.get('FLASH_ATTENTION_DETERMINISTIC', '0') == '1')
 
 
 def _packed_attention(tensors: tuple[Tensor, Tensor, Tensor], layout: Layout,
@@ -158,12 +195,19 @@ def _layout(attention_mask: Tensor | None, position_ids: Tensor | None, batch: i
                 or rows[0] != rows[1] or position_ids.size(1) != rows[0]):
             return None
         source = position_ids
-    if is_compiling():
+    if is_compiling() or source.is_inference():    # these do not tell when they are written
         return _make(attention_mask, source, batch, rows, is_aligned)
-    of = source._version, batch, rows, is_aligned
-    if _kept is None or _kept[0]() is not source or _kept[1] != of:
-        _kept = weakref.ref(source), of, _make(attention_mask, source, batch, rows, is_aligned)
-    return _kept[2]
+    kept, of = _kept, (source._version, batch, rows, is_aligned)    # threads have their own kept
+    if kept is None or kept[0]() is not source or kept[1] != of:
+        kept = weakref.ref(source), of, _make(attention_mask, source, batch, rows, is_aligned)
+        _kept = kept
+    return kept[2]
+
+
+def forget() -> None:
+    """Forgets the layout that is kept, and its memory."""
+    global _kept
+    _kept = None
 
 
 def _make(attention_mask: Tensor | None, source: Tensor, batch: int, rows: tuple[int, int],

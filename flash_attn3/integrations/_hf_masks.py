@@ -20,9 +20,9 @@ _MASKS = 'transformers.masking_utils'
 _SERVED = ('causal_mask_function', 'bidirectional_mask_function',
            'sliding_window_overlay.<locals>.inner_mask',
            'sliding_window_bidirectional_overlay.<locals>.inner_mask')
-_AND, _PACKED, _CHUNKED = (f'{name}.<locals>.{inner}' for name, inner in (
+_AND, _PACKED, _REMAPPED, _CHUNKED = (f'{name}.<locals>.{inner}' for name, inner in (
     ('and_masks', 'and_mask'), ('packed_sequence_mask_function', 'inner_mask'),
-    ('chunked_overlay', 'inner_mask')))
+    ('remap_positions_for_packed_sequence', 'inner_mask'), ('chunked_overlay', 'inner_mask')))
 
 
 @torch.compiler.disable(reason='flash_attn3.integrations.transformers: expected no fullgraph=True '
@@ -76,6 +76,8 @@ def _parts(function: Callable) -> Iterator[tuple[str, dict[str, Any]]]:
     if name == _AND:
         for part in variables['mask_functions']:
             yield from _parts(part)
+    elif name == _REMAPPED:    # positions in a packed sequence, by which the kernels count too
+        yield from _parts(variables['mask_function'])
     elif name in (*_SERVED, _PACKED, _CHUNKED):
         yield name, variables
     else:

@@ -38,6 +38,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
+    """Whether enable() was called, and PyTorch's 'FA3' is this package's."""
     return _switch.is_on and sdpa.is_enabled()
 
 

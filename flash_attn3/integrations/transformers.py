@@ -5,10 +5,15 @@
     model = AutoModelForCausalLM.from_pretrained('openai/gpt-oss-20b',
                                                  attn_implementation='fa3_hopper')
 
-`flash_attention_3` is transformers' own code on the functions of the shim, continuous batching on
-the paged cache included. transformers refuses gpt-oss with it: `fa3_hopper` is attention and mask
-functions of this package, with sinks and their gradient, for any model that takes attention
-functions. It has no continuous batching.
+`flash_attention_3` is transformers' own code on the functions of the shim. Continuous batching with
+it calls flash_attn_with_kvcache on the paged cache.
+
+transformers refuses gpt-oss with that. `fa3_hopper` is attention and mask functions of ours, with
+sinks and their gradient, for any model that takes attention functions; `generate` of a few
+sequences splits their keys with it. For continuous batching it is called `paged|fa3_hopper`, in
+full: transformers takes `flash_attention_3` otherwise. It gathers the keys first, and keeps the
+window and the softcap of every model: transformers 5.17 loses those of Mistral and Gemma 2 there.
+Newer ones, which have no names with `paged|`, allow only their own in continuous batching.
 """
 from __future__ import annotations
 
@@ -54,6 +59,7 @@ def disable() -> None:
 
 
 def is_enabled() -> bool:
+    """Whether enable() was called, and disable() was not."""
     return _switch.is_on
 
 
@@ -80,11 +86,15 @@ def _name_problem(name: str) -> str:
 def _change(undo: ExitStack, name: str, shim: bool, force: bool) -> None:
     if shim:
         _base.install_shim(undo, _CLIENT, force)
+    undo.callback(_hf_attention.forget)
     attention = importlib.import_module('transformers.modeling_utils').AttentionInterface
     masks = importlib.import_module('transformers.masking_utils').AttentionMaskInterface
-    for interface, function in ((attention, _hf_attention.attention), (masks, _hf_masks.mask)):
-        if name in interface._global_mapping:
-            raise RuntimeError(_base.error(_CLIENT, 'a name that is free', repr(name),
+    registered = [(attention, name, _hf_attention.attention), (masks, name, _hf_masks.mask)]
+    if 'paged|sdpa' in attention._global_mapping:
+        registered.append((attention, f'paged|{name}', _hf_attention.paged_attention))
+    for interface, key, function in registered:
+        if key in interface._global_mapping:
+            raise RuntimeError(_base.error(_CLIENT, 'a name that is free', repr(key),
                                            'enable(name=...) takes another'))
-        undo.callback(interface._global_mapping.pop, name, None)
-        interface.register(name, function)
+        undo.callback(interface._global_mapping.pop, key, None)
+        interface.register(key, function)

@@ -13,8 +13,9 @@ from torch.library import Library
 
 from flash_attn3 import reference
 from flash_attn3.integrations import _base, sdpa
+from flash_attn3.reference_fp8 import Scales
 
-from tests import compare
+from tests import compare, fp8_data
 
 hook = pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
 from torch.nn.attention import (  # noqa: E402
@@ -250,3 +251,17 @@ def test_values_and_gradients_of_varlen_attn(on_cpu, calls, window):
         expected = reference.attend(reference.Inputs(*inputs).to(torch.float64), score)
         compare.check_lse(lse[None, :, rows], expected.lse)
     assert counts == {'fwd': 1, 'bwd': 1}
+
+
+def test_values_of_float8(on_cpu, calls):
+    """The overload that takes e4m3 and scales, of which PyTorch has no gradient."""
+    counts = calls()
+    values = [torch.randn(2, 4, 33, 64).to(torch.float8_e4m3fn) for _ in range(3)]
+    scales = Scales(*(torch.rand(2, 4) + 0.5 for _ in range(3)))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.quantized(
+        *values, *scales, 0.0, True)
+    inputs = reference.Inputs(*(x.transpose(1, 2) for x in values))
+    score = reference.Score(SCALE, mask=reference.Mask(True))
+    assert out.dtype == torch.bfloat16 and counts == {'fwd': 1, 'bwd': 0}
+    fp8_data.check_fp8(out.transpose(1, 2), inputs, scales, score)
+    fp8_data.check_fp8_lse(lse, inputs, scales, score)

@@ -5,11 +5,13 @@ transformers refuses flash_attention_3 on machines without a GPU: `gpu_claimed` 
 for one say yes, nothing else of transformers is changed.
 """
 import functools
+import importlib
 import sys
 import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from flash_attn3 import compat
 from flash_attn3.integrations import _base, _hf_attention, _hf_masks
@@ -145,6 +147,23 @@ def test_bidirectional_encoder(name, side):
     close(got[rows.bool()], expected[rows.bool()])
 
 
+@pytest.mark.parametrize('inference', [False, True])
+def test_a_mask_that_is_written_in_place(inference):
+    """The layout of its sequences is kept for the layers of a forward, not for the next one."""
+    module = model_of('llama').model.layers[0].self_attn
+    q, k, v = (torch.randn(1, heads, 8, 16) for heads in (4, 2, 2))
+    with torch.inference_mode(inference):
+        mask = torch.ones(1, 8, dtype=torch.bool)
+        for padding in (2, 5):
+            mask[:, :padding] = False
+            for _ in range(2):
+                out, _ = _hf_attention.attention(module, q, k, v, mask)
+            expected = F.scaled_dot_product_attention(
+                *(x[:, :, padding:] for x in (q, k, v)), is_causal=True, enable_gqa=True)
+            close(out[:, padding:], expected.transpose(1, 2))
+            assert not out[:, :padding].any()
+
+
 @pytest.mark.parametrize('use_cache', [False, True])
 @each_route
 def test_packed_sequences(kind, name, use_cache):
@@ -229,36 +248,55 @@ def test_generate(kind, name, cache):
     assert got.shape == (3, LENGTH + 10) and torch.equal(got, expected)
 
 
-@pytest.mark.parametrize('kind', ['llama', 'qwen2'])
-def test_continuous_batching(kind, monkeypatch):
-    """generate_batch on the paged cache: varlen in the prefill, flash_attn_with_kvcache after it,
-    where no layer has a window. (transformers 5.17 loses the window of Mistral and the softcap of
-    Gemma2 there, whatever computes attention.)
-
-    Without a GPU transformers would not take the second, and asks psutil for the memory: both
-    questions are answered here.
-    """
+@pytest.fixture
+def batching(monkeypatch):
+    """generate_batch on the CPU: transformers asks psutil for the memory; the answer is here."""
     memory = torch.device('cpu'), 1 << 30, 0, 0
     monkeypatch.setattr(batching_cache, 'get_device_and_memory_breakdown', lambda: memory)
-    monkeypatch.setattr(initialization, 'ensure_decode_fast_path_is_available', lambda *_: None)
-    model, prompts = model_of(kind), [x[:n].tolist() for x, n in zip(tokens(), (21, 5, 12))]
     options = transformers.GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1)
-    batching = transformers.ContinuousBatchingConfig(
+    config = transformers.ContinuousBatchingConfig(
         block_size=4, num_blocks=64, max_batch_tokens=64, max_blocks_per_request=16,
         use_cuda_graph=False, use_async_batching=False)
-    expected = [model.generate(torch.tensor([x]), generation_config=options)[0, len(x):].tolist()
-                for x in prompts]
-    calls = []
-    model.set_attn_implementation(FA3)
-    shim = sys.modules['flash_attn_interface']
+
+    def check(model, name):
+        """The tokens of generate_batch against those of generate with eager attention."""
+        prompts = [x[:n].tolist() for x, n in zip(tokens(), (21, 5, 12))]
+        expected = [model.generate(torch.tensor([x]), generation_config=options)[0, len(x):]
+                    .tolist() for x in prompts]
+        model.set_attn_implementation(name)
+        results = model.generate_batch(prompts, options, config)
+        got = {tuple(x.prompt_ids): x.generated_tokens for x in results.values()}
+        assert [got[tuple(x)] for x in prompts] == expected
+    return check
+
+
+@pytest.mark.parametrize('kind', ['llama', 'qwen2'])
+def test_continuous_batching(kind, batching, monkeypatch):
+    """varlen in the prefill, flash_attn_with_kvcache after it, where no layer has a window.
+    (transformers 5.17 loses the window of Mistral and the softcap of Gemma 2 there, whatever
+    computes attention.) Without a GPU it would not take the second: the question is patched away.
+    """
+    monkeypatch.setattr(initialization, 'ensure_decode_fast_path_is_available', lambda *_: None)
+    calls, model = [], model_of(kind)
+    shim = importlib.import_module('flash_attn_interface')
     for name in ('flash_attn_varlen_func', 'flash_attn_with_kvcache'):
         count_calls(monkeypatch, shim, name, calls)
     monkeypatch.setattr(utilities, '_loaded_implementation', None)
-    results = model.generate_batch(prompts, options, batching)
-    got = {tuple(x.prompt_ids): x.generated_tokens for x in results.values()}
-    assert [got[tuple(x)] for x in prompts] == expected
+    batching(model, FA3)
+    monkeypatch.setattr(utilities, '_loaded_implementation', None)
     assert set(calls) == {'flash_attn_varlen_func'} | (
         {'flash_attn_with_kvcache'} if kind == 'llama' else set()), calls
+
+
+@pytest.mark.parametrize('kind', DECODERS)
+def test_continuous_batching_with_our_own_name(kind, batching, monkeypatch):
+    """Every model, sinks, windows and softcap included."""
+    if f'paged|{OWN}' not in AttentionInterface._global_mapping:
+        pytest.skip('this transformers has no names of others in continuous batching')
+    calls, model = [], model_of(kind)
+    count_calls(monkeypatch, _hf_attention, 'flash_attn_varlen_func', calls)
+    batching(model, f'paged|{OWN}')
+    assert len(calls) > 2
 
 
 def count_calls(monkeypatch, module, name, calls):
