@@ -33,5 +33,6 @@ def clients_part() -> str:
         evidence = _EMULATED if 'Only emulated' in text else _REAL
         rows.append([f'`{name}`', what, '<br>'.join(f'`{call}`' for call in calls) or '-',
                      evidence if name in tested else 'none'])
+    header = ['NAME', 'client', 'turned on by', 'contract test on CPU tensors']
     return ('`import flash_attn3.integrations.NAME; flash_attn3.integrations.NAME.enable()`, then:'
-            '\n\n' + table(['NAME', 'client', 'turned on by', 'contract test on CPU tensors'], rows))
+            '\n\n' + table(header, rows))
