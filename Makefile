@@ -3,20 +3,23 @@
 # make test      what CI runs: sets up the same, builds everything, runs the tests; those of a GPU
 #                where there is one
 # make test-fast the edit loop: builds one tile, skips tests that build or start processes
-# make test-all  make test, and: newer torch versions, long property runs, kernels on the emulator
+# make test-all  make test, and: newer torch versions, long property runs, kernels on the emulator,
+#                clients
+# make test-clients    diffusers, xFormers and megatron-core themselves, in .venv-clients
 # make lint      ruff, clang-format
 # make build     builds in place: the libraries of the package and the tests' host module
 # make test-gpu  the GPU tests alone, in several processes: tests/record.py
 # make test-emulated  a selection of them on this CPU, with some kernels: tests/emulator
 # make sanitize  every built kernel under compute-sanitizer, on a Hopper GPU; see tests/sanitize.py
 # make bench     the benchmarks, on a Hopper GPU
-# make clean     removes what was built, not .venv and not the cache of compiled units
+# make clean     removes what was built, not .venv, .venv-clients and the cache of compiled units
 #
 # PYTHON: the Python 3.10 or later that .venv is made from. setup.py lists the build's variables.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+CLIENTS := .venv-clients
 DEMO_VARIANTS := FwdBf16D128*,BwdBf16D128*
 FAST_VARIANTS := FwdBf16D128Causal,BwdBf16D128Causal
 EMULATED_VARIANTS := FwdE4m3D64Full,FwdE4m3D256Causal,FwdBf16D64Causal*,BwdBf16D64Causal*
@@ -24,8 +27,8 @@ EMULATED_VARIANTS := FwdE4m3D64Full,FwdE4m3D256Causal,FwdBf16D64Causal*,BwdBf16D
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist loadfile
 SANITIZER := compute-sanitizer --kernel-name kernel_substring=N3fa3 --error-exitcode 9
 
-.PHONY: demo test test-fast test-all lint build test-gpu test-emulated sanitize libraries \
-        bench clean
+.PHONY: demo test test-fast test-all lint build test-gpu test-emulated test-clients sanitize \
+        libraries bench clean
 
 demo: export FLASH_ATTN3_VARIANTS ?= $(DEMO_VARIANTS)
 demo: libraries
@@ -40,7 +43,7 @@ test-fast: export FLASH_ATTN3_VARIANTS ?= $(FAST_VARIANTS)
 test-fast: build
 	$(RUN) -m pytest tests/cpu $(PARALLEL) -rf -m 'not slow and not long' --hypothesis-profile fast
 
-test-all: test test-emulated
+test-all: test test-emulated test-clients
 	$(RUN) -m pytest tests/cpu -m long
 	$(RUN) -m pytest tests/cpu $(PARALLEL) -m 'not slow and not long' --hypothesis-profile long
 	$(RUN) -m tests.fuzz --cases 2000 --seed 1 --device cpu --jobs 2
@@ -51,6 +54,17 @@ test-gpu: libraries
 test-emulated: build
 	$(RUN) -m tests.emulator.build '$(EMULATED_VARIANTS)'
 	$(RUN) -m pytest @tests/emulator/selection.txt
+
+test-clients: build $(CLIENTS)/ready
+	$(CLIENTS)/bin/python -m pytest tests/cpu/test_integrations_clients.py
+
+# It sees the packages of .venv, but for what it has itself.
+$(CLIENTS)/ready: tests/clients.txt $(VENV)/ready
+	$(RUN) -m venv $(CLIENTS)
+	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
+	$(CLIENTS)/bin/python -m pip install --no-deps --requirement tests/clients.txt
+	touch $@
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .
