@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import (ab, ablation, bench_backward, bench_forward, bench_fp8, bench_kvcache,
-                        bench_quantize, fp8_accuracy, fp8_long, harness, memory, plot_peers,
-                        quantize_cells, search_tiles, shapes, training)
+from benchmarks import (ab, ablation, bench_backward, bench_forward, bench_fp8, bench_generate,
+                        bench_kvcache, bench_quantize, fp8_accuracy, fp8_long, harness, memory,
+                        plot_peers, quantize_cells, search_tiles, shapes, training)
 from build_tools import toolchain
 from flash_attn3 import bench, flash_attn_func
 from flash_attn3.bench import Shape
@@ -76,6 +76,15 @@ def test_quantize(tmp_path, capsys):
     x, = quantize_cells.make_inputs(quantize_cells.Cell(128, 32, tokens=64), CPU, 1 << 20)
     scales = torch.ones(1, 16, 2)
     assert quantize_cells.bytes_of(x, (x.to(torch.float8_e4m3fn), scales)) == 3 * x.numel() + 128
+
+
+def test_generate(tmp_path, capsys):
+    pytest.importorskip('transformers', reason='the benchmark of its generate')
+    record, _ = run(bench_generate.main, tmp_path)
+    (cell,) = record['cells']
+    assert [x['name'] for x in cell['results']] == ['sdpa', 'fa3_hopper']
+    assert all(x['tokens_per_s'] > 0 and x['agreeing'] > 0.5 for x in cell['results'])
+    assert cell['results'][0]['agreeing'] == 1
 
 
 def test_kvcache(tmp_path, capsys):
