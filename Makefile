@@ -5,7 +5,8 @@
 # make test-fast the edit loop: builds one tile, skips tests that build or start processes
 # make test-all  make test, and: newer torch versions, long property runs, kernels on the emulator,
 #                clients
-# make test-clients    diffusers, xFormers and megatron-core themselves, in .venv-clients
+# make test-clients    diffusers, xFormers, megatron-core, accelerate, peft and timm themselves, in
+#                .venv-clients
 # make lint      ruff, clang-format
 # make build     builds in place: the libraries of the package and the tests' host module
 # make test-gpu  the GPU tests alone, in several processes: tests/record.py
@@ -56,7 +57,8 @@ test-emulated: build
 	$(RUN) -m pytest @tests/emulator/selection.txt
 
 test-clients: build $(CLIENTS)/ready
-	$(CLIENTS)/bin/python -m pytest tests/cpu/test_integrations_clients.py
+	$(CLIENTS)/bin/python -m pytest tests/cpu/test_integrations_clients.py \
+	  tests/cpu/test_integrations_training.py
 
 # It sees the packages of .venv, but for what it has itself.
 $(CLIENTS)/ready: tests/clients.txt $(VENV)/ready

@@ -1,7 +1,7 @@
 """The FA3 hook of PyTorch: what enable() registers, that disable() restores it, and the values.
 
-PyTorch overrides aten kernels for CUDA tensors alone. For values, `on_cpu` lets its own overrides
-be registered for CPU tensors instead and skips its check of the device; all else is PyTorch's.
+PyTorch overrides aten kernels for CUDA tensors alone. For values, `calls` lets its own overrides be
+registered for CPU tensors instead and skips its check of the device; all else is PyTorch's.
 """
 import subprocess
 import sys
@@ -9,13 +9,13 @@ import warnings
 
 import pytest
 import torch
-from torch.library import Library
 
 from flash_attn3 import reference
 from flash_attn3.integrations import _base, sdpa
 from flash_attn3.reference_fp8 import Scales
 
 from tests import compare, fp8_data
+from tests.cpu import claimed_gpu
 
 hook = pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
 from torch.nn.attention import (  # noqa: E402
@@ -48,38 +48,10 @@ def before():
 
 
 @pytest.fixture
-def on_cpu(monkeypatch):
-    class OnCpu(Library):
-        def __init__(self, namespace, kind, _):
-            super().__init__(namespace, kind, 'CPU')
-
-        def impl(self, name, function, _):
-            super().impl(name, function, 'CPU')
-    monkeypatch.setattr(hook, 'Library', OnCpu)
-    monkeypatch.setattr(hook, '_fa3_common_support_error', lambda *_: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        sdpa.enable()
-    yield
-    sdpa.disable()
-
-
-@pytest.fixture
 def calls():
-    """Counts the calls of our ops by the hook, from a call of it on until disable()."""
-    counts = {'fwd': 0, 'bwd': 0}
-
-    def counted(name, op):
-        def call(*arguments):
-            counts[name] += 1
-            return op(*arguments)
-        return call
-
-    def count():
-        hook._FA3_CUDA_FWD = counted('fwd', hook._FA3_CUDA_FWD)
-        hook._FA3_CUDA_BWD = counted('bwd', hook._FA3_CUDA_BWD)
-        return counts
-    return count
+    """PyTorch's overrides on CPU tensors. Gives what starts to count the calls of our ops."""
+    with claimed_gpu.sdpa_on_cpu() as count:
+        yield count
 
 
 def tensors(*shapes, dtype=torch.bfloat16):
@@ -219,7 +191,7 @@ def test_importing_changes_nothing():
 # ------------------------------------------------------------------------------------------- values
 @pytest.mark.parametrize('heads_k', [4, 2])
 @pytest.mark.parametrize('causal', [False, True])
-def test_values_and_gradients_of_sdpa(on_cpu, calls, causal, heads_k):
+def test_values_and_gradients_of_sdpa(calls, causal, heads_k):
     """The aten op that SDPA takes, with autograd, against the reference in float32."""
     counts = calls()
     q, k, v = tensors((2, 4, 37, 64), (2, heads_k, 37, 64), (2, heads_k, 37, 64))
@@ -235,7 +207,7 @@ def test_values_and_gradients_of_sdpa(on_cpu, calls, causal, heads_k):
 
 
 @pytest.mark.parametrize('window', [(-1, -1), (-1, 0), (8, 0), (5, 3)], ids=str)
-def test_values_and_gradients_of_varlen_attn(on_cpu, calls, window):
+def test_values_and_gradients_of_varlen_attn(calls, window):
     """torch.nn.attention.varlen.varlen_attn itself, against the reference of each sequence."""
     counts = calls()
     lengths, starts = (17, 1, 40), torch.tensor([0, 17, 18, 58], dtype=torch.int32)
@@ -253,7 +225,7 @@ def test_values_and_gradients_of_varlen_attn(on_cpu, calls, window):
     assert counts == {'fwd': 1, 'bwd': 1}
 
 
-def test_values_of_float8(on_cpu, calls):
+def test_values_of_float8(calls):
     """The overload that takes e4m3 and scales, of which PyTorch has no gradient."""
     counts = calls()
     values = [torch.randn(2, 4, 33, 64).to(torch.float8_e4m3fn) for _ in range(3)]

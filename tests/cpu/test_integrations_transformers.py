@@ -17,6 +17,7 @@ from flash_attn3 import compat
 from flash_attn3.integrations import _base, _hf_attention, _hf_masks
 from flash_attn3.integrations import transformers as integration
 
+from tests.cpu import claimed_gpu
 from tests.cpu.called_ops import CalledOps
 
 transformers = pytest.importorskip('transformers', reason='the contract is with transformers')
@@ -52,15 +53,8 @@ each_route = pytest.mark.parametrize('kind,name', ROUTES)
 
 @pytest.fixture(autouse=True, scope='module')
 def gpu_claimed():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_utils, 'is_torch_cuda_available', lambda: True)
-        patch.setitem(utilities.FLASH_ATTENTION_COMPATIBILITY_MATRIX[3], 'supported_devices',
-                      ((lambda: True, 'cuda'),))
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)    # others wait for each other longer than these models take
+    with claimed_gpu.transformers_on_cpu():
         yield
-        torch.set_num_threads(threads)
-    import_utils.is_flash_attn_3_available.cache_clear()
 
 
 @pytest.fixture(scope='module')
