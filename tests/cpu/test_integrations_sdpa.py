@@ -1,7 +1,5 @@
-"""The FA3 hook of PyTorch: what enable() registers, that disable() restores it, and the values.
-
-PyTorch overrides aten kernels for CUDA tensors alone. For values, `on_cpu` lets its own overrides
-be registered for CPU tensors instead and skips its check of the device; all else is PyTorch's.
+"""The FA3 hook of PyTorch: what enable() registers, that disable() restores it, and the values, for
+which PyTorch's overrides are registered for CPU tensors (tests/sdpa_hook.py).
 """
 import subprocess
 import sys
@@ -9,13 +7,13 @@ import warnings
 
 import pytest
 import torch
-from torch.library import Library
 
 from flash_attn3 import reference
 from flash_attn3.integrations import _base, sdpa
 from flash_attn3.reference_fp8 import Scales
 
-from tests import compare, fp8_data
+from tests import compare, fp8_data, sdpa_hook
+from tests.sdpa_hook import check
 
 hook = pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
 from torch.nn.attention import (  # noqa: E402
@@ -49,14 +47,7 @@ def before():
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    class OnCpu(Library):
-        def __init__(self, namespace, kind, _):
-            super().__init__(namespace, kind, 'CPU')
-
-        def impl(self, name, function, _):
-            super().impl(name, function, 'CPU')
-    monkeypatch.setattr(hook, 'Library', OnCpu)
-    monkeypatch.setattr(hook, '_fa3_common_support_error', lambda *_: None)
+    sdpa_hook.serve_cpu(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         sdpa.enable()
@@ -65,38 +56,12 @@ def on_cpu(monkeypatch):
 
 
 @pytest.fixture
-def calls():
-    """Counts the calls of our ops by the hook, from a call of it on until disable()."""
-    counts = {'fwd': 0, 'bwd': 0}
-
-    def counted(name, op):
-        def call(*arguments):
-            counts[name] += 1
-            return op(*arguments)
-        return call
-
-    def count():
-        hook._FA3_CUDA_FWD = counted('fwd', hook._FA3_CUDA_FWD)
-        hook._FA3_CUDA_BWD = counted('bwd', hook._FA3_CUDA_BWD)
-        return counts
-    return count
+def calls(monkeypatch):
+    return sdpa_hook.count_calls(monkeypatch)
 
 
 def tensors(*shapes, dtype=torch.bfloat16):
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
-
-
-def check(got, inputs, dout, score):
-    """out and gradients of dense (batch, seqlen, heads, head_dim) inputs, by the project's bar."""
-    inputs = reference.Inputs(*(x.detach() for x in inputs))
-
-    def computed(dtype):
-        cast = inputs.to(dtype)
-        return (reference.attend(cast, score).out,
-                *reference.attend_backward(dout.to(dtype), None, cast, score)[:3])
-    for name, x, wide, plain in zip(('out', 'dq', 'dk', 'dv'), got, computed(torch.float64),
-                                    computed(dout.dtype)):
-        compare.check_close(x, wide, plain, name)
 
 
 # ----------------------------------------------------------------------------- on, off
@@ -221,7 +186,6 @@ def test_importing_changes_nothing():
 @pytest.mark.parametrize('causal', [False, True])
 def test_values_and_gradients_of_sdpa(on_cpu, calls, causal, heads_k):
     """The aten op that SDPA takes, with autograd, against the reference in float32."""
-    counts = calls()
     q, k, v = tensors((2, 4, 37, 64), (2, heads_k, 37, 64), (2, heads_k, 37, 64))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     dout = torch.randn_like(out)
@@ -231,13 +195,12 @@ def test_values_and_gradients_of_sdpa(on_cpu, calls, causal, heads_k):
     check([x.transpose(1, 2) for x in (out, *gradients)], turned, dout.transpose(1, 2), score)
     expected = reference.attend(reference.Inputs(*(x.detach().double() for x in turned)), score)
     compare.check_lse(lse, expected.lse)
-    assert counts == {'fwd': 1, 'bwd': 1}
+    assert calls == ['fwd', 'bwd']
 
 
 @pytest.mark.parametrize('window', [(-1, -1), (-1, 0), (8, 0), (5, 3)], ids=str)
 def test_values_and_gradients_of_varlen_attn(on_cpu, calls, window):
     """torch.nn.attention.varlen.varlen_attn itself, against the reference of each sequence."""
-    counts = calls()
     lengths, starts = (17, 1, 40), torch.tensor([0, 17, 18, 58], dtype=torch.int32)
     q, k, v = tensors((58, 4, 64), (58, 4, 64), (58, 4, 64))
     out, lse = varlen_attn(q, k, v, starts, starts, 40, 40, window_size=window,
@@ -250,18 +213,17 @@ def test_values_and_gradients_of_varlen_attn(on_cpu, calls, window):
         check([x[None, rows] for x in got], inputs, dout[None, rows], score)
         expected = reference.attend(reference.Inputs(*inputs).to(torch.float64), score)
         compare.check_lse(lse[None, :, rows], expected.lse)
-    assert counts == {'fwd': 1, 'bwd': 1}
+    assert calls == ['fwd', 'bwd']
 
 
 def test_values_of_float8(on_cpu, calls):
     """The overload that takes e4m3 and scales, of which PyTorch has no gradient."""
-    counts = calls()
     values = [torch.randn(2, 4, 33, 64).to(torch.float8_e4m3fn) for _ in range(3)]
     scales = Scales(*(torch.rand(2, 4) + 0.5 for _ in range(3)))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.quantized(
         *values, *scales, 0.0, True)
     inputs = reference.Inputs(*(x.transpose(1, 2) for x in values))
     score = reference.Score(SCALE, mask=reference.Mask(True))
-    assert out.dtype == torch.bfloat16 and counts == {'fwd': 1, 'bwd': 0}
+    assert out.dtype == torch.bfloat16 and calls == ['fwd']
     fp8_data.check_fp8(out.transpose(1, 2), inputs, scales, score)
     fp8_data.check_fp8_lse(lse, inputs, scales, score)
