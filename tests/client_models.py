@@ -32,7 +32,8 @@ DECODERS = {
     'gemma2': (transformers.Gemma2ForCausalLM, transformers.Gemma2Config, dict(
         sliding_window=WINDOW, attn_logit_softcapping=0.5, query_pre_attn_scalar=16)),
     'gpt_oss': (transformers.GptOssForCausalLM, transformers.GptOssConfig, dict(
-        sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1)),
+        sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1,
+        experts_implementation=None)),
 }
 # transformers gives gpt-oss another kernel than flash_attention_3.
 ROUTES = [(kind, name) for kind in DECODERS for name in (OWN, FA3)
