@@ -50,10 +50,10 @@ def model_of(kind: str, sharpness: float = 20, **changes):
     model_class, config_class, settings = DECODERS[kind]
     settings = SMALL | settings
     config = config_class(**settings | {key: x for key, x in changes.items() if key in settings})
-    torch.manual_seed(1)
     config._attn_implementation = 'eager'
-    model = model_class(config).eval()
-    with torch.no_grad():
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        torch.manual_seed(1)
+        model = model_class(config).eval()
         for parameter_name, x in model.named_parameters():
             if parameter_name.endswith('sinks'):    # of new models almost 0
                 x.uniform_(-2, 2)
