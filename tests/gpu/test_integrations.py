@@ -21,6 +21,7 @@ from flash_attn3.integrations import _base, sdpa
 from flash_attn3.reference_fp8 import Scales
 
 from tests import compare, fp8_data, sdpa_hook
+from tests.sdpa_hook import attend, by_math, with_gradients
 
 pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
 from torch.nn.attention import (  # noqa: E402
@@ -56,33 +57,6 @@ def off():
 
 
 # -------------------------------------------------------------------------------------------- SDPA
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """scaled_dot_product_attention; on the CPU the op that it calls for CUDA tensors."""
-    if q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
-
-
-def with_gradients(inputs: list[Tensor], dout: Tensor, function: Callable) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))
-
-
-def by_math(inputs: list[Tensor], dout: Tensor, causal: bool,
-            dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The same of PyTorch's math backend, all of it in dtype: by default it casts 16 bits up."""
-    old = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            return with_gradients([x.to(dtype) for x in inputs], dout, lambda q, k, v: (
-                F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)))
-    finally:
-        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(old)
-
-
 def inputs_of(device, dtype, layout='bhsd', head_dim=64, heads_k=4, rows=(150, 150)):
     """q, k and v, (2, heads, rows, head_dim), whose memory lies like that or as 'bshd'."""
     shapes = [(2, heads, count, head_dim) for heads, count in (
@@ -91,6 +65,12 @@ def inputs_of(device, dtype, layout='bhsd', head_dim=64, heads_k=4, rows=(150, 1
         return [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
     return [torch.randn((b, s, h, d), dtype=dtype, device=device).transpose(1, 2)
             for b, h, s, d in shapes]
+
+
+def choice(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> SDPBackend:
+    """The backend that SDPA takes."""
+    return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, causal,
+                                              enable_gqa=q.size(1) != k.size(1)))
 
 
 def check_by_math(got: tuple[Tensor, ...], inputs: list[Tensor], dout: Tensor,
@@ -118,8 +98,7 @@ def test_values_and_gradients(head_dim, causal, heads_k, layout, dtype, device, 
     assert got[0].stride() == inputs[0].stride()
     check_by_math(got, inputs, dout, causal)
     if device.type == 'cuda':
-        choice = torch._fused_sdp_choice(*inputs, None, 0.0, causal, enable_gqa=heads_k != 4)
-        assert choice == SDPBackend.FLASH_ATTENTION.value
+        assert choice(*inputs, causal) == SDPBackend.FLASH_ATTENTION
 
 
 @each_dtype
@@ -143,9 +122,9 @@ def test_what_the_kernels_do_not_have_goes_elsewhere(cuda, served, calls):
     compare.check_close(out, ref, pt, 'out', 2 ** -7)
 
 
-def test_a_compiled_module(cuda, served, calls):
+def test_a_compiled_module(device, served, calls):
     """torch.compile keeps the aten ops, so that the compiled code calls the overrides too."""
-    inputs = inputs_of(cuda, torch.bfloat16)
+    inputs = inputs_of(device, torch.bfloat16)
     dout = torch.randn_like(inputs[0])
     compiled = torch.compile(lambda *x: attend(*x, True), backend='aot_eager', fullgraph=True)
     got = with_gradients(inputs, dout, compiled)
@@ -179,7 +158,7 @@ def test_before_and_after(cuda, calls, off):
 def test_cudnn_comes_first_unless_disabled(cuda, calls, off, monkeypatch):
     """On Hopper PyTorch prefers it: then enable() alone changes nothing, and says so."""
     q, k, v = inputs_of(cuda, torch.bfloat16)
-    if torch._fused_sdp_choice(q, k, v) != SDPBackend.CUDNN_ATTENTION.value:
+    if choice(q, k, v, True) != SDPBackend.CUDNN_ATTENTION:
         pytest.skip('this PyTorch does not prefer cuDNN')
     monkeypatch.setattr(_base, '_warned', set())
     with pytest.warns(UserWarning, match='expected disable_cudnn=True, got False'):
@@ -192,11 +171,11 @@ def test_cudnn_comes_first_unless_disabled(cuda, calls, off, monkeypatch):
     sdpa.disable()
 
     sdpa.enable()
-    assert torch._fused_sdp_choice(q, k, v) == SDPBackend.FLASH_ATTENTION.value
+    assert choice(q, k, v, True) == SDPBackend.FLASH_ATTENTION
     attend(q, k, v, True)
     assert calls == ['fwd', 'fwd']
     sdpa.disable()
-    assert torch._fused_sdp_choice(q, k, v) == SDPBackend.CUDNN_ATTENTION.value
+    assert choice(q, k, v, True) == SDPBackend.CUDNN_ATTENTION
     attend(q, k, v, True)
     assert calls == ['fwd', 'fwd']
 
