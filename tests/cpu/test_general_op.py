@@ -10,7 +10,7 @@ from torch.library import opcheck
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 from flash_attn3.general import Execution, General
 
-from tests.cpu.called_ops import CalledOps
+from tests.called_ops import CalledOps
 from tests.cpu.test_reference_packed import ints, starts
 
 OPS = torch.ops.flash_attn3

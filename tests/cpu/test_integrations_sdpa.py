@@ -1,7 +1,5 @@
-"""The FA3 hook of PyTorch: what enable() registers, that disable() restores it, and the values.
-
-PyTorch overrides aten kernels for CUDA tensors alone. For values, `calls` lets its own overrides be
-registered for CPU tensors instead and skips its check of the device; all else is PyTorch's.
+"""The FA3 hook of PyTorch: what enable() registers, that disable() restores it, and the values, for
+which PyTorch's overrides are registered for CPU tensors (tests/sdpa_hook.py).
 """
 import subprocess
 import sys
@@ -14,8 +12,8 @@ from flash_attn3 import reference
 from flash_attn3.integrations import _base, sdpa
 from flash_attn3.reference_fp8 import Scales
 
-from tests import compare, fp8_data
-from tests.cpu import claimed_gpu
+from tests import compare, fp8_data, sdpa_hook
+from tests.sdpa_hook import check
 
 hook = pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
 from torch.nn.attention import (  # noqa: E402
@@ -48,27 +46,22 @@ def before():
 
 
 @pytest.fixture
-def calls():
-    """PyTorch's overrides on CPU tensors. Gives what starts to count the calls of our ops."""
-    with claimed_gpu.sdpa_on_cpu() as count:
-        yield count
+def on_cpu(monkeypatch):
+    sdpa_hook.serve_cpu(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        sdpa.enable()
+    yield
+    sdpa.disable()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    return sdpa_hook.count_calls(monkeypatch)
 
 
 def tensors(*shapes, dtype=torch.bfloat16):
     return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
-
-
-def check(got, inputs, dout, score):
-    """out and gradients of dense (batch, seqlen, heads, head_dim) inputs, by the project's bar."""
-    inputs = reference.Inputs(*(x.detach() for x in inputs))
-
-    def computed(dtype):
-        cast = inputs.to(dtype)
-        return (reference.attend(cast, score).out,
-                *reference.attend_backward(dout.to(dtype), None, cast, score)[:3])
-    for name, x, wide, plain in zip(('out', 'dq', 'dk', 'dv'), got, computed(torch.float64),
-                                    computed(dout.dtype)):
-        compare.check_close(x, wide, plain, name)
 
 
 # ----------------------------------------------------------------------------- on, off
@@ -191,9 +184,8 @@ def test_importing_changes_nothing():
 # ------------------------------------------------------------------------------------------- values
 @pytest.mark.parametrize('heads_k', [4, 2])
 @pytest.mark.parametrize('causal', [False, True])
-def test_values_and_gradients_of_sdpa(calls, causal, heads_k):
+def test_values_and_gradients_of_sdpa(on_cpu, calls, causal, heads_k):
     """The aten op that SDPA takes, with autograd, against the reference in float32."""
-    counts = calls()
     q, k, v = tensors((2, 4, 37, 64), (2, heads_k, 37, 64), (2, heads_k, 37, 64))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
     dout = torch.randn_like(out)
@@ -203,13 +195,12 @@ def test_values_and_gradients_of_sdpa(calls, causal, heads_k):
     check([x.transpose(1, 2) for x in (out, *gradients)], turned, dout.transpose(1, 2), score)
     expected = reference.attend(reference.Inputs(*(x.detach().double() for x in turned)), score)
     compare.check_lse(lse, expected.lse)
-    assert counts == {'fwd': 1, 'bwd': 1}
+    assert calls == ['fwd', 'bwd']
 
 
 @pytest.mark.parametrize('window', [(-1, -1), (-1, 0), (8, 0), (5, 3)], ids=str)
-def test_values_and_gradients_of_varlen_attn(calls, window):
+def test_values_and_gradients_of_varlen_attn(on_cpu, calls, window):
     """torch.nn.attention.varlen.varlen_attn itself, against the reference of each sequence."""
-    counts = calls()
     lengths, starts = (17, 1, 40), torch.tensor([0, 17, 18, 58], dtype=torch.int32)
     q, k, v = tensors((58, 4, 64), (58, 4, 64), (58, 4, 64))
     out, lse = varlen_attn(q, k, v, starts, starts, 40, 40, window_size=window,
@@ -222,18 +213,17 @@ def test_values_and_gradients_of_varlen_attn(calls, window):
         check([x[None, rows] for x in got], inputs, dout[None, rows], score)
         expected = reference.attend(reference.Inputs(*inputs).to(torch.float64), score)
         compare.check_lse(lse[None, :, rows], expected.lse)
-    assert counts == {'fwd': 1, 'bwd': 1}
+    assert calls == ['fwd', 'bwd']
 
 
-def test_values_of_float8(calls):
+def test_values_of_float8(on_cpu, calls):
     """The overload that takes e4m3 and scales, of which PyTorch has no gradient."""
-    counts = calls()
     values = [torch.randn(2, 4, 33, 64).to(torch.float8_e4m3fn) for _ in range(3)]
     scales = Scales(*(torch.rand(2, 4) + 0.5 for _ in range(3)))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.quantized(
         *values, *scales, 0.0, True)
     inputs = reference.Inputs(*(x.transpose(1, 2) for x in values))
     score = reference.Score(SCALE, mask=reference.Mask(True))
-    assert out.dtype == torch.bfloat16 and counts == {'fwd': 1, 'bwd': 0}
+    assert out.dtype == torch.bfloat16 and calls == ['fwd']
     fp8_data.check_fp8(out.transpose(1, 2), inputs, scales, score)
     fp8_data.check_fp8_lse(lse, inputs, scales, score)

@@ -1,8 +1,5 @@
 """transformers itself on this package: tiny random models in float32 on the CPU, against its eager
 attention. Each test also counts our ops, which proves that they computed the result.
-
-transformers refuses flash_attention_3 on machines without a GPU: `gpu_claimed` makes its question
-for one say yes, nothing else of transformers is changed.
 """
 import functools
 import importlib
@@ -17,8 +14,7 @@ from flash_attn3 import compat
 from flash_attn3.integrations import _base, _hf_attention, _hf_masks
 from flash_attn3.integrations import transformers as integration
 
-from tests.cpu import claimed_gpu
-from tests.cpu.called_ops import CalledOps
+from tests.called_ops import CalledOps
 
 transformers = pytest.importorskip('transformers', reason='the contract is with transformers')
 if integration._client_problem():
@@ -29,32 +25,23 @@ from transformers.generation.continuous_batching import (  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 from transformers.utils import import_utils  # noqa: E402
 
-OWN, FA3 = integration.NAME, 'flash_attention_3'
-VOCABULARY, LENGTH, WINDOW = 48, 21, 6
-SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, head_dim=16,
-             pad_token_id=0, bos_token_id=1, eos_token_id=None)
-DECODERS = {
-    'llama': (transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL)),
-    'qwen2': (transformers.Qwen2ForCausalLM, transformers.Qwen2Config(
-        **SMALL, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1)),
-    'mistral': (transformers.MistralForCausalLM,
-                transformers.MistralConfig(**SMALL, sliding_window=WINDOW)),
-    'gemma2': (transformers.Gemma2ForCausalLM, transformers.Gemma2Config(
-        **SMALL, sliding_window=WINDOW, attn_logit_softcapping=0.5, query_pre_attn_scalar=16)),
-    'gpt_oss': (transformers.GptOssForCausalLM, transformers.GptOssConfig(
-        **SMALL, sliding_window=WINDOW, num_local_experts=2, num_experts_per_tok=1)),
-}
-# transformers gives gpt-oss another kernel than flash_attention_3.
-ROUTES = [(kind, name) for kind in DECODERS for name in (OWN, FA3)
-          if (kind, name) != ('gpt_oss', FA3)]
-each_route = pytest.mark.parametrize('kind,name', ROUTES)
+from tests import client_models  # noqa: E402
+from tests.client_models import (  # noqa: E402
+    DECODERS, FA3, OWN, VOCABULARY, count_calls, each_route, model_of)
+
+LENGTH = 21
+tokens = functools.partial(client_models.tokens, batch=3, length=LENGTH)
+# The middle sequence has no padding.
+padding = functools.partial(client_models.padding, length=LENGTH, counts=(9, 0, 4))
 
 
 @pytest.fixture(autouse=True, scope='module')
 def gpu_claimed():
-    with claimed_gpu.transformers_on_cpu():
+    with client_models.gpu_claimed():
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)    # others wait for each other longer than these models take
         yield
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope='module')
@@ -70,35 +57,6 @@ def _enabled(request):
     """For all tests but those that turn it on and off themselves."""
     if 'off' not in request.fixturenames:
         request.getfixturevalue('enabled')
-
-
-def model_of(kind: str):
-    kind, config = DECODERS[kind]
-    torch.manual_seed(1)
-    config._attn_implementation = 'eager'
-    model = kind(config).eval()
-    with torch.no_grad():    # attention of new models is almost uniform, sinks are almost 0
-        for parameter_name, x in model.named_parameters():
-            if parameter_name.endswith('sinks'):
-                x.uniform_(-2, 2)
-            elif 'q_proj.w' in parameter_name or 'k_proj.w' in parameter_name:
-                x.mul_(20)
-    return model
-
-
-def tokens(batch=3, length=LENGTH):
-    return torch.randint(2, VOCABULARY, (batch, length))
-
-
-def padding(side: str) -> torch.Tensor:
-    """(3, LENGTH): 0 for padding; the middle sequence has none."""
-    mask = torch.ones(3, LENGTH, dtype=torch.long)
-    for row, count in ((0, 9), (2, 4)):
-        if side == 'left':
-            mask[row, :count] = 0
-        elif side == 'right':
-            mask[row, LENGTH - count:] = 0
-    return mask
 
 
 def both(model, name, call):
@@ -162,7 +120,7 @@ def test_a_mask_that_is_written_in_place(inference):
 @each_route
 def test_packed_sequences(kind, name, use_cache):
     """position_ids that restart, against each sequence alone with eager attention."""
-    model, ids, lengths = model_of(kind), tokens(1), (9, 3, 9)
+    model, ids, lengths = model_of(kind), tokens(batch=1), (9, 3, 9)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     with torch.no_grad():
         expected = torch.cat([model(part).logits for part in ids.split(lengths, 1)], 1)
@@ -175,7 +133,7 @@ def test_packed_sequences(kind, name, use_cache):
 
 def test_packed_sequences_by_cu_seqlens():
     """What DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives."""
-    model, ids, lengths = model_of('llama'), tokens(1), (9, 3, 9)
+    model, ids, lengths = model_of('llama'), tokens(batch=1), (9, 3, 9)
     starts = torch.tensor([0, 9, 12, 21], dtype=torch.int32)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     with torch.no_grad():
@@ -291,17 +249,6 @@ def test_continuous_batching_with_our_own_name(kind, batching, monkeypatch):
     count_calls(monkeypatch, _hf_attention, 'flash_attn_varlen_func', calls)
     batching(model, f'paged|{OWN}')
     assert len(calls) > 2
-
-
-def count_calls(monkeypatch, module, name, calls):
-    """The model runs in a thread of its own, where no mode of the dispatcher is on."""
-    function = getattr(module, name)
-
-    @functools.wraps(function)    # transformers reads the signature
-    def counted(*arguments, **named):
-        calls.append(name)
-        return function(*arguments, **named)
-    monkeypatch.setattr(module, name, counted)
 
 
 # ----------------------------------------------------------------------------------------- refusals

@@ -8,7 +8,7 @@ from flash_attn3 import flash_attn_func, reference
 
 from tests import layouts
 from tests.cases import Case
-from tests.cpu.called_ops import CalledOps
+from tests.called_ops import CalledOps
 
 OPS = torch.ops.flash_attn3
 SCALARS = (0.3, True, None, 0)    # softmax_scale, causal, pack_gqa, sm_margin

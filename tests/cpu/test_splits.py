@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func, quantize_fp8, splits
 from flash_attn3.general import General
 
-from tests.cpu.called_ops import CalledOps
+from tests.called_ops import CalledOps
 
 KEYS = 2048
 OPTIONS = [{}, {'causal': True}, {'window_size': (9, 3)}, {'softcap': 3.0, 'causal': True},

@@ -12,7 +12,7 @@ import torch
 from flash_attn3 import compat, flash_attn_func, reference
 from flash_attn3.compat import functions
 
-from tests import cache_cases, cache_oracle, compare, upstream_calls
+from tests import cache_cases, cache_oracle, compare, sdpa_hook, upstream_calls
 from tests.cases import Case
 from tests.general_oracle import check
 from tests.upstream_calls import CACHES, FEATURES, GENERAL, LAYERS, run, with_features
@@ -118,7 +118,7 @@ def test_a_graph(cuda):
 def test_the_hook_of_pytorch(cuda, monkeypatch):
     """SDPA's flash backend by `flash_attn_interface`, in SDPA's layout."""
     from torch.nn import attention
-    calls = count_calls(monkeypatch)
+    calls = sdpa_hook.count_calls(monkeypatch)
     q, k, v = Case(130, 130, head_dim=128).tensors(cuda)
     dout = torch.randn_like(q)
     leaves = [x.transpose(1, 2).requires_grad_() for x in (q, k, v)]
@@ -131,7 +131,7 @@ def test_the_hook_of_pytorch(cuda, monkeypatch):
     finally:
         attention.restore_flash_attention_impl()
         compat.uninstall()
-    assert calls == ['_flash_attn_forward', '_flash_attn_backward']
+    assert calls == ['fwd', 'bwd']
     compare.check_forward(out.detach().transpose(1, 2), None, (q, k, v), causal=True)
     scale = 128 ** -0.5
     ref = reference.backward(dout.double(), None, *(x.double() for x in (q, k, v)), scale,
@@ -140,14 +140,3 @@ def test_the_hook_of_pytorch(cuda, monkeypatch):
     floors = compare.cancellation_floors((q, k, v), dout, scale)
     for name, got, *wanted in zip(('dq', 'dk', 'dv'), gradients, ref, pt):
         compare.check_close(got.transpose(1, 2), *wanted, name, floors[name])
-
-
-def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of what the ops call, as they call it."""
-    calls = []
-    for name in ('_flash_attn_forward', '_flash_attn_backward'):
-        def counted(*arguments, name=name, function=getattr(functions, name)):
-            calls.append(name)
-            return function(*arguments)
-        monkeypatch.setattr(functions, name, counted)
-    return calls
