@@ -55,7 +55,7 @@ def model_of(kind: str, sharpness: float = 20, **changes):
         torch.manual_seed(1)
         model = model_class(config).eval()
         for parameter_name, x in model.named_parameters():
-            if parameter_name.endswith('sinks'):    # of new models almost 0
+            if parameter_name.endswith('sinks'):    # new models have almost 0
                 x.uniform_(-2, 2)
             elif 'q_proj.w' in parameter_name or 'k_proj.w' in parameter_name:
                 x.mul_(sharpness)

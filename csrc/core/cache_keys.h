@@ -20,7 +20,7 @@ struct CacheLengths {
   PackedLengths packed;             // cu_k: k and v are packed sequences, no cache
   int const* held = nullptr;        // keys in the cache before those that are appended
   int const* leftpad = nullptr;     // slots before the first key
-  int const* new_starts = nullptr;  // of appended keys, batch + 1
+  int const* new_starts = nullptr;  // where the appended keys of each begin, batch + 1
   int const* entry_of = nullptr;    // entry of a dense cache
   int held_by_all = 0;              // without `held`
   int appended = 0;                 // without `new_starts`
@@ -44,7 +44,7 @@ struct CacheSequence {
   SeqlenPair len;
   int first_slot;
   int first_row;  // row of slot 0: packed k
-  int entry;      // of a dense cache
+  int entry;      // the row of a dense cache
 
   FA3_HD bool operator==(CacheSequence const& s) const {
     return q_begin == s.q_begin && len.q == s.len.q && len.k == s.len.k &&
@@ -122,9 +122,9 @@ struct CacheLine {
   int heads = 1;  // packed heads of a line, each a tile for the same queries
   FastDiv lanes;
   FastDiv positions;    // queries of a tile
-  FastDiv ctas;         // of a line
-  FastDiv most_parts;   // of the first tiles of queries of all sequences
-  int weight_log2 = 0;  // of K tiles where more than half of a tile's queries exist
+  FastDiv ctas;         // that share a line
+  FastDiv most_parts;   // kMostParts for each sequence and head
+  int weight_log2 = 0;  // that a K tile has if the queries fill more than half of a tile
   KeySplits splits;
 
   CacheLine() = default;
@@ -153,13 +153,13 @@ struct CacheWalk {
   Lane lane;
   int total = 0;  // units of the line
   int unit = 0;   // where the next part begins
-  int end = 0;    // of the CTA's stretch
+  int end = 0;    // where the CTA's stretch ends
   int first = 0;  // unit of the group
   int b = 0;
   int m = 0;
   CacheSequence sequence = {};
-  BlockRange keys = {};  // of the group, in slots
-  int units = 0;         // of a tile of the group
+  BlockRange keys = {};  // K tiles of the group, by slots
+  int units = 0;         // that each tile of the group has
   int head = 0;
   KeyPart part = {};  // the last one that next() found
 

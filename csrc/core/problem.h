@@ -137,7 +137,7 @@ struct CacheSchedule {
   KeySplits splits;
   int lanes = 1;        // lines of work
   int weight_log2 = 0;  // CacheLine::weight_log2
-  int rows = 0;         // of a part
+  int rows = 0;         // that a part has
   int64_t slots = 0;    // parts that there may be
 };
 

@@ -9,7 +9,8 @@
 namespace fa3 {
 namespace {
 
-// Where two warpgroups compute, a K tile takes so much longer than where one does (docs/journal).
+// Where two warpgroups compute, a K tile takes so much longer than where one does
+// (docs/journal/cache.md).
 constexpr int kWeightLog2OfTwo = 1;
 
 // tiles: output tiles of a line.

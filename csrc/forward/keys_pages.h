@@ -147,7 +147,7 @@ struct PagedKeys {
     constexpr int kColumns = kIsK ? Traits::kColumns : Traits::kColumnsV;
     TensorView const& rows = kIsK ? p.k_rows : p.v_rows;
     int const row_bytes = kIsK ? p.row_bytes_k : p.row_bytes_v;
-    constexpr int kChunks = kColumns * int(sizeof(ElementKv)) / 16;  // of a row
+    constexpr int kChunks = kColumns * int(sizeof(ElementKv)) / 16;  // in a row
     constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
     constexpr int kSliceChunks = Traits::kSlice * int(sizeof(ElementKv)) / 16;
     constexpr int kRowsAtOnce = 32 / kLanes;

@@ -81,14 +81,14 @@ struct PartList {
 // together with their LSEs.
 template <class Traits>
 struct PartCombiner {
-  static constexpr int kFours = Traits::kHeadDimV / 4;  // of a row
+  static constexpr int kFours = Traits::kHeadDimV / 4;  // in a row
   static constexpr int kAtOnce = 8;
 
   CacheDeviceParams const& p;
   FwdWork<Traits> const& work;
-  int first_row;  // of the warpgroup, in the buffer of a part
+  int first_row;  // where the warpgroup's rows begin in a part
   PartList parts;
-  float const* lses;  // of the parts
+  float const* lses;  // one for each row of a part
 
   // is_final: into the result; else into the buffer of the first part, with an LSE of the group.
   CUTE_DEVICE void run(int thread, bool is_final) const {

@@ -230,7 +230,7 @@ class ShimClient:
     def _late_problem(self) -> str:
         found = sys.modules.get(self._module)
         for name in self._flag.split('.') if found is not None else ():
-            found = getattr(found, name, True)    # of a version that calls it something else
+            found = getattr(found, name, True)    # another version may have renamed it
         if self._module not in sys.modules or found:
             return ''
         return error(self._name, f'enable() before the import of {self._module}',

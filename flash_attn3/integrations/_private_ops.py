@@ -94,7 +94,7 @@ class PrivateOps:
         got = 'none'
         try:
             importlib.import_module(self._module)
-        except Exception as error:    # of a foreign module
+        except Exception as error:    # the client's import may raise anything
             got = repr(error)
         if self._op('fwd') is not None:
             return ''

@@ -17,7 +17,7 @@ from tests.cpu.packed import running_sum
 from tests.cpu.test_key_splits import EVEN, PARTS, splits
 
 INT_MIN, INT_MAX = -2**31, 2**31 - 1
-MOST_PARTS = 64    # of a tile, where all sequences have as many keys
+MOST_PARTS = 64    # that a tile has, where all sequences have as many keys
 
 
 def clamp(x, low, high):
@@ -145,12 +145,12 @@ class Line:
     lengths: Lengths
     heads: int
     positions: int
-    ctas: int    # of a line
+    ctas: int    # that share a line
     lines: int
     split: tuple[int, int]
     mask: Drawn
     tile_n: int
-    weight_log2: int = 0   # of K tiles where more than half of a tile's queries exist
+    weight_log2: int = 0   # that a K tile has if the queries fill more than half of a tile
 
     @property
     def numbers(self):

@@ -27,7 +27,7 @@ from tests.cpu.two_processes import COUNT, Pair
 
 pytestmark = pytest.mark.slow
 
-R, B, H = Replicate(), Shard(0), Shard(2)    # of dense tensors: batch, heads
+R, B, H = Replicate(), Shard(0), Shard(2)    # dense tensors: by batch, by heads
 STARTS = torch.tensor([0, 3, 3, 11], dtype=torch.int32)
 
 

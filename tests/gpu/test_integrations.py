@@ -30,7 +30,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn  # noqa: E402
 
 each_dtype = pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=['bf16', 'fp16'])
 FORWARDS = ('_flash_attention_forward', '_scaled_dot_product_flash_attention')
-ROUNDS = 20    # of each thread
+ROUNDS = 20    # that each thread makes
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from tests.client_models import (  # noqa: E402
     DECODERS, FA3, OWN, count_calls, each_route, gpu_claimed, model_of, padding, tokens)
 
 LENGTH, NEW = 90, 12
-PADS = 31, 0, 4    # of the three sequences
+PADS = 31, 0, 4    # tokens of padding, a sequence each
 # Every expert counts: in 16 bits the choice of one may be another. batched_mm: no synchronization.
 SIZES = dict(hidden_size=128, intermediate_size=128, head_dim=64, max_position_embeddings=512,
              sliding_window=40, num_experts_per_tok=2, experts_implementation='batched_mm')
