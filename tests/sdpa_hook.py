@@ -1,7 +1,9 @@
 """PyTorch's hook for FA3 in tests: on CPU tensors, counted, and held to the bar."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn3 import reference
 from flash_attn3.compat import functions
+from flash_attn3.integrations import sdpa
 
 from tests import compare
 
@@ -31,6 +34,18 @@ def serve_cpu(patch: pytest.MonkeyPatch) -> None:
             super().impl(name, function, 'CPU')
     patch.setattr(hook, 'Library', OnCpu)
     patch.setattr(hook, '_fa3_common_support_error', lambda *_: None)
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """sdpa.enable(), and disable() at the end."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')    # PyTorch's own, of an override
+        sdpa.enable()
+    try:
+        yield
+    finally:
+        sdpa.disable()
 
 
 def count_calls(patch: pytest.MonkeyPatch) -> list[str]:

@@ -53,6 +53,8 @@ def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor 
         if name == _CHUNKED and kv_length + kv_offset > variables['chunk_size']:
             _refuse(f'chunks of {variables["chunk_size"]} keys with '
                     f'{kv_length + kv_offset} keys')
+        if name == _PACKED and attention_mask is not None:
+            _refuse('packed sequences with padding')
         if name == _PACKED:
             return variables['packed_sequence_mask']
     if attention_mask is None:
@@ -86,5 +88,5 @@ def _parts(function: Callable) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _refuse(got: str) -> None:
     raise NotImplementedError(_base.error(
-        'transformers', 'a causal or bidirectional mask, with a sliding window, padding or packed '
-        'sequences', got, "attn_implementation='sdpa' or 'eager' serve it"))
+        'transformers', 'a causal or bidirectional mask, with a sliding window, with padding or '
+        'packed sequences', got, "attn_implementation='sdpa' or 'eager' serve it"))

@@ -3,7 +3,7 @@
     flash_attn3.integrations.torchtitan.enable()
 
 On Hopper GPUs it activates PyTorch's implementation 'FA3' itself, which `integrations.sdpa` has
-made this package's. Only emulated: the tests make its call; torchtitan itself was not run.
+made this package's. Only emulated: a test activates as it does; torchtitan itself was not run.
 """
 from __future__ import annotations
 

@@ -9,8 +9,12 @@ import types
 import pytest
 import torch
 
-from flash_attn3 import compat
-from flash_attn3.integrations import _base, diffusers, sdpa, torchtitan
+from flash_attn3 import compat, integrations
+from flash_attn3.integrations import _base, sdpa, torchtitan
+
+from tests.checkout import ROOT
+from tests.client_evidence import EMULATED, EVIDENCE
+from tests.cpu import client_contracts
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +104,15 @@ def test_an_installed_upstream_wins_unless_forced(monkeypatch, tmp_path):
     served.disable()
 
 
-def test_clients_say_how_they_are_found():
-    assert diffusers.enable.__doc__ and diffusers.problem.__doc__
+@pytest.mark.parametrize('name', integrations.CLIENTS)
+def test_each_client_has_a_contract_test(name):
+    """Which is there, and of the kind that the client's module says."""
+    kind, path, test = EVIDENCE[name]
+    assert f'\ndef {test}(' in (ROOT / path).read_text()
+    text = importlib.import_module(f'flash_attn3.integrations.{name}').__doc__
+    assert ('Only emulated' in ' '.join(text.split())) == (kind == EMULATED)
+    if test == 'test_client':
+        assert hasattr(client_contracts, name)
 
 
 def test_torchtitan(monkeypatch):

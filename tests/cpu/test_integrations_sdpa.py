@@ -48,11 +48,8 @@ def before():
 @pytest.fixture
 def on_cpu(monkeypatch):
     sdpa_hook.serve_cpu(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        sdpa.enable()
-    yield
-    sdpa.disable()
+    with sdpa_hook.enabled():
+        yield
 
 
 @pytest.fixture

@@ -4,13 +4,11 @@ proves that our ops computed the result. `make test-clients` has all three.
 """
 import copy
 import importlib
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from flash_attn3.integrations import sdpa as hook
 from flash_attn3.integrations import transformers as integration
 
 from tests import compare, sdpa_hook
@@ -238,13 +236,8 @@ def test_vit(options, monkeypatch):
     sdpa_hook.serve_cpu(monkeypatch)
     calls = sdpa_hook.count_calls(monkeypatch)
     monkeypatch.setattr(F, 'scaled_dot_product_attention', flash)
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        hook.enable()
-    try:
+    with sdpa_hook.enabled():
         got = results(model)
-    finally:
-        hook.disable()
     attentions = LAYERS + ('global_pool' in options)
     assert calls.count('fwd') == calls.count('bwd') == attentions
     for key, x in got.items():

@@ -271,6 +271,9 @@ def test_masks_that_the_kernels_do_not_have_are_refused():
             (masking_utils.blockwise_overlay(numbers), 'the mask function blockwise_overlay')):
         with pytest.raises(NotImplementedError, match=text + got):
             mask_of(function)
+    packed = masking_utils.packed_sequence_mask_function(numbers)
+    with pytest.raises(NotImplementedError, match=text + 'packed sequences with padding'):
+        mask_of(packed, attention_mask=torch.ones(1, 8, dtype=torch.bool))
     chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int))
     with pytest.raises(NotImplementedError, match=text + 'chunks of 4 keys with 8 keys'):
         mask_of(chunks)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -38,11 +37,8 @@ def served(device, monkeypatch):
     """enable(), and what was there before afterwards."""
     if device.type == 'cpu':
         sdpa_hook.serve_cpu(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')    # PyTorch's own, of an override
-        sdpa.enable()
-    yield
-    sdpa.disable()
+    with sdpa_hook.enabled():
+        yield
 
 
 @pytest.fixture
