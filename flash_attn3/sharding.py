@@ -1,8 +1,8 @@
 """Attention of DTensors, sharded by batch or by heads: each process computes its own shard, and the
 forward communicates nothing.
 
-interface.py comes here once it sees that q is a DTensor. Torch's parallel plans give attention such
-tensors (with use_local_output=False), or plain ones, which never come here.
+interface.py calls on_shards() when q is a DTensor. Torch's parallel plans give attention DTensors
+with use_local_output=False, else plain tensors, which need nothing of this file.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LISTS = ('cu_seqlens_q', 'cu_seqlens_k', 'seqused_q', 'seqused_k')
 
 
 def is_dtensor(x: Tensor) -> bool:
-    """Whether x is a DTensor. Who is in a hurry looks at the type of x first."""
+    """Whether x is a DTensor. Fast paths test its type first, which takes less time."""
     return hasattr(x, 'device_mesh')
 
 

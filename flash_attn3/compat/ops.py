@@ -81,6 +81,11 @@ def register_ops() -> None:
     _kept.append(library)
 
 
+def are_registered() -> bool:
+    """Whether `torch.ops.flash_attn_3` has the ops of this package."""
+    return bool(_kept)
+
+
 # ----------------------------------------------------------------------------------------- kernels
 @torch.no_grad()
 def _fwd(*arguments) -> tuple[Tensor, Tensor, None, None]:

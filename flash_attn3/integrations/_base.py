@@ -159,7 +159,7 @@ def shim_problem(client: str) -> str:
 
 def ops_problem(client: str) -> str:
     """Why torch.ops.flash_attn_3 cannot be ours, or ''."""
-    if hasattr(torch.ops.flash_attn_3, 'fwd') and not compat.ops._kept:
+    if hasattr(torch.ops.flash_attn_3, 'fwd') and not compat.ops.are_registered():
         return error(client, 'no other torch.ops.flash_attn_3', 'those of another library',
                      'one process can use one of them: uninstall flash-attn-3')
     return ''
