@@ -74,8 +74,8 @@ struct KeySplits {
                      : ceil_div(k_tiles, part_tiles(k_tiles));
   }
 
-  // The part that begins at a unit of the lane's CTA; empty if no K tile begins there or after.
-  // end: of the CTA's stretch. total: units of a line.
+  // The part that begins at a unit of the lane's CTA; empty if no K tile begins there or after. The
+  // CTA's stretch ends at unit `end`; a line has `total` units.
   FA3_HD KeyPart part_at(int unit, int end, TileOfLine tile, Lane lane, int total) const {
     int const offset = unit - tile.first;
     KeyPart part;
