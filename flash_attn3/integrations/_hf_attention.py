@@ -1,5 +1,8 @@
-"""The attention function of our attention names in transformers, on `flash_attn_func` and
-`flash_attn_varlen_func`: takes padding away and puts it back.
+"""The attention functions of our attention names in transformers.
+
+One query of each sequence without gradients is decode: `flash_attn_with_kvcache`, which reads
+around padding. For more queries, `flash_attn_varlen_func` without the rows of padding,
+`flash_attn_func` where there are none.
 """
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from flash_attn3 import flash_attn_func, flash_attn_varlen_func
+from flash_attn3 import (checks, flash_attn_func, flash_attn_varlen_func,
+                         flash_attn_with_kvcache)
 from flash_attn3.integrations import _base
 
 _CLIENT = 'transformers'
@@ -34,6 +38,12 @@ class Layout(NamedTuple):
     starts_k: Tensor
     longest_q: int | Tensor
     longest_k: int | Tensor
+
+
+class Spans(NamedTuple):
+    """(batch,) int32: the keys of each sequence are those from begins up to ends."""
+    begins: Tensor
+    ends: Tensor
 
 
 def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
@@ -71,12 +81,23 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
     lists = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     if attention_mask is None and None not in lists:
         layout = Layout(None, None, *(x.to(torch.int32) for x in lists[:2]), *lists[2:])
-    else:
-        rows = q.size(1), k.size(1)
-        is_aligned = causal or sliding_window is not None
-        layout = _layout(attention_mask, position_ids, q.size(0), rows, is_aligned)
+        return _packed_attention((q, k, v), layout, None, options), None
+    rows_q = q.size(1)
+    # The kernels copy no cache whose rows are not aligned to 16 bytes; flash_attn_func does.
+    is_decode = rows_q == 1 and q.size(-1) % 8 == v.size(-1) % 8 == 0 and not checks.needs_grad(
+        q, k, v, s_aux)
+    if is_decode and attention_mask is None:
+        return flash_attn_with_kvcache(q, k, v, **options), None
+    layout = None
+    if attention_mask is not None or position_ids is not None:
+        call = Call(q.size(0), rows_q, k.size(1), causal or sliding_window is not None, is_decode)
+        layout = _layout(attention_mask, position_ids, call)
     if layout is None:
-        return flash_attn_func(q, k, v, **options), None
+        return flash_attn_func(q, k, v, **options, num_splits=0, deterministic=_deterministic()), \
+            None
+    if isinstance(layout, Spans):
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=layout.ends,
+                                       cache_leftpad=layout.begins, **options), None
     return _packed_attention((q, k, v), layout, attention_mask, options), None
 
 
@@ -107,20 +128,23 @@ def paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     q, k, v = _cast(module, query.transpose(1, 2).squeeze(0), k, v)
     starts = (x.to(torch.int32) for x in (cu_seq_lens_q, cu_seq_lens_k))
     return flash_attn_varlen_func(
-        q, k, v, *starts, max_seqlen_q, max_seqlen_k,
+        q, k, v, *starts, max_seqlen_q, max_seqlen_k, num_splits=0,
         **_options(True, scaling, sliding_window, softcap, s_aux)), None
 
 
 def _options(causal: bool, scaling: float | None, sliding_window: int | None,
              softcap: float | None, s_aux: Tensor | None) -> dict[str, Any]:
-    """The arguments that `flash_attn_func` and `flash_attn_varlen_func` share."""
+    """The arguments that the public functions share."""
     window = (-1, -1)
     if sliding_window is not None:
         window = sliding_window - 1, 0 if causal else sliding_window - 1
-    return dict(
-        softmax_scale=scaling, causal=causal, window_size=window, softcap=softcap or 0.0,
-        s_aux=s_aux, num_splits=0,
-        deterministic=os.environ.get('FLASH_ATTENTION_DETERMINISTIC', '0') == '1')
+    return dict(softmax_scale=scaling, causal=causal, window_size=window, softcap=softcap or 0.0,
+                s_aux=s_aux)
+
+
+def _deterministic() -> bool:
+    """What transformers' own attention functions read."""
+    return os.environ.get('FLASH_ATTENTION_DETERMINISTIC', '0') == '1'
 
 
 def _packed_attention(tensors: tuple[Tensor, Tensor, Tensor], layout: Layout,
@@ -132,7 +156,8 @@ def _packed_attention(tensors: tuple[Tensor, Tensor, Tensor], layout: Layout,
     rows = layout.rows_q, layout.rows_k, layout.rows_k
     packed = [x.flatten(0, 1) if row is None else x.flatten(0, 1).index_select(0, row)
               for x, row in zip((q, k, v), rows)]
-    out = flash_attn_varlen_func(*packed, *layout[2:], **options)
+    out = flash_attn_varlen_func(*packed, *layout[2:], **options, num_splits=0,
+                                 deterministic=_deterministic())
     if layout.rows_q is not None:
         out = out.new_zeros(batch * seqlen, *out.shape[1:]).index_copy(0, layout.rows_q, out)
     return out.unflatten(0, (batch, seqlen))
@@ -178,28 +203,40 @@ def _cast(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
 
 
 # ----------------------------------------------------------------------------------------- layouts
-# All layers of a forward have the same mask: its layout is kept, for which the GPU was waited for.
-_kept: tuple[weakref.ref, tuple, Layout | None] | None = None
+class Call(NamedTuple):
+    """What a layout depends on besides the mask.
 
-
-def _layout(attention_mask: Tensor | None, position_ids: Tensor | None, batch: int,
-            rows: tuple[int, int], is_aligned: bool) -> Layout | None:
-    """Where the sequences lie, None for tensors without padding. rows: of q and k, per batch entry.
-
-    is_aligned: which keys a query sees depends on its place in the sequence.
+    Attributes:
+        batch, rows_q, rows_k: of q and k.
+        is_aligned: which keys a query sees depends on its place in the sequence.
+        is_decode: one query of each sequence, without gradients.
     """
+    batch: int
+    rows_q: int
+    rows_k: int
+    is_aligned: bool
+    is_decode: bool
+
+
+# All layers of a forward have the same mask: its layout is kept, for which the GPU was waited for.
+_kept: tuple[weakref.ref, tuple, Layout | Spans | None] | None = None
+
+
+def _layout(attention_mask: Tensor | None, position_ids: Tensor | None,
+            call: Call) -> Layout | Spans | None:
+    """Where the sequences lie, None for tensors without padding."""
     global _kept
     source = attention_mask
     if source is None:
-        if (position_ids is None or position_ids.dim() != 2 or batch != 1 or rows[0] == 1
-                or rows[0] != rows[1] or position_ids.size(1) != rows[0]):
+        if (position_ids.dim() != 2 or call.batch != 1 or call.rows_q == 1
+                or call.rows_q != call.rows_k or position_ids.size(1) != call.rows_q):
             return None
         source = position_ids
     if is_compiling() or source.is_inference():    # these do not tell when they are written
-        return _make(attention_mask, source, batch, rows, is_aligned)
-    kept, of = _kept, (source._version, batch, rows, is_aligned)    # threads have their own kept
+        return _make(attention_mask, source, call)
+    kept, of = _kept, (source._version, call)    # threads have their own kept
     if kept is None or kept[0]() is not source or kept[1] != of:
-        kept = weakref.ref(source), of, _make(attention_mask, source, batch, rows, is_aligned)
+        kept = weakref.ref(source), of, _make(attention_mask, source, call)
         _kept = kept
     return kept[2]
 
@@ -210,18 +247,28 @@ def forget() -> None:
     _kept = None
 
 
-def _make(attention_mask: Tensor | None, source: Tensor, batch: int, rows: tuple[int, int],
-          is_aligned: bool) -> Layout | None:
+def _make(attention_mask: Tensor | None, source: Tensor, call: Call) -> Layout | Spans | None:
     if attention_mask is None:
         jumps = source.diff(dim=1) != 1
-        return _of_jumps(jumps, rows) if jumps.any() else None
+        return _of_jumps(jumps, call) if jumps.any() else None
     if attention_mask.dtype != torch.bool:
-        return _of_jumps(attention_mask.diff(dim=1) != 0, rows)
-    return _of_padding(attention_mask, batch, rows[0], is_aligned)
+        return _of_jumps(attention_mask.diff(dim=1) != 0, call)
+    spans = _spans(attention_mask) if call.is_decode else None
+    return _of_padding(attention_mask, call) if spans is None else spans
 
 
-def _of_jumps(jumps: Tensor, rows: tuple[int, int]) -> Layout:
+def _spans(mask: Tensor) -> Spans | None:
+    """None where keys in the middle do not count. mask: (batch, keys)."""
+    begins = (mask.cumsum(1) == 0).sum(1, dtype=torch.int32)
+    ends = begins + mask.sum(1, dtype=torch.int32)
+    places = torch.arange(mask.size(1), device=mask.device)
+    whole = (places >= begins[:, None]) & (places < ends[:, None])
+    return Spans(begins, ends) if torch.equal(mask, whole) else None
+
+
+def _of_jumps(jumps: Tensor, call: Call) -> Layout:
     """jumps: (batch, seqlen - 1), True where the next token begins a sequence."""
+    rows = call.rows_q, call.rows_k
     if rows != (jumps.size(1) + 1,) * 2:
         _refuse(f'packed sequences of {jumps.size(1) + 1} tokens in q and k', str(rows),
                 'packed sequences have no cache')
@@ -230,13 +277,13 @@ def _of_jumps(jumps: Tensor, rows: tuple[int, int]) -> Layout:
     return Layout(None, None, starts, starts, *rows)
 
 
-def _of_padding(mask: Tensor, batch: int, rows_q: int, is_aligned: bool) -> Layout:
+def _of_padding(mask: Tensor, call: Call) -> Layout:
     """mask: (batch, keys), whose last columns are those of the queries."""
-    keys = mask.size(1)
+    batch, rows_q, keys = call.batch, call.rows_q, mask.size(1)
     rows_k, starts_k = _rows(mask)
-    if is_aligned and 1 < rows_q < keys:
+    if call.is_aligned and 1 < rows_q < keys:
         rows, starts = _rows(mask[:, keys - rows_q:])
-    elif is_aligned and rows_q == keys:
+    elif call.is_aligned and rows_q == keys:
         rows, starts = rows_k, starts_k
     else:    # every query counts
         rows = None

@@ -1,4 +1,4 @@
-"""Two processes on a gloo mesh, for the tests of parallel training: started once, used by many."""
+"""Two processes on a mesh, for the tests of parallel training: started once, used by many."""
 from __future__ import annotations
 
 import datetime
@@ -17,10 +17,13 @@ COUNT = 2
 _TIMEOUT_S = 60
 
 
-def _serve(rank: int, rendezvous: str, connection: Connection) -> None:
+def _serve(rank: int, backend: str, rendezvous: str, connection: Connection) -> None:
     """Runs what it is sent, until that is None; answers with a traceback, or ''."""
     torch.set_num_threads(1)
-    dist.init_process_group('gloo', init_method=f'file://{rendezvous}', rank=rank, world_size=COUNT,
+    if backend == 'nccl':
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f'file://{rendezvous}', rank=rank,
+                            world_size=COUNT,
                             timeout=datetime.timedelta(seconds=_TIMEOUT_S // 2))
     while (work := connection.recv()) is not None:
         function, arguments = work
@@ -35,9 +38,12 @@ def _serve(rank: int, rendezvous: str, connection: Connection) -> None:
 
 
 class Pair:
-    """Two such processes; after a failure the next call starts new ones."""
+    """Two such processes, with gloo on the CPU or with NCCL on a GPU each. After a failure the next
+    call starts new ones.
+    """
 
-    def __init__(self):
+    def __init__(self, backend: str = 'gloo'):
+        self._backend = backend
         self._processes: list = []
         self._connections: list[Connection] = []
 
@@ -65,7 +71,8 @@ class Pair:
         folder = Path(tempfile.mkdtemp())
         for rank in range(COUNT):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, str(folder / 'meet'), theirs))
+            arguments = rank, self._backend, str(folder / 'meet'), theirs
+            process = context.Process(target=_serve, args=arguments)
             process.start()
             self._processes.append(process)
             self._connections.append(mine)
