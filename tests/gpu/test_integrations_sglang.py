@@ -120,7 +120,7 @@ def test_fp8_cache(page_size, interface, device, called):
 
 
 def test_metadata(interface, kernel, device):
-    """Of a step, for the decode of all layers."""
+    """One for the decode of all layers of a step."""
     layers = [Batch(device, 64, 'apart', queries=(1,) * 5) for _ in range(2)]
     metadata = metadata_of(kernel, layers[0])
     assert metadata.dtype == torch.int32 and metadata.dim() == 1
@@ -128,12 +128,15 @@ def test_metadata(interface, kernel, device):
         layer.check(attend(interface, layer, scheduler_metadata=metadata))
 
 
+@pytest.mark.parametrize('head_dims', [(64, 64), (192, 128)], ids=['embedding', 'mla'])
 @pytest.mark.parametrize('causal', [False, True])
-def test_packed_keys(causal, interface, device, called):
-    """Embedding models have no cache."""
-    batch = Batch(device, 16, 'apart', lengths=(37, 5, 64), queries=(37, 5, 64))
+def test_packed_keys(causal, head_dims, interface, device, called):
+    """Embedding models have no cache; the prefill of MLA has values of another head dim."""
+    batch = Batch(device, 16, 'apart', lengths=(37, 5, 64), queries=(37, 5, 64),
+                  head_dim=head_dims[0])
+    batch.v = batch.v[..., :head_dims[1]]
     k, v = (torch.cat(x, 1)[0] for x in zip(*(batch.keys(row) for row in range(3))))
-    out = torch.empty_like(batch.q)
+    out = torch.empty_like(batch.q[..., :head_dims[1]])
     got, lse, *_ = interface.flash_attn_varlen_func(
         q=batch.q, k=k, v=v, cu_seqlens_q=batch.starts, cu_seqlens_k=batch.key_starts,
         max_seqlen_q=64, max_seqlen_k=64, softmax_scale=batch.scale, causal=causal,

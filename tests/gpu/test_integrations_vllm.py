@@ -160,11 +160,17 @@ def test_layers_share_metadata(num_splits, interface, device):
         assert torch.equal(buffer, before)
 
 
+def packed(device, head_dim, head_dim_v):
+    """A batch of prefill, and its keys and values one behind the other."""
+    batch = Batch(device, 16, lengths=(37, 5, 64), queries=(37, 5, 64), head_dim=head_dim)
+    batch.v = batch.v[..., :head_dim_v]
+    return batch, *(torch.cat(x, 1)[0] for x in zip(*(batch.keys(row) for row in range(3))))
+
+
 @pytest.mark.parametrize('causal', [False, True])
 def test_packed_keys(causal, interface, device, called):
     """Encoders have no cache; a part of a context-parallel prefill wants the LSE."""
-    batch = Batch(device, 16, lengths=(37, 5, 64), queries=(37, 5, 64))
-    k, v = (torch.cat(x, 1)[0] for x in zip(*(batch.keys(row) for row in range(3))))
+    batch, k, v = packed(device, 64, 64)
     scale = scale_of(batch, 1.0)
     out = torch.empty_like(batch.q)
     got, lse = interface.flash_attn_varlen_func(
@@ -174,6 +180,19 @@ def test_packed_keys(causal, interface, device, called):
         return_softmax_lse=True)
     assert len(called.names) == 1 and got.data_ptr() == out.data_ptr()
     batch.check(got, lse, causal=causal, window=(20, 20))
+
+
+@pytest.mark.parametrize('causal', [False, True])
+def test_prefill_of_mla(causal, interface, device, called):
+    """Values have another head dim, and are a part of wider rows."""
+    batch, k, v = packed(device, 192, 128)
+    v = torch.cat((v, v), -1)[..., :128]
+    got, lse = interface.flash_attn_varlen_func(
+        q=batch.q, k=k, v=v, cu_seqlens_q=batch.starts, cu_seqlens_k=batch.key_starts,
+        max_seqlen_q=64, max_seqlen_k=64, softmax_scale=batch.scale, causal=causal,
+        fa_version=3, return_softmax_lse=True, out=None)
+    assert len(called.names) == 1 and got.size(-1) == 128
+    batch.check(got, lse, causal=causal)
 
 
 def test_a_rank_of_context_parallelism(interface, device):
