@@ -6,7 +6,7 @@
 # make test-all  make test, and: newer torch versions, long property runs, kernels on the emulator,
 #                clients
 # make test-clients    diffusers, xFormers, megatron-core, accelerate, peft and timm themselves, in
-#                .venv-clients
+#                .venv-clients; interface files of vLLM and SGLang, from their wheels
 # make lint      ruff, clang-format
 # make build     builds in place: the libraries of the package and the tests' host module
 # make test-gpu  the GPU tests alone, in several processes: tests/record.py
@@ -59,6 +59,8 @@ test-emulated: build
 test-clients: build $(CLIENTS)/ready
 	$(CLIENTS)/bin/python -m pytest tests/cpu/test_integrations_clients.py \
 	  tests/cpu/test_integrations_training.py
+	$(CLIENTS)/bin/python -m pytest --device cpu tests/gpu/test_integrations_vllm.py \
+	  tests/gpu/test_integrations_sglang.py
 
 # It sees the packages of .venv, but for what it has itself.
 $(CLIENTS)/ready: tests/clients.txt $(VENV)/ready

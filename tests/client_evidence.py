@@ -2,7 +2,8 @@
 table. A test checks that they exist and that the modules say the same.
 """
 REAL, EMULATED = 'the client itself', 'its calls, emulated'
-_CLIENTS, _PRIVATE = (f'tests/cpu/test_integrations_{name}.py' for name in ('clients', 'private'))
+ITS_FILE = 'its interface file'    # from its wheel; the rest of the client is not there
+_CLIENTS = 'tests/cpu/test_integrations_clients.py'
 EVIDENCE = {    # client: (how, file, test)
     'sdpa': (REAL, 'tests/cpu/test_integrations_sdpa.py', 'test_values_and_gradients_of_sdpa'),
     'transformers': (REAL, 'tests/cpu/test_integrations_transformers.py', 'test_logits'),
@@ -11,6 +12,6 @@ EVIDENCE = {    # client: (how, file, test)
     'megatron': (REAL, _CLIENTS, 'test_client'),
     'transformer_engine': (EMULATED, _CLIENTS, 'test_client'),
     'torchtitan': (EMULATED, _CLIENTS, 'test_torchtitan'),
-    'vllm': (EMULATED, _PRIVATE, 'test_vllm_mixed_batch'),
-    'sglang': (EMULATED, _PRIVATE, 'test_sglang'),
+    'vllm': (ITS_FILE, 'tests/gpu/test_integrations_vllm.py', 'test_mixed_batch'),
+    'sglang': (ITS_FILE, 'tests/gpu/test_integrations_sglang.py', 'test_sglang_batch'),
 }

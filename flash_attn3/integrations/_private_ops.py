@@ -19,11 +19,11 @@ from flash_attn3 import (flash_attn_func, flash_attn_varlen_func, flash_attn_wit
 from flash_attn3.integrations import _base
 
 # The arguments of `fwd` and our names for them.
+_SCALES = ('q_descale', 'k_descale', 'v_descale')
 _SHARED = {
-    'q_descale': 'q_descale', 'k_descale': 'k_descale', 'v_descale': 'v_descale',
-    'softmax_scale': 'softmax_scale', 'is_causal': 'causal', 'attention_chunk': 'attention_chunk',
-    'softcap': 'softcap', 'pack_gqa': 'pack_gqa', 'sm_margin': 'sm_margin', 'out': 'out',
-    's_aux': 's_aux', 'sinks': 's_aux'}
+    **{name: name for name in _SCALES}, 'softmax_scale': 'softmax_scale', 'is_causal': 'causal',
+    'attention_chunk': 'attention_chunk', 'softcap': 'softcap', 'pack_gqa': 'pack_gqa',
+    'sm_margin': 'sm_margin', 'out': 'out', 's_aux': 's_aux', 'sinks': 's_aux'}
 _OF_CACHE = {
     'k_new': 'k', 'v_new': 'v', 'rotary_cos': 'rotary_cos', 'rotary_sin': 'rotary_sin',
     'seqused_k': 'cache_seqlens', 'kv_batch_idx': 'cache_batch_idx', 'leftpad_k': 'cache_leftpad',
@@ -34,7 +34,7 @@ _READ = {'q', 'k', 'v', 'cu_seqlens_k', 'seqused_q', 'max_seqlen_k', 'window_siz
          'window_size_right', 'num_splits', *_SHARED, *_OF_CACHE}
 # What they may be, as we do not have the rest.
 _REFUSED = {'q_v': (None,), 'o_scale': (None,), 'cp_world_size': (0, 1), 'cp_rank': (0,),
-            'cp_tot_seqused_k': (None,)}
+            'cp_tot_seqused_k': (None,), 'sparse_mask_fine': (None,), 'only_qv': (False,)}
 
 
 class PrivateOps:
@@ -127,6 +127,8 @@ def by_name(op: OpOverload, function):
 def forward(client: str, call: dict[str, Any]) -> list[Tensor]:
     """Attention as upstream's `fwd` has it: on packed keys, on a cache, or on a batch.
 
+    Scales of a q that is not e4m3 have no effect, as in upstream: vLLM always gives some, of 1.
+
     Returns:
         out, which is the one given if there is one; lse; two empty tensors.
     """
@@ -135,6 +137,8 @@ def forward(client: str, call: dict[str, Any]) -> list[Tensor]:
     shared |= dict(window_size=(call['window_size_left'], call['window_size_right']),
                    num_splits=max(0, call['num_splits']))
     q, k, v = call['q'], call['k'], call['v']
+    if q.dtype != torch.float8_e4m3fn:
+        shared |= dict.fromkeys(_SCALES)
     cache = {ours: call[name] for name, ours in _OF_CACHE.items() if name in call}
     if call['cu_seqlens_k'] is not None:
         out, lse = flash_attn_varlen_func(

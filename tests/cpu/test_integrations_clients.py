@@ -13,7 +13,7 @@ from flash_attn3 import compat, integrations
 from flash_attn3.integrations import _base, sdpa, torchtitan
 
 from tests.checkout import ROOT
-from tests.client_evidence import EMULATED, EVIDENCE
+from tests.client_evidence import EMULATED, EVIDENCE, ITS_FILE
 from tests.cpu import client_contracts
 
 
@@ -109,8 +109,9 @@ def test_each_client_has_a_contract_test(name):
     """Which is there, and of the kind that the client's module says."""
     kind, path, test = EVIDENCE[name]
     assert f'\ndef {test}(' in (ROOT / path).read_text()
-    text = importlib.import_module(f'flash_attn3.integrations.{name}').__doc__
-    assert ('Only emulated' in ' '.join(text.split())) == (kind == EMULATED)
+    text = ' '.join(importlib.import_module(f'flash_attn3.integrations.{name}').__doc__.split())
+    assert ('Only emulated' in text) == (kind == EMULATED)
+    assert ('interface file' in text) == (kind == ITS_FILE)
     if test == 'test_client':
         assert hasattr(client_contracts, name)
 

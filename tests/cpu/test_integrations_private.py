@@ -1,53 +1,24 @@
-"""vLLM's and SGLang's private ops, replaced by ours: their calls, on ops of their schemas.
-
-Emulated: the namespaces are defined here, with a kernel that says that it is the client's own.
+"""vLLM's and SGLang's private ops, replaced by ours: their calls, on ops of their schemas. Their
+own files make the calls in tests/gpu/test_integrations_vllm.py and test_integrations_sglang.py.
 """
 import pytest
 import torch
 
-from flash_attn3 import reference
 from flash_attn3.integrations import sglang, vllm
 from flash_attn3.integrations._private_ops import PrivateOps
 
-from tests import compare
+from tests import private_ops
+from tests.paged_batches import Batch
 
-FIRST = ('Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, '
-         'Tensor!? out, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, '
-         'Tensor? seqused_q, '
-         'Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, '
-         'Tensor? kv_batch_idx, Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, '
-         'Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, '
-         'float softmax_scale, bool is_causal, int window_size_left, int window_size_right, ')
-LAST = ('float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits, '
-        'bool? pack_gqa, int sm_margin, ')
-VLLM = f'fwd({FIRST}{LAST}Tensor? s_aux, int cp_world_size, int cp_rank, ' \
-       'Tensor? cp_tot_seqused_k) -> Tensor[]'
-METADATA = ('get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, '
-            'int num_heads, int num_heads_k, int headdim, int headdim_v, ScalarType qkv_dtype, '
-            'Tensor seqused_k, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, '
-            'Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? leftpad_k, int? page_size, '
-            'int max_seqlen_k_new, bool is_causal, int window_size_left, int window_size_right, '
-            'bool has_softcap, int num_splits, bool? pack_gqa, int sm_margin) -> Tensor')
-SGLANG = f'fwd({FIRST}int attention_chunk, {LAST}Tensor? sinks=None) -> Tensor[]'
-SCALE = 0.125
+SCALE = 0.125    # of Batch's head_dim
 
 
 @pytest.fixture(scope='module', autouse=True)
 def namespaces():
-    libraries = []
-    for name, schemas in (('_vllm_fa3_C', (VLLM, METADATA)), ('sgl_kernel', (SGLANG,))):
-        library = torch.library.Library(name, 'DEF')
-        for schema in schemas:
-            library.define(schema)
-            library.impl(schema.partition('(')[0], own, 'CPU')
-        libraries.append(library)
+    for name in private_ops.SCHEMAS:
+        private_ops.define(name)
     yield
-    for library in libraries:
-        library._destroy()
-
-
-def own(*_, **__):
-    raise ZeroDivisionError("the client's own kernel")
+    private_ops.undefine()
 
 
 @pytest.fixture(autouse=True)
@@ -57,45 +28,13 @@ def _off():
     sglang.disable()
 
 
-class Cache:
-    """Sequences on pages of a cache, whose keys and values lie as vLLM has them: (pages, heads,
-    page_size, 2 * head_dim).
-    """
-
-    def __init__(self, page_size, lengths=(37, 5, 64), queries=(1, 3, 20), heads=(4, 2)):
-        heads_q, heads_k = heads
-        pages = [-(-n // page_size) for n in lengths]
-        both = torch.randn(sum(pages), heads_k, page_size, 128, dtype=torch.bfloat16)
-        self.k, self.v = both.transpose(1, 2).split(64, -1)
-        self.table = torch.full((3, max(pages) + 2), -1, dtype=torch.int32)
-        numbers = torch.randperm(sum(pages), dtype=torch.int32)
-        for row, part in zip(self.table, numbers.split(pages)):
-            row[:len(part)] = part
-        self.q = torch.randn(sum(queries), heads_q, 64, dtype=torch.bfloat16)
-        self.lengths, self.queries = lengths, queries
-        self.used = torch.tensor(lengths, dtype=torch.int32)
-        self.starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
-
-    def check(self, out, lse, window=(-1, -1), sinks=None, softcap=0.0):
-        """Each sequence against the reference in float64."""
-        score = reference.Score(SCALE, softcap, reference.Mask(True, window))
-        for row, (n, start, end) in enumerate(zip(self.lengths, self.starts, self.starts[1:])):
-            pages = self.table[row][self.table[row] >= 0]
-            k, v = (x[pages].flatten(0, 1)[None, :n] for x in (self.k, self.v))
-            inputs = reference.Inputs(self.q[None, start:end], k, v, sinks)
-            wide = reference.attend(inputs.to(torch.float64), score)
-            plain = reference.attend(inputs, score)
-            compare.check_close(out[None, start:end], wide.out, plain.out, f'out of {row}')
-            compare.check_lse(lse[None, :, start:end], wide.lse)
-
-
-def vllm_call(cache, **changes):
+def vllm_call(batch, **changes):
     """As vllm_flash_attn's flash_attn_varlen_func calls it: all by position."""
     call = dict(
-        q=cache.q, k=cache.k, v=cache.v, k_new=None, v_new=None, q_v=None, out=None,
-        cu_seqlens_q=cache.starts, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None,
-        seqused_k=cache.used, max_seqlen_q=max(cache.queries), max_seqlen_k=max(cache.lengths),
-        page_table=cache.table, kv_batch_idx=None, leftpad_k=None, rotary_cos=None,
+        q=batch.q, k=batch.k, v=batch.v, k_new=None, v_new=None, q_v=None, out=None,
+        cu_seqlens_q=batch.starts, cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None,
+        seqused_k=batch.used, max_seqlen_q=max(batch.queries), max_seqlen_k=max(batch.lengths),
+        page_table=batch.table, kv_batch_idx=None, leftpad_k=None, rotary_cos=None,
         rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None,
         softmax_scale=SCALE, is_causal=True, window_size_left=-1, window_size_right=-1,
         softcap=0.0, is_rotary_interleaved=True, scheduler_metadata=None, num_splits=0,
@@ -104,46 +43,36 @@ def vllm_call(cache, **changes):
     return torch.ops._vllm_fa3_C.fwd(*call.values())
 
 
+def batch_of(page_size, layout='rows'):
+    return Batch('cpu', page_size, layout, lengths=(37, 5, 64), queries=(1, 3, 20))
+
+
 # --------------------------------------------------------------------------------------------- vLLM
 def test_vllm_mixed_batch():
-    """Prefill and decode on pages of 16: out is a slice given, with window, sinks and metadata."""
+    """Prefill and decode on pages of 16, with all that changes values; scales of 1, as always."""
     vllm.enable()
-    cache, sinks = Cache(16), torch.randn(4, dtype=torch.bfloat16)
+    batch, sinks = batch_of(16), torch.randn(4, dtype=torch.bfloat16)
     metadata = torch.ops._vllm_fa3_C.get_scheduler_metadata(
-        3, 20, 64, 4, 2, 64, 64, torch.bfloat16, cache.used, cache.starts, None, None, None, None,
-        16, 0, True, 15, 0, False, 0, None, 0)
-    assert metadata.dtype == torch.int32 and metadata.numel() <= 1 + 4 * 4
-    kept = torch.zeros(17, dtype=torch.int32)    # vLLM copies it into a buffer of its own
-    kept[:metadata.numel()] = metadata
-    buffer = torch.zeros(30, 4, 64, dtype=torch.bfloat16)
-    out = buffer[:24]
-    got, lse, *rest = vllm_call(cache, out=out, window_size_left=15, window_size_right=0,
-                                s_aux=sinks, scheduler_metadata=kept[:metadata.numel()],
-                                num_splits=3)
-    assert got.data_ptr() == buffer.data_ptr() and len(rest) == 2 and not buffer[24:].any()
-    cache.check(out, lse, (15, 0), sinks)
-
-
-def test_vllm_softcap_and_a_changed_batch():
-    vllm.enable()
-    for lengths in ((37, 5, 64), (20, 21, 22)):
-        cache = Cache(16, lengths)
-        got, lse, *_ = vllm_call(cache, softcap=3.0)
-        cache.check(got, lse, softcap=3.0)
+        3, 20, 64, 4, 2, 64, 64, torch.bfloat16, batch.used, batch.starts, None, None, None, None,
+        16, 0, True, 15, 0, True, 0, None, 0)
+    scale = torch.ones(()).expand(3, 2)
+    out = torch.zeros_like(batch.q)
+    got, lse, *rest = vllm_call(
+        batch, out=out, window_size_left=15, window_size_right=0, s_aux=sinks, softcap=3.0,
+        scheduler_metadata=metadata, num_splits=3, q_descale=scale, k_descale=scale,
+        v_descale=scale)
+    assert got.data_ptr() == out.data_ptr() and len(rest) == 2
+    batch.check(out, lse, (15, 0), sinks=sinks, softcap=3.0)
 
 
 def test_vllm_packed_keys():
     """Encoders and the prefill of MLA have cu_seqlens_k, and no pages."""
     vllm.enable()
-    cache = Cache(16)
-    k, v = torch.randn(2, 106, 2, 64, dtype=torch.bfloat16)
-    starts = torch.tensor([0, 37, 42, 106], dtype=torch.int32)
-    got, lse, *_ = vllm_call(cache, k=k, v=v, seqused_k=None, page_table=None,
-                             cu_seqlens_k=starts, num_splits=1)
-    cache.k, cache.v, cache.table = k[:, None], v[:, None], torch.full((3, 64), -1)
-    for row, (start, end) in enumerate(zip(starts, starts[1:])):
-        cache.table[row, :end - start] = torch.arange(start, end)
-    cache.check(got, lse)
+    batch = batch_of(16)
+    k, v = (torch.cat(x, 1)[0] for x in zip(*(batch.keys(row) for row in range(3))))
+    got, lse, *_ = vllm_call(batch, k=k, v=v, seqused_k=None, page_table=None,
+                             cu_seqlens_k=batch.key_starts, num_splits=1)
+    batch.check(got, lse)
 
 
 @pytest.mark.parametrize('changes,got', [
@@ -155,19 +84,19 @@ def test_vllm_refusals(changes, got):
     vllm.enable()
     with pytest.raises(NotImplementedError, match='^flash_attn3.integrations.vllm: expected '
                                                   f'{got}; hint: '):
-        vllm_call(Cache(16), **changes)
+        vllm_call(batch_of(16), **changes)
 
 
 def test_disable_brings_the_clients_kernel_back():
     with pytest.raises(ZeroDivisionError):
-        vllm_call(Cache(16))
+        vllm_call(batch_of(16))
     vllm.enable()
     vllm.enable()
-    assert vllm.is_enabled() and vllm_call(Cache(16))
+    assert vllm.is_enabled() and vllm_call(batch_of(16))
     vllm.disable()
     assert not vllm.is_enabled()
     with pytest.raises(ZeroDivisionError):
-        vllm_call(Cache(16))
+        vllm_call(batch_of(16))
 
 
 def test_an_op_with_other_arguments_is_refused():
@@ -188,28 +117,44 @@ def test_a_client_that_is_not_installed_is_refused():
 
 
 # ------------------------------------------------------------------------------------------- SGLang
+def sglang_call(op, batch, *last, q_v=None):
+    """last: what follows sm_margin."""
+    return op(batch.q, batch.k, batch.v, None, None, q_v, None, batch.starts, None,
+              batch.key_starts, None, batch.used, 20, None, batch.table, *[None] * 8, SCALE, True,
+              7, 0, 0, 0.0, True, None, 0, None, 0, *last)
+
+
 @pytest.mark.parametrize('page_size', [1, 64])
 def test_sglang(page_size):
     """As its flash_attn_with_kvcache calls it: pages of one token, cu_seqlens_k_new without k."""
     sglang.enable()
-    cache, sinks = Cache(page_size), torch.randn(4, dtype=torch.bfloat16)
-    starts = torch.tensor([0, *cache.lengths]).cumsum(0).to(torch.int32)
-    got, lse, *_ = torch.ops.sgl_kernel.fwd.default(
-        cache.q, cache.k, cache.v, None, None, None, None, cache.starts, None, starts, None,
-        cache.used, 20, None, cache.table, None, None, None, None, None, None, None, None, SCALE,
-        True, 7, 0, 0, 0.0, is_rotary_interleaved=True, scheduler_metadata=None, num_splits=0,
-        pack_gqa=None, sm_margin=0, sinks=sinks)
-    cache.check(got, lse, (7, 0), sinks)
+    batch, sinks = batch_of(page_size, 'apart'), torch.randn(4, dtype=torch.bfloat16)
+    got, lse, *_ = sglang_call(torch.ops.sgl_kernel.fwd, batch, sinks, None, False)
+    batch.check(got, lse, (7, 0), sinks=sinks)
 
 
-def test_sglang_without_sinks_and_its_refusal():
+@pytest.mark.parametrize('changes,got', [
+    (dict(q_v=torch.randn(24, 4, 64)), 'q_v to be None, got a tensor'),
+    (dict(mask=torch.ones(3)), 'sparse_mask_fine to be None, got a tensor'),
+    (dict(only_qv=True), 'only_qv to be False, got True')])
+def test_sglang_refusals(changes, got):
     sglang.enable()
-    cache = Cache(64)
-    call = [cache.q, cache.k, cache.v, None, None, None, None, cache.starts, None, None, None,
-            cache.used, 20, None, cache.table, *[None] * 8, SCALE, True, -1, -1, 0, 0.0, True,
-            None, 1, None, 0]
-    got, lse, *_ = torch.ops.sgl_kernel.fwd(*call)
-    cache.check(got, lse)
-    call[5] = cache.q
-    with pytest.raises(NotImplementedError, match='integrations.sglang: expected q_v to be None'):
-        torch.ops.sgl_kernel.fwd(*call)
+    call = dict(q_v=None, mask=None, only_qv=False) | changes
+    with pytest.raises(NotImplementedError, match=f'integrations.sglang: expected {got}; hint: '):
+        sglang_call(torch.ops.sgl_kernel.fwd, batch_of(64), None, call['mask'], call['only_qv'],
+                    q_v=call['q_v'])
+
+
+def test_sglang_of_before():
+    """sglang-kernel 0.4.1: without the last two arguments, and without the op of the metadata."""
+    schema = private_ops.SCHEMAS['sgl_kernel'][0].replace(
+        'Tensor? sinks, Tensor? sparse_mask_fine, bool only_qv', 'Tensor? sinks=None')
+    library = torch.library.Library('earlier_sgl_kernel', 'DEF')
+    library.define(schema)
+    client = PrivateOps('sglang', 'earlier_sgl_kernel', 'sgl_kernel.x', 'sglang-kernel')
+    client.enable()
+    batch = batch_of(64)
+    got, lse, *_ = sglang_call(torch.ops.earlier_sgl_kernel.fwd, batch)
+    batch.check(got, lse, (7, 0))
+    client.disable()
+    library._destroy()
