@@ -28,6 +28,8 @@ hypothesis.settings.register_profile('long', max_examples=2000)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption('--device', choices=('cuda', 'cpu', 'emulated'), default='cuda',
                      help='where tests/gpu runs; default: cuda')
+    parser.addoption('--part', default='1/1', metavar='I/N',
+                     help='the I-th of N stretches of the tests; default: all')
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f'--device emulated: expected {LIBRARY.name}; hint: '
                                     'python -m tests.emulator.build, with some variants')
         config.stash[EMULATOR] = Emulator(LIBRARY)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = map(int, config.getoption('--part').split('/'))
+    begin, end = ((len(items) * x) // parts for x in (part - 1, part))
+    config.hook.pytest_deselected(items=items[:begin] + items[end:])
+    items[:] = items[begin:end]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

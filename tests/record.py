@@ -1,4 +1,5 @@
-"""Runs tests/gpu, its files spread over several processes that share the GPU, and counts.
+"""Runs tests/gpu, its files and their parts spread over several processes that share the GPU, and
+counts.
 
     python -m tests.record                         # all
     python -m tests.record --smoke                 # the short selection
@@ -46,17 +47,25 @@ def counts_of(report: Path) -> dict[str, int]:
                 skipped=found['skipped'])
 
 
-def run_file(path: Path, options: Sequence[str], folder: Path) -> dict:
-    """The counts of one file. pytest's 5: the selection has none of its tests."""
-    report, began = folder / f'{path.stem}.xml', time.monotonic()
-    done = subprocess.run(pytest_command(path, *options, f'--junitxml={report}'), cwd=ROOT,
-                          text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+def parts_of(text: str) -> int:
+    """In how many parts a file of tests is run: it says so in a line PARTS = 3; else in one."""
+    found = re.search(r'^PARTS = (\d+)', text, re.MULTILINE)
+    return int(found[1]) if found else 1
+
+
+def run_part(path: Path, part: str, options: Sequence[str], folder: Path) -> dict:
+    """The counts of the tests of a file, or those of a part like 2/3. pytest's 5: the selection has
+    none of them.
+    """
+    report, began = folder / f'{path.stem}-{part.replace("/", "-")}.xml', time.monotonic()
+    done = subprocess.run(pytest_command(path, '--part', part, *options, f'--junitxml={report}'),
+                          cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           stdin=subprocess.DEVNULL)
     counts = counts_of(report)
     if done.returncode not in (0, 5) and not counts['failed']:
         counts['failed'] = 1
     result = dict(file=path.name, **counts, seconds=round(time.monotonic() - began, 1))
-    print(f'{path.name}: ' + ', '.join(f'{counts[name]} {name}' for name in COUNTS)
+    print(f'{path.name} {part}: ' + ', '.join(f'{counts[name]} {name}' for name in COUNTS)
           + f', {result["seconds"]} s', flush=True)
     if counts['failed']:
         print(done.stdout[-6000:], flush=True)
@@ -64,14 +73,28 @@ def run_file(path: Path, options: Sequence[str], folder: Path) -> dict:
 
 
 def run_files(files: Sequence[Path], options: Sequence[str], processes: int) -> list[dict]:
-    """The longest first; those that ask for much memory alone, after the others."""
+    """The counts of each file. The longest come first; those that ask for much memory alone, after
+    the others.
+    """
     texts = {path: path.read_text() for path in files}
     alone = [path for path in files if 'needs_memory' in texts[path]]
-    shared = sorted(set(files) - set(alone), key=lambda path: -len(texts[path]))
+    shared = sorted(set(files) - set(alone),
+                    key=lambda path: (-parts_of(texts[path]), -len(texts[path])))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
-        results = list(pool.map(lambda path: run_file(path, options, Path(folder)), shared))
-        results += [run_file(path, options, Path(folder)) for path in alone]
-    return sorted(results, key=lambda result: result['file'])
+        def run(path: Path, part: str) -> dict:
+            return run_part(path, part, options, Path(folder))
+
+        parts = [(path, f'{number + 1}/{parts_of(texts[path])}')
+                 for path in shared for number in range(parts_of(texts[path]))]
+        results = list(pool.map(lambda part: run(*part), parts))
+        results += [run(path, '1/1') for path in alone]
+    totals: dict[str, dict] = {}
+    for result in results:
+        total = totals.setdefault(result['file'], dict(
+            file=result['file'], **dict.fromkeys(COUNTS, 0), seconds=0.0))
+        for name in (*COUNTS, 'seconds'):
+            total[name] = round(total[name] + result[name], 1)
+    return sorted(totals.values(), key=lambda total: total['file'])
 
 
 def sanitize() -> list[dict]:

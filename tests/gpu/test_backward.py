@@ -13,6 +13,8 @@ from tests import compare
 from tests.cases import GRADIENT_KINDS, Case
 from tests.layouts import COPIED, DIRECT, Layout
 
+PARTS = 4    # of tests.record
+
 KINDS = GRADIENT_KINDS
 every_kind = pytest.mark.parametrize('kind', KINDS, ids=str)
 one_dtype = pytest.mark.parametrize('kind', [kind for kind in KINDS if kind.dtype == 'bf16'],

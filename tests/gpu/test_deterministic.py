@@ -13,6 +13,8 @@ from tests import compare
 from tests.cases import GRADIENT_KINDS, Case
 from tests.gpu.test_backward import NAMES, check_gradients, gradients
 
+PARTS = 2    # of tests.record
+
 every_kind = pytest.mark.parametrize('kind', GRADIENT_KINDS, ids=str)
 one_dtype = pytest.mark.parametrize('kind', [x for x in GRADIENT_KINDS if x.dtype == 'bf16'],
                                     ids=str)

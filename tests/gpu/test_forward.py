@@ -11,6 +11,8 @@ from tests import cases, compare
 from tests.cases import CORNERS, SHAPES, SMOKE, Case, Kind
 from tests.gpu.common import check_same, every_kind, run
 
+PARTS = 2    # of tests.record
+
 
 @pytest.mark.smoke
 @every_kind

@@ -5,6 +5,8 @@ import pytest
 
 from tests.fuzz.draw import case_of
 
+PARTS = 2    # of tests.record
+
 CASES, SMOKE, SEED = 2000, 100, 0
 
 

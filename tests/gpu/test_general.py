@@ -18,6 +18,8 @@ from tests.cases import GradientKind
 from tests.general_cases import SINKS, GeneralCase, Tensors, forward, run
 from tests.general_oracle import check, check_case, check_same
 
+PARTS = 3    # of tests.record
+
 DENSE = GeneralCase(((200, 333),) * 2, heads=(6, 2), is_packed=False)
 SQUARE = dataclasses.replace(DENSE, lengths=((257, 257),) * 2)
 TALL = dataclasses.replace(DENSE, lengths=((333, 140),) * 2)    # some rows are before key 0

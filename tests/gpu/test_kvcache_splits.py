@@ -14,6 +14,8 @@ from tests import compare
 from tests.cache_cases import CacheCase, Returned, call, copied, ints, mixed
 from tests.cache_oracle import (check, check_case, check_result, check_same, expected, one_of, run)
 
+PARTS = 4    # of tests.record
+
 MOST_SPLITS = 256
 DECODE = CacheCase(mixed(5, 1500), heads=(8, 2))
 PREFILL = CacheCase(((1, 900), (130, 400), (1, 3), (40, 64), (0, 70)), heads=(4, 2), is_packed=True,
