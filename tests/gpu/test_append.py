@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-PARTS = 2    # of tests.record
-
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DTYPES = pytest.mark.parametrize('dtype', [BF16, FP16, E4M3], ids=str)
 WIDE = pytest.mark.parametrize('dtype', [BF16, FP16], ids=str)

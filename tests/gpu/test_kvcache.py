@@ -17,8 +17,6 @@ from tests.cache_oracle import (check, check_cache, check_case, check_result, ch
                                 expected, packed, run)
 from tests.general_cases import SINKS, starts
 
-PARTS = 14    # of tests.record
-
 # ------------------------------------------------------------------------------- upstream's grid
 SHAPES = [(1, 128), (1, 339), (3, 1024), (64, 800), (64, 256), (3, 799), (64, 2048), (16, 20000),
           (128, 128), (256, 512), (2048, 3577)]

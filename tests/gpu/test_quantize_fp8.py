@@ -13,8 +13,6 @@ from flash_attn3.quantize import PER_HEAD, PER_TENSOR, signs
 
 from tests.cpu.test_quantize import ERRORS
 
-PARTS = 2    # of tests.record
-
 DTYPES = pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32], ids=str)
 ROTATED = pytest.mark.parametrize('rotate', [False, True])
 BLOCKS = (32, 64, 96, 128, 256, 384, 1024, 2048, 'head', 'tensor')
