@@ -125,26 +125,31 @@ def _kib(variants: Sequence[Mapping]) -> str:
     return '-'.join(texts)
 
 
-FORWARD_KEYS = ('tile_m', 'tile_n', 'q_stages', 'stages', 'raw_stages', 'producer_registers',
-                'consumer_registers', 'ping_pong', 'intra_overlap', 'tile_overlap', 'ctas_per_sm',
-                'promotes')
+STAGES = 'q_stages', 'stages', 'raw_stages'
+FORWARD_KEYS = ('tile_m', 'tile_n', 'producer_registers', 'consumer_registers', 'ping_pong',
+                'intra_overlap', 'tile_overlap', 'ctas_per_sm', 'promotes')
 
 
 def _forward_row(variants: Sequence[Mapping]) -> list[str]:
     first = variants[0]
     overlaps = {'ping-pong': first['ping_pong'], 'warpgroup': first['intra_overlap'],
                 'tile': first['tile_overlap']}
-    stages = [first['q_stages'], first['stages'], *[first['raw_stages']] * (first['dtype'] == E4M3)]
-    return [_names(variants), f"{first['tile_m']}x{first['tile_n']}", '/'.join(map(str, stages)),
+    keys = STAGES if first['dtype'] == E4M3 else STAGES[:2]
+    stages = dict.fromkeys('/'.join(str(variant[key]) for key in keys) for variant in variants)
+    return [_names(variants), f"{first['tile_m']}x{first['tile_n']}", ', '.join(stages),
             _kib(variants), _registers(first),
             '+'.join(name for name, is_on in overlaps.items() if is_on) or 'none']
 
 
 def _forward_table(is_fp8: bool) -> str:
+    """Kernels for a cache with one tile in one row: their stages are in the order of head dims."""
     variants = [variant for variant in _plan.variants() if (variant['dtype'] == E4M3) is is_fp8]
+    caches = [variant for variant in variants if 'Cache' in variant['name']]
+    others = [variant for variant in variants if variant not in caches]
+    groups = _grouped(others, FORWARD_KEYS + STAGES) + _grouped(caches, FORWARD_KEYS)
     stages = 'stages Q/KV/raw V' if is_fp8 else 'stages Q/KV'
     return table(['kernels', 'rows x keys', stages, 'KiB', 'registers', 'overlap'],
-                 [_forward_row(group) for group in _grouped(variants, FORWARD_KEYS)])
+                 map(_forward_row, groups))
 
 
 def forward_part() -> str:

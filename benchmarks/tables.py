@@ -162,14 +162,14 @@ def quantize_part() -> str:
 
 # --------------------------------------------------------------------------------------- records
 def records_part() -> str:
-    """The index of benchmarks/results."""
-    rows = []
+    """The index of benchmarks/results: the subjects of each build and day, newest first."""
+    runs: dict[tuple[str, ...], list[str]] = {}
     for path in sorted(harness.RESULTS.glob('*.json')):
         record = json.loads(path.read_text())
-        rows.append([f'`{path.stem}`', record['time'][:10], record['commit'],
-                     record['environment']['device'].split()[1],
-                     record['command'].removeprefix('python -m ')])
-    return table(['subject', 'date', 'commit', 'device', 'command'], rows)
+        run = record['time'][:10], record['commit'], record['environment']['device'].split()[1]
+        runs.setdefault(run, []).append(f'`{path.stem}`')
+    return table(['date', 'commit', 'NVIDIA', 'subjects'],
+                 [[*run, ', '.join(runs[run])] for run in sorted(runs, reverse=True)])
 
 
 PARTS: dict[str, Callable[[], str]] = {
