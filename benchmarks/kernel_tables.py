@@ -45,19 +45,25 @@ def support_part() -> str:
 
 
 def features_part() -> str:
-    """Which features go together: those supported everywhere, the others by column, the errors."""
-    everywhere = [feature.name for feature in support.FEATURES if not feature.errors]
+    """Which features go together: supported everywhere, by column, refused everywhere."""
+    everywhere, refused = [], {}
     notes: list[str] = []
     rows: dict[tuple[str, ...], list[str]] = {}
     for feature in support.FEATURES:
-        if feature.errors:
-            cells = tuple(_cell(feature.cell(column), notes) for column in support.COLUMNS)
-            rows.setdefault(cells, []).append(feature.name)
+        cells = [_error(feature.cell(column)) for column in support.COLUMNS]
+        if not feature.errors:
+            everywhere.append(feature.name)
+        elif cells[0] and len(set(cells)) == 1:
+            refused.setdefault(cells[0], []).append(feature.name)
+        else:
+            rows.setdefault(tuple(_cell(cell, notes) for cell in cells), []).append(feature.name)
     return '\n'.join([
         'In all four columns: ' + '; '.join(everywhere) + '.', '',
         table(['', *support.COLUMNS],
               [['; '.join(names), *cells] for cells, names in rows.items()]),
-        '', *(f'{number}. `{note} ...`' for number, note in enumerate(notes, 1))])
+        '', *(f'{number}. `{note} ...`' for number, note in enumerate(notes, 1)),
+        '', 'Refused in all four:', '',
+        *(f'- {"; ".join(names)}: `{error} ...`' for error, names in refused.items())])
 
 
 def cache_features_part() -> str:
@@ -66,18 +72,21 @@ def cache_features_part() -> str:
                        is_fine] for is_fine in (True, False)}
     return '\n'.join([
         'Supported: ' + '; '.join(feature.name for feature in named[True]) + '. Refused:', '',
-        *(f'- {feature.name}: `{feature.error} ...`' for feature in named[False])])
+        *(f'- {feature.name}: `{_error(feature.error)} ...`' for feature in named[False])])
+
+
+def _error(error: str | None) -> str | None:
+    """An error without the op, in the words that dense and packed share."""
+    return error and re.sub(r'size\(\d\)', 'size(...)', error.split(': ', 1)[1])
 
 
 def _cell(error: str | None, notes: list[str]) -> str:
-    """A new error goes to the notes, in the words that dense and packed share."""
+    """A new error goes to the notes."""
     if not error:
         return 'yes' if error is None else '-'
-    note = re.sub(r'flash_attn(_varlen)?_func', '<function>', error)
-    note = re.sub(r'size\(\d\)', 'size(...)', note)
-    if note not in notes:
-        notes.append(note)
-    return f'({notes.index(note) + 1})'
+    if error not in notes:
+        notes.append(error)
+    return f'({notes.index(error) + 1})'
 
 
 # --------------------------------------------------------------------------------------- variants
@@ -109,30 +118,38 @@ def _registers(variant: Mapping) -> str:
     return f"{variant['producer_registers']}/{consumers}"
 
 
-def _kib(variant: Mapping) -> str:
-    return f"{variant['shared_bytes'] / 1024:.0f}"
+def _kib(variants: Sequence[Mapping]) -> str:
+    """Shared memory: of the smallest and the largest."""
+    sizes = [variant['shared_bytes'] for variant in variants]
+    texts = dict.fromkeys(f'{size / 1024:.0f}' for size in (min(sizes), max(sizes)))
+    return '-'.join(texts)
 
 
-FORWARD_KEYS = ('tile_m', 'tile_n', 'q_stages', 'stages', 'raw_stages', 'shared_bytes',
-                'producer_registers', 'consumer_registers', 'ping_pong', 'intra_overlap',
-                'tile_overlap', 'ctas_per_sm', 'promotes')
+STAGES = 'q_stages', 'stages', 'raw_stages'
+FORWARD_KEYS = ('tile_m', 'tile_n', 'producer_registers', 'consumer_registers', 'ping_pong',
+                'intra_overlap', 'tile_overlap', 'ctas_per_sm', 'promotes')
 
 
 def _forward_row(variants: Sequence[Mapping]) -> list[str]:
     first = variants[0]
     overlaps = {'ping-pong': first['ping_pong'], 'warpgroup': first['intra_overlap'],
                 'tile': first['tile_overlap']}
-    stages = [first['q_stages'], first['stages'], *[first['raw_stages']] * (first['dtype'] == E4M3)]
-    return [_names(variants), f"{first['tile_m']}x{first['tile_n']}", '/'.join(map(str, stages)),
-            _kib(first), _registers(first),
+    keys = STAGES if first['dtype'] == E4M3 else STAGES[:2]
+    stages = dict.fromkeys('/'.join(str(variant[key]) for key in keys) for variant in variants)
+    return [_names(variants), f"{first['tile_m']}x{first['tile_n']}", ', '.join(stages),
+            _kib(variants), _registers(first),
             '+'.join(name for name, is_on in overlaps.items() if is_on) or 'none']
 
 
 def _forward_table(is_fp8: bool) -> str:
+    """Kernels for a cache with one tile in one row: their stages are in the order of head dims."""
     variants = [variant for variant in _plan.variants() if (variant['dtype'] == E4M3) is is_fp8]
+    caches = [variant for variant in variants if 'Cache' in variant['name']]
+    others = [variant for variant in variants if variant not in caches]
+    groups = _grouped(others, FORWARD_KEYS + STAGES) + _grouped(caches, FORWARD_KEYS)
     stages = 'stages Q/KV/raw V' if is_fp8 else 'stages Q/KV'
     return table(['kernels', 'rows x keys', stages, 'KiB', 'registers', 'overlap'],
-                 [_forward_row(group) for group in _grouped(variants, FORWARD_KEYS)])
+                 map(_forward_row, groups))
 
 
 def forward_part() -> str:
@@ -148,11 +165,11 @@ BACKWARD_KEYS = ('tile_m', 'tile_n', 'cluster_size', 'q_stages', 'dout_stages', 
 
 
 def _backward_row(variants: Sequence[Mapping]) -> list[str]:
-    first, largest = variants[0], max(variants, key=lambda variant: variant['shared_bytes'])
+    first = variants[0]
     ctas = first['cluster_size']
     order = 'by keys' if ctas == 1 else f'by products, {ctas} CTAs'
     return [_names(variants), f"{first['tile_m']}x{first['tile_n']}", order,
-            f"{first['q_stages']}/{first['dout_stages']}", _kib(largest), _registers(first)]
+            f"{first['q_stages']}/{first['dout_stages']}", _kib(variants), _registers(first)]
 
 
 def backward_part() -> str:

@@ -71,27 +71,27 @@ def headline() -> str:
 
 
 def features_part() -> str:
-    """Grouped heads, packed sequences, a window, and host time, against the best peer."""
+    """Grouped heads, packed sequences, a window: forward and backward against the best peer."""
     record = read_record('yardstick_features')
-    problems = {'gqa': '32/8 heads, head dim 128, causal, S = {S}',
-                'varlen': '24 packed sequences up to 5361, head dim 128, causal',
-                'window': 'window of 1024, head dim 128, S = {S}'}
-    rows = []
+    problems = {'gqa': '32/8 heads, causal, S = {S}',
+                'varlen': '24 packed sequences up to 5361, causal',
+                'window': 'window of 1024, S = {S}'}
+    rows: dict[str, dict[str, str]] = {}
     for section, problem in problems.items():
-        for op in ('fwd', 'bwd'):
-            cells = {tuple(r['cell'].items()): r['cell'] for r in record['records']
-                     if r['section'] == section and r['cell']['op'] == op}
-            for cell in cells.values():
-                found = [r for r in record['records']
-                         if (r['section'], r['cell'], r['group']) == (section, cell, 'main')]
-                rates = {r['peer']: r['rate'] for r in found if 'rate' in r}
-                own = rates.pop(plot_peers.OURS)
-                peer = max(rates, key=rates.get)
-                rows.append([problem.format(**cell), SECTION_NAMES[op],
-                             f'{own:.0f}', f'{rates[peer]:.0f} {plot_peers.short_name(peer)}',
-                             f'{own / rates[peer]:.2f}'])
-    return (f'{plot_peers.run_text(record)}, TFLOP/s:\n\n'
-            + table(['problem', '', 'ours', 'best peer', 'ratio'], rows))
+        cells: dict[tuple, dict[str, float]] = {}
+        for found in record['records']:
+            if (found['section'], found['group']) == (section, 'main') and 'rate' in found:
+                cells.setdefault(tuple(found['cell'].items()), {})[found['peer']] = found['rate']
+        for cell, rates in cells.items():
+            own = rates.pop(plot_peers.OURS)
+            peer = max(rates, key=rates.get)
+            text = (f'{own:.0f} / {rates[peer]:.0f} {plot_peers.short_name(peer)} '
+                    f'({own / rates[peer]:.2f})')
+            rows.setdefault(problem.format(**dict(cell)), {})[dict(cell)['op']] = text
+    return (f'{plot_peers.run_text(record)}, head dim 128, TFLOP/s, ours / best peer (ratio):\n\n'
+            + table(['problem', *SECTION_NAMES.values()],
+                    [[problem, *(ops[op] for op in SECTION_NAMES)]
+                     for problem, ops in rows.items()]))
 
 
 def host_part() -> str:
@@ -162,13 +162,14 @@ def quantize_part() -> str:
 
 # --------------------------------------------------------------------------------------- records
 def records_part() -> str:
-    """The index of benchmarks/results."""
-    rows = []
+    """The index of benchmarks/results: the subjects of each build and day, newest first."""
+    runs: dict[tuple[str, ...], list[str]] = {}
     for path in sorted(harness.RESULTS.glob('*.json')):
         record = json.loads(path.read_text())
-        rows.append([f'`{path.stem}`', record['time'][:10], record['commit'],
-                     record['environment']['device'].removeprefix('NVIDIA '), record['command']])
-    return table(['subject', 'date', 'commit', 'device', 'command'], rows)
+        run = record['time'][:10], record['commit'], record['environment']['device'].split()[1]
+        runs.setdefault(run, []).append(f'`{path.stem}`')
+    return table(['date', 'commit', 'NVIDIA', 'subjects'],
+                 [[*run, ', '.join(runs[run])] for run in sorted(runs, reverse=True)])
 
 
 PARTS: dict[str, Callable[[], str]] = {
