@@ -77,7 +77,7 @@ _SCHEMAS = (
     # Writes k and v behind the sequences of the cache, k rotated; returns q rotated, or an empty
     # tensor without q or rotary_cos. Rows that the cache has no room for are not written.
     'append_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? q, '
-    f'{schema("cache", "rotary")}, Tensor? cu_seqlens_q=None) -> Tensor',
+    f'{schema("cache", "rotary", "cu_seqlens_q", "k_descale", "v_descale")}) -> Tensor',
     # k and v: a dense cache, the pages of one, or packed with cu_seqlens_k. The LSE is empty unless
     # asked for.
     f'attend_cache(Tensor q, Tensor k, Tensor v, {_CACHE}, {schema("float16_out")}) '

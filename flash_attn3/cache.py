@@ -23,7 +23,7 @@ from flash_attn3.reference_fp8 import Scales
 # What follows q, k and v of `attend_cache`, and q of `append_cache`.
 Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'lengths', 'pack_gqa',
                   'sm_margin', 'scales', 'float16_out')
-Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q')
+Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q', 'k_descale', 'v_descale')
 _Own = Attend | Append
 
 
@@ -190,6 +190,11 @@ def _rows_of(q: Tensor, own: Attend) -> list[tuple]:
     return [slice(start, start + count) for start, count in zip(starts, used)]
 
 
+def _scaled(x: Tensor, scale: Tensor | None, sequence: int) -> Tensor:
+    """x (..., heads_k, head_dim) of one sequence, times its scales."""
+    return x if scale is None else x * scale[sequence, :, None].to(x.dtype)
+
+
 @reference.without_autocast
 def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
     """In the dtype of computation; nothing is checked."""
@@ -206,6 +211,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
                 own.q_descale, own.k_descale, own.v_descale)))
             part = reference_fp8.attend(one, scales, score, compute_dtype=wide)
         else:
+            one = one._replace(k=_scaled(one.k.to(wide), own.k_descale, sequence),
+                               v=_scaled(one.v.to(wide), own.v_descale, sequence))
             part = reference.attend(one.to(wide), score)
         out[row], heads_last[row] = part.out[0], part.lse[0].transpose(0, 1)
     return Outputs(out, heads_last.transpose(-1, -2).contiguous())
@@ -296,6 +303,15 @@ def _rotated_queries(q: Tensor, own: Append, firsts: list[int]) -> Tensor:
     return result
 
 
+def _quantised(x: Tensor, scale: Tensor | None, sequence: int) -> Tensor:
+    """x (rows, heads_k, head_dim) over its scales, as e4m3: to nearest even, at most 448."""
+    wide = x.to(reference.wide_dtype(x.dtype))
+    if scale is not None:
+        wide = wide / scale[sequence, :, None].to(wide.dtype)
+    most = torch.finfo(E4M3).max
+    return wide.clamp(-most, most).to(E4M3)
+
+
 def append_plainly(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tensor | None,
                    *arguments) -> Tensor:
     """The op `append_cache` on any device."""
@@ -310,7 +326,10 @@ def append_plainly(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Te
         steps = torch.arange(new, device=k.device)
         new_k = k[row] if own.rotary_cos is None else _rotated(k[row], firsts[sequence] + steps,
                                                                own)
-        for cache, rows in ((k_cache, new_k), (v_cache, v[row])):
+        for cache, rows, scale in ((k_cache, new_k, own.k_descale),
+                                   (v_cache, v[row], own.v_descale)):
+            if rows.dtype != cache.dtype:
+                rows = _quantised(rows, scale, sequence)
             _bytes(cache)[_index(cache, own, sequence, before + steps)] = _bytes(rows)
     if q is None or own.rotary_cos is None:
         return k_cache.new_empty(0)

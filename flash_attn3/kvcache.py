@@ -160,12 +160,17 @@ def _append(functions: tuple, tensors: tuple[Tensor, Tensor, Tensor, Tensor | No
     elif env.CHECK_CONTENTS and not is_compiling():
         cache.check_cuda_contents((q, k_cache, v_cache, out), arguments)
     own = arguments[:_CACHE_COUNT]
-    if all(x is None for x in rotary[:3]):
+    # 16-bit keys for a cache of e4m3 are quantised.
+    scales = () if k.dtype == k_cache.dtype else arguments[-2:]
+    is_rotated = any(x is not None for x in rotary[:3])
+    if not is_rotated and not scales:
         functions[0](k_cache, v_cache, k, v, None, *own)
         return q
     _, _, causal, left, right = arguments[_CACHE_COUNT:_CACHE_COUNT + 5]
     per_query = bool(causal) or (left, right) != (-1, -1)
-    return functions[0](k_cache, v_cache, k, v, q, *own, *rotary, per_query, arguments[_CU_SEQLENS])
+    rotated = functions[0](k_cache, v_cache, k, v, q if is_rotated else None, *own, *rotary,
+                           per_query, arguments[_CU_SEQLENS], *scales)
+    return rotated if is_rotated else q
 
 
 def _attend(functions: tuple, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None,

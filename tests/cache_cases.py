@@ -69,7 +69,8 @@ class CacheCase:
     softcap: float = 0.0
     sinks: str = ''                         # a name in SINKS; '': none
     softmax_scale: float | None = None
-    descales: bool = True                   # of e4m3
+    kv8: bool = False                       # the cache is e4m3 under q of the dtype
+    descales: bool = True                   # of e4m3, or of a cache of e4m3
     float16_out: bool = False               # of e4m3
     num_splits: int = 0
     split_size: int = 0
@@ -100,6 +101,11 @@ class CacheCase:
     @property
     def wide(self) -> torch.dtype:
         return E4M3 if self.dtype == 'e4m3' else DTYPES[self.dtype]
+
+    @property
+    def kept(self) -> torch.dtype:
+        """That of the cache."""
+        return E4M3 if self.kv8 else self.wide
 
     @property
     def batch(self) -> int:
@@ -155,8 +161,8 @@ class CacheCase:
         if self.sinks:
             change, dtype = SINKS[self.sinks]
             given['s_aux'] = change(normal(heads_q)).to(dtype)
-        if self.dtype == 'e4m3' and self.descales:
-            for name in 'qkv':
+        if self.kept == E4M3 and self.descales:
+            for name in 'kv' if self.kv8 else 'qkv':
                 given[f'{name}_descale'] = 0.5 + torch.rand(
                     self.batch, heads_k, generator=generator, device=device)
         if self.dtype == 'e4m3' and self.float16_out:
@@ -197,7 +203,7 @@ class CacheCase:
             full = torch.full((*shape, *x.shape[2:]), math.nan, device=device)
             row, offset, used = where['row'], where['offset'], where['used']
             full[row[used], offset[used]] = x[used]
-            caches.append(full.to(self.wide))
+            caches.append(full.to(self.kept))
         lists = {'page_table': where['table']} if self.page_size else {}
         if self.batch_idx:
             lists['cache_batch_idx'] = where['table']
@@ -240,13 +246,13 @@ class CacheCase:
         """The caches in their layout; what lies between is NaN."""
         k, v = caches
         if self.layout == 'rows_of_both':
-            both = torch.cat([as_bits(k), as_bits(v)], -1).view(self.wide)
+            both = torch.cat([as_bits(k), as_bits(v)], -1).view(self.kept)
             return [both[..., :self.head_dim], both[..., self.head_dim:]]
         if self.layout == 'heads_first':
             return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in caches]
         if self.layout == 'padded':
             wider = (torch.full((*x.shape[:2], x.size(2) + 1, x.size(3) + 16), math.nan,
-                                device=x.device).to(self.wide) for x in caches)
+                                device=x.device).to(self.kept) for x in caches)
             views = [y[:, :, :x.size(2), :x.size(3)] for x, y in zip(caches, wider)]
             for x, view in zip(caches, views):
                 as_bits(view).copy_(as_bits(x))

@@ -110,20 +110,39 @@ def check_cache(case: CacheCase, before: dict, after: dict) -> None:
             new = before[column].flatten(0, 1) if not case.new_packed else before[column]
             row, place = (torch.cat([one[i][first:] for one, first in zip(found, old)])
                           for i in (0, 1))
-            written = got[row, place].contiguous().view(case.wide)
+            written = got[row, place].contiguous().view(case.kept)
+            scale = scale_of_new(case, before, column) if case.kv8 else None
             if column == 'k' and case.rotary_dim:
-                check_rotated(written, rotate(case, before, new, new_positions(case, new.device)))
+                rotated = rotate(case, before, new, new_positions(case, new.device))
+                check_rotated(written, rotated, scale)
                 wanted[row, place] = as_bits(written)
             else:
+                new = quantised(new, scale) if case.kv8 else new
                 wanted[row, place] = as_bits(new.contiguous())
         bad = (wanted != got).flatten(2).any(-1)
         assert not bad.any(), (f'{name}: {bad.sum()} rows differ, first at '
                                f'{bad.nonzero()[0].tolist()}')
 
 
-def check_rotated(got: Tensor, rotated: Rotated, name: str = 'k of the cache') -> None:
-    """Rounded once, from what float32 may give."""
+def scale_of_new(case: CacheCase, arguments: dict, column: str) -> Tensor | None:
+    """(rows, heads, 1), of all new rows of k or v."""
+    scale = arguments.get(f'{column}_descale')
+    counts = torch.tensor(case.new, device=arguments[column].device)
+    return None if scale is None else scale.repeat_interleave(counts, 0)[..., None]
+
+
+def quantised(x: Tensor, scale: Tensor | None) -> Tensor:
+    """To nearest even, at most 448."""
+    wide = x.float() if scale is None else x.float() / scale
+    return wide.clamp(-448, 448).to(E4M3)
+
+
+def check_rotated(got: Tensor, rotated: Rotated, scale: Tensor | None = None,
+                  name: str = 'k of the cache') -> None:
+    """Rounded once, from what float32 may give; then quantised, if it is e4m3."""
     low, high = (rotated.values.double() - rotated.ties, rotated.values.double() + rotated.ties)
+    if got.dtype == E4M3:
+        low, high = (quantised(x.to(rotated.values.dtype), scale).double() for x in (low, high))
     bad = (got.double() < low) | (got.double() > high) | got.isnan()
     assert not bad.any(), f'{name}: {bad.sum()} of {bad.numel()} elements are rotated otherwise'
 
@@ -139,6 +158,11 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
     lengths = Lengths(starts(case.queries, device),
                       starts([end - first for first, (_, end) in zip(firsts, filled)], device))
     rotated = rotate(case, arguments, q, query_positions(case, device))
+    if case.kv8:
+        counts = torch.tensor([end - first for first, (_, end) in zip(firsts, filled)],
+                              device=device)
+        k, v = (dequantised(x, arguments.get(f'{name}_descale'), counts)
+                for name, x in (('k', k), ('v', v)))
     inputs = Inputs(rotated.values, k, v, arguments.get('s_aux'))
     floor = torch.zeros(q.size(1), q.size(0), dtype=torch.float64, device=device)
     if case.wide == E4M3:
@@ -148,8 +172,15 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
     if rotated.ties.any():
         floor = _tie_floor(case, rotated.ties, k, lengths)
     ref = reference.attend_packed(inputs.to(torch.float64), case.score, lengths, with_row_max=True)
+    inputs = inputs._replace(k=k.to(q.dtype), v=v.to(q.dtype))
     return Expected(inputs, lengths, ref, reference.attend_packed(inputs, case.score, lengths),
                     floor)
+
+
+def dequantised(x: Tensor, scale: Tensor | None, counts: Tensor) -> Tensor:
+    """x (keys, heads, head_dim) of all sequences, which have so many, in float64."""
+    wide = x.double()
+    return wide if scale is None else wide * scale.double().repeat_interleave(counts, 0)[..., None]
 
 
 def scales_of(arguments: dict) -> Scales:

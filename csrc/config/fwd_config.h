@@ -12,10 +12,12 @@ namespace fa3 {
 // Slots: each enumerator is a type of csrc/forward (forward/slots.h).
 
 // kDirect: V as loaded is an operand of PV. kTransposed: two warps transpose it in shared memory.
-enum class ValuesKind { kDirect, kTransposed };
+// kConverted: K and V are loaded as e4m3, and a warpgroup converts both to the dtype of Q.
+enum class ValuesKind { kDirect, kTransposed, kConverted };
 
-// kBlocks: q, k and v of e4m3 have scales, by block of rows or by head.
-enum class ScalesKind { kNone, kBlocks };
+// kBlocks: q, k and v of e4m3 have scales, by block of rows or by head. kHeads: k and v have, by
+// head.
+enum class ScalesKind { kNone, kBlocks, kHeads };
 
 // kPromoted: PV of a K tile is added to O in fp32, since the tensor cores keep sums of e4m3
 // products to about 14 bits.
@@ -52,7 +54,7 @@ struct FwdConfig {
   int stages = 2;               // in the K ring, and in the V ring
   int q_stages = 1;             // in the Q ring; 2: the next tile's Q is loaded ahead
   // kTransposed: stages of the ring of V as loaded, and the parts of a stage, which are loaded and
-  // transposed one after the other.
+  // transposed one after the other. kConverted: stages of the rings of K and V as loaded.
   int raw_stages = 0;
   int raw_parts = 1;
   // kPromoted and kSkewed: the fp32 values of O that a thread keeps in shared memory, because its
@@ -84,11 +86,13 @@ struct FwdConfig {
   int relative_speed = 100;
   int fixed_keys = 0;
 
-  constexpr bool is_fp8() const { return dtype_kv == Dtype::kFloat8E4M3; }
+  constexpr bool is_fp8() const { return dtype_q == Dtype::kFloat8E4M3; }
+  constexpr bool converts() const { return values == ValuesKind::kConverted; }
   constexpr bool is_skewed() const { return overlap == OverlapKind::kSkewed; }
   constexpr bool is_promoted() const { return sums == SumsKind::kPromoted; }
 
-  constexpr int threads() const { return (consumer_warpgroups + 1) * kWarpgroupThreads; }
+  constexpr int warpgroups() const { return consumer_warpgroups + 1 + converts(); }
+  constexpr int threads() const { return warpgroups() * kWarpgroupThreads; }
 
   // Registers per thread after setmaxnreg, in steps of 8 per thread. The launch allocates at most
   // 64 Ki for the CTA. The producer computes coordinates and issues copies; with FP8 it also
@@ -123,10 +127,16 @@ struct FwdConfig {
     }
   }
 
-  // Columns of a slice, and of a head dim padded to whole slices.
-  constexpr int slice() const { return slice_columns(dtype_kv, head_dim); }
+  // Of the converting warpgroup.
+  static constexpr int converter_registers() { return 96; }
+
+  // Columns of a slice, and of a head dim padded to whole slices; and those of K and V as loaded.
+  constexpr int slice() const { return slice_columns(dtype_q, head_dim); }
   constexpr int columns() const { return padded_columns(head_dim, slice()); }
   constexpr int columns_v() const { return padded_columns(head_dim_v, slice()); }
+  constexpr int raw_slice() const {
+    return !converts() ? slice() : head_dim % 128 == 0 && head_dim_v % 128 == 0 ? 128 : 64;
+  }
 
   // The most K tiles, at either end of a tile, that a warpgroup skips if none of its rows sees a
   // key of them. WHY only with three warpgroups, and not in 16-bit causal kernels: 0 to 1 % slower
@@ -156,7 +166,7 @@ constexpr int q_buffer_bytes(FwdConfig const& c) {
 constexpr int v_buffer_bytes(FwdConfig const& c) {
   return c.values == ValuesKind::kTransposed
              ? c.head_dim_v * padded_columns(c.tile_n, slice_keys(c.tile_n))
-             : c.tile_n * c.columns_v() * element_bytes(c.dtype_kv);
+             : c.tile_n * c.columns_v() * element_bytes(c.dtype_q);
 }
 
 // Staged O, which has 16 bits.
@@ -169,7 +179,8 @@ constexpr int staged_bytes(FwdConfig const& c) {
 constexpr int FwdConfig::small_bytes() const {
   constexpr int kRowBytes = kWarpgroupRows * int(sizeof(float));
   constexpr int kTileBytes = 128;
-  int const barriers = 3 * q_stages * consumer_warpgroups + 4 * stages + 2 * raw_stages * raw_parts;
+  int const raw_rings = converts() ? 2 : raw_parts;
+  int const barriers = 3 * q_stages * consumer_warpgroups + 4 * stages + 2 * raw_stages * raw_rings;
   int const key_scales = 2 * stages * 16;
   int const tiles = q_stages * (consumer_warpgroups * (kTileBytes + kRowBytes) + 8);
   int const sent_rows = output == OutputKind::kSent ? consumer_warpgroups * (kRowBytes + 8) : 0;
@@ -178,13 +189,14 @@ constexpr int FwdConfig::small_bytes() const {
 
 // forward/launch.h asserts that the kernel's struct fits.
 constexpr int FwdConfig::shared_bytes() const {
-  int const key_bytes = tile_n * element_bytes(dtype_kv);
+  int const key_bytes = tile_n * element_bytes(dtype_q);
+  int const raw_columns = columns_v() + (converts() ? columns() : 0);
   int const q_bytes = q_stages * consumer_warpgroups * q_buffer_bytes(*this);
   int const k_bytes = stages * key_bytes * columns();
-  int const raw_v_bytes = raw_stages * key_bytes * columns_v();
+  int const raw_bytes = raw_stages * tile_n * element_bytes(dtype_kv) * raw_columns;
   int const v_bytes = stages * v_buffer_bytes(*this);
   int const sum_bytes = consumer_warpgroups * kWarpgroupThreads * shared_sums * 4;
-  return q_bytes + k_bytes + v_bytes + raw_v_bytes + staged_bytes(*this) + sum_bytes +
+  return q_bytes + k_bytes + v_bytes + raw_bytes + staged_bytes(*this) + sum_bytes +
          round_up(small_bytes(), 1024);
 }
 
@@ -203,7 +215,7 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
   c.head_dim = dims.qk;
   c.head_dim_v = dims.v;
   c.dtype_q = dtype;
-  c.dtype_kv = dtype;
+  c.dtype_kv = tile.converts() ? Dtype::kFloat8E4M3 : dtype;
   c.kind = kind;
   c.query_steps = kind == kFullKernel ? tile.query_steps : 0;
   c.output = kind.is_cache() ? OutputKind::kParts : tile.output;
@@ -223,6 +235,9 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
           "only two warpgroups can use what a narrow producer leaves");
   require(c.scales == ScalesKind::kNone || kScaleBlockKeys % c.tile_n == 0,
           "a K tile has one scale");
+  require(!c.converts() || (kind.is_cache() && c.consumer_warpgroups == 1 && !c.is_fp8()),
+          "K and V of a cache are converted, for one warpgroup of 16 bits");
+  require(c.converts() == (c.scales == ScalesKind::kHeads), "converted K and V have scales by head");
   require(!c.is_promoted() || !c.is_skewed() || c.lazy_rescale_log2 == 0.f,
           "O in fp32 is rescaled with every K tile");
   require(c.shared_sums == 0 || (c.is_promoted() && c.is_skewed()),

@@ -164,6 +164,22 @@ inline constexpr FwdConfig kFwdTileD128Cache = on_cache(128, 3, 2);
 inline constexpr FwdConfig kFwdTileD192x128Cache = on_cache(128, 2, 2);
 inline constexpr FwdConfig kFwdTileD256Cache = on_cache(64, 3, 1);
 
+// On a cache of e4m3, for 16-bit queries: a warpgroup converts. Rings of Q, K and V, then of K and V
+// as loaded: 16 + 32 + 32 + 32 + 32 = 144 KiB, 32 + 64 + 64 + 32 + 32 = 224 KiB, 48 + 48 + 32 + 36 +
+// 24 = 188 KiB, 32 + 64 + 64 + 32 + 32 = 224 KiB.
+constexpr FwdConfig converted_on_cache(int tile_n, int raw_stages, int q_stages) {
+  FwdConfig tile = on_cache(tile_n, 2, q_stages);
+  tile.values = ValuesKind::kConverted;
+  tile.scales = ScalesKind::kHeads;
+  tile.raw_stages = raw_stages;
+  return tile;
+}
+
+inline constexpr FwdConfig kFwdTileD64CacheKv8 = converted_on_cache(128, 4, 2);
+inline constexpr FwdConfig kFwdTileD128CacheKv8 = converted_on_cache(128, 2, 2);
+inline constexpr FwdConfig kFwdTileD192x128CacheKv8 = converted_on_cache(64, 3, 2);
+inline constexpr FwdConfig kFwdTileD256CacheKv8 = converted_on_cache(64, 2, 1);
+
 // On a cache, for more queries than a warpgroup takes: two share the keys. 16 + 96 + 96 = 208 KiB,
 // 32 + 96 + 96 = 224 KiB, 48 + 96 + 64 = 208 KiB. At head dim 256 a second one has no registers for
 // O.

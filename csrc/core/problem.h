@@ -92,6 +92,7 @@ struct FwdProblem {
   int total_k = 0;
   bool has_unused = false;  // some rows of a sequence may not count
   bool promote = false;     // FP8: sums of PV in fp32
+  bool converts = false;    // K and V are e4m3 under 16-bit Q
   PackGqa pack_gqa = PackGqa::kHeuristic;
   int sm_margin = 0;
   bool deterministic = false;  // the backward sums dQ in a fixed order

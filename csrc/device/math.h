@@ -80,6 +80,27 @@ CUTE_DEVICE float2 unpack_two(uint32_t packed) {
   }
 }
 
+// Two float16 as two bfloat16, rounded to nearest even.
+CUTE_DEVICE uint32_t bfloat16_of_halves(uint32_t packed) {
+  float2 const wide = unpack_two<cutlass::half_t>(packed);
+  return pack_two<cutlass::bfloat16_t>(wide.x, wide.y);
+}
+
+// Converts four e4m3 to 16-bit elements, exactly: the lower two to `low`, the others to `high`.
+template <class Element>
+CUTE_DEVICE void convert_four_e4m3(uint32_t packed, uint32_t& low, uint32_t& high) {
+  asm("{\n.reg .b16 a, b;\n"
+      "mov.b32 {a, b}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(packed));
+  if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
+    low = bfloat16_of_halves(low);
+    high = bfloat16_of_halves(high);
+  }
+}
+
 // Converts a whole fragment, in register order.
 template <class Element, class Source, class Target>
 CUTE_DEVICE void convert_fragment(Source const& source, Target& target) {

@@ -69,6 +69,11 @@ struct AttentionCall {
 
   bool is_packed() const { return lengths.cu_seqlens_q || lengths.cu_seqlens_k; }
 
+  // K and V are e4m3 under wider queries.
+  bool converts() const {
+    return k.dtype == Dtype::kFloat8E4M3 && v.dtype == k.dtype && q.dtype != k.dtype;
+  }
+
   // The tensor that a forward op writes into, if it was given.
   TensorMeta const* given_out() const { return out && !is_backward ? &*out : nullptr; }
 

@@ -5,6 +5,7 @@
 #include "dispatch/cache_form.h"
 #include "dispatch/checks.h"
 #include "dispatch/checks_cache.h"
+#include "dispatch/tensor_rule.h"
 
 namespace fa3 {
 namespace {
@@ -55,18 +56,30 @@ std::string check_form(AttentionCall const& call) {
   return {};
 }
 
+// New keys of more than 8 bits for a cache of e4m3.
+bool quantises(AttentionCall const& call) {
+  Dtype const dtype = call.k_new->dtype;
+  bool const is_wide = dtype == Dtype::kFloat32 || dtype == Dtype::kFloat64;
+  bool const has_16_bits = dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16;
+  return call.k.dtype == Dtype::kFloat8E4M3 &&
+         (has_16_bits || (is_wide && call.k.device != DeviceType::kCuda));
+}
+
 std::string check_dtypes(AttentionCall const& call) {
   TensorMeta const& cache = call.k;
   bool const is_wide = cache.dtype == Dtype::kFloat32 || cache.dtype == Dtype::kFloat64;
   if (cache.dtype == Dtype::kOther || (is_wide && cache.device == DeviceType::kCuda)) {
     return refuse("k_cache.dtype to be float16, bfloat16 or float8_e4m3fn", cache.dtype_name);
   }
+  bool const is_quantised = quantises(call);
   NamedTensor const all[] = {
       {"v_cache", call.v}, {"k", *call.k_new}, {"v", *call.v_new}, {"q", call.q}};
   for (int i = 0; i < (has_queries(call) ? 4 : 3); ++i) {
     auto [name, meta] = all[i];
-    if (meta.dtype != cache.dtype) {
-      return refuse(text(name, ".dtype to be that of k_cache, ", cache.dtype_name),
+    NamedTensor const like = is_quantised && i > 0 ? NamedTensor{"k", *call.k_new}
+                                                   : NamedTensor{"k_cache", cache};
+    if (meta.dtype != like.meta.dtype) {
+      return refuse(text(name, ".dtype to be that of ", like.name, ", ", like.meta.dtype_name),
                     meta.dtype_name);
     }
     if (!same_device(meta, cache)) {
@@ -156,8 +169,9 @@ std::string check_table(AttentionCall const& call, NamedTensor const& table) {
     return refuse(text(name, " to have the shape of rotary_cos, ", shape_text(cos.size, 2)),
                   shape_text(meta.size, 2));
   }
-  if (meta.dtype != call.k.dtype) {
-    return refuse(text(name, ".dtype to be that of q, ", call.k.dtype_name), meta.dtype_name);
+  TensorMeta const& rotated = *call.k_new;
+  if (meta.dtype != rotated.dtype) {
+    return refuse(text(name, ".dtype to be that of q, ", rotated.dtype_name), meta.dtype_name);
   }
   if (!same_device(meta, call.k)) {
     return refuse(text(name, " on the device of k_cache, ", device_text(call.k)),
@@ -215,7 +229,7 @@ std::string check_rotary(AttentionCall const& call) {
     return refuse("rotary_cos and rotary_sin together",
                   rotary.rotary_cos ? "rotary_sin of None" : "rotary_cos of None");
   }
-  if (call.k.dtype == Dtype::kFloat8E4M3) {
+  if (call.k_new->dtype == Dtype::kFloat8E4M3) {
     return refuse("no rotary_cos with float8_e4m3fn", "rotating e4m3 keys",
                   "rotate in 16 bits before quantising");
   }
@@ -229,11 +243,36 @@ std::string check_rotary(AttentionCall const& call) {
   return error.empty() ? check_positions(call) : error;
 }
 
+std::string check_scales(AttentionCall const& call) {
+  struct Named {
+    char const* name;
+    std::optional<TensorMeta> const& scale;
+  };
+  for (auto const& [name, scale] :
+       {Named{"k_descale", call.scales.k_descale}, Named{"v_descale", call.scales.v_descale}}) {
+    if (!scale) {
+      continue;
+    }
+    if (!quantises(call)) {
+      return refuse(text(name, " to be None"), "a tensor",
+                    "it is for 16-bit keys that go into a cache of float8_e4m3fn");
+    }
+    TensorRule const rule = {
+        name, *scale, 2, {batch_of(call), call.k.size[2]}, Dtype::kFloat32, "float32"};
+    std::string const error = check_tensor(kOp, rule, call.k);
+    if (!error.empty()) {
+      return error;
+    }
+  }
+  return {};
+}
+
 using Check = std::string (*)(AttentionCall const&);
 
 // In this order: each one may rely on those before it.
 constexpr Check kChecks[] = {check_given, check_ranks,   check_form,   check_dtypes,
-                             check_sizes, check_lengths, check_memory, check_rotary};
+                             check_sizes, check_lengths, check_memory, check_rotary,
+                             check_scales};
 
 }  // namespace
 

@@ -36,6 +36,15 @@ std::string check_as_forward(AttentionCall const& call) {
   return call.q.dtype == Dtype::kFloat8E4M3 ? check_fp8(call) : check_forward(call);
 }
 
+// Under wider queries, e4m3 keys have the rules of the queries' dtype.
+AttentionCall with_wide_keys(AttentionCall call) {
+  if (call.converts()) {
+    call.k.dtype = call.v.dtype = call.q.dtype;
+    call.k.dtype_name = call.v.dtype_name = call.q.dtype_name;
+  }
+  return call;
+}
+
 // Packed keys: there is no cache.
 std::string check_packed_keys(AttentionCall const& call) {
   CacheArguments const& cache = call.cache;
@@ -88,7 +97,7 @@ std::string check_tiles(AttentionCall const& call) {
 
 // All that a cache does not change, by the rules of a dense batch.
 std::string check_as_dense(AttentionCall const& call) {
-  AttentionCall dense = call;
+  AttentionCall dense = with_wide_keys(call);
   dense.on_cache = true;
   dense.lengths = {};
   dense.scales = {};
@@ -133,9 +142,10 @@ std::string check_scales(AttentionCall const& call) {
     if (!scale) {
       continue;
     }
-    if (call.q.dtype != Dtype::kFloat8E4M3) {
+    bool const is_of_q = name[0] == 'q';
+    if (is_of_q ? call.q.dtype != Dtype::kFloat8E4M3 : call.k.dtype != Dtype::kFloat8E4M3) {
       return refuse(call, text(name, " to be None"), "a tensor",
-                    "it is for q, k and v of float8_e4m3fn");
+                    text("it is for ", is_of_q ? "q" : "a cache", " of float8_e4m3fn"));
     }
     TensorRule const rule = {name, *scale, 2, {shape[0], shape[1]}, Dtype::kFloat32, "float32"};
     std::string const error = check_tensor("attend_cache", rule, call.q);

@@ -105,6 +105,7 @@ FwdProblem problem_of_cache(AttentionCall const& call) {
   problem.seqlen_k = cache.capacity;
   problem.mask = mask_of_call(call.score);
   problem.kind = call.score.softcap > 0 ? kCacheSoftcapKernel : kCacheKernel;
+  problem.converts = call.converts();
   set_execution(problem, call);
   return problem;
 }

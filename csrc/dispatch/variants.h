@@ -51,15 +51,18 @@ constexpr bool serves(KernelKind kernel, KernelKind problem) {
 // Kernels exist for some head dims; a problem with others runs on those that are no smaller and
 // compute least: the copy engine fills the missing columns with zeros, which change neither scores
 // nor outputs. General kernels serve full and causal problems where they compute less.
-constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, int head_dim,
-                                          int head_dim_v, bool promote = false) {
+//
+// promote: with FP8; converts: on a cache of e4m3 under 16-bit queries.
+constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, HeadDims dims,
+                                          bool promote = false, bool converts = false) {
   FwdCandidates found;
   int fewest = 1 << 30;
   for (int i = 0; i < kFwdVariantCount; ++i) {
     FwdConfig const& config = kFwdVariants[i];
-    bool const is_large_enough = config.head_dim >= head_dim && config.head_dim_v >= head_dim_v;
+    bool const is_large_enough = config.head_dim >= dims.qk && config.head_dim_v >= dims.v;
     bool const fits = config.dtype_q == dtype && config.is_promoted() == promote &&
-                      is_large_enough && serves(config.kind, kind);
+                      config.converts() == converts && is_large_enough &&
+                      serves(config.kind, kind);
     int const cost = 2 * (config.head_dim + config.head_dim_v) + !(config.kind == kind);
     if (fits && cost <= fewest) {
       found = cost < fewest ? FwdCandidates{} : found;
@@ -83,7 +86,7 @@ inline constexpr auto kFwdCandidates = [] {
     for (int kind = 0; kind < kBuiltKindCount; ++kind) {
       for (int eighths = 1; eighths < kHeadDims; ++eighths) {
         table[int(dtype)][kind][eighths] =
-            search_candidates(dtype, kBuiltKinds[kind].kind, 8 * eighths, 8 * eighths);
+            search_candidates(dtype, kBuiltKinds[kind].kind, {8 * eighths, 8 * eighths});
       }
     }
   }
@@ -92,10 +95,13 @@ inline constexpr auto kFwdCandidates = [] {
 
 // INVARIANT: dtype is one of a kernel, head dims are multiples of 8 and at most kMaxHeadDim.
 constexpr FwdCandidates fwd_candidates(FwdProblem const& problem) {
-  return problem.head_dim == problem.head_dim_v && !problem.promote
+  bool const is_listed =
+      problem.head_dim == problem.head_dim_v && !problem.promote && !problem.converts;
+  HeadDims const dims{problem.head_dim, value_columns(problem.head_dim_v)};
+  return is_listed
              ? kFwdCandidates[int(problem.dtype)][kind_index(problem.kind)][problem.head_dim / 8]
-             : search_candidates(problem.dtype, problem.kind, problem.head_dim,
-                                 value_columns(problem.head_dim_v), problem.promote);
+             : search_candidates(problem.dtype, problem.kind, dims, problem.promote,
+                                 problem.converts);
 }
 
 }  // namespace fa3

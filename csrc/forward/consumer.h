@@ -84,7 +84,7 @@ struct FwdConsumer {
         warpgroup(warpgroup_),
         thread(thread_),
         ping_pong(ping_pong_),
-        scales(shared_),
+        scales(shared_, p_),
         sums(shared_, warpgroup_, thread_),
         softmax(p_.scale_log2, p_.lazy_rescale_log2, p_.zero) {}
 

@@ -3,8 +3,10 @@
 //   warpgroup 0   warp 0: visits the tiles, loads Q, K, V; all warps: gather rows of a cache
 //                 warps 1 to 3: store O; or read scales, send results and transpose V (helpers.h)
 //   warpgroup 1.. consumers: 64 rows of the tile each
+//   the last      on a cache of e4m3 with 16-bit Q: converts K and V (keys_converted.h)
 #pragma once
 
+#include "forward/keys_converted.h"
 #include "forward/loop_serial.h"
 #include "forward/loop_skewed.h"
 #include "forward/producer.h"
@@ -47,6 +49,13 @@ CUTE_DEVICE void run_consumer(FwdStorage<Traits>& shared, typename Traits::Param
   Consumer::Slots::Output::finish(thread);
 }
 
+template <class Traits>
+CUTE_DEVICE void run_converter(FwdStorage<Traits>& shared) {
+  if constexpr (Traits::kConverts) {
+    KeyConverter<Traits>(shared, int(threadIdx.x) % kWarpgroupThreads).run();
+  }
+}
+
 template <class Config>
 __global__ void __launch_bounds__(Config::k.threads(), Config::k.ctas_per_sm)
     forward_kernel(typename FwdTraits<Config>::Params const __grid_constant__ p) {
@@ -69,6 +78,9 @@ __global__ void __launch_bounds__(Config::k.threads(), Config::k.ctas_per_sm)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::k.producer_registers()>();
     run_producer_warpgroup<Traits>(shared, p);
+  } else if (Traits::kConverts && warpgroup == Traits::kWarpgroups + 1) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::k.converter_registers()>();
+    run_converter<Traits>(shared);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::k.consumer_registers()>();
     run_consumer<Traits>(shared, p, warpgroup - 1);

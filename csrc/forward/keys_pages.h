@@ -63,8 +63,8 @@ struct PagedKeys {
     if (p.box_keys > 0 && slot < (n + 1) * kKeys) {
       int const id = entry_of<true>(p, from, slot);
       int const row = row_of(p, from, slot);
-      prefetch_columns<Traits::kColumns>(p.k, row, from.kv_head, id);
-      prefetch_columns<Traits::kColumnsV>(p.v, row, from.kv_head, id);
+      prefetch_columns<Traits::kRawColumns>(p.k, row, from.kv_head, id);
+      prefetch_columns<Traits::kRawColumnsV>(p.v, row, from.kv_head, id);
     }
   }
 
@@ -73,7 +73,7 @@ struct PagedKeys {
   CUTE_DEVICE static void load(CacheDeviceParams const& p, Mbarrier& full, ElementKv* target,
                                KeySource const& from, int n, int id, int warp) {
     if (p.box_keys > 0 && (kIsK || !has_tail(from, n))) {
-      load_boxes<kIsK ? Traits::kColumns : Traits::kColumnsV>(p, kIsK ? p.k : p.v, full, target,
+      load_boxes<kIsK ? Traits::kRawColumns : Traits::kRawColumnsV>(p, kIsK ? p.k : p.v, full, target,
                                                               from, n, id);
     } else {
       gather<kIsK>(p, cute::cast_smem_ptr_to_uint(&full), cute::cast_smem_ptr_to_uint(target), from,
@@ -108,7 +108,7 @@ struct PagedKeys {
   template <int kColumns>
   CUTE_DEVICE static void prefetch_columns(CUtensorMap const& map, int row, int kv_head, int id) {
     CUTE_UNROLL
-    for (int column = 0; column < kColumns; column += Traits::kSlice) {
+    for (int column = 0; column < kColumns; column += Traits::kRawSlice) {
       cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&map, column, row, kv_head, id);
     }
   }
@@ -128,9 +128,9 @@ struct PagedKeys {
     if (first < kKeys) {
       int const row = row_of(p, from, n * kKeys + first);
       CUTE_UNROLL
-      for (int column = 0; column < kColumns; column += Traits::kSlice) {
+      for (int column = 0; column < kColumns; column += Traits::kRawSlice) {
         cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), p.hint,
-                                     target + column * kKeys + first * Traits::kSlice, column, row,
+                                     target + column * kKeys + first * Traits::kRawSlice, column, row,
                                      from.kv_head, id);
       }
     }
@@ -144,12 +144,12 @@ struct PagedKeys {
   static __device__ __noinline__ void gather(CacheDeviceParams const& p, uint32_t full,
                                              uint32_t target, KeySource from, int n, int id,
                                              int warp) {
-    constexpr int kColumns = kIsK ? Traits::kColumns : Traits::kColumnsV;
+    constexpr int kColumns = kIsK ? Traits::kRawColumns : Traits::kRawColumnsV;
     TensorView const& rows = kIsK ? p.k_rows : p.v_rows;
     int const row_bytes = kIsK ? p.row_bytes_k : p.row_bytes_v;
     constexpr int kChunks = kColumns * int(sizeof(ElementKv)) / 16;  // in a row
     constexpr int kLanes = kChunks <= 4 ? 4 : kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;
-    constexpr int kSliceChunks = Traits::kSlice * int(sizeof(ElementKv)) / 16;
+    constexpr int kSliceChunks = Traits::kRawSlice * int(sizeof(ElementKv)) / 16;
     constexpr int kRowsAtOnce = 32 / kLanes;
     static_assert(kChunks <= 32 && (kSliceChunks == 8 || kSliceChunks == 4));
     int const lane = lane_of_warp();

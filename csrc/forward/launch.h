@@ -116,7 +116,7 @@ void set_params(FwdDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
 template <class Traits>
 CUtensorMap cache_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
                       int columns, int box_keys) {
-  return maps.make<4>(t.data, {{columns, 1, Traits::kSlice},
+  return maps.make<4>(t.data, {{columns, 1, Traits::kRawSlice},
                                {max_of(1, problem.cache.page_size), t.row_stride, box_keys},
                                {problem.heads_k, t.head_stride, 1},
                                {max_of(1, problem.cache.entries), t.batch_stride, 1}});
@@ -153,8 +153,11 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
       has_table ? boxed_keys(problem.cache.page_size, Traits::kValueKeys) : Traits::kValueKeys;
   set_common<Config>(d, p);
   d.q = query_map<5>(maps, p, p.q, MapColumns{problem.head_dim, Traits::kSlice});
-  d.k = cache_map<Traits>(maps, problem, p.k, problem.head_dim, max_of(box, 1));
-  d.v = cache_map<Traits>(maps, problem, p.v, problem.head_dim_v, max_of(box, 1));
+  constexpr Dtype kDtypeKv = Config::k.dtype_kv;
+  TensorMapMaker key_maps{kDtypeKv};
+  d.k = cache_map<Traits>(key_maps, problem, p.k, problem.head_dim, max_of(box, 1));
+  d.v = cache_map<Traits>(key_maps, problem, p.v, problem.head_dim_v, max_of(box, 1));
+  maps.error = maps.error == cudaSuccess ? key_maps.error : maps.error;
   d.lengths = cache_lengths(p);
   int const positions = Traits::kWarpgroups * d.positions_per_warpgroup;
   d.line = CacheLine(problem.batch, problem.heads_q / p.schedule.pack / schedule.lanes,
@@ -166,10 +169,10 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
   d.entries = problem.cache.entries;
   d.page_size = FastDiv(max_of(1, problem.cache.page_size));
   d.box_keys = box;
-  d.k_rows = in_bytes(p.k, problem.dtype);
-  d.v_rows = in_bytes(p.v, problem.dtype);
-  d.row_bytes_k = problem.head_dim * element_bytes(problem.dtype);
-  d.row_bytes_v = problem.head_dim_v * element_bytes(problem.dtype);
+  d.k_rows = in_bytes(p.k, kDtypeKv);
+  d.v_rows = in_bytes(p.v, kDtypeKv);
+  d.row_bytes_k = problem.head_dim * element_bytes(kDtypeKv);
+  d.row_bytes_v = problem.head_dim_v * element_bytes(kDtypeKv);
   d.hint = problem.seqlen_q <= positions ? kReadOnce : kKeepInL2;
   d.parts = p.cache.parts;
   d.part_lses = p.cache.parts + schedule.slots * schedule.rows * Traits::kHeadDimV;

@@ -14,6 +14,7 @@ struct CacheProducer {
   using Work = FwdWork<Traits>;
   using Slots = FwdSlots<Traits>;
   using Keys = typename Slots::Keys;
+  using LoadedKeys = typename Slots::LoadedKeys;
   using Values = typename Slots::Values;
   static constexpr bool kIsWholeWarp = true;
 
@@ -24,7 +25,7 @@ struct CacheProducer {
   CacheDeviceParams const& p;
   int warp;
   RingState<Traits::kQStages> q_ring;
-  RingState<Traits::kStages> k_ring;
+  RingState<Traits::kKeyStages> k_ring;
   RingState<Traits::kValueStages> v_ring;
 
   CUTE_DEVICE CacheProducer(FwdStorage<Traits>& shared_, CacheDeviceParams const& p_, int warp_)
@@ -144,6 +145,7 @@ struct CacheProducer {
            part.location.end_q()});
     }
     shared.work[q_ring.stage][wg] = share_of_part<Traits>(p, part, wg);
+    Slots::Scales::publish(shared, p, part, q_ring.stage, wg);
     full.arrive_and_expect_tx(uint32_t(p.q_slice_bytes) * (Traits::kColumns / Traits::kSlice));
     if (wg + 1 == Traits::kWarpgroups) {
       Slots::Helpers::publish_tile(shared, q_ring.stage);
@@ -151,9 +153,10 @@ struct CacheProducer {
   }
 
   CUTE_DEVICE void load_k(Step const& step) {
-    shared.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);
-    Keys::template load<true>(p, shared.k_full[k_ring.stage], shared.k[k_ring.stage], step.from,
-                              step.n, step.id, warp);
+    LoadedKeys::empty(shared)[k_ring.stage].wait(k_ring.phase ^ 1);
+    Keys::template load<true>(p, LoadedKeys::full(shared)[k_ring.stage],
+                              LoadedKeys::buffers(shared)[k_ring.stage], step.from, step.n, step.id,
+                              warp);
     k_ring.advance();
   }
 
@@ -178,6 +181,18 @@ struct CacheProducer {
     if (leads()) {
       Slots::Helpers::publish_tile(shared, q_ring.stage);
     }
+    if (Traits::kConverts) {
+      end_keys();
+    }
+  }
+
+  // kConverted: a stage of K without keys, for the converting warps.
+  CUTE_DEVICE void end_keys() {
+    LoadedKeys::empty(shared)[k_ring.stage].wait(k_ring.phase ^ 1);
+    if (leads()) {
+      shared.keys_end[k_ring.stage] = 1;
+    }
+    LoadedKeys::full(shared)[k_ring.stage].arrive();
   }
 };
 

@@ -1,6 +1,7 @@
 // ScalesKind: no scales; or scales of q, k and v by block (64 rows of q, kScaleBlockKeys rows of k
 // and v), or per (sequence, KV head), where the stride of a block is 0. A block of keys consists of
-// whole K tiles, so that a K tile has one scale. The scale warp reads them (ScaleReader).
+// whole K tiles, so that a K tile has one scale. The scale warp reads them (ScaleReader). Or scales
+// of k and v per (sequence, KV head), which the producer reads with each tile (HeadScales).
 #pragma once
 
 #include "core/compact_ring.h"
@@ -38,7 +39,11 @@ CUTE_DEVICE void read_query_scales(float const (&of_rows)[kWarpgroupRows], int t
 // ScalesKind::kNone, consumer side.
 template <class Traits>
 struct NoScales {
-  CUTE_DEVICE explicit NoScales(FwdStorage<Traits>&) {}
+  CUTE_DEVICE NoScales(FwdStorage<Traits>&, typename Traits::Params const&) {}
+
+  // By the producer, with each tile.
+  CUTE_DEVICE static void publish(FwdStorage<Traits>&, typename Traits::Params const&,
+                                  FwdWork<Traits> const&, int, int) {}
 
   template <class Ring>
   CUTE_DEVICE void wait_for_queries(Ring const&) const {}
@@ -58,7 +63,11 @@ struct BlockScales {
   FwdStorage<Traits>& shared;
   RingState<Traits::kScaleStages> ring;  // advances with each K tile
 
-  CUTE_DEVICE explicit BlockScales(FwdStorage<Traits>& shared_) : shared(shared_) {}
+  CUTE_DEVICE BlockScales(FwdStorage<Traits>& shared_, typename Traits::Params const&)
+      : shared(shared_) {}
+
+  CUTE_DEVICE static void publish(FwdStorage<Traits>&, typename Traits::Params const&,
+                                  FwdWork<Traits> const&, int, int) {}
 
   // The scales of Q arrive with the first K tile.
   template <class Ring>
@@ -83,6 +92,42 @@ struct BlockScales {
   }
 
   CUTE_DEVICE void skip() { ring.advance(); }
+};
+
+// ScalesKind::kHeads, both sides.
+template <class Traits>
+struct HeadScales : NoScales<Traits> {
+  using Params = typename Traits::Params;
+
+  FwdStorage<Traits>& shared;
+  float scale_log2;
+
+  CUTE_DEVICE HeadScales(FwdStorage<Traits>& shared_, Params const& p)
+      : NoScales<Traits>(shared_, p), shared(shared_), scale_log2(p.scale_log2) {}
+
+  CUTE_DEVICE static void publish(FwdStorage<Traits>& shared, Params const& p,
+                                  FwdWork<Traits> const& work, int q_stage, int warpgroup) {
+    shared.head_scales[q_stage][warpgroup] = {
+        at_least(scale_of(p.k_scale, p, work), kLeastScoreScale), scale_of(p.v_scale, p, work)};
+  }
+
+  template <class Softmax>
+  CUTE_DEVICE void start_rows(Softmax& softmax, int q_stage, int warpgroup, int) const {
+    HeadScale const scale = shared.head_scales[q_stage][warpgroup];
+    softmax.reset();
+    softmax.key_scale = scale.k;
+    softmax.value_scale = scale.v;
+    softmax.scale_log2 = Traits::kKind.has_softcap() ? scale_log2 : scale_log2 * scale.k;
+  }
+
+ private:
+  CUTE_DEVICE static float scale_of(ScaleView const& view, Params const& p,
+                                    FwdWork<Traits> const& work) {
+    int const batch = min_of(work.entry, p.scale_batches - 1);
+    return view.data == nullptr
+               ? 1.f
+               : view.data[batch * view.batch_stride + work.kv_head * view.head_stride];
+  }
 };
 
 // Finds the scales of a tile. Rows of no sequence are entries after those of the batch, without

@@ -44,14 +44,16 @@ struct FwdSlots {
 
   using Batch = If<k.kind.is_dense(), DenseBatch, AnyBatch>;
   using Keys = If<k.kind.is_cache(), PagedKeys<Traits>, TmaKeys<Traits>>;
-  using Values = If<Traits::kTransposesV, TransposedValues, DirectValues>;
+  using LoadedKeys = If<Traits::kConverts, RawKeys, DirectKeys>;
+  using Values = If<Traits::kTransposesV || Traits::kConverts, RawValues, DirectValues>;
   using Helpers = If<Traits::kTransposesV, ScaleAndTransposeWarps,
                      If<k.kind.is_cache(), NoHelpers, StoreWarps>>;
   using Queries = If<(k.query_steps > 0), HeldQueries<Traits>, SharedQueries<Traits>>;
   using Limits = RowLimits<Traits, If<Traits::kHasScales, ColumnBits, ColumnComparison>>;
   using Score = ScoreOf<k.kind.score>;
   using Softmax = If<Traits::kHasScales, Fp8Softmax<Traits>, OnlineSoftmax<Traits>>;
-  using Scales = If<Traits::kHasScales, BlockScales<Traits>, NoScales<Traits>>;
+  using Scales = If<Traits::kHasScales, BlockScales<Traits>,
+                    If<Traits::kConverts, HeadScales<Traits>, NoScales<Traits>>>;
   using Sums = If<k.is_promoted() && k.is_skewed(), PromotedSums<Traits>, FastSums<Traits>>;
   using Output = typename OutputOf<Traits, k.output>::type;
 };

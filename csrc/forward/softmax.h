@@ -26,6 +26,8 @@ struct OnlineSoftmax {
   int zero;              // 0, unknown to ptxas
   float scale_log2;
   float lazy_log2;  // how much a maximum may grow, in powers of two of P, before it is adopted
+  float key_scale;  // ScalesKind::kHeads
+  float value_scale;
 
   CUTE_DEVICE OnlineSoftmax(float scale_log2_, float lazy_log2_, int zero_)
       : zero(zero_),
@@ -63,7 +65,12 @@ struct OnlineSoftmax {
     hook();
   }
 
-  CUTE_DEVICE void scale_scores(float (&)[kRows], NoScale) const {}
+  CUTE_DEVICE void scale_scores(float (&factors)[kRows], NoScale) const {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows && Traits::kConverts; ++r) {
+      factors[r] *= key_scale;
+    }
+  }
 
   // The sums are complete after update().
   template <class Fragment>
@@ -95,7 +102,7 @@ struct OnlineSoftmax {
       if (Traits::kHasRowOptions) {
         sum += exp2_approx(sinks[r] * kLog2E - row_max[r] * scale_log2);
       }
-      rescale[r] = inverse_sum(sum);
+      rescale[r] = inverse_sum(sum) * (Traits::kConverts ? value_scale : 1.f);
     }
     multiply_rows(acc, rescale);
     auto output = rows_view(acc);
@@ -109,7 +116,8 @@ struct OnlineSoftmax {
 
   // The LSE without a sink; natural logarithm.
   CUTE_DEVICE float lse(int r, float softmax_scale) const {
-    return log_sum_exp(row_max[r], row_sum[r], softmax_scale);
+    return log_sum_exp(row_max[r], row_sum[r],
+                       Traits::kConverts ? scale_log2 * kLn2 : softmax_scale);
   }
 
  private:

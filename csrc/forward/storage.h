@@ -14,6 +14,12 @@ namespace fa3 {
 // Warps that transpose V (ValuesKind::kTransposed), of the producer warpgroup.
 constexpr int kTransposingWarps = 2;
 
+// kHeads: the scales of K and V.
+struct HeadScale {
+  float k;
+  float v;
+};
+
 // kBlocks: the scales of a K tile, in the form that the softmax needs.
 struct alignas(16) KeyScale {
   float k;
@@ -30,7 +36,10 @@ struct FwdStorage {
   static constexpr FwdConfig k_ = Traits::k;
 
   static constexpr bool kOwnsQ = k_.output == OutputKind::kOverQueries;  // store warps read it
-  static constexpr int kRawBuffers = Traits::kTransposesV ? Traits::kValueStages : 0;
+  static constexpr int kRawBuffers =
+      Traits::kTransposesV || Traits::kConverts ? Traits::kValueStages : 0;
+  static constexpr int kRawKeyBuffers = Traits::kConverts ? Traits::kKeyStages : 0;
+  static constexpr int kHeadScaleStages = Traits::kConverts ? Traits::kQStages : 0;
   static constexpr int kScales = Traits::kHasScales ? Traits::kScaleStages : 0;
   static constexpr int kScaleQStages = Traits::kHasScales ? Traits::kQStages : 0;
   static constexpr int kStaged = Traits::kStagedElements > 0 ? Traits::kWarpgroups : 0;
@@ -41,8 +50,9 @@ struct FwdStorage {
     Element q[Traits::kQStages][Traits::kWarpgroups][Traits::kQBufferElements];
     Element k[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutK>];
     Element v[Traits::kStages][cute::cosize_v<typename Traits::SmemLayoutV>];
-    // kTransposed: the ring of V as loaded, row by row.
-    typename Traits::ElementKv v_raw[kRawBuffers][Traits::kValueKeys * Traits::kColumnsV];
+    // kTransposed, kConverted: the rings of V and K as loaded, row by row.
+    typename Traits::ElementKv v_raw[kRawBuffers][Traits::kValueKeys * Traits::kRawColumnsV];
+    typename Traits::ElementKv k_raw[kRawKeyBuffers][Traits::kTileN * Traits::kRawColumns];
     // kStaged, kSent: O of a warpgroup until it is copied out.
     uint16_t staged[kStaged][Traits::kStagedElements];
     // kPromoted: the part of O in fp32 that a thread does not hold in registers.
@@ -76,8 +86,12 @@ struct FwdStorage {
                            // consumer warpgroup
   Mbarrier tile_known[kScaleQStages];  // `work` is published: producer warp (1) -> scale warp,
                                        // transposing warps
-  Mbarrier v_raw_full[kRawBuffers];    // TMA -> transposing warps (1 + bytes)
-  Mbarrier v_raw_empty[kRawBuffers];   // transposing warps (2) -> producer warp
+  Mbarrier v_raw_full[kRawBuffers];    // TMA (1 + bytes) -> transposing or converting warps
+  Mbarrier v_raw_empty[kRawBuffers];   // transposing (2) or converting warps (4) -> producer warp
+  Mbarrier k_raw_full[kRawKeyBuffers];   // as those of v_raw
+  Mbarrier k_raw_empty[kRawKeyBuffers];
+  int keys_end[kRawKeyBuffers];  // the stage has no keys: there are no more K tiles
+  HeadScale head_scales[kHeadScaleStages][Traits::kWarpgroups];  // `work` has those of a tile
 
   // loads: arrivals at the barrier of a stage that K or V has been loaded into.
   CUTE_DEVICE void init_barriers(int loads = 1) {
@@ -89,9 +103,13 @@ struct FwdStorage {
       }
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      k_full[i].init(Traits::kHasScales ? loads + 1 : loads);
+      k_full[i].init(Traits::kConverts    ? kWarpgroupWarps
+                     : Traits::kHasScales ? loads + 1
+                                          : loads);
       k_empty[i].init(Traits::kWarpgroups);
-      v_full[i].init(Traits::kTransposesV ? kTransposingWarps : loads);
+      v_full[i].init(Traits::kTransposesV ? kTransposingWarps
+                     : Traits::kConverts  ? kWarpgroupWarps
+                                          : loads);
       v_empty[i].init(Traits::kWarpgroups);
     }
     for (int wg = 0; wg < kSent; ++wg) {
@@ -102,7 +120,12 @@ struct FwdStorage {
     }
     for (int i = 0; i < kRawBuffers; ++i) {
       v_raw_full[i].init(loads);
-      v_raw_empty[i].init(kTransposingWarps);
+      v_raw_empty[i].init(Traits::kConverts ? kWarpgroupWarps : kTransposingWarps);
+    }
+    for (int i = 0; i < kRawKeyBuffers; ++i) {
+      k_raw_full[i].init(loads);
+      k_raw_empty[i].init(kWarpgroupWarps);
+      keys_end[i] = 0;
     }
     fence_barrier_init();
   }
@@ -124,9 +147,9 @@ struct DirectValues {
   }
 };
 
-// ValuesKind::kTransposed: the producer loads V into `v_raw`, from which
-// forward/values_transposed.h fills `v`.
-struct TransposedValues {
+// ValuesKind::kTransposed, kConverted: the producer loads V into `v_raw`, from which others fill `v`
+// (forward/values_transposed.h, forward/keys_converted.h).
+struct RawValues {
   template <class Storage>
   CUTE_DEVICE static auto& buffers(Storage& shared) {
     return shared.v_raw;
@@ -138,6 +161,37 @@ struct TransposedValues {
   template <class Storage>
   CUTE_DEVICE static auto& empty(Storage& shared) {
     return shared.v_raw_empty;
+  }
+};
+
+// The same for K; RawKeys: kConverted.
+struct DirectKeys {
+  template <class Storage>
+  CUTE_DEVICE static auto& buffers(Storage& shared) {
+    return shared.k;
+  }
+  template <class Storage>
+  CUTE_DEVICE static auto& full(Storage& shared) {
+    return shared.k_full;
+  }
+  template <class Storage>
+  CUTE_DEVICE static auto& empty(Storage& shared) {
+    return shared.k_empty;
+  }
+};
+
+struct RawKeys {
+  template <class Storage>
+  CUTE_DEVICE static auto& buffers(Storage& shared) {
+    return shared.k_raw;
+  }
+  template <class Storage>
+  CUTE_DEVICE static auto& full(Storage& shared) {
+    return shared.k_raw_full;
+  }
+  template <class Storage>
+  CUTE_DEVICE static auto& empty(Storage& shared) {
+    return shared.k_raw_empty;
   }
 };
 

@@ -26,6 +26,7 @@ struct FwdTraits {
   static constexpr bool kIsMasked = k.kind.mask != MaskKind::kFull;
   static constexpr bool kHasRowOptions = !k.kind.is_dense();  // sinks and row maxima, at run time
   static constexpr bool kTransposesV = k.values == ValuesKind::kTransposed;
+  static constexpr bool kConverts = k.converts();
   static constexpr bool kHasScales = k.scales == ScalesKind::kBlocks;
 
   static constexpr int kHeadDim = k.head_dim;
@@ -38,7 +39,9 @@ struct FwdTraits {
   // kTransposed: V is loaded in parts of this many keys, into a ring of its own.
   static constexpr int kValueParts = kTransposesV ? k.raw_parts : 1;
   static constexpr int kValueKeys = k.tile_n / kValueParts;
-  static constexpr int kValueStages = kTransposesV ? k.raw_stages * kValueParts : k.stages;
+  static constexpr int kValueStages =
+      kTransposesV ? k.raw_stages * kValueParts : kConverts ? k.raw_stages : k.stages;
+  static constexpr int kKeyStages = kConverts ? k.raw_stages : k.stages;
   // kBlocks: K tiles that share a scale, and stages of the ring of scales.
   static constexpr int kScaleTiles = kScaleBlockKeys / k.tile_n;
   static constexpr int kScaleStages = 2 * k.stages;
@@ -51,6 +54,10 @@ struct FwdTraits {
   static constexpr int kSlice = k.slice();
   static constexpr int kColumns = k.columns();
   static constexpr int kColumnsV = k.columns_v();
+  // Those of K and V as loaded.
+  static constexpr int kRawSlice = k.raw_slice();
+  static constexpr int kRawColumns = padded_columns(k.head_dim, kRawSlice);
+  static constexpr int kRawColumnsV = padded_columns(k.head_dim_v, kRawSlice);
   static constexpr int kQBufferElements = q_buffer_bytes(k) / int(sizeof(Element));
   static constexpr int kScoreSteps = kHeadDim / kStepColumns<Element>;
   static constexpr int kOutputSteps = kTileN / kStepColumns<Element>;

@@ -64,6 +64,8 @@ def _forward_variants() -> list[ForwardVariant]:
         ('192x128', '192x128'))]
     tiles += [(f'FwdTileD{head_dim}Cache', head_dim, ('Cache', 'CacheSoftcap'), '')
               for head_dim in (64, 128, '192x128', 256)]
+    tiles += [(f'FwdTileD{head_dim}CacheKv8', head_dim, ('Cache', 'CacheSoftcap'), 'Kv8')
+              for head_dim in (64, 128, '192x128', 256)]
     tiles += [(f'FwdTileD{head_dim}CacheLong', head_dim, ('Cache',), 'Long')
               for head_dim in (64, 128, '192x128')]
     of_16_bits = [ForwardVariant(tile, dtype, kind, head_dim, suffix)

@@ -1,5 +1,6 @@
 // A thread has two chunks of 16 bytes of a row: it loads them, finds the sequence of its token and
-// the slot behind it, rotates and stores. Rows outside the cache are not written.
+// the slot behind it, rotates, quantises for a cache of e4m3 and stores. Rows outside the cache are
+// not written.
 #include "device/barriers.h"
 #include "device/math.h"
 #include "kvcache/append.h"
@@ -26,6 +27,20 @@ struct Chunk {
     *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 };
+
+// Its eight elements over the scale, as e4m3.
+template <class Element>
+CUTE_DEVICE uint2 quantised(Chunk const& chunk, float scale) {
+  float values[8];
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    float2 const two = unpack_two<Element>(chunk.words[i]);
+    values[2 * i] = __fdiv_rn(two.x, scale);
+    values[2 * i + 1] = __fdiv_rn(two.y, scale);
+  }
+  return make_uint2(pack_four_e4m3(values[0], values[1], values[2], values[3]),
+                    pack_four_e4m3(values[4], values[5], values[6], values[7]));
+}
 
 // -------------------------------------------------------------------------------------- sequences
 // The whole warp has one number.
@@ -149,8 +164,8 @@ CUTE_DEVICE void rotate(Rotary const& rotary, int64_t position, int pair, Chunk&
 }
 
 // ---------------------------------------------------------------------------------------- the rows
-// Element: void where nothing is rotated.
-template <class Element, AppendTensor kTensor>
+// Element: void where rows are only copied.
+template <class Element, AppendTensor kTensor, bool kQuantises>
 CUTE_DEVICE void append_rows(AppendParams const& p, AppendRows const& rows, int cta) {
   constexpr bool kIsRotated = !cute::is_same_v<Element, void> && kTensor != AppendTensor::kValues;
   Rotary const& rotary = p.rotary;
@@ -199,24 +214,36 @@ CUTE_DEVICE void append_rows(AppendParams const& p, AppendRows const& rows, int 
     }
   }
   target += item.head * rows.target.head_stride;
+  if constexpr (kQuantises && kTensor != AppendTensor::kQueries) {
+    ScaleView const& view = rows.scale;
+    float const scale = view.data == nullptr
+                            ? 1.f
+                            : __ldg(view.data + token.sequence * view.batch_stride +
+                                    item.head * view.head_stride);
+    *reinterpret_cast<uint2*>(target + first_byte / 2) = quantised<Element>(first, scale);
+    if (has_second) {
+      *reinterpret_cast<uint2*>(target + second_byte / 2) = quantised<Element>(second, scale);
+    }
+    return;
+  }
   first.store(target + first_byte);
   if (has_second) {
     second.store(target + second_byte);
   }
 }
 
-template <class Element>
+template <class Element, bool kQuantises>
 __global__ void __launch_bounds__(kAppendThreads)
     append_kernel(AppendParams const __grid_constant__ p) {
   int const cta = int(blockIdx.x);
   int const v_begin = int(p.k.schedule.ctas);
   int const q_begin = v_begin + int(p.v.schedule.ctas);
   if (cta < v_begin) {
-    append_rows<Element, AppendTensor::kKeys>(p, p.k, cta);
+    append_rows<Element, AppendTensor::kKeys, kQuantises>(p, p.k, cta);
   } else if (cta < q_begin) {
-    append_rows<Element, AppendTensor::kValues>(p, p.v, cta - v_begin);
+    append_rows<Element, AppendTensor::kValues, kQuantises>(p, p.v, cta - v_begin);
   } else {
-    append_rows<Element, AppendTensor::kQueries>(p, p.q, cta - q_begin);
+    append_rows<Element, AppendTensor::kQueries, kQuantises>(p, p.q, cta - q_begin);
   }
 }
 
@@ -225,9 +252,13 @@ __global__ void __launch_bounds__(kAppendThreads)
 void launch_append(AppendParams const& params, void* stream) {
   LaunchShape const shape{"append_cache", int(params.ctas()), kAppendThreads, 0};
   bind_thread(shape.variant, shape.grid, 0);
-  auto* const kernel = params.rotary.cos == nullptr      ? append_kernel<void>
-                       : params.dtype == Dtype::kFloat16 ? append_kernel<cutlass::half_t>
-                                                         : append_kernel<cutlass::bfloat16_t>;
+  bool const is_half = params.dtype == Dtype::kFloat16;
+  auto* const kernel =
+      params.quantises ? is_half ? append_kernel<cutlass::half_t, true>
+                                 : append_kernel<cutlass::bfloat16_t, true>
+      : params.rotary.cos == nullptr ? append_kernel<void, false>
+      : is_half                      ? append_kernel<cutlass::half_t, false>
+                                     : append_kernel<cutlass::bfloat16_t, false>;
   launch_early(kernel, shape, params, stream);
 }
 

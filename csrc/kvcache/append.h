@@ -22,6 +22,7 @@ struct AppendRows {
   ByteView target;          // a cache; of q: (token, head)
   FastDiv by_entry;         // tokens of a batch entry of the source; packed: all
   int const* cu = nullptr;  // packed: batch + 1 numbers
+  ScaleView scale;          // of quantised rows
 };
 
 // What is in which slot. Dense: each sequence has one page.
@@ -49,7 +50,8 @@ struct Rotary {
 };
 
 struct AppendParams {
-  Dtype dtype = Dtype::kBFloat16;
+  Dtype dtype = Dtype::kBFloat16;  // of new rows
+  bool quantises = false;          // 16-bit rows of k and v become e4m3
   int batch = 0;
   AppendRows k;
   AppendRows v;

@@ -131,6 +131,16 @@ int64_t capacity_of(AttentionCall const& call) {
   return table ? table->size[1] * call.k.size[1] : call.k.size[1];
 }
 
+ScaleView scale_of_heads(std::optional<TensorMeta> const& scale) {
+  ScaleView view;
+  if (scale) {
+    view.data = reinterpret_cast<float const*>(scale->address);
+    view.batch_stride = scale->stride[0];
+    view.head_stride = scale->stride[1];
+  }
+  return view;
+}
+
 CacheSlots slots_of(AttentionCall const& call) {
   CacheArguments const& given = call.cache;
   CacheSlots slots;
@@ -184,6 +194,8 @@ AttentionCall describe_call(BoxedStack& args, Tensors& tensors) {
       Tensors{args.tensor(), args.tensor(), args.tensor(), args.tensor(), args.optional_tensor()};
   args.read_groups(call.cache, call.rotary);
   args.read(call.lengths.cu_seqlens_q);
+  args.read(call.scales.k_descale);
+  args.read(call.scales.v_descale);
   call.on_cache = true;
   call.k = describe(tensors.k_cache);
   call.v = describe(tensors.v_cache);
@@ -208,7 +220,8 @@ OwnedTensor run(AttentionCall const& call, Tensors const& tensors) {
   OwnedTensor rotated = allocate_rotated(call);
   OwnedTensor copies[3];
   AppendParams params;
-  params.dtype = call.k.dtype;
+  params.dtype = call.k_new->dtype;
+  params.quantises = call.k.dtype != params.dtype;
   params.batch = int(batch_of(call));
   params.cache = slots_of(call);
   params.rotary = rotary_of(call.rotary);
@@ -216,6 +229,8 @@ OwnedTensor run(AttentionCall const& call, Tensors const& tensors) {
   params.v = rows_of(tensors.v, *call.v_new, copies[1]);
   params.k.target = byte_view(call.k, mutable_data(tensors.k_cache));
   params.v.target = byte_view(call.v, mutable_data(tensors.v_cache));
+  params.k.scale = scale_of_heads(call.scales.k_descale);
+  params.v.scale = scale_of_heads(call.scales.v_descale);
   params.k.cu = params.v.cu = data_of<int const>(call.cache.cu_seqlens_k_new);
   if (params.rotary.cos != nullptr && call.q.rank > 0) {
     params.q = rows_of(tensors.q, call.q, copies[2]);
@@ -239,7 +254,7 @@ OwnedTensor run(AttentionCall const& call, Tensors const& tensors) {
 // The arguments are read off the stack in the order of the schema.
 void append_cache_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   constexpr int kArguments = CacheArguments::kCount + RotaryArguments::kCount;
-  expect_schema(kOp, {num_args, num_outputs}, {6 + kArguments, 1});
+  expect_schema(kOp, {num_args, num_outputs}, {8 + kArguments, 1});
   BoxedStack args(stack);
   Tensors tensors;
   AttentionCall const call = describe_call(args, tensors);

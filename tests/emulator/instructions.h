@@ -209,6 +209,7 @@ inline u32 op_fma_rn_ftz_f32(u32 a, u32 b, u32 c) {
   return flush(one_nan(fmaf(flushed(a), flushed(b), flushed(c))));
 }
 inline u32 op_div_approx_ftz_f32(u32 a, u32 b) { return flush(one_nan(flushed(a) / flushed(b))); }
+inline u32 op_div_rn_ftz_f32(u32 a, u32 b) { return op_div_approx_ftz_f32(a, b); }
 inline u32 op_ex2_approx_ftz_f32(u32 a) { return flush(one_nan(exp2f(flushed(a)))); }
 inline u32 op_lg2_approx_ftz_f32(u32 a) { return flush(one_nan(log2f(flushed(a)))); }
 inline u32 op_sqrt_approx_ftz_f32(u32 a) { return flush(one_nan(sqrtf(flushed(a)))); }
@@ -365,6 +366,9 @@ inline u32 op_cvt_rn_f16x2_f32(u32 high, u32 low) {
 }
 inline u32 op_cvt_rn_bf16x2_f32(u32 high, u32 low) {
   return u32(to_bfloat(to_float(low))) | u32(to_bfloat(to_float(high))) << 16;
+}
+inline u32 op_cvt_rn_f16x2_e4m3x2(u16 a) {
+  return u32(to_half(e4m3_value(u8(a)))) | u32(to_half(e4m3_value(u8(a >> 8)))) << 16;
 }
 inline u16 op_cvt_rn_satfinite_e4m3x2_f32(u32 high, u32 low) {
   return u16(to_e4m3(to_float(low)) | to_e4m3(to_float(high)) << 8);

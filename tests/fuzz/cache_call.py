@@ -89,6 +89,7 @@ def execution_of(pick: random.Random) -> dict:
 def drawn(pick: random.Random) -> CacheCall:
     dtype = pick.choice(('bf16', 'bf16', 'fp16', 'e4m3'))
     wide = dtype != 'e4m3'
+    kv8 = wide and pick.random() < 0.25
     head_dim, head_dim_v = pick.choice(HEAD_DIMS if wide else FP8_HEAD_DIMS)
     heads = pick.choice(HEADS)
     is_packed, batch = pick.random() < 0.4, pick.choice((1, 2, 3, 5, 9))
@@ -115,6 +116,6 @@ def drawn(pick: random.Random) -> CacheCall:
         tuple(zip(queries, used)), capacity, page_size, head_dim, head_dim_v, dtype, heads,
         is_packed, batch_idx=not page_size and pick.random() < 0.3,
         layout=pick.choice(LAYOUTS) if pick.random() < 0.4 else '',
-        descales=pick.random() < 0.7, float16_out=not wide and pick.random() < 0.3,
+        kv8=kv8, descales=pick.random() < 0.7, float16_out=not wide and pick.random() < 0.3,
         **own, **mask, **score_of(pick), **execution_of(pick))
     return CacheCall(case)

@@ -60,7 +60,7 @@ def grid_case(number: int) -> CacheCase:
         tuple(zip(rows, used)), capacity, page_size, dtype=dtype, is_packed=is_packed,
         heads=pick.choice(((6, 6), (6, 1), (6, 2), (6, 3))),
         batch_idx=not page_size and pick.random() < 0.5, num_splits=pick.choice((0, 0, 1)),
-        metadata=pick.random() < 0.3, **own, **mask)
+        metadata=pick.random() < 0.3, kv8=dtype != 'e4m3' and pick.random() < 0.3, **own, **mask)
 
 
 @pytest.mark.parametrize('number', [pytest.param(number, marks=[pytest.mark.smoke] * (
@@ -76,15 +76,18 @@ DECODE = CacheCase(mixed(7, 700), heads=(8, 2))
 TALL = CacheCase(((5, 300), (5, 4), (5, 650)), heads=(4, 2), causal=True)
 KINDS = [('bf16', 64, 64), ('fp16', 128, 128), ('bf16', 192, 192), ('bf16', 192, 128),
          ('fp16', 256, 256), ('bf16', 96, 96), ('fp16', 40, 40), ('e4m3', 64, 64),
-         ('e4m3', 128, 128), ('e4m3', 256, 256), ('e4m3', 192, 128)]
+         ('e4m3', 128, 128), ('e4m3', 256, 256), ('e4m3', 192, 128),
+         ('bf16_kv8', 64, 64), ('fp16_kv8', 64, 64), ('bf16_kv8', 128, 128),
+         ('fp16_kv8', 128, 128), ('bf16_kv8', 192, 128), ('fp16_kv8', 256, 256),
+         ('bf16_kv8', 96, 96)]    # a cache of e4m3 under these queries
 every_page_size = pytest.mark.parametrize('page_size', PAGE_SIZES)
 every_kind = pytest.mark.parametrize('numbers', KINDS, ids=lambda x: f'{x[0]}-{x[1]}x{x[2]}')
 
 
 def of(case: CacheCase, numbers: tuple[str, int, int], **changes) -> CacheCase:
     dtype, head_dim, head_dim_v = numbers
-    return dataclasses.replace(case, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v,
-                               **changes)
+    return dataclasses.replace(case, dtype=dtype.removesuffix('_kv8'), head_dim=head_dim,
+                               head_dim_v=head_dim_v, kv8=dtype.endswith('_kv8'), **changes)
 
 
 @pytest.mark.smoke
@@ -105,11 +108,42 @@ def test_windows_over_pages(window, page_size, device):
 
 
 @every_page_size
-@pytest.mark.parametrize('dtype', ['bf16', 'e4m3'])
+@pytest.mark.parametrize('dtype', ['bf16', 'e4m3', 'bf16_kv8', 'fp16_kv8'])
 def test_page_sizes_with_append(page_size, dtype, device):
     """New tokens across page borders; the tail of the last page keeps its bits."""
-    case = dataclasses.replace(TALL, new=(9,) * 3, page_size=page_size, dtype=dtype)
-    check_case(case, device)
+    check_case(of(TALL, (dtype, 128, 128), new=(9,) * 3, page_size=page_size), device)
+
+
+@pytest.mark.parametrize('descales', [True, False])
+@pytest.mark.parametrize('rotary,interleaved', [(0.0, True), (0.5, True), (1.0, False)])
+@pytest.mark.parametrize('dtype', ['bf16_kv8', 'fp16_kv8'])
+def test_new_keys_are_quantised(dtype, rotary, interleaved, descales, device):
+    """Rotated first; values beyond 448 times the scale become that."""
+    case = of(TALL, (dtype, 128, 128), new=(9,) * 3, rotary=rotary, interleaved=interleaved,
+              descales=descales)
+    arguments = case.arguments(device)
+    arguments['v'][:, 1, :, 3] = 1e4
+    got, after = run(case, arguments)
+    check_cache(case, arguments, after)
+    check_result(case, after, got)
+
+
+@pytest.mark.parametrize('dtype', ['bf16_kv8', 'fp16_kv8'])
+@pytest.mark.parametrize('changes', [
+    dict(window=(100, 0)), dict(causal=True, softcap=5.0), dict(chunk=50, causal=True),
+    dict(causal=True, sinks=next(iter(SINKS))), dict(leftpad=(7, 4, 300)), dict(num_splits=3),
+    dict(split_size=128), dict(is_packed=True), dict(out=True)], ids=str)
+def test_features_on_a_cache_of_fp8(dtype, changes, device):
+    check_case(of(TALL, (dtype, 128, 128), page_size=16, **changes), device)
+
+
+def test_nan_in_a_cache_of_fp8(device):
+    """A NaN that a query sees reaches out."""
+    case = of(DECODE, ('bf16_kv8', 128, 128))
+    arguments = case.arguments(device)
+    as_bits(arguments['v_cache'])[0, 5, 0, 3] = 0x7f
+    out = run(case, arguments)[0].out
+    assert out[0, 0, :4, 3].isnan().all() and not out[0, 0, 4:].isnan().any()
 
 
 @pytest.mark.smoke

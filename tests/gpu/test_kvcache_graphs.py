@@ -23,6 +23,7 @@ CASES = {
     'paged': CacheCase(mixed(8, 900), 1000, page_size=16, heads=(8, 2)),
     'page_1': CacheCase(mixed(8, 900), 1000, page_size=1, heads=(8, 2)),
     'e4m3': CacheCase(mixed(8, 900), 1024, page_size=64, heads=(8, 2), dtype='e4m3'),
+    'kv8': CacheCase(mixed(8, 900), 1024, page_size=64, heads=(8, 2), kv8=True),
     'one_part': CacheCase(mixed(8, 900), 1000, page_size=16, num_splits=1),
     'parts': CacheCase(mixed(8, 900), 1000, num_splits=7),
     'fixed': CacheCase(mixed(8, 900), 1000, page_size=16, split_size=128),
@@ -35,6 +36,7 @@ APPENDS = {
     'append_paged': CacheCase(mixed(8, 900), 1000, page_size=16, new=(1,) * 8, rotary=1.0),
     'append_many': CacheCase(mixed(8, 900, 5), 1000, page_size=7, new=(5,) * 8, rotary=0.5,
                              causal=True),
+    'append_kv8': CacheCase(mixed(8, 900), 1024, page_size=64, kv8=True, new=(1,) * 8, rotary=1.0),
     'append_e4m3': CacheCase(mixed(8, 900), 1024, page_size=64, dtype='e4m3', new=(1,) * 8),
 }
 every_case = pytest.mark.parametrize('case', (CASES | APPENDS).values(), ids=CASES | APPENDS)

@@ -1,0 +1,152 @@
+// ValuesKind::kConverted: K and V are e4m3 in global memory, Q and the products have 16 bits. The
+// producer loads K and V into the rings `k_raw` and `v_raw`; a warpgroup of its own converts them,
+// exactly, into the rings that the products read. Scales enter in fp32: that of K with the softmax
+// scale, that of V where O is divided (ScalesKind::kHeads).
+#pragma once
+
+#include "device/math.h"
+#include "forward/storage.h"
+
+namespace fa3 {
+
+// 16 elements of e4m3 become two chunks of 8 elements.
+template <class Element>
+struct ConvertedChunks {
+  uint4 halves[2];
+
+  CUTE_DEVICE explicit ConvertedChunks(uint4 raw) {
+    uint32_t const words[4] = {raw.x, raw.y, raw.z, raw.w};
+    uint32_t wide[8];
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      convert_four_e4m3<Element>(words[i], wide[2 * i], wide[2 * i + 1]);
+    }
+    halves[0] = make_uint4(wide[0], wide[1], wide[2], wide[3]);
+    halves[1] = make_uint4(wide[4], wide[5], wide[6], wide[7]);
+  }
+};
+
+// Converts a K tile: (keys, columns) in slices of kRawSlice e4m3 columns, to slices of 64 columns of
+// 16 bits; both swizzled. The warpgroup has kRows rows of a slice at a time, a chunk of 16 bytes
+// each thread.
+template <class Traits, int kRawColumns>
+struct TileConverter {
+  using Element = typename Traits::Element;
+  static constexpr int kKeys = Traits::kTileN;
+  static constexpr int kRawSlice = Traits::kRawSlice;
+  static constexpr int kChunks = kRawSlice / 16;
+  static constexpr int kRows = kWarpgroupThreads / kChunks;
+  static constexpr int kSteps = kKeys / kRows;
+  static constexpr int kSlices = kRawColumns / kRawSlice;
+  static constexpr int kAtOnce = 4;
+  static_assert(kKeys % kRows == 0 && kSteps % kAtOnce == 0 && kRawColumns % kRawSlice == 0);
+
+  int source;  // this thread's first chunk, in bytes
+  int target;  // the one of the two chunks that is stored first
+  int to_other;
+  // WHY: eight neighbouring threads of a row of 128 columns store to two slices, whose chunks of
+  // the same number share banks.
+  bool second_first;
+
+  CUTE_DEVICE explicit TileConverter(int thread) {
+    int const row = thread / kChunks;
+    int const chunk = thread % kChunks;
+    source = row * kRawSlice + (chunk ^ (kChunks == 8 ? row % 8 : row / 2 % 4)) * 16;
+    second_first = chunk >= 4;
+    int const wide = 2 * chunk % 8 + second_first;
+    target = (2 * chunk / 8 * kKeys + row) * 128 + (wide ^ row % 8) * 16;
+    to_other = (target ^ 16) - target;
+  }
+
+  CUTE_DEVICE void run(char const* from, char* to) const {
+    CUTE_UNROLL
+    for (int slice = 0; slice < kSlices; ++slice) {
+      convert_slice(from + source + slice * kKeys * kRawSlice,
+                    to + target + slice * kKeys * kRawSlice * 2);
+    }
+  }
+
+ private:
+  CUTE_DEVICE void convert_slice(char const* from, char* to) const {
+    CUTE_NO_UNROLL
+    for (int step = 0; step < kSteps; step += kAtOnce) {
+      uint4 raw[kAtOnce];
+      CUTE_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        raw[i] = *reinterpret_cast<uint4 const*>(from + (step + i) * kRows * kRawSlice);
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < kAtOnce; ++i) {
+        ConvertedChunks<Element> const wide(raw[i]);
+        char* const at = to + (step + i) * kRows * 128;
+        *reinterpret_cast<uint4*>(at) = second_first ? wide.halves[1] : wide.halves[0];
+        *reinterpret_cast<uint4*>(at + to_other) =
+            second_first ? wide.halves[0] : wide.halves[1];
+      }
+    }
+  }
+};
+
+// The converting warpgroup. K of the next K tile comes before V of this one, as the producer loads
+// them.
+template <class Traits>
+struct KeyConverter {
+  FwdStorage<Traits>& shared;
+  TileConverter<Traits, Traits::kRawColumns> of_keys;
+  TileConverter<Traits, Traits::kRawColumnsV> of_values;
+  RingState<Traits::kKeyStages> k_raw;
+  RingState<Traits::kValueStages> v_raw;
+  RingState<Traits::kStages> k;
+  RingState<Traits::kStages> v;
+
+  CUTE_DEVICE KeyConverter(FwdStorage<Traits>& shared_, int thread)
+      : shared(shared_), of_keys(thread), of_values(thread) {}
+
+  CUTE_DEVICE void run() {
+    bool has_keys = convert_keys();
+    CUTE_NO_UNROLL
+    while (has_keys) {
+      has_keys = convert_keys();
+      convert_values();
+    }
+  }
+
+ private:
+  // False: there are no more K tiles.
+  CUTE_DEVICE bool convert_keys() {
+    int const stage = k_raw.stage;
+    shared.k_raw_full[stage].wait(k_raw.phase);
+    if (shared.keys_end[stage]) {
+      return false;
+    }
+    shared.k_empty[k.stage].wait(k.phase ^ 1);
+    of_keys.run(reinterpret_cast<char const*>(shared.k_raw[stage]),
+                reinterpret_cast<char*>(shared.k[k.stage]));
+    pass_on(shared.k_raw_empty[stage], shared.k_full[k.stage]);
+    k_raw.advance();
+    k.advance();
+    return true;
+  }
+
+  CUTE_DEVICE void convert_values() {
+    int const stage = v_raw.stage;
+    shared.v_raw_full[stage].wait(v_raw.phase);
+    shared.v_empty[v.stage].wait(v.phase ^ 1);
+    of_values.run(reinterpret_cast<char const*>(shared.v_raw[stage]),
+                  reinterpret_cast<char*>(shared.v[v.stage]));
+    pass_on(shared.v_raw_empty[stage], shared.v_full[v.stage]);
+    v_raw.advance();
+    v.advance();
+  }
+
+  CUTE_DEVICE static void pass_on(Mbarrier& raw_empty, Mbarrier& full) {
+    fence_shared_for_async_proxy();
+    __syncwarp();
+    if (is_first_lane()) {
+      raw_empty.arrive();
+      full.arrive();
+    }
+  }
+};
+
+}  // namespace fa3
