@@ -110,7 +110,7 @@ def python_calls(function: Callable, *arguments, **named) -> Counter[str]:
 def test_a_dense_forward_takes_the_short_way(monkeypatch):
     """Two functions of Python and some questions to tensors beside those of `flash_attn_func`: each
     costs the host some 0.1 us in every step. The default of the op, num_splits by plan, is one of
-    them. What calls the kernel is left out.
+    them. What calls the kernel does not count.
     """
     q, k, v = (torch.randn(1, 4, 2, 64) for _ in range(3))
     results = torch.empty_like(q), torch.empty(1, 2, 4)
