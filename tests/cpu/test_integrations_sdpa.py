@@ -130,14 +130,6 @@ def test_nothing_is_left_after_an_error(before, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------- refusals
-def test_a_torch_without_the_hook_is_refused(before, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'torch.nn.attention._fa3', None)
-    with pytest.raises(RuntimeError, match=r'^flash_attn3.integrations.sdpa: expected a PyTorch '
-                                           r'with .*, got 2\..*; hint: pip install --upgrade'):
-        sdpa.enable()
-    assert not sdpa.is_enabled() and current_flash_attention_impl() is None
-
-
 def test_foreign_ops_are_refused():
     """In a process of its own: ops cannot be taken back."""
     code = ('import torch\n'
