@@ -82,6 +82,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
 
 
+def flash_sdpa(query: Tensor, key: Tensor, value: Tensor, attn_mask: None = None,
+               dropout_p: float = 0.0, is_causal: bool = False,
+               scale: float | None = None) -> Tensor:
+    """In place of scaled_dot_product_attention for clients on the CPU: the same op."""
+    assert attn_mask is None
+    return torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, scale=scale)[0]
+
+
 def with_gradients(inputs: list[Tensor], dout: Tensor, function: Callable) -> tuple[Tensor, ...]:
     """out, dq, dk, dv."""
     leaves = [x.detach().requires_grad_() for x in inputs]
