@@ -110,8 +110,8 @@ def test_a_torch_without_the_hook_is_refused(monkeypatch, client):
     monkeypatch.setitem(sys.modules, 'torch.nn.attention._fa3', None)
     monkeypatch.setattr(_base, 'version_of', lambda _: '0.3.0')    # torchtitan's
     with pytest.raises(RuntimeError, match=r'^flash_attn3.integrations.sdpa: expected a PyTorch '
-                                           r'with .*, got 2\..*; hint: pip install --upgrade torch: '
-                                           r'it came with 2\.11$'):
+                                           r'with .*, got 2\..*; hint: pip install --upgrade '
+                                           r'torch: it came with 2\.11$'):
         client.enable()
     assert not client.is_enabled() and not sdpa.is_enabled()
 
