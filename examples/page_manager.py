@@ -4,7 +4,7 @@
     one = pages.allocate()
     table, lengths = pages.append([one], len(prompt))      # then attention with k and v of the prompt
     others = [pages.fork(one) for _ in range(3)]           # no copy, no page
-    table, lengths = pages.append([one, *others], 1)       # copies the last page, if it has room left
+    table, lengths = pages.append([one, *others], 1)       # copies the last page, if it has room
     out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths,
                                   page_table=table, causal=True)
 
