@@ -2,7 +2,7 @@
 
     pages = PageManager(k_cache, v_cache)                  # (pages, page_size, heads_k, head_dim)
     one = pages.allocate()
-    table, lengths = pages.append([one], len(prompt))      # then attention with k and v of the prompt
+    table, lengths = pages.append([one], len(prompt))      # then attention with its k and v
     others = [pages.fork(one) for _ in range(3)]           # no copy, no page
     table, lengths = pages.append([one, *others], 1)       # copies the last page, if it has room
     out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths,
@@ -76,7 +76,8 @@ class PageManager:
             self._drop(page)
         del self._sequences[sequence]
 
-    def append(self, sequences: Sequence[int], tokens: int | Sequence[int]) -> tuple[Tensor, Tensor]:
+    def append(self, sequences: Sequence[int],
+               tokens: int | Sequence[int]) -> tuple[Tensor, Tensor]:
         """Room for new tokens, of all these sequences or of none.
 
         Args:

@@ -44,8 +44,8 @@ def test_packed_sequences_with_contexts_of_different_lengths():
     q = torch.cat(rows)
 
     def attend(firsts: list[int], counts: list[int], causal: bool) -> tuple:
-        k, v = (torch.cat([x[first:first + count] for x, first, count in zip(parts, firsts, counts)])
-                for parts in keys)
+        k, v = (torch.cat([x[first:first + count]
+                           for x, first, count in zip(parts, firsts, counts)]) for parts in keys)
         return flash_attn_varlen_func(q, k, v, starts(list(new)), starts(counts), max(new),
                                       max(counts), causal=causal, return_attn_probs=True)
 

@@ -121,7 +121,7 @@ def test_only_a_partly_filled_page_of_several_owners_is_copied():
     two, three = pages.fork(one), pages.fork(one)
     assert pages.free_pages == 4
     table, lengths = pages.append([one, two, three], 1)
-    assert pages.free_pages == 2 and lengths.tolist() == [6, 6, 6]    # the last owner copies nothing
+    assert pages.free_pages == 2 and lengths.tolist() == [6, 6, 6]    # one wrote in place
     assert len(set(table[:, 0].tolist())) == 1 and len(set(table[:, 1].tolist())) == 3
     assert len({tuple(cache[page].tolist()) for page in table[:, 1].tolist()}) == 1
     pages.append([one], 1)    # its last page is full now

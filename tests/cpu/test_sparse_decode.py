@@ -150,8 +150,8 @@ def test_needles_are_found():
 
 
 def test_needles_among_independent_keys():
-    """Bounds by page are loose there, and a needle must be strong; the exact choice and SparQ, which
-    read keys, find it.
+    """Bounds by page are loose there, and a needle must be strong; the exact choice and SparQ,
+    which read keys, find it.
     """
     recalls, errors = needles(0.0)
     assert recalls['exact'] == recalls['sparq'] == [1, 1, 1] and recalls['quest'][0] < 0.9
@@ -200,7 +200,8 @@ def test_errors():
 
 def test_script(capsys):
     threads = torch.get_num_threads()
-    sparse_decode.main(['--device', 'cpu', '--tokens', '300', '--batch', '1', '--budgets', '3', '19'])
+    sparse_decode.main(['--device', 'cpu', '--tokens', '300', '--batch', '1',
+                        '--budgets', '3', '19'])
     torch.set_num_threads(threads)
     text = capsys.readouterr().out
     assert '19 pages of 16' in text and 'drifting' in text
