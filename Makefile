@@ -3,10 +3,12 @@
 # make test      what CI runs: sets up the same, builds everything, runs the tests; those of a GPU
 #                where there is one
 # make test-fast the edit loop: builds one tile, skips tests that build or start processes
-# make test-all  make test, and: newer torch versions, long property runs, kernels on the emulator,
-#                clients
-# make test-clients    diffusers, xFormers, megatron-core, accelerate, peft and timm themselves, in
-#                .venv-clients; interface files of vLLM and SGLang, from their wheels
+# make test-all  make test, and: other versions, long property runs, kernels on the emulator, clients
+# make test-clients    diffusers, xFormers, megatron-core, accelerate, peft, timm, Lightning, kernels
+#                and sentence-transformers themselves, in .venv-clients; interface files of vLLM and
+#                SGLang, from their wheels
+# make test-versions   clients and ops with the oldest and the newest torch and transformers, in
+#                environments that are removed again
 # make lint      ruff, clang-format
 # make build     builds in place: the libraries of the package and the tests' host module
 # make test-gpu  the GPU tests alone, in several processes: tests/record.py
@@ -28,8 +30,8 @@ EMULATED_VARIANTS := FwdE4m3D64Full,FwdE4m3D256Causal,FwdBf16D64Causal*,BwdBf16D
 PARALLEL := --numprocesses auto --maxprocesses 8 --dist loadfile
 SANITIZER := compute-sanitizer --kernel-name kernel_substring=N3fa3 --error-exitcode 9
 
-.PHONY: demo test test-fast test-all lint build test-gpu test-emulated test-clients sanitize \
-        libraries bench clean
+.PHONY: demo test test-fast test-all lint build test-gpu test-emulated test-clients test-versions \
+        sanitize libraries bench clean
 
 demo: export FLASH_ATTN3_VARIANTS ?= $(DEMO_VARIANTS)
 demo: libraries
@@ -44,7 +46,7 @@ test-fast: export FLASH_ATTN3_VARIANTS ?= $(FAST_VARIANTS)
 test-fast: build
 	$(RUN) -m pytest tests/cpu $(PARALLEL) -rf -m 'not slow and not long' --hypothesis-profile fast
 
-test-all: test test-emulated test-clients
+test-all: test test-emulated test-clients test-versions
 	$(RUN) -m pytest tests/cpu -m long
 	$(RUN) -m pytest tests/cpu $(PARALLEL) -m 'not slow and not long' --hypothesis-profile long
 	$(RUN) -m tests.fuzz --cases 2000 --seed 1 --device cpu --jobs 2
@@ -57,10 +59,14 @@ test-emulated: build
 	$(RUN) -m pytest @tests/emulator/selection.txt
 
 test-clients: build $(CLIENTS)/ready
-	$(CLIENTS)/bin/python -m pytest tests/cpu/test_integrations_clients.py \
-	  tests/cpu/test_integrations_training.py
+	$(CLIENTS)/bin/python -m pytest $(addprefix tests/cpu/test_integrations_,clients.py encoders.py \
+	  kernels.py lightning.py training.py)
 	$(CLIENTS)/bin/python -m pytest --device cpu tests/gpu/test_integrations_vllm.py \
 	  tests/gpu/test_integrations_sglang.py
+
+test-versions: build $(CLIENTS)/ready
+	$(CLIENTS)/bin/python -m tests.client_versions 'torch==2.10.*' 'transformers==5.17.*'
+	$(CLIENTS)/bin/python -m tests.client_versions torch transformers
 
 # It sees the packages of .venv, but for what it has itself.
 $(CLIENTS)/ready: tests/clients.txt $(VENV)/ready

@@ -6,8 +6,8 @@ BENCH_FOLDER is flash_attn3/bench, the same code for both sides; PACKAGE_FOLDER 
 flash_attn3 to be measured. One JSON object per line, one answer per command, {"na": reason} where
 it fails:
     {"prepare": shape} -> {"count": calls in a turn, "ahead_s": s, "error": relative error}
-    {"prepare_quantize": cell} -> {"count", "ahead_s", "bytes": read and written, "digest": of the
-        results}
+    {"prepare_quantize": cell} -> {"count", "ahead_s", "bytes": read and written, "digest": that of
+        the results}
     {"turn": [count, ahead_s]} -> {"ms": ms, "clock_mhz": MHz or null}
 """
 from __future__ import annotations

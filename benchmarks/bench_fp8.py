@@ -32,10 +32,10 @@ from flash_attn3.quantize import KV_BLOCK, Q_BLOCK
 
 BY_HEAD, BY_BLOCK, PROMOTE, QUANTIZED = 'e4m3', 'e4m3 by block', 'e4m3 promote', 'fp8_func'
 FP8 = (BY_HEAD, BY_BLOCK, PROMOTE, QUANTIZED)    # and the 16-bit forward, named by its dtype
-BLOCKS = {'head': ('head', 'head'), 'block': (Q_BLOCK, KV_BLOCK)}    # of q, of k and v
+BLOCKS = {'head': ('head', 'head'), 'block': (Q_BLOCK, KV_BLOCK)}    # for q, for k and v
 WRONG = 0.15        # relative error of FP8 that no rounding explains; normal data gives 0.05
 HOST_CALLS = 20
-SEQUENCES, SHORTEST, LONGEST = 24, 64, 5361    # of packed tensors
+SEQUENCES, SHORTEST, LONGEST = 24, 64, 5361    # packed tensors have them
 
 Inputs = tuple[Tensor, Tensor, Tensor]    # q, k and v
 

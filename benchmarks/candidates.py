@@ -31,7 +31,7 @@ class Candidate:
     fields: tuple[tuple[str, str], ...]  # those that differ from the base
     base: str = 'FwdConfig{}'
     launch: str = 'launch_forward'
-    headers: tuple[str, ...] = ('config/fwd_config.h', 'forward/launch.h')  # of base and launch
+    headers: tuple[str, ...] = ('config/fwd_config.h', 'forward/launch.h')  # base and launch
 
     def source(self, dtype: str) -> str:
         lines = (f'  tile.{name} = {value};' for name, value in self.fields)

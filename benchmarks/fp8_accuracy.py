@@ -30,7 +30,7 @@ from flash_attn3.reference import Inputs, Score
 from flash_attn3.reference_fp8 import Blocks, Scales
 
 BLOCKS = {'tensor': ('tensor', 'tensor'), 'head': ('head', 'head'),
-          'block': (Blocks().q, Blocks().kv)}    # of q, of k and v
+          'block': (Blocks().q, Blocks().kv)}    # for q, for k and v
 ROTATIONS = (False, True)
 BF16 = 'bf16'
 # The paper's, head dim and length not said: FP8 with scales per tensor; without block scales, with

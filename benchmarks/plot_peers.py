@@ -158,7 +158,7 @@ def overview(record: dict, title: str, path: pathlib.Path) -> None:
 
 
 def _best_lines(axis, points: Sequence[Point]) -> None:
-    """One line a library: of ours the mean of its processes, of a peer the best at each length."""
+    """One line a library: ours by the mean of its processes, a peer by the best at each length."""
     for number, library in enumerate(dict.fromkeys(LIBRARIES.values())):
         rates: dict[int, list[float]] = {}
         for p in points:

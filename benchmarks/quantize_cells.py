@@ -14,7 +14,7 @@ MOST_SETS = 64
 
 
 class Cell(NamedTuple):
-    """lengths: of packed sequences, which make up the tokens; empty: a dense tensor."""
+    """lengths: packed sequences, which make up the tokens; empty: a dense tensor."""
     head_dim: int
     block: int | str
     rotate: bool = True

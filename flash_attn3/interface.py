@@ -87,8 +87,8 @@ def flash_attn_func(
     if (q.itemsize == 1 or qv is not None or q_descale is not None or k_descale is not None
             or v_descale is not None or window_size != (-1, -1) or attention_chunk != 0
             or (softcap != 0.0) is not False    # also a tensor of 0
-            or num_splits != 1 or s_aux is not None or return_max_logits or out_dtype is not None
-            or fp8_accum != 'fast'):
+            or (num_splits != 1 and not splits.has_few_keys(num_splits, k)) or s_aux is not None
+            or return_max_logits or out_dtype is not None or fp8_accum != 'fast'):
         derivatives.reject_of_scalars('flash_attn_func', softmax_scale, softcap)
         of_fp8 = fp8.fp8_of('flash_attn_func', q, (q_descale, k_descale, v_descale), out, out_dtype,
                             fp8_accum)

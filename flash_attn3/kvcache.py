@@ -55,9 +55,11 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
         k_cache, v_cache: (batch, capacity, heads_k, head_dim), or with page_table (pages,
-            page_size, heads_k, head_dim), any page size; dtype of q.
+            page_size, heads_k, head_dim), any page size; dtype of q, or float8_e4m3fn: half the
+            bytes, converted exactly to the dtype of q in the kernel.
         k, v: (batch, new, heads_k, head_dim), or with cu_seqlens_k_new (total_new, ...): written
-            behind each sequence. What has no room is not written.
+            behind each sequence; in 16 bits for a cache of float8_e4m3fn, rotated and then rounded
+            to it, over its descale, at most 448. What has no room is not written.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q; with k, by which q and k
             are rotated from position cache_seqlens (or rotary_seqlens) on; without causal and
             window all q at that one. rotary_interleaved: pairs (2i, 2i + 1), else halves.
@@ -68,7 +70,8 @@ def flash_attn_with_kvcache(
         num_splits: parts of the keys of a tile, at most; 1: none, 0: by plan. split_size: keys of
             a part, so that the bits of a sequence depend on its own lengths alone.
         scheduler_metadata: from `get_scheduler_metadata`; never needed. max_seqlen_q: a hint.
-        out_dtype: with float8_e4m3fn, bfloat16 (default) or float16; descales (batch, heads_k).
+        k_descale, v_descale: (batch, heads_k) float32, of a cache of float8_e4m3fn; q_descale
+            likewise, of such a q, whose out_dtype is bfloat16 (default) or float16.
         others: as in `flash_attn_func`. qv: None.
 
     Returns:

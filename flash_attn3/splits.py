@@ -68,6 +68,13 @@ def splits_of(num_splits: int, call: Call) -> int:
     return planned(num_splits, call)
 
 
+def has_few_keys(num_splits: int, k: Tensor) -> bool:
+    """Whether a plan leaves the keys of a batch whole, whatever the rest of the call is. Not asked
+    under torch.compile, which would make another graph for more keys.
+    """
+    return num_splits == 0 and not is_compiling() and k.dim() == 4 and k.size(1) < _LEAST_KEYS
+
+
 def planned(num_splits: int, call: Call) -> int:
     """The same where our kernels or the CPU path serve the device."""
     return 1 if num_splits == 0 and not _gains(call) else num_splits

@@ -52,7 +52,7 @@ class CacheCase:
     head_dim: int = 128
     head_dim_v: int = 0                     # 0: that of q and k
     dtype: str = 'bf16'                     # or fp16, e4m3, fp32
-    heads: tuple[int, int] = (6, 2)         # of q, of k
+    heads: tuple[int, int] = (6, 2)         # query heads, KV heads
     is_packed: bool = False                 # queries by cu_seqlens_q
     new: tuple[int, ...] = ()               # tokens that the call appends to each sequence
     new_packed: bool = False                # by cu_seqlens_k_new
@@ -70,11 +70,11 @@ class CacheCase:
     sinks: str = ''                         # a name in SINKS; '': none
     softmax_scale: float | None = None
     kv8: bool = False                       # the cache is e4m3 under q of the dtype
-    descales: bool = True                   # of e4m3, or of a cache of e4m3
-    float16_out: bool = False               # of e4m3
+    descales: bool = True                   # e4m3 alone has them, of q or of a cache
+    float16_out: bool = False               # for e4m3
     num_splits: int = 0
     split_size: int = 0
-    metadata: bool = False                  # of get_scheduler_metadata
+    metadata: bool = False                  # from get_scheduler_metadata
     pack_gqa: bool | None = None
     sm_margin: int = 0
     data: str = 'normal'                    # a name in cases.DATA

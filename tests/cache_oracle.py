@@ -79,7 +79,7 @@ def rotate(case: CacheCase, arguments: dict, x: Tensor, positions: Tensor) -> Ro
     a, b = exact[..., first].clone(), exact[..., second].clone()
     exact[..., first] = a * cos - b * sin
     exact[..., second] = a * sin + b * cos
-    size = torch.zeros_like(exact)     # of the products, whose rounding in float32 may decide
+    size = torch.zeros_like(exact)     # the products' rounding in float32 may decide
     size[..., first] = (a * cos).abs() + (b * sin).abs()
     size[..., second] = (a * sin).abs() + (b * cos).abs()
     low, high = ((exact + sign * TIE * size).to(x.dtype).double() for sign in (-1, 1))

@@ -1,4 +1,5 @@
-"""Which of our ops a call reaches."""
+"""Which of our ops a call reaches; how often a compiled one was compiled."""
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -13,3 +14,8 @@ class CalledOps(TorchDispatchMode):
         if op.namespace == 'flash_attn3':
             self.names.append(op._opname)
         return op(*args, **(kwargs or {}))
+
+
+def compilations(counter: CompileCounterWithBackend) -> int:
+    """The graphs that were compiled. PyTorch 2.15 begins with one that has no nodes."""
+    return sum(len(module.graph.nodes) > 0 for module in counter.graphs)

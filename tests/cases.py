@@ -90,7 +90,7 @@ class Case:
     heads_q: int = 4
     heads_k: int = 4
     data: str = 'normal'        # a name in DATA
-    logit_std: float = 1.0      # of the scaled scores
+    logit_std: float = 1.0      # standard deviation of the scaled scores
     pack_gqa: bool | None = None
     sm_margin: int = 0
 

@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if workers := os.environ.get('PYTEST_XDIST_WORKER_COUNT'):
         # Threads of several processes would wait for each other's cores.
         threads = max(1, (os.cpu_count() or 1) // int(workers))
-        os.environ['OMP_NUM_THREADS'] = str(threads)    # of processes that tests start
+        os.environ['OMP_NUM_THREADS'] = str(threads)    # for processes that tests start
         torch.set_num_threads(threads)
     if config.getoption('--device') == 'emulated':
         if not LIBRARY.exists():

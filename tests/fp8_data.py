@@ -38,7 +38,7 @@ from flash_attn3.reference_fp8 import Scales
 from tests import compare
 
 E4M3 = torch.float8_e4m3fn
-STEP_COLUMNS = 32    # of a k-step of e4m3
+STEP_COLUMNS = 32    # in a k-step of e4m3
 
 
 def quantize_all(q: Tensor, k: Tensor, v: Tensor, granularity: str, is_rotated: bool,
@@ -114,7 +114,7 @@ def check_fp8(out: Tensor, inputs: Inputs, scales: Scales, score: Score,
 def given_gradients(inputs: Inputs, score: Score, results: tuple[Tensor, Tensor],
                     weights: tuple[Tensor, Tensor | float]) -> tuple[Tensor, ...]:
     """Those of the inputs, in float64, with P = exp(S - lse) and delta = rowsum(dO * out), by
-    PyTorch: of sum P * (dO V^T - delta + dLSE), in which only S and V are variables.
+    PyTorch's autograd from sum P * (dO V^T - delta + dLSE), in which only S and V are variables.
 
     results: out and lse, of rounded inputs. weights: dO and dLSE.
     """

@@ -22,7 +22,7 @@ from flash_attn3.reference import Inputs, Mask, Score
 
 from tests.cases import DATA, DTYPES, Kind
 
-MOST_GRADIENT_COLUMNS = 256    # of v, for which there are gradients
+MOST_GRADIENT_COLUMNS = 256    # v with more has no gradients
 SINKS = {    # what becomes of N(0, 1), and the dtype
     'fp32': (lambda x: x, torch.float32),
     'bf16': (lambda x: x, torch.bfloat16),
@@ -65,7 +65,7 @@ class GeneralCase:
     head_dim: int = 64
     head_dim_v: int = 0                     # 0: that of q and k
     dtype: str = 'bf16'
-    heads: tuple[int, int] = (4, 2)         # of q, of k
+    heads: tuple[int, int] = (4, 2)         # query heads, KV heads
     is_packed: bool = True                  # or a batch, of equal lengths
     used: tuple[tuple[int, int], ...] | None = None    # how many rows of each sequence count
     behind: tuple[int, int] = (0, 0)        # rows of q and k behind the last sequence
@@ -79,7 +79,7 @@ class GeneralCase:
     pack_gqa: bool | None = None
     deterministic: bool = False
     data: str = 'normal'                    # a name in cases.DATA
-    logit_std: float = 1.0                  # of the scaled scores
+    logit_std: float = 1.0                  # standard deviation of the scaled scores
     dlse: bool = True                       # whether a gradient comes back to the LSE
     lse: bool = True                        # whether the LSE is asked for
     gradients: bool = True                  # and gradients

@@ -78,7 +78,7 @@ def join(outs: list[Tensor], lses: list[Tensor], sinks: Tensor | None) -> tuple[
 
 
 def run(case: GeneralCase, tensors: Tensors, count: int, op: str) -> Results:
-    """op: of the gradients."""
+    """op: the one that gives gradients."""
     q, k, v, s_aux = tensors.inputs
     sinks, dim = checks.sinks_of(s_aux, q), 0 if case.is_packed else 1
     ring = [(part, *(x.index_select(dim, part.rows) for x in (k, v)))

@@ -119,7 +119,7 @@ QUANTIZED_HEADS, QUANTIZED_BATCH = 6, 2
 
 
 def calls() -> list[tuple[Case, Kind]]:
-    """What is run. Gradients: of the small cases, which all reach the one backward of a kind."""
+    """What is run. Only the small cases have gradients: all reach the one backward of a kind."""
     return [(case.of(kind), kind) for kinds, cases in ((KINDS, CASES), (GRADIENT_KINDS, SMALL))
             for case in cases for kind in kinds]
 

@@ -51,7 +51,7 @@ def enabled() -> Iterator[None]:
 def count_calls(patch: pytest.MonkeyPatch) -> list[str]:
     """'fwd' and 'bwd' as `torch.ops.flash_attn_3` runs, in any thread; filled from here on."""
     calls = []
-    for name, short in (('_flash_attn_forward', 'fwd'), ('_flash_attn_backward', 'bwd')):
+    for name, short in (('forward', 'fwd'), ('_flash_attn_backward', 'bwd')):
         def counted(*arguments, short=short, function=getattr(functions, name)):
             calls.append(short)
             return function(*arguments)
@@ -80,6 +80,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal,
                                               enable_gqa=q.size(1) != k.size(1))
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+
+
+def flash_sdpa(query: Tensor, key: Tensor, value: Tensor, attn_mask: None = None,
+               dropout_p: float = 0.0, is_causal: bool = False,
+               scale: float | None = None) -> Tensor:
+    """In place of scaled_dot_product_attention for clients on the CPU: the same op."""
+    assert attn_mask is None
+    return torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout_p, is_causal, scale=scale)[0]
 
 
 def with_gradients(inputs: list[Tensor], dout: Tensor, function: Callable) -> tuple[Tensor, ...]:

@@ -83,7 +83,7 @@ def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _lists(feature: Feature, device: torch.device) -> dict:
-    """The arguments that only packed tensors have; of seqused all rows but two."""
+    """The arguments that only packed tensors have; seqused counts all rows but two."""
     lists = {}
     for name, lengths in (('q', feature.lengths_q), ('k', feature.lengths_k)):
         lists[f'cu_seqlens_{name}'] = _starts(lengths, device)

@@ -237,7 +237,8 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
           "a K tile has one scale");
   require(!c.converts() || (kind.is_cache() && c.consumer_warpgroups == 1 && !c.is_fp8()),
           "K and V of a cache are converted, for one warpgroup of 16 bits");
-  require(c.converts() == (c.scales == ScalesKind::kHeads), "converted K and V have scales by head");
+  require(c.converts() == (c.scales == ScalesKind::kHeads),
+          "converted K and V have scales by head");
   require(!c.is_promoted() || !c.is_skewed() || c.lazy_rescale_log2 == 0.f,
           "O in fp32 is rescaled with every K tile");
   require(c.shared_sums == 0 || (c.is_promoted() && c.is_skewed()),

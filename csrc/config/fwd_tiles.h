@@ -164,9 +164,9 @@ inline constexpr FwdConfig kFwdTileD128Cache = on_cache(128, 3, 2);
 inline constexpr FwdConfig kFwdTileD192x128Cache = on_cache(128, 2, 2);
 inline constexpr FwdConfig kFwdTileD256Cache = on_cache(64, 3, 1);
 
-// On a cache of e4m3, for 16-bit queries: a warpgroup converts. Rings of Q, K and V, then of K and V
-// as loaded: 16 + 32 + 32 + 32 + 32 = 144 KiB, 32 + 64 + 64 + 32 + 32 = 224 KiB, 48 + 48 + 32 + 36 +
-// 24 = 188 KiB, 32 + 64 + 64 + 32 + 32 = 224 KiB.
+// On a cache of e4m3, for 16-bit queries: a warpgroup converts. Rings of Q, K and V, then of K and
+// V as loaded: 16 + 32 + 32 + 32 + 32 = 144 KiB, 32 + 64 + 64 + 32 + 32 = 224 KiB, 48 + 48 + 32 +
+// 36 + 24 = 188 KiB, 32 + 64 + 64 + 32 + 32 = 224 KiB.
 constexpr FwdConfig converted_on_cache(int tile_n, int raw_stages, int q_stages) {
   FwdConfig tile = on_cache(tile_n, 2, q_stages);
   tile.values = ValuesKind::kConverted;

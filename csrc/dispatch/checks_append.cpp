@@ -76,8 +76,8 @@ std::string check_dtypes(AttentionCall const& call) {
       {"v_cache", call.v}, {"k", *call.k_new}, {"v", *call.v_new}, {"q", call.q}};
   for (int i = 0; i < (has_queries(call) ? 4 : 3); ++i) {
     auto [name, meta] = all[i];
-    NamedTensor const like = is_quantised && i > 0 ? NamedTensor{"k", *call.k_new}
-                                                   : NamedTensor{"k_cache", cache};
+    NamedTensor const like =
+        is_quantised && i > 0 ? NamedTensor{"k", *call.k_new} : NamedTensor{"k_cache", cache};
     if (meta.dtype != like.meta.dtype) {
       return refuse(text(name, ".dtype to be that of ", like.name, ", ", like.meta.dtype_name),
                     meta.dtype_name);
@@ -257,8 +257,8 @@ std::string check_scales(AttentionCall const& call) {
       return refuse(text(name, " to be None"), "a tensor",
                     "it is for 16-bit keys that go into a cache of float8_e4m3fn");
     }
-    TensorRule const rule = {
-        name, *scale, 2, {batch_of(call), call.k.size[2]}, Dtype::kFloat32, "float32"};
+    TensorRule const rule = {name,     *scale, 2, {batch_of(call), call.k.size[2]}, Dtype::kFloat32,
+                             "float32"};
     std::string const error = check_tensor(kOp, rule, call.k);
     if (!error.empty()) {
       return error;
@@ -270,9 +270,8 @@ std::string check_scales(AttentionCall const& call) {
 using Check = std::string (*)(AttentionCall const&);
 
 // In this order: each one may rely on those before it.
-constexpr Check kChecks[] = {check_given, check_ranks,   check_form,   check_dtypes,
-                             check_sizes, check_lengths, check_memory, check_rotary,
-                             check_scales};
+constexpr Check kChecks[] = {check_given,   check_ranks,  check_form,   check_dtypes, check_sizes,
+                             check_lengths, check_memory, check_rotary, check_scales};
 
 }  // namespace
 

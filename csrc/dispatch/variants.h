@@ -61,8 +61,7 @@ constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, HeadDims
     FwdConfig const& config = kFwdVariants[i];
     bool const is_large_enough = config.head_dim >= dims.qk && config.head_dim_v >= dims.v;
     bool const fits = config.dtype_q == dtype && config.is_promoted() == promote &&
-                      config.converts() == converts && is_large_enough &&
-                      serves(config.kind, kind);
+                      config.converts() == converts && is_large_enough && serves(config.kind, kind);
     int const cost = 2 * (config.head_dim + config.head_dim_v) + !(config.kind == kind);
     if (fits && cost <= fewest) {
       found = cost < fewest ? FwdCandidates{} : found;

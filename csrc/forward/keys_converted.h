@@ -26,8 +26,8 @@ struct ConvertedChunks {
   }
 };
 
-// Converts a K tile: (keys, columns) in slices of kRawSlice e4m3 columns, to slices of 64 columns of
-// 16 bits; both swizzled. The warpgroup has kRows rows of a slice at a time, a chunk of 16 bytes
+// Converts a K tile: (keys, columns) in slices of kRawSlice e4m3 columns, to slices of 64 columns
+// of 16 bits; both swizzled. The warpgroup has kRows rows of a slice at a time, a chunk of 16 bytes
 // each thread.
 template <class Traits, int kRawColumns>
 struct TileConverter {
@@ -38,7 +38,7 @@ struct TileConverter {
   static constexpr int kRows = kWarpgroupThreads / kChunks;
   static constexpr int kSteps = kKeys / kRows;
   static constexpr int kSlices = kRawColumns / kRawSlice;
-  static constexpr int kAtOnce = 4;
+  static constexpr int kAtOnce = min_of(4, kSteps);
   static_assert(kKeys % kRows == 0 && kSteps % kAtOnce == 0 && kRawColumns % kRawSlice == 0);
 
   int source;  // this thread's first chunk, in bytes
@@ -80,8 +80,7 @@ struct TileConverter {
         ConvertedChunks<Element> const wide(raw[i]);
         char* const at = to + (step + i) * kRows * 128;
         *reinterpret_cast<uint4*>(at) = second_first ? wide.halves[1] : wide.halves[0];
-        *reinterpret_cast<uint4*>(at + to_other) =
-            second_first ? wide.halves[0] : wide.halves[1];
+        *reinterpret_cast<uint4*>(at + to_other) = second_first ? wide.halves[0] : wide.halves[1];
       }
     }
   }

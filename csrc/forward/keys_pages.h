@@ -73,8 +73,8 @@ struct PagedKeys {
   CUTE_DEVICE static void load(CacheDeviceParams const& p, Mbarrier& full, ElementKv* target,
                                KeySource const& from, int n, int id, int warp) {
     if (p.box_keys > 0 && (kIsK || !has_tail(from, n))) {
-      load_boxes<kIsK ? Traits::kRawColumns : Traits::kRawColumnsV>(p, kIsK ? p.k : p.v, full, target,
-                                                              from, n, id);
+      load_boxes<kIsK ? Traits::kRawColumns : Traits::kRawColumnsV>(p, kIsK ? p.k : p.v, full,
+                                                                    target, from, n, id);
     } else {
       gather<kIsK>(p, cute::cast_smem_ptr_to_uint(&full), cute::cast_smem_ptr_to_uint(target), from,
                    n, id, warp);
@@ -130,8 +130,8 @@ struct PagedKeys {
       CUTE_UNROLL
       for (int column = 0; column < kColumns; column += Traits::kRawSlice) {
         cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), p.hint,
-                                     target + column * kKeys + first * Traits::kRawSlice, column, row,
-                                     from.kv_head, id);
+                                     target + column * kKeys + first * Traits::kRawSlice, column,
+                                     row, from.kv_head, id);
       }
     }
     __syncwarp();

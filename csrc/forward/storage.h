@@ -84,11 +84,11 @@ struct FwdStorage {
   float staged_lse[kSent][kWarpgroupRows];  // next to `staged`
   Mbarrier o_sent[kSent];  // `staged` and the next tile's `work` have been read: scale warp (1) ->
                            // consumer warpgroup
-  Mbarrier tile_known[kScaleQStages];  // `work` is published: producer warp (1) -> scale warp,
-                                       // transposing warps
-  Mbarrier v_raw_full[kRawBuffers];    // TMA (1 + bytes) -> transposing or converting warps
-  Mbarrier v_raw_empty[kRawBuffers];   // transposing (2) or converting warps (4) -> producer warp
-  Mbarrier k_raw_full[kRawKeyBuffers];   // as those of v_raw
+  Mbarrier tile_known[kScaleQStages];   // `work` is published: producer warp (1) -> scale warp,
+                                        // transposing warps
+  Mbarrier v_raw_full[kRawBuffers];     // TMA (1 + bytes) -> transposing or converting warps
+  Mbarrier v_raw_empty[kRawBuffers];    // transposing (2) or converting warps (4) -> producer warp
+  Mbarrier k_raw_full[kRawKeyBuffers];  // as those of v_raw
   Mbarrier k_raw_empty[kRawKeyBuffers];
   int keys_end[kRawKeyBuffers];  // the stage has no keys: there are no more K tiles
   HeadScale head_scales[kHeadScaleStages][Traits::kWarpgroups];  // `work` has those of a tile
@@ -103,9 +103,7 @@ struct FwdStorage {
       }
     }
     for (int i = 0; i < Traits::kStages; ++i) {
-      k_full[i].init(Traits::kConverts    ? kWarpgroupWarps
-                     : Traits::kHasScales ? loads + 1
-                                          : loads);
+      k_full[i].init(Traits::kConverts ? kWarpgroupWarps : Traits::kHasScales ? loads + 1 : loads);
       k_empty[i].init(Traits::kWarpgroups);
       v_full[i].init(Traits::kTransposesV ? kTransposingWarps
                      : Traits::kConverts  ? kWarpgroupWarps
@@ -147,8 +145,8 @@ struct DirectValues {
   }
 };
 
-// ValuesKind::kTransposed, kConverted: the producer loads V into `v_raw`, from which others fill `v`
-// (forward/values_transposed.h, forward/keys_converted.h).
+// ValuesKind::kTransposed, kConverted: the producer loads V into `v_raw`, from which others fill
+// `v` (forward/values_transposed.h, forward/keys_converted.h).
 struct RawValues {
   template <class Storage>
   CUTE_DEVICE static auto& buffers(Storage& shared) {

@@ -39,8 +39,9 @@ struct FwdTraits {
   // kTransposed: V is loaded in parts of this many keys, into a ring of its own.
   static constexpr int kValueParts = kTransposesV ? k.raw_parts : 1;
   static constexpr int kValueKeys = k.tile_n / kValueParts;
-  static constexpr int kValueStages =
-      kTransposesV ? k.raw_stages * kValueParts : kConverts ? k.raw_stages : k.stages;
+  static constexpr int kValueStages = kTransposesV ? k.raw_stages * kValueParts
+                                      : kConverts  ? k.raw_stages
+                                                   : k.stages;
   static constexpr int kKeyStages = kConverts ? k.raw_stages : k.stages;
   // kBlocks: K tiles that share a scale, and stages of the ring of scales.
   static constexpr int kScaleTiles = kScaleBlockKeys / k.tile_n;

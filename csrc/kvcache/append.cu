@@ -216,10 +216,10 @@ CUTE_DEVICE void append_rows(AppendParams const& p, AppendRows const& rows, int 
   target += item.head * rows.target.head_stride;
   if constexpr (kQuantises && kTensor != AppendTensor::kQueries) {
     ScaleView const& view = rows.scale;
-    float const scale = view.data == nullptr
-                            ? 1.f
-                            : __ldg(view.data + token.sequence * view.batch_stride +
-                                    item.head * view.head_stride);
+    float const scale =
+        view.data == nullptr
+            ? 1.f
+            : __ldg(view.data + token.sequence * view.batch_stride + item.head * view.head_stride);
     *reinterpret_cast<uint2*>(target + first_byte / 2) = quantised<Element>(first, scale);
     if (has_second) {
       *reinterpret_cast<uint2*>(target + second_byte / 2) = quantised<Element>(second, scale);
@@ -253,12 +253,11 @@ void launch_append(AppendParams const& params, void* stream) {
   LaunchShape const shape{"append_cache", int(params.ctas()), kAppendThreads, 0};
   bind_thread(shape.variant, shape.grid, 0);
   bool const is_half = params.dtype == Dtype::kFloat16;
-  auto* const kernel =
-      params.quantises ? is_half ? append_kernel<cutlass::half_t, true>
-                                 : append_kernel<cutlass::bfloat16_t, true>
-      : params.rotary.cos == nullptr ? append_kernel<void, false>
-      : is_half                      ? append_kernel<cutlass::half_t, false>
-                                     : append_kernel<cutlass::bfloat16_t, false>;
+  auto* const kernel = params.quantises ? is_half ? append_kernel<cutlass::half_t, true>
+                                                  : append_kernel<cutlass::bfloat16_t, true>
+                       : params.rotary.cos == nullptr ? append_kernel<void, false>
+                       : is_half                      ? append_kernel<cutlass::half_t, false>
+                                                      : append_kernel<cutlass::bfloat16_t, false>;
   launch_early(kernel, shape, params, stream);
 }
 

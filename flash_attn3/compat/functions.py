@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flash_attn3 import _library, checks
 from flash_attn3.general import General
@@ -65,45 +66,88 @@ def _flash_attn_forward(
         others: as in those three. num_splits below 0: 0. max_seqlen: hints; default: unknown.
 
     Returns:
-        out, which is out_ if that is given; lse; two empty tensors, upstream's parts of splits.
+        out, which is out_ if that is given; lse; two empty tensors, upstream's parts of splits, the
+        same in every call.
         Gradients flow where those of the three functions do.
 
     Raises:
         RuntimeError, NotImplementedError: as those three; what does not go with cu_seqlens_k, and
             seqused_q without it.
     """
-    causal, window_size = _mask(causal, window_size_left, window_size_right)
+    out, lse = forward(
+        q, k, v, k_new, v_new, qv, out_, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q,
+        seqused_k, max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos,
+        rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal,
+        window_size_left, window_size_right, attention_chunk, softcap, rotary_interleaved,
+        scheduler_metadata, num_splits, pack_gqa, sm_margin)
+    parts = (lse.new_empty(0), lse.new_empty(0)) if type(lse) is not Tensor or is_compiling() else \
+        _empty_parts(lse.device)
+    return out, lse, *parts
+
+
+@functools.cache
+def _empty_parts(device: torch.device) -> tuple[Tensor, Tensor]:
+    """For all calls: to make one costs as much as all else of `_flash_attn_forward`. Two, as the
+    results of an op of a client may not be one tensor.
+    """
+    with torch.inference_mode(False):
+        return torch.empty(0, device=device), torch.empty(0, device=device)
+
+
+def forward(
+        q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None, v_new: Tensor | None = None,
+        qv: Tensor | None = None, out: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None, cu_seqlens_k_new: Tensor | None = None,
+        seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+        max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+        page_table: Tensor | None = None, kv_batch_idx: Tensor | None = None,
+        leftpad_k: Tensor | None = None, rotary_cos: Tensor | None = None,
+        rotary_sin: Tensor | None = None, seqlens_rotary: Tensor | None = None,
+        q_descale: Tensor | None = None, k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+        left: int = -1, right: int = -1, attention_chunk: int = 0, softcap: float = 0.0,
+        rotary_interleaved: bool = False, scheduler_metadata: Tensor | None = None,
+        num_splits: int = 0, pack_gqa: bool | None = None,
+        sm_margin: int = 0) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `_flash_attn_forward`, with the defaults of the op `fwd`.
+
+    Python here is time of the host in every step of a client: a dense call takes the short way.
+    """
+    window = -1, -1
+    if left != -1 or right != -1:
+        causal, window = _mask(causal, left, right)
+    if num_splits < 0:
+        num_splits = 0
+    if (cu_seqlens_k is None and seqused_k is None and page_table is None and k_new is None
+            and cu_seqlens_q is None and kv_batch_idx is None and leftpad_k is None
+            and v_new is None and seqused_q is None and rotary_cos is None and rotary_sin is None
+            and seqlens_rotary is None):
+        if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+            q, k, v = _rows_contiguous(q, k, v)
+        return flash_attn_func(
+            q, k, v, softmax_scale, causal, qv, q_descale, k_descale, v_descale, window,
+            attention_chunk, softcap, num_splits, pack_gqa, False, sm_margin, True, out=out)
     shared = dict(
         softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, window_size=window_size,
-        attention_chunk=attention_chunk, softcap=softcap, num_splits=max(0, num_splits),
-        pack_gqa=pack_gqa, sm_margin=sm_margin)
-    is_dense = (k_new is v_new is cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is
-                page_table is kv_batch_idx is leftpad_k is rotary_cos is rotary_sin is
-                seqlens_rotary is None)
-    if is_dense:
-        out, lse = flash_attn_func(*_rows_contiguous(q, k, v), **shared, out=out_,
-                                   return_attn_probs=True)
-    elif cu_seqlens_k is not None:
+        k_descale=k_descale, v_descale=v_descale, window_size=window,
+        attention_chunk=attention_chunk, softcap=softcap, num_splits=num_splits,
+        pack_gqa=pack_gqa, sm_margin=sm_margin, out=out)
+    rotary = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    if cu_seqlens_k is not None:
         _reject('with', k_new=k_new, v_new=v_new, page_table=page_table, kv_batch_idx=kv_batch_idx,
-                leftpad_k=leftpad_k, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-                seqlens_rotary=seqlens_rotary)
+                leftpad_k=leftpad_k, **rotary, seqlens_rotary=seqlens_rotary)
         lists = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
-        out, lse = _packed(q, k, v, out_, lists, shared)
-    else:
-        _reject('without', seqused_q=seqused_q)
-        out, lse, *_ = flash_attn_with_kvcache(
-            *_rows_contiguous(q), k, v, k_new, v_new, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-            cache_seqlens=seqused_k, cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k,
-            page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
-            max_seqlen_q=max_seqlen_q, rotary_seqlens=seqlens_rotary,
-            rotary_interleaved=rotary_interleaved, scheduler_metadata=scheduler_metadata,
-            return_softmax_lse=True, out=out_, **shared)
-    empty = lse.new_empty(0)
-    return out, lse, empty, empty
+        return _packed(q, k, v, lists, shared)
+    _reject('without', seqused_q=seqused_q)
+    return flash_attn_with_kvcache(
+        *_rows_contiguous(q), k, v, k_new, v_new, **rotary, cache_seqlens=seqused_k,
+        cache_batch_idx=kv_batch_idx, cache_leftpad=leftpad_k, page_table=page_table,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
+        rotary_seqlens=seqlens_rotary, rotary_interleaved=rotary_interleaved,
+        scheduler_metadata=scheduler_metadata, return_softmax_lse=True, **shared)[:2]
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lists: tuple,
+def _packed(q: Tensor, k: Tensor, v: Tensor, lists: tuple,
             shared: dict) -> tuple[Tensor, Tensor]:
     """(out, lse) of packed keys. lists: cu_seqlens, max_seqlen and seqused, of q and k each."""
     starts_q, starts_k, longest_q, longest_k, *used = lists
@@ -111,9 +155,10 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lists: tuple,
     q, k, v = _rows_contiguous(q, k, v)
     if starts_q is not None or q.dim() != 4:
         return flash_attn_varlen_func(q, k, v, starts_q, starts_k, *longest, *used, **shared,
-                                      out=out, return_attn_probs=True)
+                                      return_attn_probs=True)
     # A batch of queries of equal length, on packed keys.
     batch, rows = q.shape[:2]
+    out = shared.pop('out')
     starts_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * rows
     result, lse = flash_attn_varlen_func(
         q.flatten(0, 1), k, v, starts_q, starts_k, rows, longest[1], *used, **shared,

@@ -45,10 +45,6 @@ SCHEMAS = {
         'int window_size_right=-1, int attention_chunk=0, bool has_softcap=False, '
         'int num_splits=0, bool? pack_gqa=None, int sm_margin=0) -> Tensor',
 }
-# The last arguments of `fwd`, from is_causal on, whose defaults are not all those of
-# `_flash_attn_forward`: PyTorch does not pass on trailing arguments that equal them.
-_FIRST = 24
-_LAST = (False, -1, -1, 0, 0.0, False, None, 0, None, 0)
 _BACKWARD_LISTS = 6    # cu_seqlens, seqused, max_seqlen; `_flash_attn_backward` has them first
 _BACKWARD_RESULTS = 5
 
@@ -87,12 +83,16 @@ def are_registered() -> bool:
 
 
 # ----------------------------------------------------------------------------------------- kernels
-@torch.no_grad()
+# PyTorch does not pass on trailing arguments that equal the defaults of a schema.
 def _fwd(*arguments) -> tuple[Tensor, Tensor, None, None]:
-    last = arguments[_FIRST:]
-    out, lse, *_ = functions._flash_attn_forward(
-        *arguments[:_FIRST], *(None for _ in range(_FIRST - len(arguments))), *last,
-        *_LAST[len(last):])
+    has_gradients = torch.is_grad_enabled()
+    if has_gradients:
+        torch.set_grad_enabled(False)    # `with torch.no_grad()` takes twice the time
+    try:
+        out, lse = functions.forward(*arguments)
+    finally:
+        if has_gradients:
+            torch.set_grad_enabled(True)
     return out, lse, None, None
 
 

@@ -93,7 +93,8 @@ def _activate(undo: ExitStack, disable_cudnn: bool) -> None:
                       torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(False)
         varlen = importlib.import_module(_VARLEN)
-        if hasattr(varlen, '_should_use_cudnn'):
+        # Newer ones obey the setting, and sdpa_kernel where somebody asks for cuDNN.
+        if hasattr(varlen, '_should_use_cudnn') and not hasattr(varlen, '_select_backend'):
             _base.set_attribute(undo, varlen, '_should_use_cudnn', lambda *_, **__: False)
     previous = attention.current_flash_attention_impl()
     undo.callback(_reactivate, previous)    # runs when the old names are back

@@ -5,24 +5,31 @@
     model = AutoModelForCausalLM.from_pretrained('openai/gpt-oss-20b',
                                                  attn_implementation='fa3_hopper')
 
+    LOCAL_KERNELS=$(python -m flash_attn3.integrations.transformers) python script.py
+
 `flash_attention_3` is transformers' own code on the functions of the shim. Continuous batching with
 it calls flash_attn_with_kvcache on the paged cache.
 
-transformers refuses gpt-oss with that. `fa3_hopper` is attention and mask functions of ours, with
-sinks and their gradient, for any model that takes attention functions; `generate` of a few
-sequences splits their keys with it. For continuous batching it is called `paged|fa3_hopper`, in
-full: transformers takes `flash_attention_3` otherwise. It gathers the keys first, and keeps the
-window and the softcap of every model: transformers 5.17 loses those of Mistral and Gemma 2 there.
-Newer ones, which have no names with `paged|`, allow only their own in continuous batching.
+transformers gives gpt-oss a kernel of its hub instead, for which it needs the package `kernels`:
+LOCAL_KERNELS puts this package into that one's place, without enable().
+
+`fa3_hopper` is attention and mask functions of ours, with sinks and their gradient, for any model
+that takes attention functions; `generate` of a few sequences splits their keys with it. For
+continuous batching it is called `paged|fa3_hopper`, in full: transformers takes `flash_attention_3`
+otherwise. It gathers the keys first, and keeps the window and the softcap of every model:
+transformers 5.17 loses those of Mistral and Gemma 2 there. Newer ones, which have no names with
+`paged|`, allow only their own in continuous batching.
 """
 from __future__ import annotations
 
 import importlib
 from contextlib import ExitStack
+from pathlib import Path
 
 from flash_attn3.integrations import _base, _hf_attention, _hf_masks
 
 NAME = 'fa3_hopper'
+KERNEL = 'kernels-community/vllm-flash-attn3'    # transformers' fallback for FlashAttention-3
 OLDEST = (5, 17)
 _CLIENT = 'transformers'
 # transformers searches for these in names and does other things then.
@@ -71,6 +78,21 @@ def problem() -> str:
                                  _base.shim_problem(_CLIENT) or _base.ops_problem(_CLIENT))
 
 
+def local_kernel_dir() -> str:
+    """The directory that the package `kernels` loads in place of a kernel of its hub: it has
+    upstream's functions. `python -m flash_attn3.integrations.transformers` prints a value of
+    LOCAL_KERNELS with it; elsewhere `os.environ['LOCAL_KERNELS'] = f'{KERNEL}={directory}'`.
+
+    Raises:
+        RuntimeError: `kernels` cannot be told a path with ':', which separates entries.
+    """
+    folder = str(Path(__file__).resolve().parents[1] / '_kernel')
+    if ':' in folder:
+        raise RuntimeError(_base.error(_CLIENT, "a path without ':'", folder,
+                                       'LOCAL_KERNELS separates its entries by it'))
+    return folder
+
+
 def _client_problem() -> str:
     return _base.client_problem(_CLIENT, _CLIENT, OLDEST, _CLIENT)
 
@@ -98,3 +120,7 @@ def _change(undo: ExitStack, name: str, shim: bool, force: bool) -> None:
                                            'enable(name=...) takes another'))
         undo.callback(interface._global_mapping.pop, key, None)
         interface.register(key, function)
+
+
+if __name__ == '__main__':
+    print(f'{KERNEL}={local_kernel_dir()}')

@@ -27,7 +27,7 @@ def starts(counts: list[int]) -> Tensor:
 
 @dataclass
 class Problem:
-    """lengths: of the caches before the append; queries, new: of each sequence; new None: none.
+    """lengths: the caches' before the append; queries, new: those of each sequence; new None: none.
 
     page_size 0: dense. rotary: columns, 0: none. idx: rows of a cache of twice the batch.
     """

@@ -49,7 +49,7 @@ def work_of(name, sizes, mask, deterministic=False, lengths=None, **changes):
     """(plan, rows of the packed tiles of queries, what every CTA does), the CTAs of a cluster one
     behind the other.
 
-    sizes: (batch, seqlen_q, seqlen_k, heads_q, heads_k). lengths: of a packed batch.
+    sizes: (batch, seqlen_q, seqlen_k, heads_q, heads_k). lengths: those of a packed batch.
     """
     device = DEVICE | changes
     plan, row_tiles, ctas = TILE_OF[name]['work'](

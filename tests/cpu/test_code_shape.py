@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ('benchmarks', 'build_tools', 'csrc', 'examples', 'flash_attn3', 'tests', 'third_party')
 FILE_LINES, DEVICE_LINES, COLUMNS, FUNCTION_LINES, NESTING, PARAMETERS = 600, 350, 100, 80, 3, 7
 DEVICE_FOLDERS = ('backward', 'combine', 'device', 'forward', 'kvcache', 'quantize',
-                  'schedule')   # of csrc
+                  'schedule')   # folders in csrc
 FORWARD_BRANCHES = 12   # `if constexpr` in csrc/forward: a feature is a type in a slot
 CPP = ('.h', '.cpp', '.cu', '.inc')
 

@@ -12,14 +12,16 @@ import os
 import subprocess
 import sys
 import types
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import flash_attn3
-from flash_attn3 import compat
-from flash_attn3.compat import functions
+from flash_attn3 import compat, interface
+from flash_attn3.compat import functions, ops
 
 from tests.checkout import ROOT
 from tests.upstream_calls import SCHEMAS, SIGNATURES
@@ -91,6 +93,33 @@ def test_public_functions_cost_nothing():
         assert getattr(functions, name) is getattr(flash_attn3, name)
     assert inspect.isfunction(functions._flash_attn_forward)    # Megatron asks
     assert inspect.isfunction(functions._flash_attn_backward)
+
+
+def python_calls(function: Callable, *arguments, **named) -> Counter[str]:
+    """How often a call enters a function of Python, and one of C."""
+    events = Counter()
+    function(*arguments, **named)    # what is done once is done
+    sys.setprofile(lambda frame, event, _: events.update([event]))
+    try:
+        function(*arguments, **named)
+    finally:
+        sys.setprofile(None)
+    return events
+
+
+def test_a_dense_forward_takes_the_short_way(monkeypatch):
+    """Two functions of Python and some questions to tensors beside those of `flash_attn_func`: each
+    costs the host some 0.1 us in every step. The default of the op, num_splits by plan, is one of
+    them. What calls the kernel does not count.
+    """
+    q, k, v = (torch.randn(1, 4, 2, 64) for _ in range(3))
+    results = torch.empty_like(q), torch.empty(1, 2, 4)
+    monkeypatch.setattr(interface, '_fwd', lambda *_: results)
+    plain = python_calls(flash_attn3.flash_attn_func, q, k, v, 0.1, True, return_attn_probs=True)
+    for forward, most in ((functions._flash_attn_forward, dict(call=5, c_call=3)),
+                          (ops._fwd, dict(call=8, c_call=10))):
+        more = python_calls(forward, q, k, v, *[None] * 20, 0.1, True, -1, 0) - plain
+        assert all(more[event] <= n for event, n in most.items()), f'{forward.__name__}: {more}'
 
 
 @pytest.mark.parametrize('text', SCHEMAS, ids=lambda text: text.partition('(')[0])

@@ -104,6 +104,18 @@ def test_an_installed_upstream_wins_unless_forced(monkeypatch, tmp_path):
     served.disable()
 
 
+@pytest.mark.parametrize('client', [sdpa, torchtitan])
+def test_a_torch_without_the_hook_is_refused(monkeypatch, client):
+    """PyTorch 2.10 itself, or one whose hook is hidden."""
+    monkeypatch.setitem(sys.modules, 'torch.nn.attention._fa3', None)
+    monkeypatch.setattr(_base, 'version_of', lambda _: '0.3.0')    # torchtitan's
+    with pytest.raises(RuntimeError, match=r'^flash_attn3.integrations.sdpa: expected a PyTorch '
+                                           r'with .*, got 2\..*; hint: pip install --upgrade '
+                                           r'torch: it came with 2\.11$'):
+        client.enable()
+    assert not client.is_enabled() and not sdpa.is_enabled()
+
+
 @pytest.mark.parametrize('name', integrations.CLIENTS)
 def test_each_client_has_a_contract_test(name):
     """Which is there, and of the kind that the client's module says."""
@@ -118,6 +130,7 @@ def test_each_client_has_a_contract_test(name):
 
 def test_torchtitan(monkeypatch):
     """Emulated: on Hopper it activates 'FA3' unless that is active."""
+    pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
     monkeypatch.setattr(_base, 'version_of', lambda _: '0.3.0')
     torchtitan.enable()
     torchtitan.enable()

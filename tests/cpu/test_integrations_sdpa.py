@@ -1,6 +1,7 @@
 """The FA3 hook of PyTorch: what enable() registers, that disable() restores it, and the values, for
 which PyTorch's overrides are registered for CPU tensors (tests/sdpa_hook.py).
 """
+import inspect
 import subprocess
 import sys
 import warnings
@@ -13,12 +14,14 @@ from flash_attn3.integrations import _base, sdpa
 from flash_attn3.reference_fp8 import Scales
 
 from tests import compare, fp8_data, sdpa_hook
+from tests.paged_batches import Batch
 from tests.sdpa_hook import check
 
 hook = pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
 from torch.nn.attention import (  # noqa: E402
     activate_flash_attention_impl, current_flash_attention_impl, list_flash_attention_impls,
     restore_flash_attention_impl)
+from torch.nn.attention import varlen  # noqa: E402
 from torch.nn.attention.varlen import AuxRequest, varlen_attn  # noqa: E402
 
 OVERRIDDEN = ('_flash_attention_forward', '_flash_attention_backward',
@@ -130,14 +133,6 @@ def test_nothing_is_left_after_an_error(before, monkeypatch):
 
 
 # ----------------------------------------------------------------------------------------- refusals
-def test_a_torch_without_the_hook_is_refused(before, monkeypatch):
-    monkeypatch.setitem(sys.modules, 'torch.nn.attention._fa3', None)
-    with pytest.raises(RuntimeError, match=r'^flash_attn3.integrations.sdpa: expected a PyTorch '
-                                           r'with .*, got 2\..*; hint: pip install --upgrade'):
-        sdpa.enable()
-    assert not sdpa.is_enabled() and current_flash_attention_impl() is None
-
-
 def test_foreign_ops_are_refused():
     """In a process of its own: ops cannot be taken back."""
     code = ('import torch\n'
@@ -211,6 +206,39 @@ def test_values_and_gradients_of_varlen_attn(on_cpu, calls, window):
         expected = reference.attend(reference.Inputs(*inputs).to(torch.float64), score)
         compare.check_lse(lse[None, :, rows], expected.lse)
     assert calls == ['fwd', 'bwd']
+
+
+@pytest.mark.parametrize('splits', [None, 1, 3])
+def test_values_of_varlen_attn_on_pages(on_cpu, calls, splits, monkeypatch):
+    """Each sequence's keys on pages, fewer heads of k and v; also into a given tensor. The hook's
+    question whether seqused_k is on a GPU is patched away.
+    """
+    monkeypatch.setattr(hook, '_fa3_forward_support_error', lambda *_: None)
+    if 'block_table' not in inspect.signature(varlen_attn).parameters:
+        pytest.skip('varlen_attn of this PyTorch has no pages')
+    cache = Batch('cpu', 16)
+    call = (cache.q, cache.k, cache.v, cache.starts, None, max(cache.queries), max(cache.lengths))
+    options = dict(window_size=(-1, 0), enable_gqa=True, seqused_k=cache.used, scale=cache.scale,
+                   block_table=cache.table, num_splits=splits, return_aux=AuxRequest(lse=True))
+    out, lse = varlen_attn(*call, **options)
+    cache.check(out, lse)
+    given = torch.empty_like(out)
+    written, lse = varlen.varlen_attn_out(given, *call, **options)
+    assert torch.equal(given, out) and torch.equal(written, out)
+    cache.check(written, lse)
+    assert calls == ['fwd', 'fwd']
+
+
+def test_cudnn_may_be_asked_for(monkeypatch):
+    """Where varlen_attn obeys sdpa_kernel, enable() leaves its question for cuDNN alone."""
+    question = varlen._should_use_cudnn
+    monkeypatch.setattr(varlen, '_select_backend', print, raising=False)
+    sdpa.enable()
+    assert varlen._should_use_cudnn is question and not torch.backends.cuda.cudnn_sdp_enabled()
+    sdpa.disable()
+    monkeypatch.delattr(varlen, '_select_backend')
+    sdpa.enable()
+    assert not varlen._should_use_cudnn(0)
 
 
 def test_values_of_float8(on_cpu, calls):

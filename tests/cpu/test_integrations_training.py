@@ -228,14 +228,9 @@ def test_vit(options, monkeypatch):
                                          for key, x in model.named_parameters()}
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         plain, wide = results(model), results(copy.deepcopy(model).double())
-
-    def flash(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
-        assert attn_mask is None
-        return torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, dropout_p, is_causal, scale=scale)[0]
     sdpa_hook.serve_cpu(monkeypatch)
     calls = sdpa_hook.count_calls(monkeypatch)
-    monkeypatch.setattr(F, 'scaled_dot_product_attention', flash)
+    monkeypatch.setattr(F, 'scaled_dot_product_attention', sdpa_hook.flash_sdpa)
     with sdpa_hook.enabled():
         got = results(model)
     attentions = LAYERS + ('global_pool' in options)

@@ -12,7 +12,7 @@ from flash_attn3 import checks, flash_attn_func, reference
 from tests import bad_inputs, compare
 from tests.cases import CORNERS, SMOKE, Case
 
-UPSTREAM_PARAMETERS = [    # of flash_attn_interface.flash_attn_func, in order
+UPSTREAM_PARAMETERS = [    # flash_attn_interface.flash_attn_func, in order
     'q', 'k', 'v', 'softmax_scale', 'causal', 'qv', 'q_descale', 'k_descale', 'v_descale',
     'window_size', 'attention_chunk', 'softcap', 'num_splits', 'pack_gqa', 'deterministic',
     'sm_margin', 'return_attn_probs']

@@ -19,7 +19,7 @@ UPSTREAM = dict(
     cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None,
     v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0,
     softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None,
-    sm_margin=0, return_softmax_lse=False)    # of flash_attn_interface, in order
+    sm_margin=0, return_softmax_lse=False)    # as flash_attn_interface has them
 
 
 def check(problem: Problem) -> None:

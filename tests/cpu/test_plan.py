@@ -72,7 +72,7 @@ def tile_costs(variant, seqlen_q, seqlen_k, causal, lead):
 
 
 def sampled_sum(costs):
-    """As the planner compares leads: of many tiles the last one, and 16 of the others."""
+    """As the planner compares leads: the last one of many tiles, and 16 of the others."""
     others, count = costs[:-1], min(16, len(costs) - 1)
     first, end = (len(others) - count) // 2, (len(others) + count) // 2
     return costs[-1] + (Fraction(sum(others[first:end]), count) * len(others) if count else 0)

@@ -24,7 +24,7 @@ def plan(seqlen_q=1024, seqlen_k=1024, *, head_dim=64, **others):
 
 
 def head_dims(dtype, mask):
-    """Head dims of the variants for a mask: of q and k, and of v."""
+    """Head dims of the variants for a mask: one for q and k, one for v."""
     return [(row['head_dim'], row['head_dim_v']) for row in VARIANTS
             if (row['dtype'], row['mask']) == (dtype, mask)]
 

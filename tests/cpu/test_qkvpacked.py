@@ -13,7 +13,7 @@ from flash_attn3 import (_library, fallback, flash_attn_func, flash_attn_qkvpack
 from tests import bad_inputs, compare
 from tests.cases import DTYPES
 
-UPSTREAM_PARAMETERS = [    # of flash_attn_interface.flash_attn_qkvpacked_func, in order
+UPSTREAM_PARAMETERS = [    # flash_attn_interface.flash_attn_qkvpacked_func, in order
     'qkv', 'softmax_scale', 'causal', 'q_descale', 'k_descale', 'v_descale', 'window_size',
     'attention_chunk', 'softcap', 'deterministic', 'num_heads_q', 'sm_margin', 'return_attn_probs']
 UPSTREAM_DEFAULTS = [None, False, None, None, None, (-1, -1), 0, 0.0, False, None, 0, False]

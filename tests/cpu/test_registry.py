@@ -8,7 +8,7 @@ from flash_attn3 import _plan
 from tests import _host
 
 NAMES = [variant.name for variant in FORWARD]
-MASKS = {'CacheSoftcap': 'cache, softcap'}    # of a kind, where it has another name
+MASKS = {'CacheSoftcap': 'cache, softcap'}    # where a kind has another name
 
 
 def built(*names):

@@ -16,7 +16,7 @@ from tests.cpu.drawn import examples
 
 WARPGROUPS = 3
 Q_STAGES = 2
-RINGS = [(2, 0), (3, 0), (3, 2), (3, 3)]    # of K tiles, of V on its way to its ring
+RINGS = [(2, 0), (3, 0), (3, 2), (3, 3)]    # K tiles, and V on its way to its ring
 
 
 class Tile(NamedTuple):

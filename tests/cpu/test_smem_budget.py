@@ -33,8 +33,8 @@ def slice_columns(variant):
 
 
 def buffers(variant):
-    """Bytes of one buffer of each ring of a forward variant, by its name: of a warpgroup's rows of
-    Q, of K, of V. O of 16 bits leaves through the buffers of Q, which are as wide as the wider of
+    """Bytes of one buffer of each ring of a forward variant, by its name: a warpgroup's rows of
+    Q, or K, or V. O of 16 bits leaves through the buffers of Q, which are as wide as the wider of
     the two. FP8: V lies transposed, in rows of whole slices of keys, and has a second ring, `raw
     V`, in which it lies as it comes; O has slices of 64 columns where it is staged, and may lie in
     fp32 in part.
@@ -116,7 +116,7 @@ def test_registers_after_setmaxnreg_fit_in_the_pool(variant):
     for registers in (producer, *consumers):
         assert registers % 8 == 0 and 24 <= producer <= registers <= 256
     pool = WARPGROUP_THREADS * (producer + sum(consumers))
-    ctas = variant.get('ctas_per_sm', 1)    # of the backward always one
+    ctas = variant.get('ctas_per_sm', 1)    # the backward always has one
     assert ctas * pool <= REGISTERS_PER_SM
     # At launch every thread has the same number of registers, rounded down to a multiple of 8.
     at_launch = REGISTERS_PER_SM // ctas // variant['threads'] // 8 * 8

@@ -17,7 +17,7 @@ from tests.cpu.drawn import examples
 from tests.cpu.test_general import EVERY_FEATURE, FEATURES, arguments_of, score_of
 from tests.cpu.test_reference_packed import ints, packed_inputs, sequences, starts
 
-UPSTREAM_PARAMETERS = [    # of flash_attn_interface.flash_attn_varlen_func, in order
+UPSTREAM_PARAMETERS = [    # flash_attn_interface.flash_attn_varlen_func, in order
     'q', 'k', 'v', 'cu_seqlens_q', 'cu_seqlens_k', 'max_seqlen_q', 'max_seqlen_k', 'seqused_q',
     'seqused_k', 'softmax_scale', 'causal', 'qv', 'q_descale', 'k_descale', 'v_descale',
     'window_size', 'attention_chunk', 'softcap', 'num_splits', 'pack_gqa', 'deterministic',

@@ -68,7 +68,8 @@ def test_tag_and_contents(wheel: Path):
         shim = {Path(name).name for name in archive.namelist()
                 if name.startswith('flash_attn3/_shim/flash_attn_3-3.0.0.dist-info/')}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / 'flash_attn3').rglob('*.py')}
-    assert files == modules | {'flash_attn3/_C.abi3.so', 'flash_attn3/_plan.abi3.so'}
+    assert files == modules | {'flash_attn3/_C.abi3.so', 'flash_attn3/_plan.abi3.so',
+                               'flash_attn3/_kernel/metadata.json'}
     assert shim == {'INSTALLER', 'METADATA', 'top_level.txt'}
     assert 'License-Expression: BSD-3-Clause' in metadata
     assert 'Requires-Dist: torch>=2.10' in metadata

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 WIDTHS = {'pred': 1, 'b8': 8, 'u8': 8, 's8': 8, 'b16': 16, 'u16': 16, 's16': 16, 'f16': 16,
           'b32': 32, 'u32': 32, 's32': 32, 'f32': 32, 'b64': 64, 'u64': 64, 's64': 64}
-STATIC_BASE = 1024    # of a CTA's shared memory; the GPU keeps what lies before
+STATIC_BASE = 1024    # where a CTA's shared memory begins; the GPU keeps what lies before
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/', re.DOTALL)
 _PRAGMA = re.compile(r'\.(pragma|loc|file)\b[^;\n]*[;\n]')
 _ENTRY = re.compile(r'\.entry\s+(\w+)\s*\(')
@@ -49,8 +49,8 @@ class Label:
 class Kernel:
     """Attributes:
         registers: width in bits by name; predicates have 1.
-        shared: address of each static variable; static_bytes: of all.
-        most_registers: of a thread; 255 if nothing is said.
+        shared: address of each static variable; static_bytes: their size.
+        most_registers: those a thread may have; 255 if nothing is said.
     """
     name: str
     most_registers: int = 255

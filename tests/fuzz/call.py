@@ -52,7 +52,7 @@ def interleaved(tensors: list[Tensor], name: str) -> list[Tensor]:
 class Call:
     case: GeneralCase
     function: str                 # dense, varlen or qkvpacked
-    layouts: tuple[str, ...]      # of q, k and v, by name; '': contiguous
+    layouts: tuple[str, ...]      # q, k and v have these, by name; '': contiguous
     interleaved: str = ''         # which of them lie in one tensor: kv, qkv or none
     out: str = ''                 # the layout of out=, 'packed', or '' without it
     sm_margin: int = 0

@@ -16,7 +16,7 @@ HEADS = ((4, 4), (4, 2), (6, 2), (4, 1), (8, 1), (3, 3))
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (40, 40), (72, 72), (32, 32),
              (192, 128), (128, 64), (64, 128), (64, 256), (96, 64), (80, 40))
 FP8_HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (96, 96), (48, 48), (192, 128), (64, 128))
-MOST_ROWS = 500    # of q and of k, all sequences together
+MOST_ROWS = 500    # in q and in k, all sequences together
 # Rows of q and k in some sequence: with few pairs plain PyTorch's errors may all be small by luck.
 LEAST_ROWS = 64
 

@@ -19,11 +19,11 @@ from tests.gpu.fp8_calls import call_of
 @dataclass(frozen=True)
 class Fp8Call:
     case: GeneralCase
-    granularity: str              # of the scales, a name in benchmarks.fp8_accuracy.BLOCKS
+    granularity: str              # one of benchmarks.fp8_accuracy.BLOCKS, for the scales
     is_rotated: bool
     accumulation: str             # fast or promote
     out_dtype: str
-    layouts: tuple[str, ...]      # of q, k and v, by name; '': contiguous
+    layouts: tuple[str, ...]      # q, k and v have these, by name; '': contiguous
     out: str = ''                 # the layout of out=, or '' without it
 
     def check(self, device: str | torch.device) -> None:

@@ -48,7 +48,7 @@ def run_block(seed: int, device: str, kind: str, numbers: range) -> list[Outcome
 
 def outcomes(seed: int, device: str, numbers: range, jobs: int,
              kind: str = '') -> Iterator[Outcome]:
-    """Results of all cases in their order; none after one that is the last. kind: of the calls."""
+    """Results of all cases in their order; none after one that is the last. All calls have kind."""
     blocks = [numbers[i:i + BLOCK] for i in range(0, len(numbers), BLOCK)]
     run = functools.partial(run_block, seed, device, kind)
     if jobs == 1:

@@ -21,7 +21,7 @@ from tests.general_cases import GeneralCase
 class Call:
     """A case as the functions take it."""
     case: GeneralCase
-    inputs: Inputs      # of e4m3
+    inputs: Inputs      # all e4m3
     scales: Scales
     lists: dict
 

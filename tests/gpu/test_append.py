@@ -16,7 +16,7 @@ WIDE = pytest.mark.parametrize('dtype', [BF16, FP16], ids=str)
 PAGE_SIZES = (1, 4, 7, 16, 48, 64, 272)
 GUARD = 4096    # bytes on both sides of a cache
 MANTISSA_BITS = {BF16: 8, FP16: 11}
-SMALLEST = {BF16: 2.0 ** -126, FP16: 2.0 ** -24}    # of what a kernel does not flush
+SMALLEST = {BF16: 2.0 ** -126, FP16: 2.0 ** -24}    # smaller ones a kernel flushes to 0
 DELAY_CYCLES = 50_000_000    # about 30 ms
 DEFAULTS = dict(cache_seqlens=None, page_table=None, appended=0, cache_length=-1,
                 cache_batch_idx=None, cache_leftpad=None, cu_seqlens_k_new=None, rotary_cos=None,

@@ -43,8 +43,8 @@ FEATURES = {
     'causal_window': {'causal': True, 'window': (64, 50)}, 'chunk': {'chunk': 100},
     'softcap': {'softcap': 3.0}, 'sinks': {'sinks': 'fp32'},
     'all': {'causal': True, 'window': (150, -1), 'chunk': 180, 'softcap': 5.0, 'sinks': 'bf16'}}
-HEAD_DIMS = (64, 128, 256)    # of the kernels
-ROWS_OF_BLOCKS = (Q_BLOCK, KV_BLOCK, KV_BLOCK)    # of q, k and v
+HEAD_DIMS = (64, 128, 256)    # the kernels have these
+ROWS_OF_BLOCKS = (Q_BLOCK, KV_BLOCK, KV_BLOCK)    # q, k and v
 every_shape = pytest.mark.parametrize('case', SHAPES.values(), ids=SHAPES)
 every_feature = pytest.mark.parametrize('features', FEATURES.values(), ids=FEATURES)
 every_head_dim = pytest.mark.parametrize('head_dim', HEAD_DIMS)

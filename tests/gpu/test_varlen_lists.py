@@ -231,7 +231,7 @@ def test_more_tiles_than_the_rows_can_have(cuda):
 
 
 # ------------------------------------------------------------------------------- FLASH_ATTN3_CHECKS
-BAD_LISTS = [    # of sequences of 3, 0 and 5 queries and 4, 3 and 1 keys; the error
+BAD_LISTS = [    # for sequences of 3, 0 and 5 queries and 4, 3 and 1 keys; the error
     ({'cu_seqlens_q': [0, 3, 2, 8]},
      'cu_seqlens_q[2], the end of sequence 1, to be from 3, its start, to 8, the rows of q, got 2'),
     ({'cu_seqlens_k': [0, 9, 9, 9]},
