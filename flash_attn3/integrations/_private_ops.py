@@ -127,7 +127,8 @@ def by_name(op: OpOverload, function):
 def forward(client: str, call: dict[str, Any]) -> list[Tensor]:
     """Attention as upstream's `fwd` has it: on packed keys, on a cache, or on a batch.
 
-    Scales of a q that is not e4m3 have no effect, as in upstream: vLLM always gives some, of 1.
+    Scales of tensors that are not e4m3 have no effect, as in upstream: vLLM always gives some, of
+    1.
 
     Returns:
         out, which is the one given if there is one; lse; two empty tensors.
@@ -137,8 +138,9 @@ def forward(client: str, call: dict[str, Any]) -> list[Tensor]:
     shared |= dict(window_size=(call['window_size_left'], call['window_size_right']),
                    num_splits=max(0, call['num_splits']))
     q, k, v = call['q'], call['k'], call['v']
-    if q.dtype != torch.float8_e4m3fn:
-        shared |= dict.fromkeys(_SCALES)
+    for name, x in zip(_SCALES, (q, k, v)):
+        if x.dtype != torch.float8_e4m3fn:
+            shared[name] = None
     cache = {ours: call[name] for name, ours in _OF_CACHE.items() if name in call}
     if call['cu_seqlens_k'] is not None:
         out, lse = flash_attn_varlen_func(

@@ -48,12 +48,20 @@ class Problem:
     int_length: bool = False
     sinks: bool = False
     scales: bool = False
+    kv8: bool = False    # the cache is e4m3 under q of the dtype; new keys are exact in e4m3
     options: dict = field(default_factory=dict)
     seed: int = 0
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(
             DTYPES[self.dtype])
+
+    def draw_keys(self, *shape: int) -> Tensor:
+        return self.draw(*shape).to(self.kept)
+
+    @property
+    def kept(self) -> torch.dtype:
+        return DTYPES['e4m3' if self.kv8 else self.dtype]
 
     def build(self) -> Problem:
         """Draws everything; sets arguments, and keys and values of each sequence by slot."""
@@ -62,11 +70,11 @@ class Problem:
         heads_q, heads_k = self.heads
         dim, dim_v = self.dims
         self.q = [self.draw(count, heads_q, dim) for count in self.queries]
-        self.k = [self.draw(length, heads_k, dim) for length in self.lengths]
-        self.v = [self.draw(length, heads_k, dim_v) for length in self.lengths]
-        new = self.new or (0,) * self.batch
-        self.k_new = [self.draw(count, heads_k, dim) for count in new]
-        self.v_new = [self.draw(count, heads_k, dim_v) for count in new]
+        self.k = [self.draw_keys(length, heads_k, dim) for length in self.lengths]
+        self.v = [self.draw_keys(length, heads_k, dim_v) for length in self.lengths]
+        new, dtype = self.new or (0,) * self.batch, DTYPES[self.dtype]
+        self.k_new = [self.draw_keys(count, heads_k, dim).to(dtype) for count in new]
+        self.v_new = [self.draw_keys(count, heads_k, dim_v).to(dtype) for count in new]
         self.place = self._places()
         arguments = dict(q=torch.cat(self.q) if self.packed else torch.stack(self.q),
                          k_cache=self._laid_out(self.k, dim), v_cache=self._laid_out(self.v, dim_v),
@@ -94,7 +102,7 @@ class Problem:
             shape = self.batch * self.capacity // self.page_size + 2, self.page_size, heads, dim
         else:
             shape = (2 if self.idx else 1) * self.batch, self.capacity, heads, dim
-        cache = torch.full(shape, math.nan, dtype=torch.float64).to(DTYPES[self.dtype])
+        cache = torch.full(shape, math.nan, dtype=torch.float64).to(self.kept)
         flat = as_bits(cache).view(-1, heads, dim)
         pads = self.leftpad or (0,) * self.batch
         for place, own, pad in zip(self.place, keys, pads):
