@@ -11,10 +11,11 @@ from flash_attn3.interface_fp8 import (flash_attn_fp8_func, flash_attn_varlen_fp
 from flash_attn3.kvcache import (flash_attn_combine, flash_attn_with_kvcache,
                                  get_scheduler_metadata, merge_states)
 from flash_attn3.planning import built_variants, can_use, explain
+from flash_attn3.trees import pack_tree_mask
 
 __version__ = '0.1.0'
 
 __all__ = ['built_variants', 'can_use', 'explain', 'flash_attn_combine', 'flash_attn_fp8_func',
            'flash_attn_func', 'flash_attn_qkvpacked_func', 'flash_attn_varlen_fp8_func',
            'flash_attn_varlen_func', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
-           'merge_states', 'quantize_fp8']
+           'merge_states', 'pack_tree_mask', 'quantize_fp8']

@@ -64,6 +64,8 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('v_descale', 'Tensor?', None, 'scales'),
     ('float16_out', 'bool', False, 'fp8'),
     ('promote', 'bool', False, 'fp8'),
+    # A mask of bits over the last keys of a sequence: trees.py.
+    ('tree_mask', 'Tensor?', None, 'tree'),
     # The op that quantises first.
     ('rotation_seed', 'int?', 0, 'quantization'),
     ('block_scales', 'bool', True, 'quantization'),

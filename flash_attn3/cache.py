@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from flash_attn3 import _library, _plan, checks, env, reference, reference_fp8
 from flash_attn3.arguments import tuple_of
 from flash_attn3.general import score_of
 from flash_attn3.quantize import E4M3
-from flash_attn3.reference import Inputs, Outputs
+from flash_attn3.reference import Inputs, Outputs, Score
 from flash_attn3.reference_fp8 import Scales
+from flash_attn3.trees import unpacked
 
 # What follows q, k and v of `attend_cache`, and q of `append_cache`.
 Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'lengths', 'pack_gqa',
-                  'sm_margin', 'scales', 'float16_out')
+                  'sm_margin', 'scales', 'tree', 'float16_out')
 Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q', 'k_descale', 'v_descale')
 _Own = Attend | Append
 
@@ -190,6 +192,10 @@ def _rows_of(q: Tensor, own: Attend) -> list[tuple]:
     return [slice(start, start + count) for start, count in zip(starts, used)]
 
 
+def _with_tree(score: Score, rows: Tensor) -> Score:
+    return replace(score, mask=replace(score.mask, tree=unpacked(rows)))
+
+
 def _scaled(x: Tensor, scale: Tensor | None, sequence: int) -> Tensor:
     """x (..., heads_k, head_dim) of one sequence, times its scales."""
     return x if scale is None else x * scale[sequence, :, None].to(x.dtype)
@@ -206,6 +212,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
     keys, values = _keys_of(k, own, len(rows)), _keys_of(v, own, len(rows))
     for sequence, (row, one_k, one_v) in enumerate(zip(rows, keys, values)):
         one = Inputs(*(x[None] for x in (q[row], one_k, one_v)), own.sinks)
+        score = score if own.tree_mask is None else _with_tree(score, own.tree_mask[row])
         if q.dtype == E4M3:
             scales = Scales(*(None if x is None else x[sequence:sequence + 1] for x in (
                 own.q_descale, own.k_descale, own.v_descale)))

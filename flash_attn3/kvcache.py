@@ -27,7 +27,7 @@ _TRACED = tuple(getattr(torch.ops.flash_attn3, name).default
 _EAGER = tuple(_library.bare(op) for op in _TRACED)
 _PLAIN = cache.append_plainly, cache.attend_plainly, cache.attend_out_plainly
 _CACHE_COUNT = len(names('cache'))
-_CU_SEQLENS = cache.Attend._fields.index('cu_seqlens_q')
+_CU_SEQLENS, _SCALES = (cache.Attend._fields.index(name) for name in ('cu_seqlens_q', 'k_descale'))
 
 
 def flash_attn_with_kvcache(
@@ -45,7 +45,7 @@ def flash_attn_with_kvcache(
         scheduler_metadata: Tensor | None = None, num_splits: int = 0,
         pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False, *,
         s_aux: Tensor | None = None, out: Tensor | None = None, split_size: int = 0,
-        out_dtype: torch.dtype | None = None) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+        out_dtype: torch.dtype | None = None, tree_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
     """Attention of queries on the keys and values of a cache, after k and v are appended to it.
 
     Sequence b has the keys in slots cache_leftpad[b] up to cache_seqlens[b] and new ones; masks
@@ -72,6 +72,9 @@ def flash_attn_with_kvcache(
         scheduler_metadata: from `get_scheduler_metadata`; never needed. max_seqlen_q: a hint.
         k_descale, v_descale: (batch, heads_k) float32, of a cache of float8_e4m3fn; q_descale
             likewise, of such a q, whose out_dtype is bfloat16 (default) or float16.
+        tree_mask: from `pack_tree_mask`, (batch, seqlen_q, 4) or (total_q, 4) int32: which of the
+            last seqlen_q keys of its sequence a query sees, besides what the other masks say; at
+            most 128 queries of a sequence.
         others: as in `flash_attn_func`. qv: None.
 
     Returns:
@@ -105,7 +108,7 @@ def flash_attn_with_kvcache(
         cache_leftpad, None if k is None else cu_seqlens_k_new, s_aux, softmax_scale, causal, left,
         right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size, cu_seqlens_q,
         None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q), 0, pack_gqa,
-        sm_margin, q_descale, k_descale, v_descale)
+        sm_margin, q_descale, k_descale, v_descale, tree_mask)
     if (k is not None or v is not None or rotary_cos is not None or rotary_sin is not None
             or rotary_seqlens is not None):
         rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
@@ -164,7 +167,7 @@ def _append(functions: tuple, tensors: tuple[Tensor, Tensor, Tensor, Tensor | No
         cache.check_cuda_contents((q, k_cache, v_cache, out), arguments)
     own = arguments[:_CACHE_COUNT]
     # 16-bit keys for a cache of e4m3 are quantised.
-    scales = () if k.dtype == k_cache.dtype else arguments[-2:]
+    scales = () if k.dtype == k_cache.dtype else arguments[_SCALES:_SCALES + 2]
     is_rotated = any(x is not None for x in rotary[:3])
     if not is_rotated and not scales:
         functions[0](k_cache, v_cache, k, v, None, *own)
@@ -184,9 +187,10 @@ def _attend(functions: tuple, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: 
     """
     (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
      split_size, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
-     v_scale) = arguments
+     v_scale, tree_mask) = arguments
     if (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
-            or q_scale is not None or k_scale is not None or v_scale is not None):
+            or q_scale is not None or k_scale is not None or v_scale is not None
+            or tree_mask is not None):
         short = arguments
     elif return_lse or num_splits != 0 or split_size != 0:
         short = arguments[:17]

@@ -14,11 +14,12 @@ from flash_attn3.cache import Append, Attend
 # What only a call on a cache has.
 _OF_CACHE = ('k_cache', 'v_cache', 'cache', 'rotary_cos', 'rotary_sin', 'cache_seqlens',
              'cache_batch_idx', 'cache_leftpad', 'page_table', 'cu_seqlens_k_new',
-             'rotary_seqlens', 'scheduler_metadata', 'split_size', 'return_softmax_lse')
+             'rotary_seqlens', 'scheduler_metadata', 'split_size', 'return_softmax_lse',
+             'tree_mask')
 # What the op and the public function have under the same names, with their types.
 _SHARED = {argument.name: argument.type for argument in arguments.select(
     'score', 'num_splits', 'split_size', 'cu_seqlens_q', 'cache_batch_idx', 'cache_leftpad',
-    'page_table', 'cu_seqlens_k_new', 'pack_gqa', 'sm_margin', 'scales')
+    'page_table', 'cu_seqlens_k_new', 'pack_gqa', 'sm_margin', 'scales', 'tree')
     if argument.name in arguments.public_names(argument.name)}
 _LISTS = ('cache_seqlens', 'cache_batch_idx', 'cache_leftpad')
 _OTHERS = ('window_size', 's_aux', 'max_seqlen_q', 'out_dtype', 'rotary_interleaved')

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees; a key must pass all three rules.
+    """Which keys a query sees; a key must pass all rules.
 
     Query i stands at key p = i + seqlen_k - seqlen_q.
 
@@ -52,10 +52,12 @@ class Mask:
         causal: no key behind p; replaces the right side of the window.
         window: (left, right): keys p - left to p + right, both included; -1 is no limit.
         chunk: keys of the same chunk as p, where chunks of this size start at key 0; 0 is no limit.
+        tree: (seqlen_q, seqlen_q) bool, which of the last keys; None: all.
     """
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     chunk: int = 0
+    tree: Tensor | None = field(default=None, compare=False)
 
     def hidden(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
         """(seqlen_q, seqlen_k), True where the query does not see the key."""
@@ -70,6 +72,9 @@ class Mask:
         if self.chunk:
             # The floor: positions before key 0 are in chunks that hold no key.
             hidden |= position // self.chunk != key // self.chunk
+        if self.tree is not None and seqlen_k > 0:
+            last = min(seqlen_q, seqlen_k)
+            hidden[:, seqlen_k - last:] |= ~self.tree[:, seqlen_q - last:]
         return hidden
 
 
@@ -96,7 +101,7 @@ class Score:
         if self.softcap:
             capped = torch.tanh(scores / self.softcap)
             scores, slope = self.softcap * capped, 1 - capped * capped
-        if self.mask != Mask():
+        if self.mask != Mask() or self.mask.tree is not None:
             hidden = self.mask.hidden(q.size(1), k.size(1), q.device)
             scores = scores.masked_fill(hidden, -math.inf)
         return scores, slope

@@ -66,6 +66,7 @@ class CacheCase:
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     chunk: int = 0
+    tree: bool = False                      # bits at random over the last keys
     softcap: float = 0.0
     sinks: str = ''                         # a name in SINKS; '': none
     softmax_scale: float | None = None
@@ -161,6 +162,8 @@ class CacheCase:
         if self.sinks:
             change, dtype = SINKS[self.sinks]
             given['s_aux'] = change(normal(heads_q)).to(dtype)
+        if self.tree:
+            given['tree_mask'] = self._tree(generator)
         if self.kept == E4M3 and self.descales:
             for name in 'kv' if self.kv8 else 'qkv':
                 given[f'{name}_descale'] = 0.5 + torch.rand(
@@ -269,6 +272,18 @@ class CacheCase:
             return dict(zip('kv', new), cu_seqlens_k_new=starts(self.new, k.device))
         assert len(set(self.new)) == 1
         return dict(zip('kv', (x.unflatten(0, (self.batch, self.new[0])) for x in new)))
+
+    def _tree(self, generator: torch.Generator) -> Tensor:
+        """A query always sees itself. Bits of columns that a sequence does not have are at random
+        too.
+        """
+        device = generator.device
+        rows = sum(self.queries)
+        visible = torch.rand(rows, 128, generator=generator, device=device) < 0.6
+        own = torch.tensor([i for count in self.queries for i in range(count)], device=device)
+        visible[torch.arange(rows, device=device), own] = True
+        packed = flash_attn3.pack_tree_mask(visible)
+        return packed if self.is_packed else packed.unflatten(0, (self.batch, -1))
 
     def _rotary(self, generator: torch.Generator) -> dict:
         """Tables with angles at random."""

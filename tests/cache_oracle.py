@@ -11,6 +11,7 @@ of the middle of two neighbours either is right, and the LSE may differ by the s
 """
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import NamedTuple
@@ -171,10 +172,28 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
         return Expected(inputs, lengths, ref, None, floor)
     if rotated.ties.any():
         floor = _tie_floor(case, rotated.ties, k, lengths)
-    ref = reference.attend_packed(inputs.to(torch.float64), case.score, lengths, with_row_max=True)
+    tree = arguments.get('tree_mask')
+    ref = attend(inputs.to(torch.float64), case, lengths, tree)
     inputs = inputs._replace(k=k.to(q.dtype), v=v.to(q.dtype))
-    return Expected(inputs, lengths, ref, reference.attend_packed(inputs, case.score, lengths),
-                    floor)
+    return Expected(inputs, lengths, ref, attend(inputs, case, lengths, tree), floor)
+
+
+def attend(inputs: Inputs, case: CacheCase, lengths: Lengths, tree: Tensor | None) -> Outputs:
+    """tree: the bits of all rows; column j of a sequence's last keys is bit j % 32 of word j / 32."""
+    if tree is None:
+        return reference.attend_packed(inputs, case.score, lengths, with_row_max=True)
+    words = tree.reshape(-1, 4).long()
+    bits = torch.stack([words[:, j // 32] >> j % 32 & 1 for j in range(128)], 1).bool()
+    parts = []
+    for rows, keys in lengths.slices():
+        count = rows.stop - rows.start
+        mask = dataclasses.replace(case.score.mask, tree=bits[rows, :count])
+        one = Inputs(*(x[None, part] for x, part in (
+            (inputs.q, rows), (inputs.k, keys), (inputs.v, keys))), inputs.s_aux)
+        score = dataclasses.replace(case.score, mask=mask)
+        parts.append(reference.attend(one, score, with_row_max=True))
+    return Outputs(torch.cat([x.out[0] for x in parts]), torch.cat([x.lse[0] for x in parts], 1),
+                   torch.cat([x.row_max[0] for x in parts], 1))
 
 
 def dequantised(x: Tensor, scale: Tensor | None, counts: Tensor) -> Tensor:

@@ -129,8 +129,10 @@ struct CacheTensors {
   int64_t table_stride = 0;
   int held_by_all = 0;
   int appended = 0;
-  float* parts = nullptr;  // workspace: slots * rows * (head_dim_v of the kernel + 2)
-  int* arrived = nullptr;  // zeros, 2 for each slot and warpgroup
+  uint32_t const* tree = nullptr;  // (batch, seqlen_q) or (total_q) rows of kTreeWords
+  int64_t tree_stride = 0;         // rows of a batch entry
+  float* parts = nullptr;          // workspace: slots * rows * (head_dim_v of the kernel + 2)
+  int* arrived = nullptr;          // zeros, 2 for each slot and warpgroup
 };
 
 // How the keys of a cache are split, and what the parts need.

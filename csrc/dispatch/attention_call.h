@@ -36,6 +36,7 @@ struct AttentionCall {
   CacheArguments cache;
   SplitArguments splits;
   RotaryArguments rotary;
+  TreeArguments tree;
 
   // WHY: a defaulted constructor zeroes all 2.4 KB, 40 ns of each call (g++ 12, 2026-11-25).
   AttentionCall() {}
@@ -65,6 +66,7 @@ struct AttentionCall {
     cache.visit(visitor);
     splits.visit(visitor);
     rotary.visit(visitor);
+    tree.visit(visitor);
   }
 
   bool is_packed() const { return lengths.cu_seqlens_q || lengths.cu_seqlens_k; }

@@ -6,6 +6,7 @@
 #include "dispatch/cache_form.h"
 #include "dispatch/checks_fp8.h"
 #include "dispatch/checks_general.h"
+#include "core/tree_mask.h"
 
 namespace fa3 {
 namespace {
@@ -156,6 +157,38 @@ std::string check_scales(AttentionCall const& call) {
   return {};
 }
 
+// A row of kTreeWords for each query.
+std::string check_tree(AttentionCall const& call) {
+  if (!call.tree.tree_mask) {
+    return {};
+  }
+  TensorMeta const& tree = *call.tree.tree_mask;
+  TensorMeta const& q = call.q;
+  int const rank = q.rank == 4 ? 3 : 2;
+  TensorRule const rule = {
+      "tree_mask",   tree,   rank, {q.size[0], rank == 3 ? q.size[1] : kTreeWords, kTreeWords},
+      Dtype::kOther, "int32"};
+  std::string const error = check_tensor("attend_cache", rule, q);
+  if (!error.empty()) {
+    return error;
+  }
+  if (std::strcmp(tree.dtype_name, "int32") != 0) {
+    return refuse(call, "tree_mask.dtype to be int32", tree.dtype_name, "see pack_tree_mask");
+  }
+  if (rank == 3 && q.size[1] > kTreeColumns) {
+    return refuse(call, text("at most ", kTreeColumns, " queries of a sequence with tree_mask"),
+                  text(q.size[1]));
+  }
+  int const rows = rank - 2;
+  bool const fits = tree.stride[rank - 1] == 1 &&
+                    (tree.size[rows] <= 1 || tree.stride[rows] == kTreeWords) &&
+                    (rank == 2 || tree.stride[0] % kTreeWords == 0) && tree.address % 16 == 0;
+  return fits ? ""
+              : refuse(call, "tree_mask with contiguous rows, at a multiple of 16 bytes",
+                       text("strides ", shape_text(tree.stride, rank)),
+                       "call tree_mask.contiguous()");
+}
+
 std::string check_form(AttentionCall const& call) {
   return check_cache_form(call.out ? "attend_cache_out" : "attend_cache", call, call.q);
 }
@@ -172,9 +205,10 @@ std::string check_memory(AttentionCall const& call) {
 using Check = std::string (*)(AttentionCall const&);
 
 // In this order: each one may rely on those before it.
-constexpr Check kChecks[] = {check_ranks, check_form,   check_seqused, check_out,    check_as_dense,
-                             check_tiles, check_scales, check_lengths, check_memory, check_splits};
-constexpr Check kChecksOfPackedKeys[] = {check_packed_keys, check_splits};
+constexpr Check kChecks[] = {check_ranks,    check_form,   check_seqused, check_out,
+                             check_as_dense, check_tiles,  check_scales,  check_lengths,
+                             check_memory,   check_splits, check_tree};
+constexpr Check kChecksOfPackedKeys[] = {check_packed_keys, check_splits, check_tree};
 
 }  // namespace
 

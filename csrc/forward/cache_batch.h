@@ -112,11 +112,16 @@ struct CacheTiles {
 
 // The share of a warpgroup, of a part.
 template <class Traits>
-CUTE_DEVICE FwdWork<Traits> share_of_part(FwdDeviceParams const& p, FwdWork<Traits> const& part,
+CUTE_DEVICE FwdWork<Traits> share_of_part(CacheDeviceParams const& p, FwdWork<Traits> const& part,
                                           int warpgroup) {
   // The free K tiles of one warpgroup are those of the tile.
   FwdWork<Traits> work =
       Traits::kWarpgroups == 1 ? part : share_of_warpgroup<Traits>(p, part, warpgroup);
+  if (p.tree != nullptr) {  // only keys before the tree are visible to all
+    SeqlenPair const len = work.location.len;
+    int const before = work.location.slot + max_of(0, len.k - len.q);
+    work.keys.free_end = min_of(work.keys.free_end, before / Traits::kTileN);
+  }
   work.keys.free_begin = max_of(work.keys.free_begin, work.keys.begin);
   work.keys.free_end = max_of(work.keys.free_end, work.keys.begin);
   return work;

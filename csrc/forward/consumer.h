@@ -161,7 +161,7 @@ struct FwdConsumer {
   CUTE_DEVICE void exponentiate(int n, Tile& tile, Scale const& scale, Hook const& hook = {}) {
     transform_scores(scale);
     if (kMasked != Masked::kNothing) {
-      tile.limits.template apply<kMasked>(tSrS, n);
+      tile.limits.template apply<kMasked>(p, tSrS, n);
     }
     softmax.template update<kMasked != Masked::kNothing>(tSrS, scale, hook);
   }

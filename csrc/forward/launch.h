@@ -174,6 +174,8 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
   d.row_bytes_k = problem.head_dim * element_bytes(kDtypeKv);
   d.row_bytes_v = problem.head_dim_v * element_bytes(kDtypeKv);
   d.hint = problem.seqlen_q <= positions ? kReadOnce : kKeepInL2;
+  d.tree = reinterpret_cast<uint4 const*>(p.cache.tree);
+  d.tree_stride = int(p.cache.tree_stride);
   d.parts = p.cache.parts;
   d.part_lses = p.cache.parts + schedule.slots * schedule.rows * Traits::kHeadDimV;
   d.group_lses = d.part_lses + schedule.slots * schedule.rows;

@@ -150,7 +150,7 @@ struct SkewedLoop {
     BlockRange const& keys = tile.work.keys;
     if (n >= keys.free_end || (Limits::kHasBegin && n < keys.free_begin)) {
       constexpr Masked kMasked = Limits::kHasBegin ? Masked::kBothEnds : Masked::kEnd;
-      tile.limits.template apply<kMasked>(c.tSrS, n);
+      tile.limits.template apply<kMasked>(c.p, c.tSrS, n);
     }
     c.softmax.template update<true>(c.tSrS, scale);
     c.softmax.pack(c.tSrS, c.tOrP);

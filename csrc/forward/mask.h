@@ -2,6 +2,7 @@
 // masked (core/block_range.h).
 #pragma once
 
+#include "core/tree_mask.h"
 #include "device/fragments.h"
 #include "forward/work.h"
 
@@ -60,15 +61,59 @@ struct ColumnBits {
   }
 };
 
+struct NoTree {
+  template <class Params, class Work>
+  CUTE_DEVICE void start(Params const&, Work const&, int) {}
+  template <class Params, class Scores>
+  CUTE_DEVICE void apply(Params const&, Scores&, int) const {}
+};
+
+// On a cache: the rows of a mask of bits, where the call has one.
+template <class Traits>
+struct TreeRows {
+  int rows[2];
+  int first;  // its column 0, counted from the thread's first column of K tile 0
+
+  CUTE_DEVICE void start(CacheDeviceParams const& p, FwdWork<Traits> const& work, int thread) {
+    CacheLocation const& at = work.location;
+    int const first_row = p.has_packed_queries() ? at.q_end - at.len.q : work.entry * p.tree_stride;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int const position = work.position_begin + p.pack.div(fragment_row(thread) + 8 * r);
+      rows[r] = first_row + min_of(position, at.len.q - 1);
+    }
+    first = at.slot + at.len.k - at.len.q - fragment_column(thread);
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void apply(CacheDeviceParams const& p, Scores& scores, int n) const {
+    if (p.tree == nullptr) {
+      return;
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      uint4 const words = __ldg(p.tree + rows[r]);
+      TreeBits const bits =
+          TreeBits{words.x | uint64_t(words.y) << 32, words.z | uint64_t(words.w) << 32}.from(
+              n * Traits::kTileN - first);
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) {
+        scores(r, c) = bits.test(c / 2 * 8 + c % 2) ? scores(r, c) : -INFINITY;
+      }
+    }
+  }
+};
+
 // The interval of keys that each of this thread's two rows sees. It begins at 0 except under an
 // interval mask.
 template <class Traits, class Counting>
 struct RowLimits {
+  using Params = typename Traits::Params;
   static constexpr bool kHasBegin = Traits::kKind.mask == MaskKind::kInterval;
 
-  CUTE_DEVICE static RowLimits of_tile(FwdDeviceParams const& p, FwdWork<Traits> const& work,
-                                       int thread) {
+  CUTE_DEVICE static RowLimits of_tile(Params const& p, FwdWork<Traits> const& work, int thread) {
     RowLimits limits;
+    limits.tree.start(p, work, thread);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       int const position = work.position_begin + p.pack.div(fragment_row(thread) + 8 * r);
@@ -85,13 +130,14 @@ struct RowLimits {
 
   // Masks the scores of K tile n.
   template <Masked kMasked, class Fragment>
-  CUTE_DEVICE void apply(Fragment& acc, int n) {
+  CUTE_DEVICE void apply(Params const& p, Fragment& acc, int n) {
     auto scores = rows_view(acc);  // (2, (2, J))
     int const first = n * Counting::of_tile(Traits::kTileN);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       Counting::template apply<kMasked>(scores, r, begin(r) - first, end_[r] - first);
     }
+    tree.apply(p, scores, n);
   }
 
  private:
@@ -99,6 +145,7 @@ struct RowLimits {
 
   int begin_[kHasBegin ? 2 : 1];
   int end_[2];
+  cute::conditional_t<Traits::kIsCache, TreeRows<Traits>, NoTree> tree;
 };
 
 }  // namespace fa3

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/cache_keys.h"
+#include "core/tree_mask.h"
 #include "dispatch/cache_form.h"
 #include "dispatch/checks_cache.h"
 #include "dispatch/given_tensor.h"
@@ -68,6 +69,11 @@ void read_cache(CacheTensors& tensors, AttentionCall const& call, int capacity) 
   tensors.held_by_all =
       cache.cache_length < 0 ? capacity : int(std::min<int64_t>(cache.cache_length, capacity));
   tensors.appended = int(std::min<int64_t>(cache.appended, capacity));
+  if (call.tree.tree_mask) {
+    TensorMeta const& tree = *call.tree.tree_mask;
+    tensors.tree = reinterpret_cast<uint32_t const*>(tree.address);
+    tensors.tree_stride = tree.rank == 3 ? tree.stride[0] / kTreeWords : 0;
+  }
 }
 
 class CacheLaunch {
@@ -127,7 +133,7 @@ template <bool kHasOut>
 void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   constexpr int kArguments = CacheArguments::kCount + ScoreArguments::kCount +
                              SplitArguments::kCount + LengthArguments::kCount + 2 +
-                             ScaleArguments::kCount + !kHasOut;
+                             ScaleArguments::kCount + TreeArguments::kCount + !kHasOut;
   expect_schema(kHasOut ? "attend_cache_out" : kOp, {num_args, num_outputs},
                 {3 + kHasOut + kArguments, 2 - kHasOut});
   ForwardCall args(stack, kHasOut);
@@ -137,6 +143,7 @@ void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) 
   args.args.read(call.execution.pack_gqa);
   args.args.read(call.execution.sm_margin);
   args.args.read_groups(call.scales);
+  args.args.read_groups(call.tree);
   if (!kHasOut) {
     args.args.read(call.fp8.float16_out);
   }
