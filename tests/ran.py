@@ -1,6 +1,8 @@
 """How often attention of this package ran in a block of code, whoever called it."""
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,6 +24,8 @@ class Ran:
 
     def __enter__(self) -> Ran:
         on_gpu = self._device.type == 'cuda'
+        if on_gpu:
+            _warm_up(self._device)
         activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
         self._profile = profile(activities=[activity], acc_events=True)
         self._profile.__enter__()
@@ -42,3 +46,11 @@ class Ran:
             self.forwards, self.backwards = (
                 sum(any(word in name for word in words) for name in self.names)
                 for words in (_FORWARDS, _BACKWARDS))
+
+
+@functools.cache
+def _warm_up(device: torch.device) -> None:
+    """The first profile of a process may lose kernels while the profiler starts."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True):
+        torch.ones(1, device=device).add_(1)
+        torch.cuda.synchronize(device)
