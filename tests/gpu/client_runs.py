@@ -197,7 +197,7 @@ def check_xformers_training(fmha, name: str, given, head_dim: int, one_tensor: b
 def check_xformers_caches(fmha, head_dim: int, device: torch.device) -> None:
     """Queries at the end of each sequence, of a cache of two sequences with 4 pages of 64 each."""
     bias, flash3 = fmha.attn_bias, fmha.flash3
-    room, page, used, left = 256, 64, (200, 131), (0, 70)
+    room, page, used, left = 256, 64, (200, 181), (0, 70)
     k, v = (randn(device, 1, 2 * room, 2, head_dim) for _ in range(2))
     table = torch.tensor([[3, 1, 6, 2], [0, 7, 4, 5]], dtype=torch.int32, device=device)
     for rows in ((33, 5), (1, 1)):
@@ -205,9 +205,10 @@ def check_xformers_caches(fmha, head_dim: int, device: torch.device) -> None:
             rows, room, used, device=device)
         gappy = bias.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(
             rows, [left[0], room + left[1], 2 * room], used, device=device)
-        paged = padded.make_paged(table, page, bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask)
-        pages = (paged, gappy.make_paged(
-            table, page, room, bias.PagedBlockDiagonalCausalWithOffsetGappyKeysMask))
+        pages = (
+            padded.make_paged(table, page, bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask),
+            gappy.make_paged(table, page, room,
+                             bias.PagedBlockDiagonalCausalWithOffsetGappyKeysMask))
         splits = [(given, flash3.FwOp_KVSplit) for given in pages if rows == (1, 1)]
         for given, operator in [(x, flash3.FwOp) for x in (padded, gappy, *pages)] + splits:
             # (batch, rows, groups, heads in the group, head_dim)
@@ -217,8 +218,9 @@ def check_xformers_caches(fmha, head_dim: int, device: torch.device) -> None:
                 got = fmha.memory_efficient_attention_forward(q, *expanded, given, op=operator)
             assert ran.forwards, ran.names
             mask = given.materialize((1, 1, sum(rows), 2 * room), device=device)
+            folded = q.flatten(2, 3), k, v
             check_calls(f'{type(given).__name__}, {operator.NAME}, {rows}', [
-                [got.flatten(2, 3)], *([plain(*(y.to(dtype) for y in (q.flatten(2, 3), k, v)), mask)]
+                [got.flatten(2, 3)], *([plain(*(x.to(dtype) for x in folded), mask)]
                                        for dtype in (torch.float64, torch.bfloat16))])
 
 
