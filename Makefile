@@ -61,8 +61,8 @@ test-emulated: build
 test-clients: build $(CLIENTS)/ready
 	$(CLIENTS)/bin/python -m pytest $(addprefix tests/cpu/test_integrations_,clients.py encoders.py \
 	  kernels.py lightning.py training.py)
-	$(CLIENTS)/bin/python -m pytest --device cpu tests/gpu/test_integrations_vllm.py \
-	  tests/gpu/test_integrations_sglang.py
+	$(CLIENTS)/bin/python -m pytest --device cpu $(addprefix tests/gpu/test_integrations_,clients.py \
+	  training.py vllm.py sglang.py)
 
 test-versions: build $(CLIENTS)/ready
 	$(CLIENTS)/bin/python -m tests.client_versions 'torch==2.10.*' 'transformers==5.17.*'
