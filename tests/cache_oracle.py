@@ -14,13 +14,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_attn3 import reference, reference_fp8
-from flash_attn3.reference import Inputs, Lengths, Outputs
+from flash_attn3.reference import Inputs, Lengths, Outputs, Score
 from flash_attn3.reference_fp8 import Scales
 
 from tests import compare, fp8_data
@@ -167,8 +168,10 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
     inputs = Inputs(rotated.values, k, v, arguments.get('s_aux'))
     floor = torch.zeros(q.size(1), q.size(0), dtype=torch.float64, device=device)
     if case.wide == E4M3:
-        scales = scales_of(arguments)
-        ref = reference_fp8.attend(inputs, scales, case.score, lengths, with_row_max=True)
+        ref = None
+        if not case.tree:
+            ref = reference_fp8.attend(inputs, scales_of(arguments), case.score, lengths,
+                                       with_row_max=True)
         return Expected(inputs, lengths, ref, None, floor)
     if rotated.ties.any():
         floor = _tie_floor(case, rotated.ties, k, lengths)
@@ -179,21 +182,26 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
 
 
 def attend(inputs: Inputs, case: CacheCase, lengths: Lengths, tree: Tensor | None) -> Outputs:
-    """tree: the bits of all rows; column j of a sequence's last keys is bit j % 32 of word j / 32."""
     if tree is None:
         return reference.attend_packed(inputs, case.score, lengths, with_row_max=True)
-    words = tree.reshape(-1, 4).long()
-    bits = torch.stack([words[:, j // 32] >> j % 32 & 1 for j in range(128)], 1).bool()
-    parts = []
-    for rows, keys in lengths.slices():
-        count = rows.stop - rows.start
-        mask = dataclasses.replace(case.score.mask, tree=bits[rows, :count])
-        one = Inputs(*(x[None, part] for x, part in (
-            (inputs.q, rows), (inputs.k, keys), (inputs.v, keys))), inputs.s_aux)
-        score = dataclasses.replace(case.score, mask=mask)
-        parts.append(reference.attend(one, score, with_row_max=True))
+    parts = [reference.attend(one, score, with_row_max=True)
+             for _, one, score in each_sequence(inputs, case, lengths, tree)]
     return Outputs(torch.cat([x.out[0] for x in parts]), torch.cat([x.lse[0] for x in parts], 1),
                    torch.cat([x.row_max[0] for x in parts], 1))
+
+
+def each_sequence(inputs: Inputs, case: CacheCase, lengths: Lengths,
+                  tree: Tensor) -> Iterator[tuple[slice, Inputs, Score]]:
+    """The rows of a sequence, its tensors with a batch of 1, its score. tree: the bits of all rows;
+    column j of a sequence's last keys is bit j % 32 of word j / 32.
+    """
+    words = tree.reshape(-1, 4).long()
+    bits = torch.stack([words[:, j // 32] >> j % 32 & 1 for j in range(128)], 1).bool()
+    for rows, keys in lengths.slices():
+        mask = dataclasses.replace(case.score.mask, tree=bits[rows, :rows.stop - rows.start])
+        one = Inputs(*(x[None, part] for x, part in (
+            (inputs.q, rows), (inputs.k, keys), (inputs.v, keys))), inputs.s_aux)
+        yield rows, one, dataclasses.replace(case.score, mask=mask)
 
 
 def dequantised(x: Tensor, scale: Tensor | None, counts: Tensor) -> Tensor:
@@ -235,12 +243,24 @@ def check_shapes(case: CacheCase, arguments: dict, got: Returned) -> None:
         assert got.lse.dtype == torch.float32
 
 
+def check_fp8_trees(case: CacheCase, arguments: dict, own: Returned, want: Expected) -> None:
+    sequences = each_sequence(want.inputs, case, want.lengths, arguments['tree_mask'])
+    for b, (rows, one, score) in enumerate(sequences):
+        scales = Scales(*(None if x is None else x[b:b + 1] for x in scales_of(arguments)))
+        fp8_data.check_fp8(own.out[None, rows], one, scales, score)
+        if own.lse is not None:
+            fp8_data.check_fp8_lse(own.lse[None, :, rows], one, scales, score)
+
+
 def check_result(case: CacheCase, arguments: dict, got: Returned,
                  want: Expected | None = None) -> None:
     """Holds out and LSE to the bar. arguments: with the caches as the call has left them."""
     check_shapes(case, arguments, got)
     want = want or expected(case, arguments)
     own, (ref, pt) = packed(case, got), (want.ref, want.pt)
+    if case.wide == E4M3 and case.tree:
+        check_fp8_trees(case, arguments, own, want)
+        return
     if case.wide == E4M3:
         same = want.inputs, scales_of(arguments), case.score, want.lengths
         fp8_data.check_fp8(own.out, *same)

@@ -32,23 +32,6 @@ PrepareParams prepare_params(FwdParams const& params, FwdConfig const& config) {
   return prepare;
 }
 
-// A launch for each part of v's columns that one can take: mostly all.
-void launch_columns(FwdParams const& params, int variant, void* stream) {
-  int const all = params.problem.head_dim_v;
-  int const step = value_columns(all);
-  for (int first = 0; first < all; first += step) {
-    FwdParams part = params;
-    part.problem.head_dim_v = std::min(step, all - first);
-    constexpr int kOutBytes = 2;
-    part.v.data = static_cast<char*>(params.v.data) + first * element_bytes(params.problem.dtype);
-    part.o.data = static_cast<char*>(params.o.data) + first * kOutBytes;
-    if (part.problem.is_packed) {
-      launch_prepare(prepare_params(part, kFwdVariants[variant]), stream);
-    }
-    kFwdLaunchers[variant](part, stream);
-  }
-}
-
 }  // namespace
 
 void require_built(int variant) {
@@ -58,7 +41,20 @@ void require_built(int variant) {
 }
 
 void launch_variant(FwdParams const& params, int variant, void* stream) {
-  kFwdLaunchers[variant](params, stream);
+  FwdConfig const& config = kFwdVariants[variant];
+  int const all = params.problem.head_dim_v;
+  int const step = value_columns(all);
+  for (int first = 0; first < all; first += step) {
+    FwdParams part = params;
+    part.problem.head_dim_v = std::min(step, all - first);
+    constexpr int kOutBytes = 2;
+    part.v.data = static_cast<char*>(params.v.data) + first * element_bytes(config.dtype_kv);
+    part.o.data = static_cast<char*>(params.o.data) + first * kOutBytes;
+    if (part.problem.is_packed && !config.kind.is_cache()) {
+      launch_prepare(prepare_params(part, config), stream);
+    }
+    kFwdLaunchers[variant](part, stream);
+  }
 }
 
 ForwardLaunch::ForwardLaunch(FwdParams& params) : plan_(plan_forward(params.problem)) {
@@ -72,7 +68,7 @@ void ForwardLaunch::run(char const* op, FwdParams& params, OwnedTensor const& ou
   void* stream = nullptr;
   int const device = describe(out).device_index;
   require(aoti_torch_get_current_cuda_stream(device, &stream), "read the current stream");
-  launch_columns(params, plan_.variant, stream);
+  launch_variant(params, plan_.variant, stream);
   target.finish();
 }
 

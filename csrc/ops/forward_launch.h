@@ -9,7 +9,8 @@ namespace fa3 {
 // Throws if the variant is not in this build.
 void require_built(int variant);
 
-// One launch; params and its schedule are complete.
+// A launch for each part of v's columns that one can take: mostly one. params and its schedule are
+// complete.
 void launch_variant(FwdParams const& params, int variant, void* stream);
 
 class ForwardLaunch {

@@ -15,7 +15,7 @@ EDGES = (0, 1, 2, 16, 63, 64, 65, 80, 127, 128, 129, 176, 192, 256, 257)
 PAGE_SIZES = (0, 0, 0, 1, 4, 7, 16, 16, 48, 64, 64, 128, 256, 272)
 HEADS = ((4, 4), (4, 2), (6, 2), (6, 6), (8, 1), (7, 1), (16, 1), (14, 2))
 HEAD_DIMS = ((64, 64), (128, 128), (128, 128), (256, 256), (192, 128), (96, 96), (192, 192),
-             (40, 40), (72, 72), (64, 128), (128, 64))
+             (40, 40), (72, 72), (64, 128), (128, 64), (64, 512))
 FP8_HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (48, 48))
 # Keys of the first sequence: with few, plain PyTorch's errors may all be small by luck.
 LEAST_KEYS, MOST_KEYS = 64, 900
@@ -90,6 +90,7 @@ def drawn(pick: random.Random) -> CacheCall:
     dtype = pick.choice(('bf16', 'bf16', 'fp16', 'e4m3'))
     wide = dtype != 'e4m3'
     kv8 = wide and pick.random() < 0.25
+    tree = pick.random() < 0.1
     head_dim, head_dim_v = pick.choice(HEAD_DIMS if wide else FP8_HEAD_DIMS)
     heads = pick.choice(HEADS)
     is_packed, batch = pick.random() < 0.4, pick.choice((1, 2, 3, 5, 9))
@@ -116,6 +117,6 @@ def drawn(pick: random.Random) -> CacheCall:
         tuple(zip(queries, used)), capacity, page_size, head_dim, head_dim_v, dtype, heads,
         is_packed, batch_idx=not page_size and pick.random() < 0.3,
         layout=pick.choice(LAYOUTS) if pick.random() < 0.4 else '',
-        kv8=kv8, descales=pick.random() < 0.7, float16_out=not wide and pick.random() < 0.3,
+        kv8=kv8, tree=tree and max(queries) <= 128, descales=pick.random() < 0.7, float16_out=not wide and pick.random() < 0.3,
         **own, **mask, **score_of(pick), **execution_of(pick))
     return CacheCall(case)

@@ -9,7 +9,8 @@ import random
 import pytest
 import torch
 
-from flash_attn3 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn3 import (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache,
+                         pack_tree_mask)
 
 from tests import compare
 from tests.cache_cases import LAYOUTS, CacheCase, as_bits, call, copied, ints, mixed
@@ -75,6 +76,7 @@ PAGE_SIZES = (0, 1, 4, 7, 16, 48, 64, 128, 256, 272)
 DECODE = CacheCase(mixed(7, 700), heads=(8, 2))
 TALL = CacheCase(((5, 300), (5, 4), (5, 650)), heads=(4, 2), causal=True)
 KINDS = [('bf16', 64, 64), ('fp16', 128, 128), ('bf16', 192, 192), ('bf16', 192, 128),
+         ('bf16', 64, 512), ('fp16', 40, 304),    # values by two launches
          ('fp16', 256, 256), ('bf16', 96, 96), ('fp16', 40, 40), ('e4m3', 64, 64),
          ('e4m3', 128, 128), ('e4m3', 256, 256), ('e4m3', 192, 128),
          ('bf16_kv8', 64, 64), ('fp16_kv8', 64, 64), ('bf16_kv8', 128, 128),
@@ -135,6 +137,41 @@ def test_new_keys_are_quantised(dtype, rotary, interleaved, descales, device):
     dict(split_size=128), dict(is_packed=True), dict(out=True)], ids=str)
 def test_features_on_a_cache_of_fp8(dtype, changes, device):
     check_case(of(TALL, (dtype, 128, 128), page_size=16, **changes), device)
+
+
+TREE = CacheCase(((5, 300), (5, 5), (5, 650)), heads=(4, 2), tree=True)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize('dtype', ['bf16', 'fp16', 'e4m3', 'bf16_kv8'])
+@pytest.mark.parametrize('head_dims', [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize('page_size', [0, 16])
+def test_trees(page_size, head_dims, dtype, device):
+    """Bits at random; a sequence of no other keys than those of its tree."""
+    check_case(of(TREE, (dtype, *head_dims), page_size=page_size), device)
+
+
+@pytest.mark.parametrize('changes', [
+    dict(causal=True), dict(window=(100, -1)), dict(window=(3, 1)), dict(softcap=5.0),
+    dict(num_splits=3), dict(split_size=128), dict(leftpad=(7, 0, 300)), dict(pack_gqa=False),
+    dict(heads=(6, 1)), dict(new=(5, 5, 5), page_size=7, rotary=0.5, causal=True),
+    dict(lengths=((128, 300), (128, 128), (128, 193))), dict(lengths=((77, 300), (77, 130))),
+    dict(lengths=((70, 300), (1, 4), (0, 9), (128, 1000), (13, 20)), is_packed=True),
+    dict(lengths=((9, 5), (9, 0), (9, 100)))], ids=str)
+def test_trees_with(changes, device):
+    """Other masks hold too. Trees across borders of K tiles and warpgroups; fewer keys than
+    queries.
+    """
+    check_case(dataclasses.replace(TREE, **changes), device)
+
+
+def test_a_causal_tree_is_causal(device):
+    """Bit for bit."""
+    case = dataclasses.replace(TREE, tree=False, lengths=((64, 700), (64, 64)), causal=True)
+    arguments = case.arguments(device)
+    tree = pack_tree_mask(torch.ones(2, 64, 64, dtype=torch.bool, device=device).tril())
+    check_same(run(case, arguments | dict(causal=False, tree_mask=tree))[0],
+               run(case, arguments)[0])
 
 
 def test_nan_in_a_cache_of_fp8(device):
