@@ -128,6 +128,7 @@ struct CacheTensors {
   int64_t table_stride = 0;
   int held_by_all = 0;
   int appended = 0;
+  int first_slot = 0;      // without `leftpad`
   float* parts = nullptr;  // workspace: slots * rows * (head_dim_v of the kernel + 2)
   int* arrived = nullptr;  // zeros, 2 for each slot and warpgroup
 };

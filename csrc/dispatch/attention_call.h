@@ -35,6 +35,7 @@ struct AttentionCall {
   std::optional<TensorMeta> v_new;
   CacheArguments cache;
   SplitArguments splits;
+  FirstSlotArgument first;
   RotaryArguments rotary;
 
   // WHY: a defaulted constructor zeroes all 2.4 KB, 40 ns of each call (g++ 12, 2026-11-25).
@@ -64,6 +65,7 @@ struct AttentionCall {
     visitor("v_new", v_new);
     cache.visit(visitor);
     splits.visit(visitor);
+    first.visit(visitor);
     rotary.visit(visitor);
   }
 
