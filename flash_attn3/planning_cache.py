@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import _plan, arguments, checks, fp8
+from flash_attn3 import _plan, arguments, checks, fp8, prefix
 from flash_attn3.cache import Append, Attend
 
 # What only a call on a cache has.
 _OF_CACHE = ('k_cache', 'v_cache', 'cache', 'rotary_cos', 'rotary_sin', 'cache_seqlens',
              'cache_batch_idx', 'cache_leftpad', 'page_table', 'cu_seqlens_k_new',
-             'rotary_seqlens', 'scheduler_metadata', 'split_size', 'return_softmax_lse')
+             'rotary_seqlens', 'scheduler_metadata', 'split_size', 'return_softmax_lse',
+             'shared_prefix')
 # What the op and the public function have under the same names, with their types.
 _SHARED = {argument.name: argument.type for argument in arguments.select(
     'score', 'num_splits', 'split_size', 'cu_seqlens_q', 'cache_batch_idx', 'cache_leftpad',
@@ -22,6 +23,8 @@ _SHARED = {argument.name: argument.type for argument in arguments.select(
     if argument.name in arguments.public_names(argument.name)}
 _LISTS = ('cache_seqlens', 'cache_batch_idx', 'cache_leftpad')
 _OTHERS = ('window_size', 's_aux', 'max_seqlen_q', 'out_dtype', 'rotary_interleaved')
+
+_CHUNK = arguments.names('cache', 'score').index('softcap') - 1
 
 # An estimate of the time of a call on an H200: its bytes at this rate, and the time of a short one.
 _BYTES_PER_US = 4.0e6
@@ -69,6 +72,11 @@ def reasons_and_plan(tensors: Mapping[str, Tensor | None],
         own = _attend_of(tensors, given)
     except RuntimeError as problem:
         return [*reasons, str(problem)], {}
+    count = given.get('shared_prefix', 0)
+    if count != 0 and (text := prefix.problem_text(
+            op, tuple(tensors[name] for name in ('q', 'k_cache', 'v_cache', 'out')), own, count,
+            own[_CHUNK])):
+        reasons.append(text)
     if k is not None and (text := _append_problem(tensors, own, given)):
         reasons.append(text)
     described = {'q': tensors['q'], 'k': tensors['k_cache'], 'v': tensors['v_cache'],

@@ -29,18 +29,24 @@ def checked(op: str, tensors: Tensors, arguments: tuple, count: int, chunk: int)
     Raises:
         RuntimeError: the result would not be exact, or the ops refuse the call.
     """
-    if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)) or count < 0:
-        raise RuntimeError(checks.error(op, 'shared_prefix to be an int of 0 or more', repr(count)))
-    own = Attend(*arguments)._replace(first_slot=count)
-    window = own.window_left, own.window_right
-    if window != (-1, -1) or chunk != 0:
-        raise RuntimeError(checks.error(
-            op, 'no window and no chunks with shared_prefix', f'{window} and {chunk}',
-            'each query must see all shared keys'))
-    if problem := _problem(tensors, own):
-        raise RuntimeError(checks.error(op, *problem))
+    own = Attend(*arguments)
+    if text := problem_text(op, tensors, own, count, chunk):
+        raise RuntimeError(text)
+    own = own._replace(first_slot=count)
     _check_contents(tensors, own)
     return own if _batch_of(tensors[0], own) > 1 else arguments
+
+
+def problem_text(op: str, tensors: Tensors, own: Attend, count: int, chunk: int) -> str:
+    """Why a call with `count` shared keys would not be exact, or ''; contents are not read."""
+    if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)) or count < 0:
+        return checks.error(op, 'shared_prefix to be an int of 0 or more', repr(count))
+    window = own.window_left, own.window_right
+    if window != (-1, -1) or chunk != 0:
+        return checks.error(op, 'no window and no chunks with shared_prefix',
+                            f'{window} and {chunk}', 'each query must see all shared keys')
+    problem = _problem(tensors, own._replace(first_slot=count))
+    return checks.error(op, *problem) if problem else ''
 
 
 def _problem(tensors: Tensors, own: Attend) -> tuple | None:
@@ -140,7 +146,12 @@ def attend(attend_cache: Callable, tensors: Tensors, own: Attend,
 
 def short(own: Attend) -> tuple:
     """Without the last ones, where they are defaults: PyTorch takes time for each."""
-    return own[:_AFTER_FIRST_SLOT] if own[_AFTER_FIRST_SLOT:] == _REST else own
+    if is_compiling():
+        return own
+    for x, default in zip(own[_AFTER_FIRST_SLOT:], _REST):
+        if x is not default:
+            return own
+    return own[:_AFTER_FIRST_SLOT]
 
 
 def _of_shared(tensors: tuple[Tensor, Tensor, Tensor],

@@ -63,7 +63,7 @@ FEATURES = {
     'softcap': {'softcap': 15.0}, 'sinks': {'sinks': 'fp32'}, 'huge_sinks': {'sinks': 'huge'},
     'scale': {'softmax_scale': 0.3}, 'sharp': {'logit_std': 6.0}, 'one_part': {'num_splits': 1},
     'parts': {'num_splits': 7}, 'size': {'split_size': 128}, 'unpacked': {'pack_gqa': False},
-    'margin': {'sm_margin': 20}, 'out': {'out': True}, 'no_lse': {'lse': False},
+    'margin': {'sm_margin': 1}, 'out': {'out': True}, 'no_lse': {'lse': False},
     'heads_first': {'layout': 'heads_first'}, 'both': {'layout': 'rows_of_both'},
     'number': {'length_as': 'int', 'lengths': ((3, 250),) * 4},
     'whole': {'length_as': 'none', 'lengths': ((3, 256),) * 4},
