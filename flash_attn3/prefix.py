@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, cache, checks, merging
+from flash_attn3 import _library, cache, checks, env, merging
 from flash_attn3.cache import Attend
 from flash_attn3.quantize import E4M3
 
@@ -112,15 +112,14 @@ def out_problem(q: Tensor, v: Tensor, out: Tensor | None, dtype: torch.dtype) ->
 def _check_contents(tensors: Tensors, own: Attend) -> None:
     """Raises RuntimeError for what lists contain, where they can be read, before any work."""
     q, k, v, _ = tensors
-    if is_compiling():
+    on_gpu = q.is_cuda and not is_compiling() and _library.kernels_serve(q.device)
+    if is_compiling() or (on_gpu and not env.CHECK_CONTENTS):
         return
-    if not (q.is_cuda and _library.kernels_serve(q.device)):
-        cache.check_attend(tensors, own)
-        if _batch_of(q, own) > 1:
-            (q, k, v), shared = _of_shared((q, k, v), own)
-            cache.check_attend((q, k, v, None), shared)
-    else:
-        cache.check_cuda_contents(tensors, own)
+    check = cache.check_cuda_contents if on_gpu else cache.check_attend
+    check(tensors, own)
+    if _batch_of(q, own) > 1:
+        (q, k, v), shared = _of_shared((q, k, v), own)
+        check((q, k, v, None), shared)
 
 
 # ---------------------------------------------------------------------------------------- attention

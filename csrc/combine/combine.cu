@@ -121,6 +121,8 @@ CUTE_DEVICE void store_columns(CombineParams const& p, CombineRow const& row,
 // Where a row of each part lies: the parts of a stack are equally far apart.
 template <class Element, bool kIsStack>
 struct PartRows {
+  static constexpr bool kIsOneTensor = kIsStack;
+
   CombineParams const& p;
   CombineRow const& row;
   Element const* first;
@@ -165,13 +167,14 @@ struct PartRows {
 template <bool kIsVector, class Parts>
 CUTE_DEVICE void add_parts(CombineParams const& p, CombineRow const& row, Parts const& parts,
                            PartWeights const& weights, float (&sums)[kLaneColumns]) {
+  constexpr int kUnrolled = Parts::kIsOneTensor ? 8 : kMostMergedParts;  // loads in flight
   for (int begin = 0; begin < p.parts; begin += 32) {
     int const own_part = begin + lane_of_warp();
     float const own_lse = own_part < p.parts ? parts.lse(own_part) : -INFINITY;
     float const own_weight = weights.weight(own_lse);
     uint32_t const used = __ballot_sync(kAllLanes, own_lse != -INFINITY);
     int const count = min_of(32, p.parts - begin);
-#pragma unroll 8
+#pragma unroll kUnrolled
     for (int i = 0; i < count; ++i) {
       float const weight = __shfl_sync(kAllLanes, own_weight, i);
       float columns[kLaneColumns] = {};

@@ -191,6 +191,7 @@ def test_can_use_knows_it():
 
 @pytest.mark.parametrize('changes, text', [
     (dict(cache_seqlens=ints([9, 7, 20])), 'cache_seqlens[1] to be at least 8'),
+    (dict(page_table=ints([[0, 99, 2, 3, 4, 5]] * 3)), 'page_table[0, 1] to be from 0 to'),
     (dict(cache_seqlens=ints([9, 8, 20]), causal=True), 'as many keys behind the 8 shared ones')])
 def test_contents_on_a_gpu_where_asked_for(changes, text, monkeypatch):
     """As if these tensors were on one, with ops that read no contents."""
