@@ -57,7 +57,7 @@ class Cell:
         """That have to be read and written, each once."""
         size, new = DTYPES[self.dtype].itemsize, self.queries if self.appends else 0
         shared = self.prefix * (self.batch - 1)
-        rows = sum(self.lengths) - shared + 3 * new * self.batch    # new: read, written, attended to
+        rows = sum(self.lengths) - shared + 3 * new * self.batch    # new: read, written, read
         keys = 2 * rows * self.heads_k
         return size * self.head_dim * (keys + 2 * self.batch * self.queries * self.heads)
 

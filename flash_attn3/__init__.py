@@ -16,6 +16,6 @@ from flash_attn3.planning import built_variants, can_use, explain
 __version__ = '0.1.0'
 
 __all__ = ['PrefixLevel', 'built_variants', 'can_use', 'explain', 'flash_attn_combine',
-           'flash_attn_fp8_func', 'flash_attn_func', 'flash_attn_qkvpacked_func', 'flash_attn_varlen_fp8_func',
-           'flash_attn_varlen_func', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
-           'merge_states', 'quantize_fp8', 'shared_prefix_attn']
+           'flash_attn_fp8_func', 'flash_attn_func', 'flash_attn_qkvpacked_func',
+           'flash_attn_varlen_fp8_func', 'flash_attn_varlen_func', 'flash_attn_with_kvcache',
+           'get_scheduler_metadata', 'merge_states', 'quantize_fp8', 'shared_prefix_attn']

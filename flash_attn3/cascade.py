@@ -130,7 +130,7 @@ def _checked(q: Tensor, levels: Sequence, shared: Attend) -> Sequence:
 
 
 def _check_level(q: Tensor, number: int, level: PrefixLevel) -> None:
-    """Of its types and sizes; the op checks the rest."""
+    """Types and sizes; the op checks the rest."""
     table, length, starts, _ = level
     for name, x, dims in (('page_table', table, 2), ('seqlens', length, 1),
                           ('cu_seqlens_q', starts, 1)):

@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 from flash_attn3 import _library, cache, checks, derivatives, env, fallback, fp8, prefix, sharding
 from flash_attn3.arguments import names
 from flash_attn3.merging import flash_attn_combine, merge_states
+from flash_attn3.prefix import Result
 
 __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
            'merge_states']
@@ -27,7 +28,6 @@ _TRACED = tuple(getattr(torch.ops.flash_attn3, name).default
 _EAGER = tuple(_library.bare(op) for op in _TRACED)
 _PLAIN = cache.append_plainly, cache.attend_plainly, cache.attend_out_plainly
 _CACHE_COUNT = len(names('cache'))
-_FIRST_SLOT = cache.Attend._fields.index('first_slot')
 _CU_SEQLENS = cache.Attend._fields.index('cu_seqlens_q')
 
 
@@ -46,8 +46,7 @@ def flash_attn_with_kvcache(
         scheduler_metadata: Tensor | None = None, num_splits: int = 0,
         pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False, *,
         s_aux: Tensor | None = None, out: Tensor | None = None, split_size: int = 0,
-        out_dtype: torch.dtype | None = None,
-        shared_prefix: int = 0) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+        out_dtype: torch.dtype | None = None, shared_prefix: int = 0) -> Result:
     """Attention of queries on the keys and values of a cache, after k and v are appended to it.
 
     Sequence b has the keys in slots cache_leftpad[b] up to cache_seqlens[b] and new ones; masks
@@ -64,13 +63,11 @@ def flash_attn_with_kvcache(
             are rotated from position cache_seqlens (or rotary_seqlens) on; without causal and
             window all q at that one. rotary_interleaved: pairs (2i, 2i + 1), else halves.
         cache_seqlens: (batch,) int32 or one number: keys before the append. Default: all slots.
-        cache_batch_idx, cache_leftpad, rotary_seqlens: (batch,) int32: row of the cache; first slot
-            that counts; first position.
+        cache_batch_idx, cache_leftpad, rotary_seqlens: (batch,) int32: row, first slot, position.
         page_table: (batch, pages) int32; entries past the need are never followed.
         num_splits: parts of the keys of a tile, at most; 1: none, 0: by plan. split_size: keys of
             a part, so that the bits of a sequence depend on its own lengths alone.
-        shared_prefix: first keys that all sequences share, whole pages: read once, from the pages
-            or the row of the first sequence. No windows, chunks, leftpad; one descale for all.
+        shared_prefix: first keys that all share: whole pages of the first sequence, read once.
         scheduler_metadata: from `get_scheduler_metadata`; never needed. max_seqlen_q: a hint.
         out_dtype: with float8_e4m3fn, bfloat16 (default) or float16; descales (batch, heads_k).
         others: as in `flash_attn_func`. qv: None.
@@ -105,17 +102,14 @@ def flash_attn_with_kvcache(
         cache_seqlens, page_table, 0 if has_none else k.size(1), length, cache_batch_idx,
         cache_leftpad, None if k is None else cu_seqlens_k_new, s_aux, softmax_scale, causal, left,
         right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size, 0,
-        cu_seqlens_q, None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q), 0, pack_gqa,
-        sm_margin, q_descale, k_descale, v_descale)
+        cu_seqlens_q, None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q),
+        0, pack_gqa, sm_margin, q_descale, k_descale, v_descale)
     if shared_prefix != 0:
-        arguments = prefix.checked(_OP, (q, k_cache, v_cache, out), arguments, shared_prefix,
-                                   attention_chunk)
+        arguments = prefix.checked((q, k_cache, v_cache, out), arguments, shared_prefix)
     if (k is not None or v is not None or rotary_cos is not None or rotary_sin is not None
             or rotary_seqlens is not None):
         rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
         q = _append(functions, (q, k_cache, v_cache, out), k, v, rotary, arguments)
-    if shared_prefix != 0 and arguments[_FIRST_SLOT] != 0:
-        return prefix.attend(functions[1], (q, k_cache, v_cache, out), arguments, out_dtype)
     return _attend(functions, q, k_cache, v_cache, out, arguments, out_dtype)
 
 
@@ -178,14 +172,15 @@ def _append(functions: tuple, tensors: tuple[Tensor, Tensor, Tensor, Tensor | No
 
 
 def _attend(functions: tuple, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None,
-            arguments: tuple, out_dtype: torch.dtype | None,
-            ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+            arguments: tuple, out_dtype: torch.dtype | None) -> Result:
     """What flash_attn_with_kvcache returns. PyTorch takes time for each argument, and none to fill
     in a default: trailing defaults stay away.
     """
     (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
-     split_size, _, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
+     split_size, first_slot, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
      v_scale) = arguments
+    if first_slot != 0:
+        return prefix.attend(functions[1], (q, k_cache, v_cache, out), arguments, out_dtype)
     if (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
             or q_scale is not None or k_scale is not None or v_scale is not None):
         short = arguments

@@ -24,8 +24,6 @@ _SHARED = {argument.name: argument.type for argument in arguments.select(
 _LISTS = ('cache_seqlens', 'cache_batch_idx', 'cache_leftpad')
 _OTHERS = ('window_size', 's_aux', 'max_seqlen_q', 'out_dtype', 'rotary_interleaved')
 
-_CHUNK = arguments.names('cache', 'score').index('softcap') - 1
-
 # An estimate of the time of a call on an H200: its bytes at this rate, and the time of a short one.
 _BYTES_PER_US = 4.0e6
 _SHORT_CALL_US = 6.0
@@ -74,8 +72,7 @@ def reasons_and_plan(tensors: Mapping[str, Tensor | None],
         return [*reasons, str(problem)], {}
     count = given.get('shared_prefix', 0)
     if count != 0 and (text := prefix.problem_text(
-            op, tuple(tensors[name] for name in ('q', 'k_cache', 'v_cache', 'out')), own, count,
-            own[_CHUNK])):
+            tuple(tensors[name] for name in ('q', 'k_cache', 'v_cache', 'out')), own, count)):
         reasons.append(text)
     if k is not None and (text := _append_problem(tensors, own, given)):
         reasons.append(text)

@@ -18,35 +18,38 @@ from flash_attn3.quantize import E4M3
 
 _AFTER_FIRST_SLOT = Attend._fields.index('first_slot') + 1
 _REST = tuple(Attend._field_defaults.values())[_AFTER_FIRST_SLOT:]
+_CHUNK = Attend._fields.index('softcap') - 1
+_OP = 'flash_attn_with_kvcache'
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]    # q, the caches and out
+Result = Tensor | tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 # ------------------------------------------------------------------------------------------- checks
-def checked(op: str, tensors: Tensors, arguments: tuple, count: int, chunk: int) -> tuple:
+def checked(tensors: Tensors, arguments: tuple, count: int) -> tuple:
     """arguments of `attend_cache` for the keys behind `count` shared ones; as they are, if there is
-    at most one sequence. chunk: of the mask.
+    at most one sequence. Without the last one, float16_out.
 
     Raises:
         RuntimeError: the result would not be exact, or the ops refuse the call.
     """
     own = Attend(*arguments)
-    if text := problem_text(op, tensors, own, count, chunk):
+    if text := problem_text(tensors, own, count):
         raise RuntimeError(text)
     own = own._replace(first_slot=count)
     _check_contents(tensors, own)
-    return own if _batch_of(tensors[0], own) > 1 else arguments
+    return own[:-1] if _batch_of(tensors[0], own) > 1 else arguments
 
 
-def problem_text(op: str, tensors: Tensors, own: Attend, count: int, chunk: int) -> str:
+def problem_text(tensors: Tensors, own: Attend, count: int) -> str:
     """Why a call with `count` shared keys would not be exact, or ''; contents are not read."""
     if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)) or count < 0:
-        return checks.error(op, 'shared_prefix to be an int of 0 or more', repr(count))
-    window = own.window_left, own.window_right
+        return checks.error(_OP, 'shared_prefix to be an int of 0 or more', repr(count))
+    window, chunk = (own.window_left, own.window_right), own[_CHUNK]
     if window != (-1, -1) or chunk != 0:
-        return checks.error(op, 'no window and no chunks with shared_prefix',
+        return checks.error(_OP, 'no window and no chunks with shared_prefix',
                             f'{window} and {chunk}', 'each query must see all shared keys')
     problem = _problem(tensors, own._replace(first_slot=count))
-    return checks.error(op, *problem) if problem else ''
+    return checks.error(_OP, *problem) if problem else ''
 
 
 def _problem(tensors: Tensors, own: Attend) -> tuple | None:
@@ -123,10 +126,11 @@ def _check_contents(tensors: Tensors, own: Attend) -> None:
 
 
 # ---------------------------------------------------------------------------------------- attention
-def attend(attend_cache: Callable, tensors: Tensors, own: Attend,
-           out_dtype: torch.dtype | None) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What flash_attn_with_kvcache returns. own: from `checked`, for several sequences."""
+def attend(attend_cache: Callable, tensors: Tensors, arguments: tuple,
+           out_dtype: torch.dtype | None) -> Result:
+    """What flash_attn_with_kvcache returns. arguments: from `checked`, for several sequences."""
     q, k, v, out = tensors
+    own = Attend(*arguments)
     is_half = q.dtype == E4M3 and result_dtype(q, out, out_dtype) == torch.float16
     rest = own._replace(return_lse=True, float16_out=is_half)
     (rows, shared_k, shared_v), shared = _of_shared((q, k, v), rest)

@@ -1,5 +1,5 @@
-"""Calls of shared_prefix_attn: sequences that share keys in groups on several levels, their pages in
-random order, and what the calls must give.
+"""Calls of shared_prefix_attn: sequences that share keys in groups on several levels, their pages
+in random order, and what the calls must give.
 """
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ def test_nonsense_stays_inside_the_tensors(lengths):
     (dict(held=[-3], appended=2), 2, 0), (dict(held=[9], appended=9), 10, 0),
     (dict(held=[6], leftpad=[2]), 4, 2), (dict(held=[6], leftpad=[8]), 0, 6),
     (dict(held=[6], first_slot=2), 4, 2), (dict(held=[6], first_slot=8), 0, 6),
-    (dict(held=[6], first_slot=2, leftpad=[1]), 5, 1), (dict(held=[6], leftpad=[-8]), 6, 0), (dict(held=[0], appended=4, leftpad=[2]), 2, 2)])
+    (dict(held=[6], first_slot=2, leftpad=[1]), 5, 1), (dict(held=[6], leftpad=[-8]), 6, 0),
+    (dict(held=[0], appended=4, leftpad=[2]), 2, 2)])
 def test_examples_of_sequences(lengths, keys, first_slot):
     _, _, found, slot, *_ = _host.cache_sequence(_host.CacheLengths(capacity=10, **lengths), 0)
     assert (found, slot) == (keys, first_slot)

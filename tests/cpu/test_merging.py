@@ -184,7 +184,7 @@ def test_the_way_to_the_op(monkeypatch):
         assert torch.equal(flash_attn_combine(outs, lses)[0], wanted)
 
 
-# ---------------------------------------------------------------------------------- the op of a list
+# -------------------------------------------------------------------------------- the op of a list
 def separate(count: int, dtype: torch.dtype, packed: bool) -> tuple:
     """out of the op, and its parts: all rows as one batch entry, packed, as out in turns."""
     outs, lses = parts_of(count, (2, 4, 3, 16), torch.float32)

@@ -302,7 +302,7 @@ def changed_level(number: int, **changes) -> dict:
     (lambda: changed_level(0, cu_seqlens_q=ints([0, 4])), 'cu_seqlens_q[1], the end'),
     (lambda: changed_level(0, seqlens=ints([99])), 'cache_seqlens[0] to be from 0 to'),
     (lambda: changed_level(0, page_table=ints([[0, 0, 99]])), 'page_table[0, 2] to be from 0 to'),
-    (lambda: changed_level(0, page_table=ints([[0], [0]])), 'page_table.size(0) to be the batch, 1'),
+    (lambda: changed_level(0, page_table=ints([[0], [0]])), 'page_table.size(0) to be the batch'),
     (lambda: changed_level(0) | dict(causal=True),
      'levels[1].seqlens[1] of at least 1, the queries, under causal, got 0'),
     (lambda: changed_level(0) | dict(q=torch.zeros(3, 4, 16)), 'levels[1].cu_seqlens_q with a'),
@@ -350,7 +350,7 @@ def test_compiled(dynamic):
     assert torch.equal(given['k_cache'].nan_to_num(7), same['k_cache'].nan_to_num(7))
 
 
-# -------------------------------------------------------------------------------------- merge_states
+# ------------------------------------------------------------------------------------ merge_states
 def test_gradients_of_keys_that_two_sequences_share():
     """merge_states of the shared keys, all queries as one sequence, and of each on its own:
     gradients of q, of the shared keys, to which both sequences add, and of the others.

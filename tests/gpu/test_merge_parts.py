@@ -1,5 +1,5 @@
-"""merge_parts: results of attention that are tensors of their own, each with its LSE, in the layouts
-that attention returns. Held to the bound of tests/gpu/test_combine.py.
+"""merge_parts: results of attention that are tensors of their own, each with its LSE, in the
+layouts that attention returns. Held to the bound of tests/gpu/test_combine.py.
 """
 from __future__ import annotations
 
