@@ -15,6 +15,7 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
 Ops without autograd have no derivative, and do not refuse one: the public functions do that.
 
 - `append_cache`, `attend_cache`, `attend_cache_out`: attention on a KV cache. In cache.py.
+- `combine`, `merge_parts`: results over parts of the keys become one. In merging.py.
 - `quantize_fp8`, `quantize_qkv_fp8`; `fwd_fp8`, `fwd_fp8_out`: attention on float8_e4m3fn;
   `fwd_quantized`: both, with autograd. In fp8.py.
 

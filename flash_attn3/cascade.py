@@ -78,7 +78,8 @@ def shared_prefix_attn(
                     num_splits=num_splits, split_size=split_size, pack_gqa=pack_gqa,
                     sm_margin=sm_margin, q_descale=q_descale, k_descale=k_descale,
                     v_descale=v_descale, float16_out=is_half)
-    calls = [_call(q, PrefixLevel(*level), shared) for level in _checked(q, levels, shared)]
+    _check(q, levels, shared)
+    calls = [_call(q, PrefixLevel(*level), shared) for level in levels]
     rows, last = calls[-1]
     calls[-1] = rows, last._replace(causal=causal,
                                     sinks=None if s_aux is None else checks.sinks_of(s_aux, q))
@@ -105,7 +106,8 @@ def _merged(q: Tensor, parts: list[Tensor], out: Tensor | None,
 
 
 # ------------------------------------------------------------------------------------------- levels
-def _checked(q: Tensor, levels: Sequence, shared: Attend) -> Sequence:
+def _check(q: Tensor, levels: Sequence, shared: Attend) -> None:
+    """Raises RuntimeError for what the ops do not see."""
     if not 1 <= len(levels) <= merging.MOST_PARTS:
         raise RuntimeError(checks.error(_OP, f'one to {merging.MOST_PARTS} levels',
                                         str(len(levels))))
@@ -126,7 +128,6 @@ def _checked(q: Tensor, levels: Sequence, shared: Attend) -> Sequence:
                                             str(scale.dim())))
     if problem := prefix.descale_problem(shared):
         raise RuntimeError(checks.error(_OP, *problem))
-    return levels
 
 
 def _check_level(q: Tensor, number: int, level: PrefixLevel) -> None:

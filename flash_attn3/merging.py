@@ -187,7 +187,9 @@ def _merge_parts_plainly(out: Tensor, *parts: Tensor | None) -> Tensor:
     """The op `merge_parts` on any device."""
     names = (f'{name}_{i // 2}' for i, name in enumerate(('out', 'lse') * MOST_PARTS))
     tensors = dict(out=out) | {name: x for name, x in zip(names, parts) if x is not None}
-    if text := _plan.check_merge(**{name: checks.describe(x) for name, x in tensors.items()}):
+    rules_of = 'cpu' if len({x.device for x in tensors.values()}) == 1 else None
+    if text := _plan.check_merge(**{name: checks.describe(x, rules_of)
+                                    for name, x in tensors.items()}):
         raise RuntimeError(text)
     rows = out.shape[:-1]
     outs = torch.stack([x.reshape(out.shape) for x in parts[0::2] if x is not None])

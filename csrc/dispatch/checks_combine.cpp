@@ -188,6 +188,11 @@ std::string check_parts(MergeCall const& call) {
       return error;
     }
   }
+  for (int i = call.parts(); i < MergeCall::kMost; ++i) {
+    if (call.part[i] || call.lse[i]) {
+      return refuse_merge(text("out_", call.parts(), " before further parts"), "None");
+    }
+  }
   return {};
 }
 

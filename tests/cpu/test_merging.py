@@ -229,6 +229,7 @@ def test_opcheck_merge_parts(count):
     (lambda out, a, b, *others: (a.view(out.shape), a, b, *others), 'out with memory of its own'),
     (lambda out, *others: (out[:, :1].expand(2, 4, 3, 16), *others), 'out with memory for every'),
     (lambda *given: (*given, given[1]), 'lse_2 with out_2, got None'),
+    (lambda *given: (*given, None, None, *given[1:3]), 'out_2 before further parts, got None'),
     (lambda out, a, b, c, d: (out[:1, :2], *(x[:0] for x in (a, b, c, d))), 'out_0 to have the'),
 ])
 def test_errors_of_merge_parts(change, text):
