@@ -72,7 +72,8 @@ def reasons_and_plan(tensors: Mapping[str, Tensor | None],
         return [*reasons, str(problem)], {}
     count = given.get('shared_prefix', 0)
     if count != 0 and (text := prefix.problem_text(
-            tuple(tensors[name] for name in ('q', 'k_cache', 'v_cache', 'out')), own, count)):
+            tuple(tensors[name] for name in ('q', 'k_cache', 'v_cache', 'out')),
+            own._replace(first_slot=count))):
         reasons.append(text)
     if k is not None and (text := _append_problem(tensors, own, given)):
         reasons.append(text)

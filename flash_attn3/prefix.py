@@ -16,7 +16,8 @@ from flash_attn3 import _library, cache, checks, env, merging
 from flash_attn3.cache import Attend
 from flash_attn3.quantize import E4M3
 
-_AFTER_FIRST_SLOT = Attend._fields.index('first_slot') + 1
+_RETURN_LSE, _FIRST_SLOT = map(Attend._fields.index, ('return_lse', 'first_slot'))
+_AFTER_FIRST_SLOT = _FIRST_SLOT + 1
 _REST = tuple(Attend._field_defaults.values())[_AFTER_FIRST_SLOT:]
 _CHUNK = Attend._fields.index('softcap') - 1
 _OP = 'flash_attn_with_kvcache'
@@ -32,23 +33,23 @@ def checked(tensors: Tensors, arguments: tuple, count: int) -> tuple:
     Raises:
         RuntimeError: the result would not be exact, or the ops refuse the call.
     """
-    own = Attend(*arguments)
-    if text := problem_text(tensors, own, count):
+    own = Attend(*arguments[:_FIRST_SLOT], count, *arguments[_FIRST_SLOT + 1:])
+    if text := problem_text(tensors, own):
         raise RuntimeError(text)
-    own = own._replace(first_slot=count)
     _check_contents(tensors, own)
     return own[:-1] if _batch_of(tensors[0], own) > 1 else arguments
 
 
-def problem_text(tensors: Tensors, own: Attend, count: int) -> str:
-    """Why a call with `count` shared keys would not be exact, or ''; contents are not read."""
+def problem_text(tensors: Tensors, own: Attend) -> str:
+    """Why a call with first_slot shared keys would not be exact, or ''; contents are not read."""
+    count = own.first_slot
     if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)) or count < 0:
         return checks.error(_OP, 'shared_prefix to be an int of 0 or more', repr(count))
     window, chunk = (own.window_left, own.window_right), own[_CHUNK]
     if window != (-1, -1) or chunk != 0:
         return checks.error(_OP, 'no window and no chunks with shared_prefix',
                             f'{window} and {chunk}', 'each query must see all shared keys')
-    problem = _problem(tensors, own._replace(first_slot=count))
+    problem = _problem(tensors, own)
     return checks.error(_OP, *problem) if problem else ''
 
 
@@ -130,18 +131,17 @@ def attend(attend_cache: Callable, tensors: Tensors, arguments: tuple,
            out_dtype: torch.dtype | None) -> Result:
     """What flash_attn_with_kvcache returns. arguments: from `checked`, for several sequences."""
     q, k, v, out = tensors
-    own = Attend(*arguments)
     is_half = q.dtype == E4M3 and result_dtype(q, out, out_dtype) == torch.float16
-    rest = own._replace(return_lse=True, float16_out=is_half)
+    rest = Attend(*arguments[:_RETURN_LSE], True, *arguments[_RETURN_LSE + 1:], is_half)
     (rows, shared_k, shared_v), shared = _of_shared((q, k, v), rest)
     own_out, own_lse = attend_cache(q, k, v, *short(rest))
     shared_out, shared_lse = attend_cache(rows, shared_k, shared_v, *short(shared))
-    if own.cu_seqlens_q is not None:
+    if rest.cu_seqlens_q is not None:
         shared_out, shared_lse = shared_out[0], shared_lse[0]
     if out is None:
         out = torch.empty_like(own_out)
     lse = merging.merge_parts(out, shared_out, shared_lse, own_out, own_lse)
-    if not own.return_lse:
+    if not arguments[_RETURN_LSE]:
         return out
     empty = lse.new_empty(0)
     return out, lse, empty, empty
