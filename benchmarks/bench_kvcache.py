@@ -7,7 +7,8 @@
 
 A figure is the bytes that have to be read and written, each once, over time; `copy` moves as many.
 Contenders take turns, as flash_attn3/bench says, each on inputs that are not in L2; `graph` is our
-call replayed from a CUDA graph. Results are checked against float32 once.
+call replayed from a CUDA graph. `unshared` is the call without shared_prefix. Results are checked
+against float32 once.
 """
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import cache_cells, harness
-from benchmarks.cache_cells import SDPA, Cell
+from benchmarks.cache_cells import SDPA, UNSHARED, Cell
 from flash_attn3 import bench
 from flash_attn3.bench import OURS, WRONG, Timer, geometric_mean, interleaved
 
-GRAPH, COPY = f'{OURS} graph', 'copy'
-NAMES = OURS, GRAPH, SDPA, COPY
+COPY = 'copy'
+GRAPHS = {name: f'{name} graph' for name in (OURS, UNSHARED)}
+NAMES = OURS, GRAPHS[OURS], UNSHARED, GRAPHS[UNSHARED], SDPA, COPY
 HOST_CALLS, HOST_ROUNDS = 200, 7
 
 
@@ -68,16 +70,16 @@ def prepared(cell: Cell, device: torch.device) -> tuple[dict[str, Callable], dic
     """Calls by name, relative errors, and why others do not run."""
     sets = cache_cells.input_sets(cell, device)
     calls, errors, missing = {}, {}, {}
-    for name, make in cache_cells.CONTENDERS.items():
+    for name, make in cache_cells.contenders(cell).items():
         try:
             own = [make(given, cell) for given in sets]
             result = own[0]()
             ref = cache_cells.in_float32(sets[0], cell)
             errors[name] = ((result.float() - ref).norm() / ref.norm()).item()
             calls[name] = in_turn(own)
-            if name == OURS and device.type == 'cuda':
-                calls[GRAPH] = in_turn([captured(call) for call in own])
-                errors[GRAPH] = errors[OURS]
+            if name in GRAPHS and device.type == 'cuda':
+                calls[GRAPHS[name]] = in_turn([captured(call) for call in own])
+                errors[GRAPHS[name]] = errors[name]
         except Exception as failure:
             missing[name] = bench.reason(failure)
     calls[COPY], errors[COPY] = in_turn(copies(cell, device, len(sets))), 0.0
@@ -106,8 +108,9 @@ def summarize(cells: Sequence[dict]) -> dict:
     summary: dict = dict(cells=len(cells), ours_missing_or_wrong=[
         Cell(**{key: x for key, x in cell['cell'].items() if key != 'kind'}).label()
         for cell in cells if not harness.measured(cell, OURS)])
-    for name in (SDPA, COPY):
-        ratios = [found for cell in cells if (found := ratio(cell, OURS, name))]
+    for one, name in ((OURS, SDPA), (OURS, COPY), (OURS, UNSHARED),
+                      (GRAPHS[OURS], GRAPHS[UNSHARED])):
+        ratios = [found for cell in cells if (found := ratio(cell, one, name))]
         if ratios:
             summary[f'to {name}'] = dict(geometric_mean=geometric_mean(ratios), worst=min(ratios),
                                          compared=len(ratios))

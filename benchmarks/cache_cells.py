@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
@@ -13,9 +14,10 @@ from flash_attn3 import flash_attn_with_kvcache
 from flash_attn3.bench import DTYPES, OURS, ROTATED_BYTES
 from flash_attn3.bench.problem import MAX_SETS
 
-SDPA = 'sdpa'
+SDPA, UNSHARED = 'sdpa', f'{OURS} unshared'    # the latter: without shared_prefix
 MIXED_LENGTHS = (16384, 700, 4096, 64, 2100, 9000, 1, 333)
-KINDS = 'dense', 'paged', 'mixed', 'append'
+KINDS = 'dense', 'paged', 'mixed', 'append', 'prefix'
+OWN_KEYS = 128, 512    # behind a prefix, at random
 
 
 @dataclass(frozen=True)
@@ -30,16 +32,21 @@ class Cell:
     page_size: int = 0        # 0: a dense cache
     is_mixed: bool = False    # lengths in MIXED_LENGTHS, in turn
     appends: bool = False     # the new keys and values are written too, rotated
+    prefix: int = 0           # of the keys, which all sequences share in the same pages
     dtype: str = 'bf16'
 
     @property
     def kind(self) -> str:
-        if self.appends:
-            return 'append'
+        if self.prefix or self.appends:
+            return 'prefix' if self.prefix else 'append'
         return 'mixed' if self.is_mixed else 'paged' if self.page_size else 'dense'
 
     @property
     def lengths(self) -> list[int]:
+        if self.prefix:
+            pick, own = random.Random(2), self.keys - self.prefix
+            least = min(OWN_KEYS[0], own)
+            return [self.prefix + pick.randint(least, own) for _ in range(self.batch)]
         if not self.is_mixed:
             return [self.keys] * self.batch
         return [min(self.keys, length) for length, _ in zip(itertools.cycle(MIXED_LENGTHS),
@@ -49,7 +56,8 @@ class Cell:
     def bytes(self) -> int:
         """That have to be read and written, each once."""
         size, new = DTYPES[self.dtype].itemsize, self.queries if self.appends else 0
-        rows = sum(self.lengths) + 3 * new * self.batch    # new ones: read, written, attended to
+        shared = self.prefix * (self.batch - 1)
+        rows = sum(self.lengths) - shared + 3 * new * self.batch    # new: read, written, read
         keys = 2 * rows * self.heads_k
         return size * self.head_dim * (keys + 2 * self.batch * self.queries * self.heads)
 
@@ -58,6 +66,7 @@ class Cell:
                  f'{self.heads}/{self.heads_k} heads of {self.head_dim}', self.dtype]
         parts += [f'{self.queries} queries'] * (self.queries > 1)
         parts += [f'pages of {self.page_size}'] * (self.page_size > 0)
+        parts += [f'{self.prefix} shared'] * (self.prefix > 0)
         return ', '.join(parts)
 
     def as_dict(self) -> dict:
@@ -73,8 +82,12 @@ def cells(dtype: str) -> list[Cell]:
     mixed = [Cell(32, 16384, is_mixed=True), Cell(32, 16384, is_mixed=True, page_size=16)]
     append = [Cell(8, keys, page_size=size, appends=True) for keys in (1024, 4096)
               for size in (0, 16)]
+    prefix = [Cell(64, shared + OWN_KEYS[1], heads, heads_k, page_size=size, prefix=shared)
+              for heads, heads_k, size, shared in (
+                  (32, 8, 64, 8192), (32, 8, 64, 32768), (32, 8, 16, 8192), (64, 8, 64, 32768),
+                  (8, 1, 64, 8192), (8, 1, 64, 32768))]
     return [replace(cell, dtype=dtype) for cell in (
-        *dense, *groups, *dims, *paged, *more, *mixed, *append)]
+        *dense, *groups, *dims, *paged, *more, *mixed, *append, *prefix)]
 
 
 def quick_cells(dtype: str, cpu: bool) -> list[Cell]:
@@ -82,7 +95,8 @@ def quick_cells(dtype: str, cpu: bool) -> list[Cell]:
     small = dict(heads=4, heads_k=2, head_dim=64) if cpu else {}
     one = Cell(2, keys, dtype=dtype, **small)
     return [one, replace(one, page_size=16), replace(one, is_mixed=True),
-            replace(one, page_size=16, appends=True)]
+            replace(one, page_size=16, appends=True),
+            replace(one, page_size=16, batch=4, prefix=keys - 32)]
 
 
 # ---------------------------------------------------------------------------------------- inputs
@@ -100,10 +114,14 @@ def inputs_of(cell: Cell, device: torch.device, seed: int) -> dict:
     given = {'q': normal(cell.batch, cell.queries, cell.heads, cell.head_dim),
              'cache_seqlens': lengths, 'causal': True}
     if cell.page_size:
-        pages = cell.batch * capacity // page
+        shared = cell.prefix // page
+        own = capacity // page - shared
+        pages = shared + cell.batch * own
         shape = (pages, page, cell.heads_k, cell.head_dim)
-        order = torch.randperm(pages, generator=generator, device=device)
-        given['page_table'] = order.view(cell.batch, -1).int()
+        order = torch.randperm(pages, generator=generator, device=device).int()
+        given['page_table'] = torch.cat([order[:shared].expand(cell.batch, -1),
+                                         order[shared:].view(cell.batch, own)], 1)
+    given |= {'shared_prefix': cell.prefix} if cell.prefix else {}
     given |= {'k_cache': normal(*shape), 'v_cache': normal(*shape)}
     if cell.appends:
         rows = (cell.batch, new, cell.heads_k, cell.head_dim)
@@ -146,12 +164,21 @@ def visible(given: dict, capacity: int) -> Tensor:
     return torch.arange(capacity, device=q.device) <= last[..., None]
 
 
-CONTENDERS: dict[str, Callable[[dict, Cell], Callable[[], Tensor]]] = {
-    OURS: lambda given, cell: ours(given), SDPA: sdpa}
+def contenders(cell: Cell) -> dict[str, Callable[[dict, Cell], Callable[[], Tensor]]]:
+    found = {OURS: lambda given, cell: ours(given), SDPA: sdpa}
+    if cell.prefix:
+        found[UNSHARED] = lambda given, cell: ours(given | {'shared_prefix': 0})
+    return found
 
 
 def in_float32(given: dict, cell: Cell) -> Tensor:
     """The result of a call, by SDPA on the gathered keys, after what it appends was appended."""
+    if cell.batch > 1:    # one after the other: gathered keys are large
+        lists = ('q', 'k', 'v', 'cache_seqlens', 'page_table') if cell.page_size else (
+            'q', 'k', 'v', 'cache_seqlens', 'k_cache', 'v_cache')
+        return torch.cat([in_float32(given | {
+            name: given[name][b:b + 1] for name in lists if name in given}, replace(cell, batch=1))
+            for b in range(cell.batch)])
     new = cell.queries if cell.appends else 0
     k, v = given['k_cache'], given['v_cache']
     if cell.page_size:

@@ -38,7 +38,8 @@ def support_part() -> str:
         ['masks', 'full, causal (aligned bottom-right), sliding windows, chunks'],
         ['scores', 'softmax scale, softcap, attention sinks, LSE, max logits'],
         ['layouts', 'dense, packed (`cu_seqlens`, `seqused`), packed QKV; any strides'],
-        ['KV cache', 'dense or paged (any page size), append and rotary in place, splits'],
+        ['KV cache', 'dense or paged (any page size), append and rotary in place, splits, '
+                     'shared prefixes'],
         ['gradients', 'of Q, K, V and sinks; deterministic on request'],
         ['PyTorch', '2.10 and later: `torch.compile`, `torch.export`, CUDA graphs'],
         ['not yet', '`qv`, e5m2']])

@@ -15,6 +15,7 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
 Ops without autograd have no derivative, and do not refuse one: the public functions do that.
 
 - `append_cache`, `attend_cache`, `attend_cache_out`: attention on a KV cache. In cache.py.
+- `combine`, `merge_parts`: results over parts of the keys become one. In merging.py.
 - `quantize_fp8`, `quantize_qkv_fp8`; `fwd_fp8`, `fwd_fp8_out`: attention on float8_e4m3fn;
   `fwd_quantized`: both, with autograd. In fp8.py.
 
@@ -40,7 +41,8 @@ _EXECUTION = schema('execution')
 _GRADIENTS = schema('gradients')
 _BACKWARD = 'Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse'
 _INTO = 'Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv'
-_CACHE = schema('cache', 'score', 'splits', 'lengths', 'pack_gqa', 'sm_margin', 'scales', 'tree')
+_CACHE = schema('cache', 'score', 'splits', 'first_slot', 'lengths', 'pack_gqa', 'sm_margin',
+                'scales', 'tree')
 _SCHEMAS = (
     f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}, {_GRADIENTS}) -> (Tensor, Tensor)',
     f'_fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)',
@@ -72,6 +74,9 @@ _SCHEMAS = (
     f'fwd_fp8_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {schema("scales", "promote")}, '
     f'{_GENERAL}, {_EXECUTION}) -> (Tensor, Tensor)',
     'combine(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor',
+    # The same of two to four tensors as attention returns them; the LSE likewise.
+    'merge_parts(Tensor(a!) out, Tensor out_0, Tensor lse_0, Tensor out_1, Tensor lse_1, '
+    'Tensor? out_2=None, Tensor? lse_2=None, Tensor? out_3=None, Tensor? lse_3=None) -> Tensor',
     f'fwd_quantized(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, {_GRADIENTS}, '
     f'{schema("quantization", "promote")}) -> (Tensor, Tensor, Tensor)',
     # Writes k and v behind the sequences of the cache, k rotated; returns q rotated, or an empty

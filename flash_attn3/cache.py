@@ -23,8 +23,8 @@ from flash_attn3.reference_fp8 import Scales
 from flash_attn3.trees import unpacked
 
 # What follows q, k and v of `attend_cache`, and q of `append_cache`.
-Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'lengths', 'pack_gqa',
-                  'sm_margin', 'scales', 'tree', 'float16_out')
+Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'first_slot', 'lengths',
+                  'pack_gqa', 'sm_margin', 'scales', 'tree', 'float16_out')
 Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q', 'k_descale', 'v_descale')
 _Own = Attend | Append
 
@@ -58,7 +58,8 @@ def _spans(cache: Tensor, own: _Own, batch: int) -> list[tuple[int, int, int]]:
                       [capacity if own.cache_length < 0 else own.cache_length] * batch)
     new = ([own.appended] * batch if own.cu_seqlens_k_new is None else
            _differences(own.cu_seqlens_k_new))
-    return list(zip(_numbers(own.cache_leftpad, [0] * batch), before, new))
+    first = getattr(own, 'first_slot', 0)
+    return list(zip(_numbers(own.cache_leftpad, [first] * batch), before, new))
 
 
 def _index(cache: Tensor, own: _Own, sequence: int, slots: Tensor) -> tuple:
@@ -92,8 +93,9 @@ def _contents_problem(tensors: tuple[Tensor | None, Tensor, int | None], own: _O
                 return problem
     capacity = _capacity_of(cache, own)
     for sequence, (first, before, new) in enumerate(_spans(cache, own, batch)):
+        begin = first if isinstance(own, Attend) else before
         problem = _span_problem(sequence, (first, before, new), capacity) or _place_problem(
-            cache, own, sequence, range(first, before + new))
+            cache, own, sequence, range(begin, before + new))
         if problem:
             return problem
     return None
@@ -111,6 +113,20 @@ def _span_problem(sequence: int, span: tuple[int, int, int],
     if not 0 <= first <= before + new:
         return (f'cache_leftpad[{sequence}] to be from 0 to {before + new}, the keys of '
                 f'sequence {sequence}', str(first))
+    return None
+
+
+def _first_slot_problem(q: Tensor, cache: Tensor, own: Attend,
+                        batch: int) -> tuple[str, str] | None:
+    """The same of keys before first_slot, to which another call attends without a mask."""
+    first, queries = own.first_slot, _query_counts(q, own, batch)
+    for sequence, (_, before, new) in enumerate(_spans(cache, own, batch)):
+        if before < first:
+            return (f'cache_seqlens[{sequence}] to be at least {first}, the shared keys',
+                    str(before))
+        if (own.causal or own.tree_mask is not None) and before + new - first < queries[sequence]:
+            return (f'as many keys behind the {first} shared ones as queries of sequence '
+                    f'{sequence}, {queries[sequence]}, under causal', str(before + new - first))
     return None
 
 
@@ -164,7 +180,10 @@ def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
         if problem := checks.sequences_problem('q', own.cu_seqlens_q.tolist(), used, q.size(0)):
             raise RuntimeError(checks.error('attend_cache', *problem))
     if own.cu_seqlens_k is None:
-        _check_contents('attend_cache', (q, k, None), own, _batch_of(q, k, own))
+        batch = _batch_of(q, k, own)
+        if own.first_slot > 0 and (problem := _first_slot_problem(q, k, own, batch)):
+            raise RuntimeError(checks.error('attend_cache', *problem))
+        _check_contents('attend_cache', (q, k, None), own, batch)
     return own
 
 

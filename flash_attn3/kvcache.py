@@ -13,9 +13,10 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, cache, checks, derivatives, env, fallback, fp8, sharding
+from flash_attn3 import _library, cache, checks, derivatives, env, fallback, fp8, prefix, sharding
 from flash_attn3.arguments import names
 from flash_attn3.merging import flash_attn_combine, merge_states
+from flash_attn3.prefix import Result
 
 __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
            'merge_states']
@@ -45,7 +46,8 @@ def flash_attn_with_kvcache(
         scheduler_metadata: Tensor | None = None, num_splits: int = 0,
         pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False, *,
         s_aux: Tensor | None = None, out: Tensor | None = None, split_size: int = 0,
-        out_dtype: torch.dtype | None = None, tree_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+        out_dtype: torch.dtype | None = None, shared_prefix: int = 0,
+        tree_mask: Tensor | None = None) -> Result:
     """Attention of queries on the keys and values of a cache, after k and v are appended to it.
 
     Sequence b has the keys in slots cache_leftpad[b] up to cache_seqlens[b] and new ones; masks
@@ -64,11 +66,11 @@ def flash_attn_with_kvcache(
             are rotated from position cache_seqlens (or rotary_seqlens) on; without causal and
             window all q at that one. rotary_interleaved: pairs (2i, 2i + 1), else halves.
         cache_seqlens: (batch,) int32 or one number: keys before the append. Default: all slots.
-        cache_batch_idx, cache_leftpad, rotary_seqlens: (batch,) int32: row of the cache; first slot
-            that counts; first position.
+        cache_batch_idx, cache_leftpad, rotary_seqlens: (batch,) int32: row, first slot, position.
         page_table: (batch, pages) int32; entries past the need are never followed.
         num_splits: parts of the keys of a tile, at most; 1: none, 0: by plan. split_size: keys of
             a part, so that the bits of a sequence depend on its own lengths alone.
+        shared_prefix: first keys that all share: whole pages of the first sequence, read once.
         scheduler_metadata: from `get_scheduler_metadata`; never needed. max_seqlen_q: a hint.
         k_descale, v_descale: (batch, heads_k) float32, of a cache of float8_e4m3fn; q_descale
             likewise, of such a q, whose out_dtype is bfloat16 (default) or float16.
@@ -97,7 +99,7 @@ def flash_attn_with_kvcache(
             s_aux=s_aux, out=out))
     s_aux = s_aux if s_aux is None else checks.sinks_of(s_aux, q)
     functions = _EAGER if q.get_device() in _library.SERVED_DEVICES and not is_compiling() else \
-        _functions_for(q)
+        functions_for(q, _OP)
     length = -1
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         length, cache_seqlens = _checked_length(cache_seqlens), None
@@ -106,9 +108,11 @@ def flash_attn_with_kvcache(
     arguments = (
         cache_seqlens, page_table, 0 if has_none else k.size(1), length, cache_batch_idx,
         cache_leftpad, None if k is None else cu_seqlens_k_new, s_aux, softmax_scale, causal, left,
-        right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size, cu_seqlens_q,
-        None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q), 0, pack_gqa,
-        sm_margin, q_descale, k_descale, v_descale, tree_mask)
+        right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size, 0,
+        cu_seqlens_q, None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q),
+        0, pack_gqa, sm_margin, q_descale, k_descale, v_descale, tree_mask)
+    if shared_prefix != 0:
+        arguments = prefix.checked((q, k_cache, v_cache, out), arguments, shared_prefix)
     if (k is not None or v is not None or rotary_cos is not None or rotary_sin is not None
             or rotary_seqlens is not None):
         rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
@@ -141,11 +145,11 @@ def get_scheduler_metadata(
     return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
 
 
-def _functions_for(q: Tensor) -> tuple:
+def functions_for(q: Tensor, op: str) -> tuple:
     """(append, attend, attend into out) where the eager ops are not known to serve a device."""
     if not q.is_cuda or _library.kernels_serve(q.device):
         return _TRACED if is_compiling() else _EAGER
-    fallback.warn_once(q.device, _OP, depth=4)
+    fallback.warn_once(q.device, op, depth=4)
     return _PLAIN
 
 
@@ -180,14 +184,15 @@ def _append(functions: tuple, tensors: tuple[Tensor, Tensor, Tensor, Tensor | No
 
 
 def _attend(functions: tuple, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None,
-            arguments: tuple, out_dtype: torch.dtype | None,
-            ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+            arguments: tuple, out_dtype: torch.dtype | None) -> Result:
     """What flash_attn_with_kvcache returns. PyTorch takes time for each argument, and none to fill
     in a default: trailing defaults stay away.
     """
     (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
-     split_size, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
+     split_size, first_slot, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
      v_scale, tree_mask) = arguments
+    if first_slot != 0:
+        return prefix.attend(functions[1], (q, k_cache, v_cache, out), arguments, out_dtype)
     if (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
             or q_scale is not None or k_scale is not None or v_scale is not None
             or tree_mask is not None):
@@ -237,21 +242,28 @@ def _reject(qv: Tensor | None, metadata: Tensor | None, softmax_scale: float | N
             softcap: float, out_dtype: torch.dtype | None,
             tensors: dict[str, Tensor | None]) -> None:
     """Raises an error for what no op sees: derivatives, qv, metadata, a wrong dtype of results."""
-    q, out = tensors['q'], tensors['out']
-    sharding.reject(_OP, q)
+    q = tensors['q']
     if qv is not None:
         raise NotImplementedError(checks.error(_OP, 'qv to be None', 'a tensor',
                                                'this version has nothing else'))
-    derivatives.reject_forward_mode(*tensors.values())
-    derivatives.reject_of_scalars(_OP, softmax_scale, softcap)
-    if checks.needs_grad(*tensors.values()):
-        raise RuntimeError(checks.error(
-            _OP, 'no gradient of attention on a cache', checks.requires_grad_text(**tensors),
-            'call it under torch.no_grad()'))
+    reject(_OP, softmax_scale, softcap, out_dtype, tensors)
     if metadata is not None and (metadata.dtype != torch.int32 or metadata.dim() != 1
                                  or metadata.device != q.device):
         raise RuntimeError(checks.error(
             _OP, f'scheduler_metadata of one dimension and int32, on {q.device}',
             f'{metadata.dim()}, {checks.dtype_name(metadata.dtype)}, {metadata.device}'))
+
+
+def reject(op: str, softmax_scale: float | None, softcap: float, out_dtype: torch.dtype | None,
+           tensors: dict[str, Tensor | None]) -> None:
+    """The same without qv and metadata, for any function on a cache."""
+    q, out = tensors['q'], tensors['out']
+    sharding.reject(op, q)
+    derivatives.reject_forward_mode(*tensors.values())
+    derivatives.reject_of_scalars(op, softmax_scale, softcap)
+    if checks.needs_grad(*tensors.values()):
+        raise RuntimeError(checks.error(
+            op, 'no gradient of attention on a cache', checks.requires_grad_text(**tensors),
+            'call it under torch.no_grad()'))
     if out_dtype is not None and (out_dtype != q.dtype or q.dtype == fp8.E4M3):
-        fp8.fp8_of(_OP, q, (None, None, None), out, out_dtype, 'fast')
+        fp8.fp8_of(op, q, (None, None, None), out, out_dtype, 'fast')

@@ -1,22 +1,27 @@
 """Merging of attention over parts of the keys: out and LSE of all keys from those of the parts.
 
-The op `combine` on Hopper GPUs, else plain PyTorch, float32 or wider. With o_i and l_i of part i:
-l = log sum exp l_i and o = sum exp(l_i - l) o_i. A part without keys (LSE -inf) adds nothing,
-whatever its out holds; a row without keys in all parts gives 0 and -inf.
+The ops `combine` and `merge_parts` on Hopper GPUs, else plain PyTorch, float32 or wider. With o_i
+and l_i of part i: l = log sum exp l_i and o = sum exp(l_i - l) o_i. A part without keys (LSE -inf)
+adds nothing, whatever its out holds; a row without keys in all parts gives 0 and -inf.
 """
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from flash_attn3 import _library, _plan, checks
+from flash_attn3 import _library, _plan, checks, derivatives
 
-# What the op writes; it reads float32.
-_OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# What the op `combine` reads and writes; `merge_parts` the 16-bit ones.
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MOST_PARTS = 4    # of `merge_parts`
 _combine = torch.ops.flash_attn3.combine.default
+_merge_parts = torch.ops.flash_attn3.merge_parts.default
+_merge_parts_eager = _library.bare(_merge_parts)
 
 
 def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
@@ -76,11 +81,28 @@ def merge_states(outs: Sequence[Tensor] | Tensor,
     if len(outs) == 0 or len(outs) != len(lses):
         raise RuntimeError(checks.error('merge_states', 'as many outs as lses, at least one',
                                         f'{len(outs)} and {len(lses)}'))
+    if not isinstance(outs, Tensor) and _list_is_served(outs, lses):
+        out = torch.empty_like(outs[0], memory_format=torch.contiguous_format)
+        return out, merge_parts(out, *itertools.chain(*zip(outs, lses)))
     stacked = outs if isinstance(outs, Tensor) else torch.stack(tuple(outs))
     parts = (lses if isinstance(lses, Tensor) else torch.stack(tuple(lses))).transpose(-1, -2)
     _check('merge_states', stacked, parts, (4, 5))
-    result, lse = _merge(stacked, parts)
+    if _op_serves(stacked, parts, stacked.dtype) and _has_no_derivative(stacked, parts):
+        result, lse = _by_op(stacked, parts, None, stacked.dtype)
+    else:
+        result, lse = _merge(stacked, parts)
     return result.to(stacked.dtype), lse.transpose(-1, -2).contiguous()
+
+
+def merge_parts(out: Tensor, *parts: Tensor) -> Tensor:
+    """Merges into out, without a gradient; gives the LSE. parts: two to four results with their
+    LSEs as attention returns them, out_0, lse_0, ...; the rows of a batch may be one entry.
+    """
+    if is_compiling():
+        return _merge_parts(out, *parts)
+    if out.is_cuda and not _library.kernels_serve(out.device):
+        return _merge_parts_plainly(out, *parts)
+    return _merge_parts_eager(out, *parts)
 
 
 def _check(op: str, outs: Tensor, lses: Tensor, ranks: tuple[int, int]) -> None:
@@ -98,8 +120,25 @@ def _check(op: str, outs: Tensor, lses: Tensor, ranks: tuple[int, int]) -> None:
 
 
 def _op_serves(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> bool:
-    return (out_partial.is_cuda and out_partial.dtype == lse_partial.dtype == torch.float32
-            and dtype in _OUT_DTYPES and _library.kernels_serve(out_partial.device))
+    return (out_partial.is_cuda and lse_partial.dtype == torch.float32
+            and out_partial.dtype in _DTYPES and dtype in _DTYPES
+            and _library.kernels_serve(out_partial.device))
+
+
+def _list_is_served(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:
+    """By `merge_parts`, which is faster than stacking; the rest also gets the errors."""
+    first, shape = outs[0], outs[0].shape
+    return (2 <= len(outs) <= MOST_PARTS and first.is_cuda and first.dtype in _DTYPES[1:]
+            and first.dim() in (3, 4)
+            and all(x.shape == shape and x.dtype == first.dtype and x.device == first.device
+                    for x in outs)
+            and all(x.shape == (*shape[:-3], shape[-2], shape[-3]) and x.dtype == torch.float32
+                    and x.device == first.device for x in lses)
+            and _library.kernels_serve(first.device) and _has_no_derivative(*outs, *lses))
+
+
+def _has_no_derivative(*tensors: Tensor) -> bool:
+    return not (checks.needs_grad(*tensors) or derivatives.is_forward_mode())
 
 
 def _by_op(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None,
@@ -127,7 +166,7 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return merged, (total.log() + largest).masked_fill(is_empty, -math.inf)
 
 
-# ----------------------------------------------------------------------------------------- the op
+# ---------------------------------------------------------------------------------------- the ops
 def _combine_cpu(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
     tensors = dict(out_partial=out_partial, lse_partial=lse_partial, out=out)
     if text := _plan.check_combine(**{name: checks.describe(x) for name, x in tensors.items()}):
@@ -144,5 +183,28 @@ def _combine_fake(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tens
     return lse_partial.new_empty(lse_partial.shape[1:])
 
 
-_library.LIBRARY.impl('combine', _combine_cpu, 'CPU')
-torch.library.register_fake('flash_attn3::combine', _combine_fake, lib=_library.LIBRARY)
+def _merge_parts_plainly(out: Tensor, *parts: Tensor | None) -> Tensor:
+    """The op `merge_parts` on any device."""
+    names = (f'{name}_{i // 2}' for i, name in enumerate(('out', 'lse') * MOST_PARTS))
+    tensors = dict(out=out) | {name: x for name, x in zip(names, parts) if x is not None}
+    rules_of = 'cpu' if len({x.device for x in tensors.values()}) == 1 else None
+    if text := _plan.check_merge(**{name: checks.describe(x, rules_of)
+                                    for name, x in tensors.items()}):
+        raise RuntimeError(text)
+    rows = out.shape[:-1]
+    outs = torch.stack([x.reshape(out.shape) for x in parts[0::2] if x is not None])
+    lses = torch.stack([x.transpose(-1, -2).reshape(rows) for x in parts[1::2] if x is not None])
+    result, lse = _merge(outs, lses)
+    out.copy_(result)
+    return lse.transpose(-1, -2).contiguous()
+
+
+def _merge_parts_fake(out: Tensor, out_0: Tensor, lse_0: Tensor, *_) -> Tensor:
+    *batch, rows, heads, _ = out.shape
+    return lse_0.new_empty((*batch, heads, rows))
+
+
+for _name, _on_cpu, _fake in (('combine', _combine_cpu, _combine_fake),
+                              ('merge_parts', _merge_parts_plainly, _merge_parts_fake)):
+    _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
+    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)

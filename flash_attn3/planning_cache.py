@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import _plan, arguments, checks, fp8
+from flash_attn3 import _plan, arguments, checks, fp8, prefix
 from flash_attn3.cache import Append, Attend
 
 # What only a call on a cache has.
 _OF_CACHE = ('k_cache', 'v_cache', 'cache', 'rotary_cos', 'rotary_sin', 'cache_seqlens',
              'cache_batch_idx', 'cache_leftpad', 'page_table', 'cu_seqlens_k_new',
              'rotary_seqlens', 'scheduler_metadata', 'split_size', 'return_softmax_lse',
-             'tree_mask')
+             'shared_prefix', 'tree_mask')
 # What the op and the public function have under the same names, with their types.
 _SHARED = {argument.name: argument.type for argument in arguments.select(
     'score', 'num_splits', 'split_size', 'cu_seqlens_q', 'cache_batch_idx', 'cache_leftpad',
@@ -70,6 +70,11 @@ def reasons_and_plan(tensors: Mapping[str, Tensor | None],
         own = _attend_of(tensors, given)
     except RuntimeError as problem:
         return [*reasons, str(problem)], {}
+    count = given.get('shared_prefix', 0)
+    if count != 0 and (text := prefix.problem_text(
+            tuple(tensors[name] for name in ('q', 'k_cache', 'v_cache', 'out')),
+            own._replace(first_slot=count))):
+        reasons.append(text)
     if k is not None and (text := _append_problem(tensors, own, given)):
         reasons.append(text)
     described = {'q': tensors['q'], 'k': tensors['k_cache'], 'v': tensors['v_cache'],

@@ -187,12 +187,19 @@ CACHE_FEATURES = (
     CacheFeature('packed append', {'new': (3, 0, 1), 'queries': (3, 0, 1), 'packed': True}),
     CacheFeature('`num_splits`', {}, {'num_splits': 3}),
     CacheFeature('`split_size`', {}, {'split_size': 128}),
+    CacheFeature('`shared_prefix`', {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8},
+                 {'shared_prefix': 8}),
     CacheFeature('float32', {'dtype': 'fp32'},
                  error='flash_attn3.attend_cache: expected q.dtype to be float16 or bfloat16'),
     CacheFeature('FP8, rotary', {**_NEW, 'dtype': 'e4m3', 'rotary': 16},
                  error='flash_attn3.append_cache: expected no rotary_cos with float8_e4m3fn'),
     CacheFeature('`split_size` with `num_splits` > 1', {}, {'split_size': 128, 'num_splits': 2},
                  error='flash_attn3.attend_cache: expected num_splits of 0 or 1 with a split_size'),
+    CacheFeature('`shared_prefix` with windows, chunks or `cache_leftpad`',
+                 {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8},
+                 {'shared_prefix': 8, 'window_size': (4, 0)},
+                 error='flash_attn3.flash_attn_with_kvcache: expected no window and no chunks with '
+                       'shared_prefix'),
 )
 
 

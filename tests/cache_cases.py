@@ -2,7 +2,8 @@
 
 A CacheCase prints itself as the Python that makes it, and seeds itself by that text: a failure is
 repeated by `cache_oracle.check_case(CacheCase(...), 'cuda')`. Every slot that holds no key is NaN,
-so is every page that no sequence needs, and page ids that are not needed point nowhere.
+so is every page that no sequence needs, and page ids that are not needed point nowhere: with shared
+keys those of all sequences but the first, too.
 """
 from __future__ import annotations
 
@@ -60,6 +61,7 @@ class CacheCase:
     interleaved: bool = True
     own_positions: bool = False             # rotary_seqlens
     leftpad: tuple[int, ...] = ()
+    shared: int = 0                         # shared_prefix: keys that only the first sequence has
     batch_idx: bool = False                 # the cache has twice as many rows, in another order
     length_as: str = 'tensor'               # or int, or none: the whole cache
     layout: str = ''                        # a name in LAYOUTS
@@ -166,8 +168,9 @@ class CacheCase:
             given['tree_mask'] = self._tree(generator)
         if self.kept == E4M3 and self.descales:
             for name in 'kv' if self.kv8 else 'qkv':
-                given[f'{name}_descale'] = 0.5 + torch.rand(
-                    self.batch, heads_k, generator=generator, device=device)
+                rows = 1 if self.shared else self.batch
+                given[f'{name}_descale'] = (0.5 + torch.rand(
+                    rows, heads_k, generator=generator, device=device)).expand(self.batch, -1)
         if self.dtype == 'e4m3' and self.float16_out:
             given['out_dtype'] = torch.float16
         if self.metadata:
@@ -199,6 +202,7 @@ class CacheCase:
         pads, before = (torch.tensor(x, dtype=torch.long, device=device)[:, None] for x in (
             self.leftpad or [0] * self.batch, [one[1] for one in self.lengths]))
         holds = (slot >= pads) & (slot < before)
+        holds[1:] &= slot[None] >= self.shared
         where, shape = self._where(generator, device)
         caches = []
         for x in (k, v):
@@ -235,15 +239,18 @@ class CacheCase:
             return dict(row=order[:, None].expand_as(slot), offset=slot, table=order.int(),
                         used=torch.ones_like(slot, dtype=torch.bool)), (rows, self.slots)
         needed = [-(-end // self.page_size) for _, end in self.filled()]
+        shared = [(b > 0) * self.shared // self.page_size for b in range(self.batch)]
         pages = sum(needed) + SPARE_PAGES
         order = iter(torch.randperm(pages, generator=generator, device=device).tolist())
-        table = [[next(order) if i < count else NOWHERE[i % 2]
-                  for i in range(self.slots // self.page_size)] for count in needed]
+        table = [[next(order) if first <= i < count else NOWHERE[i % 2]
+                  for i in range(self.slots // self.page_size)]
+                 for first, count in zip(shared, needed)]
         table = ints(table, device).view(self.batch, self.slots // self.page_size)
         row = table.long().repeat_interleave(self.page_size, 1)
-        counts = torch.tensor(needed, dtype=torch.long, device=device)[:, None]
+        firsts, counts = (torch.tensor(x, dtype=torch.long, device=device)[:, None] * self.page_size
+                          for x in (shared, needed))
         return dict(row=row, offset=slot % self.page_size, table=table,
-                    used=slot < counts * self.page_size), (pages, self.page_size)
+                    used=(slot >= firsts) & (slot < counts)), (pages, self.page_size)
 
     def _placed(self, caches: list[Tensor]) -> list[Tensor]:
         """The caches in their layout; what lies between is NaN."""
@@ -306,6 +313,7 @@ class CacheCase:
                  'softcap': self.softcap, 'num_splits': self.num_splits,
                  'pack_gqa': self.pack_gqa, 'sm_margin': self.sm_margin,
                  'return_softmax_lse': self.lse}
+        given |= {'shared_prefix': self.shared} if self.shared else {}
         return given | ({'split_size': self.split_size} if self.split_size else {})
 
     def _metadata(self, given: dict) -> Tensor:

@@ -51,12 +51,14 @@ def places(case: CacheCase, arguments: dict) -> list[tuple[Tensor, Tensor]]:
     found = []
     for b, (_, end) in enumerate(case.filled()):
         slot = torch.arange(end, device=arguments['q'].device)
+        owner = torch.where(slot < case.shared, 0, b)
         if case.page_size:
-            row = arguments['page_table'][b].long()[slot // case.page_size]
+            row = arguments['page_table'].long()[owner, slot // case.page_size]
             found.append((row, slot % case.page_size))
             continue
-        rows = arguments['cache_batch_idx'].tolist() if case.batch_idx else range(case.batch)
-        found.append((torch.full_like(slot, rows[b]), slot))
+        rows = arguments['cache_batch_idx'].long() if case.batch_idx else owner.new_tensor(
+            range(case.batch))
+        found.append((rows[owner], slot))
     return found
 
 

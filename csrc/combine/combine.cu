@@ -34,15 +34,37 @@ CUTE_DEVICE CombineRow row_of_warp(CombineParams const& p, int warp) {
                     p.by_blocks.mod(warp) * kCombineColumns};
 }
 
-// What a lane has of a part.
-template <bool kIsVector>
-CUTE_DEVICE void load_columns(CombineParams const& p, CombineRow const& row, float const* source,
-                              float (&columns)[kLaneColumns]) {
+// Four neighbouring columns.
+template <class Element>
+CUTE_DEVICE float4 load_four(Element const* at) {
+  if constexpr (cute::is_same_v<Element, float>) {
+    return __ldg(reinterpret_cast<float4 const*>(at));
+  } else {
+    uint2 const words = __ldg(reinterpret_cast<uint2 const*>(at));
+    float2 const low = unpack_two<Element>(words.x);
+    float2 const high = unpack_two<Element>(words.y);
+    return make_float4(low.x, low.y, high.x, high.y);
+  }
+}
+
+template <class Element>
+CUTE_DEVICE float load_one(Element const* at) {
+  if constexpr (cute::is_same_v<Element, float>) {
+    return __ldg(at);
+  } else {
+    return unpack_two<Element>(__ldg(reinterpret_cast<uint16_t const*>(at))).x;
+  }
+}
+
+// What a lane has of a part, whose columns are `stride` apart.
+template <bool kIsVector, class Element>
+CUTE_DEVICE void load_columns(CombineParams const& p, CombineRow const& row, Element const* source,
+                              int64_t stride, float (&columns)[kLaneColumns]) {
   if constexpr (kIsVector) {
     float4 four = make_float4(0.f, 0.f, 0.f, 0.f);
     int const column = row.column<true>(0);
     if (column < p.columns) {
-      four = __ldg(reinterpret_cast<float4 const*>(source + column));
+      four = load_four(source + column);
     }
     columns[0] = four.x;
     columns[1] = four.y;
@@ -52,7 +74,7 @@ CUTE_DEVICE void load_columns(CombineParams const& p, CombineRow const& row, flo
     CUTE_UNROLL
     for (int i = 0; i < kLaneColumns; ++i) {
       int const column = row.column<false>(i);
-      columns[i] = column < p.columns ? __ldg(source + column * p.partial_stride[4]) : 0.f;
+      columns[i] = column < p.columns ? load_one(source + column * stride) : 0.f;
     }
   }
 }
@@ -96,25 +118,69 @@ CUTE_DEVICE void store_columns(CombineParams const& p, CombineRow const& row,
   }
 }
 
+// Where a row of each part lies: the parts of a stack are equally far apart.
+template <class Element, bool kIsStack>
+struct PartRows {
+  static constexpr bool kIsOneTensor = kIsStack;
+
+  CombineParams const& p;
+  CombineRow const& row;
+  Element const* first;
+  float const* first_lse;
+
+  CUTE_DEVICE PartRows(CombineParams const& p_, CombineRow const& row_)
+      : p(p_), row(row_), first(data_of(p_.source[0])), first_lse(lse_of(p_.source[0])) {}
+
+  CUTE_DEVICE Element const* data(int part) const {
+    if constexpr (kIsStack) {
+      return first + part * p.part_stride;
+    } else {
+      return data_of(p.source[part]);
+    }
+  }
+
+  CUTE_DEVICE float lse(int part) const {
+    if constexpr (kIsStack) {
+      return __ldg(first_lse + part * p.lse_part_stride);
+    } else {
+      return __ldg(lse_of(p.source[part]));
+    }
+  }
+
+  CUTE_DEVICE int64_t column_stride(int part) const {
+    return p.source[kIsStack ? 0 : part].stride[3];
+  }
+
+ private:
+  CUTE_DEVICE Element const* data_of(CombineSource const& source) const {
+    return static_cast<Element const*>(source.data) + row.batch * source.stride[0] +
+           row.row * source.stride[1] + row.head * source.stride[2];
+  }
+
+  CUTE_DEVICE float const* lse_of(CombineSource const& source) const {
+    return source.lse + row.batch * source.lse_stride[0] + row.row * source.lse_stride[1] +
+           row.head * source.lse_stride[2];
+  }
+};
+
 // Adds the parts of a row in their order, not yet divided by the sum of their weights.
-template <bool kIsVector, class LseOf>
-CUTE_DEVICE void add_parts(CombineParams const& p, CombineRow const& row,
-                           PartWeights const& weights, LseOf const& lse_of,
-                           float (&sums)[kLaneColumns]) {
-  float const* const first = p.partial + row.batch * p.partial_stride[1] +
-                             row.row * p.partial_stride[2] + row.head * p.partial_stride[3];
+template <bool kIsVector, class Parts>
+CUTE_DEVICE void add_parts(CombineParams const& p, CombineRow const& row, Parts const& parts,
+                           PartWeights const& weights, float (&sums)[kLaneColumns]) {
+  constexpr int kUnrolled = Parts::kIsOneTensor ? 8 : kMostMergedParts;  // loads in flight
   for (int begin = 0; begin < p.parts; begin += 32) {
     int const own_part = begin + lane_of_warp();
-    float const own_lse = own_part < p.parts ? lse_of(own_part) : -INFINITY;
+    float const own_lse = own_part < p.parts ? parts.lse(own_part) : -INFINITY;
     float const own_weight = weights.weight(own_lse);
     uint32_t const used = __ballot_sync(kAllLanes, own_lse != -INFINITY);
     int const count = min_of(32, p.parts - begin);
-#pragma unroll 8
+#pragma unroll kUnrolled
     for (int i = 0; i < count; ++i) {
       float const weight = __shfl_sync(kAllLanes, own_weight, i);
       float columns[kLaneColumns] = {};
       if ((used >> i & 1) != 0) {
-        load_columns<kIsVector>(p, row, first + (begin + i) * p.partial_stride[0], columns);
+        load_columns<kIsVector>(p, row, parts.data(begin + i), parts.column_stride(begin + i),
+                                columns);
       }
       CUTE_UNROLL
       for (int j = 0; j < kLaneColumns; ++j) {
@@ -124,7 +190,7 @@ CUTE_DEVICE void add_parts(CombineParams const& p, CombineRow const& row,
   }
 }
 
-template <bool kIsVector>
+template <class Element, bool kIsStack, bool kIsVector>
 __global__ void __launch_bounds__(32 * kWarps)
     combine_kernel(CombineParams const __grid_constant__ p) {
   int const warp = int(blockIdx.x) * kWarps + int(threadIdx.x) / 32;
@@ -134,15 +200,15 @@ __global__ void __launch_bounds__(32 * kWarps)
     return;
   }
   CombineRow const row = row_of_warp(p, warp);
-  float const* const part_lse = p.part_lse + row.batch * p.lse_stride[1] +
-                                row.row * p.lse_stride[2] + row.head * p.lse_stride[3];
-  auto const lse_of = [&](int part) { return __ldg(part_lse + part * p.lse_stride[0]); };
-  PartWeights const weights = PartWeights::of_warp(p.parts, lse_of);
+  PartRows<Element, kIsStack> const parts(p, row);
+  PartWeights const weights =
+      PartWeights::of_warp(p.parts, [&](int part) { return parts.lse(part); });
   if (row.first_column == 0 && is_first_lane()) {
-    p.lse[p.by_blocks.div(warp)] = weights.lse();
+    p.lse[row.batch * p.lse_stride[0] + row.row * p.lse_stride[1] + row.head * p.lse_stride[2]] =
+        weights.lse();
   }
   float sums[kLaneColumns] = {};
-  add_parts<kIsVector>(p, row, weights, lse_of, sums);
+  add_parts<kIsVector>(p, row, parts, weights, sums);
   float const inverse = weights.inverse();
   CUTE_UNROLL
   for (float& sum : sums) {
@@ -151,13 +217,28 @@ __global__ void __launch_bounds__(32 * kWarps)
   store_columns<kIsVector>(p, row, sums);
 }
 
+using Kernel = void (*)(CombineParams);
+
+template <class Element, bool kIsStack>
+Kernel kernel_of(CombineParams const& params) {
+  return params.is_vector ? combine_kernel<Element, kIsStack, true>
+                          : combine_kernel<Element, kIsStack, false>;
+}
+
+template <class Element>
+Kernel kernel_of(CombineParams const& params) {
+  return params.is_stack ? kernel_of<Element, true>(params) : kernel_of<Element, false>(params);
+}
+
 }  // namespace
 
 void launch_combine(CombineParams const& params, void* stream) {
   LaunchShape const shape{"combine", ceil_div(params.warps, kWarps), 32 * kWarps, 0};
   bind_thread(shape.variant, shape.grid, 0);
-  launch_early(params.is_vector ? combine_kernel<true> : combine_kernel<false>, shape, params,
-               stream);
+  Kernel const kernel = params.dtype == Dtype::kFloat16    ? kernel_of<cutlass::half_t>(params)
+                        : params.dtype == Dtype::kBFloat16 ? kernel_of<cutlass::bfloat16_t>(params)
+                                                           : kernel_of<float, true>(params);
+  launch_early(kernel, shape, params, stream);
 }
 
 }  // namespace fa3

@@ -1,4 +1,5 @@
-// The kernel that combines parts of attention. Host side; the op `combine` calls it.
+// The kernel that combines parts of attention. Host side; the ops `combine` and `merge_parts` call
+// it.
 #pragma once
 
 #include "core/int_math.h"
@@ -8,17 +9,27 @@ namespace fa3 {
 
 // Columns of a warp; a lane has four of them.
 constexpr int kCombineColumns = 128;
+constexpr int kMostMergedParts = 4;  // that are tensors of their own
 
-// A row is (batch, row, head). Strides are in elements.
+// A part, or a stack of them. A row is (batch, row, head). Strides are in elements.
+struct CombineSource {
+  void const* data = nullptr;
+  int64_t stride[4] = {};  // batch, row, head, column
+  float const* lse = nullptr;
+  int64_t lse_stride[3] = {};  // batch, row, head
+};
+
 struct CombineParams {
-  float const* partial = nullptr;
-  int64_t partial_stride[5] = {};  // part, batch, row, head, column
-  float const* part_lse = nullptr;
-  int64_t lse_stride[4] = {};  // part, batch, row, head
+  CombineSource source[kMostMergedParts];  // a part each, or the first one has all
+  bool is_stack = true;
+  int64_t part_stride = 0;  // of a stack
+  int64_t lse_part_stride = 0;
+  Dtype dtype = Dtype::kFloat32;  // of the parts; a list has no float32
   void* out = nullptr;
   int64_t out_stride[4] = {};  // batch, row, head, column
   Dtype out_dtype = Dtype::kFloat32;
-  float* lse = nullptr;  // (batch, rows, heads), contiguous
+  float* lse = nullptr;
+  int64_t lse_stride[3] = {};  // batch, row, head
   int parts = 0;
   int warps = 0;  // rows of all batch entries and heads, times column_blocks()
   int columns = 0;

@@ -24,6 +24,7 @@ struct CacheLengths {
   int const* entry_of = nullptr;    // entry of a dense cache
   int held_by_all = 0;              // without `held`
   int appended = 0;                 // without `new_starts`
+  int first_slot = 0;               // without `leftpad`
   int capacity = 0;                 // slots of a sequence; packed k: all rows
   int seqlen_q = 0;                 // without packed.cu_q
   int total_q = 0;                  // with it
@@ -73,7 +74,8 @@ FA3_HD CacheSequence cache_sequence(CacheLengths const& lengths, int b) {
                            ? read_now(lengths.new_starts + b + 1) - read_now(lengths.new_starts + b)
                            : lengths.appended;
   int const end = min_of(most, clamp(held, 0, most) + clamp(appended, 0, most));
-  s.first_slot = lengths.leftpad != nullptr ? clamp(read_now(lengths.leftpad + b), 0, end) : 0;
+  int const first = lengths.leftpad != nullptr ? read_now(lengths.leftpad + b) : lengths.first_slot;
+  s.first_slot = clamp(first, 0, end);
   s.len.k = end - s.first_slot;
   s.entry = lengths.entry_of != nullptr ? read_now(lengths.entry_of + b) : b;
   return s;

@@ -129,6 +129,7 @@ struct CacheTensors {
   int64_t table_stride = 0;
   int held_by_all = 0;
   int appended = 0;
+  int first_slot = 0;              // without `leftpad`
   uint32_t const* tree = nullptr;  // (batch, seqlen_q) or (total_q) rows of kTreeWords
   int64_t tree_stride = 0;         // rows of a batch entry
   float* parts = nullptr;          // workspace: slots * rows * (head_dim_v of the kernel + 2)

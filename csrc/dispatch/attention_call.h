@@ -35,6 +35,7 @@ struct AttentionCall {
   std::optional<TensorMeta> v_new;
   CacheArguments cache;
   SplitArguments splits;
+  FirstSlotArgument first;
   RotaryArguments rotary;
   TreeArguments tree;
 
@@ -65,6 +66,7 @@ struct AttentionCall {
     visitor("v_new", v_new);
     cache.visit(visitor);
     splits.visit(visitor);
+    first.visit(visitor);
     rotary.visit(visitor);
     tree.visit(visitor);
   }

@@ -32,6 +32,19 @@ std::string check_splits(AttentionCall const& call) {
   return {};
 }
 
+std::string check_first_slot(AttentionCall const& call) {
+  int64_t const first = call.first.first_slot;
+  int64_t const capacity = capacity_of(call);
+  if (first < 0 || first > capacity) {
+    return refuse(call, text("first_slot to be from 0 to ", capacity, ", the slots of a sequence"),
+                  text(first));
+  }
+  if (first > 0 && call.cache.cache_leftpad) {
+    return refuse(call, "first_slot of 0 with cache_leftpad", text(first));
+  }
+  return {};
+}
+
 // Attention of e4m3 tensors has rules of its own.
 std::string check_as_forward(AttentionCall const& call) {
   return call.q.dtype == Dtype::kFloat8E4M3 ? check_fp8(call) : check_forward(call);
@@ -52,6 +65,7 @@ std::string check_packed_keys(AttentionCall const& call) {
   char const* const got = cache.page_table                                 ? "page_table"
                           : cache.cache_batch_idx                          ? "cache_batch_idx"
                           : cache.cache_leftpad                            ? "cache_leftpad"
+                          : call.first.first_slot != 0                     ? "first_slot"
                           : cache.cache_seqlens || cache.cache_length >= 0 ? "cache_seqlens"
                           : cache.cu_seqlens_k_new || cache.appended != 0  ? "appended keys"
                                                                            : nullptr;
@@ -205,9 +219,9 @@ std::string check_memory(AttentionCall const& call) {
 using Check = std::string (*)(AttentionCall const&);
 
 // In this order: each one may rely on those before it.
-constexpr Check kChecks[] = {check_ranks,    check_form,   check_seqused, check_out,
-                             check_as_dense, check_tiles,  check_scales,  check_lengths,
-                             check_memory,   check_splits, check_tree};
+constexpr Check kChecks[] = {check_ranks,      check_form,   check_seqused, check_out,
+                             check_as_dense,   check_tiles,  check_scales,  check_lengths,
+                             check_first_slot, check_memory, check_splits,  check_tree};
 constexpr Check kChecksOfPackedKeys[] = {check_packed_keys, check_splits, check_tree};
 
 }  // namespace

@@ -1,6 +1,7 @@
-// Checks of the op `combine`.
+// Checks of the ops `combine` and `merge_parts`.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "core/problem.h"
@@ -8,12 +9,30 @@
 namespace fa3 {
 
 struct CombineCall {
-  TensorMeta out_partial;  // (parts, batch, rows, heads, head_dim) float32
+  TensorMeta out_partial;  // (parts, batch, rows, heads, head_dim) float32, float16 or bfloat16
   TensorMeta lse_partial;  // (parts, batch, rows, heads) float32
   TensorMeta out;          // (batch, rows, heads, head_dim) float32, float16 or bfloat16
 };
 
 // Empty when the kernel serves the call, else the error text.
 std::string check_combine(CombineCall const& call);
+
+// Parts that are tensors of their own, at least two, the first ones.
+struct MergeCall {
+  static constexpr int kMost = 4;
+  TensorMeta out;  // (batch, rows, heads, head_dim) or (rows, heads, head_dim), 16 bits
+  // As out; or the rows of the whole batch in one entry, or without a batch.
+  std::optional<TensorMeta> part[kMost];
+  std::optional<TensorMeta> lse[kMost];  // (batch, heads, rows) or (heads, rows), float32
+
+  int parts() const;
+};
+
+std::string check_merge(MergeCall const& call);
+
+// A part as (batch, rows, heads, head_dim) and its LSE as (batch, rows, heads), with the sizes of
+// out, which has 4 dimensions. The call is fine.
+TensorMeta rows_like(TensorMeta const& part, TensorMeta const& out);
+TensorMeta lse_like(TensorMeta const& lse, TensorMeta const& out);
 
 }  // namespace fa3

@@ -137,6 +137,7 @@ inline CacheLengths cache_lengths(FwdParams const& p) {
   lengths.entry_of = p.cache.entry_of;
   lengths.held_by_all = p.cache.held_by_all;
   lengths.appended = p.cache.appended;
+  lengths.first_slot = p.cache.first_slot;
   lengths.capacity = p.problem.cache.capacity;
   lengths.seqlen_q = p.problem.seqlen_q;
   lengths.total_q = p.problem.total_q;

@@ -119,6 +119,7 @@ inline OwnedLengths make_lengths(pybind11::kwargs given) {
   read("entry_of", lengths.entry_of);
   read("held_by_all", lengths.sizes.held_by_all);
   read("appended", lengths.sizes.appended);
+  read("first_slot", lengths.sizes.first_slot);
   read("capacity", lengths.sizes.capacity);
   read("seqlen_q", lengths.sizes.seqlen_q);
   read("total_q", lengths.sizes.total_q);

@@ -9,6 +9,7 @@
 //   index, sizes, strides, address), as ("bfloat16", "cuda", 0, (2, 128, 8, 64), (65536, 512, 64,
 //   1), 0).
 // - check_combine(out_partial=, lse_partial=, out=): the same of `combine`.
+// - check_merge(out=, out_0=, lse_0=, ...): the same of `merge_parts`.
 // - plan_forward(**call), plan_backward(**call), plan_cache(**call): a dict of facts, or {"reason":
 //   text}. plan_backward needs no tensor but q, k and v.
 // - variants(), backward_variants(): a dict for every variant, built or not.
@@ -182,6 +183,20 @@ PyObject* py_check_combine(PyObject*, PyObject* args, PyObject* kwargs) {
   return reader.finish() ? PyUnicode_FromString(check_combine(call).c_str()) : nullptr;
 }
 
+PyObject* py_check_merge(PyObject*, PyObject* args, PyObject* kwargs) {
+  static constexpr char const* kParts[] = {"out_0", "out_1", "out_2", "out_3"};
+  static constexpr char const* kLses[] = {"lse_0", "lse_1", "lse_2", "lse_3"};
+  static_assert(std::size(kParts) == MergeCall::kMost);
+  MergeCall call;
+  CallReader reader(args, kwargs);
+  reader("out", call.out);
+  for (int i = 0; i < MergeCall::kMost; ++i) {
+    reader(kParts[i], call.part[i]);
+    reader(kLses[i], call.lse[i]);
+  }
+  return reader.finish() ? PyUnicode_FromString(check_merge(call).c_str()) : nullptr;
+}
+
 // What is wrong with a call that only has sizes, or "".
 std::string plan_error(AttentionCall const& call) {
   int64_t smallest = 0;
@@ -348,6 +363,7 @@ PyMethodDef methods[] = {
     {"check_cache", method(py_check<check_cache>), kKeywords, "check_forward of attend_cache."},
     {"check_append", method(py_check<check_append>), kKeywords, "check_forward of append_cache."},
     {"check_combine", method(py_check_combine), kKeywords, "check_forward of combine."},
+    {"check_merge", method(py_check_merge), kKeywords, "check_forward of merge_parts."},
     {"check_backward", method(py_check_backward), kKeywords, "check_forward of the gradients."},
     {"plan_forward", method(py_plan<false>), kKeywords, "How a forward problem would be run."},
     {"plan_backward", method(py_plan<true>), kKeywords, "How its gradients would be computed."},

@@ -69,6 +69,7 @@ void read_cache(CacheTensors& tensors, AttentionCall const& call, int capacity) 
   tensors.held_by_all =
       cache.cache_length < 0 ? capacity : int(std::min<int64_t>(cache.cache_length, capacity));
   tensors.appended = int(std::min<int64_t>(cache.appended, capacity));
+  tensors.first_slot = int(std::min<int64_t>(call.first.first_slot, capacity));
   if (call.tree.tree_mask) {
     TensorMeta const& tree = *call.tree.tree_mask;
     tensors.tree = reinterpret_cast<uint32_t const*>(tree.address);
@@ -132,14 +133,15 @@ class CacheLaunch {
 template <bool kHasOut>
 void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   constexpr int kArguments = CacheArguments::kCount + ScoreArguments::kCount +
-                             SplitArguments::kCount + LengthArguments::kCount + 2 +
-                             ScaleArguments::kCount + TreeArguments::kCount + !kHasOut;
+                             SplitArguments::kCount + FirstSlotArgument::kCount +
+                             LengthArguments::kCount + 2 + ScaleArguments::kCount +
+                             TreeArguments::kCount + !kHasOut;
   expect_schema(kHasOut ? "attend_cache_out" : kOp, {num_args, num_outputs},
                 {3 + kHasOut + kArguments, 2 - kHasOut});
   ForwardCall args(stack, kHasOut);
   AttentionCall& call = args.call;
   call.on_cache = true;
-  args.args.read_groups(call.cache, call.score, call.splits, call.lengths);
+  args.args.read_groups(call.cache, call.score, call.splits, call.first, call.lengths);
   args.args.read(call.execution.pack_gqa);
   args.args.read(call.execution.sm_margin);
   args.args.read_groups(call.scales);

@@ -32,6 +32,8 @@ void quantize_qkv_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num
 void append_cache_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 // combine(out_partial, lse_partial, out) -> lse
 void combine_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
+// merge_parts(out, out_0, lse_0, ..., out_3, lse_3) -> lse
+void merge_parts_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
 // Empty when the driver that is installed can run this library, and where there is none; else what
 // is wrong with it. Does not initialise CUDA.

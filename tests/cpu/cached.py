@@ -29,7 +29,8 @@ def starts(counts: list[int]) -> Tensor:
 class Problem:
     """lengths: the caches' before the append; queries, new: those of each sequence; new None: none.
 
-    page_size 0: dense. rotary: columns, 0: none. idx: rows of a cache of twice the batch.
+    page_size 0: dense. rotary: columns, 0: none. idx: rows of a cache of twice the batch. shared:
+    keys that all sequences have, in the cache for the first one only.
     """
     lengths: tuple[int, ...] = (5, 0, 17)
     queries: tuple[int, ...] = (1, 1, 1)
@@ -44,6 +45,7 @@ class Problem:
     packed: bool = False
     rotary: int = 0
     interleaved: bool = True
+    shared: int = 0
     rotary_seqlens: tuple[int, ...] | None = None
     int_length: bool = False
     sinks: bool = False
@@ -72,6 +74,9 @@ class Problem:
         self.q = [self.draw(count, heads_q, dim) for count in self.queries]
         self.k = [self.draw_keys(length, heads_k, dim) for length in self.lengths]
         self.v = [self.draw_keys(length, heads_k, dim_v) for length in self.lengths]
+        for own in (self.k, self.v):
+            for x in own[1:]:
+                as_bits(x)[:self.shared] = as_bits(own[0])[:self.shared]
         new, dtype = self.new or (0,) * self.batch, DTYPES[self.dtype]
         self.k_new = [self.draw_keys(count, heads_k, dim).to(dtype) for count in new]
         self.v_new = [self.draw_keys(count, heads_k, dim_v).to(dtype) for count in new]
@@ -104,7 +109,7 @@ class Problem:
             shape = (2 if self.idx else 1) * self.batch, self.capacity, heads, dim
         cache = torch.full(shape, math.nan, dtype=torch.float64).to(self.kept)
         flat = as_bits(cache).view(-1, heads, dim)
-        pads = self.leftpad or (0,) * self.batch
+        pads = self.leftpad or (0, *[self.shared] * (self.batch - 1))
         for place, own, pad in zip(self.place, keys, pads):
             flat[place[pad:len(own)]] = as_bits(own[pad:])
         return cache
@@ -116,6 +121,7 @@ class Problem:
             new = self.new or (0,) * self.batch
             for b in range(self.batch):
                 table[b, -(-(self.lengths[b] + new[b]) // self.page_size):] = -1
+                table[b, :(b > 0) * self.shared // self.page_size] = -1
             given['page_table'] = table
         if self.idx:
             given['cache_batch_idx'] = self.rows.int()
@@ -143,8 +149,9 @@ class Problem:
         if self.sinks:
             given['s_aux'] = torch.randn(self.heads[0], generator=self.generator)
         if self.scales:
-            given |= {f'{x}_descale': torch.rand(self.batch, self.heads[1],
-                                                 generator=self.generator) + 0.5 for x in 'qkv'}
+            rows = 1 if self.shared else self.batch
+            given |= {f'{x}_descale': torch.rand(rows, self.heads[1], generator=self.generator).add(
+                0.5).expand(self.batch, -1) for x in 'qkv'}
         return given
 
 

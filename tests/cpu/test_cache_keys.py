@@ -55,7 +55,8 @@ class Lengths:
         starts = get('new_starts')
         new = get('appended', 0) if starts is None else starts[b + 1] - starts[b]
         end = min(capacity, clamp(held, 0, capacity) + clamp(new, 0, capacity))
-        first = 0 if get('leftpad') is None else clamp(get('leftpad')[b], 0, end)
+        pad = get('first_slot', 0) if get('leftpad') is None else get('leftpad')[b]
+        first = clamp(pad, 0, end)
         entry = b if get('entry_of') is None else get('entry_of')[b]
         return q_begin, queries, end - first, first, 0, entry
 
@@ -98,6 +99,7 @@ def all_lengths(draw, is_nonsense=False, most_keys=700):
     slot = wild if is_nonsense else st.integers(0, capacity)
     given |= dict(held=draw(maybe(ints(batch, slot))), leftpad=draw(maybe(ints(batch, slot))),
                   held_by_all=draw(st.integers(0, capacity)),
+                  first_slot=draw(st.one_of(st.just(0), slot)),
                   appended=draw(st.integers(0, capacity)),
                   new_starts=starts(st.integers(0, 90)) if draw(st.booleans()) else None,
                   entry_of=draw(maybe(ints(batch, st.integers(0, 99)))))
@@ -133,7 +135,9 @@ def test_nonsense_stays_inside_the_tensors(lengths):
     (dict(held=[5], new_starts=[4, 6]), 7, 0), (dict(held=[99], appended=1), 10, 0),
     (dict(held=[-3], appended=2), 2, 0), (dict(held=[9], appended=9), 10, 0),
     (dict(held=[6], leftpad=[2]), 4, 2), (dict(held=[6], leftpad=[8]), 0, 6),
-    (dict(held=[6], leftpad=[-8]), 6, 0), (dict(held=[0], appended=4, leftpad=[2]), 2, 2)])
+    (dict(held=[6], first_slot=2), 4, 2), (dict(held=[6], first_slot=8), 0, 6),
+    (dict(held=[6], first_slot=2, leftpad=[1]), 5, 1), (dict(held=[6], leftpad=[-8]), 6, 0),
+    (dict(held=[0], appended=4, leftpad=[2]), 2, 2)])
 def test_examples_of_sequences(lengths, keys, first_slot):
     _, _, found, slot, *_ = _host.cache_sequence(_host.CacheLengths(capacity=10, **lengths), 0)
     assert (found, slot) == (keys, first_slot)

@@ -47,9 +47,10 @@ BACKWARD_KERNELS = ('backward', 'backward_preprocess', 'backward_postprocess')
 
 
 # Kernels that are no variants: the tables of packed sequences, the gradients of sinks; appending
-# rotated keys of both dtypes, and bytes; combining results with 16-byte rows, and others; of
-# quantize_fp8 four passes, rotated and not, for each dtype.
-OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'append_kernel': 3, 'combine_kernel': 2,
+# rotated keys of both dtypes, and bytes; combining results, float32 in one tensor, 16 bits also in
+# several, with rows of 4 columns at a time, and others; of quantize_fp8 four passes, rotated and
+# not, for each dtype.
+OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'append_kernel': 3, 'combine_kernel': 10,
                  'quantize_kernelIf': 8,
                  'quantize_kernelIN7cutlass10bfloat16_t': 8, 'quantize_kernelIN7cutlass6half_t': 8}
 

@@ -161,7 +161,7 @@ def test_opcheck_combine(dtype):
 
 @pytest.mark.parametrize('change, text', [
     (lambda x: (x[0][0], *x[1:]), 'out_partial of the shape'),
-    (lambda x: (x[0].half(), *x[1:]), 'out_partial.dtype to be float32'),
+    (lambda x: (x[0].double(), *x[1:]), 'out_partial.dtype to be float32'),
     (lambda x: (x[0], x[1][:, :1], x[2]), 'lse_partial to have the shape'),
     (lambda x: (*x[:2], x[2].double()), 'out.dtype to be '),
     (lambda x: (*x[:2], x[0][0]), 'out with memory of its own'),
@@ -182,3 +182,75 @@ def test_the_way_to_the_op(monkeypatch):
         assert out is given and torch.equal(out, wanted.bfloat16())
         assert torch.equal(lse, wanted_lse)
         assert torch.equal(flash_attn_combine(outs, lses)[0], wanted)
+
+
+# -------------------------------------------------------------------------------- the op of a list
+def separate(count: int, dtype: torch.dtype, packed: bool) -> tuple:
+    """out of the op, and its parts: all rows as one batch entry, packed, as out in turns."""
+    outs, lses = parts_of(count, (2, 4, 3, 16), torch.float32)
+    parts = []
+    for number, (out, lse) in enumerate(zip(outs.to(dtype), lses.transpose(-1, -2))):
+        if packed or number % 3 < 2:
+            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1).contiguous()
+            out, lse = (out, lse) if packed or number % 3 else (out[None], lse[None])
+        parts += [out, lse.contiguous()]
+    shape = (8, 3, 16) if packed else (2, 4, 3, 16)
+    return torch.full(shape, math.nan, dtype=dtype), *parts
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('packed', [False, True])
+@pytest.mark.parametrize('count', [2, 3, 4])
+def test_merging_separate_parts(count, packed, dtype):
+    out, *parts = separate(count, dtype, packed)
+    lse = torch.ops.flash_attn3.merge_parts(out, *parts)
+    outs, lses = parts_of(count, (2, 4, 3, 16), torch.float32)
+    wanted, wanted_lse = merged(outs.to(dtype), lses)
+    bound = 1.6e-2 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(out.double().view(wanted.shape), wanted, rtol=bound, atol=bound)
+    wanted_lse = wanted_lse.transpose(-1, -2)
+    wanted_lse = wanted_lse.transpose(0, 1).flatten(1) if packed else wanted_lse
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('count', [2, 4])
+def test_opcheck_merge_parts(count):
+    opcheck(torch.ops.flash_attn3.merge_parts.default,
+            tuple(x.nan_to_num() for x in separate(count, torch.float32, False)))
+
+
+@pytest.mark.parametrize('change, text', [
+    (lambda out, a, b, *others: (out[0, 0], a, b, *others), r'out of the shape \('),
+    (lambda out, a, b, *others: (out, a[:, :7], b, *others), 'out_0 to have the shape of out'),
+    (lambda out, a, b, c, *others: (out, a, b, c[..., :8], *others), 'out_1 to have the shape of'),
+    (lambda out, a, b, *others: (out, a.half(), b, *others), 'out_0.dtype to be that of out'),
+    (lambda out, a, b, *others: (out, a, b[..., :3], *others), 'lse_0 to have the shape'),
+    (lambda out, a, b, *others: (out, a, b.half(), *others), 'lse_0.dtype to be float32'),
+    (lambda out, a, b, *others: (a.view(out.shape), a, b, *others), 'out with memory of its own'),
+    (lambda out, *others: (out[:, :1].expand(2, 4, 3, 16), *others), 'out with memory for every'),
+    (lambda *given: (*given, given[1]), 'lse_2 with out_2, got None'),
+    (lambda *given: (*given, None, None, *given[1:3]), 'out_2 before further parts, got None'),
+    (lambda out, a, b, c, d: (out[:1, :2], *(x[:0] for x in (a, b, c, d))), 'out_0 to have the'),
+])
+def test_errors_of_merge_parts(change, text):
+    with pytest.raises(RuntimeError, match=f'flash_attn3.merge_parts: expected {text}'):
+        torch.ops.flash_attn3.merge_parts(*change(*separate(2, torch.float32, False)))
+
+
+def test_what_merge_states_gives_to_the_ops(monkeypatch):
+    """As on a GPU, tried with the ops of the CPU: a list unstacked, and a stack as it is; with a
+    gradient neither.
+    """
+    outs, lses = parts_of(3, (2, 4, 3, 16))
+    lists = list(outs), [lse.transpose(-1, -2).contiguous() for lse in lses]
+    wanted = merge_states(*lists)
+    taken = []
+    monkeypatch.setattr(merging, '_list_is_served', lambda *given: merging._has_no_derivative(
+        *given[0], *given[1]) and not taken.append('list'))
+    monkeypatch.setattr(merging, '_op_serves', lambda *_: not taken.append('stack'))
+    for given in (lists, [torch.stack(x) for x in lists]):
+        for got, want in zip(merge_states(*given), wanted):
+            assert torch.equal(got, want)
+    assert taken == ['list', 'stack']
+    lists[0][0].requires_grad_()
+    assert merge_states(*lists)[0].requires_grad

@@ -1,6 +1,7 @@
 """A call of flash_attn_with_kvcache: the case as drawn, checked by tests/cache_oracle.py."""
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 
@@ -86,6 +87,20 @@ def execution_of(pick: random.Random) -> dict:
             'logit_std': pick.choice((1.0, 1.0, 4.0))}
 
 
+def with_shared_keys(pick: random.Random, case: CacheCase) -> CacheCase:
+    """Sometimes the same in front of shared keys, where that goes together."""
+    has_window = case.window != (-1, -1) or case.chunk
+    if pick.random() > 0.2 or has_window or case.leftpad or case.length_as != 'tensor':
+        return case
+    step = case.page_size or 1
+    shared = step * pick.randint(1, max(1, pick.choice((64, 300)) // step))
+    longest = max(case.queries) if case.causal else 0
+    lengths = tuple((count, used + shared + (count if case.causal else 0))
+                    for count, used in case.lengths)
+    return dataclasses.replace(case, lengths=lengths, shared=shared,
+                               capacity=case.capacity + shared + longest)
+
+
 def drawn(pick: random.Random) -> CacheCall:
     dtype = pick.choice(('bf16', 'bf16', 'fp16', 'e4m3'))
     wide = dtype != 'e4m3'
@@ -119,4 +134,4 @@ def drawn(pick: random.Random) -> CacheCall:
         layout=pick.choice(LAYOUTS) if pick.random() < 0.4 else '',
         kv8=kv8, tree=tree and max(queries) <= 128, descales=pick.random() < 0.7, float16_out=not wide and pick.random() < 0.3,
         **own, **mask, **score_of(pick), **execution_of(pick))
-    return CacheCall(case)
+    return CacheCall(with_shared_keys(pick, case))

@@ -1,4 +1,6 @@
-"""combine: parts of attention with their LSEs, against float64."""
+"""combine and merge_parts: parts of attention with their LSEs, one tensor or several, against
+float64.
+"""
 from __future__ import annotations
 
 import pytest
@@ -49,9 +51,10 @@ def check(partial: tuple[Tensor, Tensor], out: Tensor) -> None:
     assert not wrong.any(), f'{wrong.sum()} of {wrong.numel()}: {wrong.nonzero()[:3]}'
 
 
-def check_shape(parts: int, shape: tuple[int, ...], dtype: torch.dtype,
-                device: torch.device) -> None:
-    check(tuple(x.to(device) for x in parts_of(parts, *shape)),
+def check_shape(parts: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+                partial_dtype: torch.dtype = torch.float32) -> None:
+    out, lse = (x.to(device) for x in parts_of(parts, *shape))
+    check((out.to(partial_dtype), lse),
           torch.full(shape, torch.nan, dtype=dtype, device=device))
 
 
@@ -67,6 +70,14 @@ def test_parts(parts, dtype, device):
                                       1000])
 def test_head_dims(head_dim, dtype, device):
     check_shape(5, (2, 3, 2, head_dim), dtype, device)
+
+
+@pytest.mark.smoke
+@DTYPES
+@pytest.mark.parametrize('partial_dtype', [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('parts, head_dim', [(1, 64), (2, 128), (5, 127), (33, 129), (70, 8)])
+def test_parts_of_16_bits(parts, head_dim, partial_dtype, dtype, device):
+    check_shape(parts, (2, 3, 4, head_dim), dtype, device, partial_dtype)
 
 
 @pytest.mark.parametrize('shape', [(1, 1, 1, 64), (1, 1, 32, 128), (3, 70, 5, 32), (7, 1, 17, 64)])
@@ -161,7 +172,7 @@ def test_the_same_bits_every_time(device):
 
 @pytest.mark.parametrize('changes, text', [
     (dict(out_partial=torch.zeros(3, 2, 3, 64)), 'out_partial of the shape'),
-    (dict(out_partial=torch.zeros(3, 2, 3, 4, 64).half()), 'out_partial.dtype to be float32'),
+    (dict(out_partial=torch.zeros(3, 2, 3, 4, 64).double()), 'out_partial.dtype to be float32'),
     (dict(lse_partial=torch.zeros(3, 2, 4, 3)), 'lse_partial to have the shape'),
     (dict(lse_partial=torch.zeros(3, 2, 3, 4).half()), 'lse_partial.dtype to be float32'),
     (dict(out=torch.zeros(2, 3, 4, 32)), 'out to have the shape'),
