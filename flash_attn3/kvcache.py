@@ -57,11 +57,9 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
         k_cache, v_cache: (batch, capacity, heads_k, head_dim), or with page_table (pages,
-            page_size, heads_k, head_dim), any page size; dtype of q, or float8_e4m3fn: half the
-            bytes, converted exactly to the dtype of q in the kernel.
+            page_size, heads_k, head_dim), any page size; dtype of q, or float8_e4m3fn.
         k, v: (batch, new, heads_k, head_dim), or with cu_seqlens_k_new (total_new, ...): written
-            behind each sequence; in 16 bits for a cache of float8_e4m3fn, rotated and then rounded
-            to it, over its descale, at most 448. What has no room is not written.
+            behind each sequence that has room; 16 bits over the descale for float8_e4m3fn.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q; with k, by which q and k
             are rotated from position cache_seqlens (or rotary_seqlens) on; without causal and
             window all q at that one. rotary_interleaved: pairs (2i, 2i + 1), else halves.
@@ -72,11 +70,9 @@ def flash_attn_with_kvcache(
             a part, so that the bits of a sequence depend on its own lengths alone.
         shared_prefix: first keys that all share: whole pages of the first sequence, read once.
         scheduler_metadata: from `get_scheduler_metadata`; never needed. max_seqlen_q: a hint.
-        k_descale, v_descale: (batch, heads_k) float32, of a cache of float8_e4m3fn; q_descale
-            likewise, of such a q, whose out_dtype is bfloat16 (default) or float16.
-        tree_mask: from `pack_tree_mask`, (batch, seqlen_q, 4) or (total_q, 4) int32: which of the
-            last seqlen_q keys of its sequence a query sees, besides what the other masks say; at
-            most 128 queries of a sequence.
+        q_descale, k_descale, v_descale: (batch, heads_k) float32, for float8_e4m3fn; with such a q
+            out_dtype is bfloat16 (default) or float16.
+        tree_mask: from `pack_tree_mask`: which of the last keys a query sees.
         others: as in `flash_attn_func`. qv: None.
 
     Returns:

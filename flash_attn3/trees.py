@@ -1,8 +1,8 @@
 """Masks of bits over the last tokens of a sequence: trees of speculative tokens.
 
-`flash_attn_with_kvcache` takes them as `tree_mask`: the queries of a sequence are its last keys, and
-each has a row of 128 bits, of which bit j says whether it sees the j-th of them. Earlier keys are
-visible to all.
+`flash_attn_with_kvcache` takes them as `tree_mask`: the queries of a sequence are its last keys,
+and each has a row of 128 bits, of which bit j says whether it sees the j-th of them. Earlier keys
+are visible to all.
 """
 from __future__ import annotations
 

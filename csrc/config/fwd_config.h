@@ -127,7 +127,7 @@ struct FwdConfig {
     }
   }
 
-  // Of the converting warpgroup.
+  // The same of the converting warpgroup.
   static constexpr int converter_registers() { return 96; }
 
   // Columns of a slice, and of a head dim padded to whole slices; and those of K and V as loaded.

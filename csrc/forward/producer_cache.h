@@ -168,8 +168,12 @@ struct CacheProducer {
     v_ring.advance();
   }
 
-  // Publishes that there are no more tiles.
+  // Publishes that there are no more tiles. WHY keys first: the converting warps learn that there
+  // is no next K before they convert the last V, for which the consumers wait.
   CUTE_DEVICE void finish() {
+    if (Traits::kConverts) {
+      end_keys();
+    }
     CUTE_UNROLL
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
       shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
@@ -180,9 +184,6 @@ struct CacheProducer {
     }
     if (leads()) {
       Slots::Helpers::publish_tile(shared, q_ring.stage);
-    }
-    if (Traits::kConverts) {
-      end_keys();
     }
   }
 

@@ -132,6 +132,7 @@ def drawn(pick: random.Random) -> CacheCall:
         tuple(zip(queries, used)), capacity, page_size, head_dim, head_dim_v, dtype, heads,
         is_packed, batch_idx=not page_size and pick.random() < 0.3,
         layout=pick.choice(LAYOUTS) if pick.random() < 0.4 else '',
-        kv8=kv8, tree=tree and max(queries) <= 128, descales=pick.random() < 0.7, float16_out=not wide and pick.random() < 0.3,
+        kv8=kv8, tree=tree and max(queries) <= 128, descales=pick.random() < 0.7,
+        float16_out=not wide and pick.random() < 0.3,
         **own, **mask, **score_of(pick), **execution_of(pick))
     return CacheCall(with_shared_keys(pick, case))
