@@ -65,14 +65,11 @@ def flash_attn_with_kvcache(
             window all q at that one. rotary_interleaved: pairs (2i, 2i + 1), else halves.
         cache_seqlens: (batch,) int32 or one number: keys before the append. Default: all slots.
         cache_batch_idx, cache_leftpad, rotary_seqlens: (batch,) int32: row, first slot, position.
-        page_table: (batch, pages) int32; entries past the need are never followed.
-        num_splits: parts of the keys of a tile, at most; 1: none, 0: by plan. split_size: keys of
-            a part, so that the bits of a sequence depend on its own lengths alone.
+        page_table: (batch, pages) int32. tree_mask: from `pack_tree_mask`, over the last keys.
+        num_splits: parts of a tile's keys, at most; 0: by plan. split_size: keys of a part.
         shared_prefix: first keys that all share: whole pages of the first sequence, read once.
         scheduler_metadata: from `get_scheduler_metadata`; never needed. max_seqlen_q: a hint.
-        q_descale, k_descale, v_descale: (batch, heads_k) float32, for float8_e4m3fn; with such a q
-            out_dtype is bfloat16 (default) or float16.
-        tree_mask: from `pack_tree_mask`: which of the last keys a query sees.
+        out_dtype: with float8_e4m3fn, bfloat16 (default) or float16; descales (batch, heads_k).
         others: as in `flash_attn_func`. qv: None.
 
     Returns:

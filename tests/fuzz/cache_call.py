@@ -104,7 +104,7 @@ def with_shared_keys(pick: random.Random, case: CacheCase) -> CacheCase:
 def drawn(pick: random.Random) -> CacheCall:
     dtype = pick.choice(('bf16', 'bf16', 'fp16', 'e4m3'))
     wide = dtype != 'e4m3'
-    kv8 = wide and pick.random() < 0.25
+    kv8 = wide and pick.random() < 0.25    # its rows are aligned to 16 bytes
     tree = pick.random() < 0.1
     head_dim, head_dim_v = pick.choice(HEAD_DIMS if wide else FP8_HEAD_DIMS)
     heads = pick.choice(HEADS)
@@ -132,7 +132,8 @@ def drawn(pick: random.Random) -> CacheCall:
         tuple(zip(queries, used)), capacity, page_size, head_dim, head_dim_v, dtype, heads,
         is_packed, batch_idx=not page_size and pick.random() < 0.3,
         layout=pick.choice(LAYOUTS) if pick.random() < 0.4 else '',
-        kv8=kv8, tree=tree and max(queries) <= 128, descales=pick.random() < 0.7,
+        kv8=kv8 and head_dim % 16 == head_dim_v % 16 == 0,
+        tree=tree and max(queries) <= 128, descales=pick.random() < 0.7,
         float16_out=not wide and pick.random() < 0.3,
         **own, **mask, **score_of(pick), **execution_of(pick))
     return CacheCall(with_shared_keys(pick, case))
