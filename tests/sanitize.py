@@ -110,6 +110,7 @@ ON_CACHE = [DECODE, dataclasses.replace(DECODE, page_size=16, num_splits=3),
                                 sinks='fp32'),
             CacheCase(((70, 200), (0, 33), (3, 3), (130, 150)), heads=(2, 1), is_packed=True,
                       causal=True),
+            CacheCase(((5, 80), (5, 9)), heads=(6, 2), tree=True),
             CacheCase(((5, 80), (5, 0)), heads=(6, 2), batch_idx=True, new=(5, 5), causal=True,
                       chunk=40, num_splits=2, pack_gqa=False)]
 CACHE_HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 16)]
@@ -145,9 +146,11 @@ def fp8_calls() -> list[Fp8Call]:
 
 def cache_calls() -> list[CacheCase]:
     """Every kernel on a cache; 16-bit keys are also rotated."""
-    return [dataclasses.replace(case, dtype=dtype, head_dim=head_dim, head_dim_v=columns_v,
-                                softcap=softcap, rotary=0.5 * bool(case.new and dtype != 'e4m3'))
-            for dtype in ('bf16', 'fp16', 'e4m3') for head_dim, columns_v in CACHE_HEAD_DIMS
+    dtypes = [('bf16', False), ('bf16', True), ('fp16', False), ('fp16', True), ('e4m3', False)]
+    return [dataclasses.replace(case, dtype=dtype, kv8=kv8, head_dim=head_dim,
+                                head_dim_v=columns_v, softcap=softcap,
+                                rotary=0.5 * bool(case.new and dtype != 'e4m3'))
+            for dtype, kv8 in dtypes for head_dim, columns_v in CACHE_HEAD_DIMS
             for softcap in (0.0, 15.0) for case in ON_CACHE]
 
 

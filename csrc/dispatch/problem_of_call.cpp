@@ -106,6 +106,7 @@ FwdProblem problem_of_cache(AttentionCall const& call) {
   problem.mask = mask_of_call(call.score);
   problem.kind = call.score.softcap > 0 ? kCacheSoftcapKernel : kCacheKernel;
   problem.converts = call.converts();
+  problem.has_tree = bool(call.tree.tree_mask);
   set_execution(problem, call);
   return problem;
 }

@@ -176,7 +176,7 @@ class Counted:
 @pytest.mark.parametrize('options, count', [
     ({}, 0), ({'causal': True}, 'causal'), ({'softmax_scale': 0.5}, 'causal'),
     ({'window_size': (3, 0)}, 'softcap'), ({'return_softmax_lse': True}, 'split_size'),
-    ({'num_splits': 2}, 'split_size'), ({'pack_gqa': True}, 'v_descale')], ids=str)
+    ({'num_splits': 2}, 'split_size'), ({'pack_gqa': True}, 'tree_mask')], ids=str)
 def test_trailing_defaults_stay_away(options, count, monkeypatch):
     attend = Counted(OPS.attend_cache.default)
     monkeypatch.setattr(kvcache, '_EAGER', (kvcache._EAGER[0], attend, kvcache._EAGER[2]))

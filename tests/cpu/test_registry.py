@@ -34,8 +34,12 @@ def test_the_table_is_the_list():
 def test_every_dtype_mask_and_head_dim_is_there():
     """Several rows for one problem are different tiles; the first listed is the fastest."""
     speeds = defaultdict(list)
-    tiles = set()
+    tiles, converting = set(), []
     for row in _plan.variants():
+        if row['converter_registers']:
+            converting.append((row['dtype'], row['mask'], row['head_dim'], row['head_dim_v'],
+                               row['promotes']))
+            continue
         problem = (row['dtype'], row['mask'], row['head_dim'], row['head_dim_v'],
                    row['promotes'])
         speeds[problem].append(row['relative_speed'])
@@ -57,7 +61,9 @@ def test_every_dtype_mask_and_head_dim_is_there():
               ('general', 192, 128, True)}
     assert set(speeds) == of_16_bits | {('float8_e4m3fn', *problem)
                                         for problem in square | promoting | of_mla | on_cache}
-    assert len(tiles) == len(NAMES) == len(set(NAMES))
+    assert set(converting) == {(dtype, *problem) for dtype in ('bfloat16', 'float16')
+                               for problem in on_cache}
+    assert len(tiles) + len(converting) == len(NAMES) == len(set(NAMES))
     assert all(row[0] == max(row) and min(row) > 0 for row in speeds.values())
 
 

@@ -37,13 +37,15 @@ def buffers(variant):
     Q, or K, or V. O of 16 bits leaves through the buffers of Q, which are as wide as the wider of
     the two. FP8: V lies transposed, in rows of whole slices of keys, and has a second ring, `raw
     V`, in which it lies as it comes; O has slices of 64 columns where it is staged, and may lie in
-    fp32 in part.
+    fp32 in part. K and V that are converted have second rings, of bytes.
     """
     size, keys = element_bytes(variant), variant['tile_n']
     columns, columns_v = variant['columns'], variant['columns_v']
     if variant['dtype'] != E4M3:
-        return {'Q': 64 * max(columns, columns_v) * size, 'K': keys * columns * size,
+        wide = {'Q': 64 * max(columns, columns_v) * size, 'K': keys * columns * size,
                 'V': keys * columns_v * size}
+        return wide | ({'raw K': keys * columns, 'raw V': keys * columns_v}
+                       if variant['converter_registers'] else {})
     slice_keys = 64 if 0 < keys % 128 <= 64 else 128
     return {'Q': 64 * columns, 'K': keys * columns,
             'V': variant['head_dim_v'] * -(-keys // slice_keys) * slice_keys,
@@ -55,7 +57,8 @@ def buffers(variant):
 def rings(variant):
     """How many buffers each ring has; Q as (stages, warpgroups)."""
     return {'Q': (variant['q_stages'], variant['consumer_warpgroups']), 'K': (variant['stages'],),
-            'V': (variant['stages'],), 'raw V': (variant['raw_stages'],),
+            'V': (variant['stages'],), 'raw K': (variant['raw_stages'],),
+            'raw V': (variant['raw_stages'],),
             'staged O': (variant['output_stages'], variant['consumer_warpgroups']),
             'O in fp32': (variant['consumer_warpgroups'],)}
 
@@ -100,21 +103,22 @@ def test_rings_stay_aligned_for_the_swizzle(variant):
 
 
 def registers_of_warpgroups(variant):
-    """Registers of a thread, for the producer and each of the consumers; a variant has one number
-    for all consumers, or lists them.
+    """Registers of a thread, for the producer, each of the consumers and who converts; a variant
+    has one number for all consumers, or lists them.
     """
     consumers = [int(number) for number in str(variant['consumer_registers']).split(', ')]
     if len(consumers) == 1:
         consumers *= variant['consumer_warpgroups']
     assert len(consumers) == variant['consumer_warpgroups']
-    return [variant['producer_registers'], *consumers]
+    converter = variant.get('converter_registers', 0)    # the backward has none
+    return [variant['producer_registers'], *consumers] + [converter] * (converter > 0)
 
 
 @of_both
 def test_registers_after_setmaxnreg_fit_in_the_pool(variant):
     producer, *consumers = registers_of_warpgroups(variant)
     for registers in (producer, *consumers):
-        assert registers % 8 == 0 and 24 <= producer <= registers <= 256
+        assert registers % 8 == 0 and 24 <= registers <= 256
     pool = WARPGROUP_THREADS * (producer + sum(consumers))
     ctas = variant.get('ctas_per_sm', 1)    # the backward always has one
     assert ctas * pool <= REGISTERS_PER_SM
@@ -146,7 +150,8 @@ def test_products_and_copies_have_legal_shapes(variant):
         assert variant['tile_n'] % 32 == 0 and variant['head_dim'] % 32 == 0
         assert variant['raw_stages'] >= 1
     assert variant['tile_m'] == 64 * variant['consumer_warpgroups']
-    assert variant['threads'] == WARPGROUP_THREADS * (variant['consumer_warpgroups'] + 1) <= 1024
+    warpgroups = len(registers_of_warpgroups(variant))
+    assert variant['threads'] == WARPGROUP_THREADS * warpgroups <= 1024
     assert not variant['ping_pong'] or variant['consumer_warpgroups'] == 2
 
 

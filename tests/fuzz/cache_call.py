@@ -95,7 +95,7 @@ def with_shared_keys(pick: random.Random, case: CacheCase) -> CacheCase:
     step = case.page_size or 1
     shared = step * pick.randint(1, max(1, pick.choice((64, 300)) // step))
     longest = max(case.queries) if case.causal else 0
-    lengths = tuple((count, used + shared + (count if case.causal else 0))
+    lengths = tuple((count, used + shared + (count if case.causal or case.tree else 0))
                     for count, used in case.lengths)
     return dataclasses.replace(case, lengths=lengths, shared=shared,
                                capacity=case.capacity + shared + longest)
