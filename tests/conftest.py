@@ -45,9 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[EMULATOR] = Emulator(LIBRARY)
 
 
+def stretch(count: int, part: str) -> tuple[int, int]:
+    """Where part 'i/n' of so many tests begins and ends."""
+    index, parts = map(int, part.split('/'))
+    return count * (index - 1) // parts, count * index // parts
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = map(int, config.getoption('--part').split('/'))
-    begin, end = ((len(items) * x) // parts for x in (part - 1, part))
+    begin, end = stretch(len(items), config.getoption('--part'))
     config.hook.pytest_deselected(items=items[:begin] + items[end:])
     items[:] = items[begin:end]
 

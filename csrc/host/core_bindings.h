@@ -13,6 +13,7 @@
 #include "core/append_rows.h"
 #include "core/block_range.h"
 #include "core/packed_tiles.h"
+#include "core/tree_mask.h"
 #include "core/visible_pairs.h"
 #include "dispatch/checks_general.h"
 #include "dispatch/problem_of_call.h"
@@ -182,6 +183,10 @@ inline std::vector<std::string> candidate_names(bool is_bf16, int kind, int head
 inline void bind_problems(pybind11::module_& m) {
   m.def("problem_of_call", &problem_of_call);
   m.def("candidate_names", &candidate_names);
+  m.def("tree_bits_from", [](uint64_t low, uint64_t high, int first) {
+    TreeBits const bits = TreeBits{low, high}.from(first);
+    return std::pair(bits.low, bits.high);
+  });
   m.def("value_columns", &value_columns);
   m.def("value_launches", &value_launches);
   m.def("largest_divisor_below", &largest_divisor_below);
