@@ -32,7 +32,7 @@ class Cell:
     page_size: int = 0        # 0: a dense cache
     is_mixed: bool = False    # lengths in MIXED_LENGTHS, in turn
     appends: bool = False     # the new keys and values are written too, rotated
-    prefix: int = 0           # of the keys, which all sequences share in the same pages
+    prefix: int = 0           # keys that all sequences share, in the same pages
     dtype: str = 'bf16'
 
     @property

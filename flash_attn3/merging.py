@@ -18,7 +18,7 @@ from flash_attn3 import _library, _plan, checks, derivatives
 
 # What the op `combine` reads and writes; `merge_parts` the 16-bit ones.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MOST_PARTS = 4    # of `merge_parts`
+MOST_PARTS = 4    # tensors that `merge_parts` takes
 _combine = torch.ops.flash_attn3.combine.default
 _merge_parts = torch.ops.flash_attn3.merge_parts.default
 _merge_parts_eager = _library.bare(_merge_parts)

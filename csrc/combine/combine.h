@@ -22,9 +22,9 @@ struct CombineSource {
 struct CombineParams {
   CombineSource source[kMostMergedParts];  // a part each, or the first one has all
   bool is_stack = true;
-  int64_t part_stride = 0;  // of a stack
+  int64_t part_stride = 0;  // between the parts of one tensor
   int64_t lse_part_stride = 0;
-  Dtype dtype = Dtype::kFloat32;  // of the parts; a list has no float32
+  Dtype dtype = Dtype::kFloat32;  // the parts' dtype; separate tensors are never float32
   void* out = nullptr;
   int64_t out_stride[4] = {};  // batch, row, head, column
   Dtype out_dtype = Dtype::kFloat32;

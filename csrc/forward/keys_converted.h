@@ -26,9 +26,9 @@ struct ConvertedChunks {
   }
 };
 
-// Converts a K tile: (keys, columns) in slices of kRawSlice e4m3 columns, to slices of 64 columns
-// of 16 bits; both swizzled. The warpgroup has kRows rows of a slice at a time, a chunk of 16 bytes
-// each thread.
+// Converts a K tile (keys, columns) from slices of kRawSlice e4m3 columns to slices of 64 16-bit
+// columns; both are swizzled. In one step the warpgroup converts kRows rows of a slice: each thread
+// reads a chunk of 16 bytes.
 template <class Traits, int kRawColumns>
 struct TileConverter {
   using Element = typename Traits::Element;

@@ -73,7 +73,7 @@ struct CacheDeviceParams : FwdDeviceParams {
   TensorView v_rows;
   int row_bytes_k;
   int row_bytes_v;
-  uint64_t hint;      // of loads of K and V
+  uint64_t hint;      // L2 policy for K and V loads
   uint4 const* tree;  // a row of bits for each query (core/tree_mask.h); nullptr: none
   int tree_stride;    // rows of a batch entry; 0 with packed queries
   // For each slot of a part: its rows of O and their LSEs; the LSEs of a group of parts that begins

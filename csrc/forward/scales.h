@@ -1,7 +1,8 @@
 // ScalesKind: no scales; or scales of q, k and v by block (64 rows of q, kScaleBlockKeys rows of k
 // and v), or per (sequence, KV head), where the stride of a block is 0. A block of keys consists of
-// whole K tiles, so that a K tile has one scale. The scale warp reads them (ScaleReader). Or scales
-// of k and v per (sequence, KV head), which the producer reads with each tile (HeadScales).
+// whole K tiles, so that a K tile has one scale. The scale warp reads them (ScaleReader).
+// With HeadScales only k and v have scales, per (sequence, KV head); the producer reads them with
+// each tile.
 #pragma once
 
 #include "core/compact_ring.h"

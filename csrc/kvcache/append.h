@@ -22,7 +22,7 @@ struct AppendRows {
   ByteView target;          // a cache; of q: (token, head)
   FastDiv by_entry;         // tokens of a batch entry of the source; packed: all
   int const* cu = nullptr;  // packed: batch + 1 numbers
-  ScaleView scale;          // of quantised rows
+  ScaleView scale;          // divides rows that are quantised
 };
 
 // What is in which slot. Dense: each sequence has one page.
@@ -50,7 +50,7 @@ struct Rotary {
 };
 
 struct AppendParams {
-  Dtype dtype = Dtype::kBFloat16;  // of new rows
+  Dtype dtype = Dtype::kBFloat16;  // the new rows' dtype
   bool quantises = false;          // 16-bit rows of k and v become e4m3
   int batch = 0;
   AppendRows k;

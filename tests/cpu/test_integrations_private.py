@@ -10,7 +10,7 @@ from flash_attn3.integrations._private_ops import PrivateOps
 from tests import private_ops
 from tests.paged_batches import Batch
 
-SCALE = 0.125    # of Batch's head_dim
+SCALE = 0.125    # head_dim ** -0.5, of Batch
 
 
 @pytest.fixture(scope='module', autouse=True)

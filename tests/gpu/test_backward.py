@@ -13,7 +13,7 @@ from tests import compare
 from tests.cases import GRADIENT_KINDS, Case
 from tests.layouts import COPIED, DIRECT, Layout
 
-PARTS = 4    # of tests.record
+PARTS = 4    # tests.record runs so many processes
 
 KINDS = GRADIENT_KINDS
 every_kind = pytest.mark.parametrize('kind', KINDS, ids=str)

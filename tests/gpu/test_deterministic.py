@@ -13,7 +13,7 @@ from tests import compare
 from tests.cases import GRADIENT_KINDS, Case
 from tests.gpu.test_backward import NAMES, check_gradients, gradients
 
-PARTS = 2    # of tests.record
+PARTS = 2    # tests.record runs so many processes
 
 every_kind = pytest.mark.parametrize('kind', GRADIENT_KINDS, ids=str)
 one_dtype = pytest.mark.parametrize('kind', [x for x in GRADIENT_KINDS if x.dtype == 'bf16'],

@@ -11,7 +11,7 @@ from tests import cases, compare
 from tests.cases import CORNERS, SHAPES, SMOKE, Case, Kind
 from tests.gpu.common import check_same, every_kind, run
 
-PARTS = 2    # of tests.record
+PARTS = 2    # tests.record runs so many processes
 
 
 @pytest.mark.smoke

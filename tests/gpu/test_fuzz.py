@@ -5,7 +5,7 @@ import pytest
 
 from tests.fuzz.draw import case_of
 
-PARTS = 2    # of tests.record
+PARTS = 2    # tests.record runs so many processes
 
 CASES, SMOKE, SEED = 2000, 100, 0
 

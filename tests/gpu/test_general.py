@@ -18,7 +18,7 @@ from tests.cases import GradientKind
 from tests.general_cases import SINKS, GeneralCase, Tensors, forward, run
 from tests.general_oracle import check, check_case, check_same
 
-PARTS = 3    # of tests.record
+PARTS = 3    # tests.record runs so many processes
 
 DENSE = GeneralCase(((200, 333),) * 2, heads=(6, 2), is_packed=False)
 SQUARE = dataclasses.replace(DENSE, lengths=((257, 257),) * 2)

@@ -14,7 +14,7 @@ from tests import compare
 from tests.cache_cases import CacheCase, Returned, call, copied, ints, mixed
 from tests.cache_oracle import (check, check_case, check_result, check_same, expected, one_of, run)
 
-PARTS = 4    # of tests.record
+PARTS = 4    # tests.record runs so many processes
 
 MOST_SPLITS = 256
 DECODE = CacheCase(mixed(5, 1500), heads=(8, 2))
