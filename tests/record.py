@@ -48,7 +48,7 @@ def counts_of(report: Path) -> dict[str, int]:
 
 
 def parts_of(text: str) -> int:
-    """In how many parts a file of tests is run: a line like PARTS = 3 in it says so; else in one."""
+    """In how many parts a file of tests is run: what a line like PARTS = 3 says, else one."""
     found = re.search(r'^PARTS = (\d+)', text, re.MULTILINE)
     return int(found[1]) if found else 1
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests import sdpa_hook
+from tests.sdpa_block import SdpaBlock
 
 pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
 lightning = pytest.importorskip('lightning', reason='the contract is with Lightning')
@@ -25,29 +26,12 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-        with torch.no_grad():    # attention of new models is almost uniform
-            self.qkv.weight[:2 * WIDTH].mul_(4)
-
-    def forward(self, x, is_causal):
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-                   for part in self.qkv(self.norms[0](x)).chunk(3, -1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norms[1](x))
-
-
 class Gpt(lightning.LightningModule):
     def __init__(self, is_causal):
         super().__init__()
         self.is_causal, self.losses = is_causal, []
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(SdpaBlock(WIDTH, HEADS, 4) for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def training_step(self, ids):

@@ -20,6 +20,7 @@ from flash_attn3.integrations import transformers as integration
 
 from tests import compare, sdpa_hook
 from tests.ran import Ran
+from tests.sdpa_block import SdpaBlock
 
 NAMES = integration.NAME, 'flash_attention_3'
 VOCABULARY, WIDTH, LAYERS, STEPS, ROWS = 48, 128, 2, 20, 4
@@ -262,28 +263,12 @@ def gpt_class(lightning):
     """A GPT whose attention is scaled_dot_product_attention; `losses` has those of its steps."""
     heads, length = 2, 96
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-            with torch.no_grad():    # attention of new models is almost uniform
-                self.qkv.weight[:2 * WIDTH].mul_(3)
-
-        def forward(self, x, is_causal):
-            q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2)
-                       for part in self.qkv(self.norms[0](x)).chunk(3, -1))
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
-            x = x + self.out(mixed.transpose(1, 2).flatten(2))
-            return x + self.mlp(self.norms[1](x))
-
     class Gpt(lightning.LightningModule):
         def __init__(self, is_causal):
             super().__init__()
             self.losses, self.is_causal = [], is_causal
             self.tokens, self.places = nn.Embedding(16, WIDTH), nn.Embedding(length, WIDTH)
-            self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+            self.blocks = nn.ModuleList(SdpaBlock(WIDTH, heads, 3) for _ in range(LAYERS))
             self.head = nn.Linear(WIDTH, 16)
             self.data = torch.randint(16, (STEPS * ROWS, length // 2)).repeat(1, 2)
 
