@@ -20,7 +20,7 @@ from flash_attn3.general import score_of
 from flash_attn3.quantize import E4M3
 from flash_attn3.reference import Inputs, Outputs, Score
 from flash_attn3.reference_fp8 import Scales
-from flash_attn3.trees import unpacked
+from flash_attn3.trees import COLUMNS, unpacked
 
 # What follows q, k and v of `attend_cache`, and q of `append_cache`.
 Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'first_slot', 'lengths',
@@ -130,6 +130,15 @@ def _first_slot_problem(q: Tensor, cache: Tensor, own: Attend,
     return None
 
 
+def _tree_problem(q: Tensor, own: Attend, batch: int) -> tuple[str, str] | None:
+    """The same of queries that have no bits for all of their sequence's."""
+    if own.tree_mask is None:
+        return None
+    longest = max(_query_counts(q, own, batch), default=0)
+    return None if longest <= COLUMNS else (
+        f'at most {COLUMNS} queries of a sequence with tree_mask', str(longest))
+
+
 def _place_problem(cache: Tensor, own: _Own, sequence: int,
                    slots: range) -> tuple[str, str] | None:
     """The same of the row or the pages that hold these slots."""
@@ -181,7 +190,8 @@ def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
             raise RuntimeError(checks.error('attend_cache', *problem))
     if own.cu_seqlens_k is None:
         batch = _batch_of(q, k, own)
-        if own.first_slot > 0 and (problem := _first_slot_problem(q, k, own, batch)):
+        problem = _first_slot_problem(q, k, own, batch) if own.first_slot > 0 else None
+        if problem := problem or _tree_problem(q, own, batch):
             raise RuntimeError(checks.error('attend_cache', *problem))
         _check_contents('attend_cache', (q, k, None), own, batch)
     return own

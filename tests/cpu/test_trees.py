@@ -86,5 +86,10 @@ def test_too_many_queries():
                   v_cache=torch.zeros(2, 200, 2, 16).double())
     with pytest.raises(RuntimeError, match='at most 128 queries of a sequence'):
         flash_attn_with_kvcache(**given, tree_mask=torch.zeros(2, 129, 4, dtype=torch.int32))
+    packed = dict(q=torch.zeros(130, 4, 16).double(),
+                  cu_seqlens_q=torch.tensor([0, 129, 130], dtype=torch.int32))
+    with pytest.raises(RuntimeError, match='at most 128 queries of a sequence .*got 129'):
+        flash_attn_with_kvcache(**given | packed,
+                                tree_mask=torch.zeros(130, 4, dtype=torch.int32))
     with pytest.raises(RuntimeError, match='pack_tree_mask: expected .*at most 128 tokens'):
         pack_tree_mask(torch.ones(1, 129, 129, dtype=torch.bool))
