@@ -5,6 +5,7 @@
 Importing does not initialise CUDA.
 """
 from flash_attn3.cascade import PrefixLevel, shared_prefix_attn
+from flash_attn3.completions import flash_attn_completions_func
 from flash_attn3.interface import (flash_attn_func, flash_attn_qkvpacked_func,
                                    flash_attn_varlen_func)
 from flash_attn3.interface_fp8 import (flash_attn_fp8_func, flash_attn_varlen_fp8_func,
@@ -17,7 +18,7 @@ from flash_attn3.trees import pack_tree_mask
 __version__ = '0.1.0'
 
 __all__ = ['PrefixLevel', 'built_variants', 'can_use', 'explain', 'flash_attn_combine',
-           'flash_attn_fp8_func', 'flash_attn_func', 'flash_attn_qkvpacked_func',
-           'flash_attn_varlen_fp8_func', 'flash_attn_varlen_func', 'flash_attn_with_kvcache',
-           'get_scheduler_metadata', 'merge_states', 'pack_tree_mask', 'quantize_fp8',
-           'shared_prefix_attn']
+           'flash_attn_completions_func', 'flash_attn_fp8_func', 'flash_attn_func',
+           'flash_attn_qkvpacked_func', 'flash_attn_varlen_fp8_func', 'flash_attn_varlen_func',
+           'flash_attn_with_kvcache', 'get_scheduler_metadata', 'merge_states', 'pack_tree_mask',
+           'quantize_fp8', 'shared_prefix_attn']

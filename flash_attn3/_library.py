@@ -16,6 +16,7 @@ Ops without autograd have no derivative, and do not refuse one: the public funct
 
 - `append_cache`, `attend_cache`, `attend_cache_out`: attention on a KV cache. In cache.py.
 - `combine`, `merge_parts`: results over parts of the keys become one. In merging.py.
+- `fwd_completions`: attention of completions that share a prompt, with autograd. In completions.py.
 - `quantize_fp8`, `quantize_qkv_fp8`; `fwd_fp8`, `fwd_fp8_out`: attention on float8_e4m3fn;
   `fwd_quantized`: both, with autograd. In fp8.py.
 
@@ -77,6 +78,10 @@ _SCHEMAS = (
     # The same of two to four tensors as attention returns them; the LSE likewise.
     'merge_parts(Tensor(a!) out, Tensor out_0, Tensor lse_0, Tensor out_1, Tensor lse_1, '
     'Tensor? out_2=None, Tensor? lse_2=None, Tensor? out_3=None, Tensor? lse_3=None) -> Tensor',
+    # Made of other ops on every device. max_seqlen is a hint, of the segments.
+    'fwd_completions(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_trees, '
+    f'SymInt max_seqlen=0, {schema("softmax_scale", "softcap", "pack_gqa", "sm_margin")}, '
+    f'{_GRADIENTS}) -> (Tensor, Tensor)',
     f'fwd_quantized(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, {_GRADIENTS}, '
     f'{schema("quantization", "promote")}) -> (Tensor, Tensor, Tensor)',
     # Writes k and v behind the sequences of the cache, k rotated; returns q rotated, or an empty

@@ -34,7 +34,7 @@ class _Formulas(torch.library.Library):
         super().impl(op_name, checked, *where, **options)
 
 
-_FORMULAS = _Formulas('flash_attn3', 'FRAGMENT')
+FORMULAS = _Formulas('flash_attn3', 'FRAGMENT')
 
 
 def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal: bool,
@@ -58,11 +58,11 @@ def _gradients(ctx, compute: Callable, dout: Tensor | None, dlse: Tensor | None,
     *_, out, _ = inputs
     if dout is None:
         dout = torch.zeros_like(out)
-    return _first_derivatives(compute, dout, dlse, *inputs, ctx.softmax_scale, ctx.causal,
+    return first_derivatives(compute, dout, dlse, *inputs, ctx.softmax_scale, ctx.causal,
                               ctx.deterministic)
 
 
-def _first_derivatives(compute: Callable, *arguments):
+def first_derivatives(compute: Callable, *arguments):
     # Grad mode is on here only for create_graph=True: the gradients may be differentiated.
     if torch.is_grad_enabled() or derivatives.is_forward_mode():
         return derivatives.Refusal.apply(derivatives.FIRST_ONLY, compute, *arguments)
@@ -97,7 +97,7 @@ class Attention(torch.autograd.Function):
 
 
 torch.library.register_autograd('flash_attn3::fwd', _backward, setup_context=_setup_context,
-                                lib=_FORMULAS)
+                                lib=FORMULAS)
 
 
 # -------------------------------------------------------------------------- q, k and v in a tensor
@@ -150,7 +150,7 @@ def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _) -> tuple
     if dout is None:
         dout = torch.zeros_like(out)
     arguments = general.put_tensors(ctx.general, tensors)
-    dq, dk, dv, dsinks = _first_derivatives(_bwd_general, dout, dlse, q, k, v, out, lse, *arguments,
+    dq, dk, dv, dsinks = first_derivatives(_bwd_general, dout, dlse, q, k, v, out, lse, *arguments,
                                             ctx.deterministic)
     none = dict.fromkeys(general.General._fields)
     of_others = none | {'sinks': None if arguments.sinks is None else dsinks}
@@ -173,7 +173,7 @@ class GeneralAttention(torch.autograd.Function):
 
 
 torch.library.register_autograd('flash_attn3::fwd_general', _general_backward,
-                                setup_context=_setup_general_context, lib=_FORMULAS)
+                                setup_context=_setup_general_context, lib=FORMULAS)
 
 
 class SplitAttention(torch.autograd.Function):
@@ -219,4 +219,4 @@ class QuantizedAttention(torch.autograd.Function):
 
 
 torch.library.register_autograd('flash_attn3::fwd_quantized', _quantized_backward,
-                                setup_context=_setup_quantized_context, lib=_FORMULAS)
+                                setup_context=_setup_quantized_context, lib=FORMULAS)

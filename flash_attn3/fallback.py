@@ -1,8 +1,8 @@
 """Attention on CUDA devices that our kernels do not serve: PyTorch's SDPA, one warning per device.
 
-Called by interface.py. Same semantics as the kernels (bottom-right causal, empty rows),
-differentiable by PyTorch. What SDPA does not have (softcap, sinks, max logits, packed sequences) is
-`reference`, with the memory of the scores; for packed sequences it waits for the GPU.
+Called by interface.py and completions.py. Same semantics as the kernels (bottom-right causal, empty
+rows), differentiable by PyTorch. What SDPA does not have (softcap, sinks, max logits, packed
+sequences) is `reference`, with the memory of the scores; for packed sequences it waits for the GPU.
 """
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import (ab, ablation, bench_backward, bench_forward, bench_fp8, bench_generate,
-                        bench_kvcache, bench_quantize, fp8_accuracy, fp8_long, harness, memory,
-                        plot_peers, quantize_cells, search_tiles, shapes, training)
+from benchmarks import (ab, ablation, bench_backward, bench_completions, bench_forward, bench_fp8,
+                        bench_generate, bench_kvcache, bench_quantize, fp8_accuracy, fp8_long,
+                        harness, memory, plot_peers, quantize_cells, search_tiles, shapes, training)
 from build_tools import toolchain
 from flash_attn3 import bench, flash_attn_func
 from flash_attn3.bench import Shape
@@ -100,6 +100,20 @@ def test_kvcache(tmp_path, capsys):
     assert bench_kvcache.main([*QUICK, '--host', '--out', str(tmp_path)]) == 0
     host = json.loads((tmp_path / 'kvcache_host_cpu.json').read_text())
     assert all(one['host_us'] > 0 for cell in host['cells'] for one in cell['results'])
+
+
+def test_completions(tmp_path, capsys):
+    """All contenders compute the same."""
+    record, _ = run(bench_completions.main, tmp_path, *TURNS)
+    assert record['subject'] == 'completions_cpu'
+    for cell in record['cells']:
+        own, copies, copied_keys = cell['results']
+        assert all(x['error'] < 0.006 and not x['wrong'] for x in cell['results'])
+        assert cell['ratios'] == {x['name']: pytest.approx(x['ms'] / own['ms'])
+                                  for x in (copies, copied_keys)}
+        assert own['tflops'] == pytest.approx(cell['flops'] / own['ms'] / 1e9)
+    pairs = 24 * 25 / 2 + 3 * (8 * 9 / 2 + 8 * 24)
+    assert record['cells'][0]['flops'] == 3.5 * 4 * 4 * 16 * pairs
 
 
 # ------------------------------------------------------------------------------------- builds: ab

@@ -19,8 +19,9 @@ from torch.distributed.tensor.parallel import (ColwiseParallel, RowwiseParallel,
 from torch.utils.checkpoint import (CheckpointPolicy, checkpoint,
                                     create_selective_checkpoint_contexts)
 
-from flash_attn3 import (flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
-                         flash_attn_varlen_func, flash_attn_with_kvcache)
+from flash_attn3 import (flash_attn_completions_func, flash_attn_fp8_func, flash_attn_func,
+                         flash_attn_qkvpacked_func, flash_attn_varlen_func,
+                         flash_attn_with_kvcache)
 
 from tests.cpu.layer import Layer
 from tests.cpu.two_processes import COUNT, Pair
@@ -181,6 +182,10 @@ def packed_batch(*tensors: DTensor) -> Tensor:
     return flash_attn_varlen_func(*(x[0] for x in tensors), STARTS, STARTS, 8, 8)
 
 
+def completions(*tensors: DTensor) -> Tensor:
+    return flash_attn_completions_func(*tensors, STARTS, STARTS[:2])
+
+
 ERRORS = {    # the call, the placements of q, k and v, the error
     'queries': (flash_attn_func, [Shard(1), R, R],
                 r'q sharded by batch or heads .*got S.*hint: q.redistribute.*merge_states'),
@@ -194,6 +199,7 @@ ERRORS = {    # the call, the placements of q, k and v, the error
     'heads of GQA in one': (packed_heads, [H, R, R], 'qkv of 4 dimensions .*hint: shard q'),
     'packed rows': (packed_batch, [Shard(1), R, R], 'q sharded by heads like'),
     'a cache': (flash_attn_with_kvcache, [H, H, H], 'plain tensors, got a DTensor; hint: .*local'),
+    'completions': (completions, [H, H, H], 'plain tensors, got a DTensor; hint: .*local_map'),
     'FP8': (flash_attn_fp8_func, [H, H, H], 'plain tensors, got a DTensor; hint: .*local_map')}
 
 

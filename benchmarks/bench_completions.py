@@ -1,0 +1,169 @@
+"""Forward and backward of flash_attn_completions_func next to the same with copies of the prompt.
+
+    python -m benchmarks.bench_completions                        # on a Hopper GPU, about a minute
+    python -m benchmarks.bench_completions --device cpu --quick   # tries the machinery
+
+`copies`: flash_attn_varlen_func of each completion behind a copy of its prompt, queries too, as
+without such a function; the copies are made before the clock runs. `copied keys`: the same of the
+prompt and of each completion, with copies of the prompt's keys and values alone, which autograd
+makes and adds up, on the clock. TFLOP/s are of the pairs of a query and a key that our call sees.
+Contenders take turns, as flash_attn3/bench says. Results are compared with those of `copied keys`.
+"""
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness
+from flash_attn3 import flash_attn_completions_func, flash_attn_varlen_func
+from flash_attn3.bench import DTYPES, OURS, WRONG, Timer, geometric_mean, interleaved
+
+COPIES, COPIED_KEYS = 'copies', 'copied keys'
+FORWARD_AND_BACKWARD = 3.5    # times the FLOPs of the forward
+
+
+class Cell(NamedTuple):
+    """A prompt and completions of one length."""
+    prompt: int
+    completions: int
+    completion: int
+    heads: int = 16
+    heads_k: int = 16
+    head_dim: int = 128
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.prompt, *[self.completion] * self.completions]
+
+    @property
+    def flops(self) -> float:
+        causal = sum(rows * (rows + 1) / 2 for rows in self.lengths)
+        pairs = causal + self.completions * self.completion * self.prompt
+        return FORWARD_AND_BACKWARD * 4 * self.heads * self.head_dim * pairs
+
+    def label(self) -> str:
+        return (f'prompt {self.prompt}, {self.completions} completions of {self.completion}, '
+                f'{self.heads}/{self.heads_k} heads of {self.head_dim}')
+
+
+CELLS = tuple(Cell(*sizes) for sizes in itertools.product((2048, 8192), (8, 16), (512, 1024)))
+QUICK_CELLS = (Cell(2048, 8, 512), Cell(8192, 16, 1024))
+TINY_CELLS = (Cell(24, 3, 8, 4, 2, 16), Cell(16, 2, 5, 2, 2, 8))
+
+
+class Contender(NamedTuple):
+    """tensors: q, k and v, which need gradients, and dout. rows: where the rows of `copied keys`
+    are among those of out.
+    """
+    function: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+    rows: Tensor
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        *leaves, dout = self.tensors
+        out = self.function(*leaves)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+
+def starts(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def contenders(cell: Cell, device: torch.device, dtype: torch.dtype) -> dict[str, Contender]:
+    generator = torch.Generator(device).manual_seed(0)
+    tokens, longest = sum(cell.lengths), max(cell.lengths)
+    tensors = [torch.randn(tokens, heads, cell.head_dim, generator=generator, device=device).to(
+        dtype) for heads in (cell.heads, cell.heads_k, cell.heads_k, cell.heads)]
+    every = torch.arange(tokens, device=device)
+    prompt, *completions = every.split(cell.lengths)
+    copied = torch.cat([torch.cat((prompt, one)) for one in completions])
+    both = cell.prompt + cell.completion
+    segments, tree = starts(cell.lengths, device), starts([len(cell.lengths)], device)
+    of_copies = starts([both] * cell.completions, device)
+    of_keys = starts([cell.prompt, *[both] * cell.completions], device)
+    keys = torch.cat((prompt, copied))
+    at = torch.arange(len(copied), device=device).view(-1, both)
+    rows = torch.cat((at[0, :cell.prompt], at[:, cell.prompt:].flatten()))
+
+    def leaves(index: Tensor) -> tuple[Tensor, ...]:
+        *inputs, dout = (x[index] for x in tensors)
+        return *(x.requires_grad_() for x in inputs), dout
+
+    def with_copied_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.index_select(0, keys) for x in (k, v))
+        return flash_attn_varlen_func(q, k, v, segments, of_keys, longest, both, causal=True)
+
+    return {
+        OURS: Contender(lambda q, k, v: flash_attn_completions_func(
+            q, k, v, segments, tree, longest), leaves(every), every),
+        COPIES: Contender(lambda q, k, v: flash_attn_varlen_func(
+            q, k, v, of_copies, of_copies, both, both, causal=True), leaves(copied), rows),
+        COPIED_KEYS: Contender(with_copied_keys, leaves(every), every)}
+
+
+def distance(x: Tensor, y: Tensor) -> float:
+    return ((x.float() - y.float()).norm() / y.float().norm()).item()
+
+
+def errors_of(calls: dict[str, Contender]) -> dict[str, float]:
+    """The largest relative difference from `copied keys`: of out, and of ours in gradients too."""
+    results = {name: call() for name, call in calls.items()}
+    wanted = results[COPIED_KEYS]
+    errors = {name: distance(found[0][calls[name].rows], wanted[0])
+              for name, found in results.items()}
+    errors[OURS] = max(map(distance, results[OURS], wanted))
+    return errors
+
+
+def measure(cell: Cell, device: torch.device, dtype: torch.dtype, rounds: int,
+            target_ms: float) -> dict:
+    """Milliseconds, TFLOP/s and spread of each, and how much faster ours is."""
+    calls, missing = contenders(cell, device, dtype), {}
+    errors = errors_of(calls)
+    figures = interleaved(calls, Timer(device, target_ms), rounds,
+                          lambda name, error: missing.update({name: str(error)}))
+    results = [dict(name=name, na=missing[name]) if name in missing else
+               dict(name=name, ms=figures[name].ms, spread=figures[name].spread,
+                    rounds=figures[name].rounds, tflops=cell.flops / figures[name].ms / 1e9,
+                    error=errors[name], wrong=errors[name] > WRONG) for name in calls]
+    ratios = {name: figures[name].ms / figures[OURS].ms for name in (COPIES, COPIED_KEYS)
+              if name in figures and OURS in figures}
+    return dict(cell=cell._asdict(), flops=cell.flops, results=results, ratios=ratios)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog='python -m benchmarks.bench_completions',
+                                     description=__doc__.splitlines()[0])
+    harness.add_common_arguments(parser.add_argument)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    device, rounds = torch.device(args.device), args.rounds or (3 if args.quick else 5)
+    cells = CELLS if not args.quick else TINY_CELLS if device.type == 'cpu' else QUICK_CELLS
+    record = harness.new_record('completions', device, args.commit,
+                                dict(rounds=rounds, target_ms=args.target_ms, dtype=args.dtype))
+    Timer(device).spin(0.3)
+    for cell in cells:
+        found = measure(cell, device, DTYPES[args.dtype], rounds, args.target_ms)
+        record['cells'].append(found)
+        print(f'{cell.label()}:', *(f"{one['name']} {harness.figure_text(one)}"
+                                    for one in found['results']), 'TFLOP/s;',
+              *(f'{ratio:.2f} x {name}' for name, ratio in found['ratios'].items()), flush=True)
+    for name in (COPIES, COPIED_KEYS):
+        ratios = [found['ratios'][name] for found in record['cells'] if name in found['ratios']]
+        if ratios:
+            record['summary'][f'to {name}'] = dict(geometric_mean=geometric_mean(ratios),
+                                                   worst=min(ratios), compared=len(ratios))
+    print(record['summary'], harness.save(record, args.out), sep='\n')
+    return int(any(not harness.measured(found, OURS) for found in record['cells']))
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())
