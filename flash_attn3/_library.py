@@ -14,7 +14,8 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
 
 Ops without autograd have no derivative, and do not refuse one: the public functions do that.
 
-- `append_cache`, `attend_cache`, `attend_cache_out`: attention on a KV cache. In cache.py.
+- `append_cache`, `append_cache_by_page`, `attend_cache`, `attend_cache_out`: attention on a KV
+  cache. In cache.py.
 - `combine`, `merge_parts`: results over parts of the keys become one. In merging.py.
 - `fwd_completions`: attention of completions that share a prompt, with autograd. In completions.py.
 - `quantize_fp8`, `quantize_qkv_fp8`; `fwd_fp8`, `fwd_fp8_out`: attention on float8_e4m3fn;
@@ -43,7 +44,7 @@ _GRADIENTS = schema('gradients')
 _BACKWARD = 'Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse'
 _INTO = 'Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv'
 _CACHE = schema('cache', 'score', 'splits', 'first_slot', 'lengths', 'pack_gqa', 'sm_margin',
-                'scales', 'tree')
+                'scales', 'tree', 'by_page')
 _SCHEMAS = (
     f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}, {_GRADIENTS}) -> (Tensor, Tensor)',
     f'_fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)',
@@ -88,6 +89,10 @@ _SCHEMAS = (
     # tensor without q or rotary_cos. Rows that the cache has no room for are not written.
     'append_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? q, '
     f'{schema("cache", "rotary", "cu_seqlens_q", "k_descale", "v_descale")}) -> Tensor',
+    # The same with scales by page, which are set where a page begins with new rows.
+    'append_cache_by_page(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_descale, '
+    f'Tensor(d!) v_descale, Tensor k, Tensor v, Tensor? q, {schema("cache", "rotary")}, '
+    f'{schema("cu_seqlens_q")}) -> Tensor',
     # k and v: a dense cache, the pages of one, or packed with cu_seqlens_k. The LSE is empty unless
     # asked for.
     f'attend_cache(Tensor q, Tensor k, Tensor v, {_CACHE}, {schema("float16_out")}) '

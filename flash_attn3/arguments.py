@@ -69,6 +69,8 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('promote', 'bool', False, 'fp8'),
     # A mask of bits over the last keys of a sequence: trees.py.
     ('tree_mask', 'Tensor?', None, 'tree'),
+    # k_descale and v_descale of a cache are (pages, heads_k), not (batch, heads_k).
+    ('descale_by_page', 'bool', False, 'by_page'),
     # The op that quantises first.
     ('rotation_seed', 'int?', 0, 'quantization'),
     ('block_scales', 'bool', True, 'quantization'),

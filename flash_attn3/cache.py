@@ -24,8 +24,10 @@ from flash_attn3.trees import COLUMNS, unpacked
 
 # What follows q, k and v of `attend_cache`, and q of `append_cache`.
 Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'first_slot', 'lengths',
-                  'pack_gqa', 'sm_margin', 'scales', 'tree', 'float16_out')
-Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q', 'k_descale', 'v_descale')
+                  'pack_gqa', 'sm_margin', 'scales', 'tree', 'by_page', 'float16_out')
+# descale_by_page: the op `append_cache_by_page`.
+Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q', 'k_descale', 'v_descale',
+                  'by_page')
 _Own = Attend | Append
 
 
@@ -204,12 +206,26 @@ def _keys_of(x: Tensor, own: Attend, batch: int) -> list[Tensor]:
         starts = own.cu_seqlens_k.tolist()
         used = _numbers(own.seqused_k, _differences(own.cu_seqlens_k))
         return [x[start:start + count] for start, count in zip(starts, used)]
-    keys = []
+    return [_bytes(x)[index].view(x.dtype) for index in _indices_of(x, own, batch)]
+
+
+def _indices_of(x: Tensor, own: Attend, batch: int) -> list[tuple]:
+    """By which x[...] are the keys of each sequence in a cache."""
+    indices = []
     for sequence, (first, before, new) in enumerate(_spans(x, own, batch)):
         end = min(_capacity_of(x, own), before + new)
         slots = torch.arange(min(first, end), end, device=x.device)
-        keys.append(_bytes(x)[_index(x, own, sequence, slots)].view(x.dtype))
-    return keys
+        indices.append(_index(x, own, sequence, slots))
+    return indices
+
+
+def _scales_of(scale: Tensor | None, x: Tensor, own: Attend, batch: int) -> list[Tensor | None]:
+    """What the keys or values x of each sequence are multiplied by, (keys or 1, heads_k)."""
+    if scale is None:
+        return [None] * batch
+    if own.descale_by_page:
+        return [scale[pages] for pages, _ in _indices_of(x, own, batch)]
+    return list(scale.split(1))
 
 
 def _rows_of(q: Tensor, own: Attend) -> list[tuple]:
@@ -225,9 +241,9 @@ def _with_tree(score: Score, rows: Tensor) -> Score:
     return replace(score, mask=replace(score.mask, tree=unpacked(rows)))
 
 
-def _scaled(x: Tensor, scale: Tensor | None, sequence: int) -> Tensor:
-    """x (..., heads_k, head_dim) of one sequence, times its scales."""
-    return x if scale is None else x * scale[sequence, :, None].to(x.dtype)
+def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    """x (keys, heads_k, head_dim) of one sequence, times its scales."""
+    return x if scale is None else x * scale[..., None].to(x.dtype)
 
 
 @reference.without_autocast
@@ -238,17 +254,19 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
     out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=wide)
     heads_last = q.new_full(q.shape[:-1], -math.inf, dtype=reference.lse_dtype(wide))
     score = score_of(q, own)
-    keys, values = _keys_of(k, own, len(rows)), _keys_of(v, own, len(rows))
+    batch = len(rows)
+    keys, values = _keys_of(k, own, batch), _keys_of(v, own, batch)
+    q_scales, k_scales, v_scales = (_scales_of(scale, x, own, batch) for scale, x in (
+        (own.q_descale, q), (own.k_descale, k), (own.v_descale, v)))
     for sequence, (row, one_k, one_v) in enumerate(zip(rows, keys, values)):
         one = Inputs(*(x[None] for x in (q[row], one_k, one_v)), own.sinks)
         score = score if own.tree_mask is None else _with_tree(score, own.tree_mask[row])
         if q.dtype == E4M3:
-            scales = Scales(*(None if x is None else x[sequence:sequence + 1] for x in (
-                own.q_descale, own.k_descale, own.v_descale)))
+            scales = Scales(q_scales[sequence], k_scales[sequence], v_scales[sequence])
             part = reference_fp8.attend(one, scales, score, compute_dtype=wide)
         else:
-            one = one._replace(k=_scaled(one.k.to(wide), own.k_descale, sequence),
-                               v=_scaled(one.v.to(wide), own.v_descale, sequence))
+            one = one._replace(k=_scaled(one.k.to(wide), k_scales[sequence]),
+                               v=_scaled(one.v.to(wide), v_scales[sequence]))
             part = reference.attend(one.to(wide), score)
         out[row], heads_last[row] = part.out[0], part.lse[0].transpose(0, 1)
     return Outputs(out, heads_last.transpose(-1, -2).contiguous())
@@ -339,19 +357,55 @@ def _rotated_queries(q: Tensor, own: Append, firsts: list[int]) -> Tensor:
     return result
 
 
-def _quantised(x: Tensor, scale: Tensor | None, sequence: int) -> Tensor:
-    """x (rows, heads_k, head_dim) over its scales, as e4m3: to nearest even, at most 448."""
+def _quantised(x: Tensor, scale: Tensor | None) -> Tensor:
+    """x (rows, heads_k, head_dim) over its scales, (rows or 1, heads_k), as e4m3: to nearest even,
+    at most 448.
+    """
     wide = x.to(reference.wide_dtype(x.dtype))
     if scale is not None:
-        wide = wide / scale[sequence, :, None].to(wide.dtype)
+        wide = wide / scale[..., None].to(wide.dtype)
     most = torch.finfo(E4M3).max
     return wide.clamp(-most, most).to(E4M3)
+
+
+def _page_scales(x: Tensor, scale: Tensor, index: tuple) -> Tensor:
+    """(rows, heads_k): the scales of the pages of new rows x, set where they begin one.
+    index: the page of each row and its slot there.
+    """
+    pages, slots = index
+    for page in pages[slots == 0].tolist():
+        sizes = x[pages == page].float().abs().nan_to_num(nan=0.0)    # infinity: the largest float
+        scale[page] = _new_page_scale(sizes.amax((0, 2)))
+    return scale[pages]
+
+
+def _new_page_scale(largest: Tensor) -> Tensor:
+    """The power of two by which rows become at most half of the largest e4m3: later rows of the
+    page may be twice as large.
+    """
+    least = (largest / 224).clamp(min=2.0 ** -60)
+    mantissa, exponent = torch.frexp(least)
+    return torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
 
 
 def append_plainly(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tensor | None,
                    *arguments) -> Tensor:
     """The op `append_cache` on any device."""
-    own = _check_append((k_cache, v_cache), k, v, q, Append(*arguments))
+    return _append((k_cache, v_cache), k, v, q, Append(*arguments))
+
+
+def append_by_page_plainly(k_cache: Tensor, v_cache: Tensor, k_descale: Tensor, v_descale: Tensor,
+                           k: Tensor, v: Tensor, q: Tensor | None, *arguments) -> Tensor:
+    """The op `append_cache_by_page` on any device."""
+    own = Append(*arguments)._replace(k_descale=k_descale, v_descale=v_descale,
+                                      descale_by_page=True)
+    return _append((k_cache, v_cache), k, v, q, own)
+
+
+def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, q: Tensor | None,
+            own: Append) -> Tensor:
+    k_cache, v_cache = caches
+    own = _check_append(caches, k, v, q, own)
     batch = _batch_of(None, k, own)
     spans = _spans(k_cache, own, batch)
     firsts = _numbers(own.rotary_seqlens, [before for _, before, _ in spans])
@@ -364,9 +418,11 @@ def append_plainly(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Te
                                                                own)
         for cache, rows, scale in ((k_cache, new_k, own.k_descale),
                                    (v_cache, v[row], own.v_descale)):
+            index = _index(cache, own, sequence, before + steps)
             if rows.dtype != cache.dtype:
-                rows = _quantised(rows, scale, sequence)
-            _bytes(cache)[_index(cache, own, sequence, before + steps)] = _bytes(rows)
+                rows = _quantised(rows, _page_scales(rows, scale, index) if own.descale_by_page
+                                  else None if scale is None else scale[sequence:sequence + 1])
+            _bytes(cache)[index] = _bytes(rows)
     if q is None or own.rotary_cos is None:
         return k_cache.new_empty(0)
     return _rotated_queries(q, own, firsts)
@@ -379,6 +435,11 @@ def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tens
     if q is None or Append(*arguments).rotary_cos is None:
         return k_cache.new_empty(0)
     return q.new_empty(q.shape)
+
+
+def _append_by_page_fake(k_cache: Tensor, v_cache: Tensor, k_descale: Tensor, v_descale: Tensor,
+                         *others) -> Tensor:
+    return _append_fake(k_cache, v_cache, *others)
 
 
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor]:
@@ -398,6 +459,7 @@ def _attend_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments) -
 
 for _name, _on_cpu, _fake in (
         ('append_cache', append_plainly, _append_fake),
+        ('append_cache_by_page', append_by_page_plainly, _append_by_page_fake),
         ('attend_cache', attend_plainly, _attend_fake),
         ('attend_cache_out', attend_out_plainly, _attend_out_fake)):
     _library.LIBRARY.impl(_name, _on_cpu, 'CPU')

@@ -22,13 +22,16 @@ __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metad
            'merge_states']
 
 _OP = 'flash_attn_with_kvcache'
-# (append, attend, attend into out): the ops, eager and traced; the same without an op.
-_TRACED = tuple(getattr(torch.ops.flash_attn3, name).default
-                for name in ('append_cache', 'attend_cache', 'attend_cache_out'))
+# (append, attend, attend into out, append with scales by page): the ops, eager and traced; the same
+# without an op.
+_TRACED = tuple(getattr(torch.ops.flash_attn3, name).default for name in (
+    'append_cache', 'attend_cache', 'attend_cache_out', 'append_cache_by_page'))
 _EAGER = tuple(_library.bare(op) for op in _TRACED)
-_PLAIN = cache.append_plainly, cache.attend_plainly, cache.attend_out_plainly
+_PLAIN = (cache.append_plainly, cache.attend_plainly, cache.attend_out_plainly,
+          cache.append_by_page_plainly)
 _CACHE_COUNT = len(names('cache'))
-_CU_SEQLENS, _SCALES = (cache.Attend._fields.index(name) for name in ('cu_seqlens_q', 'k_descale'))
+_CU_SEQLENS, _SCALES, _BY_PAGE = map(cache.Attend._fields.index, (
+    'cu_seqlens_q', 'k_descale', 'descale_by_page'))
 
 
 def flash_attn_with_kvcache(
@@ -47,12 +50,11 @@ def flash_attn_with_kvcache(
         pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False, *,
         s_aux: Tensor | None = None, out: Tensor | None = None, split_size: int = 0,
         out_dtype: torch.dtype | None = None, shared_prefix: int = 0,
-        tree_mask: Tensor | None = None) -> Result:
+        tree_mask: Tensor | None = None, descale_by_page: bool = False) -> Result:
     """Attention of queries on the keys and values of a cache, after k and v are appended to it.
 
     Sequence b has the keys in slots cache_leftpad[b] up to cache_seqlens[b] and new ones; masks
-    count from the first, causal ends bottom-right. Nothing else of the cache is read. Lengths and
-    tables stay on the device: nothing waits, and a CUDA graph serves other lengths.
+    count from the first, causal ends bottom-right. Lengths and tables stay on the device.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
@@ -69,7 +71,8 @@ def flash_attn_with_kvcache(
         num_splits: parts of a tile's keys, at most; 0: by plan. split_size: keys of a part.
         shared_prefix: first keys that all share: whole pages of the first sequence, read once.
         scheduler_metadata: from `get_scheduler_metadata`; never needed. max_seqlen_q: a hint.
-        out_dtype: with float8_e4m3fn, bfloat16 (default) or float16; descales (batch, heads_k).
+        out_dtype: with float8_e4m3fn, bfloat16 (default) or float16. Descales: (batch, heads_k);
+            descale_by_page: of k, v (pages, heads_k), for q of 16 bits; set where k begins a page.
         others: as in `flash_attn_func`. qv: None.
 
     Returns:
@@ -103,7 +106,7 @@ def flash_attn_with_kvcache(
         cache_leftpad, None if k is None else cu_seqlens_k_new, s_aux, softmax_scale, causal, left,
         right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size, 0,
         cu_seqlens_q, None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q),
-        0, pack_gqa, sm_margin, q_descale, k_descale, v_descale, tree_mask)
+        0, pack_gqa, sm_margin, q_descale, k_descale, v_descale, tree_mask, descale_by_page)
     if shared_prefix != 0:
         arguments = prefix.checked((q, k_cache, v_cache, out), arguments, shared_prefix)
     if (k is not None or v is not None or rotary_cos is not None or rotary_sin is not None
@@ -171,8 +174,14 @@ def _append(functions: tuple, tensors: tuple[Tensor, Tensor, Tensor, Tensor | No
         return q
     _, _, causal, left, right = arguments[_CACHE_COUNT:_CACHE_COUNT + 5]
     per_query = bool(causal) or (left, right) != (-1, -1)
-    rotated = functions[0](k_cache, v_cache, k, v, q if is_rotated else None, *own, *rotary,
-                           per_query, arguments[_CU_SEQLENS], *scales)
+    rows = k, v, q if is_rotated else None, *own, *rotary, per_query, arguments[_CU_SEQLENS]
+    if scales and arguments[_BY_PAGE]:
+        if scales[0] is None or scales[1] is None:
+            raise RuntimeError(checks.error(_OP, 'k_descale and v_descale with descale_by_page',
+                                            'None'))
+        rotated = functions[3](k_cache, v_cache, *scales, *rows)
+    else:
+        rotated = functions[0](k_cache, v_cache, *rows, *scales)
     return rotated if is_rotated else q
 
 
@@ -183,12 +192,12 @@ def _attend(functions: tuple, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: 
     """
     (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
      split_size, first_slot, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
-     v_scale, tree_mask) = arguments
+     v_scale, tree_mask, by_page) = arguments
     if first_slot != 0:
         return prefix.attend(functions[1], (q, k_cache, v_cache, out), arguments, out_dtype)
     if (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
             or q_scale is not None or k_scale is not None or v_scale is not None
-            or tree_mask is not None):
+            or tree_mask is not None or by_page):
         short = arguments
     elif return_lse or num_splits != 0 or split_size != 0:
         short = arguments[:17]
@@ -197,7 +206,7 @@ def _attend(functions: tuple, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: 
     else:
         short = arguments[:10] if causal or scale is not None or sinks is not None else \
             arguments[:7]
-    _, attend, attend_out = functions
+    attend, attend_out = functions[1:3]
     if env.CHECK_CONTENTS and not is_compiling():
         cache.check_cuda_contents((q, k_cache, v_cache, out), arguments)
     if out is not None:

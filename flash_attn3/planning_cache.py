@@ -15,11 +15,11 @@ from flash_attn3.cache import Append, Attend
 _OF_CACHE = ('k_cache', 'v_cache', 'cache', 'rotary_cos', 'rotary_sin', 'cache_seqlens',
              'cache_batch_idx', 'cache_leftpad', 'page_table', 'cu_seqlens_k_new',
              'rotary_seqlens', 'scheduler_metadata', 'split_size', 'return_softmax_lse',
-             'shared_prefix', 'tree_mask')
+             'shared_prefix', 'tree_mask', 'descale_by_page')
 # What the op and the public function have under the same names, with their types.
 _SHARED = {argument.name: argument.type for argument in arguments.select(
     'score', 'num_splits', 'split_size', 'cu_seqlens_q', 'cache_batch_idx', 'cache_leftpad',
-    'page_table', 'cu_seqlens_k_new', 'pack_gqa', 'sm_margin', 'scales', 'tree')
+    'page_table', 'cu_seqlens_k_new', 'pack_gqa', 'sm_margin', 'scales', 'tree', 'by_page')
     if argument.name in arguments.public_names(argument.name)}
 _LISTS = ('cache_seqlens', 'cache_batch_idx', 'cache_leftpad')
 _OTHERS = ('window_size', 's_aux', 'max_seqlen_q', 'out_dtype', 'rotary_interleaved')
@@ -106,6 +106,9 @@ def _attend_of(tensors: Mapping[str, Tensor | None], given: Mapping) -> Attend:
 def _append_problem(tensors: Mapping[str, Tensor | None], own: Attend, given: Mapping) -> str:
     rotary = {name: given[name] for name in arguments.names('rotary') if name in given}
     shared = {name: getattr(own, name) for name in arguments.names('cache', 'cu_seqlens_q')}
+    if tensors['k'].dtype != tensors['k_cache'].dtype:
+        shared |= {name: getattr(own, name) for name in ('k_descale', 'v_descale',
+                                                         'descale_by_page')}
     appended = Append(**shared, **rotary)
     named = {'q': tensors['q'], 'k': tensors['k_cache'], 'v': tensors['v_cache'],
              'k_new': tensors['k'], 'v_new': tensors['v']}

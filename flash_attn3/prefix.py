@@ -90,7 +90,7 @@ def _length_problem(q: Tensor, own: Attend) -> tuple | None:
 
 def descale_problem(own: Attend) -> tuple | None:
     """The same of scales: queries of several sequences are one for the kernel."""
-    for name in ('q_descale', 'k_descale', 'v_descale'):
+    for name in ('q_descale', 'k_descale', 'v_descale')[:1 if own.descale_by_page else None]:
         scale = getattr(own, name)
         if scale is not None and scale.dim() == 2 and scale.size(0) > 1 and scale.stride(0) != 0:
             return (f'{name} that is the same for all sequences, with stride(0) of 0',
@@ -174,8 +174,10 @@ def _of_shared(tensors: tuple[Tensor, Tensor, Tensor],
         cache_batch_idx=_first(rest.cache_batch_idx), softmax_scale=rest.softmax_scale,
         softcap=rest.softcap, return_lse=True, num_splits=rest.num_splits,
         split_size=rest.split_size, pack_gqa=rest.pack_gqa, sm_margin=rest.sm_margin,
-        q_descale=_first(rest.q_descale), k_descale=_first(rest.k_descale),
-        v_descale=_first(rest.v_descale), float16_out=rest.float16_out)
+        q_descale=_first(rest.q_descale), float16_out=rest.float16_out,
+        descale_by_page=rest.descale_by_page,
+        **{name: x if rest.descale_by_page else _first(x) for name, x in (
+            ('k_descale', rest.k_descale), ('v_descale', rest.v_descale))})
 
 
 def _first(x: Tensor | None) -> Tensor | None:

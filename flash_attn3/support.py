@@ -183,6 +183,7 @@ CACHE_FEATURES = (
     CacheFeature('append to FP8 pages', {**_NEW, **_E4M3, 'page_size': 4}),
     CacheFeature('FP8 cache under 16-bit queries', {'kv8': True}),
     CacheFeature('append of 16-bit keys to FP8 pages', {**_NEW, 'page_size': 4, 'kv8': True}),
+    CacheFeature('FP8 cache with scales by page', {'kv8': True, 'by_page': True, 'page_size': 4}),
     CacheFeature('append with rotary', {**_NEW, 'rotary': 16, 'page_size': 4}),
     CacheFeature('packed append', {'new': (3, 0, 1), 'queries': (3, 0, 1), 'packed': True}),
     CacheFeature('`num_splits`', {}, {'num_splits': 3}),

@@ -74,6 +74,7 @@ class CacheCase:
     softmax_scale: float | None = None
     kv8: bool = False                       # the cache is e4m3 under q of the dtype
     descales: bool = True                   # e4m3 alone has them, of q or of a cache
+    by_page: bool = False                   # kv8: scales by page
     float16_out: bool = False               # for e4m3
     num_splits: int = 0
     split_size: int = 0
@@ -166,7 +167,9 @@ class CacheCase:
             given['s_aux'] = change(normal(heads_q)).to(dtype)
         if self.tree:
             given['tree_mask'] = self._tree(generator)
-        if self.kept == E4M3 and self.descales:
+        if self.by_page:
+            given |= self._page_scales(given, generator)
+        elif self.kept == E4M3 and self.descales:
             for name in 'kv' if self.kv8 else 'qkv':
                 rows = 1 if self.shared else self.batch
                 given[f'{name}_descale'] = (0.5 + torch.rand(
@@ -179,6 +182,20 @@ class CacheCase:
             shape = (*given['q'].shape[:-1], self.columns_v)
             given['out'] = torch.full(shape, math.nan, dtype=self.out_dtype, device=device)
         return given
+
+    def _page_scales(self, given: dict, generator: torch.Generator) -> dict:
+        """NaN of pages that hold no key before the call and are not filled up, whatever strides."""
+        shape = self.heads[1], given['k_cache'].size(0)
+        scales = {f'{name}_descale': 0.25 + torch.rand(shape, generator=generator,
+                                                       device=generator.device).T for name in 'kv'}
+        holds = torch.zeros(shape[1], dtype=torch.bool, device=generator.device)
+        for b, (ids, (first, _), (_, before)) in enumerate(zip(
+                given['page_table'].long(), self.filled(), self.lengths)):
+            first = max(first, self.shared if b else 0)
+            holds[ids[first // self.page_size:-(-before // self.page_size)]] = True
+        for x in scales.values():
+            x[~holds] = math.nan
+        return scales | {'descale_by_page': True}
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -341,8 +358,9 @@ def call(case: CacheCase, arguments: dict, **changes) -> Returned:
 
 
 def copied(arguments: dict) -> dict:
-    """With caches of their own: a call may write into them."""
-    own = {}
+    """With caches, and scales of pages, of their own: a call may write into them."""
+    own = {name: arguments[name].T.clone().T for name in ('k_descale', 'v_descale')
+           if name in arguments and 'descale_by_page' in arguments}
     for name in ('k_cache', 'v_cache'):
         x = arguments[name]
         own[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

@@ -115,7 +115,9 @@ def check_cache(case: CacheCase, before: dict, after: dict) -> None:
             row, place = (torch.cat([one[i][first:] for one, first in zip(found, old)])
                           for i in (0, 1))
             written = got[row, place].contiguous().view(case.kept)
-            scale = scale_of_new(case, before, column) if case.kv8 else None
+            if case.by_page:
+                check_new_scales(case, before, after, column)
+            scale = scale_of_new(case, after, column) if case.kv8 else None
             if column == 'k' and case.rotary_dim:
                 rotated = rotate(case, before, new, new_positions(case, new.device))
                 check_rotated(written, rotated, scale)
@@ -128,9 +130,33 @@ def check_cache(case: CacheCase, before: dict, after: dict) -> None:
                                f'{bad.nonzero()[0].tolist()}')
 
 
+def check_new_scales(case: CacheCase, before: dict, after: dict, column: str) -> None:
+    """Pages that begin with new rows have the power of two by which these become at most 224,
+    however rotated rows are rounded; all others keep theirs.
+    """
+    new = before[column] if case.new_packed else before[column].flatten(0, 1)
+    rotated = rotate(case if column == 'k' else dataclasses.replace(case, rotary=0.0), before, new,
+                     new_positions(case, new.device))
+    low, high = (x.double().abs() for x in (rotated.values, rotated.values.double()))
+    low, high = low - rotated.ties, high + rotated.ties
+    scale, wanted = after[f'{column}_descale'], before[f'{column}_descale'].clone()
+    first_row = 0
+    for (pages, slots), (_, old), count in zip(places(case, before), case.lengths, case.new):
+        for page in pages[old:][slots[old:] == 0].tolist():
+            rows = first_row + (pages[old:] == page).nonzero()[:, 0]
+            least, most = (2.0 ** (x[rows].amax((0, 2)) / 224).clamp(min=2.0 ** -60).log2().ceil()
+                           for x in (low, high))
+            wanted[page] = torch.where(scale[page] == least, least, most)
+        first_row += count
+    assert torch.equal(scale.nan_to_num(), wanted.nan_to_num()), f'{column}_descale'
+
+
 def scale_of_new(case: CacheCase, arguments: dict, column: str) -> Tensor | None:
     """(rows, heads, 1), of all new rows of k or v."""
     scale = arguments.get(f'{column}_descale')
+    if case.by_page:
+        pages = [one[0][old:] for one, (_, old) in zip(places(case, arguments), case.lengths)]
+        return scale[torch.cat(pages)][..., None]
     counts = torch.tensor(case.new, device=arguments[column].device)
     return None if scale is None else scale.repeat_interleave(counts, 0)[..., None]
 
@@ -165,8 +191,12 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
     if case.kv8:
         counts = torch.tensor([end - first for first, (_, end) in zip(firsts, filled)],
                               device=device)
-        k, v = (dequantised(x, arguments.get(f'{name}_descale'), counts)
-                for name, x in (('k', k), ('v', v)))
+        scales = {name: arguments.get(f'{name}_descale') for name in 'kv'}
+        if case.by_page:
+            pages = torch.cat([one[0][first:] for one, first in zip(found, firsts)])
+            scales = {name: scale[pages] for name, scale in scales.items()}
+            counts = torch.ones_like(pages)
+        k, v = (dequantised(x, scales[name], counts) for name, x in (('k', k), ('v', v)))
     inputs = Inputs(rotated.values, k, v, arguments.get('s_aux'))
     floor = torch.zeros(q.size(1), q.size(0), dtype=torch.float64, device=device)
     if case.wide == E4M3:
@@ -180,6 +210,9 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
     tree = arguments.get('tree_mask')
     ref = attend(inputs.to(torch.float64), case, lengths, tree)
     inputs = inputs._replace(k=k.to(q.dtype), v=v.to(q.dtype))
+    if case.by_page:    # K is rounded to 16 bits
+        rounded = attend(inputs.to(torch.float64), case, lengths, tree)
+        floor = floor + (rounded.lse - ref.lse).abs().nan_to_num(nan=0.0)
     return Expected(inputs, lengths, ref, attend(inputs, case, lengths, tree), floor)
 
 

@@ -145,11 +145,12 @@ def fp8_calls() -> list[Fp8Call]:
 
 
 def cache_calls() -> list[CacheCase]:
-    """Every kernel on a cache; 16-bit keys are also rotated."""
+    """Every kernel on a cache; 16-bit keys are also rotated, some scales of e4m3 are by page."""
     dtypes = [('bf16', False), ('bf16', True), ('fp16', False), ('fp16', True), ('e4m3', False)]
     return [dataclasses.replace(case, dtype=dtype, kv8=kv8, head_dim=head_dim,
                                 head_dim_v=columns_v, softcap=softcap,
-                                rotary=0.5 * bool(case.new and dtype != 'e4m3'))
+                                rotary=0.5 * bool(case.new and dtype != 'e4m3'),
+                                by_page=kv8 and case.page_size in (5, 256))
             for dtype, kv8 in dtypes for head_dim, columns_v in CACHE_HEAD_DIMS
             for softcap in (0.0, 15.0) for case in ON_CACHE]
 

@@ -175,7 +175,8 @@ constexpr int staged_bytes(FwdConfig const& c) {
   return is_staged ? c.consumer_warpgroups * kWarpgroupRows * 2 * padded_columns(c.head_dim_v) : 0;
 }
 
-// Barriers; with kBlocks also the scales, the current tiles and the staged LSE.
+// Barriers; with kBlocks also the scales, the current tiles and the staged LSE; with kHeads the
+// scales of pages.
 constexpr int FwdConfig::small_bytes() const {
   constexpr int kRowBytes = kWarpgroupRows * int(sizeof(float));
   constexpr int kTileBytes = 128;
@@ -184,7 +185,9 @@ constexpr int FwdConfig::small_bytes() const {
   int const key_scales = 2 * stages * 16;
   int const tiles = q_stages * (consumer_warpgroups * (kTileBytes + kRowBytes) + 8);
   int const sent_rows = output == OutputKind::kSent ? consumer_warpgroups * (kRowBytes + 8) : 0;
-  return barriers * 8 + (scales == ScalesKind::kBlocks ? key_scales + tiles + sent_rows : 0);
+  int const page_scales = converts() ? 2 * raw_stages * tile_n * int(sizeof(float)) : 0;
+  return barriers * 8 + page_scales +
+         (scales == ScalesKind::kBlocks ? key_scales + tiles + sent_rows : 0);
 }
 
 // forward/launch.h asserts that the kernel's struct fits.

@@ -71,6 +71,61 @@ FA3_HD ChunkPair chunks_of_pair(int pair, int rotary_pairs, bool is_in_halves) {
   return ChunkPair{2 * pair, 2 * pair + 1};
 }
 
+// ------------------------------------------------------------------------------- scales by page
+constexpr int kAppendWarps = kAppendThreads / 32;
+// What the largest new element of a page becomes, at most: half of the largest e4m3.
+constexpr float kLargestOfNewPage = 224.f;
+constexpr float kLeastPageScale = 0x1p-60f;
+
+// Pages over warps: a unit is the new rows of a sequence in one page, for one head. A sequence has
+// as many units as its rows may touch pages, wherever they begin; some have no rows.
+struct PageSchedule {
+  int total = 0;       // new rows of all sequences
+  int new_tokens = 0;  // of each; -1: packed
+  int units = 0;       // of each sequence; packed: besides one for each whole page
+  int64_t ctas = 0;
+  FastDiv by_heads;
+  FastDiv by_page;
+
+  PageSchedule() = default;
+
+  // new_tokens: of a sequence, or -1 where they are packed.
+  PageSchedule(int batch, int total_, int new_tokens_, int heads, int page_size)
+      : total(total_),
+        new_tokens(new_tokens_),
+        units(new_tokens < 0 ? 2 : pages_of(new_tokens, page_size)),
+        by_heads(max_of(heads, 1)),
+        by_page(page_size) {
+    int64_t const all = first_unit(batch, total) * heads;
+    ctas = total == 0 ? 0 : (all + kAppendWarps - 1) / kAppendWarps;
+  }
+
+  // The most pages that so many slots in a row can touch.
+  static int pages_of(int slots, int page_size) {
+    return slots == 0 ? 0 : int((int64_t(slots) + page_size - 2) / page_size) + 1;
+  }
+
+  // start: where the rows of sequence b begin, if they are packed.
+  FA3_HD int64_t first_unit(int b, int start) const {
+    return int64_t(b) * units + (new_tokens < 0 ? by_page.div(max_of(start, 0)) : 0);
+  }
+};
+
+// The slots of a sequence, from its length on, that are in one page.
+struct PageSpan {
+  int64_t number;  // of the page in the sequence
+  int64_t first;
+  int64_t end;
+};
+
+// unit: of the sequence, from 0; others give no slots.
+FA3_HD PageSpan page_span(FastDiv const& by_page, int length, int64_t unit) {
+  int64_t const page_size = by_page.divisor;
+  int64_t const number = by_page.div(length) + unit;
+  int64_t const begin = number * page_size;
+  return PageSpan{number, begin < length ? length : begin, begin + page_size};
+}
+
 // How many numbers of a sorted list are not above a given one, found by 32 lanes that look at one
 // number each. The count is in [begin, begin + size]. A list that is not sorted gives any count.
 struct WarpSearch {

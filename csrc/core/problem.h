@@ -170,6 +170,7 @@ struct FwdParams {
   ScaleView q_scale;
   ScaleView k_scale;
   ScaleView v_scale;
+  bool scales_by_page = false;  // k_scale and v_scale: batch_stride is that of a page
   Dtype out_dtype = Dtype::kBFloat16;
   TensorView q;
   TensorView k;

@@ -101,6 +101,16 @@ CUTE_DEVICE void convert_four_e4m3(uint32_t packed, uint32_t& low, uint32_t& hig
   }
 }
 
+// The same of the elements times a scale, each rounded once.
+template <class Element>
+CUTE_DEVICE void scale_four_e4m3(uint32_t packed, float scale, uint32_t& low, uint32_t& high) {
+  convert_four_e4m3<cutlass::half_t>(packed, low, high);
+  float2 const a = unpack_two<cutlass::half_t>(low);
+  float2 const b = unpack_two<cutlass::half_t>(high);
+  low = pack_two<Element>(a.x * scale, a.y * scale);
+  high = pack_two<Element>(b.x * scale, b.y * scale);
+}
+
 // Converts a whole fragment, in register order.
 template <class Element, class Source, class Target>
 CUTE_DEVICE void convert_fragment(Source const& source, Target& target) {
@@ -120,6 +130,15 @@ CUTE_DEVICE float quad_max(float x) {
 CUTE_DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// The largest of a warp.
+CUTE_DEVICE float max_over_lanes(float x) {
+  CUTE_UNROLL
+  for (int distance = 16; distance > 0; distance /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, distance));
+  }
+  return x;
 }
 
 // The sum over each group of kLanes lanes.

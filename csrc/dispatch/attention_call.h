@@ -25,7 +25,7 @@ struct AttentionCall {
   std::optional<TensorMeta> dv;
   LengthArguments lengths;  // (batch + 1) and (batch) int32
   ScoreArguments score;     // sinks: (heads_q)
-  ScaleArguments scales;    // (batch, heads_k), or by blocks
+  ScaleArguments scales;    // (batch, heads_k), or by blocks, or k and v by_page
   Fp8Arguments fp8;
   ExecutionArguments execution;
   GradientArguments gradients;
@@ -38,6 +38,7 @@ struct AttentionCall {
   FirstSlotArgument first;
   RotaryArguments rotary;
   TreeArguments tree;
+  ByPageArgument by_page;
 
   // WHY: a defaulted constructor zeroes all 2.4 KB, 40 ns of each call (g++ 12, 2026-11-25).
   AttentionCall() {}
@@ -69,6 +70,7 @@ struct AttentionCall {
     first.visit(visitor);
     rotary.visit(visitor);
     tree.visit(visitor);
+    by_page.visit(visitor);
   }
 
   bool is_packed() const { return lengths.cu_seqlens_q || lengths.cu_seqlens_k; }

@@ -117,6 +117,26 @@ std::string check_cache_form(char const* op, AttentionCall const& call, TensorMe
   return {};
 }
 
+std::string check_by_page(char const* op, AttentionCall const& call, bool is_converted) {
+  if (!call.by_page.descale_by_page) {
+    return {};
+  }
+  if (!call.cache.page_table) {
+    return error_text(op, "descale_by_page with page_table", "no pages",
+                      "a dense cache has scales of (batch, heads_k)");
+  }
+  if (!is_converted) {
+    return error_text(op, "descale_by_page with a cache of float8_e4m3fn, and q of 16 bits",
+                      text(call.k.dtype_name, " and ", call.q.dtype_name));
+  }
+  ScaleArguments const& scales = call.scales;
+  if (!scales.k_descale || !scales.v_descale) {
+    return error_text(op, "k_descale and v_descale with descale_by_page",
+                      text(scales.k_descale ? "v_descale" : "k_descale", " of None"));
+  }
+  return {};
+}
+
 std::string check_cache_lengths(char const* op, AttentionCall const& call, int64_t appended) {
   CacheArguments const& cache = call.cache;
   int64_t const capacity = capacity_of(call);

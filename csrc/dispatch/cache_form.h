@@ -23,6 +23,15 @@ inline int64_t batch_of(AttentionCall const& call) {
 // tensor on whose device they are.
 std::string check_cache_form(char const* op, AttentionCall const& call, TensorMeta const& like);
 
+// Whether a call can have k_descale and v_descale by page. is_converted: a cache of e4m3 under, or
+// for, 16 bits.
+std::string check_by_page(char const* op, AttentionCall const& call, bool is_converted);
+
+// Rows of k_descale and v_descale; check_by_page() holds.
+inline int64_t rows_of_scales(AttentionCall const& call) {
+  return call.by_page.descale_by_page ? call.k.size[0] : batch_of(call);
+}
+
 // What the host knows of the lengths. appended: new keys of each sequence.
 std::string check_cache_lengths(char const* op, AttentionCall const& call, int64_t appended);
 

@@ -123,7 +123,8 @@ std::string check_lengths(AttentionCall const& call) {
   return check_cache_lengths(kOp, call, call.k_new->rank == 4 ? call.k_new->size[1] : 0);
 }
 
-// Whether two elements may share an address: dimensions that do not lie around one another.
+// Whether two elements may share an address: dimensions that do not lie around one another. Those
+// from the rank on have a size of 0.
 bool may_overlap(TensorMeta const& meta) {
   int order[4] = {0, 1, 2, 3};
   std::sort(order, order + 4, [&](int a, int b) { return meta.stride[a] < meta.stride[b]; });
@@ -244,6 +245,10 @@ std::string check_rotary(AttentionCall const& call) {
 }
 
 std::string check_scales(AttentionCall const& call) {
+  std::string by_page = check_by_page(kOp, call, quantises(call));
+  if (!by_page.empty()) {
+    return by_page;
+  }
   struct Named {
     char const* name;
     std::optional<TensorMeta> const& scale;
@@ -257,12 +262,22 @@ std::string check_scales(AttentionCall const& call) {
       return refuse(text(name, " to be None"), "a tensor",
                     "it is for 16-bit keys that go into a cache of float8_e4m3fn");
     }
-    TensorRule const rule = {name,     *scale, 2, {batch_of(call), call.k.size[2]}, Dtype::kFloat32,
-                             "float32"};
+    TensorRule const rule = {
+        name, *scale, 2, {rows_of_scales(call), call.k.size[2]}, Dtype::kFloat32, "float32"};
     std::string const error = check_tensor(kOp, rule, call.k);
     if (!error.empty()) {
       return error;
     }
+    if (call.by_page.descale_by_page && !is_empty(*scale) && may_overlap(*scale)) {
+      return refuse(text(name, " with memory for every element, to set those of new pages"),
+                    text("strides ", shape_text(scale->stride, 2)),
+                    "do not pass an expanded tensor");
+    }
+  }
+  if (call.by_page.descale_by_page && call.scales.k_descale->address != 0 &&
+      call.scales.k_descale->address == call.scales.v_descale->address) {
+    return refuse("v_descale with memory of its own, to set those of new pages",
+                  "the memory of k_descale");
   }
   return {};
 }

@@ -66,6 +66,7 @@ std::string check_packed_keys(AttentionCall const& call) {
                           : cache.cache_batch_idx                          ? "cache_batch_idx"
                           : cache.cache_leftpad                            ? "cache_leftpad"
                           : call.first.first_slot != 0                     ? "first_slot"
+                          : call.by_page.descale_by_page                   ? "descale_by_page"
                           : cache.cache_seqlens || cache.cache_length >= 0 ? "cache_seqlens"
                           : cache.cu_seqlens_k_new || cache.appended != 0  ? "appended keys"
                                                                            : nullptr;
@@ -150,7 +151,11 @@ std::string check_scales(AttentionCall const& call) {
     char const* name;
     std::optional<TensorMeta> const& scale;
   };
-  int64_t const shape[] = {batch_of(call), call.k.size[2]};
+  std::string by_page =
+      check_by_page(call.out ? "attend_cache_out" : "attend_cache", call, call.converts());
+  if (!by_page.empty()) {
+    return by_page;
+  }
   for (auto const& [name, scale] :
        {Named{"q_descale", call.scales.q_descale}, Named{"k_descale", call.scales.k_descale},
         Named{"v_descale", call.scales.v_descale}}) {
@@ -162,7 +167,8 @@ std::string check_scales(AttentionCall const& call) {
       return refuse(call, text(name, " to be None"), "a tensor",
                     text("it is for ", is_of_q ? "q" : "a cache", " of float8_e4m3fn"));
     }
-    TensorRule const rule = {name, *scale, 2, {shape[0], shape[1]}, Dtype::kFloat32, "float32"};
+    int64_t const rows = is_of_q ? batch_of(call) : rows_of_scales(call);
+    TensorRule const rule = {name, *scale, 2, {rows, call.k.size[2]}, Dtype::kFloat32, "float32"};
     std::string const error = check_tensor("attend_cache", rule, call.q);
     if (!error.empty()) {
       return error;

@@ -50,9 +50,9 @@ CUTE_DEVICE void run_consumer(FwdStorage<Traits>& shared, typename Traits::Param
 }
 
 template <class Traits>
-CUTE_DEVICE void run_converter(FwdStorage<Traits>& shared) {
+CUTE_DEVICE void run_converter(FwdStorage<Traits>& shared, typename Traits::Params const& p) {
   if constexpr (Traits::kConverts) {
-    KeyConverter<Traits>(shared, int(threadIdx.x) % kWarpgroupThreads).run();
+    KeyConverter<Traits>(shared, p, int(threadIdx.x) % kWarpgroupThreads).run();
   }
 }
 
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Config::k.threads(), Config::k.ctas_per_sm)
     run_producer_warpgroup<Traits>(shared, p);
   } else if (Traits::kConverts && warpgroup == Traits::kWarpgroups + 1) {
     cutlass::arch::warpgroup_reg_dealloc<Config::k.converter_registers()>();
-    run_converter<Traits>(shared);
+    run_converter<Traits>(shared, p);
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::k.consumer_registers()>();
     run_consumer<Traits>(shared, p, warpgroup - 1);

@@ -1,7 +1,8 @@
 // ValuesKind::kConverted: K and V are e4m3 in global memory, Q and the products have 16 bits. The
 // producer loads K and V into the rings `k_raw` and `v_raw`; a warpgroup of its own converts them,
 // exactly, into the rings that the products read. Scales enter in fp32: that of K with the softmax
-// scale, that of V where O is divided (ScalesKind::kHeads).
+// scale, that of V where O is divided (ScalesKind::kHeads); those of pages here, where elements are
+// rounded once more, unless scales are powers of two.
 #pragma once
 
 #include "device/math.h"
@@ -9,17 +10,37 @@
 
 namespace fa3 {
 
-// 16 elements of e4m3 become two chunks of 8 elements.
+// Four elements, exactly.
+struct Unscaled {
+  template <class Element>
+  CUTE_DEVICE void convert(int, uint32_t packed, uint32_t& low, uint32_t& high) const {
+    convert_four_e4m3<Element>(packed, low, high);
+  }
+};
+
+// Four elements of a key, times the scale of its page.
+struct ScaledByPage {
+  float const* scales;  // of the boxes, or keys, of a K tile
+  FastDiv keys_of_scale;
+
+  template <class Element>
+  CUTE_DEVICE void convert(int key, uint32_t packed, uint32_t& low, uint32_t& high) const {
+    scale_four_e4m3<Element>(packed, scales[keys_of_scale.div(key)], low, high);
+  }
+};
+
+// 16 elements of e4m3 of a key become two chunks of 8 elements.
 template <class Element>
 struct ConvertedChunks {
   uint4 halves[2];
 
-  CUTE_DEVICE explicit ConvertedChunks(uint4 raw) {
+  template <class Scale>
+  CUTE_DEVICE ConvertedChunks(uint4 raw, Scale const& scale, int key) {
     uint32_t const words[4] = {raw.x, raw.y, raw.z, raw.w};
     uint32_t wide[8];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      convert_four_e4m3<Element>(words[i], wide[2 * i], wide[2 * i + 1]);
+      scale.template convert<Element>(key, words[i], wide[2 * i], wide[2 * i + 1]);
     }
     halves[0] = make_uint4(wide[0], wide[1], wide[2], wide[3]);
     halves[1] = make_uint4(wide[4], wide[5], wide[6], wide[7]);
@@ -41,7 +62,8 @@ struct TileConverter {
   static constexpr int kAtOnce = min_of(4, kSteps);
   static_assert(kKeys % kRows == 0 && kSteps % kAtOnce == 0 && kRawColumns % kRawSlice == 0);
 
-  int source;  // this thread's first chunk, in bytes
+  int row;     // of this thread's first chunk
+  int source;  // that chunk, in bytes
   int target;  // the one of the two chunks that is stored first
   int to_other;
   // WHY: eight neighbouring threads of a row of 128 columns store to two slices, whose chunks of
@@ -49,7 +71,7 @@ struct TileConverter {
   bool second_first;
 
   CUTE_DEVICE explicit TileConverter(int thread) {
-    int const row = thread / kChunks;
+    row = thread / kChunks;
     int const chunk = thread % kChunks;
     source = row * kRawSlice + (chunk ^ (kChunks == 8 ? row % 8 : row / 2 % 4)) * 16;
     second_first = chunk >= 4;
@@ -58,16 +80,18 @@ struct TileConverter {
     to_other = (target ^ 16) - target;
   }
 
-  CUTE_DEVICE void run(char const* from, char* to) const {
+  template <class Scale>
+  CUTE_DEVICE void run(char const* from, char* to, Scale const& scale) const {
     CUTE_UNROLL
     for (int slice = 0; slice < kSlices; ++slice) {
       convert_slice(from + source + slice * kKeys * kRawSlice,
-                    to + target + slice * kKeys * kRawSlice * 2);
+                    to + target + slice * kKeys * kRawSlice * 2, scale);
     }
   }
 
  private:
-  CUTE_DEVICE void convert_slice(char const* from, char* to) const {
+  template <class Scale>
+  CUTE_DEVICE void convert_slice(char const* from, char* to, Scale const& scale) const {
     CUTE_NO_UNROLL
     for (int step = 0; step < kSteps; step += kAtOnce) {
       uint4 raw[kAtOnce];
@@ -77,7 +101,7 @@ struct TileConverter {
       }
       CUTE_UNROLL
       for (int i = 0; i < kAtOnce; ++i) {
-        ConvertedChunks<Element> const wide(raw[i]);
+        ConvertedChunks<Element> const wide(raw[i], scale, row + (step + i) * kRows);
         char* const at = to + (step + i) * kRows * 128;
         *reinterpret_cast<uint4*>(at) = second_first ? wide.halves[1] : wide.halves[0];
         *reinterpret_cast<uint4*>(at + to_other) = second_first ? wide.halves[0] : wide.halves[1];
@@ -91,6 +115,7 @@ struct TileConverter {
 template <class Traits>
 struct KeyConverter {
   FwdStorage<Traits>& shared;
+  CacheDeviceParams const& p;
   TileConverter<Traits, Traits::kRawColumns> of_keys;
   TileConverter<Traits, Traits::kRawColumnsV> of_values;
   RingState<Traits::kKeyStages> k_raw;
@@ -98,8 +123,8 @@ struct KeyConverter {
   RingState<Traits::kStages> k;
   RingState<Traits::kStages> v;
 
-  CUTE_DEVICE KeyConverter(FwdStorage<Traits>& shared_, int thread)
-      : shared(shared_), of_keys(thread), of_values(thread) {}
+  CUTE_DEVICE KeyConverter(FwdStorage<Traits>& shared_, CacheDeviceParams const& p_, int thread)
+      : shared(shared_), p(p_), of_keys(thread), of_values(thread) {}
 
   CUTE_DEVICE void run() {
     bool has_keys = convert_keys();
@@ -119,8 +144,7 @@ struct KeyConverter {
       return false;
     }
     shared.k_empty[k.stage].wait(k.phase ^ 1);
-    of_keys.run(reinterpret_cast<char const*>(shared.k_raw[stage]),
-                reinterpret_cast<char*>(shared.k[k.stage]));
+    convert(of_keys, shared.k_raw[stage], shared.k[k.stage], shared.k_scales[stage]);
     pass_on(shared.k_raw_empty[stage], shared.k_full[k.stage]);
     k_raw.advance();
     k.advance();
@@ -131,11 +155,23 @@ struct KeyConverter {
     int const stage = v_raw.stage;
     shared.v_raw_full[stage].wait(v_raw.phase);
     shared.v_empty[v.stage].wait(v.phase ^ 1);
-    of_values.run(reinterpret_cast<char const*>(shared.v_raw[stage]),
-                  reinterpret_cast<char*>(shared.v[v.stage]));
+    convert(of_values, shared.v_raw[stage], shared.v[v.stage], shared.v_scales[stage]);
     pass_on(shared.v_raw_empty[stage], shared.v_full[v.stage]);
     v_raw.advance();
     v.advance();
+  }
+
+  // page_scales: those of the stage, if there are any.
+  template <class Converter>
+  CUTE_DEVICE void convert(Converter const& converter, void const* raw, void* wide,
+                           float const* page_scales) const {
+    char const* const from = static_cast<char const*>(raw);
+    char* const to = static_cast<char*>(wide);
+    if (p.has_page_scales()) {
+      converter.run(from, to, ScaledByPage{page_scales, p.keys_of_scale});
+    } else {
+      converter.run(from, to, Unscaled{});
+    }
   }
 
   CUTE_DEVICE static void pass_on(Mbarrier& raw_empty, Mbarrier& full) {

@@ -68,6 +68,24 @@ struct PagedKeys {
     }
   }
 
+  // The scale of the page of this lane's box, or of its row, which arrives with the copies of
+  // load(). id: from read_id(). That of a page not needed is 0, since V of such keys is 0.
+  template <bool kIsK>
+  CUTE_DEVICE static void load_scale(CacheDeviceParams const& p, float (&target)[kKeys],
+                                     int kv_head, int id, int warp) {
+    static_assert(!Traits::kConverts || kKeys <= 32 * kGatheringWarps, "a lane has one row");
+    ScaleView const& scales = kIsK ? p.k_page_scale : p.v_page_scale;
+    int const index = 32 * warp + lane_of_warp();
+    if (p.has_page_scales() && index * int(p.keys_of_scale.divisor) < kKeys) {
+      bool const exists = uint32_t(id) < uint32_t(p.entries);
+      float const* const scale = scales.data + kv_head * scales.head_stride;
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(
+                       cute::cast_smem_ptr_to_uint(target + index)),
+                   "l"(scale + (exists ? id : 0) * scales.batch_stride), "r"(exists ? 4 : 0)
+                   : "memory");
+    }
+  }
+
   // The n-th K tile of K or V, as (keys, columns) in slices.
   template <bool kIsK>
   CUTE_DEVICE static void load(CacheDeviceParams const& p, Mbarrier& full, ElementKv* target,
@@ -118,8 +136,14 @@ struct PagedKeys {
                                      Mbarrier& full, ElementKv* target, KeySource const& from,
                                      int n, int id) {
     int const lane = lane_of_warp();
-    if (lane == 0) {
-      full.arrive_and_expect_tx(kKeys * kColumns * sizeof(ElementKv));
+    constexpr uint32_t kBytes = kKeys * kColumns * sizeof(ElementKv);
+    if (Traits::kConverts && p.has_page_scales()) {
+      if (lane == 0) {
+        full.expect_transaction(kBytes);
+      }
+      arrive_after_copies(cute::cast_smem_ptr_to_uint(&full));
+    } else if (lane == 0) {
+      full.arrive_and_expect_tx(kBytes);
     } else {
       full.arrive();
     }
@@ -175,7 +199,12 @@ struct PagedKeys {
         }
       }
     }
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
+    arrive_after_copies(full);
+  }
+
+  // This thread arrives at a barrier once its copies by cp.async are complete.
+  CUTE_DEVICE static void arrive_after_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
   }
 
   // Zeros unless it is loaded.

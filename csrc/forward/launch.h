@@ -2,6 +2,8 @@
 // launch_forward.
 #pragma once
 
+#include <utility>
+
 #include "launch/launch.h"
 #include "launch/tensor_map.h"
 #include "forward/kernel.h"
@@ -170,6 +172,11 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
   d.entries = problem.cache.entries;
   d.page_size = FastDiv(max_of(1, problem.cache.page_size));
   d.box_keys = box;
+  if (p.scales_by_page) {
+    d.k_page_scale = std::exchange(d.k_scale, ScaleView{});
+    d.v_page_scale = std::exchange(d.v_scale, ScaleView{});
+  }
+  d.keys_of_scale = FastDiv(max_of(box, 1));
   d.k_rows = in_bytes(p.k, kDtypeKv);
   d.v_rows = in_bytes(p.v, kDtypeKv);
   d.row_bytes_k = problem.head_dim * element_bytes(kDtypeKv);

@@ -84,7 +84,12 @@ struct CacheDeviceParams : FwdDeviceParams {
   int* arrived;       // (2, slots, warpgroups)
   int slots;
   int part_rows;
+  // Scales by (page, KV head) of a cache that is converted; batch_stride is that of a page.
+  ScaleView k_page_scale;  // nullptr: k_scale and v_scale hold
+  ScaleView v_page_scale;
+  FastDiv keys_of_scale;  // box_keys, or 1
 
+  FA3_HD bool has_page_scales() const { return k_page_scale.data != nullptr; }
   FA3_HD bool has_packed_queries() const { return lengths.packed.cu_q != nullptr; }
 };
 

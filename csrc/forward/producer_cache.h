@@ -154,6 +154,10 @@ struct CacheProducer {
 
   CUTE_DEVICE void load_k(Step const& step) {
     LoadedKeys::empty(shared)[k_ring.stage].wait(k_ring.phase ^ 1);
+    if (Traits::kConverts) {
+      Keys::template load_scale<true>(p, shared.k_scales[k_ring.stage], step.from.kv_head, step.id,
+                                      warp);
+    }
     Keys::template load<true>(p, LoadedKeys::full(shared)[k_ring.stage],
                               LoadedKeys::buffers(shared)[k_ring.stage], step.from, step.n, step.id,
                               warp);
@@ -162,6 +166,10 @@ struct CacheProducer {
 
   CUTE_DEVICE void load_v(Step const& step) {
     Values::empty(shared)[v_ring.stage].wait(v_ring.phase ^ 1);
+    if (Traits::kConverts) {
+      Keys::template load_scale<false>(p, shared.v_scales[v_ring.stage], step.from.kv_head, step.id,
+                                       warp);
+    }
     Keys::template load<false>(p, Values::full(shared)[v_ring.stage],
                                Values::buffers(shared)[v_ring.stage], step.from, step.n, step.id,
                                warp);

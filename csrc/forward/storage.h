@@ -92,6 +92,10 @@ struct FwdStorage {
   Mbarrier k_raw_empty[kRawKeyBuffers];
   int keys_end[kRawKeyBuffers];  // the stage has no keys: there are no more K tiles
   HeadScale head_scales[kHeadScaleStages][Traits::kWarpgroups];  // `work` has those of a tile
+  // Scales by page: of each box of keys of a stage, or of each key. The barriers of the raw rings
+  // guard them.
+  float k_scales[kRawKeyBuffers][Traits::kTileN];
+  float v_scales[kRawKeyBuffers][Traits::kTileN];
 
   // loads: arrivals at the barrier of a stage that K or V has been loaded into.
   CUTE_DEVICE void init_barriers(int loads = 1) {

@@ -101,7 +101,24 @@ inline std::tuple<int, int> count_up_to(std::vector<int> const& list, int number
   return {search.begin, rounds};
 }
 
+// (unit, page, first slot, end) of the slots from `length` on of a sequence, which has some units.
+inline std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> page_spans(
+    PageSchedule const& schedule, int length, int64_t first_unit, int64_t end_unit) {
+  std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> spans;
+  for (int64_t unit = first_unit; unit < end_unit; ++unit) {
+    PageSpan const span = page_span(schedule.by_page, length, unit - first_unit);
+    spans.emplace_back(unit, span.number, span.first, span.end);
+  }
+  return spans;
+}
+
 inline void bind_append(pybind11::module_& m) {
+  pybind11::class_<PageSchedule>(m, "PageSchedule")
+      .def(pybind11::init<int, int, int, int, int>())
+      .def_readonly("ctas", &PageSchedule::ctas)
+      .def("first_unit", &PageSchedule::first_unit)
+      .def("spans", &page_spans);
+  m.attr("append_warps") = kAppendWarps;
   pybind11::class_<RowSchedule>(m, "RowSchedule")
       .def(pybind11::init<int, int, int>())
       .def_readonly("ctas", &RowSchedule::ctas)

@@ -2,65 +2,20 @@
 // the slot behind it, rotates, quantises for a cache of e4m3 and stores. Rows outside the cache are
 // not written.
 #include "device/barriers.h"
-#include "device/math.h"
-#include "kvcache/append.h"
+#include "kvcache/append_pages.h"
 #include "launch/launch.h"
 
 namespace fa3 {
 namespace {
 
-constexpr uint32_t kAllLanes = 0xffffffffu;
-
-enum class AppendTensor { kKeys, kValues, kQueries };
-
-struct Chunk {
-  uint32_t words[4];
-
-  static CUTE_DEVICE Chunk load(char const* source) {
-    uint4 const four = __ldg(reinterpret_cast<uint4 const*>(source));
-    return Chunk{four.x, four.y, four.z, four.w};
-  }
-
-  static CUTE_DEVICE Chunk of_nan() { return Chunk{~0u, ~0u, ~0u, ~0u}; }
-
-  CUTE_DEVICE void store(char* target) const {
-    *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
-  }
-};
-
-// Its eight elements over the scale, as e4m3.
-template <class Element>
-CUTE_DEVICE uint2 quantised(Chunk const& chunk, float scale) {
-  float values[8];
-  CUTE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    float2 const two = unpack_two<Element>(chunk.words[i]);
-    values[2 * i] = __fdiv_rn(two.x, scale);
-    values[2 * i + 1] = __fdiv_rn(two.y, scale);
-  }
-  return make_uint2(pack_four_e4m3(values[0], values[1], values[2], values[3]),
-                    pack_four_e4m3(values[4], values[5], values[6], values[7]));
-}
-
 // -------------------------------------------------------------------------------------- sequences
-// The whole warp has one number.
-CUTE_DEVICE int count_up_to(int const* list, int size, int number) {
-  WarpSearch search(size);
-  while (search.size > 0) {
-    int const index = search.probe(lane_of_warp());
-    bool const is_found = index >= 0 && __ldg(list + index) <= number;
-    search.narrow(__popc(__ballot_sync(kAllLanes, is_found)));
-  }
-  return search.begin;
-}
-
-// The same for numbers of the lanes: one search for each that differs.
+// How many numbers of a sorted list are not above that of a lane: one search for each that differs.
 CUTE_DEVICE int count_of_lanes(int const* list, int size, int number) {
   int count = 0;
   uint32_t waiting = kAllLanes;
   while (waiting != 0) {
     int const common = __shfl_sync(kAllLanes, number, __ffs(waiting) - 1);
-    int const found = count_up_to(list, size, common);
+    int const found = count_up_to(size, [&](int index) { return __ldg(list + index) <= common; });
     count = number == common ? found : count;
     waiting &= ~__ballot_sync(kAllLanes, number == common);
   }
@@ -83,12 +38,6 @@ CUTE_DEVICE Token token_of(AppendRows const& rows, int batch, int token) {
 }
 
 // ------------------------------------------------------------------------------------------ places
-CUTE_DEVICE char const* source_of(AppendRows const& rows, RowItem const& item) {
-  ByteView const& source = rows.source;
-  return source.data + rows.by_entry.div(item.token) * source.batch_stride +
-         rows.by_entry.mod(item.token) * source.row_stride + item.head * source.head_stride;
-}
-
 // Null: the cache has no such slot.
 CUTE_DEVICE char* target_of(CacheSlots const& cache, AppendRows const& rows, int sequence,
                             int64_t slot) {
@@ -109,81 +58,19 @@ CUTE_DEVICE char* target_of(CacheSlots const& cache, AppendRows const& rows, int
          cache.by_page.mod(int(slot)) * rows.target.row_stride;
 }
 
-// ---------------------------------------------------------------------------------------- rotation
-// Two columns of a word, as float32.
-template <class Element>
-CUTE_DEVICE uint32_t rotate_pair(uint32_t word, float cosine, float sine) {
-  float2 const x = unpack_two<Element>(word);
-  return pack_two<Element>(x.x * cosine - x.y * sine, x.y * cosine + x.x * sine);
-}
-
-template <class Element>
-CUTE_DEVICE void rotate_interleaved(Chunk& first, Chunk& second, Chunk const& cosines,
-                                    Chunk const& sines) {
-  CUTE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    float2 const c = unpack_two<Element>(cosines.words[i]);
-    float2 const s = unpack_two<Element>(sines.words[i]);
-    Chunk& own = i < 2 ? first : second;
-    int const word = 2 * i % 4;
-    own.words[word] = rotate_pair<Element>(own.words[word], c.x, s.x);
-    own.words[word + 1] = rotate_pair<Element>(own.words[word + 1], c.y, s.y);
-  }
-}
-
-template <class Element>
-CUTE_DEVICE void rotate_halves(Chunk& first, Chunk& second, Chunk const& cosines,
-                               Chunk const& sines) {
-  CUTE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    float2 const c = unpack_two<Element>(cosines.words[i]);
-    float2 const s = unpack_two<Element>(sines.words[i]);
-    float2 const a = unpack_two<Element>(first.words[i]);
-    float2 const b = unpack_two<Element>(second.words[i]);
-    first.words[i] = pack_two<Element>(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);
-    second.words[i] = pack_two<Element>(b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y);
-  }
-}
-
-// A position outside the tables gives NaN.
-template <class Element>
-CUTE_DEVICE void rotate(Rotary const& rotary, int64_t position, int pair, Chunk& first,
-                        Chunk& second) {
-  Chunk cosines = Chunk::of_nan();
-  Chunk sines = Chunk::of_nan();
-  if (position >= 0 && position < rotary.positions) {
-    int const column = pair * kAppendChunkBytes;
-    cosines = Chunk::load(rotary.cos + position * rotary.cos_stride + column);
-    sines = Chunk::load(rotary.sin + position * rotary.sin_stride + column);
-  }
-  if (rotary.is_interleaved) {
-    rotate_interleaved<Element>(first, second, cosines, sines);
-  } else {
-    rotate_halves<Element>(first, second, cosines, sines);
-  }
-}
-
 // ---------------------------------------------------------------------------------------- the rows
 // Element: void where rows are only copied.
 template <class Element, AppendTensor kTensor, bool kQuantises>
 CUTE_DEVICE void append_rows(AppendParams const& p, AppendRows const& rows, int cta) {
-  constexpr bool kIsRotated = !cute::is_same_v<Element, void> && kTensor != AppendTensor::kValues;
+  using Chunks = RowChunks<Element, kTensor>;
   Rotary const& rotary = p.rotary;
   RowItem const item = rows.schedule.item_of(cta, int(threadIdx.x));
-  ChunkPair const pair =
-      chunks_of_pair(item.pair, kIsRotated ? rotary.pairs : 0, !rotary.is_interleaved);
-  bool const has_second = pair.second < rows.schedule.chunks;
-  int const first_byte = pair.first * kAppendChunkBytes;
-  int const second_byte = pair.second * kAppendChunkBytes;
+  Chunks chunks(rows, rotary, item.pair);
 
   wait_for_earlier_launches();
   allow_later_launches();
-  Chunk first{};
-  Chunk second{};
   if (item.token >= 0) {
-    char const* const source = source_of(rows, item);
-    first = Chunk::load(source + first_byte);
-    second = has_second ? Chunk::load(source + second_byte) : first;
+    chunks.load(source_of(rows, item));
   }
   Token const token = token_of(rows, p.batch, max_of(item.token, 0));
   bool const has_sequence = token.sequence >= 0 && token.sequence < p.batch;
@@ -205,30 +92,21 @@ CUTE_DEVICE void append_rows(AppendParams const& p, AppendRows const& rows, int 
   if (target == nullptr) {
     return;
   }
-  if constexpr (kIsRotated) {
-    if (item.pair < rotary.pairs && has_sequence) {
-      int64_t const begin =
-          rotary.seqlens != nullptr ? __ldg(rotary.seqlens + token.sequence) : length;
-      bool const is_shared = kTensor == AppendTensor::kQueries && !rotary.is_per_query;
-      rotate<Element>(rotary, begin + (is_shared ? 0 : token.index), item.pair, first, second);
-    }
+  if (Chunks::kIsRotated && has_sequence) {
+    int64_t const begin =
+        rotary.seqlens != nullptr ? __ldg(rotary.seqlens + token.sequence) : length;
+    bool const is_shared = kTensor == AppendTensor::kQueries && !rotary.is_per_query;
+    chunks.rotate_at(rotary, begin + (is_shared ? 0 : token.index), item.pair);
   }
   target += item.head * rows.target.head_stride;
   if constexpr (kQuantises && kTensor != AppendTensor::kQueries) {
     ScaleView const& view = rows.scale;
-    float const scale =
-        view.data == nullptr
-            ? 1.f
-            : __ldg(view.data + token.sequence * view.batch_stride + item.head * view.head_stride);
-    *reinterpret_cast<uint2*>(target + first_byte / 2) = quantised<Element>(first, scale);
-    if (has_second) {
-      *reinterpret_cast<uint2*>(target + second_byte / 2) = quantised<Element>(second, scale);
-    }
-    return;
-  }
-  first.store(target + first_byte);
-  if (has_second) {
-    second.store(target + second_byte);
+    chunks.store_quantised(target, view.data == nullptr
+                                       ? 1.f
+                                       : __ldg(view.data + token.sequence * view.batch_stride +
+                                               item.head * view.head_stride));
+  } else {
+    chunks.store(target);
   }
 }
 
@@ -247,12 +125,33 @@ __global__ void __launch_bounds__(kAppendThreads)
   }
 }
 
+// With scales by page: units of pages instead of rows of k and v.
+template <class Element>
+__global__ void __launch_bounds__(kAppendThreads)
+    append_pages_kernel(AppendParams const __grid_constant__ p) {
+  int const cta = int(blockIdx.x);
+  int const v_begin = int(p.pages.ctas);
+  if (cta < v_begin) {
+    append_page<Element, AppendTensor::kKeys>(p, p.k, cta);
+  } else if (cta < 2 * v_begin) {
+    append_page<Element, AppendTensor::kValues>(p, p.v, cta - v_begin);
+  } else {
+    append_rows<Element, AppendTensor::kQueries, false>(p, p.q, cta - 2 * v_begin);
+  }
+}
+
 }  // namespace
 
 void launch_append(AppendParams const& params, void* stream) {
   LaunchShape const shape{"append_cache", int(params.ctas()), kAppendThreads, 0};
   bind_thread(shape.variant, shape.grid, 0);
   bool const is_half = params.dtype == Dtype::kFloat16;
+  if (params.by_page) {
+    launch_early(
+        is_half ? append_pages_kernel<cutlass::half_t> : append_pages_kernel<cutlass::bfloat16_t>,
+        shape, params, stream);
+    return;
+  }
   auto* const kernel = params.quantises ? is_half ? append_kernel<cutlass::half_t, true>
                                                   : append_kernel<cutlass::bfloat16_t, true>
                        : params.rotary.cos == nullptr ? append_kernel<void, false>

@@ -19,10 +19,11 @@ struct ByteView {
 struct AppendRows {
   RowSchedule schedule;
   ByteView source;
-  ByteView target;          // a cache; of q: (token, head)
-  FastDiv by_entry;         // tokens of a batch entry of the source; packed: all
-  int const* cu = nullptr;  // packed: batch + 1 numbers
-  ScaleView scale;          // divides rows that are quantised
+  ByteView target;               // a cache; of q: (token, head)
+  FastDiv by_entry;              // tokens of a batch entry of the source; packed: all
+  int const* cu = nullptr;       // packed: batch + 1 numbers
+  ScaleView scale;               // divides rows that are quantised
+  float* page_scales = nullptr;  // by page, with the strides of `scale`; set where a page begins
 };
 
 // What is in which slot. Dense: each sequence has one page.
@@ -52,14 +53,18 @@ struct Rotary {
 struct AppendParams {
   Dtype dtype = Dtype::kBFloat16;  // the new rows' dtype
   bool quantises = false;          // 16-bit rows of k and v become e4m3
+  bool by_page = false;            // by the scales of pages
   int batch = 0;
   AppendRows k;
   AppendRows v;
   AppendRows q;  // no tokens: no queries to rotate
   CacheSlots cache;
   Rotary rotary;
+  PageSchedule pages;
 
-  int64_t ctas() const { return k.schedule.ctas + v.schedule.ctas + q.schedule.ctas; }
+  int64_t ctas() const {
+    return (by_page ? 2 * pages.ctas : k.schedule.ctas + v.schedule.ctas) + q.schedule.ctas;
+  }
 };
 
 // On the current device and the given stream (a cudaStream_t). There are CTAs, at most 2^31 - 1.

@@ -183,19 +183,34 @@ int64_t batch_of(AttentionCall const& call) {
 struct Tensors {
   OwnedTensor k_cache;
   OwnedTensor v_cache;
+  OwnedTensor k_descale;  // null, unless they are written
+  OwnedTensor v_descale;
   OwnedTensor k;
   OwnedTensor v;
   OwnedTensor q;  // null: none
 };
 
+template <bool kByPage>
 AttentionCall describe_call(BoxedStack& args, Tensors& tensors) {
   AttentionCall call;
-  tensors =
-      Tensors{args.tensor(), args.tensor(), args.tensor(), args.tensor(), args.optional_tensor()};
+  tensors.k_cache = args.tensor();
+  tensors.v_cache = args.tensor();
+  if (kByPage) {
+    tensors.k_descale = args.tensor();
+    tensors.v_descale = args.tensor();
+    call.scales.k_descale = describe(tensors.k_descale);
+    call.scales.v_descale = describe(tensors.v_descale);
+  }
+  tensors.k = args.tensor();
+  tensors.v = args.tensor();
+  tensors.q = args.optional_tensor();
   args.read_groups(call.cache, call.rotary);
   args.read(call.lengths.cu_seqlens_q);
-  args.read(call.scales.k_descale);
-  args.read(call.scales.v_descale);
+  if (!kByPage) {
+    args.read(call.scales.k_descale);
+    args.read(call.scales.v_descale);
+  }
+  call.by_page.descale_by_page = kByPage;
   call.on_cache = true;
   call.k = describe(tensors.k_cache);
   call.v = describe(tensors.v_cache);
@@ -213,6 +228,25 @@ OwnedTensor allocate_rotated(AttentionCall const& call) {
   bool const has_some = call.q.rank > 0 && call.rotary.rotary_cos;
   return has_some ? allocate(kOp, call.q.size, call.q.rank, call.q.dtype, call.k.device_index)
                   : allocate(kOp, nothing, 1, call.k.dtype, call.k.device_index);
+}
+
+// Scales by page: the work, by pages.
+void set_pages(AppendParams& params, AttentionCall const& call, Tensors const& tensors) {
+  TensorMeta const k = with_batch(*call.k_new);
+  int64_t const page_size = std::min(call.k.size[1], kMostInt);
+  int const tokens = int(k.size[0] * k.size[1]);
+  params.by_page = true;
+  params.pages =
+      PageSchedule(params.batch, tokens, call.cache.cu_seqlens_k_new ? -1 : int(k.size[1]),
+                   int(k.size[2]), int(page_size));
+  for (auto [rows, scales] :
+       {std::pair{&params.k, &tensors.k_descale}, std::pair{&params.v, &tensors.v_descale}}) {
+    rows->page_scales = static_cast<float*>(mutable_data(*scales));
+    double const pairs = std::min<double>(tokens, double(page_size)) * rows->schedule.chunks / 2;
+    if (pairs > kMost || params.pages.ctas > kMost / kAppendWarps) {
+      throw_if(error_text(kOp, "fewer new tokens", text(tokens), "split the batch"));
+    }
+  }
 }
 
 OwnedTensor run(AttentionCall const& call, Tensors const& tensors) {
@@ -237,6 +271,9 @@ OwnedTensor run(AttentionCall const& call, Tensors const& tensors) {
     params.q.target = byte_view(with_batch(describe(rotated)), mutable_data(rotated));
     params.q.cu = data_of<int const>(call.lengths.cu_seqlens_q);
   }
+  if (call.by_page.descale_by_page) {
+    set_pages(params, call, tensors);
+  }
   if (params.ctas() > kMostInt) {
     throw_if(error_text(kOp, "fewer new tokens", text(params.ctas(), " CTAs"), "split the batch"));
   }
@@ -249,18 +286,27 @@ OwnedTensor run(AttentionCall const& call, Tensors const& tensors) {
   return rotated;
 }
 
-}  // namespace
-
 // The arguments are read off the stack in the order of the schema.
-void append_cache_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+template <bool kByPage>
+void boxed_append(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   constexpr int kArguments = CacheArguments::kCount + RotaryArguments::kCount;
   expect_schema(kOp, {num_args, num_outputs}, {8 + kArguments, 1});
   BoxedStack args(stack);
   Tensors tensors;
-  AttentionCall const call = describe_call(args, tensors);
+  AttentionCall const call = describe_call<kByPage>(args, tensors);
   throw_if(check_append(call));
   throw_if(check_kernel(call));
   *stack = boxed(run(call, tensors));
+}
+
+}  // namespace
+
+void append_cache_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  boxed_append<false>(stack, num_args, num_outputs);
+}
+
+void append_cache_by_page_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+  boxed_append<true>(stack, num_args, num_outputs);
 }
 
 }  // namespace fa3

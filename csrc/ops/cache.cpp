@@ -46,7 +46,7 @@ OwnedTensor allocate_out(AttentionCall const& call, Dtype dtype) {
   return allocate(kOp, size, q.rank, dtype, q.device_index);
 }
 
-// (batch, heads_k), whatever the strides.
+// (batch, heads_k) or (pages, heads_k), whatever the strides.
 ScaleView scale_of_heads(std::optional<TensorMeta> const& scale) {
   ScaleView view;
   if (scale && !is_empty(*scale)) {
@@ -135,7 +135,7 @@ void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) 
   constexpr int kArguments = CacheArguments::kCount + ScoreArguments::kCount +
                              SplitArguments::kCount + FirstSlotArgument::kCount +
                              LengthArguments::kCount + 2 + ScaleArguments::kCount +
-                             TreeArguments::kCount + !kHasOut;
+                             TreeArguments::kCount + ByPageArgument::kCount + !kHasOut;
   expect_schema(kHasOut ? "attend_cache_out" : kOp, {num_args, num_outputs},
                 {3 + kHasOut + kArguments, 2 - kHasOut});
   ForwardCall args(stack, kHasOut);
@@ -145,7 +145,7 @@ void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) 
   args.args.read(call.execution.pack_gqa);
   args.args.read(call.execution.sm_margin);
   args.args.read_groups(call.scales);
-  args.args.read_groups(call.tree);
+  args.args.read_groups(call.tree, call.by_page);
   if (!kHasOut) {
     args.args.read(call.fp8.float16_out);
   }
@@ -160,6 +160,7 @@ void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) 
   params.q_scale = scale_of_heads(call.scales.q_descale);
   params.k_scale = scale_of_heads(call.scales.k_descale);
   params.v_scale = scale_of_heads(call.scales.v_descale);
+  params.scales_by_page = call.by_page.descale_by_page;
   DeviceGuard const guard(call.q.device_index);
   OwnedTensor lse = allocate_lse(call);
   OwnedTensor out = kHasOut ? std::move(args.out) : allocate_out(call, params.out_dtype);

@@ -51,6 +51,7 @@ class Problem:
     sinks: bool = False
     scales: bool = False
     kv8: bool = False    # the cache is e4m3 under q of the dtype; new keys are exact in e4m3
+    by_page: bool = False    # kv8: scales by page, NaN of those without keys
     options: dict = field(default_factory=dict)
     seed: int = 0
 
@@ -152,6 +153,13 @@ class Problem:
             rows = 1 if self.shared else self.batch
             given |= {f'{x}_descale': torch.rand(rows, self.heads[1], generator=self.generator).add(
                 0.5).expand(self.batch, -1) for x in 'qkv'}
+        if self.by_page:
+            shape = self.batch * self.capacity // self.page_size + 2, self.heads[1]
+            used = torch.zeros(shape[0], 1, dtype=torch.bool)
+            for pages, length in zip(self.pages, self.lengths):
+                used[pages[:-(-length // self.page_size)]] = True
+            given |= {f'{x}_descale': torch.rand(shape, generator=self.generator).add(
+                0.5).masked_fill(~used, math.nan) for x in 'kv'} | {'descale_by_page': True}
         return given
 
 
@@ -228,6 +236,10 @@ def expected(problem: Problem) -> tuple[list[Tensor], list[Tensor], list[Tensor]
         if problem.scales:
             q, k, v = (x * given[f'{name}_descale'][b].double().repeat_interleave(times)[:, None]
                        for x, name, times in ((q, 'q', group), (k, 'k', 1), (v, 'v', 1)))
+        if problem.by_page:
+            pages = problem.place[b, pad:pad + len(k)] // problem.page_size
+            k, v = (x * given[f'{name}_descale'][pages].double()[..., None]
+                    for x, name in ((k, 'k'), (v, 'v')))
         out = q.new_zeros(len(q), problem.heads[0], problem.dims[1])
         lse = q.new_zeros(len(q), problem.heads[0])
         for i in range(len(q)):

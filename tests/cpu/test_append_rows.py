@@ -55,6 +55,27 @@ def test_chunks(chunks, is_in_halves):
 
 
 @examples(200)
+@given(page_size=st.integers(1, 40), heads=st.integers(1, 5), packed=st.booleans(),
+       rows=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 90)), min_size=1, max_size=6))
+def test_pages_have_a_unit(page_size, heads, packed, rows):
+    """Each page that new rows touch has one, of its own sequence; the CTAs are as many as all need.
+    rows: slots before, and new ones.
+    """
+    rows = rows if packed else [(length, rows[0][1]) for length, _ in rows]
+    begins = [sum(new for _, new in rows[:b]) for b in range(len(rows) + 1)]
+    schedule = _host.PageSchedule(len(rows), begins[-1], -1 if packed else rows[0][1], heads,
+                                  page_size)
+    units = [schedule.first_unit(b, begin) for b, begin in enumerate(begins)]
+    assert units[0] == 0 and units == sorted(units)
+    for (length, new), first, end in zip(rows, units, units[1:]):
+        spans = schedule.spans(length, first, end)
+        found = [slot for _, page, begin, stop in spans for slot in range(begin, stop)
+                 if slot < length + new and slot // page_size == page]
+        assert found == list(range(length, length + new))
+    assert schedule.ctas == (-(-units[-1] * heads // _host.append_warps) if begins[-1] else 0)
+
+
+@examples(200)
 @given(numbers=st.one_of(st.lists(st.integers(-5, 60), max_size=200), st.lists(INT32, max_size=5)),
        number=st.integers(-10, 70))
 def test_search(numbers, number):

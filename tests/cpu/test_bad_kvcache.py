@@ -31,6 +31,10 @@ TABLE = ints([[0], [1]])
 COS = torch.rand(CAPACITY, 4)
 E4M3 = {name: x.to(torch.float8_e4m3fn) for name, x in
         dict(q=Q, k_cache=CACHE, v_cache=CACHE.clone(), k=K, v=K).items()}
+# Three pages with scales.
+PAGES = dict(page_table=TABLE, k_descale=torch.ones(3, 2), v_descale=torch.ones(3, 2),
+             descale_by_page=True, **{f'{name}_cache': torch.zeros(3, CAPACITY, 2, DIM).to(
+                 torch.float8_e4m3fn) for name in 'kv'})
 BAD = {
     # Tables and lists: dtype, shape, device, what they contain.
     'lengths of int64': (dict(cache_seqlens=ints([3, 7]).long()),
@@ -82,6 +86,27 @@ BAD = {
                                           'v_descale to have the shape'),
     'shape of a descale': (E4M3 | dict(k_descale=torch.ones(2, 4)), 'k_descale to have the shape'),
     'dtype of a descale': (E4M3 | dict(k_descale=torch.ones(2, 2).half()), 'k_descale.dtype to be'),
+    'scales of pages, e4m3 queries': (PAGES | dict(q=E4M3['q'], k=E4M3['k'], v=E4M3['v']),
+                                      'descale_by_page with a cache of float8_e4m3fn, and q of 16'),
+    'scales of pages, 16-bit cache': (dict(page_table=TABLE, descale_by_page=True),
+                                      'descale_by_page with a cache of float8_e4m3fn'),
+    'scales of pages, no pages': (
+        {name: x[:2] if name[2:] == 'cache' else x for name, x in PAGES.items()}
+        | dict(page_table=None), 'descale_by_page with page_table'),
+    'scales of pages, no v_descale': (PAGES | dict(v_descale=None),
+                                      'k_descale and v_descale with descale_by_page'),
+    'scales of pages, without any': (PAGES | dict(k_descale=None, v_descale=None, k=None, v=None),
+                                     'k_descale and v_descale with descale_by_page'),
+    'scales of pages by batch': (PAGES | dict(k_descale=torch.ones(2, 2)),
+                                 'k_descale to have the shape (3, 2)'),
+    'heads of scales of pages': (PAGES | dict(v_descale=torch.ones(3, 4)),
+                                 'v_descale to have the shape (3, 2)'),
+    'dtype of scales of pages': (PAGES | dict(k_descale=torch.ones(3, 2).half()),
+                                 'k_descale.dtype to be float32'),
+    'expanded scales of pages': (PAGES | dict(k_descale=torch.ones(1, 2).expand(3, 2)),
+                                 'k_descale with memory for every element'),
+    'scales of pages for both': (PAGES | dict(v_descale=PAGES['k_descale']),
+                                 'v_descale with memory of its own'),
     'sinks': (dict(s_aux=torch.zeros(3)), 's_aux.size(0) to be the heads of q, 4'),
     'window': (dict(window_size=(-2, 0)), 'window_size to be two numbers of -1'),
     'chunk': (dict(attention_chunk=-1), 'attention_chunk to be 0 (none) or more'),

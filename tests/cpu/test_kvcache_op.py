@@ -49,7 +49,7 @@ def append_arguments(given: dict) -> tuple:
         cu_seqlens_k_new=given.get('cu_seqlens_k_new'), rotary_cos=given.get('rotary_cos'),
         rotary_sin=given.get('rotary_sin'), cu_seqlens_q=given.get('cu_seqlens_q'),
         rotary_interleaved=given.get('rotary_interleaved', True))
-    return given['k_cache'], given['v_cache'], k, given['v'], given['q'], *own
+    return given['k_cache'], given['v_cache'], k, given['v'], given['q'], *own[:-1]
 
 
 def attend_arguments(given: dict, **others) -> tuple:
@@ -77,13 +77,17 @@ def test_opcheck_attend(others, name):
 
 
 def test_schemas():
-    for op, first, made in ((OPS.append_cache, 5, cache.Append),
-                            (OPS.attend_cache, 3, cache.Attend)):
+    caches, scales = ['k_cache', 'v_cache'], ['k_descale', 'v_descale']
+    for op, first, made, left_out, mutated in (
+            (OPS.append_cache, 5, cache.Append, 1, caches),
+            (OPS.append_cache_by_page, 7, cache.Append, 3, caches + scales),
+            (OPS.attend_cache, 3, cache.Attend, 0, [])):
         listed = op.default._schema.arguments
-        assert [(x.name, x.default_value) for x in listed[first:]] == list(
-            made._field_defaults.items())
+        defaults = list(made._field_defaults.items())
+        assert [(x.name, x.default_value) for x in listed[first:]] == defaults[
+            :len(defaults) - left_out]
         written = [x.name for x in listed if x.alias_info and x.alias_info.is_write]
-        assert written == (['k_cache', 'v_cache'] if first == 5 else [])
+        assert written == mutated
     assert [x.name for x in OPS.attend_cache_out.default._schema.arguments] == [
         'q', 'k', 'v', 'out', *cache.Attend._fields[:-1]]
 
@@ -176,7 +180,7 @@ class Counted:
 @pytest.mark.parametrize('options, count', [
     ({}, 0), ({'causal': True}, 'causal'), ({'softmax_scale': 0.5}, 'causal'),
     ({'window_size': (3, 0)}, 'softcap'), ({'return_softmax_lse': True}, 'split_size'),
-    ({'num_splits': 2}, 'split_size'), ({'pack_gqa': True}, 'tree_mask')], ids=str)
+    ({'num_splits': 2}, 'split_size'), ({'pack_gqa': True}, 'descale_by_page')], ids=str)
 def test_trailing_defaults_stay_away(options, count, monkeypatch):
     attend = Counted(OPS.attend_cache.default)
     monkeypatch.setattr(kvcache, '_EAGER', (kvcache._EAGER[0], attend, kvcache._EAGER[2]))

@@ -89,8 +89,11 @@ def test_sums_in_shared_memory_come_in_fours(variant):
 def test_shared_memory_holds_the_rings_and_fits(variant):
     of_rings = bytes_of_rings(variant)
     assert of_rings < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA
-    # Barriers take at most a few hundred bytes; the scales of the rows of Q 4 bytes a row.
+    # Barriers take at most a few hundred bytes; scales of the rows of Q, or of converted keys, 4
+    # bytes each.
     of_scales = 4 * 64 * prod(rings(variant)['Q']) if variant['dtype'] == E4M3 else 0
+    if variant['converter_registers'] > 0:
+        of_scales = 2 * 4 * variant['tile_n'] * variant['raw_stages']
     assert variant['shared_bytes'] - of_rings <= 2048 + of_scales
     assert variant['ctas_per_sm'] * (variant['shared_bytes'] + 1024) <= SHARED_BYTES_PER_SM
 

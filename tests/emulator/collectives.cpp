@@ -190,6 +190,10 @@ void Thread::arrive_at_mbarrier(u64 address, u32 expected_bytes) {
   settle(barrier);
 }
 
+void Thread::expect_at_mbarrier(u64 address, u32 bytes) {
+  mbarrier_at(cta_of(*this, address), address).bytes += i32(bytes);
+}
+
 bool Thread::try_mbarrier(u64 address, u32 phase) {
   auto is_complete = [&] { return mbarrier_at(cta_of(*this, address), address).phase != phase; };
   if (!is_complete()) {

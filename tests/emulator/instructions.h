@@ -179,6 +179,16 @@ Bits<T> op_brev(T a) {
   return found;
 }
 
+// The low bits of a in place of those of b from `first` on.
+template <class T>
+Bits<T> op_bfi(T a, T b, u32 first, u32 count) {
+  if (first >= u32(kBits<T>) || count == 0) {
+    return b;
+  }
+  Bits<T> const low = count >= u32(kBits<T>) ? ~Bits<T>(0) : (Bits<T>(1) << count) - 1;
+  return Bits<T>((Bits<T>(b) & ~(low << first)) | (Bits<T>(a) & low) << first);
+}
+
 template <class T>
 u32 op_prmt(u32 a, u32 b, u32 choice) {
   u64 const bytes = u64(b) << 32 | a;

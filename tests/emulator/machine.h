@@ -161,6 +161,7 @@ struct Thread {
   u32 address_of_rank(u64 address, u32 rank) const;
   void init_mbarrier(u64 address, u32 count);
   void arrive_at_mbarrier(u64 address, u32 expected_bytes);
+  void expect_at_mbarrier(u64 address, u32 bytes);
   bool try_mbarrier(u64 address, u32 phase);
 
   // ------------------------------------------------------------------------------------- copies

@@ -296,6 +296,11 @@ def _map_address(writer, match, operands, site):
     return f'{result} = t.address_of_rank({address}, {rank});'
 
 
+@_handles(r'mbarrier\.expect_tx\.shared::cta\.b64')
+def _expect_bytes(writer, match, operands, site):
+    return f't.expect_at_mbarrier({writer.address(operands[0])}, {writer.value(operands[1])});'
+
+
 @_handles(r'mbarrier\.(init|arrive|arrive\.expect_tx|try_wait\.parity)'
           r'\.shared::(?:cta|cluster)\.b64')
 def _mbarrier(writer, match, operands, site):

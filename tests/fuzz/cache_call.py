@@ -94,11 +94,16 @@ def with_shared_keys(pick: random.Random, case: CacheCase) -> CacheCase:
         return case
     step = case.page_size or 1
     shared = step * pick.randint(1, max(1, pick.choice((64, 300)) // step))
-    longest = max(case.queries) if case.causal else 0
+    longest = max(case.queries) if case.causal or case.tree else 0
     lengths = tuple((count, used + shared + (count if case.causal or case.tree else 0))
                     for count, used in case.lengths)
     return dataclasses.replace(case, lengths=lengths, shared=shared,
                                capacity=case.capacity + shared + longest)
+
+
+def with_scales_of_pages(pick: random.Random, case: CacheCase) -> CacheCase:
+    is_some = case.kv8 and case.page_size > 0 and pick.random() < 0.5
+    return dataclasses.replace(case, by_page=True) if is_some else case
 
 
 def drawn(pick: random.Random) -> CacheCall:
@@ -136,4 +141,4 @@ def drawn(pick: random.Random) -> CacheCall:
         tree=tree and max(queries) <= 128, descales=pick.random() < 0.7,
         float16_out=not wide and pick.random() < 0.3,
         **own, **mask, **score_of(pick), **execution_of(pick))
-    return CacheCall(with_shared_keys(pick, case))
+    return CacheCall(with_scales_of_pages(pick, with_shared_keys(pick, case)))

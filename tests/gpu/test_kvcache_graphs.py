@@ -37,6 +37,8 @@ APPENDS = {
     'append_many': CacheCase(mixed(8, 900, 5), 1000, page_size=7, new=(5,) * 8, rotary=0.5,
                              causal=True),
     'append_kv8': CacheCase(mixed(8, 900), 1024, page_size=64, kv8=True, new=(1,) * 8, rotary=1.0),
+    'append_by_page': CacheCase(mixed(8, 900), 1024, page_size=64, kv8=True, by_page=True,
+                                new=(1,) * 8, rotary=1.0),
     'append_e4m3': CacheCase(mixed(8, 900), 1024, page_size=64, dtype='e4m3', new=(1,) * 8),
 }
 every_case = pytest.mark.parametrize('case', (CASES | APPENDS).values(), ids=CASES | APPENDS)
@@ -56,6 +58,11 @@ def with_lengths(case: CacheCase, pick: random.Random) -> CacheCase:
                 'any': pick.randint(pad, most)}[kind]
         lengths.append((queries, used))
     return dataclasses.replace(case, lengths=tuple(lengths))
+
+
+def of_pages(case: CacheCase) -> tuple[str, ...]:
+    """What a call may write into."""
+    return ('k_cache', 'v_cache') + ('k_descale', 'v_descale') * case.by_page
 
 
 class Captured:
@@ -79,7 +86,7 @@ class Captured:
             if not isinstance(own, Tensor) or name == 'scheduler_metadata':
                 continue
             x = given[name]
-            if name in ('k_cache', 'v_cache'):
+            if name in of_pages(self.case):
                 as_bits(own).fill_(torch.tensor(torch.nan).to(own.dtype).view(
                     as_bits(own).dtype).item())
                 as_bits(own)[:x.size(0)] = as_bits(x)
@@ -107,7 +114,7 @@ def test_a_hundred_replays(case, cuda):
         wanted, after = run(other, given, **{name: graph.arguments[name] for name in (
             'scheduler_metadata',) if name in given})
         check_same(graph.replay(), wanted)
-        for name in ('k_cache', 'v_cache'):
+        for name in of_pages(case):
             count = after[name].size(0)
             assert torch.equal(as_bits(graph.arguments[name])[:count], as_bits(after[name]))
 
