@@ -39,10 +39,10 @@ def support_part() -> str:
         ['scores', 'softmax scale, softcap, attention sinks, LSE, max logits'],
         ['layouts', 'dense, packed (`cu_seqlens`, `seqused`), packed QKV; any strides'],
         ['KV cache', 'dense or paged (any page size), append and rotary in place, splits, '
-                     'shared prefixes'],
+                     'shared prefixes, absorbed MLA'],
         ['gradients', 'of Q, K, V and sinks; deterministic on request'],
         ['PyTorch', '2.10 and later: `torch.compile`, `torch.export`, CUDA graphs'],
-        ['not yet', '`qv`, e5m2']])
+        ['not yet', 'e5m2']])
 
 
 def features_part() -> str:
@@ -116,7 +116,8 @@ def _grouped(variants: Iterable[Mapping], keys: Sequence[str]) -> list[list[Mapp
 
 def _registers(variant: Mapping) -> str:
     consumers = str(variant['consumer_registers']).replace(', ', '+')
-    return f"{variant['producer_registers']}/{consumers}"
+    outputs = variant.get('output_registers')
+    return f"{variant['producer_registers']}/{consumers}" + (f'/{outputs}' if outputs else '')
 
 
 def _kib(variants: Sequence[Mapping]) -> str:
@@ -133,7 +134,9 @@ FORWARD_KEYS = ('tile_m', 'tile_n', 'producer_registers', 'consumer_registers', 
 
 def _forward_row(variants: Sequence[Mapping]) -> list[str]:
     first = variants[0]
-    overlaps = {'ping-pong': first['ping_pong'], 'warpgroup': first['intra_overlap'],
+    is_latent = first['output_registers'] > 0
+    overlaps = {'ping-pong': first['ping_pong'], 'warpgroups': is_latent,
+                'warpgroup': first['intra_overlap'] and not is_latent,
                 'tile': first['tile_overlap']}
     keys = STAGES if first['dtype'] == E4M3 else STAGES[:2]
     stages = dict.fromkeys('/'.join(str(variant[key]) for key in keys) for variant in variants)

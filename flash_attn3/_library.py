@@ -44,7 +44,7 @@ _GRADIENTS = schema('gradients')
 _BACKWARD = 'Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse'
 _INTO = 'Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv'
 _CACHE = schema('cache', 'score', 'splits', 'first_slot', 'lengths', 'pack_gqa', 'sm_margin',
-                'scales', 'tree', 'by_page')
+                'scales', 'tree', 'by_page', 'latent')
 _SCHEMAS = (
     f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}, {_GRADIENTS}) -> (Tensor, Tensor)',
     f'_fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}) -> (Tensor, Tensor)',

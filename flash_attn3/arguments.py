@@ -20,7 +20,8 @@ class Argument(NamedTuple):
     group: str
 
 
-# No softmax_scale means head_dim ** -0.5. max_seqlen is a hint for the planner; 0 is unknown.
+# No softmax_scale means head_dim ** -0.5, with qv (head_dim + head_dim_v) ** -0.5. max_seqlen is a
+# hint for the planner; 0 is unknown.
 ARGUMENTS = tuple(Argument(*row) for row in (
     # Both of cu_seqlens, for packed tensors (total, heads, head_dim), or neither, for a batch.
     ('cu_seqlens_q', 'Tensor?', None, 'lengths'),
@@ -71,6 +72,8 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('tree_mask', 'Tensor?', None, 'tree'),
     # k_descale and v_descale of a cache are (pages, heads_k), not (batch, heads_k).
     ('descale_by_page', 'bool', False, 'by_page'),
+    # Absorbed MLA: scores are scale * (q k^T + qv v^T).
+    ('qv', 'Tensor?', None, 'latent'),
     # The op that quantises first.
     ('rotation_seed', 'int?', 0, 'quantization'),
     ('block_scales', 'bool', True, 'quantization'),

@@ -24,7 +24,7 @@ from flash_attn3.trees import COLUMNS, unpacked
 
 # What follows q, k and v of `attend_cache`, and q of `append_cache`.
 Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'first_slot', 'lengths',
-                  'pack_gqa', 'sm_margin', 'scales', 'tree', 'by_page', 'float16_out')
+                  'pack_gqa', 'sm_margin', 'scales', 'tree', 'by_page', 'latent', 'float16_out')
 # descale_by_page: the op `append_cache_by_page`.
 Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q', 'k_descale', 'v_descale',
                   'by_page')
@@ -253,11 +253,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
     rows = _rows_of(q, own)
     out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=wide)
     heads_last = q.new_full(q.shape[:-1], -math.inf, dtype=reference.lse_dtype(wide))
-    score = score_of(q, own)
     batch = len(rows)
     keys, values = _keys_of(k, own, batch), _keys_of(v, own, batch)
     q_scales, k_scales, v_scales = (_scales_of(scale, x, own, batch) for scale, x in (
         (own.q_descale, q), (own.k_descale, k), (own.v_descale, v)))
+    if own.qv is not None:    # the values are keys too
+        q = torch.cat([q, own.qv], dim=-1)
+        keys = [torch.cat(one, dim=-1) for one in zip(keys, values)]
+    score = score_of(q, own)
     for sequence, (row, one_k, one_v) in enumerate(zip(rows, keys, values)):
         one = Inputs(*(x[None] for x in (q[row], one_k, one_v)), own.sinks)
         score = score if own.tree_mask is None else _with_tree(score, own.tree_mask[row])

@@ -38,8 +38,8 @@ class PrefixLevel(NamedTuple):
 
 def shared_prefix_attn(
         q: Tensor, k_cache: Tensor, v_cache: Tensor, levels: Sequence[PrefixLevel | tuple], *,
-        causal: bool = False, softmax_scale: float | None = None, softcap: float = 0.0,
-        s_aux: Tensor | None = None, q_descale: Tensor | None = None,
+        qv: Tensor | None = None, causal: bool = False, softmax_scale: float | None = None,
+        softcap: float = 0.0, s_aux: Tensor | None = None, q_descale: Tensor | None = None,
         k_descale: Tensor | None = None, v_descale: Tensor | None = None,
         num_splits: int = 0, split_size: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
         return_softmax_lse: bool = False, out: Tensor | None = None,
@@ -68,7 +68,7 @@ def shared_prefix_attn(
             grad.
     """
     kvcache.reject(_OP, softmax_scale, softcap, out_dtype, dict(
-        q=q, k_cache=k_cache, v_cache=v_cache, q_descale=q_descale, k_descale=k_descale,
+        q=q, k_cache=k_cache, v_cache=v_cache, qv=qv, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale, s_aux=s_aux, out=out))
     dtype = prefix.result_dtype(q, out, out_dtype)
     if problem := prefix.out_problem(q, v_cache, out, dtype):
@@ -77,7 +77,7 @@ def shared_prefix_attn(
     shared = Attend(softmax_scale=softmax_scale, softcap=softcap, return_lse=True,
                     num_splits=num_splits, split_size=split_size, pack_gqa=pack_gqa,
                     sm_margin=sm_margin, q_descale=q_descale, k_descale=k_descale,
-                    v_descale=v_descale, float16_out=is_half)
+                    v_descale=v_descale, qv=qv, float16_out=is_half)
     _check(q, levels, shared)
     calls = [_call(q, PrefixLevel(*level), shared) for level in levels]
     rows, last = calls[-1]
@@ -156,11 +156,12 @@ def _call(q: Tensor, level: PrefixLevel, shared: Attend) -> tuple[Tensor, Attend
     is_tensor = isinstance(length, Tensor)
     scales = (None if x is None else x[:1].expand(groups, -1)
               for x in (shared.q_descale, shared.k_descale, shared.v_descale))
+    rows, qv = (x.flatten(0, 1) if starts is not None and x is not None and x.dim() == 4 else x
+                for x in (q, shared.qv))
     own = shared._replace(
-        page_table=table, cache_seqlens=length if is_tensor else None,
+        qv=qv, page_table=table, cache_seqlens=length if is_tensor else None,
         cache_length=-1 if is_tensor else length, cu_seqlens_q=starts, max_seqlen_q=longest,
         **dict(zip(('q_descale', 'k_descale', 'v_descale'), scales)))
-    rows = q.flatten(0, 1) if starts is not None and q.dim() == 4 else q
     return rows, own
 
 

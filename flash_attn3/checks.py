@@ -210,7 +210,7 @@ def unsupported(op: str = 'flash_attn_func', *, qv=None, q_descale=None, k_desca
     return [error(op, f'{name} to be {expected}',
                   'a tensor' if isinstance(got, Tensor) else repr(got),
                   'it is for q, k and v of float8_e4m3fn' if name.endswith('_descale') else
-                  'this version has nothing else')
+                  'flash_attn_with_kvcache has it, for absorbed MLA')
             for name, (expected, got, is_asked) in asked.items() if is_asked]
 
 

@@ -39,6 +39,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument('--packed', action='store_true',
                         help='sequences of at most these lengths behind one another, batch of them')
     parser.add_argument('--cache', action='store_true', help='k and v are a cache')
+    parser.add_argument('--qv', action='store_true', help='of a cache: absorbed MLA')
     parser.add_argument('--page-size', type=int, default=0, help='of a cache; default: dense')
     for argument in arguments.select('num_splits', 'split_size'):
         parser.add_argument('--' + argument.name.replace('_', '-'), type=int, default=0,
@@ -72,6 +73,8 @@ def _explain_cache(options: argparse.Namespace, shapes: tuple, features: dict) -
         pages = -(-slots // size)
         caches = [(batch * pages, size, *shape[2:]) for shape in caches]
         features = features | dict(page_table=(batch, pages))
+    if options.qv:
+        features = features | dict(qv=True)
     planning.explain(q, *caches, cache=True, num_splits=options.num_splits,
                      split_size=options.split_size, **features)
 

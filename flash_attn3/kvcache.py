@@ -73,24 +73,24 @@ def flash_attn_with_kvcache(
         scheduler_metadata: from `get_scheduler_metadata`; never needed. max_seqlen_q: a hint.
         out_dtype: with float8_e4m3fn, bfloat16 (default) or float16. Descales: (batch, heads_k);
             descale_by_page: of k, v (pages, heads_k), for q of 16 bits; set where k begins a page.
-        others: as in `flash_attn_func`. qv: None.
+        qv: as q, with the head_dim of v, for one KV head: scores are q k^T + qv v^T, by default
+            times (head_dim + head_dim_v) ** -0.5. Others: as in `flash_attn_func`.
 
     Returns:
         out, shaped like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
 
     Raises:
         RuntimeError: a wrong shape, dtype, stride, device or number; a tensor that requires grad.
-        NotImplementedError: qv is given, or DTensors.
+        NotImplementedError: DTensors.
     """
-    if (scheduler_metadata is not None or qv is not None or out_dtype is not None
-            or type(q) is not Tensor or type(softcap) is not float or forward_ad._current_level >= 0
+    if (scheduler_metadata is not None or out_dtype is not None or type(q) is not Tensor
+            or type(softcap) is not float or forward_ad._current_level >= 0
             or (softmax_scale is not None and type(softmax_scale) is not float)
-            or (is_grad_enabled() and (
-                q.requires_grad or k_cache.requires_grad or v_cache.requires_grad
-                or _some_require_grad(k, v, rotary_cos, rotary_sin, s_aux, out, q_descale,
-                                      k_descale, v_descale)))):
-        _reject(qv, scheduler_metadata, softmax_scale, softcap, out_dtype, dict(
-            q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos,
+            or (is_grad_enabled() and (q.requires_grad or k_cache.requires_grad
+                                       or v_cache.requires_grad or _some_require_grad(
+                k, v, qv, rotary_cos, rotary_sin, s_aux, out, q_descale, k_descale, v_descale)))):
+        _reject(scheduler_metadata, softmax_scale, softcap, out_dtype, dict(
+            q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv, rotary_cos=rotary_cos,
             rotary_sin=rotary_sin, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             s_aux=s_aux, out=out))
     s_aux = s_aux if s_aux is None else checks.sinks_of(s_aux, q)
@@ -101,12 +101,12 @@ def flash_attn_with_kvcache(
         length, cache_seqlens = _checked_length(cache_seqlens), None
     left, right = (-1, -1) if window_size == (-1, -1) else checks.window_sides(window_size)
     has_none = k is None or cu_seqlens_k_new is not None or k.dim() < 2
-    arguments = (
+    arguments = (    # two tuples: one display of more than 30 takes CPython 0.1 us longer
         cache_seqlens, page_table, 0 if has_none else k.size(1), length, cache_batch_idx,
         cache_leftpad, None if k is None else cu_seqlens_k_new, s_aux, softmax_scale, causal, left,
-        right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size, 0,
+        right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size, 0) + (
         cu_seqlens_q, None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q),
-        0, pack_gqa, sm_margin, q_descale, k_descale, v_descale, tree_mask, descale_by_page)
+        0, pack_gqa, sm_margin, q_descale, k_descale, v_descale, tree_mask, descale_by_page, qv)
     if shared_prefix != 0:
         arguments = prefix.checked((q, k_cache, v_cache, out), arguments, shared_prefix)
     if (k is not None or v is not None or rotary_cos is not None or rotary_sin is not None
@@ -142,7 +142,7 @@ def get_scheduler_metadata(
 
 
 def functions_for(q: Tensor, op: str) -> tuple:
-    """(append, attend, attend into out) where the eager ops are not known to serve a device."""
+    """As _EAGER, for a device that the eager ops are not known to serve."""
     if not q.is_cuda or _library.kernels_serve(q.device):
         return _TRACED if is_compiling() else _EAGER
     fallback.warn_once(q.device, op, depth=4)
@@ -192,13 +192,15 @@ def _attend(functions: tuple, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: 
     """
     (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
      split_size, first_slot, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
-     v_scale, tree_mask, by_page) = arguments
+     v_scale, tree_mask, by_page, qv) = arguments
     if first_slot != 0:
         return prefix.attend(functions[1], (q, k_cache, v_cache, out), arguments, out_dtype)
-    if (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
+    if qv is not None:
+        short = arguments
+    elif (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
             or q_scale is not None or k_scale is not None or v_scale is not None
             or tree_mask is not None or by_page):
-        short = arguments
+        short = arguments[:-1]
     elif return_lse or num_splits != 0 or split_size != 0:
         short = arguments[:17]
     elif left != -1 or right != -1 or chunk != 0 or softcap != 0.0:
@@ -240,14 +242,10 @@ def _checked_length(length: int | torch.SymInt) -> int:
     return length
 
 
-def _reject(qv: Tensor | None, metadata: Tensor | None, softmax_scale: float | None,
-            softcap: float, out_dtype: torch.dtype | None,
-            tensors: dict[str, Tensor | None]) -> None:
-    """Raises an error for what no op sees: derivatives, qv, metadata, a wrong dtype of results."""
+def _reject(metadata: Tensor | None, softmax_scale: float | None, softcap: float,
+            out_dtype: torch.dtype | None, tensors: dict[str, Tensor | None]) -> None:
+    """Raises an error for what no op sees: derivatives, metadata, a wrong dtype of results."""
     q = tensors['q']
-    if qv is not None:
-        raise NotImplementedError(checks.error(_OP, 'qv to be None', 'a tensor',
-                                               'this version has nothing else'))
     reject(_OP, softmax_scale, softcap, out_dtype, tensors)
     if metadata is not None and (metadata.dtype != torch.int32 or metadata.dim() != 1
                                  or metadata.device != q.device):
@@ -258,7 +256,7 @@ def _reject(qv: Tensor | None, metadata: Tensor | None, softmax_scale: float | N
 
 def reject(op: str, softmax_scale: float | None, softcap: float, out_dtype: torch.dtype | None,
            tensors: dict[str, Tensor | None]) -> None:
-    """The same without qv and metadata, for any function on a cache."""
+    """The same without metadata, for any function on a cache."""
     q, out = tensors['q'], tensors['out']
     sharding.reject(op, q)
     derivatives.reject_forward_mode(*tensors.values())

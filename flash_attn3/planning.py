@@ -21,7 +21,8 @@ _MASKS = {'full': 'full', 'causal': 'causal',
           'general': 'general: packed sequences, windows, chunks, sinks, max logits at run time',
           'softcap': 'general, with a softcap',
           'cache': 'cache: any of full, causal, windows, chunks at run time, lengths from the GPU',
-          'cache, softcap': 'cache, with a softcap'}
+          'cache, softcap': 'cache, with a softcap',
+          'latent': 'cache, the values of which are keys too: absorbed MLA'}
 
 
 def built_variants() -> list[str]:
@@ -109,10 +110,9 @@ def _can_use_cache(tensors: dict[str, Tensor | None], given: dict) -> tuple[bool
     if k_cache is None:    # q, k_cache, v_cache by place
         k_cache, v_cache = tensors['k'], tensors['v']
         tensors = tensors | dict(k=None, v=None)
-    missing = checks.unsupported('flash_attn_with_kvcache', qv=given.pop('qv', None))
     reasons, facts = planning_cache.reasons_and_plan(
         tensors | dict(k_cache=k_cache, v_cache=v_cache), given)
-    reasons = missing + reasons + _device_problems(tensors['q'], [facts] if facts else [])
+    reasons += _device_problems(tensors['q'], [facts] if facts else [])
     return not reasons, reasons
 
 
@@ -269,8 +269,11 @@ def _forward_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
 
 
 def _kernel_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
+    is_latent = facts['output_registers'] > 0
     overlaps = {'ping-pong of two warpgroups': facts['ping_pong'],
-                'softmax beside the products of its warpgroup': facts['intra_overlap'],
+                'softmax beside the products with V of other warpgroups': is_latent,
+                'softmax beside the products of its warpgroup': facts['intra_overlap']
+                and not is_latent,
                 'the end of a tile beside the start of the next': facts['tile_overlap']}
     return {
         'mask': _MASKS[facts['mask']],
@@ -354,15 +357,19 @@ def _head_dim(facts: dict) -> str:
 
 def _warpgroups(facts: dict) -> str:
     ctas = facts.get('ctas_per_sm', 1)
-    return (f'1 producer, {facts["consumer_warpgroups"]} consumers; {facts["threads"]} threads'
+    outputs = ', 2 of O' if facts.get('output_registers') else ''
+    return (f'1 producer, {facts["consumer_warpgroups"]} consumers{outputs}; '
+            f'{facts["threads"]} threads'
             + f'; {ctas} CTAs a multiprocessor' * (ctas > 1))
 
 
 def _registers(facts: dict) -> str:
     consumer = str(facts['consumer_registers'])
     by_warpgroup = ', by warpgroup' if ',' in consumer else ''
+    outputs = facts.get('output_registers')
     return (f'{facts["producer_registers"]} a producer thread, '
-            f'{consumer} a consumer thread{by_warpgroup}')
+            f'{consumer} a consumer thread{by_warpgroup}'
+            + (f', {outputs} where O is computed' if outputs else ''))
 
 
 def _shared_memory(facts: dict) -> str:

@@ -19,7 +19,8 @@ _OF_CACHE = ('k_cache', 'v_cache', 'cache', 'rotary_cos', 'rotary_sin', 'cache_s
 # What the op and the public function have under the same names, with their types.
 _SHARED = {argument.name: argument.type for argument in arguments.select(
     'score', 'num_splits', 'split_size', 'cu_seqlens_q', 'cache_batch_idx', 'cache_leftpad',
-    'page_table', 'cu_seqlens_k_new', 'pack_gqa', 'sm_margin', 'scales', 'tree', 'by_page')
+    'page_table', 'cu_seqlens_k_new', 'pack_gqa', 'sm_margin', 'scales', 'tree', 'by_page',
+    'latent')
     if argument.name in arguments.public_names(argument.name)}
 _LISTS = ('cache_seqlens', 'cache_batch_idx', 'cache_leftpad')
 _OTHERS = ('window_size', 's_aux', 'max_seqlen_q', 'out_dtype', 'rotary_interleaved')
@@ -55,7 +56,7 @@ def reasons_and_plan(tensors: Mapping[str, Tensor | None],
     _reject_unknown(given)
     op = 'flash_attn_with_kvcache'
     named = {**tensors, **{name: given.get(name) for name in (
-        's_aux', 'rotary_cos', 'rotary_sin', 'q_descale', 'k_descale', 'v_descale')}}
+        'qv', 's_aux', 'rotary_cos', 'rotary_sin', 'q_descale', 'k_descale', 'v_descale')}}
     reasons = []
     if checks.needs_grad(*named.values()):
         reasons.append(checks.error(op, 'no gradient of attention on a cache',
@@ -142,6 +143,8 @@ def plan(shapes: Sequence[Sequence[int]], dtype: str, given: Mapping,
     if (table := given.get('page_table')) is not None:
         lists['page_table'] = tuple(table.shape if isinstance(table, Tensor) else table)
     call |= {name: checks.describe_sizes(shape, 'int32') for name, shape in lists.items()}
+    if given.get('qv') is not None:
+        call['qv'] = checks.describe_sizes((*q[:-1], v_cache[-1]), dtype)
     if given.get('s_aux') is not None:
         call['sinks'] = checks.describe_sizes((q[-2],), 'float32')
     facts = _plan.plan_cache(**call, **gpu)

@@ -134,8 +134,8 @@ def attend(attend_cache: Callable, tensors: Tensors, arguments: tuple,
     q, k, v, out = tensors
     is_half = q.dtype == E4M3 and result_dtype(q, out, out_dtype) == torch.float16
     rest = Attend(*arguments[:_RETURN_LSE], True, *arguments[_RETURN_LSE + 1:], is_half)
+    own_out, own_lse = attend_cache(q, k, v, *short(rest))    # which checks all
     (rows, shared_k, shared_v), shared = _of_shared((q, k, v), rest)
-    own_out, own_lse = attend_cache(q, k, v, *short(rest))
     shared_out, shared_lse = attend_cache(rows, shared_k, shared_v, *short(shared))
     if rest.cu_seqlens_q is not None:
         shared_out, shared_lse = shared_out[0], shared_lse[0]
@@ -162,11 +162,7 @@ def _of_shared(tensors: tuple[Tensor, Tensor, Tensor],
                rest: Attend) -> tuple[tuple[Tensor, Tensor, Tensor], Attend]:
     """The call of all queries on the shared keys, as one sequence."""
     q, k, v = tensors
-    if rest.cu_seqlens_q is None:
-        batch, count, heads, dim = q.shape
-        q = q.reshape(1, batch * count, heads, dim)
-    else:
-        q = q.unsqueeze(0)
+    q, qv = (_as_one(x, rest) for x in (q, rest.qv))
     if rest.page_table is None and rest.cache_batch_idx is None:
         k, v = k[:1], v[:1]
     return (q, k, v), Attend(
@@ -174,10 +170,18 @@ def _of_shared(tensors: tuple[Tensor, Tensor, Tensor],
         cache_batch_idx=_first(rest.cache_batch_idx), softmax_scale=rest.softmax_scale,
         softcap=rest.softcap, return_lse=True, num_splits=rest.num_splits,
         split_size=rest.split_size, pack_gqa=rest.pack_gqa, sm_margin=rest.sm_margin,
-        q_descale=_first(rest.q_descale), float16_out=rest.float16_out,
+        q_descale=_first(rest.q_descale), qv=qv, float16_out=rest.float16_out,
         descale_by_page=rest.descale_by_page,
         **{name: x if rest.descale_by_page else _first(x) for name, x in (
             ('k_descale', rest.k_descale), ('v_descale', rest.v_descale))})
+
+
+def _as_one(q: Tensor | None, rest: Attend) -> Tensor | None:
+    """All queries as a batch of one."""
+    if q is None or rest.cu_seqlens_q is not None:
+        return q if q is None else q.unsqueeze(0)
+    batch, count, heads, dim = q.shape
+    return q.reshape(1, batch * count, heads, dim)
 
 
 def _first(x: Tensor | None) -> Tensor | None:

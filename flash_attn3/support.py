@@ -159,6 +159,7 @@ class CacheFeature:
 
 _NEW = {'new': (1, 1, 1)}
 _E4M3 = {'dtype': 'e4m3', 'scales': True}
+_LATENT = {'latent': True, 'dims': (64, 512), 'heads': (4, 1)}
 
 CACHE_FEATURES = (
     CacheFeature('bfloat16'),
@@ -190,6 +191,7 @@ CACHE_FEATURES = (
     CacheFeature('`split_size`', {}, {'split_size': 128}),
     CacheFeature('`shared_prefix`', {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8},
                  {'shared_prefix': 8}),
+    CacheFeature('`qv`', {**_LATENT, 'page_size': 4}),
     CacheFeature('float32', {'dtype': 'fp32'},
                  error='flash_attn3.attend_cache: expected q.dtype to be float16 or bfloat16'),
     CacheFeature('FP8, rotary', {**_NEW, 'dtype': 'e4m3', 'rotary': 16},
@@ -201,6 +203,8 @@ CACHE_FEATURES = (
                  {'shared_prefix': 8, 'window_size': (4, 0)},
                  error='flash_attn3.flash_attn_with_kvcache: expected no window and no chunks with '
                        'shared_prefix'),
+    CacheFeature('`qv`, head dims 64, 256', _LATENT | {'dims': (64, 256)},
+                 error='flash_attn3.attend_cache: expected head dims of 64'),
 )
 
 

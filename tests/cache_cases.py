@@ -72,6 +72,7 @@ class CacheCase:
     softcap: float = 0.0
     sinks: str = ''                         # a name in SINKS; '': none
     softmax_scale: float | None = None
+    latent: bool = False                    # with qv: absorbed MLA
     kv8: bool = False                       # the cache is e4m3 under q of the dtype
     descales: bool = True                   # e4m3 alone has them, of q or of a cache
     by_page: bool = False                   # kv8: scales by page
@@ -118,7 +119,8 @@ class CacheCase:
     @property
     def score(self) -> Score:
         mask = Mask(self.causal, self.window, self.chunk)
-        return Score(self.softmax_scale or self.head_dim ** -0.5, self.softcap, mask)
+        columns = self.head_dim + self.columns_v * self.latent
+        return Score(self.softmax_scale or columns ** -0.5, self.softcap, mask)
 
     @property
     def rotary_dim(self) -> int:
@@ -167,6 +169,9 @@ class CacheCase:
             given['s_aux'] = change(normal(heads_q)).to(dtype)
         if self.tree:
             given['tree_mask'] = self._tree(generator)
+        if self.latent:
+            shape = *given['q'].shape[:-1], self.columns_v
+            given['qv'] = (normal(*shape) * self.logit_std).to(self.wide)
         if self.by_page:
             given |= self._page_scales(given, generator)
         elif self.kept == E4M3 and self.descales:

@@ -198,6 +198,8 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
             counts = torch.ones_like(pages)
         k, v = (dequantised(x, scales[name], counts) for name, x in (('k', k), ('v', v)))
     inputs = Inputs(rotated.values, k, v, arguments.get('s_aux'))
+    if case.latent:
+        inputs = with_latent(inputs, arguments['qv'])
     floor = torch.zeros(q.size(1), q.size(0), dtype=torch.float64, device=device)
     if case.wide == E4M3:
         ref = None
@@ -209,11 +211,17 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
         floor = _tie_floor(case, rotated.ties, k, lengths)
     tree = arguments.get('tree_mask')
     ref = attend(inputs.to(torch.float64), case, lengths, tree)
-    inputs = inputs._replace(k=k.to(q.dtype), v=v.to(q.dtype))
+    inputs = inputs._replace(k=inputs.k.to(q.dtype), v=v.to(q.dtype))
     if case.by_page:    # K is rounded to 16 bits
         rounded = attend(inputs.to(torch.float64), case, lengths, tree)
         floor = floor + (rounded.lse - ref.lse).abs().nan_to_num(nan=0.0)
     return Expected(inputs, lengths, ref, attend(inputs, case, lengths, tree), floor)
+
+
+def with_latent(inputs: Inputs, qv: Tensor) -> Inputs:
+    """The values are keys too, which qv meets."""
+    qv = qv if qv.dim() == 3 else qv.flatten(0, 1)
+    return inputs._replace(q=torch.cat([inputs.q, qv], -1), k=torch.cat([inputs.k, inputs.v], -1))
 
 
 def attend(inputs: Inputs, case: CacheCase, lengths: Lengths, tree: Tensor | None) -> Outputs:

@@ -54,6 +54,10 @@ class Batch:
         pages = self.table[row][:-(-count // self.page_size)].long()
         return [x[pages].flatten(0, 1)[None, :count] for x in (self.k, self.v)]
 
+    def inputs(self, where: slice, row: int, sinks: Tensor | None) -> reference.Inputs:
+        """Tensors of a sequence, the queries of which are rows `where`."""
+        return reference.Inputs(self.q[None, where], *self.keys(row), sinks)
+
     def check(self, out: Tensor, lse: Tensor | None = None, window=(-1, -1), causal=True,
               sinks=None, softcap=0.0, scales=Scales(None, None, None)) -> None:
         """Each sequence against the reference in float64, or fp8_data's bar. scales: (batch,
@@ -62,7 +66,7 @@ class Batch:
         score = reference.Score(self.scale, softcap, reference.Mask(causal, window))
         starts = self.starts.tolist()
         for row, where in enumerate(slice(*x) for x in zip(starts, starts[1:])):
-            inputs = reference.Inputs(self.q[None, where], *self.keys(row), sinks)
+            inputs = self.inputs(where, row, sinks)
             if self.q.dtype == E4M3:
                 own = Scales(*(None if x is None else x[row:row + 1] for x in scales))
                 fp8_data.check_fp8(out[None, where], inputs, own, score)
@@ -74,6 +78,23 @@ class Batch:
             compare.check_close(out[None, where], wide.out, plain.out, f'out of {row}')
             if lse is not None:
                 compare.check_lse(lse[None, :, where], wide.lse)
+
+
+class LatentBatch(Batch):
+    """The same for absorbed MLA, with qv: k and v are columns of one tensor, those of v first."""
+
+    def __init__(self, device, page_size, heads=16, dtype=torch.bfloat16, **options):
+        super().__init__(device, page_size, 'apart', dtype, heads=(heads, 1), head_dim=64,
+                         **options)
+        both = torch.randn(*self.k.shape[:3], 576, device=device).to(dtype)
+        self.v, self.k = both.split((512, 64), -1)
+        self.qv = torch.randn(self.q.size(0), heads, 512, device=device).to(dtype)
+        self.scale = 192 ** -0.5    # of the head dim before the absorption
+
+    def inputs(self, where: slice, row: int, sinks: Tensor | None) -> reference.Inputs:
+        k, v = self.keys(row)
+        q = torch.cat([self.q[None, where], self.qv[None, where]], -1)
+        return reference.Inputs(q, torch.cat([k, v], -1), v, sinks)
 
 
 def _cache(device, pages, page_size, layout, dtype, heads, head_dim) -> tuple[Tensor, Tensor]:

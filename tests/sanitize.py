@@ -11,7 +11,7 @@ directions, and what makes their tables.) Lengths that fill no tile, GQA with pa
 call with rows that see no key; gradients of out and of the LSE where there is a backward kernel, in
 both of its modes. Then the same of the general ops: with and without limits, for a batch and for
 packed sequences, some of them empty, with rows that do not count. Then attention on e4m3, on KV
-caches (dense and paged, appended to and rotated, split in each way), and quantize_fp8: with
+caches (dense and paged, appended to and rotated, split in each way, latent), and quantize_fp8: with
 --filled also scales by head and by tensor; there PyTorch fills memory first, which initcheck may
 take for not initialised.
 
@@ -147,19 +147,22 @@ def fp8_calls() -> list[Fp8Call]:
 def cache_calls() -> list[CacheCase]:
     """Every kernel on a cache; 16-bit keys are also rotated, some scales of e4m3 are by page."""
     dtypes = [('bf16', False), ('bf16', True), ('fp16', False), ('fp16', True), ('e4m3', False)]
-    return [dataclasses.replace(case, dtype=dtype, kv8=kv8, head_dim=head_dim,
-                                head_dim_v=columns_v, softcap=softcap,
-                                rotary=0.5 * bool(case.new and dtype != 'e4m3'),
-                                by_page=kv8 and case.page_size in (5, 256))
-            for dtype, kv8 in dtypes for head_dim, columns_v in CACHE_HEAD_DIMS
-            for softcap in (0.0, 15.0) for case in ON_CACHE]
+    found = [dataclasses.replace(case, dtype=dtype, kv8=kv8, head_dim=head_dim,
+                                 head_dim_v=columns_v, softcap=softcap,
+                                 rotary=0.5 * bool(case.new and dtype != 'e4m3'),
+                                 by_page=kv8 and case.page_size in (5, 256))
+             for dtype, kv8 in dtypes for head_dim, columns_v in CACHE_HEAD_DIMS
+             for softcap in (0.0, 15.0) for case in ON_CACHE]
+    return found + [dataclasses.replace(case, dtype=dtype, latent=True, heads=(heads, 1),
+                                        head_dim=64, head_dim_v=512, rotary=0.5 * bool(case.new))
+                    for dtype in ('bf16', 'fp16') for heads in (5, 128) for case in ON_CACHE]
 
 
 def kernel_on_cache(case: CacheCase) -> str:
     """The one that the planner takes on an H100."""
     given = case.arguments('cpu')
     names = {'q': 'q', 'k_cache': 'k', 'v_cache': 'v', 'page_table': 'page_table',
-             'cu_seqlens_q': 'cu_seqlens_q', 'cache_batch_idx': 'cache_batch_idx'}
+             'cu_seqlens_q': 'cu_seqlens_q', 'cache_batch_idx': 'cache_batch_idx', 'qv': 'qv'}
     tensors = {own: checks.describe_sizes(given[name].shape, checks.dtype_name(given[name].dtype))
                for name, own in names.items() if given.get(name) is not None}
     longest = max(queries for queries, _ in case.lengths) if case.is_packed else 0

@@ -1,8 +1,8 @@
 """The grid of upstream's own tests as cases of ours: a sample in which every two values of two axes
 meet, where they can.
 
-What the axes are is a fact of upstream's test file of August 2026. qv, which this package does not
-have, is not among them; what else it refuses is in `test_compat_grid.REFUSED`.
+What the axes are is a fact of upstream's test file of August 2026. qv is not among them:
+`test_compat_grid.test_kvcache_with_qv`; what this package refuses is in `test_compat_grid.REFUSED`.
 """
 from __future__ import annotations
 

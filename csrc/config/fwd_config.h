@@ -91,13 +91,21 @@ struct FwdConfig {
   constexpr bool is_skewed() const { return overlap == OverlapKind::kSkewed; }
   constexpr bool is_promoted() const { return sums == SumsKind::kPromoted; }
 
-  constexpr int warpgroups() const { return consumer_warpgroups + 1 + converts(); }
+  // Absorbed MLA: one warpgroup computes P of 64 rows, two compute the halves of O.
+  constexpr bool is_latent() const { return kind.is_latent; }
+
+  constexpr int warpgroups() const {
+    return consumer_warpgroups + 1 + converts() + (is_latent() ? 2 : 0);
+  }
   constexpr int threads() const { return warpgroups() * kWarpgroupThreads; }
 
   // Registers per thread after setmaxnreg, in steps of 8 per thread. The launch allocates at most
   // 64 Ki for the CTA. The producer computes coordinates and issues copies; with FP8 it also
   // transposes V and reads scales.
   constexpr int consumer_registers() const {
+    if (is_latent()) {
+      return 144;  // of the warpgroup that computes P
+    }
     if (consumer_warpgroups == 1) {
       return producer == ProducerSize::kWide ? 240 : ctas_per_sm == 1 ? 256 : 216;
     }
@@ -111,6 +119,9 @@ struct FwdConfig {
   }
 
   constexpr int producer_registers() const {
+    if (is_latent()) {
+      return 48;
+    }
     if (consumer_warpgroups == 1) {
       return producer == ProducerSize::kWide ? 168 : ctas_per_sm == 1 ? 56 : 40;
     }
@@ -127,8 +138,9 @@ struct FwdConfig {
     }
   }
 
-  // The same of the converting warpgroup.
+  // The same of the converting warpgroup, and of those that compute O of a latent cache.
   static constexpr int converter_registers() { return 96; }
+  static constexpr int output_registers() { return 160; }
 
   // Columns of a slice, and of a head dim padded to whole slices; and those of K and V as loaded.
   constexpr int slice() const { return slice_columns(dtype_q, head_dim); }
@@ -190,8 +202,20 @@ constexpr int FwdConfig::small_bytes() const {
          (scales == ScalesKind::kBlocks ? key_scales + tiles + sent_rows : 0);
 }
 
+// Absorbed MLA: rings of keys, of whose latent columns half have one stage less; and the columns of
+// Q that are not in registers.
+constexpr int latent_shared_bytes(FwdConfig const& c) {
+  int const half = c.head_dim_v / 2;
+  int const keys = c.tile_n * (c.stages * (half + c.head_dim) + (c.stages - 1) * half);
+  int const queries = kWarpgroupRows * (half + c.head_dim);
+  return (keys + queries) * element_bytes(c.dtype_q) + 3072;
+}
+
 // forward/launch.h asserts that the kernel's struct fits.
 constexpr int FwdConfig::shared_bytes() const {
+  if (is_latent()) {
+    return latent_shared_bytes(*this);
+  }
   int const key_bytes = tile_n * element_bytes(dtype_q);
   int const raw_columns = columns_v() + (converts() ? columns() : 0);
   int const q_bytes = q_stages * consumer_warpgroups * q_buffer_bytes(*this);
@@ -247,6 +271,8 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
   require(c.shared_sums == 0 || (c.is_promoted() && c.is_skewed()),
           "without overlap O in fp32 is in the registers of O");
   require(!c.ping_pong || c.consumer_warpgroups == 2, "two warpgroups alternate");
+  require(!c.is_latent() || (c.consumer_warpgroups == 1 && c.head_dim == 64 && c.head_dim_v == 512),
+          "a latent cache has 64 rotary and 512 latent columns");
   require(c.query_steps == 0 || c.is_skewed(),
           "Q is loaded into registers with the first S of a tile");
   require(!c.tile_overlap || (c.is_skewed() && c.q_stages >= 2),

@@ -164,6 +164,10 @@ inline constexpr FwdConfig kFwdTileD128Cache = on_cache(128, 3, 2);
 inline constexpr FwdConfig kFwdTileD192x128Cache = on_cache(128, 2, 2);
 inline constexpr FwdConfig kFwdTileD256Cache = on_cache(64, 3, 1);
 
+// Absorbed MLA (csrc/mla): 96 + 64 + 24 KiB of keys, 40 KiB of Q.
+inline constexpr FwdConfig kFwdTileLatent{
+    .consumer_warpgroups = 1, .tile_n = 64, .stages = 3, .q_stages = 1, .ping_pong = false};
+
 // On a cache of e4m3, for 16-bit queries: a warpgroup converts. Rings of Q, K and V, then of K and
 // V as loaded: 16 + 32 + 32 + 32 + 32 = 144 KiB, 32 + 64 + 64 + 32 + 32 = 224 KiB, 48 + 48 + 32 +
 // 36 + 24 = 188 KiB, 32 + 64 + 64 + 32 + 32 = 224 KiB.

@@ -19,6 +19,7 @@ struct KernelKind {
   BatchKind batch = BatchKind::kDense;
   MaskKind mask = MaskKind::kFull;
   ScoreKind score = ScoreKind::kPlain;
+  bool is_latent = false;  // absorbed MLA: V is a part of the keys too (csrc/mla)
 
   constexpr bool operator==(KernelKind const&) const = default;
 
@@ -35,6 +36,8 @@ inline constexpr KernelKind kSoftcapKernel{BatchKind::kAny, MaskKind::kInterval,
 inline constexpr KernelKind kCacheKernel{BatchKind::kCache, MaskKind::kInterval};
 inline constexpr KernelKind kCacheSoftcapKernel{BatchKind::kCache, MaskKind::kInterval,
                                                 ScoreKind::kSoftcap};
+inline constexpr KernelKind kLatentKernel{BatchKind::kCache, MaskKind::kInterval, ScoreKind::kPlain,
+                                          /*is_latent=*/true};
 
 // The kinds that are built, and their names in variants and in explain().
 struct NamedKind {
@@ -43,10 +46,10 @@ struct NamedKind {
 };
 
 inline constexpr NamedKind kBuiltKinds[] = {
-    {kFullKernel, "full"},       {kCausalKernel, "causal"},
-    {kGeneralKernel, "general"}, {kSoftcapKernel, "softcap"},
-    {kCacheKernel, "cache"},     {kCacheSoftcapKernel, "cache, softcap"}};
-constexpr int kBuiltKindCount = 6;
+    {kFullKernel, "full"},       {kCausalKernel, "causal"}, {kGeneralKernel, "general"},
+    {kSoftcapKernel, "softcap"}, {kCacheKernel, "cache"},   {kCacheSoftcapKernel, "cache, softcap"},
+    {kLatentKernel, "latent"}};
+constexpr int kBuiltKindCount = 7;
 
 // INVARIANT: the kind is in kBuiltKinds.
 constexpr int kind_index(KernelKind kind) {

@@ -120,6 +120,9 @@ struct PackedLengths {
   int const* used_k = nullptr;
 };
 
+// What the kernel for a latent cache says of a tile that several CTAs share.
+constexpr int kSharedTileBytes = 128;
+
 // A cache in device memory; nullptr: not given (core/cache_keys.h).
 struct CacheTensors {
   int const* held = nullptr;
@@ -134,7 +137,8 @@ struct CacheTensors {
   uint32_t const* tree = nullptr;  // (batch, seqlen_q) or (total_q) rows of kTreeWords
   int64_t tree_stride = 0;         // rows of a batch entry
   float* parts = nullptr;          // workspace: slots * rows * (head_dim_v of the kernel + 2)
-  int* arrived = nullptr;          // zeros, 2 for each slot and warpgroup
+  int* arrived = nullptr;          // zeros, 2 for each slot and warpgroup; kind.is_latent: 2
+  void* shared_tiles = nullptr;    // kind.is_latent, workspace: kSharedTileBytes for each slot
 };
 
 // How the keys of a cache are split, and what the parts need.
@@ -173,6 +177,7 @@ struct FwdParams {
   bool scales_by_page = false;  // k_scale and v_scale: batch_stride is that of a page
   Dtype out_dtype = Dtype::kBFloat16;
   TensorView q;
+  TensorView qv;  // kind.is_latent: what meets V, as q
   TensorView k;
   TensorView v;
   TensorView o;

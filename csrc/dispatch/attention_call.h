@@ -39,6 +39,7 @@ struct AttentionCall {
   RotaryArguments rotary;
   TreeArguments tree;
   ByPageArgument by_page;
+  LatentArgument latent;  // qv: as q, with the head_dim of v
 
   // WHY: a defaulted constructor zeroes all 2.4 KB, 40 ns of each call (g++ 12, 2026-11-25).
   AttentionCall() {}
@@ -71,6 +72,7 @@ struct AttentionCall {
     rotary.visit(visitor);
     tree.visit(visitor);
     by_page.visit(visitor);
+    latent.visit(visitor);
   }
 
   bool is_packed() const { return lengths.cu_seqlens_q || lengths.cu_seqlens_k; }
@@ -83,10 +85,12 @@ struct AttentionCall {
   // The tensor that a forward op writes into, if it was given.
   TensorMeta const* given_out() const { return out && !is_backward ? &*out : nullptr; }
 
-  // head_dim ** -0.5, if none was given.
+  // head_dim ** -0.5, if none was given; with qv of all columns that meet the keys.
   double softmax_scale() const {
     int64_t const head_dim = q.rank > 0 ? q.size[q.rank - 1] : 1;
-    return score.softmax_scale ? *score.softmax_scale : 1 / std::sqrt(double(head_dim));
+    int64_t const latent_dim = latent.qv ? latent.qv->size[latent.qv->rank - 1] : 0;
+    return score.softmax_scale ? *score.softmax_scale
+                               : 1 / std::sqrt(double(head_dim + latent_dim));
   }
 
   // As errors name the op.

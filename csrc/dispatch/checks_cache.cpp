@@ -6,10 +6,17 @@
 #include "dispatch/cache_form.h"
 #include "dispatch/checks_fp8.h"
 #include "dispatch/checks_general.h"
+#include "dispatch/variants.h"
 #include "core/tree_mask.h"
 
 namespace fa3 {
 namespace {
+
+// The head dims of the kernel for absorbed MLA.
+constexpr int kLatentRotaryDim = 64;
+constexpr int kLatentDim = 512;
+static_assert(
+    search_candidates(Dtype::kBFloat16, kLatentKernel, {kLatentRotaryDim, kLatentDim}).count == 1);
 
 std::string refuse(AttentionCall const& call, std::string const& expected, std::string const& got,
                    std::string const& hint = "") {
@@ -69,6 +76,7 @@ std::string check_packed_keys(AttentionCall const& call) {
                           : call.by_page.descale_by_page                   ? "descale_by_page"
                           : cache.cache_seqlens || cache.cache_length >= 0 ? "cache_seqlens"
                           : cache.cu_seqlens_k_new || cache.appended != 0  ? "appended keys"
+                          : call.latent.qv                                 ? "qv"
                                                                            : nullptr;
   if (got) {
     return refuse(call, "no argument of a cache with cu_seqlens_k", got,
@@ -109,6 +117,54 @@ std::string check_seqused(AttentionCall const& call) {
 
 std::string check_tiles(AttentionCall const& call) {
   return call.lengths.cu_seqlens_q ? check_packed_tiles(call, {"q", call.q}) : "";
+}
+
+// The head dims of absorbed MLA, and what it has not.
+std::string check_latent_limits(AttentionCall const& call) {
+  TensorMeta const& q = call.q;
+  int64_t const dims[] = {q.size[q.rank - 1], call.v.size[3]};
+  bool const has_its_dims = dims[0] == kLatentRotaryDim && dims[1] == kLatentDim;
+  if (q.device == DeviceType::kCuda && !has_its_dims) {
+    return refuse(call,
+                  text("head dims of ", kLatentRotaryDim, " (q and k_cache) and ", kLatentDim,
+                       " (qv and v_cache) with qv"),
+                  text(dims[0], " and ", dims[1]));
+  }
+  if (call.k.size[2] != 1) {
+    return refuse(call, "one KV head with qv", text(call.k.size[2]));
+  }
+  for (auto [name, meta] :
+       {NamedTensor{"q", q}, NamedTensor{"k_cache", call.k}, NamedTensor{"v_cache", call.v}}) {
+    if (meta.dtype == Dtype::kFloat8E4M3) {
+      return refuse(call, text(name, " of 16 bits with qv"), meta.dtype_name);
+    }
+  }
+  return call.score.softcap != 0.0 ? refuse(call, "softcap of 0 with qv", text(call.score.softcap))
+                                   : "";
+}
+
+// qv is like q, with the head dim of the values.
+std::string check_latent(AttentionCall const& call) {
+  if (!call.latent.qv) {
+    return {};
+  }
+  std::string const error = check_latent_limits(call);
+  if (!error.empty()) {
+    return error;
+  }
+  TensorMeta const& q = call.q;
+  TensorMeta const& qv = *call.latent.qv;
+  int const last = q.rank - 1;
+  TensorRule rule = {"qv", qv, q.rank, {}, q.dtype, q.dtype_name};
+  std::copy(q.size, q.size + last, rule.size);
+  rule.size[last] = call.v.size[3];
+  char const* const op = call.out ? "attend_cache_out" : "attend_cache";
+  std::string const mismatch = check_tensor(op, rule, q);
+  if (mismatch.empty() && q.device == DeviceType::kCuda && qv.stride[last] != 1) {
+    return refuse(call, text("qv.stride(", last, ") to be 1, the head_dim contiguous"),
+                  text(qv.stride[last]), "call qv.contiguous()");
+  }
+  return mismatch;
 }
 
 // All that a cache does not change, by the rules of a dense batch.
@@ -225,9 +281,10 @@ std::string check_memory(AttentionCall const& call) {
 using Check = std::string (*)(AttentionCall const&);
 
 // In this order: each one may rely on those before it.
-constexpr Check kChecks[] = {check_ranks,      check_form,   check_seqused, check_out,
-                             check_as_dense,   check_tiles,  check_scales,  check_lengths,
-                             check_first_slot, check_memory, check_splits,  check_tree};
+constexpr Check kChecks[] = {check_ranks,   check_form,       check_seqused, check_latent,
+                             check_out,     check_as_dense,   check_tiles,   check_scales,
+                             check_lengths, check_first_slot, check_memory,  check_splits,
+                             check_tree};
 constexpr Check kChecksOfPackedKeys[] = {check_packed_keys, check_splits, check_tree};
 
 }  // namespace

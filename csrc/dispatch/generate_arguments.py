@@ -10,7 +10,7 @@ GROUPS = {'lengths': 'LengthArguments', 'score': 'ScoreArguments', 'scales': 'Sc
           'fp8': 'Fp8Arguments', 'execution': 'ExecutionArguments',
           'gradients': 'GradientArguments', 'cache': 'CacheArguments', 'splits': 'SplitArguments',
           'rotary': 'RotaryArguments', 'first_slot': 'FirstSlotArgument', 'tree': 'TreeArguments',
-          'by_page': 'ByPageArgument'}
+          'by_page': 'ByPageArgument', 'latent': 'LatentArgument'}
 _TYPES = {'Tensor?': 'std::optional<TensorMeta>', 'SymInt': 'int64_t', 'int': 'int64_t',
           'float': 'double', 'float?': 'std::optional<double>', 'bool': 'bool',
           'bool?': 'std::optional<bool>'}

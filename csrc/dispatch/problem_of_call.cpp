@@ -104,7 +104,9 @@ FwdProblem problem_of_cache(AttentionCall const& call) {
   cache.split_size = int(std::min<int64_t>(call.splits.split_size, IntervalMask::kNoLimit));
   problem.seqlen_k = cache.capacity;
   problem.mask = mask_of_call(call.score);
-  problem.kind = call.score.softcap > 0 ? kCacheSoftcapKernel : kCacheKernel;
+  problem.kind = call.latent.qv           ? kLatentKernel
+                 : call.score.softcap > 0 ? kCacheSoftcapKernel
+                                          : kCacheKernel;
   problem.converts = call.converts();
   problem.has_tree = bool(call.tree.tree_mask);
   set_execution(problem, call);

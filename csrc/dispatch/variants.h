@@ -42,6 +42,11 @@ constexpr int value_launches(int head_dim_v) {
   return ceil_div(head_dim_v, value_columns(head_dim_v));
 }
 
+// The columns of a launch of a problem: that of a latent cache takes all.
+constexpr int launch_columns(FwdProblem const& problem) {
+  return problem.kind.is_latent ? problem.head_dim_v : value_columns(problem.head_dim_v);
+}
+
 // Whether a kernel serves a problem of a kind: its own, and general kernels full and causal
 // problems too.
 constexpr bool serves(KernelKind kernel, KernelKind problem) {
@@ -96,7 +101,7 @@ inline constexpr auto kFwdCandidates = [] {
 constexpr FwdCandidates fwd_candidates(FwdProblem const& problem) {
   bool const is_listed =
       problem.head_dim == problem.head_dim_v && !problem.promote && !problem.converts;
-  HeadDims const dims{problem.head_dim, value_columns(problem.head_dim_v)};
+  HeadDims const dims{problem.head_dim, launch_columns(problem)};
   return is_listed
              ? kFwdCandidates[int(problem.dtype)][kind_index(problem.kind)][problem.head_dim / 8]
              : search_candidates(problem.dtype, problem.kind, dims, problem.promote,

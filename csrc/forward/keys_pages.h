@@ -99,7 +99,6 @@ struct PagedKeys {
     }
   }
 
- private:
   CUTE_DEVICE static bool has_tail(KeySource const& from, int n) {
     return !from.has(n * kKeys) || !from.has((n + 1) * kKeys - 1);
   }

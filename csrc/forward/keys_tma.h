@@ -14,6 +14,7 @@ CUTE_DEVICE uint64_t* mbarrier_word(Mbarrier& barrier) {
 
 // K and V are read by many CTAs, Q by one.
 constexpr uint64_t kKeepInL2 = uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);
+constexpr uint64_t kUsualInL2 = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
 constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);
 
 template <class Traits>

@@ -49,9 +49,9 @@ CUtensorMap key_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView 
 }
 
 // What does not depend on the form of the batch.
-template <class Config>
+template <class Traits>
 void set_common(FwdDeviceParams& d, FwdParams const& p) {
-  using Traits = FwdTraits<Config>;
+  constexpr FwdConfig k = Traits::k;
   FwdProblem const& problem = p.problem;
   int const pack = p.schedule.pack;
   int const positions = RowPacking{pack}.positions_per_warpgroup();
@@ -75,8 +75,8 @@ void set_common(FwdDeviceParams& d, FwdParams const& p) {
   d.scale_log2 = d.softmax_scale * kLog2E;
   d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
   d.zero = 0;
-  d.lazy_rescale_log2 = p.max_logits == nullptr ? Config::k.lazy_rescale_log2 : 0.f;
-  d.q_slice_bytes = pack * positions * Traits::kSlice * element_bytes(Config::k.dtype_q);
+  d.lazy_rescale_log2 = p.max_logits == nullptr ? k.lazy_rescale_log2 : 0.f;
+  d.q_slice_bytes = pack * positions * Traits::kSlice * element_bytes(k.dtype_q);
   d.positions_per_warpgroup = positions;
   d.lead = p.schedule.lead;
   d.least_lead = p.schedule.least_lead;
@@ -103,7 +103,7 @@ void set_params(FwdDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
   } else {
     d.o = query_map<kRank>(maps, p, p.o, columns_v);
   }
-  set_common<Config>(d, p);
+  set_common<Traits>(d, p);
   int const heads = problem.heads_q / pack;
   if (problem.is_packed) {
     d.tickets = TicketOrder{FastDiv(heads), FastDiv(p.schedule.section_heads)};
@@ -146,17 +146,16 @@ inline CacheLengths cache_lengths(FwdParams const& p) {
   return lengths;
 }
 
-template <class Config>
-void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
-  using Traits = FwdTraits<Config>;
+template <class Traits>
+void set_cache_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
   FwdProblem const& problem = p.problem;
   CacheSchedule const& schedule = p.schedule.cache;
   bool const has_table = p.cache.page_table != nullptr;
   int const box =
       has_table ? boxed_keys(problem.cache.page_size, Traits::kValueKeys) : Traits::kValueKeys;
-  set_common<Config>(d, p);
+  set_common<Traits>(d, p);
   d.q = query_map<5>(maps, p, p.q, MapColumns{problem.head_dim, Traits::kSlice});
-  constexpr Dtype kDtypeKv = Config::k.dtype_kv;
+  constexpr Dtype kDtypeKv = Traits::k.dtype_kv;
   TensorMapMaker key_maps{kDtypeKv};
   d.k = cache_map<Traits>(key_maps, problem, p.k, problem.head_dim, max_of(box, 1));
   d.v = cache_map<Traits>(key_maps, problem, p.v, problem.head_dim_v, max_of(box, 1));
@@ -190,6 +189,11 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
   d.arrived = p.cache.arrived;
   d.slots = int(schedule.slots);
   d.part_rows = schedule.rows;
+}
+
+template <class Config>
+void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
+  set_cache_params<FwdTraits<Config>>(d, maps, p);
 }
 
 // Launches on the current device and the given stream (a cudaStream_t).

@@ -23,7 +23,7 @@ CUTE_DEVICE void release_queries(FwdStorage<Traits>& shared, int q_stage, int wa
 template <class Traits, class Output, class Row>
 CUTE_DEVICE void write_pairs(Output const& output, int r, int thread, Row const& row) {
   CUTE_UNROLL
-  for (int i = 0; i < Traits::kHeadDimV / 8; ++i) {
+  for (int i = 0; i < Traits::kOutputColumns / 8; ++i) {
     if (Traits::kTransposesV) {
       int const column = i / 2 * 16 + 2 * fragment_column(thread) + i % 2 * 2;
       row.write(column, output(r, i / 2 * 4 + i % 2), output(r, i / 2 * 4 + i % 2 + 2));
@@ -52,6 +52,11 @@ struct ResultRow {
             (work.rows.head + row.head) * p.out.head_stride,
         p.out.columns,
         sizeof(Element) == 2 ? cute::is_same_v<Element, cutlass::half_t> : p.out_is_half};
+  }
+
+  // The row from a column on.
+  CUTE_DEVICE ResultRow from(int column) const {
+    return ResultRow{data + column, columns - column, is_half};
   }
 
   CUTE_DEVICE void write(int column, float a, float b) const {
@@ -194,6 +199,21 @@ struct OutputParts {
 
   CUTE_DEVICE static void finish(int) {}
 
+  // first_column: of those that the warpgroup has.
+  template <class FragmentO>
+  CUTE_DEVICE static void store_tile(CacheDeviceParams const& p, FwdWork<Traits> const& work,
+                                     int thread, FragmentO const& tOrO, int first_column = 0) {
+    auto const output = rows_view(tOrO);  // (2, (2, columns / 8))
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      RowOfTile const row = row_of_tile(p, work.rows, fragment_row(thread) + 8 * r);
+      if (row.exists) {
+        write_pairs<Traits>(output, r, thread,
+                            ResultRow<Traits>::of(p, work, row).from(first_column));
+      }
+    }
+  }
+
  private:
   // More parts are combined in two steps, in groups of about the square root of their number, so
   // that several CTAs read them.
@@ -224,19 +244,6 @@ struct OutputParts {
   }
 
   CUTE_DEVICE static int ceil_of_root(int x) { return int(ceilf(sqrtf(float(x)))); }
-
-  template <class FragmentO>
-  CUTE_DEVICE static void store_tile(CacheDeviceParams const& p, FwdWork<Traits> const& work,
-                                     int thread, FragmentO const& tOrO) {
-    auto const output = rows_view(tOrO);  // (2, (2, Dv / 8))
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      RowOfTile const row = row_of_tile(p, work.rows, fragment_row(thread) + 8 * r);
-      if (row.exists) {
-        write_pairs<Traits>(output, r, thread, ResultRow<Traits>::of(p, work, row));
-      }
-    }
-  }
 
   template <class Softmax, class FragmentO>
   CUTE_DEVICE static void store_part(CacheDeviceParams const& p, FwdWork<Traits> const& work,

@@ -35,6 +35,7 @@ struct FwdTraits {
   static constexpr int kStages = k.stages;
   static constexpr int kQStages = k.q_stages;
   static constexpr int kWarpgroups = k.consumer_warpgroups;
+  static constexpr int kOutputColumns = kHeadDimV;  // that a warpgroup has
   static constexpr int kMostSkipped = k.most_skipped();
   // kTransposed: V is loaded in parts of this many keys, into a ring of its own.
   static constexpr int kValueParts = kTransposesV ? k.raw_parts : 1;

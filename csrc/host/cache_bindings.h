@@ -151,7 +151,10 @@ inline AttentionCall cache_call(Dtype dtype, pybind11::dict shapes, pybind11::di
       field = described_by(shapes[name].template cast<Sizes>(), kNames[int(dtype)], dtype);
     } else if constexpr (std::is_same_v<Field, std::optional<TensorMeta>>) {
       if (shapes.contains(name)) {
-        field = described_by(shapes[name].template cast<Sizes>(), "int32", Dtype::kOther);
+        bool const is_like_q = std::string(name) == "qv";
+        field = described_by(shapes[name].template cast<Sizes>(),
+                             is_like_q ? kNames[int(dtype)] : "int32",
+                             is_like_q ? dtype : Dtype::kOther);
       }
     } else {
       field = numbers.contains(name) ? numbers[name].template cast<Field>() : field;

@@ -107,6 +107,7 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("producer_registers", config.producer_registers())
       .integer("converter_registers", config.converts() ? config.converter_registers() : 0)
       .integer("consumer_registers", config.consumer_registers())
+      .integer("output_registers", config.is_latent() ? config.output_registers() : 0)
       .integer("shared_bytes", config.shared_bytes());
 }
 
@@ -289,7 +290,7 @@ PyObject* cache_plan_dict(FwdProblem const& problem) {
       .integer("pack", schedule.pack)
       .integer("m_tiles", schedule.m_tiles)
       .integer("grid", schedule.grid)
-      .integer("launches", value_launches(problem.head_dim_v))
+      .integer("launches", ceil_div(problem.head_dim_v, launch_columns(problem)))
       .string("splits", kSplits[int(cache.splits.kind)])
       .integer("split_count", cache.splits.count)
       .integer("lanes", cache.lanes)

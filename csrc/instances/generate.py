@@ -124,18 +124,20 @@ def units_of(family: Family, built: Sequence[Variant]) -> dict[str, list[Variant
     units: dict[str, list[Variant]] = {}
     last: list[Variant] = []
     for shape, variants in by_shape.items():
-        if not last or len(last) + len(variants) > _VARIANTS_OF_A_UNIT:
+        is_other = bool(last) and last[0].folder != variants[0].folder
+        if not last or is_other or len(last) + len(variants) > _VARIANTS_OF_A_UNIT:
             last = units[f'{family.long}_{shape}'] = []
         last += variants
     return units
 
 
 def unit(family: Family, variants: Sequence[Variant]) -> str:
+    folder = variants[0].folder
     functions = '\n\n'.join(
         f'void launch_{variant.name}{family.launch_arguments} {{\n'
-        f'  launch_{family.long}<{variant.name}>(params, stream);\n'
+        f'  launch_{folder}<{variant.name}>(params, stream);\n'
         f'}}' for variant in variants)
-    return (f'{_BANNER}\n#include "{family.long}/launch.h"\n'
+    return (f'{_BANNER}\n#include "{folder}/launch.h"\n'
             f'#include "{family.short}_variants.h"\n\n'
             f'namespace fa3 {{\n\n{functions}\n\n}}  // namespace fa3\n')
 

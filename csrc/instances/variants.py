@@ -24,6 +24,11 @@ class ForwardVariant:
         return f'Fwd{self.dtype}D{self.head_dim}{self.kind}{self.suffix}'
 
     @property
+    def folder(self) -> str:
+        """The folder of csrc that has the kernel."""
+        return 'mla' if self.kind == 'Latent' else 'forward'
+
+    @property
     def head_dims(self) -> tuple[int, int]:
         """The head dim of q and k, and that of v."""
         dims = [int(dim) for dim in str(self.head_dim).split('x')]
@@ -68,6 +73,7 @@ def _forward_variants() -> list[ForwardVariant]:
               for head_dim in (64, 128, '192x128', 256)]
     tiles += [(f'FwdTileD{head_dim}CacheLong', head_dim, ('Cache',), 'Long')
               for head_dim in (64, 128, '192x128')]
+    tiles += [('FwdTileLatent', '64x512', ('Latent',), '')]
     of_16_bits = [ForwardVariant(tile, dtype, kind, head_dim, suffix)
                   for tile, head_dim, kinds, suffix in tiles
                   for kind in kinds for dtype in ('Bf16', 'Fp16')]
@@ -100,6 +106,10 @@ class BackwardVariant:
     def name(self) -> str:
         """The C++ struct: BwdBf16D128Causal."""
         return f'Bwd{self.dtype}D{self.head_dim}{self.kind}'
+
+    @property
+    def folder(self) -> str:
+        return 'backward'
 
     @property
     def shape(self) -> str:

@@ -92,6 +92,9 @@ class CacheLaunch {
     void* stream = nullptr;
     require(aoti_torch_get_current_cuda_stream(device, &stream), "read the current stream");
     params_.q = readable(kOp, args_.q, with_batch(call.q));
+    if (call.latent.qv) {
+      params_.qv = readable(kOp, args_.qv, with_batch(*call.latent.qv));
+    }
     params_.k = readable(kOp, args_.k, with_batch(call.k));
     params_.v = readable(kOp, args_.v, with_batch(call.v));
     params_.sinks = data_of<float>(call.score.sinks);
@@ -111,12 +114,16 @@ class CacheLaunch {
   void allocate_parts(int device, void* stream) {
     FwdConfig const& config = kFwdVariants[plan_.variant];
     CacheSchedule const& cache = params_.schedule.cache;
-    int64_t const floats = cache.slots * cache.rows * (config.head_dim_v + 2);
-    int64_t const counters = 2 * cache.slots * config.consumer_warpgroups;
+    bool const is_latent = params_.problem.kind.is_latent;
+    int64_t const part_floats = cache.slots * cache.rows * (config.head_dim_v + 2);
+    int64_t const tile_floats = is_latent ? cache.slots * (kSharedTileBytes / 4) : 0;
+    int64_t const floats = round_up(part_floats, 4) + tile_floats;
+    int64_t const counters = is_latent ? 2 : 2 * cache.slots * config.consumer_warpgroups;
     bool const has_own_counters = counters > kArrivalCounters;
     int64_t const size = floats + (has_own_counters ? counters : 0);
     parts_ = allocate(kOp, &size, 1, Dtype::kFloat32, device);
     params_.cache.parts = static_cast<float*>(mutable_data(parts_));
+    params_.cache.shared_tiles = params_.cache.parts + (floats - tile_floats);
     params_.cache.arrived = has_own_counters ? reinterpret_cast<int*>(params_.cache.parts + floats)
                                              : arrival_counters(stream);
     if (has_own_counters) {
@@ -132,10 +139,10 @@ class CacheLaunch {
 
 template <bool kHasOut>
 void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  constexpr int kArguments = CacheArguments::kCount + ScoreArguments::kCount +
-                             SplitArguments::kCount + FirstSlotArgument::kCount +
-                             LengthArguments::kCount + 2 + ScaleArguments::kCount +
-                             TreeArguments::kCount + ByPageArgument::kCount + !kHasOut;
+  constexpr int kArguments =
+      CacheArguments::kCount + ScoreArguments::kCount + SplitArguments::kCount +
+      FirstSlotArgument::kCount + LengthArguments::kCount + 2 + ScaleArguments::kCount +
+      TreeArguments::kCount + ByPageArgument::kCount + LatentArgument::kCount + !kHasOut;
   expect_schema(kHasOut ? "attend_cache_out" : kOp, {num_args, num_outputs},
                 {3 + kHasOut + kArguments, 2 - kHasOut});
   ForwardCall args(stack, kHasOut);
@@ -146,6 +153,7 @@ void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) 
   args.args.read(call.execution.sm_margin);
   args.args.read_groups(call.scales);
   args.args.read_groups(call.tree, call.by_page);
+  args.read_qv();
   if (!kHasOut) {
     args.args.read(call.fp8.float16_out);
   }

@@ -12,6 +12,7 @@ struct ForwardCall {
   OwnedTensor k;
   OwnedTensor v;
   OwnedTensor out;  // null: to be allocated
+  OwnedTensor qv;   // null: none
   AttentionCall call;
 
   ForwardCall(StableIValue* stack, bool has_out)
@@ -25,6 +26,13 @@ struct ForwardCall {
     call.v = describe(v);
     if (out) {
       call.out = describe(out);
+    }
+  }
+
+  void read_qv() {
+    qv = args.optional_tensor();
+    if (qv) {
+      call.latent.qv = describe(qv);
     }
   }
 };

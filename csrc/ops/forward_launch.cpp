@@ -43,7 +43,7 @@ void require_built(int variant) {
 void launch_variant(FwdParams const& params, int variant, void* stream) {
   FwdConfig const& config = kFwdVariants[variant];
   int const all = params.problem.head_dim_v;
-  int const step = value_columns(all);
+  int const step = launch_columns(params.problem);
   for (int first = 0; first < all; first += step) {
     FwdParams part = params;
     part.problem.head_dim_v = std::min(step, all - first);

@@ -58,11 +58,12 @@ def _flash_attn_forward(
     Args:
         q, k, v: a batch, as in `flash_attn_func`; with cu_seqlens_k packed, as in
             `flash_attn_varlen_func`, where q may still be a batch; with any of k_new, cu_seqlens_q
-            alone, seqused_k, page_table, kv_batch_idx or leftpad_k, k and v are the cache of
+            alone, seqused_k, page_table, kv_batch_idx, leftpad_k or qv, k and v are the cache of
             `flash_attn_with_kvcache`, in which seqused_k, kv_batch_idx, leftpad_k and
             seqlens_rotary are called cache_seqlens, cache_batch_idx, cache_leftpad and
             rotary_seqlens.
         out_: where the result is written. Default: a new tensor.
+        softmax_scale: default head_dim ** -0.5, with qv too.
         others: as in those three. num_splits below 0: 0. max_seqlen: hints; default: unknown.
 
     Returns:
@@ -119,14 +120,16 @@ def forward(
     if num_splits < 0:
         num_splits = 0
     if (cu_seqlens_k is None and seqused_k is None and page_table is None and k_new is None
-            and cu_seqlens_q is None and kv_batch_idx is None and leftpad_k is None
-            and v_new is None and seqused_q is None and rotary_cos is None and rotary_sin is None
-            and seqlens_rotary is None):
+            and qv is None and cu_seqlens_q is None and kv_batch_idx is None
+            and leftpad_k is None and v_new is None and seqused_q is None and rotary_cos is None
+            and rotary_sin is None and seqlens_rotary is None):
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
             q, k, v = _rows_contiguous(q, k, v)
         return flash_attn_func(
-            q, k, v, softmax_scale, causal, qv, q_descale, k_descale, v_descale, window,
+            q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window,
             attention_chunk, softcap, num_splits, pack_gqa, False, sm_margin, True, out=out)
+    if qv is not None and softmax_scale is None:
+        softmax_scale = q.size(-1) ** -0.5    # upstream's public functions count qv too
     shared = dict(
         softmax_scale=softmax_scale, causal=causal, qv=qv, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, window_size=window,

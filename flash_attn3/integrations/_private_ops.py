@@ -29,11 +29,12 @@ _OF_CACHE = {
     'seqused_k': 'cache_seqlens', 'kv_batch_idx': 'cache_batch_idx', 'leftpad_k': 'cache_leftpad',
     'page_table': 'page_table', 'cu_seqlens_q': 'cu_seqlens_q', 'max_seqlen_q': 'max_seqlen_q',
     'cu_seqlens_k_new': 'cu_seqlens_k_new', 'seqlens_rotary': 'rotary_seqlens',
-    'is_rotary_interleaved': 'rotary_interleaved', 'scheduler_metadata': 'scheduler_metadata'}
+    'is_rotary_interleaved': 'rotary_interleaved', 'scheduler_metadata': 'scheduler_metadata',
+    'q_v': 'qv'}
 _READ = {'q', 'k', 'v', 'cu_seqlens_k', 'seqused_q', 'max_seqlen_k', 'window_size_left',
          'window_size_right', 'num_splits', *_SHARED, *_OF_CACHE}
 # What they may be, as we do not have the rest.
-_REFUSED = {'q_v': (None,), 'o_scale': (None,), 'cp_world_size': (0, 1), 'cp_rank': (0,),
+_REFUSED = {'o_scale': (None,), 'cp_world_size': (0, 1), 'cp_rank': (0,),
             'cp_tot_seqused_k': (None,), 'sparse_mask_fine': (None,), 'only_qv': (False,)}
 
 
@@ -148,7 +149,10 @@ def forward(client: str, call: dict[str, Any]) -> list[Tensor]:
             call['max_seqlen_k'] or 0, call['seqused_q'], call['seqused_k'],
             return_attn_probs=True, **shared)
     elif any(call.get(name) is not None for name in (
-            'k_new', 'seqused_k', 'page_table', 'kv_batch_idx', 'leftpad_k', 'cu_seqlens_q')):
+            'k_new', 'seqused_k', 'page_table', 'kv_batch_idx', 'leftpad_k', 'cu_seqlens_q',
+            'q_v')):
+        if cache.get('qv') is not None and shared['softmax_scale'] is None:
+            shared['softmax_scale'] = q.size(-1) ** -0.5    # as the op has it
         out, lse, *_ = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **cache, **shared)
     else:
         out, lse = flash_attn_func(q, k, v, return_attn_probs=True, **shared)
@@ -165,8 +169,7 @@ def metadata(_: str, call: dict[str, Any]) -> Tensor:
 def refuse(client: str, call: dict[str, Any]) -> None:
     """Raises NotImplementedError for an argument that asks for something this version lacks."""
     refused = dict(_REFUSED)
-    if call['cu_seqlens_k'] is None:
-        refused['seqused_q'] = (None,)
+    refused['seqused_q' if call['cu_seqlens_k'] is None else 'q_v'] = (None,)
     for name, allowed in refused.items():
         value = call.get(name, allowed[0])
         if isinstance(value, Tensor) or value not in allowed:

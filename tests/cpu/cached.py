@@ -52,6 +52,7 @@ class Problem:
     scales: bool = False
     kv8: bool = False    # the cache is e4m3 under q of the dtype; new keys are exact in e4m3
     by_page: bool = False    # kv8: scales by page, NaN of those without keys
+    latent: bool = False    # with qv
     options: dict = field(default_factory=dict)
     seed: int = 0
 
@@ -86,6 +87,9 @@ class Problem:
                          k_cache=self._laid_out(self.k, dim), v_cache=self._laid_out(self.v, dim_v),
                          cache_seqlens=self.lengths[0] if self.int_length else ints(self.lengths))
         arguments |= self._lists() | self._tensors(new) | self.options
+        if self.latent:
+            self.qv = [self.draw(count, heads_q, dim_v) for count in self.queries]
+            arguments['qv'] = torch.cat(self.qv) if self.packed else torch.stack(self.qv)
         self.arguments = arguments
         return self
 
@@ -206,11 +210,14 @@ def sees(i: int, j: int, counts: tuple[int, int], given: dict) -> bool:
             and (not chunk or j // chunk == position // chunk))
 
 
-def attend_row(q: Tensor, keys: tuple[Tensor, Tensor], sink: float | None,
-               given: dict) -> tuple[Tensor, float]:
+def attend_row(q: Tensor, keys: tuple[Tensor, Tensor], sink: float | None, given: dict,
+               qv: Tensor | None = None) -> tuple[Tensor, float]:
     """One query of one head, (head_dim), on the keys that it sees: out and LSE."""
     k, v = keys
-    scores = (k @ q) * given.get('softmax_scale', len(q) ** -0.5)
+    scores, columns = k @ q, len(q)
+    if qv is not None:
+        scores, columns = scores + v @ qv, columns + len(qv)
+    scores = scores * given.get('softmax_scale', columns ** -0.5)
     if given.get('softcap', 0.0):
         scores = given['softcap'] * torch.tanh(scores / given['softcap'])
     weights = scores.exp()
@@ -247,7 +254,8 @@ def expected(problem: Problem) -> tuple[list[Tensor], list[Tensor], list[Tensor]
             for head in range(problem.heads[0]):
                 sink = given['s_aux'][head].item() if problem.sinks else None
                 keys = k[visible, head // group], v[visible, head // group]
-                out[i, head], lse[i, head] = attend_row(q[i, head], keys, sink, given)
+                qv = problem.qv[b][i, head].double() if problem.latent else None
+                out[i, head], lse[i, head] = attend_row(q[i, head], keys, sink, given, qv)
         outs.append(out)
         lses.append(lse)
     return outs, lses, new

@@ -224,10 +224,6 @@ def test_contents_on_a_gpu_where_asked_for(changes, text, monkeypatch):
     assert flash_attn_with_kvcache(**tensors(torch.bfloat16)).shape == given['q'].shape
 
 
-def test_qv_is_not_there():
-    check_refused(tensors() | dict(qv=Q), 'qv to be None', NotImplementedError)
-
-
 def test_metadata_need_a_tensor():
     with pytest.raises(RuntimeError, match='expected cache_seqlens to be a tensor'):
         get_scheduler_metadata(1, 1, 8, 4, 2, 64, 8)

@@ -109,7 +109,7 @@ def given(**others) -> dict:
     ({'k': None}, 'flash_attn_with_kvcache: expected k and v together'),
     ({'cache_seqlens': 24}, 'append_cache: expected room for 1 new keys behind 24'),
     ({'cache_seqlens': None}, 'append_cache: expected cache_seqlens with k and v'),
-    ({'qv': torch.ones(1)}, 'flash_attn_with_kvcache: expected qv to be None'),
+    ({'qv': torch.ones(1)}, 'attend_cache: expected head dims of 64 (q and k_cache) and 512'),
     ({'rotary_cos': torch.ones(9, 4)}, 'append_cache: expected rotary_cos and rotary_sin together'),
     ({'out_dtype': torch.float16}, 'flash_attn_with_kvcache: expected out_dtype'),
     ({'window_size': 3}, 'fwd: expected window_size'),

@@ -30,8 +30,11 @@ SPILLED_BYTES: dict[str, int] = {
     'FwdE4m3D256General': 12, 'FwdE4m3D256Softcap': 12,
     'FwdE4m3D256GeneralPromote': 16, 'FwdE4m3D256SoftcapPromote': 16,
     # Once a tile, outside the loop over K tiles: addresses of O in shared memory.
-    'FwdBf16D256Softcap': 16, 'FwdFp16D256Softcap': 16}
-MOST_SPILLED_BYTES = 16
+    'FwdBf16D256Softcap': 16, 'FwdFp16D256Softcap': 16,
+    # Once a tile, the warp that finds the tiles, which has 48 registers. ptxas serialises the
+    # products of O with fewer than 160.
+    'FwdBf16D64x512Latent': 96, 'FwdFp16D64x512Latent': 96}
+MOST_SPILLED_BYTES = 96
 
 # 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim. With
 # e4m3 64 x N x 32.
@@ -42,21 +45,24 @@ PER_VARIANT = pytest.mark.parametrize('variant', FORWARD, ids=lambda variant: va
 PER_BACKWARD = pytest.mark.parametrize('variant', BACKWARD, ids=lambda variant: variant.name)
 PER_ANY = pytest.mark.parametrize('variant', FORWARD + BACKWARD, ids=lambda variant: variant.name)
 Variant = ForwardVariant | BackwardVariant
-# The kernels of a variant of the backward, the main one first.
 BACKWARD_KERNELS = ('backward', 'backward_preprocess', 'backward_postprocess')
+LATENT_KERNELS = ('mla', 'mla_combine')
 
 
 # Kernels that are no variants: the tables of packed sequences, the gradients of sinks; appending
-# rotated keys of both dtypes, keys of both dtypes to a cache of e4m3, and bytes; combining results,
-# float32 in one tensor, 16 bits also in several, with rows of 4 columns at a time, and others; of
-# quantize_fp8 four passes, rotated and not, for each dtype.
-OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'append_kernel': 5, 'combine_kernel': 10,
-                 'quantize_kernelIf': 8,
+# rotated keys of both dtypes, keys of both dtypes to a cache of e4m3, and bytes; the same keys with
+# scales by page; combining results, float32 in one tensor, 16 bits also in several, with rows of 4
+# columns at a time, and others; of quantize_fp8 four passes, rotated and not, for each dtype.
+OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'append_kernel': 5,
+                 'append_pages_kernel': 2, '14combine_kernel': 10, 'quantize_kernelIf': 8,
                  'quantize_kernelIN7cutlass10bfloat16_t': 8, 'quantize_kernelIN7cutlass6half_t': 8}
 
 
-def direction(variant: Variant) -> str:
-    return 'forward' if isinstance(variant, ForwardVariant) else 'backward'
+def kernels_of(variant: Variant) -> tuple[str, ...]:
+    """The main one first."""
+    if isinstance(variant, BackwardVariant):
+        return BACKWARD_KERNELS
+    return LATENT_KERNELS if variant.folder == 'mla' else ('forward',)
 
 
 def is_built(variant: Variant) -> bool:
@@ -88,7 +94,7 @@ def ptxas_lines(variant: Variant, kernel: str = '') -> str:
 
 
 def mangled(variant: Variant, kernel: str = '') -> str:
-    return f'{kernel or direction(variant)}_kernelINS_{len(variant.name)}{variant.name}E'
+    return f'{kernel or kernels_of(variant)[0]}_kernelINS_{len(variant.name)}{variant.name}E'
 
 
 @cache
@@ -112,16 +118,15 @@ def facts_of(variant: Variant) -> dict:
 def test_the_library_has_the_listed_kernels_and_no_others():
     found = {other: sum(other in name for name in library()) for other in OTHER_KERNELS}
     assert found == OTHER_KERNELS
-    forward, backward = (sum(map(is_built, variants)) for variants in (FORWARD, BACKWARD))
-    variants = forward + len(BACKWARD_KERNELS) * backward
-    assert len(library()) == variants + sum(found.values())
+    of_variants = sum(len(kernels_of(one)) for one in FORWARD + BACKWARD if is_built(one))
+    assert len(library()) == of_variants + sum(found.values())
 
 
 def test_every_kernel_has_a_name_of_its_own_in_a_fingerprint():
     keys = {sass.key_of(name) for name in library()}
     assert len(keys) == len(library())
     built = list(filter(is_built, FORWARD + BACKWARD))
-    assert {f'{direction(one)}_kernel:{one.name}' for one in built} <= keys
+    assert {f'{kernels_of(one)[0]}_kernel:{one.name}' for one in built} <= keys
     assert sass.kernel_of(sass_of(built[0])).opcodes['EXIT'] > 0
 
 
@@ -141,7 +146,7 @@ def test_quantisation_keeps_its_columns_in_registers():
 def test_spills(variant: Variant):
     allowed = SPILLED_BYTES.get(variant.name, 0)
     assert allowed <= MOST_SPILLED_BYTES
-    for kernel in BACKWARD_KERNELS if direction(variant) == 'backward' else ('forward',):
+    for kernel in kernels_of(variant):
         numbers = re.findall(r'(\d+) bytes (?:stack frame|spill stores|spill loads)',
                              ptxas_lines(variant, kernel))
         # A kernel on a cache calls two functions, which gather K and V.
@@ -177,6 +182,8 @@ def test_hopper_instructions(variant: ForwardVariant):
     if variant.dtype == 'E4m3':
         store = 'UTMASTG' if facts_of(variant)['output_stages'] else 'STG.E.64'
         own = (store, 'LDSM.16.MT88.4', 'STSM.16.M88.4')
+    if facts_of(variant)['mask'] == 'latent':
+        own = ('STG.E.128', 'LDGSTS', 'ATOMG', 'LDSM.16.M88.4', 'STSM.16.M88.4')
     if facts_of(variant)['mask'].startswith('cache'):
         own = ('STG.E.64', 'LDGSTS', 'ATOMG', *own[1:])
     for name in ('UTMALDG', *own, 'USETMAXREG.DEALLOC', 'USETMAXREG.TRY_ALLOC', 'SYNCS', 'ACQBULK',
@@ -188,17 +195,21 @@ def test_hopper_instructions(variant: ForwardVariant):
 @PER_VARIANT
 def test_wgmma_shapes(variant: ForwardVariant):
     """Scores: 64 x tile_n per 16 of the head dim. Output: 64 x head_dim_v per 16 keys, with sums in
-    fp32 at most 128 columns at a time. FP8: per 32.
+    fp32, and of a latent cache, at most 128 columns at a time. A latent cache: scores also per 16
+    of head_dim_v. FP8: per 32.
     """
     facts, text = facts_of(variant), '\n'.join(sass_of(variant))
     is_fp8 = variant.dtype == 'E4m3'
     assert bool(QGMMA.search(text)) is is_fp8 and bool(HGMMA.search(text)) is not is_fp8
     assert {bool(bf16) for _, bf16 in HGMMA.findall(text)} <= {variant.dtype == 'Bf16'}
     shapes = [int(shape[0]) for shape in re.findall(r'GMMA\.64x(\d+)x(\d+)', text)]
-    of_output = min(facts['head_dim_v'], 128) if facts['promotes'] else facts['head_dim_v']
+    is_latent = facts['mask'] == 'latent'
+    is_split = facts['promotes'] or is_latent
+    of_output = min(facts['head_dim_v'], 128) if is_split else facts['head_dim_v']
     assert set(shapes) == {facts['tile_n'], of_output}
     step = 32 if is_fp8 else 16
-    of_scores, of_products = facts['head_dim'] // step, facts['tile_n'] // step
+    columns = facts['head_dim'] + is_latent * facts['head_dim_v']
+    of_scores, of_products = columns // step, facts['tile_n'] // step
     if facts['tile_n'] == of_output:
         assert len(shapes) % math.gcd(of_scores, of_products) == 0
     else:
@@ -214,10 +225,11 @@ def test_registers_after_setmaxnreg(variant: ForwardVariant):
     facts = facts_of(variant)
     counts = re.findall(r'USETMAXREG\S*(?: UP\d,)? (0x[0-9a-f]+)', '\n'.join(sass_of(variant)))
     producer, consumer = facts['producer_registers'], facts['consumer_registers']
-    converter = facts['converter_registers']
-    assert {int(count, 16) for count in counts} == {producer, consumer} | {converter} - {0}
+    converter, output = facts['converter_registers'], facts.get('output_registers', 0)
+    dealt_out = {producer, consumer} | {converter, output} - {0}
+    assert {int(count, 16) for count in counts} == dealt_out
     at_launch = int(re.search(r'Used (\d+) registers', ptxas_lines(variant))[1])
-    dealt = producer + facts['consumer_warpgroups'] * consumer + converter
+    dealt = producer + facts['consumer_warpgroups'] * consumer + converter + 2 * output
     assert dealt * 128 <= at_launch * facts['threads'] <= 65536 // facts['ctas_per_sm']
 
 

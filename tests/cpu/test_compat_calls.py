@@ -290,14 +290,31 @@ def test_unsupported_arguments(layer):
     """Named; what upstream's interface does not have is Python's own error."""
     q, k, v = dense()
     forward, _ = LAYERS[layer]
-    for changes in ({}, {'seqused_k': torch.tensor([9, 9], dtype=torch.int32)}):
-        with pytest.raises(NotImplementedError, match='expected qv to be None'):
-            forward(q=q, k=k, v=v, qv=q, **changes)
+    packed = {name: x.flatten(0, 1) for name, x in dict(q=q, k=k, v=v, qv=q).items()}
+    with pytest.raises(NotImplementedError, match='qv to be None.*flash_attn_with_kvcache'):
+        forward(**packed, cu_seqlens_q=STARTS, cu_seqlens_k=STARTS)
     for name in ('dropout_p', 'alibi_slopes', 'cp_world_size'):
         with pytest.raises((TypeError, RuntimeError), match=name):
             forward(q=q, k=k, v=v, **{name: 2})
         with pytest.raises(TypeError, match=name):
             functions.flash_attn_varlen_func(q, k, v, STARTS, STARTS, 5, 5, **{name: 2})
+
+
+@each_layer
+@pytest.mark.parametrize('scale', [None, 0.3])
+@pytest.mark.parametrize('changes', [{}, {'seqused_k': torch.tensor([9, 9], dtype=torch.int32)}],
+                         ids=['dense', 'cache'])
+def test_qv(changes, scale, layer):
+    """On a cache, or a batch; by default the op scales by the columns of q alone."""
+    forward, _ = LAYERS[layer]
+    q, k, v, qv = (torch.randn(2, rows, heads, dim, dtype=torch.float64)
+                   for rows, heads, dim in ((5, 4, 16), (9, 1, 16), (9, 1, 24), (5, 4, 24)))
+    out, lse = forward(q=q, k=k, v=v, qv=qv, softmax_scale=scale, **changes)[:2]
+    scores = torch.einsum('bqhd,bkd->bhqk', q, k[:, :, 0]) + torch.einsum(
+        'bqhd,bkd->bhqk', qv, v[:, :, 0])
+    scores *= 0.25 if scale is None else scale
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(out, torch.einsum('bhqk,bkd->bqhd', scores.softmax(-1), v[:, :, 0]))
 
 
 @each_layer

@@ -8,7 +8,7 @@ from flash_attn3.integrations import sglang, vllm
 from flash_attn3.integrations._private_ops import PrivateOps
 
 from tests import private_ops
-from tests.paged_batches import Batch
+from tests.paged_batches import Batch, LatentBatch
 
 SCALE = 0.125    # head_dim ** -0.5, of Batch
 
@@ -75,8 +75,19 @@ def test_vllm_packed_keys():
     batch.check(got, lse)
 
 
+def test_vllm_decode_of_mla():
+    """q_v on pages, as its backend calls it; prompts in the same call."""
+    vllm.enable()
+    batch = LatentBatch('cpu', 16, heads=5, lengths=(37, 5, 64), queries=(1, 3, 20))
+    out = torch.zeros(24, 5, 512, dtype=torch.bfloat16)
+    got, lse, *_ = vllm_call(batch, q_v=batch.qv, softmax_scale=batch.scale, out=out)
+    assert got.data_ptr() == out.data_ptr()
+    batch.check(got, lse)
+
+
 @pytest.mark.parametrize('changes,got', [
-    (dict(q_v=torch.randn(24, 4, 64)), 'q_v to be None, got a tensor'),
+    (dict(q_v=torch.randn(24, 4, 64), cu_seqlens_k=torch.ones(4), seqused_k=None),
+     'q_v to be None, got a tensor'),
     (dict(cp_world_size=2), 'cp_world_size to be 0 or 1, got 2'),
     (dict(cp_tot_seqused_k=torch.ones(3)), 'cp_tot_seqused_k to be None, got a tensor'),
     (dict(seqused_q=torch.ones(3)), 'seqused_q to be None, got a tensor')])
@@ -117,10 +128,10 @@ def test_a_client_that_is_not_installed_is_refused():
 
 
 # ------------------------------------------------------------------------------------------- SGLang
-def sglang_call(op, batch, *last, q_v=None):
+def sglang_call(op, batch, *last, q_v=None, scale=SCALE):
     """last: what follows sm_margin."""
     return op(batch.q, batch.k, batch.v, None, None, q_v, None, batch.starts, None,
-              batch.key_starts, None, batch.used, 20, None, batch.table, *[None] * 8, SCALE, True,
+              batch.key_starts, None, batch.used, 20, None, batch.table, *[None] * 8, scale, True,
               7, 0, 0, 0.0, True, None, 0, None, 0, *last)
 
 
@@ -133,8 +144,18 @@ def test_sglang(page_size):
     batch.check(got, lse, (7, 0), sinks=sinks)
 
 
+@pytest.mark.parametrize('scale', [192 ** -0.5, None])
+def test_sglang_decode_of_mla(scale):
+    """Without a scale the op counts the columns of q alone, as upstream's does."""
+    sglang.enable()
+    batch = LatentBatch('cpu', 1, heads=5, lengths=(37, 5, 64), queries=(1, 3, 20))
+    batch.scale = scale or 64 ** -0.5
+    got, lse, *_ = sglang_call(torch.ops.sgl_kernel.fwd, batch, None, None, False, q_v=batch.qv,
+                               scale=scale)
+    batch.check(got, lse, (7, 0))
+
+
 @pytest.mark.parametrize('changes,got', [
-    (dict(q_v=torch.randn(24, 4, 64)), 'q_v to be None, got a tensor'),
     (dict(mask=torch.ones(3)), 'sparse_mask_fine to be None, got a tensor'),
     (dict(only_qv=True), 'only_qv to be False, got True')])
 def test_sglang_refusals(changes, got):

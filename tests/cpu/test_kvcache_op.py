@@ -22,6 +22,8 @@ PROBLEMS = {
     'packed': Problem((5, 0, 17), (1, 0, 4), (3, 0, 1), packed=True, rotary=8, interleaved=False),
     'e4m3': Problem((5, 9), (1, 1), (1, 1), dtype='e4m3', scales=True, page_size=8),
     'idx': Problem((5, 9), (1, 1), (1, 1), dtype='bf16', idx=True, leftpad=(2, 0)),
+    'latent': Problem((5, 0, 17), (2, 2, 2), (2, 2, 2), heads=(4, 1), dims=(16, 24), latent=True,
+                      page_size=4, rotary=8, options={'causal': True}),
 }
 # What opcheck can do with e4m3: its test_schema compares inputs by operations that e4m3 lacks.
 ON_E4M3 = ('test_autograd_registration', 'test_faketensor', 'test_aot_dispatch_dynamic')
@@ -180,11 +182,13 @@ class Counted:
 @pytest.mark.parametrize('options, count', [
     ({}, 0), ({'causal': True}, 'causal'), ({'softmax_scale': 0.5}, 'causal'),
     ({'window_size': (3, 0)}, 'softcap'), ({'return_softmax_lse': True}, 'split_size'),
-    ({'num_splits': 2}, 'split_size'), ({'pack_gqa': True}, 'descale_by_page')], ids=str)
+    ({'num_splits': 2}, 'split_size'), ({'pack_gqa': True}, 'descale_by_page'),
+    ({'latent': True}, 'qv')], ids=str)
 def test_trailing_defaults_stay_away(options, count, monkeypatch):
     attend = Counted(OPS.attend_cache.default)
     monkeypatch.setattr(kvcache, '_EAGER', (kvcache._EAGER[0], attend, kvcache._EAGER[2]))
-    given = Problem().build().arguments
+    options = dict(options)
+    given = Problem(heads=(4, 1), latent=options.pop('latent', False)).build().arguments
     flash_attn_with_kvcache(**given, **options)
     names = [argument.name for argument in arguments.select('cache')] if count == 0 else \
         cache.Attend._fields[:cache.Attend._fields.index(count) + 1]

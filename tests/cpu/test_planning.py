@@ -426,13 +426,17 @@ def plans_of(case):
     return names
 
 
+def is_on_cache(row):
+    return row['mask'].startswith('cache') or row['mask'] == 'latent'
+
+
 def test_the_sanitizer_reaches_every_general_kernel():
     """And those of unequal head dims."""
     reached = set().union(*(plans_of(case) for case, _ in sanitize.general_calls()))
     names = {row['name'] for row in _plan.variants() + _plan.backward_variants()
              if row['dtype'] != FP8 and (row['mask'] in ('general', 'softcap')
                                          or row['head_dim'] != row['head_dim_v']
-                                         and not row['mask'].startswith('cache'))}
+                                         and not is_on_cache(row))}
     assert names <= reached
 
 
@@ -441,7 +445,7 @@ def test_the_sanitizer_reaches_every_kernel_of_fp8():
     calls = sanitize.fp8_calls()
     reached = {(sanitize.kernel_of(call), call.case.is_packed) for call in calls}
     rows = [row for row in _plan.variants()
-            if row['dtype'] == FP8 and not row['mask'].startswith('cache')]
+            if row['dtype'] == FP8 and not is_on_cache(row)]
     expected = {(row['name'], is_packed) for row in rows for is_packed in (False, True)
                 if row['mask'] in ('general', 'softcap') or not is_packed}
     assert rows and reached == expected
@@ -454,7 +458,7 @@ def test_the_sanitizer_reaches_every_kernel_on_a_cache():
     the one that has many queries.
     """
     calls = sanitize.cache_calls()
-    names = {row['name'] for row in _plan.variants() if row['mask'].startswith('cache')}
+    names = {row['name'] for row in _plan.variants() if is_on_cache(row)}
     reached = [sanitize.kernel_on_cache(case) for case in calls]
     assert names and set(reached) == names
     assert all(reached.count(name) + reached.count(f'{name}Long') >= len(sanitize.ON_CACHE)

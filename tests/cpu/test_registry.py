@@ -53,7 +53,9 @@ def test_every_dtype_mask_and_head_dim_is_there():
                 for pair in ((64, 64), (128, 128), (192, 128), (256, 256))}
     of_16_bits = {(dtype, mask, *pair, False) for dtype in ('bfloat16', 'float16')
                   for mask, pairs in dims.items() for pair in pairs}
-    of_16_bits |= {(dtype, *problem) for dtype in ('bfloat16', 'float16') for problem in on_cache}
+    latent = 'latent', 64, 512, False
+    of_16_bits |= {(dtype, *problem) for dtype in ('bfloat16', 'float16')
+                   for problem in (*on_cache, latent)}
     square = {(mask, dim, dim, False) for mask in dims for dim in (64, 128, 256)}
     promoting = {(mask, dim, dim, True)
                  for mask in ('general', 'softcap') for dim in (64, 128, 256)}

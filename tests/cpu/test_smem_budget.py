@@ -18,6 +18,7 @@ SHARED_BYTES_PER_CTA = 227 * 1024
 SHARED_BYTES_PER_SM = 228 * 1024    # a CTA takes 1 KiB more than it asks for
 REGISTERS_PER_SM = 64 * 1024
 WARPGROUP_THREADS = 128
+OUTPUT_WARPGROUPS = 2    # of a latent kernel
 ELEMENT_BYTES = 2
 E4M3 = 'float8_e4m3fn'
 
@@ -68,6 +69,10 @@ def bytes_of_rings(variant):
     return sum(prod(counts[name]) * size for name, size in sizes.items())
 
 
+def is_latent(variant):
+    return variant['mask'] == 'latent'
+
+
 def holds_sums(variant):
     """Whether O is summed in fp32 beside the products."""
     return variant['promotes'] and variant['intra_overlap']
@@ -87,6 +92,10 @@ def test_sums_in_shared_memory_come_in_fours(variant):
 
 @each_variant
 def test_shared_memory_holds_the_rings_and_fits(variant):
+    if is_latent(variant):    # csrc/mla asserts that its struct fits
+        values = variant['stages'] * variant['tile_n'] * variant['head_dim_v'] * ELEMENT_BYTES
+        assert values < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA
+        return
     of_rings = bytes_of_rings(variant)
     assert of_rings < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA
     # Barriers take at most a few hundred bytes; scales of the rows of Q, or of converted keys, 4
@@ -106,15 +115,17 @@ def test_rings_stay_aligned_for_the_swizzle(variant):
 
 
 def registers_of_warpgroups(variant):
-    """Registers of a thread, for the producer, each of the consumers and who converts; a variant
-    has one number for all consumers, or lists them.
+    """Registers of a thread, for the producer, each of the consumers, who converts, and those that
+    compute O of a latent cache; a variant has one number for all consumers, or lists them.
     """
     consumers = [int(number) for number in str(variant['consumer_registers']).split(', ')]
     if len(consumers) == 1:
         consumers *= variant['consumer_warpgroups']
     assert len(consumers) == variant['consumer_warpgroups']
     converter = variant.get('converter_registers', 0)    # the backward has none
-    return [variant['producer_registers'], *consumers] + [converter] * (converter > 0)
+    output = variant.get('output_registers', 0)
+    return ([variant['producer_registers'], *consumers] + [converter] * (converter > 0)
+            + [output] * (OUTPUT_WARPGROUPS if output else 0))
 
 
 @of_both
@@ -135,6 +146,9 @@ def test_accumulators_leave_registers_for_the_rest(variant):
     """A thread holds tile_n / 2 scores, its outputs and tile_n / 4 registers of P, or half of them.
     """
     output = output_registers(variant)
+    if is_latent(variant):    # O is in other warpgroups, without scores
+        assert output // OUTPUT_WARPGROUPS <= variant['output_registers'] - 16
+        output = 0
     scores = variant['tile_n'] // 2
     of_p = variant['tile_n'] * element_bytes(variant) // 8
     probabilities = of_p if variant['intra_overlap'] else 0

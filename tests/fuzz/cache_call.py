@@ -101,6 +101,13 @@ def with_shared_keys(pick: random.Random, case: CacheCase) -> CacheCase:
                                capacity=case.capacity + shared + longest)
 
 
+def with_latent(pick: random.Random, case: CacheCase) -> CacheCase:
+    """The same for absorbed MLA; many heads for few queries."""
+    heads = (16, 64, 128, 40) if sum(case.queries) < 20 else (1, 5, 16)
+    return dataclasses.replace(case, latent=True, head_dim=64, head_dim_v=512, softcap=0.0,
+                               heads=(pick.choice(heads), 1))
+
+
 def with_scales_of_pages(pick: random.Random, case: CacheCase) -> CacheCase:
     is_some = case.kv8 and case.page_size > 0 and pick.random() < 0.5
     return dataclasses.replace(case, by_page=True) if is_some else case
@@ -141,4 +148,6 @@ def drawn(pick: random.Random) -> CacheCall:
         tree=tree and max(queries) <= 128, descales=pick.random() < 0.7,
         float16_out=not wide and pick.random() < 0.3,
         **own, **mask, **score_of(pick), **execution_of(pick))
+    if wide and not case.kv8 and pick.random() < 0.15:
+        case = with_latent(pick, case)
     return CacheCall(with_scales_of_pages(pick, with_shared_keys(pick, case)))

@@ -180,6 +180,15 @@ def test_kvcache(row, upstream, device, monkeypatch):
     cache_oracle.check_case(case, device)
 
 
+@pytest.mark.parametrize('page_size', [0, 1, 128])
+@pytest.mark.parametrize('causal', [False, True])
+def test_kvcache_with_qv(causal, page_size, upstream, device, monkeypatch):
+    monkeypatch.setattr(cache_cases, 'flash_attn_with_kvcache', upstream.flash_attn_with_kvcache)
+    cache_oracle.check_case(CacheCase(
+        ((3, 339), (3, 20), (3, 384)), 512, page_size, head_dim=64, head_dim_v=512, heads=(6, 1),
+        latent=True, causal=causal, new=(3,) * 3, rotary=0.5), device)
+
+
 # ---------------------------------------------------------------------------------------- combine
 @each('combine')
 def test_combine(row, upstream, device):
@@ -269,14 +278,15 @@ def packed_qv(upstream: types.ModuleType, device: torch.device) -> object:
 
 REFUSED = {
     'qv': Refused(
-        'scores of two products have no kernel', lambda upstream, device: upstream.flash_attn_func(
+        'scores of two products are for caches', lambda upstream, device: upstream.flash_attn_func(
             *dense(device, columns=512), qv=dense(device, columns=512)[2]),
         'qv to be None', NotImplementedError),
     'qv-packed': Refused('as qv', packed_qv, 'qv to be None', NotImplementedError),
-    'qv-cache': Refused(
-        'as qv', lambda upstream, device: upstream.flash_attn_with_kvcache(
+    'qv-heads': Refused(
+        'the latent part of MLA has one KV head',
+        lambda upstream, device: upstream.flash_attn_with_kvcache(
             *dense(device, columns=512), qv=dense(device, columns=512)[2]),
-        'qv to be None', NotImplementedError),
+        'one KV head with qv'),
     'e4m3-rotary': Refused(
         'rotated e4m3 keys are rounded twice: rotate in 16 bits, then quantise', rotated,
         'no rotary_cos with float8_e4m3fn'),

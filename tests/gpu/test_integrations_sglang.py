@@ -16,7 +16,7 @@ from flash_attn3.reference_fp8 import Scales
 
 from tests import private_ops
 from tests.fp8_data import E4M3
-from tests.paged_batches import Batch
+from tests.paged_batches import Batch, LatentBatch
 from tests.private_ops import called
 
 __all__ = ['called']
@@ -145,12 +145,21 @@ def test_packed_keys(causal, head_dims, interface, device, called):
     batch.check(got, lse, causal=causal)
 
 
-@pytest.mark.parametrize('only_qv', [False, True])
-def test_refusal_of_q_v(only_qv, interface, device):
-    batch = Batch(device, 64, 'apart')
+@each_page_size
+@pytest.mark.parametrize('heads', [16, 128])
+def test_decode_of_mla(heads, page_size, interface, device, called):
+    """qv, and keys that are columns of one tensor."""
+    batch = LatentBatch(device, page_size, heads)
+    got, lse, *_ = attend(interface, batch, qv=batch.qv, return_softmax_lse=True)
+    assert called.names == ['attend_cache'] and got.shape == batch.qv.shape
+    batch.check(got, lse)
+
+
+def test_refusal_of_only_qv(interface, device):
+    batch = LatentBatch(device, 64)
     with pytest.raises(NotImplementedError, match='^flash_attn3.integrations.sglang: expected '
-                                                  'q_v to be None, got a tensor; hint: '):
-        attend(interface, batch, qv=batch.q, only_qv=only_qv)
+                                                  'only_qv to be False, got True; hint: '):
+        attend(interface, batch, qv=batch.qv, only_qv=True)
 
 
 def test_disable_brings_its_kernels_back(interface, kernel, device, called):

@@ -16,7 +16,7 @@ from flash_attn3.reference_fp8 import Scales
 
 from tests import private_ops
 from tests.fp8_data import E4M3
-from tests.paged_batches import Batch
+from tests.paged_batches import Batch, LatentBatch
 from tests.private_ops import called
 
 __all__ = ['called']
@@ -195,6 +195,16 @@ def test_prefill_of_mla(causal, interface, device, called):
     batch.check(got, lse, causal=causal)
 
 
+@each_page_size
+@pytest.mark.parametrize('heads', [16, 128])
+def test_decode_of_mla(heads, page_size, interface, device, called):
+    """As FlashAttnMLAImpl calls it: q_v, and keys that are columns of one tensor."""
+    batch = LatentBatch(device, page_size, heads)
+    got, lse = attend(interface, batch, None, q_v=batch.qv, return_softmax_lse=True)
+    assert called.names == ['attend_cache'] and got.shape == batch.qv.shape
+    batch.check(got, lse)
+
+
 def test_a_rank_of_context_parallelism(interface, device):
     """The context that a rank holds, without a mask; sequences of which it holds none have -inf."""
     batch = Batch(device, 16, lengths=(37, 0, 16, 0, 5))
@@ -205,7 +215,6 @@ def test_a_rank_of_context_parallelism(interface, device):
 
 
 @pytest.mark.parametrize('options,got', [
-    (dict(q_v=True), 'q_v to be None, got a tensor'),
     (dict(cp_world_size=2, cp_rank=1), 'cp_world_size to be 0 or 1, got 2'),
     (dict(cp_tot_seqused_k=True), 'cp_tot_seqused_k to be None, got a tensor')])
 def test_refusals(options, got, interface, device):

@@ -25,8 +25,10 @@ CASES = {
                         is_packed=True),
     'long': CacheCase(mixed(3, 900, 90), 1000, page_size=64, heads=(8, 2), causal=True),
     'e4m3': CacheCase(mixed(8, 900), 1024, page_size=64, heads=(8, 2), dtype='e4m3'),
+    'latent': CacheCase(mixed(8, 900), 1024, page_size=64, heads=(16, 1), head_dim=64,
+                        head_dim_v=512, latent=True),
 }
-WRITTEN = ('cache_seqlens', 'page_table', 'k_cache', 'v_cache', 'q')
+WRITTEN = ('cache_seqlens', 'page_table', 'k_cache', 'v_cache', 'q', 'qv')
 
 
 @triton.jit

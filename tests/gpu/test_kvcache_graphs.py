@@ -18,6 +18,7 @@ from tests.cache_oracle import check_same, run
 
 REPLAYS = 100
 DELAY_CYCLES = 50_000_000    # about 30 ms
+LATENT = dict(heads=(16, 1), head_dim=64, head_dim_v=512, latent=True)
 CASES = {
     'dense': CacheCase(mixed(8, 900), 1000, heads=(8, 2)),
     'paged': CacheCase(mixed(8, 900), 1000, page_size=16, heads=(8, 2)),
@@ -30,6 +31,8 @@ CASES = {
     'metadata': CacheCase(mixed(8, 900), 1000, metadata=True),
     'window': CacheCase(mixed(8, 900), 1000, page_size=16, window=(200, 0), sinks='fp32'),
     'leftpad': CacheCase(((1, 900), (1, 33)), 1000, leftpad=(7, 33)),
+    'latent': CacheCase(mixed(8, 900), 1024, page_size=64, **LATENT),
+    'latent_dense': CacheCase(mixed(8, 900, 3), 1000, causal=True, **LATENT),
 }
 APPENDS = {
     'append': CacheCase(mixed(8, 900), 1000, heads=(8, 2), new=(1,) * 8),
@@ -39,6 +42,8 @@ APPENDS = {
     'append_kv8': CacheCase(mixed(8, 900), 1024, page_size=64, kv8=True, new=(1,) * 8, rotary=1.0),
     'append_by_page': CacheCase(mixed(8, 900), 1024, page_size=64, kv8=True, by_page=True,
                                 new=(1,) * 8, rotary=1.0),
+    'append_latent': CacheCase(mixed(8, 900), 1024, page_size=64, new=(1,) * 8, rotary=1.0,
+                               **LATENT),
     'append_e4m3': CacheCase(mixed(8, 900), 1024, page_size=64, dtype='e4m3', new=(1,) * 8),
 }
 every_case = pytest.mark.parametrize('case', (CASES | APPENDS).values(), ids=CASES | APPENDS)
@@ -237,7 +242,8 @@ def test_two_streams_at_once(case, cuda):
 
 def test_four_threads(cuda):
     """Streams of their own, first calls at once."""
-    cases = [dataclasses.replace(case, heads=(8, 2)) for case in CASES.values()]
+    cases = [dataclasses.replace(case, heads=(8, 1 if case.latent else 2))
+             for case in CASES.values()]
     given = [case.arguments(cuda) for case in cases]
     torch.cuda.synchronize()
     results: list[Returned | None] = [None] * len(cases)

@@ -1,0 +1,58 @@
+// Host side of the kernel for a latent cache. The generated unit calls launch_mla.
+#pragma once
+
+#include "forward/launch.h"
+#include "mla/combine.h"
+#include "mla/kernel.h"
+
+namespace fa3 {
+
+// Columns of a cache as (column of a slice, key, slice, page): a box has keys of one page, and one
+// slice or those of a group.
+template <class Traits>
+CUtensorMap slices_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
+                       int columns, int columns_of_group, int box_keys) {
+  int const slices = box_keys == Traits::kTileN ? columns_of_group / Traits::kSlice : 1;
+  return maps.make<4>(t.data, {{Traits::kSlice, 1, Traits::kSlice},
+                               {max_of(1, problem.cache.page_size), t.row_stride, box_keys},
+                               {columns / Traits::kSlice, Traits::kSlice, slices},
+                               {max_of(1, problem.cache.entries), t.batch_stride, 1}});
+}
+
+// Launches on the current device and the given stream (a cudaStream_t).
+template <class Config>
+void launch_mla(FwdParams const& p, void* stream) {
+  using Traits = MlaTraits<Config>;
+  constexpr int kBytes = Config::k.shared_bytes();
+  static_assert(sizeof(MlaStorage<Traits>) <= kBytes,
+                "latent_shared_bytes() must cover the storage");
+  LaunchShape const shape{Config::k.name, p.schedule.grid, Config::k.threads(), kBytes};
+  static std::atomic<uint64_t> devices_ready{0};
+  bind_thread(shape.variant, shape.grid, kBytes);
+  allow_shared_memory(mla_kernel<Config>, shape, devices_ready);
+  TensorMapMaker maps{p.problem.dtype};
+  typename Traits::Params params;
+  set_cache_params<Traits>(params, maps, p);
+  if (p.schedule.cache.lanes > 1) {
+    params.hint = kUsualInL2;  // tiles of other heads read the same keys at the same time
+  }
+  int const box_keys = max_of(1, params.box_keys);
+  params.k = slices_map<Traits>(maps, p.problem, p.k, Traits::kHeadDim, Traits::kHeadDim, box_keys);
+  params.v =
+      slices_map<Traits>(maps, p.problem, p.v, Traits::kHeadDimV, Traits::kOutputColumns, box_keys);
+  params.qv = query_map<5>(maps, p, p.qv, MapColumns{p.problem.head_dim_v, Traits::kSlice});
+  using Work = FwdWork<Traits>;
+  static_assert(sizeof(Work) <= kSharedTileBytes && sizeof(CombineCounters) <= 2 * sizeof(int));
+  params.shared_tiles = static_cast<Work*>(p.cache.shared_tiles);
+  params.combine = reinterpret_cast<CombineCounters*>(p.cache.arrived);
+  check_launch(maps.error, shape.variant, shape.grid, kBytes);
+  launch_early(mla_kernel<Config>, shape, params, stream);
+  if (params.slots > 1) {
+    constexpr int kCtasPerSm = 4;
+    LaunchShape const combining{Config::k.name, kCtasPerSm * p.schedule.grid,
+                                PartCombination<Traits>::kThreads, 0};
+    launch_early(mla_combine_kernel<Config>, combining, params, stream);
+  }
+}
+
+}  // namespace fa3

@@ -1,0 +1,166 @@
+// The output warpgroups: each has half of the columns of O = P V for the 64 rows of a tile, and
+// stores them, or a part of them (combine.h).
+#pragma once
+
+#include "device/gemm.h"
+#include "forward/cache_batch.h"
+#include "forward/output_parts.h"
+#include "mla/storage.h"
+
+namespace fa3 {
+
+// The ends of a thread's two rows, as OutputParts reads them.
+struct RowEnds {
+  float lses[2];
+
+  CUTE_DEVICE float lse(int r, float) const { return r == 0 ? lses[0] : lses[1]; }
+};
+
+template <class Traits>
+struct OutputWarpgroup {
+  using Params = typename Traits::Params;
+  using Work = FwdWork<Traits>;
+  using MmaO = typename Traits::MmaO;
+  // The sums as the products have them, (MMA, 1, 2), and as one row of columns, ((2, 2, 32), 1, 1).
+  using Products = decltype(cute::partition_fragment_C(
+      MmaO{}, cute::Shape<cute::_64, cute::Int<Traits::kOutputColumns>>{}));
+  using FragmentO = decltype(cute::make_tensor<float>(
+      cute::Layout<
+          cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<Traits::kOutputColumns / 8>>,
+                      cute::_1, cute::_1>>{}));
+
+  MlaStorage<Traits>& shared;
+  Params const& p;
+  int half;
+  int thread;  // in the warpgroup
+  RingState<Traits::kStages> p_ring;
+  HalfRing<Traits> values;
+  RingState<Traits::kTileStages> tiles;
+  FragmentO tOrO;
+
+  CUTE_DEVICE OutputWarpgroup(MlaStorage<Traits>& shared_, Params const& p_, int half_, int thread_)
+      : shared(shared_), p(p_), half(half_), thread(thread_), values(half_ == 0) {}
+
+  CUTE_DEVICE void run() {
+    CUTE_NO_UNROLL
+    while (true) {
+      shared.p_full[p_ring.stage].wait(p_ring.phase);
+      BlockRange const& keys = shared.work[tiles.stage].keys;
+      int left = keys.end - keys.begin;
+      if (keys.end == 0) {
+        return;
+      }
+      if (half == 0) {
+        values.advance();  // Q
+      }
+      bool starts = true;
+      CUTE_NO_UNROLL
+      for (; left > 0; --left) {
+        add_product(starts);
+        starts = false;
+      }
+      store();
+      __syncwarp();
+      if (thread % 32 == 0) {
+        shared.work_empty[tiles.stage].arrive();
+      }
+      tiles.advance();
+    }
+  }
+
+ private:
+  // O += P V of the next K tile.
+  CUTE_DEVICE void add_product(bool starts) {
+    shared.p_full[p_ring.stage].wait(p_ring.phase);
+    if (!starts && shared.any_rescale[p_ring.stage][thread / 32]) {
+      float factors[2];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        factors[r] = shared.rescale[p_ring.stage][fragment_row(thread) + 8 * r];
+      }
+      multiply_rows(tOrO, factors);
+    }
+    shared.half_full[values.stage].wait(values.phase);
+    if (p.box_keys == 0) {  // gathered rows were not written by the copy engine
+      fence_shared_for_async_proxy();
+    }
+    auto mma = MmaO{}.get_slice(0);
+    auto sP = cute::make_tensor(
+        cute::make_smem_ptr(shared.rotary[p_ring.stage]),
+        typename Traits::template RowMajor<kWarpgroupRows, Traits::kTileN>{});  // (64, N)
+    auto sV = cute::make_tensor(cute::make_smem_ptr(shared.halves[values.stage]),
+                                typename Traits::SmemLayoutV{});  // (256, N)
+    auto products = cute::make_tensor(tOrO.data(), Products{}.layout());
+    issue_gemm<Traits::kOutputSteps>(MmaO{}, mma.partition_fragment_A(sP),
+                                     mma.partition_fragment_B(sV), products, starts);
+    wait_gemm<0>(products);
+    if (thread == 0) {
+      shared.half_empty[values.stage].arrive();
+      shared.rotary_empty[p_ring.stage].arrive();
+    }
+    values.advance();
+    p_ring.advance();
+  }
+
+  CUTE_DEVICE void store() {
+    Work const& work = shared.work[tiles.stage];
+    RowEnds ends;
+    auto output = rows_view(tOrO);  // (2, (2, 32))
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      RowEnd const end = shared.ends[tiles.stage][fragment_row(thread) + 8 * r];
+      ends.lses[r] = end.lse;
+      // A row without a visible key is 0, whatever V holds.
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(output); ++c) {
+        output(r, c) = end.scale == 0.f ? 0.f : output(r, c) * end.scale;
+      }
+    }
+    using Output = OutputParts<Traits>;
+    int const first_column = half * Traits::kOutputColumns;
+    if (work.location.part.parts > 1) {
+      store_part(work, ends, first_column);
+      publish_parts(work);
+      return;
+    }
+    Output::store_tile(p, work, thread, tOrO, first_column);
+    if (half == 0) {
+      store_lse<Traits>(p, work.rows, thread, ends, {});
+    }
+  }
+
+  // Neighbouring lanes exchange values, so that each stores four columns of one of the two rows.
+  CUTE_DEVICE void store_part(Work const& work, RowEnds const& ends, int first_column) const {
+    KeyPart const& part = work.location.part;
+    bool const is_odd = thread % 2 != 0;
+    int const row = fragment_row(thread) + 8 * is_odd;
+    int64_t const at = int64_t(part.slot_of(part.index)) * p.part_rows + row;
+    bool const exists = row_of_tile(p, work.rows, row).exists;
+    float* const target =
+        p.parts + at * Traits::kHeadDimV + first_column + fragment_column(thread) / 4 * 4;
+    auto const output = rows_view(tOrO);  // (2, (2, 32))
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kOutputColumns / 8; ++i) {
+      float2 const first = make_float2(output(0, 2 * i), output(0, 2 * i + 1));
+      float2 const second = make_float2(output(1, 2 * i), output(1, 2 * i + 1));
+      float const x = __shfl_xor_sync(kWholeWarp, is_odd ? first.x : second.x, 1);
+      float const y = __shfl_xor_sync(kWholeWarp, is_odd ? first.y : second.y, 1);
+      if (exists) {
+        *reinterpret_cast<float4*>(target + 8 * i) =
+            is_odd ? make_float4(x, y, second.x, second.y) : make_float4(first.x, first.y, x, y);
+      }
+    }
+    if (exists && thread % 4 < 2) {
+      p.part_lses[at] = ends.lse(is_odd, p.softmax_scale);
+    }
+  }
+
+  // The first part of an output tile says where the others are.
+  CUTE_DEVICE void publish_parts(Work const& work) {
+    if (work.location.part.index == 0 && half == 0 && thread == 0) {
+      p.shared_tiles[atomicAdd(&p.combine->tiles, 1)] = work;
+    }
+  }
+};
+
+}  // namespace fa3

@@ -1,0 +1,222 @@
+// The producer warps of the kernel for a latent cache. One finds the tiles of the CTA and publishes
+// them; its lanes read the lengths together. Another one loads their Q and keys into the rings.
+// WHY two: together they need more registers than there are.
+//
+// A lane loads the box of a page. Pages of other sizes than multiples of 8 are gathered by two
+// warps, a lane for a row of the K tile.
+#pragma once
+
+#include "forward/cache_batch.h"
+#include "forward/keys_pages.h"
+#include "mla/storage.h"
+
+namespace fa3 {
+
+template <class Traits>
+struct MlaTiles {
+  MlaStorage<Traits>& shared;
+  typename Traits::Params const& p;
+
+  CUTE_DEVICE void run() {
+    RingState<Traits::kTileStages> ring;
+    CacheTiles<Traits> tiles(p);
+    tiles.start();
+    bool is_valid;
+    do {
+      FwdWork<Traits> work = tiles.next();
+      is_valid = work.valid();
+      shared.work_empty[ring.stage].wait(ring.phase ^ 1);
+      if (is_first_lane()) {
+        shared.work[ring.stage] = is_valid ? share_of_part<Traits>(p, work, 0) : work;
+        shared.work_full[ring.stage].arrive();
+      }
+      ring.advance();
+    } while (is_valid);
+  }
+};
+
+template <class Traits>
+struct MlaLoader {
+  using Work = FwdWork<Traits>;
+  using Keys = PagedKeys<Traits>;
+  using Element = typename Traits::Element;
+  using Params = typename Traits::Params;
+  static constexpr int kGatheringWarps = Traits::kTileN / 32;
+
+  MlaStorage<Traits>& shared;
+  Params const& p;
+  int slot;  // of this lane's box, or row, in a K tile
+  HalfRing<Traits> left{true};
+  HalfRing<Traits> right{false};
+  RingState<Traits::kStages> rotary;
+
+  CUTE_DEVICE static bool gathers(Params const& p) { return p.box_keys == 0; }
+
+  // Warps that run this.
+  CUTE_DEVICE static int warps(Params const& p) { return gathers(p) ? kGatheringWarps : 1; }
+
+  // Arrivals at the barrier of a group of columns that is loaded.
+  CUTE_DEVICE static int arrivals(Params const& p) { return gathers(p) ? 32 * kGatheringWarps : 1; }
+
+  CUTE_DEVICE MlaLoader(MlaStorage<Traits>& shared_, Params const& p_, int warp)
+      : shared(shared_),
+        p(p_),
+        slot(gathers(p_) ? 32 * warp + lane_of_warp() : lane_of_warp() * p_.box_keys) {}
+
+  // INVARIANT: in boxes, the lanes are independent of each other.
+  CUTE_DEVICE void run() {
+    if (slot >= Traits::kTileN) {
+      return;
+    }
+    RingState<Traits::kTileStages> tiles;
+    uint32_t q_phase = 1;
+    CUTE_NO_UNROLL
+    while (true) {
+      shared.work_full[tiles.stage].wait(tiles.phase);
+      Work const& work = shared.work[tiles.stage];
+      shared.half_empty[left.stage].wait(left.phase ^ 1);
+      if (!work.valid()) {
+        expect(shared.half_full[left.stage], 0);
+        return;
+      }
+      shared.q_empty.wait(q_phase);
+      q_phase ^= 1;
+      load_queries(work);
+      load_keys(KeySource::of(work), work.keys.begin, work.keys.end);
+      tiles.advance();
+    }
+  }
+
+ private:
+  CUTE_DEVICE bool leads() const { return slot == 0; }
+
+  // This thread's arrival where the copy engine brings `bytes`.
+  CUTE_DEVICE void expect(Mbarrier& full, int bytes) const {
+    if (leads()) {
+      full.arrive_and_expect_tx(uint32_t(bytes));
+    } else if (gathers(p)) {
+      full.arrive();
+    }
+  }
+
+  // The first half of the latent columns goes through a stage of the ring.
+  CUTE_DEVICE void load_queries(Work const& work) {
+    Mbarrier& full = shared.half_full[left.stage];
+    constexpr int kColumns = Traits::kHeadDimV + Traits::kHeadDim;
+    constexpr int kLatent = Traits::kSharedColumns - Traits::kHeadDim;
+    expect(full, p.q_slice_bytes * (kColumns / Traits::kSlice));
+    if (leads()) {
+      load_query_boxes(work, full, p.qv, 0, Traits::kHeldColumns, shared.halves[left.stage]);
+      load_query_boxes(work, full, p.qv, Traits::kHeldColumns, kLatent, shared.q);
+      load_query_boxes(work, full, p.q, 0, Traits::kHeadDim, shared.q + kLatent * kWarpgroupRows);
+    }
+    left.advance();
+  }
+
+  CUTE_DEVICE void load_query_boxes(Work const& work, Mbarrier& full, CUtensorMap const& map,
+                                    int first, int columns, Element* target) const {
+    CUTE_NO_UNROLL
+    for (int column = 0; column < columns; column += Traits::kSlice) {
+      load_box<CacheLocation>(
+          map, mbarrier_word(full), kReadOnce, target + column * kWarpgroupRows,
+          {first + column, work.rows.head, work.location.first_q() + work.position_begin,
+           work.location, work.location.end_q()});
+    }
+  }
+
+  // From last to first. The page table is read one K tile ahead. WHY no fetching into L2 ahead of
+  // the room in shared memory: memory-bound calls take 14 % longer (H100, 2026-11-26).
+  CUTE_DEVICE void load_keys(KeySource const& from, int begin, int end) {
+    int id = Keys::entry_of(p, from, (end - 1) * Traits::kTileN + slot);
+    CUTE_NO_UNROLL
+    for (int n = end - 1; n >= begin; --n) {
+      int const at = n * Traits::kTileN + slot;
+      int const next_id = n > begin ? Keys::entry_of(p, from, at - Traits::kTileN) : 0;
+      load<Columns::kLeft>(from, at, id, shared.half_full, shared.half_empty, shared.halves, left);
+      load<Columns::kRotary>(from, at, id, shared.rotary_full, shared.rotary_empty, shared.rotary,
+                             rotary);
+      load<Columns::kRight>(from, at, id, shared.half_full, shared.half_empty, shared.halves,
+                            right);
+      id = next_id;
+    }
+  }
+
+  // at: the slot in the sequence.
+  template <Columns kGroup, class Barriers, class Buffers, class Ring>
+  CUTE_DEVICE void load(KeySource const& from, int at, int id, Barriers& full, Barriers& empty,
+                        Buffers& buffers, Ring& ring) const {
+    empty[ring.stage].wait(ring.phase ^ 1);
+    if (gathers(p)) {
+      gather<kGroup>(from, at, id, full[ring.stage], buffers[ring.stage]);
+    } else {
+      load_boxes<kGroup>(from, at, id, full[ring.stage], buffers[ring.stage]);
+    }
+    ring.advance();
+  }
+
+  template <Columns kGroup>
+  static constexpr bool kIsRotary = kGroup == Columns::kRotary;
+  template <Columns kGroup>
+  static constexpr int kColumnsOf = kIsRotary<kGroup> ? Traits::kHeadDim : Traits::kOutputColumns;
+  template <Columns kGroup>
+  static constexpr int kFirstOf = kGroup == Columns::kRight ? Traits::kOutputColumns : 0;
+
+  // A box with the keys of a whole K tile has all slices.
+  template <Columns kGroup>
+  CUTE_DEVICE void load_boxes(KeySource const& from, int at, int id, Mbarrier& full,
+                              Element* buffer) const {
+    constexpr int kColumns = kColumnsOf<kGroup>;
+    expect(full, Traits::kTileN * kColumns * int(sizeof(Element)));
+    int const row = Keys::row_of(p, from, at);
+    int const step = p.box_keys == Traits::kTileN ? kColumns : Traits::kSlice;
+    CUtensorMap const& map = kIsRotary<kGroup> ? p.k : p.v;
+    Element* const target = buffer + slot * Traits::kSlice;
+    CUTE_NO_UNROLL
+    for (int column = 0; column < kColumns; column += step) {
+      int const slice = (kFirstOf<kGroup> + column) / Traits::kSlice;
+      cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), p.hint,
+                                   target + column * Traits::kTileN, 0, row, slice, id);
+    }
+  }
+
+  // Several lanes copy a row, each a chunk of 16 bytes. Rows that do not exist are zeros.
+  template <Columns kGroup>
+  CUTE_DEVICE void gather(KeySource const& from, int at, int id, Mbarrier& full,
+                          Element* buffer) const {
+    constexpr int kChunks = kColumnsOf<kGroup> * int(sizeof(Element)) / 16;  // of a row
+    constexpr int kRowsAtOnce = 32 / kChunks;
+    TensorView const& rows = kIsRotary<kGroup> ? p.k_rows : p.v_rows;
+    int const lane = lane_of_warp();
+    int const chunk = lane % kChunks;
+    int64_t const offset = Keys::offset_of_row(p, rows, from, at, id);
+    char const* const data =
+        static_cast<char const*>(rows.data) + kFirstOf<kGroup> * sizeof(Element) + chunk * 16;
+    uint32_t const target = cute::cast_smem_ptr_to_uint(buffer);
+#pragma unroll 4
+    for (int i = 0; i < 32; i += kRowsAtOnce) {
+      int const of_warp = i + lane / kChunks;
+      int64_t const of_row = __shfl_sync(kWholeWarp, offset, of_warp);
+      int const row = slot - lane + of_warp;
+      Keys::copy_chunk(target + chunk_offset_bytes<Traits::kTileN>(row, chunk), data, of_row,
+                       of_row >= 0);
+    }
+    uint32_t const barrier = cute::cast_smem_ptr_to_uint(&full);
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+  }
+};
+
+// INVARIANT: whatever the kernel reads or writes in global memory comes after this wait, through
+// the barriers.
+template <class Traits>
+CUTE_DEVICE void run_mla_producer(MlaStorage<Traits>& shared, typename Traits::Params const& p,
+                                  int warp) {
+  wait_for_earlier_launches();
+  allow_later_launches();
+  if (warp == 0) {
+    MlaTiles<Traits>{shared, p}.run();
+  } else if (warp <= MlaLoader<Traits>::warps(p)) {
+    MlaLoader<Traits>(shared, p, warp - 1).run();
+  }
+}
+
+}  // namespace fa3

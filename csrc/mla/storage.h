@@ -1,0 +1,97 @@
+// Shared memory of a CTA: rings of the three groups of columns, and their barriers.
+#pragma once
+
+#include "device/barriers.h"
+#include "forward/work.h"
+#include "mla/traits.h"
+
+namespace fa3 {
+
+// The end of a tile's row: the factor of O, 0 for a row without a visible key; and the LSE.
+struct RowEnd {
+  float scale;
+  float lse;
+};
+
+// A position in the ring of one half of the latent columns.
+template <class Traits>
+struct HalfRing {
+  int first;
+  int stages;
+  int stage;
+  uint32_t phase = 0;
+
+  CUTE_DEVICE explicit HalfRing(bool is_left)
+      : first(is_left ? 0 : Traits::kStages),
+        stages(is_left ? Traits::kStages : Traits::kRightStages),
+        stage(first) {}
+
+  CUTE_DEVICE int previous() const { return stage == first ? first + stages - 1 : stage - 1; }
+
+  CUTE_DEVICE void advance() {
+    if (++stage == first + stages) {
+      stage = first;
+      phase ^= 1;
+    }
+  }
+};
+
+template <class Traits>
+struct MlaStorage {
+  using Element = typename Traits::Element;
+  static constexpr int kStages = Traits::kStages;
+  static constexpr int kRightStages = Traits::kRightStages;
+
+  // Everything is in slices of 64 columns.
+  struct alignas(1024) {
+    // Latent columns of K tiles: kStages left halves, then kRightStages right ones. The left half
+    // of Q's passes through them.
+    Element halves[kStages + kRightStages][Traits::kHalfElements];
+    Element rotary[kStages][Traits::kRotaryElements];    // rotary columns, then P over them
+    Element q[kWarpgroupRows * Traits::kSharedColumns];  // the other latent columns, then rotary
+  };
+
+  // Tiles take turns; `work_empty` guards both.
+  FwdWork<Traits> work[Traits::kTileStages];
+  RowEnd ends[Traits::kTileStages][kWarpgroupRows];
+
+  // With a K tile: factors of O accumulated so far, if some row of these 16 has one.
+  float rescale[kStages][kWarpgroupRows];
+  bool any_rescale[kStages][kWarpgroupWarps];
+
+  // Name: what becomes true. Who arrives -> who waits (arrivals).
+  // Columns have arrived: producer (1 + bytes; gathered: all threads) -> score warpgroup, and the
+  // output warpgroup of a half.
+  Mbarrier half_full[kStages + kRightStages];
+  Mbarrier rotary_full[kStages];
+  // Columns have been read: the output warpgroup of a half (1), of Q the score warpgroup (1); P:
+  // both output warpgroups (2) -> producer.
+  Mbarrier half_empty[kStages + kRightStages];
+  Mbarrier rotary_empty[kStages];
+  Mbarrier work_full[Traits::kTileStages];   // a tile is published: warp of the tiles (1) -> loader
+  Mbarrier work_empty[Traits::kTileStages];  // its results are stored: warps of both output
+                                             // warpgroups (8) -> warp of the tiles
+  Mbarrier q_empty;          // the last S of a tile is complete: score warpgroup (1) -> producer
+  Mbarrier p_full[kStages];  // P has been written, or no tile is left: score warps (4) -> output
+                             // warpgroups
+
+  CUTE_DEVICE void init_barriers(int loads) {
+    for (int i = 0; i < kStages + kRightStages; ++i) {
+      half_full[i].init(loads);
+      half_empty[i].init(1);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      rotary_full[i].init(loads);
+      rotary_empty[i].init(Traits::kOutputWarpgroups);
+      p_full[i].init(kWarpgroupWarps);
+    }
+    for (int i = 0; i < Traits::kTileStages; ++i) {
+      work_full[i].init(1);
+      work_empty[i].init(Traits::kOutputWarpgroups * kWarpgroupWarps);
+    }
+    q_empty.init(1);
+    fence_barrier_init();
+  }
+};
+
+}  // namespace fa3
