@@ -130,6 +130,12 @@ def check_cache(case: CacheCase, before: dict, after: dict) -> None:
                                f'{bad.nonzero()[0].tolist()}')
 
 
+def power_from(x: Tensor) -> Tensor:
+    """The least power of two that is no smaller. Exact on each device, which log2 is not."""
+    mantissa = torch.frexp(x).mantissa
+    return torch.where(mantissa == 0.5, x, x / mantissa)
+
+
 def check_new_scales(case: CacheCase, before: dict, after: dict, column: str) -> None:
     """Pages that begin with new rows have the power of two by which these become at most 224,
     however rotated rows are rounded; all others keep theirs.
@@ -144,7 +150,7 @@ def check_new_scales(case: CacheCase, before: dict, after: dict, column: str) ->
     for (pages, slots), (_, old), count in zip(places(case, before), case.lengths, case.new):
         for page in pages[old:][slots[old:] == 0].tolist():
             rows = first_row + (pages[old:] == page).nonzero()[:, 0]
-            least, most = (2.0 ** (x[rows].amax((0, 2)) / 224).clamp(min=2.0 ** -60).log2().ceil()
+            least, most = (power_from((x[rows].amax((0, 2)) / 224).clamp(min=2.0 ** -60))
                            for x in (low, high))
             wanted[page] = torch.where(scale[page] == least, least, most)
         first_row += count

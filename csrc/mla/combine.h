@@ -129,9 +129,6 @@ struct PartCombination {
 
   CUTE_DEVICE void write(Work const& work, int r, int column, PartSum all) const {
     RowOfTile const row = row_of_tile(p, work.rows, r);
-    if (!row.exists) {
-      return;
-    }
     float const sink = p.sinks != nullptr ? p.sinks[work.rows.head + row.head] : -INFINITY;
     float const of_sink = exp2_approx(sink * kLog2E - finite_max(all.most));
     float const lse = log_sum_exp(all.most, all.sum, kLn2);
@@ -144,9 +141,14 @@ struct PartCombination {
     }
   }
 
+  // Rows that the sequence does not have were not written.
+  CUTE_DEVICE bool has_row(Work const& work, int row) const {
+    return row_of_tile(p, work.rows, row).exists;
+  }
+
   CUTE_DEVICE void combine_alone(Work const& work, int index) {
     int const row = index / kWarpsOfRow;
-    if (row < p.part_rows) {
+    if (has_row(work, row)) {
       int const column = index % kWarpsOfRow * kColumns + 4 * lane;
       write(work, row, column,
             sum_of(work.location.part, row, column, 0, work.location.part.parts));
@@ -155,6 +157,9 @@ struct PartCombination {
 
   CUTE_DEVICE void combine_together(Work const& work, int index) {
     int const row = index / kWarpsOfRow;
+    if (!has_row(work, row)) {
+      return;
+    }
     int const column = index % kWarpsOfRow * kColumns + 4 * lane;
     int const parts = work.location.part.parts;
     int const share = ceil_div(parts, kWarps);

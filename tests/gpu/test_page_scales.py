@@ -13,7 +13,8 @@ import torch
 from flash_attn3 import flash_attn_with_kvcache
 
 from tests.cache_cases import CacheCase, as_bits, ints, mixed
-from tests.cache_oracle import check, check_case, check_same, expected, one_of, packed, run
+from tests.cache_oracle import (
+    check, check_case, check_same, expected, one_of, packed, power_from, run)
 
 DECODE = CacheCase(mixed(7, 700), heads=(8, 2), kv8=True, by_page=True)
 TALL = CacheCase(((5, 300), (5, 4), (5, 650)), heads=(4, 2), causal=True, kv8=True, by_page=True)
@@ -204,8 +205,7 @@ def test_decoding(page_size, dtype, device):
         for slot in begun:
             end = next(end for end in bounds if end > slot)
             largest = x[slot:min(end, slot + page_size)].double().abs().amax((0, 2))
-            assert torch.equal(scale[slot // page_size].double(),
-                               2.0 ** (largest / 224).log2().ceil())
+            assert torch.equal(scale[slot // page_size].double(), power_from(largest / 224))
 
 
 def append_alone(given: dict, x: torch.Tensor, lengths: list[int], **others) -> None:
