@@ -10,7 +10,7 @@ namespace fa3 {
 
 // Several parts of a row, four columns: O and the sum of weights, relative to 2^most.
 struct PartSum {
-  float most = -INFINITY;  // of the LSEs, base 2
+  float most = -INFINITY;  // the largest LSE, base 2
   float sum = 0.f;
   float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
 
@@ -53,7 +53,7 @@ struct PartCombination {
   using Work = FwdWork<Traits>;
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kColumns = 128;  // of a warp
+  static constexpr int kColumns = 128;  // that a warp has
   static constexpr int kWarpsOfRow = Traits::kHeadDimV / kColumns;
   static constexpr int kAtOnce = 8;
 
@@ -72,7 +72,7 @@ struct PartCombination {
     wait_for_earlier_launches();
     allow_later_launches();
     int const tiles = count_tiles();
-    int const rows = p.part_rows * kWarpsOfRow;  // of warps
+    int const rows = p.part_rows * kWarpsOfRow;  // each 128 columns
     int const groups = ceil_div(rows, kWarps);
     // Few rows have many parts.
     bool const are_few = tiles * groups <= int(gridDim.x) / 2;

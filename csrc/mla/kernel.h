@@ -1,5 +1,5 @@
-// Attention on a latent cache (absorbed MLA): keys of 64 rotary and 512 latent columns, the latter
-// of which are also the values. Which warpgroup runs which role:
+// Attention on a latent cache (absorbed MLA): keys of 64 rotary and 512 latent columns; the latent
+// ones are also the values. Which warpgroup runs which role:
 //
 //   0      producer: Q and keys into rings (producer.h)
 //   1      scores: S, softmax, P (scores.h)

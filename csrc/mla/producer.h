@@ -45,7 +45,7 @@ struct MlaLoader {
 
   MlaStorage<Traits>& shared;
   Params const& p;
-  int slot;  // of this lane's box, or row, in a K tile
+  int slot;  // where this lane's box, or row, begins in a K tile
   HalfRing<Traits> left{true};
   HalfRing<Traits> right{false};
   RingState<Traits::kStages> rotary;
@@ -63,7 +63,8 @@ struct MlaLoader {
         p(p_),
         slot(gathers(p_) ? 32 * warp + lane_of_warp() : lane_of_warp() * p_.box_keys) {}
 
-  // INVARIANT: in boxes, the lanes are independent of each other.
+  // INVARIANT: lanes that load boxes do not wait for each other. A stage is full, and so used and
+  // filled again, only after the boxes of all lanes have arrived.
   CUTE_DEVICE void run() {
     if (slot >= Traits::kTileN) {
       return;

@@ -12,8 +12,8 @@ namespace fa3 {
 
 // Zeros between launches.
 struct CombineCounters {
-  int tiles;  // whose keys several CTAs share
-  int ctas;   // of the combining kernel that have read `tiles`
+  int tiles;  // that several CTAs share
+  int ctas;   // CTAs of the combining kernel that have read `tiles`
 };
 
 // CacheDeviceParams::q, k: the rotary columns; v: the latent ones of the keys.
