@@ -14,9 +14,12 @@ from flash_attn3 import flash_attn_with_kvcache
 from flash_attn3.bench import DTYPES, OURS, ROTATED_BYTES
 from flash_attn3.bench.problem import MAX_SETS
 
-SDPA, UNSHARED = 'sdpa', f'{OURS} unshared'    # the latter: without shared_prefix
+SDPA = 'sdpa'
+UNSHARED, WIDE = f'{OURS} unshared', f'{OURS} 16 bits'    # without shared_prefix, without e4m3
+E4M3 = torch.float8_e4m3fn
+LATENT = 64, 512    # head dims of k, and of v
 MIXED_LENGTHS = (16384, 700, 4096, 64, 2100, 9000, 1, 333)
-KINDS = 'dense', 'paged', 'mixed', 'append', 'prefix'
+KINDS = 'dense', 'paged', 'mixed', 'append', 'prefix', 'fp8', 'latent'
 OWN_KEYS = 128, 512    # behind a prefix, at random
 
 
@@ -33,10 +36,14 @@ class Cell:
     is_mixed: bool = False    # lengths in MIXED_LENGTHS, in turn
     appends: bool = False     # the new keys and values are written too, rotated
     prefix: int = 0           # keys that all sequences share, in the same pages
+    scales: str = ''          # 'heads' or 'pages': what has one, of a cache of e4m3
+    is_latent: bool = False   # absorbed MLA: one KV head, of LATENT
     dtype: str = 'bf16'
 
     @property
     def kind(self) -> str:
+        if self.is_latent or self.scales:
+            return 'latent' if self.is_latent else 'fp8'
         if self.prefix or self.appends:
             return 'prefix' if self.prefix else 'append'
         return 'mixed' if self.is_mixed else 'paged' if self.page_size else 'dense'
@@ -58,8 +65,11 @@ class Cell:
         size, new = DTYPES[self.dtype].itemsize, self.queries if self.appends else 0
         shared = self.prefix * (self.batch - 1)
         rows = sum(self.lengths) - shared + 3 * new * self.batch    # new: read, written, read
-        keys = 2 * rows * self.heads_k
-        return size * self.head_dim * (keys + 2 * self.batch * self.queries * self.heads)
+        queries = self.batch * self.queries * self.heads
+        if self.is_latent:    # q, qv and out
+            return size * (sum(LATENT) * rows + (sum(LATENT) + LATENT[1]) * queries)
+        of_key = 2 * self.head_dim * (1 if self.scales else size)
+        return of_key * rows * self.heads_k + 2 * size * self.head_dim * queries
 
     def label(self) -> str:
         parts = [self.kind, f'batch {self.batch}', f'{self.keys} keys',
@@ -67,6 +77,7 @@ class Cell:
         parts += [f'{self.queries} queries'] * (self.queries > 1)
         parts += [f'pages of {self.page_size}'] * (self.page_size > 0)
         parts += [f'{self.prefix} shared'] * (self.prefix > 0)
+        parts += [f'scales of {self.scales}'] * bool(self.scales)
         return ', '.join(parts)
 
     def as_dict(self) -> dict:
@@ -86,8 +97,17 @@ def cells(dtype: str) -> list[Cell]:
               for heads, heads_k, size, shared in (
                   (32, 8, 64, 8192), (32, 8, 64, 32768), (32, 8, 16, 8192), (64, 8, 64, 32768),
                   (8, 1, 64, 8192), (8, 1, 64, 32768))]
+    fp8 = [Cell(batch, 4096, page_size=size, scales=scales) for scales in ('heads', 'pages')
+           for batch, size in ((16, 64), (64, 64), (64, 16), (64, 1))]
+    latent = [latent_cell(batch, keys, heads, queries) for heads, queries, batch, keys in (
+        (16, 1, 1, 16384), (16, 1, 64, 4096), (128, 1, 1, 16384), (128, 1, 64, 4096),
+        (128, 2, 16, 4096))]
     return [replace(cell, dtype=dtype) for cell in (
-        *dense, *groups, *dims, *paged, *more, *mixed, *append, *prefix)]
+        *dense, *groups, *dims, *paged, *more, *mixed, *append, *prefix, *fp8, *latent)]
+
+
+def latent_cell(batch: int, keys: int, heads: int, queries: int = 1) -> Cell:
+    return Cell(batch, keys, heads, 1, sum(LATENT), queries, page_size=64, is_latent=True)
 
 
 def quick_cells(dtype: str, cpu: bool) -> list[Cell]:
@@ -96,7 +116,9 @@ def quick_cells(dtype: str, cpu: bool) -> list[Cell]:
     one = Cell(2, keys, dtype=dtype, **small)
     return [one, replace(one, page_size=16), replace(one, is_mixed=True),
             replace(one, page_size=16, appends=True),
-            replace(one, page_size=16, batch=4, prefix=keys - 32)]
+            replace(one, page_size=16, batch=4, prefix=keys - 32),
+            replace(one, page_size=16, scales='pages'),
+            replace(latent_cell(2, keys, 4), dtype=dtype)]
 
 
 # ---------------------------------------------------------------------------------------- inputs
@@ -123,6 +145,15 @@ def inputs_of(cell: Cell, device: torch.device, seed: int) -> dict:
                                          order[shared:].view(cell.batch, own)], 1)
     given |= {'shared_prefix': cell.prefix} if cell.prefix else {}
     given |= {'k_cache': normal(*shape), 'v_cache': normal(*shape)}
+    if cell.scales:
+        given |= {name: given[name].to(E4M3) for name in ('k_cache', 'v_cache')}
+        rows = cell.batch if cell.scales == 'heads' else shape[0]
+        given |= {f'{name}_descale': torch.rand(
+            rows, cell.heads_k, generator=generator, device=device) + 0.5 for name in 'kv'}
+        given['descale_by_page'] = cell.scales == 'pages'
+    if cell.is_latent:    # one tensor, latent columns first
+        given['v_cache'], given['k_cache'] = given['k_cache'].split(LATENT[::-1], -1)
+        given['qv'], given['q'] = given['q'].split(LATENT[::-1], -1)
     if cell.appends:
         rows = (cell.batch, new, cell.heads_k, cell.head_dim)
         angle = torch.arange(capacity, device=device)[:, None] / 10_000 ** torch.linspace(
@@ -168,11 +199,32 @@ def contenders(cell: Cell) -> dict[str, Callable[[dict, Cell], Callable[[], Tens
     found = {OURS: lambda given, cell: ours(given), SDPA: sdpa}
     if cell.prefix:
         found[UNSHARED] = lambda given, cell: ours(given | {'shared_prefix': 0})
+    if cell.scales:
+        found[WIDE] = lambda given, cell: ours(widened(given))
     return found
+
+
+def widened(given: dict) -> dict:
+    """The same with a cache in the dtype of q, which holds elements times their scales."""
+    wide = {key: x for key, x in given.items() if 'descale' not in key}
+    for name in 'kv':
+        scale, cache = given[f'{name}_descale'], given[f'{name}_cache'].float()
+        if not given['descale_by_page']:    # of the sequence that has the page
+            own, table = torch.ones_like(cache[:, 0, :, 0]), given['page_table'].long()
+            scale = own.index_copy(0, table.flatten(), scale.repeat_interleave(table.size(1), 0))
+        wide[f'{name}_cache'] = (cache * scale[:, None, :, None]).to(given['q'].dtype)
+    return wide
 
 
 def in_float32(given: dict, cell: Cell) -> Tensor:
     """The result of a call, by SDPA on the gathered keys, after what it appends was appended."""
+    if cell.scales:
+        return in_float32(widened(given), replace(cell, scales=''))
+    if cell.is_latent:
+        joint = torch.cat([given['v_cache'], given['k_cache']], -1)
+        return in_float32({key: x for key, x in given.items() if key != 'qv'} | {
+            'q': torch.cat([given['qv'], given['q']], -1), 'k_cache': joint, 'v_cache': joint},
+            replace(cell, is_latent=False))[..., :LATENT[1]]
     if cell.batch > 1:    # one after the other: gathered keys are large
         lists = ('q', 'k', 'v', 'cache_seqlens', 'page_table') if cell.page_size else (
             'q', 'k', 'v', 'cache_seqlens', 'k_cache', 'v_cache')
