@@ -104,7 +104,7 @@ struct FwdConfig {
   // transposes V and reads scales.
   constexpr int consumer_registers() const {
     if (is_latent()) {
-      return 144;  // of the warpgroup that computes P
+      return 144;  // the warpgroup that computes P
     }
     if (consumer_warpgroups == 1) {
       return producer == ProducerSize::kWide ? 240 : ctas_per_sm == 1 ? 256 : 216;

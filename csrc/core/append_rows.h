@@ -13,14 +13,14 @@ constexpr int kAppendChunkBytes = 16;
 struct RowItem {
   int token;
   int head;
-  int pair;  // of chunks
+  int pair;  // counts pairs of chunks in the row
 };
 
 // The rows of a tensor over the threads of CTAs. A CTA has several tokens, or a part of one.
 struct RowSchedule {
   int tokens = 0;
   int heads = 0;
-  int chunks = 0;         // of a row
+  int chunks = 0;         // in a row
   int tokens_of_cta = 1;  // at most
   int64_t ctas = 0;
   FastDiv by_parts;
@@ -81,8 +81,8 @@ constexpr float kLeastPageScale = 0x1p-60f;
 // as many units as its rows may touch pages, wherever they begin; some have no rows.
 struct PageSchedule {
   int total = 0;       // new rows of all sequences
-  int new_tokens = 0;  // of each; -1: packed
-  int units = 0;       // of each sequence; packed: besides one for each whole page
+  int new_tokens = 0;  // in each sequence; -1: packed
+  int units = 0;       // each sequence has so many; packed: in addition to one a whole page
   int64_t ctas = 0;
   FastDiv by_heads;
   FastDiv by_page;
@@ -113,12 +113,12 @@ struct PageSchedule {
 
 // The slots of a sequence, from its length on, that are in one page.
 struct PageSpan {
-  int64_t number;  // of the page in the sequence
+  int64_t number;  // counts the pages of the sequence
   int64_t first;
   int64_t end;
 };
 
-// unit: of the sequence, from 0; others give no slots.
+// unit: counts those of the sequence from 0; units past its last page give no slots.
 FA3_HD PageSpan page_span(FastDiv const& by_page, int length, int64_t unit) {
   int64_t const page_size = by_page.divisor;
   int64_t const number = by_page.div(length) + unit;

@@ -20,7 +20,7 @@ struct Unscaled {
 
 // Four elements of a key, times the scale of its page.
 struct ScaledByPage {
-  float const* scales;  // of the boxes, or keys, of a K tile
+  float const* scales;  // one for each box of a K tile, or for each key
   FastDiv keys_of_scale;
 
   template <class Element>
@@ -62,7 +62,7 @@ struct TileConverter {
   static constexpr int kAtOnce = min_of(4, kSteps);
   static_assert(kKeys % kRows == 0 && kSteps % kAtOnce == 0 && kRawColumns % kRawSlice == 0);
 
-  int row;     // of this thread's first chunk
+  int row;     // the key of this thread's first chunk
   int source;  // that chunk, in bytes
   int target;  // the one of the two chunks that is stored first
   int to_other;

@@ -34,17 +34,17 @@ struct CacheSlots {
   int pages = 0;                    // dense: entries of the batch
   int const* batch_idx = nullptr;   // dense: the entry of a sequence; nullptr: its number
   int const* page_table = nullptr;  // nullptr: dense
-  int64_t page_table_stride = 0;    // of a sequence
+  int64_t page_table_stride = 0;    // between sequences
   FastDiv by_page;                  // slots of a page
 };
 
 struct Rotary {
   char const* cos = nullptr;  // nullptr: nothing is rotated
   char const* sin = nullptr;
-  int64_t cos_stride = 0;  // bytes, of a position
+  int64_t cos_stride = 0;  // bytes between positions
   int64_t sin_stride = 0;
   int64_t positions = 0;
-  int pairs = 0;  // of chunks that are rotated in a row
+  int pairs = 0;  // pairs of chunks in a row that are rotated
   bool is_interleaved = true;
   bool is_per_query = true;
   int const* seqlens = nullptr;  // the position of the first new token; nullptr: the length
@@ -53,7 +53,7 @@ struct Rotary {
 struct AppendParams {
   Dtype dtype = Dtype::kBFloat16;  // the new rows' dtype
   bool quantises = false;          // 16-bit rows of k and v become e4m3
-  bool by_page = false;            // by the scales of pages
+  bool by_page = false;            // with the scales of pages
   int batch = 0;
   AppendRows k;
   AppendRows v;

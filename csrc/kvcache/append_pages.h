@@ -13,11 +13,11 @@ namespace fa3 {
 struct PageRows {
   int count = 0;
   int sequence = 0;
-  int page = 0;        // of the cache
-  int slot = 0;        // of the first row, in the page
+  int page = 0;        // page id
+  int slot = 0;        // where the first row goes, in the page
   int token = 0;       // the first row, in the tensor of new rows
   int64_t index = 0;   // the same in the sequence
-  int64_t length = 0;  // of the sequence before
+  int64_t length = 0;  // keys of the sequence before the append
 };
 
 // Whole warps call it, each with one unit.

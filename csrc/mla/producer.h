@@ -184,7 +184,7 @@ struct MlaLoader {
   template <Columns kGroup>
   CUTE_DEVICE void gather(KeySource const& from, int at, int id, Mbarrier& full,
                           Element* buffer) const {
-    constexpr int kChunks = kColumnsOf<kGroup> * int(sizeof(Element)) / 16;  // of a row
+    constexpr int kChunks = kColumnsOf<kGroup> * int(sizeof(Element)) / 16;  // in a row
     constexpr int kRowsAtOnce = 32 / kChunks;
     TensorView const& rows = kIsRotary<kGroup> ? p.k_rows : p.v_rows;
     int const lane = lane_of_warp();

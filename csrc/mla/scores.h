@@ -198,7 +198,7 @@ struct ScoreWarpgroup {
 
   // Those before `first` and from `end` on.
   CUTE_DEVICE void clear_rows(Element* buffer, int first, int end) const {
-    constexpr int kChunks = Traits::kOutputColumns * int(sizeof(Element)) / 16;  // of a row
+    constexpr int kChunks = Traits::kOutputColumns * int(sizeof(Element)) / 16;  // in a row
     CUTE_NO_UNROLL
     for (int i = thread; i < Traits::kTileN * kChunks; i += kWarpgroupThreads) {
       int const row = i / kChunks;

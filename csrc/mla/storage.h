@@ -44,8 +44,8 @@ struct MlaStorage {
 
   // Everything is in slices of 64 columns.
   struct alignas(1024) {
-    // Latent columns of K tiles: kStages left halves, then kRightStages right ones. The left half
-    // of Q passes through the left ones.
+    // Latent columns of K tiles: kStages left halves, then kRightStages right ones. Q's left half
+    // passes through the left ones.
     Element halves[kStages + kRightStages][Traits::kHalfElements];
     Element rotary[kStages][Traits::kRotaryElements];    // rotary columns, then P over them
     Element q[kWarpgroupRows * Traits::kSharedColumns];  // the other latent columns, then rotary
