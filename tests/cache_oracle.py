@@ -343,10 +343,8 @@ def check(case: CacheCase, device: str | torch.device) -> tuple[Returned, dict]:
 
 def check_case(case: CacheCase, device: str | torch.device) -> None:
     """The same; an error says how to repeat it."""
-    try:
+    with compare.naming(case):
         check(case, device)
-    except Exception as error:
-        raise AssertionError(f'{case}: {error}') from error
 
 
 def check_same(got: Returned, wanted: Returned) -> None:

@@ -9,12 +9,24 @@ or the data of a case.
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from flash_attn3 import flash_attn_func, reference
 
 from tests.cases import Case
+
+
+@contextmanager
+def naming(case: object) -> Iterator[None]:
+    """An error in it says which case failed, and so how to repeat it."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f'{case}: {error}') from error
 
 
 def expected_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool,

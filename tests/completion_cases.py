@@ -151,10 +151,8 @@ def check(case: TreeCase, tensors: Tensors, got: Results) -> None:
 def check_case(case: TreeCase, device: str | torch.device) -> None:
     """Runs a case and holds it to the bar; an error says how to repeat it."""
     tensors = case.tensors(device)
-    try:
+    with compare.naming(case):
         check(case, tensors, run(case, tensors))
-    except Exception as error:
-        raise AssertionError(f'{case}: {error}') from error
 
 
 def check_same(got: Results, wanted: Results) -> None:

@@ -115,10 +115,8 @@ def check_general(upstream: types.ModuleType, row: Row, device: torch.device) ->
     case = general_case(row)
     fits(case, device)
     check = check_e4m3 if row['dtype'] == 'e4m3' else check_16_bit
-    try:
+    with compare.naming(case):
         check(upstream, case, row, case.tensors(device))
-    except Exception as error:
-        raise AssertionError(f'{case}: {error}') from error
 
 
 @each('dense')
