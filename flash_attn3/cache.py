@@ -387,8 +387,8 @@ def _new_page_scale(largest: Tensor) -> Tensor:
     page may be twice as large.
     """
     least = (largest / 224).clamp(min=2.0 ** -60)
-    mantissa, exponent = torch.frexp(least)
-    return torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
+    mantissa = torch.frexp(least).mantissa
+    return torch.where(mantissa == 0.5, least, least / mantissa)
 
 
 def append_plainly(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tensor | None,
