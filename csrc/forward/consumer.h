@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/gemm.h"
+#include "forward/missing_values.h"
 #include "forward/ping_pong.h"
 #include "forward/slots.h"
 
@@ -138,6 +139,22 @@ struct FwdConsumer {
     });
     issue_gemm<Traits::kOutputSteps, k.ping_pong_lead>(
         MmaO{}, tOrP, tOrV, tOrO, Slots::Sums::kStartsFromZero || tile.o_is_zero, hook);
+  }
+
+  // Before PV of the K tiles that are visited first and last.
+  CUTE_DEVICE void clear_first_values(Tile const& tile) {
+    if constexpr (Traits::kClearsValues) {
+      MissingValues<Traits>{shared, p, warpgroup, thread}.clear_after_end(
+          tile.work.location, tile.work.keys.end - 1, v_ring);
+    }
+  }
+
+  CUTE_DEVICE void clear_last_values(Tile const& tile) {
+    if constexpr (Traits::kClearsValues) {
+      FwdWork<Traits> const& work = shared.work[tile.q_stage][warpgroup];
+      MissingValues<Traits>{shared, p, warpgroup, thread}.clear_before_begin(
+          work.location, work.keys.begin, v_ring);
+    }
   }
 
   CUTE_DEVICE void release_k() { release(shared.k_empty, k_ring); }

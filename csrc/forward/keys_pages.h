@@ -4,8 +4,9 @@
 //
 // INVARIANT: pages that a sequence does not need are not read: their boxes have coordinates outside
 // the tensor, which the copy engine reads as zeros. V of a key that the sequence does not have must
-// not reach O through P = 0, since 0 * NaN is NaN: a K tile with such keys is gathered, and their
-// rows are zeros. Their K gives scores that the mask replaces.
+// not reach O through P = 0, since 0 * NaN is NaN: consumers clear its row (missing_values.h), or,
+// where other warps read V first, a K tile with such keys is gathered, and their rows are zeros.
+// Their K gives scores that the mask replaces.
 #pragma once
 
 #include "device/barriers.h"
@@ -90,7 +91,7 @@ struct PagedKeys {
   template <bool kIsK>
   CUTE_DEVICE static void load(CacheDeviceParams const& p, Mbarrier& full, ElementKv* target,
                                KeySource const& from, int n, int id, int warp) {
-    if (p.box_keys > 0 && (kIsK || !has_tail(from, n))) {
+    if (p.box_keys > 0 && (kIsK || Traits::kClearsValues || !has_tail(from, n))) {
       load_boxes<kIsK ? Traits::kRawColumns : Traits::kRawColumnsV>(p, kIsK ? p.k : p.v, full,
                                                                     target, from, n, id);
     } else {

@@ -37,7 +37,9 @@ struct SkewedLoop {
     } else {
       for (; tile.work.valid(); tile = c.take_tile()) {
         begin(tile);
+        c.clear_first_values(tile);
         visit_keys(tile);
+        c.clear_last_values(tile);
         end(tile);
       }
     }

@@ -28,6 +28,8 @@ struct FwdTraits {
   static constexpr bool kTransposesV = k.values == ValuesKind::kTransposed;
   static constexpr bool kConverts = k.converts();
   static constexpr bool kHasScales = k.scales == ScalesKind::kBlocks;
+  // On a cache: consumers clear the rows of V that belong to no key (forward/missing_values.h).
+  static constexpr bool kClearsValues = kIsCache && k.values == ValuesKind::kDirect;
 
   static constexpr int kHeadDim = k.head_dim;
   static constexpr int kHeadDimV = k.head_dim_v;
