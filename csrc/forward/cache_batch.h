@@ -28,23 +28,22 @@ struct CacheTiles {
 
   CacheDeviceParams const& p;
   CacheWalk<Mask> walk;
-  CacheSequence of_lane = {};  // with at most 32 sequences: that of this lane
+  static constexpr int kMostKnown = 2 * 32;
+  CacheSequence known[2] = {};  // of so many sequences: those of this lane, the last one first
 
   CUTE_DEVICE explicit CacheTiles(CacheDeviceParams const& p_)
       : p(p_), walk(p_.line, p_.lengths, mask_of<Traits::kKind.mask>(p_.mask), Traits::kTileN) {}
 
   // Reads the lengths and finds the CTA's stretch. Whole warps call this and the rest.
   CUTE_DEVICE void start() {
-    Chunk chunk{0, p.line.batch, 0};
-    bool is_narrowed = false;
+    Chunk chunk{0, p.line.batch, 0, false};
     do {
       int const units_of_lane = units_in(chunk);
       int const until = scan_of_warp(units_of_lane);
-      if (!is_narrowed) {
-        of_lane = walk.sequence;
+      if (!chunk.is_narrowed) {
         walk.take_stretch(__shfl_sync(kWholeWarp, until, 31), int(blockIdx.x));
       }
-      is_narrowed = true;
+      chunk.is_narrowed = true;
       if (walk.valid()) {
         narrow(chunk, units_of_lane, until);
       }
@@ -54,11 +53,17 @@ struct CacheTiles {
     }
   }
 
-  // Whether start() would read the same lengths now. False with more than 32 sequences.
+  // Whether start() would read the same lengths now. False with more than kMostKnown sequences.
   CUTE_DEVICE bool is_current() const {
-    int const lane = lane_of_warp();
-    bool const is_same = lane >= p.line.batch || cache_sequence(p.lengths, lane) == of_lane;
-    return p.line.batch <= 32 && __all_sync(kWholeWarp, is_same);
+    if (p.line.batch > kMostKnown) {
+      return false;
+    }
+    int const of_lane = ceil_div(p.line.batch, 32);
+    int const b = lane_of_warp() * of_lane;
+    int const end = min_of(b + of_lane, p.line.batch);
+    bool const is_same = b >= end || (cache_sequence(p.lengths, end - 1) == known[0] &&
+                                      (end - b == 1 || cache_sequence(p.lengths, b) == known[1]));
+    return __all_sync(kWholeWarp, is_same);
   }
 
   CUTE_DEVICE Work next() { return walk.next() ? current() : no_tile<Traits>(); }
@@ -69,6 +74,7 @@ struct CacheTiles {
     int begin;
     int sequences;
     int before;
+    bool is_narrowed;  // from all sequences
 
     CUTE_DEVICE int of_lane() const { return ceil_div(sequences, 32); }
   };
@@ -76,7 +82,16 @@ struct CacheTiles {
   CUTE_DEVICE int units_in(Chunk const& chunk) {
     int const begin = min_of(lane_of_warp() * chunk.of_lane(), chunk.sequences);
     int const end = min_of(begin + chunk.of_lane(), chunk.sequences);
-    return walk.units_of(chunk.begin + begin, chunk.begin + end);
+    int sum = 0;
+    CUTE_NO_UNROLL
+    for (int b = chunk.begin + begin; b < chunk.begin + end; ++b) {
+      sum = min_of(sum + walk.units_of(b, b + 1), kMostUnits + 1);
+      if (!chunk.is_narrowed) {
+        known[1] = known[0];
+        known[0] = walk.sequence;
+      }
+    }
+    return sum;
   }
 
   // To the lane's share that has the first unit of the stretch.

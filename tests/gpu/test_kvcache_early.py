@@ -21,6 +21,7 @@ CASES = {
     'paged': CacheCase(mixed(8, 900), 1000, page_size=16, heads=(8, 2)),
     'page_1': CacheCase(mixed(8, 900), 1000, page_size=1, heads=(8, 2)),
     'many': CacheCase(mixed(40, 300), 400, page_size=64, heads=(8, 2)),
+    'most': CacheCase(mixed(70, 300), 400, page_size=64, heads=(8, 2)),
     'packed': CacheCase(mixed(8, 900, 3), 1000, page_size=64, heads=(8, 2), causal=True,
                         is_packed=True),
     'long': CacheCase(mixed(3, 900, 90), 1000, page_size=64, heads=(8, 2), causal=True),
