@@ -134,9 +134,10 @@ def attend(attend_cache: Callable, tensors: Tensors, arguments: tuple,
     q, k, v, out = tensors
     is_half = q.dtype == E4M3 and result_dtype(q, out, out_dtype) == torch.float16
     rest = Attend(*arguments[:_RETURN_LSE], True, *arguments[_RETURN_LSE + 1:], is_half)
-    own_out, own_lse = attend_cache(q, k, v, *short(rest))    # which checks all
+    # WHY first: the launch on own keys starts early, that on shared keys does not.
     (rows, shared_k, shared_v), shared = _of_shared((q, k, v), rest)
     shared_out, shared_lse = attend_cache(rows, shared_k, shared_v, *short(shared))
+    own_out, own_lse = attend_cache(q, k, v, *short(rest))
     if rest.cu_seqlens_q is not None:
         shared_out, shared_lse = shared_out[0], shared_lse[0]
     if out is None:
