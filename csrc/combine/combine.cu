@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   PartRows<Element, kIsStack> const parts(p, row);
   PartWeights const weights =
       PartWeights::of_warp(p.parts, [&](int part) { return parts.lse(part); });
-  if (row.first_column == 0 && is_first_lane()) {
+  if (p.lse != nullptr && row.first_column == 0 && is_first_lane()) {
     p.lse[row.batch * p.lse_stride[0] + row.row * p.lse_stride[1] + row.head * p.lse_stride[2]] =
         weights.lse();
   }

@@ -28,7 +28,7 @@ struct CombineParams {
   void* out = nullptr;
   int64_t out_stride[4] = {};  // batch, row, head, column
   Dtype out_dtype = Dtype::kFloat32;
-  float* lse = nullptr;
+  float* lse = nullptr;        // nullptr: not wanted
   int64_t lse_stride[3] = {};  // batch, row, head
   int parts = 0;
   int warps = 0;  // rows of all batch entries and heads, times column_blocks()

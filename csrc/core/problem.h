@@ -72,6 +72,9 @@ struct CacheProblem {
   int capacity = 0;    // keys that a sequence can have
   int num_splits = 0;  // 0: even
   int split_size = 0;  // keys; 0: none
+  // Keys of the only sequence, if the host knows that each query sees all of them and no sink; else
+  // 0.
+  int keys_of_all = 0;
 };
 
 struct FwdProblem {
@@ -148,6 +151,9 @@ struct CacheSchedule {
   int weight_log2 = 0;  // CacheLine::weight_log2
   int rows = 0;         // that a part has
   int64_t slots = 0;    // parts that there may be
+  // Parts of each output tile if a launch of its own combines them, else 0. They then lie as (part,
+  // packed head, tile of queries, row).
+  int parts_apart = 0;
 };
 
 // How the work of a problem is split into tiles for one variant: everything the launcher needs

@@ -31,13 +31,25 @@ KeySplits splits_of(CacheProblem const& cache, int tile_n, int64_t tiles, int we
   return splits;
 }
 
+// Whether two warpgroups would have so few K tiles of 128 keys that their later start costs more
+// than they gain. A shared prefix, one warpgroup / two: 2 K tiles a CTA, 8 query heads and one KV
+// head, 44 / 50 us; 8 K tiles, 8 and 1 heads, 58 / 60, 32 and 8 heads, 88 / 83 (H100, 2026-11-26).
+bool has_few_keys(FwdProblem const& problem, RowPacking rows, int sms) {
+  constexpr int kFewTiles = 4;
+  int const keys = problem.cache.keys_of_all;
+  int64_t const tiles = int64_t(ceil_div(problem.seqlen_q, rows.positions_per_tile(2))) *
+                        (problem.heads_q / rows.pack);
+  return keys > 0 && tiles * ceil_div(keys, 128) < int64_t(kFewTiles) * sms;
+}
+
 // The tile of one warpgroup, or of two where that is not enough for the longest queries. WHY not
 // with split_size: the bits of a sequence must not depend on the others. Those of two have no
 // trees.
-int variant_for(FwdProblem const& problem, int positions) {
+int variant_for(FwdProblem const& problem, RowPacking rows, int sms) {
   FwdCandidates const candidates = fwd_candidates(problem);
-  bool const is_long =
-      problem.seqlen_q > positions && problem.cache.split_size == 0 && !problem.has_tree;
+  bool const is_long = problem.seqlen_q > rows.positions_per_warpgroup() &&
+                       problem.cache.split_size == 0 && !problem.has_tree &&
+                       !has_few_keys(problem, rows, sms);
   return candidates.variant[is_long ? candidates.count - 1 : 0];
 }
 
@@ -64,6 +76,41 @@ int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t t
   return of_tile == 1 ? 1 : tiles * of_tile;
 }
 
+// Parts of each output tile for a launch of its own that combines them; 0: those of the even split,
+// which the launch itself combines. tiles: output tiles of a line; ctas: of a line.
+//
+// WHY: in the launch one multiprocessor reads all parts of a tile. One of 128 rows, 64 KiB, takes
+// it as long as a K tile of two warpgroups, 1.5 us (H100, 2026-11-26); a launch as long as three.
+int parts_apart(FwdProblem const& problem, int tile_n, int pack, int tiles, int ctas) {
+  constexpr int kCostOfLaunch = 3;
+  constexpr int kMostCost = 12;  // of parts that are combined in two steps
+  CacheProblem const& cache = problem.cache;
+  bool const has_gaps = kWarpgroupRows % pack != 0;  // between the rows of warpgroups
+  if (cache.keys_of_all == 0 || cache.num_splits > 0 || cache.split_size > 0 || has_gaps ||
+      problem.head_dim_v > launch_columns(problem)) {
+    return 0;
+  }
+  int const k_tiles = ceil_div(cache.keys_of_all, tile_n);
+  int const most = min_of(ctas / tiles, k_tiles);
+  if (most < 2) {
+    return 0;
+  }
+  int const of_part = ceil_div(k_tiles, most);
+  int const of_even = ceil_div(tiles * k_tiles, ctas);
+  int const even = of_even + min_of(ceil_div(k_tiles, of_even), kMostCost);
+  return of_part + kCostOfLaunch < even ? ceil_div(k_tiles, of_part) : 0;
+}
+
+// The split for parts_apart().
+void combine_apart(CacheSchedule& cache, int parts, int64_t tiles) {
+  cache.parts_apart = parts;
+  cache.splits = KeySplits{};
+  cache.splits.kind = SplitKind::kParts;
+  cache.splits.count = parts;
+  cache.slots = tiles * parts;
+  cache.splits.most = cache.slots;
+}
+
 }  // namespace
 
 FwdPlan plan_cache(FwdProblem const& problem) {
@@ -72,14 +119,14 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   int const group = problem.heads_q / problem.heads_k;
   schedule.pack = problem.pack_gqa == PackGqa::kNever ? 1 : largest_pack(group);
   RowPacking const rows{schedule.pack};
-  plan.variant = variant_for(problem, rows.positions_per_warpgroup());
+  int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
+  plan.variant = variant_for(problem, rows, sms);
   FwdConfig const& config = kFwdVariants[plan.variant];
   int const positions = rows.positions_per_tile(config.consumer_warpgroups);
   schedule.m_tiles = ceil_div(problem.seqlen_q, positions);
   int64_t const of_head = problem.is_packed ? most_tiles(problem.total_q, problem.batch, positions)
                                             : int64_t(schedule.m_tiles) * problem.batch;
   int64_t const tiles = of_head * (problem.heads_q / schedule.pack);
-  int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
   CacheSchedule& cache = schedule.cache;
   cache.lanes = lanes_of(problem.heads_q / schedule.pack, sms * config.ctas_per_sm);
   schedule.grid = std::max(1, sms * config.ctas_per_sm / cache.lanes) * cache.lanes;
@@ -88,6 +135,13 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   cache.slots = most_parts(problem.cache, cache.splits, tiles, config.tile_n, schedule.grid);
   if (!cache.splits.is_even() && cache.slots > 1) {
     cache.splits.most = cache.slots;
+  }
+  bool const is_long = problem.seqlen_q > rows.positions_per_warpgroup();
+  int const apart = is_long ? parts_apart(problem, config.tile_n, schedule.pack,
+                                          int(tiles / cache.lanes), schedule.grid / cache.lanes)
+                            : 0;
+  if (apart > 1) {
+    combine_apart(cache, apart, tiles);
   }
   // Rows of a part are counted as those of a tile.
   int const all_rows = config.consumer_warpgroups * kWarpgroupRows;

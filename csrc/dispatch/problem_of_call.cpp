@@ -79,6 +79,24 @@ void set_execution(FwdProblem& problem, AttentionCall const& call) {
 
 }  // namespace
 
+// CacheProblem::keys_of_all
+int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
+  CacheArguments const& cache = call.cache;
+  IntervalMask const& mask = problem.mask;
+  bool const is_one = problem.batch == 1 && !problem.is_packed && !call.lengths.cu_seqlens_k;
+  bool const is_known = !cache.cache_seqlens && !cache.cache_leftpad && !cache.cu_seqlens_k_new &&
+                        call.first.first_slot == 0;
+  bool const is_full = mask.left == IntervalMask::kNoLimit &&
+                       mask.right == IntervalMask::kNoLimit && !mask.is_chunked &&
+                       !call.tree.tree_mask;
+  if (!is_one || !is_known || !is_full || call.score.sinks || problem.kind.is_latent) {
+    return 0;
+  }
+  int64_t const capacity = problem.cache.capacity;
+  int64_t const held = cache.cache_length < 0 ? capacity : cache.cache_length;
+  return int(std::min(capacity, held + cache.appended));
+}
+
 FwdProblem problem_of_cache(AttentionCall const& call) {
   FwdProblem problem;
   TensorMeta const& q = call.q;
@@ -109,6 +127,7 @@ FwdProblem problem_of_cache(AttentionCall const& call) {
                                           : kCacheKernel;
   problem.converts = call.converts();
   problem.has_tree = bool(call.tree.tree_mask);
+  cache.keys_of_all = keys_of_all(call, problem);
   set_execution(problem, call);
   return problem;
 }

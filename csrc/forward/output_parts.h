@@ -193,7 +193,9 @@ struct OutputParts {
       store_rows<Traits>(p, work.rows, thread, softmax, sinks);
     } else {
       store_part(p, work, thread, warpgroup * kWarpgroupRows, softmax, tOrO);
-      combine(shared, p, work, warpgroup, thread);
+      if (p.tiles_apart == 0) {
+        combine(shared, p, work, warpgroup, thread);
+      }
     }
   }
 
@@ -243,6 +245,11 @@ struct OutputParts {
     }
   }
 
+  // Counts the output tiles of a launch, the queries of a packed head next to each other.
+  CUTE_DEVICE static int tile_of(CacheDeviceParams const& p, FwdWork<Traits> const& work) {
+    return p.pack.div(work.rows.head) * p.m_tiles + p.line.positions.div(work.position_begin);
+  }
+
   CUTE_DEVICE static int ceil_of_root(int x) { return int(ceilf(sqrtf(float(x)))); }
 
   template <class Softmax, class FragmentO>
@@ -251,7 +258,10 @@ struct OutputParts {
                                      FragmentO const& tOrO) {
     auto const output = rows_view(tOrO);  // (2, (2, Dv / 8))
     KeyPart const& part = work.location.part;
-    int64_t const begin = int64_t(part.slot_of(part.index)) * p.part_rows + first_row;
+    bool const is_apart = p.tiles_apart > 0;
+    int const slot =
+        is_apart ? part.index * p.tiles_apart + tile_of(p, work) : part.slot_of(part.index);
+    int64_t const begin = int64_t(slot) * p.part_rows + first_row;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       int const row = fragment_row(thread) + 8 * r;

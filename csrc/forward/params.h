@@ -84,6 +84,8 @@ struct CacheDeviceParams : FwdDeviceParams {
   int* arrived;       // (2, slots, warpgroups)
   int slots;
   int part_rows;
+  int tiles_apart;  // output tiles whose parts another launch combines; 0: this one does
+  int m_tiles;
   // Scales by (page, KV head) of a cache that is converted; batch_stride is that of a page.
   ScaleView k_page_scale;  // nullptr: k_scale and v_scale hold
   ScaleView v_page_scale;

@@ -186,6 +186,7 @@ inline pybind11::dict plan_of_cache(int dtype, pybind11::dict shapes, pybind11::
   facts["weight_log2"] = schedule.cache.weight_log2;
   facts["most_units"] = schedule.cache.splits.most;
   facts["slots"] = schedule.cache.slots;
+  facts["parts_apart"] = schedule.cache.parts_apart;
   facts["rows"] = schedule.cache.rows;
   return facts;
 }

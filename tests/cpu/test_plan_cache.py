@@ -142,7 +142,11 @@ def test_slots(split, queries, batch, heads_k, group, capacity, head_dim):
     tile_n = variant_of(facts)['tile_n']
     most_k_tiles = ceil_div(capacity, tile_n)
     parts = max(_host.units(facts['splits'], k_tiles) for k_tiles in range(1, most_k_tiles + 1))
-    if not split:
+    if facts['parts_apart'] > 0:
+        assert not split and batch == 1 and facts['splits'] == (PARTS, facts['parts_apart'])
+        tiles = tiles_of(facts, batch, heads_k * group, queries, None)
+        assert tiles * parts == facts['slots'] == facts['most_units'] <= facts['grid']
+    elif not split:
         assert facts['slots'] == 2 * facts['grid'] and facts['most_units'] > 1 << 60
     elif parts == 1:
         assert facts['slots'] == 1 and facts['most_units'] > 1 << 60
@@ -150,6 +154,21 @@ def test_slots(split, queries, batch, heads_k, group, capacity, head_dim):
         tiles = tiles_of(facts, batch, heads_k * group, queries, None)
         assert tiles * parts <= facts['slots'] == facts['most_units']
         assert facts['slots'] == tiles * min(parts, split.get('num_splits', parts))
+
+
+@pytest.mark.parametrize('changes, name, parts', [
+    ({}, 'FwdBf16D128CacheLong', 8), ({'heads': (8, 1)}, 'FwdBf16D128Cache', 16),
+    ({'capacity': 1 << 15}, 'FwdBf16D128CacheLong', 8),
+    ({'head_dim': 64, 'head_dim_v': 512}, None, 0),
+    ({'heads': (24, 8)}, None, 0), ({'causal': True}, None, 0), ({'batch': 2}, None, 0),
+    ({'num_splits': 3}, None, 0), ({'queries': 16}, None, 0), ({'capacity': 256}, None, 0)])
+def test_parts_that_another_launch_combines(changes, name, parts):
+    """Many queries on the keys of one sequence, such as a shared prefix; not where their number, or
+    which of them a query sees, is known on the GPU alone.
+    """
+    facts = plan(**{'queries': 64, 'capacity': 8192, 'batch': 1, 'heads': (32, 8)} | changes)
+    assert facts['parts_apart'] == parts
+    assert name is None or facts['name'] == name
 
 
 @pytest.mark.parametrize('queries, is_huge', [(1, False), (1 << 15, False), (1 << 20, True)])

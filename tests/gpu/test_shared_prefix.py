@@ -59,6 +59,26 @@ def test_batches(batch, page_size, device):
     check_case(CacheCase(lengths, page_size=page_size, heads=(8, 2), shared=128), device)
 
 
+MANY = CacheCase(tuple((2, 4352 + 13 * b % 90) for b in range(40)), heads=(8, 2), shared=4352)
+MANY_CHANGES = {
+    'one_warpgroup': {}, 'two_warpgroups': {'heads': (16, 8)}, 'each_head': {'heads': (4, 4)},
+    'gaps': {'heads': (6, 2)}, 'd64': {'head_dim': 64}, 'd40': {'head_dim': 40},
+    'fp16': {'dtype': 'fp16', 'head_dim': 256}, 'e4m3': {'dtype': 'e4m3'},
+    'values': {'head_dim': 192, 'head_dim_v': 128}, 'no_lse': {'lse': False}, 'out': {'out': True},
+    'heads_first': {'layout': 'heads_first', 'out': True}, 'softcap': {'softcap': 15.0},
+    'unpacked': {'pack_gqa': False},
+}
+
+
+@pytest.mark.parametrize('changes', MANY_CHANGES.values(), ids=MANY_CHANGES)
+@pytest.mark.parametrize('page_size', [0, 16])
+def test_many_queries(page_size, changes, device):
+    """Another launch combines the parts of the shared keys."""
+    case = dataclasses.replace(MANY, page_size=page_size, **changes)
+    got, arguments = check(case, device)
+    check_same(run(case, arguments)[0], got)
+
+
 FEATURES = {
     'softcap': {'softcap': 15.0}, 'sinks': {'sinks': 'fp32'}, 'huge_sinks': {'sinks': 'huge'},
     'scale': {'softmax_scale': 0.3}, 'sharp': {'logit_std': 6.0}, 'one_part': {'num_splits': 1},
@@ -177,9 +197,12 @@ def test_nothing_waits_for_the_gpu(cuda):
     assert not torch.cuda.current_stream().query()
 
 
-def test_three_launches(cuda):
-    """Two of attention and a merge; nothing is filled, copied or stacked."""
-    arguments = dataclasses.replace(DECODE, page_size=16).arguments(cuda)
+@pytest.mark.parametrize('case, combinations', [(DECODE, 1), (MANY, 2)], ids=['few', 'many'])
+def test_launches(case, combinations, cuda):
+    """Two of attention, a merge, one for parts of many queries; nothing is filled, copied or
+    stacked.
+    """
+    arguments = dataclasses.replace(case, page_size=16).arguments(cuda)
     flash_attn_with_kvcache(**arguments)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         flash_attn_with_kvcache(**arguments)
@@ -187,7 +210,7 @@ def test_three_launches(cuda):
     names = [event.name for event in profile.events() if '_kernel' in event.name]
     kinds = [next((kind for kind in ('forward_kernel', 'combine_kernel') if kind in name), name)
              for name in names]
-    assert sorted(kinds) == ['combine_kernel', 'forward_kernel', 'forward_kernel']
+    assert sorted(kinds) == combinations * ['combine_kernel'] + 2 * ['forward_kernel']
 
 
 # ------------------------------------------------------------------------------------------ levels
