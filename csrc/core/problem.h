@@ -93,7 +93,6 @@ struct FwdProblem {
   bool has_unused = false;  // some rows of a sequence may not count
   bool promote = false;     // FP8: sums of PV in fp32
   bool converts = false;    // K and V are e4m3 under 16-bit Q
-  bool has_tree = false;    // a mask of bits over the last keys
   PackGqa pack_gqa = PackGqa::kHeuristic;
   int sm_margin = 0;
   bool deterministic = false;  // the backward sums dQ in a fixed order

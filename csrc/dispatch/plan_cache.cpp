@@ -32,12 +32,10 @@ KeySplits splits_of(CacheProblem const& cache, int tile_n, int64_t tiles, int we
 }
 
 // The tile of one warpgroup, or of two where that is not enough for the longest queries. WHY not
-// with split_size: the bits of a sequence must not depend on the others. Those of two have no
-// trees.
+// with split_size: the bits of a sequence must not depend on the others.
 int variant_for(FwdProblem const& problem, int positions) {
   FwdCandidates const candidates = fwd_candidates(problem);
-  bool const is_long =
-      problem.seqlen_q > positions && problem.cache.split_size == 0 && !problem.has_tree;
+  bool const is_long = problem.seqlen_q > positions && problem.cache.split_size == 0;
   return candidates.variant[is_long ? candidates.count - 1 : 0];
 }
 

@@ -108,7 +108,6 @@ FwdProblem problem_of_cache(AttentionCall const& call) {
                  : call.score.softcap > 0 ? kCacheSoftcapKernel
                                           : kCacheKernel;
   problem.converts = call.converts();
-  problem.has_tree = bool(call.tree.tree_mask);
   set_execution(problem, call);
   return problem;
 }
