@@ -48,7 +48,7 @@ constexpr int kScaleBlockKeys = 384;
 // The scales of q, k or v; strides in elements. For packed sequences with scales by block, the
 // blocks of sequence b begin at cu[b] / rows of a block + b, and batch_stride is 0.
 struct ScaleView {
-  float const* data = nullptr;  // nullptr: 1
+  float const* data = nullptr;      // nullptr: 1
   int64_t batch_stride = 0;         // between pages of scales by page, and of a latent cache
   int64_t head_stride = 0;          // of a latent cache: between keys
   int64_t block_stride = 0;         // 0: per (sequence, KV head)
