@@ -14,7 +14,7 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
 
 Ops without autograd have no derivative, and do not refuse one: the public functions do that.
 
-- `append_cache`, `append_cache_by_page`, `attend_cache`, `attend_cache_out`: attention on a KV
+- `append_cache`, `append_cache_with_scales`, `attend_cache`, `attend_cache_out`: attention on a KV
   cache. In cache.py.
 - `combine`, `merge_parts`: results over parts of the keys become one. In merging.py.
 - `fwd_completions`: attention of completions that share a prompt, with autograd. In completions.py.
@@ -89,8 +89,9 @@ _SCHEMAS = (
     # tensor without q or rotary_cos. Rows that the cache has no room for are not written.
     'append_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? q, '
     f'{schema("cache", "rotary", "cu_seqlens_q", "k_descale", "v_descale")}) -> Tensor',
-    # The same with scales by page, which are set where a page begins with new rows.
-    'append_cache_by_page(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!) k_descale, '
+    # The same with scales that it sets: by page, where a page begins with new rows; without
+    # k_descale those of latents, by key.
+    'append_cache_with_scales(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_descale, '
     f'Tensor(d!) v_descale, Tensor k, Tensor v, Tensor? q, {schema("cache", "rotary")}, '
     f'{schema("cu_seqlens_q")}) -> Tensor',
     # k and v: a dense cache, the pages of one, or packed with cu_seqlens_k. The LSE is empty unless

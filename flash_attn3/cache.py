@@ -8,7 +8,7 @@ this file registers the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from flash_attn3.trees import COLUMNS, unpacked
 # What follows q, k and v of `attend_cache`, and q of `append_cache`.
 Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'first_slot', 'lengths',
                   'pack_gqa', 'sm_margin', 'scales', 'tree', 'by_page', 'latent', 'float16_out')
-# descale_by_page: the op `append_cache_by_page`.
+# descale_by_page, and v_descale of latents: the op `append_cache_with_scales`.
 Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q', 'k_descale', 'v_descale',
                   'by_page')
 _Own = Attend | Append
@@ -220,9 +220,13 @@ def _indices_of(x: Tensor, own: Attend, batch: int) -> list[tuple]:
 
 
 def _scales_of(scale: Tensor | None, x: Tensor, own: Attend, batch: int) -> list[Tensor | None]:
-    """What the keys or values x of each sequence are multiplied by, (keys or 1, heads_k)."""
+    """What the keys or values x of each sequence are multiplied by, (keys or 1, heads_k); latents:
+    (keys, blocks of columns).
+    """
     if scale is None:
         return [None] * batch
+    if own.qv is not None:
+        return [scale[index] for index in _indices_of(x, own, batch)]
     if own.descale_by_page:
         return [scale[pages] for pages, _ in _indices_of(x, own, batch)]
     return list(scale.split(1))
@@ -241,9 +245,14 @@ def _with_tree(score: Score, rows: Tensor) -> Score:
     return replace(score, mask=replace(score.mask, tree=unpacked(rows)))
 
 
-def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    """x (keys, heads_k, head_dim) of one sequence, times its scales."""
-    return x if scale is None else x * scale[..., None].to(x.dtype)
+def _scaled(x: Tensor, scale: Tensor | None, scaling: Callable = torch.mul) -> Tensor:
+    """x (..., keys, heads_k, head_dim) times or over its scales, (keys or 1, heads_k or
+    blocks of columns).
+    """
+    if scale is None:
+        return x
+    by_scale = x.flatten(-2).unflatten(-1, (scale.size(1), -1))
+    return scaling(by_scale, scale[..., None].to(x.dtype)).view(x.shape)
 
 
 @reference.without_autocast
@@ -259,7 +268,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
         (own.q_descale, q), (own.k_descale, k), (own.v_descale, v)))
     if own.qv is not None:    # the values are keys too
         q = torch.cat([q, own.qv], dim=-1)
-        keys = [torch.cat(one, dim=-1) for one in zip(keys, values)]
+        values = [_scaled(x.to(wide), scale) for x, scale in zip(values, v_scales)]
+        keys = [torch.cat([x.to(wide), latent], dim=-1) for x, latent in zip(keys, values)]
+        v_scales = [None] * batch
     score = score_of(q, own)
     for sequence, (row, one_k, one_v) in enumerate(zip(rows, keys, values)):
         one = Inputs(*(x[None] for x in (q[row], one_k, one_v)), own.sinks)
@@ -361,12 +372,8 @@ def _rotated_queries(q: Tensor, own: Append, firsts: list[int]) -> Tensor:
 
 
 def _quantised(x: Tensor, scale: Tensor | None) -> Tensor:
-    """x (rows, heads_k, head_dim) over its scales, (rows or 1, heads_k), as e4m3: to nearest even,
-    at most 448.
-    """
-    wide = x.to(reference.wide_dtype(x.dtype))
-    if scale is not None:
-        wide = wide / scale[..., None].to(wide.dtype)
+    """x over its scales as e4m3: to nearest even, at most 448."""
+    wide = _scaled(x.to(reference.wide_dtype(x.dtype)), scale, torch.div)
     most = torch.finfo(E4M3).max
     return wide.clamp(-most, most).to(E4M3)
 
@@ -378,15 +385,21 @@ def _page_scales(x: Tensor, scale: Tensor, index: tuple) -> Tensor:
     pages, slots = index
     for page in pages[slots == 0].tolist():
         sizes = x[pages == page].float().abs().nan_to_num(nan=0.0)    # infinity: the largest float
-        scale[page] = _new_page_scale(sizes.amax((0, 2)))
+        # Half of the largest e4m3: later rows of the page may be twice as large.
+        scale[page] = _scale_of_largest(sizes.amax((0, 2)), 224)
     return scale[pages]
 
 
-def _new_page_scale(largest: Tensor) -> Tensor:
-    """The power of two by which rows become at most half of the largest e4m3: later rows of the
-    page may be twice as large.
-    """
-    least = (largest / 224).clamp(min=2.0 ** -60)
+def _key_scales(x: Tensor, scale: Tensor, index: tuple) -> Tensor:
+    """(rows, blocks): the scales of new latents x (rows, 1, columns), set."""
+    sizes = x[:, 0].unflatten(-1, (scale.size(2), -1)).float().abs().nan_to_num(nan=0.0)
+    scale[index] = _scale_of_largest(sizes.amax(2), 448)
+    return scale[index]
+
+
+def _scale_of_largest(largest: Tensor, most: float) -> Tensor:
+    """The power of two by which these become at most `most`."""
+    least = (largest / most).clamp(min=2.0 ** -60)
     mantissa = torch.frexp(least).mantissa
     return torch.where(mantissa == 0.5, least, least / mantissa)
 
@@ -397,11 +410,12 @@ def append_plainly(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Te
     return _append((k_cache, v_cache), k, v, q, Append(*arguments))
 
 
-def append_by_page_plainly(k_cache: Tensor, v_cache: Tensor, k_descale: Tensor, v_descale: Tensor,
-                           k: Tensor, v: Tensor, q: Tensor | None, *arguments) -> Tensor:
-    """The op `append_cache_by_page` on any device."""
+def append_with_scales_plainly(k_cache: Tensor, v_cache: Tensor, k_descale: Tensor | None,
+                               v_descale: Tensor, k: Tensor, v: Tensor, q: Tensor | None,
+                               *arguments) -> Tensor:
+    """The op `append_cache_with_scales` on any device."""
     own = Append(*arguments)._replace(k_descale=k_descale, v_descale=v_descale,
-                                      descale_by_page=True)
+                                      descale_by_page=k_descale is not None)
     return _append((k_cache, v_cache), k, v, q, own)
 
 
@@ -423,8 +437,10 @@ def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, q: Tensor | Non
                                    (v_cache, v[row], own.v_descale)):
             index = _index(cache, own, sequence, before + steps)
             if rows.dtype != cache.dtype:
-                rows = _quantised(rows, _page_scales(rows, scale, index) if own.descale_by_page
-                                  else None if scale is None else scale[sequence:sequence + 1])
+                rows = _quantised(rows, None if scale is None
+                                  else _page_scales(rows, scale, index) if own.descale_by_page
+                                  else _key_scales(rows, scale, index) if scale.dim() == 3
+                                  else scale[sequence:sequence + 1])
             _bytes(cache)[index] = _bytes(rows)
     if q is None or own.rotary_cos is None:
         return k_cache.new_empty(0)
@@ -440,8 +456,8 @@ def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tens
     return q.new_empty(q.shape)
 
 
-def _append_by_page_fake(k_cache: Tensor, v_cache: Tensor, k_descale: Tensor, v_descale: Tensor,
-                         *others) -> Tensor:
+def _append_with_scales_fake(k_cache: Tensor, v_cache: Tensor, k_descale: Tensor | None,
+                             v_descale: Tensor, *others) -> Tensor:
     return _append_fake(k_cache, v_cache, *others)
 
 
@@ -462,7 +478,7 @@ def _attend_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments) -
 
 for _name, _on_cpu, _fake in (
         ('append_cache', append_plainly, _append_fake),
-        ('append_cache_by_page', append_by_page_plainly, _append_by_page_fake),
+        ('append_cache_with_scales', append_with_scales_plainly, _append_with_scales_fake),
         ('attend_cache', attend_plainly, _attend_fake),
         ('attend_cache_out', attend_out_plainly, _attend_out_fake)):
     _library.LIBRARY.impl(_name, _on_cpu, 'CPU')

@@ -123,7 +123,7 @@ def _check(q: Tensor, levels: Sequence, shared: Attend) -> None:
         _check_level(q, number, PrefixLevel(*level))
     for name in ('q_descale', 'k_descale', 'v_descale'):
         scale = getattr(shared, name)
-        if scale is not None and scale.dim() != 2:
+        if scale is not None and scale.dim() != 2 and shared.qv is None:
             raise RuntimeError(checks.error(_OP, f'{name} to have 2 dimensions (1, heads_k)',
                                             str(scale.dim())))
     if problem := prefix.descale_problem(shared):
@@ -154,7 +154,7 @@ def _call(q: Tensor, level: PrefixLevel, shared: Attend) -> tuple[Tensor, Attend
     table, length, starts, longest = level
     groups = table.size(0)
     is_tensor = isinstance(length, Tensor)
-    scales = (None if x is None else x[:1].expand(groups, -1)
+    scales = (x if x is None or shared.qv is not None else x[:1].expand(groups, -1)
               for x in (shared.q_descale, shared.k_descale, shared.v_descale))
     rows, qv = (x.flatten(0, 1) if starts is not None and x is not None and x.dim() == 4 else x
                 for x in (q, shared.qv))

@@ -25,10 +25,10 @@ _OP = 'flash_attn_with_kvcache'
 # (append, attend, attend into out, append with scales by page): the ops, eager and traced; the same
 # without an op.
 _TRACED = tuple(getattr(torch.ops.flash_attn3, name).default for name in (
-    'append_cache', 'attend_cache', 'attend_cache_out', 'append_cache_by_page'))
+    'append_cache', 'attend_cache', 'attend_cache_out', 'append_cache_with_scales'))
 _EAGER = tuple(_library.bare(op) for op in _TRACED)
 _PLAIN = (cache.append_plainly, cache.attend_plainly, cache.attend_out_plainly,
-          cache.append_by_page_plainly)
+          cache.append_with_scales_plainly)
 _CACHE_COUNT = len(names('cache'))
 _CU_SEQLENS, _SCALES, _BY_PAGE = map(cache.Attend._fields.index, (
     'cu_seqlens_q', 'k_descale', 'descale_by_page'))
@@ -59,7 +59,7 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
         k_cache, v_cache: (batch, capacity, heads_k, head_dim), or with page_table (pages,
-            page_size, heads_k, head_dim), any page size; dtype of q, or float8_e4m3fn.
+            page_size, heads_k, head_dim); dtype of q, or float8_e4m3fn (with qv v_cache alone).
         k, v: (batch, new, heads_k, head_dim), or with cu_seqlens_k_new (total_new, ...): written
             behind each sequence that has room; 16 bits over the descale for float8_e4m3fn.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q; with k, by which q and k
@@ -70,11 +70,11 @@ def flash_attn_with_kvcache(
         page_table: (batch, pages) int32. tree_mask: from `pack_tree_mask`, over the last keys.
         num_splits: parts of a tile's keys, at most; 0: by plan. split_size: keys of a part.
         shared_prefix: first keys that all share: whole pages of the first sequence, read once.
-        scheduler_metadata: from `get_scheduler_metadata`; never needed. max_seqlen_q: a hint.
+        scheduler_metadata: never needed. max_seqlen_q: a hint. Others: as in `flash_attn_func`.
         out_dtype: with float8_e4m3fn, bfloat16 (default) or float16. Descales: (batch, heads_k);
             descale_by_page: of k, v (pages, heads_k), for q of 16 bits; set where k begins a page.
-        qv: as q, with the head_dim of v, for one KV head: scores are q k^T + qv v^T, by default
-            times (head_dim + head_dim_v) ** -0.5. Others: as in `flash_attn_func`.
+        qv: as q, with the head_dim of v, for one KV head: scores are (q k^T + qv v^T) * (head_dim +
+            head_dim_v) ** -0.5; v_descale: (*v_cache.shape[:2], 1 or head_dim_v / 128), set by v.
 
     Returns:
         out, shaped like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
@@ -167,7 +167,7 @@ def _append(functions: tuple, tensors: tuple[Tensor, Tensor, Tensor, Tensor | No
         cache.check_cuda_contents((q, k_cache, v_cache, out), arguments)
     own = arguments[:_CACHE_COUNT]
     # 16-bit keys for a cache of e4m3 are quantised.
-    scales = () if k.dtype == k_cache.dtype else arguments[_SCALES:_SCALES + 2]
+    scales = () if v.dtype == v_cache.dtype else arguments[_SCALES:_SCALES + 2]
     is_rotated = any(x is not None for x in rotary[:3])
     if not is_rotated and not scales:
         functions[0](k_cache, v_cache, k, v, None, *own)
@@ -175,10 +175,11 @@ def _append(functions: tuple, tensors: tuple[Tensor, Tensor, Tensor, Tensor | No
     _, _, causal, left, right = arguments[_CACHE_COUNT:_CACHE_COUNT + 5]
     per_query = bool(causal) or (left, right) != (-1, -1)
     rows = k, v, q if is_rotated else None, *own, *rotary, per_query, arguments[_CU_SEQLENS]
-    if scales and arguments[_BY_PAGE]:
-        if scales[0] is None or scales[1] is None:
-            raise RuntimeError(checks.error(_OP, 'k_descale and v_descale with descale_by_page',
-                                            'None'))
+    by_page, is_latent = arguments[_BY_PAGE], arguments[-1] is not None
+    if scales and (by_page or is_latent):
+        if scales[1] is None or (by_page and scales[0] is None):
+            raise RuntimeError(checks.error(_OP, 'v_descale with 16-bit v' if is_latent else
+                                            'k_descale and v_descale with descale_by_page', 'None'))
         rotated = functions[3](k_cache, v_cache, *scales, *rows)
     else:
         rotated = functions[0](k_cache, v_cache, *rows, *scales)

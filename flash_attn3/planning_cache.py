@@ -107,7 +107,7 @@ def _attend_of(tensors: Mapping[str, Tensor | None], given: Mapping) -> Attend:
 def _append_problem(tensors: Mapping[str, Tensor | None], own: Attend, given: Mapping) -> str:
     rotary = {name: given[name] for name in arguments.names('rotary') if name in given}
     shared = {name: getattr(own, name) for name in arguments.names('cache', 'cu_seqlens_q')}
-    if tensors['k'].dtype != tensors['k_cache'].dtype:
+    if tensors['v'].dtype != tensors['v_cache'].dtype:
         shared |= {name: getattr(own, name) for name in ('k_descale', 'v_descale',
                                                          'descale_by_page')}
     appended = Append(**shared, **rotary)

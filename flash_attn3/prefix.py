@@ -90,12 +90,17 @@ def _length_problem(q: Tensor, own: Attend) -> tuple | None:
 
 def descale_problem(own: Attend) -> tuple | None:
     """The same of scales: queries of several sequences are one for the kernel."""
-    for name in ('q_descale', 'k_descale', 'v_descale')[:1 if own.descale_by_page else None]:
+    for name in ('q_descale', 'k_descale', 'v_descale')[:1 if _is_of_keys(own) else None]:
         scale = getattr(own, name)
         if scale is not None and scale.dim() == 2 and scale.size(0) > 1 and scale.stride(0) != 0:
             return (f'{name} that is the same for all sequences, with stride(0) of 0',
                     str(scale.stride(0)), f'{name}[:1].expand(batch, -1)')
     return None
+
+
+def _is_of_keys(own: Attend) -> bool:
+    """Whether scales belong to keys of the cache, not to sequences."""
+    return own.descale_by_page or own.qv is not None
 
 
 def result_dtype(q: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -164,17 +169,19 @@ def _of_shared(tensors: tuple[Tensor, Tensor, Tensor],
     """The call of all queries on the shared keys, as one sequence."""
     q, k, v = tensors
     q, qv = (_as_one(x, rest) for x in (q, rest.qv))
-    if rest.page_table is None and rest.cache_batch_idx is None:
+    scales = dict(k_descale=rest.k_descale, v_descale=rest.v_descale)
+    is_by_row = rest.page_table is None and rest.cache_batch_idx is None
+    if is_by_row:
         k, v = k[:1], v[:1]
+    if is_by_row or not _is_of_keys(rest):
+        scales = {name: _first(x) for name, x in scales.items()}
     return (q, k, v), Attend(
         page_table=_first(rest.page_table), cache_length=rest.first_slot,
         cache_batch_idx=_first(rest.cache_batch_idx), softmax_scale=rest.softmax_scale,
         softcap=rest.softcap, return_lse=True, num_splits=rest.num_splits,
         split_size=rest.split_size, pack_gqa=rest.pack_gqa, sm_margin=rest.sm_margin,
         q_descale=_first(rest.q_descale), qv=qv, float16_out=rest.float16_out,
-        descale_by_page=rest.descale_by_page,
-        **{name: x if rest.descale_by_page else _first(x) for name, x in (
-            ('k_descale', rest.k_descale), ('v_descale', rest.v_descale))})
+        descale_by_page=rest.descale_by_page, **scales)
 
 
 def _as_one(q: Tensor | None, rest: Attend) -> Tensor | None:

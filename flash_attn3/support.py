@@ -192,6 +192,7 @@ CACHE_FEATURES = (
     CacheFeature('`shared_prefix`', {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8},
                  {'shared_prefix': 8}),
     CacheFeature('`qv`', {**_LATENT, 'page_size': 4}),
+    CacheFeature('`qv`, latents of e4m3', {**_LATENT, 'page_size': 4, 'kv8': True}),
     CacheFeature('float32', {'dtype': 'fp32'},
                  error='flash_attn3.attend_cache: expected q.dtype to be float16 or bfloat16'),
     CacheFeature('FP8, rotary', {**_NEW, 'dtype': 'e4m3', 'rotary': 16},

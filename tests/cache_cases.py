@@ -73,9 +73,10 @@ class CacheCase:
     sinks: str = ''                         # a name in SINKS; '': none
     softmax_scale: float | None = None
     latent: bool = False                    # with qv: absorbed MLA
-    kv8: bool = False                       # the cache is e4m3 under q of the dtype
+    kv8: bool = False                       # the cache is e4m3 under q of the dtype; latent: of v
     descales: bool = True                   # e4m3 alone has them, of q or of a cache
     by_page: bool = False                   # kv8: scales by page
+    blocks: int = 1                         # latent, kv8: scales of a key
     float16_out: bool = False               # for e4m3
     num_splits: int = 0
     split_size: int = 0
@@ -109,8 +110,12 @@ class CacheCase:
 
     @property
     def kept(self) -> torch.dtype:
-        """That of the cache."""
+        """That of the cache of v."""
         return E4M3 if self.kv8 else self.wide
+
+    @property
+    def kept_k(self) -> torch.dtype:
+        return self.wide if self.latent else self.kept
 
     @property
     def batch(self) -> int:
@@ -174,6 +179,8 @@ class CacheCase:
             given['qv'] = (normal(*shape) * self.logit_std).to(self.wide)
         if self.by_page:
             given |= self._page_scales(given, generator)
+        elif self.latent and self.kv8 and self.descales:
+            given['v_descale'] = self._key_scales(given['v_cache'], generator)
         elif self.kept == E4M3 and self.descales:
             for name in 'kv' if self.kv8 else 'qkv':
                 rows = 1 if self.shared else self.batch
@@ -202,6 +209,12 @@ class CacheCase:
             x[~holds] = math.nan
         return scales | {'descale_by_page': True}
 
+    def _key_scales(self, v: Tensor, generator: torch.Generator) -> Tensor:
+        """NaN of slots that hold no key before the call, whatever strides."""
+        scale = 0.25 + torch.rand((self.blocks, *v.shape[:2]), generator=generator,
+                                  device=v.device).movedim(0, -1)
+        return scale.masked_fill(v.float().isnan().all(-1), math.nan)
+
     @property
     def out_dtype(self) -> torch.dtype:
         if self.dtype != 'e4m3':
@@ -227,12 +240,12 @@ class CacheCase:
         holds[1:] &= slot[None] >= self.shared
         where, shape = self._where(generator, device)
         caches = []
-        for x in (k, v):
+        for x, kept in ((k, self.kept_k), (v, self.kept)):
             x = x.masked_fill(~holds[..., None, None], math.nan)
             full = torch.full((*shape, *x.shape[2:]), math.nan, device=device)
             row, offset, used = where['row'], where['offset'], where['used']
             full[row[used], offset[used]] = x[used]
-            caches.append(full.to(self.kept))
+            caches.append(full.to(kept))
         lists = {'page_table': where['table']} if self.page_size else {}
         if self.batch_idx:
             lists['cache_batch_idx'] = where['table']
@@ -278,13 +291,14 @@ class CacheCase:
         """The caches in their layout; what lies between is NaN."""
         k, v = caches
         if self.layout == 'rows_of_both':
-            both = torch.cat([as_bits(k), as_bits(v)], -1).view(self.kept)
-            return [both[..., :self.head_dim], both[..., self.head_dim:]]
+            both = torch.cat([x.contiguous().view(torch.uint8) for x in caches], -1)
+            bytes_of_k = k.size(-1) * k.itemsize
+            return [both[..., :bytes_of_k].view(k.dtype), both[..., bytes_of_k:].view(v.dtype)]
         if self.layout == 'heads_first':
             return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in caches]
         if self.layout == 'padded':
             wider = (torch.full((*x.shape[:2], x.size(2) + 1, x.size(3) + 16), math.nan,
-                                device=x.device).to(self.kept) for x in caches)
+                                device=x.device).to(x.dtype) for x in caches)
             views = [y[:, :, :x.size(2), :x.size(3)] for x, y in zip(caches, wider)]
             for x, view in zip(caches, views):
                 as_bits(view).copy_(as_bits(x))
@@ -363,13 +377,13 @@ def call(case: CacheCase, arguments: dict, **changes) -> Returned:
 
 
 def copied(arguments: dict) -> dict:
-    """With caches, and scales of pages, of their own: a call may write into them."""
-    own = {name: arguments[name].T.clone().T for name in ('k_descale', 'v_descale')
-           if name in arguments and 'descale_by_page' in arguments}
-    for name in ('k_cache', 'v_cache'):
-        x = arguments[name]
-        own[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        as_bits(own[name]).copy_(as_bits(x))
+    """With caches, and scales of pages and keys, of their own: a call may write into them."""
+    own = {}
+    for name in ('k_cache', 'v_cache', 'k_descale', 'v_descale'):
+        x = arguments.get(name)
+        if x is not None and 0 not in x.stride():
+            own[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            as_bits(own[name]).copy_(as_bits(x))
     return arguments | own
 
 

@@ -114,16 +114,19 @@ def check_cache(case: CacheCase, before: dict, after: dict) -> None:
             new = before[column].flatten(0, 1) if not case.new_packed else before[column]
             row, place = (torch.cat([one[i][first:] for one, first in zip(found, old)])
                           for i in (0, 1))
-            written = got[row, place].contiguous().view(case.kept)
+            written = got[row, place].contiguous().view(after[name].dtype)
+            is_quantised = case.kv8 and after[name].dtype == E4M3
             if case.by_page:
                 check_new_scales(case, before, after, column)
-            scale = scale_of_new(case, after, column) if case.kv8 else None
+            if is_quantised and case.latent:
+                check_new_key_scales(new, (row, place), before['v_descale'], after['v_descale'])
+            scale = scale_of_new(case, after, column) if is_quantised else None
             if column == 'k' and case.rotary_dim:
                 rotated = rotate(case, before, new, new_positions(case, new.device))
                 check_rotated(written, rotated, scale)
                 wanted[row, place] = as_bits(written)
             else:
-                new = quantised(new, scale) if case.kv8 else new
+                new = quantised(new, scale) if is_quantised else new
                 wanted[row, place] = as_bits(new.contiguous())
         bad = (wanted != got).flatten(2).any(-1)
         assert not bad.any(), (f'{name}: {bad.sum()} rows differ, first at '
@@ -157,12 +160,25 @@ def check_new_scales(case: CacheCase, before: dict, after: dict, column: str) ->
     assert torch.equal(scale.nan_to_num(), wanted.nan_to_num()), f'{column}_descale'
 
 
+def check_new_key_scales(new: Tensor, where: tuple, before: Tensor, after: Tensor) -> None:
+    """New latents (rows, 1, columns) have the power of two by which they become at most 448, by
+    block; other keys keep theirs.
+    """
+    sizes = new.float().abs().unflatten(-1, (after.size(-1), -1)).amax((1, 3))
+    wanted = before.clone()
+    wanted[where] = power_from((sizes / 448).clamp(min=2.0 ** -60))
+    assert torch.equal(after.nan_to_num(), wanted.nan_to_num()), 'v_descale'
+
+
 def scale_of_new(case: CacheCase, arguments: dict, column: str) -> Tensor | None:
-    """(rows, heads, 1), of all new rows of k or v."""
+    """(rows, heads, 1) or (rows, 1, columns), of all new rows of k or v."""
     scale = arguments.get(f'{column}_descale')
+    rows = [[x[old:] for x in one] for one, (_, old) in zip(places(case, arguments), case.lengths)]
     if case.by_page:
-        pages = [one[0][old:] for one, (_, old) in zip(places(case, arguments), case.lengths)]
-        return scale[torch.cat(pages)][..., None]
+        return scale[torch.cat([pages for pages, _ in rows])][..., None]
+    if case.latent:
+        of_rows = scale[tuple(torch.cat(x) for x in zip(*rows))]
+        return of_rows.repeat_interleave(case.columns_v // case.blocks, -1)[:, None]
     counts = torch.tensor(case.new, device=arguments[column].device)
     return None if scale is None else scale.repeat_interleave(counts, 0)[..., None]
 
@@ -194,7 +210,13 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
     lengths = Lengths(starts(case.queries, device),
                       starts([end - first for first, (_, end) in zip(firsts, filled)], device))
     rotated = rotate(case, arguments, q, query_positions(case, device))
-    if case.kv8:
+    if case.kv8 and case.latent:
+        if 'v_descale' in arguments:
+            scale = gathered(arguments['v_descale'], found, firsts)
+            v = v.double() * scale.double().repeat_interleave(case.columns_v // case.blocks,
+                                                              -1)[:, None]
+        v = v.double()
+    elif case.kv8:
         counts = torch.tensor([end - first for first, (_, end) in zip(firsts, filled)],
                               device=device)
         scales = {name: arguments.get(f'{name}_descale') for name in 'kv'}
@@ -218,7 +240,7 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
     tree = arguments.get('tree_mask')
     ref = attend(inputs.to(torch.float64), case, lengths, tree)
     inputs = inputs._replace(k=inputs.k.to(q.dtype), v=v.to(q.dtype))
-    if case.by_page:    # K is rounded to 16 bits
+    if case.by_page or (case.latent and case.kv8):    # K is rounded to 16 bits
         rounded = attend(inputs.to(torch.float64), case, lengths, tree)
         floor = floor + (rounded.lse - ref.lse).abs().nan_to_num(nan=0.0)
     return Expected(inputs, lengths, ref, attend(inputs, case, lengths, tree), floor)

@@ -153,9 +153,10 @@ def cache_calls() -> list[CacheCase]:
                                  by_page=kv8 and case.page_size in (5, 256))
              for dtype, kv8 in dtypes for head_dim, columns_v in CACHE_HEAD_DIMS
              for softcap in (0.0, 15.0) for case in ON_CACHE]
-    return found + [dataclasses.replace(case, dtype=dtype, latent=True, heads=(heads, 1),
-                                        head_dim=64, head_dim_v=512, rotary=0.5 * bool(case.new))
-                    for dtype in ('bf16', 'fp16') for heads in (5, 128) for case in ON_CACHE]
+    return found + [dataclasses.replace(case, dtype=dtype, latent=True, heads=(heads, 1), kv8=kv8,
+                                        blocks=4, head_dim=64, head_dim_v=512,
+                                        rotary=0.5 * bool(case.new))
+                    for dtype, kv8 in dtypes[:4] for heads in (5, 128) for case in ON_CACHE]
 
 
 def kernel_on_cache(case: CacheCase) -> str:

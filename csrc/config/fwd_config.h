@@ -16,8 +16,8 @@ namespace fa3 {
 enum class ValuesKind { kDirect, kTransposed, kConverted };
 
 // kBlocks: q, k and v of e4m3 have scales, by block of rows or by head. kHeads: k and v have, by
-// head.
-enum class ScalesKind { kNone, kBlocks, kHeads };
+// head or page. kKeys: latent columns have, by key.
+enum class ScalesKind { kNone, kBlocks, kHeads, kKeys };
 
 // kPromoted: PV of a K tile is added to O in fp32, since the tensor cores keep sums of e4m3
 // products to about 14 bits.
@@ -94,8 +94,15 @@ struct FwdConfig {
   // Absorbed MLA: one warpgroup computes P of 64 rows, two compute the halves of O.
   constexpr bool is_latent() const { return kind.is_latent; }
 
+  // Rotary columns have the dtype of Q; dtype_kv is that of V.
+  constexpr Dtype dtype_k() const { return is_latent() ? dtype_q : dtype_kv; }
+
+  // Stages of the second half of the latent columns, and bytes of half of a K tile as loaded.
+  constexpr int right_stages() const { return converts() ? stages : stages - 1; }
+  constexpr int raw_half_bytes() const { return tile_n * head_dim_v / 2 * element_bytes(dtype_kv); }
+
   constexpr int warpgroups() const {
-    return consumer_warpgroups + 1 + converts() + (is_latent() ? 2 : 0);
+    return consumer_warpgroups + 1 + (is_latent() ? 2 : converts());
   }
   constexpr int threads() const { return warpgroups() * kWarpgroupThreads; }
 
@@ -203,13 +210,14 @@ constexpr int FwdConfig::small_bytes() const {
          (scales == ScalesKind::kBlocks ? key_scales + tiles + sent_rows : 0);
 }
 
-// Absorbed MLA: rings of keys, of whose latent columns half have one stage less; and the columns of
-// Q that are not in registers.
+// Absorbed MLA: rings of keys, and the columns of Q that are not in registers; with a cache of e4m3
+// also a ring of halves as loaded, and the scales of a K tile.
 constexpr int latent_shared_bytes(FwdConfig const& c) {
   int const half = c.head_dim_v / 2;
-  int const keys = c.tile_n * (c.stages * (half + c.head_dim) + (c.stages - 1) * half);
+  int const keys = c.tile_n * (c.stages * (half + c.head_dim) + c.right_stages() * half);
   int const queries = kWarpgroupRows * (half + c.head_dim);
-  return (keys + queries) * element_bytes(c.dtype_q) + 3072;
+  int const raw = c.raw_stages * c.raw_half_bytes() + (c.converts() ? c.tile_n * 16 : 0);
+  return (keys + queries) * element_bytes(c.dtype_q) + raw + 3072;
 }
 
 // forward/launch.h asserts that the kernel's struct fits.
@@ -265,8 +273,8 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
           "a K tile has one scale");
   require(!c.converts() || (kind.is_cache() && c.consumer_warpgroups == 1 && !c.is_fp8()),
           "K and V of a cache are converted, for one warpgroup of 16 bits");
-  require(c.converts() == (c.scales == ScalesKind::kHeads),
-          "converted K and V have scales by head");
+  require(c.converts() == (c.scales == (c.is_latent() ? ScalesKind::kKeys : ScalesKind::kHeads)),
+          "converted K and V have scales by head, or latent ones by key");
   require(!c.is_promoted() || !c.is_skewed() || c.lazy_rescale_log2 == 0.f,
           "O in fp32 is rescaled with every K tile");
   require(c.shared_sums == 0 || (c.is_promoted() && c.is_skewed()),

@@ -168,6 +168,16 @@ inline constexpr FwdConfig kFwdTileD256Cache = on_cache(64, 3, 1);
 inline constexpr FwdConfig kFwdTileLatent{
     .consumer_warpgroups = 1, .tile_n = 64, .stages = 3, .q_stages = 1, .ping_pong = false};
 
+// With latent columns of e4m3: 64 + 64 + 16 KiB of keys, 32 KiB of them as loaded, 40 KiB of Q.
+inline constexpr FwdConfig kFwdTileLatentKv8 = [] {
+  FwdConfig tile = kFwdTileLatent;
+  tile.stages = 2;
+  tile.raw_stages = 2;
+  tile.values = ValuesKind::kConverted;
+  tile.scales = ScalesKind::kKeys;
+  return tile;
+}();
+
 // On a cache of e4m3, for 16-bit queries: a warpgroup converts. Rings of Q, K and V, then of K and
 // V as loaded: 16 + 32 + 32 + 32 + 32 = 144 KiB, 32 + 64 + 64 + 32 + 32 = 224 KiB, 48 + 48 + 32 +
 // 36 + 24 = 188 KiB, 32 + 64 + 64 + 32 + 32 = 224 KiB.

@@ -73,9 +73,11 @@ FA3_HD ChunkPair chunks_of_pair(int pair, int rotary_pairs, bool is_in_halves) {
 
 // ------------------------------------------------------------------------------- scales by page
 constexpr int kAppendWarps = kAppendThreads / 32;
-// What the largest new element of a page becomes, at most: half of the largest e4m3.
+// What the largest new element of a page becomes, at most: half of the largest e4m3, as later rows
+// of the page may be twice as large.
 constexpr float kLargestOfNewPage = 224.f;
-constexpr float kLeastPageScale = 0x1p-60f;
+constexpr float kLargestOfNewKey = 448.f;
+constexpr float kLeastSetScale = 0x1p-60f;
 
 // Pages over warps: a unit is the new rows of a sequence in one page, for one head. A sequence has
 // as many units as its rows may touch pages, wherever they begin; some have no rows.

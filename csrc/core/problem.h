@@ -48,9 +48,9 @@ constexpr int kScaleBlockKeys = 384;
 // The scales of q, k or v; strides in elements. For packed sequences with scales by block, the
 // blocks of sequence b begin at cu[b] / rows of a block + b, and batch_stride is 0.
 struct ScaleView {
-  float const* data = nullptr;  // nullptr: 1
-  int64_t batch_stride = 0;
-  int64_t head_stride = 0;
+  float const* data = nullptr;      // nullptr: 1
+  int64_t batch_stride = 0;         // between pages of scales by page, and of a latent cache
+  int64_t head_stride = 0;          // of a latent cache: between keys
   int64_t block_stride = 0;         // 0: per (sequence, KV head)
   int64_t head_in_pack_stride = 0;  // q only: between the heads in the rows of a tile
   bool by_kv_head = false;          // q only: heads are KV heads
@@ -96,7 +96,6 @@ struct FwdProblem {
   bool has_unused = false;  // some rows of a sequence may not count
   bool promote = false;     // FP8: sums of PV in fp32
   bool converts = false;    // K and V are e4m3 under 16-bit Q
-  bool has_tree = false;    // a mask of bits over the last keys
   PackGqa pack_gqa = PackGqa::kHeuristic;
   int sm_margin = 0;
   bool deterministic = false;  // the backward sums dQ in a fixed order

@@ -77,9 +77,10 @@ struct AttentionCall {
 
   bool is_packed() const { return lengths.cu_seqlens_q || lengths.cu_seqlens_k; }
 
-  // K and V are e4m3 under wider queries.
+  // K and V are e4m3 under wider queries; with qv V alone.
   bool converts() const {
-    return k.dtype == Dtype::kFloat8E4M3 && v.dtype == k.dtype && q.dtype != k.dtype;
+    Dtype const e4m3 = Dtype::kFloat8E4M3;
+    return v.dtype == e4m3 && q.dtype != e4m3 && (latent.qv ? k.dtype == q.dtype : k.dtype == e4m3);
   }
 
   // The tensor that a forward op writes into, if it was given.

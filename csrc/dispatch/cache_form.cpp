@@ -137,6 +137,23 @@ std::string check_by_page(char const* op, AttentionCall const& call, bool is_con
   return {};
 }
 
+std::string check_latent_scales(char const* op, AttentionCall const& call) {
+  if (call.by_page.descale_by_page) {
+    return error_text(op, "descale_by_page of False with qv", "True", "latents have scales by key");
+  }
+  if (!call.scales.v_descale) {
+    return {};
+  }
+  TensorMeta const& scale = *call.scales.v_descale;
+  int64_t const blocks = call.v.size[3] / kLatentScaleColumns;
+  bool const has_blocks = scale.rank == 3 && scale.size[2] == blocks && blocks > 0 &&
+                          call.v.size[3] % kLatentScaleColumns == 0;
+  TensorRule const rule = {
+      "v_descale",     scale,    3, {call.v.size[0], call.v.size[1], has_blocks ? blocks : 1},
+      Dtype::kFloat32, "float32"};
+  return check_tensor(op, rule, call.v);
+}
+
 std::string check_cache_lengths(char const* op, AttentionCall const& call, int64_t appended) {
   CacheArguments const& cache = call.cache;
   int64_t const capacity = capacity_of(call);

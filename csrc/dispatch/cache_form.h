@@ -32,6 +32,10 @@ inline int64_t rows_of_scales(AttentionCall const& call) {
   return call.by_page.descale_by_page ? call.k.size[0] : batch_of(call);
 }
 
+// The scales of latents of e4m3, by key: one, or one for each kLatentScaleColumns of v_cache.
+constexpr int kLatentScaleColumns = 128;
+std::string check_latent_scales(char const* op, AttentionCall const& call);
+
 // What the host knows of the lengths. appended: new keys of each sequence.
 std::string check_cache_lengths(char const* op, AttentionCall const& call, int64_t appended);
 

@@ -65,6 +65,11 @@ bool quantises(AttentionCall const& call) {
          (has_16_bits || (is_wide && call.k.device != DeviceType::kCuda));
 }
 
+// The same for latents alone: new rows have the dtype of k_cache.
+bool quantises_latents(AttentionCall const& call) {
+  return call.v.dtype == Dtype::kFloat8E4M3 && call.k.dtype != Dtype::kFloat8E4M3;
+}
+
 std::string check_dtypes(AttentionCall const& call) {
   TensorMeta const& cache = call.k;
   bool const is_wide = cache.dtype == Dtype::kFloat32 || cache.dtype == Dtype::kFloat64;
@@ -78,7 +83,8 @@ std::string check_dtypes(AttentionCall const& call) {
     auto [name, meta] = all[i];
     NamedTensor const like =
         is_quantised && i > 0 ? NamedTensor{"k", *call.k_new} : NamedTensor{"k_cache", cache};
-    if (meta.dtype != like.meta.dtype) {
+    bool const is_latent = i == 0 && quantises_latents(call);
+    if (meta.dtype != like.meta.dtype && !is_latent) {
       return refuse(text(name, ".dtype to be that of ", like.name, ", ", like.meta.dtype_name),
                     meta.dtype_name);
     }
@@ -138,11 +144,20 @@ bool may_overlap(TensorMeta const& meta) {
   return false;
 }
 
+std::string check_own_memory(NamedTensor const& tensor) {
+  auto [name, meta] = tensor;
+  return is_empty(meta) || !may_overlap(meta)
+             ? ""
+             : refuse(text(name, " with memory for every element, to write to it"),
+                      text("strides ", shape_text(meta.stride, meta.rank)),
+                      "do not pass an expanded tensor");
+}
+
 std::string check_memory(AttentionCall const& call) {
   for (auto [name, meta] : {NamedTensor{"k_cache", call.k}, NamedTensor{"v_cache", call.v}}) {
-    if (!is_empty(meta) && may_overlap(meta)) {
-      return refuse(text(name, " with memory for every element, to append to it"),
-                    text("strides ", shape_text(meta.stride, 4)), "do not pass an expanded tensor");
+    std::string const error = check_own_memory({name, meta});
+    if (!error.empty()) {
+      return error;
     }
   }
   if (call.k.address != 0 && call.k.address == call.v.address && !is_empty(call.k)) {
@@ -244,7 +259,24 @@ std::string check_rotary(AttentionCall const& call) {
   return error.empty() ? check_positions(call) : error;
 }
 
+// They are set with the rows.
+std::string check_scales_of_latents(AttentionCall const& call) {
+  if (call.scales.k_descale) {
+    return refuse("k_descale to be None", "a tensor", "it is for keys of float8_e4m3fn");
+  }
+  if (call.v.size[2] != 1 || !call.scales.v_descale) {
+    return refuse("one KV head and v_descale with 16-bit keys, for a v_cache of float8_e4m3fn",
+                  call.scales.v_descale ? text(call.v.size[2], " heads") : "None",
+                  "such a cache is for qv");
+  }
+  std::string const error = check_latent_scales(kOp, call);
+  return error.empty() ? check_own_memory({"v_descale", *call.scales.v_descale}) : error;
+}
+
 std::string check_scales(AttentionCall const& call) {
+  if (quantises_latents(call)) {
+    return check_scales_of_latents(call);
+  }
   std::string by_page = check_by_page(kOp, call, quantises(call));
   if (!by_page.empty()) {
     return by_page;
@@ -268,10 +300,10 @@ std::string check_scales(AttentionCall const& call) {
     if (!error.empty()) {
       return error;
     }
-    if (call.by_page.descale_by_page && !is_empty(*scale) && may_overlap(*scale)) {
-      return refuse(text(name, " with memory for every element, to set those of new pages"),
-                    text("strides ", shape_text(scale->stride, 2)),
-                    "do not pass an expanded tensor");
+    std::string const overlap =
+        call.by_page.descale_by_page ? check_own_memory({name, *scale}) : "";
+    if (!overlap.empty()) {
+      return overlap;
     }
   }
   if (call.by_page.descale_by_page && call.scales.k_descale->address != 0 &&

@@ -60,7 +60,7 @@ std::string check_as_forward(AttentionCall const& call) {
 // Under wider queries, e4m3 keys have the rules of the queries' dtype.
 AttentionCall with_wide_keys(AttentionCall call) {
   if (call.converts()) {
-    call.k.dtype = call.v.dtype = call.q.dtype;
+    call.k.dtype = call.v.dtype = call.q.dtype;  // of latents, K has it already
     call.k.dtype_name = call.v.dtype_name = call.q.dtype_name;
   }
   return call;
@@ -133,8 +133,7 @@ std::string check_latent_limits(AttentionCall const& call) {
   if (call.k.size[2] != 1) {
     return refuse(call, "one KV head with qv", text(call.k.size[2]));
   }
-  for (auto [name, meta] :
-       {NamedTensor{"q", q}, NamedTensor{"k_cache", call.k}, NamedTensor{"v_cache", call.v}}) {
+  for (auto [name, meta] : {NamedTensor{"q", q}, NamedTensor{"k_cache", call.k}}) {
     if (meta.dtype == Dtype::kFloat8E4M3) {
       return refuse(call, text(name, " of 16 bits with qv"), meta.dtype_name);
     }
@@ -207,10 +206,12 @@ std::string check_scales(AttentionCall const& call) {
     char const* name;
     std::optional<TensorMeta> const& scale;
   };
-  std::string by_page =
-      check_by_page(call.out ? "attend_cache_out" : "attend_cache", call, call.converts());
-  if (!by_page.empty()) {
-    return by_page;
+  char const* const op = call.out ? "attend_cache_out" : "attend_cache";
+  std::string const by_own = call.latent.qv && call.converts()
+                                 ? check_latent_scales(op, call)
+                                 : check_by_page(op, call, call.converts());
+  if (!by_own.empty()) {
+    return by_own;
   }
   for (auto const& [name, scale] :
        {Named{"q_descale", call.scales.q_descale}, Named{"k_descale", call.scales.k_descale},
@@ -219,9 +220,13 @@ std::string check_scales(AttentionCall const& call) {
       continue;
     }
     bool const is_of_q = name[0] == 'q';
-    if (is_of_q ? call.q.dtype != Dtype::kFloat8E4M3 : call.k.dtype != Dtype::kFloat8E4M3) {
+    TensorMeta const& scaled = is_of_q ? call.q : name[0] == 'k' ? call.k : call.v;
+    if (scaled.dtype != Dtype::kFloat8E4M3) {
       return refuse(call, text(name, " to be None"), "a tensor",
                     text("it is for ", is_of_q ? "q" : "a cache", " of float8_e4m3fn"));
+    }
+    if (call.latent.qv) {
+      continue;  // v_descale
     }
     int64_t const rows = is_of_q ? batch_of(call) : rows_of_scales(call);
     TensorRule const rule = {name, *scale, 2, {rows, call.k.size[2]}, Dtype::kFloat32, "float32"};

@@ -43,13 +43,11 @@ bool has_few_keys(FwdProblem const& problem, RowPacking rows, int sms) {
 }
 
 // The tile of one warpgroup, or of two where that is not enough for the longest queries. WHY not
-// with split_size: the bits of a sequence must not depend on the others. Those of two have no
-// trees.
+// with split_size: the bits of a sequence must not depend on the others.
 int variant_for(FwdProblem const& problem, RowPacking rows, int sms) {
   FwdCandidates const candidates = fwd_candidates(problem);
   bool const is_long = problem.seqlen_q > rows.positions_per_warpgroup() &&
-                       problem.cache.split_size == 0 && !problem.has_tree &&
-                       !has_few_keys(problem, rows, sms);
+                       problem.cache.split_size == 0 && !has_few_keys(problem, rows, sms);
   return candidates.variant[is_long ? candidates.count - 1 : 0];
 }
 

@@ -126,7 +126,6 @@ FwdProblem problem_of_cache(AttentionCall const& call) {
                  : call.score.softcap > 0 ? kCacheSoftcapKernel
                                           : kCacheKernel;
   problem.converts = call.converts();
-  problem.has_tree = bool(call.tree.tree_mask);
   cache.keys_of_all = keys_of_all(call, problem);
   set_execution(problem, call);
   return problem;

@@ -162,8 +162,18 @@ struct FwdConsumer {
 
   // -------------------------------------------------------------------------------- softmax
   CUTE_DEVICE void start_rows(Tile& tile) {
-    tile.limits = Slots::Limits::of_tile(p, tile.work, thread);
+    if (!Traits::kMasksLate) {
+      tile.limits = Slots::Limits::of_tile(p, tile.work, thread);
+    }
     scales.start_rows(softmax, tile.q_stage, warpgroup, thread);
+  }
+
+  template <Masked kMasked>
+  CUTE_DEVICE void mask_scores(int n, Tile& tile) {
+    if (Traits::kMasksLate) {
+      tile.limits = Slots::Limits::of_tile(p, shared.work[tile.q_stage][warpgroup], thread);
+    }
+    tile.limits.template apply<kMasked>(p, tSrS, n);
   }
 
   template <class Scale>
@@ -178,7 +188,7 @@ struct FwdConsumer {
   CUTE_DEVICE void exponentiate(int n, Tile& tile, Scale const& scale, Hook const& hook = {}) {
     transform_scores(scale);
     if (kMasked != Masked::kNothing) {
-      tile.limits.template apply<kMasked>(p, tSrS, n);
+      mask_scores<kMasked>(n, tile);
     }
     softmax.template update<kMasked != Masked::kNothing>(tSrS, scale, hook);
   }

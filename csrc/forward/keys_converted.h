@@ -10,23 +10,33 @@
 
 namespace fa3 {
 
-// Four elements, exactly.
-struct Unscaled {
+// Four elements become two words of 16-bit ones: exactly, or times a factor.
+struct NoFactor {
   template <class Element>
-  CUTE_DEVICE void convert(int, uint32_t packed, uint32_t& low, uint32_t& high) const {
+  CUTE_DEVICE void convert(uint32_t packed, uint32_t& low, uint32_t& high) const {
     convert_four_e4m3<Element>(packed, low, high);
   }
 };
 
-// Four elements of a key, times the scale of its page.
+struct Factor {
+  float value;
+
+  template <class Element>
+  CUTE_DEVICE void convert(uint32_t packed, uint32_t& low, uint32_t& high) const {
+    scale_four_e4m3<Element>(packed, value, low, high);
+  }
+};
+
+// The factor of a key in a K tile, and of a slice of its columns as loaded.
+struct Unscaled {
+  CUTE_DEVICE NoFactor of(int, int) const { return {}; }
+};
+
 struct ScaledByPage {
   float const* scales;  // one for each box of a K tile, or for each key
   FastDiv keys_of_scale;
 
-  template <class Element>
-  CUTE_DEVICE void convert(int key, uint32_t packed, uint32_t& low, uint32_t& high) const {
-    scale_four_e4m3<Element>(packed, scales[keys_of_scale.div(key)], low, high);
-  }
+  CUTE_DEVICE Factor of(int key, int) const { return {scales[keys_of_scale.div(key)]}; }
 };
 
 // 16 elements of e4m3 of a key become two chunks of 8 elements.
@@ -34,13 +44,13 @@ template <class Element>
 struct ConvertedChunks {
   uint4 halves[2];
 
-  template <class Scale>
-  CUTE_DEVICE ConvertedChunks(uint4 raw, Scale const& scale, int key) {
+  template <class Factor>
+  CUTE_DEVICE ConvertedChunks(uint4 raw, Factor factor) {
     uint32_t const words[4] = {raw.x, raw.y, raw.z, raw.w};
     uint32_t wide[8];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      scale.template convert<Element>(key, words[i], wide[2 * i], wide[2 * i + 1]);
+      factor.template convert<Element>(words[i], wide[2 * i], wide[2 * i + 1]);
     }
     halves[0] = make_uint4(wide[0], wide[1], wide[2], wide[3]);
     halves[1] = make_uint4(wide[4], wide[5], wide[6], wide[7]);
@@ -48,18 +58,16 @@ struct ConvertedChunks {
 };
 
 // Converts a K tile (keys, columns) from slices of kRawSlice e4m3 columns to slices of 64 16-bit
-// columns; both are swizzled. In one step the warpgroup converts kRows rows of a slice: each thread
-// reads a chunk of 16 bytes.
-template <class Traits, int kRawColumns>
+// columns; both are swizzled. In one step kThreads convert kRows rows of a slice: each thread reads
+// a chunk of 16 bytes, and kAtOnce of them ahead.
+template <class Element, int kKeys, int kRawSlice, int kRawColumns,
+          int kThreads = kWarpgroupThreads, int kMostAtOnce = 4>
 struct TileConverter {
-  using Element = typename Traits::Element;
-  static constexpr int kKeys = Traits::kTileN;
-  static constexpr int kRawSlice = Traits::kRawSlice;
   static constexpr int kChunks = kRawSlice / 16;
-  static constexpr int kRows = kWarpgroupThreads / kChunks;
+  static constexpr int kRows = kThreads / kChunks;
   static constexpr int kSteps = kKeys / kRows;
   static constexpr int kSlices = kRawColumns / kRawSlice;
-  static constexpr int kAtOnce = min_of(4, kSteps);
+  static constexpr int kAtOnce = min_of(kMostAtOnce, kSteps);
   static_assert(kKeys % kRows == 0 && kSteps % kAtOnce == 0 && kRawColumns % kRawSlice == 0);
 
   int row;     // the key of this thread's first chunk
@@ -85,13 +93,13 @@ struct TileConverter {
     CUTE_UNROLL
     for (int slice = 0; slice < kSlices; ++slice) {
       convert_slice(from + source + slice * kKeys * kRawSlice,
-                    to + target + slice * kKeys * kRawSlice * 2, scale);
+                    to + target + slice * kKeys * kRawSlice * 2, scale, slice);
     }
   }
 
  private:
   template <class Scale>
-  CUTE_DEVICE void convert_slice(char const* from, char* to, Scale const& scale) const {
+  CUTE_DEVICE void convert_slice(char const* from, char* to, Scale const& scale, int slice) const {
     CUTE_NO_UNROLL
     for (int step = 0; step < kSteps; step += kAtOnce) {
       uint4 raw[kAtOnce];
@@ -101,7 +109,7 @@ struct TileConverter {
       }
       CUTE_UNROLL
       for (int i = 0; i < kAtOnce; ++i) {
-        ConvertedChunks<Element> const wide(raw[i], scale, row + (step + i) * kRows);
+        ConvertedChunks<Element> const wide(raw[i], scale.of(row + (step + i) * kRows, slice));
         char* const at = to + (step + i) * kRows * 128;
         *reinterpret_cast<uint4*>(at) = second_first ? wide.halves[1] : wide.halves[0];
         *reinterpret_cast<uint4*>(at + to_other) = second_first ? wide.halves[0] : wide.halves[1];
@@ -114,10 +122,14 @@ struct TileConverter {
 // them.
 template <class Traits>
 struct KeyConverter {
+  template <int kRawColumns>
+  using OfTile =
+      TileConverter<typename Traits::Element, Traits::kTileN, Traits::kRawSlice, kRawColumns>;
+
   FwdStorage<Traits>& shared;
   CacheDeviceParams const& p;
-  TileConverter<Traits, Traits::kRawColumns> of_keys;
-  TileConverter<Traits, Traits::kRawColumnsV> of_values;
+  OfTile<Traits::kRawColumns> of_keys;
+  OfTile<Traits::kRawColumnsV> of_values;
   RingState<Traits::kKeyStages> k_raw;
   RingState<Traits::kValueStages> v_raw;
   RingState<Traits::kStages> k;

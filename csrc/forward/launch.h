@@ -155,11 +155,14 @@ void set_cache_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams cons
       has_table ? boxed_keys(problem.cache.page_size, Traits::kValueKeys) : Traits::kValueKeys;
   set_common<Traits>(d, p);
   d.q = query_map<5>(maps, p, p.q, MapColumns{problem.head_dim, Traits::kSlice});
-  constexpr Dtype kDtypeKv = Traits::k.dtype_kv;
-  TensorMapMaker key_maps{kDtypeKv};
-  d.k = cache_map<Traits>(key_maps, problem, p.k, problem.head_dim, max_of(box, 1));
-  d.v = cache_map<Traits>(key_maps, problem, p.v, problem.head_dim_v, max_of(box, 1));
-  maps.error = maps.error == cudaSuccess ? key_maps.error : maps.error;
+  constexpr Dtype kDtypeK = Traits::k.dtype_k();
+  constexpr Dtype kDtypeV = Traits::k.dtype_kv;
+  if (!problem.kind.is_latent) {
+    TensorMapMaker key_maps{kDtypeV};
+    d.k = cache_map<Traits>(key_maps, problem, p.k, problem.head_dim, max_of(box, 1));
+    d.v = cache_map<Traits>(key_maps, problem, p.v, problem.head_dim_v, max_of(box, 1));
+    maps.error = maps.error == cudaSuccess ? key_maps.error : maps.error;
+  }
   d.lengths = cache_lengths(p);
   int const positions = Traits::kWarpgroups * d.positions_per_warpgroup;
   d.line = CacheLine(problem.batch, problem.heads_q / p.schedule.pack / schedule.lanes,
@@ -176,10 +179,10 @@ void set_cache_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams cons
     d.v_page_scale = std::exchange(d.v_scale, ScaleView{});
   }
   d.keys_of_scale = FastDiv(max_of(box, 1));
-  d.k_rows = in_bytes(p.k, kDtypeKv);
-  d.v_rows = in_bytes(p.v, kDtypeKv);
-  d.row_bytes_k = problem.head_dim * element_bytes(kDtypeKv);
-  d.row_bytes_v = problem.head_dim_v * element_bytes(kDtypeKv);
+  d.k_rows = in_bytes(p.k, kDtypeK);
+  d.v_rows = in_bytes(p.v, kDtypeV);
+  d.row_bytes_k = problem.head_dim * element_bytes(kDtypeK);
+  d.row_bytes_v = problem.head_dim_v * element_bytes(kDtypeV);
   // TRAP: lines that one launch keeps slow down the next one: shared and own keys of 64 sequences
   // 124 us, read once 106 us (H100, 2026-11-26). Tiles whose parts lie apart read the same keys at
   // the same time.

@@ -135,13 +135,24 @@ struct SkewedLoop {
     auto const& scale = c.scales.take();
     wait_gemm<1>(c.tSrS);
     c.release_k();
+    constexpr bool kEndsFirst = Consumer::Traits::kMasksLate && kMasked != Masked::kNothing;
+    if (kEndsFirst) {
+      end_output();
+    }
     c.template exponentiate<kMasked>(n, tile, scale, [&] {
-      wait_gemm<0>(c.tOrO);
-      c.release_v();
+      if (!kEndsFirst) {
+        end_output();
+      }
     });
     c.softmax.pack(c.tSrS, c.tOrP);
     c.sums.add(c.tOrO, c.softmax, scale);
     tile.o_is_zero = false;
+  }
+
+  // Waits for PV.
+  CUTE_DEVICE void end_output() {
+    wait_gemm<0>(c.tOrO);
+    c.release_v();
   }
 
   CUTE_DEVICE void first_probabilities(Tile& tile) {
@@ -152,7 +163,7 @@ struct SkewedLoop {
     BlockRange const& keys = tile.work.keys;
     if (n >= keys.free_end || (Limits::kHasBegin && n < keys.free_begin)) {
       constexpr Masked kMasked = Limits::kHasBegin ? Masked::kBothEnds : Masked::kEnd;
-      tile.limits.template apply<kMasked>(c.p, c.tSrS, n);
+      c.template mask_scores<kMasked>(n, tile);
     }
     c.softmax.template update<true>(c.tSrS, scale);
     c.softmax.pack(c.tSrS, c.tOrP);

@@ -145,9 +145,7 @@ struct RowLimits {
 
   int begin_[kHasBegin ? 2 : 1];
   int end_[2];
-  // WHY not with two warpgroups: they would spill. The planner takes one for a tree.
-  static constexpr bool kMayBeTree = Traits::kIsCache && Traits::kWarpgroups == 1;
-  cute::conditional_t<kMayBeTree, TreeRows<Traits>, NoTree> tree;
+  cute::conditional_t<Traits::kIsCache, TreeRows<Traits>, NoTree> tree;
 };
 
 }  // namespace fa3

@@ -53,6 +53,9 @@ struct FwdTraits {
   static constexpr int kStagedElements = staged_bytes(k) / (2 * kWarpgroups);
   // General kernels with a narrow producer recompute what they have no registers to keep.
   static constexpr bool kIsTight = !k.kind.is_dense() && k.producer == ProducerSize::kNarrow;
+  // Two warpgroups on a cache have no registers for the mask of a tree while PV still reads P, nor
+  // between masked K tiles: they find a row's limits again for each, and mask after PV.
+  static constexpr bool kMasksLate = k.kind.is_cache() && kWarpgroups > 1;
 
   // Columns in shared memory: the head dims padded to whole slices. Products skip the padding.
   static constexpr int kSlice = k.slice();

@@ -73,7 +73,8 @@ def _forward_variants() -> list[ForwardVariant]:
               for head_dim in (64, 128, '192x128', 256)]
     tiles += [(f'FwdTileD{head_dim}CacheLong', head_dim, ('Cache',), 'Long')
               for head_dim in (64, 128, '192x128')]
-    tiles += [('FwdTileLatent', '64x512', ('Latent',), '')]
+    tiles += [('FwdTileLatent', '64x512', ('Latent',), ''),
+              ('FwdTileLatentKv8', '64x512', ('Latent',), 'Kv8')]
     of_16_bits = [ForwardVariant(tile, dtype, kind, head_dim, suffix)
                   for tile, head_dim, kinds, suffix in tiles
                   for kind in kinds for dtype in ('Bf16', 'Fp16')]

@@ -38,11 +38,24 @@ CUTE_DEVICE Token token_of(AppendRows const& rows, int batch, int token) {
 }
 
 // ------------------------------------------------------------------------------------------ places
-// Null: the cache has no such slot.
-CUTE_DEVICE char* target_of(CacheSlots const& cache, AppendRows const& rows, int sequence,
-                            int64_t slot) {
-  if (slot < 0 || slot >= cache.capacity) {
-    return nullptr;
+struct Place {
+  int page = -1;  // none: the cache has no such slot
+  int row = 0;
+
+  CUTE_DEVICE bool exists() const { return page >= 0; }
+
+  CUTE_DEVICE char* target(AppendRows const& rows) const {
+    return rows.target.data + page * rows.target.batch_stride + row * rows.target.row_stride;
+  }
+};
+
+// Where a new token goes. length: tokens that its sequence had before.
+CUTE_DEVICE Place place_of(CacheSlots const& cache, int64_t length, Token const& token) {
+  int const sequence = token.sequence;
+  int64_t const slot = length + token.index;
+  // A negative length is nonsense, also where the sum is a slot.
+  if (length < 0 || slot < 0 || slot >= cache.capacity) {
+    return {};
   }
   int page = sequence;
   if (cache.page_table != nullptr) {
@@ -51,11 +64,11 @@ CUTE_DEVICE char* target_of(CacheSlots const& cache, AppendRows const& rows, int
   } else if (cache.batch_idx != nullptr) {
     page = __ldg(cache.batch_idx + sequence);
   }
-  if (page < 0 || page >= cache.pages) {
-    return nullptr;
-  }
-  return rows.target.data + page * rows.target.batch_stride +
-         cache.by_page.mod(int(slot)) * rows.target.row_stride;
+  return page < cache.pages ? Place{page, cache.by_page.mod(int(slot))} : Place{};
+}
+
+CUTE_DEVICE int64_t length_of(CacheSlots const& cache, int sequence) {
+  return cache.seqlens != nullptr ? __ldg(cache.seqlens + sequence) : cache.length;
 }
 
 // ---------------------------------------------------------------------------------------- the rows
@@ -78,19 +91,16 @@ CUTE_DEVICE void append_rows(AppendParams const& p, AppendRows const& rows, int 
     return;
   }
   CacheSlots const& cache = p.cache;
-  int64_t length = cache.length;
-  if (cache.seqlens != nullptr && has_sequence) {
-    length = __ldg(cache.seqlens + token.sequence);
-  }
+  int64_t const length = has_sequence ? length_of(cache, token.sequence) : cache.length;
   char* target;
   if constexpr (kTensor == AppendTensor::kQueries) {
     target = rows.target.data + item.token * rows.target.row_stride;
   } else {
-    // A negative length is nonsense, also where the sum is a slot.
-    target = length < 0 ? nullptr : target_of(cache, rows, token.sequence, length + token.index);
-  }
-  if (target == nullptr) {
-    return;
+    Place const place = place_of(cache, length, token);
+    if (!place.exists()) {
+      return;
+    }
+    target = place.target(rows);
   }
   if (Chunks::kIsRotated && has_sequence) {
     int64_t const begin =
@@ -107,6 +117,40 @@ CUTE_DEVICE void append_rows(AppendParams const& p, AppendRows const& rows, int 
                                                item.head * view.head_stride));
   } else {
     chunks.store(target);
+  }
+}
+
+// A warp has a row of latents; groups of lanes have the columns of a scale.
+template <class Element>
+CUTE_DEVICE void append_latents(AppendParams const& p, AppendRows const& rows, int cta) {
+  wait_for_earlier_launches();
+  allow_later_launches();
+  int const row = cta * kAppendWarps + int(threadIdx.x) / 32;
+  if (row >= rows.schedule.tokens) {
+    return;
+  }
+  Token const token = token_of(rows, p.batch, row);
+  if (token.sequence < 0 || token.sequence >= p.batch) {
+    return;
+  }
+  Place const place = place_of(p.cache, length_of(p.cache, token.sequence), token);
+  if (!place.exists()) {
+    return;
+  }
+  int const lane = lane_of_warp();
+  RowChunks<Element, AppendTensor::kValues> chunks(rows, p.rotary, lane);
+  chunks.load(source_of(rows, {row, 0, lane}));
+  ScaleView const& view = rows.scale;
+  int const lanes = view.block_stride == 0 ? 32 : 8;
+  float largest = fmaxf(largest_of<Element>(chunks.first), largest_of<Element>(chunks.second));
+  for (int distance = 1; distance < lanes; distance *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
+  }
+  float const scale = scale_of_largest(largest, kLargestOfNewKey);
+  chunks.store_quantised(place.target(rows), scale);
+  if (lane % lanes == 0) {
+    rows.set_scales[place.page * view.batch_stride + place.row * view.head_stride +
+                    lane / lanes * view.block_stride] = scale;
   }
 }
 
@@ -140,23 +184,43 @@ __global__ void __launch_bounds__(kAppendThreads)
   }
 }
 
+// Rows of k as they are, of v with scales by key.
+template <class Element>
+__global__ void __launch_bounds__(kAppendThreads)
+    append_latents_kernel(AppendParams const __grid_constant__ p) {
+  int const cta = int(blockIdx.x);
+  int const v_begin = int(p.k.schedule.ctas);
+  int const q_begin = v_begin + int(p.latent_ctas());
+  if (cta < v_begin) {
+    append_rows<Element, AppendTensor::kKeys, false>(p, p.k, cta);
+  } else if (cta < q_begin) {
+    append_latents<Element>(p, p.v, cta - v_begin);
+  } else {
+    append_rows<Element, AppendTensor::kQueries, false>(p, p.q, cta - q_begin);
+  }
+}
+
+template <class Element>
+auto* kernel_of(AppendParams const& p) {
+  switch (p.quantising) {
+    case Quantising::kByHead:
+      return append_kernel<Element, true>;
+    case Quantising::kByPage:
+      return append_pages_kernel<Element>;
+    case Quantising::kLatents:
+      return append_latents_kernel<Element>;
+    default:
+      return p.rotary.cos == nullptr ? append_kernel<void, false> : append_kernel<Element, false>;
+  }
+}
+
 }  // namespace
 
 void launch_append(AppendParams const& params, void* stream) {
   LaunchShape const shape{"append_cache", int(params.ctas()), kAppendThreads, 0};
   bind_thread(shape.variant, shape.grid, 0);
-  bool const is_half = params.dtype == Dtype::kFloat16;
-  if (params.by_page) {
-    launch_early(
-        is_half ? append_pages_kernel<cutlass::half_t> : append_pages_kernel<cutlass::bfloat16_t>,
-        shape, params, stream);
-    return;
-  }
-  auto* const kernel = params.quantises ? is_half ? append_kernel<cutlass::half_t, true>
-                                                  : append_kernel<cutlass::bfloat16_t, true>
-                       : params.rotary.cos == nullptr ? append_kernel<void, false>
-                       : is_half                      ? append_kernel<cutlass::half_t, false>
-                                                      : append_kernel<cutlass::bfloat16_t, false>;
+  auto* const kernel = params.dtype == Dtype::kFloat16 ? kernel_of<cutlass::half_t>(params)
+                                                       : kernel_of<cutlass::bfloat16_t>(params);
   launch_early(kernel, shape, params, stream);
 }
 

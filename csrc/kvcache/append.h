@@ -19,11 +19,11 @@ struct ByteView {
 struct AppendRows {
   RowSchedule schedule;
   ByteView source;
-  ByteView target;               // a cache; of q: (token, head)
-  FastDiv by_entry;              // tokens of a batch entry of the source; packed: all
-  int const* cu = nullptr;       // packed: batch + 1 numbers
-  ScaleView scale;               // divides rows that are quantised
-  float* page_scales = nullptr;  // by page, with the strides of `scale`; set where a page begins
+  ByteView target;              // a cache; of q: (token, head)
+  FastDiv by_entry;             // tokens of a batch entry of the source; packed: all
+  int const* cu = nullptr;      // packed: batch + 1 numbers
+  ScaleView scale;              // divides rows that are quantised
+  float* set_scales = nullptr;  // those that are set, with the strides of `scale`
 };
 
 // What is in which slot. Dense: each sequence has one page.
@@ -50,10 +50,16 @@ struct Rotary {
   int const* seqlens = nullptr;  // the position of the first new token; nullptr: the length
 };
 
+// How 16-bit rows become e4m3: not, with the scales of heads, with those of pages, which are set
+// where a page begins; kLatents: those of v with scales by key, which are set.
+enum class Quantising { kNone, kByHead, kByPage, kLatents };
+
+// Columns of latents: two chunks a lane.
+constexpr int kLatentColumns = 512;
+
 struct AppendParams {
   Dtype dtype = Dtype::kBFloat16;  // the new rows' dtype
-  bool quantises = false;          // 16-bit rows of k and v become e4m3
-  bool by_page = false;            // with the scales of pages
+  Quantising quantising = Quantising::kNone;
   int batch = 0;
   AppendRows k;
   AppendRows v;
@@ -62,8 +68,14 @@ struct AppendParams {
   Rotary rotary;
   PageSchedule pages;
 
+  FA3_HD int64_t latent_ctas() const { return ceil_div(v.schedule.tokens, kAppendWarps); }
+
   int64_t ctas() const {
-    return (by_page ? 2 * pages.ctas : k.schedule.ctas + v.schedule.ctas) + q.schedule.ctas;
+    bool const is_latent = quantising == Quantising::kLatents;
+    int64_t const of_v = is_latent ? latent_ctas() : v.schedule.ctas;
+    int64_t const of_both =
+        quantising == Quantising::kByPage ? 2 * pages.ctas : k.schedule.ctas + of_v;
+    return of_both + q.schedule.ctas;
   }
 };
 

@@ -58,10 +58,9 @@ CUTE_DEVICE PageRows rows_of_unit(AppendParams const& p, int64_t unit) {
   return rows;
 }
 
-// A power of two, by which rows become at most half of the largest e4m3: later rows of the page may
-// be twice as large. NaN does not count.
-CUTE_DEVICE float new_page_scale(float largest) {
-  float const least = fmaxf(__fdiv_rn(fminf(largest, FLT_MAX), kLargestOfNewPage), kLeastPageScale);
+// A power of two, by which the largest of some elements becomes at most `most`. NaN does not count.
+CUTE_DEVICE float scale_of_largest(float largest, float most) {
+  float const least = fmaxf(__fdiv_rn(fminf(largest, FLT_MAX), most), kLeastSetScale);
   return __uint_as_float((__float_as_uint(least) + 0x7fffffu) & 0x7f800000u);
 }
 
@@ -107,7 +106,7 @@ CUTE_DEVICE void append_page(AppendParams const& p, AppendRows const& rows, int 
   }
   // WHY past L1: the lines of other pages' scales change during this launch.
   float* const page_scale =
-      rows.page_scales + own.page * rows.scale.batch_stride + head * rows.scale.head_stride;
+      rows.set_scales + own.page * rows.scale.batch_stride + head * rows.scale.head_stride;
   float scale;
   if (own.slot == 0) {
     float largest = 0.f;
@@ -115,7 +114,7 @@ CUTE_DEVICE void append_page(AppendParams const& p, AppendRows const& rows, int 
       largest = fmaxf(largest,
                       fmaxf(largest_of<Element>(chunks.first), largest_of<Element>(chunks.second)));
     });
-    scale = new_page_scale(max_over_lanes(largest));
+    scale = scale_of_largest(max_over_lanes(largest), kLargestOfNewPage);
     if (is_first_lane()) {
       *page_scale = scale;
     }

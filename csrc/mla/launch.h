@@ -12,10 +12,11 @@ namespace fa3 {
 template <class Traits>
 CUtensorMap slices_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
                        int columns, int columns_of_group, int box_keys) {
-  int const slices = box_keys == Traits::kTileN ? columns_of_group / Traits::kSlice : 1;
-  return maps.make<4>(t.data, {{Traits::kSlice, 1, Traits::kSlice},
+  int const slice = 128 / element_bytes(maps.dtype);
+  int const slices = box_keys == Traits::kTileN ? columns_of_group / slice : 1;
+  return maps.make<4>(t.data, {{slice, 1, slice},
                                {max_of(1, problem.cache.page_size), t.row_stride, box_keys},
-                               {columns / Traits::kSlice, Traits::kSlice, slices},
+                               {columns / slice, slice, slices},
                                {max_of(1, problem.cache.entries), t.batch_stride, 1}});
 }
 
@@ -38,8 +39,11 @@ void launch_mla(FwdParams const& p, void* stream) {
   }
   int const box_keys = max_of(1, params.box_keys);
   params.k = slices_map<Traits>(maps, p.problem, p.k, Traits::kHeadDim, Traits::kHeadDim, box_keys);
-  params.v =
-      slices_map<Traits>(maps, p.problem, p.v, Traits::kHeadDimV, Traits::kOutputColumns, box_keys);
+  TensorMapMaker value_maps{Config::k.dtype_kv};
+  params.v = slices_map<Traits>(value_maps, p.problem, p.v, Traits::kHeadDimV,
+                                Traits::kOutputColumns, box_keys);
+  maps.error = maps.error == cudaSuccess ? value_maps.error : maps.error;
+  params.key_scale = p.v_scale;
   params.qv = query_map<5>(maps, p, p.qv, MapColumns{p.problem.head_dim_v, Traits::kSlice});
   using Work = FwdWork<Traits>;
   static_assert(sizeof(Work) <= kSharedTileBytes && sizeof(CombineCounters) <= 2 * sizeof(int));

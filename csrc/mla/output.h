@@ -5,6 +5,7 @@
 #include "device/gemm.h"
 #include "forward/cache_batch.h"
 #include "forward/output_parts.h"
+#include "mla/converter.h"
 #include "mla/storage.h"
 
 namespace fa3 {
@@ -36,12 +37,19 @@ struct OutputWarpgroup {
   RingState<Traits::kStages> p_ring;
   HalfRing<Traits> values;
   RingState<Traits::kTileStages> tiles;
+  HalfConverter<Traits> converter;  // e4m3
   FragmentO tOrO;
 
   CUTE_DEVICE OutputWarpgroup(MlaStorage<Traits>& shared_, Params const& p_, int half_, int thread_)
-      : shared(shared_), p(p_), half(half_), thread(thread_), values(half_ == 0) {}
+      : shared(shared_),
+        p(p_),
+        half(half_),
+        thread(thread_),
+        values(half_ == 0),
+        converter{shared_, half_, thread_} {}
 
   CUTE_DEVICE void run() {
+    converter.start();
     CUTE_NO_UNROLL
     while (true) {
       shared.p_full[p_ring.stage].wait(p_ring.phase);
@@ -52,6 +60,7 @@ struct OutputWarpgroup {
       }
       if (half == 0) {
         values.advance();  // Q
+        converter.release();
       }
       bool starts = true;
       CUTE_NO_UNROLL
@@ -65,6 +74,7 @@ struct OutputWarpgroup {
         shared.work_empty[tiles.stage].arrive();
       }
       tiles.advance();
+      converter.end_tile();
     }
   }
 
@@ -100,6 +110,7 @@ struct OutputWarpgroup {
     }
     values.advance();
     p_ring.advance();
+    converter.release();
   }
 
   CUTE_DEVICE void store() {

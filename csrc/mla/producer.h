@@ -1,6 +1,6 @@
 // The producer warps of the kernel for a latent cache. One finds the tiles of the CTA and publishes
 // them; its lanes read the lengths together. Another one loads their Q and keys into the rings.
-// WHY two: together they need more registers than there are.
+// WHY two: together they need more registers than there are. The last one reads the scales of e4m3.
 //
 // A lane loads the box of a page. Pages of other sizes than multiples of 8 are gathered by two
 // warps, a lane for a row of the K tile.
@@ -8,6 +8,7 @@
 
 #include "forward/cache_batch.h"
 #include "forward/keys_pages.h"
+#include "mla/key_scales.h"
 #include "mla/storage.h"
 
 namespace fa3 {
@@ -49,6 +50,7 @@ struct MlaLoader {
   HalfRing<Traits> left{true};
   HalfRing<Traits> right{false};
   RingState<Traits::kStages> rotary;
+  RingState<max_of(Traits::kRawStages, 1)> raw;
 
   CUTE_DEVICE static bool gathers(Params const& p) { return p.box_keys == 0; }
 
@@ -77,7 +79,7 @@ struct MlaLoader {
       Work const& work = shared.work[tiles.stage];
       shared.half_empty[left.stage].wait(left.phase ^ 1);
       if (!work.valid()) {
-        expect(shared.half_full[left.stage], 0);
+        expect_queries(0);
         return;
       }
       shared.q_empty.wait(q_phase);
@@ -100,12 +102,26 @@ struct MlaLoader {
     }
   }
 
+  // The same for the stage that Q has, at whose barrier converting warps arrive for keys.
+  CUTE_DEVICE void expect_queries(int bytes) const {
+    Mbarrier& full = shared.half_full[left.stage];
+    if (!Traits::kConverts) {
+      expect(full, bytes);
+    } else if (leads()) {
+      full.arrive_and_expect_tx(uint32_t(bytes));
+      CUTE_UNROLL
+      for (int i = 1; i < kWarpgroupWarps; ++i) {
+        full.arrive();
+      }
+    }
+  }
+
   // The first half of the latent columns goes through a stage of the ring.
   CUTE_DEVICE void load_queries(Work const& work) {
     Mbarrier& full = shared.half_full[left.stage];
     constexpr int kColumns = Traits::kHeadDimV + Traits::kHeadDim;
     constexpr int kLatent = Traits::kSharedColumns - Traits::kHeadDim;
-    expect(full, p.q_slice_bytes * (kColumns / Traits::kSlice));
+    expect_queries(p.q_slice_bytes * (kColumns / Traits::kSlice));
     if (leads()) {
       load_query_boxes(work, full, p.qv, 0, Traits::kHeldColumns, shared.halves[left.stage]);
       load_query_boxes(work, full, p.qv, Traits::kHeldColumns, kLatent, shared.q);
@@ -133,65 +149,76 @@ struct MlaLoader {
     for (int n = end - 1; n >= begin; --n) {
       int const at = n * Traits::kTileN + slot;
       int const next_id = n > begin ? Keys::entry_of(p, from, at - Traits::kTileN) : 0;
-      load<Columns::kLeft>(from, at, id, shared.half_full, shared.half_empty, shared.halves, left);
+      load_half<Columns::kLeft>(from, at, id, left);
       load<Columns::kRotary>(from, at, id, shared.rotary_full, shared.rotary_empty, shared.rotary,
                              rotary);
-      load<Columns::kRight>(from, at, id, shared.half_full, shared.half_empty, shared.halves,
-                            right);
+      load_half<Columns::kRight>(from, at, id, right);
       id = next_id;
     }
   }
 
-  // at: the slot in the sequence.
+  // at: the slot in the sequence. Halves of e4m3 are loaded into another ring.
+  template <Columns kGroup>
+  CUTE_DEVICE void load_half(KeySource const& from, int at, int id, HalfRing<Traits>& ring) {
+    if constexpr (Traits::kConverts) {
+      load<kGroup>(from, at, id, shared.raw_full, shared.raw_empty, shared.raw, raw);
+      ring.advance();
+    } else {
+      load<kGroup>(from, at, id, shared.half_full, shared.half_empty, shared.halves, ring);
+    }
+  }
+
   template <Columns kGroup, class Barriers, class Buffers, class Ring>
   CUTE_DEVICE void load(KeySource const& from, int at, int id, Barriers& full, Barriers& empty,
                         Buffers& buffers, Ring& ring) const {
     empty[ring.stage].wait(ring.phase ^ 1);
+    char* const buffer = reinterpret_cast<char*>(buffers[ring.stage]);
     if (gathers(p)) {
-      gather<kGroup>(from, at, id, full[ring.stage], buffers[ring.stage]);
+      gather<kGroup>(from, at, id, full[ring.stage], buffer);
     } else {
-      load_boxes<kGroup>(from, at, id, full[ring.stage], buffers[ring.stage]);
+      load_boxes<kGroup>(from, at, id, full[ring.stage], buffer);
     }
     ring.advance();
   }
 
   template <Columns kGroup>
   static constexpr bool kIsRotary = kGroup == Columns::kRotary;
+  // Slices of 128 bytes.
   template <Columns kGroup>
-  static constexpr int kColumnsOf = kIsRotary<kGroup> ? Traits::kHeadDim : Traits::kOutputColumns;
+  static constexpr int kSlicesOf = kIsRotary<kGroup> ? Traits::kHeadDim / Traits::kSlice
+                                                     : Traits::kOutputColumns / Traits::kSliceV;
   template <Columns kGroup>
-  static constexpr int kFirstOf = kGroup == Columns::kRight ? Traits::kOutputColumns : 0;
+  static constexpr int kFirstOf = kGroup == Columns::kRight ? kSlicesOf<kGroup> : 0;
 
   // A box with the keys of a whole K tile has all slices.
   template <Columns kGroup>
   CUTE_DEVICE void load_boxes(KeySource const& from, int at, int id, Mbarrier& full,
-                              Element* buffer) const {
-    constexpr int kColumns = kColumnsOf<kGroup>;
-    expect(full, Traits::kTileN * kColumns * int(sizeof(Element)));
+                              char* buffer) const {
+    constexpr int kSlices = kSlicesOf<kGroup>;
+    expect(full, Traits::kTileN * kSlices * 128);
     int const row = Keys::row_of(p, from, at);
-    int const step = p.box_keys == Traits::kTileN ? kColumns : Traits::kSlice;
+    int const step = p.box_keys == Traits::kTileN ? kSlices : 1;
     CUtensorMap const& map = kIsRotary<kGroup> ? p.k : p.v;
-    Element* const target = buffer + slot * Traits::kSlice;
     CUTE_NO_UNROLL
-    for (int column = 0; column < kColumns; column += step) {
-      int const slice = (kFirstOf<kGroup> + column) / Traits::kSlice;
+    for (int slice = 0; slice < kSlices; slice += step) {
       cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), p.hint,
-                                   target + column * Traits::kTileN, 0, row, slice, id);
+                                   buffer + (slice * Traits::kTileN + slot) * 128, 0, row,
+                                   kFirstOf<kGroup> + slice, id);
     }
   }
 
   // Several lanes copy a row, each a chunk of 16 bytes. Rows that do not exist are zeros.
   template <Columns kGroup>
   CUTE_DEVICE void gather(KeySource const& from, int at, int id, Mbarrier& full,
-                          Element* buffer) const {
-    constexpr int kChunks = kColumnsOf<kGroup> * int(sizeof(Element)) / 16;  // in a row
+                          char* buffer) const {
+    constexpr int kChunks = 8 * kSlicesOf<kGroup>;  // in a row
     constexpr int kRowsAtOnce = 32 / kChunks;
     TensorView const& rows = kIsRotary<kGroup> ? p.k_rows : p.v_rows;
     int const lane = lane_of_warp();
     int const chunk = lane % kChunks;
     int64_t const offset = Keys::offset_of_row(p, rows, from, at, id);
     char const* const data =
-        static_cast<char const*>(rows.data) + kFirstOf<kGroup> * sizeof(Element) + chunk * 16;
+        static_cast<char const*>(rows.data) + kFirstOf<kGroup> * 128 + chunk * 16;
     uint32_t const target = cute::cast_smem_ptr_to_uint(buffer);
 #pragma unroll 4
     for (int i = 0; i < 32; i += kRowsAtOnce) {
@@ -201,8 +228,7 @@ struct MlaLoader {
       Keys::copy_chunk(target + chunk_offset_bytes<Traits::kTileN>(row, chunk), data, of_row,
                        of_row >= 0);
     }
-    uint32_t const barrier = cute::cast_smem_ptr_to_uint(&full);
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+    Keys::arrive_after_copies(cute::cast_smem_ptr_to_uint(&full));
   }
 };
 
@@ -217,6 +243,8 @@ CUTE_DEVICE void run_mla_producer(MlaStorage<Traits>& shared, typename Traits::P
     MlaTiles<Traits>{shared, p}.run();
   } else if (warp <= MlaLoader<Traits>::warps(p)) {
     MlaLoader<Traits>(shared, p, warp - 1).run();
+  } else if (Traits::kConverts && warp == kWarpgroupWarps - 1) {
+    KeyScales<Traits>{shared, p}.run();
   }
 }
 

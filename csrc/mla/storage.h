@@ -41,6 +41,7 @@ struct MlaStorage {
   using Element = typename Traits::Element;
   static constexpr int kStages = Traits::kStages;
   static constexpr int kRightStages = Traits::kRightStages;
+  static constexpr int kRawStages = Traits::kRawStages;
 
   // Everything is in slices of 64 columns.
   struct alignas(1024) {
@@ -49,7 +50,12 @@ struct MlaStorage {
     Element halves[kStages + kRightStages][Traits::kHalfElements];
     Element rotary[kStages][Traits::kRotaryElements];    // rotary columns, then P over them
     Element q[kWarpgroupRows * Traits::kSharedColumns];  // the other latent columns, then rotary
+    // e4m3: the left and the right half of a K tile as loaded.
+    typename Traits::ElementKv raw[kRawStages][Traits::kHalfElements];
   };
+
+  // The scales of these keys, by 128 columns; the barriers of `raw` guard them.
+  float2 scales[kRawStages][Traits::kTileN];
 
   // Tiles take turns; `work_empty` guards both.
   FwdWork<Traits> work[Traits::kTileStages];
@@ -60,14 +66,18 @@ struct MlaStorage {
   bool any_rescale[kStages][kWarpgroupWarps];
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
-  // Columns have arrived: producer (1 + bytes; gathered: all threads) -> score warpgroup, and the
-  // output warpgroup of a half.
+  // Columns have arrived: producer (1 + bytes; gathered: all threads), converted halves: the warps
+  // of an output warpgroup (4) -> score warpgroup, and the output warpgroup of a half.
   Mbarrier half_full[kStages + kRightStages];
   Mbarrier rotary_full[kStages];
   // Columns have been read: the output warpgroup of a half (1), of Q the score warpgroup (1); P:
-  // both output warpgroups (2) -> producer.
+  // both output warpgroups (2) -> who fills them.
   Mbarrier half_empty[kStages + kRightStages];
   Mbarrier rotary_empty[kStages];
+  // e4m3 and its scales have arrived: producer, as above, and scale warp (1) -> the output
+  // warpgroup of a half; they have been converted: its warps (4) -> producer, scale warp.
+  Mbarrier raw_full[kRawStages];
+  Mbarrier raw_empty[kRawStages];
   Mbarrier work_full[Traits::kTileStages];   // a tile is published: warp of the tiles (1) -> loader
   Mbarrier work_empty[Traits::kTileStages];  // its results are stored: warps of both output
                                              // warpgroups (8) -> warp of the tiles
@@ -77,8 +87,12 @@ struct MlaStorage {
 
   CUTE_DEVICE void init_barriers(int loads) {
     for (int i = 0; i < kStages + kRightStages; ++i) {
-      half_full[i].init(loads);
+      half_full[i].init(Traits::kConverts ? kWarpgroupWarps : loads);
       half_empty[i].init(1);
+    }
+    for (int i = 0; i < kRawStages; ++i) {
+      raw_full[i].init(loads + 1);
+      raw_empty[i].init(kWarpgroupWarps);
     }
     for (int i = 0; i < kStages; ++i) {
       rotary_full[i].init(loads);

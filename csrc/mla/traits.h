@@ -22,9 +22,10 @@ struct MlaDeviceParams : CacheDeviceParams {
   CUtensorMap qv;      // the latent columns of Q, as q
   Work* shared_tiles;  // those that are to be combined, in any order
   CombineCounters* combine;
+  ScaleView key_scale;  // e4m3: of the latent columns
 };
 
-// The columns of a K tile are loaded in three groups, each into a ring of its own.
+// The columns of a K tile are loaded in three groups.
 enum class Columns : int { kLeft, kRight, kRotary };
 
 template <class Config_>
@@ -41,7 +42,7 @@ struct MlaTraits {
   static constexpr bool kIsMasked = true;
   static constexpr bool kHasScales = false;
   static constexpr bool kTransposesV = false;
-  static constexpr bool kConverts = false;
+  static constexpr bool kConverts = k.converts();  // latent columns, as e4m3 in the cache
   // Sinks enter where a tile ends (scores.h); there are no row maxima.
   static constexpr bool kHasRowOptions = false;
 
@@ -61,10 +62,13 @@ struct MlaTraits {
   static constexpr int kRawSlice = kSlice;
   static constexpr int kRawColumns = kHeadDim;
   static constexpr int kRawColumnsV = kHeadDimV;
-  // WHY fewer stages of the right half: there is no room for more. S needs it last.
-  static constexpr int kRightStages = kStages - 1;
+  // WHY in 16 bits fewer stages of the right half: there is no room for more. S needs it last.
+  static constexpr int kRightStages = k.right_stages();
+  static constexpr int kRawStages = k.raw_stages;  // one for each half
   static constexpr int kHalfElements = kTileN * kOutputColumns;
   static constexpr int kRotaryElements = kTileN * kHeadDim;
+  // Columns of a slice of 128 bytes of the latent columns as loaded; those of e4m3 have a scale.
+  static constexpr int kSliceV = 128 / int(sizeof(ElementKv));
   // Latent columns of Q that stay in registers, the first ones; and all others.
   static constexpr int kHeldColumns = kOutputColumns;
   static constexpr int kSharedColumns = kHeadDimV - kHeldColumns + kHeadDim;

@@ -84,6 +84,13 @@ std::string check_rows(NamedTensor const& tensor) {
   return {};
 }
 
+Quantising quantising_of(AttentionCall const& call) {
+  return call.v.dtype == call.v_new->dtype   ? Quantising::kNone
+         : call.by_page.descale_by_page      ? Quantising::kByPage
+         : call.k.dtype == call.k_new->dtype ? Quantising::kLatents
+                                             : Quantising::kByHead;
+}
+
 // What only the kernel asks for.
 std::string check_kernel(AttentionCall const& call) {
   NamedTensor const caches[] = {{"k_cache", call.k}, {"v_cache", call.v}};
@@ -95,6 +102,12 @@ std::string check_kernel(AttentionCall const& call) {
   }
   for (NamedTensor const& one : rows) {
     error = error.empty() && one.meta.rank > 0 ? check_rows(one) : error;
+  }
+  bool const is_latent = quantising_of(call) == Quantising::kLatents;
+  if (error.empty() && is_latent && call.v.size[3] != kLatentColumns) {
+    return error_text(
+        kOp, text("v_cache.size(3) to be ", kLatentColumns, ", for scales by key, on a GPU"),
+        text(call.v.size[3]));
   }
   return error.empty() ? check_rotary(call) : error;
 }
@@ -131,12 +144,13 @@ int64_t capacity_of(AttentionCall const& call) {
   return table ? table->size[1] * call.k.size[1] : call.k.size[1];
 }
 
-ScaleView scale_of_heads(std::optional<TensorMeta> const& scale) {
+ScaleView scale_view(std::optional<TensorMeta> const& scale) {
   ScaleView view;
   if (scale) {
     view.data = reinterpret_cast<float const*>(scale->address);
     view.batch_stride = scale->stride[0];
     view.head_stride = scale->stride[1];
+    view.block_stride = scale->rank == 3 && scale->size[2] > 1 ? scale->stride[2] : 0;
   }
   return view;
 }
@@ -190,27 +204,29 @@ struct Tensors {
   OwnedTensor q;  // null: none
 };
 
-template <bool kByPage>
+template <bool kSetsScales>
 AttentionCall describe_call(BoxedStack& args, Tensors& tensors) {
   AttentionCall call;
   tensors.k_cache = args.tensor();
   tensors.v_cache = args.tensor();
-  if (kByPage) {
-    tensors.k_descale = args.tensor();
+  if (kSetsScales) {
+    tensors.k_descale = args.optional_tensor();
     tensors.v_descale = args.tensor();
-    call.scales.k_descale = describe(tensors.k_descale);
     call.scales.v_descale = describe(tensors.v_descale);
+    if (tensors.k_descale) {
+      call.scales.k_descale = describe(tensors.k_descale);
+      call.by_page.descale_by_page = true;
+    }
   }
   tensors.k = args.tensor();
   tensors.v = args.tensor();
   tensors.q = args.optional_tensor();
   args.read_groups(call.cache, call.rotary);
   args.read(call.lengths.cu_seqlens_q);
-  if (!kByPage) {
+  if (!kSetsScales) {
     args.read(call.scales.k_descale);
     args.read(call.scales.v_descale);
   }
-  call.by_page.descale_by_page = kByPage;
   call.on_cache = true;
   call.k = describe(tensors.k_cache);
   call.v = describe(tensors.v_cache);
@@ -235,13 +251,12 @@ void set_pages(AppendParams& params, AttentionCall const& call, Tensors const& t
   TensorMeta const k = with_batch(*call.k_new);
   int64_t const page_size = std::min(call.k.size[1], kMostInt);
   int const tokens = int(k.size[0] * k.size[1]);
-  params.by_page = true;
   params.pages =
       PageSchedule(params.batch, tokens, call.cache.cu_seqlens_k_new ? -1 : int(k.size[1]),
                    int(k.size[2]), int(page_size));
   for (auto [rows, scales] :
        {std::pair{&params.k, &tensors.k_descale}, std::pair{&params.v, &tensors.v_descale}}) {
-    rows->page_scales = static_cast<float*>(mutable_data(*scales));
+    rows->set_scales = static_cast<float*>(mutable_data(*scales));
     double const pairs = std::min<double>(tokens, double(page_size)) * rows->schedule.chunks / 2;
     if (pairs > kMost || params.pages.ctas > kMost / kAppendWarps) {
       throw_if(error_text(kOp, "fewer new tokens", text(tokens), "split the batch"));
@@ -255,7 +270,7 @@ OwnedTensor run(AttentionCall const& call, Tensors const& tensors) {
   OwnedTensor copies[3];
   AppendParams params;
   params.dtype = call.k_new->dtype;
-  params.quantises = call.k.dtype != params.dtype;
+  params.quantising = quantising_of(call);
   params.batch = int(batch_of(call));
   params.cache = slots_of(call);
   params.rotary = rotary_of(call.rotary);
@@ -263,16 +278,18 @@ OwnedTensor run(AttentionCall const& call, Tensors const& tensors) {
   params.v = rows_of(tensors.v, *call.v_new, copies[1]);
   params.k.target = byte_view(call.k, mutable_data(tensors.k_cache));
   params.v.target = byte_view(call.v, mutable_data(tensors.v_cache));
-  params.k.scale = scale_of_heads(call.scales.k_descale);
-  params.v.scale = scale_of_heads(call.scales.v_descale);
+  params.k.scale = scale_view(call.scales.k_descale);
+  params.v.scale = scale_view(call.scales.v_descale);
   params.k.cu = params.v.cu = data_of<int const>(call.cache.cu_seqlens_k_new);
   if (params.rotary.cos != nullptr && call.q.rank > 0) {
     params.q = rows_of(tensors.q, call.q, copies[2]);
     params.q.target = byte_view(with_batch(describe(rotated)), mutable_data(rotated));
     params.q.cu = data_of<int const>(call.lengths.cu_seqlens_q);
   }
-  if (call.by_page.descale_by_page) {
+  if (params.quantising == Quantising::kByPage) {
     set_pages(params, call, tensors);
+  } else if (params.quantising == Quantising::kLatents) {
+    params.v.set_scales = static_cast<float*>(mutable_data(tensors.v_descale));
   }
   if (params.ctas() > kMostInt) {
     throw_if(error_text(kOp, "fewer new tokens", text(params.ctas(), " CTAs"), "split the batch"));
@@ -287,13 +304,13 @@ OwnedTensor run(AttentionCall const& call, Tensors const& tensors) {
 }
 
 // The arguments are read off the stack in the order of the schema.
-template <bool kByPage>
+template <bool kSetsScales>
 void boxed_append(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   constexpr int kArguments = CacheArguments::kCount + RotaryArguments::kCount;
   expect_schema(kOp, {num_args, num_outputs}, {8 + kArguments, 1});
   BoxedStack args(stack);
   Tensors tensors;
-  AttentionCall const call = describe_call<kByPage>(args, tensors);
+  AttentionCall const call = describe_call<kSetsScales>(args, tensors);
   throw_if(check_append(call));
   throw_if(check_kernel(call));
   *stack = boxed(run(call, tensors));
@@ -305,7 +322,7 @@ void append_cache_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_out
   boxed_append<false>(stack, num_args, num_outputs);
 }
 
-void append_cache_by_page_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
+void append_cache_with_scales_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   boxed_append<true>(stack, num_args, num_outputs);
 }
 

@@ -47,13 +47,14 @@ OwnedTensor allocate_out(AttentionCall const& call, Dtype dtype) {
   return allocate(kOp, size, q.rank, dtype, q.device_index);
 }
 
-// (batch, heads_k) or (pages, heads_k), whatever the strides.
-ScaleView scale_of_heads(std::optional<TensorMeta> const& scale) {
+// (batch, heads_k), (pages, heads_k) or (pages, keys, blocks), whatever the strides.
+ScaleView scale_view(std::optional<TensorMeta> const& scale) {
   ScaleView view;
   if (scale && !is_empty(*scale)) {
     view.data = reinterpret_cast<float const*>(scale->address);
     view.batch_stride = scale->stride[0];
     view.head_stride = scale->stride[1];
+    view.block_stride = scale->rank == 3 && scale->size[2] > 1 ? scale->stride[2] : 0;
     view.by_kv_head = true;
   }
   return view;
@@ -209,9 +210,9 @@ void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) 
                      : is_fp8 && call.fp8.float16_out ? Dtype::kFloat16
                      : is_fp8                         ? Dtype::kBFloat16
                                                       : call.q.dtype;
-  params.q_scale = scale_of_heads(call.scales.q_descale);
-  params.k_scale = scale_of_heads(call.scales.k_descale);
-  params.v_scale = scale_of_heads(call.scales.v_descale);
+  params.q_scale = scale_view(call.scales.q_descale);
+  params.k_scale = scale_view(call.scales.k_descale);
+  params.v_scale = scale_view(call.scales.v_descale);
   params.scales_by_page = call.by_page.descale_by_page;
   DeviceGuard const guard(call.q.device_index);
   OwnedTensor lse = allocate_lse(call);

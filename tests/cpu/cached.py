@@ -50,7 +50,7 @@ class Problem:
     int_length: bool = False
     sinks: bool = False
     scales: bool = False
-    kv8: bool = False    # the cache is e4m3 under q of the dtype; new keys are exact in e4m3
+    kv8: bool = False    # the cache (latent: of v) is e4m3 under q; new keys are exact in e4m3
     by_page: bool = False    # kv8: scales by page, NaN of those without keys
     latent: bool = False    # with qv
     options: dict = field(default_factory=dict)
@@ -74,7 +74,8 @@ class Problem:
         heads_q, heads_k = self.heads
         dim, dim_v = self.dims
         self.q = [self.draw(count, heads_q, dim) for count in self.queries]
-        self.k = [self.draw_keys(length, heads_k, dim) for length in self.lengths]
+        draw_k = self.draw if self.latent else self.draw_keys
+        self.k = [draw_k(length, heads_k, dim) for length in self.lengths]
         self.v = [self.draw_keys(length, heads_k, dim_v) for length in self.lengths]
         for own in (self.k, self.v):
             for x in own[1:]:
@@ -112,7 +113,8 @@ class Problem:
             shape = self.batch * self.capacity // self.page_size + 2, self.page_size, heads, dim
         else:
             shape = (2 if self.idx else 1) * self.batch, self.capacity, heads, dim
-        cache = torch.full(shape, math.nan, dtype=torch.float64).to(self.kept)
+        dtype = DTYPES[self.dtype] if self.latent and keys is self.k else self.kept
+        cache = torch.full(shape, math.nan, dtype=torch.float64).to(dtype)
         flat = as_bits(cache).view(-1, heads, dim)
         pads = self.leftpad or (0, *[self.shared] * (self.batch - 1))
         for place, own, pad in zip(self.place, keys, pads):

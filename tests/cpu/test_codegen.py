@@ -33,8 +33,9 @@ SPILLED_BYTES: dict[str, int] = {
     'FwdBf16D256Softcap': 16, 'FwdFp16D256Softcap': 16,
     # Once a tile, the warp that finds the tiles, which has 48 registers. ptxas serialises the
     # products of O with fewer than 160.
-    'FwdBf16D64x512Latent': 96, 'FwdFp16D64x512Latent': 96}
-MOST_SPILLED_BYTES = 96
+    'FwdBf16D64x512Latent': 96, 'FwdFp16D64x512Latent': 96,
+    'FwdBf16D64x512LatentKv8': 108, 'FwdFp16D64x512LatentKv8': 108}
+MOST_SPILLED_BYTES = 108
 
 # 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim. With
 # e4m3 64 x N x 32.
@@ -51,11 +52,13 @@ LATENT_KERNELS = ('mla', 'mla_combine')
 
 # Kernels that are no variants: the tables of packed sequences, the gradients of sinks; appending
 # rotated keys of both dtypes, keys of both dtypes to a cache of e4m3, and bytes; the same keys with
-# scales by page; combining results, float32 in one tensor, 16 bits also in several, with rows of 4
-# columns at a time, and others; of quantize_fp8 four passes, rotated and not, for each dtype.
+# scales by page, and by key; combining results, float32 in one tensor, 16 bits also in several,
+# with rows of 4 columns at a time, and others; of quantize_fp8 four passes, rotated and not, for
+# each dtype.
 OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'append_kernel': 5,
-                 'append_pages_kernel': 2, '14combine_kernel': 10, 'quantize_kernelIf': 8,
-                 'quantize_kernelIN7cutlass10bfloat16_t': 8, 'quantize_kernelIN7cutlass6half_t': 8}
+                 'append_pages_kernel': 2, 'append_latents_kernel': 2, '14combine_kernel': 10,
+                 'quantize_kernelIf': 8, 'quantize_kernelIN7cutlass10bfloat16_t': 8,
+                 'quantize_kernelIN7cutlass6half_t': 8}
 
 
 def kernels_of(variant: Variant) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def test_schemas():
     caches, scales = ['k_cache', 'v_cache'], ['k_descale', 'v_descale']
     for op, first, made, left_out, mutated in (
             (OPS.append_cache, 5, cache.Append, 1, caches),
-            (OPS.append_cache_by_page, 7, cache.Append, 3, caches + scales),
+            (OPS.append_cache_with_scales, 7, cache.Append, 3, caches + scales),
             (OPS.attend_cache, 3, cache.Attend, 0, [])):
         listed = op.default._schema.arguments
         defaults = list(made._field_defaults.items())

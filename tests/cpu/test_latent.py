@@ -208,6 +208,7 @@ def test_compiled_once_for_all_lengths():
 ONE = tensors(dtype=torch.bfloat16)
 E4M3 = torch.float8_e4m3fn
 OF_E4M3 = {name: ONE[name].to(E4M3) for name in ('k_cache', 'v_cache')}
+LATENTS = {'v_cache': ONE['v_cache'].to(E4M3)}
 BY_PAGE = dict(page_table=ints([[0], [1]]), descale_by_page=True, k_descale=torch.ones(2, 1),
                v_descale=torch.ones(2, 1))
 BAD = {
@@ -223,6 +224,19 @@ BAD = {
     'scales by page': (OF_E4M3 | BY_PAGE, 'k_cache of 16 bits with qv, got float8_e4m3fn'),
     'scales by page of 16 bits': (BY_PAGE, 'descale_by_page with a cache of float8_e4m3fn, and q '
                                   'of 16 bits, got bfloat16 and bfloat16'),
+    'scales by page of latents': (LATENTS | BY_PAGE, 'descale_by_page of False with qv, got True'),
+    'scales of k': (LATENTS | dict(k_descale=torch.ones(2, 1)),
+                    'k_descale to be None, got a tensor'),
+    'scales of 16 bits': (dict(v_descale=torch.ones(2, 24, 1)),
+                          'v_descale to be None, got a tensor'),
+    'scales by head': (LATENTS | dict(v_descale=torch.ones(2, 1)),
+                       'v_descale to have the shape (2, 24, 1), got (2, 1)'),
+    'scales of pages': (LATENTS | dict(v_descale=torch.ones(2, 23, 1)),
+                        'v_descale to have the shape (2, 24, 1), got (2, 23, 1)'),
+    'blocks': (LATENTS | dict(v_descale=torch.ones(2, 24, 4)),
+               'v_descale to have the shape (2, 24, 1), got (2, 24, 4)'),
+    'scales of 64 bits': (LATENTS | dict(v_descale=torch.ones(2, 24, 1).double()),
+                          'v_descale.dtype to be float32, got float64'),
     'e4m3': ({name: x.to(E4M3) for name, x in ONE.items()},
              'q of 16 bits with qv, got float8_e4m3fn'),
     'scale': (dict(softmax_scale=-1.0), 'softmax_scale to be a positive finite'),

@@ -152,7 +152,7 @@ def test_opcheck():
     own = cache.Append(cache_seqlens=given['cache_seqlens'], page_table=given['page_table'],
                        appended=3)[:-3]
     tensors = [given[name] for name in ('k_cache', 'v_cache', 'k_descale', 'v_descale')]
-    opcheck(OPS.append_cache_by_page.default, (*tensors, new['k'], new['v'], None, *own),
+    opcheck(OPS.append_cache_with_scales.default, (*tensors, new['k'], new['v'], None, *own),
             test_utils=utils)
 
 

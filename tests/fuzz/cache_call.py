@@ -105,7 +105,8 @@ def with_latent(pick: random.Random, case: CacheCase) -> CacheCase:
     """The same for absorbed MLA; many heads for few queries."""
     heads = (16, 64, 128, 40) if sum(case.queries) < 20 else (1, 5, 16)
     return dataclasses.replace(case, latent=True, head_dim=64, head_dim_v=512, softcap=0.0,
-                               heads=(pick.choice(heads), 1))
+                               heads=(pick.choice(heads), 1), kv8=pick.random() < 0.5,
+                               blocks=pick.choice((1, 4)), descales=bool(case.new) or case.descales)
 
 
 def with_scales_of_pages(pick: random.Random, case: CacheCase) -> CacheCase:

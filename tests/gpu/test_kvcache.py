@@ -140,15 +140,17 @@ def test_features_on_a_cache_of_fp8(dtype, changes, device):
 
 
 TREE = CacheCase(((5, 300), (5, 5), (5, 650)), heads=(4, 2), tree=True)
+BUSHY = dataclasses.replace(TREE, lengths=((64, 300), (64, 64), (64, 650)))    # two warpgroups
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize('dtype', ['bf16', 'fp16', 'e4m3', 'bf16_kv8'])
 @pytest.mark.parametrize('head_dims', [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize('page_size', [0, 16])
-def test_trees(page_size, head_dims, dtype, device):
+@pytest.mark.parametrize('tree', [TREE, BUSHY], ids=['small', 'bushy'])
+def test_trees(tree, page_size, head_dims, dtype, device):
     """Bits at random; a sequence of no other keys than those of its tree."""
-    check_case(of(TREE, (dtype, *head_dims), page_size=page_size), device)
+    check_case(of(tree, (dtype, *head_dims), page_size=page_size), device)
 
 
 @pytest.mark.parametrize('changes', [
@@ -163,6 +165,17 @@ def test_trees_with(changes, device):
     queries.
     """
     check_case(dataclasses.replace(TREE, **changes), device)
+
+
+@pytest.mark.parametrize('changes', [
+    dict(causal=True), dict(window=(100, -1)), dict(window=(3, 1)), dict(num_splits=3),
+    dict(leftpad=(7, 0, 300)), dict(pack_gqa=False), dict(heads=(6, 1)), dict(heads=(32, 8)),
+    dict(new=(64, 64, 64), page_size=7, rotary=0.5, causal=True),
+    dict(lengths=((128, 1000), (128, 260), (128, 100))),
+    dict(lengths=((33, 290), (64, 70), (0, 9), (128, 1000), (1, 20)), is_packed=True)], ids=str)
+def test_bushy_trees_with(changes, device):
+    """A warpgroup may lack rows, or see none of the keys of a K tile."""
+    check_case(dataclasses.replace(BUSHY, **changes), device)
 
 
 def test_a_causal_tree_is_causal(device):

@@ -212,7 +212,7 @@ def append_alone(given: dict, x: torch.Tensor, lengths: list[int], **others) -> 
     """The op, which on a GPU reads no lists before it runs."""
     names = 'k_cache', 'v_cache', 'k_descale', 'v_descale'
     lists = dict(page_table=given['page_table'], cache_seqlens=ints(lengths, x.device)) | others
-    torch.ops.flash_attn3.append_cache_by_page(*(given[name] for name in names), x, x, None,
+    torch.ops.flash_attn3.append_cache_with_scales(*(given[name] for name in names), x, x, None,
                                                **lists)
 
 

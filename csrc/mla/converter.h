@@ -1,0 +1,109 @@
+// A latent cache of e4m3: an output warpgroup converts its half of K tiles, times the scales of
+// their keys, into the ring of 16-bit halves that S and its own PV read. It does so while other
+// warpgroups compute S and the softmax.
+#pragma once
+
+#include "forward/keys_converted.h"
+#include "mla/storage.h"
+
+namespace fa3 {
+
+// Scales by key and slice of 128 columns of a half.
+struct ScaledByKey {
+  float2 const* scales;
+
+  CUTE_DEVICE Factor of(int key, int slice) const {
+    return {slice == 0 ? scales[key].x : scales[key].y};
+  }
+};
+
+// A stage of the left half may have Q instead of keys: it is the first one of a tile.
+template <class Traits, bool kIsUsed = Traits::kConverts>
+struct HalfConverter {
+  static constexpr int kStages = Traits::kStages;
+  static_assert(kStages == 2 && Traits::kRightStages == 2 && Traits::kRawStages == 2);
+
+  MlaStorage<Traits>& shared;
+  int half;
+  int thread;
+  uint32_t filled = 0;    // stages, of Q too; they count up, as do all below
+  uint32_t released = 0;  // stages
+  uint32_t converted = 0;
+  uint32_t tile = 0;
+  uint32_t stored = 0;  // tiles
+  int left = 0;         // K tiles of the tile that are to be converted
+
+  CUTE_DEVICE void start() { fill(); }
+
+  // The next stage has been read.
+  CUTE_DEVICE void release() {
+    ++released;
+    fill();
+  }
+
+  // The results of the next tile have been stored.
+  CUTE_DEVICE void end_tile() {
+    ++stored;
+    fill();
+  }
+
+ private:
+  CUTE_DEVICE void fill() {
+    CUTE_NO_UNROLL
+    while (filled - released < kStages) {
+      bool const is_of_queries = left == 0 && half == 0;
+      if (left == 0 && !find_tile()) {
+        return;
+      }
+      if (!is_of_queries) {
+        convert();
+      }
+      ++filled;
+    }
+  }
+
+  // False: there is none, or it is published only after a tile that this warpgroup has not stored.
+  CUTE_DEVICE bool find_tile() {
+    if (tile - stored == Traits::kTileStages) {
+      return false;
+    }
+    int const stage = tile % Traits::kTileStages;
+    shared.work_full[stage].wait(tile / Traits::kTileStages % 2);
+    auto const& work = shared.work[stage];
+    if (!work.valid()) {
+      return false;
+    }
+    left = work.keys.end - work.keys.begin;
+    ++tile;
+    return true;
+  }
+
+  CUTE_DEVICE void convert() {
+    int const stage = half * kStages + filled % kStages;
+    shared.raw_full[half].wait(converted % 2);
+    shared.half_empty[stage].wait(filled / kStages % 2 ^ 1);
+    TileConverter<typename Traits::Element, Traits::kTileN, Traits::kSliceV, Traits::kOutputColumns,
+                  kWarpgroupThreads, 2>(thread)
+        .run(reinterpret_cast<char const*>(shared.raw[half]),
+             reinterpret_cast<char*>(shared.halves[stage]), ScaledByKey{shared.scales[half]});
+    fence_shared_for_async_proxy();
+    __syncwarp();
+    if (thread % 32 == 0) {
+      shared.raw_empty[half].arrive();
+      shared.half_full[stage].arrive();
+    }
+    ++converted;
+    --left;
+  }
+};
+
+// 16 bits: nothing to convert.
+template <class Traits>
+struct HalfConverter<Traits, false> {
+  CUTE_DEVICE HalfConverter(MlaStorage<Traits>&, int, int) {}
+  CUTE_DEVICE void start() {}
+  CUTE_DEVICE void release() {}
+  CUTE_DEVICE void end_tile() {}
+};
+
+}  // namespace fa3

@@ -1,0 +1,108 @@
+// A latent cache of e4m3: a warp of the producer reads the scales of the keys.
+#pragma once
+
+#include "forward/keys_pages.h"
+#include "mla/storage.h"
+
+namespace fa3 {
+
+// A lane has two keys of each K tile. It reads the scales of the next K tile ahead, and the pages
+// that hold those of the one after it.
+template <class Traits>
+struct KeyScales {
+  using Work = FwdWork<Traits>;
+  using Keys = PagedKeys<Traits>;
+  static constexpr int kKeys = Traits::kTileN / 32;  // of a lane
+
+  struct Ids {
+    int of[kKeys];
+  };
+
+  struct Scales {
+    float4 of[kKeys];  // by 128 columns
+  };
+
+  MlaStorage<Traits>& shared;
+  typename Traits::Params const& p;
+
+  CUTE_DEVICE void run() {
+    RingState<Traits::kTileStages> tiles;
+    uint32_t phase = 1;
+    CUTE_NO_UNROLL
+    while (true) {
+      shared.work_full[tiles.stage].wait(tiles.phase);
+      Work const& work = shared.work[tiles.stage];
+      if (!work.valid()) {
+        return;
+      }
+      publish_keys(KeySource::of(work), work.keys.begin, work.keys.end, phase);
+      tiles.advance();
+    }
+  }
+
+ private:
+  // From last to first.
+  CUTE_DEVICE void publish_keys(KeySource const& from, int begin, int end, uint32_t& phase) {
+    int at = (end - 1) * Traits::kTileN + lane_of_warp();
+    Scales scales = scales_at(from, at, ids_at(from, at));
+    Ids ids = ids_at(from, at - Traits::kTileN);
+    CUTE_NO_UNROLL
+    for (int n = end - 1; n >= begin; --n) {
+      at -= Traits::kTileN;
+      Scales const next = scales_at(from, at, ids);
+      ids = ids_at(from, at - Traits::kTileN);
+      publish(scales, phase);
+      phase ^= 1;
+      scales = next;
+    }
+  }
+
+  // Where there is no key, no page. at: may be negative.
+  CUTE_DEVICE Ids ids_at(KeySource const& from, int at) const {
+    Ids ids;
+    CUTE_UNROLL
+    for (int i = 0; i < kKeys; ++i) {
+      int const slot = at + 32 * i;
+      ids.of[i] = from.has(slot) ? Keys::entry_of(p, from, slot) : p.entries;
+    }
+    return ids;
+  }
+
+  // 0 where there is no key. Those of a key that has one scale are equal.
+  CUTE_DEVICE Scales scales_at(KeySource const& from, int at, Ids const& ids) const {
+    ScaleView const& view = p.key_scale;
+    Scales scales;
+    CUTE_UNROLL
+    for (int i = 0; i < kKeys; ++i) {
+      float4& own = scales.of[i];
+      own =
+          view.data == nullptr ? make_float4(1.f, 1.f, 1.f, 1.f) : make_float4(0.f, 0.f, 0.f, 0.f);
+      if (view.data != nullptr && uint32_t(ids.of[i]) < uint32_t(p.entries)) {
+        float const* const scale = view.data + ids.of[i] * view.batch_stride +
+                                   Keys::row_of(p, from, at + 32 * i) * view.head_stride;
+        own = make_float4(scale[0], scale[view.block_stride], scale[2 * view.block_stride],
+                          scale[3 * view.block_stride]);
+      }
+    }
+    return scales;
+  }
+
+  CUTE_DEVICE void publish(Scales const& scales, uint32_t phase) {
+    CUTE_UNROLL
+    for (int half = 0; half < Traits::kRawStages; ++half) {
+      shared.raw_empty[half].wait(phase);
+      CUTE_UNROLL
+      for (int i = 0; i < kKeys; ++i) {
+        float4 const& own = scales.of[i];
+        shared.scales[half][32 * i + lane_of_warp()] =
+            half == 0 ? make_float2(own.x, own.y) : make_float2(own.z, own.w);
+      }
+      __syncwarp();
+      if (is_first_lane()) {
+        shared.raw_full[half].arrive();
+      }
+    }
+  }
+};
+
+}  // namespace fa3
