@@ -106,14 +106,14 @@ struct BwdProducts {
     SoftcapScore::transform(acc, factors);
   }
 
-  // S becomes P = exp2(S * scale_log2 - LSE).
+  // S becomes P = exp2(S * scale_log2 - LSE), times 2^factor_log2.
   template <class Fragment>
-  CUTE_DEVICE void probabilities(Fragment& acc, uint32_t step) {
+  CUTE_DEVICE void probabilities(Fragment& acc, uint32_t step, float factor_log2 = 0.f) {
     auto scores = rows_view(acc);  // (2, (2, J))
     float2 const* const lse = row_values(shared.lse_log2[q_stage(step)]);
     CUTE_UNROLL
     for (int j = 0; j < Traits::kTileM / 8; ++j) {
-      float2 const pair = lse[4 * j];
+      float2 const pair = make_float2(lse[4 * j].x - factor_log2, lse[4 * j].y - factor_log2);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         scores(r, 2 * j) = exp2_approx(scores(r, 2 * j) * p.scale_log2 - pair.x);
