@@ -110,7 +110,7 @@ def with_latent(pick: random.Random, case: CacheCase) -> CacheCase:
 
 
 def with_scales_of_pages(pick: random.Random, case: CacheCase) -> CacheCase:
-    is_some = case.kv8 and case.page_size > 0 and pick.random() < 0.5
+    is_some = case.kv8 and not case.latent and case.page_size > 0 and pick.random() < 0.5
     return dataclasses.replace(case, by_page=True) if is_some else case
 
 
