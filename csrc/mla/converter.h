@@ -82,8 +82,12 @@ struct HalfConverter {
     int const stage = half * kStages + filled % kStages;
     shared.raw_full[half].wait(converted % 2);
     shared.half_empty[stage].wait(filled / kStages % 2 ^ 1);
+    // WHY: values derived from the thread's number would otherwise stay in registers over all
+    // tiles.
+    int own = thread;
+    asm volatile("" : "+r"(own));
     TileConverter<typename Traits::Element, Traits::kTileN, Traits::kSliceV, Traits::kOutputColumns,
-                  kWarpgroupThreads, 2>(thread)
+                  kWarpgroupThreads, 2>(own)
         .run(reinterpret_cast<char const*>(shared.raw[half]),
              reinterpret_cast<char*>(shared.halves[stage]), ScaledByKey{shared.scales[half]});
     fence_shared_for_async_proxy();

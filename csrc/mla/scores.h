@@ -67,8 +67,11 @@ struct ScoreWarpgroup {
   CUTE_DEVICE void take_queries() {
     auto words = cute::recast<uint32_t>(tSrQ);
     auto const* const rows = reinterpret_cast<char const*>(shared.halves[left.stage]);
-    int const row = thread / 32 * 16 + thread % 16;
-    int const chunk = thread % 32 / 16;
+    // WHY: values derived from the thread's number would otherwise stay in registers over all tiles.
+    int own = thread;
+    asm volatile("" : "+r"(own));
+    int const row = own / 32 * 16 + own % 16;
+    int const chunk = own % 32 / 16;
     CUTE_UNROLL
     for (int step = 0; step < Traits::kHeldSteps; ++step) {
       auto const* const from = rows + chunk_offset_bytes<kWarpgroupRows>(row, 2 * step + chunk);

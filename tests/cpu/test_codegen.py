@@ -34,8 +34,8 @@ SPILLED_BYTES: dict[str, int] = {
     # Once a tile, the warp that finds the tiles, which has 48 registers. ptxas serialises the
     # products of O with fewer than 160.
     'FwdBf16D64x512Latent': 96, 'FwdFp16D64x512Latent': 96,
-    'FwdBf16D64x512LatentKv8': 108, 'FwdFp16D64x512LatentKv8': 108}
-MOST_SPILLED_BYTES = 108
+    'FwdBf16D64x512LatentKv8': 96, 'FwdFp16D64x512LatentKv8': 96}
+MOST_SPILLED_BYTES = 96
 
 # 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim. With
 # e4m3 64 x N x 32.
