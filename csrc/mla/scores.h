@@ -67,7 +67,8 @@ struct ScoreWarpgroup {
   CUTE_DEVICE void take_queries() {
     auto words = cute::recast<uint32_t>(tSrQ);
     auto const* const rows = reinterpret_cast<char const*>(shared.halves[left.stage]);
-    // WHY: values derived from the thread's number would otherwise stay in registers over all tiles.
+    // WHY: values derived from the thread's number would otherwise stay in registers over all
+    // tiles.
     int own = thread;
     asm volatile("" : "+r"(own));
     int const row = own / 32 * 16 + own % 16;
