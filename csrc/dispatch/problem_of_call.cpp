@@ -77,9 +77,7 @@ void set_execution(FwdProblem& problem, AttentionCall const& call) {
   problem.device = call.device;
 }
 
-}  // namespace
-
-// CacheProblem::keys_of_all
+// Keys of the only sequence that each query sees, if the host knows that; else 0.
 int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
   CacheArguments const& cache = call.cache;
   IntervalMask const& mask = problem.mask;
@@ -96,6 +94,8 @@ int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
   int64_t const held = cache.cache_length < 0 ? capacity : cache.cache_length;
   return int(std::min(capacity, held + cache.appended));
 }
+
+}  // namespace
 
 FwdProblem problem_of_cache(AttentionCall const& call) {
   FwdProblem problem;

@@ -22,6 +22,9 @@ PAGE_SIZES = (0, 1, 16, 48, 64, 256)
 LENGTHS = (0, 1, 48, 49, 63, 64, 65, 1000)
 every_page_size = pytest.mark.parametrize('page_size', PAGE_SIZES)
 every_dtype = pytest.mark.parametrize('dtype', ['bf16', 'fp16'])
+# More of e4m3: test_latent_kv8.py.
+E4M3 = dict(kv8=True, blocks=4)
+every_cache = pytest.mark.parametrize('cache', [{}, E4M3], ids=['16_bits', 'e4m3'])
 
 
 def latent(lengths: tuple[tuple[int, int], ...], heads: int = 16, **options) -> CacheCase:
@@ -42,10 +45,12 @@ PREFILL = latent(((1, 700), (130, 333), (1, 5), (70, 400), (0, 20), (1, 64)), ca
 @pytest.mark.smoke
 @pytest.mark.parametrize('queries', [1, 2, 4, 70])
 @pytest.mark.parametrize('heads', [16, 32, 64, 128, 5, 24, 40])
-def test_heads_and_queries(heads, queries, device):
+@every_cache
+def test_heads_and_queries(cache, heads, queries, device):
     """Heads that fill a tile, several and none; lengths at the borders of a K tile."""
     lengths = LENGTHS if queries * heads < 5000 else (49, 1000)
-    check_case(latent(of(queries, *lengths), heads, page_size=64, causal=queries > 1), device)
+    check_case(latent(of(queries, *lengths), heads, page_size=64, causal=queries > 1, **cache),
+               device)
 
 
 @pytest.mark.smoke
@@ -61,14 +66,16 @@ def test_page_sizes(queries, dtype, page_size, device):
 @pytest.mark.smoke
 @pytest.mark.parametrize('length', LENGTHS)
 @pytest.mark.parametrize('page_size', [0, 64])
-def test_one_sequence(page_size, length, device):
-    check_case(latent(of(1, length), 128, page_size=page_size, capacity=1024), device)
+@every_cache
+def test_one_sequence(cache, page_size, length, device):
+    check_case(latent(of(1, length), 128, page_size=page_size, capacity=1024, **cache), device)
 
 
 @pytest.mark.parametrize('batch', [2, 3, 4, 5])
 @pytest.mark.parametrize('page_size', [0, 1])
-def test_batches(page_size, batch, device):
-    check_case(latent(of(2, *LENGTHS[-batch:]), page_size=page_size), device)
+@every_cache
+def test_batches(cache, page_size, batch, device):
+    check_case(latent(of(2, *LENGTHS[-batch:]), page_size=page_size, **cache), device)
 
 
 @pytest.mark.smoke
@@ -87,19 +94,23 @@ def test_packing(pack_gqa, queries, device):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize('page_size', [0, 16])
-def test_no_batch_no_queries_no_keys(page_size, device):
-    check_case(latent((), capacity=64, page_size=page_size), device)
-    check_case(latent(of(0, 30, 50), page_size=page_size), device)
-    check_case(latent(of(0, 30, 50), page_size=page_size, is_packed=True), device)
-    check_case(latent(of(2, 0, 0, 0), capacity=320, page_size=page_size, sinks='fp32'), device)
+@every_cache
+def test_no_batch_no_queries_no_keys(cache, page_size, device):
+    check_case(latent((), capacity=64, page_size=page_size, **cache), device)
+    check_case(latent(of(0, 30, 50), page_size=page_size, **cache), device)
+    check_case(latent(of(0, 30, 50), page_size=page_size, is_packed=True, **cache), device)
+    check_case(latent(of(2, 0, 0, 0), capacity=320, page_size=page_size, sinks='fp32', **cache),
+               device)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize('heads', [16, 128])
 @pytest.mark.parametrize('page_size', [0, 64])
-def test_long(page_size, heads, device):
+@every_cache
+def test_long(cache, page_size, heads, device):
     """As a server decodes: 4 sequences of up to 4k keys."""
-    check_case(latent(of(1, 4096, 4000, 3001, 4096), heads, page_size=page_size), device)
+    check_case(latent(of(1, 4096, 4000, 3001, 4096), heads, page_size=page_size, **cache),
+               device)
 
 
 # ------------------------------------------------------------------------------------------- splits
@@ -111,8 +122,9 @@ SPLITS = [dict(num_splits=1), dict(num_splits=3), dict(num_splits=40), dict(num_
 @pytest.mark.smoke
 @pytest.mark.parametrize('splits', SPLITS, ids=str)
 @pytest.mark.parametrize('case', [DECODE, TALL, PREFILL], ids=['decode', 'tall', 'prefill'])
-def test_splits(case, splits, device):
-    check_case(dataclasses.replace(case, page_size=16, **splits), device)
+@every_cache
+def test_splits(cache, case, splits, device):
+    check_case(dataclasses.replace(case, page_size=16, **splits, **cache), device)
 
 
 def test_bits_of_a_sequence_depend_on_it_alone(device):
@@ -132,9 +144,10 @@ def test_bits_of_a_sequence_depend_on_it_alone(device):
 @pytest.mark.smoke
 @pytest.mark.parametrize('changes', [{}, {'page_size': 16}, {'num_splits': 3}, {'split_size': 64}],
                          ids=str)
-def test_the_same_bits_on_every_call(changes, device):
+@every_cache
+def test_the_same_bits_on_every_call(cache, changes, device):
     for case in (DECODE, TALL):
-        wanted, arguments = check(dataclasses.replace(case, **changes), device)
+        wanted, arguments = check(dataclasses.replace(case, **changes, **cache), device)
         for _ in range(5):
             check_same(run(case, arguments)[0], wanted)
 
@@ -155,10 +168,11 @@ FEATURES = {
 @pytest.mark.parametrize('features', FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize('page_size', [0, 16])
 @pytest.mark.parametrize('num_splits', [1, 4])
-def test_features(num_splits, page_size, features, device):
+@every_cache
+def test_features(cache, num_splits, page_size, features, device):
     """Windows and chunks from the first valid key, behind a leftpad; a sink once."""
     check_case(latent(of(3, 500, 77, 2), leftpad=(30, 76, 0), page_size=page_size,
-                      num_splits=num_splits, **features), device)
+                      num_splits=num_splits, **features, **cache), device)
 
 
 @pytest.mark.smoke
@@ -191,10 +205,11 @@ def test_a_shared_prefix(changes, page_size, device):
 @pytest.mark.parametrize('layout', LAYOUTS[1:])
 @pytest.mark.parametrize('page_size', [0, 16])
 @every_dtype
-def test_layouts(dtype, page_size, layout, device):
+@every_cache
+def test_layouts(cache, dtype, page_size, layout, device):
     """K and V columns of one tensor, gaps between rows: an append goes into them."""
     check_case(dataclasses.replace(TALL, dtype=dtype, page_size=page_size, layout=layout,
-                                   new=(5,) * 3), device)
+                                   new=(5,) * 3, **cache), device)
 
 
 @every_page_size
@@ -247,9 +262,11 @@ def test_append(rotary, page_size, device):
 
 
 @pytest.mark.parametrize('page_size', [0, 7, 64])
-def test_packed_append(page_size, device):
+@every_cache
+def test_packed_append(cache, page_size, device):
     check_case(latent(((1, 300), (90, 0), (5, 64), (0, 10)), new=(1, 90, 5, 0), new_packed=True,
-                      is_packed=True, page_size=page_size, causal=True, rotary=1.0), device)
+                      is_packed=True, page_size=page_size, causal=True, rotary=1.0, **cache),
+               device)
 
 
 # ------------------------------------------------------------------------------------------ outputs

@@ -1,5 +1,5 @@
-"""Latents of e4m3 with scales by key, under 16-bit queries: pages, heads, splits, masks, append,
-layouts; NaN of keys and scales that no sequence has. Held to the oracle of tests/cache_oracle.py.
+"""Latents of e4m3 with scales by key, under 16-bit queries, beside what test_latent.py has of them:
+one scale a key and four, rows of 656 bytes, exactness, what an append sets.
 """
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ import pytest
 import torch
 
 from tests import compare
-from tests.cache_cases import LAYOUTS, as_bits, call
-from tests.cache_oracle import check, check_case, check_same, run
-from tests.gpu.test_latent import FEATURES, LENGTHS, SPLITS, every_dtype, every_page_size, of
-from tests.gpu.test_latent import latent as wide_latent
+from tests.cache_cases import as_bits, call
+from tests.cache_oracle import check_case, check_same
+from tests.gpu import test_latent
+from tests.gpu.test_latent import E4M3, every_dtype, every_page_size, of
 
 every_blocks = pytest.mark.parametrize('blocks', [1, 4])
 
 
 def latent(lengths: tuple[tuple[int, int], ...], heads: int = 16, **options):
-    return wide_latent(lengths, heads, kv8=True, **{'blocks': 4, **options})
+    return test_latent.latent(lengths, heads, **E4M3 | options)
 
 
 DECODE = latent(of(1, 700, 0, 1, 129, 64))
 TALL = latent(of(5, 300, 5, 650), heads=5, causal=True)
-PREFILL = latent(((1, 700), (130, 333), (1, 5), (70, 400), (0, 20), (1, 64)), causal=True,
-                 is_packed=True)
 
 
 @pytest.mark.smoke
@@ -36,63 +34,6 @@ PREFILL = latent(((1, 700), (130, 333), (1, 5), (70, 400), (0, 20), (1, 64)), ca
 def test_page_sizes(queries, dtype, page_size, blocks, device):
     check_case(latent(of(queries, 1000, 65, 64, 63, 1), dtype=dtype, page_size=page_size,
                       blocks=blocks, causal=queries > 1), device)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize('queries', [1, 70])
-@pytest.mark.parametrize('heads', [16, 128, 5, 40])
-def test_heads_and_queries(heads, queries, device):
-    lengths = LENGTHS if queries * heads < 5000 else (49, 1000)
-    check_case(latent(of(queries, *lengths), heads, page_size=64, causal=queries > 1), device)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize('length', LENGTHS)
-@pytest.mark.parametrize('page_size', [0, 64])
-def test_one_sequence(page_size, length, device):
-    check_case(latent(of(1, length), 128, page_size=page_size, capacity=1024), device)
-
-
-@pytest.mark.parametrize('batch', [2, 3, 4, 5])
-@pytest.mark.parametrize('page_size', [0, 1])
-def test_batches(page_size, batch, device):
-    check_case(latent(of(2, *LENGTHS[-batch:]), page_size=page_size), device)
-
-
-@pytest.mark.parametrize('page_size', [0, 16])
-def test_no_batch_no_queries_no_keys(page_size, device):
-    check_case(latent((), capacity=64, page_size=page_size), device)
-    check_case(latent(of(0, 30, 50), page_size=page_size), device)
-    check_case(latent(of(2, 0, 0, 0), capacity=320, page_size=page_size, sinks='fp32'), device)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize('heads', [16, 128])
-@pytest.mark.parametrize('page_size', [0, 64])
-def test_long(page_size, heads, device):
-    check_case(latent(of(1, 4096, 4000, 3001, 4096), heads, page_size=page_size), device)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize('splits', SPLITS, ids=str)
-@pytest.mark.parametrize('case', [DECODE, TALL, PREFILL], ids=['decode', 'tall', 'prefill'])
-def test_splits(case, splits, device):
-    check_case(dataclasses.replace(case, page_size=16, **splits), device)
-
-
-@pytest.mark.parametrize('changes', [{}, {'page_size': 16}, {'num_splits': 3}], ids=str)
-def test_the_same_bits_on_every_call(changes, device):
-    for case in (DECODE, TALL):
-        wanted, arguments = check(dataclasses.replace(case, **changes), device)
-        for _ in range(5):
-            check_same(run(case, arguments)[0], wanted)
-
-
-@pytest.mark.parametrize('features', FEATURES.values(), ids=FEATURES)
-@pytest.mark.parametrize('page_size', [0, 16])
-def test_features(page_size, features, device):
-    check_case(latent(of(3, 500, 77, 2), leftpad=(30, 76, 0), page_size=page_size, **features),
-               device)
 
 
 @pytest.mark.parametrize('changes', [{}, dict(page_size=16), dict(num_splits=3)], ids=str)
@@ -106,15 +47,6 @@ def test_trees(changes, device):
 def test_a_shared_prefix(changes, page_size, blocks, device):
     check_case(latent(of(2, 200, 98, 130), shared=96, page_size=page_size, blocks=blocks,
                       **changes), device)
-
-
-@pytest.mark.parametrize('layout', LAYOUTS[1:])
-@pytest.mark.parametrize('page_size', [0, 16])
-@every_dtype
-def test_layouts(dtype, page_size, layout, device):
-    """Columns of one tensor, gaps between rows: an append goes into them."""
-    check_case(dataclasses.replace(TALL, dtype=dtype, page_size=page_size, layout=layout,
-                                   new=(5,) * 3), device)
 
 
 @pytest.mark.parametrize('page_size', [1, 64])
@@ -159,12 +91,6 @@ def test_append(dtype, page_size, blocks, device):
     for new in (1, 70):
         check_case(latent(of(new, 0, 63, 300), heads=5, page_size=page_size, new=(new,) * 3,
                           dtype=dtype, blocks=blocks, rotary=1.0, causal=True), device)
-
-
-@pytest.mark.parametrize('page_size', [0, 7, 64])
-def test_packed_append(page_size, device):
-    check_case(latent(((1, 300), (90, 0), (5, 64), (0, 10)), new=(1, 90, 5, 0), new_packed=True,
-                      is_packed=True, page_size=page_size, causal=True), device)
 
 
 def test_append_of_large_and_small_numbers(device):
