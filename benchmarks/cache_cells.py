@@ -18,6 +18,7 @@ SDPA = 'sdpa'
 UNSHARED, WIDE = f'{OURS} unshared', f'{OURS} 16 bits'    # without shared_prefix, without e4m3
 E4M3 = torch.float8_e4m3fn
 LATENT = 64, 512    # head dims of k, and of v
+E4M3_ROW = 656      # bytes of latents of e4m3, four scales and 16-bit rotary columns
 MIXED_LENGTHS = (16384, 700, 4096, 64, 2100, 9000, 1, 333)
 KINDS = 'dense', 'paged', 'mixed', 'append', 'prefix', 'fp8', 'latent'
 OWN_KEYS = 128, 512    # behind a prefix, at random
@@ -36,7 +37,7 @@ class Cell:
     is_mixed: bool = False    # lengths in MIXED_LENGTHS, in turn
     appends: bool = False     # the new keys and values are written too, rotated
     prefix: int = 0           # keys that all sequences share, in the same pages
-    scales: str = ''          # 'heads' or 'pages': what has one, of a cache of e4m3
+    scales: str = ''          # 'heads', 'pages', latents: 'keys': what has one, of a cache of e4m3
     is_latent: bool = False   # absorbed MLA: one KV head, of LATENT
     dtype: str = 'bf16'
 
@@ -67,7 +68,8 @@ class Cell:
         rows = sum(self.lengths) - shared + 3 * new * self.batch    # new: read, written, read
         queries = self.batch * self.queries * self.heads
         if self.is_latent:    # q, qv and out
-            return size * (sum(LATENT) * rows + (sum(LATENT) + LATENT[1]) * queries)
+            of_key = E4M3_ROW if self.scales else size * sum(LATENT)
+            return of_key * rows + size * (sum(LATENT) + LATENT[1]) * queries
         of_key = 2 * self.head_dim * (1 if self.scales else size)
         return of_key * rows * self.heads_k + 2 * size * self.head_dim * queries
 
@@ -102,6 +104,7 @@ def cells(dtype: str) -> list[Cell]:
     latent = [latent_cell(batch, keys, heads, queries) for heads, queries, batch, keys in (
         (16, 1, 1, 16384), (16, 1, 64, 4096), (128, 1, 1, 16384), (128, 1, 64, 4096),
         (128, 2, 16, 4096))]
+    latent += [replace(latent_cell(64, 4096, heads), scales='keys') for heads in (16, 128)]
     return [replace(cell, dtype=dtype) for cell in (
         *dense, *groups, *dims, *paged, *more, *mixed, *append, *prefix, *fp8, *latent)]
 
@@ -118,7 +121,7 @@ def quick_cells(dtype: str, cpu: bool) -> list[Cell]:
             replace(one, page_size=16, appends=True),
             replace(one, page_size=16, batch=4, prefix=keys - 32),
             replace(one, page_size=16, scales='pages'),
-            replace(latent_cell(2, keys, 4), dtype=dtype)]
+            *(replace(latent_cell(2, keys, 4), dtype=dtype, scales=x) for x in ('', 'keys'))]
 
 
 # ---------------------------------------------------------------------------------------- inputs
@@ -145,7 +148,7 @@ def inputs_of(cell: Cell, device: torch.device, seed: int) -> dict:
                                          order[shared:].view(cell.batch, own)], 1)
     given |= {'shared_prefix': cell.prefix} if cell.prefix else {}
     given |= {'k_cache': normal(*shape), 'v_cache': normal(*shape)}
-    if cell.scales:
+    if cell.scales and not cell.is_latent:
         given |= {name: given[name].to(E4M3) for name in ('k_cache', 'v_cache')}
         rows = cell.batch if cell.scales == 'heads' else shape[0]
         given |= {f'{name}_descale': torch.rand(
@@ -154,6 +157,8 @@ def inputs_of(cell: Cell, device: torch.device, seed: int) -> dict:
     if cell.is_latent:    # one tensor, latent columns first
         given['v_cache'], given['k_cache'] = given['k_cache'].split(LATENT[::-1], -1)
         given['qv'], given['q'] = given['q'].split(LATENT[::-1], -1)
+        if cell.scales:
+            given |= latents_of_e4m3(given['k_cache'], given['v_cache'])
     if cell.appends:
         rows = (cell.batch, new, cell.heads_k, cell.head_dim)
         angle = torch.arange(capacity, device=device)[:, None] / 10_000 ** torch.linspace(
@@ -161,6 +166,17 @@ def inputs_of(cell: Cell, device: torch.device, seed: int) -> dict:
         given |= {'k': normal(*rows), 'v': normal(*rows),
                   'rotary_cos': angle.cos().to(given['q'].dtype),
                   'rotary_sin': angle.sin().to(given['q'].dtype)}
+    return given
+
+
+def latents_of_e4m3(k: Tensor, v: Tensor) -> dict:
+    """Views of rows of E4M3_ROW bytes; the scales of 128 columns are at random."""
+    rows = torch.empty(*v.shape[:3], E4M3_ROW, dtype=torch.uint8, device=v.device)
+    given = {'v_cache': rows[..., :512].view(E4M3), 'k_cache': rows[..., 528:].view(k.dtype),
+             'v_descale': rows[..., 512:528].view(torch.float32)[:, :, 0]}
+    given['v_descale'].uniform_(0.5, 1.5)
+    given['v_cache'].copy_(v)
+    given['k_cache'].copy_(k)
     return given
 
 
@@ -207,6 +223,11 @@ def contenders(cell: Cell) -> dict[str, Callable[[dict, Cell], Callable[[], Tens
 def widened(given: dict) -> dict:
     """The same with a cache in the dtype of q, which holds elements times their scales."""
     wide = {key: x for key, x in given.items() if 'descale' not in key}
+    if 'qv' in given:
+        blocks = given['v_cache'].float().unflatten(-1, (4, -1))
+        latents = (blocks * given['v_descale'][:, :, None, :, None]).flatten(-2)
+        joint = torch.cat([latents.to(given['q'].dtype), given['k_cache']], -1)
+        return wide | dict(zip(('v_cache', 'k_cache'), joint.split(LATENT[::-1], -1)))
     for name in 'kv':
         scale, cache = given[f'{name}_descale'], given[f'{name}_cache'].float()
         if not given['descale_by_page']:    # of the sequence that has the page

@@ -91,13 +91,13 @@ def test_kvcache(tmp_path, capsys):
     record, path = run(bench_kvcache.main, tmp_path, *TURNS)
     assert [cell['cell']['kind'] for cell in record['cells']] == ['dense', 'paged', 'mixed',
                                                                   'append', 'prefix', 'fp8',
-                                                                  'latent']
+                                                                  'latent', 'latent']
     for cell in record['cells']:
         own = harness.measured(cell, bench.OURS)
         assert own['gb_per_s'] == pytest.approx(cell['bytes'] / own['ms'] / 1e6)
         assert (harness.measured(cell, 'sdpa') is None) == (cell['cell']['page_size'] > 0)
-    for other in ('unshared', '16 bits'):
-        assert record['summary'][f'to flash_attn3 {other}']['compared'] == 1
+    for other, count in (('unshared', 1), ('16 bits', 2)):
+        assert record['summary'][f'to flash_attn3 {other}']['compared'] == count
     assert record['summary']['to sdpa']['compared'] == 2 and is_plot(path.with_suffix('.png'))
     assert bench_kvcache.main([*QUICK, '--host', '--out', str(tmp_path)]) == 0
     host = json.loads((tmp_path / 'kvcache_host_cpu.json').read_text())
