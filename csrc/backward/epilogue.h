@@ -37,15 +37,8 @@ CUTE_DEVICE void store_gradient(CUtensorMap const& map, typename Traits::Element
   convert_fragment<Element>(acc, rounded);
   auto pairs = cute::recast<uint32_t>(rounded);
   int const first_row = first_key + thread / 32 * kWarpRows;
-  int const row = first_row + thread % 16;
-  int const half = thread / 16 % 2;
-  CUTE_UNROLL
-  for (int j = 0; j < kDim / 16; ++j) {
-    char* const target =
-        reinterpret_cast<char*>(tile) + chunk_offset_bytes<Traits::kTileN>(row, 2 * j + half);
-    cute::SM90_U32x4_STSM_N::copy(pairs(4 * j), pairs(4 * j + 1), pairs(4 * j + 2),
-                                  pairs(4 * j + 3), *reinterpret_cast<cute::uint128_t*>(target));
-  }
+  store_warpgroup_rows<Traits::kTileN, kDim / 16>(pairs, reinterpret_cast<char*>(tile), first_key,
+                                                  thread);
   fence_shared_for_async_proxy();
   __syncwarp();
   if (thread % 32 == 0) {

@@ -63,6 +63,33 @@ CUTE_HOST_DEVICE constexpr int chunk_offset_bytes(int row, int chunk) {
   return (chunk / 8 * kRows + row) * 128 + (chunk % 8 ^ row % 8) * 16;
 }
 
+// The 64 rows of a warpgroup, from first_row on, between a tile of kRows rows in shared memory and
+// registers: four words of a thread are 16 columns of 16 bits (or 32 of 8 bits), as a product has
+// its first operand or its sums. Whole warps call these.
+template <int kRows, int kSteps, class Words>
+CUTE_DEVICE void load_warpgroup_rows(char const* tile, int first_row, int thread, Words&& words) {
+  int const row = first_row + thread / 32 * 16 + thread % 16;
+  int const chunk = thread % 32 / 16;
+  CUTE_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    auto const* const from = tile + chunk_offset_bytes<kRows>(row, 2 * step + chunk);
+    cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(from), words(4 * step),
+                                  words(4 * step + 1), words(4 * step + 2), words(4 * step + 3));
+  }
+}
+
+template <int kRows, int kSteps, class Words>
+CUTE_DEVICE void store_warpgroup_rows(Words const& words, char* tile, int first_row, int thread) {
+  int const row = first_row + thread / 32 * 16 + thread % 16;
+  int const chunk = thread / 16 % 2;
+  CUTE_UNROLL
+  for (int step = 0; step < kSteps; ++step) {
+    auto* const target = tile + chunk_offset_bytes<kRows>(row, 2 * step + chunk);
+    cute::SM90_U32x4_STSM_N::copy(words(4 * step), words(4 * step + 1), words(4 * step + 2),
+                                  words(4 * step + 3), *reinterpret_cast<cute::uint128_t*>(target));
+  }
+}
+
 // The first of this thread's two rows, and the first of its columns.
 CUTE_DEVICE int fragment_row(int warpgroup_thread) {
   return (warpgroup_thread / 32) * 16 + (warpgroup_thread % 32) / 4;

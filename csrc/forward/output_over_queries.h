@@ -81,14 +81,7 @@ struct OutputOverQueries {
     convert_fragment<Element>(tOrO, rO);
     auto pairs = cute::recast<uint32_t>(rO);  // 4 to 16 columns
     char* const rows = reinterpret_cast<char*>(shared.q[q_stage][warpgroup]);
-    int const row = thread / 32 * 16 + thread % 16;
-    int const half = thread / 16 % 2;
-    CUTE_UNROLL
-    for (int j = 0; j < Traits::kHeadDimV / 16; ++j) {
-      char* const target = rows + chunk_offset_bytes<kWarpgroupRows>(row, 2 * j + half);
-      cute::SM90_U32x4_STSM_N::copy(pairs(4 * j), pairs(4 * j + 1), pairs(4 * j + 2),
-                                    pairs(4 * j + 3), *reinterpret_cast<cute::uint128_t*>(target));
-    }
+    store_warpgroup_rows<kWarpgroupRows, Traits::kHeadDimV / 16>(pairs, rows, 0, thread);
     fence_shared_for_async_proxy();
     __syncwarp();
     if (thread % 32 == 0) {

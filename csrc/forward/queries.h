@@ -27,7 +27,6 @@ template <class Traits>
 class HeldQueries {
   using Element = typename Traits::Element;
   static constexpr int kSteps = Traits::k.query_steps;
-  static constexpr int kStepChunks = 2;  // chunks of 16 bytes
   static_assert(Traits::kSlice * sizeof(Element) == 128);
 
   // ((4, 2, 2), 1, steps) of 8-bit elements: a thread has four words a step.
@@ -42,17 +41,8 @@ class HeldQueries {
   // rows: those of this warpgroup, in shared memory. Whole warps call this, while no product that
   // reads the registers is in flight.
   CUTE_DEVICE void load(Element const* rows, int thread) {
-    auto words = cute::recast<uint32_t>(fragment_);
-    int const row = thread / 32 * 16 + thread % 16;
-    int const chunk = thread % 32 / 16;
-    CUTE_UNROLL
-    for (int step = 0; step < kSteps; ++step) {
-      auto const* const from = reinterpret_cast<char const*>(rows) +
-                               chunk_offset_bytes<kWarpgroupRows>(row, kStepChunks * step + chunk);
-      cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(from),
-                                    words(4 * step), words(4 * step + 1), words(4 * step + 2),
-                                    words(4 * step + 3));
-    }
+    load_warpgroup_rows<kWarpgroupRows, kSteps>(reinterpret_cast<char const*>(rows), 0, thread,
+                                                cute::recast<uint32_t>(fragment_));
   }
 
   template <class FragmentQ, class FragmentK, class FragmentS>

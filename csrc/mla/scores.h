@@ -65,21 +65,13 @@ struct ScoreWarpgroup {
 
   // The first latent columns of Q, out of the ring into registers.
   CUTE_DEVICE void take_queries() {
-    auto words = cute::recast<uint32_t>(tSrQ);
     auto const* const rows = reinterpret_cast<char const*>(shared.halves[left.stage]);
     // WHY: values derived from the thread's number would otherwise stay in registers over all
     // tiles.
     int own = thread;
     asm volatile("" : "+r"(own));
-    int const row = own / 32 * 16 + own % 16;
-    int const chunk = own % 32 / 16;
-    CUTE_UNROLL
-    for (int step = 0; step < Traits::kHeldSteps; ++step) {
-      auto const* const from = rows + chunk_offset_bytes<kWarpgroupRows>(row, 2 * step + chunk);
-      cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<cute::uint128_t const*>(from),
-                                    words(4 * step), words(4 * step + 1), words(4 * step + 2),
-                                    words(4 * step + 3));
-    }
+    load_warpgroup_rows<kWarpgroupRows, Traits::kHeldSteps>(rows, 0, own,
+                                                            cute::recast<uint32_t>(tSrQ));
     // All warps have read it, and have seen this phase of its barrier.
     sync_warpgroup(Traits::kOutputWarpgroups);
     if (thread == 0) {
@@ -219,14 +211,7 @@ struct ScoreWarpgroup {
     convert_fragment<Element>(tSrS, tOrP);
     auto const words = cute::recast<uint32_t>(tOrP);
     auto* const rows = reinterpret_cast<char*>(shared.rotary[p_ring.stage]);
-    int const row = thread / 32 * 16 + thread % 16;
-    int const half = thread / 16 % 2;
-    CUTE_UNROLL
-    for (int j = 0; j < Traits::kTileN / 16; ++j) {
-      char* const target = rows + chunk_offset_bytes<kWarpgroupRows>(row, 2 * j + half);
-      cute::SM90_U32x4_STSM_N::copy(words(4 * j), words(4 * j + 1), words(4 * j + 2),
-                                    words(4 * j + 3), *reinterpret_cast<cute::uint128_t*>(target));
-    }
+    store_warpgroup_rows<kWarpgroupRows, Traits::kTileN / 16>(words, rows, 0, thread);
   }
 
   // A sink enters once, here or where parts are combined.
