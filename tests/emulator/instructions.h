@@ -370,6 +370,15 @@ inline u32 op_max_xorsign_abs_bf16x2(u32 a, u32 b) {
   return each_half(a, b, [](u16 x, u16 y) { return larger_size(x, y, 0x7f80); });
 }
 
+// The smaller one; NaN where one is NaN.
+inline u32 op_min_NaN_f16x2(u32 a, u32 b) {
+  return each_half(a, b, [](u16 x, u16 y) {
+    float const one = half_value(x);
+    float const other = half_value(y);
+    return std::isnan(one) || std::isnan(other) ? u16(0x7fff) : one < other ? x : y;
+  });
+}
+
 inline u32 op_cvt_f32_f16(u16 a) { return one_nan(half_value(a)); }
 inline u32 op_cvt_rn_f16x2_f32(u32 high, u32 low) {
   return u32(to_half(to_float(low))) | u32(to_half(to_float(high))) << 16;
