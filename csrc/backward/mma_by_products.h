@@ -34,8 +34,7 @@ using HandedP = cutlass::half_t;
 // small, and P then large.
 CUTE_DEVICE uint32_t pack_handed(float low, float high) {
   uint32_t packed = pack_two<HandedP>(low, high);
-  constexpr uint32_t kMost = 0x7bff7bff;
-  asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(packed) : "r"(kMost));
+  asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(packed) : "r"(0x7bff7bffu));
   return packed;
 }
 
