@@ -9,7 +9,7 @@
 namespace fa3 {
 namespace {
 
-constexpr int kWarps = 4;  // of a CTA
+constexpr int kWarps = 4;  // a CTA has
 constexpr int kLaneColumns = kCombineColumns / 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 

@@ -73,8 +73,8 @@ FA3_HD ChunkPair chunks_of_pair(int pair, int rotary_pairs, bool is_in_halves) {
 
 // ------------------------------------------------------------------------------- scales by page
 constexpr int kAppendWarps = kAppendThreads / 32;
-// What the largest new element of a page becomes, at most: half of the largest e4m3, as later rows
-// of the page may be twice as large.
+// What the largest new element of a page becomes, at most. It is half of the largest e4m3: later
+// rows may be twice as large.
 constexpr float kLargestOfNewPage = 224.f;
 constexpr float kLargestOfNewKey = 448.f;
 constexpr float kLeastSetScale = 0x1p-60f;

@@ -50,7 +50,7 @@ constexpr int kScaleBlockKeys = 384;
 struct ScaleView {
   float const* data = nullptr;      // nullptr: 1
   int64_t batch_stride = 0;         // between pages of scales by page, and of a latent cache
-  int64_t head_stride = 0;          // of a latent cache: between keys
+  int64_t head_stride = 0;          // a latent cache: between keys
   int64_t block_stride = 0;         // 0: per (sequence, KV head)
   int64_t head_in_pack_stride = 0;  // q only: between the heads in the rows of a tile
   bool by_kv_head = false;          // q only: heads are KV heads

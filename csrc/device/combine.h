@@ -10,8 +10,8 @@
 namespace fa3 {
 
 struct PartWeights {
-  float maximum = -INFINITY;  // of the LSEs
-  float sum = 0.f;            // of weight(lse)
+  float maximum = -INFINITY;  // the largest LSE
+  float sum = 0.f;            // sums weight(lse)
 
   // 0 for -inf; NaN stays NaN.
   CUTE_DEVICE float weight(float lse) const {

@@ -122,6 +122,20 @@ CUTE_DEVICE void convert_fragment(Source const& source, Target& target) {
   }
 }
 
+CUTE_DEVICE void multiply_four(float4& x, float factor) {
+  x.x *= factor;
+  x.y *= factor;
+  x.z *= factor;
+  x.w *= factor;
+}
+
+CUTE_DEVICE void add_four(float4& sum, float4 const& x, float factor) {
+  sum.x += x.x * factor;
+  sum.y += x.y * factor;
+  sum.z += x.z * factor;
+  sum.w += x.w * factor;
+}
+
 CUTE_DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
   return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));

@@ -60,7 +60,7 @@ std::string check_as_forward(AttentionCall const& call) {
 // Under wider queries, e4m3 keys have the rules of the queries' dtype.
 AttentionCall with_wide_keys(AttentionCall call) {
   if (call.converts()) {
-    call.k.dtype = call.v.dtype = call.q.dtype;  // of latents, K has it already
+    call.k.dtype = call.v.dtype = call.q.dtype;  // K of latents has it already
     call.k.dtype_name = call.v.dtype_name = call.q.dtype_name;
   }
   return call;

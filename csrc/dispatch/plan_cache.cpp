@@ -81,7 +81,7 @@ int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t t
 // it as long as a K tile of two warpgroups, 1.5 us (H100, 2026-11-26); a launch as long as three.
 int parts_apart(FwdProblem const& problem, int tile_n, int pack, int tiles, int ctas) {
   constexpr int kCostOfLaunch = 3;
-  constexpr int kMostCost = 12;  // of parts that are combined in two steps
+  constexpr int kMostCost = 12;  // more parts are combined in two steps
   CacheProblem const& cache = problem.cache;
   bool const has_gaps = kWarpgroupRows % pack != 0;  // between the rows of warpgroups
   if (cache.keys_of_all == 0 || cache.num_splits > 0 || cache.split_size > 0 || has_gaps ||

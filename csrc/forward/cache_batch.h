@@ -29,7 +29,8 @@ struct CacheTiles {
   CacheDeviceParams const& p;
   CacheWalk<Mask> walk;
   static constexpr int kMostKnown = 2 * 32;
-  CacheSequence known[2] = {};  // of so many sequences: those of this lane, the last one first
+  // This lane's sequences, the last one first; with more than kMostKnown they are not complete.
+  CacheSequence known[2] = {};
 
   CUTE_DEVICE explicit CacheTiles(CacheDeviceParams const& p_)
       : p(p_), walk(p_.line, p_.lengths, mask_of<Traits::kKind.mask>(p_.mask), Traits::kTileN) {}

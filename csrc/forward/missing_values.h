@@ -3,7 +3,7 @@
 // can have rows after the last key, and only the last one rows before the first key.
 //
 // WHY not gathered by the producer warp, as rows that do not exist are elsewhere: that takes 2.4 us
-// of its time. One sequence of 993, 16353 keys: 9.6 -> 7.8, 31.1 -> 28.2 us (H100, 2026-11-26).
+// a tile. One sequence of 993, 16353 keys: 9.6 -> 7.8, 31.1 -> 28.2 us (H100, 2026-11-26).
 #pragma once
 
 #include "forward/storage.h"
@@ -15,7 +15,7 @@ namespace fa3 {
 template <class Traits>
 struct MissingValues {
   static constexpr int kKeys = Traits::kTileN;
-  static constexpr int kRowChunks = 8;  // of 16 bytes, in a row of a slice
+  static constexpr int kRowChunks = 8;  // a row of a slice has so many chunks of 16 bytes
 
   FwdStorage<Traits>& shared;
   CacheDeviceParams const& p;

@@ -134,15 +134,12 @@ struct PartCombiner {
       float const used = finite_max(most);
       float const rescale = exp2_approx((before - used) * kLog2E);
       sum *= rescale;
-      multiply(o, rescale);
+      multiply_four(o, rescale);
       CUTE_UNROLL
       for (int j = 0; j < kAtOnce; ++j) {
         float const weight = exp2_approx((of_parts[j] - used) * kLog2E);
         sum += weight;
-        o.x += values[j].x * weight;
-        o.y += values[j].y * weight;
-        o.z += values[j].z * weight;
-        o.w += values[j].w * weight;
+        add_four(o, values[j], weight);
       }
     }
     write(r, column, most, sum, o, is_final);
@@ -151,7 +148,7 @@ struct PartCombiner {
   CUTE_DEVICE void write(int r, int column, float most, float sum, float4 o, bool is_final) const {
     float const lse = sum == 0.f ? -INFINITY : most + __logf(sum);
     if (!is_final) {
-      multiply(o, inverse_sum(sum));
+      multiply_four(o, inverse_sum(sum));
       int64_t const row = row_of_part(0, r);
       *reinterpret_cast<float4*>(p.parts + row * Traits::kHeadDimV + column) = o;
       if (column == 0) {
@@ -162,20 +159,13 @@ struct PartCombiner {
     RowOfTile const row = row_of_tile(p, work.rows, r);
     float const sink = p.sinks != nullptr ? p.sinks[work.rows.head + row.head] : -INFINITY;
     float const of_sink = exp2_approx((sink - finite_max(most)) * kLog2E);
-    multiply(o, inverse_sum(sum + of_sink));
+    multiply_four(o, inverse_sum(sum + of_sink));
     auto const target = ResultRow<Traits>::of(p, work, row);
     target.write(column, o.x, o.y);
     target.write(column + 2, o.z, o.w);
     if (p.lse != nullptr && column == 0) {
       p.lse[index_of_row(p, work.rows, row)] = with_sink(lse, sink);
     }
-  }
-
-  CUTE_DEVICE static void multiply(float4& x, float factor) {
-    x.x *= factor;
-    x.y *= factor;
-    x.z *= factor;
-    x.w *= factor;
   }
 };
 

@@ -29,19 +29,13 @@ struct PartSum {
     for (int j = 0; j < kCount; ++j) {
       float const weight = exp2_approx(lses[j] - used);
       sum += weight * sums[j];
-      o.x += values[j].x * weight;
-      o.y += values[j].y * weight;
-      o.z += values[j].z * weight;
-      o.w += values[j].w * weight;
+      add_four(o, values[j], weight);
     }
   }
 
   CUTE_DEVICE void scale(float factor) {
     sum *= factor;
-    o.x *= factor;
-    o.y *= factor;
-    o.z *= factor;
-    o.w *= factor;
+    multiply_four(o, factor);
   }
 };
 

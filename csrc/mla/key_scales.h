@@ -12,7 +12,7 @@ template <class Traits>
 struct KeyScales {
   using Work = FwdWork<Traits>;
   using Keys = PagedKeys<Traits>;
-  static constexpr int kKeys = Traits::kTileN / 32;  // of a lane
+  static constexpr int kKeys = Traits::kTileN / 32;  // that a lane has
 
   struct Ids {
     int of[kKeys];

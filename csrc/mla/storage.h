@@ -66,8 +66,8 @@ struct MlaStorage {
   bool any_rescale[kStages][kWarpgroupWarps];
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
-  // Columns have arrived: producer (1 + bytes; gathered: all threads), converted halves: the warps
-  // of an output warpgroup (4) -> score warpgroup, and the output warpgroup of a half.
+  // Columns have arrived: producer (1 + bytes; gathered: all threads), or, converted, warps of the
+  // output warpgroup (4) -> score warpgroup, and the output warpgroup of a half.
   Mbarrier half_full[kStages + kRightStages];
   Mbarrier rotary_full[kStages];
   // Columns have been read: the output warpgroup of a half (1), of Q the score warpgroup (1); P:
