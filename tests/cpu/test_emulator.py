@@ -101,6 +101,7 @@ RIGHT = {
         {STORE_R2}''',
     'bfloat_square': f'ld.global.u32 %r3, [%rd4]; mul.rn.bf16x2 %r2, %r3, %r3; {STORE_R2}',
     'half_square': f'ld.global.u32 %r3, [%rd4]; fma.rn.f16x2 %r2, %r3, %r3, %r3; {STORE_R2}',
+    'half_limit': f'ld.global.u32 %r3, [%rd4]; min.NaN.f16x2 %r2, %r3, 0x44003c00; {STORE_R2}',
     'lane_before': f'shfl.sync.up.b32 %r2|%p1, %r1, 1, 0, -1; {STORE_R2}',
     'lane_across': f'shfl.sync.bfly.b32 %r2|%p1, %r1, 5, 31, -1; {STORE_R2}',
     'negative_quotient': f'''ld.global.u32 %r3, [%rd4]; div.s32 %r4, %r3, -7; rem.s32 %r5, %r3, -7;
@@ -226,6 +227,19 @@ def test_products_of_halves(emulator):
     x = halves().view(torch.float16)
     found = in_pieces(emulator, 'half_square', halves().view(torch.int32)).view(torch.int16)
     check_numbers(found, (x.double() * x.double() + x.double()).to(torch.float16))
+
+
+def test_minima_keep_nan(emulator):
+    """The limits are 1 and 4."""
+    x = halves().view(torch.float16)
+    found = in_pieces(emulator, 'half_limit', halves().view(torch.int32)).view(torch.int16)
+    check_numbers(found, torch.minimum(x.view(-1, 2), torch.tensor([1., 4.]).half()).flatten())
+
+
+def test_kernels_say_their_clusters():
+    kernels, _ = read_kernels('.entry a() .maxntid 512 .reqnctapercluster 2, 1, 1 { ret; }'
+                              '.entry b() { ret; }')
+    assert [(kernel.name, kernel.cluster_ctas) for kernel in kernels] == [('a', 2), ('b', 1)]
 
 
 def test_shuffles(emulator):

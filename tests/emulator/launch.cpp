@@ -36,7 +36,7 @@ namespace {
 constexpr size_t kStackBytes = size_t(256) << 10;
 constexpr u32 kSavedRegisters = 6;
 constexpr u64 kMostRounds = 30'000'000;
-constexpr u32 kAlignment = 1024;  // of dynamic shared memory
+constexpr u32 kAlignment = 1024;  // dynamic shared memory begins at multiples
 
 std::mt19937 generator(1);
 Kernel const* running_kernel = nullptr;

@@ -19,7 +19,7 @@ struct Thread;
 
 constexpr u32 kWarpLanes = 32;
 constexpr u32 kWarpgroupWarps = 4;
-constexpr u32 kStaticBegin = 1024;  // of shared memory, as in ptx.py
+constexpr u32 kStaticBegin = 1024;  // static shared memory, as in ptx.py
 
 // The value that a lane received; its own value where the other lane is outside the segment.
 struct Shuffled {
@@ -218,7 +218,7 @@ struct Cta {
   u32 dynamic_begin;
   u8 const* parameters;
   std::vector<u8> memory;   // shared; its first bytes stand for what the GPU keeps
-  std::vector<u16> writer;  // of each byte without a fence yet: thread + 1
+  std::vector<u16> writer;  // for each byte without a fence yet: thread + 1
   std::vector<std::vector<std::pair<u32, u32>>> unfenced;  // by thread: offset, bytes
   std::vector<Thread> threads;
   std::vector<Warp> warps;
@@ -257,6 +257,7 @@ struct Kernel {
   void (*function)(Thread&);
   int most_registers;
   int static_bytes;
+  int cluster_ctas;
 };
 
 void add_kernel(Kernel const& kernel);

@@ -9,8 +9,8 @@
 namespace emulator {
 namespace {
 
-constexpr u32 kRows = 16;        // of a warp
-constexpr u32 kDepthBytes = 32;  // of a row or column of an operand
+constexpr u32 kRows = 16;        // a warp has
+constexpr u32 kDepthBytes = 32;  // a row or column of an operand has
 constexpr u32 kPiece = 16;
 
 // What a descriptor says; rows of 128, 64 or 32 bytes, by the swizzle.

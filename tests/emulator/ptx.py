@@ -18,6 +18,7 @@ _PRAGMA = re.compile(r'\.(pragma|loc|file)\b[^;\n]*[;\n]')
 _ENTRY = re.compile(r'\.entry\s+(\w+)\s*\(')
 _DYNAMIC = re.compile(r'\.extern\s+\.shared\s+\.align\s+\d+\s+\.b8\s+(\w+)\[\]')
 _MOST_REGISTERS = re.compile(r'\.maxnreg\s+(\d+)')
+_CLUSTER_CTAS = re.compile(r'\.reqnctapercluster\s+(\d+)')
 _GUARD = re.compile(r'@(!?)([%\w]+)\s+(.*)', re.DOTALL)
 _LABEL = re.compile(r'(?:^|(?<=[;{}:]))\s*([\w$]+)\s*:(?!:)')
 _WORD = re.compile(r'(?<![\w.$%])[%$]?[A-Za-z_][\w$]*')
@@ -51,9 +52,11 @@ class Kernel:
         registers: width in bits by name; predicates have 1.
         shared: address of each static variable; static_bytes: their size.
         most_registers: those a thread may have; 255 if nothing is said.
+        cluster_ctas: CTAs of a cluster; a launch may say another number where this is 1.
     """
     name: str
     most_registers: int = 255
+    cluster_ctas: int = 1
     registers: dict[str, int] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
     static_bytes: int = 0
@@ -178,7 +181,9 @@ def read_kernels(text: str) -> tuple[list[Kernel], set[str]]:
     for entry in _ENTRY.finditer(text):
         begin = text.index('{', entry.end())
         limit = _MOST_REGISTERS.search(text, entry.end(), begin)
-        kernel = Kernel(entry[1], int(limit[1]) if limit else 255)
+        cluster = _CLUSTER_CTAS.search(text, entry.end(), begin)
+        kernel = Kernel(entry[1], int(limit[1]) if limit else 255,
+                        int(cluster[1]) if cluster else 1)
         _Reader(kernel).read(text[begin + 1:_closing(text, begin)])
         kernels.append(kernel)
     return kernels, set(_DYNAMIC.findall(text))

@@ -41,8 +41,10 @@ int ctas_of_sm(void const* function, int threads, size_t dynamic_bytes) {
                    kSharedOfSm / int(dynamic_bytes + size_t(kernel.static_bytes) + kStaticBegin)});
 }
 
-LaunchSize size_of(cudaLaunchConfig_t const& config) {
-  LaunchSize size{config.gridDim.x, config.blockDim.x, u32(config.dynamicSmemBytes), 1, false};
+LaunchSize size_of(cudaLaunchConfig_t const& config, void const* function) {
+  u32 const cluster_ctas = u32(kernels_of_host().at(function)->cluster_ctas);
+  LaunchSize size{config.gridDim.x, config.blockDim.x, u32(config.dynamicSmemBytes), cluster_ctas,
+                  false};
   for (unsigned i = 0; i < config.numAttrs; ++i) {
     cudaLaunchAttribute const& one = config.attrs[i];
     if (one.id == cudaLaunchAttributeClusterDimension) {
@@ -225,7 +227,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* ctas, void const*
 
 cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void const* function,
                                            cudaLaunchConfig_t const* config) {
-  LaunchSize const size = size_of(*config);
+  LaunchSize const size = size_of(*config, function);
   int const ctas = sm_count * ctas_of_sm(function, int(size.threads), size.dynamic_bytes);
   *clusters = std::max(1, ctas / int(size.cluster_ctas));
   return cudaSuccess;
@@ -241,7 +243,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(char const*, void** function, unsig
 
 cudaError_t cudaLaunchKernelExC(cudaLaunchConfig_t const* config, void const* function,
                                 void** arguments) {
-  LaunchSize const size = size_of(*config);
+  LaunchSize const size = size_of(*config, function);
   if (size.is_together &&
       int(size.grid) > sm_count * ctas_of_sm(function, int(size.threads), size.dynamic_bytes)) {
     return cudaErrorCooperativeLaunchTooLarge;

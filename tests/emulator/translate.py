@@ -432,7 +432,7 @@ def translate(texts: Sequence[str], folder: Path) -> list[Path]:
             name = f'kernel_{len(functions)}'
             functions.append(_Writer(kernel, dynamic).function(name))
             registered.append(f'  add_kernel({{"{kernel.name}", {name}, {kernel.most_registers}, '
-                              f'{kernel.static_bytes}}});')
+                              f'{kernel.static_bytes}, {kernel.cluster_ctas}}});')
     files = []
     for begin in range(0, len(functions), KERNELS_OF_A_FILE):
         number = len(files)
