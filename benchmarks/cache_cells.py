@@ -230,7 +230,7 @@ def widened(given: dict) -> dict:
         return wide | dict(zip(('v_cache', 'k_cache'), joint.split(LATENT[::-1], -1)))
     for name in 'kv':
         scale, cache = given[f'{name}_descale'], given[f'{name}_cache'].float()
-        if not given['descale_by_page']:    # of the sequence that has the page
+        if not given['descale_by_page']:    # the scale of the page's sequence
             own, table = torch.ones_like(cache[:, 0, :, 0]), given['page_table'].long()
             scale = own.index_copy(0, table.flatten(), scale.repeat_interleave(table.size(1), 0))
         wide[f'{name}_cache'] = (cache * scale[:, None, :, None]).to(given['q'].dtype)

@@ -37,7 +37,7 @@ class Unit:
     flags: tuple[str, ...]
     own_includes: tuple[Path, ...]     # folders of ours: what lies there is part of the key
     foreign_includes: tuple[Path, ...]
-    versions: tuple[str, ...]          # of the compiler and of what foreign_includes holds
+    versions: tuple[str, ...]          # the compiler, and what foreign_includes holds
 
     @property
     def name(self) -> str:

@@ -44,7 +44,7 @@ class Request:
     text: list[int]
     wanted: int                  # bytes in the end, prompt and all
     arrives: int                 # at this step
-    cached: int = 0              # of its bytes, keys and values are in the cache
+    cached: int = 0              # its first bytes, of which the cache has keys and values
     pages: list[int] = field(default_factory=list)
 
     @property

@@ -37,7 +37,7 @@ from flash_attn3 import checks, env, reference
 from flash_attn3.arguments import schema
 from flash_attn3.reference import Inputs, Mask, Outputs, Score
 
-_SCALARS = schema('softmax_scale', 'causal', 'pack_gqa', 'sm_margin')    # of the hot dense ops
+_SCALARS = schema('softmax_scale', 'causal', 'pack_gqa', 'sm_margin')    # hot dense ops have these
 _GENERAL = schema('lengths', 'score')
 _EXECUTION = schema('execution')
 _GRADIENTS = schema('gradients')

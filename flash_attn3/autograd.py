@@ -126,7 +126,7 @@ def _bwd_packed(dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int
                 out: Tensor, lse: Tensor, *scalars) -> Tensor:
     """The op `bwd_out` into one tensor, in the places of q, k and v."""
     dqkv = torch.empty_like(qkv)
-    if dqkv.stride(-1) != qkv.stride(-1):    # of a qkv whose elements overlap
+    if dqkv.stride(-1) != qkv.stride(-1):    # the elements of qkv overlap
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
     _bwd_out(dout, dlse, *unpack(qkv, num_heads_q), out, lse, *unpack(dqkv, num_heads_q), *scalars)
     return dqkv

@@ -20,7 +20,7 @@ from flash_attn3.quantize import BLOCK_STEP, E4M3, KV_BLOCK, PER_HEAD, PER_TENSO
 from flash_attn3.reference import Inputs, Outputs
 from flash_attn3.reference_fp8 import Scales
 
-WIDE_DTYPES = (torch.bfloat16, torch.float16)    # of inputs that are quantised, and of outputs
+WIDE_DTYPES = (torch.bfloat16, torch.float16)    # inputs that are quantised, and outputs
 ACCUMULATIONS = ('fast', 'promote')
 SEEDS = 1 << 32
 

@@ -89,7 +89,7 @@ class LatentBatch(Batch):
         both = torch.randn(*self.k.shape[:3], 576, device=device).to(dtype)
         self.v, self.k = both.split((512, 64), -1)
         self.qv = torch.randn(self.q.size(0), heads, 512, device=device).to(dtype)
-        self.scale = 192 ** -0.5    # of the head dim before the absorption
+        self.scale = 192 ** -0.5    # with the head dim before the absorption
 
     def inputs(self, where: slice, row: int, sinks: Tensor | None) -> reference.Inputs:
         k, v = self.keys(row)

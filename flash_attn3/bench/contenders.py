@@ -23,7 +23,7 @@ SDPA_BACKENDS = {
 }
 PADDED = f'{OURS} padded'                # packed sequences as a dense batch
 NAMES = (OURS, 'sdpa', *SDPA_BACKENDS)   # 'sdpa': the backend that PyTorch picks
-MATH_BYTES = 1 << 30                     # of scores; above, 'sdpa math' is skipped
+MATH_BYTES = 1 << 30                     # with more scores 'sdpa math' is skipped
 
 
 def ours(shape: Shape, device: torch.device = CPU) -> Contender:

@@ -21,7 +21,7 @@ import torch
 
 from .problem import WITH_DOUT, Result
 
-CYCLES_PER_SECOND = 1.9e9      # of torch.cuda._sleep, roughly
+CYCLES_PER_SECOND = 1.9e9      # torch.cuda._sleep counts about so many
 PROBE_CYCLES = 200_000
 SM90_FLOPS_PER_CYCLE = 4096    # dense 16-bit wgmma, per SM: 989 TFLOP/s at 132 SMs and 1830 MHz
 
@@ -95,7 +95,7 @@ class Timer:
 
     def __init__(self, device: torch.device, target_ms: float = 8.0) -> None:
         self.cuda = device.type == 'cuda'
-        self.target_ms = target_ms   # of work in a turn
+        self.target_ms = target_ms   # work in a turn
 
     def synchronize(self) -> None:
         if self.cuda:

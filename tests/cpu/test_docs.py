@@ -153,6 +153,7 @@ def test_words_of_comments(path):
     text = path.read_text()
     assert not PHRASES.findall(re.sub(r'\s*\n\s*(?://|#)?\s*', ' ', text))
     assert not re.findall(r'(?://|#|""")\s*Of .*', text)
+    assert not re.findall(r'^.*[^\s/#].*(?://+<?|  # ) ?of .*', text, re.MULTILINE)
 
 
 def test_sizes():

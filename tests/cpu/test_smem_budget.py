@@ -18,7 +18,7 @@ SHARED_BYTES_PER_CTA = 227 * 1024
 SHARED_BYTES_PER_SM = 228 * 1024    # a CTA takes 1 KiB more than it asks for
 REGISTERS_PER_SM = 64 * 1024
 WARPGROUP_THREADS = 128
-OUTPUT_WARPGROUPS = 2    # of a latent kernel
+OUTPUT_WARPGROUPS = 2    # in a latent kernel
 ELEMENT_BYTES = 2
 E4M3 = 'float8_e4m3fn'
 
