@@ -22,21 +22,25 @@ CUTE_DEVICE int draw_number(BwdDeviceParams const& p) {
   return atomicAdd(p.ticket, 1);
 }
 
+// What an adder adds to at a step: its part of a tile of queries, whose index in the workspaces is
+// `rows`.
 template <class Traits>
-CUTE_DEVICE int* flag_of(BwdDeviceParams const& p, BwdSteps const& steps, int adder) {
-  return p.dq_flags + steps.tile(p) * Traits::kDqAdders + adder;
-}
+struct DqAddition {
+  BwdDeviceParams const& p;
+  BwdWork const& work;
+  int m;
+  int64_t rows;
+  int adder;
 
-// Called before the dQ of a step is added.
-template <class Traits>
-CUTE_DEVICE void wait_for_predecessors(BwdDeviceParams const& p, BwdSteps const& steps, int adder) {
-  wait_for_flag(flag_of<Traits>(p, steps, adder), predecessors<Traits>(p, steps));
-}
+  // Called before the addition.
+  CUTE_DEVICE void wait_for_predecessors() const {
+    wait_for_flag(flag(), predecessors<Traits>(p, work, m));
+  }
 
-// Called when it has been added.
-template <class Traits>
-CUTE_DEVICE void publish_added(BwdDeviceParams const& p, BwdSteps const& steps, int adder) {
-  set_flag(flag_of<Traits>(p, steps, adder), predecessors<Traits>(p, steps) + 1);
-}
+  // Called when it is complete.
+  CUTE_DEVICE void publish() const { set_flag(flag(), predecessors<Traits>(p, work, m) + 1); }
+
+  CUTE_DEVICE int* flag() const { return p.dq_flags + rows * Traits::kDqAdders + adder; }
+};
 
 }  // namespace fa3

@@ -17,7 +17,7 @@ CUTE_DEVICE void send_scores(BwdStorage<Traits>& shared) {
   constexpr uint32_t kBytes = sizeof(shared.ds[0]);
   auto& exchange = shared.exchange;
   int const other = 1 - cluster_rank();
-  uint32_t const end = shared.work.steps();
+  uint32_t const end = shared.works[0].steps();
   for (uint32_t count = 0; count < end; ++count) {
     int const buffer = count % kExchangeBuffers;
     exchange.ds_full[buffer].wait(count / kExchangeBuffers % 2);
@@ -35,12 +35,13 @@ template <class Traits>
 CUTE_DEVICE void run_add_order(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
   int const rank = cluster_rank();
   uint32_t count = 0;
-  for (BwdSteps steps(shared.work); steps.valid(); steps.next(), ++count) {
+  for (BwdSteps steps(shared.works[0]); steps.valid(); steps.next(), ++count) {
     int const buffer = count % kExchangeBuffers;
-    wait_for_predecessors<Traits>(p, steps, rank);
+    DqAddition<Traits> const addition{p, *steps.work, steps.m, steps.tile(p), rank};
+    addition.wait_for_predecessors();
     shared.exchange.ds_other_full[buffer].arrive();
     shared.exchange.ds_empty[buffer].wait(count / kExchangeBuffers % 2);
-    publish_added<Traits>(p, steps, rank);
+    addition.publish();
   }
 }
 

@@ -1,9 +1,10 @@
-// The results of a CTA: dK and dV from registers through shared memory to global memory, at the
-// end; for consumers by keys, dQ from shared memory to its accumulator, at every step.
+// The results of a tile of keys: dK and dV from registers through shared memory to global memory, at
+// the end; for consumers by keys also dQ, which is added to its accumulator at every step.
 #pragma once
 
-#include "backward/storage.h"
 #include "backward/add_order.h"
+#include "backward/next_work.h"
+#include "backward/storage.h"
 #include "device/bulk_copy.h"
 #include "device/fragments.h"
 #include "device/math.h"
@@ -11,8 +12,8 @@
 
 namespace fa3 {
 
-// Copies a slice of 16 rows of dK or dV to global memory, as part of the thread's current bulk
-// group. The copy engine drops keys past the end of the sequence.
+// Copies a slice of k.store_rows() rows of dK or dV to global memory, as part of the thread's
+// current bulk group. The copy engine drops keys past the end of the sequence.
 template <class Traits>
 CUTE_DEVICE void store_rows(CUtensorMap const& map, typename Traits::Element const* slice,
                             BwdWork const& work, int row, int column) {
@@ -21,31 +22,33 @@ CUTE_DEVICE void store_rows(CUtensorMap const& map, typename Traits::Element con
                       {column, work.k_row + row, work.kv_head, Location{work.batch}, work.k_end});
 }
 
-// A warp writes its 16 rows of dK or dV over the same rows of K or V, 16 columns at a time: each
-// lane gives the address of one row of one of the four 8 x 8 blocks. Then one lane issues the
-// copies to global memory.
+// A warp writes its 16 rows of dK or dV, scaled and rounded, to slices of kRows rows: each lane gives
+// the address of one row of one of the four 8 x 8 blocks.
+template <class Element, int kRows, int kDim, class Fragment>
+CUTE_DEVICE void round_to_shared(char* slices, int first_row, int thread, float scale,
+                                 Fragment& acc) {
+  auto const words = [&](int i) {
+    return pack_two<Element>(acc(2 * i) * scale, acc(2 * i + 1) * scale);
+  };
+  store_warpgroup_rows<kRows, kDim / 16>(words, slices, first_row, thread);
+  fence_shared_for_async_proxy();
+}
+
+// By products, at the end: over the same rows of K or V. Then one lane issues the copies to global
+// memory.
 template <class Traits, int kDim, class Fragment>
 CUTE_DEVICE void store_gradient(CUtensorMap const& map, typename Traits::Element* tile,
-                                BwdWork const& work, int first_key, int thread, float scale,
-                                Fragment& acc) {
+                                BwdWork const& work, int thread, float scale, Fragment& acc) {
   using Element = typename Traits::Element;
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size(acc); ++i) {
-    acc(i) *= scale;
-  }
-  auto rounded = cute::make_tensor<Element>(acc.layout());  // ((2,2,D/8),1,1)
-  convert_fragment<Element>(acc, rounded);
-  auto pairs = cute::recast<uint32_t>(rounded);
-  int const first_row = first_key + thread / 32 * kWarpRows;
-  store_warpgroup_rows<Traits::kTileN, kDim / 16>(pairs, reinterpret_cast<char*>(tile), first_key,
-                                                  thread);
-  fence_shared_for_async_proxy();
+  round_to_shared<Element, Traits::kTileN, kDim>(reinterpret_cast<char*>(tile), 0, thread, scale,
+                                                 acc);
   __syncwarp();
   if (thread % 32 == 0) {
+    int const row = thread / 32 * kWarpRows;
     CUTE_UNROLL
     for (int column = 0; column < kDim; column += kSliceColumns) {
-      store_rows<Traits>(map, tile + column * Traits::kTileN + first_row * kSliceColumns, work,
-                         first_row, column);
+      store_rows<Traits>(map, tile + column * Traits::kTileN + row * kSliceColumns, work, row,
+                         column);
     }
     cute::tma_store_arrive();
   }
@@ -58,60 +61,104 @@ CUTE_DEVICE void finish_stores(int thread) {
   }
 }
 
-// Writes zeros for keys that no query sees. One thread runs this. WHY not a step with P = 0: it
-// would read dO, and 0 * NaN is NaN.
+// Writes zeros for keys that no query sees, from a buffer of K. One thread runs this. WHY not a step
+// with P = 0: it would read dO, and 0 * NaN is NaN.
 template <class Traits>
-CUTE_DEVICE void store_zeros(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
-  constexpr int kWords =
-      kWarpRows * kSliceColumns * sizeof(typename Traits::Element) / sizeof(uint4);
+CUTE_DEVICE void store_zeros(typename Traits::Element* zeros, BwdWork const& work,
+                             BwdDeviceParams const& p) {
+  constexpr int kRows = Traits::k.store_rows();
+  constexpr int kWords = kRows * kSliceColumns * sizeof(typename Traits::Element) / sizeof(uint4);
   CUTE_NO_UNROLL
   for (int i = 0; i < kWords; ++i) {
-    reinterpret_cast<uint4*>(shared.k)[i] = make_uint4(0, 0, 0, 0);
+    reinterpret_cast<uint4*>(zeros)[i] = make_uint4(0, 0, 0, 0);
   }
   fence_shared_for_async_proxy();
   wait_for_earlier_launches();
   CUTE_NO_UNROLL
-  for (int row = 0; row < Traits::kTileN; row += kWarpRows) {
+  for (int row = 0; row < Traits::kTileN; row += kRows) {
     CUTE_NO_UNROLL
     for (int column = 0; column < Traits::kHeadDim; column += kSliceColumns) {
-      store_rows<Traits>(p.dk, shared.k, shared.work, row, column);
+      store_rows<Traits>(p.dk, zeros, work, row, column);
     }
     CUTE_NO_UNROLL
     for (int column = 0; column < Traits::kHeadDimV; column += kSliceColumns) {
-      store_rows<Traits>(p.dv, shared.k, shared.work, row, column);
+      store_rows<Traits>(p.dv, zeros, work, row, column);
     }
   }
   cute::tma_store_arrive();
   cute::tma_store_wait<0>();
 }
 
-// Store warp of one consumer warpgroup: adds its block of dQ to the accumulator at every step, in
-// deterministic mode after its predecessors. One thread runs this.
+// The store warp of one consumer warpgroup by keys, which sends on what the warpgroup stages, in the
+// same order. One thread runs this.
 template <class Traits>
-CUTE_DEVICE void add_dq(BwdStorage<Traits>& shared, BwdDeviceParams const& p, int warpgroup) {
-  constexpr int kBlockFloats = Traits::kDq.block_floats();
-  // WHY a copy: nothing then waits for shared memory between two steps. General kernels have no
-  // registers for it.
-  cute::conditional_t<kServesPacked<Traits>, BwdWork const&, BwdWork const> work = shared.work;
+struct BwdStoreWarp {
+  using Element = typename Traits::Element;
+
+  BwdStorage<Traits>& shared;
+  BwdDeviceParams const& p;
+  int const warpgroup;
   uint32_t phase = 0;
-  for (BwdSteps steps(work); steps.valid(); steps.next(), phase ^= 1) {
-    int64_t const block = steps.tile(p) * Traits::kWarpgroups + warpgroup;
+
+  CUTE_DEVICE void run() {
+    for (uint32_t n = 0; has_step(shared, n); ++n) {
+      BwdStep const step = step_slot(shared, n);
+      if (warpgroup == 0 && step.is_last) {  // its dQ is one step late
+        store_gradients(work_slot(shared, step.tile));
+      }
+      add_dq(step);
+      if (warpgroup == 1 && step.is_last) {
+        store_gradients(work_slot(shared, step.tile));
+      }
+    }
+  }
+
+ private:
+  CUTE_DEVICE void store_gradients(BwdWork const& work) {
+    store<Traits::kHeadDimV>(p.dv, work);
+    store<Traits::kHeadDim>(p.dk, work);
+  }
+
+  template <int kDim>
+  CUTE_DEVICE void store(CUtensorMap const& map, BwdWork const& work) {
+    shared.exchange.staged[warpgroup].wait(phase);
+    auto* const slices = reinterpret_cast<Element*>(shared.exchange.staging[warpgroup]);
+    CUTE_UNROLL
+    for (int column = 0; column < kDim; column += kSliceColumns) {
+      store_rows<Traits>(map, slices + column * kWarpgroupRows, work, warpgroup * kWarpgroupRows,
+                         column);
+    }
+    release();
+  }
+
+  // Adds the block of dQ of a step to the accumulator, in deterministic mode after its predecessors.
+  CUTE_DEVICE void add_dq(BwdStep const& step) {
+    constexpr int kBlockFloats = Traits::kDq.block_floats();
+    int64_t const block = int64_t(step.rows) * Traits::kWarpgroups + warpgroup;
+    DqAddition<Traits> const addition{p, work_slot(shared, step.tile), step.m, step.rows, warpgroup};
     if (p.is_deterministic()) {
-      wait_for_predecessors<Traits>(p, steps, warpgroup);
+      addition.wait_for_predecessors();
       fence_global_for_async_proxy();
     }
-    shared.exchange.dq_staged[warpgroup].wait(phase);
-    bulk_add(p.dq_sum + block * kBlockFloats, shared.exchange.dq[warpgroup],
+    shared.exchange.staged[warpgroup].wait(phase);
+    bulk_add(p.dq_sum + block * kBlockFloats,
+             reinterpret_cast<float*>(shared.exchange.staging[warpgroup]),
              kBlockFloats * sizeof(float));
-    cute::tma_store_arrive();
-    cute::tma_store_wait<0>();  // the buffer has been read
-    shared.exchange.dq_empty[warpgroup].arrive();
+    release();
     if (p.is_deterministic()) {
       wait_for_bulk_writes();
       fence_global_for_async_proxy();
-      publish_added<Traits>(p, steps, warpgroup);
+      addition.publish();
     }
   }
-}
+
+  // The buffer is empty when the copies from it have read it.
+  CUTE_DEVICE void release() {
+    cute::tma_store_arrive();
+    cute::tma_store_wait<0>();
+    shared.exchange.staging_empty[warpgroup].arrive();
+    phase ^= 1;
+  }
+};
 
 }  // namespace fa3

@@ -26,7 +26,7 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
   }
   if constexpr (Traits::kSplit == BwdSplit::kKeys) {
     if (warp <= Traits::kWarpgroups) {
-      add_dq<Traits>(shared, p, warp - 1);
+      BwdStoreWarp<Traits>{shared, p, warp - 1}.run();
     }
   } else if (warp == 1) {
     send_scores<Traits>(shared);
@@ -72,27 +72,22 @@ CUTE_DEVICE void exit_if(bool condition) {
                : "memory");
 }
 
-// Synchronises all threads of the cluster.
+// One thread initialises the barriers.
 template <class Traits>
-CUTE_DEVICE void sync_all() {
-  if constexpr (Traits::kClusterSize > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
-}
-
-// Initialises the barriers; another warp resolves the work of this CTA. Where no query sees the
-// keys, that warp writes the zeros.
-template <class Traits>
-CUTE_DEVICE void start_cta(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
-  int const rank = Traits::kClusterSize > 1 ? cluster_rank() : 0;
+CUTE_DEVICE void init_barriers(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
   if (threadIdx.x == 0) {
     for (CUtensorMap const* map : {&p.q, &p.dout, &p.k, &p.v, &p.dk, &p.dv}) {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
     }
     shared.init_barriers(p.is_deterministic());
   }
+}
+
+// By products: meanwhile another warp resolves the only work of this CTA. Where no query sees the
+// keys, that warp writes the zeros.
+template <class Traits>
+CUTE_DEVICE void resolve_only_work(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+  int const rank = cluster_rank();
   bool const resolves_work = threadIdx.x == 32;
   if (resolves_work) {
     if (is_packed<Traits>(p)) {
@@ -103,17 +98,17 @@ CUTE_DEVICE void start_cta(BwdStorage<Traits>& shared, BwdDeviceParams const& p)
     }
   }
   if (p.is_deterministic()) {
-    sync_all<Traits>();
+    cluster_sync();
   }
   if (resolves_work) {
     int const number = p.is_deterministic() ? read_shared_of(0, shared.exchange.number)
                                             : int(blockIdx.x) / Traits::kClusterSize;
-    shared.work = work_of_cta<Traits>(p, number, rank);
-    if (shared.work.steps() == 0 && shared.work.has_keys()) {
-      store_zeros<Traits>(shared, p);
+    BwdWork const work = work_of_number<Traits>(p, number, rank);
+    shared.works[0] = work;
+    if (work.steps() == 0 && work.has_keys()) {
+      store_zeros<Traits>(shared.k[0], work, p);
     }
   }
-  sync_all<Traits>();
 }
 
 template <class Config>
@@ -124,8 +119,14 @@ __global__ void __cluster_dims__(Config::k.cluster_size, 1, 1)
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<BwdStorage<Traits>*>(shared_bytes);
 
-  start_cta<Traits>(shared, p);
-  exit_if(shared.work.steps() == 0);
+  init_barriers<Traits>(shared, p);
+  if constexpr (Traits::kSplit == BwdSplit::kProducts) {
+    resolve_only_work<Traits>(shared, p);
+    cluster_sync();
+    exit_if(shared.works[0].steps() == 0);
+  } else {
+    __syncthreads();
+  }
 
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {

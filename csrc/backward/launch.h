@@ -61,13 +61,14 @@ BwdDeviceParams main_params(TensorMapMaker& maps, BwdParams const& p) {
   d.dout = of_queries(p.dout, columns_v);
   d.k = of_keys(p.k, columns, Config::k.cta_keys());
   d.v = of_keys(p.v, columns_v, Config::k.cta_keys());
-  d.dk = of_keys(p.dk, columns, kWarpRows);
-  d.dv = of_keys(p.dv, columns_v, kWarpRows);
+  d.dk = of_keys(p.dk, columns, Config::k.store_rows());
+  d.dv = of_keys(p.dv, columns_v, Config::k.store_rows());
   d.lse_log2 = p.lse_log2;
   d.delta = p.delta;
   d.dq_sum = p.dq_sum;
   d.dq_flags = p.dq_flags;
   d.ticket = p.ticket;
+  d.tiles = p.schedule.numbers;
   d.m_tiles = p.schedule.m_tiles;
   d.heads_q = problem.heads_q;
   d.group = problem.heads_q / problem.heads_k;

@@ -1,9 +1,9 @@
-// The producer warp: loads K and V once, then Q with its LSE and dO with its delta for each step,
-// as far ahead as the rings allow. One thread of it runs this.
+// The load warp: for each tile of keys, K and V once, then Q with its LSE and dO with its delta for
+// each step, as far ahead as the buffers allow. One thread of it runs this.
 #pragma once
 
-#include "backward/storage.h"
-#include "backward/work.h"
+#include "backward/epilogue.h"
+#include "backward/next_work.h"
 #include "device/bulk_copy.h"
 #include "device/cluster.h"
 #include "device/row_copies.h"
@@ -21,36 +21,92 @@ struct BwdProducer {
 
   BwdStorage<Traits>& shared;
   BwdDeviceParams const& p;
-  BwdWork const work;
   RingState<Traits::kQStages> q_ring;
   RingState<Traits::kDoutStages> dout_ring;
+  uint32_t step_count = 0;
+  uint32_t bits = 0;
 
   CUTE_DEVICE BwdProducer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_)
-      : shared(shared_), p(p_), work(shared_.work) {}
+      : shared(shared_), p(p_) {}
 
-  // Loads in the order in which the consumers wait. INVARIANT: whatever this kernel reads or writes
-  // in global memory comes after these loads, and so after the wait for earlier launches; the
-  // ticket and the flags come after the wait in add_order.h.
+  // INVARIANT: whatever this kernel reads or writes in global memory comes after these loads, and so
+  // after the wait for earlier launches; tickets and flags come after the wait in add_order.h.
   CUTE_DEVICE void run() {
     wait_for_earlier_launches();
-    BwdSteps steps(work);
-    load_keys(p.k, shared.k_full, shared.k, work.k_row, 0, padded_columns(Traits::kHeadDim));
-    load_q(steps);
-    load_keys(p.v, shared.v_full, shared.v, work.k_row, 0, padded_columns(Traits::kHeadDimV));
-    load_dout(steps);
     if constexpr (Traits::kSplit == BwdSplit::kProducts) {
-      load_other_keys();
-    }
-    for (steps.next(); steps.valid(); steps.next()) {
-      load_q(steps);
-      load_dout(steps);
+      load_tile(shared.works[0], 0);
+    } else {
+      BwdWork work = next_work_with_steps(true);
+      uint32_t tile = 0;
+      for (; work.has_keys(); ++tile) {
+        shared.works[tile % Traits::k.works()] = work;
+        load_tile(shared.works[tile % Traits::k.works()], tile);
+        work = next_work_with_steps(false);
+      }
+      publish({0, BwdStep::kNone});
     }
     allow_later_launches();
   }
 
+  // The next tile of keys that has queries.
+  CUTE_DEVICE BwdWork next_work_with_steps(bool is_first) {
+    BwdWork work = next_work<Traits>(p, is_first);
+    while (work.has_keys() && work.steps() == 0) {
+      shared.q_empty[q_ring.stage].wait(q_ring.phase ^ 1);
+      store_zeros<Traits>(shared.q[q_ring.stage], work, p);
+      work = next_work<Traits>(p, false);
+    }
+    return work;
+  }
+
+  CUTE_DEVICE void publish(BwdStep step) {
+    bool const is_none = step.tile == BwdStep::kNone;
+    uint32_t const started_before = step_count > 1 ? bits << 1 & 16 : 0;
+    bits = (bits << 1 & 6) | started_before | (step.tile & 1) | (step.is_first || is_none ? 8 : 0) |
+           (is_none ? 32 : 0);
+    step.bits = bits;
+    shared.steps[step_count % kStepSlots] = step;
+    shared.exchange.step_full[step_count % kStepSlots].arrive();
+    ++step_count;
+  }
+
+  CUTE_DEVICE void publish_step(BwdSteps const& steps, int tile, bool is_first) {
+    if constexpr (Traits::kSplit == BwdSplit::kKeys) {
+      publish({0, tile, int(steps.tile(p)), steps.m, is_first, steps.is_last(),
+               steps.is_masked<Traits>()});
+    }
+  }
+
+  // Loads in the order in which the consumers wait.
+  CUTE_DEVICE void load_tile(BwdWork const& work, uint32_t tile) {
+    BwdSteps steps(work);
+    publish_step(steps, tile, true);
+    int const buffer = key_buffer<Traits>(tile);
+    if constexpr (Traits::kSplit == BwdSplit::kKeys) {
+      shared.exchange.k_empty[buffer].wait(key_phase<Traits>(tile) ^ 1);
+    }
+    load_keys(work, p.k, shared.k_full[buffer], shared.k[buffer], work.k_row, 0,
+              padded_columns(Traits::kHeadDim));
+    load_q(steps);
+    if constexpr (Traits::kSplit == BwdSplit::kKeys) {
+      shared.exchange.v_empty.wait(tile % 2 ^ 1);
+    }
+    load_keys(work, p.v, shared.v_full, shared.v, work.k_row, 0,
+              padded_columns(Traits::kHeadDimV));
+    load_dout(steps);
+    if constexpr (Traits::kSplit == BwdSplit::kProducts) {
+      load_other_keys(work);
+    }
+    for (steps.next(); steps.valid(); steps.next()) {
+      publish_step(steps, tile, false);
+      load_q(steps);
+      load_dout(steps);
+    }
+  }
+
   // Loads `columns` columns of the keys from `row` on, slice by slice.
-  CUTE_DEVICE void load_keys(CUtensorMap const& map, Mbarrier& full, Element* target, int row,
-                             int first_column, int columns) {
+  CUTE_DEVICE void load_keys(BwdWork const& work, CUtensorMap const& map, Mbarrier& full,
+                             Element* target, int row, int first_column, int columns) {
     full.arrive_and_expect_tx(Traits::kTileN * columns * sizeof(Element));
     CUTE_UNROLL
     for (int column = 0; column < columns; column += kSliceColumns) {
@@ -61,9 +117,9 @@ struct BwdProducer {
   }
 
   // Loads the columns of the other CTA's K that this CTA needs for its blocks of dQ.
-  CUTE_DEVICE void load_other_keys() {
+  CUTE_DEVICE void load_other_keys(BwdWork const& work) {
     int const rank = cluster_rank();
-    load_keys(p.k, shared.exchange.k_other_full, shared.exchange.k_other,
+    load_keys(work, p.k, shared.exchange.k_other_full, shared.exchange.k_other,
               work.k_row + (rank == 0 ? Traits::kTileN : -Traits::kTileN),
               BwdExchange<Traits>::other_column(rank), Traits::kOtherColumns);
   }
@@ -93,6 +149,7 @@ struct BwdProducer {
                                 BwdSteps const& steps) {
     full.arrive_and_expect_tx(Traits::kTileM * padded_columns(kDim) * sizeof(Element) +
                               kRowValueBytes);
+    BwdWork const& work = *steps.work;
     int const row = (kServesPacked<Traits> ? work.q_row : 0) + steps.m * Traits::kTileM;
     CUTE_UNROLL
     for (int column = 0; column < kDim; column += kSliceColumns) {

@@ -17,29 +17,31 @@ CUTE_DEVICE Interval queries_of_key(BwdDeviceParams const& p, BwdWork const& wor
                           : Interval{past_end, past_end};
 }
 
-// Masks of dense batches: the columns that see a key have no end. The begin for each of this
-// thread's two keys is counted from the thread's first column and the first query of the sequence.
+// Masks of dense batches: the columns that see a key have no end. Their begin is computed in each
+// masked step, of which there are few.
 template <class Traits>
 struct SimpleKeyMask {
-  int begin[2];
+  BwdDeviceParams const& p;
+  int first_key;
+  int thread;
 
-  CUTE_DEVICE SimpleKeyMask(BwdDeviceParams const& p, BwdStorage<Traits>& shared, int first_key,
-                            int thread) {
-    BwdWork const& work = shared.work;
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      int const key = work.key_begin + first_key + fragment_row(thread) + 8 * r;
-      begin[r] = queries_of_key<Traits>(p, work, key).begin - fragment_column(thread);
-    }
-  }
+  CUTE_DEVICE SimpleKeyMask(BwdDeviceParams const& p_, BwdStorage<Traits>&, int first_key_,
+                            int thread_)
+      : p(p_), first_key(first_key_), thread(thread_) {}
+
+  CUTE_DEVICE void start(BwdWork const&) {}
 
   // Masks the scores of a step.
   template <class Fragment>
-  CUTE_DEVICE void apply(Fragment& acc, int first_query) const {
+  CUTE_DEVICE void apply(Fragment& acc, BwdWork const& work, int m) const {
     auto scores = rows_view(acc);  // (2, (2, J))
+    int own = thread;
+    asm volatile("" : "+r"(own));
+    int const first_query = m * Traits::kTileM + fragment_column(own);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      int const visible = begin[r] - first_query;
+      int const key = work.key_begin + first_key + fragment_row(own) + 8 * r;
+      int const visible = queries_of_key<Traits>(p, work, key).begin - first_query;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(scores); ++c) {
         int const column = (c / 2) * 8 + c % 2;
@@ -53,31 +55,37 @@ struct SimpleKeyMask {
 // A step turns them into one bit for each score of a row, so that a score costs as much as above.
 template <class Traits>
 struct AnyKeyMask {
+  BwdDeviceParams const& p;
   Interval* limits;  // starts at the warpgroup's first key, in shared memory
+  int first_key;
   int thread;
 
-  // Each warp writes the limits of its own keys.
-  CUTE_DEVICE AnyKeyMask(BwdDeviceParams const& p, BwdStorage<Traits>& shared, int first_key,
+  CUTE_DEVICE AnyKeyMask(BwdDeviceParams const& p_, BwdStorage<Traits>& shared, int first_key_,
                          int thread_)
-      : limits(shared.key_limits + first_key), thread(thread_) {
-    int const lane = thread % 32;
+      : p(p_), limits(shared.key_limits + first_key_), first_key(first_key_), thread(thread_) {}
+
+  // Each warp writes the limits of its own keys.
+  CUTE_DEVICE void start(BwdWork const& work) {
+    int own = thread;
+    asm volatile("" : "+r"(own));
+    int const lane = own % 32;
     if (lane < kWarpRows) {
-      int const key = first_key + thread / 32 * kWarpRows + lane;
-      shared.key_limits[key] = queries_of_key<Traits>(p, shared.work, shared.work.key_begin + key);
+      int const row = own / 32 * kWarpRows + lane;
+      limits[row] = queries_of_key<Traits>(p, work, work.key_begin + first_key + row);
     }
     __syncwarp();
   }
 
   // Masks the scores of a step.
   template <class Fragment>
-  CUTE_DEVICE void apply(Fragment& acc, int first_query) const {
+  CUTE_DEVICE void apply(Fragment& acc, BwdWork const& work, int m) const {
     auto scores = rows_view(acc);  // (2, (2, J))
     static_assert(cute::size<1>(scores) <= 32);
     // WHY: values derived from the thread's number would otherwise stay in registers over all
     // steps.
     int own = thread;
     asm volatile("" : "+r"(own));
-    int const first = first_query + fragment_column(own);
+    int const first = m * Traits::kTileM + fragment_column(own);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       Interval const queries = limits[fragment_row(own) + 8 * r];
@@ -102,17 +110,18 @@ struct AnyKeyMask {
 template <class Traits>
 struct KeyMask {
   cute::conditional_t<Traits::kKind.mask == MaskKind::kInterval, AnyKeyMask<Traits>,
-                      SimpleKeyMask<Traits>> const limits;
+                      SimpleKeyMask<Traits>> limits;
 
   CUTE_DEVICE KeyMask(BwdDeviceParams const& p, BwdStorage<Traits>& shared, int first_key,
                       int thread)
       : limits(p, shared, first_key, thread) {}
 
+  // Before the steps of a tile of keys.
+  CUTE_DEVICE void start(BwdWork const& work) { limits.start(work); }
+
   template <class Fragment>
-  CUTE_DEVICE void apply(Fragment& acc, BwdSteps const& steps, bool is_masked) const {
-    if (is_masked) {
-      limits.apply(acc, steps.m * Traits::kTileM);
-    }
+  CUTE_DEVICE void apply(Fragment& acc, BwdWork const& work, int m) const {
+    limits.apply(acc, work, m);
   }
 };
 

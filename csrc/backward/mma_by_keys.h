@@ -29,8 +29,8 @@ struct KeysConsumer : BwdProducts<Traits> {
 
   int const warpgroup;
   int const first_key;  // in the tile
-  KeyMask<Traits> const mask;
-  uint32_t count = 0;  // steps done: gives the stages of all rings, in one register
+  KeyMask<Traits> mask;
+  uint32_t count = 0;  // steps done, of all tiles: gives the stages of all rings, in one register
 
   CUTE_DEVICE KeysConsumer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_, int warpgroup_,
                            int thread_)
@@ -47,29 +47,45 @@ struct KeysConsumer : BwdProducts<Traits> {
     auto tKrDk = Base::template gradient_fragment<Traits::kHeadDim>();
     auto tVrDv = Base::template gradient_fragment<Traits::kHeadDimV>();
 
-    BwdSteps steps(shared.work);
+    cute::clear(tKrDk);
+    cute::clear(tVrDv);
+    if (!has_step(shared, 0)) {
+      return;
+    }
+    mask.start(work(0));
     if (warpgroup == 1) {
       pass_tensor_cores();
     }
     first_products(tSrS, tPrDp);
-    transform(steps, tSrS, tPrDp, tVrP, tKrDs);
-    bool is_first = true;
-    for (steps.next(); steps.valid(); steps.next()) {
-      products(is_first, tSrS, tPrDp, tVrP, tKrDs, tVrDv, tKrDk);
-      transform(steps, tSrS, tPrDp, tVrP, tKrDs);
-      is_first = false;
+    transform(tSrS, tPrDp, tVrP, tKrDs);
+    for (;;) {
+      shared.exchange.step_full[(count + 1) % kStepSlots].wait((count + 1) / kStepSlots % 2);
+      uint32_t const bits = step(count + 1).bits;
+      if (bits & BwdStep::kIsNone) {
+        break;
+      }
+      products(bits, tSrS, tPrDp, tVrP, tKrDs, tVrDv, tKrDk);
+      bool const starts = step(count).bits & BwdStep::kStarts;  // a tile of keys
+      if (starts) {
+        stage_gradient<Traits::kHeadDimV>(0, tVrDv, 1.f);
+        mask.start(work(count));
+      }
+      transform(tSrS, tPrDp, tVrP, tKrDs);
+      if (starts) {
+        stage_gradient<Traits::kHeadDim>(1, tKrDk, p.softmax_scale);
+      }
     }
-    last_products(is_first, tVrP, tKrDs, tVrDv, tKrDk);
-    store_gradient<Traits, Traits::kHeadDimV>(p.dv, shared.v, shared.work, first_key, thread, 1.f,
-                                              tVrDv);
+    last_products(step(count + 1).bits, tVrP, tKrDs, tVrDv, tKrDk);
+    stage_gradient<Traits::kHeadDimV>(0, tVrDv, 1.f);
+    stage_gradient<Traits::kHeadDim>(1, tKrDk, p.softmax_scale);
     last_dq();
-    named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
-    store_gradient<Traits, Traits::kHeadDim>(p.dk, shared.k, shared.work, first_key, thread,
-                                             p.softmax_scale, tKrDk);
-    finish_stores(thread);
   }
 
  private:
+  CUTE_DEVICE BwdStep const& step(uint32_t n) const { return step_slot(shared, n); }
+
+  CUTE_DEVICE BwdWork const& work(uint32_t n) const { return work_slot(shared, step(n).tile); }
+
   CUTE_DEVICE void wait_for_tensor_cores() const {
     named_sync(warpgroup == 0 ? NamedBarrier::kPingPongFirst : NamedBarrier::kPingPongSecond,
                2 * kWarpgroupThreads);
@@ -85,34 +101,32 @@ struct KeysConsumer : BwdProducts<Traits> {
 
   template <class FragmentS>
   CUTE_DEVICE void first_products(FragmentS& tSrS, FragmentS& tPrDp) {
-    shared.k_full.wait(0);
-    shared.v_full.wait(0);
     wait_for_tensor_cores();
-    issue_scores(tSrS, 0);
-    issue_dp(tPrDp, 0);
+    issue_scores(tSrS, 0, BwdStep::kStarts);
+    issue_dp(tPrDp, 0, BwdStep::kStarts);
     pass_tensor_cores();
   }
 
   // Issues the gradients of a step, then S and dP of the next one. dQ is staged while dK runs.
   template <class FragmentS, class FragmentDv, class FragmentDk, class FragmentDs>
-  CUTE_DEVICE void products(bool is_first, FragmentS& tSrS, FragmentS& tPrDp,
+  CUTE_DEVICE void products(uint32_t bits, FragmentS& tSrS, FragmentS& tPrDp,
                             FragmentDs const& tVrP, FragmentDs const& tKrDs, FragmentDv& tVrDv,
                             FragmentDk& tKrDk) {
     wait_for_tensor_cores();
-    issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
-    issue_scores(tSrS, count + 1);
+    issue_gradients(bits, tVrP, tKrDs, tVrDv, tKrDk);
+    issue_scores(tSrS, count + 1, bits);
     wait_gemm<1>(tKrDk);
-    release_stage();
-    issue_dp(tPrDp, count + 1);
+    release_stage(bits);
+    issue_dp(tPrDp, count + 1, bits);
     pass_tensor_cores();
     ++count;
   }
 
   template <class FragmentDv, class FragmentDk, class FragmentDs>
-  CUTE_DEVICE void last_products(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
+  CUTE_DEVICE void last_products(uint32_t bits, FragmentDs const& tVrP, FragmentDs const& tKrDs,
                                  FragmentDv& tVrDv, FragmentDk& tKrDk) {
     wait_for_tensor_cores();
-    issue_gradients(is_first, tVrP, tKrDs, tVrDv, tKrDk);
+    issue_gradients(bits, tVrP, tKrDs, tVrDv, tKrDk);
     pass_tensor_cores();
     wait_gemm<0>(tKrDk);
     ++count;
@@ -122,7 +136,7 @@ struct KeysConsumer : BwdProducts<Traits> {
     if (warpgroup == 0) {
       auto tQrDq = Base::dq_fragment();
       wait_for_tensor_cores();
-      issue_dq(tQrDq);
+      issue_dq(step(dq_step()).tile & 1, tQrDq);
       wait_gemm<0>(tQrDq);
       stage_dq(tQrDq);
     }
@@ -130,50 +144,50 @@ struct KeysConsumer : BwdProducts<Traits> {
 
   // At the end dV and dQ are complete, dQ is staged and dK is still running.
   template <class FragmentDv, class FragmentDk, class FragmentDs>
-  CUTE_DEVICE void issue_gradients(bool is_first, FragmentDs const& tVrP, FragmentDs const& tKrDs,
+  CUTE_DEVICE void issue_gradients(uint32_t bits, FragmentDs const& tVrP, FragmentDs const& tKrDs,
                                    FragmentDv& tVrDv, FragmentDk& tKrDk) {
     auto tQrDq = Base::dq_fragment();
     Base::template issue_gradient_gemm<Traits::kHeadDimV>(tVrP, shared.dout[dout_stage(count)],
-                                                          tVrDv, is_first);
-    issue_dq(tQrDq);
+                                                          tVrDv, false);
+    issue_dq(dq_buffer(bits), tQrDq);
     Base::template issue_gradient_gemm<Traits::kHeadDim>(tKrDs, shared.q[q_stage(count)], tKrDk,
-                                                         is_first);
+                                                         false);
     wait_gemm<1>(tQrDq);
     cute::warpgroup_fence_operand(tVrDv);
     stage_dq(tQrDq);
+    release_keys(bits);
   }
 
   // The arithmetic between products: S and dP, which have been issued, become P and dS in
   // registers, and dS in shared memory. pass_tensor_cores() orders that dS before the products that
   // read it.
   template <class FragmentS, class FragmentDs>
-  CUTE_DEVICE void transform(BwdSteps const& steps, FragmentS& tSrS, FragmentS& tPrDp,
+  CUTE_DEVICE void transform(FragmentS& tSrS, FragmentS& tPrDp,
                              FragmentDs& tVrP, FragmentDs& tKrDs) {
-    bool const is_masked = steps.is_masked<Traits>();
     wait_gemm<1>(tSrS);
-    transform_scores(typename Traits::Score{}, steps, is_masked, tSrS, tPrDp, tVrP, tKrDs);
+    transform_scores(typename Traits::Score{}, tSrS, tPrDp, tVrP, tKrDs);
     Base::stage_scores(tKrDs, shared.ds[count & 1], first_key);
   }
 
   template <class FragmentS, class FragmentDs>
-  CUTE_DEVICE void transform_scores(PlainScore, BwdSteps const& steps, bool is_masked,
-                                    FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
+  CUTE_DEVICE void transform_scores(PlainScore, FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
                                     FragmentDs& tKrDs) {
-    mask.apply(tSrS, steps, is_masked);
+    mask_scores(tSrS);
     Base::probabilities(tSrS, count);
     convert_fragment<Element>(tSrS, tVrP);
     wait_gemm<0>(tPrDp);
+    release_values();
     Base::multiply_scores(tSrS, tPrDp, count);
     convert_fragment<Element>(tPrDp, tKrDs);
   }
 
   template <class FragmentS, class FragmentDs>
-  CUTE_DEVICE void transform_scores(SoftcapScore, BwdSteps const& steps, bool is_masked,
-                                    FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
+  CUTE_DEVICE void transform_scores(SoftcapScore, FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
                                     FragmentDs& tKrDs) {
     wait_gemm<0>(tPrDp);
+    release_values();
     Base::cap_scores(tSrS);
-    mask.apply(tSrS, steps, is_masked);
+    mask_scores(tSrS);
     capped_scores(tSrS, tPrDp, tVrP, tKrDs);
   }
 
@@ -203,25 +217,40 @@ struct KeysConsumer : BwdProducts<Traits> {
   }
 
   template <class Fragment>
-  CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t step) {
-    Base::wait_for_q(step);
-    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k, first_key, shared.q[q_stage(step)],
-                                                       tSrS);
+  CUTE_DEVICE void mask_scores(Fragment& tSrS) {
+    if (step(count).is_masked) {
+      mask.apply(tSrS, work(count), step(count).m);
+    }
   }
 
   template <class Fragment>
-  CUTE_DEVICE void issue_dp(Fragment& tPrDp, uint32_t step) {
-    Base::wait_for_dout(step);
+  CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t n, uint32_t bits) {
+    Base::wait_for_q(n);
+    if (bits & BwdStep::kStarts) {
+      uint32_t const tile = step(n).tile;
+      shared.k_full[key_buffer<Traits>(tile)].wait(key_phase<Traits>(tile));
+    }
+    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k[bits & 1],
+                                                       first_key, shared.q[q_stage(n)], tSrS);
+  }
+
+  template <class Fragment>
+  CUTE_DEVICE void issue_dp(Fragment& tPrDp, uint32_t n, uint32_t bits) {
+    if (bits & BwdStep::kStarts) {
+      shared.v_full.wait(step(n).tile % 2);
+    }
+    Base::wait_for_dout(n);
     Base::template issue_scores_gemm<Traits::kHeadDimV>(shared.v, first_key,
-                                                        shared.dout[dout_stage(step)], tPrDp);
+                                                        shared.dout[dout_stage(n)], tPrDp);
   }
 
   // At dq_step() -1 the result means nothing and is dropped. WHY the product is issued all the
   // same: ptxas serialises products under a condition.
   template <class Fragment>
-  CUTE_DEVICE void issue_dq(Fragment& tQrDq) {
+  CUTE_DEVICE void issue_dq(uint32_t buffer, Fragment& tQrDq) {
     constexpr DqLayout kDq = Traits::kDq;
-    Base::issue_dq_gemm(shared.ds[dq_step() & 1], kDq.first_row(warpgroup), shared.k,
+    Base::issue_dq_gemm(shared.ds[dq_step() & 1], kDq.first_row(warpgroup),
+                        shared.k[buffer],
                         kDq.first_column(warpgroup), tQrDq);
   }
 
@@ -231,23 +260,69 @@ struct KeysConsumer : BwdProducts<Traits> {
     if (dq_step() < 0) {
       return;
     }
-    shared.exchange.dq_empty[warpgroup].wait(dq_step() % 2 ^ 1);
-    float4* const target = reinterpret_cast<float4*>(shared.exchange.dq[warpgroup]) + thread;
+    float4* const target = reinterpret_cast<float4*>(empty_staging(dq_step())) + thread;
     CUTE_UNROLL
     for (int j = 0; j < Traits::kDq.columns / 8; ++j) {
       target[j * kWarpgroupThreads] =
           make_float4(tQrDq(4 * j), tQrDq(4 * j + 1), tQrDq(4 * j + 2), tQrDq(4 * j + 3));
     }
     fence_shared_for_async_proxy();
-    Base::arrive_from_warps(shared.exchange.dq_staged[warpgroup]);
+    pass_staging();
   }
 
-  // One elected thread arrives: the products are complete for all warps of the warpgroup at once,
-  // and all of them had read LSE and delta when they issued these products.
-  CUTE_DEVICE void release_stage() {
+  // Stages dV or dK for the store warp.
+  template <int kDim, class Fragment>
+  CUTE_DEVICE void stage_gradient(int index, Fragment& acc, float scale) {
+    // WHY: addresses derived from the thread's number would otherwise stay in registers over all
+    // steps.
+    int own = thread;
+    asm volatile("" : "+r"(own));
+    round_to_shared<Element, kWarpgroupRows, kDim>(empty_staging(dq_step() + index), 0, own,
+                                                   scale, acc);
+    cute::clear(acc);
+    pass_staging();
+  }
+
+  // `staged`: how often the buffer has been filled, but for a multiple of two. Each tile of keys adds
+  // two to the steps whose dQ has been staged.
+  CUTE_DEVICE char* empty_staging(int staged) {
+    shared.exchange.staging_empty[warpgroup].wait(staged & 1 ^ 1);
+    return shared.exchange.staging[warpgroup];
+  }
+
+  CUTE_DEVICE void pass_staging() {
+    Base::arrive_from_warps(shared.exchange.staged[warpgroup]);
+  }
+
+  CUTE_DEVICE uint32_t dq_buffer(uint32_t bits) const {
+    return bits >> (warpgroup == 0 ? 2 : 1) & 1;
+  }
+
+  CUTE_DEVICE void release_stage(uint32_t bits) {
     if (thread == 0) {
       shared.q_empty[q_stage(count)].arrive();
       shared.dout_empty[dout_stage(count)].arrive();
+    }
+  }
+
+  // dQ of the last step of a tile of keys is complete: its K is no longer needed.
+  CUTE_DEVICE void release_keys(uint32_t bits) {
+    if (thread == 0 && bits & (warpgroup == 0 ? BwdStep::kStartedBefore : BwdStep::kStarts)) {
+      shared.exchange.k_empty[dq_buffer(bits)].arrive();
+    }
+  }
+
+  // One elected thread arrives: the products that read the buffer are complete for all warps of the
+  // warpgroup at once, and all of them had read LSE and delta when they issued these products.
+  CUTE_DEVICE void release(Mbarrier& empty) const {
+    if (thread == 0) {
+      empty.arrive();
+    }
+  }
+
+  CUTE_DEVICE void release_values() {
+    if (thread == 0 && step(count).is_last) {
+      shared.exchange.v_empty.arrive();
     }
   }
 };

@@ -48,10 +48,11 @@ struct DvConsumer : BwdProducts<Traits> {
     auto tSrS = Base::scores_fragment();
     auto tVrP = Base::operand_fragment();
     auto tVrDv = Base::template gradient_fragment<Traits::kHeadDimV>();
-    KeyMask<Traits> const mask(p, shared, 0, thread);
-    BwdSteps steps(shared.work);
+    KeyMask<Traits> mask(p, shared, 0, thread);
+    mask.start(shared.works[0]);
+    BwdSteps steps(shared.works[0]);
     uint32_t count = 0;
-    shared.k_full.wait(0);
+    shared.k_full[0].wait(0);
     issue_scores(tSrS, count);
     wait_gemm<0>(tSrS);
     transform(steps, mask, count, tSrS, tVrP);
@@ -77,7 +78,7 @@ struct DvConsumer : BwdProducts<Traits> {
     issue_dv(tVrP, tVrDv, count);
     wait_gemm<0>(tVrDv);
     named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
-    store_gradient<Traits, Traits::kHeadDimV>(p.dv, shared.v, shared.work, 0, thread,
+    store_gradient<Traits, Traits::kHeadDimV>(p.dv, shared.v, shared.works[0], thread,
                                               kInverseScaleOfP, tVrDv);
     finish_stores(thread);
   }
@@ -86,7 +87,7 @@ struct DvConsumer : BwdProducts<Traits> {
   template <class Fragment>
   CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t step) {
     Base::wait_for_q(step);
-    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k, 0, shared.q[q_stage(step)], tSrS);
+    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k[0], 0, shared.q[q_stage(step)], tSrS);
   }
 
   template <class FragmentP, class Fragment>
@@ -108,7 +109,9 @@ struct DvConsumer : BwdProducts<Traits> {
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE void transform_scores(PlainScore, BwdSteps const& steps, KeyMask<Traits> const& mask,
                                     uint32_t step, FragmentS& tSrS, FragmentP& tVrP) {
-    mask.apply(tSrS, steps, steps.is_masked<Traits>());
+    if (steps.is_masked<Traits>()) {
+      mask.apply(tSrS, *steps.work, steps.m);
+    }
     Base::probabilities(tSrS, step, kScaleOfPLog2);
     wait_for_buffer(step);
     store_for_dk(tSrS, shared.exchange.p[step % kExchangeBuffers]);
@@ -120,7 +123,9 @@ struct DvConsumer : BwdProducts<Traits> {
                                     KeyMask<Traits> const& mask, uint32_t step, FragmentS& tSrS,
                                     FragmentP& tVrP) {
     Base::cap_scores(tSrS);
-    mask.apply(tSrS, steps, steps.is_masked<Traits>());
+    if (steps.is_masked<Traits>()) {
+      mask.apply(tSrS, *steps.work, steps.m);
+    }
     wait_for_buffer(step);
     capped_probabilities(tSrS, tVrP, shared.exchange.p[step % kExchangeBuffers], step);
   }
@@ -198,7 +203,7 @@ struct DkConsumer : BwdProducts<Traits> {
     auto tPrDp = Base::scores_fragment();
     auto tKrDs = Base::operand_fragment();
     auto tKrDk = Base::template gradient_fragment<Traits::kHeadDim>();
-    uint32_t const end = shared.work.steps();
+    uint32_t const end = shared.works[0].steps();
     uint32_t count = 0;
     shared.v_full.wait(0);
     issue_dp(tPrDp, count);
@@ -226,7 +231,7 @@ struct DkConsumer : BwdProducts<Traits> {
     issue_dk(tKrDs, tKrDk, count);
     wait_gemm<0>(tKrDk);
     named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
-    store_gradient<Traits, Traits::kHeadDim>(p.dk, shared.k, shared.work, 0, thread,
+    store_gradient<Traits, Traits::kHeadDim>(p.dk, shared.k[0], shared.works[0], thread,
                                              p.softmax_scale, tKrDk);
     finish_stores(thread);
   }
@@ -295,10 +300,10 @@ struct DqConsumer : BwdProducts<Traits> {
 
   CUTE_DEVICE void run() {
     int const rank = cluster_rank();
-    shared.k_full.wait(0);
+    shared.k_full[0].wait(0);
     shared.exchange.k_other_full.wait(0);
     uint32_t count = 0;
-    for (BwdSteps steps(shared.work); steps.valid(); steps.next(), ++count) {
+    for (BwdSteps steps(shared.works[0]); steps.valid(); steps.next(), ++count) {
       int const buffer = count % kExchangeBuffers;
       uint32_t const phase = count / kExchangeBuffers % 2;
       shared.exchange.ds_full[buffer].wait(phase);
@@ -327,7 +332,7 @@ struct DqConsumer : BwdProducts<Traits> {
     int const column = block * kDq.columns;
     // WHY: ptxas would keep the descriptors of dS in registers over all blocks.
     asm volatile("" : "+r"(buffer));
-    Base::issue_dq_gemm(shared.ds[buffer], 0, shared.k, column, tQrDq);
+    Base::issue_dq_gemm(shared.ds[buffer], 0, shared.k[0], column, tQrDq);
     Base::issue_dq_gemm(shared.exchange.ds_other[buffer], 0, shared.exchange.k_other,
                         column - Exchange::other_column(rank), tQrDq, false);
   }

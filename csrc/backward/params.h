@@ -31,8 +31,9 @@ struct BwdDeviceParams {
   float const* delta;     // as lse_log2
   float* dq_sum;          // workspace: a tile as in core/dq_layout.h
   int* dq_flags;          // workspace: kDqAdders flags a tile; nullptr: not deterministic
-  int* ticket;            // with dq_flags: the number of the next CTA or cluster
+  int* ticket;            // workspace: the next number in the order of work
   SeqlenPair seqlen;      // packed: of all sequences together
+  int tiles;              // numbers in the order of work; packed: an upper bound
   int m_tiles;
   int heads_q;
   int group;  // query heads of a KV head

@@ -87,11 +87,11 @@ CUTE_DEVICE void store_row(BwdRowParams const& p, HeadTile const& tile, int i, f
   p.delta[target] = is_empty ? 0.f : dot;
 }
 
-// Zeroes the flags of this CTA's tile; the first CTA also zeroes the ticket.
+// Zeroes the flags of this CTA's tile, if there are any; the first CTA also zeroes the ticket.
 template <class Config>
 CUTE_DEVICE void zero_flags(BwdRowParams const& p) {
   constexpr int kFlags = Config::k.dq_adders();
-  if (int(threadIdx.x) < kFlags) {
+  if (p.dq_flags != nullptr && int(threadIdx.x) < kFlags) {
     p.dq_flags[int64_t(blockIdx.x) * kFlags + int(threadIdx.x)] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
@@ -110,9 +110,7 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int i = int(threadIdx.x); i < kTileFloats / 4; i += kRowThreads) {
     sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   }
-  if (p.dq_flags != nullptr) {
-    zero_flags<Config>(p);
-  }
+  zero_flags<Config>(p);
   constexpr int kLanes = row_lanes<Config>();
   int const lane = int(threadIdx.x) % kLanes;
   CUTE_UNROLL

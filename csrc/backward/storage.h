@@ -1,6 +1,6 @@
 // Shared memory of a CTA of the main kernel, and its barriers.
 //
-// dK and dV have no buffers: they are written over K and V at the end.
+// By products dK and dV have no buffers: they are written over K and V at the end.
 #pragma once
 
 #include "backward/traits.h"
@@ -9,21 +9,31 @@
 
 namespace fa3 {
 
-// Consumers that split the keys: each stages its block of dQ for its store warp.
+// Consumers that split the keys: each stages what leaves, its block of dQ at every step, dV and dK
+// at the end of a tile, for its store warp.
 template <class Traits>
 struct KeysExchange {
   static constexpr int kReleases = Traits::kWarpgroups;  // arrivals that release a stage of Q or dO
 
-  alignas(128) float dq[Traits::kWarpgroups][Traits::kDq.block_floats()];
-  Mbarrier dq_staged[Traits::kWarpgroups];  // consumer warps -> store warp (4)
-  Mbarrier dq_empty[Traits::kWarpgroups];   // store warp -> consumer warpgroup (1)
-  int number;                               // the CTA's index in the order of work
+  alignas(128) char staging[Traits::kWarpgroups][Traits::k.staging_bytes()];
+  Mbarrier staged[Traits::kWarpgroups];        // consumer warps -> store warp (4)
+  Mbarrier staging_empty[Traits::kWarpgroups];  // store warp -> consumer warpgroup (1)
+  Mbarrier step_full[kStepSlots];               // load warp -> consumers, store warps (1)
+  Mbarrier k_empty[Traits::k.key_buffers()];    // consumers -> load warp (2)
+  Mbarrier v_empty;                             // consumers -> load warp (2)
 
   CUTE_DEVICE void init_barriers(bool) {
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
-      dq_staged[wg].init(kWarpgroupWarps);
-      dq_empty[wg].init(1);
+      staged[wg].init(kWarpgroupWarps);
+      staging_empty[wg].init(1);
     }
+    for (Mbarrier& full : step_full) {
+      full.init(1);
+    }
+    for (Mbarrier& empty : k_empty) {
+      empty.init(Traits::kWarpgroups);
+    }
+    v_empty.init(Traits::kWarpgroups);
   }
 };
 
@@ -83,7 +93,7 @@ struct BwdStorage {
   static constexpr int kQueries = cute::cosize_v<typename Traits::template SmemLayoutQ<kDim>>;
 
   struct alignas(1024) {
-    Element k[kKeys<Traits::kHeadDim>];
+    Element k[Traits::k.key_buffers()][kKeys<Traits::kHeadDim>];
     Element v[kKeys<Traits::kHeadDimV>];
     Element q[Traits::kQStages][kQueries<Traits::kHeadDim>];
     Element dout[Traits::kDoutStages][kQueries<Traits::kHeadDimV>];
@@ -96,13 +106,14 @@ struct BwdStorage {
   alignas(16) float lse_log2[Traits::kQStages][Traits::kTileM];
   float delta[Traits::kDoutStages][Traits::kTileM];
 
-  BwdWork work;
+  BwdWork works[Traits::k.works()];  // by keys: of the tiles of keys, in turn
+  BwdStep steps[kStepSlots];  // by keys
   // For each key, the queries that see it (mask.h).
   [[no_unique_address]] cute::conditional_t<Traits::kKind.mask == MaskKind::kInterval,
                                             Interval[Traits::kTileN], NoKeyLimits> key_limits;
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
-  Mbarrier k_full;                           // TMA -> consumers (1 + bytes)
+  Mbarrier k_full[Traits::k.key_buffers()];  // TMA -> consumers (1 + bytes)
   Mbarrier v_full;                           // TMA -> consumers (1 + bytes)
   Mbarrier q_full[Traits::kQStages];         // TMA -> consumers (1 + bytes)
   Mbarrier q_empty[Traits::kQStages];        // consumers -> producer warp (kReleases)
@@ -110,7 +121,9 @@ struct BwdStorage {
   Mbarrier dout_empty[Traits::kDoutStages];  // consumers -> producer warp (kReleases)
 
   CUTE_DEVICE void init_barriers(bool is_deterministic) {
-    k_full.init(1);
+    for (Mbarrier& full : k_full) {
+      full.init(1);
+    }
     v_full.init(1);
     for (int i = 0; i < Traits::kQStages; ++i) {
       q_full[i].init(1);

@@ -1,4 +1,4 @@
-// The work of a CTA: a tile of keys of one KV head, against the queries of every query head that
+// The work of a CTA: tiles of keys of one KV head, each against the queries of every query head that
 // uses it. CTAs of a cluster have neighbouring keys, and the same queries. One thread computes it
 // and publishes it in shared memory: the consumers have no registers to spare.
 #pragma once
@@ -31,6 +31,28 @@ struct BwdWork {
     return uint32_t(head_end - head_begin) * uint32_t(max_of(0, queries.end - queries.begin));
   }
 };
+
+// By keys: what consumers and store warps need to know of a step. The load warp publishes it.
+struct BwdStep {
+  static constexpr int kNone = -1;
+
+  // For issuing this step's scores after the gradients of the step before: bits.
+  static constexpr uint32_t kBuffer = 1;         // the buffer of K of this step,
+  static constexpr uint32_t kBufferBefore = 2;   // of the step before,
+  static constexpr uint32_t kBufferTwoBefore = 4;  // and of the one before that
+  static constexpr uint32_t kStarts = 8;         // this step is the first of a tile of keys
+  static constexpr uint32_t kStartedBefore = 16;  // the step before was
+  static constexpr uint32_t kIsNone = 32;
+  uint32_t bits;
+  int tile;  // of keys, among those of the CTA; kNone: there are no more steps
+  int rows;  // the index of the tile of queries in the workspaces
+  int m;
+  bool is_first;  // of its tile of keys
+  bool is_last;
+  bool is_masked;
+};
+
+constexpr int kStepSlots = 8;  // the ring of Q has at most 4 stages, and dQ may be one step late
 
 template <class Traits>
 constexpr bool kServesPacked = !Traits::kKind.is_dense();
@@ -69,7 +91,7 @@ CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, S
 // since under a causal mask most queries see them.
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_dense(BwdDeviceParams const& p, int number, int rank) {
-  TileCoord const tile = TileWalk(p.order, number, int(gridDim.x) / Traits::kClusterSize).coord();
+  TileCoord const tile = TileWalk(p.order, number, p.tiles).coord();
   int const n = p.is_deterministic() ? tile.m : p.order.m_tiles - 1 - tile.m;
   BwdWork work = resolve_tile<Traits>(p, n, tile.head, p.seqlen, rank);
   work.q_row = 0;
@@ -106,7 +128,7 @@ CUTE_DEVICE BwdWork work_of_packed(BwdDeviceParams const& p, int number, int ran
 }
 
 template <class Traits>
-CUTE_DEVICE BwdWork work_of_cta(BwdDeviceParams const& p, int number, int rank) {
+CUTE_DEVICE BwdWork work_of_number(BwdDeviceParams const& p, int number, int rank) {
   if constexpr (kServesPacked<Traits>) {
     if (p.is_packed()) {
       return work_of_packed<Traits>(p, number, rank);
@@ -117,17 +139,21 @@ CUTE_DEVICE BwdWork work_of_cta(BwdDeviceParams const& p, int number, int rank) 
 
 // The steps of a CTA: tiles of queries of one head after the other. There is at least one step.
 struct BwdSteps {
-  BwdWork const& work;
+  BwdWork const* work;
   int head;  // query head
   int m;
 
   CUTE_DEVICE explicit BwdSteps(BwdWork const& work_)
-      : work(work_), head(work_.head_begin), m(work_.queries.begin) {}
+      : work(&work_), head(work_.head_begin), m(work_.queries.begin) {}
 
-  CUTE_DEVICE bool valid() const { return head < work.head_end; }
+  CUTE_DEVICE bool valid() const { return head < work->head_end; }
+
+  CUTE_DEVICE bool is_last() const {
+    return m + 1 == work->queries.end && head + 1 == work->head_end;
+  }
 
   CUTE_DEVICE void next() {
-    QueryRange const& queries = work.queries;
+    QueryRange const& queries = work->queries;
     bool const is_last = m + 1 == queries.end;
     m = is_last ? queries.begin : m + 1;
     head += is_last ? 1 : 0;
@@ -137,13 +163,13 @@ struct BwdSteps {
   // may.
   template <class Traits>
   CUTE_DEVICE bool is_masked() const {
-    return Traits::kKind.mask == MaskKind::kInterval ? work.queries.is_masked(m)
-                                                     : m < work.queries.free_begin;
+    return Traits::kKind.mask == MaskKind::kInterval ? work->queries.is_masked(m)
+                                                     : m < work->queries.free_begin;
   }
 
   // The index of the tile's rows in the workspaces.
   CUTE_DEVICE int64_t tile(BwdDeviceParams const& p) const {
-    return work.tile_base + head * p.m_tiles + m;
+    return work->tile_base + head * p.m_tiles + m;
   }
 };
 
@@ -151,12 +177,12 @@ struct BwdSteps {
 // that meet a tile of queries are those that a forward pass over that tile would visit; the last
 // one adds first.
 template <class Traits>
-CUTE_DEVICE int predecessors(BwdDeviceParams const& p, BwdSteps const& steps) {
+CUTE_DEVICE int predecessors(BwdDeviceParams const& p, BwdWork const& work, int m) {
   constexpr int kKeys = Traits::kTileN * Traits::kClusterSize;
-  int const position = steps.m * Traits::kTileM;
-  BlockRange const keys = block_range(position, position + Traits::kTileM, steps.work.len, kKeys,
+  int const position = m * Traits::kTileM;
+  BlockRange const keys = block_range(position, position + Traits::kTileM, work.len, kKeys,
                                       mask_of<Traits::kKind.mask>(p.mask));
-  return keys.end - 1 - steps.work.key_begin / kKeys;
+  return keys.end - 1 - work.key_begin / kKeys;
 }
 
 }  // namespace fa3

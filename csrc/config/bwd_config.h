@@ -40,6 +40,15 @@ struct BwdConfig {
   bool scores_first = false;
 
   constexpr bool by_keys() const { return split == BwdSplit::kKeys; }
+  // Buffers of K: by keys, a CTA loads the next tile while it works on one.
+  constexpr int key_buffers() const { return by_keys() ? 2 : 1; }
+
+  // Tiles of keys whose work is in shared memory: no role is more than two behind the load warp.
+  constexpr int works() const { return by_keys() ? 4 : 1; }
+
+  // Keys of a copy of dK or dV to global memory: of a warpgroup, or of a warp.
+  constexpr int store_rows() const { return by_keys() ? kWarpgroupRows : kWarpgroupRows / 4; }
+
   constexpr int threads() const { return (consumer_warpgroups + 1) * kWarpgroupThreads; }
 
   // Keys of a CTA, and of a cluster, whose CTAs visit the same steps.
@@ -74,6 +83,12 @@ struct BwdConfig {
   // block, or each CTA of a cluster.
   constexpr int dq_adders() const { return by_keys() ? consumer_warpgroups : cluster_size; }
 
+  // By keys: the buffer through which a warpgroup's dQ, dV and dK leave.
+  constexpr int staging_bytes() const {
+    int const columns = max_of(padded_columns(head_dim), padded_columns(head_dim_v));
+    return max_of(dq_layout().block_floats() * 4, kWarpgroupRows * columns * 2);
+  }
+
   // fp32 columns of the accumulator of dQ, for each query.
   constexpr int dq_columns() const { return dq_blocks() * dq_layout().block_floats() / tile_m; }
 
@@ -84,17 +99,18 @@ struct BwdConfig {
     int const columns = padded_columns(head_dim);
     int const columns_v = padded_columns(head_dim_v);
     int const all_stages = q_stages + dout_stages;
-    int const key_bytes = cta_keys() * (columns + columns_v) * 2;
+    int const key_bytes = cta_keys() * (key_buffers() * columns + columns_v) * 2;
     int const query_bytes = tile_m * (q_stages * columns + dout_stages * columns_v) * 2;
     int const ds_bytes = kExchangeBuffers * tile_m * cta_keys() * 2;
-    int const dq_bytes = tile_m * dq_columns() * 4;
+    int const staged_bytes = consumer_warpgroups * staging_bytes();
     int const products_bytes = 2 * ds_bytes + cta_keys() * other_columns() * 2;
     int const row_bytes = all_stages * tile_m * 4;
-    int const work_bytes = 64;
+    int const work_bytes = works() * 80 + 8 * 16;
     int const limit_bytes = kind.mask == MaskKind::kInterval ? cta_keys() * 8 : 0;
-    int const barriers =
-        2 + 2 * all_stages + (by_keys() ? 2 * consumer_warpgroups : 5 * kExchangeBuffers + 1);
-    return key_bytes + query_bytes + ds_bytes + (by_keys() ? dq_bytes : products_bytes) +
+    int const barriers = key_buffers() + 1 + 2 * all_stages +
+                         (by_keys() ? 2 * consumer_warpgroups + key_buffers() + 1 + 8
+                                    : 5 * kExchangeBuffers + 1);
+    return key_bytes + query_bytes + ds_bytes + (by_keys() ? staged_bytes : products_bytes) +
            round_up(row_bytes + work_bytes + limit_bytes + barriers * 8, 1024);
   }
 };

@@ -1,21 +1,20 @@
-// The tiles of the backward kernel: queries of a step x keys of a CTA. Shared memory: K and V +
-// rings of Q and dO + two dS + the data that consumers exchange, in KiB (227 KiB for one CTA).
+// The tiles of the backward kernel: queries of a step x keys of a CTA. Shared memory: K, by keys
+// twice, and V + rings of Q and dO + two dS + the data that consumers exchange or that leave, in
+// KiB (227 KiB for one CTA).
 #pragma once
 
 #include "config/bwd_config.h"
 
 namespace fa3 {
 
-// 32 + 64 + 64 + 32 = 192 KiB. S and dP take 64 registers each, dK and dV 32.
+// 48 + 64 + 64 + 32 = 208 KiB. S and dP take 64 registers each, dK and dV 32.
 inline constexpr BwdConfig kBwdTileD64{.head_dim = 64, .head_dim_v = 64, .tile_m = 128};
 
-// 64 + 96 + 32 + 32 = 224 KiB, as D128: dQ has 128 columns here too, of which 32 are padding.
-inline constexpr BwdConfig kBwdTileD96{
-    .head_dim = 96, .head_dim_v = 96, .q_stages = 3, .dout_stages = 3};
+// 96 + 64 + 32 + 32 = 224 KiB, as D128: dQ has 128 columns here too, of which 32 are padding.
+inline constexpr BwdConfig kBwdTileD96{.head_dim = 96, .head_dim_v = 96};
 
-// 64 + 96 + 32 + 32 = 224 KiB. S and dP take 32 registers each, dK and dV 64.
-inline constexpr BwdConfig kBwdTileD128{
-    .head_dim = 128, .head_dim_v = 128, .q_stages = 3, .dout_stages = 3};
+// 96 + 64 + 32 + 32 = 224 KiB. S and dP take 32 registers each, dK and dV 64.
+inline constexpr BwdConfig kBwdTileD128{.head_dim = 128, .head_dim_v = 128};
 
 // 48 + 96 + 16 + 48 = 208 KiB. dK and dV take 96 registers each, a third of dQ 32.
 inline constexpr BwdConfig kBwdTileD192{.split = BwdSplit::kProducts,
@@ -36,17 +35,17 @@ inline constexpr BwdConfig kBwdTileD256{.split = BwdSplit::kProducts,
 
 // Tiles named by the head dim of Q and K x that of V.
 
-// 48 + 96 + 32 + 16 = 192 KiB. As D128, with 32 registers for dK.
+// 64 + 72 + 32 + 32 = 200 KiB. As D128, with 32 registers for dK.
 inline constexpr BwdConfig kBwdTileD64x128{
-    .head_dim = 64, .head_dim_v = 128, .q_stages = 4, .dout_stages = 4};
+    .head_dim = 64, .head_dim_v = 128, .q_stages = 3, .dout_stages = 3};
 
-// 48 + 96 + 32 + 32 = 208 KiB. As D128, with 32 registers for dV.
+// 80 + 72 + 32 + 32 = 216 KiB. As D128, with 32 registers for dV.
 inline constexpr BwdConfig kBwdTileD128x64{
-    .head_dim = 128, .head_dim_v = 64, .q_stages = 4, .dout_stages = 4};
+    .head_dim = 128, .head_dim_v = 64, .q_stages = 3, .dout_stages = 3};
 
 // As D128x64: dK takes 48 registers.
 inline constexpr BwdConfig kBwdTileD96x64{
-    .head_dim = 96, .head_dim_v = 64, .q_stages = 4, .dout_stages = 4};
+    .head_dim = 96, .head_dim_v = 64, .q_stages = 3, .dout_stages = 3};
 
 // 40 + 128 + 16 + 40 = 224 KiB. dV takes 128 registers, dK 32, dQ 32: a CTA of a cluster computes
 // dQ at every other step.

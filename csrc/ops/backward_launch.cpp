@@ -68,23 +68,21 @@ BwdLaunch plan_launch(BwdParams& params) {
 }
 
 // One allocation: LSE and delta of every row, the accumulator of dQ, the tables of packed
-// sequences, then the flags of deterministic mode; ints are as wide as floats. Whole tiles of 64
+// sequences, the ticket, then the flags of deterministic mode; ints are as wide as floats. Whole tiles of 64
 // rows and more keep each part aligned.
 OwnedTensor allocate_workspace(char const* op, BwdParams& params, int device) {
   static_assert(sizeof(int) == sizeof(float));
   BwdSchedule const& schedule = params.schedule;
   int64_t const rows = schedule.rows;
-  int64_t const floats = 2 * rows + schedule.dq_floats + schedule.table_ints + schedule.flags;
+  int64_t const floats = 2 * rows + schedule.dq_floats + schedule.table_ints + 1 + schedule.flags;
   OwnedTensor workspace = allocate(op, &floats, 1, Dtype::kFloat32, device);
   params.lse_log2 = static_cast<float*>(mutable_data(workspace));
   params.delta = params.lse_log2 + rows;
   params.dq_sum = params.delta + rows;
   int* const tables = reinterpret_cast<int*>(params.dq_sum + schedule.dq_floats);
   params.tables = schedule.table_ints > 0 ? tables : nullptr;
-  if (schedule.flags > 0) {
-    params.dq_flags = tables + schedule.table_ints;
-    params.ticket = params.dq_flags + schedule.flags - 1;
-  }
+  params.ticket = tables + schedule.table_ints;
+  params.dq_flags = schedule.flags > 0 ? params.ticket + 1 : nullptr;
   return workspace;
 }
 
