@@ -15,7 +15,8 @@ import torch
 
 from benchmarks import (ab, ablation, bench_backward, bench_completions, bench_forward, bench_fp8,
                         bench_generate, bench_kvcache, bench_quantize, fp8_accuracy, fp8_long,
-                        harness, memory, plot_peers, quantize_cells, search_tiles, shapes, training)
+                        harness, memory, plot_peers, quantize_cells, search_tiles, shapes,
+                        sustained, training)
 from build_tools import toolchain
 from flash_attn3 import bench, flash_attn_func
 from flash_attn3.bench import Shape
@@ -65,6 +66,20 @@ def test_fp8(tmp_path, capsys):
         wide, *fp8 = cell['results']
         assert wide['error'] < 0.004 and all(0.02 < result['error'] < 0.06 for result in fp8)
         assert cell['ratios'] == {r['name']: pytest.approx(wide['ms'] / r['ms']) for r in fp8}
+
+
+def test_sustained(tmp_path, capsys):
+    """Its results; and power, between two moves of a counter that moves now and then."""
+    record, _ = run(sustained.main, tmp_path, *TURNS, '--seconds', '0.01')
+    for cell in record['cells']:
+        assert tuple(one['name'] for one in cell['results']) == sustained.KINDS
+        for one in cell['results']:
+            assert one['tflops'] == pytest.approx(one['flops'] / one['ms'] / 1e9)
+            assert not one['wrong'] and one['turn_ms'] > 0 and one['watts'] is None
+    joules = [0, 0, 60, 60, 60, 130, 130]
+    assert sustained.watts_of([(0.1 * i, x) for i, x in enumerate(joules)]) == pytest.approx(
+        70 / 0.3)
+    assert sustained.watts_of([(0, 5), (1, 5), (2, 6)]) is None
 
 
 def test_quantize(tmp_path, capsys):
