@@ -13,6 +13,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from flash_attn3 import checks
@@ -28,18 +29,21 @@ def group_of(name: str) -> dist.ProcessGroup | None:
     return _resolve_process_group(name) if name else None
 
 
-def name_of(op: str, group) -> str:
-    """The name of a process group, of a mesh of one axis, or of the group of all ranks (None)."""
+def named(op: str, group: dist.ProcessGroup | DeviceMesh | None) -> tuple[str, int, int]:
+    """The name of a process group, of a mesh of one axis, or of the group of all ranks (None); the
+    rank of this process in it, and how many there are.
+    """
     if not dist.is_initialized():
         raise RuntimeError(checks.error(op, 'a process group', 'none in this process',
                                         'call torch.distributed.init_process_group first'))
-    if hasattr(group, 'get_group'):    # a DeviceMesh
+    if isinstance(group, DeviceMesh):
         group = group.get_group()
-    return (dist.group.WORLD if group is None else group).group_name
+    group = dist.group.WORLD if group is None else group
+    return group.group_name, group.rank(), group.size()
 
 
 def place_of(name: str) -> tuple[int, int]:
-    """This rank in the group, and how many there are."""
+    """The same of a group by its name: this rank, and how many there are."""
     group = group_of(name)
     return (0, 1) if group is None else (group.rank(), group.size())
 

@@ -107,7 +107,7 @@ def ring_attention(
         >>> mine = flash_attn3.distributed.shard(tokens)    # (batch, seqlen) -> (batch, rows)
         >>> out = flash_attn3.distributed.ring_attention(*project(mine), causal=True)
     """
-    name = exchange.name_of(_OP, group)
+    name, *_ = exchange.named(_OP, group)
     return attend_in_group(_OP, (q, k, v), name, dict(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         s_aux=s_aux, cu_seqlens=cu_seqlens, seqlen=seqlen, zigzag=zigzag,
@@ -184,8 +184,10 @@ def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, 
 def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: tuple[int, ...] | None,
            own: Ring) -> None:
     tensors = dict(q=q, k=k, v=v, s_aux=sinks)
-    scalars = own._asdict() | dict(cu_seqlens=starts)
-    del scalars['group']    # its name may differ from rank to rank
+    window = {'causal or window_size': (own.window_left, own.window_right)}
+    scalars = {name: value for name, value in own._asdict().items()
+               if name not in ('group', 'window_left', 'window_right')} | window
+    scalars['cu_seqlens'] = starts
     agreement.check(_OP, own.group, _problem(tensors, starts, own),
                     agreement.facts_of(tensors, scalars))
 

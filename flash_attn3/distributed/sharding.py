@@ -18,12 +18,11 @@ from flash_attn3.distributed.tiles import Layout, layout_of
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
-def _places(op: str, group: Group, ulysses_group: Group,
-            has_ring: bool) -> list[tuple[str, int, int]]:
-    """Name, rank and ranks of the ring and of ulysses; a name of '' is one rank."""
-    names = (exchange.name_of(op, group) if has_ring else '',
-             '' if ulysses_group is None else exchange.name_of(op, ulysses_group))
-    return [(name, *exchange.place_of(name)) for name in names]
+def _places(op: str, group: Group, ulysses_group: Group) -> list[tuple[str, int, int]]:
+    """Name, rank and ranks of the ring and of ulysses; ('', 0, 1) without one."""
+    has_ring = group is not None or ulysses_group is None
+    return [exchange.named(op, group) if has_ring else ('', 0, 1),
+            ('', 0, 1) if ulysses_group is None else exchange.named(op, ulysses_group)]
 
 
 def positions(seqlen: int, *, group: Group = None, ulysses_group: Group = None,
@@ -53,8 +52,7 @@ def positions(seqlen: int, *, group: Group = None, ulysses_group: Group = None,
 def _rows(op: str, seqlen: int, group: Group, ulysses_group: Group,
           zigzag: bool) -> tuple[Tensor, Tensor]:
     """The rows of this rank as indices of the whole sequence, and which of them are padding."""
-    has_ring = group is not None or ulysses_group is None
-    (_, rank, ranks), (_, part, parts) = _places(op, group, ulysses_group, has_ring)
+    (_, rank, ranks), (_, part, parts) = _places(op, group, ulysses_group)
     layout = layout_of(seqlen, ranks, parts, zigzag)
     rows = _positions(layout, rank).tensor_split(parts)[part]
     return rows, rows >= seqlen
@@ -113,8 +111,7 @@ def unshard(x: Tensor, seqlen: int, *, dim: int = 1, group: Group = None,
         seqlen: rows of the whole.
         dim, group, ulysses_group, zigzag: as in `shard`.
     """
-    has_ring = group is not None or ulysses_group is None
-    (name, _, ranks), (part_name, *_) = _places('unshard', group, ulysses_group, has_ring)
+    (name, _, ranks), (part_name, *_) = _places('unshard', group, ulysses_group)
     if part_name:
         x = torch.cat(exchange.all_gather('unshard', x, part_name), dim)
     if name:

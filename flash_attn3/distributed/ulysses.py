@@ -55,10 +55,9 @@ def ulysses_attention(
         >>> groups = dict(group=mesh['ulysses'], ring_group=mesh['ring'])
         >>> out = flash_attn3.distributed.ulysses_attention(q, k, v, causal=True, **groups)
     """
-    name = exchange.name_of(_OP, group)
-    ring_name = '' if ring_group is None else exchange.name_of(_OP, ring_group)
+    name, rank, ranks = exchange.named(_OP, group)
+    ring_name = '' if ring_group is None else exchange.named(_OP, ring_group)[0]
     sharding.reject(_OP, q)
-    rank, ranks = exchange.place_of(name)
     if not torch.compiler.is_compiling():
         agreement.check(_OP, name, _problem(q, k, v, ranks), agreement.facts_of(
             dict(q=q, k=k, v=v, s_aux=s_aux), {}))

@@ -3,6 +3,8 @@ of the whole sequence in one process, in float64 and by the bar of tests/compare
 """
 from __future__ import annotations
 
+import datetime
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -199,15 +201,13 @@ def test_many_parts_are_rounded_few_times():
 
 # ------------------------------------------------------------------------------- torch.compile
 def check_compiled(rank: int, backend: str) -> None:
-    """One graph, forward and backward, for groups and meshes; selective checkpointing sees the op."""
+    """One graph, forward and backward, for a group and a mesh."""
     mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'ulysses'))
-    tensors = drawn(32, False, torch.float32)
+    ring, tensors = mesh['ring'].get_group(), drawn(32, False, torch.float32)
 
     def both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = q * 2, k * 2, v * 2
-        out = distributed.ring_attention(q, k, v, causal=True)
-        groups = dict(group=mesh['ulysses'].get_group(), ring_group=mesh['ring'].get_group())
-        return out + distributed.ulysses_attention(q, k, v, causal=True, **groups)
+        return distributed.ulysses_attention(q * 2, k, v, causal=True, group=mesh['ulysses'],
+                                             ring_group=ring)
 
     results = []
     for function in (both, torch.compile(both, backend=backend, fullgraph=True)):
@@ -219,3 +219,87 @@ def check_compiled(rank: int, backend: str) -> None:
 
 def test_compile(ranks):
     ranks.run(check_compiled, 'aot_eager')
+
+
+# ------------------------------------------------------------------------------------ bad input
+def call_with(group, change: str, **options) -> None:
+    q, k, v = (torch.randn(1, 8, 4, 16) for _ in range(3))
+    if change == 'rows':
+        q, k, v = (x[:, :6] for x in (q, k, v))
+    elif change == 'heads':
+        k, v = k[:, :, :2], v[:, :, :2]
+    elif change == 'dtype':
+        q, k, v = (x.half() for x in (q, k, v))
+    elif change == 'odd':
+        q, k, v = (x[:, :7] for x in (q, k, v))
+    elif change == 'keys':
+        k, v = k[:, :4], v[:, :4]
+    elif change == 'sinks':
+        options['s_aux'] = torch.zeros(3)
+    elif change:
+        options |= {'causal': dict(causal=True), 'scale': dict(softmax_scale=0.5),
+                    'seqlen': dict(seqlen=20), 'long': dict(seqlen=200)}[change]
+    distributed.ring_attention(q, k, v, group=group, **options)
+
+
+DIFFERENT = {    # what rank 2 does, and what all ranks then say
+    'rows': r'same q.shape on all ranks.*\(1, 6, 4, 16\) on rank 2 and \(1, 8, 4, 16\) on rank 0',
+    'heads': 'same k.shape on all ranks', 'dtype': 'same q.dtype .*float16 on rank 2',
+    'causal': r'same causal or window_size .*\(-1, 0\) on rank 2 and \(-1, -1\)', 'scale': 'same softmax_scale',
+    'seqlen': 'same seqlen .*20 on rank 2', 'odd': r'an even number of rows.*\(on rank 2 of the',
+    'keys': 'as many rows as q, 8, got 4.*rank 2', 'sinks': 's_aux.*on rank 2',
+    'long': 'seqlen of up to 32, .*got 200.*rank 2'}
+
+
+def check_different(rank: int, change: str) -> None:
+    from flash_attn3 import env
+    env.CHECK_CONTENTS = True
+    with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected .*' + DIFFERENT[change]):
+        call_with(None, change if rank == 2 else '')
+    env.CHECK_CONTENTS = False
+
+
+@pytest.mark.parametrize('change', DIFFERENT)
+def test_ranks_that_differ(change, ranks):
+    """Under FLASH_ATTN3_CHECKS=1 all ranks raise, and none waits."""
+    ranks.run(check_different, change)
+
+
+def check_own_errors(rank: int) -> None:
+    """What is wrong everywhere, without FLASH_ATTN3_CHECKS."""
+    q = torch.randn(1, 8, 6, 16)
+    packed = torch.randn(8, 2, 16)
+    for call, text in (
+            (lambda: call_with(None, 'keys'), 'k and v of as many rows as q'),
+            (lambda: distributed.ring_attention(q[0], q, q), 'q, k and v of 4 dimensions'),
+            (lambda: distributed.ring_attention(q, q, q, cu_seqlens=(0, 32)), 'of 3 without batch'),
+            (lambda: distributed.ring_attention(packed, packed, packed, cu_seqlens=(0, 9, 4)),
+             r'cu_seqlens\[2\].*the rows of all ranks'),
+            (lambda: distributed.ring_attention(q, q, q, window_size=(-3, 0)), 'window'),
+            (lambda: distributed.ulysses_attention(q, q, q), 'heads of q divisible by 12, .*got 6'),
+            (lambda: distributed.ulysses_attention(q[0, 0], q, q), '3 or 4 dimensions')):
+        with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected .*' + text):
+            call()
+
+
+def test_own_errors(ranks):
+    ranks.run(check_own_errors)
+
+
+def check_missing_peer(rank: int) -> None:
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    if rank == 0:
+        text = r'ring_attention: expected an answer of ranks \[1\] .*FLASH_ATTN3_CHECKS=1'
+        with pytest.raises(RuntimeError, match=f'(?s){text}'):
+            call_with(group, '')
+
+
+def test_missing_peer(ranks):
+    """One that never comes: the time limit of the group, with the name of the peer."""
+    ranks.run(check_missing_peer)
+
+
+def test_no_process_group():
+    q = torch.randn(1, 8, 4, 16)
+    with pytest.raises(RuntimeError, match='a process group, got none .*init_process_group'):
+        distributed.ring_attention(q, q, q)
