@@ -11,34 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flash_attn3 import distributed, flash_attn_func, flash_attn_varlen_func, reference
-from flash_attn3.reference import Inputs, Lengths, Mask, Score
+from flash_attn3 import distributed
 
 from tests import compare
 from tests.cpu.two_processes import Pair
+from tests.distributed_cases import (CASES, Case, Drawn, attention_of, drawn, on_ranks, plain,
+                                     whole)
 
 pytestmark = pytest.mark.slow
 
 RANKS = 4
-DOCUMENTS = (0, 3, 3, 17, 20, 41)
-CASES = {    # ranks, rows of the whole, arguments
-    'causal': (4, 48, dict(causal=True)),
-    'causal, three ranks, padded': (3, 29, dict(causal=True)),
-    'causal, few rows': (4, 5, dict(causal=True)),
-    'full, two ranks, padded': (2, 13, {}),
-    'full, contiguous': (3, 30, dict(zigzag=False)),
-    'causal, contiguous': (4, 30, dict(causal=True, zigzag=False)),
-    'one rank': (1, 11, dict(causal=True)),
-    'window': (4, 61, dict(window_size=(9, 3))),
-    'causal window': (4, 64, dict(causal=True, window_size=(17, -1))),
-    'window, contiguous': (4, 64, dict(causal=True, window_size=(10, 0), zigzag=False)),
-    'sinks, softcap': (4, 45, dict(causal=True, s_aux=True, softcap=3.0, softmax_scale=0.3)),
-    'sinks, window': (3, 45, dict(causal=True, s_aux=True, window_size=(5, -1))),
-    'packed': (4, 41, dict(causal=True, cu_seqlens=DOCUMENTS)),
-    'packed, padded behind': (3, 47, dict(causal=True, cu_seqlens=DOCUMENTS, s_aux=True)),
-    'packed, full': (2, 41, dict(cu_seqlens=DOCUMENTS)),
-    'packed, window': (4, 41, dict(cu_seqlens=DOCUMENTS, window_size=(4, 2))),
-}
 
 
 @pytest.fixture(scope='module')
@@ -50,131 +32,38 @@ def ranks():
         ranks.close()
 
 
-def drawn(rows: int, is_packed: bool, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """q, k, v and the gradient of out, the same on all ranks; 4 query heads, 2 KV heads."""
-    batch = () if is_packed else (2,)
-    return [torch.randn(*batch, rows, heads, dim).to(dtype)
-            for heads, dim in ((4, 16), (2, 16), (2, 8), (4, 8))]
-
-
-def whole(tensors: list[Tensor], options: dict) -> tuple[list[Tensor], list[Tensor]]:
-    """(out, lse) and the gradients of q, k, v and sinks in one process."""
-    options = {name: x for name, x in options.items() if name != 'zigzag'}
-    starts = options.pop('cu_seqlens', None)
-    *inputs, dout = tensors
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    if 's_aux' in options:
-        options['s_aux'] = options['s_aux'].clone().requires_grad_()
-        leaves.append(options['s_aux'])
-    if starts is None:
-        out, lse = flash_attn_func(*leaves[:3], return_attn_probs=True, **options)
-    else:
-        starts = torch.tensor(starts, dtype=torch.int32)
-        out, lse = flash_attn_varlen_func(*leaves[:3], starts, starts, 0, 0,
-                                          return_attn_probs=True, **options)
-    return [out, lse], list(torch.autograd.grad(loss_of(out, lse, dout), leaves))
-
-
-def loss_of(out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
-    """Uses both; rows without a key have an LSE of -inf."""
-    return (out * dout).sum() + lse.masked_fill(lse.isinf(), 0).sin().sum()
-
-
-def on_ranks(attend, tensors: list[Tensor], options: dict, where: dict, dim: int):
-    """The same from the parts of this rank, whole again; where: the groups and zigzag."""
-    *inputs, dout = [distributed.shard(x, dim=dim, pad=float('nan'), **where) for x in tensors]
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    if 's_aux' in options:
-        options['s_aux'] = options['s_aux'].clone().requires_grad_()
-        leaves.append(options['s_aux'])
-    seqlen = tensors[0].size(dim)
-    out, lse = attend(*leaves[:3], return_attn_probs=True, seqlen=seqlen, **options)
-    dout = dout.nan_to_num()
-    gradients = list(torch.autograd.grad(loss_of(out, lse, dout), leaves))
-    if 's_aux' in options:
-        dist.all_reduce(gradients[3], group=where.get('group'))
-    rows = [distributed.unshard(x, seqlen, dim=dim, **where) for x in (out, *gradients[:3])]
-    lse = distributed.unshard(lse.transpose(-1, -2), seqlen, dim=dim, **where).transpose(-1, -2)
-    return [rows[0], lse], rows[1:] + gradients[3:]
-
-
-def check_ring(rank: int, name: str) -> None:
-    count, rows, options = CASES[name]
-    group = dist.new_group(list(range(count)))
-    if rank >= count:
+def check_case(rank: int, name: str) -> None:
+    case = CASES[name]
+    attention = attention_of(case, 'cpu')
+    if attention[-1] is None:
         return
-    options = dict(options)
-    is_packed = 'cu_seqlens' in options
-    tensors = drawn(rows, is_packed)
-    if 's_aux' in options:
-        options['s_aux'] = torch.randn(4, dtype=torch.float64)
-    where = dict(group=group, zigzag=options.get('zigzag', True))
-    ring = lambda *args, **others: distributed.ring_attention(*args, group=group, **others)
-    got, expected = on_ranks(ring, tensors, dict(options), where, int(not is_packed)), \
-        whole(tensors, options)
-    torch.testing.assert_close(got[0], expected[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(got[1], expected[1], rtol=1e-12, atol=1e-12)
+    tensors = drawn(case, torch.float64)
+    for got, expected in zip(on_ranks(case, tensors, attention), whole(case, tensors)):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize('name', CASES)
-def test_ring(name, ranks):
+def test_cases(name, ranks):
     """NaN in the padding reaches nothing."""
-    ranks.run(check_ring, name)
-
-
-# ------------------------------------------------------------------------------ ulysses, and both
-MESHES = {    # ring, ulysses, rows of the whole, heads of k and v, arguments
-    'ulysses': (1, 4, 21, 4, dict(causal=True)),
-    'ulysses, GQA repeated': (1, 4, 20, 2, dict(causal=True, s_aux=True)),
-    'both': (2, 2, 27, 2, dict(causal=True, window_size=(11, -1))),
-    'both, contiguous': (2, 2, 26, 2, dict(zigzag=False)),
-    'both, packed': (2, 2, 41, 2, dict(causal=True, cu_seqlens=DOCUMENTS))}
-
-
-def check_mesh(rank: int, name: str) -> None:
-    rings, parts, rows, heads_k, options = MESHES[name]
-    mesh = init_device_mesh('cpu', (rings, parts), mesh_dim_names=('ring', 'ulysses'))
-    options, is_packed = dict(options), 'cu_seqlens' in options
-    tensors = drawn(rows, is_packed)
-    tensors[1:3] = [x.repeat_interleave(heads_k // 2, -2) for x in tensors[1:3]]
-    if 's_aux' in options:
-        options['s_aux'] = torch.randn(4, dtype=torch.float64)
-    ring = mesh['ring'] if rings > 1 else None
-    where = dict(group=ring, ulysses_group=mesh['ulysses'], zigzag=options.get('zigzag', True))
-    attend = lambda *args, **others: distributed.ulysses_attention(
-        *args, group=mesh['ulysses'], ring_group=ring, **others)
-    got, expected = on_ranks(attend, tensors, dict(options), where, int(not is_packed)), \
-        whole(tensors, options)
-    torch.testing.assert_close(got[0], expected[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(got[1], expected[1], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize('name', MESHES)
-def test_ulysses(name, ranks):
-    ranks.run(check_mesh, name)
+    ranks.run(check_case, name)
 
 
 # ---------------------------------------------------------------------------------- 16-bit numbers
 def check_bar(rank: int, name: str) -> None:
     """Errors at most twice those of plain PyTorch; the same bits again."""
-    dtype = getattr(torch, name)
-    tensors = drawn(120, False, dtype)
-    where = dict(zigzag=True)
-    ring = lambda *args, **others: distributed.ring_attention(*args, causal=True, **others)
-    (out, lse), gradients = on_ranks(ring, tensors, dict(deterministic=True), where, 1)
-    again = on_ranks(ring, tensors, dict(deterministic=True), where, 1)
-    for x, y in zip((out, lse, *gradients), (*again[0], *again[1])):
+    case = Case(RANKS, 1, 120, dict(causal=True))
+    tensors = drawn(case, getattr(torch, name))
+    attention = attention_of(case, 'cpu')
+    got, again = (on_ranks(case, tensors, attention, deterministic=True) for _ in range(2))
+    for x, y in zip(got, again):
         compare.check_equal(x, y, 'again')
-    (ref, ref_lse), ref_gradients = whole([x.double() for x in tensors], dict(causal=True))
-    inputs, score = Inputs(*tensors[:3]), Score(16 ** -0.5, mask=Mask(True))
-    pt = reference.attend(inputs, score)
-    dlse = ref_lse.cos().to(dtype)
-    pt_gradients = reference.attend_backward(tensors[3], dlse, inputs, score)
-    compare.check_close(out, ref, pt.out, 'out')
-    compare.check_lse(lse, ref_lse)
-    floors = compare.cancellation_floors(tuple(tensors[:3]), tensors[3], 16 ** -0.5)
-    for letter, *three in zip('qkv', gradients, ref_gradients, pt_gradients):
-        compare.check_close(*three, f'd{letter}', floors[f'd{letter}'])
+    ref = whole(case, Drawn(*(x.double() for x in tensors[:4]), None))
+    pt = plain(case, tensors, ref[1])
+    floors = compare.cancellation_floors(tensors[:3], tensors.dout, 16 ** -0.5)
+    compare.check_lse(got[1], ref[1])
+    for letter, x, *others in zip('_lqkv', got, ref, pt):
+        if letter != 'l':
+            compare.check_close(x, *others, f'd{letter}', floors.get(f'd{letter}', 0.0))
 
 
 @pytest.mark.parametrize('name', ['bfloat16', 'float16'])
@@ -203,7 +92,7 @@ def test_many_parts_are_rounded_few_times():
 def check_compiled(rank: int, backend: str) -> None:
     """One graph, forward and backward, for a group and a mesh."""
     mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'ulysses'))
-    ring, tensors = mesh['ring'].get_group(), drawn(32, False, torch.float32)
+    ring, tensors = mesh['ring'].get_group(), drawn(Case(2, 2, 32, {}), torch.float32)
 
     def both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return distributed.ulysses_attention(q * 2, k, v, causal=True, group=mesh['ulysses'],
