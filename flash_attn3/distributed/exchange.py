@@ -60,7 +60,8 @@ def peers_named(op: str, peers: Sequence[int] | str) -> Iterator[None]:
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """On which messages start."""
     return torch.cuda.Stream(device)
 
 
@@ -70,23 +71,25 @@ class Link:
     def __init__(self, op: str, name: str, device: torch.device):
         self._op, self._group = op, group_of(name)
         self._is_cuda = device.type == 'cuda'
-        self._stream = _side_stream(device) if self._is_cuda else None
-        self.wait_for_inputs()
+        self._stream = side_stream(device) if self._is_cuda else None
+        self._wait()
         if self._is_cuda and self._group is not None and name not in _met:
             # NCCL wants all ranks in the first communication; few may exchange under a window.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             _met.add(name)
 
-    def wait_for_inputs(self) -> None:
+    def _wait(self) -> None:
         """What starts from here on waits for what has been launched."""
         if self._is_cuda:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-    def start(self, sent: Sequence[Tensor], target: int, expected: Sequence[tuple[int, ...]],
-              source: int, like: Tensor) -> Message:
+    def start(self, kind: int, sent: Sequence[Tensor], target: int,
+              expected: Sequence[tuple[int, ...]], source: int, like: Tensor) -> Message:
         """Sends tensors to target; expects tensors of these shapes, and the dtype of `like`, from
-        source.
+        source. kind: 0 for keys, which are there before the call, 1 for what it computes.
         """
+        if kind:
+            self._wait()
         with torch.cuda.stream(self._stream) if self._is_cuda else nullcontext():
             sent = [x.contiguous() for x in sent]
             received = [like.new_empty(shape) for shape in expected]
@@ -123,17 +126,18 @@ def rows_of(x: Tensor, rows: tuple[int, int]) -> Tensor:
     return x[:, rows[0]:rows[1]]
 
 
-def travel(link: Link, plan: Plan, tensors: tuple[Tensor, ...]) -> Iterator[
+def travel(link, plan: Plan, tensors: tuple[Tensor, ...]) -> Iterator[
         tuple[Step, Sequence[Tensor]]]:
     """Each step with its keys and values; those of the next are on their way meanwhile.
 
-    tensors: k and v of this rank. Those of step s come from the rank s before it.
+    link: what `copies.link_of` gives. tensors: k and v of this rank. Those of step s come from the
+    rank s before it.
     """
     def start(step: Step) -> Message:
         sent = [] if step.sent is None else [rows_of(x, step.sent) for x in tensors]
         shapes = [] if step.keys is None else [
             (x.size(0), step.keys[1] - step.keys[0], *x.shape[2:]) for x in tensors]
-        return link.start(sent, step.target, shapes, step.source, tensors[0])
+        return link.start(0, sent, step.target, shapes, step.source, tensors[0])
 
     first, *others = plan.steps
     pending = start(others[0]) if others else None

@@ -14,7 +14,7 @@ ranks that see nothing of each other exchange nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_attn3 import _library, autograd, checks, derivatives, merging, reference, sharding
-from flash_attn3.distributed import agreement, exchange
+from flash_attn3.distributed import agreement, copies, exchange
 from flash_attn3.distributed.tiles import Call, Layout, Plan, Step, plan_of
 from flash_attn3.general import General
 
@@ -243,8 +243,9 @@ class _Parts:
     Four of one level become one of the next: at most three wait in each.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, rows: int):
         self._of_cell: dict[tuple[int, int], list] = {cell: [] for cell in plan.cells}
+        self._rows = rows
 
     def add(self, rows: tuple[int, int], out: Tensor, lse: Tensor) -> None:
         """out (batch, rows, heads, head_dim) and lse (batch, heads, rows) of these rows."""
@@ -256,13 +257,20 @@ class _Parts:
                     level, *last = parts[-1][0] + 1, *parts[-4:]
                     parts[-4:] = [(level, *merging.merge_states(*zip(*(x[1:] for x in last))))]
 
-    def write(self, out: Tensor, lse: Tensor) -> None:
-        for (first, end), parts in self._of_cell.items():
-            target = out[:, first:end]
+    def result(self, out: Callable[[], Tensor], lse: Callable[[], Tensor]) -> tuple[
+            Tensor, Tensor]:
+        """Of all rows. out, lse: make what is written into, where it is not a part itself."""
+        for parts in self._of_cell.values():
             while len(parts) > merging.MOST_PARTS:    # the highest level stands first
                 parts[-4:] = [(0, *merging.merge_states(*zip(*(x[1:] for x in parts[-4:]))))]
+        if list(self._of_cell) == [(0, self._rows)]:
+            outs, lses = zip(*(x[1:] for x in self._of_cell[0, self._rows]))
+            return merging.merge_states(outs, lses) if len(outs) > 1 else (outs[0], lses[0])
+        out, lse = out(), lse()
+        for (first, end), parts in self._of_cell.items():
             outs, lses = zip(*(x[1:] for x in parts))
-            lse[..., first:end] = merging.merge_into(target, outs, lses)
+            lse[..., first:end] = merging.merge_into(out[:, first:end], outs, lses)
+        return out, lse
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None,
@@ -272,7 +280,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: 
     starts = _starts_of(cu_seqlens)
     _check(q, k, v, sinks, starts, own)
     plan = _plan(q, own, starts)
-    parts, link = _Parts(plan), exchange.Link(_OP, own.group, q.device)
+    parts, link = _Parts(plan, q.size(1)), copies.link_of(_OP, own.group, (k, v), 1)
     for step, keys in exchange.travel(link, plan, (k, v)):
         for call in step.calls:
             out, lse, _ = _fwd_general(_cut(q, call.rows, call), *_cut_keys(keys, step, call),
@@ -280,35 +288,56 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: 
             if len(call.tiles) > 1:
                 out, lse = out.unsqueeze(0), lse.unsqueeze(0)
             parts.add(call.rows, out, lse)
-    covers_all = sum(end - first for first, end in plan.cells) == q.size(1)
-    out = (q.new_empty if covers_all else q.new_zeros)((*q.shape[:3], v.size(3)))
     batch, rows, heads, _ = q.shape
-    lse = q.new_full((batch, heads, rows), -math.inf, dtype=reference.lse_dtype(q.dtype))
-    parts.write(out, lse)
-    return out, lse
+    return parts.result(
+        lambda: q.new_zeros((batch, rows, heads, v.size(3))),
+        lambda: q.new_full((batch, heads, rows), -math.inf, dtype=reference.lse_dtype(q.dtype)))
 
 
 # ------------------------------------------------------------------------------------ the backward
+class _Total:
+    """The sum of gradients of some of the rows of a tensor. Two parts are added in its dtype, for
+    which torch rounds once; more in float32.
+    """
+
+    def __init__(self, x: Tensor, has_two: bool):
+        self._x, self._total = x, None
+        self._dtype = x.dtype if has_two else reference.wide_dtype(x.dtype)
+
+    def add(self, rows: tuple[int, int], part: Tensor) -> None:
+        """The first part may be changed later."""
+        if self._total is None and part.size(1) == self._x.size(1):
+            self._total = part.to(self._dtype)
+            return
+        if self._total is None:
+            self._total = self._x.new_zeros(self._x.shape, dtype=self._dtype)
+        exchange.rows_of(self._total, rows).add_(part)
+
+    def result(self) -> Tensor:
+        if self._total is None:
+            return self._x.new_zeros(self._x.shape)
+        return self._total.to(self._x.dtype)
+
+
 class _KeyGradients:
     """dk and dv of this rank, and those of other ranks' keys on their way to them."""
 
-    def __init__(self, link: exchange.Link, k: Tensor, v: Tensor):
-        wide = reference.wide_dtype(k.dtype)
-        self._sums = [x.new_zeros(x.shape, dtype=wide) for x in (k, v)]
-        self._link, self._like, self._pending, self._rows = link, (k, v), None, None
+    def __init__(self, link: exchange.Link | copies.CopyLink, tensors: tuple[Tensor, Tensor],
+                 has_two: bool):
+        self._totals = [_Total(x, has_two) for x in tensors]
+        self._link, self._like, self._pending, self._rows = link, tensors, None, None
 
     def add(self, rows: tuple[int, int] | None, gradients: Sequence[Tensor]) -> None:
-        for total, part in zip(self._sums, gradients):
-            exchange.rows_of(total, rows).add_(part)
+        for total, part in zip(self._totals, gradients):
+            total.add(rows, part)
 
     def send(self, step: Step, gradients: Sequence[Tensor]) -> None:
         """Those of the step's keys go to their rank, as those of own keys come from another."""
         self.take()
         shapes = [] if step.sent is None else [
             (x.size(0), step.sent[1] - step.sent[0], *x.shape[2:]) for x in self._like]
-        self._link.wait_for_inputs()
         self._rows = step.sent
-        self._pending = self._link.start(gradients, step.source, shapes, step.target,
+        self._pending = self._link.start(1, gradients, step.source, shapes, step.target,
                                          self._like[0])
 
     def take(self) -> None:
@@ -319,7 +348,7 @@ class _KeyGradients:
 
     def result(self) -> list[Tensor]:
         self.take()
-        return [total.to(x.dtype) for total, x in zip(self._sums, self._like)]
+        return [total.result() for total in self._totals]
 
 
 def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
@@ -328,19 +357,20 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     """The op `bwd_ring` on CPU and CUDA tensors."""
     own = Ring(*arguments)
     plan = _plan(q, own, _starts_of(cu_seqlens))
-    link = exchange.Link(_OP, own.group, q.device)
-    dq = q.new_zeros(q.shape, dtype=reference.wide_dtype(q.dtype))
-    of_keys = _KeyGradients(link, k, v)
+    has_two = len(plan.steps) <= 2 and all(len(step.calls) <= 1 for step in plan.steps)
+    link = copies.link_of(_OP, own.group, (k, v), 2)
+    dq, of_keys = _Total(q, has_two), _KeyGradients(link, (k, v), has_two)
     dsinks = lse.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
     for step, keys in exchange.travel(link, plan, (k, v)):
         parts = []
         for call in step.calls:
             general = _general(call, own, sinks, q.device)
-            dq_part, *part, dsinks_part = _bwd_general(
+            *part, dsinks_part = _bwd_general(
                 _cut(dout, call.rows, call), _cut_lse(dlse, call), _cut(q, call.rows, call),
                 *_cut_keys(keys, step, call), _cut(out, call.rows, call), _cut_lse(lse, call),
                 *general, own.deterministic)
-            exchange.rows_of(dq, call.rows).add_(dq_part)
+            dq_part, *part = (x if x.dim() == 4 else x.unsqueeze(0) for x in part)
+            dq.add(call.rows, dq_part)
             parts.append((call.keys, part))
             if general.sinks is not None:
                 dsinks.add_(dsinks_part)
@@ -349,7 +379,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
             of_keys.add(step.keys, gradients)
         else:
             of_keys.send(step, gradients)
-    return dq.to(q.dtype), *of_keys.result(), dsinks
+    return dq.result(), *of_keys.result(), dsinks
 
 
 def _sum(parts: list[tuple[tuple[int, int], list[Tensor]]], step: Step,
@@ -358,7 +388,7 @@ def _sum(parts: list[tuple[tuple[int, int], list[Tensor]]], step: Step,
     with their rows.
     """
     if len(parts) == 1:
-        return [x if x.dim() == 4 else x.unsqueeze(0) for x in parts[0][1]]
+        return parts[0][1]
     wide = [torch.zeros_like(x, dtype=reference.wide_dtype(x.dtype)) for x in keys]
     for (first, end), gradients in parts:
         for total, part in zip(wide, gradients):

@@ -4,6 +4,7 @@ of the whole sequence in one process, in float64 and by the bar of tests/compare
 from __future__ import annotations
 
 import datetime
+import math
 
 import pytest
 import torch
@@ -48,6 +49,42 @@ def test_cases(name, ranks):
     ranks.run(check_case, name)
 
 
+# --------------------------------------------------------------------------------- copy engines
+class SharedFiles:
+    """In place of symmetric memory: a file of each rank, which all ranks map."""
+
+    def __init__(self, folder: str, size: int):
+        self._bytes = [torch.from_file(f'{folder}/{rank}', shared=True, size=size,
+                                       dtype=torch.uint8) for rank in range(dist.get_world_size())]
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype,
+                   offset: int) -> Tensor:
+        begin = offset * dtype.itemsize
+        end = begin + math.prod(sizes) * dtype.itemsize
+        return self._bytes[rank][begin:end].view(dtype).view(sizes)
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+
+def check_copies(rank: int, name: str, folder: str) -> None:
+    from flash_attn3.distributed import copies
+
+    def link_of(op: str, group: str, tensors: tuple[Tensor, Tensor], kinds: int):
+        slot = copies.buffer_bytes([x.shape for x in tensors], tensors[0].itemsize)
+        return copies.CopyLink(SharedFiles(folder, 4 * slot), rank, slot, 2, tensors[0].device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, 'link_of', link_of)
+        check_case(rank, name)
+
+
+@pytest.mark.parametrize('name', ['causal', 'sinks, softcap', 'causal window', 'packed, window'])
+def test_copies(name, ranks, tmp_path):
+    """The protocol of two buffers of each kind, with files in their place."""
+    ranks.run(check_copies, name, str(tmp_path))
+
+
 # ---------------------------------------------------------------------------------- 16-bit numbers
 def check_bar(rank: int, name: str) -> None:
     """Errors at most twice those of plain PyTorch; the same bits again."""
@@ -76,12 +113,11 @@ def test_many_parts_are_rounded_few_times():
     from flash_attn3.distributed.ring import _Parts
     from flash_attn3.distributed.tiles import Plan
     outs, lses = torch.randn(64, 1, 6, 2, 8), torch.randn(64, 1, 2, 6)
-    parts = _Parts(Plan((), ((0, 6),)))
+    parts = _Parts(Plan((), ((0, 6),)), 6)
     for out, lse in zip(outs.bfloat16(), lses):
         parts.add((0, 6), out, lse)
         assert len(parts._of_cell[0, 6]) <= 9
-    out, lse = torch.empty(1, 6, 2, 8).bfloat16(), torch.empty(1, 2, 6)
-    parts.write(out, lse)
+    out, lse = parts.result(None, None)
     weights = (lses.double() - lses.double().logsumexp(0)).exp().transpose(-1, -2).unsqueeze(-1)
     exact = (weights * outs.bfloat16().double()).sum(0)
     assert (out - exact).abs().max() <= 2 ** -8 * outs.abs().max()
