@@ -6,9 +6,10 @@ and torch's context_parallel.
 
 Causal, bf16, batch 1, head dim 128, 16 heads; a cell is a length of the whole sequence. Contenders:
 `one GPU`, flash_attn_func of the whole; `ring` and `ulysses`, flash_attn3.distributed, `ring, NCCL`
-without copy engines; `plain ring`, the same zigzag of public functions, which waits for each message and merges after each step;
-`torch`, context_parallel with the backend of scaled_dot_product_attention that PyTorch picks;
-`torch, ours`, with this package as its flash backend. They take turns; a figure is the median over
+without copy engines; `plain ring`, the same zigzag of public functions, which waits for each
+message and merges after each step; `torch`, context_parallel with the backend of
+scaled_dot_product_attention that PyTorch picks; `torch, ours`, with this package as its flash
+backend. They take turns; a figure is the median over
 the rounds of the slowest rank's time, forward alone and forward with backward. Peak memory is that
 of benchmarks.memory, forward with backward, without the inputs, the largest of all ranks.
 """

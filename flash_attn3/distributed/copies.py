@@ -29,7 +29,7 @@ from flash_attn3.distributed import exchange
 KEYS, GRADIENTS = 0, 1
 _ALIGNMENT = 256    # bytes, of each tensor in a buffer
 _BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
-_memories: dict[str, _Memory] = {}
+_memories: dict[dist.ProcessGroup, _Memory] = {}
 
 
 class _Memory:
@@ -59,16 +59,15 @@ def _timeout_ms(group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 @cache
-def _serves(name: str, device: torch.device) -> bool:
+def _serves(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the ranks of a group are on one host and have symmetric memory: all ranks ask."""
-    group = exchange.group_of(name)
     host = socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else ''
     hosts: list = [None] * group.size()
     dist.all_gather_object(hosts, host, group=group)
     if len(set(hosts)) > 1:
         return False
     try:
-        _memories[name] = _Memory(group, _ALIGNMENT, device)
+        _memories[group] = _Memory(group, _ALIGNMENT, device)
         is_served = True
     except Exception:    # no peer access, a driver without it, an older torch
         is_served = False
@@ -81,18 +80,17 @@ def link_of(op: str, name: str, tensors: Sequence[Tensor], kinds: int) -> exchan
     """What carries the messages of a call. kinds: 1, or 2 with gradients of keys. tensors: keys and
     values of this rank: no message is larger.
     """
-    device = tensors[0].device
-    _, ranks = exchange.place_of(name)
-    if ranks == 1 or device.type != 'cuda' or not env.COPY_ENGINES or not _serves(name, device):
+    device, group = tensors[0].device, exchange.group_of(name)
+    if (group is None or group.size() == 1 or device.type != 'cuda' or not env.COPY_ENGINES
+            or not _serves(group, device)):
         return exchange.Link(op, name, device)
     slot = buffer_bytes([x.shape for x in tensors], tensors[0].itemsize)
-    count = min(2, ranks - 1)
-    if _memories[name].size < kinds * count * slot:
-        group = exchange.group_of(name)
+    count = min(2, group.size() - 1)
+    if _memories[group].size < kinds * count * slot:
         torch.cuda.synchronize(device)    # nobody reads or writes the old one
         dist.barrier(group)
-        _memories[name] = _Memory(group, kinds * count * slot, device)
-    return CopyLink(_memories[name], exchange.place_of(name)[0], slot, count, device)
+        _memories[group] = _Memory(group, kinds * count * slot, device)
+    return CopyLink(_memories[group], group.rank(), slot, count, device)
 
 
 def buffer_bytes(shapes: Sequence[Sequence[int]], itemsize: int) -> int:

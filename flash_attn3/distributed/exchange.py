@@ -21,7 +21,7 @@ from flash_attn3.distributed.tiles import Plan, Step
 
 _HINT = ('a rank failed, or its arguments differ: look at the log of each, and set '
          'FLASH_ATTN3_CHECKS=1 to compare arguments before every call')
-_met: set[str] = set()    # groups in which all ranks have communicated
+_met: set[dist.ProcessGroup] = set()    # groups in which all ranks have communicated
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
@@ -73,10 +73,10 @@ class Link:
         self._is_cuda = device.type == 'cuda'
         self._stream = side_stream(device) if self._is_cuda else None
         self._wait()
-        if self._is_cuda and self._group is not None and name not in _met:
+        if self._is_cuda and self._group is not None and self._group not in _met:
             # NCCL wants all ranks in the first communication; few may exchange under a window.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
-            _met.add(name)
+            _met.add(self._group)
 
     def _wait(self) -> None:
         """What starts from here on waits for what has been launched."""
