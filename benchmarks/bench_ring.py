@@ -5,11 +5,10 @@ and torch's context_parallel.
     python -m benchmarks.bench_ring --device cpu --quick      # tries the machinery with gloo
 
 Causal, bf16, batch 1, head dim 128, 16 heads; a cell is a length of the whole sequence. Contenders:
-`one GPU`, flash_attn_func of the whole; `ring` and `ulysses`, flash_attn3.distributed, `ring, NCCL`
-without copy engines; `plain ring`, the same zigzag of public functions, which waits for each
-message and merges after each step; `torch`, context_parallel with the backend of
-scaled_dot_product_attention that PyTorch picks; `torch, ours`, with this package as its flash
-backend. They take turns; a figure is the median over
+`one GPU`, flash_attn_func of the whole; `ring` and `ulysses`, flash_attn3.distributed; `plain ring`,
+the same zigzag of public functions, which waits for each message and merges after each step;
+`torch`, context_parallel with the backend of scaled_dot_product_attention that PyTorch picks;
+`torch, ours`, with this package as its flash backend. They take turns; a figure is the median over
 the rounds of the slowest rank's time, forward alone and forward with backward. Peak memory is that
 of benchmarks.memory, forward with backward, without the inputs, the largest of all ranks.
 """
@@ -34,7 +33,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import harness, memory
-from flash_attn3 import distributed, env, flash_attn_func, merge_states
+from flash_attn3 import distributed, flash_attn_func, merge_states
 from flash_attn3.bench import reason
 from flash_attn3.integrations import sdpa
 
@@ -101,19 +100,12 @@ def torch_with_ours(device: torch.device, seqlen: int, undo: ExitStack) -> Atten
     return torchs(device, seqlen, undo)
 
 
-def by_nccl(device: torch.device, seqlen: int, undo: ExitStack) -> Attend:
-    """Without copy engines."""
-    undo.callback(setattr, env, 'COPY_ENGINES', env.COPY_ENGINES)
-    env.COPY_ENGINES = False
-    return lambda q, k, v: distributed.ring_attention(q, k, v, causal=True)
-
-
 def _ours(function: Callable) -> Callable:
     return lambda *_: lambda q, k, v: function(q, k, v, causal=True)
 
 
 CONTENDERS: dict[str, Callable[[torch.device, int, ExitStack], Attend]] = {
-    ONE: _ours(flash_attn_func), OURS: _ours(distributed.ring_attention), 'ring, NCCL': by_nccl,
+    ONE: _ours(flash_attn_func), OURS: _ours(distributed.ring_attention),
     'ulysses': _ours(distributed.ulysses_attention), 'plain ring': lambda *_: plain_ring,
     'torch': torchs, 'torch, ours': torch_with_ours}
 

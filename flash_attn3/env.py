@@ -12,6 +12,3 @@ LIBRARY_PATH = os.environ.get('FLASH_ATTN3_LIBRARY', '')
 # '1': read what cu_seqlens, seqused and the lists and tables of a KV cache contain on CUDA devices
 # too, and raise an error for what leaves the tensors. Every call with them then waits for the GPU.
 CHECK_CONTENTS = os.environ.get('FLASH_ATTN3_CHECKS', '') == '1'
-
-# '0': flash_attn3.distributed sends between GPUs of one host with NCCL too, not by copy engines.
-COPY_ENGINES = os.environ.get('FLASH_ATTN3_COPY_ENGINES', '1') != '0'

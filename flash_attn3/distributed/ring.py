@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_attn3 import _library, autograd, checks, derivatives, merging, reference, sharding
-from flash_attn3.distributed import agreement, copies, exchange
+from flash_attn3.distributed import agreement, exchange
 from flash_attn3.distributed.tiles import Call, Layout, Plan, Step, plan_of
 from flash_attn3.general import General
 
@@ -280,7 +280,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: 
     starts = _starts_of(cu_seqlens)
     _check(q, k, v, sinks, starts, own)
     plan = _plan(q, own, starts)
-    parts, link = _Parts(plan, q.size(1)), copies.link_of(_OP, own.group, (k, v), 1)
+    parts, link = _Parts(plan, q.size(1)), exchange.Link(_OP, own.group, q.device)
     for step, keys in exchange.travel(link, plan, (k, v)):
         for call in step.calls:
             out, lse, _ = _fwd_general(_cut(q, call.rows, call), *_cut_keys(keys, step, call),
@@ -322,7 +322,7 @@ class _Total:
 class _KeyGradients:
     """dk and dv of this rank, and those of other ranks' keys on their way to them."""
 
-    def __init__(self, link: exchange.Link | copies.CopyLink, tensors: tuple[Tensor, Tensor],
+    def __init__(self, link: exchange.Link, tensors: tuple[Tensor, Tensor],
                  has_two: bool):
         self._totals = [_Total(x, has_two) for x in tensors]
         self._link, self._like, self._pending, self._rows = link, tensors, None, None
@@ -358,7 +358,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     own = Ring(*arguments)
     plan = _plan(q, own, _starts_of(cu_seqlens))
     has_two = len(plan.steps) <= 2 and all(len(step.calls) <= 1 for step in plan.steps)
-    link = copies.link_of(_OP, own.group, (k, v), 2)
+    link = exchange.Link(_OP, own.group, q.device)
     dq, of_keys = _Total(q, has_two), _KeyGradients(link, (k, v), has_two)
     dsinks = lse.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
     for step, keys in exchange.travel(link, plan, (k, v)):

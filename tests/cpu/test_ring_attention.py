@@ -4,17 +4,18 @@ of the whole sequence in one process, in float64 and by the bar of tests/compare
 from __future__ import annotations
 
 import datetime
-import math
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from flash_attn3 import distributed
+from flash_attn3.reference import Mask, Score
 
-from tests import compare
+from tests import compare, sdpa_hook
 from tests.cpu.two_processes import Pair
 from tests.distributed_cases import (CASES, Case, Drawn, attention_of, drawn, on_ranks, plain,
                                      whole)
@@ -47,42 +48,6 @@ def check_case(rank: int, name: str) -> None:
 def test_cases(name, ranks):
     """NaN in the padding reaches nothing."""
     ranks.run(check_case, name)
-
-
-# --------------------------------------------------------------------------------- copy engines
-class SharedFiles:
-    """In place of symmetric memory: a file of each rank, which all ranks map."""
-
-    def __init__(self, folder: str, size: int):
-        self._bytes = [torch.from_file(f'{folder}/{rank}', shared=True, size=size,
-                                       dtype=torch.uint8) for rank in range(dist.get_world_size())]
-
-    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype,
-                   offset: int) -> Tensor:
-        begin = offset * dtype.itemsize
-        end = begin + math.prod(sizes) * dtype.itemsize
-        return self._bytes[rank][begin:end].view(dtype).view(sizes)
-
-    def barrier(self) -> None:
-        dist.barrier()
-
-
-def check_copies(rank: int, name: str, folder: str) -> None:
-    from flash_attn3.distributed import copies
-
-    def link_of(op: str, group: str, tensors: tuple[Tensor, Tensor], kinds: int):
-        slot = copies.buffer_bytes([x.shape for x in tensors], tensors[0].itemsize)
-        return copies.CopyLink(SharedFiles(folder, 4 * slot), rank, slot, 2, tensors[0].device)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copies, 'link_of', link_of)
-        check_case(rank, name)
-
-
-@pytest.mark.parametrize('name', ['causal', 'sinks, softcap', 'causal window', 'packed, window'])
-def test_copies(name, ranks, tmp_path):
-    """The protocol of two buffers of each kind, with files in their place."""
-    ranks.run(check_copies, name, str(tmp_path))
 
 
 # ---------------------------------------------------------------------------------- 16-bit numbers
@@ -228,3 +193,30 @@ def test_no_process_group():
     q = torch.randn(1, 8, 4, 16)
     with pytest.raises(RuntimeError, match='a process group, got none .*init_process_group'):
         distributed.ring_attention(q, q, q)
+
+
+# --------------------------------------------------------------------- torch's context_parallel
+def check_torchs(rank: int, dtype_name: str) -> None:
+    """scaled_dot_product_attention under it, forward and backward, on our ops."""
+    from torch.distributed.tensor.experimental import context_parallel
+    mesh = init_device_mesh('cpu', (RANKS,))
+    case = Case(RANKS, 1, 64, dict(causal=True))
+    tensors = drawn(case, getattr(torch, dtype_name), 16, 16)
+    inputs = [x.transpose(1, 2).contiguous() for x in tensors[:4]]    # heads before rows
+    with pytest.MonkeyPatch.context() as patch:
+        sdpa_hook.serve_cpu(patch)
+        calls = sdpa_hook.count_calls(patch)
+        patch.setattr(sdpa_hook.flash_sdpa, '__name__', 'scaled_dot_product_attention')
+        patch.setattr(F, 'scaled_dot_product_attention', sdpa_hook.flash_sdpa)
+        with sdpa_hook.enabled(), context_parallel(mesh, buffers=inputs, buffer_seq_dims=[2] * 4):
+            leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+            out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+            gradients = torch.autograd.grad(out, leaves, inputs[3])
+            got = [x.transpose(1, 2).contiguous() for x in (out.detach(), *gradients)]
+    assert calls.count('fwd') == calls.count('bwd') == RANKS, calls
+    got = [distributed.unshard(x, case.rows) for x in got]
+    sdpa_hook.check(got, tensors[:3], tensors.dout, Score(16 ** -0.5, mask=Mask(True)))
+
+
+def test_torchs_context_parallel(ranks):
+    ranks.run(check_torchs, 'bfloat16')
