@@ -1,8 +1,11 @@
 """Which tiles the ranks of a ring compute, against the mask of the whole sequence; no processes."""
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, strategies as st
 
+from benchmarks import tables
+from flash_attn3.distributed.estimate import Mesh, Problem, estimate, pairs_of
 from flash_attn3.distributed.tiles import Layout, Plan, layout_of, plan_of
 
 from tests.cpu.drawn import examples
@@ -60,7 +63,10 @@ def test_each_pair_is_computed_once(problem):
     layout, window, starts = problem
     pairs = []
     for rank in range(layout.ranks):
-        pairs += computed(layout, rank, plan_of(layout, rank, window, starts))
+        plan = plan_of(layout, rank, window, starts)
+        pairs += computed(layout, rank, plan)
+        tiles = [tile for step in plan.steps for call in step.calls for tile in call.tiles]
+        assert sum(map(pairs_of, tiles)) == len(computed(layout, rank, plan))
     assert len(pairs) == len(set(pairs)) and set(pairs) == expected(layout, window, starts)
 
 
@@ -133,3 +139,24 @@ def test_layouts_pad_little(seqlen, ranks, parts, zigzag):
     assert 0 <= ranks * layout.rows - seqlen < ranks * parts * (1 + zigzag)
     chunks = [start for rank in range(ranks) for _, start in layout.chunks(rank)]
     assert sorted(chunks) == [i * layout.chunk_rows for i in range(len(chunks))]
+
+
+def test_estimates_are_near_the_record():
+    """Two GPUs of a host: 10 %."""
+    for cell in tables.read_record('ring')['cells']:
+        facts = estimate(Problem(cell['seqlen']), Mesh(2))
+        measured = next(result for result in cell['results'] if result['name'] == 'ring')
+        assert facts['forward_ms'] == pytest.approx(measured['forward_ms'], rel=0.1)
+        assert facts['forward_ms'] + facts['backward_ms'] == pytest.approx(
+            measured['both_ms'], rel=0.1)
+
+
+def test_estimates():
+    """A ring of one takes the time of one; more GPUs of a host take less; GQA sends less."""
+    one, eight = (estimate(Problem(65536), Mesh(ranks)) for ranks in (1, 8))
+    assert one['forward_share'] == pytest.approx(1) and one['keys_mb'] == 0
+    assert 1 / 8 < eight['forward_share'] < 1 / 4 and eight['flops_balance'] == 1
+    few = estimate(Problem(65536, heads_k=2), Mesh(8))
+    assert few['keys_mb'] == pytest.approx(eight['keys_mb'] / 8)
+    assert estimate(Problem(65536, window=(1000, 0)), Mesh(8))['keys_mb'] < few['keys_mb']
+    assert estimate(Problem(65536), Mesh(1, 8))['exchange_mb'] > 0
