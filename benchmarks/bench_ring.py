@@ -1,13 +1,13 @@
-"""Context parallelism on the GPUs of a host: time and memory of a rank against one GPU, a plain ring
-and torch's context_parallel.
+"""Context parallelism on the GPUs of a host: time and memory of a rank against one GPU, a plain
+ring and torch's context_parallel.
 
     python -m benchmarks.bench_ring                           # on two Hopper GPUs or more
     python -m benchmarks.bench_ring --device cpu --quick      # tries the machinery with gloo
     python -m benchmarks.bench_ring --scaling scaling.png     # computed times on up to 64 GPUs
 
 Causal, bf16, batch 1, head dim 128, 16 heads; a cell is a length of the whole sequence. Contenders:
-`one GPU`, flash_attn_func of the whole; `ring` and `ulysses`, flash_attn3.distributed; `plain ring`,
-the same zigzag of public functions, which waits for each message and merges after each step;
+`one GPU`, flash_attn_func of the whole; `ring` and `ulysses`, flash_attn3.distributed; `plain
+ring`, the same zigzag of public functions, which waits for each message and merges after each step;
 `torch`, context_parallel with the backend of scaled_dot_product_attention that PyTorch picks;
 `torch, ours`, with this package as its flash backend. They take turns; a figure is the median over
 the rounds of the slowest rank's time, forward alone and forward with backward. Peak memory is that
@@ -44,7 +44,7 @@ HEADS, HEAD_DIM = 16, 128
 SEQLENS, QUICK_SEQLENS = (32768, 131072, 524288), (64, 128)
 ONE, OURS = 'one GPU', 'ring'
 SCALED, SCALED_SEQLENS = (1, 2, 4, 8, 16, 32, 64), (131072, 524288, 1048576)
-LEAST_MS = 100    # of a turn, for which short calls are repeated
+LEAST_MS = 100    # a turn takes, for which short calls are repeated
 PASSES = {'forward': False, 'both': True}
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -77,7 +77,7 @@ def plain_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     for step in range(1, dist.get_world_size()):
         k, v = _Shift.apply(k), _Shift.apply(v)
-        if step <= rank:    # the keys stand before all queries of this rank, or after the first half
+        if step <= rank:    # keys before all queries of this rank, else after their first half
             part = flash_attn_func(q, k[:, :half], v[:, :half], return_attn_probs=True)
             out, lse = merge_states((out, part[0]), (lse, part[1]))
             continue
@@ -130,7 +130,7 @@ def step_of(attend: Attend, tensors: Sequence[Tensor], has_backward: bool) -> Ca
 
 
 def turn_ms(step: Callable, device: torch.device, repeats: int) -> float:
-    """Of the slowest rank, from a moment at which all have finished."""
+    """The slowest rank's, from a moment at which all have finished."""
     dist.barrier()
     wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
     wait()
@@ -148,10 +148,18 @@ def largest(number: float, device: torch.device) -> float:
     return x.item()
 
 
-def take_turn(result: dict, attend: Attend, tensors: Sequence[Tensor], turn: int) -> None:
-    """Adds the times of both passes. The first turn is not timed: it finds how often to repeat, and
-    the peak of memory.
-    """
+def take_turn(result: dict, seqlen: int, tensors: Sequence[Tensor], turn: int) -> None:
+    """Adds the times of both passes to the result of a contender, or why there are none."""
+    with ExitStack() as undo:
+        try:
+            attend = CONTENDERS[result['name']](tensors[0].device, seqlen, undo)
+            time_passes(result, attend, tensors, turn)
+        except Exception as failure:
+            result['na'] = reason(failure)
+
+
+def time_passes(result: dict, attend: Attend, tensors: Sequence[Tensor], turn: int) -> None:
+    """The first turn is not timed: it finds how often to repeat, and the peak of memory."""
     device = tensors[0].device
     for kind, has_backward in PASSES.items():
         step = step_of(attend, tensors, has_backward)
@@ -173,14 +181,8 @@ def measure(seqlen: int, device: torch.device, args: argparse.Namespace) -> list
                for name in args.contenders}
     for turn in range(args.rounds + 1):
         for name, result in results.items():
-            if 'na' in result:
-                continue
-            with ExitStack() as undo:
-                try:
-                    attend = CONTENDERS[name](device, seqlen, undo)
-                    take_turn(result, attend, whole if name == ONE else part, turn)
-                except Exception as failure:
-                    result['na'] = reason(failure)
+            if 'na' not in result:
+                take_turn(result, seqlen, whole if name == ONE else part, turn)
     for result in results.values():
         result |= {f'{kind}_ms': statistics.median(times)
                    for kind, times in result['rounds'].items() if times}

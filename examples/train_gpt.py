@@ -115,8 +115,9 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """(batch, seqlen) bytes -> (batch, seqlen, 256), logits of the byte after each. positions: where
-    the bytes stand, (seqlen,); default: from 0 on.
+    """(batch, seqlen) bytes -> (batch, seqlen, 256), logits of the byte after each.
+
+    positions: where the bytes stand, (seqlen,); default: from 0 on.
     """
 
     def __init__(self, options: argparse.Namespace, attend: Attention):

@@ -16,7 +16,7 @@ FORWARD_TFLOPS, BACKWARD_TFLOPS = 680.0, 580.0
 HOST_GB_S, NETWORK_GB_S = 255.0, 45.0
 # A message of NCCL slows the forward next to it by half of its time: its multiprocessors are taken.
 SLOWED_BY = 0.5
-MEMORY_GB_S = 1500.0    # of merges and sums
+MEMORY_GB_S = 1500.0    # merges and sums
 STEP_MS = 0.03          # launches and small kernels of a step
 GPUS_A_HOST = 8
 
@@ -87,7 +87,7 @@ def estimate(problem: Problem, mesh: Mesh) -> dict[str, float]:
 
 
 def _flops(plan: Plan, problem: Problem) -> list[float]:
-    """Of the forward, step by step."""
+    """The forward's, step by step."""
     per_pair = 4 * problem.batch * problem.heads * problem.head_dim
     return [per_pair * sum(pairs_of(tile) for call in step.calls for tile in call.tiles)
             for step in plan.steps]
@@ -101,14 +101,14 @@ def _keys_mb(plan: Plan, problem: Problem) -> list[float]:
 
 
 def _times(plan: Plan, problem: Problem, layout: Layout, mesh: Mesh) -> tuple[float, float]:
-    """Of a rank: forward and backward, ms."""
+    """The forward and the backward of a rank, ms."""
     flops, steps = _flops(plan, problem), len(plan.steps)
     messages = [mb / mesh.ring_gb_s for mb in _keys_mb(plan, problem)]
     results_mb = 2 * problem.batch * problem.heads * problem.head_dim * layout.rows / 1e6
     forward = backward = (steps - 1) * STEP_MS
     for step in range(steps):
         ahead = messages[step + 1] if step + 1 < steps else 0.0
-        behind = messages[step - 1] if step > 1 else 0.0    # gradients of the step before
+        behind = messages[step - 1] if step > 1 else 0.0    # gradients that the step before made
         slowed = flops[step] / mesh.forward_tflops / 1e9 + SLOWED_BY * ahead
         forward += max(slowed, ahead)
         backward += max(2.5 * flops[step] / mesh.backward_tflops / 1e9, ahead + behind)

@@ -122,7 +122,7 @@ class Message:
 
 
 def rows_of(x: Tensor, rows: tuple[int, int]) -> Tensor:
-    """Of a (batch, rows, heads, head_dim)."""
+    """Some rows of a (batch, rows, heads, head_dim)."""
     return x[:, rows[0]:rows[1]]
 
 

@@ -259,7 +259,7 @@ class _Parts:
 
     def result(self, out: Callable[[], Tensor], lse: Callable[[], Tensor]) -> tuple[
             Tensor, Tensor]:
-        """Of all rows. out, lse: make what is written into, where it is not a part itself."""
+        """For all rows. out, lse: make what is written into, where it is not a part itself."""
         for parts in self._of_cell.values():
             while len(parts) > merging.MOST_PARTS:    # the highest level stands first
                 parts[-4:] = [(0, *merging.merge_states(*zip(*(x[1:] for x in parts[-4:]))))]

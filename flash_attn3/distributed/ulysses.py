@@ -1,8 +1,8 @@
 """Attention of a sequence whose rows are divided among ranks, each of which takes a share of the
 heads: an exchange brings all rows of these heads to it, and another brings the results back.
 
-Source: DeepSpeed Ulysses (arXiv 2309.14509). Together with a ring: every rank of the ring is a group
-of ranks, which divide its rows.
+Source: DeepSpeed Ulysses (arXiv 2309.14509). Together with a ring: every rank of the ring is a
+group of ranks, which divide its rows.
 """
 from __future__ import annotations
 

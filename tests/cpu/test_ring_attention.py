@@ -135,7 +135,8 @@ def call_with(group, change: str, **options) -> None:
 DIFFERENT = {    # what rank 2 does, and what all ranks then say
     'rows': r'same q.shape on all ranks.*\(1, 6, 4, 16\) on rank 2 and \(1, 8, 4, 16\) on rank 0',
     'heads': 'same k.shape on all ranks', 'dtype': 'same q.dtype .*float16 on rank 2',
-    'causal': r'same causal or window_size .*\(-1, 0\) on rank 2 and \(-1, -1\)', 'scale': 'same softmax_scale',
+    'causal': r'same causal or window_size .*\(-1, 0\) on rank 2 and \(-1, -1\)',
+    'scale': 'same softmax_scale',
     'seqlen': 'same seqlen .*20 on rank 2', 'odd': r'an even number of rows.*\(on rank 2 of the',
     'keys': 'as many rows as q, 8, got 4.*rank 2', 'sinks': 's_aux.*on rank 2',
     'long': 'seqlen of up to 32, .*got 200.*rank 2'}

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from benchmarks import tables
 from flash_attn3.distributed.estimate import Mesh, Problem, estimate, pairs_of
-from flash_attn3.distributed.tiles import Layout, Plan, layout_of, plan_of
+from flash_attn3.distributed.tiles import Call, Layout, Plan, Step, Tile, layout_of, plan_of
 
 from tests.cpu.drawn import examples
 
@@ -43,17 +43,23 @@ def expected(layout: Layout, window: tuple[int, int], starts) -> set[tuple[int, 
 
 def computed(layout: Layout, rank: int, plan: Plan) -> list[tuple[int, int]]:
     """Those that the calls of a rank compute, as the ops read a window."""
+    return [(position_of(layout, rank, tile.q0 + i), position_of(layout, source, tile.k0 + j))
+            for source, tile in tiles_of(plan) for i, j in pairs_in(tile)]
+
+
+def tiles_of(plan: Plan) -> list[tuple[int, Tile]]:
+    return [(step.source, tile) for step in plan.steps for call in step.calls
+            for tile in call.tiles]
+
+
+def pairs_in(tile: Tile) -> list[tuple[int, int]]:
+    rows, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
     pairs = []
-    for step in plan.steps:
-        for call in step.calls:
-            for tile in call.tiles:
-                corner = (tile.k1 - tile.k0) - (tile.q1 - tile.q0)
-                for i in range(tile.q1 - tile.q0):
-                    first = 0 if tile.left == -1 else i + corner - tile.left
-                    end = tile.k1 - tile.k0 if tile.right == -1 else i + corner + tile.right + 1
-                    pairs += [(position_of(layout, rank, tile.q0 + i),
-                               position_of(layout, step.source, tile.k0 + j))
-                              for j in range(max(0, first), min(tile.k1 - tile.k0, end))]
+    for i in range(rows):
+        position = i + keys - rows
+        first = 0 if tile.left == -1 else max(0, position - tile.left)
+        end = keys if tile.right == -1 else min(keys, position + tile.right + 1)
+        pairs += [(i, j) for j in range(first, end)]
     return pairs
 
 
@@ -65,8 +71,7 @@ def test_each_pair_is_computed_once(problem):
     for rank in range(layout.ranks):
         plan = plan_of(layout, rank, window, starts)
         pairs += computed(layout, rank, plan)
-        tiles = [tile for step in plan.steps for call in step.calls for tile in call.tiles]
-        assert sum(map(pairs_of, tiles)) == len(computed(layout, rank, plan))
+        assert all(pairs_of(tile) == len(pairs_in(tile)) for _, tile in tiles_of(plan))
     assert len(pairs) == len(set(pairs)) and set(pairs) == expected(layout, window, starts)
 
 
@@ -77,27 +82,26 @@ def test_calls(problem):
     layout, window, starts = problem
     plans = [plan_of(layout, rank, window, starts) for rank in range(layout.ranks)]
     for rank, plan in enumerate(plans):
-        own = []
         for distance, step in enumerate(plan.steps):
             assert plans[step.source].steps[distance].target == rank
             assert plans[step.source].steps[distance].sent == step.keys
             assert (step.keys is None) == (not step.calls)
             for call in step.calls:
-                kinds = {tile[4:] for tile in call.tiles}
-                assert len(kinds) == 1 and min(call.tiles[0][4:6]) >= -1
+                check_call(call, step, plan)
                 assert len(call.tiles) == 1 or starts is not None
-                for a, b in zip(call.tiles, call.tiles[1:]):
-                    assert a.q1 <= b.q0 and a.k1 <= b.k0
-                for tile in call.tiles:
-                    assert tile.q0 < tile.q1 and tile.k0 < tile.k1
-                    own += range(tile.q0, tile.q1) if tile.is_own else []
-                assert step.keys[0] <= call.keys[0] and call.keys[1] <= step.keys[1]
-                covered = [row for cell in plan.cells for row in range(*cell)
-                           if call.rows[0] <= cell[0] and cell[1] <= call.rows[1]]
-                assert covered == list(range(*call.rows))
-        rows = [row for row in range(layout.rows)
-                if position_of(layout, rank, row) < (starts or (layout.seqlen,))[-1]]
-        assert sorted(own) == rows
+        own = [row for _, tile in tiles_of(plan) if tile.is_own for row in range(tile.q0, tile.q1)]
+        assert sorted(own) == [row for row in range(layout.rows) if position_of(
+            layout, rank, row) < (starts or (layout.seqlen,))[-1]]
+
+
+def check_call(call: Call, step: Step, plan: Plan) -> None:
+    assert len({tile[4:] for tile in call.tiles}) == 1 and min(call.tiles[0][4:6]) >= -1
+    assert all(tile.q0 < tile.q1 and tile.k0 < tile.k1 for tile in call.tiles)
+    assert all(a.q1 <= b.q0 and a.k1 <= b.k0 for a, b in zip(call.tiles, call.tiles[1:]))
+    assert step.keys[0] <= call.keys[0] and call.keys[1] <= step.keys[1]
+    assert list(range(*call.rows)) == [
+        row for cell in plan.cells for row in range(*cell)
+        if call.rows[0] <= cell[0] and cell[1] <= call.rows[1]]
 
 
 def test_zigzag_balances_causal_attention():

@@ -1,4 +1,4 @@
-"""Two processes on a mesh, or more, for the tests of parallel training: started once, used often."""
+"""Two processes on a mesh, or more, for the tests of parallel training: started once."""
 from __future__ import annotations
 
 import datetime
