@@ -90,11 +90,11 @@ def peak_bytes(step: Step, repeats: int = 3) -> dict[str, int]:
     next step, it seems to need less.
     """
     step()    # what a library keeps for later calls is no part of this one
-    peaks = [_peak_of(step) for _ in range(repeats)]
+    peaks = [peak_of(step) for _ in range(repeats)]
     return {name: max(peak[name] for peak in peaks) for name in COUNTS}
 
 
-def _peak_of(step: Step) -> dict[str, int]:
+def peak_of(step: Step) -> dict[str, int]:
     gc.collect()
     time.sleep(RELEASED_AFTER)
     torch.cuda.synchronize()

@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import client_tables, harness, kernel_tables, plot_peers
+from benchmarks import client_tables, harness, kernel_tables, plot_peers, sustained
 from benchmarks.harness import ROOT
 from benchmarks.kernel_tables import table
 
@@ -132,11 +132,11 @@ def fp8_part() -> str:
     for group, cells in groups.items():
         lengths = sorted({cell['shape']['seqlen_q'] for cell in cells})
         seqlens = f'{lengths[0]}' + f'-{lengths[-1]}' * (len(lengths) > 1)
-        rows.append([group, seqlens,
+        rows.append([f'{group}, {seqlens}',
                      *(_range([cell['ratios'][name] for cell in cells]) for name in names)])
-    means = ['', 'mean', *(f"{record['summary'][name]['geometric_mean']:.2f}" for name in names)]
+    means = ['mean', *(f"{record['summary'][name]['geometric_mean']:.2f}" for name in names)]
     return (f'{plot_peers.run_text(record)}:\n\n'
-            + table(['head dim', 'S', *names.values()], [*rows, means]))
+            + table(['head dim, mask, S', *names.values()], [*rows, means]))
 
 
 def quantize_part() -> str:
@@ -153,11 +153,34 @@ def quantize_part() -> str:
                                                    for kind in kinds.values())})
     rows = []
     for dim in dims:
-        cells = [shares.get((dim, is_packed, *kind)) for is_packed in (False, True)
-                 for kind in kinds.values()]
-        rows.append([dim, *('' if share is None else f'{share:.0%}' for share in cells)])
-    header = ['head dim', *kinds, *(f'packed {name}' for name in kinds)]
-    return f'{plot_peers.run_text(record)}:\n\n' + table(header, rows)
+        found = [[shares.get((dim, is_packed, *kind)) for kind in kinds.values()]
+                 for is_packed in (False, True)]
+        rows.append([dim, *('/'.join('' if share is None else f'{100 * share:.0f}'
+                                     for share in one) for one in found)])
+    return f'{plot_peers.run_text(record)}, %:\n\n' + table(
+        ['head dim', '/'.join(kinds), 'packed'], rows)
+
+
+# ----------------------------------------------------------------------------------- sustained load
+def sustained_part() -> str:
+    """TFLOP/s and pJ/FLOP over the lengths, by head dim and mask; the share of the turns' speed."""
+    record = read_record('sustained')
+    rows: dict[str, dict[str, list[dict]]] = {}
+    for cell in record['cells']:
+        for result in cell['results']:
+            kinds = rows.setdefault(_fp8_group(cell['shape']), {})
+            kinds.setdefault(result['name'], []).append(result)
+    lengths = dict.fromkeys(cell['shape']['seqlen_q'] for cell in record['cells'])
+    shares = [one['turn_ms'] / one['ms'] for cell in record['cells'] for one in cell['results']]
+
+    def cell_text(results: list[dict]) -> str:
+        return ', '.join('/'.join(f'{one[name]:.{digits}f}' for one in results)
+                         for name, digits in (('tflops', 0), ('pj_per_flop', 2)))
+
+    return (f'{plot_peers.run_text(record)}, S = {"/".join(map(str, lengths))}, TFLOP/s, pJ/FLOP; '
+            f'{_range(shares)} of the speed of short turns:\n\n'
+            + table(['D, mask', *sustained.KINDS],
+                    [[group, *map(cell_text, kinds.values())] for group, kinds in rows.items()]))
 
 
 # --------------------------------------------------------------------------------------- records
@@ -186,6 +209,7 @@ PARTS: dict[str, Callable[[], str]] = {
     'speed-d96-d192': other_head_dims_part,
     'speed-features': features_part,
     'speed-host': host_part,
+    'speed-sustained': sustained_part,
     'fp8-of-bf16': fp8_part,
     'quantize-share': quantize_part,
     'records': records_part,

@@ -5,16 +5,20 @@
     python examples/train_gpt.py --attention fp8          # its forward in FP8, its backward not
     python examples/train_gpt.py --compare flash_attn3 fp8
     python examples/train_gpt.py --head-dim 128 --heads-kv 1 --seqlen 8192
+    torchrun --nproc-per-node 2 examples/train_gpt.py --context-parallel 2 --seqlen 65536 --batch 1
 
 Products are bfloat16 (autocast), weights and optimiser float32. Model, data and their order depend
 on --seed alone: two kinds of attention give losses that differ by its rounding, and by what
-training makes of that. Without a GPU the model is smaller. Writes the losses as JSON and a plot.
+training makes of that. Without a GPU the model is smaller. With --context-parallel each process has
+a part of every sequence; its losses are those of one. Writes the losses as JSON and a plot.
 """
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
+import os
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -32,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import flash_attn3
+from flash_attn3 import distributed
 
 BYTES = 256
 LEARNING_RATE, WEIGHT_DECAY, LARGEST_GRADIENT = 1e-3, 0.1, 1.0
@@ -48,6 +54,13 @@ Attention = Callable[[Tensor, int], Tensor]
 
 def flash_attention(qkv: Tensor, heads_q: int) -> Tensor:
     return flash_attn3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=heads_q)
+
+
+def ring_attention(qkv: Tensor, heads_q: int, seqlen: int) -> Tensor:
+    """The same of a part of the rows; seqlen are those of the whole."""
+    heads_kv = (qkv.size(2) - heads_q) // 2
+    return distributed.ring_attention(*qkv.split((heads_q, heads_kv, heads_kv), dim=2),
+                                      causal=True, seqlen=seqlen)
 
 
 def fp8_attention(qkv: Tensor, heads_q: int) -> Tensor:
@@ -102,7 +115,10 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """(batch, seqlen) bytes -> (batch, seqlen, 256), logits of the byte after each."""
+    """(batch, seqlen) bytes -> (batch, seqlen, 256), logits of the byte after each.
+
+    positions: where the bytes stand, (seqlen,); default: from 0 on.
+    """
 
     def __init__(self, options: argparse.Namespace, attend: Attention):
         super().__init__()
@@ -114,8 +130,9 @@ class Gpt(nn.Module):
             if p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.bytes(text) + self.positions.weight[:text.size(1)]
+    def forward(self, text: Tensor, positions: Tensor | None = None) -> Tensor:
+        weight = self.positions.weight
+        x = self.bytes(text) + (weight[:text.size(1)] if positions is None else weight[positions])
         return F.linear(self.norm(self.blocks(x)), self.bytes.weight)
 
 
@@ -166,10 +183,11 @@ def steps(model: Gpt, text: Tensor, options: argparse.Namespace) -> Iterator[Ten
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
         (step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * step / options.steps)))
     for inputs, targets in batches(text, options):
-        with torch.autocast(options.device.type, torch.bfloat16):
-            logits = model(inputs)
-        loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss = loss_of(model, inputs, targets, options)
         loss.backward()
+        if options.context_parallel > 1:
+            for x in (loss.detach(), *(p.grad for p in model.parameters())):
+                dist.all_reduce(x)
         nn.utils.clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
         optimizer.step()
         optimizer.zero_grad()
@@ -177,11 +195,29 @@ def steps(model: Gpt, text: Tensor, options: argparse.Namespace) -> Iterator[Ten
         yield loss.detach()
 
 
+def loss_of(model: Gpt, inputs: Tensor, targets: Tensor, options: argparse.Namespace) -> Tensor:
+    """The mean over the bytes; with --context-parallel the part of it of this process's bytes."""
+    positions = None
+    if options.context_parallel > 1:
+        part = distributed.shard_batch({'inputs': inputs, 'labels': targets})
+        inputs, targets, positions = part['inputs'], part['labels'], part['position_ids']
+    with torch.autocast(options.device.type, torch.bfloat16):
+        logits = model(inputs, positions)
+    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction='sum')
+    return losses / (options.batch * options.seqlen)
+
+
+def attention_of(name: str, options: argparse.Namespace) -> Attention:
+    if options.context_parallel > 1:
+        return functools.partial(ring_attention, seqlen=options.seqlen)
+    return ATTENTIONS[name]
+
+
 def train(attention: str, text: Tensor, options: argparse.Namespace, progress: Progress) -> Run:
     """One training, with a line of progress."""
     losses, bar = [], progress.add_task(attention, total=options.steps, loss=math.nan)
     untimed, start = min(UNTIMED_STEPS, options.steps - 1), now(options.device)
-    for step, loss in enumerate(training(ATTENTIONS[attention], text, options)):
+    for step, loss in enumerate(training(attention_of(attention, options), text, options)):
         losses.append(loss)
         if step + 1 == untimed:
             start = now(options.device)
@@ -277,6 +313,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f'--{name}', type=int, help=f'{text}: {small} on a CPU, else {large}')
     parser.add_argument('--head-dim', type=int, default=64, help='64; 128 is usual too')
     parser.add_argument('--heads-kv', type=int, help='default: as many as query heads')
+    parser.add_argument('--context-parallel', type=int, default=1, metavar='N',
+                        help='N processes, started by torchrun, divide each sequence')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--threads', type=int, default=1,
                         help='of a CPU: 1, more are of use to larger models only')
@@ -294,9 +332,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f'expected --d-model {options.d_model} to be a multiple of --head-dim')
     if options.compare is not None:
         options.compare = options.compare or COMPARED
+    if options.context_parallel > 1:
+        if options.compare is not None or options.attention != 'flash_attn3':
+            parser.error('expected --attention flash_attn3 alone with --context-parallel')
+        join(parser, options)
     options.device_name = (
         torch.cuda.get_device_name(options.device) if options.device.type == 'cuda' else 'a CPU')
     return options
+
+
+def join(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Meets the other processes of torchrun."""
+    found = os.environ.get('WORLD_SIZE', '1')
+    if found != str(options.context_parallel):
+        parser.error(f'expected torchrun --nproc-per-node {options.context_parallel}, got {found} '
+                     'process(es)')
+    if options.device.type == 'cuda':
+        options.device = torch.device('cuda', int(os.environ['LOCAL_RANK']))
+        torch.cuda.set_device(options.device)
+    dist.init_process_group('nccl' if options.device.type == 'cuda' else 'gloo')
 
 
 def main() -> None:
@@ -306,15 +360,20 @@ def main() -> None:
         return
     torch.set_num_threads(options.threads)
     text = library_text()
-    print(f'A GPT of {options.layers} layers of {options.d_model} reads {len(text) / 1e6:.1f} MB '
-          f'of Python on {options.device_name}')
+    is_first = options.context_parallel == 1 or dist.get_rank() == 0
+    if is_first:
+        print(f'A GPT of {options.layers} layers of {options.d_model} reads {len(text) / 1e6:.1f} '
+              f'MB of Python on {options.device_name}')
     columns = ('{task.description:12}', BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                TextColumn('loss {task.fields[loss]:.3f}'))
-    with Progress(*columns) as progress:
+    with Progress(*columns, disable=not is_first) as progress:
         runs = {name: train(name, text, options, progress)
                 for name in options.compare or [options.attention]}
-    print_table(runs)
-    write(runs, options)
+    if is_first:
+        print_table(runs)
+        write(runs, options)
+    if options.context_parallel > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == '__main__':

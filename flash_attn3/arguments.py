@@ -77,6 +77,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     # The op that quantises first.
     ('rotation_seed', 'int?', 0, 'quantization'),
     ('block_scales', 'bool', True, 'quantization'),
+    ('rounded_backward', 'bool', False, 'quantization'),
 ))
 
 # Public functions have other names for these.

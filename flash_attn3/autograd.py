@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flash_attn3 import _library, checks, derivatives, fp8, general
+from flash_attn3 import _library, checks, derivatives, fp8, fp8_gradients, general
 from flash_attn3.packing import unpack
 
 _fwd = torch.ops.flash_attn3._fwd.default
@@ -144,13 +144,14 @@ def _setup_general_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Ten
     ctx.set_materialize_grads(False)
 
 
-def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _) -> tuple:
+def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _,
+                      compute: Callable = _bwd_general) -> tuple:
     """Gradients for the inputs of `fwd_general`, of which q, k, v and sinks have one."""
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     arguments = general.put_tensors(ctx.general, tensors)
-    dq, dk, dv, dsinks = first_derivatives(_bwd_general, dout, dlse, q, k, v, out, lse, *arguments,
+    dq, dk, dv, dsinks = first_derivatives(compute, dout, dlse, q, k, v, out, lse, *arguments,
                                             ctx.deterministic)
     none = dict.fromkeys(general.General._fields)
     of_others = none | {'sinks': None if arguments.sinks is None else dsinks}
@@ -193,14 +194,19 @@ class SplitAttention(torch.autograd.Function):
 
 
 # ------------------------------------------------- q, k, v and sinks, quantised on the way forward
-# Straight through: the gradients are those of `bwd_general` for q, k and v as they were given.
+# Straight through: the gradients are those of `bwd_general`, for q, k and v as they were given or
+# rounded.
 def _setup_quantized_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _setup_general_context(ctx, inputs[:len(inputs) - len(fp8.Quantization._fields)], output)
+    count = len(inputs) - len(fp8.Quantization._fields)
+    ctx.quantization = fp8.Quantization(*inputs[count:])
+    _setup_general_context(ctx, inputs[:count], output)
 
 
 def _quantized_backward(ctx, *gradients: Tensor | None) -> tuple:
     """Gradients for the inputs of `fwd_quantized`."""
-    return (*_general_backward(ctx, *gradients), *(None for _ in fp8.Quantization._fields))
+    compute = (functools.partial(fp8_gradients.of_rounded, ctx.quantization)
+               if ctx.quantization.rounded_backward else _bwd_general)
+    return (*_general_backward(ctx, *gradients, compute), *(None for _ in fp8.Quantization._fields))
 
 
 class QuantizedAttention(torch.autograd.Function):

@@ -11,4 +11,5 @@ LIBRARY_PATH = os.environ.get('FLASH_ATTN3_LIBRARY', '')
 
 # '1': read what cu_seqlens, seqused and the lists and tables of a KV cache contain on CUDA devices
 # too, and raise an error for what leaves the tensors. Every call with them then waits for the GPU.
+# Ranks of flash_attn3.distributed compare their arguments.
 CHECK_CONTENTS = os.environ.get('FLASH_ATTN3_CHECKS', '') == '1'

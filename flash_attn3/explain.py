@@ -46,6 +46,9 @@ def _options() -> argparse.Namespace:
                             help='of a cache; default: 0')
     parser.add_argument('--pack-gqa', choices=_PACK_GQA, default='auto', help='default: auto')
     parser.add_argument('--deterministic', action='store_true', help='gradients that repeat')
+    for name, text in (('ring', 'of ring_attention'), ('ulysses', 'of ulysses_attention')):
+        parser.add_argument('--' + name, type=int, default=1,
+                            help=f'GPUs {text}: computed times of a mesh')
     parser.add_argument('--sm-margin', type=int, default=0, help='multiprocessors left to others')
     parser.add_argument('--sm-count', type=int, help='multiprocessors of the GPU; default: 132')
     parser.add_argument('--matrix', action='store_true',
@@ -79,6 +82,21 @@ def _explain_cache(options: argparse.Namespace, shapes: tuple, features: dict) -
                      split_size=options.split_size, **features)
 
 
+def _print_mesh(options: argparse.Namespace, heads_k: int) -> None:
+    """Times on a mesh; nothing of it is measured."""
+    from flash_attn3.distributed import estimate
+    window = options.window_size[0], 0 if options.causal else options.window_size[1]
+    problem = estimate.Problem(options.seqlen_q, options.heads, heads_k, options.head_dim,
+                               options.batch, window)
+    facts = estimate.estimate(problem, estimate.Mesh(options.ring, options.ulysses))
+    print(f'\nmesh           ring {options.ring}, ulysses {options.ulysses}; computed for H100')
+    for name in ('forward', 'backward'):
+        print(f'{name:14} {facts[f"{name}_ms"]:.2f} ms, {facts[f"{name}_share"]:.3f} of one GPU')
+    print(f'messages       {facts["keys_mb"]:.1f} MB of keys and values a GPU, '
+          f'{facts["exchange_mb"]:.1f} MB of exchanges')
+    print(f'balance        {facts["flops_balance"]:.1%} of the FLOPs of the busiest GPU')
+
+
 def main() -> None:
     options = _options()
     if options.matrix:
@@ -105,6 +123,8 @@ def main() -> None:
         _explain_cache(options, shapes, features)
         return
     planning.explain(*shapes, deterministic=options.deterministic, **features)
+    if options.ring * options.ulysses > 1:
+        _print_mesh(options, heads_k)
 
 
 if __name__ == '__main__':

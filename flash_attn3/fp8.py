@@ -22,6 +22,7 @@ from flash_attn3.reference_fp8 import Scales
 
 WIDE_DTYPES = (torch.bfloat16, torch.float16)    # inputs that are quantised, and outputs
 ACCUMULATIONS = ('fast', 'promote')
+BACKWARDS = ('given', 'rounded')
 SEEDS = 1 << 32
 
 
@@ -41,7 +42,7 @@ class Fp8(NamedTuple):
 
 # What follows `Execution` in the schema of `fwd_quantized`. rotation_seed: of the signs; None: no
 # rotation. block_scales: a scale for each 64 rows of q and 384 of k and v; or per sequence and KV
-# head. promote: as in `Fp8`.
+# head. rounded_backward: of the rounded tensors (fp8_gradients.py). promote: as in `Fp8`.
 Quantization = tuple_of('Quantization', __name__, 'quantization', 'promote')
 
 
@@ -51,6 +52,14 @@ def promotes(op: str, fp8_accum: str) -> bool:
     if fp8_accum not in ACCUMULATIONS:
         raise RuntimeError(checks.error(op, "fp8_accum to be 'fast' or 'promote'", repr(fp8_accum)))
     return fp8_accum == 'promote'
+
+
+def rounds_backward(op: str, fp8_backward: str) -> bool:
+    """Whether fp8_backward asks for it."""
+    if fp8_backward not in BACKWARDS:
+        raise RuntimeError(checks.error(op, "fp8_backward to be 'given' or 'rounded'",
+                                        repr(fp8_backward)))
+    return fp8_backward == 'rounded'
 
 
 def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | None,
@@ -234,6 +243,18 @@ def split(arguments: tuple) -> tuple[General, Execution, Quantization]:
     return *general.split(arguments[:end]), Quantization(*arguments[end:])
 
 
+def quantize_inputs(q: Tensor, k: Tensor, v: Tensor, own: General,
+                    quantization: Quantization) -> tuple[Tensor, ...]:
+    """Values and scales of q, then of k and of v."""
+    return _quantize_qkv(q, k, v, own.cu_seqlens_q, own.seqused_q, own.cu_seqlens_k,
+                         own.seqused_k, *blocks_of(quantization), quantization.rotation_seed)
+
+
+def blocks_of(quantization: Quantization) -> tuple[int, int]:
+    """Rows of a block of q, and of k and v."""
+    return (Q_BLOCK, KV_BLOCK) if quantization.block_scales else (PER_HEAD, PER_HEAD)
+
+
 def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
                       *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises q, k and v, and attends. Takes the arguments of the op `fwd_quantized`."""
@@ -247,9 +268,7 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
             checks.check_cuda_contents(q, k, own)
         else:
             checks.check_contents('fwd', q, k, own)
-    blocks = (Q_BLOCK, KV_BLOCK) if quantization.block_scales else (PER_HEAD, PER_HEAD)
-    parts = _quantize_qkv(q, k, v, own.cu_seqlens_q, own.seqused_q, own.cu_seqlens_k,
-                          own.seqused_k, *blocks, quantization.rotation_seed)
+    parts = quantize_inputs(q, k, v, own, quantization)
     values, scales = parts[::2], parts[1::2]
     return _fwd_fp8(*values, *scales, q.dtype == torch.float16, quantization.promote, *own,
                     *execution[:-1])

@@ -92,7 +92,8 @@ def flash_attn_fp8_func(
         softcap: float = 0.0, pack_gqa: bool | None = None, deterministic: bool = False,
         sm_margin: int = 0, return_attn_probs: bool = False, s_aux: Tensor | None = None,
         return_max_logits: bool = False, rotate: bool = True, block_scales: bool = True,
-        seed: int = 0, fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
+        seed: int = 0, fp8_accum: str = 'fast',
+        fp8_backward: str = 'given') -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` that computes in FP8: quantises q, k and v, and attends to the result.
 
     The gradients are computed in the dtype of q from q, k and v as they were given, and from the
@@ -104,6 +105,8 @@ def flash_attn_fp8_func(
         block_scales: a scale for every 64 rows of q and 384 of k and v (default), or one for each
             batch entry and KV head.
         fp8_accum: see `quantize_fp8`; without effect on the CPU.
+        fp8_backward: 'given' (default), or 'rounded': the gradients at q, k and v as e4m3 has them,
+            to which out and lse belong. Slower, and needed where scores are large: docs/fp8.md.
         return_max_logits: as in `flash_attn_func`, on the CPU only.
         softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, deterministic,
             sm_margin, return_attn_probs, s_aux: as in `flash_attn_func`.
@@ -124,7 +127,7 @@ def flash_attn_fp8_func(
                       window_left=left, window_right=right, attention_chunk=attention_chunk,
                       softcap=softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
-    quantization = _quantization(op, rotate, seed, block_scales, fp8_accum)
+    quantization = _quantization(op, rotate, seed, block_scales, fp8_accum, fp8_backward)
     return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)
 
 
@@ -136,13 +139,14 @@ def flash_attn_varlen_fp8_func(
         softcap: float = 0.0, pack_gqa: bool | None = None, deterministic: bool = False,
         sm_margin: int = 0, return_attn_probs: bool = False, s_aux: Tensor | None = None,
         return_max_logits: bool = False, rotate: bool = True, block_scales: bool = True,
-        seed: int = 0, fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
+        seed: int = 0, fp8_accum: str = 'fast',
+        fp8_backward: str = 'given') -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_varlen_func` that computes in FP8, as `flash_attn_fp8_func` does.
 
     Blocks and scales begin anew at each sequence.
 
     Args:
-        rotate, block_scales, seed, fp8_accum: as in `flash_attn_fp8_func`.
+        rotate, block_scales, seed, fp8_accum, fp8_backward: as in `flash_attn_fp8_func`.
         all others: as in `flash_attn_varlen_func`; q, k and v are bfloat16 or float16.
 
     Returns:
@@ -162,13 +166,14 @@ def flash_attn_varlen_fp8_func(
         sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, causal=causal,
         window_left=left, window_right=right, attention_chunk=attention_chunk, softcap=softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
-    quantization = _quantization(op, rotate, seed, block_scales, fp8_accum)
+    quantization = _quantization(op, rotate, seed, block_scales, fp8_accum, fp8_backward)
     return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)
 
 
 def _quantization(op: str, rotate: bool, seed: int, block_scales: bool,
-                  fp8_accum: str) -> Quantization:
-    return Quantization(seed if rotate else None, block_scales, fp8.promotes(op, fp8_accum))
+                  fp8_accum: str, fp8_backward: str) -> Quantization:
+    return Quantization(seed if rotate else None, block_scales,
+                        fp8.rounds_backward(op, fp8_backward), fp8.promotes(op, fp8_accum))
 
 
 def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], general: General,

@@ -105,6 +105,17 @@ def merge_parts(out: Tensor, *parts: Tensor) -> Tensor:
     return _merge_parts_eager(out, *parts)
 
 
+def merge_into(out: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
+    """Merges up to four results, as `merge_states` takes them, into out; gives the LSE. A single
+    one is copied. Without a gradient.
+    """
+    if len(outs) > 1 and _list_is_served(outs, lses):
+        return merge_parts(out, *itertools.chain(*zip(outs, lses)))
+    result, lse = merge_states(outs, lses) if len(outs) > 1 else (outs[0], lses[0])
+    out.copy_(result)
+    return lse
+
+
 def _check(op: str, outs: Tensor, lses: Tensor, ranks: tuple[int, int]) -> None:
     """lses with the heads last."""
     if outs.dim() not in ranks or lses.shape != outs.shape[:-1] or outs.size(0) == 0:

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from benchmarks import (ab, ablation, bench_backward, bench_completions, bench_forward, bench_fp8,
-                        bench_generate, bench_kvcache, bench_quantize, fp8_accuracy, fp8_long,
-                        harness, memory, plot_peers, quantize_cells, search_tiles, shapes, training)
+                        bench_generate, bench_kvcache, bench_quantize, bench_ring, fp8_accuracy,
+                        fp8_long, harness, memory, plot_peers, quantize_cells, search_tiles, shapes,
+                        sustained, training)
 from build_tools import toolchain
 from flash_attn3 import bench, flash_attn_func
 from flash_attn3.bench import Shape
@@ -67,6 +68,20 @@ def test_fp8(tmp_path, capsys):
         assert cell['ratios'] == {r['name']: pytest.approx(wide['ms'] / r['ms']) for r in fp8}
 
 
+def test_sustained(tmp_path, capsys):
+    """Its results; and power, between two moves of a counter that moves now and then."""
+    record, _ = run(sustained.main, tmp_path, *TURNS, '--seconds', '0.01')
+    for cell in record['cells']:
+        assert tuple(one['name'] for one in cell['results']) == sustained.KINDS
+        for one in cell['results']:
+            assert one['tflops'] == pytest.approx(one['flops'] / one['ms'] / 1e9)
+            assert not one['wrong'] and one['turn_ms'] > 0 and one['watts'] is None
+    joules = [0, 0, 60, 60, 60, 130, 130]
+    assert sustained.watts_of([(0.1 * i, x) for i, x in enumerate(joules)]) == pytest.approx(
+        70 / 0.3)
+    assert sustained.watts_of([(0, 5), (1, 5), (2, 6)]) is None
+
+
 def test_quantize(tmp_path, capsys):
     record, _ = run(bench_quantize.main, tmp_path, *TURNS)
     for cell in record['cells']:
@@ -102,6 +117,18 @@ def test_kvcache(tmp_path, capsys):
     assert bench_kvcache.main([*QUICK, '--host', '--out', str(tmp_path)]) == 0
     host = json.loads((tmp_path / 'kvcache_host_cpu.json').read_text())
     assert all(one['host_us'] > 0 for cell in host['cells'] for one in cell['results'])
+
+
+def test_ring(tmp_path, monkeypatch):
+    """Two processes with gloo; and the plot."""
+    monkeypatch.setenv('GLOO_SOCKET_IFNAME', 'lo')
+    record, _ = run(bench_ring.main, tmp_path, '--rounds', '1', '--seqlens', '32', '--contenders',
+                    'one GPU', 'ring', 'plain ring')
+    assert record['settings']['ranks'] == 2
+    for result in record['cells'][0]['results']:
+        assert result['forward_ms'] > 0 and result['both_ms'] > 0
+    assert not bench_ring.main(['--scaling', str(tmp_path / 'scaling.png')])
+    assert is_plot(tmp_path / 'scaling.png')
 
 
 def test_completions(tmp_path, capsys):

@@ -1,25 +1,25 @@
 """Prefill of MLA models, head dims (192, 128), with the keys in chunks: one call gives the same."""
 from __future__ import annotations
 
+import runpy
+
 import torch
 
 from flash_attn3 import flash_attn_varlen_func, merge_states, reference
 
 from tests import compare
 from tests.cpu.cached import starts
-from tests.cpu.test_docs import examples
+from tests.cpu.test_docs import ROOT
 
 SCALE = 192 ** -0.5
 
 
-def test_example_of_the_page():
-    """The code of docs/inference.md against float64, with the keys that the code itself makes; out
+def test_example():
+    """examples/mla_prefill.py against float64, with the keys that the code itself makes; out
     is float32, so nothing but the parts' own rounding is in it.
     """
-    code = next(code for page, code in examples() if page == 'inference.md' and 'latents' in code)
     torch.manual_seed(0)
-    found = {}
-    exec(code.replace('torch.cuda.is_available()', 'False'), found)
+    found = runpy.run_path(str(ROOT / 'examples/mla_prefill.py'))
     names = ('latents', 'rotary', 'up', 'q', 'context', 'new', 'heads')
     latents, rotary, up, q, context, new, heads = (found[name] for name in names)
     k, v = (latents @ up).unflatten(-1, (heads, 256)).split(128, dim=-1)

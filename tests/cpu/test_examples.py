@@ -104,6 +104,21 @@ def test_the_comparison(tmp_path):
     assert (tmp_path / 'run.png').read_bytes().startswith(b'\x89PNG')
 
 
+def test_context_parallel(tmp_path):
+    """Two processes, a length that does not divide, 30 steps: the losses of one."""
+    losses = []
+    for ranks in (1, 2):
+        output = tmp_path / str(ranks)
+        start = ['-m', 'torch.distributed.run', '--nproc-per-node', '2'] * (ranks == 2)
+        run(*start, 'examples/train_gpt.py', *TINY, '--seqlen', '45', '--steps', '30', '--output',
+            str(output), *['--context-parallel', '2'] * (ranks == 2))
+        record = json.loads(output.with_suffix('.json').read_text())
+        losses.append(record['runs']['flash_attn3']['losses'])
+    for one, two in zip(*losses, strict=True):
+        assert abs(one - two) < BF16_ROUNDOFF * one / TOKENS ** 0.5
+    assert losses[1][-1] < 0.9 * losses[1][0]
+
+
 def test_generate(capsys):
     """More requests than places and pages; the same text with the cache as without."""
     generate.main([*TINY, '--steps', '10', '--requests', '6', '--running', '4', '--every', '1',

@@ -85,7 +85,9 @@ def test_opcheck_fwd_fp8(kind, granularity, max_logits):
                for x, copy in zip(arguments, copies) if isinstance(x, Tensor) and x.numel())
 
 
-@pytest.mark.parametrize('quantization', [Quantization(), Quantization(None, False, True)], ids=str)
+@pytest.mark.parametrize('quantization', [
+    Quantization(), Quantization(None, False, False, True), Quantization(3, rounded_backward=True),
+    Quantization(None, False, True)], ids=str)
 @pytest.mark.parametrize('requires_grad', [False, True])
 @KINDS
 def test_opcheck_fwd_quantized(kind, requires_grad, quantization):

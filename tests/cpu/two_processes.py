@@ -1,4 +1,4 @@
-"""Two processes on a mesh, for the tests of parallel training: started once, used by many."""
+"""Two processes on a mesh, or more, for the tests of parallel training: started once."""
 from __future__ import annotations
 
 import datetime
@@ -17,13 +17,14 @@ COUNT = 2
 _TIMEOUT_S = 60
 
 
-def _serve(rank: int, backend: str, rendezvous: str, connection: Connection) -> None:
+def _serve(rank: int, count: int, backend: str, rendezvous: str,
+           connection: Connection) -> None:
     """Runs what it is sent, until that is None; answers with a traceback, or ''."""
     torch.set_num_threads(1)
     if backend == 'nccl':
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f'file://{rendezvous}', rank=rank,
-                            world_size=COUNT,
+                            world_size=count,
                             timeout=datetime.timedelta(seconds=_TIMEOUT_S // 2))
     while (work := connection.recv()) is not None:
         function, arguments = work
@@ -38,17 +39,17 @@ def _serve(rank: int, backend: str, rendezvous: str, connection: Connection) -> 
 
 
 class Pair:
-    """Two such processes, with gloo on the CPU or with NCCL on a GPU each. After a failure the next
-    call starts new ones.
+    """Two such processes or another number, with gloo on the CPU or with NCCL on a GPU each. After
+    a failure the next call starts new ones.
     """
 
-    def __init__(self, backend: str = 'gloo'):
-        self._backend = backend
+    def __init__(self, backend: str = 'gloo', count: int = COUNT):
+        self._backend, self._count = backend, count
         self._processes: list = []
         self._connections: list[Connection] = []
 
     def run(self, function: Callable, *arguments) -> None:
-        """function(rank, *arguments) in both, with the same seed; fails with their tracebacks."""
+        """function(rank, *arguments) in all, with the same seed; fails with their tracebacks."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -69,9 +70,9 @@ class Pair:
     def _start(self) -> None:
         context = multiprocessing.get_context('spawn')
         folder = Path(tempfile.mkdtemp())
-        for rank in range(COUNT):
+        for rank in range(self._count):
             mine, theirs = context.Pipe()
-            arguments = rank, self._backend, str(folder / 'meet'), theirs
+            arguments = rank, self._count, self._backend, str(folder / 'meet'), theirs
             process = context.Process(target=_serve, args=arguments)
             process.start()
             self._processes.append(process)

@@ -4,6 +4,7 @@ scales, mask and layout; packed sequences; what is refused.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -15,7 +16,10 @@ from torch.library import opcheck
 import flash_attn3
 from benchmarks.fp8_accuracy import BLOCKS
 from flash_attn3 import (flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
-                         flash_attn_varlen_fp8_func, flash_attn_varlen_func, reference_fp8)
+                         flash_attn_varlen_fp8_func, flash_attn_varlen_func, fp8_gradients,
+                         reference_fp8)
+from flash_attn3.fp8 import Quantization
+from flash_attn3.general import General
 from flash_attn3.quantize import KV_BLOCK, Q_BLOCK
 from flash_attn3.reference import Inputs
 from flash_attn3.reference_fp8 import Scales
@@ -498,20 +502,35 @@ def test_in_one_call(case, dtype, block_scales, device):
     check_same(got, call.run(out_dtype=tensors.inputs.q.dtype))
 
 
+@pytest.mark.parametrize('fp8_backward', ['given', 'rounded'])
 @pytest.mark.parametrize('case', [DENSE, PACKED], ids=['dense', 'packed'])
-def test_gradients_are_those_of_bf16(case, device):
-    """Straight through: gradients of the given inputs, with the out and lse of FP8."""
+def test_gradients_are_those_of_bf16(case, fp8_backward, device):
+    """Straight through: gradients of the given or rounded inputs, with the out and lse of FP8."""
     if device.type == 'cuda' and 'BwdBf16D64Causal' not in flash_attn3.built_variants():
         pytest.skip('BwdBf16D64Causal not in this build')
     tensors = dataclasses.replace(case, causal=True).tensors(device)
     leaves = [x.requires_grad_() for x in tensors.inputs[:3]]
     function, wide = ((flash_attn_varlen_fp8_func, flash_attn_varlen_func) if case.is_packed else
                       (flash_attn_fp8_func, flash_attn_func))
+    function = functools.partial(function, fp8_backward=fp8_backward)
     results = [one(*leaves, **tensors.lists, causal=True) for one in (function, wide)]
     got, expected = (torch.autograd.grad(out, leaves, tensors.dout) for out in results)
     for one, other in zip(got, expected):
         distance = (one.float() - other.float()).norm() / other.float().norm()
         assert one.isfinite().all() and distance < 0.1
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('seed', [None, 3])
+def test_rounded_inputs_are_those_of_the_cpu(seed, dtype, device):
+    """Each rounded to 16 bits, at most twice."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 400, heads, dim, generator=generator).to(dtype)
+              for heads, dim in ((4, 96), (2, 96), (2, 64))]
+    results = [fp8_gradients.round_inputs(*(x.to(place) for x in inputs), General(),
+                                          Quantization(seed)) for place in (device, 'cpu')]
+    for one, other in zip(*results):
+        torch.testing.assert_close(one.cpu(), other, rtol=2 * torch.finfo(dtype).eps, atol=2e-5)
 
 
 # ------------------------------------------------------------------------------------------ refused

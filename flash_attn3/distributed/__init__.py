@@ -1,0 +1,11 @@
+"""Attention over several ranks, each of which holds a part of the sequence: context parallelism.
+
+    out = flash_attn3.distributed.ring_attention(q, k, v, causal=True)    # rows of this rank
+
+On torch.distributed: NCCL for GPUs, gloo for CPU tensors.
+"""
+from flash_attn3.distributed.ring import ring_attention
+from flash_attn3.distributed.sharding import positions, shard, shard_batch, unshard
+from flash_attn3.distributed.ulysses import ulysses_attention
+
+__all__ = ['positions', 'ring_attention', 'shard', 'shard_batch', 'ulysses_attention', 'unshard']

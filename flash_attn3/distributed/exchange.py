@@ -1,0 +1,164 @@
+"""Messages between the ranks of a group, which travel while attention runs.
+
+On CUDA they are started on a stream of their own, and NCCL moves them on another: neither waits for
+the attention that was launched before. On the CPU gloo has threads for them. A dead or late peer
+ends in the time limit of the process group; the error then names the peer.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from flash_attn3 import checks
+from flash_attn3.distributed.tiles import Plan, Step
+
+_HINT = ('a rank failed, or its arguments differ: look at the log of each, and set '
+         'FLASH_ATTN3_CHECKS=1 to compare arguments before every call')
+_met: set[dist.ProcessGroup] = set()    # groups in which all ranks have communicated
+
+
+def group_of(name: str) -> dist.ProcessGroup | None:
+    """The process group of this name; None for '', a group of this rank alone."""
+    return _resolve_process_group(name) if name else None
+
+
+def named(op: str, group: dist.ProcessGroup | DeviceMesh | None) -> tuple[str, int, int]:
+    """The name of a process group, of a mesh of one axis, or of the group of all ranks (None); the
+    rank of this process in it, and how many there are.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(checks.error(op, 'a process group', 'none in this process',
+                                        'call torch.distributed.init_process_group first'))
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    return group.group_name, group.rank(), group.size()
+
+
+def place_of(name: str) -> tuple[int, int]:
+    """The same of a group by its name: this rank, and how many there are."""
+    group = group_of(name)
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+@contextmanager
+def peers_named(op: str, peers: Sequence[int] | str) -> Iterator[None]:
+    """An error of the process group in it says with whom this rank communicated."""
+    try:
+        yield
+    except RuntimeError as error:    # DistBackendError and the other errors of c10d are such
+        text = peers if isinstance(peers, str) else f'ranks {sorted(set(peers))} of the group'
+        raise RuntimeError(checks.error(op, f'an answer of {text} within the time limit of the '
+                                        'process group', f'"{error}"', _HINT)) from error
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """On which messages start."""
+    return torch.cuda.Stream(device)
+
+
+class Link:
+    """Messages of one call of an op in a group. Ranks are numbered as in the group."""
+
+    def __init__(self, op: str, name: str, device: torch.device):
+        self._op, self._group = op, group_of(name)
+        self._is_cuda = device.type == 'cuda'
+        self._stream = side_stream(device) if self._is_cuda else None
+        self._wait()
+        if self._is_cuda and self._group is not None and self._group not in _met:
+            # NCCL wants all ranks in the first communication; few may exchange under a window.
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+            _met.add(self._group)
+
+    def _wait(self) -> None:
+        """What starts from here on waits for what has been launched."""
+        if self._is_cuda:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def start(self, kind: int, sent: Sequence[Tensor], target: int,
+              expected: Sequence[tuple[int, ...]], source: int, like: Tensor) -> Message:
+        """Sends tensors to target; expects tensors of these shapes, and the dtype of `like`, from
+        source. kind: 0 for keys, which are there before the call, 1 for what it computes.
+        """
+        if kind:
+            self._wait()
+        with torch.cuda.stream(self._stream) if self._is_cuda else nullcontext():
+            sent = [x.contiguous() for x in sent]
+            received = [like.new_empty(shape) for shape in expected]
+            works = [dist.P2POp(dist.isend, x, group=self._group, group_peer=target) for x in sent]
+            works += [dist.P2POp(dist.irecv, x, group=self._group, group_peer=source)
+                      for x in received]
+            with peers_named(self._op, (source, target)):
+                works = dist.batch_isend_irecv(works) if works else []
+        return Message(self._op, works, sent, received, (source, target))
+
+
+class Message:
+    """Tensors on their way."""
+
+    def __init__(self, op: str, works: list, sent: list[Tensor], received: list[Tensor],
+                 peers: tuple[int, int]):
+        self._op, self._works, self._peers = op, works, peers
+        self._sent, self._received = sent, received
+
+    def wait(self) -> list[Tensor]:
+        """The tensors that came. The current stream waits for them, on the CPU the caller."""
+        with peers_named(self._op, self._peers):
+            for work in self._works:
+                work.wait()
+        for x in (*self._sent, *self._received):
+            if x.is_cuda:    # its memory belongs to the side stream
+                x.record_stream(torch.cuda.current_stream(x.device))
+        self._works, self._sent = [], []
+        return self._received
+
+
+def rows_of(x: Tensor, rows: tuple[int, int]) -> Tensor:
+    """Some rows of a (batch, rows, heads, head_dim)."""
+    return x[:, rows[0]:rows[1]]
+
+
+def travel(link: Link, plan: Plan, tensors: tuple[Tensor, ...]) -> Iterator[
+        tuple[Step, Sequence[Tensor]]]:
+    """Each step with its keys and values; those of the next are on their way meanwhile.
+
+    tensors: k and v of this rank. Those of step s come from the rank s before it.
+    """
+    def start(step: Step) -> Message:
+        sent = [] if step.sent is None else [rows_of(x, step.sent) for x in tensors]
+        shapes = [] if step.keys is None else [
+            (x.size(0), step.keys[1] - step.keys[0], *x.shape[2:]) for x in tensors]
+        return link.start(0, sent, step.target, shapes, step.source, tensors[0])
+
+    first, *others = plan.steps
+    pending = start(others[0]) if others else None
+    yield first, [] if first.keys is None else [rows_of(x, first.keys) for x in tensors]
+    for step, following in zip(others, [*others[1:], None]):
+        received = pending.wait()
+        pending = None if following is None else start(following)
+        yield step, received
+
+
+def all_gather(op: str, x: Tensor, name: str) -> list[Tensor]:
+    """x of all ranks of a group, of the same shape in each."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format)
+             for _ in range(place_of(name)[1])]
+    with peers_named(op, 'all ranks of the group'):
+        dist.all_gather(parts, x.contiguous(), group=group_of(name))
+    return parts
+
+
+def all_to_all(op: str, x: Tensor, name: str) -> Tensor:
+    """x[i] goes to rank i, and what comes from rank i stands at i."""
+    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    with peers_named(op, 'all ranks of the group'):
+        dist.all_to_all_single(result, x.contiguous(), group=group_of(name))
+    return result

@@ -1,0 +1,435 @@
+"""Attention of a sequence whose rows are divided among the ranks of a group.
+
+Step s of a rank is attention of its queries on the keys of the rank s before it, which travel while
+step s - 1 runs. Only rows that the other rank sees are sent. Results are merged by their LSE
+(merging.py), four at a time, so that a result of N ranks is rounded 1 + log4 N times. The backward
+goes the same way: `bwd_general`, given out and LSE of all keys, computes the part of a step; the
+gradients of keys travel straight back to their rank, which adds them in float32, in the order of
+the steps.
+
+Sources: Ring Attention (arXiv 2310.01889); the merge by LSE of FlashAttention-2 (arXiv 2307.08691,
+3.1). The messages go from rank to rank directly, not around the ring: the same bytes a step, and
+ranks that see nothing of each other exchange nothing.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flash_attn3 import _library, autograd, checks, derivatives, merging, reference, sharding
+from flash_attn3.distributed import agreement, exchange
+from flash_attn3.distributed.tiles import Call, Layout, Plan, Step, plan_of
+from flash_attn3.general import General
+
+_OP = 'ring_attention'
+_fwd_general = torch.ops.flash_attn3._fwd_general.default
+_bwd_general = torch.ops.flash_attn3.bwd_general.default
+
+
+class Ring(NamedTuple):
+    """What follows q, k, v, sinks and cu_seqlens in the schemas. seqlen -1: all rows. group: the
+    name of a process group, '' for none.
+    """
+    group: str
+    softmax_scale: float
+    window_left: int = -1
+    window_right: int = -1
+    softcap: float = 0.0
+    seqlen: int = -1
+    zigzag: bool = True
+    deterministic: bool = False
+
+
+_ARGUMENTS = ('Tensor? sinks, Tensor? cu_seqlens, str group, float softmax_scale, '
+              'SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, '
+              'SymInt seqlen=-1, bool zigzag=True, bool deterministic=False')
+LIBRARY = torch.library.Library('flash_attn3', 'FRAGMENT')
+LIBRARY.define(f'fwd_ring(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)',
+               tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define('bwd_ring(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, '
+               f'Tensor lse, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)',
+               tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def ring_attention(
+        q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None,
+        softmax_scale: float | None = None, causal: bool = False,
+        window_size: Sequence[int] | Tensor = (-1, -1), softcap: float = 0.0,
+        s_aux: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
+        seqlen: int | None = None, zigzag: bool = True, deterministic: bool = False,
+        return_attn_probs: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attn_func` of a sequence of which each rank of a group holds a part of the rows.
+
+    All ranks call it, each with the rows that `shard` gives it, and get the rows of the result.
+    Communication runs next to attention. Memory a rank: that of `flash_attn_func` on its rows, the
+    keys and values of two other ranks, up to 3 log4(ranks) partial results, in the backward
+    gradients in float32. It is one op, also under `torch.compile`, without a graph break.
+
+    Args:
+        q: (batch, rows, heads_q, head_dim), or (rows, heads_q, head_dim); dtypes, head dims and
+            strides as in `flash_attn_func`, here on the CPU (gloo) or a Hopper GPU (NCCL).
+        k, v: likewise with heads_k, which divides heads_q; the same rows as q.
+        group: whose ranks hold the rows, in their order; a mesh of one axis is taken too. Default:
+            all ranks.
+        seqlen: rows of the whole sequence. The others, at its end, are padding: never read, and
+            there out is 0, lse -inf, and the gradients 0. Default: as many as all ranks have.
+        zigzag: ranks hold two chunks each, as `shard` does it, which balances causal attention;
+            False: one. Default True; the rows of a rank are even then.
+        cu_seqlens: with three dimensions: where the sequences of the whole stream begin, and the
+            end of the last, as in `flash_attn_varlen_func`: numbers, or a tensor of them; one on a
+            GPU is read at each call, which waits for it. Behind the last is padding. Ranks that
+            share no sequence exchange nothing. Default: one sequence.
+        softmax_scale, causal, window_size, softcap, s_aux: as in `flash_attn_func`, of the whole
+            sequence.
+        deterministic: as in `flash_attn_func`; here the gradients of q, k and v repeat. The forward
+            always does.
+        return_attn_probs: also return lse. Default False.
+
+    Returns:
+        out, of the shape of q with the head_dim of v, or (out, lse), where lse is (batch, heads_q,
+        rows), or (heads_q, rows), float32 (float64 for float64). Gradients of q, k, v and s_aux;
+        that of s_aux is the part of the rows of this rank, as that of any weight.
+
+    Raises:
+        RuntimeError: a wrong rank, shape, dtype, device or number on this rank; with
+            FLASH_ATTN3_CHECKS=1 on any rank, also where ranks differ, and then on all of them. No
+            process group. A peer that does not answer within the group's time limit.
+        NotImplementedError: DTensors; derivatives as in `flash_attn_func`.
+
+    Example:
+        >>> mine = flash_attn3.distributed.shard(tokens)    # (batch, seqlen) -> (batch, rows)
+        >>> out = flash_attn3.distributed.ring_attention(*project(mine), causal=True)
+    """
+    name, *_ = exchange.named(_OP, group)
+    return attend_in_group(_OP, (q, k, v), name, dict(
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        s_aux=s_aux, cu_seqlens=cu_seqlens, seqlen=seqlen, zigzag=zigzag,
+        deterministic=deterministic), return_attn_probs)
+
+
+def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str, options: dict,
+                    return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """The same in the group of this name. options: the other arguments of `ring_attention`."""
+    q, k, v = tensors
+    sharding.reject(op, q)
+    derivatives.reject_of_scalars(op, options['softmax_scale'], options['softcap'])
+    is_packed = q.dim() == 3
+    starts = options['cu_seqlens']
+    if not (q.dim() == k.dim() == v.dim() and q.dim() in (3, 4)) or (
+            starts is not None and not is_packed):
+        raise RuntimeError(checks.error(
+            op, 'q, k and v of 4 dimensions (batch, rows, heads, head_dim), or of 3 without batch, '
+            'as cu_seqlens wants it', f'{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}'))
+    if starts is not None and not isinstance(starts, Tensor):
+        starts = torch.tensor(starts, dtype=torch.int32)
+    left, right = checks.window_sides(options['window_size'])
+    if is_packed:
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    seqlen = options['seqlen']
+    own = Ring(group, _library.softmax_scale_of(q, options['softmax_scale']), left,
+               0 if options['causal'] else right, options['softcap'],
+               -1 if seqlen is None else seqlen, options['zigzag'],
+               checks.wants_determinism(options['deterministic']))
+    out, lse = torch.ops.flash_attn3.fwd_ring(q, k, v, checks.sinks_of(options['s_aux'], q), starts,
+                                              *own)
+    if is_packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+# ----------------------------------------------------------------------------- checks and the plan
+def _starts_of(cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
+    return None if cu_seqlens is None else tuple(cu_seqlens.tolist())
+
+
+def _plan(q: Tensor, own: Ring, starts: tuple[int, ...] | None) -> Plan:
+    rank, ranks = exchange.place_of(own.group)
+    rows = q.size(1)
+    seqlen = ranks * rows if own.seqlen == -1 else own.seqlen
+    return plan_of(Layout(ranks, rows, seqlen, own.zigzag), rank,
+                   (own.window_left, own.window_right), starts)
+
+
+def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, own: Ring) -> str:
+    """What is wrong with the arguments of this rank, or ''."""
+    q, k, v = (tensors[name] for name in 'qkv')
+    if q.is_cuda and not _library.kernels_serve(q.device):
+        return checks.error(_OP, 'a Hopper GPU and its kernels, or CPU tensors', str(q.device),
+                            _library.KERNELS_MISSING)
+    if text := checks.problem_text(dict(q=q, k=k, v=v), General(
+            sinks=tensors['s_aux'], softmax_scale=own.softmax_scale, window_left=own.window_left,
+            window_right=own.window_right, softcap=own.softcap)):
+        return text
+    rows, all_rows = q.size(1), exchange.place_of(own.group)[1] * q.size(1)
+    if k.size(1) != rows:
+        return checks.error(_OP, f'k and v of as many rows as q, {rows}', str(k.size(1)))
+    if own.zigzag and rows % 2:
+        return checks.error(_OP, 'an even number of rows', str(rows),
+                            'flash_attn3.distributed.shard pads them; or zigzag=False')
+    if not -1 <= own.seqlen <= all_rows:
+        return checks.error(_OP, f'seqlen of up to {all_rows}, the rows of all ranks',
+                            str(own.seqlen))
+    problem = None if starts is None else checks.sequences_problem('q', list(starts), [], all_rows)
+    return checks.error(_OP, *(text.replace('seqlens_q', 'seqlens').replace(
+        'the rows of q', 'the rows of all ranks') for text in problem)) if problem else ''
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: tuple[int, ...] | None,
+           own: Ring) -> None:
+    tensors = dict(q=q, k=k, v=v, s_aux=sinks)
+    window = {'causal or window_size': (own.window_left, own.window_right)}
+    scalars = {name: value for name, value in own._asdict().items()
+               if name not in ('group', 'window_left', 'window_right')} | window
+    scalars['cu_seqlens'] = starts
+    agreement.check(_OP, own.group, _problem(tensors, starts, own),
+                    agreement.facts_of(tensors, scalars))
+
+
+# ------------------------------------------------------------------------------------ one call
+def _cut(x: Tensor, rows: tuple[int, int], call: Call) -> Tensor:
+    """Rows of a (batch, rows, heads, head_dim); without the batch, of one, for several tiles."""
+    x = exchange.rows_of(x, rows)
+    return x[0] if len(call.tiles) > 1 else x
+
+
+def _cut_lse(x: Tensor | None, call: Call) -> Tensor | None:
+    """The same of a (batch, heads, rows)."""
+    if x is None:
+        return None
+    x = x[..., slice(*call.rows)]
+    return x[0] if len(call.tiles) > 1 else x
+
+
+def _cut_keys(keys: Sequence[Tensor], step: Step, call: Call) -> list[Tensor]:
+    """From the keys and values of a step."""
+    rows = tuple(row - step.keys[0] for row in call.keys)
+    return [_cut(x, rows, call) for x in keys]
+
+
+def _general(call: Call, own: Ring, sinks: Tensor | None, device: torch.device) -> General:
+    """A sink enters once, where a query meets its own key."""
+    tile = call.tiles[0]
+    lists = _lists(call, device) if len(call.tiles) > 1 else {}
+    return General(sinks=sinks if tile.is_own else None, softmax_scale=own.softmax_scale,
+                   window_left=tile.left, window_right=tile.right, softcap=own.softcap, **lists)
+
+
+@lru_cache(maxsize=256)
+def _lists(call: Call, device: torch.device) -> dict[str, Tensor | int]:
+    """Tiles as sequences of a packed call; between them may be rows of none."""
+    lists = {}
+    for name, ends in (('q', [tile[0:2] for tile in call.tiles]),
+                       ('k', [tile[2:4] for tile in call.tiles])):
+        sizes = [end - begin for begin, end in ends]
+        starts = [begin - ends[0][0] for begin, _ in ends] + [ends[-1][1] - ends[0][0]]
+        lists[f'cu_seqlens_{name}'] = torch.tensor(starts, dtype=torch.int32, device=device)
+        if sum(sizes) < starts[-1]:
+            lists[f'seqused_{name}'] = torch.tensor(sizes, dtype=torch.int32, device=device)
+        lists[f'max_seqlen_{name}'] = max(sizes)
+    return lists
+
+
+# -------------------------------------------------------------------------------------- the forward
+class _Parts:
+    """Results over parts of the keys, merged by cells: ranges of rows that calls cover as a whole.
+
+    Four of one level become one of the next: at most three wait in each.
+    """
+
+    def __init__(self, plan: Plan, rows: int):
+        self._of_cell: dict[tuple[int, int], list] = {cell: [] for cell in plan.cells}
+        self._rows = rows
+
+    def add(self, rows: tuple[int, int], out: Tensor, lse: Tensor) -> None:
+        """out (batch, rows, heads, head_dim) and lse (batch, heads, rows) of these rows."""
+        for cell, parts in self._of_cell.items():
+            if rows[0] <= cell[0] and cell[1] <= rows[1]:
+                first, end = (row - rows[0] for row in cell)
+                parts.append((0, out[:, first:end], lse[..., first:end]))
+                while len(parts) >= merging.MOST_PARTS and parts[-1][0] == parts[-4][0]:
+                    level, *last = parts[-1][0] + 1, *parts[-4:]
+                    parts[-4:] = [(level, *merging.merge_states(*zip(*(x[1:] for x in last))))]
+
+    def result(self, out: Callable[[], Tensor], lse: Callable[[], Tensor]) -> tuple[
+            Tensor, Tensor]:
+        """For all rows. out, lse: make what is written into, where it is not a part itself."""
+        for parts in self._of_cell.values():
+            while len(parts) > merging.MOST_PARTS:    # the highest level stands first
+                parts[-4:] = [(0, *merging.merge_states(*zip(*(x[1:] for x in parts[-4:]))))]
+        if list(self._of_cell) == [(0, self._rows)]:
+            outs, lses = zip(*(x[1:] for x in self._of_cell[0, self._rows]))
+            return merging.merge_states(outs, lses) if len(outs) > 1 else (outs[0], lses[0])
+        out, lse = out(), lse()
+        for (first, end), parts in self._of_cell.items():
+            outs, lses = zip(*(x[1:] for x in parts))
+            lse[..., first:end] = merging.merge_into(out[:, first:end], outs, lses)
+        return out, lse
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None,
+             *arguments) -> tuple[Tensor, Tensor]:
+    """The op `fwd_ring` on CPU and CUDA tensors."""
+    own = Ring(*arguments)
+    starts = _starts_of(cu_seqlens)
+    _check(q, k, v, sinks, starts, own)
+    plan = _plan(q, own, starts)
+    parts, link = _Parts(plan, q.size(1)), exchange.Link(_OP, own.group, q.device)
+    for step, keys in exchange.travel(link, plan, (k, v)):
+        for call in step.calls:
+            out, lse, _ = _fwd_general(_cut(q, call.rows, call), *_cut_keys(keys, step, call),
+                                       *_general(call, own, sinks, q.device))
+            if len(call.tiles) > 1:
+                out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+            parts.add(call.rows, out, lse)
+    batch, rows, heads, _ = q.shape
+    return parts.result(
+        lambda: q.new_zeros((batch, rows, heads, v.size(3))),
+        lambda: q.new_full((batch, heads, rows), -math.inf, dtype=reference.lse_dtype(q.dtype)))
+
+
+# ------------------------------------------------------------------------------------ the backward
+class _Total:
+    """The sum of gradients of some of the rows of a tensor. Two parts are added in its dtype, for
+    which torch rounds once; more in float32.
+    """
+
+    def __init__(self, x: Tensor, has_two: bool):
+        self._x, self._total = x, None
+        self._dtype = x.dtype if has_two else reference.wide_dtype(x.dtype)
+
+    def add(self, rows: tuple[int, int], part: Tensor) -> None:
+        """The first part may be changed later."""
+        if self._total is None and part.size(1) == self._x.size(1):
+            self._total = part.to(self._dtype)
+            return
+        if self._total is None:
+            self._total = self._x.new_zeros(self._x.shape, dtype=self._dtype)
+        exchange.rows_of(self._total, rows).add_(part)
+
+    def result(self) -> Tensor:
+        if self._total is None:
+            return self._x.new_zeros(self._x.shape)
+        return self._total.to(self._x.dtype)
+
+
+class _KeyGradients:
+    """dk and dv of this rank, and those of other ranks' keys on their way to them."""
+
+    def __init__(self, link: exchange.Link, tensors: tuple[Tensor, Tensor],
+                 has_two: bool):
+        self._totals = [_Total(x, has_two) for x in tensors]
+        self._link, self._like, self._pending, self._rows = link, tensors, None, None
+
+    def add(self, rows: tuple[int, int] | None, gradients: Sequence[Tensor]) -> None:
+        for total, part in zip(self._totals, gradients):
+            total.add(rows, part)
+
+    def send(self, step: Step, gradients: Sequence[Tensor]) -> None:
+        """Those of the step's keys go to their rank, as those of own keys come from another."""
+        self.take()
+        shapes = [] if step.sent is None else [
+            (x.size(0), step.sent[1] - step.sent[0], *x.shape[2:]) for x in self._like]
+        self._rows = step.sent
+        self._pending = self._link.start(1, gradients, step.source, shapes, step.target,
+                                         self._like[0])
+
+    def take(self) -> None:
+        """What is on its way."""
+        if self._pending is not None:
+            self.add(self._rows, self._pending.wait())
+        self._pending = None
+
+    def result(self) -> list[Tensor]:
+        self.take()
+        return [total.result() for total in self._totals]
+
+
+def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+              lse: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None,
+              *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The op `bwd_ring` on CPU and CUDA tensors."""
+    own = Ring(*arguments)
+    plan = _plan(q, own, _starts_of(cu_seqlens))
+    has_two = len(plan.steps) <= 2 and all(len(step.calls) <= 1 for step in plan.steps)
+    link = exchange.Link(_OP, own.group, q.device)
+    dq, of_keys = _Total(q, has_two), _KeyGradients(link, (k, v), has_two)
+    dsinks = lse.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
+    for step, keys in exchange.travel(link, plan, (k, v)):
+        parts = []
+        for call in step.calls:
+            general = _general(call, own, sinks, q.device)
+            *part, dsinks_part = _bwd_general(
+                _cut(dout, call.rows, call), _cut_lse(dlse, call), _cut(q, call.rows, call),
+                *_cut_keys(keys, step, call), _cut(out, call.rows, call), _cut_lse(lse, call),
+                *general, own.deterministic)
+            dq_part, *part = (x if x.dim() == 4 else x.unsqueeze(0) for x in part)
+            dq.add(call.rows, dq_part)
+            parts.append((call.keys, part))
+            if general.sinks is not None:
+                dsinks.add_(dsinks_part)
+        gradients = _sum(parts, step, keys)
+        if step is plan.steps[0]:
+            of_keys.add(step.keys, gradients)
+        else:
+            of_keys.send(step, gradients)
+    return dq.result(), *of_keys.result(), dsinks
+
+
+def _sum(parts: list[tuple[tuple[int, int], list[Tensor]]], step: Step,
+         keys: Sequence[Tensor]) -> list[Tensor]:
+    """dk and dv of the keys of a step, (batch, rows, heads_k, head_dim), from those of its calls
+    with their rows.
+    """
+    if len(parts) == 1:
+        return parts[0][1]
+    wide = [torch.zeros_like(x, dtype=reference.wide_dtype(x.dtype)) for x in keys]
+    for (first, end), gradients in parts:
+        for total, part in zip(wide, gradients):
+            total[:, first - step.keys[0]:end - step.keys[0]].add_(part)
+    return [total.to(x.dtype) for total, x in zip(wide, keys)]
+
+
+# ----------------------------------------------------------------------------------------- the ops
+def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, cu_seqlens, *arguments = inputs
+    ctx.own = Ring(*arguments)
+    ctx.save_for_backward(q, k, v, *output, sinks, cu_seqlens)
+    ctx.set_materialize_grads(False)
+
+
+def _formula(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
+    """Gradients for the inputs of `fwd_ring`."""
+    *tensors, sinks, cu_seqlens = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(tensors[3])
+    *gradients, dsinks = autograd.first_derivatives(
+        torch.ops.flash_attn3.bwd_ring.default, dout, dlse, *tensors, sinks, cu_seqlens, *ctx.own)
+    return *gradients, None if sinks is None else dsinks, None, *(None for _ in Ring._fields)
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
+    batch, rows, heads, _ = q.shape
+    return (q.new_empty((batch, rows, heads, v.shape[3])),
+            q.new_empty((batch, heads, rows), dtype=reference.lse_dtype(q.dtype)))
+
+
+def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+              lse: Tensor, sinks: Tensor | None, *_) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradients = [x.new_empty(x.shape) for x in (q, k, v)]
+    return *gradients, lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+
+
+for _device in ('CPU', 'CUDA'):
+    LIBRARY.impl('fwd_ring', _forward, _device)
+    LIBRARY.impl('bwd_ring', _backward, _device)
+torch.library.register_fake('flash_attn3::fwd_ring', _fwd_fake, lib=LIBRARY)
+torch.library.register_fake('flash_attn3::bwd_ring', _bwd_fake, lib=LIBRARY)
+torch.library.register_autograd('flash_attn3::fwd_ring', _formula, setup_context=_setup_context,
+                                lib=autograd.FORMULAS)

@@ -1,0 +1,127 @@
+"""Attention of a sequence whose rows are divided among ranks, each of which takes a share of the
+heads: an exchange brings all rows of these heads to it, and another brings the results back.
+
+Source: DeepSpeed Ulysses (arXiv 2309.14509). Together with a ring: every rank of the ring is a
+group of ranks, which divide its rows.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from flash_attn3 import autograd, checks, sharding
+from flash_attn3.distributed import agreement, exchange, ring
+
+_OP = 'ulysses_attention'
+ring.LIBRARY.define('all_to_all(Tensor x, str group) -> Tensor',
+                    tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def ulysses_attention(
+        q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None,
+        ring_group: dist.ProcessGroup | DeviceMesh | None = None,
+        softmax_scale: float | None = None, causal: bool = False,
+        window_size: Sequence[int] | Tensor = (-1, -1), softcap: float = 0.0,
+        s_aux: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
+        seqlen: int | None = None, zigzag: bool = True, deterministic: bool = False,
+        return_attn_probs: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """`ring_attention` with the heads divided among the ranks of a group, two exchanges a call.
+
+    Args:
+        q, k, v: as in `ring_attention`, the rows that `shard` gives this rank. The ranks of the
+            group divide heads_q. Where they do not divide heads_k, KV heads are repeated until they
+            do; those divide heads_q then.
+        group: whose ranks hold the rows, in their order, or with ring_group those of one rank of
+            the ring. Default: all ranks.
+        ring_group: ranks with the same place in their groups, such as the other axis of a mesh of
+            two: attention is that of a ring of them. Default: no ring.
+        softmax_scale, causal, window_size, softcap, s_aux, cu_seqlens, seqlen, zigzag,
+            deterministic, return_attn_probs: as in `ring_attention`. s_aux: of all heads. The rows
+            of the whole group are even with zigzag.
+
+    Returns:
+        As `ring_attention`. The gradient of s_aux is 0 for heads of other ranks.
+
+    Raises:
+        RuntimeError, NotImplementedError: as in `ring_attention`; heads that do not divide.
+
+    Example:
+        >>> mesh = init_device_mesh('cuda', (2, 4), mesh_dim_names=('ring', 'ulysses'))
+        >>> groups = dict(group=mesh['ulysses'], ring_group=mesh['ring'])
+        >>> out = flash_attn3.distributed.ulysses_attention(q, k, v, causal=True, **groups)
+    """
+    name, rank, ranks = exchange.named(_OP, group)
+    ring_name = '' if ring_group is None else exchange.named(_OP, ring_group)[0]
+    sharding.reject(_OP, q)
+    if not torch.compiler.is_compiling():
+        agreement.check(_OP, name, _problem(q, k, v, ranks), agreement.facts_of(
+            dict(q=q, k=k, v=v, s_aux=s_aux), {}))
+    repeats = ranks // math.gcd(k.size(-2), ranks)
+    if repeats > 1:
+        k, v = (x.repeat_interleave(repeats, -2) for x in (k, v))
+    heads = q.size(-2) // ranks
+    result = ring.attend_in_group(
+        _OP, tuple(_rows_of_heads(x, ranks, name) for x in (q, k, v)), ring_name, dict(
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            s_aux=None if s_aux is None else s_aux[rank * heads:][:heads], cu_seqlens=cu_seqlens,
+            seqlen=seqlen, zigzag=zigzag, deterministic=deterministic), return_attn_probs)
+    if not return_attn_probs:
+        return _heads_of_rows(result, ranks, name)
+    out, lse = result
+    lse = _heads_of_rows(lse.transpose(-1, -2).unsqueeze(-1), ranks, name)
+    return _heads_of_rows(out, ranks, name), lse.squeeze(-1).transpose(-1, -2).contiguous()
+
+
+def _problem(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> str:
+    """What is wrong with the arguments of this rank, or ''; the rest `ring_attention` checks."""
+    if min(q.dim(), k.dim(), v.dim()) < 3:
+        return checks.error(_OP, 'q, k and v of 3 or 4 dimensions',
+                            f'{q.dim()}, {k.dim()} and {v.dim()}')
+    heads_q, heads_k = q.size(-2), max(1, k.size(-2))
+    common = math.lcm(heads_k, ranks)
+    if heads_q % ranks or heads_q % common:
+        return checks.error(_OP, f'heads of q divisible by {common}, for {ranks} ranks and '
+                            f'{heads_k} KV heads', str(heads_q), 'ring_attention divides no heads')
+    return ''
+
+
+def _rows_of_heads(x: Tensor, ranks: int, group: str) -> Tensor:
+    """([batch,] rows of this rank, all heads, head_dim) -> (..., all rows, heads of this rank,
+    head_dim).
+    """
+    parts = x.unflatten(-2, (ranks, -1)).movedim(-3, 0)      # (ranks, [batch,] rows, heads, dim)
+    return _all_to_all(parts.contiguous(), group).movedim(0, -4).flatten(-4, -3)
+
+
+def _heads_of_rows(x: Tensor, ranks: int, group: str) -> Tensor:
+    """The opposite."""
+    parts = x.unflatten(-3, (ranks, -1)).movedim(-4, 0)      # (ranks, [batch,] rows, heads, dim)
+    return _all_to_all(parts.contiguous(), group).movedim(0, -3).flatten(-3, -2)
+
+
+_all_to_all = torch.ops.flash_attn3.all_to_all.default
+
+
+def _exchange(x: Tensor, group: str) -> Tensor:
+    return exchange.all_to_all(_OP, x, group)
+
+
+def _setup_context(ctx, inputs: tuple, output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _formula(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+    return _all_to_all(gradient.contiguous(), ctx.group), None
+
+
+for _device in ('CPU', 'CUDA'):
+    ring.LIBRARY.impl('all_to_all', _exchange, _device)
+torch.library.register_fake('flash_attn3::all_to_all', lambda x, group: x.new_empty(x.shape),
+                            lib=ring.LIBRARY)
+torch.library.register_autograd('flash_attn3::all_to_all', _formula, setup_context=_setup_context,
+                                lib=autograd.FORMULAS)

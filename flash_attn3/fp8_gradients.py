@@ -1,0 +1,77 @@
+"""The backward of FP8 attention at the values that its forward had: q, k and v rounded to e4m3.
+
+Called by autograd.py where `fp8_backward='rounded'` asks for it. To these values belong the LSE and
+the output of the forward. With q, k and v as they were given a score differs by some percent, and
+where scores are in the hundreds exp(S - LSE), at most 1, comes out as anything.
+
+WHY quantised once more: a formula of a traced op has its inputs and outputs only, and e4m3 made
+here needs no memory between the passes.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_attn3 import fp8
+from flash_attn3.fp8 import Quantization
+from flash_attn3.general import General
+from flash_attn3.quantize import PER_HEAD, pieces, row_scales
+from flash_attn3.reference import without_autocast
+
+_quantize = torch.ops.flash_attn3.quantize_fp8.default
+_bwd_general = torch.ops.flash_attn3.bwd_general.default
+# In place of 1: sums of up to 256 values of e4m3, of 448 at most, have to fit float16.
+SIGN = 0.125
+
+
+def of_rounded(quantization: Quantization, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
+               v: Tensor, out: Tensor, lse: Tensor, *arguments) -> tuple[Tensor, ...]:
+    """The op `bwd_general` of the rounded q, k and v. arguments: General, deterministic."""
+    rounded = round_inputs(q, k, v, General(*arguments[:-1]), quantization)
+    return _bwd_general(dout, dlse, *rounded, out, lse, *arguments)
+
+
+@without_autocast
+def round_inputs(q: Tensor, k: Tensor, v: Tensor, own: General,
+                 quantization: Quantization) -> tuple[Tensor, Tensor, Tensor]:
+    """What the forward took q, k and v for, rotated back, in their dtype; of any strides."""
+    q8, q_scale, k8, k_scale, v8, v_scale = fp8.quantize_inputs(q, k, v, own, quantization)
+    block_q, block_kv = fp8.blocks_of(quantization)
+    starts_q, starts_k = (None if x is None else x.long()
+                          for x in (own.cu_seqlens_q, own.cu_seqlens_k))
+    rows_q, rows_k, rows_v = (row_scales(*parts) for parts in (
+        (q_scale, q8, block_q, starts_q), (k_scale, k8, block_kv, starts_k),
+        (v_scale, v8, block_kv, starts_k)))
+    v = _times(v8.to(v.dtype), rows_v)
+    if quantization.rotation_seed is None:
+        return _times(q8.to(q.dtype), rows_q), _times(k8.to(k.dtype), rows_k), v
+    signs = _rotation_back(k, quantization.rotation_seed)
+    return _rotated_back(q8, rows_q, signs, q.dtype), _rotated_back(k8, rows_k, signs, k.dtype), v
+
+
+def _times(values: Tensor, by_row: Tensor) -> Tensor:
+    """values, of 16 bits, times (rows, heads) of float32, in place and rounded once."""
+    return values.mul_(by_row.unsqueeze(-1))
+
+
+def _rotation_back(k: Tensor, seed: int) -> Tensor:
+    """float16 (heads_k, head_dim, head_dim) of 1/8, -1/8 and 0: rotates back, up to a factor of
+    each piece.
+
+    The matrix that the identity rotates to has the signs, transposed, whatever its scales.
+    """
+    heads, head_dim = k.shape[-2:]
+    identity = torch.eye(head_dim, dtype=torch.float16, device=k.device)
+    rows = identity[None, :, None].expand(1, head_dim, heads, head_dim).contiguous()
+    forth, _ = _quantize(rows, None, None, PER_HEAD, 1, seed)               # (1, i, h, j)
+    return forth[0].half().sign().mul_(SIGN).permute(1, 2, 0)               # (h, j, i)
+
+
+def _rotated_back(values: Tensor, by_row: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
+    """In dtype, rounded to float16 before."""
+    signs = signs.repeat_interleave(values.size(-2) // signs.size(0), 0)
+    back = torch.einsum('...hj,hji->...hi', values.half(), signs)
+    result, widths = torch.empty_like(back, dtype=dtype), pieces(values.size(-1))
+    for width, piece, target in zip(widths, back.split(widths, -1), result.split(widths, -1)):
+        torch.mul(piece, (by_row * (width ** -0.5 / SIGN)).unsqueeze(-1), out=target)
+    return result

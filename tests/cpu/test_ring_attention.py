@@ -1,0 +1,223 @@
+"""flash_attn3.distributed on up to four gloo ranks: outputs, LSEs and gradients, against attention
+of the whole sequence in one process, in float64 and by the bar of tests/compare.py.
+"""
+from __future__ import annotations
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from flash_attn3 import distributed
+from flash_attn3.reference import Mask, Score
+
+from tests import compare, sdpa_hook
+from tests.cpu.two_processes import Pair
+from tests.distributed_cases import (CASES, Case, Drawn, attention_of, drawn, on_ranks, plain,
+                                     whole)
+
+pytestmark = pytest.mark.slow
+
+RANKS = 4
+
+
+@pytest.fixture(scope='module')
+def ranks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('GLOO_SOCKET_IFNAME', 'lo')
+        ranks = Pair(count=RANKS)
+        yield ranks
+        ranks.close()
+
+
+def check_case(rank: int, name: str) -> None:
+    case = CASES[name]
+    attention = attention_of(case, 'cpu')
+    if attention[-1] is None:
+        return
+    tensors = drawn(case, torch.float64)
+    for got, expected in zip(on_ranks(case, tensors, attention), whole(case, tensors)):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_cases(name, ranks):
+    """NaN in the padding reaches nothing."""
+    ranks.run(check_case, name)
+
+
+# ---------------------------------------------------------------------------------- 16-bit numbers
+def check_bar(rank: int, name: str) -> None:
+    """Errors at most twice those of plain PyTorch; the same bits again."""
+    case = Case(RANKS, 1, 120, dict(causal=True))
+    tensors = drawn(case, getattr(torch, name))
+    attention = attention_of(case, 'cpu')
+    got, again = (on_ranks(case, tensors, attention, deterministic=True) for _ in range(2))
+    for x, y in zip(got, again):
+        compare.check_equal(x, y, 'again')
+    ref = whole(case, Drawn(*(x.double() for x in tensors[:4]), None))
+    pt = plain(case, tensors, ref[1])
+    floors = compare.cancellation_floors(tensors[:3], tensors.dout, 16 ** -0.5)
+    compare.check_lse(got[1], ref[1])
+    for letter, x, *others in zip('_lqkv', got, ref, pt):
+        if letter != 'l':
+            compare.check_close(x, *others, f'd{letter}', floors.get(f'd{letter}', 0.0))
+
+
+@pytest.mark.parametrize('name', ['bfloat16', 'float16'])
+def test_bar(name, ranks):
+    ranks.run(check_bar, name)
+
+
+def test_many_parts_are_rounded_few_times():
+    """64 parts of one cell: three rounds of four, then what is left; never more than nine wait."""
+    from flash_attn3.distributed.ring import _Parts
+    from flash_attn3.distributed.tiles import Plan
+    outs, lses = torch.randn(64, 1, 6, 2, 8), torch.randn(64, 1, 2, 6)
+    parts = _Parts(Plan((), ((0, 6),)), 6)
+    for out, lse in zip(outs.bfloat16(), lses):
+        parts.add((0, 6), out, lse)
+        assert len(parts._of_cell[0, 6]) <= 9
+    out, lse = parts.result(None, None)
+    weights = (lses.double() - lses.double().logsumexp(0)).exp().transpose(-1, -2).unsqueeze(-1)
+    exact = (weights * outs.bfloat16().double()).sum(0)
+    assert (out - exact).abs().max() <= 2 ** -8 * outs.abs().max()
+    torch.testing.assert_close(lse, lses.logsumexp(0))
+
+
+# ------------------------------------------------------------------------------- torch.compile
+def check_compiled(rank: int, backend: str) -> None:
+    """One graph, forward and backward, for a group and a mesh."""
+    mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('ring', 'ulysses'))
+    ring, tensors = mesh['ring'].get_group(), drawn(Case(2, 2, 32, {}), torch.float32)
+
+    def both(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return distributed.ulysses_attention(q * 2, k, v, causal=True, group=mesh['ulysses'],
+                                             ring_group=ring)
+
+    results = []
+    for function in (both, torch.compile(both, backend=backend, fullgraph=True)):
+        leaves = [distributed.shard(x).clone().requires_grad_() for x in tensors[:3]]
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+def test_compile(ranks):
+    ranks.run(check_compiled, 'aot_eager')
+
+
+# ------------------------------------------------------------------------------------ bad input
+def call_with(group, change: str, **options) -> None:
+    q, k, v = (torch.randn(1, 8, 4, 16) for _ in range(3))
+    if change == 'rows':
+        q, k, v = (x[:, :6] for x in (q, k, v))
+    elif change == 'heads':
+        k, v = k[:, :, :2], v[:, :, :2]
+    elif change == 'dtype':
+        q, k, v = (x.half() for x in (q, k, v))
+    elif change == 'odd':
+        q, k, v = (x[:, :7] for x in (q, k, v))
+    elif change == 'keys':
+        k, v = k[:, :4], v[:, :4]
+    elif change == 'sinks':
+        options['s_aux'] = torch.zeros(3)
+    elif change:
+        options |= {'causal': dict(causal=True), 'scale': dict(softmax_scale=0.5),
+                    'seqlen': dict(seqlen=20), 'long': dict(seqlen=200)}[change]
+    distributed.ring_attention(q, k, v, group=group, **options)
+
+
+DIFFERENT = {    # what rank 2 does, and what all ranks then say
+    'rows': r'same q.shape on all ranks.*\(1, 6, 4, 16\) on rank 2 and \(1, 8, 4, 16\) on rank 0',
+    'heads': 'same k.shape on all ranks', 'dtype': 'same q.dtype .*float16 on rank 2',
+    'causal': r'same causal or window_size .*\(-1, 0\) on rank 2 and \(-1, -1\)',
+    'scale': 'same softmax_scale',
+    'seqlen': 'same seqlen .*20 on rank 2', 'odd': r'an even number of rows.*\(on rank 2 of the',
+    'keys': 'as many rows as q, 8, got 4.*rank 2', 'sinks': 's_aux.*on rank 2',
+    'long': 'seqlen of up to 32, .*got 200.*rank 2'}
+
+
+def check_different(rank: int, change: str) -> None:
+    from flash_attn3 import env
+    env.CHECK_CONTENTS = True
+    with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected .*' + DIFFERENT[change]):
+        call_with(None, change if rank == 2 else '')
+    env.CHECK_CONTENTS = False
+
+
+@pytest.mark.parametrize('change', DIFFERENT)
+def test_ranks_that_differ(change, ranks):
+    """Under FLASH_ATTN3_CHECKS=1 all ranks raise, and none waits."""
+    ranks.run(check_different, change)
+
+
+def check_own_errors(rank: int) -> None:
+    """What is wrong everywhere, without FLASH_ATTN3_CHECKS."""
+    q = torch.randn(1, 8, 6, 16)
+    packed = torch.randn(8, 2, 16)
+    for call, text in (
+            (lambda: call_with(None, 'keys'), 'k and v of as many rows as q'),
+            (lambda: distributed.ring_attention(q[0], q, q), 'q, k and v of 4 dimensions'),
+            (lambda: distributed.ring_attention(q, q, q, cu_seqlens=(0, 32)), 'of 3 without batch'),
+            (lambda: distributed.ring_attention(packed, packed, packed, cu_seqlens=(0, 9, 4)),
+             r'cu_seqlens\[2\].*the rows of all ranks'),
+            (lambda: distributed.ring_attention(q, q, q, window_size=(-3, 0)), 'window'),
+            (lambda: distributed.ulysses_attention(q, q, q), 'heads of q divisible by 12, .*got 6'),
+            (lambda: distributed.ulysses_attention(q[0, 0], q, q), '3 or 4 dimensions')):
+        with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected .*' + text):
+            call()
+
+
+def test_own_errors(ranks):
+    ranks.run(check_own_errors)
+
+
+def check_missing_peer(rank: int) -> None:
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
+    if rank == 0:
+        text = r'ring_attention: expected an answer of ranks \[1\] .*FLASH_ATTN3_CHECKS=1'
+        with pytest.raises(RuntimeError, match=f'(?s){text}'):
+            call_with(group, '')
+
+
+def test_missing_peer(ranks):
+    """One that never comes: the time limit of the group, with the name of the peer."""
+    ranks.run(check_missing_peer)
+
+
+def test_no_process_group():
+    q = torch.randn(1, 8, 4, 16)
+    with pytest.raises(RuntimeError, match='a process group, got none .*init_process_group'):
+        distributed.ring_attention(q, q, q)
+
+
+# --------------------------------------------------------------------- torch's context_parallel
+def check_torchs(rank: int, dtype_name: str) -> None:
+    """scaled_dot_product_attention under it, forward and backward, on our ops."""
+    from torch.distributed.tensor.experimental import context_parallel
+    mesh = init_device_mesh('cpu', (RANKS,))
+    case = Case(RANKS, 1, 64, dict(causal=True))
+    tensors = drawn(case, getattr(torch, dtype_name), 16, 16)
+    inputs = [x.transpose(1, 2).contiguous() for x in tensors[:4]]    # heads before rows
+    with pytest.MonkeyPatch.context() as patch:
+        sdpa_hook.serve_cpu(patch)
+        calls = sdpa_hook.count_calls(patch)
+        patch.setattr(sdpa_hook.flash_sdpa, '__name__', 'scaled_dot_product_attention')
+        patch.setattr(F, 'scaled_dot_product_attention', sdpa_hook.flash_sdpa)
+        with sdpa_hook.enabled(), context_parallel(mesh, buffers=inputs, buffer_seq_dims=[2] * 4):
+            leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+            out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+            gradients = torch.autograd.grad(out, leaves, inputs[3])
+            got = [x.transpose(1, 2).contiguous() for x in (out.detach(), *gradients)]
+    assert calls.count('fwd') == calls.count('bwd') == RANKS, calls
+    got = [distributed.unshard(x, case.rows) for x in got]
+    sdpa_hook.check(got, tensors[:3], tensors.dout, Score(16 ** -0.5, mask=Mask(True)))
+
+
+def test_torchs_context_parallel(ranks):
+    ranks.run(check_torchs, 'bfloat16')

@@ -1,0 +1,172 @@
+"""Calls of flash_attn3.distributed, and the same of the whole sequence in one process.
+
+Used on the CPU in float64 (tests/cpu/test_ring_attention.py) and on GPUs (tests/gpu).
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from flash_attn3 import distributed, flash_attn_func, flash_attn_varlen_func, reference
+from flash_attn3.reference import Inputs, Lengths, Mask, Score
+
+DOCUMENTS = (0, 3, 3, 17, 20, 41)
+
+
+class Case(NamedTuple):
+    """A call: ranks of the ring and of ulysses, rows of the whole, and arguments.
+
+    options: of `ring_attention`; s_aux True: drawn ones.
+    """
+    ring: int
+    ulysses: int
+    rows: int
+    options: dict
+    heads_k: int = 2
+
+    @property
+    def is_packed(self) -> bool:
+        return 'cu_seqlens' in self.options
+
+    @property
+    def dim(self) -> int:
+        """Which dimension has the rows."""
+        return 0 if self.is_packed else 1
+
+    def larger(self, factor: int) -> Case:
+        """With so many times the rows, the windows and the documents."""
+        options = dict(self.options)
+        if 'window_size' in options:
+            options['window_size'] = tuple(side if side == -1 else side * factor
+                                           for side in options['window_size'])
+        if self.is_packed:
+            options['cu_seqlens'] = tuple(start * factor for start in options['cu_seqlens'])
+        return self._replace(rows=self.rows * factor, options=options)
+
+
+CASES = {
+    'causal': Case(4, 1, 48, dict(causal=True)),
+    'causal, three ranks, padded': Case(3, 1, 29, dict(causal=True)),
+    'causal, few rows': Case(4, 1, 5, dict(causal=True)),
+    'full, two ranks, padded': Case(2, 1, 13, {}),
+    'full, contiguous': Case(3, 1, 30, dict(zigzag=False)),
+    'causal, contiguous': Case(4, 1, 30, dict(causal=True, zigzag=False)),
+    'one rank': Case(1, 1, 11, dict(causal=True)),
+    'window': Case(4, 1, 61, dict(window_size=(9, 3))),
+    'causal window': Case(4, 1, 64, dict(causal=True, window_size=(17, -1))),
+    'window, contiguous': Case(4, 1, 64, dict(causal=True, window_size=(10, 0), zigzag=False)),
+    'sinks, softcap': Case(4, 1, 45, dict(causal=True, s_aux=True, softcap=3.0,
+                                          softmax_scale=0.3)),
+    'sinks, window': Case(3, 1, 45, dict(causal=True, s_aux=True, window_size=(5, -1))),
+    'packed': Case(4, 1, 41, dict(causal=True, cu_seqlens=DOCUMENTS)),
+    'packed, padded behind': Case(3, 1, 47, dict(causal=True, cu_seqlens=DOCUMENTS, s_aux=True)),
+    'packed, full': Case(2, 1, 41, dict(cu_seqlens=DOCUMENTS)),
+    'packed, window': Case(4, 1, 41, dict(cu_seqlens=DOCUMENTS, window_size=(4, 2))),
+    'ulysses': Case(1, 4, 21, dict(causal=True), heads_k=4),
+    'ulysses, GQA repeated': Case(1, 4, 20, dict(causal=True, s_aux=True)),
+    'both': Case(2, 2, 27, dict(causal=True, window_size=(11, -1))),
+    'both, contiguous': Case(2, 2, 26, dict(zigzag=False)),
+    'both, packed': Case(2, 2, 41, dict(causal=True, cu_seqlens=DOCUMENTS))}
+
+
+class Drawn(NamedTuple):
+    """Whole tensors, the same on all ranks."""
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    s_aux: Tensor | None
+
+
+def drawn(case: Case, dtype: torch.dtype, head_dim: int = 16, head_dim_v: int = 8) -> Drawn:
+    """4 query heads; on the CPU, from the seed."""
+    batch = () if case.is_packed else (2,)
+    tensors = [torch.randn(*batch, case.rows, heads, dim).to(dtype)
+               for heads, dim in ((4, head_dim), (case.heads_k, head_dim),
+                                  (case.heads_k, head_dim_v), (4, head_dim_v))]
+    sinks = torch.randn(4, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    return Drawn(*tensors, sinks if 's_aux' in case.options else None)
+
+
+def leaves_of(tensors: Drawn) -> list[Tensor]:
+    return [x.detach().clone().requires_grad_() for x in (*tensors[:3], tensors.s_aux)
+            if x is not None]
+
+
+def loss_of(out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
+    """Uses both; rows without a key have an LSE of -inf."""
+    return (out * dout).sum() + lse.masked_fill(lse.isinf(), 0).sin().sum()
+
+
+def whole(case: Case, tensors: Drawn) -> list[Tensor]:
+    """out, lse and the gradients of q, k, v and sinks, in this process alone."""
+    options = {name: x for name, x in case.options.items() if name != 'zigzag'}
+    leaves = leaves_of(tensors)
+    if 's_aux' in options:
+        options['s_aux'] = leaves[3]
+    if not case.is_packed:
+        out, lse = flash_attn_func(*leaves[:3], return_attn_probs=True, **options)
+    else:
+        starts = torch.tensor(options.pop('cu_seqlens'), dtype=torch.int32,
+                              device=tensors.q.device)
+        out, lse = flash_attn_varlen_func(*leaves[:3], starts, starts, 0, 0,
+                                          return_attn_probs=True, **options)
+    return [out, lse, *torch.autograd.grad(loss_of(out, lse, tensors.dout), leaves)]
+
+
+def plain(case: Case, tensors: Drawn, lse: Tensor) -> list[Tensor]:
+    """The same in the dtype of the tensors at every step, without lse; that of `whole` is given."""
+    options = case.options
+    score = Score(options.get('softmax_scale', tensors.q.size(-1) ** -0.5),
+                  options.get('softcap', 0.0),
+                  Mask(options.get('causal', False), options.get('window_size', (-1, -1))))
+    inputs = Inputs(*tensors[:3], tensors.s_aux)
+    dlse = lse.cos().masked_fill(lse.isinf(), 0)
+    if not case.is_packed:
+        out = reference.attend(inputs, score).out
+        gradients = reference.attend_backward(tensors.dout, dlse, inputs, score)
+    else:
+        starts = torch.tensor(options['cu_seqlens'])
+        lengths = Lengths(starts, starts)
+        out = reference.attend_packed(inputs, score, lengths).out
+        gradients = reference.attend_packed_backward(tensors.dout, dlse, inputs, score, lengths)
+    return [out, lse, *(x for x in gradients if x is not None)]
+
+
+def attention_of(case: Case, device_type: str) -> tuple[Callable, dict, dist.ProcessGroup]:
+    """What the ranks call, where they shard, and the group over which sinks' gradients add up.
+    All ranks ask for it; those that take no part get None instead of the last.
+    """
+    ranks = case.ring * case.ulysses
+    zigzag = case.options.get('zigzag', True)
+    if case.ulysses == 1:
+        group = dist.new_group(list(range(ranks)))
+        takes_part = dist.get_rank() < ranks
+        return (lambda *args, **options: distributed.ring_attention(*args, group=group, **options),
+                dict(group=group, zigzag=zigzag), group if takes_part else None)
+    mesh = init_device_mesh(device_type, (case.ring, case.ulysses), mesh_dim_names=('r', 'u'))
+    ring = mesh['r'] if case.ring > 1 else None
+    groups = dict(group=mesh['u'], ring_group=ring)
+    return (lambda *args, **options: distributed.ulysses_attention(*args, **groups, **options),
+            dict(group=ring, ulysses_group=mesh['u'], zigzag=zigzag), dist.group.WORLD)
+
+
+def on_ranks(case: Case, tensors: Drawn, attention: tuple, **others) -> list[Tensor]:
+    """As `whole`, by all ranks, from `attention_of`. Padding is NaN."""
+    attend, where, group = attention
+    where = dict(dim=case.dim) | where
+    *inputs, dout = [distributed.shard(x, pad=float('nan'), **where) for x in tensors[:4]]
+    leaves = leaves_of(Drawn(*inputs, dout, tensors.s_aux))
+    options = case.options | others | ({} if tensors.s_aux is None else dict(s_aux=leaves[3]))
+    out, lse = attend(*leaves[:3], return_attn_probs=True, seqlen=case.rows, **options)
+    gradients = list(torch.autograd.grad(loss_of(out, lse, dout.nan_to_num()), leaves))
+    for gradient in gradients[3:]:
+        dist.all_reduce(gradient, group=group)
+    rows = [distributed.unshard(x, case.rows, **where) for x in (out, *gradients[:3])]
+    lse = distributed.unshard(lse.transpose(-1, -2), case.rows, **where).transpose(-1, -2)
+    return [rows[0], lse, *rows[1:], *gradients[3:]]

@@ -1,0 +1,109 @@
+"""flash_attn3.distributed on two GPUs with NCCL, against float64 and plain PyTorch of the whole
+sequence. tests/cpu/test_ring_attention.py has every case, on four gloo ranks.
+"""
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flash_attn3 import distributed
+
+from tests import compare
+from tests.cpu.two_processes import COUNT, Pair
+from tests.distributed_cases import (CASES, Case, Drawn, attention_of, drawn, on_ranks, plain,
+                                     whole)
+
+DIM, FACTOR, REPEATS = 64, 16, 20
+
+
+@pytest.fixture(scope='module')
+def pair(request):
+    is_gpu = request.config.getoption('--device') == 'cuda'
+    if is_gpu and torch.cuda.device_count() < COUNT:
+        pytest.skip('needs a second GPU')
+    pair = Pair('nccl' if is_gpu else 'gloo')
+    yield pair
+    pair.close()
+
+
+def own_device(rank: int) -> torch.device:
+    return torch.device('cuda', rank) if dist.get_backend() == 'nccl' else torch.device('cpu')
+
+
+def on_two(case: Case) -> Case:
+    """The same on two ranks, larger, with as many KV heads as ulysses wants."""
+    ulysses = 2 if case.ring == 1 else 1
+    return case.larger(FACTOR)._replace(ring=2 // ulysses, ulysses=ulysses)
+
+
+def moved(tensors: Drawn, device: torch.device, dtype: torch.dtype) -> Drawn:
+    sinks = None if tensors.s_aux is None else tensors.s_aux.to(device)
+    return Drawn(*(x.to(device, dtype) for x in tensors[:4]), sinks)
+
+
+def check_case(rank: int, name: str) -> None:
+    device, case = own_device(rank), on_two(CASES[name])
+    tensors = drawn(case, torch.bfloat16, DIM, DIM)
+    wide = moved(tensors, 'cpu', torch.float64)
+    if wide.s_aux is not None:
+        wide = wide._replace(s_aux=wide.s_aux.double())
+    got = [x.cpu() for x in on_ranks(case, moved(tensors, device, torch.bfloat16),
+                                     attention_of(case, device.type))]
+    ref = whole(case, wide)
+    pt = plain(case, tensors, ref[1])
+    scale = case.options.get('softmax_scale', DIM ** -0.5)
+    inputs = [x if x.dim() == 4 else x[None] for x in tensors[:3]]
+    floors = compare.cancellation_floors(tuple(inputs), tensors.dout, scale)
+    compare.check_lse(got[1], ref[1])
+    for number, (x, *others) in enumerate(zip(got, ref, pt)):
+        what = ('out', 'lse', 'dq', 'dk', 'dv', 's_aux')[number]
+        if what == 's_aux':
+            flat = [y.reshape(-1, *y.shape[-2:]) for y in (ref[0], wide.dout)]
+            lse = ref[1].transpose(-1, -2).reshape(-1, 4).T
+            floors[what] = compare.sink_floor(flat[0], lse, flat[1], wide.s_aux, torch.bfloat16)
+        if what != 'lse':
+            compare.check_close(x, *others, what, floors.get(what, 0.0))
+
+
+@pytest.mark.parametrize('name', [name for name, case in CASES.items() if case.ring != 2 or
+                                  case.ulysses == 1])
+def test_cases(name, pair):
+    pair.run(check_case, name)
+
+
+def check_repeats(rank: int) -> None:
+    """Bits of out, LSE and gradients, while other work delays a rank now and then."""
+    device, case = own_device(rank), Case(2, 1, 4096, dict(causal=True))
+    tensors = moved(drawn(case, torch.bfloat16, DIM, DIM), device, torch.bfloat16)
+    attention = attention_of(case, device.type)
+    first = on_ranks(case, tensors, attention, deterministic=True)
+    for repeat in range(REPEATS):
+        if device.type == 'cuda' and repeat % 2 == rank:
+            torch.cuda._sleep(20_000_000)
+        again = on_ranks(case, tensors, attention, deterministic=True)
+        for x, y in zip(first, again):
+            compare.check_equal(x, y, f'run {repeat}')
+
+
+def test_repeats(pair):
+    pair.run(check_repeats)
+
+
+def check_compiled(rank: int) -> None:
+    device = own_device(rank)
+    q, k, v = (torch.randn(1, 512, 4, DIM, device=device, dtype=torch.bfloat16,
+                           requires_grad=True) for _ in range(3))
+
+    def attend(q, k, v):
+        return distributed.ring_attention(q * 2, k, v, causal=True, deterministic=True) + q
+
+    results = []
+    for function in (attend, torch.compile(attend, fullgraph=True)):
+        out = function(q, k, v)
+        results.append([out, *torch.autograd.grad(out.sum(), (q, k, v))])
+    torch.testing.assert_close(*results)
+
+
+def test_compile(pair):
+    pair.run(check_compiled)
