@@ -17,7 +17,7 @@ CUTE_DEVICE void send_scores(BwdStorage<Traits>& shared) {
   constexpr uint32_t kBytes = sizeof(shared.ds[0]);
   auto& exchange = shared.exchange;
   int const other = 1 - cluster_rank();
-  uint32_t const end = shared.works[0].steps();
+  uint32_t const end = shared.exchange.work.steps();
   for (uint32_t count = 0; count < end; ++count) {
     int const buffer = count % kExchangeBuffers;
     exchange.ds_full[buffer].wait(count / kExchangeBuffers % 2);
@@ -35,7 +35,7 @@ template <class Traits>
 CUTE_DEVICE void run_add_order(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
   int const rank = cluster_rank();
   uint32_t count = 0;
-  for (BwdSteps steps(shared.works[0]); steps.valid(); steps.next(), ++count) {
+  for (BwdSteps steps(shared.exchange.work); steps.valid(); steps.next(), ++count) {
     int const buffer = count % kExchangeBuffers;
     DqAddition<Traits> const addition{p, *steps.work, steps.m, steps.tile(p), rank};
     addition.wait_for_predecessors();

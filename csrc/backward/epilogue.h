@@ -1,10 +1,9 @@
-// The results of a tile of keys: dK and dV from registers through shared memory to global memory, at
-// the end; for consumers by keys also dQ, which is added to its accumulator at every step.
+// The results of a tile of keys: dK and dV from registers through shared memory to global memory,
+// at the end; for consumers by keys also dQ, which is added to its accumulator at every step.
 #pragma once
 
 #include "backward/add_order.h"
-#include "backward/next_work.h"
-#include "backward/storage.h"
+#include "backward/step_ring.h"
 #include "device/bulk_copy.h"
 #include "device/fragments.h"
 #include "device/math.h"
@@ -22,8 +21,8 @@ CUTE_DEVICE void store_rows(CUtensorMap const& map, typename Traits::Element con
                       {column, work.k_row + row, work.kv_head, Location{work.batch}, work.k_end});
 }
 
-// A warp writes its 16 rows of dK or dV, scaled and rounded, to slices of kRows rows: each lane gives
-// the address of one row of one of the four 8 x 8 blocks.
+// A warp writes its 16 rows of dK or dV, scaled and rounded, to slices of kRows rows: each lane
+// gives the address of one row of one of the four 8 x 8 blocks.
 template <class Element, int kRows, int kDim, class Fragment>
 CUTE_DEVICE void round_to_shared(char* slices, int first_row, int thread, float scale,
                                  Fragment& acc) {
@@ -61,8 +60,8 @@ CUTE_DEVICE void finish_stores(int thread) {
   }
 }
 
-// Writes zeros for keys that no query sees, from a buffer of K. One thread runs this. WHY not a step
-// with P = 0: it would read dO, and 0 * NaN is NaN.
+// Writes zeros for keys that no query sees, from a buffer of K. One thread runs this. WHY not a
+// step with P = 0: it would read dO, and 0 * NaN is NaN.
 template <class Traits>
 CUTE_DEVICE void store_zeros(typename Traits::Element* zeros, BwdWork const& work,
                              BwdDeviceParams const& p) {
@@ -89,8 +88,8 @@ CUTE_DEVICE void store_zeros(typename Traits::Element* zeros, BwdWork const& wor
   cute::tma_store_wait<0>();
 }
 
-// The store warp of one consumer warpgroup by keys, which sends on what the warpgroup stages, in the
-// same order. One thread runs this.
+// The store warp of one consumer warpgroup by keys, which sends on what the warpgroup stages, in
+// the same order. One thread runs this.
 template <class Traits>
 struct BwdStoreWarp {
   using Element = typename Traits::Element;
@@ -101,14 +100,16 @@ struct BwdStoreWarp {
   uint32_t phase = 0;
 
   CUTE_DEVICE void run() {
-    for (uint32_t n = 0; has_step(shared, n); ++n) {
+    for (uint32_t n = 0; !(wait_for_step(shared, n) & BwdStep::kNone); ++n) {
       BwdStep const step = step_slot(shared, n);
-      if (warpgroup == 0 && step.is_last) {  // its dQ is one step late
-        store_gradients(work_slot(shared, step.tile));
+      BwdWork const& work = work_slot(shared, step.tile);
+      bool const is_last = step.flags & BwdStep::kIsLast;
+      if (is_last && warpgroup == 0) {  // its dQ is one step late
+        store_gradients(work);
       }
-      add_dq(step);
-      if (warpgroup == 1 && step.is_last) {
-        store_gradients(work_slot(shared, step.tile));
+      add_dq(step, work);
+      if (is_last && warpgroup == 1) {
+        store_gradients(work);
       }
     }
   }
@@ -131,11 +132,12 @@ struct BwdStoreWarp {
     release();
   }
 
-  // Adds the block of dQ of a step to the accumulator, in deterministic mode after its predecessors.
-  CUTE_DEVICE void add_dq(BwdStep const& step) {
+  // Adds the block of dQ of a step to the accumulator, in deterministic mode after its
+  // predecessors.
+  CUTE_DEVICE void add_dq(BwdStep const& step, BwdWork const& work) {
     constexpr int kBlockFloats = Traits::kDq.block_floats();
     int64_t const block = int64_t(step.rows) * Traits::kWarpgroups + warpgroup;
-    DqAddition<Traits> const addition{p, work_slot(shared, step.tile), step.m, step.rows, warpgroup};
+    DqAddition<Traits> const addition{p, work, step.m, step.rows, warpgroup};
     if (p.is_deterministic()) {
       addition.wait_for_predecessors();
       fence_global_for_async_proxy();

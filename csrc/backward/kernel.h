@@ -104,7 +104,7 @@ CUTE_DEVICE void resolve_only_work(BwdStorage<Traits>& shared, BwdDeviceParams c
     int const number = p.is_deterministic() ? read_shared_of(0, shared.exchange.number)
                                             : int(blockIdx.x) / Traits::kClusterSize;
     BwdWork const work = work_of_number<Traits>(p, number, rank);
-    shared.works[0] = work;
+    shared.exchange.work = work;
     if (work.steps() == 0 && work.has_keys()) {
       store_zeros<Traits>(shared.k[0], work, p);
     }
@@ -123,14 +123,14 @@ __global__ void __cluster_dims__(Config::k.cluster_size, 1, 1)
   if constexpr (Traits::kSplit == BwdSplit::kProducts) {
     resolve_only_work<Traits>(shared, p);
     cluster_sync();
-    exit_if(shared.works[0].steps() == 0);
+    exit_if(shared.exchange.work.steps() == 0);
   } else {
     __syncthreads();
   }
 
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
-    set_registers<Config::k.producer_registers, Config>();
+    set_registers<Config::k.producer_registers(), Config>();
     run_producer_warpgroup<Traits>(shared, p);
   } else {
     run_consumer<Traits>(shared, p, warpgroup - 1);

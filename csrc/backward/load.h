@@ -3,7 +3,7 @@
 #pragma once
 
 #include "backward/epilogue.h"
-#include "backward/next_work.h"
+#include "backward/step_ring.h"
 #include "device/bulk_copy.h"
 #include "device/cluster.h"
 #include "device/row_copies.h"
@@ -23,85 +23,92 @@ struct BwdProducer {
   BwdDeviceParams const& p;
   RingState<Traits::kQStages> q_ring;
   RingState<Traits::kDoutStages> dout_ring;
-  uint32_t step_count = 0;
-  uint32_t bits = 0;
 
   CUTE_DEVICE BwdProducer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_)
       : shared(shared_), p(p_) {}
 
-  // INVARIANT: whatever this kernel reads or writes in global memory comes after these loads, and so
-  // after the wait for earlier launches; tickets and flags come after the wait in add_order.h.
+  // INVARIANT: whatever this kernel reads or writes in global memory comes after these loads, and
+  // so after the wait for earlier launches; tickets and flags come after the wait in add_order.h.
   CUTE_DEVICE void run() {
     wait_for_earlier_launches();
-    if constexpr (Traits::kSplit == BwdSplit::kProducts) {
-      load_tile(shared.works[0], 0);
+    if constexpr (Traits::kSplit == BwdSplit::kKeys) {
+      load_all_tiles();
     } else {
-      BwdWork work = next_work_with_steps(true);
-      uint32_t tile = 0;
-      for (; work.has_keys(); ++tile) {
-        shared.works[tile % Traits::k.works()] = work;
-        load_tile(shared.works[tile % Traits::k.works()], tile);
-        work = next_work_with_steps(false);
-      }
-      publish({0, BwdStep::kNone});
+      load_only_tile();
     }
     allow_later_launches();
   }
 
-  // The next tile of keys that has queries.
-  CUTE_DEVICE BwdWork next_work_with_steps(bool is_first) {
-    BwdWork work = next_work<Traits>(p, is_first);
-    while (work.has_keys() && work.steps() == 0) {
-      shared.q_empty[q_ring.stage].wait(q_ring.phase ^ 1);
-      store_zeros<Traits>(shared.q[q_ring.stage], work, p);
-      work = next_work<Traits>(p, false);
-    }
-    return work;
-  }
-
-  CUTE_DEVICE void publish(BwdStep step) {
-    bool const is_none = step.tile == BwdStep::kNone;
-    uint32_t const started_before = step_count > 1 ? bits << 1 & 16 : 0;
-    bits = (bits << 1 & 6) | started_before | (step.tile & 1) | (step.is_first || is_none ? 8 : 0) |
-           (is_none ? 32 : 0);
-    step.bits = bits;
-    shared.steps[step_count % kStepSlots] = step;
-    shared.exchange.step_full[step_count % kStepSlots].arrive();
-    ++step_count;
-  }
-
-  CUTE_DEVICE void publish_step(BwdSteps const& steps, int tile, bool is_first) {
-    if constexpr (Traits::kSplit == BwdSplit::kKeys) {
-      publish({0, tile, int(steps.tile(p)), steps.m, is_first, steps.is_last(),
-               steps.is_masked<Traits>()});
-    }
-  }
-
-  // Loads in the order in which the consumers wait.
-  CUTE_DEVICE void load_tile(BwdWork const& work, uint32_t tile) {
+ private:
+  CUTE_DEVICE void load_only_tile() {
+    BwdWork const& work = shared.exchange.work;
     BwdSteps steps(work);
-    publish_step(steps, tile, true);
-    int const buffer = key_buffer<Traits>(tile);
-    if constexpr (Traits::kSplit == BwdSplit::kKeys) {
-      shared.exchange.k_empty[buffer].wait(key_phase<Traits>(tile) ^ 1);
-    }
-    load_keys(work, p.k, shared.k_full[buffer], shared.k[buffer], work.k_row, 0,
-              padded_columns(Traits::kHeadDim));
+    load_k(work, 0);
     load_q(steps);
-    if constexpr (Traits::kSplit == BwdSplit::kKeys) {
-      shared.exchange.v_empty.wait(tile % 2 ^ 1);
-    }
-    load_keys(work, p.v, shared.v_full, shared.v, work.k_row, 0,
-              padded_columns(Traits::kHeadDimV));
+    load_v(work);
     load_dout(steps);
-    if constexpr (Traits::kSplit == BwdSplit::kProducts) {
-      load_other_keys(work);
-    }
+    load_other_keys(work);
     for (steps.next(); steps.valid(); steps.next()) {
-      publish_step(steps, tile, false);
       load_q(steps);
       load_dout(steps);
     }
+  }
+
+  CUTE_DEVICE void load_all_tiles() {
+    StepPublisher<Traits> publisher{shared};
+    BwdWork work = next_work_with_steps(int(blockIdx.x));
+    for (int tile = 0; work.has_keys(); ++tile) {
+      work_slot(shared, tile) = work;
+      load_tile(publisher, work_slot(shared, tile), tile);
+      work = next_work_with_steps(-1);
+    }
+    publisher.publish_end();
+  }
+
+  // The next tile of keys that has queries, or a work without keys. Where no query sees the keys,
+  // it writes their zeros. WHY by ticket: tiles take different times. number: of the tile, if
+  // known.
+  CUTE_DEVICE BwdWork next_work_with_steps(int number) {
+    for (;; number = -1) {
+      if (p.is_deterministic()) {
+        number = draw_number(p);
+      } else if (number < 0) {
+        number = int(gridDim.x) + draw_number(p);
+      }
+      BwdWork const work = work_of_number<Traits>(p, number, 0);
+      if (!work.has_keys() || work.steps() > 0) {
+        return work;
+      }
+      shared.q_empty[q_ring.stage].wait(q_ring.phase ^ 1);
+      store_zeros<Traits>(shared.q[q_ring.stage], work, p);
+    }
+  }
+
+  // Loads in the order in which the consumers wait. A step is published before its loads wait for
+  // buffers: K of the next tile may be loaded only while the consumers are in the step before.
+  CUTE_DEVICE void load_tile(StepPublisher<Traits>& publisher, BwdWork const& work, int tile) {
+    BwdSteps steps(work);
+    publisher.publish(steps, tile, int(steps.tile(p)), true);
+    shared.exchange.k_empty[key_buffer<Traits>(tile)].wait(key_phase<Traits>(tile) ^ 1);
+    load_k(work, key_buffer<Traits>(tile));
+    load_q(steps);
+    shared.exchange.v_empty.wait(tile % 2 ^ 1);
+    load_v(work);
+    load_dout(steps);
+    for (steps.next(); steps.valid(); steps.next()) {
+      publisher.publish(steps, tile, int(steps.tile(p)), false);
+      load_q(steps);
+      load_dout(steps);
+    }
+  }
+
+  CUTE_DEVICE void load_k(BwdWork const& work, int buffer) {
+    load_keys(work, p.k, shared.k_full[buffer], shared.k[buffer], work.k_row, 0,
+              padded_columns(Traits::kHeadDim));
+  }
+
+  CUTE_DEVICE void load_v(BwdWork const& work) {
+    load_keys(work, p.v, shared.v_full, shared.v, work.k_row, 0, padded_columns(Traits::kHeadDimV));
   }
 
   // Loads `columns` columns of the keys from `row` on, slice by slice.
@@ -140,7 +147,6 @@ struct BwdProducer {
     dout_ring.advance();
   }
 
- private:
   static constexpr uint32_t kRowValueBytes = Traits::kTileM * sizeof(float);
 
   // Loads a tile of queries. The expected bytes include those of load_row_values().

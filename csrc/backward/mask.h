@@ -110,7 +110,8 @@ struct AnyKeyMask {
 template <class Traits>
 struct KeyMask {
   cute::conditional_t<Traits::kKind.mask == MaskKind::kInterval, AnyKeyMask<Traits>,
-                      SimpleKeyMask<Traits>> limits;
+                      SimpleKeyMask<Traits>>
+      limits;
 
   CUTE_DEVICE KeyMask(BwdDeviceParams const& p, BwdStorage<Traits>& shared, int first_key,
                       int thread)

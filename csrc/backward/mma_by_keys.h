@@ -18,6 +18,7 @@
 
 #include "backward/epilogue.h"
 #include "backward/products.h"
+#include "backward/step_ring.h"
 
 namespace fa3 {
 
@@ -47,11 +48,11 @@ struct KeysConsumer : BwdProducts<Traits> {
     auto tKrDk = Base::template gradient_fragment<Traits::kHeadDim>();
     auto tVrDv = Base::template gradient_fragment<Traits::kHeadDimV>();
 
-    cute::clear(tKrDk);
-    cute::clear(tVrDv);
-    if (!has_step(shared, 0)) {
+    if (wait_for_step(shared, 0) & BwdStep::kNone) {
       return;
     }
+    cute::clear(tKrDk);
+    cute::clear(tVrDv);
     mask.start(work(0));
     if (warpgroup == 1) {
       pass_tensor_cores();
@@ -59,23 +60,23 @@ struct KeysConsumer : BwdProducts<Traits> {
     first_products(tSrS, tPrDp);
     transform(tSrS, tPrDp, tVrP, tKrDs);
     for (;;) {
-      shared.exchange.step_full[(count + 1) % kStepSlots].wait((count + 1) / kStepSlots % 2);
-      uint32_t const bits = step(count + 1).bits;
-      if (bits & BwdStep::kIsNone) {
+      uint32_t const next = wait_for_step(shared, count + 1);
+      if (next & BwdStep::kNone) {
         break;
       }
-      products(bits, tSrS, tPrDp, tVrP, tKrDs, tVrDv, tKrDk);
-      bool const starts = step(count).bits & BwdStep::kStarts;  // a tile of keys
-      if (starts) {
+      products(next, tSrS, tPrDp, tVrP, tKrDs, tVrDv, tKrDk);
+      // WHY read again: a register less over the products.
+      bool const starts_tile = step(count).flags & BwdStep::kIsFirst;
+      if (starts_tile) {
         stage_gradient<Traits::kHeadDimV>(0, tVrDv, 1.f);
         mask.start(work(count));
       }
       transform(tSrS, tPrDp, tVrP, tKrDs);
-      if (starts) {
+      if (starts_tile) {
         stage_gradient<Traits::kHeadDim>(1, tKrDk, p.softmax_scale);
       }
     }
-    last_products(step(count + 1).bits, tVrP, tKrDs, tVrDv, tKrDk);
+    last_products(tVrP, tKrDs, tVrDv, tKrDk);
     stage_gradient<Traits::kHeadDimV>(0, tVrDv, 1.f);
     stage_gradient<Traits::kHeadDim>(1, tKrDk, p.softmax_scale);
     last_dq();
@@ -102,31 +103,32 @@ struct KeysConsumer : BwdProducts<Traits> {
   template <class FragmentS>
   CUTE_DEVICE void first_products(FragmentS& tSrS, FragmentS& tPrDp) {
     wait_for_tensor_cores();
-    issue_scores(tSrS, 0, BwdStep::kStarts);
-    issue_dp(tPrDp, 0, BwdStep::kStarts);
+    issue_scores(tSrS, 0, BwdStep::kIsFirst);
+    issue_dp(tPrDp, 0, BwdStep::kIsFirst);
     pass_tensor_cores();
   }
 
-  // Issues the gradients of a step, then S and dP of the next one. dQ is staged while dK runs.
+  // Issues the gradients of a step, then S and dP of the next one, which has the flags `next`. dQ
+  // is staged while dK runs.
   template <class FragmentS, class FragmentDv, class FragmentDk, class FragmentDs>
-  CUTE_DEVICE void products(uint32_t bits, FragmentS& tSrS, FragmentS& tPrDp,
+  CUTE_DEVICE void products(uint32_t next, FragmentS& tSrS, FragmentS& tPrDp,
                             FragmentDs const& tVrP, FragmentDs const& tKrDs, FragmentDv& tVrDv,
                             FragmentDk& tKrDk) {
     wait_for_tensor_cores();
-    issue_gradients(bits, tVrP, tKrDs, tVrDv, tKrDk);
-    issue_scores(tSrS, count + 1, bits);
+    issue_gradients(next, tVrP, tKrDs, tVrDv, tKrDk);
+    issue_scores(tSrS, count + 1, next);
     wait_gemm<1>(tKrDk);
-    release_stage(bits);
-    issue_dp(tPrDp, count + 1, bits);
+    release_stage();
+    issue_dp(tPrDp, count + 1, next);
     pass_tensor_cores();
     ++count;
   }
 
   template <class FragmentDv, class FragmentDk, class FragmentDs>
-  CUTE_DEVICE void last_products(uint32_t bits, FragmentDs const& tVrP, FragmentDs const& tKrDs,
-                                 FragmentDv& tVrDv, FragmentDk& tKrDk) {
+  CUTE_DEVICE void last_products(FragmentDs const& tVrP, FragmentDs const& tKrDs, FragmentDv& tVrDv,
+                                 FragmentDk& tKrDk) {
     wait_for_tensor_cores();
-    issue_gradients(bits, tVrP, tKrDs, tVrDv, tKrDk);
+    issue_gradients(step(count + 1).flags, tVrP, tKrDs, tVrDv, tKrDk);
     pass_tensor_cores();
     wait_gemm<0>(tKrDk);
     ++count;
@@ -136,7 +138,7 @@ struct KeysConsumer : BwdProducts<Traits> {
     if (warpgroup == 0) {
       auto tQrDq = Base::dq_fragment();
       wait_for_tensor_cores();
-      issue_dq(step(dq_step()).tile & 1, tQrDq);
+      issue_dq(key_buffer<Traits>(step(dq_step()).tile), tQrDq);
       wait_gemm<0>(tQrDq);
       stage_dq(tQrDq);
     }
@@ -144,26 +146,26 @@ struct KeysConsumer : BwdProducts<Traits> {
 
   // At the end dV and dQ are complete, dQ is staged and dK is still running.
   template <class FragmentDv, class FragmentDk, class FragmentDs>
-  CUTE_DEVICE void issue_gradients(uint32_t bits, FragmentDs const& tVrP, FragmentDs const& tKrDs,
+  CUTE_DEVICE void issue_gradients(uint32_t next, FragmentDs const& tVrP, FragmentDs const& tKrDs,
                                    FragmentDv& tVrDv, FragmentDk& tKrDk) {
     auto tQrDq = Base::dq_fragment();
     Base::template issue_gradient_gemm<Traits::kHeadDimV>(tVrP, shared.dout[dout_stage(count)],
                                                           tVrDv, false);
-    issue_dq(dq_buffer(bits), tQrDq);
+    issue_dq(dq_buffer(next), tQrDq);
     Base::template issue_gradient_gemm<Traits::kHeadDim>(tKrDs, shared.q[q_stage(count)], tKrDk,
                                                          false);
     wait_gemm<1>(tQrDq);
     cute::warpgroup_fence_operand(tVrDv);
     stage_dq(tQrDq);
-    release_keys(bits);
+    release_keys(next);
   }
 
   // The arithmetic between products: S and dP, which have been issued, become P and dS in
   // registers, and dS in shared memory. pass_tensor_cores() orders that dS before the products that
   // read it.
   template <class FragmentS, class FragmentDs>
-  CUTE_DEVICE void transform(FragmentS& tSrS, FragmentS& tPrDp,
-                             FragmentDs& tVrP, FragmentDs& tKrDs) {
+  CUTE_DEVICE void transform(FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
+                             FragmentDs& tKrDs) {
     wait_gemm<1>(tSrS);
     transform_scores(typename Traits::Score{}, tSrS, tPrDp, tVrP, tKrDs);
     Base::stage_scores(tKrDs, shared.ds[count & 1], first_key);
@@ -182,8 +184,8 @@ struct KeysConsumer : BwdProducts<Traits> {
   }
 
   template <class FragmentS, class FragmentDs>
-  CUTE_DEVICE void transform_scores(SoftcapScore, FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
-                                    FragmentDs& tKrDs) {
+  CUTE_DEVICE void transform_scores(SoftcapScore, FragmentS& tSrS, FragmentS& tPrDp,
+                                    FragmentDs& tVrP, FragmentDs& tKrDs) {
     wait_gemm<0>(tPrDp);
     release_values();
     Base::cap_scores(tSrS);
@@ -218,25 +220,26 @@ struct KeysConsumer : BwdProducts<Traits> {
 
   template <class Fragment>
   CUTE_DEVICE void mask_scores(Fragment& tSrS) {
-    if (step(count).is_masked) {
+    if (step(count).flags & BwdStep::kIsMasked) {
       mask.apply(tSrS, work(count), step(count).m);
     }
   }
 
+  // flags: of step n.
   template <class Fragment>
-  CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t n, uint32_t bits) {
+  CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t n, uint32_t flags) {
     Base::wait_for_q(n);
-    if (bits & BwdStep::kStarts) {
+    if (flags & BwdStep::kIsFirst) {
       uint32_t const tile = step(n).tile;
       shared.k_full[key_buffer<Traits>(tile)].wait(key_phase<Traits>(tile));
     }
-    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k[bits & 1],
+    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k[flags & BwdStep::kBuffer ? 1 : 0],
                                                        first_key, shared.q[q_stage(n)], tSrS);
   }
 
   template <class Fragment>
-  CUTE_DEVICE void issue_dp(Fragment& tPrDp, uint32_t n, uint32_t bits) {
-    if (bits & BwdStep::kStarts) {
+  CUTE_DEVICE void issue_dp(Fragment& tPrDp, uint32_t n, uint32_t flags) {
+    if (flags & BwdStep::kIsFirst) {
       shared.v_full.wait(step(n).tile % 2);
     }
     Base::wait_for_dout(n);
@@ -244,14 +247,17 @@ struct KeysConsumer : BwdProducts<Traits> {
                                                         shared.dout[dout_stage(n)], tPrDp);
   }
 
-  // At dq_step() -1 the result means nothing and is dropped. WHY the product is issued all the
-  // same: ptxas serialises products under a condition.
+  // buffer: of K. At dq_step() -1 the result means nothing and is dropped. WHY the product is
+  // issued all the same: ptxas serialises products under a condition.
   template <class Fragment>
-  CUTE_DEVICE void issue_dq(uint32_t buffer, Fragment& tQrDq) {
+  CUTE_DEVICE void issue_dq(int buffer, Fragment& tQrDq) {
     constexpr DqLayout kDq = Traits::kDq;
-    Base::issue_dq_gemm(shared.ds[dq_step() & 1], kDq.first_row(warpgroup),
-                        shared.k[buffer],
+    Base::issue_dq_gemm(shared.ds[dq_step() & 1], kDq.first_row(warpgroup), shared.k[buffer],
                         kDq.first_column(warpgroup), tQrDq);
+  }
+
+  CUTE_DEVICE int dq_buffer(uint32_t next) const {
+    return next & (warpgroup == 0 ? BwdStep::kBufferTwoBefore : BwdStep::kBufferBefore) ? 1 : 0;
   }
 
   // Stages dQ for the store warp, in the order of core/dq_layout.h.
@@ -270,58 +276,48 @@ struct KeysConsumer : BwdProducts<Traits> {
     pass_staging();
   }
 
-  // Stages dV or dK for the store warp.
+  // Stages dV (index 0) or dK (1), rounded, for the store warp, and zeroes it.
   template <int kDim, class Fragment>
   CUTE_DEVICE void stage_gradient(int index, Fragment& acc, float scale) {
     // WHY: addresses derived from the thread's number would otherwise stay in registers over all
     // steps.
     int own = thread;
     asm volatile("" : "+r"(own));
-    round_to_shared<Element, kWarpgroupRows, kDim>(empty_staging(dq_step() + index), 0, own,
-                                                   scale, acc);
+    round_to_shared<Element, kWarpgroupRows, kDim>(empty_staging(dq_step() + index), 0, own, scale,
+                                                   acc);
     cute::clear(acc);
     pass_staging();
   }
 
-  // `staged`: how often the buffer has been filled, but for a multiple of two. Each tile of keys adds
-  // two to the steps whose dQ has been staged.
+  // staged: how often the buffer has been filled before; steps suffice, since a tile of keys adds
+  // two, dV and dK.
   CUTE_DEVICE char* empty_staging(int staged) {
     shared.exchange.staging_empty[warpgroup].wait(staged & 1 ^ 1);
     return shared.exchange.staging[warpgroup];
   }
 
-  CUTE_DEVICE void pass_staging() {
-    Base::arrive_from_warps(shared.exchange.staged[warpgroup]);
-  }
+  CUTE_DEVICE void pass_staging() { Base::arrive_from_warps(shared.exchange.staged[warpgroup]); }
 
-  CUTE_DEVICE uint32_t dq_buffer(uint32_t bits) const {
-    return bits >> (warpgroup == 0 ? 2 : 1) & 1;
-  }
-
-  CUTE_DEVICE void release_stage(uint32_t bits) {
+  // One elected thread arrives: the products are complete for all warps of the warpgroup at once,
+  // and all of them had read LSE and delta when they issued these products.
+  CUTE_DEVICE void release_stage() {
     if (thread == 0) {
       shared.q_empty[q_stage(count)].arrive();
       shared.dout_empty[dout_stage(count)].arrive();
     }
   }
 
-  // dQ of the last step of a tile of keys is complete: its K is no longer needed.
-  CUTE_DEVICE void release_keys(uint32_t bits) {
-    if (thread == 0 && bits & (warpgroup == 0 ? BwdStep::kStartedBefore : BwdStep::kStarts)) {
-      shared.exchange.k_empty[dq_buffer(bits)].arrive();
+  // Releases K of a tile of keys when its last dQ is complete. next: as in products().
+  CUTE_DEVICE void release_keys(uint32_t next) {
+    bool const ended = next & (warpgroup == 0 ? BwdStep::kFollowsFirst : BwdStep::kIsFirst);
+    if (thread == 0 && ended) {
+      shared.exchange.k_empty[dq_buffer(next)].arrive();
     }
   }
 
-  // One elected thread arrives: the products that read the buffer are complete for all warps of the
-  // warpgroup at once, and all of them had read LSE and delta when they issued these products.
-  CUTE_DEVICE void release(Mbarrier& empty) const {
-    if (thread == 0) {
-      empty.arrive();
-    }
-  }
-
+  // Releases V of a tile of keys when its last dP is complete.
   CUTE_DEVICE void release_values() {
-    if (thread == 0 && step(count).is_last) {
+    if (thread == 0 && step(count).flags & BwdStep::kIsLast) {
       shared.exchange.v_empty.arrive();
     }
   }

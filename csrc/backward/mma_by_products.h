@@ -49,8 +49,8 @@ struct DvConsumer : BwdProducts<Traits> {
     auto tVrP = Base::operand_fragment();
     auto tVrDv = Base::template gradient_fragment<Traits::kHeadDimV>();
     KeyMask<Traits> mask(p, shared, 0, thread);
-    mask.start(shared.works[0]);
-    BwdSteps steps(shared.works[0]);
+    mask.start(shared.exchange.work);
+    BwdSteps steps(shared.exchange.work);
     uint32_t count = 0;
     shared.k_full[0].wait(0);
     issue_scores(tSrS, count);
@@ -78,7 +78,7 @@ struct DvConsumer : BwdProducts<Traits> {
     issue_dv(tVrP, tVrDv, count);
     wait_gemm<0>(tVrDv);
     named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
-    store_gradient<Traits, Traits::kHeadDimV>(p.dv, shared.v, shared.works[0], thread,
+    store_gradient<Traits, Traits::kHeadDimV>(p.dv, shared.v, shared.exchange.work, thread,
                                               kInverseScaleOfP, tVrDv);
     finish_stores(thread);
   }
@@ -87,7 +87,8 @@ struct DvConsumer : BwdProducts<Traits> {
   template <class Fragment>
   CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t step) {
     Base::wait_for_q(step);
-    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k[0], 0, shared.q[q_stage(step)], tSrS);
+    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k[0], 0, shared.q[q_stage(step)],
+                                                       tSrS);
   }
 
   template <class FragmentP, class Fragment>
@@ -203,7 +204,7 @@ struct DkConsumer : BwdProducts<Traits> {
     auto tPrDp = Base::scores_fragment();
     auto tKrDs = Base::operand_fragment();
     auto tKrDk = Base::template gradient_fragment<Traits::kHeadDim>();
-    uint32_t const end = shared.works[0].steps();
+    uint32_t const end = shared.exchange.work.steps();
     uint32_t count = 0;
     shared.v_full.wait(0);
     issue_dp(tPrDp, count);
@@ -231,7 +232,7 @@ struct DkConsumer : BwdProducts<Traits> {
     issue_dk(tKrDs, tKrDk, count);
     wait_gemm<0>(tKrDk);
     named_sync(NamedBarrier::kKeysRead, Traits::kWarpgroups * kWarpgroupThreads);
-    store_gradient<Traits, Traits::kHeadDim>(p.dk, shared.k[0], shared.works[0], thread,
+    store_gradient<Traits, Traits::kHeadDim>(p.dk, shared.k[0], shared.exchange.work, thread,
                                              p.softmax_scale, tKrDk);
     finish_stores(thread);
   }
@@ -303,7 +304,7 @@ struct DqConsumer : BwdProducts<Traits> {
     shared.k_full[0].wait(0);
     shared.exchange.k_other_full.wait(0);
     uint32_t count = 0;
-    for (BwdSteps steps(shared.works[0]); steps.valid(); steps.next(), ++count) {
+    for (BwdSteps steps(shared.exchange.work); steps.valid(); steps.next(), ++count) {
       int const buffer = count % kExchangeBuffers;
       uint32_t const phase = count / kExchangeBuffers % 2;
       shared.exchange.ds_full[buffer].wait(phase);

@@ -16,7 +16,9 @@ struct KeysExchange {
   static constexpr int kReleases = Traits::kWarpgroups;  // arrivals that release a stage of Q or dO
 
   alignas(128) char staging[Traits::kWarpgroups][Traits::k.staging_bytes()];
-  Mbarrier staged[Traits::kWarpgroups];        // consumer warps -> store warp (4)
+  BwdWork works[kWorkSlots];                    // of the last tiles of keys
+  BwdStep steps[kStepSlots];                    // (step_ring.h)
+  Mbarrier staged[Traits::kWarpgroups];         // consumer warps -> store warp (4)
   Mbarrier staging_empty[Traits::kWarpgroups];  // store warp -> consumer warpgroup (1)
   Mbarrier step_full[kStepSlots];               // load warp -> consumers, store warps (1)
   Mbarrier k_empty[Traits::k.key_buffers()];    // consumers -> load warp (2)
@@ -57,7 +59,8 @@ struct ProductsExchange {
   Mbarrier p_empty[kExchangeBuffers];   // warps of 1 -> 0 (4)
   Mbarrier ds_full[kExchangeBuffers];   // warps of 1 -> 2 (4)
   Mbarrier ds_empty[kExchangeBuffers];  // warps of 2, of both CTAs -> 1 (8)
-  int number;                           // the cluster's, in rank 0
+  BwdWork work;
+  int number;  // the cluster's, in rank 0
 
   // The first of the columns of dQ that the CTA of a rank may compute.
   CUTE_DEVICE static constexpr int other_column(int rank) {
@@ -106,8 +109,6 @@ struct BwdStorage {
   alignas(16) float lse_log2[Traits::kQStages][Traits::kTileM];
   float delta[Traits::kDoutStages][Traits::kTileM];
 
-  BwdWork works[Traits::k.works()];  // by keys: of the tiles of keys, in turn
-  BwdStep steps[kStepSlots];  // by keys
   // For each key, the queries that see it (mask.h).
   [[no_unique_address]] cute::conditional_t<Traits::kKind.mask == MaskKind::kInterval,
                                             Interval[Traits::kTileN], NoKeyLimits> key_limits;

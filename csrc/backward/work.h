@@ -1,6 +1,6 @@
-// The work of a CTA: tiles of keys of one KV head, each against the queries of every query head that
-// uses it. CTAs of a cluster have neighbouring keys, and the same queries. One thread computes it
-// and publishes it in shared memory: the consumers have no registers to spare.
+// The work of a CTA: tiles of keys of one KV head, each against the queries of every query head
+// that uses it. CTAs of a cluster have neighbouring keys, and the same queries. One thread computes
+// it and publishes it in shared memory: the consumers have no registers to spare.
 #pragma once
 
 #include "backward/params.h"
@@ -31,28 +31,6 @@ struct BwdWork {
     return uint32_t(head_end - head_begin) * uint32_t(max_of(0, queries.end - queries.begin));
   }
 };
-
-// By keys: what consumers and store warps need to know of a step. The load warp publishes it.
-struct BwdStep {
-  static constexpr int kNone = -1;
-
-  // For issuing this step's scores after the gradients of the step before: bits.
-  static constexpr uint32_t kBuffer = 1;         // the buffer of K of this step,
-  static constexpr uint32_t kBufferBefore = 2;   // of the step before,
-  static constexpr uint32_t kBufferTwoBefore = 4;  // and of the one before that
-  static constexpr uint32_t kStarts = 8;         // this step is the first of a tile of keys
-  static constexpr uint32_t kStartedBefore = 16;  // the step before was
-  static constexpr uint32_t kIsNone = 32;
-  uint32_t bits;
-  int tile;  // of keys, among those of the CTA; kNone: there are no more steps
-  int rows;  // the index of the tile of queries in the workspaces
-  int m;
-  bool is_first;  // of its tile of keys
-  bool is_last;
-  bool is_masked;
-};
-
-constexpr int kStepSlots = 8;  // the ring of Q has at most 4 stages, and dQ may be one step late
 
 template <class Traits>
 constexpr bool kServesPacked = !Traits::kKind.is_dense();
@@ -85,6 +63,12 @@ CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, S
   return work;
 }
 
+CUTE_DEVICE BwdWork no_work() {
+  BwdWork none{};
+  none.kv_head = -1;
+  return none;
+}
+
 // The work of the cluster with a number in the order of work, for its CTA of a rank. The order
 // counts from the last tile (core/tile_order.h, core/packed_tiles.h). In deterministic mode that is
 // kept, since the last keys are added first (add_order.h); otherwise the first keys come first,
@@ -109,9 +93,7 @@ CUTE_DEVICE BwdWork work_of_packed(BwdDeviceParams const& p, int number, int ran
   int const index = p.tickets.heads.div(number);
   int const sequence = p.tables.sequence_of_tile[index];  // has an entry for every CTA
   if (sequence == PackedTables::kNoTile) {
-    BwdWork none{};
-    none.kv_head = -1;
-    return none;
+    return no_work();
   }
   SequenceTiles const tiles = p.tables.sequences[sequence];
   Sequence const& s = tiles.sequence;
@@ -129,6 +111,9 @@ CUTE_DEVICE BwdWork work_of_packed(BwdDeviceParams const& p, int number, int ran
 
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_number(BwdDeviceParams const& p, int number, int rank) {
+  if (number >= p.tiles) {
+    return no_work();
+  }
   if constexpr (kServesPacked<Traits>) {
     if (p.is_packed()) {
       return work_of_packed<Traits>(p, number, rank);
@@ -137,7 +122,7 @@ CUTE_DEVICE BwdWork work_of_number(BwdDeviceParams const& p, int number, int ran
   return work_of_dense<Traits>(p, number, rank);
 }
 
-// The steps of a CTA: tiles of queries of one head after the other. There is at least one step.
+// The steps of a tile of keys: tiles of queries of one head after the other. There is at least one.
 struct BwdSteps {
   BwdWork const* work;
   int head;  // query head
@@ -172,6 +157,26 @@ struct BwdSteps {
     return work->tile_base + head * p.m_tiles + m;
   }
 };
+
+// By keys: what the load warp publishes of a step (step_ring.h).
+struct BwdStep {
+  static constexpr uint32_t kBuffer = 1;           // the buffer of K, and that of
+  static constexpr uint32_t kBufferBefore = 2;     // the step before
+  static constexpr uint32_t kBufferTwoBefore = 4;  // the one before that
+  static constexpr uint32_t kIsFirst = 8;          // of its tile of keys
+  static constexpr uint32_t kIsLast = 16;
+  static constexpr uint32_t kFollowsFirst = 32;  // of a tile that is not the CTA's first
+  static constexpr uint32_t kIsMasked = 64;
+  static constexpr uint32_t kNone = 128;  // there is no step; the one before was the last
+
+  uint32_t flags;
+  int tile;  // of keys, among those of the CTA
+  int rows;  // the tile of queries, in the workspaces
+  int m;     // the same, in the sequence
+};
+
+constexpr int kStepSlots = 8;
+constexpr int kWorkSlots = 4;
 
 // Deterministic mode: how many clusters add to the dQ of a step before this one. The tiles of keys
 // that meet a tile of queries are those that a forward pass over that tile would visit; the last

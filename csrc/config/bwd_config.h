@@ -20,6 +20,9 @@ enum class BwdSplit : int {
 // Number of buffers through which warpgroups exchange data: dS, and P with BwdSplit::kProducts.
 constexpr int kExchangeBuffers = 2;
 
+// Registers that one thread of each warpgroup may have in all.
+constexpr int kRegistersPerLane = 65536 / kWarpgroupThreads;
+
 struct BwdConfig {
   char const* name = "";
   Dtype dtype = Dtype::kBFloat16;
@@ -34,7 +37,6 @@ struct BwdConfig {
   int dout_stages = 2;
   // Registers of a thread of each consumer warpgroup; 0: no such warpgroup.
   int registers[3] = {240, 240, 0};
-  int producer_registers = 24;
   // With BwdSplit::kProducts: S and dP of the next step are issued before dV and dK of this one,
   // and overlap with P and dS. This takes 16 more registers.
   bool scores_first = false;
@@ -43,11 +45,13 @@ struct BwdConfig {
   // Buffers of K: by keys, a CTA loads the next tile while it works on one.
   constexpr int key_buffers() const { return by_keys() ? 2 : 1; }
 
-  // Tiles of keys whose work is in shared memory: no role is more than two behind the load warp.
-  constexpr int works() const { return by_keys() ? 4 : 1; }
-
   // Keys of a copy of dK or dV to global memory: of a warpgroup, or of a warp.
   constexpr int store_rows() const { return by_keys() ? kWarpgroupRows : kWarpgroupRows / 4; }
+
+  // Of a thread of the other warpgroup: those that the consumers leave.
+  constexpr int producer_registers() const {
+    return kRegistersPerLane - registers[0] - registers[1] - registers[2];
+  }
 
   constexpr int threads() const { return (consumer_warpgroups + 1) * kWarpgroupThreads; }
 
@@ -105,11 +109,11 @@ struct BwdConfig {
     int const staged_bytes = consumer_warpgroups * staging_bytes();
     int const products_bytes = 2 * ds_bytes + cta_keys() * other_columns() * 2;
     int const row_bytes = all_stages * tile_m * 4;
-    int const work_bytes = works() * 80 + 8 * 16;
+    int const work_bytes = (by_keys() ? 4 * 72 + 8 * 16 : 72) + 128;  // aligned
     int const limit_bytes = kind.mask == MaskKind::kInterval ? cta_keys() * 8 : 0;
-    int const barriers = key_buffers() + 1 + 2 * all_stages +
-                         (by_keys() ? 2 * consumer_warpgroups + key_buffers() + 1 + 8
-                                    : 5 * kExchangeBuffers + 1);
+    int const barriers =
+        key_buffers() + 1 + 2 * all_stages +
+        (by_keys() ? 2 * consumer_warpgroups + key_buffers() + 1 + 8 : 5 * kExchangeBuffers + 1);
     return key_bytes + query_bytes + ds_bytes + (by_keys() ? staged_bytes : products_bytes) +
            round_up(row_bytes + work_bytes + limit_bytes + barriers * 8, 1024);
   }

@@ -202,12 +202,13 @@ struct FwdParams {
 // How the work of a backward pass is split into tiles: everything the launcher needs apart from
 // pointers.
 struct BwdSchedule {
-  int tile_m = 0;            // queries of a step
-  int tile_n = 0;            // keys of a CTA, or of a cluster of them
-  int m_tiles = 0;           // tiles along the queries: the steps of a CTA
-  int n_tiles = 0;           // tiles along the keys
-  int numbers = 0;  // in the order of work: for every tile of keys, KV head and batch entry; may be 0
-  int grid = 0;     // CTAs
+  int tile_m = 0;   // queries of a step
+  int tile_n = 0;   // keys of a CTA, or of a cluster of them
+  int m_tiles = 0;  // tiles along the queries: the steps of a CTA
+  int n_tiles = 0;  // tiles along the keys
+  int numbers =
+      0;         // in the order of work: for every tile of keys, KV head and batch entry; may be 0
+  int grid = 0;  // CTAs
   bool in_sections = false;  // core/tile_order.h, with tiles of keys for those of queries
   int section_pairs = 1;
   int64_t rows = 0;       // queries of all heads and batches, padded to whole tiles

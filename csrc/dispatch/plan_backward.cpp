@@ -112,8 +112,8 @@ BwdPlan plan_backward(FwdProblem const& problem) {
   }
   // By keys a CTA goes from one tile to the next.
   int const sms = max_of(1, problem.device.sm_count - problem.sm_margin);
-  schedule.grid = config.by_keys() ? min_of(schedule.numbers, sms)
-                                   : schedule.numbers * config.cluster_size;
+  schedule.grid =
+      config.by_keys() ? min_of(schedule.numbers, sms) : schedule.numbers * config.cluster_size;
   schedule.dq_floats = schedule.rows * config.dq_columns();
   int64_t const flags = schedule.rows / config.tile_m * config.dq_adders();
   schedule.flags = problem.deterministic ? flags : 0;

@@ -142,7 +142,7 @@ void add_backward_variant(DictBuilder& dict, int variant) {
       .integer("dout_stages", config.dout_stages)
       .integer("consumer_warpgroups", config.consumer_warpgroups)
       .integer("threads", config.threads())
-      .integer("producer_registers", config.producer_registers)
+      .integer("producer_registers", config.producer_registers())
       .string("consumer_registers", registers_text(config).c_str())
       .integer("dq_adders", config.dq_adders())
       .integer("shared_bytes", config.shared_bytes());

@@ -68,8 +68,8 @@ BwdLaunch plan_launch(BwdParams& params) {
 }
 
 // One allocation: LSE and delta of every row, the accumulator of dQ, the tables of packed
-// sequences, the ticket, then the flags of deterministic mode; ints are as wide as floats. Whole tiles of 64
-// rows and more keep each part aligned.
+// sequences, the ticket, then the flags of deterministic mode; ints are as wide as floats. Whole
+// tiles of 64 rows and more keep each part aligned.
 OwnedTensor allocate_workspace(char const* op, BwdParams& params, int device) {
   static_assert(sizeof(int) == sizeof(float));
   BwdSchedule const& schedule = params.schedule;
