@@ -37,8 +37,7 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
 
 template <int kRegisters, class Config>
 CUTE_DEVICE void set_registers() {
-  constexpr int kAtStart = 65536 / Config::k.threads() / 8 * 8;
-  if constexpr (kRegisters < kAtStart) {
+  if constexpr (kRegisters < Config::k.registers_at_launch()) {
     cutlass::arch::warpgroup_reg_dealloc<kRegisters>();
   } else {
     cutlass::arch::warpgroup_reg_alloc<kRegisters>();

@@ -68,7 +68,7 @@ BwdDeviceParams main_params(TensorMapMaker& maps, BwdParams const& p) {
   d.dq_sum = p.dq_sum;
   d.dq_flags = p.dq_flags;
   d.ticket = p.ticket;
-  d.tiles = p.schedule.numbers;
+  d.works = p.schedule.works;
   d.m_tiles = p.schedule.m_tiles;
   d.heads_q = problem.heads_q;
   d.group = problem.heads_q / problem.heads_k;

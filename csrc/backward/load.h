@@ -21,8 +21,7 @@ struct BwdProducer {
 
   BwdStorage<Traits>& shared;
   BwdDeviceParams const& p;
-  RingState<Traits::kQStages> q_ring;
-  RingState<Traits::kDoutStages> dout_ring;
+  uint32_t count = 0;  // steps loaded
 
   CUTE_DEVICE BwdProducer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_)
       : shared(shared_), p(p_) {}
@@ -48,7 +47,8 @@ struct BwdProducer {
     load_v(work);
     load_dout(steps);
     load_other_keys(work);
-    for (steps.next(); steps.valid(); steps.next()) {
+    ++count;
+    for (steps.next(); steps.valid(); steps.next(), ++count) {
       load_q(steps);
       load_dout(steps);
     }
@@ -62,7 +62,7 @@ struct BwdProducer {
       load_tile(publisher, work_slot(shared, tile), tile);
       work = next_work_with_steps(-1);
     }
-    publisher.publish_end();
+    publisher.publish_end(count);
   }
 
   // The next tile of keys that has queries, or a work without keys. Where no query sees the keys,
@@ -79,8 +79,8 @@ struct BwdProducer {
       if (!work.has_keys() || work.steps() > 0) {
         return work;
       }
-      shared.q_empty[q_ring.stage].wait(q_ring.phase ^ 1);
-      store_zeros<Traits>(shared.q[q_ring.stage], work, p);
+      wait_for_q_stage();
+      store_zeros<Traits>(shared.q[count % Traits::kQStages], work, p);
     }
   }
 
@@ -88,15 +88,16 @@ struct BwdProducer {
   // buffers: K of the next tile may be loaded only while the consumers are in the step before.
   CUTE_DEVICE void load_tile(StepPublisher<Traits>& publisher, BwdWork const& work, int tile) {
     BwdSteps steps(work);
-    publisher.publish(steps, tile, int(steps.tile(p)), true);
+    publisher.publish(count, steps, tile, int(steps.tile(p)), true);
     shared.exchange.k_empty[key_buffer<Traits>(tile)].wait(key_phase<Traits>(tile) ^ 1);
     load_k(work, key_buffer<Traits>(tile));
     load_q(steps);
     shared.exchange.v_empty.wait(tile % 2 ^ 1);
     load_v(work);
     load_dout(steps);
-    for (steps.next(); steps.valid(); steps.next()) {
-      publisher.publish(steps, tile, int(steps.tile(p)), false);
+    ++count;
+    for (steps.next(); steps.valid(); steps.next(), ++count) {
+      publisher.publish(count, steps, tile, int(steps.tile(p)), false);
       load_q(steps);
       load_dout(steps);
     }
@@ -131,20 +132,22 @@ struct BwdProducer {
               BwdExchange<Traits>::other_column(rank), Traits::kOtherColumns);
   }
 
+  CUTE_DEVICE void wait_for_q_stage() {
+    shared.q_empty[count % Traits::kQStages].wait(count / Traits::kQStages % 2 ^ 1);
+  }
+
   CUTE_DEVICE void load_q(BwdSteps const& steps) {
-    int const i = q_ring.stage;
-    shared.q_empty[i].wait(q_ring.phase ^ 1);
+    int const i = count % Traits::kQStages;
+    wait_for_q_stage();
     load_queries<Traits::kHeadDim>(p.q, shared.q_full[i], shared.q[i], steps);
     load_row_values(p.lse_log2, shared.q_full[i], shared.lse_log2[i], steps);
-    q_ring.advance();
   }
 
   CUTE_DEVICE void load_dout(BwdSteps const& steps) {
-    int const i = dout_ring.stage;
-    shared.dout_empty[i].wait(dout_ring.phase ^ 1);
+    int const i = count % Traits::kDoutStages;
+    shared.dout_empty[i].wait(count / Traits::kDoutStages % 2 ^ 1);
     load_queries<Traits::kHeadDimV>(p.dout, shared.dout_full[i], shared.dout[i], steps);
     load_row_values(p.delta, shared.dout_full[i], shared.delta[i], steps);
-    dout_ring.advance();
   }
 
   static constexpr uint32_t kRowValueBytes = Traits::kTileM * sizeof(float);

@@ -124,6 +124,14 @@ struct KeyMask {
   CUTE_DEVICE void apply(Fragment& acc, BwdWork const& work, int m) const {
     limits.apply(acc, work, m);
   }
+
+  // Where a step needs the mask.
+  template <class Fragment>
+  CUTE_DEVICE void apply(Fragment& acc, BwdSteps const& steps) const {
+    if (steps.is_masked<Traits>()) {
+      limits.apply(acc, *steps.work, steps.m);
+    }
+  }
 };
 
 }  // namespace fa3

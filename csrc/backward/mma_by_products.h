@@ -8,9 +8,6 @@
 // With 64 keys a CTA would add more to dQ than L2 takes. So two CTAs of a cluster with neighbouring
 // keys send each other dS, and each computes half of the columns of dQ, over the keys of both.
 //
-// A warpgroup waits for another one only where it needs its data: while one works on scores, the
-// others have products for the tensor cores.
-//
 // TRAP: as in mma_by_keys.h, no product may be outstanding where a loop closes. TRAP: the threads
 // read LSE and delta, and the copy engine, another proxy, overwrites them. So a stage is released
 // only after the values computed from them have been stored, which shows that they have arrived in
@@ -110,9 +107,7 @@ struct DvConsumer : BwdProducts<Traits> {
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE void transform_scores(PlainScore, BwdSteps const& steps, KeyMask<Traits> const& mask,
                                     uint32_t step, FragmentS& tSrS, FragmentP& tVrP) {
-    if (steps.is_masked<Traits>()) {
-      mask.apply(tSrS, *steps.work, steps.m);
-    }
+    mask.apply(tSrS, steps);
     Base::probabilities(tSrS, step, kScaleOfPLog2);
     wait_for_buffer(step);
     store_for_dk(tSrS, shared.exchange.p[step % kExchangeBuffers]);
@@ -124,9 +119,7 @@ struct DvConsumer : BwdProducts<Traits> {
                                     KeyMask<Traits> const& mask, uint32_t step, FragmentS& tSrS,
                                     FragmentP& tVrP) {
     Base::cap_scores(tSrS);
-    if (steps.is_masked<Traits>()) {
-      mask.apply(tSrS, *steps.work, steps.m);
-    }
+    mask.apply(tSrS, steps);
     wait_for_buffer(step);
     capped_probabilities(tSrS, tVrP, shared.exchange.p[step % kExchangeBuffers], step);
   }

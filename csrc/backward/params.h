@@ -33,7 +33,7 @@ struct BwdDeviceParams {
   int* dq_flags;          // workspace: kDqAdders flags a tile; nullptr: not deterministic
   int* ticket;            // workspace: the next number in the order of work
   SeqlenPair seqlen;      // packed: of all sequences together
-  int tiles;              // numbers in the order of work; packed: an upper bound
+  int works;              // numbers in the order of work
   int m_tiles;
   int heads_q;
   int group;  // query heads of a KV head

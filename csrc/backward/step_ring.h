@@ -42,31 +42,33 @@ CUTE_DEVICE uint32_t wait_for_step(BwdStorage<Traits>& shared, uint32_t n) {
 template <class Traits>
 struct StepPublisher {
   BwdStorage<Traits>& shared;
-  uint32_t count = 0;
   uint32_t before = 0;  // flags of the last step
 
-  CUTE_DEVICE void publish(BwdSteps const& steps, int tile, int rows, bool is_first) {
+  // n: of the step; tile: of keys, among those of the CTA; rows: the tile of queries, in the
+  // workspaces.
+  CUTE_DEVICE void publish(uint32_t n, BwdSteps const& steps, int tile, int rows, bool is_first) {
     uint32_t const flags = (is_first ? BwdStep::kIsFirst : 0) |
                            (steps.is_last() ? BwdStep::kIsLast : 0) |
                            (steps.is_masked<Traits>() ? BwdStep::kIsMasked : 0) |
                            (key_buffer<Traits>(tile) ? BwdStep::kBuffer : 0);
-    publish(BwdStep{flags, tile, rows, steps.m});
+    publish(n, BwdStep{flags, tile, rows, steps.m});
   }
 
   // After the last step.
-  CUTE_DEVICE void publish_end() { publish(BwdStep{BwdStep::kNone | BwdStep::kIsFirst, 0, 0, 0}); }
+  CUTE_DEVICE void publish_end(uint32_t n) {
+    publish(n, BwdStep{BwdStep::kNone | BwdStep::kIsFirst, 0, 0, 0});
+  }
 
  private:
-  CUTE_DEVICE void publish(BwdStep step) {
+  CUTE_DEVICE void publish(uint32_t n, BwdStep step) {
     static_assert(BwdStep::kBufferBefore == BwdStep::kBuffer << 1);
     static_assert(BwdStep::kBufferTwoBefore == BwdStep::kBuffer << 2);
     uint32_t const buffers = before << 1 & (BwdStep::kBufferBefore | BwdStep::kBufferTwoBefore);
-    bool const follows_first = count > 1 && before & BwdStep::kIsFirst;
+    bool const follows_first = n > 1 && before & BwdStep::kIsFirst;
     step.flags |= buffers | (follows_first ? BwdStep::kFollowsFirst : 0);
     before = step.flags;
-    step_slot(shared, count) = step;
-    shared.exchange.step_full[count % kStepSlots].arrive();
-    ++count;
+    step_slot(shared, n) = step;
+    shared.exchange.step_full[n % kStepSlots].arrive();
   }
 };
 

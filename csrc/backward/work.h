@@ -75,7 +75,7 @@ CUTE_DEVICE BwdWork no_work() {
 // since under a causal mask most queries see them.
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_dense(BwdDeviceParams const& p, int number, int rank) {
-  TileCoord const tile = TileWalk(p.order, number, p.tiles).coord();
+  TileCoord const tile = TileWalk(p.order, number, p.works).coord();
   int const n = p.is_deterministic() ? tile.m : p.order.m_tiles - 1 - tile.m;
   BwdWork work = resolve_tile<Traits>(p, n, tile.head, p.seqlen, rank);
   work.q_row = 0;
@@ -111,7 +111,7 @@ CUTE_DEVICE BwdWork work_of_packed(BwdDeviceParams const& p, int number, int ran
 
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_number(BwdDeviceParams const& p, int number, int rank) {
-  if (number >= p.tiles) {
+  if (number >= p.works) {
     return no_work();
   }
   if constexpr (kServesPacked<Traits>) {

@@ -20,9 +20,6 @@ enum class BwdSplit : int {
 // Number of buffers through which warpgroups exchange data: dS, and P with BwdSplit::kProducts.
 constexpr int kExchangeBuffers = 2;
 
-// Registers that one thread of each warpgroup may have in all.
-constexpr int kRegistersPerLane = 65536 / kWarpgroupThreads;
-
 struct BwdConfig {
   char const* name = "";
   Dtype dtype = Dtype::kBFloat16;
@@ -48,9 +45,13 @@ struct BwdConfig {
   // Keys of a copy of dK or dV to global memory: of a warpgroup, or of a warp.
   constexpr int store_rows() const { return by_keys() ? kWarpgroupRows : kWarpgroupRows / 4; }
 
+  // At launch all threads have the same number.
+  constexpr int registers_at_launch() const { return 65536 / threads() / 8 * 8; }
+
   // Of a thread of the other warpgroup: those that the consumers leave.
   constexpr int producer_registers() const {
-    return kRegistersPerLane - registers[0] - registers[1] - registers[2];
+    return (consumer_warpgroups + 1) * registers_at_launch() - registers[0] - registers[1] -
+           registers[2];
   }
 
   constexpr int threads() const { return (consumer_warpgroups + 1) * kWarpgroupThreads; }

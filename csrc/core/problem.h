@@ -206,14 +206,13 @@ struct BwdSchedule {
   int tile_n = 0;   // keys of a CTA, or of a cluster of them
   int m_tiles = 0;  // tiles along the queries: the steps of a CTA
   int n_tiles = 0;  // tiles along the keys
-  int numbers =
-      0;         // in the order of work: for every tile of keys, KV head and batch entry; may be 0
-  int grid = 0;  // CTAs
+  int works = 0;  // a tile of keys for each KV head and batch entry; packed: an upper bound
+  int grid = 0;   // CTAs; 0 without keys
   bool in_sections = false;  // core/tile_order.h, with tiles of keys for those of queries
   int section_pairs = 1;
   int64_t rows = 0;       // queries of all heads and batches, padded to whole tiles
   int64_t dq_floats = 0;  // in the fp32 accumulator of dQ
-  int64_t flags = 0;      // deterministic: those of all tiles of queries, and the ticket; else 0
+  int64_t flags = 0;      // deterministic: those of all tiles of queries; else 0
   // Packed: m_tiles and n_tiles are upper bounds for all sequences together; section_heads: the KV
   // heads that go through a sequence together (core/packed_tiles.h).
   int section_heads = 1;
@@ -239,8 +238,8 @@ struct BwdParams {
   float* delta = nullptr;        // workspace: schedule.rows floats
   float* dq_sum = nullptr;       // workspace: schedule.dq_floats floats
   int* tables = nullptr;         // workspace of a packed problem: schedule.table_ints ints
-  int* dq_flags = nullptr;       // workspace: schedule.flags - 1 ints; nullptr: not deterministic
-  int* ticket = nullptr;         // workspace: the last of schedule.flags
+  int* dq_flags = nullptr;       // workspace: schedule.flags ints; nullptr: not deterministic
+  int* ticket = nullptr;         // workspace
   PackedLengths lengths;         // packed only
   FwdProblem problem;
   BwdSchedule schedule;

@@ -57,7 +57,7 @@ void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig 
   int const pairs = problem.heads_k * problem.batch;
   schedule.m_tiles = ceil_div(problem.seqlen_q, config.tile_m);
   schedule.n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
-  schedule.numbers = schedule.n_tiles * pairs;
+  schedule.works = schedule.n_tiles * pairs;
   schedule.rows = int64_t(schedule.m_tiles) * config.tile_m * problem.heads_q * problem.batch;
   schedule.section_pairs =
       int(std::min<int64_t>(heads_of_section(problem, config, schedule.n_tiles), pairs));
@@ -67,7 +67,7 @@ void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig 
 void schedule_packed(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig const& config) {
   schedule.m_tiles = int(most_tiles(problem.total_q, problem.entries(), config.tile_m));
   schedule.n_tiles = int(most_tiles(problem.total_k, problem.entries(), config.tile_n()));
-  schedule.numbers = schedule.n_tiles * problem.heads_k;
+  schedule.works = schedule.n_tiles * problem.heads_k;
   schedule.rows = int64_t(schedule.m_tiles) * config.tile_m * problem.heads_q;
   schedule.most_queries = most_queries(problem, config.tile_n());
   schedule.table_ints = PackedTables::table_ints(
@@ -113,7 +113,7 @@ BwdPlan plan_backward(FwdProblem const& problem) {
   // By keys a CTA goes from one tile to the next.
   int const sms = max_of(1, problem.device.sm_count - problem.sm_margin);
   schedule.grid =
-      config.by_keys() ? min_of(schedule.numbers, sms) : schedule.numbers * config.cluster_size;
+      config.by_keys() ? min_of(schedule.works, sms) : schedule.works * config.cluster_size;
   schedule.dq_floats = schedule.rows * config.dq_columns();
   int64_t const flags = schedule.rows / config.tile_m * config.dq_adders();
   schedule.flags = problem.deterministic ? flags : 0;

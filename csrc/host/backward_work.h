@@ -8,9 +8,6 @@
 #include "bwd_variants.h"
 #include "device/cute.h"
 
-// The grid of a kernel: nvcc's name, which g++ does not have.
-inline thread_local dim3 gridDim;
-
 #include "backward/work.h"
 #include "host/packed_tables.h"
 
@@ -52,6 +49,7 @@ inline BwdDeviceParams work_params(BwdParams const& params) {
   BwdDeviceParams p{};
   p.seqlen = SeqlenPair{problem.seqlen_q, problem.seqlen_k};
   p.m_tiles = schedule.m_tiles;
+  p.works = params.schedule.works;
   p.heads_q = problem.heads_q;
   p.group = problem.heads_q / problem.heads_k;
   p.mask = problem.mask;
@@ -62,17 +60,16 @@ inline BwdDeviceParams work_params(BwdParams const& params) {
 
 template <class Traits>
 void add_work_of_ctas(BwdDeviceParams const& p, BackwardWork& result) {
-  gridDim.x = unsigned(result.schedule.grid);
-  for (int index = 0; index < result.schedule.grid; ++index) {
+  for (int index = 0; index < result.schedule.works * Traits::kClusterSize; ++index) {
     int const number = index / Traits::kClusterSize;
     int const rank = index % Traits::kClusterSize;
-    CtaWork& cta = result.ctas.emplace_back(CtaWork{work_of_cta<Traits>(p, number, rank), {}});
+    CtaWork& cta = result.ctas.emplace_back(CtaWork{work_of_number<Traits>(p, number, rank), {}});
     if (cta.work.steps() == 0) {
       continue;
     }
     for (BwdSteps steps(cta.work); steps.valid(); steps.next()) {
       cta.steps.push_back(Step{steps.head, steps.m, steps.is_masked<Traits>(), steps.tile(p),
-                               predecessors<Traits>(p, steps)});
+                               predecessors<Traits>(p, cta.work, steps.m)});
     }
   }
 }

@@ -283,6 +283,7 @@ py::dict schedule_dict(BwdSchedule const& schedule) {
   dict["tile_n"] = schedule.tile_n;
   dict["m_tiles"] = schedule.m_tiles;
   dict["n_tiles"] = schedule.n_tiles;
+  dict["works"] = schedule.works;
   dict["grid"] = schedule.grid;
   dict["in_sections"] = schedule.in_sections;
   dict["section_pairs"] = schedule.section_pairs;

@@ -269,6 +269,7 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
   dict.integer("m_tiles", schedule.m_tiles)
       .integer("n_tiles", schedule.n_tiles)
       .integer("section_pairs", schedule.section_pairs)
+      .integer("works", schedule.works)
       .integer("grid", schedule.grid)
       .integer("rows", schedule.rows)
       .integer("lse_bytes", schedule.rows * int64_t(sizeof(float)))

@@ -65,7 +65,7 @@ def keys_of_cta(plan):
 def clusters_of(plan, ctas):
     """The CTAs of every cluster, in the order of their ranks."""
     size = plan['cluster_size']
-    assert len(ctas) == plan['grid'] and len(ctas) % size == 0
+    assert len(ctas) == plan['works'] * size
     return [ctas[first:first + size] for first in range(0, len(ctas), size)]
 
 

@@ -109,12 +109,13 @@ def test_tiles_grid_and_workspace(dims, batch, seqlen_q, seqlen_k, heads_k, grou
                  deterministic=deterministic)
     assert facts['m_tiles'] == ceil_div(seqlen_q, facts['tile_m'])
     assert facts['n_tiles'] == ceil_div(seqlen_k, facts['tile_n'])
-    assert facts['grid'] == facts['n_tiles'] * heads_k * batch * facts['cluster_size']
+    assert facts['works'] == facts['n_tiles'] * heads_k * batch
+    assert facts['grid'] == grid_of(facts)
     assert facts['rows'] == facts['m_tiles'] * facts['tile_m'] * heads_k * group * batch
     assert facts['lse_bytes'] == facts['delta_bytes'] == 4 * facts['rows']
     assert facts['dq_bytes'] == 4 * facts['rows'] * dq_columns(dims[0])
     flags = facts['m_tiles'] * facts['dq_adders'] * heads_k * group * batch
-    assert facts['flags_bytes'] == (4 * (flags + 1) if deterministic else 0)
+    assert facts['flags_bytes'] == (4 * flags if deterministic else 0)
     # The parts lie behind one another; TMA and 16-byte loads read them.
     assert facts['lse_bytes'] % 16 == 0
     assert 0 <= facts['lse_bytes'] - 4 * seqlen_q * heads_k * group * batch < (
@@ -142,6 +143,12 @@ def test_causal_sections(batch, seqlen_q, seqlen_k, heads_k, group, sm_count, l2
     assert pairs == 1 or fits or not fewer_feed_all
 
 
+def grid_of(facts, sm_count=132):
+    """Where warpgroups split the keys, a CTA goes from one tile to the next; else one for each."""
+    size = facts['cluster_size']
+    return facts['works'] * size if size > 1 else min(facts['works'], sm_count)
+
+
 def packed_plan(name, batch, total_q, total_k, heads_q, heads_k, *, mask=FULL, deterministic=False,
                 seqlens=None, sm_count=132, l2_bytes=50 << 20):
     """Sequences of equal lengths; seqlens: the longest ones that the caller names."""
@@ -166,11 +173,12 @@ def test_packed_tiles_and_workspace(name, batch, total_q, total_k, heads_k, grou
     entries = batch + 1    # and the rows behind the last sequence
     assert facts['m_tiles'] == _host.most_tiles(total_q, entries, facts['tile_m'])
     assert facts['n_tiles'] == _host.most_tiles(total_k, entries, facts['tile_n'])
-    assert facts['grid'] == facts['n_tiles'] * heads_k * facts['cluster_size']
+    assert facts['works'] == facts['n_tiles'] * heads_k
+    assert facts['grid'] == grid_of(facts)
     assert facts['rows'] == facts['m_tiles'] * facts['tile_m'] * heads_q
     assert facts['dq_floats'] == facts['rows'] * dq_columns(facts['head_dim'])
     flags = facts['m_tiles'] * heads_q * facts['dq_adders']
-    assert facts['flags'] == (flags + 1 if deterministic else 0)
+    assert facts['flags'] == (flags if deterministic else 0)
     least = 8 + facts['n_tiles'] + 2 * facts['m_tiles'] + 8 * entries
     assert least <= facts['table_ints'] <= least + 14
     assert all(facts[part] % 8 == 0 for part in ('rows', 'dq_floats', 'table_ints'))
@@ -218,7 +226,8 @@ def test_nothing_is_launched_for_an_empty_problem(empty):
 def test_the_largest_problem(head_dim):
     """2^29 tiles of 64 queries and of 64 keys, the limit of the checks; sizes in 64 bits."""
     facts = plan(1 << 30, 1 << 30, batch=1, heads_q=32, heads_k=32, head_dim=head_dim)
-    assert facts['grid'] * facts['tile_n'] == facts['rows'] * facts['cluster_size']
+    assert facts['works'] * facts['tile_n'] == facts['rows']
+    assert facts['grid'] == grid_of(facts)
     assert facts['rows'] == 1 << 35
     assert facts['dq_bytes'] == (1 << 37) * dq_columns(head_dim)
 
