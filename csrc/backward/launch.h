@@ -22,11 +22,11 @@ struct RowsShape {
 // the end. A box is `rows` rows of one head.
 template <class Config>
 CUtensorMap rows_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
-                     RowsShape const& shape, int rows) {
+                     RowsShape const& shape, int rows, int slice = kSliceColumns) {
   RowDims const dims = problem.is_packed ? RowDims::packed(t, shape.seqlen)
                                          : RowDims::dense(t, shape.seqlen, problem.batch);
   constexpr int kRank = kMapRank<typename BwdTraits<Config>::Location>;
-  return maps.make<kRank>(t.data, {{shape.columns, 1, kSliceColumns},
+  return maps.make<kRank>(t.data, {{shape.columns, 1, slice},
                                    {dims.rows, dims.row_stride, rows},
                                    {shape.heads, t.head_stride, 1},
                                    {dims.batches, dims.batch_stride, 1},
@@ -59,7 +59,8 @@ BwdDeviceParams main_params(TensorMapMaker& maps, BwdParams const& p) {
   };
   d.q = of_queries(p.q, columns);
   d.dout = of_queries(p.dout, columns_v);
-  d.k = of_keys(p.k, columns, Config::k.cta_keys());
+  d.k = rows_map<Config>(maps, problem, p.k, {d.seqlen.k, problem.heads_k, columns},
+                         Config::k.cta_keys(), Config::k.key_slice());
   d.v = of_keys(p.v, columns_v, Config::k.cta_keys());
   d.dk = of_keys(p.dk, columns, Config::k.store_rows());
   d.dv = of_keys(p.dv, columns_v, Config::k.store_rows());

@@ -104,8 +104,8 @@ struct BwdProducer {
   }
 
   CUTE_DEVICE void load_k(BwdWork const& work, int buffer) {
-    load_keys(work, p.k, shared.k_full[buffer], shared.k[buffer], work.k_row, 0,
-              padded_columns(Traits::kHeadDim));
+    load_keys<Traits::kKeySlice>(work, p.k, shared.k_full[buffer], shared.k[buffer], work.k_row, 0,
+                                 Traits::k.key_columns());
   }
 
   CUTE_DEVICE void load_v(BwdWork const& work) {
@@ -113,11 +113,12 @@ struct BwdProducer {
   }
 
   // Loads `columns` columns of the keys from `row` on, slice by slice.
+  template <int kSlice = kSliceColumns>
   CUTE_DEVICE void load_keys(BwdWork const& work, CUtensorMap const& map, Mbarrier& full,
                              Element* target, int row, int first_column, int columns) {
     full.arrive_and_expect_tx(Traits::kTileN * columns * sizeof(Element));
     CUTE_UNROLL
-    for (int column = 0; column < columns; column += kSliceColumns) {
+    for (int column = 0; column < columns; column += kSlice) {
       load_box<Location>(
           map, mbarrier_word(full), kReadOnce, target + column * Traits::kTileN,
           {first_column + column, row, work.kv_head, Location{work.batch}, work.k_end});

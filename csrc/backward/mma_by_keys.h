@@ -233,8 +233,8 @@ struct KeysConsumer : BwdProducts<Traits> {
       uint32_t const tile = step(n).tile;
       shared.k_full[key_buffer<Traits>(tile)].wait(key_phase<Traits>(tile));
     }
-    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k[flags & BwdStep::kBuffer ? 1 : 0],
-                                                       first_key, shared.q[q_stage(n)], tSrS);
+    Base::template issue_scores_gemm<Traits::kHeadDim, Traits::kKeySlice>(
+        shared.k[flags & BwdStep::kBuffer ? 1 : 0], first_key, shared.q[q_stage(n)], tSrS);
   }
 
   template <class Fragment>

@@ -84,8 +84,8 @@ struct DvConsumer : BwdProducts<Traits> {
   template <class Fragment>
   CUTE_DEVICE void issue_scores(Fragment& tSrS, uint32_t step) {
     Base::wait_for_q(step);
-    Base::template issue_scores_gemm<Traits::kHeadDim>(shared.k[0], 0, shared.q[q_stage(step)],
-                                                       tSrS);
+    Base::template issue_scores_gemm<Traits::kHeadDim, Traits::kKeySlice>(
+        shared.k[0], 0, shared.q[q_stage(step)], tSrS);
   }
 
   template <class FragmentP, class Fragment>

@@ -58,11 +58,12 @@ struct BwdProducts {
   }
 
   // S^T = K Q^T or dP^T = V dO^T, 64 keys from `first_key` of the tile.
-  template <int kDim, class Fragment>
+  template <int kDim, int kSlice = kSliceColumns, class Fragment>
   CUTE_DEVICE void issue_scores_gemm(Element* keys, int first_key, Element* queries,
                                      Fragment& acc) {
-    auto sA = cute::make_tensor(cute::make_smem_ptr(keys + first_key * kSliceColumns),
-                                typename Traits::template SmemLayoutKRows<kDim>{});  // (64, dim)
+    auto sA = cute::make_tensor(
+        cute::make_smem_ptr(keys + first_key * kSlice),
+        typename Traits::template SmemLayoutKeyRows<kDim, kSlice>{});  // (64, dim)
     auto sB = cute::make_tensor(cute::make_smem_ptr(queries),
                                 typename Traits::template SmemLayoutQ<kDim>{});  // (M, dim)
     auto mma = MmaS{}.get_slice(0);
@@ -86,10 +87,10 @@ struct BwdProducts {
   template <class Fragment>
   CUTE_DEVICE void issue_dq_gemm(Element* ds, int first_row, Element* keys, int first_column,
                                  Fragment& tQrDq, bool is_first = true) {
-    constexpr bool kIsHalfSlice = Traits::kDq.columns < kSliceColumns;
+    constexpr bool kIsHalfSlice = Traits::kDq.columns < Traits::kKeySlice;
     auto sDs = cute::make_tensor(cute::make_smem_ptr(ds + first_row * kSliceColumns),
                                  typename Traits::SmemLayoutDsRows{});  // (64, N)
-    int const in_slice = kIsHalfSlice ? first_column % kSliceColumns : 0;
+    int const in_slice = kIsHalfSlice ? first_column % Traits::kKeySlice : 0;
     auto sKt = cute::make_tensor(
         cute::make_smem_ptr(keys + (first_column - in_slice) * Traits::kTileN + in_slice),
         typename Traits::SmemLayoutKt{});  // (columns of dQ, N)

@@ -91,13 +91,12 @@ struct BwdStorage {
   using Exchange = BwdExchange<Traits>;
   using Element = typename Traits::Element;
   template <int kDim>
-  static constexpr int kKeys = cute::cosize_v<typename Traits::template SmemLayoutK<kDim>>;
-  template <int kDim>
   static constexpr int kQueries = cute::cosize_v<typename Traits::template SmemLayoutQ<kDim>>;
 
   struct alignas(1024) {
-    Element k[Traits::k.key_buffers()][kKeys<Traits::kHeadDim>];
-    Element v[kKeys<Traits::kHeadDimV>];
+    Element k[Traits::k.key_buffers()][cute::cosize_v<
+        typename Traits::template SmemLayoutKeys<Traits::kHeadDim, Traits::kKeySlice>>];
+    Element v[cute::cosize_v<typename Traits::template SmemLayoutKeys<Traits::kHeadDimV>>];
     Element q[Traits::kQStages][kQueries<Traits::kHeadDim>];
     Element dout[Traits::kDoutStages][kQueries<Traits::kHeadDimV>];
     Element ds[kExchangeBuffers][cute::cosize_v<typename Traits::SmemLayoutDs>];

@@ -41,20 +41,28 @@ struct BwdTraits {
   using TileM = cute::Int<kTileM>;
   using TileN = cute::Int<kTileN>;
   using DqColumns = cute::Int<kDq.columns>;
-  static constexpr int kDqOperandColumns = padded_columns(kDq.columns);
+  static constexpr int kKeySlice = k.key_slice();
+  static constexpr int kDqOperandColumns = padded_columns(kDq.columns, kKeySlice);
   template <int kDim>
   using Columns = cute::Int<padded_columns(kDim)>;
 
   // Slices of 64 columns (128 bytes, swizzled), one after the other: the layout that a TMA box of
   // 64 columns writes.
-  using RowMajorAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
-  using ColumnMajorAtom = cute::GMMA::Layout_MN_SW128_Atom<Element>;
+  template <int kSlice>
+  using RowMajorAtom =
+      cute::conditional_t<kSlice == kSliceColumns, cute::GMMA::Layout_K_SW128_Atom<Element>,
+                          cute::GMMA::Layout_K_SW32_Atom<Element>>;
+  template <int kSlice>
+  using ColumnMajorAtom =
+      cute::conditional_t<kSlice == kSliceColumns, cute::GMMA::Layout_MN_SW128_Atom<Element>,
+                          cute::GMMA::Layout_MN_SW32_Atom<Element>>;
   template <class Rows, class Columns>
-  using Tile = decltype(cute::tile_to_shape(RowMajorAtom{}, cute::Shape<Rows, Columns>{}));
+  using Tile =
+      decltype(cute::tile_to_shape(RowMajorAtom<kSliceColumns>{}, cute::Shape<Rows, Columns>{}));
   // The same bytes with the columns first: a second operand, summed over the rows.
-  template <class Rows, class Columns>
+  template <class Rows, class Columns, int kSlice = kSliceColumns>
   using TransposedTile = decltype(cute::tile_to_shape(
-      ColumnMajorAtom{}, cute::Shape<Columns, Rows>{}, cute::Step<cute::_2, cute::_1>{}));
+      ColumnMajorAtom<kSlice>{}, cute::Shape<Columns, Rows>{}, cute::Step<cute::_2, cute::_1>{}));
   // 64 rows of a tile, from the pointer on.
   template <class Layout>
   using WarpgroupRows = decltype(cute::composition(
@@ -66,11 +74,14 @@ struct BwdTraits {
   using SmemLayoutQ = Tile<TileM, Columns<kDim>>;
   template <int kDim>
   using SmemLayoutQt = TransposedTile<TileM, Columns<kDim>>;  // (columns, M)
-  template <int kDim>
-  using SmemLayoutK = Tile<TileN, Columns<kDim>>;
-  template <int kDim>
-  using SmemLayoutKRows = WarpgroupRows<SmemLayoutK<kDim>>;                  // (64, columns)
-  using SmemLayoutKt = TransposedTile<TileN, cute::Int<kDqOperandColumns>>;  // (columns of dQ, N)
+  // K (kSlice: kKeySlice) and V.
+  template <int kDim, int kSlice = kSliceColumns>
+  using SmemLayoutKeys = decltype(cute::tile_to_shape(
+      RowMajorAtom<kSlice>{}, cute::Shape<TileN, cute::Int<padded_columns(kDim, kSlice)>>{}));
+  template <int kDim, int kSlice>
+  using SmemLayoutKeyRows = WarpgroupRows<SmemLayoutKeys<kDim, kSlice>>;  // (64, columns)
+  using SmemLayoutKt =
+      TransposedTile<TileN, cute::Int<kDqOperandColumns>, kKeySlice>;  // (columns of dQ, N)
   using SmemLayoutDs = Tile<TileM, TileN>;
   using SmemLayoutDsRows = WarpgroupRows<SmemLayoutDs>;  // (64, N)
 

@@ -39,6 +39,15 @@ struct BwdConfig {
   bool scores_first = false;
 
   constexpr bool by_keys() const { return split == BwdSplit::kKeys; }
+  // Columns of a slice of K. By keys each warpgroup computes half of the columns of dQ: if those
+  // are no slice of 64 or half of one, slices have 16.
+  constexpr int key_slice() const {
+    return by_keys() && head_dim % kSliceColumns != 0 ? kNarrowSliceColumns : kSliceColumns;
+  }
+
+  // Columns of K, with those that only fill a slice.
+  constexpr int key_columns() const { return padded_columns(head_dim, key_slice()); }
+
   // Buffers of K: by keys, a CTA loads the next tile while it works on one.
   constexpr int key_buffers() const { return by_keys() ? 2 : 1; }
 
@@ -76,8 +85,7 @@ struct BwdConfig {
       return DqLayout{kSliceColumns, true};
     }
     bool const by_columns = tile_m == kWarpgroupRows;
-    return DqLayout{by_columns ? padded_columns(head_dim) / consumer_warpgroups : head_dim,
-                    by_columns};
+    return DqLayout{by_columns ? key_columns() / consumer_warpgroups : head_dim, by_columns};
   }
 
   constexpr int dq_blocks() const {
@@ -104,7 +112,7 @@ struct BwdConfig {
     int const columns = padded_columns(head_dim);
     int const columns_v = padded_columns(head_dim_v);
     int const all_stages = q_stages + dout_stages;
-    int const key_bytes = cta_keys() * (key_buffers() * columns + columns_v) * 2;
+    int const key_bytes = cta_keys() * (key_buffers() * key_columns() + columns_v) * 2;
     int const query_bytes = tile_m * (q_stages * columns + dout_stages * columns_v) * 2;
     int const ds_bytes = kExchangeBuffers * tile_m * cta_keys() * 2;
     int const staged_bytes = consumer_warpgroups * staging_bytes();
@@ -135,8 +143,8 @@ constexpr BwdConfig bwd_variant(char const* name, BwdConfig tile, Dtype dtype, K
   require(c.head_dim % 16 == 0 && c.head_dim_v % 16 == 0, "a k-step of a product has 16 columns");
   require(c.tile_m == kWarpgroupRows || c.tile_m == c.cta_keys(),
           "dQ is split by columns or by rows");
-  require(!dq.side_by_side || c.dq_blocks() == 1 || dq.columns % kSliceColumns == 0 ||
-              2 * dq.columns == kSliceColumns,
+  require(!dq.side_by_side || c.dq_blocks() == 1 || dq.columns % c.key_slice() == 0 ||
+              2 * dq.columns == c.key_slice(),
           "a block of dQ has slices of K, or half of one");
   require(c.shared_bytes() <= kMaxSharedBytes, "the tile does not fit into shared memory");
   require(!(c.scores_first && kind.has_softcap()), "a softcap needs P where it was written");

@@ -10,8 +10,8 @@ namespace fa3 {
 // 48 + 64 + 64 + 32 = 208 KiB. S and dP take 64 registers each, dK and dV 32.
 inline constexpr BwdConfig kBwdTileD64{.head_dim = 64, .head_dim_v = 64, .tile_m = 128};
 
-// 96 + 64 + 32 + 32 = 224 KiB, as D128: dQ has 128 columns here too, of which 32 are padding.
-inline constexpr BwdConfig kBwdTileD96{.head_dim = 96, .head_dim_v = 96};
+// 80 + 80 + 32 + 32 = 224 KiB. As D128; a block of dQ has 48 columns.
+inline constexpr BwdConfig kBwdTileD96{.head_dim = 96, .head_dim_v = 96, .q_stages = 3};
 
 // 96 + 64 + 32 + 32 = 224 KiB. S and dP take 32 registers each, dK and dV 64.
 inline constexpr BwdConfig kBwdTileD128{.head_dim = 128, .head_dim_v = 128};
@@ -43,7 +43,7 @@ inline constexpr BwdConfig kBwdTileD64x128{
 inline constexpr BwdConfig kBwdTileD128x64{
     .head_dim = 128, .head_dim_v = 64, .q_stages = 3, .dout_stages = 3};
 
-// As D128x64: dK takes 48 registers.
+// 64 + 72 + 32 + 32 = 200 KiB. As D96: dK takes 48 registers.
 inline constexpr BwdConfig kBwdTileD96x64{
     .head_dim = 96, .head_dim_v = 64, .q_stages = 3, .dout_stages = 3};
 

@@ -18,6 +18,9 @@ constexpr int kSharedBytesPerSm = 228 * 1024;
 // Columns of a slice of 16-bit elements.
 constexpr int kSliceColumns = 64;
 
+// Columns of a slice of 32 bytes.
+constexpr int kNarrowSliceColumns = 16;
+
 constexpr int element_bytes(Dtype dtype) { return dtype == Dtype::kFloat8E4M3 ? 1 : 2; }
 
 // e4m3 with head dims of up to 64 has slices of 64 bytes.

@@ -1,7 +1,6 @@
 // Descriptors of the copy engine (TMA), encoded on the host. A map describes a tensor by up to five
 // dimensions, innermost first, and the box that one copy moves; the innermost extent of a box is a
-// slice of 128 bytes (64 for e4m3 with at most 64 columns), stored with the swizzle that wgmma
-// reads.
+// slice of 128 bytes, 64 or 32, stored with the swizzle that wgmma reads.
 //
 // Reads past the tensor give zero, writes past it are dropped: tails of a dense sequence need no
 // special case. Neither do those of packed sequences: see RowDims.
@@ -97,11 +96,9 @@ struct TensorMapMaker {
     CUresult const result =
         encode == nullptr
             ? CUDA_ERROR_NOT_FOUND
-            : encode(
-                  &map, data_type(), kRank, const_cast<void*>(data), sizes, strides, boxes, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  boxes[0] * bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+            : encode(&map, data_type(), kRank, const_cast<void*>(data), sizes, strides, boxes,
+                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(boxes[0] * bytes),
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (error == cudaSuccess) {
       error = static_cast<cudaError_t>(result);  // the runtime and the driver number errors alike
     }
@@ -109,6 +106,12 @@ struct TensorMapMaker {
   }
 
  private:
+  static CUtensorMapSwizzle swizzle_of(int slice_bytes) {
+    return slice_bytes == 32   ? CU_TENSOR_MAP_SWIZZLE_32B
+           : slice_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                               : CU_TENSOR_MAP_SWIZZLE_128B;
+  }
+
   CUtensorMapDataType data_type() const {
     return dtype == Dtype::kFloat8E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
            : dtype == Dtype::kFloat16  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16

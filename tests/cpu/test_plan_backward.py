@@ -39,11 +39,6 @@ def least(dtype, mask, head_dim, head_dim_v):
                if dims[0] >= head_dim and dims[1] >= head_dim_v)[2:]
 
 
-def dq_columns(head_dim):
-    """Columns of the accumulator: whole slices where the warpgroups of a tile split them."""
-    return 128 if head_dim == 96 else head_dim
-
-
 def test_the_table_is_the_list():
     assert [row['name'] for row in VARIANTS] == [variant.name for variant in BACKWARD]
     for row, variant in zip(VARIANTS, BACKWARD):
@@ -113,7 +108,7 @@ def test_tiles_grid_and_workspace(dims, batch, seqlen_q, seqlen_k, heads_k, grou
     assert facts['grid'] == grid_of(facts)
     assert facts['rows'] == facts['m_tiles'] * facts['tile_m'] * heads_k * group * batch
     assert facts['lse_bytes'] == facts['delta_bytes'] == 4 * facts['rows']
-    assert facts['dq_bytes'] == 4 * facts['rows'] * dq_columns(dims[0])
+    assert facts['dq_bytes'] == 4 * facts['rows'] * dims[0]
     flags = facts['m_tiles'] * facts['dq_adders'] * heads_k * group * batch
     assert facts['flags_bytes'] == (4 * flags if deterministic else 0)
     # The parts lie behind one another; TMA and 16-byte loads read them.
@@ -176,7 +171,7 @@ def test_packed_tiles_and_workspace(name, batch, total_q, total_k, heads_k, grou
     assert facts['works'] == facts['n_tiles'] * heads_k
     assert facts['grid'] == grid_of(facts)
     assert facts['rows'] == facts['m_tiles'] * facts['tile_m'] * heads_q
-    assert facts['dq_floats'] == facts['rows'] * dq_columns(facts['head_dim'])
+    assert facts['dq_floats'] == facts['rows'] * facts['head_dim']
     flags = facts['m_tiles'] * heads_q * facts['dq_adders']
     assert facts['flags'] == (flags if deterministic else 0)
     least = 8 + facts['n_tiles'] + 2 * facts['m_tiles'] + 8 * entries
@@ -229,7 +224,7 @@ def test_the_largest_problem(head_dim):
     assert facts['works'] * facts['tile_n'] == facts['rows']
     assert facts['grid'] == grid_of(facts)
     assert facts['rows'] == 1 << 35
-    assert facts['dq_bytes'] == (1 << 37) * dq_columns(head_dim)
+    assert facts['dq_bytes'] == (1 << 37) * head_dim
 
 
 @pytest.mark.parametrize('change, reason', [

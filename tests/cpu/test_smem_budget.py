@@ -182,7 +182,8 @@ def handed_on(variant):
     """
     rows, keys, columns = variant['tile_m'], keys_of_cta(variant), variant['columns']
     if variant['cluster_size'] == 1:
-        return max(4 * rows * columns, ELEMENT_BYTES * keys * max(columns, variant['columns_v']))
+        return max(4 * rows * variant['head_dim'],
+                   ELEMENT_BYTES * keys * max(columns, variant['columns_v']))
     other_columns = -(-columns // 64 // 2) * 64
     return ELEMENT_BYTES * keys * (2 * 2 * rows + other_columns)
 
@@ -194,10 +195,11 @@ def test_shared_memory_of_the_backward_holds_its_tiles_and_fits(variant):
     beside them.
     """
     rows, keys = variant['tile_m'], keys_of_cta(variant)
-    inputs = ELEMENT_BYTES * sum(
-        variant[f'columns{name}'] * (buffers * keys + variant[f'{ring}_stages'] * rows)
-        for name, ring, buffers in (('', 'q', 1 + (variant['cluster_size'] == 1)),
-                                    ('_v', 'dout', 1)))
+    is_one = variant['cluster_size'] == 1
+    keys_of_k = keys * (2 * variant['head_dim'] if is_one else variant['columns'])
+    inputs = ELEMENT_BYTES * (keys_of_k + keys * variant['columns_v'] + rows * sum(
+        variant[f'columns{name}'] * variant[f'{ring}_stages']
+        for name, ring in (('', 'q'), ('_v', 'dout'))))
     row_values = 4 * rows * (variant['q_stages'] + variant['dout_stages'])
     limits = 8 * keys if variant['mask'] in ('general', 'softcap') else 0
     scores = 2 * ELEMENT_BYTES * rows * keys
