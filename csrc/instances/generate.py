@@ -12,6 +12,7 @@ FLASH_ATTN3_VARIANTS builds a subset: a comma list of glob patterns on names, su
 `FwdBf16D128*`. A file is rewritten only if its text changed.
 """
 import argparse
+import difflib
 import fnmatch
 import os
 import sys
@@ -66,10 +67,12 @@ def select(variants: Sequence[Variant], patterns: str) -> list[Variant]:
     globs = [pattern.strip() for pattern in patterns.split(',') if pattern.strip()]
     for glob in globs:
         if not any(fnmatch.fnmatchcase(variant.name, glob) for variant in variants):
-            names = ', '.join(variant.name for variant in variants)
+            near = ', '.join(difflib.get_close_matches(
+                glob, [variant.name for variant in variants], n=5, cutoff=0))
             raise ValueError(
                 f'flash_attn3.build: expected FLASH_ATTN3_VARIANTS to hold patterns that match a '
-                f'variant, got {glob!r}; hint: the variants are {names}')
+                f'variant, got {glob!r}; hint: near it are {near}; csrc/instances/variants.py '
+                'lists all')
     return [variant for variant in variants
             if not globs or any(fnmatch.fnmatchcase(variant.name, glob) for glob in globs)]
 
