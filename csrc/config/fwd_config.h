@@ -86,6 +86,15 @@ struct FwdConfig {
   int relative_speed = 100;
   int fixed_keys = 0;
 
+  // lazy_rescale_log2, but at most 1 under a causal mask with these head dims in 16 bits. On normal
+  // data the error is then 1.00 to 1.02 times that with 0, otherwise 1.02 to 1.04 times; it takes 0
+  // to 0.35 % of the time (H100, 2026-11-26). With other head dims it would take up to 9 %.
+  constexpr float lazy_log2(bool is_causal) const {
+    bool const is_cheap =
+        head_dim == head_dim_v && (head_dim == 64 || head_dim == 128 || head_dim == 256);
+    return is_causal && is_cheap && !is_fp8() && lazy_rescale_log2 > 1.f ? 1.f : lazy_rescale_log2;
+  }
+
   constexpr bool is_fp8() const { return dtype_q == Dtype::kFloat8E4M3; }
   constexpr bool converts() const { return values == ValuesKind::kConverted; }
   constexpr bool is_skewed() const { return overlap == OverlapKind::kSkewed; }

@@ -75,7 +75,7 @@ void set_common(FwdDeviceParams& d, FwdParams const& p) {
   d.scale_log2 = d.softmax_scale * kLog2E;
   d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
   d.zero = 0;
-  d.lazy_rescale_log2 = p.max_logits == nullptr ? k.lazy_rescale_log2 : 0.f;
+  d.lazy_rescale_log2 = p.max_logits == nullptr ? k.lazy_log2(problem.mask.right == 0) : 0.f;
   d.q_slice_bytes = pack * positions * Traits::kSlice * element_bytes(k.dtype_q);
   d.positions_per_warpgroup = positions;
   d.lead = p.schedule.lead;

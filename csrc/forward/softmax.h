@@ -32,7 +32,7 @@ struct OnlineSoftmax {
   CUTE_DEVICE OnlineSoftmax(float scale_log2_, float lazy_log2_, int zero_)
       : zero(zero_),
         scale_log2(scale_log2_),
-        lazy_log2(Traits::kHasRowOptions ? lazy_log2_ : k.lazy_rescale_log2) {}
+        lazy_log2(Traits::kHasRowOptions ? lazy_log2_ : k.lazy_log2(k.kind == kCausalKernel)) {}
 
   // Starts new rows.
   CUTE_DEVICE void reset() {
@@ -137,8 +137,9 @@ struct OnlineSoftmax {
       float const old_max = row_max[r];
       float const new_max = quad_max(fmaxf(old_max, max_of_row(scores, r)));
       // False for a row that has seen no key: -inf - -inf is NaN.
-      bool const row_grows = (new_max - old_max) * scale_log2 >
-                             (Traits::kHasRowOptions ? lazy_log2 : k.lazy_rescale_log2);
+      bool const row_grows =
+          (new_max - old_max) * scale_log2 >
+          (Traits::kHasRowOptions ? lazy_log2 : k.lazy_log2(k.kind == kCausalKernel));
       row_max[r] = row_grows ? new_max : old_max;
       rescale[r] = row_grows ? exp2_approx((old_max - new_max) * scale_log2) : 1.f;
       grows = grows || row_grows;
