@@ -50,7 +50,8 @@ def test_selection(patterns: str, expected: list[str]):
 
 
 def test_a_pattern_without_a_variant_is_an_error_that_lists_those_near_it():
-    with pytest.raises(ValueError, match=r"got 'FwdBf16D64Fulll'; hint: .* FwdBf16D64Full,") as error:
+    text = r"got 'FwdBf16D64Fulll'; hint: .* FwdBf16D64Full,"
+    with pytest.raises(ValueError, match=text) as error:
         names('FwdBf16D64Full,FwdBf16D64Fulll')
     assert len(str(error.value)) < 400
     with pytest.raises(ValueError, match=r"got '\?'; hint: near it are (Fwd\w+, ){4}Fwd\w+;"):
