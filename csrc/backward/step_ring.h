@@ -12,7 +12,7 @@ CUTE_DEVICE int key_buffer(uint32_t tile) {
   return tile % Traits::k.key_buffers();
 }
 
-// Of the barriers of a buffer of K.
+// The phase of the barriers of a buffer of K.
 template <class Traits>
 CUTE_DEVICE uint32_t key_phase(uint32_t tile) {
   return tile / Traits::k.key_buffers() % 2;

@@ -16,7 +16,7 @@ struct KeysExchange {
   static constexpr int kReleases = Traits::kWarpgroups;  // arrivals that release a stage of Q or dO
 
   alignas(128) char staging[Traits::kWarpgroups][Traits::k.staging_bytes()];
-  BwdWork works[kWorkSlots];                    // of the last tiles of keys
+  BwdWork works[kWorkSlots];                    // those of the last tiles of keys
   BwdStep steps[kStepSlots];                    // (step_ring.h)
   Mbarrier staged[Traits::kWarpgroups];         // consumer warps -> store warp (4)
   Mbarrier staging_empty[Traits::kWarpgroups];  // store warp -> consumer warpgroup (1)

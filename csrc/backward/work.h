@@ -161,16 +161,16 @@ struct BwdSteps {
 // By keys: what the load warp publishes of a step (step_ring.h).
 struct BwdStep {
   static constexpr uint32_t kBuffer = 1;           // the buffer of K, and that of
-  static constexpr uint32_t kBufferBefore = 2;     // the step before
-  static constexpr uint32_t kBufferTwoBefore = 4;  // the one before that
-  static constexpr uint32_t kIsFirst = 8;          // of its tile of keys
-  static constexpr uint32_t kIsLast = 16;
-  static constexpr uint32_t kFollowsFirst = 32;  // of a tile that is not the CTA's first
+  static constexpr uint32_t kBufferBefore = 2;     // the step before,
+  static constexpr uint32_t kBufferTwoBefore = 4;  // and the one before that
+  static constexpr uint32_t kIsFirst = 8;          // the first of its tile of keys
+  static constexpr uint32_t kIsLast = 16;          // the last
+  static constexpr uint32_t kFollowsFirst = 32;    // follows the first of a later tile
   static constexpr uint32_t kIsMasked = 64;
   static constexpr uint32_t kNone = 128;  // there is no step; the one before was the last
 
   uint32_t flags;
-  int tile;  // of keys, among those of the CTA
+  int tile;  // the tile of keys, among those of the CTA
   int rows;  // the tile of queries, in the workspaces
   int m;     // the same, in the sequence
 };

@@ -57,7 +57,7 @@ struct BwdConfig {
   // At launch all threads have the same number.
   constexpr int registers_at_launch() const { return 65536 / threads() / 8 * 8; }
 
-  // Of a thread of the other warpgroup: those that the consumers leave.
+  // A thread of the other warpgroup has what the consumers leave.
   constexpr int producer_registers() const {
     return (consumer_warpgroups + 1) * registers_at_launch() - registers[0] - registers[1] -
            registers[2];
