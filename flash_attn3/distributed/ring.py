@@ -118,7 +118,8 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
                     return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """The same in the group of this name. options: the other arguments of `ring_attention`."""
     q, k, v = tensors
-    sharding.reject(op, q)
+    for x in (q, k, v):
+        sharding.reject(op, x)
     derivatives.reject_of_scalars(op, options['softmax_scale'], options['softcap'])
     is_packed = q.dim() == 3
     starts = options['cu_seqlens']

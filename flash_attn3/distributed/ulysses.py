@@ -57,9 +57,10 @@ def ulysses_attention(
     """
     name, rank, ranks = exchange.named(_OP, group)
     ring_name = '' if ring_group is None else exchange.named(_OP, ring_group)[0]
-    sharding.reject(_OP, q)
+    for x in (q, k, v):
+        sharding.reject(_OP, x)
     if not torch.compiler.is_compiling():
-        agreement.check(_OP, name, _problem(q, k, v, ranks), agreement.facts_of(
+        agreement.check(_OP, name, _problem(q, k, v, s_aux, ranks), agreement.facts_of(
             dict(q=q, k=k, v=v, s_aux=s_aux), {}))
     repeats = ranks // math.gcd(k.size(-2), ranks)
     if repeats > 1:
@@ -77,7 +78,7 @@ def ulysses_attention(
     return _heads_of_rows(out, ranks, name), lse.squeeze(-1).transpose(-1, -2).contiguous()
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> str:
+def _problem(q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None, ranks: int) -> str:
     """What is wrong with the arguments of this rank, or ''; the rest `ring_attention` checks."""
     if min(q.dim(), k.dim(), v.dim()) < 3:
         return checks.error(_OP, 'q, k and v of 3 or 4 dimensions',
@@ -87,6 +88,9 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> str:
     if heads_q % ranks or heads_q % common:
         return checks.error(_OP, f'heads of q divisible by {common}, for {ranks} ranks and '
                             f'{heads_k} KV heads', str(heads_q), 'ring_attention divides no heads')
+    if s_aux is not None and s_aux.shape != (heads_q,):
+        return checks.error(_OP, f's_aux of shape ({heads_q},), that of all heads',
+                            str(tuple(s_aux.shape)))
     return ''
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from flash_attn3 import distributed
 from flash_attn3.reference import Mask, Score
@@ -168,13 +169,36 @@ def check_own_errors(rank: int) -> None:
              r'cu_seqlens\[2\].*the rows of all ranks'),
             (lambda: distributed.ring_attention(q, q, q, window_size=(-3, 0)), 'window'),
             (lambda: distributed.ulysses_attention(q, q, q), 'heads of q divisible by 12, .*got 6'),
-            (lambda: distributed.ulysses_attention(q[0, 0], q, q), '3 or 4 dimensions')):
+            (lambda: distributed.ulysses_attention(q[0, 0], q, q), '3 or 4 dimensions'),
+            (lambda: distributed.ulysses_attention(q[:, :, :4], q[:, :, :4], q[:, :, :4],
+                                                   s_aux=torch.zeros(8)),
+             r's_aux of shape \(4,\).*got \(8,\)')):
         with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected .*' + text):
             call()
 
 
 def test_own_errors(ranks):
     ranks.run(check_own_errors)
+
+
+def check_refused(rank: int) -> None:
+    """DTensors among q, k and v; derivatives of gradients; a scale that wants a gradient."""
+    q = torch.randn(1, 8, 4, 16, requires_grad=True)
+    shards = DTensor.from_local(q.detach(), init_device_mesh('cpu', (RANKS,)), [Replicate()])
+    for function in (distributed.ring_attention, distributed.ulysses_attention):
+        op = f'flash_attn3.{function.__name__}: expected '
+        for tensors in ((shards, q, q), (q, q, shards)):
+            with pytest.raises(NotImplementedError, match=f'{op}plain tensors, got a DTensor'):
+                function(*tensors)
+        with pytest.raises(NotImplementedError, match=f'{op}.*softmax_scale'):
+            function(q, q, q, softmax_scale=torch.tensor(0.25, requires_grad=True))
+        first, = torch.autograd.grad(function(q, q, q).sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match='flash_attn3.bwd'):
+            torch.autograd.grad(first.sum(), q)
+
+
+def test_refused(ranks):
+    ranks.run(check_refused)
 
 
 def check_missing_peer(rank: int) -> None:
