@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from flash_attn3 import distributed
+from flash_attn3 import _library, distributed
+from flash_attn3.distributed import ring
 from flash_attn3.reference import Mask, Score
 
 from tests import compare, sdpa_hook
@@ -215,6 +217,15 @@ def check_missing_peer(rank: int) -> None:
 def test_missing_peer(ranks):
     """One that never comes: the time limit of the group, with the name of the peer."""
     ranks.run(check_missing_peer)
+
+
+def test_gpus_without_kernels(monkeypatch):
+    monkeypatch.setattr(_library, 'KERNELS_MISSING', 'there is no library')
+    with FakeTensorMode():
+        x = torch.empty(1, 8, 4, 16, device='cuda')
+        text = ring._problem(dict(q=x, k=x, v=x, s_aux=None), None, ring.Ring('', 1.0))
+    assert text == ('flash_attn3.ring_attention: expected a Hopper GPU and its kernels, or CPU '
+                    'tensors, got cuda:0; hint: there is no library')
 
 
 def test_no_process_group():
