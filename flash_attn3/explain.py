@@ -93,8 +93,10 @@ def _mesh_problem(options: argparse.Namespace) -> str:
         return f'expected --ring and --ulysses of 1 or more, got {ring} and {ulysses}'
     if ring * ulysses == 1:
         return ''
+    from flash_attn3.distributed.ring import Ring
     others = {'cache': False, 'packed': False, 'seqlen_k': options.seqlen_q,
-              'head_dim_v': options.head_dim, 'attention_chunk': 0}
+              'head_dim_v': options.head_dim,
+              **{argument.name: 0 for argument in _NUMBERS if argument.name not in Ring._fields}}
     for name, usual in others.items():
         if getattr(options, name) not in (None, usual):
             return (f'expected no --{name.replace("_", "-")} with --ring or --ulysses: their times '
