@@ -5,6 +5,7 @@ The function `flash_attn3.explain` is in planning.py; this file is its command l
 from __future__ import annotations
 
 import argparse
+import math
 
 import torch
 
@@ -53,7 +54,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument('--sm-count', type=int, help='multiprocessors of the GPU; default: 132')
     parser.add_argument('--matrix', action='store_true',
                         help='only print which features go together, as a table in Markdown')
-    return parser.parse_args()
+    options = parser.parse_args()
+    if problem := _mesh_problem(options):
+        parser.error(problem)
+    return options
 
 
 def _features(options: argparse.Namespace, seqlen_k: int) -> dict:
@@ -80,6 +84,28 @@ def _explain_cache(options: argparse.Namespace, shapes: tuple, features: dict) -
         features = features | dict(qv=True)
     planning.explain(q, *caches, cache=True, num_splits=options.num_splits,
                      split_size=options.split_size, **features)
+
+
+def _mesh_problem(options: argparse.Namespace) -> str:
+    """What the times of a mesh do not take, or ''."""
+    ring, ulysses = options.ring, options.ulysses
+    if min(ring, ulysses) < 1:
+        return f'expected --ring and --ulysses of 1 or more, got {ring} and {ulysses}'
+    if ring * ulysses == 1:
+        return ''
+    from flash_attn3.distributed.ring import Ring
+    others = {'cache': False, 'packed': False, 'seqlen_k': options.seqlen_q,
+              'head_dim_v': options.head_dim,
+              **{argument.name: 0 for argument in _NUMBERS if argument.name not in Ring._fields}}
+    for name, usual in others.items():
+        if getattr(options, name) not in (None, usual):
+            return (f'expected no --{name.replace("_", "-")} with --ring or --ulysses: their times '
+                    'are of dense self-attention')
+    common = math.lcm(options.heads_k or options.heads, ulysses)
+    if options.heads % common:
+        return f'expected --heads divisible by {common} with --ulysses {ulysses}, got ' \
+               f'{options.heads}'
+    return ''
 
 
 def _print_mesh(options: argparse.Namespace, heads_k: int) -> None:

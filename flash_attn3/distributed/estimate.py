@@ -6,6 +6,7 @@ slowest rank counts. `python -m flash_attn3.explain --ring 8` prints it.
 """
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from flash_attn3.distributed.tiles import Layout, Plan, Tile, layout_of, plan_of
@@ -38,7 +39,7 @@ class Mesh(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Attention in 16 bits of a whole sequence; window as in `plan_of`, causal is (-1, 0)."""
+    """Self-attention in 16 bits of a whole sequence; window as in `plan_of`, causal is (-1, 0)."""
     seqlen: int
     heads: int = 16
     heads_k: int = 16
@@ -59,7 +60,8 @@ def pairs_of(tile: Tile) -> int:
 
 
 def estimate(problem: Problem, mesh: Mesh) -> dict[str, float]:
-    """What a call takes, in ms, and its parts.
+    """What a call takes, in ms, and its parts. The ranks of ulysses divide the heads, or KV heads
+    repeated until they do.
 
     Returns:
         forward_ms, backward_ms: of the slowest rank. forward_share, backward_share: of the time of
@@ -68,8 +70,9 @@ def estimate(problem: Problem, mesh: Mesh) -> dict[str, float]:
     """
     layout = layout_of(problem.seqlen, mesh.ring, mesh.ulysses)
     plans = [plan_of(layout, rank, problem.window) for rank in range(mesh.ring)]
-    own = problem._replace(heads=max(1, problem.heads // mesh.ulysses),
-                           heads_k=max(1, problem.heads_k // mesh.ulysses))
+    problem = problem._replace(heads_k=math.lcm(problem.heads_k, mesh.ulysses))
+    own = problem._replace(heads=problem.heads // mesh.ulysses,
+                           heads_k=problem.heads_k // mesh.ulysses)
     times = [_times(plan, own, layout, mesh) for plan in plans]
     exchange_mb = _exchange_mb(problem, layout, mesh)
     exchange_ms = exchange_mb / HOST_GB_S

@@ -118,7 +118,8 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
                     return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """The same in the group of this name. options: the other arguments of `ring_attention`."""
     q, k, v = tensors
-    sharding.reject(op, q)
+    for x in (q, k, v):
+        sharding.reject(op, x)
     derivatives.reject_of_scalars(op, options['softmax_scale'], options['softcap'])
     is_packed = q.dim() == 3
     starts = options['cu_seqlens']
@@ -133,6 +134,8 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
     if is_packed:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     seqlen = options['seqlen']
+    if seqlen is not None and seqlen < 0:    # -1 is no length in the schema
+        raise RuntimeError(checks.error(op, 'seqlen of 0 or more, or None', str(seqlen)))
     own = Ring(group, _library.softmax_scale_of(q, options['softmax_scale']), left,
                0 if options['causal'] else right, options['softcap'],
                -1 if seqlen is None else seqlen, options['zigzag'],
@@ -173,7 +176,7 @@ def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, 
     if own.zigzag and rows % 2:
         return checks.error(_OP, 'an even number of rows', str(rows),
                             'flash_attn3.distributed.shard pads them; or zigzag=False')
-    if not -1 <= own.seqlen <= all_rows:
+    if own.seqlen > all_rows:
         return checks.error(_OP, f'seqlen of up to {all_rows}, the rows of all ranks',
                             str(own.seqlen))
     problem = None if starts is None else checks.sequences_problem('q', list(starts), [], all_rows)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flash_attn3 import autograd, checks, sharding
+from flash_attn3 import autograd, checks, derivatives, sharding
 from flash_attn3.distributed import agreement, exchange, ring
+from flash_attn3.general import General
 
 _OP = 'ulysses_attention'
 ring.LIBRARY.define('all_to_all(Tensor x, str group) -> Tensor',
@@ -57,9 +58,15 @@ def ulysses_attention(
     """
     name, rank, ranks = exchange.named(_OP, group)
     ring_name = '' if ring_group is None else exchange.named(_OP, ring_group)[0]
-    sharding.reject(_OP, q)
+    for x in (q, k, v):
+        sharding.reject(_OP, x)
+    derivatives.reject_of_scalars(_OP, softmax_scale, softcap)
+    left, right = checks.window_sides(window_size)
+    s_aux = checks.sinks_of(s_aux, q)
     if not torch.compiler.is_compiling():
-        agreement.check(_OP, name, _problem(q, k, v, ranks), agreement.facts_of(
+        general = General(sinks=s_aux, softmax_scale=softmax_scale, window_left=left,
+                          window_right=right, softcap=softcap)
+        agreement.check(_OP, name, _problem((q, k, v), general, ranks), agreement.facts_of(
             dict(q=q, k=k, v=v, s_aux=s_aux), {}))
     repeats = ranks // math.gcd(k.size(-2), ranks)
     if repeats > 1:
@@ -77,11 +84,19 @@ def ulysses_attention(
     return _heads_of_rows(out, ranks, name), lse.squeeze(-1).transpose(-1, -2).contiguous()
 
 
-def _problem(q: Tensor, k: Tensor, v: Tensor, ranks: int) -> str:
-    """What is wrong with the arguments of this rank, or ''; the rest `ring_attention` checks."""
-    if min(q.dim(), k.dim(), v.dim()) < 3:
+def _problem(tensors: tuple[Tensor, Tensor, Tensor], general: General, ranks: int) -> str:
+    """What is wrong with the arguments of this rank, or '', before it sends anything; the rest
+    `ring_attention` checks.
+    """
+    q, k, v = tensors
+    if not (q.dim() == k.dim() == v.dim() and q.dim() in (3, 4)):
         return checks.error(_OP, 'q, k and v of 3 or 4 dimensions',
                             f'{q.dim()}, {k.dim()} and {v.dim()}')
+    if q.size(-3) != k.size(-3):
+        return checks.error(_OP, f'k and v of as many rows as q, {q.size(-3)}', str(k.size(-3)))
+    whole = (x if x.dim() == 4 else x.unsqueeze(0) for x in tensors)
+    if text := checks.problem_text(dict(zip('qkv', whole)), general):
+        return text
     heads_q, heads_k = q.size(-2), max(1, k.size(-2))
     common = math.lcm(heads_k, ranks)
     if heads_q % ranks or heads_q % common:

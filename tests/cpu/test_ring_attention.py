@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from flash_attn3 import distributed
+from flash_attn3 import _library, distributed
+from flash_attn3.distributed import ring
 from flash_attn3.reference import Mask, Score
 
 from tests import compare, sdpa_hook
@@ -168,13 +171,39 @@ def check_own_errors(rank: int) -> None:
              r'cu_seqlens\[2\].*the rows of all ranks'),
             (lambda: distributed.ring_attention(q, q, q, window_size=(-3, 0)), 'window'),
             (lambda: distributed.ulysses_attention(q, q, q), 'heads of q divisible by 12, .*got 6'),
-            (lambda: distributed.ulysses_attention(q[0, 0], q, q), '3 or 4 dimensions')):
+            (lambda: distributed.ulysses_attention(q[0, 0], q, q), '3 or 4 dimensions'),
+            (lambda: distributed.ulysses_attention(q[:, :, :4], q[:, :, :4], q[:, :, :4],
+                                                   s_aux=torch.zeros(8)),
+             r's_aux.size\(0\).* got 8'),
+            (lambda: distributed.ulysses_attention(*(q.to(torch.float8_e4m3fn),) * 3), 'q.dtype'),
+            (lambda: distributed.ulysses_attention(q, q[:, :4], q[:, :4]), 'as many rows as q, 8'),
+            (lambda: distributed.ring_attention(q, q, q, seqlen=-1), 'seqlen of 0 or more')):
         with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected .*' + text):
             call()
 
 
 def test_own_errors(ranks):
     ranks.run(check_own_errors)
+
+
+def check_refused(rank: int) -> None:
+    """DTensors among q, k and v; derivatives of gradients; a scale that wants a gradient."""
+    q = torch.randn(1, 8, 4, 16, requires_grad=True)
+    shards = DTensor.from_local(q.detach(), init_device_mesh('cpu', (RANKS,)), [Replicate()])
+    for function in (distributed.ring_attention, distributed.ulysses_attention):
+        op = f'flash_attn3.{function.__name__}: expected '
+        for tensors in ((shards, q, q), (q, q, shards)):
+            with pytest.raises(NotImplementedError, match=f'{op}plain tensors, got a DTensor'):
+                function(*tensors)
+        with pytest.raises(NotImplementedError, match=f'{op}.*softmax_scale'):
+            function(q, q, q, softmax_scale=torch.tensor(0.25, requires_grad=True))
+        first, = torch.autograd.grad(function(q, q, q).sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match='flash_attn3.bwd'):
+            torch.autograd.grad(first.sum(), q)
+
+
+def test_refused(ranks):
+    ranks.run(check_refused)
 
 
 def check_missing_peer(rank: int) -> None:
@@ -188,6 +217,15 @@ def check_missing_peer(rank: int) -> None:
 def test_missing_peer(ranks):
     """One that never comes: the time limit of the group, with the name of the peer."""
     ranks.run(check_missing_peer)
+
+
+def test_gpus_without_kernels(monkeypatch):
+    monkeypatch.setattr(_library, 'KERNELS_MISSING', 'there is no library')
+    with FakeTensorMode():
+        x = torch.empty(1, 8, 4, 16, device='cuda')
+        text = ring._problem(dict(q=x, k=x, v=x, s_aux=None), None, ring.Ring('', 1.0))
+    assert text == ('flash_attn3.ring_attention: expected a Hopper GPU and its kernels, or CPU '
+                    'tensors, got cuda:0; hint: there is no library')
 
 
 def test_no_process_group():

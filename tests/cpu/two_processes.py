@@ -5,10 +5,11 @@ import datetime
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -83,3 +84,18 @@ class Pair:
             process.kill()
             process.join()
         self._processes, self._connections = [], []
+
+
+def pair_on(device: str) -> Iterator[Pair]:
+    """For a fixture: two processes with a GPU each (NCCL), or on the CPU (gloo)."""
+    is_gpu = device == 'cuda'
+    if is_gpu and torch.cuda.device_count() < COUNT:
+        pytest.skip('needs a second GPU')
+    pair = Pair('nccl' if is_gpu else 'gloo')
+    yield pair
+    pair.close()
+
+
+def own_device(rank: int) -> torch.device:
+    """In such a process."""
+    return torch.device('cuda', rank) if dist.get_backend() == 'nccl' else torch.device('cpu')

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (CheckpointPolicy, checkpoint,
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 
 from tests import compare
-from tests.cpu.two_processes import COUNT, Pair
+from tests.cpu.two_processes import COUNT, own_device, pair_on
 
 STARTS = 0, 3, 3, 150, 400
 WIDTH, HEADS_Q, HEADS_K, DIM = 256, 4, 2, 64
@@ -31,16 +31,7 @@ WIDTH, HEADS_Q, HEADS_K, DIM = 256, 4, 2, 64
 
 @pytest.fixture(scope='module')
 def pair(request):
-    is_gpu = request.config.getoption('--device') == 'cuda'
-    if is_gpu and torch.cuda.device_count() < COUNT:
-        pytest.skip('needs a second GPU')
-    pair = Pair('nccl' if is_gpu else 'gloo')
-    yield pair
-    pair.close()
-
-
-def own_device(rank: int) -> torch.device:
-    return torch.device('cuda', rank) if dist.get_backend() == 'nccl' else torch.device('cpu')
+    yield from pair_on(request.config.getoption('--device'))
 
 
 def own_mesh(device: torch.device) -> DeviceMesh:

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from flash_attn3 import distributed
 
 from tests import compare
-from tests.cpu.two_processes import COUNT, Pair
+from tests.cpu.two_processes import own_device, pair_on
 from tests.distributed_cases import (CASES, Case, Drawn, attention_of, drawn, on_ranks, plain,
                                      whole)
 
@@ -19,16 +18,7 @@ DIM, FACTOR, REPEATS = 64, 16, 20
 
 @pytest.fixture(scope='module')
 def pair(request):
-    is_gpu = request.config.getoption('--device') == 'cuda'
-    if is_gpu and torch.cuda.device_count() < COUNT:
-        pytest.skip('needs a second GPU')
-    pair = Pair('nccl' if is_gpu else 'gloo')
-    yield pair
-    pair.close()
-
-
-def own_device(rank: int) -> torch.device:
-    return torch.device('cuda', rank) if dist.get_backend() == 'nccl' else torch.device('cpu')
+    yield from pair_on(request.config.getoption('--device'))
 
 
 def on_two(case: Case) -> Case:
