@@ -1,12 +1,13 @@
-// Deterministic mode: a sum of floats depends on its order, so the CTAs that add to a tile of dQ do
-// so in a fixed order, the last tile of keys first. A flag counts those that have added; an adder
-// waits until the flag equals the number of its predecessors. A tile has one flag for each adder of
-// a CTA (BwdConfig::dq_adders): each always adds to the same part of a tile, and waits only for its
-// counterparts in other CTAs.
+// Which CTA adds when to a tile of dQ. The first one stores, so nobody has to zero the accumulator,
+// and the others wait until it has; a tile to which none adds is zero (postprocess.h). A tile has
+// one flag for each adder of a CTA (BwdConfig::dq_adders): each always adds to the same part of a
+// tile, and waits only for its counterparts in other CTAs.
 //
-// No deadlock: a CTA waits only for CTAs with smaller numbers in the order of work. CTAs draw those
-// numbers when they start, so a CTA that is waited for is running or has ended, however few CTAs
-// fit on the GPU.
+// Deterministic mode: a sum of floats depends on its order, so CTAs add in a fixed one, the last
+// tile of keys first. The flag counts those that have added; an adder waits until it equals the
+// number of its predecessors. No deadlock: a CTA waits only for CTAs with smaller numbers in the
+// order of work. CTAs draw those numbers when they start, so a CTA that is waited for is running or
+// has ended, however few CTAs fit on the GPU.
 #pragma once
 
 #include "backward/work.h"
@@ -22,6 +23,13 @@ CUTE_DEVICE int draw_number(BwdDeviceParams const& p) {
   return atomicAdd(p.ticket, 1);
 }
 
+// The flag of a part of dQ, but for deterministic mode.
+struct DqFlag {
+  static constexpr int kEmpty = 0;
+  static constexpr int kClaimed = -1;  // the first is about to store
+  static constexpr int kStored = 1;
+};
+
 // What an adder adds to at a step: its part of a tile of queries, whose index in the workspaces is
 // `rows`.
 template <class Traits>
@@ -32,14 +40,36 @@ struct DqAddition {
   int64_t rows;
   int adder;
 
-  // Called before the addition.
-  CUTE_DEVICE void wait_for_predecessors() const {
-    wait_for_flag(flag(), predecessors<Traits>(p, work, m));
+  // Whether another CTA has added, so far as is known. Deterministic mode: waits for the
+  // predecessors.
+  CUTE_DEVICE bool follows_another() const {
+    if (!p.is_deterministic) {
+      return read_flag(flag()) == DqFlag::kStored;
+    }
+    int const before = predecessors<Traits>(p, work, m);
+    wait_for_flag(flag(), before);
+    return before > 0;
   }
 
-  // Called when it is complete.
-  CUTE_DEVICE void publish() const { set_flag(flag(), predecessors<Traits>(p, work, m) + 1); }
+  // Called next, if none is known to have added: whether this one is the first, and stores.
+  CUTE_DEVICE bool is_first() const {
+    if (p.is_deterministic || claim_flag(flag(), DqFlag::kEmpty, DqFlag::kClaimed)) {
+      return true;
+    }
+    wait_for_flag(flag(), DqFlag::kStored);
+    return false;
+  }
 
+  // Called when the sums are in global memory.
+  CUTE_DEVICE void publish(bool is_first) const {
+    if (p.is_deterministic) {
+      set_flag(flag(), predecessors<Traits>(p, work, m) + 1);
+    } else if (is_first) {
+      set_flag(flag(), DqFlag::kStored);
+    }
+  }
+
+ private:
   CUTE_DEVICE int* flag() const { return p.dq_flags + rows * Traits::kDqAdders + adder; }
 };
 

@@ -1,5 +1,5 @@
 // Warps 1 and 2 of the producer warpgroup where two CTAs share the products (mma_by_products.h):
-// one sends dS to the other CTA, the other keeps the order of the sums of dQ. One thread of each
+// one sends dS to the other CTA, the other keeps the order of additions to dQ. One thread of each
 // warp runs these.
 #pragma once
 
@@ -27,21 +27,33 @@ CUTE_DEVICE void send_scores(BwdStorage<Traits>& shared) {
   }
 }
 
-// Deterministic mode: waits until the predecessors of this CTA have added their dQ, lets warpgroup
-// 2 add, and publishes that it has added. WHY not warpgroup 2 itself: it has no registers for it.
-// Warpgroup 2 adds once `ds_other_full` completes, which takes an arrival from here, and has added
-// once it releases dS.
+// Lets warpgroup 2 store or add its dQ of a step, and publishes that it has. WHY not warpgroup 2
+// itself: it has no registers for it. Warpgroup 2 goes on once `ds_other_full` completes, which
+// takes an arrival from here.
 template <class Traits>
 CUTE_DEVICE void run_add_order(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+  wait_for_earlier_launches();  // the preprocess kernel zeroes the flags
+  auto& exchange = shared.exchange;
   int const rank = cluster_rank();
-  uint32_t count = 0;
-  for (BwdSteps steps(shared.exchange.work); steps.valid(); steps.next(), ++count) {
+  BwdSteps steps(exchange.work);
+  auto const addition_of_step = [&] {
+    return DqAddition<Traits>{p, *steps.work, steps.m, steps.tile(p), rank};
+  };
+  bool follows = false;
+  for (uint32_t count = 0; steps.valid(); ++count) {
     int const buffer = count % kExchangeBuffers;
-    DqAddition<Traits> const addition{p, *steps.work, steps.m, steps.tile(p), rank};
-    addition.wait_for_predecessors();
-    shared.exchange.ds_other_full[buffer].arrive();
-    shared.exchange.ds_empty[buffer].wait(count / kExchangeBuffers % 2);
-    addition.publish();
+    DqAddition<Traits> const addition = addition_of_step();
+    if (p.is_deterministic) {
+      follows = addition.follows_another();
+    }
+    bool const is_first = !follows && addition.is_first();
+    exchange.dq_is_first[buffer] = is_first;
+    exchange.ds_other_full[buffer].arrive();
+    steps.next();
+    // WHY early: the flag takes as long as a part of a step.
+    follows = !p.is_deterministic && steps.valid() && addition_of_step().follows_another();
+    exchange.dq_added[buffer].wait(count / kExchangeBuffers % 2);
+    addition.publish(is_first);
   }
 }
 

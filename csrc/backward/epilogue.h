@@ -132,25 +132,27 @@ struct BwdStoreWarp {
     release();
   }
 
-  // Adds the block of dQ of a step to the accumulator, in deterministic mode after its
-  // predecessors.
+  // Adds the block of dQ of a step to the accumulator.
   CUTE_DEVICE void add_dq(BwdStep const& step, BwdWork const& work) {
     constexpr int kBlockFloats = Traits::kDq.block_floats();
     int64_t const block = int64_t(step.rows) * Traits::kWarpgroups + warpgroup;
     DqAddition<Traits> const addition{p, work, step.m, step.rows, warpgroup};
-    if (p.is_deterministic()) {
-      addition.wait_for_predecessors();
-      fence_global_for_async_proxy();
-    }
+    bool const follows = addition.follows_another();
     shared.exchange.staged[warpgroup].wait(phase);
-    bulk_add(p.dq_sum + block * kBlockFloats,
-             reinterpret_cast<float*>(shared.exchange.staging[warpgroup]),
-             kBlockFloats * sizeof(float));
+    bool const is_first = !follows && addition.is_first();
+    fence_global_for_async_proxy();
+    float* const target = p.dq_sum + block * kBlockFloats;
+    auto const* const source = reinterpret_cast<float*>(shared.exchange.staging[warpgroup]);
+    if (is_first) {
+      bulk_store(target, source, kBlockFloats * sizeof(float));
+    } else {
+      bulk_add(target, source, kBlockFloats * sizeof(float));
+    }
     release();
-    if (p.is_deterministic()) {
+    if (is_first || p.is_deterministic) {
       wait_for_bulk_writes();
       fence_global_for_async_proxy();
-      addition.publish();
+      addition.publish(is_first);
     }
   }
 

@@ -2,7 +2,7 @@
 //
 //   warpgroup 0   warp 0: loads K and V, then Q, dO, LSE and delta of every step
 //                 warps 1, 2: for consumers by keys, add their dQ to global memory; by products,
-//                 send dS to the other CTA and keep the order of deterministic mode
+//                 send dS to the other CTA and keep the order of additions to dQ
 //   warpgroup 1.. consumers, which split the keys (mma_by_keys.h) or the products
 //                 (mma_by_products.h)
 #pragma once
@@ -30,7 +30,7 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
     }
   } else if (warp == 1) {
     send_scores<Traits>(shared);
-  } else if (warp == 2 && p.is_deterministic()) {
+  } else if (warp == 2) {
     run_add_order<Traits>(shared, p);
   }
 }
@@ -78,7 +78,7 @@ CUTE_DEVICE void init_barriers(BwdStorage<Traits>& shared, BwdDeviceParams const
     for (CUtensorMap const* map : {&p.q, &p.dout, &p.k, &p.v, &p.dk, &p.dv}) {
       cute::prefetch_tma_descriptor(reinterpret_cast<cute::TmaDescriptor const*>(map));
     }
-    shared.init_barriers(p.is_deterministic());
+    shared.init_barriers();
   }
 }
 
@@ -92,16 +92,16 @@ CUTE_DEVICE void resolve_only_work(BwdStorage<Traits>& shared, BwdDeviceParams c
     if (is_packed<Traits>(p)) {
       wait_for_earlier_launches();  // one of them fills the tables
     }
-    if (p.is_deterministic() && rank == 0) {
+    if (p.is_deterministic && rank == 0) {
       shared.exchange.number = draw_number(p);
     }
   }
-  if (p.is_deterministic()) {
+  if (p.is_deterministic) {
     cluster_sync();
   }
   if (resolves_work) {
-    int const number = p.is_deterministic() ? read_shared_of(0, shared.exchange.number)
-                                            : int(blockIdx.x) / Traits::kClusterSize;
+    int const number = p.is_deterministic ? read_shared_of(0, shared.exchange.number)
+                                          : int(blockIdx.x) / Traits::kClusterSize;
     BwdWork const work = work_of_number<Traits>(p, number, rank);
     shared.exchange.work = work;
     if (work.steps() == 0 && work.has_keys()) {

@@ -73,6 +73,7 @@ BwdDeviceParams main_params(TensorMapMaker& maps, BwdParams const& p) {
   d.m_tiles = p.schedule.m_tiles;
   d.heads_q = problem.heads_q;
   d.group = problem.heads_q / problem.heads_k;
+  d.is_deterministic = problem.deterministic;
   d.softmax_scale = p.softmax_scale;
   d.scale_log2 = (p.softcap > 0.f ? p.softcap : p.softmax_scale) * kLog2E;
   d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;

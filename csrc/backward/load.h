@@ -70,7 +70,7 @@ struct BwdProducer {
   // known.
   CUTE_DEVICE BwdWork next_work_with_steps(int number) {
     for (;; number = -1) {
-      if (p.is_deterministic()) {
+      if (p.is_deterministic) {
         number = draw_number(p);
       } else if (number < 0) {
         number = int(gridDim.x) + draw_number(p);

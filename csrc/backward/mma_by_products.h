@@ -308,8 +308,10 @@ struct DqConsumer : BwdProducts<Traits> {
         auto tQrDq = Base::dq_fragment();
         issue_dq(rank, buffer, block, tQrDq);
         wait_gemm<0>(tQrDq);
-        add_block(steps.tile(p) * Traits::kDqBlocks + block, tQrDq);
+        add_block(steps.tile(p) * Traits::kDqBlocks + block, shared.exchange.dq_is_first[buffer],
+                  tQrDq);
       }
+      Base::arrive_from_warps(shared.exchange.dq_added[buffer]);
       Base::arrive_from_warps(shared.exchange.ds_empty[buffer]);
       if (thread % 32 == 0) {
         shared.exchange.ds_empty[buffer].arrive(1 - rank);
@@ -331,17 +333,21 @@ struct DqConsumer : BwdProducts<Traits> {
                         column - Exchange::other_column(rank), tQrDq, false);
   }
 
-  // Adds a block to the accumulator, in the order of core/dq_layout.h.
+  // Adds a block to the accumulator, or stores the first, in the order of core/dq_layout.h.
   template <class Fragment>
-  CUTE_DEVICE void add_block(int64_t block, Fragment const& tQrDq) {
+  CUTE_DEVICE void add_block(int64_t block, bool is_first, Fragment const& tQrDq) {
     constexpr DqLayout kDq = Traits::kDq;
     float4* const target =
         reinterpret_cast<float4*>(p.dq_sum + block * kDq.block_floats()) + thread;
     CUTE_UNROLL
     for (int j = 0; j < kDq.columns / 8; ++j) {
-      add_to_global(
-          target + j * kWarpgroupThreads,
-          make_float4(tQrDq(4 * j), tQrDq(4 * j + 1), tQrDq(4 * j + 2), tQrDq(4 * j + 3)));
+      float4 const four =
+          make_float4(tQrDq(4 * j), tQrDq(4 * j + 1), tQrDq(4 * j + 2), tQrDq(4 * j + 3));
+      if (is_first) {
+        target[j * kWarpgroupThreads] = four;
+      } else {
+        add_to_global(target + j * kWarpgroupThreads, four);
+      }
     }
   }
 };

@@ -30,13 +30,14 @@ struct BwdDeviceParams {
   float const* lse_log2;  // workspace: a row is a float
   float const* delta;     // as lse_log2
   float* dq_sum;          // workspace: a tile as in core/dq_layout.h
-  int* dq_flags;          // workspace: kDqAdders flags a tile; nullptr: not deterministic
+  int* dq_flags;          // workspace: kDqAdders flags a tile (add_order.h)
   int* ticket;            // workspace: the next number in the order of work
   SeqlenPair seqlen;      // packed: of all sequences together
   int works;              // numbers in the order of work
   int m_tiles;
   int heads_q;
   int group;  // query heads of a KV head
+  bool is_deterministic;
   float softmax_scale;
   float scale_log2;     // (the softcap, or else softmax_scale) * log2(e)
   float softcap_scale;  // softmax_scale / softcap
@@ -45,7 +46,6 @@ struct BwdDeviceParams {
   TicketOrder tickets;  // packed: the same order; with the tables
   PackedTables tables;
 
-  FA3_HD bool is_deterministic() const { return dq_flags != nullptr; }
   FA3_HD bool is_packed() const { return tables.header != nullptr; }
 };
 

@@ -1,5 +1,6 @@
 // The kernel after the main one: dQ from its fp32 accumulator, times the softmax scale, to the
-// output's dtype and strides. A CTA has one tile of queries of one head.
+// output's dtype and strides; zero where no CTA has added. A CTA has one tile of queries of one
+// head.
 #pragma once
 
 #include "backward/preprocess.h"
@@ -29,9 +30,11 @@ __global__ void __launch_bounds__(kRowThreads)
   constexpr int kRowPairs = DqLayout::kRows / 2;
   constexpr int kItems = Config::k.dq_blocks() * kRowPairs * kChunks;
   wait_for_earlier_launches();
-  HeadTile const tile = HeadTile::of_cta<Config>(p);
+  int const index = tile_index();
+  HeadTile const tile = HeadTile::of_index<Config>(p, index);
   float const* const sums =
-      p.dq_sum + int64_t(blockIdx.x) * (Config::k.dq_blocks() * kDq.block_floats());
+      p.dq_sum + int64_t(index) * (Config::k.dq_blocks() * kDq.block_floats());
+  bool const has_sums = p.dq_flags[int64_t(index) * Config::k.dq_adders()] != 0;
   // Neighbouring threads write neighbouring chunks of a row.
   CUTE_UNROLL
   for (int item = int(threadIdx.x); item < kItems; item += kRowThreads) {
@@ -39,9 +42,9 @@ __global__ void __launch_bounds__(kRowThreads)
     int const row_pair = item / kChunks % kRowPairs;
     int const block = item / kChunks / kRowPairs;
     int const row = row_pair / 8 * 16 + row_pair % 8;
-    float4 lanes[4];
+    float4 lanes[4] = {};
     CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; has_sums && i < 4; ++i) {
       lanes[i] = reinterpret_cast<float4 const*>(sums + kDq.chunk_pair(block, row, chunk))[i];
     }
     int const column = kDq.first_column(block) + chunk * kChunkColumns;

@@ -1,6 +1,6 @@
 // The kernel before the main one. For each row of dO it computes delta = rowsum(dO * O) - dLSE and
-// the LSE in base 2; it zeroes the accumulator of dQ and the flags of deterministic mode
-// (add_order.h). A CTA has one tile of queries of one head.
+// the LSE in base 2; it zeroes the flags of dQ (add_order.h). A CTA has one tile of queries of one
+// head.
 //
 // A row gets an infinite LSE where P has to be zero whatever the scores are: past the end of the
 // sequence, and where a query sees no key (LSE = -inf).
@@ -26,6 +26,11 @@ constexpr int row_lanes() {
   return lanes;
 }
 
+// The index in the workspaces of the tile of a CTA. WHY from the end: the main kernel goes upwards,
+// so it finds what the preprocess kernel has read last in L2, and the postprocess kernel what the
+// main kernel has added last.
+CUTE_DEVICE int tile_index() { return int(gridDim.x) - 1 - int(blockIdx.x); }
+
 // A tile of queries of one head: its rows of the tensors. Packed tensors have no batch, and a head
 // may have fewer tiles than the grid has space for.
 struct HeadTile {
@@ -34,8 +39,7 @@ struct HeadTile {
   RowTile rows;
 
   template <class Config>
-  CUTE_DEVICE static HeadTile of_cta(BwdRowParams const& p) {
-    int const index = int(blockIdx.x);
+  CUTE_DEVICE static HeadTile of_index(BwdRowParams const& p, int index) {
     int const pair = p.m_tiles.div(index);
     int const m = index - pair * int(p.m_tiles.divisor);
     int const batch = p.heads.div(pair);
@@ -87,12 +91,12 @@ CUTE_DEVICE void store_row(BwdRowParams const& p, HeadTile const& tile, int i, f
   p.delta[target] = is_empty ? 0.f : dot;
 }
 
-// Zeroes the flags of this CTA's tile, if there are any; the first CTA also zeroes the ticket.
+// Zeroes the flags of this CTA's tile; the first CTA also zeroes the ticket.
 template <class Config>
 CUTE_DEVICE void zero_flags(BwdRowParams const& p) {
   constexpr int kFlags = Config::k.dq_adders();
-  if (p.dq_flags != nullptr && int(threadIdx.x) < kFlags) {
-    p.dq_flags[int64_t(blockIdx.x) * kFlags + int(threadIdx.x)] = 0;
+  if (int(threadIdx.x) < kFlags) {
+    p.dq_flags[int64_t(tile_index()) * kFlags + int(threadIdx.x)] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     *p.ticket = 0;
@@ -104,12 +108,8 @@ __global__ void __launch_bounds__(kRowThreads)
     backward_preprocess_kernel(BwdRowParams const __grid_constant__ p) {
   using Element = ElementOf<Config::k.dtype>;
   wait_for_earlier_launches();
-  HeadTile const tile = HeadTile::of_cta<Config>(p);
-  constexpr int kTileFloats = Config::k.tile_m * Config::k.dq_columns();
-  float4* const sums = reinterpret_cast<float4*>(p.dq_sum + int64_t(blockIdx.x) * kTileFloats);
-  for (int i = int(threadIdx.x); i < kTileFloats / 4; i += kRowThreads) {
-    sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-  }
+  int const index = tile_index();
+  HeadTile const tile = HeadTile::of_index<Config>(p, index);
   zero_flags<Config>(p);
   constexpr int kLanes = row_lanes<Config>();
   int const lane = int(threadIdx.x) % kLanes;
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kRowThreads)
     }
     dot = sum_over_lanes<kLanes>(dot);
     if (lane == 0) {
-      store_row(p, tile, row, dot, int64_t(blockIdx.x) * Config::k.tile_m + row);
+      store_row(p, tile, row, dot, int64_t(index) * Config::k.tile_m + row);
     }
   }
   allow_later_launches();

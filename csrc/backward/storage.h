@@ -24,7 +24,7 @@ struct KeysExchange {
   Mbarrier k_empty[Traits::k.key_buffers()];    // consumers -> load warp (2)
   Mbarrier v_empty;                             // consumers -> load warp (2)
 
-  CUTE_DEVICE void init_barriers(bool) {
+  CUTE_DEVICE void init_barriers() {
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
       staged[wg].init(kWarpgroupWarps);
       staging_empty[wg].init(1);
@@ -53,12 +53,14 @@ struct ProductsExchange {
   };
 
   Mbarrier k_other_full;  // TMA -> 2 (1 + bytes)
-  // the other CTA -> 2 (1 + bytes; deterministic: and run_add_order(), 1)
+  // send_scores() with the bytes, run_add_order() -> 2 (2)
   Mbarrier ds_other_full[kExchangeBuffers];
   Mbarrier p_full[kExchangeBuffers];    // warps of 0 -> 1 (4)
   Mbarrier p_empty[kExchangeBuffers];   // warps of 1 -> 0 (4)
   Mbarrier ds_full[kExchangeBuffers];   // warps of 1 -> 2 (4)
   Mbarrier ds_empty[kExchangeBuffers];  // warps of 2, of both CTAs -> 1 (8)
+  Mbarrier dq_added[kExchangeBuffers];  // warps of 2 -> run_add_order() (4)
+  bool dq_is_first[kExchangeBuffers];   // whether 2 stores its dQ: nobody has added
   BwdWork work;
   int number;  // the cluster's, in rank 0
 
@@ -67,14 +69,15 @@ struct ProductsExchange {
     return rank == 0 ? 0 : Traits::kHeadDim - Traits::kOtherColumns;
   }
 
-  CUTE_DEVICE void init_barriers(bool is_deterministic) {
+  CUTE_DEVICE void init_barriers() {
     k_other_full.init(1);
     for (int i = 0; i < kExchangeBuffers; ++i) {
-      ds_other_full[i].init(is_deterministic ? 2 : 1);
+      ds_other_full[i].init(2);
       p_full[i].init(kWarpgroupWarps);
       p_empty[i].init(kWarpgroupWarps);
       ds_full[i].init(kWarpgroupWarps);
       ds_empty[i].init(2 * kWarpgroupWarps);
+      dq_added[i].init(kWarpgroupWarps);
     }
   }
 };
@@ -120,7 +123,7 @@ struct BwdStorage {
   Mbarrier dout_full[Traits::kDoutStages];   // TMA -> consumers (1 + bytes)
   Mbarrier dout_empty[Traits::kDoutStages];  // consumers -> producer warp (kReleases)
 
-  CUTE_DEVICE void init_barriers(bool is_deterministic) {
+  CUTE_DEVICE void init_barriers() {
     for (Mbarrier& full : k_full) {
       full.init(1);
     }
@@ -133,7 +136,7 @@ struct BwdStorage {
       dout_full[i].init(1);
       dout_empty[i].init(Exchange::kReleases);
     }
-    exchange.init_barriers(is_deterministic);
+    exchange.init_barriers();
     fence_barrier_init();
   }
 };

@@ -15,6 +15,7 @@ struct BwdWork {
   int head_end;
   int key_begin;  // in the sequence
   QueryRange queries;
+  int first_m;  // the tile of queries with which it begins
   SeqlenPair len;
   // Coordinates for the copy engine (RowDims): the sequence's first query, and the first key.
   int q_row;
@@ -46,6 +47,14 @@ inline TileOrder key_tile_order(FwdProblem const& problem, BwdSchedule const& sc
                    schedule.section_pairs);
 }
 
+// By keys: of the queries that meet the keys, those at the same positions. CTAs that begin there
+// are seldom the first to add to dQ at the same time. By products all begin with the first tile:
+// see add_order.h.
+CUTE_DEVICE int diagonal_tile(int m, QueryRange const& queries) {
+  int const count = queries.end - queries.begin;
+  return queries.begin + (count > 0 && m > queries.begin ? (m - queries.begin) % count : 0);
+}
+
 // Tile n of the keys of a KV head, in a sequence with these lengths. Coordinates of the sequence
 // are still missing.
 template <class Traits>
@@ -60,6 +69,9 @@ CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, S
   work.len = len;
   work.queries =
       query_range(n * kKeys, len, Traits::kTileM, kKeys, mask_of<Traits::kKind.mask>(p.mask));
+  work.first_m = Traits::kSplit == BwdSplit::kKeys && !p.is_deterministic
+                     ? diagonal_tile(n * kKeys / Traits::kTileM, work.queries)
+                     : work.queries.begin;
   return work;
 }
 
@@ -76,7 +88,7 @@ CUTE_DEVICE BwdWork no_work() {
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_dense(BwdDeviceParams const& p, int number, int rank) {
   TileCoord const tile = TileWalk(p.order, number, p.works).coord();
-  int const n = p.is_deterministic() ? tile.m : p.order.m_tiles - 1 - tile.m;
+  int const n = p.is_deterministic ? tile.m : p.order.m_tiles - 1 - tile.m;
   BwdWork work = resolve_tile<Traits>(p, n, tile.head, p.seqlen, rank);
   work.q_row = 0;
   work.q_end = 0;
@@ -98,7 +110,7 @@ CUTE_DEVICE BwdWork work_of_packed(BwdDeviceParams const& p, int number, int ran
   SequenceTiles const tiles = p.tables.sequences[sequence];
   Sequence const& s = tiles.sequence;
   TileCoord const tile = p.tickets.coord(tiles, number);
-  int const n = p.is_deterministic() ? tile.m : tiles.tiles - 1 - tile.m;
+  int const n = p.is_deterministic ? tile.m : tiles.tiles - 1 - tile.m;
   BwdWork work = resolve_tile<Traits>(p, n, tile.head, s.len, rank);
   work.q_row = kRowsEnd - s.len.q;
   work.q_end = s.q_begin + s.len.q;
@@ -129,19 +141,17 @@ struct BwdSteps {
   int m;
 
   CUTE_DEVICE explicit BwdSteps(BwdWork const& work_)
-      : work(&work_), head(work_.head_begin), m(work_.queries.begin) {}
+      : work(&work_), head(work_.head_begin), m(work_.first_m) {}
 
   CUTE_DEVICE bool valid() const { return head < work->head_end; }
 
   CUTE_DEVICE bool is_last() const {
-    return m + 1 == work->queries.end && head + 1 == work->head_end;
+    return next_m() == work->first_m && head + 1 == work->head_end;
   }
 
   CUTE_DEVICE void next() {
-    QueryRange const& queries = work->queries;
-    bool const is_last = m + 1 == queries.end;
-    m = is_last ? queries.begin : m + 1;
-    head += is_last ? 1 : 0;
+    m = next_m();
+    head += m == work->first_m ? 1 : 0;
   }
 
   // Whether the tile of queries needs the mask. Under a full or causal mask only the first ones
@@ -155,6 +165,11 @@ struct BwdSteps {
   // The index of the tile's rows in the workspaces.
   CUTE_DEVICE int64_t tile(BwdDeviceParams const& p) const {
     return work->tile_base + head * p.m_tiles + m;
+  }
+
+ private:
+  CUTE_DEVICE int next_m() const {
+    return m + 1 == work->queries.end ? work->queries.begin : m + 1;
   }
 };
 

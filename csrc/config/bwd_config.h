@@ -118,11 +118,11 @@ struct BwdConfig {
     int const staged_bytes = consumer_warpgroups * staging_bytes();
     int const products_bytes = 2 * ds_bytes + cta_keys() * other_columns() * 2;
     int const row_bytes = all_stages * tile_m * 4;
-    int const work_bytes = (by_keys() ? 4 * 72 + 8 * 16 : 72) + 128;  // aligned
+    int const work_bytes = (by_keys() ? 4 * 68 + 8 * 16 : 76) + 96;  // aligned
     int const limit_bytes = kind.mask == MaskKind::kInterval ? cta_keys() * 8 : 0;
     int const barriers =
         key_buffers() + 1 + 2 * all_stages +
-        (by_keys() ? 2 * consumer_warpgroups + key_buffers() + 1 + 8 : 5 * kExchangeBuffers + 1);
+        (by_keys() ? 2 * consumer_warpgroups + key_buffers() + 1 + 8 : 6 * kExchangeBuffers + 1);
     return key_bytes + query_bytes + ds_bytes + (by_keys() ? staged_bytes : products_bytes) +
            round_up(row_bytes + work_bytes + limit_bytes + barriers * 8, 1024);
   }

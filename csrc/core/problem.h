@@ -212,7 +212,7 @@ struct BwdSchedule {
   int section_pairs = 1;
   int64_t rows = 0;       // queries of all heads and batches, padded to whole tiles
   int64_t dq_floats = 0;  // in the fp32 accumulator of dQ
-  int64_t flags = 0;      // deterministic: those of all tiles of queries; else 0
+  int64_t flags = 0;      // of dQ, of all tiles of queries
   // Packed: m_tiles and n_tiles are upper bounds for all sequences together; section_heads: the KV
   // heads that go through a sequence together (core/packed_tiles.h).
   int section_heads = 1;
@@ -238,7 +238,7 @@ struct BwdParams {
   float* delta = nullptr;        // workspace: schedule.rows floats
   float* dq_sum = nullptr;       // workspace: schedule.dq_floats floats
   int* tables = nullptr;         // workspace of a packed problem: schedule.table_ints ints
-  int* dq_flags = nullptr;       // workspace: schedule.flags ints; nullptr: not deterministic
+  int* dq_flags = nullptr;       // workspace: schedule.flags ints
   int* ticket = nullptr;         // workspace
   PackedLengths lengths;         // packed only
   FwdProblem problem;

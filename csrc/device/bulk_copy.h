@@ -15,6 +15,11 @@ CUTE_DEVICE void bulk_load(void* target, void const* source, uint32_t bytes, Mba
   cute::SM90_BULK_COPY_G2S::copy(source, mbarrier_word(full), target, int32_t(bytes));
 }
 
+// Copies from shared to global memory. Part of the thread's current bulk group, as bulk_add().
+CUTE_DEVICE void bulk_store(void* target, void const* source, uint32_t bytes) {
+  cute::SM90_BULK_COPY_S2G::copy(source, target, int32_t(bytes));
+}
+
 // Adds floats from shared to global memory. Part of the thread's current bulk group
 // (cute::tma_store_arrive closes it).
 CUTE_DEVICE void bulk_add(float* target, float const* source, uint32_t bytes) {

@@ -10,12 +10,26 @@
 
 namespace fa3 {
 
-// Waits until the flag has this value. Writes made before it was set are then visible.
+// The value of a flag. Writes made before it was set are then visible.
+CUTE_DEVICE int read_flag(int const* flag) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+
 CUTE_DEVICE void wait_for_flag(int const* flag, int value) {
-  int seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-  } while (seen != value);
+  while (read_flag(flag) != value) {
+  }
+}
+
+// Whether the flag had the value `from`, and has `to` since this call.
+CUTE_DEVICE bool claim_flag(int* flag, int from, int to) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(before)
+               : "l"(flag), "r"(from), "r"(to)
+               : "memory");
+  return before == from;
 }
 
 CUTE_DEVICE void set_flag(int* flag, int value) {

@@ -53,8 +53,7 @@ inline BwdDeviceParams work_params(BwdParams const& params) {
   p.heads_q = problem.heads_q;
   p.group = problem.heads_q / problem.heads_k;
   p.mask = problem.mask;
-  static int flag = 0;
-  p.dq_flags = problem.deterministic ? &flag : nullptr;
+  p.is_deterministic = problem.deterministic;
   return p;
 }
 

@@ -68,7 +68,7 @@ BwdLaunch plan_launch(BwdParams& params) {
 }
 
 // One allocation: LSE and delta of every row, the accumulator of dQ, the tables of packed
-// sequences, the ticket, then the flags of deterministic mode; ints are as wide as floats. Whole
+// sequences, the ticket, then the flags of dQ; ints are as wide as floats. Whole
 // tiles of 64 rows and more keep each part aligned.
 OwnedTensor allocate_workspace(char const* op, BwdParams& params, int device) {
   static_assert(sizeof(int) == sizeof(float));
@@ -82,7 +82,7 @@ OwnedTensor allocate_workspace(char const* op, BwdParams& params, int device) {
   int* const tables = reinterpret_cast<int*>(params.dq_sum + schedule.dq_floats);
   params.tables = schedule.table_ints > 0 ? tables : nullptr;
   params.ticket = tables + schedule.table_ints;
-  params.dq_flags = schedule.flags > 0 ? params.ticket + 1 : nullptr;
+  params.dq_flags = params.ticket + 1;
   return workspace;
 }
 
