@@ -1,7 +1,9 @@
 // Which CTA adds when to a tile of dQ. The first one stores, so nobody has to zero the accumulator,
-// and the others wait until it has; a tile to which none adds is zero (postprocess.h). A tile has
-// one flag for each adder of a CTA (BwdConfig::dq_adders): each always adds to the same part of a
-// tile, and waits only for its counterparts in other CTAs.
+// and the others wait until it has; a tile to which none adds is zero (postprocess.h). No deadlock:
+// a CTA that claims to be the first has computed what it will store. For long sequences the
+// accumulator is zeroed, and nobody waits (BwdConfig::stored_keys). A tile has one flag for each
+// adder of a CTA (BwdConfig::dq_adders): each always adds to the same part of a tile, and waits
+// only for its counterparts in other CTAs.
 //
 // Deterministic mode: a sum of floats depends on its order, so CTAs add in a fixed one, the last
 // tile of keys first. The flag counts those that have added; an adder waits until it equals the
@@ -44,7 +46,7 @@ struct DqAddition {
   // predecessors.
   CUTE_DEVICE bool follows_another() const {
     if (!p.is_deterministic) {
-      return read_flag(flag()) == DqFlag::kStored;
+      return p.dq_is_zeroed || read_flag(flag()) == DqFlag::kStored;
     }
     int const before = predecessors<Traits>(p, work, m);
     wait_for_flag(flag(), before);

@@ -27,9 +27,8 @@ CUTE_DEVICE void send_scores(BwdStorage<Traits>& shared) {
   }
 }
 
-// Lets warpgroup 2 store or add its dQ of a step, and publishes that it has. WHY not warpgroup 2
-// itself: it has no registers for it. Warpgroup 2 goes on once `ds_other_full` completes, which
-// takes an arrival from here.
+// Lets warpgroup 2 store or add its dQ of a step, and publishes that it has (add_order.h). WHY not
+// warpgroup 2 itself: it has no registers for it.
 template <class Traits>
 CUTE_DEVICE void run_add_order(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
   wait_for_earlier_launches();  // the preprocess kernel zeroes the flags
@@ -42,17 +41,20 @@ CUTE_DEVICE void run_add_order(BwdStorage<Traits>& shared, BwdDeviceParams const
   bool follows = false;
   for (uint32_t count = 0; steps.valid(); ++count) {
     int const buffer = count % kExchangeBuffers;
+    uint32_t const phase = count / kExchangeBuffers % 2;
     DqAddition<Traits> const addition = addition_of_step();
     if (p.is_deterministic) {
       follows = addition.follows_another();
     }
+    exchange.ds_full[buffer].wait(phase);
+    exchange.ds_other_full[buffer].wait(phase);
     bool const is_first = !follows && addition.is_first();
     exchange.dq_is_first[buffer] = is_first;
-    exchange.ds_other_full[buffer].arrive();
+    exchange.dq_turn[buffer].arrive();
     steps.next();
-    // WHY early: the flag takes as long as a part of a step.
+    // WHY early: to read a flag takes a part of a step.
     follows = !p.is_deterministic && steps.valid() && addition_of_step().follows_another();
-    exchange.dq_added[buffer].wait(count / kExchangeBuffers % 2);
+    exchange.dq_added[buffer].wait(phase);
     addition.publish(is_first);
   }
 }

@@ -30,7 +30,7 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
     }
   } else if (warp == 1) {
     send_scores<Traits>(shared);
-  } else if (warp == 2) {
+  } else if (warp == 2 && !p.dq_is_zeroed) {
     run_add_order<Traits>(shared, p);
   }
 }

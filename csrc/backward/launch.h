@@ -74,6 +74,7 @@ BwdDeviceParams main_params(TensorMapMaker& maps, BwdParams const& p) {
   d.heads_q = problem.heads_q;
   d.group = problem.heads_q / problem.heads_k;
   d.is_deterministic = problem.deterministic;
+  d.dq_is_zeroed = p.schedule.dq_is_zeroed;
   d.softmax_scale = p.softmax_scale;
   d.scale_log2 = (p.softcap > 0.f ? p.softcap : p.softmax_scale) * kLog2E;
   d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
@@ -99,6 +100,7 @@ inline BwdRowParams row_params(BwdParams const& p) {
   r.dq_sum = p.dq_sum;
   r.dq_flags = p.dq_flags;
   r.ticket = p.ticket;
+  r.dq_is_zeroed = p.schedule.dq_is_zeroed;
   r.row_tiles = p.problem.is_packed ? tables_of(p).row_tiles : nullptr;
   r.seqlen_q = tensor_rows(p.problem).q;
   r.head_dim = p.problem.head_dim;

@@ -117,10 +117,10 @@ struct KeysConsumer : BwdProducts<Traits> {
     wait_for_tensor_cores();
     issue_gradients(next, tVrP, tKrDs, tVrDv, tKrDk);
     issue_scores(tSrS, count + 1, next);
+    pass_tensor_cores();
     wait_gemm<1>(tKrDk);
     release_stage();
     issue_dp(tPrDp, count + 1, next);
-    pass_tensor_cores();
     ++count;
   }
 

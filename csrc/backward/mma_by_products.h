@@ -302,14 +302,14 @@ struct DqConsumer : BwdProducts<Traits> {
       uint32_t const phase = count / kExchangeBuffers % 2;
       shared.exchange.ds_full[buffer].wait(phase);
       shared.exchange.ds_other_full[buffer].wait(phase);
+      bool const is_first = is_first_to_add(buffer, phase);
       int const end = DqLayout::first_of(rank + 1, Traits::kDqBlocks, steps.m);
       CUTE_NO_UNROLL
       for (int block = DqLayout::first_of(rank, Traits::kDqBlocks, steps.m); block < end; ++block) {
         auto tQrDq = Base::dq_fragment();
         issue_dq(rank, buffer, block, tQrDq);
         wait_gemm<0>(tQrDq);
-        add_block(steps.tile(p) * Traits::kDqBlocks + block, shared.exchange.dq_is_first[buffer],
-                  tQrDq);
+        add_block(steps.tile(p) * Traits::kDqBlocks + block, is_first, tQrDq);
       }
       Base::arrive_from_warps(shared.exchange.dq_added[buffer]);
       Base::arrive_from_warps(shared.exchange.ds_empty[buffer]);
@@ -321,6 +321,15 @@ struct DqConsumer : BwdProducts<Traits> {
   }
 
  private:
+  // Waits until this step may be added.
+  CUTE_DEVICE bool is_first_to_add(int buffer, uint32_t phase) const {
+    if (p.dq_is_zeroed) {
+      return false;
+    }
+    shared.exchange.dq_turn[buffer].wait(phase);
+    return shared.exchange.dq_is_first[buffer];
+  }
+
   // A block of dQ, summed over the keys of both CTAs.
   template <class Fragment>
   CUTE_DEVICE void issue_dq(int rank, int buffer, int block, Fragment& tQrDq) {

@@ -38,6 +38,7 @@ struct BwdDeviceParams {
   int heads_q;
   int group;  // query heads of a KV head
   bool is_deterministic;
+  bool dq_is_zeroed;
   float softmax_scale;
   float scale_log2;     // (the softcap, or else softmax_scale) * log2(e)
   float softcap_scale;  // softmax_scale / softcap
@@ -61,6 +62,7 @@ struct BwdRowParams {
   float* dq_sum;
   int* dq_flags;
   int* ticket;
+  bool dq_is_zeroed;
   RowTile const* row_tiles;  // packed; else nullptr
   int seqlen_q;              // packed: total_q
   int head_dim;              // q and dQ

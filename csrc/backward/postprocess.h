@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kRowThreads)
   HeadTile const tile = HeadTile::of_index<Config>(p, index);
   float const* const sums =
       p.dq_sum + int64_t(index) * (Config::k.dq_blocks() * kDq.block_floats());
-  bool const has_sums = p.dq_flags[int64_t(index) * Config::k.dq_adders()] != 0;
+  bool const has_sums = p.dq_is_zeroed || p.dq_flags[int64_t(index) * Config::k.dq_adders()] != 0;
   // Neighbouring threads write neighbouring chunks of a row.
   CUTE_UNROLL
   for (int item = int(threadIdx.x); item < kItems; item += kRowThreads) {

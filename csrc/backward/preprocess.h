@@ -1,6 +1,6 @@
 // The kernel before the main one. For each row of dO it computes delta = rowsum(dO * O) - dLSE and
-// the LSE in base 2; it zeroes the flags of dQ (add_order.h). A CTA has one tile of queries of one
-// head.
+// the LSE in base 2; it zeroes the flags of dQ, or its sums too (add_order.h). A CTA has one tile
+// of queries of one head.
 //
 // A row gets an infinite LSE where P has to be zero whatever the scores are: past the end of the
 // sequence, and where a query sees no key (LSE = -inf).
@@ -91,6 +91,15 @@ CUTE_DEVICE void store_row(BwdRowParams const& p, HeadTile const& tile, int i, f
   p.delta[target] = is_empty ? 0.f : dot;
 }
 
+template <class Config>
+CUTE_DEVICE void zero_sums(BwdRowParams const& p, int index) {
+  constexpr int kTileFloats = Config::k.tile_m * Config::k.dq_columns();
+  float4* const sums = reinterpret_cast<float4*>(p.dq_sum + int64_t(index) * kTileFloats);
+  for (int i = int(threadIdx.x); i < kTileFloats / 4; i += kRowThreads) {
+    sums[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+}
+
 // Zeroes the flags of this CTA's tile; the first CTA also zeroes the ticket.
 template <class Config>
 CUTE_DEVICE void zero_flags(BwdRowParams const& p) {
@@ -110,6 +119,9 @@ __global__ void __launch_bounds__(kRowThreads)
   wait_for_earlier_launches();
   int const index = tile_index();
   HeadTile const tile = HeadTile::of_index<Config>(p, index);
+  if (p.dq_is_zeroed) {
+    zero_sums<Config>(p, index);
+  }
   zero_flags<Config>(p);
   constexpr int kLanes = row_lanes<Config>();
   int const lane = int(threadIdx.x) % kLanes;

@@ -52,15 +52,15 @@ struct ProductsExchange {
     uint4 p[kExchangeBuffers][Traits::kTileM / 16][kWarpgroupThreads];
   };
 
-  Mbarrier k_other_full;  // TMA -> 2 (1 + bytes)
-  // send_scores() with the bytes, run_add_order() -> 2 (2)
-  Mbarrier ds_other_full[kExchangeBuffers];
-  Mbarrier p_full[kExchangeBuffers];    // warps of 0 -> 1 (4)
-  Mbarrier p_empty[kExchangeBuffers];   // warps of 1 -> 0 (4)
-  Mbarrier ds_full[kExchangeBuffers];   // warps of 1 -> 2 (4)
-  Mbarrier ds_empty[kExchangeBuffers];  // warps of 2, of both CTAs -> 1 (8)
-  Mbarrier dq_added[kExchangeBuffers];  // warps of 2 -> run_add_order() (4)
-  bool dq_is_first[kExchangeBuffers];   // whether 2 stores its dQ: nobody has added
+  Mbarrier k_other_full;                     // TMA -> 2 (1 + bytes)
+  Mbarrier ds_other_full[kExchangeBuffers];  // the other CTA -> 2 (1 + bytes)
+  Mbarrier p_full[kExchangeBuffers];         // warps of 0 -> 1 (4)
+  Mbarrier p_empty[kExchangeBuffers];        // warps of 1 -> 0 (4)
+  Mbarrier ds_full[kExchangeBuffers];        // warps of 1 -> 2 (4)
+  Mbarrier ds_empty[kExchangeBuffers];       // warps of 2, of both CTAs -> 1 (8)
+  Mbarrier dq_turn[kExchangeBuffers];        // run_add_order() -> 2 (1)
+  Mbarrier dq_added[kExchangeBuffers];       // warps of 2 -> run_add_order() (4)
+  bool dq_is_first[kExchangeBuffers];        // whether 2 stores its dQ: nobody has added
   BwdWork work;
   int number;  // the cluster's, in rank 0
 
@@ -72,11 +72,12 @@ struct ProductsExchange {
   CUTE_DEVICE void init_barriers() {
     k_other_full.init(1);
     for (int i = 0; i < kExchangeBuffers; ++i) {
-      ds_other_full[i].init(2);
+      ds_other_full[i].init(1);
       p_full[i].init(kWarpgroupWarps);
       p_empty[i].init(kWarpgroupWarps);
       ds_full[i].init(kWarpgroupWarps);
       ds_empty[i].init(2 * kWarpgroupWarps);
+      dq_turn[i].init(1);
       dq_added[i].init(kWarpgroupWarps);
     }
   }

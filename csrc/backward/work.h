@@ -47,9 +47,8 @@ inline TileOrder key_tile_order(FwdProblem const& problem, BwdSchedule const& sc
                    schedule.section_pairs);
 }
 
-// By keys: of the queries that meet the keys, those at the same positions. CTAs that begin there
-// are seldom the first to add to dQ at the same time. By products all begin with the first tile:
-// see add_order.h.
+// Of the queries that meet the keys, those at the same positions. CTAs that begin there seldom want
+// to be the first to add to the same dQ.
 CUTE_DEVICE int diagonal_tile(int m, QueryRange const& queries) {
   int const count = queries.end - queries.begin;
   return queries.begin + (count > 0 && m > queries.begin ? (m - queries.begin) % count : 0);
@@ -69,9 +68,9 @@ CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, S
   work.len = len;
   work.queries =
       query_range(n * kKeys, len, Traits::kTileM, kKeys, mask_of<Traits::kKind.mask>(p.mask));
-  work.first_m = Traits::kSplit == BwdSplit::kKeys && !p.is_deterministic
-                     ? diagonal_tile(n * kKeys / Traits::kTileM, work.queries)
-                     : work.queries.begin;
+  work.first_m = p.is_deterministic || p.dq_is_zeroed
+                     ? work.queries.begin
+                     : diagonal_tile(n * kKeys / Traits::kTileM, work.queries);
   return work;
 }
 

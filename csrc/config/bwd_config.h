@@ -96,6 +96,10 @@ struct BwdConfig {
   // block, or each CTA of a cluster.
   constexpr int dq_adders() const { return by_keys() ? consumer_warpgroups : cluster_size; }
 
+  // Up to so many keys of a query the first to add to its dQ stores, so that nobody has to zero the
+  // accumulator (backward/add_order.h). With more keys, waiting for it would take longer.
+  constexpr int stored_keys() const { return by_keys() ? 4096 : 1024; }
+
   // By keys: the buffer through which a warpgroup's dQ, dV and dK leave.
   constexpr int staging_bytes() const {
     int const columns = max_of(padded_columns(head_dim), padded_columns(head_dim_v));
@@ -122,7 +126,7 @@ struct BwdConfig {
     int const limit_bytes = kind.mask == MaskKind::kInterval ? cta_keys() * 8 : 0;
     int const barriers =
         key_buffers() + 1 + 2 * all_stages +
-        (by_keys() ? 2 * consumer_warpgroups + key_buffers() + 1 + 8 : 6 * kExchangeBuffers + 1);
+        (by_keys() ? 2 * consumer_warpgroups + key_buffers() + 1 + 8 : 7 * kExchangeBuffers + 1);
     return key_bytes + query_bytes + ds_bytes + (by_keys() ? staged_bytes : products_bytes) +
            round_up(row_bytes + work_bytes + limit_bytes + barriers * 8, 1024);
   }
