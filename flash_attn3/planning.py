@@ -315,9 +315,7 @@ def _packed_work_rows(facts: dict) -> dict[str, str]:
 
 
 def _backward_rows(facts: dict) -> dict[str, str]:
-    is_ordered = facts['flags_bytes'] > 0
-    parts = {name: facts[f'{name.lower()}_bytes']
-             for name in ('LSE', 'delta', 'dQ') + ('flags',) * is_ordered}
+    parts = {name: facts[f'{name.lower()}_bytes'] for name in ('LSE', 'delta', 'dQ', 'flags')}
     size = facts['cluster_size']
     owner = 'a CTA' if size == 1 else f'a cluster of {size} CTAs'
     return {
@@ -330,7 +328,7 @@ def _backward_rows(facts: dict) -> dict[str, str]:
         'tiles': f'{facts["n_tiles"]} along the keys, '
                  f'{facts["m_tiles"]} along the queries of a head',
         'grid': f'{facts["grid"]} CTAs',
-        'sum of dQ': 'in a fixed order' if is_ordered else 'in any order',
+        'sum of dQ': facts['dq_order'],
         'workspace': f'{sum(parts.values())} bytes: ' + ', '.join(
             f'{name} {size}' for name, size in parts.items()),
     }

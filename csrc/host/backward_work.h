@@ -54,6 +54,7 @@ inline BwdDeviceParams work_params(BwdParams const& params) {
   p.group = problem.heads_q / problem.heads_k;
   p.mask = problem.mask;
   p.is_deterministic = problem.deterministic;
+  p.dq_is_zeroed = schedule.dq_is_zeroed;
   return p;
 }
 

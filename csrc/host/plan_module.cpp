@@ -275,7 +275,10 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
       .integer("lse_bytes", schedule.rows * int64_t(sizeof(float)))
       .integer("delta_bytes", schedule.rows * int64_t(sizeof(float)))
       .integer("dq_bytes", schedule.dq_floats * int64_t(sizeof(float)))
-      .integer("flags_bytes", schedule.flags * int64_t(sizeof(int)));
+      .integer("flags_bytes", schedule.flags * int64_t(sizeof(int)))
+      .string("dq_order", problem.deterministic   ? "in a fixed order"
+                          : schedule.dq_is_zeroed ? "in any order, onto zeros"
+                                                  : "in any order; the first is stored");
   return dict.finish();
 }
 

@@ -47,14 +47,12 @@ def adds_of(name, sizes, mask, lengths=None, **device):
 
 class Cluster:
     """Those who add for one, each with as many steps done; none gets ahead of another by more than
-    `lead`, since each adds what all have computed. A store warp publishes alone; a CTA of two
-    does when the other one has released dS too.
+    `lead`, since each adds what all have computed.
     """
 
     def __init__(self, steps, facts, lead):
         self.steps, self.lead = steps, lead
         self.done = [0] * facts['dq_adders']
-        self.ends_alone = facts['cluster_size'] == 1
 
     def ready(self, flags):
         slowest = min(self.done)
@@ -66,13 +64,9 @@ class Cluster:
 
     def add(self, adder, flags):
         """Gives the step whose dQ was added, and increments the flags."""
-        slowest = min(self.done)
         step = self.steps[self.done[adder]]
         self.done[adder] += 1
-        if self.ends_alone:
-            flags[step[1], adder] += 1
-        elif min(self.done) > slowest:
-            flags.update((self.steps[slowest][1], each) for each in range(len(self.done)))
+        flags[step[1], adder] += 1
         return step
 
     def is_running(self):

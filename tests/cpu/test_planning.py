@@ -106,6 +106,17 @@ def test_explain_text_of_the_gradients_of_a_cluster(head_dim, capsys):
     assert len(facts['consumer_registers'].split(', ')) == facts['consumer_warpgroups'] == 3
 
 
+@pytest.mark.parametrize('head_dim, most', [(128, 4096), (256, 1024)])
+def test_up_to_which_length_dq_is_not_zeroed(head_dim, most, capsys):
+    """By the keys that a query sees: those of its window, if there is one."""
+    for seqlen, window, order in ((most, (-1, -1), 'in any order; the first is stored'),
+                                  (most + 1, (-1, -1), 'in any order, onto zeros'),
+                                  (4 * most, (most - 8, 7), 'in any order; the first is stored')):
+        shape = (1, seqlen, 2, head_dim)
+        rows = explained_backward(capsys, shape, shape, window_size=window)
+        assert rows['sum of dQ'] == order
+
+
 def test_explain_text_of_deterministic_gradients(capsys):
     """By argument, and by PyTorch's setting: a flag for each who adds to a tile."""
     shape = (2, 1000, 16, 64)
@@ -114,9 +125,7 @@ def test_explain_text_of_deterministic_gradients(capsys):
     rows = explained_backward(capsys, shape, shape, deterministic=True)
     assert rows['sum of dQ'] == 'in a fixed order'
     assert rows['workspace'].endswith(f', flags {4 * flags}')
-    before = explained_backward(capsys, shape, shape)['workspace']
-    sizes = [int(text.split()[0]) for text in (rows['workspace'], before)]
-    assert sizes[0] - sizes[1] == 4 * flags
+    assert explained_backward(capsys, shape, shape)['workspace'] == rows['workspace']
     torch.use_deterministic_algorithms(True)
     try:
         assert explained_backward(capsys, shape, shape) == rows
