@@ -1,6 +1,6 @@
-// Warps 1 and 2 of the producer warpgroup where two CTAs share the products (mma_by_products.h):
-// one sends dS to the other CTA, the other keeps the order of additions to dQ. One thread of each
-// warp runs these.
+// Warps 1 to 3 of the producer warpgroup where two CTAs share the products (mma_by_products.h): one
+// sends dS to the other CTA, two keep the order of additions to dQ. One thread of each warp runs
+// these.
 #pragma once
 
 #include "backward/storage.h"
@@ -27,35 +27,41 @@ CUTE_DEVICE void send_scores(BwdStorage<Traits>& shared) {
   }
 }
 
-// Lets warpgroup 2 store or add its dQ of a step, and publishes that it has (add_order.h). WHY not
+template <class Traits>
+CUTE_DEVICE DqAddition<Traits> cluster_addition(BwdDeviceParams const& p, BwdSteps const& steps) {
+  return DqAddition<Traits>{p, *steps.work, steps.m, steps.tile(p), cluster_rank()};
+}
+
+// Lets warpgroup 2 store or add its dQ of a step (add_order.h), up to a step ahead of it. WHY not
 // warpgroup 2 itself: it has no registers for it.
 template <class Traits>
-CUTE_DEVICE void run_add_order(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+CUTE_DEVICE void grant_turns(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
   wait_for_earlier_launches();  // the preprocess kernel zeroes the flags
   auto& exchange = shared.exchange;
-  int const rank = cluster_rank();
-  BwdSteps steps(exchange.work);
-  auto const addition_of_step = [&] {
-    return DqAddition<Traits>{p, *steps.work, steps.m, steps.tile(p), rank};
-  };
-  bool follows = false;
-  for (uint32_t count = 0; steps.valid(); ++count) {
+  uint32_t count = 0;
+  for (BwdSteps steps(exchange.work); steps.valid(); steps.next(), ++count) {
     int const buffer = count % kExchangeBuffers;
     uint32_t const phase = count / kExchangeBuffers % 2;
-    DqAddition<Traits> const addition = addition_of_step();
-    if (p.is_deterministic) {
-      follows = addition.follows_another();
-    }
+    auto const addition = cluster_addition<Traits>(p, steps);
+    bool const follows = addition.follows_another();
     exchange.ds_full[buffer].wait(phase);
     exchange.ds_other_full[buffer].wait(phase);
-    bool const is_first = !follows && addition.is_first();
-    exchange.dq_is_first[buffer] = is_first;
+    exchange.dq_published[buffer].wait(phase ^ 1);
+    exchange.dq_is_first[buffer] = !follows && addition.is_first();
     exchange.dq_turn[buffer].arrive();
-    steps.next();
-    // WHY early: to read a flag takes a part of a step.
-    follows = !p.is_deterministic && steps.valid() && addition_of_step().follows_another();
-    exchange.dq_added[buffer].wait(phase);
-    addition.publish(is_first);
+  }
+}
+
+// Publishes what warpgroup 2 has stored or added.
+template <class Traits>
+CUTE_DEVICE void publish_turns(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+  auto& exchange = shared.exchange;
+  uint32_t count = 0;
+  for (BwdSteps steps(exchange.work); steps.valid(); steps.next(), ++count) {
+    int const buffer = count % kExchangeBuffers;
+    exchange.dq_added[buffer].wait(count / kExchangeBuffers % 2);
+    cluster_addition<Traits>(p, steps).publish(exchange.dq_is_first[buffer]);
+    exchange.dq_published[buffer].arrive();
   }
 }
 

@@ -1,7 +1,7 @@
 // The main kernel of the backward: which warp runs which role.
 //
 //   warpgroup 0   warp 0: loads K and V, then Q, dO, LSE and delta of every step
-//                 warps 1, 2: for consumers by keys, add their dQ to global memory; by products,
+//                 warps 1 to 3: for consumers by keys, add their dQ to global memory; by products,
 //                 send dS to the other CTA and keep the order of additions to dQ
 //   warpgroup 1.. consumers, which split the keys (mma_by_keys.h) or the products
 //                 (mma_by_products.h)
@@ -31,7 +31,9 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
   } else if (warp == 1) {
     send_scores<Traits>(shared);
   } else if (warp == 2 && !p.dq_is_zeroed) {
-    run_add_order<Traits>(shared, p);
+    grant_turns<Traits>(shared, p);
+  } else if (!p.dq_is_zeroed) {
+    publish_turns<Traits>(shared, p);
   }
 }
 

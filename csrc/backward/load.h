@@ -40,7 +40,8 @@ struct BwdProducer {
 
  private:
   CUTE_DEVICE void load_only_tile() {
-    BwdWork const& work = shared.exchange.work;
+    // WHY a copy: nothing then waits for shared memory between two loads.
+    BwdWork const work = shared.exchange.work;
     BwdSteps steps(work);
     load_k(work, 0);
     load_q(steps);
@@ -59,7 +60,7 @@ struct BwdProducer {
     BwdWork work = next_work_with_steps(int(blockIdx.x));
     for (int tile = 0; work.has_keys(); ++tile) {
       work_slot(shared, tile) = work;
-      load_tile(publisher, work_slot(shared, tile), tile);
+      load_tile(publisher, work, tile);
       work = next_work_with_steps(-1);
     }
     publisher.publish_end(count);

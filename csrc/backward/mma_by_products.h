@@ -348,15 +348,17 @@ struct DqConsumer : BwdProducts<Traits> {
     constexpr DqLayout kDq = Traits::kDq;
     float4* const target =
         reinterpret_cast<float4*>(p.dq_sum + block * kDq.block_floats()) + thread;
-    CUTE_UNROLL
-    for (int j = 0; j < kDq.columns / 8; ++j) {
-      float4 const four =
-          make_float4(tQrDq(4 * j), tQrDq(4 * j + 1), tQrDq(4 * j + 2), tQrDq(4 * j + 3));
-      if (is_first) {
-        target[j * kWarpgroupThreads] = four;
-      } else {
-        add_to_global(target + j * kWarpgroupThreads, four);
+    auto const for_all = [&](auto&& put) {
+      CUTE_UNROLL
+      for (int j = 0; j < kDq.columns / 8; ++j) {
+        put(target + j * kWarpgroupThreads,
+            make_float4(tQrDq(4 * j), tQrDq(4 * j + 1), tQrDq(4 * j + 2), tQrDq(4 * j + 3)));
       }
+    };
+    if (is_first) {
+      for_all(store_to_global);
+    } else {
+      for_all(add_to_global);
     }
   }
 };

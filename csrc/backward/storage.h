@@ -58,8 +58,9 @@ struct ProductsExchange {
   Mbarrier p_empty[kExchangeBuffers];        // warps of 1 -> 0 (4)
   Mbarrier ds_full[kExchangeBuffers];        // warps of 1 -> 2 (4)
   Mbarrier ds_empty[kExchangeBuffers];       // warps of 2, of both CTAs -> 1 (8)
-  Mbarrier dq_turn[kExchangeBuffers];        // run_add_order() -> 2 (1)
-  Mbarrier dq_added[kExchangeBuffers];       // warps of 2 -> run_add_order() (4)
+  Mbarrier dq_turn[kExchangeBuffers];        // grant_turns() -> 2 (1)
+  Mbarrier dq_added[kExchangeBuffers];       // warps of 2 -> publish_turns() (4)
+  Mbarrier dq_published[kExchangeBuffers];   // publish_turns() -> grant_turns() (1)
   bool dq_is_first[kExchangeBuffers];        // whether 2 stores its dQ: nobody has added
   BwdWork work;
   int number;  // the cluster's, in rank 0
@@ -79,6 +80,7 @@ struct ProductsExchange {
       ds_empty[i].init(2 * kWarpgroupWarps);
       dq_turn[i].init(1);
       dq_added[i].init(kWarpgroupWarps);
+      dq_published[i].init(1);
     }
   }
 };

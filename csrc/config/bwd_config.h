@@ -126,7 +126,7 @@ struct BwdConfig {
     int const limit_bytes = kind.mask == MaskKind::kInterval ? cta_keys() * 8 : 0;
     int const barriers =
         key_buffers() + 1 + 2 * all_stages +
-        (by_keys() ? 2 * consumer_warpgroups + key_buffers() + 1 + 8 : 7 * kExchangeBuffers + 1);
+        (by_keys() ? 2 * consumer_warpgroups + key_buffers() + 1 + 8 : 8 * kExchangeBuffers + 1);
     return key_bytes + query_bytes + ds_bytes + (by_keys() ? staged_bytes : products_bytes) +
            round_up(row_bytes + work_bytes + limit_bytes + barriers * 8, 1024);
   }
