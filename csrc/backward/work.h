@@ -47,8 +47,8 @@ inline TileOrder key_tile_order(FwdProblem const& problem, BwdSchedule const& sc
                    schedule.section_pairs);
 }
 
-// Of the queries that meet the keys, those at the same positions. CTAs that begin there seldom want
-// to be the first to add to the same dQ.
+// The tile at the same positions as the keys, among those that meet them. CTAs that begin there
+// seldom want to be the first to add to the same dQ.
 CUTE_DEVICE int diagonal_tile(int m, QueryRange const& queries) {
   int const count = queries.end - queries.begin;
   return queries.begin + (count > 0 && m > queries.begin ? (m - queries.begin) % count : 0);

@@ -292,6 +292,7 @@ py::dict schedule_dict(BwdSchedule const& schedule) {
   dict["rows"] = schedule.rows;
   dict["dq_floats"] = schedule.dq_floats;
   dict["flags"] = schedule.flags;
+  dict["dq_is_zeroed"] = schedule.dq_is_zeroed;
   dict["table_ints"] = schedule.table_ints;
   return dict;
 }

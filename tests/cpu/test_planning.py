@@ -73,6 +73,7 @@ def test_explain_text_of_the_gradients(capsys):
     rows = explained_backward(capsys, q, k, causal=True)
     m_tiles, n_tiles = -(-1000 // facts['tile_m']), -(-1000 // facts['tile_n'])
     stored_rows = m_tiles * facts['tile_m'] * 16 * 2
+    flags = m_tiles * facts['dq_adders'] * 16 * 2
     assert rows == {
         'gradients': rows['gradients'],
         'head dim': '64 computed, 64 in shared memory',
@@ -85,9 +86,9 @@ def test_explain_text_of_the_gradients(capsys):
         'shared memory': f'{facts["shared_bytes"] / 1024:.0f} KiB of 227',
         'tiles': f'{n_tiles} along the keys, {m_tiles} along the queries of a head',
         'grid': f'{n_tiles * 4 * 2} CTAs',
-        'sum of dQ': 'in any order',
-        'workspace': f'{stored_rows * 4 * (2 + 64)} bytes: LSE {4 * stored_rows}, '
-                     f'delta {4 * stored_rows}, dQ {4 * stored_rows * 64}'}
+        'sum of dQ': 'in any order; the first is stored',
+        'workspace': f'{stored_rows * 4 * (2 + 64) + 4 * flags} bytes: LSE {4 * stored_rows}, '
+                     f'delta {4 * stored_rows}, dQ {4 * stored_rows * 64}, flags {4 * flags}'}
     assert rows['gradients'].startswith('BwdBf16D64Causal')
 
 

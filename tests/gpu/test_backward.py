@@ -11,6 +11,7 @@ from flash_attn3 import flash_attn_func, reference
 
 from tests import compare
 from tests.cases import GRADIENT_KINDS, Case
+from tests.gpu.common import spoil_allocator
 from tests.layouts import COPIED, DIRECT, Layout
 
 PARTS = 4    # tests.record runs so many processes
@@ -195,14 +196,16 @@ def test_expanded_dout(expanded, kind, device):
 
 # --------------------------------------------------------------------------------------- workspace
 @every_kind
-def test_what_the_workspace_holds_does_not_matter(kind, device):
-    """The allocator returns memory full of NaN: gradients and workspace are written whole."""
-    case = Case(333, 401, heads_q=6, heads_k=2).of(kind)
+@pytest.mark.parametrize('seqlens', [(333, 401), (401, 333), (333, 1025), (130, 4096), (130, 4097)],
+                         ids=str)
+def test_what_the_workspace_holds_does_not_matter(seqlens, kind, device):
+    """The allocator returns memory full of NaN: gradients and workspace are written whole, whether
+    dQ is zeroed or stored by the first to add to it (BwdConfig::stored_keys).
+    """
+    case = Case(*seqlens, heads_q=6, heads_k=2).of(kind)
     inputs = case.tensors(device)
     dout = torch.randn_like(inputs[0])
-    spoiled = [torch.full((size,), math.nan, device=device)
-               for size in (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 21, 1 << 22) for _ in range(4)]
-    del spoiled
+    spoil_allocator(device)
     got = gradients(inputs, dout, causal=case.causal)
     check_gradients(got, inputs, dout, None, case)
 

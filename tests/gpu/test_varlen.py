@@ -19,6 +19,7 @@ from tests import compare, layouts
 from tests.cases import GradientKind
 from tests.general_cases import GeneralCase, Results, Tensors, forward, run, starts
 from tests.general_oracle import check, check_case, check_same, check_sequences, groups
+from tests.gpu.common import spoil_allocator
 
 # A kernel of each form: with the mask of a dense call, and under GENERAL with the general one.
 KINDS = [GradientKind('bf16', 64, True), GradientKind('bf16', 128, False),
@@ -231,13 +232,6 @@ def test_max_seqlen_is_a_hint(as_tensor, hint, kind, device):
 
 
 # ------------------------------------------------------------------------------ what does not count
-def spoil_allocator(device: torch.device) -> None:
-    """Leaves NaN in the memory that the next results get."""
-    blocks = [torch.full((size,), math.nan, device=device)
-              for size in (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20) for _ in range(6)]
-    del blocks
-
-
 def poison(case: GeneralCase, tensors: Tensors, value: float) -> Tensors:
     """`value` in every row that does not count."""
     counts = [torch.zeros(rows, dtype=torch.bool, device=tensors.dout.device)
