@@ -65,4 +65,15 @@ CUTE_DEVICE void publish_turns(BwdStorage<Traits>& shared, BwdDeviceParams const
   }
 }
 
+template <class Traits>
+CUTE_DEVICE void run_exchange(BwdStorage<Traits>& shared, BwdDeviceParams const& p, int warp) {
+  if (warp == 1) {
+    send_scores<Traits>(shared);
+  } else if (warp == 2 && !p.dq_is_zeroed) {
+    grant_turns<Traits>(shared, p);
+  } else if (!p.dq_is_zeroed) {
+    publish_turns<Traits>(shared, p);
+  }
+}
+
 }  // namespace fa3

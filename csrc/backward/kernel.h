@@ -8,6 +8,7 @@
 #pragma once
 
 #include "backward/cluster_exchange.h"
+#include "backward/dq_consumer.h"
 #include "backward/load.h"
 #include "backward/mma_by_keys.h"
 #include "backward/mma_by_products.h"
@@ -28,12 +29,8 @@ CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDevicePar
     if (warp <= Traits::kWarpgroups) {
       BwdStoreWarp<Traits>{shared, p, warp - 1}.run();
     }
-  } else if (warp == 1) {
-    send_scores<Traits>(shared);
-  } else if (warp == 2 && !p.dq_is_zeroed) {
-    grant_turns<Traits>(shared, p);
-  } else if (!p.dq_is_zeroed) {
-    publish_turns<Traits>(shared, p);
+  } else {
+    run_exchange<Traits>(shared, p, warp);
   }
 }
 

@@ -88,13 +88,16 @@ struct KeysConsumer : BwdProducts<Traits> {
   CUTE_DEVICE BwdWork const& work(uint32_t n) const { return work_slot(shared, step(n).tile); }
 
   CUTE_DEVICE void wait_for_tensor_cores() const {
-    named_sync(warpgroup == 0 ? NamedBarrier::kPingPongFirst : NamedBarrier::kPingPongSecond,
-               2 * kWarpgroupThreads);
+    named_sync(turn_of(warpgroup), 2 * kWarpgroupThreads);
   }
 
   CUTE_DEVICE void pass_tensor_cores() const {
-    named_arrive(warpgroup == 0 ? NamedBarrier::kPingPongSecond : NamedBarrier::kPingPongFirst,
-                 2 * kWarpgroupThreads);
+    named_arrive(turn_of(1 - warpgroup), 2 * kWarpgroupThreads);
+  }
+
+  CUTE_DEVICE static NamedBarrier turn_of(int warpgroup) {
+    asm volatile("" : "+r"(warpgroup));  // WHY: a register less over the products
+    return warpgroup == 0 ? NamedBarrier::kPingPongFirst : NamedBarrier::kPingPongSecond;
   }
 
   // The step whose dQ is computed next; -1: none yet.

@@ -115,7 +115,7 @@ BwdPlan plan_backward(FwdProblem const& problem) {
   schedule.grid =
       config.by_keys() ? min_of(schedule.works, sms) : schedule.works * config.cluster_size;
   schedule.dq_floats = schedule.rows * config.dq_columns();
-  schedule.flags = schedule.rows / config.tile_m * config.dq_adders();
+  schedule.flags = schedule.rows / config.tile_m * config.dq_adders() + 1;
   schedule.dq_is_zeroed = !problem.deterministic &&
                           min_of(problem.seqlen_k, most_queries(problem, 0)) > config.stored_keys();
   return plan;

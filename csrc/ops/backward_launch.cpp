@@ -68,13 +68,13 @@ BwdLaunch plan_launch(BwdParams& params) {
 }
 
 // One allocation: LSE and delta of every row, the accumulator of dQ, the tables of packed
-// sequences, the ticket, then the flags of dQ; ints are as wide as floats. Whole
-// tiles of 64 rows and more keep each part aligned.
+// sequences, the ticket, then the flags of dQ; ints are as wide as floats. Whole tiles of 64 rows
+// and more keep each part aligned.
 OwnedTensor allocate_workspace(char const* op, BwdParams& params, int device) {
   static_assert(sizeof(int) == sizeof(float));
   BwdSchedule const& schedule = params.schedule;
   int64_t const rows = schedule.rows;
-  int64_t const floats = 2 * rows + schedule.dq_floats + schedule.table_ints + 1 + schedule.flags;
+  int64_t const floats = 2 * rows + schedule.dq_floats + schedule.table_ints + schedule.flags;
   OwnedTensor workspace = allocate(op, &floats, 1, Dtype::kFloat32, device);
   params.lse_log2 = static_cast<float*>(mutable_data(workspace));
   params.delta = params.lse_log2 + rows;

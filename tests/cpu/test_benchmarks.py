@@ -224,11 +224,14 @@ def test_search_tiles():
 
 # -------------------------------------------------------------------------------- memory and peers
 def test_memory(tmp_path, capsys):
-    """16-bit out, dq, dk and dv; three float32 a row (the LSE twice, delta); float32 dq."""
+    """16-bit out, dq, dk and dv; three float32 a row (the LSE twice, delta); float32 dq; two flags
+    for 128 rows, and a ticket.
+    """
     record, _ = run(memory.main, tmp_path)
     rows = 3 * 1024 * 8
     parts = memory.expected_bytes(Shape(3, 1024, 1024, 8, 8, 64, causal=True))
-    assert sum(parts.values()) == rows * (4 * 2 * 64 + 3 * 4 + 4 * 64)
+    assert sum(parts.values()) == (rows * (4 * 2 * 64 + 3 * 4 + 4 * 64)
+                                   + 4 * (rows // 128 * 2 + 1))
     for cell in record['cells']:
         assert cell['expected'] == memory.expected_bytes(Shape(**cell['shape']))
 

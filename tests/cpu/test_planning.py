@@ -73,7 +73,7 @@ def test_explain_text_of_the_gradients(capsys):
     rows = explained_backward(capsys, q, k, causal=True)
     m_tiles, n_tiles = -(-1000 // facts['tile_m']), -(-1000 // facts['tile_n'])
     stored_rows = m_tiles * facts['tile_m'] * 16 * 2
-    flags = m_tiles * facts['dq_adders'] * 16 * 2
+    flags = m_tiles * facts['dq_adders'] * 16 * 2 + 1    # and the ticket
     assert rows == {
         'gradients': rows['gradients'],
         'head dim': '64 computed, 64 in shared memory',
@@ -119,10 +119,10 @@ def test_up_to_which_length_dq_is_not_zeroed(head_dim, most, capsys):
 
 
 def test_explain_text_of_deterministic_gradients(capsys):
-    """By argument, and by PyTorch's setting: a flag for each who adds to a tile."""
+    """By argument, and by PyTorch's setting: a flag for each who adds to a tile, and the ticket."""
     shape = (2, 1000, 16, 64)
     facts = planning.plan_backward(shape, shape)
-    flags = -(-1000 // facts['tile_m']) * facts['dq_adders'] * 16 * 2
+    flags = -(-1000 // facts['tile_m']) * facts['dq_adders'] * 16 * 2 + 1
     rows = explained_backward(capsys, shape, shape, deterministic=True)
     assert rows['sum of dQ'] == 'in a fixed order'
     assert rows['workspace'].endswith(f', flags {4 * flags}')
