@@ -24,16 +24,22 @@ bool shrinks(FwdProblem const& problem) {
   return !is_cut && (mask.right == 0 || mask.right < half);
 }
 
-// KV heads that should go through their tiles of keys together, each with so many: what fits into
-// L2, but at least a tile for every multiprocessor. Deterministic: two, so that fewer CTAs of a
-// head wait for each other when they start.
-int64_t heads_of_section(FwdProblem const& problem, BwdConfig const& config, int n_tiles) {
+// How many of `heads` KV heads go through their tiles of keys together, each with n_tiles: what
+// fits into L2, but at least two tiles for every multiprocessor, also in the last section, since
+// short tiles at the end make up for long ones before. Deterministic: so that few CTAs of a head
+// wait for each other when they start, too.
+int64_t heads_of_section(FwdProblem const& problem, BwdConfig const& config, int n_tiles,
+                         int64_t heads) {
   int64_t const row_bytes = int64_t(config.head_dim) * (2 + 4) + int64_t(config.head_dim_v) * 2;
   int64_t const head_bytes =
       std::max(1, problem.seqlen_q) * row_bytes * (problem.heads_q / problem.heads_k);
   int64_t const fitting = problem.device.l2_bytes * kSectionL2Percent / 100 / head_bytes;
-  int const ctas = problem.device.sm_count * (problem.deterministic ? 2 : 1);
-  return std::max<int64_t>({fitting, ceil_div(ctas, max_of(1, n_tiles)), 1});
+  int64_t const least = ceil_div(2 * problem.device.sm_count, max_of(1, n_tiles));
+  int64_t section = std::max<int64_t>({fitting, least, 1});
+  while (section < heads && heads % section > 0 && heads % section < least) {
+    ++section;
+  }
+  return std::min(section, std::max<int64_t>(1, heads));
 }
 
 // What decides between variants that serve a problem, the least comes first: the columns of a
@@ -59,8 +65,7 @@ void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig 
   schedule.n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
   schedule.works = schedule.n_tiles * pairs;
   schedule.rows = int64_t(schedule.m_tiles) * config.tile_m * problem.heads_q * problem.batch;
-  schedule.section_pairs =
-      int(std::min<int64_t>(heads_of_section(problem, config, schedule.n_tiles), pairs));
+  schedule.section_pairs = int(heads_of_section(problem, config, schedule.n_tiles, pairs));
 }
 
 // Sequences come one after the other, so a section is one of heads.
@@ -74,10 +79,8 @@ void schedule_packed(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig
       PackedTables::workspace_ints(schedule.n_tiles, problem.entries(), schedule.m_tiles));
   if (schedule.in_sections) {
     int const n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
-    int64_t const heads = heads_of_section(problem, config, n_tiles);
-    schedule.section_heads = heads >= problem.heads_k
-                                 ? problem.heads_k
-                                 : largest_divisor_below(problem.heads_k, int(heads) + 1);
+    int64_t const heads = heads_of_section(problem, config, n_tiles, problem.heads_k);
+    schedule.section_heads = largest_divisor_below(problem.heads_k, int(heads) + 1);
   }
 }
 

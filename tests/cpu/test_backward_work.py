@@ -157,7 +157,7 @@ def test_longest_first_in_a_causal_section(name, sm_count, l2_bytes):
     """CTAs start in the order of their index: within a section no tile comes before a longer one,
     and sections come one after the other.
     """
-    sizes = 3, 4096, 4096, 8, 4
+    sizes = 6, 4096, 4096, 8, 4
     mask = causal_or_full(name)
     plan, _, ctas = work_of(name, sizes, mask, sm_count=sm_count, l2_bytes=l2_bytes)
     lengths = [(work[5][0] * 4 + work[0], len(steps)) for work, steps in ctas]
@@ -165,7 +165,7 @@ def test_longest_first_in_a_causal_section(name, sm_count, l2_bytes):
     if plan['in_sections']:
         keys = [(pair // plan['section_pairs'], -steps) for pair, steps in lengths]
         assert keys == sorted(keys)
-        assert plan['section_pairs'] < 12    # so that there are several
+        assert plan['section_pairs'] < 24    # so that there are several
     else:
         assert len({steps for _, steps in lengths}) == 1
 

@@ -1,6 +1,7 @@
 """dispatch/plan_backward.cpp through flash_attn3._plan: the facts of a plan against arithmetic
 written here, for every variant there is.
 """
+import heapq
 from itertools import product
 
 from hypothesis import given
@@ -123,19 +124,43 @@ def test_tiles_grid_and_workspace(dims, batch, seqlen_q, seqlen_k, heads_k, grou
        dims=st.sampled_from(head_dims('bfloat16', 'causal')))
 @examples(200)
 def test_causal_sections(batch, seqlen_q, seqlen_k, heads_k, group, sm_count, l2_bytes, dims):
-    """Q and dO (2 bytes) and dQ (4) of a section fit into 30 % of L2; a tile for each SM."""
+    """The least number of heads that fill 30 % of L2 with Q and dO (2 bytes) and dQ (4), and leave
+    two tiles for each SM in every section.
+    """
     facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
                  head_dim=dims[0], head_dim_v=dims[1], causal=True, sm_count=sm_count,
                  l2_bytes=l2_bytes)
-    pairs = facts['section_pairs']
+    in_all = heads_k * batch
     bytes_of_pair = seqlen_q * group * (facts['head_dim'] * (2 + 4) + facts['head_dim_v'] * 2)
-    fits = bytes_of_pair * pairs <= l2_bytes * 30 // 100
-    more_fits = bytes_of_pair * (pairs + 1) <= l2_bytes * 30 // 100
-    feeds_all = facts['n_tiles'] * pairs >= sm_count
-    fewer_feed_all = facts['n_tiles'] * (pairs - 1) >= sm_count
-    assert 1 <= pairs <= heads_k * batch
-    assert pairs == heads_k * batch or (feeds_all and not more_fits)
-    assert pairs == 1 or fits or not fewer_feed_all
+    least = max(1, l2_bytes * 30 // 100 // bytes_of_pair)
+
+    def feeds_all(pairs: int) -> bool:
+        last = in_all % pairs or pairs
+        return min(pairs, last) * facts['n_tiles'] >= 2 * sm_count
+
+    good = [pairs for pairs in range(least, in_all) if feeds_all(pairs)]
+    assert facts['section_pairs'] == min([*good, in_all])
+
+
+@pytest.mark.parametrize('seqlen', [1024, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize('head_dim, heads, group', [(64, 32, 1), (128, 16, 1), (128, 8, 4),
+                                                    (256, 8, 1)])
+def test_causal_tiles_end_together(head_dim, heads, group, seqlen):
+    """Taken in the order of work by whoever is free; a tile costs three steps more than it has."""
+    batch = 16384 // seqlen
+    facts = plan(seqlen, seqlen, batch=batch, heads_q=heads * group, heads_k=heads,
+                 head_dim=head_dim, head_dim_v=head_dim, causal=True, sm_count=132)
+    ends = [0] * (132 // facts['cluster_size'])
+    pairs, steps = heads * batch, facts['tile_n'] // facts['tile_m']
+    in_all = 0
+    for first in range(0, pairs, facts['section_pairs']):
+        section = min(facts['section_pairs'], pairs - first)
+        for tile in range(facts['n_tiles']):
+            cost = (facts['m_tiles'] - tile * steps) * group + 3
+            in_all += cost * section
+            for _ in range(section):
+                heapq.heapreplace(ends, ends[0] + cost)
+    assert in_all / len(ends) > 0.97 * max(ends)
 
 
 def grid_of(facts, sm_count=132):
@@ -182,11 +207,10 @@ def test_packed_tiles_and_workspace(name, batch, total_q, total_k, heads_k, grou
 def test_sections_of_heads():
     """Q, dO and dQ of a head of 4096 queries take 4 MiB: 30 % of L2 have room for 4 of 12."""
     name, causal = 'BwdBf16D128General', (2, -1, 0, 0)
-    for deterministic, l2_bytes, sm_count, heads in (
-            (False, 56 << 20, 32, 4), (False, 56 << 20, 1, 4), (False, 72 << 20, 1, 4),
-            (False, 0, 1, 1), (False, 0, 65, 3), (True, 0, 65, 4), (False, 1 << 40, 1, 12)):
-        facts = packed_plan(name, 2, 8192, 8192, 12, 12, mask=causal, deterministic=deterministic,
-                            seqlens=(4096, 4096), l2_bytes=l2_bytes, sm_count=sm_count)
+    for l2_bytes, sm_count, heads in ((56 << 20, 32, 4), (56 << 20, 1, 4), (72 << 20, 1, 4),
+                                      (0, 1, 1), (0, 65, 6), (1 << 40, 1, 12)):
+        facts = packed_plan(name, 2, 8192, 8192, 12, 12, mask=causal, seqlens=(4096, 4096),
+                            l2_bytes=l2_bytes, sm_count=sm_count)
         assert facts['section_heads'] == heads
     full = packed_plan(name, 2, 8192, 8192, 12, 12, mask=(2, -1, -1, 0))
     assert full['section_heads'] == 1
