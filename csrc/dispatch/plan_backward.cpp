@@ -25,16 +25,19 @@ bool shrinks(FwdProblem const& problem) {
 }
 
 // How many of `heads` KV heads go through their tiles of keys together, each with n_tiles: what
-// fits into L2, but at least two tiles for every multiprocessor, also in the last section, since
-// short tiles at the end make up for long ones before. Deterministic: so that few CTAs of a head
-// wait for each other when they start, too.
+// fits into L2, but at least 7/4 tiles for every CTA or cluster that runs, also in the last
+// section: short tiles at the end make up for long ones before. More heads would no longer find in
+// L2 what the tile of keys before has read. Deterministic: two tiles for every multiprocessor, so
+// that few of a head wait for each other when they start.
 int64_t heads_of_section(FwdProblem const& problem, BwdConfig const& config, int n_tiles,
                          int64_t heads) {
   int64_t const row_bytes = int64_t(config.head_dim) * (2 + 4) + int64_t(config.head_dim_v) * 2;
   int64_t const head_bytes =
       std::max(1, problem.seqlen_q) * row_bytes * (problem.heads_q / problem.heads_k);
   int64_t const fitting = problem.device.l2_bytes * kSectionL2Percent / 100 / head_bytes;
-  int64_t const least = ceil_div(2 * problem.device.sm_count, max_of(1, n_tiles));
+  int const sms = problem.device.sm_count;
+  int const quarters = problem.deterministic ? 8 * sms : 7 * sms / config.cluster_size;
+  int64_t const least = ceil_div(quarters, 4 * max_of(1, n_tiles));
   int64_t section = std::max<int64_t>({fitting, least, 1});
   while (section < heads && heads % section > 0 && heads % section < least) {
     ++section;
