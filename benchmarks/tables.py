@@ -61,13 +61,14 @@ def other_head_dims_part() -> str:
 
 def headline() -> str:
     """One sentence of README.md."""
-    record = read_record('yardstick')
-    means = [f"{name} {record['ratios'][section]['geometric_mean']:.2f}" for section, name in
-             (('fwd', 'forward'), ('bwd', 'backward'), ('fp8', 'FP8 forward'))]
-    cells = record['ratios']['fwd']['compared']
+    forward, backward = read_record('yardstick'), read_record('yardstick_bwd')
+    means = {section: record['ratios'][section]['geometric_mean'] for record, section in
+             ((forward, 'fwd'), (forward, 'fp8'), (backward, 'bwd'))}
+    cells = forward['ratios']['fwd']['compared']
     return (f"Speed as a share of the faster of FlashAttention-3 and cuDNN, geometric mean over "
-            f"{cells} cells each ({plot_peers.run_text(record)}): {', '.join(means[:2])} and "
-            f"{means[2]}.")
+            f"{cells} cells each: forward {means['fwd']:.2f} and FP8 forward {means['fp8']:.2f} "
+            f"({plot_peers.run_text(forward)}), backward {means['bwd']:.2f} "
+            f"({plot_peers.run_text(backward)}).")
 
 
 def features_part() -> str:
@@ -204,7 +205,7 @@ PARTS: dict[str, Callable[[], str]] = {
     'fp8-kernels': kernel_tables.fp8_part,
     'backward-kernels': kernel_tables.backward_part,
     'speed-forward': lambda: peers_part('yardstick', 'fwd'),
-    'speed-backward': lambda: peers_part('yardstick', 'bwd'),
+    'speed-backward': lambda: peers_part('yardstick_bwd', 'bwd'),
     'speed-fp8': lambda: peers_part('yardstick', 'fp8'),
     'speed-d96-d192': other_head_dims_part,
     'speed-features': features_part,
