@@ -40,8 +40,7 @@ struct BwdProducer {
 
  private:
   CUTE_DEVICE void load_only_tile() {
-    // WHY a copy: nothing then waits for shared memory between two loads.
-    BwdWork const work = shared.exchange.work;
+    BwdWork const work = shared.exchange.work;  // a copy, as below
     BwdSteps steps(work);
     load_k(work, 0);
     load_q(steps);
@@ -60,7 +59,9 @@ struct BwdProducer {
     BwdWork work = next_work_with_steps(int(blockIdx.x));
     for (int tile = 0; work.has_keys(); ++tile) {
       work_slot(shared, tile) = work;
-      load_tile(publisher, work, tile);
+      // WHY a copy: nothing then waits for shared memory between two loads. General kernels have no
+      // registers for it.
+      load_tile(publisher, kServesPacked<Traits> ? work_slot(shared, tile) : work, tile);
       work = next_work_with_steps(-1);
     }
     publisher.publish_end(count);

@@ -139,6 +139,7 @@ struct Thread {
   u32 atomic_add_shared(u64 address, u32 value, int site);
   u32 atomic_add_global(u64 address, u32 value, int site);
   u32 atomic_max_global(u64 address, u32 value, int site);
+  u32 compare_and_swap(u64 address, u32 expected, u32 value, int site);  // in global memory
   void add_floats(u64 address, std::array<u32, 4> const& values, int site);
 
   // Engines may not read what a thread writes to shared memory before a fence.

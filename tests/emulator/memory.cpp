@@ -104,6 +104,12 @@ u32 Thread::atomic_max_global(u64 address, u32 value, int site) {
   return old;
 }
 
+u32 Thread::compare_and_swap(u64 address, u32 expected, u32 value, int site) {
+  u32 const old = read_as<u32>(readable(address, sizeof value, site));
+  store_global<u32, 1>(address, {old == expected ? value : old}, site);
+  return old;
+}
+
 void Thread::add_floats(u64 address, std::array<u32, 4> const& values, int site) {
   auto sums = read_as<std::array<float, 4>>(readable(address, sizeof values, site));
   std::array<u32, 4> bits;

@@ -203,6 +203,13 @@ def _atomic(writer, match, operands, site):
             f'{writer.value(value)}, {site});')
 
 
+@_handles(r'atom\.relaxed\.gpu\.global\.cas\.b32')
+def _compare_and_swap(writer, match, operands, site):
+    result, address, expected, value = operands
+    return (f'{writer.value(result)} = t.compare_and_swap({writer.address(address)}, '
+            f'{writer.value(expected)}, {writer.value(value)}, {site});')
+
+
 @_handles(r'red\.relaxed\.gpu\.global\.add\.v\d\.f32')
 def _add_floats(writer, match, operands, site):
     values = ', '.join(writer.values(writer.list_(operands[1])))
