@@ -25,7 +25,7 @@ CUTE_DEVICE int draw_number(BwdDeviceParams const& p) {
   return atomicAdd(p.ticket, 1);
 }
 
-// The flag of a part of dQ, but for deterministic mode.
+// What a flag says outside deterministic mode.
 struct DqFlag {
   static constexpr int kEmpty = 0;
   static constexpr int kClaimed = -1;  // the first is about to store
