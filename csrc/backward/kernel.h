@@ -1,8 +1,9 @@
 // The main kernel of the backward: which warp runs which role.
 //
 //   warpgroup 0   warp 0: loads K and V, then Q, dO, LSE and delta of every step
-//                 warps 1 to 3: for consumers by keys, add their dQ to global memory; by products,
-//                 send dS to the other CTA and keep the order of additions to dQ
+//                 warps 1, 2: by keys, send on what the consumers stage: dQ, dV and dK
+//                 warps 1 to 3: by products, send dS to the other CTA, and keep the order of
+//                 additions to dQ
 //   warpgroup 1.. consumers, which split the keys (mma_by_keys.h) or the products
 //                 (mma_by_products.h)
 #pragma once

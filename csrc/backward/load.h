@@ -26,8 +26,9 @@ struct BwdProducer {
   CUTE_DEVICE BwdProducer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_)
       : shared(shared_), p(p_) {}
 
-  // INVARIANT: whatever this kernel reads or writes in global memory comes after these loads, and
-  // so after the wait for earlier launches; tickets and flags come after the wait in add_order.h.
+  // INVARIANT: whatever this kernel reads or writes in global memory comes after the wait for
+  // earlier launches: after this one, since all others wait for a step or for loads from here, or
+  // after that of draw_number() or grant_turns().
   CUTE_DEVICE void run() {
     wait_for_earlier_launches();
     if constexpr (Traits::kSplit == BwdSplit::kKeys) {

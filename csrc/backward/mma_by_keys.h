@@ -112,7 +112,7 @@ struct KeysConsumer : BwdProducts<Traits> {
   }
 
   // Issues the gradients of a step, then S and dP of the next one, which has the flags `next`. dQ
-  // is staged while dK runs.
+  // is staged while dK runs. WHY the turn ends before dP: this warpgroup must wait for dK first.
   template <class FragmentS, class FragmentDv, class FragmentDk, class FragmentDs>
   CUTE_DEVICE void products(uint32_t next, FragmentS& tSrS, FragmentS& tPrDp,
                             FragmentDs const& tVrP, FragmentDs const& tKrDs, FragmentDv& tVrDv,

@@ -1,6 +1,6 @@
 // The kernel before the main one. For each row of dO it computes delta = rowsum(dO * O) - dLSE and
-// the LSE in base 2; it zeroes the flags of dQ, or its sums too (add_order.h). A CTA has one tile
-// of queries of one head.
+// the LSE in base 2. It zeroes the flags of dQ and, for long sequences, the sums (add_order.h). A
+// CTA has one tile of one head's queries.
 //
 // A row gets an infinite LSE where P has to be zero whatever the scores are: past the end of the
 // sequence, and where a query sees no key (LSE = -inf).

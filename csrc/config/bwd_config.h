@@ -97,7 +97,8 @@ struct BwdConfig {
   constexpr int dq_adders() const { return by_keys() ? consumer_warpgroups : cluster_size; }
 
   // Up to so many keys of a query the first to add to its dQ stores, so that nobody has to zero the
-  // accumulator (backward/add_order.h). With more keys, waiting for it would take longer.
+  // accumulator (backward/add_order.h). With more keys, waiting for it takes longer (H100,
+  // docs/journal/backward.md).
   constexpr int stored_keys() const { return by_keys() ? 4096 : 1024; }
 
   // By keys: the buffer through which a warpgroup's dQ, dV and dK leave.

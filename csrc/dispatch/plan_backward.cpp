@@ -24,11 +24,11 @@ bool shrinks(FwdProblem const& problem) {
   return !is_cut && (mask.right == 0 || mask.right < half);
 }
 
-// How many of `heads` KV heads go through their tiles of keys together, each with n_tiles: what
-// fits into L2, but at least 7/4 tiles for every CTA or cluster that runs, also in the last
-// section: short tiles at the end make up for long ones before. More heads would no longer find in
-// L2 what the tile of keys before has read. Deterministic: two tiles for every multiprocessor, so
-// that few of a head wait for each other when they start.
+// How many of `heads` KV heads form a section, each with n_tiles tiles of keys: those that fit into
+// L2, but enough for 7/4 tiles for each CTA or cluster that runs, also in the last section. Short
+// tiles at its end then balance the long ones. With more heads, L2 would lose Q and dO before the
+// next tile of keys reads them (H100, docs/journal/backward.md). Deterministic: two tiles for each
+// multiprocessor, so that few CTAs of a head wait for each other when they start.
 int64_t heads_of_section(FwdProblem const& problem, BwdConfig const& config, int n_tiles,
                          int64_t heads) {
   int64_t const row_bytes = int64_t(config.head_dim) * (2 + 4) + int64_t(config.head_dim_v) * 2;
