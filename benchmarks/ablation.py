@@ -61,7 +61,7 @@ ROWS = (
     Row('without ping-pong, tile overlap', (NO_PING_PONG, NO_TILE_OVERLAP)),
     Row('without ping-pong, any overlap', (NO_PING_PONG, NO_OVERLAP, NO_TILE_OVERLAP)),
     # What replaces the ping-pong loads when all products of a step have been issued.
-    Row(UNSPECIALISED, (NO_PING_PONG, NO_TILE_OVERLAP, ('ping_pong_lead', '0')), 570),
+    Row(UNSPECIALISED, (NO_PING_PONG, NO_TILE_OVERLAP), 570),
 )
 
 

@@ -65,7 +65,7 @@ CUTE_DEVICE void run_warpgroup(FwdStorage<Traits>& shared, FwdDeviceParams const
   using Consumer = FwdConsumer<Traits, Feed<Traits>>;
   using Output = OutputOverQueries<Traits>;
   constexpr FwdConfig k = Traits::k;
-  static_assert(k.is_skewed() && !k.tile_overlap && !k.ping_pong && k.ping_pong_lead == 0,
+  static_assert(k.is_skewed() && !k.tile_overlap && !k.ping_pong,
                 "Feed loads V a step ahead, when all products of a step have been issued");
   // With one Q buffer O has to leave it first.
   constexpr bool kLoadsQEarly = Traits::kQStages > 1;

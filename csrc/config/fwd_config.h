@@ -61,10 +61,10 @@ struct FwdConfig {
   // registers do not suffice.
   int shared_sums = 0;
   ProducerSize producer = ProducerSize::kUsual;
-  // Two warpgroups alternate in issuing products (paper, section 3.1): the next one may start when
-  // ping_pong_lead k-steps of PV are still to be issued.
+  // Two warpgroups alternate in issuing products (paper, section 3.1).
   bool ping_pong = true;
-  int ping_pong_lead = 2;
+  // 16 bits: the wait for PV follows most exponentials (forward/softmax.h).
+  bool late_wait = false;
   // The last PV of a tile is issued together with the first S of the next tile, so that the tensor
   // cores are busy while O is divided and stored.
   bool tile_overlap = false;

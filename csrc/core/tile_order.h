@@ -28,7 +28,7 @@ struct TileOrder {
   bool longest_first = false;
   int m_tiles = 0;
   int pairs = 0;          // (head, batch)
-  int section_pairs = 1;  // in every section but the last, which may have fewer
+  int section_pairs = 1;  // in every section but the last
   int sections = 0;
   FastDiv by_m_tiles;
   FastDiv by_heads;
@@ -37,19 +37,22 @@ struct TileOrder {
 
   TileOrder() = default;
 
-  TileOrder(bool causal, int m_tiles_, int heads, int batch, int section_pairs_)
+  // least_last_pairs: the last section has at least so many.
+  TileOrder(bool causal, int m_tiles_, int heads, int batch, int section_pairs_,
+            int least_last_pairs = 1)
       : longest_first(causal),
         m_tiles(m_tiles_),
         pairs(heads * batch),
         section_pairs(causal ? clamp(section_pairs_, 1, max_of(1, pairs)) : max_of(1, pairs)),
-        sections(m_tiles > 0 ? ceil_div(pairs, section_pairs) : 0),
+        sections(m_tiles > 0 && pairs > 0 ? 1 + max_of(0, pairs - least_last_pairs) / section_pairs
+                                          : 0),
         by_m_tiles(max_of(1, m_tiles)),
         by_heads(max_of(1, heads)),
         by_section_pairs(section_pairs),
         by_last_section_pairs(max_of(1, pairs - (sections - 1) * section_pairs)) {}
 
   FA3_HD int tiles_of(int section) const {
-    return m_tiles * min_of(section_pairs, pairs - section * section_pairs);
+    return m_tiles * (section < sections - 1 ? section_pairs : pairs - section * section_pairs);
   }
 
   // The tile at a position in the order of a section.

@@ -11,31 +11,23 @@ struct NoHook {
 };
 
 // D = A B (zero_init) or D += A B, over the first kSteps k-steps of the fragments; one wgmma group.
-// Issuing runs only a little ahead of the tensor cores. `hook` is called when kHookLead k-steps are
-// still to be issued.
-template <int kSteps, int kHookLead = 0, class TiledMma, class FragmentA, class FragmentB,
-          class FragmentD, class Hook = NoHook>
+// The first k-step whose A is in registers waits until the products issued before have run; all
+// others are issued at once.
+template <int kSteps, class TiledMma, class FragmentA, class FragmentB, class FragmentD>
 CUTE_DEVICE void issue_gemm(TiledMma mma,
-                            FragmentA const& a,            // (MMA, M, K) registers or descriptors
-                            FragmentB const& b,            // (MMA, N, K) descriptors
-                            FragmentD& d, bool zero_init,  // (MMA, M, N)
-                            Hook hook = {}) {
+                            FragmentA const& a,              // (MMA, M, K) registers or descriptors
+                            FragmentB const& b,              // (MMA, N, K) descriptors
+                            FragmentD& d, bool zero_init) {  // (MMA, M, N)
   static_assert(kSteps <= decltype(cute::size<2>(a))::value);
   cute::warpgroup_fence_operand(d);
   cute::warpgroup_arrive();
   mma.accumulate_ = zero_init ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One;
   CUTE_UNROLL
   for (int k = 0; k < kSteps; ++k) {
-    if (k == kSteps - kHookLead) {
-      hook();
-    }
     cute::gemm(mma, a(cute::_, cute::_, k), b(cute::_, cute::_, k), d);
     mma.accumulate_ = cute::GMMA::ScaleOut::One;
   }
   cute::warpgroup_commit_batch();
-  if (kHookLead == 0) {
-    hook();
-  }
 }
 
 // D = A B, as issue_gemm(): the first k-steps take A from registers, `held`, the others from `a`.
@@ -66,6 +58,16 @@ template <int kPending, class FragmentD>
 CUTE_DEVICE void wait_gemm(FragmentD& d) {
   cute::warpgroup_wait<kPending>();
   cute::warpgroup_fence_operand(d);
+}
+
+// Keeps the next wait behind the arithmetic that led to x, which is never 2^127. WHY a store that
+// never happens: ptxas (13.0) moves a wait up over arithmetic, but not over a store. address: any,
+// unknown to ptxas.
+CUTE_DEVICE void wait_after(float x, int address) {
+  asm volatile("{ .reg .pred p; setp.eq.f32 p, %0, 0f7F000000; @p st.shared.f32 [%1], %0; }"
+               :
+               : "f"(x), "r"(address)
+               : "memory");
 }
 
 }  // namespace fa3

@@ -24,25 +24,28 @@ bool shrinks(FwdProblem const& problem) {
   return !is_cut && (mask.right == 0 || mask.right < half);
 }
 
-// How many of `heads` KV heads form a section, each with n_tiles tiles of keys: those that fit into
-// L2, but enough for 7/4 tiles for each CTA or cluster that runs, also in the last section. Short
-// tiles at its end then balance the long ones. With more heads, L2 would lose Q and dO before the
-// next tile of keys reads them (H100, docs/journal/backward.md). Deterministic: two tiles for each
-// multiprocessor, so that few CTAs of a head wait for each other when they start.
-int64_t heads_of_section(FwdProblem const& problem, BwdConfig const& config, int n_tiles,
-                         int64_t heads) {
+// How many KV heads, of all entries, form a section.
+struct SectionHeads {
+  int64_t all;
+  int64_t last;  // at least
+};
+
+// A section of `heads` KV heads with n_tiles tiles of keys each: those that fit into L2, but enough
+// for most CTAs or clusters that run. The last one has 7/4 tiles for each, so that short tiles at
+// its end balance the long ones (H100, docs/journal/backward.md). Deterministic: all have two tiles
+// for each multiprocessor, so that few CTAs of a head wait for each other when they start.
+SectionHeads heads_of_section(FwdProblem const& problem, BwdConfig const& config, int n_tiles,
+                              int64_t heads) {
   int64_t const row_bytes = int64_t(config.head_dim) * (2 + 4) + int64_t(config.head_dim_v) * 2;
   int64_t const head_bytes =
       std::max(1, problem.seqlen_q) * row_bytes * (problem.heads_q / problem.heads_k);
   int64_t const fitting = problem.device.l2_bytes * kSectionL2Percent / 100 / head_bytes;
-  int const sms = problem.device.sm_count;
-  int const quarters = problem.deterministic ? 8 * sms : 7 * sms / config.cluster_size;
-  int64_t const least = ceil_div(quarters, 4 * max_of(1, n_tiles));
-  int64_t section = std::max<int64_t>({fitting, least, 1});
-  while (section < heads && heads % section > 0 && heads % section < least) {
-    ++section;
-  }
-  return std::min(section, std::max<int64_t>(1, heads));
+  int const tiles = max_of(1, n_tiles);
+  int const running = problem.device.sm_count / config.cluster_size;
+  int64_t const last = problem.deterministic ? ceil_div(2 * problem.device.sm_count, tiles)
+                                             : ceil_div(7 * running, 4 * tiles);
+  int64_t const least = problem.deterministic ? last : running / tiles;
+  return {std::clamp<int64_t>(std::max(fitting, least), 1, std::max<int64_t>(1, heads)), last};
 }
 
 // What decides between variants that serve a problem, the least comes first: the columns of a
@@ -68,7 +71,9 @@ void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig 
   schedule.n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
   schedule.works = schedule.n_tiles * pairs;
   schedule.rows = int64_t(schedule.m_tiles) * config.tile_m * problem.heads_q * problem.batch;
-  schedule.section_pairs = int(heads_of_section(problem, config, schedule.n_tiles, pairs));
+  SectionHeads const section = heads_of_section(problem, config, schedule.n_tiles, pairs);
+  schedule.section_pairs = int(section.all);
+  schedule.last_section_pairs = int(section.last);
 }
 
 // Sequences come one after the other, so a section is one of heads.
@@ -82,7 +87,8 @@ void schedule_packed(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig
       PackedTables::workspace_ints(schedule.n_tiles, problem.entries(), schedule.m_tiles));
   if (schedule.in_sections) {
     int const n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
-    int64_t const heads = heads_of_section(problem, config, n_tiles, problem.heads_k);
+    SectionHeads const section = heads_of_section(problem, config, n_tiles, problem.heads_k);
+    int64_t const heads = std::max(section.all, section.last);
     schedule.section_heads = largest_divisor_below(problem.heads_k, int(heads) + 1);
   }
 }

@@ -128,8 +128,7 @@ struct FwdConsumer {
   }
 
   // Issues O = P V of the next K tile. It is added to O unless O starts from zero.
-  template <class Hook = NoHook>
-  CUTE_DEVICE void issue_output(Tile const& tile, Hook hook = {}) {
+  CUTE_DEVICE void issue_output(Tile const& tile) {
     shared.v_full[v_ring.stage].wait(v_ring.phase);
     Slots::Keys::after_wait(p);
     auto mma = typename Traits::MmaV{}.get_slice(0);
@@ -137,8 +136,8 @@ struct FwdConsumer {
     auto tOrV = Descriptors::template operand<LayoutV>(shared.v, v_ring.stage, [&](auto const& sV) {
       return mma.partition_fragment_B(sV);  // (MMA, 1, N / 16)
     });
-    issue_gemm<Traits::kOutputSteps, k.ping_pong_lead>(
-        MmaO{}, tOrP, tOrV, tOrO, Slots::Sums::kStartsFromZero || tile.o_is_zero, hook);
+    issue_gemm<Traits::kOutputSteps>(MmaO{}, tOrP, tOrV, tOrO,
+                                     Slots::Sums::kStartsFromZero || tile.o_is_zero);
   }
 
   // Before PV of the K tiles that are visited first and last.

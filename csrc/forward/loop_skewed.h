@@ -6,10 +6,11 @@
 //   softmax             3            2            1            0
 //
 // TRAP: the wait for PV does not depend on the softmax, and ptxas (13.0) moves it up: after a part
-// of the row maximum at head dims 64 and 128, after half of the exponentials at 256. The
-// exponentials then overlap with the products of the other warpgroups. Pinning the wait was not
-// faster (docs/journal/forward.md). For e4m3 the source waits after the maxima: with a wait between
-// exponentials and packing ptxas packs four of them by three instructions, otherwise by two.
+// of the row maximum at head dims 64 and 128, after half of the exponentials at 256. Where two
+// warpgroups alternate, PV then still shares the tensor cores with S of the other one, and the
+// exponentials start late: FwdConfig::late_wait (docs/journal/forward.md). For e4m3 the source
+// waits after the maxima: with a wait between exponentials and packing ptxas packs four of them by
+// three instructions, otherwise by two.
 //
 // With overlap of tiles the skew continues from one tile of Q to the next: the first S of a tile is
 // issued together with the last PV of the tile before, whose O is stored while that S is computed.
@@ -83,7 +84,8 @@ struct SkewedLoop {
   // PV of the K tile that is visited last, then the results are stored.
   CUTE_DEVICE void end(Tile const& tile) {
     c.ping_pong.wait();
-    c.issue_output(tile, [&] { c.ping_pong.pass(); });
+    c.issue_output(tile);
+    c.ping_pong.pass();
     wait_gemm<0>(c.tOrO);
     c.release_v();
     c.store(tile);
@@ -115,7 +117,8 @@ struct SkewedLoop {
     c.load_queries(next);
     c.ping_pong.wait();
     c.issue_scores(next);
-    c.issue_output(tile, [&] { c.ping_pong.pass(); });
+    c.issue_output(tile);
+    c.ping_pong.pass();
     wait_gemm<1>(c.tSrS);
     c.release_k();
     wait_gemm<0>(c.tOrO);
@@ -131,7 +134,8 @@ struct SkewedLoop {
     c.wait_for_k();
     c.ping_pong.wait();
     c.issue_scores(tile);
-    c.issue_output(tile, [&] { c.ping_pong.pass(); });
+    c.issue_output(tile);
+    c.ping_pong.pass();
     auto const& scale = c.scales.take();
     wait_gemm<1>(c.tSrS);
     c.release_k();

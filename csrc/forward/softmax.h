@@ -45,7 +45,8 @@ struct OnlineSoftmax {
   }
 
   // S becomes exp2((S - max) * scale_log2). After a masked K tile a row may still have seen no key.
-  // hook: waits for products of the same warpgroup; called at the end.
+  // hook: waits for products of the same warpgroup; called at the end. With k.late_wait ptxas keeps
+  // it behind the exponentials of the first row, and so behind three quarters of all.
   template <bool kMasked, class Fragment, class Hook = NoHook>
   CUTE_DEVICE void update(Fragment& acc, NoScale, Hook const& hook = {}) {
     auto scores = rows_view(acc);  // (2, columns)
@@ -61,6 +62,9 @@ struct OnlineSoftmax {
         scores(r, c) = exp2_approx(scores(r, c) * scale_log2 - used);
       }
       row_sum[r] = row_sum[r] * rescale[r] + sum_of_row(scores, r);
+    }
+    if (k.late_wait) {
+      wait_after(row_sum[0], zero);
     }
     hook();
   }

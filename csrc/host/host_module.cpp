@@ -42,8 +42,8 @@ std::vector<std::tuple<int, int>> walk_ring(int steps) {
 
 // The tiles of each CTA, in its order of work: the loop of the kernel's roles.
 std::vector<std::vector<Coord>> walk_tiles(bool causal, int m_tiles, int heads, int batch,
-                                           int section_pairs, int ctas) {
-  TileOrder const order(causal, m_tiles, heads, batch, section_pairs);
+                                           int section_pairs, int ctas, int least_last_pairs) {
+  TileOrder const order(causal, m_tiles, heads, batch, section_pairs, least_last_pairs);
   std::vector<std::vector<Coord>> work(ctas);
   for (int cta = 0; cta < ctas; ++cta) {
     for (TileWalk walk(order, cta, ctas); walk.valid(); walk.next()) {
@@ -169,7 +169,9 @@ void bind_core(py::module_& m) {
       return std::tuple(range.begin, range.free_begin, range.free_end, range.end);
     });
   });
-  m.def("walk_tiles", &walk_tiles);
+  m.def("walk_tiles", &walk_tiles, py::arg("causal"), py::arg("m_tiles"), py::arg("heads"),
+        py::arg("batch"), py::arg("section_pairs"), py::arg("ctas"),
+        py::arg("least_last_pairs") = 1);
   m.def("ticket_tiles", &ticket_tiles);
   m.def("most_tiles", &most_tiles);
   m.def("finite_max", &finite_max);

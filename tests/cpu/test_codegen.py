@@ -173,6 +173,23 @@ def test_no_local_memory_in_the_main_loop(variant: Variant):
     assert not [line for line in loop if LOCAL_MEMORY.search(line)]
 
 
+@pytest.mark.parametrize('variant', [one for one in FORWARD if facts_of(one)['late_wait']],
+                         ids=lambda variant: variant.name)
+def test_the_late_wait(variant: ForwardVariant):
+    """In a step the wait for PV follows half of the exponentials, and precedes some of them. A
+    thread computes tile_n / 2; with a softcap also one for each tanh.
+    """
+    counts = []
+    for line in sass_of(variant):
+        if 'WARPGROUP.DEPBAR' in line:
+            counts.append(0)
+        elif counts and 'MUFU.EX2' in line:
+            counts[-1] += 1
+    half = facts_of(variant)['tile_n'] // 4
+    of_tanh = 2 * half if facts_of(variant)['mask'] == 'softcap' else 0
+    assert any(half <= count - of_tanh < 2 * half for count in counts), counts
+
+
 @PER_VARIANT
 def test_hopper_instructions(variant: ForwardVariant):
     """TMA loads and stores, registers handed from the producer to the consumers, no plain mma;

@@ -125,23 +125,19 @@ def test_tiles_grid_and_workspace(dims, batch, seqlen_q, seqlen_k, heads_k, grou
 @examples(200)
 def test_causal_sections(batch, seqlen_q, seqlen_k, heads_k, group, sm_count, l2_bytes,
                          deterministic, dims):
-    """The least number of heads that fill 30 % of L2 with Q and dO (2 bytes) and dQ (4), and leave
-    7/4 tiles for each CTA or cluster that runs, in every section; deterministic: 2 for each SM.
+    """As many heads as fill 30 % of L2 with Q and dO (2 bytes) and dQ (4), but a tile for most CTAs
+    or clusters that run; in the last section 7/4 for each. Deterministic: 2 for each SM in all.
     """
     facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
                  head_dim=dims[0], head_dim_v=dims[1], causal=True, sm_count=sm_count,
                  l2_bytes=l2_bytes, deterministic=deterministic)
-    in_all = heads_k * batch
     bytes_of_pair = seqlen_q * group * (facts['head_dim'] * (2 + 4) + facts['head_dim_v'] * 2)
-    least = max(1, l2_bytes * 30 // 100 // bytes_of_pair)
-    quarters = 8 * sm_count if deterministic else 7 * sm_count // facts['cluster_size']
-
-    def feeds_all(pairs: int) -> bool:
-        last = in_all % pairs or pairs
-        return 4 * min(pairs, last) * facts['n_tiles'] >= quarters
-
-    good = [pairs for pairs in range(least, in_all) if feeds_all(pairs)]
-    assert facts['section_pairs'] == min([*good, in_all])
+    tiles, running = facts['n_tiles'], sm_count // facts['cluster_size']
+    last = -(-2 * sm_count // tiles) if deterministic else -(-7 * running // (4 * tiles))
+    least = last if deterministic else running // tiles
+    wanted = max(1, l2_bytes * 30 // 100 // bytes_of_pair, least)
+    assert facts['section_pairs'] == min(wanted, heads_k * batch)
+    assert facts['last_section_pairs'] == last
 
 
 @pytest.mark.parametrize('seqlen', [1024, 2048, 4096, 8192, 16384])
@@ -155,8 +151,8 @@ def test_causal_tiles_end_together(head_dim, heads, group, seqlen):
     ends = [0] * (132 // facts['cluster_size'])
     pairs, steps = heads * batch, facts['tile_n'] // facts['tile_m']
     in_all = 0
-    for first in range(0, pairs, facts['section_pairs']):
-        section = min(facts['section_pairs'], pairs - first)
+    full = max(0, pairs - facts['last_section_pairs']) // facts['section_pairs']
+    for section in [facts['section_pairs']] * full + [pairs - full * facts['section_pairs']]:
         for tile in range(facts['n_tiles']):
             cost = (facts['m_tiles'] - tile * steps) * group + 3
             in_all += cost * section

@@ -15,8 +15,8 @@ SHAPES = [(1, 1, 1), (1, 7, 3), (5, 1, 1), (8, 4, 2), (13, 3, 5), (33, 16, 1), (
 GRIDS = [1, 2, 7, 64, 131, 132]
 
 
-def assert_every_tile_once(causal, m_tiles, heads, batch, section_pairs, ctas):
-    work = _host.walk_tiles(causal, m_tiles, heads, batch, section_pairs, ctas)
+def assert_every_tile_once(causal, m_tiles, heads, batch, section_pairs, ctas, least_last=1):
+    work = _host.walk_tiles(causal, m_tiles, heads, batch, section_pairs, ctas, least_last)
     counts = Counter(tile for tiles in work for tile in tiles)
     assert counts == Counter(product(range(m_tiles), range(heads), range(batch)))
 
@@ -30,10 +30,29 @@ def test_every_tile_exactly_once(m_tiles, heads, batch, section_pairs, ctas):
 
 
 @given(st.booleans(), st.integers(0, 40), st.integers(1, 12), st.integers(1, 6),
-       st.integers(1, 80), st.integers(1, 140))
+       st.integers(1, 80), st.integers(1, 140), st.integers(1, 80))
 @examples(500)
-def test_every_tile_exactly_once_at_random(causal, m_tiles, heads, batch, section_pairs, ctas):
-    assert_every_tile_once(causal, m_tiles, heads, batch, section_pairs, ctas)
+def test_every_tile_exactly_once_at_random(causal, m_tiles, heads, batch, section_pairs, ctas,
+                                           least_last):
+    assert_every_tile_once(causal, m_tiles, heads, batch, section_pairs, ctas, least_last)
+
+
+@given(st.integers(1, 20), st.integers(1, 12), st.integers(1, 6), st.integers(1, 80),
+       st.integers(1, 80))
+@examples(200)
+def test_only_the_last_causal_section_differs(m_tiles, heads, batch, section_pairs, least_last):
+    """It has what is left, but at least so many pairs, or all."""
+    [tiles] = _host.walk_tiles(True, m_tiles, heads, batch, section_pairs, 1, least_last)
+    pairs = [entry * heads + head for _, head, entry in tiles]
+    left, sections = heads * batch, []
+    while left - min(section_pairs, heads * batch) >= least_last:
+        sections.append(min(section_pairs, heads * batch))
+        left -= sections[-1]
+    begin = 0
+    for section in [*sections, left]:
+        order = [pair for _ in range(m_tiles) for pair in range(begin, begin + section)]
+        assert pairs[begin * m_tiles:(begin + section) * m_tiles] == order
+        begin += section
 
 
 def test_no_tiles_no_work():

@@ -264,6 +264,7 @@ inline u32 op_min_ftz_f32(u32 a, u32 b) {
   return x == y ? flush(a) | flush(b) : to_bits(std::min(x, y));
 }
 
+inline bool op_setp_eq_f32(u32 a, u32 b) { return to_float(a) == to_float(b); }
 inline bool op_setp_eq_ftz_f32(u32 a, u32 b) { return flushed(a) == flushed(b); }
 inline bool op_setp_neu_ftz_f32(u32 a, u32 b) { return flushed(a) != flushed(b); }
 inline bool op_setp_lt_ftz_f32(u32 a, u32 b) { return flushed(a) < flushed(b); }
