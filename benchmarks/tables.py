@@ -61,14 +61,12 @@ def other_head_dims_part() -> str:
 
 def headline() -> str:
     """One sentence of README.md."""
-    forward, backward = read_record('yardstick'), read_record('yardstick_bwd')
-    means = {section: record['ratios'][section]['geometric_mean'] for record, section in
-             ((forward, 'fwd'), (forward, 'fp8'), (backward, 'bwd'))}
-    cells = forward['ratios']['fwd']['compared']
+    record = read_record('yardstick')
+    forward, fp8, backward = (record['ratios'][section] for section in ('fwd', 'fp8', 'bwd'))
     return (f"Speed as a share of the faster of FlashAttention-3 and cuDNN, geometric mean over "
-            f"{cells} cells each: forward {means['fwd']:.2f} and FP8 forward {means['fp8']:.2f} "
-            f"({plot_peers.run_text(forward)}), backward {means['bwd']:.2f} "
-            f"({plot_peers.run_text(backward)}).")
+            f"{forward['compared']} cells each: forward {forward['geometric_mean']:.2f}, FP8 "
+            f"forward {fp8['geometric_mean']:.2f}, backward {backward['geometric_mean']:.2f} "
+            f"({plot_peers.run_text(record)}).")
 
 
 def features_part() -> str:
@@ -205,7 +203,7 @@ PARTS: dict[str, Callable[[], str]] = {
     'fp8-kernels': kernel_tables.fp8_part,
     'backward-kernels': kernel_tables.backward_part,
     'speed-forward': lambda: peers_part('yardstick', 'fwd'),
-    'speed-backward': lambda: peers_part('yardstick_bwd', 'bwd'),
+    'speed-backward': lambda: peers_part('yardstick', 'bwd'),
     'speed-fp8': lambda: peers_part('yardstick', 'fp8'),
     'speed-d96-d192': other_head_dims_part,
     'speed-features': features_part,

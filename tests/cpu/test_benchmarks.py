@@ -237,7 +237,7 @@ def test_memory(tmp_path, capsys):
 
 
 @pytest.mark.parametrize('subject, section', [
-    ('yardstick', 'fwd'), ('yardstick', 'bwd'), ('yardstick', 'fp8'), ('yardstick_bwd', 'bwd'),
+    ('yardstick', 'fwd'), ('yardstick', 'bwd'), ('yardstick', 'fp8'),
     ('yardstick_fwd_d96_d192', 'fwd'), ('yardstick_bwd_d96_d192', 'bwd')])
 def test_the_ratios_to_peers_are_those_of_the_record(subject, section, tmp_path, capsys):
     path = Path(shutil.copy(harness.RESULTS / f'{subject}.json', tmp_path))
