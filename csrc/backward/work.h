@@ -44,7 +44,7 @@ CUTE_DEVICE bool is_packed(BwdDeviceParams const& p) {
 // The order in which CTAs take tiles of keys.
 inline TileOrder key_tile_order(FwdProblem const& problem, BwdSchedule const& schedule) {
   return TileOrder(schedule.in_sections, schedule.n_tiles, problem.heads_k, problem.batch,
-                   schedule.section_pairs, schedule.last_section_pairs);
+                   schedule.section_pairs, schedule.least_last_pairs);
 }
 
 // The tile at the same positions as the keys, among those that meet them. CTAs that begin there

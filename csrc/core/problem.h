@@ -210,11 +210,11 @@ struct BwdSchedule {
   int grid = 0;     // CTAs; 0 without keys
   bool in_sections = false;  // core/tile_order.h, with tiles of keys for those of queries
   int section_pairs = 1;
-  int last_section_pairs = 1;  // at least
-  int64_t rows = 0;            // queries of all heads and batches, padded to whole tiles
-  int64_t dq_floats = 0;       // in the fp32 accumulator of dQ
-  int64_t flags = 0;           // for dQ, in all tiles of queries; and the ticket
-  bool dq_is_zeroed = false;   // the preprocess kernel does it, and all add, in any order
+  int least_last_pairs = 1;   // in the last section
+  int64_t rows = 0;           // queries of all heads and batches, padded to whole tiles
+  int64_t dq_floats = 0;      // in the fp32 accumulator of dQ
+  int64_t flags = 0;          // for dQ, in all tiles of queries; and the ticket
+  bool dq_is_zeroed = false;  // the preprocess kernel does it, and all add, in any order
   // Packed: m_tiles and n_tiles are upper bounds for all sequences together; section_heads: the KV
   // heads that go through a sequence together (core/packed_tiles.h).
   int section_heads = 1;

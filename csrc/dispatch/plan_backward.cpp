@@ -24,18 +24,17 @@ bool shrinks(FwdProblem const& problem) {
   return !is_cut && (mask.right == 0 || mask.right < half);
 }
 
-// How many KV heads, of all entries, form a section.
+// KV heads of a section (core/tile_order.h); a head counts once for each batch entry.
 struct SectionHeads {
-  int64_t all;
-  int64_t last;  // at least
+  int64_t usual;
+  int64_t least_last;  // the last section has at least so many
 };
 
-// A section of `heads` KV heads with n_tiles tiles of keys each: those that fit into L2, but enough
-// for most CTAs or clusters that run. The last one has 7/4 tiles for each, so that short tiles at
-// its end balance the long ones (H100, docs/journal/backward.md). Deterministic: all have two tiles
+// n_tiles: tiles of keys of a head. A section has the heads that fit into L2, but about a tile for
+// each CTA or cluster that runs. The last section has 7/4 tiles for each, so that its short tiles
+// balance the long ones (H100, docs/journal/backward.md). Deterministic: each section has two tiles
 // for each multiprocessor, so that few CTAs of a head wait for each other when they start.
-SectionHeads heads_of_section(FwdProblem const& problem, BwdConfig const& config, int n_tiles,
-                              int64_t heads) {
+SectionHeads heads_of_section(FwdProblem const& problem, BwdConfig const& config, int n_tiles) {
   int64_t const row_bytes = int64_t(config.head_dim) * (2 + 4) + int64_t(config.head_dim_v) * 2;
   int64_t const head_bytes =
       std::max(1, problem.seqlen_q) * row_bytes * (problem.heads_q / problem.heads_k);
@@ -45,7 +44,7 @@ SectionHeads heads_of_section(FwdProblem const& problem, BwdConfig const& config
   int64_t const last = problem.deterministic ? ceil_div(2 * problem.device.sm_count, tiles)
                                              : ceil_div(7 * running, 4 * tiles);
   int64_t const least = problem.deterministic ? last : running / tiles;
-  return {std::clamp<int64_t>(std::max(fitting, least), 1, std::max<int64_t>(1, heads)), last};
+  return {std::max<int64_t>({fitting, least, 1}), last};
 }
 
 // What decides between variants that serve a problem, the least comes first: the columns of a
@@ -71,9 +70,9 @@ void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig 
   schedule.n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
   schedule.works = schedule.n_tiles * pairs;
   schedule.rows = int64_t(schedule.m_tiles) * config.tile_m * problem.heads_q * problem.batch;
-  SectionHeads const section = heads_of_section(problem, config, schedule.n_tiles, pairs);
-  schedule.section_pairs = int(section.all);
-  schedule.last_section_pairs = int(section.last);
+  SectionHeads const section = heads_of_section(problem, config, schedule.n_tiles);
+  schedule.section_pairs = int(std::min<int64_t>(section.usual, max_of(1, pairs)));
+  schedule.least_last_pairs = int(section.least_last);
 }
 
 // Sequences come one after the other, so a section is one of heads.
@@ -87,8 +86,9 @@ void schedule_packed(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig
       PackedTables::workspace_ints(schedule.n_tiles, problem.entries(), schedule.m_tiles));
   if (schedule.in_sections) {
     int const n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
-    SectionHeads const section = heads_of_section(problem, config, n_tiles, problem.heads_k);
-    int64_t const heads = std::max(section.all, section.last);
+    SectionHeads const section = heads_of_section(problem, config, n_tiles);
+    int64_t const heads =
+        std::min<int64_t>(std::max(section.usual, section.least_last), problem.heads_k);
     schedule.section_heads = largest_divisor_below(problem.heads_k, int(heads) + 1);
   }
 }

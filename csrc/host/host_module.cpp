@@ -289,7 +289,7 @@ py::dict schedule_dict(BwdSchedule const& schedule) {
   dict["grid"] = schedule.grid;
   dict["in_sections"] = schedule.in_sections;
   dict["section_pairs"] = schedule.section_pairs;
-  dict["last_section_pairs"] = schedule.last_section_pairs;
+  dict["least_last_pairs"] = schedule.least_last_pairs;
   dict["section_heads"] = schedule.section_heads;
   dict["most_queries"] = schedule.most_queries;
   dict["rows"] = schedule.rows;

@@ -270,7 +270,7 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
   dict.integer("m_tiles", schedule.m_tiles)
       .integer("n_tiles", schedule.n_tiles)
       .integer("section_pairs", schedule.section_pairs)
-      .integer("last_section_pairs", schedule.last_section_pairs)
+      .integer("least_last_pairs", schedule.least_last_pairs)
       .integer("works", schedule.works)
       .integer("grid", schedule.grid)
       .integer("rows", schedule.rows)

@@ -163,7 +163,7 @@ def test_longest_first_in_a_causal_section(name, sm_count, l2_bytes):
     lengths = [(work[5][0] * 4 + work[0], len(steps)) for work, steps in ctas]
     assert plan['in_sections'] == (mask != FULL)
     if plan['in_sections']:
-        last = max(0, 24 - plan['last_section_pairs']) // plan['section_pairs']
+        last = max(0, 24 - plan['least_last_pairs']) // plan['section_pairs']
         keys = [(min(last, pair // plan['section_pairs']), -steps) for pair, steps in lengths]
         assert keys == sorted(keys)
         assert plan['section_pairs'] < 24    # so that there are several

@@ -137,7 +137,7 @@ def test_causal_sections(batch, seqlen_q, seqlen_k, heads_k, group, sm_count, l2
     least = last if deterministic else running // tiles
     wanted = max(1, l2_bytes * 30 // 100 // bytes_of_pair, least)
     assert facts['section_pairs'] == min(wanted, heads_k * batch)
-    assert facts['last_section_pairs'] == last
+    assert facts['least_last_pairs'] == last
 
 
 @pytest.mark.parametrize('seqlen', [1024, 2048, 4096, 8192, 16384])
@@ -151,7 +151,7 @@ def test_causal_tiles_end_together(head_dim, heads, group, seqlen):
     ends = [0] * (132 // facts['cluster_size'])
     pairs, steps = heads * batch, facts['tile_n'] // facts['tile_m']
     in_all = 0
-    full = max(0, pairs - facts['last_section_pairs']) // facts['section_pairs']
+    full = max(0, pairs - facts['least_last_pairs']) // facts['section_pairs']
     for section in [facts['section_pairs']] * full + [pairs - full * facts['section_pairs']]:
         for tile in range(facts['n_tiles']):
             cost = (facts['m_tiles'] - tile * steps) * group + 3

@@ -44,10 +44,10 @@ def test_only_the_last_causal_section_differs(m_tiles, heads, batch, section_pai
     """It has what is left, but at least so many pairs, or all."""
     [tiles] = _host.walk_tiles(True, m_tiles, heads, batch, section_pairs, 1, least_last)
     pairs = [entry * heads + head for _, head, entry in tiles]
-    left, sections = heads * batch, []
-    while left - min(section_pairs, heads * batch) >= least_last:
-        sections.append(min(section_pairs, heads * batch))
-        left -= sections[-1]
+    left, usual, sections = heads * batch, min(section_pairs, heads * batch), []
+    while left - usual >= least_last:
+        sections.append(usual)
+        left -= usual
     begin = 0
     for section in [*sections, left]:
         order = [pair for _ in range(m_tiles) for pair in range(begin, begin + section)]
