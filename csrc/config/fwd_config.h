@@ -63,7 +63,7 @@ struct FwdConfig {
   ProducerSize producer = ProducerSize::kUsual;
   // Two warpgroups alternate in issuing products (paper, section 3.1).
   bool ping_pong = true;
-  // 16 bits: the wait for PV follows most exponentials (forward/softmax.h).
+  // In 16 bits: a step waits for PV after most of its exponentials (OnlineSoftmax::update).
   bool late_wait = false;
   // The last PV of a tile is issued together with the first S of the next tile, so that the tensor
   // cores are busy while O is divided and stored.

@@ -42,8 +42,8 @@ inline constexpr FwdConfig kFwdTileD128{.consumer_warpgroups = 3,
                                         .fixed_keys = 300};
 
 // 96 + 64 + 64 = 224 KiB. With two Q stages causal is 2 % slower at S = 512 and 1 % slower at 1k,
-// otherwise the same. The late wait: causal +1, 2, 3, 3 % at 2k, 4k, 8k, 16k, at the power limit 3
-// to 7 %; in other tiles 0 to -3 % (H100, 2026-11-26).
+// otherwise the same. late_wait: causal 1 % faster at 2k, 2 % at 4k, 3 % at 8k and 16k, at the
+// power limit 3 to 7 %; other tiles would be 0 to 3 % slower (H100, 2026-11-26).
 inline constexpr FwdConfig kFwdTileD128Short{.tile_n = 128,
                                              .q_stages = 3,
                                              .late_wait = true,

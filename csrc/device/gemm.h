@@ -6,13 +6,9 @@
 
 namespace fa3 {
 
-struct NoHook {
-  CUTE_DEVICE void operator()() const {}
-};
-
 // D = A B (zero_init) or D += A B, over the first kSteps k-steps of the fragments; one wgmma group.
-// The first k-step whose A is in registers waits until the products issued before have run; all
-// others are issued at once.
+// The first k-step with A in registers is issued when the products before have run, all others at
+// once (stall samples, H100, 2026-11-26).
 template <int kSteps, class TiledMma, class FragmentA, class FragmentB, class FragmentD>
 CUTE_DEVICE void issue_gemm(TiledMma mma,
                             FragmentA const& a,              // (MMA, M, K) registers or descriptors
@@ -60,9 +56,9 @@ CUTE_DEVICE void wait_gemm(FragmentD& d) {
   cute::warpgroup_fence_operand(d);
 }
 
-// Keeps the next wait behind the arithmetic that led to x, which is never 2^127. WHY a store that
-// never happens: ptxas (13.0) moves a wait up over arithmetic, but not over a store. address: any,
-// unknown to ptxas.
+// ptxas keeps the next wait for products after the computation of x. x must not be 2^127. WHY a
+// store under a condition that never holds: ptxas (13.0) moves a wait across arithmetic, but not
+// across a store. address: any number whose value ptxas cannot know.
 CUTE_DEVICE void wait_after(float x, int address) {
   asm volatile("{ .reg .pred p; setp.eq.f32 p, %0, 0f7F000000; @p st.shared.f32 [%1], %0; }"
                :

@@ -183,8 +183,8 @@ struct FwdConsumer {
   }
 
   // Turns S of K tile n into P, in the registers of S. hook: as in Softmax::update().
-  template <Masked kMasked, class Scale, class Hook = NoHook>
-  CUTE_DEVICE void exponentiate(int n, Tile& tile, Scale const& scale, Hook const& hook = {}) {
+  template <Masked kMasked, class Scale, class Hook>
+  CUTE_DEVICE void exponentiate(int n, Tile& tile, Scale const& scale, Hook const& hook) {
     transform_scores(scale);
     if (kMasked != Masked::kNothing) {
       mask_scores<kMasked>(n, tile);

@@ -95,7 +95,7 @@ struct SerialLoop {
     wait_gemm<0>(c.tSrS);
     c.ping_pong.pass();
     c.release_k();
-    c.template exponentiate<kMasked>(n, tile, scale);
+    c.template exponentiate<kMasked>(n, tile, scale, [] {});
     c.softmax.pack(c.tSrS, c.tOrP);
     c.softmax.rescale_output(c.tOrO, scale);
     c.softmax.complete_sums(c.tSrS, scale);

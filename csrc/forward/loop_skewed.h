@@ -5,12 +5,13 @@
 //   tensor cores   S(3) | S(2) PV(3) | S(1) PV(2) | S(0) PV(1) | PV(0)
 //   softmax             3            2            1            0
 //
-// TRAP: the wait for PV does not depend on the softmax, and ptxas (13.0) moves it up: after a part
-// of the row maximum at head dims 64 and 128, after half of the exponentials at 256. Where two
-// warpgroups alternate, PV then still shares the tensor cores with S of the other one, and the
-// exponentials start late: FwdConfig::late_wait (docs/journal/forward.md). For e4m3 the source
-// waits after the maxima: with a wait between exponentials and packing ptxas packs four of them by
-// three instructions, otherwise by two.
+// TRAP: the wait for PV does not depend on the softmax, so ptxas (13.0) moves it up. At head dims
+// 64 and 128 it then comes before the exponentials, which do not overlap with PV. With two
+// warpgroups at head dim 128 this costs up to 3 %, and FwdConfig::late_wait prevents it
+// (docs/journal/forward.md).
+//
+// For e4m3 the source waits after the maxima. With a wait between the exponentials and the packing,
+// ptxas needs three instructions to pack four values, otherwise two.
 //
 // With overlap of tiles the skew continues from one tile of Q to the next: the first S of a tile is
 // issued together with the last PV of the tile before, whose O is stored while that S is computed.
@@ -169,7 +170,7 @@ struct SkewedLoop {
       constexpr Masked kMasked = Limits::kHasBegin ? Masked::kBothEnds : Masked::kEnd;
       c.template mask_scores<kMasked>(n, tile);
     }
-    c.softmax.template update<true>(c.tSrS, scale);
+    c.softmax.template update<true>(c.tSrS, scale, [] {});
     c.softmax.pack(c.tSrS, c.tOrP);
     c.sums.begin();
   }

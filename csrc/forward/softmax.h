@@ -45,10 +45,11 @@ struct OnlineSoftmax {
   }
 
   // S becomes exp2((S - max) * scale_log2). After a masked K tile a row may still have seen no key.
-  // hook: waits for products of the same warpgroup; called at the end. With k.late_wait ptxas keeps
-  // it behind the exponentials of the first row, and so behind three quarters of all.
-  template <bool kMasked, class Fragment, class Hook = NoHook>
-  CUTE_DEVICE void update(Fragment& acc, NoScale, Hook const& hook = {}) {
+  // hook: waits for products of the same warpgroup; called at the end. With k.late_wait that wait
+  // comes after all exponentials of the thread's first row. ptxas (13.0) interleaves the rows, so
+  // about three quarters of all exponentials come before it.
+  template <bool kMasked, class Fragment, class Hook>
+  CUTE_DEVICE void update(Fragment& acc, NoScale, Hook const& hook) {
     auto scores = rows_view(acc);  // (2, columns)
     update_max(scores);
     if (k.maxima_first && Traits::kIsMasked) {

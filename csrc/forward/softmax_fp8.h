@@ -59,8 +59,8 @@ struct Fp8Softmax {
   }
 
   // hook: called between the maxima and the exponentials.
-  template <bool kMasked, class Fragment, class Hook = NoHook>
-  CUTE_DEVICE void update(Fragment& acc, KeyScale const& scale, Hook const& hook = {}) {
+  template <bool kMasked, class Fragment, class Hook>
+  CUTE_DEVICE void update(Fragment& acc, KeyScale const& scale, Hook const& hook) {
     auto scores = rows_view(acc);  // (2, columns)
     update_max(scores, scale);
     hook();

@@ -157,9 +157,9 @@ struct ScoreWarpgroup {
     if (is_masked) {
       clear_missing(n);
       mask(n);
-      softmax.template update<true>(tSrS, NoScale{});
+      softmax.template update<true>(tSrS, NoScale{}, [] {});
     } else {
-      softmax.template update<false>(tSrS, NoScale{});
+      softmax.template update<false>(tSrS, NoScale{}, [] {});
     }
     if (thread % 32 == 0) {
       shared.any_rescale[p_ring.stage][thread / 32] = softmax.any_rescale;
