@@ -6,18 +6,20 @@ ring and torch's context_parallel.
     python -m benchmarks.bench_ring --scaling scaling.png     # computed times on up to 64 GPUs
 
 Causal, bf16, batch 1, head dim 128, 16 heads; a cell is a length of the whole sequence. Contenders:
-`one GPU`, flash_attn_func of the whole; `ring` and `ulysses`, flash_attn3.distributed; `plain
-ring`, the same zigzag of public functions, which waits for each message and merges after each step;
-`torch`, context_parallel with the backend of scaled_dot_product_attention that PyTorch picks;
-`torch, ours`, with this package as its flash backend. They take turns; a figure is the median over
-the rounds of the slowest rank's time, forward alone and forward with backward. Peak memory is that
-of benchmarks.memory, forward with backward, without the inputs, the largest of all ranks.
+`one GPU`, flash_attn_func of the whole; `ring` and `ulysses`, flash_attn3.distributed; `ring,
+NCCL`, without copy engines; `plain ring`, the same zigzag of public functions, which waits for each
+message and merges after each step; `torch`, context_parallel with the backend of
+scaled_dot_product_attention that PyTorch picks; `torch, ours`, with this package as its flash
+backend. They take turns; a figure is the median over the rounds of the slowest rank's time, forward
+alone and forward with backward. Peak memory is that of benchmarks.memory and symmetric memory,
+forward with backward, without the inputs, the largest of all ranks.
 """
 from __future__ import annotations
 
 import argparse
 import os
 import pathlib
+import random
 import statistics
 import sys
 import tempfile
@@ -35,9 +37,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import harness, memory
-from flash_attn3 import distributed, flash_attn_func, merge_states
+from flash_attn3 import distributed, env, flash_attn_func, merge_states
 from flash_attn3.bench import reason
-from flash_attn3.distributed import estimate
+from flash_attn3.distributed import copies, estimate
 from flash_attn3.integrations import sdpa
 
 HEADS, HEAD_DIM = 16, 128
@@ -104,12 +106,19 @@ def torch_with_ours(device: torch.device, seqlen: int, undo: ExitStack) -> Atten
     return torchs(device, seqlen, undo)
 
 
+def by_nccl(device: torch.device, seqlen: int, undo: ExitStack) -> Attend:
+    """Without copy engines."""
+    undo.callback(setattr, env, 'COPY_ENGINES', env.COPY_ENGINES)
+    env.COPY_ENGINES = False
+    return lambda q, k, v: distributed.ring_attention(q, k, v, causal=True)
+
+
 def _ours(function: Callable) -> Callable:
     return lambda *_: lambda q, k, v: function(q, k, v, causal=True)
 
 
 CONTENDERS: dict[str, Callable[[torch.device, int, ExitStack], Attend]] = {
-    ONE: _ours(flash_attn_func), OURS: _ours(distributed.ring_attention),
+    ONE: _ours(flash_attn_func), OURS: _ours(distributed.ring_attention), 'ring, NCCL': by_nccl,
     'ulysses': _ours(distributed.ulysses_attention), 'plain ring': lambda *_: plain_ring,
     'torch': torchs, 'torch, ours': torch_with_ours}
 
@@ -169,7 +178,8 @@ def time_passes(result: dict, attend: Attend, tensors: Sequence[Tensor], turn: i
         first = min(turn_ms(step, device, 1) for _ in range(1 if has_backward else 2))
         result[f'{kind}_repeats'] = max(1, round(LEAST_MS / first))
     if turn == 0 and device.type == 'cuda':
-        result['peak_bytes'] = largest(memory.peak_of(step)['requested'], device)
+        held = copies.held_bytes() if result['name'] == OURS else 0
+        result['peak_bytes'] = largest(memory.peak_of(step)['requested'] + held, device)
 
 
 def measure(seqlen: int, device: torch.device, args: argparse.Namespace) -> list[dict]:
@@ -180,7 +190,8 @@ def measure(seqlen: int, device: torch.device, args: argparse.Namespace) -> list
     results = {name: dict(name=name, rounds={kind: [] for kind in PASSES})
                for name in args.contenders}
     for turn in range(args.rounds + 1):
-        for name, result in results.items():
+        # In another order each round: a GPU at its power limit is slower after a long call.
+        for name, result in random.Random(turn).sample(sorted(results.items()), len(results)):
             if 'na' not in result:
                 take_turn(result, seqlen, whole if name == ONE else part, turn)
     for result in results.values():

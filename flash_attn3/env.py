@@ -13,3 +13,6 @@ LIBRARY_PATH = os.environ.get('FLASH_ATTN3_LIBRARY', '')
 # too, and raise an error for what leaves the tensors. Every call with them then waits for the GPU.
 # Ranks of flash_attn3.distributed compare their arguments.
 CHECK_CONTENTS = os.environ.get('FLASH_ATTN3_CHECKS', '') == '1'
+
+# '0': flash_attn3.distributed sends keys between GPUs of one host with NCCL, not by copy engines.
+COPY_ENGINES = os.environ.get('FLASH_ATTN3_COPY_ENGINES', '1') != '0'

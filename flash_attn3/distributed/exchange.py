@@ -126,11 +126,12 @@ def rows_of(x: Tensor, rows: tuple[int, int]) -> Tensor:
     return x[:, rows[0]:rows[1]]
 
 
-def travel(link: Link, plan: Plan, tensors: tuple[Tensor, ...]) -> Iterator[
+def travel(link, plan: Plan, tensors: tuple[Tensor, ...]) -> Iterator[
         tuple[Step, Sequence[Tensor]]]:
     """Each step with its keys and values; those of the next are on their way meanwhile.
 
-    tensors: k and v of this rank. Those of step s come from the rank s before it.
+    link: what `copies.link_of` gives. tensors: k and v of this rank. Those of step s come from the
+    rank s before it.
     """
     def start(step: Step) -> Message:
         sent = [] if step.sent is None else [rows_of(x, step.sent) for x in tensors]

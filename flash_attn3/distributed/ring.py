@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flash_attn3 import _library, autograd, checks, derivatives, merging, reference, sharding
-from flash_attn3.distributed import agreement, exchange
+from flash_attn3.distributed import agreement, copies, exchange
 from flash_attn3.distributed.tiles import Call, Layout, Plan, Step, plan_of
 from flash_attn3.general import General
 
@@ -283,7 +283,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: 
     starts = _starts_of(cu_seqlens)
     _check(q, k, v, sinks, starts, own)
     plan = _plan(q, own, starts)
-    parts, link = _Parts(plan, q.size(1)), exchange.Link(_OP, own.group, q.device)
+    parts, link = _Parts(plan, q.size(1)), copies.link_of(_OP, own.group, (k, v))
     for step, keys in exchange.travel(link, plan, (k, v)):
         for call in step.calls:
             out, lse, _ = _fwd_general(_cut(q, call.rows, call), *_cut_keys(keys, step, call),

@@ -4,6 +4,7 @@ of the whole sequence in one process, in float64 and by the bar of tests/compare
 from __future__ import annotations
 
 import datetime
+import math
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from flash_attn3 import _library, distributed
-from flash_attn3.distributed import ring
+from flash_attn3.distributed import copies, ring
 from flash_attn3.reference import Mask, Score
 
 from tests import compare, sdpa_hook
@@ -51,6 +52,75 @@ def check_case(rank: int, name: str) -> None:
 def test_cases(name, ranks):
     """NaN in the padding reaches nothing."""
     ranks.run(check_case, name)
+
+
+# --------------------------------------------------------------------------------- copy engines
+class SharedFiles:
+    """In place of symmetric memory: a file of each rank, which all ranks map."""
+
+    def __init__(self, folder: str, size: int):
+        self._bytes = [torch.from_file(f'{folder}/{rank}', shared=True, size=size,
+                                       dtype=torch.uint8) for rank in range(dist.get_world_size())]
+
+    def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype,
+                   offset: int) -> Tensor:
+        begin = offset * dtype.itemsize
+        end = begin + math.prod(shape) * dtype.itemsize
+        return self._bytes[rank][begin:end].view(dtype).view(shape)
+
+
+def check_copies(rank: int, name: str, folder: str) -> None:
+    """A second call of less rows goes on in the buffers of the first."""
+    links = {}
+
+    def link_of(op: str, group: str, tensors: tuple[Tensor, Tensor]):
+        if not links:
+            size = copies.buffer_bytes([x.shape for x in tensors], tensors[0].itemsize)
+            links[0] = copies.CopyLink(op, group, SharedFiles(folder, 2 * size), size,
+                                       tensors[0].device)
+        return links[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies, 'link_of', link_of)
+        case = CASES[name]
+        attention = attention_of(case, 'cpu')
+        for rows in (case.rows, case.rows - 4):
+            smaller = case._replace(rows=rows)
+            tensors = drawn(smaller, torch.float64)
+            got = on_ranks(smaller, tensors, attention)
+            for x, expected in zip(got, whole(smaller, tensors)):
+                torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize('name', ['causal', 'sinks, softcap', 'causal window', 'window'])
+def test_copies(name, ranks, tmp_path):
+    """The protocol of two buffers, with files in their place."""
+    ranks.run(check_copies, name, str(tmp_path))
+
+
+def check_opening(rank: int, problem: str) -> None:
+    def fails(*_) -> None:
+        raise RuntimeError('no peer access')
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copies.symmetric, 'empty', lambda size, **_: torch.empty(size))
+        patch.setattr(copies.symmetric, 'rendezvous', lambda own, group: own)
+        patch.setattr(copies, '_openings', 0)
+        if rank == 1 and problem == 'another rendezvous':
+            patch.setattr(copies, '_openings', 1)
+        elif rank == 1 and problem == 'another host':
+            patch.setattr(copies.socket, 'gethostname', lambda: 'other')
+        elif rank == 1 and problem:
+            patch.setattr(copies.symmetric, problem, fails)
+        link = copies._opened('', dist.group.WORLD.group_name, 64, torch.device('cpu'))
+        assert (link is None) == bool(problem)
+
+
+@pytest.mark.parametrize('problem', ['', 'empty', 'rendezvous', 'another rendezvous',
+                                     'another host'])
+def test_opening(problem, ranks):
+    """What fails on one rank, all do without."""
+    ranks.run(check_opening, problem)
 
 
 # ---------------------------------------------------------------------------------- 16-bit numbers

@@ -86,12 +86,14 @@ class Pair:
         self._processes, self._connections = [], []
 
 
-def pair_on(device: str) -> Iterator[Pair]:
-    """For a fixture: two processes with a GPU each (NCCL), or on the CPU (gloo)."""
+def pair_on(device: str, most: int = COUNT) -> Iterator[Pair]:
+    """For a fixture: two processes with a GPU each (NCCL), or as many up to `most` as there are
+    GPUs; two on the CPU (gloo).
+    """
     is_gpu = device == 'cuda'
     if is_gpu and torch.cuda.device_count() < COUNT:
         pytest.skip('needs a second GPU')
-    pair = Pair('nccl' if is_gpu else 'gloo')
+    pair = Pair('nccl', min(most, torch.cuda.device_count())) if is_gpu else Pair()
     yield pair
     pair.close()
 

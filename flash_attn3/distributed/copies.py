@@ -1,0 +1,154 @@
+"""Keys and values between GPUs of one host, moved by their copy engines.
+
+A send of NCCL is a kernel, and takes multiprocessors from the attention that runs meanwhile: the
+forward of 32k tokens takes 1.1 times as long on two H100, 1.4 times on four (2026-11-26). Here a
+rank copies what it sends into a buffer of the other, in symmetric memory of torch. The backward
+gains nothing by it, and sends with NCCL.
+
+INVARIANT: all ranks of a group start and await the same messages in the same order, also those that
+send nothing. Messages take turns in two buffers: the barrier of a message comes after the last
+reader of the one before, whose buffer is the next to be written.
+"""
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric
+
+from flash_attn3 import env
+from flash_attn3.distributed import exchange
+
+_ALIGNMENT = 256    # bytes, of each tensor in a buffer
+_BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
+_links: WeakKeyDictionary[dist.ProcessGroup, CopyLink | None] = WeakKeyDictionary()
+_openings = 0    # rendezvous of this process
+
+
+def link_of(op: str, name: str, tensors: Sequence[Tensor]) -> exchange.Link | CopyLink:
+    """What carries keys and values of a call. tensors: those of this rank; no message is larger."""
+    device, group = tensors[0].device, exchange.group_of(name)
+    if (group is None or group.size() == 1 or device.type != 'cuda' or not env.COPY_ENGINES
+            or torch.cuda.is_current_stream_capturing()):    # a graph would keep its buffers
+        return exchange.Link(op, name, device)
+    size = buffer_bytes([x.shape for x in tensors], tensors[0].itemsize)
+    link = _links.get(group)
+    if group not in _links or link is not None and link.size < size:
+        torch.cuda.synchronize(device)
+        dist.barrier(group)    # nobody uses the buffers of before
+        link = _links[group] = None
+        link = _links[group] = _opened(op, name, size, device)
+    return link or exchange.Link(op, name, device)
+
+
+def held_bytes() -> int:
+    """Symmetric memory of this rank, which torch's allocator does not count."""
+    return sum(2 * link.size for link in _links.values() if link)
+
+
+def buffer_bytes(shapes: Sequence[Sequence[int]], itemsize: int) -> int:
+    """For tensors of these shapes one after another."""
+    return sum(-(-math.prod(shape) * itemsize // _ALIGNMENT) * _ALIGNMENT for shape in shapes)
+
+
+def _opened(op: str, name: str, size: int, device: torch.device) -> CopyLink | None:
+    """All ranks ask. None: they are on several hosts, or one does not reach the memory of all.
+
+    A rendezvous of torch hangs where ranks took part in different numbers of them before
+    (github.com/pytorch/pytorch/issues/196082): such ranks have none.
+    """
+    global _openings
+    group = exchange.group_of(name)
+    facts = (socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else '', _openings)
+    of_ranks: list = [None] * group.size()
+    dist.all_gather_object(of_ranks, facts, group=group)
+    if len(set(of_ranks)) > 1:
+        return None
+    _openings += 1
+    own = _on_all(group, device, lambda: symmetric.empty(2 * size, dtype=torch.uint8,
+                                                         device=device))
+    memory = None if own is None else _on_all(group, device,
+                                              lambda: symmetric.rendezvous(own, group))
+    return None if memory is None else CopyLink(op, name, memory, size, device)
+
+
+def _on_all(group: dist.ProcessGroup, device: torch.device, make: Callable) -> object | None:
+    """What `make` gives, or None where it fails on a rank: no peer access, no memory left, ..."""
+    try:
+        made = make()
+    except Exception:
+        made = None
+    told = torch.tensor(int(made is not None), device=device)
+    dist.all_reduce(told, dist.ReduceOp.MIN, group=group)
+    return made if told.item() else None
+
+
+class CopyLink:
+    """`exchange.Link` by copies, of keys and values only, for all calls in a group.
+
+    memory: its get_buffer(rank, shape, dtype, offset) gives a tensor in the memory of a rank, which
+    has two buffers of `size` bytes.
+    """
+
+    def __init__(self, op: str, name: str, memory, size: int, device: torch.device):
+        self.size = size
+        self._op, self._name, self._memory, self._device = op, name, memory, device
+        self._rank = exchange.place_of(name)[0]
+        self._stream = exchange.side_stream(device) if device.type == 'cuda' else None
+        self._flag = torch.zeros(1, device=device)
+        self._messages, self._last_barrier = 0, None
+
+    def start(self, kind: int, sent: Sequence[Tensor], target: int,
+              expected: Sequence[tuple[int, ...]], source: int, like: Tensor) -> CopiedMessage:
+        """As `exchange.Link.start`."""
+        first = self._messages % 2 * self.size
+        self._messages += 1
+        sent = [x.contiguous() for x in sent]
+        places = self._places(target, first, [x.shape for x in sent], like)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            if self._last_barrier is not None:    # of another call, maybe on another stream
+                self._stream.wait_event(self._last_barrier)
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            for place, x in zip(places, sent):
+                place.copy_(x)
+        return CopiedMessage(self, sent, self._places(self._rank, first, expected, like))
+
+    def meet(self) -> None:
+        """The current stream waits for what all ranks have copied."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        with exchange.peers_named(self._op, 'all ranks of the group'):
+            dist.all_reduce(self._flag, group=exchange.group_of(self._name))
+        if self._stream is not None:
+            self._last_barrier = torch.cuda.current_stream(self._device).record_event()
+
+    def _places(self, rank: int, offset: int, shapes: Sequence[Sequence[int]],
+                like: Tensor) -> list[Tensor]:
+        """Tensors of these shapes in the memory of a rank, from a byte on."""
+        places = []
+        for shape in shapes:
+            places.append(self._memory.get_buffer(rank, tuple(shape), like.dtype,
+                                                  offset // like.itemsize))
+            offset += buffer_bytes([shape], like.itemsize)
+        return places
+
+
+class CopiedMessage:
+    """Tensors that are being copied. sent: lives until then."""
+
+    def __init__(self, link: CopyLink, sent: list[Tensor], received: list[Tensor]):
+        self._link, self._sent, self._received = link, sent, received
+
+    def wait(self) -> list[Tensor]:
+        """The tensors that came, to be read before the wait for the next message."""
+        self._link.meet()
+        self._sent = []
+        return self._received
