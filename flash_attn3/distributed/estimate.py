@@ -12,13 +12,15 @@ from typing import NamedTuple
 from flash_attn3.distributed.tiles import Layout, Plan, Tile, layout_of, plan_of
 
 # Two H100 SXM5 of a host, 2026-11-26: flash_attn_func at 32k and 128k tokens, head dim 128, causal;
-# messages of NCCL of 134 MB. What a byte between two hosts takes: 400 Gbit/s a GPU, no measurement.
+# messages of 134 MB, of copy engines and of NCCL. What a byte between two hosts takes: 400 Gbit/s a
+# GPU, no measurement.
 FORWARD_TFLOPS, BACKWARD_TFLOPS = 680.0, 580.0
-HOST_GB_S, NETWORK_GB_S = 255.0, 45.0
-# A message of NCCL slows the forward next to it by half of its time: its multiprocessors are taken.
+COPY_GB_S, HOST_GB_S, NETWORK_GB_S = 385.0, 255.0, 45.0
+# A message of NCCL slows the attention next to it by half of its time: its multiprocessors are
+# taken.
 SLOWED_BY = 0.5
 MEMORY_GB_S = 1500.0    # merges and sums
-STEP_MS = 0.03          # launches and small kernels of a step
+STEP_MS = 0.11          # barriers, launches and small kernels of a step
 GPUS_A_HOST = 8
 
 
@@ -33,9 +35,15 @@ class Mesh(NamedTuple):
     link_gb_s: float | None = None
 
     @property
+    def has_copies(self) -> bool:
+        """Copy engines carry the keys of the forward, not NCCL."""
+        return self.link_gb_s is None and self.ring * self.ulysses <= GPUS_A_HOST
+
+    @property
     def ring_gb_s(self) -> float:
-        is_one_host = self.ring * self.ulysses <= GPUS_A_HOST
-        return self.link_gb_s or (HOST_GB_S if is_one_host else NETWORK_GB_S)
+        """What NCCL moves."""
+        return self.link_gb_s or (HOST_GB_S if self.ring * self.ulysses <= GPUS_A_HOST
+                                  else NETWORK_GB_S)
 
 
 class Problem(NamedTuple):
@@ -106,18 +114,22 @@ def _keys_mb(plan: Plan, problem: Problem) -> list[float]:
 def _times(plan: Plan, problem: Problem, layout: Layout, mesh: Mesh) -> tuple[float, float]:
     """The forward and the backward of a rank, ms."""
     flops, steps = _flops(plan, problem), len(plan.steps)
-    messages = [mb / mesh.ring_gb_s for mb in _keys_mb(plan, problem)]
+    keys_mb = [*_keys_mb(plan, problem), 0.0]
     results_mb = 2 * problem.batch * problem.heads * problem.head_dim * layout.rows / 1e6
     forward = backward = (steps - 1) * STEP_MS
     for step in range(steps):
-        ahead = messages[step + 1] if step + 1 < steps else 0.0
-        behind = messages[step - 1] if step > 1 else 0.0    # gradients that the step before made
-        slowed = flops[step] / mesh.forward_tflops / 1e9 + SLOWED_BY * ahead
-        forward += max(slowed, ahead)
-        backward += max(2.5 * flops[step] / mesh.backward_tflops / 1e9, ahead + behind)
+        ahead = keys_mb[step + 1] / mesh.ring_gb_s
+        behind = keys_mb[step - 1] / mesh.ring_gb_s if step > 1 else 0.0    # gradients
+        attention = flops[step] / mesh.forward_tflops / 1e9
+        forward += (max(attention, keys_mb[step + 1] / COPY_GB_S) if mesh.has_copies
+                    else max(attention + SLOWED_BY * ahead, ahead))
+        attention = 2.5 * flops[step] / mesh.backward_tflops / 1e9
+        backward += max(attention + SLOWED_BY * (ahead + behind), ahead + behind)
     if steps > 1:
         forward += results_mb * (steps + 1) / MEMORY_GB_S
-        backward += messages[-1] + 6 * results_mb / MEMORY_GB_S
+        sums_mb = results_mb * (1 + 2 * problem.heads_k / problem.heads)    # dq, dk and dv
+        sums_mb *= 2 if steps == 2 else 5 * steps    # two parts: in 16 bits; more: in 32
+        backward += keys_mb[-2] / mesh.ring_gb_s + sums_mb / MEMORY_GB_S
     return forward, backward
 
 

@@ -145,12 +145,12 @@ def test_layouts_pad_little(seqlen, ranks, parts, zigzag):
     assert sorted(chunks) == [i * layout.chunk_rows for i in range(len(chunks))]
 
 
-def test_estimates_are_near_the_record():
-    """Two GPUs of a host: 10 %."""
-    cells = tables.read_record('ring')['cells']
-    assert len(cells) >= 2
-    for cell in cells:
-        facts = estimate(Problem(cell['seqlen']), Mesh(2))
+@pytest.mark.parametrize('name', ['ring', 'ring_four_gpus'])
+def test_estimates_are_near_the_record(name):
+    """GPUs of a host: 10 %."""
+    record = tables.read_record(name)
+    for cell in record['cells']:
+        facts = estimate(Problem(cell['seqlen']), Mesh(record['settings']['ranks']))
         measured = next(result for result in cell['results'] if result['name'] == 'ring')
         assert facts['forward_ms'] == pytest.approx(measured['forward_ms'], rel=0.1)
         assert facts['forward_ms'] + facts['backward_ms'] == pytest.approx(

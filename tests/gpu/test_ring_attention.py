@@ -30,7 +30,7 @@ def ranks(request):
 
 
 def on_gpus(case: Case) -> Case:
-    """The same, larger; on two ranks, of a ring or of ulysses, where it wants more than there are."""
+    """The same, larger; on two ranks, of a ring or of ulysses, where there are too few."""
     if case.ring * case.ulysses > dist.get_world_size():
         ulysses = 2 if case.ring == 1 else 1
         case = case._replace(ring=2 // ulysses, ulysses=ulysses)
