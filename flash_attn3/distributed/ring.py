@@ -69,8 +69,9 @@ def ring_attention(
 
     All ranks call it, each with the rows that `shard` gives it, and get the rows of the result.
     Communication runs next to attention. Memory a rank: that of `flash_attn_func` on its rows, the
-    keys and values of two other ranks, up to 3 log4(ranks) partial results, in the backward
-    gradients in float32. It is one op, also under `torch.compile`, without a graph break.
+    keys and values of two other ranks (for GPUs of one host they stay allocated: env.py), up to
+    3 log4(ranks) partial results, in the backward gradients in float32. It is one op, also under
+    `torch.compile`, without a graph break.
 
     Args:
         q: (batch, rows, heads_q, head_dim), or (rows, heads_q, head_dim); dtypes, head dims and
