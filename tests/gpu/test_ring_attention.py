@@ -22,6 +22,7 @@ from tests.distributed_cases import (CASES, Case, Drawn, attention_of, drawn, on
                                      whole)
 
 DIM, FACTOR, REPEATS = 64, 16, 20
+DONE = 'a call has ended'
 
 
 @pytest.fixture(scope='module')
@@ -122,12 +123,13 @@ def lose_peer(rank: int, meeting: str) -> None:
     for _ in range(2 - rank):
         distributed.ring_attention(x, x, x, causal=True)
         torch.cuda.synchronize()
+        print(DONE, file=sys.stderr, flush=True)
     os._exit(0)
 
 
 @pytest.mark.parametrize('copies', ['0', '1'])
 def test_lost_peer(copies, request, tmp_path):
-    """NCCL's watchdog says so after the time limit of the group."""
+    """NCCL's watchdog says so after the time limit of the group, and the call before went well."""
     if request.config.getoption('--device') != 'cuda' or torch.cuda.device_count() < 2:
         pytest.skip('needs a second GPU')
     command = 'from tests.gpu.test_ring_attention import lose_peer; lose_peer({}, {!r})'
@@ -141,8 +143,10 @@ def test_lost_peer(copies, request, tmp_path):
         for line in ranks[0].stderr:
             lines.append(line)
             if 'Watchdog caught collective operation timeout' in line:
-                return
-        pytest.fail(''.join(lines))
+                break
+        else:
+            pytest.fail(''.join(lines))
+        assert sum(DONE in line for line in lines) == 1
     finally:
         limit.cancel()
         for rank in ranks:
