@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import datetime
 import math
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from flash_attn3 import _library, distributed
-from flash_attn3.distributed import copies, ring
+from flash_attn3.distributed import copies, exchange, ring
 from flash_attn3.reference import Mask, Score
 
 from tests import compare, sdpa_hook
@@ -58,9 +60,10 @@ def test_cases(name, ranks):
 class SharedFiles:
     """In place of symmetric memory: a file of each rank, which all ranks map."""
 
-    def __init__(self, folder: str, size: int):
+    def __init__(self, folder: str, size: int, group: dist.ProcessGroup):
         self._bytes = [torch.from_file(f'{folder}/{rank}', shared=True, size=size,
-                                       dtype=torch.uint8) for rank in range(dist.get_world_size())]
+                                       dtype=torch.uint8) for rank in range(group.size())]
+        self._group = group
 
     def get_buffer(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype,
                    offset: int) -> Tensor:
@@ -69,25 +72,40 @@ class SharedFiles:
         return self._bytes[rank][begin:end].view(dtype).view(shape)
 
     def barrier(self, *_) -> None:
-        dist.barrier()
+        dist.barrier(self._group)
 
 
-def check_copies(rank: int, name: str, folder: str) -> None:
-    """A second call of less rows goes on in the buffers of the first."""
-    links = {}
+@contextmanager
+def copies_in(folder: str, slow_rank: int = -1):
+    """Keys travel by copies between files; that rank is late with each step."""
+    links, attend = {}, ring._fwd_general
 
     def link_of(op: str, group: str, tensors: tuple[Tensor, Tensor]):
         if not links:
             size = copies.buffer_bytes([x.shape for x in tensors], tensors[0].itemsize)
-            links[0] = copies.CopyLink(op, group, SharedFiles(folder, 2 * size), size,
-                                       tensors[0].device)
+            memory = SharedFiles(folder, 2 * size, exchange.group_of(group))
+            links[0] = copies.CopyLink(op, group, memory, size, tensors[0].device)
         links[0].is_new_call = True
         return links[0]
 
+    def late(*arguments):
+        if dist.get_rank() == slow_rank:
+            time.sleep(0.02)
+        return attend(*arguments)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies, 'link_of', link_of)
-        case = CASES[name]
-        attention = attention_of(case, 'cpu')
+        patch.setattr(ring, '_fwd_general', late)
+        yield
+
+
+def check_copies(rank: int, name: str, folder: str) -> None:
+    """The backward, and a second call of less rows, go on in the buffers of the first."""
+    case = CASES[name]
+    attention = attention_of(case, 'cpu')
+    if attention[-1] is None:
+        return
+    with copies_in(folder):
         for rows in (case.rows, case.rows - 4):
             smaller = case._replace(rows=rows)
             tensors = drawn(smaller, torch.float64)
@@ -96,10 +114,32 @@ def check_copies(rank: int, name: str, folder: str) -> None:
                 torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize('name', ['causal', 'sinks, softcap', 'causal window', 'window'])
+@pytest.mark.parametrize('name', ['causal', 'sinks, softcap', 'causal window', 'window',
+                                  'full, two ranks, padded'])
 def test_copies(name, ranks, tmp_path):
-    """The protocol of two buffers, with files in their place."""
+    """The protocol of the buffers, with files in their place."""
     ranks.run(check_copies, name, str(tmp_path))
+
+
+def check_calls_in_a_row(rank: int, count: int, folder: str) -> None:
+    group = dist.new_group(list(range(count)))
+    if rank >= count:
+        return
+    case = Case(count, 1, 8 * count, dict(causal=True))
+    several = [drawn(case, torch.float64) for _ in range(3)]
+    with copies_in(folder, slow_rank=1):
+        outs = [distributed.ring_attention(*(distributed.shard(x, group=group)
+                                             for x in tensors[:3]), causal=True, group=group)
+                for tensors in several]
+    for tensors, out in zip(several, outs):
+        torch.testing.assert_close(out, distributed.shard(whole(case, tensors)[0], group=group),
+                                   rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize('count', [2, 4])
+def test_calls_in_a_row(count, ranks, tmp_path):
+    """Nothing but their messages keeps ranks in step: no buffer is written while it is read."""
+    ranks.run(check_calls_in_a_row, count, str(tmp_path))
 
 
 def check_opening(rank: int, problem: str) -> None:
