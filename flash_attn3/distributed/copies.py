@@ -2,12 +2,13 @@
 
 A send of NCCL is a kernel, and takes multiprocessors from the attention that runs meanwhile: the
 forward of 32k tokens takes 1.09 times as long on two H100, 1.27 times on four (2026-11-26). Here a
-rank copies what it sends into a buffer of the other, in symmetric memory of torch. The backward
-gains nothing by it, and sends with NCCL.
+rank copies what it sends into a buffer of the other, in symmetric memory of torch. Gradients of
+keys go with NCCL.
 
-INVARIANT: all ranks of a group start and await the same messages in the same order, also those that
-send nothing. Messages take turns in two buffers: the barrier of a message comes after the last
-reader of the one before, whose buffer is the next to be written.
+INVARIANT: all ranks of a group begin the same calls, and start and await the same messages in the
+same order, also those that send nothing. Message m of a call is written into buffer m % 2 after the
+barrier of message m - 1, which comes after the reader of message m - 2; message 0 after the barrier
+at the beginning of the call, which comes after all readers of the call before.
 """
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -48,18 +50,29 @@ def link_of(op: str, name: str, tensors: Sequence[Tensor]) -> exchange.Link | Co
         link = _links[group] = _opened(op, name, size, device)
     if link is None:
         return exchange.Link(op, name, device)
-    link.is_new_call = True
+    link.begin_call()
     return link
 
 
 def held_bytes() -> int:
     """Symmetric memory of this rank, which torch's allocator does not count."""
-    return sum(2 * link.size for link in _links.values() if link)
+    return sum(link.buffers * link.size for link in _links.values() if link)
 
 
 def buffer_bytes(shapes: Sequence[Sequence[int]], itemsize: int) -> int:
     """For tensors of these shapes one after another."""
     return sum(-(-math.prod(shape) * itemsize // _ALIGNMENT) * _ALIGNMENT for shape in shapes)
+
+
+def buffers_of(ranks: int) -> int:
+    """A call has a message fewer than ranks; two at a time are written or read."""
+    return min(2, ranks - 1)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """On which the copies run."""
+    return torch.cuda.Stream(device)
 
 
 def _opened(op: str, name: str, size: int, device: torch.device) -> CopyLink | None:
@@ -76,8 +89,8 @@ def _opened(op: str, name: str, size: int, device: torch.device) -> CopyLink | N
     if len(set(of_ranks)) > 1:
         return None
     _openings += 1
-    own = _on_all(group, device, lambda: symmetric.empty(2 * size, dtype=torch.uint8,
-                                                         device=device))
+    own = _on_all(group, device, lambda: symmetric.empty(
+        buffers_of(group.size()) * size, dtype=torch.uint8, device=device))
     memory = None if own is None else _on_all(group, device,
                                               lambda: symmetric.rendezvous(own, group))
     return None if memory is None else CopyLink(op, name, memory, size, device)
@@ -98,48 +111,50 @@ class CopyLink:
     """`exchange.Link` by copies, of keys and values only, for all calls in a group.
 
     memory: its get_buffer(rank, shape, dtype, offset) gives a tensor in the memory of a rank, which
-    has two buffers of `size` bytes; its barrier(channel, milliseconds) is one of all ranks.
-    is_new_call: nothing was awaited in it yet.
+    has `buffers` of `size` bytes; its barrier(channel, milliseconds) is one of all ranks.
     """
 
     def __init__(self, op: str, name: str, memory, size: int, device: torch.device):
-        self.size, self.is_new_call = size, True
         self._op, self._name, self._memory, self._device = op, name, memory, device
-        self._rank = exchange.place_of(name)[0]
-        self._stream = exchange.side_stream(device) if device.type == 'cuda' else None
+        self._rank, ranks = exchange.place_of(name)
+        self.size, self.buffers = size, buffers_of(ranks)
+        self._stream = _side_stream(device) if device.type == 'cuda' else None
         self._flag = torch.zeros(1, device=device)
-        self._messages, self._last_barrier = 0, None
+        self._messages, self._readers = 0, None
 
-    def start(self, kind: int, sent: Sequence[Tensor], target: int,
-              expected: Sequence[tuple[int, ...]], source: int, like: Tensor) -> CopiedMessage:
+    def begin_call(self) -> None:
+        """The current stream waits until all ranks have come here, after the readers of the call
+        before, which may have been on another stream. NCCL's watchdog reports a rank that is
+        missing; the barriers of symmetric memory are faster.
+        """
+        if self._stream is not None:
+            stream = torch.cuda.current_stream(self._device)
+            if self._readers is not None and self._readers != stream:
+                stream.wait_stream(self._readers)
+            self._readers = stream
+        self._messages = 0
+        with exchange.peers_named(self._op, 'all ranks of the group'):
+            dist.all_reduce(self._flag, group=exchange.group_of(self._name))
+
+    def start(self, sent: Sequence[Tensor], target: int, expected: Sequence[tuple[int, ...]],
+              source: int, like: Tensor) -> CopiedMessage:
         """As `exchange.Link.start`."""
-        first = self._messages % 2 * self.size
+        first = self._messages % self.buffers * self.size
         self._messages += 1
         sent = [x.contiguous() for x in sent]
         places = self._places(target, first, [x.shape for x in sent], like)
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            if self._last_barrier is not None:    # maybe on another stream, in a call before
-                self._stream.wait_event(self._last_barrier)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))    # and its barriers
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             for place, x in zip(places, sent):
                 place.copy_(x)
         return CopiedMessage(self, sent, self._places(self._rank, first, expected, like))
 
     def meet(self) -> None:
-        """The current stream waits for what all ranks have copied: first in a call with NCCL, whose
-        watchdog reports a rank that is missing, then with symmetric memory, which is faster.
-        """
+        """The current stream waits for what all ranks have copied."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        if self.is_new_call:
-            with exchange.peers_named(self._op, 'all ranks of the group'):
-                dist.all_reduce(self._flag, group=exchange.group_of(self._name))
-        else:
-            self._memory.barrier(0, _LONGEST_MS)
-        self.is_new_call = False
-        if self._stream is not None:
-            self._last_barrier = torch.cuda.current_stream(self._device).record_event()
+        self._memory.barrier(0, _LONGEST_MS)
 
     def _places(self, rank: int, offset: int, shapes: Sequence[Sequence[int]],
                 like: Tensor) -> list[Tensor]:

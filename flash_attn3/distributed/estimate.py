@@ -36,7 +36,7 @@ class Mesh(NamedTuple):
 
     @property
     def has_copies(self) -> bool:
-        """Copy engines carry the keys of the forward, not NCCL."""
+        """Copy engines carry the keys, not NCCL."""
         return self.link_gb_s is None and self.ring * self.ulysses <= GPUS_A_HOST
 
     @property
@@ -118,13 +118,12 @@ def _times(plan: Plan, problem: Problem, layout: Layout, mesh: Mesh) -> tuple[fl
     results_mb = 2 * problem.batch * problem.heads * problem.head_dim * layout.rows / 1e6
     forward = backward = (steps - 1) * STEP_MS
     for step in range(steps):
-        ahead = keys_mb[step + 1] / mesh.ring_gb_s
+        ahead = keys_mb[step + 1] / (COPY_GB_S if mesh.has_copies else mesh.ring_gb_s)
+        slows = 0.0 if mesh.has_copies else SLOWED_BY * ahead
         behind = keys_mb[step - 1] / mesh.ring_gb_s if step > 1 else 0.0    # gradients
-        attention = flops[step] / mesh.forward_tflops / 1e9
-        forward += (max(attention, keys_mb[step + 1] / COPY_GB_S) if mesh.has_copies
-                    else max(attention + SLOWED_BY * ahead, ahead))
+        forward += max(flops[step] / mesh.forward_tflops / 1e9 + slows, ahead)
         attention = 2.5 * flops[step] / mesh.backward_tflops / 1e9
-        backward += max(attention + SLOWED_BY * (ahead + behind), ahead + behind)
+        backward += max(attention + slows + SLOWED_BY * behind, ahead + behind)
     if steps > 1:
         forward += results_mb * (steps + 1) / MEMORY_GB_S
         sums_mb = results_mb * (1 + 2 * problem.heads_k / problem.heads)    # dq, dk and dv

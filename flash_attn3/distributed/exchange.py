@@ -1,20 +1,21 @@
 """Messages between the ranks of a group, which travel while attention runs.
 
-On CUDA they are started on a stream of their own, and NCCL moves them on another: neither waits for
-the attention that was launched before. On the CPU gloo has threads for them. A dead or late peer
-ends in the time limit of the process group; the error then names the peer.
+On CUDA NCCL moves them on a stream of its own, after what was launched before, next to what is
+launched after. All tensors belong to the current stream, which waits for a message before they are
+freed. On the CPU gloo has threads for them. A dead or late peer ends in the time limit of the
+process group; the error then names the peer.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils.dlpack import to_dlpack
 
 from flash_attn3 import checks
 from flash_attn3.distributed.tiles import Plan, Step
@@ -59,10 +60,12 @@ def peers_named(op: str, peers: Sequence[int] | str) -> Iterator[None]:
                                         'process group', f'"{error}"', _HINT)) from error
 
 
-@cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """On which messages start."""
-    return torch.cuda.Stream(device)
+def _alias(x: Tensor) -> Tensor:
+    """The same memory, as of another owner than torch's allocator. TRAP: isend and irecv record
+    NCCL's stream for the allocator's own, which then stays allocated until the GPU has moved it.
+    The host runs ahead: all messages of a call would be alive at once.
+    """
+    return torch.from_dlpack(to_dlpack(x.detach()))
 
 
 class Link:
@@ -70,34 +73,23 @@ class Link:
 
     def __init__(self, op: str, name: str, device: torch.device):
         self._op, self._group = op, group_of(name)
-        self._is_cuda = device.type == 'cuda'
-        self._stream = side_stream(device) if self._is_cuda else None
-        self._wait()
-        if self._is_cuda and self._group is not None and self._group not in _met:
+        if device.type == 'cuda' and self._group is not None and self._group not in _met:
             # NCCL wants all ranks in the first communication; few may exchange under a window.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             _met.add(self._group)
 
-    def _wait(self) -> None:
-        """What starts from here on waits for what has been launched."""
-        if self._is_cuda:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-
-    def start(self, kind: int, sent: Sequence[Tensor], target: int,
-              expected: Sequence[tuple[int, ...]], source: int, like: Tensor) -> Message:
+    def start(self, sent: Sequence[Tensor], target: int, expected: Sequence[tuple[int, ...]],
+              source: int, like: Tensor) -> Message:
         """Sends tensors to target; expects tensors of these shapes, and the dtype of `like`, from
-        source. kind: 0 for keys, which are there before the call, 1 for what it computes.
+        source.
         """
-        if kind:
-            self._wait()
-        with torch.cuda.stream(self._stream) if self._is_cuda else nullcontext():
-            sent = [x.contiguous() for x in sent]
-            received = [like.new_empty(shape) for shape in expected]
-            works = [dist.P2POp(dist.isend, x, group=self._group, group_peer=target) for x in sent]
-            works += [dist.P2POp(dist.irecv, x, group=self._group, group_peer=source)
-                      for x in received]
-            with peers_named(self._op, (source, target)):
-                works = dist.batch_isend_irecv(works) if works else []
+        sent = [x.contiguous() for x in sent]
+        received = [like.new_empty(shape) for shape in expected]
+        works = [dist.P2POp(way, _alias(x), group=self._group, group_peer=peer)
+                 for way, tensors, peer in ((dist.isend, sent, target),
+                                            (dist.irecv, received, source)) for x in tensors]
+        with peers_named(self._op, (source, target)):
+            works = dist.batch_isend_irecv(works) if works else []
         return Message(self._op, works, sent, received, (source, target))
 
 
@@ -114,9 +106,6 @@ class Message:
         with peers_named(self._op, self._peers):
             for work in self._works:
                 work.wait()
-        for x in (*self._sent, *self._received):
-            if x.is_cuda:    # its memory belongs to the side stream
-                x.record_stream(torch.cuda.current_stream(x.device))
         self._works, self._sent = [], []
         return self._received
 
@@ -127,8 +116,9 @@ def rows_of(x: Tensor, rows: tuple[int, int]) -> Tensor:
 
 
 def travel(link, plan: Plan, tensors: tuple[Tensor, ...]) -> Iterator[
-        tuple[Step, Sequence[Tensor]]]:
-    """Each step with its keys and values; those of the next are on their way meanwhile.
+        tuple[Step, list[Tensor]]]:
+    """Each step with its keys and values; those of the next are on their way meanwhile. The caller
+    empties the list after it has launched their readers: those of two steps are alive then.
 
     link: what `copies.link_of` gives. tensors: k and v of this rank. Those of step s come from the
     rank s before it.
@@ -137,7 +127,7 @@ def travel(link, plan: Plan, tensors: tuple[Tensor, ...]) -> Iterator[
         sent = [] if step.sent is None else [rows_of(x, step.sent) for x in tensors]
         shapes = [] if step.keys is None else [
             (x.size(0), step.keys[1] - step.keys[0], *x.shape[2:]) for x in tensors]
-        return link.start(0, sent, step.target, shapes, step.source, tensors[0])
+        return link.start(sent, step.target, shapes, step.source, tensors[0])
 
     first, *others = plan.steps
     pending = start(others[0]) if others else None

@@ -69,9 +69,9 @@ def ring_attention(
 
     All ranks call it, each with the rows that `shard` gives it, and get the rows of the result.
     Communication runs next to attention. Memory a rank: that of `flash_attn_func` on its rows, the
-    keys and values of two other ranks (for GPUs of one host they stay allocated: env.py), up to
-    3 log4(ranks) partial results, in the backward gradients in float32. It is one op, also under
-    `torch.compile`, without a graph break.
+    keys and values of up to two other ranks (for GPUs of one host they stay allocated: env.py), up
+    to 3 log4(ranks) partial results, in the backward gradients in float32 and those of a step on
+    their way. It is one op, also under `torch.compile`, without a graph break.
 
     Args:
         q: (batch, rows, heads_q, head_dim), or (rows, heads_q, head_dim); dtypes, head dims and
@@ -285,13 +285,18 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: 
     _check(q, k, v, sinks, starts, own)
     plan = _plan(q, own, starts)
     parts, link = _Parts(plan, q.size(1)), copies.link_of(_OP, own.group, (k, v))
+
+    def attend(step: Step, keys: list[Tensor], call: Call) -> None:
+        out, lse, _ = _fwd_general(_cut(q, call.rows, call), *_cut_keys(keys, step, call),
+                                   *_general(call, own, sinks, q.device))
+        if len(call.tiles) > 1:
+            out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+        parts.add(call.rows, out, lse)
+
     for step, keys in exchange.travel(link, plan, (k, v)):
         for call in step.calls:
-            out, lse, _ = _fwd_general(_cut(q, call.rows, call), *_cut_keys(keys, step, call),
-                                       *_general(call, own, sinks, q.device))
-            if len(call.tiles) > 1:
-                out, lse = out.unsqueeze(0), lse.unsqueeze(0)
-            parts.add(call.rows, out, lse)
+            attend(step, keys, call)
+        keys.clear()
     batch, rows, heads, _ = q.shape
     return parts.result(
         lambda: q.new_zeros((batch, rows, heads, v.size(3))),
@@ -341,7 +346,7 @@ class _KeyGradients:
         shapes = [] if step.sent is None else [
             (x.size(0), step.sent[1] - step.sent[0], *x.shape[2:]) for x in self._like]
         self._rows = step.sent
-        self._pending = self._link.start(1, gradients, step.source, shapes, step.target,
+        self._pending = self._link.start(gradients, step.source, shapes, step.target,
                                          self._like[0])
 
     def take(self) -> None:
@@ -362,27 +367,36 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     own = Ring(*arguments)
     plan = _plan(q, own, _starts_of(cu_seqlens))
     has_two = len(plan.steps) <= 2 and all(len(step.calls) <= 1 for step in plan.steps)
-    link = exchange.Link(_OP, own.group, q.device)
-    dq, of_keys = _Total(q, has_two), _KeyGradients(link, (k, v), has_two)
+    link = copies.link_of(_OP, own.group, (k, v))
+    dq, of_keys = _Total(q, has_two), _KeyGradients(
+        exchange.Link(_OP, own.group, q.device), (k, v), has_two)
     dsinks = lse.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
-    for step, keys in exchange.travel(link, plan, (k, v)):
-        parts = []
-        for call in step.calls:
-            general = _general(call, own, sinks, q.device)
-            *part, dsinks_part = _bwd_general(
-                _cut(dout, call.rows, call), _cut_lse(dlse, call), _cut(q, call.rows, call),
-                *_cut_keys(keys, step, call), _cut(out, call.rows, call), _cut_lse(lse, call),
-                *general, own.deterministic)
-            dq_part, *part = (x if x.dim() == 4 else x.unsqueeze(0) for x in part)
-            dq.add(call.rows, dq_part)
-            parts.append((call.keys, part))
-            if general.sinks is not None:
-                dsinks.add_(dsinks_part)
+
+    def attend(step: Step, keys: list[Tensor], call: Call) -> list[Tensor]:
+        """dk and dv of a call."""
+        general = _general(call, own, sinks, q.device)
+        *part, dsinks_part = _bwd_general(
+            _cut(dout, call.rows, call), _cut_lse(dlse, call), _cut(q, call.rows, call),
+            *_cut_keys(keys, step, call), _cut(out, call.rows, call), _cut_lse(lse, call),
+            *general, own.deterministic)
+        dq_part, *part = (x if x.dim() == 4 else x.unsqueeze(0) for x in part)
+        dq.add(call.rows, dq_part)
+        if general.sinks is not None:
+            dsinks.add_(dsinks_part)
+        return part
+
+    def of_step(step: Step, keys: list[Tensor]) -> list[Tensor]:
+        parts = [(call.keys, attend(step, keys, call)) for call in step.calls]
         gradients = _sum(parts, step, keys)
+        keys.clear()
+        return gradients
+
+    # Nothing of a step is in a variable here, where it would live on into the next.
+    for step, keys in exchange.travel(link, plan, (k, v)):
         if step is plan.steps[0]:
-            of_keys.add(step.keys, gradients)
+            of_keys.add(step.keys, of_step(step, keys))
         else:
-            of_keys.send(step, gradients)
+            of_keys.send(step, of_step(step, keys))
     return dq.result(), *of_keys.result(), dsinks
 
 

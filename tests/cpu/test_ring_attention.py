@@ -6,6 +6,8 @@ from __future__ import annotations
 import datetime
 import math
 import time
+import weakref
+from collections.abc import Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -16,6 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from flash_attn3 import _library, distributed
 from flash_attn3.distributed import copies, exchange, ring
@@ -83,9 +87,10 @@ def copies_in(folder: str, slow_rank: int = -1):
     def link_of(op: str, group: str, tensors: tuple[Tensor, Tensor]):
         if not links:
             size = copies.buffer_bytes([x.shape for x in tensors], tensors[0].itemsize)
-            memory = SharedFiles(folder, 2 * size, exchange.group_of(group))
+            ranks = exchange.group_of(group)
+            memory = SharedFiles(folder, copies.buffers_of(ranks.size()) * size, ranks)
             links[0] = copies.CopyLink(op, group, memory, size, tensors[0].device)
-        links[0].is_new_call = True
+        links[0].begin_call()
         return links[0]
 
     def late(*arguments):
@@ -165,6 +170,73 @@ def check_opening(rank: int, problem: str) -> None:
 def test_opening(problem, ranks):
     """What fails on one rank, all do without."""
     ranks.run(check_opening, problem)
+
+
+# ------------------------------------------------------------------------------------------ memory
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors that ops made, without those of `known`: at the end of each call of
+    attention, and the most at the end of any op.
+    """
+
+    def __init__(self, known: Sequence[Tensor]):
+        super().__init__()
+        self.in_calls, self.most, self._now = [], 0, 0
+        self._storages = {x.untyped_storage().data_ptr() for x in known}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        results = op(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
+            if isinstance(x, Tensor) and x.numel():
+                self._count(x.untyped_storage())
+        self.most = max(self.most, self._now)
+        if op in (ring._fwd_general, ring._bwd_general):
+            self.in_calls.append(self._now)
+        return results
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address not in self._storages:
+            self._storages.add(address)
+            self._now += size
+            weakref.finalize(storage, self._freed, address, size)
+
+    def _freed(self, address: int, size: int) -> None:
+        self._storages.discard(address)
+        self._now -= size
+
+
+def check_memory(rank: int, most: tuple[list[float], list[float]]) -> None:
+    count = len(most[0])
+    group = dist.new_group(list(range(count)))
+    if rank >= count:
+        return
+    q, k, v, dout = (torch.randn(1, 64, 4, 64).bfloat16() for _ in range(4))
+    own = ring.Ring(group.group_name, 0.125, -1, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        # The op that merges on a GPU, not plain PyTorch with its temporaries.
+        patch.setattr(ring.merging, '_list_is_served', lambda *_: True)
+        with Alive((q, k, v)) as forward:
+            out, lse = ring._forward(q, k, v, None, None, *own)
+        with Alive((q, k, v, dout, out, lse)) as backward:
+            ring._backward(dout, None, q, k, v, out, lse, None, None, *own)
+    for alive, limits in zip((forward, backward), most):
+        found = [x / q.nbytes for x in (*alive.in_calls, alive.most)]
+        limits = [limit + 0.15 for limit in (*limits, max(limits))]    # LSEs
+        assert all(x <= limit for x, limit in zip(found, limits)), found
+
+
+@pytest.mark.parametrize('most', [([3, 3.5], [5, 7.5]), ([3, 6, 6.5, 5.5], [5, 12.5, 15.5, 13.5])],
+                         ids=['two ranks', 'four ranks'])
+def test_memory(most, ranks):
+    """In each step of the forward and of the backward, on the rank that needs most; in sizes of q,
+    16-bit. Causal, as zigzag: all rows of a rank see half of another's, or half see all.
+
+    Forward: results; keys and values of the step, of the next. Four ranks: 1 + 2; 2 + 2 + 2;
+    2.5 + 2 + 2; 3.5 + 2. Backward: sums, on four ranks in float32; keys; gradients sent and
+    received; dq, dk and dv of the step. Four ranks: 2 + 3; 6 + 4 + 2.5; 6 + 4 + 3 + 2.5;
+    6 + 2 + 3 + 2.5. Two: 2 + 3; 3 + 2 + 2.5.
+    """
+    ranks.run(check_memory, most)
 
 
 # ---------------------------------------------------------------------------------- 16-bit numbers
