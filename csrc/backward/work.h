@@ -86,7 +86,7 @@ CUTE_DEVICE BwdWork no_work() {
 // since under a causal mask most queries see them.
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_dense(BwdDeviceParams const& p, int number, int rank) {
-  TileCoord const tile = TileWalk(p.order, number, p.works).coord();
+  TileCoord const tile = p.order.coord(number);
   int const n = p.is_deterministic ? tile.m : p.order.m_tiles - 1 - tile.m;
   BwdWork work = resolve_tile<Traits>(p, n, tile.head, p.seqlen, rank);
   work.q_row = 0;

@@ -164,8 +164,9 @@ struct FwdSchedule {
   bool longest_first = false;
   int lead = 0;  // positions by which the first tile begins before the first query; packed: in the
                  // longest sequence
-  int section_pairs = 1;  // core/tile_order.h
-  int grid = 0;           // CTAs
+  int section_pairs = 1;     // core/tile_order.h
+  int least_last_pairs = 1;  // in the last section
+  int grid = 0;              // CTAs
   // Packed: tiles is an upper bound; section_heads: the packed heads that go through a sequence
   // together (core/packed_tiles.h).
   int section_heads = 1;
@@ -188,10 +189,11 @@ struct FwdParams {
   TensorView o;
   // (batch, heads_q, seqlen_q) or, packed, (heads_q, total_q), contiguous; nullptr: not wanted
   float* lse = nullptr;
-  float* max_logits = nullptr;   // as lse; with a general problem only
-  float const* sinks = nullptr;  // (heads_q); nullptr: none
-  PackedLengths lengths;         // packed only
-  int* workspace = nullptr;      // packed: schedule.workspace_ints
+  float* max_logits = nullptr;    // as lse; with a general problem only
+  float const* sinks = nullptr;   // (heads_q); nullptr: none
+  PackedLengths lengths;          // packed only
+  int* workspace = nullptr;       // packed: schedule.workspace_ints
+  int* ticket_counter = nullptr;  // dense: 0 before and after each launch
   CacheTensors cache;
   FwdProblem problem;
   FwdSchedule schedule;

@@ -13,15 +13,8 @@
 namespace fa3 {
 namespace {
 
-// Share of L2 that the keys and values of one section of a causal launch should fit into; the rest
-// is for Q, O and the keys and values that the next section already reads.
-constexpr int kSectionL2Percent = 60;
-
 // Tiles of a head that the estimate of a plan's time looks at: bounds the time of a plan.
 constexpr int kMostSamples = 64;
-
-// Section sizes that are looked at: bounds the time of a plan.
-constexpr int64_t kMostCandidates = 128;
 
 // Packing cuts the positions of a tile: less of it is padding, or hidden by the mask. Equal work
 // takes up to 3 % longer packed (bf16, d128, causal); where there was 2 % less, it took 5 % less
@@ -41,24 +34,18 @@ bool grows(FwdProblem const& problem, int tile_rows) {
   return !mask.is_chunked && ends_early && mask.left >= 2 * tile_rows;
 }
 
-// Bytes of the keys in use at a time: a window moves on with the queries, of which some are
-// ahead of others.
-int64_t kv_head_bytes(FwdProblem const& problem) {
-  IntervalMask const mask = problem.mask;
-  int64_t const in_use = 2 * (int64_t(mask.left) + mask.right + 1);
-  int64_t const keys = std::min<int64_t>(problem.seqlen_k, in_use);
-  return keys * (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
-}
-
-// KV heads whose K and V fit into the L2 of a section.
-int64_t fitting_heads(FwdProblem const& problem) {
-  int64_t const budget = problem.device.l2_bytes * kSectionL2Percent / 100;
-  return std::max<int64_t>(1, budget / std::max<int64_t>(1, kv_head_bytes(problem)));
-}
-
 // Packed sequences: the heads that go through one together, as packed heads. A divisor of them.
+// Their keys and values in use fit into a share of L2: a window moves on with the queries, of which
+// some are ahead of others. The rest is for Q, O and what the next section already reads.
 int choose_section_heads(FwdProblem const& problem, int pack) {
-  int64_t const fitting = fitting_heads(problem);
+  constexpr int kL2Percent = 60;
+  IntervalMask const mask = problem.mask;
+  int64_t const in_use =
+      std::min<int64_t>(problem.seqlen_k, 2 * (int64_t(mask.left) + mask.right + 1));
+  int64_t const head_bytes =
+      in_use * (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
+  int64_t const fitting =
+      problem.device.l2_bytes * kL2Percent / 100 / std::max<int64_t>(1, head_bytes);
   int heads = problem.heads_k;
   while (heads > fitting && heads > 1) {
     heads = largest_divisor_below(problem.heads_k, heads);
@@ -66,40 +53,22 @@ int choose_section_heads(FwdProblem const& problem, int pack) {
   return heads * (problem.heads_q / problem.heads_k / pack);
 }
 
-// (head, batch) pairs of a causal section: about as many KV heads as fit into L2, and at least as
-// many as give every CTA two tiles; within that, the number whose tiles come closest to a multiple
-// of two rounds of the grid, because the tiles of a full pair of rounds add up to the same work for
-// every CTA. Example: 132 CTAs, 16 tiles a head, 34 heads fit: 33, which are exactly 4 rounds.
-int choose_section_pairs(FwdProblem const& problem, FwdSchedule const& schedule) {
+// Sections of causal tiles (core/tile_order.h), each of whole KV heads. About eight CTAs read the
+// keys of a head together; with fewer memory bounds short sequences, and nothing is gained by more
+// (docs/journal/forward.md). The last section has two tiles for each CTA, so that its short tiles
+// balance the long ones.
+void set_sections(FwdSchedule& schedule, FwdProblem const& problem) {
+  constexpr int kCtasOfHead = 8;
   if (!schedule.longest_first || schedule.tiles == 0) {
-    return 1;
+    return;
   }
-  int64_t const kv_heads = int64_t(problem.heads_k) * problem.batch;
-  int64_t const fitting = fitting_heads(problem);
-  int const pairs_per_kv_head = problem.heads_q / problem.heads_k / schedule.pack;
-  int64_t const tiles_per_kv_head = int64_t(schedule.m_tiles) * pairs_per_kv_head;
-  if (problem.mask.left < problem.seqlen_k && kv_heads <= fitting) {
-    return int(kv_heads * pairs_per_kv_head);
-  }
-  int64_t const two_rounds = 2 * int64_t(schedule.grid);
-  int64_t const least =
-      std::max<int64_t>(1, (two_rounds + tiles_per_kv_head / 2) / tiles_per_kv_head);
-  int64_t const most = std::min(kv_heads, std::max(fitting, least));
-  int64_t const lowest =
-      std::max<int64_t>({1, std::min(least, most), most / 2, most - kMostCandidates});
-
-  int64_t best = most;
-  double best_waste = 1e30;
-  for (int64_t heads = most; heads >= lowest; --heads) {
-    int64_t const tiles = heads * tiles_per_kv_head;
-    int64_t const over = tiles % two_rounds;
-    double const waste = double(std::min(over, two_rounds - over)) / double(tiles);
-    if (waste < best_waste) {
-      best_waste = waste;
-      best = heads;
-    }
-  }
-  return int(best * pairs_per_kv_head);
+  int const pairs_of_head = problem.heads_q / problem.heads_k / schedule.pack;
+  int const tiles_of_head = schedule.m_tiles * pairs_of_head;
+  int const heads = problem.heads_k * problem.batch;
+  int const usual = clamp(schedule.grid / min_of(tiles_of_head, kCtasOfHead), 1, heads);
+  int const last = clamp(ceil_div(2 * schedule.grid, tiles_of_head), 1, heads);
+  schedule.section_pairs = usual * pairs_of_head;
+  schedule.least_last_pairs = last * pairs_of_head;
 }
 
 // (query, key) pairs that one head of one batch sees.
@@ -265,14 +234,13 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config)
   FwdSchedule schedule;
   schedule.pack = choose_pack(problem, config);
   schedule.m_tiles = m_tiles_of(problem, config, schedule.pack);
-  schedule.longest_first =
-      grows(problem, RowPacking{schedule.pack}.positions_per_tile(config.consumer_warpgroups));
+  int const rows = RowPacking{schedule.pack}.positions_per_tile(config.consumer_warpgroups);
+  schedule.longest_first = grows(problem, rows);
   int64_t of_head = int64_t(schedule.m_tiles) * problem.batch;
   if (problem.is_packed) {
     schedule.least_lead = least_lead_of(problem, config, schedule.pack);
     int const most = most_lead(problem, config, schedule.pack);
     schedule.lead = most < schedule.least_lead ? 0 : most;
-    int const rows = RowPacking{schedule.pack}.positions_per_tile(config.consumer_warpgroups);
     of_head = most_tiles(problem.total_q, problem.entries(), rows);
     schedule.section_heads = choose_section_heads(problem, schedule.pack);
     schedule.workspace_ints = PackedTables::workspace_ints(of_head, problem.entries());
@@ -282,7 +250,7 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config)
   schedule.tiles = int(of_head * (problem.heads_q / schedule.pack));
   int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
   schedule.grid = std::min(schedule.tiles, sms * config.ctas_per_sm);
-  schedule.section_pairs = choose_section_pairs(problem, schedule);
+  set_sections(schedule, problem);
   return schedule;
 }
 

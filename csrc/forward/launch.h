@@ -110,7 +110,9 @@ void set_params(FwdDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
     d.tables = PackedTables::in(p.workspace, p.schedule.tiles / heads);
   } else {
     d.order = TileOrder(p.schedule.longest_first, p.schedule.m_tiles, heads, problem.batch,
-                        p.schedule.section_pairs);
+                        p.schedule.section_pairs, p.schedule.least_last_pairs);
+    d.tiles = p.schedule.tiles;
+    d.ticket_counter = p.ticket_counter;
   }
 }
 

@@ -53,7 +53,9 @@ struct FwdDeviceParams {
   ScaleView v_scale;
   int scale_batches;  // larger than the index of any sequence
   bool out_is_half;   // else bfloat16
-  TileOrder order;
+  TileOrder order;    // dense, as are the number of tiles and the counter
+  int tiles;
+  int* ticket_counter;
   TicketOrder tickets;  // packed, as are the tables
   PackedTables tables;
 

@@ -15,6 +15,10 @@ struct FwdProducer {
   using Values = typename Slots::Values;
   static constexpr bool kIsWholeWarp = false;
 
+  // K tiles before the end of a tile at which the CTA draws the next one. WHY not a tile ahead:
+  // then the long tiles that a CTA works on at the end do not balance what it has drawn.
+  static constexpr int kDrawAhead = 2;
+
   // General kernels with scales publish a tile before they load its first K and its Q, because
   // loading its scales takes as long. WHY not all kernels: dense ones gained nothing.
   static constexpr bool kPublishesEarly = Traits::kHasScales && !Traits::kKind.is_dense();
@@ -44,17 +48,19 @@ struct FwdProducer {
   // next.
   template <class Tiles>
   CUTE_DEVICE void load_tiles(Tiles tiles) {
-    tiles.draw();
     Work work = tiles.next();
     if (!work.valid()) {
       return;
     }
-    tiles.draw();
+    draw_of_short(tiles, work);
     publish_early(work);
     load_k(work, work.keys.end - 1);
     load_q(work);
     while (true) {
       for (int n = work.keys.end - 1; n > work.keys.begin; --n) {
+        if (n == work.keys.begin + kDrawAhead) {
+          tiles.draw();
+        }
         load_k(work, n - 1);
         load_v(work, n);
       }
@@ -62,7 +68,7 @@ struct FwdProducer {
       if (!next.valid()) {
         break;
       }
-      tiles.draw();
+      draw_of_short(tiles, next);
       publish_early(next);
       load_k(next, next.keys.end - 1);
       load_v(work, work.keys.begin);
@@ -114,6 +120,14 @@ struct FwdProducer {
   }
 
  private:
+  // Draws the next tile where this one has so few K tiles that it is due from the beginning.
+  template <class Tiles>
+  CUTE_DEVICE static void draw_of_short(Tiles& tiles, Work const& work) {
+    if (work.keys.end - work.keys.begin <= kDrawAhead) {
+      tiles.draw();
+    }
+  }
+
   // Publishes the share of a warpgroup, for that warpgroup and for the warp that stores its
   // results.
   CUTE_DEVICE Work write_work(Work const& tile, int wg) {

@@ -100,7 +100,8 @@ CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork
   return work;
 }
 
-// The tiles of this CTA, one after the other: next() gives one that is not valid() after the last.
+// The tiles of this CTA: next() gives the one whose ticket was drawn last, and one that is not
+// valid() after the last tile. The first ticket is there from the beginning; draw() gets the next.
 // WHY one type for each form of a batch: where both paths join in one function, ptxas keeps the
 // coordinates of the copies in vector registers, and each copy waits for them to be moved.
 
@@ -111,41 +112,42 @@ CUTE_DEVICE FwdWork<Traits> no_tile() {
   return none;
 }
 
-// A dense batch: tiles follow from the CTA's index.
+// A dense batch: tickets are numbers in the order of tiles. The first of a CTA is its index.
 template <class Traits>
 struct DenseTiles {
   FwdDeviceParams const& p;
-  TileWalk walk;
-  bool is_first = true;
+  int drawn;  // a ticket less the CTAs, of which each has one from the beginning
 
   CUTE_DEVICE explicit DenseTiles(FwdDeviceParams const& p_)
-      : p(p_), walk(p_.order, int(blockIdx.x), int(gridDim.x)) {}
+      : p(p_), drawn(int(blockIdx.x) - int(gridDim.x)) {}
 
-  CUTE_DEVICE void draw() {}
+  // WHY nothing is done with it here: the thread would wait for it.
+  CUTE_DEVICE void draw() { drawn = atomicAdd(p.ticket_counter, 1); }
 
+  // Each CTA draws one ticket that is not valid. The last of them is the last draw of the launch,
+  // and leaves zero for the next one.
   CUTE_DEVICE FwdWork<Traits> next() {
-    if (!is_first) {
-      walk.next();
-    }
-    is_first = false;
-    if (!walk.valid()) {
+    int const ticket = int(gridDim.x) + drawn;
+    if (ticket >= p.tiles) {
+      if (drawn == p.tiles - 1) {
+        *p.ticket_counter = 0;
+      }
       return no_tile<Traits>();
     }
-    TileCoord const tile = walk.coord();
+    TileCoord const tile = p.order.coord(ticket);
     return resolve_tile<Traits>(p, tile, p.lead, Traits::Location::dense(tile.batch, p.seqlen),
                                 int64_t(tile.batch) * p.heads_q * p.seqlen.q);
   }
 };
 
-// Packed sequences: the CTA draws tickets, one ahead.
+// Packed sequences: tickets lead to tiles by the tables.
 template <class Traits>
-struct TicketTiles {
+struct PackedTiles {
   FwdDeviceParams const& p;
-  int ticket = 0;
+  int ticket;
 
-  CUTE_DEVICE explicit TicketTiles(FwdDeviceParams const& p_) : p(p_) {}
+  CUTE_DEVICE explicit PackedTiles(FwdDeviceParams const& p_) : p(p_) { draw(); }
 
-  // Draws the ticket of the next tile; must precede next().
   CUTE_DEVICE void draw() { ticket = atomicAdd(p.tables.header + PackedTables::kTicket, 1); }
 
   CUTE_DEVICE FwdWork<Traits> next() {
@@ -175,7 +177,7 @@ struct AnyBatch {
   template <class Traits, class Visit>
   CUTE_DEVICE static void visit_tiles(FwdDeviceParams const& p, Visit const& visit) {
     if (p.is_packed()) {
-      visit(TicketTiles<Traits>(p));
+      visit(PackedTiles<Traits>(p));
     } else {
       visit(DenseTiles<Traits>(p));
     }

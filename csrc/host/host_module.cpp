@@ -40,18 +40,16 @@ std::vector<std::tuple<int, int>> walk_ring(int steps) {
   return seen;
 }
 
-// The tiles of each CTA, in its order of work: the loop of the kernel's roles.
-std::vector<std::vector<Coord>> walk_tiles(bool causal, int m_tiles, int heads, int batch,
-                                           int section_pairs, int ctas, int least_last_pairs) {
+// All tiles (m, head, batch) in their order.
+std::vector<Coord> ordered_tiles(bool causal, int m_tiles, int heads, int batch, int section_pairs,
+                                 int least_last_pairs) {
   TileOrder const order(causal, m_tiles, heads, batch, section_pairs, least_last_pairs);
-  std::vector<std::vector<Coord>> work(ctas);
-  for (int cta = 0; cta < ctas; ++cta) {
-    for (TileWalk walk(order, cta, ctas); walk.valid(); walk.next()) {
-      TileCoord const tile = walk.coord();
-      work[cta].emplace_back(tile.m, tile.head, tile.batch);
-    }
+  std::vector<Coord> coords;
+  for (int number = 0; number < m_tiles * heads * batch; ++number) {
+    TileCoord const tile = order.coord(number);
+    coords.emplace_back(tile.m, tile.head, tile.batch);
   }
-  return work;
+  return coords;
 }
 
 // The tile (m, head, sequence) of every ticket, of sequences with so many tiles of a head.
@@ -169,9 +167,8 @@ void bind_core(py::module_& m) {
       return std::tuple(range.begin, range.free_begin, range.free_end, range.end);
     });
   });
-  m.def("walk_tiles", &walk_tiles, py::arg("causal"), py::arg("m_tiles"), py::arg("heads"),
-        py::arg("batch"), py::arg("section_pairs"), py::arg("ctas"),
-        py::arg("least_last_pairs") = 1);
+  m.def("ordered_tiles", &ordered_tiles, py::arg("causal"), py::arg("m_tiles"), py::arg("heads"),
+        py::arg("batch"), py::arg("section_pairs"), py::arg("least_last_pairs"));
   m.def("ticket_tiles", &ticket_tiles);
   m.def("most_tiles", &most_tiles);
   m.def("finite_max", &finite_max);

@@ -227,6 +227,7 @@ void add_packed_schedule(DictBuilder& dict, FwdSchedule const& schedule) {
 
 void add_dense_schedule(DictBuilder& dict, FwdSchedule const& schedule, FwdCost const& cost) {
   dict.integer("section_pairs", schedule.section_pairs)
+      .integer("least_last_pairs", schedule.least_last_pairs)
       .real("waves", cost.waves)
       .real("useful_share", cost.useful_share)
       .real("flops", cost.flops)

@@ -19,7 +19,7 @@
 #include "ops/forward_launch.h"
 #include "ops/general_launch.h"
 #include "ops/library.h"
-#include "schedule/arrivals.h"
+#include "schedule/counters.h"
 
 namespace fa3 {
 namespace {
@@ -164,13 +164,13 @@ class CacheLaunch {
     int64_t const tile_floats = is_latent ? cache.slots * (kSharedTileBytes / 4) : 0;
     int64_t const floats = round_up(part_floats, 4) + tile_floats;
     int64_t const counters = is_latent ? 2 : 2 * cache.slots * config.consumer_warpgroups;
-    bool const has_own_counters = counters > kArrivalCounters;
+    bool const has_own_counters = counters > kLaunchCounters;
     int64_t const size = floats + (has_own_counters ? counters : 0);
     parts_ = allocate(kOp, &size, 1, Dtype::kFloat32, device);
     params_.cache.parts = static_cast<float*>(mutable_data(parts_));
     params_.cache.shared_tiles = params_.cache.parts + (floats - tile_floats);
     params_.cache.arrived = has_own_counters ? reinterpret_cast<int*>(params_.cache.parts + floats)
-                                             : arrival_counters(stream);
+                                             : launch_counters(stream);
     if (has_own_counters) {
       clear_counters(params_.cache.arrived, counters, stream);
     }

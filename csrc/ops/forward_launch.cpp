@@ -7,6 +7,7 @@
 #include "dispatch/variants.h"
 #include "fwd_built.inc"
 #include "fwd_registry.inc"
+#include "schedule/counters.h"
 #include "schedule/prepare.h"
 
 namespace fa3 {
@@ -68,6 +69,7 @@ void ForwardLaunch::run(char const* op, FwdParams& params, OwnedTensor const& ou
   void* stream = nullptr;
   int const device = describe(out).device_index;
   require(aoti_torch_get_current_cuda_stream(device, &stream), "read the current stream");
+  params.ticket_counter = launch_counters(stream);
   launch_variant(params, plan_.variant, stream);
   target.finish();
 }

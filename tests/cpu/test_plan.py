@@ -288,30 +288,23 @@ def test_no_keys():
     assert facts['tiles'] > 0 and facts['flops'] == 0 and facts['useful_share'] == 0
 
 
-def section_pairs(batch, seqlen, heads_q, heads_k, **device):
+def sections(batch, seqlen, heads_q, heads_k, **others):
     facts = plan(seqlen, seqlen, batch=batch, heads_q=heads_q, heads_k=heads_k, causal=True,
-                 **device)
-    return facts['section_pairs']
+                 pack_gqa=NEVER, **others)
+    return facts['section_pairs'], facts['least_last_pairs']
 
 
-def test_sections_keep_keys_and_values_in_l2():
-    """64 KV heads of 2 MiB, each with 4 query heads of 32 tiles; 60 % of 50 MiB hold 15.
-
-    From 10 to 15, the tiles of 10, 12 and 14 are 1/32 of themselves away from an even number of
-    rounds, the others more. The larger the better.
-    """
-    assert section_pairs(16, 4096, 16, 4) == 14 * 4
-
-
-def test_sections_are_pairs_of_rounds():
-    """16 tiles a head, 34 heads of 1 MiB fit: 33 of them are exactly 4 rounds of 132 CTAs."""
-    assert section_pairs(8, 2048, 16, 16, l2_bytes=(34 << 20) * 100 // 60 + 1) == 33
+def test_sections_give_eight_ctas_to_a_head():
+    """132 CTAs; 4, 16 and 128 tiles a head."""
+    assert sections(32, 512, 16, 16) == (132 // 4, ceil_div(264, 4))
+    assert sections(8, 2048, 16, 16) == (132 // 8, ceil_div(264, 16))
+    assert sections(2, 16384, 16, 16) == (132 // 8, ceil_div(264, 128))
+    assert sections(1, 16384, 8, 8) == (8, 3), 'all heads'
 
 
-def test_sections_give_every_cta_two_tiles():
-    """8 heads of 128 tiles and 16 MiB: one fits into L2, but two are about two rounds."""
-    assert section_pairs(1, 16384, 8, 8) == 2
-    assert section_pairs(1, 65536, 8, 8) == 1, '512 tiles a head are more than two rounds'
+def test_sections_have_whole_kv_heads():
+    """4 query heads of 16 tiles each."""
+    assert sections(16, 2048, 16, 4) == (132 // 8 * 4, ceil_div(264, 64) * 4)
 
 
 @given(batch=st.integers(1, 40), seqlen_q=st.integers(1, 9000), seqlen_k=st.integers(1, 9000),
@@ -319,23 +312,16 @@ def test_sections_give_every_cta_two_tiles():
        head_dim=st.sampled_from([64, 128, 256]), pack_gqa=st.sampled_from([NEVER, ALWAYS]),
        sm_margin=st.integers(0, 131))
 @examples(300)
-def test_sections_are_the_closest_to_pairs_of_rounds(batch, seqlen_q, seqlen_k, heads_k, group,
-                                                     head_dim, pack_gqa, sm_margin):
-    """Two thirds of what fits into L2 (or of two tiles a CTA, if that is more) to all of it."""
+def test_the_last_section_has_two_tiles_a_cta(batch, seqlen_q, seqlen_k, heads_k, group, head_dim,
+                                              pack_gqa, sm_margin):
+    """Or all pairs."""
     facts = plan(seqlen_q, seqlen_k, batch=batch, heads_q=heads_k * group, heads_k=heads_k,
                  head_dim=head_dim, causal=True, pack_gqa=pack_gqa, sm_margin=sm_margin)
     pairs_of_head = group // facts['pack']
-    tiles_of_head, two_rounds = facts['m_tiles'] * pairs_of_head, 2 * facts['grid']
-    fitting = (50 << 20) * 60 // 100 // (4 * head_dim * seqlen_k)
-    two_tiles = (two_rounds + tiles_of_head // 2) // tiles_of_head
-    most = min(heads_k * batch, max(fitting, two_tiles, 1))
-    least = max(1, min(two_tiles, most), most // 2, most - 128)
-
-    def waste(heads):
-        over = heads * tiles_of_head % two_rounds
-        return Fraction(min(over, two_rounds - over), heads * tiles_of_head)
-    best = min(range(most, least - 1, -1), key=waste)
-    assert facts['section_pairs'] == best * pairs_of_head
+    usual, last = facts['section_pairs'], facts['least_last_pairs']
+    assert usual % pairs_of_head == last % pairs_of_head == 0
+    all_pairs = heads_k * batch * pairs_of_head
+    assert last * facts['m_tiles'] >= 2 * facts['grid'] or last == all_pairs
 
 
 def test_full_attention_has_no_sections():

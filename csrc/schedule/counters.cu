@@ -1,4 +1,4 @@
-#include "schedule/arrivals.h"
+#include "schedule/counters.h"
 
 #include <map>
 #include <memory>
@@ -14,7 +14,7 @@ namespace fa3 {
 namespace {
 
 constexpr int kCountersOfSlab = 256;
-constexpr size_t kBytes = kArrivalCounters * sizeof(int);
+constexpr size_t kBytes = kLaunchCounters * sizeof(int);
 
 void check(cudaError_t error, char const* what) {
   if (error != cudaSuccess) {
@@ -57,7 +57,7 @@ void add_slab(int device) {
   cudaThreadExchangeStreamCaptureMode(&mode);
   check(error, "allocate counters");
   for (int i = 0; i < kCountersOfSlab; ++i) {
-    unused[device].push_back(static_cast<int*>(slab) + i * kArrivalCounters);
+    unused[device].push_back(static_cast<int*>(slab) + i * kLaunchCounters);
   }
 }
 
@@ -108,7 +108,7 @@ int* counters_of(User const& user, Capture const& capture) {
 
 }  // namespace
 
-int* arrival_counters(void* stream) {
+int* launch_counters(void* stream) {
   // WHY: the map and its lock take longer than the comparison.
   thread_local User last{-1, nullptr, 0};
   thread_local int* counters_of_last = nullptr;
