@@ -11,10 +11,7 @@ stand next to ours where the problem is the same, in either dtype. Rows that are
 (no ping-pong with three warpgroups) are skipped.
 
 "Tile overlap" (tile_overlap) is not in the paper; it needs the overlap in a warpgroup and goes
-with it. The row without warp specialisation (benchmarks/unspecialised.h) keeps the tile, the rings,
-TMA, the persistent grid and the overlap in a warpgroup. It has no producer warpgroup, no store
-warps and no setmaxnreg, and neither ping-pong nor tile overlap: compared with the row that lacks
-only those two it shows what the producer warpgroup alone gains.
+with it.
 """
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ from flash_attn3.bench import Shape, Timer
 
 PAPER = Shape(4, 8448, 8448, 16, 16, 128, causal=False, dtype='fp16')
 FULL = 'full'
-UNSPECIALISED = 'without warp specialisation'
 NO_PING_PONG = ('ping_pong', 'false')
 NO_OVERLAP = ('overlap', 'OverlapKind::kSerial')
 NO_TILE_OVERLAP = ('tile_overlap', 'false')
@@ -60,8 +56,6 @@ ROWS = (
     Row('without ping-pong', (NO_PING_PONG,)),
     Row('without ping-pong, tile overlap', (NO_PING_PONG, NO_TILE_OVERLAP)),
     Row('without ping-pong, any overlap', (NO_PING_PONG, NO_OVERLAP, NO_TILE_OVERLAP)),
-    # What replaces the ping-pong loads when all products of a step have been issued.
-    Row(UNSPECIALISED, (NO_PING_PONG, NO_TILE_OVERLAP), 570),
 )
 
 
@@ -80,19 +74,14 @@ def rows_of(head_dim: int) -> list[Row]:
         parts = (facts['ping_pong'] and NO_PING_PONG not in row.fields,
                  facts['intra_overlap'] and NO_OVERLAP not in row.fields,
                  facts['tile_overlap'] and NO_TILE_OVERLAP not in row.fields)
-        rows.setdefault((*parts, row.name == UNSPECIALISED, row.tile), row)
+        rows.setdefault((*parts, row.tile), row)
     return list(rows.values())
 
 
 def candidate(row: Row, head_dim: int) -> Candidate:
     tile = row.tile or TILES[head_dim]
     name = f'd{head_dim}_{row.name}'.replace(',', '').replace(' ', '_').replace('-', '_')
-    if row.name == UNSPECIALISED:
-        launch, header = 'launch_unspecialised', 'benchmarks/unspecialised.h'
-    else:
-        launch, header = 'launch_forward', 'forward/launch.h'
-    return Candidate(name, head_dim, row.fields, f'k{tile}', launch,
-                     ('config/fwd_tiles.h', header))
+    return Candidate(name, head_dim, row.fields, f'k{tile}', 'config/fwd_tiles.h')
 
 
 def libraries_of(rows: Sequence[Row], args: argparse.Namespace) -> dict[str, pathlib.Path]:

@@ -30,15 +30,13 @@ class Candidate:
     head_dim: int
     fields: tuple[tuple[str, str], ...]  # those that differ from the base
     base: str = 'FwdConfig{}'
-    launch: str = 'launch_forward'
-    headers: tuple[str, ...] = ('config/fwd_config.h', 'forward/launch.h')  # base and launch
+    header: str = 'config/fwd_config.h'  # that has the base
 
     def source(self, dtype: str) -> str:
         lines = (f'  tile.{name} = {value};' for name, value in self.fields)
         marks = {'@NAME@': self.name, '@BASE@': self.base, '@FIELDS@': '\n'.join(lines),
                  '@HEAD_DIM@': str(self.head_dim),
-                 '@DTYPE@': DTYPES[dtype], '@LAUNCH@': self.launch,
-                 '@INCLUDES@': '\n'.join(f'#include "{header}"' for header in self.headers)}
+                 '@DTYPE@': DTYPES[dtype], '@HEADER@': self.header}
         text = TEMPLATE.read_text()
         for mark, value in marks.items():
             text = text.replace(mark, value)
@@ -80,12 +78,13 @@ def forward_of(library: pathlib.Path,
     call = ctypes.CDLL(str(library)).candidate_forward
     properties = torch.cuda.get_device_properties(0)
     error = ctypes.create_string_buffer(1024)
+    counter = torch.zeros(1, dtype=torch.int32, device='cuda')    # each launch leaves it zero
 
     def forward(q: torch.Tensor, k: torch.Tensor,
                 v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
-        data = (ctypes.c_void_p * 5)(*(x.data_ptr() for x in (q, k, v, out, lse)))
+        data = (ctypes.c_void_p * 6)(*(x.data_ptr() for x in (q, k, v, out, lse, counter)))
         strides = (ctypes.c_int64 * 12)(*(s for x in (q, k, v, out) for s in x.stride()[:3]))
         sizes = (ctypes.c_int64 * 8)(
             q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], causal,

@@ -40,9 +40,7 @@ struct OffsetDescriptors {
   }
 };
 
-// PingPong_: wait() is called before the products of a step are issued, pass() after.
-// benchmarks/unspecialised.h has another such type.
-template <class Traits_, class PingPong_ = PingPongOf<Traits_>>
+template <class Traits_>
 struct FwdConsumer {
   using Traits = Traits_;
   using Element = typename Traits::Element;
@@ -66,7 +64,7 @@ struct FwdConsumer {
   typename Traits::Params const& p;
   int warpgroup;
   int thread;  // in the warpgroup
-  PingPong_ ping_pong;
+  PingPongOf<Traits> ping_pong;
   RingState<Traits::kQStages> q_ring;
   RingState<Traits::kStages> k_ring;
   RingState<Traits::kStages> v_ring;
@@ -79,12 +77,12 @@ struct FwdConsumer {
   FragmentO tOrO;
 
   CUTE_DEVICE FwdConsumer(FwdStorage<Traits>& shared_, typename Traits::Params const& p_,
-                          int warpgroup_, int thread_, PingPong_ const& ping_pong_)
+                          int warpgroup_, int thread_)
       : shared(shared_),
         p(p_),
         warpgroup(warpgroup_),
         thread(thread_),
-        ping_pong(ping_pong_),
+        ping_pong(warpgroup_),
         scales(shared_, p_),
         sums(shared_, warpgroup_, thread_),
         softmax(p_.scale_log2, p_.lazy_rescale_log2, p_.zero) {}

@@ -44,7 +44,7 @@ CUTE_DEVICE void run_consumer(FwdStorage<Traits>& shared, typename Traits::Param
   using Loop =
       cute::conditional_t<Traits::k.is_skewed(), SkewedLoop<Consumer>, SerialLoop<Consumer>>;
   int const thread = int(threadIdx.x) % kWarpgroupThreads;
-  Consumer consumer(shared, p, warpgroup, thread, PingPongOf<Traits>{warpgroup});
+  Consumer consumer(shared, p, warpgroup, thread);
   Loop{consumer}.run();
   Consumer::Slots::Output::finish(thread);
 }

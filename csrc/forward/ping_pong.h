@@ -1,5 +1,6 @@
-// Decides which warpgroup may issue products. With ping-pong (paper, section 3.1) two warpgroups
-// alternate, so that the softmax of one overlaps with the products of the other.
+// Decides which warpgroup may issue products: wait() is called before the products of a step are
+// issued, pass() after. With ping-pong (paper, section 3.1) two warpgroups alternate, so that the
+// softmax of one overlaps with the products of the other.
 #pragma once
 
 #include "device/barriers.h"

@@ -98,7 +98,7 @@ struct FwdStorage {
   float v_scales[kRawKeyBuffers][Traits::kTileN];
 
   // loads: arrivals at the barrier of a stage that K or V has been loaded into.
-  CUTE_DEVICE void init_barriers(int loads = 1) {
+  CUTE_DEVICE void init_barriers(int loads) {
     for (int i = 0; i < Traits::kQStages; ++i) {
       for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
         q_full[i][wg].init(1);

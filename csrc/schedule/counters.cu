@@ -24,7 +24,7 @@ void check(cudaError_t error, char const* what) {
 }
 
 // Device, stream, capture; capture 0: none.
-using User = std::tuple<int, cudaStream_t, unsigned long long>;
+using User = std::tuple<int, unsigned long long, unsigned long long>;
 
 std::mutex mutex;
 std::map<int, std::vector<int*>> unused;  // by device
@@ -76,6 +76,16 @@ Capture capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? capture : Capture{};
 }
 
+// A number of the stream. The handle of the default stream of a thread is the same in all threads.
+unsigned long long number_of(cudaStream_t stream) {
+  unsigned long long number = reinterpret_cast<uintptr_t>(stream);
+  if (stream == cudaStreamPerThread) {
+    check(cudaStreamGetId(stream, &number), "read the number of a stream");
+    number = ~number;  // no handle is so large
+  }
+  return number;
+}
+
 void belong_to_graph(User const& user, cudaGraph_t graph) {
   cudaUserObject_t object = nullptr;
   auto of_graph = std::make_unique<OfGraph>(OfGraph{user});
@@ -110,13 +120,13 @@ int* counters_of(User const& user, Capture const& capture) {
 
 int* launch_counters(void* stream) {
   // WHY: the map and its lock take longer than the comparison.
-  thread_local User last{-1, nullptr, 0};
+  thread_local User last{-1, 0, 0};
   thread_local int* counters_of_last = nullptr;
   auto const of_call = static_cast<cudaStream_t>(stream);
   int device = 0;
   check(cudaGetDevice(&device), "read the current device");
   Capture const capture = capture_of(of_call);
-  User const user{device, of_call, capture.id};
+  User const user{device, number_of(of_call), capture.id};
   if (capture.id != 0 || user != last) {
     counters_of_last = counters_of(user, capture);
     last = user;

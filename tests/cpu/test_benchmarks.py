@@ -4,6 +4,7 @@ Speed is not tested.
 """
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import shutil
@@ -14,12 +15,14 @@ import pytest
 import torch
 
 from benchmarks import (ab, ablation, bench_backward, bench_completions, bench_forward, bench_fp8,
-                        bench_generate, bench_kvcache, bench_quantize, bench_ring, fp8_accuracy,
-                        fp8_long, harness, memory, plot_peers, quantize_cells, search_tiles, shapes,
-                        sustained, training)
+                        bench_generate, bench_kvcache, bench_quantize, bench_ring, candidates,
+                        fp8_accuracy, fp8_long, harness, memory, plot_peers, quantize_cells,
+                        search_tiles, shapes, sustained, training)
 from build_tools import toolchain
+from build_tools.toolchain import BuildError
 from flash_attn3 import bench, flash_attn_func
 from flash_attn3.bench import Shape
+from third_party.fetch import FetchError, cutlass_include
 
 pytestmark = pytest.mark.slow
 
@@ -185,6 +188,18 @@ def test_ab(suite, factor, tmp_path, monkeypatch, capsys):
 
 
 # --------------------------------------------------------------------- kernels that are on no list
+def test_a_candidate_builds():
+    """Against the headers as they are, which no other test on the CPU does."""
+    try:
+        toolchain.find_cuda()
+        cutlass_include()
+    except (BuildError, FetchError) as error:
+        pytest.skip(f'needs nvcc and the CUTLASS headers: {error}')
+    one = ablation.candidate(ablation.ROWS[-1], 64)
+    library = candidates.build([one], 'bf16')[one.name]
+    assert ctypes.CDLL(str(library)).candidate_forward
+
+
 def test_ablation(tmp_path, monkeypatch, capsys):
     """A row's Config says what its name says, by g++; a run is written."""
     text = '#include "config/fwd_tiles.h"\n'

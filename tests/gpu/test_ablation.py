@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks import ablation, candidates
-from benchmarks.ablation import FULL, UNSPECIALISED
+from benchmarks.ablation import FULL
 from build_tools import toolchain
 from build_tools.toolchain import BuildError
 from third_party.fetch import FetchError, cutlass_include
@@ -23,7 +23,6 @@ from tests import compare
 from tests.cases import Case, Kind
 
 ROWS = {(row.name, 128): row for row in ablation.rows_of(128) if row.name != FULL}
-ROWS |= {(UNSPECIALISED, head_dim): ROWS[UNSPECIALISED, 128] for head_dim in (64, 256)}
 
 CASES = [Case(1, 1), Case(63, 63), Case(129, 129), Case(200, 333), Case(333, 200),
          Case(1, 333, heads_q=6, heads_k=2), Case(63, 129, heads_q=8, heads_k=1),
@@ -73,15 +72,3 @@ def test_agrees_with_the_reference(name, head_dim, dtype, causal, sizes, forward
     tensors = case.tensors(cuda)
     out, lse = forward_of(name, case)(*tensors)
     compare.check_forward(out, lse, tensors, causal)
-
-
-@every_mask
-@pytest.mark.parametrize('head_dim', [64, 128, 256])
-def test_without_warp_specialisation_repeats_bit_by_bit(head_dim, causal, forward_of, cuda):
-    """A load into a buffer that is still read would show in some of many runs."""
-    case = Case(1000, 1500, head_dim, 'bf16', causal, batch=4, heads_q=16, heads_k=16)
-    tensors = case.tensors(cuda)
-    forward = forward_of(UNSPECIALISED, case)
-    first = forward(*tensors)
-    for _ in range(20):
-        compare.check_equal(forward(*tensors)[0], first[0], 'out')
