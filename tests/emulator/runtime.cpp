@@ -184,6 +184,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* stat
   return cudaSuccess;
 }
 
+cudaError_t cudaStreamGetId(cudaStream_t, unsigned long long*) { std::abort(); }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
