@@ -3,19 +3,25 @@ from collections import Counter
 from fractions import Fraction
 import heapq
 from itertools import product
+import re
 
 from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
 from tests import _host
+from tests.checkout import ROOT
 from tests.cpu.drawn import examples
 from tests.cpu.test_plan import ceil_div, plan
 
 SHAPES = [(1, 1, 1), (1, 7, 3), (5, 1, 1), (8, 4, 2), (13, 3, 5), (33, 16, 1), (64, 2, 3)]
 
+# K tiles before the end of a tile at which the kernel draws the next one.
+DRAW_AHEAD = int(re.search(r'kDrawAhead = (\d+);',
+                           (ROOT / 'csrc/forward/producer.h').read_text())[1])
 
-def drawn_loads(costs, ctas, ahead=2):
+
+def drawn_loads(costs, ctas, ahead=DRAW_AHEAD):
     """When each CTA ends that draws tiles of these costs, each so long before it has done the one
     before; the first at the beginning.
     """
