@@ -193,7 +193,7 @@ struct FwdParams {
   float const* sinks = nullptr;   // (heads_q); nullptr: none
   PackedLengths lengths;          // packed only
   int* workspace = nullptr;       // packed: schedule.workspace_ints
-  int* ticket_counter = nullptr;  // dense: 0 before and after each launch
+  int* ticket_counter = nullptr;  // dense: one of schedule/counters.h
   CacheTensors cache;
   FwdProblem problem;
   FwdSchedule schedule;

@@ -1,5 +1,5 @@
-// The order in which tiles are worked on: the tile of each number. The CTAs of the forward draw
-// numbers (forward/work.h), those of the backward have them.
+// The order in which CTAs begin tiles: the tile of each number. In the forward a CTA draws numbers
+// (forward/work.h); in the backward a tile is one of keys (backward/work.h).
 //
 // Full attention: all tiles cost the same. The order is m, head, batch, so that the CTAs that run
 // read the K and V of few heads.

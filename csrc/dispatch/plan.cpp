@@ -53,13 +53,13 @@ int choose_section_heads(FwdProblem const& problem, int pack) {
   return heads * (problem.heads_q / problem.heads_k / pack);
 }
 
-// Sections of causal tiles (core/tile_order.h), each of whole KV heads. About eight CTAs read the
-// keys of a head together; with fewer memory bounds short sequences, and nothing is gained by more
-// (docs/journal/forward.md). The last section has two tiles for each CTA, so that its short tiles
-// balance the long ones.
+// Sections of causal tiles (core/tile_order.h), each of whole KV heads; packed sequences have other
+// ones. About eight CTAs read the keys of a head together: with two or four, memory bounds short
+// sequences; with all on one head, long sequences are slower (docs/journal/forward.md). The last
+// section has two tiles for each CTA, so that its short tiles balance the long ones.
 void set_sections(FwdSchedule& schedule, FwdProblem const& problem) {
   constexpr int kCtasOfHead = 8;
-  if (!schedule.longest_first || schedule.tiles == 0) {
+  if (problem.is_packed || !schedule.longest_first || schedule.tiles == 0) {
     return;
   }
   int const pairs_of_head = problem.heads_q / problem.heads_k / schedule.pack;

@@ -15,8 +15,8 @@ struct FwdProducer {
   using Values = typename Slots::Values;
   static constexpr bool kIsWholeWarp = false;
 
-  // K tiles before the end of a tile at which the CTA draws the next one. WHY not a tile ahead:
-  // then the long tiles that a CTA works on at the end do not balance what it has drawn.
+  // So many K tiles before the end of a tile the CTA draws the next one. WHY not a tile ahead: it
+  // would hold a tile that another CTA could begin sooner, and end later than the others.
   static constexpr int kDrawAhead = 2;
 
   // General kernels with scales publish a tile before they load its first K and its Q, because
@@ -120,7 +120,7 @@ struct FwdProducer {
   }
 
  private:
-  // Draws the next tile where this one has so few K tiles that it is due from the beginning.
+  // Draws the next tile at the beginning of one that has no more than kDrawAhead K tiles.
   template <class Tiles>
   CUTE_DEVICE static void draw_of_short(Tiles& tiles, Work const& work) {
     if (work.keys.end - work.keys.begin <= kDrawAhead) {
