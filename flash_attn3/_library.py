@@ -14,8 +14,8 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
 
 Ops without autograd have no derivative, and do not refuse one: the public functions do that.
 
-- `append_cache`, `append_cache_with_scales`, `attend_cache`, `attend_cache_out`: attention on a KV
-  cache. In cache.py.
+- `attend_cache`, `attend_cache_out`, `append_and_attend`: attention on a KV cache; the last one
+  writes new keys into it first. In cache.py.
 - `combine`, `merge_parts`: results over parts of the keys become one. In merging.py.
 - `fwd_completions`: attention of completions that share a prompt, with autograd. In completions.py.
 - `quantize_fp8`, `quantize_qkv_fp8`; `fwd_fp8`, `fwd_fp8_out`: attention on float8_e4m3fn;
@@ -43,7 +43,7 @@ _EXECUTION = schema('execution')
 _GRADIENTS = schema('gradients')
 _BACKWARD = 'Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse'
 _INTO = 'Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv'
-_CACHE = schema('cache', 'score', 'splits', 'first_slot', 'lengths', 'pack_gqa', 'sm_margin',
+_CACHE = schema('cache', 'score', 'splits', 'prefix', 'lengths', 'pack_gqa', 'sm_margin',
                 'scales', 'tree', 'by_page', 'latent')
 _SCHEMAS = (
     f'fwd(Tensor q, Tensor k, Tensor v, {_SCALARS}, {_GRADIENTS}) -> (Tensor, Tensor)',
@@ -85,20 +85,19 @@ _SCHEMAS = (
     f'{_GRADIENTS}) -> (Tensor, Tensor)',
     f'fwd_quantized(Tensor q, Tensor k, Tensor v, {_GENERAL}, {_EXECUTION}, {_GRADIENTS}, '
     f'{schema("quantization", "promote")}) -> (Tensor, Tensor, Tensor)',
-    # Writes k and v behind the sequences of the cache, k rotated; returns q rotated, or an empty
-    # tensor without q or rotary_cos. Rows that the cache has no room for are not written.
-    'append_cache(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? q, '
-    f'{schema("cache", "rotary", "cu_seqlens_q", "k_descale", "v_descale")}) -> Tensor',
-    # The same with scales that it sets: by page, where a page begins with new rows; without
-    # k_descale those of latents, by key.
-    'append_cache_with_scales(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_descale, '
-    f'Tensor(d!) v_descale, Tensor k, Tensor v, Tensor? q, {schema("cache", "rotary")}, '
-    f'{schema("cu_seqlens_q")}) -> Tensor',
     # k and v: a dense cache, the pages of one, or packed with cu_seqlens_k. The LSE is empty unless
     # asked for.
     f'attend_cache(Tensor q, Tensor k, Tensor v, {_CACHE}, {schema("float16_out")}) '
     '-> (Tensor, Tensor)',
     f'attend_cache_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_CACHE}) -> Tensor',
+    # Writes k and v behind the sequences of the cache, then attends to it; k and q are rotated
+    # first. Rows that the cache has no room for are not written, and nothing of a call that is
+    # refused. k_scales, v_scales: descales that the append sets: those of pages, where a page begins
+    # with new rows, or v_scales alone, those of latents. Returns out (empty if it was given), the
+    # LSE, and q rotated or an empty tensor.
+    'append_and_attend(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, '
+    f'Tensor(c!)? out, Tensor(d!)? k_scales, Tensor(e!)? v_scales, {schema("rotary")}, {_CACHE}, '
+    f'{schema("float16_out")}) -> (Tensor, Tensor, Tensor)',
 )
 
 LIBRARY = torch.library.Library('flash_attn3', 'DEF')

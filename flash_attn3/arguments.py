@@ -49,9 +49,8 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('return_lse', 'bool', False, 'splits'),
     ('num_splits', 'SymInt', 0, 'splits'),
     ('split_size', 'SymInt', 0, 'splits'),
-    # The first slot of a cache that counts, in all sequences: what stands before, another call
-    # attends to (prefix.py).
-    ('first_slot', 'SymInt', 0, 'first_slot'),
+    # The first keys of a cache, which all sequences share: those of the first one (prefix.py).
+    ('shared_prefix', 'SymInt', 0, 'prefix'),
     # Appending to a cache. rotary_per_query: each query has a position of its own.
     ('rotary_cos', 'Tensor?', None, 'rotary'),
     ('rotary_sin', 'Tensor?', None, 'rotary'),

@@ -22,12 +22,13 @@ from flash_attn3.reference import Inputs, Outputs, Score
 from flash_attn3.reference_fp8 import Scales
 from flash_attn3.trees import COLUMNS, unpacked
 
-# What follows q, k and v of `attend_cache`, and q of `append_cache`.
-Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'first_slot', 'lengths',
+# What follows q, k and v of `attend_cache`, and the rotary arguments of `append_and_attend`.
+Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'prefix', 'lengths',
                   'pack_gqa', 'sm_margin', 'scales', 'tree', 'by_page', 'latent', 'float16_out')
-# descale_by_page, and v_descale of latents: the op `append_cache_with_scales`.
+# What an append reads of them.
 Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q', 'k_descale', 'v_descale',
                   'by_page')
+Rotary = tuple_of('Rotary', __name__, 'rotary')
 _Own = Attend | Append
 
 
@@ -54,14 +55,13 @@ def _capacity_of(cache: Tensor, own: _Own) -> int:
 
 
 def _spans(cache: Tensor, own: _Own, batch: int) -> list[tuple[int, int, int]]:
-    """(first slot that counts, keys before the append, new keys) of each sequence."""
+    """(first slot with a key, keys before the append, new keys) of each sequence."""
     capacity = _capacity_of(cache, own)
     before = _numbers(own.cache_seqlens,
                       [capacity if own.cache_length < 0 else own.cache_length] * batch)
     new = ([own.appended] * batch if own.cu_seqlens_k_new is None else
            _differences(own.cu_seqlens_k_new))
-    first = getattr(own, 'first_slot', 0)
-    return list(zip(_numbers(own.cache_leftpad, [first] * batch), before, new))
+    return list(zip(_numbers(own.cache_leftpad, [0] * batch), before, new))
 
 
 def _index(cache: Tensor, own: _Own, sequence: int, slots: Tensor) -> tuple:
@@ -95,7 +95,8 @@ def _contents_problem(tensors: tuple[Tensor | None, Tensor, int | None], own: _O
                 return problem
     capacity = _capacity_of(cache, own)
     for sequence, (first, before, new) in enumerate(_spans(cache, own, batch)):
-        begin = first if isinstance(own, Attend) else before
+        shared = getattr(own, 'shared_prefix', 0) if sequence > 0 else 0    # those of the first
+        begin = max(first, shared) if isinstance(own, Attend) else before
         problem = _span_problem(sequence, (first, before, new), capacity) or _place_problem(
             cache, own, sequence, range(begin, before + new))
         if problem:
@@ -118,10 +119,10 @@ def _span_problem(sequence: int, span: tuple[int, int, int],
     return None
 
 
-def _first_slot_problem(q: Tensor, cache: Tensor, own: Attend,
-                        batch: int) -> tuple[str, str] | None:
-    """The same of keys before first_slot, to which another call attends without a mask."""
-    first, queries = own.first_slot, _query_counts(q, own, batch)
+def _prefix_problem(q: Tensor, cache: Tensor, own: Attend,
+                    batch: int) -> tuple[str, str] | None:
+    """The same of shared keys: each query sees all of them."""
+    first, queries = own.shared_prefix, _query_counts(q, own, batch)
     for sequence, (_, before, new) in enumerate(_spans(cache, own, batch)):
         if before < first:
             return (f'cache_seqlens[{sequence}] to be at least {first}, the shared keys',
@@ -192,7 +193,7 @@ def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
             raise RuntimeError(checks.error('attend_cache', *problem))
     if own.cu_seqlens_k is None:
         batch = _batch_of(q, k, own)
-        problem = _first_slot_problem(q, k, own, batch) if own.first_slot > 0 else None
+        problem = _prefix_problem(q, k, own, batch) if own.shared_prefix > 0 else None
         if problem := problem or _tree_problem(q, own, batch):
             raise RuntimeError(checks.error('attend_cache', *problem))
         _check_contents('attend_cache', (q, k, None), own, batch)
@@ -215,8 +216,17 @@ def _indices_of(x: Tensor, own: Attend, batch: int) -> list[tuple]:
     for sequence, (first, before, new) in enumerate(_spans(x, own, batch)):
         end = min(_capacity_of(x, own), before + new)
         slots = torch.arange(min(first, end), end, device=x.device)
-        indices.append(_index(x, own, sequence, slots))
+        index = _index(x, own, sequence, slots)
+        if sequence > 0 and own.shared_prefix > 0:
+            index = _with_prefix(index, _index(x, own, 0, slots), slots < own.shared_prefix)
+        indices.append(index)
     return indices
+
+
+def _with_prefix(own: tuple, of_first: tuple, is_shared: Tensor) -> tuple:
+    """The rows of the first sequence where slots are shared."""
+    return tuple(torch.where(is_shared, torch.as_tensor(first), torch.as_tensor(one))
+                 for one, first in zip(own, of_first))
 
 
 def _scales_of(scale: Tensor | None, x: Tensor, own: Attend, batch: int) -> list[Tensor | None]:
@@ -308,24 +318,20 @@ def attend_out_plainly(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments)
 
 
 # ------------------------------------------------------------------------------------------- append
-def _check_append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, q: Tensor | None,
-                  own: Append) -> Append:
-    """The arguments, with the number of new keys in their place."""
-    tensors = dict(k=caches[0], v=caches[1], k_new=k, v_new=v)
-    tensors |= {} if q is None else dict(q=q)
+def _check_append(caches: tuple[Tensor, Tensor], k: Tensor | None, v: Tensor | None, q: Tensor,
+                  own: Append) -> None:
+    """Raises RuntimeError if new keys cannot be appended, or q cannot be rotated."""
+    tensors = dict(k=caches[0], v=caches[1], k_new=k, v_new=v, q=q)
     text = checks.problem_text(tensors, own, check=_plan.check_append, rules_of='cpu')
     if text:
         raise RuntimeError(text)
-    if own.cu_seqlens_k_new is None:
-        own = own._replace(appended=k.size(1))
-    batch = _batch_of(None, k, own)
-    _check_contents('append_cache', (q, caches[0], k.size(0)), own, batch)
+    batch = _batch_of(q, q, own)
+    _check_contents('append_cache', (q, caches[0], None if k is None else k.size(0)), own, batch)
     if own.rotary_cos is not None:
         _check_positions(caches[0], q, own, batch)
-    return own
 
 
-def _check_positions(cache: Tensor, q: Tensor | None, own: Append, batch: int) -> None:
+def _check_positions(cache: Tensor, q: Tensor, own: Append, batch: int) -> None:
     """The tables have a row for each position of a new key and of a query."""
     spans = _spans(cache, own, batch)
     firsts = _numbers(own.rotary_seqlens, [before for _, before, _ in spans])
@@ -338,16 +344,14 @@ def _check_positions(cache: Tensor, q: Tensor | None, own: Append, batch: int) -
                 f'{own.rotary_cos.size(0)} rows'))
 
 
-def _query_counts(q: Tensor | None, own: Append, batch: int) -> list[int]:
-    if q is None:
-        return [0] * batch
+def _query_counts(q: Tensor, own: _Own, batch: int) -> list[int]:
     return [q.size(1)] * batch if own.cu_seqlens_q is None else _differences(own.cu_seqlens_q)
 
 
 def _rotated(x: Tensor, positions: Tensor, own: Append) -> Tensor:
     """x (rows, heads, head_dim) with the first columns rotated, rounded once."""
-    wide = reference.wide_dtype(x.dtype)
-    cos, sin = (table[positions].to(wide).unsqueeze(1) for table in (own.rotary_cos,
+    wide = torch.float32 if x.dtype == E4M3 else reference.wide_dtype(x.dtype)
+    cos, sin = (_bytes(table)[positions].view(table.dtype).to(wide).unsqueeze(1) for table in (own.rotary_cos,
                                                                      own.rotary_sin))
     half = cos.size(-1)
     result = x.to(wide, copy=True)
@@ -404,28 +408,59 @@ def _scale_of_largest(largest: Tensor, most: float) -> Tensor:
     return torch.where(mantissa == 0.5, least, least / mantissa)
 
 
-def append_plainly(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tensor | None,
-                   *arguments) -> Tensor:
-    """The op `append_cache` on any device."""
-    return _append((k_cache, v_cache), k, v, q, Append(*arguments))
+def append_and_attend_plainly(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
+        out: Tensor | None, k_scales: Tensor | None, v_scales: Tensor | None,
+        *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """The op `append_and_attend` on any device."""
+    rotary = Rotary(*arguments[:len(Rotary._fields)])
+    own = _with_scales(arguments[len(Rotary._fields):], k_scales, v_scales)
+    caches = k_cache, v_cache
+    check_attend((q, *caches, out), own)
+    append = append_of(own, rotary)
+    _check_append(caches, k, v, q, append)
+    q, qv, k, v = (_apart(x, caches) for x in (q, own.qv, k, v))
+    own = own._replace(qv=qv)
+    firsts = _firsts(k_cache, append, _batch_of(q, q, append))
+    if k is not None:
+        _append(caches, k, v, append)
+    rotated = _rotated_queries(q, append, firsts) if rotary.rotary_cos is not None else None
+    result, lse, _ = _attend(q if rotated is None else rotated, k_cache, v_cache, own)
+    result = result.to(_out_dtype(q, own)) if out is None else out.copy_(result).new_empty(0)
+    return (result, lse if own.return_lse else lse.new_empty(0),
+            q.new_empty(0) if rotated is None else rotated)
 
 
-def append_with_scales_plainly(k_cache: Tensor, v_cache: Tensor, k_descale: Tensor | None,
-                               v_descale: Tensor, k: Tensor, v: Tensor, q: Tensor | None,
-                               *arguments) -> Tensor:
-    """The op `append_cache_with_scales` on any device."""
-    own = Append(*arguments)._replace(k_descale=k_descale, v_descale=v_descale,
-                                      descale_by_page=k_descale is not None)
-    return _append((k_cache, v_cache), k, v, q, own)
+def _with_scales(arguments: tuple, k_scales: Tensor | None, v_scales: Tensor | None) -> Attend:
+    """The arguments of attention, with the scales that an append sets."""
+    own = Attend(*arguments)
+    return own if v_scales is None else own._replace(k_descale=k_scales, v_descale=v_scales)
 
 
-def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, q: Tensor | None,
-            own: Append) -> Tensor:
+def append_of(own: Attend, rotary: Rotary) -> Append:
+    return Append(*(getattr(rotary if name in Rotary._fields else own, name)
+                    for name in Append._fields))
+
+
+def _apart(x: Tensor | None, caches: tuple[Tensor, Tensor]) -> Tensor | None:
+    """x, copied if the append might overwrite it."""
+    def owner(x: Tensor) -> int:
+        return x.untyped_storage().data_ptr()
+
+    is_view = x is not None and any(owner(x) == owner(cache) for cache in caches)
+    return x.clone() if is_view else x
+
+
+def _firsts(k_cache: Tensor, own: Append, batch: int) -> list[int]:
+    """The position of the first new key of each sequence, and of its first query."""
+    return _numbers(own.rotary_seqlens, [before for _, before, _ in _spans(k_cache, own, batch)])
+
+
+def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, own: Append) -> None:
     k_cache, v_cache = caches
-    own = _check_append(caches, k, v, q, own)
-    batch = _batch_of(None, k, own)
+    batch = k.size(0) if own.cu_seqlens_k_new is None else own.cu_seqlens_k_new.numel() - 1
     spans = _spans(k_cache, own, batch)
-    firsts = _numbers(own.rotary_seqlens, [before for _, before, _ in spans])
+    firsts = _firsts(k_cache, own, batch)
     starts = range(batch) if own.cu_seqlens_k_new is None else own.cu_seqlens_k_new.tolist()
     for sequence, (_, before, new) in enumerate(spans):
         start = starts[sequence]
@@ -442,25 +477,10 @@ def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, q: Tensor | Non
                                   else _key_scales(rows, scale, index) if scale.dim() == 3
                                   else scale[sequence:sequence + 1])
             _bytes(cache)[index] = _bytes(rows)
-    if q is None or own.rotary_cos is None:
-        return k_cache.new_empty(0)
-    return _rotated_queries(q, own, firsts)
 
 
 # -------------------------------------------------------------------------------------------- fakes
 # They check only what they rely on themselves; the rest is checked when real tensors arrive.
-def _append_fake(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, q: Tensor | None,
-                 *arguments) -> Tensor:
-    if q is None or Append(*arguments).rotary_cos is None:
-        return k_cache.new_empty(0)
-    return q.new_empty(q.shape)
-
-
-def _append_with_scales_fake(k_cache: Tensor, v_cache: Tensor, k_descale: Tensor | None,
-                             v_descale: Tensor, *others) -> Tensor:
-    return _append_fake(k_cache, v_cache, *others)
-
-
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor]:
     own = Attend(*arguments)
     rank = 4 if own.cu_seqlens_q is None else 3
@@ -476,10 +496,20 @@ def _attend_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments) -
     return _attend_fake(q, k, v, *arguments)[1]
 
 
+def _append_and_attend_fake(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
+        out: Tensor | None, k_scales: Tensor | None, v_scales: Tensor | None,
+        *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    count = len(Rotary._fields)
+    result, lse = _attend_fake(q, k_cache, v_cache, *arguments[count:])
+    is_rotated = Rotary(*arguments[:count]).rotary_cos is not None
+    return (result if out is None else result.new_empty(0), lse,
+            q.new_empty(q.shape if is_rotated else 0))
+
+
 for _name, _on_cpu, _fake in (
-        ('append_cache', append_plainly, _append_fake),
-        ('append_cache_with_scales', append_with_scales_plainly, _append_with_scales_fake),
         ('attend_cache', attend_plainly, _attend_fake),
-        ('attend_cache_out', attend_out_plainly, _attend_out_fake)):
+        ('attend_cache_out', attend_out_plainly, _attend_out_fake),
+        ('append_and_attend', append_and_attend_plainly, _append_and_attend_fake)):
     _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)

@@ -1,8 +1,7 @@
 """The public functions on a KV cache: attention with append, and the merging of partial results.
 
-No policy lives here: the ops check their inputs and choose the kernel. A call is at most two ops,
-`append_cache` and `attend_cache`; on a GPU a step of decode takes microseconds, so the way to them
-is short.
+No policy lives here: the ops check their inputs and choose the kernel. A call is one op; on a GPU a
+step of decode takes microseconds, so the way to it is short.
 """
 from __future__ import annotations
 
@@ -14,24 +13,21 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flash_attn3 import _library, cache, checks, derivatives, env, fallback, fp8, prefix, sharding
-from flash_attn3.arguments import names
 from flash_attn3.merging import flash_attn_combine, merge_states
-from flash_attn3.prefix import Result
 
 __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
            'merge_states']
 
 _OP = 'flash_attn_with_kvcache'
-# (append, attend, attend into out, append with scales by page): the ops, eager and traced; the same
-# without an op.
+# (attend, attend into out, append and attend): the ops, eager and traced; the same without an op.
 _TRACED = tuple(getattr(torch.ops.flash_attn3, name).default for name in (
-    'append_cache', 'attend_cache', 'attend_cache_out', 'append_cache_with_scales'))
+    'attend_cache', 'attend_cache_out', 'append_and_attend'))
 _EAGER = tuple(_library.bare(op) for op in _TRACED)
-_PLAIN = (cache.append_plainly, cache.attend_plainly, cache.attend_out_plainly,
-          cache.append_with_scales_plainly)
-_CACHE_COUNT = len(names('cache'))
-_CU_SEQLENS, _SCALES, _BY_PAGE = map(cache.Attend._fields.index, (
-    'cu_seqlens_q', 'k_descale', 'descale_by_page'))
+_PLAIN = cache.attend_plainly, cache.attend_out_plainly, cache.append_and_attend_plainly
+_SINKS, _RETURN_LSE, _BY_PAGE, _QV, *_DESCALES = map(cache.Attend._fields.index, (
+    'sinks', 'return_lse', 'descale_by_page', 'qv', 'k_descale', 'v_descale'))
+
+Result = Tensor | tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def flash_attn_with_kvcache(
@@ -41,8 +37,8 @@ def flash_attn_with_kvcache(
         cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
         page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
-        rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None,
-        k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+        rotary_seqlens: Tensor | None = None, q_descale: Tensor | float | None = None,
+        k_descale: Tensor | float | None = None, v_descale: Tensor | float | None = None,
         softmax_scale: float | None = None, causal: bool = False,
         window_size: Sequence[int] | Tensor = (-1, -1), attention_chunk: int = 0,
         softcap: float = 0.0, rotary_interleaved: bool = True,
@@ -83,6 +79,10 @@ def flash_attn_with_kvcache(
         RuntimeError: a wrong shape, dtype, stride, device or number; a tensor that requires grad.
         NotImplementedError: DTensors.
     """
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        q_descale, k_descale, v_descale = _descales_of(
+            (q_descale, k_descale, v_descale), (q, k_cache, v_cache), cu_seqlens_q,
+            descale_by_page, qv is not None)
     if (scheduler_metadata is not None or out_dtype is not None or type(q) is not Tensor
             or type(softcap) is not float or forward_ad._current_level >= 0
             or (softmax_scale is not None and type(softmax_scale) is not float)
@@ -99,6 +99,8 @@ def flash_attn_with_kvcache(
     length = -1
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         length, cache_seqlens = _checked_length(cache_seqlens), None
+    if page_table is not None and cache_batch_idx is not None:
+        page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx)
     left, right = (-1, -1) if window_size == (-1, -1) else checks.window_sides(window_size)
     has_none = k is None or cu_seqlens_k_new is not None or k.dim() < 2
     arguments = (    # two tuples: one display of more than 30 takes CPython 0.1 us longer
@@ -109,11 +111,11 @@ def flash_attn_with_kvcache(
         0, pack_gqa, sm_margin, q_descale, k_descale, v_descale, tree_mask, descale_by_page, qv)
     if shared_prefix != 0:
         arguments = prefix.checked((q, k_cache, v_cache, out), arguments, shared_prefix)
-    if (k is not None or v is not None or rotary_cos is not None or rotary_sin is not None
-            or rotary_seqlens is not None):
-        rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
-        q = _append(functions, (q, k_cache, v_cache, out), k, v, rotary, arguments)
-    return _attend(functions, q, k_cache, v_cache, out, arguments, out_dtype)
+    if k is None and v is None and rotary_cos is None and rotary_sin is None:
+        return _attend(functions, (q, k_cache, v_cache, out), arguments, out_dtype)
+    rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
+    return _append_and_attend(functions, (q, k_cache, v_cache, out), (k, v), rotary, arguments,
+                              out_dtype)
 
 
 def get_scheduler_metadata(
@@ -149,79 +151,113 @@ def functions_for(q: Tensor, op: str) -> tuple:
     return _PLAIN
 
 
-def _append(functions: tuple, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-            k: Tensor | None, v: Tensor | None, rotary: tuple, arguments: tuple) -> Tensor:
-    """Appends k and v. tensors: q and the caches; returns q as attention takes it.
-
-    rotary: cos, sin, positions, interleaved; arguments: of the attention.
+def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The page table of the sequences, whose rows are named by cache_batch_idx: no pages for a row
+    that is none. A wrong table or list is returned as it is: the op has an error for it.
     """
+    table, rows = page_table, cache_batch_idx
+    if (table.dim() != 2 or table.size(0) == 0 or rows.dim() != 1 or table.dtype != torch.int32
+            or rows.dtype != torch.int32 or table.device != rows.device):
+        return page_table, cache_batch_idx
+    last = table.size(0) - 1
+    is_none = (rows < 0) | (rows > last)
+    if (not is_compiling() and (env.CHECK_CONTENTS or not rows.is_cuda)
+            and not (rows.is_cuda and torch.cuda.is_current_stream_capturing()) and is_none.any()):
+        first = is_none.nonzero()[0].item()
+        raise RuntimeError(checks.error(
+            _OP, f'cache_batch_idx[{first}] to be from 0 to {last}, the rows of page_table',
+            str(rows[first].item())))
+    return table.index_select(0, rows.clamp(0, last)).masked_fill_(is_none[:, None], -1), None
+
+
+def _descales_of(given: tuple, tensors: tuple, cu_seqlens_q: Tensor | None, is_by_page: bool,
+                 is_latent: bool) -> tuple[Tensor | None, ...]:
+    """Descales as the op takes them: numbers as tensors. tensors: q and the caches."""
+    q, k_cache, v_cache = tensors
+    for name, scale in zip(('q_descale', 'k_descale', 'v_descale'), given):
+        if not (scale is None or isinstance(scale, Tensor) or fp8.is_number(scale)):
+            raise RuntimeError(checks.error(_OP, f'{name} to be a tensor or a number',
+                                            repr(scale)))
+    batch, heads = fp8.of_heads(q, k_cache, cu_seqlens_q)
+    of_k = (k_cache.size(0), heads) if is_by_page else (batch, heads)
+    of_v = (*v_cache.shape[:2], 1) if is_latent else of_k
+    return fp8.descale_tensors(given, ((batch, heads), of_k, of_v), q.device)
+
+
+def _attend(functions: tuple, tensors: tuple, arguments: tuple,
+            out_dtype: torch.dtype | None) -> Result:
+    """What flash_attn_with_kvcache returns. tensors: q, the caches and out."""
     q, k_cache, v_cache, out = tensors
-    if k is None or v is None:
-        given = 'k' if k is not None else 'v' if v is not None else 'what rotates'
-        raise RuntimeError(checks.error(_OP, 'k and v together, and rotary_cos with them',
-                                        f'{given} alone'))
-    # Nothing is written for a call that attention then refuses. A GPU has no time for that.
-    if functions is _PLAIN or not (q.is_cuda or is_compiling()):
-        cache.check_attend((q, k_cache, v_cache, out), arguments)
-    elif env.CHECK_CONTENTS and not is_compiling():
-        cache.check_cuda_contents((q, k_cache, v_cache, out), arguments)
-    own = arguments[:_CACHE_COUNT]
-    # 16-bit keys for a cache of e4m3 are quantised.
-    scales = () if v.dtype == v_cache.dtype else arguments[_SCALES:_SCALES + 2]
-    is_rotated = any(x is not None for x in rotary[:3])
-    if not is_rotated and not scales:
-        functions[0](k_cache, v_cache, k, v, None, *own)
-        return q
-    _, _, causal, left, right = arguments[_CACHE_COUNT:_CACHE_COUNT + 5]
-    per_query = bool(causal) or (left, right) != (-1, -1)
-    rows = k, v, q if is_rotated else None, *own, *rotary, per_query, arguments[_CU_SEQLENS]
-    by_page, is_latent = arguments[_BY_PAGE], arguments[-1] is not None
-    if scales and (by_page or is_latent):
-        if scales[1] is None or (by_page and scales[0] is None):
-            raise RuntimeError(checks.error(_OP, 'v_descale with 16-bit v' if is_latent else
-                                            'k_descale and v_descale with descale_by_page', 'None'))
-        rotated = functions[3](k_cache, v_cache, *scales, *rows)
-    else:
-        rotated = functions[0](k_cache, v_cache, *rows, *scales)
-    return rotated if is_rotated else q
-
-
-def _attend(functions: tuple, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None,
-            arguments: tuple, out_dtype: torch.dtype | None) -> Result:
-    """What flash_attn_with_kvcache returns. PyTorch takes time for each argument, and none to fill
-    in a default: trailing defaults stay away.
-    """
-    (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
-     split_size, first_slot, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
-     v_scale, tree_mask, by_page, qv) = arguments
-    if first_slot != 0:
-        return prefix.attend(functions[1], (q, k_cache, v_cache, out), arguments, out_dtype)
-    if qv is not None:
-        short = arguments
-    elif (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
-            or q_scale is not None or k_scale is not None or v_scale is not None
-            or tree_mask is not None or by_page):
-        short = arguments[:-1]
-    elif return_lse or num_splits != 0 or split_size != 0:
-        short = arguments[:17]
-    elif left != -1 or right != -1 or chunk != 0 or softcap != 0.0:
-        short = arguments[:14]
-    else:
-        short = arguments[:10] if causal or scale is not None or sinks is not None else \
-            arguments[:7]
-    attend, attend_out = functions[1:3]
+    attend, attend_out, _ = functions
     if env.CHECK_CONTENTS and not is_compiling():
-        cache.check_cuda_contents((q, k_cache, v_cache, out), arguments)
+        cache.check_cuda_contents(tensors, arguments)
     if out is not None:
-        lse = attend_out(q, k_cache, v_cache, out, *short)
+        lse = attend_out(q, k_cache, v_cache, out, *_short(arguments))
     elif out_dtype == torch.float16 and q.dtype == fp8.E4M3:
         out, lse = attend(q, k_cache, v_cache, *arguments, True)
     else:
-        out, lse = attend(q, k_cache, v_cache, *short)
-    if not return_lse:
+        out, lse = attend(q, k_cache, v_cache, *_short(arguments))
+    if not arguments[_RETURN_LSE]:
         return out
     empty = lse.new_empty(0)
     return out, lse, empty, empty
+
+
+def _append_and_attend(functions: tuple, tensors: tuple, new: tuple, rotary: tuple,
+                       arguments: tuple, out_dtype: torch.dtype | None) -> Result:
+    """The same with new keys, or with rotary alone. new: k and v; rotary: cos, sin, positions,
+    interleaved.
+    """
+    q, k_cache, v_cache, out = tensors
+    if not q.is_cuda and not is_compiling():
+        cache.check_attend(tensors, arguments)    # also lists without data, for which no op runs
+    elif env.CHECK_CONTENTS and not is_compiling():
+        cache.check_cuda_contents(tensors, arguments)
+    scales = (None, None)
+    v = new[1]
+    # 16-bit rows for a cache of e4m3 are quantised; scales by page and of latents are set then.
+    if v is not None and v.dtype != v_cache.dtype and (arguments[_BY_PAGE]
+                                                       or arguments[_QV] is not None):
+        scales = tuple(arguments[index] for index in _DESCALES)
+        first, last = _DESCALES
+        arguments = arguments[:first] + (None, None) + arguments[last + 1:]
+        if scales[1] is None or (scales[0] is None) == arguments[_BY_PAGE]:
+            raise RuntimeError(checks.error(
+                _OP, 'k_descale and v_descale with descale_by_page' if arguments[_BY_PAGE] else
+                'v_descale with 16-bit v' if scales[1] is None else 'k_descale to be None with qv',
+                'None' if arguments[_BY_PAGE] or scales[1] is None else 'a tensor'))
+    _, _, causal, left, right = arguments[_SINKS:_SINKS + 5]
+    per_query = bool(causal) or left != -1 or right != -1
+    is_half = out is None and out_dtype == torch.float16 and q.dtype == fp8.E4M3
+    result, lse, _ = functions[2](q, k_cache, v_cache, *new, out, *scales, *rotary, per_query,
+                                  *((*arguments, True) if is_half else _short(arguments)))
+    result = result if out is None else out
+    if not arguments[_RETURN_LSE]:
+        return result
+    empty = lse.new_empty(0)
+    return result, lse, empty, empty
+
+
+def _short(arguments: tuple) -> tuple:
+    """Without the last ones, where they are defaults: PyTorch takes time for each argument, and none
+    to fill in a default.
+    """
+    (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
+     split_size, shared, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
+     v_scale, tree_mask, by_page, qv) = arguments
+    if qv is not None:
+        return arguments
+    if (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
+            or q_scale is not None or k_scale is not None or v_scale is not None
+            or tree_mask is not None or by_page):
+        return arguments[:-1]
+    if shared != 0:
+        return arguments[:18]
+    if return_lse or num_splits != 0 or split_size != 0:
+        return arguments[:17]
+    if left != -1 or right != -1 or chunk != 0 or softcap != 0.0:
+        return arguments[:14]
+    return arguments[:10] if causal or scale is not None or sinks is not None else arguments[:7]
 
 
 def _some_require_grad(*tensors: Tensor | None) -> bool:

@@ -129,7 +129,8 @@ def _fp8_arguments(op: str, q: Tensor, out: Tensor | None,
     """What is wrong with the arguments of FP8, which it takes out of others, and what they are."""
     descales = None, None, None
     if q.dtype == E4M3:
-        descales = [others.pop(name, None) for name in ('q_descale', 'k_descale', 'v_descale')]
+        descales = [None if fp8.is_number(x) else x for x in (
+            others.pop(name, None) for name in ('q_descale', 'k_descale', 'v_descale'))]
     own = others.pop('out_dtype', None), others.pop('fp8_accum', 'fast')
     try:
         return [], fp8.fp8_of(op, q, descales, out, *own)

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import _plan, arguments, checks, fp8, prefix
-from flash_attn3.cache import Append, Attend
+from flash_attn3 import _plan, arguments, checks, fp8, kvcache, prefix
+from flash_attn3.cache import Attend, Rotary, append_of
 
 # What only a call on a cache has.
 _OF_CACHE = ('k_cache', 'v_cache', 'cache', 'rotary_cos', 'rotary_sin', 'cache_seqlens',
@@ -55,6 +55,7 @@ def reasons_and_plan(tensors: Mapping[str, Tensor | None],
     """
     _reject_unknown(given)
     op = 'flash_attn_with_kvcache'
+    given = _as_the_op(given)
     named = {**tensors, **{name: given.get(name) for name in (
         'qv', 's_aux', 'rotary_cos', 'rotary_sin', 'q_descale', 'k_descale', 'v_descale')}}
     reasons = []
@@ -63,10 +64,6 @@ def reasons_and_plan(tensors: Mapping[str, Tensor | None],
                                     checks.requires_grad_text(**named),
                                     'call it under torch.no_grad()'))
     k, v = tensors['k'], tensors['v']
-    if (k is None) != (v is None) or (k is None and given.get('rotary_cos') is not None):
-        reasons.append(checks.error(op, 'k and v together, and rotary_cos with them',
-                                    'one of them alone'))
-        return reasons, {}
     try:
         own = _attend_of(tensors, given)
     except RuntimeError as problem:
@@ -74,9 +71,10 @@ def reasons_and_plan(tensors: Mapping[str, Tensor | None],
     count = given.get('shared_prefix', 0)
     if count != 0 and (text := prefix.problem_text(
             tuple(tensors[name] for name in ('q', 'k_cache', 'v_cache', 'out')),
-            own._replace(first_slot=count))):
+            own._replace(shared_prefix=count))):
         reasons.append(text)
-    if k is not None and (text := _append_problem(tensors, own, given)):
+    if (k is not None or v is not None or given.get('rotary_cos') is not None
+            or given.get('rotary_sin') is not None) and (text := _append_problem(tensors, own, given)):
         reasons.append(text)
     described = {'q': tensors['q'], 'k': tensors['k_cache'], 'v': tensors['v_cache'],
                  'out': tensors['out']}
@@ -104,13 +102,19 @@ def _attend_of(tensors: Mapping[str, Tensor | None], given: Mapping) -> Attend:
     return Attend(**own, **{name: given[name] for name in _SHARED if name in given})
 
 
+def _as_the_op(given: Mapping) -> dict:
+    """The arguments after what `flash_attn_with_kvcache` does to them."""
+    given = {name: None if name.endswith('_descale') and fp8.is_number(x) else x
+             for name, x in given.items()}
+    table, rows = given.get('page_table'), given.get('cache_batch_idx')
+    if isinstance(table, Tensor) and isinstance(rows, Tensor):
+        given['page_table'], given['cache_batch_idx'] = kvcache.rows_of_table(table, rows)
+    return given
+
+
 def _append_problem(tensors: Mapping[str, Tensor | None], own: Attend, given: Mapping) -> str:
     rotary = {name: given[name] for name in arguments.names('rotary') if name in given}
-    shared = {name: getattr(own, name) for name in arguments.names('cache', 'cu_seqlens_q')}
-    if tensors['v'].dtype != tensors['v_cache'].dtype:
-        shared |= {name: getattr(own, name) for name in ('k_descale', 'v_descale',
-                                                         'descale_by_page')}
-    appended = Append(**shared, **rotary)
+    appended = append_of(own, Rotary(**rotary))
     named = {'q': tensors['q'], 'k': tensors['k_cache'], 'v': tensors['v_cache'],
              'k_new': tensors['k'], 'v_new': tensors['v']}
     return checks.problem_text(named, appended, check=_plan.check_append, rules_of='cuda')
@@ -140,7 +144,10 @@ def plan(shapes: Sequence[Sequence[int]], dtype: str, given: Mapping,
         lists.pop('cache_seqlens')
     if starts is not None:
         lists['cu_seqlens_q'] = (batch + 1,)
-    if (table := given.get('page_table')) is not None:
+    if (table := given.get('page_table')) is not None and lists.pop('cache_batch_idx', None):
+        lists['page_table'] = (batch, tuple(
+            table.shape if isinstance(table, Tensor) else table)[1])
+    elif table is not None:
         lists['page_table'] = tuple(table.shape if isinstance(table, Tensor) else table)
     call |= {name: checks.describe_sizes(shape, 'int32') for name, shape in lists.items()}
     if given.get('qv') is not None:

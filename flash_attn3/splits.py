@@ -100,7 +100,21 @@ def _gains(call: Call) -> bool:
 
 # ---------------------------------------------------------------------------------------- attention
 def attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, an empty tensor) by `attend_cache`; lse is empty unless asked for."""
+    """(out, lse, an empty tensor) by `attend_cache`; lse is empty unless asked for.
+
+    Raises:
+        RuntimeError: the op refuses the call. Its k_cache and v_cache are k and v here.
+    """
+    try:
+        return _attention(call, num_splits, return_lse)
+    except RuntimeError as problem:
+        text = str(problem)
+        if 'k_cache' not in text and 'v_cache' not in text:
+            raise
+        raise RuntimeError(text.replace('k_cache', 'k').replace('v_cache', 'v')) from None
+
+
+def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out = call.tensors
     general, of_fp8 = call.general, call.of_fp8
     scales = (None, None, None) if of_fp8 is None else tuple(of_fp8.scales)

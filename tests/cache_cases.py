@@ -62,7 +62,7 @@ class CacheCase:
     own_positions: bool = False             # rotary_seqlens
     leftpad: tuple[int, ...] = ()
     shared: int = 0                         # shared_prefix: keys that only the first sequence has
-    batch_idx: bool = False                 # the cache has twice as many rows, in another order
+    batch_idx: bool = False                 # more rows than sequences, of the cache or the table
     length_as: str = 'tensor'               # or int, or none: the whole cache
     layout: str = ''                        # a name in LAYOUTS
     causal: bool = False
@@ -129,7 +129,8 @@ class CacheCase:
 
     @property
     def rotary_dim(self) -> int:
-        return int(self.rotary * self.head_dim) // 16 * 16
+        step = 16 if self.dtype != 'e4m3' else 32
+        return int(self.rotary * self.head_dim) // step * step
 
     @property
     def queries(self) -> list[int]:
@@ -202,7 +203,7 @@ class CacheCase:
                                                        device=generator.device).T for name in 'kv'}
         holds = torch.zeros(shape[1], dtype=torch.bool, device=generator.device)
         for b, (ids, (first, _), (_, before)) in enumerate(zip(
-                given['page_table'].long(), self.filled(), self.lengths)):
+                table_of(given), self.filled(), self.lengths)):
             first = max(first, self.shared if b else 0)
             holds[ids[first // self.page_size:-(-before // self.page_size)]] = True
         for x in scales.values():
@@ -247,7 +248,13 @@ class CacheCase:
             full[row[used], offset[used]] = x[used]
             caches.append(full.to(kept))
         lists = {'page_table': where['table']} if self.page_size else {}
-        if self.batch_idx:
+        if self.batch_idx and self.page_size:    # rows of the table that are not the batch's
+            order = torch.randperm(self.batch + 2, generator=generator, device=device)[:self.batch]
+            table = torch.full((self.batch + 2, where['table'].size(1)), NOWHERE[0],
+                               dtype=torch.int32, device=device)
+            table[order] = where['table']
+            lists = {'page_table': table, 'cache_batch_idx': order.int()}
+        elif self.batch_idx:
             lists['cache_batch_idx'] = where['table']
         if self.leftpad:
             lists['cache_leftpad'] = ints(self.leftpad, device)
@@ -365,6 +372,12 @@ class CacheCase:
             pack_gqa=self.pack_gqa, sm_margin=self.sm_margin, **lists)
 
 
+def table_of(arguments: dict) -> Tensor:
+    """The pages of each sequence, whichever row of the table names them."""
+    table, rows = arguments['page_table'].long(), arguments.get('cache_batch_idx')
+    return table if rows is None else table[rows.long()]
+
+
 def call(case: CacheCase, arguments: dict, **changes) -> Returned:
     """Runs it; changes: to the arguments."""
     result = flash_attn_with_kvcache(**arguments | changes)
@@ -381,7 +394,7 @@ def copied(arguments: dict) -> dict:
     own = {}
     for name in ('k_cache', 'v_cache', 'k_descale', 'v_descale'):
         x = arguments.get(name)
-        if x is not None and 0 not in x.stride():
+        if isinstance(x, Tensor) and 0 not in x.stride():
             own[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
             as_bits(own[name]).copy_(as_bits(x))
     return arguments | own

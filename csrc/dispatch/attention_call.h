@@ -13,7 +13,7 @@ struct AttentionCall {
   bool is_backward = false;
   bool has_batch = true;           // false: the caller's tensors have none, here it is 1
   DeviceLimits device = {0, 0};    // q's device; 0: unknown
-  TensorMeta q;                    // (batch, seqlen_q, heads_q, head_dim); appending: may be none
+  TensorMeta q;                    // (batch, seqlen_q, heads_q, head_dim)
   TensorMeta k;                    // (batch, seqlen_k, heads_k, head_dim)
   TensorMeta v;                    // (batch, seqlen_k, heads_k, head_dim_v)
   std::optional<TensorMeta> out;   // (batch, seqlen_q, heads_q, head_dim_v); forward: if given
@@ -35,7 +35,7 @@ struct AttentionCall {
   std::optional<TensorMeta> v_new;
   CacheArguments cache;
   SplitArguments splits;
-  FirstSlotArgument first;
+  PrefixArgument prefix;
   RotaryArguments rotary;
   TreeArguments tree;
   ByPageArgument by_page;
@@ -68,7 +68,7 @@ struct AttentionCall {
     visitor("v_new", v_new);
     cache.visit(visitor);
     splits.visit(visitor);
-    first.visit(visitor);
+    prefix.visit(visitor);
     rotary.visit(visitor);
     tree.visit(visitor);
     by_page.visit(visitor);
@@ -94,13 +94,16 @@ struct AttentionCall {
                                : 1 / std::sqrt(double(head_dim + latent_dim));
   }
 
-  // As errors name the op.
+  // As errors name the op, k and v.
   char const* op() const {
     if (on_cache) {
-      return k_new ? "append_cache" : out ? "attend_cache_out" : "attend_cache";
+      return out ? "attend_cache_out" : "attend_cache";
     }
     return is_backward ? (dq ? "bwd_out" : "bwd") : out ? "fwd_out" : "fwd";
   }
+
+  char const* k_name() const { return on_cache && !lengths.cu_seqlens_k ? "k_cache" : "k"; }
+  char const* v_name() const { return on_cache && !lengths.cu_seqlens_k ? "v_cache" : "v"; }
 
   // As errors name a dimension of the above.
   int named_dim(int dim) const { return has_batch ? dim : dim - 1; }

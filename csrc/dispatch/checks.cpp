@@ -17,7 +17,8 @@ constexpr int64_t kMaxLength = int64_t(1) << 30;
 constexpr double kMaxTiles = double(1 << 29);
 
 std::array<NamedTensor, 3> inputs(AttentionCall const& call) {
-  return {NamedTensor{"q", call.q}, NamedTensor{"k", call.k}, NamedTensor{"v", call.v}};
+  return {NamedTensor{"q", call.q}, NamedTensor{call.k_name(), call.k},
+          NamedTensor{call.v_name(), call.v}};
 }
 
 bool on_cuda(AttentionCall const& call) { return call.q.device == DeviceType::kCuda; }
@@ -80,9 +81,11 @@ struct SizeRule {
 };
 
 std::string check_sizes(AttentionCall const& call) {
+  char const* const k = call.k_name();
+  char const* const v = call.v_name();
   SizeRule const rules[] = {
-      {"k", call.k, 0, "q", call.q}, {"v", call.v, 0, "q", call.q}, {"v", call.v, 1, "k", call.k},
-      {"v", call.v, 2, "k", call.k}, {"k", call.k, 3, "q", call.q},
+      {k, call.k, 0, "q", call.q}, {v, call.v, 0, "q", call.q}, {v, call.v, 1, k, call.k},
+      {v, call.v, 2, k, call.k},   {k, call.k, 3, "q", call.q},
   };
   static constexpr char const* kDims[] = {"batch", "seqlen", "heads", "head_dim"};
   for (SizeRule const& rule : rules) {
@@ -94,10 +97,11 @@ std::string check_sizes(AttentionCall const& call) {
     }
   }
   if (call.k.size[2] < 1) {
-    return refuse(call, "k.size(2), the heads, to be at least 1", text(call.k.size[2]));
+    return refuse(call, text(k, ".size(2), the heads, to be at least 1"), text(call.k.size[2]));
   }
   if (call.q.size[2] % call.k.size[2] != 0) {
-    return refuse(call, text("the heads of q to be a multiple of the heads of k, ", call.k.size[2]),
+    return refuse(call,
+                  text("the heads of q to be a multiple of the heads of ", k, ", ", call.k.size[2]),
                   text(call.q.size[2]), "tensors are (batch, seqlen, heads, head_dim)");
   }
   return {};
@@ -149,7 +153,7 @@ std::string check_head_dims(AttentionCall const& call) {
   if (head_dim_v < 8 || head_dim_v > most_v || head_dim_v % 8 != 0) {
     return refuse(
         call,
-        text("v.size(", call.named_dim(3),
+        text(call.v_name(), ".size(", call.on_cache ? 3 : call.named_dim(3),
              "), the head_dim of the values, to be a multiple of 8 from 8 to ", most_v,
              head_dim <= kLongValuesHeadDim ? "" : text(" with a head_dim of ", head_dim)),
         text(head_dim_v));

@@ -11,26 +11,36 @@ namespace fa3 {
 namespace {
 
 constexpr char const* kOp = "append_cache";
-// The kernel rotates 16 bytes of the tables at a time.
+// The kernel rotates pairs of 16 bytes at a time.
 constexpr int kRotaryStep = 16;
+constexpr int kRotaryStepOfE4M3 = 32;
 
 std::string refuse(std::string const& expected, std::string const& got,
                    std::string const& hint = "") {
   return error_text(kOp, expected, got, hint);
 }
 
-bool has_queries(AttentionCall const& call) { return call.q.device != DeviceType::kOther; }
+bool rotates(AttentionCall const& call) {
+  return call.rotary.rotary_cos && call.rotary.rotary_sin;
+}
+
+bool has_rows(AttentionCall const& call) { return call.k_new && call.v_new; }
 
 std::string check_given(AttentionCall const& call) {
-  return call.k_new && call.v_new
-             ? ""
-             : refuse("k and v", call.k_new || call.v_new ? "one of them" : "None");
+  if (bool(call.k_new) != bool(call.v_new)) {
+    return refuse("k and v together", call.k_new ? "k alone" : "v alone");
+  }
+  return !has_rows(call) && call.cache.cu_seqlens_k_new
+             ? refuse("cu_seqlens_k_new with k and v", "cu_seqlens_k_new alone")
+             : "";
 }
 
 std::string check_ranks(AttentionCall const& call) {
   int const rank = call.cache.cu_seqlens_k_new ? 3 : 4;
-  for (auto [name, meta] : {NamedTensor{"k", *call.k_new}, NamedTensor{"v", *call.v_new}}) {
-    if (meta.rank != rank) {
+  NamedTensor const rows[] = {{"k", has_rows(call) ? *call.k_new : call.k},
+                              {"v", has_rows(call) ? *call.v_new : call.v}};
+  for (auto [name, meta] : rows) {
+    if (has_rows(call) && meta.rank != rank) {
       return refuse(text(name, " to have ", rank, " dimensions ",
                          rank == 3 ? "(total, heads, head_dim) with cu_seqlens_k_new"
                                    : "(batch, new, heads, head_dim)"),
@@ -38,10 +48,9 @@ std::string check_ranks(AttentionCall const& call) {
     }
   }
   int const rank_q = call.lengths.cu_seqlens_q ? 3 : 4;
-  if (has_queries(call) && call.q.rank != rank_q) {
-    return refuse(text("q to have ", rank_q, " dimensions"), text(call.q.rank));
-  }
-  return {};
+  return call.q.rank == rank_q
+             ? ""
+             : refuse(text("q to have ", rank_q, " dimensions"), text(call.q.rank));
 }
 
 std::string check_form(AttentionCall const& call) {
@@ -49,7 +58,7 @@ std::string check_form(AttentionCall const& call) {
   if (!error.empty()) {
     return error;
   }
-  bool const is_dense = call.k_new->rank == 4;
+  bool const is_dense = has_rows(call) && call.k_new->rank == 4;
   if (is_dense && call.k_new->size[0] != batch_of(call)) {
     return refuse(text("k.size(0) to be the batch, ", batch_of(call)), text(call.k_new->size[0]));
   }
@@ -58,6 +67,9 @@ std::string check_form(AttentionCall const& call) {
 
 // New keys of more than 8 bits for a cache of e4m3.
 bool quantises(AttentionCall const& call) {
+  if (!has_rows(call)) {
+    return false;
+  }
   Dtype const dtype = call.k_new->dtype;
   bool const is_wide = dtype == Dtype::kFloat32 || dtype == Dtype::kFloat64;
   bool const has_16_bits = dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16;
@@ -67,7 +79,36 @@ bool quantises(AttentionCall const& call) {
 
 // The same for latents alone: new rows have the dtype of k_cache.
 bool quantises_latents(AttentionCall const& call) {
-  return call.v.dtype == Dtype::kFloat8E4M3 && call.k.dtype != Dtype::kFloat8E4M3;
+  return has_rows(call) && call.v.dtype == Dtype::kFloat8E4M3 &&
+         call.v_new->dtype != Dtype::kFloat8E4M3 && call.k.dtype != Dtype::kFloat8E4M3;
+}
+
+std::string check_dtype(NamedTensor const& tensor, NamedTensor const& like) {
+  return tensor.meta.dtype == like.meta.dtype
+             ? ""
+             : refuse(text(tensor.name, ".dtype to be that of ", like.name, ", ",
+                           like.meta.dtype_name),
+                      tensor.meta.dtype_name);
+}
+
+// New rows have the dtype of their cache; those that are quantised have one dtype. What is rotated
+// has one dtype too.
+std::string check_dtypes_of_rows(AttentionCall const& call) {
+  if (!has_rows(call)) {
+    return {};
+  }
+  NamedTensor const q = {"q", call.q};
+  NamedTensor const k_cache = {"k_cache", call.k};
+  NamedTensor const k = {"k", *call.k_new};
+  NamedTensor const v = {"v", *call.v_new};
+  bool const is_quantised = quantises(call);
+  NamedTensor const of_v = is_quantised ? k
+                           : quantises_latents(call) || call.v.dtype == call.k.dtype
+                               ? k_cache
+                               : NamedTensor{"v_cache", call.v};
+  std::string error = is_quantised ? "" : check_dtype(k, k_cache);
+  error = error.empty() ? check_dtype(v, of_v) : error;
+  return error.empty() && rotates(call) ? check_dtype(q, is_quantised ? k : k_cache) : error;
 }
 
 std::string check_dtypes(AttentionCall const& call) {
@@ -76,18 +117,15 @@ std::string check_dtypes(AttentionCall const& call) {
   if (cache.dtype == Dtype::kOther || (is_wide && cache.device == DeviceType::kCuda)) {
     return refuse("k_cache.dtype to be float16, bfloat16 or float8_e4m3fn", cache.dtype_name);
   }
-  bool const is_quantised = quantises(call);
-  NamedTensor const all[] = {
-      {"v_cache", call.v}, {"k", *call.k_new}, {"v", *call.v_new}, {"q", call.q}};
-  for (int i = 0; i < (has_queries(call) ? 4 : 3); ++i) {
-    auto [name, meta] = all[i];
-    NamedTensor const like =
-        is_quantised && i > 0 ? NamedTensor{"k", *call.k_new} : NamedTensor{"k_cache", cache};
-    bool const is_latent = i == 0 && quantises_latents(call);
-    if (meta.dtype != like.meta.dtype && !is_latent) {
-      return refuse(text(name, ".dtype to be that of ", like.name, ", ", like.meta.dtype_name),
-                    meta.dtype_name);
-    }
+  std::string const error = check_dtypes_of_rows(call);
+  if (!error.empty()) {
+    return error;
+  }
+  NamedTensor const all[] = {{"v_cache", call.v},
+                             {"q", call.q},
+                             {"k", has_rows(call) ? *call.k_new : call.k},
+                             {"v", has_rows(call) ? *call.v_new : call.v}};
+  for (auto [name, meta] : all) {
     if (!same_device(meta, cache)) {
       return refuse(text(name, " on the device of k_cache, ", device_text(cache)),
                     device_text(meta));
@@ -98,6 +136,9 @@ std::string check_dtypes(AttentionCall const& call) {
 
 // Heads and head_dim as in the cache, k and v of equally many rows.
 std::string check_sizes(AttentionCall const& call) {
+  if (!has_rows(call)) {
+    return {};
+  }
   struct Rule {
     char const* name;
     TensorMeta const& meta;
@@ -118,15 +159,16 @@ std::string check_sizes(AttentionCall const& call) {
     return refuse(text("v of the rows of k, ", shape_text(call.k_new->size, row_dims)),
                   shape_text(call.v_new->size, row_dims));
   }
-  if (has_queries(call) && call.q.size[call.q.rank - 1] != call.k.size[3]) {
-    return refuse(text("q of the head_dim of k_cache, ", call.k.size[3]),
-                  text(call.q.size[call.q.rank - 1]));
-  }
   return {};
 }
 
+// New keys of each sequence; packed: the host does not know.
+int64_t added_of(AttentionCall const& call) {
+  return has_rows(call) && call.k_new->rank == 4 ? call.k_new->size[1] : 0;
+}
+
 std::string check_lengths(AttentionCall const& call) {
-  return check_cache_lengths(kOp, call, call.k_new->rank == 4 ? call.k_new->size[1] : 0);
+  return check_cache_lengths(kOp, call, added_of(call));
 }
 
 // Whether two elements may share an address: dimensions that do not lie around one another. Those
@@ -154,6 +196,9 @@ std::string check_own_memory(NamedTensor const& tensor) {
 }
 
 std::string check_memory(AttentionCall const& call) {
+  if (!has_rows(call)) {
+    return {};
+  }
   for (auto [name, meta] : {NamedTensor{"k_cache", call.k}, NamedTensor{"v_cache", call.v}}) {
     std::string const error = check_own_memory({name, meta});
     if (!error.empty()) {
@@ -185,9 +230,14 @@ std::string check_table(AttentionCall const& call, NamedTensor const& table) {
     return refuse(text(name, " to have the shape of rotary_cos, ", shape_text(cos.size, 2)),
                   shape_text(meta.size, 2));
   }
-  TensorMeta const& rotated = *call.k_new;
-  if (meta.dtype != rotated.dtype) {
-    return refuse(text(name, ".dtype to be that of q, ", rotated.dtype_name), meta.dtype_name);
+  bool const is_16_bit = meta.dtype == Dtype::kFloat16 || meta.dtype == Dtype::kBFloat16;
+  bool const is_wide_table = call.q.dtype == Dtype::kFloat8E4M3 && is_16_bit;
+  if (meta.dtype != call.q.dtype && !is_wide_table) {
+    return refuse(text(name, ".dtype to be that of q, ", call.q.dtype_name), meta.dtype_name);
+  }
+  if (meta.dtype != cos.dtype) {
+    return refuse(text(name, ".dtype to be that of rotary_cos, ", cos.dtype_name),
+                  meta.dtype_name);
   }
   if (!same_device(meta, call.k)) {
     return refuse(text(name, " on the device of k_cache, ", device_text(call.k)),
@@ -207,47 +257,36 @@ std::string check_rotary_dim(AttentionCall const& call) {
         text("a rotary_dim, twice rotary_cos.size(1), from 2 to the head_dim, ", call.k.size[3]),
         text(dim));
   }
-  if (call.k.device == DeviceType::kCuda && dim % kRotaryStep != 0) {
+  int const step = call.q.dtype == Dtype::kFloat8E4M3 ? kRotaryStepOfE4M3 : kRotaryStep;
+  if (call.k.device == DeviceType::kCuda && dim % step != 0) {
     return refuse(
-        text("a rotary_dim, twice rotary_cos.size(1), that is a multiple of ", kRotaryStep),
+        text("a rotary_dim, twice rotary_cos.size(1), that is a multiple of ", step),
         text(dim), "append columns of cos = 1 and sin = 0");
   }
   return {};
 }
 
-// What the host knows of the positions.
+// Positions that the host knows: those after a cache_seqlens that is a number.
 std::string check_positions(AttentionCall const& call) {
   CacheArguments const& cache = call.cache;
-  int64_t const rows = call.rotary.rotary_cos->size[0];
-  if (call.rotary.rotary_seqlens || (cache.page_table && cache.cache_length < 0)) {
+  if (call.rotary.rotary_seqlens || cache.cache_seqlens) {
     return {};
   }
-  int64_t need = capacity_of(call);
-  if (cache.cache_length >= 0) {
-    bool const is_dense_q = has_queries(call) && call.q.rank == 4;
-    int64_t const queries = is_dense_q && call.rotary.rotary_per_query ? call.q.size[1] : 1;
-    int64_t const added = call.k_new->rank == 4 ? call.k_new->size[1] : 0;
-    need = cache.cache_length + std::max(added, has_queries(call) ? queries : 0);
-  }
-  if (rows < need) {
-    return refuse(text("rotary_cos of at least ", need, " positions"), text(rows));
-  }
-  return {};
+  int64_t const rows = call.rotary.rotary_cos->size[0];
+  int64_t const first = cache.cache_length >= 0 ? cache.cache_length : capacity_of(call);
+  bool const has_own = call.q.rank == 4 && call.rotary.rotary_per_query;
+  int64_t const need = first + std::max(added_of(call), has_own ? call.q.size[1] : 1);
+  return rows < need ? refuse(text("rotary_cos of at least ", need, " positions"), text(rows)) : "";
 }
 
 std::string check_rotary(AttentionCall const& call) {
   RotaryArguments const& rotary = call.rotary;
   if (!rotary.rotary_cos && !rotary.rotary_sin) {
-    return rotary.rotary_seqlens ? refuse("rotary_seqlens with rotary_cos", "rotary_seqlens alone")
-                                 : "";
+    return {};  // rotary_seqlens alone says nothing
   }
   if (!rotary.rotary_cos || !rotary.rotary_sin) {
     return refuse("rotary_cos and rotary_sin together",
                   rotary.rotary_cos ? "rotary_sin of None" : "rotary_cos of None");
-  }
-  if (call.k_new->dtype == Dtype::kFloat8E4M3) {
-    return refuse("no rotary_cos with float8_e4m3fn", "rotating e4m3 keys",
-                  "rotate in 16 bits before quantising");
   }
   std::string error = check_table(call, {"rotary_cos", *rotary.rotary_cos});
   if (error.empty()) {
@@ -261,9 +300,6 @@ std::string check_rotary(AttentionCall const& call) {
 
 // They are set with the rows.
 std::string check_scales_of_latents(AttentionCall const& call) {
-  if (call.scales.k_descale) {
-    return refuse("k_descale to be None", "a tensor", "it is for keys of float8_e4m3fn");
-  }
   if (call.v.size[2] != 1 || !call.scales.v_descale) {
     return refuse("one KV head and v_descale with 16-bit keys, for a v_cache of float8_e4m3fn",
                   call.scales.v_descale ? text(call.v.size[2], " heads") : "None",
@@ -277,7 +313,10 @@ std::string check_scales(AttentionCall const& call) {
   if (quantises_latents(call)) {
     return check_scales_of_latents(call);
   }
-  std::string by_page = check_by_page(kOp, call, quantises(call));
+  if (!quantises(call)) {
+    return {};  // those of attention
+  }
+  std::string by_page = check_by_page(kOp, call, true);
   if (!by_page.empty()) {
     return by_page;
   }
@@ -289,10 +328,6 @@ std::string check_scales(AttentionCall const& call) {
        {Named{"k_descale", call.scales.k_descale}, Named{"v_descale", call.scales.v_descale}}) {
     if (!scale) {
       continue;
-    }
-    if (!quantises(call)) {
-      return refuse(text(name, " to be None"), "a tensor",
-                    "it is for 16-bit keys that go into a cache of float8_e4m3fn");
     }
     TensorRule const rule = {
         name, *scale, 2, {rows_of_scales(call), call.k.size[2]}, Dtype::kFloat32, "float32"};

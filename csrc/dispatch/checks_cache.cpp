@@ -39,15 +39,16 @@ std::string check_splits(AttentionCall const& call) {
   return {};
 }
 
-std::string check_first_slot(AttentionCall const& call) {
-  int64_t const first = call.first.first_slot;
+std::string check_prefix(AttentionCall const& call) {
+  int64_t const count = call.prefix.shared_prefix;
   int64_t const capacity = capacity_of(call);
-  if (first < 0 || first > capacity) {
-    return refuse(call, text("first_slot to be from 0 to ", capacity, ", the slots of a sequence"),
-                  text(first));
+  if (count < 0 || count > capacity) {
+    return refuse(call,
+                  text("shared_prefix to be from 0 to ", capacity, ", the slots of a sequence"),
+                  text(count));
   }
-  if (first > 0 && call.cache.cache_leftpad) {
-    return refuse(call, "first_slot of 0 with cache_leftpad", text(first));
+  if (count > 0 && call.cache.cache_leftpad) {
+    return refuse(call, "shared_prefix of 0 with cache_leftpad", text(count));
   }
   return {};
 }
@@ -72,7 +73,7 @@ std::string check_packed_keys(AttentionCall const& call) {
   char const* const got = cache.page_table                                 ? "page_table"
                           : cache.cache_batch_idx                          ? "cache_batch_idx"
                           : cache.cache_leftpad                            ? "cache_leftpad"
-                          : call.first.first_slot != 0                     ? "first_slot"
+                          : call.prefix.shared_prefix != 0                 ? "shared_prefix"
                           : call.by_page.descale_by_page                   ? "descale_by_page"
                           : cache.cache_seqlens || cache.cache_length >= 0 ? "cache_seqlens"
                           : cache.cu_seqlens_k_new || cache.appended != 0  ? "appended keys"
@@ -196,9 +197,16 @@ std::string check_out(AttentionCall const& call) {
   wanted[last] = call.v.size[3];
   TensorMeta const& out = *call.out;
   bool const fits = out.rank == call.q.rank && std::equal(out.size, out.size + out.rank, wanted);
-  return fits ? ""
-              : refuse(call, text("out to have the shape ", shape_text(wanted, call.q.rank)),
-                       shape_text(out.size, std::min(out.rank, 5)));
+  if (!fits) {
+    return refuse(call, text("out to have the shape ", shape_text(wanted, call.q.rank)),
+                  shape_text(out.size, std::min(out.rank, 5)));
+  }
+  for (auto [name, cache] : {NamedTensor{"k_cache", call.k}, NamedTensor{"v_cache", call.v}}) {
+    if (may_share_memory(out, cache)) {
+      return refuse(call, "out with memory of its own", text("the memory of ", name));
+    }
+  }
+  return {};
 }
 
 std::string check_scales(AttentionCall const& call) {
@@ -288,7 +296,7 @@ using Check = std::string (*)(AttentionCall const&);
 // In this order: each one may rely on those before it.
 constexpr Check kChecks[] = {check_ranks,   check_form,       check_seqused, check_latent,
                              check_out,     check_as_dense,   check_tiles,   check_scales,
-                             check_lengths, check_first_slot, check_memory,  check_splits,
+                             check_lengths, check_prefix, check_memory,  check_splits,
                              check_tree};
 constexpr Check kChecksOfPackedKeys[] = {check_packed_keys, check_splits, check_tree};
 

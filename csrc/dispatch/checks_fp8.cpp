@@ -18,7 +18,8 @@ std::string refuse(AttentionCall const& call, std::string const& expected, std::
 
 std::string check_dtypes(AttentionCall const& call) {
   for (auto [name, meta] :
-       {NamedTensor{"q", call.q}, NamedTensor{"k", call.k}, NamedTensor{"v", call.v}}) {
+       {NamedTensor{"q", call.q}, NamedTensor{call.k_name(), call.k},
+        NamedTensor{call.v_name(), call.v}}) {
     if (meta.dtype != Dtype::kFloat8E4M3) {
       bool const is_q = name[0] == 'q';
       return refuse(call, text(name, ".dtype to be ", is_q ? "" : "that of q, ", "float8_e4m3fn"),
@@ -33,7 +34,7 @@ bool on_cuda(AttentionCall const& call) { return call.q.device == DeviceType::kC
 // The check after this one reports wrong ranks.
 std::string check_head_dims(AttentionCall const& call) {
   int const rank = call.is_packed() ? 3 : 4;
-  for (auto [name, meta] : {NamedTensor{"q", call.q}, NamedTensor{"v", call.v}}) {
+  for (auto [name, meta] : {NamedTensor{"q", call.q}, NamedTensor{call.v_name(), call.v}}) {
     int64_t const head_dim = meta.size[rank - 1];
     if (!on_cuda(call) || meta.rank != rank) {
       continue;

@@ -9,7 +9,7 @@ _LIST = Path(__file__).resolve().parents[2] / 'flash_attn3' / 'arguments.py'
 GROUPS = {'lengths': 'LengthArguments', 'score': 'ScoreArguments', 'scales': 'ScaleArguments',
           'fp8': 'Fp8Arguments', 'execution': 'ExecutionArguments',
           'gradients': 'GradientArguments', 'cache': 'CacheArguments', 'splits': 'SplitArguments',
-          'rotary': 'RotaryArguments', 'first_slot': 'FirstSlotArgument', 'tree': 'TreeArguments',
+          'rotary': 'RotaryArguments', 'prefix': 'PrefixArgument', 'tree': 'TreeArguments',
           'by_page': 'ByPageArgument', 'latent': 'LatentArgument'}
 _TYPES = {'Tensor?': 'std::optional<TensorMeta>', 'SymInt': 'int64_t', 'int': 'int64_t',
           'float': 'double', 'float?': 'std::optional<double>', 'bool': 'bool',

@@ -27,6 +27,25 @@ inline bool is_empty(TensorMeta const& meta) {
   return std::find(meta.size, meta.size + meta.rank, 0) != meta.size + meta.rank;
 }
 
+// The range of addresses that a tensor spans; dtypes that no kernel knows count as of 8 bytes.
+inline int64_t end_address(TensorMeta const& meta) {
+  int64_t last = 0;
+  for (int i = 0; i < meta.rank; ++i) {
+    last += (meta.size[i] - 1) * meta.stride[i];
+  }
+  int const bytes = meta.dtype == Dtype::kFloat8E4M3                                      ? 1
+                    : meta.dtype == Dtype::kFloat16 || meta.dtype == Dtype::kBFloat16 ? 2
+                    : meta.dtype == Dtype::kFloat32                                       ? 4
+                                                                                          : 8;
+  return meta.address + (last + 1) * bytes;
+}
+
+// Whether two tensors may share bytes. Those without an address (fakes, plans) share none.
+inline bool may_share_memory(TensorMeta const& a, TensorMeta const& b) {
+  return a.address != 0 && b.address != 0 && !is_empty(a) && !is_empty(b) &&
+         a.address < end_address(b) && b.address < end_address(a);
+}
+
 // Checks a rank 4 output tensor: no two of its elements share an address, and it does
 // not start where one of the others does. Kernels need its last stride to be 1.
 inline std::string check_given_memory(char const* op, NamedTensor const& given,

@@ -83,7 +83,7 @@ int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
   IntervalMask const& mask = problem.mask;
   bool const is_one = problem.batch == 1 && !problem.is_packed && !call.lengths.cu_seqlens_k;
   bool const is_known = !cache.cache_seqlens && !cache.cache_leftpad && !cache.cu_seqlens_k_new &&
-                        call.first.first_slot == 0;
+                        call.prefix.shared_prefix == 0;
   bool const is_full = mask.left == IntervalMask::kNoLimit &&
                        mask.right == IntervalMask::kNoLimit && !mask.is_chunked &&
                        !call.tree.tree_mask;

@@ -200,6 +200,12 @@ __global__ void __launch_bounds__(kAppendThreads)
   }
 }
 
+// Rows of e4m3 are never quantised.
+auto* kernel_of_e4m3(AppendParams const& p) {
+  return p.rotary.cos == nullptr ? append_kernel<void, false>
+                                 : append_kernel<cutlass::float_e4m3_t, false>;
+}
+
 template <class Element>
 auto* kernel_of(AppendParams const& p) {
   switch (p.quantising) {
@@ -217,10 +223,11 @@ auto* kernel_of(AppendParams const& p) {
 }  // namespace
 
 void launch_append(AppendParams const& params, void* stream) {
-  LaunchShape const shape{"append_cache", int(params.ctas()), kAppendThreads, 0};
+  LaunchShape const shape{"append", int(params.ctas()), kAppendThreads, 0};
   bind_thread(shape.variant, shape.grid, 0);
-  auto* const kernel = params.dtype == Dtype::kFloat16 ? kernel_of<cutlass::half_t>(params)
-                                                       : kernel_of<cutlass::bfloat16_t>(params);
+  auto* const kernel = params.dtype == Dtype::kFloat8E4M3 ? kernel_of_e4m3(params)
+                       : params.dtype == Dtype::kFloat16  ? kernel_of<cutlass::half_t>(params)
+                                                          : kernel_of<cutlass::bfloat16_t>(params);
   launch_early(kernel, shape, params, stream);
 }
 

@@ -1,5 +1,5 @@
-// The kernel that appends to a KV cache and rotates queries. Host side; the op append_cache calls
-// it.
+// The kernel that appends to a KV cache and rotates queries. Host side; the op append_and_attend
+// calls it.
 #pragma once
 
 #include "core/append_rows.h"
@@ -44,7 +44,8 @@ struct Rotary {
   int64_t cos_stride = 0;  // bytes between positions
   int64_t sin_stride = 0;
   int64_t positions = 0;
-  int pairs = 0;  // pairs of chunks in a row that are rotated
+  int pairs = 0;                      // pairs of chunks in a row that are rotated
+  Dtype dtype = Dtype::kBFloat16;     // of the tables; that of the rows, but for rows of e4m3
   bool is_interleaved = true;
   bool is_per_query = true;
   int const* seqlens = nullptr;  // the position of the first new token; nullptr: the length
@@ -58,7 +59,7 @@ enum class Quantising { kNone, kByHead, kByPage, kLatents };
 constexpr int kLatentColumns = 512;
 
 struct AppendParams {
-  Dtype dtype = Dtype::kBFloat16;  // the new rows' dtype
+  Dtype dtype = Dtype::kBFloat16;  // of new k, or of q alone
   Quantising quantising = Quantising::kNone;
   int batch = 0;
   AppendRows k;

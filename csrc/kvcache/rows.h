@@ -93,6 +93,94 @@ CUTE_DEVICE void rotate_halves(Chunk& first, Chunk& second, Chunk const& cosines
   }
 }
 
+// Eight 16-bit columns as float32.
+template <class Element>
+CUTE_DEVICE void unpack_chunk(Chunk const& chunk, float* values) {
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    float2 const two = unpack_two<Element>(chunk.words[i]);
+    values[2 * i] = two.x;
+    values[2 * i + 1] = two.y;
+  }
+}
+
+// Sixteen columns of e4m3 as float32.
+CUTE_DEVICE void unpack_e4m3(Chunk const& chunk, float (&values)[16]) {
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    uint32_t low;
+    uint32_t high;
+    convert_four_e4m3<cutlass::half_t>(chunk.words[i], low, high);
+    float2 const first = unpack_two<cutlass::half_t>(low);
+    float2 const second = unpack_two<cutlass::half_t>(high);
+    values[4 * i] = first.x;
+    values[4 * i + 1] = first.y;
+    values[4 * i + 2] = second.x;
+    values[4 * i + 3] = second.y;
+  }
+}
+
+CUTE_DEVICE Chunk pack_e4m3(float const (&values)[16]) {
+  Chunk chunk;
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    float const* const four = values + 4 * i;
+    chunk.words[i] = pack_four_e4m3(four[0], four[1], four[2], four[3]);
+  }
+  return chunk;
+}
+
+// Sixteen columns of a table, of any of its dtypes. table: nullptr gives NaN.
+CUTE_DEVICE void load_table(Dtype dtype, char const* table, int pair, float (&values)[16]) {
+  Chunk first = Chunk::of_nan();
+  Chunk second = Chunk::of_nan();
+  if (dtype == Dtype::kFloat8E4M3) {
+    unpack_e4m3(table == nullptr ? first : Chunk::load(table + pair * kAppendChunkBytes), values);
+    return;
+  }
+  if (table != nullptr) {
+    first = Chunk::load(table + 2 * pair * kAppendChunkBytes);
+    second = Chunk::load(table + (2 * pair + 1) * kAppendChunkBytes);
+  }
+  if (dtype == Dtype::kFloat16) {
+    unpack_chunk<cutlass::half_t>(first, values);
+    unpack_chunk<cutlass::half_t>(second, values + 8);
+  } else {
+    unpack_chunk<cutlass::bfloat16_t>(first, values);
+    unpack_chunk<cutlass::bfloat16_t>(second, values + 8);
+  }
+}
+
+// 32 columns of e4m3, rotated in float32 and rounded once.
+CUTE_DEVICE void rotate_e4m3(Rotary const& rotary, int64_t position, int pair, Chunk& first,
+                             Chunk& second) {
+  bool const is_inside = position >= 0 && position < rotary.positions;
+  float c[16];
+  float s[16];
+  load_table(rotary.dtype, is_inside ? rotary.cos + position * rotary.cos_stride : nullptr, pair,
+             c);
+  load_table(rotary.dtype, is_inside ? rotary.sin + position * rotary.sin_stride : nullptr, pair,
+             s);
+  float x[2][16];
+  unpack_e4m3(first, x[0]);
+  unpack_e4m3(second, x[1]);
+  auto const rotate_at = [&](float& a, float& b, int i) {
+    float const rotated = a * c[i] - b * s[i];
+    b = b * c[i] + a * s[i];
+    a = rotated;
+  };
+  CUTE_UNROLL
+  for (int i = 0; i < 16; ++i) {
+    if (rotary.is_interleaved) {
+      rotate_at(x[i / 8][2 * i % 16], x[i / 8][2 * i % 16 + 1], i);
+    } else {
+      rotate_at(x[0][i], x[1][i], i);
+    }
+  }
+  first = pack_e4m3(x[0]);
+  second = pack_e4m3(x[1]);
+}
+
 // A position outside the tables gives NaN.
 template <class Element>
 CUTE_DEVICE void rotate(Rotary const& rotary, int64_t position, int pair, Chunk& first,
@@ -139,7 +227,11 @@ struct RowChunks {
   CUTE_DEVICE void rotate_at(Rotary const& rotary, int64_t position, int pair) {
     if constexpr (kIsRotated) {
       if (pair < rotary.pairs) {
-        rotate<Element>(rotary, position, pair, first, second);
+        if constexpr (cute::is_same_v<Element, cutlass::float_e4m3_t>) {
+          rotate_e4m3(rotary, position, pair, first, second);
+        } else {
+          rotate<Element>(rotary, position, pair, first, second);
+        }
       }
     }
   }

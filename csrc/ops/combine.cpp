@@ -9,6 +9,7 @@
 #include "ops/boxed_stack.h"
 #include "ops/cuda_call.h"
 #include "ops/library.h"
+#include "ops/merge.h"
 
 namespace fa3 {
 namespace {
@@ -105,6 +106,11 @@ void launch(CombineParams& params, OwnedTensor const& out, OwnedTensor const& ls
 
 }  // namespace
 
+void launch_merge(MergeCall const& call, OwnedTensor const& out, OwnedTensor const& lse) {
+  CombineParams params = params_of(call);
+  launch(params, out, lse, call.out.device_index);
+}
+
 void combine_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   expect_schema("combine", {num_args, num_outputs}, {3, 1});
   BoxedStack args(stack);
@@ -145,8 +151,7 @@ void merge_parts_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outp
   int64_t const dense[] = {meta.size[0], meta.size[2], meta.size[1]};
   OwnedTensor lse =
       allocate(kOp, meta.rank == 3 ? packed : dense, meta.rank - 1, Dtype::kFloat32, device);
-  CombineParams params = params_of(call);
-  launch(params, out, lse, device);
+  launch_merge(call, out, lse);
   *stack = boxed(std::move(lse));
 }
 

@@ -55,8 +55,12 @@ BAD = {
     'table by columns': (dict(page_table=ints([[0, 1], [1, 0]]).T), 'page_table.stride(1) to be 1'),
     'page beyond': (dict(page_table=TABLE + 1), 'page_table[1, 0] to be from 0 to 1'),
     'page of -1': (dict(page_table=TABLE - 1), 'page_table[0, 0] to be from 0 to 1'),
-    'table and rows': (dict(page_table=TABLE, cache_batch_idx=ints([0, 1])),
-                       'page_table or cache_batch_idx, got both'),
+    'row of the table beyond': (dict(page_table=TABLE, cache_batch_idx=ints([0, 2])),
+                                'cache_batch_idx[1] to be from 0 to 1, the rows of page_table'),
+    'rows of a table, of another batch': (dict(page_table=TABLE, cache_batch_idx=ints([0])),
+                                          'page_table.size(0) to be the batch, 2'),
+    'rows of a table of int64': (dict(page_table=TABLE, cache_batch_idx=TABLE[:, 0].long()),
+                                 'cache_batch_idx.dtype to be int32'),
     'row beyond': (dict(cache_batch_idx=ints([0, 2])), 'cache_batch_idx[1] to be from 0 to 1'),
     'rows of int64': (dict(cache_batch_idx=TABLE[:, 0].long()),
                       'cache_batch_idx.dtype to be int32'),
@@ -73,12 +77,19 @@ BAD = {
     'q packed': (dict(q=Q[:, 0]), 'q to have 4 dimensions'),
     'q not packed': (dict(cu_seqlens_q=ints([0, 1, 2])), 'q to have 3 dimensions'),
     'starts of q': (dict(q=Q[:, 0], cu_seqlens_q=ints([0, 2, 1])), 'cu_seqlens_q[2]'),
-    'e4m3 keys, 16-bit values': (dict(k_cache=E4M3['k_cache']), 'k.dtype to be that of q'),
-    'e4m3 q, 16-bit cache': (dict(q=E4M3['q'], k=None, v=None), 'k.dtype to be that of q'),
+    'e4m3 keys, 16-bit values': (dict(k_cache=E4M3['k_cache']), 'k_cache.dtype to be that of q'),
+    'e4m3 q, 16-bit cache': (dict(q=E4M3['q'], k=None, v=None),
+                             'k_cache.dtype to be that of q'),
     'new keys of e4m3 for q of 16 bits, rotated': (
         E4M3 | dict(q=Q.bfloat16(), rotary_cos=COS, rotary_sin=COS), 'q.dtype to be that of'),
     'new values of another dtype': (E4M3 | dict(q=Q, k=K, v=K.half()), 'v.dtype to be that of k'),
-    'mixed dtypes': (dict(v_cache=CACHE.half()), 'v.dtype to be that of q'),
+    'mixed dtypes': (dict(v_cache=CACHE.half()), 'v_cache.dtype to be that of q'),
+    'e5m2 cache': (dict(k_cache=CACHE.to(torch.float8_e5m2), v_cache=CACHE.to(torch.float8_e5m2)),
+                   'k_cache.dtype to be that of q'),
+    'head dim of the cache': (dict(k_cache=CACHE[..., :8]), 'k_cache.size(3), the head_dim, to be'),
+    'a word as descale': (E4M3 | dict(k_descale='1'), 'k_descale to be a tensor or a number'),
+    'a flag as descale': (E4M3 | dict(v_descale=True), 'v_descale to be a tensor or a number'),
+    'a number of a wide cache': (dict(k_descale=0.5), 'k_descale to be None'),
     'descale': (dict(q_descale=torch.ones(2, 2)), 'q_descale to be None'),
     'descale of a wide cache': (dict(k_descale=torch.ones(2, 2)), 'k_descale to be None'),
     'descale of wide q': (E4M3 | dict(q=Q, q_descale=torch.ones(2, 2)), 'q_descale to be None'),
@@ -117,14 +128,14 @@ BAD = {
     'dtype of out': (dict(out=Q.half()), 'out.dtype to be that of q'),
     'dtype of the result': (dict(out_dtype=torch.float16), 'out_dtype to be None'),
     # Appending.
-    'k without v': (dict(v=None), 'k and v together, and rotary_cos with them, got k alone'),
-    'v without k': (dict(k=None), 'k and v together, and rotary_cos with them, got v alone'),
+    'k without v': (dict(v=None), 'k and v together, got k alone'),
+    'v without k': (dict(k=None), 'k and v together, got v alone'),
     'no length': (dict(cache_seqlens=None), 'cache_seqlens with k and v, got None'),
     'no room': (dict(cache_seqlens=ints([3, 11])), 'room for 2 new keys behind the 11'),
     'no room behind a number': (dict(cache_seqlens=11), 'room for 2 new keys behind 11'),
     'more than the cache': (dict.fromkeys('kv', torch.randn(BATCH, 13, 2, DIM)),
                             'room for 13 new keys'),
-    'batch of k': (dict(k=K[:1], v=K[:1]), 'cache_seqlens.size(0) to be the batch, 1'),
+    'batch of k': (dict(k=K[:1], v=K[:1]), 'k.size(0) to be the batch, 2'),
     'heads of k': (dict(k=K[:, :, :1]), 'k of the heads and the head_dim of k_cache, (2, 16)'),
     'rows of v': (dict(v=K[:, :1]), 'v of the rows of k, (2, 2)'),
     'dtype of k': (dict(k=K.half(), v=K.half()), 'k.dtype to be that of k_cache'),
@@ -136,10 +147,12 @@ BAD = {
     'one cache for both': (dict(k_cache=CACHE, v_cache=CACHE), 'v_cache with memory of its own'),
     'no sin': (dict(rotary_cos=COS), 'rotary_cos and rotary_sin together'),
     'no cos': (dict(rotary_sin=COS), 'rotary_cos and rotary_sin together'),
-    'rotary without k': (dict(k=None, v=None, rotary_cos=COS, rotary_sin=COS),
-                         'k and v together, and rotary_cos with them, got what rotates'),
-    'positions alone': (dict(rotary_seqlens=ints([0, 1])), 'rotary_seqlens with rotary_cos'),
-    'short tables': (dict(rotary_cos=COS[:11], rotary_sin=COS[:11]), 'of at least 12 positions'),
+    'short tables': (dict(rotary_cos=COS[:8], rotary_sin=COS[:8]),
+                     'rotary_cos of a row for each position from 7 to 8 of sequence 1'),
+    'short tables for q alone': (dict(k=None, v=None, rotary_cos=COS[:7], rotary_sin=COS[:7]),
+                                 'rotary_cos of a row for each position from 7 to 7'),
+    'short tables for a full cache': (dict(k=None, v=None, cache_seqlens=None, rotary_cos=COS,
+                                           rotary_sin=COS), 'of at least 13 positions'),
     'short tables behind a number': (dict(rotary_cos=COS[:8], rotary_sin=COS[:8], cache_seqlens=7),
                                      'of at least 9 positions'),
     'position beyond': (dict(rotary_cos=COS, rotary_sin=COS, rotary_seqlens=ints([0, 11])),
@@ -148,7 +161,11 @@ BAD = {
                     'a rotary_dim, twice rotary_cos.size(1), from 2 to the head_dim, 16, got 18'),
     'shape of sin': (dict(rotary_cos=COS, rotary_sin=COS[:, :3]), 'rotary_sin to have the shape'),
     'dtype of cos': (dict(rotary_cos=COS.half(), rotary_sin=COS), 'rotary_cos.dtype to be that'),
-    'e4m3 keys': (E4M3 | dict(rotary_cos=COS.to(E4M3['q'].dtype), rotary_sin=COS), 'no rotary_cos'),
+    'e4m3 keys': (E4M3 | dict(rotary_cos=COS.to(E4M3['q'].dtype), rotary_sin=COS),
+                  'rotary_sin.dtype to be that of q'),
+    'e4m3 keys, tables of two dtypes': (
+        E4M3 | dict(rotary_cos=COS.half(), rotary_sin=COS.bfloat16()),
+        'rotary_sin.dtype to be that of rotary_cos'),
     # Splits, and what no op sees.
     'negative splits': (dict(num_splits=-1), 'num_splits to be from 0 (by plan) to 256'),
     'too many splits': (dict(num_splits=257), 'num_splits to be from 0 (by plan) to 256'),
@@ -214,8 +231,7 @@ def test_tangents_are_refused():
 def test_contents_on_a_gpu_where_asked_for(changes, text, monkeypatch):
     """As if these tensors were on one, with ops that read no contents."""
     given = tensors(torch.bfloat16) | changes
-    monkeypatch.setattr(kvcache, '_EAGER', (lambda *_: given['q'], lambda *_: (given['q'], None),
-                                            None))
+    monkeypatch.setattr(kvcache, '_EAGER', (None, None, lambda *_: (given['q'], None, None)))
     monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
     assert flash_attn_with_kvcache(**given) is given['q']
@@ -260,9 +276,11 @@ def test_calls_on_cuda():
                                        cu_seqlens_q=described((3,), 'int32'))) == ''
     assert _plan.check_append(**appending()) == ''
     assert _plan.check_append(**appending(**TABLES)) == ''
-    without_q = appending(**TABLES)
-    del without_q['q']
-    assert _plan.check_append(**without_q) == ''
+    assert _plan.check_append(**on_cuda(**TABLES)) == ''    # q alone is rotated
+    short = {name: described((1, 16)) for name in TABLES}
+    assert _plan.check_append(**appending(**short)) == ''    # positions are on the device
+    assert 'of at least 6 positions' in _plan.check_append(**appending(
+        **short, cache_seqlens=None, cache_length=5))
 
 
 @pytest.mark.parametrize('check, call, text', [
@@ -270,17 +288,17 @@ def test_calls_on_cuda():
     ('check_cache', on_cuda(v=described((2, 128, 2, 64), strides=(128 * 132, 132, 64, 1))),
      'v_cache at a multiple of 16'),
     ('check_cache', on_cuda(k=described((2, 128, 2, 64), strides=(16384, 128, 64, 2))),
-     'k.stride(3) to be 1'),
+     'k_cache.stride(3) to be 1'),
     ('check_cache', on_cuda(q=described((2, 1, 4, 68)), k=described((2, 128, 2, 68))),
      'q.size(3), the head_dim, to be a multiple of 8'),
     ('check_cache', on_cuda(q=described((2, 1, 4, 64), 'float32')), 'q.dtype to be float16 or'),
     ('check_cache', on_cuda(cu_seqlens_k=described((3,), 'int32'),
                             page_table=described((2, 4), 'int32')), 'no argument of a cache'),
-    ('check_cache', on_cuda(first_slot=129), 'first_slot to be from 0 to 128, the slots'),
-    ('check_cache', on_cuda(first_slot=-1), 'first_slot to be from 0 to 128, the slots'),
-    ('check_cache', on_cuda(first_slot=64, cache_leftpad=described((2,), 'int32')),
-     'first_slot of 0 with cache_leftpad'),
-    ('check_cache', on_cuda(first_slot=64, cu_seqlens_k=described((3,), 'int32'),
+    ('check_cache', on_cuda(shared_prefix=129), 'shared_prefix to be from 0 to 128, the slots'),
+    ('check_cache', on_cuda(shared_prefix=-1), 'shared_prefix to be from 0 to 128, the slots'),
+    ('check_cache', on_cuda(shared_prefix=64, cache_leftpad=described((2,), 'int32')),
+     'shared_prefix of 0 with cache_leftpad'),
+    ('check_cache', on_cuda(shared_prefix=64, cu_seqlens_k=described((3,), 'int32'),
                             cache_seqlens=None), 'no argument of a cache with cu_seqlens_k'),
     ('check_cache', on_cuda(appended=2, cache_seqlens=None), 'cache_seqlens with k and v'),
     ('check_cache', on_cuda(seqused_k=described((2,), 'int32')), 'seqused_k only with cu_seq'),
@@ -289,7 +307,7 @@ def test_calls_on_cuda():
      'a rotary_dim, twice rotary_cos.size(1), that is a multiple of 16'),
     ('check_append', appending(k_new=described((2, 1, 2, 64), strides=(256, 256, 128, 2))),
      'k.stride(3) to be 1'),
-    ('check_append', on_cuda(k_new=described((2, 1, 2, 64))), 'k and v, got one of them'),
+    ('check_append', on_cuda(k_new=described((2, 1, 2, 64))), 'k and v together, got k alone'),
     ('check_append', appending(cache_length=128, cache_seqlens=None), 'room for 1 new keys'),
 ])
 def test_rules_of_cuda(check, call, text):

@@ -106,7 +106,7 @@ def given(**others) -> dict:
     ({'k': None, 'v': None}, None),
     ({'return_softmax_lse': True, 'num_splits': 1, 'max_seqlen_q': 1}, None),
     ({'num_splits': 257}, 'attend_cache: expected num_splits to be from 0'),
-    ({'k': None}, 'flash_attn_with_kvcache: expected k and v together'),
+    ({'k': None}, 'append_cache: expected k and v together'),
     ({'cache_seqlens': 24}, 'append_cache: expected room for 1 new keys behind 24'),
     ({'cache_seqlens': None}, 'append_cache: expected cache_seqlens with k and v'),
     ({'qv': torch.ones(1)}, 'attend_cache: expected head dims of 64 (q and k_cache) and 512'),

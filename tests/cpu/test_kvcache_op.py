@@ -42,16 +42,12 @@ def utils_of(given: dict) -> tuple[str, ...]:
     return ALL if given['q'].itemsize > 1 else ON_E4M3
 
 
-def append_arguments(given: dict) -> tuple:
-    k = given['k']
-    own = cache.Append(
-        cache_seqlens=given['cache_seqlens'], page_table=given.get('page_table'),
-        appended=0 if 'cu_seqlens_k_new' in given else k.size(1),
-        cache_batch_idx=given.get('cache_batch_idx'), cache_leftpad=given.get('cache_leftpad'),
-        cu_seqlens_k_new=given.get('cu_seqlens_k_new'), rotary_cos=given.get('rotary_cos'),
-        rotary_sin=given.get('rotary_sin'), cu_seqlens_q=given.get('cu_seqlens_q'),
-        rotary_interleaved=given.get('rotary_interleaved', True))
-    return given['k_cache'], given['v_cache'], k, given['v'], given['q'], *own[:-1]
+def append_arguments(given: dict, **others) -> tuple:
+    q, k_cache, v_cache, *own = attend_arguments(
+        given | dict(appended=0 if 'cu_seqlens_k_new' in given else given['k'].size(1)), **others)
+    rotary = cache.Rotary(*map(given.get, ('rotary_cos', 'rotary_sin')),
+                          rotary_interleaved=given.get('rotary_interleaved', True))
+    return (q, k_cache, v_cache, given['k'], given['v'], None, None, None, *rotary, *own)
 
 
 def attend_arguments(given: dict, **others) -> tuple:
@@ -63,7 +59,11 @@ def attend_arguments(given: dict, **others) -> tuple:
 @each_problem
 def test_opcheck_append(name):
     given = without_nan(PROBLEMS[name].build().arguments)
-    opcheck(OPS.append_cache.default, append_arguments(given), test_utils=utils_of(given))
+    arguments = append_arguments(given, return_lse=True)
+    opcheck(OPS.append_and_attend.default, arguments, test_utils=utils_of(given))
+    out = torch.empty_like(OPS.append_and_attend(*arguments)[0])
+    opcheck(OPS.append_and_attend.default, (*arguments[:5], out, *arguments[6:]),
+            test_utils=utils_of(given))
 
 
 @each_problem
@@ -79,15 +79,13 @@ def test_opcheck_attend(others, name):
 
 
 def test_schemas():
-    caches, scales = ['k_cache', 'v_cache'], ['k_descale', 'v_descale']
-    for op, first, made, left_out, mutated in (
-            (OPS.append_cache, 5, cache.Append, 1, caches),
-            (OPS.append_cache_with_scales, 7, cache.Append, 3, caches + scales),
-            (OPS.attend_cache, 3, cache.Attend, 0, [])):
+    attend, rotary = (list(x._field_defaults.items()) for x in (cache.Attend, cache.Rotary))
+    for op, first, defaults, mutated in (
+            (OPS.append_and_attend, 8, rotary + attend,
+             ['k_cache', 'v_cache', 'out', 'k_scales', 'v_scales']),
+            (OPS.attend_cache, 3, attend, [])):
         listed = op.default._schema.arguments
-        defaults = list(made._field_defaults.items())
-        assert [(x.name, x.default_value) for x in listed[first:]] == defaults[
-            :len(defaults) - left_out]
+        assert [(x.name, x.default_value) for x in listed[first:]] == defaults
         written = [x.name for x in listed if x.alias_info and x.alias_info.is_write]
         assert written == mutated
     assert [x.name for x in OPS.attend_cache_out.default._schema.arguments] == [
@@ -186,7 +184,7 @@ class Counted:
     ({'latent': True}, 'qv')], ids=str)
 def test_trailing_defaults_stay_away(options, count, monkeypatch):
     attend = Counted(OPS.attend_cache.default)
-    monkeypatch.setattr(kvcache, '_EAGER', (kvcache._EAGER[0], attend, kvcache._EAGER[2]))
+    monkeypatch.setattr(kvcache, '_EAGER', (attend, *kvcache._EAGER[1:]))
     options = dict(options)
     given = Problem(heads=(4, 1), latent=options.pop('latent', False)).build().arguments
     flash_attn_with_kvcache(**given, **options)

@@ -317,7 +317,7 @@ def test_rules_of_cuda():
              'head dims of 64 (q and k_cache) and 512 (qv and v_cache) with qv, got 128 and 512'),
             (dict(qv=('bfloat16', 'cpu', *described((4, 1, 128, LATENT))[2:])),
              'qv on the device of q, cuda:0, got cpu'),
-            (dict(k=described((4, 4096, 1, 32))), 'k.size(3), the head_dim, to be that of q, 64'),
+            (dict(k=described((4, 4096, 1, 32))), 'k_cache.size(3), the head_dim, to be that of q, 64'),
             (dict(qv=described((4, 1, 128, LATENT), strides=(65536, 65536, 1, 128))),
              'qv.stride(3) to be 1, the head_dim contiguous, got 128; hint: call qv.contiguous()'),
             (dict(v=described((4, 4096, 1, LATENT), strides=(4096 * 516, 516, 516, 1))),

@@ -11,6 +11,7 @@ import torch
 from torch.library import opcheck
 
 from flash_attn3 import _plan, flash_attn_with_kvcache
+from flash_attn3.cache import Rotary
 
 from tests.cache_cases import CacheCase, mixed
 from tests.cache_oracle import check_case
@@ -78,9 +79,10 @@ def test_the_ops():
     """But for test_schema, which compares e4m3 by what it lacks."""
     utils = 'test_autograd_registration', 'test_faketensor', 'test_aot_dispatch_dynamic'
     own, new = latents(), new_rows()
-    opcheck(OPS.append_cache_with_scales.default, (
-        own['k_cache'], own['v_cache'], None, own['v_descale'], new['k'], new['v'], None,
-        own['cache_seqlens'], None, 2), test_utils=utils)
+    opcheck(OPS.append_and_attend.default, (
+        own['q'], own['k_cache'], own['v_cache'], new['k'], new['v'], None, None, own['v_descale'],
+        *Rotary(), own['cache_seqlens'], None, 2), dict(qv=own['qv'], causal=True),
+        test_utils=utils)
     opcheck(OPS.attend_cache.default, (own['q'], own['k_cache'], own['v_cache'],
                                        own['cache_seqlens']),
             dict(v_descale=own['v_descale'], qv=own['qv'], causal=True), test_utils=utils)

@@ -149,11 +149,11 @@ def test_opcheck():
     attend = cache.Attend(**{name: given[name] for name in cache.Attend._fields if name in given})
     opcheck(OPS.attend_cache.default, (given['q'], given['k_cache'], given['v_cache'], *attend),
             test_utils=utils)
-    own = cache.Append(cache_seqlens=given['cache_seqlens'], page_table=given['page_table'],
-                       appended=3)[:-3]
-    tensors = [given[name] for name in ('k_cache', 'v_cache', 'k_descale', 'v_descale')]
-    opcheck(OPS.append_cache_with_scales.default, (*tensors, new['k'], new['v'], None, *own),
-            test_utils=utils)
+    own = attend._replace(appended=3, k_descale=None, v_descale=None)
+    q, k_cache, v_cache, *scales = (given[name] for name in (
+        'q', 'k_cache', 'v_cache', 'k_descale', 'v_descale'))
+    opcheck(OPS.append_and_attend.default, (q, k_cache, v_cache, new['k'], new['v'], None, *scales,
+                                            *cache.Rotary(), *own), test_utils=utils)
 
 
 @pytest.mark.parametrize('dynamic', [False, True])
@@ -171,7 +171,7 @@ def test_compiled(dynamic):
 
 @pytest.mark.parametrize('change, text', [
     ({}, ''), ({'page_table': None}, 'attend_cache: expected k_cache.size(0) to be the batch'),
-    ({'k_descale': None}, 'append_cache: expected k_descale and v_descale with descale_by_page'),
+    ({'k_descale': None}, 'attend_cache: expected k_descale and v_descale with descale_by_page'),
     ({'v_descale': torch.ones(2, 2)}, 'append_cache: expected v_descale to have the shape (8, 2)')],
     ids=str)
 def test_can_use(change, text):

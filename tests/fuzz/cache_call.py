@@ -51,15 +51,14 @@ def queries_of(pick: random.Random, is_packed: bool, batch: int) -> list[int]:
 
 
 def append_of(pick: random.Random, queries: list[int], is_packed: bool, wide: bool) -> dict:
+    rotary = {'rotary': pick.choice((0.25, 0.5, 1.0)), 'interleaved': pick.random() < 0.5,
+              'own_positions': pick.random() < 0.2}
     if pick.random() < 0.5:
-        return {}
+        return rotary if pick.random() < 0.15 else {}
     new = queries if pick.random() < 0.6 else [pick.choice((1, 2, 17, 64))] * len(queries)
     new_packed = len(set(new)) > 1 or (is_packed and pick.random() < 0.7)
     given = {'new': tuple(new), 'new_packed': new_packed}
-    if not wide or pick.random() < 0.4:
-        return given
-    return given | {'rotary': pick.choice((0.25, 0.5, 1.0)), 'interleaved': pick.random() < 0.5,
-                    'own_positions': pick.random() < 0.2}
+    return given if pick.random() < (0.4 if wide else 0.7) else given | rotary
 
 
 def mask_of(pick: random.Random) -> dict:
@@ -143,7 +142,7 @@ def drawn(pick: random.Random) -> CacheCall:
         page_size = 0
     case = CacheCase(
         tuple(zip(queries, used)), capacity, page_size, head_dim, head_dim_v, dtype, heads,
-        is_packed, batch_idx=not page_size and pick.random() < 0.3,
+        is_packed, batch_idx=pick.random() < (0.1 if page_size else 0.3),
         layout=pick.choice(LAYOUTS) if pick.random() < 0.4 else '',
         kv8=kv8 and head_dim % 16 == head_dim_v % 16 == 0,
         tree=tree and max(queries) <= 128, descales=pick.random() < 0.7,

@@ -1,4 +1,4 @@
-"""append_cache: new keys and values in a cache, and rotated queries, against loops in float64.
+"""append_and_attend: new keys and values in a cache, and rotated queries, against loops in float64.
 
 Unused slots, pages and the memory around the cache keep every byte.
 """
@@ -9,6 +9,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
+
+from flash_attn3.cache import Attend, Rotary
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DTYPES = pytest.mark.parametrize('dtype', [BF16, FP16, E4M3], ids=str)
@@ -164,8 +166,21 @@ def on(device: torch.device, x: object) -> object:
 
 
 def append(caches: list[Tensor], new: list[Tensor], q: Tensor | None, given: dict) -> Tensor:
-    arguments = DEFAULTS | given
-    return torch.ops.flash_attn3.append_cache(*caches, *new, q, *arguments.values())
+    """The rotated queries. Without q, one of zeros attends, of each sequence."""
+    own = DEFAULTS | given
+    is_rotated = q is not None
+    if q is None:
+        packed = own['cu_seqlens_k_new']
+        batch = new[0].size(0) if packed is None else packed.numel() - 1
+        q = new[0].new_zeros(batch, 1, *caches[0].shape[2:])
+        own['cu_seqlens_q'] = None
+    rows = new[0].size(1) if new[0].dim() == 4 else 0
+    attend = Attend(appended=rows, **{name: own[name] for name in Attend._fields if name in own
+                                      and name != 'appended'})
+    rotary = Rotary(**{name: own[name] for name in Rotary._fields})
+    rotated = torch.ops.flash_attn3.append_and_attend(q, *caches, *new, None, None, None, *rotary,
+                                                      *attend)[2]
+    return rotated if is_rotated else rotated[:0].flatten()
 
 
 def check(memories: list[Memory], new: list[Tensor], device: torch.device, q: Tensor | None = None,

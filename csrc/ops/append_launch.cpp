@@ -1,0 +1,248 @@
+// Appending on CUDA: what the kernel asks of tensors, copies of new rows that it cannot read,
+// rotated queries, the launch. No synchronisation.
+#include "ops/append_launch.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "dispatch/cache_form.h"
+#include "dispatch/given_tensor.h"
+#include "ops/cuda_call.h"
+
+namespace fa3 {
+namespace {
+
+constexpr char const* kOp = "append_cache";
+constexpr int64_t kMost = int64_t(1) << 30;
+constexpr int64_t kMostInt = std::numeric_limits<int>::max();
+
+int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat8E4M3 ? 1 : 2; }
+
+bool has_rows(AttentionCall const& call) { return call.k_new && call.v_new; }
+
+// ------------------------------------------------------------------------------------------ checks
+// Whether chunks of 16 bytes of the columns can be loaded and stored.
+bool has_chunks(TensorMeta const& meta) {
+  int64_t const bytes = bytes_of(meta.dtype);
+  int const columns = meta.rank - 1;
+  bool fine = meta.address % kAppendChunkBytes == 0 &&
+              (meta.size[columns] <= 1 || meta.stride[columns] == 1);
+  for (int i = 0; i < columns; ++i) {
+    fine = fine && (meta.size[i] <= 1 || meta.stride[i] * bytes % kAppendChunkBytes == 0);
+  }
+  return fine;
+}
+
+std::string check_columns(NamedTensor const& tensor) {
+  int64_t const columns = tensor.meta.size[tensor.meta.rank - 1];
+  int64_t const step = kAppendChunkBytes / bytes_of(tensor.meta.dtype);
+  if (columns % step != 0) {
+    return error_text(kOp, text(tensor.name, ".size(-1) to be a multiple of ", step, " on a GPU"),
+                      text(columns), "pad the head_dim with zeros");
+  }
+  return {};
+}
+
+std::string check_chunks(NamedTensor const& tensor) {
+  if (!is_empty(tensor.meta) && !has_chunks(tensor.meta)) {
+    return error_text(kOp,
+                      text(tensor.name, " with contiguous columns, at multiples of ",
+                           kAppendChunkBytes, " bytes with such strides, on a GPU"),
+                      "another layout", "allocate it whole, or pad the head_dim");
+  }
+  return {};
+}
+
+std::string check_rotary(AttentionCall const& call) {
+  if (!call.rotary.rotary_cos || !call.rotary.rotary_sin) {
+    return {};
+  }
+  std::string const error = check_chunks({"rotary_cos", *call.rotary.rotary_cos});
+  return error.empty() ? check_chunks({"rotary_sin", *call.rotary.rotary_sin}) : error;
+}
+
+std::string check_rows(NamedTensor const& tensor) {
+  TensorMeta const meta = with_batch(tensor.meta);
+  double const tokens = double(meta.size[0]) * double(meta.size[1]);
+  if (tokens > double(kMost) || double(meta.size[2]) * double(meta.size[3]) > double(kMost)) {
+    return error_text(kOp,
+                      text(tensor.name, " with at most ", kMost,
+                           " tokens, and as many columns "
+                           "of all heads"),
+                      shape_text(tensor.meta.size, tensor.meta.rank), "split the batch");
+  }
+  return {};
+}
+
+Quantising quantising_of(AttentionCall const& call) {
+  return !has_rows(call) || call.v.dtype == call.v_new->dtype ? Quantising::kNone
+         : call.by_page.descale_by_page      ? Quantising::kByPage
+         : call.k.dtype == call.k_new->dtype ? Quantising::kLatents
+                                             : Quantising::kByHead;
+}
+
+// -------------------------------------------------------------------------------------- parameters
+template <class T>
+T* data_of(std::optional<TensorMeta> const& meta) {
+  return meta ? reinterpret_cast<T*>(meta->address) : nullptr;
+}
+
+ByteView byte_view(TensorMeta const& meta, void* data) {
+  int64_t const bytes = bytes_of(meta.dtype);
+  return ByteView{static_cast<char*>(data), meta.stride[0] * bytes, meta.stride[1] * bytes,
+                  meta.stride[2] * bytes};
+}
+
+// New k, new v or q, as the kernel reads them: `copy` keeps a copy until the launch.
+AppendRows rows_of(OwnedTensor const& tensor, TensorMeta meta, bool is_shared, OwnedTensor& copy) {
+  if (!is_empty(meta) && (is_shared || !has_chunks(meta))) {
+    copy = packed_copy(kOp, tensor, meta);
+    meta = describe(copy);
+  }
+  meta = with_batch(meta);
+  int64_t const chunks = meta.size[3] * bytes_of(meta.dtype) / kAppendChunkBytes;
+  AppendRows rows;
+  rows.schedule = RowSchedule(int(meta.size[0] * meta.size[1]), int(meta.size[2]), int(chunks));
+  rows.source = byte_view(meta, reinterpret_cast<void*>(meta.address));
+  rows.by_entry = FastDiv(int(std::max<int64_t>(1, meta.size[1])));
+  return rows;
+}
+
+ScaleView scale_view(std::optional<TensorMeta> const& scale) {
+  ScaleView view;
+  if (scale) {
+    view.data = reinterpret_cast<float const*>(scale->address);
+    view.batch_stride = scale->stride[0];
+    view.head_stride = scale->stride[1];
+    view.block_stride = scale->rank == 3 && scale->size[2] > 1 ? scale->stride[2] : 0;
+  }
+  return view;
+}
+
+CacheSlots slots_of(AttentionCall const& call) {
+  CacheArguments const& given = call.cache;
+  CacheSlots slots;
+  slots.capacity = int(std::min(capacity_of(call), kMostInt));
+  slots.seqlens = data_of<int const>(given.cache_seqlens);
+  slots.length = int(
+      std::min<int64_t>(given.cache_length >= 0 ? given.cache_length : slots.capacity, kMostInt));
+  slots.pages = int(std::min(call.k.size[0], kMostInt));
+  slots.batch_idx = data_of<int const>(given.cache_batch_idx);
+  slots.page_table = data_of<int const>(given.page_table);
+  slots.page_table_stride = given.page_table ? given.page_table->stride[0] : 0;
+  slots.by_page = FastDiv(int(std::clamp<int64_t>(call.k.size[1], 1, kMostInt)));
+  return slots;
+}
+
+// rows: the dtype of what rotates.
+Rotary rotary_of(RotaryArguments const& given, Dtype rows) {
+  Rotary rotary;
+  if (!given.rotary_cos || !given.rotary_sin) {
+    return rotary;
+  }
+  TensorMeta const& cos = *given.rotary_cos;
+  int64_t const bytes = bytes_of(cos.dtype);
+  rotary.cos = reinterpret_cast<char const*>(cos.address);
+  rotary.sin = reinterpret_cast<char const*>(given.rotary_sin->address);
+  rotary.cos_stride = cos.stride[0] * bytes;
+  rotary.sin_stride = given.rotary_sin->stride[0] * bytes;
+  rotary.positions = std::min(cos.size[0], given.rotary_sin->size[0]);
+  rotary.dtype = cos.dtype;
+  rotary.pairs = int(cos.size[1] * bytes_of(rows) / kAppendChunkBytes);
+  rotary.is_interleaved = given.rotary_interleaved;
+  rotary.is_per_query = given.rotary_per_query;
+  rotary.seqlens = data_of<int const>(given.rotary_seqlens);
+  return rotary;
+}
+
+// Whether new rows must be copied before the cache is written.
+bool shares_cache(TensorMeta const& meta, AttentionCall const& call) {
+  return may_share_memory(meta, call.k) || may_share_memory(meta, call.v);
+}
+
+}  // namespace
+
+std::string check_append_kernel(AttentionCall const& call) {
+  std::string error = check_rotary(call);
+  if (error.empty() && call.rotary.rotary_cos) {
+    error = check_rows({"q", call.q});
+  }
+  if (!has_rows(call)) {
+    return error;
+  }
+  for (NamedTensor const& cache :
+       {NamedTensor{"k_cache", call.k}, NamedTensor{"v_cache", call.v}}) {
+    error = error.empty() ? check_columns(cache) : error;
+    error = error.empty() ? check_chunks(cache) : error;
+  }
+  for (NamedTensor const& rows : {NamedTensor{"k", *call.k_new}, NamedTensor{"v", *call.v_new}}) {
+    error = error.empty() ? check_rows(rows) : error;
+  }
+  bool const is_latent = quantising_of(call) == Quantising::kLatents;
+  if (error.empty() && is_latent && call.v.size[3] != kLatentColumns) {
+    return error_text(
+        kOp, text("v_cache.size(3) to be ", kLatentColumns, ", for scales by key, on a GPU"),
+        text(call.v.size[3]));
+  }
+  return error;
+}
+
+AppendLaunch::AppendLaunch(ForwardCall const& args, AppendTensors const& tensors) {
+  AttentionCall const& call = args.call;
+  AppendParams& params = params_;
+  params.dtype = has_rows(call) ? call.k_new->dtype : call.q.dtype;
+  params.quantising = quantising_of(call);
+  params.batch = int(batch_of(call));
+  params.cache = slots_of(call);
+  params.rotary = rotary_of(call.rotary, params.dtype);
+  if (params.rotary.cos != nullptr) {
+    rotated = allocate(kOp, call.q.size, call.q.rank, call.q.dtype, call.q.device_index);
+    params.q = rows_of(args.q, call.q, shares_cache(call.q, call), copies_[2]);
+    params.q.target = byte_view(with_batch(describe(rotated)), mutable_data(rotated));
+    params.q.cu = data_of<int const>(call.lengths.cu_seqlens_q);
+  }
+  if (has_rows(call)) {
+    params.k = rows_of(tensors.k, *call.k_new, shares_cache(*call.k_new, call), copies_[0]);
+    params.v = rows_of(tensors.v, *call.v_new, shares_cache(*call.v_new, call), copies_[1]);
+    params.k.target = byte_view(call.k, mutable_data(args.k));
+    params.v.target = byte_view(call.v, mutable_data(args.v));
+    params.k.scale = scale_view(call.scales.k_descale);
+    params.v.scale = scale_view(call.scales.v_descale);
+    params.k.cu = params.v.cu = data_of<int const>(call.cache.cu_seqlens_k_new);
+    if (params.quantising == Quantising::kByPage) {
+      set_pages(call, tensors);
+    } else if (params.quantising == Quantising::kLatents) {
+      params.v.set_scales = static_cast<float*>(mutable_data(tensors.v_scales));
+    }
+  }
+  if (params.ctas() > kMostInt) {
+    throw_if(error_text(kOp, "fewer new tokens", text(params.ctas(), " CTAs"), "split the batch"));
+  }
+}
+
+// Scales by page: the work, by pages.
+void AppendLaunch::set_pages(AttentionCall const& call, AppendTensors const& tensors) {
+  TensorMeta const k = with_batch(*call.k_new);
+  int64_t const page_size = std::min(call.k.size[1], kMostInt);
+  int const tokens = int(k.size[0] * k.size[1]);
+  params_.pages =
+      PageSchedule(params_.batch, tokens, call.cache.cu_seqlens_k_new ? -1 : int(k.size[1]),
+                   int(k.size[2]), int(page_size));
+  for (auto [rows, scales] :
+       {std::pair{&params_.k, &tensors.k_scales}, std::pair{&params_.v, &tensors.v_scales}}) {
+    rows->set_scales = static_cast<float*>(mutable_data(*scales));
+    double const pairs = std::min<double>(tokens, double(page_size)) * rows->schedule.chunks / 2;
+    if (pairs > kMost || params_.pages.ctas > kMost / kAppendWarps) {
+      throw_if(error_text(kOp, "fewer new tokens", text(tokens), "split the batch"));
+    }
+  }
+}
+
+void AppendLaunch::run(void* stream) const {
+  if (params_.ctas() > 0) {
+    launch_append(params_, stream);
+  }
+}
+
+}  // namespace fa3

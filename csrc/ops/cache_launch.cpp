@@ -1,0 +1,153 @@
+// How attention on a cache is launched: views, buffers of partial results, counters.
+#include "ops/cache_launch.h"
+
+#include <algorithm>
+
+#include "combine/combine.h"
+#include "core/cache_keys.h"
+#include "core/tree_mask.h"
+#include "dispatch/given_tensor.h"
+#include "dispatch/plan_cache.h"
+#include "dispatch/problem_of_call.h"
+#include "dispatch/variants.h"
+#include "ops/forward_launch.h"
+#include "ops/general_launch.h"
+#include "schedule/counters.h"
+
+namespace fa3 {
+namespace {
+
+constexpr char const* kOp = "attend_cache";
+
+// (batch, heads_k), (pages, heads_k) or (pages, keys, blocks), whatever the strides.
+ScaleView scale_view(std::optional<TensorMeta> const& scale) {
+  ScaleView view;
+  if (scale && !is_empty(*scale)) {
+    view.data = reinterpret_cast<float const*>(scale->address);
+    view.batch_stride = scale->stride[0];
+    view.head_stride = scale->stride[1];
+    view.block_stride = scale->rank == 3 && scale->size[2] > 1 ? scale->stride[2] : 0;
+    view.by_kv_head = true;
+  }
+  return view;
+}
+
+void read_cache(CacheTensors& tensors, AttentionCall const& call, int capacity) {
+  CacheArguments const& cache = call.cache;
+  tensors.held = data_of<int>(cache.cache_seqlens);
+  tensors.leftpad = data_of<int>(cache.cache_leftpad);
+  tensors.new_starts = data_of<int>(cache.cu_seqlens_k_new);
+  tensors.entry_of = data_of<int>(cache.cache_batch_idx);
+  tensors.page_table = data_of<int>(cache.page_table);
+  tensors.table_stride = cache.page_table ? cache.page_table->stride[0] : 0;
+  tensors.held_by_all =
+      cache.cache_length < 0 ? capacity : int(std::min<int64_t>(cache.cache_length, capacity));
+  tensors.appended = int(std::min<int64_t>(cache.appended, capacity));
+  tensors.first_slot = int(std::min<int64_t>(call.prefix.shared_prefix, capacity));
+  if (call.tree.tree_mask) {
+    TensorMeta const& tree = *call.tree.tree_mask;
+    tensors.tree = reinterpret_cast<uint32_t const*>(tree.address);
+    tensors.tree_stride = tree.rank == 3 ? tree.stride[0] / kTreeWords : 0;
+  }
+}
+
+// How the parts of a launch become its results: a packed head is a batch entry, a query a row.
+// columns: that a row of a part has.
+CombineParams combine_params(FwdParams const& forward, int columns) {
+  FwdProblem const& problem = forward.problem;
+  CacheSchedule const& cache = forward.schedule.cache;
+  int const pack = forward.schedule.pack;
+  int const packed_heads = problem.heads_q / pack;
+  int64_t const rows_of_head = int64_t(forward.schedule.m_tiles) * cache.rows;
+  CombineParams params;
+  CombineSource& parts = params.source[0];
+  parts.data = forward.cache.parts;
+  parts.lse = forward.cache.parts + cache.slots * cache.rows * columns;
+  int64_t const part_rows[] = {rows_of_head, pack, 1};
+  for (int i = 0; i < 3; ++i) {
+    parts.lse_stride[i] = part_rows[i];
+    parts.stride[i] = part_rows[i] * columns;
+  }
+  parts.stride[3] = 1;
+  params.lse_part_stride = packed_heads * rows_of_head;
+  params.part_stride = params.lse_part_stride * columns;
+  params.parts = cache.parts_apart;
+  params.columns = problem.head_dim_v;
+  params.warps = problem.heads_q * problem.seqlen_q * params.column_blocks();
+  params.by_blocks = FastDiv(params.column_blocks());
+  params.by_heads = FastDiv(pack);
+  params.by_rows = FastDiv(problem.seqlen_q);
+  TensorView const& out = forward.o;
+  params.out = out.data;
+  params.out_dtype = forward.out_dtype;
+  int64_t const strides[] = {pack * out.head_stride, out.row_stride, out.head_stride, 1};
+  std::copy_n(strides, 4, params.out_stride);
+  params.is_vector = (reinterpret_cast<uintptr_t>(out.data) % 8 | out.row_stride % 4 |
+                      out.head_stride % 4 | problem.head_dim_v % 4) == 0;
+  params.lse = forward.lse;
+  params.lse_stride[0] = int64_t(pack) * problem.seqlen_q;
+  params.lse_stride[1] = 1;
+  params.lse_stride[2] = problem.seqlen_q;
+  return params;
+}
+
+}  // namespace
+
+CacheLaunch::CacheLaunch(AttentionCall const& call, CacheInputs const& inputs,
+                         CacheOutputs const& outputs, void* stream)
+    : target_(kOp, outputs.out) {
+  params_.out_dtype = describe(outputs.out).dtype;
+  params_.lse = outputs.lse ? static_cast<float*>(mutable_data(outputs.lse)) : nullptr;
+  params_.problem = problem_of_cache(call);
+  plan_ = plan_cache(params_.problem);
+  require_built(plan_.variant);
+  params_.schedule = plan_.schedule;
+  params_.q_scale = scale_view(call.scales.q_descale);
+  params_.k_scale = scale_view(call.scales.k_descale);
+  params_.v_scale = scale_view(call.scales.v_descale);
+  params_.scales_by_page = call.by_page.descale_by_page;
+  params_.q = readable(kOp, inputs.q, with_batch(call.q));
+  if (call.latent.qv) {
+    params_.qv = readable(kOp, inputs.qv, with_batch(*call.latent.qv));
+  }
+  params_.k = readable(kOp, inputs.k, with_batch(call.k));
+  params_.v = readable(kOp, inputs.v, with_batch(call.v));
+  params_.sinks = data_of<float>(call.score.sinks);
+  params_.lengths = lengths_of(call);
+  params_.softmax_scale = float(call.softmax_scale());
+  params_.softcap = float(call.score.softcap);
+  read_cache(params_.cache, call, params_.problem.cache.capacity);
+  params_.o = target_.view();
+  allocate_parts(call.q.device_index, stream);
+}
+
+// The buffers of the parts, and the counters of those that are complete.
+void CacheLaunch::allocate_parts(int device, void* stream) {
+  FwdConfig const& config = kFwdVariants[plan_.variant];
+  CacheSchedule const& cache = params_.schedule.cache;
+  bool const is_latent = params_.problem.kind.is_latent;
+  int64_t const part_floats = cache.slots * cache.rows * (config.head_dim_v + 2);
+  int64_t const tile_floats = is_latent ? cache.slots * (kSharedTileBytes / 4) : 0;
+  int64_t const floats = round_up(part_floats, 4) + tile_floats;
+  int64_t const counters = is_latent ? 2 : 2 * cache.slots * config.consumer_warpgroups;
+  bool const has_own_counters = counters > kLaunchCounters;
+  int64_t const size = floats + (has_own_counters ? counters : 0);
+  parts_ = allocate(kOp, &size, 1, Dtype::kFloat32, device);
+  params_.cache.parts = static_cast<float*>(mutable_data(parts_));
+  params_.cache.shared_tiles = params_.cache.parts + (floats - tile_floats);
+  params_.cache.arrived = has_own_counters ? reinterpret_cast<int*>(params_.cache.parts + floats)
+                                           : launch_counters(stream);
+  if (has_own_counters) {
+    clear_counters(params_.cache.arrived, counters, stream);
+  }
+}
+
+void CacheLaunch::run(void* stream) const {
+  launch_variant(params_, plan_.variant, stream);
+  if (params_.schedule.cache.parts_apart > 0) {
+    launch_combine(combine_params(params_, kFwdVariants[plan_.variant].head_dim_v), stream);
+  }
+  target_.finish();
+}
+
+}  // namespace fa3

@@ -1,0 +1,12 @@
+// The merge of partial results, for ops that make them themselves.
+#pragma once
+
+#include "dispatch/checks_combine.h"
+#include "ops/tensor_handle.h"
+
+namespace fa3 {
+
+// Into out and lse, on the current stream of their device. The call has passed check_merge().
+void launch_merge(MergeCall const& call, OwnedTensor const& out, OwnedTensor const& lse);
+
+}  // namespace fa3

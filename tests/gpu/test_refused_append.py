@@ -1,0 +1,333 @@
+"""A call that appends and is refused leaves the caches and their scales as they were, whatever is
+wrong and wherever it is found out; one whose new rows lie in the cache writes what they were.
+"""
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+import flash_attn3
+from flash_attn3 import flash_attn_with_kvcache
+
+from tests.cache_cases import CacheCase, as_bits, copied
+
+# One call of each way through the host.
+CASES = {
+    'dense': CacheCase(((1, 70), (1, 5)), new=(1, 1), causal=True, capacity=90),
+    'paged': CacheCase(((2, 70), (2, 5)), new=(3, 3), rotary=0.5, page_size=16, causal=True),
+    'packed': CacheCase(((2, 70), (1, 5)), is_packed=True, new=(2, 4), new_packed=True),
+    'e4m3': CacheCase(((1, 70), (1, 5)), new=(1, 1), dtype='e4m3', page_size=16),
+    'kv8': CacheCase(((1, 70), (1, 5)), new=(1, 1), kv8=True),
+    'by_page': CacheCase(((1, 70), (1, 5)), new=(1, 1), kv8=True, by_page=True, page_size=16),
+    'latent': CacheCase(((1, 70), (1, 5)), new=(1, 1), latent=True, head_dim=64, head_dim_v=512,
+                        heads=(16, 1), page_size=16, causal=True),
+    'latent_kv8': CacheCase(((1, 70), (1, 5)), new=(1, 1), latent=True, kv8=True, head_dim=64,
+                            head_dim_v=512, heads=(16, 1), page_size=16),
+    'prefix': CacheCase(((1, 70), (1, 50)), new=(1, 1), shared=32, page_size=16, causal=True),
+}
+each_case = pytest.mark.parametrize('name', CASES)
+
+
+def wrong_calls(given: dict) -> dict[str, dict]:
+    """Changes that no call takes, by name."""
+    q, k, v = given['q'], given['k'], given['v']
+    like_out = q.new_empty((*q.shape[:-1], given['v_cache'].size(-1)), dtype=torch.bfloat16)
+    wrong = {
+        'num_splits of -1': dict(num_splits=-1), 'num_splits of 257': dict(num_splits=257),
+        'split_size with num_splits': dict(split_size=64, num_splits=2),
+        'split_size of -1': dict(split_size=-1, num_splits=0),
+        'chunk of -1': dict(attention_chunk=-1), 'scale of 0': dict(softmax_scale=0.0),
+        'infinite scale': dict(softmax_scale=float('inf')), 'softcap of -1': dict(softcap=-1.0),
+        'window of -2': dict(window_size=(-2, 0)), 'sm_margin of 1000': dict(sm_margin=1000),
+        'q of int32': dict(q=q.float().int()), 'head dim of q': dict(q=q[..., :-8]),
+        'rank of q': dict(q=q[0]), 'batch of q': dict(q=q[:0]),
+        'out of another shape': dict(out=like_out[..., :-8]),
+        'out of float32': dict(out=like_out.float()),
+        'tree of int64': dict(tree_mask=torch.zeros((*q.shape[:-2], 4), dtype=torch.int64,
+                                                    device=q.device)),
+        'sinks of all heads but one': dict(s_aux=torch.zeros(q.size(-2) - 1, device=q.device)),
+        'lengths of int64': dict(cache_seqlens=given['cache_seqlens'].long()),
+        'lengths of another batch': dict(cache_seqlens=given['cache_seqlens'][:1]),
+        'no lengths': dict(cache_seqlens=None),
+        'descale of q': dict(q_descale=torch.ones(3, 1, device=q.device)),
+        'a word as descale': dict(v_descale='1'),
+        'k alone': dict(v=None), 'v alone': dict(k=None), 'heads of k': dict(k=k[..., :0, :]),
+        'rows of v': dict(v=v[:0]), 'dtype of k': dict(k=k.float().int(), v=v.float().int()),
+        'rotary_cos alone': dict(rotary_cos=torch.ones(99, 16, device=q.device, dtype=q.dtype),
+                                 rotary_sin=None),
+        'rank of rotary_cos': dict.fromkeys(('rotary_cos', 'rotary_sin'),
+                                            torch.ones(99, device=q.device).to(q.dtype)),
+        'metadata of float32': dict(scheduler_metadata=torch.zeros(1, device=q.device)),
+        'shared_prefix of -1': dict(shared_prefix=-1),
+        'longer prefix than the cache': dict(shared_prefix=1 << 20),
+    }
+    if q.itemsize > 1:
+        heads = torch.cat([q, q[..., :1, :]], -2)
+        wrong['heads that do not divide'] = dict(q=heads) if given['k_cache'].size(-2) > 1 else \
+            dict(softmax_scale=-1.0)
+        wrong['q of another 16 bits, rotated'] = dict(
+            q=q.half(), **dict.fromkeys(('rotary_cos', 'rotary_sin'), torch.ones(
+                99, 16, device=q.device, dtype=torch.float16)))
+    if given['k_cache'].itemsize > 1:
+        wrong['k_descale of 16 bits'] = dict(k_descale=torch.ones(2, 2, device=q.device))
+        wrong['k_descale that is a number'] = dict(k_descale=0.5)
+    if (qv := given.get('qv')) is not None:
+        wrong |= {'head dim of qv': dict(qv=qv[..., :256]), 'rows of qv': dict(qv=qv[:0]),
+                  'softcap with qv': dict(softcap=2.0), 'qv of float32': dict(qv=qv.float())}
+    elif q.itemsize > 1:
+        wrong['qv for two KV heads'] = dict(qv=like_out.to(q.dtype))
+    if 'page_table' in given:
+        wrong['table of int64'] = dict(page_table=given['page_table'].long())
+    if q.dim() == 3:
+        wrong['packed q without a batch'] = dict(cu_seqlens_q=None)
+        wrong['packed q and a prefix, without a batch'] = dict(cu_seqlens_q=None, shared_prefix=16)
+    return wrong
+
+
+WRITTEN = 'k_cache', 'v_cache', 'k_descale', 'v_descale'
+
+
+def bits_of(given: dict) -> dict:
+    return {name: as_bits(given[name]).clone() for name in WRITTEN
+            if isinstance(given.get(name), torch.Tensor)}
+
+
+def expect_untouched(given: dict, before: dict, what: str) -> None:
+    for name, bits in before.items():
+        assert torch.equal(as_bits(given[name]), bits), f'{what}: {name} was written'
+
+
+def expect_refused(given: dict, what: str, change: dict, function=flash_attn_with_kvcache) -> None:
+    before = bits_of(given)
+    with pytest.raises((RuntimeError, NotImplementedError)) as raised:
+        function(**given | change)
+    assert re.search(r'flash_attn3\.\w+: expected ', str(raised.value)), f'{what}: {raised.value}'
+    expect_untouched(given, before, what)
+
+
+@each_case
+def test_refused_calls_write_nothing(name, device):
+    given = CASES[name].arguments(device)
+    for what, change in wrong_calls(given).items():
+        expect_refused(copied(given), what, change)
+    flash_attn_with_kvcache(**copied(given))    # as it is, it is fine
+
+
+@each_case
+def test_refused_in_a_capture(name, cuda):
+    """Nothing of them is in the graph."""
+    given = copied(CASES[name].arguments(cuda))
+    before = bits_of(given)
+    flash_attn_with_kvcache(**copied(given))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        marker = torch.ones(1, device=cuda)
+        for change in (dict(num_splits=-1), dict(softmax_scale=0.0), dict(attention_chunk=-1)):
+            with pytest.raises(RuntimeError, match='flash_attn3'):
+                flash_attn_with_kvcache(**given | change)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert marker.item() == 1
+    expect_untouched(given, before, name)
+
+
+@pytest.mark.parametrize('name', ['dense', 'paged', 'latent'])
+@pytest.mark.parametrize('change', [dict(num_splits=257), dict(softmax_scale=0.0)], ids=str)
+def test_refused_when_compiled(change, name, device):
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_with_kvcache, backend='aot_eager')
+    expect_refused(copied(CASES[name].arguments(device)), str(change), change, compiled)
+
+
+@pytest.mark.parametrize('name', ['dense', 'paged', 'latent', 'prefix', 'by_page'])
+def test_without_memory(name, cuda, needs_memory):
+    """What the launches need is allocated before the first of them."""
+    needs_memory(4)
+    case = CASES[name]
+    given = copied(case.arguments(cuda))
+    flash_attn_with_kvcache(**copied(given))    # counters of the stream
+    torch.cuda.synchronize()
+    held = []
+    while True:    # leave less and less
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved()
+        total = torch.cuda.get_device_properties(cuda).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (reserved + 1024) / total))
+        before = bits_of(given)
+        try:
+            flash_attn_with_kvcache(**given)
+        except RuntimeError:
+            expect_untouched(given, before, f'{len(held)} blocks held')
+            break
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        for size in (2 << 20, 1 << 20, 512 << 10, 64 << 10, 8 << 10, 512):    # fill what is cached
+            try:
+                torch.cuda.set_per_process_memory_fraction(min(1.0, (reserved + 1024) / total))
+                while len(held) < 20000:
+                    held.append(torch.empty(size, dtype=torch.uint8, device=cuda))
+            except RuntimeError:
+                pass
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0)
+        assert len(held) < 20000
+        given = copied(case.arguments(cuda)) if len(held) > 19000 else given
+        if len(held) > 15000:
+            pytest.skip('the allocator always finds memory')
+
+
+# ------------------------------------------------------------------------------- shared memory
+@pytest.mark.parametrize('page_size', [0, 16])
+@pytest.mark.parametrize('which', ['k', 'v', 'q', 'all'])
+def test_rows_of_the_cache_as_new_rows(which, page_size, device):
+    """k, v and q that are views of the cache count as they were before the append."""
+    case = CacheCase(((4, 70), (4, 5)), heads=(2, 2), new=(4, 4), page_size=page_size, causal=True)
+    given = copied(case.arguments(device))
+    for cache in (given['k_cache'], given['v_cache']):
+        cache[:, :4] = torch.randn_like(cache[:, :4])
+    rows = slice(0, 2)    # pages or entries
+    views = dict(k=given['v_cache'][rows, :4], v=given['k_cache'][rows, :4],
+                 q=given['k_cache'][rows, :4])
+    table = given.get('page_table')
+    if table is not None:    # the slots that are written are those that are read
+        used = table[:, 0].tolist()
+        spare = [page for page in range(given['k_cache'].size(0)) if page not in used][:2]
+        assert len(spare) == 2
+    else:
+        given['cache_seqlens'] = torch.tensor([2, 1], dtype=torch.int32, device=device)
+    chosen = views if which == 'all' else {which: views[which]}
+    apart = copied(given) | {name: x.clone() for name, x in (given | chosen).items()
+                             if name in ('q', 'k', 'v')}
+    wanted = flash_attn_with_kvcache(**apart)
+    got = flash_attn_with_kvcache(**given | chosen)
+    for ours, theirs in zip(got[:2], wanted[:2]):
+        assert torch.equal(as_bits(ours), as_bits(theirs))
+    for name in ('k_cache', 'v_cache'):
+        assert torch.equal(as_bits(given[name]), as_bits(apart[name]))
+
+
+def test_out_in_the_cache(device):
+    case = dataclasses.replace(CASES['dense'], heads=(2, 2))
+    given = copied(case.arguments(device))
+    for cache in (given['k_cache'], given['v_cache']):
+        expect_refused(given, 'out', dict(out=cache[:, 7:8]))
+
+
+# ------------------------------------------------------------------------- scales that are numbers
+@pytest.mark.parametrize('name', ['e4m3', 'kv8'])
+def test_numbers_as_descales(name, device):
+    case = CASES[name]
+    given = case.arguments(device)
+    heads, batch = case.heads[1], case.batch
+    names = ('q_descale', 'k_descale', 'v_descale') if name == 'e4m3' else ('k_descale',
+                                                                            'v_descale')
+    numbers = dict(zip(names, (0.5, 2, 0.25)))
+    tensors = {key: torch.full((batch, heads), float(x), device=device)
+               for key, x in numbers.items()}
+    got, wanted = (flash_attn_with_kvcache(**copied(given | scales))
+                   for scales in (numbers, tensors))
+    for ours, theirs in zip(got[:2], wanted[:2]):
+        assert torch.equal(as_bits(ours), as_bits(theirs))
+
+
+def test_a_number_for_latents(device):
+    case = dataclasses.replace(CASES['latent_kv8'], new=(), descales=False)
+    given = case.arguments(device)
+    scale = torch.full((*given['v_cache'].shape[:2], 1), 0.5, device=device)
+    got, wanted = (flash_attn_with_kvcache(**given | dict(v_descale=x)) for x in (0.5, scale))
+    assert torch.equal(as_bits(got[0]), as_bits(wanted[0]))
+
+
+@pytest.mark.parametrize('packed', [False, True])
+def test_numbers_as_descales_without_a_cache(packed, device):
+    q, k, v = (torch.randn(2, 70, 2, 64, device=device).to(torch.float8_e4m3fn) for _ in range(3))
+    function, lists = flash_attn3.flash_attn_func, ()
+    if packed:
+        starts = torch.tensor([0, 70, 140], dtype=torch.int32, device=device)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        function, lists = flash_attn3.flash_attn_varlen_func, (starts, starts, 70, 70)
+    names = ('q_descale', 'k_descale', 'v_descale')
+    got = function(q, k, v, *lists, **dict(zip(names, (0.5, 2, 0.25))))
+    wanted = function(q, k, v, *lists, **{name: torch.full((2, 2), x, device=device)
+                                          for name, x in zip(names, (0.5, 2.0, 0.25))})
+    assert torch.equal(got, wanted)
+    with pytest.raises(RuntimeError, match='k_descale to be a tensor or a number'):
+        function(q, k, v, *lists, k_descale='2')
+
+
+# ------------------------------------------------------------------------ what was refused before
+@pytest.mark.parametrize('case', [
+    CacheCase(((3, 70), (3, 5)), page_size=16, batch_idx=True, causal=True),
+    CacheCase(((3, 70), (3, 5)), page_size=16, batch_idx=True, causal=True, new=(3, 3),
+              rotary=0.5, kv8=True, by_page=True),
+    CacheCase(((3, 70), (3, 5)), rotary=0.5, causal=True),
+    CacheCase(((3, 70), (3, 5)), rotary=1.0, own_positions=True, interleaved=False, page_size=4),
+    CacheCase(((3, 70), (1, 5)), rotary=1.0, is_packed=True, kv8=True, causal=True),
+    CacheCase(((3, 70), (3, 5)), rotary=1.0, dtype='e4m3', causal=True),
+    CacheCase(((3, 70), (3, 5)), rotary=0.5, dtype='e4m3', causal=True, new=(3, 3), page_size=16),
+    CacheCase(((3, 70), (3, 5)), rotary=1.0, dtype='e4m3', interleaved=False, new=(2, 2),
+              own_positions=True, head_dim=64),
+], ids=str)
+def test_what_upstream_takes(case, device):
+    from tests.cache_oracle import check_case
+    check_case(case, device)
+
+
+@pytest.mark.parametrize('table_dtype', [torch.bfloat16, torch.float16], ids=str)
+def test_tables_of_16_bits_for_e4m3(table_dtype, device):
+    case = CacheCase(((3, 70), (3, 5)), rotary=1.0, dtype='e4m3', causal=True, new=(3, 3))
+    given = case.arguments(device)
+    e4m3 = {name: given[name] for name in ('rotary_cos', 'rotary_sin')}
+    wide = {name: x.to(table_dtype) for name, x in e4m3.items()}
+    one, other = copied(given | e4m3), copied(given | wide)
+    got, wanted = (flash_attn_with_kvcache(**x) for x in (one, other))
+    assert torch.equal(as_bits(got[0]), as_bits(wanted[0]))
+    assert torch.equal(as_bits(one['k_cache']), as_bits(other['k_cache']))
+
+
+def test_positions_without_tables(device):
+    case = CASES['dense']
+    given = case.arguments(device)
+    lists = dict(rotary_seqlens=given['cache_seqlens'] + 3)
+    got, wanted = (flash_attn_with_kvcache(**copied(given | x)) for x in (lists, {}))
+    assert torch.equal(as_bits(got[0]), as_bits(wanted[0]))
+
+
+def test_rows_of_the_table_that_are_none(device, request):
+    """They have no pages: nothing is written for them, and nothing else changes."""
+    if request.config.getoption('--device') == 'cpu':
+        pytest.skip('the CPU path refuses such rows')
+    case = CacheCase(((1, 70), (1, 5)), new=(1, 1), page_size=16, batch_idx=True)
+    given = case.arguments(device)
+    good, bad = copied(given), copied(given)
+    bad['cache_batch_idx'] = given['cache_batch_idx'].clone()
+    bad['cache_batch_idx'][1] = 99
+    wanted, got = (flash_attn_with_kvcache(**x) for x in (good, bad))
+    assert torch.equal(got[0][0], wanted[0][0])
+    table = given['page_table'][given['cache_batch_idx'][1].item()]
+    page = table[5 // 16].item()
+    for name in ('k_cache', 'v_cache'):
+        expected = as_bits(good[name]).clone()
+        expected[page] = as_bits(given[name])[page]
+        assert torch.equal(as_bits(bad[name]), expected)
+
+
+def test_latents_that_are_e4m3(device):
+    """Copied as they are; their scales stay the caller's."""
+    case = CASES['latent_kv8']
+    given = copied(case.arguments(device))
+    new = (given['v'].float().clamp(-8, 8)).to(torch.float8_e4m3fn)
+    before = given['v_descale'].clone()
+    for b, length in enumerate(given['cache_seqlens'].tolist()):
+        page = given['page_table'][b, length // 16].item()
+        before[page, length % 16] = 0.5
+    own = given | dict(v=new, v_descale=before.clone())
+    out = flash_attn_with_kvcache(**own)[0]
+    assert torch.equal(own['v_descale'].nan_to_num(), before.nan_to_num())
+    for b, length in enumerate(given['cache_seqlens'].tolist()):
+        page = given['page_table'][b, length // 16].item()
+        assert torch.equal(as_bits(own['v_cache'])[page, length % 16], as_bits(new)[b, 0])
+    assert out.isfinite().all()
