@@ -33,6 +33,18 @@ PrepareParams prepare_params(FwdParams const& params, FwdConfig const& config) {
   return prepare;
 }
 
+// The kernel that combines the parts of a latent cache follows in a launch of its own.
+void launch_kernels(FwdParams& params, int variant, void* stream) {
+  if (!kFwdVariants[variant].kind.is_latent) {
+    kFwdLaunchers[variant](params, stream);
+    return;
+  }
+  launch_pair(params.cache.arrived, stream, [&](int* counters) {
+    params.cache.arrived = counters;
+    kFwdLaunchers[variant](params, stream);
+  });
+}
+
 }  // namespace
 
 void require_built(int variant) {
@@ -54,7 +66,7 @@ void launch_variant(FwdParams const& params, int variant, void* stream) {
     if (part.problem.is_packed && !config.kind.is_cache()) {
       launch_prepare(prepare_params(part, config), stream);
     }
-    kFwdLaunchers[variant](part, stream);
+    launch_kernels(part, variant, stream);
   }
 }
 

@@ -13,8 +13,9 @@
 namespace fa3 {
 namespace {
 
-constexpr int kCountersOfSlab = 256;
-constexpr size_t kBytes = kLaunchCounters * sizeof(int);
+constexpr int kUsersOfSlab = 256;
+constexpr int64_t kCountersOfUser = kLaunchCounters + kPairCounters;
+constexpr size_t kBytes = kCountersOfUser * sizeof(int);
 
 void check(cudaError_t error, char const* what) {
   if (error != cudaSuccess) {
@@ -26,39 +27,80 @@ void check(cudaError_t error, char const* what) {
 // Device, stream, capture; capture 0: none.
 using User = std::tuple<int, unsigned long long, unsigned long long>;
 
-std::mutex mutex;
-std::map<int, std::vector<int*>> unused;  // by device
-std::map<User, int*> used;
-
-// What a graph gives back when it is destroyed.
-struct OfGraph {
-  User user;
+struct Pool {
+  std::mutex mutex;
+  std::map<User, int*> used;
+  std::map<int, std::vector<int*>> zeros;     // by device
+  std::map<int, std::vector<int*>> returned;  // by graphs
 };
 
+// Never destroyed: CUDA may destroy a graph while the process ends.
+Pool& pool() {
+  static Pool* const all = new Pool;
+  return *all;
+}
+
+// What a graph gives back when it is destroyed, after its last launch has ended.
+struct OfGraph {
+  User user;
+  int* counters;
+};
+
+// CUDA calls this in a thread of its own, where other callbacks wait: no call of CUDA is made while
+// the mutex is held.
 void give_back(void* of_graph) {
   std::unique_ptr<OfGraph> const owned(static_cast<OfGraph*>(of_graph));
-  std::lock_guard const lock(mutex);
-  auto const found = used.find(owned->user);
-  unused[std::get<0>(owned->user)].push_back(found->second);
-  used.erase(found);
+  Pool& all = pool();
+  std::lock_guard const lock(all.mutex);
+  all.returned[std::get<0>(owned->user)].push_back(owned->counters);
+  all.used.erase(owned->user);
+}
+
+std::vector<int*> take_returned(int device) {
+  std::vector<int*> found;
+  Pool& all = pool();
+  std::lock_guard const lock(all.mutex);
+  found.swap(all.returned[device]);
+  return found;
+}
+
+// Clears what graphs gave back, or a new slab. WHY what was given back: a graph whose copies ran at
+// the same time leaves anything.
+cudaError_t make_zeros(std::vector<int*>& zeros, cudaStream_t stream) {
+  if (zeros.empty()) {
+    void* slab = nullptr;
+    cudaError_t const error = cudaMalloc(&slab, kUsersOfSlab * kBytes);
+    for (int i = 0; i < kUsersOfSlab && error == cudaSuccess; ++i) {
+      zeros.push_back(static_cast<int*>(slab) + i * kCountersOfUser);
+    }
+    return error ? error : cudaMemsetAsync(slab, 0, kUsersOfSlab * kBytes, stream);
+  }
+  cudaError_t error = cudaSuccess;
+  for (size_t i = 0; i < zeros.size() && error == cudaSuccess; ++i) {
+    error = cudaMemsetAsync(zeros[i], 0, kBytes, stream);
+  }
+  return error;
 }
 
 // Zeros for some more users. They are written on a stream of its own: no capture may notice.
-void add_slab(int device) {
+void add_zeros(int device) {
+  std::vector<int*> zeros = take_returned(device);
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   check(cudaThreadExchangeStreamCaptureMode(&mode), "allow an allocation during a capture");
-  void* slab = nullptr;
   cudaStream_t stream = nullptr;
-  cudaError_t error = cudaMalloc(&slab, kCountersOfSlab * kBytes);
-  error = error ? error : cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-  error = error ? error : cudaMemsetAsync(slab, 0, kCountersOfSlab * kBytes, stream);
-  error = error ? error : cudaStreamSynchronize(stream);
-  error = error ? error : cudaStreamDestroy(stream);
+  cudaError_t error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
+  if (error == cudaSuccess) {
+    error = make_zeros(zeros, stream);
+    cudaError_t const end = cudaStreamSynchronize(stream);
+    error = error ? error : end;
+    cudaStreamDestroy(stream);
+  }
   cudaThreadExchangeStreamCaptureMode(&mode);
   check(error, "allocate counters");
-  for (int i = 0; i < kCountersOfSlab; ++i) {
-    unused[device].push_back(static_cast<int*>(slab) + i * kLaunchCounters);
-  }
+  Pool& all = pool();
+  std::lock_guard const lock(all.mutex);
+  std::vector<int*>& target = all.zeros[device];
+  target.insert(target.end(), zeros.begin(), zeros.end());
 }
 
 // The capture that a stream is part of.
@@ -86,9 +128,9 @@ unsigned long long number_of(cudaStream_t stream) {
   return number;
 }
 
-void belong_to_graph(User const& user, cudaGraph_t graph) {
+void belong_to_graph(OfGraph const& counters, cudaGraph_t graph) {
   cudaUserObject_t object = nullptr;
-  auto of_graph = std::make_unique<OfGraph>(OfGraph{user});
+  auto of_graph = std::make_unique<OfGraph>(counters);
   check(cudaUserObjectCreate(&object, of_graph.get(), give_back, 1, cudaUserObjectNoDestructorSync),
         "keep counters for a graph");
   of_graph.release();
@@ -97,21 +139,25 @@ void belong_to_graph(User const& user, cudaGraph_t graph) {
 }
 
 int* counters_of(User const& user, Capture const& capture) {
-  std::unique_lock lock(mutex);
-  auto const found = used.find(user);
-  if (found != used.end()) {
+  Pool& all = pool();
+  int const device = std::get<0>(user);
+  std::unique_lock lock(all.mutex);
+  auto found = all.used.find(user);
+  while (found == all.used.end() && all.zeros[device].empty()) {
+    lock.unlock();
+    add_zeros(device);
+    lock.lock();
+    found = all.used.find(user);  // another thread may launch on the same stream
+  }
+  if (found != all.used.end()) {
     return found->second;
   }
-  int const device = std::get<0>(user);
-  if (unused[device].empty()) {
-    add_slab(device);
-  }
-  int* const counters = unused[device].back();
-  unused[device].pop_back();
-  used.emplace(user, counters);
+  int* const counters = all.zeros[device].back();
+  all.zeros[device].pop_back();
+  all.used.emplace(user, counters);
   lock.unlock();
   if (capture.graph != nullptr) {
-    belong_to_graph(user, capture.graph);
+    belong_to_graph(OfGraph{user, counters}, capture.graph);
   }
   return counters;
 }
@@ -132,6 +178,18 @@ int* launch_counters(void* stream) {
     last = user;
   }
   return counters_of_last;
+}
+
+void launch_pair(int* counters, void* stream, std::function<void(int*)> const& launch) {
+  static std::mutex* const launching = new std::mutex;  // as the pool
+  std::lock_guard const lock(*launching);
+  int* const of_pair = counters + kLaunchCounters;
+  try {
+    launch(of_pair);
+  } catch (...) {
+    cudaMemsetAsync(of_pair, 0, kPairCounters * sizeof(int), static_cast<cudaStream_t>(stream));
+    throw;
+  }
 }
 
 void clear_counters(int* counters, int64_t count, void* stream) {

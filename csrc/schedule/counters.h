@@ -4,17 +4,31 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 namespace fa3 {
 
 constexpr int64_t kLaunchCounters = 2048;
 
 // kLaunchCounters counters on the current device for launches on a stream (a cudaStream_t). The
-// launches of one stream share them, since they follow each other. Those that a CUDA graph captures
-// have counters of their own, which belong to the graph: it may be replayed on any stream.
+// launches of one stream share them, since they follow each other. A stream that is captured has
+// counters of its own for each capture, also one that joins the capture as a branch. They belong to
+// the graph, which may be replayed on any stream.
 //
-// Never waits for the GPU, but for the first counters of a device. Throws std::runtime_error.
+// INVARIANT: executable graphs that were made from one captured graph, and its copies as child
+// graphs, share counters, as they share each tensor of the graph. They must not run at the same
+// time.
+//
+// Never waits for the GPU, but for the first counters of a device and for those that graphs gave
+// back. Throws std::runtime_error.
 int* launch_counters(void* stream);
+
+// Two launches, of which the first leaves counters set for the second: launch(counters) makes both,
+// while no other thread makes such launches. WHY a lock: the stream may be the same. WHY counters
+// of their own: others may launch between. counters: from launch_counters(stream). If a launch is
+// refused, the counters are cleared.
+void launch_pair(int* counters, void* stream, std::function<void(int*)> const& launch);
+constexpr int64_t kPairCounters = 2;
 
 // Zeros `count` counters elsewhere, on the stream.
 void clear_counters(int* counters, int64_t count, void* stream);
