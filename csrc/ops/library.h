@@ -27,11 +27,6 @@ void quantize_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_out
 // rotation_seed) -> (values, scales) of each
 void quantize_qkv_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 
-// append_cache(k_cache, v_cache, k, v, q, cache arguments, rotary arguments, cu_seqlens_q)
-// -> rotated q
-void append_cache_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
-// append_cache_with_scales(k_cache, v_cache, k_descale, v_descale, k, v, q, the same) -> rotated q
-void append_cache_with_scales_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 // combine(out_partial, lse_partial, out) -> lse
 void combine_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs);
 // merge_parts(out, out_0, lse_0, ..., out_3, lse_3) -> lse

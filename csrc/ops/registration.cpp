@@ -13,8 +13,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   }
   m.impl("quantize_fp8", &fa3::quantize_fp8_boxed);
   m.impl("quantize_qkv_fp8", &fa3::quantize_qkv_fp8_boxed);
-  m.impl("append_cache", &fa3::append_cache_boxed);
-  m.impl("append_cache_with_scales", &fa3::append_cache_with_scales_boxed);
   m.impl("combine", &fa3::combine_boxed);
   m.impl("merge_parts", &fa3::merge_parts_boxed);
 }
