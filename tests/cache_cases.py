@@ -404,3 +404,32 @@ def mixed(count: int, most: int, queries: int = 1) -> tuple[tuple[int, int], ...
     """Sequences of up to `most` slots, one of them empty, in no order."""
     steps = itertools.cycle((most, 0, 1, most // 3, most // 2 + 1, 65, most - 1))
     return tuple((queries, min(most, next(steps))) for _ in range(count))
+
+
+def alone(case: CacheCase, arguments: dict, b: int, is_packed: bool = False
+          ) -> tuple[CacheCase, dict]:
+    """A case with sequence b of another one alone, on the same cache; is_packed: its queries come
+    by cu_seqlens_q. A page table has no more columns than that sequence needs.
+    """
+    assert not case.new and not case.tree
+    first, count = sum(case.queries[:b]), case.queries[b]
+    own = {name: x for name, x in arguments.items() if name not in ('cu_seqlens_q', 'max_seqlen_q')}
+    for name in ('q', 'qv'):
+        if name in own:
+            rows = own[name] if case.is_packed else own[name].flatten(0, 1)
+            own[name] = rows[first:first + count].view(*(1,) * (not is_packed), count,
+                                                       *rows.shape[1:])
+    if is_packed:
+        own |= {'cu_seqlens_q': starts([count], own['q'].device), 'max_seqlen_q': count}
+    by_sequence = ['cache_seqlens', 'page_table', 'cache_leftpad', 'cache_batch_idx']
+    if not case.by_page and not case.latent:
+        by_sequence += ['q_descale', 'k_descale', 'v_descale']
+    for name in by_sequence:
+        if isinstance(own.get(name), Tensor):
+            own[name] = own[name][b:b + 1]
+    if not case.page_size and not case.batch_idx:
+        own['cache_batch_idx'] = ints([b], own['q'].device)
+    if case.page_size and case.length_as == 'tensor':
+        own['page_table'] = own['page_table'][:, :max(1, -(-case.lengths[b][1] // case.page_size))]
+    return dataclasses.replace(case, lengths=case.lengths[b:b + 1], is_packed=is_packed,
+                               leftpad=case.leftpad[b:b + 1]), own

@@ -14,53 +14,55 @@ struct PartSum {
   float sum = 0.f;
   float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
 
-  // Adds others, each relative to 2^lse; -inf: none.
-  template <int kCount>
-  CUTE_DEVICE void add(float const (&lses)[kCount], float const (&sums)[kCount],
-                       float4 const (&values)[kCount]) {
+  // Adds parts whose keys come after these. WHY fmaf: the compiler could fuse either of the two
+  // multiplications, and not the same one everywhere.
+  CUTE_DEVICE void add(PartSum const& later) {
     float const before = most;
-    CUTE_UNROLL
-    for (int j = 0; j < kCount; ++j) {
-      most = fmaxf(most, lses[j]);
-    }
+    most = fmaxf(before, later.most);
     float const used = finite_max(most);
-    scale(exp2_approx(before - used));
-    CUTE_UNROLL
-    for (int j = 0; j < kCount; ++j) {
-      float const weight = exp2_approx(lses[j] - used);
-      sum += weight * sums[j];
-      add_four(o, values[j], weight);
-    }
-  }
-
-  CUTE_DEVICE void scale(float factor) {
-    sum *= factor;
-    multiply_four(o, factor);
+    float const factor = exp2_approx(before - used);
+    float const weight = exp2_approx(later.most - used);
+    sum = fmaf(later.sum, weight, sum * factor);
+    o.x = fmaf(later.o.x, weight, o.x * factor);
+    o.y = fmaf(later.o.y, weight, o.y * factor);
+    o.z = fmaf(later.o.z, weight, o.z * factor);
+    o.w = fmaf(later.o.w, weight, o.w * factor);
   }
 };
 
-// A CTA of kWarps warps. A warp has 128 columns of a row; or all warps have the same ones, and each
-// has its share of the parts.
+// A CTA of kWarps warps. A warp has 128 columns of a row; or all warps have the same ones, and take
+// turns at groups of parts.
+//
+// INVARIANT: the bits of a row depend on its parts alone. Each group of kAtOnce parts is summed up
+// on its own, then the groups are added in their order, whichever warps have summed them up.
 template <class Traits>
 struct PartCombination {
   using Params = typename Traits::Params;
   using Work = FwdWork<Traits>;
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kCtasPerSm = 4;  // not tuned
   static constexpr int kColumns = 128;  // that a warp has
   static constexpr int kWarpsOfRow = Traits::kHeadDimV / kColumns;
   static constexpr int kAtOnce = 8;
 
+  // Groups in shared memory at a time: those of a tile that 132 CTAs share are not more.
+  static constexpr int kHeldGroups = 3 * kWarps;
+
+  struct GroupSums {
+    float4 o[kHeldGroups][32];
+    float2 sums[kHeldGroups];  // most, sum
+  };
+
   struct Storage {
-    float4 o[kWarps][32];
-    float2 sums[kWarps];  // most, sum
+    GroupSums groups[2];  // used in turn
     int tiles;
   };
 
   Params const& p;
   Storage& shared;
   int warp = int(threadIdx.x) / 32;
-  int lane = int(threadIdx.x) % 32;
+  int turn = 0;  // index in shared.groups
 
   CUTE_DEVICE void run() {
     wait_for_earlier_launches();
@@ -74,10 +76,18 @@ struct PartCombination {
     CUTE_NO_UNROLL
     for (int i = int(blockIdx.x); i < tiles * steps; i += int(gridDim.x)) {
       Work const& work = p.shared_tiles[i / steps];
-      if (are_few) {
-        combine_together(work, i % steps);
-      } else {
-        combine_alone(work, i % steps * kWarps + warp);
+      int const index = are_few ? i % steps : i % steps * kWarps + warp;
+      int const row = index / kWarpsOfRow;
+      // Rows that the sequence does not have were not written.
+      if (!row_of_tile(p, work.rows, row).exists) {
+        continue;
+      }
+      int const column = index % kWarpsOfRow * kColumns + 4 * lane_of_warp();
+      KeyPart const part = work.location.part;
+      PartSum const all =
+          are_few ? sum_together(part, row, column, index) : sum_alone(part, row, column);
+      if (!are_few || adds(index)) {
+        write(work, row, column, all);
       }
     }
   }
@@ -95,28 +105,69 @@ struct PartCombination {
     return shared.tiles;
   }
 
-  // The parts [begin, end) in the order of their keys.
-  CUTE_DEVICE PartSum sum_of(KeyPart const& part, int row, int column, int begin, int end) const {
+  CUTE_DEVICE static int groups_of(KeyPart const& part) { return ceil_div(part.parts, kAtOnce); }
+
+  // The parts of a group.
+  CUTE_DEVICE PartSum sum_of(KeyPart const& part, int row, int column, int group) const {
+    int const begin = group * kAtOnce;
+    float lses[kAtOnce];
+    float4 values[kAtOnce];
+    CUTE_UNROLL
+    for (int j = 0; j < kAtOnce; ++j) {
+      int const slot = part.slot_of(min_of(begin + j, part.parts - 1));
+      int64_t const at = int64_t(slot) * p.part_rows + row;
+      lses[j] = __ldcg(p.part_lses + at);
+      values[j] =
+          __ldcg(reinterpret_cast<float4 const*>(p.parts + at * Traits::kHeadDimV + column));
+    }
+    PartSum group_sum;
+    CUTE_UNROLL
+    for (int j = 0; j < kAtOnce; ++j) {
+      lses[j] = begin + j < part.parts ? __fmul_rn(lses[j], kLog2E) : -INFINITY;
+      group_sum.most = fmaxf(group_sum.most, lses[j]);
+    }
+    float const used = finite_max(group_sum.most);
+    CUTE_UNROLL
+    for (int j = 0; j < kAtOnce; ++j) {
+      float const weight = exp2_approx(lses[j] - used);
+      group_sum.sum += weight;
+      add_four(group_sum.o, values[j], weight);
+    }
+    return group_sum;
+  }
+
+  CUTE_DEVICE PartSum sum_alone(KeyPart const& part, int row, int column) const {
     PartSum all;
     CUTE_NO_UNROLL
-    for (; begin < end; begin += kAtOnce) {
-      float lses[kAtOnce];
-      float sums[kAtOnce];
-      float4 values[kAtOnce];
-      CUTE_UNROLL
-      for (int j = 0; j < kAtOnce; ++j) {
-        int const slot = part.slot_of(min_of(begin + j, end - 1));
-        int64_t const at = int64_t(slot) * p.part_rows + row;
-        lses[j] = __ldcg(p.part_lses + at);
-        values[j] =
-            __ldcg(reinterpret_cast<float4 const*>(p.parts + at * Traits::kHeadDimV + column));
+    for (int group = 0; group < groups_of(part); ++group) {
+      all.add(sum_of(part, row, column, group));
+    }
+    return all;
+  }
+
+  // Whether this warp adds the groups that all have summed up.
+  CUTE_DEVICE bool adds(int index) const { return warp == index % kWarps; }
+
+  // The result is that of one warp.
+  CUTE_DEVICE PartSum sum_together(KeyPart const& part, int row, int column, int index) {
+    PartSum all;
+    CUTE_NO_UNROLL
+    for (int first = 0; first < groups_of(part); first += kHeldGroups) {
+      int const count = min_of(groups_of(part) - first, kHeldGroups);
+      GroupSums& held = shared.groups[turn];
+      CUTE_NO_UNROLL
+      for (int i = warp; i < count; i += kWarps) {
+        PartSum const own = sum_of(part, row, column, first + i);
+        held.o[i][lane_of_warp()] = own.o;
+        held.sums[i] = make_float2(own.most, own.sum);
       }
-      CUTE_UNROLL
-      for (int j = 0; j < kAtOnce; ++j) {
-        lses[j] = begin + j < end ? lses[j] * kLog2E : -INFINITY;
-        sums[j] = 1.f;
+      // After this all warps have also read the other buffer.
+      __syncthreads();
+#pragma unroll 4
+      for (int i = 0; i < (adds(index) ? count : 0); ++i) {
+        all.add(PartSum{held.sums[i].x, held.sums[i].y, held.o[i][lane_of_warp()]});
       }
-      all.add(lses, sums, values);
+      turn ^= 1;
     }
     return all;
   }
@@ -126,7 +177,7 @@ struct PartCombination {
     float const sink = p.sinks != nullptr ? p.sinks[work.rows.head + row.head] : -INFINITY;
     float const of_sink = exp2_approx(sink * kLog2E - finite_max(all.most));
     float const lse = log_sum_exp(all.most, all.sum, kLn2);
-    all.scale(inverse_sum(all.sum + of_sink));
+    multiply_four(all.o, inverse_sum(all.sum + of_sink));
     auto const target = ResultRow<Traits>::of(p, work, row);
     target.write(column, all.o.x, all.o.y);
     target.write(column + 2, all.o.z, all.o.w);
@@ -134,54 +185,11 @@ struct PartCombination {
       p.lse[index_of_row(p, work.rows, row)] = with_sink(lse, sink);
     }
   }
-
-  // Rows that the sequence does not have were not written.
-  CUTE_DEVICE bool has_row(Work const& work, int row) const {
-    return row_of_tile(p, work.rows, row).exists;
-  }
-
-  CUTE_DEVICE void combine_alone(Work const& work, int index) {
-    int const row = index / kWarpsOfRow;
-    if (has_row(work, row)) {
-      int const column = index % kWarpsOfRow * kColumns + 4 * lane;
-      write(work, row, column,
-            sum_of(work.location.part, row, column, 0, work.location.part.parts));
-    }
-  }
-
-  CUTE_DEVICE void combine_together(Work const& work, int index) {
-    int const row = index / kWarpsOfRow;
-    if (!has_row(work, row)) {
-      return;
-    }
-    int const column = index % kWarpsOfRow * kColumns + 4 * lane;
-    int const parts = work.location.part.parts;
-    int const share = ceil_div(parts, kWarps);
-    PartSum const own =
-        sum_of(work.location.part, row, column, warp * share, min_of(parts, (warp + 1) * share));
-    __syncthreads();  // `shared` has been read
-    shared.o[warp][lane] = own.o;
-    shared.sums[warp] = make_float2(own.most, own.sum);
-    __syncthreads();
-    if (warp == index % kWarps) {
-      PartSum all;
-      float lses[kWarps];
-      float sums[kWarps];
-      float4 values[kWarps];
-      CUTE_UNROLL
-      for (int j = 0; j < kWarps; ++j) {
-        lses[j] = shared.sums[j].x;
-        sums[j] = shared.sums[j].y;
-        values[j] = shared.o[j][lane];
-      }
-      all.add(lses, sums, values);
-      write(work, row, column, all);
-    }
-  }
 };
 
 template <class Config>
-__global__ void __launch_bounds__(PartCombination<MlaTraits<Config>>::kThreads)
+__global__ void __launch_bounds__(PartCombination<MlaTraits<Config>>::kThreads,
+                                  PartCombination<MlaTraits<Config>>::kCtasPerSm)
     mla_combine_kernel(typename MlaTraits<Config>::Params const __grid_constant__ p) {
   using Combination = PartCombination<MlaTraits<Config>>;
   __shared__ typename Combination::Storage shared;

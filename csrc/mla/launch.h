@@ -52,9 +52,9 @@ void launch_mla(FwdParams const& p, void* stream) {
   check_launch(maps.error, shape.variant, shape.grid, kBytes);
   launch_early(mla_kernel<Config>, shape, params, stream);
   if (params.slots > 1) {
-    constexpr int kCtasPerSm = 4;  // not tuned
-    LaunchShape const combining{Config::k.name, kCtasPerSm * p.schedule.grid,
-                                PartCombination<Traits>::kThreads, 0};
+    using Combination = PartCombination<Traits>;
+    LaunchShape const combining{Config::k.name, Combination::kCtasPerSm * p.schedule.grid,
+                                Combination::kThreads, 0};
     launch_early(mla_combine_kernel<Config>, combining, params, stream);
   }
 }

@@ -130,6 +130,21 @@ def test_splits(numbers, kind, count):
     assert variant_of(plan(head_dim=64))['tile_n'] == 128
 
 
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(2, 40), st.integers(1, 3000),
+       st.booleans(), st.integers(0, 100), st.sampled_from([64, 128, 256]), st.integers(1, 2000))
+@examples(200)
+def test_a_split_size_makes_the_same_parts_in_each_batch(queries, longest, batch, capacity,
+                                                         is_packed, sm_margin, head_dim, size):
+    """Kernel, packing and size of the parts are those of a call with one sequence."""
+    alone = plan(queries, capacity, batch=1, head_dim=head_dim, split_size=size)
+    more = max(queries, longest)
+    others = plan(more if is_packed else queries, 2 * capacity, batch=batch, head_dim=head_dim,
+                  split_size=size, total=batch * more if is_packed else None, sm_margin=sm_margin)
+    for facts in ('name', 'pack', 'splits', 'parts_apart'):
+        assert alone[facts] == others[facts]
+    assert alone['parts_apart'] == 0
+
+
 @given(SPLITS, st.integers(1, 300), st.integers(1, 40), st.integers(1, 4), st.integers(1, 8),
        st.integers(1, 9000), st.sampled_from([64, 128, 256]))
 @examples(300)

@@ -11,7 +11,7 @@ import torch
 from flash_attn3 import flash_attn_with_kvcache
 
 from tests import compare
-from tests.cache_cases import CacheCase, Returned, call, copied, ints, mixed
+from tests.cache_cases import CacheCase, Returned, alone, call, copied, ints, mixed
 from tests.cache_oracle import (check, check_case, check_result, check_same, expected, one_of, run)
 
 PARTS = 4    # tests.record runs so many processes
@@ -126,18 +126,6 @@ SPLIT_SIZES = (64, 256, 300, 1024)
 def test_split_sizes(split_size, case, device):
     """A size that is no multiple of the K tile is rounded up."""
     check_case(dataclasses.replace(case, split_size=split_size), device)
-
-
-def alone(case: CacheCase, arguments: dict, b: int) -> tuple[CacheCase, dict]:
-    """A case with sequence b of another one alone, on the same cache."""
-    own = dict(arguments, q=arguments['q'][b:b + 1])
-    for name in ('cache_seqlens', 'page_table', 'cache_leftpad', 'q_descale', 'k_descale',
-                 'v_descale'):
-        if name in own:
-            own[name] = own[name][b:b + 1]
-    if not case.page_size:
-        own['cache_batch_idx'] = ints([b], arguments['q'].device)
-    return dataclasses.replace(case, lengths=case.lengths[b:b + 1], leftpad=()), own
 
 
 @pytest.mark.smoke
