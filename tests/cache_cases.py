@@ -40,6 +40,12 @@ def as_bits(x: Tensor) -> Tensor:
     return x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
 
 
+def pages_of(arguments: dict) -> Tensor:
+    """The pages of each sequence, (batch, pages)."""
+    table, index = arguments['page_table'].long(), arguments.get('cache_batch_idx')
+    return table if index is None else table[index.long()]
+
+
 class Returned(NamedTuple):
     out: Tensor
     lse: Tensor | None
@@ -62,7 +68,7 @@ class CacheCase:
     own_positions: bool = False             # rotary_seqlens
     leftpad: tuple[int, ...] = ()
     shared: int = 0                         # shared_prefix: keys that only the first sequence has
-    batch_idx: bool = False                 # more rows than sequences, of the cache or the table
+    batch_idx: bool = False                 # twice as many rows, of page_table if there are pages
     length_as: str = 'tensor'               # or int, or none: the whole cache
     layout: str = ''                        # a name in LAYOUTS
     causal: bool = False
@@ -203,7 +209,7 @@ class CacheCase:
                                                        device=generator.device).T for name in 'kv'}
         holds = torch.zeros(shape[1], dtype=torch.bool, device=generator.device)
         for b, (ids, (first, _), (_, before)) in enumerate(zip(
-                table_of(given), self.filled(), self.lengths)):
+                pages_of(given), self.filled(), self.lengths)):
             first = max(first, self.shared if b else 0)
             holds[ids[first // self.page_size:-(-before // self.page_size)]] = True
         for x in scales.values():
@@ -248,14 +254,8 @@ class CacheCase:
             full[row[used], offset[used]] = x[used]
             caches.append(full.to(kept))
         lists = {'page_table': where['table']} if self.page_size else {}
-        if self.batch_idx and self.page_size:    # rows of the table that are not the batch's
-            order = torch.randperm(self.batch + 2, generator=generator, device=device)[:self.batch]
-            table = torch.full((self.batch + 2, where['table'].size(1)), NOWHERE[0],
-                               dtype=torch.int32, device=device)
-            table[order] = where['table']
-            lists = {'page_table': table, 'cache_batch_idx': order.int()}
-        elif self.batch_idx:
-            lists['cache_batch_idx'] = where['table']
+        if self.batch_idx:
+            lists['cache_batch_idx'] = where['index']
         if self.leftpad:
             lists['cache_leftpad'] = ints(self.leftpad, device)
         lists |= self._lengths_argument(device)
@@ -270,7 +270,7 @@ class CacheCase:
     def _where(self, generator: torch.Generator,
                device: torch.device) -> tuple[dict[str, Tensor], tuple[int, int]]:
         """(batch, slots) each: the row or page of a slot, its place in there, and whether it has
-        one; the table; and (rows, slots of a row) of the cache.
+        one; the page table and cache_batch_idx; and (rows, slots of a row) of the cache.
         """
         slot = torch.arange(self.slots, device=device).expand(self.batch, -1)
         if not self.page_size:
@@ -278,7 +278,7 @@ class CacheCase:
             order = torch.arange(self.batch, device=device)
             if self.batch_idx:
                 order = torch.randperm(rows, generator=generator, device=device)[:self.batch]
-            return dict(row=order[:, None].expand_as(slot), offset=slot, table=order.int(),
+            return dict(row=order[:, None].expand_as(slot), offset=slot, index=order.int(),
                         used=torch.ones_like(slot, dtype=torch.bool)), (rows, self.slots)
         needed = [-(-end // self.page_size) for _, end in self.filled()]
         shared = [(b > 0) * self.shared // self.page_size for b in range(self.batch)]
@@ -291,8 +291,21 @@ class CacheCase:
         row = table.long().repeat_interleave(self.page_size, 1)
         firsts, counts = (torch.tensor(x, dtype=torch.long, device=device)[:, None] * self.page_size
                           for x in (shared, needed))
-        return dict(row=row, offset=slot % self.page_size, table=table,
+        index = None
+        if self.batch_idx:
+            table, index = self._scattered(table, generator)
+        return dict(row=row, offset=slot % self.page_size, table=table, index=index,
                     used=(slot >= firsts) & (slot < counts)), (pages, self.page_size)
+
+    def _scattered(self, table: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """A page table of twice as many rows, and the row of each sequence; other rows point
+        nowhere.
+        """
+        rows = 2 * self.batch
+        index = torch.randperm(rows, generator=generator, device=table.device)[:self.batch]
+        wider = table.new_full((rows, table.size(1)), NOWHERE[1])
+        wider[index] = table
+        return wider, index.int()
 
     def _placed(self, caches: list[Tensor]) -> list[Tensor]:
         """The caches in their layout; what lies between is NaN."""
@@ -336,19 +349,18 @@ class CacheCase:
         return packed if self.is_packed else packed.unflatten(0, (self.batch, -1))
 
     def _rotary(self, generator: torch.Generator) -> dict:
-        """Tables with angles at random."""
-        if not self.rotary_dim:
-            return {}
+        """Tables with angles at random; without a rotation the positions alone."""
         device = generator.device
+        positions = {'rotary_seqlens': ints(self.positions(), device)} if self.own_positions else {}
+        if not self.rotary_dim:
+            return positions
         longest = max([*self.queries, *self.new])
-        positions = max([self.slots, *(x + longest for x in self.positions())])
-        angle = 2 * math.pi * torch.rand(positions, self.rotary_dim // 2, generator=generator,
+        rows = max([self.slots, *(x + longest for x in self.positions())])
+        angle = 2 * math.pi * torch.rand(rows, self.rotary_dim // 2, generator=generator,
                                          device=device)
-        given = {'rotary_cos': angle.cos().to(self.wide), 'rotary_sin': angle.sin().to(self.wide),
-                 'rotary_interleaved': self.interleaved}
-        if self.own_positions:
-            given['rotary_seqlens'] = ints(self.positions(), device)
-        return given
+        return positions | {'rotary_cos': angle.cos().to(self.wide),
+                            'rotary_sin': angle.sin().to(self.wide),
+                            'rotary_interleaved': self.interleaved}
 
     def _options(self, device: str | torch.device) -> dict:
         given = {'softmax_scale': self.softmax_scale, 'causal': self.causal,
@@ -370,12 +382,6 @@ class CacheCase:
             max_seqlen_k_new=max(self.new, default=0), causal=self.causal, window_size=self.window,
             attention_chunk=self.chunk, has_softcap=self.softcap > 0, num_splits=self.num_splits,
             pack_gqa=self.pack_gqa, sm_margin=self.sm_margin, **lists)
-
-
-def table_of(arguments: dict) -> Tensor:
-    """The pages of each sequence, whichever row of the table names them."""
-    table, rows = arguments['page_table'].long(), arguments.get('cache_batch_idx')
-    return table if rows is None else table[rows.long()]
 
 
 def call(case: CacheCase, arguments: dict, **changes) -> Returned:

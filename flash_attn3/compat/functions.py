@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ def _flash_attn_forward(
         out_: where the result is written. Default: a new tensor.
         softmax_scale: default head_dim ** -0.5, with qv too.
         others: as in those three. num_splits below 0: 0. max_seqlen: hints; default: unknown.
+            seqlens_rotary is used with rotary_cos alone.
 
     Returns:
         out, which is out_ if that is given; lse; two empty tensors, upstream's parts of splits, the
@@ -122,7 +123,7 @@ def forward(
     if (cu_seqlens_k is None and seqused_k is None and page_table is None and k_new is None
             and qv is None and cu_seqlens_q is None and kv_batch_idx is None
             and leftpad_k is None and v_new is None and seqused_q is None and rotary_cos is None
-            and rotary_sin is None and seqlens_rotary is None):
+            and rotary_sin is None):
         if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
             q, k, v = _rows_contiguous(q, k, v)
         return flash_attn_func(
@@ -138,7 +139,7 @@ def forward(
     rotary = dict(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
     if cu_seqlens_k is not None:
         _reject('with', k_new=k_new, v_new=v_new, page_table=page_table, kv_batch_idx=kv_batch_idx,
-                leftpad_k=leftpad_k, **rotary, seqlens_rotary=seqlens_rotary)
+                leftpad_k=leftpad_k, **rotary)
         lists = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
         return _packed(q, k, v, lists, shared)
     _reject('without', seqused_q=seqused_q)
@@ -179,7 +180,8 @@ def _flash_attn_backward(
         max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, dq: Tensor | None = None,
         dk: Tensor | None = None, dv: Tensor | None = None, softmax_scale: float | None = None,
         is_causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
-        softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0) -> Tensor:
+        softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0, *,
+        window_size: Sequence[int] | Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
     """Writes the gradients of q, k and v into dq, dk and dv; nothing of them is kept.
 
     out and softmax_lse are believed: with those of more keys than k and v (ring attention), the
@@ -192,14 +194,21 @@ def _flash_attn_backward(
         sequed_q, sequed_k: the seqused of `flash_attn_varlen_func`.
         deterministic: as in `flash_attn_func`.
         sm_margin: the backward takes every multiprocessor: a number above 0 warns once.
+        window_size: (left, right) in place of window_size_left and window_size_right, as older
+            versions of upstream have it and its tests call it. Default: those two.
         others: as in the forward.
 
     Returns:
-        An empty tensor, for upstream's rowsum(dout * out), which is not kept.
+        An empty tensor, for upstream's rowsum(dout * out), which is not kept; with window_size
+        (dq, dk, dv, empty), as those versions do.
 
     Raises:
-        RuntimeError: a wrong shape, dtype, device or number.
+        RuntimeError: a wrong shape, dtype, device or number; two different windows.
     """
+    has_window = window_size is not None
+    if has_window:
+        window_size_left, window_size_right = _one_window(window_size, window_size_left,
+                                                          window_size_right)
     if sm_margin:
         _warn_of_margin()
     q, k, v, out = _rows_contiguous(q, k, v, out)
@@ -225,7 +234,19 @@ def _flash_attn_backward(
     for gradient, result in zip(given, written):
         if gradient is not None and gradient is not result:
             gradient.copy_(result)
-    return lse.new_empty(0)
+    if not has_window:
+        return lse.new_empty(0)
+    return *(y if x is None else x for x, y in zip(given, written)), lse.new_empty(0)
+
+
+def _one_window(window_size: Sequence[int] | Tensor, left: int, right: int) -> tuple[int, int]:
+    """The sides of window_size, which left and right may repeat."""
+    sides = checks.window_sides(window_size)
+    if left not in (-1, sides[0]) or right not in (-1, sides[1]):
+        raise RuntimeError(checks.error(
+            'compat.bwd', 'window_size, or window_size_left and window_size_right',
+            f'{sides} and {(left, right)}'))
+    return sides
 
 
 def _place(gradient: Tensor | None, x: Tensor) -> Tensor:

@@ -2,17 +2,24 @@
 
 Registered on demand alone, as the namespace is upstream's. For clients that call the dispatcher:
 PyTorch's own FA3 hook, xFormers. Positions are part of the contract, names and defaults too.
+
+`fwd` and `fwd_combine` are composite, as PyTorch functionalizes no custom op that returns a given
+out: torch.compile and export see the ops of this package, whose schemas name what they write.
+TRAP: upstream's schema of `fwd` marks k_new and v_new as written, where it is k and v; clients
+compare it word for word.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
-from flash_attn3 import checks, reference
+from flash_attn3 import checks
 from flash_attn3.compat import functions
-from flash_attn3.quantize import E4M3
 
 NAMESPACE = 'flash_attn_3'
 SCHEMAS = {
@@ -56,7 +63,8 @@ def register_ops() -> None:
     """Registers `torch.ops.flash_attn_3`, with upstream's schemas, on CPU, CUDA and fake tensors.
 
     Once in a process. Importing `flash_attn_interface` or `flash_attn_3._C` of an installed shim
-    does it. They have no gradients, as upstream's.
+    does it. They have no gradients, as upstream's. torch.compile takes them, caches that are
+    written and given outputs included.
 
     Raises:
         RuntimeError: another library has registered one of them. Nothing is changed then.
@@ -70,7 +78,9 @@ def register_ops() -> None:
     library = torch.library.Library(NAMESPACE, 'FRAGMENT')
     for name, schema in SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        kernel, fake = _KERNELS[name]
+    for name, kernel in _COMPOSITES.items():
+        library.impl(name, kernel, 'CompositeImplicitAutograd')
+    for name, (kernel, fake) in _KERNELS.items():
         for key in ('CPU', 'CUDA'):
             library.impl(name, kernel, key)
         torch.library.register_fake(f'{NAMESPACE}::{name}', fake, lib=library)
@@ -85,6 +95,9 @@ def are_registered() -> bool:
 # ----------------------------------------------------------------------------------------- kernels
 # PyTorch does not pass on trailing arguments that equal the defaults of a schema.
 def _fwd(*arguments) -> tuple[Tensor, Tensor, None, None]:
+    q = arguments[0]
+    if (type(q) is not Tensor or q.is_meta) and _has_no_data(q):
+        return _fwd_traced(*arguments)
     has_gradients = torch.is_grad_enabled()
     if has_gradients:
         torch.set_grad_enabled(False)    # `with torch.no_grad()` takes twice the time
@@ -94,6 +107,12 @@ def _fwd(*arguments) -> tuple[Tensor, Tensor, None, None]:
         if has_gradients:
             torch.set_grad_enabled(True)
     return out, lse, None, None
+
+
+@torch.no_grad()
+def _fwd_traced(*arguments) -> tuple[Tensor, Tensor, None, None]:
+    with _traced():
+        return *functions.forward(*arguments), None, None
 
 
 @torch.no_grad()
@@ -108,7 +127,23 @@ def _bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse
 
 @torch.no_grad()
 def _combine(*arguments) -> tuple[Tensor, Tensor]:
-    return functions.flash_attn_combine(*arguments)
+    with _traced() if _has_no_data(arguments[0]) else contextlib.nullcontext():
+        return functions.flash_attn_combine(*arguments)
+
+
+def _has_no_data(x: Tensor) -> bool:
+    return x.is_meta or is_fake(x)
+
+
+@contextlib.contextmanager
+def _traced() -> Iterator[None]:
+    """Lets `torch.compiler.is_compiling` hold, as under Dynamo: no contents are read."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def _metadata(*arguments) -> Tensor:
@@ -118,27 +153,9 @@ def _metadata(*arguments) -> Tensor:
 
 # ------------------------------------------------------------------------------------------- fakes
 # They check nothing; that is done when real tensors arrive.
-def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, k_new: Tensor | None = None,
-              v_new: Tensor | None = None, q_v: Tensor | None = None, out: Tensor | None = None,
-              *_) -> tuple[Tensor, Tensor, None, None]:
-    *batch, rows, heads, _ = q.shape
-    if out is None:
-        dtype = torch.bfloat16 if q.dtype == E4M3 else q.dtype
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
-    return out, q.new_empty((*batch, heads, rows), dtype=reference.lse_dtype(q.dtype)), None, None
-
-
 def _bwd_fake(dout: Tensor, *_) -> tuple[Tensor, ...]:
     return tuple(dout.new_empty(0, dtype=torch.float32) for _ in range(_BACKWARD_RESULTS))
 
 
-def _combine_fake(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
-                  out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    if out is None:
-        out = out_partial.new_empty(out_partial.shape[1:], dtype=out_dtype)
-    return out, lse_partial.new_empty(lse_partial.shape[1:])
-
-
-_KERNELS = {'fwd': (_fwd, _fwd_fake), 'bwd': (_bwd, _bwd_fake),
-            'fwd_combine': (_combine, _combine_fake),
-            'get_scheduler_metadata': (_metadata, _metadata)}
+_COMPOSITES = {'fwd': _fwd, 'fwd_combine': _combine}
+_KERNELS = {'bwd': (_bwd, _bwd_fake), 'get_scheduler_metadata': (_metadata, _metadata)}

@@ -129,7 +129,8 @@ def test_schema(text):
     name = text.partition('(')[0].removeprefix('flash_attn_3::')
     got, wanted = getattr(torch.ops.flash_attn_3, name).default._schema, torch._C.parse_schema(text)
     assert str(got) == str(wanted) and got.is_backward_compatible_with(wanted)
-    for key in ('CPU', 'CUDA', 'Meta'):
+    keys = ('CompositeImplicitAutograd',) if name in ops._COMPOSITES else ('CPU', 'CUDA', 'Meta')
+    for key in keys:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f'flash_attn_3::{name}', key)
 
 

@@ -265,6 +265,83 @@ def test_the_functions_compile_to_one_graph():
         torch.testing.assert_close(got, wanted)
 
 
+LENGTHS = torch.tensor([3, 2], dtype=torch.int32)
+CALLS = {    # what follows q, k and v of `fwd`
+    'dense': lambda q, k, v: ((), dict(is_causal=True)),
+    'out': lambda q, k, v: ((None, None, None, torch.zeros_like(q)), {}),
+    'packed': lambda q, k, v: ((), dict(cu_seqlens_k=torch.tensor([0, 4, 18], dtype=torch.int32))),
+    'cache': lambda q, k, v: ((), dict(seqused_k=LENGTHS)),
+    'append': lambda q, k, v: ((k[:, :5].clone(), v[:, :5].clone()), dict(seqused_k=LENGTHS)),
+    'append_rotated': lambda q, k, v: ((k[:, :5].clone(), v[:, :5].clone()), dict(
+        seqused_k=LENGTHS, rotary_cos=torch.rand(9, 4), rotary_sin=torch.rand(9, 4))),
+    'append_into': lambda q, k, v: ((k[:, :5].clone(), v[:, :5].clone(), None, torch.zeros_like(q)),
+                                    dict(seqused_k=LENGTHS, is_causal=True)),
+}
+
+
+def arguments_of(name: str) -> tuple[tuple, dict]:
+    q, k, v = (x.float() for x in dense())
+    others, named = CALLS[name](q, k, v)
+    if name == 'packed':
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    return (q, k, v, *others), named
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', CALLS)
+def test_opcheck(name):
+    """PyTorch's own check of what torch.compile relies on; also of what is written."""
+    arguments, named = arguments_of(name)
+    torch.library.opcheck(OPS.fwd.default, arguments, named)
+
+
+@pytest.mark.slow
+def test_opcheck_of_the_others():
+    q, k, v = (x.float() for x in dense())
+    out, lse, *_ = OPS.fwd(q, k, v)
+    gradients = [torch.zeros_like(x) for x in (q, k, v)]
+    torch.library.opcheck(OPS.bwd.default, (out, q, k, v, out, lse, *gradients))
+    parts = torch.randn(3, *q.shape), torch.randn(3, 2, 5, 4)
+    for given in ((), (torch.zeros_like(q),)):
+        torch.library.opcheck(OPS.fwd_combine.default, (*parts, *given))
+    torch.library.opcheck(OPS.get_scheduler_metadata.default,
+                          (2, 5, 9, 4, 2, 16, 16, torch.float32, LENGTHS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', CALLS)
+def test_the_op_compiles_to_one_graph(name):
+    """Results, and everything that is written: caches and a given output."""
+    def step(arguments, named):
+        out, lse, *_ = OPS.fwd(*arguments, **named)
+        return out + 0, lse, arguments[1].sum()
+
+    (wanted_given, named), (given, _) = arguments_of(name), arguments_of(name)
+    wanted = step(wanted_given, named)
+    got = torch.compile(step, fullgraph=True, backend='aot_eager')(given, named)
+    for one, other in zip((*got, *given), (*wanted, *wanted_given)):
+        if one is not None:
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+def test_the_exported_op_writes_the_cache():
+    """Without upstream's ops: by those of the package."""
+    class Step(torch.nn.Module):
+        def forward(self, q, k, v, new_k, new_v, lengths):
+            return torch.ops.flash_attn_3.fwd(q, k, v, new_k, new_v, seqused_k=lengths)[0]
+
+    arguments, _ = arguments_of('append')
+    exported = torch.export.export(Step(), (*arguments, LENGTHS)).run_decompositions({})
+    names = [str(node.target) for node in exported.graph.nodes]
+    assert not any('flash_attn_3.' in name for name in names)
+    caches = [x.clone() for x in arguments[1:3]]
+    got = exported.module()(arguments[0], *caches, *arguments[3:], LENGTHS)
+    torch.testing.assert_close(got, Step()(*arguments, LENGTHS))
+    for cache, wanted in zip(caches, arguments[1:3]):
+        assert torch.equal(cache, wanted)
+
+
 # -------------------------------------------------------------------------------------- bad input
 STARTS = torch.tensor([0, 5], dtype=torch.int32)
 BAD = {
@@ -331,6 +408,46 @@ def test_bad_gradients(layer):
                 backward(out, q, k, v, out, lse, lists=(None,) * 6, gradients=tuple(gradients),
                          scalars=scalars)
             assert all((x == 7.0).all() for x in gradients)
+
+
+def test_a_window_by_one_argument():
+    """The gradients are returned too, also those that were not given."""
+    q, k, v = dense()
+    out, lse = flash_attn_func(q, k, v, window_size=(2, 3), return_attn_probs=True)
+    wanted = [torch.empty_like(x) for x in (q, k, v)]
+    functions._flash_attn_backward(out, q, k, v, out, lse, *[None] * 6, *wanted,
+                                   window_size_left=2, window_size_right=3)
+    dq = torch.empty_like(q)
+    for window in ((2, 3), torch.tensor([2, 3]), [2, 3]):
+        for others in ({}, dict(window_size_left=2), dict(window_size_right=3)):
+            *got, empty = functions._flash_attn_backward(out, q, k, v, out, lse, dq=dq,
+                                                         window_size=window, **others)
+            assert got[0] is dq and empty.numel() == 0
+            assert all(torch.equal(*pair) for pair in zip(got, wanted))
+
+
+@pytest.mark.parametrize('others', [dict(window_size_left=1), dict(window_size_right=0)], ids=str)
+def test_two_windows(others):
+    q, k, v = dense()
+    out, lse = flash_attn_func(q, k, v, return_attn_probs=True)
+    dq = torch.full_like(q, 7.0)
+    for window in ((2, 3), (-1, -1)):
+        with pytest.raises(RuntimeError, match=r'compat.bwd: expected window_size, or .* got \('):
+            functions._flash_attn_backward(out, q, k, v, out, lse, dq=dq, window_size=window,
+                                           **others)
+    assert (dq == 7.0).all()
+
+
+@each_layer
+def test_positions_of_nothing_that_is_rotated(layer):
+    """rotary_seqlens alone is not used: neither on packed keys nor with a batch."""
+    q, k, v = dense()
+    forward, _ = LAYERS[layer]
+    positions = torch.tensor([1, 2], dtype=torch.int32)
+    starts = torch.tensor([0, 9, 18], dtype=torch.int32)
+    packed = dict(q=q, k=k.flatten(0, 1), v=v.flatten(0, 1), cu_seqlens_k=starts)
+    for given in (dict(q=q, k=k, v=v), packed):
+        assert torch.equal(forward(**given, seqlens_rotary=positions)[0], forward(**given)[0])
 
 
 def test_a_margin_of_the_backward_warns_once():

@@ -115,6 +115,31 @@ def test_a_graph(cuda):
         compare.check_equal(*values, name)
 
 
+@pytest.mark.parametrize('is_appended', [False, True])
+def test_the_op_compiles_to_one_graph(is_appended, device):
+    """Into a given output; new keys are in the caches afterwards."""
+    compat.register_ops()
+    rows, _, _ = Case(4, 300, head_dim=128, batch=2).tensors(device)
+    _, *caches = Case(4, 300, head_dim=128, batch=2).tensors(device)
+    new = [x[:, :4].flip(0).contiguous() for x in caches] if is_appended else [None, None]
+    lengths = torch.tensor([290, 17], dtype=torch.int32, device=device)
+
+    def step(q, k, v, out):
+        result, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, *new, None, out, seqused_k=lengths,
+                                                     is_causal=True)
+        return result * 1, lse, k.float().sum()
+
+    def results(function):
+        given = [rows, *(x.clone() for x in caches), torch.empty_like(rows)]
+        return *function(*given), *given[1:]
+
+    wanted = results(step)
+    got = results(torch.compile(step, fullgraph=True, backend='aot_eager'))
+    for name, *values in zip(('out', 'lse', 'sum', 'k', 'v', 'given out'), got, wanted):
+        compare.check_equal(*values, name)
+    assert torch.equal(got[3], caches[0]) is not is_appended
+
+
 def test_the_hook_of_pytorch(cuda, monkeypatch):
     """SDPA's flash backend by `flash_attn_interface`, in SDPA's layout."""
     from torch.nn import attention

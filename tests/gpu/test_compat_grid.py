@@ -132,8 +132,7 @@ def test_varlen_output(row, upstream, device):
 
 @pytest.mark.parametrize('name, axes, apart', [
     ('dense', DENSE, {('dtype', 'dims')}), ('packed', PACKED, {('dtype', 'dims')}),
-    ('cache', CACHE, {('lengths', 'page'), ('dtype', 'rotary'), ('new', 'rotary'),
-                      ('page', 'rows')}), ('combine', COMBINE, set())])
+    ('cache', CACHE, {('lengths', 'page')}), ('combine', COMBINE, set())])
 def test_the_sample(name, axes, apart):
     """Every two values of two axes meet, but for some of the named axes; each value is there LEAST
     times.
@@ -227,6 +226,35 @@ def test_the_same_bits(head_dim, mask, upstream, device):
             compare.check_equal(*(x.detach() for x in values), name)
 
 
+@pytest.mark.parametrize('mask', ['full', 'causal', 'local'])
+def test_backward_by_window_size(mask, upstream, device):
+    """What upstream's tests of determinism call: four results, the gradients among them; the bits
+    of the two numbers.
+    """
+    case = GeneralCase(((113, 211),) * 2, 64, heads=(6, 2), is_packed=False, dlse=False,
+                       causal=mask == 'causal', window=(70, 20) if mask == 'local' else (-1, -1),
+                       deterministic=True)
+    tensors = case.tensors(device)
+    q, k, v, _ = tensors.inputs
+    out, lse = call(upstream, case, {'splits': 1}, tensors.inputs, {})
+
+    def backward(**window) -> tuple[Tensor, ...]:
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        results = upstream._flash_attn_backward(
+            tensors.dout, q, k, v, out, lse, *[None] * 6, *gradients, 64 ** -0.5, case.causal,
+            softcap=0.0, deterministic=True, **window)
+        if 'window_size' in window:
+            assert all(x is y for x, y in zip(results, gradients)) and results[3].numel() == 0
+        return gradients
+
+    got = backward(window_size=as_tensor(case.window))
+    general_oracle.check(case, tensors, Results(out, lse, None, *got, None))
+    left, right = case.window
+    for name, *values in zip(('dq', 'dk', 'dv'), got, backward(window_size_left=left,
+                                                               window_size_right=right)):
+        compare.check_equal(*values, name)
+
+
 # ---------------------------------------------------------------------------------------- schemas
 def test_schemas(upstream):
     """They grow by defaults alone. Upstream's test has eight results of bwd, its sources five."""
@@ -254,20 +282,6 @@ def dense(device: torch.device, dtype: torch.dtype = torch.bfloat16,
             for n in (64, 64, columns)]
 
 
-def rotated(upstream: types.ModuleType, device: torch.device) -> object:
-    q, k, v = dense(device, E4M3)
-    angles = torch.zeros(8, 16, device=device).to(E4M3)
-    return upstream.flash_attn_with_kvcache(
-        q[:, :1], k, v, k[:, :1], v[:, :1], rotary_cos=angles, rotary_sin=angles,
-        cache_seqlens=ints([3, 4], device))
-
-
-def rows_of_pages(upstream: types.ModuleType, device: torch.device) -> object:
-    return upstream.flash_attn_with_kvcache(
-        *dense(device), cache_seqlens=ints([3, 4], device), cache_batch_idx=ints([1, 0], device),
-        page_table=ints([[0], [1]], device))
-
-
 def packed_qv(upstream: types.ModuleType, device: torch.device) -> object:
     q, k, v = (x.flatten(0, 1) for x in dense(device, columns=256))
     starts = ints([0, 8, 16], device)
@@ -285,12 +299,6 @@ REFUSED = {
         lambda upstream, device: upstream.flash_attn_with_kvcache(
             *dense(device, columns=512), qv=dense(device, columns=512)[2]),
         'one KV head with qv'),
-    'e4m3-rotary': Refused(
-        'rotated e4m3 keys are rounded twice: rotate in 16 bits, then quantise', rotated,
-        'no rotary_cos with float8_e4m3fn'),
-    'rows-of-pages': Refused(
-        'the rows of page_table are those of q: they can be reordered themselves', rows_of_pages,
-        'page_table or cache_batch_idx'),
 }
 
 
