@@ -92,9 +92,9 @@ _SCHEMAS = (
     f'attend_cache_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_CACHE}) -> Tensor',
     # Writes k and v behind the sequences of the cache, then attends to it; k and q are rotated
     # first. Rows that the cache has no room for are not written, and nothing of a call that is
-    # refused. k_scales, v_scales: descales that the append sets: those of pages, where a page begins
-    # with new rows, or v_scales alone, those of latents. Returns out (empty if it was given), the
-    # LSE, and q rotated or an empty tensor.
+    # refused. k_scales, v_scales: descales that the append sets: those of pages, where a page
+    # begins with new rows, or v_scales alone, those of latents. Returns out (empty if it was
+    # given), the LSE, and q rotated or an empty tensor.
     'append_and_attend(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, '
     f'Tensor(c!)? out, Tensor(d!)? k_scales, Tensor(e!)? v_scales, {schema("rotary")}, {_CACHE}, '
     f'{schema("float16_out")}) -> (Tensor, Tensor, Tensor)',

@@ -351,8 +351,8 @@ def _query_counts(q: Tensor, own: _Own, batch: int) -> list[int]:
 def _rotated(x: Tensor, positions: Tensor, own: Append) -> Tensor:
     """x (rows, heads, head_dim) with the first columns rotated, rounded once."""
     wide = torch.float32 if x.dtype == E4M3 else reference.wide_dtype(x.dtype)
-    cos, sin = (_bytes(table)[positions].view(table.dtype).to(wide).unsqueeze(1) for table in (own.rotary_cos,
-                                                                     own.rotary_sin))
+    cos, sin = (_bytes(table)[positions].view(table.dtype).to(wide).unsqueeze(1)
+                for table in (own.rotary_cos, own.rotary_sin))
     half = cos.size(-1)
     result = x.to(wide, copy=True)
     columns = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if own.rotary_interleaved else (

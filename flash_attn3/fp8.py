@@ -20,6 +20,7 @@ from flash_attn3.quantize import BLOCK_STEP, E4M3, KV_BLOCK, PER_HEAD, PER_TENSO
 from flash_attn3.reference import Inputs, Outputs
 from flash_attn3.reference_fp8 import Scales
 
+Descale = Tensor | float | None    # None: 1; a number: one scale for all heads
 WIDE_DTYPES = (torch.bfloat16, torch.float16)    # inputs that are quantised, and outputs
 ACCUMULATIONS = ('fast', 'promote')
 BACKWARDS = ('given', 'rounded')
@@ -62,23 +63,34 @@ def rounds_backward(op: str, fp8_backward: str) -> bool:
     return fp8_backward == 'rounded'
 
 
-def descale_tensors(given: Sequence[Tensor | float | None], shapes: Sequence[Sequence[int]],
-                    device: torch.device) -> tuple[Tensor | None, ...]:
-    """Descales as the ops take them: a number is one scale for all of its shape."""
-    return tuple(
-        torch.full((), scale, dtype=torch.float32, device=device).expand(tuple(shape))
-        if is_number(scale) else scale for scale, shape in zip(given, shapes))
-
-
 def is_number(scale: object) -> bool:
     return (isinstance(scale, (int, float, torch.SymInt, torch.SymFloat))
             and not isinstance(scale, bool))
+
+
+def descale_tensor(op: str, name: str, scale: Descale, shape: Sequence[int],
+                   device: torch.device) -> Tensor | None:
+    """A descale as the ops take it: a number is one scale for all of its shape."""
+    if scale is None or isinstance(scale, Tensor):
+        return scale
+    if not is_number(scale):
+        raise RuntimeError(checks.error(op, f'{name} to be a tensor or a number', repr(scale)))
+    return torch.full((), scale, dtype=torch.float32, device=device).expand(tuple(shape))
 
 
 def of_heads(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None = None) -> tuple[int, int]:
     """(batch, heads_k): the shape of descales; for shapes that the op is going to reject, any."""
     batch = q.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     return max(batch, 0), k.size(-2) if k.dim() > 1 else 1
+
+
+def descales_of(op: str, q: Tensor, k: Tensor, given: Sequence[Descale],
+                cu_seqlens_q: Tensor | None = None) -> list[Descale]:
+    """Descales of attention without a cache; as they are for a q that is not e4m3."""
+    if q.dtype != E4M3:
+        return list(given)
+    return [descale_tensor(op, f'{name}_descale', scale, of_heads(q, k, cu_seqlens_q), q.device)
+            for name, scale in zip('qkv', given)]
 
 
 def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | None,
@@ -113,9 +125,6 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
             op, f'{name} to be bfloat16 or float16' + (', and that of out_dtype' if out is not None
                                                        else ''),
             checks.dtype_name(out_dtype if out is None else out.dtype)))
-    for name, scale in zip(('q_descale', 'k_descale', 'v_descale'), descales):
-        if scale is not None and not isinstance(scale, Tensor):
-            raise RuntimeError(checks.error(op, f'{name} to be a tensor or a number', repr(scale)))
     return Fp8(Scales(*descales), out_dtype, promote)
 
 

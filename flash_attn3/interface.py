@@ -15,7 +15,7 @@ from torch.compiler import is_compiling
 
 from flash_attn3 import _library, checks, derivatives, fallback, fp8, sharding, splits
 from flash_attn3.autograd import Attention, GeneralAttention, PackedAttention
-from flash_attn3.fp8 import Fp8
+from flash_attn3.fp8 import Descale, Fp8
 from flash_attn3.general import Execution, General
 from flash_attn3.packing import unpack
 from flash_attn3.splits import Call
@@ -36,9 +36,8 @@ _fwd_fp8_out = torch.ops.flash_attn3.fwd_fp8_out.default
 
 def flash_attn_func(
         q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False,
-        qv: Tensor | None = None, q_descale: Tensor | float | None = None,
-        k_descale: Tensor | float | None = None, v_descale: Tensor | float | None = None,
-        window_size: Sequence[int] | Tensor = (-1, -1),
+        qv: Tensor | None = None, q_descale: Descale = None, k_descale: Descale = None,
+        v_descale: Descale = None, window_size: Sequence[int] | Tensor = (-1, -1),
         attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
@@ -91,10 +90,8 @@ def flash_attn_func(
             or (num_splits != 1 and not splits.has_few_keys(num_splits, k)) or s_aux is not None
             or return_max_logits or out_dtype is not None or fp8_accum != 'fast'):
         derivatives.reject_of_scalars('flash_attn_func', softmax_scale, softcap)
-        descales = q_descale, k_descale, v_descale
-        if q.dtype == fp8.E4M3:
-            descales = fp8.descale_tensors(descales, [fp8.of_heads(q, k)] * 3, q.device)
-        of_fp8 = fp8.fp8_of('flash_attn_func', q, descales, out, out_dtype, fp8_accum)
+        scales = fp8.descales_of('flash_attn_func', q, k, (q_descale, k_descale, v_descale))
+        of_fp8 = fp8.fp8_of('flash_attn_func', q, scales, out, out_dtype, fp8_accum)
         checks.reject_unsupported('flash_attn_func', qv=qv)
         left, right = checks.window_sides(window_size)
         general = General(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale,
@@ -123,9 +120,8 @@ def flash_attn_varlen_func(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
         max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor, seqused_q: Tensor | None = None,
         seqused_k: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
-        qv: Tensor | None = None, q_descale: Tensor | float | None = None,
-        k_descale: Tensor | float | None = None, v_descale: Tensor | float | None = None,
-        window_size: Sequence[int] | Tensor = (-1, -1),
+        qv: Tensor | None = None, q_descale: Descale = None, k_descale: Descale = None,
+        v_descale: Descale = None, window_size: Sequence[int] | Tensor = (-1, -1),
         attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
@@ -171,10 +167,9 @@ def flash_attn_varlen_func(
         >>> starts = torch.tensor([0, 3, 3 + 5], dtype=torch.int32, device='cuda')
         >>> out = flash_attn3.flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, causal=True)
     """
-    descales = q_descale, k_descale, v_descale
-    if q.dtype == fp8.E4M3:
-        descales = fp8.descale_tensors(descales, [fp8.of_heads(q, k, cu_seqlens_q)] * 3, q.device)
-    of_fp8 = fp8.fp8_of('flash_attn_varlen_func', q, descales, out, out_dtype, fp8_accum)
+    scales = fp8.descales_of('flash_attn_varlen_func', q, k, (q_descale, k_descale, v_descale),
+                             cu_seqlens_q)
+    of_fp8 = fp8.fp8_of('flash_attn_varlen_func', q, scales, out, out_dtype, fp8_accum)
     checks.reject_unsupported('flash_attn_varlen_func', qv=qv)
     derivatives.reject_of_scalars('flash_attn_varlen_func', softmax_scale, softcap)
     longest = (checks.length_bound('max_seqlen_q', max_seqlen_q, q),
@@ -191,8 +186,8 @@ def flash_attn_varlen_func(
 
 def flash_attn_qkvpacked_func(
         qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
-        q_descale: Tensor | float | None = None, k_descale: Tensor | float | None = None,
-        v_descale: Tensor | float | None = None, window_size: Sequence[int] | Tensor = (-1, -1),
+        q_descale: Descale = None, k_descale: Descale = None,
+        v_descale: Descale = None, window_size: Sequence[int] | Tensor = (-1, -1),
         attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
         num_heads_q: int | None = None, sm_margin: int = 0, return_attn_probs: bool = False, *,
         pack_gqa: bool | None = None, out: Tensor | None = None, s_aux: Tensor | None = None,

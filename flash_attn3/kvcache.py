@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flash_attn3 import _library, cache, checks, derivatives, env, fallback, fp8, prefix, sharding
+from flash_attn3.fp8 import Descale
 from flash_attn3.merging import flash_attn_combine, merge_states
 
 __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
@@ -22,6 +23,8 @@ _OP = 'flash_attn_with_kvcache'
 # (attend, attend into out, append and attend): the ops, eager and traced; the same without an op.
 _TRACED = tuple(getattr(torch.ops.flash_attn3, name).default for name in (
     'attend_cache', 'attend_cache_out', 'append_and_attend'))
+_TENSORS = ('q', 'k_cache', 'v_cache', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux', 'out',
+            'q_descale', 'k_descale', 'v_descale')
 _EAGER = tuple(_library.bare(op) for op in _TRACED)
 _PLAIN = cache.attend_plainly, cache.attend_out_plainly, cache.append_and_attend_plainly
 _SINKS, _RETURN_LSE, _BY_PAGE, _QV, *_DESCALES = map(cache.Attend._fields.index, (
@@ -37,16 +40,15 @@ def flash_attn_with_kvcache(
         cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
         page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
-        rotary_seqlens: Tensor | None = None, q_descale: Tensor | float | None = None,
-        k_descale: Tensor | float | None = None, v_descale: Tensor | float | None = None,
-        softmax_scale: float | None = None, causal: bool = False,
+        rotary_seqlens: Tensor | None = None, q_descale: Descale = None, k_descale: Descale = None,
+        v_descale: Descale = None, softmax_scale: float | None = None, causal: bool = False,
         window_size: Sequence[int] | Tensor = (-1, -1), attention_chunk: int = 0,
         softcap: float = 0.0, rotary_interleaved: bool = True,
-        scheduler_metadata: Tensor | None = None, num_splits: int = 0,
-        pack_gqa: bool | None = None, sm_margin: int = 0, return_softmax_lse: bool = False, *,
-        s_aux: Tensor | None = None, out: Tensor | None = None, split_size: int = 0,
-        out_dtype: torch.dtype | None = None, shared_prefix: int = 0,
-        tree_mask: Tensor | None = None, descale_by_page: bool = False) -> Result:
+        scheduler_metadata: Tensor | None = None, num_splits: int = 0, pack_gqa: bool | None = None,
+        sm_margin: int = 0, return_softmax_lse: bool = False, *, s_aux: Tensor | None = None,
+        out: Tensor | None = None, split_size: int = 0, out_dtype: torch.dtype | None = None,
+        shared_prefix: int = 0, tree_mask: Tensor | None = None,
+        descale_by_page: bool = False) -> Result:
     """Attention of queries on the keys and values of a cache, after k and v are appended to it.
 
     Sequence b has the keys in slots cache_leftpad[b] up to cache_seqlens[b] and new ones; masks
@@ -58,41 +60,37 @@ def flash_attn_with_kvcache(
             page_size, heads_k, head_dim); dtype of q, or float8_e4m3fn (with qv v_cache alone).
         k, v: (batch, new, heads_k, head_dim), or with cu_seqlens_k_new (total_new, ...): written
             behind each sequence that has room; 16 bits over the descale for float8_e4m3fn.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q; with k, by which q and k
-            are rotated from position cache_seqlens (or rotary_seqlens) on; without causal and
-            window all q at that one. rotary_interleaved: pairs (2i, 2i + 1), else halves.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q (e4m3: or 16 bits). q and k,
+            of one dtype, rotate from position cache_seqlens (or rotary_seqlens) on; all q at that
+            one without causal and window. rotary_interleaved: pairs (2i, 2i + 1), else halves.
         cache_seqlens: (batch,) int32 or one number: keys before the append. Default: all slots.
-        cache_batch_idx, cache_leftpad, rotary_seqlens: (batch,) int32: row, first slot, position.
-        page_table: (batch, pages) int32. tree_mask: from `pack_tree_mask`, over the last keys.
+        cache_leftpad, rotary_seqlens: (batch,) int32: first slot, position.
+        page_table: (rows, pages) int32. cache_batch_idx: (batch,) int32: row of the cache or table.
         num_splits: parts of a tile's keys, at most; 0: by plan. split_size: keys of a part.
         shared_prefix: first keys that all share: whole pages of the first sequence, read once.
-        scheduler_metadata: never needed. max_seqlen_q: a hint. Others: as in `flash_attn_func`.
-        out_dtype: with float8_e4m3fn, bfloat16 (default) or float16. Descales: (batch, heads_k);
-            descale_by_page: of k, v (pages, heads_k), for q of 16 bits; set where k begins a page.
+        out_dtype: with float8_e4m3fn, bfloat16 (default) or float16. Descales: (batch, heads_k) or
+            a number; descale_by_page: (pages, heads_k) for q of 16 bits, set where k begins a page.
         qv: as q, with the head_dim of v, for one KV head: scores are (q k^T + qv v^T) * (head_dim +
             head_dim_v) ** -0.5; v_descale: (*v_cache.shape[:2], 1 or head_dim_v / 128), set by v.
+        tree_mask: of `pack_tree_mask`. scheduler_metadata: unused. Others: as in `flash_attn_func`.
 
     Returns:
         out, shaped like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
 
     Raises:
-        RuntimeError: a wrong shape, dtype, stride, device or number; a tensor that requires grad.
-        NotImplementedError: DTensors.
+        RuntimeError, NotImplementedError (DTensors): before anything is written.
     """
     if q_descale is not None or k_descale is not None or v_descale is not None:
-        q_descale, k_descale, v_descale = _descales_of(
-            (q_descale, k_descale, v_descale), (q, k_cache, v_cache), cu_seqlens_q,
-            descale_by_page, qv is not None)
+        q_descale, k_descale, v_descale = _descales_of((q_descale, k_descale, v_descale), (
+            q, k_cache, v_cache), cu_seqlens_q, descale_by_page, qv)
     if (scheduler_metadata is not None or out_dtype is not None or type(q) is not Tensor
             or type(softcap) is not float or forward_ad._current_level >= 0
             or (softmax_scale is not None and type(softmax_scale) is not float)
             or (is_grad_enabled() and (q.requires_grad or k_cache.requires_grad
                                        or v_cache.requires_grad or _some_require_grad(
                 k, v, qv, rotary_cos, rotary_sin, s_aux, out, q_descale, k_descale, v_descale)))):
-        _reject(scheduler_metadata, softmax_scale, softcap, out_dtype, dict(
-            q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, qv=qv, rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-            s_aux=s_aux, out=out))
+        _reject(scheduler_metadata, softmax_scale, softcap, out_dtype, q, k_cache, v_cache, k, v,
+                qv, rotary_cos, rotary_sin, s_aux, out, q_descale, k_descale, v_descale)
     s_aux = s_aux if s_aux is None else checks.sinks_of(s_aux, q)
     functions = _EAGER if q.get_device() in _library.SERVED_DEVICES and not is_compiling() else \
         functions_for(q, _OP)
@@ -102,20 +100,19 @@ def flash_attn_with_kvcache(
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx)
     left, right = (-1, -1) if window_size == (-1, -1) else checks.window_sides(window_size)
-    has_none = k is None or cu_seqlens_k_new is not None or k.dim() < 2
+    added = k.size(1) if k is not None and cu_seqlens_k_new is None and k.dim() > 1 else 0
     arguments = (    # two tuples: one display of more than 30 takes CPython 0.1 us longer
-        cache_seqlens, page_table, 0 if has_none else k.size(1), length, cache_batch_idx,
-        cache_leftpad, None if k is None else cu_seqlens_k_new, s_aux, softmax_scale, causal, left,
-        right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size, 0) + (
+        cache_seqlens, page_table, added, length, cache_batch_idx, cache_leftpad,
+        None if k is None else cu_seqlens_k_new, s_aux, softmax_scale, causal, left, right,
+        attention_chunk, softcap, return_softmax_lse, num_splits, split_size, 0) + (
         cu_seqlens_q, None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q),
         0, pack_gqa, sm_margin, q_descale, k_descale, v_descale, tree_mask, descale_by_page, qv)
     if shared_prefix != 0:
         arguments = prefix.checked((q, k_cache, v_cache, out), arguments, shared_prefix)
     if k is None and v is None and rotary_cos is None and rotary_sin is None:
         return _attend(functions, (q, k_cache, v_cache, out), arguments, out_dtype)
-    rotary = rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
-    return _append_and_attend(functions, (q, k_cache, v_cache, out), (k, v), rotary, arguments,
-                              out_dtype)
+    new = k, v, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
+    return _append_and_attend(functions, (q, k_cache, v_cache, out), new, arguments, out_dtype)
 
 
 def get_scheduler_metadata(
@@ -170,18 +167,16 @@ def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor) -> tuple[Tensor, 
     return table.index_select(0, rows.clamp(0, last)).masked_fill_(is_none[:, None], -1), None
 
 
-def _descales_of(given: tuple, tensors: tuple, cu_seqlens_q: Tensor | None, is_by_page: bool,
-                 is_latent: bool) -> tuple[Tensor | None, ...]:
+def _descales_of(given: tuple, tensors: tuple[Tensor, Tensor, Tensor],
+                 cu_seqlens_q: Tensor | None, is_by_page: bool,
+                 qv: Tensor | None) -> list[Tensor | None]:
     """Descales as the op takes them: numbers as tensors. tensors: q and the caches."""
     q, k_cache, v_cache = tensors
-    for name, scale in zip(('q_descale', 'k_descale', 'v_descale'), given):
-        if not (scale is None or isinstance(scale, Tensor) or fp8.is_number(scale)):
-            raise RuntimeError(checks.error(_OP, f'{name} to be a tensor or a number',
-                                            repr(scale)))
-    batch, heads = fp8.of_heads(q, k_cache, cu_seqlens_q)
-    of_k = (k_cache.size(0), heads) if is_by_page else (batch, heads)
-    of_v = (*v_cache.shape[:2], 1) if is_latent else of_k
-    return fp8.descale_tensors(given, ((batch, heads), of_k, of_v), q.device)
+    of_q = fp8.of_heads(q, k_cache, cu_seqlens_q)
+    of_k = (k_cache.size(0), of_q[1]) if is_by_page else of_q
+    of_v = of_k if qv is None else (*v_cache.shape[:2], 1)
+    return [fp8.descale_tensor(_OP, f'{name}_descale', scale, shape, q.device)
+            for name, scale, shape in zip('qkv', given, (of_q, of_k, of_v))]
 
 
 def _attend(functions: tuple, tensors: tuple, arguments: tuple,
@@ -203,18 +198,17 @@ def _attend(functions: tuple, tensors: tuple, arguments: tuple,
     return out, lse, empty, empty
 
 
-def _append_and_attend(functions: tuple, tensors: tuple, new: tuple, rotary: tuple,
-                       arguments: tuple, out_dtype: torch.dtype | None) -> Result:
-    """The same with new keys, or with rotary alone. new: k and v; rotary: cos, sin, positions,
-    interleaved.
+def _append_and_attend(functions: tuple, tensors: tuple, new: tuple, arguments: tuple,
+                       out_dtype: torch.dtype | None) -> Result:
+    """The same with new keys, or with rotary alone. new: k, v, the tables, positions, interleaved.
     """
     q, k_cache, v_cache, out = tensors
+    k, v, *rotary = new
     if not q.is_cuda and not is_compiling():
         cache.check_attend(tensors, arguments)    # also lists without data, for which no op runs
     elif env.CHECK_CONTENTS and not is_compiling():
         cache.check_cuda_contents(tensors, arguments)
     scales = (None, None)
-    v = new[1]
     # 16-bit rows for a cache of e4m3 are quantised; scales by page and of latents are set then.
     if v is not None and v.dtype != v_cache.dtype and (arguments[_BY_PAGE]
                                                        or arguments[_QV] is not None):
@@ -229,7 +223,7 @@ def _append_and_attend(functions: tuple, tensors: tuple, new: tuple, rotary: tup
     _, _, causal, left, right = arguments[_SINKS:_SINKS + 5]
     per_query = bool(causal) or left != -1 or right != -1
     is_half = out is None and out_dtype == torch.float16 and q.dtype == fp8.E4M3
-    result, lse, _ = functions[2](q, k_cache, v_cache, *new, out, *scales, *rotary, per_query,
+    result, lse, _ = functions[2](q, k_cache, v_cache, k, v, out, *scales, *rotary, per_query,
                                   *((*arguments, True) if is_half else _short(arguments)))
     result = result if out is None else out
     if not arguments[_RETURN_LSE]:
@@ -239,8 +233,8 @@ def _append_and_attend(functions: tuple, tensors: tuple, new: tuple, rotary: tup
 
 
 def _short(arguments: tuple) -> tuple:
-    """Without the last ones, where they are defaults: PyTorch takes time for each argument, and none
-    to fill in a default.
+    """Without the last ones, where they are defaults: PyTorch takes time for each argument, and
+    none to fill in a default.
     """
     (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
      split_size, shared, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
@@ -280,10 +274,10 @@ def _checked_length(length: int | torch.SymInt) -> int:
 
 
 def _reject(metadata: Tensor | None, softmax_scale: float | None, softcap: float,
-            out_dtype: torch.dtype | None, tensors: dict[str, Tensor | None]) -> None:
+            out_dtype: torch.dtype | None, *tensors: Tensor | None) -> None:
     """Raises an error for what no op sees: derivatives, metadata, a wrong dtype of results."""
-    q = tensors['q']
-    reject(_OP, softmax_scale, softcap, out_dtype, tensors)
+    q, *_ = tensors
+    reject(_OP, softmax_scale, softcap, out_dtype, dict(zip(_TENSORS, tensors)))
     if metadata is not None and (metadata.dtype != torch.int32 or metadata.dim() != 1
                                  or metadata.device != q.device):
         raise RuntimeError(checks.error(

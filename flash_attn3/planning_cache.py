@@ -73,8 +73,8 @@ def reasons_and_plan(tensors: Mapping[str, Tensor | None],
             tuple(tensors[name] for name in ('q', 'k_cache', 'v_cache', 'out')),
             own._replace(shared_prefix=count))):
         reasons.append(text)
-    if (k is not None or v is not None or given.get('rotary_cos') is not None
-            or given.get('rotary_sin') is not None) and (text := _append_problem(tensors, own, given)):
+    appended = k, v, given.get('rotary_cos'), given.get('rotary_sin')
+    if any(x is not None for x in appended) and (text := _append_problem(tensors, own, given)):
         reasons.append(text)
     described = {'q': tensors['q'], 'k': tensors['k_cache'], 'v': tensors['v_cache'],
                  'out': tensors['out']}

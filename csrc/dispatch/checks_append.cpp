@@ -20,9 +20,7 @@ std::string refuse(std::string const& expected, std::string const& got,
   return error_text(kOp, expected, got, hint);
 }
 
-bool rotates(AttentionCall const& call) {
-  return call.rotary.rotary_cos && call.rotary.rotary_sin;
-}
+bool rotates(AttentionCall const& call) { return call.rotary.rotary_cos && call.rotary.rotary_sin; }
 
 bool has_rows(AttentionCall const& call) { return call.k_new && call.v_new; }
 
@@ -84,11 +82,10 @@ bool quantises_latents(AttentionCall const& call) {
 }
 
 std::string check_dtype(NamedTensor const& tensor, NamedTensor const& like) {
-  return tensor.meta.dtype == like.meta.dtype
-             ? ""
-             : refuse(text(tensor.name, ".dtype to be that of ", like.name, ", ",
-                           like.meta.dtype_name),
-                      tensor.meta.dtype_name);
+  return tensor.meta.dtype == like.meta.dtype ? ""
+                                              : refuse(text(tensor.name, ".dtype to be that of ",
+                                                            like.name, ", ", like.meta.dtype_name),
+                                                       tensor.meta.dtype_name);
 }
 
 // New rows have the dtype of their cache; those that are quantised have one dtype. What is rotated
@@ -236,8 +233,7 @@ std::string check_table(AttentionCall const& call, NamedTensor const& table) {
     return refuse(text(name, ".dtype to be that of q, ", call.q.dtype_name), meta.dtype_name);
   }
   if (meta.dtype != cos.dtype) {
-    return refuse(text(name, ".dtype to be that of rotary_cos, ", cos.dtype_name),
-                  meta.dtype_name);
+    return refuse(text(name, ".dtype to be that of rotary_cos, ", cos.dtype_name), meta.dtype_name);
   }
   if (!same_device(meta, call.k)) {
     return refuse(text(name, " on the device of k_cache, ", device_text(call.k)),
@@ -259,9 +255,8 @@ std::string check_rotary_dim(AttentionCall const& call) {
   }
   int const step = call.q.dtype == Dtype::kFloat8E4M3 ? kRotaryStepOfE4M3 : kRotaryStep;
   if (call.k.device == DeviceType::kCuda && dim % step != 0) {
-    return refuse(
-        text("a rotary_dim, twice rotary_cos.size(1), that is a multiple of ", step),
-        text(dim), "append columns of cos = 1 and sin = 0");
+    return refuse(text("a rotary_dim, twice rotary_cos.size(1), that is a multiple of ", step),
+                  text(dim), "append columns of cos = 1 and sin = 0");
   }
   return {};
 }

@@ -294,9 +294,9 @@ std::string check_memory(AttentionCall const& call) {
 using Check = std::string (*)(AttentionCall const&);
 
 // In this order: each one may rely on those before it.
-constexpr Check kChecks[] = {check_ranks,   check_form,       check_seqused, check_latent,
-                             check_out,     check_as_dense,   check_tiles,   check_scales,
-                             check_lengths, check_prefix, check_memory,  check_splits,
+constexpr Check kChecks[] = {check_ranks,   check_form,     check_seqused, check_latent,
+                             check_out,     check_as_dense, check_tiles,   check_scales,
+                             check_lengths, check_prefix,   check_memory,  check_splits,
                              check_tree};
 constexpr Check kChecksOfPackedKeys[] = {check_packed_keys, check_splits, check_tree};
 

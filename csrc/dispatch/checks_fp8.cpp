@@ -17,9 +17,8 @@ std::string refuse(AttentionCall const& call, std::string const& expected, std::
 }
 
 std::string check_dtypes(AttentionCall const& call) {
-  for (auto [name, meta] :
-       {NamedTensor{"q", call.q}, NamedTensor{call.k_name(), call.k},
-        NamedTensor{call.v_name(), call.v}}) {
+  for (auto [name, meta] : {NamedTensor{"q", call.q}, NamedTensor{call.k_name(), call.k},
+                            NamedTensor{call.v_name(), call.v}}) {
     if (meta.dtype != Dtype::kFloat8E4M3) {
       bool const is_q = name[0] == 'q';
       return refuse(call, text(name, ".dtype to be ", is_q ? "" : "that of q, ", "float8_e4m3fn"),

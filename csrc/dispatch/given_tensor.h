@@ -33,10 +33,10 @@ inline int64_t end_address(TensorMeta const& meta) {
   for (int i = 0; i < meta.rank; ++i) {
     last += (meta.size[i] - 1) * meta.stride[i];
   }
-  int const bytes = meta.dtype == Dtype::kFloat8E4M3                                      ? 1
+  int const bytes = meta.dtype == Dtype::kFloat8E4M3                                  ? 1
                     : meta.dtype == Dtype::kFloat16 || meta.dtype == Dtype::kBFloat16 ? 2
-                    : meta.dtype == Dtype::kFloat32                                       ? 4
-                                                                                          : 8;
+                    : meta.dtype == Dtype::kFloat32                                   ? 4
+                                                                                      : 8;
   return meta.address + (last + 1) * bytes;
 }
 

@@ -44,8 +44,8 @@ struct Rotary {
   int64_t cos_stride = 0;  // bytes between positions
   int64_t sin_stride = 0;
   int64_t positions = 0;
-  int pairs = 0;                      // pairs of chunks in a row that are rotated
-  Dtype dtype = Dtype::kBFloat16;     // of the tables; that of the rows, but for rows of e4m3
+  int pairs = 0;                   // pairs of chunks in a row that are rotated
+  Dtype dtype = Dtype::kBFloat16;  // the dtype of the tables; rows of e4m3 take 16 bits too
   bool is_interleaved = true;
   bool is_per_query = true;
   int const* seqlens = nullptr;  // the position of the first new token; nullptr: the length
@@ -59,7 +59,7 @@ enum class Quantising { kNone, kByHead, kByPage, kLatents };
 constexpr int kLatentColumns = 512;
 
 struct AppendParams {
-  Dtype dtype = Dtype::kBFloat16;  // of new k, or of q alone
+  Dtype dtype = Dtype::kBFloat16;  // the dtype of new k; without new keys that of q
   Quantising quantising = Quantising::kNone;
   int batch = 0;
   AppendRows k;

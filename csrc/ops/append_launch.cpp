@@ -77,9 +77,9 @@ std::string check_rows(NamedTensor const& tensor) {
 
 Quantising quantising_of(AttentionCall const& call) {
   return !has_rows(call) || call.v.dtype == call.v_new->dtype ? Quantising::kNone
-         : call.by_page.descale_by_page      ? Quantising::kByPage
-         : call.k.dtype == call.k_new->dtype ? Quantising::kLatents
-                                             : Quantising::kByHead;
+         : call.by_page.descale_by_page                       ? Quantising::kByPage
+         : call.k.dtype == call.k_new->dtype                  ? Quantising::kLatents
+                                                              : Quantising::kByHead;
 }
 
 // -------------------------------------------------------------------------------------- parameters

@@ -48,10 +48,10 @@ OwnedTensor allocate_nothing(AttentionCall const& call, Dtype dtype) {
 
 Dtype out_dtype_of(AttentionCall const& call) {
   bool const is_fp8 = call.q.dtype == Dtype::kFloat8E4M3;
-  return call.out                        ? call.out->dtype
-         : !is_fp8                       ? call.q.dtype
-         : call.fp8.float16_out          ? Dtype::kFloat16
-                                         : Dtype::kBFloat16;
+  return call.out               ? call.out->dtype
+         : !is_fp8              ? call.q.dtype
+         : call.fp8.float16_out ? Dtype::kFloat16
+                                : Dtype::kBFloat16;
 }
 
 // ------------------------------------------------------------------------------------------- call
@@ -153,8 +153,8 @@ class PrefixLaunch {
     parts_[3] = allocate_lse(own);
     merge_.out = describe(out);
     for (int i = 0; i < 2; ++i) {
-      merge_.part[i] = describe(parts_[2 * i]);
-      merge_.lse[i] = describe(parts_[2 * i + 1]);
+      merge_.part[i] = like_rank(describe(parts_[2 * i]), call.q.rank);
+      merge_.lse[i] = like_rank(describe(parts_[2 * i + 1]), call.q.rank - 1);
     }
     throw_if(check_merge(merge_));
     OwnedTensor& q = q_copy_ ? q_copy_ : given.q;
@@ -176,6 +176,16 @@ class PrefixLaunch {
   }
 
  private:
+  // Without a leading 1 where the call's tensors have no batch.
+  static TensorMeta like_rank(TensorMeta meta, int rank) {
+    if (meta.rank > rank) {
+      meta.rank = rank;
+      std::copy_n(meta.size + 1, rank, meta.size);
+      std::copy_n(meta.stride + 1, rank, meta.stride);
+    }
+    return meta;
+  }
+
   // All queries as one sequence, copied where their strides have no such view.
   static TensorMeta packed(OwnedTensor const& tensor, TensorMeta const& meta, OwnedTensor& copy) {
     if (!has_one_sequence(meta)) {
@@ -255,7 +265,9 @@ void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) 
       TreeArguments::kCount + ByPageArgument::kCount + LatentArgument::kCount + !kHasOut;
   constexpr char const* kName = kAppends ? "append_and_attend" : kHasOut ? "attend_cache_out" : kOp;
   expect_schema(kName, {num_args, num_outputs},
-                {kTensors + kArguments, kAppends ? 3 : kHasOut ? 1 : 2});
+                {kTensors + kArguments, kAppends  ? 3
+                                        : kHasOut ? 1
+                                                  : 2});
   CacheCall given(stack, kCacheOp);
   AttentionCall& call = given.call;
   given.check();

@@ -55,7 +55,7 @@ LATENT_KERNELS = ('mla', 'mla_combine')
 # scales by page, and by key; combining results, float32 in one tensor, 16 bits also in several,
 # with rows of 4 columns at a time, and others; of quantize_fp8 four passes, rotated and not, for
 # each dtype.
-OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'append_kernel': 5,
+OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'append_kernel': 6,
                  'append_pages_kernel': 2, 'append_latents_kernel': 2, '14combine_kernel': 10,
                  'quantize_kernelIf': 8, 'quantize_kernelIN7cutlass10bfloat16_t': 8,
                  'quantize_kernelIN7cutlass6half_t': 8}

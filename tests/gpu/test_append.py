@@ -224,6 +224,7 @@ def pages_of(needs: list[int], page_size: int, spare: int = 3) -> tuple[Tensor, 
     (1, 48, 512), (40, 128, 128)])
 def test_dense(heads, head_dim, head_dim_v, dtype, device):
     lengths, new = [0, 5, 37, 12], 3
+    head_dim_v = min(head_dim_v, 512 if dtype != E4M3 else 256)    # what attention takes
     caches = both((4, 40, heads, head_dim), dtype, head_dim_v)
     rows = [values(4, new, heads, d, dtype=dtype) for d in (head_dim, head_dim_v)]
     check(caches, rows, device, cache_seqlens=lengths_of(lengths))

@@ -320,18 +320,6 @@ def test_threads_on_one_stream(cuda):
             work.check(results)
 
 
-def test_streams_are_destroyed_while_they_work(cudart, cuda):
-    """The next stream may have the same handle."""
-    work = IntoGiven(cuda, 100)
-    for i in range(100):
-        handle = cudart('cudaStreamCreateWithFlags', 1)
-        with torch.cuda.stream(torch.cuda.ExternalStream(int(handle))):
-            torch.cuda._sleep(DELAY_CYCLES // (1 + i % 5))
-            work.run(i)
-        cudart('cudaStreamDestroy', handle)
-    work.check()
-
-
 def test_default_streams_of_threads(cuda):
     """cudaStreamPerThread: one handle, a stream for each thread."""
     work = IntoGiven(cuda, 400)

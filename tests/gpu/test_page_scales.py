@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flash_attn3 import flash_attn_with_kvcache
+from flash_attn3.cache import Attend, Rotary
 
 from tests.cache_cases import CacheCase, as_bits, ints, mixed
 from tests.cache_oracle import (
@@ -212,8 +213,11 @@ def append_alone(given: dict, x: torch.Tensor, lengths: list[int], **others) -> 
     """The op, which on a GPU reads no lists before it runs."""
     names = 'k_cache', 'v_cache', 'k_descale', 'v_descale'
     lists = dict(page_table=given['page_table'], cache_seqlens=ints(lengths, x.device)) | others
-    torch.ops.flash_attn3.append_cache_with_scales(*(given[name] for name in names), x, x, None,
-                                               **lists)
+    k_cache, v_cache, *scales = (given[name] for name in names)
+    q = x.new_zeros(lists['page_table'].size(0), 1, *k_cache.shape[2:])
+    own = Attend(**lists, descale_by_page=True, appended=x.size(1) if x.dim() == 4 else 0)
+    torch.ops.flash_attn3.append_and_attend(q, k_cache, v_cache, x, x, None, *scales, *Rotary(),
+                                            *own)
 
 
 @pytest.fixture

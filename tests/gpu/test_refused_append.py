@@ -43,7 +43,7 @@ def wrong_calls(given: dict) -> dict[str, dict]:
         'infinite scale': dict(softmax_scale=float('inf')), 'softcap of -1': dict(softcap=-1.0),
         'window of -2': dict(window_size=(-2, 0)), 'sm_margin of 1000': dict(sm_margin=1000),
         'q of int32': dict(q=q.float().int()), 'head dim of q': dict(q=q[..., :-8]),
-        'rank of q': dict(q=q[0]), 'batch of q': dict(q=q[:0]),
+        'rank of q': dict(q=q[0]),
         'out of another shape': dict(out=like_out[..., :-8]),
         'out of float32': dict(out=like_out.float()),
         'tree of int64': dict(tree_mask=torch.zeros((*q.shape[:-2], 4), dtype=torch.int64,
@@ -81,6 +81,8 @@ def wrong_calls(given: dict) -> dict[str, dict]:
         wrong['qv for two KV heads'] = dict(qv=like_out.to(q.dtype))
     if 'page_table' in given:
         wrong['table of int64'] = dict(page_table=given['page_table'].long())
+    if q.dim() == 4:
+        wrong['batch of q'] = dict(q=q[:0])
     if q.dim() == 3:
         wrong['packed q without a batch'] = dict(cu_seqlens_q=None)
         wrong['packed q and a prefix, without a batch'] = dict(cu_seqlens_q=None, shared_prefix=16)
@@ -142,41 +144,64 @@ def test_refused_when_compiled(change, name, device):
     expect_refused(copied(CASES[name].arguments(device)), str(change), change, compiled)
 
 
-@pytest.mark.parametrize('name', ['dense', 'paged', 'latent', 'prefix', 'by_page'])
-def test_without_memory(name, cuda, needs_memory):
-    """What the launches need is allocated before the first of them."""
-    needs_memory(4)
-    case = CASES[name]
-    given = copied(case.arguments(cuda))
-    flash_attn_with_kvcache(**copied(given))    # counters of the stream
-    torch.cuda.synchronize()
-    held = []
-    while True:    # leave less and less
+class Full:
+    """A GPU of which this process may have no more memory than blocks that it holds."""
+    SIZES = (2 << 20, 256 << 10, 4 << 10, 512)
+
+    def __init__(self, device: torch.device):
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        reserved = torch.cuda.memory_reserved()
-        total = torch.cuda.get_device_properties(cuda).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (reserved + 1024) / total))
-        before = bits_of(given)
+        self.held: list[torch.Tensor] = []
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 4096) / total)
+        for size in self.SIZES:
+            while (block := self._block(size, device)) is not None:
+                self.held.append(block)
+
+    def _block(self, size: int, device: torch.device) -> torch.Tensor | None:
         try:
-            flash_attn_with_kvcache(**given)
-        except RuntimeError:
-            expect_untouched(given, before, f'{len(held)} blocks held')
-            break
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
-        for size in (2 << 20, 1 << 20, 512 << 10, 64 << 10, 8 << 10, 512):    # fill what is cached
+            return torch.empty(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            return None
+
+    def __enter__(self) -> Full:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.held.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize('name', ['dense', 'paged', 'latent', 'prefix', 'by_page'])
+def test_without_memory(name, cuda):
+    """What the launches need is allocated before the first of them: with ever more free blocks it
+    is always another one that fails.
+    """
+    given = copied(CASES[name].arguments(cuda))
+    flash_attn_with_kvcache(**copied(given))    # counters of the stream
+    before, free = bits_of(given), torch.empty(12 << 20, dtype=torch.uint8, device=cuda)
+    del free    # cached: what the blocks are made of
+    failed = 0
+    with Full(cuda) as full:
+        spare = full.held[::2]    # no two of them are neighbours
+        del full.held[::2]
+        spare.sort(key=lambda x: -x.numel())
+        while spare:
             try:
-                torch.cuda.set_per_process_memory_fraction(min(1.0, (reserved + 1024) / total))
-                while len(held) < 20000:
-                    held.append(torch.empty(size, dtype=torch.uint8, device=cuda))
+                flash_attn_with_kvcache(**given)
+                break
             except RuntimeError:
-                pass
-            finally:
-                torch.cuda.set_per_process_memory_fraction(1.0)
-        assert len(held) < 20000
-        given = copied(case.arguments(cuda)) if len(held) > 19000 else given
-        if len(held) > 15000:
-            pytest.skip('the allocator always finds memory')
+                failed += 1
+                expect_untouched_here(given, before)
+            spare.pop()
+    assert failed > 0
+    flash_attn_with_kvcache(**given)
+
+
+def expect_untouched_here(given: dict, before: dict) -> None:
+    """The same on the host: there is no memory for it."""
+    for name, bits in before.items():
+        assert torch.equal(as_bits(given[name]).cpu(), bits.cpu()), f'{name} was written'
 
 
 # ------------------------------------------------------------------------------- shared memory
