@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from tests import cache_oracle
-from tests.cache_cases import LAYOUTS, CacheCase
+from tests.cache_cases import LAYOUTS, CacheCase, copied
 from tests.general_cases import SINKS
+from tests.wrong_appends import WRONG_NUMBERS, expect_refused
 
 # Slots, at the borders of pages and K tiles half of the time.
 EDGES = (0, 1, 2, 16, 63, 64, 65, 80, 127, 128, 129, 176, 192, 256, 257)
@@ -29,7 +30,12 @@ class CacheCall:
     function = 'cache'
 
     def check(self, device: str | torch.device) -> None:
-        """The cache after the call, out and LSE; twice, with the same bits."""
+        """The cache after the call, out and LSE; twice, with the same bits. Before, a call that
+        appends is refused for one thing, which writes nothing.
+        """
+        if self.case.new:
+            what, change = random.Random(self.case.seed).choice(list(WRONG_NUMBERS.items()))
+            expect_refused(copied(self.case.arguments(device)), what, change)
         got, arguments = cache_oracle.check(self.case, device)
         cache_oracle.check_same(cache_oracle.run(self.case, arguments)[0], got)
 
