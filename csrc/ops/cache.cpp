@@ -164,8 +164,8 @@ class PrefixLaunch {
     }
     OwnedTensor& qv = qv_copy_ ? qv_copy_ : given.qv;
     shared_.emplace(with_rows, CacheInputs{q, given.k, given.v, qv},
-                    CacheOutputs{parts_[0], parts_[1]}, stream);
-    own_.emplace(own, given.inputs(), CacheOutputs{parts_[2], parts_[3]}, stream);
+                    CacheOutputs{parts_[0], parts_[1], dtype}, stream);
+    own_.emplace(own, given.inputs(), CacheOutputs{parts_[2], parts_[3], dtype}, stream);
   }
 
   // WHY own keys first: that launch starts early, the one on shared keys does not.
@@ -239,7 +239,7 @@ OwnedTensor run(CacheCall& given, OwnedTensor const& out, OwnedTensor const& lse
     with_prefix.emplace(given, out, lse ? lse : unread, stream);
   } else if (has_work) {
     call.prefix.shared_prefix = 0;
-    attention.emplace(call, given.inputs(), CacheOutputs{out, lse}, stream);
+    attention.emplace(call, given.inputs(), CacheOutputs{out, lse, out_dtype_of(call)}, stream);
   }
   if (append) {
     append->run(stream);

@@ -96,7 +96,7 @@ CombineParams combine_params(FwdParams const& forward, int columns) {
 CacheLaunch::CacheLaunch(AttentionCall const& call, CacheInputs const& inputs,
                          CacheOutputs const& outputs, void* stream)
     : target_(kOp, outputs.out) {
-  params_.out_dtype = describe(outputs.out).dtype;
+  params_.out_dtype = outputs.dtype;
   params_.lse = outputs.lse ? static_cast<float*>(mutable_data(outputs.lse)) : nullptr;
   params_.problem = problem_of_cache(call);
   plan_ = plan_cache(params_.problem);

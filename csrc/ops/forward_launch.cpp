@@ -39,10 +39,10 @@ void launch_kernels(FwdParams& params, int variant, void* stream) {
     kFwdLaunchers[variant](params, stream);
     return;
   }
-  launch_pair(params.cache.arrived, stream, [&](int* counters) {
-    params.cache.arrived = counters;
-    kFwdLaunchers[variant](params, stream);
-  });
+  LaunchPair pair(params.cache.arrived, stream);
+  params.cache.arrived = pair.counters();
+  kFwdLaunchers[variant](params, stream);
+  pair.complete();
 }
 
 }  // namespace

@@ -40,6 +40,12 @@ Pool& pool() {
   return *all;
 }
 
+// Held by a LaunchPair.
+std::mutex& launching() {
+  static std::mutex* const mutex = new std::mutex;
+  return *mutex;
+}
+
 // What a graph gives back when it is destroyed, after its last launch has ended.
 struct OfGraph {
   User user;
@@ -180,16 +186,16 @@ int* launch_counters(void* stream) {
   return counters_of_last;
 }
 
-void launch_pair(int* counters, void* stream, std::function<void(int*)> const& launch) {
-  static std::mutex* const launching = new std::mutex;  // as the pool
-  std::lock_guard const lock(*launching);
-  int* const of_pair = counters + kLaunchCounters;
-  try {
-    launch(of_pair);
-  } catch (...) {
-    cudaMemsetAsync(of_pair, 0, kPairCounters * sizeof(int), static_cast<cudaStream_t>(stream));
-    throw;
+LaunchPair::LaunchPair(int* counters, void* stream)
+    : counters_(counters + kLaunchCounters), stream_(stream) {
+  launching().lock();
+}
+
+LaunchPair::~LaunchPair() {
+  if (!is_complete_) {
+    cudaMemsetAsync(counters_, 0, kPairCounters * sizeof(int), static_cast<cudaStream_t>(stream_));
   }
+  launching().unlock();
 }
 
 void clear_counters(int* counters, int64_t count, void* stream) {

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 
 namespace fa3 {
 
@@ -23,11 +22,25 @@ constexpr int64_t kLaunchCounters = 2048;
 // back. Throws std::runtime_error.
 int* launch_counters(void* stream);
 
-// Two launches, of which the first leaves counters set for the second: launch(counters) makes both,
-// while no other thread makes such launches. WHY a lock: the stream may be the same. WHY counters
-// of their own: others may launch between. counters: from launch_counters(stream). If a launch is
-// refused, the counters are cleared.
-void launch_pair(int* counters, void* stream, std::function<void(int*)> const& launch);
+// Two launches, of which the first leaves counters set for the second. While this lives no other
+// thread makes such launches. WHY a lock: the stream may be the same. WHY counters of their own:
+// others may launch between. Without complete() they are cleared at the end: a launch was refused.
+class LaunchPair {
+ public:
+  // counters: from launch_counters(stream).
+  LaunchPair(int* counters, void* stream);
+  ~LaunchPair();
+  LaunchPair(LaunchPair const&) = delete;
+  LaunchPair& operator=(LaunchPair const&) = delete;
+
+  int* counters() const { return counters_; }
+  void complete() { is_complete_ = true; }
+
+ private:
+  int* counters_;
+  void* stream_;
+  bool is_complete_ = false;
+};
 constexpr int64_t kPairCounters = 2;
 
 // Zeros `count` counters elsewhere, on the stream.

@@ -54,18 +54,16 @@ VISIBLE char const* error_text() { return last_error.c_str(); }
 // counters are afterwards.
 VISIBLE int pair(cudaStream_t stream, int fails) {
   int* found = nullptr;
-  try {
-    fa3::launch_pair(fa3::launch_counters(stream), stream, [&](int* of_pair) {
-      found = of_pair;
-      of_pair[0] += 5;
-      of_pair[1] += 7;
-      if (fails) {
-        throw std::runtime_error("refused");
-      }
-      of_pair[0] -= 5;
-      of_pair[1] -= 7;
-    });
-  } catch (std::runtime_error const&) {
+  {
+    fa3::LaunchPair both(fa3::launch_counters(stream), stream);
+    found = both.counters();
+    found[0] += 5;
+    found[1] += 7;
+    if (!fails) {
+      found[0] -= 5;
+      found[1] -= 7;
+      both.complete();
+    }
   }
   return found[0] | found[1];
 }
