@@ -19,7 +19,7 @@ struct CacheInputs {
 struct CacheOutputs {
   OwnedTensor const& out;
   OwnedTensor const& lse;  // null: not asked for
-  Dtype dtype;             // of out
+  Dtype dtype;             // the dtype of out
 };
 
 class CacheLaunch {
