@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from flash_attn3 import arguments, env
 
@@ -47,9 +48,20 @@ def describe(tensor: Tensor, device_type: str | None = None) -> tuple:
     device_type: say so instead of the true one.
     """
     device = tensor.device
-    address = 0 if device.type == 'meta' else tensor.data_ptr()
     return (dtype_name(tensor.dtype), device_type or device.type, device.index or 0,
-            tuple(tensor.shape), tensor.stride(), address)
+            tuple(tensor.shape), tensor.stride(), address_of(tensor))
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where its data lie; 0 without data: meta and fake tensors, and those that AOTAutograd,
+    torch.export or torch.func trace with, of whatever type.
+    """
+    if isinstance(tensor, FakeTensor):
+        return 0    # PyTorch would warn
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def describe_sizes(sizes: Sequence[int], dtype: str) -> tuple:

@@ -168,7 +168,7 @@ def _aligned(x: Tensor) -> Tensor:
     if not x.is_cuda or x.dim() == 0 or x.stride(-1) != 1:
         return x
     apart = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1]
-    address = 0 if is_compiling() else x.data_ptr()
+    address = 0 if is_compiling() else checks.address_of(x)
     is_fine = address % _TMA_BYTES == 0 and all(
         stride > 0 and stride * x.itemsize % _TMA_BYTES == 0 for stride in apart)
     return x if is_fine else x.clone(memory_format=torch.contiguous_format)

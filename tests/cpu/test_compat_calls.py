@@ -7,8 +7,13 @@ import math
 
 import pytest
 import torch
+from functorch.compile import aot_function, nop
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.optests.generate_tests import (safe_aot_autograd_check,
+                                                            safe_fake_check, safe_schema_check)
 
-from flash_attn3 import flash_attn_func, flash_attn_varlen_func, reference
+from flash_attn3 import _library, checks, flash_attn_func, flash_attn_varlen_func, reference
 from flash_attn3.compat import functions, register_ops
 from flash_attn3.reference import Inputs, Mask, Outputs, Score
 
@@ -233,7 +238,6 @@ def test_scheduler_metadata():
 # ------------------------------------------------------------------------------- fakes and compile
 def test_fakes():
     """Shapes and dtypes of real results, for every op and a symbolic number of splits."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
     q, k, v = (x.bfloat16() for x in dense())
     real = OPS.fwd(q, k, v, num_splits=0)
     combined = OPS.fwd_combine(torch.zeros(3, *q.shape), torch.zeros(3, 2, 5, 4))
@@ -270,6 +274,7 @@ CALLS = {    # what follows q, k and v of `fwd`
     'dense': lambda q, k, v: ((), dict(is_causal=True)),
     'out': lambda q, k, v: ((None, None, None, torch.zeros_like(q)), {}),
     'packed': lambda q, k, v: ((), dict(cu_seqlens_k=torch.tensor([0, 4, 18], dtype=torch.int32))),
+    'split': lambda q, k, v: ((), dict(softcap=15.0, window_size_left=3, num_splits=3)),
     'cache': lambda q, k, v: ((), dict(seqused_k=LENGTHS)),
     'append': lambda q, k, v: ((k[:, :5].clone(), v[:, :5].clone()), dict(seqused_k=LENGTHS)),
     'append_rotated': lambda q, k, v: ((k[:, :5].clone(), v[:, :5].clone()), dict(
@@ -306,6 +311,58 @@ def test_opcheck_of_the_others():
         torch.library.opcheck(OPS.fwd_combine.default, (*parts, *given))
     torch.library.opcheck(OPS.get_scheduler_metadata.default,
                           (2, 5, 9, 4, 2, 16, 16, torch.float32, LENGTHS))
+
+
+@pytest.mark.filterwarnings('error')
+def test_tensors_without_data_lie_nowhere():
+    """Whatever their type is, and without a warning; the others where they are."""
+    x, seen = torch.zeros(2, 3), []
+
+    def look(x):
+        seen.append(checks.address_of(x))
+        return x + 0
+
+    aot_function(look, nop)(x)    # a FunctionalTensor
+    torch.func.vmap(look)(x)
+    make_fx(look, tracing_mode='fake')(x)
+    look(x.to('meta'))
+    with FakeTensorMode():
+        look(torch.empty(2, device='cuda'))
+    assert len(seen) >= 5 and not any(seen)
+    look(torch.nn.Parameter(x[1:]))
+    assert seen[-1] == x[1:].data_ptr()
+
+
+def packed_lists() -> tuple[tuple, dict]:
+    """What follows packed q, k and v of two sequences, some rows of which do not count."""
+    starts = [torch.arange(3, dtype=torch.int32) * rows for rows in (5, 9)]
+    return (*starts, 5, 9), dict(seqused_q=LENGTHS, seqused_k=LENGTHS + 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('named', [dict(softcap=15.0), dict(causal=True, window_size=(3, 1))],
+                         ids=lambda named: '-'.join(named))
+@pytest.mark.parametrize('num_splits', [1, 3])
+@pytest.mark.parametrize('requires_grad', [False, True])
+@pytest.mark.parametrize('is_packed', [False, True], ids=['dense', 'packed'])
+def test_upstreams_opcheck(is_packed, requires_grad, num_splits, named, monkeypatch):
+    """As upstream's tests check its functions, in place of ops: AOTAutograd traces into them, with
+    tensors that have no data, and torch.compiler.is_compiling() says no. On the way of a GPU.
+    """
+    monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
+    monkeypatch.setattr(_library, 'kernels_serve', lambda _: True)
+    function, lists = flash_attn_func, ()
+    tensors = [x.float() for x in dense()]
+    if is_packed:
+        function, tensors = flash_attn_varlen_func, [x.flatten(0, 1) for x in tensors]
+        lists, used = packed_lists()
+        named = named | used
+    arguments = *(x.requires_grad_(requires_grad) for x in tensors), *lists
+    named = named | dict(num_splits=num_splits)
+    safe_schema_check(function, arguments, named)
+    safe_fake_check(function, arguments, named)
+    for dynamic in (False, True):
+        safe_aot_autograd_check(function, arguments, named, dynamic=dynamic)
 
 
 @pytest.mark.slow
