@@ -74,6 +74,14 @@ def mask_of(pick: random.Random) -> dict:
     return {'causal': pick.random() < 0.6, 'window': window, 'chunk': chunk}
 
 
+def has_lone_sink(case: object) -> bool:
+    """Whether rows see one key and a sink. Then P is 1, which e4m3 holds exactly, and all of the
+    error is that of S in the tensor cores, which the measure of e4m3's bar does not have.
+    """
+    left, right = case.window
+    return bool(case.sinks) and (case.chunk == 1 or (left == 0 and (case.causal or right == 0)))
+
+
 def score_of(pick: random.Random) -> dict:
     return {'softcap': pick.choice((0.0, 0.0, 0.0, 0.0, 1.0, 15.0, 50.0)),
             'sinks': pick.choice(tuple(SINKS)) if pick.random() < 0.25 else '',
@@ -154,6 +162,8 @@ def drawn(pick: random.Random) -> CacheCall:
         tree=tree and max(queries) <= 128, descales=pick.random() < 0.7,
         float16_out=not wide and pick.random() < 0.3,
         **own, **mask, **score_of(pick), **execution_of(pick))
+    if not wide and has_lone_sink(case):
+        case = dataclasses.replace(case, sinks='')
     if wide and not case.kv8 and pick.random() < 0.15:
         case = with_latent(pick, case)
     return CacheCall(with_scales_of_pages(pick, with_shared_keys(pick, case)))
