@@ -41,12 +41,8 @@ def _differences(starts: Tensor) -> list[int]:
     return starts.diff().tolist()
 
 
-def _batch_of(q: Tensor | None, k: Tensor, own: _Own) -> int:
-    if own.cu_seqlens_q is not None:
-        return own.cu_seqlens_q.numel() - 1
-    if own.cu_seqlens_k_new is not None:
-        return own.cu_seqlens_k_new.numel() - 1
-    return (k if q is None else q).size(0)
+def _batch_of(q: Tensor, own: _Own) -> int:
+    return q.size(0) if own.cu_seqlens_q is None else own.cu_seqlens_q.numel() - 1
 
 
 def _capacity_of(cache: Tensor, own: _Own) -> int:
@@ -192,7 +188,7 @@ def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
         if problem := checks.sequences_problem('q', own.cu_seqlens_q.tolist(), used, q.size(0)):
             raise RuntimeError(checks.error('attend_cache', *problem))
     if own.cu_seqlens_k is None:
-        batch = _batch_of(q, k, own)
+        batch = _batch_of(q, own)
         problem = _prefix_problem(q, k, own, batch) if own.shared_prefix > 0 else None
         if problem := problem or _tree_problem(q, own, batch):
             raise RuntimeError(checks.error('attend_cache', *problem))
@@ -318,15 +314,19 @@ def attend_out_plainly(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments)
 
 
 # ------------------------------------------------------------------------------------------- append
-def _check_append(caches: tuple[Tensor, Tensor], k: Tensor | None, v: Tensor | None, q: Tensor,
-                  own: Append) -> None:
-    """Raises RuntimeError if new keys cannot be appended, or q cannot be rotated."""
+def check_append(tensors: Sequence[Tensor | None], new: tuple[Tensor | None, Tensor | None],
+                 own: Append, rules_of: str = 'cpu') -> None:
+    """Raises RuntimeError if new keys cannot be appended, or q cannot be rotated. tensors: q and
+    the caches; new: k and v.
+    """
+    q, *caches = tensors[:3]
+    k, v = new
     tensors = dict(k=caches[0], v=caches[1], k_new=k, v_new=v, q=q)
-    text = checks.problem_text(tensors, own, check=_plan.check_append, rules_of='cpu')
+    text = checks.problem_text(tensors, own, check=_plan.check_append, rules_of=rules_of)
     if text:
         raise RuntimeError(text)
-    batch = _batch_of(q, q, own)
-    _check_contents('append_cache', (q, caches[0], None if k is None else k.size(0)), own, batch)
+    batch = _batch_of(q, own)
+    _check_contents('append_and_attend', (q, caches[0], None if k is None else k.size(0)), own, batch)
     if own.rotary_cos is not None:
         _check_positions(caches[0], q, own, batch)
 
@@ -339,7 +339,7 @@ def _check_positions(cache: Tensor, q: Tensor, own: Append, batch: int) -> None:
     for sequence, (first, (_, _, new), count) in enumerate(zip(firsts, spans, queries)):
         if first < 0 or first + max(new, count) > own.rotary_cos.size(0):
             raise RuntimeError(checks.error(
-                'append_cache', f'rotary_cos of a row for each position from {first} to '
+                'append_and_attend', f'rotary_cos of a row for each position from {first} to '
                 f'{first + max(new, count) - 1} of sequence {sequence}',
                 f'{own.rotary_cos.size(0)} rows'))
 
@@ -415,13 +415,21 @@ def append_and_attend_plainly(
     """The op `append_and_attend` on any device."""
     rotary = Rotary(*arguments[:len(Rotary._fields)])
     own = _with_scales(arguments[len(Rotary._fields):], k_scales, v_scales)
+    is_dense = k is not None and k.dim() == 4
+    own = own._replace(appended=k.size(1) if is_dense else 0)
     caches = k_cache, v_cache
     check_attend((q, *caches, out), own)
     append = append_of(own, rotary)
-    _check_append(caches, k, v, q, append)
+    check_append((q, *caches), (k, v), append)
+    _check_writable(dict(k_cache=k_cache, v_cache=v_cache, out=out, k_descale=k_scales,
+                         v_descale=v_scales))
+    if v_scales is None and k is not None and v.dtype != v_cache.dtype and (
+            own.descale_by_page or own.qv is not None):
+        raise RuntimeError(checks.error('append_and_attend', 'k_scales or v_scales, those that new '
+                                        'keys set', 'None'))
     q, qv, k, v = (_apart(x, caches) for x in (q, own.qv, k, v))
     own = own._replace(qv=qv)
-    firsts = _firsts(k_cache, append, _batch_of(q, q, append))
+    firsts = _firsts(k_cache, append, _batch_of(q, append))
     if k is not None:
         _append(caches, k, v, append)
     rotated = _rotated_queries(q, append, firsts) if rotary.rotary_cos is not None else None
@@ -444,11 +452,24 @@ def append_of(own: Attend, rotary: Rotary) -> Append:
 
 def _apart(x: Tensor | None, caches: tuple[Tensor, Tensor]) -> Tensor | None:
     """x, copied if the append might overwrite it."""
-    def owner(x: Tensor) -> int:
-        return x.untyped_storage().data_ptr()
+    def span(x: Tensor) -> tuple[int, int]:
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+        return x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize * (x.numel() > 0)
 
-    is_view = x is not None and any(owner(x) == owner(cache) for cache in caches)
-    return x.clone() if is_view else x
+    if x is None:
+        return x
+    first, end = span(x)
+    shares = any(first < own_end and own_first < end for own_first, own_end in map(span, caches))
+    return x.clone() if shares else x
+
+
+def _check_writable(tensors: dict[str, Tensor | None]) -> None:
+    """PyTorch lets an inference tensor be written in inference mode alone."""
+    for name, x in tensors.items():
+        if x is not None and x.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(checks.error(
+                'append_and_attend', f'{name} that is no inference tensor', 'one',
+                'call it under torch.inference_mode()'))
 
 
 def _firsts(k_cache: Tensor, own: Append, batch: int) -> list[int]:
@@ -503,7 +524,7 @@ def _append_and_attend_fake(
     count = len(Rotary._fields)
     result, lse = _attend_fake(q, k_cache, v_cache, *arguments[count:])
     is_rotated = Rotary(*arguments[:count]).rotary_cos is not None
-    return (result if out is None else result.new_empty(0), lse,
+    return (result if out is None else out.new_empty(0), lse,
             q.new_empty(q.shape if is_rotated else 0))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flash_attn3 import arguments, env
@@ -50,6 +51,11 @@ def describe(tensor: Tensor, device_type: str | None = None) -> tuple:
     device = tensor.device
     return (dtype_name(tensor.dtype), device_type or device.type, device.index or 0,
             tuple(tensor.shape), tensor.stride(), address_of(tensor))
+
+
+def has_no_data(x: Tensor) -> bool:
+    """Whether x is a meta or fake tensor, of which no contents can be read."""
+    return x.is_meta or (type(x) is not Tensor and is_fake(x))
 
 
 def address_of(tensor: Tensor) -> int:

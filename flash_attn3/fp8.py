@@ -80,7 +80,7 @@ def descale_tensor(op: str, name: str, scale: Descale, shape: Sequence[int],
 
 def of_heads(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None = None) -> tuple[int, int]:
     """(batch, heads_k): the shape of descales; for shapes that the op is going to reject, any."""
-    batch = q.size(0) if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    batch = cu_seqlens_q.numel() - 1 if cu_seqlens_q is not None else q.size(0) if q.dim() else 0
     return max(batch, 0), k.size(-2) if k.dim() > 1 else 1
 
 

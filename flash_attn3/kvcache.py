@@ -23,12 +23,14 @@ _OP = 'flash_attn_with_kvcache'
 # (attend, attend into out, append and attend): the ops, eager and traced; the same without an op.
 _TRACED = tuple(getattr(torch.ops.flash_attn3, name).default for name in (
     'attend_cache', 'attend_cache_out', 'append_and_attend'))
-_TENSORS = ('q', 'k_cache', 'v_cache', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux', 'out',
-            'q_descale', 'k_descale', 'v_descale')
 _EAGER = tuple(_library.bare(op) for op in _TRACED)
 _PLAIN = cache.attend_plainly, cache.attend_out_plainly, cache.append_and_attend_plainly
 _SINKS, _RETURN_LSE, _BY_PAGE, _QV, *_DESCALES = map(cache.Attend._fields.index, (
     'sinks', 'return_lse', 'descale_by_page', 'qv', 'k_descale', 'v_descale'))
+
+# What `_reject` gets, in this order.
+_TENSORS = ('q', 'k_cache', 'v_cache', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux', 'out',
+            'q_descale', 'k_descale', 'v_descale')
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -81,7 +83,7 @@ def flash_attn_with_kvcache(
         RuntimeError, NotImplementedError (DTensors): before anything is written.
     """
     if q_descale is not None or k_descale is not None or v_descale is not None:
-        q_descale, k_descale, v_descale = _descales_of((q_descale, k_descale, v_descale), (
+        q_descale, k_descale, v_descale = descales_of((q_descale, k_descale, v_descale), (
             q, k_cache, v_cache), cu_seqlens_q, descale_by_page, qv)
     if (scheduler_metadata is not None or out_dtype is not None or type(q) is not Tensor
             or type(softcap) is not float or forward_ad._current_level >= 0
@@ -96,9 +98,10 @@ def flash_attn_with_kvcache(
         functions_for(q, _OP)
     length = -1
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-        length, cache_seqlens = _checked_length(cache_seqlens), None
+        length, cache_seqlens = checked_length(cache_seqlens), None
     if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx)
+        page_table, cache_batch_idx = rows_of_table(
+            page_table, cache_batch_idx, fp8.of_heads(q, k_cache, cu_seqlens_q)[0])
     left, right = (-1, -1) if window_size == (-1, -1) else checks.window_sides(window_size)
     added = k.size(1) if k is not None and cu_seqlens_k_new is None and k.dim() > 1 else 0
     arguments = (    # two tuples: one display of more than 30 takes CPython 0.1 us longer
@@ -111,7 +114,8 @@ def flash_attn_with_kvcache(
         arguments = prefix.checked((q, k_cache, v_cache, out), arguments, shared_prefix)
     if k is None and v is None and rotary_cos is None and rotary_sin is None:
         return _attend(functions, (q, k_cache, v_cache, out), arguments, out_dtype)
-    new = k, v, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
+    positions = None if rotary_cos is None else rotary_seqlens
+    new = k, v, rotary_cos, rotary_sin, positions, rotary_interleaved
     return _append_and_attend(functions, (q, k_cache, v_cache, out), new, arguments, out_dtype)
 
 
@@ -148,18 +152,22 @@ def functions_for(q: Tensor, op: str) -> tuple:
     return _PLAIN
 
 
-def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor) -> tuple[Tensor, Tensor | None]:
+def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, batch: int,
+                  reads: bool = True) -> tuple[Tensor, Tensor | None]:
     """The page table of the sequences, whose rows are named by cache_batch_idx: no pages for a row
-    that is none. A wrong table or list is returned as it is: the op has an error for it.
+    that is none. A wrong table or list is returned as it is: the op has an error for it. reads:
+    False gives a table of the right form alone.
     """
     table, rows = page_table, cache_batch_idx
     if (table.dim() != 2 or table.size(0) == 0 or rows.dim() != 1 or table.dtype != torch.int32
-            or rows.dtype != torch.int32 or table.device != rows.device):
+            or rows.dtype != torch.int32 or table.device != rows.device or rows.numel() != batch):
         return page_table, cache_batch_idx
+    if not reads:
+        return table.new_empty(batch, table.size(1)), None
     last = table.size(0) - 1
     is_none = (rows < 0) | (rows > last)
     if (not is_compiling() and (env.CHECK_CONTENTS or not rows.is_cuda)
-            and not (rows.is_cuda and torch.cuda.is_current_stream_capturing()) and is_none.any()):
+            and not checks.has_no_data(rows) and not (rows.is_cuda and torch.cuda.is_current_stream_capturing()) and is_none.any()):
         first = is_none.nonzero()[0].item()
         raise RuntimeError(checks.error(
             _OP, f'cache_batch_idx[{first}] to be from 0 to {last}, the rows of page_table',
@@ -167,7 +175,7 @@ def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor) -> tuple[Tensor, 
     return table.index_select(0, rows.clamp(0, last)).masked_fill_(is_none[:, None], -1), None
 
 
-def _descales_of(given: tuple, tensors: tuple[Tensor, Tensor, Tensor],
+def descales_of(given: tuple, tensors: tuple[Tensor, Tensor, Tensor],
                  cu_seqlens_q: Tensor | None, is_by_page: bool,
                  qv: Tensor | None) -> list[Tensor | None]:
     """Descales as the op takes them: numbers as tensors. tensors: q and the caches."""
@@ -204,10 +212,10 @@ def _append_and_attend(functions: tuple, tensors: tuple, new: tuple, arguments: 
     """
     q, k_cache, v_cache, out = tensors
     k, v, *rotary = new
-    if not q.is_cuda and not is_compiling():
-        cache.check_attend(tensors, arguments)    # also lists without data, for which no op runs
-    elif env.CHECK_CONTENTS and not is_compiling():
-        cache.check_cuda_contents(tensors, arguments)
+    _, _, causal, left, right = arguments[_SINKS:_SINKS + 5]
+    per_query = bool(causal) or left != -1 or right != -1
+    if not is_compiling():
+        _check_contents(tensors, (k, v), arguments, (*rotary, per_query))
     scales = (None, None)
     # 16-bit rows for a cache of e4m3 are quantised; scales by page and of latents are set then.
     if v is not None and v.dtype != v_cache.dtype and (arguments[_BY_PAGE]
@@ -220,8 +228,6 @@ def _append_and_attend(functions: tuple, tensors: tuple, new: tuple, arguments: 
                 _OP, 'k_descale and v_descale with descale_by_page' if arguments[_BY_PAGE] else
                 'v_descale with 16-bit v' if scales[1] is None else 'k_descale to be None with qv',
                 'None' if arguments[_BY_PAGE] or scales[1] is None else 'a tensor'))
-    _, _, causal, left, right = arguments[_SINKS:_SINKS + 5]
-    per_query = bool(causal) or left != -1 or right != -1
     is_half = out is None and out_dtype == torch.float16 and q.dtype == fp8.E4M3
     result, lse, _ = functions[2](q, k_cache, v_cache, k, v, out, *scales, *rotary, per_query,
                                   *((*arguments, True) if is_half else _short(arguments)))
@@ -230,6 +236,22 @@ def _append_and_attend(functions: tuple, tensors: tuple, new: tuple, arguments: 
         return result
     empty = lse.new_empty(0)
     return result, lse, empty, empty
+
+
+def _check_contents(tensors: tuple, new: tuple, arguments: tuple, rotary: tuple) -> None:
+    """Raises RuntimeError for what the lists of an append contain, where they can be read, and for
+    memory that PyTorch does not let the call write into.
+    """
+    out = tensors[3]
+    if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(checks.error(_OP, 'out that is no inference tensor', 'one',
+                                        'call it under torch.inference_mode()'))
+    q = tensors[0]
+    if not q.is_cuda and not checks.has_no_data(q):
+        cache.check_attend(tensors, arguments)    # some lists may have no data: no op would run
+    elif env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+        own = cache.check_attend(tensors, arguments, rules_of='cuda')
+        cache.check_append(tensors, new, cache.append_of(own, cache.Rotary(*rotary)), 'cuda')
 
 
 def _short(arguments: tuple) -> tuple:
@@ -265,7 +287,7 @@ def _longest(max_seqlen_q: int | Tensor, q: Tensor) -> int:
     return checks.length_bound('max_seqlen_q', max_seqlen_q, q)
 
 
-def _checked_length(length: int | torch.SymInt) -> int:
+def checked_length(length: int | torch.SymInt) -> int:
     """cache_seqlens as a number, of which -1 means something else to the ops."""
     if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0:
         raise RuntimeError(checks.error(

@@ -55,7 +55,10 @@ def reasons_and_plan(tensors: Mapping[str, Tensor | None],
     """
     _reject_unknown(given)
     op = 'flash_attn_with_kvcache'
-    given = _as_the_op(given)
+    try:
+        given = _as_the_op(tensors, given)
+    except RuntimeError as problem:
+        return [str(problem)], {}
     named = {**tensors, **{name: given.get(name) for name in (
         'qv', 's_aux', 'rotary_cos', 'rotary_sin', 'q_descale', 'k_descale', 'v_descale')}}
     reasons = []
@@ -102,19 +105,36 @@ def _attend_of(tensors: Mapping[str, Tensor | None], given: Mapping) -> Attend:
     return Attend(**own, **{name: given[name] for name in _SHARED if name in given})
 
 
-def _as_the_op(given: Mapping) -> dict:
-    """The arguments after what `flash_attn_with_kvcache` does to them."""
-    given = {name: None if name.endswith('_descale') and fp8.is_number(x) else x
-             for name, x in given.items()}
+def _as_the_op(tensors: Mapping[str, Tensor | None], given: Mapping) -> dict:
+    """The arguments after what `flash_attn_with_kvcache` does to them.
+
+    Raises:
+        RuntimeError: as it does.
+    """
+    given = dict(given)
+    q, k_cache, starts = tensors['q'], tensors['k_cache'], given.get('cu_seqlens_q')
+    names = 'q_descale', 'k_descale', 'v_descale'
+    given |= zip(names, kvcache.descales_of(
+        tuple(map(given.get, names)), (q, k_cache, tensors['v_cache']), starts,
+        bool(given.get('descale_by_page')), given.get('qv')))
     table, rows = given.get('page_table'), given.get('cache_batch_idx')
     if isinstance(table, Tensor) and isinstance(rows, Tensor):
-        given['page_table'], given['cache_batch_idx'] = kvcache.rows_of_table(table, rows)
+        given['page_table'], given['cache_batch_idx'] = kvcache.rows_of_table(
+            table, rows, fp8.of_heads(q, k_cache, starts)[0], reads=False)
+    if tensors['k'] is None:
+        given['cu_seqlens_k_new'] = None
+    if given.get('rotary_cos') is None:
+        given['rotary_seqlens'] = None
+    length = given.get('cache_seqlens')
+    if length is not None and not isinstance(length, Tensor):
+        kvcache.checked_length(length)
     return given
 
 
 def _append_problem(tensors: Mapping[str, Tensor | None], own: Attend, given: Mapping) -> str:
     rotary = {name: given[name] for name in arguments.names('rotary') if name in given}
-    appended = append_of(own, Rotary(**rotary))
+    per_query = own.causal or (own.window_left, own.window_right) != (-1, -1)
+    appended = append_of(own, Rotary(**rotary | dict(rotary_per_query=per_query)))
     named = {'q': tensors['q'], 'k': tensors['k_cache'], 'v': tensors['v_cache'],
              'k_new': tensors['k'], 'v_new': tensors['v']}
     return checks.problem_text(named, appended, check=_plan.check_append, rules_of='cuda')

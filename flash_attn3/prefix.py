@@ -16,7 +16,6 @@ from flash_attn3.quantize import E4M3
 
 _COUNT = Attend._fields.index('shared_prefix')
 _DEFAULTS = tuple(Attend._field_defaults.values())
-_CHUNK = Attend._fields.index('softcap') - 1
 _OP = 'flash_attn_with_kvcache'
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]    # q, the caches and out
 
@@ -38,7 +37,7 @@ def problem_text(tensors: Tensors, own: Attend) -> str:
     count = own.shared_prefix
     if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)) or count < 0:
         return checks.error(_OP, 'shared_prefix to be an int of 0 or more', repr(count))
-    window, chunk = (own.window_left, own.window_right), own[_CHUNK]
+    window, chunk = (own.window_left, own.window_right), own.attention_chunk
     if window != (-1, -1) or chunk != 0:
         return checks.error(_OP, 'no window and no chunks with shared_prefix',
                             f'{window} and {chunk}', 'each query must see all shared keys')
@@ -52,7 +51,7 @@ def _problem(tensors: Tensors, own: Attend) -> tuple | None:
     count, is_paged = own.shared_prefix, own.page_table is not None
     if own.cache_leftpad is not None:
         return 'no cache_leftpad with shared_prefix', 'a tensor', 'shared keys begin at slot 0'
-    if k.dim() != 4 or q.dim() != (4 if own.cu_seqlens_q is None else 3) or (
+    if k.dim() != 4 or v.dim() != 4 or q.dim() != (4 if own.cu_seqlens_q is None else 3) or (
             is_paged and own.page_table.dim() != 2):
         return None    # the op has an error for it
     if is_paged and k.size(1) > 0 and count % k.size(1) != 0:

@@ -72,14 +72,11 @@ std::string check_lists(char const* op, AttentionCall const& call, TensorMeta co
 
 std::string check_table(char const* op, AttentionCall const& call, TensorMeta const& like) {
   TensorMeta const& table = *call.cache.page_table;
-  if (call.cache.cache_batch_idx) {
-    return error_text(op, "page_table or cache_batch_idx", "both",
-                      "the rows of page_table are those of q");
-  }
+  bool const has_rows = bool(call.cache.cache_batch_idx);  // which the caller has not picked
   if (table.rank != 2) {
     return error_text(op, "page_table to have 2 dimensions (batch, pages)", text(table.rank));
   }
-  if (table.size[0] != batch_of(call)) {
+  if (!has_rows && table.size[0] != batch_of(call)) {
     return error_text(op, text("page_table.size(0) to be the batch, ", batch_of(call)),
                       text(table.size[0]));
   }
@@ -94,6 +91,10 @@ std::string check_table(char const* op, AttentionCall const& call, TensorMeta co
   if (table.size[1] > 1 && table.stride[1] != 1) {
     return error_text(op, "page_table.stride(1) to be 1", text(table.stride[1]),
                       "call page_table.contiguous()");
+  }
+  if (has_rows) {
+    return error_text(op, "page_table with a row for each of cache_batch_idx",
+                      text(table.size[0], " rows"), "flash_attn_with_kvcache picks them");
   }
   return {};
 }

@@ -1,6 +1,5 @@
 // What an append to a KV cache must look like: check_append() of dispatch/checks_cache.h.
 #include <algorithm>
-#include <numeric>
 
 #include "dispatch/cache_form.h"
 #include "dispatch/checks.h"
@@ -10,7 +9,7 @@
 namespace fa3 {
 namespace {
 
-constexpr char const* kOp = "append_cache";
+constexpr char const* kOp = "append_and_attend";
 // The kernel rotates pairs of 16 bytes at a time.
 constexpr int kRotaryStep = 16;
 constexpr int kRotaryStepOfE4M3 = 32;

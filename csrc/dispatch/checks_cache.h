@@ -15,7 +15,7 @@ constexpr int64_t kMaxSplits = 256;
 // error text.
 std::string check_cache(AttentionCall const& call);
 
-// The same of append_cache. k and v are the cache; q may be none.
+// What append_and_attend asks for besides: new rows and rotary. k and v are the cache.
 std::string check_append(AttentionCall const& call);
 
 }  // namespace fa3

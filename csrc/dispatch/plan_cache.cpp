@@ -55,7 +55,7 @@ int variant_for(FwdProblem const& problem, RowPacking rows, int sms) {
 // is left over.
 int lanes_of(int heads, int ctas) {
   constexpr int kLeastPercent = 96;
-  int lanes = heads;
+  int lanes = std::max(1, heads);
   while (lanes > 1 && ctas / lanes * lanes * 100 < ctas * kLeastPercent) {
     lanes = largest_divisor_below(heads, lanes);
   }

@@ -371,7 +371,7 @@ PyMethodDef methods[] = {
     {"check_fp8", method(py_check<check_fp8>), kKeywords,
      "check_forward of the ops on float8_e4m3fn."},
     {"check_cache", method(py_check<check_cache>), kKeywords, "check_forward of attend_cache."},
-    {"check_append", method(py_check<check_append>), kKeywords, "check_forward of append_cache."},
+    {"check_append", method(py_check<check_append>), kKeywords, "check_forward of append_and_attend."},
     {"check_combine", method(py_check_combine), kKeywords, "check_forward of combine."},
     {"check_merge", method(py_check_merge), kKeywords, "check_forward of merge_parts."},
     {"check_backward", method(py_check_backward), kKeywords, "check_forward of the gradients."},

@@ -13,7 +13,7 @@
 namespace fa3 {
 namespace {
 
-constexpr char const* kOp = "append_cache";
+constexpr char const* kOp = "append_and_attend";
 constexpr int64_t kMost = int64_t(1) << 30;
 constexpr int64_t kMostInt = std::numeric_limits<int>::max();
 
@@ -163,7 +163,7 @@ bool shares_cache(TensorMeta const& meta, AttentionCall const& call) {
 
 }  // namespace
 
-std::string check_append_kernel(AttentionCall const& call) {
+std::string check_append_kernel(AttentionCall const& call, bool sets_scales) {
   std::string error = check_rotary(call);
   if (error.empty() && call.rotary.rotary_cos) {
     error = check_rows({"q", call.q});
@@ -180,6 +180,9 @@ std::string check_append_kernel(AttentionCall const& call) {
     error = error.empty() ? check_rows(rows) : error;
   }
   bool const is_latent = quantising_of(call) == Quantising::kLatents;
+  if ((is_latent || quantising_of(call) == Quantising::kByPage) && !sets_scales) {
+    return error_text(kOp, "k_scales or v_scales, those that new keys set", "None");
+  }
   if (error.empty() && is_latent && call.v.size[3] != kLatentColumns) {
     return error_text(
         kOp, text("v_cache.size(3) to be ", kLatentColumns, ", for scales by key, on a GPU"),

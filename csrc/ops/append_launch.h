@@ -13,8 +13,8 @@ inline bool appends(AttentionCall const& call) {
 }
 
 // What only the kernel asks for, after check_append(). Empty when it serves the call, else the
-// error text.
-std::string check_append_kernel(AttentionCall const& call);
+// error text. sets_scales: whether the call gave scales to be set.
+std::string check_append_kernel(AttentionCall const& call, bool sets_scales);
 
 // The tensors that only an append has; null: none. Scales are those that it sets.
 struct AppendTensors {

@@ -63,6 +63,9 @@ struct CacheCall : ForwardCall {
       read_append();
     }
     args.read_groups(call.cache, call.score, call.splits, call.prefix, call.lengths);
+    if (op == CacheOp::kAppend) {
+      count_appended();
+    }
     args.read(call.execution.pack_gqa);
     args.read(call.execution.sm_margin);
     read_scales();
@@ -82,7 +85,7 @@ struct CacheCall : ForwardCall {
     }
     if (appends(call)) {
       throw_if(check_append(call));
-      throw_if(check_append_kernel(call));
+      throw_if(check_append_kernel(call, bool(appended.v_scales)));
     }
   }
 
@@ -110,6 +113,12 @@ struct CacheCall : ForwardCall {
     appended.k_scales = args.optional_tensor();
     appended.v_scales = args.optional_tensor();
     args.read_groups(call.rotary);
+  }
+
+  // New keys of each sequence, as k has them.
+  void count_appended() {
+    bool const is_dense = call.k_new && call.k_new->rank == 4;
+    call.cache.appended = is_dense ? call.k_new->size[1] : 0;
   }
 
   // Scales that the append sets take the place of the others.
@@ -186,9 +195,9 @@ class PrefixLaunch {
     return meta;
   }
 
-  // All queries as one sequence, copied where their strides have no such view.
+  // All queries as one sequence, copied where their strides have no such view that TMA reads.
   static TensorMeta packed(OwnedTensor const& tensor, TensorMeta const& meta, OwnedTensor& copy) {
-    if (!has_one_sequence(meta)) {
+    if (!has_one_sequence(meta) || !tma_can_address(as_one_sequence(meta))) {
       copy = packed_copy(kOp, tensor, meta);
       return as_one_sequence(describe(copy));
     }
@@ -276,13 +285,18 @@ void boxed_attend(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) 
   bool const is_given = bool(given.out);
   OwnedTensor out = is_given ? std::move(given.out) : allocate_out(call, out_dtype_of(call));
   OwnedTensor lse = has_lse ? allocate_lse(call) : OwnedTensor();
+  // What the op returns instead of a result that is given, not asked for, or none.
+  OwnedTensor no_out = !kHasOut && is_given ? allocate_nothing(call, call.out->dtype) : nullptr;
+  OwnedTensor no_lse = has_lse ? nullptr : allocate_nothing(call, Dtype::kFloat32);
+  bool const rotates = kAppends && call.rotary.rotary_cos;
+  OwnedTensor no_q = kAppends && !rotates ? allocate_nothing(call, call.q.dtype) : nullptr;
   OwnedTensor rotated = run(given, out, lse);
   if (!kHasOut) {
-    *stack++ = boxed(is_given ? allocate_nothing(call, out_dtype_of(call)) : std::move(out));
+    *stack++ = boxed(std::move(is_given ? no_out : out));
   }
-  *stack++ = boxed(has_lse ? std::move(lse) : allocate_nothing(call, Dtype::kFloat32));
+  *stack++ = boxed(std::move(has_lse ? lse : no_lse));
   if (kAppends) {
-    *stack = boxed(rotated ? std::move(rotated) : allocate_nothing(call, call.q.dtype));
+    *stack = boxed(std::move(rotates ? rotated : no_q));
   }
 }
 

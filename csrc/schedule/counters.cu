@@ -102,11 +102,13 @@ void add_zeros(int device) {
     cudaStreamDestroy(stream);
   }
   cudaThreadExchangeStreamCaptureMode(&mode);
+  {
+    Pool& all = pool();
+    std::lock_guard const lock(all.mutex);
+    std::vector<int*>& target = error ? all.returned[device] : all.zeros[device];
+    target.insert(target.end(), zeros.begin(), zeros.end());
+  }
   check(error, "allocate counters");
-  Pool& all = pool();
-  std::lock_guard const lock(all.mutex);
-  std::vector<int*>& target = all.zeros[device];
-  target.insert(target.end(), zeros.begin(), zeros.end());
 }
 
 // The capture that a stream is part of.
@@ -163,7 +165,14 @@ int* counters_of(User const& user, Capture const& capture) {
   all.used.emplace(user, counters);
   lock.unlock();
   if (capture.graph != nullptr) {
-    belong_to_graph(OfGraph{user, counters}, capture.graph);
+    try {
+      belong_to_graph(OfGraph{user, counters}, capture.graph);
+    } catch (...) {
+      lock.lock();
+      all.used.erase(user);
+      all.zeros[device].push_back(counters);
+      throw;
+    }
   }
   return counters;
 }

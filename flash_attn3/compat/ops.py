@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from flash_attn3 import checks
 from flash_attn3.compat import functions
@@ -96,7 +96,7 @@ def are_registered() -> bool:
 # PyTorch does not pass on trailing arguments that equal the defaults of a schema.
 def _fwd(*arguments) -> tuple[Tensor, Tensor, None, None]:
     q = arguments[0]
-    if (type(q) is not Tensor or q.is_meta) and _has_no_data(q):
+    if (type(q) is not Tensor or q.is_meta) and checks.has_no_data(q):
         return _fwd_traced(*arguments)
     has_gradients = torch.is_grad_enabled()
     if has_gradients:
@@ -127,23 +127,29 @@ def _bwd(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse
 
 @torch.no_grad()
 def _combine(*arguments) -> tuple[Tensor, Tensor]:
-    with _traced() if _has_no_data(arguments[0]) else contextlib.nullcontext():
+    with _traced() if checks.has_no_data(arguments[0]) else contextlib.nullcontext():
         return functions.flash_attn_combine(*arguments)
 
 
-def _has_no_data(x: Tensor) -> bool:
-    return x.is_meta or is_fake(x)
+_tracing = threading.Lock()
+_traces = 0    # threads that trace
 
 
 @contextlib.contextmanager
 def _traced() -> Iterator[None]:
-    """Lets `torch.compiler.is_compiling` hold, as under Dynamo: no contents are read."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
+    """Lets `torch.compiler.is_compiling` hold, as under Dynamo: no contents are read. The flag is
+    the process's: it goes with the last thread that traces.
+    """
+    global _traces
+    with _tracing:
+        _traces += 1
+        torch.compiler._is_compiling_flag = True
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        with _tracing:
+            _traces -= 1
+            torch.compiler._is_compiling_flag = _traces > 0
 
 
 def _metadata(*arguments) -> Tensor:

@@ -111,6 +111,20 @@ def test_packed_queries(causal, page_size, device):
                          shared=SHARED), device)
 
 
+@pytest.mark.parametrize('latent', [False, True])
+def test_queries_that_tma_cannot_read(latent, device):
+    """Evenly spaced, but not at multiples of 16 bytes."""
+    case = CacheCase(((2, 300), (2, 250)), shared=SHARED, page_size=16, latent=latent,
+                     **dict(head_dim=64, head_dim_v=512, heads=(16, 1)) if latent else {})
+    given = case.arguments(device)
+    odd = dict(given)
+    for name in ('q', 'qv') if latent else ('q',):
+        x = given[name]
+        odd[name] = x.new_zeros((*x.shape[:-1], x.size(-1) + 4))[..., :x.size(-1)].copy_(x)
+    for got, wanted in zip(flash_attn_with_kvcache(**odd), flash_attn_with_kvcache(**given)):
+        assert torch.equal(got, wanted)
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize('dtype', ['bf16', 'fp16', 'e4m3'])
 @pytest.mark.parametrize('page_size', [0, 1, 16])
