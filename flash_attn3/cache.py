@@ -326,7 +326,8 @@ def check_append(tensors: Sequence[Tensor | None], new: tuple[Tensor | None, Ten
     if text:
         raise RuntimeError(text)
     batch = _batch_of(q, own)
-    _check_contents('append_and_attend', (q, caches[0], None if k is None else k.size(0)), own, batch)
+    rows = None if k is None else k.size(0)
+    _check_contents('append_and_attend', (q, caches[0], rows), own, batch)
     if own.rotary_cos is not None:
         _check_positions(caches[0], q, own, batch)
 

@@ -100,8 +100,7 @@ def flash_attn_with_kvcache(
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
         length, cache_seqlens = checked_length(cache_seqlens), None
     if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = rows_of_table(
-            page_table, cache_batch_idx, fp8.of_heads(q, k_cache, cu_seqlens_q)[0])
+        page_table, cache_batch_idx = _rows_of(page_table, cache_batch_idx, q, cu_seqlens_q)
     left, right = (-1, -1) if window_size == (-1, -1) else checks.window_sides(window_size)
     added = k.size(1) if k is not None and cu_seqlens_k_new is None and k.dim() > 1 else 0
     arguments = (    # two tuples: one display of more than 30 takes CPython 0.1 us longer
@@ -114,8 +113,7 @@ def flash_attn_with_kvcache(
         arguments = prefix.checked((q, k_cache, v_cache, out), arguments, shared_prefix)
     if k is None and v is None and rotary_cos is None and rotary_sin is None:
         return _attend(functions, (q, k_cache, v_cache, out), arguments, out_dtype)
-    positions = None if rotary_cos is None else rotary_seqlens
-    new = k, v, rotary_cos, rotary_sin, positions, rotary_interleaved
+    new = k, v, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
     return _append_and_attend(functions, (q, k_cache, v_cache, out), new, arguments, out_dtype)
 
 
@@ -152,6 +150,12 @@ def functions_for(q: Tensor, op: str) -> tuple:
     return _PLAIN
 
 
+def _rows_of(page_table: Tensor, cache_batch_idx: Tensor, q: Tensor,
+             cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    batch, _ = fp8.of_heads(q, q, cu_seqlens_q)
+    return rows_of_table(page_table, cache_batch_idx, batch)
+
+
 def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, batch: int,
                   reads: bool = True) -> tuple[Tensor, Tensor | None]:
     """The page table of the sequences, whose rows are named by cache_batch_idx: no pages for a row
@@ -166,8 +170,9 @@ def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, batch: int,
         return table.new_empty(batch, table.size(1)), None
     last = table.size(0) - 1
     is_none = (rows < 0) | (rows > last)
-    if (not is_compiling() and (env.CHECK_CONTENTS or not rows.is_cuda)
-            and not checks.has_no_data(rows) and not (rows.is_cuda and torch.cuda.is_current_stream_capturing()) and is_none.any()):
+    is_read = not rows.is_cuda or (env.CHECK_CONTENTS
+                                   and not torch.cuda.is_current_stream_capturing())
+    if is_read and not is_compiling() and not checks.has_no_data(rows) and is_none.any():
         first = is_none.nonzero()[0].item()
         raise RuntimeError(checks.error(
             _OP, f'cache_batch_idx[{first}] to be from 0 to {last}, the rows of page_table',
@@ -211,7 +216,8 @@ def _append_and_attend(functions: tuple, tensors: tuple, new: tuple, arguments: 
     """The same with new keys, or with rotary alone. new: k, v, the tables, positions, interleaved.
     """
     q, k_cache, v_cache, out = tensors
-    k, v, *rotary = new
+    k, v, cos, sin, positions, interleaved = new
+    rotary = cos, sin, None if cos is None else positions, interleaved
     _, _, causal, left, right = arguments[_SINKS:_SINKS + 5]
     per_query = bool(causal) or left != -1 or right != -1
     if not is_compiling():

@@ -15,6 +15,7 @@ from flash_attn3.cache import Attend
 from flash_attn3.quantize import E4M3
 
 _COUNT = Attend._fields.index('shared_prefix')
+_CHUNK = Attend._fields.index('softcap') - 1
 _DEFAULTS = tuple(Attend._field_defaults.values())
 _OP = 'flash_attn_with_kvcache'
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]    # q, the caches and out
@@ -37,7 +38,7 @@ def problem_text(tensors: Tensors, own: Attend) -> str:
     count = own.shared_prefix
     if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)) or count < 0:
         return checks.error(_OP, 'shared_prefix to be an int of 0 or more', repr(count))
-    window, chunk = (own.window_left, own.window_right), own.attention_chunk
+    window, chunk = (own.window_left, own.window_right), own[_CHUNK]
     if window != (-1, -1) or chunk != 0:
         return checks.error(_OP, 'no window and no chunks with shared_prefix',
                             f'{window} and {chunk}', 'each query must see all shared keys')

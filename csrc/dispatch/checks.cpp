@@ -153,7 +153,8 @@ std::string check_head_dims(AttentionCall const& call) {
   if (head_dim_v < 8 || head_dim_v > most_v || head_dim_v % 8 != 0) {
     return refuse(
         call,
-        text(call.v_name(), ".size(", call.on_cache && !call.lengths.cu_seqlens_k ? 3 : call.named_dim(3),
+        text(call.v_name(), ".size(",
+             call.on_cache && !call.lengths.cu_seqlens_k ? 3 : call.named_dim(3),
              "), the head_dim of the values, to be a multiple of 8 from 8 to ", most_v,
              head_dim <= kLongValuesHeadDim ? "" : text(" with a head_dim of ", head_dim)),
         text(head_dim_v));

@@ -1,4 +1,4 @@
-"""The index arithmetic of append_and_attend: the rows of CTAs, the chunks of threads, the sequence of a
+"""The index arithmetic of an append: the rows of CTAs, the chunks of threads, the sequence of a
 token. By brute force.
 """
 from bisect import bisect_right

@@ -58,7 +58,7 @@ BAD = {
     'row of the table beyond': (dict(page_table=TABLE, cache_batch_idx=ints([0, 2])),
                                 'cache_batch_idx[1] to be from 0 to 1, the rows of page_table'),
     'rows of a table, of another batch': (dict(page_table=TABLE, cache_batch_idx=ints([0])),
-                                          'page_table.size(0) to be the batch, 2'),
+                                          'cache_batch_idx.size(0) to be the batch, 2'),
     'rows of a table of int64': (dict(page_table=TABLE, cache_batch_idx=TABLE[:, 0].long()),
                                  'cache_batch_idx.dtype to be int32'),
     'row beyond': (dict(cache_batch_idx=ints([0, 2])), 'cache_batch_idx[1] to be from 0 to 1'),

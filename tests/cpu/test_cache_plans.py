@@ -110,7 +110,8 @@ def given(**others) -> dict:
     ({'cache_seqlens': 24}, 'append_and_attend: expected room for 1 new keys behind 24'),
     ({'cache_seqlens': None}, 'append_and_attend: expected cache_seqlens with k and v'),
     ({'qv': torch.ones(1)}, 'attend_cache: expected head dims of 64 (q and k_cache) and 512'),
-    ({'rotary_cos': torch.ones(9, 4)}, 'append_and_attend: expected rotary_cos and rotary_sin together'),
+    ({'rotary_cos': torch.ones(9, 4)},
+     'append_and_attend: expected rotary_cos and rotary_sin together'),
     ({'out_dtype': torch.float16}, 'flash_attn_with_kvcache: expected out_dtype'),
     ({'window_size': 3}, 'fwd: expected window_size'),
     ({'k_descale': torch.ones(3, 2)}, 'attend_cache: expected k_descale to be None')], ids=str)

@@ -15,7 +15,7 @@ using namespace cute;
 using Bf16 = cutlass::bfloat16_t;
 
 constexpr int kD = 128;
-constexpr int kMostUnits = 8;  // (sequence, KV head) pairs of a CTA
+constexpr int kMostUnits = 20;  // (sequence, KV head) pairs of a CTA
 constexpr float kScale = 0.08838834764f;
 constexpr float kScaleLog2 = kScale * 1.44269504f;
 
