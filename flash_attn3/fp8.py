@@ -75,6 +75,7 @@ def descale_tensor(op: str, name: str, scale: Descale, shape: Sequence[int],
         return scale
     if not is_number(scale):
         raise RuntimeError(checks.error(op, f'{name} to be a tensor or a number', repr(scale)))
+    scale = float(scale) if isinstance(scale, int) else scale
     return torch.full((), scale, dtype=torch.float32, device=device).expand(tuple(shape))
 
 

@@ -25,15 +25,14 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
     """x as float8_e4m3fn and the scales that give it back: x is about values * scale.
 
     For the attention functions, whose q, k and v may be float8_e4m3fn, with q_descale, k_descale
-    and v_descale for these scales (None: 1). Their output is out_dtype, bfloat16 (default) or
-    float16. fp8_accum: the tensor cores of Hopper add up with about 14 bits, and cut off the rest.
-    'fast' (default): where values average out, this costs nothing; where they have a mean, a row
-    that sees many keys alike loses of it, 1 % over 1024 of them, 10 % over 8192. 'promote' adds the
-    part of every tile in float32, and takes 1.05 to 1.2 times as long (head dims above 128 1.2 to
-    1.4, but (192, 128) 1.05).
-    On the CPU they are the same. There are no gradients (the backward raises), and no
-    return_max_logits on a GPU. On the CPU attention computes in float32 with the values that x
-    stands for; CUDA devices other than Hopper have no FP8 attention.
+    and v_descale for these scales (a number: for all; None: 1). Their output is out_dtype, bfloat16
+    (default) or float16. fp8_accum: the tensor cores of Hopper add up with about 14 bits, and cut
+    off the rest. 'fast' (default): where values average out, this costs nothing; where they have a
+    mean, a row that sees many keys alike loses of it, 1 % over 1024 of them, 10 % over 8192.
+    'promote' adds the part of every tile in float32, and takes 1.05 to 1.2 times as long (head dims
+    above 128 1.2 to 1.4, but (192, 128) 1.05). On the CPU they are the same. There are no gradients
+    (the backward raises), and no return_max_logits on a GPU. On the CPU attention computes in
+    float32 with the values that x stands for; CUDA devices other than Hopper have no FP8 attention.
 
     On a Hopper GPU a kernel quantises, in one pass over x if scales have few enough values (an H200
     takes some 6 million for one: 50000 rows of head dim 128), otherwise in two. Every device gives
