@@ -52,9 +52,8 @@ def wrong_calls(given: dict) -> dict[str, dict]:
         'longer prefix than the cache': dict(shared_prefix=1 << 20),
     }
     if q.itemsize > 1:
-        heads = torch.cat([q, q[..., :1, :]], -2)
-        wrong['heads that do not divide'] = dict(q=heads) if given['k_cache'].size(-2) > 1 else \
-            dict(softmax_scale=-1.0)
+        if given['k_cache'].size(-2) > 1:
+            wrong['heads that do not divide'] = dict(q=torch.cat([q, q[..., :1, :]], -2))
         wrong['q of another 16 bits, rotated'] = dict(
             q=q.half(), **dict.fromkeys(('rotary_cos', 'rotary_sin'), torch.ones(
                 99, 16, device=q.device, dtype=torch.float16)))
