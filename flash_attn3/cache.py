@@ -117,7 +117,9 @@ def _span_problem(sequence: int, span: tuple[int, int, int],
 
 def _prefix_problem(q: Tensor, cache: Tensor, own: Attend,
                     batch: int) -> tuple[str, str] | None:
-    """The same of shared keys: each query sees all of them."""
+    """What was expected of the lengths with shared keys, and what they are instead. Each query must
+    see all shared keys.
+    """
     first, queries = own.shared_prefix, _query_counts(q, own, batch)
     for sequence, (_, before, new) in enumerate(_spans(cache, own, batch)):
         if before < first:

@@ -72,7 +72,8 @@ std::string check_lists(char const* op, AttentionCall const& call, TensorMeta co
 
 std::string check_table(char const* op, AttentionCall const& call, TensorMeta const& like) {
   TensorMeta const& table = *call.cache.page_table;
-  bool const has_rows = bool(call.cache.cache_batch_idx);  // which the caller has not picked
+  // flash_attn_with_kvcache has picked these rows, where table and list are right.
+  bool const has_rows = bool(call.cache.cache_batch_idx);
   if (table.rank != 2) {
     return error_text(op, "page_table to have 2 dimensions (batch, pages)", text(table.rank));
   }

@@ -19,6 +19,11 @@ std::string refuse(std::string const& expected, std::string const& got,
   return error_text(kOp, expected, got, hint);
 }
 
+struct Named {
+  char const* name;
+  std::optional<TensorMeta> const& meta;
+};
+
 bool rotates(AttentionCall const& call) { return call.rotary.rotary_cos && call.rotary.rotary_sin; }
 
 bool has_rows(AttentionCall const& call) { return call.k_new && call.v_new; }
@@ -34,14 +39,12 @@ std::string check_given(AttentionCall const& call) {
 
 std::string check_ranks(AttentionCall const& call) {
   int const rank = call.cache.cu_seqlens_k_new ? 3 : 4;
-  NamedTensor const rows[] = {{"k", has_rows(call) ? *call.k_new : call.k},
-                              {"v", has_rows(call) ? *call.v_new : call.v}};
-  for (auto [name, meta] : rows) {
-    if (has_rows(call) && meta.rank != rank) {
+  for (auto [name, meta] : {Named{"k", call.k_new}, Named{"v", call.v_new}}) {
+    if (meta && meta->rank != rank) {
       return refuse(text(name, " to have ", rank, " dimensions ",
                          rank == 3 ? "(total, heads, head_dim) with cu_seqlens_k_new"
                                    : "(batch, new, heads, head_dim)"),
-                    text(meta.rank));
+                    text(meta->rank));
     }
   }
   int const rank_q = call.lengths.cu_seqlens_q ? 3 : 4;
@@ -314,10 +317,6 @@ std::string check_scales(AttentionCall const& call) {
   if (!by_page.empty()) {
     return by_page;
   }
-  struct Named {
-    char const* name;
-    std::optional<TensorMeta> const& scale;
-  };
   for (auto const& [name, scale] :
        {Named{"k_descale", call.scales.k_descale}, Named{"v_descale", call.scales.v_descale}}) {
     if (!scale) {

@@ -27,7 +27,7 @@ inline bool is_empty(TensorMeta const& meta) {
   return std::find(meta.size, meta.size + meta.rank, 0) != meta.size + meta.rank;
 }
 
-// The range of addresses that a tensor spans; dtypes that no kernel knows count as of 8 bytes.
+// The address after a tensor's last element. Elements of dtypes that no kernel knows count 8 bytes.
 inline int64_t end_address(TensorMeta const& meta) {
   int64_t last = 0;
   for (int i = 0; i < meta.rank; ++i) {
