@@ -213,8 +213,8 @@ def _attend(functions: tuple, tensors: tuple, arguments: tuple,
 
 def _append_and_attend(functions: tuple, tensors: tuple, new: tuple, arguments: tuple,
                        out_dtype: torch.dtype | None) -> Result:
-    """What flash_attn_with_kvcache returns for new keys, or for rotary alone. new: k, v, the tables,
-    positions, interleaved.
+    """What flash_attn_with_kvcache returns for new keys, or for rotary alone. new: k, v, the
+    tables, positions, interleaved.
     """
     q, k_cache, v_cache, out = tensors
     k, v, cos, sin, positions, interleaved = new
