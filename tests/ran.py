@@ -39,8 +39,8 @@ class Ran:
         if self._device.type == 'cuda':
             self.names = [name for name in names if 'fa3' in name]
             self.forwards, self.backwards = (
-                sum(kernel in name for name in self.names)
-                for kernel in ('forward_kernel', 'backward_kernel'))
+                sum(any(kernel in name for kernel in kernels) for name in self.names)
+                for kernels in (('forward_kernel', 'decode_kernel'), ('backward_kernel',)))
         else:
             self.names = [name for name in names if name.startswith('flash_attn3::')]
             self.forwards, self.backwards = (

@@ -63,6 +63,8 @@ struct FwdConfig {
   ProducerSize producer = ProducerSize::kUsual;
   // Two warpgroups alternate in issuing products (paper, section 3.1).
   bool ping_pong = true;
+  // csrc/decode: on a cache, S^T = K Q^T and O^T = V^T P^T of up to 64 rows, by two warpgroups.
+  bool is_swapped = false;
   // In 16 bits: a step waits for PV after most of its exponentials (OnlineSoftmax::update).
   bool late_wait = false;
   // The last PV of a tile is issued together with the first S of the next tile, so that the tensor
@@ -111,7 +113,7 @@ struct FwdConfig {
   constexpr int raw_half_bytes() const { return tile_n * head_dim_v / 2 * element_bytes(dtype_kv); }
 
   constexpr int warpgroups() const {
-    return consumer_warpgroups + 1 + (is_latent() ? 2 : converts());
+    return consumer_warpgroups + 1 + (is_latent() ? 2 : is_swapped || converts());
   }
   constexpr int threads() const { return warpgroups() * kWarpgroupThreads; }
 
@@ -121,6 +123,9 @@ struct FwdConfig {
   constexpr int consumer_registers() const {
     if (is_latent()) {
       return 144;  // the warpgroup that computes P
+    }
+    if (is_swapped) {
+      return 200;
     }
     if (consumer_warpgroups == 1) {
       return producer == ProducerSize::kWide ? 240 : ctas_per_sm == 1 ? 256 : 216;
@@ -137,6 +142,9 @@ struct FwdConfig {
   constexpr int producer_registers() const {
     if (is_latent()) {
       return 48;
+    }
+    if (is_swapped) {
+      return 104;
     }
     if (consumer_warpgroups == 1) {
       return producer == ProducerSize::kWide ? 168 : ctas_per_sm == 1 ? 56 : 40;
@@ -166,6 +174,14 @@ struct FwdConfig {
   constexpr int raw_slice() const {
     return !converts() ? slice() : head_dim % 128 == 0 && head_dim_v % 128 == 0 ? 128 : 64;
   }
+
+  // is_swapped: rows of a tile, for which there are registers; a stage of the ring has these
+  // columns of K or V of a K tile.
+  constexpr int decode_rows() const {
+    return converts() || head_dim_v > 128 ? kWarpgroupRows / 2 : kWarpgroupRows;
+  }
+  constexpr int stage_columns() const { return head_dim <= 64 && head_dim_v <= 64 ? 64 : 128; }
+  constexpr int stage_bytes() const { return tile_n * stage_columns() * element_bytes(dtype_kv); }
 
   // The most K tiles, at either end of a tile, that a warpgroup skips if none of its rows sees a
   // key of them. WHY only with three warpgroups, and not in 16-bit causal kernels: 0 to 1 % slower
@@ -229,10 +245,22 @@ constexpr int latent_shared_bytes(FwdConfig const& c) {
   return (keys + queries) * element_bytes(c.dtype_q) + raw + 3072;
 }
 
+// The ring of K and V, Q and P; scales of pages, maxima of warps, limits of rows, tiles, barriers.
+constexpr int decode_shared_bytes(FwdConfig const& c) {
+  int const rows = kWarpgroupRows * element_bytes(c.dtype_q);
+  int const rings = c.stages * c.stage_bytes() + c.q_stages * rows * c.columns();
+  int const scales = c.converts() ? c.stages * c.tile_n * int(sizeof(float)) : 0;
+  int const small = kWarpgroupRows * (20 + 8 * int(sizeof(float))) + c.q_stages * 160;
+  return rings + rows * c.tile_n + round_up(scales + small + 16 * (c.stages + c.q_stages), 1024);
+}
+
 // forward/launch.h asserts that the kernel's struct fits.
 constexpr int FwdConfig::shared_bytes() const {
   if (is_latent()) {
     return latent_shared_bytes(*this);
+  }
+  if (is_swapped) {
+    return decode_shared_bytes(*this);
   }
   int const key_bytes = tile_n * element_bytes(dtype_q);
   int const raw_columns = columns_v() + (converts() ? columns() : 0);
@@ -282,6 +310,8 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
           "a K tile has one scale");
   require(!c.converts() || (kind.is_cache() && c.consumer_warpgroups == 1 && !c.is_fp8()),
           "K and V of a cache are converted, for one warpgroup of 16 bits");
+  require(!c.is_swapped || (kind.is_cache() && c.consumer_warpgroups == 1 && c.tile_n == 128),
+          "each of two warpgroups has 64 keys of a K tile");
   require(c.converts() == (c.scales == (c.is_latent() ? ScalesKind::kKeys : ScalesKind::kHeads)),
           "converted K and V have scales by head, or latent ones by key");
   require(!c.is_promoted() || !c.is_skewed() || c.lazy_rescale_log2 == 0.f,

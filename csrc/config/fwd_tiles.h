@@ -170,6 +170,40 @@ inline constexpr FwdConfig kFwdTileD128Cache = on_cache(128, 3, 2);
 inline constexpr FwdConfig kFwdTileD192x128Cache = on_cache(128, 2, 2);
 inline constexpr FwdConfig kFwdTileD256Cache = on_cache(64, 3, 1);
 
+// On a cache, up to 64 rows of a KV head, gathered row by row (csrc/decode): pages of any size,
+// head dims between 64 and 96. Rings of Q, then of K and V: 16 + 160 = 176 KiB, 32 + 160, 48 + 128,
+// 64 + 128, and 16 KiB for P. Pages of one token, 64 x 4k: 387 us / 268, d96 314 / 271 (H200,
+// 2026-11-27).
+constexpr FwdConfig decode_tile(int stages) {
+  return FwdConfig{.consumer_warpgroups = 1,
+                   .tile_n = 128,
+                   .stages = stages,
+                   .q_stages = 2,
+                   .ping_pong = false,
+                   .is_swapped = true};
+}
+
+inline constexpr FwdConfig kFwdTileD64Decode = decode_tile(10);
+inline constexpr FwdConfig kFwdTileD96Decode = decode_tile(5);
+inline constexpr FwdConfig kFwdTileD128Decode = decode_tile(5);
+inline constexpr FwdConfig kFwdTileD192x128Decode = decode_tile(4);
+inline constexpr FwdConfig kFwdTileD256Decode = decode_tile(4);
+
+// With a cache of e4m3, for queries of 16 bits: 16 + 112 KiB, 32 + 144, 48 + 128 and 64 + 128,
+// and 16 KiB for P. 64 x 4k: 205 us / 145 (H200, 2026-11-27).
+constexpr FwdConfig converted_decode_tile(int stages) {
+  FwdConfig tile = decode_tile(stages);
+  tile.values = ValuesKind::kConverted;
+  tile.scales = ScalesKind::kHeads;
+  return tile;
+}
+
+inline constexpr FwdConfig kFwdTileD64DecodeKv8 = converted_decode_tile(14);
+inline constexpr FwdConfig kFwdTileD96DecodeKv8 = converted_decode_tile(9);
+inline constexpr FwdConfig kFwdTileD128DecodeKv8 = converted_decode_tile(9);
+inline constexpr FwdConfig kFwdTileD192x128DecodeKv8 = converted_decode_tile(8);
+inline constexpr FwdConfig kFwdTileD256DecodeKv8 = converted_decode_tile(8);
+
 // Absorbed MLA (csrc/mla): 96 + 64 + 24 KiB of keys, 40 KiB of Q.
 inline constexpr FwdConfig kFwdTileLatent{
     .consumer_warpgroups = 1, .tile_n = 64, .stages = 3, .q_stages = 1, .ping_pong = false};

@@ -53,20 +53,29 @@ constexpr bool serves(KernelKind kernel, KernelKind problem) {
   return kernel == problem || (kernel == kGeneralKernel && problem.is_dense());
 }
 
+// Decode kernels serve any score on a cache.
+constexpr bool serves(FwdConfig const& config, KernelKind problem) {
+  return serves(config.kind, problem) || (config.is_swapped && problem == kCacheSoftcapKernel);
+}
+
 // Kernels exist for some head dims; a problem with others runs on those that are no smaller and
 // compute least: the copy engine fills the missing columns with zeros, which change neither scores
 // nor outputs. General kernels serve full and causal problems where they compute less.
 //
-// promote: with FP8; converts: on a cache of e4m3 under 16-bit queries.
+// promote: with FP8; converts: on a cache of e4m3 under 16-bit queries; decodes: with the kernels
+// of csrc/decode, which convert to fp16, whatever the dtype of the queries.
 constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, HeadDims dims,
-                                          bool promote = false, bool converts = false) {
+                                          bool promote = false, bool converts = false,
+                                          bool decodes = false) {
+  dtype = decodes && converts ? Dtype::kFloat16 : dtype;
   FwdCandidates found;
   int fewest = 1 << 30;
   for (int i = 0; i < kFwdVariantCount; ++i) {
     FwdConfig const& config = kFwdVariants[i];
     bool const is_large_enough = config.head_dim >= dims.qk && config.head_dim_v >= dims.v;
-    bool const fits = config.dtype_q == dtype && config.is_promoted() == promote &&
-                      config.converts() == converts && is_large_enough && serves(config.kind, kind);
+    bool const fits = config.is_swapped == decodes && config.dtype_q == dtype &&
+                      config.is_promoted() == promote && config.converts() == converts &&
+                      is_large_enough && serves(config, kind);
     int const cost = 2 * (config.head_dim + config.head_dim_v) + !(config.kind == kind);
     if (fits && cost <= fewest) {
       found = cost < fewest ? FwdCandidates{} : found;

@@ -148,23 +148,17 @@ inline CacheLengths cache_lengths(FwdParams const& p) {
   return lengths;
 }
 
+// All but the maps.
 template <class Traits>
-void set_cache_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
+void set_cache_params(CacheDeviceParams& d, FwdParams const& p) {
   FwdProblem const& problem = p.problem;
   CacheSchedule const& schedule = p.schedule.cache;
   bool const has_table = p.cache.page_table != nullptr;
   int const box =
       has_table ? boxed_keys(problem.cache.page_size, Traits::kValueKeys) : Traits::kValueKeys;
   set_common<Traits>(d, p);
-  d.q = query_map<5>(maps, p, p.q, MapColumns{problem.head_dim, Traits::kSlice});
   constexpr Dtype kDtypeK = Traits::k.dtype_k();
   constexpr Dtype kDtypeV = Traits::k.dtype_kv;
-  if (!problem.kind.is_latent) {
-    TensorMapMaker key_maps{kDtypeV};
-    d.k = cache_map<Traits>(key_maps, problem, p.k, problem.head_dim, max_of(box, 1));
-    d.v = cache_map<Traits>(key_maps, problem, p.v, problem.head_dim_v, max_of(box, 1));
-    maps.error = maps.error == cudaSuccess ? key_maps.error : maps.error;
-  }
   d.lengths = cache_lengths(p);
   int const positions = Traits::kWarpgroups * d.positions_per_warpgroup;
   d.line = CacheLine(problem.batch, problem.heads_q / p.schedule.pack / schedule.lanes,
@@ -204,7 +198,15 @@ void set_cache_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams cons
 
 template <class Config>
 void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
-  set_cache_params<FwdTraits<Config>>(d, maps, p);
+  using Traits = FwdTraits<Config>;
+  FwdProblem const& problem = p.problem;
+  set_cache_params<Traits>(d, p);
+  d.q = query_map<5>(maps, p, p.q, MapColumns{problem.head_dim, Traits::kSlice});
+  TensorMapMaker key_maps{Config::k.dtype_kv};
+  int const box_keys = max_of(d.box_keys, 1);
+  d.k = cache_map<Traits>(key_maps, problem, p.k, problem.head_dim, box_keys);
+  d.v = cache_map<Traits>(key_maps, problem, p.v, problem.head_dim_v, box_keys);
+  maps.error = maps.error == cudaSuccess ? key_maps.error : maps.error;
 }
 
 // Launches on the current device and the given stream (a cudaStream_t).

@@ -1,10 +1,8 @@
-// OutputKind::kParts, on a cache: O of a whole output tile goes from registers to global memory. O
-// of a part goes to a buffer in fp32, with its LSE; the CTA that completes the last part of an
-// output tile combines all of them, in the order of the keys.
+// OutputKind::kParts, on a cache: O of a whole output tile goes from registers to global memory, O
+// of a part to a buffer in fp32 (combine_parts.h).
 #pragma once
 
-#include "device/flags.h"
-#include "forward/results.h"
+#include "forward/combine_parts.h"
 #include "forward/storage.h"
 
 namespace fa3 {
@@ -33,142 +31,6 @@ CUTE_DEVICE void write_pairs(Output const& output, int r, int thread, Row const&
   }
 }
 
-// A row of the result, and of a part.
-template <class Traits>
-struct ResultRow {
-  uint16_t* data;
-  int columns;
-  bool is_half;
-
-  CUTE_DEVICE static ResultRow of(CacheDeviceParams const& p, FwdWork<Traits> const& work,
-                                  RowOfTile const& row) {
-    using Element = typename Traits::Element;
-    bool const is_packed = p.has_packed_queries();
-    int64_t const batch = is_packed ? 0 : work.entry;
-    int64_t const position = work.position_begin + row.offset +
-                             (is_packed ? work.location.q_end - work.location.len.q : 0);
-    return ResultRow{
-        p.out.data + batch * p.out.batch_stride + position * p.out.row_stride +
-            (work.rows.head + row.head) * p.out.head_stride,
-        p.out.columns,
-        sizeof(Element) == 2 ? cute::is_same_v<Element, cutlass::half_t> : p.out_is_half};
-  }
-
-  // The row from a column on.
-  CUTE_DEVICE ResultRow from(int column) const {
-    return ResultRow{data + column, columns - column, is_half};
-  }
-
-  CUTE_DEVICE void write(int column, float a, float b) const {
-    if (column < columns) {
-      *reinterpret_cast<uint32_t*>(data + column) =
-          is_half ? pack_two<cutlass::half_t>(a, b) : pack_two<cutlass::bfloat16_t>(a, b);
-    }
-  }
-};
-
-struct PartRow {
-  float* data;
-
-  CUTE_DEVICE void write(int column, float a, float b) const {
-    *reinterpret_cast<float2*>(data + column) = make_float2(a, b);
-  }
-};
-
-// Parts of an output tile: the parts first, first + stride, ..., `count` of them.
-struct PartList {
-  int first;
-  int stride;
-  int count;
-};
-
-// Combines parts. A thread has four columns of a row: it loads those of kAtOnce parts at a time,
-// together with their LSEs.
-template <class Traits>
-struct PartCombiner {
-  static constexpr int kFours = Traits::kHeadDimV / 4;  // in a row
-  static constexpr int kAtOnce = 8;
-
-  CacheDeviceParams const& p;
-  FwdWork<Traits> const& work;
-  int first_row;  // where the warpgroup's rows begin in a part
-  PartList parts;
-  float const* lses;  // one for each row of a part
-
-  // is_final: into the result; else into the buffer of the first part, with an LSE of the group.
-  CUTE_DEVICE void run(int thread, bool is_final) const {
-    int const rows = min_of(p.positions_per_warpgroup, work.rows.left) * int(p.pack.divisor);
-    CUTE_NO_UNROLL
-    for (int i = thread; i < rows * kFours; i += kWarpgroupThreads) {
-      combine(i / kFours, i % kFours * 4, is_final);
-    }
-  }
-
- private:
-  CUTE_DEVICE int64_t row_of_part(int i, int r) const {
-    int const slot = work.location.part.slot_of(parts.first + i * parts.stride);
-    return int64_t(slot) * p.part_rows + first_row + r;
-  }
-
-  CUTE_DEVICE void combine(int r, int column, bool is_final) const {
-    float most = -INFINITY;
-    float sum = 0.f;
-    float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
-    CUTE_NO_UNROLL
-    for (int begin = 0; begin < parts.count; begin += kAtOnce) {
-      float of_parts[kAtOnce];
-      float4 values[kAtOnce];
-      CUTE_UNROLL
-      for (int j = 0; j < kAtOnce; ++j) {
-        int64_t const row = row_of_part(min_of(begin + j, parts.count - 1), r);
-        of_parts[j] = __ldcg(lses + row);
-        values[j] =
-            __ldcg(reinterpret_cast<float4 const*>(p.parts + row * Traits::kHeadDimV + column));
-      }
-      float const before = most;
-      CUTE_UNROLL
-      for (int j = 0; j < kAtOnce; ++j) {
-        of_parts[j] = begin + j < parts.count ? of_parts[j] : -INFINITY;
-        most = fmaxf(most, of_parts[j]);
-      }
-      float const used = finite_max(most);
-      float const rescale = exp2_approx((before - used) * kLog2E);
-      sum *= rescale;
-      multiply_four(o, rescale);
-      CUTE_UNROLL
-      for (int j = 0; j < kAtOnce; ++j) {
-        float const weight = exp2_approx((of_parts[j] - used) * kLog2E);
-        sum += weight;
-        add_four(o, values[j], weight);
-      }
-    }
-    write(r, column, most, sum, o, is_final);
-  }
-
-  CUTE_DEVICE void write(int r, int column, float most, float sum, float4 o, bool is_final) const {
-    float const lse = sum == 0.f ? -INFINITY : most + __logf(sum);
-    if (!is_final) {
-      multiply_four(o, inverse_sum(sum));
-      int64_t const row = row_of_part(0, r);
-      *reinterpret_cast<float4*>(p.parts + row * Traits::kHeadDimV + column) = o;
-      if (column == 0) {
-        p.group_lses[row] = lse;
-      }
-      return;
-    }
-    RowOfTile const row = row_of_tile(p, work.rows, r);
-    float const sink = p.sinks != nullptr ? p.sinks[work.rows.head + row.head] : -INFINITY;
-    float const of_sink = exp2_approx((sink - finite_max(most)) * kLog2E);
-    multiply_four(o, inverse_sum(sum + of_sink));
-    auto const target = ResultRow<Traits>::of(p, work, row);
-    target.write(column, o.x, o.y);
-    target.write(column + 2, o.z, o.w);
-    if (p.lse != nullptr && column == 0) {
-      p.lse[index_of_row(p, work.rows, row)] = with_sink(lse, sink);
-    }
-  }
-};
-
 template <class Traits>
 struct OutputParts {
   template <class Softmax, class FragmentO>
@@ -184,7 +46,10 @@ struct OutputParts {
     } else {
       store_part(p, work, thread, warpgroup * kWarpgroupRows, softmax, tOrO);
       if (p.tiles_apart == 0) {
-        combine(shared, p, work, warpgroup, thread);
+        NamedBarrier const barrier{int(NamedBarrier::kWarpgroupFirst) + warpgroup};
+        combine_parts(
+            p, work, warpgroup,
+            PartGroup{thread, kWarpgroupThreads, barrier, &shared.completes_tile[warpgroup]});
       }
     }
   }
@@ -207,51 +72,12 @@ struct OutputParts {
   }
 
  private:
-  // More parts are combined in two steps, in groups of about the square root of their number, so
-  // that several CTAs read them.
-  static constexpr int kMostAtOnce = 16;
-
-  CUTE_DEVICE static void combine(FwdStorage<Traits>& shared, CacheDeviceParams const& p,
-                                  FwdWork<Traits> const& work, int warpgroup, int thread) {
-    KeyPart const& part = work.location.part;
-    int const first_row = warpgroup * kWarpgroupRows;
-    int const group = part.parts <= kMostAtOnce ? part.parts : ceil_of_root(part.parts);
-    int const first = part.index / group * group;
-    PartList list{first, 1, min_of(group, part.parts - first)};
-    bool is_final = group == part.parts;
-    int* counters = p.arrived + warpgroup + (is_final ? 0 : p.slots * Traits::kWarpgroups);
-    float const* lses = p.part_lses;
-    CUTE_NO_UNROLL
-    while (completes(shared, counters + part.slot_of(list.first) * Traits::kWarpgroups, list.count,
-                     warpgroup, thread)) {
-      PartCombiner<Traits>{p, work, first_row, list, lses}.run(thread, is_final);
-      if (is_final) {
-        return;
-      }
-      list = PartList{0, group, ceil_div(part.parts, group)};
-      counters = p.arrived + warpgroup;
-      lses = p.group_lses;
-      is_final = true;
-    }
-  }
-
-  // Counts the output tiles of a launch, the queries of a packed head next to each other.
-  CUTE_DEVICE static int tile_of(CacheDeviceParams const& p, FwdWork<Traits> const& work) {
-    return p.pack.div(work.rows.head) * p.m_tiles + p.line.positions.div(work.position_begin);
-  }
-
-  CUTE_DEVICE static int ceil_of_root(int x) { return int(ceilf(sqrtf(float(x)))); }
-
   template <class Softmax, class FragmentO>
   CUTE_DEVICE static void store_part(CacheDeviceParams const& p, FwdWork<Traits> const& work,
                                      int thread, int first_row, Softmax const& softmax,
                                      FragmentO const& tOrO) {
     auto const output = rows_view(tOrO);  // (2, (2, Dv / 8))
-    KeyPart const& part = work.location.part;
-    bool const is_apart = p.tiles_apart > 0;
-    int const slot =
-        is_apart ? part.index * p.tiles_apart + tile_of(p, work) : part.slot_of(part.index);
-    int64_t const begin = int64_t(slot) * p.part_rows + first_row;
+    int64_t const begin = first_row_of_part(p, work) + first_row;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       int const row = fragment_row(thread) + 8 * r;
@@ -263,22 +89,6 @@ struct OutputParts {
         }
       }
     }
-  }
-
-  // Whether this warpgroup is the last of `count` to get here, whose results are then visible to
-  // it. The counter is 0 again after the last.
-  CUTE_DEVICE static bool completes(FwdStorage<Traits>& shared, int* counter, int count,
-                                    int warpgroup, int thread) {
-    sync_warpgroup(warpgroup);
-    if (thread == 0) {
-      bool const is_last = add_in_order(counter, 1) == count - 1;
-      if (is_last) {
-        *counter = 0;
-      }
-      shared.completes_tile[warpgroup] = is_last;
-    }
-    sync_warpgroup(warpgroup);
-    return shared.completes_tile[warpgroup];
   }
 };
 

@@ -106,8 +106,10 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("fixed_keys", config.fixed_keys)
       .integer("threads", config.threads())
       .integer("producer_registers", config.producer_registers())
-      .integer("converter_registers",
-               config.converts() && !config.is_latent() ? config.converter_registers() : 0)
+      .integer("converter_registers", config.converts() && !config.is_latent() && !config.is_swapped
+                                          ? config.converter_registers()
+                                          : 0)
+      .flag("swapped", config.is_swapped)
       .integer("consumer_registers", config.consumer_registers())
       .integer("output_registers", config.is_latent() ? config.output_registers() : 0)
       .integer("shared_bytes", config.shared_bytes());

@@ -26,7 +26,9 @@ class ForwardVariant:
     @property
     def folder(self) -> str:
         """The folder of csrc that has the kernel."""
-        return 'mla' if self.kind == 'Latent' else 'forward'
+        if self.kind == 'Latent':
+            return 'mla'
+        return 'decode' if 'Decode' in self.suffix else 'forward'
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -73,6 +75,8 @@ def _forward_variants() -> list[ForwardVariant]:
               for head_dim in (64, 128, '192x128', 256)]
     tiles += [(f'FwdTileD{head_dim}CacheLong', head_dim, ('Cache',), 'Long')
               for head_dim in (64, 128, '192x128')]
+    decoded = (64, 96, 128, '192x128', 256)
+    tiles += [(f'FwdTileD{head_dim}Decode', head_dim, ('Cache',), 'Decode') for head_dim in decoded]
     tiles += [('FwdTileLatent', '64x512', ('Latent',), ''),
               ('FwdTileLatentKv8', '64x512', ('Latent',), 'Kv8')]
     of_16_bits = [ForwardVariant(tile, dtype, kind, head_dim, suffix)
@@ -89,6 +93,9 @@ def _forward_variants() -> list[ForwardVariant]:
     tiles += [('FwdTileFp8D192x128Promote', '192x128', general, 'Promote')]
     tiles += [(f'FwdTileFp8D{head_dim}Cache', head_dim, ('Cache', 'CacheSoftcap'), '')
               for head_dim in (64, 128, '192x128', 256)]
+    # These take q of either dtype, and compute in fp16.
+    of_16_bits += [ForwardVariant(f'FwdTileD{head_dim}DecodeKv8', 'Fp16', 'Cache', head_dim,
+                                  'DecodeKv8') for head_dim in decoded]
     return of_16_bits + [ForwardVariant(tile, 'E4m3', kind, head_dim, suffix)
                          for tile, head_dim, kinds, suffix in tiles for kind in kinds]
 

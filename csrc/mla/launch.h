@@ -33,7 +33,8 @@ void launch_mla(FwdParams const& p, void* stream) {
   allow_shared_memory(mla_kernel<Config>, shape, devices_ready);
   TensorMapMaker maps{p.problem.dtype};
   typename Traits::Params params;
-  set_cache_params<Traits>(params, maps, p);
+  set_cache_params<Traits>(params, p);
+  params.q = query_map<5>(maps, p, p.q, MapColumns{p.problem.head_dim, Traits::kSlice});
   if (p.schedule.cache.lanes > 1) {
     params.hint = kUsualInL2;  // tiles of other heads read the same keys at the same time
   }

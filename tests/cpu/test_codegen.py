@@ -65,7 +65,7 @@ def kernels_of(variant: Variant) -> tuple[str, ...]:
     """The main one first."""
     if isinstance(variant, BackwardVariant):
         return BACKWARD_KERNELS
-    return LATENT_KERNELS if variant.folder == 'mla' else ('forward',)
+    return LATENT_KERNELS if variant.folder == 'mla' else (variant.folder,)
 
 
 def is_built(variant: Variant) -> bool:
@@ -153,7 +153,8 @@ def test_spills(variant: Variant):
         numbers = re.findall(r'(\d+) bytes (?:stack frame|spill stores|spill loads)',
                              ptxas_lines(variant, kernel))
         # A kernel on a cache calls two functions, which gather K and V.
-        functions = 3 if facts_of(variant)['mask'].startswith('cache') else 1
+        is_gathering = facts_of(variant)['mask'].startswith('cache') and variant.folder != 'decode'
+        functions = 3 if is_gathering else 1
         assert len(numbers) == 3 * functions and max(map(int, numbers)) <= allowed
 
 
@@ -195,7 +196,7 @@ def test_hopper_instructions(variant: ForwardVariant):
     """TMA loads and stores, registers handed from the producer to the consumers, no plain mma;
     the wait for the launch before, and the word that the next one may begin. On a cache rows are
     gathered, O is stored from registers, and parts are counted. FP8: V is transposed in shared
-    memory, and O stored from registers where it is not staged.
+    memory, and O stored from registers where it is not staged. A decode kernel has no TMA.
     """
     text = '\n'.join(sass_of(variant))
     own = ('UTMASTG',)
@@ -206,7 +207,13 @@ def test_hopper_instructions(variant: ForwardVariant):
         own = ('STG.E.128', 'LDGSTS', 'ATOMG', 'LDSM.16.M88.4', 'STSM.16.M88.4')
     if facts_of(variant)['mask'].startswith('cache'):
         own = ('STG.E.64', 'LDGSTS', 'ATOMG', *own[1:])
-    for name in ('UTMALDG', *own, 'USETMAXREG.DEALLOC', 'USETMAXREG.TRY_ALLOC', 'SYNCS', 'ACQBULK',
+    loads = ('UTMALDG',)
+    if facts_of(variant)['swapped']:
+        converts = variant.name.endswith('Kv8')
+        loads = ('LDGSTS', *converts * ('LDSM.16.M88.4', 'LDSM.16.MT88.4'))
+        own = ('ATOMG', 'ATOMS.MAX')
+        assert 'UTMA' not in text
+    for name in (*loads, *own, 'USETMAXREG.DEALLOC', 'USETMAXREG.TRY_ALLOC', 'SYNCS', 'ACQBULK',
                  'PREEXIT'):
         assert name in text, f'no {name}'
     assert not re.search(r'\bHMMA\b', text)
@@ -216,9 +223,14 @@ def test_hopper_instructions(variant: ForwardVariant):
 def test_wgmma_shapes(variant: ForwardVariant):
     """Scores: 64 x tile_n per 16 of the head dim. Output: 64 x head_dim_v per 16 keys, with sums in
     fp32, and of a latent cache, at most 128 columns at a time. A latent cache: scores also per 16
-    of head_dim_v. FP8: per 32.
+    of head_dim_v. FP8: per 32. A decode kernel: 64 keys, or columns, by the rows of a tile.
     """
     facts, text = facts_of(variant), '\n'.join(sass_of(variant))
+    if facts['swapped']:
+        has_few = variant.name.endswith('Kv8') or facts['head_dim_v'] > 128
+        assert {(int(rows), bool(bf16)) for rows, bf16 in HGMMA.findall(text)} == {
+            (rows, variant.dtype == 'Bf16') for rows in ((8, 32) if has_few else (8, 32, 64))}
+        return
     is_fp8 = variant.dtype == 'E4m3'
     assert bool(QGMMA.search(text)) is is_fp8 and bool(HGMMA.search(text)) is not is_fp8
     assert {bool(bf16) for _, bf16 in HGMMA.findall(text)} <= {variant.dtype == 'Bf16'}
@@ -249,7 +261,8 @@ def test_registers_after_setmaxnreg(variant: ForwardVariant):
     dealt_out = {producer, consumer} | {converter, output} - {0}
     assert {int(count, 16) for count in counts} == dealt_out
     at_launch = int(re.search(r'Used (\d+) registers', ptxas_lines(variant))[1])
-    dealt = producer + facts['consumer_warpgroups'] * consumer + converter + 2 * output
+    consumers = 2 if facts.get('swapped') else facts['consumer_warpgroups']
+    dealt = producer + consumers * consumer + converter + 2 * output
     assert dealt * 128 <= at_launch * facts['threads'] <= 65536 // facts['ctas_per_sm']
 
 

@@ -15,6 +15,7 @@ MAY_INCLUDE = {
     'device': {'device', 'config', 'core'},
     'launch': {'launch', 'config', 'core'},
     'forward': {'forward', 'launch', 'device', 'config', 'core'},
+    'decode': {'decode', 'forward', 'launch', 'device', 'config', 'core'},
     'mla': {'mla', 'forward', 'launch', 'device', 'config', 'core'},
     'backward': {'backward', 'launch', 'device', 'config', 'core'},
     'schedule': {'schedule', 'launch', 'device', 'config', 'core'},

@@ -46,12 +46,39 @@ def test_variant_by_dtype_and_head_dims(dtype, softcap):
     step = 16 if dtype == 'float8_e4m3fn' else 8
     built = {'64': (64, 64), '128': (128, 128), '192x128': (192, 128), '256': (256, 256)}
     for head_dim, head_dim_v in itertools.product(range(step, 257, step), repeat=2):
+        if 64 < max(head_dim, head_dim_v) <= 96:    # test_the_decode_kernel
+            continue
         covers = [(sum(dims), name) for name, dims in built.items()
                   if dims[0] >= head_dim and dims[1] >= head_dim_v]
         kind = 'CacheSoftcap' if softcap else 'Cache'
         wanted = f'Fwd{DTYPES[dtype][1]}D{min(covers)[1]}{kind}'
         facts = plan(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, softcap=softcap)
         assert facts['name'] == wanted and wanted in VARIANTS
+
+
+@pytest.mark.parametrize('softcap', [0.0, 30.0])
+@pytest.mark.parametrize('dtype', DTYPES)
+@pytest.mark.parametrize('page_size', [0, 1, 4, 5, 12, 16, 64])
+@pytest.mark.parametrize('head_dim', [64, 80, 96, 128, 256])
+@pytest.mark.parametrize('queries', [1, 8, 9, 16, 17])
+def test_the_decode_kernel(queries, head_dim, page_size, dtype, softcap):
+    """Up to 64 rows, 32 above head dim 128: pages that boxes cannot load, and head dims for which
+    the others have a much larger tile; not with e4m3 queries, nor where bits are promised.
+    """
+    capacity = 960
+    given = {'heads': (8, 2), 'head_dim': head_dim, 'page_size': page_size, 'dtype': dtype,
+             'softcap': softcap}
+    most_rows = 64 if head_dim <= 128 else 32
+    is_faster = page_size % 8 > 0 or 64 < head_dim <= 96
+    wanted = is_faster and dtype != 'float8_e4m3fn' and 4 * queries <= most_rows
+    facts = plan(queries, capacity, **given)
+    assert facts['name'].endswith('Decode') is wanted
+    if wanted:
+        width = min(dim for dim in (64, 96, 128, 256) if dim >= head_dim)
+        assert facts['name'] == f'Fwd{DTYPES[dtype][1]}D{width}CacheDecode'
+    assert plan(queries, capacity, num_splits=3, **given)['name'].endswith('Decode') is wanted
+    for numbers in ({'num_splits': 1}, {'split_size': 256}):
+        assert not plan(queries, capacity, **given, **numbers)['name'].endswith('Decode')
 
 
 @pytest.mark.parametrize('mask', [{}, {'causal': True}, {'window_left': 5}, {'attention_chunk': 7}])

@@ -34,8 +34,12 @@ def test_the_table_is_the_list():
 def test_every_dtype_mask_and_head_dim_is_there():
     """Several rows for one problem are different tiles; the first listed is the fastest."""
     speeds = defaultdict(list)
-    tiles, converting = set(), []
+    tiles, converting, decoding = set(), [], []
     for row in _plan.variants():
+        if row['swapped']:
+            decoding.append((row['name'].endswith('Kv8'), row['dtype'], row['head_dim'],
+                             row['head_dim_v']))
+            continue
         if row['name'].endswith('Kv8'):
             converting.append((row['dtype'], row['mask'], row['head_dim'], row['head_dim_v'],
                                row['promotes']))
@@ -65,7 +69,10 @@ def test_every_dtype_mask_and_head_dim_is_there():
                                         for problem in square | promoting | of_mla | on_cache}
     assert set(converting) == {(dtype, *problem) for dtype in ('bfloat16', 'float16')
                                for problem in (*on_cache, latent)}
-    assert len(tiles) + len(converting) == len(NAMES) == len(set(NAMES))
+    decoded = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
+    assert set(decoding) == {(False, dtype, *pair) for dtype in ('bfloat16', 'float16')
+                             for pair in decoded} | {(True, 'float16', *pair) for pair in decoded}
+    assert len(tiles) + len(converting) + len(decoding) == len(NAMES) == len(set(NAMES))
     assert all(row[0] == max(row) and min(row) > 0 for row in speeds.values())
 
 

@@ -38,10 +38,15 @@ def buffers(variant):
     Q, or K, or V. O of 16 bits leaves through the buffers of Q, which are as wide as the wider of
     the two. FP8: V lies transposed, in rows of whole slices of keys, and has a second ring, `raw
     V`, in which it lies as it comes; O has slices of 64 columns where it is staged, and may lie in
-    fp32 in part. K and V that are converted have second rings, of bytes.
+    fp32 in part. K and V that are converted have second rings, of bytes. Where GEMMs are swapped K
+    and V share a ring, of up to 128 columns, and P has a buffer.
     """
     size, keys = element_bytes(variant), variant['tile_n']
     columns, columns_v = variant['columns'], variant['columns_v']
+    if variant['swapped']:
+        of_stage = min(128, max(columns, columns_v))
+        of_kv = 1 if variant['name'].endswith('Kv8') else size
+        return {'Q': 64 * columns * size, 'K': keys * of_stage * of_kv, 'P': 64 * keys * size}
     if variant['dtype'] != E4M3:
         wide = {'Q': 64 * max(columns, columns_v) * size, 'K': keys * columns * size,
                 'V': keys * columns_v * size}
@@ -59,7 +64,7 @@ def rings(variant):
     """How many buffers each ring has; Q as (stages, warpgroups)."""
     return {'Q': (variant['q_stages'], variant['consumer_warpgroups']), 'K': (variant['stages'],),
             'V': (variant['stages'],), 'raw K': (variant['raw_stages'],),
-            'raw V': (variant['raw_stages'],),
+            'raw V': (variant['raw_stages'],), 'P': (1,),
             'staged O': (variant['output_stages'], variant['consumer_warpgroups']),
             'O in fp32': (variant['consumer_warpgroups'],)}
 
@@ -103,6 +108,8 @@ def test_shared_memory_holds_the_rings_and_fits(variant):
     of_scales = 4 * 64 * prod(rings(variant)['Q']) if variant['dtype'] == E4M3 else 0
     if variant['converter_registers'] > 0:
         of_scales = 2 * 4 * variant['tile_n'] * variant['raw_stages']
+    if variant['swapped']:    # limits and maxima of rows, scales of keys
+        of_scales = 64 * (20 + 8 * 4) + 4 * variant['tile_n'] * variant['stages']
     assert variant['shared_bytes'] - of_rings <= 2048 + of_scales
     assert variant['ctas_per_sm'] * (variant['shared_bytes'] + 1024) <= SHARED_BYTES_PER_SM
 
@@ -119,9 +126,10 @@ def registers_of_warpgroups(variant):
     compute O of a latent cache; a variant has one number for all consumers, or lists them.
     """
     consumers = [int(number) for number in str(variant['consumer_registers']).split(', ')]
+    count = 2 if variant.get('swapped') else variant['consumer_warpgroups']
     if len(consumers) == 1:
-        consumers *= variant['consumer_warpgroups']
-    assert len(consumers) == variant['consumer_warpgroups']
+        consumers *= count
+    assert len(consumers) == count
     converter = variant.get('converter_registers', 0)    # the backward has none
     output = variant.get('output_registers', 0)
     return ([variant['producer_registers'], *consumers] + [converter] * (converter > 0)
@@ -145,6 +153,11 @@ def test_registers_after_setmaxnreg_fit_in_the_pool(variant):
 def test_accumulators_leave_registers_for_the_rest(variant):
     """A thread holds tile_n / 2 scores, its outputs and tile_n / 4 registers of P, or half of them.
     """
+    if variant['swapped']:    # S of 64 keys twice, O of 64 columns of each stage, for all rows
+        rows = 32 if variant['name'].endswith('Kv8') or variant['head_dim_v'] > 128 else 64
+        stages_of_v = -(-variant['head_dim_v'] // 128)
+        assert rows // 2 * (2 + stages_of_v) <= variant['consumer_registers'] - 24
+        return
     output = output_registers(variant)
     if is_latent(variant):    # O is in other warpgroups, without scores
         assert output // OUTPUT_WARPGROUPS <= variant['output_registers'] - 16

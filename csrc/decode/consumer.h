@@ -1,0 +1,331 @@
+// The two consumer warpgroups: S^T = K Q^T, the softmax and O^T = V^T P^T of a tile of up to 64
+// rows of Q. Each computes S of half of the keys of a K tile, and O of half of the columns of a
+// stage. N of both GEMMs is the number of rows, rounded up to 8, 32 or 64.
+#pragma once
+
+#include "decode/operands.h"
+#include "decode/output.h"
+#include "decode/scores.h"
+#include "forward/work.h"
+
+namespace fa3 {
+
+template <class Traits>
+struct DecodeConsumer {
+  using Work = FwdWork<Traits>;
+  using Params = typename Traits::Params;
+
+  DecodeStorage<Traits>& shared;
+  Params const& p;
+  int warpgroup;
+  int thread;  // in the warpgroup
+  RingState<Traits::kStages> ring;
+  RingState<Traits::kQStages> tile_ring;
+  DecodeScores<Traits> transformed;
+
+  CUTE_DEVICE DecodeConsumer(DecodeStorage<Traits>& shared_, Params const& p_, int warpgroup_,
+                             int thread_)
+      : shared(shared_),
+        p(p_),
+        warpgroup(warpgroup_),
+        thread(thread_),
+        transformed(shared_, p_, place()) {}
+
+  CUTE_DEVICE void run() {
+    while (true) {
+      shared.work_full[tile_ring.stage].wait(tile_ring.phase);
+      Work const& work = shared.work[tile_ring.stage];
+      if (!work.valid()) {
+        return;
+      }
+      int const rows = min_of(p.positions_per_warpgroup, work.rows.left) * int(p.pack.divisor);
+      if (rows <= 8) {
+        compute_tile<8>(work);
+      } else if (Traits::k.decode_rows() == 32 || rows <= 32) {
+        compute_tile<32>(work);
+      } else {
+        compute_tile<64>(work);
+      }
+      if (work.location.part.parts > 1 && p.tiles_apart == 0) {
+        combine_parts(p, work, 0,
+                      PartGroup{warpgroup * kWarpgroupThreads + thread, Traits::kConsumerThreads,
+                                NamedBarrier::kWarpgroupFirst, &shared.completes_tile});
+      }
+      __syncwarp();
+      if (is_first_lane()) {
+        shared.work_empty[tile_ring.stage].arrive();
+      }
+      tile_ring.advance();
+    }
+  }
+
+ private:
+  template <int kRows>
+  using Keys = cute::conditional_t<Traits::kConverts, ConvertedKeys<Traits, kRows>,
+                                   SharedKeys<Traits, kRows>>;
+
+  CUTE_DEVICE DecodeThread place() const {
+    return DecodeThread{warpgroup * kWarpgroupWarps + thread / 32, thread % 32};
+  }
+
+  // The 64 columns of a stage whose O this warpgroup computes; both compute the only ones.
+  CUTE_DEVICE int block() const { return Traits::kBlocks == 1 ? 0 : warpgroup; }
+
+  CUTE_DEVICE typename Traits::Element* queries() const { return shared.q[tile_ring.stage]; }
+
+  // With e4m3 the GEMMs overlap with the softmax: 64 x 4k takes 155 us instead of 165 (H200,
+  // 2026-11-27). WHY not elsewhere: K and V of 16 bits, or of more parts, hold stages that the ring
+  // lacks (64 x 4k 273 / 263), and there are no registers for more rows.
+  template <int kRows>
+  static constexpr bool kOverlaps =
+      Traits::kConverts && Traits::kParts == 1 && Traits::kPartsV == 1 && kRows == 8;
+
+  template <int kRows>
+  CUTE_DEVICE void compute_tile(Work const& work) {
+    using Sums = typename DecodeGemms<Traits, kRows>::Sums;
+    start_rows<kRows>(work);
+    DecodeSoftmax<Traits, kRows> softmax(shared, place(), p.scale_log2);
+    Sums output[Traits::kPartsV];
+    CUTE_UNROLL
+    for (int part = 0; part < Traits::kPartsV; ++part) {
+      cute::clear(output[part]);
+    }
+    if constexpr (kOverlaps<kRows>) {
+      visit_keys_overlapped<kRows>(work.keys, softmax, output);
+    } else {
+      visit_keys<kRows>(work.keys, softmax, output);
+    }
+    store<kRows>(work, softmax, output);
+  }
+
+  // S, P and O of a K tile one after the other.
+  template <int kRows, class Softmax, class Sums>
+  CUTE_DEVICE void visit_keys(BlockRange const keys, Softmax& softmax,
+                              Sums (&output)[Traits::kPartsV]) {
+    CUTE_NO_UNROLL
+    for (int n = keys.end - 1; n >= keys.begin; --n) {
+      Sums scores;
+      add_keys<kRows, 0>(scores);
+      transformed.take(scores, scores);
+      transformed.transform(scores, n, n >= keys.free_end || n < keys.free_begin);
+      softmax.raise_maxima(scores);
+      sync_consumers();
+      make_probabilities(softmax, scores, output, ring);
+      fence_shared_for_async_proxy();
+      sync_consumers();
+      CUTE_UNROLL
+      for (int part = 0; part < Traits::kPartsV; ++part) {
+        wait_for(ring);
+        Keys<kRows>::fence();
+        Keys<kRows>::issue_output(shared.keys[ring.stage], shared.p, block(), thread, output[part],
+                                  releases(ring.stage));
+        wait_gemm<0>(output[part]);
+        Keys<kRows>::release_after_gemm(thread, releases(ring.stage));
+        ring.advance();
+      }
+    }
+  }
+
+  // S^T over all parts of K from kPart on.
+  template <int kRows, int kPart, class Sums>
+  CUTE_DEVICE void add_keys(Sums& scores) {
+    wait_for(ring);
+    Keys<kRows>::fence();
+    issue_scores<kRows, kPart>(scores, ring.stage, true);
+    wait_gemm<0>(scores);
+    Keys<kRows>::release_after_gemm(thread, releases(ring.stage));
+    ring.advance();
+    if constexpr (kPart + 1 < Traits::kParts) {
+      add_keys<kRows, kPart + 1>(scores);
+    }
+  }
+
+  // is_last: nothing else reads the stage.
+  template <int kRows, int kPart, class Sums>
+  CUTE_DEVICE void issue_scores(Sums& scores, int stage, bool is_last) {
+    if (Traits::kConverts && kPart == 0) {
+      transformed.read_key_scales(stage);
+    }
+    Keys<kRows>::template issue_scores<kPart>(shared.keys[stage], queries(), warpgroup, thread,
+                                              scores, [&] {
+                                                if (is_last) {
+                                                  shared.empty[stage].arrive();
+                                                }
+                                              });
+  }
+
+  // While S of a K tile becomes P, S of the next one and PV of the one before are computed:
+  //
+  //   tensor cores   S(3)  S(2)  S(1) PV(3)  S(0) PV(2)  PV(1)  PV(0)
+  //   softmax              3     2           1           0
+  //
+  // One fence of the proxy serves P of a K tile, its V, and K of the second next.
+  template <int kRows, class Softmax, class Sums>
+  CUTE_DEVICE void visit_keys_overlapped(BlockRange const keys, Softmax& softmax,
+                                         Sums (&output)[1]) {
+    Overlap<Sums> at{ring, ring};
+    at.v_ring.advance();
+    int n = keys.end - 1;
+    bool const is_only = n == keys.begin;
+    Sums scores;
+    wait_for(at.k_ring);
+    Keys<kRows>::fence();
+    issue_scores<kRows, 0>(at.next, at.k_ring.stage, !is_only);
+    wait_gemm<0>(at.next);
+    transformed.take(scores, at.next);
+    if (!is_only) {
+      release<kRows>(at.k_ring.stage);
+      advance_by_two(at.k_ring);
+      wait_for(at.k_ring);
+      Keys<kRows>::fence();
+    }
+    // TRAP: ptxas (13.0) serialises GEMMs that are issued under a condition, or where registers of
+    // their sums are written in between. So S of an only K tile is computed twice.
+    cute::warpgroup_fence_operand(scores);
+    cute::warpgroup_fence_operand(output[0]);
+    issue_next<kRows>(at);
+    CUTE_NO_UNROLL
+    for (; n - 2 >= keys.begin; --n) {
+      step<kRows, true>(keys, n, softmax, scores, output, at);
+    }
+    CUTE_NO_UNROLL
+    for (; n >= keys.begin; --n) {
+      step<kRows, false>(keys, n, softmax, scores, output, at);
+    }
+    wait_gemm<0>(output[0]);
+    release<kRows>(at.v_stage);
+    ring = at.k_ring;
+  }
+
+  template <class Sums>
+  struct Overlap {
+    RingState<Traits::kStages> k_ring;  // the next S
+    RingState<Traits::kStages> v_ring;  // the next PV
+    Sums next;                          // S of the next K tile
+    int k_stage = 0;                    // that `next` reads; -1: it has been released
+    int v_stage = -1;                   // that the last PV reads; -1: none
+  };
+
+  template <int kRows, class Sums>
+  CUTE_DEVICE void issue_next(Overlap<Sums>& at) {
+    issue_scores<kRows, 0>(at.next, at.k_ring.stage, true);
+    at.k_stage = at.k_ring.stage;
+    advance_by_two(at.k_ring);
+  }
+
+  template <int kRows>
+  CUTE_DEVICE void release(int stage) const {
+    Keys<kRows>::release_after_gemm(thread, releases(stage));
+  }
+
+  // kIssues: S of K tile n - 2, which exists.
+  template <int kRows, bool kIssues, class Softmax, class Sums>
+  CUTE_DEVICE void step(BlockRange const& keys, int n, Softmax& softmax, Sums& scores,
+                        Sums (&output)[1], Overlap<Sums>& at) {
+    transformed.transform(scores, n, n >= keys.free_end || n < keys.free_begin);
+    softmax.raise_maxima(scores);
+    cute::warpgroup_wait<0>();
+    cute::warpgroup_fence_operand(at.next);
+    cute::warpgroup_fence_operand(output[0]);
+    if (kIssues || at.k_stage >= 0) {
+      release<kRows>(at.k_stage);
+      at.k_stage = -1;
+    }
+    if (at.v_stage >= 0) {
+      release<kRows>(at.v_stage);
+    }
+    sync_consumers();
+    make_probabilities(softmax, scores, output, at.v_ring);
+    transformed.take(scores, at.next);
+    wait_for(at.v_ring);
+    if (kIssues) {
+      wait_for(at.k_ring);
+    }
+    fence_shared_for_async_proxy();
+    sync_consumers();
+    cute::warpgroup_fence_operand(scores);
+    cute::warpgroup_fence_operand(output[0]);
+    if constexpr (kIssues) {
+      issue_next<kRows>(at);
+    }
+    at.v_stage = at.v_ring.stage;
+    Keys<kRows>::issue_output(shared.keys[at.v_stage], shared.p, block(), thread, output[0],
+                              releases(at.v_stage));
+    advance_by_two(at.v_ring);
+  }
+
+  CUTE_DEVICE static void advance_by_two(RingState<Traits::kStages>& ring) {
+    ring.advance();
+    ring.advance();
+  }
+
+  CUTE_DEVICE void wait_for(RingState<Traits::kStages> const& at) {
+    shared.full[at.stage].wait(at.phase);
+  }
+
+  CUTE_DEVICE auto releases(int stage) const {
+    return [this, stage] { shared.empty[stage].arrive(); };
+  }
+
+  // ------------------------------------------------------------------------------------- rows
+  // What the rows of a tile need. With e4m3 their Q is converted too.
+  template <int kRows>
+  CUTE_DEVICE void start_rows(Work const& work) {
+    int const consumer_thread = warpgroup * kWarpgroupThreads + thread;
+    SeqlenPair const len = work.location.len;
+    transformed.tree_begin = work.location.slot + len.k - len.q;
+    if (consumer_thread < kRows) {
+      RowOfTile const row = row_of_tile(p, work.rows, consumer_thread);
+      CacheLocation const& at = work.location;
+      int const position = work.position_begin + row.offset;
+      Interval const seen = p.mask.keys(position, len);
+      int const first_row = p.has_packed_queries() ? at.q_end - len.q : work.entry * p.tree_stride;
+      DecodeRow& target = shared.rows[consumer_thread];
+      target.begin = at.slot + seen.begin;
+      target.end = at.slot + seen.end;
+      target.tree_row = first_row + min_of(position, len.q - 1);
+      shared.most[consumer_thread] = ordered_int(-INFINITY);
+    }
+    if constexpr (Traits::kConverts) {
+      wait_for(ring);  // Q and scales come with the first part of K
+      DecodeScales const& scales = shared.tile_scales[tile_ring.stage];
+      float const scale = p.k_scale.data != nullptr ? scales.k : 1.f;
+      int const rows = min_of(p.positions_per_warpgroup, work.rows.left) * int(p.pack.divisor);
+      QueryConverter<Traits>::run(reinterpret_cast<char*>(queries()), p.is_bf16, rows, scale,
+                                  shared.rows, consumer_thread);
+      fence_shared_for_async_proxy();
+    }
+    sync_consumers();
+  }
+
+  // ------------------------------------------------------------------------------------ scores
+  // P of a K tile into shared memory; O is rescaled. v_ring: its V.
+  template <class Softmax, class Scores, int kParts>
+  CUTE_DEVICE void make_probabilities(Softmax& softmax, Scores& scores, Scores (&output)[kParts],
+                                      RingState<Traits::kStages> const& v_ring) {
+    if (Traits::kConverts && p.has_page_scales()) {
+      wait_for(v_ring);
+      softmax.update(scores, output, transformed.raise_value_scale(v_ring.stage));
+      transformed.scale_probabilities(scores, v_ring.stage);
+    } else {
+      softmax.update(scores, output, 1.f);
+    }
+    softmax.store(scores);
+  }
+
+  // ------------------------------------------------------------------------------------ results
+  template <int kRows, class Softmax, class Sums>
+  CUTE_DEVICE void store(Work const& work, Softmax& softmax, Sums (&output)[Traits::kPartsV]) {
+    softmax.complete_sums();
+    float scale = 1.f;
+    if constexpr (Traits::kConverts) {
+      scale = p.has_page_scales()         ? transformed.value_scale
+              : p.v_scale.data != nullptr ? shared.tile_scales[tile_ring.stage].v
+                                          : 1.f;
+      transformed.value_scale = 0.f;
+    }
+    DecodeOutput<Traits, Keys<kRows>>{p, work, place()}.store(softmax, output, scale);
+  }
+};
+
+}  // namespace fa3

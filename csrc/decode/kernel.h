@@ -1,0 +1,34 @@
+// Attention of few queries on a cache, with both GEMMs the other way round: S^T = K Q^T and O^T =
+// V^T P^T, whose N is the number of queries, so that their cost follows the queries that exist.
+//
+//   warpgroup 0      producer: tiles, Q, K and V into shared memory (producer.h)
+//   warpgroups 1, 2  consumers (consumer.h)
+#pragma once
+
+#include "decode/consumer.h"
+#include "decode/producer.h"
+
+namespace fa3 {
+
+template <class Config>
+__global__ void __launch_bounds__(Config::k.threads(), 1)
+    decode_kernel(typename DecodeTraits<Config>::Params const __grid_constant__ p) {
+  using Traits = DecodeTraits<Config>;
+  extern __shared__ __align__(1024) char shared_bytes[];
+  auto& shared = *reinterpret_cast<DecodeStorage<Traits>*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    shared.init_barriers();
+  }
+  __syncthreads();
+  int const warpgroup = cutlass::canonical_warp_group_idx();
+  int const thread = int(threadIdx.x) % kWarpgroupThreads;
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Config::k.producer_registers()>();
+    DecodeProducer<Traits>(shared, p, thread).run();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Config::k.consumer_registers()>();
+    DecodeConsumer<Traits>(shared, p, warpgroup - 1, thread).run();
+  }
+}
+
+}  // namespace fa3

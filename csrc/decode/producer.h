@@ -1,0 +1,299 @@
+// The producer warpgroup: finds the tiles of the CTA, and copies their Q, K and V into shared
+// memory by cp.async, 16 bytes a thread, whole rows. A row has its own address, so that pages of
+// any size cost the same. Rows that belong to no key of the sequence become zeros and are not read.
+//
+// WHY not TMA: its tensor copies bring 4.1 TB/s of an H200's 4.6 (docs/journal/cache.md).
+#pragma once
+
+#include "decode/storage.h"
+#include "forward/cache_batch.h"
+#include "forward/results.h"
+
+namespace fa3 {
+
+// The keys of a sequence and KV head.
+struct DecodeKeys {
+  int kv_head;
+  int sequence;
+  int entry;
+  int first_row;
+  int first_slot;
+  int end_slot;
+
+  template <class Work>
+  CUTE_DEVICE static DecodeKeys of(Work const& work) {
+    CacheLocation const& at = work.location;
+    return DecodeKeys{work.kv_head, at.sequence, at.entry, at.row, at.slot, at.slot + at.len.k};
+  }
+
+  CUTE_DEVICE bool has(int slot) const { return slot >= first_slot && slot < end_slot; }
+};
+
+// Where a row of K and V of a K tile lies, in bytes.
+struct DecodeRowOffsets {
+  int64_t k;
+  int64_t v;
+};
+
+template <class Traits>
+struct DecodeProducer {
+  using Work = FwdWork<Traits>;
+  using Params = typename Traits::Params;
+  // A warp copies 32 rows of a K tile: a lane knows where one of them lies, and copies a chunk of
+  // 16 bytes of several.
+  static constexpr int kElementBytes = int(sizeof(typename Traits::ElementKv));
+  static constexpr int kChunks =
+      Traits::kStageColumns * kElementBytes / 16;  // that a row has in a stage
+  static constexpr int kRowsAtOnce = 32 / kChunks;
+  static constexpr int kRowBytes = min_of(kChunks * 16, 128);  // that a slice has
+  static_assert(Traits::kTileN == kWarpgroupThreads);
+
+  DecodeStorage<Traits>& shared;
+  Params const& p;
+  int thread;
+  int chunk;
+  int first_row;  // this lane's first one among the warp's rows
+  RingState<Traits::kStages> ring;
+  RingState<Traits::kQStages> tile_ring;
+
+  CUTE_DEVICE DecodeProducer(DecodeStorage<Traits>& shared_, Params const& p_, int thread_)
+      : shared(shared_),
+        p(p_),
+        thread(thread_),
+        chunk(thread_ % kChunks),
+        first_row(thread_ % 32 / kChunks) {}
+
+  // The first tile is found, and its first keys are fetched into L2, while earlier launches still
+  // run. What they may have changed since is read again.
+  //
+  // INVARIANT: whatever else this kernel reads or writes in global memory comes after the wait.
+  CUTE_DEVICE void run() {
+    CacheTiles<Traits> tiles(p);
+    tiles.start();
+    Work work = tiles.next();
+    if (work.valid()) {
+      prefetch(DecodeKeys::of(work), work.keys.end - 1);
+    }
+    wait_for_earlier_launches();
+    allow_later_launches();
+    if (!tiles.is_current()) {
+      tiles.start();
+      work = tiles.next();
+    }
+    while (work.valid()) {
+      load_tile(work);
+      work = tiles.next();
+    }
+    publish(work);
+    cute::cp_async_wait<0>();
+  }
+
+ private:
+  CUTE_DEVICE void publish(Work const& work) {
+    shared.work_empty[tile_ring.stage].wait(tile_ring.phase ^ 1);
+    if (thread == 0) {
+      shared.work[tile_ring.stage] = work.valid() ? share_of_part<Traits>(p, work, 0) : work;
+      shared.work_full[tile_ring.stage].arrive();
+    }
+  }
+
+  // The page table is read one K tile ahead.
+  CUTE_DEVICE void load_tile(Work const& work) {
+    publish(work);
+    DecodeKeys const keys = DecodeKeys::of(work);
+    int n = work.keys.end - 1;
+    int id = entry_of(keys, slot_of(n));
+    bool is_first = true;
+    CUTE_NO_UNROLL
+    for (; n >= work.keys.begin; --n) {
+      DecodeRowOffsets const rows = offsets_of(keys, slot_of(n), exists(id) ? id : 0);
+      uint32_t const used = __ballot_sync(kWholeWarp, exists(id));
+      int const own_id = id;
+      id = n > work.keys.begin ? entry_of(keys, slot_of(n - 1)) : p.entries;
+      CUTE_NO_UNROLL
+      for (int part = 0; part < Traits::kParts; ++part) {
+        shared.empty[ring.stage].wait(ring.phase ^ 1);
+        if (is_first) {
+          load_queries(work);
+          is_first = false;
+        }
+        load<true>(keys, rows.k, used, own_id, part);
+      }
+      CUTE_NO_UNROLL
+      for (int part = 0; part < Traits::kPartsV; ++part) {
+        shared.empty[ring.stage].wait(ring.phase ^ 1);
+        load<false>(keys, rows.v, used, own_id, part);
+      }
+    }
+    tile_ring.advance();
+  }
+
+  // The slot of this thread's row in K tile n.
+  CUTE_DEVICE int slot_of(int n) const { return n * Traits::kTileN + thread; }
+
+  // The entry that holds a slot. kIsEarly: what is read must not stay in L1.
+  template <bool kIsEarly = false>
+  CUTE_DEVICE int entry_of(DecodeKeys const& keys, int slot) const {
+    if (!keys.has(slot)) {
+      return p.entries;
+    }
+    if (p.page_table == nullptr) {
+      return keys.entry;
+    }
+    int const* const id = p.page_table + keys.sequence * p.table_stride + p.page_size.div(slot);
+    return kIsEarly ? read_now(id) : __ldg(id);
+  }
+
+  CUTE_DEVICE bool exists(int id) const { return uint32_t(id) < uint32_t(p.entries); }
+
+  CUTE_DEVICE DecodeRowOffsets offsets_of(DecodeKeys const& keys, int slot, int id) const {
+    int const row = p.page_table == nullptr ? keys.first_row + slot : p.page_size.mod(slot);
+    return {offset_of(p.k_rows, keys, row, id), offset_of(p.v_rows, keys, row, id)};
+  }
+
+  CUTE_DEVICE static int64_t offset_of(TensorView const& rows, DecodeKeys const& keys, int row,
+                                       int id) {
+    return id * rows.batch_stride + row * rows.row_stride + keys.kv_head * rows.head_stride;
+  }
+
+  // A part of K or V of a K tile. offset: of this lane's row; used: a bit for each row of the warp;
+  // id: the entry of this lane's row.
+  template <bool kIsK>
+  CUTE_DEVICE void load(DecodeKeys const& keys, int64_t offset, uint32_t used, int id, int part) {
+    constexpr int kAllChunks = (kIsK ? Traits::kHeadDim : Traits::kHeadDimV) * kElementBytes / 16;
+    int const of_row = part * kChunks + chunk;
+    bool const has_column = of_row * 16 < (kIsK ? p.row_bytes_k : p.row_bytes_v);
+    char const* const data = static_cast<char const*>((kIsK ? p.k_rows : p.v_rows).data) +
+                             (has_column ? of_row * 16 : 0);
+    uint32_t const to = cute::cast_smem_ptr_to_uint(shared.keys[ring.stage]) + target();
+    uint32_t const copied = has_column ? used >> first_row : 0;
+    bool const is_stored = kAllChunks % kChunks == 0 || of_row < kAllChunks;
+    CUTE_UNROLL
+    for (int i = 0; i < 32; i += kRowsAtOnce) {
+      int64_t const of_copy = __shfl_sync(kWholeWarp, offset, i + first_row);
+      if (is_stored) {
+        copy((to ^ swizzle_of(i)) + i * kRowBytes, data + of_copy, (copied >> i & 1) != 0);
+      }
+    }
+    if (Traits::kConverts && part == 0 && p.has_page_scales()) {
+      load_key_scale<kIsK>(keys, id);
+    }
+    arrive_after_copies(shared.full[ring.stage]);
+    ring.advance();
+  }
+
+  // Where this lane's chunk of its first row goes in a stage: slices of 128 bytes, or of 64.
+  CUTE_DEVICE uint32_t target() const {
+    int const row = thread / 32 * 32 + first_row;
+    if constexpr (kChunks == 4) {
+      return uint32_t(row * 64 + (chunk ^ row / 2 % 4) * 16);
+    } else {
+      return uint32_t(chunk_offset_bytes<Traits::kTileN>(row, chunk));
+    }
+  }
+
+  // How the swizzle of a row i rows further differs; those of a slice repeat every 8 rows.
+  CUTE_DEVICE static constexpr uint32_t swizzle_of(int i) {
+    return uint32_t(kChunks == 4 ? i / 2 % 4 * 16 : i % 8 * 16);
+  }
+
+  // A thread has one key. That of a page not needed is 0, as its K and V.
+  template <bool kIsK>
+  CUTE_DEVICE void load_key_scale(DecodeKeys const& keys, int id) {
+    if constexpr (Traits::kConverts) {
+      ScaleView const& scales = kIsK ? p.k_page_scale : p.v_page_scale;
+      copy_float(&shared.key_scales[ring.stage][thread],
+                 scales.data + keys.kv_head * scales.head_stride +
+                     (exists(id) ? id : 0) * scales.batch_stride,
+                 exists(id));
+    }
+  }
+
+  // Fetches K and V of K tile n into L2, a line of 128 bytes at a time.
+  CUTE_DEVICE void prefetch(DecodeKeys const& keys, int n) {
+    int const id = entry_of<true>(keys, slot_of(n));
+    if (exists(id)) {
+      DecodeRowOffsets const rows = offsets_of(keys, slot_of(n), id);
+      prefetch_row(static_cast<char const*>(p.k_rows.data) + rows.k, p.row_bytes_k);
+      prefetch_row(static_cast<char const*>(p.v_rows.data) + rows.v, p.row_bytes_v);
+    }
+  }
+
+  CUTE_DEVICE static void prefetch_row(char const* row, int bytes) {
+    CUTE_NO_UNROLL
+    for (int i = 0; i < bytes; i += 128) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(row + i));
+    }
+  }
+
+  // Rows of Q that exist, and the scales of the tile.
+  CUTE_DEVICE void load_queries(Work const& work) {
+    int const chunks = p.row_bytes_q / 16;
+    constexpr int kRowChunks = Traits::kHeadDim / 8;
+    int const rows = min_of(p.positions_per_warpgroup, work.rows.left) * int(p.pack.divisor);
+    uint32_t const to = cute::cast_smem_ptr_to_uint(shared.q[tile_ring.stage]);
+    bool const is_packed = p.has_packed_queries();
+    char const* const data =
+        static_cast<char const*>(p.q_rows.data) +
+        (is_packed ? 0 : work.entry) * p.q_rows.batch_stride +
+        (is_packed ? work.location.q_end - work.location.len.q : 0) * p.q_rows.row_stride;
+    CUTE_NO_UNROLL
+    for (int i = thread; i < rows * kRowChunks; i += kWarpgroupThreads) {
+      int const row = i / kRowChunks;
+      int const of_row = i % kRowChunks;
+      RowOfTile const at = row_of_tile(p, work.rows, row);
+      char const* const from = data + (work.position_begin + at.offset) * p.q_rows.row_stride +
+                               (work.rows.head + at.head) * p.q_rows.head_stride;
+      bool const is_read = of_row < chunks;
+      copy(to + chunk_offset_bytes<kWarpgroupRows>(row, of_row), from + (is_read ? of_row * 16 : 0),
+           is_read);
+    }
+    if constexpr (Traits::kConverts) {
+      load_tile_scales(work);
+    }
+  }
+
+  CUTE_DEVICE void load_tile_scales(Work const& work) {
+    if constexpr (Traits::kConverts) {
+      DecodeScales& scales = shared.tile_scales[tile_ring.stage];
+      if (thread == 0) {
+        load_tile_scale(&scales.k, p.k_scale, work);
+      } else if (thread == 1) {
+        load_tile_scale(&scales.v, p.v_scale, work);
+      }
+    }
+  }
+
+  // Without a scale the consumers take 1.
+  CUTE_DEVICE void load_tile_scale(float* target, ScaleView const& scale, Work const& work) const {
+    if (scale.data != nullptr) {
+      int const batch = min_of(work.entry, p.scale_batches - 1);
+      copy_float(target, scale.data + batch * scale.batch_stride + work.kv_head * scale.head_stride,
+                 true);
+    }
+  }
+
+  // ------------------------------------------------------------------------------ instructions
+  // 16 bytes, or zeros.
+  CUTE_DEVICE static void copy(uint32_t to, char const* from, bool is_read) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(is_read ? 16 : 0)
+                 : "memory");
+  }
+
+  CUTE_DEVICE static void copy_float(float* to, float const* from, bool is_read) {
+    asm volatile(
+        "cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
+        "l"(from), "r"(is_read ? 4 : 0)
+        : "memory");
+  }
+
+  // This thread arrives once its copies are complete.
+  CUTE_DEVICE static void arrive_after_copies(Mbarrier& full) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                     cute::cast_smem_ptr_to_uint(&full))
+                 : "memory");
+  }
+};
+
+}  // namespace fa3

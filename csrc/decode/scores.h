@@ -1,0 +1,136 @@
+// What happens to S^T between the GEMM and the softmax: scales of a cache of e4m3, softcap, mask.
+#pragma once
+
+#include "core/tree_mask.h"
+#include "decode/softmax.h"
+
+namespace fa3 {
+
+template <class Traits>
+struct DecodeScores {
+  DecodeStorage<Traits>& shared;
+  typename Traits::Params const& p;
+  DecodeThread at;
+  int tree_begin = 0;  // slot of the first key that has a bit
+  // Scales by page of this thread's two keys: of S that is transformed, and of S that is computed.
+  float key_scale[2] = {1.f, 1.f};
+  float next_key_scale[2] = {1.f, 1.f};
+  float value_scale = 0.f;  // by page: the largest one of the tile so far
+
+  CUTE_DEVICE DecodeScores(DecodeStorage<Traits>& shared_, typename Traits::Params const& p_,
+                           DecodeThread at_)
+      : shared(shared_), p(p_), at(at_) {}
+
+  // S from where the next one will be computed, with the scales of its keys.
+  template <class Sums>
+  CUTE_DEVICE void take(Sums& scores, Sums const& next) {
+    cute::copy(next, scores);
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      key_scale[half] = next_key_scale[half];
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void transform(Scores& scores, int n, bool is_masked) const {
+    scale_scores(scores);
+    if (is_masked) {
+      mask_scores(scores, n);
+    }
+  }
+
+  // Reads the scales of the keys of the next S, before the stage is released.
+  CUTE_DEVICE void read_key_scales(int stage) {
+    if constexpr (Traits::kConverts) {
+      if (p.has_page_scales()) {
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          next_key_scale[half] = shared.key_scales[stage][at.first_key() + 8 * half];
+        }
+      }
+    }
+  }
+
+  // P is multiplied by the scale of V of its key over the largest one so far, value_scale, to which
+  // O is rescaled by the factor that this gives. stage: of V.
+  CUTE_DEVICE float raise_value_scale(int stage) {
+    float const before = value_scale;
+    if constexpr (Traits::kConverts) {
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::kTileN; i += 32) {
+        value_scale = fmaxf(value_scale, fabsf(shared.key_scales[stage][i + at.lane]));
+      }
+      value_scale = max_over_lanes(value_scale);
+    }
+    return before * inverse_of_value_scale();
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void scale_probabilities(Scores& scores, int stage) const {
+    if constexpr (Traits::kConverts) {
+      float const inverse = inverse_of_value_scale();
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        int const key = at.first_key() + 8 * half_of_element(i);
+        scores(i) *= shared.key_scales[stage][key] * inverse;
+      }
+    }
+  }
+
+ private:
+  CUTE_DEVICE float inverse_of_value_scale() const {
+    return value_scale > 0.f ? 1.f / value_scale : 0.f;
+  }
+
+  // With a softcap S becomes tanh(S * softcap_scale); the cap then is the softmax scale.
+  template <class Scores>
+  CUTE_DEVICE void scale_scores(Scores& scores) const {
+    if constexpr (Traits::kConverts) {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        int const row = at.row_of(column_of_element(i));
+        scores(i) *= shared.rows[row].factor * key_scale[half_of_element(i)];
+      }
+    }
+    if (p.softcap_scale > 0.f) {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(scores); ++i) {
+        scores(i) = tanh_of(scores(i) * p.softcap_scale);
+      }
+    }
+  }
+
+  template <class Scores>
+  CUTE_DEVICE void mask_scores(Scores& scores, int n) const {
+    int const first = n * Traits::kTileN + at.first_key();
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) {
+      DecodeRow const& row = shared.rows[at.row_of(column_of_element(i))];
+      int const slot = first + 8 * half_of_element(i);
+      bool const is_visible = slot >= row.begin && slot < row.end;
+      scores(i) = is_visible ? scores(i) : -INFINITY;
+    }
+    if (p.tree != nullptr) {
+      mask_tree(scores, first);
+    }
+  }
+
+  // A row has a bit for each of the last keys of its sequence.
+  template <class Scores>
+  CUTE_DEVICE void mask_tree(Scores& scores, int first) const {
+    int const column = first - tree_begin;
+    auto const* const bits = reinterpret_cast<uint32_t const*>(p.tree);
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); ++i) {
+      int const bit = column + 8 * half_of_element(i);
+      int const row = shared.rows[at.row_of(column_of_element(i))].tree_row;
+      if (bit >= 0) {
+        uint32_t const word =
+            bit < kTreeColumns ? __ldg(bits + int64_t(row) * kTreeWords + bit / 32) : 0;
+        scores(i) = (word >> bit % 32 & 1) != 0 ? scores(i) : -INFINITY;
+      }
+    }
+  }
+};
+
+}  // namespace fa3

@@ -1,0 +1,165 @@
+// Online softmax of S^T: a column is a row of Q, whose keys lie in eight lanes of each of eight
+// warps (paper, section 2.3). A K tile has one maximum, that of all its keys; the sum stays per
+// thread until the end of the tile.
+#pragma once
+
+#include "core/softmax_math.h"
+#include "decode/storage.h"
+#include "device/math.h"
+
+namespace fa3 {
+
+// The warps of both consumer warpgroups.
+CUTE_DEVICE void sync_consumers() {
+  named_sync(NamedBarrier::kWarpgroupFirst, 2 * kWarpgroupThreads);
+}
+
+// Where a consumer thread stands in S^T: its keys, first_key and first_key + 8 of a K tile, and its
+// columns, 8 (c / 2) + first_column + c % 2.
+struct DecodeThread {
+  int warp;  // one in eight
+  int lane;
+
+  CUTE_DEVICE int first_key() const { return warp * 16 + lane / 4; }
+  CUTE_DEVICE int row_of(int column) const { return column / 2 * 8 + lane % 4 * 2 + column % 2; }
+};
+
+// Floats as integers of the same order.
+CUTE_DEVICE int ordered_int(float x) {
+  int const bits = __float_as_int(x);
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+CUTE_DEVICE float ordered_float(int x) { return __int_as_float(x ^ ((x >> 31) & 0x7fffffff)); }
+
+// Element i of S^T and O^T of a thread: pairs of columns, of its first key or row, then its second.
+CUTE_DEVICE constexpr int column_of_element(int i) { return i / 4 * 2 + i % 2; }
+CUTE_DEVICE constexpr int half_of_element(int i) { return i / 2 % 2; }
+
+template <class Traits, int kRows>
+struct DecodeSoftmax {
+  static constexpr int kColumns = kRows / 4;  // that a thread has
+  // With e4m3 P is fp16 up to 2^15, so that small ones keep their bits.
+  static constexpr float kOffsetLog2 = Traits::kConverts ? 15.f : 0.f;
+
+  DecodeStorage<Traits>& shared;
+  DecodeThread at;
+  float scale_log2;
+  float most[kColumns];  // the largest scores
+  float sum[kColumns];   // over this thread's keys
+
+  CUTE_DEVICE DecodeSoftmax(DecodeStorage<Traits>& shared_, DecodeThread at_, float scale_log2_)
+      : shared(shared_), at(at_), scale_log2(scale_log2_) {
+    CUTE_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      most[c] = -INFINITY;
+      sum[c] = 0.f;
+    }
+  }
+
+  // The maxima of a warp's keys into those of the tile. Each step over the eight lanes of a column
+  // halves the columns that a lane has, until it has one or two.
+  template <class Scores>
+  CUTE_DEVICE void raise_maxima(Scores const& scores) const {
+    float now[kColumns];
+    CUTE_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      int const i = c / 2 * 4 + c % 2;
+      now[c] = fmaxf(scores(i), scores(i + 2));
+    }
+    raise_maxima<16, kColumns>(now, 0);
+  }
+
+  // S of a K tile becomes P, in fp32, once all warps have raised the maxima; O of the K tiles
+  // before is rescaled, also by a factor. A column that sees no key yet has zeros.
+  template <class Scores, class Sums, int kParts>
+  CUTE_DEVICE void update(Scores& scores, Sums (&output)[kParts], float factor) {
+    CUTE_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      float const next = ordered_float(shared.most[at.row_of(c)]);
+      float const used = finite_max(next) * scale_log2 - kOffsetLog2;
+      float const shrink = exp2_approx((most[c] - finite_max(next)) * scale_log2);
+      most[c] = next;
+      int const i = c / 2 * 4 + c % 2;
+      scores(i) = exp2_approx(fmaf(scores(i), scale_log2, -used));
+      scores(i + 2) = exp2_approx(fmaf(scores(i + 2), scale_log2, -used));
+      sum[c] = sum[c] * shrink + scores(i) + scores(i + 2);
+      CUTE_UNROLL
+      for (int part = 0; part < kParts; ++part) {
+        output[part](i) *= shrink * factor;
+        output[part](i + 2) *= shrink * factor;
+      }
+    }
+  }
+
+  // P into shared memory, in blocks of 8 rows and 8 keys.
+  template <class Scores>
+  CUTE_DEVICE void store(Scores const& scores) const {
+    using Element = typename Traits::Element;
+    int const blocks = at.first_key() / 8 * (kRows / 8);
+    char* const target = reinterpret_cast<char*>(shared.p) + blocks * 128 + at.lane * 4;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores); i += 2) {
+      int const block = half_of_element(i) * (kRows / 8) + i / 4;
+      *reinterpret_cast<uint32_t*>(target + block * 128) =
+          pack_two<Element>(scores(i), scores(i + 1));
+    }
+  }
+
+  // Sums over all keys, in a fixed order: over the lanes of a column, then over the warps.
+  CUTE_DEVICE void complete_sums() {
+    CUTE_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      CUTE_UNROLL
+      for (int distance = 4; distance < 32; distance *= 2) {
+        sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], distance);
+      }
+      if (at.lane < 4) {
+        shared.sums[at.warp][at.row_of(c)] = sum[c];
+      }
+    }
+    sync_consumers();
+    CUTE_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      sum[c] = 0.f;
+      CUTE_UNROLL
+      for (int warp = 0; warp < Traits::kConsumerWarps; ++warp) {
+        sum[c] += shared.sums[warp][at.row_of(c)];
+      }
+    }
+  }
+
+  // Without a sink; natural logarithm.
+  CUTE_DEVICE float lse(int column, float softmax_scale) const {
+    return log_sum_exp(most[column], sum[column], softmax_scale) - kOffsetLog2 * kLn2;
+  }
+
+ private:
+  template <int kDistance, int kLeft>
+  CUTE_DEVICE void raise_maxima(float (&now)[kColumns], int first) const {
+    bool const is_upper = (at.lane & kDistance) != 0;
+    if constexpr (kDistance < 4) {
+      constexpr int kSame = kColumns >= 8 ? 0 : kColumns == 4 ? 4 : 12;  // other lanes have it too
+      if ((at.lane & kSame) == 0) {
+        CUTE_UNROLL
+        for (int c = 0; c < kLeft; ++c) {
+          atomicMax(&shared.most[at.row_of(first + c)], ordered_int(now[c]));
+        }
+      }
+    } else if constexpr (kLeft > 1) {
+      constexpr int kHalf = kLeft / 2;
+      CUTE_UNROLL
+      for (int c = 0; c < kHalf; ++c) {
+        float const given = is_upper ? now[c] : now[c + kHalf];
+        float const kept = is_upper ? now[c + kHalf] : now[c];
+        now[c] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, kDistance));
+      }
+      raise_maxima<kDistance / 2, kHalf>(now, first + (is_upper ? kHalf : 0));
+    } else {
+      now[0] = fmaxf(now[0], __shfl_xor_sync(0xffffffffu, now[0], kDistance));
+      raise_maxima<kDistance / 2, 1>(now, first);
+    }
+  }
+};
+
+}  // namespace fa3

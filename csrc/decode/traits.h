@@ -1,0 +1,106 @@
+// The types of the decode kernel. Types and sizes only.
+//
+// INVARIANT: the names that the parts of csrc/forward read are those of FwdTraits.
+#pragma once
+
+#include "config/fwd_config.h"
+#include "device/fragments.h"
+#include "device/products.h"
+#include "forward/work.h"
+
+namespace fa3 {
+
+struct DecodeDeviceParams : CacheDeviceParams {
+  TensorView q_rows;  // strides in bytes
+  int row_bytes_q;
+  bool is_bf16;  // with a cache of e4m3: Q in global memory, else fp16
+};
+
+template <class Config_>
+struct DecodeTraits {
+  using Config = Config_;
+  static constexpr FwdConfig k = Config::k;
+
+  using Element = ElementOf<k.dtype_q>;     // operands of both GEMMs
+  using ElementKv = ElementOf<k.dtype_kv>;  // K and V in global and in shared memory
+  using Location = CacheLocation;
+  using Params = DecodeDeviceParams;
+  static constexpr KernelKind kKind = k.kind;
+  static constexpr bool kIsCache = true;
+  static constexpr bool kHasScales = false;
+  static constexpr bool kConverts = k.converts();  // K and V are e4m3
+
+  static constexpr int kHeadDim = k.head_dim;
+  static constexpr int kHeadDimV = k.head_dim_v;
+  static constexpr int kTileN = k.tile_n;
+  static constexpr int kStages = k.stages;
+  static constexpr int kQStages = k.q_stages;
+  static constexpr int kWarpgroups = 1;  // a tile has 64 rows at most
+  static constexpr int kMostSkipped = 0;
+  static constexpr int kSlice = k.slice();
+  static constexpr int kColumns = k.columns();
+  static constexpr int kValueKeys = kTileN;
+
+  // A stage of the ring has some columns of K or V of a K tile: a part of them.
+  static constexpr int kStageColumns = k.stage_columns();
+  static constexpr int kStageBytes = k.stage_bytes();
+  static constexpr int kParts = ceil_div(kHeadDim, kStageColumns);
+  static constexpr int kPartsV = ceil_div(kHeadDimV, kStageColumns);
+  static constexpr int kBlocks = kStageColumns / 64;  // 64 columns each, in a stage
+
+  // Both consumer warpgroups compute S of 64 keys each, and O of 64 columns of a stage each.
+  static constexpr int kConsumers = 2;
+  static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
+  static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
+  static constexpr int kKeys = kTileN / kConsumers;
+  static_assert(kKeys == 64 && k.slice() == 64);
+  static constexpr int kOutputSteps = kTileN / 16;
+
+  // k-steps of S in a part.
+  static constexpr int steps_of_part(int part) {
+    return min_of(kStageColumns, kHeadDim - part * kStageColumns) / 16;
+  }
+
+  using RowMajorAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
+  // The part of Q that meets a part of K (rows, columns).
+  using SmemLayoutQ = decltype(cute::tile_to_shape(
+      RowMajorAtom{}, cute::Shape<cute::_64, cute::Int<kStageColumns>>{}));
+  // A stage of K (keys, columns), and of V (columns, keys).
+  using SmemLayoutK = decltype(cute::tile_to_shape(
+      RowMajorAtom{}, cute::Shape<cute::Int<kTileN>, cute::Int<kStageColumns>>{}));
+  using SmemLayoutV =
+      decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                   cute::Shape<cute::Int<kStageColumns>, cute::Int<kTileN>>{},
+                                   cute::Step<cute::_2, cute::_1>{}));
+};
+
+// Those that depend on kRows, the rows of Q that a tile has, rounded up: N of both GEMMs.
+template <class Traits, int kRows>
+struct DecodeGemms {
+  using Element = typename Traits::Element;
+  using Rows = cute::Int<kRows>;
+  using Shape = cute::Shape<cute::_64, Rows, cute::_16>;
+  static constexpr auto mma_s() {
+    if constexpr (Traits::kConverts) {
+      return cute::GMMA::rs_op_selector<Element, Element, float, Shape, Major::K, Major::K>();
+    } else {
+      return cute::GMMA::ss_op_selector<Element, Element, float, Shape, Major::K, Major::K>();
+    }
+  }
+  static constexpr auto mma_o() {
+    if constexpr (Traits::kConverts) {
+      return cute::GMMA::rs_op_selector<Element, Element, float, Shape, Major::K, Major::MN>();
+    } else {
+      return cute::GMMA::ss_op_selector<Element, Element, float, Shape, Major::MN, Major::MN>();
+    }
+  }
+  using MmaS = decltype(cute::make_tiled_mma(mma_s()));  // S^T = K Q^T
+  using MmaO = decltype(cute::make_tiled_mma(mma_o()));  // O^T = V^T P^T
+  // P^T (rows, keys): 8 x 8 blocks.
+  using SmemLayoutP = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_INTER_Atom<Element>{},
+                                                   cute::Shape<Rows, cute::Int<Traits::kTileN>>{}));
+  // S^T of 64 keys, and O^T of 64 columns: a thread has kRows / 2 elements.
+  using Sums = decltype(cute::partition_fragment_C(MmaS{}, cute::Shape<cute::_64, Rows>{}));
+};
+
+}  // namespace fa3
