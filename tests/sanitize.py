@@ -106,6 +106,7 @@ FP8_SOFTCAP = [dataclasses.replace(case, softcap=15.0) for case in FP8_GENERAL[:
 DECODE = CacheCase(mixed(40, 300), heads=(4, 2))
 ON_CACHE = [DECODE, dataclasses.replace(DECODE, page_size=16, num_splits=3),
             dataclasses.replace(DECODE, page_size=5, split_size=130, leftpad=(1, 0) * 20),
+            dataclasses.replace(DECODE, page_size=5, num_splits=2, leftpad=(0, 1) * 20),
             dataclasses.replace(DECODE, page_size=256, new=(2,) * 40, window=(50, 20),
                                 sinks='fp32'),
             CacheCase(((70, 200), (0, 33), (3, 3), (130, 150)), heads=(2, 1), is_packed=True,
@@ -113,7 +114,7 @@ ON_CACHE = [DECODE, dataclasses.replace(DECODE, page_size=16, num_splits=3),
             CacheCase(((5, 80), (5, 9)), heads=(6, 2), tree=True),
             CacheCase(((5, 80), (5, 0)), heads=(6, 2), batch_idx=True, new=(5, 5), causal=True,
                       chunk=40, num_splits=2, pack_gqa=False)]
-CACHE_HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256), (48, 16)]
+CACHE_HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (48, 16)]
 # Blocks in shared memory, blocks that are read twice, two passes.
 QUANTIZED_BLOCKS = (32, 384, 2048, 'head', 'tensor')
 QUANTIZED_HEADS, QUANTIZED_BATCH = 6, 2
