@@ -42,10 +42,10 @@ bool has_few_keys(FwdProblem const& problem, RowPacking rows, int sms) {
   return keys > 0 && tiles * ceil_div(keys, 128) < int64_t(kFewTiles) * sms;
 }
 
-// The kernel that gathers rows one by one, where it is faster: where pages are too small for boxes,
-// e4m3 is to be converted, or the next larger tile of the others is the one for head dim 128. Pages
-// of one token 1.2 to 1.4 times, e4m3 1.0 to 1.4, head dim 96 1.1 times (H200, 2026-11-27). -1:
-// none.
+// The decode kernel, which gathers rows one by one, or -1. It is faster where pages are too small
+// for boxes (pages of one token: 1.2 to 1.4 times as fast as the others), where e4m3 is converted
+// (1.0 to 1.5 times), and for head dims above 64 up to 96, which the others compute as 128 (1.1
+// times; H200, 2026-11-27).
 int decode_variant(FwdProblem const& problem, RowPacking rows) {
   CacheProblem const& cache = problem.cache;
   HeadDims const dims{problem.head_dim, launch_columns(problem)};
@@ -59,7 +59,8 @@ int decode_variant(FwdProblem const& problem, RowPacking rows) {
   int const variant = search_candidates(problem.dtype, problem.kind, dims, false, problem.converts,
                                         /*decodes=*/true)
                           .variant[0];
-  return problem.seqlen_q * rows.pack <= kFwdVariants[variant].decode_rows() ? variant : -1;
+  int const most_rows = kFwdVariants[variant].decode_rows();
+  return rows.pack <= most_rows && problem.seqlen_q * rows.pack <= most_rows ? variant : -1;
 }
 
 // The tile of one warpgroup, or of two where that is not enough for the longest queries. WHY not
@@ -144,7 +145,8 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
   plan.variant = variant_for(problem, rows, sms);
   FwdConfig const& config = kFwdVariants[plan.variant];
-  int const positions = rows.positions_per_tile(config.consumer_warpgroups);
+  int const positions = config.is_swapped ? config.decode_rows() / rows.pack
+                                          : rows.positions_per_tile(config.consumer_warpgroups);
   schedule.m_tiles = ceil_div(problem.seqlen_q, positions);
   int64_t const of_head = problem.is_packed ? most_tiles(problem.total_q, problem.batch, positions)
                                             : int64_t(schedule.m_tiles) * problem.batch;

@@ -118,8 +118,26 @@ def test_packing_and_grid(heads_k, group, pack_gqa, sm_margin, head_dim, dtype):
 
 
 def positions_of(facts):
-    """Queries of a warpgroup, and of a tile."""
-    return 64 // facts['pack'], variant_of(facts)['consumer_warpgroups'] * (64 // facts['pack'])
+    """Queries of a warpgroup, and of a tile: decode kernels may have fewer rows."""
+    variant = variant_of(facts)
+    has_few = variant['swapped'] and (facts['name'].endswith('Kv8') or variant['head_dim_v'] > 128)
+    return 64 // facts['pack'], (32 // facts['pack'] if has_few else
+                                 variant['consumer_warpgroups'] * (64 // facts['pack']))
+
+
+@pytest.mark.parametrize('head_dim', [96, 256])
+def test_sequences_longer_than_said_have_slots(head_dim):
+    """Packed queries of a decode kernel: max_seqlen_q says 1, one sequence may have nearly all."""
+    facts = plan(1, 960, heads=(8, 2), head_dim=head_dim, page_size=5, total=100, num_splits=3)
+    assert facts['name'].endswith('Decode')
+    assert facts['slots'] == 3 * tiles_of(facts, 4, 8, 1, 100)
+    assert positions_of(facts)[1] == (16 if head_dim == 96 else 8)
+
+
+@pytest.mark.parametrize('queries', [0, 1])
+def test_groups_that_a_tile_of_32_rows_cannot_hold(queries):
+    facts = plan(queries, 960, heads=(64, 1), head_dim=256, page_size=5)
+    assert facts['pack'] == 64 and not facts['name'].endswith('Decode')
 
 
 @given(st.integers(1, 300), st.sampled_from([1, 2, 3, 8, 16, 64]), st.booleans())
