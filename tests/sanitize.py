@@ -106,7 +106,6 @@ FP8_SOFTCAP = [dataclasses.replace(case, softcap=15.0) for case in FP8_GENERAL[:
 DECODE = CacheCase(mixed(40, 300), heads=(4, 2))
 ON_CACHE = [DECODE, dataclasses.replace(DECODE, page_size=16, num_splits=3),
             dataclasses.replace(DECODE, page_size=5, split_size=130, leftpad=(1, 0) * 20),
-            dataclasses.replace(DECODE, page_size=5, num_splits=2, leftpad=(0, 1) * 20),
             dataclasses.replace(DECODE, page_size=256, new=(2,) * 40, window=(50, 20),
                                 sinks='fp32'),
             CacheCase(((70, 200), (0, 33), (3, 3), (130, 150)), heads=(2, 1), is_packed=True,
@@ -145,6 +144,16 @@ def fp8_calls() -> list[Fp8Call]:
             for head_dim, columns_v in FP8_HEAD_DIMS for call in found]
 
 
+def _for_other_kernels(dtype: str, kv8: bool) -> list[CacheCase]:
+    """Decode kernels take small pages, and e4m3 without split_size under 16-bit queries."""
+    if dtype == 'e4m3':
+        return []
+    if kv8:
+        return [dataclasses.replace(case, num_splits=0, split_size=130) for case in ON_CACHE]
+    return [dataclasses.replace(case, page_size=5, split_size=0) for case in ON_CACHE
+            if not case.batch_idx]
+
+
 def cache_calls() -> list[CacheCase]:
     """Every kernel on a cache; 16-bit keys are also rotated, some scales of e4m3 are by page."""
     dtypes = [('bf16', False), ('bf16', True), ('fp16', False), ('fp16', True), ('e4m3', False)]
@@ -153,7 +162,7 @@ def cache_calls() -> list[CacheCase]:
                                  rotary=0.5 * bool(case.new and dtype != 'e4m3'),
                                  by_page=kv8 and case.page_size in (5, 256))
              for dtype, kv8 in dtypes for head_dim, columns_v in CACHE_HEAD_DIMS
-             for softcap in (0.0, 15.0) for case in ON_CACHE]
+             for softcap in (0.0, 15.0) for case in ON_CACHE + _for_other_kernels(dtype, kv8)]
     return found + [dataclasses.replace(case, dtype=dtype, latent=True, heads=(heads, 1), kv8=kv8,
                                         blocks=4, head_dim=64, head_dim_v=512,
                                         rotary=0.5 * bool(case.new))
