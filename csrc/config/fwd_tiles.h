@@ -172,7 +172,7 @@ inline constexpr FwdConfig kFwdTileD256Cache = on_cache(64, 3, 1);
 
 // On a cache, up to 64 rows of a KV head, gathered row by row (csrc/decode): pages of any size,
 // head dims between 64 and 96. Rings of Q, then of K and V: 16 + 160 = 176 KiB, 32 + 160, 48 + 128,
-// 64 + 128, and 16 KiB for P. Pages of one token, 64 x 4k: 387 us / 268, d96 314 / 271 (H200,
+// 64 + 128, and 16 KiB for P. Pages of one token, 64 x 4k: 386 us / 266, d96 308 / 269 (H200,
 // 2026-11-27).
 constexpr FwdConfig decode_tile(int stages) {
   return FwdConfig{.consumer_warpgroups = 1,

@@ -3,7 +3,7 @@
 //
 // With e4m3 both GEMMs have their operands in another order than memory: the k-steps of S take the
 // columns 4 j, 4 j + 1, 4 j + 2, 4 j + 3 of 16 as 2 j, 2 j + 1, 2 j + 8, 2 j + 9, so that four
-// bytes of a thread are two of its words (Q has the same order, prepare_queries()); and rows i and
+// bytes of a thread are two of its words (Q has the same order, QueryConverter); and rows i and
 // i + 8 of O^T are the columns 2 i and 2 i + 1.
 #pragma once
 

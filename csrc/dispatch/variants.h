@@ -62,8 +62,8 @@ constexpr bool serves(FwdConfig const& config, KernelKind problem) {
 // compute least: the copy engine fills the missing columns with zeros, which change neither scores
 // nor outputs. General kernels serve full and causal problems where they compute less.
 //
-// promote: with FP8; converts: on a cache of e4m3 under 16-bit queries; decodes: with the kernels
-// of csrc/decode, which convert to fp16, whatever the dtype of the queries.
+// promote: with FP8; converts: on a cache of e4m3 under 16-bit queries; decodes: among the decode
+// kernels, which convert both e4m3 keys and 16-bit queries to fp16.
 constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, HeadDims dims,
                                           bool promote = false, bool converts = false,
                                           bool decodes = false) {

@@ -1,5 +1,5 @@
-// OutputKind::kParts, on a cache: O of a whole output tile goes from registers to global memory, O
-// of a part to a buffer in fp32 (combine_parts.h).
+// OutputKind::kParts, on a cache: a warpgroup stores the O of a whole output tile from registers to
+// global memory, and the O of a part in fp32 to a buffer (combine_parts.h).
 #pragma once
 
 #include "forward/combine_parts.h"
