@@ -175,8 +175,7 @@ struct FwdConfig {
     return !converts() ? slice() : head_dim % 128 == 0 && head_dim_v % 128 == 0 ? 128 : 64;
   }
 
-  // is_swapped: rows of a tile, for which there are registers; a stage of the ring has these
-  // columns of K or V of a K tile.
+  // is_swapped: the rows of a tile, as many as registers allow; the columns of K or V in a stage.
   constexpr int decode_rows() const {
     return converts() || head_dim_v > 128 ? kWarpgroupRows / 2 : kWarpgroupRows;
   }
@@ -245,7 +244,8 @@ constexpr int latent_shared_bytes(FwdConfig const& c) {
   return (keys + queries) * element_bytes(c.dtype_q) + raw + 3072;
 }
 
-// The ring of K and V, Q and P; scales of pages, maxima of warps, limits of rows, tiles, barriers.
+// The ring of K and V, Q and P; scales of pages; the limits, the maximum and eight sums of each
+// row; tiles and barriers.
 constexpr int decode_shared_bytes(FwdConfig const& c) {
   int const rows = kWarpgroupRows * element_bytes(c.dtype_q);
   int const rings = c.stages * c.stage_bytes() + c.q_stages * rows * c.columns();

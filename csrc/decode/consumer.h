@@ -159,7 +159,7 @@ struct DecodeConsumer {
   //   tensor cores   S(3)  S(2)  S(1) PV(3)  S(0) PV(2)  PV(1)  PV(0)
   //   softmax              3     2           1           0
   //
-  // One fence of the proxy serves P of a K tile, its V, and K of the second next.
+  // K and V pass through registers, so the fence of the proxy serves P alone.
   template <int kRows, class Softmax, class Sums>
   CUTE_DEVICE void visit_keys_overlapped(BlockRange const keys, Softmax& softmax,
                                          Sums (&output)[1]) {

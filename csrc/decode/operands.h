@@ -183,9 +183,10 @@ struct ConvertedKeys {
   }
 };
 
-// Converts rows of Q to fp16 where they lie, in the order of k-steps that ConvertedKeys has. bf16
-// is exact but for values 2^-38 below the largest of a row: a row is multiplied by a power of two,
-// so that its largest value is near 2^14; its factor takes that back.
+// Converts rows of Q to fp16 where they lie, in the order of k-steps that ConvertedKeys has. A row
+// of bf16 is multiplied by a power of two, so that its largest value is near 2^14; its factor takes
+// that back. This is exact down to 2^-30 of that value; smaller ones have an error of 2^-38 of it
+// at most.
 template <class Traits>
 struct QueryConverter {
   static constexpr int kGroups = Traits::kHeadDim / 16;  // 16 columns each, in a row

@@ -12,7 +12,7 @@ struct DecodeScores {
   typename Traits::Params const& p;
   DecodeThread at;
   int tree_begin = 0;  // slot of the first key that has a bit
-  // Scales by page of this thread's two keys: of S that is transformed, and of S that is computed.
+  // Scales by page of this thread's two keys: of the S that is transformed, and of the next S.
   float key_scale[2] = {1.f, 1.f};
   float next_key_scale[2] = {1.f, 1.f};
   float value_scale = 0.f;  // by page: the largest one of the tile so far

@@ -40,7 +40,7 @@ struct DecodeStorage {
   int most[kWarpgroupRows];                            // the largest score so far, ordered_int()
   float sums[Traits::kConsumerWarps][kWarpgroupRows];  // over a warp's keys
   FwdWork<Traits> work[kQStages];
-  DecodeScales tile_scales[kDecodeScales];  // 1 where the call has none
+  DecodeScales tile_scales[kDecodeScales];  // unset where the call has none
   // Scales by page: of the keys of a stage; its barriers guard them.
   float key_scales[kScaleStages][Traits::kTileN];
   int completes_tile;

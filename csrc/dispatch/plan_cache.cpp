@@ -45,7 +45,8 @@ bool has_few_keys(FwdProblem const& problem, RowPacking rows, int sms) {
 // The decode kernel, which gathers rows one by one, or -1. It is faster where pages are too small
 // for boxes (pages of one token: 1.2 to 1.4 times as fast as the others), where e4m3 is converted
 // (1.0 to 1.5 times), and for head dims above 64 up to 96, which the others compute as 128 (1.1
-// times; H200, 2026-11-27).
+// times; H200, 2026-11-27). WHY not in one pass or with split_size: it sums a row in another order,
+// and their bits are promised.
 int decode_variant(FwdProblem const& problem, RowPacking rows) {
   CacheProblem const& cache = problem.cache;
   HeadDims const dims{problem.head_dim, launch_columns(problem)};
@@ -60,7 +61,7 @@ int decode_variant(FwdProblem const& problem, RowPacking rows) {
                                         /*decodes=*/true)
                           .variant[0];
   int const most_rows = kFwdVariants[variant].decode_rows();
-  return rows.pack <= most_rows && problem.seqlen_q * rows.pack <= most_rows ? variant : -1;
+  return rows.pack <= most_rows && problem.seqlen_q <= most_rows / rows.pack ? variant : -1;
 }
 
 // The tile of one warpgroup, or of two where that is not enough for the longest queries. WHY not

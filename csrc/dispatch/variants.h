@@ -63,7 +63,7 @@ constexpr bool serves(FwdConfig const& config, KernelKind problem) {
 // nor outputs. General kernels serve full and causal problems where they compute less.
 //
 // promote: with FP8; converts: on a cache of e4m3 under 16-bit queries; decodes: among the decode
-// kernels, which convert both e4m3 keys and 16-bit queries to fp16.
+// kernels, of which those for e4m3 keys compute in fp16 for either dtype of queries.
 constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, HeadDims dims,
                                           bool promote = false, bool converts = false,
                                           bool decodes = false) {
