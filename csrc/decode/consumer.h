@@ -38,7 +38,7 @@ struct DecodeConsumer {
       if (!work.valid()) {
         return;
       }
-      int const rows = min_of(p.positions_per_warpgroup, work.rows.left) * int(p.pack.divisor);
+      int const rows = rows_of_tile(p, work);
       if (rows <= 8) {
         compute_tile<8>(work);
       } else if (Traits::k.decode_rows() == 32 || rows <= 32) {
@@ -169,15 +169,12 @@ struct DecodeConsumer {
     bool const is_only = n == keys.begin;
     Sums scores;
     wait_for(at.k_ring);
-    Keys<kRows>::fence();
     issue_scores<kRows, 0>(at.next, at.k_ring.stage, !is_only);
     wait_gemm<0>(at.next);
     transformed.take(scores, at.next);
     if (!is_only) {
-      release<kRows>(at.k_ring.stage);
       advance_by_two(at.k_ring);
       wait_for(at.k_ring);
-      Keys<kRows>::fence();
     }
     // TRAP: ptxas (13.0) serialises GEMMs that are issued under a condition, or where registers of
     // their sums are written in between. So S of an only K tile is computed twice.
@@ -193,7 +190,6 @@ struct DecodeConsumer {
       step<kRows, false>(keys, n, softmax, scores, output, at);
     }
     wait_gemm<0>(output[0]);
-    release<kRows>(at.v_stage);
     ring = at.k_ring;
   }
 
@@ -202,20 +198,12 @@ struct DecodeConsumer {
     RingState<Traits::kStages> k_ring;  // the next S
     RingState<Traits::kStages> v_ring;  // the next PV
     Sums next;                          // S of the next K tile
-    int k_stage = 0;                    // that `next` reads; -1: it has been released
-    int v_stage = -1;                   // that the last PV reads; -1: none
   };
 
   template <int kRows, class Sums>
   CUTE_DEVICE void issue_next(Overlap<Sums>& at) {
     issue_scores<kRows, 0>(at.next, at.k_ring.stage, true);
-    at.k_stage = at.k_ring.stage;
     advance_by_two(at.k_ring);
-  }
-
-  template <int kRows>
-  CUTE_DEVICE void release(int stage) const {
-    Keys<kRows>::release_after_gemm(thread, releases(stage));
   }
 
   // kIssues: S of K tile n - 2, which exists.
@@ -227,13 +215,6 @@ struct DecodeConsumer {
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(at.next);
     cute::warpgroup_fence_operand(output[0]);
-    if (kIssues || at.k_stage >= 0) {
-      release<kRows>(at.k_stage);
-      at.k_stage = -1;
-    }
-    if (at.v_stage >= 0) {
-      release<kRows>(at.v_stage);
-    }
     sync_consumers();
     make_probabilities(softmax, scores, output, at.v_ring);
     transformed.take(scores, at.next);
@@ -248,9 +229,9 @@ struct DecodeConsumer {
     if constexpr (kIssues) {
       issue_next<kRows>(at);
     }
-    at.v_stage = at.v_ring.stage;
-    Keys<kRows>::issue_output(shared.keys[at.v_stage], shared.p, block(), thread, output[0],
-                              releases(at.v_stage));
+    int const v_stage = at.v_ring.stage;
+    Keys<kRows>::issue_output(shared.keys[v_stage], shared.p, block(), thread, output[0],
+                              releases(v_stage));
     advance_by_two(at.v_ring);
   }
 
@@ -290,7 +271,7 @@ struct DecodeConsumer {
       wait_for(ring);  // Q and scales come with the first part of K
       DecodeScales const& scales = shared.tile_scales[tile_ring.stage];
       float const scale = p.k_scale.data != nullptr ? scales.k : 1.f;
-      int const rows = min_of(p.positions_per_warpgroup, work.rows.left) * int(p.pack.divisor);
+      int const rows = rows_of_tile(p, work);
       QueryConverter<Traits>::run(reinterpret_cast<char*>(queries()), p.is_bf16, rows, scale,
                                   shared.rows, consumer_thread);
       fence_shared_for_async_proxy();

@@ -29,7 +29,6 @@ template <class Traits, int kRows>
 struct SharedKeys {
   using Gemms = DecodeGemms<Traits, kRows>;
   using Element = typename Traits::Element;
-  static constexpr bool kReleasesEarly = false;
 
   // Before GEMMs read what cp.async has written.
   CUTE_DEVICE static void fence() { fence_shared_for_async_proxy(); }
@@ -82,7 +81,6 @@ template <class Traits, int kRows>
 struct ConvertedKeys {
   using Gemms = DecodeGemms<Traits, kRows>;
   using Element = typename Traits::Element;
-  static constexpr bool kReleasesEarly = true;
   static constexpr bool kIsNarrow = Traits::kStageColumns == 64;
   static_assert(!Traits::kConverts || cute::is_same_v<Element, cutlass::half_t>);
 

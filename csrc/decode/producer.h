@@ -7,27 +7,10 @@
 
 #include "decode/storage.h"
 #include "forward/cache_batch.h"
+#include "forward/keys_pages.h"
 #include "forward/results.h"
 
 namespace fa3 {
-
-// The keys of a sequence and KV head.
-struct DecodeKeys {
-  int kv_head;
-  int sequence;
-  int entry;
-  int first_row;
-  int first_slot;
-  int end_slot;
-
-  template <class Work>
-  CUTE_DEVICE static DecodeKeys of(Work const& work) {
-    CacheLocation const& at = work.location;
-    return DecodeKeys{work.kv_head, at.sequence, at.entry, at.row, at.slot, at.slot + at.len.k};
-  }
-
-  CUTE_DEVICE bool has(int slot) const { return slot >= first_slot && slot < end_slot; }
-};
 
 // Where a row of K and V of a K tile lies, in bytes.
 struct DecodeRowOffsets {
@@ -72,7 +55,7 @@ struct DecodeProducer {
     tiles.start();
     Work work = tiles.next();
     if (work.valid()) {
-      prefetch(DecodeKeys::of(work), work.keys.end - 1);
+      prefetch(KeySource::of(work), work.keys.end - 1);
     }
     wait_for_earlier_launches();
     allow_later_launches();
@@ -100,7 +83,7 @@ struct DecodeProducer {
   // The page table is read one K tile ahead.
   CUTE_DEVICE void load_tile(Work const& work) {
     publish(work);
-    DecodeKeys const keys = DecodeKeys::of(work);
+    KeySource const keys = KeySource::of(work);
     int n = work.keys.end - 1;
     int id = entry_of(keys, slot_of(n));
     bool is_first = true;
@@ -133,7 +116,7 @@ struct DecodeProducer {
 
   // The entry that holds a slot. kIsEarly: what is read must not stay in L1.
   template <bool kIsEarly = false>
-  CUTE_DEVICE int entry_of(DecodeKeys const& keys, int slot) const {
+  CUTE_DEVICE int entry_of(KeySource const& keys, int slot) const {
     if (!keys.has(slot)) {
       return p.entries;
     }
@@ -146,12 +129,12 @@ struct DecodeProducer {
 
   CUTE_DEVICE bool exists(int id) const { return uint32_t(id) < uint32_t(p.entries); }
 
-  CUTE_DEVICE DecodeRowOffsets offsets_of(DecodeKeys const& keys, int slot, int id) const {
-    int const row = p.page_table == nullptr ? keys.first_row + slot : p.page_size.mod(slot);
+  CUTE_DEVICE DecodeRowOffsets offsets_of(KeySource const& keys, int slot, int id) const {
+    int const row = p.page_table == nullptr ? keys.row + slot : p.page_size.mod(slot);
     return {offset_of(p.k_rows, keys, row, id), offset_of(p.v_rows, keys, row, id)};
   }
 
-  CUTE_DEVICE static int64_t offset_of(TensorView const& rows, DecodeKeys const& keys, int row,
+  CUTE_DEVICE static int64_t offset_of(TensorView const& rows, KeySource const& keys, int row,
                                        int id) {
     return id * rows.batch_stride + row * rows.row_stride + keys.kv_head * rows.head_stride;
   }
@@ -159,7 +142,7 @@ struct DecodeProducer {
   // A part of K or V of a K tile. offset: of this lane's row; used: a bit for each row of the warp;
   // id: the entry of this lane's row.
   template <bool kIsK>
-  CUTE_DEVICE void load(DecodeKeys const& keys, int64_t offset, uint32_t used, int id, int part) {
+  CUTE_DEVICE void load(KeySource const& keys, int64_t offset, uint32_t used, int id, int part) {
     constexpr int kAllChunks = (kIsK ? Traits::kHeadDim : Traits::kHeadDimV) * kElementBytes / 16;
     int const of_row = part * kChunks + chunk;
     bool const has_column = of_row * 16 < (kIsK ? p.row_bytes_k : p.row_bytes_v);
@@ -194,12 +177,12 @@ struct DecodeProducer {
 
   // How the swizzle of a row i rows further differs; those of a slice repeat every 8 rows.
   CUTE_DEVICE static constexpr uint32_t swizzle_of(int i) {
-    return uint32_t(kChunks == 4 ? i / 2 % 4 * 16 : i % 8 * 16);
+    return uint32_t(kChunks == 4 ? 0 : i % 8 * 16);
   }
 
   // A thread has one key. That of a page not needed is 0, as its K and V.
   template <bool kIsK>
-  CUTE_DEVICE void load_key_scale(DecodeKeys const& keys, int id) {
+  CUTE_DEVICE void load_key_scale(KeySource const& keys, int id) {
     if constexpr (Traits::kConverts) {
       ScaleView const& scales = kIsK ? p.k_page_scale : p.v_page_scale;
       copy_float(&shared.key_scales[ring.stage][thread],
@@ -210,7 +193,7 @@ struct DecodeProducer {
   }
 
   // Fetches K and V of K tile n into L2, a line of 128 bytes at a time.
-  CUTE_DEVICE void prefetch(DecodeKeys const& keys, int n) {
+  CUTE_DEVICE void prefetch(KeySource const& keys, int n) {
     int const id = entry_of<true>(keys, slot_of(n));
     if (exists(id)) {
       DecodeRowOffsets const rows = offsets_of(keys, slot_of(n), id);
@@ -230,7 +213,7 @@ struct DecodeProducer {
   CUTE_DEVICE void load_queries(Work const& work) {
     int const chunks = p.row_bytes_q / 16;
     constexpr int kRowChunks = Traits::kHeadDim / 8;
-    int const rows = min_of(p.positions_per_warpgroup, work.rows.left) * int(p.pack.divisor);
+    int const rows = rows_of_tile(p, work);
     uint32_t const to = cute::cast_smem_ptr_to_uint(shared.q[tile_ring.stage]);
     bool const is_packed = p.has_packed_queries();
     char const* const data =

@@ -139,7 +139,7 @@ struct DecodeSoftmax {
   CUTE_DEVICE void raise_maxima(float (&now)[kColumns], int first) const {
     bool const is_upper = (at.lane & kDistance) != 0;
     if constexpr (kDistance < 4) {
-      constexpr int kSame = kColumns >= 8 ? 0 : kColumns == 4 ? 4 : 12;  // other lanes have it too
+      constexpr int kSame = kColumns >= 8 ? 0 : 12;  // other lanes have it too
       if ((at.lane & kSame) == 0) {
         CUTE_UNROLL
         for (int c = 0; c < kLeft; ++c) {
