@@ -126,10 +126,11 @@ def _calls(facts: Mapping) -> list[dict]:
 
 
 def _call(name: str, function: str, sizes: str, plans: list[dict], common: str) -> dict:
-    built = planning.built_variants()
     reasons = [common] if common else [
-        plan['reason'] if 'reason' in plan else f'the kernel {plan["name"]} is not in this install'
-        for plan in plans if 'reason' in plan or plan['name'] not in built]
+        text for plan in plans for text in
+        [plan['reason'] if 'reason' in plan else '',
+         *(f'the kernel {name} is not in this install' for name in planning.missing_kernels(plan))]
+        if text]
     return {'name': name, 'function': function, 'sizes': f'bfloat16 {sizes}',
             'kernels': [plan.get('name', '') for plan in plans], 'runs': not reasons,
             'reasons': reasons}

@@ -4,7 +4,7 @@ The decisions are C++ (csrc/dispatch, through the module `_plan`): the code that
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -100,8 +100,8 @@ def _device_problems(q: Tensor, plans: Sequence[dict]) -> list[str]:
         return [checks.error('can_use', 'q on a CUDA device', str(q.device)), *problem]
     if device_text := _device_problem(q.device):
         return [device_text]
-    return [checks.error('can_use', f'the kernel {facts["name"]}', 'a build without it')
-            for facts in plans if not _is_built(facts)]
+    return [checks.error('can_use', f'the kernel {name}', 'a build without it')
+            for facts in plans for name in missing_kernels(facts)]
 
 
 def _can_use_cache(tensors: dict[str, Tensor | None], given: dict) -> tuple[bool, list[str]]:
@@ -161,8 +161,10 @@ def _checked(of_tensors: tuple, num_splits: int,
                                      execution, rules_of='cuda')
 
 
-def _is_built(facts: dict) -> bool:
-    return 'reason' in facts or facts['name'] in built_variants()
+def missing_kernels(facts: Mapping) -> list[str]:
+    """The kernels of a plan that are not in this install."""
+    names = [facts.get(name, '') for name in ('name', 'steps')]
+    return [name for name in names if name and name not in built_variants()]
 
 
 def _device_problem(device: torch.device) -> str:
@@ -261,7 +263,10 @@ def _explain_cache(inputs: tuple, dtype: torch.dtype, given: dict, gpu: dict[str
 
 
 def _name(facts: dict) -> str:
-    return facts['name'] + ('' if _is_built(facts) else ' (not in this install)')
+    names = [name for name in (facts['name'], facts.get('steps', '')) if name]
+    missing = missing_kernels(facts)
+    return ' and '.join(name + (' (not in this install)' if name in missing else '')
+                        for name in names)
 
 
 def _forward_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:

@@ -125,7 +125,7 @@ struct FwdConfig {
       return 144;  // the warpgroup that computes P
     }
     if (is_swapped) {
-      return 200;
+      return 192;
     }
     if (consumer_warpgroups == 1) {
       return producer == ProducerSize::kWide ? 240 : ctas_per_sm == 1 ? 256 : 216;
@@ -144,7 +144,7 @@ struct FwdConfig {
       return 48;
     }
     if (is_swapped) {
-      return 104;
+      return 120;
     }
     if (consumer_warpgroups == 1) {
       return producer == ProducerSize::kWide ? 168 : ctas_per_sm == 1 ? 56 : 40;
@@ -179,6 +179,17 @@ struct FwdConfig {
   constexpr int decode_rows() const {
     return converts() || head_dim_v > 128 ? kWarpgroupRows / 2 : kWarpgroupRows;
   }
+  // The rows of Q that the GEMMs of a decode kernel compute for `rows` that exist.
+  constexpr int computed_rows(int rows) const {
+    return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+  }
+  // What a row of a part of the keys has in its buffer: O, its LSE and that of a group of parts,
+  // which each of the 8 warps of a decode kernel has for itself.
+  constexpr int part_row_floats() const {
+    return is_swapped ? round_up(head_dim_v, stage_columns()) + 2 * 8 : head_dim_v + 2;
+  }
+  // Counters of the complete parts of a tile or a group; a decode kernel has a byte a warp.
+  constexpr int part_counters() const { return is_swapped ? 2 : consumer_warpgroups; }
   constexpr int stage_columns() const { return head_dim <= 64 && head_dim_v <= 64 ? 64 : 128; }
   constexpr int stage_bytes() const { return tile_n * stage_columns() * element_bytes(dtype_kv); }
 
@@ -250,7 +261,8 @@ constexpr int decode_shared_bytes(FwdConfig const& c) {
   int const rows = kWarpgroupRows * element_bytes(c.dtype_q);
   int const rings = c.stages * c.stage_bytes() + c.q_stages * rows * c.columns();
   int const scales = c.converts() ? c.stages * c.tile_n * int(sizeof(float)) : 0;
-  int const small = kWarpgroupRows * (20 + 8 * int(sizeof(float))) + c.q_stages * 160;
+  int const sequences = 28 * c.threads();
+  int const small = kWarpgroupRows * (20 + 8 * int(sizeof(float))) + c.q_stages * 160 + sequences;
   return rings + rows * c.tile_n + round_up(scales + small + 16 * (c.stages + c.q_stages), 1024);
 }
 

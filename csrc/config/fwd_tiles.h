@@ -170,10 +170,9 @@ inline constexpr FwdConfig kFwdTileD128Cache = on_cache(128, 3, 2);
 inline constexpr FwdConfig kFwdTileD192x128Cache = on_cache(128, 2, 2);
 inline constexpr FwdConfig kFwdTileD256Cache = on_cache(64, 3, 1);
 
-// On a cache, up to 64 rows of a KV head, gathered row by row (csrc/decode). The planner takes them
-// for pages that boxes cannot load, and for head dims above 64 up to 96. Rings of Q, then of K and
-// V, for D64; D96 and D128; D192x128; D256: 16 + 160 KiB, 32 + 160, 48 + 128, 64 + 128; and 16 KiB
-// for P. 64 x 4k: pages of one token 386 us / 266, d96 308 / 269 (the other tiles / these; H200,
+// On a cache, up to 64 rows of a KV head, gathered row by row (csrc/decode). Rings of Q, then of K
+// and V, for D64; D96 and D128; D192x128; D256: 16 + 160 KiB, 32 + 160, 48 + 128, 64 + 128; and 16
+// KiB for P. 64 x 4k: 268 us / 250, pages of one token 386 / 256 (kFwdTileD128Cache / these; H200,
 // 2026-11-27).
 constexpr FwdConfig decode_tile(int stages) {
   return FwdConfig{.consumer_warpgroups = 1,

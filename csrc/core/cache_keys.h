@@ -118,6 +118,22 @@ struct CacheLocation {
 // An even split makes at most so many parts of a tile, if all sequences have the same length.
 constexpr int kMostParts = 64;
 
+// One of two launches that share the sequences of a call, and the CTAs that run at the same time:
+// it takes the sequences with `fewest` to `most` queries.
+struct SharedCall {
+  bool is_shared = false;
+  int fewest = 0;
+  int most = 0;
+  FastDiv other_positions;    // queries of a tile of the other launch
+  int other_weight_log2 = 0;  // its weight_log2 and tile_units
+  int other_tile_units = 0;
+  float other_cost = 1.f;  // what a unit there takes over one here
+
+  FA3_HD bool takes(int queries) const {
+    return !is_shared || (queries >= fewest && queries <= most);
+  }
+};
+
 // What all CTAs of a launch share.
 struct CacheLine {
   int batch = 0;
@@ -127,7 +143,9 @@ struct CacheLine {
   FastDiv ctas;         // that share a line
   FastDiv most_parts;   // kMostParts for each sequence and head
   int weight_log2 = 0;  // that a K tile has if the queries fill more than half of a tile
+  int tile_units = 0;   // even split: what a tile takes besides its K tiles, before the first one
   KeySplits splits;
+  SharedCall shared;
 
   CacheLine() = default;
 
@@ -145,18 +163,19 @@ struct CacheLine {
 
 // The tiles of a CTA. A group is the tiles of one sequence and one range of queries: one for each
 // head, with equally many K tiles, at least one.
-template <class Mask>
+template <class Mask, class Lengths = CacheLengths const&>
 struct CacheWalk {
   CacheLine const& line;
-  CacheLengths const& lengths;
+  Lengths lengths;
   Mask mask;
   int tile_n;
   KeySplits splits;
   Lane lane;
-  int total = 0;  // units of the line
-  int unit = 0;   // where the next part begins
-  int end = 0;    // where the CTA's stretch ends
-  int first = 0;  // unit of the group
+  int total = 0;   // units of the line
+  int others = 0;  // units of a head in the launch that shares the call, by units_of()
+  int unit = 0;    // where the next part begins
+  int end = 0;     // where the CTA's stretch ends
+  int first = 0;   // unit of the group
   int b = 0;
   int m = 0;
   CacheSequence sequence = {};
@@ -165,25 +184,29 @@ struct CacheWalk {
   int head = 0;
   KeyPart part = {};  // the last one that next() found
 
-  FA3_HD CacheWalk(CacheLine const& line_, CacheLengths const& lengths_, Mask const& mask_,
-                   int tile_n_)
+  FA3_HD CacheWalk(CacheLine const& line_, Lengths lengths_, Mask const& mask_, int tile_n_)
       : line(line_), lengths(lengths_), mask(mask_), tile_n(tile_n_), splits(line_.splits) {}
 
   // Whether there may be a part.
   FA3_HD bool valid() const { return unit < end; }
 
-  FA3_HD int tiles_of(CacheSequence const& s) const { return ceil_of(s.len.q, line.positions); }
+  FA3_HD int tiles_of(CacheSequence const& s) const {
+    return line.shared.takes(s.len.q) ? ceil_of(s.len.q, line.positions) : 0;
+  }
 
-  // Units of the sequences [from, to); more than kMostUnits count as one more. Leaves `sequence` at
-  // the last of them.
+  // Units of the sequences [from, to); more than kMostUnits count as one more. Leaves `sequence`,
+  // `keys` and `units` at the last of them.
   FA3_HD int units_of(int from, int to) {
     int64_t sum = 0;
     for (int i = from; i < to; ++i) {
       sequence = cache_sequence(lengths, i);
       int const tiles = tiles_of(sequence);
+      if (line.shared.is_shared && tiles == 0 && sequence.len.q > 0) {
+        others = min_of(others + other_units(), kMostUnits);
+      }
       for (int tile = 0; tile < tiles; ++tile) {
-        BlockRange const range = range_of(sequence, tile);
-        sum += splits.units(range.end - range.begin, weight_of(sequence, tile));
+        take_tile(tile);
+        sum += units;
       }
     }
     sum *= line.heads;
@@ -191,13 +214,19 @@ struct CacheWalk {
   }
 
   // The stretch of a CTA of all lines. Only nonsense lengths give more units than there are slots
-  // for: then nothing is computed.
-  FA3_HD void take_stretch(int units_of_line, int cta) {
+  // for: then nothing is computed. other_units: of all heads, in the launch that shares the call.
+  FA3_HD void take_stretch(int units_of_line, int cta, float other_units = 0.f) {
     int const lanes = int(line.lanes.divisor);
     bool const has_slots = int64_t(units_of_line) * lanes <= splits.most;
     total = has_slots && units_of_line <= kMostUnits ? units_of_line : 0;
     lane = Lane{line.lanes.mod(cta), lanes, line.lanes.div(cta)};
     splits.per_cta = ceil_of(total, line.ctas);
+    if (other_units > 0.f) {
+      float const own = float(total) * float(lanes);
+      float const all = own + other_units * line.shared.other_cost;
+      int const ctas = int(float(line.ctas.divisor) * (own / all));
+      splits.per_cta = ceil_div(total, max_of(1, ctas));
+    }
     if (splits.is_even()) {
       splits.per_cta = max_of(splits.per_cta, ceil_of(total, line.most_parts));
       splits.per_cta = max_of(splits.per_cta, splits.units(1, line.weight_log2));
@@ -216,19 +245,32 @@ struct CacheWalk {
     sequence.len.q = 0;
   }
 
+  // After begin_at(): its sequence is known, and so are the K tiles of its only range of queries.
+  FA3_HD void begin_in(CacheSequence const& of_first, BlockRange const& its_keys, int its_units) {
+    ++b;
+    sequence = of_first;
+    keys = its_keys;
+    units = its_units;
+  }
+
   // Goes to the next part, if there is one.
   FA3_HD bool next() {
     while (valid()) {
       seek();
       int const index = line.heads == 1 ? 0 : int(uint32_t(unit - first) / uint32_t(units));
-      TileOfLine const tile{first + index * units, keys.end - keys.begin, weight_of(sequence, m)};
+      TileOfLine const tile{first + index * units + line.tile_units, keys.end - keys.begin,
+                            weight_of(sequence, m)};
+      unit = max_of(unit, tile.first);
+      if (unit >= end) {
+        return false;
+      }
       head = index * lane.count + lane.index;
       part = splits.part_at(unit, end, tile, lane, total);
       if (part.begin < part.end) {
         unit = splits.after(part, tile, unit);
         return true;
       }
-      unit = tile.first + units;
+      unit = tile.first - line.tile_units + units;
     }
     return false;
   }
@@ -244,9 +286,27 @@ struct CacheWalk {
         m = 0;
         sequence = cache_sequence(lengths, b);
       }
-      keys = range_of(sequence, m);
-      units = splits.units(keys.end - keys.begin, weight_of(sequence, m));
+      take_tile(m);
     }
+  }
+
+  // K tiles and units of a tile of `sequence`.
+  FA3_HD void take_tile(int tile) {
+    keys = range_of(sequence, tile);
+    units = splits.units(keys.end - keys.begin, weight_of(sequence, tile)) + line.tile_units;
+  }
+
+  // About the units of `sequence` in the launch that shares the call: its tiles grow evenly.
+  FA3_HD int other_units() const {
+    int const positions = int(line.shared.other_positions.divisor);
+    int const tiles = ceil_of(sequence.len.q, line.shared.other_positions);
+    int units_of_two = 0;
+    for (int end = 0; end < 2; ++end) {
+      BlockRange const range = range_of(sequence, end * (tiles - 1), positions);
+      units_of_two += splits.units(range.end - range.begin, line.shared.other_weight_log2) +
+                      line.shared.other_tile_units;
+    }
+    return min_of(tiles, kMostUnits / units_of_two) * units_of_two / 2;
   }
 
   FA3_HD int weight_of(CacheSequence const& s, int tile) const {
@@ -257,7 +317,10 @@ struct CacheWalk {
   FA3_HD static int ceil_of(int n, FastDiv const& by) { return by.div(n + int(by.divisor) - 1); }
 
   FA3_HD BlockRange range_of(CacheSequence const& s, int tile) const {
-    int const positions = int(line.positions.divisor);
+    return range_of(s, tile, int(line.positions.divisor));
+  }
+
+  FA3_HD BlockRange range_of(CacheSequence const& s, int tile, int positions) const {
     int const begin = tile * positions;
     BlockRange range = block_range(begin, begin + positions, s.len, tile_n, mask, s.first_slot);
     range.end = max_of(range.end, range.begin + 1);

@@ -51,7 +51,7 @@ constexpr int kMostUnits = 1 << 29;
 // An output tile in its line. weight_log2: in an even split a K tile counts as 2^weight_log2 K
 // tiles.
 struct TileOfLine {
-  int first;  // unit
+  int first;  // unit where its first K tile begins
   int k_tiles;
   int weight_log2;
 };

@@ -75,6 +75,14 @@ struct CacheProblem {
   // Keys of the only sequence, if the host knows that each query sees all of them and no sink; else
   // 0.
   int keys_of_all = 0;
+  // Where two launches share a call (SharedCall): which sequences this one takes, and what it knows
+  // of the other. most_queries 0: it takes all.
+  int fewest_queries = 0;
+  int most_queries = 0;
+  int other_positions = 1;
+  int other_weight_log2 = 0;
+  int other_tile_units = 0;
+  float other_cost = 1.f;
 };
 
 struct FwdProblem {
@@ -148,6 +156,7 @@ struct CacheSchedule {
   KeySplits splits;
   int lanes = 1;        // lines of work
   int weight_log2 = 0;  // CacheLine::weight_log2
+  int tile_units = 0;   // CacheLine::tile_units
   int rows = 0;         // that a part has
   int64_t slots = 0;    // parts that there may be
   // Parts of each output tile if a launch of its own combines them, else 0. They then lie as (part,

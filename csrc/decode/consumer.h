@@ -1,6 +1,6 @@
 // The two consumer warpgroups: S^T = K Q^T, the softmax and O^T = V^T P^T of a tile of up to 64
 // rows of Q. Each computes S of half of the keys of a K tile, and O of half of the columns of a
-// stage. N of both GEMMs is the number of rows, rounded up to 8, 32 or 64.
+// stage. N of both GEMMs is the number of rows, rounded up to 8, 16, 32 or 64.
 #pragma once
 
 #include "decode/operands.h"
@@ -41,15 +41,15 @@ struct DecodeConsumer {
       int const rows = rows_of_tile(p, work);
       if (rows <= 8) {
         compute_tile<8>(work);
+      } else if (rows <= 16) {
+        compute_tile<16>(work);
       } else if (Traits::k.decode_rows() == 32 || rows <= 32) {
         compute_tile<32>(work);
       } else {
         compute_tile<64>(work);
       }
-      if (work.location.part.parts > 1 && p.tiles_apart == 0) {
-        combine_parts(p, work, 0,
-                      PartGroup{warpgroup * kWarpgroupThreads + thread, Traits::kConsumerThreads,
-                                NamedBarrier::kWarpgroupFirst, &shared.completes_tile});
+      if (work.location.part.parts > 1) {
+        DecodeCombiner<Traits, Keys<8>>(shared, p, work, place()).run();
       }
       __syncwarp();
       if (is_first_lane()) {
@@ -297,7 +297,6 @@ struct DecodeConsumer {
   // ------------------------------------------------------------------------------------ results
   template <int kRows, class Softmax, class Sums>
   CUTE_DEVICE void store(Work const& work, Softmax& softmax, Sums (&output)[Traits::kPartsV]) {
-    softmax.complete_sums();
     float scale = 1.f;
     if constexpr (Traits::kConverts) {
       scale = p.has_page_scales()         ? transformed.value_scale
@@ -305,7 +304,12 @@ struct DecodeConsumer {
                                           : 1.f;
       transformed.value_scale = 0.f;
     }
-    DecodeOutput<Traits, Keys<kRows>>{p, work, place()}.store(softmax, output, scale);
+    softmax.store_sums();
+    sync_consumers();
+    DecodeOutput<Traits, Keys<kRows>, kRows> const target(shared, p, work, place());
+    target.finish_rows(scale);
+    sync_consumers();
+    target.store(output);
   }
 };
 

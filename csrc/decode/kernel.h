@@ -16,15 +16,31 @@ __global__ void __launch_bounds__(Config::k.threads(), 1)
   using Traits = DecodeTraits<Config>;
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<DecodeStorage<Traits>*>(shared_bytes);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == Config::k.threads() - 1) {  // its warp has the fewest lengths to read
     shared.init_barriers();
   }
-  __syncthreads();
   int const warpgroup = cutlass::canonical_warp_group_idx();
   int const thread = int(threadIdx.x) % kWarpgroupThreads;
+  DecodeTiles<Traits> tiles(p, shared.sequences);
+  DecodeProducer<Traits> producer(shared, p, tiles, thread);
+  // The first tile is found while earlier launches still run. What they may have changed since is
+  // read again: with more sequences than threads all of it, so that nothing is found early.
+  bool is_early = tiles.lengths.run == 1;
+  bool is_current;
+  if (!is_early) {
+    tiles.wait();
+  }
+  do {
+    tiles.find();
+    if (warpgroup == 0) {
+      producer.find_first(is_early);
+    }
+    is_current = !is_early || tiles.confirm([&] { return warpgroup > 0 || producer.reads_same(); });
+    is_early = false;
+  } while (!is_current);
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::k.producer_registers()>();
-    DecodeProducer<Traits>(shared, p, thread).run();
+    producer.run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::k.consumer_registers()>();
     DecodeConsumer<Traits>(shared, p, warpgroup - 1, thread).run();

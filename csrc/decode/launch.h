@@ -20,9 +20,14 @@ void launch_decode(FwdParams const& p, void* stream) {
   DecodeDeviceParams params;
   set_cache_params<Traits>(params, p);
   int const positions = Config::k.decode_rows() / p.schedule.pack;
+  CacheSchedule const& schedule = p.schedule.cache;
+  int64_t const rows = schedule.slots * schedule.rows;
+  params.part_lses = params.parts + rows * Traits::kPartColumns;
+  params.group_lses = params.part_lses + rows * Traits::kConsumerWarps;
   params.positions_per_warpgroup = positions;
   params.line.positions = FastDiv(positions);
   params.is_bf16 = p.problem.dtype == Dtype::kBFloat16;
+  params.is_second = p.problem.cache.fewest_queries == 1;  // the steps
   params.q_rows = in_bytes(p.q, p.problem.dtype);
   params.row_bytes_q = p.problem.head_dim * element_bytes(p.problem.dtype);
   launch_early(decode_kernel<Config>, shape, params, stream);

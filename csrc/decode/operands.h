@@ -10,6 +10,7 @@
 #include "decode/storage.h"
 #include "device/gemm.h"
 #include "device/math.h"
+#include "forward/combine_parts.h"
 
 namespace fa3 {
 
@@ -72,8 +73,23 @@ struct SharedKeys {
     }
   }
 
-  // The column of O of this thread's first row of O^T in a block of 64 columns, and of its second.
-  CUTE_DEVICE static int column_of(int thread, int half) { return fragment_row(thread) + 8 * half; }
+  // Calls visit(row, column, pair) for two columns of O each, in a block of 64. four: of two rows,
+  // 0 and 1, the columns fragment_row(thread), then those 8 further. Lanes whose columns are
+  // neighbours exchange a row.
+  template <class Visit>
+  CUTE_DEVICE static void for_each_pair(float4 const& four, bool is_half, int thread,
+                                        Visit const& visit) {
+    uint32_t const rows[2] = {pack_result(is_half, four.x, four.y),
+                              pack_result(is_half, four.z, four.w)};
+    bool const is_odd = (thread & 4) != 0;
+    CUTE_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      uint32_t const other = __shfl_xor_sync(0xffffffffu, rows[half], 4);
+      uint32_t const pair =
+          is_odd ? __byte_perm(other, rows[half], 0x7632) : __byte_perm(rows[half], other, 0x5410);
+      visit(is_odd ? 1 : 0, fragment_row(thread) / 2 * 2 + 8 * half, pair);
+    }
+  }
 };
 
 // e4m3. Each warp releases a stage as soon as it has read it.
@@ -123,8 +139,13 @@ struct ConvertedKeys {
   template <class Release>
   CUTE_DEVICE static void release_after_gemm(int, Release const&) {}
 
-  CUTE_DEVICE static int column_of(int thread, int half) {
-    return thread / 32 * 16 + thread % 32 / 4 * 2 + half;
+  // As that of SharedKeys; a thread has both columns.
+  template <class Visit>
+  CUTE_DEVICE static void for_each_pair(float4 const& four, bool is_half, int thread,
+                                        Visit const& visit) {
+    int const column = thread / 32 * 16 + thread % 32 / 4 * 2;
+    visit(0, column, pack_result(is_half, four.x, four.z));
+    visit(1, column, pack_result(is_half, four.y, four.w));
   }
 
  private:

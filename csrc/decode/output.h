@@ -1,91 +1,91 @@
-// The end of a tile: O of a whole tile goes from registers to its rows, O of a part to a buffer in
-// fp32.
+// The end of a tile. O of a whole tile goes from registers to its rows; O of a part goes to a
+// buffer as it lies in registers, in fp32, with its LSEs (decode/combine.h).
 #pragma once
 
-#include "decode/softmax.h"
-#include "forward/combine_parts.h"
+#include "decode/combine.h"
 
 namespace fa3 {
 
-template <class Traits, class Keys>
+template <class Traits, class Keys, int kRows>
 struct DecodeOutput {
-  typename Traits::Params const& p;
-  FwdWork<Traits> const& work;
-  DecodeThread at;
+  static constexpr int kEights = kRows / 8;
+  // The factor of a row without a visible key. WHY not 0: that is the scale of V where all are NaN.
+  static constexpr float kNothing = -INFINITY;
+  using Parts = WarpParts<Traits>;
 
-  // softmax has the sums of all keys; scale: of V.
-  template <class Softmax, class Sums>
-  CUTE_DEVICE void store(Softmax const& softmax, Sums (&output)[Traits::kPartsV],
-                         float scale) const {
+  DecodeStorage<Traits>& shared;
+  DecodeResults<Traits, Keys> results;
+
+  CUTE_DEVICE DecodeOutput(DecodeStorage<Traits>& shared_, typename Traits::Params const& p,
+                           FwdWork<Traits> const& work, DecodeThread at)
+      : shared(shared_), results{p, work, at} {}
+
+  // The factors and LSEs of the rows, from the maxima and from the sums of the warps: a thread has
+  // a row. scale: of V.
+  CUTE_DEVICE void finish_rows(float scale) const {
+    auto const& [p, work, at] = results;
     bool const is_whole = work.location.part.parts == 1;
-    int64_t const first_row = is_whole ? 0 : first_row_of_part(p, work);
+    int const r = at.warp * 32 + at.lane;
+    if (r >= kRows) {
+      return;
+    }
+    float sum = 0.f;
     CUTE_UNROLL
-    for (int c = 0; c < Softmax::kColumns; ++c) {
-      int const r = at.row_of(c);
-      RowOfTile const row = row_of_tile(p, work.rows, r);
-      if (!row.exists) {
-        continue;
-      }
-      float const sink = sink_of(row);
-      float const lse = softmax.lse(c, p.softmax_scale);
-      float const of_sink =
-          sink == -INFINITY
-              ? 0.f
-              : exp2_approx(sink * kLog2E - finite_max(softmax.most[c]) * softmax.scale_log2 +
-                            Softmax::kOffsetLog2);
-      bool const is_empty = softmax.sum[c] == 0.f;
-      float const factor = inverse_sum(softmax.sum[c] + of_sink) * scale;
-      bool const writes_lse = at.warp == 0 && at.lane < 4;
-      if (is_whole) {
-        ResultRow<Traits> const target = ResultRow<Traits>::of(p, work, row);
-        write(output, c, factor, is_empty, [&](int column, float x) {
-          if (column < target.columns) {
-            target.write_one(column, x);
-          }
-        });
-        if (writes_lse && p.lse != nullptr) {
-          p.lse[index_of_row(p, work.rows, row)] = with_sink(lse, sink);
+    for (int warp = 0; warp < Traits::kConsumerWarps; ++warp) {
+      sum += shared.sums[warp][r];
+    }
+    float const most = ordered_float(shared.most[r]);
+    RowOfTile const row = row_of_tile(p, work.rows, r);
+    float const sink = is_whole ? results.sink_of(row) : -INFINITY;
+    float const lse = with_sink(
+        log_sum_exp(most, sum, p.softmax_scale) - DecodeSoftmax<Traits, kRows>::kOffsetLog2 * kLn2,
+        sink);
+    float const of_sink = exp2_approx(sink * kLog2E - finite_max(most) * p.scale_log2 +
+                                      DecodeSoftmax<Traits, kRows>::kOffsetLog2);
+    shared.factors[r] = sum == 0.f ? kNothing : inverse_sum(sum + of_sink) * scale;
+    shared.lses[r] = lse;
+    if (is_whole) {
+      results.write_lse(row, lse);
+    }
+  }
+
+  template <class Sums>
+  CUTE_DEVICE void store(Sums (&output)[Traits::kPartsV]) const {
+    auto const& [p, work, at] = results;
+    bool const is_whole = work.location.part.parts == 1;
+    if (at.warp >= Parts::kWarps) {
+      return;
+    }
+    KeyPart const& part = work.location.part;
+    Parts const parts{p, at};
+    int const slot = is_whole ? 0 : part.slot_of(part.index);
+    CUTE_UNROLL
+    for (int i = 0; i < kEights; ++i) {
+      float2 const factors = *reinterpret_cast<float2 const*>(&shared.factors[at.row_of(2 * i)]);
+      CUTE_UNROLL
+      for (int v = 0; v < Traits::kPartsV; ++v) {
+        float4 const four = scaled(make_float4(output[v](4 * i), output[v](4 * i + 1),
+                                               output[v](4 * i + 2), output[v](4 * i + 3)),
+                                   factors);
+        if (is_whole) {
+          results.write(four, i, v);
+        } else {
+          parts.fours(slot)[Parts::four_of(i, v)] = four;
         }
-      } else {
-        float* const target = p.parts + (first_row + r) * Traits::kHeadDimV;
-        write(output, c, factor, is_empty, [&](int column, float x) {
-          if (column < Traits::kHeadDimV) {
-            target[column] = x;
-          }
-        });
-        if (writes_lse) {
-          p.part_lses[first_row + r] = lse;
-        }
       }
+    }
+    for (int r = at.lane; !is_whole && r < kRows; r += 32) {
+      parts.lses(p.part_lses, slot)[r] = shared.lses[r];
     }
   }
 
  private:
-  CUTE_DEVICE float sink_of(RowOfTile const& row) const {
-    bool const is_used = p.sinks != nullptr && work.location.has_sink();
-    return is_used ? p.sinks[work.rows.head + row.head] : -INFINITY;
-  }
-
-  // The elements of O of a column c of O^T, a row of O. O of a row without a visible key is 0,
-  // whatever V holds.
-  template <class Sums, class Write>
-  CUTE_DEVICE void write(Sums (&output)[Traits::kPartsV], int c, float factor, bool is_empty,
-                         Write const& write_one) const {
-    int const warpgroup = at.warp / kWarpgroupWarps;
-    if (Traits::kBlocks < Traits::kConsumers && warpgroup > 0) {
-      return;
-    }
-    int const thread = at.warp % kWarpgroupWarps * 32 + at.lane;
-    CUTE_UNROLL
-    for (int part = 0; part < Traits::kPartsV; ++part) {
-      CUTE_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        int const column =
-            part * Traits::kStageColumns + warpgroup * 64 + Keys::column_of(thread, half);
-        float const x = output[part](c / 2 * 4 + half * 2 + c % 2);
-        write_one(column, is_empty ? 0.f : x * factor);
-      }
-    }
+  // O of a row without a visible key is 0, whatever V holds.
+  CUTE_DEVICE static float4 scaled(float4 const& o, float2 const& factors) {
+    return make_float4(factors.x == kNothing ? 0.f : o.x * factors.x,
+                       factors.y == kNothing ? 0.f : o.y * factors.y,
+                       factors.x == kNothing ? 0.f : o.z * factors.x,
+                       factors.y == kNothing ? 0.f : o.w * factors.y);
   }
 };
 

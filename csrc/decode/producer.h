@@ -12,8 +12,9 @@
 
 namespace fa3 {
 
-// Where a row of K and V of a K tile lies, in bytes.
+// Where a row of K and V of a K tile lies, in bytes, if it is one of the sequence.
 struct DecodeRowOffsets {
+  int id;  // its entry, or one that does not exist
   int64_t k;
   int64_t v;
 };
@@ -33,80 +34,106 @@ struct DecodeProducer {
 
   DecodeStorage<Traits>& shared;
   Params const& p;
+  DecodeTiles<Traits>& tiles;
   int thread;
   int chunk;
   int first_row;  // this lane's first one among the warp's rows
   RingState<Traits::kStages> ring;
   RingState<Traits::kQStages> tile_ring;
+  Work work;              // the next tile
+  DecodeRowOffsets rows;  // where its first K tile lies
 
-  CUTE_DEVICE DecodeProducer(DecodeStorage<Traits>& shared_, Params const& p_, int thread_)
+  CUTE_DEVICE DecodeProducer(DecodeStorage<Traits>& shared_, Params const& p_,
+                             DecodeTiles<Traits>& tiles_, int thread_)
       : shared(shared_),
         p(p_),
+        tiles(tiles_),
         thread(thread_),
         chunk(thread_ % kChunks),
         first_row(thread_ % 32 / kChunks) {}
 
-  // The first tile is found, and its first keys are fetched into L2, while earlier launches still
-  // run. What they may have changed since is read again.
+  // Finds the first tile. is_early: earlier launches may still run; its first keys are fetched into
+  // L2.
   //
-  // INVARIANT: whatever else this kernel reads or writes in global memory comes after the wait.
+  // INVARIANT: what this reads from global memory is read again after they have ended, and nothing
+  // else is read or written before.
+  CUTE_DEVICE void find_first(bool is_early) {
+    tiles.begin();
+    find_next();
+    write_work();
+    if (is_early && work.valid() && exists(rows.id)) {
+      prefetch_row(static_cast<char const*>(p.k_rows.data) + rows.k, p.row_bytes_k);
+      prefetch_row(static_cast<char const*>(p.v_rows.data) + rows.v, p.row_bytes_v);
+    }
+  }
+
+  // Whether find_first() would read the same entry now.
+  CUTE_DEVICE bool reads_same() const {
+    return !work.valid() ||
+           entry_of<true>(KeySource::of(work), slot_of(work.keys.end - 1)) == rows.id;
+  }
+
   CUTE_DEVICE void run() {
-    CacheTiles<Traits> tiles(p);
-    tiles.start();
-    Work work = tiles.next();
-    if (work.valid()) {
-      prefetch(KeySource::of(work), work.keys.end - 1);
-    }
-    wait_for_earlier_launches();
     allow_later_launches();
-    if (!tiles.is_current()) {
-      tiles.start();
-      work = tiles.next();
-    }
     while (work.valid()) {
-      load_tile(work);
-      work = tiles.next();
+      publish();
+      load_tile();
+      find_next();
+      shared.work_empty[tile_ring.stage].wait(tile_ring.phase ^ 1);
+      write_work();
     }
-    publish(work);
+    publish();
     cute::cp_async_wait<0>();
+    if (p.is_second) {
+      wait_for_earlier_launches();
+    }
   }
 
  private:
-  CUTE_DEVICE void publish(Work const& work) {
-    shared.work_empty[tile_ring.stage].wait(tile_ring.phase ^ 1);
+  CUTE_DEVICE void find_next() {
+    work = tiles.next();
+    if (work.valid()) {
+      KeySource const keys = KeySource::of(work);
+      int const slot = slot_of(work.keys.end - 1);
+      rows = offsets_of(keys, slot, entry_of<true>(keys, slot));
+    }
+  }
+
+  CUTE_DEVICE void write_work() {
     if (thread == 0) {
       shared.work[tile_ring.stage] = work.valid() ? share_of_part<Traits>(p, work, 0) : work;
+    }
+  }
+
+  CUTE_DEVICE void publish() {
+    if (thread == 0) {
       shared.work_full[tile_ring.stage].arrive();
     }
   }
 
   // The page table is read one K tile ahead.
-  CUTE_DEVICE void load_tile(Work const& work) {
-    publish(work);
+  CUTE_DEVICE void load_tile() {
     KeySource const keys = KeySource::of(work);
-    int n = work.keys.end - 1;
-    int id = entry_of(keys, slot_of(n));
     bool is_first = true;
     CUTE_NO_UNROLL
-    for (; n >= work.keys.begin; --n) {
-      DecodeRowOffsets const rows = offsets_of(keys, slot_of(n), exists(id) ? id : 0);
-      uint32_t const used = __ballot_sync(kWholeWarp, exists(id));
-      int const own_id = id;
-      id = n > work.keys.begin ? entry_of(keys, slot_of(n - 1)) : p.entries;
+    for (int n = work.keys.end - 1; n >= work.keys.begin; --n) {
+      uint32_t const used = __ballot_sync(kWholeWarp, exists(rows.id));
+      int const next_id = n > work.keys.begin ? entry_of<false>(keys, slot_of(n - 1)) : p.entries;
       CUTE_NO_UNROLL
       for (int part = 0; part < Traits::kParts; ++part) {
         shared.empty[ring.stage].wait(ring.phase ^ 1);
         if (is_first) {
-          load_queries(work);
+          load_queries();
           is_first = false;
         }
-        load<true>(keys, rows.k, used, own_id, part);
+        load<true>(keys, used, part);
       }
       CUTE_NO_UNROLL
       for (int part = 0; part < Traits::kPartsV; ++part) {
         shared.empty[ring.stage].wait(ring.phase ^ 1);
-        load<false>(keys, rows.v, used, own_id, part);
+        load<false>(keys, used, part);
       }
+      rows = offsets_of(keys, slot_of(n - 1), next_id);
     }
     tile_ring.advance();
   }
@@ -114,8 +141,9 @@ struct DecodeProducer {
   // The slot of this thread's row in K tile n.
   CUTE_DEVICE int slot_of(int n) const { return n * Traits::kTileN + thread; }
 
-  // The entry that holds a slot. kIsEarly: what is read must not stay in L1.
-  template <bool kIsEarly = false>
+  // The entry that holds a slot. kIsEarly: earlier launches may still run, and what is read must
+  // not stay in L1.
+  template <bool kIsEarly>
   CUTE_DEVICE int entry_of(KeySource const& keys, int slot) const {
     if (!keys.has(slot)) {
       return p.entries;
@@ -124,14 +152,16 @@ struct DecodeProducer {
       return keys.entry;
     }
     int const* const id = p.page_table + keys.sequence * p.table_stride + p.page_size.div(slot);
-    return kIsEarly ? read_now(id) : __ldg(id);
+    return kIsEarly ? read_now(id) : *id;
   }
 
   CUTE_DEVICE bool exists(int id) const { return uint32_t(id) < uint32_t(p.entries); }
 
+  // Those of rows that do not exist lead into the tensor too.
   CUTE_DEVICE DecodeRowOffsets offsets_of(KeySource const& keys, int slot, int id) const {
     int const row = p.page_table == nullptr ? keys.row + slot : p.page_size.mod(slot);
-    return {offset_of(p.k_rows, keys, row, id), offset_of(p.v_rows, keys, row, id)};
+    int const entry = exists(id) ? id : 0;
+    return {id, offset_of(p.k_rows, keys, row, entry), offset_of(p.v_rows, keys, row, entry)};
   }
 
   CUTE_DEVICE static int64_t offset_of(TensorView const& rows, KeySource const& keys, int row,
@@ -139,10 +169,9 @@ struct DecodeProducer {
     return id * rows.batch_stride + row * rows.row_stride + keys.kv_head * rows.head_stride;
   }
 
-  // A part of K or V of a K tile. offset: of this lane's row; used: a bit for each row of the warp;
-  // id: the entry of this lane's row.
+  // A part of K or V of a K tile, at `rows`. used: a bit for each row of the warp.
   template <bool kIsK>
-  CUTE_DEVICE void load(KeySource const& keys, int64_t offset, uint32_t used, int id, int part) {
+  CUTE_DEVICE void load(KeySource const& keys, uint32_t used, int part) {
     constexpr int kAllChunks = (kIsK ? Traits::kHeadDim : Traits::kHeadDimV) * kElementBytes / 16;
     int const of_row = part * kChunks + chunk;
     bool const has_column = of_row * 16 < (kIsK ? p.row_bytes_k : p.row_bytes_v);
@@ -153,13 +182,13 @@ struct DecodeProducer {
     bool const is_stored = kAllChunks % kChunks == 0 || of_row < kAllChunks;
     CUTE_UNROLL
     for (int i = 0; i < 32; i += kRowsAtOnce) {
-      int64_t const of_copy = __shfl_sync(kWholeWarp, offset, i + first_row);
+      int64_t const of_copy = __shfl_sync(kWholeWarp, kIsK ? rows.k : rows.v, i + first_row);
       if (is_stored) {
         copy((to ^ swizzle_of(i)) + i * kRowBytes, data + of_copy, (copied >> i & 1) != 0);
       }
     }
     if (Traits::kConverts && part == 0 && p.has_page_scales()) {
-      load_key_scale<kIsK>(keys, id);
+      load_key_scale<kIsK>(keys, rows.id);
     }
     arrive_after_copies(shared.full[ring.stage]);
     ring.advance();
@@ -192,16 +221,7 @@ struct DecodeProducer {
     }
   }
 
-  // Fetches K and V of K tile n into L2, a line of 128 bytes at a time.
-  CUTE_DEVICE void prefetch(KeySource const& keys, int n) {
-    int const id = entry_of<true>(keys, slot_of(n));
-    if (exists(id)) {
-      DecodeRowOffsets const rows = offsets_of(keys, slot_of(n), id);
-      prefetch_row(static_cast<char const*>(p.k_rows.data) + rows.k, p.row_bytes_k);
-      prefetch_row(static_cast<char const*>(p.v_rows.data) + rows.v, p.row_bytes_v);
-    }
-  }
-
+  // Fetches a row into L2, a line of 128 bytes at a time.
   CUTE_DEVICE static void prefetch_row(char const* row, int bytes) {
     CUTE_NO_UNROLL
     for (int i = 0; i < bytes; i += 128) {
@@ -210,7 +230,7 @@ struct DecodeProducer {
   }
 
   // Rows of Q that exist, and the scales of the tile.
-  CUTE_DEVICE void load_queries(Work const& work) {
+  CUTE_DEVICE void load_queries() {
     int const chunks = p.row_bytes_q / 16;
     constexpr int kRowChunks = Traits::kHeadDim / 8;
     int const rows = rows_of_tile(p, work);
@@ -232,23 +252,23 @@ struct DecodeProducer {
            is_read);
     }
     if constexpr (Traits::kConverts) {
-      load_tile_scales(work);
+      load_tile_scales();
     }
   }
 
-  CUTE_DEVICE void load_tile_scales(Work const& work) {
+  CUTE_DEVICE void load_tile_scales() {
     if constexpr (Traits::kConverts) {
       DecodeScales& scales = shared.tile_scales[tile_ring.stage];
       if (thread == 0) {
-        load_tile_scale(&scales.k, p.k_scale, work);
+        load_tile_scale(&scales.k, p.k_scale);
       } else if (thread == 1) {
-        load_tile_scale(&scales.v, p.v_scale, work);
+        load_tile_scale(&scales.v, p.v_scale);
       }
     }
   }
 
   // Without a scale the consumers take 1.
-  CUTE_DEVICE void load_tile_scale(float* target, ScaleView const& scale, Work const& work) const {
+  CUTE_DEVICE void load_tile_scale(float* target, ScaleView const& scale) const {
     if (scale.data != nullptr) {
       int const batch = min_of(work.entry, p.scale_batches - 1);
       copy_float(target, scale.data + batch * scale.batch_stride + work.kv_head * scale.head_stride,

@@ -57,8 +57,7 @@ struct DecodeSoftmax {
     }
   }
 
-  // The maxima of a warp's keys into those of the tile. Each step over the eight lanes of a column
-  // halves the columns that a lane has, until it has one or two.
+  // The maxima of a warp's keys into those of the tile.
   template <class Scores>
   CUTE_DEVICE void raise_maxima(Scores const& scores) const {
     float now[kColumns];
@@ -67,7 +66,9 @@ struct DecodeSoftmax {
       int const i = c / 2 * 4 + c % 2;
       now[c] = fmaxf(scores(i), scores(i + 2));
     }
-    raise_maxima<16, kColumns>(now, 0);
+    over_lanes<16, kColumns>(
+        now, 0, [](float a, float b) { return fmaxf(a, b); },
+        [&](int row, float x) { atomicMax(&shared.most[row], ordered_int(x)); });
   }
 
   // S of a K tile becomes P, in fp32, once all warps have raised the maxima; O of the K tiles
@@ -106,58 +107,40 @@ struct DecodeSoftmax {
     }
   }
 
-  // Sums over all keys, in a fixed order: over the lanes of a column, then over the warps.
-  CUTE_DEVICE void complete_sums() {
-    CUTE_UNROLL
-    for (int c = 0; c < kColumns; ++c) {
-      CUTE_UNROLL
-      for (int distance = 4; distance < 32; distance *= 2) {
-        sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], distance);
-      }
-      if (at.lane < 4) {
-        shared.sums[at.warp][at.row_of(c)] = sum[c];
-      }
-    }
-    sync_consumers();
-    CUTE_UNROLL
-    for (int c = 0; c < kColumns; ++c) {
-      sum[c] = 0.f;
-      CUTE_UNROLL
-      for (int warp = 0; warp < Traits::kConsumerWarps; ++warp) {
-        sum[c] += shared.sums[warp][at.row_of(c)];
-      }
-    }
-  }
-
-  // Without a sink; natural logarithm.
-  CUTE_DEVICE float lse(int column, float softmax_scale) const {
-    return log_sum_exp(most[column], sum[column], softmax_scale) - kOffsetLog2 * kLn2;
+  // The sums over a warp's keys into shared memory, in a fixed order.
+  CUTE_DEVICE void store_sums() {
+    over_lanes<16, kColumns>(
+        sum, 0, [](float a, float b) { return a + b; },
+        [&](int row, float x) { shared.sums[at.warp][row] = x; });
   }
 
  private:
-  template <int kDistance, int kLeft>
-  CUTE_DEVICE void raise_maxima(float (&now)[kColumns], int first) const {
+  // Combines the values of the eight lanes that share columns, in place. Each step halves the
+  // columns that a lane has, until it has one or two: of those one lane calls visit(row, value).
+  template <int kDistance, int kLeft, class Combine, class Visit>
+  CUTE_DEVICE void over_lanes(float (&x)[kColumns], int first, Combine const& combine,
+                              Visit const& visit) const {
     bool const is_upper = (at.lane & kDistance) != 0;
     if constexpr (kDistance < 4) {
-      constexpr int kSame = kColumns >= 8 ? 0 : 12;  // other lanes have it too
+      constexpr int kSame = kColumns >= 8 ? 0 : kColumns == 4 ? 4 : 12;  // other lanes have it too
       if ((at.lane & kSame) == 0) {
         CUTE_UNROLL
         for (int c = 0; c < kLeft; ++c) {
-          atomicMax(&shared.most[at.row_of(first + c)], ordered_int(now[c]));
+          visit(at.row_of(first + c), x[c]);
         }
       }
     } else if constexpr (kLeft > 1) {
       constexpr int kHalf = kLeft / 2;
       CUTE_UNROLL
       for (int c = 0; c < kHalf; ++c) {
-        float const given = is_upper ? now[c] : now[c + kHalf];
-        float const kept = is_upper ? now[c + kHalf] : now[c];
-        now[c] = fmaxf(kept, __shfl_xor_sync(0xffffffffu, given, kDistance));
+        float const given = is_upper ? x[c] : x[c + kHalf];
+        float const kept = is_upper ? x[c + kHalf] : x[c];
+        x[c] = combine(kept, __shfl_xor_sync(0xffffffffu, given, kDistance));
       }
-      raise_maxima<kDistance / 2, kHalf>(now, first + (is_upper ? kHalf : 0));
+      over_lanes<kDistance / 2, kHalf>(x, first + (is_upper ? kHalf : 0), combine, visit);
     } else {
-      now[0] = fmaxf(now[0], __shfl_xor_sync(0xffffffffu, now[0], kDistance));
-      raise_maxima<kDistance / 2, 1>(now, first);
+      x[0] = combine(x[0], __shfl_xor_sync(0xffffffffu, x[0], kDistance));
+      over_lanes<kDistance / 2, 1>(x, first, combine, visit);
     }
   }
 };

@@ -1,8 +1,8 @@
 // Shared memory of a CTA: a ring of K and V, a ring of Q with its tile, P of a K tile.
 #pragma once
 
+#include "decode/sequences.h"
 #include "decode/traits.h"
-#include "device/barriers.h"
 
 namespace fa3 {
 
@@ -45,11 +45,13 @@ struct DecodeStorage {
   DecodeRow rows[kWarpgroupRows];
   int most[kWarpgroupRows];                            // the largest score so far, ordered_int()
   float sums[Traits::kConsumerWarps][kWarpgroupRows];  // over a warp's keys
+  float factors[kWarpgroupRows];                       // rows of O times them; -inf: 0
+  float lses[kWarpgroupRows];
   FwdWork<Traits> work[kQStages];
+  SequenceTable<Traits> sequences;
   DecodeScales tile_scales[kDecodeScales];  // unset where the call has none
   // Scales by page: of the keys of a stage; its barriers guard them.
   float key_scales[kScaleStages][Traits::kTileN];
-  int completes_tile;
 
   // Name: what becomes true. Who arrives -> who waits (arrivals).
   Mbarrier full[kStages];        // a part has arrived, and Q before the first part of a tile: all

@@ -14,6 +14,9 @@ struct DecodeDeviceParams : CacheDeviceParams {
   TensorView q_rows;  // strides in bytes
   int row_bytes_q;
   bool is_bf16;  // with a cache of e4m3: Q in global memory, else fp16
+  // The launch before shares the call (SharedCall), and has waited for earlier ones before it let
+  // this one start. So this one waits for nothing at its start, and for that launch at its end.
+  bool is_second;
 };
 
 template <class Config_>
@@ -55,6 +58,9 @@ struct DecodeTraits {
   static constexpr int kKeys = kTileN / kConsumers;
   static_assert(kKeys == 64 && k.slice() == 64);
   static constexpr int kOutputSteps = kTileN / 16;
+
+  // Columns of O that a row of a part of the keys has in its buffer.
+  static constexpr int kPartColumns = kPartsV * kStageColumns;
 
   // k-steps of S in a part.
   static constexpr int steps_of_part(int part) {

@@ -51,4 +51,13 @@ CUTE_DEVICE int add_in_order(int* counter, int value) {
   return before;
 }
 
+CUTE_DEVICE unsigned long long add_in_order(unsigned long long* counter, unsigned long long value) {
+  unsigned long long before;
+  asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;"
+               : "=l"(before)
+               : "l"(counter), "l"(value)
+               : "memory");
+  return before;
+}
+
 }  // namespace fa3

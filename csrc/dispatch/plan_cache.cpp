@@ -13,8 +13,19 @@ namespace {
 // (docs/journal/cache.md).
 constexpr int kWeightLog2OfTwo = 1;
 
+// What a tile of two warpgroups takes besides its K tiles, in units of half a K tile: 1400 cycles.
+// Its results, its last PV and the wait for the next Q are 6400, in parts more. One sequence of
+// 2048 queries and keys, 32 and 8 heads: 142 us without, where a CTA has up to 15 tiles, others 3
+// (H200, 2026-11-27).
+constexpr int kTileUnitsOfTwo = 5;
+
+// What a K tile of a step takes over half a K tile of a prompt, 1.17 us over 0.9 to 1.3, where both
+// have half of the multiprocessors (H200, 2026-11-27).
+constexpr float kCostOfStep = 1.1f;
+
 // tiles: output tiles of a line.
-KeySplits splits_of(CacheProblem const& cache, int tile_n, int64_t tiles, int weight_log2) {
+KeySplits splits_of(CacheProblem const& cache, int tile_n, int64_t tiles, int weight_log2,
+                    int& tile_units) {
   KeySplits splits;
   if (cache.split_size > 0) {
     splits.kind = SplitKind::kSize;
@@ -24,10 +35,13 @@ KeySplits splits_of(CacheProblem const& cache, int tile_n, int64_t tiles, int we
     splits.count = cache.num_splits;
   } else {
     int const k_tiles = ceil_div(cache.capacity, tile_n);
-    while (tiles * splits.units(k_tiles, weight_log2) > kMostUnits && k_tiles >> splits.count > 0) {
+    while (tiles * (splits.units(k_tiles, weight_log2) + tile_units) > kMostUnits &&
+           k_tiles >> splits.count > 0) {
       ++splits.count;
+      tile_units = 0;
     }
   }
+  tile_units = splits.is_even() ? tile_units : 0;
   return splits;
 }
 
@@ -42,25 +56,44 @@ bool has_few_keys(FwdProblem const& problem, RowPacking rows, int sms) {
   return keys > 0 && tiles * ceil_div(keys, 128) < int64_t(kFewTiles) * sms;
 }
 
-// The decode kernel, which gathers rows one by one, or -1. It is faster where pages are too small
-// for boxes (pages of one token: 1.2 to 1.4 times as fast as the others), where e4m3 is converted
-// (1.0 to 1.5 times), and for head dims above 64 up to 96, which the others compute as 128 (1.1
-// times; H200, 2026-11-27). WHY not in one pass or with split_size: it sums a row in another order,
-// and their bits are promised.
+// Queries that fill tiles alone are not packed, unless the call asks for it: 4 x 512 queries, 2048
+// keys, 8 heads and one KV head 62 us packed, 40 not; 2048 queries and keys, 32 and 8 heads 114,
+// 97; 2048 queries, 16k keys 814, 854 (H200, 2026-11-27).
+RowPacking packing_of(FwdProblem const& problem) {
+  constexpr int kManyQueries = 256;
+  int const group = problem.heads_q / problem.heads_k;
+  bool const fills_tiles = problem.pack_gqa == PackGqa::kHeuristic &&
+                           problem.seqlen_q >= kManyQueries && !problem.kind.is_latent &&
+                           problem.cache.split_size == 0;
+  bool const packs = problem.pack_gqa != PackGqa::kNever && !fills_tiles;
+  return RowPacking{packs ? largest_pack(group) : 1};
+}
+
+int sms_of(FwdProblem const& problem) {
+  return std::max(1, problem.device.sm_count - problem.sm_margin);
+}
+
+constexpr int kFastRows = 32;  // that a decode tile should have at most
+
+// The decode kernel, or -1. It takes up to 32 rows of a KV head: 64 x 4k 251 us, the tile of one
+// warpgroup 268 (H200, 2026-11-27). With 64 rows it is slower (286, 275) but where pages are too
+// small for boxes, and for head dims above 64 up to 96, which the others compute as 128. WHY not in
+// one pass or with split_size: it sums a row in another order, and their bits are promised.
 int decode_variant(FwdProblem const& problem, RowPacking rows) {
   CacheProblem const& cache = problem.cache;
+  bool const may_split = cache.split_size == 0 && cache.num_splits != 1;
+  if (!may_split || problem.kind.is_latent || problem.dtype == Dtype::kFloat8E4M3) {
+    return -1;
+  }
   HeadDims const dims{problem.head_dim, launch_columns(problem)};
   int const widest = max_of(dims.qk, dims.v);
   bool const has_boxes = cache.page_size == cache.capacity || cache.page_size % 8 == 0;
-  bool const is_faster = !has_boxes || problem.converts || (widest > 64 && widest <= 96);
-  bool const may_split = cache.split_size == 0 && cache.num_splits != 1;
-  if (!is_faster || !may_split || problem.kind.is_latent || problem.dtype == Dtype::kFloat8E4M3) {
-    return -1;
-  }
+  bool const is_wasteful = !has_boxes || (widest > 64 && widest <= 96);  // the other tile
   int const variant = search_candidates(problem.dtype, problem.kind, dims, false, problem.converts,
                                         /*decodes=*/true)
                           .variant[0];
-  int const most_rows = kFwdVariants[variant].decode_rows();
+  int const all_rows = kFwdVariants[variant].decode_rows();
+  int const most_rows = is_wasteful ? all_rows : min_of(all_rows, kFastRows);
   return rows.pack <= most_rows && problem.seqlen_q <= most_rows / rows.pack ? variant : -1;
 }
 
@@ -78,11 +111,13 @@ int variant_for(FwdProblem const& problem, RowPacking rows, int sms) {
 }
 
 // Heads whose keys are read at the same time: a divisor of all of them, so many that hardly a CTA
-// is left over.
-int lanes_of(int heads, int ctas) {
+// is left over. is_shared: a launch takes a part of the CTAs, the same of each lane.
+int lanes_of(int heads, int ctas, bool is_shared) {
   constexpr int kLeastPercent = 96;
+  constexpr int kMostShared = 4;
   int lanes = std::max(1, heads);
-  while (lanes > 1 && ctas / lanes * lanes * 100 < ctas * kLeastPercent) {
+  while (lanes > 1 && (ctas / lanes * lanes * 100 < ctas * kLeastPercent ||
+                       (is_shared && lanes > kMostShared))) {
     lanes = largest_divisor_below(heads, lanes);
   }
   return lanes;
@@ -129,6 +164,7 @@ int parts_apart(FwdProblem const& problem, int tile_n, int pack, int tiles, int 
 void combine_apart(CacheSchedule& cache, int parts, int64_t tiles) {
   cache.parts_apart = parts;
   cache.splits = KeySplits{};
+  cache.tile_units = 0;
   cache.splits.kind = SplitKind::kParts;
   cache.splits.count = parts;
   cache.slots = tiles * parts;
@@ -137,13 +173,49 @@ void combine_apart(CacheSchedule& cache, int parts, int64_t tiles) {
 
 }  // namespace
 
+std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem) {
+  FwdProblem prompts = problem;
+  FwdProblem steps = problem;
+  steps.seqlen_q = 1;
+  RowPacking const rows = packing_of(prompts);
+  RowPacking const step_rows = packing_of(steps);
+  int const most = kFastRows / step_rows.pack;
+  bool const has_steps = problem.is_packed && problem.batch > 1 && most > 0 &&
+                         problem.seqlen_q > most && problem.cache.num_splits == 0 &&
+                         problem.head_dim_v <= launch_columns(problem) &&
+                         4 * int64_t(problem.total_q) <= int64_t(problem.batch) * problem.seqlen_q;
+  steps.seqlen_q = most;
+  int const variant = has_steps ? decode_variant(steps, step_rows) : -1;
+  if (variant < 0) {
+    return {problem};
+  }
+  FwdConfig const& of_steps = kFwdVariants[variant];
+  FwdConfig const& of_prompts = kFwdVariants[variant_for(prompts, rows, sms_of(problem))];
+  if (of_prompts.is_swapped || of_steps.tile_n != of_prompts.tile_n) {
+    return {problem};
+  }
+  bool const has_two = of_prompts.consumer_warpgroups > 1;
+  // A packed head counts the heads in it.
+  float const cost = kCostOfStep * float(rows.pack) / float(step_rows.pack);
+  prompts.cache.fewest_queries = most + 1;
+  prompts.cache.most_queries = IntervalMask::kNoLimit;
+  prompts.cache.other_positions = of_steps.decode_rows() / step_rows.pack;
+  prompts.cache.other_cost = cost;
+  steps.cache.fewest_queries = 1;
+  steps.cache.most_queries = most;
+  steps.cache.other_positions = rows.positions_per_tile(of_prompts.consumer_warpgroups);
+  steps.cache.other_weight_log2 = has_two ? kWeightLog2OfTwo : 0;
+  steps.cache.other_tile_units = has_two ? kTileUnitsOfTwo : 0;
+  steps.cache.other_cost = 1.f / cost;
+  return {prompts, steps};
+}
+
 FwdPlan plan_cache(FwdProblem const& problem) {
   FwdPlan plan;
   FwdSchedule& schedule = plan.schedule;
-  int const group = problem.heads_q / problem.heads_k;
-  schedule.pack = problem.pack_gqa == PackGqa::kNever ? 1 : largest_pack(group);
-  RowPacking const rows{schedule.pack};
-  int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
+  RowPacking const rows = packing_of(problem);
+  schedule.pack = rows.pack;
+  int const sms = sms_of(problem);
   plan.variant = variant_for(problem, rows, sms);
   FwdConfig const& config = kFwdVariants[plan.variant];
   int const positions = config.is_swapped ? config.decode_rows() / rows.pack
@@ -153,11 +225,14 @@ FwdPlan plan_cache(FwdProblem const& problem) {
                                             : int64_t(schedule.m_tiles) * problem.batch;
   int64_t const tiles = of_head * (problem.heads_q / schedule.pack);
   CacheSchedule& cache = schedule.cache;
-  cache.lanes =
-      config.is_swapped ? 1 : lanes_of(problem.heads_q / schedule.pack, sms * config.ctas_per_sm);
+  bool const is_shared = problem.cache.most_queries > 0;
+  int const packed_heads = problem.heads_q / schedule.pack;
+  cache.lanes = config.is_swapped ? 1 : lanes_of(packed_heads, sms * config.ctas_per_sm, is_shared);
   schedule.grid = std::max(1, sms * config.ctas_per_sm / cache.lanes) * cache.lanes;
   cache.weight_log2 = config.consumer_warpgroups > 1 ? kWeightLog2OfTwo : 0;
-  cache.splits = splits_of(problem.cache, config.tile_n, tiles / cache.lanes, cache.weight_log2);
+  cache.tile_units = config.consumer_warpgroups > 1 ? kTileUnitsOfTwo : 0;
+  cache.splits = splits_of(problem.cache, config.tile_n, tiles / cache.lanes, cache.weight_log2,
+                           cache.tile_units);
   cache.slots = most_parts(problem.cache, cache.splits, tiles, config.tile_n, schedule.grid);
   if (!cache.splits.is_even() && cache.slots > 1) {
     cache.splits.most = cache.slots;
@@ -173,6 +248,9 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   int const all_rows = config.consumer_warpgroups * kWarpgroupRows;
   bool const is_short = !problem.is_packed && problem.seqlen_q < rows.positions_per_warpgroup();
   cache.rows = is_short ? problem.seqlen_q * schedule.pack : all_rows;
+  if (config.is_swapped) {
+    cache.rows = config.computed_rows(min_of(cache.rows, config.decode_rows()));
+  }
   return plan;
 }
 

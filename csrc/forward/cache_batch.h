@@ -21,28 +21,36 @@ CUTE_DEVICE int scan_of_warp(int x) {
   return x;
 }
 
-template <class Traits>
+// Units in the launch that shares the call, where a head has `of_head`.
+CUTE_DEVICE float other_units(CacheDeviceParams const& p, float of_head) {
+  return of_head * float(p.line.heads * int(p.line.lanes.divisor));
+}
+
+template <class Traits, class Lengths = CacheLengths const&>
 struct CacheTiles {
   using Work = FwdWork<Traits>;
   using Mask = decltype(mask_of<Traits::kKind.mask>(IntervalMask{}));
 
   CacheDeviceParams const& p;
-  CacheWalk<Mask> walk;
+  CacheWalk<Mask, Lengths> walk;
   static constexpr int kMostKnown = 2 * 32;
   // This lane's sequences, the last one first; with more than kMostKnown they are not complete.
   CacheSequence known[2] = {};
 
-  CUTE_DEVICE explicit CacheTiles(CacheDeviceParams const& p_)
-      : p(p_), walk(p_.line, p_.lengths, mask_of<Traits::kKind.mask>(p_.mask), Traits::kTileN) {}
+  CUTE_DEVICE CacheTiles(CacheDeviceParams const& p_, Lengths lengths)
+      : p(p_), walk(p_.line, lengths, mask_of<Traits::kKind.mask>(p_.mask), Traits::kTileN) {}
 
   // Reads the lengths and finds the CTA's stretch. Whole warps call this and the rest.
   CUTE_DEVICE void start() {
     Chunk chunk{0, p.line.batch, 0, false};
+    walk.others = 0;
     do {
       int const units_of_lane = units_in(chunk);
       int const until = scan_of_warp(units_of_lane);
       if (!chunk.is_narrowed) {
-        walk.take_stretch(__shfl_sync(kWholeWarp, until, 31), int(blockIdx.x));
+        float const others = p.line.shared.is_shared ? sum_over_lanes<32>(float(walk.others)) : 0.f;
+        walk.take_stretch(__shfl_sync(kWholeWarp, until, 31), int(blockIdx.x),
+                          other_units(p, others));
       }
       chunk.is_narrowed = true;
       if (walk.valid()) {
@@ -52,6 +60,17 @@ struct CacheTiles {
     if (walk.valid()) {
       walk.begin_at(chunk.begin, chunk.before);
     }
+  }
+
+  // The same where the first part is known to begin in one of some sequences, before which there
+  // are so many units, and the CTA's stretch is taken.
+  CUTE_DEVICE void start_within(int begin, int sequences, int before) {
+    Chunk chunk{begin, sequences, before, true};
+    while (chunk.sequences > 1) {
+      int const units_of_lane = units_in(chunk);
+      narrow(chunk, units_of_lane, scan_of_warp(units_of_lane));
+    }
+    walk.begin_at(chunk.begin, chunk.before);
   }
 
   // Whether start() would read the same lengths now. False with more than kMostKnown sequences.

@@ -34,6 +34,10 @@ struct PartGroup {
   }
 };
 
+CUTE_DEVICE uint32_t pack_result(bool is_half, float a, float b) {
+  return is_half ? pack_two<cutlass::half_t>(a, b) : pack_two<cutlass::bfloat16_t>(a, b);
+}
+
 // A row of the result, and of a part.
 template <class Traits>
 struct ResultRow {
@@ -57,15 +61,13 @@ struct ResultRow {
     return ResultRow{data + column, columns - column, is_half};
   }
 
-  CUTE_DEVICE void write_one(int column, float x) const {
-    data[column] = uint16_t(is_half ? pack_two<cutlass::half_t>(x, 0.f)
-                                    : pack_two<cutlass::bfloat16_t>(x, 0.f));
+  CUTE_DEVICE void write(int column, float a, float b) const {
+    write_pair(column, pack_result(is_half, a, b));
   }
 
-  CUTE_DEVICE void write(int column, float a, float b) const {
+  CUTE_DEVICE void write_pair(int column, uint32_t pair) const {
     if (column < columns) {
-      *reinterpret_cast<uint32_t*>(data + column) =
-          is_half ? pack_two<cutlass::half_t>(a, b) : pack_two<cutlass::bfloat16_t>(a, b);
+      *reinterpret_cast<uint32_t*>(data + column) = pair;
     }
   }
 };
@@ -174,7 +176,10 @@ struct PartCombiner {
 
 // More parts are combined in two steps, in groups of about the square root of their number, so that
 // several CTAs read them.
-constexpr int kMostPartsAtOnce = 16;
+CUTE_DEVICE int parts_of_group(int parts) {
+  constexpr int kMostAtOnce = 16;
+  return parts <= kMostAtOnce ? parts : int(ceilf(sqrtf(float(parts))));
+}
 
 // Counts the part of `work` as complete, and combines what is complete with it. warpgroup: the
 // 64 rows of a tile, of which each has its own counters.
@@ -183,8 +188,7 @@ CUTE_DEVICE void combine_parts(CacheDeviceParams const& p, FwdWork<Traits> const
                                int warpgroup, PartGroup const& threads) {
   KeyPart const& part = work.location.part;
   int const first_row = warpgroup * kWarpgroupRows;
-  int const group =
-      part.parts <= kMostPartsAtOnce ? part.parts : int(ceilf(sqrtf(float(part.parts))));
+  int const group = parts_of_group(part.parts);
   int const first = part.index / group * group;
   PartList list{first, 1, min_of(group, part.parts - first)};
   bool is_final = group == part.parts;

@@ -164,7 +164,13 @@ void set_cache_params(CacheDeviceParams& d, FwdParams const& p) {
   d.line = CacheLine(problem.batch, problem.heads_q / p.schedule.pack / schedule.lanes,
                      schedule.lanes, positions, p.schedule.grid / schedule.lanes);
   d.line.weight_log2 = schedule.weight_log2;
+  d.line.tile_units = schedule.tile_units;
   d.line.splits = schedule.splits;
+  d.line.shared =
+      SharedCall{problem.cache.most_queries > 0,  problem.cache.fewest_queries,
+                 problem.cache.most_queries,      FastDiv(problem.cache.other_positions),
+                 problem.cache.other_weight_log2, problem.cache.other_tile_units,
+                 problem.cache.other_cost};
   d.page_table = p.cache.page_table;
   d.table_stride = p.cache.table_stride;
   d.entries = problem.cache.entries;

@@ -79,7 +79,8 @@ struct CacheDeviceParams : FwdDeviceParams {
   uint4 const* tree;  // a row of bits for each query (core/tree_mask.h); nullptr: none
   int tree_stride;    // rows of a batch entry; 0 with packed queries
   // For each slot of a part: its rows of O and their LSEs; the LSEs of a group of parts that begins
-  // with it; and how many parts of its output tile, or of its group, are complete.
+  // with it; and how many parts of its output tile, or of its group, are complete. A decode kernel
+  // has an order of its own (decode/combine.h).
   float* parts;       // (slots, rows, Dv)
   float* part_lses;   // (slots, rows)
   float* group_lses;  // (slots, rows)

@@ -39,7 +39,7 @@ struct CacheProducer {
     if (!kStartsEarly) {
       wait();
     }
-    load_tiles(CacheTiles<Traits>(p));
+    load_tiles(CacheTiles<Traits>(p, p.lengths));
     finish();
   }
 

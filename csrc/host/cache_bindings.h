@@ -31,8 +31,11 @@ struct OwnedLengths {
   }
 };
 
-// (batch, packed heads of a line, queries of a tile, CTAs of a line, lines, weight_log2)
-using LineTuple = std::tuple<int, int, int, int, int, int>;
+// (batch, packed heads of a line, queries of a tile, CTAs of a line, lines, weight_log2,
+// tile_units)
+using LineTuple = std::tuple<int, int, int, int, int, int, int>;
+// The members of SharedCall after the first; most 0: the launch shares nothing.
+using SharedTuple = std::tuple<int, int, int, int, int, float>;
 // (first unit, K tiles, weight_log2)
 using TileTuple = std::tuple<int, int, int>;
 // (kind, count)
@@ -57,12 +60,20 @@ inline CachePart part_tuple(CacheWalk<IntervalMask> const& walk) {
           {part.first_slot, part.slot_of(part.index)}};
 }
 
+// Gives the units of the line.
+inline int take_stretch(CacheWalk<IntervalMask>& walk, int cta) {
+  CacheLine const& line = walk.line;
+  int const total = walk.units_of(0, line.batch);
+  walk.take_stretch(total, cta, float(walk.others) * float(line.heads * int(line.lanes.divisor)));
+  return total;
+}
+
 // The parts of a CTA, as forward/cache_batch.h finds them: the walk begins at the last sequence
 // before which there are no more units than before the CTA's stretch, or at the first one.
 inline std::vector<CachePart> parts_of_cta(CacheWalk<IntervalMask> walk, int cta,
                                            bool starts_late) {
   std::vector<CachePart> parts;
-  walk.take_stretch(walk.units_of(0, walk.line.batch), cta);
+  take_stretch(walk, cta);
   if (!walk.valid()) {
     return parts;
   }
@@ -81,11 +92,15 @@ inline std::vector<CachePart> parts_of_cta(CacheWalk<IntervalMask> walk, int cta
 // each CTA.
 inline pybind11::tuple cache_parts(OwnedLengths const& owned, LineTuple const& tuple,
                                    SplitsTuple const& splits, IntervalMask const& mask, int tile_n,
-                                   bool starts_late, int64_t most) {
+                                   bool starts_late, int64_t most, SharedTuple const& shared) {
   CacheLengths const lengths = owned.view();
-  auto const [batch, heads, positions, ctas, lanes, weight_log2] = tuple;
+  auto const [batch, heads, positions, ctas, lanes, weight_log2, tile_units] = tuple;
   CacheLine line(batch, heads, lanes, positions, ctas);
   line.weight_log2 = weight_log2;
+  line.tile_units = tile_units;
+  auto const [fewest, most_queries, other_positions, other_weight, other_units, cost] = shared;
+  line.shared = SharedCall{most_queries > 0, fewest,      most_queries, FastDiv(other_positions),
+                           other_weight,     other_units, cost};
   line.splits = splits_of(splits);
   line.splits.most = most > 0 ? most : line.splits.most;
   CacheWalk<IntervalMask> walk(line, lengths, mask, tile_n);
@@ -93,8 +108,7 @@ inline pybind11::tuple cache_parts(OwnedLengths const& owned, LineTuple const& t
   for (int cta = 0; cta < ctas * lanes; ++cta) {
     parts.push_back(parts_of_cta(walk, cta, starts_late));
   }
-  int const total = walk.units_of(0, line.batch);
-  walk.take_stretch(total, 0);
+  int const total = take_stretch(walk, 0);
   return pybind11::make_tuple(total, walk.splits.per_cta, parts);
 }
 
@@ -165,30 +179,41 @@ inline AttentionCall cache_call(Dtype dtype, pybind11::dict shapes, pybind11::di
   return call;
 }
 
-// The plan of a call of attend_cache; dtype: 0 fp16, 1 bf16, 2 e4m3.
-inline pybind11::dict plan_of_cache(int dtype, pybind11::dict shapes, pybind11::dict numbers) {
-  AttentionCall const call = cache_call(Dtype(dtype), shapes, numbers);
-  std::string const error = check_cache(call);
-  if (!error.empty()) {
-    throw std::invalid_argument(error);
-  }
-  FwdProblem const problem = problem_of_cache(call);
+inline pybind11::dict facts_of_cache(FwdProblem const& problem) {
   FwdPlan const plan = plan_cache(problem);
   FwdSchedule const& schedule = plan.schedule;
+  CacheProblem const& cache = problem.cache;
   pybind11::dict facts;
   facts["name"] = kFwdVariants[plan.variant].name;
-  facts["capacity"] = problem.cache.capacity;
+  facts["capacity"] = cache.capacity;
   facts["pack"] = schedule.pack;
   facts["m_tiles"] = schedule.m_tiles;
   facts["grid"] = schedule.grid;
   facts["splits"] = std::tuple(int(schedule.cache.splits.kind), schedule.cache.splits.count);
   facts["lanes"] = schedule.cache.lanes;
   facts["weight_log2"] = schedule.cache.weight_log2;
+  facts["tile_units"] = schedule.cache.tile_units;
   facts["most_units"] = schedule.cache.splits.most;
   facts["slots"] = schedule.cache.slots;
   facts["parts_apart"] = schedule.cache.parts_apart;
   facts["rows"] = schedule.cache.rows;
+  facts["shared"] = SharedTuple(cache.fewest_queries, cache.most_queries, cache.other_positions,
+                                cache.other_weight_log2, cache.other_tile_units, cache.other_cost);
   return facts;
+}
+
+// The launches of a call of attend_cache; dtype: 0 fp16, 1 bf16, 2 e4m3.
+inline pybind11::list plan_of_cache(int dtype, pybind11::dict shapes, pybind11::dict numbers) {
+  AttentionCall const call = cache_call(Dtype(dtype), shapes, numbers);
+  std::string const error = check_cache(call);
+  if (!error.empty()) {
+    throw std::invalid_argument(error);
+  }
+  pybind11::list launches;
+  for (FwdProblem const& problem : launches_of_cache(problem_of_cache(call))) {
+    launches.append(facts_of_cache(problem));
+  }
+  return launches;
 }
 
 inline void bind_cache(pybind11::module_& m) {

@@ -288,15 +288,25 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
 }
 
 // The workspace of parts holds O, the LSE of each row, and that of a group of parts.
-PyObject* cache_plan_dict(FwdProblem const& problem) {
+PyObject* cache_plan_dict(FwdProblem const& of_call) {
   static constexpr char const* kSplits[] = {"even", "parts", "size"};
+  std::vector<FwdProblem> const launches = launches_of_cache(of_call);
+  FwdProblem const& problem = launches.front();
   FwdPlan const plan = plan_cache(problem);
+  char const* const steps =
+      launches.size() > 1 ? kFwdVariants[plan_cache(launches[1]).variant].name : "";
   FwdSchedule const& schedule = plan.schedule;
   CacheSchedule const& cache = schedule.cache;
-  int64_t const floats = cache.slots * cache.rows * (kFwdVariants[plan.variant].head_dim_v + 2);
+  int64_t floats = 0;
+  for (FwdProblem const& of_launch : launches) {
+    FwdPlan const its_plan = plan_cache(of_launch);
+    CacheSchedule const& parts = its_plan.schedule.cache;
+    floats += parts.slots * parts.rows * kFwdVariants[its_plan.variant].part_row_floats();
+  }
   DictBuilder dict;
   add_variant(dict, plan.variant);
-  dict.flag("is_packed", problem.is_packed)
+  dict.string("steps", steps)  // the kernel beside it, for sequences of few queries
+      .flag("is_packed", problem.is_packed)
       .integer("pack", schedule.pack)
       .integer("m_tiles", schedule.m_tiles)
       .integer("grid", schedule.grid)

@@ -20,7 +20,7 @@ struct MlaTiles {
 
   CUTE_DEVICE void run() {
     RingState<Traits::kTileStages> ring;
-    CacheTiles<Traits> tiles(p);
+    CacheTiles<Traits> tiles(p, p.lengths);
     tiles.start();
     bool is_valid;
     do {

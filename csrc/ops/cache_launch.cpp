@@ -96,56 +96,66 @@ CombineParams combine_params(FwdParams const& forward, int columns) {
 CacheLaunch::CacheLaunch(AttentionCall const& call, CacheInputs const& inputs,
                          CacheOutputs const& outputs, void* stream)
     : target_(kOp, outputs.out) {
-  params_.out_dtype = outputs.dtype;
-  params_.lse = outputs.lse ? static_cast<float*>(mutable_data(outputs.lse)) : nullptr;
-  params_.problem = problem_of_cache(call);
-  plan_ = plan_cache(params_.problem);
-  require_built(plan_.variant);
-  params_.schedule = plan_.schedule;
-  params_.q_scale = scale_view(call.scales.q_descale);
-  params_.k_scale = scale_view(call.scales.k_descale);
-  params_.v_scale = scale_view(call.scales.v_descale);
-  params_.scales_by_page = call.by_page.descale_by_page;
-  params_.q = readable(kOp, inputs.q, with_batch(call.q));
+  FwdParams params;
+  params.out_dtype = outputs.dtype;
+  params.lse = outputs.lse ? static_cast<float*>(mutable_data(outputs.lse)) : nullptr;
+  params.q_scale = scale_view(call.scales.q_descale);
+  params.k_scale = scale_view(call.scales.k_descale);
+  params.v_scale = scale_view(call.scales.v_descale);
+  params.scales_by_page = call.by_page.descale_by_page;
+  params.q = readable(kOp, inputs.q, with_batch(call.q));
   if (call.latent.qv) {
-    params_.qv = readable(kOp, inputs.qv, with_batch(*call.latent.qv));
+    params.qv = readable(kOp, inputs.qv, with_batch(*call.latent.qv));
   }
-  params_.k = readable(kOp, inputs.k, with_batch(call.k));
-  params_.v = readable(kOp, inputs.v, with_batch(call.v));
-  params_.sinks = data_of<float>(call.score.sinks);
-  params_.lengths = lengths_of(call);
-  params_.softmax_scale = float(call.softmax_scale());
-  params_.softcap = float(call.score.softcap);
-  read_cache(params_.cache, call, params_.problem.cache.capacity);
-  params_.o = target_.view();
-  allocate_parts(call.q.device_index, stream);
+  params.k = readable(kOp, inputs.k, with_batch(call.k));
+  params.v = readable(kOp, inputs.v, with_batch(call.v));
+  params.sinks = data_of<float>(call.score.sinks);
+  params.lengths = lengths_of(call);
+  params.softmax_scale = float(call.softmax_scale());
+  params.softcap = float(call.score.softcap);
+  FwdProblem const problem = problem_of_cache(call);
+  read_cache(params.cache, call, problem.cache.capacity);
+  params.o = target_.view();
+  int64_t counters = 0;
+  for (FwdProblem const& of_launch : launches_of_cache(problem)) {
+    Launch& launch = launches_.emplace_back(Launch{params, plan_cache(of_launch), {}});
+    require_built(launch.plan.variant);
+    launch.params.problem = of_launch;
+    launch.params.schedule = launch.plan.schedule;
+    counters += launch.allocate_parts(call.q.device_index, counters, stream);
+  }
 }
 
-// The buffers of the parts, and the counters of those that are complete.
-void CacheLaunch::allocate_parts(int device, void* stream) {
-  FwdConfig const& config = kFwdVariants[plan_.variant];
-  CacheSchedule const& cache = params_.schedule.cache;
-  bool const is_latent = params_.problem.kind.is_latent;
-  int64_t const part_floats = cache.slots * cache.rows * (config.head_dim_v + 2);
+// The buffers of the parts, and the counters of those that are complete: those of the stream, if
+// they suffice. used: by the launches before. Gives how many the launch has.
+int64_t CacheLaunch::Launch::allocate_parts(int device, int64_t used, void* stream) {
+  FwdConfig const& config = kFwdVariants[plan.variant];
+  CacheSchedule const& cache = params.schedule.cache;
+  bool const is_latent = params.problem.kind.is_latent;
+  int64_t const part_floats = cache.slots * cache.rows * config.part_row_floats();
   int64_t const tile_floats = is_latent ? cache.slots * (kSharedTileBytes / 4) : 0;
   int64_t const floats = round_up(part_floats, 4) + tile_floats;
-  int64_t const counters = is_latent ? 2 : 2 * cache.slots * config.consumer_warpgroups;
-  bool const has_own_counters = counters > kLaunchCounters;
+  int64_t const counters = is_latent ? 2 : round_up(2 * cache.slots * config.part_counters(), 2);
+  bool const has_own_counters = used + counters > kLaunchCounters;
   int64_t const size = floats + (has_own_counters ? counters : 0);
-  parts_ = allocate(kOp, &size, 1, Dtype::kFloat32, device);
-  params_.cache.parts = static_cast<float*>(mutable_data(parts_));
-  params_.cache.shared_tiles = params_.cache.parts + (floats - tile_floats);
-  params_.cache.arrived = has_own_counters ? reinterpret_cast<int*>(params_.cache.parts + floats)
-                                           : launch_counters(stream);
+  parts = allocate(kOp, &size, 1, Dtype::kFloat32, device);
+  params.cache.parts = static_cast<float*>(mutable_data(parts));
+  params.cache.shared_tiles = params.cache.parts + (floats - tile_floats);
+  params.cache.arrived = has_own_counters ? reinterpret_cast<int*>(params.cache.parts + floats)
+                                          : launch_counters(stream) + used;
   if (has_own_counters) {
-    clear_counters(params_.cache.arrived, counters, stream);
+    clear_counters(params.cache.arrived, counters, stream);
   }
+  return counters;
 }
 
 void CacheLaunch::run(void* stream) const {
-  launch_variant(params_, plan_.variant, stream);
-  if (params_.schedule.cache.parts_apart > 0) {
-    launch_combine(combine_params(params_, kFwdVariants[plan_.variant].head_dim_v), stream);
+  for (Launch const& launch : launches_) {
+    launch_variant(launch.params, launch.plan.variant, stream);
+    if (launch.params.schedule.cache.parts_apart > 0) {
+      int const columns = kFwdVariants[launch.plan.variant].head_dim_v;
+      launch_combine(combine_params(launch.params, columns), stream);
+    }
   }
   target_.finish();
 }

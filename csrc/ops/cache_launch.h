@@ -2,6 +2,8 @@
 // launches. A call that appends runs nothing before all of its launches are made.
 #pragma once
 
+#include <vector>
+
 #include "dispatch/attention_call.h"
 #include "dispatch/plan.h"
 #include "ops/cuda_call.h"
@@ -32,12 +34,16 @@ class CacheLaunch {
   void run(void* stream) const;
 
  private:
-  void allocate_parts(int device, void* stream);
+  struct Launch {
+    FwdParams params;
+    FwdPlan plan;
+    OwnedTensor parts;
 
-  FwdParams params_;
-  FwdPlan plan_;
+    int64_t allocate_parts(int device, int64_t used, void* stream);
+  };
+
   Target target_;
-  OwnedTensor parts_;
+  std::vector<Launch> launches_;
 };
 
 }  // namespace fa3

@@ -1,5 +1,5 @@
 // Counters in device memory: for the tickets of tiles (forward/work.h), and for the parts of output
-// tiles (forward/output_parts.h). They are zero when a launch begins, and the launch leaves them
+// tiles (forward/combine_parts.h). They are zero when a launch begins, and the launch leaves them
 // zero.
 #pragma once
 
@@ -7,10 +7,11 @@
 
 namespace fa3 {
 
-constexpr int64_t kLaunchCounters = 2048;
+constexpr int64_t kLaunchCounters = 4096;
 
 // kLaunchCounters counters on the current device for launches on a stream (a cudaStream_t). The
-// launches of one stream share them, since they follow each other. A stream that is captured has
+// launches of one stream share them, since they follow each other; two that run side by side have
+// different ones (ops/cache_launch.cpp). A stream that is captured has
 // counters of its own for each capture, also one that joins the capture as a branch. They belong to
 // the graph, which may be replayed on any stream.
 //

@@ -3,7 +3,7 @@ K tiles counted one by one.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -155,22 +155,34 @@ class Line:
     mask: Drawn
     tile_n: int
     weight_log2: int = 0   # that a K tile has if the queries fill more than half of a tile
+    gap: int = 0           # tile_units, of an even split in units of a K tile
+    shared: tuple[int, int, int, int, int, float] = (0, 0, 1, 0, 0, 1.0)
+
+    @property
+    def tile_units(self):
+        return self.gap if self.split == (EVEN, 0) else 0
 
     @property
     def numbers(self):
         return (self.lengths.batch, self.heads, self.positions, self.ctas, self.lines,
-                self.weight_log2)
+                self.weight_log2, self.tile_units)
+
+    def takes(self, queries):
+        fewest, most, *_ = self.shared
+        return most == 0 or fewest <= queries <= most
 
     def units(self, tile, k_tiles):
         b, m, _ = tile
         queries = self.lengths.expected(b)[1] - m * self.positions
         is_heavy = 2 * queries > self.positions
-        return _host.units(self.split, k_tiles, self.weight_log2 if is_heavy else 0)
+        return self.tile_units + _host.units(
+            self.split, k_tiles, self.weight_log2 if is_heavy else 0)
 
     def parts(self, starts_late=True, most=0):
         """(units of a line, units of a stretch, parts of each CTA)."""
         return _host.cache_parts(self.lengths.of_kernels, self.numbers, self.split,
-                                 self.mask.of_kernels, self.tile_n, starts_late, most)
+                                 self.mask.of_kernels, self.tile_n, starts_late, most,
+                                 self.shared)
 
     def tiles(self):
         """(sequence, tile of queries) -> the K tiles [begin, end) that hold a visible key, or None
@@ -179,6 +191,7 @@ class Line:
         found = {}
         for b, (_, queries, keys, first_slot, *_) in enumerate(sequences(self.lengths)):
             visible = self.mask.visible(queries, keys)
+            queries *= self.takes(queries)
             for m in range(-(-queries // self.positions)):
                 seen = visible[m * self.positions:(m + 1) * self.positions].any(0).nonzero()
                 slots = (seen.flatten() + first_slot) // self.tile_n
@@ -191,11 +204,11 @@ general = st.builds(Drawn, st.just('general'), limits(300), limits(300),
 
 
 @st.composite
-def lines(draw, lengths=None, split=splits, weights=st.integers(0, 2)):
+def lines(draw, lengths=None, split=splits, weights=st.integers(0, 2), gaps=st.integers(0, 7)):
     return Line(draw(all_lengths() if lengths is None else lengths), draw(st.integers(1, 4)),
                 draw(st.sampled_from((1, 2, 16, 64, 128))), draw(st.integers(1, 40)),
                 draw(st.integers(1, 4)), draw(split), draw(general),
-                draw(st.sampled_from((16, 48, 64, 80, 128))), draw(weights))
+                draw(st.sampled_from((16, 48, 64, 80, 128))), draw(weights), draw(gaps))
 
 
 def by_tile(ctas):
@@ -254,7 +267,7 @@ def test_slots_and_counters_are_unique(line):
         assert {part[6] for part in parts} == {parts[0][7]}, 'the counter: the slot of part 0'
 
 
-@given(lines(split=st.just((EVEN, 0)), weights=st.just(0)))
+@given(lines(split=st.just((EVEN, 0)), weights=st.just(0), gaps=st.just(0)))
 @examples(400)
 def test_even_stretches(line):
     total, per_cta, ctas = line.parts()
@@ -268,6 +281,28 @@ def test_even_stretches(line):
     for parts in ctas:
         is_shared = [part[3] > 1 for _, _, part, _ in parts]
         assert not any(is_shared[1:-1]), 'at most the first and the last tile'
+
+
+@given(lines(split=st.just((EVEN, 0))), st.integers(1, 40), st.sampled_from((1, 8, 64)),
+       st.sampled_from((0.5, 1.0, 2.0)))
+@examples(300)
+def test_two_launches_share_the_sequences(line, most, positions, cost):
+    """And the CTAs: at most as many have work as there are, but for one of each line."""
+    steps = replace(line, positions=positions, weight_log2=0, gap=0, heads=line.heads * line.lines,
+                    ctas=line.ctas * line.lines, lines=1, shared=(
+                        1, most, line.positions, line.weight_log2, line.gap, 1 / cost))
+    line = replace(line, shared=(most + 1, 1 << 30, positions, 0, 0, cost))
+    working = 0
+    for launch in (line, steps):
+        _, _, ctas = launch.parts()
+        wanted = {(*tile, head) for tile in launch.tiles()
+                  for head in range(launch.heads * launch.lines)}
+        found = by_tile(ctas)
+        assert set(found) == wanted
+        for parts in found.values():
+            assert_is_split(parts, parts[0][5] - parts[0][4])
+        working += sum(map(bool, ctas))
+    assert working <= line.ctas * line.lines + 2 * line.lines
 
 
 @given(lines())

@@ -27,11 +27,11 @@ def call(*, splits: dict | None = None, **others) -> dict:
 
 def test_plan():
     facts = _plan.plan_cache(**call())
-    assert facts['name'] == 'FwdBf16D128Cache' and facts['pack'] == 4
+    assert facts['name'] == 'FwdBf16D128CacheDecode' and facts['pack'] == 4
     assert (facts['splits'], facts['split_count']) == ('even', 0)
     assert facts['grid'] % facts['lanes'] == 0 and facts['slots'] == 2 * facts['grid']
     assert 0.9 < facts['grid'] / (132 * facts['ctas_per_sm']) <= 1
-    assert facts['parts_bytes'] % (facts['slots'] * 130 * 4) == 0
+    assert facts['parts_bytes'] == facts['slots'] * 8 * (128 + 2 * 8) * 4
     assert (facts['batch'], facts['capacity'], facts['page_size']) == (4, 16384, 16384)
 
 
@@ -68,13 +68,21 @@ def test_explain_pages_and_packed_queries(capsys):
     rows = explained(capsys, (9, 32, 128), (5000, 64, 8, 128), page_table=(4, 256), num_splits=3,
                      cu_seqlens_q=[0, 1, 2, 3, 9], max_seqlen_q=6, causal=True, softcap=2.0,
                      cache_leftpad=True, cache_seqlens=torch.zeros(4), s_aux=torch.zeros(32))
-    assert rows['variant'].startswith('FwdBf16D128CacheSoftcap')
+    assert rows['variant'].startswith('FwdBf16D128CacheDecode')
     assert rows['keys'] == '4 sequence(s), pages of 64, 256 a sequence'
     assert rows['splits'].startswith('at most 3 part(s)')
     tensors = [torch.empty(shape, dtype=torch.float16, device='meta') for shape in SHAPES]
     rows = explained(capsys, *tensors, cache=True, split_size=512)
     assert rows['variant'].startswith('FwdFp16D128Cache')
     assert rows['splits'] == 'parts of 512 keys'
+
+
+def test_explain_prompts_with_steps_beside_them(capsys):
+    rows = explained(capsys, (516, 32, 128), (5000, 64, 8, 128), page_table=(5, 256),
+                     cu_seqlens_q=[0, 1, 2, 3, 4, 516], max_seqlen_q=512, causal=True,
+                     cache_seqlens=torch.zeros(5))
+    assert rows['variant'].startswith('FwdBf16D128CacheLong')
+    assert ' and FwdBf16D128CacheDecode' in rows['variant']
 
 
 def test_explain_says_why_there_is_no_kernel(capsys):

@@ -368,8 +368,9 @@ def test_the_ops_plan():
     """The same as of a cache of these head dims, but for the kernel; qv alone decides."""
     shapes = dict(q=(4, 1, 16, ROTARY), k=(64, 64, 1, ROTARY), v=(64, 64, 1, LATENT),
                   page_table=(4, 16), cache_seqlens=(4,))
-    plain = _host.plan_cache(1, shapes, {})
-    latent = _host.plan_cache(1, shapes | {'qv': (4, 1, 16, LATENT)}, {})
+    numbers = {'num_splits': 1}
+    (plain,) = _host.plan_cache(1, shapes, numbers)
+    (latent,) = _host.plan_cache(1, shapes | {'qv': (4, 1, 16, LATENT)}, numbers)
     assert (plain['name'], latent['name']) == ('FwdBf16D256Cache', 'FwdBf16D64x512Latent')
     assert all(latent[name] == plain[name] for name in ('pack', 'm_tiles', 'rows', 'capacity'))
 

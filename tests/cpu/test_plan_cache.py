@@ -18,7 +18,7 @@ VARIANTS = {row['name']: row for row in _plan.variants() if row['mask'].startswi
 SMS = 132
 
 
-def plan(queries=1, capacity=4096, *, batch=4, heads=(8, 2), head_dim=128, head_dim_v=None,
+def plans(queries=1, capacity=4096, *, batch=4, heads=(8, 2), head_dim=128, head_dim_v=None,
          dtype='bfloat16', page_size=0, total=None, **numbers):
     """total: rows of packed queries, of which `queries` are said to be the longest sequence's."""
     heads_q, heads_k = heads
@@ -32,6 +32,12 @@ def plan(queries=1, capacity=4096, *, batch=4, heads=(8, 2), head_dim=128, head_
     if page_size:
         shapes |= {'page_table': (batch, capacity // page_size), 'cache_seqlens': (batch,)}
     return _host.plan_cache(DTYPES[dtype][0], shapes, numbers)
+
+
+def plan(*args, **given):
+    """That of the only launch."""
+    (facts,) = plans(*args, **given)
+    return facts
 
 
 def variant_of(facts):
@@ -52,7 +58,8 @@ def test_variant_by_dtype_and_head_dims(dtype, softcap):
                   if dims[0] >= head_dim and dims[1] >= head_dim_v]
         kind = 'CacheSoftcap' if softcap else 'Cache'
         wanted = f'Fwd{DTYPES[dtype][1]}D{min(covers)[1]}{kind}'
-        facts = plan(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, softcap=softcap)
+        facts = plan(head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, softcap=softcap,
+                     num_splits=1)
         assert facts['name'] == wanted and wanted in VARIANTS
 
 
@@ -62,15 +69,16 @@ def test_variant_by_dtype_and_head_dims(dtype, softcap):
 @pytest.mark.parametrize('head_dim', [64, 80, 96, 128, 256])
 @pytest.mark.parametrize('queries', [1, 8, 9, 16, 17])
 def test_the_decode_kernel(queries, head_dim, page_size, dtype, softcap):
-    """Up to 64 rows, 32 above head dim 128: pages that boxes cannot load, and head dims for which
-    the others have a much larger tile; not with e4m3 queries, nor where bits are promised.
+    """Up to 32 rows; up to head dim 128 also up to 64 rows, of pages that boxes cannot load, and of
+    head dims for which the others have a much larger tile. Not with e4m3 queries, nor where bits
+    are promised.
     """
     capacity = 960
     given = {'heads': (8, 2), 'head_dim': head_dim, 'page_size': page_size, 'dtype': dtype,
              'softcap': softcap}
-    most_rows = 64 if head_dim <= 128 else 32
     is_faster = page_size % 8 > 0 or 64 < head_dim <= 96
-    wanted = is_faster and dtype != 'float8_e4m3fn' and 4 * queries <= most_rows
+    most_rows = 64 if head_dim <= 128 and is_faster else 32
+    wanted = dtype != 'float8_e4m3fn' and 4 * queries <= most_rows
     facts = plan(queries, capacity, **given)
     assert facts['name'].endswith('Decode') is wanted
     if wanted:
@@ -83,7 +91,8 @@ def test_the_decode_kernel(queries, head_dim, page_size, dtype, softcap):
 
 @pytest.mark.parametrize('mask', [{}, {'causal': True}, {'window_left': 5}, {'attention_chunk': 7}])
 def test_masks_are_values_and_not_variants(mask):
-    assert plan(3, **mask)['name'] == 'FwdBf16D128Cache'
+    assert plan(3, **mask)['name'] == 'FwdBf16D128CacheDecode'
+    assert plan(3, **mask, num_splits=1)['name'] == 'FwdBf16D128Cache'
 
 
 @pytest.mark.parametrize('group', [1, 2, 8])
@@ -113,8 +122,47 @@ def test_packing_and_grid(heads_k, group, pack_gqa, sm_margin, head_dim, dtype):
     heads, ctas = heads_k * group // facts['pack'], SMS - sm_margin
     ctas *= variant_of(facts)['ctas_per_sm']
     assert facts['lanes'] == max(lanes for lanes in range(1, heads + 1) if heads % lanes == 0 and (
-        lanes == 1 or ctas // lanes * lanes >= 0.96 * ctas))
+        lanes == 1 or ctas // lanes * lanes >= 0.96 * ctas) and (
+        lanes == 1 or not variant_of(facts)['swapped']))
     assert facts['grid'] == ctas // facts['lanes'] * facts['lanes']
+
+
+@pytest.mark.parametrize('queries', [255, 256, 1000])
+@pytest.mark.parametrize('pack_gqa', [None, True, False])
+@pytest.mark.parametrize('split_size', [0, 256])
+def test_many_queries_are_not_packed(queries, pack_gqa, split_size):
+    """They fill tiles alone; but bits must not depend on how many there are."""
+    is_packed = pack_gqa is True or (pack_gqa is None and (queries < 256 or split_size > 0))
+    facts = plan(queries, pack_gqa=pack_gqa, split_size=split_size)
+    assert facts['pack'] == (4 if is_packed else 1)
+
+
+@pytest.mark.parametrize('changes, is_shared', [
+    ({}, True), ({'total': 641}, False), ({'num_splits': 1}, False), ({'num_splits': 2}, False),
+    ({'split_size': 256}, False), ({'dtype': 'float8_e4m3fn'}, False), ({'head_dim': 64}, True),
+    ({'head_dim': 256}, False), ({'batch': 1}, False), ({'queries': 8}, False),
+    ({'queries': 40}, True), ({'page_size': 16}, True), ({'softcap': 9.0}, True),
+    ({'queries': 40, 'heads': (40, 40), 'page_size': 1}, False),
+    ({'queries': 60, 'heads': (8, 8), 'head_dim': 96}, False)])
+def test_prompts_with_steps_beside_them(changes, is_shared):
+    """Two launches: each takes the sequences whose queries its tile is for."""
+    given = {'queries': 512, 'total': 516, 'batch': 5, 'heads': (32, 8)} | changes
+    if 'queries' in changes:
+        given['total'] = given['queries'] + 4
+    launches = plans(**given)
+    assert len(launches) == 1 + is_shared
+    if not is_shared:
+        assert launches[0]['shared'][1] == 0
+        return
+    prompts, steps = launches
+    most = 32 // steps['pack']
+    assert steps['name'].endswith('Decode') and steps['shared'][:2] == (1, most)
+    assert prompts['shared'][0] == most + 1 and prompts['shared'][1] >= given['total']
+    for own, other in ((prompts, steps), (steps, prompts)):
+        assert own['shared'][2:5] == (positions_of(other)[1], other['weight_log2'],
+                                      other['tile_units'])
+    assert prompts['shared'][5] * steps['shared'][5] == pytest.approx(1)
+    assert prompts['lanes'] <= 4
 
 
 def positions_of(facts):
@@ -149,7 +197,10 @@ def test_rows_of_a_part(queries, group, is_packed):
     assert facts['m_tiles'] == ceil_div(queries, of_tile)
     all_rows = 64 * variant_of(facts)['consumer_warpgroups']
     is_short = not is_packed and queries < of_warpgroup
-    assert facts['rows'] == (queries * group if is_short else all_rows)
+    rows = queries * facts['pack'] if is_short else all_rows
+    if variant_of(facts)['swapped']:    # those that its GEMMs compute
+        rows = next(n for n in (8, 16, 32, 64) if n >= rows)
+    assert facts['rows'] == rows
     assert queries * facts['pack'] <= facts['rows'] or facts['rows'] == all_rows
 
 
@@ -234,12 +285,14 @@ def test_parts_that_another_launch_combines(changes, name, parts):
 @pytest.mark.parametrize('queries, is_huge', [(1, False), (1 << 15, False), (1 << 20, True)])
 def test_a_line_has_no_more_units_than_an_int_counts(queries, is_huge):
     """A million queries on as many keys: a unit has several K tiles, as few as possible."""
-    facts = plan(queries, 1 << 20, batch=1, heads=(32, 1), head_dim=256, total=queries)
+    facts = plan(queries, 1 << 20, batch=1, heads=(32, 1), head_dim=256, total=queries,
+                 pack_gqa=True)
     kind, count = facts['splits']
     k_tiles = ceil_div(1 << 20, variant_of(facts)['tile_n'])
     tiles = tiles_of(facts, 1, 32, queries, queries) // facts['lanes']
     assert kind == EVEN and (count > 0) == is_huge
-    assert tiles * _host.units((EVEN, count), k_tiles, facts['weight_log2']) <= 1 << 29
+    of_tile = _host.units((EVEN, count), k_tiles, facts['weight_log2']) + facts['tile_units']
+    assert tiles * of_tile <= 1 << 29
     if is_huge:
         assert tiles * _host.units((EVEN, count - 1), k_tiles, facts['weight_log2']) > 1 << 29
 
@@ -257,22 +310,26 @@ def test_fewer_keys_may_have_more_parts():
 def test_the_parts_of_any_lengths_have_slots(split, queries, unused, data, capacity, sm_margin):
     """Packed queries: lengths are known on the device alone."""
     total = max(1, sum(queries) + unused)
-    facts = plan(max(queries), capacity, batch=len(queries), heads=(4, 2), total=total,
-                 sm_margin=min(sm_margin, SMS - 1), **split)
+    launches = plans(max(queries), capacity, batch=len(queries), heads=(4, 2), total=total,
+                     sm_margin=min(sm_margin, SMS - 1), **split)
     held = data.draw(st.lists(st.integers(0, capacity), min_size=len(queries),
                               max_size=len(queries)))
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
     lengths = _host.CacheLengths(cu_q=starts, total_q=total, held=held, capacity=capacity)
-    _, positions = positions_of(facts)
-    heads, lines = 4 // facts['pack'], facts['lanes']
-    line = (len(queries), heads // lines, positions, facts['grid'] // lines, lines,
-            facts['weight_log2'])
-    _, _, ctas = _host.cache_parts(lengths, line, facts['splits'], _host.IntervalMask(None, 0, 0),
-                                   variant_of(facts)['tile_n'], False, facts['most_units'])
-    tiles = {tile for parts in ctas for tile, *_ in parts}
-    assert len(tiles) == sum(ceil_div(n, positions) for n in queries) * 4 // facts['pack']
-    for _, _, (*_, count), slots in itertools.chain(*ctas):
-        assert count == 1 or all(slot < facts['slots'] for slot in slots)
+    for facts in launches:
+        _, positions = positions_of(facts)
+        heads, lines = 4 // facts['pack'], facts['lanes']
+        line = (len(queries), heads // lines, positions, facts['grid'] // lines, lines,
+                facts['weight_log2'], facts['tile_units'])
+        _, _, ctas = _host.cache_parts(
+            lengths, line, facts['splits'], _host.IntervalMask(None, 0, 0),
+            variant_of(facts)['tile_n'], False, facts['most_units'], facts['shared'])
+        tiles = {tile for parts in ctas for tile, *_ in parts}
+        fewest, most, *_ = facts['shared']
+        taken = [n for n in queries if most == 0 or fewest <= n <= most]
+        assert len(tiles) == sum(ceil_div(n, positions) for n in taken) * 4 // facts['pack']
+        for _, _, (*_, count), slots in itertools.chain(*ctas):
+            assert count == 1 or all(slot < facts['slots'] for slot in slots)
 
 
 # ----------------------------------------------------------------------------------------- capacity
@@ -284,5 +341,6 @@ def test_capacity(page_size):
 def test_packed_keys_are_one_entry():
     shapes = {'q': (100, 8, 64), 'k': (300, 2, 64), 'v': (300, 2, 64), 'cu_seqlens_q': (4,),
               'cu_seqlens_k': (4,)}
-    facts = _host.plan_cache(1, shapes, {'max_seqlen_q': 40, 'max_seqlen_k': 200, 'num_splits': 3})
+    numbers = {'max_seqlen_q': 40, 'max_seqlen_k': 200, 'num_splits': 3}
+    (facts,) = _host.plan_cache(1, shapes, numbers)
     assert facts['capacity'] == 300 and facts['splits'] == (PARTS, 3)

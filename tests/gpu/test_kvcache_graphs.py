@@ -298,9 +298,9 @@ def test_no_allocation_grows_with_the_lengths(cuda):
         arguments = case.arguments(cuda)
         call(case, arguments)
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated(cuda)
+        before = torch.cuda.memory_stats(cuda)['requested_bytes.all.current']
         torch.cuda.reset_peak_memory_stats(cuda)
         results = call(case, arguments)
-        asked.append(torch.cuda.max_memory_allocated(cuda) - before)
+        asked.append(torch.cuda.memory_stats(cuda)['requested_bytes.all.peak'] - before)
         del results
     assert asked[0] == asked[1]

@@ -1,0 +1,137 @@
+// Where the line of work of a CTA begins. All threads read the lengths of the sequences at the same
+// time, and keep them in shared memory, as long as there is a thread for each.
+#pragma once
+
+#include "decode/traits.h"
+#include "device/barriers.h"
+#include "forward/cache_batch.h"
+
+namespace fa3 {
+
+template <class Traits>
+struct SequenceTable {
+  static constexpr int kRuns = Traits::k.threads();
+  static constexpr int kWarps = kRuns / 32;
+  static_assert(kWarps % 4 == 0);
+
+  // The K tiles of the first sequence that a CTA works on, where they are known.
+  struct Start {
+    int sequence;
+    int unit;   // where it begins
+    int units;  // that each of its tiles has; 0: not known
+    BlockRange keys;
+  };
+
+  CacheSequence last[kRuns];  // each thread has a run of sequences
+  int units_of_warp[kWarps];
+  int others_of_warp[kWarps];  // CacheWalk::others
+  Start start;
+};
+
+// Lengths that a table may know.
+template <class Traits>
+struct KnownLengths {
+  CacheLengths const& lengths;
+  SequenceTable<Traits> const& table;
+  int run;  // sequences of a thread; the table has all of them if 1
+
+  CUTE_DEVICE KnownLengths(CacheDeviceParams const& p, SequenceTable<Traits> const& table_)
+      : lengths(p.lengths), table(table_), run(ceil_div(p.line.batch, table_.kRuns)) {}
+};
+
+template <class Traits>
+CUTE_DEVICE CacheSequence cache_sequence(KnownLengths<Traits> const& known, int b) {
+  return known.run == 1 ? known.table.last[b] : cache_sequence(known.lengths, b);
+}
+
+// The parts of the line that the CTA computes. All of its threads call find() and confirm().
+//
+// INVARIANT: what find() reads before earlier launches have ended is read again.
+template <class Traits>
+struct DecodeTiles {
+  using Table = SequenceTable<Traits>;
+  using Lengths = KnownLengths<Traits>;
+
+  typename Traits::Params const& p;
+  Table& table;
+  Lengths lengths;
+  CacheTiles<Traits, Lengths> tiles;
+
+  CUTE_DEVICE DecodeTiles(typename Traits::Params const& p_, Table& table_)
+      : p(p_), table(table_), lengths(p_, table_), tiles(p_, lengths) {}
+
+  // Reads all lengths, and finds the sequence that the CTA's stretch begins in.
+  CUTE_DEVICE void find() {
+    int const warp = int(threadIdx.x) / 32;
+    int const begin = min_of(int(threadIdx.x) * lengths.run, p.line.batch);
+    CacheTiles<Traits> own(p, p.lengths);
+    int const units = own.walk.units_of(begin, min_of(begin + lengths.run, p.line.batch));
+    table.last[threadIdx.x] = own.walk.sequence;
+    int const until = scan_of_warp(units);
+    int const others = p.line.shared.is_shared ? scan_of_warp(own.walk.others) : 0;
+    if (lane_of_warp() == 31) {
+      table.units_of_warp[warp] = until;
+      table.others_of_warp[warp] = others;
+    }
+    if (threadIdx.x == 0) {
+      table.start.sequence = 0;
+    }
+    __syncthreads();
+    int before = 0;
+    int total = 0;
+    int all_others = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < Table::kWarps; ++i) {
+      before = i == warp ? total : before;
+      total = min_of(total + table.units_of_warp[i], kMostUnits + 1);
+      all_others = min_of(all_others + table.others_of_warp[i], kMostUnits + 1);
+    }
+    tiles.walk.take_stretch(total, int(blockIdx.x), other_units(p, float(all_others)));
+    int const offset = tiles.walk.unit - (before + until - units);
+    if (tiles.walk.valid() && offset >= 0 && offset < units) {
+      bool const is_one_tile = lengths.run == 1 && units == own.walk.units * p.line.heads;
+      table.start = {begin, tiles.walk.unit - offset, is_one_tile ? own.walk.units : 0,
+                     own.walk.keys};
+    }
+    __syncthreads();
+  }
+
+  // After find(): to the first part. Whole warps call this and next().
+  CUTE_DEVICE void begin() {
+    if (!tiles.walk.valid()) {
+      return;
+    }
+    typename Table::Start const& start = table.start;
+    if (lengths.run == 1) {
+      tiles.walk.begin_at(start.sequence, start.unit);
+      if (start.units > 0) {
+        tiles.walk.begin_in(table.last[start.sequence], start.keys, start.units);
+      }
+    } else {
+      tiles.start_within(start.sequence, min_of(lengths.run, p.line.batch - start.sequence),
+                         start.unit);
+    }
+  }
+
+  CUTE_DEVICE FwdWork<Traits> next() { return tiles.next(); }
+
+  CUTE_DEVICE void wait() const {
+    if (!p.is_second) {
+      wait_for_earlier_launches();
+    }
+  }
+
+  // Waits for earlier launches. Whether what find() has read is still the same, and what else a
+  // thread has read: reads_same().
+  template <class ReadsSame>
+  CUTE_DEVICE bool confirm(ReadsSame const& reads_same) {
+    wait();
+    int const b = int(threadIdx.x);
+    bool const is_same = reads_same();
+    bool const has_same_lengths =
+        b >= p.line.batch || cache_sequence(p.lengths, b) == table.last[b];
+    return __syncthreads_and(is_same && has_same_lengths) != 0;
+  }
+};
+
+}  // namespace fa3
