@@ -145,13 +145,12 @@ def fp8_calls() -> list[Fp8Call]:
 
 
 def _for_other_kernels(dtype: str, kv8: bool) -> list[CacheCase]:
-    """Decode kernels take small pages, and e4m3 without split_size under 16-bit queries."""
+    """Decode kernels take few 16-bit queries without split_size."""
     if dtype == 'e4m3':
         return []
-    if kv8:
-        return [dataclasses.replace(case, num_splits=0, split_size=130) for case in ON_CACHE]
-    return [dataclasses.replace(case, page_size=5, split_size=0) for case in ON_CACHE
-            if not case.batch_idx]
+    split = [dataclasses.replace(case, num_splits=0, split_size=130) for case in ON_CACHE]
+    return split + [dataclasses.replace(case, page_size=5, split_size=0) for case in ON_CACHE
+                    if not case.batch_idx and not kv8]
 
 
 def cache_calls() -> list[CacheCase]:

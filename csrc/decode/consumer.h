@@ -38,16 +38,7 @@ struct DecodeConsumer {
       if (!work.valid()) {
         return;
       }
-      int const rows = rows_of_tile(p, work);
-      if (rows <= 8) {
-        compute_tile<8>(work);
-      } else if (rows <= 16) {
-        compute_tile<16>(work);
-      } else if (Traits::k.decode_rows() == 32 || rows <= 32) {
-        compute_tile<32>(work);
-      } else {
-        compute_tile<64>(work);
-      }
+      compute(work);
       if (work.location.part.parts > 1) {
         DecodeCombiner<Traits, Keys<8>>(shared, p, work, place()).run();
       }
@@ -79,6 +70,19 @@ struct DecodeConsumer {
   template <int kRows>
   static constexpr bool kOverlaps =
       Traits::kConverts && Traits::kParts == 1 && Traits::kPartsV == 1 && kRows == 8;
+
+  CUTE_DEVICE void compute(Work const& work) {
+    int const rows = rows_of_tile(p, work);
+    if (rows <= 8) {
+      compute_tile<8>(work);
+    } else if (rows <= 16) {
+      compute_tile<16>(work);
+    } else if (Traits::k.decode_rows() == 32 || rows <= 32) {
+      compute_tile<32>(work);
+    } else {
+      compute_tile<64>(work);
+    }
+  }
 
   template <int kRows>
   CUTE_DEVICE void compute_tile(Work const& work) {

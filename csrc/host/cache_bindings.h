@@ -31,11 +31,11 @@ struct OwnedLengths {
   }
 };
 
-// (batch, packed heads of a line, queries of a tile, CTAs of a line, lines, weight_log2,
-// tile_units)
-using LineTuple = std::tuple<int, int, int, int, int, int, int>;
 // The members of SharedCall after the first; most 0: the launch shares nothing.
 using SharedTuple = std::tuple<int, int, int, int, int, float>;
+// (batch, packed heads of a line, queries of a tile, CTAs of a line, lines, weight_log2,
+// tile_units, shared)
+using LineTuple = std::tuple<int, int, int, int, int, int, int, SharedTuple>;
 // (first unit, K tiles, weight_log2)
 using TileTuple = std::tuple<int, int, int>;
 // (kind, count)
@@ -92,9 +92,9 @@ inline std::vector<CachePart> parts_of_cta(CacheWalk<IntervalMask> walk, int cta
 // each CTA.
 inline pybind11::tuple cache_parts(OwnedLengths const& owned, LineTuple const& tuple,
                                    SplitsTuple const& splits, IntervalMask const& mask, int tile_n,
-                                   bool starts_late, int64_t most, SharedTuple const& shared) {
+                                   bool starts_late, int64_t most) {
   CacheLengths const lengths = owned.view();
-  auto const [batch, heads, positions, ctas, lanes, weight_log2, tile_units] = tuple;
+  auto const [batch, heads, positions, ctas, lanes, weight_log2, tile_units, shared] = tuple;
   CacheLine line(batch, heads, lanes, positions, ctas);
   line.weight_log2 = weight_log2;
   line.tile_units = tile_units;

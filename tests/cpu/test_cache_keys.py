@@ -165,7 +165,7 @@ class Line:
     @property
     def numbers(self):
         return (self.lengths.batch, self.heads, self.positions, self.ctas, self.lines,
-                self.weight_log2, self.tile_units)
+                self.weight_log2, self.tile_units, self.shared)
 
     def takes(self, queries):
         fewest, most, *_ = self.shared
@@ -181,8 +181,7 @@ class Line:
     def parts(self, starts_late=True, most=0):
         """(units of a line, units of a stretch, parts of each CTA)."""
         return _host.cache_parts(self.lengths.of_kernels, self.numbers, self.split,
-                                 self.mask.of_kernels, self.tile_n, starts_late, most,
-                                 self.shared)
+                                 self.mask.of_kernels, self.tile_n, starts_late, most)
 
     def tiles(self):
         """(sequence, tile of queries) -> the K tiles [begin, end) that hold a visible key, or None

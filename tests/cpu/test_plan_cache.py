@@ -320,10 +320,10 @@ def test_the_parts_of_any_lengths_have_slots(split, queries, unused, data, capac
         _, positions = positions_of(facts)
         heads, lines = 4 // facts['pack'], facts['lanes']
         line = (len(queries), heads // lines, positions, facts['grid'] // lines, lines,
-                facts['weight_log2'], facts['tile_units'])
+                facts['weight_log2'], facts['tile_units'], facts['shared'])
         _, _, ctas = _host.cache_parts(
             lengths, line, facts['splits'], _host.IntervalMask(None, 0, 0),
-            variant_of(facts)['tile_n'], False, facts['most_units'], facts['shared'])
+            variant_of(facts)['tile_n'], False, facts['most_units'])
         tiles = {tile for parts in ctas for tile, *_ in parts}
         fewest, most, *_ = facts['shared']
         taken = [n for n in queries if most == 0 or fewest <= n <= most]

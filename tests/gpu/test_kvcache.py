@@ -471,25 +471,6 @@ def test_prefill_beside_decode(page_size, numbers, device):
                       page_size=page_size, num_splits=num_splits), device)
 
 
-BESIDE = {
-    'one prompt': ((1, 300),) * 9 + ((300, 900),),
-    'no steps': ((0, 20),) * 9 + ((300, 300),),
-    'queries around the limit': ((8, 100), (9, 100), (16, 70), (17, 300), (32, 64), (33, 900),
-                                 (1, 5), (0, 0), (1, 1), (400, 450)),
-    'many steps': ((1, 40),) * 400 + ((50, 400), (1, 2000), (90, 90))}
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize('lengths', BESIDE)
-@pytest.mark.parametrize('heads', [(4, 4), (8, 2), (8, 1)])
-@pytest.mark.parametrize('head_dim', [64, 96, 128])
-@pytest.mark.parametrize('page_size', [0, 1, 64])
-def test_prompts_and_steps_share_a_call(page_size, head_dim, heads, lengths, device):
-    """Two launches, each with its tile, that run side by side."""
-    check_case(CacheCase(BESIDE[lengths], heads=heads, head_dim=head_dim, page_size=page_size,
-                         is_packed=True, causal=True), device)
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize('dtype', ['bf16', 'e4m3'])
 @pytest.mark.parametrize('page_size', [0, 1, 7, 64])
