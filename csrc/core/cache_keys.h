@@ -118,8 +118,8 @@ struct CacheLocation {
 // An even split makes at most so many parts of a tile, if all sequences have the same length.
 constexpr int kMostParts = 64;
 
-// One of two launches that share the sequences of a call, and the CTAs that run at the same time:
-// it takes the sequences with `fewest` to `most` queries.
+// Two launches can share a call: each processes some of its sequences, and both run at the same
+// time. This launch processes the sequences with `fewest` to `most` queries.
 struct SharedCall {
   bool is_shared = false;
   int fewest = 0;
@@ -127,7 +127,7 @@ struct SharedCall {
   FastDiv other_positions;    // queries of a tile of the other launch
   int other_weight_log2 = 0;  // its weight_log2 and tile_units
   int other_tile_units = 0;
-  float other_cost = 1.f;  // what a unit there takes over one here
+  float other_cost = 1.f;  // time of one of its units / one of ours
 
   FA3_HD bool takes(int queries) const {
     return !is_shared || (queries >= fewest && queries <= most);
@@ -143,7 +143,7 @@ struct CacheLine {
   FastDiv ctas;         // that share a line
   FastDiv most_parts;   // kMostParts for each sequence and head
   int weight_log2 = 0;  // that a K tile has if the queries fill more than half of a tile
-  int tile_units = 0;   // even split: what a tile takes besides its K tiles, before the first one
+  int tile_units = 0;   // even split: cost of a tile besides its K tiles
   KeySplits splits;
   SharedCall shared;
 
@@ -172,7 +172,7 @@ struct CacheWalk {
   KeySplits splits;
   Lane lane;
   int total = 0;   // units of the line
-  int others = 0;  // units of a head in the launch that shares the call, by units_of()
+  int others = 0;  // units per head of the other launch (SharedCall), summed by units_of()
   int unit = 0;    // where the next part begins
   int end = 0;     // where the CTA's stretch ends
   int first = 0;   // unit of the group
@@ -214,7 +214,7 @@ struct CacheWalk {
   }
 
   // The stretch of a CTA of all lines. Only nonsense lengths give more units than there are slots
-  // for: then nothing is computed. other_units: of all heads, in the launch that shares the call.
+  // for: then nothing is computed. other_units: those of the other launch (SharedCall), all heads.
   FA3_HD void take_stretch(int units_of_line, int cta, float other_units = 0.f) {
     int const lanes = int(line.lanes.divisor);
     bool const has_slots = int64_t(units_of_line) * lanes <= splits.most;
@@ -245,7 +245,8 @@ struct CacheWalk {
     sequence.len.q = 0;
   }
 
-  // After begin_at(): its sequence is known, and so are the K tiles of its only range of queries.
+  // Called after begin_at(), if the first sequence and its K tiles are already known and it has
+  // only one tile of queries.
   FA3_HD void begin_in(CacheSequence const& of_first, BlockRange const& its_keys, int its_units) {
     ++b;
     sequence = of_first;
@@ -296,7 +297,8 @@ struct CacheWalk {
     units = splits.units(keys.end - keys.begin, weight_of(sequence, tile)) + line.tile_units;
   }
 
-  // About the units of `sequence` in the launch that shares the call: its tiles grow evenly.
+  // Estimates the units of `sequence` in the other launch (SharedCall), as if the K tiles of its
+  // tiles increased evenly from the first tile to the last.
   FA3_HD int other_units() const {
     int const positions = int(line.shared.other_positions.divisor);
     int const tiles = ceil_of(sequence.len.q, line.shared.other_positions);

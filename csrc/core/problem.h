@@ -75,8 +75,8 @@ struct CacheProblem {
   // Keys of the only sequence, if the host knows that each query sees all of them and no sink; else
   // 0.
   int keys_of_all = 0;
-  // Where two launches share a call (SharedCall): which sequences this one takes, and what it knows
-  // of the other. most_queries 0: it takes all.
+  // Set if two launches share the call (SharedCall). This launch takes the sequences with
+  // fewest_queries to most_queries queries. most_queries is 0 if one launch takes all sequences.
   int fewest_queries = 0;
   int most_queries = 0;
   int other_positions = 1;

@@ -1,5 +1,6 @@
-// The combination of the parts of a tile, in the order of their keys, by the warp that completes
-// the last part of its columns. It needs no other warp for that.
+// Combines the parts of a tile in the order of their keys. Each warp counts and combines the
+// columns of O that it owns, without the other warps: the one that stores the last part does the
+// work.
 #pragma once
 
 #include "decode/softmax.h"
@@ -8,8 +9,9 @@
 
 namespace fa3 {
 
-// Where the parts of this warp's columns of O lie. A slot has its fours of O^T by (four, warp,
-// lane), its LSEs by (warp, row), and how many parts are complete in a byte for each warp.
+// The buffers of the parts, as seen by one warp. For each part (slot) there are float4s of O^T,
+// indexed by (index, warp, lane), LSEs, indexed by (warp, row), and a 64-bit counter of stored
+// parts with one byte for each warp.
 template <class Traits>
 struct WarpParts {
   static constexpr int kWarps = min_of(Traits::kBlocks, Traits::kConsumers) * kWarpgroupWarps;
@@ -22,19 +24,19 @@ struct WarpParts {
            at.warp * 32 + at.lane;
   }
 
-  // The fours of the rows 8 i to 8 i + 7, of a part of V.
+  // Offset of the float4s that hold rows 8 i to 8 i + 7 and the columns of one stage of V.
   CUTE_DEVICE static constexpr int four_of(int i, int part) {
     return (i * Traits::kPartsV + part) * kWarps * 32;
   }
 
-  // all: those of parts, or of groups of them.
+  // all: p.part_lses or p.group_lses.
   template <class Float>
   CUTE_DEVICE Float* lses(Float* all, int slot) const {
     return all + (int64_t(slot) * Traits::kConsumerWarps + at.warp) * p.part_rows;
   }
 
-  // Whether this warp is the last of `count` to get here, whose parts are then visible to it. The
-  // counter is 0 again after the last.
+  // Counts this warp's part as stored. Returns whether it is the last of `count`; if so, all of
+  // them are visible to it, and its byte of the counter is reset to 0.
   CUTE_DEVICE bool completes(int slot, bool is_group, int count) const {
     auto* const counters = reinterpret_cast<unsigned long long*>(p.arrived);
     int const shift = 8 * at.warp;
@@ -54,7 +56,7 @@ struct WarpParts {
   }
 };
 
-// The rows of a tile, in the result.
+// Writes rows of a tile to the results.
 template <class Traits, class Keys>
 struct DecodeResults {
   typename Traits::Params const& p;
@@ -69,7 +71,7 @@ struct DecodeResults {
     return p.sinks != nullptr && row.exists ? p.sinks[work.rows.head + row.head] : -INFINITY;
   }
 
-  // Fours of O^T to the rows 8 i + ... of O, two columns at a time.
+  // Writes a float4 of O^T to rows 8 i to 8 i + 7 of O, two columns at a time.
   CUTE_DEVICE void write(float4 const& four, int i, int part) const {
     int const first = part * Traits::kStageColumns + at.warp / kWarpgroupWarps * 64;
     Keys::for_each_pair(four, p.out_is_half, at.warp % kWarpgroupWarps * 32 + at.lane,
@@ -91,8 +93,8 @@ struct DecodeResults {
 template <class Traits, class Keys>
 struct DecodeCombiner {
   using Parts = WarpParts<Traits>;
-  static constexpr int kMost = 16;  // parts of a list: at most the root of kMaxSplits
-  // Weights of a warp, by (part, row), where P was.
+  static constexpr int kMost = 16;  // parts in a list: the square root of kMaxSplits
+  // A warp's weights, indexed by (part, row). They reuse the memory of P.
   static constexpr int kWeights = kMost * 8;
   static_assert(Traits::kConsumerWarps * kWeights * sizeof(float) <=
                 sizeof(DecodeStorage<Traits>::p));
@@ -107,7 +109,7 @@ struct DecodeCombiner {
         parts{p, at},
         weights(reinterpret_cast<float*>(shared.p) + at.warp * kWeights) {}
 
-  // Combines what is complete with this part.
+  // Counts this part as stored, and combines the parts that are now all there.
   CUTE_DEVICE void run() const {
     auto const& [p, work, at] = results;
     if (at.warp >= Parts::kWarps) {
@@ -133,14 +135,15 @@ struct DecodeCombiner {
   }
 
  private:
-  // The slots of a list: `first`, and those from `second` on, `step` apart.
+  // The slots of the parts in a list: `first`, then `second` and further ones at a distance of
+  // `step`.
   struct Slots {
     int first;
     int second;
     int step;
     int count;
 
-    // That of part n, or the last one.
+    // The slot of part n; past the end, that of the last part.
     CUTE_DEVICE int of(int n) const {
       return n == 0 ? first : second + (min_of(n, count - 1) - 1) * step;
     }
@@ -152,12 +155,12 @@ struct DecodeCombiner {
                  part.slot_step * list.stride, list.count};
   }
 
-  // The rows 8 i and on. is_final: into the result; else into the first part, with an LSE of the
-  // group.
+  // Combines rows 8 i to 8 i + 7. If is_final, writes them to the results, otherwise to the slot of
+  // the first part, with the LSE of the group.
   CUTE_DEVICE void combine(PartList const& list, int i, bool is_final) const {
     auto const& [p, work, at] = results;
     Slots const slots = slots_of(list);
-    // A lane has the LSEs of the row lane % 8, of every fourth part.
+    // A lane loads the LSEs of row lane % 8, for every fourth part.
     float lses[kMost / 4];
     float const* const all = list.stride > 1 ? p.group_lses : p.part_lses;
     CUTE_UNROLL
@@ -195,8 +198,8 @@ struct DecodeCombiner {
     __syncwarp();
   }
 
-  // exp(LSE - the largest one) of the parts into `weights`, 0 for those after the last; gives 1 /
-  // their sum.
+  // Stores exp(LSE - largest LSE) of each part to `weights`, and 0 past the last part. Returns 1 /
+  // sum of the weights.
   CUTE_DEVICE float weigh(float (&lses)[kMost / 4], Slots const& slots, int i,
                           bool is_final) const {
     auto const& [p, work, at] = results;

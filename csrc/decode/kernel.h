@@ -23,8 +23,9 @@ __global__ void __launch_bounds__(Config::k.threads(), 1)
   int const thread = int(threadIdx.x) % kWarpgroupThreads;
   DecodeTiles<Traits> tiles(p, shared.sequences);
   DecodeProducer<Traits> producer(shared, p, tiles, thread);
-  // The first tile is found while earlier launches still run. What they may have changed since is
-  // read again: with more sequences than threads all of it, so that nothing is found early.
+  // The first tile is found while earlier launches still run, and checked after they have ended.
+  // With more sequences than threads the check would repeat the whole search, so the CTA waits
+  // first.
   bool is_early = tiles.lengths.run == 1;
   bool is_current;
   if (!is_early) {

@@ -202,10 +202,10 @@ struct ConvertedKeys {
   }
 };
 
-// Converts rows of Q to fp16 where they lie, in the order of k-steps that ConvertedKeys has. A row
-// of bf16 is multiplied by a power of two, so that its largest value is near 2^14; its factor takes
-// that back. This is exact down to 2^-30 of that value; smaller ones have an error of 2^-38 of it
-// at most.
+// Converts rows of Q to fp16 in place, with the columns in the order of the k-steps of
+// ConvertedKeys. A bf16 row is scaled by a power of two that brings its largest value near 2^14,
+// and DecodeRow::factor undoes the scaling. Values down to 2^-30 of the largest are exact. Smaller
+// ones have an absolute error of at most 2^-38 of the largest.
 template <class Traits>
 struct QueryConverter {
   static constexpr int kGroups = Traits::kHeadDim / 16;  // 16 columns each, in a row

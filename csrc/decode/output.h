@@ -9,7 +9,7 @@ namespace fa3 {
 template <class Traits, class Keys, int kRows>
 struct DecodeOutput {
   static constexpr int kEights = kRows / 8;
-  // The factor of a row without a visible key. WHY not 0: that is the scale of V where all are NaN.
+  // Marks a row without a visible key. WHY not 0: 0 is also the factor if all scales of V are NaN.
   static constexpr float kNothing = -INFINITY;
   using Parts = WarpParts<Traits>;
 
@@ -20,8 +20,8 @@ struct DecodeOutput {
                            FwdWork<Traits> const& work, DecodeThread at)
       : shared(shared_), results{p, work, at} {}
 
-  // The factors and LSEs of the rows, from the maxima and from the sums of the warps: a thread has
-  // a row. scale: of V.
+  // Computes the factor and the LSE of each row from its maximum and the sums of the warps, one
+  // thread a row. scale: the scale of V.
   CUTE_DEVICE void finish_rows(float scale) const {
     auto const& [p, work, at] = results;
     bool const is_whole = work.location.part.parts == 1;

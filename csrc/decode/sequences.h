@@ -1,5 +1,5 @@
-// Where the line of work of a CTA begins. All threads read the lengths of the sequences at the same
-// time, and keep them in shared memory, as long as there is a thread for each.
+// Finds the first tile of a CTA. All threads of the CTA read lengths of sequences in parallel. Up
+// to one sequence a thread, the lengths are kept in shared memory.
 #pragma once
 
 #include "decode/traits.h"
@@ -14,7 +14,7 @@ struct SequenceTable {
   static constexpr int kWarps = kRuns / 32;
   static_assert(kWarps % 4 == 0);
 
-  // The K tiles of the first sequence that a CTA works on, where they are known.
+  // The first sequence of the CTA.
   struct Start {
     int sequence;
     int unit;   // where it begins
@@ -28,12 +28,12 @@ struct SequenceTable {
   Start start;
 };
 
-// Lengths that a table may know.
+// Lengths of sequences, read from the table if it has all of them, otherwise from global memory.
 template <class Traits>
 struct KnownLengths {
   CacheLengths const& lengths;
   SequenceTable<Traits> const& table;
-  int run;  // sequences of a thread; the table has all of them if 1
+  int run;  // sequences a thread; if 1, the table has all of them
 
   CUTE_DEVICE KnownLengths(CacheDeviceParams const& p, SequenceTable<Traits> const& table_)
       : lengths(p.lengths), table(table_), run(ceil_div(p.line.batch, table_.kRuns)) {}
@@ -44,9 +44,11 @@ CUTE_DEVICE CacheSequence cache_sequence(KnownLengths<Traits> const& known, int 
   return known.run == 1 ? known.table.last[b] : cache_sequence(known.lengths, b);
 }
 
-// The parts of the line that the CTA computes. All of its threads call find() and confirm().
+// Finds the parts that the CTA computes, one after the other. All threads call find() and
+// confirm().
 //
-// INVARIANT: what find() reads before earlier launches have ended is read again.
+// INVARIANT: find() may run before earlier launches have ended. confirm() then reads the same
+// lengths again after they have.
 template <class Traits>
 struct DecodeTiles {
   using Table = SequenceTable<Traits>;
@@ -60,7 +62,7 @@ struct DecodeTiles {
   CUTE_DEVICE DecodeTiles(typename Traits::Params const& p_, Table& table_)
       : p(p_), table(table_), lengths(p_, table_), tiles(p_, lengths) {}
 
-  // Reads all lengths, and finds the sequence that the CTA's stretch begins in.
+  // Reads all lengths, and finds the sequence at which the CTA's stretch begins.
   CUTE_DEVICE void find() {
     int const warp = int(threadIdx.x) / 32;
     int const begin = min_of(int(threadIdx.x) * lengths.run, p.line.batch);
@@ -96,7 +98,7 @@ struct DecodeTiles {
     __syncthreads();
   }
 
-  // After find(): to the first part. Whole warps call this and next().
+  // Goes to the first part that find() found. Whole warps call begin() and next().
   CUTE_DEVICE void begin() {
     if (!tiles.walk.valid()) {
       return;
@@ -121,8 +123,8 @@ struct DecodeTiles {
     }
   }
 
-  // Waits for earlier launches. Whether what find() has read is still the same, and what else a
-  // thread has read: reads_same().
+  // Waits for earlier launches, then reads the lengths again. Returns whether they are unchanged
+  // and reads_same() is true in every thread.
   template <class ReadsSame>
   CUTE_DEVICE bool confirm(ReadsSame const& reads_same) {
     wait();

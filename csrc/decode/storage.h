@@ -45,7 +45,7 @@ struct DecodeStorage {
   DecodeRow rows[kWarpgroupRows];
   int most[kWarpgroupRows];                            // the largest score so far, ordered_int()
   float sums[Traits::kConsumerWarps][kWarpgroupRows];  // over a warp's keys
-  float factors[kWarpgroupRows];                       // rows of O times them; -inf: 0
+  float factors[kWarpgroupRows];                       // O is multiplied by them; -inf: O is 0
   float lses[kWarpgroupRows];
   FwdWork<Traits> work[kQStages];
   SequenceTable<Traits> sequences;

@@ -13,14 +13,14 @@ namespace {
 // (docs/journal/cache.md).
 constexpr int kWeightLog2OfTwo = 1;
 
-// What a tile of two warpgroups takes besides its K tiles, in units of half a K tile: 1400 cycles.
-// Its results, its last PV and the wait for the next Q are 6400, in parts more. One sequence of
-// 2048 queries and keys, 32 and 8 heads: 142 us without, where a CTA has up to 15 tiles, others 3
-// (H200, 2026-11-27).
+// The fixed cost of a tile of two warpgroups, in units of half a K tile (1400 cycles): the last PV,
+// the store of O and the wait for the next Q take 6400 cycles, more where O is stored in parts.
+// Without it a CTA gets 3 to 15 tiles. One sequence of 2048 queries and keys, 32 and 8 heads: 142
+// us without, 114 with it (H200, 2026-11-27).
 constexpr int kTileUnitsOfTwo = 5;
 
-// What a K tile of a step takes over half a K tile of a prompt, 1.17 us over 0.9 to 1.3, where both
-// have half of the multiprocessors (H200, 2026-11-27).
+// Time of a K tile of a step / half a K tile of a prompt: 1.17 us / 0.9 to 1.3 us, each on half of
+// the multiprocessors (H200, 2026-11-27).
 constexpr float kCostOfStep = 1.1f;
 
 // tiles: output tiles of a line.
@@ -56,9 +56,9 @@ bool has_few_keys(FwdProblem const& problem, RowPacking rows, int sms) {
   return keys > 0 && tiles * ceil_div(keys, 128) < int64_t(kFewTiles) * sms;
 }
 
-// Queries that fill tiles alone are not packed, unless the call asks for it: 4 x 512 queries, 2048
-// keys, 8 heads and one KV head 62 us packed, 40 not; 2048 queries and keys, 32 and 8 heads 114,
-// 97; 2048 queries, 16k keys 814, 854 (H200, 2026-11-27).
+// A call with enough queries to fill a tile with one head does not pack heads, unless it asks for
+// it. Packed / not packed: 4 x 512 queries, 2048 keys, 8 heads and one KV head 62 us / 40; 2048
+// queries and keys, 32 and 8 heads 114 / 97; 2048 queries, 16k keys 814 / 854 (H200, 2026-11-27).
 RowPacking packing_of(FwdProblem const& problem) {
   constexpr int kManyQueries = 256;
   int const group = problem.heads_q / problem.heads_k;
@@ -73,7 +73,7 @@ int sms_of(FwdProblem const& problem) {
   return std::max(1, problem.device.sm_count - problem.sm_margin);
 }
 
-constexpr int kFastRows = 32;  // that a decode tile should have at most
+constexpr int kFastRows = 32;  // rows up to which the decode kernel is faster
 
 // The decode kernel, or -1. It takes up to 32 rows of a KV head: 64 x 4k 251 us, the tile of one
 // warpgroup 268 (H200, 2026-11-27). With 64 rows it is slower (286, 275) but where pages are too
@@ -111,7 +111,7 @@ int variant_for(FwdProblem const& problem, RowPacking rows, int sms) {
 }
 
 // Heads whose keys are read at the same time: a divisor of all of them, so many that hardly a CTA
-// is left over. is_shared: a launch takes a part of the CTAs, the same of each lane.
+// is left over. is_shared: two launches share the CTAs of each lane, so a lane needs many.
 int lanes_of(int heads, int ctas, bool is_shared) {
   constexpr int kLeastPercent = 96;
   constexpr int kMostShared = 4;
@@ -195,7 +195,7 @@ std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem) {
     return {problem};
   }
   bool const has_two = of_prompts.consumer_warpgroups > 1;
-  // A packed head counts the heads in it.
+  // The two launches pack different numbers of heads, and units are counted per packed head.
   float const cost = kCostOfStep * float(rows.pack) / float(step_rows.pack);
   prompts.cache.fewest_queries = most + 1;
   prompts.cache.most_queries = IntervalMask::kNoLimit;

@@ -7,8 +7,8 @@
 
 namespace fa3 {
 
-// The launches of a call. Packed prompts with steps beside them have two, prompts first, which run
-// side by side: each has its tile, and as many CTAs as its share of the work (SharedCall).
+// The launches of a call: one, or two if packed queries hold prompts and steps. The first of two
+// computes the prompts, the second the steps. Both run at the same time (SharedCall).
 std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem);
 
 // INVARIANT: the problem comes from a CUDA call that check_cache() accepts.

@@ -21,7 +21,7 @@ CUTE_DEVICE int scan_of_warp(int x) {
   return x;
 }
 
-// Units in the launch that shares the call, where a head has `of_head`.
+// Units of the other launch (SharedCall), from those per head.
 CUTE_DEVICE float other_units(CacheDeviceParams const& p, float of_head) {
   return of_head * float(p.line.heads * int(p.line.lanes.divisor));
 }
@@ -62,8 +62,8 @@ struct CacheTiles {
     }
   }
 
-  // The same where the first part is known to begin in one of some sequences, before which there
-  // are so many units, and the CTA's stretch is taken.
+  // As start(), for a CTA whose stretch is known and begins in one of `sequences` sequences from
+  // `begin` on. before: units of the line before them.
   CUTE_DEVICE void start_within(int begin, int sequences, int before) {
     Chunk chunk{begin, sequences, before, true};
     while (chunk.sequences > 1) {

@@ -305,7 +305,7 @@ PyObject* cache_plan_dict(FwdProblem const& of_call) {
   }
   DictBuilder dict;
   add_variant(dict, plan.variant);
-  dict.string("steps", steps)  // the kernel beside it, for sequences of few queries
+  dict.string("steps", steps)  // the second launch, if there are two
       .flag("is_packed", problem.is_packed)
       .integer("pack", schedule.pack)
       .integer("m_tiles", schedule.m_tiles)

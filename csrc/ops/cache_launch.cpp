@@ -126,8 +126,9 @@ CacheLaunch::CacheLaunch(AttentionCall const& call, CacheInputs const& inputs,
   }
 }
 
-// The buffers of the parts, and the counters of those that are complete: those of the stream, if
-// they suffice. used: by the launches before. Gives how many the launch has.
+// Allocates the buffers of the parts and their counters. The counters of the stream are used if
+// enough are left; `used` of them belong to earlier launches of the call. Returns how many counters
+// the launch needs.
 int64_t CacheLaunch::Launch::allocate_parts(int device, int64_t used, void* stream) {
   FwdConfig const& config = kFwdVariants[plan.variant];
   CacheSchedule const& cache = params.schedule.cache;
