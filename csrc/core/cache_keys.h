@@ -161,10 +161,18 @@ struct CacheLine {
   static int clamp(int64_t tiles) { return tiles < 1 ? 1 : tiles < 1 << 24 ? int(tiles) : 1 << 24; }
 };
 
+// What a line offers besides an even split. kSharedCall: another launch may share the call.
+// kWholeTiles, where parts are expensive: if all tiles have equally many units, stretches consist
+// of whole tiles, unless they become much longer.
+enum class LineKind : int { kSharedCall, kWholeTiles };
+
 // The tiles of a CTA. A group is the tiles of one sequence and one range of queries: one for each
 // head, with equally many K tiles, at least one.
-template <class Mask, class Lengths = CacheLengths const&>
+template <class Mask, class Lengths = CacheLengths const&, LineKind kKind = LineKind::kSharedCall>
 struct CacheWalk {
+  static constexpr bool kMayShare = kKind == LineKind::kSharedCall;
+  static constexpr bool kKeepsTilesWhole = kKind == LineKind::kWholeTiles;
+
   CacheLine const& line;
   Lengths lengths;
   Mask mask;
@@ -173,9 +181,12 @@ struct CacheWalk {
   Lane lane;
   int total = 0;   // units of the line
   int others = 0;  // units per head of the other launch (SharedCall), summed by units_of()
-  int unit = 0;    // where the next part begins
-  int end = 0;     // where the CTA's stretch ends
-  int first = 0;   // unit of the group
+  // kWholeTiles: the fewest and the most units of a tile that units_of() has seen.
+  int fewest = kMostUnits;
+  int most = 0;
+  int unit = 0;   // where the next part begins
+  int end = 0;    // where the CTA's stretch ends
+  int first = 0;  // unit of the group
   int b = 0;
   int m = 0;
   CacheSequence sequence = {};
@@ -191,7 +202,8 @@ struct CacheWalk {
   FA3_HD bool valid() const { return unit < end; }
 
   FA3_HD int tiles_of(CacheSequence const& s) const {
-    return line.shared.takes(s.len.q) ? ceil_of(s.len.q, line.positions) : 0;
+    bool const is_taken = !kMayShare || line.shared.takes(s.len.q);
+    return is_taken ? ceil_of(s.len.q, line.positions) : 0;
   }
 
   // Units of the sequences [from, to); more than kMostUnits count as one more. Leaves `sequence`,
@@ -201,12 +213,16 @@ struct CacheWalk {
     for (int i = from; i < to; ++i) {
       sequence = cache_sequence(lengths, i);
       int const tiles = tiles_of(sequence);
-      if (line.shared.is_shared && tiles == 0 && sequence.len.q > 0) {
+      if (kMayShare && line.shared.is_shared && tiles == 0 && sequence.len.q > 0) {
         others = min_of(others + other_units(), kMostUnits);
       }
       for (int tile = 0; tile < tiles; ++tile) {
         take_tile(tile);
         sum += units;
+        if constexpr (kKeepsTilesWhole) {
+          fewest = min_of(fewest, units);
+          most = max_of(most, units);
+        }
       }
     }
     sum *= line.heads;
@@ -221,7 +237,7 @@ struct CacheWalk {
     total = has_slots && units_of_line <= kMostUnits ? units_of_line : 0;
     lane = Lane{line.lanes.mod(cta), lanes, line.lanes.div(cta)};
     splits.per_cta = ceil_of(total, line.ctas);
-    if (other_units > 0.f) {
+    if (kMayShare && other_units > 0.f) {
       float const own = float(total) * float(lanes);
       float const all = own + other_units * line.shared.other_cost;
       int const ctas = int(float(line.ctas.divisor) * (own / all));
@@ -230,6 +246,10 @@ struct CacheWalk {
     if (splits.is_even()) {
       splits.per_cta = max_of(splits.per_cta, ceil_of(total, line.most_parts));
       splits.per_cta = max_of(splits.per_cta, splits.units(1, line.weight_log2));
+    }
+    if (kKeepsTilesWhole && splits.is_even() && fewest == most) {
+      int const whole = ceil_div(splits.per_cta, most) * most;
+      splits.per_cta = whole <= splits.per_cta + splits.per_cta / 16 ? whole : splits.per_cta;
     }
     int64_t const begin = int64_t(splits.per_cta) * lane.cta;
     unit = begin < total ? int(begin) : total;
@@ -259,11 +279,13 @@ struct CacheWalk {
     while (valid()) {
       seek();
       int const index = line.heads == 1 ? 0 : int(uint32_t(unit - first) / uint32_t(units));
-      TileOfLine const tile{first + index * units + line.tile_units, keys.end - keys.begin,
+      TileOfLine const tile{first + index * units + tile_units(), keys.end - keys.begin,
                             weight_of(sequence, m)};
-      unit = max_of(unit, tile.first);
-      if (unit >= end) {
-        return false;
+      if constexpr (kMayShare) {
+        unit = max_of(unit, tile.first);
+        if (unit >= end) {
+          return false;
+        }
       }
       head = index * lane.count + lane.index;
       part = splits.part_at(unit, end, tile, lane, total);
@@ -271,12 +293,14 @@ struct CacheWalk {
         unit = splits.after(part, tile, unit);
         return true;
       }
-      unit = tile.first - line.tile_units + units;
+      unit = tile.first - tile_units() + units;
     }
     return false;
   }
 
  private:
+  FA3_HD int tile_units() const { return kMayShare ? line.tile_units : 0; }
+
   // Goes to the group that has `unit`.
   FA3_HD void seek() {
     while (unit - first >= line.heads * units) {
@@ -294,7 +318,7 @@ struct CacheWalk {
   // K tiles and units of a tile of `sequence`.
   FA3_HD void take_tile(int tile) {
     keys = range_of(sequence, tile);
-    units = splits.units(keys.end - keys.begin, weight_of(sequence, tile)) + line.tile_units;
+    units = splits.units(keys.end - keys.begin, weight_of(sequence, tile)) + tile_units();
   }
 
   // Estimates the units of `sequence` in the other launch (SharedCall), as if the K tiles of its

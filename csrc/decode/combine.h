@@ -123,7 +123,7 @@ struct DecodeCombiner {
     CUTE_NO_UNROLL
     while (parts.completes(part.slot_of(list.first), !is_final, list.count)) {
       CUTE_NO_UNROLL
-      for (int i = 0; 8 * i < rows_of_tile(p, work); ++i) {
+      for (int i = 0; 8 * i < rows_of_tile(p, work.rows); ++i) {
         combine(list, i, is_final);
       }
       if (is_final) {

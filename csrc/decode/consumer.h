@@ -72,7 +72,7 @@ struct DecodeConsumer {
       Traits::kConverts && Traits::kParts == 1 && Traits::kPartsV == 1 && kRows == 8;
 
   CUTE_DEVICE void compute(Work const& work) {
-    int const rows = rows_of_tile(p, work);
+    int const rows = rows_of_tile(p, work.rows);
     if (rows <= 8) {
       compute_tile<8>(work);
     } else if (rows <= 16) {
@@ -275,7 +275,7 @@ struct DecodeConsumer {
       wait_for(ring);  // Q and scales come with the first part of K
       DecodeScales const& scales = shared.tile_scales[tile_ring.stage];
       float const scale = p.k_scale.data != nullptr ? scales.k : 1.f;
-      int const rows = rows_of_tile(p, work);
+      int const rows = rows_of_tile(p, work.rows);
       QueryConverter<Traits>::run(reinterpret_cast<char*>(queries()), p.is_bf16, rows, scale,
                                   shared.rows, consumer_thread);
       fence_shared_for_async_proxy();

@@ -21,12 +21,6 @@ struct alignas(16) DecodeRow {
   float factor;
 };
 
-// Rows of Q that a tile has.
-template <class Traits>
-CUTE_DEVICE int rows_of_tile(DecodeDeviceParams const& p, FwdWork<Traits> const& work) {
-  return min_of(p.positions_per_warpgroup, work.rows.left) * int(p.pack.divisor);
-}
-
 template <class Traits>
 struct DecodeStorage {
   using Element = typename Traits::Element;

@@ -9,6 +9,8 @@
 
 namespace fa3 {
 
+constexpr uint32_t kWholeWarp = 0xffffffffu;
+
 // The number of this thread in its warp. WHY read anew each time: where registers are short it
 // should not be kept.
 CUTE_DEVICE int lane_of_warp() {

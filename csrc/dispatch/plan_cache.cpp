@@ -250,6 +250,8 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   cache.rows = is_short ? problem.seqlen_q * schedule.pack : all_rows;
   if (config.is_swapped) {
     cache.rows = config.computed_rows(min_of(cache.rows, config.decode_rows()));
+  } else if (config.is_latent()) {
+    cache.rows = round_up(cache.rows, 16);  // those of whole warps (mla/parts.h)
   }
   return plan;
 }

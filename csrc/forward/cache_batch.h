@@ -9,8 +9,6 @@
 
 namespace fa3 {
 
-constexpr uint32_t kWholeWarp = 0xffffffffu;
-
 // The sum over this lane and those before it; more than kMostUnits count as one more.
 CUTE_DEVICE int scan_of_warp(int x) {
   CUTE_UNROLL
@@ -19,6 +17,19 @@ CUTE_DEVICE int scan_of_warp(int x) {
     x = lane_of_warp() >= distance ? min_of(x + before, kMostUnits + 1) : x;
   }
   return x;
+}
+
+// The value that a lane has, for all lanes.
+template <class T>
+CUTE_DEVICE T of_lane(T const& x, int lane) {
+  static_assert(sizeof(T) % sizeof(int) == 0);
+  T y;
+  CUTE_UNROLL
+  for (int i = 0; i < int(sizeof(T) / sizeof(int)); ++i) {
+    reinterpret_cast<int*>(&y)[i] =
+        __shfl_sync(kWholeWarp, reinterpret_cast<int const*>(&x)[i], lane);
+  }
+  return y;
 }
 
 // Units of the other launch (SharedCall), from those per head.
@@ -30,9 +41,11 @@ template <class Traits, class Lengths = CacheLengths const&>
 struct CacheTiles {
   using Work = FwdWork<Traits>;
   using Mask = decltype(mask_of<Traits::kKind.mask>(IntervalMask{}));
+  static constexpr LineKind kLine =
+      Traits::kKind.is_latent ? LineKind::kWholeTiles : LineKind::kSharedCall;
 
   CacheDeviceParams const& p;
-  CacheWalk<Mask, Lengths> walk;
+  CacheWalk<Mask, Lengths, kLine> walk;
   static constexpr int kMostKnown = 2 * 32;
   // This lane's sequences, the last one first; with more than kMostKnown they are not complete.
   CacheSequence known[2] = {};
@@ -44,21 +57,31 @@ struct CacheTiles {
   CUTE_DEVICE void start() {
     Chunk chunk{0, p.line.batch, 0, false};
     walk.others = 0;
+    walk.fewest = kMostUnits;
+    walk.most = 0;
+    int units_of_lane;
+    int lane = 0;
     do {
-      int const units_of_lane = units_in(chunk);
+      units_of_lane = units_in(chunk);
       int const until = scan_of_warp(units_of_lane);
       if (!chunk.is_narrowed) {
-        float const others = p.line.shared.is_shared ? sum_over_lanes<32>(float(walk.others)) : 0.f;
-        walk.take_stretch(__shfl_sync(kWholeWarp, until, 31), int(blockIdx.x),
-                          other_units(p, others));
+        take_stretch(__shfl_sync(kWholeWarp, until, 31));
       }
       chunk.is_narrowed = true;
       if (walk.valid()) {
-        narrow(chunk, units_of_lane, until);
+        lane = narrow(chunk, units_of_lane, until);
       }
     } while (walk.valid() && chunk.sequences > 1);
-    if (walk.valid()) {
-      walk.begin_at(chunk.begin, chunk.before);
+    if (!walk.valid()) {
+      return;
+    }
+    // The lane has read the sequence last.
+    CacheSequence const sequence = of_lane(walk.sequence, lane);
+    BlockRange const keys = of_lane(walk.keys, lane);
+    int const units = __shfl_sync(kWholeWarp, walk.units, lane);
+    walk.begin_at(chunk.begin, chunk.before);
+    if (__shfl_sync(kWholeWarp, units_of_lane, lane) == units * p.line.heads) {
+      walk.begin_in(sequence, keys, units);
     }
   }
 
@@ -99,6 +122,17 @@ struct CacheTiles {
     CUTE_DEVICE int of_lane() const { return ceil_div(sequences, 32); }
   };
 
+  CUTE_DEVICE void take_stretch(int units_of_line) {
+    float others = 0.f;
+    if constexpr (kLine == LineKind::kSharedCall) {
+      others = p.line.shared.is_shared ? sum_over_lanes<32>(float(walk.others)) : 0.f;
+    } else {
+      walk.fewest = int(__reduce_min_sync(kWholeWarp, unsigned(walk.fewest)));
+      walk.most = int(__reduce_max_sync(kWholeWarp, unsigned(walk.most)));
+    }
+    walk.take_stretch(units_of_line, int(blockIdx.x), other_units(p, others));
+  }
+
   CUTE_DEVICE int units_in(Chunk const& chunk) {
     int const begin = min_of(lane_of_warp() * chunk.of_lane(), chunk.sequences);
     int const end = min_of(begin + chunk.of_lane(), chunk.sequences);
@@ -114,14 +148,15 @@ struct CacheTiles {
     return sum;
   }
 
-  // To the lane's share that has the first unit of the stretch.
-  CUTE_DEVICE void narrow(Chunk& chunk, int units_of_lane, int until) const {
+  // To the share of the lane that has the first unit of the stretch. Returns the lane.
+  CUTE_DEVICE int narrow(Chunk& chunk, int units_of_lane, int until) const {
     uint32_t const after = __ballot_sync(kWholeWarp, chunk.before + until > walk.unit);
     int const lane = __ffs(int(after)) - 1;
     chunk.before += __shfl_sync(kWholeWarp, until - units_of_lane, lane);
     int const first = lane * chunk.of_lane();
     chunk.sequences = min_of(chunk.of_lane(), chunk.sequences - first);
     chunk.begin += first;
+    return lane;
   }
 
   CUTE_DEVICE Work current() const {

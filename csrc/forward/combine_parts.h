@@ -70,6 +70,19 @@ struct ResultRow {
       *reinterpret_cast<uint32_t*>(data + column) = pair;
     }
   }
+
+  // Eight columns.
+  CUTE_DEVICE void write_pairs(int column, uint4 pairs) const {
+    auto* const target = data + column;
+    if (reinterpret_cast<uintptr_t>(target) % 16 == 0 && column + 8 <= columns) {
+      *reinterpret_cast<uint4*>(target) = pairs;
+    } else {
+      write_pair(column, pairs.x);
+      write_pair(column + 2, pairs.y);
+      write_pair(column + 4, pairs.z);
+      write_pair(column + 6, pairs.w);
+    }
+  }
 };
 
 struct PartRow {

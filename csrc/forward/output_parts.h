@@ -31,6 +31,20 @@ CUTE_DEVICE void write_pairs(Output const& output, int r, int thread, Row const&
   }
 }
 
+// Transposes four words of each of the four lanes of a quad: lane i then has word i of all lanes.
+CUTE_DEVICE uint4 transpose_in_quad(uint4 words) {
+  int const lane = lane_of_warp();
+  bool const is_odd = lane % 2 != 0;
+  bool const is_upper = lane % 4 >= 2;
+  uint32_t const x = __shfl_xor_sync(kWholeWarp, is_odd ? words.x : words.y, 1);
+  uint32_t const z = __shfl_xor_sync(kWholeWarp, is_odd ? words.z : words.w, 1);
+  words = is_odd ? make_uint4(x, words.y, z, words.w) : make_uint4(words.x, x, words.z, z);
+  uint32_t const first = __shfl_xor_sync(kWholeWarp, is_upper ? words.x : words.z, 2);
+  uint32_t const second = __shfl_xor_sync(kWholeWarp, is_upper ? words.y : words.w, 2);
+  return is_upper ? make_uint4(first, second, words.z, words.w)
+                  : make_uint4(words.x, words.y, first, second);
+}
+
 template <class Traits>
 struct OutputParts {
   template <class Softmax, class FragmentO>
@@ -64,9 +78,25 @@ struct OutputParts {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       RowOfTile const row = row_of_tile(p, work.rows, fragment_row(thread) + 8 * r);
-      if (row.exists) {
-        write_pairs<Traits>(output, r, thread,
-                            ResultRow<Traits>::of(p, work, row).from(first_column));
+      if (Traits::kTransposesV) {
+        if (row.exists) {
+          write_pairs<Traits>(output, r, thread, ResultRow<Traits>::of(p, work, row));
+        }
+        continue;
+      }
+      ResultRow<Traits> const target =
+          ResultRow<Traits>::of(p, work, row).from(first_column + 8 * (thread % 4));
+      static_assert(Traits::kOutputColumns % 32 == 0);
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::kOutputColumns / 32; ++i) {
+        uint4 const pairs = transpose_in_quad(
+            make_uint4(pack_result(p.out_is_half, output(r, 8 * i), output(r, 8 * i + 1)),
+                       pack_result(p.out_is_half, output(r, 8 * i + 2), output(r, 8 * i + 3)),
+                       pack_result(p.out_is_half, output(r, 8 * i + 4), output(r, 8 * i + 5)),
+                       pack_result(p.out_is_half, output(r, 8 * i + 6), output(r, 8 * i + 7))));
+        if (row.exists) {
+          target.write_pairs(32 * i, pairs);
+        }
       }
     }
   }

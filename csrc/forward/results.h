@@ -28,6 +28,11 @@ CUTE_DEVICE RowOfTile row_of_tile(FwdDeviceParams const& p, FwdRows const& rows,
   return RowOfTile{exists, offset, row - offset * int(p.pack.divisor)};
 }
 
+// Rows of a tile of one warpgroup that exist, the first ones.
+CUTE_DEVICE int rows_of_tile(FwdDeviceParams const& p, FwdRows const& rows) {
+  return min_of(p.positions_per_warpgroup, rows.left) * int(p.pack.divisor);
+}
+
 // Index of a row in the LSE.
 CUTE_DEVICE int64_t index_of_row(FwdDeviceParams const& p, FwdRows const& rows,
                                  RowOfTile const& row) {

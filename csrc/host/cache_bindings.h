@@ -52,7 +52,12 @@ inline KeySplits splits_of(SplitsTuple const& tuple) {
   return splits;
 }
 
-inline CachePart part_tuple(CacheWalk<IntervalMask> const& walk) {
+// A walk on the host.
+template <LineKind kKind>
+using HostWalk = CacheWalk<IntervalMask, CacheLengths const&, kKind>;
+
+template <class Walk>
+CachePart part_tuple(Walk const& walk) {
   KeyPart const& part = walk.part;
   return {{walk.b, walk.m, walk.head},
           {walk.keys.begin, walk.keys.end},
@@ -61,7 +66,8 @@ inline CachePart part_tuple(CacheWalk<IntervalMask> const& walk) {
 }
 
 // Gives the units of the line.
-inline int take_stretch(CacheWalk<IntervalMask>& walk, int cta) {
+template <class Walk>
+int take_stretch(Walk& walk, int cta) {
   CacheLine const& line = walk.line;
   int const total = walk.units_of(0, line.batch);
   walk.take_stretch(total, cta, float(walk.others) * float(line.heads * int(line.lanes.divisor)));
@@ -70,8 +76,8 @@ inline int take_stretch(CacheWalk<IntervalMask>& walk, int cta) {
 
 // The parts of a CTA, as forward/cache_batch.h finds them: the walk begins at the last sequence
 // before which there are no more units than before the CTA's stretch, or at the first one.
-inline std::vector<CachePart> parts_of_cta(CacheWalk<IntervalMask> walk, int cta,
-                                           bool starts_late) {
+template <class Walk>
+std::vector<CachePart> parts_of_cta(Walk walk, int cta, bool starts_late) {
   std::vector<CachePart> parts;
   take_stretch(walk, cta);
   if (!walk.valid()) {
@@ -88,12 +94,7 @@ inline std::vector<CachePart> parts_of_cta(CacheWalk<IntervalMask> walk, int cta
   return parts;
 }
 
-// most: KeySplits::most, or 0. Gives the units of a line, those of a stretch, and the parts of
-// each CTA.
-inline pybind11::tuple cache_parts(OwnedLengths const& owned, LineTuple const& tuple,
-                                   SplitsTuple const& splits, IntervalMask const& mask, int tile_n,
-                                   bool starts_late, int64_t most) {
-  CacheLengths const lengths = owned.view();
+inline CacheLine line_of(LineTuple const& tuple, SplitsTuple const& splits) {
   auto const [batch, heads, positions, ctas, lanes, weight_log2, tile_units, shared] = tuple;
   CacheLine line(batch, heads, lanes, positions, ctas);
   line.weight_log2 = weight_log2;
@@ -102,10 +103,22 @@ inline pybind11::tuple cache_parts(OwnedLengths const& owned, LineTuple const& t
   line.shared = SharedCall{most_queries > 0, fewest,      most_queries, FastDiv(other_positions),
                            other_weight,     other_units, cost};
   line.splits = splits_of(splits);
+  return line;
+}
+
+// most: KeySplits::most, or 0. Gives the units of a line, those of a stretch, and the parts of
+// each CTA.
+template <LineKind kKind>
+pybind11::tuple cache_parts(OwnedLengths const& owned, LineTuple const& tuple,
+                            SplitsTuple const& splits, IntervalMask const& mask, int tile_n,
+                            bool starts_late, int64_t most) {
+  CacheLengths const lengths = owned.view();
+  CacheLine line = line_of(tuple, splits);
   line.splits.most = most > 0 ? most : line.splits.most;
-  CacheWalk<IntervalMask> walk(line, lengths, mask, tile_n);
+  HostWalk<kKind> walk(line, lengths, mask, tile_n);
   std::vector<std::vector<CachePart>> parts;
-  for (int cta = 0; cta < ctas * lanes; ++cta) {
+  int const ctas = int(line.ctas.divisor) * int(line.lanes.divisor);
+  for (int cta = 0; cta < ctas; ++cta) {
     parts.push_back(parts_of_cta(walk, cta, starts_late));
   }
   int const total = take_stretch(walk, 0);
@@ -219,7 +232,8 @@ inline pybind11::list plan_of_cache(int dtype, pybind11::dict shapes, pybind11::
 inline void bind_cache(pybind11::module_& m) {
   pybind11::class_<OwnedLengths>(m, "CacheLengths").def(pybind11::init(&make_lengths));
   m.def("cache_sequence", &sequence_members);
-  m.def("cache_parts", &cache_parts);
+  m.def("cache_parts", &cache_parts<LineKind::kSharedCall>);
+  m.def("cache_parts_of_whole_tiles", &cache_parts<LineKind::kWholeTiles>);
   m.def("boxed_keys", &boxed_keys);
   m.def(
       "units",

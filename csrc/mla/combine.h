@@ -4,185 +4,277 @@
 #pragma once
 
 #include "forward/output_parts.h"
-#include "mla/traits.h"
+#include "mla/parts.h"
 
 namespace fa3 {
 
-// Several parts of a row, four columns: O and the sum of weights, relative to 2^most.
-struct PartSum {
-  float most = -INFINITY;  // the largest LSE, base 2
-  float sum = 0.f;
-  float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
-
-  // Adds parts whose keys come after these. WHY fmaf: the compiler could fuse either of the two
-  // multiplications, and not the same one everywhere.
-  CUTE_DEVICE void add(PartSum const& later) {
-    float const before = most;
-    most = fmaxf(before, later.most);
-    float const used = finite_max(most);
-    float const factor = exp2_approx(before - used);
-    float const weight = exp2_approx(later.most - used);
-    sum = fmaf(later.sum, weight, sum * factor);
-    o.x = fmaf(later.o.x, weight, o.x * factor);
-    o.y = fmaf(later.o.y, weight, o.y * factor);
-    o.z = fmaf(later.o.z, weight, o.z * factor);
-    o.w = fmaf(later.o.w, weight, o.w * factor);
-  }
-};
-
-// A CTA of kWarps warps. A warp has 128 columns of a row; or all warps have the same ones, and take
-// turns at groups of parts.
+// A CTA of kWarps warps combines 16 rows, the rows of a warp (parts.h), of a tile: first all of
+// them compute the weights of the parts, then each warp adds the float4s of its lanes. Where there
+// are few rows, the warps take turns at groups of the same float4s.
 //
-// INVARIANT: the bits of a row depend on its parts alone. Each group of kAtOnce parts is summed up
-// on its own, then the groups are added in their order, whichever warps have summed them up.
+// INVARIANT: the bits of a row depend on its parts alone. Each group of kAtOnce parts is added up
+// on its own, then the groups in their order.
+//
+// WHY so little code: an instruction that runs once takes as long as it takes to fetch.
 template <class Traits>
 struct PartCombination {
   using Params = typename Traits::Params;
   using Work = FwdWork<Traits>;
+  using Parts = MlaParts<Traits>;
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kCtasPerSm = 4;  // not tuned
-  static constexpr int kColumns = 128;  // that a warp has
-  static constexpr int kWarpsOfRow = Traits::kHeadDimV / kColumns;
+  static constexpr int kCtasPerSm = 4;
   static constexpr int kAtOnce = 8;
+  static constexpr int kMost = 256;  // parts whose LSEs are kept
 
-  // Groups in shared memory at a time: those of a tile that 132 CTAs share are not more.
-  static constexpr int kHeldGroups = 3 * kWarps;
-
-  struct GroupSums {
-    float4 o[kHeldGroups][32];
-    float2 sums[kHeldGroups];  // most, sum
+  // The largest LSE, base 2, and the sum of 2^(LSE - largest).
+  struct Ends {
+    float most;
+    float sum;
   };
 
   struct Storage {
-    GroupSums groups[2];  // used in turn
+    SharedTile<Work> tile;
     int tiles;
+    float lses[kMost][kWarpRows];
+    Ends ends[kWarps][kWarpRows];  // of the parts that a warp has read
+    float4 sums[kMost / kAtOnce][32];
   };
 
   Params const& p;
   Storage& shared;
+  Work const& work;
+  int block;  // of rows
   int warp = int(threadIdx.x) / 32;
-  int turn = 0;  // index in shared.groups
+  bool fits;
+  // LSEs, by (part, row): in shared memory if there is room, else those of the buffer.
+  float const* lses;
+  int lses_stride;
+  bool has_ends = false;
+  Ends ends[2];  // of the lane's rows
 
-  CUTE_DEVICE void run() {
+  // The float4s of a block that a CTA combines, of `all`: 1, or a multiple of kWarps.
+  static int fours_of_cta(int64_t all, int sms) {
+    int fours = 1;
+    while (fours < Parts::kFours && all > int64_t(fours) * kCtasPerSm * sms) {
+      fours = fours == 1 ? kWarps : 2 * fours;
+    }
+    return fours;
+  }
+
+  // WHY the tile is read before it is known whether there is one: one wait for both. WHY by one
+  // warp: all warps of all CTAs take 10 us for one line of L2.
+  CUTE_DEVICE static void run(Params const& p, Storage& shared) {
     wait_for_earlier_launches();
     allow_later_launches();
-    int const tiles = count_tiles();
-    int const rows = p.part_rows * kWarpsOfRow;  // each 128 columns
-    int const groups = ceil_div(rows, kWarps);
-    // Few rows have many parts.
-    bool const are_few = tiles * groups <= int(gridDim.x) / 2;
-    int const steps = are_few ? rows : groups;
+    int const fours = p.fours_of_cta;
     CUTE_NO_UNROLL
-    for (int i = int(blockIdx.x); i < tiles * steps; i += int(gridDim.x)) {
-      Work const& work = p.shared_tiles[i / steps];
-      int const index = are_few ? i % steps : i % steps * kWarps + warp;
-      int const row = index / kWarpsOfRow;
-      // Rows that the sequence does not have were not written.
-      if (!row_of_tile(p, work.rows, row).exists) {
-        continue;
+    for (int i = int(blockIdx.x);; i += int(gridDim.x)) {
+      int const unit = p.ctas_of_block.div(i);
+      int const tile = p.blocks.div(unit);
+      int const lane = lane_of_warp();
+      if (int(threadIdx.x) < SharedTile<Work>::kWords) {
+        shared.tile.word(lane) = __ldcg(&p.shared_tiles[min_of(tile, p.most_tiles - 1)].word(lane));
+      } else if (threadIdx.x == 31) {
+        shared.tiles = read_now(&p.combine->tiles);
       }
-      int const column = index % kWarpsOfRow * kColumns + 4 * lane_of_warp();
-      KeyPart const part = work.location.part;
-      PartSum const all =
-          are_few ? sum_together(part, row, column, index) : sum_alone(part, row, column);
-      if (!are_few || adds(index)) {
-        write(work, row, column, all);
+      __syncthreads();
+      if (tile >= shared.tiles) {
+        break;
       }
+      PartCombination combination{p, shared, unit - tile * int(p.blocks.divisor)};
+      combination.combine((i - unit * int(p.ctas_of_block.divisor)) * fours, fours);
+      __syncthreads();
     }
+    end(p);
   }
 
  private:
-  // The last CTA to read the number sets it back to 0.
-  CUTE_DEVICE int count_tiles() {
-    if (threadIdx.x == 0) {
-      shared.tiles = read_now(&p.combine->tiles);
-      if (add_in_order(&p.combine->ctas, 1) == int(gridDim.x) - 1) {
-        *p.combine = CombineCounters{0, 0};
+  CUTE_DEVICE PartCombination(Params const& p_, Storage& shared_, int block_)
+      : p(p_), shared(shared_), work(shared.tile.work), block(block_) {
+    fits = parts() <= kMost;
+    lses = fits ? &shared.lses[0][0] : p.part_lses + row_in(work.location.part.first_slot);
+    lses_stride = fits ? kWarpRows : p.part_rows;
+  }
+
+  // The last CTA that has read the number of tiles sets it back to 0. WHY by the last warp: the
+  // first one may still write.
+  CUTE_DEVICE static void end(Params const& p) {
+    if (threadIdx.x == kThreads - 1 && add_in_order(&p.combine->ctas, 1) == int(gridDim.x) - 1) {
+      *p.combine = CombineCounters{0, 0};
+    }
+  }
+
+  CUTE_DEVICE int parts() const { return work.location.part.parts; }
+  CUTE_DEVICE int groups() const { return ceil_div(parts(), kAtOnce); }
+
+  // Of the first row of the block, in the buffer of LSEs.
+  CUTE_DEVICE int64_t row_in(int slot) const {
+    return int64_t(slot) * p.part_rows + block * kWarpRows;
+  }
+
+  // Rows that the sequence does not have were not written.
+  CUTE_DEVICE void combine(int first, int fours) {
+    if (block * kWarpRows >= rows_of_tile(p, work.rows)) {
+      return;
+    }
+    bool const is_together = fours < kWarps && fits;
+    int const end = first + fours;
+    int four = is_together ? first : first + warp;
+    CUTE_NO_UNROLL
+    do {
+      float4 const sum =
+          add_in_turn(min_of(four, end - 1), is_together ? warp : 0, is_together ? kWarps : 1);
+      if (!is_together && four < end) {
+        write(four, sum);
       }
+      four += kWarps;
+    } while (four < end);
+    if (is_together) {
+      __syncthreads();
+      if (warp == 0) {
+        write(first, sum_of_groups());
+      }
+    }
+  }
+
+  // Adds every step-th group from `group` on, and keeps their sums.
+  CUTE_DEVICE float4 add_in_turn(int four, int group, int step) {
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    CUTE_NO_UNROLL
+    do {
+      float4 values[kAtOnce];
+      load(values, group, four);
+      if (!has_ends) {
+        read_lses();
+        has_ends = true;
+      }
+      float4 const of_group = add(values, group);
+      add_four(sum, of_group, 1.f);
+      if (step > 1 && group < groups()) {
+        shared.sums[group][lane_of_warp()] = of_group;
+      }
+      group += step;
+    } while (group < groups());
+    return sum;
+  }
+
+  // 0 for parts that do not exist.
+  CUTE_DEVICE void load(float4 (&values)[kAtOnce], int group, int four) const {
+    CUTE_UNROLL
+    for (int j = 0; j < kAtOnce; ++j) {
+      int const index = group * kAtOnce + j;
+      Parts const part{p, work.location.part.slot_of(index)};
+      values[j] = index < parts() ? __ldcg(part.fours(block, four) + lane_of_warp())
+                                  : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  }
+
+  CUTE_DEVICE float4 add(float4 const (&values)[kAtOnce], int group) const {
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    int const row = lane_of_warp() / 4;
+    CUTE_UNROLL
+    for (int j = 0; j < kAtOnce; ++j) {
+      int const index = min_of(group * kAtOnce + j, parts() - 1);
+      float const first = weight_of(index, row, ends[0]);
+      float const second = weight_of(index, row + 8, ends[1]);
+      sum = make_float4(fmaf(values[j].x, first, sum.x), fmaf(values[j].y, first, sum.y),
+                        fmaf(values[j].z, second, sum.z), fmaf(values[j].w, second, sum.w));
+    }
+    return sum;
+  }
+
+  CUTE_DEVICE float4 sum_of_groups() const {
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+    for (int group = 0; group < groups(); ++group) {
+      add_four(sum, shared.sums[group][lane_of_warp()], 1.f);
+    }
+    return sum;
+  }
+
+  CUTE_DEVICE float weight_of(int index, int row, Ends const& end) const {
+    float const lse = __fmul_rn(lses[index * lses_stride + row], kLog2E);
+    return exp2_approx(lse - finite_max(end.most));
+  }
+
+  template <int kCount>
+  CUTE_DEVICE static Ends add(Ends const (&ends)[kCount]) {
+    Ends all{ends[0].most, 0.f};
+    CUTE_UNROLL
+    for (int i = 1; i < kCount; ++i) {
+      all.most = fmaxf(all.most, ends[i].most);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      all.sum = fmaf(ends[i].sum, exp2_approx(ends[i].most - finite_max(all.most)), all.sum);
+    }
+    return all;
+  }
+
+  // A thread reads every 16th part of a row, kLoads at a time; then all have the ends of all parts.
+  CUTE_DEVICE void read_lses() {
+    constexpr int kThreadsOfRow = kThreads / kWarpRows;
+    constexpr int kLoads = 4;
+    int const row = int(threadIdx.x) % kWarpRows;
+    Ends own[1 + kLoads] = {{-INFINITY, 0.f}};
+    CUTE_NO_UNROLL
+    for (int begin = int(threadIdx.x) / kWarpRows; begin < parts();
+         begin += kLoads * kThreadsOfRow) {
+      float loaded[kLoads];
+      CUTE_UNROLL
+      for (int j = 0; j < kLoads; ++j) {
+        int const i = begin + j * kThreadsOfRow;
+        int const slot = work.location.part.slot_of(i);
+        loaded[j] = i < parts() ? __ldcg(p.part_lses + row_in(slot) + row) : -INFINITY;
+      }
+      CUTE_UNROLL
+      for (int j = 0; j < kLoads; ++j) {
+        int const i = begin + j * kThreadsOfRow;
+        if (i < parts() && fits) {
+          shared.lses[i][row] = loaded[j];
+        }
+        own[1 + j] = Ends{__fmul_rn(loaded[j], kLog2E), 1.f};
+      }
+      own[0] = add(own);
+    }
+    own[1] = Ends{__shfl_xor_sync(kWholeWarp, own[0].most, kWarpRows),
+                  __shfl_xor_sync(kWholeWarp, own[0].sum, kWarpRows)};
+    if (lane_of_warp() < kWarpRows) {
+      shared.ends[warp][row] = add<2>({own[0], own[1]});
     }
     __syncthreads();
-    return shared.tiles;
-  }
-
-  CUTE_DEVICE static int groups_of(KeyPart const& part) { return ceil_div(part.parts, kAtOnce); }
-
-  // The parts of a group.
-  CUTE_DEVICE PartSum sum_of(KeyPart const& part, int row, int column, int group) const {
-    int const begin = group * kAtOnce;
-    float lses[kAtOnce];
-    float4 values[kAtOnce];
     CUTE_UNROLL
-    for (int j = 0; j < kAtOnce; ++j) {
-      int const slot = part.slot_of(min_of(begin + j, part.parts - 1));
-      int64_t const at = int64_t(slot) * p.part_rows + row;
-      lses[j] = __ldcg(p.part_lses + at);
-      values[j] =
-          __ldcg(reinterpret_cast<float4 const*>(p.parts + at * Traits::kHeadDimV + column));
-    }
-    PartSum group_sum;
-    CUTE_UNROLL
-    for (int j = 0; j < kAtOnce; ++j) {
-      lses[j] = begin + j < part.parts ? __fmul_rn(lses[j], kLog2E) : -INFINITY;
-      group_sum.most = fmaxf(group_sum.most, lses[j]);
-    }
-    float const used = finite_max(group_sum.most);
-    CUTE_UNROLL
-    for (int j = 0; j < kAtOnce; ++j) {
-      float const weight = exp2_approx(lses[j] - used);
-      group_sum.sum += weight;
-      add_four(group_sum.o, values[j], weight);
-    }
-    return group_sum;
-  }
-
-  CUTE_DEVICE PartSum sum_alone(KeyPart const& part, int row, int column) const {
-    PartSum all;
-    CUTE_NO_UNROLL
-    for (int group = 0; group < groups_of(part); ++group) {
-      all.add(sum_of(part, row, column, group));
-    }
-    return all;
-  }
-
-  // Whether this warp adds the groups that all have summed up.
-  CUTE_DEVICE bool adds(int index) const { return warp == index % kWarps; }
-
-  // The result is that of one warp.
-  CUTE_DEVICE PartSum sum_together(KeyPart const& part, int row, int column, int index) {
-    PartSum all;
-    CUTE_NO_UNROLL
-    for (int first = 0; first < groups_of(part); first += kHeldGroups) {
-      int const count = min_of(groups_of(part) - first, kHeldGroups);
-      GroupSums& held = shared.groups[turn];
-      CUTE_NO_UNROLL
-      for (int i = warp; i < count; i += kWarps) {
-        PartSum const own = sum_of(part, row, column, first + i);
-        held.o[i][lane_of_warp()] = own.o;
-        held.sums[i] = make_float2(own.most, own.sum);
+    for (int r = 0; r < 2; ++r) {
+      Ends of_warps[kWarps];
+      CUTE_UNROLL
+      for (int i = 0; i < kWarps; ++i) {
+        of_warps[i] = shared.ends[i][lane_of_warp() / 4 + 8 * r];
       }
-      // After this all warps have also read the other buffer.
-      __syncthreads();
-#pragma unroll 4
-      for (int i = 0; i < (adds(index) ? count : 0); ++i) {
-        all.add(PartSum{held.sums[i].x, held.sums[i].y, held.o[i][lane_of_warp()]});
-      }
-      turn ^= 1;
+      ends[r] = add(of_warps);
     }
-    return all;
   }
 
-  CUTE_DEVICE void write(Work const& work, int r, int column, PartSum all) const {
-    RowOfTile const row = row_of_tile(p, work.rows, r);
-    float const sink = p.sinks != nullptr ? p.sinks[work.rows.head + row.head] : -INFINITY;
-    float const of_sink = exp2_approx(sink * kLog2E - finite_max(all.most));
-    float const lse = log_sum_exp(all.most, all.sum, kLn2);
-    multiply_four(all.o, inverse_sum(all.sum + of_sink));
-    auto const target = ResultRow<Traits>::of(p, work, row);
-    target.write(column, all.o.x, all.o.y);
-    target.write(column + 2, all.o.z, all.o.w);
-    if (p.lse != nullptr && column == 0) {
-      p.lse[index_of_row(p, work.rows, row)] = with_sink(lse, sink);
+  // A sink enters here.
+  CUTE_DEVICE void write(int four, float4 const& sum) const {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      RowOfTile const row =
+          row_of_tile(p, work.rows, block * kWarpRows + lane_of_warp() / 4 + 8 * r);
+      if (!row.exists) {
+        continue;
+      }
+      auto const [most, weights] = ends[r];
+      float const sink = p.sinks != nullptr ? p.sinks[work.rows.head + row.head] : -INFINITY;
+      float const of_sink = exp2_approx(sink * kLog2E - finite_max(most));
+      float const scale = inverse_sum(weights + of_sink);
+      ResultRow<Traits>::of(p, work, row)
+          .write(8 * four + fragment_column(lane_of_warp()), scale * (r == 0 ? sum.x : sum.z),
+                 scale * (r == 0 ? sum.y : sum.w));
+      if (p.lse != nullptr && four == 0 && lane_of_warp() % 4 == 0) {
+        float const lse = log_sum_exp(most, weights, kLn2);
+        p.lse[index_of_row(p, work.rows, row)] = with_sink(lse, sink);
+      }
     }
   }
 };
@@ -193,7 +285,7 @@ __global__ void __launch_bounds__(PartCombination<MlaTraits<Config>>::kThreads,
     mla_combine_kernel(typename MlaTraits<Config>::Params const __grid_constant__ p) {
   using Combination = PartCombination<MlaTraits<Config>>;
   __shared__ typename Combination::Storage shared;
-  Combination{p, shared}.run();
+  Combination::run(p, shared);
 }
 
 }  // namespace fa3

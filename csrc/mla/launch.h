@@ -20,6 +20,14 @@ CUtensorMap slices_map(TensorMapMaker& maps, FwdProblem const& problem, TensorVi
                                {max_of(1, problem.cache.entries), t.batch_stride, 1}});
 }
 
+// The most tiles that have parts.
+inline int64_t most_shared_tiles(FwdParams const& p) {
+  CacheSchedule const& cache = p.schedule.cache;
+  int64_t const tiles =
+      int64_t(p.schedule.m_tiles) * p.problem.batch * (p.problem.heads_q / p.schedule.pack);
+  return cache.slots / 2 < tiles ? cache.slots / 2 : tiles;
+}
+
 // Launches on the current device and the given stream (a cudaStream_t).
 template <class Config>
 void launch_mla(FwdParams const& p, void* stream) {
@@ -47,14 +55,23 @@ void launch_mla(FwdParams const& p, void* stream) {
   params.key_scale = p.v_scale;
   params.qv = query_map<5>(maps, p, p.qv, MapColumns{p.problem.head_dim_v, Traits::kSlice});
   using Work = FwdWork<Traits>;
-  static_assert(sizeof(Work) <= kSharedTileBytes && sizeof(CombineCounters) <= 2 * sizeof(int));
-  params.shared_tiles = static_cast<Work*>(p.cache.shared_tiles);
+  static_assert(sizeof(SharedTile<Work>) <= kSharedTileBytes &&
+                sizeof(CombineCounters) <= 2 * sizeof(int));
+  params.shared_tiles = static_cast<SharedTile<Work>*>(p.cache.shared_tiles);
   params.combine = reinterpret_cast<CombineCounters*>(p.cache.arrived);
+  using Combination = PartCombination<Traits>;
+  params.most_tiles = int(most_shared_tiles(p));
+  params.blocks = FastDiv(max_of(1, params.part_rows / kWarpRows));
+  int64_t const fours =
+      int64_t(params.most_tiles) * params.blocks.divisor * Combination::Parts::kFours;
+  params.fours_of_cta = Combination::fours_of_cta(fours, p.schedule.grid);
+  params.ctas_of_block = FastDiv(Combination::Parts::kFours / params.fours_of_cta);
   check_launch(maps.error, shape.variant, shape.grid, kBytes);
   launch_early(mla_kernel<Config>, shape, params, stream);
   if (params.slots > 1) {
-    using Combination = PartCombination<Traits>;
-    LaunchShape const combining{Config::k.name, Combination::kCtasPerSm * p.schedule.grid,
+    int const ctas = Combination::kCtasPerSm * p.schedule.grid;
+    int64_t const needed = fours / params.fours_of_cta;
+    LaunchShape const combining{Config::k.name, needed < ctas ? int(needed) : ctas,
                                 Combination::kThreads, 0};
     launch_early(mla_combine_kernel<Config>, combining, params, stream);
   }

@@ -6,6 +6,7 @@
 #include "forward/cache_batch.h"
 #include "forward/output_parts.h"
 #include "mla/converter.h"
+#include "mla/parts.h"
 #include "mla/storage.h"
 
 namespace fa3 {
@@ -29,6 +30,12 @@ struct OutputWarpgroup {
       cute::Layout<
           cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<Traits::kOutputColumns / 8>>,
                       cute::_1, cute::_1>>{}));
+
+  // The left PV runs during the softmax of the next K tile, not during its S, so that the tensor
+  // cores have work then: 128 heads, 64 x 4k 175 -> 167 us (H200, 2026-11-27). WHY not the right
+  // one, whose ring has a stage less: 182 us. WHY not with e4m3, which is converted then: 7 %
+  // slower.
+  static constexpr bool kComesAfterScores = !Traits::kConverts;
 
   MlaStorage<Traits>& shared;
   Params const& p;
@@ -65,7 +72,7 @@ struct OutputWarpgroup {
       bool starts = true;
       CUTE_NO_UNROLL
       for (; left > 0; --left) {
-        add_product(starts);
+        add_product(starts, left > 1);
         starts = false;
       }
       store();
@@ -79,8 +86,8 @@ struct OutputWarpgroup {
   }
 
  private:
-  // O += P V of the next K tile.
-  CUTE_DEVICE void add_product(bool starts) {
+  // O += P V of the next K tile. has_next: another one of this tile follows.
+  CUTE_DEVICE void add_product(bool starts, bool has_next) {
     shared.p_full[p_ring.stage].wait(p_ring.phase);
     if (!starts && shared.any_rescale[p_ring.stage][thread / 32]) {
       float factors[2];
@@ -93,6 +100,11 @@ struct OutputWarpgroup {
     shared.half_full[values.stage].wait(values.phase);
     if (p.box_keys == 0) {  // gathered rows were not written by the copy engine
       fence_shared_for_async_proxy();
+    }
+    if (kComesAfterScores && half == 0 && has_next) {
+      auto next = p_ring;
+      next.advance();
+      shared.scores_done[next.stage].wait(next.phase);
     }
     auto mma = MmaO{}.get_slice(0);
     auto sP = cute::make_tensor(
@@ -127,49 +139,39 @@ struct OutputWarpgroup {
         output(r, c) = end.scale == 0.f ? 0.f : output(r, c) * end.scale;
       }
     }
-    using Output = OutputParts<Traits>;
-    int const first_column = half * Traits::kOutputColumns;
     if (work.location.part.parts > 1) {
-      store_part(work, ends, first_column);
+      store_part(work, ends);
       publish_parts(work);
       return;
     }
-    Output::store_tile(p, work, thread, tOrO, first_column);
+    OutputParts<Traits>::store_tile(p, work, thread, tOrO, half * Traits::kOutputColumns);
     if (half == 0) {
       store_lse<Traits>(p, work.rows, thread, ends, {});
     }
   }
 
-  // Neighbouring lanes exchange values, so that each stores four columns of one of the two rows.
-  CUTE_DEVICE void store_part(Work const& work, RowEnds const& ends, int first_column) const {
-    KeyPart const& part = work.location.part;
-    bool const is_odd = thread % 2 != 0;
-    int const row = fragment_row(thread) + 8 * is_odd;
-    int64_t const at = int64_t(part.slot_of(part.index)) * p.part_rows + row;
-    bool const exists = row_of_tile(p, work.rows, row).exists;
-    float* const target =
-        p.parts + at * Traits::kHeadDimV + first_column + fragment_column(thread) / 4 * 4;
-    auto const output = rows_view(tOrO);  // (2, (2, 32))
-    CUTE_UNROLL
-    for (int i = 0; i < Traits::kOutputColumns / 8; ++i) {
-      float2 const first = make_float2(output(0, 2 * i), output(0, 2 * i + 1));
-      float2 const second = make_float2(output(1, 2 * i), output(1, 2 * i + 1));
-      float const x = __shfl_xor_sync(kWholeWarp, is_odd ? first.x : second.x, 1);
-      float const y = __shfl_xor_sync(kWholeWarp, is_odd ? first.y : second.y, 1);
-      if (exists) {
-        *reinterpret_cast<float4*>(target + 8 * i) =
-            is_odd ? make_float4(x, y, second.x, second.y) : make_float4(first.x, first.y, x, y);
-      }
+  // As registers have it (MlaParts).
+  CUTE_DEVICE void store_part(Work const& work, RowEnds const& ends) const {
+    MlaParts<Traits> const parts{p, work.location.part.slot_of(work.location.part.index)};
+    int const warp = thread / 32;
+    if (warp * kWarpRows >= rows_of_tile(p, work.rows)) {
+      return;
     }
-    if (exists && thread % 4 < 2) {
-      p.part_lses[at] = ends.lse(is_odd, p.softmax_scale);
+    constexpr int kFours = Traits::kOutputColumns / 8;
+    float4* const target = parts.fours(warp, half * kFours) + thread % 32;
+    CUTE_UNROLL
+    for (int i = 0; i < kFours; ++i) {
+      target[32 * i] = make_float4(tOrO(4 * i), tOrO(4 * i + 1), tOrO(4 * i + 2), tOrO(4 * i + 3));
+    }
+    if (half == 0 && thread % 4 < 2) {
+      parts.lses()[fragment_row(thread) + 8 * (thread % 4)] = ends.lse(thread % 4, 1.f);
     }
   }
 
   // The first part of an output tile says where the others are.
   CUTE_DEVICE void publish_parts(Work const& work) {
     if (work.location.part.index == 0 && half == 0 && thread == 0) {
-      p.shared_tiles[atomicAdd(&p.combine->tiles, 1)] = work;
+      p.shared_tiles[atomicAdd(&p.combine->tiles, 1)].work = work;
     }
   }
 };

@@ -24,7 +24,7 @@ struct MlaTiles {
     tiles.start();
     bool is_valid;
     do {
-      FwdWork<Traits> work = tiles.next();
+      FwdWork<Traits> const work = tiles.next();
       is_valid = work.valid();
       shared.work_empty[ring.stage].wait(ring.phase ^ 1);
       if (is_first_lane()) {
@@ -65,12 +65,11 @@ struct MlaLoader {
         p(p_),
         slot(gathers(p_) ? 32 * warp + lane_of_warp() : lane_of_warp() * p_.box_keys) {}
 
-  // INVARIANT: lanes that load boxes do not wait for each other. A stage is full, and so used and
-  // filled again, only after the boxes of all lanes have arrived.
+  // Each lane of the first warp loads a slice of Q.
+  //
+  // INVARIANT: within a tile, lanes that load boxes do not wait for each other. A stage is full,
+  // and so used and filled again, only after the boxes of all lanes have arrived.
   CUTE_DEVICE void run() {
-    if (slot >= Traits::kTileN) {
-      return;
-    }
     RingState<Traits::kTileStages> tiles;
     uint32_t q_phase = 1;
     CUTE_NO_UNROLL
@@ -82,10 +81,21 @@ struct MlaLoader {
         expect_queries(0);
         return;
       }
+      KeySource const from = KeySource::of(work);
+      int const begin = work.keys.begin;
+      int const end = work.keys.end;
+      bool const has_keys = slot < Traits::kTileN;
+      int const first_id =
+          has_keys ? Keys::entry_of(p, from, (end - 1) * Traits::kTileN + slot) : 0;
       shared.q_empty.wait(q_phase);
       q_phase ^= 1;
       load_queries(work);
-      load_keys(KeySource::of(work), work.keys.begin, work.keys.end);
+      if (has_keys) {
+        load_keys(from, begin, end, first_id);
+      } else {
+        skip_keys(end - begin);
+      }
+      __syncwarp();
       tiles.advance();
     }
   }
@@ -118,33 +128,39 @@ struct MlaLoader {
 
   // The first half of the latent columns goes through a stage of the ring.
   CUTE_DEVICE void load_queries(Work const& work) {
+    constexpr int kLatent = Traits::kHeadDimV / Traits::kSlice;
+    constexpr int kHeld = Traits::kHeldColumns / Traits::kSlice;
+    constexpr int kSlices = kLatent + Traits::kHeadDim / Traits::kSlice;
+    static_assert(kSlices <= 32);
     Mbarrier& full = shared.half_full[left.stage];
-    constexpr int kColumns = Traits::kHeadDimV + Traits::kHeadDim;
-    constexpr int kLatent = Traits::kSharedColumns - Traits::kHeadDim;
-    expect_queries(p.q_slice_bytes * (kColumns / Traits::kSlice));
-    if (leads()) {
-      load_query_boxes(work, full, p.qv, 0, Traits::kHeldColumns, shared.halves[left.stage]);
-      load_query_boxes(work, full, p.qv, Traits::kHeldColumns, kLatent, shared.q);
-      load_query_boxes(work, full, p.q, 0, Traits::kHeadDim, shared.q + kLatent * kWarpgroupRows);
+    expect_queries(p.q_slice_bytes * kSlices);
+    int const slice = gathers(p) ? slot : lane_of_warp();
+    if (slice < kSlices) {
+      constexpr int kElements = kWarpgroupRows * Traits::kSlice;
+      bool const is_held = slice < kHeld;
+      bool const is_latent = slice < kLatent;
+      load_box<CacheLocation>(
+          is_latent ? p.qv : p.q, mbarrier_word(full), kReadOnce,
+          is_held ? shared.halves[left.stage] + slice * kElements
+                  : shared.q + (slice - kHeld) * kElements,
+          {(is_latent ? slice : slice - kLatent) * Traits::kSlice, work.rows.head,
+           work.location.first_q() + work.position_begin, work.location, work.location.end_q()});
     }
     left.advance();
   }
 
-  CUTE_DEVICE void load_query_boxes(Work const& work, Mbarrier& full, CUtensorMap const& map,
-                                    int first, int columns, Element* target) const {
+  // Goes past K tiles of which this lane has no box.
+  CUTE_DEVICE void skip_keys(int tiles) {
     CUTE_NO_UNROLL
-    for (int column = 0; column < columns; column += Traits::kSlice) {
-      load_box<CacheLocation>(
-          map, mbarrier_word(full), kReadOnce, target + column * kWarpgroupRows,
-          {first + column, work.rows.head, work.location.first_q() + work.position_begin,
-           work.location, work.location.end_q()});
+    for (int i = 0; i < tiles; ++i) {
+      left.advance();
     }
   }
 
-  // From last to first. The page table is read one K tile ahead. WHY no fetching into L2 ahead of
-  // the room in shared memory: memory-bound calls take 14 % longer (H100, 2026-11-26).
-  CUTE_DEVICE void load_keys(KeySource const& from, int begin, int end) {
-    int id = Keys::entry_of(p, from, (end - 1) * Traits::kTileN + slot);
+  // From last to first. id: the page of the last K tile; the table is read one K tile ahead. WHY no
+  // fetching into L2 ahead of the room in shared memory: memory-bound calls take 14 % longer (H100,
+  // 2026-11-26).
+  CUTE_DEVICE void load_keys(KeySource const& from, int begin, int end, int id) {
     CUTE_NO_UNROLL
     for (int n = end - 1; n >= begin; --n) {
       int const at = n * Traits::kTileN + slot;

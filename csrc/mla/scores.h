@@ -48,11 +48,19 @@ struct ScoreWarpgroup {
       tiles.advance();
       shared.half_full[left.stage].wait(left.phase);
     }
+    end_scores();
     pass_on();
   }
 
  private:
   CUTE_DEVICE Work const& work() const { return shared.work[tiles.stage]; }
+
+  // S of a K tile is complete, or no tile is left.
+  CUTE_DEVICE void end_scores() {
+    if (thread == 0) {
+      shared.scores_done[p_ring.stage].arrive();
+    }
+  }
 
   // P of a K tile, or that no tile is left.
   CUTE_DEVICE void pass_on() {
@@ -90,6 +98,7 @@ struct ScoreWarpgroup {
     CUTE_NO_UNROLL
     for (int n = work().keys.end - 1; n >= begin; --n) {
       compute_scores();
+      end_scores();
       if (n == begin && thread == 0) {
         shared.q_empty.arrive();
       }

@@ -81,7 +81,9 @@ struct MlaStorage {
   Mbarrier work_full[Traits::kTileStages];   // a tile is published: warp of the tiles (1) -> loader
   Mbarrier work_empty[Traits::kTileStages];  // its results are stored: warps of both output
                                              // warpgroups (8) -> warp of the tiles
-  Mbarrier q_empty;          // the last S of a tile is complete: score warpgroup (1) -> producer
+  Mbarrier q_empty;  // the last S of a tile is complete: score warpgroup (1) -> producer
+  // S is complete, or no tile is left: score warpgroup (1) -> output warpgroup 0.
+  Mbarrier scores_done[kStages];
   Mbarrier p_full[kStages];  // P has been written, or no tile is left: score warps (4) -> output
                              // warpgroups
 
@@ -97,6 +99,7 @@ struct MlaStorage {
     for (int i = 0; i < kStages; ++i) {
       rotary_full[i].init(loads);
       rotary_empty[i].init(Traits::kOutputWarpgroups);
+      scores_done[i].init(1);
       p_full[i].init(kWarpgroupWarps);
     }
     for (int i = 0; i < Traits::kTileStages; ++i) {

@@ -16,12 +16,27 @@ struct CombineCounters {
   int ctas;   // CTAs of the combining kernel that have read `tiles`
 };
 
+// A tile whose parts are to be combined.
+template <class Work>
+struct alignas(16) SharedTile {
+  static constexpr int kWords = int(sizeof(Work) + 15) / 16;
+
+  Work work;
+
+  CUTE_DEVICE uint4& word(int i) { return reinterpret_cast<uint4*>(this)[i]; }
+};
+
 // CacheDeviceParams::q, k: the rotary columns; v: the latent ones of the keys.
 template <class Work>
 struct MlaDeviceParams : CacheDeviceParams {
-  CUtensorMap qv;      // the latent columns of Q, as q
-  Work* shared_tiles;  // those that are to be combined, in any order
+  CUtensorMap qv;                  // the latent columns of Q, as q
+  SharedTile<Work>* shared_tiles;  // those that are to be combined, in any order
   CombineCounters* combine;
+  // PartCombination
+  int fours_of_cta;
+  FastDiv ctas_of_block;
+  FastDiv blocks;  // of a tile
+  int most_tiles;
   ScaleView key_scale;  // e4m3: of the latent columns
 };
 

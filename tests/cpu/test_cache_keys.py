@@ -157,10 +157,11 @@ class Line:
     weight_log2: int = 0   # that a K tile has if the queries fill more than half of a tile
     gap: int = 0           # tile_units, of an even split in units of a K tile
     shared: tuple[int, int, int, int, int, float] = (0, 0, 1, 0, 0, 1.0)
+    keeps_whole: bool = False   # LineKind
 
     @property
     def tile_units(self):
-        return self.gap if self.split == (EVEN, 0) else 0
+        return self.gap if self.split == (EVEN, 0) and not self.keeps_whole else 0
 
     @property
     def numbers(self):
@@ -180,8 +181,9 @@ class Line:
 
     def parts(self, starts_late=True, most=0):
         """(units of a line, units of a stretch, parts of each CTA)."""
-        return _host.cache_parts(self.lengths.of_kernels, self.numbers, self.split,
-                                 self.mask.of_kernels, self.tile_n, starts_late, most)
+        find = _host.cache_parts_of_whole_tiles if self.keeps_whole else _host.cache_parts
+        return find(self.lengths.of_kernels, self.numbers, self.split, self.mask.of_kernels,
+                    self.tile_n, starts_late, most)
 
     def tiles(self):
         """(sequence, tile of queries) -> the K tiles [begin, end) that hold a visible key, or None
@@ -207,7 +209,8 @@ def lines(draw, lengths=None, split=splits, weights=st.integers(0, 2), gaps=st.i
     return Line(draw(all_lengths() if lengths is None else lengths), draw(st.integers(1, 4)),
                 draw(st.sampled_from((1, 2, 16, 64, 128))), draw(st.integers(1, 40)),
                 draw(st.integers(1, 4)), draw(split), draw(general),
-                draw(st.sampled_from((16, 48, 64, 80, 128))), draw(weights), draw(gaps))
+                draw(st.sampled_from((16, 48, 64, 80, 128))), draw(weights), draw(gaps),
+                keeps_whole=draw(st.booleans()))
 
 
 def by_tile(ctas):
@@ -266,13 +269,24 @@ def test_slots_and_counters_are_unique(line):
         assert {part[6] for part in parts} == {parts[0][7]}, 'the counter: the slot of part 0'
 
 
+def of_whole_tiles(even, tiles):
+    """The stretch where tiles are kept whole: if all are equal and it gets at most 1 / 16 longer."""
+    lengths = {parts[0][5] - parts[0][4] for parts in tiles.values()}
+    if len(lengths) != 1:
+        return even
+    (length,) = lengths
+    whole = -(-even // length) * length
+    return whole if whole <= even + even // 16 else even
+
+
 @given(lines(split=st.just((EVEN, 0)), weights=st.just(0), gaps=st.just(0)))
 @examples(400)
 def test_even_stretches(line):
     total, per_cta, ctas = line.parts()
     lengths = [sum(end - begin for _, _, (begin, end, *_), _ in parts) for parts in ctas]
     tiles = max(1, line.lengths.batch * line.heads)
-    assert per_cta == max(1, -(-total // line.ctas), -(-total // (MOST_PARTS * tiles)))
+    even = max(1, -(-total // line.ctas), -(-total // (MOST_PARTS * tiles)))
+    assert per_cta == (of_whole_tiles(even, by_tile(ctas)) if line.keeps_whole else even)
     used = -(-total // per_cta)
     of_line = [per_cta] * (used - 1) + [total - (used - 1) * per_cta] * (used > 0) + [
         0] * (line.ctas - used)
@@ -287,6 +301,7 @@ def test_even_stretches(line):
 @examples(300)
 def test_two_launches_share_the_sequences(line, most, positions, cost):
     """And the CTAs: at most as many have work as there are, but for one of each line."""
+    line = replace(line, keeps_whole=False)
     steps = replace(line, positions=positions, weight_log2=0, gap=0, heads=line.heads * line.lines,
                     ctas=line.ctas * line.lines, lines=1, shared=(
                         1, most, line.positions, line.weight_log2, line.gap, 1 / cost))
@@ -329,6 +344,15 @@ def test_sequences_of_one_length_have_no_more_parts(batch, heads):
     found = by_tile(of_one_length(batch, heads, 1, 1000).parts()[2])
     assert len(found) == batch * heads
     assert all(len(parts) <= MOST_PARTS + 1 for parts in found.values())
+
+
+@pytest.mark.parametrize('batch, ctas, parts', [
+    (128, 132, 1), (128, 133, 1), (64, 132, 3), (512, 132, 1), (100, 132, 2)])
+def test_equal_tiles_stay_whole_where_that_is_cheap(batch, ctas, parts):
+    """128 tiles on 132 CTAs: 4 CTAs have nothing to do, and nothing is to be combined."""
+    line = replace(of_one_length(batch, 1, 1, ctas), keeps_whole=True)
+    found = by_tile(line.parts()[2])
+    assert len(found) == batch and max(len(of_tile) for of_tile in found.values()) == parts
 
 
 def test_more_tiles_than_an_int_counts_parts_of():

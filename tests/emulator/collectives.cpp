@@ -71,6 +71,11 @@ u32 Thread::reduce_max(u32 value, u32 mask, int site) {
   return *std::max_element(values, values + kWarpLanes);
 }
 
+u32 Thread::reduce_min(u32 value, u32 mask, int site) {
+  u32 const* const values = exchange(value, mask, site);
+  return *std::min_element(values, values + kWarpLanes);
+}
+
 u32 Thread::reduce_add(u32 value, u32 mask, int site) {
   u32 const* const values = exchange(value, mask, site);
   u32 sum = 0;

@@ -149,6 +149,7 @@ struct Thread {
   // -------------------------------------------------------------------------- warp, CTA, cluster
   u32 ballot(bool vote, u32 mask, int site);
   u32 reduce_max(u32 value, u32 mask, int site);
+  u32 reduce_min(u32 value, u32 mask, int site);
   u32 reduce_add(u32 value, u32 mask, int site);
   Shuffled shuffle_bfly(u32 value, u32 distance, u32 bounds, u32 mask, int site);
   Shuffled shuffle_idx(u32 value, u32 lane, u32 bounds, u32 mask, int site);

@@ -127,6 +127,21 @@ def test_splits(cache, case, splits, device):
     check_case(dataclasses.replace(case, page_size=16, **splits, **cache), device)
 
 
+@pytest.mark.parametrize('heads', [16, 128])
+def test_more_parts_than_are_kept(heads, cuda):
+    """Beyond 256 the kernel that combines parts reads their LSEs again (csrc/mla/combine.h)."""
+    check_case(latent(of(1, 64 * 256 + 1, 64 * 300, 65), heads, page_size=64, split_size=64), cuda)
+
+
+@pytest.mark.parametrize('fewer', [0, 4])
+def test_equal_sequences_are_not_split(fewer, cuda):
+    """Where a multiprocessor has one of them, or nearly all have."""
+    batch = torch.cuda.get_device_properties(cuda).multi_processor_count - fewer
+    case = latent(of(1, *[1000] * batch), page_size=64)
+    arguments = case.arguments(cuda)
+    check_same(call(case, arguments), call(case, arguments, num_splits=1))
+
+
 def test_bits_of_a_sequence_depend_on_it_alone(device):
     """With split_size, in any batch; and with one part."""
     lengths = (900, 129, 64, 1)
