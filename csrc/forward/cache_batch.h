@@ -72,16 +72,8 @@ struct CacheTiles {
         lane = narrow(chunk, units_of_lane, until);
       }
     } while (walk.valid() && chunk.sequences > 1);
-    if (!walk.valid()) {
-      return;
-    }
-    // The lane has read the sequence last.
-    CacheSequence const sequence = of_lane(walk.sequence, lane);
-    BlockRange const keys = of_lane(walk.keys, lane);
-    int const units = __shfl_sync(kWholeWarp, walk.units, lane);
-    walk.begin_at(chunk.begin, chunk.before);
-    if (__shfl_sync(kWholeWarp, units_of_lane, lane) == units * p.line.heads) {
-      walk.begin_in(sequence, keys, units);
+    if (walk.valid()) {
+      begin_in(chunk, units_of_lane, lane);
     }
   }
 
@@ -131,6 +123,21 @@ struct CacheTiles {
       walk.most = int(__reduce_max_sync(kWholeWarp, unsigned(walk.most)));
     }
     walk.take_stretch(units_of_line, int(blockIdx.x), other_units(p, others));
+  }
+
+  // Begins in the only sequence of `chunk`, the last one that the lane has read.
+  CUTE_DEVICE void begin_in(Chunk const& chunk, int units_of_lane, int lane) {
+    if constexpr (kLine == LineKind::kSharedCall) {
+      walk.begin_at(chunk.begin, chunk.before);
+    } else {
+      CacheSequence const sequence = of_lane(walk.sequence, lane);
+      BlockRange const keys = of_lane(walk.keys, lane);
+      int const units = __shfl_sync(kWholeWarp, walk.units, lane);
+      walk.begin_at(chunk.begin, chunk.before);
+      if (__shfl_sync(kWholeWarp, units_of_lane, lane) == units * p.line.heads) {
+        walk.begin_in(sequence, keys, units);
+      }
+    }
   }
 
   CUTE_DEVICE int units_in(Chunk const& chunk) {

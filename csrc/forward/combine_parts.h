@@ -115,7 +115,7 @@ struct PartCombiner {
 
   // is_final: into the result; else into the buffer of the first part, with an LSE of the group.
   CUTE_DEVICE void run(PartGroup const& group, bool is_final) const {
-    int const rows = min_of(p.positions_per_warpgroup, work.rows.left) * int(p.pack.divisor);
+    int const rows = rows_of_tile(p, work.rows);
     CUTE_NO_UNROLL
     for (int i = group.thread; i < rows * kFours; i += group.threads) {
       combine(i / kFours, i % kFours * 4, is_final);

@@ -78,30 +78,37 @@ struct OutputParts {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       RowOfTile const row = row_of_tile(p, work.rows, fragment_row(thread) + 8 * r);
-      if (Traits::kTransposesV) {
+      if constexpr (Traits::kTransposesV) {
         if (row.exists) {
-          write_pairs<Traits>(output, r, thread, ResultRow<Traits>::of(p, work, row));
+          write_pairs<Traits>(output, r, thread,
+                              ResultRow<Traits>::of(p, work, row).from(first_column));
         }
-        continue;
-      }
-      ResultRow<Traits> const target =
-          ResultRow<Traits>::of(p, work, row).from(first_column + 8 * (thread % 4));
-      static_assert(Traits::kOutputColumns % 32 == 0);
-      CUTE_UNROLL
-      for (int i = 0; i < Traits::kOutputColumns / 32; ++i) {
-        uint4 const pairs = transpose_in_quad(
-            make_uint4(pack_result(p.out_is_half, output(r, 8 * i), output(r, 8 * i + 1)),
-                       pack_result(p.out_is_half, output(r, 8 * i + 2), output(r, 8 * i + 3)),
-                       pack_result(p.out_is_half, output(r, 8 * i + 4), output(r, 8 * i + 5)),
-                       pack_result(p.out_is_half, output(r, 8 * i + 6), output(r, 8 * i + 7))));
-        if (row.exists) {
-          target.write_pairs(32 * i, pairs);
-        }
+      } else {
+        write_chunks(p, output, r, thread, row.exists,
+                     ResultRow<Traits>::of(p, work, row).from(first_column));
       }
     }
   }
 
  private:
+  // Writes row r, 16 bytes at a time. Whole warps call this.
+  template <class Output>
+  CUTE_DEVICE static void write_chunks(CacheDeviceParams const& p, Output const& output, int r,
+                                       int thread, bool exists, ResultRow<Traits> const& row) {
+    static_assert(Traits::kOutputColumns % 32 == 0);
+    CUTE_UNROLL
+    for (int i = 0; i < Traits::kOutputColumns / 32; ++i) {
+      uint4 const pairs = transpose_in_quad(
+          make_uint4(pack_result(p.out_is_half, output(r, 8 * i), output(r, 8 * i + 1)),
+                     pack_result(p.out_is_half, output(r, 8 * i + 2), output(r, 8 * i + 3)),
+                     pack_result(p.out_is_half, output(r, 8 * i + 4), output(r, 8 * i + 5)),
+                     pack_result(p.out_is_half, output(r, 8 * i + 6), output(r, 8 * i + 7))));
+      if (exists) {
+        row.write_pairs(32 * i + 8 * (thread % 4), pairs);
+      }
+    }
+  }
+
   template <class Softmax, class FragmentO>
   CUTE_DEVICE static void store_part(CacheDeviceParams const& p, FwdWork<Traits> const& work,
                                      int thread, int first_row, Softmax const& softmax,

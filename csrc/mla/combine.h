@@ -37,21 +37,23 @@ struct PartCombination {
     SharedTile<Work> tile;
     int tiles;
     float lses[kMost][kWarpRows];
-    Ends ends[kWarps][kWarpRows];  // of the parts that a warp has read
+    Ends ends[kWarps][kWarpRows];  // what a warp has read
     float4 sums[kMost / kAtOnce][32];
   };
 
   Params const& p;
   Storage& shared;
   Work const& work;
-  int block;  // of rows
+  int block;  // index of the 16 rows
   int warp = int(threadIdx.x) / 32;
   bool fits;
-  // LSEs, by (part, row): in shared memory if there is room, else those of the buffer.
+  // LSEs, by (part, row): in shared memory if there is room, else those of the buffer. INVARIANT:
+  // an even split has a part for each CTA of a line at most, fewer than kMost; the slots of other
+  // splits follow each other.
   float const* lses;
   int lses_stride;
   bool has_ends = false;
-  Ends ends[2];  // of the lane's rows
+  Ends ends[2];  // those of the lane's two rows
 
   // The float4s of a block that a CTA combines, of `all`: 1, or a multiple of kWarps.
   static int fours_of_cta(int64_t all, int sms) {
@@ -63,7 +65,7 @@ struct PartCombination {
   }
 
   // WHY the tile is read before it is known whether there is one: one wait for both. WHY by one
-  // warp: all warps of all CTAs take 10 us for one line of L2.
+  // warp: where all warps of all CTAs read the same line of L2, they take 10 us (H200, 2026-11-27).
   CUTE_DEVICE static void run(Params const& p, Storage& shared) {
     wait_for_earlier_launches();
     allow_later_launches();
@@ -74,7 +76,7 @@ struct PartCombination {
       int const tile = p.blocks.div(unit);
       int const lane = lane_of_warp();
       if (int(threadIdx.x) < SharedTile<Work>::kWords) {
-        shared.tile.word(lane) = __ldcg(&p.shared_tiles[min_of(tile, p.most_tiles - 1)].word(lane));
+        shared.tile.word(lane) = __ldcg(&p.shared_tiles[min_of(tile, p.slots - 1)].word(lane));
       } else if (threadIdx.x == 31) {
         shared.tiles = read_now(&p.combine->tiles);
       }
@@ -97,8 +99,8 @@ struct PartCombination {
     lses_stride = fits ? kWarpRows : p.part_rows;
   }
 
-  // The last CTA that has read the number of tiles sets it back to 0. WHY by the last warp: the
-  // first one may still write.
+  // The last CTA that has read the number of tiles sets it back to 0. WHY by the last warp: this
+  // waits for what its thread has written, and often only the first warp writes.
   CUTE_DEVICE static void end(Params const& p) {
     if (threadIdx.x == kThreads - 1 && add_in_order(&p.combine->ctas, 1) == int(gridDim.x) - 1) {
       *p.combine = CombineCounters{0, 0};
@@ -108,7 +110,7 @@ struct PartCombination {
   CUTE_DEVICE int parts() const { return work.location.part.parts; }
   CUTE_DEVICE int groups() const { return ceil_div(parts(), kAtOnce); }
 
-  // Of the first row of the block, in the buffer of LSEs.
+  // Index of the first row of the block in the buffer of LSEs.
   CUTE_DEVICE int64_t row_in(int slot) const {
     return int64_t(slot) * p.part_rows + block * kWarpRows;
   }

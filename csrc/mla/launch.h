@@ -20,12 +20,12 @@ CUtensorMap slices_map(TensorMapMaker& maps, FwdProblem const& problem, TensorVi
                                {max_of(1, problem.cache.entries), t.batch_stride, 1}});
 }
 
-// The most tiles that have parts.
-inline int64_t most_shared_tiles(FwdParams const& p) {
+// About as many tiles as may have parts.
+inline int64_t shared_tiles(FwdParams const& p) {
   CacheSchedule const& cache = p.schedule.cache;
   int64_t const tiles =
       int64_t(p.schedule.m_tiles) * p.problem.batch * (p.problem.heads_q / p.schedule.pack);
-  return cache.slots / 2 < tiles ? cache.slots / 2 : tiles;
+  return !p.problem.is_packed && tiles < cache.slots / 2 ? tiles : cache.slots / 2;
 }
 
 // Launches on the current device and the given stream (a cudaStream_t).
@@ -60,10 +60,8 @@ void launch_mla(FwdParams const& p, void* stream) {
   params.shared_tiles = static_cast<SharedTile<Work>*>(p.cache.shared_tiles);
   params.combine = reinterpret_cast<CombineCounters*>(p.cache.arrived);
   using Combination = PartCombination<Traits>;
-  params.most_tiles = int(most_shared_tiles(p));
   params.blocks = FastDiv(max_of(1, params.part_rows / kWarpRows));
-  int64_t const fours =
-      int64_t(params.most_tiles) * params.blocks.divisor * Combination::Parts::kFours;
+  int64_t const fours = shared_tiles(p) * params.blocks.divisor * Combination::Parts::kFours;
   params.fours_of_cta = Combination::fours_of_cta(fours, p.schedule.grid);
   params.ctas_of_block = FastDiv(Combination::Parts::kFours / params.fours_of_cta);
   check_launch(maps.error, shape.variant, shape.grid, kBytes);

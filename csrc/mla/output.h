@@ -31,12 +31,6 @@ struct OutputWarpgroup {
           cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<Traits::kOutputColumns / 8>>,
                       cute::_1, cute::_1>>{}));
 
-  // The left PV runs during the softmax of the next K tile, not during its S, so that the tensor
-  // cores have work then: 128 heads, 64 x 4k 175 -> 167 us (H200, 2026-11-27). WHY not the right
-  // one, whose ring has a stage less: 182 us. WHY not with e4m3, which is converted then: 7 %
-  // slower.
-  static constexpr bool kComesAfterScores = !Traits::kConverts;
-
   MlaStorage<Traits>& shared;
   Params const& p;
   int half;
@@ -72,7 +66,7 @@ struct OutputWarpgroup {
       bool starts = true;
       CUTE_NO_UNROLL
       for (; left > 0; --left) {
-        add_product(starts, left > 1);
+        add_product(starts);
         starts = false;
       }
       store();
@@ -86,8 +80,8 @@ struct OutputWarpgroup {
   }
 
  private:
-  // O += P V of the next K tile. has_next: another one of this tile follows.
-  CUTE_DEVICE void add_product(bool starts, bool has_next) {
+  // O += P V of the next K tile.
+  CUTE_DEVICE void add_product(bool starts) {
     shared.p_full[p_ring.stage].wait(p_ring.phase);
     if (!starts && shared.any_rescale[p_ring.stage][thread / 32]) {
       float factors[2];
@@ -101,10 +95,8 @@ struct OutputWarpgroup {
     if (p.box_keys == 0) {  // gathered rows were not written by the copy engine
       fence_shared_for_async_proxy();
     }
-    if (kComesAfterScores && half == 0 && has_next) {
-      auto next = p_ring;
-      next.advance();
-      shared.scores_done[next.stage].wait(next.phase);
+    if (Traits::kLeftWaits && half == 0) {
+      shared.left_allowed[p_ring.stage].wait(p_ring.phase);
     }
     auto mma = MmaO{}.get_slice(0);
     auto sP = cute::make_tensor(
@@ -127,11 +119,15 @@ struct OutputWarpgroup {
 
   CUTE_DEVICE void store() {
     Work const& work = shared.work[tiles.stage];
+    // WHY: values derived from the thread's number would otherwise stay in registers over all
+    // tiles.
+    int own = thread;
+    asm volatile("" : "+r"(own));
     RowEnds ends;
     auto output = rows_view(tOrO);  // (2, (2, 32))
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      RowEnd const end = shared.ends[tiles.stage][fragment_row(thread) + 8 * r];
+      RowEnd const end = shared.ends[tiles.stage][fragment_row(own) + 8 * r];
       ends.lses[r] = end.lse;
       // A row without a visible key is 0, whatever V holds.
       CUTE_UNROLL
@@ -140,31 +136,31 @@ struct OutputWarpgroup {
       }
     }
     if (work.location.part.parts > 1) {
-      store_part(work, ends);
+      store_part(work, own, ends);
       publish_parts(work);
       return;
     }
-    OutputParts<Traits>::store_tile(p, work, thread, tOrO, half * Traits::kOutputColumns);
+    OutputParts<Traits>::store_tile(p, work, own, tOrO, half * Traits::kOutputColumns);
     if (half == 0) {
-      store_lse<Traits>(p, work.rows, thread, ends, {});
+      store_lse<Traits>(p, work.rows, own, ends, {});
     }
   }
 
   // As registers have it (MlaParts).
-  CUTE_DEVICE void store_part(Work const& work, RowEnds const& ends) const {
+  CUTE_DEVICE void store_part(Work const& work, int own, RowEnds const& ends) const {
     MlaParts<Traits> const parts{p, work.location.part.slot_of(work.location.part.index)};
-    int const warp = thread / 32;
+    int const warp = own / 32;
     if (warp * kWarpRows >= rows_of_tile(p, work.rows)) {
       return;
     }
     constexpr int kFours = Traits::kOutputColumns / 8;
-    float4* const target = parts.fours(warp, half * kFours) + thread % 32;
+    float4* const target = parts.fours(warp, half * kFours) + own % 32;
     CUTE_UNROLL
     for (int i = 0; i < kFours; ++i) {
       target[32 * i] = make_float4(tOrO(4 * i), tOrO(4 * i + 1), tOrO(4 * i + 2), tOrO(4 * i + 3));
     }
-    if (half == 0 && thread % 4 < 2) {
-      parts.lses()[fragment_row(thread) + 8 * (thread % 4)] = ends.lse(thread % 4, 1.f);
+    if (half == 0 && own % 4 < 2) {
+      parts.lses()[fragment_row(own) + 8 * (own % 4)] = ends.lse(own % 4, 1.f);
     }
   }
 

@@ -6,7 +6,7 @@
 
 namespace fa3 {
 
-constexpr int kWarpRows = 16;  // of an accumulator that a warp has
+constexpr int kWarpRows = 16;  // rows of an accumulator in a warp
 
 // The rows of a part. A lane's float4 has two columns of two rows, those of fragments.h.
 template <class Traits>

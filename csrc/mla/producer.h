@@ -65,10 +65,11 @@ struct MlaLoader {
         p(p_),
         slot(gathers(p_) ? 32 * warp + lane_of_warp() : lane_of_warp() * p_.box_keys) {}
 
-  // Each lane of the first warp loads a slice of Q.
+  // The first lanes of the first warp load a slice of Q each.
   //
-  // INVARIANT: within a tile, lanes that load boxes do not wait for each other. A stage is full,
-  // and so used and filled again, only after the boxes of all lanes have arrived.
+  // INVARIANT: lanes that load boxes do not wait for each other. A stage is full, and so used and
+  // filled again, only after the boxes of all lanes have arrived. Lanes without a box must have
+  // seen all phases of a tile before Q is loaded.
   CUTE_DEVICE void run() {
     RingState<Traits::kTileStages> tiles;
     uint32_t q_phase = 1;
@@ -76,7 +77,10 @@ struct MlaLoader {
     while (true) {
       shared.work_full[tiles.stage].wait(tiles.phase);
       Work const& work = shared.work[tiles.stage];
-      shared.half_empty[left.stage].wait(left.phase ^ 1);
+      bool const waits = !Traits::kConverts || loads_queries();
+      if (waits) {
+        shared.half_empty[left.stage].wait(left.phase ^ 1);
+      }
       if (!work.valid()) {
         expect_queries(0);
         return;
@@ -87,8 +91,11 @@ struct MlaLoader {
       bool const has_keys = slot < Traits::kTileN;
       int const first_id =
           has_keys ? Keys::entry_of(p, from, (end - 1) * Traits::kTileN + slot) : 0;
-      shared.q_empty.wait(q_phase);
+      if (waits) {
+        shared.q_empty.wait(q_phase);
+      }
       q_phase ^= 1;
+      __syncwarp();
       load_queries(work);
       if (has_keys) {
         load_keys(from, begin, end, first_id);
@@ -102,6 +109,10 @@ struct MlaLoader {
 
  private:
   CUTE_DEVICE bool leads() const { return slot == 0; }
+
+  // Whether this is the first warp. WHY with e4m3 no other waits for Q's buffers: it does not
+  // arrive for Q, so that they could be filled and read again before it looks.
+  CUTE_DEVICE bool loads_queries() const { return !gathers(p) || slot < 32; }
 
   // This thread's arrival where the copy engine brings `bytes`.
   CUTE_DEVICE void expect(Mbarrier& full, int bytes) const {

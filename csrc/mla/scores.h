@@ -48,17 +48,17 @@ struct ScoreWarpgroup {
       tiles.advance();
       shared.half_full[left.stage].wait(left.phase);
     }
-    end_scores();
     pass_on();
   }
 
  private:
   CUTE_DEVICE Work const& work() const { return shared.work[tiles.stage]; }
 
-  // S of a K tile is complete, or no tile is left.
-  CUTE_DEVICE void end_scores() {
-    if (thread == 0) {
-      shared.scores_done[p_ring.stage].arrive();
+  // The left PV of the P before may be issued.
+  CUTE_DEVICE void allow_left() {
+    if (Traits::kLeftWaits && thread == 0) {
+      int const stage = p_ring.stage;
+      shared.left_allowed[stage == 0 ? Traits::kStages - 1 : stage - 1].arrive();
     }
   }
 
@@ -95,10 +95,13 @@ struct ScoreWarpgroup {
     int const begin = work().keys.begin;
     int const free_begin = work().keys.free_begin;
     int const free_end = work().keys.free_end;
+    int const last = work().keys.end - 1;
     CUTE_NO_UNROLL
-    for (int n = work().keys.end - 1; n >= begin; --n) {
+    for (int n = last; n >= begin; --n) {
       compute_scores();
-      end_scores();
+      if (n < last) {
+        allow_left();
+      }
       if (n == begin && thread == 0) {
         shared.q_empty.arrive();
       }
@@ -108,6 +111,7 @@ struct ScoreWarpgroup {
       }
       pass_on();
     }
+    allow_left();
   }
 
   CUTE_DEVICE void compute_scores() {

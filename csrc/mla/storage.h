@@ -82,8 +82,9 @@ struct MlaStorage {
   Mbarrier work_empty[Traits::kTileStages];  // its results are stored: warps of both output
                                              // warpgroups (8) -> warp of the tiles
   Mbarrier q_empty;  // the last S of a tile is complete: score warpgroup (1) -> producer
-  // S is complete, or no tile is left: score warpgroup (1) -> output warpgroup 0.
-  Mbarrier scores_done[kStages];
+  // S of the K tile after this P is complete, or there is none: score warpgroup (1) -> output
+  // warpgroup 0.
+  Mbarrier left_allowed[kStages];
   Mbarrier p_full[kStages];  // P has been written, or no tile is left: score warps (4) -> output
                              // warpgroups
 
@@ -99,7 +100,7 @@ struct MlaStorage {
     for (int i = 0; i < kStages; ++i) {
       rotary_full[i].init(loads);
       rotary_empty[i].init(Traits::kOutputWarpgroups);
-      scores_done[i].init(1);
+      left_allowed[i].init(1);
       p_full[i].init(kWarpgroupWarps);
     }
     for (int i = 0; i < Traits::kTileStages; ++i) {

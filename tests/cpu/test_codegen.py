@@ -31,18 +31,22 @@ SPILLED_BYTES: dict[str, int] = {
     'FwdE4m3D256GeneralPromote': 16, 'FwdE4m3D256SoftcapPromote': 16,
     # Once a tile, outside the loop over K tiles: addresses of O in shared memory.
     'FwdBf16D256Softcap': 16, 'FwdFp16D256Softcap': 16,
-    # Once a tile, the warp that finds the tiles, which has 48 registers. ptxas serialises the
-    # products of O with fewer than 160.
-    'FwdBf16D64x512Latent': 96, 'FwdFp16D64x512Latent': 96,
-    'FwdBf16D64x512LatentKv8': 96, 'FwdFp16D64x512LatentKv8': 96,
+    # Once a tile, the warps that find and that load tiles, which have 48 registers; with e4m3 the
+    # output warpgroups too. ptxas serialises the products of O with fewer than 160.
+    'FwdBf16D64x512Latent': 128, 'FwdFp16D64x512Latent': 128,
+    'FwdBf16D64x512LatentKv8': 128, 'FwdFp16D64x512LatentKv8': 128,
+    # Once a tile, addresses of O.
+    'FwdBf16D192x128CacheLong': 16, 'FwdFp16D192x128CacheLong': 16,
     # Once a tile; tiles of 64 rows of (192, 128) load two words a K tile. 64 x 4k: 312 us, 330 by
     # the tile of one warpgroup; e4m3 149, before 16 rows had a loop of their own and without spills
     # 146; with 8 registers more for consumers 155 (H200, 2026-11-27).
     'FwdBf16D192x128CacheDecode': 16, 'FwdFp16D192x128CacheDecode': 16,
     'FwdFp16D96CacheDecodeKv8': 8, 'FwdFp16D128CacheDecodeKv8': 116}
-MOST_SPILLED_BYTES = 116
-# What a loop loads of them for each K tile.
-LOADED_IN_LOOPS = {'FwdBf16D192x128CacheDecode': 2, 'FwdFp16D192x128CacheDecode': 2}
+MOST_SPILLED_BYTES = 128
+# What lies between the first and the last product: loaded for each K tile, or with e4m3 latents
+# stored and loaded where a tile ends.
+LOADED_IN_LOOPS = {'FwdBf16D192x128CacheDecode': 2, 'FwdFp16D192x128CacheDecode': 2,
+                   'FwdBf16D64x512LatentKv8': 4, 'FwdFp16D64x512LatentKv8': 4}
 
 # 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim. With
 # e4m3 64 x N x 32.

@@ -360,7 +360,7 @@ def test_plan(sizes, splits, dtype, sm_margin):
     counts = [parts[name](n) for name, n in splits.items()]
     slots = 2 * facts['grid'] if not splits else 1 if counts == [1] else tiles * counts[0]
     assert facts['slots'] == slots
-    rows = queries * pack if queries < positions else 64
+    rows = -(-queries * pack // 16) * 16 if queries < positions else 64   # those of whole warps
     assert facts['parts_bytes'] == slots * rows * (LATENT + 2) * 4
 
 

@@ -135,11 +135,19 @@ def test_more_parts_than_are_kept(heads, cuda):
 
 @pytest.mark.parametrize('fewer', [0, 4])
 def test_equal_sequences_are_not_split(fewer, cuda):
-    """Where a multiprocessor has one of them, or nearly all have."""
+    """Where a multiprocessor has one of them, or nearly all have: 63 K tiles, not 62."""
     batch = torch.cuda.get_device_properties(cuda).multi_processor_count - fewer
-    case = latent(of(1, *[1000] * batch), page_size=64)
+    case = latent(of(1, *[4000] * batch), page_size=64)
     arguments = case.arguments(cuda)
     check_same(call(case, arguments), call(case, arguments, num_splits=1))
+
+
+@pytest.mark.parametrize('changes', [{}, {'num_splits': 3}], ids=str)
+def test_more_queries_than_the_hint(changes, device):
+    """max_seqlen_q is a hint: more tiles than it says have parts."""
+    case = latent(((130, 3000), (1, 700)), is_packed=True, causal=True, **changes)
+    arguments = case.arguments(device)
+    check_result(case, arguments, call(case, arguments, max_seqlen_q=1))
 
 
 def test_bits_of_a_sequence_depend_on_it_alone(device):
