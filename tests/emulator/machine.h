@@ -123,8 +123,13 @@ struct Thread {
   std::array<u64, kCount> load_shared(u64 address, int site) const {
     return read_all<T, kCount>(shared(address, sizeof(T) * kCount, site));
   }
+  // Generic addresses of shared memory lie in this window.
+  static constexpr u64 kSharedWindow = u64(1) << 62;
   template <class T, int kCount>
   std::array<u64, kCount> load_global(u64 address, int site) const {
+    if (address >= kSharedWindow) {
+      return load_shared<T, kCount>(address - kSharedWindow, site);
+    }
     return read_all<T, kCount>(readable(address, sizeof(T) * kCount, site));
   }
   template <class T, size_t kCount>

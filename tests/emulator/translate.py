@@ -196,6 +196,11 @@ def _generic_address(writer, match, operands, site):
     return f'{writer.value(operands[0])} = {writer.value(operands[1])};'
 
 
+@_handles(r'cvta\.shared\.u64')
+def _generic_address_of_shared(writer, match, operands, site):
+    return f'{writer.value(operands[0])} = {writer.value(operands[1])} + t.kSharedWindow;'
+
+
 @_handles(r'atom(?:\.acq_rel\.gpu)?\.(shared|global)\.(add|max)\.[us]32')
 def _atomic(writer, match, operands, site):
     result, address, value = operands
