@@ -191,6 +191,17 @@ def test_no_local_memory_in_the_main_loop(variant: Variant):
     assert len(found) == LOADED_IN_LOOPS.get(variant.name, 0)
 
 
+@pytest.mark.parametrize('variant', [one for one in FORWARD if one.folder == 'decode'],
+                         ids=lambda variant: variant.name)
+def test_whole_rows_are_copied_without_predicates(variant: ForwardVariant):
+    """A copy with zeros holds its predicate until it has read it, and ptxas may use the same one
+    for all. A thread copies 8 rows or more of K and V at a time.
+    """
+    copies = [line for line in sass_of(variant) if line.startswith('LDGSTS.E.BYPASS')]
+    plain = [line for line in copies if not re.search(r', !?P\d', line)]
+    assert len(plain) >= 8, f'{len(plain)} of {len(copies)}'
+
+
 @pytest.mark.parametrize('variant', [one for one in FORWARD if facts_of(one)['late_wait']],
                          ids=lambda variant: variant.name)
 def test_the_late_wait(variant: ForwardVariant):
