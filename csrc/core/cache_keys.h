@@ -161,9 +161,9 @@ struct CacheLine {
   static int clamp(int64_t tiles) { return tiles < 1 ? 1 : tiles < 1 << 24 ? int(tiles) : 1 << 24; }
 };
 
-// What a line offers besides an even split. kSharedCall: another launch may share the call.
-// kWholeTiles, where parts are expensive: if all tiles have equally many units, stretches consist
-// of whole tiles, unless they become much longer.
+// How the CTAs divide a line. kSharedCall: another launch may take a part of the call. kWholeTiles:
+// combining parts is expensive, so if all tiles have the same number of units, a CTA gets whole
+// tiles, as long as its stretch grows by at most 1 / 16.
 enum class LineKind : int { kSharedCall, kWholeTiles };
 
 // The tiles of a CTA. A group is the tiles of one sequence and one range of queries: one for each

@@ -192,9 +192,10 @@ struct DecodeProducer {
     ring.advance();
   }
 
-  // kMayLack: some of the rows do not exist, or have no such chunk. WHY the case: a copy with zeros
-  // holds a predicate until it has read it; ptxas (13.0) has used the same one for all copies, and
-  // 64 x 4k took 258 us, without it 250 (H200, 2026-11-27).
+  // kMayLack: some rows do not exist, or have no such chunk, and get zeros. WHY the other case: a
+  // copy with zeros holds its predicate until it has read it. ptxas (13.0) used one predicate for
+  // all copies: 64 sequences of 128 to 16k keys took 190 us, without predicates 182, and beside 4
+  // prompts of 512 queries 359, 280 (H200, 2026-11-27).
   template <bool kIsK, bool kMayLack>
   CUTE_DEVICE void copy_rows(char const* data, uint32_t copied, bool is_stored) {
     uint32_t const to = cute::cast_smem_ptr_to_uint(shared.keys[ring.stage]) + target();
@@ -293,13 +294,13 @@ struct DecodeProducer {
   }
 
   // ------------------------------------------------------------------------------ instructions
-  // 16 bytes.
+  // Copies 16 bytes.
   CUTE_DEVICE static void copy(uint32_t to, char const* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
                  : "memory");
   }
 
-  // 16 bytes, or zeros.
+  // Copies 16 bytes, or writes zeros.
   CUTE_DEVICE static void copy(uint32_t to, char const* from, bool is_read) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(is_read ? 16 : 0)

@@ -71,7 +71,7 @@ struct ResultRow {
     }
   }
 
-  // Eight columns.
+  // Writes eight columns, in one store if the address allows it.
   CUTE_DEVICE void write_pairs(int column, uint4 pairs) const {
     auto* const target = data + column;
     if (reinterpret_cast<uintptr_t>(target) % 16 == 0 && column + 8 <= columns) {

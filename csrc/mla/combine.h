@@ -8,14 +8,14 @@
 
 namespace fa3 {
 
-// A CTA of kWarps warps combines 16 rows, the rows of a warp (parts.h), of a tile: first all of
-// them compute the weights of the parts, then each warp adds the float4s of its lanes. Where there
-// are few rows, the warps take turns at groups of the same float4s.
+// A CTA of kWarps warps combines 16 rows of a tile, those that a warp stored (parts.h). First its
+// threads read the LSEs of all parts together; then each warp adds up its float4s, weighted. Where
+// there are few rows, all warps share the same float4s, and each adds up other groups of parts.
 //
 // INVARIANT: the bits of a row depend on its parts alone. Each group of kAtOnce parts is added up
 // on its own, then the groups in their order.
 //
-// WHY so little code: an instruction that runs once takes as long as it takes to fetch.
+// WHY so little code: most instructions run once, and fetching them takes most of the time.
 template <class Traits>
 struct PartCombination {
   using Params = typename Traits::Params;
@@ -140,7 +140,7 @@ struct PartCombination {
     }
   }
 
-  // Adds every step-th group from `group` on, and keeps their sums.
+  // Adds up every step-th group, from `group` on. With a step above 1 it also stores their sums.
   CUTE_DEVICE float4 add_in_turn(int four, int group, int step) {
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     CUTE_NO_UNROLL
@@ -161,7 +161,7 @@ struct PartCombination {
     return sum;
   }
 
-  // 0 for parts that do not exist.
+  // Loads a float4 of each part of a group, 0 where there is no part.
   CUTE_DEVICE void load(float4 (&values)[kAtOnce], int group, int four) const {
     CUTE_UNROLL
     for (int j = 0; j < kAtOnce; ++j) {
@@ -214,7 +214,7 @@ struct PartCombination {
     return all;
   }
 
-  // A thread reads every 16th part of a row, kLoads at a time; then all have the ends of all parts.
+  // Each thread reads the LSEs of every 16th part of a row, kLoads at a time. Sets `ends`.
   CUTE_DEVICE void read_lses() {
     constexpr int kThreadsOfRow = kThreads / kWarpRows;
     constexpr int kLoads = 4;
@@ -257,7 +257,7 @@ struct PartCombination {
     }
   }
 
-  // A sink enters here.
+  // Divides by the sum of weights, with the sink, and writes O and the LSE.
   CUTE_DEVICE void write(int four, float4 const& sum) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {

@@ -20,7 +20,7 @@ CUtensorMap slices_map(TensorMapMaker& maps, FwdProblem const& problem, TensorVi
                                {max_of(1, problem.cache.entries), t.batch_stride, 1}});
 }
 
-// About as many tiles as may have parts.
+// An estimate of the tiles that have parts; the results do not depend on it.
 inline int64_t shared_tiles(FwdParams const& p) {
   CacheSchedule const& cache = p.schedule.cache;
   int64_t const tiles =

@@ -146,7 +146,7 @@ struct OutputWarpgroup {
     }
   }
 
-  // As registers have it (MlaParts).
+  // Stores O as the registers hold it (MlaParts).
   CUTE_DEVICE void store_part(Work const& work, int own, RowEnds const& ends) const {
     MlaParts<Traits> const parts{p, work.location.part.slot_of(work.location.part.index)};
     int const warp = own / 32;

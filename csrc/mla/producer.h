@@ -110,8 +110,8 @@ struct MlaLoader {
  private:
   CUTE_DEVICE bool leads() const { return slot == 0; }
 
-  // Whether this is the first warp. WHY with e4m3 no other waits for Q's buffers: it does not
-  // arrive for Q, so that they could be filled and read again before it looks.
+  // Whether this is the first warp. WHY with e4m3 the other warp does not wait for Q's buffers: Q
+  // does not wait for that warp, so they could be filled and read again before it looks.
   CUTE_DEVICE bool loads_queries() const { return !gathers(p) || slot < 32; }
 
   // This thread's arrival where the copy engine brings `bytes`.

@@ -32,7 +32,7 @@ struct MlaDeviceParams : CacheDeviceParams {
   CUtensorMap qv;                  // the latent columns of Q, as q
   SharedTile<Work>* shared_tiles;  // those that are to be combined, in any order
   CombineCounters* combine;
-  // PartCombination
+  // How the combining kernel divides its work (PartCombination).
   int fours_of_cta;
   FastDiv ctas_of_block;
   FastDiv blocks;       // in a tile
