@@ -28,7 +28,7 @@ from benchmarks.bench_quantize import in_turn
 from flash_attn3 import (bench, flash_attn_fp8_func, flash_attn_varlen_fp8_func,
                          quantize_fp8)
 from flash_attn3.bench import DTYPES, Shape, Timer, geometric_mean
-from flash_attn3.quantize import KV_BLOCK, Q_BLOCK
+from flash_attn3.cpu.quantize import KV_BLOCK, Q_BLOCK
 
 BY_HEAD, BY_BLOCK, PROMOTE, QUANTIZED = 'e4m3', 'e4m3 by block', 'e4m3 promote', 'fp8_func'
 FP8 = (BY_HEAD, BY_BLOCK, PROMOTE, QUANTIZED)    # and the 16-bit forward, named by its dtype

@@ -25,9 +25,11 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks import harness
-from flash_attn3 import flash_attn_func, fp8, quantize_fp8, reference, reference_fp8
-from flash_attn3.reference import Inputs, Score
-from flash_attn3.reference_fp8 import Blocks, Scales
+from flash_attn3 import flash_attn_func, quantize_fp8
+from flash_attn3.cpu import reference, reference_fp8
+from flash_attn3.ops import fp8
+from flash_attn3.cpu.reference import Inputs, Score
+from flash_attn3.cpu.reference_fp8 import Blocks, Scales
 
 BLOCKS = {'tensor': ('tensor', 'tensor'), 'head': ('head', 'head'),
           'block': (Blocks().q, Blocks().kv)}    # for q, for k and v

@@ -39,8 +39,9 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.fp8_accuracy import BF16, contenders, make_inputs, name_of, quantized, rmse
-from flash_attn3 import flash_attn_func, reference_fp8
-from flash_attn3.reference import Inputs
+from flash_attn3 import flash_attn_func
+from flash_attn3.cpu import reference_fp8
+from flash_attn3.cpu.reference import Inputs
 
 GRANULARITIES = 'head', 'block'
 DATA = 'outliers', 'mean'

@@ -4,7 +4,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from flash_attn3 import _plan, planning, support
+from flash_attn3 import _plan
+from flash_attn3.tools import planning, support
 
 E4M3 = 'float8_e4m3fn'
 

@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import harness, shapes
-from flash_attn3 import bench, planning
+from flash_attn3 import bench
+from flash_attn3.tools import planning
 from flash_attn3.bench import Shape
 
 OURS = bench.OURS

@@ -21,7 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 import flash_attn3
-from flash_attn3 import planning, reference
+from flash_attn3.cpu import reference
+from flash_attn3.tools import planning
 
 HEAD_DIM = 128
 CONTEXTS = (2, 3, 5, 8)          # bytes of context, one KV head each

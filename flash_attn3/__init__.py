@@ -4,16 +4,16 @@
 
 Importing does not initialise CUDA.
 """
-from flash_attn3.cascade import PrefixLevel, shared_prefix_attn
-from flash_attn3.completions import flash_attn_completions_func
-from flash_attn3.interface import (flash_attn_func, flash_attn_qkvpacked_func,
-                                   flash_attn_varlen_func)
-from flash_attn3.interface_fp8 import (flash_attn_fp8_func, flash_attn_varlen_fp8_func,
-                                       quantize_fp8)
-from flash_attn3.kvcache import (flash_attn_combine, flash_attn_with_kvcache,
-                                 get_scheduler_metadata, merge_states)
-from flash_attn3.planning import built_variants, can_use, explain
-from flash_attn3.trees import pack_tree_mask
+from flash_attn3.api.prefix_levels import PrefixLevel, shared_prefix_attn
+from flash_attn3.api.completions import flash_attn_completions_func
+from flash_attn3.api.interface import (flash_attn_func, flash_attn_qkvpacked_func,
+                                       flash_attn_varlen_func)
+from flash_attn3.api.interface_fp8 import (flash_attn_fp8_func, flash_attn_varlen_fp8_func,
+                                           quantize_fp8)
+from flash_attn3.api.kvcache import (flash_attn_combine, flash_attn_with_kvcache,
+                                     get_scheduler_metadata, merge_states)
+from flash_attn3.tools.planning import built_variants, can_use, explain
+from flash_attn3.api.trees import pack_tree_mask
 
 __version__ = '0.1.0'
 

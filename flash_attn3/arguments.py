@@ -1,7 +1,7 @@
 """The arguments of attention: each stands here once, with its type, its default and its group.
 
-From this list come the schemas (_library.py), the tuples of arguments (general.py, fp8.py), what
-`explain` and `can_use` take, and in C++ the structs of an AttentionCall with their readers
+From this list come the schemas (ops/library.py), the tuples of arguments (in ops/), what `explain`
+and `can_use` take, and in C++ the structs of an AttentionCall with their readers
 (csrc/dispatch/generate_arguments.py). docs/contributing.md says how to add an argument.
 
 INVARIANT: imports nothing of the package. The build reads this file by its path.
@@ -49,7 +49,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('return_lse', 'bool', False, 'splits'),
     ('num_splits', 'SymInt', 0, 'splits'),
     ('split_size', 'SymInt', 0, 'splits'),
-    # The first keys of a cache, which all sequences share: those of the first one (prefix.py).
+    # The first keys of a cache, which all sequences share: those of the first one.
     ('shared_prefix', 'SymInt', 0, 'prefix'),
     # Appending to a cache. rotary_per_query: each query has a position of its own.
     ('rotary_cos', 'Tensor?', None, 'rotary'),
@@ -67,7 +67,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('v_descale', 'Tensor?', None, 'scales'),
     ('float16_out', 'bool', False, 'fp8'),
     ('promote', 'bool', False, 'fp8'),
-    # A mask of bits over the last keys of a sequence: trees.py.
+    # A mask of bits over the last keys of a sequence: api/trees.py.
     ('tree_mask', 'Tensor?', None, 'tree'),
     # k_descale and v_descale of a cache are (pages, heads_k), not (batch, heads_k).
     ('descale_by_page', 'bool', False, 'by_page'),

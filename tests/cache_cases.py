@@ -20,7 +20,7 @@ from torch import Tensor
 
 import flash_attn3
 from flash_attn3 import flash_attn_with_kvcache
-from flash_attn3.reference import Mask, Score
+from flash_attn3.cpu.reference import Mask, Score
 
 from tests.cases import DATA, DTYPES
 from tests.general_cases import SINKS, starts

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn3 import reference, reference_fp8
-from flash_attn3.reference import Inputs, Lengths, Outputs, Score
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3.cpu import reference, reference_fp8
+from flash_attn3.cpu.reference import Inputs, Lengths, Outputs, Score
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests import compare, fp8_data
 from tests.cache_cases import E4M3, CacheCase, Returned, as_bits, call, copied, pages_of

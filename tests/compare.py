@@ -15,7 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from flash_attn3 import flash_attn_func, reference
+from flash_attn3 import flash_attn_func
+from flash_attn3.cpu import reference
 
 from tests.cases import Case
 

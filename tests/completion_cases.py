@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn3 import flash_attn_completions_func, reference
-from flash_attn3.reference import Inputs, Mask, Score
+from flash_attn3 import flash_attn_completions_func
+from flash_attn3.cpu import reference
+from flash_attn3.cpu.reference import Inputs, Mask, Score
 
 from tests import compare
 from tests.cases import DATA, DTYPES

@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 
-from flash_attn3 import _library
+from flash_attn3.ops import library
 
 from tests.emulator.library import LIBRARY, Emulator
 
@@ -80,7 +80,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
         return torch.device('cpu')
     if reason := missing_hopper():
         pytest.skip(reason)
-    assert not _library.KERNELS_MISSING, f'a Hopper GPU, but {_library.KERNELS_MISSING}'
+    assert not library.KERNELS_MISSING, f'a Hopper GPU, but {library.KERNELS_MISSING}'
     return torch.device('cuda', torch.cuda.current_device())
 
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from flash_attn3 import distributed, flash_attn_func, flash_attn_varlen_func, reference
-from flash_attn3.reference import Inputs, Lengths, Mask, Score
+from flash_attn3 import distributed, flash_attn_func, flash_attn_varlen_func
+from flash_attn3.cpu import reference
+from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
 
 DOCUMENTS = (0, 3, 3, 17, 20, 41)
 

@@ -31,9 +31,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.fp8_accuracy import BLOCKS
-from flash_attn3 import quantize_fp8, reference_fp8
-from flash_attn3.reference import Inputs, Lengths, Score
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3 import quantize_fp8
+from flash_attn3.cpu import reference_fp8
+from flash_attn3.cpu.reference import Inputs, Lengths, Score
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests import compare
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
-from flash_attn3.reference import Inputs, Mask, Score
+from flash_attn3.cpu.reference import Inputs, Mask, Score
 
 from tests.cases import DATA, DTYPES, Kind
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn3 import reference
-from flash_attn3.reference import Inputs
+from flash_attn3.cpu import reference
+from flash_attn3.cpu.reference import Inputs
 
 from tests import compare
 from tests.general_cases import GeneralCase, Results, Tensors, run

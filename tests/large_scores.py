@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn3 import flash_attn_func, flash_attn_varlen_func, reference
+from flash_attn3 import flash_attn_func, flash_attn_varlen_func
+from flash_attn3.cpu import reference
 
 from tests import compare
 from tests.cases import DTYPES

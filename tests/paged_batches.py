@@ -4,8 +4,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn3 import reference
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3.cpu import reference
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests import compare, fp8_data
 from tests.fp8_data import E4M3

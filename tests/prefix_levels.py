@@ -10,9 +10,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flash_attn3 import PrefixLevel, reference, shared_prefix_attn
-from flash_attn3.reference import Inputs, Lengths, Mask, Score
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3 import PrefixLevel, shared_prefix_attn
+from flash_attn3.cpu import reference
+from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests import compare, fp8_data
 from tests.cache_cases import E4M3, NOWHERE, as_bits, ints

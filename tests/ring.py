@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn3 import checks, reference
-from flash_attn3.general import General
+from flash_attn3.cpu import reference
+from flash_attn3.ops import checks
+from flash_attn3.ops.dense_and_varlen import General
 
 from tests import general_oracle
 from tests.general_cases import GeneralCase, Results, Tensors, starts

@@ -27,9 +27,11 @@ from typing import NamedTuple
 import torch
 
 import flash_attn3
-from flash_attn3 import _plan, checks, planning
-from flash_attn3.general import General
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3 import _plan
+from flash_attn3.ops import checks
+from flash_attn3.tools import planning
+from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.cpu.reference_fp8 import Scales
 from tests import cache_cases
 from tests.cache_cases import CacheCase, mixed
 from tests.cases import DTYPES, GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flash_attn3 import reference
+from flash_attn3.cpu import reference
 from flash_attn3.compat import functions
 from flash_attn3.integrations import sdpa
 

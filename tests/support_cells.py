@@ -1,4 +1,4 @@
-"""The cells of flash_attn3/support.py as calls: their tensors, and what they have to give.
+"""The cells of flash_attn3/tools/support.py as calls: their tensors, and what they have to give.
 
 tests/cpu/test_support.py walks them on the CPU, tests/gpu/test_matrix.py on a GPU.
 """
@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn3 import flash_attn_func, flash_attn_varlen_func, reference
-from flash_attn3.reference import Inputs, Lengths, Mask, Score
-from flash_attn3.reference_fp8 import Scales
-from flash_attn3.support import COLUMNS, FEATURES, Feature
+from flash_attn3 import flash_attn_func, flash_attn_varlen_func
+from flash_attn3.cpu import reference
+from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
+from flash_attn3.cpu.reference_fp8 import Scales
+from flash_attn3.tools.support import COLUMNS, FEATURES, Feature
 
 from tests import compare, fp8_data
 from tests.bad_inputs import UNSUPPORTED

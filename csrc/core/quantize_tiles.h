@@ -1,5 +1,6 @@
 // FP8 quantisation: the rows of a CTA, the location of their scale, the columns of a lane, the
-// signs of the rotation. The index arithmetic of flash_attn3/quantize.py, for quantize/quantize.cu.
+// signs of the rotation. The index arithmetic of flash_attn3/cpu/quantize.py, for
+// quantize/quantize.cu.
 #pragma once
 
 #include "core/packed_tiles.h"
@@ -10,7 +11,7 @@ constexpr int kMostQuantizedColumns = 256;
 constexpr int kChunkColumns = 8;  // head_dim is a multiple
 constexpr int kSpanColumns = 16;
 constexpr int kLaneColumns = 2 * kSpanColumns;
-// In place of the rows of a block; flash_attn3/quantize.py has the same numbers.
+// In place of the rows of a block; flash_attn3/cpu/quantize.py has the same numbers.
 constexpr int kScalePerHead = 0;
 constexpr int kScalePerTensor = -1;
 

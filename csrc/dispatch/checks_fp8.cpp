@@ -116,7 +116,7 @@ std::string check_scales(AttentionCall const& call) {
   return {};
 }
 
-// What the CPU path has and the kernels have not; flash_attn3/fp8.py says it in the same words.
+// What the CPU path has and the kernels have not; flash_attn3/ops/fp8.py says it in the same words.
 std::string check_missing(AttentionCall const& call) {
   if (on_cuda(call) && call.execution.return_max_logits) {
     return refuse(call, "return_max_logits to be False with float8_e4m3fn on a GPU", "True",

@@ -1,5 +1,5 @@
-// Checks of quantize_fp8 on CUDA. The texts are those of flash_attn3/fp8.py, which checks on the
-// CPU; the numbers in cu_seqlens and seqused are not looked at: they are on the GPU.
+// Checks of quantize_fp8 on CUDA. The texts are those of flash_attn3/ops/fp8.py, which checks on
+// the CPU; the numbers in cu_seqlens and seqused are not looked at: they are on the GPU.
 #pragma once
 
 #include <optional>

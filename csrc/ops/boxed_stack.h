@@ -1,8 +1,8 @@
 // Reads the arguments of a boxed op off its stack, in the order of the schema, and takes over what
 // they own.
 //
-// Boxed ops: the stack brings the arguments of the schema in flash_attn3/_library.py and takes the
-// results.
+// Boxed ops: the stack brings the arguments of the schema in flash_attn3/ops/library.py and takes
+// the results.
 #pragma once
 
 #include <bit>

@@ -1,5 +1,5 @@
 // The CUDA implementations of the ops. Their schemas, fakes and CPU implementations are Python
-// (flash_attn3/_library.py), which defines them before it loads this library.
+// (flash_attn3/ops/library.py), which defines them before it loads this library.
 #include <torch/csrc/stable/library.h>
 
 #include "ops/library.h"

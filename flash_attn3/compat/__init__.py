@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from flash_attn3 import checks
+from flash_attn3.ops import checks
 from flash_attn3.compat.caches import forget_packages
 from flash_attn3.compat.ops import register_ops
 

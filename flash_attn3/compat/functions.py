@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks
-from flash_attn3.general import General
-from flash_attn3.interface import (flash_attn_func, flash_attn_qkvpacked_func,
-                                   flash_attn_varlen_func)
-from flash_attn3.kvcache import (flash_attn_combine, flash_attn_with_kvcache,
-                                 get_scheduler_metadata)
+from flash_attn3.ops import checks, library
+from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.api.interface import (flash_attn_func, flash_attn_qkvpacked_func,
+                                       flash_attn_varlen_func)
+from flash_attn3.api.kvcache import (flash_attn_combine, flash_attn_with_kvcache,
+                                     get_scheduler_metadata)
 
 __all__ = ['_flash_attn_backward', '_flash_attn_forward', 'flash_attn_combine', 'flash_attn_func',
            'flash_attn_qkvpacked_func', 'flash_attn_varlen_func', 'flash_attn_with_kvcache',
@@ -218,7 +218,7 @@ def _flash_attn_backward(
     causal, (left, right) = _mask(is_causal, window_size_left, window_size_right)
     longest = [0 if x is None else checks.length_bound(name, x, of) for name, x, of in (
         ('max_seqlen_q', max_seqlen_q, q), ('max_seqlen_k', max_seqlen_k, k))]
-    scale = _library.softmax_scale_of(q, softmax_scale)
+    scale = library.softmax_scale_of(q, softmax_scale)
     lists = cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k
     general = General(*lists, *longest, softmax_scale=scale, causal=causal, window_left=left,
                       window_right=right, softcap=softcap)

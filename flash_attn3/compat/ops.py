@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flash_attn3 import checks
+from flash_attn3.ops import checks
 from flash_attn3.compat import functions
 
 NAMESPACE = 'flash_attn_3'

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from flash_attn3 import checks, env
+from flash_attn3 import env
+from flash_attn3.ops import checks
 from flash_attn3.distributed import exchange
 
 _HINT = 'all ranks of the group make the same call, each on its rows'

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils.dlpack import to_dlpack
 
-from flash_attn3 import checks
+from flash_attn3.ops import checks
 from flash_attn3.distributed.tiles import Plan, Step
 
 _HINT = ('a rank failed, or its arguments differ: look at the log of each, and set '

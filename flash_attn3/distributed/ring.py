@@ -23,10 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flash_attn3 import _library, autograd, checks, derivatives, merging, reference, sharding
+from flash_attn3.api import merging
+from flash_attn3.cpu import reference
+from flash_attn3.ops import autograd, checks, derivatives, dtensors, library
 from flash_attn3.distributed import agreement, copies, exchange
 from flash_attn3.distributed.tiles import Call, Layout, Plan, Step, plan_of
-from flash_attn3.general import General
+from flash_attn3.ops.dense_and_varlen import General
 
 _OP = 'ring_attention'
 _fwd_general = torch.ops.flash_attn3._fwd_general.default
@@ -120,7 +122,7 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
     """The same in the group of this name. options: the other arguments of `ring_attention`."""
     q, k, v = tensors
     for x in (q, k, v):
-        sharding.reject(op, x)
+        dtensors.reject(op, x)
     derivatives.reject_of_scalars(op, options['softmax_scale'], options['softcap'])
     is_packed = q.dim() == 3
     starts = options['cu_seqlens']
@@ -137,7 +139,7 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
     seqlen = options['seqlen']
     if seqlen is not None and seqlen < 0:    # -1 is no length in the schema
         raise RuntimeError(checks.error(op, 'seqlen of 0 or more, or None', str(seqlen)))
-    own = Ring(group, _library.softmax_scale_of(q, options['softmax_scale']), left,
+    own = Ring(group, library.softmax_scale_of(q, options['softmax_scale']), left,
                0 if options['causal'] else right, options['softcap'],
                -1 if seqlen is None else seqlen, options['zigzag'],
                checks.wants_determinism(options['deterministic']))
@@ -164,9 +166,9 @@ def _plan(q: Tensor, own: Ring, starts: tuple[int, ...] | None) -> Plan:
 def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, own: Ring) -> str:
     """What is wrong with the arguments of this rank, or ''."""
     q, k, v = (tensors[name] for name in 'qkv')
-    if q.is_cuda and not _library.kernels_serve(q.device):
+    if q.is_cuda and not library.kernels_serve(q.device):
         return checks.error(_OP, 'a Hopper GPU and its kernels, or CPU tensors', str(q.device),
-                            _library.KERNELS_MISSING)
+                            library.KERNELS_MISSING)
     if text := checks.problem_text(dict(q=q, k=k, v=v), General(
             sinks=tensors['s_aux'], softmax_scale=own.softmax_scale, window_left=own.window_left,
             window_right=own.window_right, softcap=own.softcap)):

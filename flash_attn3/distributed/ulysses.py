@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flash_attn3 import autograd, checks, derivatives, sharding
+from flash_attn3.ops import autograd, checks, derivatives, dtensors
 from flash_attn3.distributed import agreement, exchange, ring
-from flash_attn3.general import General
+from flash_attn3.ops.dense_and_varlen import General
 
 _OP = 'ulysses_attention'
 ring.LIBRARY.define('all_to_all(Tensor x, str group) -> Tensor',
@@ -59,7 +59,7 @@ def ulysses_attention(
     name, rank, ranks = exchange.named(_OP, group)
     ring_name = '' if ring_group is None else exchange.named(_OP, ring_group)[0]
     for x in (q, k, v):
-        sharding.reject(_OP, x)
+        dtensors.reject(_OP, x)
     derivatives.reject_of_scalars(_OP, softmax_scale, softcap)
     left, right = checks.window_sides(window_size)
     s_aux = checks.sinks_of(s_aux, q)

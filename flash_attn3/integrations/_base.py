@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from flash_attn3 import _library, checks, compat
+from flash_attn3 import compat
+from flash_attn3.ops import checks, library
 
 _MISSING = object()
 _warned: set[str] = set()
@@ -131,10 +132,10 @@ def gpu_problem(client: str) -> str:
     if not torch.cuda.is_available():
         return ''
     for index in range(torch.cuda.device_count()):
-        if not _library.kernels_serve(torch.device('cuda', index)):
+        if not library.kernels_serve(torch.device('cuda', index)):
             return error(client, 'Hopper GPUs and the kernels for them',
                          f'{torch.cuda.get_device_name(index)} as device {index}',
-                         _library.KERNELS_MISSING or 'hide other GPUs by CUDA_VISIBLE_DEVICES')
+                         library.KERNELS_MISSING or 'hide other GPUs by CUDA_VISIBLE_DEVICES')
     return ''
 
 

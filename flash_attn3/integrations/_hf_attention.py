@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from flash_attn3 import (checks, flash_attn_func, flash_attn_varlen_func,
-                         flash_attn_with_kvcache)
+from flash_attn3 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn3.ops import checks
 from flash_attn3.integrations import _base
 
 _CLIENT = 'transformers'

@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attn3.reference import Gradients, Inputs, Mask, Outputs, Score
+from flash_attn3.cpu.reference import Gradients, Inputs, Mask, Outputs, Score
 
 WINDOW_SIDES = st.integers(-1, 12)
 MASKS = st.builds(Mask, st.booleans(), st.tuples(WINDOW_SIDES, WINDOW_SIDES),

@@ -11,9 +11,9 @@ import torch
 
 from csrc.dispatch import generate_arguments
 from flash_attn3 import _plan, arguments
-from flash_attn3.checks import describe_sizes
-from flash_attn3.fp8 import Quantization
-from flash_attn3.general import Execution, General
+from flash_attn3.ops.checks import describe_sizes
+from flash_attn3.ops.fp8 import Quantization
+from flash_attn3.ops.dense_and_varlen import Execution, General
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_FILES = 8

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from flash_attn3 import (can_use, checks, env, flash_attn_func, flash_attn_qkvpacked_func,
+from flash_attn3 import (can_use, env, flash_attn_func, flash_attn_qkvpacked_func,
                          flash_attn_varlen_func)
-from flash_attn3.general import General
+from flash_attn3.ops import checks
+from flash_attn3.ops.dense_and_varlen import General
 
 from tests import bad_inputs
 from tests.cpu.test_reference_packed import ints, starts

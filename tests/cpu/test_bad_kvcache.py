@@ -8,8 +8,9 @@ import re
 import pytest
 import torch
 
-from flash_attn3 import (_plan, checks, env, flash_attn_with_kvcache, get_scheduler_metadata,
-                         kvcache)
+from flash_attn3 import _plan, env, flash_attn_with_kvcache, get_scheduler_metadata
+from flash_attn3.api import kvcache
+from flash_attn3.ops import checks
 
 from tests.cpu.cached import ints
 

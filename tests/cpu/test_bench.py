@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flash_attn3 import bench, reference
+from flash_attn3 import bench
+from flash_attn3.cpu import reference
 from flash_attn3.bench import Contender, Figure, Shape, Turn
 from flash_attn3.bench.__main__ import main
 

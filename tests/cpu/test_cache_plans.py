@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from flash_attn3 import _plan, can_use, checks, explain
+from flash_attn3 import _plan, can_use, explain
+from flash_attn3.ops import checks
 
 from tests.cpu.cached import Problem
 

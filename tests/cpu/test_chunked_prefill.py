@@ -5,7 +5,8 @@ import runpy
 
 import torch
 
-from flash_attn3 import flash_attn_varlen_func, merge_states, reference
+from flash_attn3 import flash_attn_varlen_func, merge_states
+from flash_attn3.cpu import reference
 
 from tests import compare
 from tests.cpu.cached import starts

@@ -20,7 +20,8 @@ import pytest
 import torch
 
 import flash_attn3
-from flash_attn3 import compat, interface
+from flash_attn3 import compat
+from flash_attn3.api import interface
 from flash_attn3.compat import functions, ops
 
 from tests.checkout import ROOT

@@ -13,9 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.optests.generate_tests import (safe_aot_autograd_check,
                                                             safe_fake_check, safe_schema_check)
 
-from flash_attn3 import _library, checks, flash_attn_func, flash_attn_varlen_func, reference
+from flash_attn3 import flash_attn_func, flash_attn_varlen_func
+from flash_attn3.cpu import reference
+from flash_attn3.ops import checks, library
 from flash_attn3.compat import functions, register_ops
-from flash_attn3.reference import Inputs, Mask, Outputs, Score
+from flash_attn3.cpu.reference import Inputs, Mask, Outputs, Score
 
 from tests import cache_cases, cache_oracle, compare, upstream_calls
 from tests.cases import Case
@@ -350,7 +352,7 @@ def test_upstreams_opcheck(is_packed, requires_grad, num_splits, named, monkeypa
     tensors that have no data, and torch.compiler.is_compiling() says no. On the way of a GPU.
     """
     monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
-    monkeypatch.setattr(_library, 'kernels_serve', lambda _: True)
+    monkeypatch.setattr(library, 'kernels_serve', lambda _: True)
     function, lists = flash_attn_func, ()
     tensors = [x.float() for x in dense()]
     if is_packed:

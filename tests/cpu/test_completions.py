@@ -14,8 +14,10 @@ from hypothesis import given as drawn_from, strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from flash_attn3 import (_library, completions, env, fallback, flash_attn_completions_func,
-                         flash_attn_func)
+from flash_attn3 import env, flash_attn_completions_func, flash_attn_func
+from flash_attn3.api import completions
+from flash_attn3.cpu import fallback
+from flash_attn3.ops import library
 
 from tests.completion_cases import (Results, Tensors, TreeCase, check_case, check_same, expected,
                                     run)
@@ -289,7 +291,7 @@ def test_contents_on_a_gpu_where_asked_for(monkeypatch):
     """As if q were on one, with ops that read no contents."""
     given = good(cu_trees=ints([0, 4, 2, 11]))
     given['q'] = given['q'].as_subclass(_OnGpu)
-    monkeypatch.setattr(_library, 'kernels_serve', lambda device: True)
+    monkeypatch.setattr(library, 'kernels_serve', lambda device: True)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
     monkeypatch.setattr(completions, '_fwd_general', lambda q, *_: (q, q[..., 0].T, None))
     monkeypatch.setattr(completions.merging, 'merge_states', lambda outs, lses: (outs[0], lses[0]))
@@ -311,7 +313,7 @@ def test_unchecked_lists_index_nothing_outside(trees):
 def test_on_a_gpu_that_is_not_served(monkeypatch):
     """Plain PyTorch with a warning: results, gradients, errors."""
     monkeypatch.setattr(fallback, '_warned_devices', set())
-    monkeypatch.setattr(_library, 'kernels_serve', lambda device: False)
+    monkeypatch.setattr(library, 'kernels_serve', lambda device: False)
 
     def elsewhere(q, *others, **options):
         return flash_attn_completions_func(q.as_subclass(_OnGpu), *others, **options)

@@ -19,7 +19,8 @@ from torch.library import opcheck
 from torch.utils.checkpoint import (CheckpointPolicy, checkpoint,
                                     create_selective_checkpoint_contexts)
 
-from flash_attn3 import completions, flash_attn_completions_func
+from flash_attn3 import flash_attn_completions_func
+from flash_attn3.api import completions
 
 from tests import compare, derivative_calls
 from tests.called_ops import CalledOps, compilations

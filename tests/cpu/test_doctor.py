@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from csrc.instances.variants import BACKWARD, FORWARD
-from flash_attn3 import _library, doctor, doctor_clients, doctor_facts, env, planning
+from flash_attn3 import env
+from flash_attn3.ops import library
+from flash_attn3.tools import doctor, doctor_clients, doctor_facts, planning
 from flash_attn3.integrations import sdpa
 
 from tests.checkout import ROOT
@@ -51,12 +53,12 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.patch = monkeypatch
 
-    def set(self, *, missing='', path=_library._LIBRARY_PATH, own_library='', disabled=False,
+    def set(self, *, missing='', path=library._LIBRARY_PATH, own_library='', disabled=False,
             driver=DRIVER, driver_problem='', gpus=(H100,), gpu_problem='', built=NAMES) -> None:
         patch = self.patch.setattr
-        patch(_library, 'KERNELS_MISSING', missing)
-        patch(_library, 'DRIVER_PROBLEM', driver_problem)
-        patch(_library, '_LIBRARY_PATH', Path(path))
+        patch(library, 'KERNELS_MISSING', missing)
+        patch(library, 'DRIVER_PROBLEM', driver_problem)
+        patch(library, '_LIBRARY_PATH', Path(path))
         patch(env, 'LIBRARY_PATH', own_library)
         patch(env, 'DISABLE_KERNELS', disabled)
         patch(planning, 'built_variants', lambda: [] if missing else list(built))

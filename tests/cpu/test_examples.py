@@ -13,8 +13,9 @@ import torch
 from rich.progress import Progress
 
 from examples import generate, train_gpt
-from flash_attn3 import flash_attn_fp8_func, reference
-from flash_attn3.reference import Inputs, Mask, Score
+from flash_attn3 import flash_attn_fp8_func
+from flash_attn3.cpu import reference
+from flash_attn3.cpu.reference import Inputs, Mask, Score
 
 from tests import compare
 from tests.fp8_data import given_gradients

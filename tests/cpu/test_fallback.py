@@ -4,9 +4,11 @@ import warnings
 import pytest
 import torch
 
-from flash_attn3 import (_library, fallback, flash_attn_func, flash_attn_varlen_func, interface,
-                         reference)
-from flash_attn3.general import General
+from flash_attn3 import flash_attn_func, flash_attn_varlen_func
+from flash_attn3.api import interface
+from flash_attn3.cpu import fallback, reference
+from flash_attn3.ops import library
+from flash_attn3.ops.dense_and_varlen import General
 
 from tests.cases import Case
 from tests.cpu import by_row
@@ -78,8 +80,8 @@ class _OnOtherGpu(torch.Tensor):
 
 def test_flash_attn_func_goes_there(monkeypatch, quiet):
     calls, attention = [], fallback.attention
-    monkeypatch.setattr(_library, 'KERNELS_MISSING', 'a reason')
-    monkeypatch.setattr(_library, 'SERVED_DEVICES', {-1})
+    monkeypatch.setattr(library, 'KERNELS_MISSING', 'a reason')
+    monkeypatch.setattr(library, 'SERVED_DEVICES', {-1})
     monkeypatch.setattr(fallback, 'attention', lambda *args: calls.append(1) or attention(*args))
     q, k, v = Case(8, 12, heads_k=2, dtype='fp32').tensors('cpu')
     expected = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from benchmarks.fp8_accuracy import BLOCKS, outliers
-from flash_attn3 import (_library, can_use, flash_attn_fp8_func, flash_attn_func,
-                         flash_attn_qkvpacked_func, flash_attn_varlen_fp8_func,
-                         flash_attn_varlen_func, fp8, reference_fp8)
-from flash_attn3.general import General
-from flash_attn3.quantize import KV_BLOCK, Q_BLOCK
-from flash_attn3.reference import Inputs, Lengths, Mask, Score
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3 import (can_use, flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
+                         flash_attn_varlen_fp8_func, flash_attn_varlen_func)
+from flash_attn3.cpu import reference_fp8
+from flash_attn3.ops import fp8, library
+from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.cpu.quantize import KV_BLOCK, Q_BLOCK
+from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests import compare, derivative_calls
 from tests.cpu.drawn import examples
@@ -495,7 +496,7 @@ def calls_on_cuda():
 
 def test_what_the_kernels_have_not(monkeypatch):
     """On CUDA tensors, whether or not there is a GPU."""
-    monkeypatch.setattr(_library, 'kernels_serve', lambda device: True)
+    monkeypatch.setattr(library, 'kernels_serve', lambda device: True)
     text = 'flash_attn3.fwd: expected return_max_logits to be False with float8_e4m3fn on a GPU'
     with FakeTensorMode():
         for call in calls_on_cuda():
@@ -504,7 +505,7 @@ def test_what_the_kernels_have_not(monkeypatch):
 
 
 def test_gpus_without_kernels(monkeypatch):
-    monkeypatch.setattr(_library, 'KERNELS_MISSING', 'there is no library')
+    monkeypatch.setattr(library, 'KERNELS_MISSING', 'there is no library')
     with FakeTensorMode():
         for call in calls_on_cuda():
             with pytest.raises(NotImplementedError, match='a CPU tensor, or a Hopper GPU and its '

@@ -2,11 +2,12 @@
 import pytest
 import torch
 
-from flash_attn3 import (flash_attn_fp8_func, flash_attn_func, flash_attn_varlen_fp8_func,
-                         fp8_gradients, quantize, reference_fp8)
-from flash_attn3.fp8 import Quantization
-from flash_attn3.general import General
-from flash_attn3.reference import Inputs, Lengths
+from flash_attn3 import flash_attn_fp8_func, flash_attn_func, flash_attn_varlen_fp8_func
+from flash_attn3.cpu import quantize, reference_fp8
+from flash_attn3.ops import fp8_gradients
+from flash_attn3.ops.fp8 import Quantization
+from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.cpu.reference import Inputs, Lengths
 
 from tests.cpu.test_fp8 import (EVERY_OPTION, LENGTH_NAMES, packed, score_of, tensors, with_sinks)
 from tests.fp8_data import check_gradients, given_gradients, quantize_all

@@ -9,10 +9,10 @@ from torch.library import opcheck
 from benchmarks.fp8_accuracy import BLOCKS
 from flash_attn3 import (flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
                          flash_attn_varlen_fp8_func, flash_attn_varlen_func, quantize_fp8)
-from flash_attn3.fp8 import Quantization
-from flash_attn3.general import Execution
-from flash_attn3.quantize import PER_HEAD, PER_TENSOR
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3.ops.fp8 import Quantization
+from flash_attn3.ops.dense_and_varlen import Execution
+from flash_attn3.cpu.quantize import PER_HEAD, PER_TENSOR
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests.cpu.test_general_op import LENGTHS, inputs
 from tests.cpu.test_reference_packed import ints, starts

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func, reference
-from flash_attn3.reference import Inputs, Mask, Score
+from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
+from flash_attn3.cpu import reference
+from flash_attn3.cpu.reference import Inputs, Mask, Score
 
 from tests import compare, derivative_calls
 from tests.cpu import by_row

@@ -8,7 +8,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
-from flash_attn3.general import Execution, General
+from flash_attn3.ops.dense_and_varlen import Execution, General
 
 from tests.called_ops import CalledOps
 from tests.cpu.test_reference_packed import ints, starts

@@ -9,9 +9,9 @@ import warnings
 import pytest
 import torch
 
-from flash_attn3 import reference
+from flash_attn3.cpu import reference
 from flash_attn3.integrations import _base, sdpa
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests import compare, fp8_data, sdpa_hook
 from tests.paged_batches import Batch
@@ -155,7 +155,7 @@ def test_a_gpu_without_kernels_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda _: 'A100')
-    monkeypatch.setattr('flash_attn3._library.kernels_serve', lambda _: False)
+    monkeypatch.setattr('flash_attn3.ops.library.kernels_serve', lambda _: False)
     assert sdpa.problem().startswith('flash_attn3.integrations.sdpa: expected Hopper GPUs and the '
                                      'kernels for them, got A100 as device 0; hint: ')
 

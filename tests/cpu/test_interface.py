@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from flash_attn3 import checks, flash_attn_func, reference
+from flash_attn3 import flash_attn_func
+from flash_attn3.cpu import reference
+from flash_attn3.ops import checks
 
 from tests import bad_inputs, compare
 from tests.cases import CORNERS, SMOKE, Case

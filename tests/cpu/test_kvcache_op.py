@@ -10,7 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from flash_attn3 import _library, arguments, cache, fallback, flash_attn_with_kvcache, kvcache
+from flash_attn3 import arguments, flash_attn_with_kvcache
+from flash_attn3.api import kvcache
+from flash_attn3.cpu import fallback
+from flash_attn3.ops import attend_cache, library
 
 from tests.called_ops import compilations
 from tests.cpu.cached import Problem, ints
@@ -45,14 +48,14 @@ def utils_of(given: dict) -> tuple[str, ...]:
 def append_arguments(given: dict, **others) -> tuple:
     q, k_cache, v_cache, *own = attend_arguments(
         given | dict(appended=0 if 'cu_seqlens_k_new' in given else given['k'].size(1)), **others)
-    rotary = cache.Rotary(*map(given.get, ('rotary_cos', 'rotary_sin')),
-                          rotary_interleaved=given.get('rotary_interleaved', True))
+    rotary = attend_cache.Rotary(*map(given.get, ('rotary_cos', 'rotary_sin')),
+                                 rotary_interleaved=given.get('rotary_interleaved', True))
     return (q, k_cache, v_cache, given['k'], given['v'], None, None, None, *rotary, *own)
 
 
 def attend_arguments(given: dict, **others) -> tuple:
-    own = cache.Attend(**{name: given[name] for name in cache.Attend._fields if name in given},
-                       sinks=given.get('s_aux'), **others)
+    named = {name: given[name] for name in attend_cache.Attend._fields if name in given}
+    own = attend_cache.Attend(**named, sinks=given.get('s_aux'), **others)
     return given['q'], given['k_cache'], given['v_cache'], *own
 
 
@@ -79,7 +82,8 @@ def test_opcheck_attend(others, name):
 
 
 def test_schemas():
-    attend, rotary = (list(x._field_defaults.items()) for x in (cache.Attend, cache.Rotary))
+    attend, rotary = (list(x._field_defaults.items())
+                      for x in (attend_cache.Attend, attend_cache.Rotary))
     for op, first, defaults, mutated in (
             (OPS.append_and_attend, 8, rotary + attend,
              ['k_cache', 'v_cache', 'out', 'k_scales', 'v_scales']),
@@ -89,14 +93,14 @@ def test_schemas():
         written = [x.name for x in listed if x.alias_info and x.alias_info.is_write]
         assert written == mutated
     assert [x.name for x in OPS.attend_cache_out.default._schema.arguments] == [
-        'q', 'k', 'v', 'out', *cache.Attend._fields[:-1]]
+        'q', 'k', 'v', 'out', *attend_cache.Attend._fields[:-1]]
 
 
 def test_packed_keys():
     """k and v without a cache: as flash_attn_varlen_func, whose splits these are."""
     q, k = torch.randn(6, 4, 16), torch.randn(11, 2, 16)
     of_q, of_k, used = ints([0, 2, 6]), ints([0, 4, 11]), ints([4, 3])
-    own = cache.Attend(cu_seqlens_q=of_q, cu_seqlens_k=of_k, seqused_k=used, max_seqlen_q=4,
+    own = attend_cache.Attend(cu_seqlens_q=of_q, cu_seqlens_k=of_k, seqused_k=used, max_seqlen_q=4,
                        causal=True, num_splits=2, return_lse=True)
     out, lse = OPS.attend_cache(q, k, k, *own)
     wanted, wanted_lse, _ = OPS._fwd_general(q, k, k, of_q, of_k, None, used, 4, 7, None, None,
@@ -189,15 +193,15 @@ def test_trailing_defaults_stay_away(options, count, monkeypatch):
     given = Problem(heads=(4, 1), latent=options.pop('latent', False)).build().arguments
     flash_attn_with_kvcache(**given, **options)
     names = [argument.name for argument in arguments.select('cache')] if count == 0 else \
-        cache.Attend._fields[:cache.Attend._fields.index(count) + 1]
+        attend_cache.Attend._fields[:attend_cache.Attend._fields.index(count) + 1]
     assert attend.counts == [3 + len(names)]
 
 
 @each_problem
 def test_devices_without_kernels(name, monkeypatch):
     """The plain functions, with one warning: as if the CPU were such a device."""
-    monkeypatch.setattr(_library, 'SERVED_DEVICES', set())
-    monkeypatch.setattr(_library, 'kernels_serve', lambda device: False)
+    monkeypatch.setattr(library, 'SERVED_DEVICES', set())
+    monkeypatch.setattr(library, 'kernels_serve', lambda device: False)
     monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
     monkeypatch.setattr(fallback, '_warned_devices', set())
     given, same = PROBLEMS[name].build().arguments, PROBLEMS[name].build().arguments

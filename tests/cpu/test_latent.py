@@ -17,8 +17,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_attn3
-from flash_attn3 import (PrefixLevel, _plan, checks, flash_attn_func, flash_attn_varlen_func,
+from flash_attn3 import (PrefixLevel, _plan, flash_attn_func, flash_attn_varlen_func,
                          flash_attn_with_kvcache, pack_tree_mask, shared_prefix_attn)
+from flash_attn3.ops import checks
 
 from tests import _host
 from tests.called_ops import compilations

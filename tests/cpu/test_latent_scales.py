@@ -11,7 +11,7 @@ import torch
 from torch.library import opcheck
 
 from flash_attn3 import _plan, flash_attn_with_kvcache
-from flash_attn3.cache import Rotary
+from flash_attn3.ops.attend_cache import Rotary
 
 from tests.cache_cases import CacheCase, mixed
 from tests.cache_oracle import check_case

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import flash_attn3
-from flash_attn3 import _library, planning
+from flash_attn3.ops import library
+from flash_attn3.tools import planning
 
 from tests import bad_inputs
 from tests.cases import Case
 
 pytestmark = pytest.mark.slow
 
-PROBE = 'from flash_attn3 import _library; print(_library.KERNELS_MISSING)'
+PROBE = 'from flash_attn3.ops import library; print(library.KERNELS_MISSING)'
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess:
@@ -58,7 +59,7 @@ def test_import_does_not_initialise_cuda():
 
 
 # ----------------------------------------------------------------------------------------- driver
-needs_library = pytest.mark.skipif(bool(_library.KERNELS_MISSING), reason=_library.KERNELS_MISSING)
+needs_library = pytest.mark.skipif(bool(library.KERNELS_MISSING), reason=library.KERNELS_MISSING)
 OLD, NEW = 11080, 99000    # CUDA versions, older and newer than any that kernels are built with
 OLD_DRIVER = re.compile(
     r'flash_attn3\.device: expected an NVIDIA driver for CUDA \d+\.0 or later \(series \d+\), '
@@ -122,10 +123,10 @@ def gpu(monkeypatch):
     def pretend(problem, capability=(9, 0)):
         facts = SimpleNamespace(major=capability[0], minor=capability[1],
                                 multi_processor_count=132, L2_cache_size=50 << 20)
-        monkeypatch.setattr(_library, 'DRIVER_PROBLEM', problem)
-        monkeypatch.setattr(_library, 'KERNELS_MISSING', '')
-        monkeypatch.setattr(_library, '_hopper_devices', {})
-        monkeypatch.setattr(_library, 'SERVED_DEVICES', {-1})
+        monkeypatch.setattr(library, 'DRIVER_PROBLEM', problem)
+        monkeypatch.setattr(library, 'KERNELS_MISSING', '')
+        monkeypatch.setattr(library, '_hopper_devices', {})
+        monkeypatch.setattr(library, 'SERVED_DEVICES', {-1})
         monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
         monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: facts)
     return pretend
@@ -143,14 +144,14 @@ def test_an_old_driver_is_named_on_every_call(gpu):
 def test_a_good_driver_serves_every_device(gpu):
     gpu('')
     for index in (0, 1, 0):
-        assert _library.kernels_serve(torch.device('cuda', index))
-    assert _library.SERVED_DEVICES == {-1, 0, 1}
+        assert library.kernels_serve(torch.device('cuda', index))
+    assert library.SERVED_DEVICES == {-1, 0, 1}
 
 
 def test_the_driver_does_not_matter_where_no_kernel_runs(gpu):
     gpu(PROBLEM, capability=(8, 0))
-    assert not _library.kernels_serve(GPU)
-    assert _library.SERVED_DEVICES == {-1}
+    assert not library.kernels_serve(GPU)
+    assert library.SERVED_DEVICES == {-1}
 
 
 def test_can_use_asks_for_the_kernel_that_the_call_takes(gpu, monkeypatch):

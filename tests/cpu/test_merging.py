@@ -10,8 +10,8 @@ import torch
 from torch.autograd import gradcheck
 from torch.library import opcheck
 
-from flash_attn3 import (flash_attn_combine, flash_attn_func, flash_attn_varlen_func, merge_states,
-                         merging)
+from flash_attn3 import flash_attn_combine, flash_attn_func, flash_attn_varlen_func, merge_states
+from flash_attn3.api import merging
 
 
 def parts_of(count: int, shape: tuple[int, ...], dtype=torch.float32) -> tuple:

@@ -4,7 +4,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.library import opcheck
 
-from flash_attn3 import flash_attn_func, reference
+from flash_attn3 import flash_attn_func
+from flash_attn3.cpu import reference
 
 from tests import layouts
 from tests.cases import Case

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from flash_attn3 import cache, can_use, flash_attn_with_kvcache
+from flash_attn3 import can_use, flash_attn_with_kvcache
+from flash_attn3.ops import attend_cache
 
 from tests.cache_cases import CacheCase, mixed
 from tests.cache_oracle import check_case
@@ -146,14 +147,15 @@ def test_opcheck():
     """But for test_schema, which compares e4m3 by what it lacks."""
     utils = 'test_autograd_registration', 'test_faketensor', 'test_aot_dispatch_dynamic'
     given, new = pages(), new_rows()
-    attend = cache.Attend(**{name: given[name] for name in cache.Attend._fields if name in given})
+    fields = attend_cache.Attend._fields
+    attend = attend_cache.Attend(**{name: given[name] for name in fields if name in given})
     opcheck(OPS.attend_cache.default, (given['q'], given['k_cache'], given['v_cache'], *attend),
             test_utils=utils)
     own = attend._replace(appended=3, k_descale=None, v_descale=None)
     q, k_cache, v_cache, *scales = (given[name] for name in (
         'q', 'k_cache', 'v_cache', 'k_descale', 'v_descale'))
     opcheck(OPS.append_and_attend.default, (q, k_cache, v_cache, new['k'], new['v'], None, *scales,
-                                            *cache.Rotary(), *own), test_utils=utils)
+                                            *attend_cache.Rotary(), *own), test_utils=utils)
 
 
 @pytest.mark.parametrize('dynamic', [False, True])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import pytest
 
 from flash_attn3 import _plan
-from flash_attn3.checks import describe_sizes
+from flash_attn3.ops.checks import describe_sizes
 from tests import _host
 from tests.cpu.drawn import examples
 

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import flash_attn3
-from flash_attn3 import _library, _plan, planning, support
+from flash_attn3 import _plan
+from flash_attn3.ops import library
+from flash_attn3.tools import planning, support
 from flash_attn3.distributed.estimate import Mesh, Problem, estimate
 
 from tests import bad_inputs, sanitize
@@ -417,11 +419,11 @@ def test_can_use_refuses_unknown_arguments():
 
 
 def test_built_variants(monkeypatch):
-    monkeypatch.setattr(_library, 'KERNELS_MISSING', '')
+    monkeypatch.setattr(library, 'KERNELS_MISSING', '')
     built = {facts['name'] for facts in _plan.variants() + _plan.backward_variants()
              if facts['built']}
     assert set(flash_attn3.built_variants()) == built
-    monkeypatch.setattr(_library, 'KERNELS_MISSING', 'a reason')
+    monkeypatch.setattr(library, 'KERNELS_MISSING', 'a reason')
     assert flash_attn3.built_variants() == []
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 import pytest
 import torch
 
-from flash_attn3.reference import Mask
+from flash_attn3.cpu.reference import Mask
 from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import limits

@@ -8,7 +8,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attn3 import (_library, fallback, flash_attn_func, flash_attn_qkvpacked_func, interface)
+from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
+from flash_attn3.api import interface
+from flash_attn3.cpu import fallback
+from flash_attn3.ops import library
 
 from tests import bad_inputs, compare
 from tests.cases import DTYPES
@@ -221,7 +224,7 @@ def test_other_devices_take_sdpa(requires_grad, heads, monkeypatch):
     qkv.requires_grad_(requires_grad)
     expected = flash_attn_qkvpacked_func(qkv, causal=True, **form)
     calls, attention = [], fallback.attention
-    monkeypatch.setattr(_library, 'SERVED_DEVICES', set())
+    monkeypatch.setattr(library, 'SERVED_DEVICES', set())
     monkeypatch.setattr(interface, '_is_served', lambda x: False)
     monkeypatch.setattr(fallback, '_warned_devices', {torch.device('cpu')})
     monkeypatch.setattr(fallback, 'attention', lambda *args: calls.append(1) or attention(*args))

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_attn3 import quantize, quantize_fp8
-from flash_attn3.quantize import Rotation
+from flash_attn3 import quantize_fp8
+from flash_attn3.cpu import quantize
+from flash_attn3.cpu.quantize import Rotation
 
 from tests.cpu.drawn import examples
 from tests.cpu.test_reference_packed import ints, starts

@@ -1,13 +1,13 @@
 """The index arithmetic of the quantize_fp8 kernels: columns of lanes, signs, the rows of CTAs, the
-locations of scales. By brute force, and against flash_attn3/quantize.py.
+locations of scales. By brute force, and against flash_attn3/cpu/quantize.py.
 """
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_attn3 import quantize
-from flash_attn3.quantize import PER_HEAD, PER_TENSOR
+from flash_attn3.cpu import quantize
+from flash_attn3.cpu.quantize import PER_HEAD, PER_TENSOR
 
 from tests import _host
 from tests.cpu.drawn import examples

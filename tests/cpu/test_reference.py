@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flash_attn3 import reference
-from flash_attn3.reference import Inputs, Mask, Score
+from flash_attn3.cpu import reference
+from flash_attn3.cpu.reference import Inputs, Mask, Score
 
 SHAPES = [(5, 5), (3, 8), (1, 4), (8, 3), (9, 1)]    # (seqlen_q, seqlen_k)
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_attn3 import reference
-from flash_attn3.reference import Inputs, Mask, Score
+from flash_attn3.cpu import reference
+from flash_attn3.cpu.reference import Inputs, Mask, Score
 
 from tests.cpu import by_row
 from tests.cpu.drawn import examples

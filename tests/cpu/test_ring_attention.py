@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flash_attn3 import _library, distributed
+from flash_attn3 import distributed
+from flash_attn3.ops import library
 from flash_attn3.distributed import copies, exchange, ring
-from flash_attn3.reference import Mask, Score
+from flash_attn3.cpu.reference import Mask, Score
 
 from tests import compare, sdpa_hook
 from tests.cpu.two_processes import Pair
@@ -406,7 +407,7 @@ def test_missing_peer(ranks):
 
 
 def test_gpus_without_kernels(monkeypatch):
-    monkeypatch.setattr(_library, 'KERNELS_MISSING', 'there is no library')
+    monkeypatch.setattr(library, 'KERNELS_MISSING', 'there is no library')
     with FakeTensorMode():
         x = torch.empty(1, 8, 4, 16, device='cuda')
         text = ring._problem(dict(q=x, k=x, v=x, s_aux=None), None, ring.Ring('', 1.0))

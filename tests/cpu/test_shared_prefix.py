@@ -11,7 +11,8 @@ import torch
 from hypothesis import given as drawn_from, strategies as st
 
 from flash_attn3 import (PrefixLevel, can_use, env, flash_attn_func, flash_attn_with_kvcache,
-                         kvcache, merge_states, shared_prefix_attn)
+                         merge_states, shared_prefix_attn)
+from flash_attn3.api import kvcache
 
 from tests.cpu.cached import BOUNDS, Problem, expected, ints
 from tests.cpu.drawn import examples
@@ -205,7 +206,7 @@ def test_contents_on_a_gpu_where_asked_for(changes, text, monkeypatch):
     monkeypatch.setattr(kvcache, '_EAGER', (attend, None, None))
     monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
-    monkeypatch.setattr('flash_attn3._library.kernels_serve', lambda device: True)
+    monkeypatch.setattr('flash_attn3.ops.library.kernels_serve', lambda device: True)
     assert flash_attn_with_kvcache(**given).shape == given['q'].shape
     monkeypatch.setattr(env, 'CHECK_CONTENTS', True)
     with pytest.raises(RuntimeError, match=re.escape(text)):

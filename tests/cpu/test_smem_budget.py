@@ -5,7 +5,7 @@ from math import prod
 import pytest
 
 from flash_attn3 import _plan
-from flash_attn3.quantize import KV_BLOCK
+from flash_attn3.cpu.quantize import KV_BLOCK
 
 VARIANTS = _plan.variants()
 BACKWARD = _plan.backward_variants()

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn3 import flash_attn_func, flash_attn_varlen_func, quantize_fp8, splits
-from flash_attn3.general import General
+from flash_attn3 import flash_attn_func, flash_attn_varlen_func, quantize_fp8
+from flash_attn3.ops import splits
+from flash_attn3.ops.dense_and_varlen import General
 
 from tests.called_ops import CalledOps
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import flash_attn3
-from flash_attn3 import support
+from flash_attn3.tools import support
 
 from tests import support_cells
 from tests.cpu.cached import BOUNDS, Problem, expected

@@ -1,5 +1,5 @@
-"""Masks of bits over the last keys: core/tree_mask.h and flash_attn3/trees.py bit by bit; attention
-with them against masked attention in float64.
+"""Masks of bits over the last keys: core/tree_mask.h and flash_attn3/api/trees.py bit by bit;
+attention with them against masked attention in float64.
 """
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash_attn3 import flash_attn_with_kvcache, pack_tree_mask
-from flash_attn3.trees import COLUMNS, unpacked
+from flash_attn3.api.trees import COLUMNS, unpacked
 
 from tests import _host
 from tests.cpu.drawn import examples

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from flash_attn3 import checks, flash_attn_func, flash_attn_varlen_func
-from flash_attn3.reference import Inputs
+from flash_attn3 import flash_attn_func, flash_attn_varlen_func
+from flash_attn3.ops import checks
+from flash_attn3.cpu.reference import Inputs
 
 from tests.cpu import by_row
 from tests.cpu.drawn import examples

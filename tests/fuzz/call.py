@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import flash_attn_qkvpacked_func
-from flash_attn3.reference import Inputs
+from flash_attn3.cpu.reference import Inputs
 
 from tests import general_cases, general_oracle, layouts
 from tests.general_cases import GeneralCase, Results, Tensors

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_attn3.reference import Inputs
+from flash_attn3.cpu.reference import Inputs
 
 from tests import layouts
 from tests.cases import DTYPES

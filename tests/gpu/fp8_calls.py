@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
-from flash_attn3.reference import Inputs, Lengths
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3.cpu.reference import Inputs, Lengths
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests import compare
 from tests.fp8_data import check_fp8, check_fp8_lse, descales, quantize_all

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attn3.cache import Attend, Rotary
+from flash_attn3.ops.attend_cache import Attend, Rotary
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DTYPES = pytest.mark.parametrize('dtype', [BF16, FP16, E4M3], ids=str)

@@ -9,7 +9,8 @@ import math
 import pytest
 import torch
 
-from flash_attn3 import compat, flash_attn_func, reference
+from flash_attn3 import compat, flash_attn_func
+from flash_attn3.cpu import reference
 from flash_attn3.compat import functions
 
 from tests import cache_cases, cache_oracle, compare, sdpa_hook, upstream_calls

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import can_use, compat
-from flash_attn3.reference import Inputs
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3.cpu.reference import Inputs
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests import cache_cases, cache_oracle, compare, general_oracle
 from tests.cache_cases import E4M3, CacheCase, ints

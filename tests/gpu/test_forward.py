@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flash_attn3 import flash_attn_func, reference
+from flash_attn3 import flash_attn_func
+from flash_attn3.cpu import reference
 
 from tests import cases, compare
 from tests.cases import CORNERS, SHAPES, SMOKE, Case, Kind

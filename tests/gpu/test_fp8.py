@@ -16,13 +16,14 @@ from torch.library import opcheck
 import flash_attn3
 from benchmarks.fp8_accuracy import BLOCKS
 from flash_attn3 import (flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
-                         flash_attn_varlen_fp8_func, flash_attn_varlen_func, fp8_gradients,
-                         reference_fp8)
-from flash_attn3.fp8 import Quantization
-from flash_attn3.general import General
-from flash_attn3.quantize import KV_BLOCK, Q_BLOCK
-from flash_attn3.reference import Inputs
-from flash_attn3.reference_fp8 import Scales
+                         flash_attn_varlen_fp8_func, flash_attn_varlen_func)
+from flash_attn3.cpu import reference_fp8
+from flash_attn3.ops import fp8_gradients
+from flash_attn3.ops.fp8 import Quantization
+from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.cpu.quantize import KV_BLOCK, Q_BLOCK
+from flash_attn3.cpu.reference import Inputs
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests import compare, layouts
 from tests.cpu.test_fp8 import BAD, e4m3

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flash_attn3 import flash_attn_func
-from flash_attn3.reference import Inputs
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3.cpu.reference import Inputs
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests.fp8_data import E4M3
 from tests.general_cases import GeneralCase

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
-from flash_attn3.reference import Inputs
+from flash_attn3.cpu.reference import Inputs
 
 from tests import compare, layouts
 from tests.cases import GradientKind

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks import memory
 from flash_attn3 import bench, flash_attn_func, flash_attn_qkvpacked_func
 from flash_attn3.bench import Shape
-from flash_attn3.general import General
+from flash_attn3.ops.dense_and_varlen import General
 
 from tests import compare, layouts
 from tests.cases import GRADIENT_KINDS, Case

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn3 import flash_attn_func, flash_attn_with_kvcache, reference
+from flash_attn3 import flash_attn_func, flash_attn_with_kvcache
+from flash_attn3.cpu import reference
 from flash_attn3.integrations import _base, sdpa
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests import compare, fp8_data, sdpa_hook
 from tests.sdpa_hook import attend, by_math, with_gradients

@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from flash_attn3 import reference
+from flash_attn3.cpu import reference
 from flash_attn3.integrations import transformers as integration
 
 from tests import compare

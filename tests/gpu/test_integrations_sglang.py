@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flash_attn3.integrations import sglang
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests import private_ops
 from tests.fp8_data import E4M3

@@ -1,4 +1,4 @@
-"""Every cell of the support matrix (flash_attn3/support.py): right, or the error that it says."""
+"""Every cell of the support matrix: right, or the error that it says."""
 from __future__ import annotations
 
 import torch

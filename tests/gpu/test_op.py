@@ -11,7 +11,8 @@ from torch.library import opcheck
 from torch.profiler import ProfilerActivity, profile
 
 import flash_attn3
-from flash_attn3 import checks, flash_attn_func
+from flash_attn3 import flash_attn_func
+from flash_attn3.ops import checks
 
 from tests import bad_inputs, compare, layouts
 from tests.cases import GRADIENT_KINDS, Case

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flash_attn3 import flash_attn_with_kvcache
-from flash_attn3.cache import Attend, Rotary
+from flash_attn3.ops.attend_cache import Attend, Rotary
 
 from tests.cache_cases import CacheCase, as_bits, ints, mixed
 from tests.cache_oracle import (

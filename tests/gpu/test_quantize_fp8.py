@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from flash_attn3 import fp8, quantize_fp8
-from flash_attn3.quantize import PER_HEAD, PER_TENSOR, signs
+from flash_attn3 import quantize_fp8
+from flash_attn3.ops import fp8
+from flash_attn3.cpu.quantize import PER_HEAD, PER_TENSOR, signs
 
 from tests.cpu.test_quantize import ERRORS
 

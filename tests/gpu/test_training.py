@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (CheckpointPolicy, checkpoint,
                                     create_selective_checkpoint_contexts)
 
-from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func, reference
+from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
+from flash_attn3.cpu import reference
 
 from tests import compare
 from tests.cases import GRADIENT_KINDS

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import _plan, flash_attn_func, flash_attn_varlen_func
-from flash_attn3.reference import Inputs
+from flash_attn3.cpu.reference import Inputs
 
 from tests import compare, layouts
 from tests.cases import GradientKind

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import flash_attn_varlen_func
-from flash_attn3.reference import Inputs
+from flash_attn3.cpu.reference import Inputs
 
 from tests import compare, layouts
 from tests.general_cases import GeneralCase, Results, Tensors, forward, run

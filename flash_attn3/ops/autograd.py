@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flash_attn3 import _library, checks, derivatives, fp8, fp8_gradients, general
-from flash_attn3.packing import unpack
+from flash_attn3.ops import checks, dense_and_varlen, derivatives, fp8, fp8_gradients, library
+from flash_attn3.api.packing import unpack
 
 _fwd = torch.ops.flash_attn3._fwd.default
 _bwd = torch.ops.flash_attn3.bwd.default
@@ -44,7 +44,7 @@ def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal:
     PyTorch's setting of deterministic algorithms counts as it is now, at the forward.
     """
     ctx.save_for_backward(*tensors)
-    ctx.softmax_scale = _library.softmax_scale_of(tensors[0], softmax_scale)
+    ctx.softmax_scale = library.softmax_scale_of(tensors[0], softmax_scale)
     ctx.causal = causal
     ctx.deterministic = checks.wants_determinism(deterministic)
     ctx.set_materialize_grads(False)
@@ -136,8 +136,8 @@ def _bwd_packed(dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int
 def _setup_general_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, *others = inputs
     out, lse, max_logits = output
-    arguments, execution = general.split(others)
-    tensors, ctx.general = general.take_tensors(arguments)
+    arguments, execution = dense_and_varlen.split(others)
+    tensors, ctx.general = dense_and_varlen.take_tensors(arguments)
     ctx.mark_non_differentiable(max_logits)
     ctx.save_for_backward(q, k, v, out, lse, *tensors)
     ctx.deterministic = checks.wants_determinism(execution.deterministic)
@@ -150,10 +150,10 @@ def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _,
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    arguments = general.put_tensors(ctx.general, tensors)
+    arguments = dense_and_varlen.put_tensors(ctx.general, tensors)
     dq, dk, dv, dsinks = first_derivatives(compute, dout, dlse, q, k, v, out, lse, *arguments,
                                             ctx.deterministic)
-    none = dict.fromkeys(general.General._fields)
+    none = dict.fromkeys(dense_and_varlen.General._fields)
     of_others = none | {'sinks': None if arguments.sinks is None else dsinks}
     return dq, dk, dv, *of_others.values(), None, None, None, None
 

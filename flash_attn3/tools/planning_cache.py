@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import _plan, arguments, checks, fp8, kvcache, prefix
-from flash_attn3.cache import Attend, Rotary, append_of
+from flash_attn3 import _plan, arguments
+from flash_attn3.api import kvcache
+from flash_attn3.ops import checks, fp8, prefix_rules
+from flash_attn3.ops.attend_cache import Attend, Rotary, append_of
 
 # What only a call on a cache has.
 _OF_CACHE = ('k_cache', 'v_cache', 'cache', 'rotary_cos', 'rotary_sin', 'cache_seqlens',
@@ -72,7 +74,7 @@ def reasons_and_plan(tensors: Mapping[str, Tensor | None],
     except RuntimeError as problem:
         return [*reasons, str(problem)], {}
     count = given.get('shared_prefix', 0)
-    if count != 0 and (text := prefix.problem_text(
+    if count != 0 and (text := prefix_rules.problem_text(
             tuple(tensors[name] for name in ('q', 'k_cache', 'v_cache', 'out')),
             own._replace(shared_prefix=count))):
         reasons.append(text)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn3 import checks
+from flash_attn3.ops import checks
 
 BATCH, HEADS, WHOLE = 'batch', 'heads', 'whole'
 

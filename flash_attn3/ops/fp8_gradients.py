@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn3 import fp8
-from flash_attn3.fp8 import Quantization
-from flash_attn3.general import General
-from flash_attn3.quantize import PER_HEAD, pieces, row_scales
-from flash_attn3.reference import without_autocast
+from flash_attn3.ops import fp8
+from flash_attn3.ops.fp8 import Quantization
+from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.cpu.quantize import PER_HEAD, pieces, row_scales
+from flash_attn3.cpu.reference import without_autocast
 
 _quantize = torch.ops.flash_attn3.quantize_fp8.default
 _bwd_general = torch.ops.flash_attn3.bwd_general.default

@@ -2,7 +2,7 @@
 
 The plain functions gather the keys of one sequence after the other, attend as `reference` does,
 and write what is appended into the cache. They serve CPU tensors and, without an op, GPUs that the
-kernels do not serve; there they wait for the lengths. The schemas are in _library.py; importing
+kernels do not serve; there they wait for the lengths. The schemas are in library.py; importing
 this file registers the rest.
 """
 from __future__ import annotations
@@ -14,13 +14,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flash_attn3 import _library, _plan, checks, env, reference, reference_fp8
+from flash_attn3 import _plan, env
+from flash_attn3.cpu import reference, reference_fp8
+from flash_attn3.ops import checks, library
 from flash_attn3.arguments import tuple_of
-from flash_attn3.general import score_of
-from flash_attn3.quantize import E4M3
-from flash_attn3.reference import Inputs, Outputs, Score
-from flash_attn3.reference_fp8 import Scales
-from flash_attn3.trees import COLUMNS, unpacked
+from flash_attn3.ops.dense_and_varlen import score_of
+from flash_attn3.cpu.quantize import E4M3
+from flash_attn3.cpu.reference import Inputs, Outputs, Score
+from flash_attn3.cpu.reference_fp8 import Scales
+from flash_attn3.api.trees import COLUMNS, unpacked
 
 # What follows q, k and v of `attend_cache`, and the rotary arguments of `append_and_attend`.
 Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'prefix', 'lengths',
@@ -535,5 +537,5 @@ for _name, _on_cpu, _fake in (
         ('attend_cache', attend_plainly, _attend_fake),
         ('attend_cache_out', attend_out_plainly, _attend_out_fake),
         ('append_and_attend', append_and_attend_plainly, _append_and_attend_fake)):
-    _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)
+    library.LIBRARY.impl(_name, _on_cpu, 'CPU')
+    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)

@@ -1,6 +1,6 @@
 """Attention in plain PyTorch, obvious rather than fast: CPU implementation and tests' oracle.
 
-Called by `_library.py` (CPU tensors), `fallback.py` and the tests (usually in float64, on any
+Called by `library.py` (CPU tensors), `fallback.py` and the tests (usually in float64, on any
 device). Memory is that of the scores: (batch, heads_q, seqlen_q, seqlen_k) of the compute dtype.
 `forward` and `backward` know a scale and causal; `attend` and `attend_backward` every variant of
 the scores that `Score` and `Mask` describe; `attend_packed` and `attend_packed_backward` the same

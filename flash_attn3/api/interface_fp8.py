@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks, derivatives, fp8, sharding
-from flash_attn3.autograd import QuantizedAttention
-from flash_attn3.fp8 import Quantization
-from flash_attn3.general import Execution, General
-from flash_attn3.interface import asked_for
-from flash_attn3.quantize import PER_HEAD, PER_TENSOR
+from flash_attn3.ops import checks, derivatives, dtensors, fp8, library
+from flash_attn3.ops.autograd import QuantizedAttention
+from flash_attn3.ops.fp8 import Quantization
+from flash_attn3.ops.dense_and_varlen import Execution, General
+from flash_attn3.api.interface import asked_for
+from flash_attn3.cpu.quantize import PER_HEAD, PER_TENSOR
 
 _quantize = torch.ops.flash_attn3.quantize_fp8.default
 _fwd_quantized = torch.ops.flash_attn3.fwd_quantized.default
@@ -38,7 +38,7 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
     takes some 6 million for one: 50000 rows of head dim 128), otherwise in two. Every device gives
     the same bits.
 
-    scale is the largest absolute value of a block / 448. `flash_attn3.quantize` says every
+    scale is the largest absolute value of a block / 448. `flash_attn3.cpu.quantize` says every
     rounding. q and k may be rotated, both with the same seed: q k^T stays what it is, while
     outliers are spread over head_dim. Not differentiable.
 
@@ -76,7 +76,7 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
         raise RuntimeError(checks.error('quantize_fp8', "block to be a number, 'head' or 'tensor'",
                                         repr(block)))
     rows = _NAMED_BLOCKS.get(block, block)
-    is_served = not x.is_cuda or _library.kernels_serve(x.device)
+    is_served = not x.is_cuda or library.kernels_serve(x.device)
     values, scale = (_quantize if is_served else fp8.quantize_plainly)(
         x.detach(), cu_seqlens, seqused, rows, group, seed if rotate else None)
     if rows == PER_TENSOR:
@@ -119,7 +119,7 @@ def flash_attn_fp8_func(
             missing; return_max_logits on a GPU; a derivative that `flash_attn_func` has not either.
     """
     op = 'flash_attn_fp8_func'
-    sharding.reject(op, q)
+    dtensors.reject(op, q)
     derivatives.reject_of_scalars(op, softmax_scale, softcap)
     left, right = checks.window_sides(window_size)
     general = General(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, causal=causal,
@@ -155,7 +155,7 @@ def flash_attn_varlen_fp8_func(
         RuntimeError, NotImplementedError: as `flash_attn_fp8_func`.
     """
     op = 'flash_attn_varlen_fp8_func'
-    sharding.reject(op, q)
+    dtensors.reject(op, q)
     derivatives.reject_of_scalars(op, softmax_scale, softcap)
     longest = (checks.length_bound('max_seqlen_q', max_seqlen_q, q),
                checks.length_bound('max_seqlen_k', max_seqlen_k, k))

@@ -1,7 +1,7 @@
 """The general ops: their arguments, what they do on CPU tensors, their fakes.
 
 They compute what `reference.attend` and `reference.attend_packed` do. Their schemas are in
-_library.py; importing this file registers the rest. Called through torch.ops by interface.py and
+library.py; importing this file registers the rest. Called through torch.ops by interface.py and
 autograd.py.
 """
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn3 import _library, checks, reference
+from flash_attn3.cpu import reference
+from flash_attn3.ops import checks, library
 from flash_attn3.arguments import select, tuple_of
-from flash_attn3.reference import Inputs, Lengths, Mask, Outputs, Score
+from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Outputs, Score
 
 LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
 
@@ -45,7 +46,7 @@ def score_of(q: Tensor, general: General) -> Score:
     """How logits come from q and k."""
     mask = Mask(general.causal, (general.window_left, general.window_right),
                 general.attention_chunk)
-    return Score(_library.softmax_scale_of(q, general.softmax_scale), general.softcap, mask)
+    return Score(library.softmax_scale_of(q, general.softmax_scale), general.softcap, mask)
 
 
 def lengths_of(general: General) -> Lengths | None:
@@ -148,5 +149,5 @@ for _name, _on_cpu, _fake in (
         ('fwd_general', _fwd_cpu, forward_fake), ('_fwd_general', _fwd_cpu, forward_fake),
         ('fwd_general_out', _fwd_out_cpu, _fwd_out_fake), ('bwd_general', _bwd_cpu, _bwd_fake),
         ('bwd_general_out', _bwd_out_cpu, _bwd_out_fake)):
-    _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)
+    library.LIBRARY.impl(_name, _on_cpu, 'CPU')
+    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks, derivatives, fp8
-from flash_attn3.autograd import SplitAttention
-from flash_attn3.cache import Attend
-from flash_attn3.fp8 import Fp8
-from flash_attn3.general import Execution, General
+from flash_attn3.ops import checks, derivatives, fp8, library
+from flash_attn3.ops.autograd import SplitAttention
+from flash_attn3.ops.attend_cache import Attend
+from flash_attn3.ops.fp8 import Fp8
+from flash_attn3.ops.dense_and_varlen import Execution, General
 
 MOST_SPLITS = 256
 # By plan, keys are split where tiles of queries for fewer than half of the multiprocessors meet
@@ -63,7 +63,7 @@ def splits_of(num_splits: int, call: Call) -> int:
     if text := problem_text(call.op, num_splits, call):
         raise RuntimeError(text)
     q, *_ = call.tensors
-    if num_splits == 1 or (q.is_cuda and not _library.kernels_serve(q.device)):
+    if num_splits == 1 or (q.is_cuda and not library.kernels_serve(q.device)):
         return 1
     return planned(num_splits, call)
 

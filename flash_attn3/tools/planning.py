@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import _library, _plan, arguments, checks, fp8, planning_cache, splits
-from flash_attn3.fp8 import Fp8
-from flash_attn3.general import Execution, General
-from flash_attn3.quantize import E4M3
+from flash_attn3 import _plan, arguments
+from flash_attn3.ops import checks, fp8, library, splits
+from flash_attn3.tools import planning_cache
+from flash_attn3.ops.fp8 import Fp8
+from flash_attn3.ops.dense_and_varlen import Execution, General
+from flash_attn3.cpu.quantize import E4M3
 
 # The arguments that make a call one of the general ops, or a hint for them.
 _FEATURES = [name for name in arguments.public_names('lengths', 'score', 'return_max_logits')
@@ -31,7 +33,7 @@ def built_variants() -> list[str]:
     One for each dtype, head dim and mask, or several among which the planner chooses by the sizes
     of a call. A kernel that FLASH_ATTN3_VARIANTS skipped when the package was built is missing.
     """
-    if _library.KERNELS_MISSING:
+    if library.KERNELS_MISSING:
         return []
     return [variant['name'] for variant in _plan.variants() + _plan.backward_variants()
             if variant['built']]
@@ -96,7 +98,7 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
 def _device_problems(q: Tensor, plans: Sequence[dict]) -> list[str]:
     """Why kernels of these plans do not run where q is."""
     if not q.is_cuda:
-        problem = [_library.DRIVER_PROBLEM] if _library.DRIVER_PROBLEM else []
+        problem = [library.DRIVER_PROBLEM] if library.DRIVER_PROBLEM else []
         return [checks.error('can_use', 'q on a CUDA device', str(q.device)), *problem]
     if device_text := _device_problem(q.device):
         return [device_text]
@@ -170,12 +172,12 @@ def missing_kernels(facts: Mapping) -> list[str]:
 def _device_problem(device: torch.device) -> str:
     """Why our kernels do not serve a CUDA device, or ''."""
     try:
-        if _library.kernels_serve(device):
+        if library.kernels_serve(device):
             return ''
     except RuntimeError as driver_problem:
         return str(driver_problem)
     return checks.error('can_use', 'a Hopper GPU and its kernels', str(device),
-                        _library.KERNELS_MISSING)
+                        library.KERNELS_MISSING)
 
 
 def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],

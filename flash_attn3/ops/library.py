@@ -9,13 +9,13 @@ Imported before anything that calls an op. In the namespace `flash_attn3`:
 - `bwd`: the gradients of `fwd`; `bwd_out`: into given tensors. No autograd.
 - `fwd_general`, `_fwd_general`, `fwd_general_out`, `bwd_general`, `bwd_general_out`: the same with
   more arguments (arguments.py): windows, chunks, softcap, sinks, packed sequences, max logits.
-  What they do on the CPU and on fakes is in general.py. A call without these arguments takes the
-  others: each argument costs host time.
+  What they do on the CPU and on fakes is in dense_and_varlen.py. A call without these arguments
+  takes the others: each argument costs host time.
 
 Ops without autograd have no derivative, and do not refuse one: the public functions do that.
 
 - `attend_cache`, `attend_cache_out`, `append_and_attend`: attention on a KV cache; the last one
-  writes new keys into it first. In cache.py.
+  writes new keys into it first. In attend_cache.py.
 - `combine`, `merge_parts`: results over parts of the keys become one. In merging.py.
 - `fwd_completions`: attention of completions that share a prompt, with autograd. In completions.py.
 - `quantize_fp8`, `quantize_qkv_fp8`; `fwd_fp8`, `fwd_fp8_out`: attention on float8_e4m3fn;
@@ -33,9 +33,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flash_attn3 import checks, env, reference
+from flash_attn3 import env
+from flash_attn3.cpu import reference
+from flash_attn3.ops import checks
 from flash_attn3.arguments import schema
-from flash_attn3.reference import Inputs, Mask, Outputs, Score
+from flash_attn3.cpu.reference import Inputs, Mask, Outputs, Score
 
 _SCALARS = schema('softmax_scale', 'causal', 'pack_gqa', 'sm_margin')    # hot dense ops have these
 _GENERAL = schema('lengths', 'score')
@@ -111,7 +113,7 @@ def bare(op: torch._ops.OpOverload):
 
 
 # --------------------------------------------------------------------------- CUDA implementations
-_LIBRARY_PATH = Path(env.LIBRARY_PATH or Path(__file__).with_name('_C.abi3.so'))
+_LIBRARY_PATH = Path(env.LIBRARY_PATH or Path(__file__).parents[1] / '_C.abi3.so')
 
 
 def _load_kernels() -> str:

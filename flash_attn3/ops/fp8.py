@@ -1,7 +1,7 @@
 """The FP8 ops: their arguments, checks, what they do on CPU tensors, their fakes.
 
 On the CPU they compute what quantize.py and `reference_fp8.attend` do, the latter in float32. Their
-schemas are in _library.py; importing this file registers the rest. `fwd_quantized` is made of the
+schemas are in library.py; importing this file registers the rest. `fwd_quantized` is made of the
 two others on every device.
 """
 from __future__ import annotations
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flash_attn3 import _library, _plan, checks, general, quantize, reference_fp8
+from flash_attn3 import _plan
+from flash_attn3.cpu import quantize, reference_fp8
+from flash_attn3.ops import checks, dense_and_varlen, library
 from flash_attn3.arguments import names, tuple_of
-from flash_attn3.general import Execution, General
-from flash_attn3.quantize import BLOCK_STEP, E4M3, KV_BLOCK, PER_HEAD, PER_TENSOR, Q_BLOCK
-from flash_attn3.reference import Inputs, Outputs
-from flash_attn3.reference_fp8 import Scales
+from flash_attn3.ops.dense_and_varlen import Execution, General
+from flash_attn3.cpu.quantize import BLOCK_STEP, E4M3, KV_BLOCK, PER_HEAD, PER_TENSOR, Q_BLOCK
+from flash_attn3.cpu.reference import Inputs, Outputs
+from flash_attn3.cpu.reference_fp8 import Scales
 
 Descale = Tensor | float | None    # None: 1; a number: one scale for all heads
 WIDE_DTYPES = (torch.bfloat16, torch.float16)    # inputs that are quantised, and outputs
@@ -133,9 +135,9 @@ def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
     """Raises NotImplementedError for what only the CPU path has."""
     if not q.is_cuda:
         return
-    if not _library.kernels_serve(q.device):
+    if not library.kernels_serve(q.device):
         raise NotImplementedError(checks.error(op, 'a CPU tensor, or a Hopper GPU and its kernels',
-                                               str(q.device), _library.KERNELS_MISSING))
+                                               str(q.device), library.KERNELS_MISSING))
     if return_max_logits:
         raise NotImplementedError(checks.error(
             'fwd', 'return_max_logits to be False with float8_e4m3fn on a GPU', 'True',
@@ -168,7 +170,7 @@ def problem_text(tensors: Sequence[Tensor | None], fp8: Fp8, arguments: General,
 
 def _check_quantize(x: Tensor, sequences: quantize.Sequences | None, block: int, group: int,
                     seed: int | None) -> None:
-    layout = general.LAYOUTS[4 if sequences is None else 3]
+    layout = dense_and_varlen.LAYOUTS[4 if sequences is None else 3]
     heads = x.size(-2) if x.dim() > 1 else 0
     wrong = [problem for is_wrong, *problem in (
         (x.dim() != (4 if sequences is None else 3),
@@ -232,7 +234,7 @@ def quantize_qkv_plainly(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor |
 
 def _forward_cpu(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], fp8: Fp8,
                  arguments: tuple) -> tuple[Tensor, Tensor, Tensor]:
-    own, execution = general.split(arguments)
+    own, execution = dense_and_varlen.split(arguments)
     check(tensors, fp8, own, execution)
     q, k, v, out = tensors
     checks.check_contents('fwd', q, k, own)
@@ -246,8 +248,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scales: Scales, arguments: General,
            return_max_logits: bool) -> Outputs:
     """The forward in float32; nothing is checked."""
     return reference_fp8.attend(Inputs(q, k, v, arguments.sinks), scales,
-                                general.score_of(q, arguments), general.lengths_of(arguments),
-                                torch.float32, return_max_logits)
+                                dense_and_varlen.score_of(q, arguments),
+                                dense_and_varlen.lengths_of(arguments), torch.float32,
+                                return_max_logits)
 
 
 def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None = None,
@@ -272,7 +275,7 @@ def _out_dtype(float16_out: bool) -> torch.dtype:
 def split(arguments: tuple) -> tuple[General, Execution, Quantization]:
     """What follows q, k and v in `fwd_quantized`; trailing defaults may be missing."""
     end = len(General._fields) + len(Execution._fields)
-    return *general.split(arguments[:end]), Quantization(*arguments[end:])
+    return *dense_and_varlen.split(arguments[:end]), Quantization(*arguments[end:])
 
 
 def quantize_inputs(q: Tensor, k: Tensor, v: Tensor, own: General,
@@ -313,7 +316,7 @@ def _quantize_fake(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor 
                    rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:
     rank = 4 if cu_seqlens is None else 3
     torch._check(x.dim() == rank, lambda: checks.error(
-        'quantize_fp8', f'x of the shape {general.LAYOUTS[rank]}', str(tuple(x.shape))))
+        'quantize_fp8', f'x of the shape {dense_and_varlen.LAYOUTS[rank]}', str(tuple(x.shape))))
     *dense_batch, rows, heads, _ = x.shape
     batch = dense_batch[0] if dense_batch else cu_seqlens.size(0) - 1
     if block == PER_TENSOR:
@@ -342,20 +345,20 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None = None,
               k_descale: Tensor | None = None, v_descale: Tensor | None = None,
               float16_out: bool = False, promote: bool = False,
               *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, max_logits = general.forward_fake(q, k, v, *arguments)
+    out, lse, max_logits = dense_and_varlen.forward_fake(q, k, v, *arguments)
     return out.new_empty(out.shape, dtype=_out_dtype(float16_out)), lse, max_logits
 
 
 def _fwd_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, q_descale: Tensor | None = None,
                   k_descale: Tensor | None = None, v_descale: Tensor | None = None,
                   promote: bool = False, *arguments) -> tuple[Tensor, Tensor]:
-    return general.forward_fake(q, k, v, *arguments)[1:]
+    return dense_and_varlen.forward_fake(q, k, v, *arguments)[1:]
 
 
 def _quantized_fake(q: Tensor, k: Tensor, v: Tensor,
                     *arguments) -> tuple[Tensor, Tensor, Tensor]:
     own, execution, _ = split(arguments)
-    return general.forward_fake(q, k, v, *own, *execution)
+    return dense_and_varlen.forward_fake(q, k, v, *own, *execution)
 
 
 for _name, _on_cpu, _fake in (
@@ -364,10 +367,10 @@ for _name, _on_cpu, _fake in (
         ('fwd_fp8', _fwd_cpu, _fwd_fake),
         ('fwd_fp8_out', _fwd_out_cpu, _fwd_out_fake),
         ('fwd_quantized', forward_quantized, _quantized_fake)):
-    _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)
+    library.LIBRARY.impl(_name, _on_cpu, 'CPU')
+    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)
 
-_library.LIBRARY.impl('fwd_quantized', forward_quantized, 'CUDA')
+library.LIBRARY.impl('fwd_quantized', forward_quantized, 'CUDA')
 
 _quantize_qkv = torch.ops.flash_attn3.quantize_qkv_fp8.default
 _fwd_fp8 = torch.ops.flash_attn3.fwd_fp8.default

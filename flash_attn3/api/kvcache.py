@@ -12,9 +12,11 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, cache, checks, derivatives, env, fallback, fp8, prefix, sharding
-from flash_attn3.fp8 import Descale
-from flash_attn3.merging import flash_attn_combine, merge_states
+from flash_attn3 import env
+from flash_attn3.cpu import fallback
+from flash_attn3.ops import attend_cache, checks, derivatives, dtensors, fp8, library, prefix_rules
+from flash_attn3.ops.fp8 import Descale
+from flash_attn3.api.merging import flash_attn_combine, merge_states
 
 __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
            'merge_states']
@@ -23,9 +25,10 @@ _OP = 'flash_attn_with_kvcache'
 # (attend, attend into out, append and attend): the ops, eager and traced; the same without an op.
 _TRACED = tuple(getattr(torch.ops.flash_attn3, name).default for name in (
     'attend_cache', 'attend_cache_out', 'append_and_attend'))
-_EAGER = tuple(_library.bare(op) for op in _TRACED)
-_PLAIN = cache.attend_plainly, cache.attend_out_plainly, cache.append_and_attend_plainly
-_SINKS, _RETURN_LSE, _BY_PAGE, _QV, *_DESCALES = map(cache.Attend._fields.index, (
+_EAGER = tuple(library.bare(op) for op in _TRACED)
+_PLAIN = (attend_cache.attend_plainly, attend_cache.attend_out_plainly,
+          attend_cache.append_and_attend_plainly)
+_SINKS, _RETURN_LSE, _BY_PAGE, _QV, *_DESCALES = map(attend_cache.Attend._fields.index, (
     'sinks', 'return_lse', 'descale_by_page', 'qv', 'k_descale', 'v_descale'))
 
 # What `_reject` gets, in this order.
@@ -94,7 +97,7 @@ def flash_attn_with_kvcache(
         _reject(scheduler_metadata, softmax_scale, softcap, out_dtype, q, k_cache, v_cache, k, v,
                 qv, rotary_cos, rotary_sin, s_aux, out, q_descale, k_descale, v_descale)
     s_aux = s_aux if s_aux is None else checks.sinks_of(s_aux, q)
-    functions = _EAGER if q.get_device() in _library.SERVED_DEVICES and not is_compiling() else \
+    functions = _EAGER if q.get_device() in library.SERVED_DEVICES and not is_compiling() else \
         functions_for(q, _OP)
     length = -1
     if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
@@ -110,7 +113,7 @@ def flash_attn_with_kvcache(
         cu_seqlens_q, None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q),
         0, pack_gqa, sm_margin, q_descale, k_descale, v_descale, tree_mask, descale_by_page, qv)
     if shared_prefix != 0:
-        arguments = prefix.checked((q, k_cache, v_cache, out), arguments, shared_prefix)
+        arguments = prefix_rules.checked((q, k_cache, v_cache, out), arguments, shared_prefix)
     if k is None and v is None and rotary_cos is None and rotary_sin is None:
         return _attend(functions, (q, k_cache, v_cache, out), arguments, out_dtype)
     new = k, v, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
@@ -144,7 +147,7 @@ def get_scheduler_metadata(
 
 def functions_for(q: Tensor, op: str) -> tuple:
     """As _EAGER, for a device that the eager ops are not known to serve."""
-    if not q.is_cuda or _library.kernels_serve(q.device):
+    if not q.is_cuda or library.kernels_serve(q.device):
         return _TRACED if is_compiling() else _EAGER
     fallback.warn_once(q.device, op, depth=4)
     return _PLAIN
@@ -198,7 +201,7 @@ def _attend(functions: tuple, tensors: tuple, arguments: tuple,
     q, k_cache, v_cache, out = tensors
     attend, attend_out, _ = functions
     if env.CHECK_CONTENTS and not is_compiling():
-        cache.check_cuda_contents(tensors, arguments)
+        attend_cache.check_cuda_contents(tensors, arguments)
     if out is not None:
         lse = attend_out(q, k_cache, v_cache, out, *_short(arguments))
     elif out_dtype == torch.float16 and q.dtype == fp8.E4M3:
@@ -255,10 +258,12 @@ def _check_contents(tensors: tuple, new: tuple, arguments: tuple, rotary: tuple)
                                         'call it under torch.inference_mode()'))
     q = tensors[0]
     if not q.is_cuda and not checks.has_no_data(q):
-        cache.check_attend(tensors, arguments)    # some lists may have no data: no op would run
+        # Some lists may have no data: no op would run.
+        attend_cache.check_attend(tensors, arguments)
     elif env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
-        own = cache.check_attend(tensors, arguments, rules_of='cuda')
-        cache.check_append(tensors, new, cache.append_of(own, cache.Rotary(*rotary)), 'cuda')
+        own = attend_cache.check_attend(tensors, arguments, rules_of='cuda')
+        appended = attend_cache.append_of(own, attend_cache.Rotary(*rotary))
+        attend_cache.check_append(tensors, new, appended, 'cuda')
 
 
 def _short(arguments: tuple) -> tuple:
@@ -318,7 +323,7 @@ def reject(op: str, softmax_scale: float | None, softcap: float, out_dtype: torc
            tensors: dict[str, Tensor | None]) -> None:
     """The same without metadata, for any function on a cache."""
     q, out = tensors['q'], tensors['out']
-    sharding.reject(op, q)
+    dtensors.reject(op, q)
     derivatives.reject_forward_mode(*tensors.values())
     derivatives.reject_of_scalars(op, softmax_scale, softcap)
     if checks.needs_grad(*tensors.values()):

@@ -13,15 +13,16 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, checks, derivatives, fallback, fp8, sharding, splits
-from flash_attn3.autograd import Attention, GeneralAttention, PackedAttention
-from flash_attn3.fp8 import Descale, Fp8
-from flash_attn3.general import Execution, General
-from flash_attn3.packing import unpack
-from flash_attn3.splits import Call
+from flash_attn3.cpu import fallback
+from flash_attn3.ops import checks, derivatives, dtensors, fp8, library, splits
+from flash_attn3.ops.autograd import Attention, GeneralAttention, PackedAttention
+from flash_attn3.ops.fp8 import Descale, Fp8
+from flash_attn3.ops.dense_and_varlen import Execution, General
+from flash_attn3.api.packing import unpack
+from flash_attn3.ops.splits import Call
 
-_fwd = _library.bare(torch.ops.flash_attn3._fwd.default)    # eager: no autograd formula in the way
-_fwd_no_lse = _library.bare(torch.ops.flash_attn3._fwd_no_lse.default)
+_fwd = library.bare(torch.ops.flash_attn3._fwd.default)    # eager: no autograd formula in the way
+_fwd_no_lse = library.bare(torch.ops.flash_attn3._fwd_no_lse.default)
 _fwd_traced = torch.ops.flash_attn3.fwd.default    # under torch.compile and torch.export
 _fwd_out = torch.ops.flash_attn3.fwd_out.default
 _fwd_out_no_lse = torch.ops.flash_attn3.fwd_out_no_lse.default
@@ -46,8 +47,8 @@ def flash_attn_func(
     """Exact attention, out = softmax(softmax_scale * q k^T) v, for each batch entry and head.
 
     On a Hopper GPU a kernel after arXiv 2407.08608; on the CPU plain PyTorch
-    (`flash_attn3.reference`); on other CUDA devices PyTorch's SDPA, with one warning. Query head h
-    uses KV head h // (heads_q / heads_k). Sums are float32 (float64 for float64); bits repeat.
+    (flash_attn3.cpu); on other CUDA devices PyTorch's SDPA, with one warning. Query head h uses
+    KV head h // (heads_q / heads_k). Sums are float32 (float64 for float64); bits repeat.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim). On Hopper: float16, bfloat16 or float8_e4m3fn, a
@@ -103,7 +104,7 @@ def flash_attn_func(
         if num_splits != 1 or of_fp8 is not None or _is_general(general, return_max_logits):
             return _general(call, return_attn_probs, num_splits)
     # The way of most eager calls, with as little Python and as few arguments as there can be.
-    if (out is None and not is_compiling() and q.get_device() in _library.SERVED_DEVICES
+    if (out is None and not is_compiling() and q.get_device() in library.SERVED_DEVICES
             and type(q) is Tensor and forward_ad._current_level < 0 and not (
                 is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))):
         op = _fwd if return_attn_probs else _fwd_no_lse
@@ -237,7 +238,7 @@ def flash_attn_qkvpacked_func(
         result, lse = PackedAttention.apply(qkv, num_heads_q, softmax_scale, causal, pack_gqa,
                                             sm_margin, deterministic)
         return (result, lse) if return_attn_probs else result
-    sharding.reject_shards_of_packed_heads(qkv)
+    dtensors.reject_shards_of_packed_heads(qkv)
     q, k, v = unpack(qkv, num_heads_q)
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, *descales, window, attention_chunk, softcap,
@@ -248,7 +249,7 @@ def flash_attn_qkvpacked_func(
 
 def _is_served(x: Tensor) -> bool:
     """Whether an op of ours serves its device: the CPU, Hopper, and those without data."""
-    return not x.is_cuda or _library.kernels_serve(x.device)
+    return not x.is_cuda or library.kernels_serve(x.device)
 
 
 def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
@@ -259,11 +260,11 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     """
     q, k, v, softmax_scale, *others = arguments
     derivatives.reject_of_scalars('flash_attn_func', softmax_scale)
-    softmax_scale = _library.softmax_scale_of(q, softmax_scale)
+    softmax_scale = library.softmax_scale_of(q, softmax_scale)
     arguments = q, k, v, softmax_scale, *others
-    if sharding.is_dtensor(q):
+    if dtensors.is_dtensor(q):
         call = Call('flash_attn_func', (q, k, v, out), General(), Execution(), None)
-        return sharding.on_shards(call, lambda shard: _attention(
+        return dtensors.on_shards(call, lambda shard: _attention(
             (*shard.tensors[:3], softmax_scale, *others), deterministic, None, return_lse))
     causal, pack_gqa, sm_margin = others
     needs_grad = checks.needs_grad(q, k, v, out)
@@ -295,8 +296,8 @@ def _is_general(general: General, return_max_logits: bool) -> bool:
 def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Tensor, ...]:
     """What a public function returns. num_splits: 1, or of `attend_cache`."""
     op, tensors, general, execution, of_fp8 = call
-    if sharding.is_dtensor(tensors[0]):
-        return sharding.on_shards(call, lambda shard: _general(shard, return_lse, num_splits))
+    if dtensors.is_dtensor(tensors[0]):
+        return dtensors.on_shards(call, lambda shard: _general(shard, return_lse, num_splits))
     *_, out = tensors
     scales = () if of_fp8 is None else of_fp8.scales
     if out is not None and checks.needs_grad(*tensors, *scales, general.sinks):

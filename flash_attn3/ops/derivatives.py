@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn3 import checks
+from flash_attn3.ops import checks
 
 FIRST_ONLY = checks.error('bwd', 'first derivatives only', 'a derivative of the gradient')
 REVERSE_ONLY = checks.error(

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn3 import reference
-from flash_attn3.quantize import E4M3, KV_BLOCK, Q_BLOCK, row_scales
-from flash_attn3.reference import Inputs, Lengths, Outputs, Score
+from flash_attn3.cpu import reference
+from flash_attn3.cpu.quantize import E4M3, KV_BLOCK, Q_BLOCK, row_scales
+from flash_attn3.cpu.reference import Inputs, Lengths, Outputs, Score
 
 P_FACTOR = 2.0 ** 8
 

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, cache, checks, env, kvcache, merging, prefix
-from flash_attn3.cache import Attend
-from flash_attn3.quantize import E4M3
+from flash_attn3 import env
+from flash_attn3.api import kvcache, merging
+from flash_attn3.ops import attend_cache, checks, library, prefix_rules
+from flash_attn3.ops.attend_cache import Attend
+from flash_attn3.cpu.quantize import E4M3
 
 _OP = 'shared_prefix_attn'
 
@@ -70,8 +72,8 @@ def shared_prefix_attn(
     kvcache.reject(_OP, softmax_scale, softcap, out_dtype, dict(
         q=q, k_cache=k_cache, v_cache=v_cache, qv=qv, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale, s_aux=s_aux, out=out))
-    dtype = prefix.result_dtype(q, out, out_dtype)
-    if problem := prefix.out_problem(q, v_cache, out, dtype):
+    dtype = prefix_rules.result_dtype(q, out, out_dtype)
+    if problem := prefix_rules.out_problem(q, v_cache, out, dtype):
         raise RuntimeError(checks.error(_OP, *problem))
     is_half = q.dtype == E4M3 and dtype == torch.float16
     shared = Attend(softmax_scale=softmax_scale, softcap=softcap, return_lse=True,
@@ -86,7 +88,7 @@ def shared_prefix_attn(
     _check_contents(calls, (k_cache, v_cache))
     attend = kvcache.functions_for(q, _OP)[0]
     parts = [x for rows, own in calls
-             for x in attend(rows, k_cache, v_cache, *prefix.short(own))]
+             for x in attend(rows, k_cache, v_cache, *prefix_rules.short(own))]
     return _merged(q, parts, out, return_softmax_lse)
 
 
@@ -126,7 +128,7 @@ def _check(q: Tensor, levels: Sequence, shared: Attend) -> None:
         if scale is not None and scale.dim() != 2 and shared.qv is None:
             raise RuntimeError(checks.error(_OP, f'{name} to have 2 dimensions (1, heads_k)',
                                             str(scale.dim())))
-    if problem := prefix.descale_problem(shared):
+    if problem := prefix_rules.descale_problem(shared):
         raise RuntimeError(checks.error(_OP, *problem))
 
 
@@ -169,12 +171,12 @@ def _call(q: Tensor, level: PrefixLevel, shared: Attend) -> tuple[Tensor, Attend
 def _check_contents(calls: list[tuple[Tensor, Attend]], caches: tuple[Tensor, Tensor]) -> None:
     """Raises RuntimeError for bad lists, where they can be read, before any work."""
     q = calls[0][0]
-    on_gpu = q.is_cuda and _library.kernels_serve(q.device)
+    on_gpu = q.is_cuda and library.kernels_serve(q.device)
     if is_compiling() or (on_gpu and (not env.CHECK_CONTENTS
                                       or torch.cuda.is_current_stream_capturing())):
         return
     for number, (rows, own) in enumerate(calls):
-        cache.check_attend((rows, *caches, None), own, rules_of='cuda' if on_gpu else 'cpu')
+        attend_cache.check_attend((rows, *caches, None), own, rules_of='cuda' if on_gpu else 'cpu')
         starts = None if own.cu_seqlens_q is None else own.cu_seqlens_q.tolist()
         if starts and starts[-1] != rows.size(0) and number < len(calls) - 1:
             raise RuntimeError(checks.error(

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 OURS, UPSTREAM, NOTHING = 'flash_attn3', 'upstream', 'nothing'
 DISTRIBUTION = 'flash_attn_3'
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flash_attn3 import checks
+from flash_attn3.ops import checks
 
 
 def unpack(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_attn3 import checks
+from flash_attn3.ops import checks
 
 COLUMNS, _WORD = 128, 32
 WORDS = COLUMNS // _WORD

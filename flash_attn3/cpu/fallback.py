@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from flash_attn3 import _library, checks, reference
-from flash_attn3.general import General, attend, lengths_of, score_of
-from flash_attn3.reference import Score
+from flash_attn3.cpu import reference
+from flash_attn3.ops import checks, library
+from flash_attn3.ops.dense_and_varlen import General, attend, lengths_of, score_of
+from flash_attn3.cpu.reference import Score
 
 _warned_devices: set[torch.device] = set()
 
@@ -69,7 +70,7 @@ def warn_once(device: torch.device, op: str = 'flash_attn_func', depth: int = 5)
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'no GPU'
     warnings.warn(
         checks.error(op, 'a Hopper GPU and its kernels', f'{device} ({name})',
-                     _library.KERNELS_MISSING or 'the kernels are for compute capability 9.0')
+                     library.KERNELS_MISSING or 'the kernels are for compute capability 9.0')
         + '; torch.nn.functional.scaled_dot_product_attention is used instead, and plain PyTorch '
         'for what it lacks', stacklevel=depth)
 

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import _library, _plan, checks, derivatives
+from flash_attn3 import _plan
+from flash_attn3.ops import checks, derivatives, library
 
 # What the op `combine` reads and writes; `merge_parts` the 16-bit ones.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MOST_PARTS = 4    # tensors that `merge_parts` takes
 _combine = torch.ops.flash_attn3.combine.default
 _merge_parts = torch.ops.flash_attn3.merge_parts.default
-_merge_parts_eager = _library.bare(_merge_parts)
+_merge_parts_eager = library.bare(_merge_parts)
 
 
 def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
@@ -100,7 +101,7 @@ def merge_parts(out: Tensor, *parts: Tensor) -> Tensor:
     """
     if is_compiling():
         return _merge_parts(out, *parts)
-    if out.is_cuda and not _library.kernels_serve(out.device):
+    if out.is_cuda and not library.kernels_serve(out.device):
         return _merge_parts_plainly(out, *parts)
     return _merge_parts_eager(out, *parts)
 
@@ -133,7 +134,7 @@ def _check(op: str, outs: Tensor, lses: Tensor, ranks: tuple[int, int]) -> None:
 def _op_serves(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> bool:
     return (out_partial.is_cuda and lse_partial.dtype == torch.float32
             and out_partial.dtype in _DTYPES and dtype in _DTYPES
-            and _library.kernels_serve(out_partial.device))
+            and library.kernels_serve(out_partial.device))
 
 
 def _list_is_served(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:
@@ -145,7 +146,7 @@ def _list_is_served(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:
                     for x in outs)
             and all(x.shape == (*shape[:-3], shape[-2], shape[-3]) and x.dtype == torch.float32
                     and x.device == first.device for x in lses)
-            and _library.kernels_serve(first.device) and _has_no_derivative(*outs, *lses))
+            and library.kernels_serve(first.device) and _has_no_derivative(*outs, *lses))
 
 
 def _has_no_derivative(*tensors: Tensor) -> bool:
@@ -217,5 +218,5 @@ def _merge_parts_fake(out: Tensor, out_0: Tensor, lse_0: Tensor, *_) -> Tensor:
 
 for _name, _on_cpu, _fake in (('combine', _combine_cpu, _combine_fake),
                               ('merge_parts', _merge_parts_plainly, _merge_parts_fake)):
-    _library.LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=_library.LIBRARY)
+    library.LIBRARY.impl(_name, _on_cpu, 'CPU')
+    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import (_library, autograd, checks, derivatives, env, fallback, general, merging,
-                         sharding)
-from flash_attn3.general import Execution, General
+from flash_attn3 import env
+from flash_attn3.api import merging
+from flash_attn3.cpu import fallback
+from flash_attn3.ops import autograd, checks, dense_and_varlen, derivatives, dtensors, library
+from flash_attn3.ops.dense_and_varlen import Execution, General
 
 _OP = 'flash_attn_completions_func'
 _fwd_general = torch.ops.flash_attn3._fwd_general.default
@@ -79,12 +81,12 @@ def flash_attn_completions_func(
         >>> tree = torch.tensor([0, 3], dtype=torch.int32, device='cuda')    # a prompt of 4 rows
         >>> out = flash_attn3.flash_attn_completions_func(q, k, v, starts, tree)
     """
-    sharding.reject(_OP, q)
+    dtensors.reject(_OP, q)
     derivatives.reject_of_scalars(_OP, softmax_scale, softcap)
     longest = checks.length_bound('max_seqlen', max_seqlen, q)
     own = Completions(cu_seqlens, cu_trees, longest, softmax_scale, softcap, pack_gqa, sm_margin,
                       deterministic)
-    if q.is_cuda and not _library.kernels_serve(q.device):
+    if q.is_cuda and not library.kernels_serve(q.device):
         results = _fall_back(q, k, v, own)
     elif is_compiling() or derivatives.is_forward_mode():
         results = _fwd_traced(q, k, v, *own)
@@ -233,11 +235,11 @@ class CompletionsAttention(torch.autograd.Function):
 
 # ----------------------------------------------------------------------------------------- the op
 def _fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *_) -> tuple[Tensor, Tensor]:
-    return general.forward_fake(q, k, v, *General(cu_seqlens, cu_seqlens))[:2]
+    return dense_and_varlen.forward_fake(q, k, v, *General(cu_seqlens, cu_seqlens))[:2]
 
 
 for _device in ('CPU', 'CUDA'):
-    _library.LIBRARY.impl('fwd_completions', _forward, _device)
-torch.library.register_fake('flash_attn3::fwd_completions', _fake, lib=_library.LIBRARY)
+    library.LIBRARY.impl('fwd_completions', _forward, _device)
+torch.library.register_fake('flash_attn3::fwd_completions', _fake, lib=library.LIBRARY)
 torch.library.register_autograd('flash_attn3::fwd_completions', _backward,
                                 setup_context=_setup_context, lib=autograd.FORMULAS)

@@ -15,8 +15,10 @@ from typing import NamedTuple
 import torch
 
 import flash_attn3
-from flash_attn3 import (_library, _plan, checks, doctor_clients, env, planning, planning_cache)
-from flash_attn3.doctor_clients import NOTHING, PACKAGE, UPSTREAM
+from flash_attn3 import _plan, env
+from flash_attn3.ops import checks, library
+from flash_attn3.tools import doctor_clients, planning, planning_cache
+from flash_attn3.tools.doctor_clients import NOTHING, PACKAGE, UPSTREAM
 
 SCHEMA = 1    # goes up when a key of the report changes its meaning or goes away
 
@@ -43,7 +45,7 @@ def report() -> dict:
         'python': {'version': platform.python_version(), 'system': platform.system(),
                    'machine': platform.machine()},
         'torch': {'version': torch.__version__, 'cuda': torch.version.cuda or ''},
-        'driver': {**_driver(), 'problem': _library.DRIVER_PROBLEM or gpu_problem},
+        'driver': {**_driver(), 'problem': library.DRIVER_PROBLEM or gpu_problem},
         'gpus': gpus,
         'environment': _environment(),
         'compat': doctor_clients.compat(),
@@ -58,8 +60,8 @@ def report() -> dict:
 
 # -------------------------------------------------------------------------------------- the facts
 def _install() -> dict:
-    return {'version': flash_attn3.__version__, 'library': _library._LIBRARY_PATH.name,
-            'loaded': not _library.KERNELS_MISSING, 'problem': _library.KERNELS_MISSING,
+    return {'version': flash_attn3.__version__, 'library': library._LIBRARY_PATH.name,
+            'loaded': not library.KERNELS_MISSING, 'problem': library.KERNELS_MISSING,
             'kernels': len(planning.built_variants()),
             'kernels_of': len(_plan.variants() + _plan.backward_variants())}
 
@@ -137,13 +139,13 @@ def _call(name: str, function: str, sizes: str, plans: list[dict], common: str) 
 
 
 def _why_none_runs(facts: Mapping, has_hopper: bool) -> str:
-    if _library.KERNELS_MISSING:
-        return _library.KERNELS_MISSING
+    if library.KERNELS_MISSING:
+        return library.KERNELS_MISSING
     if not facts['gpus']:
         return facts['driver']['problem'] or 'no GPU'
     if not has_hopper:
         return f'no GPU of compute capability {_HOPPER}'
-    return _library.DRIVER_PROBLEM
+    return library.DRIVER_PROBLEM
 
 
 # ------------------------------------------------------------------------- problems with a remedy
@@ -151,8 +153,8 @@ def _machine_problems(facts: Mapping) -> Iterator[Problem]:
     if torch.version.cuda is None:
         yield Problem(f'PyTorch {torch.__version__} is a CPU build',
                       'install a CUDA build of PyTorch, then install flash_attn3 again')
-    if _library.DRIVER_PROBLEM:
-        yield _of_error_text(_library.DRIVER_PROBLEM)
+    if library.DRIVER_PROBLEM:
+        yield _of_error_text(library.DRIVER_PROBLEM)
     gpus = facts['gpus']
     if not gpus:
         yield _no_gpu(facts)
@@ -192,8 +194,8 @@ def _install_problems(facts: Mapping) -> Iterator[Problem]:
 
 
 def _library_problem() -> Iterator[Problem]:
-    """Why the library of kernels is not loaded; `_library` goes through the same cases."""
-    text = _library.KERNELS_MISSING
+    """Why the library of kernels is not loaded; library.py goes through the same cases."""
+    text = library.KERNELS_MISSING
     if not text:
         return
     if env.DISABLE_KERNELS:
@@ -202,7 +204,7 @@ def _library_problem() -> Iterator[Problem]:
         return    # said of the machine
     elif env.LIBRARY_PATH:
         yield Problem(text, 'unset FLASH_ATTN3_LIBRARY, or set it to a library of this version')
-    elif not _library._LIBRARY_PATH.exists():
+    elif not library._LIBRARY_PATH.exists():
         yield Problem(text, 'install again with nvcc and a CUDA build of PyTorch at hand, '
                             'and without FLASH_ATTN3_CPU_ONLY')
     else:

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn3.reference import without_autocast
+from flash_attn3.cpu.reference import without_autocast
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0

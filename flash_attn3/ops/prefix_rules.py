@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import checks
-from flash_attn3.cache import Attend
-from flash_attn3.quantize import E4M3
+from flash_attn3.ops import checks
+from flash_attn3.ops.attend_cache import Attend
+from flash_attn3.cpu.quantize import E4M3
 
 _COUNT = Attend._fields.index('shared_prefix')
 _CHUNK = Attend._fields.index('softcap') - 1

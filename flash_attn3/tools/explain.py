@@ -1,0 +1,158 @@
+"""`python -m flash_attn3.explain`: prints the plan of a call given by its sizes.
+
+The function `flash_attn3.explain` is in planning.py; this file is its command line.
+"""
+from __future__ import annotations
+
+import argparse
+import math
+
+import torch
+
+from flash_attn3 import arguments
+from flash_attn3.tools import planning, support
+
+_DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16}
+# Numbers that change the scores, of which 0 is none.
+_NUMBERS = [argument for argument in arguments.select('score')
+            if type(argument.default) in (int, float) and argument.default == 0]
+_PACK_GQA = {'auto': None, 'yes': True, 'no': False}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog='python -m flash_attn3.explain',
+        description='Prints how a Hopper GPU would compute flash_attn_func and its gradients.')
+    parser.add_argument('--batch', type=int, default=1, help='default: 1')
+    parser.add_argument('--seqlen-q', type=int, default=4096, help='default: 4096')
+    parser.add_argument('--seqlen-k', type=int, help='default: that of q')
+    parser.add_argument('--heads', type=int, default=16, help='query heads; default: 16')
+    parser.add_argument('--heads-k', type=int, help='KV heads; default: those of q')
+    parser.add_argument('--head-dim', type=int, default=128, help='default: 128')
+    parser.add_argument('--head-dim-v', type=int, help='of the values; default: that of q and k')
+    parser.add_argument('--dtype', choices=_DTYPES, default='bf16', help='default: bf16')
+    parser.add_argument('--causal', action='store_true')
+    parser.add_argument('--window-size', type=int, nargs=2, default=(-1, -1),
+                        metavar=('LEFT', 'RIGHT'), help='-1: no limit')
+    for argument in _NUMBERS:
+        parser.add_argument('--' + argument.name.replace('_', '-'), type=type(argument.default),
+                            default=argument.default, help='default: 0, none')
+    parser.add_argument('--max-logits', action='store_true', help='return_max_logits')
+    parser.add_argument('--packed', action='store_true',
+                        help='sequences of at most these lengths behind one another, batch of them')
+    parser.add_argument('--cache', action='store_true', help='k and v are a cache')
+    parser.add_argument('--qv', action='store_true', help='of a cache: absorbed MLA')
+    parser.add_argument('--page-size', type=int, default=0, help='of a cache; default: dense')
+    for argument in arguments.select('num_splits', 'split_size'):
+        parser.add_argument('--' + argument.name.replace('_', '-'), type=int, default=0,
+                            help='of a cache; default: 0')
+    parser.add_argument('--pack-gqa', choices=_PACK_GQA, default='auto', help='default: auto')
+    parser.add_argument('--deterministic', action='store_true', help='gradients that repeat')
+    for name, text in (('ring', 'of ring_attention'), ('ulysses', 'of ulysses_attention')):
+        parser.add_argument('--' + name, type=int, default=1,
+                            help=f'GPUs {text}: computed times of a mesh')
+    parser.add_argument('--sm-margin', type=int, default=0, help='multiprocessors left to others')
+    parser.add_argument('--sm-count', type=int, help='multiprocessors of the GPU; default: 132')
+    parser.add_argument('--matrix', action='store_true',
+                        help='only print which features go together, as a table in Markdown')
+    options = parser.parse_args()
+    if problem := _mesh_problem(options):
+        parser.error(problem)
+    return options
+
+
+def _features(options: argparse.Namespace, seqlen_k: int) -> dict:
+    """The arguments of planning.explain() beyond those of a plain call."""
+    features = {'window_size': tuple(options.window_size), 'return_max_logits': options.max_logits,
+                **{argument.name: getattr(options, argument.name) for argument in _NUMBERS}}
+    if options.packed:
+        for name, seqlen in (('q', options.seqlen_q), ('k', seqlen_k)):
+            features[f'cu_seqlens_{name}'] = [seqlen * i for i in range(options.batch + 1)]
+            features[f'max_seqlen_{name}'] = seqlen
+    return features
+
+
+def _explain_cache(options: argparse.Namespace, shapes: tuple, features: dict) -> None:
+    """shapes: of q, k and v; a dense batch of k and v is laid out in pages, if there are any."""
+    q, *caches = shapes
+    batch, slots = caches[0][:2]
+    size = options.page_size
+    if size > 0:
+        pages = -(-slots // size)
+        caches = [(batch * pages, size, *shape[2:]) for shape in caches]
+        features = features | dict(page_table=(batch, pages))
+    if options.qv:
+        features = features | dict(qv=True)
+    planning.explain(q, *caches, cache=True, num_splits=options.num_splits,
+                     split_size=options.split_size, **features)
+
+
+def _mesh_problem(options: argparse.Namespace) -> str:
+    """What the times of a mesh do not take, or ''."""
+    ring, ulysses = options.ring, options.ulysses
+    if min(ring, ulysses) < 1:
+        return f'expected --ring and --ulysses of 1 or more, got {ring} and {ulysses}'
+    if ring * ulysses == 1:
+        return ''
+    from flash_attn3.distributed.ring import Ring
+    others = {'cache': False, 'packed': False, 'seqlen_k': options.seqlen_q,
+              'head_dim_v': options.head_dim,
+              **{argument.name: 0 for argument in _NUMBERS if argument.name not in Ring._fields}}
+    for name, usual in others.items():
+        if getattr(options, name) not in (None, usual):
+            return (f'expected no --{name.replace("_", "-")} with --ring or --ulysses: their times '
+                    'are of dense self-attention')
+    common = math.lcm(options.heads_k or options.heads, ulysses)
+    if options.heads % common:
+        return f'expected --heads divisible by {common} with --ulysses {ulysses}, got ' \
+               f'{options.heads}'
+    return ''
+
+
+def _print_mesh(options: argparse.Namespace, heads_k: int) -> None:
+    """Times on a mesh; nothing of it is measured."""
+    from flash_attn3.distributed import estimate
+    window = options.window_size[0], 0 if options.causal else options.window_size[1]
+    problem = estimate.Problem(options.seqlen_q, options.heads, heads_k, options.head_dim,
+                               options.batch, window)
+    facts = estimate.estimate(problem, estimate.Mesh(options.ring, options.ulysses))
+    print(f'\nmesh           ring {options.ring}, ulysses {options.ulysses}; computed for H100')
+    for name in ('forward', 'backward'):
+        print(f'{name:14} {facts[f"{name}_ms"]:.2f} ms, {facts[f"{name}_share"]:.3f} of one GPU')
+    print(f'messages       {facts["keys_mb"]:.1f} MB of keys and values a GPU, '
+          f'{facts["exchange_mb"]:.1f} MB of exchanges')
+    print(f'balance        {facts["flops_balance"]:.1%} of the FLOPs of the busiest GPU')
+
+
+def main() -> None:
+    options = _options()
+    if options.matrix:
+        print(support.table())
+        return
+    seqlen_k = options.seqlen_q if options.seqlen_k is None else options.seqlen_k
+    heads_k = options.heads if options.heads_k is None else options.heads_k
+    head_dim_v = options.head_dim if options.head_dim_v is None else options.head_dim_v
+
+    def shape(seqlen: int, heads: int, head_dim: int, is_packed: bool) -> tuple[int, ...]:
+        rows = (options.batch * seqlen,) if is_packed else (options.batch, seqlen)
+        return *rows, heads, head_dim
+
+    has_packed_keys = options.packed and not options.cache
+    shapes = (shape(options.seqlen_q, options.heads, options.head_dim, options.packed),
+              shape(seqlen_k, heads_k, options.head_dim, has_packed_keys),
+              shape(seqlen_k, heads_k, head_dim_v, has_packed_keys))
+    features = _features(options, seqlen_k) | dict(
+        causal=options.causal, dtype=_DTYPES[options.dtype], sm_margin=options.sm_margin,
+        pack_gqa=_PACK_GQA[options.pack_gqa], sm_count=options.sm_count)
+    if options.cache:
+        for name in ('cu_seqlens_k', 'max_seqlen_k', 'return_max_logits'):
+            features.pop(name, None)
+        _explain_cache(options, shapes, features)
+        return
+    planning.explain(*shapes, deterministic=options.deterministic, **features)
+    if options.ring * options.ulysses > 1:
+        _print_mesh(options, heads_k)
+
+
+if __name__ == '__main__':
+    main()
