@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 PLAN = 'flash_attn3._plan'
 KERNELS = 'flash_attn3._C'
+PLAIN = ('csrc/call/*.cpp', 'csrc/checks/*.cpp', 'csrc/plan/*.cpp')  # what both compile
 OLDEST_SETUPTOOLS = 77
 
 if int(setuptools.__version__.split('.')[0]) < OLDEST_SETUPTOOLS:
@@ -74,9 +75,8 @@ def sources(*patterns: str) -> list[str]:
 
 setup(
     ext_modules=[
-        Extension(PLAN, sources('csrc/host/plan_module.cpp', 'csrc/dispatch/*.cpp'),
-                  py_limited_api=True),
-        Extension(KERNELS, sources('csrc/ops/*.cpp', 'csrc/dispatch/*.cpp'), py_limited_api=True),
+        Extension(PLAN, sources('csrc/host/plan_module.cpp', *PLAIN), py_limited_api=True),
+        Extension(KERNELS, sources('csrc/ops/*.cpp', *PLAIN), py_limited_api=True),
     ],
     cmdclass={'build_ext': BuildLibraries},
     options={'bdist_wheel': {'py_limited_api': 'cp310'}},

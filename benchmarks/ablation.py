@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks import candidates, harness
 from benchmarks.candidates import Candidate
-from csrc.instances.variants import FORWARD
+from csrc.plan.variants import FORWARD
 from flash_attn3 import _plan
 from flash_attn3.bench import Shape, Timer
 

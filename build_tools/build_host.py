@@ -17,7 +17,7 @@ def main() -> None:
     includes = [Path(pybind11.get_include()), toolchain.python_include()]
     versions = [pybind11.__version__, platform.python_version()]
     module = native.host_unit(includes, versions)
-    objects = units.compile_units([module, *native.dispatch_units()])
+    objects = units.compile_units([module, *native.plain_units()])
     name = '_host' + sysconfig.get_config_var('EXT_SUFFIX')
     native.link(list(objects.values()), [], units.ROOT / 'tests' / name)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from build_tools import toolchain
 from build_tools.toolchain import BuildError, Cuda, output_of
 from build_tools.units import BUILD, ROOT, Unit
-from csrc.instances.generate import generate
+from csrc.plan.generate import generate
 from third_party.fetch import FetchError, cutlass_include
 
 CSRC = ROOT / 'csrc'
@@ -73,8 +73,14 @@ def _cxx_unit(source: Path, flags: Sequence[str] = (), foreign: Sequence[Path] =
                 tuple(foreign), (_cxx_version(), platform.machine(), *versions))
 
 
-def dispatch_units() -> list[Unit]:
-    return [_cxx_unit(source) for source in sorted((CSRC / 'dispatch').glob('*.cpp'))]
+def plain_sources() -> list[Path]:
+    """C++ without torch and CUDA, which both libraries and the tests' module link."""
+    return [path for folder in ('call', 'checks', 'plan')
+            for path in sorted((CSRC / folder).glob('*.cpp'))]
+
+
+def plain_units() -> list[Unit]:
+    return [_cxx_unit(source) for source in plain_sources()]
 
 
 def host_unit(includes: Sequence[Path], versions: Sequence[str]) -> Unit:
@@ -88,7 +94,7 @@ def host_unit(includes: Sequence[Path], versions: Sequence[str]) -> Unit:
 def plan_units() -> list[Unit]:
     module = _cxx_unit(CSRC / 'host' / 'plan_module.cpp', [LIMITED_API],
                        [toolchain.python_include()], [platform.python_version()])
-    return [module, *dispatch_units()]
+    return [module, *plain_units()]
 
 
 def kernel_unit(source: Path, cuda: Cuda) -> Unit:
@@ -107,7 +113,7 @@ def kernel_units(cuda: Cuda) -> list[Unit]:
     small = sorted(CSRC.glob('*/*.cu'))
     kernels = [kernel_unit(path, cuda)
                for path in (*small, *(INSTANCES / path.name for path in generate_instances()))]
-    return [*kernels, *ops, *dispatch_units()]
+    return [*kernels, *ops, *plain_units()]
 
 
 def generate_instances() -> list[Path]:

@@ -1,6 +1,6 @@
 // The choices of a forward variant: one constexpr value. A variant is a named struct that holds it
 // as `k`: a tile of config/fwd_tiles.h with head dims, dtypes and kind, generated from
-// csrc/instances/variants.py. Plain C++: the planner, explain() and the tests read the same value.
+// csrc/plan/variants.py. Plain C++: the planner, explain() and the tests read the same value.
 #pragma once
 
 #include "config/slices.h"

@@ -1,6 +1,6 @@
 """The wgmma shapes that CuTe only offers behind CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED.
 
-csrc/instances/generate.py writes them to wgmma_shapes.h. Defining that macro instead would add half
+csrc/plan/generate.py writes them to wgmma_shapes.h. Defining that macro instead would add half
 a minute to every compile unit.
 """
 # Columns of the products that the tiles use beyond CuTe's own 32, 64, 96, 128, 192 and 256.

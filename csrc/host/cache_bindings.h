@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/cache_keys.h"
-#include "dispatch/checks_cache.h"
-#include "dispatch/plan_cache.h"
+#include "checks/checks_cache.h"
+#include "plan/plan_cache.h"
 #include "host/core_bindings.h"
 
 namespace fa3::host {

@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#include "dispatch/attention_call.h"
+#include "call/attention_call.h"
 
 namespace fa3::host {
 

@@ -15,9 +15,9 @@
 #include "core/packed_tiles.h"
 #include "core/tree_mask.h"
 #include "core/visible_pairs.h"
-#include "dispatch/checks_general.h"
-#include "dispatch/problem_of_call.h"
-#include "dispatch/variants.h"
+#include "checks/checks_general.h"
+#include "plan/problem_of_call.h"
+#include "plan/variants.h"
 
 namespace fa3::host {
 

@@ -6,8 +6,8 @@
 #include <limits>
 #include <utility>
 
-#include "dispatch/cache_form.h"
-#include "dispatch/given_tensor.h"
+#include "checks/cache_form.h"
+#include "call/given_tensor.h"
 #include "ops/cuda_call.h"
 
 namespace fa3 {

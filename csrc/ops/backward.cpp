@@ -2,9 +2,9 @@
 // without synchronisation, on the current stream of q's device, like the forward ops.
 #include <utility>
 
-#include "dispatch/checks_backward.h"
-#include "dispatch/device_info.h"
-#include "dispatch/problem_of_call.h"
+#include "checks/checks_backward.h"
+#include "call/device_info.h"
+#include "plan/problem_of_call.h"
 #include "ops/backward_launch.h"
 #include "ops/general_launch.h"
 #include "ops/library.h"

@@ -4,8 +4,8 @@
 
 #include "bwd_built.inc"
 #include "bwd_registry.inc"
-#include "dispatch/plan_backward.h"
-#include "dispatch/registry.h"
+#include "plan/plan_backward.h"
+#include "plan/registry.h"
 #include "schedule/prepare.h"
 
 namespace fa3 {

@@ -1,7 +1,7 @@
 // What the backward ops do to launch a planned problem.
 #pragma once
 
-#include "dispatch/attention_call.h"
+#include "call/attention_call.h"
 #include "ops/boxed_stack.h"
 #include "ops/cuda_call.h"
 

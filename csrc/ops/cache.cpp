@@ -8,10 +8,10 @@
 #include <optional>
 #include <utility>
 
-#include "dispatch/cache_form.h"
-#include "dispatch/checks_cache.h"
-#include "dispatch/device_info.h"
-#include "dispatch/shared_prefix.h"
+#include "checks/cache_form.h"
+#include "checks/checks_cache.h"
+#include "call/device_info.h"
+#include "plan/shared_prefix.h"
 #include "ops/append_launch.h"
 #include "ops/cache_launch.h"
 #include "ops/library.h"

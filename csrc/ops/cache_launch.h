@@ -4,8 +4,8 @@
 
 #include <vector>
 
-#include "dispatch/attention_call.h"
-#include "dispatch/plan.h"
+#include "call/attention_call.h"
+#include "plan/plan.h"
 #include "ops/cuda_call.h"
 
 namespace fa3 {

@@ -4,8 +4,8 @@
 
 #include <stdexcept>
 
-#include "dispatch/text.h"
-#include "dispatch/tma_rules.h"
+#include "call/text.h"
+#include "call/tma_rules.h"
 #include "ops/tensor_handle.h"
 
 namespace fa3 {

@@ -1,7 +1,7 @@
 // Facts of GPU and driver. Those of a GPU are asked once, on its first call, through the static
 // CUDA runtime. The driver's version is asked when Python loads the library, of the driver itself:
 // that leaves CUDA uninitialised, so a process may still fork, and needs no driver to be there.
-#include "dispatch/device_info.h"
+#include "call/device_info.h"
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -11,7 +11,7 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "dispatch/text.h"
+#include "call/text.h"
 #include "ops/library.h"
 
 namespace fa3 {

@@ -6,9 +6,9 @@
 #include <cmath>
 #include <utility>
 
-#include "dispatch/checks.h"
-#include "dispatch/device_info.h"
-#include "dispatch/problem_of_call.h"
+#include "checks/checks.h"
+#include "call/device_info.h"
+#include "plan/problem_of_call.h"
 #include "ops/forward_call.h"
 #include "ops/forward_launch.h"
 #include "ops/library.h"

@@ -1,7 +1,7 @@
 // What the forward ops of all dtypes read off the stack: the call, and the tensors that it owns.
 #pragma once
 
-#include "dispatch/attention_call.h"
+#include "call/attention_call.h"
 #include "ops/boxed_stack.h"
 
 namespace fa3 {

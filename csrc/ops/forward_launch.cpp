@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "dispatch/registry.h"
-#include "dispatch/variants.h"
+#include "plan/registry.h"
+#include "plan/variants.h"
 #include "fwd_built.inc"
 #include "fwd_registry.inc"
 #include "schedule/counters.h"

@@ -1,7 +1,7 @@
 // What the forward ops do to launch a planned problem.
 #pragma once
 
-#include "dispatch/plan.h"
+#include "plan/plan.h"
 #include "ops/cuda_call.h"
 
 namespace fa3 {

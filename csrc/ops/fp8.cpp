@@ -2,8 +2,8 @@
 // current stream of q's device.
 #include <utility>
 
-#include "dispatch/checks_fp8.h"
-#include "dispatch/given_tensor.h"
+#include "checks/checks_fp8.h"
+#include "call/given_tensor.h"
 #include "ops/general_launch.h"
 #include "ops/library.h"
 

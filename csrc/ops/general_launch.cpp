@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "dispatch/problem_of_call.h"
+#include "plan/problem_of_call.h"
 #include "ops/forward_launch.h"
 
 namespace fa3 {

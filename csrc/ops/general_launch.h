@@ -1,7 +1,7 @@
 // What the general forward ops of all dtypes do when a call is fine: problem, results, launch.
 #pragma once
 
-#include "dispatch/device_info.h"
+#include "call/device_info.h"
 #include "ops/cuda_call.h"
 #include "ops/forward_call.h"
 

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "dispatch/checks_quantize.h"
-#include "dispatch/given_tensor.h"
+#include "checks/checks_quantize.h"
+#include "call/given_tensor.h"
 #include "ops/boxed_stack.h"
 #include "ops/cuda_call.h"
 #include "ops/library.h"

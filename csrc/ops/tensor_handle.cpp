@@ -3,7 +3,7 @@
 #include <array>
 #include <stdexcept>
 
-#include "dispatch/text.h"
+#include "call/text.h"
 
 namespace fa3 {
 namespace {

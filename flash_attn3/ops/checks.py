@@ -1,6 +1,6 @@
 """Checks of user input.
 
-The rules and their words are C++ (csrc/dispatch/checks*.cpp, through the module `_plan`), the same
+The rules and their words are C++ (csrc/checks/checks*.cpp, through the module `_plan`), the same
 for CPU and CUDA tensors. This file turns tensors into what `_plan` reads, and holds the checks of
 arguments that never reach an op and of what tensors contain. Error texts have one form:
 `flash_attn3.<op>: expected <thing>, got <value>; hint: <what to do>`.
@@ -90,7 +90,7 @@ def problem_text(tensors: Mapping[str, Tensor | None], *groups, rules_of: str | 
                  check: Callable = _plan.check_forward) -> str:
     """What is wrong with a call, or ''.
 
-    tensors: by the names of csrc/dispatch/attention_call.h: q, k, v, out, ...
+    tensors: by the names of csrc/call/attention_call.h: q, k, v, out, ...
     groups: the call's arguments, a named tuple or a mapping each.
     rules_of: 'cpu' or 'cuda': the device type whose rules hold, if all tensors are on one device;
         default: that of the tensors.

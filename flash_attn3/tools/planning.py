@@ -1,6 +1,7 @@
 """What would run, and how: explain(), can_use() and built_variants(). No GPU needed.
 
-The decisions are C++ (csrc/dispatch, through the module `_plan`): the code that the CUDA op runs.
+The decisions are C++ (csrc/checks and csrc/plan, through the module `_plan`): the code that the
+CUDA op runs.
 """
 from __future__ import annotations
 

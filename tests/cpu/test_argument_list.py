@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from csrc.dispatch import generate_arguments
+from csrc.call import generate_arguments
 from flash_attn3 import _plan, arguments
 from flash_attn3.ops.checks import describe_sizes
 from flash_attn3.ops.fp8 import Quantization

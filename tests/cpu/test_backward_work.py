@@ -1,5 +1,5 @@
 """backward/work.h, the kernel's own code on the CPU: which keys a CTA has, and its steps over the
-queries, under the schedule of dispatch/plan_backward.cpp. Packed sequences: test_packed_tiles.py.
+queries, under the schedule of plan/plan_backward.cpp. Packed sequences: test_packed_tiles.py.
 
 A tile of keys is that of a cluster: its CTAs share it out, and have the same steps.
 """
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import pytest
 import torch
 
-from csrc.instances.variants import BACKWARD
+from csrc.plan.variants import BACKWARD
 from flash_attn3 import _plan
 from tests import _host
 from tests.cpu.drawn import examples

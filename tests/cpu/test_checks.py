@@ -1,4 +1,4 @@
-"""dispatch/checks.cpp through flash_attn3._plan: every rule, with its whole text, on tensors that
+"""checks/checks.cpp through flash_attn3._plan: every rule, with its whole text, on tensors that
 are described by numbers.
 """
 import math

@@ -1,4 +1,4 @@
-"""dispatch/checks_general.cpp through flash_attn3._plan: every rule, with its whole text, on
+"""checks/checks_general.cpp through flash_attn3._plan: every rule, with its whole text, on
 tensors that are described by numbers.
 """
 import pytest

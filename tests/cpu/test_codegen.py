@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from csrc.instances.generate import FAMILIES, units_of
-from csrc.instances.variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant
+from csrc.plan.generate import FAMILIES, units_of
+from csrc.plan.variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant
 from flash_attn3 import _plan
 from tests import _host, sass
 from tests.cpu.test_smem_budget import registers_of_warpgroups

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from csrc.instances.variants import BACKWARD, FORWARD
+from csrc.plan.variants import BACKWARD, FORWARD
 from flash_attn3 import env
 from flash_attn3.ops import library
 from flash_attn3.tools import doctor, doctor_clients, doctor_facts, planning

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from csrc.instances.variants import BACKWARD
+from csrc.plan.variants import BACKWARD
 from tests import _host
 from tests.cpu.test_layouts import THREADS, expected_accumulator
 

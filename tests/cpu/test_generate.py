@@ -1,4 +1,4 @@
-"""csrc/instances/generate.py: the selection of variants, the tables and units that it writes."""
+"""csrc/plan/generate.py: the selection of variants, the tables and units that it writes."""
 from __future__ import annotations
 
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from csrc.instances import generate
-from csrc.instances.variants import BACKWARD, FORWARD
+from csrc.plan import generate
+from csrc.plan.variants import BACKWARD, FORWARD
 
 CSRC = Path(generate.__file__).parent.parent
 NAMES = [variant.name for variant in FORWARD]

@@ -22,16 +22,20 @@ MAY_INCLUDE = {
     'quantize': {'quantize', 'launch', 'device', 'config', 'core'},
     'kvcache': {'kvcache', 'launch', 'device', 'config', 'core'},
     'combine': {'combine', 'launch', 'device', 'config', 'core'},
-    'dispatch': {'dispatch', 'config', 'core'},
+    'call': {'call', 'config', 'core'},
+    'plan': {'plan', 'call', 'config', 'core'},
+    'checks': {'checks', 'plan', 'call', 'config', 'core'},
     # The host side of schedule, quantize, kvcache and combine.
-    'ops': {'ops', 'dispatch', 'schedule', 'quantize', 'kvcache', 'combine', 'config', 'core'},
+    'ops': {'ops', 'checks', 'plan', 'call', 'schedule', 'quantize', 'kvcache', 'combine', 'config',
+            'core'},
     # The tests' module shows the layouts that the kernels use; it is not part of the package.
-    'host': {'host', 'dispatch', 'schedule', 'forward', 'backward', 'device', 'config', 'core'},
+    'host': {'host', 'checks', 'plan', 'call', 'schedule', 'forward', 'backward', 'device',
+             'config', 'core'},
 }
-GENERATED = {'fwd_variants.h': {'dispatch', 'host'}, 'fwd_built.inc': {'ops', 'host'},
-             'fwd_registry.inc': {'ops'}, 'bwd_variants.h': {'dispatch', 'host'},
+GENERATED = {'fwd_variants.h': {'plan', 'host'}, 'fwd_built.inc': {'ops', 'host'},
+             'fwd_registry.inc': {'ops'}, 'bwd_variants.h': {'plan', 'host'},
              'bwd_built.inc': {'ops', 'host'}, 'bwd_registry.inc': {'ops'},
-             'attention_arguments.h': {'dispatch', 'ops'}}
+             'attention_arguments.h': {'call', 'ops'}}
 FILES = [path for path in sorted(CSRC.rglob('*')) if path.suffix in ('.h', '.cpp', '.cu', '.inc')]
 
 

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from csrc.instances.variants import FORWARD
+from csrc.plan.variants import FORWARD
 from flash_attn3 import _plan
 from tests import _host
 

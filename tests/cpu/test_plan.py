@@ -1,4 +1,4 @@
-"""dispatch/plan.cpp through flash_attn3._plan: the facts of a plan against arithmetic written here.
+"""plan/plan.cpp through flash_attn3._plan: the facts of a plan against arithmetic written here.
 """
 from fractions import Fraction
 

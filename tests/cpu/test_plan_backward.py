@@ -1,4 +1,4 @@
-"""dispatch/plan_backward.cpp through flash_attn3._plan: the facts of a plan against arithmetic
+"""plan/plan_backward.cpp through flash_attn3._plan: the facts of a plan against arithmetic
 written here, for every variant there is.
 """
 import heapq
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from csrc.instances.variants import BACKWARD
+from csrc.plan.variants import BACKWARD
 from flash_attn3 import _plan
 from tests import _host
 from tests.cpu.drawn import examples

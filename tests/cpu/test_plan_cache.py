@@ -1,4 +1,4 @@
-"""dispatch/plan_cache.cpp: the variant, the packing and the split of a call on a cache, and the
+"""plan/plan_cache.cpp: the variant, the packing and the split of a call on a cache, and the
 buffers of its parts.
 """
 import itertools

@@ -1,4 +1,4 @@
-"""dispatch/plan.cpp for windows, chunks, unequal head dims and packed sequences."""
+"""plan/plan.cpp for windows, chunks, unequal head dims and packed sequences."""
 import itertools
 
 from hypothesis import given

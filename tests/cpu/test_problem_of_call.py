@@ -1,4 +1,4 @@
-"""dispatch/problem_of_call.cpp: what becomes of a call's mask. Whatever is dropped, the visible
+"""plan/problem_of_call.cpp: what becomes of a call's mask. Whatever is dropped, the visible
 pairs stay the same.
 """
 from hypothesis import given

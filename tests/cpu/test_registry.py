@@ -3,7 +3,7 @@ from collections import defaultdict
 
 import pytest
 
-from csrc.instances.variants import BACKWARD, FORWARD
+from csrc.plan.variants import BACKWARD, FORWARD
 from flash_attn3 import _plan
 from tests import _host
 

@@ -54,7 +54,7 @@ def undefined_symbols(library: Path) -> list[str]:
 
 def use_from_outside(python: Path, wheel: Path, folder: Path) -> str:
     """Installs the wheel and calls it; gives the torch version and where the package lies."""
-    from csrc.instances.variants import BACKWARD, FORWARD
+    from csrc.plan.variants import BACKWARD, FORWARD
     run([python, '-m', 'pip', 'install', '--quiet', wheel], folder)
     return run([python, '-c', CHECK, str(len(FORWARD + BACKWARD))], folder, PYTHONPATH='')
 

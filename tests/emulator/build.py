@@ -23,7 +23,7 @@ import torch
 from build_tools import native, toolchain, units
 from build_tools.toolchain import BuildError, Cuda
 from build_tools.units import ROOT, Unit
-from csrc.instances.generate import generate
+from csrc.plan.generate import generate
 from tests.emulator.library import LIBRARY
 from tests.emulator.translate import translate
 from third_party.fetch import cutlass_include
@@ -117,7 +117,7 @@ def op_units(cuda: Cuda) -> list[Unit]:
            if path.name != 'registration.cpp']
     return [*(_unit(path, [*native.OPS_FLAGS, *renames], foreign) for path in (*ops, registration)),
             _unit(FOLDER / 'torch_calls.cpp', native.OPS_FLAGS, foreign),
-            *(_unit(path) for path in sorted((native.CSRC / 'dispatch').glob('*.cpp')))]
+            *(_unit(path) for path in native.plain_sources())]
 
 
 def compile_to_ptx(source: Path, cuda: Cuda) -> tuple[str, Path]:

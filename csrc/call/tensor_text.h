@@ -1,0 +1,27 @@
+// A tensor's shape and device in error texts.
+#pragma once
+
+#include "core/problem.h"
+#include "call/text.h"
+
+namespace fa3 {
+
+inline std::string shape_text(int64_t const* size, int rank) {
+  std::string shape = "(";
+  for (int i = 0; i < rank; ++i) {
+    shape += text(i > 0 ? ", " : "", size[i]);
+  }
+  return shape + ")";
+}
+
+inline std::string device_text(TensorMeta const& meta) {
+  return meta.device == DeviceType::kCuda ? text(meta.device_name, ":", meta.device_index)
+                                          : meta.device_name;
+}
+
+inline bool same_device(TensorMeta const& a, TensorMeta const& b) {
+  return a.device == b.device &&
+         (a.device != DeviceType::kCuda || a.device_index == b.device_index);
+}
+
+}  // namespace fa3

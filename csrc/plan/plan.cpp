@@ -1,0 +1,315 @@
+#include "plan/plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/block_range.h"
+#include "core/int_math.h"
+#include "core/packed_tiles.h"
+#include "core/row_packing.h"
+#include "core/visible_pairs.h"
+#include "plan/variants.h"
+
+namespace fa3 {
+namespace {
+
+// Tiles of a head that the estimate of a plan's time looks at: bounds the time of a plan.
+constexpr int kMostSamples = 64;
+
+// Packing cuts the positions of a tile: less of it is padding, or hidden by the mask. Equal work
+// takes up to 3 % longer packed (bf16, d128, causal); where there was 2 % less, it took 5 % less
+// time (bf16, d128, full, 4 heads; H200, 2026-11-22).
+constexpr int kPackGainPercent = 2;
+
+int m_tiles_of(FwdProblem const& problem, FwdConfig const& config, int pack) {
+  return ceil_div(problem.seqlen_q,
+                  RowPacking{pack}.positions_per_tile(config.consumer_warpgroups));
+}
+
+// Whether the first queries of a sequence see fewer keys than the later ones, or than those that a
+// window leaves to most, if that is wider than two tiles: of others no tile costs much less.
+bool grows(FwdProblem const& problem, int tile_rows) {
+  IntervalMask const mask = problem.mask;
+  bool const ends_early = mask.right == 0 || mask.right < problem.seqlen_k / 2;
+  return !mask.is_chunked && ends_early && mask.left >= 2 * tile_rows;
+}
+
+// Packed sequences: the heads that go through one together, as packed heads. A divisor of them.
+// Their keys and values in use fit into a share of L2: a window moves on with the queries, of which
+// some are ahead of others. The rest is for Q, O and what the next section already reads.
+int choose_section_heads(FwdProblem const& problem, int pack) {
+  constexpr int kL2Percent = 60;
+  IntervalMask const mask = problem.mask;
+  int64_t const in_use =
+      std::min<int64_t>(problem.seqlen_k, 2 * (int64_t(mask.left) + mask.right + 1));
+  int64_t const head_bytes =
+      in_use * (problem.head_dim + problem.head_dim_v) * element_bytes(problem.dtype);
+  int64_t const fitting =
+      problem.device.l2_bytes * kL2Percent / 100 / std::max<int64_t>(1, head_bytes);
+  int heads = problem.heads_k;
+  while (heads > fitting && heads > 1) {
+    heads = largest_divisor_below(problem.heads_k, heads);
+  }
+  return heads * (problem.heads_q / problem.heads_k / pack);
+}
+
+// Sections of causal tiles (core/tile_order.h), each of whole KV heads; packed sequences have other
+// ones. About eight CTAs read the keys of a head together: with two or four, memory bounds short
+// sequences; with all on one head, long sequences are slower (docs/journal/forward.md). The last
+// section has two tiles for each CTA, so that its short tiles balance the long ones.
+void set_sections(FwdSchedule& schedule, FwdProblem const& problem) {
+  constexpr int kCtasOfHead = 8;
+  if (problem.is_packed || !schedule.longest_first || schedule.tiles == 0) {
+    return;
+  }
+  int const pairs_of_head = problem.heads_q / problem.heads_k / schedule.pack;
+  int const tiles_of_head = schedule.m_tiles * pairs_of_head;
+  int const heads = problem.heads_k * problem.batch;
+  int const usual = clamp(schedule.grid / min_of(tiles_of_head, kCtasOfHead), 1, heads);
+  int const last = clamp(ceil_div(2 * schedule.grid, tiles_of_head), 1, heads);
+  schedule.section_pairs = usual * pairs_of_head;
+  schedule.least_last_pairs = last * pairs_of_head;
+}
+
+// (query, key) pairs that one head of one batch sees.
+double visible_pairs(FwdProblem const& problem) {
+  return count_visible(SeqlenPair{problem.seqlen_q, problem.seqlen_k}, problem.mask);
+}
+
+// How the queries of a head are cut into tiles, of one variant.
+struct Cut {
+  int pack;
+  int lead;  // core/row_packing.h
+};
+
+// What a tile costs, in (query, key) pairs: those that it computes, and `fixed_keys` more keys.
+double tile_cost(FwdProblem const& problem, FwdConfig const& config, Cut cut, int m,
+                 int fixed_keys) {
+  int const positions = RowPacking{cut.pack}.positions_per_tile(config.consumer_warpgroups);
+  SeqlenPair const len{problem.seqlen_q, problem.seqlen_k};
+  int const begin = m * positions - cut.lead;
+  BlockRange const range =
+      block_range(max_of(0, begin), begin + positions, len, config.tile_n, problem.mask);
+  double const keys = double(max_of(range.end - range.begin, 1)) * config.tile_n + fixed_keys;
+  return keys * config.consumer_warpgroups * kWarpgroupRows;
+}
+
+// Mean over the tiles of a row head: of each `step`-th one, counted from the last.
+double mean_tile_cost(FwdProblem const& problem, FwdConfig const& config, Cut cut, int step,
+                      int fixed_keys) {
+  int const m_tiles = m_tiles_of(problem, config, cut.pack);
+  double sum = 0;
+  int count = 0;
+  for (int m = m_tiles - 1; m >= 0; m -= step, ++count) {
+    sum += tile_cost(problem, config, cut, m, fixed_keys);
+  }
+  return sum / count;
+}
+
+double estimated_tile_cost(FwdProblem const& problem, FwdConfig const& config, Cut cut) {
+  int const m_tiles = m_tiles_of(problem, config, cut.pack);
+  // Tiles of full attention all cost the same.
+  bool const all_equal = problem.kind == kFullKernel;
+  int const step = all_equal ? m_tiles : ceil_div(m_tiles, kMostSamples);
+  return mean_tile_cost(problem, config, cut, step, config.fixed_keys);
+}
+
+int most_lead(FwdProblem const& problem, FwdConfig const& config, int pack) {
+  return lead_positions(m_tiles_of(problem, config, pack), problem.seqlen_q,
+                        config.consumer_warpgroups, RowPacking{pack}.positions_per_warpgroup());
+}
+
+// What the tiles of a head cost together, for comparisons of leads: of many, the last one and some
+// from the middle.
+double cost_of_lead(FwdProblem const& problem, FwdConfig const& config, Cut cut) {
+  constexpr int kSamples = 16;
+  int const others = m_tiles_of(problem, config, cut.pack) - 1;
+  int const count = std::min(others, kSamples);
+  double sum = 0;
+  for (int m = (others - count) / 2; m < (others + count) / 2; ++m) {
+    sum += tile_cost(problem, config, cut, m, config.fixed_keys);
+  }
+  return tile_cost(problem, config, cut, others, config.fixed_keys) +
+         (count > 0 ? sum / count * others : 0);
+}
+
+// Positions by which the first tile of a sequence begins before it. With a lead fewer rows are
+// empty in long tiles, but tiles may end in the middle of a K tile: 0 where that is no gain.
+int lead_of(FwdProblem const& problem, FwdConfig const& config, int pack) {
+  int const most = most_lead(problem, config, pack);
+  bool const may_gain =
+      most > 0 && grows(problem, RowPacking{pack}.positions_per_tile(config.consumer_warpgroups));
+  return may_gain && cost_of_lead(problem, config, {pack, most}) <
+                         cost_of_lead(problem, config, {pack, 0})
+             ? most
+             : 0;
+}
+
+// The time of one query head, up to a factor.
+double time_of_pack(FwdProblem const& problem, FwdConfig const& config, int pack) {
+  Cut const cut{pack, lead_of(problem, config, pack)};
+  return estimated_tile_cost(problem, config, cut) * m_tiles_of(problem, config, pack) / pack;
+}
+
+int choose_pack(FwdProblem const& problem, FwdConfig const& config) {
+  int const group = problem.heads_q / problem.heads_k;
+  if (problem.pack_gqa == PackGqa::kNever || group <= 1 || problem.seqlen_q == 0) {
+    return 1;
+  }
+  int const pack = largest_pack(group);
+  if (problem.pack_gqa == PackGqa::kAlways) {
+    return pack;
+  }
+  double const unpacked = time_of_pack(problem, config, 1);
+  double const packed = time_of_pack(problem, config, pack);
+  return packed * 100 < unpacked * (100 - kPackGainPercent) ? pack : 1;
+}
+
+// The least lead that gains something in a long sequence, of as many keys as queries.
+int least_lead_of(FwdProblem const& packed, FwdConfig const& config, int pack) {
+  constexpr int kTiles = 16;
+  RowPacking const rows{pack};
+  int const step = rows.positions_per_warpgroup();
+  int const of_tile = rows.positions_per_tile(config.consumer_warpgroups);
+  FwdProblem one = packed;
+  for (int lead = step; lead < of_tile; lead += step) {
+    one.seqlen_q = one.seqlen_k = kTiles * of_tile - lead;
+    if (lead_of(one, config, pack) > 0) {
+      return lead;
+    }
+  }
+  return of_tile;
+}
+
+// Time that a tile form needs for one head by itself, up to a factor: no matter on how many CTAs,
+// or how many heads and batches there are.
+double time_of_head(FwdProblem const& problem, FwdConfig const& config) {
+  return time_of_pack(problem, config, 1) / config.relative_speed;
+}
+
+// With packed sequences there is space for more tiles than the caller's longest length leads to.
+double expected_tiles(FwdProblem const& problem, FwdSchedule const& schedule) {
+  double const of_longest =
+      double(schedule.m_tiles) * problem.batch * (problem.heads_q / schedule.pack);
+  return problem.is_packed ? std::min<double>(schedule.tiles, of_longest) : schedule.tiles;
+}
+
+// Time of a plan, up to a factor: what the busiest CTA computes, over its share of the speed of the
+// tile. Tiles of causal attention are dealt evenly, but none is cut.
+double time_of_plan(FwdProblem const& problem, FwdPlan const& plan) {
+  FwdConfig const& config = kFwdVariants[plan.variant];
+  FwdSchedule const& schedule = plan.schedule;
+  Cut const cut{schedule.pack, schedule.lead};
+  double const mean = estimated_tile_cost(problem, config, cut);
+  double const tiles = expected_tiles(problem, schedule);
+  double const speed = double(config.relative_speed) / config.ctas_per_sm;
+  if (!schedule.longest_first) {
+    return mean * std::ceil(tiles / schedule.grid) / speed;
+  }
+  double const longest = tile_cost(problem, config, cut, schedule.m_tiles - 1, config.fixed_keys);
+  return std::max(longest, mean * tiles / schedule.grid) / speed;
+}
+
+// Keys per tile of the form that suits the lengths of the sequences best.
+int choose_tile_n(FwdProblem const& problem, FwdCandidates const& candidates) {
+  int best = candidates.variant[0];
+  double best_time = time_of_head(problem, kFwdVariants[best]);
+  for (int i = 1; i < candidates.count; ++i) {
+    double const time = time_of_head(problem, kFwdVariants[candidates.variant[i]]);
+    if (time < best_time) {
+      best_time = time;
+      best = candidates.variant[i];
+    }
+  }
+  return kFwdVariants[best].tile_n;
+}
+
+FwdPlan plan_with(FwdProblem const& problem, int variant) {
+  return FwdPlan{variant, schedule_forward(problem, kFwdVariants[variant])};
+}
+
+}  // namespace
+
+FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config) {
+  FwdSchedule schedule;
+  schedule.pack = choose_pack(problem, config);
+  schedule.m_tiles = m_tiles_of(problem, config, schedule.pack);
+  int const rows = RowPacking{schedule.pack}.positions_per_tile(config.consumer_warpgroups);
+  schedule.longest_first = grows(problem, rows);
+  int64_t of_head = int64_t(schedule.m_tiles) * problem.batch;
+  if (problem.is_packed) {
+    schedule.least_lead = least_lead_of(problem, config, schedule.pack);
+    int const most = most_lead(problem, config, schedule.pack);
+    schedule.lead = most < schedule.least_lead ? 0 : most;
+    of_head = most_tiles(problem.total_q, problem.entries(), rows);
+    schedule.section_heads = choose_section_heads(problem, schedule.pack);
+    schedule.workspace_ints = PackedTables::workspace_ints(of_head, problem.entries());
+  } else {
+    schedule.lead = lead_of(problem, config, schedule.pack);
+  }
+  schedule.tiles = int(of_head * (problem.heads_q / schedule.pack));
+  int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
+  schedule.grid = std::min(schedule.tiles, sms * config.ctas_per_sm);
+  set_sections(schedule, problem);
+  return schedule;
+}
+
+// INVARIANT: a query's result does not depend, not in one bit, on batch, heads, packing or the
+// number of CTAs. The order in which a row adds up its keys is that of its K tiles, so the keys per
+// tile are chosen by the lengths alone; among tiles that agree in them, the rows are chosen by
+// time.
+FwdPlan plan_forward(FwdProblem const& problem) {
+  FwdCandidates const candidates = fwd_candidates(problem);
+  bool const is_empty = problem.batch == 0 || problem.heads_q == 0 || problem.seqlen_q == 0;
+  if (candidates.count == 1 || is_empty) {
+    return plan_with(problem, candidates.variant[0]);
+  }
+  int const tile_n = choose_tile_n(problem, candidates);
+  FwdPlan best;
+  double best_time = 0;
+  for (int i = 0; i < candidates.count; ++i) {
+    int const variant = candidates.variant[i];
+    if (kFwdVariants[variant].tile_n != tile_n) {
+      continue;
+    }
+    FwdPlan const plan = plan_with(problem, variant);
+    double const time = time_of_plan(problem, plan);
+    if (best.variant < 0 || time < best_time) {
+      best = plan;
+      best_time = time;
+    }
+  }
+  return best;
+}
+
+FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan) {
+  FwdSchedule const& schedule = plan.schedule;
+  FwdCost cost;
+  if (schedule.tiles == 0) {
+    return cost;
+  }
+  double const heads = double(problem.batch) * problem.heads_q;
+  FwdConfig const& config = kFwdVariants[plan.variant];
+  double const useful = visible_pairs(problem) * heads;
+  Cut const cut{schedule.pack, schedule.lead};
+  double const tile = mean_tile_cost(problem, config, cut, /*step=*/1, 0);
+  double const computed = tile * schedule.tiles;
+  double const dims = problem.head_dim + problem.head_dim_v;
+  double const computed_dims =
+      double(config.head_dim + config.head_dim_v) * value_launches(problem.head_dim_v);
+  double const q_rows = heads * problem.seqlen_q;
+  double const k_rows = double(problem.batch) * problem.heads_k * problem.seqlen_k;
+  double const tile_rows = config.consumer_warpgroups * kWarpgroupRows;
+  double const all_keys = round_up(max_of(1, problem.seqlen_k), config.tile_n);
+  cost.waves = double(schedule.tiles) / schedule.grid;
+  cost.useful_share = useful * dims / (computed * computed_dims);
+  cost.visited_share = tile / (tile_rows * all_keys);
+  cost.flops = 2 * dims * useful;
+  constexpr int kOutBytes = 2;
+  double const inputs = problem.head_dim * q_rows + dims * k_rows;
+  cost.bytes = element_bytes(problem.dtype) * inputs +
+               (kOutBytes * problem.head_dim_v + double(sizeof(float))) * q_rows;
+  return cost;
+}
+
+}  // namespace fa3

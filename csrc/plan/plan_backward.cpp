@@ -1,0 +1,136 @@
+#include "plan/plan_backward.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "bwd_variants.h"
+#include "core/int_math.h"
+#include "core/packed_tiles.h"
+#include "plan/variants.h"
+
+namespace fa3 {
+namespace {
+
+// Share of L2 that Q, dO and the accumulator of dQ of one section should fit into; each half of L2
+// keeps what its CTAs read (docs/journal/backward.md).
+constexpr int kSectionL2Percent = 30;
+
+// Whether the first keys of a sequence are seen by more queries than the last ones, up to a great
+// part of them.
+bool shrinks(FwdProblem const& problem) {
+  IntervalMask const mask = problem.mask;
+  int const half = problem.seqlen_q / 2;
+  bool const is_cut = mask.is_chunked || mask.left < half;
+  return !is_cut && (mask.right == 0 || mask.right < half);
+}
+
+// KV heads of a section (core/tile_order.h); a head counts once for each batch entry.
+struct SectionHeads {
+  int64_t usual;
+  int64_t least_last;  // the last section has at least so many
+};
+
+// n_tiles: tiles of keys of a head. A section has the heads that fit into L2, but about a tile for
+// each CTA or cluster that runs. The last section has 7/4 tiles for each, so that its short tiles
+// balance the long ones (H100, docs/journal/backward.md). Deterministic: each section has two tiles
+// for each multiprocessor, so that few CTAs of a head wait for each other when they start.
+SectionHeads heads_of_section(FwdProblem const& problem, BwdConfig const& config, int n_tiles) {
+  int64_t const row_bytes = int64_t(config.head_dim) * (2 + 4) + int64_t(config.head_dim_v) * 2;
+  int64_t const head_bytes =
+      std::max(1, problem.seqlen_q) * row_bytes * (problem.heads_q / problem.heads_k);
+  int64_t const fitting = problem.device.l2_bytes * kSectionL2Percent / 100 / head_bytes;
+  int const tiles = max_of(1, n_tiles);
+  int const running = problem.device.sm_count / config.cluster_size;
+  int64_t const last = problem.deterministic ? ceil_div(2 * problem.device.sm_count, tiles)
+                                             : ceil_div(7 * running, 4 * tiles);
+  int64_t const least = problem.deterministic ? last : running / tiles;
+  return {std::max<int64_t>({fitting, least, 1}), last};
+}
+
+// What decides between variants that serve a problem, the least comes first: the columns of a
+// step's five products, S, dQ and dK having those of q and k, dP and dV those of v; then the kind.
+int cost_of(BwdConfig const& config, KernelKind kind) {
+  int const columns = 3 * config.head_dim + 2 * config.head_dim_v;
+  return 2 * columns + (config.kind == kind ? 0 : 1);
+}
+
+// A key is seen by the queries of its window or its chunk; a tile of keys by one more for each.
+int most_queries(FwdProblem const& problem, int tile_n) {
+  IntervalMask const mask = problem.mask;
+  int64_t most = int64_t(mask.left) + mask.right + tile_n;
+  if (mask.is_chunked) {
+    most = std::min(most, int64_t(mask.chunk.divisor) + tile_n);
+  }
+  return int(std::min<int64_t>(most, IntervalMask::kNoLimit));
+}
+
+void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig const& config) {
+  int const pairs = problem.heads_k * problem.batch;
+  schedule.m_tiles = ceil_div(problem.seqlen_q, config.tile_m);
+  schedule.n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
+  schedule.works = schedule.n_tiles * pairs;
+  schedule.rows = int64_t(schedule.m_tiles) * config.tile_m * problem.heads_q * problem.batch;
+  SectionHeads const section = heads_of_section(problem, config, schedule.n_tiles);
+  schedule.section_pairs = int(std::min<int64_t>(section.usual, max_of(1, pairs)));
+  schedule.least_last_pairs = int(section.least_last);
+}
+
+// Sequences come one after the other, so a section is one of heads.
+void schedule_packed(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig const& config) {
+  schedule.m_tiles = int(most_tiles(problem.total_q, problem.entries(), config.tile_m));
+  schedule.n_tiles = int(most_tiles(problem.total_k, problem.entries(), config.tile_n()));
+  schedule.works = schedule.n_tiles * problem.heads_k;
+  schedule.rows = int64_t(schedule.m_tiles) * config.tile_m * problem.heads_q;
+  schedule.most_queries = most_queries(problem, config.tile_n());
+  schedule.table_ints = PackedTables::table_ints(
+      PackedTables::workspace_ints(schedule.n_tiles, problem.entries(), schedule.m_tiles));
+  if (schedule.in_sections) {
+    int const n_tiles = ceil_div(problem.seqlen_k, config.tile_n());
+    SectionHeads const section = heads_of_section(problem, config, n_tiles);
+    int64_t const heads =
+        std::min<int64_t>(std::max(section.usual, section.least_last), problem.heads_k);
+    schedule.section_heads = largest_divisor_below(problem.heads_k, int(heads) + 1);
+  }
+}
+
+}  // namespace
+
+int find_backward_variant(Dtype dtype, KernelKind kind, int64_t head_dim, int64_t head_dim_v) {
+  int best = -1;
+  for (int i = 0; i < int(std::size(kBwdVariants)); ++i) {
+    BwdConfig const& config = kBwdVariants[i];
+    bool const fits = config.dtype == dtype && serves(config.kind, kind) &&
+                      config.head_dim >= head_dim && config.head_dim_v >= head_dim_v;
+    if (fits && (best < 0 || cost_of(config, kind) < cost_of(kBwdVariants[best], kind))) {
+      best = i;
+    }
+  }
+  return best;
+}
+
+BwdPlan plan_backward(FwdProblem const& problem) {
+  BwdPlan plan;
+  plan.variant =
+      find_backward_variant(problem.dtype, problem.kind, problem.head_dim, problem.head_dim_v);
+  BwdConfig const& config = kBwdVariants[plan.variant];
+  BwdSchedule& schedule = plan.schedule;
+  schedule.tile_m = config.tile_m;
+  schedule.tile_n = config.tile_n();
+  schedule.in_sections = problem.deterministic || shrinks(problem);
+  if (problem.is_packed) {
+    schedule_packed(schedule, problem, config);
+  } else {
+    schedule_dense(schedule, problem, config);
+  }
+  // By keys a CTA goes from one tile to the next.
+  int const sms = max_of(1, problem.device.sm_count - problem.sm_margin);
+  schedule.grid =
+      config.by_keys() ? min_of(schedule.works, sms) : schedule.works * config.cluster_size;
+  schedule.dq_floats = schedule.rows * config.dq_columns();
+  schedule.flags = schedule.rows / config.tile_m * config.dq_adders() + 1;
+  schedule.dq_is_zeroed = !problem.deterministic &&
+                          min_of(problem.seqlen_k, most_queries(problem, 0)) > config.stored_keys();
+  return plan;
+}
+
+}  // namespace fa3

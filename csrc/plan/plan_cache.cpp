@@ -1,0 +1,259 @@
+#include "plan/plan_cache.h"
+
+#include <algorithm>
+
+#include "core/packed_tiles.h"
+#include "core/row_packing.h"
+#include "plan/variants.h"
+
+namespace fa3 {
+namespace {
+
+// Where two warpgroups compute, a K tile takes so much longer than where one does
+// (docs/journal/cache.md).
+constexpr int kWeightLog2OfTwo = 1;
+
+// The fixed cost of a tile of two warpgroups, in units of half a K tile (1400 cycles): the last PV,
+// the store of O and the wait for the next Q take 6400 cycles, more where O is stored in parts.
+// Without it a CTA gets 3 to 15 tiles. One sequence of 2048 queries and keys, 32 and 8 heads: 142
+// us without, 114 with it (H200, 2026-11-27).
+constexpr int kTileUnitsOfTwo = 5;
+
+// Time of a K tile of a step / half a K tile of a prompt: 1.17 us / 0.9 to 1.3 us, each on half of
+// the multiprocessors (H200, 2026-11-27).
+constexpr float kCostOfStep = 1.1f;
+
+// tiles: output tiles of a line.
+KeySplits splits_of(CacheProblem const& cache, int tile_n, int64_t tiles, int weight_log2,
+                    int& tile_units) {
+  KeySplits splits;
+  if (cache.split_size > 0) {
+    splits.kind = SplitKind::kSize;
+    splits.count = ceil_div(cache.split_size, tile_n);
+  } else if (cache.num_splits > 0) {
+    splits.kind = SplitKind::kParts;
+    splits.count = cache.num_splits;
+  } else {
+    int const k_tiles = ceil_div(cache.capacity, tile_n);
+    while (tiles * (splits.units(k_tiles, weight_log2) + tile_units) > kMostUnits &&
+           k_tiles >> splits.count > 0) {
+      ++splits.count;
+      tile_units = 0;
+    }
+  }
+  tile_units = splits.is_even() ? tile_units : 0;
+  return splits;
+}
+
+// Whether two warpgroups would have so few K tiles of 128 keys that their later start costs more
+// than they gain. A shared prefix, one warpgroup / two: 2 K tiles a CTA, 8 query heads and one KV
+// head, 44 / 50 us; 8 K tiles, 8 and 1 heads, 58 / 60, 32 and 8 heads, 88 / 83 (H100, 2026-11-26).
+bool has_few_keys(FwdProblem const& problem, RowPacking rows, int sms) {
+  constexpr int kFewTiles = 4;
+  int const keys = problem.cache.keys_of_all;
+  int64_t const tiles = int64_t(ceil_div(problem.seqlen_q, rows.positions_per_tile(2))) *
+                        (problem.heads_q / rows.pack);
+  return keys > 0 && tiles * ceil_div(keys, 128) < int64_t(kFewTiles) * sms;
+}
+
+// A call with enough queries to fill a tile with one head does not pack heads, unless it asks for
+// it. Packed / not packed: 4 x 512 queries, 2048 keys, 8 heads and one KV head 62 us / 40; 2048
+// queries and keys, 32 and 8 heads 114 / 97; 2048 queries, 16k keys 814 / 854 (H200, 2026-11-27).
+RowPacking packing_of(FwdProblem const& problem) {
+  constexpr int kManyQueries = 256;
+  int const group = problem.heads_q / problem.heads_k;
+  bool const fills_tiles = problem.pack_gqa == PackGqa::kHeuristic &&
+                           problem.seqlen_q >= kManyQueries && !problem.kind.is_latent &&
+                           problem.cache.split_size == 0;
+  bool const packs = problem.pack_gqa != PackGqa::kNever && !fills_tiles;
+  return RowPacking{packs ? largest_pack(group) : 1};
+}
+
+int sms_of(FwdProblem const& problem) {
+  return std::max(1, problem.device.sm_count - problem.sm_margin);
+}
+
+constexpr int kFastRows = 32;  // rows up to which the decode kernel is faster
+
+// The decode kernel, or -1. It takes up to 32 rows of a KV head: 64 x 4k 251 us, the tile of one
+// warpgroup 268 (H200, 2026-11-27). With 64 rows it is slower (286, 275) but where pages are too
+// small for boxes, and for head dims above 64 up to 96, which the others compute as 128. WHY not in
+// one pass or with split_size: it sums a row in another order, and their bits are promised.
+int decode_variant(FwdProblem const& problem, RowPacking rows) {
+  CacheProblem const& cache = problem.cache;
+  bool const may_split = cache.split_size == 0 && cache.num_splits != 1;
+  if (!may_split || problem.kind.is_latent || problem.dtype == Dtype::kFloat8E4M3) {
+    return -1;
+  }
+  HeadDims const dims{problem.head_dim, launch_columns(problem)};
+  int const widest = max_of(dims.qk, dims.v);
+  bool const has_boxes = cache.page_size == cache.capacity || cache.page_size % 8 == 0;
+  bool const is_wasteful = !has_boxes || (widest > 64 && widest <= 96);  // the other tile
+  int const variant = search_candidates(problem.dtype, problem.kind, dims, false, problem.converts,
+                                        /*decodes=*/true)
+                          .variant[0];
+  int const all_rows = kFwdVariants[variant].decode_rows();
+  int const most_rows = is_wasteful ? all_rows : min_of(all_rows, kFastRows);
+  return rows.pack <= most_rows && problem.seqlen_q <= most_rows / rows.pack ? variant : -1;
+}
+
+// The tile of one warpgroup, or of two where that is not enough for the longest queries. WHY not
+// with split_size: the bits of a sequence must not depend on the others.
+int variant_for(FwdProblem const& problem, RowPacking rows, int sms) {
+  int const decode = decode_variant(problem, rows);
+  if (decode >= 0) {
+    return decode;
+  }
+  FwdCandidates const candidates = fwd_candidates(problem);
+  bool const is_long = problem.seqlen_q > rows.positions_per_warpgroup() &&
+                       problem.cache.split_size == 0 && !has_few_keys(problem, rows, sms);
+  return candidates.variant[is_long ? candidates.count - 1 : 0];
+}
+
+// Heads whose keys are read at the same time: a divisor of all of them, so many that hardly a CTA
+// is left over. is_shared: two launches share the CTAs of each lane, so a lane needs many.
+int lanes_of(int heads, int ctas, bool is_shared) {
+  constexpr int kLeastPercent = 96;
+  constexpr int kMostShared = 4;
+  int lanes = std::max(1, heads);
+  while (lanes > 1 && (ctas / lanes * lanes * 100 < ctas * kLeastPercent ||
+                       (is_shared && lanes > kMostShared))) {
+    lanes = largest_divisor_below(heads, lanes);
+  }
+  return lanes;
+}
+
+// Parts that there may be, of all output tiles. tiles: output tiles.
+int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t tiles, int tile_n,
+                   int grid) {
+  if (splits.is_even()) {
+    return 2 * int64_t(grid);
+  }
+  int const k_tiles = max_of(1, ceil_div(cache.capacity, tile_n));
+  int const of_tile =
+      splits.kind == SplitKind::kParts ? min_of(splits.count, k_tiles) : splits.units(k_tiles);
+  return of_tile == 1 ? 1 : tiles * of_tile;
+}
+
+// Parts of each output tile for a launch of its own that combines them; 0: those of the even split,
+// which the launch itself combines. tiles: output tiles of a line; ctas: of a line.
+//
+// WHY: in the launch one multiprocessor reads all parts of a tile. One of 128 rows, 64 KiB, takes
+// it as long as a K tile of two warpgroups, 1.5 us (H100, 2026-11-26); a launch as long as three.
+int parts_apart(FwdProblem const& problem, int tile_n, int pack, int tiles, int ctas) {
+  constexpr int kCostOfLaunch = 3;
+  constexpr int kMostCost = 12;  // more parts are combined in two steps
+  CacheProblem const& cache = problem.cache;
+  bool const has_gaps = kWarpgroupRows % pack != 0;  // between the rows of warpgroups
+  if (cache.keys_of_all == 0 || cache.num_splits > 0 || cache.split_size > 0 || has_gaps ||
+      problem.head_dim_v > launch_columns(problem)) {
+    return 0;
+  }
+  int const k_tiles = ceil_div(cache.keys_of_all, tile_n);
+  int const most = min_of(ctas / tiles, k_tiles);
+  if (most < 2) {
+    return 0;
+  }
+  int const of_part = ceil_div(k_tiles, most);
+  int const of_even = ceil_div(tiles * k_tiles, ctas);
+  int const even = of_even + min_of(ceil_div(k_tiles, of_even), kMostCost);
+  return of_part + kCostOfLaunch < even ? ceil_div(k_tiles, of_part) : 0;
+}
+
+// The split for parts_apart().
+void combine_apart(CacheSchedule& cache, int parts, int64_t tiles) {
+  cache.parts_apart = parts;
+  cache.splits = KeySplits{};
+  cache.tile_units = 0;
+  cache.splits.kind = SplitKind::kParts;
+  cache.splits.count = parts;
+  cache.slots = tiles * parts;
+  cache.splits.most = cache.slots;
+}
+
+}  // namespace
+
+std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem) {
+  FwdProblem prompts = problem;
+  FwdProblem steps = problem;
+  steps.seqlen_q = 1;
+  RowPacking const rows = packing_of(prompts);
+  RowPacking const step_rows = packing_of(steps);
+  int const most = kFastRows / step_rows.pack;
+  bool const has_steps = problem.is_packed && problem.batch > 1 && most > 0 &&
+                         problem.seqlen_q > most && problem.cache.num_splits == 0 &&
+                         problem.head_dim_v <= launch_columns(problem) &&
+                         4 * int64_t(problem.total_q) <= int64_t(problem.batch) * problem.seqlen_q;
+  steps.seqlen_q = most;
+  int const variant = has_steps ? decode_variant(steps, step_rows) : -1;
+  if (variant < 0) {
+    return {problem};
+  }
+  FwdConfig const& of_steps = kFwdVariants[variant];
+  FwdConfig const& of_prompts = kFwdVariants[variant_for(prompts, rows, sms_of(problem))];
+  if (of_prompts.is_swapped || of_steps.tile_n != of_prompts.tile_n) {
+    return {problem};
+  }
+  bool const has_two = of_prompts.consumer_warpgroups > 1;
+  // The two launches pack different numbers of heads, and units are counted per packed head.
+  float const cost = kCostOfStep * float(rows.pack) / float(step_rows.pack);
+  prompts.cache.fewest_queries = most + 1;
+  prompts.cache.most_queries = IntervalMask::kNoLimit;
+  prompts.cache.other_positions = of_steps.decode_rows() / step_rows.pack;
+  prompts.cache.other_cost = cost;
+  steps.cache.fewest_queries = 1;
+  steps.cache.most_queries = most;
+  steps.cache.other_positions = rows.positions_per_tile(of_prompts.consumer_warpgroups);
+  steps.cache.other_weight_log2 = has_two ? kWeightLog2OfTwo : 0;
+  steps.cache.other_tile_units = has_two ? kTileUnitsOfTwo : 0;
+  steps.cache.other_cost = 1.f / cost;
+  return {prompts, steps};
+}
+
+FwdPlan plan_cache(FwdProblem const& problem) {
+  FwdPlan plan;
+  FwdSchedule& schedule = plan.schedule;
+  RowPacking const rows = packing_of(problem);
+  schedule.pack = rows.pack;
+  int const sms = sms_of(problem);
+  plan.variant = variant_for(problem, rows, sms);
+  FwdConfig const& config = kFwdVariants[plan.variant];
+  int const positions = config.is_swapped ? config.decode_rows() / rows.pack
+                                          : rows.positions_per_tile(config.consumer_warpgroups);
+  schedule.m_tiles = ceil_div(problem.seqlen_q, positions);
+  int64_t const of_head = problem.is_packed ? most_tiles(problem.total_q, problem.batch, positions)
+                                            : int64_t(schedule.m_tiles) * problem.batch;
+  int64_t const tiles = of_head * (problem.heads_q / schedule.pack);
+  CacheSchedule& cache = schedule.cache;
+  bool const is_shared = problem.cache.most_queries > 0;
+  int const packed_heads = problem.heads_q / schedule.pack;
+  cache.lanes = config.is_swapped ? 1 : lanes_of(packed_heads, sms * config.ctas_per_sm, is_shared);
+  schedule.grid = std::max(1, sms * config.ctas_per_sm / cache.lanes) * cache.lanes;
+  cache.weight_log2 = config.consumer_warpgroups > 1 ? kWeightLog2OfTwo : 0;
+  cache.tile_units = config.consumer_warpgroups > 1 ? kTileUnitsOfTwo : 0;
+  cache.splits = splits_of(problem.cache, config.tile_n, tiles / cache.lanes, cache.weight_log2,
+                           cache.tile_units);
+  cache.slots = most_parts(problem.cache, cache.splits, tiles, config.tile_n, schedule.grid);
+  if (!cache.splits.is_even() && cache.slots > 1) {
+    cache.splits.most = cache.slots;
+  }
+  bool const is_long = problem.seqlen_q > rows.positions_per_warpgroup();
+  int const apart = is_long ? parts_apart(problem, config.tile_n, schedule.pack,
+                                          int(tiles / cache.lanes), schedule.grid / cache.lanes)
+                            : 0;
+  if (apart > 1) {
+    combine_apart(cache, apart, tiles);
+  }
+  // Rows of a part are counted as those of a tile.
+  int const all_rows = config.consumer_warpgroups * kWarpgroupRows;
+  bool const is_short = !problem.is_packed && problem.seqlen_q < rows.positions_per_warpgroup();
+  cache.rows = is_short ? problem.seqlen_q * schedule.pack : all_rows;
+  if (config.is_swapped) {
+    cache.rows = config.computed_rows(min_of(cache.rows, config.decode_rows()));
+  } else if (config.is_latent()) {
+    cache.rows = round_up(cache.rows, 16);  // those of whole warps (mla/parts.h)
+  }
+  return plan;
+}
+
+}  // namespace fa3

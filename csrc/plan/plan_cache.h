@@ -1,0 +1,17 @@
+// How attention on a cache is run. What depends on the lengths is decided on the GPU.
+#pragma once
+
+#include <vector>
+
+#include "plan/plan.h"
+
+namespace fa3 {
+
+// The launches of a call: one, or two if packed queries hold prompts and steps. The first of two
+// computes the prompts, the second the steps. Both run at the same time (SharedCall).
+std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem);
+
+// INVARIANT: the problem comes from a CUDA call that check_cache() accepts.
+FwdPlan plan_cache(FwdProblem const& problem);
+
+}  // namespace fa3

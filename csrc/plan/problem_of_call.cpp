@@ -1,0 +1,158 @@
+#include "plan/problem_of_call.h"
+
+#include <algorithm>
+
+namespace fa3 {
+namespace {
+
+int limit_of(int64_t window_side) {
+  bool const is_none = window_side < 0 || window_side > IntervalMask::kNoLimit;
+  return is_none ? IntervalMask::kNoLimit : int(window_side);
+}
+
+// How long the longest sequence may be: what the caller says, where that can be.
+int longest(int64_t hint, int64_t total) { return int(hint > 0 ? std::min(hint, total) : total); }
+
+void set_sizes(FwdProblem& problem, AttentionCall const& call) {
+  TensorMeta const& q = call.q;
+  TensorMeta const& k = call.k;
+  LengthArguments const& lengths = call.lengths;
+  problem.is_packed = call.is_packed();
+  int const heads_dim = problem.is_packed ? 1 : 2;
+  problem.dtype = q.dtype;
+  problem.heads_q = int(q.size[heads_dim]);
+  problem.heads_k = int(k.size[heads_dim]);
+  problem.head_dim = int(q.size[heads_dim + 1]);
+  problem.head_dim_v = int(call.v.size[heads_dim + 1]);
+  if (problem.is_packed) {
+    problem.batch = int(lengths.cu_seqlens_q->size[0]) - 1;
+    problem.has_unused = lengths.seqused_q || lengths.seqused_k;
+    problem.total_q = int(q.size[0]);
+    problem.total_k = int(k.size[0]);
+    problem.seqlen_q = longest(lengths.max_seqlen_q, problem.total_q);
+    problem.seqlen_k = longest(lengths.max_seqlen_k, problem.total_k);
+  } else {
+    problem.batch = int(q.size[0]);
+    problem.seqlen_q = int(q.size[1]);
+    problem.seqlen_k = int(k.size[1]);
+  }
+}
+
+PackGqa pack_gqa_of(std::optional<bool> asked) {
+  return !asked ? PackGqa::kHeuristic : *asked ? PackGqa::kAlways : PackGqa::kNever;
+}
+
+// Dense: the lengths say which limits mask nothing. (What the caller says of packed lengths is but
+// a hint.)
+void drop_idle_limits(FwdProblem& problem, IntervalMask& mask) {
+  if (mask.left >= problem.seqlen_k - 1) {
+    mask.left = IntervalMask::kNoLimit;
+  }
+  if (mask.right > 0 && mask.right >= problem.seqlen_q - 1) {
+    mask.right = IntervalMask::kNoLimit;
+  }
+  // A query before key 0 is in no chunk; without chunks it might see keys behind its own.
+  bool const all_stand_at_keys = problem.seqlen_q <= problem.seqlen_k || mask.right == 0;
+  if (mask.is_chunked && int(mask.chunk.divisor) >= problem.seqlen_k && all_stand_at_keys) {
+    mask.is_chunked = false;
+  }
+}
+
+IntervalMask mask_of_call(ScoreArguments const& score) {
+  IntervalMask mask;
+  mask.left = limit_of(score.window_left);
+  mask.right = score.causal ? 0 : limit_of(score.window_right);
+  if (score.attention_chunk > 0) {
+    mask.is_chunked = true;
+    mask.chunk = FastDiv(int(std::min<int64_t>(score.attention_chunk, IntervalMask::kNoLimit)));
+  }
+  return mask;
+}
+
+void set_execution(FwdProblem& problem, AttentionCall const& call) {
+  problem.promote = call.fp8.promote;
+  problem.pack_gqa = pack_gqa_of(call.execution.pack_gqa);
+  problem.sm_margin = int(call.execution.sm_margin);
+  problem.deterministic = call.gradients.deterministic;
+  problem.device = call.device;
+}
+
+// Keys of the only sequence that each query sees, if the host knows that; else 0.
+int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
+  CacheArguments const& cache = call.cache;
+  IntervalMask const& mask = problem.mask;
+  bool const is_one = problem.batch == 1 && !problem.is_packed && !call.lengths.cu_seqlens_k;
+  bool const is_known = !cache.cache_seqlens && !cache.cache_leftpad && !cache.cu_seqlens_k_new &&
+                        call.prefix.shared_prefix == 0;
+  bool const is_full = mask.left == IntervalMask::kNoLimit &&
+                       mask.right == IntervalMask::kNoLimit && !mask.is_chunked &&
+                       !call.tree.tree_mask;
+  if (!is_one || !is_known || !is_full || call.score.sinks || problem.kind.is_latent) {
+    return 0;
+  }
+  int64_t const capacity = problem.cache.capacity;
+  int64_t const held = cache.cache_length < 0 ? capacity : cache.cache_length;
+  return int(std::min(capacity, held + cache.appended));
+}
+
+}  // namespace
+
+FwdProblem problem_of_cache(AttentionCall const& call) {
+  FwdProblem problem;
+  TensorMeta const& q = call.q;
+  LengthArguments const& lengths = call.lengths;
+  bool const has_packed_keys = bool(lengths.cu_seqlens_k);
+  int const of_keys = has_packed_keys ? 0 : 1;  // dimension
+  problem.dtype = q.dtype;
+  problem.is_packed = bool(lengths.cu_seqlens_q);
+  problem.heads_q = int(q.size[q.rank - 2]);
+  problem.head_dim = int(q.size[q.rank - 1]);
+  problem.heads_k = int(call.k.size[of_keys + 1]);
+  problem.head_dim_v = int(call.v.size[of_keys + 2]);
+  problem.batch = int(problem.is_packed ? lengths.cu_seqlens_q->size[0] - 1 : q.size[0]);
+  problem.total_q = problem.is_packed ? int(q.size[0]) : 0;
+  problem.seqlen_q =
+      problem.is_packed ? longest(lengths.max_seqlen_q, problem.total_q) : int(q.size[1]);
+  CacheProblem& cache = problem.cache;
+  cache.entries = has_packed_keys ? 1 : int(call.k.size[0]);
+  cache.page_size = int(call.k.size[of_keys]);
+  int64_t const pages = call.cache.page_table ? call.cache.page_table->size[1] : 1;
+  cache.capacity = int(std::min<int64_t>(pages * cache.page_size, IntervalMask::kNoLimit));
+  cache.num_splits = int(call.splits.num_splits);
+  cache.split_size = int(std::min<int64_t>(call.splits.split_size, IntervalMask::kNoLimit));
+  problem.seqlen_k = cache.capacity;
+  problem.mask = mask_of_call(call.score);
+  problem.kind = call.latent.qv           ? kLatentKernel
+                 : call.score.softcap > 0 ? kCacheSoftcapKernel
+                                          : kCacheKernel;
+  problem.converts = call.converts();
+  cache.keys_of_all = keys_of_all(call, problem);
+  set_execution(problem, call);
+  return problem;
+}
+
+FwdProblem problem_of(AttentionCall const& call) {
+  FwdProblem problem;
+  set_sizes(problem, call);
+  ScoreArguments const& score = call.score;
+  IntervalMask mask = mask_of_call(score);
+  if (!problem.is_packed) {
+    drop_idle_limits(problem, mask);
+  }
+  problem.mask = mask;
+  bool const is_limited = mask.left < IntervalMask::kNoLimit || mask.is_chunked ||
+                          (mask.right > 0 && mask.right < IntervalMask::kNoLimit);
+  // FP8 kernels without a mask rely on each row seeing a key.
+  bool const has_no_keys = problem.dtype == Dtype::kFloat8E4M3 && problem.seqlen_k == 0;
+  bool const has_row_features =
+      !call.is_backward && (score.sinks || call.execution.return_max_logits);
+  bool const is_general = is_limited || problem.is_packed || has_row_features || has_no_keys;
+  problem.kind = score.softcap > 0 ? kSoftcapKernel
+                 : is_general      ? kGeneralKernel
+                 : mask.right == 0 ? kCausalKernel
+                                   : kFullKernel;
+  set_execution(problem, call);
+  return problem;
+}
+
+}  // namespace fa3

@@ -1,0 +1,36 @@
+// A call whose sequences share their first keys, as two: all queries on the shared keys, and each
+// sequence on the keys after them.
+#pragma once
+
+#include "call/attention_call.h"
+
+namespace fa3 {
+
+// Whether the rows of a batch (batch, rows, heads, columns) are evenly spaced.
+inline bool has_one_sequence(TensorMeta const& meta) {
+  return meta.rank == 3 || meta.size[0] <= 1 || meta.size[1] <= 1 ||
+         meta.stride[0] == meta.size[1] * meta.stride[1];
+}
+
+// Queries as one sequence, (1, all rows, heads, columns).
+inline TensorMeta as_one_sequence(TensorMeta meta) {
+  if (meta.rank == 4) {
+    meta.stride[1] = meta.size[1] == 1 ? meta.stride[0] : meta.stride[1];
+    meta.size[1] *= meta.size[0];
+  } else {
+    for (int i = 3; i > 0; --i) {
+      meta.size[i] = meta.size[i - 1];
+      meta.stride[i] = meta.stride[i - 1];
+    }
+    meta.rank = 4;
+  }
+  meta.size[0] = 1;
+  meta.stride[0] = meta.size[1] * meta.stride[1];
+  return meta;
+}
+
+// The call of all queries on the shared keys: they see all of them, whatever the mask. q: of
+// as_one_sequence(). Scales and keys of sequences are those of the first.
+AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q);
+
+}  // namespace fa3
