@@ -63,7 +63,7 @@ struct DqConsumer : BwdProducts<Traits> {
                         column - Exchange::other_column(rank), tQrDq, false);
   }
 
-  // Adds a block to the accumulator, or stores the first, in the order of core/dq_layout.h.
+  // Adds a block to the accumulator, or stores the first, in the order of config/dq_layout.h.
   template <class Fragment>
   CUTE_DEVICE void add_block(int64_t block, bool is_first, Fragment const& tQrDq) {
     constexpr DqLayout kDq = Traits::kDq;

@@ -1,5 +1,5 @@
 // Masks the scores of queries that do not see a key. Keys are the rows of the scores here. Only
-// steps at the ends of a tile's range are masked (core/query_range.h).
+// steps at the ends of a tile's range are masked (backward/query_range.h).
 #pragma once
 
 #include "backward/storage.h"

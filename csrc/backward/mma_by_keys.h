@@ -263,7 +263,7 @@ struct KeysConsumer : BwdProducts<Traits> {
     return next & (warpgroup == 0 ? BwdStep::kBufferTwoBefore : BwdStep::kBufferBefore) ? 1 : 0;
   }
 
-  // Stages dQ for the store warp, in the order of core/dq_layout.h.
+  // Stages dQ for the store warp, in the order of config/dq_layout.h.
   template <class Fragment>
   CUTE_DEVICE void stage_dq(Fragment const& tQrDq) {
     if (dq_step() < 0) {

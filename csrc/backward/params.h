@@ -12,7 +12,7 @@
 #include <cuda.h>
 
 #include "core/packed_tiles.h"
-#include "core/query_range.h"
+#include "backward/query_range.h"
 #include "core/tile_order.h"
 
 namespace fa3 {
@@ -29,7 +29,7 @@ struct BwdDeviceParams {
   CUtensorMap dv;         // as dk
   float const* lse_log2;  // workspace: a row is a float
   float const* delta;     // as lse_log2
-  float* dq_sum;          // workspace: a tile as in core/dq_layout.h
+  float* dq_sum;          // workspace: a tile as in config/dq_layout.h
   int* dq_flags;          // workspace: kDqAdders flags a tile (add_order.h)
   int* ticket;            // workspace: the next number in the order of work
   SeqlenPair seqlen;      // packed: of all sequences together

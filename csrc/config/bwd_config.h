@@ -4,7 +4,7 @@
 #pragma once
 
 #include "config/slices.h"
-#include "core/dq_layout.h"
+#include "config/dq_layout.h"
 
 namespace fa3 {
 

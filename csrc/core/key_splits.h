@@ -45,7 +45,7 @@ struct Lane {
 };
 
 // The most units of a line. WHY: ints have room for twice as many, and the scan of a warp for sums
-// that stop there (forward/cache_batch.h).
+// that stop there (forward/cache/cache_batch.h).
 constexpr int kMostUnits = 1 << 29;
 
 // An output tile in its line. weight_log2: in an even split a K tile counts as 2^weight_log2 K

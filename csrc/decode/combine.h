@@ -5,7 +5,7 @@
 
 #include "decode/softmax.h"
 #include "device/flags.h"
-#include "forward/combine_parts.h"
+#include "forward/cache/combine_parts.h"
 
 namespace fa3 {
 

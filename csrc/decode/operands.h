@@ -10,7 +10,7 @@
 #include "decode/storage.h"
 #include "device/gemm.h"
 #include "device/math.h"
-#include "forward/combine_parts.h"
+#include "forward/cache/combine_parts.h"
 
 namespace fa3 {
 

@@ -6,8 +6,8 @@
 #pragma once
 
 #include "decode/storage.h"
-#include "forward/cache_batch.h"
-#include "forward/keys_pages.h"
+#include "forward/cache/cache_batch.h"
+#include "forward/cache/keys_pages.h"
 #include "forward/results.h"
 
 namespace fa3 {

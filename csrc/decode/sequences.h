@@ -4,7 +4,7 @@
 
 #include "decode/traits.h"
 #include "device/barriers.h"
-#include "forward/cache_batch.h"
+#include "forward/cache/cache_batch.h"
 
 namespace fa3 {
 

@@ -46,7 +46,7 @@ CUTE_DEVICE auto operand_a_layout(Layout acc) {
 
 // The same for 8-bit operands, 16 columns at a time of each half of 32. A thread's columns have the
 // order 2 j, 2 j + 1, 8 + 2 j, 8 + 2 j + 1, so the rows of the second operand must have that order
-// (forward/values_transposed.h).
+// (forward/fp8/values_transposed.h).
 //
 //   ((2, 2, J), 1, 1) -> ((4, 2, 2), 1, J / 4)
 template <class Layout>

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/gemm.h"
-#include "forward/missing_values.h"
+#include "forward/cache/missing_values.h"
 #include "forward/ping_pong.h"
 #include "forward/slots.h"
 

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "forward/output_over_queries.h"
-#include "forward/result_sender.h"
-#include "forward/scales.h"
-#include "forward/values_transposed.h"
+#include "forward/fp8/result_sender.h"
+#include "forward/fp8/scales.h"
+#include "forward/fp8/values_transposed.h"
 
 namespace fa3 {
 

@@ -6,11 +6,11 @@
 //   the last      on a cache of e4m3 with 16-bit Q: converts K and V (keys_converted.h)
 #pragma once
 
-#include "forward/keys_converted.h"
-#include "forward/loop_serial.h"
+#include "forward/cache/keys_converted.h"
+#include "forward/fp8/loop_serial.h"
 #include "forward/loop_skewed.h"
 #include "forward/producer.h"
-#include "forward/producer_cache.h"
+#include "forward/cache/producer_cache.h"
 
 namespace fa3 {
 

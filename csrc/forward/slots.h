@@ -3,14 +3,15 @@
 
 #include "device/score.h"
 #include "forward/helpers.h"
-#include "forward/keys_pages.h"
+#include "forward/cache/keys_pages.h"
+#include "forward/cache/output_parts.h"
 #include "forward/keys_tma.h"
 #include "forward/mask.h"
-#include "forward/output_fp8.h"
+#include "forward/fp8/output_fp8.h"
 #include "forward/queries.h"
-#include "forward/scales.h"
+#include "forward/fp8/scales.h"
 #include "forward/softmax.h"
-#include "forward/softmax_fp8.h"
+#include "forward/fp8/softmax_fp8.h"
 #include "forward/sums.h"
 
 namespace fa3 {

@@ -73,7 +73,7 @@ struct FwdStorage {
   Mbarrier v_full[Traits::kStages];   // TMA (1 + bytes), or transposing warps (2) -> consumers
   Mbarrier v_empty[Traits::kStages];  // consumer warpgroups (1 each) -> who fills v
 
-  int completes_tile[Traits::kIsCache ? Traits::kWarpgroups : 0];  // forward/output_parts.h
+  int completes_tile[Traits::kIsCache ? Traits::kWarpgroups : 0];  // forward/cache/output_parts.h
 
   // kBlocks: scales of the rows of Q in a stage, and of K tiles. The barriers of K guard them.
   // INVARIANT: consumers read the scales of K tile j before they issue S(j + 1). The ring has twice
@@ -150,7 +150,7 @@ struct DirectValues {
 };
 
 // ValuesKind::kTransposed, kConverted: the producer loads V into `v_raw`, from which others fill
-// `v` (forward/values_transposed.h, forward/keys_converted.h).
+// `v` (forward/fp8/values_transposed.h, forward/cache/keys_converted.h).
 struct RawValues {
   template <class Storage>
   CUTE_DEVICE static auto& buffers(Storage& shared) {
@@ -200,6 +200,16 @@ struct RawKeys {
 // Synchronises the warps of a consumer warpgroup; there are at most three warpgroups.
 CUTE_DEVICE void sync_warpgroup(int warpgroup) {
   named_sync(NamedBarrier(int(NamedBarrier::kWarpgroupFirst) + warpgroup), kWarpgroupThreads);
+}
+
+// Releases the Q buffer of a warpgroup. All its threads call this.
+template <class Traits>
+CUTE_DEVICE void release_queries(FwdStorage<Traits>& shared, int q_stage, int warpgroup,
+                                 int thread) {
+  __syncwarp();
+  if (thread % 32 == 0) {
+    shared.q_empty[q_stage][warpgroup].arrive();
+  }
 }
 
 }  // namespace fa3

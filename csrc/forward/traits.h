@@ -28,7 +28,7 @@ struct FwdTraits {
   static constexpr bool kTransposesV = k.values == ValuesKind::kTransposed;
   static constexpr bool kConverts = k.converts();
   static constexpr bool kHasScales = k.scales == ScalesKind::kBlocks;
-  // On a cache: consumers clear the rows of V that belong to no key (forward/missing_values.h).
+  // On a cache: consumers clear the rows of V that belong to no key (cache/missing_values.h).
   static constexpr bool kClearsValues = kIsCache && k.values == ValuesKind::kDirect;
 
   static constexpr int kHeadDim = k.head_dim;
@@ -123,7 +123,7 @@ struct FwdTraits {
   // read.
   static constexpr int kOperandColumnsV = kTransposesV ? kHeadDimV : kColumnsV;
   using MmaV = decltype(cute::make_tiled_mma(register_atom<Element, kOperandColumnsV, kMajorV>()));
-  // PV of a part of the columns (forward/loop_serial.h).
+  // PV of a part of the columns (forward/fp8/loop_serial.h).
   static constexpr int kPartColumns = kHeadDimV < 128 ? kHeadDimV : 128;
   using MmaPart = decltype(cute::make_tiled_mma(register_atom<Element, kPartColumns, kMajorV>()));
 };

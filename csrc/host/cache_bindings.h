@@ -74,8 +74,8 @@ int take_stretch(Walk& walk, int cta) {
   return total;
 }
 
-// The parts of a CTA, as forward/cache_batch.h finds them: the walk begins at the last sequence
-// before which there are no more units than before the CTA's stretch, or at the first one.
+// The parts of a CTA, as forward/cache/cache_batch.h finds them: the walk begins at the last
+// sequence before which there are no more units than before the CTA's stretch, or at the first one.
 template <class Walk>
 std::vector<CachePart> parts_of_cta(Walk walk, int cta, bool starts_late) {
   std::vector<CachePart> parts;

@@ -7,9 +7,9 @@
 #include <optional>
 #include <tuple>
 
-#include "core/compact_ring.h"
-#include "core/dq_layout.h"
-#include "core/query_range.h"
+#include "forward/fp8/compact_ring.h"
+#include "config/dq_layout.h"
+#include "backward/query_range.h"
 #include "core/row_packing.h"
 #include "core/softmax_math.h"
 #include "core/tile_order.h"

@@ -199,7 +199,7 @@ CUTE_DEVICE void rotate(Rotary const& rotary, int64_t position, int pair, Chunk&
   }
 }
 
-// Two chunks of a row: those of a pair (core/append_rows.h).
+// Two chunks of a row: those of a pair (kvcache/append_rows.h).
 template <class Element, AppendTensor kTensor>
 struct RowChunks {
   static constexpr bool kIsRotated =

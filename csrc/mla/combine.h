@@ -1,9 +1,10 @@
 // Combines the parts of output tiles whose keys several CTAs share, in the order of their keys, in
-// a launch after theirs. WHY not by the CTA that completes a tile, as in forward/output_parts.h: a
-// row of a part has 2 KiB, and one multiprocessor would read them all.
+// a launch after theirs. WHY not by the CTA that completes a tile, as in
+// forward/cache/output_parts.h: a row of a part has 2 KiB, and one multiprocessor would read them
+// all.
 #pragma once
 
-#include "forward/output_parts.h"
+#include "forward/cache/output_parts.h"
 #include "mla/parts.h"
 
 namespace fa3 {

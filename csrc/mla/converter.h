@@ -3,7 +3,7 @@
 // warpgroups compute S and the softmax.
 #pragma once
 
-#include "forward/keys_converted.h"
+#include "forward/cache/keys_converted.h"
 #include "mla/storage.h"
 
 namespace fa3 {

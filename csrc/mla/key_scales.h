@@ -1,7 +1,7 @@
 // A latent cache of e4m3: a warp of the producer reads the scales of the keys.
 #pragma once
 
-#include "forward/keys_pages.h"
+#include "forward/cache/keys_pages.h"
 #include "mla/storage.h"
 
 namespace fa3 {

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "device/gemm.h"
-#include "forward/cache_batch.h"
-#include "forward/output_parts.h"
+#include "forward/cache/cache_batch.h"
+#include "forward/cache/output_parts.h"
 #include "mla/converter.h"
 #include "mla/parts.h"
 #include "mla/storage.h"

@@ -6,8 +6,8 @@
 // warps, a lane for a row of the K tile.
 #pragma once
 
-#include "forward/cache_batch.h"
-#include "forward/keys_pages.h"
+#include "forward/cache/cache_batch.h"
+#include "forward/cache/keys_pages.h"
 #include "mla/key_scales.h"
 #include "mla/storage.h"
 

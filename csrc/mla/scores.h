@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/gemm.h"
-#include "forward/keys_pages.h"
+#include "forward/cache/keys_pages.h"
 #include "forward/mask.h"
 #include "forward/results.h"
 #include "forward/softmax.h"

@@ -1,6 +1,6 @@
 // Counters in device memory: for the tickets of tiles (forward/work.h), and for the parts of output
-// tiles (forward/combine_parts.h). They are zero when a launch begins, and the launch leaves them
-// zero.
+// tiles (forward/cache/combine_parts.h). They are zero when a launch begins, and the launch leaves
+// them zero.
 #pragma once
 
 #include <cstdint>

@@ -252,7 +252,7 @@ def test_each_k_tile_is_in_one_part(line):
 @given(lines())
 @examples(300)
 def test_the_walk_may_begin_at_any_sequence_before(line):
-    """A warp looks for the last one (forward/cache_batch.h)."""
+    """A warp looks for the last one (forward/cache/cache_batch.h)."""
     assert line.parts(starts_late=True) == line.parts(starts_late=False)
 
 

@@ -59,7 +59,7 @@ def test_header_comment(path: Path):
 
 
 def test_features_of_the_forward_are_types():
-    sources = (ROOT / 'csrc/forward').glob('*.h')
+    sources = (ROOT / 'csrc/forward').rglob('*.h')
     assert sum(path.read_text().count('if constexpr') for path in sources) <= FORWARD_BRANCHES
 
 

@@ -1,4 +1,4 @@
-"""core/compact_ring.h: where a role stands, against counting."""
+"""forward/fp8/compact_ring.h: where a role stands, against counting."""
 import pytest
 
 from tests import _host

@@ -78,11 +78,11 @@ def test_source_files_named_in_csrc_exist():
     folders = ('core|config|device|call|checks|plan|forward|backward|host|launch|ops|'
                'quantize|schedule')
     text = ''.join(page.read_text() for page in sorted((ROOT / 'csrc').rglob('*.md')))
-    names = re.findall(rf'`(?:csrc/)?((?:{folders})/[\w.]+)`', text)
+    names = re.findall(rf'`(?:csrc/)?((?:{folders})/[\w./]+)`', text)
     assert len(names) > 20
     assert [name for name in names if not (ROOT / 'csrc' / name).exists()] == []
     for folder in KERNELS:
-        local = re.findall(r'`(\w+\.h)`', (folder / 'README.md').read_text())
+        local = re.findall(r'`(\w+\.h|(?:cache|fp8)/\w+\.h)`', (folder / 'README.md').read_text())
         assert [name for name in local if not (folder / name).exists()] == []
 
 

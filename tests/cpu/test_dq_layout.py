@@ -1,5 +1,5 @@
-"""core/dq_layout.h: where the accumulator of dQ keeps the elements of a tile, against the registers
-of the product that wrote them.
+"""config/dq_layout.h: where the accumulator of dQ keeps the elements of a tile, against the
+registers of the GEMM that wrote them.
 """
 from collections import Counter
 from itertools import product

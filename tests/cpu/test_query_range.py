@@ -1,5 +1,5 @@
-"""core/query_range.h against an O(n^2) mask: which tiles of queries a tile of keys meets, which of
-them without masking, and that core/block_range.h says the same from the side of the queries.
+"""backward/query_range.h against an O(n^2) mask: which tiles of queries a tile of keys meets, which
+of them without masking, and that core/block_range.h says the same from the side of the queries.
 """
 from hypothesis import given
 from hypothesis import strategies as st

@@ -2,19 +2,10 @@
 // global memory, and the O of a part in fp32 to a buffer (combine_parts.h).
 #pragma once
 
-#include "forward/combine_parts.h"
+#include "forward/cache/combine_parts.h"
 #include "forward/storage.h"
 
 namespace fa3 {
-
-template <class Traits>
-CUTE_DEVICE void release_queries(FwdStorage<Traits>& shared, int q_stage, int warpgroup,
-                                 int thread) {
-  __syncwarp();
-  if (thread % 32 == 0) {
-    shared.q_empty[q_stage][warpgroup].arrive();
-  }
-}
 
 // Writes the values of O that a thread has of its row r: pairs of columns, which with
 // ValuesKind::kTransposed are halves of fours (values_transposed.h).

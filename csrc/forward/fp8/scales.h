@@ -5,7 +5,7 @@
 // each tile.
 #pragma once
 
-#include "core/compact_ring.h"
+#include "forward/fp8/compact_ring.h"
 #include "device/fragments.h"
 #include "device/math.h"
 #include "forward/softmax.h"

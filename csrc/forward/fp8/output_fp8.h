@@ -7,7 +7,6 @@
 #pragma once
 
 #include "forward/output_over_queries.h"
-#include "forward/output_parts.h"
 
 namespace fa3 {
 

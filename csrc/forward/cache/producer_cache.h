@@ -3,7 +3,7 @@
 // this together, each for its own rows. All lanes run it.
 #pragma once
 
-#include "forward/cache_batch.h"
+#include "forward/cache/cache_batch.h"
 #include "forward/slots.h"
 #include "forward/storage.h"
 

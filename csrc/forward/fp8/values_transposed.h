@@ -15,7 +15,7 @@
 //     four consecutive columns of O (output_fp8.h).
 #pragma once
 
-#include "core/compact_ring.h"
+#include "forward/fp8/compact_ring.h"
 #include "forward/storage.h"
 
 namespace fa3 {

@@ -14,7 +14,7 @@
 #include "device/fragments.h"
 #include "device/gemm.h"
 #include "device/math.h"
-#include "forward/scales.h"
+#include "forward/fp8/scales.h"
 
 namespace fa3 {
 
