@@ -69,11 +69,11 @@ test-versions: build $(CLIENTS)/ready
 	$(CLIENTS)/bin/python -m tests.client_versions torch transformers
 
 # It sees the packages of .venv, but for what it has itself.
-$(CLIENTS)/ready: tests/clients.txt $(VENV)/ready
+$(CLIENTS)/ready: tests/support/clients.txt $(VENV)/ready
 	$(RUN) -m venv $(CLIENTS)
 	$(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	  > $$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth
-	$(CLIENTS)/bin/python -m pip install --no-deps --requirement tests/clients.txt
+	$(CLIENTS)/bin/python -m pip install --no-deps --requirement tests/support/clients.txt
 	touch $@
 
 lint: $(VENV)/ready

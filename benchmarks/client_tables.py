@@ -6,7 +6,7 @@ import inspect
 
 from benchmarks.kernel_tables import table
 from flash_attn3 import integrations
-from tests.client_evidence import EVIDENCE
+from tests.support.client_evidence import EVIDENCE
 
 
 def clients_part() -> str:

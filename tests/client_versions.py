@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.checkout import ROOT, new_environment, run, site_packages
+from tests.support.checkout import ROOT, new_environment, run, site_packages
 
 TESTS = ('test_integrations*.py', 'test_compat*.py', 'test_doctor.py', 'test_*op.py',
          'test_interface.py', 'test_autograd.py', 'test_compile.py', 'test_parallel.py')

@@ -32,11 +32,11 @@ from flash_attn3.ops import checks
 from flash_attn3.tools import planning
 from flash_attn3.ops.dense_and_varlen import General
 from flash_attn3.cpu.reference_fp8 import Scales
-from tests import cache_cases
-from tests.cache_cases import CacheCase, mixed
-from tests.cases import DTYPES, GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind
-from tests.fp8_data import E4M3, descales, quantize_all
-from tests.general_cases import GeneralCase, forward, starts
+from tests.support import cache_cases
+from tests.support.cache_cases import CacheCase, mixed
+from tests.support.cases import DTYPES, GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind
+from tests.support.fp8_data import E4M3, descales, quantize_all
+from tests.support.general_cases import GeneralCase, forward, starts
 
 SMALL = [Case(67, 150, batch=1, heads_q=2, heads_k=2),
          Case(5, 33, heads_q=6, heads_k=2, pack_gqa=True),

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import (CheckpointPolicy, checkpoint,
 
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
 
-from tests import compare
-from tests.cases import Case
 from tests.cpu.layer import Layer
+from tests.support import compare
+from tests.support.cases import Case
 
 OPS = torch.ops.flash_attn3
 FUNCTIONS = {    # the public functions on one tensor, 4 query and 2 KV heads

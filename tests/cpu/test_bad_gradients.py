@@ -6,7 +6,7 @@ q is (2, 5, 4, 16), k and v are (2, 7, 2, 16), bfloat16.
 import pytest
 import torch
 
-from tests.cases import Case
+from tests.support.cases import Case
 
 OPS = torch.ops.flash_attn3
 AS_OUT, AS_LSE = '(2, 5, 4, 16)', '(2, 4, 5)'

@@ -14,7 +14,7 @@ import pytest
 
 import third_party.fetch
 from build_tools import native, toolchain, units
-from tests.checkout import copy_checkout, link_package, new_environment, run, site_packages
+from tests.support.checkout import copy_checkout, link_package, new_environment, run, site_packages
 
 pytestmark = pytest.mark.slow
 

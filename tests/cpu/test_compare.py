@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
-from tests import cases, compare
-from tests.cases import Case
+from tests.support import cases, compare
+from tests.support.cases import Case
 
 
 def outputs(case: Case):

@@ -24,8 +24,8 @@ from flash_attn3 import compat
 from flash_attn3.api import interface
 from flash_attn3.compat import functions, ops
 
-from tests.checkout import ROOT
-from tests.upstream_calls import SCHEMAS, SIGNATURES
+from tests.support.checkout import ROOT
+from tests.support.upstream_calls import SCHEMAS, SIGNATURES
 
 MODULES = ('flash_attn_interface', 'flash_attn_config', 'flash_attn_3', 'flash_attn_3._C',
            'flash_attn_3.flash_attn_interface', 'flash_attn_3.flash_attn_config')

@@ -19,10 +19,10 @@ from flash_attn3.ops import checks, library
 from flash_attn3.compat import functions, register_ops
 from flash_attn3.cpu.reference import Inputs, Mask, Outputs, Score
 
-from tests import cache_cases, cache_oracle, compare, upstream_calls
-from tests.cases import Case
-from tests.general_oracle import check
-from tests.upstream_calls import CACHES, FEATURES, GENERAL, LAYERS, run, with_features
+from tests.support import cache_cases, cache_oracle, compare, upstream_calls
+from tests.support.cases import Case
+from tests.support.general_oracle import check
+from tests.support.upstream_calls import CACHES, FEATURES, GENERAL, LAYERS, run, with_features
 
 each_layer = pytest.mark.parametrize('layer', LAYERS)
 register_ops()
@@ -40,7 +40,7 @@ def dense(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
 @pytest.mark.parametrize('features', FEATURES)
 @pytest.mark.parametrize('case', GENERAL.values(), ids=GENERAL)
 def test_results_and_gradients(case, features, layer):
-    """The bar of tests/compare.py, for everything that upstream's ops take."""
+    """The bar of tests/support/compare.py, for everything that upstream's ops take."""
     case = with_features(case, features)
     tensors = case.tensors('cpu')
     check(case, tensors, run(case, tensors, layer))

@@ -5,8 +5,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attn3 import flash_attn_func
 
-from tests.called_ops import compilations
-from tests.cases import Case
+from tests.support.called_ops import compilations
+from tests.support.cases import Case
 
 pytestmark = pytest.mark.slow
 

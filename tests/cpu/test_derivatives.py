@@ -5,11 +5,11 @@ from torch.autograd import forward_ad
 
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 
-from tests import derivative_calls
-from tests.derivative_calls import (FUNCTIONS, OPS, REVERSE_ONLY, SHAPE, every_forward_mode,
-                                    every_function, every_option)
-from tests.fp8_data import E4M3
-from tests.general_cases import starts
+from tests.support import derivative_calls
+from tests.support.derivative_calls import (FUNCTIONS, OPS, REVERSE_ONLY, SHAPE, every_forward_mode,
+                                            every_function, every_option)
+from tests.support.fp8_data import E4M3
+from tests.support.general_cases import starts
 
 CPU = torch.device('cpu')
 

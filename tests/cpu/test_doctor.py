@@ -20,7 +20,7 @@ from flash_attn3.ops import library
 from flash_attn3.tools import doctor, doctor_clients, doctor_facts, planning
 from flash_attn3.integrations import sdpa
 
-from tests.checkout import ROOT
+from tests.support.checkout import ROOT
 
 NAMES = [variant.name for variant in FORWARD + BACKWARD]
 H100 = {'index': 0, 'name': 'NVIDIA H100 80GB HBM3', 'compute_capability': '9.0',

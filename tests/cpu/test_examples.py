@@ -17,8 +17,8 @@ from flash_attn3 import flash_attn_fp8_func
 from flash_attn3.cpu import reference
 from flash_attn3.cpu.reference import Inputs, Mask, Score
 
-from tests import compare
-from tests.fp8_data import given_gradients
+from tests.support import compare
+from tests.support.fp8_data import given_gradients
 
 pytestmark = pytest.mark.slow
 

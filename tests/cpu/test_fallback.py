@@ -10,10 +10,10 @@ from flash_attn3.cpu import fallback, reference
 from flash_attn3.ops import library
 from flash_attn3.ops.dense_and_varlen import General
 
-from tests.cases import Case
 from tests.cpu import by_row
 from tests.cpu.test_general import EVERY_FEATURE
 from tests.cpu.test_reference_packed import packed_inputs, starts
+from tests.support.cases import Case
 
 SEQLENS = [(8, 8), (5, 9), (9, 5), (1, 7), (0, 4), (4, 0)]
 

@@ -20,11 +20,11 @@ from flash_attn3.cpu.quantize import KV_BLOCK, Q_BLOCK
 from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests import compare, derivative_calls
 from tests.cpu.drawn import examples
 from tests.cpu.test_reference_packed import ints, starts
-from tests.fp8_data import (E4M3, check_fp8, check_gradients, descales, given_gradients,
-                            quantize_all)
+from tests.support import compare, derivative_calls
+from tests.support.fp8_data import (E4M3, check_fp8, check_gradients, descales, given_gradients,
+                                    quantize_all)
 
 OPTIONS = {
     'full': {}, 'causal': {'causal': True}, 'window': {'window_size': (9, 3)},

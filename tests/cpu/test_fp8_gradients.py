@@ -10,7 +10,7 @@ from flash_attn3.ops.dense_and_varlen import General
 from flash_attn3.cpu.reference import Inputs, Lengths
 
 from tests.cpu.test_fp8 import (EVERY_OPTION, LENGTH_NAMES, packed, score_of, tensors, with_sinks)
-from tests.fp8_data import check_gradients, given_gradients, quantize_all
+from tests.support.fp8_data import check_gradients, given_gradients, quantize_all
 
 TENSORS = 'q', 'k', 'v'
 

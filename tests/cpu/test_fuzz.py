@@ -5,13 +5,13 @@ import dataclasses
 
 import pytest
 
-from tests import cache_cases, general_cases
-from tests.cache_cases import CacheCase
 from tests.fuzz import __main__ as command
 from tests.fuzz.cache_call import CacheCall
 from tests.fuzz.call import Call
 from tests.fuzz.draw import case_of
-from tests.general_cases import GeneralCase
+from tests.support import cache_cases, general_cases
+from tests.support.cache_cases import CacheCase
+from tests.support.general_cases import GeneralCase
 
 DRAWN = [case_of(1, number) for number in range(2500)]
 CACHES = [case for case in DRAWN if isinstance(case, CacheCall)]

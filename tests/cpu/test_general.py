@@ -13,9 +13,9 @@ from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
 from flash_attn3.cpu import reference
 from flash_attn3.cpu.reference import Inputs, Mask, Score
 
-from tests import compare, derivative_calls
 from tests.cpu import by_row
 from tests.cpu.drawn import examples
+from tests.support import compare, derivative_calls
 
 FEATURES = {
     'causal': {'causal': True, 'softcap': 1.0},

@@ -12,9 +12,9 @@ import torch
 from flash_attn3 import compat, integrations
 from flash_attn3.integrations import _base, sdpa, torchtitan
 
-from tests.checkout import ROOT
-from tests.client_evidence import EMULATED, EVIDENCE, ITS_FILE
 from tests.cpu import client_contracts
+from tests.support.checkout import ROOT
+from tests.support.client_evidence import EMULATED, EVIDENCE, ITS_FILE
 
 
 @pytest.fixture(autouse=True)

@@ -7,13 +7,13 @@ import torch
 
 from flash_attn3.integrations import transformers as integration
 
-from tests.called_ops import CalledOps
+from tests.support.called_ops import CalledOps
 
 transformers = pytest.importorskip('transformers', reason='the contract is with transformers')
 if integration._client_problem():
     pytest.skip(integration._client_problem(), allow_module_level=True)
 
-from tests import client_models  # noqa: E402
+from tests.support import client_models  # noqa: E402
 
 LENGTH, LAYERS = 21, 3
 SIZES = dict(vocab_size=client_models.VOCABULARY, hidden_size=32, intermediate_size=32,

@@ -11,12 +11,12 @@ import torch
 
 from flash_attn3.integrations import transformers as integration
 
-from tests.called_ops import CalledOps
+from tests.support.called_ops import CalledOps
 
 pytest.importorskip('transformers', reason='the contract is with transformers')
 from transformers.utils import import_utils  # noqa: E402
 
-from tests import client_models  # noqa: E402
+from tests.support import client_models  # noqa: E402
 
 LENGTH, FA3 = 21, client_models.FA3
 PRINTED = f'{integration.KERNEL}={integration.local_kernel_dir()}'

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests import sdpa_hook
-from tests.sdpa_block import SdpaBlock
+from tests.support import sdpa_hook
+from tests.support.sdpa_block import SdpaBlock
 
 pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
 lightning = pytest.importorskip('lightning', reason='the contract is with Lightning')

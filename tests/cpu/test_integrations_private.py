@@ -7,8 +7,8 @@ import torch
 from flash_attn3.integrations import sglang, vllm
 from flash_attn3.integrations._private_ops import PrivateOps
 
-from tests import private_ops
-from tests.paged_batches import Batch, LatentBatch
+from tests.support import private_ops
+from tests.support.paged_batches import Batch, LatentBatch
 
 SCALE = 0.125    # head_dim ** -0.5, of Batch
 

@@ -1,5 +1,5 @@
 """The FA3 hook of PyTorch: what enable() registers, that disable() restores it, and the values, for
-which PyTorch's overrides are registered for CPU tensors (tests/sdpa_hook.py).
+which PyTorch's overrides are registered for CPU tensors (tests/support/sdpa_hook.py).
 """
 import inspect
 import subprocess
@@ -13,9 +13,9 @@ from flash_attn3.cpu import reference
 from flash_attn3.integrations import _base, sdpa
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests import compare, fp8_data, sdpa_hook
-from tests.paged_batches import Batch
-from tests.sdpa_hook import check
+from tests.support import compare, fp8_data, sdpa_hook
+from tests.support.paged_batches import Batch
+from tests.support.sdpa_hook import check
 
 hook = pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
 from torch.nn.attention import (  # noqa: E402

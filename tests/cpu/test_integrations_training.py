@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from flash_attn3.integrations import transformers as integration
 
-from tests import compare, sdpa_hook
-from tests.called_ops import CalledOps
+from tests.support import compare, sdpa_hook
+from tests.support.called_ops import CalledOps
 
 NAMES = integration.NAME, 'flash_attention_3'
 VOCABULARY, LAYERS, STEPS, ROWS = 48, 2, 12, 4
@@ -26,7 +26,7 @@ def transformers():
     transformers = pytest.importorskip('transformers', reason='the contract is with transformers')
     if integration._client_problem():
         pytest.skip(integration._client_problem())
-    from tests import client_models    # it imports transformers
+    from tests.support import client_models    # it imports transformers
     threads = torch.get_num_threads()
     torch.set_num_threads(1)    # others wait for each other longer than these models take
     with client_models.gpu_claimed():

@@ -14,7 +14,7 @@ from flash_attn3 import compat
 from flash_attn3.integrations import _base, _hf_attention, _hf_masks
 from flash_attn3.integrations import transformers as integration
 
-from tests.called_ops import CalledOps
+from tests.support.called_ops import CalledOps
 
 transformers = pytest.importorskip('transformers', reason='the contract is with transformers')
 if integration._client_problem():
@@ -25,8 +25,8 @@ from transformers.generation.continuous_batching import (  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 from transformers.utils import import_utils  # noqa: E402
 
-from tests import client_models  # noqa: E402
-from tests.client_models import (  # noqa: E402
+from tests.support import client_models  # noqa: E402
+from tests.support.client_models import (  # noqa: E402
     DECODERS, FA3, OWN, VOCABULARY, count_calls, each_route, model_of)
 
 LENGTH = 21

@@ -11,8 +11,8 @@ from flash_attn3 import flash_attn_func
 from flash_attn3.cpu import reference
 from flash_attn3.ops import checks
 
-from tests import bad_inputs, compare
-from tests.cases import CORNERS, SMOKE, Case
+from tests.support import bad_inputs, compare
+from tests.support.cases import CORNERS, SMOKE, Case
 
 UPSTREAM_PARAMETERS = [    # flash_attn_interface.flash_attn_func, in order
     'q', 'k', 'v', 'softmax_scale', 'causal', 'qv', 'q_descale', 'k_descale', 'v_descale',

@@ -1,8 +1,8 @@
-"""Scores up to 1e9 on the CPU; see tests/large_scores.py."""
+"""Scores up to 1e9 on the CPU; see tests/support/large_scores.py."""
 import pytest
 
-from tests import large_scores
-from tests.large_scores import every_pattern
+from tests.support import large_scores
+from tests.support.large_scores import every_pattern
 
 
 @every_pattern

@@ -22,10 +22,10 @@ from flash_attn3 import (PrefixLevel, _plan, flash_attn_func, flash_attn_varlen_
 from flash_attn3.ops import checks
 
 from tests import _host
-from tests.called_ops import compilations
 from tests.cpu.cached import Problem, ints
 from tests.cpu.drawn import examples
 from tests.cpu.test_kvcache import check, drawn
+from tests.support.called_ops import compilations
 
 ROTARY, LATENT = 64, 512
 SCALE = (ROTARY + LATENT) ** -0.5

@@ -13,9 +13,9 @@ from torch.library import opcheck
 from flash_attn3 import _plan, flash_attn_with_kvcache
 from flash_attn3.ops.attend_cache import Rotary
 
-from tests.cache_cases import CacheCase, mixed
-from tests.cache_oracle import check_case
 from tests.cpu.test_latent import E4M3, LATENT, OPS, described, on_cuda, random
+from tests.support.cache_cases import CacheCase, mixed
+from tests.support.cache_oracle import check_case
 
 KV8 = CacheCase(((2, 40), (2, 0), (2, 17), (2, 3)), page_size=4, head_dim=64, head_dim_v=LATENT,
                 heads=(4, 1), latent=True, kv8=True, blocks=4, causal=True)

@@ -13,8 +13,8 @@ import flash_attn3
 from flash_attn3.ops import library
 from flash_attn3.tools import planning
 
-from tests import bad_inputs
-from tests.cases import Case
+from tests.support import bad_inputs
+from tests.support.cases import Case
 
 pytestmark = pytest.mark.slow
 

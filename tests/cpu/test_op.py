@@ -7,9 +7,9 @@ from torch.library import opcheck
 from flash_attn3 import flash_attn_func
 from flash_attn3.cpu import reference
 
-from tests import layouts
-from tests.cases import Case
-from tests.called_ops import CalledOps
+from tests.support import layouts
+from tests.support.called_ops import CalledOps
+from tests.support.cases import Case
 
 OPS = torch.ops.flash_attn3
 SCALARS = (0.3, True, None, 0)    # softmax_scale, causal, pack_gqa, sm_margin

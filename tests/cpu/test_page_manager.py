@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from examples.page_manager import OutOfPages, PageManager, UnknownSequence
 from flash_attn3 import flash_attn_with_kvcache
 
-from tests import compare
 from tests.cpu.drawn import examples
+from tests.support import compare
 
 PAGES, SIZE = 12, 4
 

@@ -14,8 +14,8 @@ from torch.library import opcheck
 from flash_attn3 import can_use, flash_attn_with_kvcache
 from flash_attn3.ops import attend_cache
 
-from tests.cache_cases import CacheCase, mixed
-from tests.cache_oracle import check_case
+from tests.support.cache_cases import CacheCase, mixed
+from tests.support.cache_oracle import check_case
 
 E4M3 = torch.float8_e4m3fn
 OPS = torch.ops.flash_attn3

@@ -12,9 +12,10 @@ from flash_attn3.ops import library
 from flash_attn3.tools import planning, support
 from flash_attn3.distributed.estimate import Mesh, Problem, estimate
 
-from tests import bad_inputs, sanitize
-from tests.cases import (DTYPES, GRADIENT_KINDS, KINDS, PLAIN_BACKWARD, SHAPES, SMOKE, Case,
-                         Kind)
+from tests import sanitize
+from tests.support import bad_inputs
+from tests.support.cases import (DTYPES, GRADIENT_KINDS, KINDS, PLAIN_BACKWARD, SHAPES, SMOKE, Case,
+                                 Kind)
 
 SHAPE = (2, 4096, 16, 128)
 FP8 = 'float8_e4m3fn'

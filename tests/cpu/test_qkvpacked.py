@@ -13,8 +13,8 @@ from flash_attn3.api import interface
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import library
 
-from tests import bad_inputs, compare
-from tests.cases import DTYPES
+from tests.support import bad_inputs, compare
+from tests.support.cases import DTYPES
 
 UPSTREAM_PARAMETERS = [    # flash_attn_interface.flash_attn_qkvpacked_func, in order
     'qkv', 'softmax_scale', 'causal', 'q_descale', 'k_descale', 'v_descale', 'window_size',

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.checkout import ROOT
 from tests.conftest import stretch
 from tests.record import parts_of
+from tests.support.checkout import ROOT
 
 FILES = sorted((ROOT / 'tests/gpu').glob('test_*.py'))
 

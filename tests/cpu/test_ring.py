@@ -3,8 +3,8 @@ import dataclasses
 
 import pytest
 
-from tests import ring
-from tests.ring import every_count, every_feature, every_layout
+from tests.support import ring
+from tests.support.ring import every_count, every_feature, every_layout
 
 
 @every_feature

@@ -1,5 +1,5 @@
 """flash_attn3.distributed on up to four gloo ranks: outputs, LSEs and gradients, against attention
-of the whole sequence in one process, in float64 and by the bar of tests/compare.py.
+of the whole sequence in one process, in float64 and by the bar of tests/support/compare.py.
 """
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from flash_attn3.ops import library
 from flash_attn3.distributed import copies, exchange, ring
 from flash_attn3.cpu.reference import Mask, Score
 
-from tests import compare, sdpa_hook
 from tests.cpu.two_processes import Pair
-from tests.distributed_cases import (CASES, Case, Drawn, attention_of, drawn, on_ranks, plain,
-                                     whole)
+from tests.support import compare, sdpa_hook
+from tests.support.distributed_cases import (CASES, Case, Drawn, attention_of, drawn, on_ranks,
+                                             plain, whole)
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import copy_checkout, link_package, new_environment, run, site_packages
+from tests.support.checkout import copy_checkout, link_package, new_environment, run, site_packages
 
 pytestmark = pytest.mark.slow
 

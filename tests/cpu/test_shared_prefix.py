@@ -17,7 +17,7 @@ from flash_attn3.api import kvcache
 from tests.cpu.cached import BOUNDS, Problem, expected, ints
 from tests.cpu.drawn import examples
 from tests.cpu.test_kvcache import check
-from tests.prefix_levels import LevelCase, check_levels
+from tests.support.prefix_levels import LevelCase, check_levels
 
 
 def sharing(count: int, *arguments, options: dict | None = None, **others) -> Problem:

@@ -12,7 +12,7 @@ from torch import Tensor
 from examples import sparse_decode
 from examples.sparse_decode import SCORES, attend_to_pages, choose_pages
 
-from tests import compare
+from tests.support import compare
 
 HEADS, GROUP, DIM, SIZE, PAGES = 2, 3, 16, 4, 7
 LENGTHS = [0, 1, 4, 5, 27, 28, 17]    # none, one page, full and partly filled last pages

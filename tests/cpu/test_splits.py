@@ -13,7 +13,7 @@ from flash_attn3 import flash_attn_func, flash_attn_varlen_func, quantize_fp8
 from flash_attn3.ops import splits
 from flash_attn3.ops.dense_and_varlen import General
 
-from tests.called_ops import CalledOps
+from tests.support.called_ops import CalledOps
 
 KEYS = 2048
 OPTIONS = [{}, {'causal': True}, {'window_size': (9, 3)}, {'softcap': 3.0, 'causal': True},

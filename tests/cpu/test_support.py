@@ -5,10 +5,10 @@ import torch
 import flash_attn3
 from flash_attn3.tools import support
 
-from tests import support_cells
 from tests.cpu.cached import BOUNDS, Problem, expected
-from tests.support_cells import (EVERY_CELL, REFUSED_EVERYWHERE, Cell, every_refused,
-                                 every_supported)
+from tests.support import support_cells
+from tests.support.support_cells import (EVERY_CELL, REFUSED_EVERYWHERE, Cell, every_refused,
+                                         every_supported)
 
 CPU = torch.device('cpu')
 ON_CPU = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import pytest
 
 from tests import _host
-from tests.checkout import ROOT
 from tests.cpu.drawn import examples
 from tests.cpu.test_plan import ceil_div, plan
+from tests.support.checkout import ROOT
 
 SHAPES = [(1, 1, 1), (1, 7, 3), (5, 1, 1), (8, 4, 2), (13, 3, 5), (33, 16, 1), (64, 2, 3)]
 

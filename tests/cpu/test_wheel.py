@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkout import ROOT, copy_checkout, link_package, new_environment, run, site_packages
+from tests.support.checkout import (ROOT, copy_checkout, link_package, new_environment, run,
+                                    site_packages)
 
 pytestmark = pytest.mark.slow
 

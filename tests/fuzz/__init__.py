@@ -2,7 +2,7 @@
 
 A case is drawn from (seed, number) alone, and valid: both the CPU path and the kernels take it.
 `draw.py` says what a case is made of, `call.py`, `fp8_call.py` and `cache_call.py` how it is called
-and checked: against float64 by the bar of tests/compare.py, with NaN in memory that must not be
-read. Another kind of call is a class with `check(device)` and a function in `draw.KINDS` that draws
-one.
+and checked: against float64 by the bar of tests/support/compare.py, with NaN in memory that must
+not be read. Another kind of call is a class with `check(device)` and a function in `draw.KINDS`
+that draws one.
 """

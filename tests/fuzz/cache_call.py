@@ -1,4 +1,4 @@
-"""A call of flash_attn_with_kvcache: the case as drawn, checked by tests/cache_oracle.py."""
+"""A call of flash_attn_with_kvcache as drawn, checked by tests/support/cache_oracle.py."""
 from __future__ import annotations
 
 import dataclasses
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tests import cache_oracle
-from tests.cache_cases import LAYOUTS, CacheCase, copied
-from tests.general_cases import SINKS
-from tests.wrong_appends import WRONG_NUMBERS, expect_refused
+from tests.support import cache_oracle
+from tests.support.cache_cases import LAYOUTS, CacheCase, copied
+from tests.support.general_cases import SINKS
+from tests.support.wrong_appends import WRONG_NUMBERS, expect_refused
 
 # Slots, at the borders of pages and K tiles half of the time.
 EDGES = (0, 1, 2, 16, 63, 64, 65, 80, 127, 128, 129, 176, 192, 256, 257)

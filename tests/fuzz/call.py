@@ -11,8 +11,8 @@ from torch import Tensor
 from flash_attn3 import flash_attn_qkvpacked_func
 from flash_attn3.cpu.reference import Inputs
 
-from tests import general_cases, general_oracle, layouts
-from tests.general_cases import GeneralCase, Results, Tensors
+from tests.support import general_cases, general_oracle, layouts
+from tests.support.general_cases import GeneralCase, Results, Tensors
 
 LAYOUTS = {str(one): one for one in layouts.DIRECT + layouts.COPIED}
 

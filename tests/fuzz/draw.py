@@ -9,7 +9,7 @@ from tests.fuzz import cache_call
 from tests.fuzz.cache_call import CacheCall, has_lone_sink
 from tests.fuzz.call import LAYOUTS, Call
 from tests.fuzz.fp8_call import Fp8Call
-from tests.general_cases import SINKS, GeneralCase
+from tests.support.general_cases import SINKS, GeneralCase
 
 # At the edges of tiles and warpgroups, and almost nothing.
 EDGES = (0, 1, 2, 16, 63, 64, 65, 80, 96, 127, 128, 129, 191, 192, 193)

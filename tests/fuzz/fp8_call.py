@@ -9,11 +9,11 @@ from torch import Tensor
 
 from flash_attn3.cpu.reference import Inputs
 
-from tests import layouts
-from tests.cases import DTYPES
 from tests.fuzz.call import counted, placed
-from tests.general_cases import GeneralCase
 from tests.gpu.fp8_calls import call_of
+from tests.support import layouts
+from tests.support.cases import DTYPES
+from tests.support.general_cases import GeneralCase
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Fp8Call:
     out: str = ''                 # the layout of out=, or '' without it
 
     def check(self, device: str | torch.device) -> None:
-        """Runs it and holds output and LSE to the bar of tests/fp8_data.py."""
+        """Runs it and holds output and LSE to the bar of tests/support/fp8_data.py."""
         call = call_of(self.case, torch.device(device), self.granularity, self.is_rotated)
         exact, options = call.inputs, {'fp8_accum': self.accumulation}
         call.inputs = Inputs(*(placed(x, name) for x, name in zip(

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests import compare
 from tests.cpu.client_contracts import on_cpu
-from tests.ran import Ran
+from tests.support import compare
+from tests.support.ran import Ran
 
 ROUNDING = 2 * 2 ** -8    # two units of bf16, of the largest of a gradient
 FEW = 64    # the errors of fewer numbers than that are luck

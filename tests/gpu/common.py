@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flash_attn3 import flash_attn_func
 
-from tests import compare
-from tests.cases import MAIN_KINDS, Case
+from tests.support import compare
+from tests.support.cases import MAIN_KINDS, Case
 
 every_kind = pytest.mark.parametrize('kind', MAIN_KINDS, ids=str)
 

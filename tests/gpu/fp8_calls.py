@@ -1,5 +1,5 @@
 """Calls of attention on float8_e4m3fn: made of a case, run, and held to the bar of
-tests/fp8_data.py.
+tests/support/fp8_data.py.
 """
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 from flash_attn3.cpu.reference import Inputs, Lengths
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests import compare
-from tests.fp8_data import check_fp8, check_fp8_lse, descales, quantize_all
-from tests.general_cases import GeneralCase
+from tests.support import compare
+from tests.support.fp8_data import check_fp8, check_fp8_lse, descales, quantize_all
+from tests.support.general_cases import GeneralCase
 
 
 @dataclasses.dataclass

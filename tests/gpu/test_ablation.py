@@ -1,5 +1,5 @@
 """The kernels of benchmarks/ablation.py, which are in no install: each is built here as a library
-of its own and held to the bar of tests/compare.py.
+of its own and held to the bar of tests/support/compare.py.
 
 Lengths that fill no tile, grouped heads, tiles without a visible key between others, and more tiles
 than CTAs. The first test of a dtype compiles for half a minute or more; later runs take the objects
@@ -19,8 +19,8 @@ from build_tools import toolchain
 from build_tools.toolchain import BuildError
 from third_party.fetch import FetchError, cutlass_include
 
-from tests import compare
-from tests.cases import Case, Kind
+from tests.support import compare
+from tests.support.cases import Case, Kind
 
 ROWS = {(row.name, 128): row for row in ablation.rows_of(128) if row.name != FULL}
 

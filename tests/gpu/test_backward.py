@@ -1,4 +1,6 @@
-"""The gradients over kernels, shapes, data and strides, held to the bar of tests/compare.py."""
+"""The gradients over kernels, shapes, data and strides, held to the bar of
+tests/support/compare.py.
+"""
 from __future__ import annotations
 
 import math
@@ -10,10 +12,10 @@ from torch import Tensor
 from flash_attn3 import flash_attn_func
 from flash_attn3.cpu import reference
 
-from tests import compare
-from tests.cases import GRADIENT_KINDS, Case
 from tests.gpu.common import spoil_allocator
-from tests.layouts import COPIED, DIRECT, Layout
+from tests.support import compare
+from tests.support.cases import GRADIENT_KINDS, Case
+from tests.support.layouts import COPIED, DIRECT, Layout
 
 PARTS = 4    # tests.record runs so many processes
 

@@ -6,9 +6,9 @@ import torch
 
 from flash_attn3 import flash_attn_func
 
-from tests.cases import GRADIENT_KINDS, Case
 from tests.gpu.test_backward import check_gradients, gradients
 from tests.gpu.test_large import FAR
+from tests.support.cases import GRADIENT_KINDS, Case
 
 CASE = Case(300, 500, heads_q=6, heads_k=2)
 DELAY_CYCLES = 50_000_000    # about 30 ms

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests import compare
-from tests.cache_cases import CacheCase, alone, call
-from tests.cache_oracle import check_same, one_of
+from tests.support import compare
+from tests.support.cache_cases import CacheCase, alone, call
+from tests.support.cache_oracle import check_same, one_of
 
 MOST_QUERIES = 16
 LATENT_HEADS = (5, 16, 17, 64, 128)

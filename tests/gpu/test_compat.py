@@ -13,10 +13,10 @@ from flash_attn3 import compat, flash_attn_func
 from flash_attn3.cpu import reference
 from flash_attn3.compat import functions
 
-from tests import cache_cases, cache_oracle, compare, sdpa_hook, upstream_calls
-from tests.cases import Case
-from tests.general_oracle import check
-from tests.upstream_calls import CACHES, FEATURES, GENERAL, LAYERS, run, with_features
+from tests.support import cache_cases, cache_oracle, compare, sdpa_hook, upstream_calls
+from tests.support.cases import Case
+from tests.support.general_oracle import check
+from tests.support.upstream_calls import CACHES, FEATURES, GENERAL, LAYERS, run, with_features
 
 each_layer = pytest.mark.parametrize('layer', LAYERS)
 LENGTHS = {    # longer than those of the CPU tests, at the same places

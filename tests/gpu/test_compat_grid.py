@@ -1,8 +1,9 @@
-"""Upstream's own tests as we would write them: a sample of their grid (tests/upstream_grid.py), by
-the functions that `import flash_attn_interface` gives once `flash_attn3.compat` is installed.
+"""Upstream's own tests as we would write them: a sample of their grid
+(tests/support/upstream_grid.py), by the functions that `import flash_attn_interface` gives once
+`flash_attn3.compat` is installed.
 
-Results and gradients are held to float64 and to the bar of tests/compare.py, which is no looser
-than upstream's. What upstream's tests call and this package refuses is in REFUSED.
+Results and gradients are held to float64 and to the bar of tests/support/compare.py, which is no
+looser than upstream's. What upstream's tests call and this package refuses is in REFUSED.
 """
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from flash_attn3 import can_use, compat
 from flash_attn3.cpu.reference import Inputs
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests import cache_cases, cache_oracle, compare, general_oracle
-from tests.cache_cases import E4M3, CacheCase, ints
-from tests.cases import DTYPES
-from tests.general_cases import GeneralCase, Results, Tensors
 from tests.gpu import fp8_calls
 from tests.gpu.test_combine import HALF_UNIT, SMALLEST, combined
-from tests.upstream_calls import SCHEMAS
-from tests.upstream_grid import (CACHE, COMBINE, CPU_SCORES, DENSE, LEAST, PACKED, Row,
-                                 allows_cache, allows_dense, cache_case, general_case, name_of,
-                                 sample, scores)
+from tests.support import cache_cases, cache_oracle, compare, general_oracle
+from tests.support.cache_cases import E4M3, CacheCase, ints
+from tests.support.cases import DTYPES
+from tests.support.general_cases import GeneralCase, Results, Tensors
+from tests.support.upstream_calls import SCHEMAS
+from tests.support.upstream_grid import (CACHE, COMBINE, CPU_SCORES, DENSE, LEAST, PACKED, Row,
+                                         allows_cache, allows_dense, cache_case, general_case,
+                                         name_of, sample, scores)
 
 SMOKE = 8     # rows of each test
 MOST_ON_CPU = 2 ** 21    # numbers that are combined

@@ -1,5 +1,5 @@
-"""flash_attn_completions_func, held to the oracle of tests/completion_cases.py: dense attention
-with the mask written out, in float64. Graphs, repeats and what must not wait.
+"""flash_attn_completions_func, held to the oracle of tests/support/completion_cases.py: dense
+attention with the mask written out, in float64. Graphs, repeats and what must not wait.
 """
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from flash_attn3 import flash_attn_completions_func, flash_attn_varlen_func
 
-from tests import compare
-from tests.completion_cases import Results, TreeCase, check, check_case, check_same, run
-from tests.general_cases import starts
+from tests.support import compare
+from tests.support.completion_cases import Results, TreeCase, check, check_case, check_same, run
+from tests.support.general_cases import starts
 
 # Segments that fill no tile, of one row, empty ones; prompts without rows or completions.
 TREES = ((200, 65, 1, 130), (1, 1, 1), (0, 40, 33), (97,), (), (128, 0, 64, 0))

@@ -4,10 +4,10 @@ import torch
 
 from flash_attn3 import flash_attn_func
 
-from tests import derivative_calls
-from tests.derivative_calls import (FUNCTIONS, OPS, SHAPE, every_forward_mode, every_function,
-                                    every_option)
-from tests.fp8_data import E4M3
+from tests.support import derivative_calls
+from tests.support.derivative_calls import (FUNCTIONS, OPS, SHAPE, every_forward_mode,
+                                            every_function, every_option)
+from tests.support.fp8_data import E4M3
 
 
 @pytest.mark.smoke

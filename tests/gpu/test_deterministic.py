@@ -9,9 +9,9 @@ from torch import Tensor
 
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
 
-from tests import compare
-from tests.cases import GRADIENT_KINDS, Case
 from tests.gpu.test_backward import NAMES, check_gradients, gradients
+from tests.support import compare
+from tests.support.cases import GRADIENT_KINDS, Case
 
 PARTS = 2    # tests.record runs so many processes
 

@@ -1,4 +1,4 @@
-"""The forward over kernels, shapes, heads and data, held to the bar of tests/compare.py."""
+"""The forward over kernels, shapes, heads and data, held to the bar of tests/support/compare.py."""
 import dataclasses
 
 import pytest
@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from flash_attn3 import flash_attn_func
 from flash_attn3.cpu import reference
 
-from tests import cases, compare
-from tests.cases import CORNERS, SHAPES, SMOKE, Case, Kind
 from tests.gpu.common import check_same, every_kind, run
+from tests.support import cases, compare
+from tests.support.cases import CORNERS, SHAPES, SMOKE, Case, Kind
 
 PARTS = 2    # tests.record runs so many processes
 

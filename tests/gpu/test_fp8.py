@@ -1,5 +1,5 @@
-"""Attention on float8_e4m3fn on the GPU, held to the bar of tests/fp8_data.py: every kind of
-scales, mask and layout; packed sequences; what is refused.
+"""Attention on float8_e4m3fn on the GPU, held to the bar of tests/support/fp8_data.py: every kind
+of scales, mask and layout; packed sequences; what is refused.
 """
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from flash_attn3.cpu.quantize import KV_BLOCK, Q_BLOCK
 from flash_attn3.cpu.reference import Inputs
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests import compare, layouts
 from tests.cpu.test_fp8 import BAD, e4m3
-from tests.fp8_data import E4M3, check_fp8, descales, quantize_all
-from tests.general_cases import GeneralCase
 from tests.gpu.fp8_calls import Call, call_of, check_case, check_same, plain_call_of
-from tests.layouts import Layout
+from tests.support import compare, layouts
+from tests.support.fp8_data import E4M3, check_fp8, descales, quantize_all
+from tests.support.general_cases import GeneralCase
+from tests.support.layouts import Layout
 
 DENSE = GeneralCase(((200, 333),) * 2, heads=(6, 2), is_packed=False, data='outliers')
 TALL = dataclasses.replace(DENSE, lengths=((333, 140),) * 2)    # some rows are before key 0

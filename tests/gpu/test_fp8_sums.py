@@ -12,10 +12,10 @@ from flash_attn3 import flash_attn_func
 from flash_attn3.cpu.reference import Inputs
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests.fp8_data import E4M3
-from tests.general_cases import GeneralCase
 from tests.gpu.fp8_calls import Call, check_case
 from tests.gpu.test_fp8 import DENSE, FEATURES, PACKED, every_head_dim, every_mask, every_shape
+from tests.support.fp8_data import E4M3
+from tests.support.general_cases import GeneralCase
 
 
 @pytest.mark.smoke

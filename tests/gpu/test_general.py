@@ -1,5 +1,5 @@
 """Windows, chunks, softcap, sinks, max logits and value head dims, alone and together: results and
-gradients, held to the bar of tests/compare.py.
+gradients, held to the bar of tests/support/compare.py.
 """
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
 from flash_attn3.cpu.reference import Inputs
 
-from tests import compare, layouts
-from tests.cases import GradientKind
-from tests.general_cases import SINKS, GeneralCase, Tensors, forward, run
-from tests.general_oracle import check, check_case, check_same
+from tests.support import compare, layouts
+from tests.support.cases import GradientKind
+from tests.support.general_cases import SINKS, GeneralCase, Tensors, forward, run
+from tests.support.general_oracle import check, check_case, check_same
 
 PARTS = 3    # tests.record runs so many processes
 

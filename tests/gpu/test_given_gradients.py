@@ -15,9 +15,9 @@ from flash_attn3 import bench, flash_attn_func, flash_attn_qkvpacked_func
 from flash_attn3.bench import Shape
 from flash_attn3.ops.dense_and_varlen import General
 
-from tests import compare, layouts
-from tests.cases import GRADIENT_KINDS, Case
 from tests.gpu.test_backward import NAMES
+from tests.support import compare, layouts
+from tests.support.cases import GRADIENT_KINDS, Case
 
 OPS = torch.ops.flash_attn3
 KINDS = [kind for kind in GRADIENT_KINDS if kind.head_dim in (64, 96, 128, 256)]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from flash_attn3 import flash_attn_func
 
-from tests import compare
-from tests.cache_cases import CacheCase, as_bits, call, mixed
-from tests.cases import Case
+from tests.support import compare
+from tests.support.cache_cases import CacheCase, as_bits, call, mixed
+from tests.support.cases import Case
 
 MARGIN = 116            # multiprocessors that a launch does not use
 MORE_THAN_A_SLAB = 300  # users of counters

@@ -4,9 +4,9 @@ import math
 import pytest
 import torch
 
-from tests import compare, layouts
-from tests.cases import Case
 from tests.gpu.common import check_same, run
+from tests.support import compare, layouts
+from tests.support.cases import Case
 
 every_head_dim = pytest.mark.parametrize('head_dim', range(8, 257, 8))
 every_mask = pytest.mark.parametrize('causal', [False, True], ids=['full', 'causal'])

@@ -1,7 +1,7 @@
 """`integrations.sdpa` on CUDA tensors: what PyTorch's own attention returns, that our kernels
 computed it, and when; calls of all layers from several threads, streams and GPUs.
 
-With `--device cpu` PyTorch's overrides are registered for CPU tensors (tests/sdpa_hook.py).
+With `--device cpu` PyTorch's overrides are registered for CPU tensors (tests/support/sdpa_hook.py).
 """
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from flash_attn3.cpu import reference
 from flash_attn3.integrations import _base, sdpa
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests import compare, fp8_data, sdpa_hook
-from tests.sdpa_hook import attend, by_math, with_gradients
+from tests.support import compare, fp8_data, sdpa_hook
+from tests.support.sdpa_hook import attend, by_math, with_gradients
 
 pytest.importorskip('torch.nn.attention._fa3', reason='PyTorch has the hook from 2.11 on')
 from torch.nn.attention import (  # noqa: E402

@@ -20,9 +20,9 @@ import torch
 from flash_attn3.cpu import reference
 from flash_attn3.integrations import transformers as integration
 
-from tests import compare
-from tests.checkout import ROOT
-from tests.ran import Ran
+from tests.support import compare
+from tests.support.checkout import ROOT
+from tests.support.ran import Ran
 
 transformers = pytest.importorskip('transformers', reason='the contract is with transformers')
 if integration._client_problem():
@@ -32,7 +32,7 @@ from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 from transformers.utils import import_utils  # noqa: E402
 
-from tests import client_models  # noqa: E402
+from tests.support import client_models  # noqa: E402
 
 LAYERS, LENGTH, PADS = 3, 90, (31, 0, 4)
 FEW, ROUNDING = 64, 2 * 2 ** -8    # two units of bf16, of the largest of a gradient

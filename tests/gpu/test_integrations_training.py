@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flash_attn3.integrations import transformers as integration
 
-from tests import compare, sdpa_hook
-from tests.ran import Ran
-from tests.sdpa_block import SdpaBlock
+from tests.support import compare, sdpa_hook
+from tests.support.ran import Ran
+from tests.support.sdpa_block import SdpaBlock
 
 NAMES = integration.NAME, 'flash_attention_3'
 VOCABULARY, WIDTH, LAYERS, STEPS, ROWS = 48, 128, 2, 20, 4
@@ -57,7 +57,7 @@ def hugging_face(request):
     library = pytest.importorskip('transformers', reason='the contract is with transformers')
     if integration._client_problem():
         pytest.skip(integration._client_problem())
-    from tests import client_models    # it imports transformers
+    from tests.support import client_models    # it imports transformers
     on_cpu = request.config.getoption('--device') != 'cuda'
     with client_models.gpu_claimed() if on_cpu else nullcontext():
         integration.enable()

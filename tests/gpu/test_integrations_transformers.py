@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from flash_attn3.integrations import _hf_attention
 from flash_attn3.integrations import transformers as integration
 
-from tests import compare
-from tests.called_ops import CalledOps
+from tests.support import compare
+from tests.support.called_ops import CalledOps
 
 transformers = pytest.importorskip('transformers', reason='the contract is with transformers')
 if integration._client_problem():
@@ -32,7 +32,7 @@ from transformers.generation.continuous_batching import (  # noqa: E402
     cache as batching_cache, initialization)
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
-from tests.client_models import (  # noqa: E402
+from tests.support.client_models import (  # noqa: E402
     DECODERS, FA3, OWN, count_calls, each_route, gpu_claimed, model_of, padding, tokens)
 
 LENGTH, NEW = 90, 12

@@ -14,10 +14,10 @@ import torch
 from flash_attn3.integrations import vllm
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests import private_ops
-from tests.fp8_data import E4M3
-from tests.paged_batches import Batch, LatentBatch
-from tests.private_ops import called
+from tests.support import private_ops
+from tests.support.fp8_data import E4M3
+from tests.support.paged_batches import Batch, LatentBatch
+from tests.support.private_ops import called
 
 __all__ = ['called']
 STUBS = {

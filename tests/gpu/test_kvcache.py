@@ -1,5 +1,5 @@
 """flash_attn_with_kvcache: upstream's grid, page sizes, features, layouts, append, rotary, packed
-queries; poison around all of it. Held to the oracle of tests/cache_oracle.py.
+queries; poison around all of it. Held to the oracle of tests/support/cache_oracle.py.
 """
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from flash_attn3 import (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache,
                          pack_tree_mask)
 
-from tests import compare
-from tests.cache_cases import LAYOUTS, CacheCase, as_bits, call, copied, ints, mixed
-from tests.cache_oracle import (check, check_cache, check_case, check_result, check_same,
-                                expected, packed, run)
-from tests.general_cases import SINKS, starts
+from tests.support import compare
+from tests.support.cache_cases import LAYOUTS, CacheCase, as_bits, call, copied, ints, mixed
+from tests.support.cache_oracle import (check, check_cache, check_case, check_result, check_same,
+                                        expected, packed, run)
+from tests.support.general_cases import SINKS, starts
 
 # ------------------------------------------------------------------------------- upstream's grid
 SHAPES = [(1, 128), (1, 339), (3, 1024), (64, 800), (64, 256), (3, 799), (64, 2048), (16, 20000),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cache_cases import CacheCase, as_bits, call, copied, mixed
-from tests.cache_oracle import check_same, run
+from tests.support.cache_cases import CacheCase, as_bits, call, copied, mixed
+from tests.support.cache_oracle import check_same, run
 
 triton = pytest.importorskip('triton', reason='it compiles the launch before; torch brings it')
 from triton import language as tl  # noqa: E402

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flash_attn3 import flash_attn_with_kvcache
 
-from tests.cache_cases import CacheCase, Returned, as_bits, call, copied, ints, mixed
-from tests.cache_oracle import check_same, run
+from tests.support.cache_cases import CacheCase, Returned, as_bits, call, copied, ints, mixed
+from tests.support.cache_oracle import check_same, run
 
 REPLAYS = 100
 DELAY_CYCLES = 50_000_000    # about 30 ms

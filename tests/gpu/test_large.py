@@ -4,8 +4,8 @@ import torch
 
 from flash_attn3 import flash_attn_func, quantize_fp8
 
-from tests import compare
-from tests.cases import Case
+from tests.support import compare
+from tests.support.cases import Case
 
 FAR = 2 ** 31    # elements: beyond any 32-bit index, and past 4 GiB in bytes
 DTYPE = torch.bfloat16

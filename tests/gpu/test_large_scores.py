@@ -1,8 +1,8 @@
-"""Scores up to the bound that `flash_attn_func` has; see tests/large_scores.py."""
+"""Scores up to the bound that `flash_attn_func` has; see tests/support/large_scores.py."""
 import pytest
 
-from tests import large_scores
-from tests.large_scores import every_pattern
+from tests.support import large_scores
+from tests.support.large_scores import every_pattern
 
 # Scaled to powers of two, a score near the bound is rounded by up to 64, in float16 by up to 8;
 # these by 54 down, 57 up and 6.5 up with head dim 64.

@@ -1,5 +1,5 @@
 """qv of flash_attn_with_kvcache, absorbed MLA: heads, queries, pages, splits, masks, append,
-layouts; poison around all of it. Held to the oracle of tests/cache_oracle.py.
+layouts; poison around all of it. Held to the oracle of tests/support/cache_oracle.py.
 
 Graphs and streams: test_kvcache_graphs.py.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from flash_attn3 import flash_attn_with_kvcache
 
-from tests import compare
-from tests.cache_cases import LAYOUTS, CacheCase, as_bits, call, copied, ints
-from tests.cache_oracle import check, check_case, check_result, check_same, one_of, run
+from tests.support import compare
+from tests.support.cache_cases import LAYOUTS, CacheCase, as_bits, call, copied, ints
+from tests.support.cache_oracle import check, check_case, check_result, check_same, one_of, run
 
 PAGE_SIZES = (0, 1, 16, 48, 64, 256)
 LENGTHS = (0, 1, 48, 49, 63, 64, 65, 1000)

@@ -9,11 +9,11 @@ import math
 import pytest
 import torch
 
-from tests import compare
-from tests.cache_cases import as_bits, call
-from tests.cache_oracle import check_case, check_same
 from tests.gpu import test_latent
 from tests.gpu.test_latent import E4M3, every_dtype, every_page_size, of
+from tests.support import compare
+from tests.support.cache_cases import as_bits, call
+from tests.support.cache_oracle import check_case, check_same
 
 every_blocks = pytest.mark.parametrize('blocks', [1, 4])
 

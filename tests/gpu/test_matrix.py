@@ -5,8 +5,8 @@ import torch
 
 import flash_attn3
 
-from tests import support_cells
-from tests.support_cells import Cell, every_refused, every_supported
+from tests.support import support_cells
+from tests.support.support_cells import Cell, every_refused, every_supported
 
 
 @every_supported

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flash_attn3 import merge_states
 
-from tests.called_ops import CalledOps
 from tests.gpu.test_combine import HALF_UNIT, SMALLEST, combined, parts_of
+from tests.support.called_ops import CalledOps
 
 DTYPES = pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 LAYOUTS = 'like', 'packed', 'one_entry', 'wide', 'heads_first', 'odd'

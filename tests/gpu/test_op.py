@@ -14,9 +14,9 @@ import flash_attn3
 from flash_attn3 import flash_attn_func
 from flash_attn3.ops import checks
 
-from tests import bad_inputs, compare, layouts
-from tests.cases import GRADIENT_KINDS, Case
 from tests.gpu.common import every_kind, run
+from tests.support import bad_inputs, compare, layouts
+from tests.support.cases import GRADIENT_KINDS, Case
 
 OPS = torch.ops.flash_attn3
 CASE = Case(65, 130, heads_q=6, heads_k=2, head_dim=64, causal=True)

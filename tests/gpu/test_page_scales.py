@@ -1,6 +1,6 @@
 """Scales by (page, KV head) of an e4m3 cache under 16-bit queries: every page size, append,
 features; NaN in pages, and their scales, that no sequence needs. Held to the oracle of
-tests/cache_oracle.py, and to float64 of the dequantised cache.
+tests/support/cache_oracle.py, and to float64 of the dequantised cache.
 """
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from flash_attn3 import flash_attn_with_kvcache
 from flash_attn3.ops.attend_cache import Attend, Rotary
 
-from tests.cache_cases import CacheCase, as_bits, ints, mixed
-from tests.cache_oracle import (
-    check, check_case, check_same, expected, one_of, packed, power_from, run)
+from tests.support.cache_cases import CacheCase, as_bits, ints, mixed
+from tests.support.cache_oracle import (check, check_case, check_same, expected, one_of, packed,
+                                        power_from, run)
 
 DECODE = CacheCase(mixed(7, 700), heads=(8, 2), kv8=True, by_page=True)
 TALL = CacheCase(((5, 300), (5, 4), (5, 650)), heads=(4, 2), causal=True, kv8=True, by_page=True)

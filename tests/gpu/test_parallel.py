@@ -22,8 +22,8 @@ from torch.utils.checkpoint import (CheckpointPolicy, checkpoint,
 
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 
-from tests import compare
 from tests.cpu.two_processes import COUNT, own_device, pair_on
+from tests.support import compare
 
 STARTS = 0, 3, 3, 150, 400
 WIDTH, HEADS_Q, HEADS_K, DIM = 256, 4, 2, 64

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from tests import compare, layouts
-from tests.cases import Case
 from tests.gpu.common import check_same, every_kind, run
+from tests.support import compare, layouts
+from tests.support.cases import Case
 
 CASE = Case(200, 300, heads_q=6, heads_k=2)
 ODD_CASE = Case(77, 205, heads_q=6, heads_k=2)    # no length is a multiple of a tile

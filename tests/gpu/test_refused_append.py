@@ -11,8 +11,8 @@ import torch
 import flash_attn3
 from flash_attn3 import flash_attn_with_kvcache
 
-from tests.cache_cases import CacheCase, as_bits, copied
-from tests.wrong_appends import bits_of, expect_refused, expect_untouched, wrong_calls
+from tests.support.cache_cases import CacheCase, as_bits, copied
+from tests.support.wrong_appends import bits_of, expect_refused, expect_untouched, wrong_calls
 
 # One call of each way through the host.
 CASES = {
@@ -214,7 +214,7 @@ def test_numbers_as_descales_without_a_cache(packed, device):
               own_positions=True, head_dim=64),
 ], ids=str)
 def test_what_upstream_takes(case, device):
-    from tests.cache_oracle import check_case
+    from tests.support.cache_oracle import check_case
     check_case(case, device)
 
 

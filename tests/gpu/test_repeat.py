@@ -4,8 +4,8 @@ import torch
 
 from flash_attn3 import flash_attn_func
 
-from tests.cases import Case
 from tests.gpu.common import every_kind
+from tests.support.cases import Case
 
 REPEATS = 100
 CASES = [Case(1000, 1100, batch=4, heads_q=8, heads_k=2),

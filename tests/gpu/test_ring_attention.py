@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from flash_attn3 import distributed
 
-from tests import compare
 from tests.cpu.two_processes import own_device, pair_on
-from tests.distributed_cases import (CASES, Case, Drawn, attention_of, drawn, on_ranks, plain,
-                                     whole)
+from tests.support import compare
+from tests.support.distributed_cases import (CASES, Case, Drawn, attention_of, drawn, on_ranks,
+                                             plain, whole)
 
 DIM, FACTOR, REPEATS = 64, 16, 20
 DONE = 'a call has ended'

@@ -1,5 +1,5 @@
 """shared_prefix of flash_attn_with_kvcache, and shared_prefix_attn on several levels, held to the
-oracles of tests/cache_oracle.py and tests/prefix_levels.py.
+oracles of tests/support/cache_oracle.py and tests/support/prefix_levels.py.
 
 Only the first sequence has the shared keys: in the rows of the others their slots are NaN and their
 page ids point nowhere, where following one faults.
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from flash_attn3 import flash_attn_with_kvcache, shared_prefix_attn
 
-from tests.cache_cases import CacheCase, as_bits, call, copied, ints
-from tests.cache_oracle import check, check_case, check_same, run
-from tests.prefix_levels import LevelCase, check_levels
+from tests.support.cache_cases import CacheCase, as_bits, call, copied, ints
+from tests.support.cache_oracle import check, check_case, check_same, run
+from tests.support.prefix_levels import LevelCase, check_levels
 
 SHARED = 192
 DECODE = CacheCase(tuple((1, SHARED + own) for own in (0, 1, 64, 300, 129, 7)), heads=(8, 2),

@@ -6,9 +6,9 @@ import torch
 
 from flash_attn3 import flash_attn_func
 
-from tests import compare, layouts
-from tests.cases import KINDS, Case
 from tests.gpu.common import check_same, every_kind, run
+from tests.support import compare, layouts
+from tests.support.cases import KINDS, Case
 
 CASE = Case(300, 500, heads_q=6, heads_k=2)
 DELAY_CYCLES = 50_000_000    # about 30 ms

@@ -4,9 +4,9 @@ import math
 import pytest
 import torch
 
-from tests import layouts
-from tests.cases import Case
 from tests.gpu.common import check_same, every_kind, run
+from tests.support import layouts
+from tests.support.cases import Case
 
 every_layout = pytest.mark.parametrize('layout', layouts.DIRECT + layouts.COPIED, ids=str)
 CASE = Case(113, 203, heads_q=6, heads_k=2)

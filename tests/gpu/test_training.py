@@ -2,8 +2,8 @@
 torch.compile, DDP and FSDP2. (tests/cpu has the same of one layer, on CPU tensors.)
 
 What has to compute the same again gives the same bits, with deterministic=True. What may choose
-other kernels around the attention is held to the bar of tests/compare.py: against float64, with the
-errors of the same model with plain attention.
+other kernels around the attention is held to the bar of tests/support/compare.py: against float64,
+with the errors of the same model with plain attention.
 """
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from torch.utils.checkpoint import (CheckpointPolicy, checkpoint,
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
 from flash_attn3.cpu import reference
 
-from tests import compare
-from tests.cases import GRADIENT_KINDS
+from tests.support import compare
+from tests.support.cases import GRADIENT_KINDS
 
 OPS = torch.ops.flash_attn3
 WIDTH, HEADS_Q, HEADS_K, LAYERS = 256, 4, 2, 2

@@ -18,10 +18,10 @@ from torch import Tensor
 from flash_attn3 import flash_attn_varlen_func
 from flash_attn3.cpu.reference import Inputs
 
-from tests import compare, layouts
-from tests.general_cases import GeneralCase, Results, Tensors, forward, run
-from tests.general_oracle import check, check_same
 from tests.gpu.test_varlen import CASE, LENGTHS, PLAIN_OR_GENERAL, every_kind, two_kinds
+from tests.support import compare, layouts
+from tests.support.general_cases import GeneralCase, Results, Tensors, forward, run
+from tests.support.general_oracle import check, check_same
 
 ROOT = Path(__file__).resolve().parents[2]
 DELAY_CYCLES = 50_000_000    # about 30 ms

@@ -18,8 +18,8 @@ from flash_attn3.cpu import reference
 from flash_attn3.ops import checks
 from flash_attn3.ops.dense_and_varlen import General
 
-from tests import general_oracle
-from tests.general_cases import GeneralCase, Results, Tensors, starts
+from tests.support import general_oracle
+from tests.support.general_cases import GeneralCase, Results, Tensors, starts
 
 OPS = torch.ops.flash_attn3
 SIZE = 20    # keys of a part

@@ -1,4 +1,5 @@
-"""What a GeneralCase has to give, sequence by sequence, and the bar of tests/compare.py on it.
+"""What a GeneralCase has to give, sequence by sequence, and the bar of tests/support/compare.py on
+it.
 
 `reference.attend` and `reference.attend_backward` of each sequence alone, in float64 and in plain
 PyTorch of the input dtype. Beyond the bar: rows that do not count, and those that see no key, are
@@ -16,8 +17,8 @@ from torch import Tensor
 from flash_attn3.cpu import reference
 from flash_attn3.cpu.reference import Inputs
 
-from tests import compare
-from tests.general_cases import GeneralCase, Results, Tensors, run
+from tests.support import compare
+from tests.support.general_cases import GeneralCase, Results, Tensors, run
 
 OF_QUERIES, OF_KEYS = ('out', 'dq'), ('dk', 'dv')
 

@@ -11,8 +11,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from tests.cache_cases import CacheCase
-from tests.general_cases import GeneralCase
+from tests.support.cache_cases import CacheCase
+from tests.support.general_cases import GeneralCase
 
 Row = dict    # a value of each axis, by its name
 HEADS = ((6, 6), (6, 1), (6, 2), (6, 3))

@@ -14,8 +14,8 @@ import torch
 
 from flash_attn3.integrations import _private_ops
 
-from tests.called_ops import CalledOps
-from tests.client_files import files_of
+from tests.support.called_ops import CalledOps
+from tests.support.client_files import files_of
 
 _TENSORS = ('Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, '
             'Tensor? seqused_q, Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, '

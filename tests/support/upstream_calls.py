@@ -15,8 +15,8 @@ from torch import Tensor
 
 from flash_attn3.compat import functions, register_ops
 
-from tests.cache_cases import CacheCase
-from tests.general_cases import GeneralCase, Results, Tensors
+from tests.support.cache_cases import CacheCase
+from tests.support.general_cases import GeneralCase, Results, Tensors
 
 SIGNATURES = {    # bf16: torch.bfloat16
     'flash_attn_func':

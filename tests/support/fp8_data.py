@@ -36,7 +36,7 @@ from flash_attn3.cpu import reference_fp8
 from flash_attn3.cpu.reference import Inputs, Lengths, Score
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests import compare
+from tests.support import compare
 
 E4M3 = torch.float8_e4m3fn
 STEP_COLUMNS = 32    # in a k-step of e4m3

@@ -22,8 +22,8 @@ import flash_attn3
 from flash_attn3 import flash_attn_with_kvcache
 from flash_attn3.cpu.reference import Mask, Score
 
-from tests.cases import DATA, DTYPES
-from tests.general_cases import SINKS, starts
+from tests.support.cases import DATA, DTYPES
+from tests.support.general_cases import SINKS, starts
 
 E4M3 = torch.float8_e4m3fn
 NOWHERE = (-1, 2 ** 30)     # page ids that must not be followed

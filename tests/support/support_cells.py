@@ -19,8 +19,8 @@ from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
 from flash_attn3.cpu.reference_fp8 import Scales
 from flash_attn3.tools.support import COLUMNS, FEATURES, Feature
 
-from tests import compare, fp8_data
-from tests.bad_inputs import UNSUPPORTED
+from tests.support import compare, fp8_data
+from tests.support.bad_inputs import UNSUPPORTED
 
 
 @dataclass(frozen=True)

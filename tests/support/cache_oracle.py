@@ -2,8 +2,8 @@
 
 The keys of each sequence are gathered by the page table or the row of the cache into packed
 tensors; there `reference.attend_packed` in float64 is what is meant, and in plain PyTorch of the
-input dtype the measure of the bar (tests/compare.py; for e4m3 tests/fp8_data.py). The rotation is
-spelled out here in float64.
+input dtype the measure of the bar (tests/support/compare.py; for e4m3 tests/support/fp8_data.py).
+The rotation is spelled out here in float64.
 
 What is in the cache after a call is checked first, to the bit where nothing was rotated; attention
 is then held to what its rows hold. A rotated query is rounded once: where float64 is within 2^-18
@@ -24,9 +24,9 @@ from flash_attn3.cpu import reference, reference_fp8
 from flash_attn3.cpu.reference import Inputs, Lengths, Outputs, Score
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests import compare, fp8_data
-from tests.cache_cases import E4M3, CacheCase, Returned, as_bits, call, copied, pages_of
-from tests.general_cases import starts
+from tests.support import compare, fp8_data
+from tests.support.cache_cases import E4M3, CacheCase, Returned, as_bits, call, copied, pages_of
+from tests.support.general_cases import starts
 
 TIE = 2.0 ** -18
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 from flash_attn3.cpu import reference
 
-from tests import compare
-from tests.cases import DTYPES
-from tests.general_cases import starts
+from tests.support import compare
+from tests.support.cases import DTYPES
+from tests.support.general_cases import starts
 
 KEYS = 200
 # Key j is so much of the largest one, which q is too.

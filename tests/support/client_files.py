@@ -1,6 +1,6 @@
 """Single files of clients' wheels, read from the package index without the rest of the wheel.
 
-    python -m tests.client_files [DISTRIBUTION ...]    # default: all; prints their folder
+    python -m tests.support.client_files [DISTRIBUTION ...]    # default: all; prints their folder
 
 They are kept in .venv-clients/files, which git ignores; a machine without a network finds them
 there when the folder was copied to it.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import ROOT
+from tests.support.checkout import ROOT
 
 FOLDER = ROOT / '.venv-clients' / 'files'
 _OPS = 'sglang/kernels/ops/attention'
@@ -31,7 +31,7 @@ NOT_FOUND = 3    # the exit code
 def files_of(distribution: str) -> dict[str, bytes]:
     """{path in the wheel: content} of WHEELS. Skips the test where the index cannot be reached."""
     if not _are_here(distribution):
-        done = subprocess.run([sys.executable, '-m', 'tests.client_files', distribution], cwd=ROOT,
+        done = subprocess.run([sys.executable, '-m', 'tests.support.client_files', distribution],
                               capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if done.returncode == NOT_FOUND:
             pytest.skip(done.stderr.strip().splitlines()[-1])

@@ -16,7 +16,7 @@ from flash_attn3.cpu import reference
 from flash_attn3.compat import functions
 from flash_attn3.integrations import sdpa
 
-from tests import compare
+from tests.support import compare
 
 
 def serve_cpu(patch: pytest.MonkeyPatch) -> None:

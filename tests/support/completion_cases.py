@@ -19,9 +19,9 @@ from flash_attn3 import flash_attn_completions_func
 from flash_attn3.cpu import reference
 from flash_attn3.cpu.reference import Inputs, Mask, Score
 
-from tests import compare
-from tests.cases import DATA, DTYPES
-from tests.general_cases import starts
+from tests.support import compare
+from tests.support.cases import DATA, DTYPES
+from tests.support.general_cases import starts
 
 
 class Tensors(NamedTuple):
@@ -131,7 +131,7 @@ def expected(case: TreeCase, tensors: Tensors, dtype: torch.dtype) -> Results:
 
 
 def check(case: TreeCase, tensors: Tensors, got: Results) -> None:
-    """Holds results and gradients to the bar of tests/compare.py."""
+    """Holds results and gradients to the bar of tests/support/compare.py."""
     ref = expected(case, tensors, torch.float64)
     pt = expected(case, tensors, tensors.q.dtype)
     for name, x, wanted in zip(Results._fields, got, ref):

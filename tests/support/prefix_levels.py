@@ -15,10 +15,10 @@ from flash_attn3.cpu import reference
 from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests import compare, fp8_data
-from tests.cache_cases import E4M3, NOWHERE, as_bits, ints
-from tests.cases import DTYPES
-from tests.general_cases import starts
+from tests.support import compare, fp8_data
+from tests.support.cache_cases import E4M3, NOWHERE, as_bits, ints
+from tests.support.cases import DTYPES
+from tests.support.general_cases import starts
 
 
 @dataclass

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _PARTS = ('csrc', 'flash_attn3', 'build_tools', 'third_party', 'setup.py', 'pyproject.toml',
           'MANIFEST.in', 'README.md', 'LICENSE', 'NOTICE', 'constraints.txt', 'Makefile')
 

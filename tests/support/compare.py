@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_attn3 import flash_attn_func
 from flash_attn3.cpu import reference
 
-from tests.cases import Case
+from tests.support.cases import Case
 
 
 @contextmanager

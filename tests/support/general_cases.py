@@ -20,7 +20,7 @@ from torch import Tensor
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 from flash_attn3.cpu.reference import Inputs, Mask, Score
 
-from tests.cases import DATA, DTYPES, Kind
+from tests.support.cases import DATA, DTYPES, Kind
 
 MOST_GRADIENT_COLUMNS = 256    # v with more has no gradients
 SINKS = {    # what becomes of N(0, 1), and the dtype

@@ -10,7 +10,7 @@ import torch
 
 from flash_attn3 import flash_attn_with_kvcache
 
-from tests.cache_cases import as_bits
+from tests.support.cache_cases import as_bits
 
 # Wrong with whatever else.
 WRONG_NUMBERS = {

@@ -7,8 +7,8 @@ from torch import Tensor
 from flash_attn3.cpu import reference
 from flash_attn3.cpu.reference_fp8 import Scales
 
-from tests import compare, fp8_data
-from tests.fp8_data import E4M3
+from tests.support import compare, fp8_data
+from tests.support.fp8_data import E4M3
 
 MIXED = (37, 5, 64, 300, 0), (1, 3, 20, 1, 2)    # keys and queries of each sequence
 
