@@ -12,7 +12,7 @@
 # make lint      ruff, clang-format
 # make build     builds in place: the libraries of the package and the tests' host module
 # make test-gpu  the GPU tests alone, in several processes: tests/record.py
-# make test-emulated  a selection of them on this CPU, with some kernels: tests/emulator
+# make test-emulated  a selection of them on this CPU, with some kernels: tools/ptx_emulator
 # make sanitize  every built kernel under compute-sanitizer, on a Hopper GPU; see tests/sanitize.py
 # make bench     the benchmarks, on a Hopper GPU
 # make clean     removes what was built, not .venv, .venv-clients and the cache of compiled units
@@ -55,8 +55,8 @@ test-gpu: libraries
 	$(RUN) -m tests.record
 
 test-emulated: build
-	$(RUN) -m tests.emulator.build '$(EMULATED_VARIANTS)'
-	$(RUN) -m pytest @tests/emulator/selection.txt
+	$(RUN) -m tools.ptx_emulator.build '$(EMULATED_VARIANTS)'
+	$(RUN) -m pytest @tools/ptx_emulator/selection.txt
 
 test-clients: build $(CLIENTS)/ready
 	$(CLIENTS)/bin/python -m pytest $(addprefix tests/cpu/test_integrations_,clients.py encoders.py \
@@ -104,4 +104,4 @@ $(VENV)/ready: constraints.txt
 	touch $@
 
 clean:
-	rm -rf build dist third_party/cutlass *.egg-info flash_attn3/*.so tests/*.so
+	rm -rf build dist third_party/cutlass *.egg-info flash_attn3/*.so tests/*.so tools/ptx_emulator/*.so

@@ -21,7 +21,7 @@ from benchmarks.harness import ROOT
 from benchmarks.kernel_tables import table
 
 PART = re.compile(r'(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)', re.DOTALL)
-FOLDERS = 'docs', 'csrc', 'tests', 'benchmarks'
+FOLDERS = 'docs', 'csrc', 'tools', 'benchmarks'
 SECTION_NAMES = {'fwd': 'forward', 'bwd': 'backward'}
 
 

@@ -2,7 +2,7 @@
 
 tests/gpu runs on CUDA; `pytest tests/gpu --device cpu` runs the same tests on the CPU path, to try
 the tests themselves on a machine without a GPU; `--device emulated` runs the kernels there
-(tests/emulator).
+(tools/ptx_emulator).
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from flash_attn3.ops import library
 
-from tests.emulator.library import LIBRARY, Emulator
+from tools.ptx_emulator.library import LIBRARY, Emulator
 
 MOST_KEPT_BYTES = 1 << 30    # by an allocator between tests; other processes share the GPU
 EMULATOR = pytest.StashKey[Emulator]()
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption('--device') == 'emulated':
         if not LIBRARY.exists():
             raise pytest.UsageError(f'--device emulated: expected {LIBRARY.name}; hint: '
-                                    'python -m tests.emulator.build, with some variants')
+                                    'python -m tools.ptx_emulator.build, with some variants')
         config.stash[EMULATOR] = Emulator(LIBRARY)
 
 

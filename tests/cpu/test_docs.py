@@ -13,8 +13,8 @@ from flash_attn3.bench import Shape, __main__ as bench
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = tables.pages()
 FOLDERS = ('csrc', 'flash_attn3', 'tests', 'benchmarks', 'build_tools', 'third_party', 'examples',
-           'docs')
-MOST_WORDS, MOST_RESULTS = 16_950, 40
+           'docs', 'tools')
+MOST_WORDS, MOST_RESULTS = 17_040, 40
 BARRIERS = ROOT / 'csrc/device/barriers.h'
 KERNELS = ROOT / 'csrc/forward', ROOT / 'csrc/backward'
 SOURCES = [path for folder in FOLDERS if folder not in ('docs', 'third_party')

@@ -1,4 +1,4 @@
-"""The emulator of tests/emulator itself: what instructions give, and that it finds faults which
+"""The emulator of tools/ptx_emulator itself: what instructions give, and that it finds faults which
 were put into small kernels. Needs g++ and the headers of CUDA, no GPU.
 """
 from __future__ import annotations
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from build_tools import toolchain, units
-from tests.emulator import build
-from tests.emulator.library import Emulator
-from tests.emulator.ptx import PtxError, read_kernels
+from tools.ptx_emulator import build
+from tools.ptx_emulator.library import Emulator
+from tools.ptx_emulator.ptx import PtxError, read_kernels
 
 pytestmark = pytest.mark.slow
 

@@ -199,7 +199,7 @@ template <int kN>
 struct Softmax {
   float most[kN / 4];    // in units of log2
   float sum[kN / 4];     // over this thread's keys
-  float shrink[kN / 4];  // of what came before the last K tile
+  float shrink[kN / 4];  // rescales what earlier K tiles gave
 
   __device__ Softmax() {
     CUTE_UNROLL

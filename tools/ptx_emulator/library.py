@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-LIBRARY = Path(__file__).resolve().parents[1] / '_emulated.so'
+LIBRARY = Path(__file__).resolve().parent / '_emulated.so'
 
 
 class Emulator:

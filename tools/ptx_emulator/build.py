@@ -1,10 +1,10 @@
 """Builds the emulator: kernels as nvcc translates them to PTX, turned into C++ for this CPU, below
 the ops of the package.
 
-    python -m tests.emulator.build 'FwdBf16D64*,BwdBf16D64*'
+    python -m tools.ptx_emulator.build 'FwdBf16D64*,BwdBf16D64*'
 
-makes tests/_emulated.so, with those variants and all kernels that have none; `pytest tests/gpu
---device emulated` uses it. Objects are cached as those of the package are.
+makes tools/ptx_emulator/_emulated.so, with those variants and all kernels that have none;
+`pytest tests/gpu --device emulated` uses it. Objects are cached as those of the package are.
 """
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from build_tools import native, toolchain, units
 from build_tools.toolchain import BuildError, Cuda
 from build_tools.units import ROOT, Unit
 from csrc.plan.generate import generate
-from tests.emulator.library import LIBRARY
-from tests.emulator.translate import translate
+from tools.ptx_emulator.library import LIBRARY
+from tools.ptx_emulator.translate import translate
 from third_party.fetch import cutlass_include
 
 FOLDER = Path(__file__).resolve().parent
@@ -131,14 +131,14 @@ def compile_to_ptx(source: Path, cuda: Cuda) -> tuple[str, Path]:
     cached = units.cache_folder() / f'emulator_{unit.name}-{units.key(unit)}'
     ptx, host = cached.with_suffix('.ptx'), cached.with_suffix('.o')
     if not (ptx.exists() and host.exists()):
-        print(f'tests.emulator: {source.relative_to(ROOT)}', flush=True)
+        print(f'tools.ptx_emulator: {source.relative_to(ROOT)}', flush=True)
         with tempfile.TemporaryDirectory(dir=BUILD) as folder:
             made = Path(folder, 'host.o')
             command = [*unit.compiler, *flags, *(f'-I{path}' for path in own), '-isystem',
                        str(cutlass_include()), '--keep', '--keep-dir', folder, '-c', str(source),
                        '-o', str(made)]
             if subprocess.run(command, stdin=subprocess.DEVNULL).returncode != 0:
-                raise BuildError(f'tests.emulator: nvcc did not compile {source}')
+                raise BuildError(f'tools.ptx_emulator: nvcc did not compile {source}')
             shutil.move(Path(folder, f'{source.stem}.ptx'), ptx)
             shutil.move(made, host)
     for path in (ptx, host):

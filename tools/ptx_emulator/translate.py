@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.emulator.ptx import Instruction, Kernel, Label, PtxError, read_kernels, split_operands
+from tools.ptx_emulator.ptx import (Instruction, Kernel, Label, PtxError, read_kernels,
+                                    split_operands)
 
 SPECIAL_REGISTERS = {
     '%tid.x': 't.index()', '%ntid.x': 't.cta->threads_count', '%ctaid.x': 't.cta->number',
