@@ -104,4 +104,4 @@ $(VENV)/ready: constraints.txt
 	touch $@
 
 clean:
-	rm -rf build dist third_party/cutlass *.egg-info flash_attn3/*.so tests/*.so tools/ptx_emulator/*.so
+	rm -rf build dist third_party/cutlass *.egg-info flash_attn3/*.so tests/host/*.so tools/ptx_emulator/*.so

@@ -75,7 +75,7 @@ def sources(*patterns: str) -> list[str]:
 
 setup(
     ext_modules=[
-        Extension(PLAN, sources('csrc/host/plan_module.cpp', *PLAIN), py_limited_api=True),
+        Extension(PLAN, sources('csrc/python/plan_module.cpp', *PLAIN), py_limited_api=True),
         Extension(KERNELS, sources('csrc/ops/*.cpp', *PLAIN), py_limited_api=True),
     ],
     cmdclass={'build_ext': BuildLibraries},

@@ -1,5 +1,5 @@
-"""Builds tests/_host.*.so in place: the pybind11 module through which the tests reach csrc/core and
-CuTe's layouts. g++ alone; not part of the wheel.
+"""Builds tests/host/_host.*.so in place: the pybind11 module through which the tests reach
+csrc/core and CuTe's layouts. g++ alone; not part of the wheel.
 """
 import platform
 import sys
@@ -19,7 +19,7 @@ def main() -> None:
     module = native.host_unit(includes, versions)
     objects = units.compile_units([module, *native.plain_units()])
     name = '_host' + sysconfig.get_config_var('EXT_SUFFIX')
-    native.link(list(objects.values()), [], units.ROOT / 'tests' / name)
+    native.link(list(objects.values()), [], units.ROOT / 'tests' / 'host' / name)
 
 
 if __name__ == '__main__':

@@ -86,13 +86,13 @@ def plain_units() -> list[Unit]:
 def host_unit(includes: Sequence[Path], versions: Sequence[str]) -> Unit:
     """The pybind11 module of the tests, which also reads CuTe (and that, CUDA's headers)."""
     cuda = toolchain.find_cuda()
-    return _cxx_unit(CSRC / 'host' / 'host_module.cpp', (),
+    return _cxx_unit(ROOT / 'tests' / 'host' / 'host_module.cpp', (),
                      [*includes, cutlass_include(), cuda.include, cuda.include / 'cccl'],
                      [*versions, cuda.version, _tree_digest(cutlass_include())])
 
 
 def plan_units() -> list[Unit]:
-    module = _cxx_unit(CSRC / 'host' / 'plan_module.cpp', [LIMITED_API],
+    module = _cxx_unit(CSRC / 'python' / 'plan_module.cpp', [LIMITED_API],
                        [toolchain.python_include()], [platform.python_version()])
     return [module, *plain_units()]
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from flash_attn3.cpu import reference
-from tests import _host
+from tests.host import _host
 
 
 @dataclass(frozen=True)

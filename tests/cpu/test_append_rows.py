@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import _host
 from tests.cpu.drawn import examples
+from tests.host import _host
 
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 

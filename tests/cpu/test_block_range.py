@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import Drawn, masks
+from tests.host import _host
 
 TILE_N = (16, 48, 80, 128, 176)
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 import pytest
 import torch
 
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import Drawn, limits
 from tests.cpu.packed import running_sum
 from tests.cpu.test_key_splits import EVEN, PARTS, splits
+from tests.host import _host
 
 INT_MIN, INT_MAX = -2**31, 2**31 - 1
 MOST_PARTS = 64    # that a tile has, where all sequences have as many keys

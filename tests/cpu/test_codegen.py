@@ -16,8 +16,9 @@ import pytest
 from csrc.plan.generate import FAMILIES, units_of
 from csrc.plan.variants import BACKWARD, FORWARD, BackwardVariant, ForwardVariant
 from flash_attn3 import _plan
-from tests import _host, sass
+from tests import sass
 from tests.cpu.test_smem_budget import registers_of_warpgroups
+from tests.host import _host
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / 'flash_attn3' / '_C.abi3.so'

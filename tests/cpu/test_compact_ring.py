@@ -1,7 +1,7 @@
 """forward/fp8/compact_ring.h: where a role stands, against counting."""
 import pytest
 
-from tests import _host
+from tests.host import _host
 
 
 @pytest.mark.parametrize('stages', [1, 2, 3])

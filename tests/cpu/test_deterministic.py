@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
 
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.masks import FULL, mask_of_kind
 from tests.cpu.packed import batches
 from tests.cpu.test_backward_work import (FACTS, TILE_OF, causal_or_full, clusters_of, each_packed,
                                           each_variant, some_mask, work_of)
+from tests.host import _host
 
 OPS = torch.ops.flash_attn3
 

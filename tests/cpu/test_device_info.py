@@ -3,7 +3,7 @@ address.
 """
 import pytest
 
-from tests import _host
+from tests.host import _host
 
 CUDA_13 = 13000
 

@@ -75,7 +75,7 @@ def test_paths_and_links_exist(page):
 
 
 def test_source_files_named_in_csrc_exist():
-    folders = ('core|config|device|call|checks|plan|forward|backward|host|launch|ops|'
+    folders = ('core|config|device|call|checks|plan|forward|backward|launch|ops|python|'
                'quantize|schedule')
     text = ''.join(page.read_text() for page in sorted((ROOT / 'csrc').rglob('*.md')))
     names = re.findall(rf'`(?:csrc/)?((?:{folders})/[\w./]+)`', text)

@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 
 from csrc.plan.variants import BACKWARD
-from tests import _host
 from tests.cpu.test_layouts import THREADS, expected_accumulator
+from tests.host import _host
 
 TILES = sorted(_host.backward_tiles)
 each_tile = pytest.mark.parametrize('tile', [_host.backward_tiles[name] for name in TILES],
@@ -63,7 +63,7 @@ def test_the_blocks_of_a_tile_cover_it_once(tile):
 
 
 def test_every_tile_is_looked_at():
-    """A new one: a line in bind_backward() of csrc/host/host_module.cpp."""
+    """A new one: a line in bind_backward() of tests/host/host_module.cpp."""
     assert set(TILES) == {variant.tile for variant in BACKWARD}
 
 

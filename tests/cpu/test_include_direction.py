@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).resolve().parents[2] / 'csrc'
+ROOT = Path(__file__).resolve().parents[2]
+CSRC, HOST = ROOT / 'csrc', ROOT / 'tests/host'
 MAY_INCLUDE = {
     'core': {'core'},
     'config': {'config', 'core'},
@@ -28,15 +29,17 @@ MAY_INCLUDE = {
     # The host side of schedule, quantize, kvcache and combine.
     'ops': {'ops', 'checks', 'plan', 'call', 'schedule', 'quantize', 'kvcache', 'combine', 'config',
             'core'},
-    # The tests' module shows the layouts that the kernels use; it is not part of the package.
-    'host': {'host', 'checks', 'plan', 'call', 'schedule', 'forward', 'backward', 'kvcache',
-             'device', 'config', 'core'},
+    'python': {'python', 'checks', 'plan', 'call', 'config', 'core'},
+    # The module of the tests shows the layouts that kernels use.
+    'tests': {'checks', 'plan', 'call', 'schedule', 'forward', 'backward', 'kvcache', 'device',
+              'config', 'core'},
 }
-GENERATED = {'fwd_variants.h': {'plan', 'host'}, 'fwd_built.inc': {'ops', 'host'},
-             'fwd_registry.inc': {'ops'}, 'bwd_variants.h': {'plan', 'host'},
-             'bwd_built.inc': {'ops', 'host'}, 'bwd_registry.inc': {'ops'},
+GENERATED = {'fwd_variants.h': {'plan', 'python', 'tests'}, 'fwd_built.inc': {'ops', 'python'},
+             'fwd_registry.inc': {'ops'}, 'bwd_variants.h': {'plan', 'python', 'tests'},
+             'bwd_built.inc': {'ops', 'python'}, 'bwd_registry.inc': {'ops'},
              'attention_arguments.h': {'call', 'ops'}}
-FILES = [path for path in sorted(CSRC.rglob('*')) if path.suffix in ('.h', '.cpp', '.cu', '.inc')]
+FILES = [path for folder in (CSRC, HOST) for path in sorted(folder.rglob('*'))
+         if path.suffix in ('.h', '.cpp', '.cu', '.inc')]
 
 
 def includes(path: Path) -> list[str]:
@@ -44,16 +47,25 @@ def includes(path: Path) -> list[str]:
 
 
 def ids(path: Path) -> str:
-    return path.relative_to(CSRC).as_posix()
+    return path.relative_to(CSRC if CSRC in path.parents else ROOT).as_posix()
+
+
+def folder_of(path: Path) -> str:
+    return ids(path).split('/')[0]
+
+
+def included(path: Path, name: str) -> Path | None:
+    """The file of ours that the compiler reads, or None."""
+    return next((found for found in (path.parent / name, CSRC / name) if found.exists()), None)
 
 
 def test_every_folder_is_listed():
-    assert {path.relative_to(CSRC).parts[0] for path in FILES} == set(MAY_INCLUDE)
+    assert {folder_of(path) for path in FILES} == set(MAY_INCLUDE)
 
 
 @pytest.mark.parametrize('path', FILES, ids=ids)
 def test_own_includes(path: Path):
-    folder = path.relative_to(CSRC).parts[0]
+    folder = folder_of(path)
     for name in includes(path):
         first, _, rest = name.partition('/')
         if rest and (CSRC / first).is_dir():
@@ -65,7 +77,7 @@ def test_own_includes(path: Path):
 
 @pytest.mark.parametrize('path', FILES, ids=ids)
 def test_foreign_includes(path: Path):
-    folder, where = path.relative_to(CSRC).parts[0], path.relative_to(CSRC).as_posix()
+    folder = folder_of(path)
     for name in includes(path):
         first = name.split('/')[0]
         if first in ('torch', 'ATen', 'c10'):
@@ -75,7 +87,7 @@ def test_foreign_includes(path: Path):
                                       'torch/headeronly/'))
             assert stable, f'{name} is not part of the stable ABI'
         if first in ('cute', 'cutlass'):
-            assert where == 'device/cute.h', 'CUTLASS comes in through device/cute.h alone'
+            assert ids(path) == 'device/cute.h', 'CUTLASS comes in through device/cute.h alone'
         if first.startswith(('cuda', 'driver_types')):
             assert folder in ('launch', 'device', 'forward', 'backward', 'ops'), (
                 f'{folder}/ is free of CUDA')
@@ -83,10 +95,10 @@ def test_foreign_includes(path: Path):
 
 def test_include_cycles():
     """Every header can be read before those that include it."""
-    graph = {ids(path): [name for name in includes(path) if (CSRC / name).exists()]
+    graph = {path: [found for name in includes(path) if (found := included(path, name))]
              for path in FILES}
-    done: set[str] = set()
-    while ready := [name for name, needs in graph.items() if name not in done
+    done: set[Path] = set()
+    while ready := [path for path, needs in graph.items() if path not in done
                     and done.issuperset(needs)]:
         done.update(ready)
-    assert done == set(graph), f'in a cycle: {sorted(set(graph) - done)}'
+    assert done == set(graph), f'in a cycle: {sorted(map(ids, set(graph) - done))}'

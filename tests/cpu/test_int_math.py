@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from tests import _host
+from tests.host import _host
 
 INT_MAX = 2**31 - 1
 signed = st.integers(-2**30, 2**30)

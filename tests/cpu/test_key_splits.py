@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from tests import _host
 from tests.cpu.drawn import examples
+from tests.host import _host
 
 EVEN, PARTS, SIZE = 0, 1, 2
 # The output tiles of a line, each with its K tiles and their weight as a power of two.

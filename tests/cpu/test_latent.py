@@ -21,10 +21,10 @@ from flash_attn3 import (PrefixLevel, _plan, flash_attn_func, flash_attn_varlen_
                          flash_attn_with_kvcache, pack_tree_mask, shared_prefix_attn)
 from flash_attn3.ops import checks
 
-from tests import _host
 from tests.cpu.cached import Problem, ints
 from tests.cpu.drawn import examples
 from tests.cpu.test_kvcache import check, drawn
+from tests.host import _host
 from tests.support.called_ops import compilations
 
 ROTARY, LATENT = 64, 512

@@ -7,7 +7,7 @@ import pytest
 
 from csrc.plan.variants import FORWARD
 from flash_attn3 import _plan
-from tests import _host
+from tests.host import _host
 
 TILES = sorted(_host.layouts)
 each_tile = pytest.mark.parametrize('tile', TILES)

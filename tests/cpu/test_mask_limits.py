@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import Drawn, limits, masks
+from tests.host import _host
 
 LONGEST = 2**30
 NO_LIMIT = _host.no_limit

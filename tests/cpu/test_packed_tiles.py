@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.masks import NAMES, mask_of_kind
 from tests.cpu.packed import Batch, batches, nonsense
 from tests.cpu.test_backward_work import FACTS, clusters_of, each_packed, keys_of_cta, work_of
 from tests.cpu.test_plan import ceil_div
+from tests.host import _host
 
 ROWS_END = 1 << 30    # where sequences end for the copy engine
 

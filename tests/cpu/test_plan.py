@@ -8,8 +8,8 @@ import pytest
 
 from flash_attn3 import _plan
 from flash_attn3.ops.checks import describe_sizes
-from tests import _host
 from tests.cpu.drawn import examples
+from tests.host import _host
 
 NEVER, ALWAYS, HEURISTIC = False, True, None
 MASKS = ['full', 'causal', 'general', 'softcap']    # numbers of core/mask_limits.h, MaskKind

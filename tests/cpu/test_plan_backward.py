@@ -10,11 +10,11 @@ import pytest
 
 from csrc.plan.variants import BACKWARD
 from flash_attn3 import _plan
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.masks import FULL
 from tests.cpu.test_backward_work import each_packed, some_mask, work_of
 from tests.cpu.test_plan import call_of_sizes, ceil_div
+from tests.host import _host
 
 VARIANTS = _plan.backward_variants()
 DTYPES, MASKS = ('float16', 'bfloat16'), ('full', 'causal', 'general', 'softcap')

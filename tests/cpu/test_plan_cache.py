@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 import pytest
 
 from flash_attn3 import _plan
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.test_key_splits import EVEN, PARTS, SIZE
 from tests.cpu.test_plan import ceil_div
+from tests.host import _host
 
 DTYPES = {'float16': (0, 'Fp16'), 'bfloat16': (1, 'Bf16'), 'float8_e4m3fn': (2, 'E4m3')}
 VARIANTS = {row['name']: row for row in _plan.variants() if row['mask'].startswith('cache')}

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 import pytest
 
 from flash_attn3 import _plan
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import Drawn, masks
 from tests.cpu.test_plan import MASKS, call_of_sizes, ceil_div, plan
+from tests.host import _host
 
 FACTS = {row['name']: row for row in _plan.variants()}
 DIMS = range(8, 257, 8)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from flash_attn3.cpu.reference import Mask
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import limits
+from tests.host import _host
 
 NONE = (-1, -1, 0)
 CHUNKS = st.one_of(st.just(0), st.integers(1, 60))

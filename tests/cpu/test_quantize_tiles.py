@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from flash_attn3.cpu import quantize
 from flash_attn3.cpu.quantize import PER_HEAD, PER_TENSOR
 
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.test_reference_packed import starts
+from tests.host import _host
 
 CHUNK, SPAN, LANE_COLUMNS = 8, 16, 32
 WIDTHS = [8, 16, 32, 64, 128, 256]

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 import pytest
 
 from flash_attn3 import _plan
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.masks import CAUSAL, FULL, MASKS, any_mask, sees
+from tests.host import _host
 
 # (queries, keys): those of the kernels, and some that are no multiples of each other.
 TILES = sorted({(facts['tile_m'], facts['tile_n']) for facts in _plan.backward_variants()}

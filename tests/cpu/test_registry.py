@@ -5,7 +5,7 @@ import pytest
 
 from csrc.plan.variants import BACKWARD, FORWARD
 from flash_attn3 import _plan
-from tests import _host
+from tests.host import _host
 
 NAMES = [variant.name for variant in FORWARD]
 MASKS = {'CacheSoftcap': 'cache, softcap'}    # where a kind has another name

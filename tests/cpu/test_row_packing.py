@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from tests import _host
 from tests.cpu.drawn import examples
+from tests.host import _host
 
 ROWS = 64
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import pytest
 import torch
 
-from tests import _host
 from tests.cpu.drawn import examples
+from tests.host import _host
 
 LOG2_E = math.log2(math.e)
 INF = math.inf

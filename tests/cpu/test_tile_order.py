@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
-from tests import _host
 from tests.cpu.drawn import examples
 from tests.cpu.test_plan import ceil_div, plan
+from tests.host import _host
 from tests.support.checkout import ROOT
 
 SHAPES = [(1, 1, 1), (1, 7, 3), (5, 1, 1), (8, 4, 2), (13, 3, 5), (33, 16, 1), (64, 2, 3)]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from flash_attn3 import flash_attn_with_kvcache, pack_tree_mask
 from flash_attn3.api.trees import COLUMNS, unpacked
 
-from tests import _host
 from tests.cpu.drawn import examples
+from tests.host import _host
 
 WORD = 2 ** 64 - 1
 

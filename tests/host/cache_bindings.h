@@ -8,7 +8,7 @@
 #include "core/cache_keys.h"
 #include "checks/checks_cache.h"
 #include "plan/plan_cache.h"
-#include "host/core_bindings.h"
+#include "core_bindings.h"
 
 namespace fa3::host {
 

@@ -9,7 +9,7 @@
 
 #include "call/attention_call.h"
 
-namespace fa3::host {
+namespace fa3::python {
 
 inline Dtype dtype_from_name(char const* name) {
   struct Named {
@@ -109,4 +109,4 @@ class CallReader {
   PyObject* given_;
 };
 
-}  // namespace fa3::host
+}  // namespace fa3::python

@@ -9,7 +9,7 @@
 #include "device/cute.h"
 
 #include "backward/work.h"
-#include "host/packed_tables.h"
+#include "packed_tables.h"
 
 namespace fa3::host {
 

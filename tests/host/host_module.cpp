@@ -1,6 +1,6 @@
-// The Python module tests/_host: what the kernels compute with, exposed to brute-force tests on a
-// machine without a GPU. pybind11, built in place, not part of the wheel. Functions keep their C++
-// names; a struct becomes a tuple.
+// The Python module tests.host._host: what the kernels compute with, exposed to brute-force tests
+// on a machine without a GPU. pybind11, built in place, not part of the wheel. Functions keep their
+// C++ names; a struct becomes a tuple.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,11 +17,11 @@
 #include "plan/plan_backward.h"
 #include "plan/registry.h"
 #include "call/tma_rules.h"
-#include "host/backward_work.h"
-#include "host/cache_bindings.h"
-#include "host/core_bindings.h"
-#include "host/layouts.h"
-#include "host/quantize_layouts.h"
+#include "backward_work.h"
+#include "cache_bindings.h"
+#include "core_bindings.h"
+#include "layouts.h"
+#include "quantize_layouts.h"
 
 namespace py = pybind11;
 

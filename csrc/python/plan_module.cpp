@@ -29,12 +29,12 @@
 #include "plan/problem_of_call.h"
 #include "plan/variants.h"
 #include "fwd_built.inc"
-#include "host/call_reader.h"
+#include "python/call_reader.h"
 
 namespace {
 
 using namespace fa3;
-using namespace fa3::host;
+using namespace fa3::python;
 
 char const* dtype_name(Dtype dtype) {
   static constexpr char const* kNames[] = {"float16", "bfloat16", "float8_e4m3fn"};
