@@ -36,7 +36,8 @@ from tests.support import cache_cases
 from tests.support.cache_cases import CacheCase, mixed
 from tests.support.cases import DTYPES, GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind
 from tests.support.fp8_data import E4M3, descales, quantize_all
-from tests.support.general_cases import GeneralCase, forward, starts
+from tests.support.general_cases import GeneralCase, forward
+from tests.support.lists import starts
 
 SMALL = [Case(67, 150, batch=1, heads_q=2, heads_k=2),
          Case(5, 33, heads_q=6, heads_k=2, pack_gqa=True),

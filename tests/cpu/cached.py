@@ -12,17 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tests.support.lists import ints, starts
+
 DTYPES = {'fp64': torch.float64, 'fp32': torch.float32, 'fp16': torch.float16,
           'bf16': torch.bfloat16, 'e4m3': torch.float8_e4m3fn}
 BOUNDS = {'fp64': 1e-12, 'fp32': 1e-5, 'fp16': 2e-3, 'bf16': 1.6e-2, 'e4m3': 1.6e-2}
-
-
-def ints(values) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def starts(counts: list[int]) -> Tensor:
-    return ints([0, *torch.tensor(counts, dtype=torch.long).cumsum(0).tolist()])
 
 
 @dataclass

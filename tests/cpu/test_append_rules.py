@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flash_attn3 import can_use, explain, flash_attn_with_kvcache
 from flash_attn3.compat import ops as compat_ops
 
-from tests.cpu.cached import ints
+from tests.support.lists import ints
 
 
 def appending(**changes) -> dict:

@@ -12,8 +12,8 @@ from flash_attn3 import (can_use, env, flash_attn_func, flash_attn_qkvpacked_fun
 from flash_attn3.ops import checks
 from flash_attn3.ops.dense_and_varlen import General
 
-from tests.cpu.test_reference_packed import ints, starts
 from tests.support import bad_inputs
+from tests.support.lists import ints, starts
 
 FWD = bad_inputs.FWD
 WINDOW = f'{FWD}window_size to be two numbers of -1 (no limit) or more'

@@ -12,7 +12,7 @@ from flash_attn3 import _plan, env, flash_attn_with_kvcache, get_scheduler_metad
 from flash_attn3.api import kvcache
 from flash_attn3.ops import checks
 
-from tests.cpu.cached import ints
+from tests.support.lists import ints
 
 BATCH, CAPACITY, DIM = 2, 12, 16
 

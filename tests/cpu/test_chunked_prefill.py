@@ -8,9 +8,9 @@ import torch
 from flash_attn3 import flash_attn_varlen_func, merge_states
 from flash_attn3.cpu import reference
 
-from tests.cpu.cached import starts
 from tests.cpu.test_docs import ROOT
 from tests.support import compare
+from tests.support.lists import starts
 
 SCALE = 192 ** -0.5
 

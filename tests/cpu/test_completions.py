@@ -20,10 +20,10 @@ from flash_attn3.cpu import fallback
 from flash_attn3.ops import library
 
 from tests.cpu.drawn import examples
-from tests.cpu.test_reference_packed import ints
 from tests.support.completion_cases import (Results, Tensors, TreeCase, check_case, check_same,
                                             expected, run)
 from tests.support.fp8_data import E4M3
+from tests.support.lists import ints
 
 # A tree with an empty completion, a prompt of no rows, one alone, no segment, rows of one.
 TREES = ((4, 3, 0, 2), (0, 2, 1), (3,), (), (1, 1, 1))

@@ -23,10 +23,10 @@ from flash_attn3 import flash_attn_completions_func
 from flash_attn3.api import completions
 
 from tests.cpu.test_completions import BAD, CASE, OTHER_TREES, TREES, dense, good
-from tests.cpu.test_reference_packed import ints
 from tests.support import compare, derivative_calls
 from tests.support.called_ops import CalledOps, compilations
 from tests.support.completion_cases import check_same, run
+from tests.support.lists import ints
 
 OP = torch.ops.flash_attn3.fwd_completions
 

@@ -9,7 +9,7 @@ from tests.support import derivative_calls
 from tests.support.derivative_calls import (FUNCTIONS, OPS, REVERSE_ONLY, SHAPE, every_forward_mode,
                                             every_function, every_option)
 from tests.support.fp8_data import E4M3
-from tests.support.general_cases import starts
+from tests.support.lists import starts
 
 CPU = torch.device('cpu')
 

@@ -12,8 +12,9 @@ from flash_attn3.ops.dense_and_varlen import General
 
 from tests.cpu import by_row
 from tests.cpu.test_general import EVERY_FEATURE
-from tests.cpu.test_reference_packed import packed_inputs, starts
+from tests.cpu.test_reference_packed import packed_inputs
 from tests.support.cases import Case
+from tests.support.lists import starts
 
 SEQLENS = [(8, 8), (5, 9), (9, 5), (1, 7), (0, 4), (4, 0)]
 

@@ -21,10 +21,10 @@ from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
 from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests.cpu.drawn import examples
-from tests.cpu.test_reference_packed import ints, starts
 from tests.support import compare, derivative_calls
 from tests.support.fp8_data import (E4M3, check_fp8, check_gradients, descales, given_gradients,
                                     quantize_all)
+from tests.support.lists import ints, starts
 
 OPTIONS = {
     'full': {}, 'causal': {'causal': True}, 'window': {'window_size': (9, 3)},

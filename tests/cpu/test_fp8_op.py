@@ -15,8 +15,8 @@ from flash_attn3.cpu.quantize import PER_HEAD, PER_TENSOR
 from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests.cpu.test_general_op import LENGTHS, inputs
-from tests.cpu.test_reference_packed import ints, starts
 from tests.support.fp8_data import E4M3, descales, quantize_all
+from tests.support.lists import ints, starts
 
 pytestmark = pytest.mark.slow
 

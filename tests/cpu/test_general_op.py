@@ -10,8 +10,8 @@ from torch.library import opcheck
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 from flash_attn3.ops.dense_and_varlen import Execution, General
 
-from tests.cpu.test_reference_packed import ints, starts
 from tests.support.called_ops import CalledOps
+from tests.support.lists import ints, starts
 
 OPS = torch.ops.flash_attn3
 FORWARD = [OPS.fwd_general.default, OPS._fwd_general.default]

@@ -11,7 +11,8 @@ import torch
 
 from flash_attn3 import flash_attn_func, flash_attn_with_kvcache, get_scheduler_metadata
 
-from tests.cpu.cached import BOUNDS, Problem, as_bits, expected, ints
+from tests.cpu.cached import BOUNDS, Problem, as_bits, expected
+from tests.support.lists import ints
 
 UPSTREAM = dict(
     k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,

@@ -15,8 +15,9 @@ from flash_attn3.api import kvcache
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import attend_cache, library
 
-from tests.cpu.cached import Problem, ints
+from tests.cpu.cached import Problem
 from tests.support.called_ops import compilations
+from tests.support.lists import ints
 
 OPS = torch.ops.flash_attn3
 PROBLEMS = {

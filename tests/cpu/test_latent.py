@@ -21,11 +21,12 @@ from flash_attn3 import (PrefixLevel, _plan, flash_attn_func, flash_attn_varlen_
                          flash_attn_with_kvcache, pack_tree_mask, shared_prefix_attn)
 from flash_attn3.ops import checks
 
-from tests.cpu.cached import Problem, ints
+from tests.cpu.cached import Problem
 from tests.cpu.drawn import examples
 from tests.cpu.test_kvcache import check, drawn
 from tests.host import _host
 from tests.support.called_ops import compilations
+from tests.support.lists import ints
 
 ROTARY, LATENT = 64, 512
 SCALE = (ROTARY + LATENT) ** -0.5

@@ -16,6 +16,7 @@ from flash_attn3.ops import attend_cache
 
 from tests.support.cache_cases import CacheCase, mixed
 from tests.support.cache_oracle import check_case
+from tests.support.lists import ints
 
 E4M3 = torch.float8_e4m3fn
 OPS = torch.ops.flash_attn3
@@ -31,10 +32,6 @@ def pages(count: int = 8, element: torch.dtype = torch.float32) -> dict:
     return dict(q=torch.randn(2, 1, 4, DIM).to(element), k_cache=k_cache, v_cache=v_cache,
                 cache_seqlens=ints([7, 5]), page_table=table, k_descale=scales[0],
                 v_descale=scales[1], descale_by_page=True)
-
-
-def ints(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def new_rows(count: int = 3, element: torch.dtype = torch.float32) -> dict:

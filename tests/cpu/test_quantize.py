@@ -12,7 +12,7 @@ from flash_attn3.cpu import quantize
 from flash_attn3.cpu.quantize import Rotation
 
 from tests.cpu.drawn import examples
-from tests.cpu.test_reference_packed import ints, starts
+from tests.support.lists import ints, starts
 
 E4M3 = torch.float8_e4m3fn
 WORD = 0xFFFFFFFF

@@ -10,8 +10,8 @@ from flash_attn3.cpu import quantize
 from flash_attn3.cpu.quantize import PER_HEAD, PER_TENSOR
 
 from tests.cpu.drawn import examples
-from tests.cpu.test_reference_packed import starts
 from tests.host import _host
+from tests.support.lists import starts
 
 CHUNK, SPAN, LANE_COLUMNS = 8, 16, 32
 WIDTHS = [8, 16, 32, 64, 128, 256]

@@ -11,19 +11,11 @@ from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
 
 from tests.cpu import by_row
 from tests.cpu.drawn import examples
+from tests.support.lists import ints, starts
 
 SCORE = Score(0.7, 2.0, Mask(causal=True, window=(6, -1)))
 # A sequence: rows of q and k, then how many of each are used, as a share of 4.
 sequences = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 4), st.integers(0, 4))
-
-
-def ints(values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def starts(lengths):
-    """cu_seqlens of these lengths."""
-    return ints([sum(lengths[:count]) for count in range(len(lengths) + 1)])
 
 
 def packed_inputs(total_q, total_k, sinks=True):

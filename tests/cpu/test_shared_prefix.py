@@ -14,9 +14,10 @@ from flash_attn3 import (PrefixLevel, can_use, env, flash_attn_func, flash_attn_
                          merge_states, shared_prefix_attn)
 from flash_attn3.api import kvcache
 
-from tests.cpu.cached import BOUNDS, Problem, expected, ints
+from tests.cpu.cached import BOUNDS, Problem, expected
 from tests.cpu.drawn import examples
 from tests.cpu.test_kvcache import check
+from tests.support.lists import ints
 from tests.support.prefix_levels import LevelCase, check_levels
 
 

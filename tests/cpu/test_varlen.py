@@ -16,7 +16,8 @@ from flash_attn3.cpu.reference import Inputs
 from tests.cpu import by_row
 from tests.cpu.drawn import examples
 from tests.cpu.test_general import EVERY_FEATURE, FEATURES, arguments_of, score_of
-from tests.cpu.test_reference_packed import ints, packed_inputs, sequences, starts
+from tests.cpu.test_reference_packed import packed_inputs, sequences
+from tests.support.lists import ints, starts
 
 UPSTREAM_PARAMETERS = [    # flash_attn_interface.flash_attn_varlen_func, in order
     'q', 'k', 'v', 'cu_seqlens_q', 'cu_seqlens_k', 'max_seqlen_q', 'max_seqlen_k', 'seqused_q',

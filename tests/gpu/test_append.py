@@ -12,6 +12,8 @@ from torch import Tensor
 
 from flash_attn3.ops.attend_cache import Attend, Rotary
 
+from tests.support.lists import ints, starts
+
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 DTYPES = pytest.mark.parametrize('dtype', [BF16, FP16, E4M3], ids=str)
 WIDE = pytest.mark.parametrize('dtype', [BF16, FP16], ids=str)
@@ -58,14 +60,6 @@ def memory(shape: tuple[int, ...], dtype: torch.dtype,
 
 def values(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).to(dtype)
-
-
-def lengths_of(numbers: list[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int32)
-
-
-def starts(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 def tables(positions: int, rotary_dim: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -227,7 +221,7 @@ def test_dense(heads, head_dim, head_dim_v, dtype, device):
     head_dim_v = min(head_dim_v, 512 if dtype != E4M3 else 256)    # what attention takes
     caches = both((4, 40, heads, head_dim), dtype, head_dim_v)
     rows = [values(4, new, heads, d, dtype=dtype) for d in (head_dim, head_dim_v)]
-    check(caches, rows, device, cache_seqlens=lengths_of(lengths))
+    check(caches, rows, device, cache_seqlens=ints(lengths))
     check(caches, rows, device, cache_length=7)
 
 
@@ -239,17 +233,17 @@ def test_paged(page_size, dtype, device):
     table, pages = pages_of([length + new for length in lengths], page_size)
     caches = both((pages, page_size, 2, 64), dtype)
     rows = [values(4, new, 2, 64, dtype=dtype) for _ in range(2)]
-    check(caches, rows, device, cache_seqlens=lengths_of(lengths), page_table=table)
+    check(caches, rows, device, cache_seqlens=ints(lengths), page_table=table)
 
 
 @pytest.mark.parametrize('order', [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3)])
 def test_strides_of_caches(order, device):
     rows = [values(3, 2, 4, 64, dtype=BF16) for _ in range(2)]
     check(both((3, 20, 4, 64), BF16, order=order), rows, device,
-          cache_seqlens=lengths_of([3, 18, 0]))
+          cache_seqlens=ints([3, 18, 0]))
     table, pages = pages_of([5, 20, 2], 4)
     check(both((pages, 4, 4, 64), BF16, order=order), rows, device, page_table=table,
-          cache_seqlens=lengths_of([3, 18, 0]))
+          cache_seqlens=ints([3, 18, 0]))
 
 
 def test_keys_and_values_interleaved(device):
@@ -267,7 +261,7 @@ def test_strides_of_new_rows(device):
     base = values(4, 6, 10, 136, dtype=BF16)
     for x in (base[:3, :2, :4, :64], base.transpose(1, 2)[:3, :2, :4, 8:72],
               base[:3, :2, :4, 3:67], base[:1, :2, :4, :64].expand(3, 2, 4, 64)):
-        check(both((3, 20, 4, 64), BF16), [x, x], device, cache_seqlens=lengths_of([3, 18, 0]))
+        check(both((3, 20, 4, 64), BF16), [x, x], device, cache_seqlens=ints([3, 18, 0]))
 
 
 def test_padded_table(device):
@@ -276,20 +270,20 @@ def test_padded_table(device):
     wide = torch.full((2, 50), -1, dtype=torch.int32)
     wide[:, 7:7 + table.size(1)] = table
     rows = [values(2, 3, 2, 64, dtype=BF16) for _ in range(2)]
-    check(both((pages, 4, 2, 64), BF16), rows, device, cache_seqlens=lengths_of([6, 9]),
+    check(both((pages, 4, 2, 64), BF16), rows, device, cache_seqlens=ints([6, 9]),
           page_table=wide[:, 7:7 + table.size(1)])
 
 
 def test_batch_idx(device):
     rows = [values(3, 2, 4, 64, dtype=BF16) for _ in range(2)]
-    check(both((5, 20, 4, 64), BF16), rows, device, cache_seqlens=lengths_of([3, 18, 0]),
-          cache_batch_idx=lengths_of([4, 0, 2]))
+    check(both((5, 20, 4, 64), BF16), rows, device, cache_seqlens=ints([3, 18, 0]),
+          cache_batch_idx=ints([4, 0, 2]))
 
 
 def test_leftpad_moves_no_slot(device):
     rows = [values(2, 2, 4, 64, dtype=BF16) for _ in range(2)]
-    check(both((2, 20, 4, 64), BF16), rows, device, cache_seqlens=lengths_of([7, 9]),
-          cache_leftpad=lengths_of([3, 0]))
+    check(both((2, 20, 4, 64), BF16), rows, device, cache_seqlens=ints([7, 9]),
+          cache_leftpad=ints([3, 0]))
 
 
 @pytest.mark.parametrize('lengths', [[3], [2, 0, 5, 0, 0, 1], [0, 0, 4], [0, 0], [],
@@ -298,10 +292,10 @@ def test_packed(lengths, device):
     have = [(5 * b) % 11 for b in range(len(lengths))]
     rows = [values(sum(lengths), 2, 32, dtype=BF16) for _ in range(2)]
     check(both((len(lengths), 20, 2, 32), BF16), rows, device,
-          cache_seqlens=lengths_of(have), cu_seqlens_k_new=starts(lengths))
+          cache_seqlens=ints(have), cu_seqlens_k_new=starts(lengths))
     table, pages = pages_of([sum(pair) for pair in zip(lengths, have)], 7)
     if lengths:
-        check(both((pages, 7, 2, 32), BF16), rows, device, cache_seqlens=lengths_of(have),
+        check(both((pages, 7, 2, 32), BF16), rows, device, cache_seqlens=ints(have),
               cu_seqlens_k_new=starts(lengths), page_table=table)
 
 
@@ -317,9 +311,9 @@ def test_rows_that_do_not_fit(dtype, kernels):
     """Lengths at and after the capacity, and such that are none."""
     lengths = [18, 19, 20, 21, 1 << 30, (1 << 31) - 1, -1, -(1 << 31), 0]
     rows = [values(9, 3, 4, 64, dtype=dtype) for _ in range(2)]
-    check(both((9, 20, 4, 64), dtype), rows, kernels, cache_seqlens=lengths_of(lengths))
+    check(both((9, 20, 4, 64), dtype), rows, kernels, cache_seqlens=ints(lengths))
     table = torch.randperm(9 * 5).view(9, 5).int()
-    check(both((45, 4, 4, 64), dtype), rows, kernels, cache_seqlens=lengths_of(lengths),
+    check(both((45, 4, 4, 64), dtype), rows, kernels, cache_seqlens=ints(lengths),
           page_table=table)
 
 
@@ -331,7 +325,7 @@ def test_pages_that_are_none(bad, kernels):
     check(both((45, 4, 4, 64), BF16), rows, kernels, cache_length=9, page_table=table)
     rows = [values(3, 2, 4, 64, dtype=BF16) for _ in range(2)]
     check(both((45, 20, 4, 64), BF16), rows, kernels, cache_length=3,
-          cache_batch_idx=lengths_of([7, bad, 0]))
+          cache_batch_idx=ints([7, bad, 0]))
 
 
 @pytest.mark.parametrize('cu', [[500, 0, 500], [0, -7, 40], [0, 1 << 30, -(1 << 31)],
@@ -339,8 +333,8 @@ def test_pages_that_are_none(bad, kernels):
 def test_nonsense_stays_inside(cu, kernels):
     caches = [one.copy(kernels) for one in both((2, 20, 2, 64), BF16)]
     rows = [values(9, 2, 64, dtype=BF16).to(kernels) for _ in range(2)]
-    given = dict(cache_seqlens=lengths_of([3, 18]), cu_seqlens_k_new=lengths_of(cu),
-                 cu_seqlens_q=lengths_of(cu), **tables(40, 32, BF16))
+    given = dict(cache_seqlens=ints([3, 18]), cu_seqlens_k_new=ints(cu),
+                 cu_seqlens_q=ints(cu), **tables(40, 32, BF16))
     append([one.cache for one in caches], rows, rows[0],
            {name: on(kernels, x) for name, x in given.items()})
     for one in caches:
@@ -357,7 +351,7 @@ def test_nonsense_stays_inside(cu, kernels):
 def test_rotary(head_dim, rotary_dim, interleaved, dtype, device):
     rows = [values(3, 2, 2, head_dim, dtype=dtype) for _ in range(2)]
     check(both((3, 20, 2, head_dim), dtype), rows, device, values(3, 4, 6, head_dim, dtype=dtype),
-          cache_seqlens=lengths_of([3, 15, 0]), rotary_interleaved=interleaved,
+          cache_seqlens=ints([3, 15, 0]), rotary_interleaved=interleaved,
           **tables(24, rotary_dim, dtype))
 
 
@@ -366,14 +360,14 @@ def test_rotary(head_dim, rotary_dim, interleaved, dtype, device):
 @pytest.mark.parametrize('has_seqlens', [True, False])
 def test_positions(has_seqlens, per_query, interleaved, device):
     rows = [values(3, 2, 2, 64, dtype=BF16) for _ in range(2)]
-    given = dict(rotary_seqlens=lengths_of([9, 0, 30])) if has_seqlens else {}
+    given = dict(rotary_seqlens=ints([9, 0, 30])) if has_seqlens else {}
     given |= dict(rotary_interleaved=interleaved, rotary_per_query=per_query,
                   **tables(40, 32, BF16))
     q = values(3, 5, 4, 64, dtype=BF16)
-    check(both((3, 20, 2, 64), BF16), rows, device, q, cache_seqlens=lengths_of([3, 15, 0]),
-          cache_leftpad=lengths_of([2, 0, 0]), **given)
+    check(both((3, 20, 2, 64), BF16), rows, device, q, cache_seqlens=ints([3, 15, 0]),
+          cache_leftpad=ints([2, 0, 0]), **given)
     table, pages = pages_of([5, 17, 2], 7)
-    check(both((pages, 7, 2, 64), BF16), rows, device, q, cache_seqlens=lengths_of([3, 15, 0]),
+    check(both((pages, 7, 2, 64), BF16), rows, device, q, cache_seqlens=ints([3, 15, 0]),
           page_table=table, **given)
     check(both((3, 20, 2, 64), BF16), rows, device, cache_length=4, **given)
 
@@ -383,11 +377,11 @@ def test_positions(has_seqlens, per_query, interleaved, device):
 def test_rotary_of_packed(new, queries, device):
     rows = [values(sum(new), 2, 64, dtype=FP16) for _ in range(2)]
     check(both((3, 20, 2, 64), FP16), rows, device, values(sum(queries), 4, 64, dtype=FP16),
-          cache_seqlens=lengths_of([3, 15, 0]), cu_seqlens_k_new=starts(new),
+          cache_seqlens=ints([3, 15, 0]), cu_seqlens_k_new=starts(new),
           cu_seqlens_q=starts(queries), **tables(70, 48, FP16))
     dense = [values(3, 2, 2, 64, dtype=FP16) for _ in range(2)]
     check(both((3, 20, 2, 64), FP16), dense, device, values(sum(queries), 4, 64, dtype=FP16),
-          cache_seqlens=lengths_of([3, 15, 0]), cu_seqlens_q=starts(queries),
+          cache_seqlens=ints([3, 15, 0]), cu_seqlens_q=starts(queries),
           rotary_per_query=False, **tables(70, 48, FP16))
 
 
@@ -404,7 +398,7 @@ def test_positions_outside_of_the_tables(kernels):
     """NaN, in the rotated columns alone."""
     caches = [one.copy(kernels) for one in both((2, 20, 2, 64), BF16)]
     rows = [values(2, 2, 2, 64, dtype=BF16).to(kernels) for _ in range(2)]
-    given = dict(cache_seqlens=lengths_of([9, 3]), rotary_seqlens=lengths_of([9, 3]),
+    given = dict(cache_seqlens=ints([9, 3]), rotary_seqlens=ints([9, 3]),
                  **tables(10, 32, BF16))
     result = append([one.cache for one in caches], rows, rows[0],
                     {name: on(kernels, x) for name, x in given.items()}).cpu()
@@ -421,7 +415,7 @@ def test_step_of_decoding(device):
     lengths = torch.randint(0, 60, (64,)).tolist()
     rows = [values(64, 1, 8, 128, dtype=BF16) for _ in range(2)]
     check(both((64, 64, 8, 128), BF16), rows, device, values(64, 1, 32, 128, dtype=BF16),
-          cache_seqlens=lengths_of(lengths), **tables(64, 128, BF16))
+          cache_seqlens=ints(lengths), **tables(64, 128, BF16))
 
 
 def test_large_offsets(cuda, needs_memory):
@@ -464,7 +458,7 @@ def test_graph_replayed_with_other_lengths(cuda):
     first = [one.bytes.clone() for one in memories]
     rows = [torch.randn(4, 2, 2, 64, device=cuda).to(BF16) for _ in range(2)]
     q = torch.randn(4, 2, 8, 64, device=cuda).to(BF16)
-    given = dict(cache_seqlens=lengths_of([0] * 4), page_table=table, **tables(60, 64, BF16))
+    given = dict(cache_seqlens=ints([0] * 4), page_table=table, **tables(60, 64, BF16))
     given = {name: on(cuda, x) for name, x in given.items()}
     append([one.cache for one in memories], rows, q, given)
     graph = torch.cuda.CUDAGraph()

@@ -25,9 +25,10 @@ from flash_attn3.cpu.reference_fp8 import Scales
 from tests.gpu import fp8_calls
 from tests.gpu.test_combine import HALF_UNIT, SMALLEST, combined
 from tests.support import cache_cases, cache_oracle, compare, general_oracle
-from tests.support.cache_cases import E4M3, CacheCase, ints
+from tests.support.cache_cases import E4M3, CacheCase
 from tests.support.cases import DTYPES
 from tests.support.general_cases import GeneralCase, Results, Tensors
+from tests.support.lists import ints
 from tests.support.upstream_calls import SCHEMAS
 from tests.support.upstream_grid import (CACHE, COMBINE, CPU_SCORES, DENSE, LEAST, PACKED, Row,
                                          allows_cache, allows_dense, cache_case, general_case,

@@ -13,7 +13,7 @@ from flash_attn3 import flash_attn_completions_func, flash_attn_varlen_func
 
 from tests.support import compare
 from tests.support.completion_cases import Results, TreeCase, check, check_case, check_same, run
-from tests.support.general_cases import starts
+from tests.support.lists import starts
 
 # Segments that fill no tile, of one row, empty ones; prompts without rows or completions.
 TREES = ((200, 65, 1, 130), (1, 1, 1), (0, 40, 33), (97,), (), (128, 0, 64, 0))

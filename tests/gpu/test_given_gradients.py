@@ -18,6 +18,7 @@ from flash_attn3.ops.dense_and_varlen import General
 from tests.gpu.test_backward import NAMES
 from tests.support import compare, layouts
 from tests.support.cases import GRADIENT_KINDS, Case
+from tests.support.lists import starts
 
 OPS = torch.ops.flash_attn3
 KINDS = [kind for kind in GRADIENT_KINDS if kind.head_dim in (64, 96, 128, 256)]
@@ -67,10 +68,6 @@ def test_layouts(layout, kind, device):
         backward.into(*given)
         backward.check(given)
         assert {i: layouts.nan_count(given[i]) for i in indices} == around
-
-
-def starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor((0, *lengths), device=device).cumsum(0).int()
 
 
 @one_dtype

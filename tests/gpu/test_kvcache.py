@@ -13,10 +13,11 @@ from flash_attn3 import (flash_attn_func, flash_attn_varlen_func, flash_attn_wit
                          pack_tree_mask)
 
 from tests.support import compare
-from tests.support.cache_cases import LAYOUTS, CacheCase, as_bits, call, copied, ints, mixed
+from tests.support.cache_cases import LAYOUTS, CacheCase, as_bits, call, copied, mixed
 from tests.support.cache_oracle import (check, check_cache, check_case, check_result, check_same,
                                         expected, packed, run)
-from tests.support.general_cases import SINKS, starts
+from tests.support.general_cases import SINKS
+from tests.support.lists import ints, starts
 
 # ------------------------------------------------------------------------------- upstream's grid
 SHAPES = [(1, 128), (1, 339), (3, 1024), (64, 800), (64, 256), (3, 799), (64, 2048), (16, 20000),

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from flash_attn3 import flash_attn_with_kvcache
 
-from tests.support.cache_cases import CacheCase, Returned, as_bits, call, copied, ints, mixed
+from tests.support.cache_cases import CacheCase, Returned, as_bits, call, copied, mixed
 from tests.support.cache_oracle import check_same, run
+from tests.support.lists import ints
 
 REPLAYS = 100
 DELAY_CYCLES = 50_000_000    # about 30 ms

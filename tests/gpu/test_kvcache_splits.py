@@ -11,9 +11,10 @@ import torch
 from flash_attn3 import flash_attn_with_kvcache
 
 from tests.support import compare
-from tests.support.cache_cases import CacheCase, Returned, alone, call, copied, ints, mixed
+from tests.support.cache_cases import CacheCase, Returned, alone, call, copied, mixed
 from tests.support.cache_oracle import (check, check_case, check_result, check_same, expected,
                                         one_of, run)
+from tests.support.lists import ints
 
 PARTS = 4    # tests.record runs so many processes
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from flash_attn3 import flash_attn_with_kvcache
 
 from tests.support import compare
-from tests.support.cache_cases import LAYOUTS, CacheCase, as_bits, call, copied, ints
+from tests.support.cache_cases import LAYOUTS, CacheCase, as_bits, call, copied
 from tests.support.cache_oracle import check, check_case, check_result, check_same, one_of, run
+from tests.support.lists import ints
 
 PAGE_SIZES = (0, 1, 16, 48, 64, 256)
 LENGTHS = (0, 1, 48, 49, 63, 64, 65, 1000)

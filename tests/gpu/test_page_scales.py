@@ -13,9 +13,10 @@ import torch
 from flash_attn3 import flash_attn_with_kvcache
 from flash_attn3.ops.attend_cache import Attend, Rotary
 
-from tests.support.cache_cases import CacheCase, as_bits, ints, mixed
+from tests.support.cache_cases import CacheCase, as_bits, mixed
 from tests.support.cache_oracle import (check, check_case, check_same, expected, one_of, packed,
                                         power_from, run)
+from tests.support.lists import ints
 
 DECODE = CacheCase(mixed(7, 700), heads=(8, 2), kv8=True, by_page=True)
 TALL = CacheCase(((5, 300), (5, 4), (5, 650)), heads=(4, 2), causal=True, kv8=True, by_page=True)

@@ -13,6 +13,7 @@ from flash_attn3.ops import fp8
 from flash_attn3.cpu.quantize import PER_HEAD, PER_TENSOR, signs
 
 from tests.cpu.test_quantize import ERRORS
+from tests.support.lists import starts
 
 DTYPES = pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float32], ids=str)
 ROTATED = pytest.mark.parametrize('rotate', [False, True])
@@ -54,10 +55,6 @@ def random_bits(*shape: int, dtype: torch.dtype) -> Tensor:
     word = torch.int32 if dtype == torch.float32 else torch.int16
     limits = torch.iinfo(word)
     return torch.randint(limits.min, limits.max + 1, shape, dtype=word).view(dtype)
-
-
-def starts(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 # ------------------------------------------------------------------------------------------- dense

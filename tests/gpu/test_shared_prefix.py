@@ -15,8 +15,9 @@ from torch import Tensor
 
 from flash_attn3 import flash_attn_with_kvcache, shared_prefix_attn
 
-from tests.support.cache_cases import CacheCase, as_bits, call, copied, ints
+from tests.support.cache_cases import CacheCase, as_bits, call, copied
 from tests.support.cache_oracle import check, check_case, check_same, run
+from tests.support.lists import ints
 from tests.support.prefix_levels import LevelCase, check_levels
 
 SHARED = 192

@@ -18,8 +18,9 @@ from flash_attn3.cpu.reference import Inputs
 from tests.gpu.common import spoil_allocator
 from tests.support import compare, layouts
 from tests.support.cases import GradientKind
-from tests.support.general_cases import GeneralCase, Results, Tensors, forward, run, starts
+from tests.support.general_cases import GeneralCase, Results, Tensors, forward, run
 from tests.support.general_oracle import check, check_case, check_same, check_sequences, groups
+from tests.support.lists import starts
 
 # A kernel of each form: with the mask of a dense call, and under GENERAL with the general one.
 KINDS = [GradientKind('bf16', 64, True), GradientKind('bf16', 128, False),

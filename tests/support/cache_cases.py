@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import math
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,16 +22,14 @@ from flash_attn3 import flash_attn_with_kvcache
 from flash_attn3.cpu.reference import Mask, Score
 
 from tests.support.cases import DATA, DTYPES
-from tests.support.general_cases import SINKS, starts
+from tests.support.general_cases import SINKS
+from tests.support.lists import starts
+from tests.support.lists import ints
 
 E4M3 = torch.float8_e4m3fn
 NOWHERE = (-1, 2 ** 30)     # page ids that must not be followed
 SPARE_PAGES = 3             # that no sequence has
 LAYOUTS = ('', 'rows_of_both', 'heads_first', 'padded')
-
-
-def ints(values: Sequence[int], device: str | torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def as_bits(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests.support import compare, fp8_data
 from tests.support.cache_cases import E4M3, CacheCase, Returned, as_bits, call, copied, pages_of
-from tests.support.general_cases import starts
+from tests.support.lists import starts
 
 TIE = 2.0 ** -18
 

@@ -21,7 +21,7 @@ from flash_attn3.cpu.reference import Inputs, Mask, Score
 
 from tests.support import compare
 from tests.support.cases import DATA, DTYPES
-from tests.support.general_cases import starts
+from tests.support.lists import starts
 
 
 class Tensors(NamedTuple):

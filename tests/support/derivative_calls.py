@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from flash_attn3 import (flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
                          flash_attn_varlen_fp8_func, flash_attn_varlen_func)
 
-from tests.support.general_cases import starts
+from tests.support.lists import starts
 
 OPS = torch.ops.flash_attn3
 SHAPE = 2, 5, 2, 64    # batch, seqlen, heads, head_dim

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import math
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 from flash_attn3.cpu.reference import Inputs, Mask, Score
 
 from tests.support.cases import DATA, DTYPES, Kind
+from tests.support.lists import starts
 
 MOST_GRADIENT_COLUMNS = 256    # v with more has no gradients
 SINKS = {    # what becomes of N(0, 1), and the dtype
@@ -52,11 +52,6 @@ class Tensors(NamedTuple):
     dout: Tensor
     dlse: Tensor | None
     lists: dict    # the arguments from cu_seqlens_q to seqused_k; empty without packing
-
-
-def starts(lengths: Sequence[int], device: str | torch.device) -> Tensor:
-    """cu_seqlens of these lengths."""
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True)

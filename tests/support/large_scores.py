@@ -12,7 +12,7 @@ from flash_attn3.cpu import reference
 
 from tests.support import compare
 from tests.support.cases import DTYPES
-from tests.support.general_cases import starts
+from tests.support.lists import starts
 
 KEYS = 200
 # Key j is so much of the largest one, which q is too.

@@ -16,9 +16,9 @@ from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
 from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests.support import compare, fp8_data
-from tests.support.cache_cases import E4M3, NOWHERE, as_bits, ints
+from tests.support.cache_cases import E4M3, NOWHERE, as_bits
 from tests.support.cases import DTYPES
-from tests.support.general_cases import starts
+from tests.support.lists import ints, starts
 
 
 @dataclass

@@ -19,7 +19,8 @@ from flash_attn3.ops import checks
 from flash_attn3.ops.dense_and_varlen import General
 
 from tests.support import general_oracle
-from tests.support.general_cases import GeneralCase, Results, Tensors, starts
+from tests.support.general_cases import GeneralCase, Results, Tensors
+from tests.support.lists import starts
 
 OPS = torch.ops.flash_attn3
 SIZE = 20    # keys of a part

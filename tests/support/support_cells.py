@@ -21,6 +21,7 @@ from flash_attn3.tools.support import COLUMNS, FEATURES, Feature
 
 from tests.support import compare, fp8_data
 from tests.support.bad_inputs import UNSUPPORTED
+from tests.support.lists import starts
 
 
 @dataclass(frozen=True)
@@ -79,15 +80,11 @@ def check_refused(cell: Cell, arguments: dict) -> None:
     assert type(raised.value) is (NotImplementedError if is_missing else RuntimeError)
 
 
-def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-
-
 def _lists(feature: Feature, device: torch.device) -> dict:
     """The arguments that only packed tensors have; seqused counts all rows but two."""
     lists = {}
     for name, lengths in (('q', feature.lengths_q), ('k', feature.lengths_k)):
-        lists[f'cu_seqlens_{name}'] = _starts(lengths, device)
+        lists[f'cu_seqlens_{name}'] = starts(lengths, device)
         lists[f'max_seqlen_{name}'] = max(lengths)
         if f'seqused_{name}' in feature.tensors:
             used = [max(0, length - 2) for length in lengths]
