@@ -16,9 +16,9 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import client_tables, harness, kernel_tables, plot_peers, sustained
+from benchmarks import code_tables, harness, plot_peers
+from benchmarks.code_tables import table
 from benchmarks.harness import ROOT
-from benchmarks.kernel_tables import table
 
 PART = re.compile(r'(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)', re.DOTALL)
 FOLDERS = 'docs', 'csrc', 'tools', 'benchmarks'
@@ -178,7 +178,7 @@ def sustained_part() -> str:
 
     return (f'{plot_peers.run_text(record)}, S = {"/".join(map(str, lengths))}, TFLOP/s, pJ/FLOP; '
             f'{_range(shares)} of the speed of short turns:\n\n'
-            + table(['D, mask', *sustained.KINDS],
+            + table(['D, mask', *record['settings']['contenders']],
                     [[group, *map(cell_text, kinds.values())] for group, kinds in rows.items()]))
 
 
@@ -196,12 +196,12 @@ def records_part() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     'headline': headline,
-    'support': kernel_tables.support_part,
-    'features': kernel_tables.features_part,
-    'cache-features': kernel_tables.cache_features_part,
-    'forward-kernels': kernel_tables.forward_part,
-    'fp8-kernels': kernel_tables.fp8_part,
-    'backward-kernels': kernel_tables.backward_part,
+    'support': code_tables.support_part,
+    'features': code_tables.features_part,
+    'cache-features': code_tables.cache_features_part,
+    'forward-kernels': code_tables.forward_part,
+    'fp8-kernels': code_tables.fp8_part,
+    'backward-kernels': code_tables.backward_part,
     'speed-forward': lambda: peers_part('yardstick', 'fwd'),
     'speed-backward': lambda: peers_part('yardstick', 'bwd'),
     'speed-fp8': lambda: peers_part('yardstick', 'fp8'),
@@ -212,7 +212,7 @@ PARTS: dict[str, Callable[[], str]] = {
     'fp8-of-bf16': fp8_part,
     'quantize-share': quantize_part,
     'records': records_part,
-    'clients': client_tables.clients_part,
+    'clients': code_tables.clients_part,
 }
 
 

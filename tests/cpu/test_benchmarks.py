@@ -4,29 +4,22 @@ Speed is not tested.
 """
 from __future__ import annotations
 
-import ctypes
 import json
-import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import (ab, ablation, bench_backward, bench_completions, bench_forward, bench_fp8,
-                        bench_generate, bench_kvcache, bench_quantize, bench_ring, candidates,
-                        fp8_accuracy, fp8_long, harness, memory, plot_peers, quantize_cells,
-                        search_tiles, shapes, sustained, training)
-from build_tools import toolchain
-from build_tools.toolchain import BuildError
-from flash_attn3 import bench, flash_attn_func
+from benchmarks import (ab, bench_backward, bench_completions, bench_forward, bench_fp8,
+                        bench_generate, bench_kvcache, bench_quantize, bench_ring, fp8_accuracy,
+                        harness, memory, plot_peers, quantize_cells, shapes, training)
+from flash_attn3 import bench
 from flash_attn3.bench import Shape
-from third_party.fetch import FetchError, cutlass_include
+from tools.labs import fp8_long, sustained
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(ablation.__file__).resolve().parents[1]
 CPU = torch.device('cpu')
 TINY = Shape(1, 48, 48, 4, 2, 128, dtype='fp32')
 QUICK = '--device cpu --quick --commit abcdef0123'.split()
@@ -185,56 +178,6 @@ def test_ab(suite, factor, tmp_path, monkeypatch, capsys):
     assert code == (factor != 1.0) == second['wrong'] and str(tmp_path) not in text
     assert record['summary']['compared'] == 1 - code
     assert suite == 'quantize' or cell['ratio'] > 1.2
-
-
-# --------------------------------------------------------------------- kernels that are on no list
-def test_a_candidate_builds():
-    """Against the headers as they are, which no other test on the CPU does."""
-    try:
-        toolchain.find_cuda()
-        cutlass_include()
-    except (BuildError, FetchError) as error:
-        pytest.skip(f'needs nvcc and the CUTLASS headers: {error}')
-    one = ablation.candidate(ablation.ROWS[-1], 64)
-    library = candidates.build([one], 'bf16')[one.name]
-    assert ctypes.CDLL(str(library)).candidate_forward
-
-
-def test_ablation(tmp_path, monkeypatch, capsys):
-    """A row's Config says what its name says, by g++; a run is written."""
-    text = '#include "config/fwd_tiles.h"\n'
-    for row in ablation.ROWS:
-        source = ablation.candidate(row, 128).source('bf16')
-        config = re.search(r'^constexpr FwdConfig.*?(?=^template)', source,
-                           re.MULTILINE | re.DOTALL)[0]
-        overlap = str('intra' not in row.name and 'any' not in row.name).lower()
-        name = ablation.candidate(row, 128).name
-        text += (f'namespace fa3::of_{name} {{\n{config}'
-                 f'static_assert({name}Full::k.head_dim == 128);\n'
-                 f'static_assert({name}Full::k.is_skewed() == {overlap});\n}}\n')
-    (tmp_path / 'configs.cpp').write_text(text)
-    done = subprocess.run([toolchain.find_cxx(), '-std=c++20', '-fsyntax-only',
-                           f'-I{ROOT / "csrc"}', tmp_path / 'configs.cpp'],
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    measure = ablation.measure
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(ablation, 'libraries_of', lambda rows, args: {r.name: None for r in rows})
-    monkeypatch.setattr(ablation.candidates, 'attention_of', lambda *_: flash_attn_func)
-    monkeypatch.setattr(ablation, 'measure', lambda shape, functions, device, args: measure(
-        TINY, functions, CPU, args))
-    assert ablation.main([*TURNS, '--commit', '0123456789', '--out', str(tmp_path)]) == 0
-    path, = tmp_path.glob('*.json')
-    ratios = json.loads(path.read_text())['summary']['ratios']
-    assert list(ratios) == [row.name for row in ablation.ROWS]
-
-
-def test_search_tiles():
-    found = search_tiles.read_candidates(Path(search_tiles.__file__).with_name(
-        'tiles.txt').read_text())
-    assert found and all('@' not in one.source('fp16') for one in found)
-    with pytest.raises(SystemExit, match="got line 2: 'a head_dim=64'"):
-        search_tiles.read_candidates('\na head_dim=64\n')
 
 
 # -------------------------------------------------------------------------------- memory and peers

@@ -1,8 +1,8 @@
 """FP8 attention over long sequences: its error from 1k to 128k keys, and one key to be found.
 
-    python -m benchmarks.fp8_long                          # on a Hopper GPU, under a minute
-    python -m benchmarks.fp8_long --only needle
-    python -m benchmarks.fp8_long --device cpu --quick     # with the roundings of the kernels
+    python -m tools.labs.fp8_long                          # on a Hopper GPU, under a minute
+    python -m tools.labs.fp8_long --only needle
+    python -m tools.labs.fp8_long --device cpu --quick     # with the roundings of the kernels
 
 One head, as many queries as keys: the kernel computes all of it, sampled rows are compared. Scales
 per head or by blocks, q and k rotated, both methods to accumulate; and the bfloat16 kernel.
@@ -287,7 +287,7 @@ def measure(args: argparse.Namespace, device: torch.device, record: dict) -> pat
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.fp8_long', description=__doc__,
+    parser = argparse.ArgumentParser(prog='python -m tools.labs.fp8_long', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     is_gpu = torch.cuda.is_available()
     parser.add_argument('--device', default='cuda' if is_gpu else 'cpu')

@@ -1,8 +1,8 @@
 """Attention under sustained load: speed and energy of calls that run for seconds, next to turns of
 milliseconds.
 
-    python -m benchmarks.sustained                         # on a Hopper GPU, about two minutes
-    python -m benchmarks.sustained --device cpu --quick    # tries the machinery, seconds
+    python -m tools.labs.sustained                         # on a Hopper GPU, about two minutes
+    python -m tools.labs.sustained --device cpu --quick    # tries the machinery, seconds
 
 Forward and backward in 16 bits, and the forward on e4m3 tensors with scales by head, run alone, one
 after the other: some turns as in the other benchmarks, then --seconds without a pause, of which the
@@ -153,7 +153,7 @@ def select(args: argparse.Namespace) -> list[Shape]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.sustained',
+    parser = argparse.ArgumentParser(prog='python -m tools.labs.sustained',
                                      description=__doc__.splitlines()[0])
     harness.add_common_arguments(parser.add_argument)
     parser.add_argument('--seconds', type=float, default=2.0, help='for each kind of a cell')

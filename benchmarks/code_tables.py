@@ -1,11 +1,14 @@
-"""Tables that follow from the code, for benchmarks/tables.py: features and kernel variants."""
+"""Tables that follow from the code, for benchmarks/tables.py: features, kernels, clients."""
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from flash_attn3 import _plan
+from flash_attn3 import _plan, integrations
 from flash_attn3.tools import planning, support
+from tests.support.client_evidence import EVIDENCE
 
 E4M3 = 'float8_e4m3fn'
 
@@ -181,3 +184,21 @@ def backward_part() -> str:
     return table(['kernels', 'queries x keys', 'order', 'stages Q/dO', 'KiB', 'registers'],
                  [_backward_row(group) for group in _grouped(_plan.backward_variants(),
                                                              BACKWARD_KEYS)])
+
+
+# --------------------------------------------------------------------------------------- clients
+def clients_part() -> str:
+    """Each client of flash_attn3.integrations: what it is, the calls that turn it on, and what its
+    contract test runs against."""
+    rows = []
+    for name in integrations.CLIENTS:
+        text = inspect.getdoc(importlib.import_module(f'flash_attn3.integrations.{name}'))
+        what = ' '.join(text.split('\n\n')[0].split()).rstrip('.')
+        calls = '\n'.join(line.split('#')[0].strip() for line in text.splitlines()
+                          if line.startswith('    ') and 'enable()' not in line)
+        calls = calls.replace(',\n', ', ').splitlines()    # a call may span lines
+        rows.append([f'`{name}`', what, '<br>'.join(f'`{call}`' for call in calls) or '-',
+                     EVIDENCE[name][0]])
+    header = ['NAME', 'client', 'turned on by', 'contract test on CPU tensors']
+    return ('`import flash_attn3.integrations.NAME; flash_attn3.integrations.NAME.enable()`, then:'
+            '\n\n' + table(header, rows))
