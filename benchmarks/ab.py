@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,7 @@ from rich.table import Table
 from benchmarks import bench_quantize, harness, shapes
 from benchmarks.quantize_cells import Cell
 from flash_attn3 import bench
-from flash_attn3.bench import Shape, geometric_mean
+from flash_attn3.bench import Shape
 
 SIDES = ('a', 'b')
 QUANTIZE = 'quantize'
@@ -93,9 +94,10 @@ def sides_in_turn(rounds: int) -> Iterator[tuple[str, str]]:
 
 
 def compare(shape: Shape | Cell, workers: dict[str, Worker], rounds: int) -> dict:
-    """One cell: the turns of both sides, and the ratio of their rounds."""
+    """One cell: the results of both sides, and the median over the rounds of their ratio."""
     is_attention = isinstance(shape, Shape)
-    cell = dict(label=shape.label(), shape=shape.as_dict())
+    cell = dict(label=shape.label(),
+                shape=harness.fields_of(shape) if is_attention else shape.as_dict())
     if is_attention:
         cell['flops'] = shape.flops
     verb = 'prepare' if is_attention else 'prepare_quantize'
@@ -113,8 +115,8 @@ def compare(shape: Shape | Cell, workers: dict[str, Worker], rounds: int) -> dic
                 return dict(cell, na={side: answer['na']})
             turns[side].append(answer)
     results = [side_result(shape, side, turns[side], prepared) for side in SIDES]
-    ratios = [a['ms'] / b['ms'] for a, b in zip(turns['a'], turns['b'])]
-    return dict(cell, results=results, ratios=ratios, ratio=statistics.median(ratios))
+    ratio = statistics.median(a['ms'] / b['ms'] for a, b in zip(turns['a'], turns['b']))
+    return dict(cell, results=results, ratio=ratio)
 
 
 def side_result(shape: Shape | Cell, side: str, turns: Sequence[dict],
@@ -127,8 +129,7 @@ def side_result(shape: Shape | Cell, side: str, turns: Sequence[dict],
     else:
         rate = dict(gb_per_s=prepared[side]['bytes'] / figure.ms / 1e6,
                     wrong=prepared['a']['digest'] != prepared['b']['digest'])
-    return dict(name=side, ms=figure.ms, spread=figure.spread, rounds=figure.rounds,
-                clock_mhz=figure.clock_mhz, **rate)
+    return dict(name=side, ms=figure.ms, spread=figure.spread, **rate)
 
 
 def select(suite: str, quick: bool, cpu: bool, dtype: str) -> list[Shape] | list[Cell]:
@@ -140,21 +141,16 @@ def select(suite: str, quick: bool, cpu: bool, dtype: str) -> list[Shape] | list
 def summarize(cells: Sequence[dict]) -> dict:
     ratios = [cell['ratio'] for cell in cells
               if 'ratio' in cell and not any(result['wrong'] for result in cell['results'])]
-    summary: dict = dict(cells=len(cells), compared=len(ratios))
-    if ratios:
-        summary.update(geometric_mean=geometric_mean(ratios), worst=min(ratios), best=max(ratios))
-    return summary
+    return dict(cells=len(cells), **harness.ratios_summary(ratios))
 
 
 def show(record: dict, console: Console) -> None:
     settings = record['settings']
     table = Table(title=f"A {settings['a']}, B {settings['b']}, {record['environment']['device']}")
     unit = 'GB/s' if settings['suite'] == QUANTIZE else 'TFLOP/s'
-    columns = ('A us', 'B us', f'A {unit}', f'B {unit}', 'A MHz', 'B MHz', 'B / A')
     table.add_column('problem')
-    for column in columns:
+    for column in ('A us', 'B us', f'A {unit}', f'B {unit}', 'B / A'):
         table.add_column(column, justify='right')
-    table.add_column('GPU')
     for cell in record['cells']:
         label = cell['label']
         if 'na' in cell:
@@ -162,9 +158,7 @@ def show(record: dict, console: Console) -> None:
             continue
         sides = cell['results']
         table.add_row(label, *(f"{r['ms'] * 1e3:.1f}" for r in sides),
-                      *map(harness.figure_text, sides),
-                      *('' if r['clock_mhz'] is None else f"{r['clock_mhz']:.0f}" for r in sides),
-                      f"{cell['ratio']:.3f}", harness.gpu_text(cell['gpu']))
+                      *map(harness.figure_text, sides), f"{cell['ratio']:.3f}")
     console.print(table)
     summary = record['summary']
     if summary['compared']:
@@ -187,27 +181,25 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = harness.console()
     device, rounds = torch.device(args.device), args.rounds or (3 if args.quick else 9)
     builds = {'a': find_build(args.a), 'b': find_build(args.b)}
     settings = dict(rounds=rounds, target_ms=args.target_ms, suite=args.suite,
                     **{side: builds[side].name for side in SIDES})
     record = harness.new_record(f'ab_{args.suite}', device, args.commit, settings)
-    monitor, workers = harness.Monitor(device), {}
-    try:
+    with harness.Monitor(device) as monitor, ExitStack() as undo:
+        workers = {}
         for side, build in builds.items():
             workers[side] = Worker(build, args.device, args.target_ms)
+            undo.callback(workers[side].stop)
         for worker in workers.values():
             worker.read()
         for shape in select(args.suite, args.quick, device.type == 'cpu', args.dtype):
-            monitor.take()
+            monitor.clear()
             cell = compare(shape, workers, rounds)
-            record['cells'].append(dict(cell, gpu=monitor.take()))
-            console.print(f"{shape.label()}: {cell.get('ratio', cell.get('na'))}", highlight=False)
-    finally:
-        monitor.stop()
-        for worker in workers.values():
-            worker.stop()
+            record['cells'].append(cell)
+            console.print(f"{shape.label()}: {cell.get('ratio', cell.get('na'))}  "
+                          f'{monitor.text()}', highlight=False)
     record['summary'] = summarize(record['cells'])
     path = harness.save(record, args.out)
     show(record, console)

@@ -1,12 +1,12 @@
-"""Forward and backward of flash_attn_completions_func next to the same with copies of the prompt.
+"""Forward and backward of flash_attn_completions_func against attention on copies of the prompt.
 
     python -m benchmarks.bench_completions                        # on a Hopper GPU, about a minute
     python -m benchmarks.bench_completions --device cpu --quick   # tries the machinery
 
-`copies`: flash_attn_varlen_func of each completion behind a copy of its prompt, queries too, as
-without such a function; the copies are made before the clock runs. `copied keys`: the same of the
-prompt and of each completion, with copies of the prompt's keys and values alone, which autograd
-makes and adds up, on the clock. TFLOP/s are of the pairs of a query and a key that our call sees.
+`copies`: flash_attn_varlen_func on sequences of a copy of the prompt and one completion; the copies
+are made before the clock runs. `copied keys`: flash_attn_varlen_func on the prompt and on each
+completion, whose keys and values come after a copy of the prompt's; autograd makes these copies and
+sums their gradients, on the clock. TFLOP/s count the pairs of a query and a key that our call sees.
 Contenders take turns, as flash_attn3/bench says. Results are compared with those of `copied keys`.
 """
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks import harness
 from flash_attn3 import flash_attn_completions_func, flash_attn_varlen_func
-from flash_attn3.bench import DTYPES, OURS, WRONG, Timer, geometric_mean, interleaved
+from flash_attn3.bench import DTYPES, OURS, WRONG, Timer, interleaved
 
 COPIES, COPIED_KEYS = 'copies', 'copied keys'
 FORWARD_AND_BACKWARD = 3.5    # times the FLOPs of the forward
@@ -57,8 +57,8 @@ TINY_CELLS = (Cell(24, 3, 8, 4, 2, 16), Cell(16, 2, 5, 2, 2, 8))
 
 
 class Contender(NamedTuple):
-    """tensors: q, k and v, which need gradients, and dout. rows: where the rows of `copied keys`
-    are among those of out.
+    """tensors: q, k and v, which need gradients, and dout. rows: the rows of out that are compared
+    with those of `copied keys`, in their order.
     """
     function: Callable[..., Tensor]
     tensors: tuple[Tensor, ...]
@@ -84,8 +84,8 @@ def contenders(cell: Cell, device: torch.device, dtype: torch.dtype) -> dict[str
     copied = torch.cat([torch.cat((prompt, one)) for one in completions])
     both = cell.prompt + cell.completion
     segments, tree = starts(cell.lengths, device), starts([len(cell.lengths)], device)
-    of_copies = starts([both] * cell.completions, device)
-    of_keys = starts([cell.prompt, *[both] * cell.completions], device)
+    copy_starts = starts([both] * cell.completions, device)
+    key_starts = starts([cell.prompt, *[both] * cell.completions], device)
     keys = torch.cat((prompt, copied))
     at = torch.arange(len(copied), device=device).view(-1, both)
     rows = torch.cat((at[0, :cell.prompt], at[:, cell.prompt:].flatten()))
@@ -96,13 +96,13 @@ def contenders(cell: Cell, device: torch.device, dtype: torch.dtype) -> dict[str
 
     def with_copied_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.index_select(0, keys) for x in (k, v))
-        return flash_attn_varlen_func(q, k, v, segments, of_keys, longest, both, causal=True)
+        return flash_attn_varlen_func(q, k, v, segments, key_starts, longest, both, causal=True)
 
     return {
         OURS: Contender(lambda q, k, v: flash_attn_completions_func(
             q, k, v, segments, tree, longest), leaves(every), every),
         COPIES: Contender(lambda q, k, v: flash_attn_varlen_func(
-            q, k, v, of_copies, of_copies, both, both, causal=True), leaves(copied), rows),
+            q, k, v, copy_starts, copy_starts, both, both, causal=True), leaves(copied), rows),
         COPIED_KEYS: Contender(with_copied_keys, leaves(every), every)}
 
 
@@ -111,7 +111,8 @@ def distance(x: Tensor, y: Tensor) -> float:
 
 
 def errors_of(calls: dict[str, Contender]) -> dict[str, float]:
-    """The largest relative difference from `copied keys`: of out, and of ours in gradients too."""
+    """Relative difference of out from that of `copied keys`; for ours the largest of out and the
+    gradients."""
     results = {name: call() for name, call in calls.items()}
     wanted = results[COPIED_KEYS]
     errors = {name: distance(found[0][calls[name].rows], wanted[0])
@@ -129,7 +130,7 @@ def measure(cell: Cell, device: torch.device, dtype: torch.dtype, rounds: int,
                           lambda name, error: missing.update({name: str(error)}))
     results = [dict(name=name, na=missing[name]) if name in missing else
                dict(name=name, ms=figures[name].ms, spread=figures[name].spread,
-                    rounds=figures[name].rounds, tflops=cell.flops / figures[name].ms / 1e9,
+                    tflops=cell.flops / figures[name].ms / 1e9,
                     error=errors[name], wrong=errors[name] > WRONG) for name in calls]
     ratios = {name: figures[name].ms / figures[OURS].ms for name in (COPIES, COPIED_KEYS)
               if name in figures and OURS in figures}
@@ -145,7 +146,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    device, rounds = torch.device(args.device), args.rounds or (3 if args.quick else 5)
+    device, rounds = torch.device(args.device), harness.rounds_of(args)
     cells = CELLS if not args.quick else TINY_CELLS if device.type == 'cpu' else QUICK_CELLS
     record = harness.new_record('completions', device, args.commit,
                                 dict(rounds=rounds, target_ms=args.target_ms, dtype=args.dtype))
@@ -159,8 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in (COPIES, COPIED_KEYS):
         ratios = [found['ratios'][name] for found in record['cells'] if name in found['ratios']]
         if ratios:
-            record['summary'][f'to {name}'] = dict(geometric_mean=geometric_mean(ratios),
-                                                   worst=min(ratios), compared=len(ratios))
+            record['summary'][f'to {name}'] = harness.ratios_summary(ratios)
     print(record['summary'], harness.save(record, args.out), sep='\n')
     return int(any(not harness.measured(found, OURS) for found in record['cells']))
 

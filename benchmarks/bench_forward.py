@@ -3,7 +3,7 @@
     python -m benchmarks.bench_forward                        # on a Hopper GPU, about a minute
     python -m benchmarks.bench_forward --all-backends         # also SDPA's slow backends
     python -m benchmarks.bench_forward --suite packed         # also: window, gpt_oss, mla, ...
-    python -m benchmarks.bench_backward                       # the same of the gradients
+    python -m benchmarks.bench_backward                       # gradients
     python -m benchmarks.bench_forward --device cpu --quick   # tries the machinery, seconds
     python -m benchmarks.bench_forward --markdown FILE.json   # the table of a record in Markdown
 
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks import harness, shapes
 from flash_attn3 import bench
-from flash_attn3.bench import Shape, Timer, geometric_mean
+from flash_attn3.bench import Shape, Timer
 
 OURS = bench.OURS
 CONTENDERS = (OURS, 'sdpa flash', 'sdpa cudnn')
@@ -46,28 +46,24 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def measure(cells: Sequence[Shape], args: argparse.Namespace,
             console: Console) -> tuple[dict, pathlib.Path]:
     """The record and its file, which is whole after every cell."""
-    device = torch.device(args.device)
-    rounds = args.rounds or (3 if args.quick else 5)
+    device, rounds = torch.device(args.device), harness.rounds_of(args)
     names = ALL_CONTENDERS if args.all_backends else CONTENDERS
     if any(shape.lengths for shape in cells):
         names = (*names, bench.PADDED)
     settings = dict(rounds=rounds, target_ms=args.target_ms, suite=args.suite,
                     contenders=list(names))
     record = harness.new_record(args.suite, device, args.commit, settings)
-    monitor = harness.Monitor(device)
     Timer(device).spin(0.3)
-    try:
+    with harness.Monitor(device) as monitor:
         for shape in cells:
-            monitor.take()
+            monitor.clear()
             results = bench.measure(shape, device, names, rounds, args.target_ms)
-            record['cells'].append(dict(shape=shape.as_dict(), flops=shape.flops,
-                                        gpu=monitor.take(), results=results))
+            record['cells'].append(dict(shape=harness.fields_of(shape), flops=shape.flops,
+                                        results=harness.kept(results)))
             record['summary'] = summarize(record['cells'])
             path = harness.save(record, args.out)
             figures = '  '.join(f"{r['name']} {harness.figure_text(r)}" for r in results)
-            console.print(f'{shape.label()}: {figures}', highlight=False)
-    finally:
-        monitor.stop()
+            console.print(f'{shape.label()}: {figures}  {monitor.text()}', highlight=False)
     return record, path
 
 
@@ -86,16 +82,13 @@ def compare(cell: dict) -> tuple[str, float] | None:
 def summarize(cells: Sequence[dict]) -> dict:
     compared = [found for cell in cells if (found := compare(cell))]
     missing = [Shape(**cell['shape']).label() for cell in cells if not harness.measured(cell, OURS)]
-    summary: dict = dict(cells=len(cells), compared=len(compared), ours_missing_or_wrong=missing)
-    if compared:
-        ratios = [ratio for _, ratio in compared]
-        summary.update(geometric_mean=geometric_mean(ratios), worst=min(ratios), best=max(ratios))
-    return summary
+    return dict(cells=len(cells), ours_missing_or_wrong=missing,
+                **harness.ratios_summary([ratio for _, ratio in compared]))
 
 
 def table_rows(record: dict) -> tuple[list[str], list[list[str]]]:
     names = record['settings']['contenders']
-    headers = ['problem', *names, 'of peak', 'best SDPA', 'ratio', 'GPU']
+    headers = ['problem', *names, 'of peak', 'best SDPA', 'ratio']
     rows = []
     for cell in record['cells']:
         by_name = {result['name']: result for result in cell['results']}
@@ -104,7 +97,7 @@ def table_rows(record: dict) -> tuple[list[str], list[list[str]]]:
         rows.append([Shape(**cell['shape']).label(),
                      *(harness.figure_text(by_name.get(name)) for name in names),
                      f'{share:.0%}' if share else '', against[0] if against else '',
-                     f'{against[1]:.2f}' if against else '', harness.gpu_text(cell['gpu'])])
+                     f'{against[1]:.2f}' if against else ''])
     return headers, rows
 
 
@@ -121,7 +114,7 @@ def show(record: dict, console: Console) -> None:
     headers, rows = table_rows(record)
     table = Table(title=f"TFLOP/s, {record['environment']['device']}, commit {record['commit']}")
     for header in headers:
-        table.add_column(header, justify='left' if header in (headers[0], 'GPU') else 'right')
+        table.add_column(header, justify='left' if header == headers[0] else 'right')
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -142,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.markdown:
         print(markdown(json.loads(args.markdown.read_text())))
         return 0
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = harness.console()
     cells = shapes.select(args.suite, args.quick, args.device == 'cpu', args.dtype)
     record, path = measure(cells, args, console)
     harness.plot(record, path.with_suffix('.png'), record['settings']['contenders'])

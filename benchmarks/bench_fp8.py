@@ -6,8 +6,8 @@
 Contenders of a cell take turns; see flash_attn3/bench for what a figure is. Those named e4m3
 take tensors that were quantised before the clock runs; fp8_func takes the 16-bit ones, and rotates
 and quantises them in its time. Each is checked against fp32 attention of the 16-bit tensors once.
-The shares of the peak of all but the first are of that of FP8. The JSON file is written after every
-cell; a ratio in it is the time of the 16-bit forward over that of another one.
+The share of the peak is of the FP8 peak but for the first contender. The JSON file is written after
+every cell; a ratio in it is the time of the 16-bit forward over that of another contender.
 """
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from torch import Tensor
 
 import flash_attn3
 from benchmarks import harness, shapes
-from benchmarks.bench_quantize import in_turn
+from benchmarks.quantize_cells import in_turn
 from flash_attn3 import (bench, flash_attn_fp8_func, flash_attn_varlen_fp8_func,
                          quantize_fp8)
-from flash_attn3.bench import DTYPES, Shape, Timer, geometric_mean
+from flash_attn3.bench import DTYPES, Shape, Timer
 from flash_attn3.cpu.quantize import KV_BLOCK, Q_BLOCK
 
 BY_HEAD, BY_BLOCK, PROMOTE, QUANTIZED = 'e4m3', 'e4m3 by block', 'e4m3 promote', 'fp8_func'
@@ -145,21 +145,15 @@ def result_of(result: dict) -> dict:
 
 def ratios_of(cell: dict) -> dict[str, float]:
     """Speed of each FP8 contender over that of the 16-bit forward, where both are right."""
-    base = harness.measured(cell, cell['shape']['dtype'])
+    base = harness.measured(cell, Shape(**cell['shape']).dtype)
     found = {name: harness.measured(cell, name) for name in FP8}
     return {name: base['ms'] / result['ms'] for name, result in found.items() if base and result}
 
 
 def summarize(cells: Sequence[dict]) -> dict:
-    """Per contender: its cells, and the geometric mean, worst and best of its ratios."""
-    summary: dict = {}
-    for name in FP8:
-        ratios = [cell['ratios'][name] for cell in cells if name in cell['ratios']]
-        summary[name] = dict(cells=len(ratios))
-        if ratios:
-            summary[name] |= dict(geometric_mean=geometric_mean(ratios), worst=min(ratios),
-                                  best=max(ratios))
-    return summary
+    """The ratios of each contender."""
+    return {name: harness.ratios_summary([cell['ratios'][name] for cell in cells
+                                          if name in cell['ratios']]) for name in FP8}
 
 
 def failures(cells: Sequence[dict]) -> list[str]:
@@ -179,25 +173,20 @@ def line_of(cell: dict) -> str:
 
 def run(cells: Sequence[Shape], args: argparse.Namespace) -> tuple[dict, pathlib.Path]:
     """The record and its file, which is whole after every cell."""
-    device = torch.device(args.device)
-    rounds = args.rounds or (3 if args.quick else 5)
+    device, rounds = torch.device(args.device), harness.rounds_of(args)
     settings = dict(rounds=rounds, target_ms=args.target_ms, contenders=[args.dtype, *FP8])
     record = harness.new_record('fp8', device, args.commit, settings)
-    monitor = harness.Monitor(device)
     Timer(device).spin(0.3)
-    try:
+    with harness.Monitor(device) as monitor:
         for shape in cells:
-            monitor.take()
-            results = measure(shape, device, rounds, args.target_ms)
-            cell = dict(shape=shape.as_dict(), flops=shape.flops, gpu=monitor.take(),
-                        results=results)
+            monitor.clear()
+            cell = dict(shape=harness.fields_of(shape), flops=shape.flops,
+                        results=harness.kept(measure(shape, device, rounds, args.target_ms)))
             cell['ratios'] = ratios_of(cell)
             record['cells'].append(cell)
             record['summary'] = summarize(record['cells'])
             path = harness.save(record, args.out)
-            print(line_of(cell), flush=True)
-    finally:
-        monitor.stop()
+            print(line_of(cell), monitor.text(), sep='  ', flush=True)
     return record, path
 
 
@@ -212,9 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     record, path = run(select(args.quick, args.device == 'cpu', args.dtype), args)
     for name, found in record['summary'].items():
-        if found['cells']:
+        if found['compared']:
             print(f"{name} / {args.dtype}: geometric mean {found['geometric_mean']:.3f} over "
-                  f"{found['cells']} cells, {found['worst']:.3f} to {found['best']:.3f}")
+                  f"{found['compared']} cells, {found['worst']:.3f} to {found['best']:.3f}")
     failed = failures(record['cells'])
     for text in failed:
         print(text, file=sys.stderr)

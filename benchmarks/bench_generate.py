@@ -3,11 +3,11 @@
     python -m benchmarks.bench_generate                       # on a Hopper GPU, some minutes
     python -m benchmarks.bench_generate --device cpu --quick  # tries the machinery
 
-A random model like Llama with a billion parameters, which nothing is downloaded for. A figure is of
-decode alone: for `generate` the time of a long call less that of a short one, for generate_batch
-(`paged`, on transformers' paged cache) from the moment that every sequence has its first token, by
-the time of each token. Contenders take turns. The tests compare what they write: here random models
-have too many near ties.
+A Llama with a billion random parameters: nothing is downloaded. A figure is of decode alone: for
+`generate` the time of a long call minus that of a short one; for generate_batch (`paged`, on
+transformers' paged cache) the tokens after the moment at which every sequence has its first one.
+Contenders take turns. Their tokens are not compared here, where a random model has many near ties;
+the tests do that.
 """
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks import harness
+from flash_attn3.bench import DTYPES
 
 SDPA, SHIM, OWN = 'sdpa', 'flash_attention_3', 'fa3_hopper'
 PAGED = 'paged|'
-SHORT = 2    # new tokens of the call that is taken off
+SHORT = 2    # new tokens of the short call
 MOST_PAGED_SDPA = 8    # sequences: it multiplies every query with every key of the batch, masked
 
 
 @dataclass(frozen=True)
 class Load:
-    """batch sequences, which have `prompt` tokens and get `new` more."""
+    """`batch` sequences of `prompt` tokens, each of which gets `new` more."""
     batch: int
     prompt: int
     new: int
@@ -85,9 +86,8 @@ def rate_paged(model, prompts: torch.Tensor, new: int) -> float:
 
 
 def contenders(device: torch.device) -> dict[str, Callable]:
-    """By what set_attn_implementation takes. transformers takes flash_attention_3 and its paged
-    cache only where there is a GPU.
-    """
+    """By the name that set_attn_implementation takes. flash_attention_3 and the paged cache of
+    transformers need a GPU."""
     found = {SDPA: rate, OWN: rate}
     if device.type == 'cuda':
         found |= {SHIM: rate, PAGED + SDPA: rate_paged, PAGED + SHIM: rate_paged}
@@ -110,19 +110,17 @@ def measure(model, load: Load, device: torch.device, rounds: int) -> dict:
             if number > 0:
                 rates[name].append(found)
     return dict(cell=dict(vars(load)), results=[
-        dict(name=name, tokens_per_s=statistics.median(rates[name]), rounds=rates[name])
-        for name in named])
+        dict(name=name, tokens_per_s=statistics.median(rates[name])) for name in named])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    device, dtype = torch.device(args.device), getattr(torch, dict(
-        bf16='bfloat16', fp16='float16')[args.dtype])
+    device = torch.device(args.device)
     rounds = args.rounds or (1 if args.quick else 3)
     integration = importlib.import_module('flash_attn3.integrations.transformers')
     integration.enable(name=OWN)
     try:
-        model = model_of(device, dtype, args.quick)
+        model = model_of(device, DTYPES[args.dtype], args.quick)
         record = harness.new_record('generate', device, args.commit,
                                     dict(rounds=rounds, dtype=args.dtype))
         with torch.no_grad():

@@ -5,16 +5,15 @@
     python -m benchmarks.bench_kvcache --host                 # host time of an eager call
     python -m benchmarks.bench_kvcache --device cpu --quick   # tries the machinery
 
-A figure is the bytes that have to be read and written, each once, over time; `copy` moves as many.
-Contenders take turns, as flash_attn3/bench says, each on inputs that are not in L2; `graph` is our
-call replayed from a CUDA graph. `unshared` is the call without shared_prefix, `16 bits` that on a
-cache of q's dtype. Results are checked against float32 once.
+A figure is the bytes that have to be read and written, each once, over time; `copy` moves as many
+bytes. Contenders take turns, as flash_attn3/bench says, each on inputs that are not in L2. `graph`
+is our call replayed from a CUDA graph; `unshared` has no shared_prefix, `16 bits` a cache of q's
+dtype. Results are checked against float32 once.
 """
 from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import pathlib
 import statistics
 import time
@@ -25,8 +24,9 @@ from torch import Tensor
 
 from benchmarks import cache_cells, harness
 from benchmarks.cache_cells import SDPA, UNSHARED, WIDE, Cell
+from benchmarks.quantize_cells import in_turn
 from flash_attn3 import bench
-from flash_attn3.bench import OURS, WRONG, Timer, geometric_mean, interleaved
+from flash_attn3.bench import OURS, WRONG, Timer, interleaved
 
 COPY = 'copy'
 GRAPHS = {name: f'{name} graph' for name in (OURS, UNSHARED, WIDE)}
@@ -44,13 +44,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def in_turn(calls: Sequence[Callable]) -> Callable:
-    following = itertools.cycle(calls)
-    return lambda: next(following)()
-
-
 def copies(cell: Cell, device: torch.device, count: int) -> list[Callable]:
-    """Each reads and writes half of the bytes."""
+    """Each reads half of the cell's bytes and writes the other half."""
     half = cell.bytes // 2
     return [functools.partial(torch.empty(half, dtype=torch.uint8, device=device).copy_,
                               torch.zeros(half, dtype=torch.uint8, device=device))
@@ -67,7 +62,7 @@ def captured(call: Callable[[], Tensor]) -> Callable:
 
 
 def prepared(cell: Cell, device: torch.device) -> tuple[dict[str, Callable], dict, dict]:
-    """Calls by name, relative errors, and why others do not run."""
+    """By contender: the calls, their relative errors, and the reasons of those that do not run."""
     sets = cache_cells.input_sets(cell, device)
     calls, errors, missing = {}, {}, {}
     for name, make in cache_cells.contenders(cell).items():
@@ -91,35 +86,33 @@ def measure(cell: Cell, device: torch.device, rounds: int, target_ms: float) -> 
         calls, errors, missing = prepared(cell, device)
         figures = interleaved(calls, Timer(device, target_ms), rounds, lambda name, error:
                               missing.update({name: bench.reason(error)}))
-    results = [dict(name=name, ms=figure.ms, spread=figure.spread, rounds=figure.rounds,
+    results = [dict(name=name, ms=figure.ms, spread=figure.spread,
                     gb_per_s=cell.bytes / figure.ms / 1e6, error=errors[name],
                     wrong=not errors[name] < WRONG) for name, figure in figures.items()]
     results += [dict(name=name, na=text) for name, text in missing.items()]
-    return dict(cell=cell.as_dict(), bytes=cell.bytes, results=results)
+    return dict(cell=cell.facts(), bytes=cell.bytes, results=results)
 
 
 def ratio(cell: dict, name: str, to: str) -> float | None:
-    """The speed of one over that of another."""
+    """The speed of a contender over that of another."""
     one, other = (harness.measured(cell, x) for x in (name, to))
     return other['ms'] / one['ms'] if one and other else None
 
 
 def summarize(cells: Sequence[dict]) -> dict:
     summary: dict = dict(cells=len(cells), ours_missing_or_wrong=[
-        Cell(**{key: x for key, x in cell['cell'].items() if key != 'kind'}).label()
-        for cell in cells if not harness.measured(cell, OURS)])
+        Cell.read(cell['cell']).label() for cell in cells if not harness.measured(cell, OURS)])
     for one, name in ((OURS, SDPA), (OURS, COPY), (OURS, UNSHARED), (OURS, WIDE),
                       (GRAPHS[OURS], GRAPHS[UNSHARED]), (GRAPHS[OURS], GRAPHS[WIDE])):
         ratios = [found for cell in cells if (found := ratio(cell, one, name))]
         if ratios:
-            summary[f'to {name}'] = dict(geometric_mean=geometric_mean(ratios), worst=min(ratios),
-                                         compared=len(ratios))
+            summary[f'to {name}'] = harness.ratios_summary(ratios)
     return summary
 
 
 # ---------------------------------------------------------------------------------------- host time
 def host_us(call: Callable, timer: Timer) -> float:
-    """Microseconds of the host a call: the median of some rounds."""
+    """Host microseconds of a call, the median over rounds."""
     call()
     rounds = []
     for _ in range(HOST_ROUNDS):
@@ -138,7 +131,8 @@ def host_cells(dtype: str) -> list[Cell]:
 
 
 def measure_host(device: torch.device, dtype: str) -> list[dict]:
-    """Host time of each call, and that of SDPA where it has one: the GPU keeps up with these."""
+    """Host time of our call, and of SDPA's on a dense cache. These are so short on a GPU that the
+    host never waits for it."""
     timer, found = Timer(device), []
     with torch.no_grad():
         for cell in host_cells(dtype):
@@ -146,7 +140,7 @@ def measure_host(device: torch.device, dtype: str) -> list[dict]:
             calls = {OURS: cache_cells.ours(given)}
             if cell.kind == 'dense':
                 calls[SDPA] = cache_cells.sdpa(given, cell)
-            found.append(dict(cell=cell.as_dict(), results=[
+            found.append(dict(cell=cell.facts(), results=[
                 dict(name=name, host_us=host_us(call, timer)) for name, call in calls.items()]))
     return found
 
@@ -185,24 +179,22 @@ def _panel(axis, kind: str, cells: Sequence[dict]) -> None:
                   for place, cell in enumerate(cells) if (found := harness.measured(cell, name))]
         if points:
             axis.bar(*zip(*points), width=width, label=name, color=f'C{number}')
-    texts = [_tick(cell['cell']) for cell in cells]
+    texts = [_tick(Cell.read(cell['cell'])) for cell in cells]
     axis.set_xticks([place + 0.4 - width / 2 for place in range(len(cells))], texts, fontsize=7)
     axis.set_title(kind, fontsize=9)
     axis.set_ylabel('GB/s')
     axis.grid(alpha=0.3, axis='y')
 
 
-def _tick(cell: dict) -> str:
-    lines = [f"{cell['batch']} x {cell['keys']}", f"{cell['heads']}/{cell['heads_k']} heads",
-             f"head dim {cell['head_dim']}"]
-    lines += [f"{cell['queries']} queries"] * (cell['queries'] > 1)
-    return '\n'.join(lines + [f"pages of {cell['page_size']}"] * (cell['page_size'] > 0))
+def _tick(cell: Cell) -> str:
+    lines = [f'{cell.batch} x {cell.keys}', f'{cell.heads}/{cell.heads_k} heads',
+             f'head dim {cell.head_dim}', *[f'{cell.queries} queries'] * (cell.queries > 1)]
+    return '\n'.join(lines + [f'pages of {cell.page_size}'] * (cell.page_size > 0))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    device = torch.device(args.device)
-    rounds = args.rounds or (3 if args.quick else 5)
+    device, rounds = torch.device(args.device), harness.rounds_of(args)
     settings = dict(rounds=rounds, target_ms=args.target_ms, dtype=args.dtype)
     if args.host:
         record = harness.new_record('kvcache_host', device, args.commit, settings)

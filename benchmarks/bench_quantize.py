@@ -60,7 +60,7 @@ def measure(cell: Cell, device: torch.device, rounds: int, target_ms: float) -> 
         for name, arguments in ready.items():
             turns[name].append(timer.turn(*arguments))
     figures = {name: Figure.of(found) for name, found in turns.items()}
-    results = [dict(name=name, ms=figure.ms, spread=figure.spread, rounds=figure.rounds,
+    results = [dict(name=name, ms=figure.ms, spread=figure.spread,
                     gb_per_s=size / figure.ms / 1e6) for name, figure in figures.items()]
     return dict(cell=cell.as_dict(), bytes=size, results=results,
                 share=figures['copy'].ms / figures['quantize_fp8'].ms)
@@ -75,8 +75,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
-    device = torch.device(args.device)
-    rounds = args.rounds or (3 if args.quick else 5)
+    device, rounds = torch.device(args.device), harness.rounds_of(args)
     record = harness.new_record('quantize', device, args.commit,
                                 dict(rounds=rounds, target_ms=args.target_ms, dtype=args.dtype))
     Timer(device).spin(0.3)

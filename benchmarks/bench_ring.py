@@ -26,12 +26,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,14 +46,14 @@ HEADS, HEAD_DIM = 16, 128
 SEQLENS, QUICK_SEQLENS = (32768, 131072, 524288), (64, 128)
 ONE, OURS = 'one GPU', 'ring'
 SCALED, SCALED_SEQLENS = (1, 2, 4, 8, 16, 32, 64), (131072, 524288, 1048576)
-LEAST_MS = 100    # a turn takes, for which short calls are repeated
+LEAST_MS = 100    # a turn's: shorter calls are repeated
 PASSES = {'forward': False, 'both': True}
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 # -------------------------------------------------------------------------------------- contenders
 class _Shift(torch.autograd.Function):
-    """The tensor of the rank before; its gradient goes back. Waits for it."""
+    """The tensor of the rank before; its gradient goes back to that rank. Waits for the message."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def plain_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def torchs(device: torch.device, seqlen: int, undo: ExitStack) -> Attend:
-    """context_parallel, entered until undo closes. It takes heads before rows."""
+    """torch's context_parallel, which ends with undo."""
     from torch.distributed.tensor.experimental import context_parallel
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     buffer = torch.arange(seqlen, device=device)[None]
@@ -107,7 +107,7 @@ def torch_with_ours(device: torch.device, seqlen: int, undo: ExitStack) -> Atten
 
 
 def by_nccl(device: torch.device, seqlen: int, undo: ExitStack) -> Attend:
-    """Without copy engines."""
+    """Our ring without the DMA copy engines."""
     undo.callback(setattr, env, 'COPY_ENGINES', env.COPY_ENGINES)
     env.COPY_ENGINES = False
     return CONTENDERS[OURS](device, seqlen, undo)
@@ -125,7 +125,7 @@ CONTENDERS: dict[str, Callable[[torch.device, int, ExitStack], Attend]] = {
 
 # ----------------------------------------------------------------------------------------- a rank
 def step_of(attend: Attend, tensors: Sequence[Tensor], has_backward: bool) -> Callable:
-    """One pass or both; gives what stays."""
+    """One pass or both; the step returns what it keeps in memory."""
     *inputs, dout = tensors
 
     def step() -> object:
@@ -139,7 +139,7 @@ def step_of(attend: Attend, tensors: Sequence[Tensor], has_backward: bool) -> Ca
 
 
 def turn_ms(step: Callable, device: torch.device, repeats: int) -> float:
-    """The slowest rank's, from a moment at which all have finished."""
+    """Milliseconds of a step on the slowest rank, from a moment at which all ranks are idle."""
     dist.barrier()
     wait = torch.cuda.synchronize if device.type == 'cuda' else lambda: None
     wait()
@@ -151,53 +151,65 @@ def turn_ms(step: Callable, device: torch.device, repeats: int) -> float:
 
 
 def largest(number: float, device: torch.device) -> float:
-    """Over the ranks."""
+    """The largest of the ranks' numbers."""
     x = torch.tensor(number, dtype=torch.float64, device=device)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x.item()
 
 
-def take_turn(result: dict, seqlen: int, tensors: Sequence[Tensor], turn: int) -> None:
-    """Adds the times of both passes to the result of a contender, or why there are none."""
+@dataclass
+class Run:
+    """What the turns of a contender have given, by pass. reason: why it does not run."""
+    name: str
+    times: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in PASSES})
+    repeats: dict[str, int] = field(default_factory=dict)
+    peak_bytes: float | None = None
+    reason: str = ''
+
+    def result(self) -> dict:
+        if self.reason:
+            return dict(name=self.name, na=self.reason)
+        found = {f'{kind}_ms': statistics.median(times) for kind, times in self.times.items()}
+        peak = {} if self.peak_bytes is None else {'peak_bytes': self.peak_bytes}
+        return {'name': self.name} | found | peak
+
+
+def take_turn(run: Run, seqlen: int, tensors: Sequence[Tensor], turn: int) -> None:
     with ExitStack() as undo:
         try:
-            attend = CONTENDERS[result['name']](tensors[0].device, seqlen, undo)
-            time_passes(result, attend, tensors, turn)
+            attend = CONTENDERS[run.name](tensors[0].device, seqlen, undo)
+            time_passes(run, attend, tensors, turn)
         except Exception as failure:
-            result['na'] = reason(failure)
+            run.reason = reason(failure)
 
 
-def time_passes(result: dict, attend: Attend, tensors: Sequence[Tensor], turn: int) -> None:
+def time_passes(run: Run, attend: Attend, tensors: Sequence[Tensor], turn: int) -> None:
     """The first turn is not timed: it finds how often to repeat, and the peak of memory."""
     device = tensors[0].device
     for kind, has_backward in PASSES.items():
         step = step_of(attend, tensors, has_backward)
         if turn > 0:
-            result['rounds'][kind].append(turn_ms(step, device, result[f'{kind}_repeats']))
+            run.times[kind].append(turn_ms(step, device, run.repeats[kind]))
             continue
         first = min(turn_ms(step, device, 1) for _ in range(1 if has_backward else 2))
-        result[f'{kind}_repeats'] = max(1, round(LEAST_MS / first))
+        run.repeats[kind] = max(1, round(LEAST_MS / first))
     if turn == 0 and device.type == 'cuda':
-        held = copies.held_bytes() if result['name'] == OURS else 0
-        result['peak_bytes'] = largest(memory.peak_of(step)['requested'] + held, device)
+        held = copies.held_bytes() if run.name == OURS else 0
+        run.peak_bytes = largest(memory.peak_of(step)['requested'] + held, device)
 
 
 def measure(seqlen: int, device: torch.device, args: argparse.Namespace) -> list[dict]:
-    """One dict a contender: name, ms of each pass, peak bytes; or 'na' with the reason."""
+    """One dict a contender: name, ms of each pass, peak bytes; or name and 'na', the reason."""
     dtype = torch.bfloat16 if device.type == 'cuda' else torch.float32
     whole = [torch.randn(1, seqlen, HEADS, HEAD_DIM, device=device, dtype=dtype) for _ in range(4)]
     part = [distributed.shard(x) for x in whole]
-    results = {name: dict(name=name, rounds={kind: [] for kind in PASSES})
-               for name in args.contenders}
+    runs = {name: Run(name) for name in args.contenders}
     for turn in range(args.rounds + 1):
         # In another order each round: a GPU at its power limit is slower after a long call.
-        for name, result in random.Random(turn).sample(sorted(results.items()), len(results)):
-            if 'na' not in result:
-                take_turn(result, seqlen, whole if name == ONE else part, turn)
-    for result in results.values():
-        result |= {f'{kind}_ms': statistics.median(times)
-                   for kind, times in result['rounds'].items() if times}
-    return list(results.values())
+        for name, run in random.Random(turn).sample(sorted(runs.items()), len(runs)):
+            if not run.reason:
+                take_turn(run, seqlen, whole if name == ONE else part, turn)
+    return [run.result() for run in runs.values()]
 
 
 def work(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
@@ -238,7 +250,7 @@ def show(cell: dict) -> None:
         row.append(f"{result['peak_bytes'] / 2**20:.0f}" if 'peak_bytes' in result else
                    result.get('na', '')[:60])
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    harness.console(120).print(table)
 
 
 def plot_scaling(path: pathlib.Path) -> None:
@@ -264,7 +276,7 @@ def plot_scaling(path: pathlib.Path) -> None:
 
 
 def mesh_of(gpus: int, most: int) -> estimate.Mesh:
-    """A ring, or one of groups of `most` GPUs from the size on at which they fill hosts."""
+    """A ring of all GPUs, or with more than `most` GPUs a ring of hosts with ulysses in each."""
     ulysses = most if gpus > most else 1
     return estimate.Mesh(gpus // ulysses, ulysses)
 
@@ -284,8 +296,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--contenders', nargs='+', choices=CONTENDERS, default=tuple(CONTENDERS))
     parser.add_argument('--scaling', type=pathlib.Path, metavar='PNG',
                         help='only plot the computed speed on up to 64 GPUs')
-    parser.add_argument('--commit', help='of the build that is measured, where git cannot tell')
-    parser.add_argument('--out', type=pathlib.Path, default=harness.RESULTS)
+    harness.add_record_arguments(parser.add_argument)
     args = parser.parse_args(argv)
     args.seqlens = args.seqlens or (QUICK_SEQLENS if args.quick else SEQLENS)
     args.ranks = args.ranks or (torch.cuda.device_count() if args.device == 'cuda' else 2)

@@ -4,12 +4,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.harness import fields_of
 from flash_attn3 import flash_attn_with_kvcache
 from flash_attn3.bench import DTYPES, OURS, ROTATED_BYTES
 from flash_attn3.bench.problem import MAX_SETS
@@ -82,8 +83,13 @@ class Cell:
         parts += [f'scales of {self.scales}'] * bool(self.scales)
         return ', '.join(parts)
 
-    def as_dict(self) -> dict:
-        return asdict(self) | {'kind': self.kind}
+    def facts(self) -> dict:
+        """What a record keeps: the kind, and the fields that differ from their defaults."""
+        return {'kind': self.kind} | fields_of(self)
+
+    @staticmethod
+    def read(facts: dict) -> Cell:
+        return Cell(**{name: x for name, x in facts.items() if name != 'kind'})
 
 
 def cells(dtype: str) -> list[Cell]:

@@ -1,4 +1,4 @@
-"""Accuracy of FP8 attention: RMSE against float64 for every method to quantise.
+"""Accuracy of FP8 attention: RMSE against float64 for every way to quantise.
 
     python -m benchmarks.fp8_accuracy                        # on a GPU: the kernels; under a minute
     python -m benchmarks.fp8_accuracy --device cpu           # with the roundings of the kernels
@@ -6,9 +6,8 @@
 
 Q, K and V are N(0, 1) + N(0, 100) in one value of 1000 (arXiv 2407.08608, section 4.3), rounded to
 bfloat16; the reference is attention of these in float64. Scales per tensor, per head or per block
-(64 rows of q, 384 of k and v), with and without rotation of q and k; on a GPU also both methods
-to accumulate. A figure is the mean of some seeds. Writes results/fp8_accuracy.json and
-.png.
+(64 rows of q, 384 of k and v), with and without rotation of q and k; on a GPU also both ways to
+accumulate. A figure is the mean over seeds. Writes results/fp8_accuracy.json and .png.
 """
 from __future__ import annotations
 
@@ -35,11 +34,10 @@ BLOCKS = {'tensor': ('tensor', 'tensor'), 'head': ('head', 'head'),
           'block': (Blocks().q, Blocks().kv)}    # for q, for k and v
 ROTATIONS = (False, True)
 BF16 = 'bf16'
-# The paper's, head dim and length not said: FP8 with scales per tensor; without block scales, with
-# rotation; both. The last is its 16-bit FlashAttention-3.
+# RMSE in the paper, which gives neither head dim nor length.
 PAPER = {'tensor': 2.4e-2, 'head, rotated': 9.3e-3, 'block, rotated': 9.1e-3, BF16: 1.9e-4}
-# Other libraries on the same distribution: upstream's FlashAttention-3, with scales per tensor or
-# per (batch, head), and cuDNN. Measured on one H200, 2026-11-21, head dim 128.
+# RMSE of other libraries on the same distribution: upstream's FlashAttention-3, with scales per
+# tensor or per (batch, head), and cuDNN. H200, 2026-11-21, head dim 128.
 PEERS = {'FA3': {'tensor': 1.99e-2, 'head': 1.94e-2, 'head, rotated': 8.61e-3},
          'cuDNN': {'tensor': 2.06e-2}}
 
@@ -99,7 +97,7 @@ def rmse(out: Tensor, expected: Tensor) -> float:
 
 
 def measure(shape: dict, seeds: Sequence[int], device: torch.device) -> list[dict]:
-    """One dict a method: its name, the contender, and the RMSE of each seed and their mean."""
+    """One dict a method: its name, the contender, and the mean RMSE of the seeds."""
     found: dict[tuple[str, str], list[float]] = {}
     for seed in seeds:
         inputs = make_inputs(shape, seed, device)
@@ -112,7 +110,7 @@ def measure(shape: dict, seeds: Sequence[int], device: torch.device) -> list[dic
             for name, attend in contenders(shape, device).items():
                 found.setdefault((name_of(granularity, is_rotated), name), []).append(
                     rmse(attend(values, scales), expected))
-    return [dict(method=method, name=name, rmse=statistics.mean(values), seeds=values)
+    return [dict(method=method, name=name, rmse=statistics.mean(values))
             for (method, name), values in found.items()]
 
 
@@ -154,7 +152,7 @@ def show(record: dict, console: Console) -> None:
 
 
 def plot(record: dict, path: pathlib.Path) -> None:
-    """A group of bars for each head dim and mask, a bar for each method; others' as lines."""
+    """A group of bars for each head dim and mask, a bar for each method; others as lines."""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -195,8 +193,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--seqlen', type=int, default=8192 if is_gpu else 2048)
     parser.add_argument('--heads', type=int, nargs=2, default=[2, 2], metavar=('Q', 'KV'))
     parser.add_argument('--seeds', type=int, default=5)
-    parser.add_argument('--commit', help='of the build that is measured, where git cannot tell')
-    parser.add_argument('--out', type=pathlib.Path, default=harness.RESULTS)
+    harness.add_record_arguments(parser.add_argument)
     args = parser.parse_args(argv)
     if args.quick:
         args.head_dims, args.seqlen, args.seeds = [64, 96], 256, 2
@@ -205,8 +202,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    device, console = torch.device(args.device), Console(
-        width=None if sys.stdout.isatty() else 200)
+    device, console = torch.device(args.device), harness.console(200)
     settings = dict(seqlen=args.seqlen, heads=args.heads, seeds=args.seeds)
     record = harness.new_record('fp8_accuracy', device, args.commit, settings)
     for shape in shapes(args.head_dims, args.seqlen, tuple(args.heads)):

@@ -1,91 +1,90 @@
-"""What every benchmark records in addition to its figures, and the files it writes.
+"""What all benchmarks share: options, the record of a run and its files, the state of the GPU.
 
-Monitor samples the GPU with nvidia-smi; environment() says what was measured on what; save() and
-plot() write results/<subject>.json and .png, replacing the record of the run before. The timing
-is flash_attn3/bench.
+new_record() holds what was measured on what; save() and plot() write results/<subject>.json and
+.png, replacing the record of the run before. Monitor samples the GPU with nvidia-smi. The timing is
+flash_attn3/bench.
 """
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import pathlib
 import platform
+import statistics
 import subprocess
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from rich.console import Console
+
+from flash_attn3.bench import Shape, geometric_mean
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'
-SCHEMA = 1
-NOISY = 0.05   # spread between rounds above which a figure is marked with ~
+RAW = 'rounds', 'clock_mhz'    # in results of flash_attn3.bench; no record keeps them
+NOISY = 0.05    # spread between rounds above which a figure is marked with ~
+COLUMNS = 180   # in a line of a record
 
 # Bits of clocks_event_reasons.active that say why the SM clock is below what it could be.
 THROTTLE_REASONS = {
     0x2: 'applications_clocks', 0x4: 'power_cap', 0x8: 'hw_slowdown', 0x10: 'sync_boost',
     0x20: 'sw_thermal', 0x40: 'hw_thermal', 0x80: 'power_brake',
 }
-QUERY = 'clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active'
-
-
-def throttle_names(bits: int) -> list[str]:
-    return [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
+QUERY = 'clocks.sm,power.draw,clocks_event_reasons.active'
 
 
 class Monitor:
-    """Samples clock, power, temperature and throttle reasons ten times a second, in a thread. Where
-    there is no GPU or no nvidia-smi, it has no samples."""
+    """A context in which a thread samples clock, power and throttle reasons of a GPU ten times a
+    second. Without a GPU or nvidia-smi there are no samples."""
 
-    def __init__(self, device: torch.device, command: Sequence[str] | None = None) -> None:
-        self.samples: list[tuple[float, float, float, int]] = []
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.samples: list[tuple[float, float, int]] = []
         self.process = None
-        if command is None:
-            if device.type != 'cuda':
-                return
-            uuid = torch.cuda.get_device_properties(device).uuid
-            command = ['nvidia-smi', '-i', f'GPU-{uuid}', f'--query-gpu={QUERY}',
-                       '--format=csv,noheader,nounits', '-lms', '100']
+
+    def __enter__(self) -> Monitor:
+        if self.device.type != 'cuda':
+            return self
+        uuid = torch.cuda.get_device_properties(self.device).uuid
+        command = ['nvidia-smi', '-i', f'GPU-{uuid}', f'--query-gpu={QUERY}',
+                   '--format=csv,noheader,nounits', '-lms', '100']
         try:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE,
                                             stderr=subprocess.DEVNULL, text=True)
         except OSError:
-            return
-        self.thread = threading.Thread(target=self._pump, daemon=True)
-        self.thread.start()
+            return self
+        threading.Thread(target=self._pump, daemon=True).start()
+        return self
 
-    def _pump(self) -> None:
-        for line in self.process.stdout:
-            try:
-                clock, power, heat, reasons = (part.strip() for part in line.split(','))
-                self.samples.append((float(clock), float(power), float(heat), int(reasons, 16)))
-            except ValueError:   # '[N/A]', or an error in words
-                continue
-
-    def take(self) -> dict | None:
-        """What was seen since the last call: [lowest, median, highest] of clock and power."""
-        samples, self.samples = self.samples, []
-        if not samples:
-            return None
-        clock, power, heat = (sorted(values) for values in list(zip(*samples))[:3])
-        reasons = sorted({name for sample in samples for name in throttle_names(sample[3])})
-        return dict(samples=len(samples), clock_mhz=[clock[0], clock[len(clock) // 2], clock[-1]],
-                    power_w=[power[0], power[len(power) // 2], power[-1]], temperature_c=heat[-1],
-                    throttle_reasons=reasons)
-
-    def stop(self) -> None:
+    def __exit__(self, *_) -> None:
         if self.process:
             self.process.kill()
             self.process.wait()
 
+    def _pump(self) -> None:
+        for line in self.process.stdout:
+            try:
+                clock, power, reasons = (part.strip() for part in line.split(','))
+                self.samples.append((float(clock), float(power), int(reasons, 16)))
+            except ValueError:   # '[N/A]', or an error in words
+                continue
 
-def gpu_text(gpu: dict | None) -> str:
-    """A cell of a table: median clock and power, and why the clock was not higher."""
-    if gpu is None:
-        return ''
-    reasons = ' ' + '+'.join(gpu['throttle_reasons']) if gpu['throttle_reasons'] else ''
-    return f"{gpu['clock_mhz'][1]:.0f} MHz {gpu['power_w'][1]:.0f} W{reasons}"
+    def clear(self) -> None:
+        self.samples = []
+
+    def text(self) -> str:
+        """Median clock and power, and why the clock was not higher; '' without samples."""
+        if not self.samples:
+            return ''
+        clocks, powers, reasons = zip(*self.samples)
+        names = [name for bit, name in THROTTLE_REASONS.items() if any(bit & x for x in reasons)]
+        return (f'{statistics.median(clocks):.0f} MHz {statistics.median(powers):.0f} W '
+                f'{"+".join(names)}').rstrip()
 
 
 def commit(folder: pathlib.Path = ROOT) -> str:
@@ -136,9 +135,57 @@ def command_line() -> str:
 def new_record(subject: str, device: torch.device, commit_: str | None, settings: dict) -> dict:
     """A run on a CPU has a subject of its own: it never replaces the record of a GPU."""
     suffix = '_cpu' if device.type == 'cpu' else ''
-    return dict(schema=SCHEMA, subject=subject + suffix, time=time.strftime('%Y-%m-%d %H:%M:%S'),
+    return dict(subject=subject + suffix, time=time.strftime('%Y-%m-%d %H:%M:%S'),
                 commit=commit_ or commit(), environment=environment(device),
-                command=command_line(), settings=settings, cells=[], summary={})
+                command=command_line(), settings=settings, summary={}, cells=[])
+
+
+def fields_of(problem: object) -> dict:
+    """The fields of a dataclass that differ from their defaults: a record keeps these."""
+    return {field.name: value for field in dataclasses.fields(problem)
+            if (value := getattr(problem, field.name)) != field.default}
+
+
+def kept(results: Iterable[dict]) -> list[dict]:
+    """Results of flash_attn3.bench without RAW."""
+    return [{key: x for key, x in result.items() if key not in RAW} for result in results]
+
+
+def ratios_summary(ratios: Sequence[float]) -> dict:
+    summary: dict = dict(compared=len(ratios))
+    if ratios:
+        summary.update(geometric_mean=geometric_mean(ratios), worst=min(ratios), best=max(ratios))
+    return summary
+
+
+def text_of(value: object, indent: str = '', name: str = '') -> str:
+    """JSON with six digits a figure, after `"name": ` if there is one. What fits into a line stands
+    on one; lists of numbers are filled."""
+    lead = f'{json.dumps(name)}: ' if name else ''
+    text = lead + json.dumps(rounded(value))
+    is_list = isinstance(value, (list, tuple))
+    if len(indent + text) < COLUMNS or not (is_list or isinstance(value, dict)):
+        return text
+    inner = indent + ' '
+    if is_list and all(isinstance(x, (int, float)) for x in value):
+        parts = '\n'.join(textwrap.wrap(text[len(lead) + 1:-1], COLUMNS, initial_indent=inner,
+                                        subsequent_indent=inner))
+    else:
+        texts = [text_of(x, inner) for x in value] if is_list else [
+            text_of(x, inner, key) for key, x in value.items()]
+        parts = inner + f',\n{inner}'.join(texts)
+    first, last = '[]' if is_list else '{}'
+    return f'{lead}{first}\n{parts}\n{indent}{last}'
+
+
+def rounded(value: object) -> object:
+    """The same value with six significant digits in each number that is not whole."""
+    if isinstance(value, dict):
+        return {key: rounded(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(x) for x in value]
+    is_whole = not isinstance(value, float) or value.is_integer()
+    return value if is_whole else float(f'{value:.6g}')
 
 
 def save(record: dict, folder: pathlib.Path) -> pathlib.Path:
@@ -147,7 +194,7 @@ def save(record: dict, folder: pathlib.Path) -> pathlib.Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{record['subject']}.json"
     part = path.with_name(path.name + '.part')
-    part.write_text(json.dumps(record, indent=1) + '\n')
+    part.write_text(text_of(record) + '\n')
     part.replace(path)
     return path
 
@@ -171,20 +218,17 @@ def figure_text(result: dict | None) -> str:
 
 
 def panels(record: dict) -> list[tuple[str, list[dict]]]:
-    """The cells grouped for a plot: all but the length and the batch is the panel's title."""
+    """The cells of each panel of a plot, by title: the problem without its length and batch."""
     groups: dict[str, list[dict]] = {}
     for cell in record['cells']:
-        shape = cell['shape']
-        mask = 'causal' if shape['causal'] else 'full'
-        heads = f"{shape['heads']}/{shape['heads_k']} heads"
-        dims = f"{shape['head_dim']}"
-        if shape.get('head_dim_v'):    # results from before there were others lack it, as the rest
-            dims += f"x{shape['head_dim_v']}"
-        title = f"{shape['dtype']}, head dim {dims}, {heads}, {mask}"
-        if max(sides := [shape.get(f'window_{side}', -1) for side in ('left', 'right')]) >= 0:
-            title += f', window {sides[0]},{sides[1]}'
-        names = {'sinks': 'sinks', 'lengths': 'packed', 'backward': 'backward'}
-        title += ''.join(f', {text}' for name, text in names.items() if shape.get(name))
+        shape = Shape(**cell['shape'])
+        dims = f'{shape.head_dim}' + f'x{shape.head_dim_v}' * (shape.head_dim_v > 0)
+        title = (f'{shape.dtype}, head dim {dims}, {shape.heads}/{shape.heads_k} heads, '
+                 f'{"causal" if shape.causal else "full"}')
+        if shape.has_window:
+            title += f', window {shape.window_left},{shape.window_right}'
+        parts = {'sinks': shape.sinks, 'packed': shape.lengths, 'backward': shape.backward}
+        title += ''.join(f', {name}' for name, is_on in parts.items() if is_on)
         groups.setdefault(title, []).append(cell)
     return list(groups.items())
 
@@ -228,6 +272,11 @@ def _panel(axis, title: str, cells: Sequence[dict], names: Sequence[str]) -> Non
     axis.grid(alpha=0.3)
 
 
+def console(columns: int = 160) -> Console:
+    """For tables: as wide as the terminal, else of these columns."""
+    return Console(width=None if sys.stdout.isatty() else columns)
+
+
 def add_common_arguments(add: Callable) -> None:
     """The options that every benchmark takes; add is parser.add_argument."""
     add('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
@@ -236,5 +285,13 @@ def add_common_arguments(add: Callable) -> None:
     add('--target-ms', type=float, default=8.0,
         help='work in a turn; 2000 shows the speed under sustained load')
     add('--dtype', choices=('bf16', 'fp16'), default='bf16')
+    add_record_arguments(add)
+
+
+def add_record_arguments(add: Callable) -> None:
     add('--commit', help='of the build that is measured, where git cannot tell')
     add('--out', type=pathlib.Path, default=RESULTS, help='folder of the JSON and PNG files')
+
+
+def rounds_of(args: argparse.Namespace) -> int:
+    return args.rounds or (3 if args.quick else 5)

@@ -3,12 +3,11 @@
     python -m benchmarks.memory                  # on a Hopper GPU, a quarter of a minute
     python -m benchmarks.memory --device cpu     # what is expected, without measuring
 
-The figure is the most memory that PyTorch's allocator hands out during the call. q, k, v and the
-output's gradient are allocated before and are not in it: it has the output, the LSE, the three
-gradients and the workspace. A figure is the sum of the sizes that were asked for; the JSON also
-has the allocator's own count (torch.cuda.max_memory_allocated), which rounds every tensor up, by
-up to 1 MiB. `expected` is the same sum from the plan of the call. Bytes a token do not change with
-the length where memory is linear in it.
+A figure is the most memory that PyTorch's allocator holds for the call: the output, the LSE, the
+three gradients and the workspace. q, k, v and the output's gradient are allocated before and do not
+count. `requested` sums the sizes that were asked for; `allocated` is the allocator's own count
+(torch.cuda.max_memory_allocated), which rounds every tensor up, by up to 1 MiB. `expected` is the
+sum by the plan of the call. Bytes a token do not change with the length where memory is linear.
 
 Two series a head dim, causal: a fixed number of tokens, and batch 1.
 """
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +51,7 @@ def cells_of(seqlens: Sequence[int]) -> list[Shape]:
 
 
 def expected_bytes(shape: Shape) -> dict[str, int]:
-    """What lives at the peak, part by part. It is in the backward, when all of this is there."""
+    """The bytes of each part that exists at the peak, which is in the backward."""
     itemsize = bench.DTYPES[shape.dtype].itemsize
     sizes_q = shape.batch, shape.seqlen_q, shape.heads, shape.head_dim
     sizes_k = shape.batch, shape.seqlen_k, shape.heads_k, shape.head_dim
@@ -85,17 +83,18 @@ STEPS: dict[str, MakeStep] = {name: autograd_step(name) for name in (OURS, 'sdpa
 
 
 def peak_bytes(step: Step, repeats: int = 3) -> dict[str, int]:
-    """By each of COUNTS, how far a step goes beyond what was there before it; the most of several.
+    """By each of COUNTS: the peak of a step beyond what was allocated before, the most of several.
 
-    Autograd's thread releases the results of a step some time after it. Where that falls into the
-    next step, it seems to need less.
+    WHY several: autograd's thread releases the results of a step some time after it; where that
+    falls into the next step, this one seems to need less.
     """
-    step()    # what a library keeps for later calls is no part of this one
+    step()    # a library may keep memory for later calls: it does not count
     peaks = [peak_of(step) for _ in range(repeats)]
     return {name: max(peak[name] for peak in peaks) for name in COUNTS}
 
 
 def peak_of(step: Step) -> dict[str, int]:
+    """One step, by each of COUNTS."""
     gc.collect()
     time.sleep(RELEASED_AFTER)
     torch.cuda.synchronize()
@@ -170,19 +169,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
                                      description=__doc__.splitlines()[0])
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--quick', action='store_true', help='three lengths')
-    parser.add_argument('--commit', help='of the build that is measured, where git cannot tell')
-    parser.add_argument('--out', type=pathlib.Path, default=harness.RESULTS)
+    harness.add_record_arguments(parser.add_argument)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None, steps: Mapping[str, MakeStep] = STEPS) -> int:
     args = parse(argv)
-    device, console = torch.device(args.device), Console(
-        width=None if sys.stdout.isatty() else 160)
+    device, console = torch.device(args.device), harness.console()
     settings = dict(contenders=list(steps))
     record = harness.new_record('memory', device, args.commit, settings)
     for shape in cells_of(QUICK_SEQLENS if args.quick else SEQLENS):
-        record['cells'].append(dict(shape=shape.as_dict(), expected=expected_bytes(shape),
+        record['cells'].append(dict(shape=harness.fields_of(shape), expected=expected_bytes(shape),
                                     results=measure(shape, device, steps)))
         record['summary'] = summarize(record['cells'], list(steps))
         path = harness.save(record, args.out)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks import harness
 from flash_attn3.bench import geometric_mean
 
 OURS = 'ours'
@@ -29,6 +30,9 @@ NAMES = {OURS: 'flash_attn3', 'fa3': 'FA3', 'fa3_13': 'FA3 cu13', 'cudnn': 'cuDN
 LIBRARIES = {OURS: 'flash_attn3', 'fa3': 'FlashAttention-3', 'fa3_13': 'FlashAttention-3',
              'cudnn': 'cuDNN', 'cudnn_fe': 'cuDNN', 'fa2': 'FlashAttention-2'}
 Panel = tuple[int, str]   # head dim, mask
+# The keys that benchmarks/results keeps: in a file, and in each of its records.
+FACTS = 'subject', 'time', 'commit', 'environment', 'command', 'ratios'
+FIELDS = 'section', 'group', 'cell', 'peer', 'unit', 'rate', 'wrong', 'na'
 
 
 @dataclass(frozen=True)
@@ -187,8 +191,15 @@ def run_text(record: dict) -> str:
             f"commit {record['commit']}")
 
 
+def compact(record: dict) -> dict:
+    """A file without raw rounds, times and clocks, and without records that say nothing."""
+    records = [{name: found[name] for name in FIELDS if name in found}
+               for found in record['records'] if 'rate' in found or 'na' in found]
+    return {name: record[name] for name in FACTS} | {'records': records}
+
+
 def present(path: pathlib.Path) -> list[pathlib.Path]:
-    """Draws a file; what was written, nothing where it has no figures."""
+    """Draws a file: the plots that were written, none where it has no figures."""
     record = json.loads(path.read_text())
     found = {section: points for section in SECTIONS if (points := read_points(record, section))}
     written = []
@@ -206,7 +217,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog='python -m benchmarks.plot_peers',
                                      description=__doc__.splitlines()[0])
     parser.add_argument('json', type=pathlib.Path, nargs='+', help='yardstick.json')
-    written = {path.name: present(path) for path in parser.parse_args(argv).json}
+    parser.add_argument('--compact', action='store_true',
+                        help='only rewrite the files, as benchmarks/results keeps them')
+    args = parser.parse_args(argv)
+    if args.compact:
+        for path in args.json:
+            path.write_text(harness.text_of(compact(json.loads(path.read_text()))) + '\n')
+        return 0
+    written = {path.name: present(path) for path in args.json}
     for paths in written.values():
         print(*paths, sep='\n')
     if empty := [name for name, paths in written.items() if not paths]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from benchmarks import code_tables, harness, plot_peers
 from benchmarks.code_tables import table
 from benchmarks.harness import ROOT
+from flash_attn3.bench import Shape
 
 PART = re.compile(r'(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)', re.DOTALL)
 FOLDERS = 'docs', 'csrc', 'tools', 'benchmarks'
@@ -110,13 +111,14 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f'{low}-{high}'
 
 
-def _fp8_group(shape: dict) -> str:
-    dims = f"({shape['head_dim']}, {shape['head_dim_v']})" if shape['head_dim_v'] else str(
-        shape['head_dim'])
-    kinds = {'packed': shape['lengths'], 'window': shape['window_left'] >= 0,
-             f"{shape['heads']}/{shape['heads_k']} heads": shape['heads'] != shape['heads_k']}
-    kind = next((name for name, is_it in kinds.items() if is_it), '')
-    return f"{dims}, {kind + ', ' if kind else ''}{'causal' if shape['causal'] else 'full'}"
+def _problem(cell: dict) -> str:
+    """The head dims, the mask and what else a cell's shape has, without its length."""
+    shape = Shape(**cell['shape'])
+    dims = f'({shape.head_dim}, {shape.head_dim_v})' if shape.head_dim_v else str(shape.head_dim)
+    kinds = {'packed': shape.lengths, 'window': shape.has_window,
+             f'{shape.heads}/{shape.heads_k} heads': shape.heads != shape.heads_k}
+    kind = next((f'{name}, ' for name, is_it in kinds.items() if is_it), '')
+    return f'{dims}, {kind}{"causal" if shape.causal else "full"}'
 
 
 def fp8_part() -> str:
@@ -124,7 +126,7 @@ def fp8_part() -> str:
     record = read_record('fp8')
     groups: dict[str, list[dict]] = {}
     for cell in record['cells']:
-        groups.setdefault(_fp8_group(cell['shape']), []).append(cell)
+        groups.setdefault(_problem(cell), []).append(cell)
     names = {'e4m3': 'by head', 'e4m3 by block': 'by block', 'e4m3 promote': "`'promote'`",
              'fp8_func': '`flash_attn_fp8_func`'}
     rows = []
@@ -167,7 +169,7 @@ def sustained_part() -> str:
     rows: dict[str, dict[str, list[dict]]] = {}
     for cell in record['cells']:
         for result in cell['results']:
-            kinds = rows.setdefault(_fp8_group(cell['shape']), {})
+            kinds = rows.setdefault(_problem(cell), {})
             kinds.setdefault(result['name'], []).append(result)
     lengths = dict.fromkeys(cell['shape']['seqlen_q'] for cell in record['cells'])
     shares = [one['turn_ms'] / one['ms'] for cell in record['cells'] for one in cell['results']]

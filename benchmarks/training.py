@@ -8,14 +8,14 @@
 Other options are those of the example: --head-dim 128, --heads-kv 1, --layers 12.
 
 `losses` trains the same model on the same data with flash_attn3, with SDPA (the backend that
-PyTorch picks) and with plain attention in float32, for several seeds. All else is the same in all
-three: autocast to bfloat16, float32 weights, and q, k and v in bfloat16 from the same product. So
-a difference from plain attention is what the attention's own roundings bring; a model in float32
-throughout would differ by those of every product, which both sides share. Training amplifies any
-difference, so the final loss is partly chance. Three measures show that: the largest difference
-over all steps, the mean, and the largest of the first steps, before much is amplified. A control,
-with the first seed, is plain attention in float64: it shows the effect of one float32 rounding.
-With --fp8, one more contender has flash_attn3's forward in FP8 and its backward in bfloat16.
+PyTorch picks) and with plain attention in float32, for several seeds. All else is equal: autocast
+to bfloat16, float32 weights, and q, k and v in bfloat16 from the same GEMM. So a difference from
+plain attention comes from the roundings of the attention alone. Training amplifies any difference,
+and the final loss is partly chance. Three measures show that: the largest difference over all
+steps, the mean, and the largest of the first steps, before much is amplified. A control, with the
+first seed, is plain attention in float64: it shows the effect of one float32 rounding. With --fp8,
+one more contender has flash_attn3's forward in FP8 and its backward in bfloat16. The record has the
+measures and the last losses, the plot has the losses of every step.
 
 `speed` is tokens/s end to end: forward, backward, clipping and optimizer, eager. The contenders
 take turns of a few steps in rounds; the figure is that of the median turn, host time included.
@@ -45,7 +45,7 @@ from flash_attn3 import bench
 OURS, SDPA, EXACT, CONTROL, FP8 = 'flash_attn3', 'sdpa', 'math', 'math in fp64', 'fp8'
 EARLY_STEPS = 20
 UNTIMED_STEPS = 3
-# Options of the example; of --quick on top.
+# Options of the example, and those that --quick adds.
 LOSSES = '--steps 240 --seqlen 1024 --batch 8 --layers 6 --d-model 384'.split()
 SPEED = '--layers 12 --d-model 768'.split()
 SEQLENS, TOKENS = (2048, 8192, 16384), 32768    # tokens of a step
@@ -75,19 +75,19 @@ def contenders(has_fp8: bool, has_control: bool) -> dict[str, train_gpt.Attentio
 
 
 def losses_of_seed(seed: int, model: Sequence[str], text: Tensor,
-                   attentions: dict[str, train_gpt.Attention]) -> dict:
-    """A cell of the record: the losses of every attention, and what differs from plain."""
+                   attentions: dict[str, train_gpt.Attention]) -> tuple[dict[str, list], dict]:
+    """The losses of every attention, step by step, and the seconds that they took."""
     options = train_gpt.parse([*model, '--seed', str(seed)])
     losses, seconds = {}, {}
     for name, attend in attentions.items():
         start = time.perf_counter()
         losses[name] = torch.stack(list(train_gpt.training(attend, text, options))).tolist()
         seconds[name] = time.perf_counter() - start
-    return dict(seed=seed, losses=losses, seconds=seconds, **compare(losses))
+    return losses, seconds
 
 
 def differences(losses: dict[str, list[float]], name: str) -> list[float]:
-    """|loss - that of plain attention|, step by step."""
+    """|loss - loss of plain attention|, step by step."""
     return [abs(a - b) for a, b in zip(losses[name], losses[EXACT])]
 
 
@@ -111,23 +111,23 @@ def summarize_losses(cells: Sequence[dict]) -> dict:
     return summary
 
 
-def plot_losses(record: dict, path: pathlib.Path) -> None:
+def plot_losses(runs: Sequence[dict[str, list]], title: str, path: pathlib.Path) -> None:
     """The losses of the first seed; next to them the differences of every seed."""
     figure = Figure(figsize=(11, 4), layout='constrained')
     left, right = figure.subplots(1, 2)
     colors = {OURS: 'C0', SDPA: 'C1', EXACT: 'C2', FP8: 'C3', CONTROL: '0.6'}
-    for number, cell in enumerate(record['cells']):
-        for name, losses in cell['losses'].items():
+    for number, run in enumerate(runs):
+        for name, losses in run.items():
             style = dict(color=colors[name], label='' if number else name)
             if number == 0:
                 left.plot(losses, linewidth=1, **style)
             if name != EXACT:
-                right.semilogy(differences(cell['losses'], name), linewidth=0.6, **style)
+                right.semilogy(differences(run, name), linewidth=0.6, **style)
     for axis, label in ((left, 'loss, first seed'), (right, '|loss - loss of math|, every seed')):
         axis.set(xlabel='step', ylabel=label)
         axis.grid(alpha=0.3)
         axis.legend()
-    figure.suptitle(title_of(record), fontsize=10)
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=150)
 
 
@@ -135,10 +135,10 @@ def show_losses(record: dict, console: Console) -> None:
     table = Table('seed', 'last loss', 'attention', *MEASURES, 'seconds',
                   title=f'|loss - loss of {EXACT}|, {title_of(record)}')
     for cell in record['cells']:
-        for name, losses in cell['losses'].items():
+        for name, loss in cell['last_loss'].items():
             values = [f"{cell['differences'][measure][name]:.2e}" if name != EXACT else ''
                       for measure in MEASURES]
-            table.add_row(str(cell['seed']), f'{losses[-1]:.4f}', name, *values,
+            table.add_row(str(cell['seed']), f'{loss:.4f}', name, *values,
                           f"{cell['seconds'][name]:.1f}")
         table.add_row('', '', f'{OURS} / {SDPA}', *map(ratio_text, cell['ratios'].values()),
                       end_section=True)
@@ -151,13 +151,17 @@ def show_losses(record: dict, console: Console) -> None:
 
 def run_losses(args: argparse.Namespace, model: Sequence[str], text: Tensor,
                console: Console) -> int:
-    record, path = new_record('losses', args, model, early_steps=EARLY_STEPS), None
+    record, runs, path = new_record('losses', args, model, early_steps=EARLY_STEPS), [], None
     for seed in range(args.seeds):
-        cell = losses_of_seed(seed, model, text, contenders(args.fp8, has_control=seed == 0))
+        losses, seconds = losses_of_seed(seed, model, text,
+                                         contenders(args.fp8, has_control=seed == 0))
+        runs.append(losses)
+        cell = dict(seed=seed, last_loss={name: found[-1] for name, found in losses.items()},
+                    seconds=seconds, **compare(losses))
         record['cells'].append(cell)
         record['summary'] = summarize_losses(record['cells'])
         path = harness.save(record, args.out)
-        plot_losses(record, path.with_suffix('.png'))
+        plot_losses(runs, title_of(record), path.with_suffix('.png'))
         ratios = ', '.join(f'{measure} {ratio_text(r)}' for measure, r in cell['ratios'].items())
         console.print(f'seed {seed}, {OURS} / {SDPA}: {ratios}', highlight=False)
     show_losses(record, console)
@@ -198,8 +202,7 @@ def advance(training: Iterator[Tensor], steps: int) -> None:
 
 def speed_result(name: str, rates: Sequence[float]) -> dict:
     middle = statistics.median(rates)
-    return dict(name=name, tokens_per_second=middle, rounds=list(rates),
-                spread=(max(rates) - min(rates)) / middle)
+    return dict(name=name, tokens_per_second=middle, spread=(max(rates) - min(rates)) / middle)
 
 
 def speed_ratio(results: Sequence[dict]) -> tuple[str, float] | None:
@@ -214,12 +217,12 @@ def speed_ratio(results: Sequence[dict]) -> tuple[str, float] | None:
 
 def show_speed(record: dict, console: Console) -> None:
     names = [result['name'] for result in record['cells'][0]['results']]
-    table = Table('seqlen', 'batch', *names, 'fastest other', 'ratio', 'GPU',
+    table = Table('seqlen', 'batch', *names, 'fastest other', 'ratio',
                   title=f'tokens/s, {title_of(record)}')
     for cell in record['cells']:
         best, ratio = cell['best'] or ('', None)
         table.add_row(str(cell['seqlen']), str(cell['batch']), *map(speed_text, cell['results']),
-                      best, ratio_text(ratio), harness.gpu_text(cell['gpu']))
+                      best, ratio_text(ratio))
     console.print(table)
     for cell in record['cells']:
         for result in cell['results']:
@@ -239,20 +242,18 @@ def run_speed(args: argparse.Namespace, model: Sequence[str], text: Tensor,
     seqlens, tokens = (QUICK_SEQLENS, QUICK_TOKENS) if args.quick else (SEQLENS, TOKENS)
     record, path = new_record('speed', args, model, rounds=args.rounds,
                               turn_steps=args.turn_steps, tokens=tokens), None
-    monitor = harness.Monitor(torch.device(record['settings']['model']['device']))
-    try:
+    with harness.Monitor(torch.device(record['settings']['model']['device'])) as monitor:
         for seqlen in seqlens:
             batch = tokens // seqlen
             options = train_gpt.parse([*model, '--seqlen', str(seqlen), '--batch', str(batch)])
-            monitor.take()
+            monitor.clear()
             results = take_turns(options, text, args)
             record['cells'].append(dict(seqlen=seqlen, batch=batch, results=results,
-                                        best=speed_ratio(results), gpu=monitor.take()))
+                                        best=speed_ratio(results)))
             ratios = [cell['best'][1] for cell in record['cells'] if cell['best']]
             record['summary'] = dict(cells=len(record['cells']), ratios=ratios)
             path = harness.save(record, args.out)
-    finally:
-        monitor.stop()
+            console.print(f'{seqlen} tokens  {monitor.text()}', highlight=False)
     show_speed(record, console)
     console.print(f'written: {path}', highlight=False)
     return 0
@@ -280,17 +281,16 @@ def title_of(record: dict) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and those of the example."""
+    """The options of this script, and the words that the example parses."""
     parser = argparse.ArgumentParser(prog='python -m benchmarks.training', description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('kind', choices=('losses', 'speed'))
     parser.add_argument('--quick', action='store_true', help='a tiny model, for a CPU')
-    parser.add_argument('--fp8', action='store_true', help='of losses: also a forward in FP8')
-    parser.add_argument('--seeds', type=int, help='of losses: 5; 2 with --quick')
-    parser.add_argument('--rounds', type=int, default=5, help='of speed: %(default)s')
+    parser.add_argument('--fp8', action='store_true', help='for losses: also a forward in FP8')
+    parser.add_argument('--seeds', type=int, help='for losses: 5; 2 with --quick')
+    parser.add_argument('--rounds', type=int, default=5, help='for speed: %(default)s')
     parser.add_argument('--turn-steps', type=int, default=3, help='steps in a turn: %(default)s')
-    parser.add_argument('--commit', help='of the build that is measured, where git cannot tell')
-    parser.add_argument('--out', type=pathlib.Path, default=harness.RESULTS)
+    harness.add_record_arguments(parser.add_argument)
     args, others = parser.parse_known_args(argv)
     args.seeds = args.seeds or (2 if args.quick else 5)
     model = LOSSES if args.kind == 'losses' else SPEED
@@ -302,7 +302,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
 def main(argv: Sequence[str] | None = None) -> int:
     args, model = parse(argv)
     torch.set_num_threads(train_gpt.parse(model).threads)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = harness.console()
     run = run_losses if args.kind == 'losses' else run_speed
     return run(args, model, train_gpt.library_text(), console)
 

@@ -123,8 +123,7 @@ def sweep_cell(data: str, shape: dict, seeds: int, device: torch.device) -> dict
     found = [errors_of_seed(data, shape, seed, device) for seed in range(seeds)]
     results = [dict(name=name, **{measure: statistics.fmean(errors[name][measure]
                                                             for errors in found)
-                                  for measure in MEASURES},
-                    seeds=[errors[name] for errors in found]) for name in found[0]]
+                                  for measure in MEASURES}) for name in found[0]]
     rms = statistics.fmean(errors[BF16]['rms'] for errors in found)
     return dict(kind='sweep', data=data, shape=shape, rms=rms, results=results)
 
@@ -298,8 +297,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--lengths', type=int, nargs='+', help='1k to 128k; on a CPU to 4k')
     parser.add_argument('--needle-lengths', type=int, nargs='+', help='16k and 128k; on a CPU 4k')
     parser.add_argument('--seeds', type=int, default=3)
-    parser.add_argument('--commit', help='of the build that is measured, where git cannot tell')
-    parser.add_argument('--out', type=pathlib.Path, default=harness.RESULTS)
+    harness.add_record_arguments(parser.add_argument)
     args = parser.parse_args(argv)
     is_gpu = torch.device(args.device).type == 'cuda'
     lengths = [1024 << power for power in range(8 if is_gpu else 3)]
@@ -315,7 +313,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = harness.console(200)
     settings = dict(head_dim=args.head_dim, seeds=args.seeds, sweep_rows=SWEEP_ROWS,
                     needle_queries=NEEDLE_QUERIES, least_weight=WEIGHT, found=FOUND)
     record = harness.new_record('fp8_long', device, args.commit, settings)

@@ -5,9 +5,9 @@ milliseconds.
     python -m tools.labs.sustained --device cpu --quick    # tries the machinery, seconds
 
 Forward and backward in 16 bits, and the forward on e4m3 tensors with scales by head, run alone, one
-after the other: some turns as in the other benchmarks, then --seconds without a pause, of which the
-first quarter heats the chip up and does not count. Energy is that of the whole board, by its own
-counter (NVML). The JSON file is written after every cell.
+after the other: short turns as in the other benchmarks, then --seconds without a pause, whose first
+quarter heats the chip up and does not count. Energy is that of the whole board, by its own counter
+(NVML). The JSON file is written after every cell.
 """
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WARMUP = 0.25         # the share of the seconds that does not count
 
 # ----------------------------------------------------------------------------------------- energy
 class EnergyCounter:
-    """What a GPU has used since its driver was loaded. Without NVML or a GPU there is no figure."""
+    """The energy that a GPU has used since its driver was loaded; None without NVML or a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.handle = None
@@ -59,8 +59,8 @@ class EnergyCounter:
 
 
 def watts_of(samples: Sequence[tuple[float, float | None]]) -> float | None:
-    """Mean power, from (seconds, joules). The counter moves ten times a second or so, and only when
-    it has just moved does it belong to the time of the sample."""
+    """Mean power, from (seconds, joules). The counter moves about ten times a second: only a sample
+    at which it has just moved gives the energy of its own moment."""
     moves = [now for before, now in zip(samples, samples[1:]) if now[1] != before[1]]
     if len(moves) < 2:
         return None
@@ -70,7 +70,7 @@ def watts_of(samples: Sequence[tuple[float, float | None]]) -> float | None:
 
 # ----------------------------------------------------------------------------------------- timing
 class Mark:
-    """A point in the work of a device."""
+    """A moment in the stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event(enable_timing=True) if device.type == 'cuda' else None
@@ -122,24 +122,22 @@ def call_of(kind: str, shape: Shape, device: torch.device) -> tuple[Callable, fl
 
 
 @torch.no_grad()
-def measure(kind: str, shape: Shape, device: torch.device, args: argparse.Namespace,
-            monitor: harness.Monitor) -> dict:
-    """The result of a kind in a cell: as other results, with the turns' ms and the energy."""
+def measure(kind: str, shape: Shape, device: torch.device, args: argparse.Namespace) -> dict:
+    """The result of a kind in a cell, with the milliseconds of short turns and the energy."""
     call, error = call_of(kind, shape, device)
     timer = Timer(device, args.target_ms)
     count, ahead_s = timer.calibrate(call)
     turns = Figure.of([timer.turn(call, count, ahead_s) for _ in range(args.rounds or 3)])
-    monitor.take()
     ms, watts = sustain(call, device, args.seconds)
     joules = watts and watts * ms / 1e3
     return dict(name=kind, flops=shape.flops, ms=ms, tflops=shape.flops / ms / 1e9,
                 turn_ms=turns.ms, spread=turns.spread, watts=watts, joules=joules,
-                pj_per_flop=joules and joules / shape.flops * 1e12, gpu=monitor.take(),
-                error=error, wrong=not error < (bench_fp8.WRONG if kind == FP8 else bench.WRONG))
+                pj_per_flop=joules and joules / shape.flops * 1e12, error=error,
+                 wrong=not error < (bench_fp8.WRONG if kind == FP8 else bench.WRONG))
 
 
 def text_of(result: dict) -> str:
-    """TFLOP/s, the share of those of a turn, energy per FLOP."""
+    """TFLOP/s, the share of the speed of short turns, energy per FLOP."""
     energy = '' if result['pj_per_flop'] is None else f", {result['pj_per_flop']:.2f} pJ/FLOP"
     wrong = '!' * result['wrong']
     return f"{result['tflops']:.4g}{wrong} ({result['turn_ms'] / result['ms']:.2f}){energy}"
@@ -165,17 +163,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(args.device)
     record = harness.new_record('sustained', device, args.commit, dict(
         seconds=args.seconds, warmup=WARMUP, target_ms=args.target_ms, contenders=KINDS))
-    monitor = harness.Monitor(device)
-    try:
+    with harness.Monitor(device) as monitor:
         for shape in select(args):
-            results = [measure(kind, replace(shape, backward=kind == BACKWARD), device, args,
-                               monitor) for kind in KINDS]
-            record['cells'].append(dict(shape=shape.as_dict(), results=results))
+            monitor.clear()
+            results = [measure(kind, replace(shape, backward=kind == BACKWARD), device, args)
+                       for kind in KINDS]
+            record['cells'].append(dict(shape=harness.fields_of(shape), results=results))
             path = harness.save(record, args.out)
-            print(shape.label(), *(f"{one['name']} {text_of(one)}" for one in results), sep='  ',
-                  flush=True)
-    finally:
-        monitor.stop()
+            print(shape.label(), *(f"{one['name']} {text_of(one)}" for one in results),
+                  monitor.text(), sep='  ', flush=True)
     print(path)
     return int(any(one['wrong'] for cell in record['cells'] for one in cell['results']))
 
