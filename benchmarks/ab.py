@@ -40,15 +40,15 @@ BENCH = pathlib.Path(bench.__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Build:
-    """name: for tables and results. folder: the one that flash_attn3 is imported from. variables:
-    environment of its process, in addition to the driver's."""
+    """name: for tables and results. folder: flash_attn3 is imported from it. variables: what the
+    environment of its process has in addition."""
     name: str
     folder: pathlib.Path
     variables: dict[str, str]
 
 
 class Worker:
-    """The driver's end of one side's pipe."""
+    """The process of one build, and the pipe to it."""
 
     def __init__(self, build: Build, device: str, target_ms: float) -> None:
         script = pathlib.Path(__file__).with_name('ab_worker.py')
@@ -76,7 +76,7 @@ class Worker:
 
 
 def find_build(path: pathlib.Path) -> Build:
-    """The name, which results record, holds no path of the machine."""
+    """The build at a path. Records hold its name, so that has no path of the machine."""
     path = path.resolve()
     if path.is_file():
         return Build(f'{path.parent.name}/{path.name}', BENCH.parents[1], {LIBRARY: str(path)})
@@ -88,7 +88,7 @@ def find_build(path: pathlib.Path) -> Build:
 
 
 def sides_in_turn(rounds: int) -> Iterator[tuple[str, str]]:
-    """A B, B A, A B, ...: neither side always follows the other."""
+    """A B, B A, A B, ...: each side goes first in every other round."""
     for number in range(rounds):
         yield SIDES if number % 2 == 0 else SIDES[::-1]
 

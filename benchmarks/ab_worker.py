@@ -22,7 +22,7 @@ from types import ModuleType
 
 
 def load_file(path: pathlib.Path) -> ModuleType:
-    """A module or, from its __init__.py, a package with relative imports."""
+    """Import a module by its file, or a package by its __init__.py."""
     is_package = path.name == '__init__.py'
     name = f'ab_{path.parent.name if is_package else path.stem}'
     spec = importlib.util.spec_from_file_location(

@@ -123,7 +123,7 @@ def errors_of(calls: dict[str, Contender]) -> dict[str, float]:
 
 def measure(cell: Cell, device: torch.device, dtype: torch.dtype, rounds: int,
             target_ms: float) -> dict:
-    """Milliseconds, TFLOP/s and spread of each, and how much faster ours is."""
+    """The result of each contender, and its time over ours."""
     calls, missing = contenders(cell, device, dtype), {}
     errors = errors_of(calls)
     figures = interleaved(calls, Timer(device, target_ms), rounds,

@@ -24,25 +24,24 @@ from torch import Tensor
 
 import flash_attn3
 from benchmarks import harness, shapes
+from benchmarks.fp8_accuracy import BLOCKS
 from benchmarks.quantize_cells import in_turn
 from flash_attn3 import (bench, flash_attn_fp8_func, flash_attn_varlen_fp8_func,
                          quantize_fp8)
 from flash_attn3.bench import DTYPES, Shape, Timer
-from flash_attn3.cpu.quantize import KV_BLOCK, Q_BLOCK
 
 BY_HEAD, BY_BLOCK, PROMOTE, QUANTIZED = 'e4m3', 'e4m3 by block', 'e4m3 promote', 'fp8_func'
 FP8 = (BY_HEAD, BY_BLOCK, PROMOTE, QUANTIZED)    # and the 16-bit forward, named by its dtype
-BLOCKS = {'head': ('head', 'head'), 'block': (Q_BLOCK, KV_BLOCK)}    # for q, for k and v
 WRONG = 0.15        # relative error of FP8 that no rounding explains; normal data gives 0.05
 HOST_CALLS = 20
-SEQUENCES, SHORTEST, LONGEST = 24, 64, 5361    # packed tensors have them
+SEQUENCES, SHORTEST, LONGEST = 24, 64, 5361    # in packed tensors
 
 Inputs = tuple[Tensor, Tensor, Tensor]    # q, k and v
 
 
 def ragged_lengths(count: int = SEQUENCES, shortest: int = SHORTEST,
                    longest: int = LONGEST) -> tuple[int, ...]:
-    """Any lengths between the two, the same on every call; one is the longest."""
+    """Random lengths from shortest to longest, the same on every call; one is `longest`."""
     source = random.Random(0)
     lengths = [longest, *(source.randint(shortest, longest) for _ in range(count - 1))]
     source.shuffle(lengths)
@@ -75,12 +74,12 @@ def select(quick: bool, cpu: bool, dtype: str) -> list[Shape]:
 
 
 def make_sets(shape: Shape, device: torch.device) -> list[Inputs]:
-    """Twice as many as in 16 bits: e4m3 tensors, half as large, have to exceed L2 too."""
+    """Twice as many sets as for 16 bits: the e4m3 tensors, half as large, must exceed L2 too."""
     return [inputs for seed in range(2) for inputs in bench.make_inputs(shape, device, seed)]
 
 
 def quantized(inputs: Inputs, granularity: str, lists: dict[str, Tensor]) -> tuple[Inputs, dict]:
-    """The three as e4m3, and the descales as attention takes them."""
+    """q, k and v in e4m3, and the descale arguments of attention."""
     q, k, v = inputs
     block_q, block_kv = BLOCKS[granularity]
     pairs = [quantize_fp8(q, block=block_q, group=q.size(-2) // k.size(-2), **lists),
@@ -90,7 +89,7 @@ def quantized(inputs: Inputs, granularity: str, lists: dict[str, Tensor]) -> tup
 
 
 def make_calls(shape: Shape, sets: Sequence[Inputs]) -> dict[str, list[Callable[[], Tensor]]]:
-    """The calls of each contender on every set."""
+    """By contender: a call for each set of inputs."""
     attention = bench.function_of(flash_attn3, shape, sets[0][0].device)
     options = attention.keywords
     lists = {'cu_seqlens': options['cu_seqlens_q']} if shape.lengths else {}
@@ -113,10 +112,10 @@ def make_calls(shape: Shape, sets: Sequence[Inputs]) -> dict[str, list[Callable[
 
 @torch.no_grad()
 def measure(shape: Shape, device: torch.device, rounds: int, target_ms: float) -> list[dict]:
-    """As bench.measure: one dict a contender, the 16-bit forward first."""
+    """One result a contender, the 16-bit forward first; the keys are those of bench.measure."""
     timer, sets = Timer(device, target_ms), make_sets(shape, device)
     ready: dict[str, Callable[[], Tensor]] = {}
-    left_out: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     checks: dict[str, tuple[float, float | None]] = {}
     names = (shape.dtype, *FP8)
     for name, calls in make_calls(shape, sets).items():
@@ -126,16 +125,16 @@ def measure(shape: Shape, device: torch.device, rounds: int, target_ms: float) -
             checks[name] = error, timer.host_us(ready[name], HOST_CALLS)
         except Exception as failure:
             ready.pop(name, None)
-            left_out[name] = bench.reason(failure)
+            reasons[name] = bench.reason(failure)
     figures = bench.interleaved(
-        ready, timer, rounds, lambda name, error: left_out.update({name: bench.reason(error)}))
-    return [dict(name=name, na=left_out[name]) if name in left_out
+        ready, timer, rounds, lambda name, error: reasons.update({name: bench.reason(error)}))
+    return [dict(name=name, na=reasons[name]) if name in reasons
             else result_of(bench.result(shape, device, name, figures[name], *checks[name]))
             for name in names]
 
 
 def result_of(result: dict) -> dict:
-    """A result; with FP8 the peak is twice as high, and larger errors are allowed."""
+    """The result with the peak of FP8, which is twice as high, and the error that FP8 may have."""
     if result['name'] not in FP8:
         return result
     share = result['peak_share']
@@ -151,7 +150,7 @@ def ratios_of(cell: dict) -> dict[str, float]:
 
 
 def summarize(cells: Sequence[dict]) -> dict:
-    """The ratios of each contender."""
+    """By contender: the number of its ratios, their mean, worst and best."""
     return {name: harness.ratios_summary([cell['ratios'][name] for cell in cells
                                           if name in cell['ratios']]) for name in FP8}
 
@@ -162,7 +161,7 @@ def failures(cells: Sequence[dict]) -> list[str]:
 
 
 def line_of(cell: dict) -> str:
-    """TFLOP/s, and in brackets the ratio."""
+    """The shape, and for each contender TFLOP/s and in brackets the ratio."""
     parts = [f"{Shape(**cell['shape']).label():40}"]
     for result in cell['results']:
         ratio = cell['ratios'].get(result['name'])

@@ -175,12 +175,12 @@ def plot(record: dict, path: pathlib.Path) -> None:
 def _panel(axis, kind: str, cells: Sequence[dict]) -> None:
     width = 0.8 / len(NAMES)
     for number, name in enumerate(NAMES):
-        points = [(place + number * width, found['gb_per_s'])
-                  for place, cell in enumerate(cells) if (found := harness.measured(cell, name))]
+        points = [(index + number * width, found['gb_per_s'])
+                  for index, cell in enumerate(cells) if (found := harness.measured(cell, name))]
         if points:
             axis.bar(*zip(*points), width=width, label=name, color=f'C{number}')
     texts = [_tick(Cell.read(cell['cell'])) for cell in cells]
-    axis.set_xticks([place + 0.4 - width / 2 for place in range(len(cells))], texts, fontsize=7)
+    axis.set_xticks([index + 0.4 - width / 2 for index in range(len(cells))], texts, fontsize=7)
     axis.set_title(kind, fontsize=9)
     axis.set_ylabel('GB/s')
     axis.grid(alpha=0.3, axis='y')

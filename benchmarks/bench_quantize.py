@@ -1,11 +1,11 @@
-"""quantize_fp8 next to a copy on the device that moves as many bytes.
+"""quantize_fp8 against a copy of the same number of bytes on the device.
 
     python -m benchmarks.bench_quantize                        # on a Hopper GPU, seconds
     python -m benchmarks.bench_quantize --device cpu --quick   # tries the machinery
 
-Both take turns, as flash_attn3/bench says; a figure is the bytes that have to be read and
-written, each once, over time. Scales by head and by tensor read the input twice, which counts once.
-The JSON file has GB/s and the share of the copy's.
+Both take turns, as flash_attn3/bench says; a figure is the bytes that have to be read and written,
+each once, over time. With scales by head or tensor the input is read twice, which counts once. The
+JSON file has GB/s and the share of the copy's.
 """
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from benchmarks.quantize_cells import Cell, bytes_of, in_turn, make_inputs, opti
 from flash_attn3 import quantize_fp8
 from flash_attn3.bench import DTYPES, ROTATED_BYTES, Figure, Timer
 
-# Copies are of whole ones: 50,333,024 bytes took 31 us, 50,335,744 bytes 28 (H200, 2026-11-22).
+# Copies have a multiple of these bytes: 50,333,024 bytes took 31 us, 50,335,744 (a multiple) 28 us
+# (H200, 2026-11-22).
 COPY_STEP = 4096
 MIXED = shapes.mixed_lengths()
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -35,14 +36,14 @@ TINY_CELLS = (Cell(128, 32, tokens=256), Cell(128, 'head', lengths=(8, 120, 128)
 
 
 def select(quick: bool, cpu: bool, dtype: str) -> list[Cell]:
-    """The cells of a run. On a CPU --quick tries the machinery."""
+    """The cells of a run."""
     cells = CELLS if not quick else TINY_CELLS if cpu else QUICK_CELLS
     name = str(DTYPES[dtype]).removeprefix('torch.')
     return [cell._replace(dtype=name) for cell in cells]
 
 
 def measure(cell: Cell, device: torch.device, rounds: int, target_ms: float) -> dict:
-    """Milliseconds, GB/s and spread of both, and the share."""
+    """The results of quantize_fp8 and the copy, and the share of the copy's speed."""
     options = options_of(cell, device)
     sets = make_inputs(cell, device, ROTATED_BYTES)
     size = bytes_of(sets[0], quantize_fp8(sets[0], **options))

@@ -6,9 +6,9 @@ ring and torch's context_parallel.
     python -m benchmarks.bench_ring --scaling scaling.png     # computed times on up to 64 GPUs
 
 Causal, bf16, batch 1, head dim 128, 16 heads; a cell is a length of the whole sequence. Contenders:
-`one GPU`, flash_attn_func of the whole; `ring` and `ulysses`, flash_attn3.distributed; `ring,
-NCCL`, without copy engines; `plain ring`, the same zigzag of public functions, which waits for each
-message and merges after each step; `torch`, context_parallel with the backend of
+`one GPU`, flash_attn_func on the whole; `ring` and `ulysses`, flash_attn3.distributed; `ring,
+NCCL`, without the DMA copy engines; `plain ring`, a zigzag ring of public functions, which waits
+for each message and merges after each step; `torch`, context_parallel with the backend of
 scaled_dot_product_attention that PyTorch picks; `torch, ours`, with this package as its flash
 backend. They take turns; a figure is the median over the rounds of the slowest rank's time, forward
 alone and forward with backward. Peak memory is that of benchmarks.memory and symmetric memory,
@@ -74,7 +74,7 @@ def _shifted(x: Tensor, by: int) -> Tensor:
 
 
 def plain_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A ring as one writes it with flash_attn_func and merge_states, differentiated by autograd."""
+    """A ring written with flash_attn_func and merge_states alone, differentiated by autograd."""
     rank, half = dist.get_rank(), q.size(1) // 2
     out, lse = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     for step in range(1, dist.get_world_size()):
@@ -159,7 +159,7 @@ def largest(number: float, device: torch.device) -> float:
 
 @dataclass
 class Run:
-    """What the turns of a contender have given, by pass. reason: why it does not run."""
+    """The turns of a contender so far. times and repeats: by pass. reason: why it does not run."""
     name: str
     times: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in PASSES})
     repeats: dict[str, int] = field(default_factory=dict)
@@ -254,7 +254,7 @@ def show(cell: dict) -> None:
 
 
 def plot_scaling(path: pathlib.Path) -> None:
-    """Computed speed of a ring over its GPUs, forward with backward, from the plan."""
+    """The computed speed, forward with backward, over the number of GPUs."""
     figure = Figure(figsize=(6, 4), layout='constrained')
     axis = figure.subplots()
     for seqlen, color in zip(SCALED_SEQLENS, ('C0', 'C1', 'C2')):

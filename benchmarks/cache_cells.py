@@ -1,4 +1,4 @@
-"""What bench_kvcache.py measures: the calls, their inputs, and the contenders of each."""
+"""The calls that bench_kvcache.py times, their inputs and contenders."""
 from __future__ import annotations
 
 import itertools
@@ -16,20 +16,20 @@ from flash_attn3.bench import DTYPES, OURS, ROTATED_BYTES
 from flash_attn3.bench.problem import MAX_SETS
 
 SDPA = 'sdpa'
-UNSHARED, WIDE = f'{OURS} unshared', f'{OURS} 16 bits'    # without shared_prefix, without e4m3
+UNSHARED, WIDE = f'{OURS} unshared', f'{OURS} 16 bits'    # no shared_prefix; no e4m3
 E4M3 = torch.float8_e4m3fn
 LATENT = 64, 512    # head dims of k, and of v
 E4M3_ROW = 656      # bytes of latents of e4m3, four scales and 16-bit rotary columns
 MIXED_LENGTHS = (16384, 700, 4096, 64, 2100, 9000, 1, 333)
 KINDS = 'dense', 'paged', 'mixed', 'append', 'prefix', 'fp8', 'latent'
-OWN_KEYS = 128, 512    # behind a prefix, at random
+OWN_KEYS = 128, 512    # least and most keys of a sequence after a shared prefix
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A step of decoding, or of checking several proposed tokens: one call."""
+    """One call: a step of decoding, or with several queries of speculative decoding."""
     batch: int
-    keys: int                 # in the cache; of mixed lengths the longest
+    keys: int                 # in the cache; with is_mixed in the longest sequence
     heads: int = 32
     heads_k: int = 8
     head_dim: int = 128
@@ -38,8 +38,8 @@ class Cell:
     is_mixed: bool = False    # lengths in MIXED_LENGTHS, in turn
     appends: bool = False     # the new keys and values are written too, rotated
     prefix: int = 0           # keys that all sequences share, in the same pages
-    scales: str = ''          # 'heads', 'pages', latents: 'keys': what has one, of a cache of e4m3
-    is_latent: bool = False   # absorbed MLA: one KV head, of LATENT
+    scales: str = ''          # an e4m3 cache, one scale for each of: 'heads', 'pages', 'keys'
+    is_latent: bool = False   # absorbed MLA: one KV head with LATENT columns
     dtype: str = 'bf16'
 
     @property
@@ -63,16 +63,16 @@ class Cell:
 
     @property
     def bytes(self) -> int:
-        """That have to be read and written, each once."""
+        """The bytes that must be read and written, each once."""
         size, new = DTYPES[self.dtype].itemsize, self.queries if self.appends else 0
         shared = self.prefix * (self.batch - 1)
         rows = sum(self.lengths) - shared + 3 * new * self.batch    # new: read, written, read
         queries = self.batch * self.queries * self.heads
         if self.is_latent:    # q, qv and out
-            of_key = E4M3_ROW if self.scales else size * sum(LATENT)
-            return of_key * rows + size * (sum(LATENT) + LATENT[1]) * queries
-        of_key = 2 * self.head_dim * (1 if self.scales else size)
-        return of_key * rows * self.heads_k + 2 * size * self.head_dim * queries
+            key_bytes = E4M3_ROW if self.scales else size * sum(LATENT)
+            return key_bytes * rows + size * (sum(LATENT) + LATENT[1]) * queries
+        key_bytes = 2 * self.head_dim * (1 if self.scales else size)
+        return key_bytes * rows * self.heads_k + 2 * size * self.head_dim * queries
 
     def label(self) -> str:
         parts = [self.kind, f'batch {self.batch}', f'{self.keys} keys',
@@ -176,7 +176,7 @@ def inputs_of(cell: Cell, device: torch.device, seed: int) -> dict:
 
 
 def latents_of_e4m3(k: Tensor, v: Tensor) -> dict:
-    """Views of rows of E4M3_ROW bytes; the scales of 128 columns are at random."""
+    """The latents in rows of E4M3_ROW bytes, with random scales for each 128 columns."""
     rows = torch.empty(*v.shape[:3], E4M3_ROW, dtype=torch.uint8, device=v.device)
     given = {'v_cache': rows[..., :512].view(E4M3), 'k_cache': rows[..., 528:].view(k.dtype),
              'v_descale': rows[..., 512:528].view(torch.float32)[:, :, 0]}
@@ -187,7 +187,7 @@ def latents_of_e4m3(k: Tensor, v: Tensor) -> dict:
 
 
 def input_sets(cell: Cell, device: torch.device) -> list[dict]:
-    """As many as are together larger than L2."""
+    """Enough sets of inputs that together they exceed L2."""
     budget = ROTATED_BYTES if device.type == 'cuda' else 1
     count = max(1, min(MAX_SETS, -(-budget // cell.bytes)))
     return [inputs_of(cell, device, seed) for seed in range(count)]
@@ -199,7 +199,7 @@ def ours(given: dict) -> Callable[[], Tensor]:
 
 
 def sdpa(given: dict, cell: Cell) -> Callable[[], Tensor]:
-    """On a dense cache, with a mask where lengths differ or there are several queries."""
+    """SDPA on a dense cache, with a mask where lengths differ or there are several queries."""
     if cell.page_size or cell.appends:
         raise RuntimeError('has no pages and does not append')
     q, k, v = (given[name].transpose(1, 2) for name in ('q', 'k_cache', 'v_cache'))
@@ -210,7 +210,7 @@ def sdpa(given: dict, cell: Cell) -> Callable[[], Tensor]:
 
 
 def visible(given: dict, capacity: int) -> Tensor:
-    """(batch, queries, capacity): which slots each query sees."""
+    """(batch, queries, capacity): whether a query sees a slot."""
     q, lengths = given['q'], given['cache_seqlens']
     row = torch.arange(q.size(1), device=q.device)
     last = lengths[:, None] - q.size(1) + row
@@ -227,7 +227,7 @@ def contenders(cell: Cell) -> dict[str, Callable[[dict, Cell], Callable[[], Tens
 
 
 def widened(given: dict) -> dict:
-    """The same with a cache in the dtype of q, which holds elements times their scales."""
+    """The arguments with a cache in the dtype of q: its elements times their scales."""
     wide = {key: x for key, x in given.items() if 'descale' not in key}
     if 'qv' in given:
         blocks = given['v_cache'].float().unflatten(-1, (4, -1))
@@ -236,7 +236,7 @@ def widened(given: dict) -> dict:
         return wide | dict(zip(('v_cache', 'k_cache'), joint.split(LATENT[::-1], -1)))
     for name in 'kv':
         scale, cache = given[f'{name}_descale'], given[f'{name}_cache'].float()
-        if not given['descale_by_page']:    # the scale of the page's sequence
+        if not given['descale_by_page']:    # a page takes the scale of its sequence
             own, table = torch.ones_like(cache[:, 0, :, 0]), given['page_table'].long()
             scale = own.index_copy(0, table.flatten(), scale.repeat_interleave(table.size(1), 0))
         wide[f'{name}_cache'] = (cache * scale[:, None, :, None]).to(given['q'].dtype)
@@ -244,7 +244,7 @@ def widened(given: dict) -> dict:
 
 
 def in_float32(given: dict, cell: Cell) -> Tensor:
-    """The result of a call, by SDPA on the gathered keys, after what it appends was appended."""
+    """The result of a call that has appended its keys, by SDPA on the gathered keys in float32."""
     if cell.scales:
         return in_float32(widened(given), replace(cell, scales=''))
     if cell.is_latent:
@@ -252,7 +252,7 @@ def in_float32(given: dict, cell: Cell) -> Tensor:
         return in_float32({key: x for key, x in given.items() if key != 'qv'} | {
             'q': torch.cat([given['qv'], given['q']], -1), 'k_cache': joint, 'v_cache': joint},
             replace(cell, is_latent=False))[..., :LATENT[1]]
-    if cell.batch > 1:    # one after the other: gathered keys are large
+    if cell.batch > 1:    # one entry at a time: gathered keys are large
         lists = ('q', 'k', 'v', 'cache_seqlens', 'page_table') if cell.page_size else (
             'q', 'k', 'v', 'cache_seqlens', 'k_cache', 'v_cache')
         return torch.cat([in_float32(given | {
@@ -271,9 +271,9 @@ def in_float32(given: dict, cell: Cell) -> Tensor:
 
 
 def rotated(given: dict) -> Tensor:
-    """The queries of a call that appends, in float32: pairs (2i, 2i + 1)."""
+    """The queries of a call that appends, rotated in float32 in pairs (2i, 2i + 1)."""
     q = given['q'].float()
-    place = given['cache_seqlens'].long()[:, None] + torch.arange(q.size(1), device=q.device)
-    cos, sin = (given[f'rotary_{name}'].float()[place][:, :, None] for name in ('cos', 'sin'))
+    positions = given['cache_seqlens'].long()[:, None] + torch.arange(q.size(1), device=q.device)
+    cos, sin = (given[f'rotary_{name}'].float()[positions][:, :, None] for name in ('cos', 'sin'))
     a, b = q[..., 0::2], q[..., 1::2]
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)

@@ -14,7 +14,7 @@ E4M3 = 'float8_e4m3fn'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """In Markdown."""
+    """A table in Markdown."""
     lines = ['| ' + ' | '.join(map(str, row)) + ' |' for row in (header, *rows)]
     lines.insert(1, '|' + '---|' * len(header))
     return '\n'.join(lines)
@@ -33,10 +33,10 @@ def support_part() -> str:
     """The short table of README.md."""
     largest = max(variant['head_dim'] for variant in _plan.variants())
     widest = largest_head_dim_v(64, planning.plan)
-    of_gradients = largest_head_dim_v(64, planning.plan_backward)
+    gradients = largest_head_dim_v(64, planning.plan_backward)
     return table(['', 'Hopper kernels'], [
         ['dtypes', 'bfloat16, float16; FP8 (`float8_e4m3fn`) in the forward, gradients in 16 bits'],
-        ['head dims', f'multiples of 8 to {largest}; of V to {widest} (gradients: {of_gradients}) '
+        ['head dims', f'multiples of 8 to {largest}; of V to {widest} (gradients: {gradients}) '
                       'where Q and K have at most 64'],
         ['heads', 'MHA, GQA, MQA'],
         ['masks', 'full, causal (aligned bottom-right), sliding windows, chunks'],
@@ -50,7 +50,7 @@ def support_part() -> str:
 
 
 def features_part() -> str:
-    """Which features go together: supported everywhere, by column, refused everywhere."""
+    """The features that all columns support, a table of those that differ, and the refused ones."""
     everywhere, refused = [], {}
     notes: list[str] = []
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -81,12 +81,12 @@ def cache_features_part() -> str:
 
 
 def _error(error: str | None) -> str | None:
-    """An error without the op, in the words that dense and packed share."""
+    """An error without the op and the number of a dimension: equal for dense and packed tensors."""
     return error and re.sub(r'size\(\d\)', 'size(...)', error.split(': ', 1)[1])
 
 
 def _cell(error: str | None, notes: list[str]) -> str:
-    """A new error goes to the notes."""
+    """A cell of a table: an error is the number of its note, and a new one becomes a note."""
     if not error:
         return 'yes' if error is None else '-'
     if error not in notes:
@@ -111,7 +111,7 @@ def _names(variants: Sequence[Mapping]) -> str:
 
 
 def _grouped(variants: Iterable[Mapping], keys: Sequence[str]) -> list[list[Mapping]]:
-    """Variants with the same facts together, in the order of their first."""
+    """Variants that agree in all keys together, in the order of the first of each group."""
     groups: dict[tuple, list[Mapping]] = {}
     for variant in variants:
         groups.setdefault(tuple(variant[key] for key in keys), []).append(variant)
@@ -125,7 +125,7 @@ def _registers(variant: Mapping) -> str:
 
 
 def _kib(variants: Sequence[Mapping]) -> str:
-    """Shared memory: of the smallest and the largest."""
+    """The least and the most shared memory of the variants."""
     sizes = [variant['shared_bytes'] for variant in variants]
     texts = dict.fromkeys(f'{size / 1024:.0f}' for size in (min(sizes), max(sizes)))
     return '-'.join(texts)
@@ -150,7 +150,8 @@ def _forward_row(variants: Sequence[Mapping]) -> list[str]:
 
 
 def _forward_table(is_fp8: bool) -> str:
-    """Kernels for a cache with one tile in one row: their stages are in the order of head dims."""
+    """Kernels for a cache that have one tile share a row: their stages are in the order of head
+    dims."""
     variants = [variant for variant in _plan.variants() if (variant['dtype'] == E4M3) is is_fp8]
     caches = [variant for variant in variants if 'Cache' in variant['name']]
     others = [variant for variant in variants if variant not in caches]

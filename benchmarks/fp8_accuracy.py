@@ -1,7 +1,7 @@
 """Accuracy of FP8 attention: RMSE against float64 for every way to quantise.
 
     python -m benchmarks.fp8_accuracy                        # on a GPU: the kernels; under a minute
-    python -m benchmarks.fp8_accuracy --device cpu           # with the roundings of the kernels
+    python -m benchmarks.fp8_accuracy --device cpu           # an emulation of their roundings
     python -m benchmarks.fp8_accuracy --device cpu --quick   # tries the machinery, seconds
 
 Q, K and V are N(0, 1) + N(0, 100) in one value of 1000 (arXiv 2407.08608, section 4.3), rounded to
@@ -45,7 +45,7 @@ Attend = Callable[[tuple[Tensor, ...], Scales], Tensor]
 
 
 def outliers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """float32, on the device of the generator."""
+    """N(0, 1) + N(0, 100) in one value of 1000, in float32 on the device of the generator."""
     normal, large = (torch.randn(shape, generator=generator, device=generator.device)
                      for _ in range(2))
     share = torch.rand(shape, generator=generator, device=generator.device)
@@ -169,7 +169,7 @@ def plot(record: dict, path: pathlib.Path) -> None:
               for method, height in found.items()]
     for number, (text, height, style) in enumerate(lines):
         axis.axhline(height, color='black', linewidth=0.8, linestyle=style)
-        # One x coordinate for each name: some lines are closer than their names are high.
+        # Each name has its own x coordinate: some lines are closer than a name is high.
         axis.annotate(text, (0.02 + number / len(lines), height), fontsize=7, va='center',
                       xycoords=axis.get_yaxis_transform(), bbox=dict(fc='white', ec='none', pad=1))
     axis.set_xticks([group + 0.5 for group in range(len(columns))],

@@ -37,7 +37,7 @@ WORKSPACE = ('lse', 'delta', 'dq', 'flags')    # backward, as its plan names the
 RELEASED_AFTER = 0.1   # seconds, for autograd's thread
 COUNTS = {'requested': 'requested_bytes', 'allocated': 'allocated_bytes'}   # in memory_stats()
 
-Step = Callable[[], object]                       # one forward and backward; returns what stays
+Step = Callable[[], object]                       # a forward and backward; returns their results
 MakeStep = Callable[[Shape, tuple[torch.Tensor, ...]], Step]
 
 
@@ -65,7 +65,7 @@ def expected_bytes(shape: Shape) -> dict[str, int]:
 
 
 def autograd_step(name: str) -> MakeStep:
-    """A contender of flash_attn3.bench, its gradients by autograd."""
+    """The steps of a contender of flash_attn3.bench, with gradients by autograd."""
     def make(shape: Shape, inputs: tuple[torch.Tensor, ...]) -> Step:
         one = bench.contender(name, shape)
         *tensors, dout = inputs
@@ -128,7 +128,7 @@ def counted(cell: dict, name: str, count: str = 'requested') -> int | None:
 
 
 def summarize(cells: Sequence[dict], names: Sequence[str]) -> dict:
-    """Over the cells: the highest ours / expected and ours / each rival, by each of COUNTS."""
+    """By each of COUNTS: the highest ratio over the cells, ours to expected and to each rival."""
     summary: dict = dict(cells=len(cells))
     for count in COUNTS:
         own = [(cell, mine) for cell in cells if (mine := counted(cell, OURS, count))]

@@ -46,7 +46,7 @@ class Point:
 
 
 def read_points(record: dict, section: str) -> list[Point]:
-    """The valid figures of a section: what did not run or was wrong is skipped."""
+    """The valid figures of a section, without peers that did not run or were wrong."""
     return [Point((r['cell']['D'], r['cell']['mask']), r['cell']['S'], r['group'], r['peer'],
                   r['rate'])
             for r in record['records']
@@ -72,12 +72,12 @@ def panels(points: Sequence[Point]) -> list[Panel]:
 
 
 def short_name(peer: str) -> str:
-    """The library, whichever its build or API: FA3, cuDNN."""
+    """The library without its build or API: FA3, cuDNN."""
     return NAMES.get(peer, peer).split(' ')[0]
 
 
 def _ratio_text(ratio: float, peer: str) -> str:
-    """The peer is named where it is not FA3."""
+    """The ratio, and the peer's name unless it is FA3."""
     name = short_name(peer)
     return f'{ratio:.3f}' + f' {name}' * (name != NAMES['fa3'])
 
@@ -186,13 +186,13 @@ def _lengths_axis(axis, lengths: Sequence[int]) -> None:
 
 
 def run_text(record: dict) -> str:
-    """What ran on what: NVIDIA H200, 2026-11-25, commit 30a76a329d."""
+    """Device, day and build: NVIDIA H200, 2026-11-25, commit 30a76a329d."""
     return (f"{record['environment']['device']}, {record['time'][:10]}, "
             f"commit {record['commit']}")
 
 
 def compact(record: dict) -> dict:
-    """A file without raw rounds, times and clocks, and without records that say nothing."""
+    """A file without raw rounds, times and clocks, and without records that hold no figure."""
     records = [{name: found[name] for name in FIELDS if name in found}
                for found in record['records'] if 'rate' in found or 'na' in found]
     return {name: record[name] for name in FACTS} | {'records': records}

@@ -1,5 +1,5 @@
-"""The problems of quantize_fp8 that are timed. Imports torch alone: ab_worker.py loads this file by
-its path, so that two builds get the same inputs."""
+"""The problems of quantize_fp8 that are timed. It imports torch alone: ab_worker.py loads this file
+by its path, so that two builds get the same inputs."""
 from __future__ import annotations
 
 import hashlib
@@ -14,7 +14,7 @@ MOST_SETS = 64
 
 
 class Cell(NamedTuple):
-    """lengths: packed sequences, which make up the tokens; empty: a dense tensor."""
+    """lengths: of packed sequences, instead of `tokens`; empty: a dense tensor."""
     head_dim: int
     block: int | str
     rotate: bool = True
@@ -38,7 +38,7 @@ class Cell(NamedTuple):
 
 
 def options_of(cell: Cell, device: torch.device) -> dict:
-    """Options of quantize_fp8."""
+    """The keyword arguments of quantize_fp8."""
     options: dict = dict(block=cell.block, rotate=cell.rotate)
     if cell.lengths:
         options['cu_seqlens'] = torch.tensor([0, *itertools.accumulate(cell.lengths)],
@@ -47,7 +47,7 @@ def options_of(cell: Cell, device: torch.device) -> dict:
 
 
 def make_inputs(cell: Cell, device: torch.device, rotated_bytes: int) -> list[torch.Tensor]:
-    """On a GPU several, together larger than its L2."""
+    """Inputs to rotate over: on a GPU several, together larger than its L2."""
     shape = (cell.rows, max(1, WIDTH // cell.head_dim), cell.head_dim)
     shape = shape if cell.lengths else (1, *shape)
     dtype = getattr(torch, cell.dtype)
@@ -61,7 +61,7 @@ def make_inputs(cell: Cell, device: torch.device, rotated_bytes: int) -> list[to
 
 
 def bytes_of(x: torch.Tensor, results: tuple[torch.Tensor, ...]) -> int:
-    """What has to be read and written, each once."""
+    """The bytes that must be read and written, each once."""
     return x.nbytes + sum(y.nbytes for y in results)
 
 
@@ -73,5 +73,6 @@ def digest_of(results: tuple[torch.Tensor, ...]) -> str:
 
 
 def in_turn(calls: list[Callable]) -> Callable:
+    """A call that makes the next of the calls each time."""
     following = itertools.cycle(calls)
     return lambda: next(following)()

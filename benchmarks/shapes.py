@@ -1,8 +1,8 @@
-"""The problems that are benchmarked: names for lists of Shape.
+"""The problems that are benchmarked: lists of Shape, by name.
 
-`forward` holds the 36 cells that the field reports: 16k tokens whatever the length,
-heads * head_dim = 2048, lengths 512 to 16384, three head dims, full and causal. Each list has one
-of the backward of the same problems, `backward` for `forward` and `backward_<name>` for the others.
+`forward` holds the 36 cells that the field reports: 16k tokens at every length, heads * head_dim =
+2048, lengths 512 to 16384, three head dims, full and causal. The backward of the same problems is
+`backward`, that of another list `backward_<name>`.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def grouped(dtype: str = 'bf16') -> list[Shape]:
 
 
 def odd(dtype: str = 'bf16') -> list[Shape]:
-    """Lengths that fill no tile, few queries over many keys, few tiles for many SMs."""
+    """Lengths that fill no tile, few queries for many keys, fewer tiles than SMs."""
     return [Shape(4, 1000, 1000, 16, 16, 128, False, dtype),
             Shape(4, 4095, 4097, 16, 16, 128, True, dtype),
             Shape(8, 64, 8192, 32, 8, 128, True, dtype),
@@ -96,7 +96,7 @@ def backward_of(cells: Sequence[Shape]) -> list[Shape]:
 
 
 def tiny() -> list[Shape]:
-    """Seconds on a CPU: for trying the machinery."""
+    """For a CPU, seconds: to try the machinery."""
     return [square(dim, seqlen, causal, tokens=128, hidden=128, dtype='fp32')
             for dim in (64, 128) for causal in (False, True) for seqlen in (64, 128)]
 

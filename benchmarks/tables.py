@@ -27,7 +27,7 @@ SECTION_NAMES = {'fwd': 'forward', 'bwd': 'backward'}
 
 
 def pages() -> list[pathlib.Path]:
-    """README.md and every page in the folders."""
+    """README.md and every page in FOLDERS."""
     return [ROOT / 'README.md', *(path for folder in FOLDERS
                                   for path in sorted((ROOT / folder).rglob('*.md')))]
 
@@ -61,7 +61,7 @@ def other_head_dims_part() -> str:
 
 
 def headline() -> str:
-    """One sentence of README.md."""
+    """The sentence on speed in README.md."""
     record = read_record('yardstick')
     forward, fp8, backward = (record['ratios'][section] for section in ('fwd', 'fp8', 'bwd'))
     return (f"Speed as a share of the faster of FlashAttention-3 and cuDNN, geometric mean over "
@@ -112,7 +112,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def _problem(cell: dict) -> str:
-    """The head dims, the mask and what else a cell's shape has, without its length."""
+    """A cell's head dims, mask and other features, without its length."""
     shape = Shape(**cell['shape'])
     dims = f'({shape.head_dim}, {shape.head_dim_v})' if shape.head_dim_v else str(shape.head_dim)
     kinds = {'packed': shape.lengths, 'window': shape.has_window,
@@ -164,7 +164,7 @@ def quantize_part() -> str:
 
 # ----------------------------------------------------------------------------------- sustained load
 def sustained_part() -> str:
-    """TFLOP/s and pJ/FLOP over the lengths, by head dim and mask; the share of the turns' speed."""
+    """TFLOP/s and pJ/FLOP over the lengths, by head dim and mask; share of short turns' speed."""
     record = read_record('sustained')
     rows: dict[str, dict[str, list[dict]]] = {}
     for cell in record['cells']:
@@ -219,7 +219,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def generated(text: str) -> tuple[str, list[str]]:
-    """The page with its parts made anew, and their names."""
+    """The page with new generated parts, and their names."""
     names = []
 
     def part(match: re.Match) -> str:

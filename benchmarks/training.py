@@ -48,7 +48,7 @@ UNTIMED_STEPS = 3
 # Options of the example, and those that --quick adds.
 LOSSES = '--steps 240 --seqlen 1024 --batch 8 --layers 6 --d-model 384'.split()
 SPEED = '--layers 12 --d-model 768'.split()
-SEQLENS, TOKENS = (2048, 8192, 16384), 32768    # tokens of a step
+SEQLENS, TOKENS = (2048, 8192, 16384), 32768    # TOKENS: in a step
 QUICK = '--layers 2 --d-model 64 --head-dim 16'.split()
 QUICK_LOSSES = '--steps 6 --seqlen 48 --batch 4'.split()
 QUICK_SEQLENS, QUICK_TOKENS = (32, 64), 128
@@ -92,7 +92,7 @@ def differences(losses: dict[str, list[float]], name: str) -> list[float]:
 
 
 def compare(losses: dict[str, list[float]]) -> dict:
-    """`differences`: each attention by each of MEASURES; `ratios`: ours / SDPA's."""
+    """`differences` from plain attention, by measure and attention; `ratios`: ours / SDPA's."""
     found = {measure: {name: take(differences(losses, name)) for name in losses if name != EXACT}
              for measure, take in MEASURES.items()}
     ratios = {measure: values[OURS] / values[SDPA] if values[SDPA] else None
@@ -177,13 +177,13 @@ def take_turns(options: argparse.Namespace, text: Tensor, args: argparse.Namespa
         contenders['sdpa cudnn'] = cudnn_attention
     options.steps = UNTIMED_STEPS + args.rounds * args.turn_steps
     runs: dict[str, Iterator[Tensor]] = {}
-    left_out: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, attend in contenders.items():
         try:
             runs[name] = train_gpt.training(attend, text, options)
             advance(runs[name], UNTIMED_STEPS)
         except Exception as failure:
-            left_out[name] = bench.reason(failure)
+            reasons[name] = bench.reason(failure)
             del runs[name]
     tokens = args.turn_steps * options.batch * options.seqlen
     rates: dict[str, list[float]] = {name: [] for name in runs}
@@ -191,7 +191,7 @@ def take_turns(options: argparse.Namespace, text: Tensor, args: argparse.Namespa
         start = train_gpt.now(options.device)
         advance(runs[name], args.turn_steps)
         rates[name].append(tokens / (train_gpt.now(options.device) - start))
-    return [dict(name=name, na=left_out[name]) if name in left_out
+    return [dict(name=name, na=reasons[name]) if name in reasons
             else speed_result(name, rates[name]) for name in contenders]
 
 

@@ -2,23 +2,23 @@
 
     python -m tools.labs.fp8_long                          # on a Hopper GPU, under a minute
     python -m tools.labs.fp8_long --only needle
-    python -m tools.labs.fp8_long --device cpu --quick     # with the roundings of the kernels
+    python -m tools.labs.fp8_long --device cpu --quick     # an emulation of the kernels' roundings
 
-One head, as many queries as keys: the kernel computes all of it, sampled rows are compared. Scales
-per head or by blocks, q and k rotated, both methods to accumulate; and the bfloat16 kernel.
+One head, as many queries as keys: the kernel computes every row, sampled rows are compared. Scales
+per head or by blocks, q and k rotated, both ways to accumulate; and the bfloat16 kernel.
 
-Sweep: the error over the number of keys, not causal, of two kinds of data. `outliers`: q, k and v
+Sweep: the error over the number of keys, not causal, for two kinds of data. `outliers`: q, k and v
 are those of benchmarks/fp8_accuracy.py; their output shrinks as keys average out. `mean`: v is
-1 + N(0, 1) instead, so that sums of P V grow, and with them what the tensor cores lose when they
-add. Three measures, means over seeds: RMSE against attention of the inputs in float64; the same
-relative to the RMS of that; and relative RMSE against attention of the quantised values, which is
-what the kernel itself loses.
+1 + N(0, 1) instead, so that sums of P V grow, and with them the rounding errors of the tensor
+cores. Three measures, means over seeds: RMSE against attention of the inputs in float64; that RMSE
+over the RMS of the exact output; and the relative RMSE against attention of the quantised values,
+which is the error of the kernel alone.
 
 Needle: k and v are N(0, 1), one key is the answer. The queries that are compared are a multiple of
-that key plus N(0, 1), the least multiple (in steps of 1/4) that gives it a weight above 0.999 in
-all of them. A needle is found where the output is v of that key to one part in ten: `error` is
+that key plus N(0, 1): the least multiple (in steps of 1/4) that gives the key a weight above 0.999
+in each query. A needle is found if the output is v of that key to one part in ten: `error` is
 |out - v| / |v| with the quantised v, the largest over the queries. With the last key and causal,
-only the last query sees it. A needle that is not found makes the exit status 1.
+only the last query sees it. The exit status is 1 if a needle is not found.
 
 Writes results/fp8_long.json and .png.
 """
@@ -49,7 +49,7 @@ MEASURES = {'rmse': 'RMSE', 'relative': 'RMSE / RMS of the output',
             'kernel': 'the same, of the kernel alone'}
 SWEEP_ROWS, NEEDLE_QUERIES = 512, 64
 WEIGHT, FOUND = 0.999, 0.1    # a needle: its least exact weight; its largest error
-SCORES = 1 << 25              # in float64 at a time: a quarter of a GiB
+SCORES = 1 << 25              # computed at a time, in float64: a quarter of a GiB
 POSITIONS = 'first', 'middle', 'last'
 
 Run = Callable[[], Tensor]
@@ -72,7 +72,7 @@ def attend_rows(inputs: Inputs, rows: Tensor, causal: bool, key: int = 0) -> tup
 
 
 def sample(first: int, seqlen: int, count: int, seed: int) -> Tensor:
-    """Different rows from first to seqlen, in order; all where they are no more than count."""
+    """`count` different rows from first to seqlen, in order; all rows if there are fewer."""
     generator = torch.Generator().manual_seed(seed)
     return (first + torch.randperm(seqlen - first, generator=generator)[:count]).sort()[0]
 
@@ -82,7 +82,7 @@ def shape_of(seqlen: int, head_dim: int, causal: bool) -> dict:
 
 
 def methods(inputs: tuple[Tensor, ...], shape: dict, seed: int) -> dict[str, tuple[Run, Inputs]]:
-    """By name: the function that computes the whole output, and its inputs in float64."""
+    """By name: a function that computes the whole output, and the inputs in float64."""
     plain = Inputs(*(x.double() for x in inputs))
     found: dict[str, tuple[Run, Inputs]] = {
         BF16: (lambda: flash_attn_func(*inputs, causal=shape['causal']), plain)}
@@ -105,7 +105,7 @@ def data_of(data: str, shape: dict, seed: int, device: torch.device) -> tuple[Te
 
 
 def errors_of_seed(data: str, shape: dict, seed: int, device: torch.device) -> dict[str, dict]:
-    """For each method a figure for each of MEASURES; and 'rms' of the exact output."""
+    """By method: a figure for each of MEASURES, and `rms`, the RMS of the exact output."""
     inputs = data_of(data, shape, seed, device)
     rows = sample(0, shape['seqlen'], SWEEP_ROWS, seed).to(device)
     expected, _ = attend_rows(Inputs(*inputs), rows, shape['causal'])
@@ -133,7 +133,7 @@ def sweep_cells(record: dict, data: str) -> list[dict]:
 
 
 def growth(record: dict) -> dict[str, dict[str, float]]:
-    """How many times larger each relative error is at the most keys than at the fewest."""
+    """By data and method: the relative error at the most keys over that at the fewest."""
     found: dict[str, dict[str, float]] = {}
     for data in DATA:
         cells = sweep_cells(record, data)
@@ -168,7 +168,7 @@ def plot(record: dict, path: pathlib.Path) -> None:
         lengths = [cell['shape']['seqlen'] for cell in cells]
         for axis, (measure, text) in zip(line, MEASURES.items()):
             for number, result in enumerate(cells[0]['results']):
-                # One on top of the other where accumulation makes no difference: dashes show both.
+                # Dashes show both lines where accumulation makes no difference.
                 axis.plot(lengths, [cell['results'][number][measure] for cell in cells],
                           marker='o', markersize=3, label=result['name'],
                           linestyle='--' if '(promote)' in result['name'] else '-')
@@ -191,7 +191,7 @@ def short(length: int) -> str:
 # ----------------------------------------------------------------------------------------- needle
 def needle_inputs(shape: dict, key: int, rows: Tensor, seed: int,
                   device: torch.device) -> tuple[tuple[Tensor, ...], dict]:
-    """q, k and v, and what is known of the needle: the factor and the least exact weight."""
+    """q, k and v; the factor of the key in the queries, and the needle's least exact weight."""
     generator = torch.Generator(device).manual_seed(seed)
     noise, k, v = (torch.randn(1, shape['seqlen'], 1, shape['head_dim'], generator=generator,
                                device=device).bfloat16() for _ in range(3))
@@ -206,8 +206,8 @@ def needle_inputs(shape: dict, key: int, rows: Tensor, seed: int,
 
 
 def needle_cell(shape: dict, position: str, seed: int, device: torch.device) -> dict:
-    """A result for each method: error (see above), how many queries found it, and the relative RMSE
-    against attention of the inputs.
+    """A result for each method: `error` (see the top), the number of queries that found the needle,
+    and the relative RMSE against attention of the inputs.
     """
     seqlen = shape['seqlen']
     key = {'first': 0, 'middle': seqlen // 2, 'last': seqlen - 1}[position]
@@ -230,9 +230,8 @@ def needle_cells(record: dict) -> list[dict]:
 
 
 def needle_summary(cells: Sequence[dict]) -> dict[str, dict]:
-    """For each method, over all cells: the largest error, how many queries found it, and of how
-    many.
-    """
+    """By method, over all cells: the largest error, and the numbers of queries that found their
+    needle and of all queries."""
     queries = sum(cell['queries'] for cell in cells)
     found: dict[str, dict] = {}
     for cell in cells:
