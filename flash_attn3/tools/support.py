@@ -147,63 +147,61 @@ class CacheFeature:
 
     Attributes:
         name: in the list.
-        problem: how the tests draw the call (tests/cpu/cached.py); bf16, unless it says another.
-        options: further arguments.
+        case: what differs from tests.support.cache_cases.small, in bf16 with 64 columns.
         error: how the error begins that refuses it; '': supported.
     """
     name: str
-    problem: Mapping[str, object] = field(default_factory=dict)
-    options: Mapping[str, object] = field(default_factory=dict)
+    case: Mapping[str, object] = field(default_factory=dict)
     error: str = ''
 
 
 _NEW = {'new': (1, 1, 1)}
-_E4M3 = {'dtype': 'e4m3', 'scales': True}
-_LATENT = {'latent': True, 'dims': (64, 512), 'heads': (4, 1)}
+_E4M3 = {'dtype': 'e4m3'}
+_LATENT = {'latent': True, 'head_dim_v': 512, 'heads': (4, 1)}
+_KV8 = {'kv8': True, 'descales': False}
 
 CACHE_FEATURES = (
     CacheFeature('bfloat16'),
     CacheFeature('float16', {'dtype': 'fp16'}),
     CacheFeature('FP8 with scales', _E4M3),
-    CacheFeature('head dim 8', {'dims': (8, 8)}),
-    CacheFeature('head dims 192, 128', {'dims': (192, 128)}),
-    CacheFeature('head dim 256', {'dims': (256, 256)}),
+    CacheFeature('head dim 8', {'head_dim': 8}),
+    CacheFeature('head dims 192, 128', {'head_dim': 192, 'head_dim_v': 128}),
+    CacheFeature('head dim 256', {'head_dim': 256}),
     CacheFeature('MQA', {'heads': (4, 1)}),
-    CacheFeature('several queries, `causal`', {'queries': (3, 3, 3)}, {'causal': True}),
-    CacheFeature('`window_size`', {'queries': (3, 3, 3)}, {'window_size': (4, 0)}),
-    CacheFeature('`attention_chunk`', {}, {'attention_chunk': 8}),
-    CacheFeature('`softcap`', {}, {'softcap': 2.5}),
-    CacheFeature('sinks', {'sinks': True}),
-    CacheFeature('packed queries', {'queries': (3, 0, 2), 'packed': True}),
+    CacheFeature('several queries, `causal`', {'queries': 3, 'causal': True}),
+    CacheFeature('`window_size`', {'queries': 3, 'window': (4, 0)}),
+    CacheFeature('`attention_chunk`', {'chunk': 8}),
+    CacheFeature('`softcap`', {'softcap': 2.5}),
+    CacheFeature('sinks', {'sinks': 'fp32'}),
+    CacheFeature('packed queries', {'queries': (3, 0, 2), 'is_packed': True}),
     CacheFeature('pages of 1', {'page_size': 1}),
     CacheFeature('pages of 12', {'page_size': 12}),
-    CacheFeature('`cache_batch_idx`', {'idx': True}),
+    CacheFeature('`cache_batch_idx`', {'batch_idx': True}),
     CacheFeature('`cache_leftpad`', {'leftpad': (2, 0, 5)}),
-    CacheFeature('a number as length', {'lengths': (5, 5, 5), 'int_length': True}),
+    CacheFeature('a number as length', {'lengths': (5, 5, 5), 'length_as': 'int'}),
     CacheFeature('append', _NEW),
     CacheFeature('append to FP8 pages', {**_NEW, **_E4M3, 'page_size': 4}),
-    CacheFeature('FP8 cache under 16-bit queries', {'kv8': True}),
-    CacheFeature('append of 16-bit keys to FP8 pages', {**_NEW, 'page_size': 4, 'kv8': True}),
+    CacheFeature('FP8 cache under 16-bit queries', _KV8),
+    CacheFeature('append of 16-bit keys to FP8 pages', {**_NEW, **_KV8, 'page_size': 4}),
     CacheFeature('FP8 cache with scales by page', {'kv8': True, 'by_page': True, 'page_size': 4}),
-    CacheFeature('append with rotary', {**_NEW, 'rotary': 16, 'page_size': 4}),
-    CacheFeature('packed append', {'new': (3, 0, 1), 'queries': (3, 0, 1), 'packed': True}),
-    CacheFeature('`num_splits`', {}, {'num_splits': 3}),
-    CacheFeature('`split_size`', {}, {'split_size': 128}),
-    CacheFeature('`shared_prefix`', {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8},
-                 {'shared_prefix': 8}),
+    CacheFeature('append with rotary', {**_NEW, 'rotary': 0.25, 'page_size': 4}),
+    CacheFeature('packed append', {'new': (3, 0, 1), 'queries': (3, 0, 1), 'is_packed': True,
+                                   'new_packed': True}),
+    CacheFeature('`num_splits`', {'num_splits': 3}),
+    CacheFeature('`split_size`', {'split_size': 128}),
+    CacheFeature('`shared_prefix`', {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8}),
     CacheFeature('`qv`', {**_LATENT, 'page_size': 4}),
-    CacheFeature('`qv`, latents of e4m3', {**_LATENT, 'page_size': 4, 'kv8': True}),
+    CacheFeature('`qv`, latents of e4m3', {**_LATENT, **_KV8, 'page_size': 4}),
     CacheFeature('float32', {'dtype': 'fp32'},
                  error='flash_attn3.attend_cache: expected q.dtype to be float16 or bfloat16'),
-    CacheFeature('FP8, rotary', {**_NEW, 'dtype': 'e4m3', 'rotary': 32, 'dims': (64, 64)}),
-    CacheFeature('`split_size` with `num_splits` > 1', {}, {'split_size': 128, 'num_splits': 2},
+    CacheFeature('FP8, rotary', {**_NEW, 'dtype': 'e4m3', 'rotary': 0.5, 'descales': False}),
+    CacheFeature('`split_size` with `num_splits` > 1', {'split_size': 128, 'num_splits': 2},
                  error='flash_attn3.attend_cache: expected num_splits of 0 or 1 with a split_size'),
     CacheFeature('`shared_prefix` with windows, chunks or `cache_leftpad`',
-                 {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8},
-                 {'shared_prefix': 8, 'window_size': (4, 0)},
+                 {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8, 'window': (4, 0)},
                  error='flash_attn3.flash_attn_with_kvcache: expected no window and no chunks with '
                        'shared_prefix'),
-    CacheFeature('`qv`, head dims 64, 256', _LATENT | {'dims': (64, 256)},
+    CacheFeature('`qv`, head dims 64, 256', _LATENT | {'head_dim_v': 256},
                  error='flash_attn3.attend_cache: expected head dims of 64'),
 )
 

@@ -10,7 +10,7 @@ import torch
 from flash_attn3 import _plan, can_use, explain
 from flash_attn3.ops import checks
 
-from tests.cpu.cached import Problem
+from tests.support.cache_cases import small
 
 SHAPES = (4, 1, 32, 128), (4, 16384, 8, 128)
 ON_CPU = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
@@ -107,7 +107,7 @@ def test_command_line(options, text, monkeypatch, capsys):
 
 # ----------------------------------------------------------------------------------------- can_use
 def given(**others) -> dict:
-    return Problem(dtype='bf16', dims=(64, 64), new=(1, 1, 1)).build().arguments | others
+    return small(dtype='bf16', head_dim=64, new=(1, 1, 1)).arguments('cpu') | others
 
 
 @pytest.mark.parametrize('change, text', [

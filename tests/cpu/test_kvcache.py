@@ -8,11 +8,19 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from flash_attn3 import flash_attn_func, flash_attn_with_kvcache, get_scheduler_metadata
+from flash_attn3.reference import Inputs, Lengths
 
-from tests.cpu.cached import BOUNDS, Problem, as_bits, expected
+from tests.cpu import by_row
+from tests.support import compare
+from tests.support.cache_cases import E4M3, LAYOUTS, CacheCase, small
+from tests.support.cache_oracle import (check_cache, check_shapes, inputs_of, packed, run,
+                                        scales_of)
 from tests.support.lists import ints
+
+BOUNDS = {'fp64': 1e-12, 'fp32': 1e-5, 'fp16': 2e-3, 'bf16': 1.6e-2, 'e4m3': 1.6e-2}
 
 UPSTREAM = dict(
     k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
@@ -23,70 +31,71 @@ UPSTREAM = dict(
     sm_margin=0, return_softmax_lse=False)    # as flash_attn_interface has them
 
 
-def check(problem: Problem) -> None:
-    """Results, and every slot of the caches."""
-    given = problem.build().arguments
-    before = {name: given[name].clone() for name in ('k_cache', 'v_cache')}
-    out, lse, *empty = flash_attn_with_kvcache(**given, return_softmax_lse=True)
-    assert [x.numel() for x in empty] == [0, 0]
-    outs, lses, new = expected(problem)
-    if problem.packed:
-        wanted, wanted_lse = torch.cat(outs), torch.cat(lses).T
-    else:
-        wanted, wanted_lse = torch.stack(outs), torch.stack(lses).transpose(1, 2)
-    bound = BOUNDS[problem.dtype]
-    torch.testing.assert_close(out.double(), wanted, rtol=bound, atol=bound)
-    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
-    assert lse.dtype == (torch.float64 if problem.dtype == 'fp64' else torch.float32)
-    for name, rows in (('k_cache', new), ('v_cache', problem.v_new)):
-        check_cache(problem, before[name], given[name], rows)
+def scaled(case: CacheCase, inputs: Inputs, lengths: Lengths, arguments: dict) -> Inputs:
+    """In float64, with the scales of e4m3."""
+    wide = inputs.to(torch.float64)
+    for name, scale in zip('qkv', scales_of(arguments)):
+        if case.wide == E4M3 and scale is not None:
+            x = getattr(wide, name)
+            counts = ints(case.queries) if name == 'q' else lengths.cu_seqlens_k.diff()
+            heads = scale.double().repeat_interleave(x.size(1) // scale.size(1), 1)
+            wide = wide._replace(**{name: x * heads.repeat_interleave(counts, 0)[..., None]})
+    return wide
 
 
-def check_cache(problem: Problem, before: torch.Tensor, after: torch.Tensor, rows: list) -> None:
-    """Bit for bit what was there, with the new rows behind each sequence: those of k may differ in
-    the last digit where they were rotated.
+def by_rows(case: CacheCase, arguments: dict) -> tuple[Tensor, Tensor]:
+    """out (rows, heads, columns) and LSE (heads, rows) by loops over rows and heads, from what the
+    cache holds after the call.
     """
-    flat = before.clone().view(-1, *before.shape[2:])
-    for place, length, own in zip(problem.place, problem.lengths, rows):
-        as_bits(flat)[place[length:length + len(own)]] = as_bits(own)
-    wanted, got = flat.view(before.shape), after
-    if problem.rotary:
-        torch.testing.assert_close(got, wanted, equal_nan=True)
-        wanted = torch.where(wanted.isnan(), wanted, got)
-    if before.itemsize == 1:
-        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
-    else:
-        assert torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    inputs, lengths, _ = inputs_of(case, arguments)
+    q, k, v, s_aux = scaled(case, inputs, lengths, arguments)
+    found = [by_row.attend(Inputs(q[None, rows], k[None, keys], v[None, keys], s_aux), case.score)
+             for rows, keys in lengths.slices()]
+    return torch.cat([x.out[0] for x in found]), torch.cat([x.lse[0] for x in found], 1)
 
 
-def drawn(number: int) -> Problem:
+def check(case: CacheCase) -> None:
+    """Results, and every slot of the caches."""
+    arguments = case.arguments('cpu')
+    got, after = run(case, arguments)
+    with compare.naming(case):
+        check_cache(case, arguments, after)
+        check_shapes(case, after, got)
+        out, lse = packed(case, got)
+        wanted, wanted_lse = by_rows(case, after)
+        bound = BOUNDS[case.dtype]
+        torch.testing.assert_close(out.double(), wanted, rtol=bound, atol=bound)
+        torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
+
+
+def drawn(number: int) -> CacheCase:
     """A cell of upstream's grid, at small sizes."""
     pick = random.Random(number)
     capacity = pick.choice([16, 24, 40])
-    packed, appends = pick.random() < 0.4, pick.random() < 0.6
+    is_packed, appends = pick.random() < 0.4, pick.random() < 0.6
     batch = pick.choice([1, 3, 4])
     count = pick.choice([1, 1, 2, 5])
-    queries = tuple(pick.randint(0, 4) if packed else count for _ in range(batch))
+    queries = tuple(pick.randint(0, 4) if is_packed else count for _ in range(batch))
     most = pick.randint(1, 4)
-    new = tuple(pick.randint(0, 4) if packed else most for _ in range(batch))
+    new = tuple(pick.randint(0, 4) if is_packed else most for _ in range(batch))
     lengths = tuple(pick.randint(0, capacity - more) for more in new)
     pads = tuple(pick.randint(0, length) for length in lengths)
     page_size = pick.choice([0, 0, 1, 4, 8])
     dtype = pick.choice(['fp32', 'fp32', 'fp64', 'bf16', 'fp16', 'e4m3'])
     rotary = pick.choice([0, 6, 8, 16]) if appends and dtype != 'e4m3' else 0
-    mask = pick.choice([{}, {'causal': True}, {'window_size': (pick.randint(0, 9),
-                                                               pick.randint(0, 9))},
-                        {'causal': True, 'attention_chunk': pick.randint(1, 12)}])
+    mask = pick.choice([{}, {'causal': True}, {'window': (pick.randint(0, 9), pick.randint(0, 9))},
+                        {'causal': True, 'chunk': pick.randint(1, 12)}])
     options = mask | pick.choice([{}, {'softcap': 2.5}, {'num_splits': 3}, {'num_splits': 1},
                                   {'split_size': 64}, {'softmax_scale': 0.4}, {'pack_gqa': True}])
-    return Problem(
-        lengths, queries, new if appends else None, capacity, pick.choice([(4, 4), (4, 2), (3, 1)]),
-        pick.choice([(16, 16), (16, 8), (24, 40)]), dtype, page_size,
-        idx=not page_size and pick.random() < 0.5, leftpad=pads if pick.random() < 0.4 else None,
-        packed=packed, rotary=rotary, interleaved=pick.random() < 0.5,
-        rotary_seqlens=tuple(pick.randint(0, 30) for _ in range(batch)) if rotary and
-        pick.random() < 0.3 else None, sinks=pick.random() < 0.3,
-        scales=dtype == 'e4m3' and pick.random() < 0.7, options=options, seed=number)
+    head_dim, head_dim_v = pick.choice([(16, 16), (16, 8), (24, 40)])
+    return small(
+        lengths, queries, new=new if appends else (), capacity=capacity,
+        heads=pick.choice([(4, 4), (4, 2), (3, 1)]), head_dim=head_dim, head_dim_v=head_dim_v,
+        dtype=dtype, page_size=page_size, batch_idx=pick.random() < 0.5,
+        leftpad=pads if pick.random() < 0.4 else (), is_packed=is_packed, new_packed=is_packed,
+        rotary_columns=rotary, interleaved=pick.random() < 0.5,
+        own_positions=rotary > 0 and pick.random() < 0.3,
+        sinks='fp32' if pick.random() < 0.3 else '', descales=pick.random() < 0.7, **options)
 
 
 @pytest.mark.parametrize('number', range(200))
@@ -97,44 +106,41 @@ def test_grid(number):
 # ---------------------------------------------------------------------------------- single features
 @pytest.mark.parametrize('page_size', [1, 2, 3, 4, 6, 8, 12, 24])
 def test_append_across_page_borders(page_size):
-    check(Problem((5, 0, 18), (6, 6, 6), (6, 6, 6), page_size=page_size, options={'causal': True}))
+    check(small((5, 0, 18), 6, new=(6, 6, 6), page_size=page_size, causal=True))
 
 
 @pytest.mark.parametrize('page_size', [0, 4])
 def test_a_number_as_length(page_size):
-    check(Problem((9, 9), (2, 2), (3, 3), page_size=page_size, int_length=True))
+    check(small((9, 9), 2, new=(3, 3), page_size=page_size, length_as='int'))
 
 
 @pytest.mark.parametrize('interleaved', [True, False])
-@pytest.mark.parametrize('options', [{}, {'causal': True}, {'window_size': (3, 4)}], ids=str)
+@pytest.mark.parametrize('options', [{}, {'causal': True}, {'window': (3, 4)}], ids=str)
 @pytest.mark.parametrize('rotary', [2, 10, 16])
 def test_rotary(rotary, options, interleaved):
-    check(Problem((5, 0, 17), (3, 3, 3), (2, 2, 2), rotary=rotary, interleaved=interleaved,
-                  options=options))
+    check(small(queries=3, new=(2, 2, 2), rotary_columns=rotary, interleaved=interleaved,
+                **options))
 
 
 def test_rotary_of_packed_queries_and_keys():
-    check(Problem((5, 0, 17), (3, 0, 1), (2, 0, 4), rotary=8, packed=True, page_size=4,
-                  options={'causal': True}))
+    check(small(queries=(3, 0, 1), new=(2, 0, 4), rotary_columns=8, is_packed=True,
+                new_packed=True, page_size=4, causal=True))
 
 
 def test_rotary_counts_from_slot_0_and_windows_from_the_first_key():
-    check(Problem((9, 4, 17), (3, 3, 3), (3, 3, 3), rotary=8, leftpad=(4, 4, 0),
-                  options={'window_size': (2, 0)}))
+    check(small((9, 4, 17), 3, new=(3, 3, 3), rotary_columns=8, leftpad=(4, 4, 0), window=(2, 0)))
 
 
 def test_without_a_length_the_whole_cache_counts():
-    problem = Problem((24, 24), (2, 2)).build()
-    given = problem.arguments
-    del given['cache_seqlens']
+    given = small((24, 24), 2, length_as='none', lse=False).arguments('cpu')
     out = flash_attn_with_kvcache(**given)
     assert torch.equal(out, flash_attn_func(given['q'], given['k_cache'], given['v_cache']))
 
 
 def test_nothing_to_attend_to():
     """Also with a leftpad of all keys; a sink alone is no key."""
-    check(Problem((0, 3, 0), leftpad=(0, 3, 0), options={'causal': True}))
-    check(Problem((0, 3, 0), leftpad=(0, 3, 0), sinks=True))
+    check(small((0, 3, 0), leftpad=(0, 3, 0), causal=True))
+    check(small((0, 3, 0), leftpad=(0, 3, 0), sinks='fp32'))
 
 
 def test_batch_of_none():
@@ -143,21 +149,21 @@ def test_batch_of_none():
 
 
 def test_cu_seqlens_k_new_without_k_is_ignored():
-    given = Problem().build().arguments
+    given = small(lse=False).arguments('cpu')
     same = flash_attn_with_kvcache(**given, cu_seqlens_k_new=ints([0, 7]))
     assert torch.equal(same, flash_attn_with_kvcache(**given))
 
 
 @pytest.mark.parametrize('dtype', ['bf16', 'e4m3'])
 def test_out_is_written_and_returned(dtype):
-    given = Problem(dtype=dtype).build().arguments
+    given = small(dtype=dtype, lse=False).arguments('cpu')
     wanted = flash_attn_with_kvcache(**given)
     out = torch.full_like(wanted, 7).transpose(1, 2).contiguous().transpose(1, 2)
     assert flash_attn_with_kvcache(**given, out=out) is out and torch.equal(out, wanted)
 
 
 def test_dtypes_of_the_output_with_e4m3():
-    given = Problem(dtype='e4m3').build().arguments
+    given = small(dtype='e4m3', lse=False).arguments('cpu')
     assert flash_attn_with_kvcache(**given).dtype == torch.bfloat16
     half = flash_attn_with_kvcache(**given, out_dtype=torch.float16)
     assert half.dtype == torch.float16
@@ -165,22 +171,10 @@ def test_dtypes_of_the_output_with_e4m3():
     assert torch.equal(flash_attn_with_kvcache(**given, out=out), half)
 
 
-@pytest.mark.parametrize('as_views', ['interleaved', 'heads first'])
-def test_caches_that_are_views(as_views):
-    """K and V in one tensor, or heads before slots: the append writes into it."""
-    problem = Problem((5, 0, 17), (1, 1, 1), (2, 2, 2)).build()
-    given = problem.arguments
-    wanted = flash_attn_with_kvcache(**problem.build().arguments)
-    k_cache, v_cache = given['k_cache'], given['v_cache']
-    if as_views == 'interleaved':
-        both = torch.cat([k_cache, v_cache], dim=-1)
-        views = dict(k_cache=both[..., :16], v_cache=both[..., 16:])
-    else:
-        views = {name: given[name].transpose(1, 2).contiguous().transpose(1, 2)
-                 for name in ('k_cache', 'v_cache')}
-    assert torch.equal(flash_attn_with_kvcache(**given | views), wanted)
-    for name, view in views.items():
-        assert torch.equal(view.nan_to_num(7), problem.arguments[name].nan_to_num(7))
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_caches_that_are_views(layout):
+    """K and V in one tensor, heads before slots, rows with room: the append writes into it."""
+    check(small(new=(2, 2, 2), layout=layout))
 
 
 # ----------------------------------------------------------------------------------------- upstream
@@ -196,10 +190,10 @@ def test_parameters_are_upstreams():
 
 
 def test_scheduler_metadata_serve_every_call():
-    given = Problem().build().arguments
+    given = small(lse=False).arguments('cpu')
     metadata = get_scheduler_metadata(3, 1, 24, 4, 2, 16, given['cache_seqlens'], causal=True,
                                       page_size=4, num_splits=0)
     assert metadata.dtype == torch.int32 and metadata.dim() == 1
-    for others in (given, Problem((1, 2), (3, 3)).build().arguments):
+    for others in (given, small((1, 2), 3, lse=False).arguments('cpu')):
         assert torch.equal(flash_attn_with_kvcache(**others, scheduler_metadata=metadata),
                            flash_attn_with_kvcache(**others))

@@ -15,24 +15,25 @@ from flash_attn3.api import kvcache
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import attend_cache, library
 
-from tests.cpu.cached import Problem
+from tests.support.cache_cases import small
 from tests.support.called_ops import compilations
 from tests.support.lists import ints
 
 OPS = torch.ops.flash_attn3
-PROBLEMS = {
-    'dense': Problem((5, 0, 17), (2, 2, 2), (2, 2, 2), options={'causal': True}),
-    'paged': Problem((5, 0, 17), (1, 1, 1), (3, 3, 3), page_size=4, rotary=8, sinks=True),
-    'packed': Problem((5, 0, 17), (1, 0, 4), (3, 0, 1), packed=True, rotary=8, interleaved=False),
-    'e4m3': Problem((5, 9), (1, 1), (1, 1), dtype='e4m3', scales=True, page_size=8),
-    'idx': Problem((5, 9), (1, 1), (1, 1), dtype='bf16', idx=True, leftpad=(2, 0)),
-    'latent': Problem((5, 0, 17), (2, 2, 2), (2, 2, 2), heads=(4, 1), dims=(16, 24), latent=True,
-                      page_size=4, rotary=8, options={'causal': True}),
+CASES = {
+    'dense': small(queries=2, new=(2, 2, 2), causal=True, lse=False),
+    'paged': small(new=(3, 3, 3), page_size=4, rotary_columns=8, sinks='fp32', lse=False),
+    'packed': small(queries=(1, 0, 4), new=(3, 0, 1), is_packed=True, new_packed=True,
+                    rotary_columns=8, interleaved=False, lse=False),
+    'e4m3': small((5, 9), new=(1, 1), dtype='e4m3', page_size=8, lse=False),
+    'idx': small((5, 9), new=(1, 1), dtype='bf16', batch_idx=True, leftpad=(2, 0), lse=False),
+    'latent': small(queries=2, new=(2, 2, 2), heads=(4, 1), head_dim_v=24, latent=True,
+                    page_size=4, rotary_columns=8, causal=True, lse=False),
 }
 # What opcheck can do with e4m3: its test_schema compares inputs by operations that e4m3 lacks.
 ON_E4M3 = ('test_autograd_registration', 'test_faketensor', 'test_aot_dispatch_dynamic')
 ALL = ('test_schema', *ON_E4M3)
-each_problem = pytest.mark.parametrize('name', PROBLEMS)
+each_case = pytest.mark.parametrize('name', CASES)
 
 
 def without_nan(given: dict) -> dict:
@@ -55,14 +56,14 @@ def append_arguments(given: dict, **others) -> tuple:
 
 
 def attend_arguments(given: dict, **others) -> tuple:
-    named = {name: given[name] for name in attend_cache.Attend._fields if name in given}
-    own = attend_cache.Attend(**named, sinks=given.get('s_aux'), **others)
+    own = attend_cache.Attend(**{name: given[name] for name in attend_cache.Attend._fields
+                                 if name in given} | dict(sinks=given.get('s_aux')) | others)
     return given['q'], given['k_cache'], given['v_cache'], *own
 
 
-@each_problem
+@each_case
 def test_opcheck_append(name):
-    given = without_nan(PROBLEMS[name].build().arguments)
+    given = without_nan(CASES[name].arguments('cpu'))
     arguments = append_arguments(given, return_lse=True)
     opcheck(OPS.append_and_attend.default, arguments, test_utils=utils_of(given))
     out = torch.empty_like(OPS.append_and_attend(*arguments)[0])
@@ -70,10 +71,10 @@ def test_opcheck_append(name):
             test_utils=utils_of(given))
 
 
-@each_problem
+@each_case
 @pytest.mark.parametrize('others', [{}, {'return_lse': True, 'num_splits': 3}], ids=str)
 def test_opcheck_attend(others, name):
-    given = without_nan(PROBLEMS[name].build().arguments)
+    given = without_nan(CASES[name].arguments('cpu'))
     tensors_and_numbers = attend_arguments(given, **others)
     opcheck(OPS.attend_cache.default, tensors_and_numbers, test_utils=utils_of(given))
     out = OPS.attend_cache(*tensors_and_numbers)[0]
@@ -111,15 +112,15 @@ def test_packed_keys():
 
 # ------------------------------------------------------------------------------------------ tracing
 @pytest.mark.parametrize('dynamic', [False, True])
-@each_problem
+@each_case
 def test_compiled_with_append(name, dynamic):
     """One graph; the caches are written in place."""
     def step(given: dict) -> tuple:
-        return flash_attn_with_kvcache(**given, num_splits=0, return_softmax_lse=True)
+        return flash_attn_with_kvcache(**given | dict(return_softmax_lse=True))
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend='aot_eager', dynamic=dynamic)
-    given, same = PROBLEMS[name].build().arguments, PROBLEMS[name].build().arguments
+    given, same = CASES[name].arguments('cpu'), CASES[name].arguments('cpu')
     with torch.no_grad():
         got, wanted = compiled(given), step(same)
     for ours, theirs in zip(got, wanted):
@@ -191,21 +192,21 @@ def test_trailing_defaults_stay_away(options, count, monkeypatch):
     attend = Counted(OPS.attend_cache.default)
     monkeypatch.setattr(kvcache, '_EAGER', (attend, *kvcache._EAGER[1:]))
     options = dict(options)
-    given = Problem(heads=(4, 1), latent=options.pop('latent', False)).build().arguments
-    flash_attn_with_kvcache(**given, **options)
+    case = small(heads=(4, 1), latent=options.pop('latent', False), lse=False)
+    flash_attn_with_kvcache(**case.arguments('cpu') | options)
     names = [argument.name for argument in arguments.select('cache')] if count == 0 else \
         attend_cache.Attend._fields[:attend_cache.Attend._fields.index(count) + 1]
     assert attend.counts == [3 + len(names)]
 
 
-@each_problem
+@each_case
 def test_devices_without_kernels(name, monkeypatch):
     """The plain functions, with one warning: as if the CPU were such a device."""
     monkeypatch.setattr(library, 'SERVED_DEVICES', set())
     monkeypatch.setattr(library, 'kernels_serve', lambda device: False)
     monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
     monkeypatch.setattr(fallback, '_warned_devices', set())
-    given, same = PROBLEMS[name].build().arguments, PROBLEMS[name].build().arguments
+    given, same = CASES[name].arguments('cpu'), CASES[name].arguments('cpu')
     with pytest.warns(UserWarning, match='flash_attn_with_kvcache: expected a Hopper') as raised:
         got = flash_attn_with_kvcache(**given)
     assert raised[0].filename == __file__

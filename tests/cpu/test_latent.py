@@ -21,18 +21,18 @@ from flash_attn3 import (PrefixLevel, _plan, flash_attn_func, flash_attn_varlen_
                          flash_attn_with_kvcache, pack_tree_mask, shared_prefix_attn)
 from flash_attn3.ops import checks
 
-from tests.cpu.cached import Problem
 from tests.cpu.drawn import examples
 from tests.cpu.test_kvcache import check, drawn
 from tests.host import _host
+from tests.support.cache_cases import CacheCase, small
 from tests.support.called_ops import compilations
 from tests.support.lists import ints
 
 ROTARY, LATENT = 64, 512
 SCALE = (ROTARY + LATENT) ** -0.5
 OPS = torch.ops.flash_attn3
-DECODE = Problem((40, 0, 17, 1), (1,) * 4, heads=(16, 1), dims=(ROTARY, LATENT), capacity=48,
-                 latent=True)
+DECODE = dict(lengths=(40, 0, 17, 1), heads=(16, 1), head_dim=ROTARY, head_dim_v=LATENT,
+              capacity=48, latent=True)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -69,12 +69,10 @@ def attended(one: dict, b: int, keys: slice, visible: Tensor | None = None,
 
 
 # ------------------------------------------------------------------------------------------- values
-def latent_of(problem: Problem) -> Problem:
+def latent_of(case: CacheCase) -> CacheCase:
     """The same cell of upstream's grid with qv, which has no FP8 and no softcap."""
-    options = {name: x for name, x in problem.options.items() if name != 'softcap'}
-    return dataclasses.replace(problem, latent=True, heads=(problem.heads[0], 1), options=options,
-                               dtype='bf16' if problem.dtype == 'e4m3' else problem.dtype,
-                               scales=False)
+    return dataclasses.replace(case, latent=True, heads=(case.heads[0], 1), softcap=0.0,
+                               dtype='bf16' if case.dtype == 'e4m3' else case.dtype)
 
 
 @pytest.mark.parametrize('number', range(120))
@@ -87,12 +85,12 @@ def test_grid(number):
 
 @pytest.mark.parametrize('dtype', ['fp64', 'bf16', 'fp16'])
 @pytest.mark.parametrize('changes', [
-    {}, {'page_size': 16}, {'heads': (5, 1)}, {'sinks': True}, {'leftpad': (3, 0, 17, 0)},
-    {'queries': (3,) * 4, 'options': {'causal': True}}, {'options': {'window_size': (9, 0)}},
-    {'queries': (4, 0, 1, 2), 'packed': True, 'options': {'causal': True}, 'page_size': 16},
-    {'new': (2,) * 4, 'rotary': 32, 'page_size': 16}], ids=str)
+    {}, {'page_size': 16}, {'heads': (5, 1)}, {'sinks': 'fp32'}, {'leftpad': (3, 0, 17, 0)},
+    {'queries': 3, 'causal': True}, {'window': (9, 0)},
+    {'queries': (4, 0, 1, 2), 'is_packed': True, 'causal': True, 'page_size': 16},
+    {'new': (2,) * 4, 'rotary': 0.5, 'page_size': 16}], ids=str)
 def test_the_head_dims_of_the_kernel(changes, dtype):
-    check(dataclasses.replace(DECODE, dtype=dtype, **changes))
+    check(small(**DECODE | changes, dtype=dtype))
 
 
 @pytest.mark.parametrize('scale', [None, 0.2])
@@ -130,10 +128,10 @@ def test_without_qv_of_more_than_zeros():
 
 def test_a_joint_cache():
     """K and V are columns of one tensor, in either order; the append writes into it."""
-    problem = dataclasses.replace(DECODE, new=(2,) * 4, page_size=8, dtype='bf16')
-    wanted = flash_attn_with_kvcache(**problem.build().arguments)
+    case = small(**DECODE, new=(2,) * 4, page_size=8, dtype='bf16', lse=False)
+    wanted = flash_attn_with_kvcache(**case.arguments('cpu'))
     for first, second in (('v_cache', 'k_cache'), ('k_cache', 'v_cache')):
-        own = dict(problem.build().arguments)
+        own = case.arguments('cpu')
         both = torch.cat([own[first], own[second]], -1)
         views = dict(zip((first, second), both.split(
             [own[first].size(-1), own[second].size(-1)], -1)))
@@ -156,9 +154,8 @@ def test_queries_of_any_strides_and_a_given_output():
 @pytest.mark.parametrize('page_size', [0, 4])
 def test_a_shared_prefix(page_size, packed):
     """qv goes to both parts."""
-    check(Problem((9, 12, 20), (2, 2, 2), (2, 2, 2), heads=(4, 1), latent=True, shared=8,
-                  page_size=page_size, packed=packed, dtype='fp64',
-                  options={'shared_prefix': 8, 'causal': True}))
+    check(small((9, 12, 20), 2, new=(2, 2, 2), heads=(4, 1), latent=True, shared=8, dtype='fp64',
+                page_size=page_size, is_packed=packed, new_packed=packed, causal=True))
 
 
 @pytest.mark.parametrize('packed', [False, True])

@@ -14,20 +14,16 @@ from flash_attn3 import (PrefixLevel, can_use, env, flash_attn_func, flash_attn_
                          merge_states, shared_prefix_attn)
 from flash_attn3.api import kvcache
 
-from tests.cpu.cached import BOUNDS, Problem, expected
 from tests.cpu.drawn import examples
 from tests.cpu.test_kvcache import check
+from tests.support.cache_cases import CacheCase, small
+from tests.support.cache_oracle import places
 from tests.support.lists import ints
 from tests.support.prefix_levels import LevelCase, check_levels
 
 
-def sharing(count: int, *arguments, options: dict | None = None, **others) -> Problem:
-    return Problem(*arguments, shared=count, options={'shared_prefix': count, **(options or {})},
-                   **others)
-
-
 # ------------------------------------------------------------------------------------------- values
-def drawn(number: int) -> Problem:
+def drawn(number: int) -> CacheCase:
     """Everything that goes with shared keys."""
     pick = random.Random(number)
     capacity, page_size = pick.choice([24, 40]), pick.choice([0, 0, 1, 4, 8])
@@ -43,22 +39,24 @@ def drawn(number: int) -> Problem:
     least = [max(count, count + rows * causal - more) for rows, more in zip(queries, new)]
     lengths = tuple(pick.randint(low, capacity - more) for low, more in zip(least, new))
     dtype = pick.choice(['fp32', 'fp32', 'fp64', 'bf16', 'fp16', 'e4m3'])
-    options = {'causal': causal} | pick.choice(
+    options = pick.choice(
         [{}, {'softcap': 2.5}, {'num_splits': 3}, {'num_splits': 1}, {'split_size': 64},
          {'softmax_scale': 0.4}, {'pack_gqa': True}, {'sm_margin': 3}])
-    return sharing(
-        count, lengths, queries, new if appends else None, capacity,
-        pick.choice([(4, 4), (4, 2), (3, 1)]), pick.choice([(16, 16), (16, 8), (24, 40)]), dtype,
-        page_size, idx=not page_size and pick.random() < 0.5, packed=packed,
-        rotary=pick.choice([0, 6, 16]) if appends and dtype != 'e4m3' else 0,
-        interleaved=pick.random() < 0.5, sinks=pick.random() < 0.3,
-        scales=dtype == 'e4m3' and pick.random() < 0.7, options=options, seed=number)
+    head_dim, head_dim_v = pick.choice([(16, 16), (16, 8), (24, 40)])
+    return small(
+        lengths, queries, shared=count, new=new if appends else (), capacity=capacity,
+        heads=pick.choice([(4, 4), (4, 2), (3, 1)]), head_dim=head_dim, head_dim_v=head_dim_v,
+        dtype=dtype, page_size=page_size, batch_idx=not page_size and pick.random() < 0.5,
+        is_packed=packed, new_packed=packed, causal=causal,
+        rotary_columns=pick.choice([0, 6, 16]) if appends and dtype != 'e4m3' else 0,
+        interleaved=pick.random() < 0.5, sinks='fp32' if pick.random() < 0.3 else '',
+        descales=pick.random() < 0.7, **options)
 
 
 @pytest.mark.parametrize('number', range(120))
 def test_grid(number):
     """out, LSE and the caches. For all but the first sequence shared slots are NaN, and page ids of
-    shared pages -1.
+    shared pages point nowhere.
     """
     check(drawn(number))
 
@@ -68,31 +66,24 @@ def test_grid(number):
 @pytest.mark.parametrize('options', [{}, {'causal': True}, {'softcap': 3.0}], ids=str)
 def test_as_without_sharing(options, packed, page_size):
     """The same keys in every row, in float64."""
-    problem = Problem((9, 8, 20), (1, 1, 1), page_size=page_size, packed=packed, dtype='fp64',
-                      sinks=True, options=options).build()
-    given = problem.arguments
+    case = small((9, 9, 20), page_size=page_size, is_packed=packed, dtype='fp64', sinks='fp32',
+                 **options)    # causal: a key of its own for each query
+    given = case.arguments('cpu')
+    (first_row, first_slot), *others = ((row[:8], slot[:8]) for row, slot in places(case, given))
     for name in ('k_cache', 'v_cache'):
-        flat = given[name].view(-1, *given[name].shape[2:])
-        flat[problem.place[1:, :8]] = flat[problem.place[0, :8]].clone()
-    lengths = [9, 9, 20]    # causal: a key of its own for each query
-    given['cache_seqlens'] = ints(lengths)
-    for place in problem.place:
-        for name in ('k_cache', 'v_cache'):
-            flat = given[name].view(-1, *given[name].shape[2:])
-            flat[place] = flat[place].nan_to_num(0.5)
-    if page_size:
-        given['page_table'] = problem.pages.int()
-    plain = flash_attn_with_kvcache(**given, return_softmax_lse=True)
-    shared = flash_attn_with_kvcache(**given, return_softmax_lse=True, shared_prefix=8)
+        for own in others:
+            given[name][own] = given[name][first_row, first_slot]
+    plain = flash_attn_with_kvcache(**given)
+    shared = flash_attn_with_kvcache(**given, shared_prefix=8)
     for one, other in zip(shared[:2], plain[:2]):
         torch.testing.assert_close(one, other)
-    none = flash_attn_with_kvcache(**given, return_softmax_lse=True, shared_prefix=0)
+    none = flash_attn_with_kvcache(**given, shared_prefix=0)
     assert all(torch.equal(one, other) for one, other in zip(none, plain))
 
 
 @pytest.mark.parametrize('dtype', ['bf16', 'e4m3'])
 def test_out_and_its_dtype(dtype):
-    given = sharing(8, (9, 9, 20), dtype=dtype).build().arguments
+    given = small((9, 9, 20), shared=8, dtype=dtype, lse=False).arguments('cpu')
     wanted = flash_attn_with_kvcache(**given)
     out = torch.full_like(wanted, 7).transpose(1, 2).contiguous().transpose(1, 2)
     assert flash_attn_with_kvcache(**given, out=out) is out and torch.equal(out, wanted)
@@ -107,18 +98,20 @@ def test_batch_of_none_and_nothing_of_its_own():
     q, cache = torch.randn(0, 1, 2, 8), torch.randn(0, 4, 2, 8)
     assert flash_attn_with_kvcache(q, cache, cache, cache_seqlens=ints([]),
                                    shared_prefix=2).shape == q.shape
-    check(sharing(8, (8, 8, 8)))
-    check(sharing(8, (8, 8), (1, 1), int_length=True))
+    check(small((8, 8, 8), shared=8))
+    check(small((8, 8), shared=8, length_as='int'))
 
 
 # ------------------------------------------------------------------------------------------- errors
-def good(new: tuple[int, ...] | None = None, **changes) -> dict:
-    """Three sequences, pages of 4, 8 shared keys."""
-    return sharing(8, (9, 10, 20), (1, 1, 1), new, page_size=4).build().arguments | changes
+def dense(new: tuple[int, ...] = (), page_size: int = 0, **changes) -> dict:
+    """Three sequences, 8 shared keys."""
+    return small((9, 10, 20), shared=8, new=new, page_size=page_size,
+                 lse=False).arguments('cpu') | changes
 
 
-def dense(new: tuple[int, ...] | None = None, **changes) -> dict:
-    return sharing(8, (9, 10, 20), (1, 1, 1), new).build().arguments | changes
+def good(new: tuple[int, ...] = (), **changes) -> dict:
+    """The same in pages of 4."""
+    return dense(new, 4, **changes)
 
 
 def paged_elsewhere(given: dict) -> dict:
@@ -177,7 +170,7 @@ def test_errors_before_an_append(name):
 
 
 def test_scales_have_to_be_the_same_for_all():
-    given = sharing(8, (9, 9, 20), dtype='e4m3', scales=True).build().arguments
+    given = small((9, 9, 20), shared=8, dtype='e4m3').arguments('cpu')
     for name in ('q_descale', 'k_descale', 'v_descale'):
         changed = given | {name: given[name].contiguous()}
         with pytest.raises(RuntimeError, match=f'{name} that is the same for all sequences, with '
@@ -253,8 +246,8 @@ TWO = LevelCase(((3,),), ((10,),), ((1, 5), (1, 0), (1, 7)), page_size=4, heads=
 
 def test_levels_and_shared_prefix_agree():
     """The same pages both ways."""
-    given = sharing(8, (9, 10, 20), page_size=4, dtype='fp64').build().arguments
-    wanted = flash_attn_with_kvcache(**given, return_softmax_lse=True)
+    given = small((9, 10, 20), shared=8, page_size=4, dtype='fp64').arguments('cpu')
+    wanted = flash_attn_with_kvcache(**given)
     table, lengths = given['page_table'], given['cache_seqlens']
     levels = [(table[:1], 8, ints([0, 3])), (table[:, 2:], lengths - 8)]
     got = shared_prefix_attn(given['q'], given['k_cache'], given['v_cache'], levels,
@@ -335,12 +328,12 @@ def test_gradients_are_refused():
 @pytest.mark.parametrize('dynamic', [False, True])
 def test_compiled(dynamic):
     """Both functions, each as one graph."""
-    given, same = (sharing(8, (9, 10, 20), (1, 1, 1), (2, 2, 2), page_size=4, rotary=8,
-                           options={'causal': True}).build().arguments for _ in range(2))
+    given, same = (small((9, 10, 20), shared=8, new=(2, 2, 2), page_size=4, rotary_columns=8,
+                         causal=True).arguments('cpu') for _ in range(2))
     levels = TWO.build('cpu').arguments
 
     def step(given: dict, levels: dict) -> tuple:
-        return (*flash_attn_with_kvcache(**given, return_softmax_lse=True)[:2],
+        return (*flash_attn_with_kvcache(**given)[:2],
                 *shared_prefix_attn(**levels, return_softmax_lse=True))
 
     torch._dynamo.reset()
@@ -373,10 +366,3 @@ def test_gradients_of_keys_that_two_sequences_share():
                          torch.autograd.grad((wanted, wanted_lse), (q, shared, own),
                                              (dout, dlse))):
         torch.testing.assert_close(got, want)
-
-
-def test_expected_is_not_the_package():
-    """The oracle of this file reads the keys as drawn: all sequences have the first ones."""
-    problem = sharing(8, (9, 10, 20)).build()
-    assert torch.equal(problem.k[2][:8], problem.k[0][:8])
-    assert BOUNDS and len(expected(problem)[0]) == 3

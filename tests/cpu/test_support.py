@@ -5,8 +5,9 @@ import torch
 import flash_attn3
 from flash_attn3.tools import support
 
-from tests.cpu.cached import BOUNDS, Problem, expected
+from tests.cpu.test_kvcache import check
 from tests.support import support_cells
+from tests.support.cache_cases import small
 from tests.support.support_cells import (EVERY_CELL, REFUSED_EVERYWHERE, Cell, every_refused,
                                          every_supported)
 
@@ -45,19 +46,14 @@ def test_no_such_argument(cell: Cell):
 @pytest.mark.parametrize('feature', support.CACHE_FEATURES, ids=lambda feature: feature.name)
 def test_on_a_cache(feature: support.CacheFeature):
     """As the above: the CPU path, and what can_use() says of the kernels."""
-    problem = Problem(**{'dtype': 'bf16', 'dims': (64, 64), **feature.problem},
-                      options=dict(feature.options)).build()
-    is_fine, reasons = flash_attn3.can_use(**problem.arguments)
+    case = small(**{'dtype': 'bf16', 'head_dim': 64, **feature.case})
+    is_fine, reasons = flash_attn3.can_use(**case.arguments(CPU))
     assert not is_fine
     if feature.error:
         assert reasons[0].startswith(feature.error)
         return
     assert reasons == [ON_CPU]
-    out = flash_attn3.flash_attn_with_kvcache(**problem.arguments)
-    wanted = expected(problem)[0]
-    wanted = torch.cat(wanted) if problem.packed else torch.stack(wanted)
-    bound = BOUNDS[problem.dtype]
-    torch.testing.assert_close(out.double(), wanted, rtol=bound, atol=bound)
+    check(case)
 
 
 def test_rows_have_names_of_their_own():

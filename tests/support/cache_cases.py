@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,12 +56,13 @@ class CacheCase:
     page_size: int = 0                      # 0: a dense cache
     head_dim: int = 128
     head_dim_v: int = 0                     # 0: that of q and k
-    dtype: str = 'bf16'                     # or fp16, e4m3, fp32
+    dtype: str = 'bf16'                     # or fp16, e4m3, fp32, fp64
     heads: tuple[int, int] = (6, 2)         # query heads, KV heads
     is_packed: bool = False                 # queries by cu_seqlens_q
     new: tuple[int, ...] = ()               # tokens that the call appends to each sequence
     new_packed: bool = False                # by cu_seqlens_k_new
-    rotary: float = 0.0                     # share of the head dim
+    rotary: float = 0.0                     # share of the head dim, as kernels take it
+    rotary_columns: int = 0                 # or exactly as many
     interleaved: bool = True
     own_positions: bool = False             # rotary_seqlens
     leftpad: tuple[int, ...] = ()
@@ -133,7 +135,7 @@ class CacheCase:
     @property
     def rotary_dim(self) -> int:
         step = 16 if self.dtype != 'e4m3' else 32
-        return int(self.rotary * self.head_dim) // step * step
+        return self.rotary_columns or int(self.rotary * self.head_dim) // step * step
 
     @property
     def queries(self) -> list[int]:
@@ -407,6 +409,16 @@ def mixed(count: int, most: int, queries: int = 1) -> tuple[tuple[int, int], ...
     """Sequences of up to `most` slots, one of them empty, in no order."""
     steps = itertools.cycle((most, 0, 1, most // 3, most // 2 + 1, 65, most - 1))
     return tuple((queries, min(most, next(steps))) for _ in range(count))
+
+
+def small(lengths: Sequence[int] = (5, 0, 17), queries: int | Sequence[int] = 1,
+          **fields) -> CacheCase:
+    """A case for loops over rows. lengths: slots in use; queries: of each sequence, or one number
+    for all.
+    """
+    counts = [queries] * len(lengths) if isinstance(queries, int) else queries
+    return CacheCase(tuple(zip(counts, lengths, strict=True)), **dict(
+        capacity=24, head_dim=16, heads=(4, 2), dtype='fp32') | fields)
 
 
 def alone(case: CacheCase, arguments: dict, b: int, is_packed: bool = False

@@ -1,12 +1,13 @@
 """What a CacheCase has to give, independent of the package's own way through a cache.
 
 The keys of each sequence are gathered by the page table or the row of the cache into packed
-tensors; there `reference.attend_packed` in float64 is what is meant, and in plain PyTorch of the
-input dtype the measure of the bar (tests/support/compare.py; for e4m3 tests/support/fp8_data.py).
+tensors (`inputs_of`). There `reference.attend_packed` in float64 is what is meant (on the CPU,
+which runs that code, loops over rows: tests/cpu/test_kvcache.py), and plain PyTorch in the input
+dtype is the measure of the bar (tests/support/compare.py; for e4m3 tests/support/fp8_data.py).
 The rotation is spelled out here in float64.
 
 What is in the cache after a call is checked first, to the bit where nothing was rotated; attention
-is then held to what its rows hold. A rotated query is rounded once: where float64 is within 2^-18
+is then held to what its rows hold. A rotated query is rounded once: where float64 is within TIE
 of the middle of two neighbours either is right, and the LSE may differ by the score of the other.
 """
 from __future__ import annotations
@@ -28,7 +29,9 @@ from tests.support import compare, fp8_data
 from tests.support.cache_cases import E4M3, CacheCase, Returned, as_bits, call, copied, pages_of
 from tests.support.lists import starts
 
-TIE = 2.0 ** -18
+# Two candidates of a rotated element, relative to the sum of its terms.
+TIES = {torch.float64: 2.0 ** -50, torch.float32: 2.0 ** -21}
+TIE = 2.0 ** -18    # for narrower elements
 
 
 class Rotated(NamedTuple):
@@ -87,7 +90,8 @@ def rotate(case: CacheCase, arguments: dict, x: Tensor, positions: Tensor) -> Ro
     if x.dtype != E4M3:    # products of e4m3 and their sums are exact
         size[..., first] = (a * cos).abs() + (b * sin).abs()
         size[..., second] = (a * sin).abs() + (b * cos).abs()
-    low, high = ((exact + sign * TIE * size).to(x.dtype).double() for sign in (-1, 1))
+    tie = TIES.get(x.dtype, TIE)
+    low, high = ((exact + sign * tie * size).to(x.dtype).double() for sign in (-1, 1))
     return Rotated(exact.to(x.dtype), exact, high - low)
 
 
@@ -201,8 +205,10 @@ def check_rotated(got: Tensor, rotated: Rotated, scale: Tensor | None = None,
 
 
 # ------------------------------------------------------------------------------------- attention
-def expected(case: CacheCase, arguments: dict) -> Expected:
-    """arguments: with the caches as the call has left them."""
+def inputs_of(case: CacheCase, arguments: dict) -> tuple[Inputs, Lengths, Tensor]:
+    """What attention gets, packed, and the ties of the rotated queries. An e4m3 cache under wider
+    queries is dequantised, in float64. arguments: with the caches as the call has left them.
+    """
     q = arguments['q'] if case.is_packed else arguments['q'].flatten(0, 1)
     device, filled = q.device, case.filled()
     firsts = [min(first, end) for first, end in filled]
@@ -229,18 +235,25 @@ def expected(case: CacheCase, arguments: dict) -> Expected:
     inputs = Inputs(rotated.values, k, v, arguments.get('s_aux'))
     if case.latent:
         inputs = with_latent(inputs, arguments['qv'])
-    floor = torch.zeros(q.size(1), q.size(0), dtype=torch.float64, device=device)
+    return inputs, lengths, rotated.ties
+
+
+def expected(case: CacheCase, arguments: dict) -> Expected:
+    """arguments: with the caches as the call has left them."""
+    inputs, lengths, ties = inputs_of(case, arguments)
+    narrow = inputs.q.dtype
+    floor = torch.zeros(inputs.q.shape[1::-1], dtype=torch.float64, device=inputs.q.device)
     if case.wide == E4M3:
         ref = None
         if not case.tree:
             ref = reference_fp8.attend(inputs, scales_of(arguments), case.score, lengths,
                                        with_row_max=True)
         return Expected(inputs, lengths, ref, None, floor)
-    if rotated.ties.any():
-        floor = _tie_floor(case, rotated.ties, k, lengths)
+    if ties.any():
+        floor = _tie_floor(case, ties, inputs.k[..., :case.head_dim], lengths)
     tree = arguments.get('tree_mask')
     ref = attend(inputs.to(torch.float64), case, lengths, tree)
-    inputs = inputs._replace(k=inputs.k.to(q.dtype), v=v.to(q.dtype))
+    inputs = inputs._replace(k=inputs.k.to(narrow), v=inputs.v.to(narrow))
     if case.by_page or (case.latent and case.kv8):    # K is rounded to 16 bits
         rounded = attend(inputs.to(torch.float64), case, lengths, tree)
         floor = floor + (rounded.lse - ref.lse).abs().nan_to_num(nan=0.0)
@@ -277,7 +290,7 @@ def each_sequence(inputs: Inputs, case: CacheCase, lengths: Lengths,
 
 
 def dequantised(x: Tensor, scale: Tensor | None, counts: Tensor) -> Tensor:
-    """x (keys, heads, head_dim) of all sequences, which have so many, in float64."""
+    """In float64. x: (keys, heads, head_dim) of all sequences; counts: the keys of each."""
     wide = x.double()
     return wide if scale is None else wide * scale.double().repeat_interleave(counts, 0)[..., None]
 
@@ -312,7 +325,7 @@ def check_shapes(case: CacheCase, arguments: dict, got: Returned) -> None:
         assert got.out.data_ptr() == arguments['out'].data_ptr(), 'out: another tensor was returned'
     if got.lse is not None:
         assert got.lse.shape == (*q.shape[:-3], q.size(-2), q.size(-3))
-        assert got.lse.dtype == torch.float32
+        assert got.lse.dtype == (torch.float64 if case.dtype == 'fp64' else torch.float32)
 
 
 def check_fp8_trees(case: CacheCase, arguments: dict, own: Returned, want: Expected) -> None:
