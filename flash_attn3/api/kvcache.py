@@ -14,9 +14,11 @@ from torch.compiler import is_compiling
 
 from flash_attn3 import env
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import attend_cache, checks, derivatives, dtensors, fp8, library, prefix_rules
-from flash_attn3.ops.fp8 import Descale
+from flash_attn3.ops import (attend_arguments, attend_cache, checks, derivatives, dtensors, fp8,
+                             library, prefix_rules)
 from flash_attn3.api.merging import flash_attn_combine, merge_states
+from flash_attn3.ops.attend_cache import Attend, Rotary
+from flash_attn3.ops.fp8 import Descale
 
 __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
            'merge_states']
@@ -28,8 +30,6 @@ _TRACED = tuple(getattr(torch.ops.flash_attn3, name).default for name in (
 _EAGER = tuple(library.bare(op) for op in _TRACED)
 _PLAIN = (attend_cache.attend_plainly, attend_cache.attend_out_plainly,
           attend_cache.append_and_attend_plainly)
-_SINKS, _RETURN_LSE, _BY_PAGE, _QV, *_DESCALES = map(attend_cache.Attend._fields.index, (
-    'sinks', 'return_lse', 'descale_by_page', 'qv', 'k_descale', 'v_descale'))
 
 # What `_reject` gets, in this order.
 _TENSORS = ('q', 'k_cache', 'v_cache', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux', 'out',
@@ -57,7 +57,8 @@ def flash_attn_with_kvcache(
     """Attention of queries on the keys and values of a cache, after k and v are appended to it.
 
     Sequence b has the keys in slots cache_leftpad[b] up to cache_seqlens[b] and new ones; masks
-    count from the first, causal ends bottom-right. Lengths and tables stay on the device.
+    count from the first, causal ends bottom-right. Lengths and tables stay on the device. Errors
+    (RuntimeError, for DTensors NotImplementedError) are raised before anything is written.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
@@ -81,43 +82,42 @@ def flash_attn_with_kvcache(
 
     Returns:
         out, shaped like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
-
-    Raises:
-        RuntimeError, NotImplementedError (DTensors): before anything is written.
     """
     if q_descale is not None or k_descale is not None or v_descale is not None:
         q_descale, k_descale, v_descale = descales_of((q_descale, k_descale, v_descale), (
             q, k_cache, v_cache), cu_seqlens_q, descale_by_page, qv)
+    given = (q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, s_aux, out, q_descale,
+             k_descale, v_descale)
     if (scheduler_metadata is not None or out_dtype is not None or type(q) is not Tensor
             or type(softcap) is not float or forward_ad._current_level >= 0
             or (softmax_scale is not None and type(softmax_scale) is not float)
-            or (is_grad_enabled() and (q.requires_grad or k_cache.requires_grad
-                                       or v_cache.requires_grad or _some_require_grad(
-                k, v, qv, rotary_cos, rotary_sin, s_aux, out, q_descale, k_descale, v_descale)))):
-        _reject(scheduler_metadata, softmax_scale, softcap, out_dtype, q, k_cache, v_cache, k, v,
-                qv, rotary_cos, rotary_sin, s_aux, out, q_descale, k_descale, v_descale)
-    s_aux = s_aux if s_aux is None else checks.sinks_of(s_aux, q)
-    functions = _EAGER if q.get_device() in library.SERVED_DEVICES and not is_compiling() else \
-        functions_for(q, _OP)
-    length = -1
-    if cache_seqlens is not None and not isinstance(cache_seqlens, Tensor):
-        length, cache_seqlens = checked_length(cache_seqlens), None
+            or (is_grad_enabled() and _some_require_grad(given))):
+        _reject(scheduler_metadata, softmax_scale, softcap, out_dtype, given)
+    functions = functions_for(q, _OP)
+    length, cache_seqlens = lengths_of(cache_seqlens)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = _rows_of(page_table, cache_batch_idx, q, cu_seqlens_q)
     left, right = (-1, -1) if window_size == (-1, -1) else checks.window_sides(window_size)
     added = k.size(1) if k is not None and cu_seqlens_k_new is None and k.dim() > 1 else 0
-    arguments = (    # two tuples: one display of more than 30 takes CPython 0.1 us longer
+    k_set = v_set = None
+    if v is not None and descale_by_page != (qv is not None) and v.dtype != v_cache.dtype:
+        k_set, v_set = _descales_to_set(k_descale, v_descale, descale_by_page)
+        k_descale = v_descale = None
+    own = attend_arguments.build(
         cache_seqlens, page_table, added, length, cache_batch_idx, cache_leftpad,
-        None if k is None else cu_seqlens_k_new, s_aux, softmax_scale, causal, left, right,
-        attention_chunk, softcap, return_softmax_lse, num_splits, split_size, 0) + (
-        cu_seqlens_q, None, None, None, 0 if max_seqlen_q is None else _longest(max_seqlen_q, q),
-        0, pack_gqa, sm_margin, q_descale, k_descale, v_descale, tree_mask, descale_by_page, qv)
+        None if k is None else cu_seqlens_k_new, checks.sinks_of(s_aux, q), softmax_scale, causal,
+        left, right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size,
+        shared_prefix, cu_seqlens_q, _longest(max_seqlen_q, q, cu_seqlens_q), pack_gqa, sm_margin,
+        q_descale, k_descale, v_descale, tree_mask, descale_by_page, qv,
+        out_dtype is torch.float16 and out is None and q.dtype == fp8.E4M3)
+    tensors = q, k_cache, v_cache, out
     if shared_prefix != 0:
-        arguments = prefix_rules.checked((q, k_cache, v_cache, out), arguments, shared_prefix)
+        prefix_rules.check(tensors, Attend(*own))
     if k is None and v is None and rotary_cos is None and rotary_sin is None:
-        return _attend(functions, (q, k_cache, v_cache, out), arguments, out_dtype)
-    new = k, v, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved
-    return _append_and_attend(functions, (q, k_cache, v_cache, out), new, arguments, out_dtype)
+        return _attend(functions, tensors, own, return_softmax_lse)
+    rotary = (rotary_cos, rotary_sin, None if rotary_cos is None else rotary_seqlens,
+              rotary_interleaved, bool(causal) or left != -1 or right != -1)
+    return _append(functions, tensors, (k, v, k_set, v_set), rotary, own, return_softmax_lse)
 
 
 def get_scheduler_metadata(
@@ -146,7 +146,9 @@ def get_scheduler_metadata(
 
 
 def functions_for(q: Tensor, op: str) -> tuple:
-    """As _EAGER, for a device that the eager ops are not known to serve."""
+    """What serves q: attend, attend into out, append and attend."""
+    if q.get_device() in library.SERVED_DEVICES and not is_compiling():
+        return _EAGER
     if not q.is_cuda or library.kernels_serve(q.device):
         return _TRACED if is_compiling() else _EAGER
     fallback.warn_once(q.device, op, depth=4)
@@ -195,120 +197,106 @@ def descales_of(given: tuple, tensors: tuple[Tensor, Tensor, Tensor],
             for name, scale, shape in zip('qkv', given, (of_q, of_k, of_v))]
 
 
-def _attend(functions: tuple, tensors: tuple, arguments: tuple,
-            out_dtype: torch.dtype | None) -> Result:
-    """What flash_attn_with_kvcache returns. tensors: q, the caches and out."""
+def _descales_to_set(k_descale: Tensor | None, v_descale: Tensor | None,
+                     is_by_page: bool) -> tuple[Tensor | None, Tensor]:
+    """The descales that an append of 16-bit rows to an e4m3 cache writes: those of pages, or
+    v_descale of latents.
+
+    Raises:
+        RuntimeError: one is missing, or latents have a k_descale.
+    """
+    if v_descale is None or (k_descale is None) == is_by_page:
+        raise RuntimeError(checks.error(
+            _OP, 'k_descale and v_descale with descale_by_page' if is_by_page else
+            'v_descale with 16-bit v' if v_descale is None else 'k_descale to be None with qv',
+            'None' if is_by_page or v_descale is None else 'a tensor'))
+    return k_descale, v_descale
+
+
+def _attend(functions: tuple, tensors: tuple, own: tuple, return_lse: bool) -> Result:
+    """What flash_attn_with_kvcache returns. tensors: q, the caches and out; own: fields of Attend
+    up to the last that is no default.
+    """
     q, k_cache, v_cache, out = tensors
     attend, attend_out, _ = functions
     if env.CHECK_CONTENTS and not is_compiling():
-        attend_cache.check_cuda_contents(tensors, arguments)
-    if out is not None:
-        lse = attend_out(q, k_cache, v_cache, out, *_short(arguments))
-    elif out_dtype == torch.float16 and q.dtype == fp8.E4M3:
-        out, lse = attend(q, k_cache, v_cache, *arguments, True)
+        attend_cache.check_cuda_contents(tensors, own)
+    if out is None:
+        out, lse = attend(q, k_cache, v_cache, *own)
     else:
-        out, lse = attend(q, k_cache, v_cache, *_short(arguments))
-    if not arguments[_RETURN_LSE]:
+        lse = attend_out(q, k_cache, v_cache, out, *own)
+    if not return_lse:
         return out
     empty = lse.new_empty(0)
     return out, lse, empty, empty
 
 
-def _append_and_attend(functions: tuple, tensors: tuple, new: tuple, arguments: tuple,
-                       out_dtype: torch.dtype | None) -> Result:
-    """What flash_attn_with_kvcache returns for new keys, or for rotary alone. new: k, v, the
-    tables, positions, interleaved.
+def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tuple,
+            return_lse: bool) -> Result:
+    """What flash_attn_with_kvcache returns for new keys, or for rotary alone. new: k, v, and the
+    descales that they set; rotary: fields of Rotary; the others: as for _attend.
     """
+    *_, append_and_attend = functions
     q, k_cache, v_cache, out = tensors
-    k, v, cos, sin, positions, interleaved = new
-    rotary = cos, sin, None if cos is None else positions, interleaved
-    _, _, causal, left, right = arguments[_SINKS:_SINKS + 5]
-    per_query = bool(causal) or left != -1 or right != -1
+    k, v, k_descale, v_descale = new
     if not is_compiling():
-        _check_contents(tensors, (k, v), arguments, (*rotary, per_query))
-    scales = (None, None)
-    # 16-bit rows for a cache of e4m3 are quantised; scales by page and of latents are set then.
-    if v is not None and v.dtype != v_cache.dtype and (arguments[_BY_PAGE]
-                                                       or arguments[_QV] is not None):
-        scales = tuple(arguments[index] for index in _DESCALES)
-        first, last = _DESCALES
-        arguments = arguments[:first] + (None, None) + arguments[last + 1:]
-        if scales[1] is None or (scales[0] is None) == arguments[_BY_PAGE]:
-            raise RuntimeError(checks.error(
-                _OP, 'k_descale and v_descale with descale_by_page' if arguments[_BY_PAGE] else
-                'v_descale with 16-bit v' if scales[1] is None else 'k_descale to be None with qv',
-                'None' if arguments[_BY_PAGE] or scales[1] is None else 'a tensor'))
-    is_half = out is None and out_dtype == torch.float16 and q.dtype == fp8.E4M3
-    result, lse, _ = functions[2](q, k_cache, v_cache, k, v, out, *scales, *rotary, per_query,
-                                  *((*arguments, True) if is_half else _short(arguments)))
+        _check_contents(tensors, new, rotary, own)
+    result, lse, _ = append_and_attend(q, k_cache, v_cache, k, v, out, k_descale, v_descale,
+                                       *rotary, *own)
     result = result if out is None else out
-    if not arguments[_RETURN_LSE]:
+    if not return_lse:
         return result
     empty = lse.new_empty(0)
     return result, lse, empty, empty
 
 
-def _check_contents(tensors: tuple, new: tuple, arguments: tuple, rotary: tuple) -> None:
+def _check_contents(tensors: tuple, new: tuple, rotary: tuple, own: tuple) -> None:
     """Raises RuntimeError for what the lists of an append contain, where they can be read, and for
-    memory that PyTorch does not let the call write into.
+    memory that PyTorch does not let the call write into. The arguments of _append.
     """
-    out = tensors[3]
+    q, _, _, out = tensors
+    k, v, *set_descales = new
     if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
         raise RuntimeError(checks.error(_OP, 'out that is no inference tensor', 'one',
                                         'call it under torch.inference_mode()'))
-    q = tensors[0]
     if not q.is_cuda and not checks.has_no_data(q):
         # Some lists may have no data: no op would run.
-        attend_cache.check_attend(tensors, arguments)
+        attend_cache.check_attend(tensors, attend_cache.with_descales(own, *set_descales))
     elif env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
-        own = attend_cache.check_attend(tensors, arguments, rules_of='cuda')
-        appended = attend_cache.append_of(own, attend_cache.Rotary(*rotary))
-        attend_cache.check_append(tensors, new, appended, 'cuda')
+        named = attend_cache.check_attend(
+            tensors, attend_cache.with_descales(own, *set_descales), rules_of='cuda')
+        appended = attend_cache.append_of(named, Rotary(*rotary))
+        attend_cache.check_append(tensors, (k, v), appended, 'cuda')
 
 
-def _short(arguments: tuple) -> tuple:
-    """Without the last ones, where they are defaults: PyTorch takes time for each argument, and
-    none to fill in a default.
-    """
-    (_, _, _, _, _, _, _, sinks, scale, causal, left, right, chunk, softcap, return_lse, num_splits,
-     split_size, shared, cu_seqlens_q, _, _, _, _, _, pack_gqa, sm_margin, q_scale, k_scale,
-     v_scale, tree_mask, by_page, qv) = arguments
-    if qv is not None:
-        return arguments
-    if (cu_seqlens_q is not None or pack_gqa is not None or sm_margin != 0
-            or q_scale is not None or k_scale is not None or v_scale is not None
-            or tree_mask is not None or by_page):
-        return arguments[:-1]
-    if shared != 0:
-        return arguments[:18]
-    if return_lse or num_splits != 0 or split_size != 0:
-        return arguments[:17]
-    if left != -1 or right != -1 or chunk != 0 or softcap != 0.0:
-        return arguments[:14]
-    return arguments[:10] if causal or scale is not None or sinks is not None else arguments[:7]
-
-
-def _some_require_grad(*tensors: Tensor | None) -> bool:
+def _some_require_grad(tensors: Sequence[Tensor | None]) -> bool:
     for x in tensors:
         if x is not None and x.requires_grad:
             return True
     return False
 
 
-def _longest(max_seqlen_q: int | Tensor, q: Tensor) -> int:
-    return checks.length_bound('max_seqlen_q', max_seqlen_q, q)
+def _longest(max_seqlen_q: int | Tensor | None, q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+    """The hint as a number; q of a batch needs none."""
+    if max_seqlen_q is None:
+        return 0
+    bound = checks.length_bound('max_seqlen_q', max_seqlen_q, q)
+    return 0 if cu_seqlens_q is None else bound
 
 
-def checked_length(length: int | torch.SymInt) -> int:
-    """cache_seqlens as a number, of which -1 means something else to the ops."""
-    if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)) or length < 0:
+def lengths_of(cache_seqlens: int | Tensor | None) -> tuple[int, Tensor | None]:
+    """cache_length and cache_seqlens of the ops: a number, -1 for none, and a tensor."""
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+        return -1, cache_seqlens
+    is_number = isinstance(cache_seqlens, (int, torch.SymInt))
+    if isinstance(cache_seqlens, bool) or not is_number or cache_seqlens < 0:
         raise RuntimeError(checks.error(
-            _OP, 'cache_seqlens to be a tensor, or a number of 0 or more', repr(length)))
-    return length
+            _OP, 'cache_seqlens to be a tensor, or a number of 0 or more', repr(cache_seqlens)))
+    return cache_seqlens, None
 
 
 def _reject(metadata: Tensor | None, softmax_scale: float | None, softcap: float,
-            out_dtype: torch.dtype | None, *tensors: Tensor | None) -> None:
+            out_dtype: torch.dtype | None, tensors: Sequence[Tensor | None]) -> None:
     """Raises an error for what no op sees: derivatives, metadata, a wrong dtype of results."""
     q, *_ = tensors
     reject(_OP, softmax_scale, softcap, out_dtype, dict(zip(_TENSORS, tensors)))

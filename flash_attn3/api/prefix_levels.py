@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from flash_attn3 import env
 from flash_attn3.api import kvcache, merging
 from flash_attn3.ops import attend_cache, checks, library, prefix_rules
+from flash_attn3.ops.attend_arguments import shortest
 from flash_attn3.ops.attend_cache import Attend
 from flash_attn3.cpu.quantize import E4M3
 
@@ -88,7 +89,7 @@ def shared_prefix_attn(
     _check_contents(calls, (k_cache, v_cache))
     attend = kvcache.functions_for(q, _OP)[0]
     parts = [x for rows, own in calls
-             for x in attend(rows, k_cache, v_cache, *prefix_rules.short(own))]
+             for x in attend(rows, k_cache, v_cache, *shortest(own))]
     return _merged(q, parts, out, return_softmax_lse)
 
 

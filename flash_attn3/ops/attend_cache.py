@@ -419,7 +419,7 @@ def append_and_attend_plainly(
         *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """The op `append_and_attend` on any device."""
     rotary = Rotary(*arguments[:len(Rotary._fields)])
-    own = _with_scales(arguments[len(Rotary._fields):], k_scales, v_scales)
+    own = with_descales(arguments[len(Rotary._fields):], k_scales, v_scales)
     is_dense = k is not None and k.dim() == 4
     own = own._replace(appended=k.size(1) if is_dense else 0)
     caches = k_cache, v_cache
@@ -444,8 +444,8 @@ def append_and_attend_plainly(
             q.new_empty(0) if rotated is None else rotated)
 
 
-def _with_scales(arguments: tuple, k_scales: Tensor | None, v_scales: Tensor | None) -> Attend:
-    """The arguments of attention, with the scales that an append sets."""
+def with_descales(arguments: tuple, k_scales: Tensor | None, v_scales: Tensor | None) -> Attend:
+    """The arguments of attention, with the descales that an append sets."""
     own = Attend(*arguments)
     return own if v_scales is None else own._replace(k_descale=k_scales, v_descale=v_scales)
 

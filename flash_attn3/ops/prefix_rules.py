@@ -8,29 +8,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from flash_attn3.ops import checks
 from flash_attn3.ops.attend_cache import Attend
 from flash_attn3.cpu.quantize import E4M3
 
-_COUNT = Attend._fields.index('shared_prefix')
-_CHUNK = Attend._fields.index('softcap') - 1
-_DEFAULTS = tuple(Attend._field_defaults.values())
 _OP = 'flash_attn_with_kvcache'
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]    # q, the caches and out
 
 # ------------------------------------------------------------------------------------------- checks
-def checked(tensors: Tensors, arguments: tuple, count: int) -> tuple:
-    """arguments of `attend_cache` with `count` shared keys.
-
-    Raises:
-        RuntimeError: the result would not be exact.
-    """
-    own = Attend(*arguments[:_COUNT], count, *arguments[_COUNT + 1:])
+def check(tensors: Tensors, own: Attend) -> None:
+    """Raises RuntimeError if the result of a call with shared keys would not be exact."""
     if text := problem_text(tensors, own):
         raise RuntimeError(text)
-    return own[:len(arguments)]
 
 
 def problem_text(tensors: Tensors, own: Attend) -> str:
@@ -38,7 +28,7 @@ def problem_text(tensors: Tensors, own: Attend) -> str:
     count = own.shared_prefix
     if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)) or count < 0:
         return checks.error(_OP, 'shared_prefix to be an int of 0 or more', repr(count))
-    window, chunk = (own.window_left, own.window_right), own[_CHUNK]
+    window, chunk = (own.window_left, own.window_right), own.attention_chunk
     if window != (-1, -1) or chunk != 0:
         return checks.error(_OP, 'no window and no chunks with shared_prefix',
                             f'{window} and {chunk}', 'each query must see all shared keys')
@@ -110,13 +100,3 @@ def out_problem(q: Tensor, v: Tensor, out: Tensor | None, dtype: torch.dtype) ->
         return None
     return (f'out to be {tuple(shape)}, {checks.dtype_name(dtype)} on {q.device}',
             f'{tuple(out.shape)}, {checks.dtype_name(out.dtype)} on {out.device}')
-
-
-def short(own: Attend) -> tuple:
-    """Without the last ones, where they are defaults: PyTorch takes time for each."""
-    if is_compiling():
-        return own
-    count = len(own)
-    while own[count - 1] is _DEFAULTS[count - 1]:
-        count -= 1
-    return own[:count]

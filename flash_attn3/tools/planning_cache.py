@@ -129,7 +129,7 @@ def _as_the_op(tensors: Mapping[str, Tensor | None], given: Mapping) -> dict:
         given['rotary_seqlens'] = None
     length = given.get('cache_seqlens')
     if length is not None and not isinstance(length, Tensor):
-        kvcache.checked_length(length)
+        kvcache.lengths_of(length)
     return given
 
 

@@ -3,6 +3,7 @@ arguments an eager call passes on.
 """
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
-from flash_attn3 import arguments, flash_attn_with_kvcache
+from flash_attn3 import flash_attn_with_kvcache
 from flash_attn3.api import kvcache
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import attend_cache, library
+from flash_attn3.ops.attend_arguments import build, shortest
 
 from tests.support.cache_cases import small
 from tests.support.called_ops import compilations
@@ -183,20 +185,34 @@ class Counted:
         return self.op(*arguments)
 
 
-@pytest.mark.parametrize('options, count', [
-    ({}, 0), ({'causal': True}, 'causal'), ({'softmax_scale': 0.5}, 'causal'),
-    ({'window_size': (3, 0)}, 'softcap'), ({'return_softmax_lse': True}, 'split_size'),
-    ({'num_splits': 2}, 'split_size'), ({'pack_gqa': True}, 'descale_by_page'),
+@pytest.mark.parametrize('options, last', [
+    ({}, 'cu_seqlens_k_new'), ({'causal': True}, 'causal'),
+    ({'softmax_scale': 0.5}, 'softmax_scale'), ({'window_size': (3, 0)}, 'window_right'),
+    ({'return_softmax_lse': True}, 'return_lse'), ({'num_splits': 2}, 'num_splits'),
+    ({'pack_gqa': True}, 'pack_gqa'), ({'max_seqlen_q': 4}, 'cu_seqlens_k_new'),
     ({'latent': True}, 'qv')], ids=str)
-def test_trailing_defaults_stay_away(options, count, monkeypatch):
+def test_trailing_defaults_are_dropped(options, last, monkeypatch):
     attend = Counted(OPS.attend_cache.default)
     monkeypatch.setattr(kvcache, '_EAGER', (attend, *kvcache._EAGER[1:]))
     options = dict(options)
     case = small(heads=(4, 1), latent=options.pop('latent', False), lse=False)
     flash_attn_with_kvcache(**case.arguments('cpu') | options)
-    names = [argument.name for argument in arguments.select('cache')] if count == 0 else \
-        attend_cache.Attend._fields[:attend_cache.Attend._fields.index(count) + 1]
-    assert attend.counts == [3 + len(names)]
+    assert attend.counts == [3 + attend_cache.Attend._fields.index(last) + 1]
+
+
+def test_arguments_in_the_order_of_the_list():
+    taken = list(inspect.signature(build).parameters)
+    fields, defaults = attend_cache.Attend._fields, attend_cache.Attend._field_defaults
+    assert {*fields} - {*taken} == {'cu_seqlens_k', 'seqused_q', 'seqused_k', 'max_seqlen_k'}
+    assert attend_cache.Attend(*build(*taken))._asdict() == defaults | dict(zip(taken, taken))
+
+
+@pytest.mark.parametrize('given, count', [
+    ({}, 7), ({'window_left': 3}, 11), ({'tree_mask': 'bits'}, 30), ({'float16_out': True}, 33)],
+    ids=str)
+def test_shortest(given, count):
+    own = attend_cache.Attend(**given)
+    assert shortest(own) == own[:count] and len(shortest(own)) == count
 
 
 @each_case

@@ -1,0 +1,52 @@
+"""The arguments of `attend_cache` as one tuple without trailing defaults.
+
+PyTorch needs time for each argument of an eager call and none to fill in a default, and a step of
+decode takes microseconds. A named tuple would need longer to build than the rest of the Python of
+such a call. So the function that builds the tuple is generated from the list in arguments.py.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flash_attn3.arguments import Argument, names, select
+from flash_attn3.ops.attend_cache import Attend
+
+# The shortest tuple has the first step; each further one is passed on whole or not at all.
+_STEPS = ('cache', *names('score', 'splits'), 'prefix', 'lengths', 'pack_gqa', 'sm_margin',
+          'scales', 'tree', 'by_page', 'latent', 'float16_out')
+# A cache has no lists of packed keys: these keep their defaults.
+_OF_PACKED_KEYS = ('cu_seqlens_k', 'seqused_q', 'seqused_k', 'max_seqlen_k')
+
+
+def _is_given(argument: Argument) -> str:
+    if argument.default is None:
+        return f'{argument.name} is not None'
+    return argument.name if argument.default is False else f'{argument.name} != {argument.default}'
+
+
+def _generate() -> Callable[..., tuple]:
+    """A function of the fields of Attend by position, without those of packed keys.
+
+    TRAP: CPython passes more than 30 arguments through a list, which takes 0.2 us longer.
+    """
+    taken = [name for name in Attend._fields if name not in _OF_PACKED_KEYS]
+    values, lines = [], []
+    for number, step in enumerate(map(select, _STEPS)):
+        values += [argument.name if argument.name in taken else repr(argument.default)
+                   for argument in step]
+        tests = [_is_given(argument) for argument in step if argument.name in taken]
+        condition = f'if {" or ".join(tests)}: ' if number > 0 else ''
+        lines.append(f'    {condition}return {", ".join(values)}')
+    lines.append(f'def build({", ".join(taken)}):')
+    lines.reverse()    # the longest tuple is tried first
+    scope = {}
+    exec(compile('\n'.join(lines), '<attend_arguments>', 'exec'), scope)
+    return scope['build']
+
+
+build = _generate()
+
+
+def shortest(own: Attend) -> tuple:
+    """The same tuple from named arguments."""
+    return build(*(value for name, value in zip(own._fields, own) if name not in _OF_PACKED_KEYS))
