@@ -3,7 +3,6 @@ ring and torch's context_parallel.
 
     python -m benchmarks.bench_ring                           # on two Hopper GPUs or more
     python -m benchmarks.bench_ring --device cpu --quick      # tries the machinery with gloo
-    python -m benchmarks.bench_ring --scaling scaling.png     # computed times on up to 64 GPUs
 
 Causal, bf16, batch 1, head dim 128, 16 heads; a cell is a length of the whole sequence. Contenders:
 `one GPU`, flash_attn_func on the whole; `ring` and `ulysses`, flash_attn3.distributed; `ring,
@@ -31,7 +30,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,14 +37,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks import harness, memory
 from flash_attn3 import distributed, env, flash_attn_func, merge_states
 from flash_attn3.bench import reason
-from flash_attn3.distributed import copies, estimate
+from flash_attn3.distributed import copies
 from flash_attn3.integrations import sdpa
 
 HEADS, HEAD_DIM = 16, 128
 SEQLENS, QUICK_SEQLENS = (32768, 131072, 524288), (64, 128)
 ONE, OURS = 'one GPU', 'ring'
-SCALED, SCALED_SEQLENS = (1, 2, 4, 8, 16, 32, 64), (131072, 524288, 1048576)
-LEAST_MS = 100    # a turn's: shorter calls are repeated
+LEAST_MS = 100    # a turn takes, for which short calls are repeated
 PASSES = {'forward': False, 'both': True}
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -253,38 +250,6 @@ def show(cell: dict) -> None:
     harness.console(120).print(table)
 
 
-def plot_scaling(path: pathlib.Path) -> None:
-    """The computed speed, forward with backward, over the number of GPUs."""
-    figure = Figure(figsize=(6, 4), layout='constrained')
-    axis = figure.subplots()
-    for seqlen, color in zip(SCALED_SEQLENS, ('C0', 'C1', 'C2')):
-        problem = estimate.Problem(seqlen)
-        for most, style, name in ((1, 'o-', 'a ring'), (8, 'o--', 'ulysses in each host')):
-            times = [total_ms(estimate.estimate(problem, mesh_of(ranks, most)))
-                     for ranks in SCALED]
-            axis.plot(SCALED, [times[0] / ms for ms in times], style, color=color, markersize=3,
-                      label=f'{seqlen // 1024}k tokens, {name}')
-    axis.plot(SCALED, SCALED, color='0.7', linewidth=1, label='as many times as GPUs')
-    axis.set(xscale='log', yscale='log', xlabel='GPUs', ylabel='speed of one GPU = 1',
-             title='computed, not measured: causal, 16 heads, head dim 128')
-    axis.set_xticks(SCALED, SCALED)
-    axis.set_yticks(SCALED, SCALED)
-    axis.minorticks_off()
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.savefig(path, dpi=150)
-
-
-def mesh_of(gpus: int, most: int) -> estimate.Mesh:
-    """A ring of all GPUs, or with more than `most` GPUs a ring of hosts with ulysses in each."""
-    ulysses = most if gpus > most else 1
-    return estimate.Mesh(gpus // ulysses, ulysses)
-
-
-def total_ms(facts: dict[str, float]) -> float:
-    return facts['forward_ms'] + facts['backward_ms']
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog='python -m benchmarks.bench_ring',
                                      description=__doc__.splitlines()[0])
@@ -294,8 +259,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--ranks', type=int, help='default: all GPUs; 2 on the CPU')
     parser.add_argument('--rounds', type=int, default=5)
     parser.add_argument('--contenders', nargs='+', choices=CONTENDERS, default=tuple(CONTENDERS))
-    parser.add_argument('--scaling', type=pathlib.Path, metavar='PNG',
-                        help='only plot the computed speed on up to 64 GPUs')
     harness.add_record_arguments(parser.add_argument)
     args = parser.parse_args(argv)
     args.seqlens = args.seqlens or (QUICK_SEQLENS if args.quick else SEQLENS)
@@ -305,9 +268,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    if args.scaling:
-        plot_scaling(args.scaling)
-        return 0
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(work, (args, os.path.join(folder, 'meet')), nprocs=args.ranks)
     return 0

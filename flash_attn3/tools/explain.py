@@ -5,7 +5,6 @@ The function `flash_attn3.explain` is in planning.py; this file is its command l
 from __future__ import annotations
 
 import argparse
-import math
 
 import torch
 
@@ -48,17 +47,11 @@ def _options() -> argparse.Namespace:
                             help='of a cache; default: 0')
     parser.add_argument('--pack-gqa', choices=_PACK_GQA, default='auto', help='default: auto')
     parser.add_argument('--deterministic', action='store_true', help='gradients that repeat')
-    for name, text in (('ring', 'of ring_attention'), ('ulysses', 'of ulysses_attention')):
-        parser.add_argument('--' + name, type=int, default=1,
-                            help=f'GPUs {text}: computed times of a mesh')
     parser.add_argument('--sm-margin', type=int, default=0, help='multiprocessors left to others')
     parser.add_argument('--sm-count', type=int, help='multiprocessors of the GPU; default: 132')
     parser.add_argument('--matrix', action='store_true',
                         help='only print which features go together, as a table in Markdown')
-    options = parser.parse_args()
-    if problem := _mesh_problem(options):
-        parser.error(problem)
-    return options
+    return parser.parse_args()
 
 
 def _features(options: argparse.Namespace, seqlen_k: int) -> dict:
@@ -87,43 +80,6 @@ def _explain_cache(options: argparse.Namespace, shapes: tuple, features: dict) -
                      split_size=options.split_size, **features)
 
 
-def _mesh_problem(options: argparse.Namespace) -> str:
-    """What the times of a mesh do not take, or ''."""
-    ring, ulysses = options.ring, options.ulysses
-    if min(ring, ulysses) < 1:
-        return f'expected --ring and --ulysses of 1 or more, got {ring} and {ulysses}'
-    if ring * ulysses == 1:
-        return ''
-    from flash_attn3.distributed.ring import Ring
-    others = {'cache': False, 'packed': False, 'seqlen_k': options.seqlen_q,
-              'head_dim_v': options.head_dim,
-              **{argument.name: 0 for argument in _NUMBERS if argument.name not in Ring._fields}}
-    for name, usual in others.items():
-        if getattr(options, name) not in (None, usual):
-            return (f'expected no --{name.replace("_", "-")} with --ring or --ulysses: their times '
-                    'are of dense self-attention')
-    common = math.lcm(options.heads_k or options.heads, ulysses)
-    if options.heads % common:
-        return f'expected --heads divisible by {common} with --ulysses {ulysses}, got ' \
-               f'{options.heads}'
-    return ''
-
-
-def _print_mesh(options: argparse.Namespace, heads_k: int) -> None:
-    """Times on a mesh; nothing of it is measured."""
-    from flash_attn3.distributed import estimate
-    window = options.window_size[0], 0 if options.causal else options.window_size[1]
-    problem = estimate.Problem(options.seqlen_q, options.heads, heads_k, options.head_dim,
-                               options.batch, window)
-    facts = estimate.estimate(problem, estimate.Mesh(options.ring, options.ulysses))
-    print(f'\nmesh           ring {options.ring}, ulysses {options.ulysses}; computed for H100')
-    for name in ('forward', 'backward'):
-        print(f'{name:14} {facts[f"{name}_ms"]:.2f} ms, {facts[f"{name}_share"]:.3f} of one GPU')
-    print(f'messages       {facts["keys_mb"]:.1f} MB of keys and values a GPU, '
-          f'{facts["exchange_mb"]:.1f} MB of exchanges')
-    print(f'balance        {facts["flops_balance"]:.1%} of the FLOPs of the busiest GPU')
-
-
 def main() -> None:
     options = _options()
     if options.matrix:
@@ -150,8 +106,6 @@ def main() -> None:
         _explain_cache(options, shapes, features)
         return
     planning.explain(*shapes, deterministic=options.deterministic, **features)
-    if options.ring * options.ulysses > 1:
-        _print_mesh(options, heads_k)
 
 
 if __name__ == '__main__':

@@ -10,7 +10,6 @@ import flash_attn3
 from flash_attn3 import _plan
 from flash_attn3.ops import library
 from flash_attn3.tools import planning, support
-from flash_attn3.distributed.estimate import Mesh, Problem, estimate
 
 from tests import sanitize
 from tests.support import bad_inputs
@@ -264,35 +263,6 @@ def printed_by(capsys, monkeypatch, arguments: str) -> str:
     monkeypatch.setattr(sys, 'argv', ['explain', *arguments.split()])
     runpy.run_module('flash_attn3.explain', run_name='__main__')
     return capsys.readouterr().out
-
-
-def test_command_line_of_a_mesh(capsys, monkeypatch):
-    """The plan of one GPU, then the numbers of the estimate."""
-    size = '--seqlen-q 65536 --heads-k 2 --causal'
-    one = printed_by(capsys, monkeypatch, size)
-    printed = printed_by(capsys, monkeypatch, size + ' --ring 2 --ulysses 4')
-    assert printed.startswith(one)
-    facts = estimate(Problem(65536, heads_k=2), Mesh(2, 4))
-    rows = dict(line.split(maxsplit=1) for line in printed[len(one):].split('\n') if line)
-    assert rows['mesh'] == 'ring 2, ulysses 4; computed for H100'
-    assert rows['forward'].startswith(f'{facts["forward_ms"]:.2f} ms, ')
-    assert rows['backward'].startswith(f'{facts["backward_ms"]:.2f} ms, ')
-    assert rows['messages'].startswith(f'{facts["keys_mb"]:.1f} MB ')
-
-
-@pytest.mark.parametrize('arguments, text', [
-    ('--ring 0', 'expected --ring and --ulysses of 1 or more, got 0 and 1'),
-    ('--ring -2 --ulysses -1', 'got -2 and -1'),
-    ('--ring 2 --cache', 'expected no --cache with --ring or --ulysses'),
-    ('--ulysses 2 --packed', 'expected no --packed'),
-    ('--ring 2 --seqlen-k 100', 'expected no --seqlen-k'),
-    ('--ring 2 --head-dim-v 64', 'expected no --head-dim-v'),
-    ('--ring 2 --attention-chunk 64', 'expected no --attention-chunk'),
-    ('--ulysses 3', 'expected --heads divisible by 48 with --ulysses 3, got 16')])
-def test_errors_of_a_mesh(arguments, text, capsys, monkeypatch):
-    with pytest.raises(SystemExit):
-        printed_by(capsys, monkeypatch, arguments)
-    assert text in ' '.join(capsys.readouterr().err.split())
 
 
 def test_command_line_of_general_calls(capsys, monkeypatch):
