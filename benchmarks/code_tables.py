@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flash_attn3 import _plan, integrations
-from flash_attn3.tools import planning, support
+from flash_attn3.tools import planning
+from tests.support import support_matrix as support
 from tests.support.client_evidence import EVIDENCE
 
 E4M3 = 'float8_e4m3fn'

@@ -9,7 +9,7 @@ import argparse
 import torch
 
 from flash_attn3 import arguments
-from flash_attn3.tools import planning, support
+from flash_attn3.tools import planning
 
 _DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16}
 # Numbers that change the scores, of which 0 is none.
@@ -49,8 +49,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument('--deterministic', action='store_true', help='gradients that repeat')
     parser.add_argument('--sm-margin', type=int, default=0, help='multiprocessors left to others')
     parser.add_argument('--sm-count', type=int, help='multiprocessors of the GPU; default: 132')
-    parser.add_argument('--matrix', action='store_true',
-                        help='only print which features go together, as a table in Markdown')
     return parser.parse_args()
 
 
@@ -82,9 +80,6 @@ def _explain_cache(options: argparse.Namespace, shapes: tuple, features: dict) -
 
 def main() -> None:
     options = _options()
-    if options.matrix:
-        print(support.table())
-        return
     seqlen_k = options.seqlen_q if options.seqlen_k is None else options.seqlen_k
     heads_k = options.heads if options.heads_k is None else options.heads_k
     head_dim_v = options.head_dim if options.head_dim_v is None else options.head_dim_v

@@ -9,7 +9,7 @@ import torch
 import flash_attn3
 from flash_attn3 import _plan
 from flash_attn3.ops import library
-from flash_attn3.tools import planning, support
+from flash_attn3.tools import planning
 
 from tests import sanitize
 from tests.support import bad_inputs
@@ -275,10 +275,6 @@ def test_command_line_of_general_calls(capsys, monkeypatch):
                      cu_seqlens_q=range(4), max_seqlen_q=500, max_seqlen_k=700)
     assert printed == capsys.readouterr().out
     assert 'FwdBf16D256Softcap' in printed.split()
-
-
-def test_command_line_prints_the_support_matrix(capsys, monkeypatch):
-    assert printed_by(capsys, monkeypatch, '--matrix') == support.table() + '\n'
 
 
 # ---------------------------------------------------------------------------------------- can_use

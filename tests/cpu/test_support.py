@@ -3,10 +3,9 @@ import pytest
 import torch
 
 import flash_attn3
-from flash_attn3.tools import support
 
 from tests.cpu.test_kvcache import check
-from tests.support import support_cells
+from tests.support import support_cells, support_matrix as support
 from tests.support.cache_cases import small
 from tests.support.support_cells import (EVERY_CELL, REFUSED_EVERYWHERE, Cell, every_refused,
                                          every_supported)
@@ -61,14 +60,3 @@ def test_rows_have_names_of_their_own():
     assert len(set(names)) == len(names)
     assert {column for feature in support.FEATURES for column in feature.errors} == set(
         support.COLUMNS)
-
-
-def test_the_table_has_every_cell():
-    lines = support.table().split('\n\n')[0].splitlines()
-    assert len(lines) == 2 + len(support.FEATURES)
-    for feature, line in zip(support.FEATURES, lines[2:]):
-        name, *cells = (cell.strip() for cell in line.strip('|').split('|'))
-        assert name == feature.name
-        texts = {None: 'yes', '': '-'}
-        for column, text in zip(support.COLUMNS, cells, strict=True):
-            assert text.startswith(texts.get(feature.cell(column), 'no ('))

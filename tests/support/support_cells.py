@@ -1,4 +1,4 @@
-"""The cells of flash_attn3/tools/support.py as calls: their tensors, and what they have to give.
+"""The cells of support_matrix.py as calls: their tensors, and what they have to give.
 
 tests/cpu/test_support.py walks them on the CPU, tests/gpu/test_matrix.py on a GPU.
 """
@@ -17,11 +17,11 @@ from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 from flash_attn3.cpu import reference
 from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
 from flash_attn3.cpu.reference_fp8 import Scales
-from flash_attn3.tools.support import COLUMNS, FEATURES, Feature
 
 from tests.support import compare, fp8_data
 from tests.support.bad_inputs import UNSUPPORTED
 from tests.support.lists import starts
+from tests.support.support_matrix import COLUMNS, FEATURES, Feature
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""What the Hopper kernels support: one list, from which the tables of docs/support.md and
-of `python -m flash_attn3.explain --matrix` are made, and which the tests walk cell by cell.
+"""What the Hopper kernels support: one list, from which docs/support.md is generated
+(benchmarks/kernel_tables.py). The tests walk it cell by cell (support_cells.py).
 """
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -204,25 +203,3 @@ CACHE_FEATURES = (
     CacheFeature('`qv`, head dims 64, 256', _LATENT | {'head_dim_v': 256},
                  error='flash_attn3.attend_cache: expected head dims of 64'),
 )
-
-
-def table() -> str:
-    """The list as a table in Markdown, with the errors below it."""
-    notes: list[str] = []
-    lines = ['| | ' + ' | '.join(COLUMNS) + ' |', '|---' * (1 + len(COLUMNS)) + '|']
-    for feature in FEATURES:
-        cells = [_text(feature.cell(column), notes) for column in COLUMNS]
-        lines.append(f'| {feature.name} | ' + ' | '.join(cells) + ' |')
-    lines += ['', *(f'{number}. `{note} ...`' for number, note in enumerate(notes, 1))]
-    return '\n'.join(lines)
-
-
-def _text(error: str | None, notes: list[str]) -> str:
-    """A cell; an error that is new goes to the notes, in the words that dense and packed share."""
-    if not error:
-        return 'yes' if error is None else '-'
-    note = re.sub(r'flash_attn(_varlen)?_func', '<function>', error)
-    note = re.sub(r'size\(\d\)', 'size(...)', note)
-    if note not in notes:
-        notes.append(note)
-    return f'no ({notes.index(note) + 1})'
