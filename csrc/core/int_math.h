@@ -12,9 +12,6 @@ FA3_HD constexpr int min_of(int a, int b) { return a < b ? a : b; }
 FA3_HD constexpr int max_of(int a, int b) { return a > b ? a : b; }
 FA3_HD constexpr int clamp(int x, int low, int high) { return max_of(low, min_of(x, high)); }
 
-// Rounds towards minus infinity; b > 0.
-FA3_HD constexpr int floor_div(int a, int b) { return a / b - (a % b < 0 ? 1 : 0); }
-
 // Rounds towards plus infinity; b > 0.
 FA3_HD constexpr int ceil_div(int a, int b) { return a / b + (a % b > 0 ? 1 : 0); }
 

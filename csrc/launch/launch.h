@@ -54,58 +54,21 @@ void allow_shared_memory(Kernel* kernel, LaunchShape const& shape,
   }
 }
 
-template <int kCount, class Kernel, class Params>
-void launch_with(cudaLaunchAttribute (&attributes)[kCount], Kernel* kernel,
-                 LaunchShape const& shape, Params const& params, void* stream) {
+// The CTAs may start while the launch before still runs; the kernel itself waits for it.
+template <class Kernel, class Params>
+void launch_early(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
+  cudaLaunchAttribute early_start{};
+  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early_start.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(shape.grid);
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attributes;
-  config.numAttrs = kCount;
+  config.attrs = &early_start;
+  config.numAttrs = 1;
   check_launch(cudaLaunchKernelEx(&config, kernel, params), shape.variant, shape.grid,
                shape.shared_bytes);
-}
-
-inline cudaLaunchAttribute early_start() {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  return attribute;
-}
-
-// The CTAs may start while the launch before still runs; the kernel itself waits for it.
-template <class Kernel, class Params>
-void launch_early(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
-  cudaLaunchAttribute attributes[] = {early_start()};
-  launch_with(attributes, kernel, shape, params, stream);
-}
-
-inline cudaLaunchAttribute cluster_of(int ctas) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = unsigned(ctas);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  return attribute;
-}
-
-// The same with clusters of `ctas` CTAs.
-template <class Kernel, class Params>
-void launch_in_clusters(int ctas, Kernel* kernel, LaunchShape const& shape, Params const& params,
-                        void* stream) {
-  cudaLaunchAttribute attributes[] = {early_start(), cluster_of(ctas)};
-  launch_with(attributes, kernel, shape, params, stream);
-}
-
-// All CTAs run on the GPU at once; if they do not fit, the launch is an error. Such a launch does
-// not begin early.
-template <class Kernel, class Params>
-void launch_together(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
-  cudaLaunchAttribute attributes[1] = {};
-  attributes[0].id = cudaLaunchAttributeCooperative;
-  attributes[0].val.cooperative = 1;
-  launch_with(attributes, kernel, shape, params, stream);
 }
 
 }  // namespace fa3

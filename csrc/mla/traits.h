@@ -113,7 +113,6 @@ struct MlaTraits {
   static constexpr int kProductColumns = 128;
   using MmaO = decltype(cute::make_tiled_mma(shared_atom<Element, kProductColumns, Major::MN>()));
   static constexpr int kHeldSteps = kHeldColumns / kStepColumns<Element>;
-  static constexpr int kLatentSteps = kHeadDimV / kStepColumns<Element>;
   static constexpr int kRotarySteps = kHeadDim / kStepColumns<Element>;
   static constexpr int kOutputSteps = kTileN / kStepColumns<Element>;
 };

@@ -11,11 +11,6 @@ positive = st.integers(1, 2**30)
 
 
 @given(signed, positive)
-def test_floor_div_rounds_down(a, b):
-    assert _host.floor_div(a, b) == a // b
-
-
-@given(signed, positive)
 def test_ceil_div_rounds_up(a, b):
     assert _host.ceil_div(a, b) == -(-a // b)
 

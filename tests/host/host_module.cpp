@@ -133,7 +133,6 @@ void bind_core(py::module_& m) {
   m.def("compact_ring_1", &walk_ring<1>);
   m.def("compact_ring_2", &walk_ring<2>);
   m.def("compact_ring_3", &walk_ring<3>);
-  m.def("floor_div", &floor_div);
   m.def("ceil_div", &ceil_div);
   m.def("round_up", &round_up);
   m.def("clamp", &clamp);
