@@ -2,7 +2,7 @@
 
 From this list come the schemas (ops/library.py), the tuples of arguments (in ops/), what `explain`
 and `can_use` take, and in C++ the structs of an AttentionCall with their readers
-(csrc/call/generate_arguments.py). docs/contributing.md says how to add an argument.
+(csrc/call/generate_arguments.py). docs/extend.md says how to add an argument.
 
 INVARIANT: imports nothing of the package. The build reads this file by its path.
 """

@@ -29,8 +29,8 @@ VALUES = {'Tensor?': describe_sizes((2,), 'float32'), 'SymInt': 3, 'int': 3, 'fl
 READ_IN_CPP = arguments.select(*generate_arguments.GROUPS)
 
 
-def section_of_contributing() -> str:
-    text = (ROOT / 'docs/contributing.md').read_text()
+def recipe() -> str:
+    text = (ROOT / 'docs/extend.md').read_text()
     return re.search(r'## Add an argument\n(.*?)\n## ', text, re.DOTALL)[1]
 
 
@@ -39,7 +39,7 @@ def test_an_argument_stands_in_few_files(name):
     """The page names all of them."""
     files = {path.relative_to(ROOT).as_posix() for path in SOURCES if name in path.read_text()}
     assert len(files) <= MOST_FILES
-    assert files <= set(re.findall(r'`([\w/.]+)`', section_of_contributing()))
+    assert files <= set(re.findall(r'`([\w/.]+)`', recipe()))
 
 
 @pytest.mark.parametrize('op, before, groups', [
