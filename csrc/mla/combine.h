@@ -1,7 +1,6 @@
-// Combines the parts of output tiles whose keys several CTAs share, in the order of their keys, in
-// a launch after theirs. WHY not by the CTA that completes a tile, as in
-// forward/cache/output_parts.h: a row of a part has 2 KiB, and one multiprocessor would read them
-// all.
+// Combines the parts of output tiles whose keys several CTAs share, in key order, in a launch that
+// follows the attention kernel. WHY the CTA that completes a tile does not combine it, as in
+// forward/cache/output_parts.h: a row of a part has 2 KiB, and one SM would read all of them.
 #pragma once
 
 #include "forward/cache/output_parts.h"
@@ -9,14 +8,15 @@
 
 namespace fa3 {
 
-// A CTA of kWarps warps combines 16 rows of a tile, those that a warp stored (parts.h). First its
-// threads read the LSEs of all parts together; then each warp adds up its float4s, weighted. Where
-// there are few rows, all warps share the same float4s, and each adds up other groups of parts.
+// A CTA of kWarps warps combines 16 rows of a tile, the rows that one warp stored (parts.h). First
+// all its threads read the LSEs of all parts; then each warp adds up its float4s, weighted. If
+// there are few rows, all warps work on the same float4s and each adds up different groups of
+// parts.
 //
-// INVARIANT: the bits of a row depend on its parts alone. Each group of kAtOnce parts is added up
-// on its own, then the groups in their order.
+// INVARIANT: the bits of a row depend on its parts alone. Each group of kAtOnce parts is summed
+// separately, then the group sums are added in order.
 //
-// WHY so little code: most instructions run once, and fetching them takes most of the time.
+// WHY the code is small: most instructions run once, so instruction fetch takes most of the time.
 template <class Traits>
 struct PartCombination {
   using Params = typename Traits::Params;
@@ -26,7 +26,7 @@ struct PartCombination {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kCtasPerSm = 4;
   static constexpr int kAtOnce = 8;
-  static constexpr int kMost = 256;  // parts whose LSEs are kept
+  static constexpr int kMost = 256;  // parts whose LSEs fit in shared memory
 
   // The largest LSE, base 2, and the sum of 2^(LSE - largest).
   struct Ends {
@@ -38,7 +38,7 @@ struct PartCombination {
     SharedTile<Work> tile;
     int tiles;
     float lses[kMost][kWarpRows];
-    Ends ends[kWarps][kWarpRows];  // what a warp has read
+    Ends ends[kWarps][kWarpRows];  // one per warp, of the LSEs it read
     float4 sums[kMost / kAtOnce][32];
   };
 
@@ -48,15 +48,16 @@ struct PartCombination {
   int block;  // index of the 16 rows
   int warp = int(threadIdx.x) / 32;
   bool fits;
-  // LSEs, by (part, row): in shared memory if there is room, else those of the buffer. INVARIANT:
-  // an even split has a part for each CTA of a line at most, fewer than kMost; the slots of other
-  // splits follow each other.
+  // LSEs, by (part, row): in shared memory if they fit, else in the buffer. INVARIANT: parts that
+  // do not fit have consecutive slots. Only an even split has other slots, and it has at most one
+  // part per CTA of a line, fewer than kMost.
   float const* lses;
   int lses_stride;
   bool has_ends = false;
-  Ends ends[2];  // those of the lane's two rows
+  Ends ends[2];  // of the lane's two rows
 
-  // The float4s of a block that a CTA combines, of `all`: 1, or a multiple of kWarps.
+  // How many float4s of a block one CTA combines: 1 or a multiple of kWarps. `all` counts the
+  // float4s of the whole launch.
   static int fours_of_cta(int64_t all, int sms) {
     int fours = 1;
     while (fours < Parts::kFours && all > int64_t(fours) * kCtasPerSm * sms) {
@@ -65,8 +66,9 @@ struct PartCombination {
     return fours;
   }
 
-  // WHY the tile is read before it is known whether there is one: one wait for both. WHY by one
-  // warp: where all warps of all CTAs read the same line of L2, they take 10 us (H200, 2026-11-27).
+  // WHY the tile is read before it is known to exist: both reads then take one wait. WHY one warp
+  // reads it: when all warps of all CTAs read the same line of L2, they take 10 us (H200,
+  // 2026-11-27).
   CUTE_DEVICE static void run(Params const& p, Storage& shared) {
     wait_for_earlier_launches();
     allow_later_launches();
@@ -100,8 +102,8 @@ struct PartCombination {
     lses_stride = fits ? kWarpRows : p.part_rows;
   }
 
-  // The last CTA that has read the number of tiles sets it back to 0. WHY by the last warp: this
-  // waits for what its thread has written, and often only the first warp writes.
+  // The last CTA to read the number of tiles resets the counters. WHY the last warp does it: the
+  // ordered add waits for earlier stores of its thread, and often only the first warp stores.
   CUTE_DEVICE static void end(Params const& p) {
     if (threadIdx.x == kThreads - 1 && add_in_order(&p.combine->ctas, 1) == int(gridDim.x) - 1) {
       *p.combine = CombineCounters{0, 0};
@@ -116,7 +118,7 @@ struct PartCombination {
     return int64_t(slot) * p.part_rows + block * kWarpRows;
   }
 
-  // Rows that the sequence does not have were not written.
+  // Skips blocks without rows of the sequence, whose parts were not written.
   CUTE_DEVICE void combine(int first, int fours) {
     if (block * kWarpRows >= rows_of_tile(p, work.rows)) {
       return;
@@ -141,7 +143,8 @@ struct PartCombination {
     }
   }
 
-  // Adds up every step-th group, from `group` on. With a step above 1 it also stores their sums.
+  // Adds up every step-th group, starting at `group`. With step > 1 it also stores each group's
+  // sum.
   CUTE_DEVICE float4 add_in_turn(int four, int group, int step) {
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
     CUTE_NO_UNROLL
@@ -152,17 +155,17 @@ struct PartCombination {
         read_lses();
         has_ends = true;
       }
-      float4 const of_group = add(values, group);
-      add_four(sum, of_group, 1.f);
+      float4 const group_sum = add(values, group);
+      add_four(sum, group_sum, 1.f);
       if (step > 1 && group < groups()) {
-        shared.sums[group][lane_of_warp()] = of_group;
+        shared.sums[group][lane_of_warp()] = group_sum;
       }
       group += step;
     } while (group < groups());
     return sum;
   }
 
-  // Loads a float4 of each part of a group, 0 where there is no part.
+  // Loads one float4 of each part of a group, or 0 where there is no part.
   CUTE_DEVICE void load(float4 (&values)[kAtOnce], int group, int four) const {
     CUTE_UNROLL
     for (int j = 0; j < kAtOnce; ++j) {
@@ -215,7 +218,7 @@ struct PartCombination {
     return all;
   }
 
-  // Each thread reads the LSEs of every 16th part of a row, kLoads at a time. Sets `ends`.
+  // Sets `ends`. Each thread reads the LSEs of every 16th part of a row, kLoads at a time.
   CUTE_DEVICE void read_lses() {
     constexpr int kThreadsOfRow = kThreads / kWarpRows;
     constexpr int kLoads = 4;
@@ -249,16 +252,16 @@ struct PartCombination {
     __syncthreads();
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      Ends of_warps[kWarps];
+      Ends warp_ends[kWarps];
       CUTE_UNROLL
       for (int i = 0; i < kWarps; ++i) {
-        of_warps[i] = shared.ends[i][lane_of_warp() / 4 + 8 * r];
+        warp_ends[i] = shared.ends[i][lane_of_warp() / 4 + 8 * r];
       }
-      ends[r] = add(of_warps);
+      ends[r] = add(warp_ends);
     }
   }
 
-  // Divides by the sum of weights, with the sink, and writes O and the LSE.
+  // Divides by the sum of the weights, including the sink, and writes O and the LSE.
   CUTE_DEVICE void write(int four, float4 const& sum) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
@@ -269,8 +272,8 @@ struct PartCombination {
       }
       auto const [most, weights] = ends[r];
       float const sink = p.sinks != nullptr ? p.sinks[work.rows.head + row.head] : -INFINITY;
-      float const of_sink = exp2_approx(sink * kLog2E - finite_max(most));
-      float const scale = inverse_sum(weights + of_sink);
+      float const sink_weight = exp2_approx(sink * kLog2E - finite_max(most));
+      float const scale = inverse_sum(weights + sink_weight);
       ResultRow<Traits>::of(p, work, row)
           .write(8 * four + fragment_column(lane_of_warp()), scale * (r == 0 ? sum.x : sum.z),
                  scale * (r == 0 ? sum.y : sum.w));

@@ -1,6 +1,6 @@
-// A latent cache of e4m3: an output warpgroup converts its half of K tiles, times the scales of
-// their keys, into the ring of 16-bit halves that S and its own PV read. It does so while other
-// warpgroups compute S and the softmax.
+// Conversion of an e4m3 latent cache. Each output warpgroup converts its half of a K tile, times
+// the scales of the keys, into the ring of 16-bit halves that S and its own PV read. This overlaps
+// with S and the softmax of other warpgroups.
 #pragma once
 
 #include "forward/cache/keys_converted.h"
@@ -8,7 +8,7 @@
 
 namespace fa3 {
 
-// Scales by key and slice of 128 columns of a half.
+// The scale of a key for each slice of 128 columns of a half.
 struct ScaledByKey {
   float2 const* scales;
 
@@ -17,7 +17,7 @@ struct ScaledByKey {
   }
 };
 
-// A stage of the left half may have Q instead of keys: it is the first one of a tile.
+// The first left stage of a tile holds Q instead of keys and needs no conversion.
 template <class Traits, bool kIsUsed = Traits::kConverts>
 struct HalfConverter {
   static constexpr int kStages = Traits::kStages;
@@ -26,22 +26,22 @@ struct HalfConverter {
   MlaStorage<Traits>& shared;
   int half;
   int thread;
-  uint32_t filled = 0;    // stages, of Q too; they count up, as do all below
+  uint32_t filled = 0;    // stages, including those of Q; like the next four, it only grows
   uint32_t released = 0;  // stages
   uint32_t converted = 0;
   uint32_t tile = 0;
   uint32_t stored = 0;  // tiles
-  int left = 0;         // K tiles of the tile that are to be converted
+  int left = 0;         // K tiles of the current tile still to convert
 
   CUTE_DEVICE void start() { fill(); }
 
-  // The next stage has been read.
+  // Call when the oldest stage has been read.
   CUTE_DEVICE void release() {
     ++released;
     fill();
   }
 
-  // The results of the next tile have been stored.
+  // Call when the results of the oldest tile have been stored.
   CUTE_DEVICE void end_tile() {
     ++stored;
     fill();
@@ -51,18 +51,19 @@ struct HalfConverter {
   CUTE_DEVICE void fill() {
     CUTE_NO_UNROLL
     while (filled - released < kStages) {
-      bool const is_of_queries = left == 0 && half == 0;
+      bool const holds_queries = left == 0 && half == 0;
       if (left == 0 && !find_tile()) {
         return;
       }
-      if (!is_of_queries) {
+      if (!holds_queries) {
         convert();
       }
       ++filled;
     }
   }
 
-  // False: there is none, or it is published only after a tile that this warpgroup has not stored.
+  // Returns false if no tile is left, or if the next one is published only after this warpgroup
+  // stores an earlier one.
   CUTE_DEVICE bool find_tile() {
     if (tile - stored == Traits::kTileStages) {
       return false;
@@ -82,8 +83,7 @@ struct HalfConverter {
     int const stage = half * kStages + filled % kStages;
     shared.raw_full[half].wait(converted % 2);
     shared.half_empty[stage].wait(filled / kStages % 2 ^ 1);
-    // WHY: values derived from the thread's number would otherwise stay in registers over all
-    // tiles.
+    // WHY: without this, values derived from the thread index stay in registers across all tiles.
     int own = thread;
     asm volatile("" : "+r"(own));
     TileConverter<typename Traits::Element, Traits::kTileN, Traits::kSliceV, Traits::kOutputColumns,
@@ -101,7 +101,7 @@ struct HalfConverter {
   }
 };
 
-// 16 bits: nothing to convert.
+// A 16-bit cache needs no conversion.
 template <class Traits>
 struct HalfConverter<Traits, false> {
   CUTE_DEVICE HalfConverter(MlaStorage<Traits>&, int, int) {}

@@ -1,9 +1,9 @@
-// Attention on a latent cache (absorbed MLA): keys of 64 rotary and 512 latent columns; the latent
-// ones are also the values. Which warpgroup runs which role:
+// Attention on a latent cache (absorbed MLA). Keys have 64 rotary and 512 latent columns; the
+// latent columns are also the values. Roles of the warpgroups:
 //
 //   0      producer: Q and keys into rings (producer.h)
 //   1      scores: S, softmax, P (scores.h)
-//   2, 3   output: half of the columns of O each (output.h)
+//   2, 3   output: each computes half of the columns of O (output.h)
 #pragma once
 
 #include "mla/output.h"

@@ -1,4 +1,4 @@
-// A latent cache of e4m3: a warp of the producer reads the scales of the keys.
+// The producer warp that reads the scales of the keys of an e4m3 latent cache.
 #pragma once
 
 #include "forward/cache/keys_pages.h"
@@ -6,16 +6,16 @@
 
 namespace fa3 {
 
-// A lane has two keys of each K tile. It reads the scales of the next K tile ahead, and the pages
-// that hold those of the one after it.
+// A lane handles two keys of each K tile. It prefetches the scales of the next K tile, and the page
+// ids of the one after that.
 template <class Traits>
 struct KeyScales {
   using Work = FwdWork<Traits>;
   using Keys = PagedKeys<Traits>;
-  static constexpr int kKeys = Traits::kTileN / 32;  // that a lane has
+  static constexpr int kKeys = Traits::kTileN / 32;  // per lane
 
   struct Ids {
-    int of[kKeys];
+    int page[kKeys];
   };
 
   struct Scales {
@@ -41,7 +41,7 @@ struct KeyScales {
   }
 
  private:
-  // From last to first.
+  // Visits the K tiles from last to first.
   CUTE_DEVICE void publish_keys(KeySource const& from, int begin, int end, uint32_t& phase) {
     int at = (end - 1) * Traits::kTileN + lane_of_warp();
     Scales scales = scales_at(from, at, ids_at(from, at));
@@ -57,18 +57,18 @@ struct KeyScales {
     }
   }
 
-  // Where there is no key, no page. at: may be negative.
+  // Page ids, or the invalid id p.entries where there is no key. `at` may be negative.
   CUTE_DEVICE Ids ids_at(KeySource const& from, int at) const {
     Ids ids;
     CUTE_UNROLL
     for (int i = 0; i < kKeys; ++i) {
       int const slot = at + 32 * i;
-      ids.of[i] = from.has(slot) ? Keys::entry_of(p, from, slot) : p.entries;
+      ids.page[i] = from.has(slot) ? Keys::entry_of(p, from, slot) : p.entries;
     }
     return ids;
   }
 
-  // 0 where there is no key. Those of a key that has one scale are equal.
+  // Four scales per key, 0 where there is no key. They are equal if the key has only one scale.
   CUTE_DEVICE Scales scales_at(KeySource const& from, int at, Ids const& ids) const {
     ScaleView const& view = p.key_scale;
     Scales scales;
@@ -77,8 +77,8 @@ struct KeyScales {
       float4& own = scales.of[i];
       own =
           view.data == nullptr ? make_float4(1.f, 1.f, 1.f, 1.f) : make_float4(0.f, 0.f, 0.f, 0.f);
-      if (view.data != nullptr && uint32_t(ids.of[i]) < uint32_t(p.entries)) {
-        float const* const scale = view.data + ids.of[i] * view.batch_stride +
+      if (view.data != nullptr && uint32_t(ids.page[i]) < uint32_t(p.entries)) {
+        float const* const scale = view.data + ids.page[i] * view.batch_stride +
                                    Keys::row_of(p, from, at + 32 * i) * view.head_stride;
         own = make_float4(scale[0], scale[view.block_stride], scale[2 * view.block_stride],
                           scale[3 * view.block_stride]);

@@ -7,8 +7,8 @@
 
 namespace fa3 {
 
-// Columns of a cache as (column of a slice, key, slice, page): a box has keys of one page, and one
-// slice or those of a group.
+// Tensor map of cache columns as (column of a slice, key, slice, page). A box holds keys of one
+// page and either one slice or all slices of a column group.
 template <class Traits>
 CUtensorMap slices_map(TensorMapMaker& maps, FwdProblem const& problem, TensorView const& t,
                        int columns, int columns_of_group, int box_keys) {
@@ -20,7 +20,7 @@ CUtensorMap slices_map(TensorMapMaker& maps, FwdProblem const& problem, TensorVi
                                {max_of(1, problem.cache.entries), t.batch_stride, 1}});
 }
 
-// An estimate of the tiles that have parts; the results do not depend on it.
+// Estimates how many tiles are split into parts. Results do not depend on the estimate.
 inline int64_t shared_tiles(FwdParams const& p) {
   CacheSchedule const& cache = p.schedule.cache;
   int64_t const tiles =

@@ -1,5 +1,5 @@
-// The output warpgroups: each has half of the columns of O = P V for the 64 rows of a tile, and
-// stores them, or a part of them (combine.h).
+// The output warpgroups. Each computes half of the columns of O = P V for the 64 rows of a tile and
+// stores them as the result or as a part (combine.h).
 #pragma once
 
 #include "device/gemm.h"
@@ -23,8 +23,8 @@ struct OutputWarpgroup {
   using Params = typename Traits::Params;
   using Work = FwdWork<Traits>;
   using MmaO = typename Traits::MmaO;
-  // The sums as the products have them, (MMA, 1, 2), and as one row of columns, ((2, 2, 32), 1, 1).
-  using Products = decltype(cute::partition_fragment_C(
+  // The accumulators as the MMA sees them, (MMA, 1, 2), and as one row, ((2, 2, 32), 1, 1).
+  using Accumulators = decltype(cute::partition_fragment_C(
       MmaO{}, cute::Shape<cute::_64, cute::Int<Traits::kOutputColumns>>{}));
   using FragmentO = decltype(cute::make_tensor<float>(
       cute::Layout<
@@ -66,7 +66,7 @@ struct OutputWarpgroup {
       bool starts = true;
       CUTE_NO_UNROLL
       for (; left > 0; --left) {
-        add_product(starts);
+        accumulate_pv(starts);
         starts = false;
       }
       store();
@@ -81,7 +81,7 @@ struct OutputWarpgroup {
 
  private:
   // O += P V of the next K tile.
-  CUTE_DEVICE void add_product(bool starts) {
+  CUTE_DEVICE void accumulate_pv(bool starts) {
     shared.p_full[p_ring.stage].wait(p_ring.phase);
     if (!starts && shared.any_rescale[p_ring.stage][thread / 32]) {
       float factors[2];
@@ -92,7 +92,7 @@ struct OutputWarpgroup {
       multiply_rows(tOrO, factors);
     }
     shared.half_full[values.stage].wait(values.phase);
-    if (p.box_keys == 0) {  // gathered rows were not written by the copy engine
+    if (p.box_keys == 0) {  // gathered rows are not written by TMA
       fence_shared_for_async_proxy();
     }
     if (Traits::kLeftWaits && half == 0) {
@@ -104,10 +104,10 @@ struct OutputWarpgroup {
         typename Traits::template RowMajor<kWarpgroupRows, Traits::kTileN>{});  // (64, N)
     auto sV = cute::make_tensor(cute::make_smem_ptr(shared.halves[values.stage]),
                                 typename Traits::SmemLayoutV{});  // (256, N)
-    auto products = cute::make_tensor(tOrO.data(), Products{}.layout());
+    auto accumulators = cute::make_tensor(tOrO.data(), Accumulators{}.layout());
     issue_gemm<Traits::kOutputSteps>(MmaO{}, mma.partition_fragment_A(sP),
-                                     mma.partition_fragment_B(sV), products, starts);
-    wait_gemm<0>(products);
+                                     mma.partition_fragment_B(sV), accumulators, starts);
+    wait_gemm<0>(accumulators);
     if (thread == 0) {
       shared.half_empty[values.stage].arrive();
       shared.rotary_empty[p_ring.stage].arrive();
@@ -119,8 +119,7 @@ struct OutputWarpgroup {
 
   CUTE_DEVICE void store() {
     Work const& work = shared.work[tiles.stage];
-    // WHY: values derived from the thread's number would otherwise stay in registers over all
-    // tiles.
+    // WHY: without this, values derived from the thread index stay in registers across all tiles.
     int own = thread;
     asm volatile("" : "+r"(own));
     RowEnds ends;
@@ -129,7 +128,7 @@ struct OutputWarpgroup {
     for (int r = 0; r < 2; ++r) {
       RowEnd const end = shared.ends[tiles.stage][fragment_row(own) + 8 * r];
       ends.lses[r] = end.lse;
-      // A row without a visible key is 0, whatever V holds.
+      // A row without a visible key is 0, even if V holds NaN.
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(output); ++c) {
         output(r, c) = end.scale == 0.f ? 0.f : output(r, c) * end.scale;
@@ -146,7 +145,7 @@ struct OutputWarpgroup {
     }
   }
 
-  // Stores O as the registers hold it (MlaParts).
+  // Stores O in register order (MlaParts).
   CUTE_DEVICE void store_part(Work const& work, int own, RowEnds const& ends) const {
     MlaParts<Traits> const parts{p, work.location.part.slot_of(work.location.part.index)};
     int const warp = own / 32;
@@ -164,7 +163,7 @@ struct OutputWarpgroup {
     }
   }
 
-  // The first part of an output tile says where the others are.
+  // The CTA of the first part queues the tile for the combining kernel.
   CUTE_DEVICE void publish_parts(Work const& work) {
     if (work.location.part.index == 0 && half == 0 && thread == 0) {
       p.shared_tiles[atomicAdd(&p.combine->tiles, 1)].work = work;

@@ -1,9 +1,9 @@
 // The producer warps of the kernel for a latent cache. One finds the tiles of the CTA and publishes
-// them; its lanes read the lengths together. Another one loads their Q and keys into the rings.
-// WHY two: together they need more registers than there are. The last one reads the scales of e4m3.
+// them; its lanes read the lengths together. A second one loads Q and keys into the rings. WHY two
+// warps: one would run out of registers. With e4m3 the last warp reads the scales.
 //
-// A lane loads the box of a page. Pages of other sizes than multiples of 8 are gathered by two
-// warps, a lane for a row of the K tile.
+// A lane loads the box of a page. If the page size is not a multiple of 8, two warps gather the
+// rows, one lane per row of the K tile.
 #pragma once
 
 #include "forward/cache/cache_batch.h"
@@ -46,7 +46,7 @@ struct MlaLoader {
 
   MlaStorage<Traits>& shared;
   Params const& p;
-  int slot;  // where this lane's box, or row, begins in a K tile
+  int slot;  // first key of this lane's box, or its row, in a K tile
   HalfRing<Traits> left{true};
   HalfRing<Traits> right{false};
   RingState<Traits::kStages> rotary;
@@ -54,10 +54,10 @@ struct MlaLoader {
 
   CUTE_DEVICE static bool gathers(Params const& p) { return p.box_keys == 0; }
 
-  // Warps that run this.
+  // Number of warps that run this loader.
   CUTE_DEVICE static int warps(Params const& p) { return gathers(p) ? kGatheringWarps : 1; }
 
-  // Arrivals at the barrier of a group of columns that is loaded.
+  // Arrivals per load at the barrier of a column group.
   CUTE_DEVICE static int arrivals(Params const& p) { return gathers(p) ? 32 * kGatheringWarps : 1; }
 
   CUTE_DEVICE MlaLoader(MlaStorage<Traits>& shared_, Params const& p_, int warp)
@@ -65,11 +65,11 @@ struct MlaLoader {
         p(p_),
         slot(gathers(p_) ? 32 * warp + lane_of_warp() : lane_of_warp() * p_.box_keys) {}
 
-  // The first lanes of the first warp load a slice of Q each.
+  // The first lanes of the first warp each load a slice of Q.
   //
-  // INVARIANT: lanes that load boxes do not wait for each other. A stage is full, and so used and
-  // filled again, only after the boxes of all lanes have arrived. Lanes without a box must have
-  // seen all phases of a tile before Q is loaded.
+  // INVARIANT: lanes that load boxes do not wait for each other. A stage becomes full, and can be
+  // used and refilled, only after the boxes of all lanes have arrived. Lanes without a box must
+  // have seen all phases of a tile before Q is loaded.
   CUTE_DEVICE void run() {
     RingState<Traits::kTileStages> tiles;
     uint32_t q_phase = 1;
@@ -110,11 +110,13 @@ struct MlaLoader {
  private:
   CUTE_DEVICE bool leads() const { return slot == 0; }
 
-  // Whether this is the first warp. WHY with e4m3 the other warp does not wait for Q's buffers: Q
-  // does not wait for that warp, so they could be filled and read again before it looks.
+  // Whether this is the first warp. WHY the second gathering warp does not wait for Q's buffers
+  // with e4m3: Q does not wait for that warp, so the barrier could pass two phases before the warp
+  // looks.
   CUTE_DEVICE bool loads_queries() const { return !gathers(p) || slot < 32; }
 
-  // This thread's arrival where the copy engine brings `bytes`.
+  // Arrives at `full`: the leading lane announces the bytes that TMA brings, and lanes that gather
+  // rows arrive too.
   CUTE_DEVICE void expect(Mbarrier& full, int bytes) const {
     if (leads()) {
       full.arrive_and_expect_tx(uint32_t(bytes));
@@ -123,7 +125,8 @@ struct MlaLoader {
     }
   }
 
-  // The same for the stage that Q has, at whose barrier converting warps arrive for keys.
+  // Arrives at the barrier of the stage that receives Q. With e4m3 its count is that of the
+  // converting warps, so the leading lane makes all arrivals.
   CUTE_DEVICE void expect_queries(int bytes) const {
     Mbarrier& full = shared.half_full[left.stage];
     if (!Traits::kConverts) {
@@ -137,7 +140,7 @@ struct MlaLoader {
     }
   }
 
-  // The first half of the latent columns goes through a stage of the ring.
+  // The first half of the latent columns passes through a stage of the left ring.
   CUTE_DEVICE void load_queries(Work const& work) {
     constexpr int kLatent = Traits::kHeadDimV / Traits::kSlice;
     constexpr int kHeld = Traits::kHeldColumns / Traits::kSlice;
@@ -160,7 +163,7 @@ struct MlaLoader {
     left.advance();
   }
 
-  // Goes past K tiles of which this lane has no box.
+  // Skips K tiles in which this lane has no box.
   CUTE_DEVICE void skip_keys(int tiles) {
     CUTE_NO_UNROLL
     for (int i = 0; i < tiles; ++i) {
@@ -168,9 +171,9 @@ struct MlaLoader {
     }
   }
 
-  // From last to first. id: the page of the last K tile; the table is read one K tile ahead. WHY no
-  // fetching into L2 ahead of the room in shared memory: memory-bound calls take 14 % longer (H100,
-  // 2026-11-26).
+  // Loads K tiles from last to first. id: the page of the last one; the page table is read one K
+  // tile ahead. WHY no prefetch into L2 before shared memory has room: memory-bound calls take 14 %
+  // longer (H100, 2026-11-26).
   CUTE_DEVICE void load_keys(KeySource const& from, int begin, int end, int id) {
     CUTE_NO_UNROLL
     for (int n = end - 1; n >= begin; --n) {
@@ -184,7 +187,7 @@ struct MlaLoader {
     }
   }
 
-  // at: the slot in the sequence. Halves of e4m3 are loaded into another ring.
+  // at: the slot in the sequence. Halves of e4m3 go into the ring of raw tiles.
   template <Columns kGroup>
   CUTE_DEVICE void load_half(KeySource const& from, int at, int id, HalfRing<Traits>& ring) {
     if constexpr (Traits::kConverts) {
@@ -210,14 +213,14 @@ struct MlaLoader {
 
   template <Columns kGroup>
   static constexpr bool kIsRotary = kGroup == Columns::kRotary;
-  // Slices of 128 bytes.
+  // Number of 128-byte slices of a column group.
   template <Columns kGroup>
   static constexpr int kSlicesOf = kIsRotary<kGroup> ? Traits::kHeadDim / Traits::kSlice
                                                      : Traits::kOutputColumns / Traits::kSliceV;
   template <Columns kGroup>
   static constexpr int kFirstOf = kGroup == Columns::kRight ? kSlicesOf<kGroup> : 0;
 
-  // A box with the keys of a whole K tile has all slices.
+  // A box that holds all keys of a K tile also holds all slices.
   template <Columns kGroup>
   CUTE_DEVICE void load_boxes(KeySource const& from, int at, int id, Mbarrier& full,
                               char* buffer) const {
@@ -234,7 +237,7 @@ struct MlaLoader {
     }
   }
 
-  // Several lanes copy a row, each a chunk of 16 bytes. Rows that do not exist are zeros.
+  // Several lanes copy a row, each lane a chunk of 16 bytes. Missing rows become zeros.
   template <Columns kGroup>
   CUTE_DEVICE void gather(KeySource const& from, int at, int id, Mbarrier& full,
                           char* buffer) const {
@@ -249,18 +252,18 @@ struct MlaLoader {
     uint32_t const target = cute::cast_smem_ptr_to_uint(buffer);
 #pragma unroll 4
     for (int i = 0; i < 32; i += kRowsAtOnce) {
-      int const of_warp = i + lane / kChunks;
-      int64_t const of_row = __shfl_sync(kWholeWarp, offset, of_warp);
-      int const row = slot - lane + of_warp;
-      Keys::copy_chunk(target + chunk_offset_bytes<Traits::kTileN>(row, chunk), data, of_row,
-                       of_row >= 0);
+      int const lane_row = i + lane / kChunks;
+      int64_t const row_offset = __shfl_sync(kWholeWarp, offset, lane_row);
+      int const row = slot - lane + lane_row;
+      Keys::copy_chunk(target + chunk_offset_bytes<Traits::kTileN>(row, chunk), data, row_offset,
+                       row_offset >= 0);
     }
     Keys::arrive_after_copies(cute::cast_smem_ptr_to_uint(&full));
   }
 };
 
-// INVARIANT: whatever the kernel reads or writes in global memory comes after this wait, through
-// the barriers.
+// INVARIANT: every global access of the kernel happens after this wait; the barriers order the
+// other warps after it.
 template <class Traits>
 CUTE_DEVICE void run_mla_producer(MlaStorage<Traits>& shared, typename Traits::Params const& p,
                                   int warp) {

@@ -1,4 +1,4 @@
-// The score warpgroup: S = Q K^T of 64 rows, the softmax, and P for the output warpgroups.
+// The score warpgroup: computes S = Q K^T of 64 rows, the softmax, and P for the output warpgroups.
 #pragma once
 
 #include "device/gemm.h"
@@ -19,7 +19,7 @@ struct ScoreWarpgroup {
   using FragmentS = decltype(cute::partition_fragment_C(
       typename Traits::MmaS{}, cute::Shape<cute::_64, cute::Int<Traits::kTileN>>{}));
   using FragmentP = decltype(cute::make_tensor<Element>(operand_a_layout(FragmentS{}.layout())));
-  // ((2, 2, 2), 1, steps): four words a step.
+  // ((2, 2, 2), 1, steps): four words per k-step.
   using FragmentQ = decltype(cute::make_tensor<Element>(
       cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1,
                                cute::Int<Traits::kHeldSteps>>>{}));
@@ -48,13 +48,13 @@ struct ScoreWarpgroup {
       tiles.advance();
       shared.half_full[left.stage].wait(left.phase);
     }
-    pass_on();
+    publish();
   }
 
  private:
   CUTE_DEVICE Work const& work() const { return shared.work[tiles.stage]; }
 
-  // The left PV of the P before may be issued.
+  // Lets output warpgroup 0 issue the PV of the previous P.
   CUTE_DEVICE void allow_left() {
     if (Traits::kLeftWaits && thread == 0) {
       int const stage = p_ring.stage;
@@ -62,8 +62,8 @@ struct ScoreWarpgroup {
     }
   }
 
-  // P of a K tile, or that no tile is left.
-  CUTE_DEVICE void pass_on() {
+  // Publishes P of a K tile, or that no tile is left.
+  CUTE_DEVICE void publish() {
     __syncwarp();
     if (thread % 32 == 0) {
       shared.p_full[p_ring.stage].arrive();
@@ -71,16 +71,15 @@ struct ScoreWarpgroup {
     p_ring.advance();
   }
 
-  // The first latent columns of Q, out of the ring into registers.
+  // Loads the first latent columns of Q from the ring into registers.
   CUTE_DEVICE void take_queries() {
     auto const* const rows = reinterpret_cast<char const*>(shared.halves[left.stage]);
-    // WHY: values derived from the thread's number would otherwise stay in registers over all
-    // tiles.
+    // WHY: without this, values derived from the thread index stay in registers across all tiles.
     int own = thread;
     asm volatile("" : "+r"(own));
     load_warpgroup_rows<kWarpgroupRows, Traits::kHeldSteps>(rows, 0, own,
                                                             cute::recast<uint32_t>(tSrQ));
-    // All warps have read it, and have seen this phase of its barrier.
+    // All warps have read Q and have seen this phase of its barrier.
     sync_warpgroup(Traits::kOutputWarpgroups);
     if (thread == 0) {
       shared.half_empty[left.stage].arrive();
@@ -88,8 +87,8 @@ struct ScoreWarpgroup {
     left.advance();
   }
 
-  // From last to first. WHY S of the next K tile is not issued before the softmax of this one: its
-  // keys may be late, and the stages that they need are free once this P has been used.
+  // Visits K tiles from last to first. WHY S of the next K tile is not issued before this softmax:
+  // its keys may be late, and the stages that they need become free once this P has been used.
   CUTE_DEVICE void visit_keys() {
     softmax.reset();
     int const begin = work().keys.begin;
@@ -109,7 +108,7 @@ struct ScoreWarpgroup {
       if (n == begin) {
         end_rows();
       }
-      pass_on();
+      publish();
     }
     allow_left();
   }
@@ -160,12 +159,13 @@ struct ScoreWarpgroup {
   CUTE_DEVICE void wait(Barriers& full, Ring& ring) {
     full[ring.stage].wait(ring.phase);
     ring.advance();
-    if (p.box_keys == 0) {  // gathered rows were not written by the copy engine
+    if (p.box_keys == 0) {  // gathered rows are not written by TMA
       fence_shared_for_async_proxy();
     }
   }
 
-  // Turns S of K tile n into P, over its rotary columns, which this warpgroup alone has read.
+  // Computes P from S of K tile n and stores it over the rotary columns, which only this warpgroup
+  // reads.
   CUTE_DEVICE void make_probabilities(int n, bool is_masked) {
     if (is_masked) {
       clear_missing(n);
@@ -192,8 +192,7 @@ struct ScoreWarpgroup {
     limits.template apply<Masked::kBothEnds>(p, tSrS, n);
   }
 
-  // Zeros for the latent columns of keys of the last S that do not exist: their P is 0, but 0 * NaN
-  // is NaN.
+  // Zeroes the latent columns of missing keys of the last S: their P is 0, but 0 * NaN is NaN.
   CUTE_DEVICE void clear_missing(int n) {
     CacheLocation const& at = work().location;
     int const first = at.first_slot() - n * Traits::kTileN;
@@ -205,9 +204,9 @@ struct ScoreWarpgroup {
     clear_rows(shared.halves[right.previous()], first, end);
   }
 
-  // Those before `first` and from `end` on.
+  // Zeroes the rows before `first` and from `end` on.
   CUTE_DEVICE void clear_rows(Element* buffer, int first, int end) const {
-    constexpr int kChunks = Traits::kOutputColumns * int(sizeof(Element)) / 16;  // in a row
+    constexpr int kChunks = Traits::kOutputColumns * int(sizeof(Element)) / 16;  // per row
     CUTE_NO_UNROLL
     for (int i = thread; i < Traits::kTileN * kChunks; i += kWarpgroupThreads) {
       int const row = i / kChunks;
@@ -227,7 +226,7 @@ struct ScoreWarpgroup {
     store_warpgroup_rows<kWarpgroupRows, Traits::kTileN / 16>(words, rows, 0, thread);
   }
 
-  // A sink enters once, here or where parts are combined.
+  // Publishes the ends of the rows. A sink enters once, here or when parts are combined.
   CUTE_DEVICE void end_rows() {
     Work const& tile = work();
     CUTE_UNROLL
@@ -239,11 +238,11 @@ struct ScoreWarpgroup {
         sink = p.sinks[tile.rows.head + p.pack.mod(row)];
       }
       float const most = finite_max(softmax.row_max[r]);
-      float const of_sink = exp2_approx(sink * kLog2E - most * softmax.scale_log2);
+      float const sink_weight = exp2_approx(sink * kLog2E - most * softmax.scale_log2);
       float const lse = log_sum_exp(softmax.row_max[r], sum, p.softmax_scale);
       if (thread % 4 == 0) {
         shared.ends[tiles.stage][row] =
-            RowEnd{sum == 0.f ? 0.f : inverse_sum(sum + of_sink), with_sink(lse, sink)};
+            RowEnd{sum == 0.f ? 0.f : inverse_sum(sum + sink_weight), with_sink(lse, sink)};
       }
     }
   }

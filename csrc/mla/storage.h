@@ -1,4 +1,4 @@
-// Shared memory of a CTA: rings of the three groups of columns, and their barriers.
+// Shared memory of a CTA: the rings of the three column groups and their barriers.
 #pragma once
 
 #include "device/barriers.h"
@@ -7,7 +7,7 @@
 
 namespace fa3 {
 
-// The end of a tile's row: the factor of O, 0 for a row without a visible key; and the LSE.
+// Final values of a row: the scale of O, 0 for a row without a visible key, and the LSE.
 struct RowEnd {
   float scale;
   float lse;
@@ -43,44 +43,45 @@ struct MlaStorage {
   static constexpr int kRightStages = Traits::kRightStages;
   static constexpr int kRawStages = Traits::kRawStages;
 
-  // Everything is in slices of 64 columns.
+  // All buffers are in slices of 64 columns.
   struct alignas(1024) {
     // Latent columns of K tiles: kStages left halves, then kRightStages right ones. Q's left half
     // passes through the left ones.
     Element halves[kStages + kRightStages][Traits::kHalfElements];
     Element rotary[kStages][Traits::kRotaryElements];    // rotary columns, then P over them
     Element q[kWarpgroupRows * Traits::kSharedColumns];  // the other latent columns, then rotary
-    // e4m3: the left and the right half of a K tile as loaded.
+    // e4m3 only: the left and right half of a K tile as loaded.
     typename Traits::ElementKv raw[kRawStages][Traits::kHalfElements];
   };
 
-  // The scales of these keys, by 128 columns; the barriers of `raw` guard them.
+  // Scales of the keys in `raw`, one per 128 columns; its barriers guard them.
   float2 scales[kRawStages][Traits::kTileN];
 
-  // Tiles take turns; `work_empty` guards both.
+  // Double-buffered by tile; `work_empty` guards both arrays.
   FwdWork<Traits> work[Traits::kTileStages];
   RowEnd ends[Traits::kTileStages][kWarpgroupRows];
 
-  // With a K tile: factors of O accumulated so far, if some row of these 16 has one.
+  // Per K tile: factors that rescale O, valid if any of a warp's 16 rows needs one.
   float rescale[kStages][kWarpgroupRows];
   bool any_rescale[kStages][kWarpgroupWarps];
 
-  // Name: what becomes true. Who arrives -> who waits (arrivals).
-  // Columns have arrived: producer (1 + bytes; gathered: all threads), or, converted, warps of the
-  // output warpgroup (4) -> score warpgroup, and the output warpgroup of a half.
+  // Name: what becomes true. Who arrives (arrivals) -> who waits.
+  //
+  // Columns have arrived: producer (1 + bytes; all threads that gather), or warps of the converting
+  // output warpgroup (4) -> score warpgroup, output warpgroup of the half.
   Mbarrier half_full[kStages + kRightStages];
   Mbarrier rotary_full[kStages];
-  // Columns have been read: the output warpgroup of a half (1), of Q the score warpgroup (1); P:
-  // both output warpgroups (2) -> who fills them.
+  // Columns have been read: output warpgroup of the half (1), or score warpgroup for Q (1). P has
+  // been read: both output warpgroups (2) -> whoever fills the buffer.
   Mbarrier half_empty[kStages + kRightStages];
   Mbarrier rotary_empty[kStages];
-  // e4m3 and its scales have arrived: producer, as above, and scale warp (1) -> the output
-  // warpgroup of a half; they have been converted: its warps (4) -> producer, scale warp.
+  // e4m3 columns and scales have arrived: producer, as above, and scale warp (1) -> output
+  // warpgroup of the half. They have been converted: its warps (4) -> producer, scale warp.
   Mbarrier raw_full[kRawStages];
   Mbarrier raw_empty[kRawStages];
-  Mbarrier work_full[Traits::kTileStages];   // a tile is published: warp of the tiles (1) -> loader
+  Mbarrier work_full[Traits::kTileStages];   // a tile is published: tile warp (1) -> loader
   Mbarrier work_empty[Traits::kTileStages];  // its results are stored: warps of both output
-                                             // warpgroups (8) -> warp of the tiles
+                                             // warpgroups (8) -> tile warp
   Mbarrier q_empty;  // the last S of a tile is complete: score warpgroup (1) -> producer
   // S of the K tile after this P is complete, or there is none: score warpgroup (1) -> output
   // warpgroup 0.
