@@ -1,6 +1,5 @@
-// Combines the parts of a tile in the order of their keys. Each warp counts and combines the
-// columns of O that it owns, without the other warps: the one that stores the last part does the
-// work.
+// Combines the parts of a tile in key order. Each warp counts and combines the columns of O that it
+// owns, independently of other warps: the warp that stores the last part does the work.
 #pragma once
 
 #include "decode/softmax.h"
@@ -11,7 +10,7 @@ namespace fa3 {
 
 // The buffers of the parts, as seen by one warp. For each part (slot) there are float4s of O^T,
 // indexed by (index, warp, lane), LSEs, indexed by (warp, row), and a 64-bit counter of stored
-// parts with one byte for each warp.
+// parts with one byte per warp.
 template <class Traits>
 struct WarpParts {
   static constexpr int kWarps = min_of(Traits::kBlocks, Traits::kConsumers) * kWarpgroupWarps;
@@ -35,8 +34,8 @@ struct WarpParts {
     return all + (int64_t(slot) * Traits::kConsumerWarps + at.warp) * p.part_rows;
   }
 
-  // Counts this warp's part as stored. Returns whether it is the last of `count`; if so, all of
-  // them are visible to it, and its byte of the counter is reset to 0.
+  // Counts this warp's part as stored. Returns whether it is the last of `count` parts; if so, all
+  // parts are visible to this warp, and its byte of the counter is reset to 0.
   CUTE_DEVICE bool completes(int slot, bool is_group, int count) const {
     auto* const counters = reinterpret_cast<unsigned long long*>(p.arrived);
     int const shift = 8 * at.warp;
@@ -93,7 +92,7 @@ struct DecodeResults {
 template <class Traits, class Keys>
 struct DecodeCombiner {
   using Parts = WarpParts<Traits>;
-  static constexpr int kMost = 16;  // parts in a list: the square root of kMaxSplits
+  static constexpr int kMost = 16;  // most parts in a list: the square root of kMaxSplits
   // A warp's weights, indexed by (part, row). They reuse the memory of P.
   static constexpr int kWeights = kMost * 8;
   static_assert(Traits::kConsumerWarps * kWeights * sizeof(float) <=
@@ -109,7 +108,7 @@ struct DecodeCombiner {
         parts{p, at},
         weights(reinterpret_cast<float*>(shared.p) + at.warp * kWeights) {}
 
-  // Counts this part as stored, and combines the parts that are now all there.
+  // Counts this part as stored. Combines its group once that is complete, then the groups.
   CUTE_DEVICE void run() const {
     auto const& [p, work, at] = results;
     if (at.warp >= Parts::kWarps) {
@@ -135,8 +134,7 @@ struct DecodeCombiner {
   }
 
  private:
-  // The slots of the parts in a list: `first`, then `second` and further ones at a distance of
-  // `step`.
+  // The slots of the parts in a list: `first`, then `second` and every `step`-th slot after it.
   struct Slots {
     int first;
     int second;
@@ -167,7 +165,7 @@ struct DecodeCombiner {
     for (int j = 0; j < kMost / 4; ++j) {
       lses[j] = __ldcg(parts.lses(all, slots.of(4 * j + at.lane / 8)) + 8 * i + at.lane % 8);
     }
-    float of_lane = 0.f;
+    float lane_factor = 0.f;
     CUTE_NO_UNROLL
     for (int v = 0; v < Traits::kPartsV; ++v) {
       float4 values[kMost];
@@ -176,7 +174,7 @@ struct DecodeCombiner {
         values[n] = __ldcg(parts.fours(slots.of(n)) + Parts::four_of(i, v));
       }
       if (v == 0) {
-        of_lane = weigh(lses, slots, i, is_final);
+        lane_factor = weigh(lses, slots, i, is_final);
       }
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
       CUTE_UNROLL
@@ -185,8 +183,9 @@ struct DecodeCombiner {
         sum = make_float4(fmaf(weight.x, values[n].x, sum.x), fmaf(weight.y, values[n].y, sum.y),
                           fmaf(weight.x, values[n].z, sum.z), fmaf(weight.y, values[n].w, sum.w));
       }
-      float2 const factors = make_float2(__shfl_sync(0xffffffffu, of_lane, at.lane % 4 * 2),
-                                         __shfl_sync(0xffffffffu, of_lane, at.lane % 4 * 2 + 1));
+      float2 const factors =
+          make_float2(__shfl_sync(0xffffffffu, lane_factor, at.lane % 4 * 2),
+                      __shfl_sync(0xffffffffu, lane_factor, at.lane % 4 * 2 + 1));
       float4 const four =
           make_float4(sum.x * factors.x, sum.y * factors.y, sum.z * factors.x, sum.w * factors.y);
       if (is_final) {

@@ -1,5 +1,5 @@
 // The two consumer warpgroups: S^T = K Q^T, the softmax and O^T = V^T P^T of a tile of up to 64
-// rows of Q. Each computes S of half of the keys of a K tile, and O of half of the columns of a
+// rows of Q. Each computes S for half of the keys of a K tile and O for half of the columns of a
 // stage. N of both GEMMs is the number of rows, rounded up to 8, 16, 32 or 64.
 #pragma once
 
@@ -29,7 +29,7 @@ struct DecodeConsumer {
         p(p_),
         warpgroup(warpgroup_),
         thread(thread_),
-        transformed(shared_, p_, place()) {}
+        transformed(shared_, p_, coordinates()) {}
 
   CUTE_DEVICE void run() {
     while (true) {
@@ -40,7 +40,7 @@ struct DecodeConsumer {
       }
       compute(work);
       if (work.location.part.parts > 1) {
-        DecodeCombiner<Traits, Keys<8>>(shared, p, work, place()).run();
+        DecodeCombiner<Traits, Keys<8>>(shared, p, work, coordinates()).run();
       }
       __syncwarp();
       if (is_first_lane()) {
@@ -55,18 +55,19 @@ struct DecodeConsumer {
   using Keys = cute::conditional_t<Traits::kConverts, ConvertedKeys<Traits, kRows>,
                                    SharedKeys<Traits, kRows>>;
 
-  CUTE_DEVICE DecodeThread place() const {
+  CUTE_DEVICE DecodeThread coordinates() const {
     return DecodeThread{warpgroup * kWarpgroupWarps + thread / 32, thread % 32};
   }
 
-  // The 64 columns of a stage whose O this warpgroup computes; both compute the only ones.
+  // The block of 64 columns of a stage whose O this warpgroup computes. Both compute the only one.
   CUTE_DEVICE int block() const { return Traits::kBlocks == 1 ? 0 : warpgroup; }
 
   CUTE_DEVICE typename Traits::Element* queries() const { return shared.q[tile_ring.stage]; }
 
   // With e4m3 the GEMMs overlap with the softmax: 64 x 4k takes 155 us instead of 165 (H200,
-  // 2026-11-27). WHY not elsewhere: K and V of 16 bits, or of more parts, hold stages that the ring
-  // lacks (64 x 4k 273 / 263), and there are no registers for more rows.
+  // 2026-11-27). WHY not elsewhere: 16-bit K and V, or several parts, hold more stages than the
+  // ring can spare (64 x 4k takes 273 us instead of 263), and more rows need more registers than
+  // there are.
   template <int kRows>
   static constexpr bool kOverlaps =
       Traits::kConverts && Traits::kParts == 1 && Traits::kPartsV == 1 && kRows == 8;
@@ -88,7 +89,7 @@ struct DecodeConsumer {
   CUTE_DEVICE void compute_tile(Work const& work) {
     using Sums = typename DecodeGemms<Traits, kRows>::Sums;
     start_rows<kRows>(work);
-    DecodeSoftmax<Traits, kRows> softmax(shared, place(), p.scale_log2);
+    DecodeSoftmax<Traits, kRows> softmax(shared, coordinates(), p.scale_log2);
     Sums output[Traits::kPartsV];
     CUTE_UNROLL
     for (int part = 0; part < Traits::kPartsV; ++part) {
@@ -102,7 +103,7 @@ struct DecodeConsumer {
     store<kRows>(work, softmax, output);
   }
 
-  // S, P and O of a K tile one after the other.
+  // Computes S, P and O of each K tile in sequence.
   template <int kRows, class Softmax, class Sums>
   CUTE_DEVICE void visit_keys(BlockRange const keys, Softmax& softmax,
                               Sums (&output)[Traits::kPartsV]) {
@@ -130,7 +131,7 @@ struct DecodeConsumer {
     }
   }
 
-  // S^T over all parts of K from kPart on.
+  // Accumulates S^T over all parts of K from kPart on.
   template <int kRows, int kPart, class Sums>
   CUTE_DEVICE void add_keys(Sums& scores) {
     wait_for(ring);
@@ -144,7 +145,7 @@ struct DecodeConsumer {
     }
   }
 
-  // is_last: nothing else reads the stage.
+  // Issues S^T of a part. is_last: no later GEMM reads the stage, so it is released.
   template <int kRows, int kPart, class Sums>
   CUTE_DEVICE void issue_scores(Sums& scores, int stage, bool is_last) {
     if (Traits::kConverts && kPart == 0) {
@@ -158,12 +159,12 @@ struct DecodeConsumer {
                                               });
   }
 
-  // While S of a K tile becomes P, S of the next one and PV of the one before are computed:
+  // The softmax of a K tile overlaps with S of the next K tile and PV of the previous one:
   //
   //   tensor cores   S(3)  S(2)  S(1) PV(3)  S(0) PV(2)  PV(1)  PV(0)
   //   softmax              3     2           1           0
   //
-  // K and V pass through registers, so the fence of the proxy serves P alone.
+  // K and V pass through registers, so only P needs the proxy fence.
   template <int kRows, class Softmax, class Sums>
   CUTE_DEVICE void visit_keys_overlapped(BlockRange const keys, Softmax& softmax,
                                          Sums (&output)[1]) {
@@ -180,8 +181,8 @@ struct DecodeConsumer {
       advance_by_two(at.k_ring);
       wait_for(at.k_ring);
     }
-    // TRAP: ptxas (13.0) serialises GEMMs that are issued under a condition, or where registers of
-    // their sums are written in between. So S of an only K tile is computed twice.
+    // TRAP: ptxas (13.0) serialises GEMMs that are issued under a condition, or whose accumulators
+    // are written in between. So if there is only one K tile, its S is computed twice.
     cute::warpgroup_fence_operand(scores);
     cute::warpgroup_fence_operand(output[0]);
     issue_next<kRows>(at);
@@ -199,8 +200,8 @@ struct DecodeConsumer {
 
   template <class Sums>
   struct Overlap {
-    RingState<Traits::kStages> k_ring;  // the next S
-    RingState<Traits::kStages> v_ring;  // the next PV
+    RingState<Traits::kStages> k_ring;  // stage of the next S
+    RingState<Traits::kStages> v_ring;  // stage of the next PV
     Sums next;                          // S of the next K tile
   };
 
@@ -210,7 +211,7 @@ struct DecodeConsumer {
     advance_by_two(at.k_ring);
   }
 
-  // kIssues: S of K tile n - 2, which exists.
+  // One pass of the overlapped loop. kIssues: K tile n - 2 exists, and its S is issued.
   template <int kRows, bool kIssues, class Softmax, class Sums>
   CUTE_DEVICE void step(BlockRange const& keys, int n, Softmax& softmax, Sums& scores,
                         Sums (&output)[1], Overlap<Sums>& at) {
@@ -253,7 +254,7 @@ struct DecodeConsumer {
   }
 
   // ------------------------------------------------------------------------------------- rows
-  // What the rows of a tile need. With e4m3 their Q is converted too.
+  // Sets the state of the rows of a tile. With e4m3 it also converts their Q.
   template <int kRows>
   CUTE_DEVICE void start_rows(Work const& work) {
     int const consumer_thread = warpgroup * kWarpgroupThreads + thread;
@@ -272,7 +273,7 @@ struct DecodeConsumer {
       shared.most[consumer_thread] = ordered_int(-INFINITY);
     }
     if constexpr (Traits::kConverts) {
-      wait_for(ring);  // Q and scales come with the first part of K
+      wait_for(ring);  // Q and scales arrive with the first part of K
       DecodeScales const& scales = shared.tile_scales[tile_ring.stage];
       float const scale = p.k_scale.data != nullptr ? scales.k : 1.f;
       int const rows = rows_of_tile(p, work.rows);
@@ -284,7 +285,7 @@ struct DecodeConsumer {
   }
 
   // ------------------------------------------------------------------------------------ scores
-  // P of a K tile into shared memory; O is rescaled. v_ring: its V.
+  // Stores P of a K tile in shared memory and rescales O. v_ring: the stage of its V.
   template <class Softmax, class Scores, int kParts>
   CUTE_DEVICE void make_probabilities(Softmax& softmax, Scores& scores, Scores (&output)[kParts],
                                       RingState<Traits::kStages> const& v_ring) {
@@ -310,7 +311,7 @@ struct DecodeConsumer {
     }
     softmax.store_sums();
     sync_consumers();
-    DecodeOutput<Traits, Keys<kRows>, kRows> const target(shared, p, work, place());
+    DecodeOutput<Traits, Keys<kRows>, kRows> const target(shared, p, work, coordinates());
     target.finish_rows(scale);
     sync_consumers();
     target.store(output);

@@ -1,5 +1,5 @@
-// Attention of few queries on a cache, with both GEMMs the other way round: S^T = K Q^T and O^T =
-// V^T P^T, whose N is the number of queries, so that their cost follows the queries that exist.
+// Attention of few queries on a cache, with both GEMMs transposed: S^T = K Q^T and O^T = V^T P^T. N
+// is the number of queries, so the cost follows the queries that exist.
 //
 //   warpgroup 0      producer: tiles, Q, K and V into shared memory (producer.h)
 //   warpgroups 1, 2  consumers (consumer.h)
@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(Config::k.threads(), 1)
   int const thread = int(threadIdx.x) % kWarpgroupThreads;
   DecodeTiles<Traits> tiles(p, shared.sequences);
   DecodeProducer<Traits> producer(shared, p, tiles, thread);
-  // The first tile is found while earlier launches still run, and checked after they have ended.
-  // With more sequences than threads the check would repeat the whole search, so the CTA waits
+  // The first tile is found while earlier launches still run and is checked once they have ended.
+  // With more sequences than threads the check would repeat the whole search, so the CTA then waits
   // first.
   bool is_early = tiles.lengths.run == 1;
   bool is_current;

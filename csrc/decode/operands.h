@@ -1,10 +1,11 @@
-// The operands of the two GEMMs of a K tile: K and V of 16 bits in shared memory, or e4m3 that a
-// thread loads and converts to fp16, exactly, as operand A in registers; and Q for the latter.
+// The operands of the two GEMMs of a K tile. 16-bit K and V are read from shared memory; e4m3 K and
+// V are loaded and converted exactly to fp16, as operand A in registers, and Q is converted to
+// match.
 //
-// With e4m3 both GEMMs have their operands in another order than memory: the k-steps of S take the
-// columns 4 j, 4 j + 1, 4 j + 2, 4 j + 3 of 16 as 2 j, 2 j + 1, 2 j + 8, 2 j + 9, so that four
-// bytes of a thread are two of its words (Q has the same order, QueryConverter); and rows i and
-// i + 8 of O^T are the columns 2 i and 2 i + 1.
+// With e4m3 both GEMMs permute their operands. In a k-step of S, columns 4 j, 4 j + 1, 4 j + 2 and
+// 4 j + 3 of 16 become 2 j, 2 j + 1, 2 j + 8 and 2 j + 9, so that four bytes of a thread become two
+// of its words; QueryConverter gives Q the same order. Rows i and i + 8 of O^T are the columns 2 i
+// and 2 i + 1.
 #pragma once
 
 #include "decode/storage.h"
@@ -14,7 +15,7 @@
 
 namespace fa3 {
 
-// Rows of Q that meet a part of K (rows, columns).
+// The columns of Q that S multiplies with a part of K (rows, columns).
 template <class Traits, int kRows, int kPart>
 CUTE_DEVICE auto queries_of_part(typename Traits::Element* queries) {
   using Tile = cute::Shape<cute::Int<kRows>, cute::Int<Traits::kStageColumns>>;
@@ -25,13 +26,13 @@ CUTE_DEVICE auto queries_of_part(typename Traits::Element* queries) {
       Tile{}, cute::make_coord(0, 0));
 }
 
-// K and V of 16 bits. A stage may be released once the GEMM that reads it is complete.
+// 16-bit K and V. A stage may be released once the GEMM that reads it is complete.
 template <class Traits, int kRows>
 struct SharedKeys {
   using Gemms = DecodeGemms<Traits, kRows>;
   using Element = typename Traits::Element;
 
-  // Before GEMMs read what cp.async has written.
+  // Makes the data of cp.async visible to the GEMMs.
   CUTE_DEVICE static void fence() { fence_shared_for_async_proxy(); }
 
   // Issues S^T of 64 keys (+)= K Q^T, over the columns of a part.
@@ -65,7 +66,7 @@ struct SharedKeys {
     issue_gemm<Traits::kOutputSteps>(typename Gemms::MmaO{}, tOrV, tOrP, sums, false);
   }
 
-  // An elected thread of each warpgroup releases a stage: its GEMM is complete for all warps.
+  // An elected thread of each warpgroup releases the stage: the GEMM is complete for all its warps.
   template <class Release>
   CUTE_DEVICE static void release_after_gemm(int thread, Release const& release) {
     if (thread == 0) {
@@ -73,9 +74,9 @@ struct SharedKeys {
     }
   }
 
-  // Calls visit(row, column, pair) for two columns of O each, in a block of 64. four: of two rows,
-  // 0 and 1, the columns fragment_row(thread), then those 8 further. Lanes whose columns are
-  // neighbours exchange a row.
+  // Calls visit(row, column, pair) for pairs of adjacent columns of O in a block of 64. four:
+  // column fragment_row(thread) of rows 0 and 1, then column fragment_row(thread) + 8. Lanes with
+  // adjacent columns exchange a row.
   template <class Visit>
   CUTE_DEVICE static void for_each_pair(float4 const& four, bool is_half, int thread,
                                         Visit const& visit) {
@@ -92,7 +93,7 @@ struct SharedKeys {
   }
 };
 
-// e4m3. Each warp releases a stage as soon as it has read it.
+// e4m3 K and V. Each warp releases a stage as soon as it has read it.
 template <class Traits, int kRows>
 struct ConvertedKeys {
   using Gemms = DecodeGemms<Traits, kRows>;
@@ -102,7 +103,7 @@ struct ConvertedKeys {
 
   CUTE_DEVICE static void fence() {}
 
-  // Operand A: ((2, 2, 2), 1, steps), four words a step.
+  // Operand A: ((2, 2, 2), 1, steps), four words per k-step.
   template <int kSteps>
   static constexpr auto fragment() {
     return cute::make_tensor<Element>(
@@ -139,7 +140,7 @@ struct ConvertedKeys {
   template <class Release>
   CUTE_DEVICE static void release_after_gemm(int, Release const&) {}
 
-  // As that of SharedKeys; a thread has both columns.
+  // As in SharedKeys, but a thread holds both columns of a pair.
   template <class Visit>
   CUTE_DEVICE static void for_each_pair(float4 const& four, bool is_half, int thread,
                                         Visit const& visit) {
@@ -162,7 +163,7 @@ struct ConvertedKeys {
                               : chunk_offset_bytes<Traits::kTileN>(key, chunk));
   }
 
-  // 16 keys of a warp, 32 columns at a time: two k-steps.
+  // Loads the 16 keys of a warp, 32 columns (two k-steps) at a time.
   template <class Words>
   CUTE_DEVICE static void load_keys(char* stage, int warpgroup, int thread, Words&& words) {
     constexpr int kSteps = decltype(cute::size(words))::value / 4;
@@ -182,8 +183,8 @@ struct ConvertedKeys {
     }
   }
 
-  // 16 columns of a warp, 32 keys at a time: two k-steps. A word of the transposed load has two
-  // columns of two keys.
+  // Loads the 16 columns of a warp, 32 keys (two k-steps) at a time. A word of the transposed load
+  // holds two columns of two keys.
   template <class Words>
   CUTE_DEVICE static void load_values(char* stage, int block, int thread, Words&& words) {
     int const chunk = block * 4 + thread / 32;
@@ -208,13 +209,13 @@ struct ConvertedKeys {
 // ones have an absolute error of at most 2^-38 of the largest.
 template <class Traits>
 struct QueryConverter {
-  static constexpr int kGroups = Traits::kHeadDim / 16;  // 16 columns each, in a row
-  static constexpr int kLanes = kGroups <= 4 ? 4 : kGroups <= 8 ? 8 : 16;  // a row
+  static constexpr int kGroups = Traits::kHeadDim / 16;  // groups of 16 columns per row
+  static constexpr int kLanes = kGroups <= 4 ? 4 : kGroups <= 8 ? 8 : 16;  // per row
   static constexpr int kRowsOfWarp = 32 / kLanes;
 
-  // rows: those to convert. Whole warps of both consumer warpgroups call this.
+  // rows: how many to convert. Whole warps of both consumer warpgroups call this.
   CUTE_DEVICE static void run(char* queries, bool is_bf16, int rows, float scale,
-                              DecodeRow (&of_rows)[kWarpgroupRows], int consumer_thread) {
+                              DecodeRow (&row_states)[kWarpgroupRows], int consumer_thread) {
     int const group = consumer_thread % kLanes;
     CUTE_NO_UNROLL
     for (int first = 0; first < rows; first += kRowsOfWarp * Traits::kConsumerWarps) {
@@ -232,16 +233,16 @@ struct QueryConverter {
         *reinterpret_cast<uint4*>(at[0]) = make_uint4(words[0], words[2], words[4], words[6]);
         *reinterpret_cast<uint4*>(at[1]) = make_uint4(words[1], words[3], words[5], words[7]);
         if (group == 0) {
-          of_rows[row].factor = scale * factor;
+          row_states[row].factor = scale * factor;
         }
       }
     }
   }
 
  private:
-  // Gives the factor that takes the power of two back.
+  // Scales a row by a power of two and returns the factor that undoes it.
   CUTE_DEVICE static float scale_row(uint32_t (&words)[8], bool is_used) {
-    uint32_t most = 0;  // the largest exponent, in place
+    uint32_t most = 0;  // the largest exponent, in its bit position
     CUTE_UNROLL
     for (int i = 0; i < 8; ++i) {
       most = max(most, max(words[i] & 0x7f80u, (words[i] >> 16) & 0x7f80u));
@@ -251,7 +252,7 @@ struct QueryConverter {
     for (int distance = 1; distance < kLanes; distance *= 2) {
       most = max(most, __shfl_xor_sync(0xffffffffu, most, distance));
     }
-    // Exponents of infinities stay, and so do those that no fp32 power of two can move.
+    // A row with an infinity or NaN is not scaled. The clamp keeps both powers of two in fp32.
     int const exponent = int(most >> 7) - 127;
     int const shift = exponent == 128 ? 0 : clamp(13 - exponent, -114, 114);
     float const power = __int_as_float((127 + shift) << 23);

@@ -1,5 +1,5 @@
-// The end of a tile. O of a whole tile goes from registers to its rows; O of a part goes to a
-// buffer as it lies in registers, in fp32, with its LSEs (decode/combine.h).
+// Stores the results of a tile. O of a whole tile goes from registers to its rows. O of a part goes
+// to a buffer in register order, in fp32, with its LSEs (decode/combine.h).
 #pragma once
 
 #include "decode/combine.h"
@@ -21,7 +21,7 @@ struct DecodeOutput {
       : shared(shared_), results{p, work, at} {}
 
   // Computes the factor and the LSE of each row from its maximum and the sums of the warps, one
-  // thread a row. scale: the scale of V.
+  // thread per row. scale: the scale of V.
   CUTE_DEVICE void finish_rows(float scale) const {
     auto const& [p, work, at] = results;
     bool const is_whole = work.location.part.parts == 1;
@@ -40,9 +40,9 @@ struct DecodeOutput {
     float const lse = with_sink(
         log_sum_exp(most, sum, p.softmax_scale) - DecodeSoftmax<Traits, kRows>::kOffsetLog2 * kLn2,
         sink);
-    float const of_sink = exp2_approx(sink * kLog2E - finite_max(most) * p.scale_log2 +
-                                      DecodeSoftmax<Traits, kRows>::kOffsetLog2);
-    shared.factors[r] = sum == 0.f ? kNothing : inverse_sum(sum + of_sink) * scale;
+    float const sink_weight = exp2_approx(sink * kLog2E - finite_max(most) * p.scale_log2 +
+                                          DecodeSoftmax<Traits, kRows>::kOffsetLog2);
+    shared.factors[r] = sum == 0.f ? kNothing : inverse_sum(sum + sink_weight) * scale;
     shared.lses[r] = lse;
     if (is_whole) {
       results.write_lse(row, lse);
@@ -80,7 +80,7 @@ struct DecodeOutput {
   }
 
  private:
-  // O of a row without a visible key is 0, whatever V holds.
+  // O of a row without a visible key is 0, even if V holds NaN.
   CUTE_DEVICE static float4 scaled(float4 const& o, float2 const& factors) {
     return make_float4(factors.x == kNothing ? 0.f : o.x * factors.x,
                        factors.y == kNothing ? 0.f : o.y * factors.y,

@@ -1,8 +1,8 @@
-// The producer warpgroup: finds the tiles of the CTA, and copies their Q, K and V into shared
-// memory by cp.async, 16 bytes a thread, whole rows. A row has its own address, so that pages of
-// any size cost the same. Rows that belong to no key of the sequence become zeros and are not read.
+// The producer warpgroup: finds the tiles of the CTA and copies their Q, K and V into shared memory
+// with cp.async, 16 bytes per thread, in whole rows. Each row has its own address, so pages of any
+// size cost the same. Rows that belong to no key of the sequence become zeros and are not read.
 //
-// WHY not TMA: its tensor copies bring 4.1 TB/s of an H200's 4.6 (docs/journal/cache.md).
+// WHY not TMA: its tensor copies reach 4.1 TB/s of an H200's 4.6 (docs/journal/cache.md).
 #pragma once
 
 #include "decode/storage.h"
@@ -12,9 +12,9 @@
 
 namespace fa3 {
 
-// Where a row of K and V of a K tile lies, in bytes, if it is one of the sequence.
+// Byte offsets of a row of K and V, if it belongs to a key of the sequence.
 struct DecodeRowOffsets {
-  int id;  // its entry, or one that does not exist
+  int id;  // its entry in the cache, or one that does not exist
   int64_t k;
   int64_t v;
 };
@@ -23,13 +23,12 @@ template <class Traits>
 struct DecodeProducer {
   using Work = FwdWork<Traits>;
   using Params = typename Traits::Params;
-  // A warp copies 32 rows of a K tile: a lane knows where one of them lies, and copies a chunk of
-  // 16 bytes of several.
+  // A warp copies 32 rows of a K tile. A lane holds the offsets of one row and copies a chunk of 16
+  // bytes of several rows.
   static constexpr int kElementBytes = int(sizeof(typename Traits::ElementKv));
-  static constexpr int kChunks =
-      Traits::kStageColumns * kElementBytes / 16;  // that a row has in a stage
+  static constexpr int kChunks = Traits::kStageColumns * kElementBytes / 16;  // per row of a stage
   static constexpr int kRowsAtOnce = 32 / kChunks;
-  static constexpr int kRowBytes = min_of(kChunks * 16, 128);  // that a slice has
+  static constexpr int kRowBytes = min_of(kChunks * 16, 128);  // per row of a slice
   static_assert(Traits::kTileN == kWarpgroupThreads);
 
   DecodeStorage<Traits>& shared;
@@ -37,11 +36,11 @@ struct DecodeProducer {
   DecodeTiles<Traits>& tiles;
   int thread;
   int chunk;
-  int first_row;  // this lane's first one among the warp's rows
+  int first_row;  // first of the warp's rows that this lane copies
   RingState<Traits::kStages> ring;
   RingState<Traits::kQStages> tile_ring;
   Work work;              // the next tile
-  DecodeRowOffsets rows;  // where its first K tile lies
+  DecodeRowOffsets rows;  // this thread's row of its first K tile
 
   CUTE_DEVICE DecodeProducer(DecodeStorage<Traits>& shared_, Params const& p_,
                              DecodeTiles<Traits>& tiles_, int thread_)
@@ -52,11 +51,11 @@ struct DecodeProducer {
         chunk(thread_ % kChunks),
         first_row(thread_ % 32 / kChunks) {}
 
-  // Finds the first tile. is_early: earlier launches may still run; its first keys are fetched into
-  // L2.
+  // Finds the first tile. is_early: earlier launches may still run, and the first keys are
+  // prefetched into L2.
   //
-  // INVARIANT: what this reads from global memory is read again after they have ended, and nothing
-  // else is read or written before.
+  // INVARIANT: all that this reads from global memory is read again once earlier launches have
+  // ended, and nothing else is read or written before that.
   CUTE_DEVICE void find_first(bool is_early) {
     tiles.begin();
     find_next();
@@ -141,7 +140,7 @@ struct DecodeProducer {
   // The slot of this thread's row in K tile n.
   CUTE_DEVICE int slot_of(int n) const { return n * Traits::kTileN + thread; }
 
-  // The entry that holds a slot. kIsEarly: earlier launches may still run, and what is read must
+  // The cache entry that holds a slot. kIsEarly: earlier launches may still run, so the value must
   // not stay in L1.
   template <bool kIsEarly>
   CUTE_DEVICE int entry_of(KeySource const& keys, int slot) const {
@@ -157,7 +156,7 @@ struct DecodeProducer {
 
   CUTE_DEVICE bool exists(int id) const { return uint32_t(id) < uint32_t(p.entries); }
 
-  // Those of rows that do not exist lead into the tensor too.
+  // Offsets of a row. A missing row gets offsets inside the tensor too.
   CUTE_DEVICE DecodeRowOffsets offsets_of(KeySource const& keys, int slot, int id) const {
     int const row = p.page_table == nullptr ? keys.row + slot : p.page_size.mod(slot);
     int const entry = exists(id) ? id : 0;
@@ -169,16 +168,16 @@ struct DecodeProducer {
     return id * rows.batch_stride + row * rows.row_stride + keys.kv_head * rows.head_stride;
   }
 
-  // A part of K or V of a K tile, at `rows`. used: a bit for each row of the warp.
+  // Loads a part of K or V of a K tile. used: a bit for each row of the warp, set if it exists.
   template <bool kIsK>
   CUTE_DEVICE void load(KeySource const& keys, uint32_t used, int part) {
     constexpr int kAllChunks = (kIsK ? Traits::kHeadDim : Traits::kHeadDimV) * kElementBytes / 16;
-    int const of_row = part * kChunks + chunk;
-    bool const has_column = of_row * 16 < (kIsK ? p.row_bytes_k : p.row_bytes_v);
+    int const row_chunk = part * kChunks + chunk;
+    bool const has_column = row_chunk * 16 < (kIsK ? p.row_bytes_k : p.row_bytes_v);
     char const* const data = static_cast<char const*>((kIsK ? p.k_rows : p.v_rows).data) +
-                             (has_column ? of_row * 16 : 0);
+                             (has_column ? row_chunk * 16 : 0);
     uint32_t const copied = has_column ? used >> first_row : 0;
-    bool const is_stored = kAllChunks % kChunks == 0 || of_row < kAllChunks;
+    bool const is_stored = kAllChunks % kChunks == 0 || row_chunk < kAllChunks;
     bool const is_whole = (part + 1) * kChunks * 16 <= (kIsK ? p.row_bytes_k : p.row_bytes_v);
     if (used == kWholeWarp && is_whole) {
       copy_rows<kIsK, false>(data, copied, is_stored);
@@ -192,26 +191,26 @@ struct DecodeProducer {
     ring.advance();
   }
 
-  // kMayLack: some rows do not exist, or have no such chunk, and get zeros. WHY the other case: a
-  // copy with zeros holds its predicate until it has read it. ptxas (13.0) used one predicate for
-  // all copies: 64 sequences of 128 to 16k keys took 190 us, without predicates 182, and beside 4
-  // prompts of 512 queries 359, 280 (H200, 2026-11-27).
+  // kMayLack: some rows do not exist or lack this chunk, and get zeros. WHY a path without zeros: a
+  // copy with zeros holds its predicate until it has read it, and ptxas (13.0) used one predicate
+  // for all copies. Without predicates, 64 sequences of 128 to 16k keys take 182 us instead of 190,
+  // and together with 4 prompts of 512 queries 280 us instead of 359 (H200, 2026-11-27).
   template <bool kIsK, bool kMayLack>
   CUTE_DEVICE void copy_rows(char const* data, uint32_t copied, bool is_stored) {
     uint32_t const to = cute::cast_smem_ptr_to_uint(shared.keys[ring.stage]) + target();
     CUTE_UNROLL
     for (int i = 0; i < 32; i += kRowsAtOnce) {
-      int64_t const of_copy = __shfl_sync(kWholeWarp, kIsK ? rows.k : rows.v, i + first_row);
+      int64_t const row_offset = __shfl_sync(kWholeWarp, kIsK ? rows.k : rows.v, i + first_row);
       uint32_t const own = (to ^ swizzle_of(i)) + i * kRowBytes;
       if (!kMayLack) {
-        copy(own, data + of_copy);
+        copy(own, data + row_offset);
       } else if (is_stored) {
-        copy(own, data + of_copy, (copied >> i & 1) != 0);
+        copy(own, data + row_offset, (copied >> i & 1) != 0);
       }
     }
   }
 
-  // Where this lane's chunk of its first row goes in a stage: slices of 128 bytes, or of 64.
+  // The offset in a stage of this lane's chunk of its first row. Slices have 128 or 64 bytes.
   CUTE_DEVICE uint32_t target() const {
     int const row = thread / 32 * 32 + first_row;
     if constexpr (kChunks == 4) {
@@ -221,12 +220,12 @@ struct DecodeProducer {
     }
   }
 
-  // How the swizzle of a row i rows further differs; those of a slice repeat every 8 rows.
+  // The XOR between the swizzles of rows r and r + i. The swizzle repeats every 8 rows.
   CUTE_DEVICE static constexpr uint32_t swizzle_of(int i) {
     return uint32_t(kChunks == 4 ? 0 : i % 8 * 16);
   }
 
-  // A thread has one key. That of a page not needed is 0, as its K and V.
+  // Loads the page scale of this thread's key, or 0 if the key does not exist, as for its K and V.
   template <bool kIsK>
   CUTE_DEVICE void load_key_scale(KeySource const& keys, int id) {
     if constexpr (Traits::kConverts) {
@@ -238,7 +237,7 @@ struct DecodeProducer {
     }
   }
 
-  // Fetches a row into L2, a line of 128 bytes at a time.
+  // Prefetches a row into L2, a line of 128 bytes at a time.
   CUTE_DEVICE static void prefetch_row(char const* row, int bytes) {
     CUTE_NO_UNROLL
     for (int i = 0; i < bytes; i += 128) {
@@ -246,7 +245,7 @@ struct DecodeProducer {
     }
   }
 
-  // Rows of Q that exist, and the scales of the tile.
+  // Loads the rows of Q that exist and the scales of the tile.
   CUTE_DEVICE void load_queries() {
     int const chunks = p.row_bytes_q / 16;
     constexpr int kRowChunks = Traits::kHeadDim / 8;
@@ -260,13 +259,13 @@ struct DecodeProducer {
     CUTE_NO_UNROLL
     for (int i = thread; i < rows * kRowChunks; i += kWarpgroupThreads) {
       int const row = i / kRowChunks;
-      int const of_row = i % kRowChunks;
+      int const row_chunk = i % kRowChunks;
       RowOfTile const at = row_of_tile(p, work.rows, row);
       char const* const from = data + (work.position_begin + at.offset) * p.q_rows.row_stride +
                                (work.rows.head + at.head) * p.q_rows.head_stride;
-      bool const is_read = of_row < chunks;
-      copy(to + chunk_offset_bytes<kWarpgroupRows>(row, of_row), from + (is_read ? of_row * 16 : 0),
-           is_read);
+      bool const is_read = row_chunk < chunks;
+      copy(to + chunk_offset_bytes<kWarpgroupRows>(row, row_chunk),
+           from + (is_read ? row_chunk * 16 : 0), is_read);
     }
     if constexpr (Traits::kConverts) {
       load_tile_scales();
@@ -284,7 +283,7 @@ struct DecodeProducer {
     }
   }
 
-  // Without a scale the consumers take 1.
+  // Loads a scale of the tile. Without one the consumers use 1.
   CUTE_DEVICE void load_tile_scale(float* target, ScaleView const& scale) const {
     if (scale.data != nullptr) {
       int const batch = min_of(work.entry, p.scale_batches - 1);
@@ -314,7 +313,7 @@ struct DecodeProducer {
         : "memory");
   }
 
-  // This thread arrives once its copies are complete.
+  // Arrives for this thread once its copies are complete.
   CUTE_DEVICE static void arrive_after_copies(Mbarrier& full) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
                      cute::cast_smem_ptr_to_uint(&full))

@@ -1,4 +1,4 @@
-// What happens to S^T between the GEMM and the softmax: scales of a cache of e4m3, softcap, mask.
+// Steps on S^T between the GEMM and the softmax: scales of an e4m3 cache, softcap, mask.
 #pragma once
 
 #include "core/tree_mask.h"
@@ -11,17 +11,17 @@ struct DecodeScores {
   DecodeStorage<Traits>& shared;
   typename Traits::Params const& p;
   DecodeThread at;
-  int tree_begin = 0;  // slot of the first key that has a bit
-  // Scales by page of this thread's two keys: of the S that is transformed, and of the next S.
+  int tree_begin = 0;  // slot of the first key with a bit in the tree
+  // Page scales of this thread's two keys, for the current S and for the next S.
   float key_scale[2] = {1.f, 1.f};
   float next_key_scale[2] = {1.f, 1.f};
-  float value_scale = 0.f;  // by page: the largest one of the tile so far
+  float value_scale = 0.f;  // largest page scale of V in the tile so far
 
   CUTE_DEVICE DecodeScores(DecodeStorage<Traits>& shared_, typename Traits::Params const& p_,
                            DecodeThread at_)
       : shared(shared_), p(p_), at(at_) {}
 
-  // S from where the next one will be computed, with the scales of its keys.
+  // Makes the next S, with the scales of its keys, the current one.
   template <class Sums>
   CUTE_DEVICE void take(Sums& scores, Sums const& next) {
     cute::copy(next, scores);
@@ -51,8 +51,8 @@ struct DecodeScores {
     }
   }
 
-  // P is multiplied by the scale of V of its key over the largest one so far, value_scale, to which
-  // O is rescaled by the factor that this gives. stage: of V.
+  // Raises value_scale to the largest page scale of V so far and returns the factor that rescales O
+  // to it. P is multiplied by its key's scale over value_scale. stage: the stage of V.
   CUTE_DEVICE float raise_value_scale(int stage) {
     float const before = value_scale;
     if constexpr (Traits::kConverts) {
@@ -82,7 +82,7 @@ struct DecodeScores {
     return value_scale > 0.f ? 1.f / value_scale : 0.f;
   }
 
-  // With a softcap S becomes tanh(S * softcap_scale); the cap then is the softmax scale.
+  // With a softcap, S becomes tanh(S * softcap_scale), and the softmax scale is the cap.
   template <class Scores>
   CUTE_DEVICE void scale_scores(Scores& scores) const {
     if constexpr (Traits::kConverts) {
@@ -115,7 +115,7 @@ struct DecodeScores {
     }
   }
 
-  // A row has a bit for each of the last keys of its sequence.
+  // Applies the tree mask: a row has a bit for each of the last keys of its sequence.
   template <class Scores>
   CUTE_DEVICE void mask_tree(Scores& scores, int first) const {
     int const column = first - tree_begin;

@@ -1,5 +1,5 @@
-// Finds the first tile of a CTA. All threads of the CTA read lengths of sequences in parallel. Up
-// to one sequence a thread, the lengths are kept in shared memory.
+// Finds the first tile of a CTA. All threads of the CTA read lengths of sequences in parallel. With
+// at most one sequence per thread, the lengths stay in shared memory.
 #pragma once
 
 #include "decode/traits.h"
@@ -17,23 +17,23 @@ struct SequenceTable {
   // The first sequence of the CTA.
   struct Start {
     int sequence;
-    int unit;   // where it begins
-    int units;  // that each of its tiles has; 0: not known
+    int unit;   // unit at which it begins
+    int units;  // units of each of its tiles; 0: unknown
     BlockRange keys;
   };
 
-  CacheSequence last[kRuns];  // each thread has a run of sequences
+  CacheSequence last[kRuns];  // last sequence of each thread's run
   int units_of_warp[kWarps];
   int others_of_warp[kWarps];  // CacheWalk::others
   Start start;
 };
 
-// Lengths of sequences, read from the table if it has all of them, otherwise from global memory.
+// Lengths of sequences, from the table if it holds all of them, otherwise from global memory.
 template <class Traits>
 struct KnownLengths {
   CacheLengths const& lengths;
   SequenceTable<Traits> const& table;
-  int run;  // sequences a thread; if 1, the table has all of them
+  int run;  // sequences per thread; if 1, the table holds all of them
 
   CUTE_DEVICE KnownLengths(CacheDeviceParams const& p, SequenceTable<Traits> const& table_)
       : lengths(p.lengths), table(table_), run(ceil_div(p.line.batch, table_.kRuns)) {}
@@ -62,7 +62,7 @@ struct DecodeTiles {
   CUTE_DEVICE DecodeTiles(typename Traits::Params const& p_, Table& table_)
       : p(p_), table(table_), lengths(p_, table_), tiles(p_, lengths) {}
 
-  // Reads all lengths, and finds the sequence at which the CTA's stretch begins.
+  // Reads all lengths and finds the sequence at which the CTA's stretch begins.
   CUTE_DEVICE void find() {
     int const warp = int(threadIdx.x) / 32;
     int const begin = min_of(int(threadIdx.x) * lengths.run, p.line.batch);

@@ -1,6 +1,6 @@
-// Online softmax of S^T: a column is a row of Q, whose keys lie in eight lanes of each of eight
-// warps (paper, section 2.3). A K tile has one maximum, that of all its keys; the sum stays per
-// thread until the end of the tile.
+// Online softmax of S^T (paper, section 2.3). A column is a row of Q, and its keys are spread over
+// eight lanes of each of eight warps. A row has one maximum per K tile, over all its keys; its sum
+// stays per thread until the end of the tile.
 #pragma once
 
 #include "core/softmax_math.h"
@@ -14,17 +14,17 @@ CUTE_DEVICE void sync_consumers() {
   named_sync(NamedBarrier::kWarpgroupFirst, 2 * kWarpgroupThreads);
 }
 
-// Where a consumer thread stands in S^T: its keys, first_key and first_key + 8 of a K tile, and its
-// columns, 8 (c / 2) + first_column + c % 2.
+// Coordinates of a consumer thread in S^T. Its keys are first_key() and first_key() + 8 of a K
+// tile; row_of() gives the row of Q of each of its columns.
 struct DecodeThread {
-  int warp;  // one in eight
+  int warp;  // 0 to 7
   int lane;
 
   CUTE_DEVICE int first_key() const { return warp * 16 + lane / 4; }
   CUTE_DEVICE int row_of(int column) const { return column / 2 * 8 + lane % 4 * 2 + column % 2; }
 };
 
-// Floats as integers of the same order.
+// Maps floats to integers in the same order.
 CUTE_DEVICE int ordered_int(float x) {
   int const bits = __float_as_int(x);
   return bits ^ ((bits >> 31) & 0x7fffffff);
@@ -32,14 +32,15 @@ CUTE_DEVICE int ordered_int(float x) {
 
 CUTE_DEVICE float ordered_float(int x) { return __int_as_float(x ^ ((x >> 31) & 0x7fffffff)); }
 
-// Element i of S^T and O^T of a thread: pairs of columns, of its first key or row, then its second.
+// Coordinates of element i of a thread's S^T or O^T: a pair of columns of its first key or row,
+// then of its second.
 CUTE_DEVICE constexpr int column_of_element(int i) { return i / 4 * 2 + i % 2; }
 CUTE_DEVICE constexpr int half_of_element(int i) { return i / 2 % 2; }
 
 template <class Traits, int kRows>
 struct DecodeSoftmax {
-  static constexpr int kColumns = kRows / 4;  // that a thread has
-  // With e4m3 P is fp16 up to 2^15, so that small ones keep their bits.
+  static constexpr int kColumns = kRows / 4;  // per thread
+  // With e4m3, P is fp16 scaled up to 2^15, so that small values keep their bits.
   static constexpr float kOffsetLog2 = Traits::kConverts ? 15.f : 0.f;
 
   DecodeStorage<Traits>& shared;
@@ -57,7 +58,7 @@ struct DecodeSoftmax {
     }
   }
 
-  // The maxima of a warp's keys into those of the tile.
+  // Raises the maxima of the K tile to those of this warp's keys.
   template <class Scores>
   CUTE_DEVICE void raise_maxima(Scores const& scores) const {
     float now[kColumns];
@@ -71,8 +72,8 @@ struct DecodeSoftmax {
         [&](int row, float x) { atomicMax(&shared.most[row], ordered_int(x)); });
   }
 
-  // S of a K tile becomes P, in fp32, once all warps have raised the maxima; O of the K tiles
-  // before is rescaled, also by a factor. A column that sees no key yet has zeros.
+  // Replaces S of a K tile by P, in fp32, once all warps have raised the maxima. Rescales O of the
+  // earlier K tiles, also by `factor`. P of a column without a visible key so far is 0.
   template <class Scores, class Sums, int kParts>
   CUTE_DEVICE void update(Scores& scores, Sums (&output)[kParts], float factor) {
     CUTE_UNROLL
@@ -93,7 +94,7 @@ struct DecodeSoftmax {
     }
   }
 
-  // P into shared memory, in blocks of 8 rows and 8 keys.
+  // Stores P in shared memory, in blocks of 8 rows and 8 keys.
   template <class Scores>
   CUTE_DEVICE void store(Scores const& scores) const {
     using Element = typename Traits::Element;
@@ -107,7 +108,7 @@ struct DecodeSoftmax {
     }
   }
 
-  // The sums over a warp's keys into shared memory, in a fixed order.
+  // Adds up the sums over a warp's keys in a fixed order and stores them in shared memory.
   CUTE_DEVICE void store_sums() {
     over_lanes<16, kColumns>(
         sum, 0, [](float a, float b) { return a + b; },
@@ -115,14 +116,14 @@ struct DecodeSoftmax {
   }
 
  private:
-  // Combines the values of the eight lanes that share columns, in place. Each step halves the
-  // columns that a lane has, until it has one or two: of those one lane calls visit(row, value).
+  // Reduces the values of the eight lanes that share columns, in place. Each step halves the
+  // columns that a lane holds, until few are left; one lane then calls visit(row, value) for each.
   template <int kDistance, int kLeft, class Combine, class Visit>
   CUTE_DEVICE void over_lanes(float (&x)[kColumns], int first, Combine const& combine,
                               Visit const& visit) const {
     bool const is_upper = (at.lane & kDistance) != 0;
     if constexpr (kDistance < 4) {
-      constexpr int kSame = kColumns >= 8 ? 0 : kColumns == 4 ? 4 : 12;  // other lanes have it too
+      constexpr int kSame = kColumns >= 8 ? 0 : kColumns == 4 ? 4 : 12;  // lanes with equal x
       if ((at.lane & kSame) == 0) {
         CUTE_UNROLL
         for (int c = 0; c < kLeft; ++c) {

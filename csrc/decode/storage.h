@@ -1,4 +1,4 @@
-// Shared memory of a CTA: a ring of K and V, a ring of Q with its tile, P of a K tile.
+// Shared memory of a CTA: a ring of K and V, a ring of Q and its tile, and P of a K tile.
 #pragma once
 
 #include "decode/sequences.h"
@@ -6,14 +6,14 @@
 
 namespace fa3 {
 
-// The scales of a tile of a cache of e4m3.
+// The scales of a tile of an e4m3 cache.
 struct DecodeScales {
   float k;
   float v;
 };
 
-// What a row of a tile needs: the slots of the keys that it sees, its row of bits of a tree, and
-// the factor of its scores.
+// State of a row of a tile: the range of slots that it sees, its row of tree bits, and the factor
+// of its scores.
 struct alignas(16) DecodeRow {
   int begin;
   int end;
@@ -35,25 +35,25 @@ struct DecodeStorage {
     Element p[kWarpgroupRows * Traits::kTileN];              // P^T
   };
 
-  // What belongs to the tile that is computed.
+  // State of the current tile.
   DecodeRow rows[kWarpgroupRows];
-  int most[kWarpgroupRows];                            // the largest score so far, ordered_int()
+  int most[kWarpgroupRows];                            // largest score so far, as ordered_int()
   float sums[Traits::kConsumerWarps][kWarpgroupRows];  // over a warp's keys
-  float factors[kWarpgroupRows];                       // O is multiplied by them; -inf: O is 0
+  float factors[kWarpgroupRows];                       // they multiply O; -inf: O is 0
   float lses[kWarpgroupRows];
   FwdWork<Traits> work[kQStages];
   SequenceTable<Traits> sequences;
-  DecodeScales tile_scales[kDecodeScales];  // unset where the call has none
-  // Scales by page: of the keys of a stage; its barriers guard them.
+  DecodeScales tile_scales[kDecodeScales];  // unset if the call has none
+  // Page scales of the keys of a stage; its barriers guard them.
   float key_scales[kScaleStages][Traits::kTileN];
 
-  // Name: what becomes true. Who arrives -> who waits (arrivals).
-  Mbarrier full[kStages];        // a part has arrived, and Q before the first part of a tile: all
-                                 // producer threads (128) -> consumers
-  Mbarrier empty[kStages];       // it has been read: consumer warpgroups (2), or their warps (8) ->
-                                 // producer
-  Mbarrier work_full[kQStages];  // `work` is published: producer (1) -> consumers
-  Mbarrier work_empty[kQStages];  // it has been used, and Q read: consumer warps (8) -> producer
+  // Name: what becomes true. Who arrives (arrivals) -> who waits.
+  Mbarrier full[kStages];         // a part has arrived, and Q before the first part of a tile: all
+                                  // producer threads (128) -> consumers
+  Mbarrier empty[kStages];        // the part has been read: consumer warpgroups (2) or warps (8) ->
+                                  // producer
+  Mbarrier work_full[kQStages];   // `work` is published: producer (1) -> consumers
+  Mbarrier work_empty[kQStages];  // `work` and Q have been read: consumer warps (8) -> producer
 
   CUTE_DEVICE void init_barriers() {
     for (int i = 0; i < kStages; ++i) {

@@ -1,6 +1,6 @@
 // The types of the decode kernel. Types and sizes only.
 //
-// INVARIANT: the names that the parts of csrc/forward read are those of FwdTraits.
+// INVARIANT: members that code in csrc/forward reads have the same names as in FwdTraits.
 #pragma once
 
 #include "config/fwd_config.h"
@@ -13,9 +13,10 @@ namespace fa3 {
 struct DecodeDeviceParams : CacheDeviceParams {
   TensorView q_rows;  // strides in bytes
   int row_bytes_q;
-  bool is_bf16;  // with a cache of e4m3: Q in global memory, else fp16
-  // The launch before shares the call (SharedCall), and has waited for earlier ones before it let
-  // this one start. So this one waits for nothing at its start, and for that launch at its end.
+  bool is_bf16;  // with an e4m3 cache: Q in global memory is bf16, else fp16
+  // The previous launch belongs to the same call (SharedCall) and waited for earlier launches
+  // before it let this one start. So this launch does not wait at its start, but waits for the
+  // previous one at its end.
   bool is_second;
 };
 
@@ -38,20 +39,20 @@ struct DecodeTraits {
   static constexpr int kTileN = k.tile_n;
   static constexpr int kStages = k.stages;
   static constexpr int kQStages = k.q_stages;
-  static constexpr int kWarpgroups = 1;  // a tile has 64 rows at most
+  static constexpr int kWarpgroups = 1;  // a tile has at most 64 rows
   static constexpr int kMostSkipped = 0;
   static constexpr int kSlice = k.slice();
   static constexpr int kColumns = k.columns();
   static constexpr int kValueKeys = kTileN;
 
-  // A stage of the ring has some columns of K or V of a K tile: a part of them.
+  // A stage of the ring holds a part of K or V of a K tile: some of its columns.
   static constexpr int kStageColumns = k.stage_columns();
   static constexpr int kStageBytes = k.stage_bytes();
   static constexpr int kParts = ceil_div(kHeadDim, kStageColumns);
   static constexpr int kPartsV = ceil_div(kHeadDimV, kStageColumns);
-  static constexpr int kBlocks = kStageColumns / 64;  // 64 columns each, in a stage
+  static constexpr int kBlocks = kStageColumns / 64;  // blocks of 64 columns per stage
 
-  // Both consumer warpgroups compute S of 64 keys each, and O of 64 columns of a stage each.
+  // Each of two consumer warpgroups computes S of 64 keys and O of 64 columns of a stage.
   static constexpr int kConsumers = 2;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
@@ -59,19 +60,19 @@ struct DecodeTraits {
   static_assert(kKeys == 64 && k.slice() == 64);
   static constexpr int kOutputSteps = kTileN / 16;
 
-  // Columns of O that a row of a part of the keys has in its buffer.
+  // Columns of O per row in the buffer of partial results.
   static constexpr int kPartColumns = kPartsV * kStageColumns;
 
-  // k-steps of S in a part.
+  // k-steps of S over a part of K.
   static constexpr int steps_of_part(int part) {
     return min_of(kStageColumns, kHeadDim - part * kStageColumns) / 16;
   }
 
   using RowMajorAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
-  // The part of Q that meets a part of K (rows, columns).
+  // The columns of Q that S multiplies with a part of K (rows, columns).
   using SmemLayoutQ = decltype(cute::tile_to_shape(
       RowMajorAtom{}, cute::Shape<cute::_64, cute::Int<kStageColumns>>{}));
-  // A stage of K (keys, columns), and of V (columns, keys).
+  // A stage of K (keys, columns) and of V (columns, keys).
   using SmemLayoutK = decltype(cute::tile_to_shape(
       RowMajorAtom{}, cute::Shape<cute::Int<kTileN>, cute::Int<kStageColumns>>{}));
   using SmemLayoutV =
@@ -80,7 +81,7 @@ struct DecodeTraits {
                                    cute::Step<cute::_2, cute::_1>{}));
 };
 
-// Those that depend on kRows, the rows of Q that a tile has, rounded up: N of both GEMMs.
+// Types that depend on kRows, the rows of Q of a tile, rounded up: N of both GEMMs.
 template <class Traits, int kRows>
 struct DecodeGemms {
   using Element = typename Traits::Element;

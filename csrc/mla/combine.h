@@ -54,7 +54,7 @@ struct PartCombination {
   float const* lses;
   int lses_stride;
   bool has_ends = false;
-  Ends ends[2];  // of the lane's two rows
+  Ends ends[2];  // for the lane's two rows
 
   // How many float4s of a block one CTA combines: 1 or a multiple of kWarps. `all` counts the
   // float4s of the whole launch.
