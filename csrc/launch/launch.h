@@ -1,5 +1,5 @@
-// Host side of a launch: errors that name what was launched, the attributes that a kernel needs, a
-// start that may overlap the end of the launch before.
+// Host side of a launch: errors that name the kernel variant, launch attributes, and a start that
+// may overlap with the end of the previous launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,8 +19,8 @@ inline void check_launch(cudaError_t error, char const* variant, int grid, int s
   }
 }
 
-// WHY: a host thread that has not used this runtime yet has no CUDA context, and the driver's
-// functions (cuTensorMapEncodeTiled) need one.
+// Binds a CUDA context to this host thread. WHY: a thread that has not used this runtime yet has no
+// context, and driver functions (cuTensorMapEncodeTiled) need one.
 inline void bind_thread(char const* variant, int grid, int shared_bytes) {
   thread_local bool is_bound = false;
   if (!is_bound) {
@@ -38,8 +38,8 @@ struct LaunchShape {
   int shared_bytes;
 };
 
-// Lets a kernel use this much shared memory. Once per device: the attribute belongs to the kernel
-// as loaded there; `devices_ready` is the kernel's own.
+// Lets a kernel use shape.shared_bytes of shared memory. The attribute belongs to the kernel as
+// loaded on a device, so it is set once per device. `devices_ready` belongs to this kernel alone.
 template <class Kernel>
 void allow_shared_memory(Kernel* kernel, LaunchShape const& shape,
                          std::atomic<uint64_t>& devices_ready) {
@@ -54,7 +54,8 @@ void allow_shared_memory(Kernel* kernel, LaunchShape const& shape,
   }
 }
 
-// The CTAs may start while the launch before still runs; the kernel itself waits for it.
+// Launches a kernel whose CTAs may start while the previous launch still runs. The kernel itself
+// waits for that launch.
 template <class Kernel, class Params>
 void launch_early(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
   cudaLaunchAttribute early_start{};

@@ -1,9 +1,9 @@
-// Descriptors of the copy engine (TMA), encoded on the host. A map describes a tensor by up to five
-// dimensions, innermost first, and the box that one copy moves; the innermost extent of a box is a
-// slice of 128 bytes, 64 or 32, stored with the swizzle that wgmma reads.
+// TMA descriptors (tensor maps), encoded on the host. A map describes a tensor by up to five
+// dimensions, innermost first, and the box that one copy moves. The innermost extent of a box is a
+// slice of 128, 64 or 32 bytes, stored with the swizzle that wgmma reads.
 //
-// Reads past the tensor give zero, writes past it are dropped: tails of a dense sequence need no
-// special case. Neither do those of packed sequences: see RowDims.
+// Reads past the tensor return zero and writes past it are dropped, so tails of a dense sequence
+// need no special case. Tails of packed sequences need none either: see RowDims.
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -24,13 +24,13 @@ struct TensorMapDim {
 //
 // Dense: end has one value, 0.
 //
-// Packed: one map has to end where each sequence does. So rows are counted from a sequence's end:
-// coordinate kRowsEnd is one past its last row, whatever its length, and one past the last row of
-// the map. `end` is the row of the tensor at which the sequence ends, and also moves by rows.
-// `batch` is always kRowsEnd, with a stride that moves kRowsEnd rows back, since addresses wrap
-// modulo 2^64. The sum of the three is the row of the tensor. WHY not simply a map that begins
-// kRowsEnd rows before the tensor: nothing is read of a box wholly past the end, but the begin of a
-// map has to be valid memory all the same.
+// Packed: one map has to end where each sequence ends. So rows are counted from the end of the
+// sequence: coordinate kRowsEnd is one past its last row, whatever its length, and one past the
+// last row of the map. `end` is the row of the tensor at which the sequence ends, and its stride is
+// one row. `batch` is always kRowsEnd, with a stride by which the address moves back by kRowsEnd
+// rows, modulo 2^64. The sum of the three is the row of the tensor. WHY the map does not begin
+// kRowsEnd rows before the tensor instead: TMA reads nothing for a box wholly past the end, but the
+// base address of a map must be valid memory all the same.
 struct RowDims {
   int64_t rows;
   int64_t row_stride;
@@ -45,14 +45,14 @@ struct RowDims {
   static RowDims packed(TensorView const& t, int total_rows, int element_bytes = 2) {
     constexpr int64_t kWrap = int64_t(1) << 34;  // bytes; kRowsEnd times this is 2^64
     static_assert(kRowsEnd == 1 << 30);
-    // The stride of a tensor with a single row means nothing.
+    // The stride of a tensor with a single row is meaningless.
     int64_t const row_stride = total_rows > 1 ? t.row_stride : 128 / element_bytes;
     return RowDims{kRowsEnd, row_stride, int64_t(kRowsEnd) + 1, kWrap / element_bytes - row_stride,
                    int64_t(total_rows) + 1};
   }
 };
 
-// The driver's function; nullptr if it has none.
+// The encode function of the driver; nullptr if the driver lacks it.
 inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   static PFN_cuTensorMapEncodeTiled_v12000 const encoder = [] {
     void* function = nullptr;
@@ -67,14 +67,14 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
 
 // Makes the tensor maps of a launch and keeps the first error.
 //
-// INVARIANT: data is 16-byte aligned and the strides of dimensions larger than 1 are multiples of
-// 16 bytes; the op copies tensors that are not. The strides of size-1 dimensions mean nothing and
-// are replaced by a valid one.
+// INVARIANT: data is 16-byte aligned, and strides of dimensions larger than 1 are multiples of 16
+// bytes; the op copies tensors that are not. Strides of size-1 dimensions are meaningless and are
+// replaced by a valid one.
 struct TensorMapMaker {
   Dtype dtype;
   cudaError_t error = cudaSuccess;
 
-  // A map of the first kRank dimensions.
+  // Encodes a map of the first kRank dimensions.
   template <int kRank, int kDims>
   CUtensorMap make(void const* data, TensorMapDim const (&dims)[kDims]) {
     static_assert(kRank <= kDims);
