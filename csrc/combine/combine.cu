@@ -1,5 +1,5 @@
-// A warp has up to 128 columns of a row: it computes the weights of 32 parts at a time, one a lane,
-// and adds the parts in their order.
+// Each warp combines up to 128 columns of a row. It computes the weights of 32 parts at a time, one
+// per lane, and adds the parts in order.
 #include "combine/combine.h"
 
 #include "device/barriers.h"
@@ -9,7 +9,7 @@
 namespace fa3 {
 namespace {
 
-constexpr int kWarps = 4;  // a CTA has
+constexpr int kWarps = 4;  // per CTA
 constexpr int kLaneColumns = kCombineColumns / 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
@@ -19,7 +19,7 @@ struct CombineRow {
   int head;
   int first_column;
 
-  // Column i of the lane. A vector: its columns are neighbours.
+  // Column i of the lane. With kIsVector the columns of a lane are adjacent.
   template <bool kIsVector>
   CUTE_DEVICE int column(int i) const {
     int const lane = lane_of_warp();
@@ -34,7 +34,7 @@ CUTE_DEVICE CombineRow row_of_warp(CombineParams const& p, int warp) {
                     p.by_blocks.mod(warp) * kCombineColumns};
 }
 
-// Four neighbouring columns.
+// Loads four adjacent columns.
 template <class Element>
 CUTE_DEVICE float4 load_four(Element const* at) {
   if constexpr (cute::is_same_v<Element, float>) {
@@ -56,7 +56,7 @@ CUTE_DEVICE float load_one(Element const* at) {
   }
 }
 
-// What a lane has of a part, whose columns are `stride` apart.
+// Loads a lane's columns of a part. stride: distance between columns.
 template <bool kIsVector, class Element>
 CUTE_DEVICE void load_columns(CombineParams const& p, CombineRow const& row, Element const* source,
                               int64_t stride, float (&columns)[kLaneColumns]) {
@@ -118,7 +118,7 @@ CUTE_DEVICE void store_columns(CombineParams const& p, CombineRow const& row,
   }
 }
 
-// Where a row of each part lies: the parts of a stack are equally far apart.
+// The addresses of a row in each part. The parts of a stack are equally far apart.
 template <class Element, bool kIsStack>
 struct PartRows {
   static constexpr bool kIsOneTensor = kIsStack;
@@ -163,7 +163,7 @@ struct PartRows {
   }
 };
 
-// Adds the parts of a row in their order, not yet divided by the sum of their weights.
+// Adds the weighted parts of a row in order. The caller divides by the sum of the weights.
 template <bool kIsVector, class Parts>
 CUTE_DEVICE void add_parts(CombineParams const& p, CombineRow const& row, Parts const& parts,
                            PartWeights const& weights, float (&sums)[kLaneColumns]) {
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   CombineRow const row = row_of_warp(p, warp);
   PartRows<Element, kIsStack> const parts(p, row);
   PartWeights const weights =
-      PartWeights::of_warp(p.parts, [&](int part) { return parts.lse(part); });
+      PartWeights::reduce(p.parts, [&](int part) { return parts.lse(part); });
   if (p.lse != nullptr && row.first_column == 0 && is_first_lane()) {
     p.lse[row.batch * p.lse_stride[0] + row.row * p.lse_stride[1] + row.head * p.lse_stride[2]] =
         weights.lse();

@@ -1,5 +1,5 @@
-// The kernel that combines parts of attention. Host side; the ops `combine` and `merge_parts` call
-// it.
+// Host side of the kernel that combines partial results of attention. The ops `combine` and
+// `merge_parts` call it.
 #pragma once
 
 #include "core/int_math.h"
@@ -7,9 +7,9 @@
 
 namespace fa3 {
 
-// Columns of a warp; a lane has four of them.
+// Columns per warp, four per lane.
 constexpr int kCombineColumns = 128;
-constexpr int kMostMergedParts = 4;  // that are tensors of their own
+constexpr int kMostMergedParts = 4;  // most parts that are separate tensors
 
 // A part, or a stack of them. A row is (batch, row, head). Strides are in elements.
 struct CombineSource {
@@ -20,7 +20,7 @@ struct CombineSource {
 };
 
 struct CombineParams {
-  CombineSource source[kMostMergedParts];  // a part each, or the first one has all
+  CombineSource source[kMostMergedParts];  // one part each, or source[0] holds all parts
   bool is_stack = true;
   int64_t part_stride = 0;  // between the parts of one tensor
   int64_t lse_part_stride = 0;
@@ -28,21 +28,21 @@ struct CombineParams {
   void* out = nullptr;
   int64_t out_stride[4] = {};  // batch, row, head, column
   Dtype out_dtype = Dtype::kFloat32;
-  float* lse = nullptr;        // nullptr: not wanted
+  float* lse = nullptr;        // nullptr: not requested
   int64_t lse_stride[3] = {};  // batch, row, head
   int parts = 0;
   int warps = 0;  // rows of all batch entries and heads, times column_blocks()
   int columns = 0;
-  bool is_vector = false;  // columns are contiguous, all rows at multiples of 4 of them
+  bool is_vector = false;  // columns are contiguous, and rows begin at multiples of 4 columns
   FastDiv by_blocks;
   FastDiv by_heads;
   FastDiv by_rows;
 
-  // Warps of a row.
+  // Warps per row.
   int column_blocks() const { return max_of(1, ceil_div(columns, kCombineColumns)); }
 };
 
-// On the current device and the given stream (a cudaStream_t). There are warps.
+// Launches on the current device and the given stream (a cudaStream_t). params.warps is positive.
 void launch_combine(CombineParams const& params, void* stream);
 
 }  // namespace fa3

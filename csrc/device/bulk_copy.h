@@ -1,5 +1,5 @@
-// Copies of contiguous bytes by the copy engine, without a tensor map. Sizes and addresses are
-// multiples of 16 bytes.
+// Bulk copies (TMA without a tensor map) of contiguous bytes. Sizes and addresses are multiples of
+// 16 bytes.
 #pragma once
 
 #include "device/barriers.h"
@@ -15,13 +15,13 @@ CUTE_DEVICE void bulk_load(void* target, void const* source, uint32_t bytes, Mba
   cute::SM90_BULK_COPY_G2S::copy(source, mbarrier_word(full), target, int32_t(bytes));
 }
 
-// Copies from shared to global memory. Part of the thread's current bulk group, as bulk_add().
+// Copies from shared to global memory, in the thread's current bulk group, as bulk_add() does.
 CUTE_DEVICE void bulk_store(void* target, void const* source, uint32_t bytes) {
   cute::SM90_BULK_COPY_S2G::copy(source, target, int32_t(bytes));
 }
 
-// Adds floats from shared to global memory. Part of the thread's current bulk group
-// (cute::tma_store_arrive closes it).
+// Adds floats from shared to global memory, in the thread's current bulk group, which
+// cute::tma_store_arrive closes.
 CUTE_DEVICE void bulk_add(float* target, float const* source, uint32_t bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
                :

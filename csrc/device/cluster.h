@@ -1,4 +1,4 @@
-// A cluster of CTAs: they run at the same time and can access each other's shared memory.
+// Clusters. The CTAs of a cluster run at the same time and can access each other's shared memory.
 #pragma once
 
 #include "device/barriers.h"
@@ -7,8 +7,8 @@ namespace fa3 {
 
 CUTE_DEVICE int cluster_rank() { return int(cute::block_rank_in_cluster()); }
 
-// Synchronises all threads of all CTAs: what one wrote before, the others see after. Threads that
-// have ended are not waited for.
+// Synchronises all threads of the cluster: writes before the barrier are visible after it. It does
+// not wait for threads that have exited.
 CUTE_DEVICE void cluster_sync() {
   cute::cluster_arrive();
   cute::cluster_wait();

@@ -1,7 +1,7 @@
-// Combining parts of attention: each part of the keys gives an output and a log-sum-exp (LSE,
-// natural logarithm), and the whole output is the sum of the parts' outputs times
-// weight(lse) * inverse(). An LSE of -inf is a part without keys: its output must not be read. With
-// a fixed order of parts all results have the same bits on each call.
+// Combination of partial results. Each part of the keys has an output and a log-sum-exp (LSE,
+// natural logarithm), and the whole output is the sum of the parts' outputs times weight(lse) *
+// inverse(). A part with an LSE of -inf has no keys, and its output must not be read. If the order
+// of parts is fixed, results have the same bits on every call.
 #pragma once
 
 #include "core/softmax_math.h"
@@ -11,27 +11,29 @@ namespace fa3 {
 
 struct PartWeights {
   float maximum = -INFINITY;  // the largest LSE
-  float sum = 0.f;            // sums weight(lse)
+  float sum = 0.f;            // sum of weight(lse)
 
   // 0 for -inf; NaN stays NaN.
   CUTE_DEVICE float weight(float lse) const {
     return exp2_approx((lse - finite_max(maximum)) * kLog2E);
   }
 
-  // Over all parts; -inf without keys.
+  // The LSE of all parts; -inf without keys.
   CUTE_DEVICE float lse() const {
     return sum == 0.f ? -INFINITY : maximum + log2_approx(sum) * kLn2;
   }
 
-  // 0 without keys. A step of Newton makes it exact for one part, whose output then keeps its bits.
+  // The inverse of the sum, or 0 without keys. A Newton step makes it exact for a single part, so
+  // that its output keeps its bits.
   CUTE_DEVICE float inverse() const {
     float const inverse = reciprocal_approx(sum);
     return sum == 0.f ? 0.f : fmaf(inverse, fmaf(-sum, inverse, 1.f), inverse);
   }
 
-  // Whole warps call it. lse_of(part): the LSE of a part.
+  // Reduces the LSEs of all parts over a warp; whole warps call this. lse_of(part): the LSE of a
+  // part.
   template <class LseOf>
-  static CUTE_DEVICE PartWeights of_warp(int parts, LseOf const& lse_of) {
+  static CUTE_DEVICE PartWeights reduce(int parts, LseOf const& lse_of) {
     PartWeights found;
     int const lane = lane_of_warp();
     for (int part = lane; part < parts; part += 32) {

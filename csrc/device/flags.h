@@ -1,16 +1,15 @@
 // Flags in global memory through which one CTA publishes data to another. One elected thread of
 // each CTA calls these functions.
 //
-// The copy engine works through a proxy of its own, which acquire and release do not order: where
-// it reads, writes or adds to the data, a proxy fence is needed between its work and the flag, on
-// both sides.
+// TMA uses the async proxy, which acquire and release do not order. If TMA reads, writes or adds to
+// the data, both sides need a proxy fence between the TMA operation and the flag.
 #pragma once
 
 #include "device/cute.h"
 
 namespace fa3 {
 
-// The value of a flag. Writes made before it was set are then visible.
+// Reads a flag. Writes made before the flag was set are visible afterwards.
 CUTE_DEVICE int read_flag(int const* flag) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
@@ -22,7 +21,7 @@ CUTE_DEVICE void wait_for_flag(int const* flag, int value) {
   }
 }
 
-// Whether the flag had the value `from`, and has `to` since this call.
+// Changes a flag from `from` to `to`. Returns whether this call made the change.
 CUTE_DEVICE bool claim_flag(int* flag, int from, int to) {
   int before;
   asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;"
@@ -40,8 +39,8 @@ CUTE_DEVICE void fence_global_for_async_proxy() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Adds to a counter, and gives its value before. What came before an addition of one CTA is visible
-// after a later one of another.
+// Adds to a counter and returns its previous value. Writes before one CTA's addition are visible
+// after a later addition by another CTA.
 CUTE_DEVICE int add_in_order(int* counter, int value) {
   int before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"

@@ -1,13 +1,14 @@
-// Views of a wgmma accumulator (64 rows, 128 threads): as (row, column) of one thread, and as the A
-// operand of the next product.
+// Views of a wgmma accumulator (64 rows, 128 threads): as (row, column) of one thread, and as
+// operand A of the next GEMM.
 #pragma once
 
 #include "device/cute.h"
 
 namespace fa3 {
 
-// A thread holds 2 rows, row = 16 * warp + lane / 4 (+ 8), and in each the columns 8 j + 2 * (lane
-// % 4) (+ 1).
+// A thread holds two rows of an accumulator:
+//
+//   row = 16 * warp + lane / 4 (+ 8), column = 8 j + 2 * (lane % 4) (+ 1)
 //
 //   ((2, 2, J), 1, 1) -> (2 rows, (2, J) columns)
 template <class Fragment>
@@ -32,8 +33,8 @@ CUTE_DEVICE void multiply_rows(Fragment& acc, float const (&factor)[2]) {
   }
 }
 
-// The layout of an accumulator as the A operand: its registers for 8 columns at a time are those of
-// the A operand for 16 columns at a time.
+// The layout of an accumulator as operand A. Registers stay in place: two groups of 8 accumulator
+// columns are one group of 16 columns of A.
 //
 //   ((2, 2, J), 1, 1) -> ((2, 2, 2), 1, J / 2)
 template <class Layout>
@@ -44,9 +45,9 @@ CUTE_DEVICE auto operand_a_layout(Layout acc) {
       cute::get<1>(acc), cute::get<1>(halves));
 }
 
-// The same for 8-bit operands, 16 columns at a time of each half of 32. A thread's columns have the
-// order 2 j, 2 j + 1, 8 + 2 j, 8 + 2 j + 1, so the rows of the second operand must have that order
-// (forward/fp8/values_transposed.h).
+// The layout of an accumulator as 8-bit operand A, 16 columns at a time of each half of 32. A
+// thread's columns have the order 2 j, 2 j + 1, 8 + 2 j, 8 + 2 j + 1, so the rows of operand B must
+// have the same order (forward/fp8/values_transposed.h).
 //
 //   ((2, 2, J), 1, 1) -> ((4, 2, 2), 1, J / 4)
 template <class Layout>
@@ -56,16 +57,16 @@ CUTE_DEVICE auto operand_a_layout_of_bytes(Layout acc) {
       cute::Shape<cute::Shape<cute::_4, cute::_2, cute::_2>, cute::_1, cute::Int<kGroups / 4>>{});
 }
 
-// The offset, in bytes, of 8 columns (16 bytes, a chunk) of a row in a tile of slices of 64 columns
-// with the 128-byte swizzle.
+// Byte offset of a chunk (8 columns, 16 bytes) of a row in a tile of 64-column slices with the
+// 128-byte swizzle.
 template <int kRows>
 CUTE_HOST_DEVICE constexpr int chunk_offset_bytes(int row, int chunk) {
   return (chunk / 8 * kRows + row) * 128 + (chunk % 8 ^ row % 8) * 16;
 }
 
-// The 64 rows of a warpgroup, from first_row on, between a tile of kRows rows in shared memory and
-// registers: four words of a thread are 16 columns of 16 bits (or 32 of 8 bits), as a product has
-// its first operand or its sums. Whole warps call these.
+// Loads and stores the 64 rows of a warpgroup, starting at first_row, between a tile of kRows rows
+// in shared memory and registers. Four words of a thread cover 16 columns of 16 bits (or 32 of 8
+// bits), in the layout of operand A or of an accumulator. Whole warps call these.
 template <int kRows, int kSteps, class Words>
 CUTE_DEVICE void load_warpgroup_rows(char const* tile, int first_row, int thread, Words&& words) {
   int const row = first_row + thread / 32 * 16 + thread % 16;
@@ -90,11 +91,12 @@ CUTE_DEVICE void store_warpgroup_rows(Words const& words, char* tile, int first_
   }
 }
 
-// The first of this thread's two rows, and the first of its columns.
+// The first of this thread's two rows.
 CUTE_DEVICE int fragment_row(int warpgroup_thread) {
   return (warpgroup_thread / 32) * 16 + (warpgroup_thread % 32) / 4;
 }
 
+// The first of this thread's columns.
 CUTE_DEVICE int fragment_column(int warpgroup_thread) { return 2 * (warpgroup_thread % 4); }
 
 }  // namespace fa3

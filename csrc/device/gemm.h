@@ -1,14 +1,14 @@
-// Issues a product on the tensor cores. Never waits: the caller decides where to wait, and with it
-// what overlaps.
+// Issues GEMMs on the tensor cores. Issuing never waits: the caller decides where to wait, and
+// thereby what overlaps.
 #pragma once
 
 #include "device/cute.h"
 
 namespace fa3 {
 
-// D = A B (zero_init) or D += A B, over the first kSteps k-steps of the fragments; one wgmma group.
-// The first k-step with A in registers is issued when the products before have run, all others at
-// once (stall samples, H100, 2026-11-26).
+// Issues D = A B (zero_init) or D += A B over the first kSteps k-steps of the fragments, as one
+// wgmma group. With A in registers, the first k-step is issued once earlier GEMMs have run; all
+// other k-steps are issued at once (stall samples, H100, 2026-11-26).
 template <int kSteps, class TiledMma, class FragmentA, class FragmentB, class FragmentD>
 CUTE_DEVICE void issue_gemm(TiledMma mma,
                             FragmentA const& a,              // (MMA, M, K) registers or descriptors
@@ -26,7 +26,8 @@ CUTE_DEVICE void issue_gemm(TiledMma mma,
   cute::warpgroup_commit_batch();
 }
 
-// D = A B, as issue_gemm(): the first k-steps take A from registers, `held`, the others from `a`.
+// Issues D = A B as issue_gemm() does. The first k-steps take A from registers (`held`), the others
+// from `a`.
 template <int kSteps, class HeldMma, class FragmentHeld, class TiledMma, class FragmentA,
           class FragmentB, class FragmentD>
 CUTE_DEVICE void issue_gemm_of_both(HeldMma held_mma, FragmentHeld const& held, TiledMma mma,
@@ -48,7 +49,7 @@ CUTE_DEVICE void issue_gemm_of_both(HeldMma held_mma, FragmentHeld const& held, 
   cute::warpgroup_commit_batch();
 }
 
-// Waits until at most kPending groups are outstanding; `d` belongs to a group that is then
+// Waits until at most kPending groups are pending. `d` must belong to a group that is then
 // complete.
 template <int kPending, class FragmentD>
 CUTE_DEVICE void wait_gemm(FragmentD& d) {
@@ -56,9 +57,9 @@ CUTE_DEVICE void wait_gemm(FragmentD& d) {
   cute::warpgroup_fence_operand(d);
 }
 
-// ptxas keeps the next wait for products after the computation of x. x must not be 2^127. WHY a
-// store under a condition that never holds: ptxas (13.0) moves a wait across arithmetic, but not
-// across a store. address: any number whose value ptxas cannot know.
+// Keeps the next wait for GEMMs after the computation of x. x must not be 2^127. WHY a store under
+// a condition that never holds: ptxas (13.0) moves a wait across arithmetic, but not across a
+// store. address: any number whose value ptxas cannot know.
 CUTE_DEVICE void wait_after(float x, int address) {
   asm volatile("{ .reg .pred p; setp.eq.f32 p, %0, 0f7F000000; @p st.shared.f32 [%1], %0; }"
                :

@@ -3,8 +3,8 @@
 csrc/plan/generate.py writes them to wgmma_shapes.h. Defining that macro instead would add half
 a minute to every compile unit.
 """
-# Columns of the products that the tiles use beyond CuTe's own 32, 64, 96, 128, 192 and 256.
-# Scores: keys of a tile, both operands in shared memory. Outputs: head dim of V, P in registers.
+# N of the MMAs that tiles use beyond CuTe's own 32, 64, 96, 128, 192 and 256. Scores: keys of a
+# tile, both operands in shared memory. Outputs: head dim of V, P in registers.
 SCORE_WIDTHS = (48, 80, 112, 144, 160, 176)
 OUTPUT_WIDTHS = (48, 80, 112, 144, 160, 176, 208, 224, 240)
 DTYPES = {'BF16': ('bf16', 'cutlass::bfloat16_t'), 'F16': ('f16', 'cutlass::half_t')}
@@ -90,7 +90,7 @@ def _rows(items: list[str], per_line: int, indent: int) -> str:
 
 
 def _operand_a(kind: str, regs: int) -> dict[str, str | int]:
-    """The parts of an op that depend on where its first operand lies."""
+    """The parts of an op that depend on the location of operand A."""
     if kind == 'Ss':
         return {'a_type': 'uint64_t[1]', 'a_params': 'uint64_t const& desc_a',
                 'a_slots': f'%{regs}', 'a_inputs': '"l"(desc_a)', 'b': regs + 1, 'scale': regs + 2,

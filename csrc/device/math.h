@@ -1,5 +1,5 @@
-// Instructions that C++ has no exact word for: base-2 exponential, packed conversions, reductions
-// over lanes, such as the four that share a row of an accumulator.
+// Instructions without an exact C++ equivalent: base-2 exponential, packed conversions, and
+// reductions over lanes, such as the quad that shares a row of an accumulator.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,8 +11,8 @@ namespace fa3 {
 
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
-// The number of this thread in its warp. WHY read anew each time: where registers are short it
-// should not be kept.
+// The lane index of this thread. WHY it is read anew each time: where registers are short, it must
+// not occupy one.
 CUTE_DEVICE int lane_of_warp() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -82,7 +82,7 @@ CUTE_DEVICE float2 unpack_two(uint32_t packed) {
   }
 }
 
-// Two float16 as two bfloat16, rounded to nearest even.
+// Converts two float16 to two bfloat16, round to nearest even.
 CUTE_DEVICE uint32_t bfloat16_of_halves(uint32_t packed) {
   float2 const wide = unpack_two<cutlass::half_t>(packed);
   return pack_two<cutlass::bfloat16_t>(wide.x, wide.y);
@@ -103,7 +103,7 @@ CUTE_DEVICE void convert_four_e4m3(uint32_t packed, uint32_t& low, uint32_t& hig
   }
 }
 
-// The same of the elements times a scale, each rounded once.
+// Converts four e4m3, times a scale, to 16-bit elements, each rounded once.
 template <class Element>
 CUTE_DEVICE void scale_four_e4m3(uint32_t packed, float scale, uint32_t& low, uint32_t& high) {
   convert_four_e4m3<cutlass::half_t>(packed, low, high);
@@ -148,7 +148,7 @@ CUTE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// The largest of a warp.
+// The largest value in a warp.
 CUTE_DEVICE float max_over_lanes(float x) {
   CUTE_UNROLL
   for (int distance = 16; distance > 0; distance /= 2) {

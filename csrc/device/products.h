@@ -1,4 +1,4 @@
-// The wgmma instruction for a product: 64 rows, 16-bit or 8-bit operands, fp32 sums.
+// Selects the wgmma instruction of a GEMM: 64 rows, 16-bit or 8-bit operands, fp32 accumulators.
 #pragma once
 
 #include "core/problem.h"
@@ -12,13 +12,13 @@ using ElementOf = cute::conditional_t<
     kDtype == Dtype::kFloat8E4M3, cutlass::float_e4m3_t,
     cute::conditional_t<kDtype == Dtype::kFloat16, cutlass::half_t, cutlass::bfloat16_t>>;
 
-// Elements of a k-step, which has 32 bytes.
+// Elements per k-step of 32 bytes.
 template <class Element>
 constexpr int kStepColumns = 32 / int(sizeof(Element));
 
 using cute::GMMA::Major;
 
-// A product of 64 rows and kColumns columns, both operands in shared memory.
+// The MMA of 64 rows and kColumns columns with both operands in shared memory.
 template <class Element, int kColumns, Major kMajorB>
 constexpr auto shared_atom() {
   using Extra = typename ExtraWgmmaSs<Element, kColumns, Major::K, kMajorB>::type;
@@ -30,7 +30,7 @@ constexpr auto shared_atom() {
   }
 }
 
-// The same with the first operand in registers.
+// The MMA of 64 rows and kColumns columns with operand A in registers.
 template <class Element, int kColumns, Major kMajorB>
 constexpr auto register_atom() {
   using Extra = typename ExtraWgmmaRs<Element, kColumns, Major::K, kMajorB>::type;

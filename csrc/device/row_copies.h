@@ -1,6 +1,7 @@
-// Copies of boxes of q, k, v and tensors of the same shapes, between global and shared memory. The
-// map of a dense batch has four dimensions: columns; rows and heads, in any order; the batch. The
-// map of any batch has a fifth, the row at which a sequence ends (RowDims in launch/tensor_map.h).
+// TMA copies of boxes of q, k, v and tensors of the same shapes, between global and shared memory.
+// The map of a dense batch has four dimensions: columns; rows and heads, in either order; batch.
+// Other maps have a fifth dimension, the row at which a sequence ends (RowDims in
+// launch/tensor_map.h).
 #pragma once
 
 #include "core/packed_tiles.h"
@@ -8,7 +9,7 @@
 
 namespace fa3 {
 
-// Number of dimensions of a map.
+// Dimensions of a map.
 template <class Location>
 constexpr int kMapRank = 5;
 template <>
@@ -36,7 +37,7 @@ CUTE_DEVICE void load_box(CUtensorMap const& map, uint64_t* barrier, uint64_t hi
   }
 }
 
-// Stores a box, as part of the thread's current bulk group.
+// Stores a box, in the thread's current bulk group.
 template <class Location>
 CUTE_DEVICE void store_box(CUtensorMap const& map, void const* source,
                            BoxCoordinates<Location> const& box) {

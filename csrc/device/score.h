@@ -1,4 +1,4 @@
-// The kinds of score (core/kernel_kind.h): what happens between the product S = Q K^T and the mask.
+// The kinds of score (core/kernel_kind.h): the step between S = Q K^T and the mask.
 #pragma once
 
 #include "core/kernel_kind.h"
@@ -11,9 +11,9 @@ struct PlainScore {
   CUTE_DEVICE static void transform(Fragment&, float const (&)[2]) {}
 };
 
-// S becomes t = tanh(S * factor); the cap then takes the role of the softmax scale.
+// Replaces S by t = tanh(S * factor). The softmax scale is then the cap.
 struct SoftcapScore {
-  // factors: softmax_scale / softcap, for each of a thread's two rows.
+  // factors: softmax_scale / softcap for each of a thread's two rows.
   template <class Fragment>
   CUTE_DEVICE static void transform(Fragment& acc, float const (&factors)[2]) {
     CUTE_UNROLL
@@ -22,8 +22,8 @@ struct SoftcapScore {
     }
   }
 
-  // The derivative of tanh where its value is t. WHY the maximum: masked scores have t = -inf and P
-  // = 0, and the product of the two must not be NaN.
+  // The derivative of tanh where its value is t. WHY the maximum: masked scores have a t of -inf
+  // and a P of 0, and their product must not be NaN.
   CUTE_DEVICE static float slope(float t) { return fmaxf(1.f - t * t, 0.f); }
 };
 
