@@ -1,7 +1,7 @@
-// Arithmetic of quantize_fp8: float32 as the CPU does it, two float16 in a word, magnitudes.
+// Arithmetic of quantize_fp8: float32 as on the CPU, two float16 per word, magnitudes.
 //
 // WHY inline PTX: the build's --use_fast_math flushes subnormals and divides approximately, and
-// nvcc may contract a product and a sum.
+// nvcc may fuse a multiplication and an addition.
 #pragma once
 
 #include <type_traits>
@@ -31,7 +31,7 @@ CUTE_DEVICE float multiply_add_exactly(float a, float b, float c) {
   return y;
 }
 
-// a / 448, correctly rounded, for 2^-100 < a (Markstein: the residue times a correctly rounded
+// a / 448, correctly rounded, for a > 2^-100 (Markstein: the residue times a correctly rounded
 // inverse). WHY not div.rn: it calls a function for rare cases, which costs registers.
 CUTE_DEVICE float divide_by_448(float a) {
   constexpr float kInverse = 1.f / 448.f;
@@ -40,14 +40,15 @@ CUTE_DEVICE float divide_by_448(float a) {
   return multiply_add_exactly(residue, kInverse, quotient);
 }
 
-// 1 / a, correctly rounded, for 2^-100 < a < 2^125: what rcp.rn does there.
+// 1 / a, correctly rounded, for 2^-100 < a < 2^125, where it equals rcp.rn.
 CUTE_DEVICE float invert(float a) {
   float const inverse = reciprocal_approx(a);
   float const residue = multiply_add_exactly(-a, inverse, 1.f);
   return multiply_add_exactly(inverse, residue, inverse);
 }
 
-// maximum_bits: the float that is the largest magnitude; such bits are ordered as the floats are.
+// The scale of a block. maximum_bits: the bits of its largest magnitude. Bits of non-negative
+// floats have the same order as the floats.
 CUTE_DEVICE float scale_of(uint32_t maximum_bits) {
   return divide_by_448(fmaxf(__uint_as_float(maximum_bits), kSmallestMaximum));
 }
@@ -77,8 +78,8 @@ CUTE_DEVICE uint32_t multiply_add_halves(uint32_t a, uint32_t b, uint32_t c) {
   return y;
 }
 
-// The low half becomes the sum of both, the high half the low one less the high one; the products
-// by 1 and -1 are exact. One instruction: HFMA2 selects halves itself.
+// Returns (low + high, low - high). Multiplying by 1 and -1 is exact. It is one instruction,
+// because HFMA2 selects halves itself.
 CUTE_DEVICE uint32_t butterfly_in_word(uint32_t word) {
   constexpr uint32_t kOneAndMinusOne = 0xbc003c00u;
   uint32_t y;
@@ -104,7 +105,7 @@ CUTE_DEVICE uint32_t cast_four_halves(uint32_t first, uint32_t second) {
 }
 
 // ------------------------------------------------------------------------------ words of elements
-// Columns 2 * i and 2 * i + 1 of words as they are in memory, as float32.
+// Columns 2 * i and 2 * i + 1 of words in memory order, as float32.
 template <class Element>
 CUTE_DEVICE float2 two_columns(uint32_t const* words, int i) {
   if constexpr (sizeof(Element) == 4) {
@@ -114,13 +115,13 @@ CUTE_DEVICE float2 two_columns(uint32_t const* words, int i) {
   }
 }
 
-// Columns to float16, times a power of two, rounded once.
+// Converts columns to float16, times a power of two, rounded once.
 template <class Element>
 class HalfScaler {
   static constexpr bool kIsHalf = std::is_same_v<Element, cutlass::half_t>;
   float factor_;
   uint32_t both_ = 0;  // the factor twice, in 16 bits
-  uint32_t rest_ = 0;  // float16 ends at 2^15: the factor is the product of both
+  uint32_t rest_ = 0;  // float16: no power of two above 2^15, so factor = both_ * rest_
 
  public:
   explicit CUTE_DEVICE HalfScaler(float factor) : factor_(factor) {
@@ -150,7 +151,7 @@ class HalfScaler {
   }
 };
 
-// Magnitudes of two words of 16-bit elements: the larger ones, with any signs. A number counts as
+// The larger magnitudes of two words of 16-bit elements, with arbitrary signs. A number counts as
 // larger than NaN.
 template <class Element>
 CUTE_DEVICE uint32_t larger_of_two(uint32_t a, uint32_t b) {
@@ -163,8 +164,8 @@ CUTE_DEVICE uint32_t larger_of_two(uint32_t a, uint32_t b) {
   return y;
 }
 
-// The largest magnitude of some words; NaN only if there is nothing else. Four chains, because each
-// step waits for the one before.
+// The largest magnitude of the words; NaN only if all are NaN. WHY four chains: within a chain each
+// step waits for the previous one.
 template <class Element, int kWords>
 CUTE_DEVICE float largest_magnitude(uint32_t const (&words)[kWords]) {
   if constexpr (sizeof(Element) == 4) {

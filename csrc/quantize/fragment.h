@@ -1,8 +1,8 @@
-// A fragment: what a lane has of a row, up to 32 columns of a piece of kWidth columns. Loads, the
-// rotation, the cast, stores. Rotated values are float16: half the instructions and shuffles of
-// float32, and their rounding (2^-11) is small next to that of e4m3 (2^-4). Their range is no
-// matter, because a piece is first multiplied by the power of two that brings its largest value to
-// 2 to 4.
+// A fragment: a lane's share of a row, up to 32 columns of a piece of kWidth columns, with its
+// loads, rotation, cast and stores. Rotated values are float16: half the instructions and shuffles
+// of float32, and their rounding error (2^-11) is small compared to that of e4m3 (2^-4). The range
+// of float16 suffices, because a piece is first multiplied by the power of two that brings its
+// largest value to between 2 and 4.
 #pragma once
 
 #include "quantize/arithmetic.h"
@@ -10,9 +10,9 @@
 namespace fa3 {
 
 template <int kWidth>
-constexpr int kColumnsOf = kWidth < kLaneColumns ? kWidth : kLaneColumns;  // a lane has
+constexpr int kColumnsOf = kWidth < kLaneColumns ? kWidth : kLaneColumns;  // per lane
 
-// The fragment as it is in x, 2 or 4 bytes a column.
+// The fragment as in x, 2 or 4 bytes per column.
 template <class Element, int kWidth>
 struct RawFragment {
   static constexpr int kLoadColumns = 16 / int(sizeof(Element));
@@ -20,7 +20,7 @@ struct RawFragment {
 
   uint32_t words[4 * kLoads];
 
-  // source: of the lane's first column, at a multiple of 16 bytes.
+  // source: address of the lane's first column, a multiple of 16 bytes.
   CUTE_DEVICE void load(Element const* source) {
     CUTE_UNROLL
     for (int i = 0; i < kLoads; ++i) {
@@ -34,7 +34,7 @@ struct RawFragment {
   }
 };
 
-// WHY PTX: nvcc merges stores of both sizes in two branches into stores of 4 bytes.
+// WHY PTX: nvcc merges stores of 8 and 16 bytes in two branches into stores of 4 bytes.
 CUTE_DEVICE void store_8(uint8_t* target, uint32_t const* words) {
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(target)),
                "r"(words[0]), "r"(words[1])
@@ -52,7 +52,8 @@ template <int kWidth>
 struct CastFragment {
   uint32_t fours[kColumnsOf<kWidth> / 4];
 
-  // target: of the lane's first column. is_aligned: rows are multiples of 16 bytes, else of 8.
+  // target: address of the lane's first column. is_aligned: rows begin at multiples of 16 bytes,
+  // otherwise of 8.
   CUTE_DEVICE void store(uint8_t* target, bool is_aligned) const {
     CUTE_UNROLL
     for (int i = 0; i < kColumnsOf<kWidth> / 4; i += 4) {
@@ -70,7 +71,7 @@ struct CastFragment {
 };
 
 // ------------------------------------------------------------------------------------------ plain
-// Values that are not rotated, as they are in x. Infinities become NaN when they are taken.
+// Values without rotation, as in x. take() replaces infinities by NaN.
 template <class Element, int kWidth>
 class PlainFragment {
   using Raw = RawFragment<Element, kWidth>;
@@ -121,8 +122,8 @@ class PlainFragment {
 };
 
 // ---------------------------------------------------------------------------------------- rotated
-// Values times signs and Hadamard matrices, not yet normalised, divided by the unit of their piece.
-// Infinities and NaN make all values of a piece NaN.
+// Values times signs and Hadamard matrices, divided by the unit of their piece and not yet
+// normalised. An infinity or NaN makes all values of its piece NaN.
 template <class Element, int kWidth>
 class RotatedFragment {
   static constexpr int kLanes = lanes_of_piece(kWidth);
@@ -130,7 +131,7 @@ class RotatedFragment {
   static constexpr int kSpanWords = kSpanColumns / 2;
   static constexpr float kNorm = hadamard_norm(kWidth);
 
-  // Words i and i + kDistance become their sum and their difference.
+  // Replaces words i and i + kDistance by their sum and difference.
   template <int kDistance>
   CUTE_DEVICE void butterflies() {
     CUTE_UNROLL
@@ -144,8 +145,8 @@ class RotatedFragment {
     }
   }
 
-  // The lower lane gets the sum, the upper lane the lower lane's word less its own; products by 1
-  // and -1 are exact.
+  // Gives the lower lane the sum, and the upper lane the lower lane's word minus its own.
+  // Multiplying by 1 and -1 is exact.
   CUTE_DEVICE void butterflies_of_lanes(int distance) {
     constexpr uint32_t kOnes = 0x3c003c00u;
     constexpr uint32_t kMinusOnes = 0xbc00bc00u;
@@ -157,18 +158,19 @@ class RotatedFragment {
   }
 
  public:
-  // The signs of the words of a lane, in the rows of a head.
+  // The signs of a lane's words, the same in all rows of a head.
   class Signs {
-    static constexpr uint32_t kOfTwo = 0x80008000u;
+    static constexpr uint32_t kBothSigns = 0x80008000u;
     uint32_t bits_;
 
-    // Even columns to even bits of the lower half, odd columns to those of the upper half.
+    // Moves even columns to even bits of the lower half, odd columns to even bits of the upper
+    // half.
     static CUTE_DEVICE uint32_t spread(uint32_t bits) {
       return (bits & 0x5555u) | (bits & 0xaaaau) << 15;
     }
 
    public:
-    // column: the lane's first one.
+    // column: the first column of the lane.
     CUTE_DEVICE Signs(uint32_t mixed_seed, int kv_head, int column)
         : bits_(spread(sign_bits(mixed_seed, kv_head, column))) {
       if constexpr (kWidth >= kLaneColumns) {
@@ -176,30 +178,31 @@ class RotatedFragment {
       }
     }
 
-    CUTE_DEVICE uint32_t of_word(int i) const {
+    CUTE_DEVICE uint32_t sign_mask(int i) const {
       int const bit = 2 * (i % kSpanWords) + i / kSpanWords;
-      return (bits_ << (15 - bit)) & kOfTwo;
+      return (bits_ << (15 - bit)) & kBothSigns;
     }
   };
 
   uint32_t words[kWords];
-  float unit;  // what 1 stands for
+  float unit;  // the value that 1 represents
 
-  // Whole warps call it.
+  // Whole warps call this.
   CUTE_DEVICE void take(RawFragment<Element, kWidth> const& raw, Signs const& signs) {
     uint32_t largest = __float_as_uint(largest_magnitude<Element>(raw.words));
     CUTE_UNROLL
     for (int distance = 1; distance < kLanes; distance *= 2) {
       largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
     }
-    // WHY not below 2^-125: 2^126 is the largest factor. For an infinity or NaN it becomes 0.
+    // WHY the power is at least 2^-125: the largest factor is 2^126. An infinity or NaN makes the
+    // factor 0.
     constexpr uint32_t kExponent = 0x00800000u;
     uint32_t const power = max(largest & kInfinity, 2 * kExponent);
     unit = __uint_as_float(power - kExponent);
     HalfScaler<Element> const scaler(__uint_as_float(kInfinity - power));
     CUTE_UNROLL
     for (int i = 0; i < kWords; ++i) {
-      words[i] = scaler.two(raw.words, i) ^ signs.of_word(i);
+      words[i] = scaler.two(raw.words, i) ^ signs.sign_mask(i);
     }
     rotate();
   }
@@ -223,7 +226,7 @@ class RotatedFragment {
   }
 
  private:
-  // Distances of 1 to 8 columns, of spans in other lanes, of half the width.
+  // Butterflies over distances of 1 to 8 columns, then over other lanes, then over half the width.
   CUTE_DEVICE void rotate() {
     CUTE_UNROLL
     for (uint32_t& word : words) {

@@ -1,6 +1,7 @@
-// A CTA has a tile of rows of one head. Scales by block, one pass: it loads its rows, rotates them,
-// keeps them in shared memory while it finds the largest value, casts them and writes them. Scales
-// by head and tensor: a first pass finds the largest values, a second one casts.
+// A CTA processes a tile of rows of one head. Scales by block take one pass: the CTA loads its
+// rows, rotates them, keeps them in shared memory while it finds the largest value, casts them and
+// writes them. Scales by head or tensor take two passes: the first finds the largest values, the
+// second casts.
 #include <algorithm>
 
 #include "device/barriers.h"
@@ -13,14 +14,14 @@ namespace {
 constexpr int kMostThreads = 768;
 template <class Element>
 constexpr int kThreads = sizeof(Element) == 4 ? 512 : kMostThreads;  // more would spill
-// Fragments of a thread, if its CTA has no more threads than there can be: few for short waits at
-// the barrier, several so that one is loaded while another is rotated.
+// Fragments per thread, as long as the CTA stays within its thread limit. Few fragments keep the
+// wait at the barrier short; with several, one is loaded while another is rotated.
 constexpr int kThreadFragments = 4;
 constexpr int kMostStashBytes = 226 * 1024;  // a CTA may have 227 KiB
 constexpr int kTwoPassTile = 128;            // rows
 
-// kStash: one pass. kReadTwice: the same for tiles that do not fit in shared memory, which are read
-// again, most of them from L2. kMaxima, kCast: the first and the second of two passes.
+// kStash: one pass. kReadTwice: one pass for tiles that do not fit in shared memory and are read
+// again, mostly from L2. kMaxima, kCast: the first and the second of two passes.
 enum class Pass { kStash, kReadTwice, kMaxima, kCast };
 
 CUTE_DEVICE char* dynamic_memory() {
@@ -28,20 +29,20 @@ CUTE_DEVICE char* dynamic_memory() {
   return memory;
 }
 
-// The largest of what the threads of the CTA have. Bits of floats that are not negative are ordered
-// as the floats are.
-CUTE_DEVICE uint32_t largest_of_cta(uint32_t own, uint32_t* of_warps) {
+// The largest value over all threads of the CTA. Bits of non-negative floats have the same order as
+// the floats.
+CUTE_DEVICE uint32_t max_over_cta(uint32_t own, uint32_t* warp_maxima) {
   int const lane = int(threadIdx.x) % 32;
-  uint32_t const of_warp = __reduce_max_sync(0xffffffffu, own);
+  uint32_t const warp_maximum = __reduce_max_sync(0xffffffffu, own);
   if (lane == 0) {
-    of_warps[threadIdx.x / 32] = of_warp;
+    warp_maxima[threadIdx.x / 32] = warp_maximum;
   }
   __syncthreads();
-  return __reduce_max_sync(0xffffffffu, lane < int(blockDim.x) / 32 ? of_warps[lane] : 0);
+  return __reduce_max_sync(0xffffffffu, lane < int(blockDim.x) / 32 ? warp_maxima[lane] : 0);
 }
 
 template <class Element, bool kIsRotated, Pass kPass>
-CUTE_DEVICE void quantize(QuantizeParams const& p, uint32_t* of_warps) {
+CUTE_DEVICE void quantize(QuantizeParams const& p, uint32_t* warp_maxima) {
   QuantizeShape const& s = p.shape;
   QuantizeWork const work = work_of_cta(s, p.cu_seqlens, p.seqused, int(blockIdx.x));
   QuantizeTile const& tile = work.tile;
@@ -60,7 +61,7 @@ CUTE_DEVICE void quantize(QuantizeParams const& p, uint32_t* of_warps) {
         stash.write(fragment, piece.number(row));
       }
     });
-    maximum = largest_of_cta(maximum, of_warps);
+    maximum = max_over_cta(maximum, warp_maxima);
   }
   if constexpr (kPass == Pass::kMaxima) {
     if (threadIdx.x == 0 && maximum > 0) {
@@ -86,14 +87,14 @@ CUTE_DEVICE void quantize(QuantizeParams const& p, uint32_t* of_warps) {
 template <class Element, bool kIsRotated, Pass kPass>
 __global__ void __launch_bounds__(kThreads<Element>)
     quantize_kernel(QuantizeParams const __grid_constant__ p) {
-  __shared__ uint32_t of_warps[kMostThreads / 32];
+  __shared__ uint32_t warp_maxima[kMostThreads / 32];
   wait_for_earlier_launches();
   allow_later_launches();
-  quantize<Element, kIsRotated, kPass>(p, of_warps);
+  quantize<Element, kIsRotated, kPass>(p, warp_maxima);
 }
 
 // ----------------------------------------------------------------------------------------- launch
-// The fragments of a CTA.
+// Fragments per CTA.
 int64_t fragments_of(QuantizeShape const& s) {
   return int64_t(min_of(s.tile, s.rows)) * fragments_of_row(s.head_dim);
 }

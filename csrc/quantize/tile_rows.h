@@ -1,4 +1,4 @@
-// The rows of a CTA: their fragments, from x or from shared memory, and where their values go.
+// The rows of a CTA: loads of their fragments from x or shared memory, and stores of their values.
 #pragma once
 
 #include "quantize/fragment.h"
@@ -6,8 +6,8 @@
 
 namespace fa3 {
 
-// Fragments that wait in shared memory for the scale of their block. A thread reads what it wrote.
-// Quads of 16 bytes: (quad, fragment), so that neighbouring lanes use neighbouring banks.
+// Fragments that wait in shared memory for the scale of their block. A thread reads only what it
+// wrote. Quads of 16 bytes are ordered (quad, fragment), so that adjacent lanes use adjacent banks.
 class Stash {
   uint4* quads_;
   float* units_;
@@ -72,20 +72,20 @@ class Stash {
   }
 };
 
-// The fragments of this thread in a piece of kWidth columns: of rows `row`, `row` + `step`, ...
+// The fragments of this thread in a piece of kWidth columns, in rows `row`, `row` + `step`, ...
 template <int kWidth>
 struct PieceOfThread {
   static constexpr int kLanes = lanes_of_piece(kWidth);
 
-  int column;     // the lane's first one
+  int column;     // first column of the lane
   int row;        // in the tile
   int warp_row;   // the first row of the warp
   int step;       // rows
-  int fragments;  // in the stash, of the pieces before
+  int fragments;  // in the stash, before this piece
 
-  // The number of the fragment in the stash.
-  CUTE_DEVICE int number(int of_row) const {
-    return fragments + of_row * kLanes + int(threadIdx.x) % kLanes;
+  // Index of a fragment in the stash.
+  CUTE_DEVICE int number(int tile_row) const {
+    return fragments + tile_row * kLanes + int(threadIdx.x) % kLanes;
   }
 };
 
@@ -115,7 +115,7 @@ class TileRows {
     target_ = p.values + ((entry * s.rows + row) * s.heads + work.head) * s.head_dim;
   }
 
-  // Calls use(fragment, piece, row) for each row that counts.
+  // Loads fragments from x and calls use(fragment, piece, row) for each used row.
   template <class Use>
   CUTE_DEVICE void load(Use const& use) const {
     for_each_piece([&]<int kWidth>(PieceOfThread<kWidth> const& piece) {
@@ -125,7 +125,7 @@ class TileRows {
       if (piece.row < used_) {
         next.load(source);
       }
-      // Lanes without a row go on with their warp, because lanes exchange values.
+      // Lanes without a row stay with their warp, because lanes exchange values.
       int row = piece.row;
 #pragma unroll 1
       for (int first = piece.warp_row; first < used_; first += piece.step) {
@@ -143,7 +143,7 @@ class TileRows {
     });
   }
 
-  // The same of fragments that wait in shared memory.
+  // Calls use(fragment, piece, row) for each used row, with fragments from the stash.
   template <class Use>
   CUTE_DEVICE void read(Stash const& stash, Use const& use) const {
     for_each_piece([&]<int kWidth>(PieceOfThread<kWidth> const& piece) {
@@ -162,7 +162,7 @@ class TileRows {
     values.store(target_of(row) + piece.column, p_.shape.head_dim % kSpanColumns == 0);
   }
 
-  // Rows that do not count.
+  // Stores zeros in the rows that are not used.
   CUTE_DEVICE void store_zeros() const {
     int const chunks = p_.shape.head_dim / kChunkColumns;
     int const end = (written_ - used_) * chunks;
@@ -177,7 +177,7 @@ class TileRows {
     return target_ + row * (int64_t(p_.shape.heads) * p_.shape.head_dim);
   }
 
-  // From the widest to the narrowest.
+  // Visits the pieces of a row, widest first.
   template <class Run>
   CUTE_DEVICE void for_each_piece(Run const& run) const {
     int start = 0;
