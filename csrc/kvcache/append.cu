@@ -1,6 +1,6 @@
-// A thread has two chunks of 16 bytes of a row: it loads them, finds the sequence of its token and
-// the slot behind it, rotates, quantises for a cache of e4m3 and stores. Rows outside the cache are
-// not written.
+// A thread processes two 16-byte chunks of a row: it loads them, finds the sequence and the slot of
+// its token, rotates, quantises for an e4m3 cache and stores. Rows outside the cache are not
+// written.
 #include "device/barriers.h"
 #include "kvcache/append_pages.h"
 #include "launch/launch.h"
@@ -9,8 +9,9 @@ namespace fa3 {
 namespace {
 
 // -------------------------------------------------------------------------------------- sequences
-// How many numbers of a sorted list are not above that of a lane: one search for each that differs.
-CUTE_DEVICE int count_of_lanes(int const* list, int size, int number) {
+// Counts the numbers of a sorted list that are not above each lane's number, with one search per
+// distinct number in the warp.
+CUTE_DEVICE int count_per_lane(int const* list, int size, int number) {
   int count = 0;
   uint32_t waiting = kAllLanes;
   while (waiting != 0) {
@@ -23,23 +24,23 @@ CUTE_DEVICE int count_of_lanes(int const* list, int size, int number) {
 }
 
 struct Token {
-  int sequence;   // outside of [0, batch): none
+  int sequence;   // none if outside of [0, batch)
   int64_t index;  // in the sequence
 };
 
-// Whole warps call it.
+// Whole warps call this.
 CUTE_DEVICE Token token_of(AppendRows const& rows, int batch, int token) {
   if (rows.cu == nullptr) {
     return Token{rows.by_entry.div(token), rows.by_entry.mod(token)};
   }
-  int const sequence = count_of_lanes(rows.cu, batch + 1, token) - 1;
+  int const sequence = count_per_lane(rows.cu, batch + 1, token) - 1;
   bool const is_one = sequence >= 0 && sequence < batch;
   return Token{sequence, is_one ? int64_t(token) - __ldg(rows.cu + sequence) : 0};
 }
 
-// ------------------------------------------------------------------------------------------ places
-struct Place {
-  int page = -1;  // none: the cache has no such slot
+// --------------------------------------------------------------------------------------- locations
+struct SlotLocation {
+  int page = -1;  // -1: the cache has no such slot
   int row = 0;
 
   CUTE_DEVICE bool exists() const { return page >= 0; }
@@ -49,11 +50,11 @@ struct Place {
   }
 };
 
-// Where a new token goes. length: tokens that its sequence had before.
-CUTE_DEVICE Place place_of(CacheSlots const& cache, int64_t length, Token const& token) {
+// Finds the slot of a new token. length: tokens of its sequence before the append.
+CUTE_DEVICE SlotLocation locate(CacheSlots const& cache, int64_t length, Token const& token) {
   int const sequence = token.sequence;
   int64_t const slot = length + token.index;
-  // A negative length is nonsense, also where the sum is a slot.
+  // A negative length is invalid even if the sum is a valid slot.
   if (length < 0 || slot < 0 || slot >= cache.capacity) {
     return {};
   }
@@ -64,7 +65,7 @@ CUTE_DEVICE Place place_of(CacheSlots const& cache, int64_t length, Token const&
   } else if (cache.batch_idx != nullptr) {
     page = __ldg(cache.batch_idx + sequence);
   }
-  return page < cache.pages ? Place{page, cache.by_page.mod(int(slot))} : Place{};
+  return page < cache.pages ? SlotLocation{page, cache.by_page.mod(int(slot))} : SlotLocation{};
 }
 
 CUTE_DEVICE int64_t length_of(CacheSlots const& cache, int sequence) {
@@ -72,7 +73,7 @@ CUTE_DEVICE int64_t length_of(CacheSlots const& cache, int sequence) {
 }
 
 // ---------------------------------------------------------------------------------------- the rows
-// Element: void where rows are only copied.
+// Element: void if rows are only copied.
 template <class Element, AppendTensor kTensor, bool kQuantises>
 CUTE_DEVICE void append_rows(AppendParams const& p, AppendRows const& rows, int cta) {
   using Chunks = RowChunks<Element, kTensor>;
@@ -96,11 +97,11 @@ CUTE_DEVICE void append_rows(AppendParams const& p, AppendRows const& rows, int 
   if constexpr (kTensor == AppendTensor::kQueries) {
     target = rows.target.data + item.token * rows.target.row_stride;
   } else {
-    Place const place = place_of(cache, length, token);
-    if (!place.exists()) {
+    SlotLocation const location = locate(cache, length, token);
+    if (!location.exists()) {
       return;
     }
-    target = place.target(rows);
+    target = location.target(rows);
   }
   if (Chunks::kIsRotated && has_sequence) {
     int64_t const begin =
@@ -120,7 +121,7 @@ CUTE_DEVICE void append_rows(AppendParams const& p, AppendRows const& rows, int 
   }
 }
 
-// A warp has a row of latents; groups of lanes have the columns of a scale.
+// Each warp appends a row of latents. The columns that share a scale belong to a group of lanes.
 template <class Element>
 CUTE_DEVICE void append_latents(AppendParams const& p, AppendRows const& rows, int cta) {
   wait_for_earlier_launches();
@@ -133,8 +134,8 @@ CUTE_DEVICE void append_latents(AppendParams const& p, AppendRows const& rows, i
   if (token.sequence < 0 || token.sequence >= p.batch) {
     return;
   }
-  Place const place = place_of(p.cache, length_of(p.cache, token.sequence), token);
-  if (!place.exists()) {
+  SlotLocation const location = locate(p.cache, length_of(p.cache, token.sequence), token);
+  if (!location.exists()) {
     return;
   }
   int const lane = lane_of_warp();
@@ -147,9 +148,9 @@ CUTE_DEVICE void append_latents(AppendParams const& p, AppendRows const& rows, i
     largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
   }
   float const scale = scale_of_largest(largest, kLargestOfNewKey);
-  chunks.store_quantised(place.target(rows), scale);
+  chunks.store_quantised(location.target(rows), scale);
   if (lane % lanes == 0) {
-    rows.set_scales[place.page * view.batch_stride + place.row * view.head_stride +
+    rows.set_scales[location.page * view.batch_stride + location.row * view.head_stride +
                     lane / lanes * view.block_stride] = scale;
   }
 }
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kAppendThreads)
   }
 }
 
-// With scales by page: units of pages instead of rows of k and v.
+// Appends with scales by page: CTAs take units of pages instead of rows of k and v.
 template <class Element>
 __global__ void __launch_bounds__(kAppendThreads)
     append_pages_kernel(AppendParams const __grid_constant__ p) {
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kAppendThreads)
   }
 }
 
-// Rows of k as they are, of v with scales by key.
+// Appends rows of k unchanged and rows of v with scales by key.
 template <class Element>
 __global__ void __launch_bounds__(kAppendThreads)
     append_latents_kernel(AppendParams const __grid_constant__ p) {

@@ -1,5 +1,5 @@
-// Appending with scales by page: a warp has the new rows of one head in one page. Where they begin
-// the page, it sets the scale first, by the largest of them.
+// Appends with scales by page. A warp appends the new rows of one head in one page. If they begin
+// the page, the warp first sets its scale from the largest element.
 #pragma once
 
 #include <cfloat>
@@ -9,18 +9,18 @@
 
 namespace fa3 {
 
-// Where new rows of a sequence lie in a page.
+// The new rows of a sequence in one page.
 struct PageRows {
   int count = 0;
   int sequence = 0;
   int page = 0;        // page id
-  int slot = 0;        // where the first row goes, in the page
-  int token = 0;       // the first row, in the tensor of new rows
-  int64_t index = 0;   // the same in the sequence
+  int slot = 0;        // slot of the first row in the page
+  int token = 0;       // index of the first row in the tensor of new rows
+  int64_t index = 0;   // index of the first row among the sequence's new rows
   int64_t length = 0;  // keys of the sequence before the append
 };
 
-// Whole warps call it, each with one unit.
+// Finds the rows of a unit. Whole warps call this, each with one unit.
 CUTE_DEVICE PageRows rows_of_unit(AppendParams const& p, int64_t unit) {
   PageSchedule const& pages = p.pages;
   CacheSlots const& cache = p.cache;
@@ -58,12 +58,13 @@ CUTE_DEVICE PageRows rows_of_unit(AppendParams const& p, int64_t unit) {
   return rows;
 }
 
-// A power of two, by which the largest of some elements becomes at most `most`. NaN does not count.
+// The smallest power of two, at least kLeastSetScale, that divides `largest` to at most `most`.
 CUTE_DEVICE float scale_of_largest(float largest, float most) {
   float const least = fmaxf(__fdiv_rn(fminf(largest, FLT_MAX), most), kLeastSetScale);
   return __uint_as_float((__float_as_uint(least) + 0x7fffffu) & 0x7f800000u);
 }
 
+// The largest magnitude in a chunk. NaN does not count.
 template <class Element>
 CUTE_DEVICE float largest_of(Chunk const& chunk) {
   float largest = 0.f;
@@ -75,7 +76,7 @@ CUTE_DEVICE float largest_of(Chunk const& chunk) {
   return largest;
 }
 
-// use(row, chunks) for all chunks of the rows, which the lanes share, rotated.
+// Calls use(row, chunks) for all rotated chunks of the rows, which are distributed over the lanes.
 template <class Element, AppendTensor kTensor, class Use>
 CUTE_DEVICE void for_chunks(AppendParams const& p, AppendRows const& rows, PageRows const& own,
                             int head, Use const& use) {
@@ -104,7 +105,7 @@ CUTE_DEVICE void append_page(AppendParams const& p, AppendRows const& rows, int 
   if (own.count == 0) {
     return;
   }
-  // WHY past L1: the lines of other pages' scales change during this launch.
+  // WHY the read bypasses L1: scales of other pages in the same line change during this launch.
   float* const page_scale =
       rows.set_scales + own.page * rows.scale.batch_stride + head * rows.scale.head_stride;
   float scale;

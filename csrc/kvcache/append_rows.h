@@ -1,5 +1,5 @@
-// Appending to a KV cache: the rows of a CTA, the chunks of a thread, the sequence of a token. The
-// index arithmetic of kvcache/append.cu.
+// Index arithmetic of kvcache/append.cu, which appends to a KV cache: the rows of a CTA, the chunks
+// of a thread, the sequence of a token.
 #pragma once
 
 #include "core/int_math.h"
@@ -9,18 +9,19 @@ namespace fa3 {
 constexpr int kAppendThreads = 128;
 constexpr int kAppendChunkBytes = 16;
 
-// A thread has two chunks of a row; a row is one head of a token. No token: token is -1.
+// The two chunks of a row that a thread processes. A row is one head of a token; token is -1 if the
+// thread has none.
 struct RowItem {
   int token;
   int head;
-  int pair;  // counts pairs of chunks in the row
+  int pair;  // index of the pair of chunks in the row
 };
 
-// The rows of a tensor over the threads of CTAs. A CTA has several tokens, or a part of one.
+// Distributes rows of a tensor over CTAs and threads. A CTA has several tokens, or a part of one.
 struct RowSchedule {
   int tokens = 0;
   int heads = 0;
-  int chunks = 0;         // in a row
+  int chunks = 0;         // per row
   int tokens_of_cta = 1;  // at most
   int64_t ctas = 0;
   FastDiv by_parts;
@@ -62,8 +63,8 @@ struct ChunkPair {
   int second;  // may be one past the last chunk of the row
 };
 
-// The chunks of a pair. In halves, a rotation takes a column and the one rotary_dim / 2 further:
-// the first rotary_pairs pairs have such chunks. All other pairs are neighbours.
+// The chunks of a pair. In halves, a rotation takes columns rotary_dim / 2 apart, and so do the
+// chunks of the first rotary_pairs pairs. The chunks of all other pairs are adjacent.
 FA3_HD ChunkPair chunks_of_pair(int pair, int rotary_pairs, bool is_in_halves) {
   if (is_in_halves && pair < rotary_pairs) {
     return ChunkPair{pair, pair + rotary_pairs};
@@ -73,25 +74,26 @@ FA3_HD ChunkPair chunks_of_pair(int pair, int rotary_pairs, bool is_in_halves) {
 
 // ------------------------------------------------------------------------------- scales by page
 constexpr int kAppendWarps = kAppendThreads / 32;
-// What the largest new element of a page becomes, at most. It is half of the largest e4m3: later
-// rows may be twice as large.
+// Upper bound of the scaled elements that set the scale of a page. WHY half of the largest e4m3:
+// later rows may be twice as large.
 constexpr float kLargestOfNewPage = 224.f;
 constexpr float kLargestOfNewKey = 448.f;
 constexpr float kLeastSetScale = 0x1p-60f;
 
-// Pages over warps: a unit is the new rows of a sequence in one page, for one head. A sequence has
-// as many units as its rows may touch pages, wherever they begin; some have no rows.
+// Distributes pages over warps. A unit is the new rows of one sequence and head in one page. A
+// sequence has as many units as its rows can touch pages, wherever they begin, so some units have
+// no rows.
 struct PageSchedule {
   int total = 0;       // new rows of all sequences
-  int new_tokens = 0;  // in each sequence; -1: packed
-  int units = 0;       // each sequence has so many; packed: in addition to one a whole page
+  int new_tokens = 0;  // per sequence; -1: packed
+  int units = 0;       // per sequence; packed: in addition to one per whole page
   int64_t ctas = 0;
   FastDiv by_heads;
   FastDiv by_page;
 
   PageSchedule() = default;
 
-  // new_tokens: of a sequence, or -1 where they are packed.
+  // new_tokens: per sequence, or -1 if sequences are packed.
   PageSchedule(int batch, int total_, int new_tokens_, int heads, int page_size)
       : total(total_),
         new_tokens(new_tokens_),
@@ -102,25 +104,25 @@ struct PageSchedule {
     ctas = total == 0 ? 0 : (all + kAppendWarps - 1) / kAppendWarps;
   }
 
-  // The most pages that so many slots in a row can touch.
+  // The most pages that `slots` consecutive slots can touch.
   static int pages_of(int slots, int page_size) {
     return slots == 0 ? 0 : int((int64_t(slots) + page_size - 2) / page_size) + 1;
   }
 
-  // start: where the rows of sequence b begin, if they are packed.
+  // start: first row of sequence b if sequences are packed.
   FA3_HD int64_t first_unit(int b, int start) const {
     return int64_t(b) * units + (new_tokens < 0 ? by_page.div(max_of(start, 0)) : 0);
   }
 };
 
-// The slots of a sequence, from its length on, that are in one page.
+// The slots of a sequence in one page, from its length on.
 struct PageSpan {
-  int64_t number;  // counts the pages of the sequence
+  int64_t number;  // index of the page in the sequence
   int64_t first;
   int64_t end;
 };
 
-// unit: counts those of the sequence from 0; units past its last page give no slots.
+// unit: index in the sequence. A unit past the last page has no slots.
 FA3_HD PageSpan page_span(FastDiv const& by_page, int length, int64_t unit) {
   int64_t const page_size = by_page.divisor;
   int64_t const number = by_page.div(length) + unit;
@@ -128,8 +130,9 @@ FA3_HD PageSpan page_span(FastDiv const& by_page, int length, int64_t unit) {
   return PageSpan{number, begin < length ? length : begin, begin + page_size};
 }
 
-// How many numbers of a sorted list are not above a given one, found by 32 lanes that look at one
-// number each. The count is in [begin, begin + size]. A list that is not sorted gives any count.
+// Counts the numbers of a sorted list that are not above a given one. In each step 32 lanes probe
+// one number each. The count is in [begin, begin + size]. For an unsorted list the count is
+// arbitrary.
 struct WarpSearch {
   int begin = 0;
   int size;
@@ -138,13 +141,13 @@ struct WarpSearch {
 
   FA3_HD int step() const { return ceil_div(size, 32); }
 
-  // The index that a lane looks at, or -1.
+  // The index that a lane probes, or -1.
   FA3_HD int probe(int lane) const {
     int const offset = (lane + 1) * step() - 1;
     return offset < size ? begin + offset : -1;
   }
 
-  // found: the probes that are not above the given number.
+  // found: how many probes are not above the given number.
   FA3_HD void narrow(int found) {
     int const stride = step();
     begin += found * stride;

@@ -1,5 +1,5 @@
-// What the kernels that append do with a row: find it, load two chunks of 16 bytes, rotate and
-// quantise them.
+// Row operations of the append kernels: find a row, load two 16-byte chunks, rotate and quantise
+// them.
 #pragma once
 
 #include "device/math.h"
@@ -19,14 +19,14 @@ struct Chunk {
     return Chunk{four.x, four.y, four.z, four.w};
   }
 
-  static CUTE_DEVICE Chunk of_nan() { return Chunk{~0u, ~0u, ~0u, ~0u}; }
+  static CUTE_DEVICE Chunk all_nan() { return Chunk{~0u, ~0u, ~0u, ~0u}; }
 
   CUTE_DEVICE void store(char* target) const {
     *reinterpret_cast<uint4*>(target) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 };
 
-// Its eight elements over the scale, as e4m3.
+// Divides the eight elements of a chunk by the scale and converts them to e4m3.
 template <class Element>
 CUTE_DEVICE uint2 quantised(Chunk const& chunk, float scale) {
   float values[8];
@@ -40,8 +40,8 @@ CUTE_DEVICE uint2 quantised(Chunk const& chunk, float scale) {
                     pack_four_e4m3(values[4], values[5], values[6], values[7]));
 }
 
-// How many of the first numbers is_found(index) holds for, of `size` numbers. All lanes of the warp
-// ask the same.
+// Counts the leading indices below `size` for which is_found(index) holds. All lanes of the warp
+// pass the same arguments.
 template <class IsFound>
 CUTE_DEVICE int count_up_to(int size, IsFound const& is_found) {
   WarpSearch search(size);
@@ -58,7 +58,7 @@ CUTE_DEVICE char const* source_of(AppendRows const& rows, RowItem const& item) {
          rows.by_entry.mod(item.token) * source.row_stride + item.head * source.head_stride;
 }
 
-// Two columns of a word, as float32.
+// Rotates the two columns of a word, in float32.
 template <class Element>
 CUTE_DEVICE uint32_t rotate_pair(uint32_t word, float cosine, float sine) {
   float2 const x = unpack_two<Element>(word);
@@ -93,7 +93,7 @@ CUTE_DEVICE void rotate_halves(Chunk& first, Chunk& second, Chunk const& cosines
   }
 }
 
-// Eight 16-bit columns as float32.
+// Converts eight 16-bit columns to float32.
 template <class Element>
 CUTE_DEVICE void unpack_chunk(Chunk const& chunk, float* values) {
   CUTE_UNROLL
@@ -104,7 +104,7 @@ CUTE_DEVICE void unpack_chunk(Chunk const& chunk, float* values) {
   }
 }
 
-// Sixteen columns of e4m3 as float32.
+// Converts sixteen e4m3 columns to float32.
 CUTE_DEVICE void unpack_e4m3(Chunk const& chunk, float (&values)[16]) {
   CUTE_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -130,10 +130,10 @@ CUTE_DEVICE Chunk pack_e4m3(float const (&values)[16]) {
   return chunk;
 }
 
-// Sixteen columns of a table, of any of its dtypes. table: nullptr gives NaN.
+// Loads sixteen columns of a table of any dtype. If `table` is nullptr, they are NaN.
 CUTE_DEVICE void load_table(Dtype dtype, char const* table, int pair, float (&values)[16]) {
-  Chunk first = Chunk::of_nan();
-  Chunk second = Chunk::of_nan();
+  Chunk first = Chunk::all_nan();
+  Chunk second = Chunk::all_nan();
   if (dtype == Dtype::kFloat8E4M3) {
     unpack_e4m3(table == nullptr ? first : Chunk::load(table + pair * kAppendChunkBytes), values);
     return;
@@ -151,7 +151,7 @@ CUTE_DEVICE void load_table(Dtype dtype, char const* table, int pair, float (&va
   }
 }
 
-// 32 columns of e4m3, rotated in float32 and rounded once.
+// Rotates 32 e4m3 columns in float32 and rounds once.
 CUTE_DEVICE void rotate_e4m3(Rotary const& rotary, int64_t position, int pair, Chunk& first,
                              Chunk& second) {
   bool const is_inside = position >= 0 && position < rotary.positions;
@@ -181,12 +181,12 @@ CUTE_DEVICE void rotate_e4m3(Rotary const& rotary, int64_t position, int pair, C
   second = pack_e4m3(x[1]);
 }
 
-// A position outside the tables gives NaN.
+// Rotates two chunks. A position outside the tables gives NaN.
 template <class Element>
 CUTE_DEVICE void rotate(Rotary const& rotary, int64_t position, int pair, Chunk& first,
                         Chunk& second) {
-  Chunk cosines = Chunk::of_nan();
-  Chunk sines = Chunk::of_nan();
+  Chunk cosines = Chunk::all_nan();
+  Chunk sines = Chunk::all_nan();
   if (position >= 0 && position < rotary.positions) {
     int const column = pair * kAppendChunkBytes;
     cosines = Chunk::load(rotary.cos + position * rotary.cos_stride + column);
@@ -199,7 +199,7 @@ CUTE_DEVICE void rotate(Rotary const& rotary, int64_t position, int pair, Chunk&
   }
 }
 
-// Two chunks of a row: those of a pair (kvcache/append_rows.h).
+// The two chunks of a pair in a row (kvcache/append_rows.h).
 template <class Element, AppendTensor kTensor>
 struct RowChunks {
   static constexpr bool kIsRotated =
