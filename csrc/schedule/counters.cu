@@ -24,38 +24,38 @@ void check(cudaError_t error, char const* what) {
   }
 }
 
-// Device, stream, capture; capture 0: none.
+// (device, stream, capture); capture 0 means none.
 using User = std::tuple<int, unsigned long long, unsigned long long>;
 
 struct Pool {
   std::mutex mutex;
   std::map<User, int*> used;
-  std::map<int, std::vector<int*>> zeros;     // by device
-  std::map<int, std::vector<int*>> returned;  // by graphs
+  std::map<int, std::vector<int*>> zeros;     // by device, ready for use
+  std::map<int, std::vector<int*>> returned;  // by device, from destroyed graphs
 };
 
-// Never destroyed: CUDA may destroy a graph while the process ends.
+// The pool is never destroyed, because CUDA may destroy a graph while the process exits.
 Pool& pool() {
   static Pool* const all = new Pool;
   return *all;
 }
 
-// Held by a LaunchPair.
+// The mutex that a LaunchPair holds.
 std::mutex& launching() {
   static std::mutex* const mutex = new std::mutex;
   return *mutex;
 }
 
-// What a graph gives back when it is destroyed, after its last launch has ended.
-struct OfGraph {
+// Counters that a graph returns when it is destroyed, after its last launch has ended.
+struct GraphCounters {
   User user;
   int* counters;
 };
 
-// CUDA calls this in a thread of its own, where other callbacks wait: no call of CUDA is made while
-// the mutex is held.
-void give_back(void* of_graph) {
-  std::unique_ptr<OfGraph> const owned(static_cast<OfGraph*>(of_graph));
+// CUDA calls this in one of its own threads, where other callbacks wait. So no CUDA function may be
+// called while the mutex is held.
+void give_back(void* graph_counters) {
+  std::unique_ptr<GraphCounters> const owned(static_cast<GraphCounters*>(graph_counters));
   Pool& all = pool();
   std::lock_guard const lock(all.mutex);
   all.returned[std::get<0>(owned->user)].push_back(owned->counters);
@@ -70,8 +70,8 @@ std::vector<int*> take_returned(int device) {
   return found;
 }
 
-// Clears what graphs gave back, or a new slab. WHY what was given back: a graph whose copies ran at
-// the same time leaves anything.
+// Clears returned counters or, if there are none, a new slab. WHY returned counters are cleared: a
+// graph whose copies ran at the same time leaves arbitrary values.
 cudaError_t make_zeros(std::vector<int*>& zeros, cudaStream_t stream) {
   if (zeros.empty()) {
     void* slab = nullptr;
@@ -88,7 +88,8 @@ cudaError_t make_zeros(std::vector<int*>& zeros, cudaStream_t stream) {
   return error;
 }
 
-// Zeros for some more users. They are written on a stream of its own: no capture may notice.
+// Provides zeroed counters for more users. They are written on a separate stream, so that no
+// capture records the writes.
 void add_zeros(int device) {
   std::vector<int*> zeros = take_returned(device);
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -111,7 +112,7 @@ void add_zeros(int device) {
   check(error, "allocate counters");
 }
 
-// The capture that a stream is part of.
+// The capture that a stream takes part in.
 struct Capture {
   unsigned long long id = 0;
   cudaGraph_t graph = nullptr;
@@ -121,27 +122,29 @@ Capture capture_of(cudaStream_t stream) {
   Capture capture;
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamGetCaptureInfo(stream, &status, &capture.id, &capture.graph) != cudaSuccess) {
-    cudaGetLastError();  // the legacy stream, while another one is capturing
+    cudaGetLastError();  // the legacy stream fails while another stream is captured
   }
   return status == cudaStreamCaptureStatusActive ? capture : Capture{};
 }
 
-// A number of the stream. The handle of the default stream of a thread is the same in all threads.
+// A unique number of the stream. WHY not its handle: the handle of the per-thread default stream is
+// the same in all threads.
 unsigned long long number_of(cudaStream_t stream) {
   unsigned long long number = reinterpret_cast<uintptr_t>(stream);
   if (stream == cudaStreamPerThread) {
     check(cudaStreamGetId(stream, &number), "read the number of a stream");
-    number = ~number;  // no handle is so large
+    number = ~number;  // larger than any handle
   }
   return number;
 }
 
-void belong_to_graph(OfGraph const& counters, cudaGraph_t graph) {
+void belong_to_graph(GraphCounters const& counters, cudaGraph_t graph) {
   cudaUserObject_t object = nullptr;
-  auto of_graph = std::make_unique<OfGraph>(counters);
-  check(cudaUserObjectCreate(&object, of_graph.get(), give_back, 1, cudaUserObjectNoDestructorSync),
+  auto graph_counters = std::make_unique<GraphCounters>(counters);
+  check(cudaUserObjectCreate(&object, graph_counters.get(), give_back, 1,
+                             cudaUserObjectNoDestructorSync),
         "keep counters for a graph");
-  of_graph.release();
+  graph_counters.release();
   check(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove),
         "keep counters for a graph");
 }
@@ -166,7 +169,7 @@ int* counters_of(User const& user, Capture const& capture) {
   lock.unlock();
   if (capture.graph != nullptr) {
     try {
-      belong_to_graph(OfGraph{user, counters}, capture.graph);
+      belong_to_graph(GraphCounters{user, counters}, capture.graph);
     } catch (...) {
       lock.lock();
       all.used.erase(user);
@@ -180,19 +183,19 @@ int* counters_of(User const& user, Capture const& capture) {
 }  // namespace
 
 int* launch_counters(void* stream) {
-  // WHY: the map and its lock take longer than the comparison.
+  // WHY the last result is cached: the map and its lock take longer than the comparison.
   thread_local User last{-1, 0, 0};
-  thread_local int* counters_of_last = nullptr;
-  auto const of_call = static_cast<cudaStream_t>(stream);
+  thread_local int* last_counters = nullptr;
+  auto const call_stream = static_cast<cudaStream_t>(stream);
   int device = 0;
   check(cudaGetDevice(&device), "read the current device");
-  Capture const capture = capture_of(of_call);
-  User const user{device, number_of(of_call), capture.id};
+  Capture const capture = capture_of(call_stream);
+  User const user{device, number_of(call_stream), capture.id};
   if (capture.id != 0 || user != last) {
-    counters_of_last = counters_of(user, capture);
+    last_counters = counters_of(user, capture);
     last = user;
   }
-  return counters_of_last;
+  return last_counters;
 }
 
 LaunchPair::LaunchPair(int* counters, void* stream)

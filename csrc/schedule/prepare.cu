@@ -1,5 +1,5 @@
-// One CTA. Sequences are sorted by cost into buckets, an eighth of a power of two wide. Inside a
-// bucket their order is arbitrary; no result depends on it.
+// One CTA sorts the sequences by cost into buckets that are an eighth of a power of two wide. The
+// order within a bucket is arbitrary; no result depends on it.
 #include <cub/block/block_scan.cuh>
 
 #include "device/barriers.h"
@@ -19,16 +19,16 @@ struct Shared {
   int next_index[kBuckets];
 };
 
-// A saturating sum of tiles. WHY: if lengths are nonsense and sequences overlap, there are more
-// tiles than a table has capacity for, and their number may not even fit into an int.
+// A saturating sum of tiles. WHY: with invalid lengths sequences may overlap, and then there are
+// more tiles than the table holds; their number may not even fit into an int.
 struct SumWithin {
   int capacity;
 
   __device__ int operator()(int a, int b) const { return min_of(a + b, capacity); }
 };
 
-// Numbers the tiles of the threads: returns how many tiles precede those of this thread, and adds
-// all of them to `before`.
+// Numbers the tiles of all threads. Returns how many tiles precede those of this thread, and adds
+// the total to `before`.
 __device__ int number_tiles_of(int tiles, SumWithin sum, Shared& shared, int& before) {
   int base;
   int all;
@@ -76,7 +76,7 @@ __device__ void count_buckets(PrepareParams const& p, Shared& shared) {
   __syncthreads();
 }
 
-// A warp writes the tiles of queries of its 32 sequences, one sequence after the other.
+// Each warp writes the query tiles of its 32 sequences, one sequence at a time.
 __device__ void fill_row_tiles(PrepareParams const& p, Sequence const& s, int base) {
   int const lane = int(threadIdx.x) % 32;
   for (int i = 0; i < 32; ++i) {
@@ -91,7 +91,7 @@ __device__ void fill_row_tiles(PrepareParams const& p, Sequence const& s, int ba
   }
 }
 
-// Returns the number of the first tile of queries of this thread's sequence. INVARIANT: no tile is
+// Returns the index of the first query tile of this thread's sequence. INVARIANT: no tile is
 // outside the workspaces.
 __device__ int number_row_tiles(PrepareParams const& p, Shared& shared, Sequence& s, int& before) {
   int const capacity = p.tables.row_tile_count;
@@ -124,7 +124,7 @@ __device__ void sort_sequences(PrepareParams const& p, Shared& shared) {
   __syncthreads();
 }
 
-// A warp writes the tiles of its 32 sequences, one sequence after the other.
+// Each warp writes the tiles of its 32 sequences, one sequence at a time.
 __device__ void fill_table(PrepareParams const& p, int index, int base, int tiles) {
   int const lane = int(threadIdx.x) % 32;
   for (int i = 0; i < 32; ++i) {

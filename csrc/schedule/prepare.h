@@ -1,25 +1,25 @@
-// The kernel that precedes the others for packed sequences: it fills the tables of
-// core/packed_tiles.h. Host side; the ops call it.
+// Host side of the kernel that runs before the others for packed sequences and fills the tables of
+// core/packed_tiles.h. The ops call it.
 #pragma once
 
 #include "core/packed_tiles.h"
 
 namespace fa3 {
 
-// The most expensive sequences come first. The forward schedules tiles of queries, whose cost is
-// keys. The backward schedules tiles of keys, whose cost is queries, and also numbers the tiles of
-// queries.
+// The most expensive sequences come first. The forward schedules query tiles, whose cost is their
+// keys. The backward schedules key tiles, whose cost is their queries, and also numbers the query
+// tiles.
 struct PrepareParams {
   PackedLengths lengths;
   int batch = 0;
   int entries = 0;  // FwdProblem::entries()
   int total_q = 0;
   int total_k = 0;
-  int tile_positions = 0;  // queries of a tile
-  int tile_keys = 0;       // backward: keys of a tile; else 0
-  // forward: the most keys that a tile visits under the mask; more keys of a sequence cost nothing
+  int tile_positions = 0;  // queries per tile
+  int tile_keys = 0;       // backward: keys per tile; else 0
+  // forward: the most keys that a tile visits under the mask; further keys cost nothing
   int most_keys = 0;
-  int most_queries = 0;  // backward: the same for queries
+  int most_queries = 0;  // backward: the most queries that a tile visits
   PackedTables tables;
 
   FA3_HD constexpr bool schedules_keys() const { return tile_keys > 0; }
