@@ -49,7 +49,7 @@ CUTE_DEVICE void issue_gemm_of_both(HeldMma held_mma, FragmentHeld const& held, 
   cute::warpgroup_commit_batch();
 }
 
-// Waits until at most kPending groups are pending. `d` must belong to a group that is then
+// Waits until at most kPending wgmma groups are pending. `d` must belong to a group that is then
 // complete.
 template <int kPending, class FragmentD>
 CUTE_DEVICE void wait_gemm(FragmentD& d) {
