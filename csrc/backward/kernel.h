@@ -100,7 +100,7 @@ CUTE_DEVICE void resolve_only_work(BwdStorage<Traits>& shared, BwdDeviceParams c
     cluster_sync();
   }
   if (resolves_work) {
-    int const number = p.is_deterministic ? read_shared_of(0, shared.exchange.number)
+    int const number = p.is_deterministic ? read_remote(0, shared.exchange.number)
                                           : int(blockIdx.x) / Traits::kClusterSize;
     BwdWork const work = work_of_number<Traits>(p, number, rank);
     shared.exchange.work = work;

@@ -21,7 +21,7 @@ struct DecodeConsumer {
   int thread;  // in the warpgroup
   RingState<Traits::kStages> ring;
   RingState<Traits::kQStages> tile_ring;
-  DecodeScores<Traits> transformed;
+  DecodeScores<Traits> score_ops;
 
   CUTE_DEVICE DecodeConsumer(DecodeStorage<Traits>& shared_, Params const& p_, int warpgroup_,
                              int thread_)
@@ -29,7 +29,7 @@ struct DecodeConsumer {
         p(p_),
         warpgroup(warpgroup_),
         thread(thread_),
-        transformed(shared_, p_, coordinates()) {}
+        score_ops(shared_, p_, coordinates()) {}
 
   CUTE_DEVICE void run() {
     while (true) {
@@ -111,8 +111,8 @@ struct DecodeConsumer {
     for (int n = keys.end - 1; n >= keys.begin; --n) {
       Sums scores;
       add_keys<kRows, 0>(scores);
-      transformed.take(scores, scores);
-      transformed.transform(scores, n, n >= keys.free_end || n < keys.free_begin);
+      score_ops.take(scores, scores);
+      score_ops.transform(scores, n, n >= keys.free_end || n < keys.free_begin);
       softmax.raise_maxima(scores);
       sync_consumers();
       make_probabilities(softmax, scores, output, ring);
@@ -149,7 +149,7 @@ struct DecodeConsumer {
   template <int kRows, int kPart, class Sums>
   CUTE_DEVICE void issue_scores(Sums& scores, int stage, bool is_last) {
     if (Traits::kConverts && kPart == 0) {
-      transformed.read_key_scales(stage);
+      score_ops.read_key_scales(stage);
     }
     Keys<kRows>::template issue_scores<kPart>(shared.keys[stage], queries(), warpgroup, thread,
                                               scores, [&] {
@@ -176,7 +176,7 @@ struct DecodeConsumer {
     wait_for(at.k_ring);
     issue_scores<kRows, 0>(at.next, at.k_ring.stage, !is_only);
     wait_gemm<0>(at.next);
-    transformed.take(scores, at.next);
+    score_ops.take(scores, at.next);
     if (!is_only) {
       advance_by_two(at.k_ring);
       wait_for(at.k_ring);
@@ -215,14 +215,14 @@ struct DecodeConsumer {
   template <int kRows, bool kIssues, class Softmax, class Sums>
   CUTE_DEVICE void step(BlockRange const& keys, int n, Softmax& softmax, Sums& scores,
                         Sums (&output)[1], Overlap<Sums>& at) {
-    transformed.transform(scores, n, n >= keys.free_end || n < keys.free_begin);
+    score_ops.transform(scores, n, n >= keys.free_end || n < keys.free_begin);
     softmax.raise_maxima(scores);
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(at.next);
     cute::warpgroup_fence_operand(output[0]);
     sync_consumers();
     make_probabilities(softmax, scores, output, at.v_ring);
-    transformed.take(scores, at.next);
+    score_ops.take(scores, at.next);
     wait_for(at.v_ring);
     if (kIssues) {
       wait_for(at.k_ring);
@@ -259,7 +259,7 @@ struct DecodeConsumer {
   CUTE_DEVICE void start_rows(Work const& work) {
     int const consumer_thread = warpgroup * kWarpgroupThreads + thread;
     SeqlenPair const len = work.location.len;
-    transformed.tree_begin = work.location.slot + len.k - len.q;
+    score_ops.tree_begin = work.location.slot + len.k - len.q;
     if (consumer_thread < kRows) {
       RowOfTile const row = row_of_tile(p, work.rows, consumer_thread);
       CacheLocation const& at = work.location;
@@ -291,8 +291,8 @@ struct DecodeConsumer {
                                       RingState<Traits::kStages> const& v_ring) {
     if (Traits::kConverts && p.has_page_scales()) {
       wait_for(v_ring);
-      softmax.update(scores, output, transformed.raise_value_scale(v_ring.stage));
-      transformed.scale_probabilities(scores, v_ring.stage);
+      softmax.update(scores, output, score_ops.raise_value_scale(v_ring.stage));
+      score_ops.scale_probabilities(scores, v_ring.stage);
     } else {
       softmax.update(scores, output, 1.f);
     }
@@ -304,10 +304,10 @@ struct DecodeConsumer {
   CUTE_DEVICE void store(Work const& work, Softmax& softmax, Sums (&output)[Traits::kPartsV]) {
     float scale = 1.f;
     if constexpr (Traits::kConverts) {
-      scale = p.has_page_scales()         ? transformed.value_scale
+      scale = p.has_page_scales()         ? score_ops.value_scale
               : p.v_scale.data != nullptr ? shared.tile_scales[tile_ring.stage].v
                                           : 1.f;
-      transformed.value_scale = 0.f;
+      score_ops.value_scale = 0.f;
     }
     softmax.store_sums();
     sync_consumers();

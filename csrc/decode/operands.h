@@ -117,7 +117,7 @@ struct ConvertedKeys {
     constexpr int kSteps = Traits::steps_of_part(kPart);
     auto tSrK = fragment<kSteps>();
     load_keys(stage, warpgroup, thread, cute::recast<uint32_t>(tSrK));
-    release_of_warp(release);
+    release_per_warp(release);
     auto mma = typename Gemms::MmaS{}.get_slice(thread);
     auto tSrQ = mma.partition_fragment_B(queries_of_part<Traits, kRows, kPart>(queries));
     cute::warpgroup_fence_operand(tSrK);
@@ -129,7 +129,7 @@ struct ConvertedKeys {
                                        Sums& sums, Release const& release) {
     auto tOrV = fragment<Traits::kOutputSteps>();
     load_values(stage, block, thread, cute::recast<uint32_t>(tOrV));
-    release_of_warp(release);
+    release_per_warp(release);
     auto mma = typename Gemms::MmaO{}.get_slice(thread);
     auto tOrP = mma.partition_fragment_B(
         cute::make_tensor(cute::make_smem_ptr(probabilities), typename Gemms::SmemLayoutP{}));
@@ -151,7 +151,7 @@ struct ConvertedKeys {
 
  private:
   template <class Release>
-  CUTE_DEVICE static void release_of_warp(Release const& release) {
+  CUTE_DEVICE static void release_per_warp(Release const& release) {
     __syncwarp();
     if (is_first_lane()) {
       release();

@@ -62,13 +62,13 @@ struct DecodeScores {
       }
       value_scale = max_over_lanes(value_scale);
     }
-    return before * inverse_of_value_scale();
+    return before * inverse_value_scale();
   }
 
   template <class Scores>
   CUTE_DEVICE void scale_probabilities(Scores& scores, int stage) const {
     if constexpr (Traits::kConverts) {
-      float const inverse = inverse_of_value_scale();
+      float const inverse = inverse_value_scale();
       CUTE_UNROLL
       for (int i = 0; i < cute::size(scores); ++i) {
         int const key = at.first_key() + 8 * half_of_element(i);
@@ -78,7 +78,7 @@ struct DecodeScores {
   }
 
  private:
-  CUTE_DEVICE float inverse_of_value_scale() const {
+  CUTE_DEVICE float inverse_value_scale() const {
     return value_scale > 0.f ? 1.f / value_scale : 0.f;
   }
 

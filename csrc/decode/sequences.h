@@ -23,8 +23,8 @@ struct SequenceTable {
   };
 
   CacheSequence last[kRuns];  // last sequence of each thread's run
-  int units_of_warp[kWarps];
-  int others_of_warp[kWarps];  // CacheWalk::others
+  int warp_units[kWarps];
+  int warp_others[kWarps];  // CacheWalk::others
   Start start;
 };
 
@@ -72,8 +72,8 @@ struct DecodeTiles {
     int const until = scan_of_warp(units);
     int const others = p.line.shared.is_shared ? scan_of_warp(own.walk.others) : 0;
     if (lane_of_warp() == 31) {
-      table.units_of_warp[warp] = until;
-      table.others_of_warp[warp] = others;
+      table.warp_units[warp] = until;
+      table.warp_others[warp] = others;
     }
     if (threadIdx.x == 0) {
       table.start.sequence = 0;
@@ -85,8 +85,8 @@ struct DecodeTiles {
     CUTE_UNROLL
     for (int i = 0; i < Table::kWarps; ++i) {
       before = i == warp ? total : before;
-      total = min_of(total + table.units_of_warp[i], kMostUnits + 1);
-      all_others = min_of(all_others + table.others_of_warp[i], kMostUnits + 1);
+      total = min_of(total + table.warp_units[i], kMostUnits + 1);
+      all_others = min_of(all_others + table.warp_others[i], kMostUnits + 1);
     }
     tiles.walk.take_stretch(total, int(blockIdx.x), other_units(p, float(all_others)));
     int const offset = tiles.walk.unit - (before + until - units);

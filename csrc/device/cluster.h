@@ -14,8 +14,8 @@ CUTE_DEVICE void cluster_sync() {
   cute::cluster_wait();
 }
 
-// The address in the CTA of another rank that corresponds to `local` in this one.
-CUTE_DEVICE uint32_t shared_address_of(int rank, void const* local) {
+// The address in the CTA `rank` of the cluster that corresponds to `local` in this CTA.
+CUTE_DEVICE uint32_t remote_address(int rank, void const* local) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(address)
@@ -24,11 +24,11 @@ CUTE_DEVICE uint32_t shared_address_of(int rank, void const* local) {
 }
 
 // Reads an int from another CTA's shared memory.
-CUTE_DEVICE int read_shared_of(int rank, int const& local) {
+CUTE_DEVICE int read_remote(int rank, int const& local) {
   int value;
   asm volatile("ld.shared::cluster.s32 %0, [%1];"
                : "=r"(value)
-               : "r"(shared_address_of(rank, &local))
+               : "r"(remote_address(rank, &local))
                : "memory");
   return value;
 }
@@ -40,8 +40,8 @@ CUTE_DEVICE void bulk_send(int rank, void* target, void const* source, uint32_t 
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       :
-      : "r"(shared_address_of(rank, target)), "r"(cute::cast_smem_ptr_to_uint(source)), "r"(bytes),
-        "r"(shared_address_of(rank, &full))
+      : "r"(remote_address(rank, target)), "r"(cute::cast_smem_ptr_to_uint(source)), "r"(bytes),
+        "r"(remote_address(rank, &full))
       : "memory");
 }
 

@@ -30,7 +30,7 @@ CUTE_DEVICE void issue_gemm(TiledMma mma,
 // from `a`.
 template <int kSteps, class HeldMma, class FragmentHeld, class TiledMma, class FragmentA,
           class FragmentB, class FragmentD>
-CUTE_DEVICE void issue_gemm_of_both(HeldMma held_mma, FragmentHeld const& held, TiledMma mma,
+CUTE_DEVICE void issue_gemm_split_a(HeldMma held_mma, FragmentHeld const& held, TiledMma mma,
                                     FragmentA const& a, FragmentB const& b, FragmentD& d) {
   constexpr int kHeldSteps = decltype(cute::size<2>(held))::value;
   cute::warpgroup_fence_operand(d);

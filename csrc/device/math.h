@@ -83,7 +83,7 @@ CUTE_DEVICE float2 unpack_two(uint32_t packed) {
 }
 
 // Converts two float16 to two bfloat16, round to nearest even.
-CUTE_DEVICE uint32_t bfloat16_of_halves(uint32_t packed) {
+CUTE_DEVICE uint32_t halves_to_bfloat16(uint32_t packed) {
   float2 const wide = unpack_two<cutlass::half_t>(packed);
   return pack_two<cutlass::bfloat16_t>(wide.x, wide.y);
 }
@@ -98,8 +98,8 @@ CUTE_DEVICE void convert_four_e4m3(uint32_t packed, uint32_t& low, uint32_t& hig
       : "=r"(low), "=r"(high)
       : "r"(packed));
   if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {
-    low = bfloat16_of_halves(low);
-    high = bfloat16_of_halves(high);
+    low = halves_to_bfloat16(low);
+    high = halves_to_bfloat16(high);
   }
 }
 

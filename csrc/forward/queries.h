@@ -47,7 +47,7 @@ class HeldQueries {
 
   template <class FragmentQ, class FragmentK, class FragmentS>
   CUTE_DEVICE void issue(FragmentQ const& tSrQ, FragmentK const& tSrK, FragmentS& tSrS) const {
-    issue_gemm_of_both<Traits::kScoreSteps>(typename Traits::MmaHeldS{}, fragment_,
+    issue_gemm_split_a<Traits::kScoreSteps>(typename Traits::MmaHeldS{}, fragment_,
                                             typename Traits::MmaS{}, tSrQ, tSrK, tSrS);
   }
 };

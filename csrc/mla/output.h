@@ -60,7 +60,7 @@ struct OutputWarpgroup {
         return;
       }
       if (half == 0) {
-        values.advance();  // Q
+        values.advance();  // skips the stage of Q
         converter.release();
       }
       bool starts = true;

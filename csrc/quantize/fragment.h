@@ -147,7 +147,7 @@ class RotatedFragment {
 
   // Gives the lower lane the sum, and the upper lane the lower lane's word minus its own.
   // Multiplying by 1 and -1 is exact.
-  CUTE_DEVICE void butterflies_of_lanes(int distance) {
+  CUTE_DEVICE void butterflies_over_lanes(int distance) {
     constexpr uint32_t kOnes = 0x3c003c00u;
     constexpr uint32_t kMinusOnes = 0xbc00bc00u;
     uint32_t const sign = (int(threadIdx.x) & distance) != 0 ? kMinusOnes : kOnes;
@@ -239,7 +239,7 @@ class RotatedFragment {
     }
     CUTE_UNROLL
     for (int distance = 1; distance < kLanes; distance *= 2) {
-      butterflies_of_lanes(distance);
+      butterflies_over_lanes(distance);
     }
     if constexpr (kWidth >= kLaneColumns) {
       butterflies<kSpanWords>();

@@ -12,8 +12,9 @@ namespace fa3 {
 namespace {
 
 constexpr int kMostThreads = 768;
+// Threads per CTA at most; more would spill registers.
 template <class Element>
-constexpr int kThreads = sizeof(Element) == 4 ? 512 : kMostThreads;  // more would spill
+constexpr int kThreads = sizeof(Element) == 4 ? 512 : kMostThreads;
 // Fragments per thread, as long as the CTA stays within its thread limit. Few fragments keep the
 // wait at the barrier short; with several, one is loaded while another is rotated.
 constexpr int kThreadFragments = 4;

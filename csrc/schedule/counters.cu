@@ -41,7 +41,7 @@ Pool& pool() {
 }
 
 // The mutex that a LaunchPair holds.
-std::mutex& launching() {
+std::mutex& pair_mutex() {
   static std::mutex* const mutex = new std::mutex;
   return *mutex;
 }
@@ -54,7 +54,7 @@ struct GraphCounters {
 
 // CUDA calls this in one of its own threads, where other callbacks wait. So no CUDA function may be
 // called while the mutex is held.
-void give_back(void* graph_counters) {
+void return_counters(void* graph_counters) {
   std::unique_ptr<GraphCounters> const owned(static_cast<GraphCounters*>(graph_counters));
   Pool& all = pool();
   std::lock_guard const lock(all.mutex);
@@ -138,10 +138,10 @@ unsigned long long number_of(cudaStream_t stream) {
   return number;
 }
 
-void belong_to_graph(GraphCounters const& counters, cudaGraph_t graph) {
+void attach_to_graph(GraphCounters const& counters, cudaGraph_t graph) {
   cudaUserObject_t object = nullptr;
   auto graph_counters = std::make_unique<GraphCounters>(counters);
-  check(cudaUserObjectCreate(&object, graph_counters.get(), give_back, 1,
+  check(cudaUserObjectCreate(&object, graph_counters.get(), return_counters, 1,
                              cudaUserObjectNoDestructorSync),
         "keep counters for a graph");
   graph_counters.release();
@@ -169,7 +169,7 @@ int* counters_of(User const& user, Capture const& capture) {
   lock.unlock();
   if (capture.graph != nullptr) {
     try {
-      belong_to_graph(GraphCounters{user, counters}, capture.graph);
+      attach_to_graph(GraphCounters{user, counters}, capture.graph);
     } catch (...) {
       lock.lock();
       all.used.erase(user);
@@ -200,14 +200,14 @@ int* launch_counters(void* stream) {
 
 LaunchPair::LaunchPair(int* counters, void* stream)
     : counters_(counters + kLaunchCounters), stream_(stream) {
-  launching().lock();
+  pair_mutex().lock();
 }
 
 LaunchPair::~LaunchPair() {
   if (!is_complete_) {
     cudaMemsetAsync(counters_, 0, kPairCounters * sizeof(int), static_cast<cudaStream_t>(stream_));
   }
-  launching().unlock();
+  pair_mutex().unlock();
 }
 
 void clear_counters(int* counters, int64_t count, void* stream) {
