@@ -11,7 +11,7 @@ namespace fa3 {
 constexpr int kCombineColumns = 128;
 constexpr int kMostMergedParts = 4;  // most parts that are separate tensors
 
-// A part, or a stack of them. A row is (batch, row, head). Strides are in elements.
+// A part or a stack of parts. A row is (batch, row, head). Strides are in elements.
 struct CombineSource {
   void const* data = nullptr;
   int64_t stride[4] = {};  // batch, row, head, column

@@ -28,7 +28,7 @@ struct WarpParts {
     return (i * Traits::kPartsV + part) * kWarps * 32;
   }
 
-  // all: p.part_lses or p.group_lses.
+  // The LSEs of a slot in `all`, which is p.part_lses or p.group_lses.
   template <class Float>
   CUTE_DEVICE Float* lses(Float* all, int slot) const {
     return all + (int64_t(slot) * Traits::kConsumerWarps + at.warp) * p.part_rows;
@@ -141,7 +141,7 @@ struct DecodeCombiner {
     int step;
     int count;
 
-    // The slot of part n; past the end, that of the last part.
+    // The slot of part n, or of the last part if n is past the end.
     CUTE_DEVICE int of(int n) const {
       return n == 0 ? first : second + (min_of(n, count - 1) - 1) * step;
     }

@@ -66,7 +66,7 @@ struct DecodeProducer {
     }
   }
 
-  // Whether find_first() would read the same entry now.
+  // Returns whether find_first() would read the same entry now.
   CUTE_DEVICE bool reads_same() const {
     return !work.valid() ||
            entry_of<true>(KeySource::of(work), slot_of(work.keys.end - 1)) == rows.id;
@@ -110,7 +110,7 @@ struct DecodeProducer {
     }
   }
 
-  // The page table is read one K tile ahead.
+  // Loads Q, K and V of the tile. The page table is read one K tile ahead.
   CUTE_DEVICE void load_tile() {
     KeySource const keys = KeySource::of(work);
     bool is_first = true;

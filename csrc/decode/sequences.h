@@ -44,11 +44,10 @@ CUTE_DEVICE CacheSequence cache_sequence(KnownLengths<Traits> const& known, int 
   return known.run == 1 ? known.table.last[b] : cache_sequence(known.lengths, b);
 }
 
-// Finds the parts that the CTA computes, one after the other. All threads call find() and
-// confirm().
+// Finds the parts that the CTA computes, in order. All threads call find() and confirm().
 //
 // INVARIANT: find() may run before earlier launches have ended. confirm() then reads the same
-// lengths again after they have.
+// lengths again once they have ended.
 template <class Traits>
 struct DecodeTiles {
   using Table = SequenceTable<Traits>;
@@ -98,7 +97,7 @@ struct DecodeTiles {
     __syncthreads();
   }
 
-  // Goes to the first part that find() found. Whole warps call begin() and next().
+  // Moves to the first part that find() found. Whole warps call begin() and next().
   CUTE_DEVICE void begin() {
     if (!tiles.walk.valid()) {
       return;

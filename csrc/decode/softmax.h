@@ -9,7 +9,7 @@
 
 namespace fa3 {
 
-// The warps of both consumer warpgroups.
+// Synchronises both consumer warpgroups.
 CUTE_DEVICE void sync_consumers() {
   named_sync(NamedBarrier::kWarpgroupFirst, 2 * kWarpgroupThreads);
 }
@@ -46,8 +46,8 @@ struct DecodeSoftmax {
   DecodeStorage<Traits>& shared;
   DecodeThread at;
   float scale_log2;
-  float most[kColumns];  // the largest scores
-  float sum[kColumns];   // over this thread's keys
+  float most[kColumns];  // largest scores so far
+  float sum[kColumns];   // sums over this thread's keys
 
   CUTE_DEVICE DecodeSoftmax(DecodeStorage<Traits>& shared_, DecodeThread at_, float scale_log2_)
       : shared(shared_), at(at_), scale_log2(scale_log2_) {

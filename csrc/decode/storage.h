@@ -30,7 +30,7 @@ struct DecodeStorage {
   static constexpr int kDecodeScales = Traits::kConverts ? kQStages : 0;
 
   struct alignas(1024) {
-    char keys[kStages][Traits::kStageBytes];                 // parts of K and V in turn
+    char keys[kStages][Traits::kStageBytes];                 // parts of K, then parts of V
     Element q[kQStages][kWarpgroupRows * Traits::kColumns];  // in slices of 64 columns
     Element p[kWarpgroupRows * Traits::kTileN];              // P^T
   };
@@ -38,7 +38,7 @@ struct DecodeStorage {
   // State of the current tile.
   DecodeRow rows[kWarpgroupRows];
   int most[kWarpgroupRows];                            // largest score so far, as ordered_int()
-  float sums[Traits::kConsumerWarps][kWarpgroupRows];  // over a warp's keys
+  float sums[Traits::kConsumerWarps][kWarpgroupRows];  // sums over a warp's keys
   float factors[kWarpgroupRows];                       // they multiply O; -inf: O is 0
   float lses[kWarpgroupRows];
   FwdWork<Traits> work[kQStages];

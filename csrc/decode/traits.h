@@ -106,7 +106,7 @@ struct DecodeGemms {
   // P^T (rows, keys): 8 x 8 blocks.
   using SmemLayoutP = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_INTER_Atom<Element>{},
                                                    cute::Shape<Rows, cute::Int<Traits::kTileN>>{}));
-  // S^T of 64 keys, and O^T of 64 columns: a thread has kRows / 2 elements.
+  // Accumulators of S^T (64 keys) or O^T (64 columns), kRows / 2 elements per thread.
   using Sums = decltype(cute::partition_fragment_C(MmaS{}, cute::Shape<cute::_64, Rows>{}));
 };
 

@@ -13,7 +13,7 @@ struct PartWeights {
   float maximum = -INFINITY;  // the largest LSE
   float sum = 0.f;            // sum of weight(lse)
 
-  // 0 for -inf; NaN stays NaN.
+  // The weight of an LSE: 0 for -inf; NaN stays NaN.
   CUTE_DEVICE float weight(float lse) const {
     return exp2_approx((lse - finite_max(maximum)) * kLog2E);
   }

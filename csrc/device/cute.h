@@ -1,6 +1,6 @@
 // The only file that includes CUTLASS and CuTe. Do not define
-// CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED: it adds 25 s to every compile unit; wgmma_shapes.h has the
-// few extra shapes that are needed.
+// CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED: it adds 25 s to every compile unit; wgmma_shapes.h
+// provides the few extra shapes that are needed.
 #pragma once
 
 // TRAP: CUTLASS includes this header inside its own namespace unless it has been included before.

@@ -21,7 +21,7 @@ CUTE_DEVICE int lane_of_warp() {
 
 CUTE_DEVICE bool is_first_lane() { return lane_of_warp() == 0; }
 
-// One MUFU.EX2; 2^-inf = 0, NaN stays NaN.
+// 2^x in one MUFU.EX2. 2^-inf is 0, and NaN stays NaN.
 CUTE_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -72,7 +72,7 @@ CUTE_DEVICE uint32_t pack_two(float low, float high) {
   return packed;
 }
 
-// The reverse of pack_two(); exact.
+// The exact inverse of pack_two().
 template <class Element>
 CUTE_DEVICE float2 unpack_two(uint32_t packed) {
   if constexpr (cute::is_same_v<Element, cutlass::bfloat16_t>) {

@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kAppendThreads)
   }
 }
 
-// Rows of e4m3 are never quantised.
+// e4m3 rows are never quantised.
 auto* kernel_of_e4m3(AppendParams const& p) {
   return p.rotary.cos == nullptr ? append_kernel<void, false>
                                  : append_kernel<cutlass::float_e4m3_t, false>;

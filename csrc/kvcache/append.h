@@ -21,7 +21,7 @@ struct AppendRows {
   ByteView source;
   ByteView target;              // a cache; for q: (token, head)
   FastDiv by_entry;             // tokens per batch entry of the source; packed: all tokens
-  int const* cu = nullptr;      // packed: batch + 1 numbers
+  int const* cu = nullptr;      // packed: batch + 1 offsets
   ScaleView scale;              // quantised rows are divided by it
   float* set_scales = nullptr;  // scales that the kernel sets, with the strides of `scale`
 };

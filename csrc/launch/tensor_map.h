@@ -16,13 +16,13 @@ namespace fa3 {
 
 struct TensorMapDim {
   int64_t size;
-  int64_t stride;  // in elements; ignored for the innermost dimension, and where the size is 1
+  int64_t stride;  // in elements; ignored for the innermost dimension, or if the size is 1
   int box;
 };
 
 // Rows and batch of a tensor, as three dimensions of a map: row, batch, end.
 //
-// Dense: end has one value, 0.
+// Dense: `end` is always 0.
 //
 // Packed: one map has to end where each sequence ends. So rows are counted from the end of the
 // sequence: coordinate kRowsEnd is one past its last row, whatever its length, and one past the
@@ -100,7 +100,7 @@ struct TensorMapMaker {
                      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(boxes[0] * bytes),
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (error == cudaSuccess) {
-      error = static_cast<cudaError_t>(result);  // the runtime and the driver number errors alike
+      error = static_cast<cudaError_t>(result);  // runtime and driver share error numbers
     }
     return map;
   }

@@ -1,8 +1,8 @@
 // Attention on a latent cache (absorbed MLA). Keys have 64 rotary and 512 latent columns; the
 // latent columns are also the values. Roles of the warpgroups:
 //
-//   0      producer: Q and keys into rings (producer.h)
-//   1      scores: S, softmax, P (scores.h)
+//   0      producer: loads Q and keys into rings (producer.h)
+//   1      scores: computes S, the softmax and P (scores.h)
 //   2, 3   output: each computes half of the columns of O (output.h)
 #pragma once
 

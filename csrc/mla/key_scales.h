@@ -19,7 +19,7 @@ struct KeyScales {
   };
 
   struct Scales {
-    float4 of[kKeys];  // by 128 columns
+    float4 by_key[kKeys];  // one scale per 128 columns
   };
 
   MlaStorage<Traits>& shared;
@@ -74,7 +74,7 @@ struct KeyScales {
     Scales scales;
     CUTE_UNROLL
     for (int i = 0; i < kKeys; ++i) {
-      float4& own = scales.of[i];
+      float4& own = scales.by_key[i];
       own =
           view.data == nullptr ? make_float4(1.f, 1.f, 1.f, 1.f) : make_float4(0.f, 0.f, 0.f, 0.f);
       if (view.data != nullptr && uint32_t(ids.page[i]) < uint32_t(p.entries)) {
@@ -93,7 +93,7 @@ struct KeyScales {
       shared.raw_empty[half].wait(phase);
       CUTE_UNROLL
       for (int i = 0; i < kKeys; ++i) {
-        float4 const& own = scales.of[i];
+        float4 const& own = scales.by_key[i];
         shared.scales[half][32 * i + lane_of_warp()] =
             half == 0 ? make_float2(own.x, own.y) : make_float2(own.z, own.w);
       }

@@ -11,7 +11,7 @@
 
 namespace fa3 {
 
-// The ends of a thread's two rows, as OutputParts reads them.
+// The LSEs of a thread's two rows, in the form that OutputParts reads.
 struct RowEnds {
   float lses[2];
 
@@ -38,7 +38,7 @@ struct OutputWarpgroup {
   RingState<Traits::kStages> p_ring;
   HalfRing<Traits> values;
   RingState<Traits::kTileStages> tiles;
-  HalfConverter<Traits> converter;  // e4m3
+  HalfConverter<Traits> converter;  // e4m3 only
   FragmentO tOrO;
 
   CUTE_DEVICE OutputWarpgroup(MlaStorage<Traits>& shared_, Params const& p_, int half_, int thread_)
@@ -80,7 +80,7 @@ struct OutputWarpgroup {
   }
 
  private:
-  // O += P V of the next K tile.
+  // Adds P V of the next K tile to O.
   CUTE_DEVICE void accumulate_pv(bool starts) {
     shared.p_full[p_ring.stage].wait(p_ring.phase);
     if (!starts && shared.any_rescale[p_ring.stage][thread / 32]) {

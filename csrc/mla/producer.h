@@ -241,7 +241,7 @@ struct MlaLoader {
   template <Columns kGroup>
   CUTE_DEVICE void gather(KeySource const& from, int at, int id, Mbarrier& full,
                           char* buffer) const {
-    constexpr int kChunks = 8 * kSlicesOf<kGroup>;  // in a row
+    constexpr int kChunks = 8 * kSlicesOf<kGroup>;  // per row
     constexpr int kRowsAtOnce = 32 / kChunks;
     TensorView const& rows = kIsRotary<kGroup> ? p.k_rows : p.v_rows;
     int const lane = lane_of_warp();

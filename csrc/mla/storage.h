@@ -48,7 +48,7 @@ struct MlaStorage {
     // Latent columns of K tiles: kStages left halves, then kRightStages right ones. Q's left half
     // passes through the left ones.
     Element halves[kStages + kRightStages][Traits::kHalfElements];
-    Element rotary[kStages][Traits::kRotaryElements];    // rotary columns, then P over them
+    Element rotary[kStages][Traits::kRotaryElements];    // rotary columns, later P
     Element q[kWarpgroupRows * Traits::kSharedColumns];  // the other latent columns, then rotary
     // e4m3 only: the left and right half of a K tile as loaded.
     typename Traits::ElementKv raw[kRawStages][Traits::kHalfElements];
@@ -83,8 +83,8 @@ struct MlaStorage {
   Mbarrier work_empty[Traits::kTileStages];  // its results are stored: warps of both output
                                              // warpgroups (8) -> tile warp
   Mbarrier q_empty;  // the last S of a tile is complete: score warpgroup (1) -> producer
-  // S of the K tile after this P is complete, or there is none: score warpgroup (1) -> output
-  // warpgroup 0.
+  // S of the K tile that follows this P is complete, or there is none: score warpgroup (1) ->
+  // output warpgroup 0.
   Mbarrier left_allowed[kStages];
   Mbarrier p_full[kStages];  // P has been written, or no tile is left: score warps (4) -> output
                              // warpgroups

@@ -120,7 +120,7 @@ template <class Element>
 class HalfScaler {
   static constexpr bool kIsHalf = std::is_same_v<Element, cutlass::half_t>;
   float factor_;
-  uint32_t both_ = 0;  // the factor twice, in 16 bits
+  uint32_t both_ = 0;  // two copies of the factor, 16 bits each
   uint32_t rest_ = 0;  // float16: no power of two above 2^15, so factor = both_ * rest_
 
  public:

@@ -103,7 +103,7 @@ class PlainFragment {
     }
   }
 
-  // The largest magnitude that is a number.
+  // The largest magnitude. NaN does not count.
   CUTE_DEVICE float largest() const { return fmaxf(largest_magnitude<Element>(raw.words), 0.f); }
 
   CUTE_DEVICE CastFragment<kWidth> cast(float scale) const {
@@ -207,7 +207,7 @@ class RotatedFragment {
     rotate();
   }
 
-  // The largest magnitude that is a number, normalised.
+  // The largest normalised magnitude. NaN does not count.
   CUTE_DEVICE float largest() const {
     float const found = fmaxf(largest_magnitude<cutlass::half_t>(words), 0.f);
     return fminf(multiply_exactly(multiply_exactly(found, kNorm), unit), kLargestFloat);

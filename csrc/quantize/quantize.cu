@@ -12,7 +12,7 @@ namespace fa3 {
 namespace {
 
 constexpr int kMostThreads = 768;
-// Threads per CTA at most; more would spill registers.
+// The most threads per CTA; more would spill registers.
 template <class Element>
 constexpr int kThreads = sizeof(Element) == 4 ? 512 : kMostThreads;
 // Fragments per thread, as long as the CTA stays within its thread limit. Few fragments keep the

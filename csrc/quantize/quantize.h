@@ -13,7 +13,7 @@ struct QuantizeParams {
   float* scales = nullptr;
   uint32_t* maxima = nullptr;       // maxima_of(shape) zeros
   int const* cu_seqlens = nullptr;  // packed
-  int const* seqused = nullptr;     // packed; null: all rows count
+  int const* seqused = nullptr;     // packed; nullptr: all rows are used
   bool is_rotated = false;
   uint32_t mixed_seed = 0;
   // Set by the launch:
