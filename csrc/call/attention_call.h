@@ -11,7 +11,6 @@ namespace fa3 {
 // Packed sequences, with one of cu_seqlens: tensors have no batch, (total, heads, head_dim).
 struct AttentionCall {
   bool is_backward = false;
-  bool has_batch = true;           // false: the caller's tensors have none, here it is 1
   DeviceLimits device = {0, 0};    // q's device; 0: unknown
   TensorMeta q;                    // (batch, seqlen_q, heads_q, head_dim)
   TensorMeta k;                    // (batch, seqlen_k, heads_k, head_dim)
@@ -86,6 +85,12 @@ struct AttentionCall {
   // The tensor that a forward op writes into, if it was given.
   TensorMeta const* given_out() const { return out && !is_backward ? &*out : nullptr; }
 
+  // The dtype of the output of e4m3 tensors: float16 or bfloat16.
+  Dtype fp8_out_dtype() const {
+    bool const is_half = out ? out->dtype == Dtype::kFloat16 : fp8.float16_out;
+    return is_half ? Dtype::kFloat16 : Dtype::kBFloat16;
+  }
+
   // head_dim ** -0.5, if none was given; with qv of all columns that meet the keys.
   double softmax_scale() const {
     int64_t const head_dim = q.rank > 0 ? q.size[q.rank - 1] : 1;
@@ -104,9 +109,6 @@ struct AttentionCall {
 
   char const* k_name() const { return on_cache && !lengths.cu_seqlens_k ? "k_cache" : "k"; }
   char const* v_name() const { return on_cache && !lengths.cu_seqlens_k ? "v_cache" : "v"; }
-
-  // As errors name a dimension of the above.
-  int named_dim(int dim) const { return has_batch ? dim : dim - 1; }
 };
 
 }  // namespace fa3

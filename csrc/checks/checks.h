@@ -1,29 +1,39 @@
-// What a call must look like: the one source of user checks. The CUDA op calls it with the tensors
+// What a call must look like: the one source of user checks. The CUDA ops call it with the tensors
 // themselves; the CPU implementation, can_use() and explain() call it through the torch-free module
-// flash_attn3._plan, so that a mistake is named in the same words everywhere. Pure: no torch, no
-// CUDA, no allocation unless there is something to say.
+// flash_attn3._plan, so that every device names a mistake in the same words. Pure: no torch, no
+// CUDA, no allocation unless there is something to say. Each function gives "" if the call is fine,
+// else the whole error text. What lists and tables contain is not read: they are on the GPU.
 #pragma once
 
 #include <string>
 
 #include "call/attention_call.h"
+#include "call/combine_call.h"
+#include "call/quantize_call.h"
 
 namespace fa3 {
 
-// What the first of these that finds something wrong says of a call, or "".
-template <class Call, size_t kCount>
-std::string first_error(std::string (*const (&checks)[kCount])(Call const&), Call const& call) {
-  for (auto const check : checks) {
-    std::string error = check(call);
-    if (!error.empty()) {
-      return error;
-    }
-  }
-  return {};
-}
+// The ops `fwd...`: dense or packed tensors of any dtype but e4m3. A CUDA call that passes has a
+// kernel in kFwdVariants.
+std::string check_forward(AttentionCall const& call);
 
-// Empty when the call is fine, else the whole error text. A CUDA call that passes has a kernel in
-// kFwdVariants. The rules of a dense call, and of its arguments in the schemas of dense ops.
-std::string check_dense(AttentionCall const& call);
+// The ops `fwd_fp8...`: e4m3 with scales.
+std::string check_fp8(AttentionCall const& call);
+
+// The ops `bwd...`: whether the inputs of the forward are fine for its gradients, and the same
+// with all tensors of the call. A CUDA call that passes has a kernel in kBwdVariants.
+std::string check_gradient_inputs(AttentionCall const& call);
+std::string check_backward(AttentionCall const& call);
+
+// attend_cache and, with out, attend_cache_out.
+std::string check_cache(AttentionCall const& call);
+
+// What append_and_attend asks for besides: new rows and rotary. k and v are the cache.
+std::string check_append(AttentionCall const& call);
+
+std::string check_combine(CombineCall const& call);
+std::string check_merge(MergeCall const& call);
+
+std::string check_quantize(QuantizeCall const& call);
 
 }  // namespace fa3

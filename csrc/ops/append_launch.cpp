@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-#include "checks/cache_form.h"
+#include "call/cache_form.h"
 #include "call/given_tensor.h"
 #include "ops/cuda_call.h"
 

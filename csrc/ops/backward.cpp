@@ -2,7 +2,7 @@
 // without synchronisation, on the current stream of q's device, like the forward ops.
 #include <utility>
 
-#include "checks/checks_backward.h"
+#include "checks/checks.h"
 #include "call/device_info.h"
 #include "plan/problem_of_call.h"
 #include "ops/backward_launch.h"

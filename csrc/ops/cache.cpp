@@ -8,9 +8,10 @@
 #include <optional>
 #include <utility>
 
-#include "checks/cache_form.h"
-#include "checks/checks_cache.h"
+#include "call/cache_form.h"
+#include "checks/checks.h"
 #include "call/device_info.h"
+#include "call/given_tensor.h"
 #include "plan/shared_prefix.h"
 #include "ops/append_launch.h"
 #include "ops/cache_launch.h"

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "checks/checks_combine.h"
+#include "checks/checks.h"
 #include "ops/boxed_stack.h"
 #include "ops/cuda_call.h"
 #include "ops/library.h"

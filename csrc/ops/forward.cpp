@@ -23,7 +23,7 @@ OwnedTensor run_forward(ForwardCall& args, bool wants_lse) {
   char const* const op = call.op();
   int const device = call.q.device_index;
   call.device = limits_of(device_info_of(call.q));
-  throw_if(check_dense(call));
+  throw_if(check_forward(call));
 
   FwdParams params;
   params.problem = problem_of(call);

@@ -2,7 +2,7 @@
 // current stream of q's device.
 #include <utility>
 
-#include "checks/checks_fp8.h"
+#include "checks/checks.h"
 #include "call/given_tensor.h"
 #include "ops/general_launch.h"
 #include "ops/library.h"
@@ -46,7 +46,7 @@ void boxed_fp8(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   call.device = limits_of(device_info_of(call.q));
   throw_if(check_fp8(call));
   FwdParams params;
-  params.out_dtype = fp8_out_dtype(call);
+  params.out_dtype = call.fp8_out_dtype();
   params.q_scale = scale_view(call.scales.q_descale, call.is_packed());
   params.k_scale = scale_view(call.scales.k_descale, call.is_packed());
   params.v_scale = scale_view(call.scales.v_descale, call.is_packed());

@@ -2,7 +2,7 @@
 // As the ops of forward.cpp: no synchronisation, everything on the current stream of q's device.
 #include <utility>
 
-#include "checks/checks_general.h"
+#include "checks/checks.h"
 #include "ops/general_launch.h"
 #include "ops/library.h"
 

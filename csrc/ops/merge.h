@@ -1,7 +1,7 @@
 // The merge of partial results, for ops that make them themselves.
 #pragma once
 
-#include "checks/checks_combine.h"
+#include "call/combine_call.h"
 #include "ops/tensor_handle.h"
 
 namespace fa3 {

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "checks/checks_quantize.h"
+#include "checks/checks.h"
 #include "call/given_tensor.h"
 #include "ops/boxed_stack.h"
 #include "ops/cuda_call.h"

@@ -10,6 +10,7 @@
 //   1), 0).
 // - check_combine(out_partial=, lse_partial=, out=): the same of `combine`.
 // - check_merge(out=, out_0=, lse_0=, ...): the same of `merge_parts`.
+// - check_quantize(x=, cu_seqlens=, seqused=, block=, group=, seed=): the same of `quantize_fp8`.
 // - plan_forward(**call), plan_backward(**call), plan_cache(**call): a dict of facts, or {"reason":
 //   text}. plan_backward needs no tensor but q, k and v.
 // - variants(), backward_variants(): a dict for every variant, built or not.
@@ -18,11 +19,8 @@
 
 #include "bwd_built.inc"
 #include "bwd_variants.h"
-#include "checks/checks_backward.h"
-#include "checks/checks_cache.h"
-#include "checks/checks_combine.h"
-#include "checks/checks_fp8.h"
-#include "checks/checks_general.h"
+#include "call/text.h"
+#include "checks/checks.h"
 #include "plan/plan.h"
 #include "plan/plan_backward.h"
 #include "plan/plan_cache.h"
@@ -201,6 +199,23 @@ PyObject* py_check_merge(PyObject*, PyObject* args, PyObject* kwargs) {
     reader(kLses[i], call.lse[i]);
   }
   return reader.finish() ? PyUnicode_FromString(check_merge(call).c_str()) : nullptr;
+}
+
+PyObject* py_check_quantize(PyObject*, PyObject* args, PyObject* kwargs) {
+  QuantizeCall call;
+  std::optional<TensorMeta> cu_seqlens, seqused;
+  CallReader reader(args, kwargs);
+  reader("x", call.x);
+  reader("cu_seqlens", cu_seqlens);
+  reader("seqused", seqused);
+  reader("block", call.block);
+  reader("group", call.group);
+  reader("seed", call.seed);
+  call.is_packed = bool(cu_seqlens);
+  call.has_seqused = bool(seqused);
+  call.cu_seqlens = cu_seqlens.value_or(TensorMeta());
+  call.seqused = seqused.value_or(TensorMeta());
+  return reader.finish() ? PyUnicode_FromString(check_quantize(call).c_str()) : nullptr;
 }
 
 // What is wrong with a call that only has sizes, or "".
@@ -387,6 +402,7 @@ PyMethodDef methods[] = {
      "check_forward of append_and_attend."},
     {"check_combine", method(py_check_combine), kKeywords, "check_forward of combine."},
     {"check_merge", method(py_check_merge), kKeywords, "check_forward of merge_parts."},
+    {"check_quantize", method(py_check_quantize), kKeywords, "check_forward of quantize_fp8."},
     {"check_backward", method(py_check_backward), kKeywords, "check_forward of the gradients."},
     {"plan_forward", method(py_plan<false>), kKeywords, "How a forward problem would be run."},
     {"plan_backward", method(py_plan<true>), kKeywords, "How its gradients would be computed."},

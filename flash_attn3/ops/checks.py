@@ -1,6 +1,6 @@
 """Checks of user input.
 
-The rules and their words are C++ (csrc/checks/checks*.cpp, through the module `_plan`), the same
+The rules and their words are C++ (csrc/checks, through the module `_plan`), the same
 for CPU and CUDA tensors. This file turns tensors into what `_plan` reads, and holds the checks of
 arguments that never reach an op and of what tensors contain. Error texts have one form:
 `flash_attn3.<op>: expected <thing>, got <value>; hint: <what to do>`.

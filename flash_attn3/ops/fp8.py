@@ -18,7 +18,7 @@ from flash_attn3.cpu import quantize, reference_fp8
 from flash_attn3.ops import checks, dense_and_varlen, library
 from flash_attn3.arguments import names, tuple_of
 from flash_attn3.ops.dense_and_varlen import Execution, General
-from flash_attn3.cpu.quantize import BLOCK_STEP, E4M3, KV_BLOCK, PER_HEAD, PER_TENSOR, Q_BLOCK
+from flash_attn3.cpu.quantize import E4M3, KV_BLOCK, PER_HEAD, PER_TENSOR, Q_BLOCK
 from flash_attn3.cpu.reference import Inputs, Outputs
 from flash_attn3.cpu.reference_fp8 import Scales
 
@@ -26,7 +26,6 @@ Descale = Tensor | float | None    # None: 1; a number: one scale for all heads
 WIDE_DTYPES = (torch.bfloat16, torch.float16)    # inputs that are quantised, and outputs
 ACCUMULATIONS = ('fast', 'promote')
 BACKWARDS = ('given', 'rounded')
-SEEDS = 1 << 32
 
 
 class Fp8(NamedTuple):
@@ -141,7 +140,7 @@ def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
     if return_max_logits:
         raise NotImplementedError(checks.error(
             'fwd', 'return_max_logits to be False with float8_e4m3fn on a GPU', 'True',
-            'this version has nothing else'))
+            'the FP8 kernels keep no row maxima'))
 
 
 def gradient_text(op: str, **tensors: Tensor | None) -> str:
@@ -170,39 +169,18 @@ def problem_text(tensors: Sequence[Tensor | None], fp8: Fp8, arguments: General,
 
 def _check_quantize(x: Tensor, sequences: quantize.Sequences | None, block: int, group: int,
                     seed: int | None) -> None:
-    layout = dense_and_varlen.LAYOUTS[4 if sequences is None else 3]
-    heads = x.size(-2) if x.dim() > 1 else 0
-    wrong = [problem for is_wrong, *problem in (
-        (x.dim() != (4 if sequences is None else 3),
-         f'x of the shape {layout}', str(tuple(x.shape))),
-        (x.dtype not in (*WIDE_DTYPES, torch.float32),
-         'x.dtype to be bfloat16, float16 or float32', checks.dtype_name(x.dtype)),
-        (block not in (PER_HEAD, PER_TENSOR) and (block < 1 or block % BLOCK_STEP),
-         f"block to be a multiple of {BLOCK_STEP}, 'head' or 'tensor'", str(block)),
-        (group < 1 or heads % max(1, group), 'group to divide the heads of x', str(group)),
-        (seed is not None and not 0 <= seed < SEEDS, 'seed to be from 0 to 2**32 - 1', str(seed)),
-    ) if is_wrong]
-    if sequences is not None and not wrong:
-        wrong = _lists_problems(sequences, x)
-    for problem in wrong:
-        raise RuntimeError(checks.error('quantize_fp8', *problem))
-
-
-def _lists_problems(sequences: quantize.Sequences, x: Tensor) -> list[tuple[str, str]]:
-    for name, numbers in zip(('cu_seqlens', 'seqused'), sequences):
-        if numbers is None:
-            continue
-        if numbers.dim() != 1 or numbers.dtype != torch.int32 or numbers.device != x.device:
-            return [(f'{name} of one dimension and int32, on the device of x',
-                     f'{numbers.dim()}, {checks.dtype_name(numbers.dtype)}, {numbers.device}')]
+    lists = {} if sequences is None else sequences._asdict()
+    given = {name: checks.describe(tensor) for name, tensor in dict(x=x, **lists).items()
+             if tensor is not None}
+    if text := _plan.check_quantize(**given, block=block, group=group, seed=seed):
+        raise RuntimeError(text)
+    if sequences is None:
+        return
     cu_seqlens, seqused = sequences
-    batch = cu_seqlens.numel() - 1
-    if batch < 0 or (seqused is not None and seqused.numel() != batch):
-        return [('cu_seqlens of batch + 1 numbers and seqused of batch',
-                 f'{batch + 1} and {"none" if seqused is None else seqused.numel()}')]
     used = [] if seqused is None else seqused.tolist()
-    problem = checks.sequences_problem('x', cu_seqlens.tolist(), used, x.size(0))
-    return [] if problem is None else [tuple(part.replace('_x[', '[') for part in problem)]
+    if problem := checks.sequences_problem('x', cu_seqlens.tolist(), used, x.size(0)):
+        raise RuntimeError(checks.error(
+            'quantize_fp8', *(part.replace('_x[', '[') for part in problem)))
 
 
 # ---------------------------------------------------------------------------- CPU implementations
@@ -316,7 +294,8 @@ def _quantize_fake(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor 
                    rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:
     rank = 4 if cu_seqlens is None else 3
     torch._check(x.dim() == rank, lambda: checks.error(
-        'quantize_fp8', f'x of the shape {dense_and_varlen.LAYOUTS[rank]}', str(tuple(x.shape))))
+        'quantize_fp8', f'x to have {rank} dimensions {dense_and_varlen.LAYOUTS[rank]}',
+        str(x.dim())))
     *dense_batch, rows, heads, _ = x.shape
     batch = dense_batch[0] if dense_batch else cu_seqlens.size(0) - 1
     if block == PER_TENSOR:

@@ -42,7 +42,7 @@ BAD_SCORES = {    # name: (arguments, error)
     'softcap_inf': ({'softcap': math.inf}, f'{SOFTCAP}, got inf'),
     'sinks': ({'s_aux': torch.zeros(3)}, f'{FWD}s_aux.size(0) to be the heads of q, 4, got 3'),
     'sinks_rank': ({'s_aux': torch.zeros(1, 4)},
-                   f'{FWD}s_aux to have 1 dimension (heads_q), got 2'),
+                   f'{FWD}s_aux to have 1 dimension (heads), got 2'),
     'sinks_int': ({'s_aux': torch.zeros(4, dtype=torch.int64)}, f'{SINK_DTYPE}, got int64'),
 }
 EVERY_SCORE = pytest.mark.parametrize('changes, text', BAD_SCORES.values(), ids=BAD_SCORES)
@@ -108,7 +108,7 @@ BAD_PACKED = {    # name: (arguments, error)
     'int64': ({'cu_seqlens_q': starts([5, 0, 11]).long()},
               f'{FWD}cu_seqlens_q.dtype to be int32, got int64; hint: call cu_seqlens_q.int()'),
     'batch': ({'cu_seqlens_k': starts([8, 16])},
-              f'{FWD}cu_seqlens_k.size(0), the batch + 1, to be that of cu_seqlens_q, 4, got 3'),
+              f'{FWD}cu_seqlens_k.size(0) to be the batch + 1, 4, got 3'),
     'none': ({'cu_seqlens_k': None},
              f'{FWD}cu_seqlens_q and cu_seqlens_k together, got cu_seqlens_k of None'),
     'no_starts': ({'cu_seqlens_q': ints([]), 'cu_seqlens_k': ints([])},

@@ -51,7 +51,7 @@ BAD = {
     'length of a float': (dict(cache_seqlens=2.0), 'cache_seqlens to be a tensor, or a number'),
     'table of int64': (dict(page_table=TABLE.long()), 'page_table.dtype to be int32'),
     'table of rank 1': (dict(page_table=TABLE[:, 0]), 'page_table to have 2 dimensions'),
-    'table of another batch': (dict(page_table=TABLE[:1]), 'page_table.size(0) to be the batch, 2'),
+    'table of another batch': (dict(page_table=TABLE[:1]), 'page_table.size(0), the batch, to be'),
     'table elsewhere': (dict(page_table=TABLE.to('meta')), 'page_table on the device of q'),
     'table by columns': (dict(page_table=ints([[0, 1], [1, 0]]).T), 'page_table.stride(1) to be 1'),
     'page beyond': (dict(page_table=TABLE + 1), 'page_table[1, 0] to be from 0 to 1'),
@@ -70,7 +70,7 @@ BAD = {
     'leftpad of another batch': (dict(cache_leftpad=ints([0])), 'cache_leftpad.size(0) to be the'),
     # Shapes and dtypes.
     'another batch': (dict(k_cache=CACHE[:1], v_cache=CACHE[:1].clone()),
-                      'k_cache.size(0) to be the batch, 2'),
+                      'k_cache.size(0), the batch, to be that of q, 2'),
     'cache of rank 3': (dict(k_cache=CACHE[0]), 'k_cache to have 4 dimensions'),
     'slots of v': (dict(v_cache=CACHE[:, 1:]), 'v_cache.size(1), the slots, to be that of k_cache'),
     'heads': (dict(q=torch.randn(BATCH, 1, 3, DIM)), 'the heads of q to be a multiple'),
@@ -83,7 +83,7 @@ BAD = {
                              'k_cache.dtype to be that of q'),
     'new keys of e4m3 for q of 16 bits, rotated': (
         E4M3 | dict(q=Q.bfloat16(), rotary_cos=COS, rotary_sin=COS), 'q.dtype to be that of'),
-    'new values of another dtype': (E4M3 | dict(q=Q, k=K, v=K.half()), 'v.dtype to be that of k'),
+    'new values of another dtype': (E4M3 | dict(q=Q, k=K, v=K.half()), 'v.dtype to be float32'),
     'mixed dtypes': (dict(v_cache=CACHE.half()), 'v_cache.dtype to be that of q'),
     'e5m2 cache': (dict(k_cache=CACHE.to(torch.float8_e5m2), v_cache=CACHE.to(torch.float8_e5m2)),
                    'k_cache.dtype to be that of q'),
@@ -136,10 +136,10 @@ BAD = {
     'no room behind a number': (dict(cache_seqlens=11), 'room for 2 new keys behind 11'),
     'more than the cache': (dict.fromkeys('kv', torch.randn(BATCH, 13, 2, DIM)),
                             'room for 13 new keys'),
-    'batch of k': (dict(k=K[:1], v=K[:1]), 'k.size(0) to be the batch, 2'),
-    'heads of k': (dict(k=K[:, :, :1]), 'k of the heads and the head_dim of k_cache, (2, 16)'),
-    'rows of v': (dict(v=K[:, :1]), 'v of the rows of k, (2, 2)'),
-    'dtype of k': (dict(k=K.half(), v=K.half()), 'k.dtype to be that of k_cache'),
+    'batch of k': (dict(k=K[:1], v=K[:1]), 'k.size(0), the batch, to be that of q, 2'),
+    'heads of k': (dict(k=K[:, :, :1]), 'k.size(2), the heads, to be that of k_cache, 2'),
+    'rows of v': (dict(v=K[:, :1]), 'v to have the shape (2, 2, 2, 16)'),
+    'dtype of k': (dict(k=K.half(), v=K.half()), 'k.dtype to be float32'),
     'k packed': (dict(k=K[0], v=K[0]), 'k to have 4 dimensions'),
     'k not packed': (dict(cu_seqlens_k_new=ints([0, 1, 2])), 'k to have 3 dimensions'),
     'starts of k': (dict(k=K[0], v=K[0], cu_seqlens_k_new=ints([0, 1, 3])), 'cu_seqlens_k_new[2]'),
@@ -166,7 +166,7 @@ BAD = {
                   'rotary_sin.dtype to be that of q'),
     'e4m3 keys, tables of two dtypes': (
         E4M3 | dict(rotary_cos=COS.half(), rotary_sin=COS.bfloat16()),
-        'rotary_sin.dtype to be that of rotary_cos'),
+        'rotary_sin.dtype to be float16'),
     # Splits, and what no op sees.
     'negative splits': (dict(num_splits=-1), 'num_splits to be from 0 (by plan) to 256'),
     'too many splits': (dict(num_splits=257), 'num_splits to be from 0 (by plan) to 256'),
@@ -285,9 +285,9 @@ def test_calls_on_cuda():
 
 
 @pytest.mark.parametrize('check, call, text', [
-    ('check_cache', on_cuda(k=described((2, 128, 2, 64), address=8)), 'k_cache at a multiple of'),
+    ('check_cache', on_cuda(k=described((2, 128, 2, 64), address=8)), 'k_cache and its strides at'),
     ('check_cache', on_cuda(v=described((2, 128, 2, 64), strides=(128 * 132, 132, 64, 1))),
-     'v_cache at a multiple of 16'),
+     'v_cache and its strides at multiples of 16'),
     ('check_cache', on_cuda(k=described((2, 128, 2, 64), strides=(16384, 128, 64, 2))),
      'k_cache.stride(3) to be 1'),
     ('check_cache', on_cuda(q=described((2, 1, 4, 68)), k=described((2, 128, 2, 68))),
@@ -303,7 +303,7 @@ def test_calls_on_cuda():
                             cache_seqlens=None), 'no argument of a cache with cu_seqlens_k'),
     ('check_cache', on_cuda(appended=2, cache_seqlens=None), 'cache_seqlens with k and v'),
     ('check_cache', on_cuda(seqused_k=described((2,), 'int32')), 'seqused_k only with cu_seq'),
-    ('check_append', appending(k=described((2, 128, 2, 64), address=8)), 'k_cache at a multiple'),
+    ('check_append', appending(k=described((2, 128, 2, 64), address=8)), 'k_cache and its strides'),
     ('check_append', appending(**{name: described((128, 5)) for name in TABLES}),
      'a rotary_dim, twice rotary_cos.size(1), that is a multiple of 16'),
     ('check_append', appending(k_new=described((2, 1, 2, 64), strides=(256, 256, 128, 2))),

@@ -1,4 +1,4 @@
-"""checks/checks.cpp through flash_attn3._plan: every rule, with its whole text, on tensors that
+"""checks/forward.cpp through flash_attn3._plan: every rule, with its whole text, on tensors that
 are described by numbers.
 """
 import math
@@ -112,7 +112,7 @@ BAD_CALLS = [
      'sm_margin to be less than the 132 SMs of the device', '132',
      'it is the number of SMs to leave to other kernels'),
     ('length', {'q': tensor(2, 2**30 + 1, 8, 64, strides=(0, 0, 0, 1))},
-     'q.size(1) to be at most 1073741824', '1073741825', ''),
+     'the seqlen of q to be at most 1073741824', '1073741825', ''),
     ('tiles', {'q': tensor(2, 2**30, 32, 64, strides=(0, 0, 0, 1))},
      'batch * heads * ceil(seqlen / 64) of q to be at most 536870912', '1073741824',
      'split the batch'),

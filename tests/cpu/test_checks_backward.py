@@ -1,4 +1,4 @@
-"""checks/checks_backward.cpp through flash_attn3._plan: every rule, with its whole text, on
+"""checks/backward.cpp through flash_attn3._plan: every rule, with its whole text, on
 tensors that are described by numbers. Rules of q, k and v are those of the forward.
 """
 import pytest

@@ -1,4 +1,4 @@
-"""checks/checks_general.cpp through flash_attn3._plan: every rule, with its whole text, on
+"""checks/forward.cpp for packed sequences, through flash_attn3._plan: every rule, with its text, on
 tensors that are described by numbers.
 """
 import pytest
@@ -145,7 +145,7 @@ BAD_PACKED = [
     ('no starts', {'cu_seqlens_q': ints(0), 'cu_seqlens_k': ints(0)},
      'cu_seqlens_q.size(0), the batch + 1, to be at least 1', '0', ''),
     ('other batches', {'cu_seqlens_k': ints(5)},
-     'cu_seqlens_k.size(0), the batch + 1, to be that of cu_seqlens_q, 4', '5', ''),
+     'cu_seqlens_k.size(0) to be the batch + 1, 4', '5', ''),
     *[row for name in ('seqused_q', 'seqused_k') for row in (
         (f'rank of {name}', {name: ints(3, 1)}, f'{name} to have 1 dimension (batch)', '2', ''),
         (f'size of {name}', {name: ints(4)}, f'{name}.size(0) to be the batch, 3', '4', ''),
@@ -160,7 +160,7 @@ BAD_PACKED = [
 # The same of what dense and packed calls share.
 BAD_SCORES = [
     ('rank of s_aux', {'sinks': tensor(1, 8, dtype='float32')},
-     's_aux to have 1 dimension (heads_q)', '2', ''),
+     's_aux to have 1 dimension (heads)', '2', ''),
     ('heads of s_aux', {'sinks': tensor(4, dtype='float32')},
      's_aux.size(0) to be the heads of q, 8', '4', ''),
     ('dtype of s_aux', {'sinks': tensor(8)}, 's_aux.dtype to be float32', 'bfloat16', ''),
@@ -212,7 +212,8 @@ SHAPE = 'out to have the shape (300, 8, 64)'
 BAD_PACKED_OUTPUTS = [
     ('shape', tensor(300, 8, 32), SHAPE, '(300, 8, 32)', ''),
     ('rank', tensor(1, 300, 8, 64), SHAPE, '(1, 300, 8, 64)', ''),
-    ('dtype', tensor(*PACKED_Q, dtype='float32'), 'out.dtype to be bfloat16', 'float32', ''),
+    ('dtype', tensor(*PACKED_Q, dtype='float32'), 'out.dtype to be that of q, bfloat16', 'float32',
+     ''),
     ('device', tensor(*PACKED_Q, index=3), 'out on the device of q, cuda:0', 'cuda:3', ''),
     ('last stride', tensor(*PACKED_Q, strides=(512, 1, 8)),
      'out.stride(2) to be 1, the head_dim contiguous', '8', 'call out.contiguous()'),

@@ -321,7 +321,7 @@ def test_rules_of_cuda():
             (dict(qv=described((4, 1, 128, LATENT), strides=(65536, 65536, 1, 128))),
              'qv.stride(3) to be 1, the head_dim contiguous, got 128; hint: call qv.contiguous()'),
             (dict(v=described((4, 4096, 1, LATENT), strides=(4096 * 516, 516, 516, 1))),
-             'v_cache at a multiple of 16 bytes'),
+             'v_cache and its strides at multiples of 16 bytes'),
             ({name: (described(shape, 'float32')) for name, shape in (
                 ('q', (4, 1, 128, ROTARY)), ('qv', (4, 1, 128, LATENT)))},
              'q.dtype to be float16 or bfloat16'),

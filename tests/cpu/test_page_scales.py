@@ -169,7 +169,7 @@ def test_compiled(dynamic):
 
 
 @pytest.mark.parametrize('change, text', [
-    ({}, ''), ({'page_table': None}, 'attend_cache: expected k_cache.size(0) to be the batch'),
+    ({}, ''), ({'page_table': None}, 'attend_cache: expected k_cache.size(0), the batch, to be'),
     ({'k_descale': None}, 'attend_cache: expected k_descale and v_descale with descale_by_page'),
     ({'v_descale': torch.ones(2, 2)},
      'append_and_attend: expected v_descale to have the shape (8, 2)')],

@@ -283,11 +283,11 @@ def test_no_plan_says_why(change, reason):
 
 @pytest.mark.parametrize('change, reason', [
     ({'head_dim': 64, 'head_dim_v': 264},
-     'v.size(3), the head_dim of the values, to be at most 256 for gradients, got 264; hint: give '
-     'the columns of v to two calls'),
+     'v.size(3), the head_dim of the values, to be at most 256 for gradients, got 264; hint: split '
+     'the columns of v over two calls'),
     ({'head_dim': 64, 'head_dim_v': 512, 'totals': (9, 9)},
-     'v.size(2), the head_dim of the values, to be at most 256 for gradients, got 512; hint: give '
-     'the columns of v to two calls'),
+     'v.size(2), the head_dim of the values, to be at most 256 for gradients, got 512; hint: split '
+     'the columns of v over two calls'),
     ({'totals': (8, 1 << 28), 'heads_q': 200, 'heads_k': 200},
      'heads * (floor(total / 64) + batch) of k to be at most 536870912, got 838861200; hint: split '
      'the batch'),

@@ -364,7 +364,7 @@ def test_can_use_knows_which_head_dims_have_gradients(is_packed):
     dim = arguments['v'].dim() - 1
     for head_dim_v, reasons in ((32, []), (256, []), (512, [
             f'flash_attn3.bwd: expected v.size({dim}), the head_dim of the values, to be at most '
-            '256 for gradients, got 512; hint: give the columns of v to two calls'])):
+            '256 for gradients, got 512; hint: split the columns of v over two calls'])):
         v = torch.zeros(*arguments['v'].shape[:-1], head_dim_v, dtype=arguments['v'].dtype)
         arguments['v'] = v.requires_grad_()
         assert flash_attn3.can_use(**arguments) == (False, [*reasons, ON_CPU])

@@ -335,10 +335,10 @@ def test_the_result_is_not_differentiable():
 
 
 ERRORS = [
-    ({'x': torch.zeros(3, 4, 16)}, 'x of the shape (batch, seqlen, heads, head_dim), got'),
-    ({'cu_seqlens': starts([5])}, 'x of the shape (total, heads, head_dim), got (1, 5, 4, 16)'),
-    ({'x': torch.zeros(1, 5, 4, 16, dtype=torch.float64)}, 'x.dtype to be bfloat16, float16 or'),
-    ({'x': torch.zeros(1, 5, 4, 16).to(E4M3)}, 'x.dtype to be bfloat16, float16 or float32, got '
+    ({'x': torch.zeros(3, 4, 16)}, 'x to have 4 dimensions (batch, seqlen, heads, head_dim)'),
+    ({'cu_seqlens': starts([5])}, 'x to have 3 dimensions (total, heads, head_dim) with'),
+    ({'x': torch.zeros(1, 5, 4, 16, dtype=torch.float64)}, 'x.dtype to be float16, bfloat16 or'),
+    ({'x': torch.zeros(1, 5, 4, 16).to(E4M3)}, 'x.dtype to be float16, bfloat16 or float32, got '
      'float8_e4m3fn'),
     ({'block': 16}, "block to be a multiple of 32, 'head' or 'tensor', got 16"),
     ({'block': 'row'}, "block to be a number, 'head' or 'tensor', got 'row'"),
@@ -346,11 +346,11 @@ ERRORS = [
     ({'group': 0}, 'group to divide the heads of x, got 0'),
     ({'seed': -1, 'rotate': True}, 'seed to be from 0 to 2**32 - 1, got -1'),
     ({'seed': 1 << 32, 'rotate': True}, 'seed to be from 0 to 2**32 - 1, got 4294967296'),
-    ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': torch.tensor([0, 5])}, 'cu_seqlens of one dimens'),
+    ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': torch.tensor([0, 5])}, 'cu_seqlens.dtype to be'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([6])}, 'cu_seqlens[1], the end of seq'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6])}, 'seqused[0]'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6, 7])},
-     'cu_seqlens of batch + 1 numbers and seqused of batch, got 2 and 2'),
+     'seqused.size(0) to be the batch, 1, got 2'),
     ({'seqused': ints([6])}, 'seqused only with cu_seqlens, got seqused alone'),
 ]
 

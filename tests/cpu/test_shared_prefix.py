@@ -297,7 +297,7 @@ def changed_level(number: int, **changes) -> dict:
     (lambda: changed_level(0, cu_seqlens_q=ints([0, 4])), 'cu_seqlens_q[1], the end'),
     (lambda: changed_level(0, seqlens=ints([99])), 'cache_seqlens[0] to be from 0 to'),
     (lambda: changed_level(0, page_table=ints([[0, 0, 99]])), 'page_table[0, 2] to be from 0 to'),
-    (lambda: changed_level(0, page_table=ints([[0], [0]])), 'page_table.size(0) to be the batch'),
+    (lambda: changed_level(0, page_table=ints([[0], [0]])), 'page_table.size(0), the batch, to be'),
     (lambda: changed_level(0) | dict(causal=True),
      'levels[1].seqlens[1] of at least 1, the queries, under causal, got 0'),
     (lambda: changed_level(0) | dict(q=torch.zeros(3, 4, 16)), 'levels[1].cu_seqlens_q with a'),

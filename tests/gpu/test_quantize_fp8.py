@@ -326,7 +326,7 @@ def test_errors(changes, text, cuda):
 
 
 def test_lists_on_another_device(cuda):
-    with pytest.raises(RuntimeError, match='on the device of x, got 1, int32, cpu'):
+    with pytest.raises(RuntimeError, match='on the device of x, cuda:0, got cpu'):
         quantize_fp8(torch.zeros(5, 4, 16, device=cuda), cu_seqlens=starts([5]))
 
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/cache_keys.h"
-#include "checks/checks_cache.h"
+#include "checks/checks.h"
 #include "plan/plan_cache.h"
 #include "core_bindings.h"
 

@@ -15,7 +15,7 @@
 #include "core/packed_tiles.h"
 #include "core/tree_mask.h"
 #include "core/visible_pairs.h"
-#include "checks/checks_general.h"
+#include "checks/checks.h"
 #include "plan/problem_of_call.h"
 #include "plan/variants.h"
 

@@ -114,7 +114,7 @@ KERNEL_RULES = [
              f'{FWD}batch * heads * ceil(seqlen / 64) of q to be at most 536870912, got 107'),
     BadInput('too_many_keys', lambda g: {
         name: g[name][:, :1].expand(-1, (1 << 30) + 1, -1, -1) for name in 'kv'},
-             f'{FWD}k.size(1) to be at most 1073741824, got 1073741825'),
+             f'{FWD}the seqlen of k to be at most 1073741824, got 1073741825'),
     BadInput('q_last_stride', lambda g: {'q': g['q'].mT.contiguous().mT},
              f'{FWD}q.stride(3) to be 1, the head_dim contiguous, got 4'),
     BadInput('v_last_stride', lambda g: {'v': g['v'].repeat(1, 1, 1, 2)[..., ::2]},

@@ -1,8 +1,7 @@
-// Checks of the ops `combine` and `merge_parts`.
+// Calls of the ops `combine` and `merge_parts`.
 #pragma once
 
 #include <optional>
-#include <string>
 
 #include "core/problem.h"
 
@@ -14,9 +13,6 @@ struct CombineCall {
   TensorMeta out;          // (batch, rows, heads, head_dim) float32, float16 or bfloat16
 };
 
-// Empty when the kernel serves the call, else the error text.
-std::string check_combine(CombineCall const& call);
-
 // Parts that are tensors of their own, at least two, the first ones.
 struct MergeCall {
   static constexpr int kMost = 4;
@@ -27,8 +23,6 @@ struct MergeCall {
 
   int parts() const;
 };
-
-std::string check_merge(MergeCall const& call);
 
 // A part as (batch, rows, heads, head_dim) and its LSE as (batch, rows, heads), with the sizes of
 // out, which has 4 dimensions. The call is fine.

@@ -1,9 +1,7 @@
-// Checks of quantize_fp8 on CUDA. The texts are those of flash_attn3/ops/fp8.py, which checks on
-// the CPU; the numbers in cu_seqlens and seqused are not looked at: they are on the GPU.
+// A call of quantize_fp8.
 #pragma once
 
 #include <optional>
-#include <string>
 
 #include "core/problem.h"
 
@@ -19,8 +17,5 @@ struct QuantizeCall {
   int64_t group = 1;
   std::optional<int64_t> seed;  // none: no rotation
 };
-
-// Empty when the kernels serve the call, else the error text.
-std::string check_quantize(QuantizeCall const& call);
 
 }  // namespace fa3

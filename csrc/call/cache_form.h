@@ -1,0 +1,28 @@
+// Sizes of a call on a KV cache, whose checks hold.
+#pragma once
+
+#include "call/attention_call.h"
+
+namespace fa3 {
+
+// The most parts into which num_splits may divide the keys of a tile.
+constexpr int64_t kMaxSplits = 256;
+
+// Columns of v_cache that share a scale, where latents have one by key and block.
+constexpr int kLatentScaleColumns = 128;
+
+// Slots of a sequence.
+inline int64_t capacity_of(AttentionCall const& call) {
+  return call.k.size[1] * (call.cache.page_table ? call.cache.page_table->size[1] : 1);
+}
+
+// Sequences.
+inline int64_t batch_of(AttentionCall const& call) {
+  return call.lengths.cu_seqlens_q     ? call.lengths.cu_seqlens_q->size[0] - 1
+         : call.q.rank == 4            ? call.q.size[0]
+         : call.cache.cu_seqlens_k_new ? call.cache.cu_seqlens_k_new->size[0] - 1
+         : call.k_new                  ? call.k_new->size[0]
+                                       : 0;
+}
+
+}  // namespace fa3
