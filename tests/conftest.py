@@ -93,6 +93,14 @@ def cuda(device: torch.device) -> torch.device:
 
 
 @pytest.fixture
+def kernels(device: torch.device, request: pytest.FixtureRequest) -> torch.device:
+    """Where nobody sees bad lengths: a GPU, or the emulator."""
+    if request.config.getoption('--device') == 'cpu':
+        pytest.skip('the CPU path refuses such lengths')
+    return device
+
+
+@pytest.fixture
 def second_cuda(cuda: torch.device) -> torch.device:
     """A second Hopper GPU; the first stays the current one."""
     if torch.cuda.device_count() < 2:
@@ -114,6 +122,14 @@ def needs_memory(cuda: torch.device):
             pytest.skip(f'needs {gigabytes:g} GB of GPU memory; {free:.0f} GB are free')
     yield check
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile as in a new process."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

@@ -8,14 +8,7 @@ from flash_attn3 import flash_attn_func
 from tests.support.called_ops import compilations
 from tests.support.cases import Case
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('fresh_compiler')]
 
 
 def inputs(seqlen_q=5, seqlen_k=7, requires_grad=False):

@@ -28,14 +28,8 @@ from tests.support.called_ops import CalledOps, compilations
 from tests.support.completion_cases import check_same, run
 from tests.support.lists import ints
 
+pytestmark = pytest.mark.usefixtures('fresh_compiler')
 OP = torch.ops.flash_attn3.fwd_completions
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 # -------------------------------------------------------------------------------------- derivatives

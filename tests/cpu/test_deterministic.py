@@ -229,13 +229,6 @@ def _setting():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 class _BackwardCalls(TorchDispatchMode):
     """The argument deterministic of every call of the ops `bwd` and `bwd_out`."""
 
@@ -293,7 +286,7 @@ def test_by_the_setting_at_the_time_of_the_forward(attention, _setting):
 
 
 @pytest.mark.parametrize('attention', [separate, packed])
-def test_under_compile(attention, _setting, _fresh_compiler):
+def test_under_compile(attention, _setting, fresh_compiler):
     """By argument, and by the setting, whose change compiles anew."""
     flags = []
 

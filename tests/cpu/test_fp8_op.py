@@ -18,7 +18,7 @@ from tests.cpu.test_general_op import LENGTHS, inputs
 from tests.support.fp8_data import E4M3, descales, quantize_all
 from tests.support.lists import ints, starts
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('fresh_compiler')]
 
 OPS = torch.ops.flash_attn3
 KINDS = pytest.mark.parametrize('kind', ['dense', 'packed'])
@@ -143,13 +143,6 @@ def test_fakes_on_a_gpu(kind, granularity):
 
 
 # --------------------------------------------------------------------------------------- compiling
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def compiled(function, **options):
     return torch.compile(function, backend='aot_eager', fullgraph=True, **options)
 

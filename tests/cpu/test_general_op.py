@@ -13,6 +13,7 @@ from flash_attn3.ops.dense_and_varlen import Execution, General
 from tests.support.called_ops import CalledOps
 from tests.support.lists import ints, starts
 
+pytestmark = pytest.mark.usefixtures('fresh_compiler')
 OPS = torch.ops.flash_attn3
 FORWARD = [OPS.fwd_general.default, OPS._fwd_general.default]
 LENGTHS = ([3, 0, 5], [4, 3, 2])
@@ -186,13 +187,6 @@ def test_fakes_name_the_rank():
 
 
 # -------------------------------------------------------------------------------------- compilers
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def varlen(q, k, v, cu_q, cu_k, max_seqlen, s_aux):
     out, lse, max_logits = flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, max_seqlen, max_seqlen, causal=True, window_size=(6, -1), softcap=3.0,

@@ -237,15 +237,8 @@ def test_other_devices_take_sdpa(requires_grad, heads, monkeypatch):
 
 
 # -------------------------------------------------------------------------------------- compilers
-@pytest.fixture
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @FORMS
-def test_one_graph_for_many_lengths(heads, _fresh_compiler):
+def test_one_graph_for_many_lengths(heads, fresh_compiler):
     _, form = packed(heads)
 
     def attention(qkv):

@@ -28,14 +28,6 @@ DEFAULTS = dict(cache_seqlens=None, page_table=None, appended=0, cache_length=-1
                 rotary_per_query=True, cu_seqlens_q=None)
 
 
-@pytest.fixture
-def kernels(device: torch.device, request: pytest.FixtureRequest) -> torch.device:
-    """Where nobody sees bad lengths: a GPU, or the emulator."""
-    if request.config.getoption('--device') == 'cpu':
-        pytest.skip('the CPU path refuses such lengths')
-    return device
-
-
 class Memory(NamedTuple):
     """A cache with random bytes, between guards of 0x55."""
     bytes: Tensor

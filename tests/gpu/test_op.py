@@ -18,16 +18,10 @@ from tests.gpu.common import every_kind, run
 from tests.support import bad_inputs, compare, layouts
 from tests.support.cases import GRADIENT_KINDS, Case
 
+pytestmark = pytest.mark.usefixtures('fresh_compiler')
 OPS = torch.ops.flash_attn3
 CASE = Case(65, 130, heads_q=6, heads_k=2, head_dim=64, causal=True)
 SCALARS = (0.125, True, None, 0)    # softmax_scale, causal, pack_gqa, sm_margin
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.smoke

@@ -221,14 +221,6 @@ def append_alone(given: dict, x: torch.Tensor, lengths: list[int], **others) -> 
                                             *own)
 
 
-@pytest.fixture
-def kernels(device: torch.device, request: pytest.FixtureRequest) -> torch.device:
-    """Where nobody sees bad lengths: a GPU, or the emulator."""
-    if request.config.getoption('--device') == 'cpu':
-        pytest.skip('the CPU path refuses such lengths')
-    return device
-
-
 def test_rows_that_do_not_fit(kernels):
     """Nothing is written past the table, nor for negative lengths or pages that are none; no scale
     changes there.

@@ -173,16 +173,9 @@ def test_checkpointing(options, calls, attend, kind, device):
     assert forward.count == calls * LAYERS
 
 
-@pytest.fixture
-def _fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @every_kind
 @every_function
-def test_compile(attend, kind, device, _fresh_compiler):
+def test_compile(attend, kind, device, fresh_compiler):
     model, x = model_and_input(kind.head_dim, attend, device)
     compiled = torch.compile(model, fullgraph=True)
     first = gradients(compiled, x)
@@ -191,7 +184,7 @@ def test_compile(attend, kind, device, _fresh_compiler):
 
 
 @every_kind
-def test_selective_checkpointing_under_compile(kind, device, _fresh_compiler):
+def test_selective_checkpointing_under_compile(kind, device, fresh_compiler):
     model, x = model_and_input(kind.head_dim, packed_attention, device)
     model.call = functools.partial(checkpoint, use_reentrant=False, context_fn=SELECTIVE)
     compiled = torch.compile(model, fullgraph=True)
