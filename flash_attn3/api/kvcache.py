@@ -32,7 +32,7 @@ _PLAIN = (attend_cache.attend_plainly, attend_cache.attend_out_plainly,
           attend_cache.append_and_attend_plainly)
 
 # What `_reject` gets, in this order.
-_TENSORS = ('q', 'k_cache', 'v_cache', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux', 'out',
+TENSORS = ('q', 'k_cache', 'v_cache', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux', 'out',
             'q_descale', 'k_descale', 'v_descale')
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor, Tensor]
@@ -107,7 +107,7 @@ def flash_attn_with_kvcache(
         cache_seqlens, page_table, added, length, cache_batch_idx, cache_leftpad,
         None if k is None else cu_seqlens_k_new, checks.sinks_of(s_aux, q), softmax_scale, causal,
         left, right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size,
-        shared_prefix, cu_seqlens_q, _longest(max_seqlen_q, q, cu_seqlens_q), pack_gqa, sm_margin,
+        shared_prefix, cu_seqlens_q, longest(max_seqlen_q, q, cu_seqlens_q), pack_gqa, sm_margin,
         q_descale, k_descale, v_descale, tree_mask, descale_by_page, qv,
         out_dtype is torch.float16 and out is None and q.dtype == fp8.E4M3)
     tensors = q, k_cache, v_cache, out
@@ -276,7 +276,7 @@ def _some_require_grad(tensors: Sequence[Tensor | None]) -> bool:
     return False
 
 
-def _longest(max_seqlen_q: int | Tensor | None, q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+def longest(max_seqlen_q: int | Tensor | None, q: Tensor, cu_seqlens_q: Tensor | None) -> int:
     """The hint as a number; q of a batch needs none."""
     if max_seqlen_q is None:
         return 0
@@ -299,7 +299,7 @@ def _reject(metadata: Tensor | None, softmax_scale: float | None, softcap: float
             out_dtype: torch.dtype | None, tensors: Sequence[Tensor | None]) -> None:
     """Raises an error for what no op sees: derivatives, metadata, a wrong dtype of results."""
     q, *_ = tensors
-    reject(_OP, softmax_scale, softcap, out_dtype, dict(zip(_TENSORS, tensors)))
+    reject(_OP, softmax_scale, softcap, out_dtype, dict(zip(TENSORS, tensors)))
     if metadata is not None and (metadata.dtype != torch.int32 or metadata.dim() != 1
                                  or metadata.device != q.device):
         raise RuntimeError(checks.error(

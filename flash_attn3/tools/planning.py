@@ -109,12 +109,10 @@ def _device_problems(q: Tensor, plans: Sequence[dict]) -> list[str]:
 
 def _can_use_cache(tensors: dict[str, Tensor | None], given: dict) -> tuple[bool, list[str]]:
     """can_use() of `flash_attn_with_kvcache`. tensors: q, k, v and out."""
-    k_cache, v_cache = (given.pop(name, None) for name in ('k_cache', 'v_cache'))
-    if k_cache is None:    # q, k_cache, v_cache by place
-        k_cache, v_cache = tensors['k'], tensors['v']
+    if given.get('k_cache') is None:    # q, k_cache, v_cache by place
+        given = given | dict(k_cache=tensors['k'], v_cache=tensors['v'])
         tensors = tensors | dict(k=None, v=None)
-    reasons, facts = planning_cache.reasons_and_plan(
-        tensors | dict(k_cache=k_cache, v_cache=v_cache), given)
+    reasons, facts = planning_cache.reasons_and_plan(given | tensors)
     reasons += _device_problems(tensors['q'], [facts] if facts else [])
     return not reasons, reasons
 
@@ -253,10 +251,9 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
 def _explain_cache(inputs: tuple, dtype: torch.dtype, given: dict, gpu: dict[str, int]) -> None:
     """inputs: q, k_cache and v_cache."""
     q, *_ = inputs
-    name = checks.dtype_name(q.dtype if isinstance(q, Tensor) else dtype)
     q_shape = _shape(q, given.get('cu_seqlens_q') is not None)
     shapes = q_shape, *(_shape(x, False) for x in inputs[1:])
-    facts = planning_cache.plan(shapes, name, given, gpu)
+    facts = planning_cache.plan(shapes, q.dtype if isinstance(q, Tensor) else dtype, given, gpu)
     if 'reason' in facts:
         print(f'no kernel: {facts["reason"]}')
         return

@@ -1,31 +1,25 @@
-"""What would run on a KV cache, and how, for planning.py: the arguments of
-`flash_attn_with_kvcache` as the module `_plan` reads them.
+"""What would run on a KV cache, and how, for planning.py: a call of `flash_attn_with_kvcache` is
+bound to the function's own signature, and `_plan` is asked about the op that it would run.
 """
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from flash_attn3 import _plan, arguments
-from flash_attn3.api import kvcache
+from flash_attn3 import _plan
+from flash_attn3.api import interface, kvcache
 from flash_attn3.ops import checks, fp8, prefix_rules
 from flash_attn3.ops.attend_cache import Attend, Rotary, append_of
 
-# What only a call on a cache has.
-_OF_CACHE = ('k_cache', 'v_cache', 'cache', 'rotary_cos', 'rotary_sin', 'cache_seqlens',
-             'cache_batch_idx', 'cache_leftpad', 'page_table', 'cu_seqlens_k_new',
-             'rotary_seqlens', 'scheduler_metadata', 'split_size', 'return_softmax_lse',
-             'shared_prefix', 'tree_mask', 'descale_by_page')
-# What the op and the public function have under the same names, with their types.
-_SHARED = {argument.name: argument.type for argument in arguments.select(
-    'score', 'num_splits', 'split_size', 'cu_seqlens_q', 'cache_batch_idx', 'cache_leftpad',
-    'page_table', 'cu_seqlens_k_new', 'pack_gqa', 'sm_margin', 'scales', 'tree', 'by_page',
-    'latent')
-    if argument.name in arguments.public_names(argument.name)}
-_LISTS = ('cache_seqlens', 'cache_batch_idx', 'cache_leftpad')
-_OTHERS = ('window_size', 's_aux', 'max_seqlen_q', 'out_dtype', 'rotary_interleaved')
+_OP = 'flash_attn_with_kvcache'
+_SIGNATURE = inspect.signature(kvcache.flash_attn_with_kvcache)
+# What no other function takes.
+_OWN = {'cache', *_SIGNATURE.parameters}.difference(*(
+    inspect.signature(function).parameters
+    for function in (interface.flash_attn_func, interface.flash_attn_varlen_func)))
 
 # An estimate of the time of a call on an H200: its bytes at this rate, and the time of a short one.
 _BYTES_PER_US = 4.0e6
@@ -34,160 +28,125 @@ _SHORT_CALL_US = 6.0
 
 def is_cache_call(given: Mapping) -> bool:
     """Whether these are arguments of `flash_attn_with_kvcache`, not of `flash_attn_func`."""
-    return any(given.get(name) is not None and given[name] is not False for name in _OF_CACHE)
+    return any(given.get(name) is not None and given[name] is not False for name in _OWN)
 
 
-def _reject_unknown(given: Mapping) -> None:
-    if unknown := set(given) - {*_OF_CACHE, *_SHARED, *_OTHERS}:
+def _bound(given: Mapping) -> dict:
+    """All arguments of the function, with its defaults."""
+    given = {name: x for name, x in given.items() if name != 'cache'}
+    if unknown := set(given) - {*_SIGNATURE.parameters}:
         raise TypeError(f'unexpected argument {min(unknown)!r}')
+    bound = _SIGNATURE.bind(**given)
+    bound.apply_defaults()
+    return bound.arguments
 
 
-def _length_of(given: Mapping) -> int:
-    """cache_seqlens as a number; -1 where it is a tensor or None."""
-    length = given.get('cache_seqlens')
-    return length if isinstance(length, int) else -1
+def _attend_of(call: Mapping) -> Attend:
+    """The arguments of the op, as the function makes them.
+
+    Raises:
+        RuntimeError: as the function does.
+    """
+    q, k, k_cache, starts = (call[name] for name in ('q', 'k', 'k_cache', 'cu_seqlens_q'))
+    names = 'q_descale', 'k_descale', 'v_descale'
+    descales = kvcache.descales_of(tuple(map(call.get, names)), (q, k_cache, call['v_cache']),
+                                   starts, call['descale_by_page'], call['qv'])
+    length, lengths = kvcache.lengths_of(call['cache_seqlens'])
+    table, rows = call['page_table'], call['cache_batch_idx']
+    if table is not None and rows is not None:
+        table, rows = kvcache.rows_of_table(table, rows, fp8.of_heads(q, k_cache, starts)[0],
+                                            reads=False)
+    left, right = checks.window_sides(call['window_size'])
+    new_starts = None if k is None else call['cu_seqlens_k_new']
+    same = {name: call[name] for name in Attend._fields if name in call}
+    return Attend(**same | dict(zip(names, descales)) | dict(
+        cache_seqlens=lengths, cache_length=length, page_table=table, cache_batch_idx=rows,
+        cu_seqlens_k_new=new_starts, window_left=left, window_right=right,
+        appended=k.size(1) if k is not None and new_starts is None and k.dim() > 1 else 0,
+        sinks=checks.sinks_of(call['s_aux'], q), return_lse=call['return_softmax_lse'],
+        max_seqlen_q=kvcache.longest(call['max_seqlen_q'], q, starts),
+        float16_out=call['out_dtype'] == torch.float16 and q.dtype == fp8.E4M3))
+
+
+def _plan_of(call: Mapping, own: Attend, **gpu: int) -> dict:
+    """How the op would run; only the key 'reason' if no kernel fits."""
+    tensors = {'q': call['q'], 'k': call['k_cache'], 'v': call['v_cache'], 'out': call['out']}
+    return checks.problem_text(tensors, own._replace(shared_prefix=0), rules_of='cuda',
+                               check=lambda **described: _plan.plan_cache(**described | gpu))
 
 
 # ------------------------------------------------------------------------------------ real tensors
-def reasons_and_plan(tensors: Mapping[str, Tensor | None],
-                     given: Mapping) -> tuple[list[str], dict]:
+def reasons_and_plan(given: Mapping) -> tuple[list[str], dict]:
     """Why the kernels would not serve a call, but for its device, and how it would run.
 
-    tensors: q, k_cache, v_cache, k, v and out. given: the other arguments.
+    given: the arguments of the function.
     """
-    _reject_unknown(given)
-    op = 'flash_attn_with_kvcache'
-    try:
-        given = _as_the_op(tensors, given)
-    except RuntimeError as problem:
-        return [str(problem)], {}
-    named = {**tensors, **{name: given.get(name) for name in (
-        'qv', 's_aux', 'rotary_cos', 'rotary_sin', 'q_descale', 'k_descale', 'v_descale')}}
+    call = _bound(given)
     reasons = []
-    if checks.needs_grad(*named.values()):
-        reasons.append(checks.error(op, 'no gradient of attention on a cache',
-                                    checks.requires_grad_text(**named),
-                                    'call it under torch.no_grad()'))
-    k, v = tensors['k'], tensors['v']
     try:
-        own = _attend_of(tensors, given)
+        kvcache.reject(_OP, call['softmax_scale'], call['softcap'], call['out_dtype'], {
+            name: x if isinstance(x := call[name], Tensor) else None for name in kvcache.TENSORS})
+    except (RuntimeError, NotImplementedError) as problem:
+        reasons.append(str(problem))
+    try:
+        own = _attend_of(call)
     except RuntimeError as problem:
         return [*reasons, str(problem)], {}
-    count = given.get('shared_prefix', 0)
-    if count != 0 and (text := prefix_rules.problem_text(
-            tuple(tensors[name] for name in ('q', 'k_cache', 'v_cache', 'out')),
-            own._replace(shared_prefix=count))):
+    if own.shared_prefix != 0 and (text := prefix_rules.problem_text(
+            tuple(call[name] for name in ('q', 'k_cache', 'v_cache', 'out')), own)):
         reasons.append(text)
-    appended = k, v, given.get('rotary_cos'), given.get('rotary_sin')
-    if any(x is not None for x in appended) and (text := _append_problem(tensors, own, given)):
+    if any(call[name] is not None for name in ('k', 'v', 'rotary_cos', 'rotary_sin')) and (
+            text := _append_problem(call, own)):
         reasons.append(text)
-    described = {'q': tensors['q'], 'k': tensors['k_cache'], 'v': tensors['v_cache'],
-                 'out': tensors['out']}
-    facts = checks.problem_text(described, own, check=_plan.plan_cache, rules_of='cuda')
+    facts = _plan_of(call, own)
     return reasons + ([facts['reason']] if 'reason' in facts else []), facts
 
 
-def _attend_of(tensors: Mapping[str, Tensor | None], given: Mapping) -> Attend:
-    q, k = tensors['q'], tensors['k']
-    left, right = checks.window_sides(given.get('window_size', (-1, -1)))
-    longest = given.get('max_seqlen_q')
-    out_dtype = given.get('out_dtype')
-    if out_dtype is not None and (out_dtype != q.dtype or q.dtype == fp8.E4M3):
-        fp8.fp8_of('flash_attn_with_kvcache', q, (None, None, None), tensors['out'], out_dtype,
-                   'fast')
-    length = given.get('cache_seqlens')
-    is_dense = k is not None and k.dim() > 1 and given.get('cu_seqlens_k_new') is None
-    own = dict(
-        cache_seqlens=length if isinstance(length, Tensor) else None,
-        cache_length=_length_of(given), appended=k.size(1) if is_dense else 0,
-        sinks=checks.sinks_of(given.get('s_aux'), q), window_left=left, window_right=right,
-        return_lse=bool(given.get('return_softmax_lse', False)),
-        max_seqlen_q=0 if longest is None else checks.length_bound('max_seqlen_q', longest, q),
-        float16_out=out_dtype == torch.float16 and q.dtype == fp8.E4M3)
-    return Attend(**own, **{name: given[name] for name in _SHARED if name in given})
-
-
-def _as_the_op(tensors: Mapping[str, Tensor | None], given: Mapping) -> dict:
-    """The arguments after what `flash_attn_with_kvcache` does to them.
-
-    Raises:
-        RuntimeError: as it does.
-    """
-    given = dict(given)
-    q, k_cache, starts = tensors['q'], tensors['k_cache'], given.get('cu_seqlens_q')
-    names = 'q_descale', 'k_descale', 'v_descale'
-    given |= zip(names, kvcache.descales_of(
-        tuple(map(given.get, names)), (q, k_cache, tensors['v_cache']), starts,
-        bool(given.get('descale_by_page')), given.get('qv')))
-    table, rows = given.get('page_table'), given.get('cache_batch_idx')
-    if isinstance(table, Tensor) and isinstance(rows, Tensor):
-        given['page_table'], given['cache_batch_idx'] = kvcache.rows_of_table(
-            table, rows, fp8.of_heads(q, k_cache, starts)[0], reads=False)
-    if tensors['k'] is None:
-        given['cu_seqlens_k_new'] = None
-    if given.get('rotary_cos') is None:
-        given['rotary_seqlens'] = None
-    length = given.get('cache_seqlens')
-    if length is not None and not isinstance(length, Tensor):
-        kvcache.lengths_of(length)
-    return given
-
-
-def _append_problem(tensors: Mapping[str, Tensor | None], own: Attend, given: Mapping) -> str:
-    rotary = {name: given[name] for name in arguments.names('rotary') if name in given}
+def _append_problem(call: Mapping, own: Attend) -> str:
     per_query = own.causal or (own.window_left, own.window_right) != (-1, -1)
-    appended = append_of(own, Rotary(**rotary | dict(rotary_per_query=per_query)))
-    named = {'q': tensors['q'], 'k': tensors['k_cache'], 'v': tensors['v_cache'],
-             'k_new': tensors['k'], 'v_new': tensors['v']}
-    return checks.problem_text(named, appended, check=_plan.check_append, rules_of='cuda')
+    positions = None if call['rotary_cos'] is None else call['rotary_seqlens']
+    rotary = Rotary(call['rotary_cos'], call['rotary_sin'], positions, call['rotary_interleaved'],
+                    per_query)
+    named = {'q': call['q'], 'k': call['k_cache'], 'v': call['v_cache'], 'k_new': call['k'],
+             'v_new': call['v']}
+    return checks.problem_text(named, append_of(own, rotary), check=_plan.check_append,
+                               rules_of='cuda')
 
 
 # ------------------------------------------------------------------------------------------- sizes
-def plan(shapes: Sequence[Sequence[int]], dtype: str, given: Mapping,
+def plan(shapes: Sequence[Sequence[int]], dtype: torch.dtype, given: Mapping,
          gpu: Mapping[str, int]) -> dict:
     """What `explain` prints of a call on a cache; only the key 'reason' if no kernel fits.
 
     shapes: of q, k_cache and v_cache. page_table: a tensor or its shape; of lists their presence
     counts, of cu_seqlens_q its length.
     """
-    _reject_unknown(given)
+    call = _bound({'q': ..., 'k_cache': ..., 'v_cache': ..., **given})    # filled in below
     q, k_cache, v_cache = shapes
-    starts = given.get('cu_seqlens_q')
+    starts, table = call['cu_seqlens_q'], call['page_table']
     batch = q[0] if starts is None else len(starts) - 1
-    left, right = checks.window_sides(given.get('window_size', (-1, -1)))
-    call = {name: checks.describe_sizes(shape, dtype)
-            for name, shape in (('q', q), ('k', k_cache), ('v', v_cache))}
-    call |= {name: given[name] for name, kind in _SHARED.items()
-             if kind != 'Tensor?' and given.get(name) is not None}
-    call |= dict(window_left=left, window_right=right, cache_length=_length_of(given),
-                 max_seqlen_q=given.get('max_seqlen_q') or 0)
-    lists = {name: (batch,) for name in _LISTS if given.get(name) is not None}
-    if call['cache_length'] >= 0:
-        lists.pop('cache_seqlens')
-    if starts is not None:
-        lists['cu_seqlens_q'] = (batch + 1,)
-    if (table := given.get('page_table')) is not None and lists.pop('cache_batch_idx', None):
-        lists['page_table'] = (batch, tuple(
-            table.shape if isinstance(table, Tensor) else table)[1])
-    elif table is not None:
-        lists['page_table'] = tuple(table.shape if isinstance(table, Tensor) else table)
-    call |= {name: checks.describe_sizes(shape, 'int32') for name, shape in lists.items()}
-    if given.get('qv') is not None:
-        call['qv'] = checks.describe_sizes((*q[:-1], v_cache[-1]), dtype)
-    if given.get('s_aux') is not None:
-        call['sinks'] = checks.describe_sizes((q[-2],), 'float32')
-    facts = _plan.plan_cache(**call, **gpu)
-    return facts if 'reason' in facts else facts | _estimate(facts, k_cache, v_cache, given)
+    sizes = dict(zip(('q', 'k_cache', 'v_cache'), shapes), s_aux=(q[-2],),
+                 qv=(*q[:-1], v_cache[-1]), page_table=getattr(table, 'shape', table),
+                 cu_seqlens_q=(batch + 1,), **dict.fromkeys(
+                     ('cache_seqlens', 'cache_batch_idx', 'cache_leftpad'), (batch,)))
+    dtypes = dict.fromkeys(('q', 'k_cache', 'v_cache', 'qv'), dtype) | {'s_aux': torch.float32}
+    for name, shape in sizes.items():
+        if call[name] is not None and type(call[name]) is not int:    # a length may be a number
+            call[name] = torch.empty(tuple(shape), dtype=dtypes.get(name, torch.int32),
+                                     device='meta')
+    call = {name: x.to('meta') if isinstance(x, Tensor) else x for name, x in call.items()}
+    own = _attend_of(call)
+    facts = _plan_of(call, own, **gpu)
+    return facts if 'reason' in facts else facts | _estimate(facts, shapes, own)
 
 
-def _estimate(facts: Mapping, k_cache: Sequence[int], v_cache: Sequence[int],
-              given: Mapping) -> dict:
+def _estimate(facts: Mapping, shapes: Sequence[Sequence[int]], own: Attend) -> dict:
     """Bytes of K and V of full caches, and the time that reading them takes."""
-    length = _length_of(given)
-    keys = facts['batch'] * (facts['capacity'] if length < 0 else length)
+    _, k_cache, v_cache = shapes
+    keys = facts['batch'] * (facts['capacity'] if own.cache_length < 0 else own.cache_length)
     size = 1 if facts['dtype'] == 'float8_e4m3fn' else 2
     read = keys * k_cache[-2] * (k_cache[-1] + v_cache[-1]) * size
-    return {'is_paged': given.get('page_table') is not None, 'bytes': read,
+    return {'is_paged': own.page_table is not None, 'bytes': read,
             'expected_us': read / _BYTES_PER_US + _SHORT_CALL_US}
 
 
