@@ -4,7 +4,7 @@ From this list come the schemas (ops/library.py), the tuples of arguments (in op
 and `can_use` take, and in C++ the structs of an AttentionCall with their readers
 (csrc/call/generate_arguments.py). docs/extend.md says how to add an argument.
 
-INVARIANT: imports nothing of the package. The build reads this file by its path.
+INVARIANT: imports nothing of the package. The build executes this file by its path.
 """
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('attention_chunk', 'SymInt', 0, 'score'),
     ('softcap', 'float', 0.0, 'score'),
     # A cache of keys and values. cache_seqlens: keys of each sequence, before `appended` or
-    # cu_seqlens_k_new more, which the call finds written behind them.
+    # cu_seqlens_k_new more, which are already written after them.
     ('cache_seqlens', 'Tensor?', None, 'cache'),
     ('page_table', 'Tensor?', None, 'cache'),
     ('appended', 'SymInt', 0, 'cache'),
@@ -79,7 +79,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('rounded_backward', 'bool', False, 'quantization'),
 ))
 
-# Public functions have other names for these.
+# The names of these in the public functions.
 _PUBLIC = {'sinks': 's_aux', 'window_left': 'window_size', 'window_right': 'window_size'}
 
 
@@ -94,13 +94,13 @@ def names(*wanted: str) -> tuple[str, ...]:
 
 
 def public_names(*wanted: str) -> tuple[str, ...]:
-    """As the public functions name them, each once."""
+    """The names of these arguments in the public functions, without duplicates."""
     return tuple(dict.fromkeys(_PUBLIC.get(name, name) for name in names(*wanted)))
 
 
 def schema(*wanted: str) -> str:
-    """A part of a schema. PyTorch takes up to 0.4 us to convert an argument of an eager call, and
-    no time to fill in a default.
+    """A part of a schema. PyTorch takes up to 0.4 us to convert an argument of an eager call;
+    defaults are free.
     """
     return ', '.join(f'{argument.type} {argument.name}={argument.default}'
                      for argument in select(*wanted))

@@ -14,5 +14,6 @@ LIBRARY_PATH = os.environ.get('FLASH_ATTN3_LIBRARY', '')
 # Ranks of flash_attn3.distributed compare their arguments.
 CHECK_CONTENTS = os.environ.get('FLASH_ATTN3_CHECKS', '') == '1'
 
-# '0': flash_attn3.distributed sends keys between GPUs of one host with NCCL, not by copy engines.
+# '0': flash_attn3.distributed sends keys between the GPUs of a host with NCCL, not with their DMA
+# copy engines.
 COPY_ENGINES = os.environ.get('FLASH_ATTN3_COPY_ENGINES', '1') != '0'

@@ -1,4 +1,4 @@
-"""Upstream's module name: what its build left away; here, nothing but GPUs before Hopper."""
+"""Upstream's module name. It lists what a build omits; ours omits only GPUs before Hopper."""
 CONFIG = {'build_flags': {
     **{f'FLASHATTENTION_DISABLE_{name}': False for name in (
         'BACKWARD', 'SPLIT', 'PAGEDKV', 'APPENDKV', 'LOCAL', 'SOFTCAP', 'PACKGQA', 'FP16', 'FP8',

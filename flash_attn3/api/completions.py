@@ -48,7 +48,7 @@ def flash_attn_completions_func(
     A tree is a prompt and any number of completions of it, each a segment of rows: the prompt of
     tree 0, its completions one after the other, the prompt of tree 1, and so on. A query sees the
     keys of its own segment up to itself, and one of a completion also the whole prompt. That is
-    causal attention of each completion behind a copy of its prompt, without the copies. Gradients
+    causal attention of each completion after a copy of its prompt, without the copies. Gradients
     of q, k and v are exact; those of a prompt's keys and values sum over its completions. Nothing
     waits for a Hopper GPU. There are no windows, no sinks and no FP8.
 
@@ -58,7 +58,7 @@ def flash_attn_completions_func(
             heads_q.
         cu_seqlens: (segments + 1,) int32, contiguous, on the device of q: where segments begin, and
             the end of the last; from 0 on, never falling, up to at most total. A segment may have
-            no rows. Rows behind the last are never read: there out is 0, lse -inf, gradients 0.
+            no rows. Rows after the last are never read: there out is 0, lse -inf, gradients 0.
         cu_trees: (trees + 1,) int32, likewise: which segments are prompts, and the number of
             segments; from 0 on, never falling. A tree may have no completions, or no segment.
             What both contain is checked on the CPU; on CUDA devices with FLASH_ATTN3_CHECKS=1.
@@ -99,7 +99,7 @@ def flash_attn_completions_func(
 
 # ------------------------------------------------------------------------------------------ checks
 def _check(q: Tensor, k: Tensor, v: Tensor, own: Completions, rules_of: str | None = None) -> None:
-    """Raises RuntimeError for what `_fwd_general` does not see: for the rest it has the errors."""
+    """Raises RuntimeError for what `_fwd_general` does not check itself."""
     for name in ('cu_seqlens', 'cu_trees'):
         x = getattr(own, name)
         is_list = (isinstance(x, Tensor) and x.dim() == 1 and x.dtype == torch.int32
@@ -111,7 +111,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, own: Completions, rules_of: str | No
                 _OP, f'{name} to be a contiguous int32 tensor of one dimension, with a number or '
                 f'more, on the device of q, {q.device}', got))
     if q.dim() == k.dim() == 3 and q.size(0) != k.size(0):
-        raise RuntimeError(checks.error(_OP, f'k and v of as many rows as q, {q.size(0)}',
+        raise RuntimeError(checks.error(_OP, f'k and v to have as many rows as q, {q.size(0)}',
                                         str(k.size(0))))
     has_contents = not (q.is_meta or type(q) is FakeTensor)
     if has_contents and (not q.is_cuda or rules_of or (
@@ -122,7 +122,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, own: Completions, rules_of: str | No
 
 
 def _check_contents(q: Tensor, own: Completions) -> None:
-    """The same of bad lists, which are read, for which a GPU has to finish."""
+    """Raises RuntimeError for bad contents of the lists. Reading them waits for their device."""
     starts, trees = own.cu_seqlens.tolist(), own.cu_trees.tolist()
     if problem := checks.sequences_problem('q', starts, [], q.size(0)):
         raise RuntimeError(checks.error(_OP, *(text.replace('_q[', '[') for text in problem)))
@@ -141,7 +141,7 @@ def _check_contents(q: Tensor, own: Completions) -> None:
 
 # --------------------------------------------------------------------------------------- the calls
 def _onto_itself(own: Completions) -> General:
-    """Each segment as a sequence."""
+    """Arguments of attention of each segment on itself."""
     return General(own.cu_seqlens, own.cu_seqlens, max_seqlen_q=own.max_seqlen,
                    max_seqlen_k=own.max_seqlen, softmax_scale=own.softmax_scale, causal=True,
                    softcap=own.softcap)
@@ -155,9 +155,9 @@ def _onto_prompts(own: Completions) -> General:
     how many of them count is the difference of both.
     """
     segments = own.cu_seqlens.size(0) - 1
-    trees = own.cu_trees.clamp(0, segments)    # where nobody checks: no index leaves cu_seqlens
+    trees = own.cu_trees.clamp(0, segments)    # unchecked values must not index past cu_seqlens
     begins = own.cu_seqlens.index_select(0, trees)
-    prompts = torch.minimum(trees[:-1] + 1, trees[1:])    # its end; a tree may have no segment
+    prompts = torch.minimum(trees[:-1] + 1, trees[1:])    # a tree may have no segments
     prompt_ends = own.cu_seqlens.index_select(0, prompts)
     of_queries = torch.cat((begins[:1], prompt_ends, begins[-1:]))
     of_keys = torch.cat((begins[:1], begins))
@@ -181,7 +181,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tenso
 
 
 def _fall_back(q: Tensor, k: Tensor, v: Tensor, own: Completions) -> tuple[Tensor, Tensor]:
-    """The same on CUDA devices that they do not serve; PyTorch differentiates it."""
+    """The call on CUDA devices without kernels, in plain PyTorch, which also differentiates it."""
     _check(q, k, v, own, rules_of='cpu')
     fallback.warn_once(q.device, _OP, depth=4)
     parts = [fallback.general_attention(q, k, v, call, True, False)[:2]

@@ -1,7 +1,7 @@
 """The public attention functions: names, defaults and documentation.
 
 No policy lives here: the ops check their inputs and choose the kernel. The parameter order is that
-of upstream's `flash_attn_interface`; what is ours comes behind it, keyword-only. What the arguments
+of upstream's `flash_attn_interface`; our own arguments follow, keyword-only. What the arguments
 mean is said once, at `flash_attn_func`.
 """
 from __future__ import annotations
@@ -26,11 +26,11 @@ _fwd_no_lse = library.bare(torch.ops.flash_attn3._fwd_no_lse.default)
 _fwd_traced = torch.ops.flash_attn3.fwd.default    # under torch.compile and torch.export
 _fwd_out = torch.ops.flash_attn3.fwd_out.default
 _fwd_out_no_lse = torch.ops.flash_attn3.fwd_out_no_lse.default
-# With the arguments of general.General.
+# Take the fields of General.
 _fwd_general = torch.ops.flash_attn3._fwd_general.default
 _fwd_general_traced = torch.ops.flash_attn3.fwd_general.default
 _fwd_general_out = torch.ops.flash_attn3.fwd_general_out.default
-# With those and the ones of fp8.Fp8.
+# Take the fields of General and of Fp8.
 _fwd_fp8 = torch.ops.flash_attn3.fwd_fp8.default
 _fwd_fp8_out = torch.ops.flash_attn3.fwd_fp8_out.default
 
@@ -87,7 +87,7 @@ def flash_attn_func(
     """
     if (q.itemsize == 1 or qv is not None or q_descale is not None or k_descale is not None
             or v_descale is not None or window_size != (-1, -1) or attention_chunk != 0
-            or (softcap != 0.0) is not False    # also a tensor of 0
+            or (softcap != 0.0) is not False    # a tensor of 0 too
             or (num_splits != 1 and not splits.has_few_keys(num_splits, k)) or s_aux is not None
             or return_max_logits or out_dtype is not None or fp8_accum != 'fast'):
         derivatives.reject_of_scalars('flash_attn_func', softmax_scale, softcap)
@@ -103,7 +103,7 @@ def flash_attn_func(
         num_splits = splits.splits_of(num_splits, call)
         if num_splits != 1 or of_fp8 is not None or _is_general(general, return_max_logits):
             return _general(call, return_attn_probs, num_splits)
-    # The way of most eager calls, with as little Python and as few arguments as there can be.
+    # Most eager calls take this path: as little Python and as few op arguments as possible.
     if (out is None and not is_compiling() and q.get_device() in library.SERVED_DEVICES
             and type(q) is Tensor and forward_ad._current_level < 0 and not (
                 is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))):
@@ -128,12 +128,12 @@ def flash_attn_varlen_func(
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
         return_max_logits: bool = False, out_dtype: torch.dtype | None = None,
         fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
-    """`flash_attn_func` of each of several sequences, which lie behind one another in one tensor.
+    """`flash_attn_func` of several sequences that are stored one after the other in one tensor.
 
     Sequence b has the rows cu_seqlens_q[b] up to cu_seqlens_q[b + 1] of q; k and v likewise. Its
     seqlen_q and seqlen_k, to which causal, window_size and attention_chunk refer, are those of the
     rows that count: all, or seqused_q[b] and seqused_k[b] from its first. Any of them may be 0. The
-    others are never read: there and behind the last sequence out is 0, lse and max_logits are -inf,
+    others are never read: there and after the last sequence out is 0, lse and max_logits are -inf,
     and the gradients are 0. Nothing waits for a Hopper GPU.
 
     Args:
@@ -248,13 +248,13 @@ def flash_attn_qkvpacked_func(
 
 
 def _is_served(x: Tensor) -> bool:
-    """Whether an op of ours serves its device: the CPU, Hopper, and those without data."""
+    """Whether our ops serve the device of x: the CPU, Hopper, or no data at all."""
     return not x.is_cuda or library.kernels_serve(x.device)
 
 
 def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
                return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """(out, lse), by the way that fits: arguments are those of the op `_fwd`.
+    """(out, lse), by the shortest path. arguments: those of the op `_fwd`.
 
     lse may be None unless it is asked for.
     """
@@ -322,14 +322,14 @@ def asked_for(results: tuple[Tensor, Tensor | None, Tensor | None], return_lse: 
 
 def _named(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
            scales: tuple[Tensor | None, ...], general: General) -> dict[str, Tensor | None]:
-    """What may ask for a gradient, by its name."""
+    """The tensors that may require grad, by name."""
     return {**dict(zip(('q', 'k', 'v', 'out'), tensors)), 's_aux': general.sinks,
             **dict(zip(('q_descale', 'k_descale', 'v_descale'), scales))}
 
 
 def _fp8_attention(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], of_fp8: Fp8,
                    general: General, execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_logits) of e4m3 tensors, whose gradients are an error of the backward."""
+    """(out, lse, max_logits) of e4m3 tensors. Their backward raises an error."""
     q, k, v, out = tensors
     scales, out_dtype, promote = of_fp8
     fp8.reject_missing(op, q, execution.return_max_logits)
@@ -350,7 +350,7 @@ def _fp8_attention(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None
 def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], general: General,
                        execution: Execution,
                        return_lse: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(out, lse, max_logits), by the way that fits.
+    """(out, lse, max_logits) by the shortest path.
 
     lse and max_logits are not for use unless they were asked for.
     """

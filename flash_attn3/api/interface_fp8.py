@@ -1,4 +1,4 @@
-"""The public functions of FP8 beside the attention functions: quantise, and both in one call."""
+"""The public functions of FP8: quantisation, and quantisation with attention in one call."""
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -24,14 +24,14 @@ __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metad
            'merge_states']
 
 _OP = 'flash_attn_with_kvcache'
-# (attend, attend into out, append and attend): the ops, eager and traced; the same without an op.
+# (attend, attend into out, append and attend): traced ops, eager ops, and functions without an op.
 _TRACED = tuple(getattr(torch.ops.flash_attn3, name).default for name in (
     'attend_cache', 'attend_cache_out', 'append_and_attend'))
 _EAGER = tuple(library.bare(op) for op in _TRACED)
 _PLAIN = (attend_cache.attend_plainly, attend_cache.attend_out_plainly,
           attend_cache.append_and_attend_plainly)
 
-# What `_reject` gets, in this order.
+# The tensors that `_reject` takes, in this order.
 TENSORS = ('q', 'k_cache', 'v_cache', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux', 'out',
             'q_descale', 'k_descale', 'v_descale')
 
@@ -65,7 +65,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch, capacity, heads_k, head_dim), or with page_table (pages,
             page_size, heads_k, head_dim); dtype of q, or float8_e4m3fn (with qv v_cache alone).
         k, v: (batch, new, heads_k, head_dim), or with cu_seqlens_k_new (total_new, ...): written
-            behind each sequence that has room; 16 bits over the descale for float8_e4m3fn.
+            after each sequence that has room; 16 bits over the descale for float8_e4m3fn.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q (e4m3: or 16 bits). q and k,
             of one dtype, rotate from position cache_seqlens (or rotary_seqlens) on; all q at that
             one without causal and window. rotary_interleaved: pairs (2i, 2i + 1), else halves.
@@ -146,7 +146,7 @@ def get_scheduler_metadata(
 
 
 def functions_for(q: Tensor, op: str) -> tuple:
-    """What serves q: attend, attend into out, append and attend."""
+    """The functions that serve q: (attend, attend into out, append and attend)."""
     if q.get_device() in library.SERVED_DEVICES and not is_compiling():
         return _EAGER
     if not q.is_cuda or library.kernels_serve(q.device):
@@ -163,9 +163,9 @@ def _rows_of(page_table: Tensor, cache_batch_idx: Tensor, q: Tensor,
 
 def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, batch: int,
                   reads: bool = True) -> tuple[Tensor, Tensor | None]:
-    """The page table of the sequences, whose rows are named by cache_batch_idx: no pages for a row
-    that is none. A wrong table or list is returned as it is: the op has an error for it. reads:
-    False gives a table of the right form alone.
+    """The page table of the sequences: cache_batch_idx picks its rows. A missing row has
+    no pages. A wrong table or list is returned unchanged, for the op to refuse. reads: False
+    gives a table of the right shape only.
     """
     table, rows = page_table, cache_batch_idx
     if (table.dim() != 2 or table.size(0) == 0 or rows.dim() != 1 or table.dtype != torch.int32
@@ -207,15 +207,15 @@ def _descales_to_set(k_descale: Tensor | None, v_descale: Tensor | None,
     """
     if v_descale is None or (k_descale is None) == is_by_page:
         raise RuntimeError(checks.error(
-            _OP, 'k_descale and v_descale with descale_by_page' if is_by_page else
+            _OP, 'both k_descale and v_descale with descale_by_page' if is_by_page else
             'v_descale with 16-bit v' if v_descale is None else 'k_descale to be None with qv',
             'None' if is_by_page or v_descale is None else 'a tensor'))
     return k_descale, v_descale
 
 
 def _attend(functions: tuple, tensors: tuple, own: tuple, return_lse: bool) -> Result:
-    """What flash_attn_with_kvcache returns. tensors: q, the caches and out; own: fields of Attend
-    up to the last that is no default.
+    """What flash_attn_with_kvcache returns. tensors: q, the caches and out; own: the fields of
+    Attend up to the last one that differs from its default.
     """
     q, k_cache, v_cache, out = tensors
     attend, attend_out, _ = functions
@@ -257,10 +257,11 @@ def _check_contents(tensors: tuple, new: tuple, rotary: tuple, own: tuple) -> No
     q, _, _, out = tensors
     k, v, *set_descales = new
     if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(checks.error(_OP, 'out that is no inference tensor', 'one',
-                                        'call it under torch.inference_mode()'))
+        raise RuntimeError(checks.error(
+            _OP, 'out not to be an inference tensor', 'an inference tensor',
+            'call the function under torch.inference_mode()'))
     if not q.is_cuda and not checks.has_no_data(q):
-        # Some lists may have no data: no op would run.
+        # No op would run, and so none would check, if some lists have no data.
         attend_cache.check_attend(tensors, attend_cache.with_descales(own, *set_descales))
     elif env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
         named = attend_cache.check_attend(
@@ -297,26 +298,26 @@ def lengths_of(cache_seqlens: int | Tensor | None) -> tuple[int, Tensor | None]:
 
 def _reject(metadata: Tensor | None, softmax_scale: float | None, softcap: float,
             out_dtype: torch.dtype | None, tensors: Sequence[Tensor | None]) -> None:
-    """Raises an error for what no op sees: derivatives, metadata, a wrong dtype of results."""
+    """Raises an error for what no op checks: derivatives, metadata, a wrong dtype of results."""
     q, *_ = tensors
     reject(_OP, softmax_scale, softcap, out_dtype, dict(zip(TENSORS, tensors)))
     if metadata is not None and (metadata.dtype != torch.int32 or metadata.dim() != 1
                                  or metadata.device != q.device):
         raise RuntimeError(checks.error(
-            _OP, f'scheduler_metadata of one dimension and int32, on {q.device}',
+            _OP, f'scheduler_metadata to be one-dimensional int32 on {q.device}',
             f'{metadata.dim()}, {checks.dtype_name(metadata.dtype)}, {metadata.device}'))
 
 
 def reject(op: str, softmax_scale: float | None, softcap: float, out_dtype: torch.dtype | None,
            tensors: dict[str, Tensor | None]) -> None:
-    """The same without metadata, for any function on a cache."""
+    """Raises an error for derivatives or a wrong dtype of results in any function on a cache."""
     q, out = tensors['q'], tensors['out']
     dtensors.reject(op, q)
     derivatives.reject_forward_mode(*tensors.values())
     derivatives.reject_of_scalars(op, softmax_scale, softcap)
     if checks.needs_grad(*tensors.values()):
         raise RuntimeError(checks.error(
-            op, 'no gradient of attention on a cache', checks.requires_grad_text(**tensors),
+            op, 'requires_grad=False with a cache', checks.requires_grad_text(**tensors),
             'call it under torch.no_grad()'))
     if out_dtype is not None and (out_dtype != q.dtype or q.dtype == fp8.E4M3):
         fp8.fp8_of(op, q, (None, None, None), out, out_dtype, 'fast')

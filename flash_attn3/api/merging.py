@@ -46,8 +46,9 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | N
     op = 'flash_attn_combine'
     _check(op, out_partial, lse_partial, (4, 5))
     if checks.needs_grad(out_partial, lse_partial, out):
-        raise RuntimeError(checks.error(op, 'no gradient', checks.requires_grad_text(
-            out_partial=out_partial, lse_partial=lse_partial, out=out), 'merge_states has them'))
+        raise RuntimeError(checks.error(op, 'requires_grad=False', checks.requires_grad_text(
+            out_partial=out_partial, lse_partial=lse_partial, out=out),
+            'use merge_states, which has gradients'))
     dtype = out_dtype or (out_partial.dtype if out is None else out.dtype)
     if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype
                             or out.device != out_partial.device):
@@ -138,7 +139,7 @@ def _op_serves(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> 
 
 
 def _list_is_served(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:
-    """By `merge_parts`, which is faster than stacking; the rest also gets the errors."""
+    """Whether `merge_parts` serves the call. It is faster than stacking, which also checks."""
     first, shape = outs[0], outs[0].shape
     return (2 <= len(outs) <= MOST_PARTS and first.is_cuda and first.dtype in _DTYPES[1:]
             and first.dim() in (3, 4)

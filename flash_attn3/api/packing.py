@@ -29,8 +29,8 @@ def unpack(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor, Tensor
         raise _error('qkv to have 5 dimensions (batch, seqlen, 3, heads, head_dim) or 4 (batch, '
                      'seqlen, heads_q + 2 * heads_k, head_dim)', qkv.dim())
     if num_heads_q is None:
-        raise _error('num_heads_q with a qkv of 4 dimensions', None,
-                     'say how many of its heads are those of q')
+        raise _error('num_heads_q to be given with a qkv of 4 dimensions', None,
+                     'pass the number of query heads')
     heads_k = (qkv.size(2) - num_heads_q) // 2
     if num_heads_q < 1 or heads_k < 1 or num_heads_q + 2 * heads_k != qkv.size(2):
         raise _error('num_heads_q to leave as many heads for k as for v, at least 1, of the '

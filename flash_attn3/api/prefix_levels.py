@@ -110,7 +110,7 @@ def _merged(q: Tensor, parts: list[Tensor], out: Tensor | None,
 
 # ------------------------------------------------------------------------------------------- levels
 def _check(q: Tensor, levels: Sequence, shared: Attend) -> None:
-    """Raises RuntimeError for what the ops do not see."""
+    """Raises RuntimeError for what the ops do not check."""
     if not 1 <= len(levels) <= merging.MOST_PARTS:
         raise RuntimeError(checks.error(_OP, f'one to {merging.MOST_PARTS} levels',
                                         str(len(levels))))
@@ -146,14 +146,15 @@ def _check_level(q: Tensor, number: int, level: PrefixLevel) -> None:
                 f'{x.dim()}' if isinstance(x, Tensor) else repr(x)))
     if starts is None and q.dim() == 3:
         raise RuntimeError(checks.error(
-            _OP, f'levels[{number}].cu_seqlens_q with a packed q', 'None',
-            'the last level has the starts of the sequences'))
+            _OP, f'levels[{number}].cu_seqlens_q to be given with a packed q', 'None',
+            'on the last level these are the starts of the sequences'))
     if isinstance(length, int) and length < 0:
-        raise RuntimeError(checks.error(_OP, f'levels[{number}].seqlens of 0 or more', str(length)))
+        raise RuntimeError(checks.error(
+            _OP, f'levels[{number}].seqlens to be 0 or more', str(length)))
 
 
 def _call(q: Tensor, level: PrefixLevel, shared: Attend) -> tuple[Tensor, Attend]:
-    """The queries and the arguments of a level; q is packed where groups are."""
+    """The queries and the arguments of a level; q is packed if the level has groups."""
     table, length, starts, longest = level
     groups = table.size(0)
     is_tensor = isinstance(length, Tensor)
@@ -182,12 +183,12 @@ def _check_contents(calls: list[tuple[Tensor, Attend]], caches: tuple[Tensor, Te
         if starts and starts[-1] != rows.size(0) and number < len(calls) - 1:
             raise RuntimeError(checks.error(
                 _OP, f'levels[{number}].cu_seqlens_q to end at {rows.size(0)}, the queries',
-                str(starts[-1]), 'a group without keys has a seqlens of 0'))
+                str(starts[-1]), 'give a group without keys a seqlens of 0'))
     _check_causal(*calls[-1], number)
 
 
 def _check_causal(q: Tensor, own: Attend, number: int) -> None:
-    """The first query of a sequence sees all keys of the levels before."""
+    """Raises RuntimeError if a query would not see all keys of the previous levels."""
     if not own.causal:
         return
     groups = own.page_table.size(0)
@@ -197,5 +198,5 @@ def _check_causal(q: Tensor, own: Attend, number: int) -> None:
     for sequence, (count, length) in enumerate(zip(queries, lengths)):
         if number > 0 and length < count:
             raise RuntimeError(checks.error(
-                _OP, f'levels[{number}].seqlens[{sequence}] of at least {count}, the queries, '
+                _OP, f'levels[{number}].seqlens[{sequence}] to be at least {count}, the queries, '
                 'under causal', str(length)))

@@ -1,8 +1,8 @@
 """Masks of bits over the last tokens of a sequence: trees of speculative tokens.
 
 `flash_attn_with_kvcache` takes them as `tree_mask`: the queries of a sequence are its last keys,
-and each has a row of 128 bits, of which bit j says whether it sees the j-th of them. Earlier keys
-are visible to all.
+and each has a row of 128 bits: bit j says whether the query sees the j-th of them. All queries see
+the earlier keys.
 """
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def pack_tree_mask(visible: Tensor) -> Tensor:
     """
     if visible.dtype != torch.bool or visible.dim() not in (2, 3) or visible.size(-1) > COLUMNS:
         raise RuntimeError(checks.error(
-            'pack_tree_mask', f'(batch, seqlen_q, tokens) or (total_q, tokens) bool with at most '
-            f'{COLUMNS} tokens', f'{tuple(visible.shape)}, {checks.dtype_name(visible.dtype)}'))
+            'pack_tree_mask', 'visible to be (batch, seqlen_q, tokens) or (total_q, tokens) bool '
+            f'with at most {COLUMNS} tokens',
+            f'{tuple(visible.shape)}, {checks.dtype_name(visible.dtype)}'))
     wide = torch.nn.functional.pad(visible, (0, COLUMNS - visible.size(-1)))
     weights = torch.ones((), dtype=torch.int64, device=visible.device) << torch.arange(
         _WORD, device=visible.device)

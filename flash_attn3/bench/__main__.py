@@ -63,7 +63,7 @@ def device_line(device: torch.device) -> str:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog='python -m flash_attn3.bench',
-        description='Time flash_attn3 beside the backends of PyTorch SDPA on one shape.')
+        description='Time flash_attn3 and the backends of PyTorch SDPA on one shape.')
     parser.add_argument('--batch', type=int, default=1)
     parser.add_argument('--seqlen', '--seqlen-q', type=int, default=4096, help='of the queries')
     parser.add_argument('--seqlen-k', type=int, help='of the keys (default: as --seqlen)')

@@ -49,7 +49,7 @@ def padded(one: Contender, shape: Shape, device: torch.device) -> Contender:
 
 
 def _lower_right(shape: Shape) -> bool:
-    """SDPA's is_causal is aligned top-left, ours bottom-right: here they differ."""
+    """Whether top-left (SDPA's is_causal) and bottom-right alignment (ours) differ."""
     return shape.causal and shape.seqlen_q not in (1, shape.seqlen_k)
 
 

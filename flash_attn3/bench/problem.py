@@ -87,8 +87,8 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """FLOP of a call: two products, a multiplication and an addition per element; the backward
-        has three products over the head dim of q and k and two over that of v."""
+        """FLOP of a call: two GEMMs, a multiplication and an addition per element. The backward has
+        three GEMMs over the head dim of q and k and two over that of v."""
         entries = 1 if self.lengths else self.batch
         products = (3, 2) if self.backward else (1, 1)
         columns = products[0] * self.head_dim + products[1] * self.columns_v

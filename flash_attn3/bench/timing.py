@@ -21,7 +21,7 @@ import torch
 
 from .problem import WITH_DOUT, Result
 
-CYCLES_PER_SECOND = 1.9e9      # torch.cuda._sleep counts about so many
+CYCLES_PER_SECOND = 1.9e9      # about what torch.cuda._sleep counts
 PROBE_CYCLES = 200_000
 SM90_FLOPS_PER_CYCLE = 4096    # dense 16-bit wgmma, per SM: 989 TFLOP/s at 132 SMs and 1830 MHz
 

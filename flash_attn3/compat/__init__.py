@@ -21,10 +21,10 @@ from flash_attn3.compat.ops import register_ops
 
 __all__ = ['install', 'is_installed', 'path', 'register_ops', 'uninstall']
 
-_MODULE = 'flash_attn_interface'    # by it everything is told apart: upstream has it too
+_MODULE = 'flash_attn_interface'    # upstream has a module of this name too
 _PACKAGE = Path(__file__).resolve().parents[1]
 _SHIM, _LEGACY = str(_PACKAGE / '_shim'), str(_PACKAGE / '_shim_legacy')
-# They look for upstream when they are imported, and never again.
+# These clients look for upstream only when they are imported.
 _LOOK_AT_IMPORT = ('diffusers', 'transformer_engine', 'megatron.core.transformer.attention',
                    'xformers.ops.fmha.flash3')
 
@@ -69,7 +69,7 @@ def install(force: bool = False, legacy_tuple: bool = False) -> None:
     if found and found not in (_SHIM, _LEGACY) and not force:
         if legacy_tuple:
             raise RuntimeError(checks.error('compat.install', f'no other {_MODULE}',
-                                            f'that in {found}', 'install(force=True)'))
+                                            f'that in {found}', 'call install(force=True)'))
     elif _MODULE in sys.modules:
         raise RuntimeError(checks.error(
             'compat.install', f'no {_MODULE} imported yet', f'that in {found}',
@@ -115,8 +115,9 @@ def _check_clients() -> None:
     for name in _LOOK_AT_IMPORT:
         if name in sys.modules:
             raise RuntimeError(checks.error(
-                'compat.install', f'{name} not imported yet, as it looks for upstream only then',
-                'that it is', f'call install() before the import of {name.partition(".")[0]}'))
+                'compat.install', f'{name} not to be imported yet: it looks for upstream on import',
+                'an imported module',
+                f'call install() before the import of {name.partition(".")[0]}'))
 
 
 def _leave_path() -> None:

@@ -260,12 +260,12 @@ def _place(gradient: Tensor | None, x: Tensor) -> Tensor:
 @functools.cache
 def _warn_of_margin() -> None:
     warnings.warn(checks.error('compat.bwd', 'sm_margin to be 0', 'more',
-                               'the backward takes every multiprocessor'), stacklevel=3)
+                               'the backward uses every multiprocessor'), stacklevel=3)
 
 
 # -------------------------------------------------------------------------------------------- both
 def _mask(causal: bool, left: int, right: int) -> tuple[bool, tuple[int, int]]:
-    """causal and the window, which says nothing that causal says."""
+    """causal and the window, without the right side that causal implies."""
     causal = causal or (left == -1 and right == 0)
     return causal, (left, -1 if causal else right)
 

@@ -55,7 +55,7 @@ SCHEMAS = {
 _BACKWARD_LISTS = 6    # cu_seqlens, seqused, max_seqlen; `_flash_attn_backward` has them first
 _BACKWARD_RESULTS = 5
 
-_kept = []    # the library: its registrations last as long as it does
+_kept = []    # keeps the registrations alive
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def register_ops() -> None:
             raise RuntimeError(checks.error(
                 'compat.register_ops', f'no op {NAMESPACE}::{name} yet',
                 'one of another library, such as an installed upstream',
-                'one process can use one of them'))
+                'a process can use only one of them'))
     library = torch.library.Library(NAMESPACE, 'FRAGMENT')
     for name, schema in SCHEMAS.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -158,7 +158,7 @@ def _metadata(*arguments) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------- fakes
-# They check nothing; that is done when real tensors arrive.
+# Fakes check nothing; real tensors are checked when they arrive.
 def _bwd_fake(dout: Tensor, *_) -> tuple[Tensor, ...]:
     return tuple(dout.new_empty(0, dtype=torch.float32) for _ in range(_BACKWARD_RESULTS))
 

@@ -54,7 +54,7 @@ def general_attention(q: Tensor, k: Tensor, v: Tensor, general: General, return_
 
 def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
     hidden = score.mask.hidden(q.size(1), k.size(1), q.device)
-    # A row without a key would be 0 / 0: it sees all of them, and is cleared behind.
+    # A row without visible keys would be 0 / 0: it sees all keys here and is cleared afterwards.
     is_empty = hidden.all(dim=1, keepdim=True)
     out = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=~hidden | is_empty, scale=score.scale,
@@ -63,7 +63,7 @@ def _masked_sdpa(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Tensor:
 
 
 def warn_once(device: torch.device, op: str = 'flash_attn_func', depth: int = 5) -> None:
-    """Says once for a device that the kernels do not serve it. depth: of calls up to the user's."""
+    """Warns once per device that the kernels do not serve it. depth: frames up to the user."""
     if torch.compiler.is_compiling() or device in _warned_devices:
         return
     _warned_devices.add(device)

@@ -48,7 +48,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST_AMAX = 2.0 ** -64
 Q_BLOCK, KV_BLOCK = 64, 384    # rows of a block of q, and of k and v, as attention takes them
-BLOCK_STEP = 32    # blocks have a multiple of so many rows
+BLOCK_STEP = 32    # the rows of a block are a multiple of this
 PER_HEAD, PER_TENSOR = 0, -1    # in place of rows: a scale per (sequence, KV head), or only one
 
 _WORD = 0xFFFFFFFF
@@ -269,7 +269,7 @@ def row_scales(scale: Tensor | None, x: Tensor, block: int,
         by_row = (scale[:, :, row // block] if scale.dim() == 3
                   else scale[:, :, None].expand(-1, -1, rows))          # (b, h or h_k, rows)
         return by_row.repeat_interleave(heads // scale.size(1), 1).mT
-    # Rows behind the last sequence read anything: nobody uses them.
+    # Rows after the last sequence take any scale: they are never used.
     sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
     sequence = sequence.clamp_max(cu_seqlens.numel() - 2)
     if scale.dim() == 2:

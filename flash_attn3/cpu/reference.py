@@ -15,7 +15,7 @@ What it defines, and what the kernels must agree with:
 - A sink is one more key of the softmax, of logit s_aux[head] in every row and of value 0. The LSE
   includes it, the row maximum does not.
 - In packed tensors, a sequence's bottom-right corner is that of its used lengths. Rows that belong
-  to no sequence or lie behind its used length are never read: O = 0, LSE = -inf, gradients 0.
+  to no sequence or lie past its used length are never read: O = 0, LSE = -inf, gradients 0.
 """
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Mask:
     Query i stands at key p = i + seqlen_k - seqlen_q.
 
     Attributes:
-        causal: no key behind p; replaces the right side of the window.
+        causal: no key after p; replaces the right side of the window.
         window: (left, right): keys p - left to p + right, both included; -1 is no limit.
         chunk: keys of the same chunk as p, where chunks of this size start at key 0; 0 is no limit.
         tree: (seqlen_q, seqlen_q) bool, which of the last keys; None: all.
@@ -85,7 +85,7 @@ class Score:
     Attributes:
         scale: factor on q k^T.
         softcap: bound of the scaled scores; 0 is none.
-        mask: hidden keys have logit -inf.
+        mask: masked keys have logit -inf.
     """
     scale: float
     softcap: float = 0.0
@@ -112,7 +112,7 @@ class Inputs(NamedTuple):
 
     Dense: q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_k, head_dim) and
     v (batch, seqlen_k, heads_k, head_dim_v); heads_k divides heads_q. Packed: without batch, the
-    sequences behind one another. s_aux: sinks, (heads_q,) of any floating dtype, or None.
+    sequences one after the other. s_aux: sinks, (heads_q,) of any floating dtype, or None.
     """
     q: Tensor
     k: Tensor
@@ -182,7 +182,7 @@ def _slices(cu_seqlens: Tensor, seqused: Tensor | None) -> list[slice]:
 
 
 def without_autocast(function: Callable) -> Callable:
-    """The function, with operations in the dtypes that it says: autocast would take others."""
+    """The function with autocast off, so that its dtypes hold."""
     @functools.wraps(function)
     def wrapped(first: Tensor | Inputs, *others, **options):
         with torch.autocast(first.device.type, enabled=False):
@@ -197,7 +197,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool,
     Args:
         q, k, v: dense, as in `Inputs`.
         softmax_scale: factor on q k^T.
-        causal: hide the keys behind the diagonal that ends in the bottom-right corner.
+        causal: mask the keys past the diagonal that ends in the bottom-right corner.
         compute_dtype: dtype of every step in between; default: the dtype of q.
 
     Returns:
@@ -308,7 +308,7 @@ def attend_packed_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, sc
 
 @without_autocast
 def masked_scores(q: Tensor, k: Tensor, softmax_scale: float, causal: bool) -> Tensor:
-    """Scaled scores, -inf where hidden: (batch, heads_k, heads_q / heads_k, seqlen_q, seqlen_k)."""
+    """Scaled scores, -inf where masked: (batch, heads_k, heads_q / heads_k, seqlen_q, seqlen_k)."""
     return Score(softmax_scale, mask=Mask(causal)).logits(q, k)[0]
 
 
@@ -363,7 +363,7 @@ def _gradients(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score,
 
 
 def _with_sink(logits: Tensor, s_aux: Tensor | None) -> Tensor:
-    """The logits and, behind the keys, a column of the sinks."""
+    """The logits, followed by a column of the sinks."""
     if s_aux is None:
         return logits
     sinks = s_aux.unflatten(0, logits.shape[1:3])[None, :, :, None, None]

@@ -10,7 +10,7 @@ and v_s of a key:
   with fewer bits than float32; that is not emulated.
 - t = s + log(v_s): the scale of v is part of the exponent. m = max t over the keys of the row.
 - p8 = e4m3(2^8 exp(t - m)). 2^8, of at most 448, puts probabilities down to 2^-17 of the largest
-  into e4m3's range. A kernel that leaves m behind by up to x exponents gives up to 2^(8 + x).
+  into e4m3's range. A kernel whose m lags by up to x exponents gives up to 2^(8 + x).
 - The denominator is sum exp(s - m), of what was not rounded and without the scales of v, and the
   sink: lse = m + log of it. No s - m is above -log(v_s), as m >= t: nothing overflows.
 - out = (sum p8 v8) / (2^8 sum exp(s - m)) in float32, rounded once to the output's dtype.

@@ -1,4 +1,4 @@
-"""Attention over several ranks, each of which holds a part of the sequence: context parallelism.
+"""Attention over several ranks that hold a part of the sequence each: context parallelism.
 
     out = flash_attn3.distributed.ring_attention(q, k, v, causal=True)    # rows of this rank
 

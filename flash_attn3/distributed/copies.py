@@ -1,4 +1,4 @@
-"""Keys and values between GPUs of one host, moved by their copy engines.
+"""Keys and values between GPUs of one host, moved by their DMA copy engines.
 
 A send of NCCL is a kernel, and takes multiprocessors from the attention that runs meanwhile: the
 forward of 32k tokens takes 1.09 times as long on two H100, 1.27 times on four (2026-11-26). Here a
@@ -28,8 +28,8 @@ from torch.distributed import _symmetric_memory as symmetric
 from flash_attn3 import env
 from flash_attn3.distributed import exchange
 
-_ALIGNMENT = 256    # bytes, of each tensor in a buffer
-_LONGEST_MS = 600_000    # that a rank waits for the others, as by default in NCCL
+_ALIGNMENT = 256    # bytes; alignment of each tensor in a buffer
+_LONGEST_MS = 600_000    # how long a rank waits for the others: NCCL's default
 _BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
 _links: WeakKeyDictionary[dist.ProcessGroup, CopyLink | None] = WeakKeyDictionary()
 _openings = 0    # rendezvous of this process
@@ -45,7 +45,7 @@ def link_of(op: str, name: str, tensors: Sequence[Tensor]) -> exchange.Link | Co
     link = _links.get(group)
     if group not in _links or link is not None and link.size < size:
         torch.cuda.synchronize(device)
-        dist.barrier(group)    # nobody uses the buffers of before
+        dist.barrier(group)    # the previous buffers are unused by now
         link = _links[group] = None
         link = _links[group] = _opened(op, name, size, device)
     if link is None:
@@ -60,18 +60,18 @@ def held_bytes() -> int:
 
 
 def buffer_bytes(shapes: Sequence[Sequence[int]], itemsize: int) -> int:
-    """For tensors of these shapes one after another."""
+    """Bytes of a buffer that holds tensors of these shapes."""
     return sum(-(-math.prod(shape) * itemsize // _ALIGNMENT) * _ALIGNMENT for shape in shapes)
 
 
 def buffers_of(ranks: int) -> int:
-    """A call has a message fewer than ranks; two at a time are written or read."""
+    """The number of buffers: a call has ranks - 1 messages, at most two in flight."""
     return min(2, ranks - 1)
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """On which the copies run."""
+    """The stream of the copies."""
     return torch.cuda.Stream(device)
 
 

@@ -22,7 +22,7 @@ from flash_attn3.distributed.tiles import Plan, Step
 
 _HINT = ('a rank failed, or its arguments differ: look at the log of each, and set '
          'FLASH_ATTN3_CHECKS=1 to compare arguments before every call')
-_met: set[dist.ProcessGroup] = set()    # groups in which all ranks have communicated
+_met: set[dist.ProcessGroup] = set()    # groups whose ranks have all communicated
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
@@ -44,7 +44,7 @@ def named(op: str, group: dist.ProcessGroup | DeviceMesh | None) -> tuple[str, i
 
 
 def place_of(name: str) -> tuple[int, int]:
-    """The same of a group by its name: this rank, and how many there are."""
+    """This rank and the number of ranks of a group, given by its name."""
     group = group_of(name)
     return (0, 1) if group is None else (group.rank(), group.size())
 
@@ -56,12 +56,12 @@ def peers_named(op: str, peers: Sequence[int] | str) -> Iterator[None]:
         yield
     except RuntimeError as error:    # DistBackendError and the other errors of c10d are such
         text = peers if isinstance(peers, str) else f'ranks {sorted(set(peers))} of the group'
-        raise RuntimeError(checks.error(op, f'an answer of {text} within the time limit of the '
+        raise RuntimeError(checks.error(op, f'an answer from {text} within the time limit of the '
                                         'process group', f'"{error}"', _HINT)) from error
 
 
 def _alias(x: Tensor) -> Tensor:
-    """The same memory, as of another owner than torch's allocator. TRAP: isend and irecv record
+    """A view of x that torch's allocator does not own. TRAP: isend and irecv record
     NCCL's stream for the allocator's own, which then stays allocated until the GPU has moved it.
     The host runs ahead: all messages of a call would be alive at once.
     """
@@ -74,7 +74,7 @@ class Link:
     def __init__(self, op: str, name: str, device: torch.device):
         self._op, self._group = op, group_of(name)
         if device.type == 'cuda' and self._group is not None and self._group not in _met:
-            # NCCL wants all ranks in the first communication; few may exchange under a window.
+            # NCCL needs all ranks in the first communication; under a window only some exchange.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
             _met.add(self._group)
 
@@ -94,7 +94,7 @@ class Link:
 
 
 class Message:
-    """Tensors on their way."""
+    """Tensors in flight."""
 
     def __init__(self, op: str, works: list, sent: list[Tensor], received: list[Tensor],
                  peers: tuple[int, int]):
@@ -148,7 +148,7 @@ def all_gather(op: str, x: Tensor, name: str) -> list[Tensor]:
 
 
 def all_to_all(op: str, x: Tensor, name: str) -> Tensor:
-    """x[i] goes to rank i, and what comes from rank i stands at i."""
+    """Sends x[i] to rank i; entry i of the result comes from rank i."""
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     with peers_named(op, 'all ranks of the group'):
         dist.all_to_all_single(result, x.contiguous(), group=group_of(name))

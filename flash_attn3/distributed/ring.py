@@ -119,7 +119,7 @@ def ring_attention(
 
 def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str, options: dict,
                     return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """The same in the group of this name. options: the other arguments of `ring_attention`."""
+    """`ring_attention` in the group of this name. options: its other arguments."""
     q, k, v = tensors
     for x in (q, k, v):
         dtensors.reject(op, x)
@@ -129,8 +129,8 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
     if not (q.dim() == k.dim() == v.dim() and q.dim() in (3, 4)) or (
             starts is not None and not is_packed):
         raise RuntimeError(checks.error(
-            op, 'q, k and v of 4 dimensions (batch, rows, heads, head_dim), or of 3 without batch, '
-            'as cu_seqlens wants it', f'{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}'))
+            op, 'q, k and v of 4 dimensions (batch, rows, heads, head_dim), or 3 without batch '
+            'with cu_seqlens', f'{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}'))
     if starts is not None and not isinstance(starts, Tensor):
         starts = torch.tensor(starts, dtype=torch.int32)
     left, right = checks.window_sides(options['window_size'])
@@ -138,7 +138,7 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     seqlen = options['seqlen']
     if seqlen is not None and seqlen < 0:    # -1 is no length in the schema
-        raise RuntimeError(checks.error(op, 'seqlen of 0 or more, or None', str(seqlen)))
+        raise RuntimeError(checks.error(op, 'seqlen to be 0 or more, or None', str(seqlen)))
     own = Ring(group, library.softmax_scale_of(q, options['softmax_scale']), left,
                0 if options['causal'] else right, options['softcap'],
                -1 if seqlen is None else seqlen, options['zigzag'],
@@ -175,12 +175,12 @@ def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, 
         return text
     rows, all_rows = q.size(1), exchange.place_of(own.group)[1] * q.size(1)
     if k.size(1) != rows:
-        return checks.error(_OP, f'k and v of as many rows as q, {rows}', str(k.size(1)))
+        return checks.error(_OP, f'k and v to have as many rows as q, {rows}', str(k.size(1)))
     if own.zigzag and rows % 2:
-        return checks.error(_OP, 'an even number of rows', str(rows),
-                            'flash_attn3.distributed.shard pads them; or zigzag=False')
+        return checks.error(_OP, 'an even number of rows with zigzag', str(rows),
+                            'pad with flash_attn3.distributed.shard, or pass zigzag=False')
     if own.seqlen > all_rows:
-        return checks.error(_OP, f'seqlen of up to {all_rows}, the rows of all ranks',
+        return checks.error(_OP, f'seqlen to be at most {all_rows}, the rows of all ranks',
                             str(own.seqlen))
     problem = None if starts is None else checks.sequences_problem('q', list(starts), [], all_rows)
     return checks.error(_OP, *(text.replace('seqlens_q', 'seqlens').replace(
@@ -206,7 +206,7 @@ def _cut(x: Tensor, rows: tuple[int, int], call: Call) -> Tensor:
 
 
 def _cut_lse(x: Tensor | None, call: Call) -> Tensor | None:
-    """The same of a (batch, heads, rows)."""
+    """Rows of a tensor (batch, heads, rows)."""
     if x is None:
         return None
     x = x[..., slice(*call.rows)]
@@ -214,7 +214,7 @@ def _cut_lse(x: Tensor | None, call: Call) -> Tensor | None:
 
 
 def _cut_keys(keys: Sequence[Tensor], step: Step, call: Call) -> list[Tensor]:
-    """From the keys and values of a step."""
+    """The keys and values of a call, from those of its step."""
     rows = tuple(row - step.keys[0] for row in call.keys)
     return [_cut(x, rows, call) for x in keys]
 
@@ -267,7 +267,7 @@ class _Parts:
             Tensor, Tensor]:
         """For all rows. out, lse: make what is written into, where it is not a part itself."""
         for parts in self._of_cell.values():
-            while len(parts) > merging.MOST_PARTS:    # the highest level stands first
+            while len(parts) > merging.MOST_PARTS:    # the highest level is first
                 parts[-4:] = [(0, *merging.merge_states(*zip(*(x[1:] for x in parts[-4:]))))]
         if list(self._of_cell) == [(0, self._rows)]:
             outs, lses = zip(*(x[1:] for x in self._of_cell[0, self._rows]))
@@ -316,7 +316,7 @@ class _Total:
         self._dtype = x.dtype if has_two else reference.wide_dtype(x.dtype)
 
     def add(self, rows: tuple[int, int], part: Tensor) -> None:
-        """The first part may be changed later."""
+        """Adds a part. The first one may be modified later."""
         if self._total is None and part.size(1) == self._x.size(1):
             self._total = part.to(self._dtype)
             return
@@ -343,7 +343,7 @@ class _KeyGradients:
             total.add(rows, part)
 
     def send(self, step: Step, gradients: Sequence[Tensor]) -> None:
-        """Those of the step's keys go to their rank, as those of own keys come from another."""
+        """Sends the gradients of the step's keys to their rank and expects those of own keys."""
         self.take()
         shapes = [] if step.sent is None else [
             (x.size(0), step.sent[1] - step.sent[0], *x.shape[2:]) for x in self._like]
@@ -352,7 +352,7 @@ class _KeyGradients:
                                          self._like[0])
 
     def take(self) -> None:
-        """What is on its way."""
+        """The gradients that are in flight."""
         if self._pending is not None:
             self.add(self._rows, self._pending.wait())
         self._pending = None
@@ -393,7 +393,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
         keys.clear()
         return gradients
 
-    # Nothing of a step is in a variable here, where it would live on into the next.
+    # No variable here holds tensors of a step, which would stay alive during the next.
     for step, keys in exchange.travel(link, plan, (k, v)):
         if step is plan.steps[0]:
             of_keys.add(step.keys, of_step(step, keys))

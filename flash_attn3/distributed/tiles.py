@@ -130,7 +130,7 @@ def tile_of(q: Segment, k: Segment, left: int, right: int) -> Tile | None:
     if a >= a_end or b >= b_end:
         return None
     rows, keys = a_end - a, b_end - b
-    corner = b_end - a_end    # how far the last key stands behind the last query
+    corner = b_end - a_end    # how far the last key is after the last query
     left = -1 if left == -1 or left + corner >= keys - 1 else left + corner
     right = -1 if right == -1 or right - corner >= rows - 1 else right - corner
     q0, k0 = q.row + a - q.start, k.row + b - k.start
@@ -138,7 +138,7 @@ def tile_of(q: Segment, k: Segment, left: int, right: int) -> Tile | None:
 
 
 def _join(a: Tile, b: Tile) -> Tile | None:
-    """One tile that is both, where there is one; b stands right of a or below."""
+    """One tile that covers both, or None; b is to the right of a or below it."""
     if a.left != -1 or b.left != -1 or a.right > 0 or b.right > 0:
         return None
     if (a.q0, a.q1, a.right, a.k1) == (b.q0, b.q1, -1, b.k0):
@@ -150,7 +150,7 @@ def _join(a: Tile, b: Tile) -> Tile | None:
 
 
 def joined(tiles: list[Tile]) -> list[Tile]:
-    """The same with as few tiles as joining two by two gives."""
+    """The tiles after adjacent pairs are joined where possible."""
     for i, a in enumerate(tiles):
         for j, b in enumerate(tiles):
             if i != j and (both := _join(a, b)) is not None:
@@ -179,7 +179,7 @@ def calls_of(queries: list[Segment], keys: list[Segment], window: tuple[int, int
 
 
 def _extent(calls: tuple[Call, ...]) -> tuple[int, int] | None:
-    """Keys that the calls read."""
+    """The range of keys that the calls read."""
     return (min(call.keys[0] for call in calls), max(call.keys[1] for call in calls)) \
         if calls else None
 

@@ -93,15 +93,17 @@ def _problem(tensors: tuple[Tensor, Tensor, Tensor], general: General, ranks: in
         return checks.error(_OP, 'q, k and v of 3 or 4 dimensions',
                             f'{q.dim()}, {k.dim()} and {v.dim()}')
     if q.size(-3) != k.size(-3):
-        return checks.error(_OP, f'k and v of as many rows as q, {q.size(-3)}', str(k.size(-3)))
+        return checks.error(_OP, f'k and v to have as many rows as q, {q.size(-3)}',
+                            str(k.size(-3)))
     whole = (x if x.dim() == 4 else x.unsqueeze(0) for x in tensors)
     if text := checks.problem_text(dict(zip('qkv', whole)), general):
         return text
     heads_q, heads_k = q.size(-2), max(1, k.size(-2))
     common = math.lcm(heads_k, ranks)
     if heads_q % ranks or heads_q % common:
-        return checks.error(_OP, f'heads of q divisible by {common}, for {ranks} ranks and '
-                            f'{heads_k} KV heads', str(heads_q), 'ring_attention divides no heads')
+        return checks.error(_OP, f'the heads of q to be divisible by {common}, for {ranks} ranks '
+                            f'and {heads_k} KV heads', str(heads_q),
+                            'use ring_attention, which does not divide heads')
     return ''
 
 
@@ -114,7 +116,7 @@ def _rows_of_heads(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def _heads_of_rows(x: Tensor, ranks: int, group: str) -> Tensor:
-    """The opposite."""
+    """The inverse of _rows_of_heads()."""
     parts = x.unflatten(-3, (ranks, -1)).movedim(-4, 0)      # (ranks, [batch,] rows, heads, dim)
     return _all_to_all(parts.contiguous(), group).movedim(0, -3).flatten(-3, -2)
 

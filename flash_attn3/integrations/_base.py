@@ -21,7 +21,7 @@ _shim_users: set[str] = set()    # the clients for which the shim was installed 
 
 
 class Switch:
-    """Changes of a client that are made all or not at all, and undone in the opposite order."""
+    """Changes of a client, made all or not at all and undone in reverse order."""
 
     def __init__(self, client: str):
         self.client = client
@@ -88,7 +88,7 @@ def warn_once(text: str) -> None:
 
 @contextmanager
 def quiet_override() -> Iterator[None]:
-    """PyTorch warns when a kernel is replaced on purpose."""
+    """Silences PyTorch's warning that a kernel is replaced, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings('ignore', '(?s).*Overriding a previously registered kernel')
         yield
@@ -135,7 +135,7 @@ def gpu_problem(client: str) -> str:
         if not library.kernels_serve(torch.device('cuda', index)):
             return error(client, 'Hopper GPUs and the kernels for them',
                          f'{torch.cuda.get_device_name(index)} as device {index}',
-                         library.KERNELS_MISSING or 'hide other GPUs by CUDA_VISIBLE_DEVICES')
+                         library.KERNELS_MISSING or 'hide other GPUs with CUDA_VISIBLE_DEVICES')
     return ''
 
 
@@ -162,7 +162,7 @@ def ops_problem(client: str) -> str:
     """Why torch.ops.flash_attn_3 cannot be ours, or ''."""
     if hasattr(torch.ops.flash_attn_3, 'fwd') and not compat.ops.are_registered():
         return error(client, 'no other torch.ops.flash_attn_3', 'those of another library',
-                     'one process can use one of them: uninstall flash-attn-3')
+                     'a process can use only one of them; uninstall flash-attn-3')
     return ''
 
 
@@ -235,5 +235,6 @@ class ShimClient:
         if self._module not in sys.modules or found:
             return ''
         return error(self._name, f'enable() before the import of {self._module}',
-                     "it has been imported, and has not found upstream's names",
-                     'in a new process: enable() first, or python -m flash_attn3.compat script.py')
+                     "it is already imported, without upstream's names",
+                     'start a new process and call enable() first, or use '
+                     'python -m flash_attn3.compat')

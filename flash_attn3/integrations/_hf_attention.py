@@ -20,12 +20,12 @@ from flash_attn3.ops import checks
 from flash_attn3.integrations import _base
 
 _CLIENT = 'transformers'
-# What other attention functions of transformers take, and the kernels do not have.
+# Arguments of transformers' other attention functions that the kernels do not support.
 _REFUSED = ('position_bias', 'alibi', 'attn_bias', 'attention_bias', 'head_mask')
 
 
 class Layout(NamedTuple):
-    """Sequences that lie behind one another.
+    """Sequences stored one after the other.
 
     Attributes:
         rows_q, rows_k: (rows,) which rows of (batch * seqlen, ...) they have; None: all.
@@ -108,10 +108,10 @@ def paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
                     write_index: list[Tensor], dropout: float = 0.0, scaling: float | None = None,
                     sliding_window: int | None = None, softcap: float | None = None,
                     s_aux: Tensor | None = None, **others: Any) -> tuple[Tensor, None]:
-    """The same in continuous batching: `generate_batch` calls it for the name with `paged|` before.
+    """Attention in continuous batching: `generate_batch` calls it for the name after `paged|`.
 
     Args:
-        query, key, value: (1, heads, tokens, head_dim), of all sequences one behind the other.
+        query, key, value: (1, heads, tokens, head_dim), of all sequences one after the other.
         cache: of transformers, from which the keys of each sequence are gathered.
         cu_seq_lens_k, max_seqlen_k: of each kind of layer, or of the one that there is.
         others: as in `attention`.
@@ -151,7 +151,7 @@ def _packed_attention(tensors: tuple[Tensor, Tensor, Tensor], layout: Layout,
                       attention_mask: Tensor | None, options: dict[str, Any]) -> Tensor:
     q, k, v = tensors
     batch, seqlen = q.shape[:2]
-    if attention_mask is not None:    # a static cache has room behind
+    if attention_mask is not None:    # a static cache has room at its end
         k, v = k[:, :attention_mask.size(1)], v[:, :attention_mask.size(1)]
     rows = layout.rows_q, layout.rows_k, layout.rows_k
     packed = [x.flatten(0, 1) if row is None else x.flatten(0, 1).index_select(0, row)
@@ -165,7 +165,7 @@ def _packed_attention(tensors: tuple[Tensor, Tensor, Tensor], layout: Layout,
 
 def _check(module: nn.Module, attention_mask: Tensor | None, dropout: float,
            sliding_window: int | None, others: dict[str, Any]) -> None:
-    """Raises an error for what the kernels do not have."""
+    """Raises an error for what the kernels do not support."""
     if dropout:
         _refuse('no dropout', str(dropout), 'set attention_dropout=0 in the config')
     if attention_mask is not None and attention_mask.dim() != 2:
@@ -176,7 +176,7 @@ def _check(module: nn.Module, attention_mask: Tensor | None, dropout: float,
             _refuse(f'no {name}', 'one', "attn_implementation='sdpa' or 'eager' may have it")
     if others.get('output_attentions'):
         _base.warn_once(_base.error(_CLIENT, 'no output_attentions', 'True', 'the probabilities '
-                                    "never exist: they are None here; 'eager' has them"))
+                                    "are never stored, so they are None; 'eager' has them"))
     kinds = getattr(module.config, 'layer_types', None)
     index = getattr(module, 'layer_idx', None)
     if sliding_window is None and kinds and index is not None and index < len(kinds) and \
@@ -218,7 +218,7 @@ class Call(NamedTuple):
     is_decode: bool
 
 
-# All layers of a forward have the same mask: its layout is kept, for which the GPU was waited for.
+# All layers of a forward share a mask. Its layout took a GPU synchronisation, so it is kept.
 _kept: tuple[weakref.ref, tuple, Layout | Spans | None] | None = None
 
 
@@ -232,9 +232,9 @@ def _layout(attention_mask: Tensor | None, position_ids: Tensor | None,
                 or call.rows_q != call.rows_k or position_ids.size(1) != call.rows_q):
             return None
         source = position_ids
-    if is_compiling() or source.is_inference():    # these do not tell when they are written
+    if is_compiling() or source.is_inference():    # inference tensors have no version counter
         return _make(attention_mask, source, call)
-    kept, of = _kept, (source._version, call)    # threads have their own kept
+    kept, of = _kept, (source._version, call)    # each thread keeps its own
     if kept is None or kept[0]() is not source or kept[1] != of:
         kept = weakref.ref(source), of, _make(attention_mask, source, call)
         _kept = kept
@@ -258,7 +258,7 @@ def _make(attention_mask: Tensor | None, source: Tensor, call: Call) -> Layout |
 
 
 def _spans(mask: Tensor) -> Spans | None:
-    """None where keys in the middle do not count. mask: (batch, keys)."""
+    """The spans of the keys, or None if some keys in between are masked. mask: (batch, keys)."""
     begins = (mask.cumsum(1) == 0).sum(1, dtype=torch.int32)
     ends = begins + mask.sum(1, dtype=torch.int32)
     places = torch.arange(mask.size(1), device=mask.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from flash_attn3.integrations import _base
 
 _MASKS = 'transformers.masking_utils'
-# Windows come again as an argument of attention, the rest is told by the module.
+# Windows are also an argument of attention; the module tells the rest.
 _SERVED = ('causal_mask_function', 'bidirectional_mask_function',
            'sliding_window_overlay.<locals>.inner_mask',
            'sliding_window_bidirectional_overlay.<locals>.inner_mask')
@@ -41,7 +41,7 @@ def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor 
         others: as transformers gives them to each mask function.
 
     Returns:
-        None: all keys count. (batch, keys) bool: which count; keys behind are not in use yet.
+        None: all keys count. (batch, keys) bool: which count; later keys are not in use yet.
         (batch, seqlen) integer: packed sequences, the number of each token's.
 
     Raises:
@@ -59,7 +59,7 @@ def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor 
             return variables['packed_sequence_mask']
     if attention_mask is None:
         in_use = kv_length
-        if 'bidirectional_mask_function' not in names:    # a static cache has room behind
+        if 'bidirectional_mask_function' not in names:    # a static cache has room at its end
             in_use = min(kv_length, int(q_offset) + q_length - kv_offset)
         return None if in_use == kv_length else torch.ones(
             batch_size, in_use, dtype=torch.bool, device=device)
@@ -89,4 +89,4 @@ def _parts(function: Callable) -> Iterator[tuple[str, dict[str, Any]]]:
 def _refuse(got: str) -> None:
     raise NotImplementedError(_base.error(
         'transformers', 'a causal or bidirectional mask, with a sliding window, with padding or '
-        'packed sequences', got, "attn_implementation='sdpa' or 'eager' serve it"))
+        'packed sequences', got, "use attn_implementation='sdpa' or 'eager'"))

@@ -33,7 +33,7 @@ _OF_CACHE = {
     'q_v': 'qv'}
 _READ = {'q', 'k', 'v', 'cu_seqlens_k', 'seqused_q', 'max_seqlen_k', 'window_size_left',
          'window_size_right', 'num_splits', *_SHARED, *_OF_CACHE}
-# What they may be, as we do not have the rest.
+# The only values supported for these arguments.
 _REFUSED = {'o_scale': (None,), 'cp_world_size': (0, 1), 'cp_rank': (0,),
             'cp_tot_seqused_k': (None,), 'sparse_mask_fine': (None,), 'only_qv': (False,)}
 
@@ -59,7 +59,7 @@ class PrivateOps:
         self._switch.on(self.problem(), self._replace)
 
     def disable(self) -> None:
-        """Brings the client's own kernels back."""
+        """Restores the client's own kernels."""
         self._switch.off()
 
     def is_enabled(self) -> bool:
@@ -78,7 +78,7 @@ class PrivateOps:
             return _base.error(
                 self._client, f"the arguments of {self._namespace}::fwd to be upstream's and those "
                 'of its versions that are known', ', '.join(unknown or names[:3]),
-                'another version of the client')
+                'use another version of the client')
         return ''
 
     def _op(self, name: str) -> OpOverload | None:
@@ -100,7 +100,8 @@ class PrivateOps:
         if self._op('fwd') is not None:
             return ''
         return _base.error(self._client, f'the op {self._namespace}::fwd after the import of '
-                           f'{self._module}', got, 'a build of it with FlashAttention-3 for Hopper')
+                           f'{self._module}', got,
+                           'install a build of it with FlashAttention-3 for Hopper')
 
     def _replace(self, undo: ExitStack) -> None:
         library = torch.library.Library(self._namespace, 'IMPL')
@@ -176,4 +177,4 @@ def refuse(client: str, call: dict[str, Any]) -> None:
             raise NotImplementedError(_base.error(
                 client, f'{name} to be {" or ".join(map(str, allowed))}',
                 'a tensor' if isinstance(value, Tensor) else repr(value),
-                "this version has nothing else: disable() brings the client's kernels back"))
+                "no other value is supported; disable() restores the client's kernels"))

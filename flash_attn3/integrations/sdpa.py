@@ -26,7 +26,7 @@ _HOOK, _VARLEN = 'torch.nn.attention._fa3', 'torch.nn.attention.varlen'
 _CUDNN = _base.error(
     _CLIENT, 'disable_cudnn=True', 'False',
     'on Hopper GPUs scaled_dot_product_attention prefers cuDNN: call it under '
-    'torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION), or nothing changes')
+    'torch.nn.attention.sdpa_kernel(SDPBackend.FLASH_ATTENTION), or it keeps using cuDNN')
 _switch = _base.Switch(_CLIENT)
 
 
@@ -93,11 +93,11 @@ def _activate(undo: ExitStack, disable_cudnn: bool) -> None:
                       torch.backends.cuda.cudnn_sdp_enabled())
         torch.backends.cuda.enable_cudnn_sdp(False)
         varlen = importlib.import_module(_VARLEN)
-        # Newer ones obey the setting, and sdpa_kernel where somebody asks for cuDNN.
+        # Newer versions obey the setting, and sdpa_kernel() can still select cuDNN.
         if hasattr(varlen, '_should_use_cudnn') and not hasattr(varlen, '_select_backend'):
             _base.set_attribute(undo, varlen, '_should_use_cudnn', lambda *_, **__: False)
     previous = attention.current_flash_attention_impl()
-    undo.callback(_reactivate, previous)    # runs when the old names are back
+    undo.callback(_reactivate, previous)    # runs after the old names are restored
     for name in NAMES:
         _base.set_item(undo, registry._FLASH_ATTENTION_IMPLS, name, _register)
     undo.callback(_deactivate)

@@ -32,7 +32,7 @@ NAME = 'fa3_hopper'
 KERNEL = 'kernels-community/vllm-flash-attn3'    # transformers' fallback for FlashAttention-3
 OLDEST = (5, 17)
 _CLIENT = 'transformers'
-# transformers searches for these in names and does other things then.
+# transformers treats names that contain these words specially.
 _RESERVED = ('flash', 'sdpa', 'flex_attention', 'eager', 'paged', '/', ':', '|', '@')
 _switch = _base.Switch(_CLIENT)
 
@@ -89,7 +89,7 @@ def local_kernel_dir() -> str:
     folder = str(Path(__file__).resolve().parents[1] / '_kernel')
     if ':' in folder:
         raise RuntimeError(_base.error(_CLIENT, "a path without ':'", folder,
-                                       'LOCAL_KERNELS separates its entries by it'))
+                                       'LOCAL_KERNELS uses it as the separator of its entries'))
     return folder
 
 
@@ -102,7 +102,7 @@ def _name_problem(name: str) -> str:
     if not words:
         return ''
     return _base.error(_CLIENT, f'a name without {words[0]!r}', repr(name),
-                       f'transformers takes it for one of its own; the default is {NAME!r}')
+                       f'transformers would take it for one of its own; the default is {NAME!r}')
 
 
 def _change(undo: ExitStack, name: str, shim: bool, force: bool) -> None:
@@ -116,8 +116,8 @@ def _change(undo: ExitStack, name: str, shim: bool, force: bool) -> None:
         registered.append((attention, f'paged|{name}', _hf_attention.paged_attention))
     for interface, key, function in registered:
         if key in interface._global_mapping:
-            raise RuntimeError(_base.error(_CLIENT, 'a name that is free', repr(key),
-                                           'enable(name=...) takes another'))
+            raise RuntimeError(_base.error(_CLIENT, 'an unused name', repr(key),
+                                           'choose another with enable(name=...)'))
         undo.callback(interface._global_mapping.pop, key, None)
         interface.register(key, function)
 

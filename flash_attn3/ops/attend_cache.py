@@ -63,7 +63,7 @@ def _spans(cache: Tensor, own: _Own, batch: int) -> list[tuple[int, int, int]]:
 
 
 def _index(cache: Tensor, own: _Own, sequence: int, slots: Tensor) -> tuple:
-    """By which cache[...] are the rows of these slots of a sequence, (slots, heads_k, head_dim)."""
+    """The index by which cache[...] gives these slots of a sequence, (slots, heads_k, head_dim)."""
     if own.page_table is None:
         row = sequence if own.cache_batch_idx is None else own.cache_batch_idx[sequence].item()
         return row, slots
@@ -72,14 +72,14 @@ def _index(cache: Tensor, own: _Own, sequence: int, slots: Tensor) -> tuple:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """e4m3 as what can be indexed on every device."""
+    """e4m3 as bytes, which can be indexed on every device."""
     return x.view(torch.uint8) if x.dtype == E4M3 else x
 
 
 # ----------------------------------------------------------------------------------------- contents
 def _contents_problem(tensors: tuple[Tensor | None, Tensor, int | None], own: _Own,
                       batch: int) -> tuple[str, str] | None:
-    """What was expected of the lists, and what they are instead.
+    """What is wrong with the contents of the lists: (expected, got), or None.
 
     tensors: q, the cache of the keys, and the rows of packed new keys, if known.
     """
@@ -93,7 +93,7 @@ def _contents_problem(tensors: tuple[Tensor | None, Tensor, int | None], own: _O
                 return problem
     capacity = _capacity_of(cache, own)
     for sequence, (first, before, new) in enumerate(_spans(cache, own, batch)):
-        shared = getattr(own, 'shared_prefix', 0) if sequence > 0 else 0    # those of the first
+        shared = getattr(own, 'shared_prefix', 0) if sequence > 0 else 0    # keys of sequence 0
         begin = max(first, shared) if isinstance(own, Attend) else before
         problem = _span_problem(sequence, (first, before, new), capacity) or _place_problem(
             cache, own, sequence, range(begin, before + new))
@@ -109,7 +109,7 @@ def _span_problem(sequence: int, span: tuple[int, int, int],
         return (f'cache_seqlens[{sequence}] to be from 0 to {capacity}, the slots of a sequence',
                 str(before))
     if before + new > capacity:
-        return (f'room for {new} new keys behind the {before} of sequence {sequence}',
+        return (f'room for {new} new keys after the {before} of sequence {sequence}',
                 f'{capacity} slots')
     if not 0 <= first <= before + new:
         return (f'cache_leftpad[{sequence}] to be from 0 to {before + new}, the keys of '
@@ -119,8 +119,8 @@ def _span_problem(sequence: int, span: tuple[int, int, int],
 
 def _prefix_problem(q: Tensor, cache: Tensor, own: Attend,
                     batch: int) -> tuple[str, str] | None:
-    """What was expected of the lengths with shared keys, and what they are instead. Each query must
-    see all shared keys.
+    """What is wrong with the lengths of a call with shared keys: (expected, got), or None. Every
+    query must see all shared keys.
     """
     first, queries = own.shared_prefix, _query_counts(q, own, batch)
     for sequence, (_, before, new) in enumerate(_spans(cache, own, batch)):
@@ -128,13 +128,13 @@ def _prefix_problem(q: Tensor, cache: Tensor, own: Attend,
             return (f'cache_seqlens[{sequence}] to be at least {first}, the shared keys',
                     str(before))
         if (own.causal or own.tree_mask is not None) and before + new - first < queries[sequence]:
-            return (f'as many keys behind the {first} shared ones as queries of sequence '
+            return (f'at least as many keys after the {first} shared ones as queries of sequence '
                     f'{sequence}, {queries[sequence]}, under causal', str(before + new - first))
     return None
 
 
 def _tree_problem(q: Tensor, own: Attend, batch: int) -> tuple[str, str] | None:
-    """The same of queries that have no bits for all of their sequence's."""
+    """The problem of a sequence with more queries than a tree mask has bits."""
     if own.tree_mask is None:
         return None
     longest = max(_query_counts(q, own, batch), default=0)
@@ -144,7 +144,7 @@ def _tree_problem(q: Tensor, own: Attend, batch: int) -> tuple[str, str] | None:
 
 def _place_problem(cache: Tensor, own: _Own, sequence: int,
                    slots: range) -> tuple[str, str] | None:
-    """The same of the row or the pages that hold these slots."""
+    """The problem of the row or the pages that hold these slots."""
     if own.page_table is None:
         row = sequence if own.cache_batch_idx is None else own.cache_batch_idx[sequence].item()
         if not 0 <= row < cache.size(0):
@@ -211,7 +211,7 @@ def _keys_of(x: Tensor, own: Attend, batch: int) -> list[Tensor]:
 
 
 def _indices_of(x: Tensor, own: Attend, batch: int) -> list[tuple]:
-    """By which x[...] are the keys of each sequence in a cache."""
+    """The indices by which x[...] gives the keys of each sequence in a cache."""
     indices = []
     for sequence, (first, before, new) in enumerate(_spans(x, own, batch)):
         end = min(_capacity_of(x, own), before + new)
@@ -230,8 +230,8 @@ def _with_prefix(own: tuple, of_first: tuple, is_shared: Tensor) -> tuple:
 
 
 def _scales_of(scale: Tensor | None, x: Tensor, own: Attend, batch: int) -> list[Tensor | None]:
-    """What the keys or values x of each sequence are multiplied by, (keys or 1, heads_k); latents:
-    (keys, blocks of columns).
+    """The scales of the keys or values x of each sequence: (keys or 1, heads_k), of latents (keys,
+    blocks of columns).
     """
     if scale is None:
         return [None] * batch
@@ -243,7 +243,7 @@ def _scales_of(scale: Tensor | None, x: Tensor, own: Attend, batch: int) -> list
 
 
 def _rows_of(q: Tensor, own: Attend) -> list[tuple]:
-    """By which q[...] are the queries of each sequence, (queries, heads_q, head_dim)."""
+    """The indices of the queries of each sequence in q."""
     if own.cu_seqlens_q is None:
         return list(range(q.size(0)))
     starts = own.cu_seqlens_q.tolist()
@@ -344,7 +344,7 @@ def _check_positions(cache: Tensor, q: Tensor, own: Append, batch: int) -> None:
     for sequence, (first, (_, _, new), count) in enumerate(zip(firsts, spans, queries)):
         if first < 0 or first + max(new, count) > own.rotary_cos.size(0):
             raise RuntimeError(checks.error(
-                'append_and_attend', f'rotary_cos of a row for each position from {first} to '
+                'append_and_attend', f'rotary_cos to have a row for each position from {first} to '
                 f'{first + max(new, count) - 1} of sequence {sequence}',
                 f'{own.rotary_cos.size(0)} rows'))
 
@@ -381,7 +381,7 @@ def _rotated_queries(q: Tensor, own: Append, firsts: list[int]) -> Tensor:
 
 
 def _quantised(x: Tensor, scale: Tensor | None) -> Tensor:
-    """x over its scales as e4m3: to nearest even, at most 448."""
+    """x divided by its scales, as e4m3: rounded to nearest even, clamped to 448."""
     wide = _scaled(x.to(reference.wide_dtype(x.dtype)), scale, torch.div)
     most = torch.finfo(E4M3).max
     return wide.clamp(-most, most).to(E4M3)
@@ -407,7 +407,7 @@ def _key_scales(x: Tensor, scale: Tensor, index: tuple) -> Tensor:
 
 
 def _scale_of_largest(largest: Tensor, most: float) -> Tensor:
-    """The power of two by which these become at most `most`."""
+    """The smallest power of two that scales these values down to at most `most`."""
     least = (largest / most).clamp(min=2.0 ** -60)
     mantissa = torch.frexp(least).mantissa
     return torch.where(mantissa == 0.5, least, least / mantissa)
@@ -473,8 +473,8 @@ def _check_writable(tensors: dict[str, Tensor | None]) -> None:
     for name, x in tensors.items():
         if x is not None and x.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError(checks.error(
-                'append_and_attend', f'{name} that is no inference tensor', 'one',
-                'call it under torch.inference_mode()'))
+                'append_and_attend', f'{name} not to be an inference tensor', 'an inference tensor',
+                'call the function under torch.inference_mode()'))
 
 
 def _firsts(k_cache: Tensor, own: Append, batch: int) -> list[int]:
@@ -506,7 +506,7 @@ def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, own: Append) ->
 
 
 # -------------------------------------------------------------------------------------------- fakes
-# They check only what they rely on themselves; the rest is checked when real tensors arrive.
+# Fakes check only what they rely on; the rest is checked when real tensors arrive.
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor]:
     own = Attend(*arguments)
     rank = 4 if own.cu_seqlens_q is None else 3

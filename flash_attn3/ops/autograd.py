@@ -146,7 +146,7 @@ def _setup_general_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Ten
 
 def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _,
                       compute: Callable = _bwd_general) -> tuple:
-    """Gradients for the inputs of `fwd_general`, of which q, k, v and sinks have one."""
+    """Gradients for the inputs of `fwd_general`: q, k, v and sinks have one."""
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)

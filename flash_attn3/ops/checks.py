@@ -46,7 +46,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def describe(tensor: Tensor, device_type: str | None = None) -> tuple:
     """A tensor as `_plan` reads it: (dtype, device type, device index, sizes, strides, address).
 
-    device_type: say so instead of the true one.
+    device_type: replaces the true one.
     """
     device = tensor.device
     return (dtype_name(tensor.dtype), device_type or device.type, device.index or 0,
@@ -54,7 +54,7 @@ def describe(tensor: Tensor, device_type: str | None = None) -> tuple:
 
 
 def has_no_data(x: Tensor) -> bool:
-    """Whether x is a meta or fake tensor, of which no contents can be read."""
+    """Whether x is a meta or fake tensor, whose contents cannot be read."""
     return x.is_meta or (type(x) is not Tensor and is_fake(x))
 
 
@@ -71,7 +71,7 @@ def address_of(tensor: Tensor) -> int:
 
 
 def describe_sizes(sizes: Sequence[int], dtype: str) -> tuple:
-    """The same of a contiguous CUDA tensor that does not exist."""
+    """Describes a contiguous CUDA tensor given only its sizes."""
     strides = [1]
     for size in reversed(sizes[1:]):
         strides.insert(0, strides[0] * max(1, size))
@@ -112,7 +112,7 @@ def check_forward(tensors: Mapping[str, Tensor | None], *groups, **options) -> N
 
 
 def check_backward(tensors: Mapping[str, Tensor | None], *groups) -> None:
-    """The same of the gradients; with dq, dk and dv it is a call of `bwd_out`."""
+    """Raises RuntimeError if `bwd` cannot serve these arguments; with dq, dk and dv, `bwd_out`."""
     check_forward(tensors, *groups, check=_plan.check_backward)
 
 
@@ -155,7 +155,7 @@ def _starts_problem(name: str, starts: list[int], rows: int) -> tuple[str, str] 
 
 
 def _used_problem(name: str, starts: list[int], used: list[int]) -> tuple[str, str] | None:
-    """The same of seqused."""
+    """What was expected of seqused, and what it is instead."""
     for sequence, (start, end, rows) in enumerate(zip(starts, starts[1:], used)):
         if not 0 <= rows <= end - start:
             return (f'seqused_{name}[{sequence}] to be from 0 to {end - start}, the rows of '
@@ -165,17 +165,18 @@ def _used_problem(name: str, starts: list[int], used: list[int]) -> tuple[str, s
 
 # -------------------------------------------------------------------- of what never reaches an op
 def window_sides(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
-    """The two numbers of a window; which ones, the ops check."""
+    """The two numbers of a window. The ops check their values."""
     if isinstance(window_size, Tensor):
         if window_size.device.type != 'cpu':
             raise RuntimeError(error(
                 'fwd', 'window_size to be two ints (left, right), or a CPU tensor of them',
-                f'a tensor on {window_size.device}', 'window_size.tolist() waits for its device'))
+                f'a tensor on {window_size.device}',
+                'pass window_size.tolist(), which waits for the device'))
         window_size = window_size.tolist()
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     if len(sides) != 2 or not all(isinstance(side, (int, torch.SymInt)) for side in sides):
         raise RuntimeError(error('fwd', 'window_size to be two ints (left, right)',
-                                 repr(window_size), '-1 is no limit'))
+                                 repr(window_size), '-1 means no limit'))
     return sides
 
 
@@ -227,8 +228,8 @@ def unsupported(op: str = 'flash_attn_func', *, qv=None, q_descale=None, k_desca
     }
     return [error(op, f'{name} to be {expected}',
                   'a tensor' if isinstance(got, Tensor) else repr(got),
-                  'it is for q, k and v of float8_e4m3fn' if name.endswith('_descale') else
-                  'flash_attn_with_kvcache has it, for absorbed MLA')
+                  'it applies to float8_e4m3fn inputs only' if name.endswith('_descale') else
+                  'only flash_attn_with_kvcache supports it, for absorbed MLA')
             for name, (expected, got, is_asked) in asked.items() if is_asked]
 
 
@@ -240,8 +241,8 @@ def reject_unsupported(op: str, **arguments) -> None:
 
 def gradient_with_out_text(op: str = 'flash_attn_func', **tensors: Tensor | None) -> str:
     """The error text, which names the tensors that require grad."""
-    return error(op, 'no gradient together with out=', requires_grad_text(**tensors),
-                 'leave out= away, or call under torch.no_grad()')
+    return error(op, 'requires_grad=False together with out=', requires_grad_text(**tensors),
+                 'omit out=, or call under torch.no_grad()')
 
 
 def requires_grad_text(**tensors: Tensor | None) -> str:

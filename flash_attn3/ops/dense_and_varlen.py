@@ -19,7 +19,7 @@ LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
 # The arguments of the general ops. cu_seqlens are (batch + 1,) int32, or None for tensors with a
 # batch; seqused (batch,) int32, or None for all rows; sinks (heads_q,).
 General = tuple_of('General', __name__, 'lengths', 'score')
-# What follows them in the schema of `fwd_general`; deterministic is only there.
+# The arguments after those in the schema of `fwd_general`; only that op has deterministic.
 Execution = tuple_of('Execution', __name__, 'execution', 'gradients')
 _COUNT = len(General._fields)
 _TENSORS = tuple(argument.name for argument in select(*General._fields)
@@ -27,7 +27,7 @@ _TENSORS = tuple(argument.name for argument in select(*General._fields)
 
 
 def split(arguments: tuple) -> tuple[General, Execution]:
-    """What follows q, k and v, of which PyTorch leaves away trailing defaults."""
+    """Splits the arguments after q, k, v. PyTorch omits trailing defaults."""
     return General(*arguments[:_COUNT]), Execution(*arguments[_COUNT:])
 
 
@@ -38,7 +38,7 @@ def take_tensors(general: General) -> tuple[tuple[Tensor | None, ...], General]:
 
 
 def put_tensors(general: General, tensors: tuple[Tensor | None, ...]) -> General:
-    """The opposite of take_tensors()."""
+    """The inverse of take_tensors()."""
     return general._replace(**dict(zip(_TENSORS, tensors)))
 
 
@@ -86,7 +86,7 @@ def _fwd_out_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
              lse: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same bits on every call, deterministic or not."""
+    """Bitwise repeatable with any value of deterministic."""
     return _gradients_cpu(dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse), arguments)
 
 
@@ -115,7 +115,7 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
 
 
 # ------------------------------------------------------------------------------------------ fakes
-# They check only what they rely on themselves; the rest is checked when real tensors arrive.
+# Fakes check only what they rely on; the rest is checked when real tensors arrive.
 def forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     general, execution = split(arguments)
     rank = 4 if general.cu_seqlens_q is None else 3

@@ -1,4 +1,4 @@
-"""Derivatives that this package does not have: each is an error, where PyTorch would give zeros.
+"""Derivatives that this package does not support. Each is an error; PyTorch would return zeros.
 
 Called by the public functions and by autograd.py.
 """
@@ -14,12 +14,12 @@ from flash_attn3.ops import checks
 
 FIRST_ONLY = checks.error('bwd', 'first derivatives only', 'a derivative of the gradient')
 REVERSE_ONLY = checks.error(
-    'fwd', 'reverse-mode derivatives only', 'a tensor with a tangent, of torch.func.jvp, jacfwd or '
-    'torch.autograd.forward_ad', 'torch.autograd.grad and backward() give the gradients')
+    'fwd', 'reverse-mode derivatives only', 'a tensor with a tangent, from torch.func.jvp, jacfwd '
+    'or torch.autograd.forward_ad', 'torch.autograd.grad and backward() give the gradients')
 
 
 class Refusal(torch.autograd.Function):
-    """compute(*arguments), of which every derivative is an error with this text.
+    """compute(*arguments); every derivative of it raises an error with this text.
 
     The forward without ctx and the rule for vmap let torch.func transform it.
     """
@@ -58,7 +58,7 @@ def _nothing(first: Tensor, *_: Tensor | None) -> Tensor:
 
 
 def reject_tangents(arguments: tuple) -> None:
-    """The same inside an autograd kernel, which PyTorch runs once for each level of torch.func."""
+    """reject_forward_mode() for an autograd kernel, which runs once per level of torch.func."""
     if is_forward_mode() and any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent
                                  is not None for x in arguments):
         raise NotImplementedError(REVERSE_ONLY)
@@ -77,4 +77,4 @@ def reject_of_scalars(op: str, softmax_scale: float | Tensor | None,
         if checks.needs_grad(x):
             raise NotImplementedError(checks.error(
                 op, f'{name} to be a number without a gradient', f'requires_grad=True of {name}',
-                f'{name}.item(), or multiply q by a factor that is learnt'))
+                f'pass {name}.item(), or multiply q by the learned factor'))

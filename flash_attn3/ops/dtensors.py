@@ -41,8 +41,8 @@ def reject(op: str, x: Tensor) -> None:
     """Raises NotImplementedError for a DTensor, in a function that takes none."""
     if is_dtensor(x):
         raise NotImplementedError(checks.error(
-            op, 'plain tensors', 'a DTensor', 'call it on to_local() of each, or through '
-            'torch.distributed.tensor.experimental.local_map'))
+            op, 'plain tensors', 'a DTensor', 'call it on the to_local() of each tensor, or '
+            'through torch.distributed.tensor.experimental.local_map'))
 
 
 def reject_shards_of_packed_heads(qkv: Tensor) -> None:
@@ -53,7 +53,7 @@ def reject_shards_of_packed_heads(qkv: Tensor) -> None:
             placement.is_shard(2) for placement in qkv.placements):
         raise RuntimeError(checks.error(
             'flash_attn_qkvpacked_func', 'qkv of 4 dimensions sharded by batch, or replicated',
-            str(qkv.placements), 'shard q, k and v by heads, each alone, for flash_attn_func'))
+            str(qkv.placements), 'shard q, k and v by heads separately and call flash_attn_func'))
 
 
 def on_shards(call, compute: Callable) -> Tensor | tuple[Tensor | None, ...]:
@@ -97,17 +97,17 @@ def _check_tensors(op: str, tensors: Mapping[str, Tensor]) -> None:
     for name, x in tensors.items():
         if not is_dtensor(x):
             raise RuntimeError(checks.error(
-                op, f'{name} to be a DTensor, as q is', 'a plain tensor',
-                'torch.distributed.tensor.DTensor.from_local makes one of it'))
+                op, f'{name} to be a DTensor like q', 'a plain tensor',
+                'wrap it with torch.distributed.tensor.DTensor.from_local'))
         if x.device_mesh != mesh:
-            raise RuntimeError(checks.error(op, f'{name} on the mesh of q, {mesh}',
+            raise RuntimeError(checks.error(op, f'{name} to be on the mesh of q, {mesh}',
                                             str(x.device_mesh)))
 
 
 def _part(op: str, tensors: Mapping[str, Tensor], dims: Mapping[str, _Dims], axis: int) -> str:
-    """What the processes along an axis of the mesh divide among them: BATCH, HEADS or nothing.
+    """What the processes along an axis of the mesh share out: BATCH, HEADS or nothing (WHOLE).
 
-    What all have may be taken apart without communication, and nothing else.
+    Only replicated tensors may be split, because that needs no communication.
     """
     parts = {}
     for name, x in tensors.items():
@@ -128,7 +128,7 @@ def _part(op: str, tensors: Mapping[str, Tensor], dims: Mapping[str, _Dims], axi
 
 def _check_heads(op: str, tensors: Mapping[str, Tensor], dims: Mapping[str, _Dims],
                  parts: Sequence[str]) -> None:
-    """A shard of the query heads has to meet its own KV heads."""
+    """Raises RuntimeError if the shards do not divide query and KV heads alike."""
     shards = _shards_of_heads(tensors['q'], parts)
     for name, x in tensors.items():
         heads = x.size(dims[name].heads)
@@ -139,12 +139,12 @@ def _check_heads(op: str, tensors: Mapping[str, Tensor], dims: Mapping[str, _Dim
 
 
 def _shards_of_heads(q: Tensor, parts: Sequence[str]) -> int:
-    # Lists: torch.compile does not take math.prod of a generator.
+    # A list, because torch.compile does not support math.prod of a generator.
     return math.prod([q.device_mesh.size(axis) for axis, part in enumerate(parts) if part == HEADS])
 
 
 def _shard(x: Tensor, dims: _Dims, parts: Sequence[str]) -> Tensor:
-    """That of this process. Each has a gradient for what all have, and the whole is their sum."""
+    """The shard of this process. Gradients of replicated tensors are partial sums."""
     from torch.distributed.tensor import Partial
     placements = [_placement(dims, part) for part in parts]
     gradients = [Partial() if part != WHOLE and placement.is_replicate() else placement
@@ -174,7 +174,7 @@ def _joined(local: Tensor | None, dims: _Dims, q: Tensor, parts: Sequence[str]) 
     if local is None:
         return None
     shape = list(local.shape)
-    if BATCH in parts:    # whose shards may have different sizes
+    if BATCH in parts:    # batch shards may differ in size
         shape[dims.batch] = q.size(dims.batch)
     shape[dims.heads] *= _shards_of_heads(q, parts)
     stride = tuple(math.prod(shape[dim + 1:]) for dim in range(len(shape)))

@@ -29,7 +29,7 @@ BACKWARDS = ('given', 'rounded')
 
 
 class Fp8(NamedTuple):
-    """The arguments of attention on e4m3 tensors, beside those of `General`.
+    """The arguments of attention on e4m3 tensors, in addition to those of `General`.
 
     Attributes:
         scales: as in `reference_fp8.Scales`.
@@ -50,14 +50,14 @@ Quantization = tuple_of('Quantization', __name__, 'quantization', 'promote')
 
 # ------------------------------------------------------------------------- checks of what is public
 def promotes(op: str, fp8_accum: str) -> bool:
-    """Whether fp8_accum asks for it."""
+    """Whether fp8_accum asks for promoted accumulation."""
     if fp8_accum not in ACCUMULATIONS:
         raise RuntimeError(checks.error(op, "fp8_accum to be 'fast' or 'promote'", repr(fp8_accum)))
     return fp8_accum == 'promote'
 
 
 def rounds_backward(op: str, fp8_backward: str) -> bool:
-    """Whether fp8_backward asks for it."""
+    """Whether fp8_backward asks for the gradients of the rounded tensors."""
     if fp8_backward not in BACKWARDS:
         raise RuntimeError(checks.error(op, "fp8_backward to be 'given' or 'rounded'",
                                         repr(fp8_backward)))
@@ -108,7 +108,7 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
     if q.itemsize == 1 and q.dtype != E4M3:
         raise RuntimeError(checks.error(
             'fwd', 'q.dtype to be float16, bfloat16 or float8_e4m3fn',
-            checks.dtype_name(q.dtype), 'e4m3 is the only FP8 there is'))
+            checks.dtype_name(q.dtype), 'float8_e4m3fn is the only supported FP8 dtype'))
     if q.dtype != E4M3:
         checks.reject_unsupported(op, **dict(zip(('q_descale', 'k_descale', 'v_descale'),
                                                  descales)))
@@ -117,7 +117,7 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
             if got != default:
                 raise RuntimeError(checks.error(
                     op, f'{name} to be {default!r} with a q of {checks.dtype_name(q.dtype)}',
-                    repr(got), 'it is for q, k and v of float8_e4m3fn'))
+                    repr(got), 'it applies to float8_e4m3fn inputs only'))
         return None
     if out_dtype is None:
         out_dtype = torch.bfloat16 if out is None else out.dtype
@@ -131,7 +131,7 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
 
 
 def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
-    """Raises NotImplementedError for what only the CPU path has."""
+    """Raises NotImplementedError for what only the CPU path supports."""
     if not q.is_cuda:
         return
     if not library.kernels_serve(q.device):
@@ -140,14 +140,14 @@ def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
     if return_max_logits:
         raise NotImplementedError(checks.error(
             'fwd', 'return_max_logits to be False with float8_e4m3fn on a GPU', 'True',
-            'the FP8 kernels keep no row maxima'))
+            'the FP8 kernels do not compute maximum logits; use bfloat16 or float16'))
 
 
 def gradient_text(op: str, **tensors: Tensor | None) -> str:
     """The error text of a gradient of e4m3 tensors."""
     return checks.error(
-        op, 'no gradient of float8_e4m3fn attention', checks.requires_grad_text(**tensors),
-        'flash_attn_fp8_func has gradients; or call under torch.no_grad()')
+        op, 'requires_grad=False with float8_e4m3fn', checks.requires_grad_text(**tensors),
+        'use flash_attn_fp8_func, which has gradients, or call under torch.no_grad()')
 
 
 # ------------------------------------------------------------------------------ checks of the ops
@@ -275,7 +275,7 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
     if q.dtype not in WIDE_DTYPES:
         raise RuntimeError(checks.error('fwd', 'q.dtype to be float16 or bfloat16',
                                         checks.dtype_name(q.dtype)))
-    if not (q.is_meta or type(q) is FakeTensor):    # those have no contents, and the ops have fakes
+    if not (q.is_meta or type(q) is FakeTensor):    # meta and fake tensors have fakes
         checks.check_forward(dict(q=q, k=k, v=v), own, execution)
         if q.is_cuda:
             checks.check_cuda_contents(q, k, own)
@@ -288,7 +288,7 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
 
 
 # ------------------------------------------------------------------------------------------ fakes
-# They check only what they rely on themselves; the rest is checked when real tensors arrive.
+# Fakes check only what they rely on; the rest is checked when real tensors arrive.
 def _quantize_fake(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None,
                    block: int = PER_HEAD, group: int = 1,
                    rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:

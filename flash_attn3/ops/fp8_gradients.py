@@ -20,7 +20,7 @@ from flash_attn3.cpu.reference import without_autocast
 
 _quantize = torch.ops.flash_attn3.quantize_fp8.default
 _bwd_general = torch.ops.flash_attn3.bwd_general.default
-# In place of 1: sums of up to 256 values of e4m3, of 448 at most, have to fit float16.
+# Replaces 1, so that sums of up to 256 e4m3 values, each at most 448, fit float16.
 SIGN = 0.125
 
 
@@ -68,7 +68,7 @@ def _rotation_back(k: Tensor, seed: int) -> Tensor:
 
 
 def _rotated_back(values: Tensor, by_row: Tensor, signs: Tensor, dtype: torch.dtype) -> Tensor:
-    """In dtype, rounded to float16 before."""
+    """x rotated back, rounded to float16, then converted to dtype."""
     signs = signs.repeat_interleave(values.size(-2) // signs.size(0), 0)
     back = torch.einsum('...hj,hji->...hi', values.half(), signs)
     result, widths = torch.empty_like(back, dtype=dtype), pieces(values.size(-1))

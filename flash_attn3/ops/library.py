@@ -78,10 +78,10 @@ _SCHEMAS = (
     f'fwd_fp8_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {schema("scales", "promote")}, '
     f'{_GENERAL}, {_EXECUTION}) -> (Tensor, Tensor)',
     'combine(Tensor out_partial, Tensor lse_partial, Tensor(a!) out) -> Tensor',
-    # The same of two to four tensors as attention returns them; the LSE likewise.
+    # Merges two to four results and LSEs, laid out as attention returns them.
     'merge_parts(Tensor(a!) out, Tensor out_0, Tensor lse_0, Tensor out_1, Tensor lse_1, '
     'Tensor? out_2=None, Tensor? lse_2=None, Tensor? out_3=None, Tensor? lse_3=None) -> Tensor',
-    # Made of other ops on every device. max_seqlen is a hint, of the segments.
+    # Composed of other ops on every device. max_seqlen is a hint: the longest segment.
     'fwd_completions(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_trees, '
     f'SymInt max_seqlen=0, {schema("softmax_scale", "softcap", "pack_gqa", "sm_margin")}, '
     f'{_GRADIENTS}) -> (Tensor, Tensor)',
@@ -92,7 +92,7 @@ _SCHEMAS = (
     f'attend_cache(Tensor q, Tensor k, Tensor v, {_CACHE}, {schema("float16_out")}) '
     '-> (Tensor, Tensor)',
     f'attend_cache_out(Tensor q, Tensor k, Tensor v, Tensor(a!) out, {_CACHE}) -> Tensor',
-    # Writes k and v behind the sequences of the cache, then attends to it; k and q are rotated
+    # Writes k and v after the sequences of the cache, then attends to it; k and q are rotated
     # first. Rows that the cache has no room for are not written, and nothing of a call that is
     # refused. k_scales, v_scales: descales that the append sets: those of pages, where a page
     # begins with new rows, or v_scales alone, those of latents. Returns out (empty if it was
@@ -108,7 +108,7 @@ for _schema in _SCHEMAS:
 
 
 def bare(op: torch._ops.OpOverload):
-    """What the op calls, where PyTorch has it: its own layer of Python costs 0.2 us a call."""
+    """The C++ function behind an op if PyTorch exposes it: the Python layer costs 0.2 us a call."""
     return getattr(op, '_op', op)
 
 
@@ -158,7 +158,7 @@ SERVED_DEVICES: set[int] = {-1}
 
 
 def _is_hopper(device: torch.device) -> bool:
-    if not torch.cuda.is_available():  # then it is the device of a fake tensor
+    if not torch.cuda.is_available():  # the device of a fake tensor
         return True
     properties = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor) == (9, 0)
@@ -226,7 +226,7 @@ def _fwd_out_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *scalars) 
 def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
              lse: Tensor, softmax_scale: float, causal: bool,
              deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """The same bits on every call, deterministic or not."""
+    """Bitwise repeatable with any value of deterministic."""
     checks.check_backward(dict(dout=dout, dlse=dlse, q=q, k=k, v=v, out=out, lse=lse),
                           dict(softmax_scale=softmax_scale))
     return _gradients_cpu(dout, dlse, Inputs(q, k, v), Outputs(out, lse), softmax_scale, causal)
@@ -251,7 +251,7 @@ def _bwd_out_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Ten
 
 
 # ------------------------------------------------------------------------------------------ fakes
-# They check only what they rely on themselves; the rest is checked when real tensors arrive.
+# Fakes check only what they rely on; the rest is checked when real tensors arrive.
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
     for name, x in (('q', q), ('k', k), ('v', v)):
         torch._check(x.dim() == 4, lambda name=name, x=x: checks.error(
@@ -280,7 +280,7 @@ def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 
 
 def _bwd_out_fake(*_) -> None:
-    """Nothing to make."""
+    """Returns nothing."""
 
 
 for _name, _on_cpu, _fake in (

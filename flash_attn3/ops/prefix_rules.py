@@ -2,7 +2,7 @@
 
 The ops attend to them in a launch of its own, with the queries of all sequences as one, and merge
 the results (csrc/ops/cache.cpp). Every query sees all shared keys, so that launch needs no mask.
-Here is what a call must look like for that.
+This file checks that a call allows it.
 """
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def check(tensors: Tensors, own: Attend) -> None:
 
 
 def problem_text(tensors: Tensors, own: Attend) -> str:
-    """Why a call with shared keys would not be exact, or ''; contents are not read."""
+    """Why a call with shared keys would not be exact, or ''. Reads no contents."""
     count = own.shared_prefix
     if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)) or count < 0:
         return checks.error(_OP, 'shared_prefix to be an int of 0 or more', repr(count))
     window, chunk = (own.window_left, own.window_right), own.attention_chunk
     if window != (-1, -1) or chunk != 0:
-        return checks.error(_OP, 'no window and no chunks with shared_prefix',
-                            f'{window} and {chunk}', 'each query must see all shared keys')
+        return checks.error(_OP, 'neither window_size nor attention_chunk with shared_prefix',
+                            f'{window} and {chunk}', 'every query must see all shared keys')
     problem = _problem(tensors, own)
     return checks.error(_OP, *problem) if problem else ''
 
@@ -41,42 +41,43 @@ def _problem(tensors: Tensors, own: Attend) -> tuple | None:
     q, k, v, out = tensors
     count, is_paged = own.shared_prefix, own.page_table is not None
     if own.cache_leftpad is not None:
-        return 'no cache_leftpad with shared_prefix', 'a tensor', 'shared keys begin at slot 0'
+        return 'no cache_leftpad with shared_prefix', 'a tensor', 'shared keys start at slot 0'
     if k.dim() != 4 or v.dim() != 4 or q.dim() != (4 if own.cu_seqlens_q is None else 3) or (
             is_paged and own.page_table.dim() != 2):
         return None    # the op has an error for it
     if is_paged and k.size(1) > 0 and count % k.size(1) != 0:
         return (f'shared_prefix to be a multiple of the page size, {k.size(1)}', str(count),
-                'share whole pages')
+                'share whole pages only')
     capacity = k.size(1) * (own.page_table.size(1) if is_paged else 1)
     if count > capacity:
-        return f'shared_prefix of at most {capacity}, the slots of a sequence', str(count)
+        return f'shared_prefix to be at most {capacity}, the slots of a sequence', str(count)
     return (_length_problem(q, own) or descale_problem(own)
             or out_problem(q, v, out, result_dtype(q, out, None)))
 
 
 def _length_problem(q: Tensor, own: Attend) -> tuple | None:
-    """The same of a length that is a number."""
+    """What is wrong with a length that is a number."""
     length, count = own.cache_length, own.shared_prefix
     if length < 0:
         return None
     if length < count:
-        return f'cache_seqlens of at least shared_prefix, {count}', str(length)
+        return f'cache_seqlens to be at least shared_prefix, {count}', str(length)
     after = length + own.appended - count
     is_known = own.cu_seqlens_q is None and own.cu_seqlens_k_new is None
     is_masked = own.causal or own.tree_mask is not None
     if is_masked and is_known and after < q.size(1):
-        return (f'as many keys behind the shared ones as queries, {q.size(1)}, under causal',
+        return ('at least as many keys after the shared ones as queries, '
+                f'{q.size(1)}, under causal',
                 str(after))
     return None
 
 
 def descale_problem(own: Attend) -> tuple | None:
-    """The same of scales: queries of several sequences are one for the kernel."""
+    """What is wrong with scales that differ by sequence: the kernel sees all queries as one."""
     for name in ('q_descale', 'k_descale', 'v_descale')[:1 if _is_of_keys(own) else None]:
         scale = getattr(own, name)
         if scale is not None and scale.dim() == 2 and scale.size(0) > 1 and scale.stride(0) != 0:
-            return (f'{name} that is the same for all sequences, with stride(0) of 0',
+            return (f'{name} to be the same for all sequences, with stride(0) == 0',
                     str(scale.stride(0)), f'{name}[:1].expand(batch, -1)')
     return None
 
@@ -94,7 +95,7 @@ def result_dtype(q: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -
 
 
 def out_problem(q: Tensor, v: Tensor, out: Tensor | None, dtype: torch.dtype) -> tuple | None:
-    """The same of a given result."""
+    """What is wrong with a given result."""
     shape = (*q.shape[:-1], v.size(-1))
     if out is None or (out.shape == shape and out.dtype == dtype and out.device == q.device):
         return None

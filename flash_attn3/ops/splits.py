@@ -76,12 +76,12 @@ def has_few_keys(num_splits: int, k: Tensor) -> bool:
 
 
 def planned(num_splits: int, call: Call) -> int:
-    """The same where our kernels or the CPU path serve the device."""
+    """num_splits of the op on a device that our kernels or the CPU path serve."""
     return 1 if num_splits == 0 and not _gains(call) else num_splits
 
 
 def _gains(call: Call) -> bool:
-    """Whether the keys are worth splitting, and nothing speaks against it."""
+    """Whether splitting the keys pays, and the call allows it."""
     q, k, v, out = call.tensors
     general, of_fp8 = call.general, call.of_fp8
     rank = 4 if general.cu_seqlens_q is None else 3
@@ -145,7 +145,7 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
 
 
 class _Forward(NamedTuple):
-    """What `SplitAttention` calls with q, k and v."""
+    """The forward that `SplitAttention` calls with q, k and v."""
     own: Attend
     general: General
 
@@ -154,7 +154,7 @@ class _Forward(NamedTuple):
 
 
 def attend_arguments(call: Call, num_splits: int, return_lse: bool) -> Attend:
-    """What follows q, k and v of `attend_cache`."""
+    """The arguments of `attend_cache` after q, k and v."""
     of_fp8 = call.of_fp8
     scales = (None, None, None) if of_fp8 is None else tuple(of_fp8.scales)
     return Attend(**call.general._asdict(), return_lse=return_lse, num_splits=num_splits,
@@ -164,7 +164,7 @@ def attend_arguments(call: Call, num_splits: int, return_lse: bool) -> Attend:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """k or v as the op takes a cache on a GPU: it never copies one."""
+    """k or v, copied if its rows are not aligned: the op copies no cache on a GPU."""
     if not x.is_cuda or x.dim() == 0 or x.stride(-1) != 1:
         return x
     apart = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1]
@@ -175,7 +175,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _cleared(out: Tensor, lse: Tensor, general: General) -> tuple[Tensor, Tensor]:
-    """out and lse with 0 and -inf in the rows of no sequence, which the kernel does not write."""
+    """out and lse with 0 and -inf in rows that belong to no sequence; the kernel skips them."""
     starts = general.cu_seqlens_q
     if starts is None or not out.is_cuda:
         return out, lse

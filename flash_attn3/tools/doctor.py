@@ -33,8 +33,8 @@ OURS, UPSTREAM, NOTHING = 'flash_attn3', 'upstream', 'nothing'
 _PACKAGE = Path(__file__).resolve().parents[1]
 _VARIABLES = 'FLASH_ATTN3_DISABLE_KERNELS', 'FLASH_ATTN3_LIBRARY', 'CUDA_VISIBLE_DEVICES'
 _METADATA, _INTERFACE = 'metadata of flash_attn_3', 'flash_attn_interface'
-# Modules of flash_attn3.integrations; distributions of the client, of which the first installed one
-# counts; what it looks for by upstream's names. Without names the integration is the only way.
+# Module of flash_attn3.integrations; distributions of the client, the first installed one counts;
+# the names of upstream that it looks for. Without names only the integration serves the client.
 _CLIENTS = (
     ('sdpa', ('torch',), ()), ('torchtitan', ('torchtitan',), ()), ('vllm', ('vllm',), ()),
     ('sglang', ('sglang', 'sglang-kernel', 'sgl-kernel'), ()),
@@ -151,7 +151,7 @@ def _problems(found: Mapping) -> Iterator[tuple[str, str]]:
         yield what, hint or 'repair the NVIDIA driver; nvidia-smi must work'
     elif not gpus:
         yield ('PyTorch sees no GPU', 'check nvidia-smi, CUDA_VISIBLE_DEVICES and the devices of '
-               'the container' if driver['cuda'] else 'the kernels need a Hopper GPU and its driver')
+               'the container' if driver['cuda'] else 'install a Hopper GPU and its driver')
     others = [gpu['name'] for gpu in gpus if gpu['compute_capability'] != '9.0']
     if others:
         yield (f'not of compute capability 9.0: {", ".join(others)}', "PyTorch's attention serves "

@@ -12,7 +12,7 @@ from flash_attn3 import arguments
 from flash_attn3.tools import planning
 
 _DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16}
-# Numbers that change the scores, of which 0 is none.
+# Numbers that change the scores; 0 turns each off.
 _NUMBERS = [argument for argument in arguments.select('score')
             if type(argument.default) in (int, float) and argument.default == 0]
 _PACK_GQA = {'auto': None, 'yes': True, 'no': False}
@@ -38,7 +38,7 @@ def _options() -> argparse.Namespace:
                             default=argument.default, help='default: 0, none')
     parser.add_argument('--max-logits', action='store_true', help='return_max_logits')
     parser.add_argument('--packed', action='store_true',
-                        help='sequences of at most these lengths behind one another, batch of them')
+                        help='a batch of packed sequences of at most these lengths')
     parser.add_argument('--cache', action='store_true', help='k and v are a cache')
     parser.add_argument('--qv', action='store_true', help='of a cache: absorbed MLA')
     parser.add_argument('--page-size', type=int, default=0, help='of a cache; default: dense')

@@ -17,7 +17,7 @@ from flash_attn3.ops.fp8 import Fp8
 from flash_attn3.ops.dense_and_varlen import Execution, General
 from flash_attn3.cpu.quantize import E4M3
 
-# The arguments that make a call one of the general ops, or a hint for them.
+# Arguments that only the general ops take.
 _FEATURES = [name for name in arguments.public_names('lengths', 'score', 'return_max_logits')
              if name not in ('softmax_scale', 'causal')]
 _MASKS = {'full': 'full', 'causal': 'causal',
@@ -25,7 +25,7 @@ _MASKS = {'full': 'full', 'causal': 'causal',
           'softcap': 'general, with a softcap',
           'cache': 'cache: any of full, causal, windows, chunks at run time, lengths from the GPU',
           'cache, softcap': 'cache, with a softcap',
-          'latent': 'cache, the values of which are keys too: absorbed MLA'}
+          'latent': 'cache whose values are also keys: absorbed MLA'}
 
 
 def built_variants() -> list[str]:
@@ -109,7 +109,7 @@ def _device_problems(q: Tensor, plans: Sequence[dict]) -> list[str]:
 
 def _can_use_cache(tensors: dict[str, Tensor | None], given: dict) -> tuple[bool, list[str]]:
     """can_use() of `flash_attn_with_kvcache`. tensors: q, k, v and out."""
-    if given.get('k_cache') is None:    # q, k_cache, v_cache by place
+    if given.get('k_cache') is None:    # q, k_cache and v_cache by position
         given = given | dict(k_cache=tensors['k'], v_cache=tensors['v'])
         tensors = tensors | dict(k=None, v=None)
     reasons, facts = planning_cache.reasons_and_plan(given | tensors)
@@ -186,7 +186,7 @@ def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
          **features) -> dict:
     """What `explain` prints of the forward, as a dict; only the key 'reason' if no kernel fits.
 
-    The same arguments.
+    The arguments are those of `explain`.
     """
     return _plan.plan_forward(
         **_call((q, k, v), dtype, causal, features), pack_gqa=pack_gqa, sm_margin=sm_margin,
@@ -197,7 +197,7 @@ def plan_backward(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
                   v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
                   dtype: torch.dtype = torch.bfloat16, deterministic: bool = False,
                   sm_count: int | None = None, l2_bytes: int | None = None, **features) -> dict:
-    """`plan` of the gradients."""
+    """What `explain` prints of the gradients, as a dict; the arguments are those of `plan`."""
     return _plan.plan_backward(
         **_call((q, k, v), dtype, causal, features),
         deterministic=checks.wants_determinism(deterministic), **_gpu(q, sm_count, l2_bytes))
@@ -277,10 +277,10 @@ def _forward_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
 def _kernel_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
     is_latent = facts['output_registers'] > 0
     overlaps = {'ping-pong of two warpgroups': facts['ping_pong'],
-                'softmax beside the products with V of other warpgroups': is_latent,
-                'softmax beside the products of its warpgroup': facts['intra_overlap']
+                'softmax with the PV GEMMs of other warpgroups': is_latent,
+                'softmax with the GEMMs of its own warpgroup': facts['intra_overlap']
                 and not is_latent,
-                'the end of a tile beside the start of the next': facts['tile_overlap']}
+                'the end of a tile with the start of the next': facts['tile_overlap']}
     return {
         'mask': _MASKS[facts['mask']],
         'head dims': _head_dims(facts, head_dims),
@@ -310,7 +310,7 @@ def _work_rows(facts: dict) -> dict[str, str]:
 
 
 def _packed_work_rows(facts: dict) -> dict[str, str]:
-    """What is known without the lengths of the sequences."""
+    """The rows that do not depend on the lengths of the sequences."""
     return {
         'tiles': f'at most {facts["tiles"]}; {facts["m_tiles"]} along the queries of a head of the '
                  'longest sequence',
@@ -341,7 +341,7 @@ def _backward_rows(facts: dict) -> dict[str, str]:
 
 
 def _head_dims(facts: dict, head_dims: tuple[int, int]) -> str:
-    """Those of the call and, where they differ, those that the kernel computes."""
+    """The head dims of the call and, if they differ, those that the kernel computes."""
     def text_of(dim: int, dim_v: int) -> str:
         return f'{dim}' if dim == dim_v else f'{dim} of q and k, {dim_v} of v'
 
@@ -410,7 +410,7 @@ def _call(inputs: tuple, dtype: torch.dtype, causal: bool, features: dict) -> di
 
 def _general(q: Tensor, *, window_size: Sequence[int] | Tensor = (-1, -1),
              s_aux: Tensor | None = None, **others) -> General:
-    """From the arguments of a public function."""
+    """General from the arguments of a public function."""
     left, right = checks.window_sides(window_size)
     return General(window_left=left, window_right=right, sinks=checks.sinks_of(s_aux, q), **others)
 
@@ -432,7 +432,7 @@ def _gpu(q: Tensor | Sequence[int], sm_count: int | None, l2_bytes: int | None) 
 
 
 def _shape(x: Tensor | Sequence[int], is_packed: bool | None = None) -> tuple[int, ...]:
-    """Held to its length, if that is said."""
+    """The shape of x, checked to have 3 or 4 entries if is_packed is given."""
     shape = tuple(x.shape) if isinstance(x, Tensor) else tuple(x)
     layout = '(total, heads, head_dim)' if is_packed else '(batch, seqlen, heads, head_dim)'
     if is_packed is not None and len(shape) != (3 if is_packed else 4):

@@ -16,7 +16,7 @@ from flash_attn3.ops.attend_cache import Attend, Rotary, append_of
 
 _OP = 'flash_attn_with_kvcache'
 _SIGNATURE = inspect.signature(kvcache.flash_attn_with_kvcache)
-# What no other function takes.
+# Arguments that no other function takes.
 _OWN = {'cache', *_SIGNATURE.parameters}.difference(*(
     inspect.signature(function).parameters
     for function in (interface.flash_attn_func, interface.flash_attn_varlen_func)))
@@ -121,7 +121,7 @@ def plan(shapes: Sequence[Sequence[int]], dtype: torch.dtype, given: Mapping,
     shapes: of q, k_cache and v_cache. page_table: a tensor or its shape; of lists their presence
     counts, of cu_seqlens_q its length.
     """
-    call = _bound({'q': ..., 'k_cache': ..., 'v_cache': ..., **given})    # filled in below
+    call = _bound({'q': ..., 'k_cache': ..., 'v_cache': ..., **given})    # replaced below
     q, k_cache, v_cache = shapes
     starts, table = call['cu_seqlens_q'], call['page_table']
     batch = q[0] if starts is None else len(starts) - 1

@@ -62,7 +62,7 @@ def test_inference_tensors(name):
     with torch.inference_mode():
         given[name] = torch.zeros(given.get(name, given['q']).shape, dtype=torch.bfloat16)
     before = [given[cache].clone() for cache in ('k_cache', 'v_cache')]
-    with pytest.raises(RuntimeError, match=f'expected {name} that is no inference tensor'):
+    with pytest.raises(RuntimeError, match=f'expected {name} not to be an inference tensor'):
         flash_attn_with_kvcache(**given)
     for cache, x in zip(('k_cache', 'v_cache'), before):
         assert torch.equal(given[cache], x)

@@ -18,7 +18,7 @@ from tests.support.lists import ints, starts
 FWD = bad_inputs.FWD
 WINDOW = f'{FWD}window_size to be two numbers of -1 (no limit) or more'
 TWO_INTS = f'{FWD}window_size to be two ints (left, right)'
-NO_LIMIT = '; hint: -1 is no limit'
+NO_LIMIT = '; hint: -1 means no limit'
 SOFTCAP = f'{FWD}softcap to be 0 (none) or a positive finite float32'
 CHUNK = f'{FWD}attention_chunk to be 0 (none) or more'
 SINK_DTYPE = f'{FWD}s_aux.dtype to be float32, bfloat16 or float16'
@@ -34,7 +34,7 @@ BAD_SCORES = {    # name: (arguments, error)
     'one_number_tensor': ({'window_size': torch.tensor(4)}, f'{TWO_INTS}, got 4{NO_LIMIT}'),
     'device': ({'window_size': torch.empty(2, dtype=torch.int64, device='meta')},
                f'{TWO_INTS}, or a CPU tensor of them, got a tensor on meta; hint: '
-               'window_size.tolist() waits for its device'),
+               'pass window_size.tolist(), which waits for the device'),
     'three': ({'window_size': (1, 2, 3)}, f'{TWO_INTS}, got (1, 2, 3){NO_LIMIT}'),
     'chunk': ({'attention_chunk': -4}, f'{CHUNK}, got -4'),
     'softcap': ({'softcap': -30.0}, f'{SOFTCAP}, got -30'),

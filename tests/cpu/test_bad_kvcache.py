@@ -132,7 +132,7 @@ BAD = {
     'k without v': (dict(v=None), 'k and v together, got k alone'),
     'v without k': (dict(k=None), 'k and v together, got v alone'),
     'no length': (dict(cache_seqlens=None), 'cache_seqlens with k and v, got None'),
-    'no room': (dict(cache_seqlens=ints([3, 11])), 'room for 2 new keys behind the 11'),
+    'no room': (dict(cache_seqlens=ints([3, 11])), 'room for 2 new keys after the 11'),
     'no room behind a number': (dict(cache_seqlens=11), 'room for 2 new keys behind 11'),
     'more than the cache': (dict.fromkeys('kv', torch.randn(BATCH, 13, 2, DIM)),
                             'room for 13 new keys'),
@@ -149,15 +149,15 @@ BAD = {
     'no sin': (dict(rotary_cos=COS), 'rotary_cos and rotary_sin together'),
     'no cos': (dict(rotary_sin=COS), 'rotary_cos and rotary_sin together'),
     'short tables': (dict(rotary_cos=COS[:8], rotary_sin=COS[:8]),
-                     'rotary_cos of a row for each position from 7 to 8 of sequence 1'),
+                     'rotary_cos to have a row for each position from 7 to 8 of sequence 1'),
     'short tables for q alone': (dict(k=None, v=None, rotary_cos=COS[:7], rotary_sin=COS[:7]),
-                                 'rotary_cos of a row for each position from 7 to 7'),
+                                 'rotary_cos to have a row for each position from 7 to 7'),
     'short tables for a full cache': (dict(k=None, v=None, cache_seqlens=None, rotary_cos=COS,
                                            rotary_sin=COS), 'of at least 13 positions'),
     'short tables behind a number': (dict(rotary_cos=COS[:8], rotary_sin=COS[:8], cache_seqlens=7),
                                      'of at least 9 positions'),
     'position beyond': (dict(rotary_cos=COS, rotary_sin=COS, rotary_seqlens=ints([0, 11])),
-                        'rotary_cos of a row for each position from 11 to 12'),
+                        'rotary_cos to have a row for each position from 11 to 12'),
     'wide tables': (dict(rotary_cos=torch.rand(12, 9), rotary_sin=torch.rand(12, 9)),
                     'a rotary_dim, twice rotary_cos.size(1), from 2 to the head_dim, 16, got 18'),
     'shape of sin': (dict(rotary_cos=COS, rotary_sin=COS[:, :3]), 'rotary_sin to have the shape'),
@@ -172,7 +172,8 @@ BAD = {
     'too many splits': (dict(num_splits=257), 'num_splits to be from 0 (by plan) to 256'),
     'negative size': (dict(split_size=-1), 'split_size to be 0 (none) or more'),
     'size and splits': (dict(split_size=64, num_splits=2), 'num_splits of 0 or 1 with a'),
-    'metadata': (dict(scheduler_metadata=torch.zeros(1)), 'scheduler_metadata of one dimension'),
+    'metadata': (dict(scheduler_metadata=torch.zeros(1)),
+                 'scheduler_metadata to be one-dimensional'),
 }
 
 
@@ -203,7 +204,7 @@ def test_bad_input(name):
 def test_gradients_are_refused(name):
     given = tensors() | dict(rotary_cos=COS, rotary_sin=COS, s_aux=torch.zeros(4), out=Q.clone())
     given[name] = given[name].clone().requires_grad_()
-    check_refused(given, 'no gradient of attention on a cache, got requires_grad=True of ' + name)
+    check_refused(given, 'requires_grad=False with a cache, got requires_grad=True of ' + name)
     with torch.no_grad():
         flash_attn_with_kvcache(**given)
 
@@ -212,7 +213,7 @@ def test_gradients_of_scales_are_refused():
     for name in ('q_descale', 'k_descale', 'v_descale'):
         given = E4M3 | dict(cache_seqlens=3, k=None, v=None)
         given[name] = torch.ones(2, 2, requires_grad=True)
-        check_refused(given, 'no gradient')
+        check_refused(given, 'requires_grad=False')
     check_refused(tensors() | dict(softmax_scale=torch.ones((), requires_grad=True)),
                   'softmax_scale to be a number', NotImplementedError)
 
@@ -224,7 +225,7 @@ def test_tangents_are_refused():
 
 
 @pytest.mark.parametrize('changes, text', [
-    (dict(cache_seqlens=ints([3, 11])), 'room for 2 new keys behind the 11 of sequence 1'),
+    (dict(cache_seqlens=ints([3, 11])), 'room for 2 new keys after the 11 of sequence 1'),
     (dict(cache_seqlens=ints([3, 13])), 'cache_seqlens[1] to be from 0 to 12'),
     (dict(cache_leftpad=ints([6, 0])), 'cache_leftpad[0] to be from 0 to 5'),
     (dict(cache_batch_idx=ints([0, 2])), 'cache_batch_idx[1] to be from 0 to 1'),

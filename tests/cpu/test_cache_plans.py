@@ -138,7 +138,8 @@ def test_can_use_by_place_and_with_gradients():
     q, k_cache, v_cache = (arguments[name] for name in ('q', 'k_cache', 'v_cache'))
     assert can_use(q, k_cache, v_cache, cache_seqlens=3) == (False, [ON_CPU])
     reasons = can_use(q.requires_grad_(), k_cache, v_cache, cache_seqlens=3)[1]
-    assert reasons[0].startswith('flash_attn3.flash_attn_with_kvcache: expected no gradient')
+    assert reasons[0].startswith(
+        'flash_attn3.flash_attn_with_kvcache: expected requires_grad=False')
     with pytest.raises(TypeError, match="unexpected argument 'pages'"):
         can_use(**arguments, pages=3)
 

@@ -236,7 +236,7 @@ BAD = {
                 f'{OWN}cu_seqlens {LIST}'),
     'device': (dict(cu_trees=SMALL['cu_trees'].to('meta')), f'{OWN}cu_trees {LIST}, cpu, got (6,)'),
     'rows of k': (dict(k=SMALL['k'][1:], v=SMALL['v'][1:]),
-                  f'{OWN}k and v of as many rows as q, 20, got 19'),
+                  f'{OWN}k and v to have as many rows as q, 20, got 19'),
     'rows of v': (dict(v=SMALL['v'][1:]), f'{FWD}v'),
     'rank': (dict(q=SMALL['q'][None]), f'{FWD}q to have 3 dimensions'),
     'heads': (dict(q=SMALL['q'][:, :3]), f'{FWD}the heads of q'),

@@ -432,7 +432,7 @@ BAD = {
     'qv': ({'qv': torch.ones(())}, 'flash_attn_func: expected qv to be None, got a tensor'),
     'gradient': ({'s_aux': torch.ones(4, requires_grad=True),
                   'out': torch.zeros(2, 70, 4, 32).bfloat16()},
-                 'flash_attn_func: expected no gradient together with out=, got '
+                 'flash_attn_func: expected requires_grad=False together with out=, got '
                  'requires_grad=True of s_aux; hint: '),
 }
 

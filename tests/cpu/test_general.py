@@ -204,7 +204,8 @@ def test_out_is_written_and_returned(options):
     assert got[0] is target
     for value, wanted in zip(got, (out, lse, max_logits)):
         assert torch.equal(value, wanted)
-    with pytest.raises(RuntimeError, match='^flash_attn3.flash_attn_func: expected no gradient '
+    with pytest.raises(RuntimeError, match='^flash_attn3.flash_attn_func: expected requires_grad='
+                       'False '
                                            'together with out=, got requires_grad=True of s_aux'):
         flash_attn_func(*inputs[:3], out=target,
                         s_aux=torch.zeros(4, dtype=torch.float64, requires_grad=True))

@@ -341,7 +341,7 @@ def test_names_that_transformers_reads_are_refused(off, name, word):
 
 def test_a_name_that_is_taken_is_refused_and_nothing_stays(off):
     AttentionInterface.register('taken', print)
-    with pytest.raises(RuntimeError, match="expected a name that is free, got 'taken'"):
+    with pytest.raises(RuntimeError, match="expected an unused name, got 'taken'"):
         integration.enable(name='taken')
     assert not compat.is_installed() and AttentionInterface._global_mapping.pop('taken') is print
 

@@ -94,7 +94,7 @@ def test_out_refuses_gradients(name):
     tensors = dict(zip('qkv', Case(16, 24).tensors('cpu')))
     tensors['out'] = torch.empty_like(tensors['q'])
     tensors[name].requires_grad_()
-    with pytest.raises(RuntimeError, match=f'expected no gradient together with out=, got '
+    with pytest.raises(RuntimeError, match=f'expected requires_grad=False together with out=, got '
                                            f'requires_grad=True of {name}; hint: '):
         flash_attn_func(**tensors)
     with torch.no_grad():

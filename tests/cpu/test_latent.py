@@ -240,7 +240,7 @@ BAD = {
              'q of 16 bits with qv, got float8_e4m3fn'),
     'scale': (dict(softmax_scale=-1.0), 'softmax_scale to be a positive finite'),
     'gradients of qv': (dict(qv=ONE['qv'].clone().requires_grad_()),
-                        'no gradient of attention on a cache, got requires_grad=True of qv'),
+                        'requires_grad=False with a cache, got requires_grad=True of qv'),
 }
 
 
@@ -280,7 +280,7 @@ def test_functions_without_a_cache_say_where_qv_is():
     for call in (lambda: flash_attn_func(q, k, v, qv=qv),
                  lambda: flash_attn_varlen_func(*packed, starts_q, starts_k, 6, 48, qv=qv)):
         with pytest.raises(NotImplementedError, match='expected qv to be None, got a tensor; hint: '
-                                                      'flash_attn_with_kvcache has it'):
+                                                      'only flash_attn_with_kvcache supports it'):
             call()
 
 
@@ -399,7 +399,7 @@ def test_command_line(monkeypatch, capsys):
     ({}, ''), ({'causal': True, 'num_splits': 3, 'return_softmax_lse': True}, ''),
     ({'softcap': 1.0}, 'attend_cache: expected softcap of 0 with qv'),
     ({'qv': ONE['qv']}, 'attend_cache: expected qv to have the shape'),
-    ({'qv': 'requires_grad'}, 'flash_attn_with_kvcache: expected no gradient')],
+    ({'qv': 'requires_grad'}, 'flash_attn_with_kvcache: expected requires_grad=False')],
     ids=['default', 'options', 'softcap', 'shape', 'gradients'])
 def test_can_use(changes, text):
     own = tensors(dims=(ROTARY, LATENT), dtype=torch.bfloat16) | dict(cache_seqlens=3) | changes

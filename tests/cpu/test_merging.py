@@ -139,7 +139,7 @@ OUTS, LSES = parts_of(2, (2, 5, 3, 16))
     (lambda: flash_attn_combine(OUTS, LSES.int()), 'floating dtypes'),
     (lambda: flash_attn_combine(OUTS, LSES, out=OUTS[0, :1]), 'out to be '),
     (lambda: flash_attn_combine(OUTS, LSES, OUTS[0], torch.float16), 'out to be '),
-    (lambda: flash_attn_combine(OUTS, LSES.clone().requires_grad_()), 'no gradient'),
+    (lambda: flash_attn_combine(OUTS, LSES.clone().requires_grad_()), 'requires_grad='),
     (lambda: merge_states([], []), 'as many outs as lses'),
     (lambda: merge_states([OUTS[0]], [LSES[0]]), 'results '),
 ])

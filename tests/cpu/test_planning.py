@@ -319,7 +319,7 @@ def test_can_use_says_that_out_takes_no_gradients():
     arguments['out'] = torch.empty_like(arguments['q'])
     arguments['k'].requires_grad_()
     assert flash_attn3.can_use(**arguments)[1][0].startswith(
-        'flash_attn3.flash_attn_func: expected no gradient together with out=, got '
+        'flash_attn3.flash_attn_func: expected requires_grad=False together with out=, got '
         'requires_grad=True of k; hint: ')
 
 

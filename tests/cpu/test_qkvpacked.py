@@ -107,7 +107,7 @@ def test_out_is_written_and_returned(heads):
     out = torch.full((2, heads[0], 13, 16), torch.nan).transpose(1, 2)
     assert flash_attn_qkvpacked_func(qkv, out=out, **form) is out
     assert torch.equal(out, flash_attn_qkvpacked_func(qkv, **form))
-    with pytest.raises(RuntimeError, match='expected no gradient together with out='):
+    with pytest.raises(RuntimeError, match='expected requires_grad=False together with out='):
         flash_attn_qkvpacked_func(qkv.requires_grad_(), out=out, **form)
 
 
@@ -284,8 +284,9 @@ BAD_FORMS = {    # name: (shape, num_heads_q, error)
     'two': ((2, 13, 2, 4, 16), None, 'qkv.size(2) to be 3, one each of q, k and v, got 2'),
     'other_heads': ((2, 13, 3, 4, 16), 2,
                     'num_heads_q to be None or the heads of qkv, 4, got 2'),
-    'no_num_heads_q': ((2, 13, 8, 16), None, 'num_heads_q with a qkv of 4 dimensions, got None; '
-                       'hint: say how many of its heads are those of q'),
+    'no_num_heads_q': ((2, 13, 8, 16), None,
+                       'num_heads_q to be given with a qkv of 4 dimensions, got None; '
+                       'hint: pass the number of query heads'),
     'odd_rest': ((2, 13, 8, 16), 3, 'num_heads_q to leave as many heads for k as for v, at least '
                  '1, of the 8 of qkv, got 3'),
     'nothing_left': ((2, 13, 8, 16), 8, 'num_heads_q to leave as many heads for k as for v, '),

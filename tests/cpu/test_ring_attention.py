@@ -329,7 +329,7 @@ DIFFERENT = {    # what rank 2 does, and what all ranks then say
     'scale': 'same softmax_scale',
     'seqlen': 'same seqlen .*20 on rank 2', 'odd': r'an even number of rows.*\(on rank 2 of the',
     'keys': 'as many rows as q, 8, got 4.*rank 2', 'sinks': 's_aux.*on rank 2',
-    'long': 'seqlen of up to 32, .*got 200.*rank 2'}
+    'long': 'seqlen to be at most 32, .*got 200.*rank 2'}
 
 
 def check_different(rank: int, change: str) -> None:
@@ -351,13 +351,14 @@ def check_own_errors(rank: int) -> None:
     q = torch.randn(1, 8, 6, 16)
     packed = torch.randn(8, 2, 16)
     for call, text in (
-            (lambda: call_with(None, 'keys'), 'k and v of as many rows as q'),
+            (lambda: call_with(None, 'keys'), 'k and v to have as many rows as q'),
             (lambda: distributed.ring_attention(q[0], q, q), 'q, k and v of 4 dimensions'),
             (lambda: distributed.ring_attention(q, q, q, cu_seqlens=(0, 32)), 'of 3 without batch'),
             (lambda: distributed.ring_attention(packed, packed, packed, cu_seqlens=(0, 9, 4)),
              r'cu_seqlens\[2\].*the rows of all ranks'),
             (lambda: distributed.ring_attention(q, q, q, window_size=(-3, 0)), 'window'),
-            (lambda: distributed.ulysses_attention(q, q, q), 'heads of q divisible by 12, .*got 6'),
+            (lambda: distributed.ulysses_attention(q, q, q),
+             'the heads of q to be divisible by 12, .*got 6'),
             (lambda: distributed.ulysses_attention(q[0, 0], q, q), '3 or 4 dimensions'),
             (lambda: distributed.ulysses_attention(q[:, :, :4], q[:, :, :4], q[:, :, :4],
                                                    s_aux=torch.zeros(8)),
@@ -396,7 +397,7 @@ def test_refused(ranks):
 def check_missing_peer(rank: int) -> None:
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=1))
     if rank == 0:
-        text = r'ring_attention: expected an answer of ranks \[1\] .*FLASH_ATTN3_CHECKS=1'
+        text = r'ring_attention: expected an answer from ranks \[1\] .*FLASH_ATTN3_CHECKS=1'
         with pytest.raises(RuntimeError, match=f'(?s){text}'):
             call_with(group, '')
 

@@ -126,20 +126,22 @@ BAD = {
     'flag': (good, dict(shared_prefix=True), 'shared_prefix to be an int of 0 or more, got True'),
     'part of a page': (good, dict(shared_prefix=6),
                        'shared_prefix to be a multiple of the page size, 4, got 6'),
-    'capacity': (good, dict(shared_prefix=28), 'shared_prefix of at most 24, the slots'),
-    'dense capacity': (dense, dict(shared_prefix=25), 'shared_prefix of at most 24, the slots'),
-    'window': (good, dict(window_size=(3, 0)), 'no window and no chunks with shared_prefix'),
-    'window to the right': (good, dict(window_size=(-1, 0)), 'no window and no chunks'),
-    'chunks': (good, dict(attention_chunk=4), 'no window and no chunks with shared_prefix'),
+    'capacity': (good, dict(shared_prefix=28), 'shared_prefix to be at most 24, the slots'),
+    'dense capacity': (dense, dict(shared_prefix=25), 'shared_prefix to be at most 24, the slots'),
+    'window': (good, dict(window_size=(3, 0)), 'neither window_size nor attention_chunk'),
+    'window to the right': (good, dict(window_size=(-1, 0)), 'neither window_size nor'),
+    'chunks': (good, dict(attention_chunk=4), 'neither window_size nor attention_chunk'),
     'leftpad': (good, dict(cache_leftpad=ints([0, 0, 0])), 'no cache_leftpad with shared_prefix'),
     'short number': (dense, dict(cache_seqlens=7),
-                     'cache_seqlens of at least shared_prefix, 8, got 7'),
+                     'cache_seqlens to be at least shared_prefix, 8, got 7'),
     'causal number': (dense, dict(cache_seqlens=8, causal=True),
-                      'as many keys behind the shared ones as queries, 1, under causal, got 0'),
+                      'at least as many keys after the shared ones as queries, 1, under causal, '
+                      'got 0'),
     'short': (good, dict(cache_seqlens=ints([9, 7, 20])),
               'cache_seqlens[1] to be at least 8, the shared keys, got 7'),
     'causal': (good, dict(cache_seqlens=ints([9, 8, 20]), causal=True),
-               'as many keys behind the 8 shared ones as queries of sequence 1, 1, under causal'),
+               'at least as many keys after the 8 shared ones as queries of sequence 1, 1, under '
+               'causal'),
     'page of the first': (lambda *new: paged_elsewhere(good(*new)), {},
                           'page_table[0, 1] to be from 0 to'),
     'shape of out': (good, dict(out=torch.zeros(3, 1, 4, 8)), 'out to be (3, 1, 4, 16)'),
@@ -173,21 +175,21 @@ def test_scales_have_to_be_the_same_for_all():
     given = small((9, 9, 20), shared=8, dtype='e4m3').arguments('cpu')
     for name in ('q_descale', 'k_descale', 'v_descale'):
         changed = given | {name: given[name].contiguous()}
-        with pytest.raises(RuntimeError, match=f'{name} that is the same for all sequences, with '
-                                               r'stride\(0\) of 0, got 2; hint: '):
+        with pytest.raises(RuntimeError, match=f'{name} to be the same for all sequences, with '
+                                               r'stride\(0\) == 0, got 2; hint: '):
             flash_attn_with_kvcache(**changed)
 
 
 def test_can_use_knows_it():
     reasons = can_use(**good(window_size=(3, 0)))[1]
-    assert any('no window and no chunks with shared_prefix' in text for text in reasons)
+    assert any('neither window_size nor attention_chunk' in text for text in reasons)
     assert not any('shared' in text for text in can_use(**good())[1])
 
 
 @pytest.mark.parametrize('changes, text', [
     (dict(cache_seqlens=ints([9, 7, 20])), 'cache_seqlens[1] to be at least 8'),
     (dict(page_table=ints([[0, 99, 2, 3, 4, 5]] * 3)), 'page_table[0, 1] to be from 0 to'),
-    (dict(cache_seqlens=ints([9, 8, 20]), causal=True), 'as many keys behind the 8 shared ones')])
+    (dict(cache_seqlens=ints([9, 8, 20]), causal=True), 'keys after the 8 shared ones')])
 def test_contents_on_a_gpu_where_asked_for(changes, text, monkeypatch):
     """As if these tensors were on one, with ops that read no contents."""
     given = good(**changes)
@@ -291,7 +293,7 @@ def changed_level(number: int, **changes) -> dict:
     (lambda: TWO.build('cpu').arguments | dict(levels=[(ints([[0]]),)]), 'levels[0] to be a Pre'),
     (lambda: changed_level(0, page_table=ints([0])), 'levels[0].page_table to be a tensor of 2'),
     (lambda: changed_level(1, seqlens=None), 'levels[1].seqlens to be a tensor of 1 dimensions'),
-    (lambda: changed_level(1, seqlens=-1), 'levels[1].seqlens of 0 or more, got -1'),
+    (lambda: changed_level(1, seqlens=-1), 'levels[1].seqlens to be 0 or more, got -1'),
     (lambda: changed_level(0, cu_seqlens_q=3), 'levels[0].cu_seqlens_q to be a tensor of 1'),
     (lambda: changed_level(0, cu_seqlens_q=ints([0, 2])), 'levels[0].cu_seqlens_q to end at 3'),
     (lambda: changed_level(0, cu_seqlens_q=ints([0, 4])), 'cu_seqlens_q[1], the end'),
@@ -299,12 +301,12 @@ def changed_level(number: int, **changes) -> dict:
     (lambda: changed_level(0, page_table=ints([[0, 0, 99]])), 'page_table[0, 2] to be from 0 to'),
     (lambda: changed_level(0, page_table=ints([[0], [0]])), 'page_table.size(0), the batch, to be'),
     (lambda: changed_level(0) | dict(causal=True),
-     'levels[1].seqlens[1] of at least 1, the queries, under causal, got 0'),
-    (lambda: changed_level(0) | dict(q=torch.zeros(3, 4, 16)), 'levels[1].cu_seqlens_q with a'),
+     'levels[1].seqlens[1] to be at least 1, the queries, under causal, got 0'),
+    (lambda: changed_level(0) | dict(q=torch.zeros(3, 4, 16)), 'levels[1].cu_seqlens_q to be'),
     (lambda: changed_level(0) | dict(q=torch.zeros(3, 16)), 'q to have 4 dimensions'),
     (lambda: changed_level(0) | dict(out=torch.zeros(3, 1, 4, 8)), 'out to be (3, 1, 4, 16)'),
     (lambda: changed_level(0) | dict(q_descale=torch.ones(2)), 'q_descale to have 2 dimensions'),
-    (lambda: changed_level(0) | dict(q_descale=torch.ones(3, 2)), 'q_descale that is the same'),
+    (lambda: changed_level(0) | dict(q_descale=torch.ones(3, 2)), 'q_descale to be the same'),
     (lambda: changed_level(0) | dict(q_descale=torch.ones(1, 2)), 'q_descale to be None'),
     (lambda: changed_level(0) | dict(s_aux=torch.ones(3)), 's_aux.size(0) to be the heads'),
     (lambda: changed_level(0) | dict(num_splits=-1), 'num_splits to be from 0'),
@@ -318,9 +320,9 @@ def test_errors_of_levels(make, text):
 def test_gradients_are_refused():
     given = TWO.build('cpu').arguments
     given['q'].requires_grad_()
-    with pytest.raises(RuntimeError, match='shared_prefix_attn: expected no gradient'):
+    with pytest.raises(RuntimeError, match='shared_prefix_attn: expected requires_grad=False'):
         shared_prefix_attn(**given)
-    with pytest.raises(RuntimeError, match='flash_attn_with_kvcache: expected no gradient'):
+    with pytest.raises(RuntimeError, match='flash_attn_with_kvcache: expected requires_grad=False'):
         flash_attn_with_kvcache(**good(q=good()['q'].requires_grad_()))
 
 

@@ -43,6 +43,6 @@ def test_gradients_of_e4m3_are_refused_by_the_backward(device):
     x = torch.randn(SHAPE, device=device).to(E4M3).requires_grad_()
     out = flash_attn_func(x, x, x, causal=True)
     assert torch.equal(out, flash_attn_func(x.detach(), x.detach(), x.detach(), causal=True))
-    with pytest.raises(NotImplementedError, match='expected no gradient of float8_e4m3fn attention'
+    with pytest.raises(NotImplementedError, match='expected requires_grad=False with float8_e4m3fn'
                                                   ', got requires_grad=True of q, k, v; hint: '):
         out.sum().backward()

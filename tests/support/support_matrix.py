@@ -36,7 +36,7 @@ _GRADIENT_HEAD_DIMS = _of_head_dims(
     COLUMNS[2:])
 _HEAD_DIMS = _of_head_dims(f'{_FWD}q', 'the head_dim, to be a multiple of 8 from 8 to 256')
 
-_NO_FP8_GRADIENTS = _of_functions('no gradient of float8_e4m3fn attention', COLUMNS[2:])
+_NO_FP8_GRADIENTS = _of_functions('requires_grad=False with float8_e4m3fn', COLUMNS[2:])
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ FEATURES = (
     Feature('`seqused_q`, `seqused_k`', tensors=('seqused_q', 'seqused_k'),
             errors={'forward dense': '', 'backward dense': ''}),
     Feature('`out=`', tensors=('out',),
-            errors=_of_functions('no gradient together with out=', COLUMNS[2:])),
+            errors=_of_functions('requires_grad=False together with out=', COLUMNS[2:])),
     Feature('GQA, causal, window, softcap, sinks, LSE, max logits, deterministic', heads=(6, 2),
             options=_EVERYTHING, tensors=('s_aux',)),
     Feature('192, 128 with window, softcap, sinks', head_dims=(192, 128), tensors=('s_aux',),
@@ -198,8 +198,8 @@ CACHE_FEATURES = (
                  error='flash_attn3.attend_cache: expected num_splits of 0 or 1 with a split_size'),
     CacheFeature('`shared_prefix` with windows, chunks or `cache_leftpad`',
                  {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8, 'window': (4, 0)},
-                 error='flash_attn3.flash_attn_with_kvcache: expected no window and no chunks with '
-                       'shared_prefix'),
+                 error='flash_attn3.flash_attn_with_kvcache: expected neither window_size nor '
+                       'attention_chunk with shared_prefix'),
     CacheFeature('`qv`, head dims 64, 256', _LATENT | {'head_dim_v': 256},
                  error='flash_attn3.attend_cache: expected head dims of 64'),
 )
