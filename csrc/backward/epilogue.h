@@ -12,7 +12,7 @@
 namespace fa3 {
 
 // Copies a slice of k.store_rows() rows of dK or dV to global memory, as part of the thread's
-// current bulk group. The copy engine drops keys past the end of the sequence.
+// current bulk group. TMA drops keys past the end of the sequence.
 template <class Traits>
 CUTE_DEVICE void store_rows(CUtensorMap const& map, typename Traits::Element const* slice,
                             BwdWork const& work, int row, int column) {

@@ -8,10 +8,11 @@
 // With 64 keys a CTA would add more to dQ than L2 takes. So two CTAs of a cluster with neighbouring
 // keys send each other dS, and each computes half of the columns of dQ, over the keys of both.
 //
-// TRAP: as in mma_by_keys.h, no product may be outstanding where a loop closes. TRAP: the threads
-// read LSE and delta, and the copy engine, another proxy, overwrites them. So a stage is released
-// only after the values computed from them have been stored, which shows that they have arrived in
-// registers.
+// TRAP: as in mma_by_keys.h, no GEMM may be outstanding where a loop closes.
+//
+// TRAP: LSE and delta are read with generic loads but overwritten through the async proxy. A stage
+// is released only after values derived from them have been stored, which proves that the loads
+// have completed.
 #pragma once
 
 #include "backward/epilogue.h"

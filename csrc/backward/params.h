@@ -1,7 +1,7 @@
 // The parameters of the backward kernels: tensor maps, pointers and the numbers that do not change
 // during a launch.
 //
-// The copy engine treats packed sequences like dense ones (launch/tensor_map.h): rows after a
+// TMA treats packed sequences like dense ones (launch/tensor_map.h): rows after a
 // sequence read as zeros and are not written.
 //
 // In the workspaces rows are padded to whole tiles, with the shape (batch, query head, m_tiles,

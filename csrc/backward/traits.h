@@ -59,7 +59,7 @@ struct BwdTraits {
   template <class Rows, class Columns>
   using Tile =
       decltype(cute::tile_to_shape(RowMajorAtom<kSliceColumns>{}, cute::Shape<Rows, Columns>{}));
-  // The same bytes with the columns first: a second operand, summed over the rows.
+  // The bytes of a Tile with the columns first: a second operand, summed over the rows.
   template <class Rows, class Columns, int kSlice = kSliceColumns>
   using TransposedTile = decltype(cute::tile_to_shape(
       ColumnMajorAtom<kSlice>{}, cute::Shape<Columns, Rows>{}, cute::Step<cute::_2, cute::_1>{}));

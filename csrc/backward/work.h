@@ -17,7 +17,7 @@ struct BwdWork {
   QueryRange queries;
   int first_m;  // the tile of queries with which it begins
   SeqlenPair len;
-  // Coordinates for the copy engine (RowDims): the sequence's first query, and the first key.
+  // Coordinates for TMA (RowDims): the sequence's first query, and the first key.
   int q_row;
   int q_end;
   int k_row;
@@ -98,7 +98,7 @@ CUTE_DEVICE BwdWork work_of_dense(BwdDeviceParams const& p, int number, int rank
   return work;
 }
 
-// The same for packed sequences. Usually there are more CTAs than tiles.
+// The work of a CTA on packed sequences. Usually there are more CTAs than tiles.
 template <class Traits>
 CUTE_DEVICE BwdWork work_of_packed(BwdDeviceParams const& p, int number, int rank) {
   int const index = p.tickets.heads.div(number);

@@ -115,7 +115,7 @@ struct CacheLocation {
   FA3_HD bool has_sink() const { return part.parts == 1; }
 };
 
-// An even split makes at most so many parts of a tile, if all sequences have the same length.
+// The most parts of a tile that an even split makes if all sequences have the same length.
 constexpr int kMostParts = 64;
 
 // Two launches can share a call: each processes some of its sequences, and both run at the same
@@ -256,7 +256,7 @@ struct CacheWalk {
     end = min_of(unit + splits.per_cta, total);
   }
 
-  // Begins at a sequence, before which there are so many units.
+  // Begins at the sequence `start`, before which there are `before` units.
   FA3_HD void begin_at(int start, int before) {
     b = start - 1;
     m = 0;

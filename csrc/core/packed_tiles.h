@@ -41,7 +41,7 @@ struct RowTile {
   int rows;
 };
 
-// The end of every packed sequence in the coordinates of the copy engine (RowDims in
+// The end of every packed sequence in the coordinates of TMA (RowDims in
 // launch/tensor_map.h). No tensor has as many rows.
 constexpr int kRowsEnd = 1 << 30;
 
@@ -79,8 +79,9 @@ FA3_HD PackedRows unused_rows(int const* cu, int const* used, int b, bool is_las
   return PackedRows{all.begin + length, all.length - length};
 }
 
-// Such rows are scheduled too, so that their results are zeros. They are entries after those of the
-// batch, each as two sequences, one without keys and one without queries; here both in one.
+// Unused rows are scheduled too, so that their results are zeros. They are entries after those of
+// the batch. Each is scheduled twice, as queries without keys and as keys without queries; the
+// returned struct holds both.
 FA3_HD Sequence unused_of(PackedLengths const& lengths, int b, bool is_last, int total_q,
                           int total_k) {
   PackedRows const q = unused_rows(lengths.cu_q, lengths.used_q, b, is_last, total_q);
@@ -119,7 +120,7 @@ FA3_HD Sequence clip_to_capacity(Sequence s, int capacity, int tile_positions) {
   return s;
 }
 
-// A location: the lengths of a sequence, and its rows in the coordinates of the copy engine. One
+// A location: the lengths of a sequence, and its rows in the coordinates of TMA. One
 // type for kernels of dense batches, one for any batch.
 
 struct DenseLocation {

@@ -35,7 +35,7 @@ struct TileOrder {
 
   TileOrder() = default;
 
-  // least_last_pairs: the last section has at least so many.
+  // least_last_pairs: the fewest pairs of the last section.
   TileOrder(bool causal, int m_tiles_, int heads, int batch, int section_pairs_,
             int least_last_pairs)
       : longest_first(causal),

@@ -1,4 +1,4 @@
-// K and V loaded by the copy engine: one box for each slice of columns. Rows after the end of a
+// K and V loaded by TMA: one box for each slice of columns. Rows after the end of a
 // sequence are filled with zeros (RowDims in launch/tensor_map.h). One thread runs this.
 #pragma once
 

@@ -10,7 +10,7 @@
 namespace fa3 {
 
 // Copies a warpgroup's O from shared memory to its rows, from `position` on; a negative position
-// means that it has no rows. Part of the thread's bulk group. The copy engine drops rows past the
+// means that it has no rows. Part of the thread's bulk group. TMA drops rows past the
 // end of the sequence.
 template <class Traits>
 CUTE_DEVICE void copy_output(FwdDeviceParams const& p, FwdWork<Traits> const& work,

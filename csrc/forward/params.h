@@ -1,6 +1,6 @@
 // The parameters of the kernel: tensor maps and the numbers that do not change during a launch.
 //
-// The copy engine treats packed sequences like dense ones (launch/tensor_map.h): rows after a
+// TMA treats packed sequences like dense ones (launch/tensor_map.h): rows after a
 // sequence read as zeros and are not written.
 #pragma once
 

@@ -1,6 +1,6 @@
-// Decides which warpgroup may issue products: wait() is called before the products of a step are
+// Decides which warpgroup may issue GEMMs: wait() is called before the GEMMs of a step are
 // issued, pass() after. With ping-pong (paper, section 3.1) two warpgroups alternate, so that the
-// softmax of one overlaps with the products of the other.
+// softmax of one overlaps with the GEMMs of the other.
 #pragma once
 
 #include "device/barriers.h"

@@ -15,8 +15,8 @@ struct FwdProducer {
   using Values = typename Slots::Values;
   static constexpr bool kIsWholeWarp = false;
 
-  // So many K tiles before the end of a tile the CTA draws the next one. WHY not a tile ahead: it
-  // would hold a tile that another CTA could begin sooner, and end later than the others.
+  // The CTA draws its next ticket this many K tiles before its tile ends. WHY not a tile ahead: it
+  // would reserve work that an idle CTA could start.
   static constexpr int kDrawAhead = 2;
 
   // General kernels with scales publish a tile before they load its first K and its Q, because

@@ -10,7 +10,7 @@ template <class Traits>
 struct FastSums {
   CUTE_DEVICE FastSums(FwdStorage<Traits>&, int, int) {}
 
-  static constexpr bool kStartsFromZero = false;  // the product of each K tile
+  static constexpr bool kStartsFromZero = false;  // the GEMM of each K tile
 
   CUTE_DEVICE void begin() {}
 
@@ -35,7 +35,7 @@ class PromotedSums {
   // in shared memory.
   float4 held_[max_of(kHeldFours, 1)];
   float4* shared_;
-  float rescale_[kRows];  // applied to O before the next product is added
+  float rescale_[kRows];  // applied to O before the next GEMM is added
 
   CUTE_DEVICE float4& four(int i) {
     return i < kHeldFours ? held_[i] : shared_[(i - kHeldFours) * kWarpgroupThreads];

@@ -1,6 +1,6 @@
-// ValuesKind::kConverted: K and V are e4m3 in global memory, Q and the products have 16 bits. The
+// ValuesKind::kConverted: K and V are e4m3 in global memory, Q and the GEMMs have 16 bits. The
 // producer loads K and V into the rings `k_raw` and `v_raw`; a warpgroup of its own converts them,
-// exactly, into the rings that the products read. Scales enter in fp32: that of K with the softmax
+// exactly, into the rings that the GEMMs read. Scales enter in fp32: that of K with the softmax
 // scale, that of V where O is divided (ScalesKind::kHeads); those of pages here, where elements are
 // rounded once more, unless scales are powers of two.
 #pragma once

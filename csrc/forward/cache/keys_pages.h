@@ -3,7 +3,7 @@
 // row.
 //
 // INVARIANT: pages that a sequence does not need are not read: their boxes have coordinates outside
-// the tensor, which the copy engine reads as zeros. V of a key that the sequence does not have must
+// the tensor, which TMA reads as zeros. V of a key that the sequence does not have must
 // not reach O through P = 0, since 0 * NaN is NaN: consumers clear its row (missing_values.h), or,
 // where other warps read V first, a K tile with such keys is gathered, and their rows are zeros.
 // Their K gives scores that the mask replaces.
@@ -47,7 +47,7 @@ struct PagedKeys {
   // Arrivals at the barrier of a loaded stage: all lanes.
   CUTE_DEVICE static int arrivals(CacheDeviceParams const& p) { return 32 * loading_warps(p); }
 
-  // Gathered rows were not written by the copy engine.
+  // Gathered rows were not written by TMA.
   CUTE_DEVICE static void after_wait(CacheDeviceParams const&) { fence_shared_for_async_proxy(); }
 
   // The page, or the entry of a dense cache, of this lane's box of the n-th K tile, or of its first

@@ -15,7 +15,7 @@ namespace fa3 {
 template <class Traits>
 struct MissingValues {
   static constexpr int kKeys = Traits::kTileN;
-  static constexpr int kRowChunks = 8;  // a row of a slice has so many chunks of 16 bytes
+  static constexpr int kRowChunks = 8;  // chunks of 16 bytes in a row of a slice
 
   FwdStorage<Traits>& shared;
   CacheDeviceParams const& p;

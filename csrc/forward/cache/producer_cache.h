@@ -31,10 +31,9 @@ struct CacheProducer {
   CUTE_DEVICE CacheProducer(FwdStorage<Traits>& shared_, CacheDeviceParams const& p_, int warp_)
       : shared(shared_), p(p_), warp(Keys::kGatheringWarps > 1 ? warp_ : 0) {}
 
-  // INVARIANT: whatever this kernel reads or writes in global memory comes after these loads, and
-  // so after the wait for earlier launches, but for what is read again. WHY later launches are
-  // allowed at once: they wait for the end of this one, but their CTAs may start where there is
-  // room.
+  // INVARIANT: all global accesses follow wait(), except the prefetched lengths and page ids, which
+  // are read again after it. WHY later launches are allowed at once: they wait for the end of this
+  // one, but their CTAs may start where there is room.
   CUTE_DEVICE void run() {
     if (!kStartsEarly) {
       wait();

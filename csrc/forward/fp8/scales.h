@@ -20,7 +20,7 @@ constexpr int kOffsetLog2 = 8;
 // square of the bound is still a float.
 constexpr float kLeastScale = 1e-30f;
 
-// The same for scales of k, and for those of q times the softmax scale. WHY: a masked score is
+// Smaller scales of k, and of q times the softmax scale, are raised to this. WHY: a masked score is
 // -inf, so its factor must not be flushed to 0.
 constexpr float kLeastScoreScale = 0x1p-60f;
 

@@ -29,7 +29,7 @@ struct Fp8Softmax {
   static constexpr bool kIsLazy = k.lazy_rescale_log2 > 0.f;
   // Sums are added after rescale_output(). WHY: otherwise ptxas (13.0) interleaves them with the
   // exponentials, each waiting for one, and packs P after all of them (head dim 256 12 % slower;
-  // H200, 2026-11-23). WHY not always: 2 to 7 % slower where products overlap the softmax of the
+  // H200, 2026-11-23). WHY not always: 2 to 7 % slower where GEMMs overlap the softmax of the
   // same warpgroup.
   static constexpr bool kSumsLast = !k.is_skewed();
   // scale_scores() has then applied the scales already.

@@ -7,12 +7,12 @@
 // transposes them: a thread has the pairs (d, d + 1) of keys k, k + 1 from one and of keys k + 8, k
 // + 9 from the other. Two byte permutes turn them into these four keys of d, and of d + 1.
 //
-//   - In every 16 keys the order is then k, k + 1, k + 8, k + 9 (k = 0, 2, 4, 6). In that order a
-//     thread's scores are the operand P of PV without a permutation (Fp8Softmax::pack).
-//   - Even columns go to the first 8 rows of every 16, odd columns to the others: 8 consecutive
-//   rows
-//     are 8 different banks for stmatrix. For four columns of the accumulator a thread then has
-//     four consecutive columns of O (output_fp8.h).
+// In every 16 keys the order is then k, k + 1, k + 8, k + 9 (k = 0, 2, 4, 6). In that order a
+// thread's scores are the operand P of PV without a permutation (Fp8Softmax::pack).
+//
+// Even columns go to the first 8 rows of every 16, odd columns to the others: 8 consecutive rows
+// are 8 different banks for stmatrix. For four columns of the accumulator a thread then has four
+// consecutive columns of O (output_fp8.h).
 #pragma once
 
 #include "forward/fp8/compact_ring.h"
