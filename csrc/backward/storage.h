@@ -107,6 +107,10 @@ struct BwdStorage {
     Element dout[Traits::kDoutStages][kQueries<Traits::kHeadDimV>];
     Element ds[kExchangeBuffers][cute::cosize_v<typename Traits::SmemLayoutDs>];
   };
+  static constexpr SharedMemory kListed = Traits::k.shared_memory();
+  static_assert(sizeof(k) == kListed.total("K") && sizeof(v) == kListed.total("V") &&
+                sizeof(q) == kListed.total("Q") && sizeof(dout) == kListed.total("dO") &&
+                sizeof(ds) == kListed.total("dS"));
 
   Exchange exchange;
 

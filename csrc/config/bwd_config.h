@@ -3,14 +3,15 @@
 // with dtype and kind.
 #pragma once
 
-#include "config/slices.h"
 #include "config/dq_layout.h"
+#include "config/shared_memory.h"
+#include "config/slices.h"
 
 namespace fa3 {
 
 // What the consumer warpgroups split among themselves.
 enum class BwdSplit : int {
-  // Each has 64 keys of the tile, and computes all five products (backward/mma_by_keys.h).
+  // Each has 64 keys of the tile, and computes all five GEMMs (backward/mma_by_keys.h).
   kKeys = 0,
   // All have the same 64 keys: one computes dV, one dK, one dQ (backward/mma_by_products.h), in a
   // cluster of two CTAs, which split the columns of dQ.
@@ -96,9 +97,9 @@ struct BwdConfig {
   // block, or each CTA of a cluster.
   constexpr int dq_adders() const { return by_keys() ? consumer_warpgroups : cluster_size; }
 
-  // Up to so many keys of a query the first to add to its dQ stores, so that nobody has to zero the
-  // accumulator (backward/add_order.h). With more keys, waiting for it takes longer (H100,
-  // docs/journal/backward.md).
+  // If a query sees at most this many keys, the first CTA to contribute to its dQ stores instead of
+  // adding, so the accumulator needs no zeroing (backward/add_order.h). With more keys, waiting for
+  // that CTA takes longer (H100, docs/journal/backward.md).
   constexpr int stored_keys() const { return by_keys() ? 4096 : 1024; }
 
   // By keys: the buffer through which a warpgroup's dQ, dV and dK leave.
@@ -110,27 +111,30 @@ struct BwdConfig {
   // fp32 columns of the accumulator of dQ, for each query.
   constexpr int dq_columns() const { return dq_blocks() * dq_layout().block_floats() / tile_m; }
 
-  // K, V, the rings of Q and dO with LSE and delta of their rows, dS, the data that consumers
-  // exchange (the staged dQ; or P, dS and K of the other CTA), limits of keys under an interval
-  // mask, the barriers. backward/launch.h asserts that the kernel's struct fits.
-  constexpr int shared_bytes() const {
-    int const columns = padded_columns(head_dim);
-    int const columns_v = padded_columns(head_dim_v);
+  // Small data: LSE and delta of the rows of Q and dO, limits of keys under an interval mask, tiles
+  // and barriers. backward/storage.h asserts that its members have these sizes.
+  constexpr SharedMemory shared_memory() const {
     int const all_stages = q_stages + dout_stages;
-    int const key_bytes = cta_keys() * (key_buffers() * key_columns() + columns_v) * 2;
-    int const query_bytes = tile_m * (q_stages * columns + dout_stages * columns_v) * 2;
-    int const ds_bytes = kExchangeBuffers * tile_m * cta_keys() * 2;
-    int const staged_bytes = consumer_warpgroups * staging_bytes();
-    int const products_bytes = 2 * ds_bytes + cta_keys() * other_columns() * 2;
     int const row_bytes = all_stages * tile_m * 4;
     int const work_bytes = (by_keys() ? 4 * 68 + 8 * 16 : 76) + 96;  // aligned
     int const limit_bytes = kind.mask == MaskKind::kInterval ? cta_keys() * 8 : 0;
     int const barriers =
         key_buffers() + 1 + 2 * all_stages +
         (by_keys() ? 2 * consumer_warpgroups + key_buffers() + 1 + 8 : 8 * kExchangeBuffers + 1);
-    return key_bytes + query_bytes + ds_bytes + (by_keys() ? staged_bytes : products_bytes) +
-           round_up(row_bytes + work_bytes + limit_bytes + barriers * 8, 1024);
+    int const score_bytes = tile_m * cta_keys() * 2;
+    return SharedMemory{}
+        .add("K", key_buffers(), cta_keys() * key_columns() * 2)
+        .add("V", 1, cta_keys() * padded_columns(head_dim_v) * 2)
+        .add("Q", q_stages, tile_m * padded_columns(head_dim) * 2)
+        .add("dO", dout_stages, tile_m * padded_columns(head_dim_v) * 2)
+        .add("dS", kExchangeBuffers, score_bytes)
+        .add("staged", by_keys() ? consumer_warpgroups : 0, staging_bytes())
+        .add("exchanged", by_keys() ? 0 : 1,
+             2 * kExchangeBuffers * score_bytes + cta_keys() * other_columns() * 2)
+        .add("small data", 1, round_up(row_bytes + work_bytes + limit_bytes + barriers * 8, 1024));
   }
+
+  constexpr int shared_bytes() const { return shared_memory().total(); }
 };
 
 // The value of a variant. A choice that no kernel can run is an error of compilation.

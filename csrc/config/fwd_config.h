@@ -3,6 +3,7 @@
 // csrc/plan/variants.py. Plain C++: the planner, explain() and the tests read the same value.
 #pragma once
 
+#include "config/shared_memory.h"
 #include "config/slices.h"
 #include "core/block_range.h"
 #include "core/problem.h"
@@ -15,16 +16,16 @@ namespace fa3 {
 // kConverted: K and V are loaded as e4m3, and a warpgroup converts both to the dtype of Q.
 enum class ValuesKind { kDirect, kTransposed, kConverted };
 
-// kBlocks: q, k and v of e4m3 have scales, by block of rows or by head. kHeads: k and v have, by
-// head or page. kKeys: latent columns have, by key.
+// kBlocks: q, k and v of e4m3 have one scale per block of rows or per head. kHeads: k and v have
+// one scale per (sequence, KV head) or per page. kKeys: latent columns have one scale per key.
 enum class ScalesKind { kNone, kBlocks, kHeads, kKeys };
 
-// kPromoted: PV of a K tile is added to O in fp32, since the tensor cores keep sums of e4m3
-// products to about 14 bits.
+// kPromoted: PV of a K tile is added to O in fp32, since the tensor cores accumulate e4m3 with
+// about 14 bits.
 enum class SumsKind { kFast, kPromoted };
 
 // kSkewed: S of a K tile is issued together with PV of the K tile before (paper, section 3.2).
-// kSerial: the products of a warpgroup do not overlap its own softmax.
+// kSerial: the GEMMs of a warpgroup do not overlap its own softmax.
 enum class OverlapKind { kSkewed, kSerial };
 
 // How O is stored. kOverQueries: over the rows of Q in shared memory, copied out by a store warp.
@@ -35,6 +36,19 @@ enum class OutputKind { kOverQueries, kStaged, kSent, kRegisters, kParts };
 
 // Registers of the producer warpgroup; FwdConfig::producer_registers() has the numbers.
 enum class ProducerSize { kNarrow, kUsual, kWide };
+
+// Choices that change no result and no order of steps, only what ptxas (13.0) makes of a kernel.
+// Skip them on a first reading.
+struct PtxasTuning {
+  ProducerSize producer = ProducerSize::kUsual;
+  // In 16 bits: a step waits for PV after most of its exponentials (OnlineSoftmax::update).
+  bool late_wait = false;
+  // Masked kernels: the exponentials of a thread's first row follow the maxima of both rows. WHY:
+  // otherwise small changes anywhere in the kernel decide whether ptxas interleaves the two.
+  bool maxima_first = false;
+  // Full kernels: k-steps of S whose Q stays in registers for a whole tile.
+  int query_steps = 0;
+};
 
 struct FwdConfig {
   char const* name = "";
@@ -60,13 +74,10 @@ struct FwdConfig {
   // kPromoted and kSkewed: the fp32 values of O that a thread keeps in shared memory, because its
   // registers do not suffice.
   int shared_sums = 0;
-  ProducerSize producer = ProducerSize::kUsual;
-  // Two warpgroups alternate in issuing products (paper, section 3.1).
+  // Two warpgroups alternate in issuing GEMMs (paper, section 3.1).
   bool ping_pong = true;
   // csrc/decode: on a cache, S^T = K Q^T and O^T = V^T P^T of up to 64 rows, by two warpgroups.
   bool is_swapped = false;
-  // In 16 bits: a step waits for PV after most of its exponentials (OnlineSoftmax::update).
-  bool late_wait = false;
   // The last PV of a tile is issued together with the first S of the next tile, so that the tensor
   // cores are busy while O is divided and stored.
   bool tile_overlap = false;
@@ -76,17 +87,14 @@ struct FwdConfig {
   // mask; 3 was not timed in that run). RMSE on outlier data: 3 has 0.2 % more than 0, 8 has 0.7 %
   // more.
   float lazy_rescale_log2 = 3.f;
-  // Masked kernels: the exponentials of a thread's first row follow the maxima of both rows. WHY:
-  // otherwise small changes anywhere in the kernel decide whether ptxas (13.0) interleaves the two.
-  bool maxima_first = false;
-  // Full kernels: k-steps of S whose Q stays in registers for a whole tile.
-  int query_steps = 0;
   int ctas_per_sm = 1;
   // How the planner compares tiles of one head dim (H200, 2026-11-21; fitted to their speeds at S =
   // 512 to 16k, to 1 to 4 %): the speed per computed (query, key) pair, in percent of the fastest
   // tile; and the cost of starting and ending a tile, in keys of its loop.
   int relative_speed = 100;
   int fixed_keys = 0;
+
+  PtxasTuning tuning = {};
 
   // lazy_rescale_log2, but at most 1 under a causal mask with these head dims in 16 bits. On normal
   // data the error is then 1.00 to 1.02 times that with 0, otherwise 1.02 to 1.04 times; it takes 0
@@ -121,6 +129,7 @@ struct FwdConfig {
   // 64 Ki for the CTA. The producer computes coordinates and issues copies; with FP8 it also
   // transposes V and reads scales.
   constexpr int consumer_registers() const {
+    ProducerSize const producer = tuning.producer;
     if (is_latent()) {
       return 144;  // the warpgroup that computes P
     }
@@ -140,6 +149,7 @@ struct FwdConfig {
   }
 
   constexpr int producer_registers() const {
+    ProducerSize const producer = tuning.producer;
     if (is_latent()) {
       return 48;
     }
@@ -162,8 +172,8 @@ struct FwdConfig {
     }
   }
 
-  // The same of the converting warpgroup, and of those that compute O of a latent cache, whose
-  // products ptxas (13.0) serialises with fewer.
+  // Registers of the converting warpgroup, and of the warpgroups that compute O of a latent cache,
+  // whose GEMMs ptxas (13.0) serialises with fewer.
   static constexpr int converter_registers() { return 96; }
   static constexpr int output_registers() { return 160; }
 
@@ -204,7 +214,8 @@ struct FwdConfig {
                : 0;
   }
 
-  constexpr int shared_bytes() const;
+  constexpr SharedMemory shared_memory() const;
+  constexpr int shared_bytes() const { return shared_memory().total(); }
 
  private:
   constexpr int small_bytes() const;
@@ -224,10 +235,10 @@ constexpr int v_buffer_bytes(FwdConfig const& c) {
              : c.tile_n * c.columns_v() * element_bytes(c.dtype_q);
 }
 
-// Staged O, which has 16 bits.
+// Staged O of a warpgroup, which has 16 bits.
 constexpr int staged_bytes(FwdConfig const& c) {
   bool const is_staged = c.output == OutputKind::kStaged || c.output == OutputKind::kSent;
-  return is_staged ? c.consumer_warpgroups * kWarpgroupRows * 2 * padded_columns(c.head_dim_v) : 0;
+  return is_staged ? kWarpgroupRows * 2 * padded_columns(c.head_dim_v) : 0;
 }
 
 // Barriers; with kBlocks also the scales, the current tiles and the staged LSE; with kHeads the
@@ -245,44 +256,55 @@ constexpr int FwdConfig::small_bytes() const {
          (scales == ScalesKind::kBlocks ? key_scales + tiles + sent_rows : 0);
 }
 
-// Absorbed MLA: rings of keys, and the columns of Q that are not in registers; with a cache of e4m3
-// also a ring of halves as loaded, and the scales of a K tile.
-constexpr int latent_shared_bytes(FwdConfig const& c) {
+// What the list calls barriers, scales, coordinates of tiles and other small data.
+inline constexpr char const* kSmallData = "small data";
+
+// Absorbed MLA: the halves of the latent columns, the rotary columns, and the columns of Q that are
+// not in registers; with a cache of e4m3 also halves as loaded.
+constexpr SharedMemory latent_shared_memory(FwdConfig const& c) {
+  int const element = element_bytes(c.dtype_q);
   int const half = c.head_dim_v / 2;
-  int const keys = c.tile_n * (c.stages * (half + c.head_dim) + c.right_stages() * half);
-  int const queries = kWarpgroupRows * (half + c.head_dim);
-  int const raw = c.raw_stages * c.raw_half_bytes() + (c.converts() ? c.tile_n * 16 : 0);
-  return (keys + queries) * element_bytes(c.dtype_q) + raw + 3072;
+  return SharedMemory{}
+      .add("Q", 1, kWarpgroupRows * (half + c.head_dim) * element)
+      .add("left half", c.stages, c.tile_n * half * element)
+      .add("right half", c.right_stages(), c.tile_n * half * element)
+      .add("rotary", c.stages, c.tile_n * c.head_dim * element)
+      .add("raw half", c.raw_stages, c.raw_half_bytes())
+      .add(kSmallData, 1, (c.converts() ? c.tile_n * 16 : 0) + 3072);
 }
 
-// The ring of K and V, Q and P; scales of pages; the limits, the maximum and eight sums of each
-// row; tiles and barriers.
-constexpr int decode_shared_bytes(FwdConfig const& c) {
+// K and V share a ring. Small data: scales of pages; the limits, the maximum and eight sums of each
+// row; a sequence for each thread; tiles and barriers.
+constexpr SharedMemory decode_shared_memory(FwdConfig const& c) {
   int const rows = kWarpgroupRows * element_bytes(c.dtype_q);
-  int const rings = c.stages * c.stage_bytes() + c.q_stages * rows * c.columns();
   int const scales = c.converts() ? c.stages * c.tile_n * int(sizeof(float)) : 0;
   int const sequences = 28 * c.threads();
   int const small = kWarpgroupRows * (20 + 8 * int(sizeof(float))) + c.q_stages * 160 + sequences;
-  return rings + rows * c.tile_n + round_up(scales + small + 16 * (c.stages + c.q_stages), 1024);
+  return SharedMemory{}
+      .add("Q", c.q_stages, rows * c.columns())
+      .add("K and V", c.stages, c.stage_bytes())
+      .add("P", 1, rows * c.tile_n)
+      .add(kSmallData, 1, round_up(scales + small + 16 * (c.stages + c.q_stages), 1024));
 }
 
-// forward/launch.h asserts that the kernel's struct fits.
-constexpr int FwdConfig::shared_bytes() const {
+// forward/storage.h asserts that its members have these sizes.
+constexpr SharedMemory FwdConfig::shared_memory() const {
   if (is_latent()) {
-    return latent_shared_bytes(*this);
+    return latent_shared_memory(*this);
   }
   if (is_swapped) {
-    return decode_shared_bytes(*this);
+    return decode_shared_memory(*this);
   }
-  int const key_bytes = tile_n * element_bytes(dtype_q);
-  int const raw_columns = columns_v() + (converts() ? columns() : 0);
-  int const q_bytes = q_stages * consumer_warpgroups * q_buffer_bytes(*this);
-  int const k_bytes = stages * key_bytes * columns();
-  int const raw_bytes = raw_stages * tile_n * element_bytes(dtype_kv) * raw_columns;
-  int const v_bytes = stages * v_buffer_bytes(*this);
-  int const sum_bytes = consumer_warpgroups * kWarpgroupThreads * shared_sums * 4;
-  return q_bytes + k_bytes + v_bytes + raw_bytes + staged_bytes(*this) + sum_bytes +
-         round_up(small_bytes(), 1024);
+  int const raw_keys = tile_n * element_bytes(dtype_kv);
+  return SharedMemory{}
+      .add("Q", q_stages * consumer_warpgroups, q_buffer_bytes(*this))
+      .add("K", stages, tile_n * element_bytes(dtype_q) * columns())
+      .add("V", stages, v_buffer_bytes(*this))
+      .add("raw K", converts() ? raw_stages : 0, raw_keys * columns())
+      .add("raw V", raw_stages, raw_keys * columns_v())
+      .add("staged O", consumer_warpgroups, staged_bytes(*this))
+      .add("O in fp32", consumer_warpgroups, kWarpgroupThreads * shared_sums * int(sizeof(float)))
+      .add(kSmallData, 1, round_up(small_bytes(), 1024));
 }
 
 // ------------------------------------------------------------------------------------ the variants
@@ -302,7 +324,7 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
   c.dtype_q = dtype;
   c.dtype_kv = tile.converts() ? Dtype::kFloat8E4M3 : dtype;
   c.kind = kind;
-  c.query_steps = kind == kFullKernel ? tile.query_steps : 0;
+  c.tuning.query_steps = kind == kFullKernel ? tile.tuning.query_steps : 0;
   c.output = kind.is_cache() ? OutputKind::kParts : tile.output;
   auto const require = [](bool holds, char const* what) {
     if (!holds) {
@@ -313,10 +335,10 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
   require(c.head_dim % 16 == 0 && c.head_dim_v % 16 == 0, "head dims are multiples of 16");
   require(c.shared_bytes() <= kMaxSharedBytes, "the tile does not fit into shared memory");
   require(c.ctas_per_sm * (c.shared_bytes() + 1024) <= kSharedBytesPerSm,
-          "so many CTAs do not fit into shared memory");
+          "the CTAs of a multiprocessor do not fit into its shared memory");
   require(c.ctas_per_sm == 1 || (c.ctas_per_sm == 2 && c.consumer_warpgroups == 1),
           "two CTAs share the registers of a multiprocessor");
-  require(c.producer != ProducerSize::kNarrow || c.consumer_warpgroups == 2,
+  require(c.tuning.producer != ProducerSize::kNarrow || c.consumer_warpgroups == 2,
           "only two warpgroups can use what a narrow producer leaves");
   require(c.scales == ScalesKind::kNone || kScaleBlockKeys % c.tile_n == 0,
           "a K tile has one scale");
@@ -333,7 +355,7 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
   require(!c.ping_pong || c.consumer_warpgroups == 2, "two warpgroups alternate");
   require(!c.is_latent() || (c.consumer_warpgroups == 1 && c.head_dim == 64 && c.head_dim_v == 512),
           "a latent cache has 64 rotary and 512 latent columns");
-  require(c.query_steps == 0 || c.is_skewed(),
+  require(c.tuning.query_steps == 0 || c.is_skewed(),
           "Q is loaded into registers with the first S of a tile");
   require(!c.tile_overlap || (c.is_skewed() && c.q_stages >= 2),
           "the first S of the next tile needs its Q while O is stored through that of this tile");

@@ -1,9 +1,20 @@
-// The tiles of the forward kernels for e4m3. Shared memory: Q ring + K ring + V ring + V as loaded
-// + O, in KiB.
+// The tiles of the forward kernels for e4m3. Sums in the comments are shared memory in KiB: Q ring
+// + K ring + V ring + V as loaded + O.
 //
-// Speeds are TFLOP/s at 16k tokens, heads * head dim = 2048, full / causal, H200, 2026-11-22. At
-// head dims 64 and 128 they were taken with a softmax without scales, which is 0 to 2 % faster than
-// the present one.
+// TFLOP/s, full / causal, at a sequence length; 16k tokens, heads * head dim = 2048, H200,
+// 2026-11-22 (D256: 2026-11-24). The softmax of D64 and D128 had no scales then, which is 0 to 2 %
+// faster.
+//
+//   tile        variant                            S = 512      S = 8k
+//   D64         this one                           433 / 247    673 / 592
+//               two stages                         390 / 238    662 / 585
+//   D128        this one                           564 / 354    946 / 937
+//               two stages                         521 / 337    935 / 920
+//   D128Short   this one, two stages               620 / 359    862 / 874
+//               O sent by the scale warp           664 / 390
+//   D256        this one                           847 / 492   1235 / 1198
+//               no overlap, no halves of V         752 / 462   1049 / 1099
+//               overlap of tiles                   825 / 482   1208 / 1195
 #pragma once
 
 #include "config/fwd_tiles.h"
@@ -20,26 +31,23 @@ constexpr FwdConfig fp8_tile(FwdConfig tile) {
 // (softmax_fp8.h).
 constexpr float kFp8LazyLog2 = 0.8f;
 
-// 24 + 24 + 24 + 24 + 24 = 120 KiB. S = 8k: 673 / 592, S = 512: 433 / 247; with two stages 662 /
-// 585, 390 / 238. Every new maximum is adopted: 0.3 % slower than adopting only growth by 2^0.8;
-// reading the sums first costs 1.3 % (2026-11-23).
+// 24 + 24 + 24 + 24 + 24 = 120. Every new maximum is adopted, which is 0.3 % slower than adopting
+// only growth by 2^0.8, where the sums would have to be read first for 1.3 % (2026-11-23).
 inline constexpr FwdConfig kFwdTileFp8D64 = fp8_tile({.output = OutputKind::kStaged,
                                                       .consumer_warpgroups = 3,
                                                       .tile_n = 128,
                                                       .stages = 3,
                                                       .q_stages = 2,
                                                       .raw_stages = 3,
-                                                      .producer = ProducerSize::kWide,
                                                       .ping_pong = false,
                                                       .tile_overlap = true,
-                                                      .lazy_rescale_log2 = 0.f});
+                                                      .lazy_rescale_log2 = 0.f,
+                                                      .tuning = {.producer = ProducerSize::kWide}});
 
-// 48 + 36 + 48 + 24 + 48 = 204 KiB: transposed, 96 keys of V take the space of 128. S = 8k: 946 /
-// 937, S = 512: 564 / 354; with two stages 935 / 920, 521 / 337. 32 registers for the producer
-// instead of 56 gain causal 2 % from 2k on, 32/8 heads 2 to 3 %, packed sequences and windows 1 %;
-// full loses 0 to 1.6 % (H200, 2026-11-24). One k-step of Q in registers gains full 2 to 3 % from
-// 2k to 16k, two lose 2 %, three spill; masked kernels are 0 to 8 % slower with it (H200,
-// 2026-11-25).
+// 48 + 36 + 48 + 24 + 48 = 204, since 96 transposed keys of V take the space of 128. With 32
+// registers for the producer instead of 56 causal problems gain 2 % from 2k on, and full ones lose
+// 0 to 1.6 % (H200, 2026-11-24). One k-step of Q in registers gains full problems 2 to 3 % from 2k
+// on; masked ones would lose 0 to 8 % (H200, 2026-11-25).
 inline constexpr FwdConfig kFwdTileFp8D128 = fp8_tile({.output = OutputKind::kStaged,
                                                        .consumer_warpgroups = 3,
                                                        .tile_n = 96,
@@ -49,51 +57,49 @@ inline constexpr FwdConfig kFwdTileFp8D128 = fp8_tile({.output = OutputKind::kSt
                                                        .ping_pong = false,
                                                        .tile_overlap = true,
                                                        .lazy_rescale_log2 = kFp8LazyLog2,
-                                                       .query_steps = 1,
-                                                       .fixed_keys = 240});
+                                                       .fixed_keys = 240,
+                                                       .tuning = {.query_steps = 1}});
 
-// 32 + 48 + 48 + 48 + 32 = 208 KiB. With two stages S = 8k: 862 / 874, S = 512: 620 / 359. With the
-// scale warp sending O, S = 512: 664 / 390, S = 1k: 758 / 559; three stages are 0 to 2 % faster.
-// Ping-pong, tried with another form of the softmax: 859 / 871 against 869 / 865 without, 617 / 375
-// against 631 / 365.
-inline constexpr FwdConfig kFwdTileFp8D128Short = fp8_tile({.output = OutputKind::kSent,
-                                                            .tile_n = 128,
-                                                            .stages = 3,
-                                                            .q_stages = 2,
-                                                            .raw_stages = 3,
-                                                            .producer = ProducerSize::kWide,
-                                                            .ping_pong = false,
-                                                            .tile_overlap = true,
-                                                            .lazy_rescale_log2 = kFp8LazyLog2,
-                                                            .relative_speed = 89,
-                                                            .fixed_keys = 215});
+// 32 + 48 + 48 + 48 + 32 = 208. Three stages are 0 to 2 % faster than two; ping-pong gains nothing.
+inline constexpr FwdConfig kFwdTileFp8D128Short =
+    fp8_tile({.output = OutputKind::kSent,
+              .tile_n = 128,
+              .stages = 3,
+              .q_stages = 2,
+              .raw_stages = 3,
+              .ping_pong = false,
+              .tile_overlap = true,
+              .lazy_rescale_log2 = kFp8LazyLog2,
+              .relative_speed = 89,
+              .fixed_keys = 215,
+              .tuning = {.producer = ProducerSize::kWide}});
 
-// 64 + 64 + 64 + 32 = 224 KiB, which leaves no space for O. Overlap in a warpgroup needs 64
-// registers for S, 128 for O and 16 for P of the K tile before, so all that a narrow producer
-// leaves. There is space for one V as loaded: its halves are loaded and transposed alternately,
-// otherwise the copy of one waits for the transposition of the one before. S = 8k: 1235 / 1198, S =
-// 512: 847 / 492; with neither overlap nor halves: 1049 / 1099, 752 / 462; with overlap of tiles
-// too: 1208 / 1195, 825 / 482 (H200, 2026-11-24). General kernels with 96 keys and 56 registers for
-// the producer, which spill nothing, take 1.4 to 1.5 times as long (packed sequences, windows; the
-// same day).
-inline constexpr FwdConfig kFwdTileFp8D256 = fp8_tile({.output = OutputKind::kRegisters,
-                                                       .tile_n = 128,
-                                                       .q_stages = 2,
-                                                       .raw_stages = 1,
-                                                       .raw_parts = 2,
-                                                       .producer = ProducerSize::kNarrow,
-                                                       .lazy_rescale_log2 = kFp8LazyLog2});
+// 64 + 64 + 64 + 32 = 224, which leaves no space for O. Overlap in a warpgroup needs 64 registers
+// for S, 128 for O and 16 for P of the K tile before, which is all that a narrow producer leaves.
+// There is space for one V as loaded, so its halves are loaded and transposed alternately;
+// otherwise the copy of one would wait for the transposition of the one before. General kernels
+// with 96 keys and 56 registers for the producer spill nothing, but take 1.4 to 1.5 times as long
+// (H200, 2026-11-24).
+inline constexpr FwdConfig kFwdTileFp8D256 =
+    fp8_tile({.output = OutputKind::kRegisters,
+              .tile_n = 128,
+              .q_stages = 2,
+              .raw_stages = 1,
+              .raw_parts = 2,
+              .lazy_rescale_log2 = kFp8LazyLog2,
+              .tuning = {.producer = ProducerSize::kNarrow}});
 
-// (192, 128), the head dims of MLA: 64 + 64 + 32 + 32 + 32 = 224 KiB.
-inline constexpr FwdConfig kFwdTileFp8D192x128 = fp8_tile({.output = OutputKind::kSent,
-                                                           .tile_n = 128,
-                                                           .q_stages = 2,
-                                                           .raw_stages = 2,
-                                                           .producer = ProducerSize::kWide,
-                                                           .tile_overlap = true,
-                                                           .lazy_rescale_log2 = kFp8LazyLog2});
+// 64 + 64 + 32 + 32 + 32 = 224, for the head dims of MLA.
+inline constexpr FwdConfig kFwdTileFp8D192x128 =
+    fp8_tile({.output = OutputKind::kSent,
+              .tile_n = 128,
+              .q_stages = 2,
+              .raw_stages = 2,
+              .tile_overlap = true,
+              .lazy_rescale_log2 = kFp8LazyLog2,
+              .tuning = {.producer = ProducerSize::kWide}});
 
-// Adds sums of PV in fp32, in addition to those of the products.
+// Adds sums of PV in fp32, in addition to those of the GEMMs.
 constexpr FwdConfig promoted(FwdConfig tile, int shared_sums) {
   tile.sums = SumsKind::kPromoted;
   tile.shared_sums = shared_sums;
@@ -101,21 +107,21 @@ constexpr FwdConfig promoted(FwdConfig tile, int shared_sums) {
   return tile;
 }
 
-// 120 KiB, and 48 KiB for all of the sums.
+// 120, and 48 for all of the sums.
 inline constexpr FwdConfig kFwdTileFp8D64Promote = promoted(kFwdTileFp8D64, 32);
 
-// 32 + 48 + 48 + 32 + 32 = 192 KiB, and 32 KiB for half of the sums. All sums in registers, with a
-// third stage of V as loaded, spill 72 bytes, and S = 8k takes 4 to 5 % longer; with a quarter in
-// shared memory 10 % longer (H200, 2026-11-25).
+// 32 + 48 + 48 + 32 + 32 = 192, and 32 for half of the sums. With all sums in registers and a third
+// stage of V as loaded 8k keys take 4 to 5 % longer, with a quarter of them in shared memory 10 %
+// (H200, 2026-11-25).
 inline constexpr FwdConfig kFwdTileFp8D128Promote = [] {
   FwdConfig tile = promoted(kFwdTileFp8D128Short, 32);
   tile.raw_stages = 2;
   return tile;
 }();
 
-// 64 + 64 + 32 + 32 = 192 KiB, and 32 KiB for half of the sums, so that O is stored from registers.
-// With 96 keys, staged, S = 2k takes 4 to 5 % longer, 8k 1 %; without ping-pong 2k takes 1 to 2 %
-// longer, 8k between 1 % less and 1 % more (H200, 2026-11-25).
+// 64 + 64 + 32 + 32 = 192, and 32 for half of the sums, so that O is stored from registers. With O
+// staged and 96 keys, 2k keys take 4 to 5 % longer, 8k 1 %; without ping-pong 2k take 1 to 2 %
+// longer (H200, 2026-11-25).
 inline constexpr FwdConfig kFwdTileFp8D192x128Promote = [] {
   FwdConfig tile = promoted(kFwdTileFp8D192x128, 32);
   tile.output = OutputKind::kRegisters;
@@ -137,8 +143,8 @@ constexpr FwdConfig fp8_on_cache(int tile_n, int stages, int q_stages) {
   return tile;
 }
 
-// 8 + 64 + 64 + 64 = 200 KiB, 16 + 64 + 64 + 64 = 208 KiB, 16 + 96 + 48 + 48 = 208 KiB, 32 + 48 +
-// 48 + 48 = 176 KiB.
+// 8 + 64 + 64 + 64 = 200, 16 + 64 + 64 + 64 = 208, 16 + 96 + 48 + 48 = 208, 32 + 48 + 48 + 48 =
+// 176.
 inline constexpr FwdConfig kFwdTileFp8D64Cache = fp8_on_cache(128, 8, 2);
 inline constexpr FwdConfig kFwdTileFp8D128Cache = fp8_on_cache(128, 4, 2);
 inline constexpr FwdConfig kFwdTileFp8D192x128Cache = fp8_on_cache(128, 3, 1);

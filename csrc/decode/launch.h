@@ -12,7 +12,7 @@ void launch_decode(FwdParams const& p, void* stream) {
   using Traits = DecodeTraits<Config>;
   constexpr int kBytes = Config::k.shared_bytes();
   static_assert(sizeof(DecodeStorage<Traits>) <= kBytes,
-                "decode_shared_bytes() must cover the storage");
+                "decode_shared_memory() must cover the storage");
   LaunchShape const shape{Config::k.name, p.schedule.grid, Config::k.threads(), kBytes};
   static std::atomic<uint64_t> devices_ready{0};
   bind_thread(shape.variant, shape.grid, kBytes);

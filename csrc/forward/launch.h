@@ -220,7 +220,7 @@ template <class Config>
 void launch_forward(FwdParams const& p, void* stream) {
   constexpr int kBytes = Config::k.shared_bytes();
   static_assert(sizeof(FwdStorage<FwdTraits<Config>>) <= kBytes,
-                "FwdConfig::shared_bytes() must cover the storage");
+                "FwdConfig::shared_memory() must cover the storage");
   LaunchShape const shape{Config::k.name, p.schedule.grid, Config::k.threads(), kBytes};
   static std::atomic<uint64_t> devices_ready{0};
   bind_thread(shape.variant, shape.grid, kBytes);

@@ -21,12 +21,12 @@ struct SharedQueries {
   }
 };
 
-// The first k-steps of Q stay in registers: their products read only K from shared memory, whose
+// The first k-steps of Q stay in registers: their GEMMs read only K from shared memory, whose
 // bandwidth narrow K tiles nearly exhaust.
 template <class Traits>
 class HeldQueries {
   using Element = typename Traits::Element;
-  static constexpr int kSteps = Traits::k.query_steps;
+  static constexpr int kSteps = Traits::k.tuning.query_steps;
   static_assert(Traits::kSlice * sizeof(Element) == 128);
 
   // ((4, 2, 2), 1, steps) of 8-bit elements: a thread has four words a step.
@@ -38,7 +38,7 @@ class HeldQueries {
   Fragment fragment_;
 
  public:
-  // rows: those of this warpgroup, in shared memory. Whole warps call this, while no product that
+  // rows: those of this warpgroup, in shared memory. Whole warps call this, while no GEMM that
   // reads the registers is in flight.
   CUTE_DEVICE void load(Element const* rows, int thread) {
     load_warpgroup_rows<kWarpgroupRows, kSteps>(reinterpret_cast<char const*>(rows), 0, thread,

@@ -49,7 +49,7 @@ struct FwdSlots {
   using Values = If<Traits::kTransposesV || Traits::kConverts, RawValues, DirectValues>;
   using Helpers = If<Traits::kTransposesV, ScaleAndTransposeWarps,
                      If<k.kind.is_cache(), NoHelpers, StoreWarps>>;
-  using Queries = If<(k.query_steps > 0), HeldQueries<Traits>, SharedQueries<Traits>>;
+  using Queries = If<(k.tuning.query_steps > 0), HeldQueries<Traits>, SharedQueries<Traits>>;
   using Limits = RowLimits<Traits, If<Traits::kHasScales, ColumnBits, ColumnComparison>>;
   using Score = ScoreOf<k.kind.score>;
   using Softmax = If<Traits::kHasScales, Fp8Softmax<Traits>, OnlineSoftmax<Traits>>;

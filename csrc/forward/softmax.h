@@ -45,14 +45,14 @@ struct OnlineSoftmax {
   }
 
   // S becomes exp2((S - max) * scale_log2). After a masked K tile a row may still have seen no key.
-  // hook: waits for products of the same warpgroup; called at the end. With k.late_wait that wait
-  // comes after all exponentials of the thread's first row. ptxas (13.0) interleaves the rows, so
-  // about three quarters of all exponentials come before it.
+  // hook: waits for GEMMs of the same warpgroup; called at the end. With k.tuning.late_wait that
+  // wait comes after all exponentials of the thread's first row. ptxas (13.0) interleaves the rows,
+  // so about three quarters of all exponentials come before it.
   template <bool kMasked, class Fragment, class Hook>
   CUTE_DEVICE void update(Fragment& acc, NoScale, Hook const& hook) {
     auto scores = rows_view(acc);  // (2, columns)
     update_max(scores);
-    if (k.maxima_first && Traits::kIsMasked) {
+    if (k.tuning.maxima_first && Traits::kIsMasked) {
       wait_for_both();
     }
     CUTE_UNROLL
@@ -64,7 +64,7 @@ struct OnlineSoftmax {
       }
       row_sum[r] = row_sum[r] * rescale[r] + sum_of_row(scores, r);
     }
-    if (k.late_wait) {
+    if (k.tuning.late_wait) {
       wait_after(row_sum[0], zero);
     }
     hook();

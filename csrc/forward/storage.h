@@ -1,7 +1,7 @@
 // Shared memory of a CTA: three rings and their barriers.
 //
 // With OutputKind::kOverQueries O has no buffer of its own: a warpgroup writes its O over its own
-// rows of Q, which only its own products have read, and a store warp copies it out. The Q buffer is
+// rows of Q, which only its own GEMMs have read, and a store warp copies it out. The Q buffer is
 // empty again when that copy has read it.
 #pragma once
 
@@ -58,6 +58,12 @@ struct FwdStorage {
     // kPromoted: the part of O in fp32 that a thread does not hold in registers.
     float4 sums[kSummed][k_.shared_sums / 4][kWarpgroupThreads];
   };
+  static constexpr SharedMemory kListed = k_.shared_memory();
+  static_assert(sizeof(q) == kListed.total("Q") && sizeof(k) == kListed.total("K") &&
+                sizeof(v) == kListed.total("V") && sizeof(k_raw) == kListed.total("raw K") &&
+                sizeof(v_raw) == kListed.total("raw V") &&
+                sizeof(staged) == kListed.total("staged O") &&
+                sizeof(sums) == kListed.total("O in fp32"));
 
   // For each warpgroup, the tile whose Q is in the stage; the barriers of Q guard it.
   FwdWork<Traits> work[Traits::kQStages][Traits::kWarpgroups];
@@ -166,7 +172,7 @@ struct RawValues {
   }
 };
 
-// The same for K; RawKeys: kConverted.
+// ValuesKind::kDirect, kTransposed: the producer loads K into the ring that S reads.
 struct DirectKeys {
   template <class Storage>
   CUTE_DEVICE static auto& buffers(Storage& shared) {
@@ -182,6 +188,7 @@ struct DirectKeys {
   }
 };
 
+// ValuesKind::kConverted: the producer loads K into `k_raw`.
 struct RawKeys {
   template <class Storage>
   CUTE_DEVICE static auto& buffers(Storage& shared) {

@@ -1,4 +1,4 @@
-// The types that a Config implies: elements, shared-memory layouts, products. Types only; the slots
+// The types that a Config implies: elements, shared-memory layouts, GEMMs. Types only; the slots
 // are in forward/slots.h.
 #pragma once
 
@@ -17,7 +17,7 @@ struct FwdTraits {
   using Config = Config_;
   static constexpr FwdConfig k = Config::k;
 
-  using Element = ElementOf<k.dtype_q>;     // Q, P and the operands of both products
+  using Element = ElementOf<k.dtype_q>;     // Q, P and the operands of both GEMMs
   using ElementKv = ElementOf<k.dtype_kv>;  // K and V in global memory
   using Location = cute::conditional_t<k.kind.is_cache(), CacheLocation, LocationOf<k.kind.batch>>;
   static constexpr KernelKind kKind = k.kind;
@@ -50,9 +50,9 @@ struct FwdTraits {
   static constexpr int kScaleTiles = kScaleBlockKeys / k.tile_n;
   static constexpr int kScaleStages = 2 * k.stages;
   // 16-bit elements of O that a warpgroup stages.
-  static constexpr int kStagedElements = staged_bytes(k) / (2 * kWarpgroups);
+  static constexpr int kStagedElements = staged_bytes(k) / 2;
   // General kernels with a narrow producer recompute what they have no registers to keep.
-  static constexpr bool kIsTight = !k.kind.is_dense() && k.producer == ProducerSize::kNarrow;
+  static constexpr bool kIsTight = !k.kind.is_dense() && k.tuning.producer == ProducerSize::kNarrow;
   // Two warpgroups on a cache have no registers for the mask of a tree while PV still reads P, nor
   // between masked K tiles: they find a row's limits again for each, and mask after PV.
   static constexpr bool kMasksLate = k.kind.is_cache() && kWarpgroups > 1;
@@ -113,9 +113,9 @@ struct FwdTraits {
 
   // S = Q K^T: Q and K are contiguous along the head dim.
   using MmaS = decltype(cute::make_tiled_mma(shared_atom<Element, kTileN, Major::K>()));
-  // The same, with Q in registers.
+  // S = Q K^T with Q in registers.
   using MmaHeldS = decltype(cute::make_tiled_mma(register_atom<Element, kTileN, Major::K>()));
-  // O = P V: P in registers. V is contiguous along the head dim, which is the N of this product,
+  // O = P V: P in registers. V is contiguous along the head dim, which is the N of this GEMM,
   // or, transposed, along the keys.
   static constexpr Major kMajorV = kTransposesV ? Major::K : Major::MN;
   using MmaO = decltype(cute::make_tiled_mma(register_atom<Element, kHeadDimV, kMajorV>()));

@@ -34,7 +34,7 @@ void launch_mla(FwdParams const& p, void* stream) {
   using Traits = MlaTraits<Config>;
   constexpr int kBytes = Config::k.shared_bytes();
   static_assert(sizeof(MlaStorage<Traits>) <= kBytes,
-                "latent_shared_bytes() must cover the storage");
+                "latent_shared_memory() must cover the storage");
   LaunchShape const shape{Config::k.name, p.schedule.grid, Config::k.threads(), kBytes};
   static std::atomic<uint64_t> devices_ready{0};
   bind_thread(shape.variant, shape.grid, kBytes);

@@ -54,6 +54,19 @@ class DictBuilder {
   DictBuilder& string(char const* key, char const* value) {
     return set(key, PyUnicode_FromString(value));
   }
+  // A list of (name, count, bytes of one).
+  DictBuilder& buffers(char const* key, SharedMemory const& memory) {
+    PyObject* list = PyList_New(0);
+    for (int i = 0; list && i < memory.size; ++i) {
+      auto const& [name, count, bytes] = memory.buffers[i];
+      PyObject* const row = Py_BuildValue("(sii)", name, count, bytes);
+      if (!row || PyList_Append(list, row) != 0) {
+        Py_CLEAR(list);
+      }
+      Py_XDECREF(row);
+    }
+    return set(key, list);
+  }
 
   PyObject* finish() {
     if (PyErr_Occurred()) {
@@ -96,7 +109,7 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("consumer_warpgroups", config.consumer_warpgroups)
       .flag("promotes", config.is_promoted())
       .flag("ping_pong", config.ping_pong)
-      .flag("late_wait", config.late_wait)
+      .flag("late_wait", config.tuning.late_wait)
       .flag("intra_overlap", config.is_skewed())
       .flag("tile_overlap", config.tile_overlap)
       .integer("ctas_per_sm", config.ctas_per_sm)
@@ -110,6 +123,7 @@ void add_variant(DictBuilder& dict, int variant) {
       .flag("swapped", config.is_swapped)
       .integer("consumer_registers", config.consumer_registers())
       .integer("output_registers", config.is_latent() ? config.output_registers() : 0)
+      .buffers("shared_memory", config.shared_memory())
       .integer("shared_bytes", config.shared_bytes());
 }
 
@@ -146,6 +160,7 @@ void add_backward_variant(DictBuilder& dict, int variant) {
       .integer("producer_registers", config.producer_registers())
       .string("consumer_registers", registers_text(config).c_str())
       .integer("dq_adders", config.dq_adders())
+      .buffers("shared_memory", config.shared_memory())
       .integer("shared_bytes", config.shared_bytes());
 }
 

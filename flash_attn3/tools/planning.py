@@ -377,7 +377,9 @@ def _registers(facts: dict) -> str:
 
 
 def _shared_memory(facts: dict) -> str:
-    return f'{facts["shared_bytes"] / 1024:.0f} KiB of 227'
+    buffers = ' + '.join(f'{name} {count * size / 1024:.3g}'
+                         for name, count, size in facts['shared_memory'])
+    return f'{facts["shared_bytes"] / 1024:.0f} KiB of 227: {buffers}'
 
 
 def _text_of(rows: dict[str, str]) -> str:

@@ -85,7 +85,8 @@ def test_explain_text_of_the_gradients(capsys):
         'stages': f'{facts["q_stages"]} of Q, {facts["dout_stages"]} of dO',
         'registers': f'{facts["producer_registers"]} a producer thread, '
                      f'{facts["consumer_registers"]} a consumer thread',
-        'shared memory': f'{facts["shared_bytes"] / 1024:.0f} KiB of 227',
+        'shared memory': f'{facts["shared_bytes"] / 1024:.0f} KiB of 227: ' + ' + '.join(
+            f'{name} {count * size / 1024:.3g}' for name, count, size in facts['shared_memory']),
         'tiles': f'{n_tiles} along the keys, {m_tiles} along the queries of a head',
         'grid': f'{n_tiles * 4 * 2} CTAs',
         'sum of dQ': 'in any order; the first is stored',

@@ -1,7 +1,4 @@
 """Shared memory, registers and threads of every variant against the limits of sm_90."""
-from itertools import product
-from math import prod
-
 import pytest
 
 from flash_attn3 import _plan
@@ -33,45 +30,10 @@ def slice_columns(variant):
     return 128 if variant['dtype'] == E4M3 and variant['head_dim'] > 64 else 64
 
 
-def buffers(variant):
-    """Bytes of one buffer of each ring of a forward variant, by its name: a warpgroup's rows of
-    Q, or K, or V. O of 16 bits leaves through the buffers of Q, which are as wide as the wider of
-    the two. FP8: V lies transposed, in rows of whole slices of keys, and has a second ring, `raw
-    V`, in which it lies as it comes; O has slices of 64 columns where it is staged, and may lie in
-    fp32 in part. K and V that are converted have second rings, of bytes. Where GEMMs are swapped K
-    and V share a ring, of up to 128 columns, and P has a buffer.
-    """
-    size, keys = element_bytes(variant), variant['tile_n']
-    columns, columns_v = variant['columns'], variant['columns_v']
-    if variant['swapped']:
-        of_stage = min(128, max(columns, columns_v))
-        of_kv = 1 if variant['name'].endswith('Kv8') else size
-        return {'Q': 64 * columns * size, 'K': keys * of_stage * of_kv, 'P': 64 * keys * size}
-    if variant['dtype'] != E4M3:
-        wide = {'Q': 64 * max(columns, columns_v) * size, 'K': keys * columns * size,
-                'V': keys * columns_v * size}
-        return wide | ({'raw K': keys * columns, 'raw V': keys * columns_v}
-                       if variant['converter_registers'] else {})
-    slice_keys = 64 if 0 < keys % 128 <= 64 else 128
-    return {'Q': 64 * columns, 'K': keys * columns,
-            'V': variant['head_dim_v'] * -(-keys // slice_keys) * slice_keys,
-            'raw V': keys * columns_v,
-            'staged O': 64 * 2 * -(-variant['head_dim_v'] // 64) * 64,
-            'O in fp32': WARPGROUP_THREADS * 4 * variant['shared_sums']}
-
-
-def rings(variant):
-    """How many buffers each ring has; Q as (stages, warpgroups)."""
-    return {'Q': (variant['q_stages'], variant['consumer_warpgroups']), 'K': (variant['stages'],),
-            'V': (variant['stages'],), 'raw K': (variant['raw_stages'],),
-            'raw V': (variant['raw_stages'],), 'P': (1,),
-            'staged O': (variant['output_stages'], variant['consumer_warpgroups']),
-            'O in fp32': (variant['consumer_warpgroups'],)}
-
-
-def bytes_of_rings(variant):
-    sizes, counts = buffers(variant), rings(variant)
-    return sum(prod(counts[name]) * size for name, size in sizes.items())
+def bytes_of_buffers(variant):
+    """Without barriers, scales, coordinates of tiles."""
+    return sum(count * size for name, count, size in variant['shared_memory']
+               if name != 'small data')
 
 
 def is_latent(variant):
@@ -95,29 +57,41 @@ def test_sums_in_shared_memory_come_in_fours(variant):
     assert 0 <= variant['shared_sums'] <= (variant['head_dim_v'] // 2 if holds_sums(variant) else 0)
 
 
-@each_variant
-def test_shared_memory_holds_the_rings_and_fits(variant):
-    if is_latent(variant):    # csrc/mla asserts that its struct fits
-        values = variant['stages'] * variant['tile_n'] * variant['head_dim_v'] * ELEMENT_BYTES
-        assert values < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA
-        return
-    of_rings = bytes_of_rings(variant)
-    assert of_rings < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA
-    # Barriers take at most a few hundred bytes; scales of the rows of Q, or of converted keys, 4
-    # bytes each.
-    of_scales = 4 * 64 * prod(rings(variant)['Q']) if variant['dtype'] == E4M3 else 0
-    if variant['converter_registers'] > 0:
-        of_scales = 2 * 4 * variant['tile_n'] * variant['raw_stages']
-    if variant['swapped']:    # limits, maxima, sums of rows; a sequence a thread; scales of keys
-        of_scales = 64 * (20 + 8 * 4) + 28 * 384 + 4 * variant['tile_n'] * variant['stages']
-    assert variant['shared_bytes'] - of_rings <= 2048 + of_scales
-    assert variant['ctas_per_sm'] * (variant['shared_bytes'] + 1024) <= SHARED_BYTES_PER_SM
+@of_both
+def test_shared_memory_is_its_list_and_fits(variant):
+    """The kernels assert that the buffers of their storage have the sizes in the list."""
+    buffers = variant['shared_memory']
+    assert sum(count * size for _, count, size in buffers) == variant['shared_bytes']
+    assert variant['shared_bytes'] <= SHARED_BYTES_PER_CTA == 232448
+    assert variant.get('ctas_per_sm', 1) * (variant['shared_bytes'] + 1024) <= SHARED_BYTES_PER_SM
+    assert {'Q', 'small data'} < {name for name, _, _ in buffers}
+    assert min(min(count, size) for _, count, size in buffers) > 0
 
 
-@each_variant
-def test_rings_stay_aligned_for_the_swizzle(variant):
+@of_both
+def test_small_data_is_small(variant):
+    """Barriers take at most a few hundred bytes; scales of the rows of Q, or of converted keys, 4
+    bytes each; a decode kernel has limits, maxima and sums of rows and a sequence a thread.
+    """
+    scales = 0
+    if variant['dtype'] == E4M3:
+        scales = 4 * 64 * variant['q_stages'] * variant['consumer_warpgroups']
+    if variant.get('swapped'):
+        scales = 64 * (20 + 8 * 4) + 28 * 384 + 4 * variant['tile_n'] * variant['stages']
+    elif is_latent(variant):    # scales of 4 groups of columns of a key
+        scales = 1024 + 16 * variant['tile_n'] * (variant['raw_stages'] > 0)
+    elif variant.get('converter_registers'):
+        scales = 2 * 4 * variant['tile_n'] * variant['raw_stages']
+    if 'cluster_size' in variant:    # LSE, delta and limits of the backward
+        scales = (4 * variant['tile_m'] * (variant['q_stages'] + variant['dout_stages'])
+                  + 8 * keys_of_cta(variant))
+    assert variant['shared_bytes'] - bytes_of_buffers(variant) <= 2048 + scales
+
+
+@of_both
+def test_buffers_stay_aligned_for_the_swizzle(variant):
     """The 128-byte swizzle repeats every 1024 bytes: every buffer must be a multiple of them."""
-    assert all(size % 1024 == 0 for size in buffers(variant).values())
+    assert all(size % 1024 == 0 for _, _, size in variant['shared_memory'])
     assert variant['tile_n'] % 8 == 0 and variant['head_dim_v'] % 8 == 0
 
 
@@ -187,46 +161,6 @@ def test_products_and_copies_have_legal_shapes(variant):
 
 def keys_of_cta(variant):
     return variant['tile_n'] // variant['cluster_size']
-
-
-def handed_on(variant):
-    """What leaves: dQ in float32, or dV or dK. In a cluster: P and dS of the other CTA, twice each,
-    and its K for the larger half of the slices of dQ.
-    """
-    rows, keys, columns = variant['tile_m'], keys_of_cta(variant), variant['columns']
-    if variant['cluster_size'] == 1:
-        return max(4 * rows * variant['head_dim'],
-                   ELEMENT_BYTES * keys * max(columns, variant['columns_v']))
-    other_columns = -(-columns // 64 // 2) * 64
-    return ELEMENT_BYTES * keys * (2 * 2 * rows + other_columns)
-
-
-@each_backward
-def test_shared_memory_of_the_backward_holds_its_tiles_and_fits(variant):
-    """K (twice where a CTA goes from tile to tile), V, the rings of Q and dO with LSE and delta of
-    their rows, dS twice, what is exchanged or leaves, limits of keys under a general mask; barriers
-    beside them.
-    """
-    rows, keys = variant['tile_m'], keys_of_cta(variant)
-    is_one = variant['cluster_size'] == 1
-    keys_of_k = keys * (2 * variant['head_dim'] if is_one else variant['columns'])
-    inputs = ELEMENT_BYTES * (keys_of_k + keys * variant['columns_v'] + rows * sum(
-        variant[f'columns{name}'] * variant[f'{ring}_stages']
-        for name, ring in (('', 'q'), ('_v', 'dout'))))
-    row_values = 4 * rows * (variant['q_stages'] + variant['dout_stages'])
-    limits = 8 * keys if variant['mask'] in ('general', 'softcap') else 0
-    scores = 2 * ELEMENT_BYTES * rows * keys
-    tiles = inputs + scores + handed_on(variant)
-    assert tiles + row_values + limits < variant['shared_bytes'] <= SHARED_BYTES_PER_CTA == 232448
-    assert variant['shared_bytes'] <= tiles + row_values + limits + 2048
-
-
-@each_backward
-def test_tiles_of_the_backward_stay_aligned_for_the_swizzle(variant):
-    for rows, columns in product((variant['tile_m'], keys_of_cta(variant)),
-                                 (variant['columns'], variant['columns_v'])):
-        assert rows * columns * ELEMENT_BYTES % 1024 == 0
-    assert variant['tile_m'] * keys_of_cta(variant) * ELEMENT_BYTES % 1024 == 0
 
 
 @each_backward
