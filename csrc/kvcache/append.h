@@ -2,7 +2,7 @@
 // calls it.
 #pragma once
 
-#include "kvcache/append_rows.h"
+#include "core/append_rows.h"
 #include "core/problem.h"
 
 namespace fa3 {

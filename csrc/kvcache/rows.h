@@ -199,7 +199,7 @@ CUTE_DEVICE void rotate(Rotary const& rotary, int64_t position, int pair, Chunk&
   }
 }
 
-// The two chunks of a pair in a row (kvcache/append_rows.h).
+// The two chunks of a pair in a row (core/append_rows.h).
 template <class Element, AppendTensor kTensor>
 struct RowChunks {
   static constexpr bool kIsRotated =

@@ -10,7 +10,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "kvcache/append_rows.h"
+#include "core/append_rows.h"
 #include "core/block_range.h"
 #include "core/packed_tiles.h"
 #include "core/tree_mask.h"
