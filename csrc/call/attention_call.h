@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <tuple>
 
 #include "attention_arguments.h"
 
@@ -72,6 +73,12 @@ struct AttentionCall {
     tree.visit(visitor);
     by_page.visit(visitor);
     latent.visit(visitor);
+  }
+
+  // A group of arguments, by its type.
+  template <class Group>
+  Group const& group() const {
+    return std::get<Group const&>(std::tie(lengths, score, scales, cache, rotary, tree, latent));
   }
 
   bool is_packed() const { return lengths.cu_seqlens_q || lengths.cu_seqlens_k; }

@@ -1,4 +1,5 @@
-// Which tensors the copy engine (TMA) can address. The others are copied into packed memory first.
+// Which tensors TMA can address, and which of them kernels load by chunks of 16 bytes. The others
+// are copied into packed memory first.
 #pragma once
 
 #include "config/fwd_config.h"
@@ -16,6 +17,18 @@ inline bool tma_can_address(TensorMeta const& meta) {
   for (int i = 0; i < 3; ++i) {
     int64_t const stride = meta.stride[i] * element_bytes(meta.dtype);
     fine = fine && (meta.size[i] == 1 || (stride % kTmaAlignment == 0 && stride < kTmaStrideEnd));
+  }
+  return fine;
+}
+
+// Whether chunks of 16 bytes of the columns can be loaded and stored.
+inline bool has_chunks(TensorMeta const& meta) {
+  int const columns = meta.rank - 1;
+  bool fine =
+      meta.address % kTmaAlignment == 0 && (meta.size[columns] <= 1 || meta.stride[columns] == 1);
+  for (int i = 0; i < columns; ++i) {
+    int64_t const stride = meta.stride[i] * element_bytes(meta.dtype);
+    fine = fine && (meta.size[i] <= 1 || stride % kTmaAlignment == 0);
   }
   return fine;
 }

@@ -1,10 +1,8 @@
 // Calls that append to a KV cache or rotate queries.
-#include <limits>
-
 #include "call/cache_form.h"
+#include "call/tma_rules.h"
 #include "checks/cache_rules.h"
 #include "checks/checks.h"
-#include "core/append_rows.h"
 
 namespace fa3 {
 namespace {
@@ -18,13 +16,13 @@ constexpr int kRotaryStepOfE4M3 = 32;
 
 // Dense, packed.
 constexpr Row<Call> kNewRows[] = {
-    {"k", &at<&Call::k_new>, Type::kNewKeys, Memory::kColumns, {"B Sn Hk D", "Tn Hk D"}},
-    {"v", &at<&Call::v_new>, Type::kNewValues, Memory::kColumns, {"B Sn Hk Dv", "Tn Hk Dv"}},
+    {"k", at<&Call::k_new>, kNewKeys, kColumns, {"B Sn Hk D", "Tn Hk D"}},
+    {"v", at<&Call::v_new>, kNewValues, kColumns, {"B Sn Hk Dv", "Tn Hk Dv"}},
 };
 
-constexpr Row<Call> kTables[] = {
-    {"rotary_cos", &at<&Call::rotary, &Rotary::rotary_cos>, Type::kTables, Memory::kList, {"L Dr"}},
-    {"rotary_sin", &at<&Call::rotary, &Rotary::rotary_sin>, Type::kTables, Memory::kList, {"L Dr"}},
+constexpr Row<Call> kRotary[] = {
+    {"rotary_cos", at<&Rotary::rotary_cos>, kTables, kList, {"L Dr"}},
+    {"rotary_sin", at<&Rotary::rotary_sin>, kTables, kList, {"L Dr"}},
 };
 
 bool rotates(Call const& call) { return call.rotary.rotary_cos && call.rotary.rotary_sin; }
@@ -38,7 +36,7 @@ bool quantises(Call const& call, DtypeSet known) {
   return has_rows(call) && set_of(call.k) == kE4M3 && (set_of(*call.k_new) & known & ~kE4M3) != 0;
 }
 
-// The same for latents alone: new rows have the dtype of k_cache.
+// Latents alone become e4m3: k_cache keeps 16 bits, and new rows have its dtype.
 bool quantises_latents(Call const& call) {
   return has_rows(call) && set_of(call.v) == kE4M3 && set_of(*call.v_new) != kE4M3 &&
          set_of(call.k) != kE4M3;
@@ -48,18 +46,18 @@ bool quantises_latents(Call const& call) {
 Solver append_solver(Call const& call) {
   Solver solver("append_and_attend", {"q", call.q});
   DtypeSet const known = kE4M3 | k16Bits | (solver.on_cuda() ? 0 : kCpuOnly);
-  for (Type type : {Type::kAnchor, Type::kKeys, Type::kValues}) {
+  for (Type type : {kAnchor, kKeys, kValues}) {
     solver.set(type, known);
   }
   bool const is_quantised = quantises(call, known);
-  solver.set(Type::kNewKeys, set_of(is_quantised ? *call.k_new : call.k));
-  solver.set(Type::kNewValues, set_of(is_quantised              ? *call.k_new
-                                      : quantises_latents(call) ? call.k
-                                                                : call.v));
+  solver.set(kNewKeys, set_of(is_quantised ? *call.k_new : call.k));
+  solver.set(kNewValues, set_of(is_quantised              ? *call.k_new
+                                : quantises_latents(call) ? call.k
+                                                          : call.v));
   DtypeSet const own = set_of(call.q);
   bool const has_wide_tables =
       own == kE4M3 && call.rotary.rotary_cos && (set_of(*call.rotary.rotary_cos) & k16Bits);
-  solver.set(Type::kTables, has_wide_tables ? set_of(*call.rotary.rotary_cos) : own);
+  solver.set(kTables, has_wide_tables ? set_of(*call.rotary.rotary_cos) : own);
   return solver;
 }
 
@@ -134,7 +132,7 @@ std::string check_tables(Solver& solver, Call const& call) {
     return solver.refuse("rotary_cos and rotary_sin together",
                          rotary.rotary_cos ? "rotary_sin of None" : "rotary_cos of None");
   }
-  return check_rows<kTables>(solver, call);
+  return check_rows<kRotary>(solver, call);
 }
 
 // What is rotated has one dtype.
@@ -207,6 +205,62 @@ std::string check_scales(Solver& solver, Call const& call) {
              : error;
 }
 
+// ----------------------------------------------------------------------------------------- kernel
+std::string check_chunks(Solver const& solver, NamedTensor const& tensor) {
+  auto const& [name, meta] = tensor;
+  return is_empty(meta) || has_chunks(meta)
+             ? ""
+             : solver.refuse(
+                   text(name,
+                        " with contiguous columns, and its address and strides at "
+                        "multiples of ",
+                        kTmaAlignment, " bytes on a GPU"),
+                   text("address ", meta.address, ", strides ", shape_text(meta.stride, meta.rank)),
+                   "allocate it whole, or pad the head_dim");
+}
+
+std::string check_cache_columns(Solver const& solver, NamedTensor const& cache) {
+  int64_t const columns = cache.meta.size[3];
+  int64_t const step = kTmaAlignment / element_bytes(cache.meta.dtype);
+  return columns % step == 0
+             ? check_chunks(solver, cache)
+             : solver.refuse(text(cache.name, ".size(3) to be a multiple of ", step, " on a GPU"),
+                             text(columns), "pad the head_dim with zeros");
+}
+
+std::string check_count(Solver const& solver, NamedTensor const& rows) {
+  constexpr int64_t kMost = int64_t(1) << 30;
+  auto const& [name, meta] = rows;
+  int const rank = meta.rank;
+  double const tokens = double(meta.size[0]) * (rank == 4 ? double(meta.size[1]) : 1.0);
+  double const columns = double(meta.size[rank - 2]) * double(meta.size[rank - 1]);
+  return std::max(tokens, columns) <= double(kMost)
+             ? ""
+             : solver.refuse(text(name, " with at most ", kMost,
+                                  " tokens, and as many columns of "
+                                  "all heads"),
+                             shape_text(meta.size, rank), "split the batch");
+}
+
+std::string check_rotary_memory(Solver const& solver, Call const& call) {
+  if (!rotates(call)) {
+    return {};
+  }
+  std::string error = check_chunks(solver, {"rotary_cos", *call.rotary.rotary_cos});
+  error = error.empty() ? check_chunks(solver, {"rotary_sin", *call.rotary.rotary_sin}) : error;
+  return error.empty() ? check_count(solver, {"q", call.q}) : error;
+}
+
+std::string check_row_memory(Solver const& solver, Call const& call) {
+  if (!has_rows(call)) {
+    return {};
+  }
+  std::string error = check_cache_columns(solver, {"k_cache", call.k});
+  error = error.empty() ? check_cache_columns(solver, {"v_cache", call.v}) : error;
+  error = error.empty() ? check_count(solver, {"k", *call.k_new}) : error;
+  return error.empty() ? check_count(solver, {"v", *call.v_new}) : error;
+}
+
 }  // namespace
 
 std::string check_append(Call const& call) {
@@ -214,6 +268,25 @@ std::string check_append(Call const& call) {
   return first_error<check_given, check_device, check_cache_tensors, check_new_rows, check_lengths,
                      check_memory, check_rotated, check_tables, check_rotary_dim, check_positions,
                      check_scales>(solver, call);
+}
+
+std::string check_append_kernel(Call const& call, bool sets_scales) {
+  Solver const solver("append_and_attend", {"q", call.q});
+  std::string const error = first_error<check_rotary_memory, check_row_memory>(solver, call);
+  bool const is_quantised = has_rows(call) && call.v.dtype != call.v_new->dtype;
+  bool const is_by_page = call.by_page.descale_by_page;
+  bool const has_latents = is_quantised && !is_by_page && call.k.dtype == call.k_new->dtype;
+  if (!error.empty() || !is_quantised) {
+    return error;
+  }
+  if ((has_latents || is_by_page) && !sets_scales) {
+    return solver.refuse("k_scales or v_scales, those that new keys set", "None");
+  }
+  return has_latents && call.v.size[3] != kLatentDim
+             ? solver.refuse(
+                   text("v_cache.size(3) to be ", kLatentDim, ", for scales by key, on a GPU"),
+                   text(call.v.size[3]))
+             : "";
 }
 
 }  // namespace fa3

@@ -11,17 +11,17 @@ using Call = AttentionCall;
 // Dense, packed. What the forward gave, the gradients of it, and the tensors that the op writes
 // into.
 constexpr Row<Call> kTable[] = {
-    {"dout", &at<&Call::dout>, Type::kLikeAnchor, Memory::kAny, {"B Sq Hq Dv", "Tq Hq Dv"}},
-    {"out", &at<&Call::out>, Type::kLikeAnchor, Memory::kAny, {"B Sq Hq Dv", "Tq Hq Dv"}},
-    {"lse", &at<&Call::lse>, Type::kWide, Memory::kAny, {"B Hq Sq", "Hq Tq"}},
-    {"dlse", &at<&Call::dlse>, Type::kWide, Memory::kAny, {"B Hq Sq", "Hq Tq"}},
-    {"dq", &at<&Call::dq>, Type::kLikeAnchor, Memory::kOwnColumns, {"B Sq Hq D", "Tq Hq D"}},
-    {"dk", &at<&Call::dk>, Type::kLikeAnchor, Memory::kOwnColumns, {"B Sk Hk D", "Tk Hk D"}},
-    {"dv", &at<&Call::dv>, Type::kLikeAnchor, Memory::kOwnColumns, {"B Sk Hk Dv", "Tk Hk Dv"}},
+    {"dout", at<&Call::dout>, kLikeAnchor, kAny, {"B Sq Hq Dv", "Tq Hq Dv"}},
+    {"out", at<&Call::out>, kLikeAnchor, kAny, {"B Sq Hq Dv", "Tq Hq Dv"}},
+    {"lse", at<&Call::lse>, kWide, kAny, {"B Hq Sq", "Hq Tq"}},
+    {"dlse", at<&Call::dlse>, kWide, kAny, {"B Hq Sq", "Hq Tq"}},
+    {"dq", at<&Call::dq>, kLikeAnchor, kOwnColumns, {"B Sq Hq D", "Tq Hq D"}},
+    {"dk", at<&Call::dk>, kLikeAnchor, kOwnColumns, {"B Sk Hk D", "Tk Hk D"}},
+    {"dv", at<&Call::dv>, kLikeAnchor, kOwnColumns, {"B Sk Hk Dv", "Tk Hk Dv"}},
     // For what is written into their memory; their shapes were checked.
-    {"q", &at<&Call::q>, Type::kAnchor, Memory::kAny, {}},
-    {"k", &at<&Call::k>, Type::kKeys, Memory::kAny, {}},
-    {"v", &at<&Call::v>, Type::kValues, Memory::kAny, {}},
+    {"q", at<&Call::q>, kAnchor, kAny, {}},
+    {"k", at<&Call::k>, kKeys, kAny, {}},
+    {"v", at<&Call::v>, kValues, kAny, {}},
 };
 
 // The backward has no second launch for more columns of v, and counts tiles of keys too.

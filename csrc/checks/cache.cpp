@@ -9,37 +9,25 @@ namespace fa3 {
 namespace {
 
 using Call = AttentionCall;
+using Lengths = LengthArguments;
+using Scales = ScaleArguments;
+using Tree = TreeArguments;
+using Latent = LatentArgument;
 
 static_assert(
     search_candidates(Dtype::kBFloat16, kLatentKernel, {kLatentRotaryDim, kLatentDim}).count == 1);
 
 // Dense, packed.
 constexpr Row<Call> kTable[] = {
-    {"seqused_q",
-     &at<&Call::lengths, &LengthArguments::seqused_q>,
-     Type::kInt32,
-     Memory::kList,
-     {"", "B"}},
-    {"qv",
-     &at<&Call::latent, &LatentArgument::qv>,
-     Type::kLikeAnchor,
-     Memory::kColumns,
-     {"B Sq Hq Dv", "Tq Hq Dv"}},
-    {"out", &at<&Call::out>, Type::kOut, Memory::kOwnColumns, {"B Sq Hq Dv", "Tq Hq Dv"}},
-    {"q_descale",
-     &at<&Call::scales, &ScaleArguments::q_descale>,
-     Type::kFloat32,
-     Memory::kAny,
-     {"B Hk", "B Hk"}},
+    {"seqused_q", at<&Lengths::seqused_q>, kInt32, kList, {"", "B"}},
+    {"qv", at<&Latent::qv>, kLikeAnchor, kColumns, {"B Sq Hq Dv", "Tq Hq Dv"}},
+    {"out", at<&Call::out>, kOut, kOwnColumns, {"B Sq Hq Dv", "Tq Hq Dv"}},
+    {"q_descale", at<&Scales::q_descale>, kFloat32, kAny, {"B Hk", "B Hk"}},
 };
 
 static_assert(kTreeWords == 4);
 constexpr Row<Call> kTree[] = {
-    {"tree_mask",
-     &at<&Call::tree, &TreeArguments::tree_mask>,
-     Type::kInt32,
-     Memory::kAny,
-     {"B Sq 4", "Tq 4"}},
+    {"tree_mask", at<&Tree::tree_mask>, kInt32, kAny, {"B Sq 4", "Tq 4"}},
 };
 
 bool has_packed_queries(Call const& call) { return bool(call.lengths.cu_seqlens_q); }
@@ -219,8 +207,8 @@ std::string check_cache(Call const& call) {
                                                                                          call);
   }
   if (call.converts()) {
-    solver.set(Type::kValues, kE4M3);
-    solver.set(Type::kKeys, set_of(call.k.dtype));  // of latents, as q
+    solver.set(kValues, kE4M3);
+    solver.set(kKeys, set_of(call.k.dtype));  // of latents, as q
   }
   return first_error<check_form, check_device, check_latent_dtypes, check_cache_tensors,
                      check_latent, check_rest, check_sizes, check_sinks, check_scales,

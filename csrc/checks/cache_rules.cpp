@@ -7,79 +7,46 @@ namespace fa3 {
 namespace {
 
 using Call = AttentionCall;
+using Lengths = LengthArguments;
+using Scales = ScaleArguments;
+using Rotary = RotaryArguments;
 using Cache = CacheArguments;
 
 // Dense, packed.
 constexpr Row<Call> kQueries[] = {
-    {"q", &at<&Call::q>, Type::kAnchor, Memory::kColumns, {"B Sq Hq D", "Tq Hq D"}},
-    {"cu_seqlens_q",
-     &at<&Call::lengths, &LengthArguments::cu_seqlens_q>,
-     Type::kInt32,
-     Memory::kList,
-     {"", "B+1"}},
+    {"q", at<&Call::q>, kAnchor, kColumns, {"B Sq Hq D", "Tq Hq D"}},
+    {"cu_seqlens_q", at<&Lengths::cu_seqlens_q>, kInt32, kList, {"", "B+1"}},
 };
 
-// Without new keys, other batches than that of q need no entry of k_cache.
+// A cache has an entry for each sequence, entries that cache_batch_idx picks, or pages.
 enum CacheForm { kByBatch, kByIndex, kPaged, kPagedByIndex };
 
-constexpr Row<Call> kKeys[] = {
-    {"k_cache",
-     &at<&Call::k>,
-     Type::kKeys,
-     Memory::kColumns,
-     {"B C Hk D", "E C Hk D", "N P Hk D", "N P Hk D"}},
+constexpr Row<Call> kCaches[] = {
+    {"k_cache", at<&Call::k>, kKeys, kColumns, {"B C Hk D", "E C Hk D", "N P Hk D", "N P Hk D"}},
     {"v_cache",
-     &at<&Call::v>,
-     Type::kValues,
-     Memory::kColumns,
+     at<&Call::v>,
+     kValues,
+     kColumns,
      {"B C Hk Dv", "E C Hk Dv", "N P Hk Dv", "N P Hk Dv"}},
-    {"page_table",
-     &at<&Call::cache, &Cache::page_table>,
-     Type::kInt32,
-     Memory::kList,
-     {"", "", "B Np", "R Np"}},
+    {"page_table", at<&Cache::page_table>, kInt32, kList, {"", "", "B Np", "R Np"}},
 };
 
 constexpr Row<Call> kLists[] = {
-    {"cache_seqlens", &at<&Call::cache, &Cache::cache_seqlens>, Type::kInt32, Memory::kList, {"B"}},
-    {"cache_batch_idx",
-     &at<&Call::cache, &Cache::cache_batch_idx>,
-     Type::kInt32,
-     Memory::kList,
-     {"B"}},
-    {"cache_leftpad", &at<&Call::cache, &Cache::cache_leftpad>, Type::kInt32, Memory::kList, {"B"}},
-    {"cu_seqlens_k_new",
-     &at<&Call::cache, &Cache::cu_seqlens_k_new>,
-     Type::kInt32,
-     Memory::kList,
-     {"B+1"}},
-    {"rotary_seqlens",
-     &at<&Call::rotary, &RotaryArguments::rotary_seqlens>,
-     Type::kInt32,
-     Memory::kList,
-     {"B"}},
+    {"cache_seqlens", at<&Cache::cache_seqlens>, kInt32, kList, {"B"}},
+    {"cache_batch_idx", at<&Cache::cache_batch_idx>, kInt32, kList, {"B"}},
+    {"cache_leftpad", at<&Cache::cache_leftpad>, kInt32, kList, {"B"}},
+    {"cu_seqlens_k_new", at<&Cache::cu_seqlens_k_new>, kInt32, kList, {"B+1"}},
+    {"rotary_seqlens", at<&Rotary::rotary_seqlens>, kInt32, kList, {"B"}},
 };
 
 // By batch, by page.
 constexpr Row<Call> kScales[] = {
-    {"k_descale",
-     &at<&Call::scales, &ScaleArguments::k_descale>,
-     Type::kFloat32,
-     Memory::kAny,
-     {"B Hk", "N Hk"}},
-    {"v_descale",
-     &at<&Call::scales, &ScaleArguments::v_descale>,
-     Type::kFloat32,
-     Memory::kAny,
-     {"B Hk", "N Hk"}},
+    {"k_descale", at<&Scales::k_descale>, kFloat32, kAny, {"B Hk", "N Hk"}},
+    {"v_descale", at<&Scales::v_descale>, kFloat32, kAny, {"B Hk", "N Hk"}},
 };
 
 constexpr Row<Call> kLatentScales[] = {
-    {"v_descale",
-     &at<&Call::scales, &ScaleArguments::v_descale>,
-     Type::kFloat32,
-     Memory::kAny,
-     {"B C Z", "E C Z", "N P Z", "N P Z"}},
+    {"v_descale", at<&Scales::v_descale>, kFloat32, kAny, {"B C Z", "E C Z", "N P Z", "N P Z"}},
 };
 
 CacheForm form_of(Call const& call) {
@@ -108,6 +75,14 @@ std::string check_queries(Solver& solver, Call const& call) {
                                    : check_rows<kQueries, 0>(solver, call);
 }
 
+std::string check_caches(Solver& solver, Call const& call) {
+  return check_by_form<kCaches>(solver, call);
+}
+
+std::string check_lists(Solver& solver, Call const& call) {
+  return check_rows<kLists>(solver, call);
+}
+
 std::string check_pages(Solver const& solver, Call const& call) {
   if (call.cache.page_table && solver["P"] < 1) {
     return solver.refuse("k_cache.size(1), the page size, to be at least 1", text(solver["P"]));
@@ -123,11 +98,9 @@ std::string check_pages(Solver const& solver, Call const& call) {
 }  // namespace
 
 std::string check_cache_tensors(Solver& solver, Call const& call) {
-  std::string error = check_queries(solver, call);
-  (void)(error.empty() && (error = check_by_form<kKeys>(solver, call), error.empty()) &&
-         (error = check_rows<kLists>(solver, call), error.empty()) &&
-         (error = check_pages(solver, call), error.empty()));
-  solver.bind("Sk", call.k.rank == 4 ? capacity_of(call) : 0, "k_cache");
+  std::string error =
+      first_error<check_queries, check_caches, check_lists, check_pages>(solver, call);
+  solver.bind("Sk", capacity_of(call), "k_cache");
   return error;
 }
 

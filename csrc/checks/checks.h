@@ -20,8 +20,8 @@ std::string check_forward(AttentionCall const& call);
 // The ops `fwd_fp8...`: e4m3 with scales.
 std::string check_fp8(AttentionCall const& call);
 
-// The ops `bwd...`: whether the inputs of the forward are fine for its gradients, and the same
-// with all tensors of the call. A CUDA call that passes has a kernel in kBwdVariants.
+// The ops `bwd...`: the inputs of the forward alone, and all tensors of the call. A CUDA call that
+// passes has a kernel in kBwdVariants.
 std::string check_gradient_inputs(AttentionCall const& call);
 std::string check_backward(AttentionCall const& call);
 
@@ -30,6 +30,9 @@ std::string check_cache(AttentionCall const& call);
 
 // What append_and_attend asks for besides: new rows and rotary. k and v are the cache.
 std::string check_append(AttentionCall const& call);
+
+// What the kernel asks for after check_append(). sets_scales: whether the call gave scales to set.
+std::string check_append_kernel(AttentionCall const& call, bool sets_scales);
 
 std::string check_combine(CombineCall const& call);
 std::string check_merge(MergeCall const& call);

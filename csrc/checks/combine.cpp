@@ -6,9 +6,9 @@ namespace fa3 {
 namespace {
 
 constexpr Row<CombineCall> kStack[] = {
-    {"out_partial", &at<&CombineCall::out_partial>, Type::kAnchor, Memory::kAny, {"X B R H D"}},
-    {"lse_partial", &at<&CombineCall::lse_partial>, Type::kFloat32, Memory::kAny, {"X B R H"}},
-    {"out", &at<&CombineCall::out>, Type::kReal, Memory::kOwn, {"B R H D"}},
+    {"out_partial", at<&CombineCall::out_partial>, kAnchor, kAny, {"X B R H D"}},
+    {"lse_partial", at<&CombineCall::lse_partial>, kFloat32, kAny, {"X B R H"}},
+    {"out", at<&CombineCall::out>, kReal, kOwn, {"B R H D"}},
 };
 
 std::string check_stack(Solver& solver, CombineCall const& call) {
@@ -39,7 +39,7 @@ std::string check_stack_memory(Solver const& solver, CombineCall const& call) {
 using Call = MergeCall;
 
 constexpr Row<Call> kOut[] = {
-    {"out", &at<&Call::out>, Type::kAnchor, Memory::kOwn, {"B R H D", "T H D"}},
+    {"out", at<&Call::out>, kAnchor, kOwn, {"B R H D", "T H D"}},
 };
 
 constexpr char const* kPartNames[] = {"out_0", "out_1", "out_2", "out_3"};
@@ -58,12 +58,8 @@ TensorMeta const* lse_of(Call const& call) {
 // As out; all rows in one batch entry; without a batch.
 template <int kPart>
 constexpr Row<Call> kRows[] = {
-    {kPartNames[kPart],
-     &part_of<kPart>,
-     Type::kKeys,
-     Memory::kAny,
-     {"B R H D", "1 T H D", "T H D"}},
-    {kLseNames[kPart], &lse_of<kPart>, Type::kWide, Memory::kAny, {"B H R", "1 H T", "H T"}},
+    {kPartNames[kPart], &part_of<kPart>, kKeys, kAny, {"B R H D", "1 T H D", "T H D"}},
+    {kLseNames[kPart], &lse_of<kPart>, kWide, kAny, {"B H R", "1 H T", "H T"}},
 };
 
 std::string check_out(Solver& solver, Call const& call) {
@@ -105,15 +101,15 @@ std::string check_merged_count(Solver const& solver, Call const& call) {
 
 std::string check_combine(CombineCall const& call) {
   Solver solver("combine", {"out_partial", call.out_partial});
-  solver.set(Type::kAnchor, k16Bits | k32Bits);
-  solver.set(Type::kReal, k16Bits | k32Bits);
+  solver.set(kAnchor, k16Bits | k32Bits);
+  solver.set(kReal, k16Bits | k32Bits);
   return first_error<check_stack, check_stack_memory, check_stack_count>(solver, call);
 }
 
 std::string check_merge(MergeCall const& call) {
   Solver solver("merge_parts", {"out", call.out});
-  solver.set(Type::kAnchor, solver.on_cuda() ? k16Bits : k16Bits | kCpuOnly | kE4M3);
-  solver.set(Type::kWide, solver.on_cuda() ? k32Bits : kCpuOnly);
+  solver.set(kAnchor, solver.on_cuda() ? k16Bits : k16Bits | kCpuOnly | kE4M3);
+  solver.set(kWide, solver.on_cuda() ? k32Bits : kCpuOnly);
   return first_error<check_out, check_part<0>, check_part<1>, check_part<2>, check_part<3>,
                      check_merged_count>(solver, call);
 }

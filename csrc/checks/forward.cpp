@@ -9,6 +9,7 @@ namespace fa3 {
 namespace {
 
 using Call = AttentionCall;
+using Score = ScoreArguments;
 using Lengths = LengthArguments;
 
 // Tile and key indices are 32-bit, with room for a tile past the end.
@@ -18,26 +19,18 @@ TensorMeta const* given_out(Call const& call) { return call.given_out(); }
 
 // Dense, packed. Names are those of the public functions: s_aux are the sinks.
 constexpr Row<Call> kTable[] = {
-    {"q", &at<&Call::q>, Type::kAnchor, Memory::kColumns, {"B Sq Hq D", "Tq Hq D"}},
-    {"k", &at<&Call::k>, Type::kKeys, Memory::kColumns, {"B Sk Hk D", "Tk Hk D"}},
-    {"v", &at<&Call::v>, Type::kValues, Memory::kColumns, {"B Sk Hk Dv", "Tk Hk Dv"}},
-    {"out", &given_out, Type::kOut, Memory::kOwnColumns, {"B Sq Hq Dv", "Tq Hq Dv"}},
-    {"cu_seqlens_q",
-     &at<&Call::lengths, &Lengths::cu_seqlens_q>,
-     Type::kInt32,
-     Memory::kList,
-     {"", "B+1"}},
-    {"cu_seqlens_k",
-     &at<&Call::lengths, &Lengths::cu_seqlens_k>,
-     Type::kInt32,
-     Memory::kList,
-     {"", "B+1"}},
-    {"seqused_q", &at<&Call::lengths, &Lengths::seqused_q>, Type::kInt32, Memory::kList, {"", "B"}},
-    {"seqused_k", &at<&Call::lengths, &Lengths::seqused_k>, Type::kInt32, Memory::kList, {"", "B"}},
+    {"q", at<&Call::q>, kAnchor, kColumns, {"B Sq Hq D", "Tq Hq D"}},
+    {"k", at<&Call::k>, kKeys, kColumns, {"B Sk Hk D", "Tk Hk D"}},
+    {"v", at<&Call::v>, kValues, kColumns, {"B Sk Hk Dv", "Tk Hk Dv"}},
+    {"out", &given_out, kOut, kOwnColumns, {"B Sq Hq Dv", "Tq Hq Dv"}},
+    {"cu_seqlens_q", at<&Lengths::cu_seqlens_q>, kInt32, kList, {"", "B+1"}},
+    {"cu_seqlens_k", at<&Lengths::cu_seqlens_k>, kInt32, kList, {"", "B+1"}},
+    {"seqused_q", at<&Lengths::seqused_q>, kInt32, kList, {"", "B"}},
+    {"seqused_k", at<&Lengths::seqused_k>, kInt32, kList, {"", "B"}},
 };
 
 constexpr Row<Call> kSinks[] = {
-    {"s_aux", &at<&Call::score, &ScoreArguments::sinks>, Type::kWide, Memory::kList, {"Hq"}},
+    {"s_aux", at<&Score::sinks>, kWide, kList, {"Hq"}},
 };
 
 template <class CandidatesByHeadDim>
@@ -207,9 +200,9 @@ std::string check_scores(Solver const& solver, Call const& call) {
 
 Solver solver_of(char const* op, Call const& call, bool is_fp8) {
   Solver solver(op, {"q", call.q});
-  solver.set(Type::kAnchor, is_fp8 ? kE4M3 : solver.on_cuda() ? k16Bits : k16Bits | kCpuOnly);
+  solver.set(kAnchor, is_fp8 ? kE4M3 : solver.on_cuda() ? k16Bits : k16Bits | kCpuOnly);
   if (is_fp8) {
-    solver.set(Type::kOut, k16Bits);
+    solver.set(kOut, k16Bits);
   }
   return solver;
 }

@@ -19,9 +19,9 @@ TensorMeta const* seqused_of(Call const& call) {
 
 // Dense, packed.
 constexpr Row<Call> kTable[] = {
-    {"x", &at<&Call::x>, Type::kAnchor, Memory::kAny, {"B S H D", "T H D"}},
-    {"cu_seqlens", &starts_of, Type::kInt32, Memory::kList, {"", "B+1"}},
-    {"seqused", &seqused_of, Type::kInt32, Memory::kList, {"", "B"}},
+    {"x", at<&Call::x>, kAnchor, kAny, {"B S H D", "T H D"}},
+    {"cu_seqlens", &starts_of, kInt32, kList, {"", "B+1"}},
+    {"seqused", &seqused_of, kInt32, kList, {"", "B"}},
 };
 
 std::string check_tensors(Solver& solver, Call const& call) {
@@ -79,7 +79,7 @@ std::string check_sizes(Solver const& solver, Call const& call) {
 
 std::string check_quantize(Call const& call) {
   Solver solver("quantize_fp8", {"x", call.x});
-  solver.set(Type::kAnchor, k16Bits | k32Bits);
+  solver.set(kAnchor, k16Bits | k32Bits);
   return first_error<check_tensors, check_numbers, check_sizes>(solver, call);
 }
 

@@ -108,6 +108,9 @@ constexpr DtypeSet kInt32Set = 1u << (int(Dtype::kOther) + 1);
 enum class Memory { kAny, kColumns, kList, kOwn, kOwnColumns };
 constexpr bool is_own(Memory memory) { return memory >= Memory::kOwn; }
 
+using enum Type;
+using enum Memory;
+
 template <class Call>
 struct Row {
   char const* name;
@@ -117,16 +120,22 @@ struct Row {
   Shape shapes[4];  // by form of the call: dense, packed, ...
 };
 
-// A tensor in a call, by the members that lead to it.
-template <auto kMember, auto... kMembers, class Object>
-constexpr TensorMeta const* at(Object const& object) {
-  auto const& member = object.*kMember;
-  if constexpr (sizeof...(kMembers) > 0) {
-    return at<kMembers...>(member);
-  } else if constexpr (std::is_same_v<decltype(member), TensorMeta const&>) {
-    return &member;
+constexpr TensorMeta const* pointer_to(TensorMeta const& meta) { return &meta; }
+constexpr TensorMeta const* pointer_to(std::optional<TensorMeta> const& meta) {
+  return meta ? &*meta : nullptr;
+}
+
+// A tensor of a call: its member, or that of one of its groups of arguments.
+template <class Group, class Field>
+Group group_type(Field Group::*);
+
+template <auto kMember, class Call>
+constexpr TensorMeta const* at(Call const& call) {
+  using Group = decltype(group_type(kMember));
+  if constexpr (std::is_same_v<Group, Call>) {
+    return pointer_to(call.*kMember);
   } else {
-    return member ? &*member : nullptr;
+    return pointer_to(call.template group<Group>().*kMember);
   }
 }
 
@@ -259,7 +268,7 @@ std::string check_rows(Solver& solver, Call const& call, char const* note = "") 
   return error;
 }
 
-// Whether the row of a tensor that is written starts where another one does.
+// Names a tensor that starts where one that is written does, or gives nullptr.
 template <auto const& kTable, size_t kIndex, size_t... kOthers>
 [[gnu::always_inline]] inline char const* shares_start(TensorMeta const* const* tensors,
                                                        std::index_sequence<kOthers...>) {
@@ -275,7 +284,7 @@ template <auto const& kTable, size_t kIndex, size_t... kOthers>
   return found;
 }
 
-// What is written does not start where another tensor of the table does.
+// Error if a tensor that is written starts where another one of the table does.
 template <auto const& kTable, class Call>
 std::string check_own_memory(Solver const& solver, Call const& call) {
   return [&]<size_t... kIndex>(std::index_sequence<kIndex...> all) {

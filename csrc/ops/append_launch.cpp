@@ -21,60 +21,6 @@ int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat8E4M3 ? 1 : 2; }
 
 bool has_rows(AttentionCall const& call) { return call.k_new && call.v_new; }
 
-// ------------------------------------------------------------------------------------------ checks
-// Whether chunks of 16 bytes of the columns can be loaded and stored.
-bool has_chunks(TensorMeta const& meta) {
-  int64_t const bytes = bytes_of(meta.dtype);
-  int const columns = meta.rank - 1;
-  bool fine = meta.address % kAppendChunkBytes == 0 &&
-              (meta.size[columns] <= 1 || meta.stride[columns] == 1);
-  for (int i = 0; i < columns; ++i) {
-    fine = fine && (meta.size[i] <= 1 || meta.stride[i] * bytes % kAppendChunkBytes == 0);
-  }
-  return fine;
-}
-
-std::string check_columns(NamedTensor const& tensor) {
-  int64_t const columns = tensor.meta.size[tensor.meta.rank - 1];
-  int64_t const step = kAppendChunkBytes / bytes_of(tensor.meta.dtype);
-  if (columns % step != 0) {
-    return error_text(kOp, text(tensor.name, ".size(-1) to be a multiple of ", step, " on a GPU"),
-                      text(columns), "pad the head_dim with zeros");
-  }
-  return {};
-}
-
-std::string check_chunks(NamedTensor const& tensor) {
-  if (!is_empty(tensor.meta) && !has_chunks(tensor.meta)) {
-    return error_text(kOp,
-                      text(tensor.name, " with contiguous columns, at multiples of ",
-                           kAppendChunkBytes, " bytes with such strides, on a GPU"),
-                      "another layout", "allocate it whole, or pad the head_dim");
-  }
-  return {};
-}
-
-std::string check_rotary(AttentionCall const& call) {
-  if (!call.rotary.rotary_cos || !call.rotary.rotary_sin) {
-    return {};
-  }
-  std::string const error = check_chunks({"rotary_cos", *call.rotary.rotary_cos});
-  return error.empty() ? check_chunks({"rotary_sin", *call.rotary.rotary_sin}) : error;
-}
-
-std::string check_rows(NamedTensor const& tensor) {
-  TensorMeta const meta = with_batch(tensor.meta);
-  double const tokens = double(meta.size[0]) * double(meta.size[1]);
-  if (tokens > double(kMost) || double(meta.size[2]) * double(meta.size[3]) > double(kMost)) {
-    return error_text(kOp,
-                      text(tensor.name, " with at most ", kMost,
-                           " tokens, and as many columns "
-                           "of all heads"),
-                      shape_text(tensor.meta.size, tensor.meta.rank), "split the batch");
-  }
-  return {};
-}
-
 Quantising quantising_of(AttentionCall const& call) {
   return !has_rows(call) || call.v.dtype == call.v_new->dtype ? Quantising::kNone
          : call.by_page.descale_by_page                       ? Quantising::kByPage
@@ -163,34 +109,6 @@ bool shares_cache(TensorMeta const& meta, AttentionCall const& call) {
 
 }  // namespace
 
-std::string check_append_kernel(AttentionCall const& call, bool sets_scales) {
-  std::string error = check_rotary(call);
-  if (error.empty() && call.rotary.rotary_cos) {
-    error = check_rows({"q", call.q});
-  }
-  if (!has_rows(call)) {
-    return error;
-  }
-  for (NamedTensor const& cache :
-       {NamedTensor{"k_cache", call.k}, NamedTensor{"v_cache", call.v}}) {
-    error = error.empty() ? check_columns(cache) : error;
-    error = error.empty() ? check_chunks(cache) : error;
-  }
-  for (NamedTensor const& rows : {NamedTensor{"k", *call.k_new}, NamedTensor{"v", *call.v_new}}) {
-    error = error.empty() ? check_rows(rows) : error;
-  }
-  bool const is_latent = quantising_of(call) == Quantising::kLatents;
-  if ((is_latent || quantising_of(call) == Quantising::kByPage) && !sets_scales) {
-    return error_text(kOp, "k_scales or v_scales, those that new keys set", "None");
-  }
-  if (error.empty() && is_latent && call.v.size[3] != kLatentColumns) {
-    return error_text(
-        kOp, text("v_cache.size(3) to be ", kLatentColumns, ", for scales by key, on a GPU"),
-        text(call.v.size[3]));
-  }
-  return error;
-}
-
 AppendLaunch::AppendLaunch(ForwardCall const& args, AppendTensors const& tensors) {
   AttentionCall const& call = args.call;
   AppendParams& params = params_;
@@ -220,7 +138,8 @@ AppendLaunch::AppendLaunch(ForwardCall const& args, AppendTensors const& tensors
     }
   }
   if (params.ctas() > kMostInt) {
-    throw_if(error_text(kOp, "fewer new tokens", text(params.ctas(), " CTAs"), "split the batch"));
+    throw_if(error_text(kOp, text("new tokens for at most ", kMostInt, " CTAs"),
+                        text(params.ctas(), " CTAs"), "split the batch"));
   }
 }
 
@@ -237,7 +156,8 @@ void AppendLaunch::set_pages(AttentionCall const& call, AppendTensors const& ten
     rows->set_scales = static_cast<float*>(mutable_data(*scales));
     double const pairs = std::min<double>(tokens, double(page_size)) * rows->schedule.chunks / 2;
     if (pairs > kMost || params_.pages.ctas > kMost / kAppendWarps) {
-      throw_if(error_text(kOp, "fewer new tokens", text(tokens), "split the batch"));
+      throw_if(error_text(kOp, text("new tokens of at most ", kMost, " pairs of chunks a page"),
+                          text(tokens, " tokens"), "split the batch"));
     }
   }
 }

@@ -12,10 +12,6 @@ inline bool appends(AttentionCall const& call) {
   return call.k_new || call.v_new || call.rotary.rotary_cos || call.rotary.rotary_sin;
 }
 
-// What only the kernel asks for, after check_append(). Empty when it serves the call, else the
-// error text. sets_scales: whether the call gave scales to be set.
-std::string check_append_kernel(AttentionCall const& call, bool sets_scales);
-
 // The tensors that only an append has; null: none. Scales are those that it sets.
 struct AppendTensors {
   OwnedTensor k;
