@@ -57,8 +57,9 @@ std::string check_scales(Solver const& solver, AttentionCall const& call) {
 std::string check_maxima(Solver const& solver, AttentionCall const& call) {
   // flash_attn3/fp8.py says so in the same words.
   return solver.is_fp8() && solver.on_cuda() && call.execution.return_max_logits
-             ? solver.refuse("return_max_logits to be False with float8_e4m3fn on a GPU", "True",
-                             "the FP8 kernels do not compute maximum logits; use bfloat16 or float16")
+             ? solver.refuse(
+                   "return_max_logits to be False with float8_e4m3fn on a GPU", "True",
+                   "the FP8 kernels do not compute maximum logits; use bfloat16 or float16")
              : "";
 }
 
