@@ -1,5 +1,5 @@
-// The K tiles that a tile of queries visits. The loop runs from the last tile down to the first:
-// every query of the tile sees all of the tiles [free_begin, free_end); the others of [begin, end)
+// The K tiles that a tile of queries visits: the interval [begin, end), from the last one down to
+// the first. Every query of the tile sees all keys of [free_begin, free_end); the other K tiles
 // need the mask.
 #pragma once
 
@@ -12,6 +12,10 @@ struct BlockRange {
   int free_begin;  // may be after free_end: then no tile is free
   int free_end;
   int end;
+
+  // The K tile that is visited first, and the one after n.
+  FA3_HD constexpr int first() const { return end - 1; }
+  FA3_HD constexpr int next(int n) const { return n - 1; }
 };
 
 // Queries [position_begin, position_end) against K tiles of tile_n keys; the range must hold at

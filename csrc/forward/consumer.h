@@ -18,7 +18,7 @@ struct FwdTile {
   bool o_is_zero = true;  // nothing has been added to O yet
 };
 
-// A buffer of shared memory as an operand of a product, for 16-bit elements: one descriptor for
+// A buffer of shared memory as an operand of a GEMM, for 16-bit elements: one descriptor for
 // each buffer. WHY not OffsetDescriptors: ptxas then orders the loops of bf16 at head dim 64
 // differently, 1 to 3 % slower (timed together with one other change; docs/journal/fp8.md).
 struct BufferDescriptors {
@@ -39,6 +39,27 @@ struct OffsetDescriptors {
                              first.layout());
   }
 };
+
+// Visits the K tiles from n on: first those masked at the end of the range, then the free ones,
+// then those masked at its beginning.
+template <class Loop, class Tile>
+CUTE_DEVICE void visit_keys(Loop& loop, Tile& tile, int n) {
+  constexpr bool kHasBegin = Loop::Limits::kHasBegin;
+  auto const& keys = tile.work.keys;
+  int const free_begin = kHasBegin ? keys.free_begin : 0;
+  CUTE_NO_UNROLL
+  for (; n >= max_of(keys.free_end, free_begin); n = keys.next(n)) {
+    loop.template step<Masked::kEnd>(n, tile);
+  }
+  CUTE_NO_UNROLL
+  for (; n >= free_begin; n = keys.next(n)) {
+    loop.template step<Masked::kNothing>(n, tile);
+  }
+  CUTE_NO_UNROLL
+  for (; kHasBegin && n >= keys.begin; n = keys.next(n)) {
+    loop.template step<Masked::kBothEnds>(n, tile);
+  }
+}
 
 template <class Traits_>
 struct FwdConsumer {
@@ -101,7 +122,7 @@ struct FwdConsumer {
     }
   }
 
-  // -------------------------------------------------------------------------------- products
+  // -------------------------------------------------------------------------------- GEMMs
   CUTE_DEVICE void wait_for_k() {
     shared.k_full[k_ring.stage].wait(k_ring.phase);
     Slots::Keys::after_wait(p);
@@ -242,7 +263,7 @@ struct FwdConsumer {
     ping_pong.pass();
   }
 
-  // TRAP: without a product nothing synchronises the warps. A late warp would find the stage filled
+  // TRAP: without a GEMM nothing synchronises the warps. A late warp would find the stage filled
   // again, and wait for a phase that is already over.
   CUTE_DEVICE void skip(Barriers& full, Barriers& empty, RingState<Traits::kStages>& ring) {
     full[ring.stage].wait(ring.phase);
@@ -250,7 +271,7 @@ struct FwdConsumer {
     release(empty, ring);
   }
 
-  // One elected thread arrives: a product is complete for all warps of the warpgroup at once.
+  // One elected thread arrives: a GEMM is complete for all warps of the warpgroup at once.
   CUTE_DEVICE void release(Barriers& empty, RingState<Traits::kStages>& ring) {
     if (thread == 0) {
       empty[ring.stage].arrive();

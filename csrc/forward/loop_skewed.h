@@ -7,7 +7,7 @@
 //
 // TRAP: the wait for PV does not depend on the softmax, so ptxas (13.0) moves it up. At head dims
 // 64 and 128 it then comes before the exponentials, which do not overlap with PV. With two
-// warpgroups at head dim 128 this costs up to 3 %, and FwdConfig::late_wait prevents it
+// warpgroups at head dim 128 this costs up to 3 %, and PtxasTuning::late_wait prevents it
 // (docs/journal/forward.md).
 //
 // For e4m3 the source waits after the maxima. With a wait between the exponentials and the packing,
@@ -62,24 +62,9 @@ struct SkewedLoop {
     first_probabilities(tile);
   }
 
-  // Visits all K tiles between begin() and end(): first those masked at the end of the range, then
-  // the free ones, then those masked at its beginning.
+  // Visits the K tiles after the one that begin() has visited.
   CUTE_DEVICE void visit_keys(Tile& tile) {
-    BlockRange const& keys = tile.work.keys;
-    int n = keys.end - 2;
-    int const free_begin = Limits::kHasBegin ? keys.free_begin : 0;
-    CUTE_NO_UNROLL
-    for (; n >= max_of(keys.free_end, free_begin); --n) {
-      step<Masked::kEnd>(n, tile);
-    }
-    CUTE_NO_UNROLL
-    for (; n >= free_begin; --n) {
-      step<Masked::kNothing>(n, tile);
-    }
-    CUTE_NO_UNROLL
-    for (; Limits::kHasBegin && n >= keys.begin; --n) {
-      step<Masked::kBothEnds>(n, tile);
-    }
+    fa3::visit_keys(*this, tile, tile.work.keys.next(tile.work.keys.first()));
   }
 
   // PV of the K tile that is visited last, then the results are stored.
@@ -90,6 +75,31 @@ struct SkewedLoop {
     wait_gemm<0>(c.tOrO);
     c.release_v();
     c.store(tile);
+  }
+
+  // Computes S and P of K tile n, and O of K tile n + 1.
+  template <Masked kMasked>
+  CUTE_DEVICE void step(int n, Tile& tile) {
+    c.wait_for_k();
+    c.ping_pong.wait();
+    c.issue_scores(tile);
+    c.issue_output(tile);
+    c.ping_pong.pass();
+    auto const& scale = c.scales.take();
+    wait_gemm<1>(c.tSrS);
+    c.release_k();
+    constexpr bool kEndsFirst = Consumer::Traits::kMasksLate && kMasked != Masked::kNothing;
+    if (kEndsFirst) {
+      end_output();
+    }
+    c.template exponentiate<kMasked>(n, tile, scale, [&] {
+      if (!kEndsFirst) {
+        end_output();
+      }
+    });
+    c.softmax.pack(c.tSrS, c.tOrP);
+    c.sums.add(c.tOrO, c.softmax, scale);
+    tile.o_is_zero = false;
   }
 
  private:
@@ -129,31 +139,6 @@ struct SkewedLoop {
     first_probabilities(next);
   }
 
-  // Computes S and P of K tile n, and O of K tile n + 1.
-  template <Masked kMasked>
-  CUTE_DEVICE void step(int n, Tile& tile) {
-    c.wait_for_k();
-    c.ping_pong.wait();
-    c.issue_scores(tile);
-    c.issue_output(tile);
-    c.ping_pong.pass();
-    auto const& scale = c.scales.take();
-    wait_gemm<1>(c.tSrS);
-    c.release_k();
-    constexpr bool kEndsFirst = Consumer::Traits::kMasksLate && kMasked != Masked::kNothing;
-    if (kEndsFirst) {
-      end_output();
-    }
-    c.template exponentiate<kMasked>(n, tile, scale, [&] {
-      if (!kEndsFirst) {
-        end_output();
-      }
-    });
-    c.softmax.pack(c.tSrS, c.tOrP);
-    c.sums.add(c.tOrO, c.softmax, scale);
-    tile.o_is_zero = false;
-  }
-
   // Waits for PV.
   CUTE_DEVICE void end_output() {
     wait_gemm<0>(c.tOrO);
@@ -162,10 +147,10 @@ struct SkewedLoop {
 
   CUTE_DEVICE void first_probabilities(Tile& tile) {
     c.start_rows(tile);
-    int const n = tile.work.keys.end - 1;
+    int const n = tile.work.keys.first();
     auto const& scale = c.scales.take();
     c.transform_scores(scale);
-    BlockRange const& keys = tile.work.keys;
+    KeyRange<typename Consumer::Traits> const& keys = tile.work.keys;
     if (n >= keys.free_end || (Limits::kHasBegin && n < keys.free_begin)) {
       constexpr Masked kMasked = Limits::kHasBegin ? Masked::kBothEnds : Masked::kEnd;
       c.template mask_scores<kMasked>(n, tile);

@@ -14,9 +14,14 @@ struct FwdRows {
   int head;        // first of the `pack` query heads
 };
 
+// The slot KeyRange: which K tiles a tile visits, in which order, and which of them are masked. An
+// interval is its only type.
+template <class Traits>
+using KeyRange = BlockRange;
+
 template <class Traits>
 struct alignas(16) FwdWork {
-  BlockRange keys;  // K tiles, at least one; end 0: there are no more tiles
+  KeyRange<Traits> keys;  // K tiles, at least one; end 0: there are no more tiles
   FwdRows rows;
   int position_begin;  // first query, of the tile or of one warpgroup; negative: lead_positions()
   int kv_head;
@@ -25,6 +30,7 @@ struct alignas(16) FwdWork {
   SkippedTiles skipped;  // by a warpgroup: K tiles of the tile that are not in `keys`
 
   CUTE_DEVICE bool valid() const { return keys.end > 0; }
+  CUTE_DEVICE void invalidate() { keys.end = 0; }
 
   // Whether a warpgroup has a row of the sequence.
   CUTE_DEVICE bool has_rows() const { return position_begin >= 0; }
@@ -45,8 +51,9 @@ CUTE_DEVICE int first_row_of_sequence(FwdDeviceParams const& p, FwdWork<Traits> 
 }
 
 template <class Traits>
-CUTE_DEVICE BlockRange keys_of(FwdDeviceParams const& p, typename Traits::Location const& location,
-                               int begin, int end) {
+CUTE_DEVICE KeyRange<Traits> keys_of(FwdDeviceParams const& p,
+                                     typename Traits::Location const& location, int begin,
+                                     int end) {
   return block_range(begin, end, location.lengths(p.seqlen), Traits::kTileN,
                      mask_of<Traits::kKind.mask>(p.mask), location.first_slot());
 }
@@ -88,8 +95,8 @@ CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork
   work.position_begin += first;
   work.rows.offset += first;
   work.rows.left = work.has_rows() ? work.rows.left - first : 0;
-  BlockRange const own = keys_of<Traits>(p, work.location, work.position_begin,
-                                         work.position_begin + p.positions_per_warpgroup);
+  KeyRange<Traits> const own = keys_of<Traits>(p, work.location, work.position_begin,
+                                               work.position_begin + p.positions_per_warpgroup);
   work.keys.free_begin = own.free_begin;
   work.keys.free_end = own.free_end;
   if (Traits::kMostSkipped > 0 && work.has_rows()) {
@@ -108,7 +115,7 @@ CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork
 template <class Traits>
 CUTE_DEVICE FwdWork<Traits> no_tile() {
   FwdWork<Traits> none{};
-  none.keys.end = 0;
+  none.invalidate();
   return none;
 }
 

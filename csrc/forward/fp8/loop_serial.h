@@ -1,5 +1,5 @@
 // OverlapKind::kSerial: S, P and O of a K tile one after the other. S and P need not be live at the
-// same time, so tiles may be larger. Only the products of other warpgroups overlap with the
+// same time, so tiles may be larger. Only the GEMMs of other warpgroups overlap with the
 // softmax.
 #pragma once
 
@@ -67,25 +67,6 @@ struct SerialLoop {
     c.ping_pong.end();
   }
 
- private:
-  CUTE_DEVICE void visit_keys(Tile& tile) {
-    BlockRange const& keys = tile.work.keys;
-    int n = keys.end - 1;
-    int const free_begin = Limits::kHasBegin ? keys.free_begin : 0;
-    CUTE_NO_UNROLL
-    for (; n >= max_of(keys.free_end, free_begin); --n) {
-      step<Masked::kEnd>(n, tile);
-    }
-    CUTE_NO_UNROLL
-    for (; n >= free_begin; --n) {
-      step<Masked::kNothing>(n, tile);
-    }
-    CUTE_NO_UNROLL
-    for (; Limits::kHasBegin && n >= keys.begin; --n) {
-      step<Masked::kBothEnds>(n, tile);
-    }
-  }
-
   template <Masked kMasked>
   CUTE_DEVICE void step(int n, Tile& tile) {
     c.wait_for_k();
@@ -103,6 +84,9 @@ struct SerialLoop {
     c.release_v();
     tile.o_is_zero = false;
   }
+
+ private:
+  CUTE_DEVICE void visit_keys(Tile& tile) { fa3::visit_keys(*this, tile, tile.work.keys.first()); }
 };
 
 }  // namespace fa3
