@@ -4,6 +4,7 @@
 
 Importing does not initialise CUDA.
 """
+from flash_attn3.ops import aliases  # noqa: F401
 from flash_attn3.api.prefix_levels import PrefixLevel, shared_prefix_attn
 from flash_attn3.api.completions import flash_attn_completions_func
 from flash_attn3.api.interface import (flash_attn_func, flash_attn_qkvpacked_func,

@@ -1,8 +1,10 @@
-"""The arguments of attention: each stands here once, with its type, its default and its group.
+"""The arguments of attention and the ops that take them. Each argument stands here once, with its
+type, its default and its group; each op once, with the groups it takes, in order.
 
-From this list come the schemas (ops/library.py), the tuples of arguments (in ops/), what `explain`
-and `can_use` take, and in C++ the structs of an AttentionCall with their readers
-(csrc/call/generate_arguments.py). docs/extend.md says how to add an argument.
+Everything that depends on an order follows from these lists: the schemas (ops/library.py), the
+tuples of arguments (in ops/), what `explain` and `can_use` take, and in C++ the structs of an
+AttentionCall and the readers of each op (csrc/call/generate_arguments.py). docs/extend.md says how
+to add an argument or an op.
 
 INVARIANT: imports nothing of the package. The build executes this file by its path.
 """
@@ -13,24 +15,53 @@ from typing import NamedTuple
 
 
 class Argument(NamedTuple):
-    """type: as schemas write it. group: what an op takes together, in the order of the list."""
+    """type: as schemas write it. default: REQUIRED if there is none. group: what an op takes
+    together, in the order of the list.
+    """
     name: str
     type: str
     default: object
     group: str
 
 
+class Op(NamedTuple):
+    """takes: groups and single arguments, in the order of the schema; an argument that is named
+    twice stands at its first place. returns: the names of the results. writes: the tensors that the
+    op writes into. is_composed: Python makes it of other ops on every device; C++ has no reader.
+    """
+    takes: tuple[str, ...]
+    returns: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    is_composed: bool = False
+
+
+REQUIRED = ...
+
 # No softmax_scale means head_dim ** -0.5, with qv (head_dim + head_dim_v) ** -0.5. max_seqlen is a
 # hint for the planner; 0 is unknown.
 ARGUMENTS = tuple(Argument(*row) for row in (
-    # Both of cu_seqlens, for packed tensors (total, heads, head_dim), or neither, for a batch.
+    ('q', 'Tensor', REQUIRED, 'inputs'),
+    ('k', 'Tensor', REQUIRED, 'inputs'),
+    ('v', 'Tensor', REQUIRED, 'inputs'),
+    # The tensor that a forward writes into, if it is given: then it returns an empty one instead.
+    ('out', 'Tensor?', None, 'given'),
+    # What a backward takes besides q, k and v; without dlse, the gradient of the LSE is zero.
+    ('dout', 'Tensor', REQUIRED, 'upstream'),
+    ('dlse', 'Tensor?', REQUIRED, 'upstream'),
+    ('out', 'Tensor', REQUIRED, 'outputs'),
+    ('lse', 'Tensor', REQUIRED, 'outputs'),
+    ('dq', 'Tensor', REQUIRED, 'given_gradients'),
+    ('dk', 'Tensor', REQUIRED, 'given_gradients'),
+    ('dv', 'Tensor', REQUIRED, 'given_gradients'),
+    # Both of cu_seqlens (batch + 1), for packed tensors (total, heads, head_dim), or neither, for a
+    # batch. seqused: (batch). All int32.
     ('cu_seqlens_q', 'Tensor?', None, 'lengths'),
     ('cu_seqlens_k', 'Tensor?', None, 'lengths'),
     ('seqused_q', 'Tensor?', None, 'lengths'),
     ('seqused_k', 'Tensor?', None, 'lengths'),
     ('max_seqlen_q', 'SymInt', 0, 'lengths'),
     ('max_seqlen_k', 'SymInt', 0, 'lengths'),
-    ('sinks', 'Tensor?', None, 'score'),    # float32; float64 for float64
+    ('sinks', 'Tensor?', None, 'score'),    # (heads_q) float32; float64 for float64
     ('softmax_scale', 'float?', None, 'score'),
     ('causal', 'bool', False, 'score'),
     ('window_left', 'SymInt', -1, 'score'),
@@ -51,6 +82,12 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('split_size', 'SymInt', 0, 'splits'),
     # The first keys of a cache, which all sequences share: those of the first one.
     ('shared_prefix', 'SymInt', 0, 'prefix'),
+    # New keys and values of an append, and descales that it sets: of pages, where one begins with
+    # new rows, or of latents, v_scales alone.
+    ('k_new', 'Tensor?', None, 'new'),
+    ('v_new', 'Tensor?', None, 'new'),
+    ('k_scales', 'Tensor?', None, 'set_scales'),
+    ('v_scales', 'Tensor?', None, 'set_scales'),
     # Appending to a cache. rotary_per_query: each query has a position of its own.
     ('rotary_cos', 'Tensor?', None, 'rotary'),
     ('rotary_sin', 'Tensor?', None, 'rotary'),
@@ -61,7 +98,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('sm_margin', 'int', 0, 'execution'),
     ('return_max_logits', 'bool', False, 'execution'),
     ('deterministic', 'bool', False, 'gradients'),
-    # Attention on float8_e4m3fn.
+    # Attention on float8_e4m3fn: (batch, heads_k), or by blocks, or k and v by page.
     ('q_descale', 'Tensor?', None, 'scales'),
     ('k_descale', 'Tensor?', None, 'scales'),
     ('v_descale', 'Tensor?', None, 'scales'),
@@ -71,22 +108,106 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('tree_mask', 'Tensor?', None, 'tree'),
     # k_descale and v_descale of a cache are (pages, heads_k), not (batch, heads_k).
     ('descale_by_page', 'bool', False, 'by_page'),
-    # Absorbed MLA: scores are scale * (q k^T + qv v^T).
+    # Absorbed MLA: scores are scale * (q k^T + qv v^T). As q, with the head_dim of v.
     ('qv', 'Tensor?', None, 'latent'),
     # The op that quantises first.
     ('rotation_seed', 'int?', 0, 'quantization'),
     ('block_scales', 'bool', True, 'quantization'),
     ('rounded_backward', 'bool', False, 'quantization'),
+    # Completions: segments, and the indices of the prompts among them. max_seqlen: a hint.
+    ('cu_seqlens', 'Tensor', REQUIRED, 'segments'),
+    ('cu_trees', 'Tensor', REQUIRED, 'segments'),
+    ('max_seqlen', 'SymInt', 0, 'segments'),
+    # Quantising. block: rows that share a scale, or quantize.PER_HEAD or PER_TENSOR.
+    ('x', 'Tensor', REQUIRED, 'rows'),
+    ('cu_seqlens', 'Tensor?', None, 'rows'),
+    ('seqused', 'Tensor?', None, 'rows'),
+    ('block', 'int', 0, 'rows'),
+    ('group', 'int', 1, 'rows'),
+    ('rotation_seed', 'int?', None, 'rotation'),
+    ('q_block', 'int', 64, 'blocks'),
+    ('kv_block', 'int', 384, 'blocks'),
+    # Two to four results and their LSEs. Without out_1, out_0 and lse_0 are stacks of results.
+    ('out', 'Tensor', REQUIRED, 'merged'),
+    ('out_0', 'Tensor', REQUIRED, 'merged'),
+    ('lse_0', 'Tensor', REQUIRED, 'merged'),
+    ('out_1', 'Tensor?', None, 'merged'),
+    ('lse_1', 'Tensor?', None, 'merged'),
+    ('out_2', 'Tensor?', None, 'merged'),
+    ('lse_2', 'Tensor?', None, 'merged'),
+    ('out_3', 'Tensor?', None, 'merged'),
+    ('lse_3', 'Tensor?', None, 'merged'),
 ))
+
+# Dense ops are called most, and each argument costs host time: these have the fewest. The others
+# have the arguments that are rarely given behind those that are often given.
+_DENSE = 'softmax_scale', 'causal', 'pack_gqa', 'sm_margin'
+_BACKWARD = 'softmax_scale', 'causal', 'gradients', 'lengths', 'score'
+_CACHE = ('cache', 'score', 'splits', 'prefix', 'lengths', 'pack_gqa', 'sm_margin', 'scales',
+          'tree', 'by_page', 'latent', 'float16_out')
+_GRADIENTS = 'dq', 'dk', 'dv'
+
+# ops/library.py says what each op is for.
+OPS = {
+    'fwd': Op(('inputs', *_DENSE, 'gradients'), ('out', 'lse')),
+    '_fwd': Op(('inputs', *_DENSE), ('out', 'lse')),
+    '_fwd_no_lse': Op(('inputs', *_DENSE), ('out',)),
+    'fwd_general': Op(('inputs', 'lengths', 'score', 'execution', 'gradients'),
+                      ('out', 'lse', 'max_logits')),
+    'attend': Op(('inputs', 'given', 'lengths', 'score', 'execution', 'scales', 'fp8'),
+                 ('out', 'lse', 'max_logits'), writes=('out',)),
+    'bwd': Op(('upstream', 'inputs', 'outputs', *_BACKWARD), (*_GRADIENTS, 'dsinks')),
+    'bwd_out': Op(('upstream', 'inputs', 'outputs', 'given_gradients', *_BACKWARD), ('dsinks',),
+                  writes=_GRADIENTS),
+    'attend_cache': Op(('inputs', 'given', *_CACHE), ('out', 'lse'), writes=('out',)),
+    'append_and_attend': Op(('inputs', 'new', 'given', 'set_scales', 'rotary', *_CACHE),
+                            ('out', 'lse', 'rotated'),
+                            writes=('k', 'v', 'out', 'k_scales', 'v_scales')),
+    'fwd_completions': Op(('inputs', 'segments', 'softmax_scale', 'softcap', 'pack_gqa',
+                           'sm_margin', 'gradients'), ('out', 'lse'), is_composed=True),
+    'fwd_quantized': Op(('inputs', 'lengths', 'score', 'execution', 'gradients', 'quantization',
+                         'promote'), ('out', 'lse', 'max_logits'), is_composed=True),
+    'quantize_fp8': Op(('rows', 'rotation'), ('values', 'scales')),
+    # q and k are rotated alike, v is not.
+    'quantize_qkv_fp8': Op(('inputs', 'cu_seqlens_q', 'seqused_q', 'cu_seqlens_k', 'seqused_k',
+                            'blocks', 'rotation'),
+                           ('q', 'q_scales', 'k', 'k_scales', 'v', 'v_scales')),
+    'combine': Op(('merged',), ('lse',), writes=('out',)),
+}
 
 # The names of these in the public functions.
 _PUBLIC = {'sinks': 's_aux', 'window_left': 'window_size', 'window_right': 'window_size'}
 
+# Names of 0.1.0, which go with the next release, and the ops that serve them: the same arguments in
+# another order.
+ALIASES = {
+    '_fwd_general': 'attend',
+    'fwd_fp8': 'attend',
+    'bwd_general': 'bwd',
+    'bwd_general_out': 'bwd_out',
+}
+_OF_ALIASES = {
+    '_fwd_general': ('inputs', 'lengths', 'score', 'execution'),
+    'fwd_fp8': ('inputs', 'scales', 'fp8', 'lengths', 'score', 'execution'),
+    'bwd_general': ('upstream', 'inputs', 'outputs', 'lengths', 'score', 'gradients'),
+    'bwd_general_out': ('upstream', 'inputs', 'outputs', 'given_gradients', 'lengths', 'score',
+                        'gradients'),
+}
+
+
+def op_of(name: str) -> Op:
+    """The op of this name, or what an alias takes."""
+    if name in OPS:
+        return OPS[name]
+    op = OPS[ALIASES[name]]
+    is_written = set(op.writes) & set(names(*_OF_ALIASES[name]))
+    return op._replace(takes=_OF_ALIASES[name], writes=op.writes if is_written else ())
+
 
 def select(*wanted: str) -> tuple[Argument, ...]:
-    """The arguments of these groups, or with these names, in this order."""
-    return tuple(argument for name in wanted for argument in ARGUMENTS
-                 if name in (argument.group, argument.name))
+    """The arguments of these groups, or with these names, in this order, each once."""
+    return tuple(dict.fromkeys(argument for name in wanted for argument in ARGUMENTS
+                               if name in (argument.group, argument.name)))
 
 
 def names(*wanted: str) -> tuple[str, ...]:
@@ -98,12 +219,24 @@ def public_names(*wanted: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_PUBLIC.get(name, name) for name in names(*wanted)))
 
 
-def schema(*wanted: str) -> str:
-    """A part of a schema. PyTorch takes up to 0.4 us to convert an argument of an eager call;
-    defaults are free.
+def schema(op: str, letters: str = 'abcdefgh') -> str:
+    """PyTorch takes up to 0.4 us to convert an argument of an eager call, and no time to fill in a
+    default.
     """
-    return ', '.join(f'{argument.type} {argument.name}={argument.default}'
-                     for argument in select(*wanted))
+    takes, returns, writes, _ = op_of(op)
+    written = dict(zip(writes, letters))
+    texts = []
+    for name, kind, default, _ in select(*takes):
+        if name in written:
+            kind = kind.replace('Tensor', f'Tensor({written[name]}!)')
+        texts.append(f'{kind} {name}' + ('' if default is REQUIRED else f'={default}'))
+    results = 'Tensor' if len(returns) == 1 else f'({", ".join("Tensor" for _ in returns)})'
+    return f'{op}({", ".join(texts)}) -> {results}'
+
+
+def schemas() -> str:
+    """All of them. The library of kernels is built for one such text."""
+    return '\n'.join(map(schema, OPS))
 
 
 def tuple_of(name: str, module: str, *wanted: str) -> type:

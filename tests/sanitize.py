@@ -30,7 +30,7 @@ import flash_attn3
 from flash_attn3 import _plan
 from flash_attn3.ops import checks
 from flash_attn3.tools import planning
-from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.ops.dense_and_varlen import General, for_backward
 from flash_attn3.cpu.reference_fp8 import Scales
 from tests.support import cache_cases
 from tests.support.cache_cases import CacheCase, mixed
@@ -217,8 +217,8 @@ def run_general(case: GeneralCase) -> None:
                           attention_chunk=case.chunk, softcap=case.softcap)
         out, lse, dout, dlse = map(from_host, (out, lse, out, lse))
         for deterministic in (False, True):
-            torch.ops.flash_attn3.bwd_general(dout, dlse, *inputs[:3], out, lse, *general,
-                                              deterministic)
+            torch.ops.flash_attn3.bwd(dout, dlse, *inputs[:3], out, lse,
+                                      *for_backward(general, deterministic))
     torch.cuda.synchronize()
 
 

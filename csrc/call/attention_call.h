@@ -10,7 +10,7 @@
 namespace fa3 {
 
 // Packed sequences, with one of cu_seqlens: tensors have no batch, (total, heads, head_dim).
-struct AttentionCall {
+struct AttentionCall : CallArguments {
   bool is_backward = false;
   DeviceLimits device = {0, 0};    // q's device; 0: unknown
   TensorMeta q;                    // (batch, seqlen_q, heads_q, head_dim)
@@ -23,23 +23,10 @@ struct AttentionCall {
   std::optional<TensorMeta> dq;    // all three or none: the op writes into them, as q, k, v
   std::optional<TensorMeta> dk;
   std::optional<TensorMeta> dv;
-  LengthArguments lengths;  // (batch + 1) and (batch) int32
-  ScoreArguments score;     // sinks: (heads_q)
-  ScaleArguments scales;    // (batch, heads_k), or by blocks, or k and v by_page
-  Fp8Arguments fp8;
-  ExecutionArguments execution;
-  GradientArguments gradients;
   bool on_cache = false;            // k and v are a cache: (batch, capacity, heads_k, head_dim), or
                                     // with a page_table (pages, page_size, heads_k, head_dim)
   std::optional<TensorMeta> k_new;  // appended: (batch, new, heads_k, head_dim), or packed
   std::optional<TensorMeta> v_new;
-  CacheArguments cache;
-  SplitArguments splits;
-  PrefixArgument prefix;
-  RotaryArguments rotary;
-  TreeArguments tree;
-  ByPageArgument by_page;
-  LatentArgument latent;  // qv: as q, with the head_dim of v
 
   // WHY: a defaulted constructor zeroes all 2.4 KB, 40 ns of each call (g++ 12, 2026-11-25).
   AttentionCall() {}
@@ -57,22 +44,10 @@ struct AttentionCall {
     visitor("dq", dq);
     visitor("dk", dk);
     visitor("dv", dv);
-    lengths.visit(visitor);
-    score.visit(visitor);
-    scales.visit(visitor);
-    fp8.visit(visitor);
-    execution.visit(visitor);
-    gradients.visit(visitor);
     visitor("on_cache", on_cache);
     visitor("k_new", k_new);
     visitor("v_new", v_new);
-    cache.visit(visitor);
-    splits.visit(visitor);
-    prefix.visit(visitor);
-    rotary.visit(visitor);
-    tree.visit(visitor);
-    by_page.visit(visitor);
-    latent.visit(visitor);
+    CallArguments::visit(visitor);
   }
 
   // A group of arguments, by its type.

@@ -29,11 +29,6 @@ Quantising quantising_of(AttentionCall const& call) {
 }
 
 // -------------------------------------------------------------------------------------- parameters
-template <class T>
-T* data_of(std::optional<TensorMeta> const& meta) {
-  return meta ? reinterpret_cast<T*>(meta->address) : nullptr;
-}
-
 ByteView byte_view(TensorMeta const& meta, void* data) {
   int64_t const bytes = bytes_of(meta.dtype);
   return ByteView{static_cast<char*>(data), meta.stride[0] * bytes, meta.stride[1] * bytes,
@@ -55,27 +50,16 @@ AppendRows rows_of(OwnedTensor const& tensor, TensorMeta meta, bool is_shared, O
   return rows;
 }
 
-ScaleView scale_view(std::optional<TensorMeta> const& scale) {
-  ScaleView view;
-  if (scale) {
-    view.data = reinterpret_cast<float const*>(scale->address);
-    view.batch_stride = scale->stride[0];
-    view.head_stride = scale->stride[1];
-    view.block_stride = scale->rank == 3 && scale->size[2] > 1 ? scale->stride[2] : 0;
-  }
-  return view;
-}
-
 CacheSlots slots_of(AttentionCall const& call) {
   CacheArguments const& given = call.cache;
   CacheSlots slots;
   slots.capacity = int(std::min(capacity_of(call), kMostInt));
-  slots.seqlens = data_of<int const>(given.cache_seqlens);
+  slots.seqlens = data_of<int>(given.cache_seqlens);
   slots.length = int(
       std::min<int64_t>(given.cache_length >= 0 ? given.cache_length : slots.capacity, kMostInt));
   slots.pages = int(std::min(call.k.size[0], kMostInt));
-  slots.batch_idx = data_of<int const>(given.cache_batch_idx);
-  slots.page_table = data_of<int const>(given.page_table);
+  slots.batch_idx = data_of<int>(given.cache_batch_idx);
+  slots.page_table = data_of<int>(given.page_table);
   slots.page_table_stride = given.page_table ? given.page_table->stride[0] : 0;
   slots.by_page = FastDiv(int(std::clamp<int64_t>(call.k.size[1], 1, kMostInt)));
   return slots;
@@ -98,7 +82,7 @@ Rotary rotary_of(RotaryArguments const& given, Dtype rows) {
   rotary.pairs = int(cos.size[1] * bytes_of(rows) / kAppendChunkBytes);
   rotary.is_interleaved = given.rotary_interleaved;
   rotary.is_per_query = given.rotary_per_query;
-  rotary.seqlens = data_of<int const>(given.rotary_seqlens);
+  rotary.seqlens = data_of<int>(given.rotary_seqlens);
   return rotary;
 }
 
@@ -107,11 +91,27 @@ bool shares_cache(TensorMeta const& meta, AttentionCall const& call) {
   return may_share_memory(meta, call.k) || may_share_memory(meta, call.v);
 }
 
+// Queries that lie in a cache which the append writes are copied first.
+void copy_from_cache(AttentionCall const& call, OwnedTensor& tensor, TensorMeta& meta) {
+  if (shares_cache(meta, call)) {
+    tensor = packed_copy(kOp, tensor, meta);
+    meta = describe(tensor);
+  }
+}
+
 }  // namespace
 
-AppendLaunch::AppendLaunch(ForwardCall const& args, AppendTensors const& tensors) {
-  AttentionCall const& call = args.call;
+void count_appended(AttentionCall& call, OpTensors const& tensors) {
+  bool const is_dense = call.k_new && call.k_new->rank == 4;
+  call.cache.appended = is_dense ? call.k_new->size[1] : 0;  // of each sequence
+  // Scales that the append sets take the place of the others.
+  describe_if(tensors.k_scales, call.scales.k_descale);
+  describe_if(tensors.v_scales, call.scales.v_descale);
+}
+
+AppendLaunch::AppendLaunch(AttentionCall& call, OpTensors& tensors) {
   AppendParams& params = params_;
+  OwnedTensor rotated;
   params.dtype = has_rows(call) ? call.k_new->dtype : call.q.dtype;
   params.quantising = quantising_of(call);
   params.batch = int(batch_of(call));
@@ -119,18 +119,18 @@ AppendLaunch::AppendLaunch(ForwardCall const& args, AppendTensors const& tensors
   params.rotary = rotary_of(call.rotary, params.dtype);
   if (params.rotary.cos != nullptr) {
     rotated = allocate(kOp, call.q.size, call.q.rank, call.q.dtype, call.q.device_index);
-    params.q = rows_of(args.q, call.q, shares_cache(call.q, call), copies_[2]);
+    params.q = rows_of(tensors.q, call.q, shares_cache(call.q, call), copies_[2]);
     params.q.target = byte_view(with_batch(describe(rotated)), mutable_data(rotated));
-    params.q.cu = data_of<int const>(call.lengths.cu_seqlens_q);
+    params.q.cu = data_of<int>(call.lengths.cu_seqlens_q);
   }
   if (has_rows(call)) {
-    params.k = rows_of(tensors.k, *call.k_new, shares_cache(*call.k_new, call), copies_[0]);
-    params.v = rows_of(tensors.v, *call.v_new, shares_cache(*call.v_new, call), copies_[1]);
-    params.k.target = byte_view(call.k, mutable_data(args.k));
-    params.v.target = byte_view(call.v, mutable_data(args.v));
+    params.k = rows_of(tensors.k_new, *call.k_new, shares_cache(*call.k_new, call), copies_[0]);
+    params.v = rows_of(tensors.v_new, *call.v_new, shares_cache(*call.v_new, call), copies_[1]);
+    params.k.target = byte_view(call.k, mutable_data(tensors.k));
+    params.v.target = byte_view(call.v, mutable_data(tensors.v));
     params.k.scale = scale_view(call.scales.k_descale);
     params.v.scale = scale_view(call.scales.v_descale);
-    params.k.cu = params.v.cu = data_of<int const>(call.cache.cu_seqlens_k_new);
+    params.k.cu = params.v.cu = data_of<int>(call.cache.cu_seqlens_k_new);
     if (params.quantising == Quantising::kByPage) {
       set_pages(call, tensors);
     } else if (params.quantising == Quantising::kLatents) {
@@ -141,10 +141,18 @@ AppendLaunch::AppendLaunch(ForwardCall const& args, AppendTensors const& tensors
     throw_if(error_text(kOp, text("new tokens for at most ", kMostInt, " CTAs"),
                         text(params.ctas(), " CTAs"), "split the batch"));
   }
+  if (rotated) {
+    given_q_ = std::exchange(tensors.q, std::move(rotated));
+    call.q = describe(tensors.q);
+  }
+  copy_from_cache(call, tensors.q, call.q);
+  if (tensors.qv) {
+    copy_from_cache(call, tensors.qv, *call.latent.qv);
+  }
 }
 
 // Scales by page: the work, by pages.
-void AppendLaunch::set_pages(AttentionCall const& call, AppendTensors const& tensors) {
+void AppendLaunch::set_pages(AttentionCall const& call, OpTensors const& tensors) {
   TensorMeta const k = with_batch(*call.k_new);
   int64_t const page_size = std::min(call.k.size[1], kMostInt);
   int const tokens = int(k.size[0] * k.size[1]);

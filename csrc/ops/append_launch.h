@@ -2,8 +2,8 @@
 // its constructor, so that nothing is written for a call that fails.
 #pragma once
 
+#include "attention_ops.h"
 #include "kvcache/append.h"
-#include "ops/forward_call.h"
 
 namespace fa3 {
 
@@ -12,30 +12,25 @@ inline bool appends(AttentionCall const& call) {
   return call.k_new || call.v_new || call.rotary.rotary_cos || call.rotary.rotary_sin;
 }
 
-// The tensors that only an append has; null: none. Scales are those that it sets.
-struct AppendTensors {
-  OwnedTensor k;
-  OwnedTensor v;
-  OwnedTensor k_scales;
-  OwnedTensor v_scales;
-};
+// What a call says of the cache after its append; before its checks.
+void count_appended(AttentionCall& call, OpTensors const& tensors);
 
 class AppendLaunch {
  public:
-  // Copies new rows that the kernel cannot read, or that share memory with the cache. The tensors
+  // Copies new rows and queries that share memory with the cache, and new rows that the kernel
+  // cannot read. From here on the queries of the call are the rotated ones, if any. The tensors
   // stay until the launch.
-  AppendLaunch(ForwardCall const& args, AppendTensors const& tensors);
+  AppendLaunch(AttentionCall& call, OpTensors& tensors);
 
   // On the current stream of the cache's device.
   void run(void* stream) const;
 
-  OwnedTensor rotated;  // q, contiguous; null where nothing rotates
-
  private:
-  void set_pages(AttentionCall const& call, AppendTensors const& tensors);
+  void set_pages(AttentionCall const& call, OpTensors const& tensors);
 
   AppendParams params_;
   OwnedTensor copies_[3];
+  OwnedTensor given_q_;  // null: nothing rotates
 };
 
 }  // namespace fa3

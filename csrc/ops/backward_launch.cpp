@@ -28,7 +28,7 @@ bool is_contiguous(TensorMeta const& meta) {
 }
 
 TensorView readable_input(char const* op, OwnedTensor& tensor) {
-  return readable(op, tensor, with_batch(describe(tensor)));
+  return readable(op, tensor, describe(tensor));
 }
 
 // Gradients come with any strides: .sum().backward() gives a dO with stride 0 everywhere.
@@ -88,45 +88,22 @@ OwnedTensor allocate_workspace(char const* op, BwdParams& params, int device) {
 
 }  // namespace
 
-BackwardTensors BackwardTensors::read(BoxedStack& args, bool has_gradients) {
-  auto const gradient = [&] { return has_gradients ? args.tensor() : OwnedTensor(); };
-  return BackwardTensors{
-      args.tensor(), args.optional_tensor(), args.tensor(), args.tensor(), args.tensor(),
-      args.tensor(), args.tensor(),          gradient(),    gradient(),    gradient()};
-}
-
-void BackwardTensors::describe_in(AttentionCall& call) const {
-  call.q = describe(q);
-  call.k = describe(k);
-  call.v = describe(v);
-  call.dout = describe(dout);
-  call.out = describe(out);
-  call.lse = describe(lse);
-  if (dlse) {
-    call.dlse = describe(dlse);
-  }
-  if (dq) {
-    call.dq = describe(dq);
-    call.dk = describe(dk);
-    call.dv = describe(dv);
-  }
-}
-
-void BackwardTensors::allocate_gradients(char const* op) {
+void BackwardResults::allocate_like(char const* op, OpTensors const& tensors) {
   if (!dq) {
-    dq = allocate_like(op, q);
-    dk = allocate_like(op, k);
-    dv = allocate_like(op, v);
+    dq = fa3::allocate_like(op, tensors.q);
+    dk = fa3::allocate_like(op, tensors.k);
+    dv = fa3::allocate_like(op, tensors.v);
   }
 }
 
-void BackwardTensors::zero_gradients() const {
+void BackwardResults::clear() const {
   for (OwnedTensor const* gradient : {&dq, &dk, &dv}) {
     require(aoti_torch_zero_(gradient->get()), "fill a gradient");
   }
 }
 
-void launch_backward(char const* op, BackwardTensors& tensors, BwdParams& params) {
+void launch_backward(char const* op, OpTensors& tensors, BackwardResults const& results,
+                     BwdParams& params) {
   int const device = describe(tensors.q).device_index;
   BwdLaunch const launcher = plan_launch(params);
   OwnedTensor const workspace = allocate_workspace(op, params, device);
@@ -137,7 +114,7 @@ void launch_backward(char const* op, BackwardTensors& tensors, BwdParams& params
   params.dout = readable_gradient(op, tensors.dout);
   params.lse = readable_rows(op, tensors.lse);
   params.dlse = readable_rows(op, tensors.dlse);
-  Target const targets[] = {{op, tensors.dq}, {op, tensors.dk}, {op, tensors.dv}};
+  Target const targets[] = {{op, results.dq}, {op, results.dk}, {op, results.dv}};
   params.dq = targets[0].view();
   params.dk = targets[1].view();
   params.dv = targets[2].view();

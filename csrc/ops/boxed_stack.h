@@ -1,69 +1,63 @@
-// Reads the arguments of a boxed op off its stack, in the order of the schema, and takes over what
-// they own.
-//
-// Boxed ops: the stack brings the arguments of the schema in flash_attn3/ops/library.py and takes
-// the results.
+// The stack of a boxed op brings its arguments, which the op owns, and takes its results. The order
+// of both is generated (attention_ops.h): here is how one value is read.
 #pragma once
 
+#include <algorithm>
 #include <bit>
+#include <iterator>
 #include <optional>
+#include <string_view>
 
 #include "attention_arguments.h"
 #include "ops/tensor_handle.h"
 
 namespace fa3 {
 
+// Throws unless this library was built for the schemas that Python defined
+// (flash_attn3_accept_schemas).
+void require_schemas();
+
 class BoxedStack {
  public:
-  explicit BoxedStack(StableIValue* stack) : next_(stack) {}
+  explicit BoxedStack(StableIValue* stack) : next_(stack) { require_schemas(); }
 
-  OwnedTensor tensor() { return OwnedTensor(reinterpret_cast<AtenTensorHandle>(*next_++)); }
-  int64_t integer() { return std::bit_cast<int64_t>(*next_++); }
-  double real() { return std::bit_cast<double>(*next_++); }
-  bool flag() { return *next_++ != 0; }
-
+  // A tensor.
+  void take(OwnedTensor& tensor) { tensor.reset(reinterpret_cast<AtenTensorHandle>(*next_++)); }
   // Null when there is none.
-  OwnedTensor optional_tensor() {
+  void take_optional(OwnedTensor& tensor) {
     auto const value = optional();
-    return OwnedTensor(value ? reinterpret_cast<AtenTensorHandle>(*value) : nullptr);
+    tensor.reset(value ? reinterpret_cast<AtenTensorHandle>(*value) : nullptr);
+  }
+  // The same, with its description.
+  template <class Meta>
+  void take(OwnedTensor& tensor, Meta& meta) {
+    take(tensor);
+    meta = describe(tensor);
+  }
+  void take_optional(OwnedTensor& tensor, std::optional<TensorMeta>& meta) {
+    take_optional(tensor);
+    describe_if(tensor, meta);
   }
 
-  // float? softmax_scale
-  std::optional<double> optional_real() {
-    auto const value = optional();
-    return value ? std::optional(std::bit_cast<double>(*value)) : std::nullopt;
-  }
-
-  // int? rotation_seed
-  std::optional<int64_t> optional_integer() {
-    auto const value = optional();
-    return value ? std::optional(std::bit_cast<int64_t>(*value)) : std::nullopt;
-  }
-
-  // Into a field of a call. Tensors are described, and kept for as long as the stack is.
-  void read(int64_t& field) { field = integer(); }
-  void read(double& field) { field = real(); }
-  void read(bool& field) { field = flag(); }
-  void read(std::optional<double>& field) { field = optional_real(); }
+  void read(int64_t& field) { field = std::bit_cast<int64_t>(*next_++); }
+  void read(double& field) { field = std::bit_cast<double>(*next_++); }
+  void read(bool& field) { field = *next_++ != 0; }
+  void read(std::optional<double>& field) { read_optional(field); }
+  void read(std::optional<int64_t>& field) { read_optional(field); }
   void read(std::optional<bool>& field) {
     auto const value = optional();
     field = value ? std::optional(*value != 0) : std::nullopt;
   }
-  void read(std::optional<TensorMeta>& field) {
-    OwnedTensor& kept = kept_[kept_count_++];
-    kept = optional_tensor();
-    if (kept) {
-      field = describe(kept);
-    }
-  }
-
-  // All arguments of some groups, in their order.
-  template <class... Groups>
-  void read_groups(Groups&... groups) {
-    (groups.visit([this](char const*, auto& field) { read(field); }), ...);
-  }
+  // The stack keeps the tensor.
+  void read(std::optional<TensorMeta>& field) { take_optional(kept_[kept_count_++], field); }
 
  private:
+  template <class Value>
+  void read_optional(std::optional<Value>& field) {
+    auto const value = optional();
+    field = value ? std::optional(std::bit_cast<Value>(*value)) : std::nullopt;
+  }
+
   // An optional arrives as a pointer, owned, to its value on the heap.
   std::unique_ptr<StableIValue> optional() {
     return std::unique_ptr<StableIValue>(reinterpret_cast<StableIValue*>(*next_++));
@@ -73,6 +67,13 @@ class BoxedStack {
   OwnedTensor kept_[kTensorArguments];
   int kept_count_ = 0;
 };
+
+// Whether an op returns the result of this name.
+template <class Op>
+constexpr bool returns(std::string_view name) {
+  return std::find(std::begin(Op::kReturns), std::end(Op::kReturns), name) !=
+         std::end(Op::kReturns);
+}
 
 inline StableIValue boxed(OwnedTensor tensor) {
   return reinterpret_cast<StableIValue>(tensor.release());

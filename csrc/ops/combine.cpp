@@ -1,10 +1,11 @@
-// The ops `combine` and `merge_parts` on CUDA: check, allocate the LSE, launch. No synchronisation;
-// everything runs on the current stream of the device of out.
+// The op `combine` on CUDA: check, allocate the LSE, launch. No synchronisation; everything runs on
+// the current stream of the device of out.
 #include "combine/combine.h"
 
 #include <algorithm>
 #include <utility>
 
+#include "attention_ops.h"
 #include "checks/checks.h"
 #include "ops/boxed_stack.h"
 #include "ops/cuda_call.h"
@@ -104,55 +105,103 @@ void launch(CombineParams& params, OwnedTensor const& out, OwnedTensor const& ls
   }
 }
 
+// Stacks of results: the LSE is (batch, rows, heads), as those of the stack.
+OwnedTensor combine_stack(ops::combine const& args) {
+  CombineCall const call{describe(args.out_0), describe(args.lse_0), describe(args.out)};
+  throw_if(check_combine(call));
+  int const device = call.out.device_index;
+  DeviceGuard const guard(device);
+  OwnedTensor lse = allocate(args.kName, call.out.size, 3, Dtype::kFloat32, device);
+  CombineParams params = params_of(call);
+  launch(params, args.out, lse, device);
+  return lse;
+}
+
+// Results that are tensors of their own: the LSE is (batch, heads, rows) or (heads, rows), as
+// theirs.
+OwnedTensor combine_apart(ops::combine const& args) {
+  static_assert(MergeCall::kMost == kMostMergedParts);
+  OwnedTensor const* const parts[] = {&args.out_0, &args.out_1, &args.out_2, &args.out_3};
+  OwnedTensor const* const lses[] = {&args.lse_0, &args.lse_1, &args.lse_2, &args.lse_3};
+  MergeCall call;
+  call.out = describe(args.out);
+  for (int i = 0; i < MergeCall::kMost; ++i) {
+    describe_if(*parts[i], call.part[i]);
+    describe_if(*lses[i], call.lse[i]);
+  }
+  throw_if(check_merge(call));
+  TensorMeta const& out = call.out;
+  DeviceGuard const guard(out.device_index);
+  int64_t const packed[] = {out.size[1], out.size[0]};
+  int64_t const dense[] = {out.size[0], out.size[2], out.size[1]};
+  OwnedTensor lse = allocate(args.kName, out.rank == 3 ? packed : dense, out.rank - 1,
+                             Dtype::kFloat32, out.device_index);
+  launch_merge(call, args.out, lse);
+  return lse;
+}
+
+void boxed_combine(StableIValue* stack, uint64_t, uint64_t) {
+  struct {
+    OwnedTensor lse;
+  } results;
+  BoxedStack values(stack);
+  ops::combine args;
+  args.read(values);
+  results.lse = args.out_1 || args.lse_1 ? combine_apart(args) : combine_stack(args);
+  ops::combine::box(stack, results);
+}
+
+constexpr BoxedOp kOps[] = {{ops::combine::kName, &boxed_combine}};
+
 }  // namespace
+
+std::span<BoxedOp const> combine_ops() { return kOps; }
 
 void launch_merge(MergeCall const& call, OwnedTensor const& out, OwnedTensor const& lse) {
   CombineParams params = params_of(call);
   launch(params, out, lse, call.out.device_index);
 }
 
-void combine_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema("combine", {num_args, num_outputs}, {3, 1});
-  BoxedStack args(stack);
-  OwnedTensor const out_partial = args.tensor();
-  OwnedTensor const lse_partial = args.tensor();
-  OwnedTensor const out = args.tensor();
-  CombineCall const call{describe(out_partial), describe(lse_partial), describe(out)};
-  throw_if(check_combine(call));
-  int const device = call.out_partial.device_index;
-  DeviceGuard const guard(device);
-  OwnedTensor lse = allocate("combine", call.out.size, 3, Dtype::kFloat32, device);
-  CombineParams params = params_of(call);
-  launch(params, out, lse, device);
-  *stack = boxed(std::move(lse));
-}
-
-void merge_parts_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  constexpr char const* kOp = "merge_parts";
-  constexpr int kMost = MergeCall::kMost;
-  static_assert(kMost == kMostMergedParts);
-  expect_schema(kOp, {num_args, num_outputs}, {1 + 2 * kMost, 1});
-  BoxedStack args(stack);
-  OwnedTensor const out = args.tensor();
-  OwnedTensor kept[2 * kMost];
-  MergeCall call;
-  call.out = describe(out);
-  for (int i = 0; i < 2 * kMost; ++i) {
-    kept[i] = i < 4 ? args.tensor() : args.optional_tensor();
-    if (kept[i]) {
-      (i % 2 == 0 ? call.part : call.lse)[i / 2] = describe(kept[i]);
-    }
+// A packed head is a batch entry, a query a row.
+void launch_combine_parts(FwdParams const& forward, int columns, void* stream) {
+  FwdProblem const& problem = forward.problem;
+  CacheSchedule const& cache = forward.schedule.cache;
+  if (cache.parts_apart == 0) {
+    return;
   }
-  throw_if(check_merge(call));
-  int const device = call.out.device_index;
-  DeviceGuard const guard(device);
-  TensorMeta const& meta = call.out;
-  int64_t const packed[] = {meta.size[1], meta.size[0]};
-  int64_t const dense[] = {meta.size[0], meta.size[2], meta.size[1]};
-  OwnedTensor lse =
-      allocate(kOp, meta.rank == 3 ? packed : dense, meta.rank - 1, Dtype::kFloat32, device);
-  launch_merge(call, out, lse);
-  *stack = boxed(std::move(lse));
+  int const pack = forward.schedule.pack;
+  int const packed_heads = problem.heads_q / pack;
+  int64_t const rows_of_head = int64_t(forward.schedule.m_tiles) * cache.rows;
+  CombineParams params;
+  CombineSource& parts = params.source[0];
+  parts.data = forward.cache.parts;
+  parts.lse = forward.cache.parts + cache.slots * cache.rows * columns;
+  int64_t const part_rows[] = {rows_of_head, pack, 1};
+  for (int i = 0; i < 3; ++i) {
+    parts.lse_stride[i] = part_rows[i];
+    parts.stride[i] = part_rows[i] * columns;
+  }
+  parts.stride[3] = 1;
+  params.lse_part_stride = packed_heads * rows_of_head;
+  params.part_stride = params.lse_part_stride * columns;
+  params.parts = cache.parts_apart;
+  params.columns = problem.head_dim_v;
+  params.warps = problem.heads_q * problem.seqlen_q * params.column_blocks();
+  params.by_blocks = FastDiv(params.column_blocks());
+  params.by_heads = FastDiv(pack);
+  params.by_rows = FastDiv(problem.seqlen_q);
+  TensorView const& out = forward.o;
+  params.out = out.data;
+  params.out_dtype = forward.out_dtype;
+  int64_t const strides[] = {pack * out.head_stride, out.row_stride, out.head_stride, 1};
+  std::copy_n(strides, 4, params.out_stride);
+  params.is_vector = (reinterpret_cast<uintptr_t>(out.data) % 8 | out.row_stride % 4 |
+                      out.head_stride % 4 | problem.head_dim_v % 4) == 0;
+  params.lse = forward.lse;
+  params.lse_stride[0] = int64_t(pack) * problem.seqlen_q;
+  params.lse_stride[1] = 1;
+  params.lse_stride[2] = problem.seqlen_q;
+  launch_combine(params, stream);
 }
 
 }  // namespace fa3

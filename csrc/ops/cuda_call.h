@@ -1,9 +1,10 @@
-// What the CUDA ops do around a launch: the device, tensors as kernels read them, the schema that
-// they were compiled for.
+// What the CUDA ops do around a launch: the device, and tensors as kernels read them.
 #pragma once
 
 #include <stdexcept>
 
+#include "call/attention_call.h"
+#include "call/given_tensor.h"
 #include "call/text.h"
 #include "call/tma_rules.h"
 #include "ops/tensor_handle.h"
@@ -54,6 +55,9 @@ inline TensorView view(TensorMeta const& meta) {
 // the caller keeps until the launch; the caching allocator then hands its memory to later work of
 // the same stream only.
 inline TensorView readable(char const* op, OwnedTensor& tensor, TensorMeta const& meta) {
+  if (meta.rank == 3) {
+    return readable(op, tensor, with_batch(meta));
+  }
   if (tma_can_address(meta)) {
     return view(meta);
   }
@@ -96,19 +100,28 @@ inline void throw_if(std::string const& error) {
   }
 }
 
-// Throws when the schema is not that of this library.
-struct SchemaCounts {
-  uint64_t arguments;
-  uint64_t results;
-};
+template <class T>
+T const* data_of(std::optional<TensorMeta> const& tensor) {
+  return tensor ? reinterpret_cast<T const*>(tensor->address) : nullptr;
+}
 
-inline void expect_schema(char const* op, SchemaCounts got, SchemaCounts wanted) {
-  if (got.arguments != wanted.arguments || got.results != wanted.results) {
-    throw std::runtime_error(error_text(
-        op, text("a schema with ", wanted.arguments, " arguments and ", wanted.results, " results"),
-        text(got.arguments, " and ", got.results),
-        "_C.abi3.so and the Python files are of different versions: reinstall"));
+inline PackedLengths lengths_of(AttentionCall const& call) {
+  LengthArguments const& lengths = call.lengths;
+  return PackedLengths{data_of<int>(lengths.cu_seqlens_q), data_of<int>(lengths.cu_seqlens_k),
+                       data_of<int>(lengths.seqused_q), data_of<int>(lengths.seqused_k)};
+}
+
+// Scales of heads, (batch, heads_k) or (pages, heads_k), or of keys, (pages, keys, blocks).
+inline ScaleView scale_view(std::optional<TensorMeta> const& scale) {
+  ScaleView view;
+  if (scale && !is_empty(*scale)) {
+    view.data = reinterpret_cast<float const*>(scale->address);
+    view.batch_stride = scale->stride[0];
+    view.head_stride = scale->stride[1];
+    view.block_stride = scale->rank == 3 && scale->size[2] > 1 ? scale->stride[2] : 0;
+    view.by_kv_head = true;
   }
+  return view;
 }
 
 }  // namespace fa3

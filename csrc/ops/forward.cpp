@@ -1,88 +1,166 @@
-// The forward ops on CUDA: check, copy what TMA cannot address, allocate, plan, launch. Boxed by
-// hand, since the host time of a call counts on small problems. No synchronisation;
-// everything runs on the current stream of q's device, so a call can be captured in a CUDA graph.
+// The forward ops on CUDA: read, check, allocate, run, return. No synchronisation; everything runs
+// on the current stream of q's device, so that a call can be captured in a CUDA graph.
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <cmath>
 #include <utility>
 
-#include "checks/checks.h"
+#include "attention_ops.h"
+#include "call/cache_form.h"
 #include "call/device_info.h"
-#include "plan/problem_of_call.h"
-#include "ops/forward_call.h"
-#include "ops/forward_launch.h"
+#include "checks/checks.h"
+#include "plan/shared_prefix.h"
+#include "ops/append_launch.h"
+#include "ops/boxed_stack.h"
 #include "ops/library.h"
+#include "ops/prefix_run.h"
 
 namespace fa3 {
 namespace {
 
-// Computes into args.out, which it allocates if it is null. Gives the LSE, or null if nobody wants
-// it: an allocation costs a tenth of the host time of a call.
-OwnedTensor run_forward(ForwardCall& args, bool wants_lse) {
-  AttentionCall& call = args.call;
-  char const* const op = call.op();
-  int const device = call.q.device_index;
-  call.device = limits_of(device_info_of(call.q));
-  throw_if(check_forward(call));
+// kForward: without a cache and without e4m3. kAnyDtype: without a cache.
+enum class Rules { kForward, kAnyDtype, kCache };
 
-  FwdParams params;
-  params.problem = problem_of(call);
-  ForwardLaunch launch(params);
-  DeviceGuard const guard(device);
-  int64_t const* const q_size = call.q.size;
-  int64_t const out_size[] = {q_size[0], q_size[1], q_size[2], call.v.size[3]};
-  int64_t const lse_size[] = {q_size[0], q_size[2], q_size[1]};
-  if (!args.out) {
-    args.out = allocate(op, out_size, 4, call.q.dtype, device);
+// A prefix of one sequence is not shared.
+bool has_prefix(AttentionCall const& call) {
+  return call.prefix.shared_prefix > 0 && batch_of(call) > 1;
+}
+
+bool is_fp8(AttentionCall const& call) {
+  ScaleArguments const& scales = call.scales;
+  return call.q.dtype == Dtype::kFloat8E4M3 || scales.q_descale || scales.k_descale ||
+         scales.v_descale || call.fp8.float16_out || call.fp8.promote;
+}
+
+void check_on_cache(AttentionCall const& call, OpTensors const& tensors) {
+  throw_if(check_cache(call));
+  if (has_prefix(call)) {
+    throw_if(check_cache(call_of_prefix(call, as_one_sequence(call.q))));
   }
-  OwnedTensor lse = wants_lse ? allocate(op, lse_size, 3, Dtype::kFloat32, device) : OwnedTensor();
-  if (params.schedule.tiles == 0) {
-    return lse;
+  if (appends(call)) {
+    throw_if(check_append(call));
+    throw_if(check_append_kernel(call, bool(tensors.v_scales)));
   }
-  if (params.problem.seqlen_k == 0) {
-    require(aoti_torch_zero_(args.out.get()), "fill out");
-    if (lse) {
-      require(aoti_torch_aten_fill__Scalar(lse.get(), -INFINITY), "fill the LSE");
+}
+
+// A result that was given or not asked for is empty. The LSE of `_fwd_no_lse` is not even that: an
+// allocation takes a tenth of the host time of a call.
+template <class Op>
+ForwardResults allocate_results(AttentionCall const& call, OpTensors& tensors) {
+  auto const allocate_empty = [&](Dtype dtype) {
+    int64_t const nothing[] = {0};
+    return allocate(call.op(), nothing, 1, dtype, call.q.device_index);
+  };
+  auto const allocate_asked = [&](bool is_asked) {
+    return is_asked ? allocate_rows(call) : allocate_empty(Dtype::kFloat32);
+  };
+  ForwardResults results;
+  results.has_lse = returns<Op>("lse") && (!call.on_cache || call.splits.return_lse);
+  results.out = tensors.out ? std::move(tensors.out) : allocate_out(call);
+  if (call.out) {
+    results.returned_out = allocate_empty(call.out->dtype);
+  }
+  if (returns<Op>("lse")) {
+    results.lse = allocate_asked(results.has_lse);
+  }
+  if (returns<Op>("max_logits")) {
+    results.max_logits = allocate_asked(call.execution.return_max_logits);
+  }
+  if (returns<Op>("rotated") && !call.rotary.rotary_cos) {
+    results.rotated = allocate_empty(call.q.dtype);
+  }
+  return results;
+}
+
+// Whether there is a row in a sequence, and a key that some query may see, or a sink.
+bool has_work(AttentionCall const& call) {
+  auto const& cu_seqlens_q = call.lengths.cu_seqlens_q;
+  bool const has_sequence = call.on_cache || !cu_seqlens_q || cu_seqlens_q->size[0] > 1;
+  bool const has_sink = !call.on_cache && call.score.sinks;
+  return !is_empty(call.q) && has_sequence && (has_sink || !is_empty(call.k));
+}
+
+void clear(ForwardResults const& results) {
+  require(aoti_torch_zero_(results.out.get()), "fill out");
+  for (OwnedTensor const* rows : {&results.lse, &results.max_logits}) {
+    if (*rows) {
+      require(aoti_torch_aten_fill__Scalar(rows->get(), -INFINITY), "fill a result");
     }
-    return lse;
-  }
-  params.q = readable(op, args.q, call.q);
-  params.k = readable(op, args.k, call.k);
-  params.v = readable(op, args.v, call.v);
-  params.lse = lse ? static_cast<float*>(mutable_data(lse)) : nullptr;
-  params.softmax_scale = float(call.softmax_scale());
-  launch.run(op, params, args.out);
-  return lse;
-}
-
-// The schemas of the hot ops are short: each argument costs host time. The last argument of fwd,
-// deterministic, is for the gradients.
-constexpr int kScalars = 4;
-
-// The results, in order: out unless it was given, the LSE if wanted.
-template <bool kHasOut, bool kWantsLse, int kUnread = 0>
-void boxed_forward(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema("fwd", {num_args, num_outputs},
-                {3 + kHasOut + kScalars + kUnread, !kHasOut + kWantsLse});
-  ForwardCall args(stack, kHasOut);
-  args.args.read(args.call.score.softmax_scale);
-  args.args.read(args.call.score.causal);
-  args.args.read(args.call.execution.pack_gqa);
-  args.args.read(args.call.execution.sm_margin);
-  OwnedTensor lse = run_forward(args, kWantsLse);
-  if (!kHasOut) {
-    *stack++ = boxed(std::move(args.out));
-  }
-  if (kWantsLse) {
-    *stack = boxed(std::move(lse));
   }
 }
 
-constexpr BoxedOp kOps[] = {{"fwd", &boxed_forward<false, true, 1>},
-                            {"_fwd", &boxed_forward<false, true>},
-                            {"_fwd_no_lse", &boxed_forward<false, false>},
-                            {"fwd_out", &boxed_forward<true, true>},
-                            {"fwd_out_no_lse", &boxed_forward<true, false>}};
+// All is planned and allocated before the first launch, so that a call that fails leaves the cache
+// as it was.
+void run(AttentionCall& call, OpTensors& tensors, ForwardResults& results) {
+  void* stream = nullptr;
+  require(aoti_torch_get_current_cuda_stream(call.q.device_index, &stream),
+          "read the current stream");
+  std::optional<AppendLaunch> append;
+  std::optional<ForwardRun> attention;
+  std::optional<PrefixRun> with_prefix;
+  if (call.on_cache && appends(call)) {
+    append.emplace(call, tensors);
+  }
+  ForwardInputs const inputs{tensors.q, tensors.k, tensors.v, tensors.qv};
+  if (has_work(call) && has_prefix(call)) {
+    with_prefix.emplace(call, inputs, results, stream);
+  } else if (has_work(call)) {
+    call.prefix.shared_prefix = 0;
+    attention.emplace(call, inputs, results, stream);
+  }
+  if (append) {
+    append->run(stream);
+  }
+  if (with_prefix) {
+    with_prefix->run(stream);
+  } else if (attention) {
+    attention->run(stream);
+  } else {
+    clear(results);
+  }
+}
+
+template <class Op, Rules kRules>
+void boxed_forward(StableIValue* stack, uint64_t, uint64_t) {
+  BoxedStack values(stack);
+  OpTensors tensors;
+  AttentionCall call;
+  Op::read(values, tensors, call);
+  call.on_cache = kRules == Rules::kCache;
+  call.device = limits_of(device_info_of(call.q));
+  if (returns<Op>("rotated")) {
+    count_appended(call, tensors);
+  }
+  if (kRules == Rules::kCache) {
+    check_on_cache(call, tensors);
+  } else {
+    bool const has_fp8_rules = kRules == Rules::kAnyDtype && is_fp8(call);
+    throw_if(has_fp8_rules ? check_fp8(call) : check_forward(call));
+  }
+  DeviceGuard const guard(call.q.device_index);
+  ForwardResults results = allocate_results<Op>(call, tensors);
+  run(call, tensors, results);
+  if (call.out) {
+    results.out = std::move(results.returned_out);
+  }
+  if (call.rotary.rotary_cos) {
+    results.rotated = std::move(tensors.q);
+  }
+  Op::box(stack, results);
+}
+
+template <class Op, Rules kRules>
+constexpr BoxedOp op() {
+  return {Op::kName, &boxed_forward<Op, kRules>};
+}
+
+constexpr BoxedOp kOps[] = {op<ops::fwd, Rules::kForward>(),
+                            op<ops::_fwd, Rules::kForward>(),
+                            op<ops::_fwd_no_lse, Rules::kForward>(),
+                            op<ops::fwd_general, Rules::kForward>(),
+                            op<ops::attend, Rules::kAnyDtype>(),
+                            op<ops::attend_cache, Rules::kCache>(),
+                            op<ops::append_and_attend, Rules::kCache>()};
 
 }  // namespace
 

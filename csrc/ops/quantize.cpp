@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "attention_ops.h"
 #include "checks/checks.h"
 #include "call/given_tensor.h"
 #include "ops/boxed_stack.h"
@@ -21,8 +22,8 @@ constexpr float kScaleOfZeros = 0x1p-64f / 448.f;
 
 // Sequences of packed rows; null: x has a batch, all rows count.
 struct Lists {
-  OwnedTensor cu_seqlens;
-  OwnedTensor seqused;
+  OwnedTensor const& cu_seqlens;
+  OwnedTensor const& seqused;
 };
 
 struct Granularity {
@@ -123,12 +124,8 @@ class Job {
     launch_quantize(params, stream);
   }
 
-  // Gives where the next results go.
-  StableIValue* put_results(StableIValue* stack) {
-    *stack++ = boxed(std::move(values_));
-    *stack++ = boxed(std::move(scales_));
-    return stack;
-  }
+  OwnedTensor take_values() { return std::move(values_); }
+  OwnedTensor take_scales() { return std::move(scales_); }
 
  private:
   QuantizeParams make_params() {
@@ -157,40 +154,46 @@ int64_t heads_of(OwnedTensor const& x) {
   return meta.rank < 2 ? 0 : meta.size[meta.rank - 2];
 }
 
+void boxed_quantize(StableIValue* stack, uint64_t, uint64_t) {
+  struct {
+    OwnedTensor values;
+    OwnedTensor scales;
+  } results;
+  BoxedStack values(stack);
+  ops::quantize_fp8 args;
+  args.read(values);
+  Job job(args.x, {args.cu_seqlens, args.seqused}, {args.block, args.group}, args.rotation_seed);
+  job.run();
+  results = {job.take_values(), job.take_scales()};
+  ops::quantize_fp8::box(stack, results);
+}
+
+void boxed_quantize_qkv(StableIValue* stack, uint64_t, uint64_t) {
+  struct {
+    OwnedTensor q, q_scales, k, k_scales, v, v_scales;
+  } results;
+  BoxedStack values(stack);
+  ops::quantize_qkv_fp8 args;
+  args.read(values);
+  Lists const of_q{args.cu_seqlens_q, args.seqused_q};
+  Lists const of_k{args.cu_seqlens_k, args.seqused_k};
+  int64_t const group = heads_of(args.q) / std::max<int64_t>(1, heads_of(args.k));
+  Job q(args.q, of_q, {args.q_block, group}, args.rotation_seed);
+  Job k(args.k, of_k, {args.kv_block, 1}, args.rotation_seed);
+  Job v(args.v, of_k, {args.kv_block, 1}, std::nullopt);
+  for (Job* job : {&q, &k, &v}) {
+    job->run();
+  }
+  results = {q.take_values(), q.take_scales(), k.take_values(),
+             k.take_scales(), v.take_values(), v.take_scales()};
+  ops::quantize_qkv_fp8::box(stack, results);
+}
+
+constexpr BoxedOp kOps[] = {{ops::quantize_fp8::kName, &boxed_quantize},
+                            {ops::quantize_qkv_fp8::kName, &boxed_quantize_qkv}};
+
 }  // namespace
 
-// The arguments are read off the stack in the order of the schema.
-void quantize_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema(kOp, {num_args, num_outputs}, {6, 2});
-  BoxedStack args(stack);
-  OwnedTensor const x = args.tensor();
-  Lists const lists{args.optional_tensor(), args.optional_tensor()};
-  Granularity const granularity{args.integer(), args.integer()};
-  Job job(x, lists, granularity, args.optional_integer());
-  job.run();
-  job.put_results(stack);
-}
-
-void quantize_qkv_fp8_boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
-  expect_schema(kOp, {num_args, num_outputs}, {10, 6});
-  BoxedStack args(stack);
-  OwnedTensor const q = args.tensor();
-  OwnedTensor const k = args.tensor();
-  OwnedTensor const v = args.tensor();
-  Lists const of_q{args.optional_tensor(), args.optional_tensor()};
-  Lists const of_k{args.optional_tensor(), args.optional_tensor()};
-  int64_t const q_block = args.integer();
-  int64_t const kv_block = args.integer();
-  std::optional<int64_t> const seed = args.optional_integer();
-  int64_t const group = heads_of(q) / std::max<int64_t>(1, heads_of(k));
-  Job jobs[] = {Job(q, of_q, {q_block, group}, seed), Job(k, of_k, {kv_block, 1}, seed),
-                Job(v, of_k, {kv_block, 1}, std::nullopt)};
-  for (Job& job : jobs) {
-    job.run();
-  }
-  for (Job& job : jobs) {
-    stack = job.put_results(stack);
-  }
-}
+std::span<BoxedOp const> quantize_ops() { return kOps; }
 
 }  // namespace fa3

@@ -5,16 +5,12 @@
 #include "ops/library.h"
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
-  for (auto const ops : {fa3::forward_ops(), fa3::general_ops(), fa3::fp8_ops(),
-                         fa3::backward_ops(), fa3::cache_ops()}) {
+  for (auto const ops :
+       {fa3::forward_ops(), fa3::backward_ops(), fa3::quantize_ops(), fa3::combine_ops()}) {
     for (fa3::BoxedOp const& op : ops) {
       m.impl(op.name, op.run);
     }
   }
-  m.impl("quantize_fp8", &fa3::quantize_fp8_boxed);
-  m.impl("quantize_qkv_fp8", &fa3::quantize_qkv_fp8_boxed);
-  m.impl("combine", &fa3::combine_boxed);
-  m.impl("merge_parts", &fa3::merge_parts_boxed);
 }
 
 // For Python's ctypes: current_driver_problem(). The text stays valid.

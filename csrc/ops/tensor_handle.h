@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include <memory>
+#include <optional>
 
 #include "core/problem.h"
 
@@ -25,6 +26,13 @@ void require(AOTITorchError error, char const* what);
 
 // Shape, strides, place and address, without copying or synchronising.
 TensorMeta describe(OwnedTensor const& tensor);
+
+// Describes a tensor that may be null; then nothing changes.
+inline void describe_if(OwnedTensor const& tensor, std::optional<TensorMeta>& meta) {
+  if (tensor) {
+    meta = describe(tensor);
+  }
+}
 
 // A new contiguous CUDA tensor (float16, bfloat16, float8_e4m3fn or float32); throws with the
 // number of bytes when memory runs out. `op` is named then: what the user called.

@@ -7,6 +7,7 @@
     bwd_variants.h ...   the same of the backward
     wgmma_shapes.h       shapes of products that CuTe does not offer (generate_wgmma_shapes.py)
     attention_arguments.h   the arguments of a call (generate_arguments.py)
+    attention_ops.h         how each op reads them (generate_arguments.py)
 
 FLASH_ATTN3_VARIANTS builds a subset: a comma list of glob patterns on names, such as
 `FwdBf16D128*`. A file is rewritten only if its text changed.
@@ -169,6 +170,7 @@ def generate(folder: Path, patterns: str = '') -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     _write_if_changed(folder / 'wgmma_shapes.h', generate_wgmma_shapes.header())
     _write_if_changed(folder / 'attention_arguments.h', generate_arguments.header())
+    _write_if_changed(folder / 'attention_ops.h', generate_arguments.ops_header())
     return [path for family in FAMILIES for path in _generate_family(folder, family, built)]
 
 

@@ -11,7 +11,7 @@ constexpr int64_t kLaunchCounters = 4096;
 
 // Returns kLaunchCounters counters on the current device for launches on a stream (a cudaStream_t).
 // Launches of one stream run one after another and share counters; two launches that overlap use
-// different counters (ops/cache_launch.cpp). A captured stream has separate counters for each
+// different counters (ops/forward_run.cpp). A captured stream has separate counters for each
 // capture, even if it joins the capture as a branch. They belong to the graph, which may be
 // replayed on any stream.
 //

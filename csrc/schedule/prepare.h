@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/packed_tiles.h"
+#include "core/row_packing.h"
 
 namespace fa3 {
 
@@ -25,15 +26,35 @@ struct PrepareParams {
   FA3_HD constexpr bool schedules_keys() const { return tile_keys > 0; }
 };
 
-inline PrepareParams prepare_params(BwdParams const& params) {
-  FwdProblem const& problem = params.problem;
-  BwdSchedule const& schedule = params.schedule;
+// What the tables of the forward and of the backward have in common.
+inline PrepareParams prepare_params(FwdProblem const& problem, PackedLengths const& lengths) {
   PrepareParams prepare;
-  prepare.lengths = params.lengths;
+  prepare.lengths = lengths;
   prepare.batch = problem.batch;
   prepare.entries = problem.entries();
   prepare.total_q = problem.total_q;
   prepare.total_k = problem.total_k;
+  return prepare;
+}
+
+inline PrepareParams prepare_params(FwdParams const& params, int consumer_warpgroups) {
+  FwdSchedule const& schedule = params.schedule;
+  IntervalMask const& mask = params.problem.mask;
+  int const positions = RowPacking{schedule.pack}.positions_per_tile(consumer_warpgroups);
+  PrepareParams prepare = prepare_params(params.problem, params.lengths);
+  prepare.tile_positions = positions;
+  int64_t const seen = int64_t(mask.left) + mask.right + positions;
+  int64_t const in_chunk =
+      mask.is_chunked ? int64_t(mask.chunk.divisor) + positions : int64_t(IntervalMask::kNoLimit);
+  prepare.most_keys = int(min_of(seen, in_chunk));
+  int const tiles_of_head = schedule.tiles / (params.problem.heads_q / schedule.pack);
+  prepare.tables = PackedTables::in(params.workspace, tiles_of_head);
+  return prepare;
+}
+
+inline PrepareParams prepare_params(BwdParams const& params) {
+  BwdSchedule const& schedule = params.schedule;
+  PrepareParams prepare = prepare_params(params.problem, params.lengths);
   prepare.tile_positions = schedule.tile_m;
   prepare.tile_keys = schedule.tile_n;
   prepare.most_queries = schedule.most_queries;

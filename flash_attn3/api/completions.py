@@ -2,7 +2,7 @@
 
 Two calls of the general op: every segment onto itself, causal; and all completions of a tree, as
 one sequence, onto the keys of its prompt, unmasked. `merge_states` joins them. The gradients do not
-go through the merge: `bwd_general`, given out and LSE of all keys, computes the part of the keys
+go through the merge: `bwd`, given out and LSE of all keys, computes the part of the keys
 that it sees, and the parts add up.
 """
 from __future__ import annotations
@@ -21,8 +21,8 @@ from flash_attn3.ops import autograd, checks, dense_and_varlen, derivatives, dte
 from flash_attn3.ops.dense_and_varlen import Execution, General
 
 _OP = 'flash_attn_completions_func'
-_fwd_general = torch.ops.flash_attn3._fwd_general.default
-_bwd_general = torch.ops.flash_attn3.bwd_general.default
+_attend = torch.ops.flash_attn3.attend.default
+_bwd = torch.ops.flash_attn3.bwd.default
 _fwd_traced = torch.ops.flash_attn3.fwd_completions.default
 
 
@@ -99,7 +99,7 @@ def flash_attn_completions_func(
 
 # ------------------------------------------------------------------------------------------ checks
 def _check(q: Tensor, k: Tensor, v: Tensor, own: Completions, rules_of: str | None = None) -> None:
-    """Raises RuntimeError for what `_fwd_general` does not check itself."""
+    """Raises RuntimeError for what `attend` does not check itself."""
     for name in ('cu_seqlens', 'cu_trees'):
         x = getattr(own, name)
         is_list = (isinstance(x, Tensor) and x.dim() == 1 and x.dtype == torch.int32
@@ -175,8 +175,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tenso
     own = Completions(*arguments)
     _check(q, k, v, own)
     execution = _execution(own)[:-1]
-    out, lse, _ = _fwd_general(q, k, v, *_onto_itself(own), *execution)
-    others, other_lse, _ = _fwd_general(q, k, v, *_onto_prompts(own), *execution)
+    out, lse, _ = _attend(q, k, v, None, *_onto_itself(own), *execution)
+    others, other_lse, _ = _attend(q, k, v, None, *_onto_prompts(own), *execution)
     return merging.merge_states((out, others), (lse, other_lse))
 
 
@@ -213,7 +213,7 @@ def _gradients(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tenso
                lse: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     own = Completions(*arguments)
     given = dout, dlse, q, k, v, out, lse
-    parts = [_bwd_general(*given, *call, own.deterministic)[:3]
+    parts = [_bwd(*given, *dense_and_varlen.for_backward(call, own.deterministic))[:3]
              for call in (_onto_itself(own), _onto_prompts(own))]
     return tuple(one.add_(other) for one, other in zip(*parts))
 

@@ -24,15 +24,9 @@ from flash_attn3.ops.splits import Call
 _fwd = library.bare(torch.ops.flash_attn3._fwd.default)    # eager: no autograd formula in the way
 _fwd_no_lse = library.bare(torch.ops.flash_attn3._fwd_no_lse.default)
 _fwd_traced = torch.ops.flash_attn3.fwd.default    # under torch.compile and torch.export
-_fwd_out = torch.ops.flash_attn3.fwd_out.default
-_fwd_out_no_lse = torch.ops.flash_attn3.fwd_out_no_lse.default
-# Take the fields of General.
-_fwd_general = torch.ops.flash_attn3._fwd_general.default
+# Take the fields of General; `attend` also a given out and the fields of fp8.EightBit.
 _fwd_general_traced = torch.ops.flash_attn3.fwd_general.default
-_fwd_general_out = torch.ops.flash_attn3.fwd_general_out.default
-# Take the fields of General and of Fp8.
-_fwd_fp8 = torch.ops.flash_attn3.fwd_fp8.default
-_fwd_fp8_out = torch.ops.flash_attn3.fwd_fp8_out.default
+_attend = torch.ops.flash_attn3.attend.default
 
 
 def flash_attn_func(
@@ -277,8 +271,8 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
         return (result if out is None else out.copy_(result)), lse
     if out is not None:
         derivatives.reject_forward_mode(q, k, v, out)
-        op = _fwd_out if return_lse else _fwd_out_no_lse
-        return out, op(q, k, v, out, softmax_scale, causal, pack_gqa, sm_margin)
+        return out, _attend(q, k, v, out, softmax_scale=softmax_scale, causal=causal,
+                            pack_gqa=pack_gqa, sm_margin=sm_margin)[1]
     if is_compiling() or derivatives.is_forward_mode():
         return _fwd_traced(*arguments, deterministic)
     if needs_grad:
@@ -336,14 +330,14 @@ def _fp8_attention(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None
     derivatives.reject_forward_mode(*tensors, *scales, general.sinks)
     if not is_compiling():
         checks.check_cuda_contents(q, k, general)
-    others = promote, *general, *execution[:-1]
+    arguments = (q, k, v, out, *general, *execution[:-1], *scales, out_dtype == torch.float16,
+                 promote)
     if out is not None:
-        return out, *_fwd_fp8_out(q, k, v, out, *scales, *others)
-    arguments = q, k, v, *scales, out_dtype == torch.float16, *others
+        return out, *_attend(*arguments)[1:]
     if not checks.needs_grad(q, k, v, *scales, general.sinks):
-        return _fwd_fp8(*arguments)
+        return _attend(*arguments)
     text = fp8.gradient_text(op, **_named(tensors, scales, general))
-    result, lse, max_logits = derivatives.Refusal.apply(text, _fwd_fp8, *arguments)
+    result, lse, max_logits = derivatives.Refusal.apply(text, _attend, *arguments)
     return result, lse, max_logits.detach()
 
 
@@ -365,9 +359,9 @@ def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], ge
         checks.check_cuda_contents(q, k, general)
     if out is not None:
         derivatives.reject_forward_mode(*tensors, general.sinks)
-        return out, *_fwd_general_out(q, k, v, out, *general, *execution[:-1])
+        return out, *_attend(q, k, v, out, *general, *execution[:-1])[1:]
     if is_compiling() or derivatives.is_forward_mode():
         return _fwd_general_traced(q, k, v, *general, *execution)
     if checks.needs_grad(q, k, v, general.sinks):
         return GeneralAttention.apply(q, k, v, *general, *execution)
-    return _fwd_general(q, k, v, *general, *execution[:-1])
+    return _attend(q, k, v, None, *general, *execution[:-1])

@@ -24,12 +24,11 @@ __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metad
            'merge_states']
 
 _OP = 'flash_attn_with_kvcache'
-# (attend, attend into out, append and attend): traced ops, eager ops, and functions without an op.
-_TRACED = tuple(getattr(torch.ops.flash_attn3, name).default for name in (
-    'attend_cache', 'attend_cache_out', 'append_and_attend'))
+# (attend, append and attend): traced ops, eager ops, and functions without an op.
+_TRACED = (torch.ops.flash_attn3.attend_cache.default,
+           torch.ops.flash_attn3.append_and_attend.default)
 _EAGER = tuple(library.bare(op) for op in _TRACED)
-_PLAIN = (attend_cache.attend_plainly, attend_cache.attend_out_plainly,
-          attend_cache.append_and_attend_plainly)
+_PLAIN = attend_cache.attend_plainly, attend_cache.append_and_attend_plainly
 
 # The tensors that `_reject` takes, in this order.
 TENSORS = ('q', 'k_cache', 'v_cache', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux', 'out',
@@ -146,7 +145,7 @@ def get_scheduler_metadata(
 
 
 def functions_for(q: Tensor, op: str) -> tuple:
-    """The functions that serve q: (attend, attend into out, append and attend)."""
+    """The functions that serve q: (attend, append and attend)."""
     if q.get_device() in library.SERVED_DEVICES and not is_compiling():
         return _EAGER
     if not q.is_cuda or library.kernels_serve(q.device):
@@ -218,13 +217,11 @@ def _attend(functions: tuple, tensors: tuple, own: tuple, return_lse: bool) -> R
     Attend up to the last one that differs from its default.
     """
     q, k_cache, v_cache, out = tensors
-    attend, attend_out, _ = functions
+    attend, _ = functions
     if env.CHECK_CONTENTS and not is_compiling():
         attend_cache.check_cuda_contents(tensors, own)
-    if out is None:
-        out, lse = attend(q, k_cache, v_cache, *own)
-    else:
-        lse = attend_out(q, k_cache, v_cache, out, *own)
+    result, lse = attend(q, k_cache, v_cache, out, *own)
+    out = result if out is None else out
     if not return_lse:
         return out
     empty = lse.new_empty(0)
@@ -236,7 +233,7 @@ def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tu
     """What flash_attn_with_kvcache returns for new keys, or for rotary alone. new: k, v, and the
     descales that they set; rotary: fields of Rotary; the others: as for _attend.
     """
-    *_, append_and_attend = functions
+    _, append_and_attend = functions
     q, k_cache, v_cache, out = tensors
     k, v, k_descale, v_descale = new
     if not is_compiling():

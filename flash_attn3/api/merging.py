@@ -1,6 +1,6 @@
 """Merging of attention over parts of the keys: out and LSE of all keys from those of the parts.
 
-The ops `combine` and `merge_parts` on Hopper GPUs, else plain PyTorch, float32 or wider. With o_i
+The op `combine` on Hopper GPUs, else plain PyTorch, float32 or wider. With o_i
 and l_i of part i: l = log sum exp l_i and o = sum exp(l_i - l) o_i. A part without keys (LSE -inf)
 adds nothing, whatever its out holds; a row without keys in all parts gives 0 and -inf.
 """
@@ -17,12 +17,11 @@ from torch.compiler import is_compiling
 from flash_attn3 import _plan
 from flash_attn3.ops import checks, derivatives, library
 
-# What the op `combine` reads and writes; `merge_parts` the 16-bit ones.
+# What the op reads and writes in stacks; apart the 16-bit ones.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MOST_PARTS = 4    # tensors that `merge_parts` takes
+MOST_PARTS = 4    # results that are no stack
 _combine = torch.ops.flash_attn3.combine.default
-_merge_parts = torch.ops.flash_attn3.merge_parts.default
-_merge_parts_eager = library.bare(_merge_parts)
+_combine_eager = library.bare(_combine)
 
 
 def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
@@ -101,10 +100,10 @@ def merge_parts(out: Tensor, *parts: Tensor) -> Tensor:
     LSEs as attention returns them, out_0, lse_0, ...; the rows of a batch may be one entry.
     """
     if is_compiling():
-        return _merge_parts(out, *parts)
+        return _combine(out, *parts)
     if out.is_cuda and not library.kernels_serve(out.device):
-        return _merge_parts_plainly(out, *parts)
-    return _merge_parts_eager(out, *parts)
+        return _combine_plainly(out, *parts)
+    return _combine_eager(out, *parts)
 
 
 def merge_into(out: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
@@ -139,7 +138,7 @@ def _op_serves(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> 
 
 
 def _list_is_served(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> bool:
-    """Whether `merge_parts` serves the call. It is faster than stacking, which also checks."""
+    """Whether `combine` serves the call without stacking, which takes time and also checks."""
     first, shape = outs[0], outs[0].shape
     return (2 <= len(outs) <= MOST_PARTS and first.is_cuda and first.dtype in _DTYPES[1:]
             and first.dim() in (3, 4)
@@ -159,8 +158,8 @@ def _by_op(out_partial: Tensor, lse_partial: Tensor, out: Tensor | None,
     if out is None:
         out = out_partial.new_empty(out_partial.shape[1:], dtype=dtype)
     if out_partial.dim() == 5:
-        return out, _combine(out_partial, lse_partial, out)
-    lse = _combine(out_partial.unsqueeze(1), lse_partial.unsqueeze(1), out.unsqueeze(0))
+        return out, _combine(out, out_partial, lse_partial)
+    lse = _combine(out.unsqueeze(0), out_partial.unsqueeze(1), lse_partial.unsqueeze(1))
     return out, lse.squeeze(0)
 
 
@@ -180,24 +179,26 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------- the ops
-def _combine_cpu(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
-    tensors = dict(out_partial=out_partial, lse_partial=lse_partial, out=out)
+def _combine_plainly(out: Tensor, out_0: Tensor, lse_0: Tensor, *others: Tensor | None) -> Tensor:
+    """The op `combine` on any device."""
+    if any(x is not None for x in others[:2]):
+        return _merge_apart(out, out_0, lse_0, *others)
+    return _merge_stack(out, out_0, lse_0)
+
+
+def _merge_stack(out: Tensor, outs: Tensor, lses: Tensor) -> Tensor:
+    tensors = dict(out_partial=outs, lse_partial=lses, out=out)
     if text := _plan.check_combine(**{name: checks.describe(x) for name, x in tensors.items()}):
         raise RuntimeError(text)
-    if out_partial.size(0) == 0:
+    if outs.size(0) == 0:
         out.zero_()
-        return lse_partial.new_full(lse_partial.shape[1:], -math.inf)
-    result, lse = _merge(out_partial, lse_partial)
+        return lses.new_full(lses.shape[1:], -math.inf)
+    result, lse = _merge(outs, lses)
     out.copy_(result)
     return lse
 
 
-def _combine_fake(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
-    return lse_partial.new_empty(lse_partial.shape[1:])
-
-
-def _merge_parts_plainly(out: Tensor, *parts: Tensor | None) -> Tensor:
-    """The op `merge_parts` on any device."""
+def _merge_apart(out: Tensor, *parts: Tensor | None) -> Tensor:
     names = (f'{name}_{i // 2}' for i, name in enumerate(('out', 'lse') * MOST_PARTS))
     tensors = dict(out=out) | {name: x for name, x in zip(names, parts) if x is not None}
     rules_of = 'cpu' if len({x.device for x in tensors.values()}) == 1 else None
@@ -212,12 +213,12 @@ def _merge_parts_plainly(out: Tensor, *parts: Tensor | None) -> Tensor:
     return lse.transpose(-1, -2).contiguous()
 
 
-def _merge_parts_fake(out: Tensor, out_0: Tensor, lse_0: Tensor, *_) -> Tensor:
+def _combine_fake(out: Tensor, out_0: Tensor, lse_0: Tensor, *others: Tensor | None) -> Tensor:
+    if all(x is None for x in others[:2]):
+        return lse_0.new_empty(lse_0.shape[1:])
     *batch, rows, heads, _ = out.shape
     return lse_0.new_empty((*batch, heads, rows))
 
 
-for _name, _on_cpu, _fake in (('combine', _combine_cpu, _combine_fake),
-                              ('merge_parts', _merge_parts_plainly, _merge_parts_fake)):
-    library.LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)
+library.LIBRARY.impl('combine', _combine_plainly, 'CPU')
+torch.library.register_fake('flash_attn3::combine', _combine_fake, lib=library.LIBRARY)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flash_attn3.ops import checks, library
-from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.ops.dense_and_varlen import General, for_backward
 from flash_attn3.api.interface import (flash_attn_func, flash_attn_qkvpacked_func,
                                        flash_attn_varlen_func)
 from flash_attn3.api.kvcache import (flash_attn_combine, flash_attn_with_kvcache,
@@ -26,7 +26,6 @@ __all__ = ['_flash_attn_backward', '_flash_attn_forward', 'flash_attn_combine', 
            'get_scheduler_metadata']    # what upstream has
 
 _bwd_out = torch.ops.flash_attn3.bwd_out.default
-_bwd_general_out = torch.ops.flash_attn3.bwd_general_out.default
 
 
 def with_lse(function: Callable) -> Callable:
@@ -230,7 +229,7 @@ def _flash_attn_backward(
     if is_plain:
         _bwd_out(*tensors, scale, causal, deterministic)
     else:
-        _bwd_general_out(*tensors, *general, deterministic)
+        _bwd_out(*tensors, *for_backward(general, deterministic))
     for gradient, result in zip(given, written):
         if gradient is not None and gradient is not result:
             gradient.copy_(result)

@@ -3,7 +3,7 @@
 Step s of a rank is attention of its queries on the keys of the rank s before it, which travel while
 step s - 1 runs. Only rows that the other rank sees are sent. Results are merged by their LSE
 (merging.py), four at a time, so that a result of N ranks is rounded 1 + log4 N times. The backward
-goes the same way: `bwd_general`, given out and LSE of all keys, computes the part of a step; the
+goes the same way: `bwd`, given out and LSE of all keys, computes the part of a step; the
 gradients of keys travel straight back to their rank, which adds them in float32, in the order of
 the steps.
 
@@ -28,11 +28,11 @@ from flash_attn3.cpu import reference
 from flash_attn3.ops import autograd, checks, derivatives, dtensors, library
 from flash_attn3.distributed import agreement, copies, exchange
 from flash_attn3.distributed.tiles import Call, Layout, Plan, Step, plan_of
-from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.ops.dense_and_varlen import General, for_backward
 
 _OP = 'ring_attention'
-_fwd_general = torch.ops.flash_attn3._fwd_general.default
-_bwd_general = torch.ops.flash_attn3.bwd_general.default
+_attend = torch.ops.flash_attn3.attend.default
+_bwd = torch.ops.flash_attn3.bwd.default
 
 
 class Ring(NamedTuple):
@@ -289,8 +289,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: 
     parts, link = _Parts(plan, q.size(1)), copies.link_of(_OP, own.group, (k, v))
 
     def attend(step: Step, keys: list[Tensor], call: Call) -> None:
-        out, lse, _ = _fwd_general(_cut(q, call.rows, call), *_cut_keys(keys, step, call),
-                                   *_general(call, own, sinks, q.device))
+        out, lse, _ = _attend(_cut(q, call.rows, call), *_cut_keys(keys, step, call), None,
+                              *_general(call, own, sinks, q.device))
         if len(call.tiles) > 1:
             out, lse = out.unsqueeze(0), lse.unsqueeze(0)
         parts.add(call.rows, out, lse)
@@ -377,10 +377,10 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     def attend(step: Step, keys: list[Tensor], call: Call) -> list[Tensor]:
         """dk and dv of a call."""
         general = _general(call, own, sinks, q.device)
-        *part, dsinks_part = _bwd_general(
+        *part, dsinks_part = _bwd(
             _cut(dout, call.rows, call), _cut_lse(dlse, call), _cut(q, call.rows, call),
             *_cut_keys(keys, step, call), _cut(out, call.rows, call), _cut_lse(lse, call),
-            *general, own.deterministic)
+            *for_backward(general, own.deterministic))
         dq_part, *part = (x if x.dim() == 4 else x.unsqueeze(0) for x in part)
         dq.add(call.rows, dq_part)
         if general.sinks is not None:

@@ -17,16 +17,15 @@ from torch import Tensor
 from flash_attn3 import _plan, env
 from flash_attn3.cpu import reference, reference_fp8
 from flash_attn3.ops import checks, library
-from flash_attn3.arguments import tuple_of
+from flash_attn3.arguments import OPS, tuple_of
 from flash_attn3.ops.dense_and_varlen import score_of
 from flash_attn3.cpu.quantize import E4M3
 from flash_attn3.cpu.reference import Inputs, Outputs, Score
 from flash_attn3.cpu.reference_fp8 import Scales
 from flash_attn3.api.trees import COLUMNS, unpacked
 
-# What follows q, k and v of `attend_cache`, and the rotary arguments of `append_and_attend`.
-Attend = tuple_of('Attend', __name__, 'cache', 'score', 'splits', 'prefix', 'lengths',
-                  'pack_gqa', 'sm_margin', 'scales', 'tree', 'by_page', 'latent', 'float16_out')
+# What follows the tensors of `attend_cache`, and the rotary arguments of `append_and_attend`.
+Attend = tuple_of('Attend', __name__, *OPS['attend_cache'].takes[2:])
 # What an append reads of them.
 Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q', 'k_descale', 'v_descale',
                   'by_page')
@@ -302,19 +301,13 @@ def _out_dtype(q: Tensor, own: Attend) -> torch.dtype:
     return torch.float16 if own.float16_out else torch.bfloat16
 
 
-def attend_plainly(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+def attend_plainly(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
+                   *arguments) -> tuple[Tensor, Tensor]:
     """The op `attend_cache` on any device."""
-    own = check_attend((q, k, v, None), arguments)
-    out, lse, _ = _attend(q, k, v, own)
-    return out.to(_out_dtype(q, own)), lse if own.return_lse else lse.new_empty(0)
-
-
-def attend_out_plainly(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments) -> Tensor:
-    """The op `attend_cache_out` on any device."""
     own = check_attend((q, k, v, out), arguments)
     result, lse, _ = _attend(q, k, v, own)
-    out.copy_(result)
-    return lse if own.return_lse else lse.new_empty(0)
+    result = result.to(_out_dtype(q, own)) if out is None else out.copy_(result).new_empty(0)
+    return result, lse if own.return_lse else lse.new_empty(0)
 
 
 # ------------------------------------------------------------------------------------------- append
@@ -414,9 +407,9 @@ def _scale_of_largest(largest: Tensor, most: float) -> Tensor:
 
 
 def append_and_attend_plainly(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
-        out: Tensor | None, k_scales: Tensor | None, v_scales: Tensor | None,
-        *arguments) -> tuple[Tensor, Tensor, Tensor]:
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None,
+        v: Tensor | None = None, out: Tensor | None = None, k_scales: Tensor | None = None,
+        v_scales: Tensor | None = None, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """The op `append_and_attend` on any device."""
     rotary = Rotary(*arguments[:len(Rotary._fields)])
     own = with_descales(arguments[len(Rotary._fields):], k_scales, v_scales)
@@ -507,35 +500,31 @@ def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, own: Append) ->
 
 # -------------------------------------------------------------------------------------------- fakes
 # Fakes check only what they rely on; the rest is checked when real tensors arrive.
-def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
+                 *arguments) -> tuple[Tensor, Tensor]:
     own = Attend(*arguments)
     rank = 4 if own.cu_seqlens_q is None else 3
     torch._check(q.dim() == rank, lambda: checks.error(
         'attend_cache', f'q to have {rank} dimensions', str(q.dim())))
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=_out_dtype(q, own))
+    result = (q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=_out_dtype(q, own)) if out is None
+              else out.new_empty(0))
     *batch, rows, heads, _ = q.shape
     shape = (*batch, heads, rows) if own.return_lse else (0,)
-    return out, q.new_empty(shape, dtype=reference.lse_dtype(q.dtype))
-
-
-def _attend_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, *arguments) -> Tensor:
-    return _attend_fake(q, k, v, *arguments)[1]
+    return result, q.new_empty(shape, dtype=reference.lse_dtype(q.dtype))
 
 
 def _append_and_attend_fake(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
-        out: Tensor | None, k_scales: Tensor | None, v_scales: Tensor | None,
-        *arguments) -> tuple[Tensor, Tensor, Tensor]:
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None,
+        v: Tensor | None = None, out: Tensor | None = None, k_scales: Tensor | None = None,
+        v_scales: Tensor | None = None, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     count = len(Rotary._fields)
-    result, lse = _attend_fake(q, k_cache, v_cache, *arguments[count:])
+    results = _attend_fake(q, k_cache, v_cache, out, *arguments[count:])
     is_rotated = Rotary(*arguments[:count]).rotary_cos is not None
-    return (result if out is None else out.new_empty(0), lse,
-            q.new_empty(q.shape if is_rotated else 0))
+    return *results, q.new_empty(q.shape if is_rotated else 0)
 
 
 for _name, _on_cpu, _fake in (
         ('attend_cache', attend_plainly, _attend_fake),
-        ('attend_cache_out', attend_out_plainly, _attend_out_fake),
         ('append_and_attend', append_and_attend_plainly, _append_and_attend_fake)):
     library.LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)

@@ -18,8 +18,7 @@ from flash_attn3.api.packing import unpack
 
 _fwd = torch.ops.flash_attn3._fwd.default
 _bwd = torch.ops.flash_attn3.bwd.default
-_fwd_general = torch.ops.flash_attn3._fwd_general.default
-_bwd_general = torch.ops.flash_attn3.bwd_general.default
+_attend = torch.ops.flash_attn3.attend.default
 _bwd_out = torch.ops.flash_attn3.bwd_out.default
 
 
@@ -77,7 +76,7 @@ def _setup_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     """Gradients for the eight inputs of `fwd`."""
-    dq, dk, dv = _gradients(ctx, _bwd, dout, dlse, *ctx.saved_tensors)
+    dq, dk, dv, _ = _gradients(ctx, _bwd, dout, dlse, *ctx.saved_tensors)
     return dq, dk, dv, None, None, None, None, None
 
 
@@ -145,28 +144,28 @@ def _setup_general_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Ten
 
 
 def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _,
-                      compute: Callable = _bwd_general) -> tuple:
+                      compute: Callable = _bwd) -> tuple:
     """Gradients for the inputs of `fwd_general`: q, k, v and sinks have one."""
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     arguments = dense_and_varlen.put_tensors(ctx.general, tensors)
-    dq, dk, dv, dsinks = first_derivatives(compute, dout, dlse, q, k, v, out, lse, *arguments,
-                                            ctx.deterministic)
+    dq, dk, dv, dsinks = first_derivatives(compute, dout, dlse, q, k, v, out, lse,
+                                            *dense_and_varlen.for_backward(arguments, ctx.deterministic))
     none = dict.fromkeys(dense_and_varlen.General._fields)
     of_others = none | {'sinks': None if arguments.sinks is None else dsinks}
     return dq, dk, dv, *of_others.values(), None, None, None, None
 
 
 class GeneralAttention(torch.autograd.Function):
-    """The op `_fwd_general` with gradients for q, k, v and sinks, from out and lse.
+    """The op `attend` with gradients for q, k, v and sinks, from out and lse.
 
-    Takes the arguments of the op `fwd_general`: those of `_fwd_general`, then deterministic.
+    Takes the arguments of the op `fwd_general`.
     """
 
     @staticmethod
     def forward(ctx, *arguments):
-        output = _fwd_general(*arguments[:-1])
+        output = _attend(*arguments[:3], None, *arguments[3:-1])
         _setup_general_context(ctx, arguments, output)
         return output
 
@@ -194,7 +193,7 @@ class SplitAttention(torch.autograd.Function):
 
 
 # ------------------------------------------------- q, k, v and sinks, quantised on the way forward
-# Straight through: the gradients are those of `bwd_general`, for q, k and v as they were given or
+# Straight through: the gradients are those of `bwd`, for q, k and v as they were given or
 # rounded.
 def _setup_quantized_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     count = len(inputs) - len(fp8.Quantization._fields)
@@ -205,7 +204,7 @@ def _setup_quantized_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, T
 def _quantized_backward(ctx, *gradients: Tensor | None) -> tuple:
     """Gradients for the inputs of `fwd_quantized`."""
     compute = (functools.partial(fp8_gradients.of_rounded, ctx.quantization)
-               if ctx.quantization.rounded_backward else _bwd_general)
+               if ctx.quantization.rounded_backward else _bwd)
     return (*_general_backward(ctx, *gradients, compute), *(None for _ in fp8.Quantization._fields))
 
 

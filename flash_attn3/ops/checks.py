@@ -26,7 +26,8 @@ except ImportError as missing:
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Arguments that are no tensors, but may be given as tensors of one number.
-_NUMBERS = {argument.name for argument in arguments.ARGUMENTS if argument.type != 'Tensor?'}
+_NUMBERS = {argument.name for argument in arguments.ARGUMENTS
+            if not argument.type.startswith('Tensor')}
 
 # The GPU that checks and plans assume where there is none: H100 and H200 SXM.
 HOPPER_SM_COUNT = 132

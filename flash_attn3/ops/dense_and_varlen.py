@@ -1,27 +1,34 @@
-"""The general ops: their arguments, what they do on CPU tensors, their fakes.
+"""The ops `fwd_general`, `bwd` and `bwd_out`: their arguments, what they do on CPU tensors, their
+fakes.
 
 They compute what `reference.attend` and `reference.attend_packed` do. Their schemas are in
 library.py; importing this file registers the rest. Called through torch.ops by interface.py and
-autograd.py.
+autograd.py. fp8.py has the op `attend`, which computes the same.
 """
 from __future__ import annotations
+
+import operator
 
 import torch
 from torch import Tensor
 
 from flash_attn3.cpu import reference
 from flash_attn3.ops import checks, library
-from flash_attn3.arguments import select, tuple_of
+from flash_attn3.arguments import OPS, select, tuple_of
 from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Outputs, Score
 
 LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
 
-# The arguments of the general ops. cu_seqlens are (batch + 1,) int32, or None for tensors with a
+# The arguments of a forward. cu_seqlens are (batch + 1,) int32, or None for tensors with a
 # batch; seqused (batch,) int32, or None for all rows; sinks (heads_q,).
 General = tuple_of('General', __name__, 'lengths', 'score')
 # The arguments after those in the schema of `fwd_general`; only that op has deterministic.
 Execution = tuple_of('Execution', __name__, 'execution', 'gradients')
 _COUNT = len(General._fields)
+# What follows the tensors in the schemas of `bwd` and `bwd_out`: those of `General` in another
+# order, and deterministic.
+_Backward = tuple_of('_Backward', __name__, *OPS['bwd'].takes[3:])
+_of_backward = operator.attrgetter(*General._fields)
 _TENSORS = tuple(argument.name for argument in select(*General._fields)
                  if argument.type == 'Tensor?')
 
@@ -29,6 +36,16 @@ _TENSORS = tuple(argument.name for argument in select(*General._fields)
 def split(arguments: tuple) -> tuple[General, Execution]:
     """Splits the arguments after q, k, v. PyTorch omits trailing defaults."""
     return General(*arguments[:_COUNT]), Execution(*arguments[_COUNT:])
+
+
+def for_backward(general: General, deterministic: bool) -> tuple:
+    """What follows the tensors of `bwd` and `bwd_out`."""
+    return _Backward(**general._asdict(), deterministic=deterministic)
+
+
+def from_backward(arguments: tuple) -> General:
+    """The opposite; trailing defaults may be missing."""
+    return General(*_of_backward(_Backward(*arguments)))
 
 
 def take_tensors(general: General) -> tuple[tuple[Tensor | None, ...], General]:
@@ -65,23 +82,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, general: General,
 
 
 # ---------------------------------------------------------------------------- CPU implementations
-def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None,
-                 *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    general, execution = split(arguments)
-    checks.check_forward(dict(q=q, k=k, v=v, out=out), general, execution)
+def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    return forward(dict(q=q, k=k, v=v), *split(arguments))
+
+
+def forward(tensors: dict[str, Tensor | None], general: General,
+            execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_logits) of q, k and v, whatever the given out."""
+    checks.check_forward(tensors, general, execution)
+    q, k, v, *_ = tensors.values()
     checks.check_contents('fwd', q, k, general)
     result, lse, row_max = attend(q, k, v, general, execution.return_max_logits)
-    result = result if out is None else out.copy_(result)
     return result, lse, lse.new_empty(0) if row_max is None else row_max
-
-
-def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_cpu(q, k, v, None, *arguments)
-
-
-def _fwd_out_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-                 *arguments) -> tuple[Tensor, Tensor]:
-    return _forward_cpu(q, k, v, out, *arguments)[1:]
 
 
 def _bwd_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
@@ -101,7 +113,7 @@ def _bwd_out_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Ten
 
 def _gradients_cpu(tensors: dict[str, Tensor | None],
                    arguments: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    general = General(*arguments[:_COUNT])
+    general = from_backward(arguments)
     checks.check_backward(tensors, general)
     dout, dlse, q, k, v, out, lse, *_ = tensors.values()
     checks.check_contents('bwd', q, k, general)
@@ -128,14 +140,9 @@ def forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, T
     return q.new_empty((*batch, rows, heads, v.shape[-1])), lse, max_logits
 
 
-def _fwd_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-                  *arguments) -> tuple[Tensor, Tensor]:
-    return forward_fake(q, k, v, *arguments)[1:]
-
-
 def _bwd_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
               lse: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sinks = General(*arguments[:_COUNT]).sinks
+    sinks = _Backward(*arguments).sinks
     dsinks = lse.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
 
@@ -146,8 +153,7 @@ def _bwd_out_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
 
 
 for _name, _on_cpu, _fake in (
-        ('fwd_general', _fwd_cpu, forward_fake), ('_fwd_general', _fwd_cpu, forward_fake),
-        ('fwd_general_out', _fwd_out_cpu, _fwd_out_fake), ('bwd_general', _bwd_cpu, _bwd_fake),
-        ('bwd_general_out', _bwd_out_cpu, _bwd_out_fake)):
+        ('fwd_general', _fwd_cpu, forward_fake), ('bwd', _bwd_cpu, _bwd_fake),
+        ('bwd_out', _bwd_out_cpu, _bwd_out_fake)):
     library.LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)

@@ -1,8 +1,9 @@
-"""The FP8 ops: their arguments, checks, what they do on CPU tensors, their fakes.
+"""The op `attend` and those that quantise: their arguments, checks, what they do on CPU tensors,
+their fakes.
 
-On the CPU they compute what quantize.py and `reference_fp8.attend` do, the latter in float32. Their
-schemas are in library.py; importing this file registers the rest. `fwd_quantized` is made of the
-two others on every device.
+On the CPU `attend` computes what `dense_and_varlen.attend` does, and with e4m3 tensors what
+`reference_fp8.attend` does in float32. The schemas are in library.py; importing this file
+registers the rest. `fwd_quantized` is made of the others on every device.
 """
 from __future__ import annotations
 
@@ -42,6 +43,19 @@ class Fp8(NamedTuple):
     promote: bool = False
 
 
+class EightBit(tuple_of('EightBit', __name__, 'scales', 'fp8')):
+    """What follows the arguments of `fwd_general`, without deterministic, in those of `attend`."""
+    __slots__ = ()
+
+    def is_given(self) -> bool:
+        return any(x is not None and x is not False for x in self)
+
+    def as_fp8(self, out: Tensor | None) -> Fp8:
+        is_half = self.float16_out if out is None else out.dtype == torch.float16
+        return Fp8(Scales(*self[:3]), torch.float16 if is_half else torch.bfloat16, self.promote)
+
+
+_EXECUTION = len(Execution._fields) - 1
 # What follows `Execution` in the schema of `fwd_quantized`. rotation_seed: of the signs; None: no
 # rotation. block_scales: a scale for each 64 rows of q and 384 of k and v; or per sequence and KV
 # head. rounded_backward: of the rounded tensors (fp8_gradients.py). promote: as in `Fp8`.
@@ -153,7 +167,7 @@ def gradient_text(op: str, **tensors: Tensor | None) -> str:
 # ------------------------------------------------------------------------------ checks of the ops
 def check(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], fp8: Fp8, arguments: General,
           execution: Execution = Execution()) -> None:
-    """Raises RuntimeError if `fwd_fp8` cannot serve these arguments. tensors: q, k, v and out."""
+    """Raises RuntimeError if `attend` cannot serve these e4m3 tensors. tensors: q, k, v and out."""
     if text := problem_text(tensors, fp8, arguments, execution):
         raise RuntimeError(text)
 
@@ -210,16 +224,25 @@ def quantize_qkv_plainly(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor |
             *quantize_plainly(v, *of_k, kv_block, 1))
 
 
-def _forward_cpu(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], fp8: Fp8,
-                 arguments: tuple) -> tuple[Tensor, Tensor, Tensor]:
-    own, execution = dense_and_varlen.split(arguments)
-    check(tensors, fp8, own, execution)
-    q, k, v, out = tensors
+def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
+                *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    own, execution, eight_bit = split_attend(arguments)
+    tensors = dict(q=q, k=k, v=v, out=out)
+    if q.dtype == E4M3 or eight_bit.is_given():
+        result, *rows = _forward_fp8(tensors, eight_bit.as_fp8(out), own, execution)
+    else:
+        result, *rows = dense_and_varlen.forward(tensors, own, execution)
+    return result if out is None else out.copy_(result).new_empty(0), *rows
+
+
+def _forward_fp8(tensors: dict[str, Tensor | None], fp8: Fp8, own: General,
+                 execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
+    check(tuple(tensors.values()), fp8, own, execution)
+    q, k, v, _ = tensors.values()
     checks.check_contents('fwd', q, k, own)
     result = attend(q, k, v, fp8.scales, own, execution.return_max_logits)
     row_max = result.lse.new_empty(0) if result.row_max is None else result.row_max
-    values = result.out.to(fp8.out_dtype)
-    return values if out is None else out.copy_(values), result.lse, row_max
+    return result.out.to(fp8.out_dtype), result.lse, row_max
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scales: Scales, arguments: General,
@@ -231,23 +254,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scales: Scales, arguments: General,
                                 return_max_logits)
 
 
-def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None = None,
-             k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-             float16_out: bool = False, promote: bool = False,
-             *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    fp8 = Fp8(Scales(q_descale, k_descale, v_descale), _out_dtype(float16_out), promote)
-    return _forward_cpu((q, k, v, None), fp8, arguments)
-
-
-def _fwd_out_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor, q_descale: Tensor | None = None,
-                 k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-                 promote: bool = False, *arguments) -> tuple[Tensor, Tensor]:
-    fp8 = Fp8(Scales(q_descale, k_descale, v_descale), out.dtype, promote)
-    return _forward_cpu((q, k, v, out), fp8, arguments)[1:]
-
-
-def _out_dtype(float16_out: bool) -> torch.dtype:
-    return torch.float16 if float16_out else torch.bfloat16
+def split_attend(arguments: tuple) -> tuple[General, Execution, EightBit]:
+    """What follows q, k, v and out in `attend`; trailing defaults may be missing."""
+    count = len(General._fields)
+    end = count + _EXECUTION
+    return (General(*arguments[:count]), Execution(*arguments[count:end]),
+            EightBit(*arguments[end:]))
 
 
 def split(arguments: tuple) -> tuple[General, Execution, Quantization]:
@@ -283,8 +295,8 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
             checks.check_contents('fwd', q, k, own)
     parts = quantize_inputs(q, k, v, own, quantization)
     values, scales = parts[::2], parts[1::2]
-    return _fwd_fp8(*values, *scales, q.dtype == torch.float16, quantization.promote, *own,
-                    *execution[:-1])
+    return _attend(*values, None, *own, *execution[:-1], *scales, q.dtype == torch.float16,
+                   quantization.promote)
 
 
 # ------------------------------------------------------------------------------------------ fakes
@@ -320,18 +332,14 @@ def _quantize_qkv_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | N
             *_quantize_fake(v, cu_seqlens_k, seqused_k, kv_block))
 
 
-def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None = None,
-              k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-              float16_out: bool = False, promote: bool = False,
-              *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, max_logits = dense_and_varlen.forward_fake(q, k, v, *arguments)
-    return out.new_empty(out.shape, dtype=_out_dtype(float16_out)), lse, max_logits
-
-
-def _fwd_out_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor, q_descale: Tensor | None = None,
-                  k_descale: Tensor | None = None, v_descale: Tensor | None = None,
-                  promote: bool = False, *arguments) -> tuple[Tensor, Tensor]:
-    return dense_and_varlen.forward_fake(q, k, v, *arguments)[1:]
+def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
+                 *arguments) -> tuple[Tensor, Tensor, Tensor]:
+    own, execution, eight_bit = split_attend(arguments)
+    result, *rows = dense_and_varlen.forward_fake(q, k, v, *own, *execution)
+    if out is not None:
+        return out.new_empty(0), *rows
+    dtype = eight_bit.as_fp8(None).out_dtype if q.dtype == E4M3 else q.dtype
+    return result.new_empty(result.shape, dtype=dtype), *rows
 
 
 def _quantized_fake(q: Tensor, k: Tensor, v: Tensor,
@@ -343,8 +351,7 @@ def _quantized_fake(q: Tensor, k: Tensor, v: Tensor,
 for _name, _on_cpu, _fake in (
         ('quantize_fp8', quantize_plainly, _quantize_fake),
         ('quantize_qkv_fp8', quantize_qkv_plainly, _quantize_qkv_fake),
-        ('fwd_fp8', _fwd_cpu, _fwd_fake),
-        ('fwd_fp8_out', _fwd_out_cpu, _fwd_out_fake),
+        ('attend', _attend_cpu, _attend_fake),
         ('fwd_quantized', forward_quantized, _quantized_fake)):
     library.LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)
@@ -352,4 +359,4 @@ for _name, _on_cpu, _fake in (
 library.LIBRARY.impl('fwd_quantized', forward_quantized, 'CUDA')
 
 _quantize_qkv = torch.ops.flash_attn3.quantize_qkv_fp8.default
-_fwd_fp8 = torch.ops.flash_attn3.fwd_fp8.default
+_attend = torch.ops.flash_attn3.attend.default

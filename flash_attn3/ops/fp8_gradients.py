@@ -14,21 +14,21 @@ from torch import Tensor
 
 from flash_attn3.ops import fp8
 from flash_attn3.ops.fp8 import Quantization
-from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.ops.dense_and_varlen import General, from_backward
 from flash_attn3.cpu.quantize import PER_HEAD, pieces, row_scales
 from flash_attn3.cpu.reference import without_autocast
 
 _quantize = torch.ops.flash_attn3.quantize_fp8.default
-_bwd_general = torch.ops.flash_attn3.bwd_general.default
+_bwd = torch.ops.flash_attn3.bwd.default
 # Replaces 1, so that sums of up to 256 e4m3 values, each at most 448, fit float16.
 SIGN = 0.125
 
 
 def of_rounded(quantization: Quantization, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
                v: Tensor, out: Tensor, lse: Tensor, *arguments) -> tuple[Tensor, ...]:
-    """The op `bwd_general` of the rounded q, k and v. arguments: General, deterministic."""
-    rounded = round_inputs(q, k, v, General(*arguments[:-1]), quantization)
-    return _bwd_general(dout, dlse, *rounded, out, lse, *arguments)
+    """The op `bwd` of the rounded q, k and v."""
+    rounded = round_inputs(q, k, v, from_backward(arguments), quantization)
+    return _bwd(dout, dlse, *rounded, out, lse, *arguments)
 
 
 @without_autocast

@@ -25,7 +25,6 @@ _TILE_ROWS = 64
 _TMA_BYTES = 16
 
 _attend = torch.ops.flash_attn3.attend_cache.default
-_attend_out = torch.ops.flash_attn3.attend_cache_out.default
 
 
 class Call(NamedTuple):
@@ -127,10 +126,10 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
     own = attend_arguments(call, num_splits, return_lse or needs_grad)
     k, v = _aligned(k), _aligned(v)
     if out is not None:
-        lse = _attend_out(q, k, v, out, *own[:-1])
+        _, lse = _attend(q, k, v, out, *own)
         return *_cleared(out, lse, general), lse.new_empty(0)
     if not needs_grad:
-        return *_cleared(*_attend(q, k, v, *own), general), q.new_empty(0)
+        return *_cleared(*_attend(q, k, v, None, *own), general), q.new_empty(0)
     if of_fp8 is not None:
         names = dict(q=q, k=k, v=v, s_aux=general.sinks, q_descale=scales[0],
                      k_descale=scales[1], v_descale=scales[2])
@@ -150,11 +149,11 @@ class _Forward(NamedTuple):
     general: General
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _cleared(*_attend(q, k, v, *self.own), self.general)
+        return _cleared(*_attend(q, k, v, None, *self.own), self.general)
 
 
 def attend_arguments(call: Call, num_splits: int, return_lse: bool) -> Attend:
-    """The arguments of `attend_cache` after q, k and v."""
+    """The arguments of `attend_cache` after the tensors."""
     of_fp8 = call.of_fp8
     scales = (None, None, None) if of_fp8 is None else tuple(of_fp8.scales)
     return Attend(**call.general._asdict(), return_lse=return_lse, num_splits=num_splits,

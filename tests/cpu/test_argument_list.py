@@ -1,8 +1,9 @@
-"""flash_attn3/arguments.py: an argument stands once. Schemas, tuples, the readers in C++ and the
-pages follow from the list.
+"""flash_attn3/arguments.py: an argument stands once, and so does an op. Schemas, tuples, the readers
+in C++ and the pages follow from the lists.
 """
 from __future__ import annotations
 
+import ctypes
 import io
 import re
 import statistics
@@ -14,6 +15,7 @@ import torch
 
 from csrc.call import generate_arguments
 from flash_attn3 import _plan, arguments
+from flash_attn3.ops import library
 from flash_attn3.ops.checks import describe_sizes
 from flash_attn3.ops.fp8 import Quantization
 from flash_attn3.ops.dense_and_varlen import Execution, General
@@ -28,6 +30,7 @@ ABOVE = {
     'k_descale': 17, 'sm_margin': 17, 'v_descale': 17, 'cu_seqlens_k': 16, 'deterministic': 16,
     'pack_gqa': 15, 'q_descale': 13, 'window_left': 13, 'window_right': 13}
 MEDIAN_TODAY = 10    # it shrinks too, to MEDIAN_FILES
+DRIVER_LINES = 570
 # Those write down the interfaces of others, whose arguments they pass on.
 FOREIGN = ROOT / 'flash_attn3/compat', ROOT / 'flash_attn3/integrations'
 SOURCES = [path for folder in ('benchmarks', 'build_tools', 'csrc', 'examples', 'flash_attn3',
@@ -83,19 +86,76 @@ def test_the_page_names_the_files_of_an_argument():
     assert files <= set(re.findall(r'`([\w/.]+)`', recipe()))
 
 
-@pytest.mark.parametrize('op, before, groups', [
-    ('fwd', 3, ('softmax_scale', 'causal', 'pack_gqa', 'sm_margin', 'gradients')),
-    ('_fwd_general', 3, ('lengths', 'score', 'execution')),
-    ('fwd_general', 3, ('lengths', 'score', 'execution', 'gradients')),
-    ('bwd_general', 7, ('lengths', 'score', 'gradients')),
-    ('bwd_general_out', 10, ('lengths', 'score', 'gradients')),
-    ('fwd_fp8', 3, ('scales', 'fp8', 'lengths', 'score', 'execution')),
-    ('fwd_quantized', 3,
-     ('lengths', 'score', 'execution', 'gradients', 'quantization', 'promote'))])
-def test_schemas(op, before, groups):
-    schema = getattr(torch.ops.flash_attn3, op).default._schema
-    expected = [(argument.name, argument.default) for argument in arguments.select(*groups)]
-    assert [(got.name, got.default_value) for got in schema.arguments[before:]] == expected
+@pytest.mark.parametrize('op', arguments.OPS)
+def test_schemas(op):
+    """PyTorch took what the list says."""
+    got = getattr(torch.ops.flash_attn3, op).default._schema
+    listed = arguments.select(*arguments.OPS[op].takes)
+    assert [x.name for x in got.arguments] == [x.name for x in listed]
+    assert [x.default_value for x in got.arguments if x.has_default_value()] == [
+        x.default for x in listed if x.default is not arguments.REQUIRED]
+    assert {x.name for x in got.arguments if x.alias_info} == set(arguments.OPS[op].writes)
+    assert len(got.returns) == len(arguments.OPS[op].returns)
+
+
+def test_there_are_few_ops():
+    assert len(arguments.OPS) <= 14
+
+
+def reads_of(op: str) -> list[str]:
+    """The arguments of an op in the order in which C++ reads them off the stack."""
+    text = generate_arguments.ops_header()
+    body = text[text.index(f'struct {op} {{'):]
+    reads = re.findall(r'^ +stack\.\w+\((.*)\);$', body[:body.index('static void box')], re.MULTILINE)
+    return [re.findall(r'\w+$', read.split(', ')[0])[0] for read in reads]
+
+
+READ_OPS = [name for name, op in arguments.OPS.items() if not op.is_composed]
+
+
+@pytest.mark.parametrize('op', READ_OPS)
+def test_cpp_reads_in_the_order_of_the_schema(op):
+    assert reads_of(op) == [x.name for x in
+                            getattr(torch.ops.flash_attn3, op).default._schema.arguments]
+
+
+@pytest.mark.parametrize('op', [op for op in READ_OPS if len(arguments.OPS[op].takes) > 1])
+def test_two_groups_that_change_places_change_them_on_both_sides(op, monkeypatch):
+    """And a library that was built before is refused."""
+    built = arguments.schemas()
+    listed = generate_arguments.arguments
+    first, second, *others = reversed(listed.OPS[op].takes)
+    swapped = listed.OPS[op]._replace(takes=(*reversed(others), first, second))
+    for module in (arguments, listed):
+        monkeypatch.setitem(module.OPS, op, swapped)
+    names = re.findall(r'(\w+)(?:=[^,)]+)?(?=[,)])', arguments.schema(op).partition(' -> ')[0])
+    assert reads_of(op) == names == list(arguments.names(*swapped.takes))
+    assert arguments.schemas() != built and arguments.schemas() in generate_arguments.ops_header()
+
+
+@pytest.mark.skipif(not library._LIBRARY_PATH.exists(), reason='built without kernels')
+def test_the_library_refuses_other_schemas():
+    accepts = ctypes.CDLL(str(library._LIBRARY_PATH)).flash_attn3_accept_schemas
+    accepts.restype, accepts.argtypes = ctypes.c_bool, [ctypes.c_char_p]
+    built = arguments.schemas()
+    assert not accepts(built.replace('Tensor? seqused_q', 'Tensor? seqused_k', 1).encode())
+    assert accepts(built.encode())
+
+
+@pytest.mark.parametrize('alias', arguments.ALIASES)
+def test_an_alias_takes_what_its_op_takes(alias):
+    """In another order; test_aliases.py calls them."""
+    taken, other = (set(arguments.names(*op.takes)) for op in (
+        arguments.op_of(alias), arguments.OPS[arguments.ALIASES[alias]]))
+    assert taken <= other
+
+
+def test_the_drivers_of_the_forward_are_short():
+    """Reading, checking, planning, views and launches of every layout, in csrc/ops."""
+    files = [path for path in (ROOT / 'csrc/ops').glob('*')
+             if path.stem in ('forward', 'forward_run', 'prefix_run')]
+    assert len(files) == 5
+    assert sum(len(path.read_text().splitlines()) for path in files) <= DRIVER_LINES
 
 
 def test_tuples():

@@ -190,7 +190,8 @@ def test_bad_contents_of_the_gradients(changes, text):
     q, k, v = (arguments[name] for name in 'qkv')
     lists = [arguments.get(name) for name in General._fields[:4]]
     with raises(f'flash_attn3.bwd: expected {text}'):
-        torch.ops.flash_attn3.bwd_general(q, None, q, k, v, q, torch.zeros(4, 16), *lists)
+        torch.ops.flash_attn3.bwd(q, None, q, k, v, q, torch.zeros(4, 16), None, False, False,
+                                  *lists)
 
 
 def test_rows_behind_the_last_sequence_are_fine():

@@ -14,7 +14,7 @@ from hypothesis import given as drawn_from, strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from flash_attn3 import env, flash_attn_completions_func, flash_attn_func
+from flash_attn3 import arguments, env, flash_attn_completions_func, flash_attn_func
 from flash_attn3.api import completions
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import library
@@ -195,8 +195,9 @@ def test_one_output_alone():
 @pytest.mark.parametrize('deterministic', [False, True])
 def test_determinism_reaches_both_calls(deterministic, monkeypatch):
     """By the argument, and by PyTorch's setting at the forward."""
-    asked, bwd = [], completions._bwd_general
-    monkeypatch.setattr(completions, '_bwd_general', lambda *x: asked.append(x[-1]) or bwd(*x))
+    index = arguments.names(*arguments.OPS['bwd'].takes).index('deterministic')
+    asked, bwd = [], completions._bwd
+    monkeypatch.setattr(completions, '_bwd', lambda *x: asked.append(x[index]) or bwd(*x))
     tensors = CASE.tensors('cpu')
     run(CASE, tensors, deterministic=deterministic)
     torch.use_deterministic_algorithms(deterministic)
@@ -293,7 +294,7 @@ def test_contents_on_a_gpu_where_asked_for(monkeypatch):
     given['q'] = given['q'].as_subclass(_OnGpu)
     monkeypatch.setattr(library, 'kernels_serve', lambda device: True)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
-    monkeypatch.setattr(completions, '_fwd_general', lambda q, *_: (q, q[..., 0].T, None))
+    monkeypatch.setattr(completions, '_attend', lambda q, *_: (q, q[..., 0].T, None))
     monkeypatch.setattr(completions.merging, 'merge_states', lambda outs, lses: (outs[0], lses[0]))
     assert flash_attn_completions_func(**given).shape == given['q'].shape
     monkeypatch.setattr(env, 'CHECK_CONTENTS', True)

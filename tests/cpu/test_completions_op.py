@@ -86,7 +86,7 @@ def test_which_ops_are_called():
     tensors = CASE.tensors('cpu')
     with CalledOps() as called:
         run(CASE, tensors)
-    assert called.names == ['_fwd_general'] * 2 + ['bwd_general'] * 2
+    assert called.names == ['attend'] * 2 + ['bwd'] * 2
     assert torch.Tag.pt2_compliant_tag in OP.default.tags
 
 
@@ -170,7 +170,7 @@ def test_checkpointing():
 
 def keep_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
     """The forward ops that docs/training.md names, eager and traced."""
-    is_kept = op in (torch.ops.flash_attn3._fwd_general.default, OP.default)
+    is_kept = op in (torch.ops.flash_attn3.attend.default, OP.default)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -185,7 +185,7 @@ def test_selective_checkpointing():
     tensors = CASE.tensors('cpu')
     with CalledOps() as called:
         got = run(CASE, tensors, selective)
-    assert called.names == ['_fwd_general'] * 2 + ['bwd_general'] * 2
+    assert called.names == ['attend'] * 2 + ['bwd'] * 2
     check_same(got, run(CASE, tensors))
 
 
@@ -201,5 +201,5 @@ def test_selective_checkpointing_under_compile():
     tensors = CASE.tensors('cpu')
     compiled = torch.compile(selective, backend=backend, fullgraph=True)
     torch.testing.assert_close(run(CASE, tensors, compiled), run(CASE, tensors))
-    bwd = torch.ops.flash_attn3.bwd_general.default
+    bwd = torch.ops.flash_attn3.bwd.default
     assert [(graph.count(OP.default), graph.count(bwd)) for graph in graphs] == [(1, 0), (0, 2)]

@@ -71,16 +71,15 @@ def test_opcheck_quantize(kind, block, seed):
 @pytest.mark.parametrize('max_logits', [False, True])
 @EVERY_GRANULARITY
 @KINDS
-def test_opcheck_fwd_fp8(kind, granularity, max_logits):
+def test_opcheck_attend(kind, granularity, max_logits):
     values, scales, general = fp8_inputs(kind, granularity)
     execution = Execution(return_max_logits=max_logits)[:-1]
-    arguments = *values, *scales, True, True, *general, *execution
-    opcheck(OPS.fwd_fp8.default, arguments, test_utils=ON_E4M3)
+    arguments = *values, None, *general, *execution, *scales, True, True
+    opcheck(OPS.attend.default, arguments, test_utils=ON_E4M3)
     out = torch.zeros(*values[0].shape[:-1], 6, dtype=torch.bfloat16)
-    opcheck(OPS.fwd_fp8_out.default, (*values, out, *scales, True, *general, *execution),
-            test_utils=ON_E4M3)
+    opcheck(OPS.attend.default, (*values, out, *arguments[4:]), test_utils=ON_E4M3)
     copies = [x.clone() if isinstance(x, Tensor) else x for x in arguments]
-    OPS.fwd_fp8(*arguments)
+    OPS.attend(*arguments)
     assert all(torch.equal(x.double().nan_to_num(-1), copy.double().nan_to_num(-1))
                for x, copy in zip(arguments, copies) if isinstance(x, Tensor) and x.numel())
 
@@ -97,19 +96,19 @@ def test_opcheck_fwd_quantized(kind, requires_grad, quantization):
 
 
 def test_ops_are_tagged_for_pt2():
-    for op in (OPS.quantize_fp8, OPS.fwd_fp8, OPS.fwd_fp8_out, OPS.fwd_quantized):
+    for op in (OPS.quantize_fp8, OPS.attend, OPS.fwd_quantized):
         assert torch.Tag.pt2_compliant_tag in op.default.tags
 
 
 # ------------------------------------------------------------------------------ defaults and fakes
 def test_defaults():
     q, k, v = (torch.randn(2, rows, 2, 16).to(E4M3) for rows in (5, 7, 7))
-    out, lse, max_logits = OPS.fwd_fp8(q, k, v)
+    out, lse, max_logits = OPS.attend(q, k, v)
     expected = flash_attn_func(q, k, v, return_attn_probs=True)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
     assert out.dtype == torch.bfloat16 and max_logits.shape == (0,)
     into = torch.empty_like(out)
-    assert torch.equal(OPS.fwd_fp8_out(q, k, v, into)[0], lse) and torch.equal(into, out)
+    assert torch.equal(OPS.attend(q, k, v, into)[1], lse) and torch.equal(into, out)
     wide = [x.to(torch.bfloat16) for x in (q, k, v)]
     assert torch.equal(OPS.fwd_quantized(*wide)[0], flash_attn_fp8_func(*wide))
     values, scale = OPS.quantize_fp8(wide[0])
@@ -128,8 +127,8 @@ def test_fakes_on_a_gpu(kind, granularity):
 
     def results(q, k, v, wide, *scales_and_general):
         lists = scales_and_general[3:][:4]
-        return (*OPS.fwd_fp8(q, k, v, *scales_and_general[:3], False, False,
-                             *scales_and_general[3:]),
+        return (*OPS.attend(q, k, v, None, *scales_and_general[3:], *Execution()[:-1],
+                            *scales_and_general[:3]),
                 *OPS.quantize_fp8(wide, lists[0], lists[2], block, 2, 7))
 
     real = results(q, k, v, wide, *scales, *general)

@@ -8,14 +8,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
-from flash_attn3.ops.dense_and_varlen import Execution, General
+from flash_attn3.ops.dense_and_varlen import Execution, General, for_backward
 
 from tests.support.called_ops import CalledOps
 from tests.support.lists import ints, starts
 
 pytestmark = pytest.mark.usefixtures('fresh_compiler')
 OPS = torch.ops.flash_attn3
-FORWARD = [OPS.fwd_general.default, OPS._fwd_general.default]
+FORWARD = [OPS.fwd_general.default, OPS.attend.default]
 LENGTHS = ([3, 0, 5], [4, 3, 2])
 SCORES = {'softmax_scale': 0.3, 'causal': True, 'window_left': 4, 'window_right': 1,
           'attention_chunk': 5, 'softcap': 3.0}
@@ -51,8 +51,8 @@ def test_opcheck_without_autograd(dtype, kind):
     tensors, general = inputs(kind, dtype)
     execution = Execution(return_max_logits=True)[:-1]
     out = torch.zeros(tensors[0].shape[:-1] + (6,), dtype=dtype)
-    opcheck(OPS._fwd_general.default, (*tensors, *general, *execution))
-    opcheck(OPS.fwd_general_out.default, (*tensors, out, *general, *execution))
+    for given in (None, out):
+        opcheck(OPS.attend.default, (*tensors, given, *general, *execution))
 
 
 @KINDS
@@ -61,32 +61,31 @@ def test_opcheck_without_autograd(dtype, kind):
 def test_opcheck_bwd_general(sinks, has_dlse, kind):
     tensors, general = inputs(kind)
     general = general if sinks else general._replace(sinks=None)
-    out, lse, _ = OPS._fwd_general(*tensors, *general)
+    out, lse, _ = OPS.attend(*tensors, None, *general)
     dlse = torch.randn_like(lse) if has_dlse else None
     given = torch.randn_like(out), dlse, *tensors, out, lse
-    opcheck(OPS.bwd_general.default, (*given, *general, True))
-    opcheck(OPS.bwd_general_out.default,
-            (*given, *(torch.zeros_like(x) for x in tensors), *general, True))
+    opcheck(OPS.bwd.default, (*given, *for_backward(general, True)))
+    opcheck(OPS.bwd_out.default,
+            (*given, *(torch.zeros_like(x) for x in tensors), *for_backward(general, True)))
 
 
 @KINDS
 def test_gradients_into_given_tensors(kind):
     """They have the bits of new ones, whatever their strides."""
     tensors, general = inputs(kind)
-    out, lse, _ = OPS._fwd_general(*tensors, *general)
+    out, lse, _ = OPS.attend(*tensors, None, *general)
     given = torch.randn_like(out), None, *tensors, out, lse
-    wanted = OPS.bwd_general(*given, *general)
+    wanted = OPS.bwd(*given, *for_backward(general, False))
     found = [torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype)
              for x in tensors]
     gradients = [x[..., :size.shape[-1]] for x, size in zip(found, tensors)]
-    dsinks = OPS.bwd_general_out(*given, *gradients, *general)
+    dsinks = OPS.bwd_out(*given, *gradients, *for_backward(general, False))
     assert all(map(torch.equal, (*gradients, dsinks), wanted))
     assert all(x[..., size.shape[-1]:].isnan().all() for x, size in zip(found, tensors))
 
 
 def test_ops_are_tagged_for_pt2():
-    for op in (*FORWARD, OPS.fwd_general_out.default, OPS.bwd_general.default,
-               OPS.bwd_general_out.default):
+    for op in (*FORWARD, OPS.bwd.default, OPS.bwd_out.default):
         assert torch.Tag.pt2_compliant_tag in op.tags
 
 
@@ -110,26 +109,27 @@ def test_the_forward_ops_agree(kind):
     tensors, general = inputs(kind)
     execution = Execution(return_max_logits=True)
     results = [OPS.fwd_general(*tensors, *general, *execution),
-               OPS._fwd_general(*tensors, *general, *execution[:-1])]
+               OPS.attend(*tensors, None, *general, *execution[:-1])]
     out = torch.full_like(results[0][0], torch.nan)
-    results.append((out, *OPS.fwd_general_out(*tensors, out, *general, *execution[:-1])))
+    results.append((out, *OPS.attend(*tensors, out, *general, *execution[:-1])[1:]))
     for others in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
 
 
 def test_gradient_of_no_sinks_is_empty():
     tensors, general = inputs('packed')
-    out, lse, _ = OPS._fwd_general(*tensors, *general._replace(sinks=None))
-    *_, dsinks = OPS.bwd_general(out, None, *tensors, out, lse, *general._replace(sinks=None))
+    general = general._replace(sinks=None)
+    out, lse, _ = OPS.attend(*tensors, None, *general)
+    *_, dsinks = OPS.bwd(out, None, *tensors, out, lse, *for_backward(general, False))
     assert dsinks.shape == (0,) and dsinks.dtype == torch.float32
 
 
 @pytest.mark.parametrize('changes, op', [
     ({'window_size': [-1, -1]}, '_fwd_no_lse'), ({'num_splits': 0}, '_fwd_no_lse'),
-    ({'attention_chunk': 3}, '_fwd_general'), ({'softcap': 2.0}, '_fwd_general'),
-    ({'window_size': (1, -1)}, '_fwd_general'), ({'s_aux': torch.zeros(4)}, '_fwd_general'),
-    ({'return_max_logits': True}, '_fwd_general'),
-    ({'softcap': 2.0, 'out': torch.empty(2, 5, 4, 6)}, 'fwd_general_out')],
+    ({'attention_chunk': 3}, 'attend'), ({'softcap': 2.0}, 'attend'),
+    ({'window_size': (1, -1)}, 'attend'), ({'s_aux': torch.zeros(4)}, 'attend'),
+    ({'return_max_logits': True}, 'attend'),
+    ({'softcap': 2.0, 'out': torch.empty(2, 5, 4, 6)}, 'attend')],
     ids=lambda x: x if isinstance(x, str) else '-'.join(x))
 def test_only_features_take_the_general_op(changes, op):
     tensors, _ = inputs('dense')
@@ -150,9 +150,10 @@ def test_fakes(dtype, device, kind):
         q, k, v = (torch.empty(x.shape, dtype=dtype, device=device).transpose(0, 1).contiguous()
                    .transpose(0, 1) for x in tensors)
         general = general._replace(sinks=torch.empty(4, device=device, dtype=wide))
-        out, lse, empty = OPS._fwd_general(q, k, v, *general)
-        max_logits = OPS._fwd_general(q, k, v, *general, None, 0, True)[2]
-        dq, dk, dv, dsinks = OPS.bwd_general(out, None, q, k, v, out, lse, *general)
+        out, lse, empty = OPS.attend(q, k, v, None, *general)
+        max_logits = OPS.attend(q, k, v, None, *general, None, 0, True)[2]
+        dq, dk, dv, dsinks = OPS.bwd(out, None, q, k, v, out, lse,
+                                     *for_backward(general, False))
     shapes = ((8, 4, 6), (4, 8)) if kind == 'packed' else ((2, 5, 4, 6), (2, 4, 5))
     assert (out.shape, lse.shape) == shapes and out.dtype == dtype and lse.dtype == wide
     assert out.is_contiguous() and lse.is_contiguous() and max_logits.is_contiguous()
@@ -175,7 +176,7 @@ def test_fakes_of_sizes_that_only_data_know():
         cu = torch.empty(batch, dtype=torch.int32)
         out, lse, _ = OPS.fwd_general(q, k, k, cu, cu, None, None, total_q, total_k)
         assert out.shape[0] is q.shape[0] or out.shape[0] == q.shape[0]
-        dq, dk, _, _ = OPS.bwd_general(out, None, q, k, k, out, lse, cu, cu)
+        dq, dk, _, _ = OPS.bwd(out, None, q, k, k, out, lse, cu_seqlens_q=cu, cu_seqlens_k=cu)
     assert str(lse.shape[1]) == str(q.shape[0]) and str(dk.shape[0]) == str(k.shape[0])
     assert str(dq.shape[0]) == str(q.shape[0])
 
@@ -183,7 +184,7 @@ def test_fakes_of_sizes_that_only_data_know():
 def test_fakes_name_the_rank():
     (q, k, v), general = inputs('packed')
     with pytest.raises(RuntimeError, match=r'expected k to have 3 dimensions \(total, heads'):
-        OPS._fwd_general(q.to('meta'), k[None].to('meta'), v.to('meta'), *general)
+        OPS.attend(q.to('meta'), k[None].to('meta'), v.to('meta'), None, *general)
 
 
 # -------------------------------------------------------------------------------------- compilers

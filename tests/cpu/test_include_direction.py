@@ -37,7 +37,7 @@ MAY_INCLUDE = {
 GENERATED = {'fwd_variants.h': {'plan', 'python', 'tests'}, 'fwd_built.inc': {'ops', 'python'},
              'fwd_registry.inc': {'ops'}, 'bwd_variants.h': {'plan', 'python', 'tests'},
              'bwd_built.inc': {'ops', 'python'}, 'bwd_registry.inc': {'ops'},
-             'attention_arguments.h': {'call', 'ops'}}
+             'attention_arguments.h': {'call', 'ops'}, 'attention_ops.h': {'ops'}}
 FILES = [path for folder in (CSRC, HOST) for path in sorted(folder.rglob('*'))
          if path.suffix in ('.h', '.cpp', '.cu', '.inc')]
 

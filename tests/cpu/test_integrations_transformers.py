@@ -66,7 +66,7 @@ def both(model, name, call):
     model.set_attn_implementation(name)
     with CalledOps() as ops:
         got = call(model)
-    forwards = [op for op in ops.names if 'fwd' in op or 'attend_cache' in op]
+    forwards = [op for op in ops.names if 'fwd' in op or 'attend' in op]
     assert len(forwards) >= model.config.num_hidden_layers, ops.names
     return got, expected
 

@@ -50,7 +50,7 @@ def utils_of(given: dict) -> tuple[str, ...]:
 
 
 def append_arguments(given: dict, **others) -> tuple:
-    q, k_cache, v_cache, *own = attend_arguments(
+    q, k_cache, v_cache, _, *own = attend_arguments(
         given | dict(appended=0 if 'cu_seqlens_k_new' in given else given['k'].size(1)), **others)
     rotary = attend_cache.Rotary(*map(given.get, ('rotary_cos', 'rotary_sin')),
                                  rotary_interleaved=given.get('rotary_interleaved', True))
@@ -60,7 +60,7 @@ def append_arguments(given: dict, **others) -> tuple:
 def attend_arguments(given: dict, **others) -> tuple:
     own = attend_cache.Attend(**{name: given[name] for name in attend_cache.Attend._fields
                                  if name in given} | dict(sinks=given.get('s_aux')) | others)
-    return given['q'], given['k_cache'], given['v_cache'], *own
+    return given['q'], given['k_cache'], given['v_cache'], None, *own
 
 
 @each_case
@@ -80,8 +80,8 @@ def test_opcheck_attend(others, name):
     tensors_and_numbers = attend_arguments(given, **others)
     opcheck(OPS.attend_cache.default, tensors_and_numbers, test_utils=utils_of(given))
     out = OPS.attend_cache(*tensors_and_numbers)[0]
-    opcheck(OPS.attend_cache_out.default,
-            (*tensors_and_numbers[:3], torch.empty_like(out), *tensors_and_numbers[3:-1]),
+    opcheck(OPS.attend_cache.default,
+            (*tensors_and_numbers[:3], torch.empty_like(out), *tensors_and_numbers[4:]),
             test_utils=utils_of(given))
 
 
@@ -90,14 +90,12 @@ def test_schemas():
                       for x in (attend_cache.Attend, attend_cache.Rotary))
     for op, first, defaults, mutated in (
             (OPS.append_and_attend, 8, rotary + attend,
-             ['k_cache', 'v_cache', 'out', 'k_scales', 'v_scales']),
-            (OPS.attend_cache, 3, attend, [])):
+             ['k', 'v', 'out', 'k_scales', 'v_scales']),
+            (OPS.attend_cache, 4, attend, ['out'])):
         listed = op.default._schema.arguments
         assert [(x.name, x.default_value) for x in listed[first:]] == defaults
         written = [x.name for x in listed if x.alias_info and x.alias_info.is_write]
         assert written == mutated
-    assert [x.name for x in OPS.attend_cache_out.default._schema.arguments] == [
-        'q', 'k', 'v', 'out', *attend_cache.Attend._fields[:-1]]
 
 
 def test_packed_keys():
@@ -106,9 +104,9 @@ def test_packed_keys():
     of_q, of_k, used = ints([0, 2, 6]), ints([0, 4, 11]), ints([4, 3])
     own = attend_cache.Attend(cu_seqlens_q=of_q, cu_seqlens_k=of_k, seqused_k=used, max_seqlen_q=4,
                        causal=True, num_splits=2, return_lse=True)
-    out, lse = OPS.attend_cache(q, k, k, *own)
-    wanted, wanted_lse, _ = OPS._fwd_general(q, k, k, of_q, of_k, None, used, 4, 7, None, None,
-                                             True)
+    out, lse = OPS.attend_cache(q, k, k, None, *own)
+    wanted, wanted_lse, _ = OPS.attend(q, k, k, None, of_q, of_k, None, used, 4, 7, None, None,
+                                       True)
     assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
 
 
@@ -197,7 +195,7 @@ def test_trailing_defaults_are_dropped(options, last, monkeypatch):
     options = dict(options)
     case = small(heads=(4, 1), latent=options.pop('latent', False), lse=False)
     flash_attn_with_kvcache(**case.arguments('cpu') | options)
-    assert attend.counts == [3 + attend_cache.Attend._fields.index(last) + 1]
+    assert attend.counts == [4 + attend_cache.Attend._fields.index(last) + 1]
 
 
 def test_arguments_in_the_order_of_the_list():

@@ -151,7 +151,7 @@ def test_errors(call, text):
 
 def op_parts(out_dtype: torch.dtype) -> tuple:
     outs, lses = parts_of(3, (2, 4, 3, 16))
-    return outs, lses, torch.empty(2, 4, 3, 16, dtype=out_dtype)
+    return torch.empty(2, 4, 3, 16, dtype=out_dtype), outs, lses
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
@@ -160,15 +160,16 @@ def test_opcheck_combine(dtype):
 
 
 @pytest.mark.parametrize('change, text', [
-    (lambda x: (x[0][0], *x[1:]), 'out_partial to have 5 dimensions'),
-    (lambda x: (x[0].double(), *x[1:]), 'out_partial.dtype to be float16, bfloat16 or float32'),
-    (lambda x: (x[0], x[1][:, :1], x[2]), 'lse_partial to have the shape'),
-    (lambda x: (*x[:2], x[2].double()), 'out.dtype to be '),
-    (lambda x: (*x[:2], x[0][0]), 'out with memory of its own'),
+    (lambda out, outs, lses: (out, outs[0], lses), 'out_partial to have 5 dimensions'),
+    (lambda out, outs, lses: (out, outs.double(), lses),
+     'out_partial.dtype to be float16, bfloat16 or float32'),
+    (lambda out, outs, lses: (out, outs, lses[:, :1]), 'lse_partial to have the shape'),
+    (lambda out, outs, lses: (out.double(), outs, lses), 'out.dtype to be '),
+    (lambda out, outs, lses: (outs[0], outs, lses), 'out with memory of its own'),
 ])
 def test_errors_of_the_op(change, text):
     with pytest.raises(RuntimeError, match=f'flash_attn3.combine: expected {text}'):
-        torch.ops.flash_attn3.combine(*change(op_parts(torch.float32)))
+        torch.ops.flash_attn3.combine(*change(*op_parts(torch.float32)))
 
 
 def test_the_way_to_the_op(monkeypatch):
@@ -203,7 +204,7 @@ def separate(count: int, dtype: torch.dtype, packed: bool) -> tuple:
 @pytest.mark.parametrize('count', [2, 3, 4])
 def test_merging_separate_parts(count, packed, dtype):
     out, *parts = separate(count, dtype, packed)
-    lse = torch.ops.flash_attn3.merge_parts(out, *parts)
+    lse = torch.ops.flash_attn3.combine(out, *parts)
     outs, lses = parts_of(count, (2, 4, 3, 16), torch.float32)
     wanted, wanted_lse = merged(outs.to(dtype), lses)
     bound = 1.6e-2 if dtype == torch.bfloat16 else 1e-6
@@ -214,8 +215,8 @@ def test_merging_separate_parts(count, packed, dtype):
 
 
 @pytest.mark.parametrize('count', [2, 4])
-def test_opcheck_merge_parts(count):
-    opcheck(torch.ops.flash_attn3.merge_parts.default,
+def test_opcheck_combine_of_parts(count):
+    opcheck(torch.ops.flash_attn3.combine.default,
             tuple(x.nan_to_num() for x in separate(count, torch.float32, False)))
 
 
@@ -234,7 +235,7 @@ def test_opcheck_merge_parts(count):
 ])
 def test_errors_of_merge_parts(change, text):
     with pytest.raises(RuntimeError, match=f'flash_attn3.merge_parts: expected {text}'):
-        torch.ops.flash_attn3.merge_parts(*change(*separate(2, torch.float32, False)))
+        torch.ops.flash_attn3.combine(*change(*separate(2, torch.float32, False)))
 
 
 def test_what_merge_states_gives_to_the_ops(monkeypatch):

@@ -6,6 +6,7 @@ from torch.library import opcheck
 
 from flash_attn3 import flash_attn_func
 from flash_attn3.cpu import reference
+from flash_attn3.ops.dense_and_varlen import General
 
 from tests.support import layouts
 from tests.support.called_ops import CalledOps
@@ -32,12 +33,11 @@ def test_opcheck_fwd_without_autograd(dtype, op):
     opcheck(op, (*inputs(dtype), *SCALARS))
 
 
-@pytest.mark.parametrize('op', [OPS.fwd_out.default, OPS.fwd_out_no_lse.default], ids=str)
 @pytest.mark.parametrize('dtype', ['fp32', 'bf16'])
-def test_opcheck_fwd_out(dtype, op):
+def test_opcheck_attend_into_out(dtype):
     q, k, v = inputs(dtype)
     out = torch.zeros(2, 4, 5, 8, dtype=q.dtype).mT.contiguous().mT.transpose(1, 2)
-    opcheck(op, (q, k, v, out, *SCALARS))
+    opcheck(OPS.attend.default, (q, k, v, out, *General(softmax_scale=0.3, causal=True)))
 
 
 @pytest.mark.parametrize('deterministic', [False, True])
@@ -68,11 +68,12 @@ def test_the_backward_ops_agree(sizes, dtype):
     q, k, v = Case(*sizes, head_dim=8, heads_q=4, heads_k=2, dtype=dtype).tensors('cpu')
     out, lse = OPS.fwd(q, k, v, *SCALARS)
     arguments = torch.randn_like(out), torch.randn_like(lse), q, k, v, out, lse
-    expected = OPS.bwd(*arguments, *SCALARS[:2])
+    *expected, dsinks = OPS.bwd(*arguments, *SCALARS[:2])
+    assert dsinks.shape == (0,)
     for layout in layouts.DIRECT + layouts.COPIED:
         given = [layout.place(torch.full_like(x, torch.nan)) for x in (q, k, v)]
         around = [layouts.nan_count(x) - x.numel() for x in given]
-        assert OPS.bwd_out(*arguments, *given, *SCALARS[:2]) is None
+        assert OPS.bwd_out(*arguments, *given, *SCALARS[:2]).shape == (0,)
         assert all(torch.equal(a, b) for a, b in zip(given, expected))
         assert [layouts.nan_count(x) for x in given] == around
 
@@ -80,11 +81,13 @@ def test_the_backward_ops_agree(sizes, dtype):
 def results_of_all_forward_ops(*scalars) -> tuple[list, list]:
     """Every out and every LSE."""
     q, k, v = inputs()
-    outs = [torch.full((2, 5, 4, 8), torch.nan) for _ in range(2)]
-    pairs = [OPS.fwd(q, k, v, *scalars), OPS._fwd(q, k, v, *scalars),
-             (outs[0], OPS.fwd_out(q, k, v, outs[0], *scalars))]
-    assert OPS.fwd_out_no_lse(q, k, v, outs[1], *scalars) is None
-    return ([*(out for out, _ in pairs), OPS._fwd_no_lse(q, k, v, *scalars), outs[1]],
+    given = torch.full((2, 5, 4, 8), torch.nan)
+    general = General(**dict(zip(('softmax_scale', 'causal'), scalars)))
+    empty, lse, max_logits = OPS.attend(q, k, v, given, *general)
+    assert empty.shape == max_logits.shape == (0,)
+    pairs = [OPS.fwd(q, k, v, *scalars), OPS._fwd(q, k, v, *scalars), (given, lse),
+             OPS.attend(q, k, v, None, *general)[:2]]
+    return ([*(out for out, _ in pairs), OPS._fwd_no_lse(q, k, v, *scalars)],
             [lse for _, lse in pairs])
 
 
@@ -94,7 +97,7 @@ def test_the_forward_ops_agree(scalars):
     out, lse = reference.forward(*inputs(), scale, causal)
     outs, lses = results_of_all_forward_ops(*scalars)
     assert len(outs) == 5 and all(torch.equal(x, out) for x in outs)
-    assert len(lses) == 3 and all(torch.equal(x, lse) for x in lses)
+    assert len(lses) == 4 and all(torch.equal(x, lse) for x in lses)
 
 
 def test_the_default_scale_reaches_the_gradients():
@@ -107,8 +110,8 @@ def test_the_default_scale_reaches_the_gradients():
 @pytest.mark.parametrize('changes, op', [
     ({}, '_fwd_no_lse'), ({'causal': True}, '_fwd_no_lse'), ({'softmax_scale': 0.3}, '_fwd_no_lse'),
     ({'pack_gqa': False}, '_fwd_no_lse'), ({'return_attn_probs': True}, '_fwd'),
-    ({'out': torch.empty(2, 5, 4, 8)}, 'fwd_out_no_lse'),
-    ({'out': torch.empty(2, 5, 4, 8), 'return_attn_probs': True}, 'fwd_out')],
+    ({'out': torch.empty(2, 5, 4, 8)}, 'attend'),
+    ({'out': torch.empty(2, 5, 4, 8), 'return_attn_probs': True}, 'attend')],
     ids=lambda x: x if isinstance(x, str) else '-'.join(x))
 def test_the_lse_is_made_only_for_those_who_ask(changes, op):
     tensors = inputs()
@@ -128,8 +131,9 @@ def test_fakes(device, dtype):
         v = torch.empty(2, 7, 2, 32, device=device, dtype=dtype)
         out, lse = OPS.fwd(q, k, v, *SCALARS)
         alone = OPS._fwd_no_lse(q, k, v)
-        dq, dk, dv = OPS.bwd(out, None, q, k, v, out, lse, 0.3, True)
-        assert OPS.bwd_out(out, None, q, k, v, out, lse, dq, dk, dv, 0.3, True) is None
+        dq, dk, dv, dsinks = OPS.bwd(out, None, q, k, v, out, lse, 0.3, True)
+        assert dsinks.shape == (0,)
+        assert OPS.bwd_out(out, None, q, k, v, out, lse, dq, dk, dv, 0.3, True).shape == (0,)
     assert alone.shape == out.shape and alone.stride() == out.stride() and alone.dtype == dtype
     assert out.shape == (2, 5, 4, 32) and out.dtype == dtype and out.is_contiguous()
     assert lse.shape == (2, 4, 5) and lse.is_contiguous()
@@ -147,6 +151,5 @@ def test_meta_tensors():
 
 
 def test_ops_are_tagged_for_pt2():
-    for op in (OPS.fwd, OPS._fwd, OPS._fwd_no_lse, OPS.fwd_out, OPS.fwd_out_no_lse, OPS.bwd,
-               OPS.bwd_out):
+    for op in (OPS.fwd, OPS._fwd, OPS._fwd_no_lse, OPS.attend, OPS.bwd, OPS.bwd_out):
         assert torch.Tag.pt2_compliant_tag in op.default.tags

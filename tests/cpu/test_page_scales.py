@@ -146,8 +146,8 @@ def test_opcheck():
     given, new = pages(), new_rows()
     fields = attend_cache.Attend._fields
     attend = attend_cache.Attend(**{name: given[name] for name in fields if name in given})
-    opcheck(OPS.attend_cache.default, (given['q'], given['k_cache'], given['v_cache'], *attend),
-            test_utils=utils)
+    opcheck(OPS.attend_cache.default, (given['q'], given['k_cache'], given['v_cache'], None,
+                                       *attend), test_utils=utils)
     own = attend._replace(appended=3, k_descale=None, v_descale=None)
     q, k_cache, v_cache, *scales = (given[name] for name in (
         'q', 'k_cache', 'v_cache', 'k_descale', 'v_descale'))

@@ -83,7 +83,7 @@ class SharedFiles:
 @contextmanager
 def copies_in(folder: str, slow_rank: int = -1):
     """Keys travel by copies between files; that rank is late with each step."""
-    links, attend = {}, ring._fwd_general
+    links, attend = {}, ring._attend
 
     def link_of(op: str, group: str, tensors: tuple[Tensor, Tensor]):
         if not links:
@@ -101,7 +101,7 @@ def copies_in(folder: str, slow_rank: int = -1):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copies, 'link_of', link_of)
-        patch.setattr(ring, '_fwd_general', late)
+        patch.setattr(ring, '_attend', late)
         yield
 
 
@@ -190,7 +190,7 @@ class Alive(TorchDispatchMode):
             if isinstance(x, Tensor) and x.numel():
                 self._count(x.untyped_storage())
         self.most = max(self.most, self._now)
-        if op in (ring._fwd_general, ring._bwd_general):
+        if op in (ring._attend, ring._bwd):
             self.in_calls.append(self._now)
         return results
 

@@ -28,7 +28,7 @@ expected = torch.nn.functional.scaled_dot_product_attention(
     *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
 assert torch.allclose(out, expected, atol=1e-6), out - expected
 cuda = torch._C._dispatch_has_kernel_for_dispatch_key
-for op in ('fwd', '_fwd', '_fwd_no_lse', 'fwd_out', 'fwd_out_no_lse', 'bwd', 'bwd_out'):
+for op in ('fwd', '_fwd', '_fwd_no_lse', 'attend', 'attend_cache', 'bwd', 'bwd_out'):
     assert cuda(f'flash_attn3::{op}', 'CPU'), op
     assert cuda(f'flash_attn3::{op}', 'CUDA'), op
 assert len(flash_attn3.built_variants()) == int(sys.argv[1]), flash_attn3.built_variants()

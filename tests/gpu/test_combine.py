@@ -36,7 +36,7 @@ def combined(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(out_partial: Tensor, lse_partial: Tensor, out: Tensor) -> Tensor:
-    return torch.ops.flash_attn3.combine(out_partial, lse_partial, out)
+    return torch.ops.flash_attn3.combine(out, out_partial, lse_partial)
 
 
 def check(partial: tuple[Tensor, Tensor], out: Tensor) -> None:

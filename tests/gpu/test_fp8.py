@@ -20,7 +20,7 @@ from flash_attn3 import (flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpac
 from flash_attn3.cpu import reference_fp8
 from flash_attn3.ops import fp8_gradients
 from flash_attn3.ops.fp8 import Quantization
-from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.ops.dense_and_varlen import Execution, General
 from flash_attn3.cpu.quantize import KV_BLOCK, Q_BLOCK
 from flash_attn3.cpu.reference import Inputs
 from flash_attn3.cpu.reference_fp8 import Scales
@@ -455,8 +455,8 @@ def test_opcheck(is_packed, cuda):
     call = call_of(PACKED if is_packed else DENSE, cuda)
     lists = [call.lists.get(name) for name in ('cu_seqlens_q', 'cu_seqlens_k', 'seqused_q',
                                                'seqused_k')]
-    opcheck(torch.ops.flash_attn3.fwd_fp8.default,
-            (*call.inputs[:3], *call.scales, True, False, *lists),
+    opcheck(torch.ops.flash_attn3.attend.default,
+            (*call.inputs[:3], None, *General(*lists), *Execution()[:-1], *call.scales, True),
             test_utils=('test_autograd_registration', 'test_faketensor',
                         'test_aot_dispatch_dynamic'))
 

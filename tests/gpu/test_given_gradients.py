@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks import memory
 from flash_attn3 import bench, flash_attn_func, flash_attn_qkvpacked_func
 from flash_attn3.bench import Shape
-from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.ops.dense_and_varlen import General, for_backward
 
 from tests.gpu.test_backward import NAMES
 from tests.support import compare, layouts
@@ -41,10 +41,10 @@ class Backward:
                       for x in (out, lse))
         self.tensors = dout, dlse, q, k, v, out, lse
         self.scalars = case.softmax_scale, case.causal, True
-        self.expected = OPS.bwd(*self.tensors, *self.scalars)
+        self.expected = OPS.bwd(*self.tensors, *self.scalars)[:3]
 
     def into(self, *gradients: Tensor) -> None:
-        assert OPS.bwd_out(*self.tensors, *gradients, *self.scalars) is None
+        assert OPS.bwd_out(*self.tensors, *gradients, *self.scalars).numel() == 0
 
     def check(self, gradients: tuple[Tensor, ...]) -> None:
         for name, *values in zip(NAMES, gradients, self.expected):
@@ -73,19 +73,19 @@ def test_layouts(layout, kind, device):
 @one_dtype
 @pytest.mark.parametrize('is_packed', [False, True], ids=['dense', 'packed'])
 def test_more_arguments(is_packed, kind, device):
-    """`bwd_general_out` gives the bits of `bwd_general`, sinks too; the NaN around them stays."""
+    """`bwd_out` gives the bits of `bwd`, sinks too; the NaN around them stays."""
     lengths = {'cu_seqlens_q': starts((70, 0, 60), device), 'max_seqlen_q': 70,
                'cu_seqlens_k': starts((90, 30, 83), device)} if is_packed else {}
     sinks = torch.linspace(-1, 1, CASE.heads_q, device=device)
     general = General(**lengths, sinks=sinks, causal=kind.causal, window_left=50, softcap=20.0)
     tensors = [x[0] if is_packed else x for x in CASE.of(kind).tensors(device)]
-    out, lse, _ = OPS._fwd_general(*tensors, *general)
+    out, lse, _ = OPS.attend(*tensors, None, *general)
     given = torch.randn_like(out), None, *tensors, out, lse
-    wanted = OPS.bwd_general(*given, *general, True)
+    wanted = OPS.bwd(*given, *for_backward(general, True))
     around = [torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan, dtype=x.dtype, device=device)
               for x in tensors]
     gradients = [x[..., :x.shape[-1] // 2] for x in around]
-    dsinks = OPS.bwd_general_out(*given, *gradients, *general, True)
+    dsinks = OPS.bwd_out(*given, *gradients, *for_backward(general, True))
     for name, *values in zip((*NAMES, 'dsinks'), (*gradients, dsinks), wanted):
         compare.check_equal(*values, name)
     assert all(x[..., x.shape[-1] // 2:].isnan().all() for x in around)

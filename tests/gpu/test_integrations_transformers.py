@@ -62,7 +62,7 @@ class Models(NamedTuple):
         self.narrow.set_attn_implementation(name)
         with CalledOps() as ops:
             got = call(self.narrow)
-        forwards = [op for op in ops.names if 'fwd' in op or 'attend_cache' in op]
+        forwards = [op for op in ops.names if 'fwd' in op or 'attend' in op]
         assert len(forwards) >= self.narrow.config.num_hidden_layers, ops.names
         return got
 

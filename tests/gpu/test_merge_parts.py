@@ -19,7 +19,7 @@ LAYOUTS = 'like', 'packed', 'one_entry', 'wide', 'heads_first', 'odd'
 
 
 def run(out: Tensor, *parts: Tensor) -> Tensor:
-    return torch.ops.flash_attn3.merge_parts(out, *parts)
+    return torch.ops.flash_attn3.combine(out, *parts)
 
 
 def laid_out(out: Tensor, lse: Tensor, layout: str) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ def test_merge_states_takes_the_ops(dtype, cuda):
     lists = [list(x) for x in zip(*(laid_out(*pair, 'like') for pair in zip(out, lse)))]
     with CalledOps() as called:
         merged = merge_states(*lists)
-    assert called.names == ['merge_parts']
+    assert called.names == ['combine']
     stacked = [torch.stack(x) for x in lists]
     with CalledOps() as called:
         from_stack = merge_states(*stacked)

@@ -6,7 +6,7 @@ import functools
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-_FORWARDS, _BACKWARDS = ('fwd', 'attend_cache'), ('bwd',)    # in the names of ops
+_FORWARDS, _BACKWARDS = ('fwd', 'attend'), ('bwd',)    # in the names of ops
 
 
 class Ran:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flash_attn3.cpu import reference
 from flash_attn3.ops import checks
-from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.ops.dense_and_varlen import General, for_backward
 
 from tests.support import general_oracle
 from tests.support.general_cases import GeneralCase, Results, Tensors
@@ -85,7 +85,7 @@ def run(case: GeneralCase, tensors: Tensors, count: int, op: str) -> Results:
     sinks, dim = checks.sinks_of(s_aux, q), 0 if case.is_packed else 1
     ring = [(part, *(x.index_select(dim, part.rows) for x in (k, v)))
             for part in parts(case, tensors, count)]
-    outs, lses, _ = zip(*(OPS._fwd_general(q, *keys, *part.general) for part, *keys in ring))
+    outs, lses, _ = zip(*(OPS.attend(q, *keys, None, *part.general) for part, *keys in ring))
     out, lse = join(outs, lses, sinks)
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     dsinks = None
@@ -102,18 +102,18 @@ def run(case: GeneralCase, tensors: Tensors, count: int, op: str) -> Results:
 
 
 def backward(op: str, given: tuple, general: General) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv, dsinks); all but bwd_general see every key."""
-    if op == 'bwd_general':
-        return OPS.bwd_general(*given, *general)
+    """(dq, dk, dv, dsinks). op: `bwd` with all arguments, or `bwd` or `bwd_out` without a mask."""
+    if op == 'masked':
+        return OPS.bwd(*given, *for_backward(general, False))
     if op == 'bwd':
-        return *OPS.bwd(*given, general.softmax_scale, False), None
+        return OPS.bwd(*given, general.softmax_scale, False)
     gradients = [torch.full_like(x, math.nan) for x in given[2:5]]
     OPS.bwd_out(*given, *gradients, general.softmax_scale, False)
     return *gradients, None
 
 
 def check(case: GeneralCase, count: int, device: str | torch.device,
-          op: str = 'bwd_general') -> None:
+          op: str = 'masked') -> None:
     """Holds the joined results and the sums of the gradients to those over all keys at once."""
     tensors = case.tensors(device)
     tensors = tensors._replace(dlse=tensors.dlse.to(reference.lse_dtype(tensors.inputs.q.dtype)))

@@ -49,7 +49,7 @@ constexpr size_t kMostOps = 64;
 
 std::vector<fa3::BoxedOp> const& ops() {{
   static std::vector<fa3::BoxedOp> const all = [] {{
-    std::vector<fa3::BoxedOp> found{{{single}}};
+    std::vector<fa3::BoxedOp> found;
     for (auto const list : {{{lists}}}) {{
       found.insert(found.end(), list.begin(), list.end());
     }}
@@ -106,10 +106,8 @@ def kernel_units(ptx: Sequence[str], folder: Path) -> list[Unit]:
 def op_units(cuda: Cuda) -> list[Unit]:
     """The ops of the package, for CPU tensors."""
     text = (native.CSRC / 'ops' / 'registration.cpp').read_text()
-    single = re.findall(r'm\.impl\(("\w+", &fa3::\w+)\);', text)
     registration = BUILD / 'registration.cpp'
     registration.write_text(REGISTRATION.format(
-        single=', '.join(f'{{{one}}}' for one in single),
         lists=', '.join(re.findall(r'fa3::\w+_ops\(\)', text))))
     foreign = [Path(torch.__path__[0], 'include'), cuda.include]
     renames = [f'-D{name}={other}' for name, other in RENAMED.items()]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from flash_attn3.arguments import schemas
+
 LIBRARY = Path(__file__).resolve().parent / '_emulated.so'
 
 
@@ -16,6 +18,9 @@ class Emulator:
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
         self._library.emulator_launch.restype = ctypes.c_char_p
+        accepts = self._library.flash_attn3_accept_schemas
+        accepts.restype = ctypes.c_bool
+        assert accepts(schemas().encode())
 
     def seed(self, seed: int) -> None:
         self._library.emulator_seed(ctypes.c_uint32(seed))
