@@ -1,4 +1,4 @@
-// Calls of the ops `combine` and `merge_parts`.
+// Calls of the op `combine`.
 #pragma once
 
 #include <optional>
@@ -7,13 +7,14 @@
 
 namespace fa3 {
 
+// A stack of parts.
 struct CombineCall {
   TensorMeta out_partial;  // (parts, batch, rows, heads, head_dim) float32, float16 or bfloat16
   TensorMeta lse_partial;  // (parts, batch, rows, heads) float32
   TensorMeta out;          // (batch, rows, heads, head_dim) float32, float16 or bfloat16
 };
 
-// Parts that are tensors of their own, at least two, the first ones.
+// Parts that are separate tensors: the first ones, at least two.
 struct MergeCall {
   static constexpr int kMost = 4;
   TensorMeta out;  // (batch, rows, heads, head_dim) or (rows, heads, head_dim), 16 bits

@@ -13,11 +13,11 @@
 
 namespace fa3 {
 
-// The ops `fwd...`: dense or packed tensors of any dtype but e4m3. A CUDA call that passes has a
-// kernel in kFwdVariants.
+// The forward ops without a cache: dense or packed tensors of any dtype but e4m3. A CUDA call that
+// passes has a kernel in kFwdVariants.
 std::string check_forward(AttentionCall const& call);
 
-// The ops `fwd_fp8...`: e4m3 with scales.
+// `attend` with e4m3 tensors or scales.
 std::string check_fp8(AttentionCall const& call);
 
 // The ops `bwd...`: the inputs of the forward alone, and all tensors of the call. A CUDA call that
@@ -25,7 +25,7 @@ std::string check_fp8(AttentionCall const& call);
 std::string check_gradient_inputs(AttentionCall const& call);
 std::string check_backward(AttentionCall const& call);
 
-// attend_cache and, with out, attend_cache_out.
+// `attend_cache`.
 std::string check_cache(AttentionCall const& call);
 
 // What append_and_attend asks for besides: new rows and rotary. k and v are the cache.

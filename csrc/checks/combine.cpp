@@ -1,4 +1,4 @@
-// Calls of `combine` and `merge_parts`.
+// Calls of `combine`: a stack of results, or results that are separate tensors.
 #include "checks/checks.h"
 #include "checks/table.h"
 
@@ -35,7 +35,7 @@ std::string check_stack_memory(Solver const& solver, CombineCall const& call) {
   return check_own_memory<kStack>(solver, call);
 }
 
-// ------------------------------------------------------------------------------------ merge_parts
+// ------------------------------------------------------------------------------- separate tensors
 using Call = MergeCall;
 
 constexpr Row<Call> kOut[] = {

@@ -1,5 +1,5 @@
-// Host side of the kernel that combines partial results of attention. The ops `combine` and
-// `merge_parts` call it.
+// Host side of the kernel that combines partial results of attention. The op `combine` and ops
+// that make such results call it.
 #pragma once
 
 #include "core/int_math.h"

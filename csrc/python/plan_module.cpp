@@ -9,7 +9,7 @@
 //   index, sizes, strides, address), as ("bfloat16", "cuda", 0, (2, 128, 8, 64), (65536, 512, 64,
 //   1), 0).
 // - check_combine(out_partial=, lse_partial=, out=): the same of `combine`.
-// - check_merge(out=, out_0=, lse_0=, ...): the same of `merge_parts`.
+// - check_merge(out=, out_0=, lse_0=, ...): the same of results that are separate tensors.
 // - check_quantize(x=, cu_seqlens=, seqused=, block=, group=, seed=): the same of `quantize_fp8`.
 // - plan_forward(**call), plan_backward(**call), plan_cache(**call): a dict of facts, or {"reason":
 //   text}. plan_backward needs no tensor but q, k and v.
@@ -416,7 +416,7 @@ PyMethodDef methods[] = {
     {"check_append", method(py_check<check_append>), kKeywords,
      "check_forward of append_and_attend."},
     {"check_combine", method(py_check_combine), kKeywords, "check_forward of combine."},
-    {"check_merge", method(py_check_merge), kKeywords, "check_forward of merge_parts."},
+    {"check_merge", method(py_check_merge), kKeywords, "check_combine of separate tensors."},
     {"check_quantize", method(py_check_quantize), kKeywords, "check_forward of quantize_fp8."},
     {"check_backward", method(py_check_backward), kKeywords, "check_forward of the gradients."},
     {"plan_forward", method(py_plan<false>), kKeywords, "How a forward problem would be run."},
