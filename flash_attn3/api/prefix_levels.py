@@ -89,7 +89,7 @@ def shared_prefix_attn(
     _check_contents(calls, (k_cache, v_cache))
     attend = kvcache.functions_for(q, _OP)[0]
     parts = [x for rows, own in calls
-             for x in attend(rows, k_cache, v_cache, *shortest(own))]
+             for x in attend(rows, k_cache, v_cache, None, *shortest(own))]
     return _merged(q, parts, out, return_softmax_lse)
 
 

@@ -84,7 +84,7 @@ def test_the_ops():
         own['q'], own['k_cache'], own['v_cache'], new['k'], new['v'], None, None, own['v_descale'],
         *Rotary(), own['cache_seqlens'], None, 2), dict(qv=own['qv'], causal=True),
         test_utils=utils)
-    opcheck(OPS.attend_cache.default, (own['q'], own['k_cache'], own['v_cache'],
+    opcheck(OPS.attend_cache.default, (own['q'], own['k_cache'], own['v_cache'], None,
                                        own['cache_seqlens']),
             dict(v_descale=own['v_descale'], qv=own['qv'], causal=True), test_utils=utils)
 
