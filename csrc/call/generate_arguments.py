@@ -65,7 +65,8 @@ def header() -> str:
             f'struct CallArguments {{\n{members}\n\n'
             '  // See AttentionCall().\n  CallArguments() {}\n\n'
             '  // visitor(name, field) for each argument.\n'
-            f'  template <class Visitor>\n  void visit(Visitor&& visitor) {{\n{visits}\n  }}\n}};\n\n'
+            '  template <class Visitor>\n'
+            f'  void visit(Visitor&& visitor) {{\n{visits}\n  }}\n}};\n\n'
             f'// Tensors among all of them.\nconstexpr int kTensorArguments = {tensors};\n\n'
             '}  // namespace fa3\n')
 

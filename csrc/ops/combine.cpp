@@ -147,7 +147,9 @@ void boxed_combine(StableIValue* stack, uint64_t, uint64_t) {
   BoxedStack values(stack);
   ops::combine args;
   args.read(values);
-  results.lse = args.out_1 || args.lse_1 ? combine_apart(args) : combine_stack(args);
+  bool const is_apart =
+      args.out_1 || args.lse_1 || args.out_2 || args.lse_2 || args.out_3 || args.lse_3;
+  results.lse = is_apart ? combine_apart(args) : combine_stack(args);
   ops::combine::box(stack, results);
 }
 

@@ -181,7 +181,7 @@ def _merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------------------------------- the ops
 def _combine_plainly(out: Tensor, out_0: Tensor, lse_0: Tensor, *others: Tensor | None) -> Tensor:
     """The op `combine` on any device."""
-    if any(x is not None for x in others[:2]):
+    if any(x is not None for x in others):
         return _merge_apart(out, out_0, lse_0, *others)
     return _merge_stack(out, out_0, lse_0)
 
@@ -214,7 +214,7 @@ def _merge_apart(out: Tensor, *parts: Tensor | None) -> Tensor:
 
 
 def _combine_fake(out: Tensor, out_0: Tensor, lse_0: Tensor, *others: Tensor | None) -> Tensor:
-    if all(x is None for x in others[:2]):
+    if all(x is None for x in others):
         return lse_0.new_empty(lse_0.shape[1:])
     *batch, rows, heads, _ = out.shape
     return lse_0.new_empty((*batch, heads, rows))

@@ -528,3 +528,5 @@ for _name, _on_cpu, _fake in (
         ('append_and_attend', append_and_attend_plainly, _append_and_attend_fake)):
     library.LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)
+
+library.register_vmap_by_loop('attend_cache')

@@ -357,6 +357,7 @@ for _name, _on_cpu, _fake in (
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)
 
 library.LIBRARY.impl('fwd_quantized', forward_quantized, 'CUDA')
+library.register_vmap_by_loop('attend')
 
 _quantize_qkv = torch.ops.flash_attn3.quantize_qkv_fp8.default
 _attend = torch.ops.flash_attn3.attend.default

@@ -51,6 +51,18 @@ def bare(op: torch._ops.OpOverload):
     return getattr(op, '_op', op)
 
 
+def register_vmap_by_loop(name: str) -> None:
+    """PyTorch batches by a loop too, but no op that may write into a tensor."""
+    op = getattr(torch.ops.flash_attn3, name).default
+
+    def rule(info, in_dims: tuple[int | None, ...], *arguments):
+        results = [op(*(x if dim is None else x.select(dim, i)
+                        for x, dim in zip(arguments, in_dims))) for i in range(info.batch_size)]
+        return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
+
+    torch.library.register_vmap(f'flash_attn3::{name}', rule, lib=LIBRARY)
+
+
 # --------------------------------------------------------------------------- CUDA implementations
 _LIBRARY_PATH = Path(env.LIBRARY_PATH or Path(__file__).parents[1] / '_C.abi3.so')
 

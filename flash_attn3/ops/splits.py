@@ -126,7 +126,7 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
     own = attend_arguments(call, num_splits, return_lse or needs_grad)
     k, v = _aligned(k), _aligned(v)
     if out is not None:
-        _, lse = _attend(q, k, v, out, *own)
+        _, lse = _attend(q, k, v, out, *own[:-1])    # out says its dtype
         return *_cleared(out, lse, general), lse.new_empty(0)
     if not needs_grad:
         return *_cleared(*_attend(q, k, v, None, *own), general), q.new_empty(0)

@@ -243,8 +243,9 @@ class _BackwardCalls(TorchDispatchMode):
 
 
 def is_deterministic(op: torch._ops.OpOverload, arguments: tuple) -> bool:
-    """It is the last argument of both; PyTorch leaves a default out."""
-    return arguments[-1] if len(arguments) == len(op._schema.arguments) else False
+    """PyTorch leaves trailing defaults out."""
+    index = [argument.name for argument in op._schema.arguments].index('deterministic')
+    return arguments[index] if len(arguments) > index else False
 
 
 def packed(**options):

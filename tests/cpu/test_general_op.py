@@ -138,6 +138,17 @@ def test_only_features_take_the_general_op(changes, op):
     assert called.names == [op]
 
 
+@pytest.mark.parametrize('name', ['attend', 'attend_cache'])
+def test_vmap_of_an_op_that_may_write(name):
+    """Also into a batch of given tensors."""
+    op = getattr(OPS, name)
+    q, out = torch.randn(3, 2, 5, 4, 8), torch.zeros(3, 2, 5, 4, 8)
+    wanted = torch.stack([op(x, x, x, softmax_scale=0.3)[0] for x in q])
+    torch.testing.assert_close(torch.vmap(lambda x: op(x, x, x, softmax_scale=0.3)[0])(q), wanted)
+    torch.vmap(lambda x, y: op(x, x, x, y, softmax_scale=0.3)[1])(q, out)
+    torch.testing.assert_close(out, wanted)
+
+
 # ------------------------------------------------------------------------------------------ fakes
 @KINDS
 @pytest.mark.parametrize('device', ['cuda', 'cpu'])
