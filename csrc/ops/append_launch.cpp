@@ -102,8 +102,9 @@ void copy_from_cache(AttentionCall const& call, OwnedTensor& tensor, TensorMeta&
 }  // namespace
 
 void count_appended(AttentionCall& call, OpTensors const& tensors) {
+  // New keys of each sequence.
   bool const is_dense = call.k_new && call.k_new->rank == 4;
-  call.cache.appended = is_dense ? call.k_new->size[1] : 0;  // of each sequence
+  call.cache.appended = is_dense ? call.k_new->size[1] : 0;
   // Scales that the append sets take the place of the others.
   describe_if(tensors.k_scales, call.scales.k_descale);
   describe_if(tensors.v_scales, call.scales.v_descale);
