@@ -199,7 +199,7 @@ def test_contents_on_a_gpu_where_asked_for(changes, text, monkeypatch):
     def attend(q, *_):
         return q, lse.view(1, 4, 3) if q.size(0) == 1 else lse
 
-    monkeypatch.setattr(kvcache, '_EAGER', (attend, None, None))
+    monkeypatch.setattr(kvcache, '_EAGER', (attend, None))
     monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
     monkeypatch.setattr('flash_attn3.ops.library.kernels_serve', lambda device: True)
