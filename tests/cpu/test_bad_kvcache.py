@@ -233,7 +233,7 @@ def test_tangents_are_refused():
 def test_contents_on_a_gpu_where_asked_for(changes, text, monkeypatch):
     """As if these tensors were on one, with ops that read no contents."""
     given = tensors(torch.bfloat16) | changes
-    monkeypatch.setattr(kvcache, '_EAGER', (None, None, lambda *_: (given['q'], None, None)))
+    monkeypatch.setattr(kvcache, '_EAGER', (None, lambda *_: (given['q'], None, None)))
     monkeypatch.setattr(torch.Tensor, 'is_cuda', True)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
     assert flash_attn_with_kvcache(**given) is given['q']
