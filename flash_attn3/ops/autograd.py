@@ -150,8 +150,8 @@ def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _,
     if dout is None:
         dout = torch.zeros_like(out)
     arguments = dense_and_varlen.put_tensors(ctx.general, tensors)
-    dq, dk, dv, dsinks = first_derivatives(compute, dout, dlse, q, k, v, out, lse,
-                                            *dense_and_varlen.for_backward(arguments, ctx.deterministic))
+    of_backward = dense_and_varlen.for_backward(arguments, ctx.deterministic)
+    dq, dk, dv, dsinks = first_derivatives(compute, dout, dlse, q, k, v, out, lse, *of_backward)
     none = dict.fromkeys(dense_and_varlen.General._fields)
     of_others = none | {'sinks': None if arguments.sinks is None else dsinks}
     return dq, dk, dv, *of_others.values(), None, None, None, None

@@ -7,8 +7,9 @@ In the namespace `flash_attn3`:
 - `_fwd`: the same without autograd, for eager calls: a formula in Python costs microseconds.
 - `_fwd_no_lse`: the output alone, also for eager calls: no memory for an LSE that nobody reads.
 - `fwd_general`: `fwd` with windows, chunks, softcap, sinks, packed sequences, max logits.
-- `attend`: `fwd_general` without autograd, and attention on float8_e4m3fn; it may write into a given
-  out. In fp8.py. A call without these arguments takes the ops above: each argument costs host time.
+- `attend`: `fwd_general` without autograd, and attention on float8_e4m3fn; it may write into a
+  given out. In fp8.py. A call without these arguments takes the ops above: each argument costs host
+  time.
 - `bwd`: the gradients of both, and of sinks (empty without them); `bwd_out`: into given tensors.
 
 An op without autograd has no derivative, and does not refuse one: the public functions do that. A

@@ -134,7 +134,7 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
         names = dict(q=q, k=k, v=v, s_aux=general.sinks, q_descale=scales[0],
                      k_descale=scales[1], v_descale=scales[2])
         results = derivatives.Refusal.apply(fp8.gradient_text(call.op, **names), _attend, q, k, v,
-                                            *own)
+                                            None, *own)
         return *_cleared(*results, general), q.new_empty(0)
     if is_compiling():
         raise NotImplementedError(checks.error(

@@ -1,5 +1,5 @@
-"""flash_attn3/arguments.py: an argument stands once, and so does an op. Schemas, tuples, the readers
-in C++ and the pages follow from the lists.
+"""flash_attn3/arguments.py: an argument stands once, and so does an op. Schemas, tuples, the
+readers in C++ and the pages follow from the lists.
 """
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def reads_of(op: str) -> list[str]:
     """The arguments of an op in the order in which C++ reads them off the stack."""
     text = generate_arguments.ops_header()
     body = text[text.index(f'struct {op} {{'):]
-    reads = re.findall(r'^ +stack\.\w+\((.*)\);$', body[:body.index('static void box')], re.MULTILINE)
+    reader = body[:body.index('static void box')]
+    reads = re.findall(r'^ +stack\.\w+\((.*)\);$', reader, re.MULTILINE)
     return [re.findall(r'\w+$', read.split(', ')[0])[0] for read in reads]
 
 
