@@ -4,8 +4,8 @@
     python -m benchmarks.tables --check    # says which pages are out of date; exit status 1 if any
 
 A part lies between `<!-- generated: NAME -->` and `<!-- end -->` in a page. What follows from the
-code is asked of the planner (flash_attn3._plan), tests/support/support_matrix.py and the integrations; what
-was measured comes from benchmarks/results. No GPU needed.
+code is asked of the planner (flash_attn3._plan), tests/support/support_matrix.py and the
+integrations; what was measured comes from benchmarks/results. No GPU needed.
 """
 from __future__ import annotations
 

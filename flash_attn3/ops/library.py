@@ -31,6 +31,7 @@ implementations to them.
 from __future__ import annotations
 
 import ctypes
+import sys
 import warnings
 from pathlib import Path
 
@@ -87,6 +88,16 @@ def _load_kernels() -> str:
         f'{_LIBRARY_PATH} was built for other schemas than those of the Python files: reinstall')
 
 
+def _warn_importer(text: str) -> None:
+    """Warns at the line that imports the package."""
+    package = str(Path(__file__).parents[1])
+    frame = sys._getframe()
+    while frame.f_back is not None and (frame.f_code.co_filename.startswith(package)
+                                        or 'importlib' in frame.f_code.co_filename):
+        frame = frame.f_back
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
 def _ask_driver() -> str:
     """What is wrong with the NVIDIA driver for the library, or ''; warns of it.
 
@@ -99,7 +110,7 @@ def _ask_driver() -> str:
     question.restype = ctypes.c_char_p
     problem = question().decode()
     if problem:
-        warnings.warn(problem, stacklevel=5)    # where flash_attn3 is imported
+        _warn_importer(problem)
     return problem
 
 

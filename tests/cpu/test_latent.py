@@ -379,7 +379,7 @@ def test_explain(capsys):
     flash_attn3.explain(*shapes, page_table=(4, 64), qv=True, causal=True)
     rows = {line[:14].strip(): line[15:] for line in capsys.readouterr().out.splitlines()}
     assert rows['variant'].startswith('FwdBf16D64x512Latent')
-    assert rows['mask'] == 'cache, the values of which are keys too: absorbed MLA'
+    assert rows['mask'] == 'cache whose values are also keys: absorbed MLA'
     assert rows['head dims'].startswith('64 of q and k, 512 of v') and 'launches' not in str(rows)
     assert rows['warpgroups'].startswith('1 producer, 1 consumers, 2 of O; ')
     assert rows['bytes'] == f'{4 * 4096 * 576 * 2 / 1e6:.4g} MB: K and V of full caches'

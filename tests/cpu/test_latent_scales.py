@@ -59,8 +59,8 @@ BAD = {
     'expanded': (dict(v_descale=torch.ones(1, 1, 1).expand(2, 6, 2)),
                  'v_descale with memory for every element, to write to it'),
     'v of another dtype': (dict(v=new_rows()['v'].half()),
-                           'v.dtype to be that of k_cache, float64'),
-    'k of another dtype': (dict(k=new_rows()['k'].half()), 'k.dtype to be that of k_cache'),
+                           'v.dtype to be float64'),
+    'k of another dtype': (dict(k=new_rows()['k'].half()), 'k.dtype to be float64'),
     'by page': (dict(descale_by_page=True, page_table=torch.tensor([[0], [1]]).int()),
                 'descale_by_page of False with qv'),
 }
@@ -106,7 +106,7 @@ def test_rules_of_cuda():
                k=described((4, 4096, 1, 64), 'bfloat16', (4096 * 328, 328, 328, 1),
                            (1 << 20) + 528))
     assert _plan.check_cache(**on_cuda(**own)) == ''
-    assert 'v_cache at a multiple of 16 bytes' in _plan.check_cache(**on_cuda(
+    assert 'v_cache and its strides at multiples of 16 bytes' in _plan.check_cache(**on_cuda(
         **own | dict(v=described((4, 4096, 1, LATENT), 'float8_e4m3fn',
                                  (4096 * 660, 660, 660, 1)))))
     given = {name: x for name, x in on_cuda(**own).items() if name != 'v_descale'}

@@ -353,7 +353,7 @@ def check_own_errors(rank: int) -> None:
     for call, text in (
             (lambda: call_with(None, 'keys'), 'k and v to have as many rows as q'),
             (lambda: distributed.ring_attention(q[0], q, q), 'q, k and v of 4 dimensions'),
-            (lambda: distributed.ring_attention(q, q, q, cu_seqlens=(0, 32)), 'of 3 without batch'),
+            (lambda: distributed.ring_attention(q, q, q, cu_seqlens=(0, 32)), 'or 3 without batch'),
             (lambda: distributed.ring_attention(packed, packed, packed, cu_seqlens=(0, 9, 4)),
              r'cu_seqlens\[2\].*the rows of all ranks'),
             (lambda: distributed.ring_attention(q, q, q, window_size=(-3, 0)), 'window'),
