@@ -3,6 +3,7 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <cmath>
+#include <type_traits>
 #include <utility>
 
 #include "attention_ops.h"
@@ -44,30 +45,33 @@ void check_on_cache(AttentionCall const& call, OpTensors const& tensors) {
 }
 
 // A result that was given or not asked for is empty. The LSE of `_fwd_no_lse` is not even that: an
-// allocation takes a tenth of the host time of a call.
+// allocation takes a tenth of the host time of a call. So ops without autograd return the same
+// empty tensors again. WHY not fwd_general: autograd marks the tensors that an op returns.
 template <class Op>
 ForwardResults allocate_results(AttentionCall const& call, OpTensors& tensors) {
-  auto const allocate_empty = [&](Dtype dtype) {
+  int const device = call.q.device_index;
+  auto const empty = [&](EmptyResult result, Dtype dtype) {
     int64_t const nothing[] = {0};
-    return allocate(call.op(), nothing, 1, dtype, call.q.device_index);
+    return std::is_same_v<Op, ops::fwd_general> ? allocate(call.op(), nothing, 1, dtype, device)
+                                                : shared_empty(result, dtype, device);
   };
-  auto const allocate_asked = [&](bool is_asked) {
-    return is_asked ? allocate_rows(call) : allocate_empty(Dtype::kFloat32);
+  auto const allocate_asked = [&](EmptyResult result, bool is_asked) {
+    return is_asked ? allocate_rows(call) : empty(result, Dtype::kFloat32);
   };
   ForwardResults results;
   results.has_lse = returns<Op>("lse") && (!call.on_cache || call.splits.return_lse);
   results.out = tensors.out ? std::move(tensors.out) : allocate_out(call);
   if (call.out) {
-    results.returned_out = allocate_empty(call.out->dtype);
+    results.returned_out = empty(EmptyResult::kOut, call.out->dtype);
   }
   if (returns<Op>("lse")) {
-    results.lse = allocate_asked(results.has_lse);
+    results.lse = allocate_asked(EmptyResult::kLse, results.has_lse);
   }
   if (returns<Op>("max_logits")) {
-    results.max_logits = allocate_asked(call.execution.return_max_logits);
+    results.max_logits = allocate_asked(EmptyResult::kMaxLogits, call.execution.return_max_logits);
   }
   if (returns<Op>("rotated") && !call.rotary.rotary_cos) {
-    results.rotated = allocate_empty(call.q.dtype);
+    results.rotated = empty(EmptyResult::kRotated, call.q.dtype);
   }
   return results;
 }

@@ -1,6 +1,7 @@
 #include "ops/tensor_handle.h"
 
 #include <array>
+#include <mutex>
 #include <stdexcept>
 
 #include "call/text.h"
@@ -130,6 +131,27 @@ OwnedTensor allocate(char const* op, int64_t const* sizes, int rank, Dtype dtype
     throw std::runtime_error(error_text(op, text("room for ", bytes, " bytes on cuda:", device),
                                         "CUDA out of memory. PyTorch's own message is on stderr"));
   }
+  return OwnedTensor(handle);
+}
+
+OwnedTensor shared_empty(EmptyResult result, Dtype dtype, int device) {
+  constexpr int kDtypes = int(Dtype::kOther) + 1;
+  constexpr int kDevices = 64;
+  if (device >= kDevices) {
+    int64_t const nothing[] = {0};
+    return allocate("empty result", nothing, 1, dtype, device);
+  }
+  // WHY never deleted: PyTorch may be gone when a thread or the process ends.
+  static AtenTensorHandle shared[kDevices][int(EmptyResult::kCount)][kDtypes] = {};
+  static std::mutex mutex;
+  std::lock_guard const lock(mutex);
+  AtenTensorHandle& tensor = shared[device][int(result)][int(dtype)];
+  if (tensor == nullptr) {
+    int64_t const nothing[] = {0};
+    tensor = allocate("empty result", nothing, 1, dtype, device).release();
+  }
+  AtenTensorHandle handle = nullptr;
+  require(aoti_torch_new_tensor_handle(tensor, &handle), "share an empty tensor");
   return OwnedTensor(handle);
 }
 
