@@ -49,11 +49,8 @@ void check_on_cache(AttentionCall const& call, OpTensors const& tensors) {
 // empty tensors again. WHY not fwd_general: autograd marks the tensors that an op returns.
 template <class Op>
 ForwardResults allocate_results(AttentionCall const& call, OpTensors& tensors) {
-  int const device = call.q.device_index;
   auto const empty = [&](EmptyResult result, Dtype dtype) {
-    int64_t const nothing[] = {0};
-    return std::is_same_v<Op, ops::fwd_general> ? allocate(call.op(), nothing, 1, dtype, device)
-                                                : shared_empty(result, dtype, device);
+    return empty_result(result, dtype, call.q.device_index, !std::is_same_v<Op, ops::fwd_general>);
   };
   auto const allocate_asked = [&](EmptyResult result, bool is_asked) {
     return is_asked ? allocate_rows(call) : empty(result, Dtype::kFloat32);

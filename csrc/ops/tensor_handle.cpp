@@ -134,22 +134,22 @@ OwnedTensor allocate(char const* op, int64_t const* sizes, int rank, Dtype dtype
   return OwnedTensor(handle);
 }
 
-OwnedTensor shared_empty(EmptyResult result, Dtype dtype, int device) {
+OwnedTensor empty_result(EmptyResult result, Dtype dtype, int device, bool is_shared) {
   constexpr int kDtypes = int(Dtype::kOther) + 1;
   constexpr int kDevices = 64;
-  if (device >= kDevices) {
+  auto const make = [&] {
     int64_t const nothing[] = {0};
     return allocate("empty result", nothing, 1, dtype, device);
+  };
+  if (!is_shared || device >= kDevices) {
+    return make();
   }
-  // WHY never deleted: PyTorch may be gone when a thread or the process ends.
+  // WHY never deleted: PyTorch may be gone when the process ends.
   static AtenTensorHandle shared[kDevices][int(EmptyResult::kCount)][kDtypes] = {};
   static std::mutex mutex;
   std::lock_guard const lock(mutex);
   AtenTensorHandle& tensor = shared[device][int(result)][int(dtype)];
-  if (tensor == nullptr) {
-    int64_t const nothing[] = {0};
-    tensor = allocate("empty result", nothing, 1, dtype, device).release();
-  }
+  tensor = tensor != nullptr ? tensor : make().release();
   AtenTensorHandle handle = nullptr;
   require(aoti_torch_new_tensor_handle(tensor, &handle), "share an empty tensor");
   return OwnedTensor(handle);

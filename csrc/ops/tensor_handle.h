@@ -38,10 +38,10 @@ inline void describe_if(OwnedTensor const& tensor, std::optional<TensorMeta>& me
 // number of bytes when memory runs out. `op` is named then: what the user called.
 OwnedTensor allocate(char const* op, int64_t const* sizes, int rank, Dtype dtype, int device);
 
-// An empty tensor of this dtype that calls share, one for each result of an op: a new handle costs
-// less than a new tensor.
+// An empty tensor on a CUDA device. If shared, calls get the same one for each result of an op: a
+// new handle costs less than a new tensor.
 enum class EmptyResult { kOut, kLse, kMaxLogits, kRotated, kCount };
-OwnedTensor shared_empty(EmptyResult result, Dtype dtype, int device);
+OwnedTensor empty_result(EmptyResult result, Dtype dtype, int device, bool is_shared);
 
 // A contiguous copy of a CUDA tensor.
 OwnedTensor packed_copy(char const* op, OwnedTensor const& source, TensorMeta const& meta);

@@ -267,9 +267,9 @@ def test_strided_inputs_and_out():
 
 def test_out_refuses_gradients():
     inputs = random_case({})
-    with pytest.raises(RuntimeError, match='^flash_attn3.flash_attn_varlen_func: expected no '
-                                           'gradient together with out=, got requires_grad=True '
-                                           'of k; hint: '):
+    with pytest.raises(RuntimeError, match='^flash_attn3.flash_attn_varlen_func: expected '
+                                           'requires_grad=False together with out=, got '
+                                           'requires_grad=True of k; hint: '):
         flash_attn_varlen_func(inputs.q, inputs.k.requires_grad_(), inputs.v,
                                *map(starts, LENGTHS), 5, 6, out=torch.empty(14, 4, 5).double())
 
