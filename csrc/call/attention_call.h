@@ -67,12 +67,6 @@ struct AttentionCall : CallArguments {
   // The tensor that a forward op writes into, if it was given.
   TensorMeta const* given_out() const { return out && !is_backward ? &*out : nullptr; }
 
-  // The dtype of the output of e4m3 tensors: float16 or bfloat16.
-  Dtype fp8_out_dtype() const {
-    bool const is_half = out ? out->dtype == Dtype::kFloat16 : fp8.float16_out;
-    return is_half ? Dtype::kFloat16 : Dtype::kBFloat16;
-  }
-
   // head_dim ** -0.5, if none was given; with qv of all columns that meet the keys.
   double softmax_scale() const {
     int64_t const head_dim = q.rank > 0 ? q.size[q.rank - 1] : 1;

@@ -128,9 +128,11 @@ std::string check_out_memory(Solver const& solver, Call const& call) {
   }
   TensorMeta const& out = *call.out;
   bool const is_q = out.address != 0 && out.address == call.q.address && !is_empty(call.q);
+  bool const is_qv = out.address != 0 && call.latent.qv && out.address == call.latent.qv->address;
   char const* const other = may_share_memory(out, call.k)   ? "k_cache"
                             : may_share_memory(out, call.v) ? "v_cache"
                             : is_q && !is_empty(out)        ? "q"
+                            : is_qv && !is_empty(out)       ? "qv"
                                                             : nullptr;
   return other ? solver.refuse("out with memory of its own", text("the memory of ", other)) : "";
 }

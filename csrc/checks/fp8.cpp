@@ -55,7 +55,7 @@ std::string check_scales(Solver const& solver, AttentionCall const& call) {
 }  // namespace
 
 std::string check_maxima(Solver const& solver, AttentionCall const& call) {
-  // flash_attn3/fp8.py says so in the same words.
+  // flash_attn3/ops/fp8.py says so in the same words.
   return solver.is_fp8() && solver.on_cuda() && call.execution.return_max_logits
              ? solver.refuse(
                    "return_max_logits to be False with float8_e4m3fn on a GPU", "True",

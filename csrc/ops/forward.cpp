@@ -3,7 +3,6 @@
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
 
 #include <cmath>
-#include <type_traits>
 #include <utility>
 
 #include "attention_ops.h"
@@ -40,17 +39,18 @@ void check_on_cache(AttentionCall const& call, OpTensors const& tensors) {
   }
   if (appends(call)) {
     throw_if(check_append(call));
-    throw_if(check_append_kernel(call, bool(tensors.v_scales)));
+    bool const sets_k_scales = tensors.k_scales || !call.by_page.descale_by_page;
+    throw_if(check_append_kernel(call, sets_k_scales && tensors.v_scales));
   }
 }
 
 // A result that was given or not asked for is empty. The LSE of `_fwd_no_lse` is not even that: an
-// allocation takes a tenth of the host time of a call. So ops without autograd return the same
-// empty tensors again. WHY not fwd_general: autograd marks the tensors that an op returns.
+// allocation takes a tenth of the host time of a call. So ops return the same empty tensors again,
+// but not in grad mode, where autograd marks the tensors that an op returns.
 template <class Op>
 ForwardResults allocate_results(AttentionCall const& call, OpTensors& tensors) {
   auto const empty = [&](EmptyResult result, Dtype dtype) {
-    return empty_result(result, dtype, call.q.device_index, !std::is_same_v<Op, ops::fwd_general>);
+    return empty_result(result, dtype, call.q.device_index, !aoti_torch_grad_mode_is_enabled());
   };
   auto const allocate_asked = [&](EmptyResult result, bool is_asked) {
     return is_asked ? allocate_rows(call) : empty(result, Dtype::kFloat32);

@@ -54,10 +54,22 @@ def bare(op: torch._ops.OpOverload):
 
 
 def register_vmap_by_loop(name: str) -> None:
-    """PyTorch batches by a loop too, but no op that may write into a tensor."""
+    """PyTorch batches by a loop too, but no op that may write into a tensor.
+
+    Raises:
+        RuntimeError: on a call, without entries, or with a tensor to write into that all share.
+    """
     op = getattr(torch.ops.flash_attn3, name).default
+    written = [x.name for x in op._schema.arguments if x.alias_info and x.alias_info.is_write]
+    listed = [x.name for x in op._schema.arguments]
 
     def rule(info, in_dims: tuple[int | None, ...], *arguments):
+        shared = [key for key, x, dim in zip(listed, arguments, in_dims)
+                  if key in written and x is not None and dim is None]
+        if info.batch_size == 0 or shared:
+            raise RuntimeError(checks.error(
+                name, f'{shared[0]} with the batch of vmap' if shared else 'a batch of vmap',
+                'one tensor for all' if shared else '0 entries'))
         results = [op(*(x if dim is None else x.select(dim, i)
                         for x, dim in zip(arguments, in_dims))) for i in range(info.batch_size)]
         return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])

@@ -149,6 +149,13 @@ def test_vmap_of_an_op_that_may_write(name):
     torch.testing.assert_close(out, wanted)
 
 
+def test_vmap_into_a_tensor_that_entries_share():
+    """The last entry would win."""
+    q = torch.randn(3, 1, 5, 2, 16)
+    with pytest.raises(RuntimeError, match='flash_attn3.attend: expected out with the batch of '):
+        torch.vmap(lambda x: OPS.attend(x, x, x, torch.empty(1, 5, 2, 16))[1])(q)
+
+
 # ------------------------------------------------------------------------------------------ fakes
 @KINDS
 @pytest.mark.parametrize('device', ['cuda', 'cpu'])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import flash_attn_func, flash_attn_with_kvcache, get_scheduler_metadata
-from flash_attn3.reference import Inputs, Lengths
+from flash_attn3.cpu.reference import Inputs, Lengths
 
 from tests.cpu import by_row
 from tests.support import compare

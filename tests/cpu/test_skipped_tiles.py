@@ -1,5 +1,6 @@
 """K tiles that the warpgroups of the forward skip (core/block_range.h): the roles of a CTA,
-played through with the waits of csrc/forward/load.h, transpose.h and mma.h. Nobody waits forever.
+played through with the waits of csrc/forward/producer.h, fp8/values_transposed.h and consumer.h.
+Nobody waits forever.
 """
 from __future__ import annotations
 

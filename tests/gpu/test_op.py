@@ -289,3 +289,12 @@ def test_can_use_with_gradients(kind, cuda, device):
     assert flash_attn3.can_use(*tensors, causal=case.causal) == (True, [])
     gradients = torch.autograd.grad(flash_attn_func(*tensors, causal=case.causal).sum(), tensors)
     assert all(x.isfinite().all() for x in gradients)
+
+
+def test_empty_results_keep_no_gradients(cuda):
+    """They are shared by calls, which autograd must not mark."""
+    q, k = (torch.randn(1, 9, 2, 64, device=cuda, dtype=torch.bfloat16) for _ in range(2))
+    OPS.attend_cache(q.requires_grad_(), k, k, None)
+    with torch.no_grad():
+        _, lse = OPS.attend_cache(q, k, k, None)
+    assert lse.numel() == 0 and not lse.requires_grad

@@ -1,5 +1,5 @@
 """What the Hopper kernels support: one list, from which docs/support.md is generated
-(benchmarks/kernel_tables.py). The tests walk it cell by cell (support_cells.py).
+(benchmarks/code_tables.py). The tests walk it cell by cell (support_cells.py).
 """
 from __future__ import annotations
 
