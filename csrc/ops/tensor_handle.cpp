@@ -141,7 +141,7 @@ OwnedTensor empty_result(EmptyResult result, Dtype dtype, int device, bool is_sh
     int64_t const nothing[] = {0};
     return allocate("empty result", nothing, 1, dtype, device);
   };
-  if (!is_shared || device >= kDevices) {
+  if (!is_shared || device < 0 || device >= kDevices) {
     return make();
   }
   // WHY never deleted: PyTorch may be gone when the process ends.
