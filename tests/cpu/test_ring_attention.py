@@ -365,7 +365,7 @@ def check_own_errors(rank: int) -> None:
              r's_aux.size\(0\).* got 8'),
             (lambda: distributed.ulysses_attention(*(q.to(torch.float8_e4m3fn),) * 3), 'q.dtype'),
             (lambda: distributed.ulysses_attention(q, q[:, :4], q[:, :4]), 'as many rows as q, 8'),
-            (lambda: distributed.ring_attention(q, q, q, seqlen=-1), 'seqlen of 0 or more')):
+            (lambda: distributed.ring_attention(q, q, q, seqlen=-1), 'seqlen to be 0 or more')):
         with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected .*' + text):
             call()
 
