@@ -210,7 +210,8 @@ std::string check_cache(Call const& call) {
   }
   if (call.converts()) {
     solver.set(kValues, kE4M3);
-    solver.set(kKeys, set_of(call.k.dtype));  // of latents, as q
+    // converts() has compared it: e4m3, or with qv the dtype of q.
+    solver.set(kKeys, set_of(call.k.dtype));
   }
   return first_error<check_form, check_device, check_latent_dtypes, check_cache_tensors,
                      check_latent, check_rest, check_sizes, check_sinks, check_scales,

@@ -108,7 +108,7 @@ struct HeadDimRule {
   int step;
   int most;
   bool is_fp8;
-  int64_t head_dim;  // of q and k, if it limits that of v; else 0
+  int64_t head_dim;  // head_dim of q and k if it limits that of v, else 0
 };
 
 std::string check_head_dim(Solver const& solver, NamedTensor const& tensor,
@@ -225,7 +225,7 @@ std::string check_sinks(Solver& solver, Call const& call) {
 }
 
 std::string check_tiles(Solver const& solver, char const* name, Letter rows, Letter heads) {
-  constexpr int64_t kMaxTiles = 1 << 29;  // of 64 rows; packing query heads at most doubles them
+  constexpr int64_t kMaxTiles = 1 << 29;  // 64 rows each; pack_gqa at most doubles the tiles
   double const batch = double(solver["B"]);
   double const count = double(solver[rows]);
   bool const is_packed = kLetters[rows.index].letter[0] == 'T';

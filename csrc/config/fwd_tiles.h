@@ -227,9 +227,9 @@ inline constexpr FwdConfig kFwdTileLatentKv8 = [] {
   return tile;
 }();
 
-// On a cache of e4m3, for 16-bit queries: a warpgroup converts K and V. Rings of Q, K and V, then
-// of K and V as loaded: 16 + 32 + 32 + 32 + 32 = 144, 32 + 64 + 64 + 32 + 32 = 224, 48 + 48 + 32 +
-// 36 + 24 = 188, 32 + 64 + 64 + 32 + 32 = 224.
+// A cache of e4m3 under 16-bit queries: one warpgroup converts K and V. KiB of the rings for Q,
+// converted K, converted V, loaded K and loaded V: D64 16 + 32 + 32 + 32 + 32 = 144, D128 32 + 64 +
+// 64 + 32 + 32 = 224, (192, 128) 48 + 48 + 32 + 36 + 24 = 188, D256 32 + 64 + 64 + 32 + 32 = 224.
 constexpr FwdConfig converted_on_cache(int tile_n, int raw_stages, int q_stages) {
   FwdConfig tile = on_cache(tile_n, 2, q_stages);
   tile.values = ValuesKind::kConverted;

@@ -1,5 +1,5 @@
-// Index arithmetic of kvcache/append.cu, which appends to a KV cache: the rows of a CTA, the chunks
-// of a thread, the sequence of a token.
+// Index arithmetic for appending to a KV cache (kvcache/append.cu): assigns rows to CTAs and chunks
+// to threads, and finds the sequence of a token.
 #pragma once
 
 #include "core/int_math.h"

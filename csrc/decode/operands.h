@@ -3,9 +3,9 @@
 // match.
 //
 // With e4m3 both GEMMs permute their operands. In a k-step of S, columns 4 j, 4 j + 1, 4 j + 2 and
-// 4 j + 3 of 16 become 2 j, 2 j + 1, 2 j + 8 and 2 j + 9, so that four bytes of a thread become two
-// of its words; QueryConverter gives Q the same order. Rows i and i + 8 of O^T are the columns 2 i
-// and 2 i + 1.
+// 4 j + 3 of 16 become 2 j, 2 j + 1, 2 j + 8 and 2 j + 9, so that a thread converts its four bytes
+// into two words of its own; QueryConverter gives Q the same order. Rows i and i + 8 of O^T hold
+// columns 2 i and 2 i + 1.
 #pragma once
 
 #include "decode/storage.h"

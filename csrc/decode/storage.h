@@ -13,7 +13,7 @@ struct DecodeScales {
 };
 
 // State of a row of a tile: the range of slots that it sees, its row of tree bits, and the factor
-// of its scores.
+// that scales its scores.
 struct alignas(16) DecodeRow {
   int begin;
   int end;

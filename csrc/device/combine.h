@@ -1,7 +1,7 @@
 // Combination of partial results. Each part of the keys has an output and a log-sum-exp (LSE,
 // natural logarithm), and the whole output is the sum of the parts' outputs times weight(lse) *
-// inverse(). A part with an LSE of -inf has no keys, and its output must not be read. If the order
-// of parts is fixed, results have the same bits on every call.
+// inverse(). A part with an LSE of -inf has no keys, and its output must not be read. Adding the
+// parts in a fixed order gives the same bits on every call.
 #pragma once
 
 #include "core/softmax_math.h"

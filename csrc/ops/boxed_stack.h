@@ -1,5 +1,5 @@
-// The stack of a boxed op brings its arguments, which the op owns, and takes its results. The order
-// of both is generated (attention_ops.h): here is how one value is read.
+// Reads single values from the stack of a boxed op. The stack holds the arguments, which the op
+// owns, and receives the results; attention_ops.h, which is generated, has the order of both.
 #pragma once
 
 #include <algorithm>

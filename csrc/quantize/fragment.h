@@ -1,8 +1,8 @@
 // A fragment: a lane's share of a row, up to 32 columns of a piece of kWidth columns, with its
-// loads, rotation, cast and stores. Rotated values are float16: half the instructions and shuffles
-// of float32, and their rounding error (2^-11) is small compared to that of e4m3 (2^-4). The range
-// of float16 suffices, because a piece is first multiplied by the power of two that brings its
-// largest value to between 2 and 4.
+// loads, rotation, cast and stores. Rotated values are float16, which takes half as many
+// instructions and shuffles as float32. The rounding error of float16 (2^-11) is small compared to
+// that of e4m3 (2^-4). Its range suffices, because a piece is first multiplied by the power of two
+// that brings its largest value to between 2 and 4.
 #pragma once
 
 #include "quantize/arithmetic.h"
