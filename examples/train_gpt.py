@@ -57,7 +57,7 @@ def flash_attention(qkv: Tensor, heads_q: int) -> Tensor:
 
 
 def ring_attention(qkv: Tensor, heads_q: int, seqlen: int) -> Tensor:
-    """The same of a part of the rows; seqlen are those of the whole."""
+    """Attention of the rows of this rank; seqlen is the length of the whole sequence."""
     heads_kv = (qkv.size(2) - heads_q) // 2
     return distributed.ring_attention(*qkv.split((heads_q, heads_kv, heads_kv), dim=2),
                                       causal=True, seqlen=seqlen)

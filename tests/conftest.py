@@ -86,7 +86,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture
 def cuda(device: torch.device) -> torch.device:
-    """The same for tests of what only CUDA has: streams, graphs, launches."""
+    """A Hopper GPU, for tests of what only CUDA has: streams, graphs, launches."""
     if device.type != 'cuda':
         pytest.skip('needs a GPU of compute capability 9.0; --device cpu was given')
     return device

@@ -6,10 +6,10 @@
 
 namespace fa3 {
 
-// The call has passed its checks.
+// Describes a call without a cache that has passed its checks.
 FwdProblem problem_of(AttentionCall const& call);
 
-// The same of a call on a cache that check_cache() accepts.
+// Describes a call on a cache that has passed check_cache().
 FwdProblem problem_of_cache(AttentionCall const& call);
 
 }  // namespace fa3

@@ -157,7 +157,7 @@ BAD_PACKED = [
          'a stride of 0', f'call {name}.contiguous()'))],
 ]
 
-# The same of what dense and packed calls share.
+# Bad scores, which dense and packed calls refuse alike.
 BAD_SCORES = [
     ('rank of s_aux', {'sinks': tensor(1, 8, dtype='float32')},
      's_aux to have 1 dimension (heads)', '2', ''),

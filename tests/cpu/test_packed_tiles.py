@@ -28,8 +28,8 @@ def sequences(batch: Batch):
 
 
 def unused(batch: Batch):
-    """The same of rows that no sequence has: behind the last one, then behind the lengths that
-    count of each, where those are given.
+    """(first row, rows) that belong to no sequence, for queries and keys: after the last sequence,
+    then after the used rows of each, if used lengths are given.
     """
     def rows(cu, used, total):
         behind = [] if used is None else [(begin + count, end - begin - count)

@@ -115,7 +115,7 @@ def with_shared_keys(pick: random.Random, case: CacheCase) -> CacheCase:
 
 
 def with_latent(pick: random.Random, case: CacheCase) -> CacheCase:
-    """The same for absorbed MLA; many heads for few queries."""
+    """Turns a case into absorbed MLA, with many heads if there are few queries."""
     heads = (16, 64, 128, 40) if sum(case.queries) < 20 else (1, 5, 16)
     return dataclasses.replace(case, latent=True, head_dim=64, head_dim_v=512, softcap=0.0,
                                heads=(pick.choice(heads), 1), kv8=pick.random() < 0.5,

@@ -100,7 +100,7 @@ class CacheCase:
 
     @property
     def seed(self) -> int:
-        """The same for all that differ only in how the work is done."""
+        """Equal for cases that differ only in how the work is done."""
         same = dataclasses.replace(self, num_splits=0, split_size=0, metadata=False, pack_gqa=None,
                                    sm_margin=0, lse=True, out=False)
         return zlib.crc32(str(same).encode())

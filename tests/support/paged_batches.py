@@ -81,7 +81,7 @@ class Batch:
 
 
 class LatentBatch(Batch):
-    """The same for absorbed MLA, with qv: k and v are columns of one tensor, those of v first."""
+    """Absorbed MLA with qv. k and v are columns of one tensor, those of v first."""
 
     def __init__(self, device, page_size, heads=16, dtype=torch.bfloat16, **options):
         super().__init__(device, page_size, 'apart', dtype, heads=(heads, 1), head_dim=64,

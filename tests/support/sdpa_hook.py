@@ -100,7 +100,7 @@ def with_gradients(inputs: list[Tensor], dout: Tensor, function: Callable) -> tu
 
 def by_math(inputs: list[Tensor], dout: Tensor, causal: bool,
             dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The same of PyTorch's math backend, all of it in dtype: by default it casts 16 bits up."""
+    """out, dq, dk, dv of PyTorch's math backend in dtype; by default it casts 16 bits up."""
     old = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     try:
