@@ -151,7 +151,7 @@ _GRADIENTS = 'dq', 'dk', 'dv'
 OPS = {
     'fwd': Op(('inputs', *_DENSE, 'gradients'), ('out', 'lse')),
     '_fwd': Op(('inputs', *_DENSE), ('out', 'lse')),
-    '_fwd_no_lse': Op(('inputs', *_DENSE), ('out',)),
+    '_fwd_no_lse': Op(('inputs', *_DENSE, 'given'), ('out',), writes=('out',)),
     'fwd_general': Op(('inputs', 'lengths', 'score', 'execution', 'gradients'),
                       ('out', 'lse', 'max_logits')),
     'attend': Op(('inputs', 'given', 'lengths', 'score', 'execution', 'scales', 'fp8'),

@@ -84,28 +84,28 @@ def flash_attn_func(
             or (softcap != 0.0) is not False    # a tensor of 0 too
             or (num_splits != 1 and not splits.has_few_keys(num_splits, k)) or s_aux is not None
             or return_max_logits or out_dtype is not None or fp8_accum != 'fast'):
-        derivatives.reject_of_scalars('flash_attn_func', softmax_scale, softcap)
-        scales = fp8.descales_of('flash_attn_func', q, k, (q_descale, k_descale, v_descale))
-        of_fp8 = fp8.fp8_of('flash_attn_func', q, scales, out, out_dtype, fp8_accum)
-        checks.reject_unsupported('flash_attn_func', qv=qv)
-        left, right = checks.window_sides(window_size)
-        general = General(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale,
-                          causal=causal, window_left=left, window_right=right,
-                          attention_chunk=attention_chunk, softcap=softcap)
-        execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
-        call = Call('flash_attn_func', (q, k, v, out), general, execution, of_fp8)
+        call = _call('flash_attn_func', (q, k, v, out),
+                     (s_aux, softmax_scale, causal, window_size, attention_chunk, softcap),
+                     Execution(pack_gqa, sm_margin, return_max_logits, deterministic), qv,
+                     (q_descale, k_descale, v_descale), out_dtype, fp8_accum)
         num_splits = splits.splits_of(num_splits, call)
-        if num_splits != 1 or of_fp8 is not None or _is_general(general, return_max_logits):
+        if (num_splits != 1 or call.of_fp8 is not None
+                or _is_general(call.general, return_max_logits)):
             return _general(call, return_attn_probs, num_splits)
     # Most eager calls take this path: as little Python and as few op arguments as possible.
-    if (out is None and not is_compiling() and q.get_device() in library.SERVED_DEVICES
+    if (not is_compiling() and q.get_device() in library.SERVED_DEVICES
             and type(q) is Tensor and forward_ad._current_level < 0 and not (
-                is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))):
-        op = _fwd if return_attn_probs else _fwd_no_lse
-        if softmax_scale is None and pack_gqa is None and sm_margin == 0:
-            return op(q, k, v, None, causal) if causal else op(q, k, v)
-        if softmax_scale is None or type(softmax_scale) is float:
-            return op(q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
+                is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
+                                       or (out is not None and out.requires_grad)))):
+        if out is None:
+            op = _fwd if return_attn_probs else _fwd_no_lse
+            if softmax_scale is None and pack_gqa is None and sm_margin == 0:
+                return op(q, k, v, None, causal) if causal else op(q, k, v)
+            if softmax_scale is None or type(softmax_scale) is float:
+                return op(q, k, v, softmax_scale, causal, pack_gqa, sm_margin)
+        elif not return_attn_probs and (softmax_scale is None or type(softmax_scale) is float):
+            _fwd_no_lse(q, k, v, softmax_scale, causal, pack_gqa, sm_margin, out)
+            return out
     both = _attention((q, k, v, softmax_scale, causal, pack_gqa, sm_margin), deterministic, out,
                       return_attn_probs)
     return both if return_attn_probs else both[0]
@@ -162,20 +162,13 @@ def flash_attn_varlen_func(
         >>> starts = torch.tensor([0, 3, 3 + 5], dtype=torch.int32, device='cuda')
         >>> out = flash_attn3.flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, causal=True)
     """
-    scales = fp8.descales_of('flash_attn_varlen_func', q, k, (q_descale, k_descale, v_descale),
-                             cu_seqlens_q)
-    of_fp8 = fp8.fp8_of('flash_attn_varlen_func', q, scales, out, out_dtype, fp8_accum)
-    checks.reject_unsupported('flash_attn_varlen_func', qv=qv)
-    derivatives.reject_of_scalars('flash_attn_varlen_func', softmax_scale, softcap)
-    longest = (checks.length_bound('max_seqlen_q', max_seqlen_q, q),
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+               checks.length_bound('max_seqlen_q', max_seqlen_q, q),
                checks.length_bound('max_seqlen_k', max_seqlen_k, k))
-    left, right = checks.window_sides(window_size)
-    general = General(
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *longest,
-        sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, causal=causal,
-        window_left=left, window_right=right, attention_chunk=attention_chunk, softcap=softcap)
-    execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
-    call = Call('flash_attn_varlen_func', (q, k, v, out), general, execution, of_fp8)
+    call = _call('flash_attn_varlen_func', (q, k, v, out),
+                 (s_aux, softmax_scale, causal, window_size, attention_chunk, softcap),
+                 Execution(pack_gqa, sm_margin, return_max_logits, deterministic), qv,
+                 (q_descale, k_descale, v_descale), out_dtype, fp8_accum, lengths)
     return _general(call, return_attn_probs, splits.splits_of(num_splits, call))
 
 
@@ -239,6 +232,27 @@ def flash_attn_qkvpacked_func(
         pack_gqa=pack_gqa, deterministic=deterministic, sm_margin=sm_margin,
         return_attn_probs=return_attn_probs, out=out, s_aux=s_aux,
         return_max_logits=return_max_logits, out_dtype=out_dtype, fp8_accum=fp8_accum)
+
+
+def _call(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], score: tuple,
+          execution: Execution, qv: Tensor | None, descales: tuple[Descale, Descale, Descale],
+          out_dtype: torch.dtype | None, fp8_accum: str, lengths: tuple = ()) -> Call:
+    """The arguments of a public function as the ops take them.
+
+    score: s_aux to softcap, in the order of the fields of General. lengths: its first fields.
+    """
+    q, k, _, out = tensors
+    s_aux, softmax_scale, causal, window_size, attention_chunk, softcap = score
+    derivatives.reject_of_scalars(op, softmax_scale, softcap)
+    if qv is not None:
+        checks.reject_unsupported(op, qv=qv)
+    scales = fp8.descales_of(op, q, k, descales, *lengths[:1])
+    of_fp8 = fp8.fp8_of(op, q, scales, out, out_dtype, fp8_accum)
+    left, right = checks.window_sides(window_size)
+    general = General(*lengths, sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale,
+                      causal=causal, window_left=left, window_right=right,
+                      attention_chunk=attention_chunk, softcap=softcap)
+    return Call(op, tensors, general, execution, of_fp8)
 
 
 def _is_served(x: Tensor) -> bool:

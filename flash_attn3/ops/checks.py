@@ -221,17 +221,11 @@ def wants_determinism(deterministic: bool) -> bool:
 def unsupported(op: str = 'flash_attn_func', *, qv=None, q_descale=None, k_descale=None,
                 v_descale=None) -> list[str]:
     """One error text for each argument that asks for something this version does not have."""
-    asked = {
-        'qv': ('None', qv, qv is not None),
-        'q_descale': ('None', q_descale, q_descale is not None),
-        'k_descale': ('None', k_descale, k_descale is not None),
-        'v_descale': ('None', v_descale, v_descale is not None),
-    }
-    return [error(op, f'{name} to be {expected}',
-                  'a tensor' if isinstance(got, Tensor) else repr(got),
+    asked = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    return [error(op, f'{name} to be None', 'a tensor' if isinstance(got, Tensor) else repr(got),
                   'it applies to float8_e4m3fn inputs only' if name.endswith('_descale') else
                   'only flash_attn_with_kvcache supports it, for absorbed MLA')
-            for name, (expected, got, is_asked) in asked.items() if is_asked]
+            for name, got in asked.items() if got is not None]
 
 
 def reject_unsupported(op: str, **arguments) -> None:

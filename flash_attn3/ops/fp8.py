@@ -124,10 +124,11 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
             'fwd', 'q.dtype to be float16, bfloat16 or float8_e4m3fn',
             checks.dtype_name(q.dtype), 'float8_e4m3fn is the only supported FP8 dtype'))
     if q.dtype != E4M3:
-        checks.reject_unsupported(op, **dict(zip(('q_descale', 'k_descale', 'v_descale'),
-                                                 descales)))
-        others = {'out_dtype': (out_dtype, None), 'fp8_accum': (fp8_accum, 'fast')}
-        for name, (got, default) in others.items():
+        for name, scale in zip(('q_descale', 'k_descale', 'v_descale'), descales):
+            if scale is not None:
+                checks.reject_unsupported(op, **{name: scale})
+        for name, got, default in (('out_dtype', out_dtype, None),
+                                   ('fp8_accum', fp8_accum, 'fast')):
             if got != default:
                 raise RuntimeError(checks.error(
                     op, f'{name} to be {default!r} with a q of {checks.dtype_name(q.dtype)}',

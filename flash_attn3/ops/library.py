@@ -5,7 +5,8 @@ In the namespace `flash_attn3`:
 - `fwd`: attention and its LSE, with autograd (autograd.py). What torch.compile and export see. Its
   deterministic is for the gradients.
 - `_fwd`: the same without autograd, for eager calls: a formula in Python costs microseconds.
-- `_fwd_no_lse`: the output alone, also for eager calls: no memory for an LSE that nobody reads.
+- `_fwd_no_lse`: the output alone, also for eager calls: no memory for an LSE that nobody reads. It
+  may write into a given out.
 - `fwd_general`: `fwd` with windows, chunks, softcap, sinks, packed sequences, max logits.
 - `attend`: `fwd_general` without autograd, and attention on float8_e4m3fn; it may write into a
   given out. In fp8.py. A call without these arguments takes the ops above: each argument costs host
@@ -72,6 +73,8 @@ def register_vmap_by_loop(name: str) -> None:
                 'one tensor for all' if shared else '0 entries'))
         results = [op(*(x if dim is None else x.select(dim, i)
                         for x, dim in zip(arguments, in_dims))) for i in range(info.batch_size)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
         return tuple(map(torch.stack, zip(*results))), (0,) * len(results[0])
 
     torch.library.register_vmap(f'flash_attn3::{name}', rule, lib=LIBRARY)
@@ -172,15 +175,18 @@ def softmax_scale_of(q: Tensor, softmax_scale: float | None) -> float:
 
 def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
              causal: bool = False, pack_gqa: bool | None = None, sm_margin: int = 0,
-             deterministic: bool = False) -> tuple[Tensor, Tensor]:
+             deterministic: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     softmax_scale = softmax_scale_of(q, softmax_scale)
-    checks.check_forward(dict(q=q, k=k, v=v),
+    checks.check_forward(dict(q=q, k=k, v=v, out=out),
                          dict(softmax_scale=softmax_scale, sm_margin=sm_margin))
     return reference.forward(q, k, v, softmax_scale, causal, reference.wide_dtype(q.dtype))
 
 
-def _fwd_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *scalars) -> Tensor:
-    return _fwd_cpu(q, k, v, *scalars)[0]
+def _fwd_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
+                    causal: bool = False, pack_gqa: bool | None = None, sm_margin: int = 0,
+                    out: Tensor | None = None) -> Tensor:
+    result, _ = _fwd_cpu(q, k, v, softmax_scale, causal, pack_gqa, sm_margin, out=out)
+    return result if out is None else out.copy_(result).new_empty(0)
 
 
 # ------------------------------------------------------------------------------------------ fakes
@@ -194,11 +200,15 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((batch, heads_q, seqlen_q), dtype=reference.lse_dtype(q.dtype))
 
 
-def _fwd_no_lse_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> Tensor:
-    return _fwd_fake(q, k, v)[0]
+def _fwd_no_lse_fake(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
+                     causal: bool = False, pack_gqa: bool | None = None, sm_margin: int = 0,
+                     out: Tensor | None = None) -> Tensor:
+    return _fwd_fake(q, k, v)[0] if out is None else out.new_empty(0)
 
 
 for _name, _on_cpu, _fake in (('fwd', _fwd_cpu, _fwd_fake), ('_fwd', _fwd_cpu, _fwd_fake),
                               ('_fwd_no_lse', _fwd_no_lse_cpu, _fwd_no_lse_fake)):
     LIBRARY.impl(_name, _on_cpu, 'CPU')
     torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=LIBRARY)
+
+register_vmap_by_loop('_fwd_no_lse')

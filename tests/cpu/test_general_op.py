@@ -138,22 +138,29 @@ def test_only_features_take_the_general_op(changes, op):
     assert called.names == [op]
 
 
-@pytest.mark.parametrize('name', ['attend', 'attend_cache'])
+WRITING_OPS = pytest.mark.parametrize('name', ['_fwd_no_lse', 'attend', 'attend_cache'])
+
+
+@WRITING_OPS
 def test_vmap_of_an_op_that_may_write(name):
     """Also into a batch of given tensors."""
-    op = getattr(OPS, name)
+    def attention(q, given=None):
+        results = getattr(OPS, name)(q, q, q, softmax_scale=0.3, out=given)
+        return results if name == '_fwd_no_lse' else results[0]
+
     q, out = torch.randn(3, 2, 5, 4, 8), torch.zeros(3, 2, 5, 4, 8)
-    wanted = torch.stack([op(x, x, x, softmax_scale=0.3)[0] for x in q])
-    torch.testing.assert_close(torch.vmap(lambda x: op(x, x, x, softmax_scale=0.3)[0])(q), wanted)
-    torch.vmap(lambda x, y: op(x, x, x, y, softmax_scale=0.3)[1])(q, out)
+    wanted = torch.stack([attention(x) for x in q])
+    torch.testing.assert_close(torch.vmap(attention)(q), wanted)
+    assert torch.vmap(attention)(q, out).shape == (3, 0)
     torch.testing.assert_close(out, wanted)
 
 
-def test_vmap_into_a_tensor_that_entries_share():
+@WRITING_OPS
+def test_vmap_into_a_tensor_that_entries_share(name):
     """The last entry would win."""
     q = torch.randn(3, 1, 5, 2, 16)
-    with pytest.raises(RuntimeError, match='flash_attn3.attend: expected out with the batch of '):
-        torch.vmap(lambda x: OPS.attend(x, x, x, torch.empty(1, 5, 2, 16))[1])(q)
+    with pytest.raises(RuntimeError, match=f'flash_attn3.{name}: expected out with the batch of '):
+        torch.vmap(lambda x: getattr(OPS, name)(x, x, x, out=torch.empty(1, 5, 2, 16)))(q)
 
 
 # ------------------------------------------------------------------------------------------ fakes

@@ -34,10 +34,11 @@ def test_opcheck_fwd_without_autograd(dtype, op):
 
 
 @pytest.mark.parametrize('dtype', ['fp32', 'bf16'])
-def test_opcheck_attend_into_out(dtype):
+def test_opcheck_into_out(dtype):
     q, k, v = inputs(dtype)
     out = torch.zeros(2, 4, 5, 8, dtype=q.dtype).mT.contiguous().mT.transpose(1, 2)
     opcheck(OPS.attend.default, (q, k, v, out, *General(softmax_scale=0.3, causal=True)))
+    opcheck(OPS._fwd_no_lse.default, (q, k, v, *SCALARS, out))
 
 
 @pytest.mark.parametrize('deterministic', [False, True])
@@ -85,9 +86,11 @@ def results_of_all_forward_ops(*scalars) -> tuple[list, list]:
     general = General(**dict(zip(('softmax_scale', 'causal'), scalars)))
     empty, lse, max_logits = OPS.attend(q, k, v, given, *general)
     assert empty.shape == max_logits.shape == (0,)
+    alone = torch.full_like(given, torch.nan)
+    assert OPS._fwd_no_lse(q, k, v, *scalars, out=alone).shape == (0,)
     pairs = [OPS.fwd(q, k, v, *scalars), OPS._fwd(q, k, v, *scalars), (given, lse),
              OPS.attend(q, k, v, None, *general)[:2]]
-    return ([*(out for out, _ in pairs), OPS._fwd_no_lse(q, k, v, *scalars)],
+    return ([*(out for out, _ in pairs), alone, OPS._fwd_no_lse(q, k, v, *scalars)],
             [lse for _, lse in pairs])
 
 
@@ -96,7 +99,7 @@ def test_the_forward_ops_agree(scalars):
     scale, causal = scalars[:2] or (8 ** -0.5, False)
     out, lse = reference.forward(*inputs(), scale, causal)
     outs, lses = results_of_all_forward_ops(*scalars)
-    assert len(outs) == 5 and all(torch.equal(x, out) for x in outs)
+    assert len(outs) == 6 and all(torch.equal(x, out) for x in outs)
     assert len(lses) == 4 and all(torch.equal(x, lse) for x in lses)
 
 
@@ -110,7 +113,7 @@ def test_the_default_scale_reaches_the_gradients():
 @pytest.mark.parametrize('changes, op', [
     ({}, '_fwd_no_lse'), ({'causal': True}, '_fwd_no_lse'), ({'softmax_scale': 0.3}, '_fwd_no_lse'),
     ({'pack_gqa': False}, '_fwd_no_lse'), ({'return_attn_probs': True}, '_fwd'),
-    ({'out': torch.empty(2, 5, 4, 8)}, 'attend'),
+    ({'out': torch.empty(2, 5, 4, 8)}, '_fwd_no_lse'),
     ({'out': torch.empty(2, 5, 4, 8), 'return_attn_probs': True}, 'attend')],
     ids=lambda x: x if isinstance(x, str) else '-'.join(x))
 def test_the_lse_is_made_only_for_those_who_ask(changes, op):
@@ -131,6 +134,7 @@ def test_fakes(device, dtype):
         v = torch.empty(2, 7, 2, 32, device=device, dtype=dtype)
         out, lse = OPS.fwd(q, k, v, *SCALARS)
         alone = OPS._fwd_no_lse(q, k, v)
+        assert OPS._fwd_no_lse(q, k, v, *SCALARS, alone).shape == (0,)
         dq, dk, dv, dsinks = OPS.bwd(out, None, q, k, v, out, lse, 0.3, True)
         assert dsinks.shape == (0,)
         assert OPS.bwd_out(out, None, q, k, v, out, lse, dq, dk, dv, 0.3, True).shape == (0,)

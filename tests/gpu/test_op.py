@@ -35,8 +35,9 @@ def test_opcheck(op, device):
 @pytest.mark.smoke
 def test_opcheck_out(device):
     q, k, v = CASE.tensors(device)
-    opcheck(OPS.attend.default,
-            (q, k, v, torch.zeros_like(q), *General(softmax_scale=0.125, causal=True)))
+    out = torch.zeros_like(q)
+    opcheck(OPS.attend.default, (q, k, v, out, *General(softmax_scale=0.125, causal=True)))
+    opcheck(OPS._fwd_no_lse.default, (q, k, v, *SCALARS, out))
 
 
 @pytest.mark.smoke
