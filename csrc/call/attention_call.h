@@ -64,6 +64,12 @@ struct AttentionCall : CallArguments {
     return v.dtype == e4m3 && q.dtype != e4m3 && (latent.qv ? k.dtype == q.dtype : k.dtype == e4m3);
   }
 
+  // Whether the rules of e4m3 hold, without a cache.
+  bool is_fp8() const {
+    return q.dtype == Dtype::kFloat8E4M3 || scales.q_descale || scales.k_descale ||
+           scales.v_descale || fp8.float16_out || fp8.promote;
+  }
+
   // The tensor that a forward op writes into, if it was given.
   TensorMeta const* given_out() const { return out && !is_backward ? &*out : nullptr; }
 

@@ -41,7 +41,7 @@ OwnedTensor allocate_sinks(AttentionCall const& call) {
   int64_t const size = call.score.sinks ? call.score.sinks->size[0] : 0;
   OwnedTensor dsinks = allocate(call.op(), &size, 1, Dtype::kFloat32, call.q.device_index);
   if (size > 0) {
-    require(aoti_torch_zero_(dsinks.get()), "fill the gradient of sinks");
+    fill(dsinks, 0.0);
   }
   return dsinks;
 }

@@ -98,7 +98,7 @@ void BackwardResults::allocate_like(char const* op, OpTensors const& tensors) {
 
 void BackwardResults::clear() const {
   for (OwnedTensor const* gradient : {&dq, &dk, &dv}) {
-    require(aoti_torch_zero_(gradient->get()), "fill a gradient");
+    fill(*gradient, 0.0);
   }
 }
 
@@ -118,8 +118,7 @@ void launch_backward(char const* op, OpTensors& tensors, BackwardResults const& 
   params.dq = targets[0].view();
   params.dk = targets[1].view();
   params.dv = targets[2].view();
-  void* stream = nullptr;
-  require(aoti_torch_get_current_cuda_stream(device, &stream), "read the current stream");
+  void* const stream = current_stream(device);
   if (params.problem.is_packed) {
     launch_prepare(prepare_params(params), stream);
   }

@@ -99,9 +99,7 @@ void launch(CombineParams& params, OwnedTensor const& out, OwnedTensor const& ls
   if (params.warps > 0) {
     params.out = mutable_data(out);
     params.lse = static_cast<float*>(mutable_data(lse));
-    void* stream = nullptr;
-    require(aoti_torch_get_current_cuda_stream(device, &stream), "find the current stream");
-    launch_combine(params, stream);
+    launch_combine(params, current_stream(device));
   }
 }
 
@@ -132,10 +130,7 @@ OwnedTensor combine_apart(ops::combine const& args) {
   throw_if(check_merge(call));
   TensorMeta const& out = call.out;
   DeviceGuard const guard(out.device_index);
-  int64_t const packed[] = {out.size[1], out.size[0]};
-  int64_t const dense[] = {out.size[0], out.size[2], out.size[1]};
-  OwnedTensor lse = allocate(args.kName, out.rank == 3 ? packed : dense, out.rank - 1,
-                             Dtype::kFloat32, out.device_index);
+  OwnedTensor lse = allocate_rows(args.kName, out);
   launch_merge(call, args.out, lse);
   return lse;
 }

@@ -1,6 +1,8 @@
 // What the CUDA ops do around a launch: the device, and tensors as kernels read them.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
+
 #include <stdexcept>
 
 #include "call/attention_call.h"
@@ -32,6 +34,28 @@ class DeviceGuard {
  private:
   DeviceGuardHandle guard_ = nullptr;
 };
+
+inline void* current_stream(int device) {
+  void* stream = nullptr;
+  require(aoti_torch_get_current_cuda_stream(device, &stream), "read the current stream");
+  return stream;
+}
+
+// Nothing for a tensor that is null.
+inline void fill(OwnedTensor const& tensor, double value) {
+  if (tensor) {
+    require(aoti_torch_aten_fill__Scalar(tensor.get(), value), "fill a tensor");
+  }
+}
+
+// A float32 for each row and head of a tensor (batch, rows, heads, columns) or (rows, heads,
+// columns), as an LSE has: (batch, heads, rows) or (heads, rows).
+inline OwnedTensor allocate_rows(char const* op, TensorMeta const& like) {
+  int64_t const packed[] = {like.size[1], like.size[0]};
+  int64_t const dense[] = {like.size[0], like.size[2], like.size[1]};
+  return allocate(op, like.rank == 3 ? packed : dense, like.rank - 1, Dtype::kFloat32,
+                  like.device_index);
+}
 
 // A packed tensor (rows, heads, columns) as a batch of one; others as they are.
 inline TensorMeta with_batch(TensorMeta meta) {

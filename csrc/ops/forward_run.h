@@ -1,44 +1,31 @@
-// One launch of attention, whatever the layout of its keys. The constructor plans, allocates and
+// Attention of one call, whatever the layout of its keys. The constructor plans, allocates and
 // makes the views, run() launches: a call that appends launches nothing before all is allocated.
 #pragma once
 
 #include <optional>
 
+#include "attention_ops.h"
+#include "call/combine_call.h"
 #include "plan/plan.h"
 #include "ops/cuda_call.h"
 
 namespace fa3 {
 
-// Inputs that the kernels cannot read are replaced by copies. They stay until the launch.
-struct ForwardInputs {
-  OwnedTensor& q;
-  OwnedTensor& k;
-  OwnedTensor& v;
-  OwnedTensor& qv;  // null: none
-};
-
 struct ForwardResults {
   OwnedTensor out;
-  OwnedTensor returned_out;  // empty; for an out that was given
-  OwnedTensor lse;
-  OwnedTensor max_logits;  // written if the call says so
+  OwnedTensor lse;         // written if call.splits.return_lse
+  OwnedTensor max_logits;  // written if call.execution.return_max_logits
   OwnedTensor rotated;     // queries
-  bool has_lse = false;    // whether lse is written
 };
 
-// The dtype of the tensor that was given, else of q, or for e4m3 what the call asks for.
-Dtype out_dtype_of(AttentionCall const& call);
-
-// out: as q, with the head_dim of v. rows: a float32 for each row and head, as the LSE has.
+// As q, with the head_dim of v.
 OwnedTensor allocate_out(AttentionCall const& call);
-OwnedTensor allocate_rows(AttentionCall const& call);
 
 class ForwardRun {
  public:
-  // The call has passed its checks, and has queries. Throws if the variant is not in this build.
-  // stream: the current one of q's device.
-  ForwardRun(AttentionCall const& call, ForwardInputs const& inputs, ForwardResults const& results,
-             void* stream);
+  // The call has passed its checks, and has queries. Inputs that the kernels cannot read become
+  // copies. Inputs and results stay until the launch. stream: the current one of q's device.
+  ForwardRun(AttentionCall& call, OpTensors& inputs, ForwardResults const& results, void* stream);
 
   void run(void* stream) const;
 
@@ -48,19 +35,28 @@ class ForwardRun {
     int variant = 0;
     OwnedTensor workspace;
 
-    void set_plan(FwdPlan const& plan);
-    void plan_dense(AttentionCall const& call, void* stream);
-    // used_counters: of the stream's, that earlier launches of the call have. Returns how many more
-    // this one needs.
-    int64_t plan_on_cache(AttentionCall const& call, int64_t used_counters, void* stream);
+    // used_counters: of the stream's, that earlier launches of the call have.
+    void plan(AttentionCall const& call, int64_t& used_counters, void* stream);
+    void run(void* stream) const;
   };
 
-  void view(AttentionCall const& call, ForwardInputs const& inputs, ForwardResults const& results);
+  // Sequences that share their first keys. One part has the keys of each sequence, the other the
+  // shared keys, and all queries as one sequence.
+  struct Parts {
+    ForwardResults results[2];
+    OwnedTensor unread_lse;  // null: the call asks for the LSE
+    MergeCall merge;
+  };
 
-  Target target_;
-  OwnedTensor zeros_;  // the keys of a call that has none
-  Launch first_;
-  std::optional<Launch> second_;  // packed queries on a cache: the steps beside the prompts
+  void add_parts(AttentionCall& call, OpTensors& inputs, void* stream);
+  void add(AttentionCall const& call, OpTensors& inputs, ForwardResults const& results,
+           TensorView const& out, void* stream);
+
+  ForwardResults const& results_;
+  std::optional<Target> target_;  // none: parts are merged into the results
+  std::optional<Parts> parts_;
+  std::optional<Launch> launches_[4];  // on a cache a part may have two
+  int count_ = 0;
 };
 
 }  // namespace fa3

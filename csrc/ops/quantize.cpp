@@ -2,8 +2,6 @@
 // synchronisation; everything runs on the current stream of x's device.
 #include "quantize/quantize.h"
 
-#include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -76,10 +74,6 @@ OwnedTensor allocate_scales(QuantizeShape const& shape, int device) {
   return allocate(kOp, shape.is_packed ? packed : dense, 3, Dtype::kFloat32, device);
 }
 
-void fill(OwnedTensor const& tensor, double value) {
-  require(aoti_torch_aten_fill__Scalar(tensor.get(), value), "fill a result");
-}
-
 // A tensor whose rows the kernels can load: as it is, or a copy.
 OwnedTensor copy_unless_readable(OwnedTensor const& x, TensorMeta const& meta) {
   int64_t const bytes = meta.dtype == Dtype::kFloat32 ? 4 : 2;
@@ -118,10 +112,7 @@ class Job {
     if (is_empty(call_.x)) {
       return fill(scales_, shape_.block > 0 ? 1.0 : double(kScaleOfZeros));
     }
-    QuantizeParams const params = make_params();
-    void* stream = nullptr;
-    require(aoti_torch_get_current_cuda_stream(device, &stream), "find the current stream");
-    launch_quantize(params, stream);
+    launch_quantize(make_params(), current_stream(device));
   }
 
   OwnedTensor take_values() { return std::move(values_); }

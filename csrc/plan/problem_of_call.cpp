@@ -13,28 +13,34 @@ int limit_of(int64_t window_side) {
 // How long the longest sequence may be: what the caller says, where that can be.
 int longest(int64_t hint, int64_t total) { return int(hint > 0 ? std::min(hint, total) : total); }
 
+// Sizes of the queries and head dims.
 void set_sizes(FwdProblem& problem, AttentionCall const& call) {
   TensorMeta const& q = call.q;
-  TensorMeta const& k = call.k;
   LengthArguments const& lengths = call.lengths;
-  problem.is_packed = call.is_packed();
-  int const heads_dim = problem.is_packed ? 1 : 2;
+  problem.is_packed = bool(lengths.cu_seqlens_q);
   problem.dtype = q.dtype;
-  problem.heads_q = int(q.size[heads_dim]);
-  problem.heads_k = int(k.size[heads_dim]);
-  problem.head_dim = int(q.size[heads_dim + 1]);
-  problem.head_dim_v = int(call.v.size[heads_dim + 1]);
+  problem.heads_q = int(q.size[q.rank - 2]);
+  problem.heads_k = int(call.k.size[call.k.rank - 2]);
+  problem.head_dim = int(q.size[q.rank - 1]);
+  problem.head_dim_v = int(call.v.size[call.v.rank - 1]);
   if (problem.is_packed) {
     problem.batch = int(lengths.cu_seqlens_q->size[0]) - 1;
-    problem.has_unused = lengths.seqused_q || lengths.seqused_k;
     problem.total_q = int(q.size[0]);
-    problem.total_k = int(k.size[0]);
     problem.seqlen_q = longest(lengths.max_seqlen_q, problem.total_q);
-    problem.seqlen_k = longest(lengths.max_seqlen_k, problem.total_k);
   } else {
     problem.batch = int(q.size[0]);
     problem.seqlen_q = int(q.size[1]);
-    problem.seqlen_k = int(k.size[1]);
+  }
+}
+
+void set_keys(FwdProblem& problem, AttentionCall const& call) {
+  LengthArguments const& lengths = call.lengths;
+  if (problem.is_packed) {
+    problem.has_unused = lengths.seqused_q || lengths.seqused_k;
+    problem.total_k = int(call.k.size[0]);
+    problem.seqlen_k = longest(lengths.max_seqlen_k, problem.total_k);
+  } else {
+    problem.seqlen_k = int(call.k.size[1]);
   }
 }
 
@@ -44,7 +50,8 @@ PackGqa pack_gqa_of(std::optional<bool> asked) {
 
 // Dense: the lengths say which limits mask nothing. (What the caller says of packed lengths is but
 // a hint.)
-void drop_idle_limits(FwdProblem& problem, IntervalMask& mask) {
+void drop_idle_limits(FwdProblem& problem) {
+  IntervalMask& mask = problem.mask;
   if (mask.left >= problem.seqlen_k - 1) {
     mask.left = IntervalMask::kNoLimit;
   }
@@ -95,27 +102,11 @@ int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
   return int(std::min(capacity, held + cache.appended));
 }
 
-}  // namespace
-
-FwdProblem problem_of_cache(AttentionCall const& call) {
-  FwdProblem problem;
-  TensorMeta const& q = call.q;
-  LengthArguments const& lengths = call.lengths;
-  bool const has_packed_keys = bool(lengths.cu_seqlens_k);
-  int const of_keys = has_packed_keys ? 0 : 1;  // dimension
-  problem.dtype = q.dtype;
-  problem.is_packed = bool(lengths.cu_seqlens_q);
-  problem.heads_q = int(q.size[q.rank - 2]);
-  problem.head_dim = int(q.size[q.rank - 1]);
-  problem.heads_k = int(call.k.size[of_keys + 1]);
-  problem.head_dim_v = int(call.v.size[of_keys + 2]);
-  problem.batch = int(problem.is_packed ? lengths.cu_seqlens_q->size[0] - 1 : q.size[0]);
-  problem.total_q = problem.is_packed ? int(q.size[0]) : 0;
-  problem.seqlen_q =
-      problem.is_packed ? longest(lengths.max_seqlen_q, problem.total_q) : int(q.size[1]);
+void set_cache(FwdProblem& problem, AttentionCall const& call) {
+  bool const has_packed_keys = bool(call.lengths.cu_seqlens_k);
   CacheProblem& cache = problem.cache;
   cache.entries = has_packed_keys ? 1 : int(call.k.size[0]);
-  cache.page_size = int(call.k.size[of_keys]);
+  cache.page_size = int(call.k.size[has_packed_keys ? 0 : 1]);
   int64_t const pages = call.cache.page_table ? call.cache.page_table->size[1] : 1;
   cache.capacity = int(std::min<int64_t>(pages * cache.page_size, IntervalMask::kNoLimit));
   cache.num_splits = int(call.splits.num_splits);
@@ -127,19 +118,16 @@ FwdProblem problem_of_cache(AttentionCall const& call) {
                                           : kCacheKernel;
   problem.converts = call.converts();
   cache.keys_of_all = keys_of_all(call, problem);
-  set_execution(problem, call);
-  return problem;
 }
 
-FwdProblem problem_of(AttentionCall const& call) {
-  FwdProblem problem;
-  set_sizes(problem, call);
+// Attention without a cache.
+void set_mask(FwdProblem& problem, AttentionCall const& call) {
   ScoreArguments const& score = call.score;
-  IntervalMask mask = mask_of_call(score);
+  problem.mask = mask_of_call(score);
   if (!problem.is_packed) {
-    drop_idle_limits(problem, mask);
+    drop_idle_limits(problem);
   }
-  problem.mask = mask;
+  IntervalMask const& mask = problem.mask;
   bool const is_limited = mask.left < IntervalMask::kNoLimit || mask.is_chunked ||
                           (mask.right > 0 && mask.right < IntervalMask::kNoLimit);
   // FP8 kernels without a mask rely on each row seeing a key.
@@ -151,6 +139,19 @@ FwdProblem problem_of(AttentionCall const& call) {
                  : is_general      ? kGeneralKernel
                  : mask.right == 0 ? kCausalKernel
                                    : kFullKernel;
+}
+
+}  // namespace
+
+FwdProblem problem_of(AttentionCall const& call) {
+  FwdProblem problem;
+  set_sizes(problem, call);
+  if (call.on_cache) {
+    set_cache(problem, call);
+  } else {
+    set_keys(problem, call);
+    set_mask(problem, call);
+  }
   set_execution(problem, call);
   return problem;
 }

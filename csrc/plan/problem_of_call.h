@@ -6,10 +6,7 @@
 
 namespace fa3 {
 
-// Describes a call without a cache that has passed its checks.
+// Describes a call that has passed its checks.
 FwdProblem problem_of(AttentionCall const& call);
-
-// Describes a call on a cache that has passed check_cache().
-FwdProblem problem_of_cache(AttentionCall const& call);
 
 }  // namespace fa3

@@ -2,9 +2,14 @@
 // sequence on the keys after them.
 #pragma once
 
-#include "call/attention_call.h"
+#include "call/cache_form.h"
 
 namespace fa3 {
+
+// A prefix of one sequence is not shared.
+inline bool has_shared_prefix(AttentionCall const& call) {
+  return call.prefix.shared_prefix > 0 && batch_of(call) > 1;
+}
 
 // Whether the rows of a batch (batch, rows, heads, columns) are evenly spaced.
 inline bool has_one_sequence(TensorMeta const& meta) {

@@ -245,10 +245,10 @@ std::string plan_error(AttentionCall const& call) {
   if (call.device.sm_count < 1) {
     return error_text("explain", "sm_count to be 1 or more", text(call.device.sm_count));
   }
-  return call.on_cache                        ? check_cache(call)
-         : call.is_backward                   ? check_gradient_inputs(call)
-         : call.q.dtype == Dtype::kFloat8E4M3 ? check_fp8(call)
-                                              : check_forward(call);
+  return call.on_cache      ? check_cache(call)
+         : call.is_backward ? check_gradient_inputs(call)
+         : call.is_fp8()    ? check_fp8(call)
+                            : check_forward(call);
 }
 
 // What only packed sequences have; of what depends on their lengths nothing is known.
@@ -352,30 +352,17 @@ PyObject* cache_plan_dict(FwdProblem const& of_call) {
   return dict.finish();
 }
 
-PyObject* py_plan_cache(PyObject*, PyObject* args, PyObject* kwargs) {
-  AttentionCall call;
-  if (!read_call(args, kwargs, call)) {
-    return nullptr;
-  }
-  call.on_cache = true;
-  std::string const error = plan_error(call);
-  return error.empty() ? cache_plan_dict(problem_of_cache(call))
-                       : DictBuilder().string("reason", error.c_str()).finish();
-}
-
-template <bool kIsBackward>
+template <bool kOnCache, bool kIsBackward, PyObject* (*kDict)(FwdProblem const&)>
 PyObject* py_plan(PyObject*, PyObject* args, PyObject* kwargs) {
   AttentionCall call;
-  call.is_backward = kIsBackward;
   if (!read_call(args, kwargs, call)) {
     return nullptr;
   }
+  call.on_cache = kOnCache;
+  call.is_backward = kIsBackward;
   std::string const error = plan_error(call);
-  if (!error.empty()) {
-    return DictBuilder().string("reason", error.c_str()).finish();
-  }
-  FwdProblem const problem = problem_of(call);
-  return kIsBackward ? backward_plan_dict(problem) : plan_dict(problem);
+  return error.empty() ? kDict(problem_of(call))
+                       : DictBuilder().string("reason", error.c_str()).finish();
 }
 
 PyObject* list_variants(int count, void (*add)(DictBuilder&, int)) {
@@ -419,9 +406,12 @@ PyMethodDef methods[] = {
     {"check_merge", method(py_check_merge), kKeywords, "check_combine of separate tensors."},
     {"check_quantize", method(py_check_quantize), kKeywords, "check_forward of quantize_fp8."},
     {"check_backward", method(py_check_backward), kKeywords, "check_forward of the gradients."},
-    {"plan_forward", method(py_plan<false>), kKeywords, "How a forward problem would be run."},
-    {"plan_backward", method(py_plan<true>), kKeywords, "How its gradients would be computed."},
-    {"plan_cache", method(py_plan_cache), kKeywords, "How attend_cache would be run."},
+    {"plan_forward", method(py_plan<false, false, plan_dict>), kKeywords,
+     "How a forward problem would be run."},
+    {"plan_backward", method(py_plan<false, true, backward_plan_dict>), kKeywords,
+     "How its gradients would be computed."},
+    {"plan_cache", method(py_plan<true, false, cache_plan_dict>), kKeywords,
+     "How attend_cache would be run."},
     {"variants", py_variants, METH_NOARGS, "Facts of every forward variant."},
     {"backward_variants", py_backward_variants, METH_NOARGS, "Facts of every backward variant."},
     {nullptr, nullptr, 0, nullptr}};

@@ -1,7 +1,7 @@
 """shared_prefix of `flash_attn_with_kvcache`: keys that all sequences share are read once.
 
 The ops attend to them in a launch of its own, with the queries of all sequences as one, and merge
-the results (csrc/ops/prefix_run.cpp). Every query sees all shared keys, so that launch needs no
+the results (csrc/ops/forward_run.cpp). Every query sees all shared keys, so that launch needs no
 mask. This file checks that a call allows it.
 """
 from __future__ import annotations

@@ -29,11 +29,11 @@ OF_ATTENTION = {argument.name for argument in arguments.ARGUMENTS
 # The names that stand in more than MOST_FILES today, and in how many. It shrinks: a name that does
 # better leaves or gets its new count (pytest -vv prints them); none enters, and no count grows.
 ABOVE = {
-    'sinks': 41, 'softmax_scale': 33, 'cu_seqlens_q': 28, 'page_table': 23, 'qv': 22, 'softcap': 21,
+    'sinks': 41, 'softmax_scale': 33, 'cu_seqlens_q': 28, 'page_table': 23, 'qv': 19, 'softcap': 21,
     'cu_seqlens_k': 16, 'deterministic': 16, 'k_descale': 15, 'sm_margin': 15, 'v_descale': 15,
     'appended': 13, 'pack_gqa': 13, 'window_left': 13, 'window_right': 13}
 MEDIAN_TODAY = 11    # it shrinks too, to MEDIAN_FILES
-DRIVER_LINES = 570
+DRIVER_LINES = 450
 # Those write down the interfaces of others, whose arguments they pass on.
 FOREIGN = ROOT / 'flash_attn3/compat', ROOT / 'flash_attn3/integrations'
 SOURCES = [path for folder in ('benchmarks', 'build_tools', 'csrc', 'examples', 'flash_attn3',
@@ -156,8 +156,8 @@ def test_an_alias_takes_what_its_op_takes(alias):
 def test_the_drivers_of_the_forward_are_short():
     """Reading, checking, planning, views and launches of every layout, in csrc/ops."""
     files = [path for path in (ROOT / 'csrc/ops').glob('*')
-             if path.stem in ('forward', 'forward_run', 'prefix_run')]
-    assert len(files) == 5
+             if path.stem in ('forward', 'forward_run')]
+    assert len(files) == 3
     assert sum(len(path.read_text().splitlines()) for path in files) <= DRIVER_LINES
 
 

@@ -217,13 +217,14 @@ inline pybind11::dict facts_of_cache(FwdProblem const& problem) {
 
 // The launches of a call of attend_cache; dtype: 0 fp16, 1 bf16, 2 e4m3.
 inline pybind11::list plan_of_cache(int dtype, pybind11::dict shapes, pybind11::dict numbers) {
-  AttentionCall const call = cache_call(Dtype(dtype), shapes, numbers);
+  AttentionCall call = cache_call(Dtype(dtype), shapes, numbers);
+  call.on_cache = true;
   std::string const error = check_cache(call);
   if (!error.empty()) {
     throw std::invalid_argument(error);
   }
   pybind11::list launches;
-  for (FwdProblem const& problem : launches_of_cache(problem_of_cache(call))) {
+  for (FwdProblem const& problem : launches_of_cache(problem_of(call))) {
     launches.append(facts_of_cache(problem));
   }
   return launches;

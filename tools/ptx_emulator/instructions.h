@@ -237,6 +237,7 @@ inline u32 op_tanh_approx_f32(u32 a) { return one_nan(tanhf(to_float(a))); }
 inline u32 op_abs_ftz_f32(u32 a) { return flush(a) & 0x7fffffffu; }
 inline u32 op_neg_ftz_f32(u32 a) { return flush(a) ^ 0x80000000u; }
 inline u32 op_cvt_rn_f32_s32(u32 a) { return to_bits(float(i32(a))); }
+inline u32 op_cvt_rn_f32_u32(u32 a) { return to_bits(float(a)); }
 
 // At most one unit of the last digit wrong, always the same error for the same number.
 inline u32 op_rcp_approx_ftz_f32(u32 a) {
