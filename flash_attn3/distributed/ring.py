@@ -28,7 +28,7 @@ from flash_attn3.cpu import reference
 from flash_attn3.ops import autograd, checks, derivatives, dtensors, library
 from flash_attn3.distributed import agreement, copies, exchange
 from flash_attn3.distributed.tiles import Call, Layout, Plan, Step, plan_of
-from flash_attn3.ops.dense_and_varlen import General, for_backward
+from flash_attn3.ops.dense_and_varlen import General, for_backward, general_of
 
 _OP = 'ring_attention'
 _attend = torch.ops.flash_attn3.attend.default
@@ -41,8 +41,7 @@ class Ring(NamedTuple):
     """
     group: str
     softmax_scale: float
-    window_left: int = -1
-    window_right: int = -1
+    window: Sequence[int] = (-1, -1)    # (left, right); causal: (left, 0)
     softcap: float = 0.0
     seqlen: int = -1
     zigzag: bool = True
@@ -50,8 +49,8 @@ class Ring(NamedTuple):
 
 
 _ARGUMENTS = ('Tensor? sinks, Tensor? cu_seqlens, str group, float softmax_scale, '
-              'SymInt window_left=-1, SymInt window_right=-1, float softcap=0.0, '
-              'SymInt seqlen=-1, bool zigzag=True, bool deterministic=False')
+              'SymInt[] window=[-1, -1], float softcap=0.0, SymInt seqlen=-1, bool zigzag=True, '
+              'bool deterministic=False')
 LIBRARY = torch.library.Library('flash_attn3', 'FRAGMENT')
 LIBRARY.define(f'fwd_ring(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)',
                tags=(torch.Tag.pt2_compliant_tag,))
@@ -134,14 +133,14 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
     if starts is not None and not isinstance(starts, Tensor):
         starts = torch.tensor(starts, dtype=torch.int32)
     left, right = checks.window_sides(options['window_size'])
+    window = left, 0 if options['causal'] else right
     if is_packed:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
     seqlen = options['seqlen']
     if seqlen is not None and seqlen < 0:    # -1 is no length in the schema
         raise RuntimeError(checks.error(op, 'seqlen to be 0 or more, or None', str(seqlen)))
-    own = Ring(group, library.softmax_scale_of(q, options['softmax_scale']), left,
-               0 if options['causal'] else right, options['softcap'],
-               -1 if seqlen is None else seqlen, options['zigzag'],
+    own = Ring(group, library.softmax_scale_of(q, options['softmax_scale']), window,
+               options['softcap'], -1 if seqlen is None else seqlen, options['zigzag'],
                checks.wants_determinism(options['deterministic']))
     out, lse = torch.ops.flash_attn3.fwd_ring(q, k, v, checks.sinks_of(options['s_aux'], q), starts,
                                               *own)
@@ -159,8 +158,7 @@ def _plan(q: Tensor, own: Ring, starts: tuple[int, ...] | None) -> Plan:
     rank, ranks = exchange.place_of(own.group)
     rows = q.size(1)
     seqlen = ranks * rows if own.seqlen == -1 else own.seqlen
-    return plan_of(Layout(ranks, rows, seqlen, own.zigzag), rank,
-                   (own.window_left, own.window_right), starts)
+    return plan_of(Layout(ranks, rows, seqlen, own.zigzag), rank, tuple(own.window), starts)
 
 
 def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, own: Ring) -> str:
@@ -169,9 +167,8 @@ def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, 
     if q.is_cuda and not library.kernels_serve(q.device):
         return checks.error(_OP, 'a Hopper GPU and its kernels, or CPU tensors', str(q.device),
                             library.KERNELS_MISSING)
-    if text := checks.problem_text(dict(q=q, k=k, v=v), General(
-            sinks=tensors['s_aux'], softmax_scale=own.softmax_scale, window_left=own.window_left,
-            window_right=own.window_right, softcap=own.softcap)):
+    if text := checks.problem_text(dict(q=q, k=k, v=v),
+                                   _general(q, own.window, tensors['s_aux'], own)):
         return text
     rows, all_rows = q.size(1), exchange.place_of(own.group)[1] * q.size(1)
     if k.size(1) != rows:
@@ -190,10 +187,9 @@ def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, 
 def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: tuple[int, ...] | None,
            own: Ring) -> None:
     tensors = dict(q=q, k=k, v=v, s_aux=sinks)
-    window = {'causal or window_size': (own.window_left, own.window_right)}
-    scalars = {name: value for name, value in own._asdict().items()
-               if name not in ('group', 'window_left', 'window_right')} | window
-    scalars['cu_seqlens'] = starts
+    scalars = own._asdict() | {'causal or window_size': tuple(own.window),
+                               'cu_seqlens': starts}
+    del scalars['group'], scalars['window']
     agreement.check(_OP, own.group, _problem(tensors, starts, own),
                     agreement.facts_of(tensors, scalars))
 
@@ -219,12 +215,17 @@ def _cut_keys(keys: Sequence[Tensor], step: Step, call: Call) -> list[Tensor]:
     return [_cut(x, rows, call) for x in keys]
 
 
-def _general(call: Call, own: Ring, sinks: Tensor | None, device: torch.device) -> General:
+def _general(q: Tensor, window: Sequence[int], sinks: Tensor | None, own: Ring,
+             **lists) -> General:
+    return general_of(q, window_size=tuple(window), s_aux=sinks, softcap=own.softcap,
+                      softmax_scale=own.softmax_scale, **lists)
+
+
+def _general_of_call(q: Tensor, call: Call, sinks: Tensor | None, own: Ring) -> General:
     """A sink enters once, where a query meets its own key."""
     tile = call.tiles[0]
-    lists = _lists(call, device) if len(call.tiles) > 1 else {}
-    return General(sinks=sinks if tile.is_own else None, softmax_scale=own.softmax_scale,
-                   window_left=tile.left, window_right=tile.right, softcap=own.softcap, **lists)
+    lists = _lists(call, q.device) if len(call.tiles) > 1 else {}
+    return _general(q, (tile.left, tile.right), sinks if tile.is_own else None, own, **lists)
 
 
 @lru_cache(maxsize=256)
@@ -290,7 +291,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: 
 
     def attend(step: Step, keys: list[Tensor], call: Call) -> None:
         out, lse, _ = _attend(_cut(q, call.rows, call), *_cut_keys(keys, step, call), None,
-                              *_general(call, own, sinks, q.device))
+                              *_general_of_call(q, call, sinks, own))
         if len(call.tiles) > 1:
             out, lse = out.unsqueeze(0), lse.unsqueeze(0)
         parts.add(call.rows, out, lse)
@@ -376,7 +377,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 
     def attend(step: Step, keys: list[Tensor], call: Call) -> list[Tensor]:
         """dk and dv of a call."""
-        general = _general(call, own, sinks, q.device)
+        general = _general_of_call(q, call, sinks, own)
         *part, dsinks_part = _bwd(
             _cut(dout, call.rows, call), _cut_lse(dlse, call), _cut(q, call.rows, call),
             *_cut_keys(keys, step, call), _cut(out, call.rows, call), _cut_lse(lse, call),

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flash_attn3.ops import autograd, checks, derivatives, dtensors
 from flash_attn3.distributed import agreement, exchange, ring
-from flash_attn3.ops.dense_and_varlen import General
+from flash_attn3.ops.dense_and_varlen import General, general_of
 
 _OP = 'ulysses_attention'
 ring.LIBRARY.define('all_to_all(Tensor x, str group) -> Tensor',
@@ -61,11 +61,9 @@ def ulysses_attention(
     for x in (q, k, v):
         dtensors.reject(_OP, x)
     derivatives.reject_of_scalars(_OP, softmax_scale, softcap)
-    left, right = checks.window_sides(window_size)
-    s_aux = checks.sinks_of(s_aux, q)
     if not torch.compiler.is_compiling():
-        general = General(sinks=s_aux, softmax_scale=softmax_scale, window_left=left,
-                          window_right=right, softcap=softcap)
+        general = general_of(q, window_size=window_size, s_aux=s_aux, softcap=softcap,
+                             softmax_scale=softmax_scale)
         agreement.check(_OP, name, _problem((q, k, v), general, ranks), agreement.facts_of(
             dict(q=q, k=k, v=v, s_aux=s_aux), {}))
     repeats = ranks // math.gcd(k.size(-2), ranks)

@@ -8,6 +8,7 @@ autograd.py. fp8.py has the op `attend`, which computes the same.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +32,13 @@ _Backward = tuple_of('_Backward', __name__, *OPS['bwd'].takes[3:])
 _of_backward = operator.attrgetter(*General._fields)
 _TENSORS = tuple(argument.name for argument in select(*General._fields)
                  if argument.type == 'Tensor?')
+
+
+def general_of(q: Tensor, *, window_size: Sequence[int] | Tensor = (-1, -1),
+               s_aux: Tensor | None = None, **others) -> General:
+    """General from the arguments of a public function, which has other names for some."""
+    left, right = checks.window_sides(window_size)
+    return General(window_left=left, window_right=right, sinks=checks.sinks_of(s_aux, q), **others)
 
 
 def split(arguments: tuple) -> tuple[General, Execution]:

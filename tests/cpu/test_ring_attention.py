@@ -212,7 +212,7 @@ def check_memory(rank: int, most: tuple[list[float], list[float]]) -> None:
     if rank >= count:
         return
     q, k, v, dout = (torch.randn(1, 64, 4, 64).bfloat16() for _ in range(4))
-    own = ring.Ring(group.group_name, 0.125, -1, 0)
+    own = ring.Ring(group.group_name, 0.125, (-1, 0))
     with pytest.MonkeyPatch.context() as patch:
         # The op that merges on a GPU, not plain PyTorch with its temporaries.
         patch.setattr(ring.merging, '_list_is_served', lambda *_: True)
