@@ -168,7 +168,7 @@ std::string check_positions(Solver const& solver, Call const& call) {
   if (!rotates(call) || call.rotary.rotary_seqlens || cache.cache_seqlens) {
     return {};
   }
-  int64_t const first = cache.cache_length >= 0 ? cache.cache_length : capacity_of(call);
+  int64_t const first = held_by_all(call);
   bool const has_own = call.q.rank == 4 && call.rotary.rotary_per_query;
   int64_t const need = first + std::max(added_of(call), has_own ? call.q.size[1] : 1);
   return solver["L"] < need

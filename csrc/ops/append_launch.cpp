@@ -55,8 +55,7 @@ CacheSlots slots_of(AttentionCall const& call) {
   CacheSlots slots;
   slots.capacity = int(std::min(capacity_of(call), kMostInt));
   slots.seqlens = data_of<int>(given.cache_seqlens);
-  slots.length = int(
-      std::min<int64_t>(given.cache_length >= 0 ? given.cache_length : slots.capacity, kMostInt));
+  slots.length = int(std::min(held_by_all(call), kMostInt));
   slots.pages = int(std::min(call.k.size[0], kMostInt));
   slots.batch_idx = data_of<int>(given.cache_batch_idx);
   slots.page_table = data_of<int>(given.page_table);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "call/cache_form.h"
 #include "checks/checks.h"
 #include "core/tree_mask.h"
 #include "plan/plan_cache.h"
@@ -53,7 +54,7 @@ void view_cache(CacheTensors& tensors, AttentionCall const& call, int capacity) 
   tensors.page_table = data_of<int>(cache.page_table);
   tensors.table_stride = cache.page_table ? cache.page_table->stride[0] : 0;
   auto const at_most = [&](int64_t keys) { return int(std::min<int64_t>(keys, capacity)); };
-  tensors.held_by_all = cache.cache_length < 0 ? capacity : at_most(cache.cache_length);
+  tensors.held_by_all = at_most(held_by_all(call));
   tensors.appended = at_most(cache.appended);
   tensors.first_slot = at_most(call.prefix.shared_prefix);
   if (auto const& tree = call.tree.tree_mask) {

@@ -230,6 +230,10 @@ FwdPlan plan_with(FwdProblem const& problem, int variant) {
 
 }  // namespace
 
+int usable_sms(FwdProblem const& problem) {
+  return std::max(1, problem.device.sm_count - problem.sm_margin);
+}
+
 FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config) {
   FwdSchedule schedule;
   schedule.pack = choose_pack(problem, config);
@@ -248,8 +252,7 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config)
     schedule.lead = lead_of(problem, config, schedule.pack);
   }
   schedule.tiles = int(of_head * (problem.heads_q / schedule.pack));
-  int const sms = std::max(1, problem.device.sm_count - problem.sm_margin);
-  schedule.grid = std::min(schedule.tiles, sms * config.ctas_per_sm);
+  schedule.grid = std::min(schedule.tiles, usable_sms(problem) * config.ctas_per_sm);
   set_sections(schedule, problem);
   return schedule;
 }

@@ -26,6 +26,9 @@ struct FwdCost {
 // variant, and the number of tiles fits into an int.
 FwdPlan plan_forward(FwdProblem const& problem);
 
+// Multiprocessors that a launch may use.
+int usable_sms(FwdProblem const& problem);
+
 // How the work is cut for one variant: part of plan_forward(), and what a search over tiles that
 // are on no list calls.
 FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config);

@@ -6,6 +6,7 @@
 #include "bwd_variants.h"
 #include "core/int_math.h"
 #include "core/packed_tiles.h"
+#include "plan/plan.h"
 #include "plan/variants.h"
 
 namespace fa3 {
@@ -108,6 +109,12 @@ int find_backward_variant(Dtype dtype, KernelKind kind, int64_t head_dim, int64_
   return best;
 }
 
+char const* dq_order(FwdProblem const& problem, BwdSchedule const& schedule) {
+  return problem.deterministic   ? "in a fixed order"
+         : schedule.dq_is_zeroed ? "in any order, onto zeros"
+                                 : "in any order; the first is stored";
+}
+
 BwdPlan plan_backward(FwdProblem const& problem) {
   BwdPlan plan;
   plan.variant =
@@ -123,9 +130,8 @@ BwdPlan plan_backward(FwdProblem const& problem) {
     schedule_dense(schedule, problem, config);
   }
   // By keys a CTA goes from one tile to the next.
-  int const sms = max_of(1, problem.device.sm_count - problem.sm_margin);
-  schedule.grid =
-      config.by_keys() ? min_of(schedule.works, sms) : schedule.works * config.cluster_size;
+  schedule.grid = config.by_keys() ? min_of(schedule.works, usable_sms(problem))
+                                   : schedule.works * config.cluster_size;
   schedule.dq_floats = schedule.rows * config.dq_columns();
   schedule.flags = schedule.rows / config.tile_m * config.dq_adders() + 1;
   schedule.dq_is_zeroed = !problem.deterministic &&

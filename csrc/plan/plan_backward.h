@@ -21,4 +21,7 @@ int find_backward_variant(Dtype dtype, KernelKind kind, int64_t head_dim, int64_
 // accepts, and has queries. Then the numbers of tiles fit into an int. Without keys the grid is 0.
 BwdPlan plan_backward(FwdProblem const& problem);
 
+// How the parts of dQ are added, for a reader.
+char const* dq_order(FwdProblem const& problem, BwdSchedule const& schedule);
+
 }  // namespace fa3

@@ -69,10 +69,6 @@ RowPacking packing_of(FwdProblem const& problem) {
   return RowPacking{packs ? largest_pack(group) : 1};
 }
 
-int sms_of(FwdProblem const& problem) {
-  return std::max(1, problem.device.sm_count - problem.sm_margin);
-}
-
 constexpr int kFastRows = 32;  // rows up to which the decode kernel is faster
 
 // The decode kernel, or -1. It takes up to 32 rows of a KV head: 64 x 4k 251 us, the tile of one
@@ -190,7 +186,7 @@ std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem) {
     return {problem};
   }
   FwdConfig const& of_steps = kFwdVariants[variant];
-  FwdConfig const& of_prompts = kFwdVariants[variant_for(prompts, rows, sms_of(problem))];
+  FwdConfig const& of_prompts = kFwdVariants[variant_for(prompts, rows, usable_sms(problem))];
   if (of_prompts.is_swapped || of_steps.tile_n != of_prompts.tile_n) {
     return {problem};
   }
@@ -215,7 +211,7 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   FwdSchedule& schedule = plan.schedule;
   RowPacking const rows = packing_of(problem);
   schedule.pack = rows.pack;
-  int const sms = sms_of(problem);
+  int const sms = usable_sms(problem);
   plan.variant = variant_for(problem, rows, sms);
   FwdConfig const& config = kFwdVariants[plan.variant];
   int const positions = config.is_swapped ? config.decode_rows() / rows.pack

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "call/cache_form.h"
+
 namespace fa3 {
 namespace {
 
@@ -13,24 +15,21 @@ int limit_of(int64_t window_side) {
 // How long the longest sequence may be: what the caller says, where that can be.
 int longest(int64_t hint, int64_t total) { return int(hint > 0 ? std::min(hint, total) : total); }
 
-// Sizes of the queries and head dims.
+// Sizes of the queries and head dims. INVARIANT: packed sequences of q, and of k and v without a
+// cache, have three dimensions.
 void set_sizes(FwdProblem& problem, AttentionCall const& call) {
   TensorMeta const& q = call.q;
-  LengthArguments const& lengths = call.lengths;
-  problem.is_packed = bool(lengths.cu_seqlens_q);
+  TensorMeta const& k = call.k;
   problem.dtype = q.dtype;
+  problem.is_packed = q.rank == 3;
+  problem.batch = int(batch_of(call));
   problem.heads_q = int(q.size[q.rank - 2]);
-  problem.heads_k = int(call.k.size[call.k.rank - 2]);
   problem.head_dim = int(q.size[q.rank - 1]);
-  problem.head_dim_v = int(call.v.size[call.v.rank - 1]);
-  if (problem.is_packed) {
-    problem.batch = int(lengths.cu_seqlens_q->size[0]) - 1;
-    problem.total_q = int(q.size[0]);
-    problem.seqlen_q = longest(lengths.max_seqlen_q, problem.total_q);
-  } else {
-    problem.batch = int(q.size[0]);
-    problem.seqlen_q = int(q.size[1]);
-  }
+  problem.heads_k = int(k.size[k.rank - 2]);
+  problem.head_dim_v = int(call.v.size[k.rank - 1]);
+  problem.total_q = problem.is_packed ? int(q.size[0]) : 0;
+  problem.seqlen_q =
+      problem.is_packed ? longest(call.lengths.max_seqlen_q, problem.total_q) : int(q.size[1]);
 }
 
 void set_keys(FwdProblem& problem, AttentionCall const& call) {
@@ -86,29 +85,24 @@ void set_execution(FwdProblem& problem, AttentionCall const& call) {
 
 // Keys of the only sequence that each query sees, if the host knows that; else 0.
 int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
-  CacheArguments const& cache = call.cache;
   IntervalMask const& mask = problem.mask;
-  bool const is_one = problem.batch == 1 && !problem.is_packed && !call.lengths.cu_seqlens_k;
-  bool const is_known = !cache.cache_seqlens && !cache.cache_leftpad && !cache.cu_seqlens_k_new &&
-                        call.prefix.shared_prefix == 0;
+  bool const is_one = problem.batch == 1 && !problem.is_packed && call.k.rank == 4;
   bool const is_full = mask.left == IntervalMask::kNoLimit &&
                        mask.right == IntervalMask::kNoLimit && !mask.is_chunked &&
                        !call.tree.tree_mask;
-  if (!is_one || !is_known || !is_full || call.score.sinks || problem.kind.is_latent) {
-    return 0;
-  }
-  int64_t const capacity = problem.cache.capacity;
-  int64_t const held = cache.cache_length < 0 ? capacity : cache.cache_length;
-  return int(std::min(capacity, held + cache.appended));
+  bool const is_plain = is_full && !call.score.sinks && !problem.kind.is_latent;
+  return is_one && is_plain && call.prefix.shared_prefix == 0
+             ? int(std::min(known_keys(call), int64_t(problem.cache.capacity)))
+             : 0;
 }
 
 void set_cache(FwdProblem& problem, AttentionCall const& call) {
-  bool const has_packed_keys = bool(call.lengths.cu_seqlens_k);
+  TensorMeta const& k = call.k;
   CacheProblem& cache = problem.cache;
-  cache.entries = has_packed_keys ? 1 : int(call.k.size[0]);
-  cache.page_size = int(call.k.size[has_packed_keys ? 0 : 1]);
-  int64_t const pages = call.cache.page_table ? call.cache.page_table->size[1] : 1;
-  cache.capacity = int(std::min<int64_t>(pages * cache.page_size, IntervalMask::kNoLimit));
+  bool const has_packed_keys = k.rank == 3;
+  cache.entries = has_packed_keys ? 1 : int(k.size[0]);
+  cache.page_size = int(k.size[has_packed_keys ? 0 : 1]);
+  cache.capacity = int(std::min<int64_t>(capacity_of(call), IntervalMask::kNoLimit));
   cache.num_splits = int(call.splits.num_splits);
   cache.split_size = int(std::min<int64_t>(call.splits.split_size, IntervalMask::kNoLimit));
   problem.seqlen_k = cache.capacity;
@@ -142,6 +136,13 @@ void set_mask(FwdProblem& problem, AttentionCall const& call) {
 }
 
 }  // namespace
+
+ScoreArguments unmasked_score(AttentionCall const& call) {
+  ScoreArguments score;
+  score.softmax_scale = call.softmax_scale();
+  score.softcap = call.score.softcap;
+  return score;
+}
 
 FwdProblem problem_of(AttentionCall const& call) {
   FwdProblem problem;

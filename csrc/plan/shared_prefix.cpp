@@ -1,5 +1,7 @@
 #include "plan/shared_prefix.h"
 
+#include "plan/problem_of_call.h"
+
 namespace fa3 {
 namespace {
 
@@ -15,16 +17,14 @@ void keep_first(std::optional<TensorMeta>& meta) {
 AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q) {
   AttentionCall shared = call;
   shared.q = q;
-  if (call.latent.qv) {
-    shared.latent.qv = as_one_sequence(*call.latent.qv);
-  }
+  shared.latent.visit([](char const*, std::optional<TensorMeta>& queries) {
+    queries = queries ? std::optional(as_one_sequence(*queries)) : std::nullopt;
+  });
   shared.out = shared.k_new = shared.v_new = std::nullopt;
   shared.lengths = {};
   shared.tree = {};
   shared.rotary = {};
-  shared.score = {};
-  shared.score.softmax_scale = call.softmax_scale();
-  shared.score.softcap = call.score.softcap;
+  shared.score = unmasked_score(call);
   shared.splits.return_lse = true;
   shared.prefix = {};
   shared.cache = {};
@@ -33,16 +33,17 @@ AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q) {
   shared.cache.cache_batch_idx = call.cache.cache_batch_idx;
   keep_first(shared.cache.page_table);
   keep_first(shared.cache.cache_batch_idx);
-  keep_first(shared.scales.q_descale);
-  // Scales of keys belong to rows of the cache, those of heads to sequences.
+  // Scales by page and by key belong to the cache, others to sequences.
   bool const is_by_row = !call.cache.page_table && !call.cache.cache_batch_idx;
   if (is_by_row) {
     shared.k.size[0] = shared.v.size[0] = 1;
   }
-  if (is_by_row || !(call.by_page.descale_by_page || call.latent.qv)) {
-    keep_first(shared.scales.k_descale);
-    keep_first(shared.scales.v_descale);
-  }
+  shared.scales.visit([&](char const*, std::optional<TensorMeta>& scale) {
+    bool const is_by_key = scale && scale->rank == 3;
+    if (is_by_row || !(call.by_page.descale_by_page || is_by_key)) {
+      keep_first(scale);
+    }
+  });
   return shared;
 }
 

@@ -311,9 +311,7 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
       .integer("delta_bytes", schedule.rows * int64_t(sizeof(float)))
       .integer("dq_bytes", schedule.dq_floats * int64_t(sizeof(float)))
       .integer("flags_bytes", schedule.flags * int64_t(sizeof(int)))
-      .string("dq_order", problem.deterministic   ? "in a fixed order"
-                          : schedule.dq_is_zeroed ? "in any order, onto zeros"
-                                                  : "in any order; the first is stored");
+      .string("dq_order", dq_order(problem, schedule));
   return dict.finish();
 }
 
