@@ -5,7 +5,7 @@ step of decode takes microseconds, so the way to it is short.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -13,11 +13,13 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flash_attn3 import env
+from flash_attn3.arguments import names, public_names
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import (attend_arguments, attend_cache, checks, derivatives, dtensors, fp8,
                              library, prefix_rules)
 from flash_attn3.api.merging import flash_attn_combine, merge_states
 from flash_attn3.ops.attend_cache import Attend, Rotary
+from flash_attn3.ops.dense_and_varlen import general_of
 from flash_attn3.ops.fp8 import Descale
 
 __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
@@ -142,6 +144,37 @@ def get_scheduler_metadata(
         raise RuntimeError(checks.error('get_scheduler_metadata', 'cache_seqlens to be a tensor',
                                         repr(cache_seqlens)))
     return torch.zeros(1, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def arguments_of(call: Mapping) -> tuple[Attend, Rotary]:
+    """What `flash_attn_with_kvcache` gives to its ops, from all of its arguments by name. For the
+    planner: slower, and no table is read.
+
+    Raises:
+        RuntimeError: as the function does.
+    """
+    q, k, k_cache, starts = (call[name] for name in ('q', 'k', 'k_cache', 'cu_seqlens_q'))
+    scales = names('scales')
+    descales = descales_of(tuple(map(call.get, scales)), (q, k_cache, call['v_cache']), starts,
+                           call['descale_by_page'], call['qv'])
+    length, lengths = lengths_of(call['cache_seqlens'])
+    table, rows = call['page_table'], call['cache_batch_idx']
+    if table is not None and rows is not None:
+        table, rows = rows_of_table(table, rows, fp8.of_heads(q, k_cache, starts)[0], reads=False)
+    general = general_of(q, **{name: call[name] for name in public_names('score')})
+    is_dense = k is not None and call['cu_seqlens_k_new'] is None and k.dim() > 1
+    own = Attend(**{name: call[name] for name in Attend._fields if name in call}
+                 | {name: getattr(general, name) for name in names('score')}
+                 | dict(zip(scales, descales)))._replace(
+        cache_seqlens=lengths, cache_length=length, page_table=table, cache_batch_idx=rows,
+        cu_seqlens_k_new=None if k is None else call['cu_seqlens_k_new'],
+        appended=k.size(1) if is_dense else 0, return_lse=call['return_softmax_lse'],
+        max_seqlen_q=longest(call['max_seqlen_q'], q, starts),
+        float16_out=call['out_dtype'] == torch.float16 and q.dtype == fp8.E4M3)
+    window = checks.window_sides(call['window_size'])
+    positions = None if call['rotary_cos'] is None else call['rotary_seqlens']
+    return own, Rotary(call['rotary_cos'], call['rotary_sin'], positions,
+                       call['rotary_interleaved'], own.causal or window != (-1, -1))
 
 
 def functions_for(q: Tensor, op: str) -> tuple:

@@ -103,7 +103,7 @@ def problem_text(tensors: Mapping[str, Tensor | None], *groups, rules_of: str | 
     given = {name: x for name, x in call.items() if isinstance(x, Tensor) and name not in _NUMBERS}
     one_device = len({x.device for x in given.values()}) == 1
     described = {name: describe(x, rules_of if one_device else None) for name, x in given.items()}
-    return check(**call | described, sm_count=gpu_facts(call.get('q'))['sm_count'])
+    return check(**{'sm_count': gpu_facts(call.get('q'))['sm_count']} | call | described)
 
 
 def check_forward(tensors: Mapping[str, Tensor | None], *groups, **options) -> None:

@@ -5,17 +5,40 @@ The function `flash_attn3.explain` is in planning.py; this file is its command l
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 
 from flash_attn3 import arguments
+from flash_attn3.arguments import Argument
 from flash_attn3.tools import planning
 
 _DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16}
+_CHOICES = {'auto': None, 'yes': True, 'no': False}    # of an argument that may be None
 # Numbers that change the scores; 0 turns each off.
-_NUMBERS = [argument for argument in arguments.select('score')
-            if type(argument.default) in (int, float) and argument.default == 0]
-_PACK_GQA = {'auto': None, 'yes': True, 'no': False}
+_SCORES = [argument for argument in arguments.select('score')
+           if type(argument.default) in (int, float) and argument.default == 0]
+_EXECUTION = arguments.select('pack_gqa', 'sm_margin')
+_GRADIENTS = arguments.select('gradients')
+_CACHE = [argument for argument in arguments.select('latent', 'splits')
+          if argument.type in ('Tensor?', 'SymInt')]
+
+
+def _add(parser: argparse.ArgumentParser, title: str, wanted: Sequence[Argument]) -> None:
+    """Adds an option for each argument. A tensor is given or not."""
+    group = parser.add_argument_group(title)
+    kinds = {'bool': dict(action='store_true'), 'Tensor?': dict(action='store_const', const=True),
+             'bool?': dict(choices=_CHOICES, default='auto', help='default: auto')}
+    for argument in wanted:
+        number = dict(type=type(argument.default), default=argument.default, help='default: 0')
+        group.add_argument('--' + argument.name.replace('_', '-'),
+                           **kinds.get(argument.type, number))
+
+
+def _given(options: argparse.Namespace, wanted: Sequence[Argument]) -> dict:
+    """The values of these arguments."""
+    values = {argument.name: getattr(options, argument.name) for argument in wanted}
+    return {name: _CHOICES.get(value, value) for name, value in values.items()}
 
 
 def _options() -> argparse.Namespace:
@@ -33,29 +56,22 @@ def _options() -> argparse.Namespace:
     parser.add_argument('--causal', action='store_true')
     parser.add_argument('--window-size', type=int, nargs=2, default=(-1, -1),
                         metavar=('LEFT', 'RIGHT'), help='-1: no limit')
-    for argument in _NUMBERS:
-        parser.add_argument('--' + argument.name.replace('_', '-'), type=type(argument.default),
-                            default=argument.default, help='default: 0, none')
     parser.add_argument('--max-logits', action='store_true', help='return_max_logits')
     parser.add_argument('--packed', action='store_true',
                         help='a batch of packed sequences of at most these lengths')
     parser.add_argument('--cache', action='store_true', help='k and v are a cache')
-    parser.add_argument('--qv', action='store_true', help='of a cache: absorbed MLA')
     parser.add_argument('--page-size', type=int, default=0, help='of a cache; default: dense')
-    for argument in arguments.select('num_splits', 'split_size'):
-        parser.add_argument('--' + argument.name.replace('_', '-'), type=int, default=0,
-                            help='of a cache; default: 0')
-    parser.add_argument('--pack-gqa', choices=_PACK_GQA, default='auto', help='default: auto')
-    parser.add_argument('--deterministic', action='store_true', help='gradients that repeat')
-    parser.add_argument('--sm-margin', type=int, default=0, help='multiprocessors left to others')
     parser.add_argument('--sm-count', type=int, help='multiprocessors of the GPU; default: 132')
+    _add(parser, 'scores; 0 is none', _SCORES)
+    _add(parser, 'a cache; qv: absorbed MLA', _CACHE)
+    _add(parser, 'the forward', _EXECUTION)
+    _add(parser, 'the gradients', _GRADIENTS)
     return parser.parse_args()
 
 
-def _features(options: argparse.Namespace, seqlen_k: int) -> dict:
-    """The arguments of planning.explain() beyond those of a plain call."""
-    features = {'window_size': tuple(options.window_size), 'return_max_logits': options.max_logits,
-                **{argument.name: getattr(options, argument.name) for argument in _NUMBERS}}
+def _lengths(options: argparse.Namespace, seqlen_k: int) -> dict:
+    """The lists of packed sequences, or nothing."""
+    features = {}
     if options.packed:
         for name, seqlen in (('q', options.seqlen_q), ('k', seqlen_k)):
             features[f'cu_seqlens_{name}'] = [seqlen * i for i in range(options.batch + 1)]
@@ -68,14 +84,12 @@ def _explain_cache(options: argparse.Namespace, shapes: tuple, features: dict) -
     q, *caches = shapes
     batch, slots = caches[0][:2]
     size = options.page_size
+    features = features | _given(options, _CACHE)
     if size > 0:
         pages = -(-slots // size)
         caches = [(batch * pages, size, *shape[2:]) for shape in caches]
-        features = features | dict(page_table=(batch, pages))
-    if options.qv:
-        features = features | dict(qv=True)
-    planning.explain(q, *caches, cache=True, num_splits=options.num_splits,
-                     split_size=options.split_size, **features)
+        features |= dict(page_table=(batch, pages))
+    planning.explain(q, *caches, cache=True, **features)
 
 
 def main() -> None:
@@ -92,15 +106,16 @@ def main() -> None:
     shapes = (shape(options.seqlen_q, options.heads, options.head_dim, options.packed),
               shape(seqlen_k, heads_k, options.head_dim, has_packed_keys),
               shape(seqlen_k, heads_k, head_dim_v, has_packed_keys))
-    features = _features(options, seqlen_k) | dict(
-        causal=options.causal, dtype=_DTYPES[options.dtype], sm_margin=options.sm_margin,
-        pack_gqa=_PACK_GQA[options.pack_gqa], sm_count=options.sm_count)
+    features = _lengths(options, seqlen_k) | _given(options, [*_SCORES, *_EXECUTION]) | dict(
+        causal=options.causal, window_size=tuple(options.window_size),
+        dtype=_DTYPES[options.dtype], sm_count=options.sm_count)
     if options.cache:
-        for name in ('cu_seqlens_k', 'max_seqlen_k', 'return_max_logits'):
+        for name in ('cu_seqlens_k', 'max_seqlen_k'):
             features.pop(name, None)
         _explain_cache(options, shapes, features)
         return
-    planning.explain(*shapes, deterministic=options.deterministic, **features)
+    planning.explain(*shapes, return_max_logits=options.max_logits,
+                     **features, **_given(options, _GRADIENTS))
 
 
 if __name__ == '__main__':

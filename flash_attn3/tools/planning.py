@@ -5,7 +5,7 @@ CUDA op runs.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,12 +14,14 @@ from flash_attn3 import _plan, arguments
 from flash_attn3.ops import checks, fp8, library, splits
 from flash_attn3.tools import planning_cache
 from flash_attn3.ops.fp8 import Fp8
-from flash_attn3.ops.dense_and_varlen import Execution, General
+from flash_attn3.ops.dense_and_varlen import Execution, general_of
 from flash_attn3.cpu.quantize import E4M3
 
-# Arguments that only the general ops take.
-_FEATURES = [name for name in arguments.public_names('lengths', 'score', 'return_max_logits')
-             if name not in ('softmax_scale', 'causal')]
+_GENERAL = 'lengths', 'score'
+_EXECUTION = 'execution', 'gradients'
+# The arguments of attention without a cache that say how, not on what.
+_FEATURES = arguments.public_names(*_GENERAL, *_EXECUTION)
+_STARTS = [name for name in _FEATURES if name.startswith('cu_')]
 _MASKS = {'full': 'full', 'causal': 'causal',
           'general': 'general: packed sequences, windows, chunks, sinks, max logits at run time',
           'softcap': 'general, with a softcap',
@@ -41,10 +43,8 @@ def built_variants() -> list[str]:
 
 
 def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
-            softmax_scale: float | None = None, causal: bool = False, *,
-            pack_gqa: bool | None = None, sm_margin: int = 0, out: Tensor | None = None,
-            deterministic: bool = False, return_attn_probs: bool = False,
-            num_splits: int | None = None, **others) -> tuple[bool, list[str]]:
+            softmax_scale: float | None = None, causal: bool = False, *, out: Tensor | None = None,
+            return_attn_probs: bool = False, **others) -> tuple[bool, list[str]]:
     """Whether flash_attn_func, flash_attn_varlen_func or flash_attn_with_kvcache would run the
     Hopper kernel on these arguments.
 
@@ -60,11 +60,10 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     Returns:
         (True, []), or False and the reasons, each an error text that names the argument.
     """
+    others |= dict(softmax_scale=softmax_scale, causal=causal)
     if planning_cache.is_cache_call(others):
-        scalars = dict(softmax_scale=softmax_scale, causal=causal, pack_gqa=pack_gqa,
-                       sm_margin=sm_margin, num_splits=0 if num_splits is None else num_splits)
-        return _can_use_cache(dict(q=q, k=k, v=v, out=out), others | scalars)
-    num_splits = 1 if num_splits is None else num_splits
+        return _can_use_cache(dict(q=q, k=k, v=v, out=out), others)
+    num_splits = others.pop('num_splits', 1)
     features = {name: others.pop(name) for name in _FEATURES if name in others}
     op = ('flash_attn_func' if features.get('cu_seqlens_q') is None else
           'flash_attn_varlen_func')
@@ -74,21 +73,17 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     named = dict(q=q, k=k, v=v, out=out, s_aux=features.get('s_aux'))
     if needs_grad and out is not None:
         reasons.append(checks.gradient_with_out_text(op, **named))
-    scale = checks.default_softmax_scale(q) if softmax_scale is None else softmax_scale
     plans = []
-    call, text = _checked((op, (q, k, v, out), of_fp8), num_splits, features | dict(
-        softmax_scale=scale, causal=causal, pack_gqa=pack_gqa, sm_margin=sm_margin))
+    call, text = _checked((op, (q, k, v, out), of_fp8), num_splits, features)
     if text:
         reasons.append(text)
     else:
-        common = dict(causal=causal, **features)
         accumulation = fp8.ACCUMULATIONS[of_fp8 is not None and of_fp8.promote]
         parts = splits.planned(num_splits, call)
         plans.append(_plan_splits(call, parts) if parts != 1 else
-                     plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, fp8_accum=accumulation,
-                          **common))
+                     plan(q, k, v, fp8_accum=accumulation, **features))
         if needs_grad and of_fp8 is None:
-            plans.append(plan_backward(q, k, v, deterministic=deterministic, **common))
+            plans.append(plan_backward(q, k, v, **features))
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
     if needs_grad and of_fp8 is not None:
         reasons.append(fp8.gradient_text(op, **named))
@@ -146,11 +141,9 @@ def _checked(of_tensors: tuple, num_splits: int,
     of_tensors: op, (q, k, v, out), and what FP8 adds. features: the other arguments.
     """
     op, tensors, of_fp8 = of_tensors
-    others = dict(features)
-    execution = Execution(others.pop('pack_gqa'), others.pop('sm_margin'),
-                          others.pop('return_max_logits', False))
+    execution = Execution(**_named(features, *_EXECUTION))
     try:
-        general = _general(tensors[0], **others | _longest(features))
+        general = general_of(tensors[0], **_named(features, *_GENERAL) | _longest(features))
     except RuntimeError as problem:
         return None, str(problem)
     call = splits.Call(op, tensors, general, execution, of_fp8)
@@ -180,34 +173,59 @@ def _device_problem(device: torch.device) -> str:
 
 
 def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
-         v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
-         dtype: torch.dtype = torch.bfloat16, pack_gqa: bool | None = None, sm_margin: int = 0,
+         v: Tensor | Sequence[int] | None = None, *, dtype: torch.dtype = torch.bfloat16,
          sm_count: int | None = None, l2_bytes: int | None = None, fp8_accum: str = 'fast',
          **features) -> dict:
     """What `explain` prints of the forward, as a dict; only the key 'reason' if no kernel fits.
 
     The arguments are those of `explain`.
     """
-    return _plan.plan_forward(
-        **_call((q, k, v), dtype, causal, features), pack_gqa=pack_gqa, sm_margin=sm_margin,
-        promote=fp8.promotes('explain', fp8_accum), **_gpu(q, sm_count, l2_bytes))
+    execution = Execution(**_named(features, *_EXECUTION))
+    return _ask(_plan.plan_forward, (q, k, v), dtype, features, execution,
+                dict(promote=fp8.promotes('explain', fp8_accum)), _gpu(q, sm_count, l2_bytes))
 
 
 def plan_backward(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
-                  v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
-                  dtype: torch.dtype = torch.bfloat16, deterministic: bool = False,
+                  v: Tensor | Sequence[int] | None = None, *, dtype: torch.dtype = torch.bfloat16,
                   sm_count: int | None = None, l2_bytes: int | None = None, **features) -> dict:
     """What `explain` prints of the gradients, as a dict; the arguments are those of `plan`."""
-    return _plan.plan_backward(
-        **_call((q, k, v), dtype, causal, features),
-        deterministic=checks.wants_determinism(deterministic), **_gpu(q, sm_count, l2_bytes))
+    gradients = {name: checks.wants_determinism(features.get(name, False))
+                 for name in arguments.names('gradients')}
+    return _ask(_plan.plan_backward, (q, k, v), dtype, features, gradients,
+                _gpu(q, sm_count, l2_bytes))
+
+
+def _ask(planner: Callable, inputs: tuple, dtype: torch.dtype, features: dict, *groups) -> dict:
+    """What a function of `_plan` says of a call with tensors of these sizes on a GPU. inputs: q, k
+    and v; groups: its other arguments.
+    """
+    q, k, v = inputs
+    if unknown := set(features) - {*_FEATURES}:
+        raise TypeError(f'unexpected argument {min(unknown)!r}')
+    starts = features.get('cu_seqlens_q')
+    lists = planning_cache.list_sizes(0 if starts is None else len(starts) - 1)
+    shapes = [_shape(x, starts is not None) for x in (q, k, k if v is None else v)]
+    if starts is None:
+        features = {name: x for name, x in features.items() if name not in lists}
+    else:
+        features = dict.fromkeys(_STARTS, starts) | features
+    sizes = lists | dict(zip('qkv', shapes), s_aux=shapes[0][-2:-1])
+    call = planning_cache.on_meta({**dict(zip('qkv', shapes)), **features}, sizes,
+                                  q.dtype if isinstance(q, Tensor) else dtype)
+    general = general_of(call['q'], **_named(call, *_GENERAL) | _longest(features))
+    return checks.problem_text({name: call[name] for name in 'qkv'}, general, *groups,
+                               rules_of='cuda', check=planner)
+
+
+def _named(features: Mapping, *groups: str) -> dict:
+    """The arguments of these groups, by their public names."""
+    return {name: features[name] for name in arguments.public_names(*groups) if name in features}
 
 
 def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
-            v: Tensor | Sequence[int] | None = None, *, causal: bool = False,
-            dtype: torch.dtype = torch.bfloat16, pack_gqa: bool | None = None,
-            deterministic: bool = False, sm_margin: int = 0, sm_count: int | None = None,
-            l2_bytes: int | None = None, fp8_accum: str = 'fast', **features) -> None:
+            v: Tensor | Sequence[int] | None = None, *, dtype: torch.dtype = torch.bfloat16,
+            sm_count: int | None = None, l2_bytes: int | None = None, fp8_accum: str = 'fast',
+            **features) -> None:
     """Prints how a Hopper GPU would compute a call: kernel, tile, memory, grid, waves, work.
 
     And its gradients: kernel, tile, memory, grid, workspace. Or, with cache=True or an argument
@@ -217,12 +235,12 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
     Args:
         q, k, v: tensors on any device, or shapes (batch, seqlen, heads, head_dim). Default for v:
             like k. With cu_seqlens_q without batch: (total, heads, head_dim).
-        causal, pack_gqa, deterministic, sm_margin, fp8_accum: as in `flash_attn_func`.
         dtype: for shapes; tensors bring their own. Default bfloat16.
         sm_count, l2_bytes: multiprocessors and L2 cache of the GPU. Default: those of q's GPU; for
             shapes and CPU tensors those of an H100, 132 and 50 MiB.
-        features: what `flash_attn_func` and `flash_attn_varlen_func` take for masks, scores and
-            lengths, from window_size to max_seqlen_k. Only the length of cu_seqlens_q is read, for
+        fp8_accum: as in `flash_attn_func`.
+        features: what `flash_attn_func` and `flash_attn_varlen_func` take for masks, scores,
+            lengths and execution, such as causal. Only the length of cu_seqlens_q is read, for
             which a list will do. For a cache what `flash_attn_with_kvcache` takes; page_table
             may be a shape.
 
@@ -230,18 +248,18 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
         ValueError: a shape that is not four numbers, with cu_seqlens_q three.
         TypeError: an argument that neither function has.
     """
+    gpu = dict(sm_count=sm_count, l2_bytes=l2_bytes)
     if planning_cache.is_cache_call(features):
-        given = dict(causal=causal, pack_gqa=pack_gqa, sm_margin=sm_margin, **features)
-        _explain_cache((q, k, k if v is None else v), dtype, given, _gpu(q, sm_count, l2_bytes))
+        _explain_cache((q, k, k if v is None else v), dtype, features, _gpu(q, **gpu))
         return
-    common = dict(causal=causal, dtype=dtype, sm_count=sm_count, l2_bytes=l2_bytes, **features)
-    forward = plan(q, k, v, pack_gqa=pack_gqa, sm_margin=sm_margin, fp8_accum=fp8_accum, **common)
+    common = dict(dtype=dtype, **gpu, **features)
+    forward = plan(q, k, v, fp8_accum=fp8_accum, **common)
     if 'reason' in forward:
         print(f'no kernel: {forward["reason"]}')
         return
     head_dims = _shape(q)[-1], _shape(k if v is None else v)[-1]
     print(_text_of({'variant': _name(forward), **_forward_rows(forward, head_dims)}), end='\n\n')
-    backward = plan_backward(q, k, v, deterministic=deterministic, **common)
+    backward = plan_backward(q, k, v, **common)
     if 'reason' in backward:
         print(f'no gradients: {backward["reason"]}')
         return
@@ -384,37 +402,6 @@ def _shared_memory(facts: dict) -> str:
 
 def _text_of(rows: dict[str, str]) -> str:
     return '\n'.join(f'{name:14} {text}' for name, text in rows.items())
-
-
-def _call(inputs: tuple, dtype: torch.dtype, causal: bool, features: dict) -> dict:
-    """A call with tensors of these sizes on a GPU, as `_plan` reads it. inputs: q, k and v."""
-    q, k, v = inputs
-    if unknown := set(features) - set(_FEATURES):
-        raise TypeError(f'unexpected argument {min(unknown)!r}')
-    lengths = features.get('cu_seqlens_q')
-    is_packed = lengths is not None
-    name = checks.dtype_name(q.dtype if isinstance(q, Tensor) else dtype)
-    call = {key: checks.describe_sizes(_shape(x, is_packed), name)
-            for key, x in (('q', q), ('k', k), ('v', k if v is None else v))}
-    others = dict.fromkeys(arguments.names('lengths')) | _longest(features)
-    if is_packed:
-        starts = checks.describe_sizes((len(lengths),), 'int32')
-        used = checks.describe_sizes((len(lengths) - 1,), 'int32')
-        others |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts) | {
-            key: used for key in ('seqused_q', 'seqused_k') if features.get(key) is not None}
-    has_sinks = features.get('s_aux') is not None
-    sinks = checks.describe_sizes((call['q'][3][-2],), 'float32') if has_sinks else None
-    scores = {key: value for key, value in features.items() if key not in others}
-    max_logits = scores.pop('return_max_logits', False)
-    general = _general(q, causal=causal, **scores | others | {'s_aux': None})
-    return call | general._replace(sinks=sinks)._asdict() | dict(return_max_logits=max_logits)
-
-
-def _general(q: Tensor, *, window_size: Sequence[int] | Tensor = (-1, -1),
-             s_aux: Tensor | None = None, **others) -> General:
-    """General from the arguments of a public function."""
-    left, right = checks.window_sides(window_size)
-    return General(window_left=left, window_right=right, sinks=checks.sinks_of(s_aux, q), **others)
 
 
 def _longest(features: dict) -> dict[str, int]:

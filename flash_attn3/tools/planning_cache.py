@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import _plan
+from flash_attn3 import _plan, arguments
 from flash_attn3.api import interface, kvcache
-from flash_attn3.ops import checks, fp8, prefix_rules
+from flash_attn3.ops import checks, prefix_rules
 from flash_attn3.ops.attend_cache import Attend, Rotary, append_of
 
 _OP = 'flash_attn_with_kvcache'
 _SIGNATURE = inspect.signature(kvcache.flash_attn_with_kvcache)
+_INPUTS = 'q', 'k', 'v', 'k_cache', 'v_cache', 'qv'
 # Arguments that no other function takes.
 _OWN = {'cache', *_SIGNATURE.parameters}.difference(*(
     inspect.signature(function).parameters
@@ -41,38 +42,32 @@ def _bound(given: Mapping) -> dict:
     return bound.arguments
 
 
-def _attend_of(call: Mapping) -> Attend:
-    """The arguments of the op, as the function makes them.
+def list_sizes(batch: int) -> dict[str, tuple[int]]:
+    """The sizes of all lists of lengths, by name."""
+    return {argument.name: (batch + argument.name.startswith('cu_'),)
+            for argument in arguments.select('lengths', 'cache') if argument.type == 'Tensor?'}
 
-    Raises:
-        RuntimeError: as the function does.
+
+def on_meta(given: Mapping, sizes: Mapping, dtype: torch.dtype | str) -> dict:
+    """The arguments on the meta device: tensors, and those with a size, if they are given.
+
+    dtype: of the inputs; s_aux is float32, lists and tables are int32.
     """
-    q, k, k_cache, starts = (call[name] for name in ('q', 'k', 'k_cache', 'cu_seqlens_q'))
-    names = 'q_descale', 'k_descale', 'v_descale'
-    descales = kvcache.descales_of(tuple(map(call.get, names)), (q, k_cache, call['v_cache']),
-                                   starts, call['descale_by_page'], call['qv'])
-    length, lengths = kvcache.lengths_of(call['cache_seqlens'])
-    table, rows = call['page_table'], call['cache_batch_idx']
-    if table is not None and rows is not None:
-        table, rows = kvcache.rows_of_table(table, rows, fp8.of_heads(q, k_cache, starts)[0],
-                                            reads=False)
-    left, right = checks.window_sides(call['window_size'])
-    new_starts = None if k is None else call['cu_seqlens_k_new']
-    same = {name: call[name] for name in Attend._fields if name in call}
-    return Attend(**same | dict(zip(names, descales)) | dict(
-        cache_seqlens=lengths, cache_length=length, page_table=table, cache_batch_idx=rows,
-        cu_seqlens_k_new=new_starts, window_left=left, window_right=right,
-        appended=k.size(1) if k is not None and new_starts is None and k.dim() > 1 else 0,
-        sinks=checks.sinks_of(call['s_aux'], q), return_lse=call['return_softmax_lse'],
-        max_seqlen_q=kvcache.longest(call['max_seqlen_q'], q, starts),
-        float16_out=call['out_dtype'] == torch.float16 and q.dtype == fp8.E4M3))
+    dtypes = dict.fromkeys(_INPUTS, getattr(torch, checks.dtype_name(dtype)))
+    dtypes |= {'s_aux': torch.float32}
+    placed = {name: x.to('meta') if isinstance(x, Tensor) else x for name, x in given.items()}
+    for name, size in sizes.items():
+        if placed.get(name) is not None and type(placed[name]) is not int:    # of a length
+            placed[name] = torch.empty(tuple(size), dtype=dtypes.get(name, torch.int32),
+                                       device='meta')
+    return placed
 
 
-def _plan_of(call: Mapping, own: Attend, **gpu: int) -> dict:
+def _plan_of(call: Mapping, own: Attend, gpu: Mapping[str, int]) -> dict:
     """How the op would run; only the key 'reason' if no kernel fits."""
     tensors = {'q': call['q'], 'k': call['k_cache'], 'v': call['v_cache'], 'out': call['out']}
-    return checks.problem_text(tensors, own._replace(shared_prefix=0), rules_of='cuda',
-                               check=lambda **described: _plan.plan_cache(**described | gpu))
+    return checks.problem_text(tensors, own._replace(shared_prefix=0), gpu, rules_of='cuda',
+                               check=_plan.plan_cache)
 
 
 # ------------------------------------------------------------------------------------ real tensors
@@ -89,24 +84,20 @@ def reasons_and_plan(given: Mapping) -> tuple[list[str], dict]:
     except (RuntimeError, NotImplementedError) as problem:
         reasons.append(str(problem))
     try:
-        own = _attend_of(call)
+        own, rotary = kvcache.arguments_of(call)
     except RuntimeError as problem:
         return [*reasons, str(problem)], {}
     if own.shared_prefix != 0 and (text := prefix_rules.problem_text(
             tuple(call[name] for name in ('q', 'k_cache', 'v_cache', 'out')), own)):
         reasons.append(text)
     if any(call[name] is not None for name in ('k', 'v', 'rotary_cos', 'rotary_sin')) and (
-            text := _append_problem(call, own)):
+            text := _append_problem(call, own, rotary)):
         reasons.append(text)
-    facts = _plan_of(call, own)
+    facts = _plan_of(call, own, {})
     return reasons + ([facts['reason']] if 'reason' in facts else []), facts
 
 
-def _append_problem(call: Mapping, own: Attend) -> str:
-    per_query = own.causal or (own.window_left, own.window_right) != (-1, -1)
-    positions = None if call['rotary_cos'] is None else call['rotary_seqlens']
-    rotary = Rotary(call['rotary_cos'], call['rotary_sin'], positions, call['rotary_interleaved'],
-                    per_query)
+def _append_problem(call: Mapping, own: Attend, rotary: Rotary) -> str:
     named = {'q': call['q'], 'k': call['k_cache'], 'v': call['v_cache'], 'k_new': call['k'],
              'v_new': call['v']}
     return checks.problem_text(named, append_of(own, rotary), check=_plan.check_append,
@@ -122,32 +113,26 @@ def plan(shapes: Sequence[Sequence[int]], dtype: torch.dtype, given: Mapping,
     counts, of cu_seqlens_q its length.
     """
     call = _bound({'q': ..., 'k_cache': ..., 'v_cache': ..., **given})    # replaced below
-    q, k_cache, v_cache = shapes
+    q, _, v_cache = shapes
     starts, table = call['cu_seqlens_q'], call['page_table']
-    batch = q[0] if starts is None else len(starts) - 1
-    sizes = dict(zip(('q', 'k_cache', 'v_cache'), shapes), s_aux=(q[-2],),
-                 qv=(*q[:-1], v_cache[-1]), page_table=getattr(table, 'shape', table),
-                 cu_seqlens_q=(batch + 1,), **dict.fromkeys(
-                     ('cache_seqlens', 'cache_batch_idx', 'cache_leftpad'), (batch,)))
-    dtypes = dict.fromkeys(('q', 'k_cache', 'v_cache', 'qv'), dtype) | {'s_aux': torch.float32}
-    for name, shape in sizes.items():
-        if call[name] is not None and type(call[name]) is not int:    # a length may be a number
-            call[name] = torch.empty(tuple(shape), dtype=dtypes.get(name, torch.int32),
-                                     device='meta')
-    call = {name: x.to('meta') if isinstance(x, Tensor) else x for name, x in call.items()}
-    own = _attend_of(call)
-    facts = _plan_of(call, own, **gpu)
-    return facts if 'reason' in facts else facts | _estimate(facts, shapes, own)
+    sizes = list_sizes(q[0] if starts is None else len(starts) - 1) | {
+        'q': q, 'k_cache': shapes[1], 'v_cache': v_cache, 's_aux': q[-2:-1],
+        'qv': (*q[:-1], v_cache[-1]), 'page_table': getattr(table, 'shape', table)}
+    call = on_meta(call, sizes, dtype)
+    facts = _plan_of(call, kvcache.arguments_of(call)[0], gpu)
+    if 'reason' in facts:
+        return facts
+    length, _ = kvcache.lengths_of(call['cache_seqlens'])
+    return facts | {'is_paged': table is not None} | _estimate(facts, shapes, length)
 
 
-def _estimate(facts: Mapping, shapes: Sequence[Sequence[int]], own: Attend) -> dict:
-    """Bytes of K and V of full caches, and the time that reading them takes."""
+def _estimate(facts: Mapping, shapes: Sequence[Sequence[int]], length: int) -> dict:
+    """Bytes of K and V of full caches, or of this length, and the time that reading them takes."""
     _, k_cache, v_cache = shapes
-    keys = facts['batch'] * (facts['capacity'] if own.cache_length < 0 else own.cache_length)
+    keys = facts['batch'] * (facts['capacity'] if length < 0 else length)
     size = 1 if facts['dtype'] == 'float8_e4m3fn' else 2
     read = keys * k_cache[-2] * (k_cache[-1] + v_cache[-1]) * size
-    return {'is_paged': own.page_table is not None, 'bytes': read,
-            'expected_us': read / _BYTES_PER_US + _SHORT_CALL_US}
+    return {'bytes': read, 'expected_us': read / _BYTES_PER_US + _SHORT_CALL_US}
 
 
 def rows(facts: Mapping) -> dict[str, str]:
