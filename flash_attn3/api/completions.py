@@ -184,7 +184,7 @@ def _fall_back(q: Tensor, k: Tensor, v: Tensor, own: Completions) -> tuple[Tenso
     """The call on CUDA devices without kernels, in plain PyTorch, which also differentiates it."""
     _check(q, k, v, own, rules_of='cpu')
     fallback.warn_once(q.device, _OP, depth=4)
-    parts = [fallback.general_attention(q, k, v, call, True, False)[:2]
+    parts = [fallback.attention(q, k, v, call, True)[:2]
              for call in (_onto_itself(own), _onto_prompts(own))]
     return merging.merge_states(*zip(*parts))
 

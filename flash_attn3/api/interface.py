@@ -14,7 +14,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import checks, derivatives, dtensors, fp8, library, splits
+from flash_attn3.ops import (checks, dense_and_varlen, derivatives, dtensors, fp8, library,
+                             splits)
 from flash_attn3.ops.autograd import Attention, GeneralAttention, PackedAttention
 from flash_attn3.ops.fp8 import Descale, Fp8
 from flash_attn3.ops.dense_and_varlen import Execution, General
@@ -281,7 +282,8 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     if not _is_served(q):
         checks.check_forward(dict(q=q, k=k, v=v, out=out), dict(softmax_scale=softmax_scale,
                              sm_margin=sm_margin), rules_of='cpu')
-        result, lse = fallback.attention(q, k, v, softmax_scale, causal, return_lse)
+        general = General(softmax_scale=softmax_scale, causal=causal)
+        result, lse, _ = fallback.attention(q, k, v, general, return_lse)
         return (result if out is None else out.copy_(result)), lse
     if out is not None:
         derivatives.reject_forward_mode(q, k, v, out)
@@ -343,7 +345,7 @@ def _fp8_attention(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None
     fp8.reject_missing(op, q, execution.return_max_logits)
     derivatives.reject_forward_mode(*tensors, *scales, general.sinks)
     if not is_compiling():
-        checks.check_cuda_contents(q, k, general)
+        dense_and_varlen.check_cuda_contents(q, k, general)
     arguments = (q, k, v, out, *general, *execution[:-1], *scales, out_dtype == torch.float16,
                  promote)
     if out is not None:
@@ -365,12 +367,12 @@ def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], ge
     q, k, v, out = tensors
     if not _is_served(q):
         checks.check_forward(dict(q=q, k=k, v=v, out=out), general, execution, rules_of='cpu')
-        checks.check_cuda_contents(q, k, general)
-        result, *others = fallback.general_attention(q, k, v, general, return_lse,
-                                                     execution.return_max_logits)
+        dense_and_varlen.check_cuda_contents(q, k, general)
+        result, *others = fallback.attention(q, k, v, general,
+                                             return_lse or execution.return_max_logits)
         return (result if out is None else out.copy_(result)), *others
     if not is_compiling():
-        checks.check_cuda_contents(q, k, general)
+        dense_and_varlen.check_cuda_contents(q, k, general)
     if out is not None:
         derivatives.reject_forward_mode(*tensors, general.sinks)
         return out, *_attend(q, k, v, out, *general, *execution[:-1])[1:]

@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 from flash_attn3.ops import checks, derivatives, dtensors, fp8, library
 from flash_attn3.ops.autograd import QuantizedAttention
 from flash_attn3.ops.fp8 import Quantization
-from flash_attn3.ops.dense_and_varlen import Execution, General
+from flash_attn3.ops.dense_and_varlen import Execution, General, general_of
 from flash_attn3.api.interface import asked_for
 from flash_attn3.cpu.quantize import PER_HEAD, PER_TENSOR
 
@@ -121,10 +121,8 @@ def flash_attn_fp8_func(
     op = 'flash_attn_fp8_func'
     dtensors.reject(op, q)
     derivatives.reject_of_scalars(op, softmax_scale, softcap)
-    left, right = checks.window_sides(window_size)
-    general = General(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, causal=causal,
-                      window_left=left, window_right=right, attention_chunk=attention_chunk,
-                      softcap=softcap)
+    general = general_of(q, s_aux=s_aux, softmax_scale=softmax_scale, causal=causal,
+                         window_size=window_size, attention_chunk=attention_chunk, softcap=softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
     quantization = _quantization(op, rotate, seed, block_scales, fp8_accum, fp8_backward)
     return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)
@@ -157,13 +155,11 @@ def flash_attn_varlen_fp8_func(
     op = 'flash_attn_varlen_fp8_func'
     dtensors.reject(op, q)
     derivatives.reject_of_scalars(op, softmax_scale, softcap)
-    longest = (checks.length_bound('max_seqlen_q', max_seqlen_q, q),
+    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+               checks.length_bound('max_seqlen_q', max_seqlen_q, q),
                checks.length_bound('max_seqlen_k', max_seqlen_k, k))
-    left, right = checks.window_sides(window_size)
-    general = General(
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, *longest,
-        sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, causal=causal,
-        window_left=left, window_right=right, attention_chunk=attention_chunk, softcap=softcap)
+    general = general_of(q, *lengths, s_aux=s_aux, softmax_scale=softmax_scale, causal=causal,
+                         window_size=window_size, attention_chunk=attention_chunk, softcap=softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
     quantization = _quantization(op, rotate, seed, block_scales, fp8_accum, fp8_backward)
     return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_attn3.cpu.reference import without_autocast
+from flash_attn3.cpu.reference import Sequences, without_autocast
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -60,18 +60,6 @@ class Rotation(NamedTuple):
     """seed: of the signs, 0 to 2^32 - 1. group: heads of x that use the signs of one KV head."""
     seed: int
     group: int
-
-
-class Sequences(NamedTuple):
-    """Packed tensors: (batch + 1,) and (batch,) integers; seqused None for all rows."""
-    cu_seqlens: Tensor
-    seqused: Tensor | None
-
-    def slices(self) -> list[slice]:
-        starts = self.cu_seqlens.tolist()
-        ends = starts[1:] if self.seqused is None else [
-            start + used for start, used in zip(starts, self.seqused.tolist())]
-        return [slice(*pair) for pair in zip(starts, ends)]
 
 
 # --------------------------------------------------------------------------------------- rotation

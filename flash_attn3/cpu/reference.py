@@ -154,31 +154,32 @@ class Gradients(NamedTuple):
                            for grad, x in zip(self, inputs)))
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Where the sequences lie in packed tensors.
+class Sequences(NamedTuple):
+    """Where the sequences lie in a packed tensor.
 
     Attributes:
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) integers; sequence b has rows cu_seqlens[b] up to
+        cu_seqlens: (batch + 1,) integers; sequence b has rows cu_seqlens[b] up to
             cu_seqlens[b + 1].
-        seqused_q, seqused_k: (batch,) integers, how many of them count; None for all.
+        seqused: (batch,) integers, how many of them count; None for all.
     """
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    seqused_q: Tensor | None = None
-    seqused_k: Tensor | None = None
+    cu_seqlens: Tensor
+    seqused: Tensor | None = None
+
+    def slices(self) -> list[slice]:
+        """The rows that count, sequence by sequence."""
+        starts = self.cu_seqlens[:-1]
+        ends = self.cu_seqlens[1:] if self.seqused is None else starts + self.seqused
+        return [slice(*pair) for pair in zip(starts.tolist(), ends.tolist())]
+
+
+class Lengths(NamedTuple):
+    """The sequences of q, and those of k and v."""
+    q: Sequences
+    k: Sequences
 
     def slices(self) -> list[tuple[slice, slice]]:
         """The rows of q and of k that count, sequence by sequence."""
-        return list(zip(_slices(self.cu_seqlens_q, self.seqused_q),
-                        _slices(self.cu_seqlens_k, self.seqused_k)))
-
-
-def _slices(cu_seqlens: Tensor, seqused: Tensor | None) -> list[slice]:
-    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    if seqused is not None:
-        ends = starts + seqused
-    return [slice(*pair) for pair in zip(starts.tolist(), ends.tolist())]
+        return list(zip(self.q.slices(), self.k.slices()))
 
 
 def without_autocast(function: Callable) -> Callable:
@@ -304,12 +305,6 @@ def attend_packed_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, sc
         if part.ds_aux is not None:
             total.ds_aux.add_(part.ds_aux)
     return total.like(inputs)
-
-
-@without_autocast
-def masked_scores(q: Tensor, k: Tensor, softmax_scale: float, causal: bool) -> Tensor:
-    """Scaled scores, -inf where masked: (batch, heads_k, heads_q / heads_k, seqlen_q, seqlen_k)."""
-    return Score(softmax_scale, mask=Mask(causal)).logits(q, k)[0]
 
 
 def _attend(inputs: Inputs, score: Score, with_row_max: bool) -> Outputs:

@@ -51,7 +51,7 @@ def dequantize(inputs: Inputs, scales: Scales, lengths: Lengths | None, dtype: t
                blocks: Blocks = Blocks()) -> Inputs:
     """The values that q, k and v stand for, in dtype. lengths: of packed tensors."""
     starts = ((None, None) if lengths is None
-              else (lengths.cu_seqlens_q.long(), lengths.cu_seqlens_k.long()))
+              else [side.cu_seqlens.long() for side in lengths])
     tensors = (
         _scaled(x, row_scales(scale, x, block, start), dtype) for x, scale, block, start in (
             (inputs.q, scales.q, blocks.q, starts[0]), (inputs.k, scales.k, blocks.kv, starts[1]),
@@ -84,7 +84,7 @@ def emulate(inputs: Inputs, scales: Scales, score: Score, lengths: Lengths | Non
     """
     q, k, _, s_aux = dequantize(inputs, scales, lengths, torch.float32, blocks)
     v = inputs.v.float()
-    starts = None if lengths is None else lengths.cu_seqlens_k.long()
+    starts = None if lengths is None else lengths.k.cu_seqlens.long()
     v_scales = row_scales(scales.v, inputs.v, blocks.kv, starts)
     v_scales = v.new_ones(v.shape[:-1]) if v_scales is None else v_scales.contiguous()
     if lengths is None:

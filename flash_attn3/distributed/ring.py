@@ -110,15 +110,16 @@ def ring_attention(
         >>> out = flash_attn3.distributed.ring_attention(*project(mine), causal=True)
     """
     name, *_ = exchange.named(_OP, group)
-    return attend_in_group(_OP, (q, k, v), name, dict(
+    both = attend_in_group(_OP, (q, k, v), name, dict(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         s_aux=s_aux, cu_seqlens=cu_seqlens, seqlen=seqlen, zigzag=zigzag,
-        deterministic=deterministic), return_attn_probs)
+        deterministic=deterministic))
+    return both if return_attn_probs else both[0]
 
 
-def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str, options: dict,
-                    return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """`ring_attention` in the group of this name. options: its other arguments."""
+def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
+                    options: dict) -> tuple[Tensor, Tensor]:
+    """(out, lse) of `ring_attention` in the group of this name. options: its other arguments."""
     q, k, v = tensors
     for x in (q, k, v):
         dtensors.reject(op, x)
@@ -144,9 +145,7 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
                checks.wants_determinism(options['deterministic']))
     out, lse = torch.ops.flash_attn3.fwd_ring(q, k, v, checks.sinks_of(options['s_aux'], q), starts,
                                               *own)
-    if is_packed:
-        out, lse = out.squeeze(0), lse.squeeze(0)
-    return (out, lse) if return_lse else out
+    return (out.squeeze(0), lse.squeeze(0)) if is_packed else (out, lse)
 
 
 # ----------------------------------------------------------------------------- checks and the plan

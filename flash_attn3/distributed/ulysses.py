@@ -70,16 +70,16 @@ def ulysses_attention(
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, -2) for x in (k, v))
     heads = q.size(-2) // ranks
-    result = ring.attend_in_group(
+    out, lse = ring.attend_in_group(
         _OP, tuple(_rows_of_heads(x, ranks, name) for x in (q, k, v)), ring_name, dict(
             softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
             s_aux=None if s_aux is None else s_aux[rank * heads:][:heads], cu_seqlens=cu_seqlens,
-            seqlen=seqlen, zigzag=zigzag, deterministic=deterministic), return_attn_probs)
+            seqlen=seqlen, zigzag=zigzag, deterministic=deterministic))
+    out = _heads_of_rows(out, ranks, name)
     if not return_attn_probs:
-        return _heads_of_rows(result, ranks, name)
-    out, lse = result
+        return out
     lse = _heads_of_rows(lse.transpose(-1, -2).unsqueeze(-1), ranks, name)
-    return _heads_of_rows(out, ranks, name), lse.squeeze(-1).transpose(-1, -2).contiguous()
+    return out, lse.squeeze(-1).transpose(-1, -2).contiguous()
 
 
 def _problem(tensors: tuple[Tensor, Tensor, Tensor], general: General, ranks: int) -> str:

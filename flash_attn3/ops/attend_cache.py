@@ -16,9 +16,9 @@ from torch import Tensor
 
 from flash_attn3 import _plan, env
 from flash_attn3.cpu import reference, reference_fp8
-from flash_attn3.ops import checks, library
+from flash_attn3.ops import checks, dense_and_varlen, library
 from flash_attn3.arguments import OPS, tuple_of
-from flash_attn3.ops.dense_and_varlen import score_of
+from flash_attn3.ops.dense_and_varlen import rank_of, score_of
 from flash_attn3.cpu.quantize import E4M3
 from flash_attn3.cpu.reference import Inputs, Outputs, Score
 from flash_attn3.cpu.reference_fp8 import Scales
@@ -185,7 +185,7 @@ def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
     if text:
         raise RuntimeError(text)
     if own.cu_seqlens_k is not None:
-        checks.check_contents('attend_cache', q, k, own)
+        dense_and_varlen.check_contents('attend_cache', q, k, own)
     elif own.seqused_q is not None:
         used = own.seqused_q.tolist()
         if problem := checks.sequences_problem('q', own.cu_seqlens_q.tolist(), used, q.size(0)):
@@ -503,7 +503,7 @@ def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, own: Append) ->
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
                  *arguments) -> tuple[Tensor, Tensor]:
     own = Attend(*arguments)
-    rank = 4 if own.cu_seqlens_q is None else 3
+    rank = rank_of(own)
     torch._check(q.dim() == rank, lambda: checks.error(
         'attend_cache', f'q to have {rank} dimensions', str(q.dim())))
     result = (q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=_out_dtype(q, own)) if out is None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flash_attn3 import arguments, env
+from flash_attn3 import arguments
 
 try:
     from flash_attn3 import _plan
@@ -115,27 +115,6 @@ def check_forward(tensors: Mapping[str, Tensor | None], *groups, **options) -> N
 def check_backward(tensors: Mapping[str, Tensor | None], *groups) -> None:
     """Raises RuntimeError if `bwd` cannot serve these arguments; with dq, dk and dv, `bwd_out`."""
     check_forward(tensors, *groups, check=_plan.check_backward)
-
-
-def check_contents(op: str, q: Tensor, k: Tensor, general) -> None:
-    """Raises RuntimeError for sequences that leave their tensors, or rows that leave a sequence.
-
-    Reads the lists, for which it waits for their device. Their shapes are right already.
-    """
-    if general.cu_seqlens_q is None:
-        return
-    for name, cu_seqlens, seqused, x in (
-            ('q', general.cu_seqlens_q, general.seqused_q, q),
-            ('k', general.cu_seqlens_k, general.seqused_k, k)):
-        used = [] if seqused is None else seqused.tolist()
-        if text := sequences_problem(name, cu_seqlens.tolist(), used, x.size(0)):
-            raise RuntimeError(error(op, *text))
-
-
-def check_cuda_contents(q: Tensor, k: Tensor, general) -> None:
-    """`check_contents` of CUDA tensors, where it is asked for; a CUDA graph cannot wait for it."""
-    if env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
-        check_contents('fwd', q, k, general)
 
 
 def sequences_problem(name: str, starts: list[int], used: list[int],

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flash_attn3 import env
 from flash_attn3.cpu import reference
 from flash_attn3.ops import checks, library
 from flash_attn3.arguments import OPS, select, tuple_of
-from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Outputs, Score
+from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Outputs, Score, Sequences
 
 LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
 
@@ -34,11 +35,14 @@ _TENSORS = tuple(argument.name for argument in select(*General._fields)
                  if argument.type == 'Tensor?')
 
 
-def general_of(q: Tensor, *, window_size: Sequence[int] | Tensor = (-1, -1),
+def general_of(q: Tensor, *lengths, window_size: Sequence[int] | Tensor = (-1, -1),
                s_aux: Tensor | None = None, **others) -> General:
-    """General from the arguments of a public function, which has other names for some."""
+    """General from the arguments of a public function, which has other names for some. lengths:
+    the first fields.
+    """
     left, right = checks.window_sides(window_size)
-    return General(window_left=left, window_right=right, sinks=checks.sinks_of(s_aux, q), **others)
+    return General(*lengths, window_left=left, window_right=right,
+                   sinks=checks.sinks_of(s_aux, q), **others)
 
 
 def split(arguments: tuple) -> tuple[General, Execution]:
@@ -74,9 +78,43 @@ def score_of(q: Tensor, general: General) -> Score:
     return Score(library.softmax_scale_of(q, general.softmax_scale), general.softcap, mask)
 
 
-def lengths_of(general: General) -> Lengths | None:
+def sequences_of(own: tuple) -> Lengths:
+    """The lists of lengths among the arguments of an op; they may be None."""
+    return Lengths(Sequences(own.cu_seqlens_q, own.seqused_q),
+                   Sequences(own.cu_seqlens_k, own.seqused_k))
+
+
+def lengths_of(own: tuple) -> Lengths | None:
     """Where the sequences of packed tensors lie, None for tensors with a batch."""
-    return None if general.cu_seqlens_q is None else Lengths(*general[:4])
+    return None if own.cu_seqlens_q is None else sequences_of(own)
+
+
+def rank_of(own: tuple) -> int:
+    """The dimensions of q: 3 with packed queries, else 4."""
+    return 4 if own.cu_seqlens_q is None else 3
+
+
+def is_plain(general: General) -> bool:
+    """Whether a call is softmax of scaled and masked scores of a batch, without anything more."""
+    return rank_of(general) == 4 and general.sinks is None and not general.softcap
+
+
+# ----------------------------------------------------------------------------------------- contents
+def check_contents(op: str, q: Tensor, k: Tensor, own: tuple) -> None:
+    """Raises RuntimeError for sequences that leave their tensors, or rows that leave a sequence.
+
+    Reads the lists, for which it waits for their device. Their shapes are right already.
+    """
+    for name, x, side in zip('qk', (q, k), lengths_of(own) or ()):
+        used = [] if side.seqused is None else side.seqused.tolist()
+        if text := checks.sequences_problem(name, side.cu_seqlens.tolist(), used, x.size(0)):
+            raise RuntimeError(checks.error(op, *text))
+
+
+def check_cuda_contents(q: Tensor, k: Tensor, own: tuple) -> None:
+    """`check_contents` of CUDA tensors, where it is asked for; a CUDA graph cannot wait for it."""
+    if env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+        check_contents('fwd', q, k, own)
 
 
 # ------------------------------------------------------------------------------ on any real tensors
@@ -99,7 +137,7 @@ def forward(tensors: dict[str, Tensor | None], general: General,
     """(out, lse, max_logits) of q, k and v, whatever the given out."""
     checks.check_forward(tensors, general, execution)
     q, k, v, *_ = tensors.values()
-    checks.check_contents('fwd', q, k, general)
+    check_contents('fwd', q, k, general)
     result, lse, row_max = attend(q, k, v, general, execution.return_max_logits)
     return result, lse, lse.new_empty(0) if row_max is None else row_max
 
@@ -124,7 +162,7 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
     general = from_backward(arguments)
     checks.check_backward(tensors, general)
     dout, dlse, q, k, v, out, lse, *_ = tensors.values()
-    checks.check_contents('bwd', q, k, general)
+    check_contents('bwd', q, k, general)
     inputs, score = Inputs(q, k, v, general.sinks), score_of(q, general)
     lengths, dtype = lengths_of(general), reference.wide_dtype(q.dtype)
     outputs = Outputs(out, lse)
@@ -138,7 +176,7 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
 # Fakes check only what they rely on; the rest is checked when real tensors arrive.
 def forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     general, execution = split(arguments)
-    rank = 4 if general.cu_seqlens_q is None else 3
+    rank = rank_of(general)
     for name, x in (('q', q), ('k', k), ('v', v)):
         torch._check(x.dim() == rank, lambda name=name, x=x: checks.error(
             'fwd', f'{name} to have {rank} dimensions {LAYOUTS[rank]}', str(x.dim())))

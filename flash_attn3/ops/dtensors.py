@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn3 import arguments
 from flash_attn3.ops import checks
+from flash_attn3.ops.dense_and_varlen import rank_of
 
 BATCH, HEADS, WHOLE = 'batch', 'heads', 'whole'
 
@@ -28,8 +30,8 @@ _INPUTS = {False: _Dims(0, 2), True: _Dims(None, 1)}    # q, k, v and out; True:
 _OTHER_RESULTS = {False: _Dims(0, 1), True: _Dims(None, 0)}    # lse, max_logits
 _SINKS = _Dims(None, 0)
 _SCALES = {False: _Dims(0, 1), True: _Dims(None, 1)}
-_SCALE_NAMES = ('q_descale', 'k_descale', 'v_descale')
-_LISTS = ('cu_seqlens_q', 'cu_seqlens_k', 'seqused_q', 'seqused_k')
+_SCALE_NAMES = arguments.names('scales')
+_LISTS = [x.name for x in arguments.select('lengths') if x.type == 'Tensor?']
 
 
 def is_dtensor(x: Tensor) -> bool:
@@ -70,7 +72,7 @@ def on_shards(call, compute: Callable) -> Tensor | tuple[Tensor | None, ...]:
     q, k, v, out = call.tensors
     if out is not None:
         raise NotImplementedError(checks.error(call.op, 'out to be None with DTensors', 'a tensor'))
-    is_packed = call.general.cu_seqlens_q is not None
+    is_packed = rank_of(call.general) == 3
     scales = () if call.of_fp8 is None else call.of_fp8.scales
     dims = {**dict.fromkeys('qkv', _INPUTS[is_packed]), 's_aux': _SINKS,
             **dict.fromkeys(_SCALE_NAMES, _SCALES[is_packed])}

@@ -7,7 +7,7 @@ registers the rest. `fwd_quantized` is made of the others on every device.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,10 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flash_attn3 import _plan
 from flash_attn3.cpu import quantize, reference_fp8
 from flash_attn3.ops import checks, dense_and_varlen, library
-from flash_attn3.arguments import names, tuple_of
+from flash_attn3.arguments import OPS, names, tuple_of
 from flash_attn3.ops.dense_and_varlen import Execution, General
 from flash_attn3.cpu.quantize import E4M3, KV_BLOCK, PER_HEAD, PER_TENSOR, Q_BLOCK
-from flash_attn3.cpu.reference import Inputs, Outputs
+from flash_attn3.cpu.reference import Inputs, Outputs, Sequences
 from flash_attn3.cpu.reference_fp8 import Scales
 
 Descale = Tensor | float | None    # None: 1; a number: one scale for all heads
@@ -60,6 +60,8 @@ _EXECUTION = len(Execution._fields) - 1
 # rotation. block_scales: a scale for each 64 rows of q and 384 of k and v; or per sequence and KV
 # head. rounded_backward: of the rounded tensors (fp8_gradients.py). promote: as in `Fp8`.
 Quantization = tuple_of('Quantization', __name__, 'quantization', 'promote')
+# What follows q, k and v in the schema of `quantize_qkv_fp8`.
+_Qkv = tuple_of('_Qkv', __name__, *OPS['quantize_qkv_fp8'].takes[1:])
 
 
 # ------------------------------------------------------------------------- checks of what is public
@@ -182,7 +184,7 @@ def problem_text(tensors: Sequence[Tensor | None], fp8: Fp8, arguments: General,
         execution, check=_plan.check_fp8, **options)
 
 
-def _check_quantize(x: Tensor, sequences: quantize.Sequences | None, block: int, group: int,
+def _check_quantize(x: Tensor, sequences: Sequences | None, block: int, group: int,
                     seed: int | None) -> None:
     lists = {} if sequences is None else sequences._asdict()
     given = {name: checks.describe(tensor) for name, tensor in dict(x=x, **lists).items()
@@ -206,23 +208,24 @@ def quantize_plainly(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tenso
     if cu_seqlens is None and seqused is not None:
         raise RuntimeError(checks.error('quantize_fp8', 'seqused only with cu_seqlens',
                                         'seqused alone'))
-    sequences = None if cu_seqlens is None else quantize.Sequences(cu_seqlens, seqused)
+    sequences = None if cu_seqlens is None else Sequences(cu_seqlens, seqused)
     _check_quantize(x, sequences, block, group, rotation_seed)
     rotation = None if rotation_seed is None else quantize.Rotation(rotation_seed, group)
     return quantize.quantize(x, rotation, block, group, sequences)
 
 
-def quantize_qkv_plainly(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
-                         seqused_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-                         seqused_k: Tensor | None = None, q_block: int = Q_BLOCK,
-                         kv_block: int = KV_BLOCK,
-                         rotation_seed: int | None = None) -> tuple[Tensor, ...]:
+def quantize_qkv_plainly(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, ...]:
     """The op `quantize_qkv_fp8` on any device, as `quantize_plainly`."""
-    of_q, of_k = (cu_seqlens_q, seqused_q), (cu_seqlens_k, seqused_k)
+    return _each_quantized(quantize_plainly, q, k, v, _Qkv(*arguments))
+
+
+def _each_quantized(quantize_one: Callable, q: Tensor, k: Tensor, v: Tensor,
+                    own: _Qkv) -> tuple[Tensor, ...]:
+    of_q, of_k = dense_and_varlen.sequences_of(own)
     group = q.size(-2) // max(1, k.size(-2))
-    return (*quantize_plainly(q, *of_q, q_block, group, rotation_seed),
-            *quantize_plainly(k, *of_k, kv_block, 1, rotation_seed),
-            *quantize_plainly(v, *of_k, kv_block, 1))
+    return (*quantize_one(q, *of_q, own.q_block, group, own.rotation_seed),
+            *quantize_one(k, *of_k, own.kv_block, 1, own.rotation_seed),
+            *quantize_one(v, *of_k, own.kv_block, 1))
 
 
 def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
@@ -240,7 +243,7 @@ def _forward_fp8(tensors: dict[str, Tensor | None], fp8: Fp8, own: General,
                  execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
     check(tuple(tensors.values()), fp8, own, execution)
     q, k, v, _ = tensors.values()
-    checks.check_contents('fwd', q, k, own)
+    dense_and_varlen.check_contents('fwd', q, k, own)
     result = attend(q, k, v, fp8.scales, own, execution.return_max_logits)
     row_max = result.lse.new_empty(0) if result.row_max is None else result.row_max
     return result.out.to(fp8.out_dtype), result.lse, row_max
@@ -272,8 +275,9 @@ def split(arguments: tuple) -> tuple[General, Execution, Quantization]:
 def quantize_inputs(q: Tensor, k: Tensor, v: Tensor, own: General,
                     quantization: Quantization) -> tuple[Tensor, ...]:
     """Values and scales of q, then of k and of v."""
-    return _quantize_qkv(q, k, v, own.cu_seqlens_q, own.seqused_q, own.cu_seqlens_k,
-                         own.seqused_k, *blocks_of(quantization), quantization.rotation_seed)
+    of_q, of_k = dense_and_varlen.sequences_of(own)
+    return _quantize_qkv(q, k, v, *of_q, *of_k, *blocks_of(quantization),
+                         quantization.rotation_seed)
 
 
 def blocks_of(quantization: Quantization) -> tuple[int, int]:
@@ -291,9 +295,9 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
     if not (q.is_meta or type(q) is FakeTensor):    # meta and fake tensors have fakes
         checks.check_forward(dict(q=q, k=k, v=v), own, execution)
         if q.is_cuda:
-            checks.check_cuda_contents(q, k, own)
+            dense_and_varlen.check_cuda_contents(q, k, own)
         else:
-            checks.check_contents('fwd', q, k, own)
+            dense_and_varlen.check_contents('fwd', q, k, own)
     parts = quantize_inputs(q, k, v, own, quantization)
     values, scales = parts[::2], parts[1::2]
     return _attend(*values, None, *own, *execution[:-1], *scales, q.dtype == torch.float16,
@@ -322,15 +326,8 @@ def _quantize_fake(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor 
     return x.new_empty(x.shape, dtype=E4M3), x.new_empty(shape, dtype=torch.float32)
 
 
-def _quantize_qkv_fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None,
-                       seqused_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-                       seqused_k: Tensor | None = None, q_block: int = Q_BLOCK,
-                       kv_block: int = KV_BLOCK,
-                       rotation_seed: int | None = None) -> tuple[Tensor, ...]:
-    group = q.size(-2) // max(1, k.size(-2))
-    return (*_quantize_fake(q, cu_seqlens_q, seqused_q, q_block, group),
-            *_quantize_fake(k, cu_seqlens_k, seqused_k, kv_block),
-            *_quantize_fake(v, cu_seqlens_k, seqused_k, kv_block))
+def _quantize_qkv_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, ...]:
+    return _each_quantized(_quantize_fake, q, k, v, _Qkv(*arguments))
 
 
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flash_attn3.ops import fp8
 from flash_attn3.ops.fp8 import Quantization
-from flash_attn3.ops.dense_and_varlen import General, from_backward
+from flash_attn3.ops.dense_and_varlen import General, from_backward, sequences_of
 from flash_attn3.cpu.quantize import PER_HEAD, pieces, row_scales
 from flash_attn3.cpu.reference import without_autocast
 
@@ -37,8 +37,8 @@ def round_inputs(q: Tensor, k: Tensor, v: Tensor, own: General,
     """What the forward took q, k and v for, rotated back, in their dtype; of any strides."""
     q8, q_scale, k8, k_scale, v8, v_scale = fp8.quantize_inputs(q, k, v, own, quantization)
     block_q, block_kv = fp8.blocks_of(quantization)
-    starts_q, starts_k = (None if x is None else x.long()
-                          for x in (own.cu_seqlens_q, own.cu_seqlens_k))
+    starts_q, starts_k = (None if side.cu_seqlens is None else side.cu_seqlens.long()
+                          for side in sequences_of(own))
     rows_q, rows_k, rows_v = (row_scales(*parts) for parts in (
         (q_scale, q8, block_q, starts_q), (k_scale, k8, block_kv, starts_k),
         (v_scale, v8, block_kv, starts_k)))

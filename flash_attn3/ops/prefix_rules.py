@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_attn3.arguments import names
 from flash_attn3.ops import checks
 from flash_attn3.ops.attend_cache import Attend
+from flash_attn3.ops.dense_and_varlen import rank_of
 from flash_attn3.cpu.quantize import E4M3
 
 _OP = 'flash_attn_with_kvcache'
@@ -42,7 +44,7 @@ def _problem(tensors: Tensors, own: Attend) -> tuple | None:
     count, is_paged = own.shared_prefix, own.page_table is not None
     if own.cache_leftpad is not None:
         return 'no cache_leftpad with shared_prefix', 'a tensor', 'shared keys start at slot 0'
-    if k.dim() != 4 or v.dim() != 4 or q.dim() != (4 if own.cu_seqlens_q is None else 3) or (
+    if k.dim() != 4 or v.dim() != 4 or q.dim() != rank_of(own) or (
             is_paged and own.page_table.dim() != 2):
         return None    # the op has an error for it
     if is_paged and k.size(1) > 0 and count % k.size(1) != 0:
@@ -63,7 +65,7 @@ def _length_problem(q: Tensor, own: Attend) -> tuple | None:
     if length < count:
         return f'cache_seqlens to be at least shared_prefix, {count}', str(length)
     after = length + own.appended - count
-    is_known = own.cu_seqlens_q is None and own.cu_seqlens_k_new is None
+    is_known = rank_of(own) == 4 and own.cu_seqlens_k_new is None
     is_masked = own.causal or own.tree_mask is not None
     if is_masked and is_known and after < q.size(1):
         return ('at least as many keys after the shared ones as queries, '
@@ -74,7 +76,7 @@ def _length_problem(q: Tensor, own: Attend) -> tuple | None:
 
 def descale_problem(own: Attend) -> tuple | None:
     """What is wrong with scales that differ by sequence: the kernel sees all queries as one."""
-    for name in ('q_descale', 'k_descale', 'v_descale')[:1 if _is_of_keys(own) else None]:
+    for name in names('scales')[:1 if _is_of_keys(own) else None]:
         scale = getattr(own, name)
         if scale is not None and scale.dim() == 2 and scale.size(0) > 1 and scale.stride(0) != 0:
             return (f'{name} to be the same for all sequences, with stride(0) == 0',

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3.ops import checks, derivatives, fp8, library
+from flash_attn3.ops import checks, dense_and_varlen, derivatives, fp8, library
 from flash_attn3.ops.autograd import SplitAttention
 from flash_attn3.ops.attend_cache import Attend
 from flash_attn3.ops.fp8 import Fp8
@@ -83,7 +83,7 @@ def _gains(call: Call) -> bool:
     """Whether splitting the keys pays, and the call allows it."""
     q, k, v, out = call.tensors
     general, of_fp8 = call.general, call.of_fp8
-    rank = 4 if general.cu_seqlens_q is None else 3
+    rank = dense_and_varlen.rank_of(general)
     scales = () if of_fp8 is None else of_fp8.scales
     if (q.dim() != rank or k.dim() != rank or call.execution.return_max_logits
             or (of_fp8 is not None and of_fp8.promote)
@@ -121,7 +121,7 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
     if of_fp8 is not None:
         fp8.reject_missing(call.op, q, False)
     if not is_compiling():
-        checks.check_cuda_contents(q, k, general)
+        dense_and_varlen.check_cuda_contents(q, k, general)
     needs_grad = checks.needs_grad(q, k, v, *scales, general.sinks)
     own = attend_arguments(call, num_splits, return_lse or needs_grad)
     k, v = _aligned(k), _aligned(v)
@@ -175,15 +175,15 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _cleared(out: Tensor, lse: Tensor, general: General) -> tuple[Tensor, Tensor]:
     """out and lse with 0 and -inf in rows that belong to no sequence; the kernel skips them."""
-    starts = general.cu_seqlens_q
+    starts, used = dense_and_varlen.sequences_of(general).q
     if starts is None or not out.is_cuda:
         return out, lse
     rows = torch.arange(out.size(0), device=out.device, dtype=torch.int32)
     after = torch.searchsorted(starts, rows, right=True)    # starts at or before the row
     batch = starts.numel() - 1
     unused = after > batch
-    if general.seqused_q is not None and batch > 0:
+    if used is not None and batch > 0:
         sequence = (after - 1).clamp(max=batch - 1)
-        unused |= rows - starts[sequence] >= general.seqused_q[sequence]
+        unused |= rows - starts[sequence] >= used[sequence]
     out.masked_fill_(unused[:, None, None], 0)
     return out, lse.masked_fill_(unused, -torch.inf) if lse.numel() else lse

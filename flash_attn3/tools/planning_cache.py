@@ -66,8 +66,7 @@ def on_meta(given: Mapping, sizes: Mapping, dtype: torch.dtype | str) -> dict:
 def _plan_of(call: Mapping, own: Attend, gpu: Mapping[str, int]) -> dict:
     """How the op would run; only the key 'reason' if no kernel fits."""
     tensors = {'q': call['q'], 'k': call['k_cache'], 'v': call['v_cache'], 'out': call['out']}
-    return checks.problem_text(tensors, own._replace(shared_prefix=0), gpu, rules_of='cuda',
-                               check=_plan.plan_cache)
+    return checks.problem_text(tensors, own, gpu, rules_of='cuda', check=_plan.plan_cache)
 
 
 # ------------------------------------------------------------------------------------ real tensors

@@ -9,7 +9,7 @@ import torch
 
 from flash_attn3 import (can_use, env, flash_attn_func, flash_attn_qkvpacked_func,
                          flash_attn_varlen_func)
-from flash_attn3.ops import checks
+from flash_attn3.ops import dense_and_varlen
 from flash_attn3.ops.dense_and_varlen import General
 
 from tests.support import bad_inputs
@@ -211,12 +211,12 @@ def test_contents_on_a_gpu_are_read_on_request(is_on, monkeypatch):
     monkeypatch.setattr(env, 'CHECK_CONTENTS', is_on)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
     read = []
-    monkeypatch.setattr(checks, 'check_contents', lambda *args: read.append(args))
+    monkeypatch.setattr(dense_and_varlen, 'check_contents', lambda *args: read.append(args))
     arguments = packed()
     q, k = arguments['q'].as_subclass(_OnGpu), arguments['k']
     general = General(arguments['cu_seqlens_q'], arguments['cu_seqlens_k'])
-    checks.check_cuda_contents(q, k, general)
+    dense_and_varlen.check_cuda_contents(q, k, general)
     assert len(read) == is_on
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
-    checks.check_cuda_contents(q, k, general)
+    dense_and_varlen.check_cuda_contents(q, k, general)
     assert len(read) == is_on

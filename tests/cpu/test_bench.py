@@ -13,6 +13,7 @@ from flash_attn3 import bench
 from flash_attn3.cpu import reference
 from flash_attn3.bench import Contender, Shape
 from flash_attn3.bench.__main__ import main
+from tests.support.lists import lengths_of
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ def right_result(shape: Shape, inputs: tuple[torch.Tensor, ...]):
     packed = ()
     if shape.lengths:
         starts = torch.tensor([0, *shape.lengths]).cumsum(0)
-        packed = (reference.Lengths(starts, starts),)
+        packed = (lengths_of(starts, starts),)
     if not dout:
         attend = reference.attend_packed if packed else reference.attend
         return attend(wide, score_of(shape), *packed).out

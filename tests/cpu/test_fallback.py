@@ -30,7 +30,8 @@ def quiet(monkeypatch):
 def test_results_and_gradients(seqlens, causal, quiet):
     case = Case(*seqlens, head_dim=8, heads_q=4, heads_k=2, dtype='fp64')
     q, k, v = (x.requires_grad_() for x in case.tensors('cpu'))
-    out, lse = fallback.attention(q, k, v, 0.3, causal, return_lse=True)
+    general = General(softmax_scale=0.3, causal=causal)
+    out, lse, _ = fallback.attention(q, k, v, general, True)
     expected = reference.forward(q.detach(), k.detach(), v.detach(), 0.3, causal)
     torch.testing.assert_close((out, lse), expected)
     assert out.is_contiguous()
@@ -48,14 +49,14 @@ def test_results_and_gradients(seqlens, causal, quiet):
 
 def test_no_lse_unless_asked_for(quiet):
     q, k, v = Case(8, 8, dtype='fp32').tensors('cpu')
-    assert fallback.attention(q, k, v, 0.3, False, return_lse=False)[1] is None
+    assert fallback.attention(q, k, v, General(), False)[1] is None
 
 
 def test_autocast_leaves_the_lse_alone(quiet):
     q, k, v = Case(8, 8, dtype='fp32').tensors('cpu')
-    _, expected = fallback.attention(q, k, v, 0.3, True, return_lse=True)
+    _, expected, _ = fallback.attention(q, k, v, General(causal=True), True)
     with torch.autocast('cpu', torch.bfloat16):
-        _, lse = fallback.attention(q, k, v, 0.3, True, return_lse=True)
+        _, lse, _ = fallback.attention(q, k, v, General(causal=True), True)
     assert torch.equal(lse, expected)
 
 
@@ -64,10 +65,10 @@ def test_one_warning_that_names_the_device(monkeypatch):
     q, k, v = Case(8, 8, dtype='fp32').tensors('cpu')
     with pytest.warns(UserWarning, match=r'expected a Hopper GPU and its kernels, got cpu .*'
                                          'scaled_dot_product_attention is used instead'):
-        fallback.attention(q, k, v, 0.3, False, return_lse=False)
+        fallback.attention(q, k, v, General(), False)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        fallback.attention(q, k, v, 0.3, False, return_lse=False)
+        fallback.attention(q, k, v, General(), False)
 
 
 class _OnOtherGpu(torch.Tensor):
@@ -178,9 +179,9 @@ def test_packed_sequences(options, quiet, monkeypatch):
 def test_half_precision_is_computed_in_float32(quiet):
     inputs = by_row.random_inputs((2, 9, 4, 8), (2, 9, 2, 8), 8, True).to(torch.bfloat16)
     general = General(sinks=inputs.s_aux.float(), softcap=3.0)
-    got = fallback.general_attention(*inputs[:3], general, True, False)
+    got = fallback.attention(*inputs[:3], general, True)
     wanted = flash_attn_func(*inputs[:3], s_aux=inputs.s_aux, softcap=3.0, return_attn_probs=True)
-    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1]) and got[2] is None
+    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
 
 
 def test_wrong_arguments_are_named_there_too(quiet, monkeypatch):

@@ -24,7 +24,7 @@ from tests.cpu.drawn import examples
 from tests.support import compare, derivative_calls
 from tests.support.fp8_data import (E4M3, check_fp8, check_gradients, descales, given_gradients,
                                     quantize_all)
-from tests.support.lists import ints, starts
+from tests.support.lists import ints, lengths_of, starts
 
 OPTIONS = {
     'full': {}, 'causal': {'causal': True}, 'window': {'window_size': (9, 3)},
@@ -106,7 +106,7 @@ def test_packed(granularity, options):
         x[cu[-1]:] = torch.nan
     options = with_sinks(options, 4)
     results = flash_attn_varlen_func(*values, **lists, **descales(scales), **options, **BOTH)
-    lengths = Lengths(*(lists[name] for name in LENGTH_NAMES))
+    lengths = lengths_of(*(lists[name] for name in LENGTH_NAMES))
     check_results(results, Inputs(*values, options.get('s_aux')), scales, score_of(options, 32),
                   lengths)
 
@@ -346,7 +346,7 @@ def test_packed_in_one_call():
     assert torch.equal(out, expected[0]) and torch.equal(max_logits, expected[2])
     weights = torch.randn_like(out)
     gradients = torch.autograd.grad(out, leaves, weights)
-    lengths = Lengths(*(lists[name] for name in LENGTH_NAMES))
+    lengths = lengths_of(*(lists[name] for name in LENGTH_NAMES))
     wanted = [torch.zeros_like(x, dtype=torch.float64) for x in leaves]
     for rows, keys in lengths.slices():
         one = Inputs(leaves[0][None, rows], *(x[None, keys] for x in leaves[1:]))

@@ -7,10 +7,11 @@ from flash_attn3.cpu import quantize, reference_fp8
 from flash_attn3.ops import fp8_gradients
 from flash_attn3.ops.fp8 import Quantization
 from flash_attn3.ops.dense_and_varlen import General
-from flash_attn3.cpu.reference import Inputs, Lengths
+from flash_attn3.cpu.reference import Inputs
 
 from tests.cpu.test_fp8 import (EVERY_OPTION, LENGTH_NAMES, packed, score_of, tensors, with_sinks)
 from tests.support.fp8_data import check_gradients, given_gradients, quantize_all
+from tests.support.lists import lengths_of
 
 TENSORS = 'q', 'k', 'v'
 
@@ -18,7 +19,7 @@ TENSORS = 'q', 'k', 'v'
 def rounded(inputs, general: General, granularity: str, seed: int | None) -> list[torch.Tensor]:
     """In float64: the values with their scales, rotated back."""
     pairs = ((general.cu_seqlens_q, general.seqused_q), (general.cu_seqlens_k, general.seqused_k))
-    lengths = None if general.cu_seqlens_q is None else Lengths(*general[:4])
+    lengths = None if general.cu_seqlens_q is None else lengths_of(*general[:4])
     values, scales = quantize_all(*inputs, granularity, seed is not None, seed or 0, pairs)
     q, k, v, _ = reference_fp8.dequantize(Inputs(*values), scales, lengths, torch.float64)
     if seed is None:
@@ -76,7 +77,7 @@ def test_packed_is_each_sequence_alone():
     out = flash_attn_varlen_fp8_func(*leaves, **lists, causal=True, fp8_backward='rounded')
     weights = torch.randn_like(out)
     gradients = torch.autograd.grad(out, leaves, weights)
-    for rows, keys in Lengths(*(lists[name] for name in LENGTH_NAMES)).slices():
+    for rows, keys in lengths_of(*(lists[name] for name in LENGTH_NAMES)).slices():
         one = [x.detach()[None, part].requires_grad_()
                for x, part in zip(inputs, (rows, keys, keys))]
         alone = flash_attn_fp8_func(*one, causal=True, fp8_backward='rounded')

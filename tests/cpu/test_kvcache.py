@@ -37,7 +37,7 @@ def scaled(case: CacheCase, inputs: Inputs, lengths: Lengths, arguments: dict) -
     for name, scale in zip('qkv', scales_of(arguments)):
         if case.wide == E4M3 and scale is not None:
             x = getattr(wide, name)
-            counts = ints(case.queries) if name == 'q' else lengths.cu_seqlens_k.diff()
+            counts = ints(case.queries) if name == 'q' else lengths.k.cu_seqlens.diff()
             heads = scale.double().repeat_interleave(x.size(1) // scale.size(1), 1)
             wide = wide._replace(**{name: x * heads.repeat_interleave(counts, 0)[..., None]})
     return wide

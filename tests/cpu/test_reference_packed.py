@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flash_attn3.cpu import reference
-from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
+from flash_attn3.cpu.reference import Inputs, Mask, Score
 
 from tests.cpu import by_row
 from tests.cpu.drawn import examples
-from tests.support.lists import ints, starts
+from tests.support.lists import ints, lengths_of, starts
 
 SCORE = Score(0.7, 2.0, Mask(causal=True, window=(6, -1)))
 # A sequence: rows of q and k, then how many of each are used, as a share of 4.
@@ -25,10 +25,9 @@ def packed_inputs(total_q, total_k, sinks=True):
 def rows_of(lengths):
     """[(rows of q, rows of k)], written out from the definition."""
     result = []
-    for b in range(len(lengths.cu_seqlens_q) - 1):
+    for b in range(len(lengths.q.cu_seqlens) - 1):
         pair = []
-        for cu, used in ((lengths.cu_seqlens_q, lengths.seqused_q),
-                         (lengths.cu_seqlens_k, lengths.seqused_k)):
+        for cu, used in lengths:
             count = int(cu[b + 1] - cu[b]) if used is None else int(used[b])
             pair.append(list(range(int(cu[b]), int(cu[b]) + count)))
         result.append(pair)
@@ -62,7 +61,7 @@ def test_packed_is_each_sequence_alone(batch, use_q, use_k, sinks, score):
     lengths_q, lengths_k = [one[0] for one in batch], [one[1] for one in batch]
     used_q = ints([one[0] * one[2] // 4 for one in batch]) if use_q else None
     used_k = ints([one[1] * one[3] // 4 for one in batch]) if use_k else None
-    lengths = Lengths(starts(lengths_q), starts(lengths_k), used_q, used_k)
+    lengths = lengths_of(starts(lengths_q), starts(lengths_k), used_q, used_k)
     check_packed(packed_inputs(sum(lengths_q), sum(lengths_k), sinks), lengths, score)
 
 
@@ -70,7 +69,7 @@ def test_packed_is_the_definition():
     """Against the definition row by row, on its own way to the rows."""
     lengths_q, lengths_k = [3, 0, 5, 2], [4, 3, 2, 0]
     inputs = packed_inputs(10, 9)
-    packed = Lengths(starts(lengths_q), starts(lengths_k))
+    packed = lengths_of(starts(lengths_q), starts(lengths_k))
     out, lse, _ = reference.attend_packed(inputs, SCORE, packed)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     got = reference.attend_packed_backward(dout, dlse, inputs, SCORE, packed)
@@ -90,7 +89,7 @@ def test_packed_is_the_definition():
 
 def test_rows_that_do_not_count_are_never_read():
     """NaN there, behind the last sequence too, in inputs and gradients, changes no bit."""
-    lengths = Lengths(starts([4, 5, 3]), starts([6, 2, 4]), ints([3, 0, 3]), ints([5, 2, 0]))
+    lengths = lengths_of(starts([4, 5, 3]), starts([6, 2, 4]), ints([3, 0, 3]), ints([5, 2, 0]))
     inputs = packed_inputs(14, 13)
     out, lse, _ = clean = reference.attend_packed(inputs, SCORE, lengths, with_row_max=True)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
@@ -113,7 +112,7 @@ def test_rows_that_do_not_count_are_never_read():
 def test_used_lengths_align_the_mask():
     """The last used row sees the last used key, wherever the slots end."""
     inputs = packed_inputs(6, 8, sinks=False)
-    lengths = Lengths(ints([0, 6]), ints([0, 8]), ints([2]), ints([3]))
+    lengths = lengths_of(ints([0, 6]), ints([0, 8]), ints([2]), ints([3]))
     out, _, _ = reference.attend_packed(inputs, Score(0.7, mask=Mask(window=(0, 0))), lengths)
     expected = inputs.v[1:3].repeat_interleave(2, dim=1)    # row 0 sees key 1, row 1 sees key 2
     torch.testing.assert_close(out[:2], expected)
@@ -123,11 +122,11 @@ def test_used_lengths_align_the_mask():
                                                   ([2, 1], [0, 0])], ids=str)
 def test_nothing_to_do(lengths_q, lengths_k):
     check_packed(packed_inputs(sum(lengths_q), sum(lengths_k)),
-                 Lengths(starts(lengths_q), starts(lengths_k)), SCORE)
+                 lengths_of(starts(lengths_q), starts(lengths_k)), SCORE)
 
 
 def test_backward_without_dlse_is_that_of_zero():
-    inputs, lengths = packed_inputs(7, 9), Lengths(ints([0, 4, 7]), ints([0, 3, 9]))
+    inputs, lengths = packed_inputs(7, 9), lengths_of(ints([0, 4, 7]), ints([0, 3, 9]))
     dout = torch.randn(7, 4, 5, dtype=torch.float64)
     zero = torch.zeros(4, 7, dtype=torch.float64)
     for a, b in zip(reference.attend_packed_backward(dout, None, inputs, SCORE, lengths),
@@ -138,7 +137,7 @@ def test_backward_without_dlse_is_that_of_zero():
 def test_sums_of_the_sink_are_rounded_once():
     """Many sequences in bfloat16: ds_aux is added up in the compute dtype."""
     inputs = packed_inputs(100, 100).to(torch.bfloat16)
-    lengths = Lengths(starts([1] * 100), starts([1] * 100))
+    lengths = lengths_of(starts([1] * 100), starts([1] * 100))
     dlse = torch.ones(4, 100)
     dout = torch.zeros(100, 4, 5, dtype=torch.bfloat16)
     got = reference.attend_packed_backward(dout, dlse, inputs, SCORE, lengths, torch.float32)
@@ -150,7 +149,7 @@ def test_sums_of_the_sink_are_rounded_once():
 
 def test_autograd_goes_through_packed():
     inputs = Inputs(*(x.requires_grad_() for x in packed_inputs(7, 9)))
-    lengths = Lengths(ints([0, 3, 7]), ints([0, 3, 9]), seqused_k=ints([3, 5]))
+    lengths = lengths_of(ints([0, 3, 7]), ints([0, 3, 9]), seqused_k=ints([3, 5]))
     out, lse, _ = reference.attend_packed(inputs, SCORE, lengths)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     expected = torch.autograd.grad((out, lse), inputs, (dout, dlse))

@@ -15,6 +15,7 @@ from flash_attn3.cpu.reference_fp8 import Scales
 from tests.support import compare
 from tests.support.fp8_data import check_fp8, check_fp8_lse, descales, quantize_all
 from tests.support.general_cases import GeneralCase
+from tests.support.lists import lengths_of
 
 
 @dataclasses.dataclass
@@ -34,7 +35,7 @@ class Call:
     @property
     def lengths(self) -> Lengths | None:
         names = 'cu_seqlens_q', 'cu_seqlens_k', 'seqused_q', 'seqused_k'
-        return Lengths(*map(self.lists.get, names)) if self.lists else None
+        return lengths_of(*map(self.lists.get, names)) if self.lists else None
 
     def check(self, results: tuple[Tensor, Tensor]) -> None:
         own = self.inputs, self.scales, self.case.score, self.lengths

@@ -22,6 +22,7 @@ from flash_attn3.integrations import transformers as integration
 
 from tests.support import compare
 from tests.support.checkout import ROOT
+from tests.support.lists import lengths_of
 from tests.support.ran import Ran
 
 transformers = pytest.importorskip('transformers', reason='the contract is with transformers')
@@ -111,7 +112,7 @@ def plain_attention(patch: pytest.MonkeyPatch) -> Iterator[None]:
               window_size=(-1, -1), **_others):
         mask = reference.Mask(causal, tuple(window_size))
         score = reference.Score(softmax_scale or q.size(-1) ** -0.5, mask=mask)
-        lengths = reference.Lengths(cu_seqlens_q, cu_seqlens_k)
+        lengths = lengths_of(cu_seqlens_q, cu_seqlens_k)
         return reference.attend_packed(reference.Inputs(q, k, v), score, lengths).out
 
     with patch.context() as inner:

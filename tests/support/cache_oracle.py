@@ -27,7 +27,7 @@ from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests.support import compare, fp8_data
 from tests.support.cache_cases import E4M3, CacheCase, Returned, as_bits, call, copied, pages_of
-from tests.support.lists import starts
+from tests.support.lists import lengths_of, starts
 
 # Two candidates of a rotated element, relative to the sum of its terms.
 TIES = {torch.float64: 2.0 ** -50, torch.float32: 2.0 ** -21}
@@ -214,8 +214,8 @@ def inputs_of(case: CacheCase, arguments: dict) -> tuple[Inputs, Lengths, Tensor
     firsts = [min(first, end) for first, end in filled]
     found = places(case, arguments)
     k, v = (gathered(arguments[name], found, firsts) for name in ('k_cache', 'v_cache'))
-    lengths = Lengths(starts(case.queries, device),
-                      starts([end - first for first, (_, end) in zip(firsts, filled)], device))
+    lengths = lengths_of(starts(case.queries, device),
+                         starts([end - first for first, (_, end) in zip(firsts, filled)], device))
     rotated = rotate(case, arguments, q, query_positions(case, device))
     if case.kv8 and case.latent:
         if 'v_descale' in arguments:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from flash_attn3 import distributed, flash_attn_func, flash_attn_varlen_func
 from flash_attn3.cpu import reference
-from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
+from flash_attn3.cpu.reference import Inputs, Mask, Score
+from tests.support.lists import lengths_of
 
 DOCUMENTS = (0, 3, 3, 17, 20, 41)
 
@@ -133,7 +134,7 @@ def plain(case: Case, tensors: Drawn, lse: Tensor) -> list[Tensor]:
         gradients = reference.attend_backward(tensors.dout, dlse, inputs, score)
     else:
         starts = torch.tensor(options['cu_seqlens'])
-        lengths = Lengths(starts, starts)
+        lengths = lengths_of(starts, starts)
         out = reference.attend_packed(inputs, score, lengths).out
         gradients = reference.attend_packed_backward(tensors.dout, dlse, inputs, score, lengths)
     return [out, lse, *(x for x in gradients if x is not None)]

@@ -18,7 +18,7 @@ from flash_attn3.cpu.reference_fp8 import Scales
 from tests.support import compare, fp8_data
 from tests.support.cache_cases import E4M3, NOWHERE, as_bits
 from tests.support.cases import DTYPES
-from tests.support.lists import ints, starts
+from tests.support.lists import ints, lengths_of, starts
 
 
 @dataclass
@@ -113,8 +113,8 @@ class LevelCase:
     def expected(self) -> tuple[Inputs, Lengths, Score]:
         """All keys of each sequence behind one another."""
         device = self.rows.device
-        lengths = Lengths(starts(self.queries, device),
-                          starts([len(k) for k, _ in self.keys], device))
+        lengths = lengths_of(starts(self.queries, device),
+                             starts([len(k) for k, _ in self.keys], device))
         k, v = (torch.cat([as_bits(one[i]) for one in self.keys]).view(self.rows.dtype)
                 for i in (0, 1))
         score = Score(self.head_dim ** -0.5, self.softcap, Mask(self.causal))

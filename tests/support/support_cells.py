@@ -20,7 +20,7 @@ from flash_attn3.cpu.reference_fp8 import Scales
 
 from tests.support import compare, fp8_data
 from tests.support.bad_inputs import UNSUPPORTED
-from tests.support.lists import starts
+from tests.support.lists import lengths_of, starts
 from tests.support.support_matrix import COLUMNS, FEATURES, Feature
 
 
@@ -166,8 +166,8 @@ def _inputs(arguments: dict) -> Inputs:
 
 
 def _lengths(arguments: dict) -> Lengths:
-    return Lengths(*(arguments.get(name) for name in ('cu_seqlens_q', 'cu_seqlens_k', 'seqused_q',
-                                                      'seqused_k')))
+    return lengths_of(*map(arguments.get, ('cu_seqlens_q', 'cu_seqlens_k', 'seqused_q',
+                                           'seqused_k')))
 
 
 def _check_fp8(cell: Cell, arguments: dict, results: dict[str, Tensor]) -> None:
