@@ -22,6 +22,7 @@ from torch import Tensor
 
 import flash_attn3
 from flash_attn3.cpu import reference
+from flash_attn3.cpu.reference import Inputs, Mask, Score
 from flash_attn3.tools import planning
 
 HEAD_DIM = 128
@@ -70,8 +71,8 @@ def exact_heads(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Iterator[tuple
         for h in range(q.size(2)):
             heads = ((q, h), (k, h // group), (v, h // group))
             one = (x[b:b + 1, :, head:head + 1].double() for x, head in heads)
-            exact, _ = reference.forward(*one, HEAD_DIM ** -0.5, causal)
-            yield b, h, exact[0, :, 0]
+            score = Score(HEAD_DIM ** -0.5, mask=Mask(causal))
+            yield b, h, reference.attend(Inputs(*one), score).out[0, :, 0]
 
 
 def largest_errors(outs: list[Tensor], inputs: list[Tensor],

@@ -17,7 +17,7 @@ from flash_attn3.cpu import fallback
 from flash_attn3.ops import (checks, dense_and_varlen, derivatives, dtensors, fp8, library,
                              splits)
 from flash_attn3.ops.autograd import Attention, GeneralAttention, PackedAttention
-from flash_attn3.ops.fp8 import Descale, Fp8
+from flash_attn3.ops.fp8 import Descale
 from flash_attn3.ops.dense_and_varlen import Execution, General
 from flash_attn3.api.packing import unpack
 from flash_attn3.ops.splits import Call
@@ -309,15 +309,14 @@ def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Te
     if dtensors.is_dtensor(tensors[0]):
         return dtensors.on_shards(call, lambda shard: _general(shard, return_lse, num_splits))
     *_, out = tensors
-    scales = () if of_fp8 is None else of_fp8.scales
-    if out is not None and checks.needs_grad(*tensors, *scales, general.sinks):
-        raise RuntimeError(checks.gradient_with_out_text(op, **_named(tensors, scales, general)))
+    if out is not None and call.needs_grad():
+        raise RuntimeError(checks.gradient_with_out_text(op, **call.named()))
     if num_splits != 1:
         results = splits.attention(call, num_splits, return_lse)
     elif of_fp8 is None:
         results = _general_attention(tensors, general, execution, return_lse)
     else:
-        results = _fp8_attention(op, tensors, of_fp8, general, execution)
+        results = _fp8_attention(call)
     return asked_for(results, return_lse, execution.return_max_logits)
 
 
@@ -330,29 +329,20 @@ def asked_for(results: tuple[Tensor, Tensor | None, Tensor | None], return_lse: 
     return (result, lse, max_logits) if return_lse else (result, max_logits)
 
 
-def _named(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
-           scales: tuple[Tensor | None, ...], general: General) -> dict[str, Tensor | None]:
-    """The tensors that may require grad, by name."""
-    return {**dict(zip(('q', 'k', 'v', 'out'), tensors)), 's_aux': general.sinks,
-            **dict(zip(('q_descale', 'k_descale', 'v_descale'), scales))}
-
-
-def _fp8_attention(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], of_fp8: Fp8,
-                   general: General, execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
+def _fp8_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logits) of e4m3 tensors. Their backward raises an error."""
-    q, k, v, out = tensors
-    scales, out_dtype, promote = of_fp8
+    op, (q, k, v, out), general, execution, of_fp8 = call
     fp8.reject_missing(op, q, execution.return_max_logits)
-    derivatives.reject_forward_mode(*tensors, *scales, general.sinks)
+    call.reject_forward_mode()
     if not is_compiling():
         dense_and_varlen.check_cuda_contents(q, k, general)
-    arguments = (q, k, v, out, *general, *execution[:-1], *scales, out_dtype == torch.float16,
-                 promote)
+    arguments = (q, k, v, out, *general, *execution[:-1], *of_fp8.scales,
+                 of_fp8.out_dtype == torch.float16, of_fp8.promote)
     if out is not None:
         return out, *_attend(*arguments)[1:]
-    if not checks.needs_grad(q, k, v, *scales, general.sinks):
+    if not call.needs_grad():
         return _attend(*arguments)
-    text = fp8.gradient_text(op, **_named(tensors, scales, general))
+    text = fp8.gradient_text(op, **call.named())
     result, lse, max_logits = derivatives.Refusal.apply(text, _attend, *arguments)
     return result, lse, max_logits.detach()
 

@@ -2,9 +2,8 @@
 
 Called by `library.py` (CPU tensors), `fallback.py` and the tests (usually in float64, on any
 device). Memory is that of the scores: (batch, heads_q, seqlen_q, seqlen_k) of the compute dtype.
-`forward` and `backward` know a scale and causal; `attend` and `attend_backward` every variant of
-the scores that `Score` and `Mask` describe; `attend_packed` and `attend_packed_backward` the same
-for sequences of several lengths in one tensor.
+`attend` and `attend_backward` know every variant of the scores that `Score` and `Mask` describe;
+`attend_packed` and `attend_packed_backward` also sequences of several lengths in one tensor.
 
 What it defines, and what the kernels must agree with:
 - Causal and windows are aligned bottom-right: query i stands at key i + seqlen_k - seqlen_q.
@@ -191,44 +190,10 @@ def without_autocast(function: Callable) -> Callable:
     return wrapped
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool,
-            compute_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """softmax(softmax_scale * q k^T) v and the log of its denominator (arXiv 2407.08608, 2.2).
-
-    Args:
-        q, k, v: dense, as in `Inputs`.
-        softmax_scale: factor on q k^T.
-        causal: mask the keys past the diagonal that ends in the bottom-right corner.
-        compute_dtype: dtype of every step in between; default: the dtype of q.
-
-    Returns:
-        out, lse: as in `Outputs`.
-    """
-    score = Score(softmax_scale, mask=Mask(causal))
-    return attend(Inputs(q, k, v), score, compute_dtype)[:2]
-
-
-def backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-             softmax_scale: float, causal: bool, compute_dtype: torch.dtype | None = None,
-             ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `forward`, everything recomputed from the inputs.
-
-    Args:
-        dout: gradient of out, (batch, seqlen_q, heads_q, head_dim_v).
-        dlse: gradient of lse, (batch, heads_q, seqlen_q), or None for zero.
-        q, k, v, softmax_scale, causal, compute_dtype: as in `forward`.
-
-    Returns:
-        dq, dk, dv: shapes and dtypes of q, k, v; contiguous.
-    """
-    score = Score(softmax_scale, mask=Mask(causal))
-    return attend_backward(dout, dlse, Inputs(q, k, v), score, compute_dtype)[:3]
-
-
 @without_autocast
 def attend(inputs: Inputs, score: Score, compute_dtype: torch.dtype | None = None,
            with_row_max: bool = False) -> Outputs:
-    """softmax(logits) v over the keys and, if there is one, the sink.
+    """softmax(logits) v over the keys and, if there is one, the sink (arXiv 2407.08608, 2.2).
 
     Args:
         inputs: dense tensors.

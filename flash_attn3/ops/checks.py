@@ -29,6 +29,9 @@ _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NUMBERS = {argument.name for argument in arguments.ARGUMENTS
             if not argument.type.startswith('Tensor')}
 
+# Arguments that only some calls may have.
+_FOR_OTHERS = arguments.names('latent', 'scales')
+
 # The GPU that checks and plans assume where there is none: H100 and H200 SXM.
 HOPPER_SM_COUNT = 132
 HOPPER_L2_BYTES = 50 << 20
@@ -197,14 +200,14 @@ def wants_determinism(deterministic: bool) -> bool:
     return deterministic or torch.are_deterministic_algorithms_enabled()
 
 
-def unsupported(op: str = 'flash_attn_func', *, qv=None, q_descale=None, k_descale=None,
-                v_descale=None) -> list[str]:
+def unsupported(op: str = 'flash_attn_func', **given) -> list[str]:
     """One error text for each argument that asks for something this version does not have."""
-    asked = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if unknown := set(given) - {*_FOR_OTHERS}:
+        raise TypeError(f'unexpected argument {min(unknown)!r}')
     return [error(op, f'{name} to be None', 'a tensor' if isinstance(got, Tensor) else repr(got),
                   'it applies to float8_e4m3fn inputs only' if name.endswith('_descale') else
                   'only flash_attn_with_kvcache supports it, for absorbed MLA')
-            for name, got in asked.items() if got is not None]
+            for name, got in given.items() if got is not None]
 
 
 def reject_unsupported(op: str, **arguments) -> None:

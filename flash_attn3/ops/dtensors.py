@@ -69,22 +69,20 @@ def on_shards(call, compute: Callable) -> Tensor | tuple[Tensor | None, ...]:
             shards do not divide.
         NotImplementedError: out is given.
     """
-    q, k, v, out = call.tensors
+    q, *_, out = call.tensors
     if out is not None:
         raise NotImplementedError(checks.error(call.op, 'out to be None with DTensors', 'a tensor'))
     is_packed = rank_of(call.general) == 3
-    scales = () if call.of_fp8 is None else call.of_fp8.scales
     dims = {**dict.fromkeys('qkv', _INPUTS[is_packed]), 's_aux': _SINKS,
             **dict.fromkeys(_SCALE_NAMES, _SCALES[is_packed])}
-    given = {'q': q, 'k': k, 'v': v, 's_aux': call.general.sinks, **dict(zip(_SCALE_NAMES, scales))}
-    tensors = {name: x for name, x in given.items() if x is not None}
+    tensors = {name: x for name, x in call.named().items() if x is not None}
     _check_tensors(call.op, tensors)
     parts = [_part(call.op, tensors, dims, axis) for axis in range(q.device_mesh.ndim)]
     _check_heads(call.op, tensors, dims, parts)
     local = {name: _shard(x, dims[name], parts) for name, x in tensors.items()}
     lists = {name: _whole_list(call.op, name, getattr(call.general, name)) for name in _LISTS}
     of_fp8 = call.of_fp8 if call.of_fp8 is None else call.of_fp8._replace(
-        scales=type(scales)(*(local.get(name) for name in _SCALE_NAMES)))
+        scales=type(call.scales())(*(local.get(name) for name in _SCALE_NAMES)))
     results = compute(call._replace(
         tensors=(local['q'], local['k'], local['v'], None), of_fp8=of_fp8,
         general=call.general._replace(sinks=local.get('s_aux'), **lists)))

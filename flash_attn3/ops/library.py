@@ -42,7 +42,8 @@ from torch import Tensor
 from flash_attn3 import env
 from flash_attn3.cpu import reference
 from flash_attn3.ops import checks
-from flash_attn3.arguments import ALIASES, OPS, schema, schemas
+from flash_attn3.arguments import ALIASES, OPS, schema, schemas, tuple_of
+from flash_attn3.cpu.reference import Inputs, Mask, Score
 
 LIBRARY = torch.library.Library('flash_attn3', 'DEF')
 for _name in (*OPS, *ALIASES):
@@ -167,26 +168,30 @@ def kernels_serve(device: torch.device) -> bool:
 
 
 # ---------------------------------------------------------------------------- CPU implementations
-# The defaults of the schemas again: PyTorch does not pass on trailing arguments that equal them.
+# What follows q, k and v. PyTorch does not pass on trailing arguments that equal their defaults.
+_Fwd = tuple_of('_Fwd', __name__, *OPS['fwd'].takes[1:])
+_NoLse = tuple_of('_NoLse', __name__, *OPS['_fwd_no_lse'].takes[1:])
+
+
 def softmax_scale_of(q: Tensor, softmax_scale: float | None) -> float:
     """The scale that an op was given, or its default."""
     return checks.default_softmax_scale(q) if softmax_scale is None else softmax_scale
 
 
-def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
-             causal: bool = False, pack_gqa: bool | None = None, sm_margin: int = 0,
-             deterministic: bool = False, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    softmax_scale = softmax_scale_of(q, softmax_scale)
-    checks.check_forward(dict(q=q, k=k, v=v, out=out),
-                         dict(softmax_scale=softmax_scale, sm_margin=sm_margin))
-    return reference.forward(q, k, v, softmax_scale, causal, reference.wide_dtype(q.dtype))
+def _forward(q: Tensor, k: Tensor, v: Tensor, own: _Fwd | _NoLse) -> tuple[Tensor, Tensor]:
+    checks.check_forward(dict(q=q, k=k, v=v), own)
+    score = Score(softmax_scale_of(q, own.softmax_scale), mask=Mask(own.causal))
+    return reference.attend(Inputs(q, k, v), score, reference.wide_dtype(q.dtype))[:2]
 
 
-def _fwd_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
-                    causal: bool = False, pack_gqa: bool | None = None, sm_margin: int = 0,
-                    out: Tensor | None = None) -> Tensor:
-    result, _ = _fwd_cpu(q, k, v, softmax_scale, causal, pack_gqa, sm_margin, out=out)
-    return result if out is None else out.copy_(result).new_empty(0)
+def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+    return _forward(q, k, v, _Fwd(*arguments))
+
+
+def _fwd_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *arguments) -> Tensor:
+    own = _NoLse(*arguments)
+    result, _ = _forward(q, k, v, own)
+    return result if own.out is None else own.out.copy_(result).new_empty(0)
 
 
 # ------------------------------------------------------------------------------------------ fakes
@@ -200,9 +205,8 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((batch, heads_q, seqlen_q), dtype=reference.lse_dtype(q.dtype))
 
 
-def _fwd_no_lse_fake(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None,
-                     causal: bool = False, pack_gqa: bool | None = None, sm_margin: int = 0,
-                     out: Tensor | None = None) -> Tensor:
+def _fwd_no_lse_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> Tensor:
+    out = _NoLse(*arguments).out
     return _fwd_fake(q, k, v)[0] if out is None else out.new_empty(0)
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flash_attn3.arguments import names
+from flash_attn3.cpu.reference_fp8 import Scales
 from flash_attn3.ops import checks, dense_and_varlen, derivatives, fp8, library
 from flash_attn3.ops.autograd import SplitAttention
 from flash_attn3.ops.attend_cache import Attend
@@ -34,6 +36,21 @@ class Call(NamedTuple):
     general: General
     execution: Execution
     of_fp8: Fp8 | None
+
+    def scales(self) -> Scales:
+        return Scales() if self.of_fp8 is None else self.of_fp8.scales
+
+    def named(self) -> dict[str, Tensor | None]:
+        """The tensors that may require grad, by their public names."""
+        return {**dict(zip(('q', 'k', 'v', 'out'), self.tensors)), 's_aux': self.general.sinks,
+                **dict(zip(names('scales'), self.scales()))}
+
+    def needs_grad(self) -> bool:
+        return checks.needs_grad(*self.tensors, *self.scales(), self.general.sinks)
+
+    def reject_forward_mode(self) -> None:
+        """Raises NotImplementedError if one of the tensors has a tangent."""
+        derivatives.reject_forward_mode(*self.tensors, *self.scales(), self.general.sinks)
 
 
 # ------------------------------------------------------------------------------------ what is asked
@@ -81,14 +98,13 @@ def planned(num_splits: int, call: Call) -> int:
 
 def _gains(call: Call) -> bool:
     """Whether splitting the keys pays, and the call allows it."""
-    q, k, v, out = call.tensors
+    q, k, *_ = call.tensors
     general, of_fp8 = call.general, call.of_fp8
     rank = dense_and_varlen.rank_of(general)
-    scales = () if of_fp8 is None else of_fp8.scales
     if (q.dim() != rank or k.dim() != rank or call.execution.return_max_logits
             or (of_fp8 is not None and of_fp8.promote)
-            or any(scale is not None and scale.dim() != 2 for scale in scales)
-            or checks.needs_grad(q, k, v, out, *scales, general.sinks)
+            or any(scale is not None and scale.dim() != 2 for scale in call.scales())
+            or call.needs_grad()
             or derivatives.is_forward_mode()):
         return False
     rows = q.size(0) if rank == 3 else q.size(0) * q.size(1)
@@ -116,13 +132,12 @@ def attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Te
 def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out = call.tensors
     general, of_fp8 = call.general, call.of_fp8
-    scales = (None, None, None) if of_fp8 is None else tuple(of_fp8.scales)
-    derivatives.reject_forward_mode(*call.tensors, *scales, general.sinks)
+    call.reject_forward_mode()
     if of_fp8 is not None:
         fp8.reject_missing(call.op, q, False)
     if not is_compiling():
         dense_and_varlen.check_cuda_contents(q, k, general)
-    needs_grad = checks.needs_grad(q, k, v, *scales, general.sinks)
+    needs_grad = call.needs_grad()
     own = attend_arguments(call, num_splits, return_lse or needs_grad)
     k, v = _aligned(k), _aligned(v)
     if out is not None:
@@ -131,10 +146,8 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
     if not needs_grad:
         return *_cleared(*_attend(q, k, v, None, *own), general), q.new_empty(0)
     if of_fp8 is not None:
-        names = dict(q=q, k=k, v=v, s_aux=general.sinks, q_descale=scales[0],
-                     k_descale=scales[1], v_descale=scales[2])
-        results = derivatives.Refusal.apply(fp8.gradient_text(call.op, **names), _attend, q, k, v,
-                                            None, *own)
+        results = derivatives.Refusal.apply(fp8.gradient_text(call.op, **call.named()), _attend,
+                                            q, k, v, None, *own)
         return *_cleared(*results, general), q.new_empty(0)
     if is_compiling():
         raise NotImplementedError(checks.error(
@@ -155,10 +168,9 @@ class _Forward(NamedTuple):
 def attend_arguments(call: Call, num_splits: int, return_lse: bool) -> Attend:
     """The arguments of `attend_cache` after the tensors."""
     of_fp8 = call.of_fp8
-    scales = (None, None, None) if of_fp8 is None else tuple(of_fp8.scales)
     return Attend(**call.general._asdict(), return_lse=return_lse, num_splits=num_splits,
                   pack_gqa=call.execution.pack_gqa, sm_margin=call.execution.sm_margin,
-                  **dict(zip(('q_descale', 'k_descale', 'v_descale'), scales)),
+                  **dict(zip(names('scales'), call.scales())),
                   float16_out=of_fp8 is not None and of_fp8.out_dtype == torch.float16)
 
 

@@ -86,8 +86,8 @@ def reasons_and_plan(given: Mapping) -> tuple[list[str], dict]:
         own, rotary = kvcache.arguments_of(call)
     except RuntimeError as problem:
         return [*reasons, str(problem)], {}
-    if own.shared_prefix != 0 and (text := prefix_rules.problem_text(
-            tuple(call[name] for name in ('q', 'k_cache', 'v_cache', 'out')), own)):
+    if text := prefix_rules.problem_text(
+            tuple(call[name] for name in ('q', 'k_cache', 'v_cache', 'out')), own):
         reasons.append(text)
     if any(call[name] is not None for name in ('k', 'v', 'rotary_cos', 'rotary_sin')) and (
             text := _append_problem(call, own, rotary)):

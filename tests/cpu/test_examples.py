@@ -14,10 +14,9 @@ from rich.progress import Progress
 
 from examples import generate, train_gpt
 from flash_attn3 import flash_attn_fp8_func
-from flash_attn3.cpu import reference
 from flash_attn3.cpu.reference import Inputs, Mask, Score
 
-from tests.support import compare
+from tests.support import compare, plain
 from tests.support.fp8_data import given_gradients
 
 pytestmark = pytest.mark.slow
@@ -56,11 +55,11 @@ def test_every_attention_is_attention(name, heads_kv):
     gradient = torch.autograd.grad(out, qkv, dout.to(out.dtype))[0]
 
     inputs = qkv.detach().split((4, heads_kv, heads_kv), dim=2)
-    ref, pt = (torch.cat(reference.backward(dout.to(dtype), None, *(x.to(dtype) for x in inputs),
-                                            0.25, True), dim=2)
+    ref, pt = (torch.cat(plain.backward(dout.to(dtype), None, *(x.to(dtype) for x in inputs),
+                                        0.25, True), dim=2)
                for dtype in (torch.float64, torch.bfloat16))
     if name == 'fp8':
-        exact, _ = reference.forward(*(x.double() for x in inputs), 0.25, True)
+        exact, _ = plain.forward(*(x.double() for x in inputs), 0.25, True)
         results = flash_attn_fp8_func(*inputs, causal=True, return_attn_probs=True)
         expected = torch.cat(given_gradients(Inputs(*inputs), Score(0.25, mask=Mask(True)), results,
                                              (dout, 0.0)), dim=2)

@@ -6,13 +6,14 @@ import torch
 
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 from flash_attn3.api import interface
-from flash_attn3.cpu import fallback, reference
+from flash_attn3.cpu import fallback
 from flash_attn3.ops import library
 from flash_attn3.ops.dense_and_varlen import General
 
 from tests.cpu import by_row
 from tests.cpu.test_general import EVERY_FEATURE
 from tests.cpu.test_reference_packed import packed_inputs
+from tests.support import plain
 from tests.support.cases import Case
 from tests.support.lists import starts
 
@@ -32,14 +33,14 @@ def test_results_and_gradients(seqlens, causal, quiet):
     q, k, v = (x.requires_grad_() for x in case.tensors('cpu'))
     general = General(softmax_scale=0.3, causal=causal)
     out, lse, _ = fallback.attention(q, k, v, general, True)
-    expected = reference.forward(q.detach(), k.detach(), v.detach(), 0.3, causal)
+    expected = plain.forward(q.detach(), k.detach(), v.detach(), 0.3, causal)
     torch.testing.assert_close((out, lse), expected)
     assert out.is_contiguous()
 
     seen = lse.isfinite()
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     with torch.no_grad():
-        expected = reference.backward(dout, dlse, q, k, v, 0.3, causal)
+        expected = plain.backward(dout, dlse, q, k, v, 0.3, causal)
     sums = (out * dout).sum() + (lse[seen] * dlse[seen]).sum()
     got = torch.autograd.grad(sums, (q, k, v), allow_unused=True)
     for gradient, wanted in zip(got, expected):

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import flash_attn_func
-from flash_attn3.cpu import reference
 
 from tests.gpu.common import spoil_allocator
-from tests.support import compare
+from tests.support import compare, plain
 from tests.support.cases import GRADIENT_KINDS, Case
 from tests.support.layouts import COPIED, DIRECT, Layout
 
@@ -55,8 +54,8 @@ def check_gradients(got: tuple[Tensor, ...], inputs: tuple[Tensor, ...], dout: T
                     dlse: Tensor | None, case: Case) -> None:
     wide = [x.double() for x in inputs]
     wide_dlse = None if dlse is None else dlse.double()
-    ref = reference.backward(dout.double(), wide_dlse, *wide, case.softmax_scale, case.causal)
-    pt = reference.backward(dout, dlse, *inputs, case.softmax_scale, case.causal)
+    ref = plain.backward(dout.double(), wide_dlse, *wide, case.softmax_scale, case.causal)
+    pt = plain.backward(dout, dlse, *inputs, case.softmax_scale, case.causal)
     floors = compare.cancellation_floors(inputs, dout, case.softmax_scale)
     for name, *tensors in zip(NAMES, got, ref, pt):
         assert tensors[0].shape == tensors[1].shape and tensors[0].dtype == inputs[0].dtype

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from flash_attn3 import compat, flash_attn_func
-from flash_attn3.cpu import reference
 from flash_attn3.compat import functions
 
-from tests.support import cache_cases, cache_oracle, compare, sdpa_hook, upstream_calls
+from tests.support import cache_cases, cache_oracle, compare, plain, sdpa_hook, upstream_calls
 from tests.support.cases import Case
 from tests.support.general_oracle import check
 from tests.support.upstream_calls import CACHES, FEATURES, GENERAL, LAYERS, run, with_features
@@ -160,9 +159,9 @@ def test_the_hook_of_pytorch(cuda, monkeypatch):
     assert calls == ['fwd', 'bwd']
     compare.check_forward(out.detach().transpose(1, 2), None, (q, k, v), causal=True)
     scale = 128 ** -0.5
-    ref = reference.backward(dout.double(), None, *(x.double() for x in (q, k, v)), scale,
-                             True)
-    pt = reference.backward(dout, None, q, k, v, scale, True)
+    ref = plain.backward(dout.double(), None, *(x.double() for x in (q, k, v)), scale,
+                         True)
+    pt = plain.backward(dout, None, q, k, v, scale, True)
     floors = compare.cancellation_floors((q, k, v), dout, scale)
     for name, got, *wanted in zip(('dq', 'dk', 'dv'), gradients, ref, pt):
         compare.check_close(got.transpose(1, 2), *wanted, name, floors[name])

@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from flash_attn3 import flash_attn_func
-from flash_attn3.cpu import reference
 
 from tests.gpu.common import check_same, every_kind, run
-from tests.support import cases, compare
+from tests.support import cases, compare, plain
 from tests.support.cases import CORNERS, SHAPES, SMOKE, Case, Kind
 
 PARTS = 2    # tests.record runs so many processes
@@ -146,7 +145,7 @@ def test_outliers(kind, device):
     seqlen = 4096 if device.type == 'cuda' else 256
     exact = Case(seqlen, seqlen, batch=1, heads_q=8, heads_k=8, dtype='fp64', data='outliers')
     tensors = exact.tensors(device)
-    ref, _ = reference.forward(*tensors, exact.softmax_scale, causal=False)
+    ref, _ = plain.forward(*tensors, exact.softmax_scale, causal=False)
     rounded = [x.to(cases.DTYPES[kind.dtype]) for x in tensors]
     out = flash_attn_func(*rounded)
     sdpa = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in rounded)).transpose(1, 2)

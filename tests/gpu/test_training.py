@@ -24,9 +24,8 @@ from torch.utils.checkpoint import (CheckpointPolicy, checkpoint,
                                     create_selective_checkpoint_contexts)
 
 from flash_attn3 import flash_attn_func, flash_attn_qkvpacked_func
-from flash_attn3.cpu import reference
 
-from tests.support import compare
+from tests.support import compare, plain
 from tests.support.cases import GRADIENT_KINDS
 
 OPS = torch.ops.flash_attn3
@@ -47,7 +46,7 @@ def sliced_attention(qkv: Tensor) -> Tensor:
 
 def plain_attention(qkv: Tensor) -> Tensor:
     """In the dtype of qkv."""
-    return reference.forward(*slices(qkv), qkv.size(-1) ** -0.5, True)[0]
+    return plain.forward(*slices(qkv), qkv.size(-1) ** -0.5, True)[0]
 
 
 def slices(qkv: Tensor) -> tuple[Tensor, ...]:

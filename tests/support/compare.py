@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import flash_attn_func
-from flash_attn3.cpu import reference
 
+from tests.support import plain
 from tests.support.cases import Case
 
 
@@ -34,8 +34,8 @@ def expected_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool,
                      softmax_scale: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """(ref, lse, pt): output and LSE in float64, output of plain PyTorch in the input dtype."""
     scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
-    ref, lse = reference.forward(q.double(), k.double(), v.double(), scale, causal)
-    pt, _ = reference.forward(q, k, v, scale, causal)
+    ref, lse = plain.forward(q.double(), k.double(), v.double(), scale, causal)
+    pt, _ = plain.forward(q, k, v, scale, causal)
     return ref, lse, pt
 
 
@@ -70,8 +70,8 @@ def check_rounding_bound(case: Case, device: str | torch.device) -> None:
     """
     q, k, v = (x.double() for x in case.tensors(device))
     out = flash_attn_func(*case.tensors(device), **case.arguments())
-    ref, _ = reference.forward(q, k, v, case.softmax_scale, case.causal)
-    weighted, _ = reference.forward(q, k, v.abs(), case.softmax_scale, case.causal)
+    ref, _ = plain.forward(q, k, v, case.softmax_scale, case.causal)
+    weighted, _ = plain.forward(q, k, v.abs(), case.softmax_scale, case.causal)
     roundoff, subnormal = _ROUNDOFF[out.dtype]
     limit = 3 * roundoff * weighted + 2 * subnormal * case.seqlen_k * v.abs().max()
     bad = (out.double() - ref).abs() > limit
