@@ -227,9 +227,7 @@ def panels(record: dict) -> list[tuple[str, list[dict]]]:
                  f'{"causal" if shape.causal else "full"}')
         if shape.has_window:
             title += f', window {shape.window_left},{shape.window_right}'
-        parts = {'sinks': shape.sinks, 'packed': shape.lengths, 'backward': shape.backward}
-        title += ''.join(f', {name}' for name, is_on in parts.items() if is_on)
-        groups.setdefault(title, []).append(cell)
+        groups.setdefault(', '.join([title, *shape.features]), []).append(cell)
     return list(groups.items())
 
 

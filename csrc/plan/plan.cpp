@@ -170,15 +170,15 @@ int least_lead_of(FwdProblem const& packed, FwdConfig const& config, int pack) {
   constexpr int kTiles = 16;
   RowPacking const rows{pack};
   int const step = rows.positions_per_warpgroup();
-  int const of_tile = rows.positions_per_tile(config.consumer_warpgroups);
+  int const tile_positions = rows.positions_per_tile(config.consumer_warpgroups);
   FwdProblem one = packed;
-  for (int lead = step; lead < of_tile; lead += step) {
-    one.seqlen_q = one.seqlen_k = kTiles * of_tile - lead;
+  for (int lead = step; lead < tile_positions; lead += step) {
+    one.seqlen_q = one.seqlen_k = kTiles * tile_positions - lead;
     if (lead_of(one, config, pack) > 0) {
       return lead;
     }
   }
-  return of_tile;
+  return tile_positions;
 }
 
 // Time that a tile form needs for one head by itself, up to a factor: no matter on how many CTAs,
@@ -189,9 +189,9 @@ double time_of_head(FwdProblem const& problem, FwdConfig const& config) {
 
 // With packed sequences there is space for more tiles than the caller's longest length leads to.
 double expected_tiles(FwdProblem const& problem, FwdSchedule const& schedule) {
-  double const of_longest =
+  double const longest_tiles =
       double(schedule.m_tiles) * problem.batch * (problem.heads_q / schedule.pack);
-  return problem.is_packed ? std::min<double>(schedule.tiles, of_longest) : schedule.tiles;
+  return problem.is_packed ? std::min<double>(schedule.tiles, longest_tiles) : schedule.tiles;
 }
 
 // Time of a plan, up to a factor: what the busiest CTA computes, over its share of the speed of the
@@ -240,18 +240,18 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config)
   schedule.m_tiles = m_tiles_of(problem, config, schedule.pack);
   int const rows = RowPacking{schedule.pack}.positions_per_tile(config.consumer_warpgroups);
   schedule.longest_first = grows(problem, rows);
-  int64_t of_head = int64_t(schedule.m_tiles) * problem.batch;
+  int64_t head_tiles = int64_t(schedule.m_tiles) * problem.batch;
   if (problem.is_packed) {
     schedule.least_lead = least_lead_of(problem, config, schedule.pack);
     int const most = most_lead(problem, config, schedule.pack);
     schedule.lead = most < schedule.least_lead ? 0 : most;
-    of_head = most_tiles(problem.total_q, problem.entries(), rows);
+    head_tiles = most_tiles(problem.total_q, problem.entries(), rows);
     schedule.section_heads = choose_section_heads(problem, schedule.pack);
-    schedule.workspace_ints = PackedTables::workspace_ints(of_head, problem.entries());
+    schedule.workspace_ints = PackedTables::workspace_ints(head_tiles, problem.entries());
   } else {
     schedule.lead = lead_of(problem, config, schedule.pack);
   }
-  schedule.tiles = int(of_head * (problem.heads_q / schedule.pack));
+  schedule.tiles = int(head_tiles * (problem.heads_q / schedule.pack));
   schedule.grid = std::min(schedule.tiles, usable_sms(problem) * config.ctas_per_sm);
   set_sections(schedule, problem);
   return schedule;

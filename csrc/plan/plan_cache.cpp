@@ -126,9 +126,9 @@ int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t t
     return 2 * int64_t(grid);
   }
   int const k_tiles = max_of(1, ceil_div(cache.capacity, tile_n));
-  int const of_tile =
+  int const tile_parts =
       splits.kind == SplitKind::kParts ? min_of(splits.count, k_tiles) : splits.units(k_tiles);
-  return of_tile == 1 ? 1 : tiles * of_tile;
+  return tile_parts == 1 ? 1 : tiles * tile_parts;
 }
 
 // Parts of each output tile for a launch of its own that combines them; 0: those of the even split,
@@ -150,10 +150,10 @@ int parts_apart(FwdProblem const& problem, int tile_n, int pack, int tiles, int 
   if (most < 2) {
     return 0;
   }
-  int const of_part = ceil_div(k_tiles, most);
-  int const of_even = ceil_div(tiles * k_tiles, ctas);
-  int const even = of_even + min_of(ceil_div(k_tiles, of_even), kMostCost);
-  return of_part + kCostOfLaunch < even ? ceil_div(k_tiles, of_part) : 0;
+  int const part_k_tiles = ceil_div(k_tiles, most);
+  int const even_k_tiles = ceil_div(tiles * k_tiles, ctas);
+  int const even = even_k_tiles + min_of(ceil_div(k_tiles, even_k_tiles), kMostCost);
+  return part_k_tiles + kCostOfLaunch < even ? ceil_div(k_tiles, part_k_tiles) : 0;
 }
 
 // The split for parts_apart().
@@ -185,21 +185,21 @@ std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem) {
   if (variant < 0) {
     return {problem};
   }
-  FwdConfig const& of_steps = kFwdVariants[variant];
-  FwdConfig const& of_prompts = kFwdVariants[variant_for(prompts, rows, usable_sms(problem))];
-  if (of_prompts.is_swapped || of_steps.tile_n != of_prompts.tile_n) {
+  FwdConfig const& step_config = kFwdVariants[variant];
+  FwdConfig const& prompt_config = kFwdVariants[variant_for(prompts, rows, usable_sms(problem))];
+  if (prompt_config.is_swapped || step_config.tile_n != prompt_config.tile_n) {
     return {problem};
   }
-  bool const has_two = of_prompts.consumer_warpgroups > 1;
+  bool const has_two = prompt_config.consumer_warpgroups > 1;
   // The two launches pack different numbers of heads, and units are counted per packed head.
   float const cost = kCostOfStep * float(rows.pack) / float(step_rows.pack);
   prompts.cache.fewest_queries = most + 1;
   prompts.cache.most_queries = IntervalMask::kNoLimit;
-  prompts.cache.other_positions = of_steps.decode_rows() / step_rows.pack;
+  prompts.cache.other_positions = step_config.decode_rows() / step_rows.pack;
   prompts.cache.other_cost = cost;
   steps.cache.fewest_queries = 1;
   steps.cache.most_queries = most;
-  steps.cache.other_positions = rows.positions_per_tile(of_prompts.consumer_warpgroups);
+  steps.cache.other_positions = rows.positions_per_tile(prompt_config.consumer_warpgroups);
   steps.cache.other_weight_log2 = has_two ? kWeightLog2OfTwo : 0;
   steps.cache.other_tile_units = has_two ? kTileUnitsOfTwo : 0;
   steps.cache.other_cost = 1.f / cost;
@@ -217,9 +217,10 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   int const positions = config.is_swapped ? config.decode_rows() / rows.pack
                                           : rows.positions_per_tile(config.consumer_warpgroups);
   schedule.m_tiles = ceil_div(problem.seqlen_q, positions);
-  int64_t const of_head = problem.is_packed ? most_tiles(problem.total_q, problem.batch, positions)
-                                            : int64_t(schedule.m_tiles) * problem.batch;
-  int64_t const tiles = of_head * (problem.heads_q / schedule.pack);
+  int64_t const head_tiles = problem.is_packed
+                                 ? most_tiles(problem.total_q, problem.batch, positions)
+                                 : int64_t(schedule.m_tiles) * problem.batch;
+  int64_t const tiles = head_tiles * (problem.heads_q / schedule.pack);
   CacheSchedule& cache = schedule.cache;
   bool const is_shared = problem.cache.most_queries > 0;
   int const packed_heads = problem.heads_q / schedule.pack;

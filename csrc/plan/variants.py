@@ -44,60 +44,61 @@ class ForwardVariant:
 
 
 def _forward_variants() -> list[ForwardVariant]:
-    full, causal, general, softcap = ('Full',), ('Causal',), ('General',), ('Softcap',)
-    both = full + causal
+    both = 'Full Causal'
     # (tile, head dim, kinds, suffix); the fastest of those that serve a problem comes first
     tiles = [(f'FwdTileD{tile}', head_dim, both, '') for tile, head_dims in (
         (64, (32, 48, 64)), (96, (80, 96, 112)), (192, (144, 160, 176, 192)),
         (256, (208, 224, 240, 256))) for head_dim in head_dims]
-    tiles += [('FwdTileD128', 128, full, ''), ('FwdTileD128Short', 128, causal, ''),
-              ('FwdTileD64Short', 64, causal, 'Short'), ('FwdTileD128Short', 128, full, 'Short')]
+    tiles += [('FwdTileD128', 128, 'Full', ''), ('FwdTileD128Short', 128, 'Causal', ''),
+              ('FwdTileD64Short', 64, 'Causal', 'Short'),
+              ('FwdTileD128Short', 128, 'Full', 'Short')]
     tiles += [(f'FwdTileD{tile}Short', head_dim, both, 'Short')
               for tile, head_dim in ((96, 80), (96, 96), (112, 112), (256, 256))]
     tiles += [('FwdTileD64Small', 64, both, 'Small'),
-              ('FwdTileD128Small', 128, full, 'Small'),
-              ('FwdTileD128ShortSmall', 128, full, 'ShortSmall'),
-              ('FwdTileD128ShortSmall', 128, causal, 'Small'),
+              ('FwdTileD128Small', 128, 'Full', 'Small'),
+              ('FwdTileD128ShortSmall', 128, 'Full', 'ShortSmall'),
+              ('FwdTileD128ShortSmall', 128, 'Causal', 'Small'),
               ('FwdTileD256Small', 256, both, 'Small'),
               ('FwdTileD256ShortSmall', 256, both, 'ShortSmall')]
-    tiles += [(f'FwdTileD{head_dim}', head_dim, general, '') for head_dim in (64, 128, 192, 256)]
-    tiles += [(f'FwdTileD{head_dim}Short', head_dim, general, 'Short' * (head_dim != 96))
+    tiles += [(f'FwdTileD{head_dim}', head_dim, 'General', '') for head_dim in (64, 128, 192, 256)]
+    tiles += [(f'FwdTileD{head_dim}Short', head_dim, 'General', 'Short' * (head_dim != 96))
               for head_dim in (64, 96, 128)]
-    tiles += [(f'FwdTileD{head_dim}Tiny', head_dim, general, 'Tiny') for head_dim in (64, 128)]
-    tiles += [('FwdTileD64Short', 64, softcap, ''), ('FwdTileD128Short', 128, softcap, ''),
-              ('FwdTileD256', 256, softcap, '')]
-    tiles += [(f'FwdTileD{tile}', head_dims, causal + general, '') for tile, head_dims in (
+    tiles += [(f'FwdTileD{head_dim}Tiny', head_dim, 'General', 'Tiny') for head_dim in (64, 128)]
+    tiles += [('FwdTileD64Short', 64, 'Softcap', ''), ('FwdTileD128Short', 128, 'Softcap', ''),
+              ('FwdTileD256', 256, 'Softcap', '')]
+    tiles += [(f'FwdTileD{tile}', head_dims, 'Causal General', '') for tile, head_dims in (
         (128, '64x128'), ('64x256', '64x256'), (64, '96x64'), (64, '128x64'),
         ('192x128', '192x128'))]
-    tiles += [(f'FwdTileD{head_dim}Cache', head_dim, ('Cache', 'CacheSoftcap'), '')
+    tiles += [(f'FwdTileD{head_dim}Cache', head_dim, 'Cache CacheSoftcap', '')
               for head_dim in (64, 128, '192x128', 256)]
-    tiles += [(f'FwdTileD{head_dim}CacheKv8', head_dim, ('Cache', 'CacheSoftcap'), 'Kv8')
+    tiles += [(f'FwdTileD{head_dim}CacheKv8', head_dim, 'Cache CacheSoftcap', 'Kv8')
               for head_dim in (64, 128, '192x128', 256)]
-    tiles += [(f'FwdTileD{head_dim}CacheLong', head_dim, ('Cache',), 'Long')
+    tiles += [(f'FwdTileD{head_dim}CacheLong', head_dim, 'Cache', 'Long')
               for head_dim in (64, 128, '192x128')]
     decoded = (64, 96, 128, '192x128', 256)
-    tiles += [(f'FwdTileD{head_dim}Decode', head_dim, ('Cache',), 'Decode') for head_dim in decoded]
-    tiles += [('FwdTileLatent', '64x512', ('Latent',), ''),
-              ('FwdTileLatentKv8', '64x512', ('Latent',), 'Kv8')]
-    of_16_bits = [ForwardVariant(tile, dtype, kind, head_dim, suffix)
+    tiles += [(f'FwdTileD{head_dim}Decode', head_dim, 'Cache', 'Decode') for head_dim in decoded]
+    tiles += [('FwdTileLatent', '64x512', 'Latent', ''),
+              ('FwdTileLatentKv8', '64x512', 'Latent', 'Kv8')]
+    half_precision = [ForwardVariant(tile, dtype, kind, head_dim, suffix)
                   for tile, head_dim, kinds, suffix in tiles
-                  for kind in kinds for dtype in ('Bf16', 'Fp16')]
-    tiles = [('FwdTileFp8D64', 64, both + general + softcap, ''),
-             ('FwdTileFp8D256', 256, both + general + softcap, ''),
-             ('FwdTileFp8D128', 128, both + general, ''),
-             ('FwdTileFp8D128Short', 128, both + general, 'Short'),
-             ('FwdTileFp8D128Short', 128, softcap, ''),
-             ('FwdTileFp8D192x128', '192x128', causal + general, '')]
-    tiles += [(f'FwdTileFp8D{head_dim}Promote', head_dim, general + softcap, 'Promote')
+                  for kind in kinds.split() for dtype in ('Bf16', 'Fp16')]
+    tiles = [('FwdTileFp8D64', 64, f'{both} General Softcap', ''),
+             ('FwdTileFp8D256', 256, f'{both} General Softcap', ''),
+             ('FwdTileFp8D128', 128, f'{both} General', ''),
+             ('FwdTileFp8D128Short', 128, f'{both} General', 'Short'),
+             ('FwdTileFp8D128Short', 128, 'Softcap', ''),
+             ('FwdTileFp8D192x128', '192x128', 'Causal General', '')]
+    tiles += [(f'FwdTileFp8D{head_dim}Promote', head_dim, 'General Softcap', 'Promote')
               for head_dim in (64, 128, 256)]
-    tiles += [('FwdTileFp8D192x128Promote', '192x128', general, 'Promote')]
-    tiles += [(f'FwdTileFp8D{head_dim}Cache', head_dim, ('Cache', 'CacheSoftcap'), '')
+    tiles += [('FwdTileFp8D192x128Promote', '192x128', 'General', 'Promote')]
+    tiles += [(f'FwdTileFp8D{head_dim}Cache', head_dim, 'Cache CacheSoftcap', '')
               for head_dim in (64, 128, '192x128', 256)]
     # These take q of either dtype, and compute in fp16.
-    of_16_bits += [ForwardVariant(f'FwdTileD{head_dim}DecodeKv8', 'Fp16', 'Cache', head_dim,
+    half_precision += [ForwardVariant(f'FwdTileD{head_dim}DecodeKv8', 'Fp16', 'Cache', head_dim,
                                   'DecodeKv8') for head_dim in decoded]
-    return of_16_bits + [ForwardVariant(tile, 'E4m3', kind, head_dim, suffix)
-                         for tile, head_dim, kinds, suffix in tiles for kind in kinds]
+    return half_precision + [ForwardVariant(tile, 'E4m3', kind, head_dim, suffix)
+                         for tile, head_dim, kinds, suffix in tiles
+                         for kind in kinds.split()]
 
 
 FORWARD = _forward_variants()
@@ -125,12 +126,12 @@ class BackwardVariant:
 
 
 def _backward_variants() -> list[BackwardVariant]:
-    tiles = [(head_dim, ('Full', 'Causal', 'General', 'Softcap'))
+    tiles = [(head_dim, 'Full Causal General Softcap')
              for head_dim in (64, 96, 128, 192, 256)]
-    tiles += [(head_dims, ('Causal', 'General'))
+    tiles += [(head_dims, 'Causal General')
               for head_dims in ('64x128', '64x256', '96x64', '128x64', '192x128')]
     return [BackwardVariant(f'BwdTileD{head_dim}', dtype, kind, head_dim)
-            for head_dim, kinds in tiles for kind in kinds for dtype in ('Bf16', 'Fp16')]
+            for head_dim, kinds in tiles for kind in kinds.split() for dtype in ('Bf16', 'Fp16')]
 
 
 BACKWARD = _backward_variants()

@@ -87,16 +87,28 @@ class DictBuilder {
   PyObject* dict_;
 };
 
+// What the variants of both directions have.
+template <class Config>
+DictBuilder& add_common(DictBuilder& dict, Config const& config, Dtype dtype, bool is_built) {
+  return dict.string("name", config.name)
+      .flag("built", is_built)
+      .string("dtype", dtype_name(dtype))
+      .string("mask", kind_name(config.kind))
+      .integer("head_dim", config.head_dim)
+      .integer("head_dim_v", config.head_dim_v)
+      .integer("q_stages", config.q_stages)
+      .integer("consumer_warpgroups", config.consumer_warpgroups)
+      .integer("threads", config.threads())
+      .integer("producer_registers", config.producer_registers())
+      .buffers("shared_memory", config.shared_memory())
+      .integer("shared_bytes", config.shared_bytes());
+}
+
 void add_variant(DictBuilder& dict, int variant) {
   FwdConfig const& config = kFwdVariants[variant];
   bool const stages_output =
       config.output == OutputKind::kStaged || config.output == OutputKind::kSent;
-  dict.string("name", config.name)
-      .flag("built", kFwdBuilt[variant])
-      .string("dtype", dtype_name(config.dtype_q))
-      .string("mask", kind_name(config.kind))
-      .integer("head_dim", config.head_dim)
-      .integer("head_dim_v", config.head_dim_v)
+  add_common(dict, config, config.dtype_q, kFwdBuilt[variant])
       .integer("columns", config.columns())
       .integer("columns_v", config.columns_v())
       .integer("tile_m", config.consumer_warpgroups * kWarpgroupRows)
@@ -105,8 +117,6 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("raw_stages", config.raw_stages)
       .integer("output_stages", stages_output)
       .integer("shared_sums", config.shared_sums)
-      .integer("q_stages", config.q_stages)
-      .integer("consumer_warpgroups", config.consumer_warpgroups)
       .flag("promotes", config.is_promoted())
       .flag("ping_pong", config.ping_pong)
       .flag("late_wait", config.tuning.late_wait)
@@ -115,16 +125,12 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("ctas_per_sm", config.ctas_per_sm)
       .integer("relative_speed", config.relative_speed)
       .integer("fixed_keys", config.fixed_keys)
-      .integer("threads", config.threads())
-      .integer("producer_registers", config.producer_registers())
       .integer("converter_registers", config.converts() && !config.is_latent() && !config.is_swapped
                                           ? config.converter_registers()
                                           : 0)
       .flag("swapped", config.is_swapped)
       .integer("consumer_registers", config.consumer_registers())
-      .integer("output_registers", config.is_latent() ? config.output_registers() : 0)
-      .buffers("shared_memory", config.shared_memory())
-      .integer("shared_bytes", config.shared_bytes());
+      .integer("output_registers", config.is_latent() ? config.output_registers() : 0);
 }
 
 // "240" for all, or "200, 216, 72" for one after the other.
@@ -141,27 +147,16 @@ std::string registers_text(BwdConfig const& config) {
 
 void add_backward_variant(DictBuilder& dict, int variant) {
   BwdConfig const& config = kBwdVariants[variant];
-  dict.string("name", config.name)
-      .flag("built", kBwdBuilt[variant])
-      .string("dtype", dtype_name(config.dtype))
-      .string("mask", kind_name(config.kind))
+  add_common(dict, config, config.dtype, kBwdBuilt[variant])
       .flag("causal", config.kind == kCausalKernel)
-      .integer("head_dim", config.head_dim)
-      .integer("head_dim_v", config.head_dim_v)
       .integer("columns", padded_columns(config.head_dim))
       .integer("columns_v", padded_columns(config.head_dim_v))
       .integer("tile_m", config.tile_m)
       .integer("tile_n", config.tile_n())
       .integer("cluster_size", config.cluster_size)
-      .integer("q_stages", config.q_stages)
       .integer("dout_stages", config.dout_stages)
-      .integer("consumer_warpgroups", config.consumer_warpgroups)
-      .integer("threads", config.threads())
-      .integer("producer_registers", config.producer_registers())
       .string("consumer_registers", registers_text(config).c_str())
-      .integer("dq_adders", config.dq_adders())
-      .buffers("shared_memory", config.shared_memory())
-      .integer("shared_bytes", config.shared_bytes());
+      .integer("dq_adders", config.dq_adders());
 }
 
 bool read_call(PyObject* args, PyObject* kwargs, AttentionCall& call) {
@@ -316,9 +311,9 @@ PyObject* backward_plan_dict(FwdProblem const& problem) {
 }
 
 // The workspace of parts holds O, the LSE of each row, and that of a group of parts.
-PyObject* cache_plan_dict(FwdProblem const& of_call) {
+PyObject* cache_plan_dict(FwdProblem const& call_problem) {
   static constexpr char const* kSplits[] = {"even", "parts", "size"};
-  std::vector<FwdProblem> const launches = launches_of_cache(of_call);
+  std::vector<FwdProblem> const launches = launches_of_cache(call_problem);
   FwdProblem const& problem = launches.front();
   FwdPlan const plan = plan_cache(problem);
   char const* const steps =
@@ -326,10 +321,10 @@ PyObject* cache_plan_dict(FwdProblem const& of_call) {
   FwdSchedule const& schedule = plan.schedule;
   CacheSchedule const& cache = schedule.cache;
   int64_t floats = 0;
-  for (FwdProblem const& of_launch : launches) {
-    FwdPlan const its_plan = plan_cache(of_launch);
-    CacheSchedule const& parts = its_plan.schedule.cache;
-    floats += parts.slots * parts.rows * kFwdVariants[its_plan.variant].part_row_floats();
+  for (FwdProblem const& launch : launches) {
+    FwdPlan const launch_plan = plan_cache(launch);
+    CacheSchedule const& parts = launch_plan.schedule.cache;
+    floats += parts.slots * parts.rows * kFwdVariants[launch_plan.variant].part_row_floats();
   }
   DictBuilder dict;
   add_variant(dict, plan.variant);

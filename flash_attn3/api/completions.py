@@ -82,7 +82,7 @@ def flash_attn_completions_func(
         >>> out = flash_attn3.flash_attn_completions_func(q, k, v, starts, tree)
     """
     dtensors.reject(_OP, q)
-    derivatives.reject_of_scalars(_OP, softmax_scale, softcap)
+    derivatives.reject_of_scalars(_OP, softmax_scale=softmax_scale, softcap=softcap)
     longest = checks.length_bound('max_seqlen', max_seqlen, q)
     own = Completions(cu_seqlens, cu_trees, longest, softmax_scale, softcap, pack_gqa, sm_margin,
                       deterministic)

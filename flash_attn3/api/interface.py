@@ -216,7 +216,8 @@ def flash_attn_qkvpacked_func(
     descales = q_descale, k_descale, v_descale
     numbers = [None if qkv.dtype == fp8.E4M3 and fp8.is_number(x) else x for x in descales]
     of_fp8 = fp8.fp8_of('flash_attn_qkvpacked_func', qkv, numbers, out, out_dtype, fp8_accum)
-    derivatives.reject_of_scalars('flash_attn_qkvpacked_func', softmax_scale, softcap)
+    derivatives.reject_of_scalars('flash_attn_qkvpacked_func', softmax_scale=softmax_scale,
+                                  softcap=softcap)
     window = left, right = checks.window_sides(window_size)
     general = General(sinks=s_aux, window_left=left, window_right=right,
                       attention_chunk=attention_chunk, softcap=softcap)
@@ -244,7 +245,7 @@ def _call(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], score:
     """
     q, k, _, out = tensors
     s_aux, softmax_scale, causal, window_size, attention_chunk, softcap = score
-    derivatives.reject_of_scalars(op, softmax_scale, softcap)
+    derivatives.reject_of_scalars(op, softmax_scale=softmax_scale, softcap=softcap)
     if qv is not None:
         checks.reject_unsupported(op, qv=qv)
     scales = fp8.descales_of(op, q, k, descales, *lengths[:1])
@@ -268,7 +269,7 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     lse may be None unless it is asked for.
     """
     q, k, v, softmax_scale, *others = arguments
-    derivatives.reject_of_scalars('flash_attn_func', softmax_scale)
+    derivatives.reject_of_scalars('flash_attn_func', softmax_scale=softmax_scale)
     softmax_scale = library.softmax_scale_of(q, softmax_scale)
     arguments = q, k, v, softmax_scale, *others
     if dtensors.is_dtensor(q):

@@ -120,7 +120,7 @@ def flash_attn_fp8_func(
     """
     op = 'flash_attn_fp8_func'
     dtensors.reject(op, q)
-    derivatives.reject_of_scalars(op, softmax_scale, softcap)
+    derivatives.reject_of_scalars(op, softmax_scale=softmax_scale, softcap=softcap)
     general = general_of(q, s_aux=s_aux, softmax_scale=softmax_scale, causal=causal,
                          window_size=window_size, attention_chunk=attention_chunk, softcap=softcap)
     execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
@@ -154,7 +154,7 @@ def flash_attn_varlen_fp8_func(
     """
     op = 'flash_attn_varlen_fp8_func'
     dtensors.reject(op, q)
-    derivatives.reject_of_scalars(op, softmax_scale, softcap)
+    derivatives.reject_of_scalars(op, softmax_scale=softmax_scale, softcap=softcap)
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                checks.length_bound('max_seqlen_q', max_seqlen_q, q),
                checks.length_bound('max_seqlen_k', max_seqlen_k, k))

@@ -344,7 +344,7 @@ def reject(op: str, softmax_scale: float | None, softcap: float, out_dtype: torc
     q, out = tensors['q'], tensors['out']
     dtensors.reject(op, q)
     derivatives.reject_forward_mode(*tensors.values())
-    derivatives.reject_of_scalars(op, softmax_scale, softcap)
+    derivatives.reject_of_scalars(op, softmax_scale=softmax_scale, softcap=softcap)
     if checks.needs_grad(*tensors.values()):
         raise RuntimeError(checks.error(
             op, 'requires_grad=False with a cache', checks.requires_grad_text(**tensors),

@@ -81,7 +81,7 @@ def contender(name: str, shape: Shape, device: torch.device = CPU) -> Contender:
     if name == PADDED:
         dense = ours(replace(shape, lengths=()), device)
         return padded(replace(dense, name=PADDED), shape, device)
-    if shape.sinks:
+    if 'sinks' in shape.features:
         raise RuntimeError('has no sinks')
     if _lower_right(shape) and not shape.has_window and name == 'sdpa cudnn':
         raise RuntimeError('has no bottom-right causal mask in PyTorch')

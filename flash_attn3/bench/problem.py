@@ -115,9 +115,13 @@ class Shape:
                  'causal' if self.causal else 'full']
         if self.has_window:
             parts.append(f'window {self.window_left},{self.window_right}')
-        parts += [name for name, is_so in (('sinks', self.sinks), ('packed', bool(self.lengths)),
-                                           ('backward', self.backward)) if is_so]
-        return ' '.join(parts)
+        return ' '.join(parts + self.features)
+
+    @property
+    def features(self) -> list[str]:
+        """What it has besides its mask and sizes."""
+        return [name for name, is_on in (('sinks', self.sinks), ('packed', bool(self.lengths)),
+                                         ('backward', self.backward)) if is_on]
 
     def as_dict(self) -> dict:
         return asdict(self)
@@ -160,9 +164,8 @@ def function_of(package: ModuleType, shape: Shape, device: torch.device) -> Call
         return functools.partial(package.flash_attn_func, **options)
     starts = torch.tensor([0, *itertools.accumulate(shape.lengths)], dtype=torch.int32,
                           device=device)
-    options |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=shape.seqlen_q,
-                    max_seqlen_k=shape.seqlen_k)
-    return functools.partial(package.flash_attn_varlen_func, **options)
+    return lambda q, k, v: package.flash_attn_varlen_func(
+        q, k, v, starts, starts, shape.seqlen_q, shape.seqlen_k, **options)
 
 
 def make_inputs(shape: Shape, device: torch.device,

@@ -84,9 +84,9 @@ def _opened(op: str, name: str, size: int, device: torch.device) -> CopyLink | N
     global _openings
     group = exchange.group_of(name)
     facts = (socket.gethostname(), _BOOT_ID.read_text() if _BOOT_ID.exists() else '', _openings)
-    of_ranks: list = [None] * group.size()
-    dist.all_gather_object(of_ranks, facts, group=group)
-    if len(set(of_ranks)) > 1:
+    facts_by_rank: list = [None] * group.size()
+    dist.all_gather_object(facts_by_rank, facts, group=group)
+    if len(set(facts_by_rank)) > 1:
         return None
     _openings += 1
     own = _on_all(group, device, lambda: symmetric.empty(

@@ -123,7 +123,8 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
     q, k, v = tensors
     for x in (q, k, v):
         dtensors.reject(op, x)
-    derivatives.reject_of_scalars(op, options['softmax_scale'], options['softcap'])
+    derivatives.reject_of_scalars(op, **{name: options[name]
+                                         for name in ('softmax_scale', 'softcap')})
     is_packed = q.dim() == 3
     starts = options['cu_seqlens']
     if not (q.dim() == k.dim() == v.dim() and q.dim() in (3, 4)) or (
@@ -370,7 +371,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     plan = _plan(q, own, _starts_of(cu_seqlens))
     has_two = len(plan.steps) <= 2 and all(len(step.calls) <= 1 for step in plan.steps)
     link = copies.link_of(_OP, own.group, (k, v))
-    dq, of_keys = _Total(q, has_two), _KeyGradients(
+    dq, key_gradients = _Total(q, has_two), _KeyGradients(
         exchange.Link(_OP, own.group, q.device), (k, v), has_two)
     dsinks = lse.new_zeros(0) if sinks is None else torch.zeros_like(sinks)
 
@@ -387,7 +388,7 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
             dsinks.add_(dsinks_part)
         return part
 
-    def of_step(step: Step, keys: list[Tensor]) -> list[Tensor]:
+    def step_gradients(step: Step, keys: list[Tensor]) -> list[Tensor]:
         parts = [(call.keys, attend(step, keys, call)) for call in step.calls]
         gradients = _sum(parts, step, keys)
         keys.clear()
@@ -396,10 +397,10 @@ def _backward(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
     # No variable here holds tensors of a step, which would stay alive during the next.
     for step, keys in exchange.travel(link, plan, (k, v)):
         if step is plan.steps[0]:
-            of_keys.add(step.keys, of_step(step, keys))
+            key_gradients.add(step.keys, step_gradients(step, keys))
         else:
-            of_keys.send(step, of_step(step, keys))
-    return dq.result(), *of_keys.result(), dsinks
+            key_gradients.send(step, step_gradients(step, keys))
+    return dq.result(), *key_gradients.result(), dsinks
 
 
 def _sum(parts: list[tuple[tuple[int, int], list[Tensor]]], step: Step,

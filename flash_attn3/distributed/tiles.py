@@ -161,21 +161,21 @@ def joined(tiles: list[Tile]) -> list[Tile]:
 def calls_of(queries: list[Segment], keys: list[Segment], window: tuple[int, int],
              one_tile: bool) -> tuple[Call, ...]:
     """The calls of a rank that holds these queries on these keys. one_tile: in each."""
-    of_document = {document: list(group) for document, group in groupby(
+    keys_by_document = {document: list(group) for document, group in groupby(
         sorted(keys), key=lambda segment: segment.document)}
     tiles = []
     for document, group in groupby(sorted(queries), key=lambda segment: segment.document):
-        pairs = [tile_of(q, k, *window) for q in group for k in of_document.get(document, ())]
+        pairs = [tile_of(q, k, *window) for q in group for k in keys_by_document.get(document, ())]
         tiles += joined([tile for tile in pairs if tile is not None])
     calls: dict[tuple, list[list[Tile]]] = {}
     for tile in sorted(tiles):
-        of_kind = calls.setdefault(tile[4:], [])
-        if not one_tile and of_kind and tile.q0 >= of_kind[-1][-1].q1 \
-                and tile.k0 >= of_kind[-1][-1].k1:
-            of_kind[-1].append(tile)
+        alike = calls.setdefault(tile[4:], [])
+        if not one_tile and alike and tile.q0 >= alike[-1][-1].q1 \
+                and tile.k0 >= alike[-1][-1].k1:
+            alike[-1].append(tile)
         else:
-            of_kind.append([tile])
-    return tuple(Call(tuple(group)) for of_kind in calls.values() for group in of_kind)
+            alike.append([tile])
+    return tuple(Call(tuple(group)) for alike in calls.values() for group in alike)
 
 
 def _extent(calls: tuple[Call, ...]) -> tuple[int, int] | None:
@@ -194,12 +194,12 @@ def plan_of(layout: Layout, rank: int, window: tuple[int, int],
     """
     one_tile = starts is None
     starts = (0, layout.seqlen) if starts is None else starts
-    of_rank = [segments(layout, other, starts) for other in range(layout.ranks)]
+    segments_by_rank = [segments(layout, other, starts) for other in range(layout.ranks)]
     steps = []
     for distance in range(layout.ranks):
         source, target = ((rank - distance) % layout.ranks, (rank + distance) % layout.ranks)
-        calls = calls_of(of_rank[rank], of_rank[source], window, one_tile)
-        theirs = calls_of(of_rank[target], of_rank[rank], window, one_tile)
+        calls = calls_of(segments_by_rank[rank], segments_by_rank[source], window, one_tile)
+        theirs = calls_of(segments_by_rank[target], segments_by_rank[rank], window, one_tile)
         steps.append(Step(source, target, _extent(calls), _extent(theirs), calls))
     ranges = {call.rows for step in steps for call in step.calls}
     bounds = sorted({bound for pair in ranges for bound in pair})

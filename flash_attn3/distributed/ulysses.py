@@ -60,7 +60,7 @@ def ulysses_attention(
     ring_name = '' if ring_group is None else exchange.named(_OP, ring_group)[0]
     for x in (q, k, v):
         dtensors.reject(_OP, x)
-    derivatives.reject_of_scalars(_OP, softmax_scale, softcap)
+    derivatives.reject_of_scalars(_OP, softmax_scale=softmax_scale, softcap=softcap)
     if not torch.compiler.is_compiling():
         general = general_of(q, window_size=window_size, s_aux=s_aux, softcap=softcap,
                              softmax_scale=softmax_scale)

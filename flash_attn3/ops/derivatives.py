@@ -64,13 +64,12 @@ def reject_tangents(arguments: tuple) -> None:
         raise NotImplementedError(REVERSE_ONLY)
 
 
-def reject_of_scalars(op: str, softmax_scale: float | Tensor | None,
-                      softcap: float | Tensor = 0.0) -> None:
+def reject_of_scalars(op: str, **scalars: float | Tensor | None) -> None:
     """Raises NotImplementedError for a tensor in place of a number, if its derivative is asked for.
 
     A tensor that asks for none is converted by PyTorch.
     """
-    for name, x in (('softmax_scale', softmax_scale), ('softcap', softcap)):
+    for name, x in scalars.items():
         if x is None or type(x) is float or not isinstance(x, Tensor):
             continue
         reject_forward_mode(x)

@@ -77,18 +77,15 @@ def _length_problem(q: Tensor, own: Attend) -> tuple | None:
 
 
 def descale_problem(own: Attend) -> tuple | None:
-    """What is wrong with scales that differ by sequence: the kernel sees all queries as one."""
-    for name in names('scales')[:1 if _is_of_keys(own) else None]:
+    """What is wrong with scales that differ by sequence: the kernel sees all queries as one. Those
+    by page, and those of latents, with three dimensions, belong to the cache.
+    """
+    for name in names('scales')[:1 if own.descale_by_page else None]:
         scale = getattr(own, name)
         if scale is not None and scale.dim() == 2 and scale.size(0) > 1 and scale.stride(0) != 0:
             return (f'{name} to be the same for all sequences, with stride(0) == 0',
                     str(scale.stride(0)), f'{name}[:1].expand(batch, -1)')
     return None
-
-
-def _is_of_keys(own: Attend) -> bool:
-    """Whether scales belong to keys of the cache, not to sequences."""
-    return own.descale_by_page or own.qv is not None
 
 
 def result_dtype(q: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
