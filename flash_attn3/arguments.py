@@ -140,7 +140,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
 ))
 
 # Dense ops are called most, and each argument costs host time: these have the fewest. The others
-# have the arguments that are rarely given behind those that are often given.
+# have the arguments that are rarely given after those that are often given.
 _DENSE = 'softmax_scale', 'causal', 'pack_gqa', 'sm_margin'
 _BACKWARD = 'softmax_scale', 'causal', 'gradients', 'lengths', 'score'
 _CACHE = ('cache', 'score', 'splits', 'prefix', 'lengths', 'pack_gqa', 'sm_margin', 'scales',

@@ -58,6 +58,15 @@ struct AttentionCall : CallArguments {
 
   bool is_packed() const { return lengths.cu_seqlens_q || lengths.cu_seqlens_k; }
 
+  // Sequences, in a call that has passed its checks.
+  int64_t batch() const {
+    return lengths.cu_seqlens_q     ? lengths.cu_seqlens_q->size[0] - 1
+           : q.rank == 4            ? q.size[0]
+           : cache.cu_seqlens_k_new ? cache.cu_seqlens_k_new->size[0] - 1
+           : k_new                  ? k_new->size[0]
+                                    : 0;
+  }
+
   // K and V are e4m3 under wider queries; with qv V alone.
   bool converts() const {
     Dtype const e4m3 = Dtype::kFloat8E4M3;

@@ -30,13 +30,4 @@ inline int64_t known_keys(AttentionCall const& call) {
   return is_known ? held_by_all(call) + cache.appended : 0;
 }
 
-// Sequences.
-inline int64_t batch_of(AttentionCall const& call) {
-  return call.lengths.cu_seqlens_q     ? call.lengths.cu_seqlens_q->size[0] - 1
-         : call.q.rank == 4            ? call.q.size[0]
-         : call.cache.cu_seqlens_k_new ? call.cache.cu_seqlens_k_new->size[0] - 1
-         : call.k_new                  ? call.k_new->size[0]
-                                       : 0;
-}
-
 }  // namespace fa3

@@ -114,14 +114,14 @@ AppendLaunch::AppendLaunch(AttentionCall& call, OpTensors& tensors) {
   OwnedTensor rotated;
   params.dtype = has_rows(call) ? call.k_new->dtype : call.q.dtype;
   params.quantising = quantising_of(call);
-  params.batch = int(batch_of(call));
+  params.batch = int(call.batch());
   params.cache = slots_of(call);
   params.rotary = rotary_of(call.rotary, params.dtype);
   if (params.rotary.cos != nullptr) {
     rotated = allocate(kOp, call.q.size, call.q.rank, call.q.dtype, call.q.device_index);
     params.q = rows_of(tensors.q, call.q, shares_cache(call.q, call), copies_[2]);
     params.q.target = byte_view(with_batch(describe(rotated)), mutable_data(rotated));
-    params.q.cu = data_of<int>(call.lengths.cu_seqlens_q);
+    params.q.cu = lengths_of(call).cu_q;
   }
   if (has_rows(call)) {
     params.k = rows_of(tensors.k_new, *call.k_new, shares_cache(*call.k_new, call), copies_[0]);

@@ -4,8 +4,8 @@
     fwd_built.inc        whether each variant is in this build
     fwd_registry.inc     the launchers, index-parallel with that table; nullptr: not built
     forward_<shape>.cu   compile units, named after the first of their shapes
-    bwd_variants.h ...   the same of the backward
-    wgmma_shapes.h       shapes of products that CuTe does not offer (generate_wgmma_shapes.py)
+    bwd_variants.h ...   these files for the backward
+    wgmma_shapes.h       shapes of MMAs that CuTe does not offer (generate_wgmma_shapes.py)
     attention_arguments.h   the arguments of a call (generate_arguments.py)
     attention_ops.h         how each op reads them (generate_arguments.py)
 

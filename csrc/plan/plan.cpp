@@ -16,9 +16,9 @@ namespace {
 // Tiles of a head that the estimate of a plan's time looks at: bounds the time of a plan.
 constexpr int kMostSamples = 64;
 
-// Packing cuts the positions of a tile: less of it is padding, or hidden by the mask. Equal work
-// takes up to 3 % longer packed (bf16, d128, causal); where there was 2 % less, it took 5 % less
-// time (bf16, d128, full, 4 heads; H200, 2026-11-22).
+// Packing makes a tile shorter: less of it is padding, or masked. Equal work takes up to 3 % longer
+// packed (bf16, d128, causal); where there was 2 % less, it took 5 % less time (bf16, d128, full, 4
+// heads; H200, 2026-11-22).
 constexpr int kPackGainPercent = 2;
 
 int m_tiles_of(FwdProblem const& problem, FwdConfig const& config, int pack) {
@@ -76,7 +76,7 @@ double visible_pairs(FwdProblem const& problem) {
   return count_visible(SeqlenPair{problem.seqlen_q, problem.seqlen_k}, problem.mask);
 }
 
-// How the queries of a head are cut into tiles, of one variant.
+// How one variant splits the queries of a head into tiles.
 struct Cut {
   int pack;
   int lead;  // core/row_packing.h
@@ -195,7 +195,7 @@ double expected_tiles(FwdProblem const& problem, FwdSchedule const& schedule) {
 }
 
 // Time of a plan, up to a factor: what the busiest CTA computes, over its share of the speed of the
-// tile. Tiles of causal attention are dealt evenly, but none is cut.
+// tile. Tiles of causal attention are dealt evenly, but none is split.
 double time_of_plan(FwdProblem const& problem, FwdPlan const& plan) {
   FwdConfig const& config = kFwdVariants[plan.variant];
   FwdSchedule const& schedule = plan.schedule;

@@ -28,7 +28,7 @@ bool shrinks(FwdProblem const& problem) {
 // KV heads of a section (core/tile_order.h); a head counts once for each batch entry.
 struct SectionHeads {
   int64_t usual;
-  int64_t least_last;  // the last section has at least so many
+  int64_t least_last;  // the fewest of the last section
 };
 
 // n_tiles: tiles of keys of a head. A section has the heads that fit into L2, but about a tile for
@@ -49,7 +49,7 @@ SectionHeads heads_of_section(FwdProblem const& problem, BwdConfig const& config
 }
 
 // What decides between variants that serve a problem, the least comes first: the columns of a
-// step's five products, S, dQ and dK having those of q and k, dP and dV those of v; then the kind.
+// step's five GEMMs (S, dQ and dK have those of q and k, dP and dV those of v); then the kind.
 int cost_of(BwdConfig const& config, KernelKind kind) {
   int const columns = 3 * config.head_dim + 2 * config.head_dim_v;
   return 2 * columns + (config.kind == kind ? 0 : 1);

@@ -1,4 +1,4 @@
-// How a backward pass is run: which variant, and how its work is cut. Pure and cheap, like
+// How a backward pass is run: which variant, and how its work is split. Pure and cheap, like
 // plan_forward().
 #pragma once
 

@@ -106,8 +106,8 @@ int variant_for(FwdProblem const& problem, RowPacking rows, int sms) {
   return candidates.variant[is_long ? candidates.count - 1 : 0];
 }
 
-// Heads whose keys are read at the same time: a divisor of all of them, so many that hardly a CTA
-// is left over. is_shared: two launches share the CTAs of each lane, so a lane needs many.
+// Heads whose keys are read at the same time: the largest divisor of all of them that leaves hardly
+// a CTA idle. is_shared: two launches share the CTAs of each lane, so a lane needs many.
 int lanes_of(int heads, int ctas, bool is_shared) {
   constexpr int kLeastPercent = 96;
   constexpr int kMostShared = 4;

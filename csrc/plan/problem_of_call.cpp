@@ -22,7 +22,7 @@ void set_sizes(FwdProblem& problem, AttentionCall const& call) {
   TensorMeta const& k = call.k;
   problem.dtype = q.dtype;
   problem.is_packed = q.rank == 3;
-  problem.batch = int(batch_of(call));
+  problem.batch = int(call.batch());
   problem.heads_q = int(q.size[q.rank - 2]);
   problem.head_dim = int(q.size[q.rank - 1]);
   problem.heads_k = int(k.size[k.rank - 2]);
@@ -57,7 +57,7 @@ void drop_idle_limits(FwdProblem& problem) {
   if (mask.right > 0 && mask.right >= problem.seqlen_q - 1) {
     mask.right = IntervalMask::kNoLimit;
   }
-  // A query before key 0 is in no chunk; without chunks it might see keys behind its own.
+  // A query before key 0 is in no chunk; without chunks it might see keys after its own.
   bool const all_stand_at_keys = problem.seqlen_q <= problem.seqlen_k || mask.right == 0;
   if (mask.is_chunked && int(mask.chunk.divisor) >= problem.seqlen_k && all_stand_at_keys) {
     mask.is_chunked = false;

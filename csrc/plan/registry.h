@@ -1,5 +1,5 @@
 // What a user is told when a variant is listed but is not in this build
-// (FLASH_ATTN3_VARIANTS). The table of launchers itself, fwd_registry.inc, is generated beside
+// (FLASH_ATTN3_VARIANTS). The table of launchers itself, fwd_registry.inc, is generated next to
 // fwd_variants.h and read by csrc/ops only.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace fa3 {
 // to build it. built[i] says whether variant i of kFwdVariants has a launcher.
 std::string missing_variant_text(char const* op, int variant, std::span<bool const> built);
 
-// The same for kBwdVariants.
+// That text for a variant of kBwdVariants.
 std::string missing_backward_text(int variant, std::span<bool const> built);
 
 }  // namespace fa3

@@ -2,13 +2,13 @@
 // sequence on the keys after them.
 #pragma once
 
-#include "call/cache_form.h"
+#include "call/attention_call.h"
 
 namespace fa3 {
 
 // A prefix of one sequence is not shared.
 inline bool has_shared_prefix(AttentionCall const& call) {
-  return call.prefix.shared_prefix > 0 && batch_of(call) > 1;
+  return call.prefix.shared_prefix > 0 && call.batch() > 1;
 }
 
 // Whether the rows of a batch (batch, rows, heads, columns) are evenly spaced.

@@ -59,7 +59,7 @@ constexpr bool serves(FwdConfig const& config, KernelKind problem) {
 }
 
 // Kernels exist for some head dims; a problem with others runs on those that are no smaller and
-// compute least: the copy engine fills the missing columns with zeros, which change neither scores
+// compute least: TMA fills the missing columns with zeros, which change neither scores
 // nor outputs. General kernels serve full and causal problems where they compute less.
 //
 // promote: with FP8; converts: on a cache of e4m3 under 16-bit queries; decodes: among the decode

@@ -8,9 +8,10 @@
 //   and sm_count and l2_bytes, of which 0 is unknown. A tensor is (dtype, device type, device
 //   index, sizes, strides, address), as ("bfloat16", "cuda", 0, (2, 128, 8, 64), (65536, 512, 64,
 //   1), 0).
-// - check_combine(out_partial=, lse_partial=, out=): the same of `combine`.
-// - check_merge(out=, out_0=, lse_0=, ...): the same of results that are separate tensors.
-// - check_quantize(x=, cu_seqlens=, seqused=, block=, group=, seed=): the same of `quantize_fp8`.
+// - check_combine(out_partial=, lse_partial=, out=): the error text of a call of `combine`.
+// - check_merge(out=, out_0=, lse_0=, ...): the error text of a merge of separate tensors.
+// - check_quantize(x=, cu_seqlens=, seqused=, block=, group=, seed=): the error text of a call of
+//   `quantize_fp8`.
 // - plan_forward(**call), plan_backward(**call), plan_cache(**call): a dict of facts, or {"reason":
 //   text}. plan_backward needs no tensor but q, k and v.
 // - variants(), backward_variants(): a dict for every variant, built or not.

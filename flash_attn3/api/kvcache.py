@@ -19,7 +19,7 @@ from flash_attn3.ops import (attend_arguments, attend_cache, checks, derivatives
                              library, prefix_rules)
 from flash_attn3.api.merging import flash_attn_combine, merge_states
 from flash_attn3.ops.attend_cache import Attend, Rotary
-from flash_attn3.ops.dense_and_varlen import general_of
+from flash_attn3.ops.dense_and_varlen import batch_of, general_of
 from flash_attn3.ops.fp8 import Descale
 
 __all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
@@ -160,7 +160,7 @@ def arguments_of(call: Mapping) -> tuple[Attend, Rotary]:
     length, lengths = lengths_of(call['cache_seqlens'])
     table, rows = call['page_table'], call['cache_batch_idx']
     if table is not None and rows is not None:
-        table, rows = rows_of_table(table, rows, fp8.of_heads(q, k_cache, starts)[0], reads=False)
+        table, rows = rows_of_table(table, rows, batch_of(q, starts), reads=False)
     general = general_of(q, **{name: call[name] for name in public_names('score')})
     is_dense = k is not None and call['cu_seqlens_k_new'] is None and k.dim() > 1
     own = Attend(**{name: call[name] for name in Attend._fields if name in call}
@@ -189,8 +189,7 @@ def functions_for(q: Tensor, op: str) -> tuple:
 
 def _rows_of(page_table: Tensor, cache_batch_idx: Tensor, q: Tensor,
              cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    batch, _ = fp8.of_heads(q, q, cu_seqlens_q)
-    return rows_of_table(page_table, cache_batch_idx, batch)
+    return rows_of_table(page_table, cache_batch_idx, batch_of(q, cu_seqlens_q))
 
 
 def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, batch: int,
@@ -222,11 +221,11 @@ def descales_of(given: tuple, tensors: tuple[Tensor, Tensor, Tensor],
                  qv: Tensor | None) -> list[Tensor | None]:
     """Descales as the op takes them: numbers as tensors. tensors: q and the caches."""
     q, k_cache, v_cache = tensors
-    of_q = fp8.of_heads(q, k_cache, cu_seqlens_q)
-    of_k = (k_cache.size(0), of_q[1]) if is_by_page else of_q
-    of_v = of_k if qv is None else (*v_cache.shape[:2], 1)
-    return [fp8.descale_tensor(_OP, f'{name}_descale', scale, shape, q.device)
-            for name, scale, shape in zip('qkv', given, (of_q, of_k, of_v))]
+    by_sequence = fp8.head_scales(batch_of(q, cu_seqlens_q), k_cache)
+    by_k = fp8.head_scales(k_cache.size(0), k_cache) if is_by_page else by_sequence
+    by_v = by_k if qv is None else (*v_cache.shape[:2], 1)
+    return [fp8.descale_tensor(_OP, name, scale, shape, q.device)
+            for name, scale, shape in zip(names('scales'), given, (by_sequence, by_k, by_v))]
 
 
 def _descales_to_set(k_descale: Tensor | None, v_descale: Tensor | None,

@@ -109,7 +109,7 @@ def measure(shape: Shape, device: torch.device, names: Sequence[str] = NAMES, ro
     """Time the contenders of a problem against each other. One dict each: the keys of result(), or
     where one does not run, 'na' with the reason."""
     timer = Timer(device, target_ms)
-    left_out: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     calls: dict[str, Callable] = {}
     checks: dict[str, tuple[float, float | None]] = {}
     with torch.no_grad():
@@ -118,13 +118,13 @@ def measure(shape: Shape, device: torch.device, names: Sequence[str] = NAMES, ro
             try:
                 calls[name], checks[name] = _prepare(name, shape, sets, timer)
             except Exception as failure:
-                left_out[name] = reason(failure)
+                skipped[name] = reason(failure)
         figures = interleaved(
-            calls, timer, rounds, lambda name, error: left_out.update({name: reason(error)}))
+            calls, timer, rounds, lambda name, error: skipped.update({name: reason(error)}))
     del sets, calls
     if device.type == 'cuda':
         torch.cuda.empty_cache()
-    return [dict(name=name, na=left_out[name]) if name in left_out
+    return [dict(name=name, na=skipped[name]) if name in skipped
             else result(shape, device, name, figures[name], *checks[name])
             for name in names]
 

@@ -90,8 +90,8 @@ class Shape:
         """FLOP of a call: two GEMMs, a multiplication and an addition per element. The backward has
         three GEMMs over the head dim of q and k and two over that of v."""
         entries = 1 if self.lengths else self.batch
-        products = (3, 2) if self.backward else (1, 1)
-        columns = products[0] * self.head_dim + products[1] * self.columns_v
+        gemms = (3, 2) if self.backward else (1, 1)
+        columns = gemms[0] * self.head_dim + gemms[1] * self.columns_v
         return 2 * entries * self.heads * columns * self.pairs
 
     @property

@@ -8,7 +8,7 @@ written here, never contracted to a fused multiply-add, of float32 where nothing
 2. Rotation, of head_dim columns at once: x H D of the signs and the Hadamard matrices below.
    a. Column c of KV head h changes its sign if bit c % 32 of the word
       mix(mix(mix(seed) + h) + c // 32) is set; `mix` is below, sums are modulo 2^32.
-   b. head_dim is cut into its powers of two, largest first (96 = 64 + 32). A piece of a row gets a
+   b. head_dim is split into its powers of two, largest first (96 = 64 + 32). A piece of a row has a
       unit: a power of two, of which its largest absolute value is 2 to 4; not below 2^-126, the
       largest one if the piece has infinities or NaN, which make all of it NaN. The piece times 1 /
       unit is rounded to float16, exactly but for values far below the largest.
@@ -18,10 +18,10 @@ written here, never contracted to a fused multiply-add, of float32 where nothing
 3. The largest absolute value times norm times unit of a block, among those that are finite: 0 if
    none is; the largest float32 at most.
 4. scale = max(largest, 2^-64) / 448, a division. The floor is for blocks of zeros: with it, 1 /
-   scale is finite, they never count as large beside other blocks, and sums that are taken relative
+   scale is finite, they never count as large next to other blocks, and sums that are taken relative
    to a scale (reference_fp8.py) stay below 2^128.
 5. factor = norm times (1 / scale), times unit, and each value times factor, then to [-448, 448] (a
-   product may be some ulps above). For rotated values factor and product are float16.
+   result may be some ulps above). For rotated values factor and result are float16.
 6. To e4m3: nearest, ties to even, with subnormals. Infinities have no place in e4m3 and become NaN
    as NaN does, of bits 0x7f.
 

@@ -1,4 +1,4 @@
-"""Keys and values between GPUs of one host, moved by their DMA copy engines.
+"""Keys and values between GPUs of one host, moved by their copy engines.
 
 A send of NCCL is a kernel, and takes multiprocessors from the attention that runs meanwhile: the
 forward of 32k tokens takes 1.09 times as long on two H100, 1.27 times on four (2026-11-26). Here a

@@ -86,7 +86,7 @@ def ring_attention(
             False: one. Default True; the rows of a rank are even then.
         cu_seqlens: with three dimensions: where the sequences of the whole stream begin, and the
             end of the last, as in `flash_attn_varlen_func`: numbers, or a tensor of them; one on a
-            GPU is read at each call, which waits for it. Behind the last is padding. Ranks that
+            GPU is read at each call, which waits for it. Padding follows the last. Ranks that
             share no sequence exchange nothing. Default: one sequence.
         softmax_scale, causal, window_size, softcap, s_aux: as in `flash_attn_func`, of the whole
             sequence.

@@ -2,11 +2,11 @@
 
 Plain integers: no tensor, no communication. The rows of all ranks are one stream of positions. A
 rank of N holds two chunks of it, r and 2N - 1 - r (zigzag: under a causal mask all ranks do the
-same work), or one, r (contiguous). Behind the last position stands padding, which no call reads.
+same work), or one, r (contiguous). Padding follows the last position; no call reads it.
 
 A tile is a rectangle of local queries and of keys of one rank, with the window that the ops take:
-aligned to its bottom-right corner. It is cut to what is visible, so that both sides of the window
-are 0 or more, or -1 where they hide nothing.
+aligned to its bottom-right corner. It has visible keys only, so that both sides of the window are 0
+or more, or -1 where they mask nothing.
 
 Source of the zigzag: the load balancing of Llama 3 (arXiv 2407.21783, 3.3.2) and of torch's
 context_parallel.

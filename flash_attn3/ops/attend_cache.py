@@ -18,7 +18,7 @@ from flash_attn3 import _plan, env
 from flash_attn3.cpu import reference, reference_fp8
 from flash_attn3.ops import checks, dense_and_varlen, library
 from flash_attn3.arguments import OPS, tuple_of
-from flash_attn3.ops.dense_and_varlen import rank_of, score_of
+from flash_attn3.ops.dense_and_varlen import batch_of, rank_of, score_of
 from flash_attn3.cpu.quantize import E4M3
 from flash_attn3.cpu.reference import Inputs, Outputs, Score
 from flash_attn3.cpu.reference_fp8 import Scales
@@ -40,10 +40,6 @@ def _numbers(x: Tensor | None, otherwise: list[int]) -> list[int]:
 
 def _differences(starts: Tensor) -> list[int]:
     return starts.diff().tolist()
-
-
-def _batch_of(q: Tensor, own: _Own) -> int:
-    return q.size(0) if own.cu_seqlens_q is None else own.cu_seqlens_q.numel() - 1
 
 
 def _capacity_of(cache: Tensor, own: _Own) -> int:
@@ -191,7 +187,7 @@ def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
         if problem := checks.sequences_problem('q', own.cu_seqlens_q.tolist(), used, q.size(0)):
             raise RuntimeError(checks.error('attend_cache', *problem))
     if own.cu_seqlens_k is None:
-        batch = _batch_of(q, own)
+        batch = batch_of(q, own.cu_seqlens_q)
         problem = _prefix_problem(q, k, own, batch) if own.shared_prefix > 0 else None
         if problem := problem or _tree_problem(q, own, batch):
             raise RuntimeError(checks.error('attend_cache', *problem))
@@ -322,7 +318,7 @@ def check_append(tensors: Sequence[Tensor | None], new: tuple[Tensor | None, Ten
     text = checks.problem_text(tensors, own, check=_plan.check_append, rules_of=rules_of)
     if text:
         raise RuntimeError(text)
-    batch = _batch_of(q, own)
+    batch = batch_of(q, own.cu_seqlens_q)
     rows = None if k is None else k.size(0)
     _check_contents('append_and_attend', (q, caches[0], rows), own, batch)
     if own.rotary_cos is not None:
@@ -427,7 +423,7 @@ def append_and_attend_plainly(
                                         'keys set', 'None'))
     q, qv, k, v = (_apart(x, caches) for x in (q, own.qv, k, v))
     own = own._replace(qv=qv)
-    firsts = _firsts(k_cache, append, _batch_of(q, append))
+    firsts = _firsts(k_cache, append, batch_of(q, append.cu_seqlens_q))
     if k is not None:
         _append(caches, k, v, append)
     rotated = _rotated_queries(q, append, firsts) if rotary.rotary_cos is not None else None

@@ -94,6 +94,13 @@ def rank_of(own: tuple) -> int:
     return 4 if own.cu_seqlens_q is None else 3
 
 
+def batch_of(q: Tensor, cu_seqlens_q: Tensor | None = None) -> int:
+    """The number of sequences; for shapes that the op is going to reject, any."""
+    if cu_seqlens_q is None:
+        return q.size(0) if q.dim() else 0
+    return max(cu_seqlens_q.numel() - 1, 0)
+
+
 def is_plain(general: General) -> bool:
     """Whether a call is softmax of scaled and masked scores of a batch, without anything more."""
     return rank_of(general) == 4 and general.sinks is None and not general.softcap

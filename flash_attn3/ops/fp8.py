@@ -96,19 +96,21 @@ def descale_tensor(op: str, name: str, scale: Descale, shape: Sequence[int],
     return torch.full((), scale, dtype=torch.float32, device=device).expand(tuple(shape))
 
 
-def of_heads(q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None = None) -> tuple[int, int]:
+def head_scales(batch: int, k: Tensor) -> tuple[int, int]:
     """(batch, heads_k): the shape of descales; for shapes that the op is going to reject, any."""
-    batch = cu_seqlens_q.numel() - 1 if cu_seqlens_q is not None else q.size(0) if q.dim() else 0
-    return max(batch, 0), k.size(-2) if k.dim() > 1 else 1
+    return batch, k.size(-2) if k.dim() > 1 else 1
 
 
 def descales_of(op: str, q: Tensor, k: Tensor, given: Sequence[Descale],
-                cu_seqlens_q: Tensor | None = None) -> list[Descale]:
-    """Descales of attention without a cache; as they are for a q that is not e4m3."""
+                *starts: Tensor) -> list[Descale]:
+    """Descales of attention without a cache; as they are for a q that is not e4m3. starts: of
+    packed queries.
+    """
     if q.dtype != E4M3:
         return list(given)
-    return [descale_tensor(op, f'{name}_descale', scale, of_heads(q, k, cu_seqlens_q), q.device)
-            for name, scale in zip('qkv', given)]
+    shape = head_scales(dense_and_varlen.batch_of(q, *starts), k)
+    return [descale_tensor(op, name, scale, shape, q.device)
+            for name, scale in zip(names('scales'), given)]
 
 
 def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | None,
