@@ -164,8 +164,9 @@ def function_of(package: ModuleType, shape: Shape, device: torch.device) -> Call
         return functools.partial(package.flash_attn_func, **options)
     starts = torch.tensor([0, *itertools.accumulate(shape.lengths)], dtype=torch.int32,
                           device=device)
-    return lambda q, k, v: package.flash_attn_varlen_func(
-        q, k, v, starts, starts, shape.seqlen_q, shape.seqlen_k, **options)
+    options |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=shape.seqlen_q,
+                    max_seqlen_k=shape.seqlen_k)
+    return functools.partial(package.flash_attn_varlen_func, **options)
 
 
 def make_inputs(shape: Shape, device: torch.device,

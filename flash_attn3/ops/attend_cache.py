@@ -18,9 +18,9 @@ from flash_attn3 import _plan, env
 from flash_attn3.cpu import reference, reference_fp8
 from flash_attn3.ops import checks, dense_and_varlen, library
 from flash_attn3.arguments import OPS, tuple_of
-from flash_attn3.ops.dense_and_varlen import batch_of, rank_of, score_of
+from flash_attn3.ops.dense_and_varlen import batch_of, inputs_of, rank_of, score_of
 from flash_attn3.cpu.quantize import E4M3
-from flash_attn3.cpu.reference import Inputs, Outputs, Score
+from flash_attn3.cpu.reference import Outputs, Score
 from flash_attn3.cpu.reference_fp8 import Scales
 from flash_attn3.api.trees import COLUMNS, unpacked
 
@@ -278,7 +278,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
         v_scales = [None] * batch
     score = score_of(q, own)
     for sequence, (row, one_k, one_v) in enumerate(zip(rows, keys, values)):
-        one = Inputs(*(x[None] for x in (q[row], one_k, one_v)), own.sinks)
+        one = inputs_of(q[row][None], one_k[None], one_v[None], own)
         score = score if own.tree_mask is None else _with_tree(score, own.tree_mask[row])
         if q.dtype == E4M3:
             scales = Scales(q_scales[sequence], k_scales[sequence], v_scales[sequence])

@@ -71,6 +71,11 @@ def put_tensors(general: General, tensors: tuple[Tensor | None, ...]) -> General
     return general._replace(**dict(zip(_TENSORS, tensors)))
 
 
+def inputs_of(q: Tensor, k: Tensor, v: Tensor, own: tuple) -> Inputs:
+    """What attention with the arguments of an op is a function of."""
+    return Inputs(q, k, v, own.sinks)
+
+
 def score_of(q: Tensor, general: General) -> Score:
     """How logits come from q and k."""
     mask = Mask(general.causal, (general.window_left, general.window_right),
@@ -128,7 +133,7 @@ def check_cuda_contents(q: Tensor, k: Tensor, own: tuple) -> None:
 def attend(q: Tensor, k: Tensor, v: Tensor, general: General,
            return_max_logits: bool) -> reference.Outputs:
     """The forward in plain PyTorch, which PyTorch can differentiate; nothing is checked."""
-    inputs, score = Inputs(q, k, v, general.sinks), score_of(q, general)
+    inputs, score = inputs_of(q, k, v, general), score_of(q, general)
     lengths, dtype = lengths_of(general), reference.wide_dtype(q.dtype)
     return (reference.attend(inputs, score, dtype, return_max_logits) if lengths is None else
             reference.attend_packed(inputs, score, lengths, dtype, return_max_logits))
@@ -170,7 +175,7 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
     checks.check_backward(tensors, general)
     dout, dlse, q, k, v, out, lse, *_ = tensors.values()
     check_contents('bwd', q, k, general)
-    inputs, score = Inputs(q, k, v, general.sinks), score_of(q, general)
+    inputs, score = inputs_of(q, k, v, general), score_of(q, general)
     lengths, dtype = lengths_of(general), reference.wide_dtype(q.dtype)
     outputs = Outputs(out, lse)
     *gradients, dsinks = (

@@ -20,7 +20,7 @@ from flash_attn3.ops import checks, dense_and_varlen, library
 from flash_attn3.arguments import OPS, names, tuple_of
 from flash_attn3.ops.dense_and_varlen import Execution, General
 from flash_attn3.cpu.quantize import E4M3, KV_BLOCK, PER_HEAD, PER_TENSOR, Q_BLOCK
-from flash_attn3.cpu.reference import Inputs, Outputs, Sequences
+from flash_attn3.cpu.reference import Outputs, Sequences
 from flash_attn3.cpu.reference_fp8 import Scales
 
 Descale = Tensor | float | None    # None: 1; a number: one scale for all heads
@@ -254,7 +254,7 @@ def _forward_fp8(tensors: dict[str, Tensor | None], fp8: Fp8, own: General,
 def attend(q: Tensor, k: Tensor, v: Tensor, scales: Scales, arguments: General,
            return_max_logits: bool) -> Outputs:
     """The forward in float32; nothing is checked."""
-    return reference_fp8.attend(Inputs(q, k, v, arguments.sinks), scales,
+    return reference_fp8.attend(dense_and_varlen.inputs_of(q, k, v, arguments), scales,
                                 dense_and_varlen.score_of(q, arguments),
                                 dense_and_varlen.lengths_of(arguments), torch.float32,
                                 return_max_logits)
