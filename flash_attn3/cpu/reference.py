@@ -192,32 +192,36 @@ def without_autocast(function: Callable) -> Callable:
 
 @without_autocast
 def attend(inputs: Inputs, score: Score, compute_dtype: torch.dtype | None = None,
-           with_row_max: bool = False) -> Outputs:
+           with_row_max: bool = False, lengths: Lengths | None = None) -> Outputs:
     """softmax(logits) v over the keys and, if there is one, the sink (arXiv 2407.08608, 2.2).
 
     Args:
-        inputs: dense tensors.
+        inputs: dense tensors; with lengths those of `attend_packed`.
         score: how logits come from q and k.
         compute_dtype: dtype of every step in between; default: the dtype of q.
         with_row_max: also the row maximum.
     """
+    if lengths is not None:
+        return attend_packed(inputs, score, lengths, compute_dtype, with_row_max)
     result = _attend(inputs.to(compute_dtype or inputs.q.dtype), score, with_row_max)
     return result._replace(out=result.out.to(inputs.q.dtype))
 
 
 @without_autocast
 def attend_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, score: Score,
-                    compute_dtype: torch.dtype | None = None,
-                    outputs: Outputs | None = None) -> Gradients:
+                    compute_dtype: torch.dtype | None = None, outputs: Outputs | None = None,
+                    lengths: Lengths | None = None) -> Gradients:
     """Gradients of `attend`.
 
     Args:
         dout: gradient of out, (batch, seqlen_q, heads_q, head_dim_v).
         dlse: gradient of lse, (batch, heads_q, seqlen_q), or None for zero.
-        inputs, score, compute_dtype: as in `attend`.
+        inputs, score, compute_dtype, lengths: as in `attend`.
         outputs: out and lse of `attend`, or of more keys than these: then the gradients are the
             part of these keys. Default: everything is recomputed from the inputs.
     """
+    if lengths is not None:
+        return attend_packed_backward(dout, dlse, inputs, score, lengths, compute_dtype, outputs)
     dtype = compute_dtype or inputs.q.dtype
     return _gradients(dout.to(dtype), dlse, inputs.to(dtype), score, outputs).like(inputs)
 

@@ -66,13 +66,9 @@ def _scaled(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 def attend(inputs: Inputs, scales: Scales, score: Score, lengths: Lengths | None = None,
            compute_dtype: torch.dtype = torch.float64, with_row_max: bool = False) -> Outputs:
-    """Attention of the values, out in compute_dtype; otherwise as `reference.attend` and, with
-    lengths, `reference.attend_packed`.
-    """
+    """Attention of the values, out in compute_dtype; otherwise as `reference.attend`."""
     values = dequantize(inputs, scales, lengths, compute_dtype)
-    if lengths is None:
-        return reference.attend(values, score, with_row_max=with_row_max)
-    return reference.attend_packed(values, score, lengths, with_row_max=with_row_max)
+    return reference.attend(values, score, None, with_row_max, lengths)
 
 
 def emulate(inputs: Inputs, scales: Scales, score: Score, lengths: Lengths | None = None,

@@ -133,10 +133,8 @@ def check_cuda_contents(q: Tensor, k: Tensor, own: tuple) -> None:
 def attend(q: Tensor, k: Tensor, v: Tensor, general: General,
            return_max_logits: bool) -> reference.Outputs:
     """The forward in plain PyTorch, which PyTorch can differentiate; nothing is checked."""
-    inputs, score = inputs_of(q, k, v, general), score_of(q, general)
-    lengths, dtype = lengths_of(general), reference.wide_dtype(q.dtype)
-    return (reference.attend(inputs, score, dtype, return_max_logits) if lengths is None else
-            reference.attend_packed(inputs, score, lengths, dtype, return_max_logits))
+    return reference.attend(inputs_of(q, k, v, general), score_of(q, general),
+                            reference.wide_dtype(q.dtype), return_max_logits, lengths_of(general))
 
 
 # ---------------------------------------------------------------------------- CPU implementations
@@ -175,12 +173,9 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
     checks.check_backward(tensors, general)
     dout, dlse, q, k, v, out, lse, *_ = tensors.values()
     check_contents('bwd', q, k, general)
-    inputs, score = inputs_of(q, k, v, general), score_of(q, general)
-    lengths, dtype = lengths_of(general), reference.wide_dtype(q.dtype)
-    outputs = Outputs(out, lse)
-    *gradients, dsinks = (
-        reference.attend_backward(dout, dlse, inputs, score, dtype, outputs) if lengths is None else
-        reference.attend_packed_backward(dout, dlse, inputs, score, lengths, dtype, outputs))
+    *gradients, dsinks = reference.attend_backward(
+        dout, dlse, inputs_of(q, k, v, general), score_of(q, general),
+        reference.wide_dtype(q.dtype), Outputs(out, lse), lengths_of(general))
     return *gradients, lse.new_empty(0) if dsinks is None else dsinks
 
 

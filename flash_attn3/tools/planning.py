@@ -74,7 +74,7 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     if needs_grad and out is not None:
         reasons.append(checks.gradient_with_out_text(op, **named))
     plans = []
-    call, text = _checked((op, (q, k, v, out), of_fp8), num_splits, features)
+    call, text = _checked(op, (q, k, v, out), of_fp8, num_splits, features)
     if text:
         reasons.append(text)
     else:
@@ -134,13 +134,9 @@ def _fp8_arguments(op: str, q: Tensor, out: Tensor | None,
         return [str(problem)], None
 
 
-def _checked(of_tensors: tuple, num_splits: int,
+def _checked(op: str, tensors: tuple, of_fp8: Fp8 | None, num_splits: int,
              features: dict) -> tuple[splits.Call | None, str]:
-    """A call, and what is wrong with it on a Hopper GPU, or ''.
-
-    of_tensors: op, (q, k, v, out), and what FP8 adds. features: the other arguments.
-    """
-    op, tensors, of_fp8 = of_tensors
+    """A call, and what is wrong with it on a Hopper GPU, or ''. tensors: q, k, v and out."""
     execution = Execution(**_named(features, *_EXECUTION))
     try:
         general = general_of(tensors[0], **_named(features, *_GENERAL) | _longest(features))
