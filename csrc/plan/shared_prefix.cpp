@@ -25,7 +25,6 @@ AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q) {
   shared.tree = {};
   shared.rotary = {};
   shared.score = unmasked_score(call);
-  shared.splits.return_lse = true;
   shared.prefix = {};
   shared.cache = {};
   shared.cache.cache_length = call.prefix.shared_prefix;
