@@ -79,13 +79,13 @@ def choose_pages(q: Tensor, k_cache: Tensor, cache_seqlens: Tensor, page_table: 
     Args:
         q: (batch, 1, heads_q, head_dim).
         k_cache: (pages, page_size, heads_k, head_dim); cache_seqlens, page_table: int32, (batch,)
-            and (batch, pages of a sequence); what is behind a sequence's keys may be anything.
+            and (batch, pages of a sequence); what comes after a sequence's keys may be anything.
         budget: pages, 1 or more; that of the last keys is one of them.
         score: a name of SCORES.
 
     Returns:
         (batch, heads_k, min(budget, page_table.size(1))) int64: entries of page_table in ascending
-        order, so the page of the last keys comes behind all others; then, where a sequence has
+        order, so the page of the last keys comes after all others; then, where a sequence has
         fewer pages, entries past its need.
 
     Raises:

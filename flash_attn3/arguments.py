@@ -79,7 +79,6 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('cu_seqlens_k_new', 'Tensor?', None, 'cache'),
     ('return_lse', 'bool', False, 'splits'),
     ('num_splits', 'SymInt', 0, 'splits'),
-    ('split_size', 'SymInt', 0, 'splits'),
     # The first keys of a cache, which all sequences share: those of the first one.
     ('shared_prefix', 'SymInt', 0, 'prefix'),
     # New keys and values of an append, and descales that it sets: of pages, where one begins with
@@ -97,6 +96,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('pack_gqa', 'bool?', None, 'execution'),
     ('sm_margin', 'int', 0, 'execution'),
     ('return_max_logits', 'bool', False, 'execution'),
+    ('split_size', 'SymInt', 0, 'execution'),    # keys of a part, from key 0 on; 0: no such parts
     ('deterministic', 'bool', False, 'gradients'),
     # Attention on float8_e4m3fn: (batch, heads_k), or by blocks, or k and v by page.
     ('q_descale', 'Tensor?', None, 'scales'),
@@ -143,8 +143,8 @@ ARGUMENTS = tuple(Argument(*row) for row in (
 # have the arguments that are rarely given after those that are often given.
 _DENSE = 'softmax_scale', 'causal', 'pack_gqa', 'sm_margin'
 _BACKWARD = 'softmax_scale', 'causal', 'gradients', 'lengths', 'score'
-_CACHE = ('cache', 'score', 'splits', 'prefix', 'lengths', 'pack_gqa', 'sm_margin', 'scales',
-          'tree', 'by_page', 'latent', 'float16_out')
+_CACHE = ('cache', 'score', 'splits', 'split_size', 'prefix', 'lengths', 'pack_gqa', 'sm_margin',
+          'scales', 'tree', 'by_page', 'latent', 'float16_out')
 _GRADIENTS = 'dq', 'dk', 'dv'
 
 # ops/library.py says what each op is for.

@@ -14,6 +14,9 @@ LIBRARY_PATH = os.environ.get('FLASH_ATTN3_LIBRARY', '')
 # Ranks of flash_attn3.distributed compare their arguments.
 CHECK_CONTENTS = os.environ.get('FLASH_ATTN3_CHECKS', '') == '1'
 
+# '1': every call is one under flash_attn3.invariant().
+INVARIANT = os.environ.get('FLASH_ATTN3_INVARIANT', '') == '1'
+
 # '0': flash_attn3.distributed sends keys between the GPUs of a host with NCCL, not with their DMA
 # copy engines.
 COPY_ENGINES = os.environ.get('FLASH_ATTN3_COPY_ENGINES', '1') != '0'

@@ -106,6 +106,24 @@ struct AnyKeyMask {
   }
 };
 
+// Where the scores of a thread lie in a step (device/score.h). Keys are the rows of the fragment.
+struct BwdScoresAt {
+  BwdDeviceParams const& p;
+  BwdWork const& work;
+  int first_key;
+  int first_query;
+  int step_head;
+  int thread;
+
+  CUTE_DEVICE int row(int i) const {
+    return first_query + fragment_column(thread) + i / 4 * 8 + i % 2;
+  }
+  CUTE_DEVICE int key(int i) const {
+    return work.key_begin + first_key + fragment_row(thread) + i / 2 % 2 * 8;
+  }
+  CUTE_DEVICE int head(int) const { return step_head; }
+};
+
 // The mask of a warpgroup; first_key: its first key in the tile.
 template <class Traits>
 struct KeyMask {

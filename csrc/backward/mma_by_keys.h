@@ -170,13 +170,18 @@ struct KeysConsumer : BwdProducts<Traits> {
   CUTE_DEVICE void transform(FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
                              FragmentDs& tKrDs) {
     wait_gemm<1>(tSrS);
-    transform_scores(typename Traits::Score{}, tSrS, tPrDp, tVrP, tKrDs);
+    if constexpr (Traits::Score::kHasSlope) {
+      transform_with_slope(tSrS, tPrDp, tVrP, tKrDs);
+    } else {
+      transform_scores(tSrS, tPrDp, tVrP, tKrDs);
+    }
     Base::stage_scores(tKrDs, shared.ds[count & 1], first_key);
   }
 
   template <class FragmentS, class FragmentDs>
-  CUTE_DEVICE void transform_scores(PlainScore, FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
+  CUTE_DEVICE void transform_scores(FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
                                     FragmentDs& tKrDs) {
+    Base::replace_scores(tSrS, scores_at());
     mask_scores(tSrS);
     Base::probabilities(tSrS, count);
     convert_fragment<Element>(tSrS, tVrP);
@@ -187,19 +192,19 @@ struct KeysConsumer : BwdProducts<Traits> {
   }
 
   template <class FragmentS, class FragmentDs>
-  CUTE_DEVICE void transform_scores(SoftcapScore, FragmentS& tSrS, FragmentS& tPrDp,
-                                    FragmentDs& tVrP, FragmentDs& tKrDs) {
+  CUTE_DEVICE void transform_with_slope(FragmentS& tSrS, FragmentS& tPrDp, FragmentDs& tVrP,
+                                        FragmentDs& tKrDs) {
     wait_gemm<0>(tPrDp);
     release_values();
-    Base::cap_scores(tSrS);
+    Base::replace_scores(tSrS, scores_at());
     mask_scores(tSrS);
-    capped_scores(tSrS, tPrDp, tVrP, tKrDs);
+    sloped_scores(tSrS, tPrDp, tVrP, tKrDs);
   }
 
-  // Computes P and dS together: there are not enough registers for P, dP and the slopes of the
-  // softcap at the same time.
+  // Computes P and dS together: there are not enough registers for P, dP and the slopes at the same
+  // time.
   template <class FragmentS, class FragmentDs>
-  CUTE_DEVICE void capped_scores(FragmentS const& tSrS, FragmentS const& tPrDp, FragmentDs& tVrP,
+  CUTE_DEVICE void sloped_scores(FragmentS const& tSrS, FragmentS const& tPrDp, FragmentDs& tVrP,
                                  FragmentDs& tKrDs) {
     auto scores = rows_view(tSrS);     // (2, (2, J))
     auto gradient = rows_view(tPrDp);  // (2, (2, J))
@@ -213,12 +218,20 @@ struct KeysConsumer : BwdProducts<Traits> {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         auto const [p, ds_factor] =
-            Base::capped_factors(scores(r, 2 * j), scores(r, 2 * j + 1), lse[4 * j]);
+            Base::sloped_factors(scores(r, 2 * j), scores(r, 2 * j + 1), lse[4 * j]);
         p_pairs(2 * j + r) = pack_two<Element>(p.x, p.y);
         ds_pairs(2 * j + r) = pack_two<Element>(ds_factor.x * (gradient(r, 2 * j) - pair.x),
                                                 ds_factor.y * (gradient(r, 2 * j + 1) - pair.y));
       }
     }
+  }
+
+  // Where the scores of the step lie. The index of its queries in the workspaces tells their head.
+  CUTE_DEVICE BwdScoresAt scores_at() const {
+    BwdStep const& at = step(count);
+    BwdWork const& tile = work(count);
+    int const head = (at.rows - tile.tile_base - at.m) / p.m_tiles;
+    return {p, tile, first_key, at.m * Traits::kTileM, head, thread};
   }
 
   template <class Fragment>

@@ -98,29 +98,20 @@ struct DvConsumer : BwdProducts<Traits> {
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE void transform(BwdSteps const& steps, KeyMask<Traits> const& mask, uint32_t step,
                              FragmentS& tSrS, FragmentP& tVrP) {
-    transform_scores(typename Traits::Score{}, steps, mask, step, tSrS, tVrP);
+    BwdScoresAt const at{p, *steps.work, 0, steps.m * Traits::kTileM, steps.head, thread};
+    Base::replace_scores(tSrS, at);
+    mask.apply(tSrS, steps);
+    if constexpr (Traits::Score::kHasSlope) {
+      wait_for_buffer(step);
+      sloped_probabilities(tSrS, tVrP, shared.exchange.p[step % kExchangeBuffers], step);
+    } else {
+      Base::probabilities(tSrS, step, kScaleOfPLog2);
+      wait_for_buffer(step);
+      store_for_dk(tSrS, shared.exchange.p[step % kExchangeBuffers]);
+      convert_fragment<Element>(tSrS, tVrP);
+    }
     Base::arrive_from_warps(shared.exchange.p_full[step % kExchangeBuffers]);
     Base::arrive_from_warps(shared.q_empty[q_stage(step)]);
-  }
-
-  template <class FragmentS, class FragmentP>
-  CUTE_DEVICE void transform_scores(PlainScore, BwdSteps const& steps, KeyMask<Traits> const& mask,
-                                    uint32_t step, FragmentS& tSrS, FragmentP& tVrP) {
-    mask.apply(tSrS, steps);
-    Base::probabilities(tSrS, step, kScaleOfPLog2);
-    wait_for_buffer(step);
-    store_for_dk(tSrS, shared.exchange.p[step % kExchangeBuffers]);
-    convert_fragment<Element>(tSrS, tVrP);
-  }
-
-  template <class FragmentS, class FragmentP>
-  CUTE_DEVICE void transform_scores(SoftcapScore, BwdSteps const& steps,
-                                    KeyMask<Traits> const& mask, uint32_t step, FragmentS& tSrS,
-                                    FragmentP& tVrP) {
-    Base::cap_scores(tSrS);
-    mask.apply(tSrS, steps);
-    wait_for_buffer(step);
-    capped_probabilities(tSrS, tVrP, shared.exchange.p[step % kExchangeBuffers], step);
   }
 
   using Buffer = uint4[Traits::kTileM / 16][kWarpgroupThreads];
@@ -162,7 +153,7 @@ struct DvConsumer : BwdProducts<Traits> {
 
   // Stores the factors of dS as they are computed: there are no registers for P and for them.
   template <class FragmentS, class FragmentP>
-  CUTE_DEVICE void capped_probabilities(FragmentS const& tSrS, FragmentP& tVrP, Buffer& buffer,
+  CUTE_DEVICE void sloped_probabilities(FragmentS const& tSrS, FragmentP& tVrP, Buffer& buffer,
                                         uint32_t step) const {
     auto scores = rows_view(tSrS);  // (2, (2, J))
     auto p_pairs = cute::recast<uint32_t>(tVrP);
@@ -176,7 +167,7 @@ struct DvConsumer : BwdProducts<Traits> {
         int const r = n % 2;
         float2 const own = lse[4 * j];
         auto const factors =
-            Base::capped_factors(scores(r, 2 * j), scores(r, 2 * j + 1),
+            Base::sloped_factors(scores(r, 2 * j), scores(r, 2 * j + 1),
                                  make_float2(own.x - kScaleOfPLog2, own.y - kScaleOfPLog2));
         p_pairs(4 * i + n) = pack_two<Element>(factors.p.x, factors.p.y);
         words[n] = pack_handed(factors.ds_factor.x, factors.ds_factor.y);

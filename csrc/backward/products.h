@@ -100,11 +100,11 @@ struct BwdProducts {
     issue_gemm<Traits::kTileN / 16>(MmaDq{}, tQrDs, tQrK, tQrDq, is_first);
   }
 
-  // S, with a softcap, becomes t (device/score.h).
+  // S becomes the score that the softmax sees.
   template <class Fragment>
-  CUTE_DEVICE void cap_scores(Fragment& acc) const {
-    float const factors[2] = {p.softcap_scale, p.softcap_scale};
-    SoftcapScore::transform(acc, factors);
+  CUTE_DEVICE void replace_scores(Fragment& acc, BwdScoresAt const& at) const {
+    float const factors[2] = {Traits::Score::factor(p), Traits::Score::factor(p)};
+    Traits::Score::forward(acc, factors, at);
   }
 
   // S becomes P = exp2(S * scale_log2 - LSE), times 2^factor_log2.
@@ -140,18 +140,18 @@ struct BwdProducts {
     }
   }
 
-  // With a softcap, where S is t: P and the factor of dP - delta in dS, P * (1 - t^2), for two
-  // scores of a row.
+  // With Score::kHasSlope, where S is t: P and the factor of dP - delta in dS, P times the slope,
+  // for two scores of a row.
   struct Factors {
     float2 p;
     float2 ds_factor;
   };
 
-  CUTE_DEVICE Factors capped_factors(float s0, float s1, float2 lse) const {
+  CUTE_DEVICE Factors sloped_factors(float s0, float s1, float2 lse) const {
     float const x = exp2_approx(s0 * p.scale_log2 - lse.x);
     float const y = exp2_approx(s1 * p.scale_log2 - lse.y);
     return Factors{make_float2(x, y),
-                   make_float2(x * SoftcapScore::slope(s0), y * SoftcapScore::slope(s1))};
+                   make_float2(x * Traits::Score::slope(s0), y * Traits::Score::slope(s1))};
   }
 
   // Stores dS, transposed, to shared memory: (M, N), keys contiguous.

@@ -16,6 +16,19 @@ inline bool is_empty(TensorMeta const& meta) {
   return std::find(meta.size, meta.size + meta.rank, 0) != meta.size + meta.rank;
 }
 
+// A packed tensor (rows, heads, columns) as a batch of one; others as they are.
+inline TensorMeta with_batch(TensorMeta meta) {
+  if (meta.rank == 3) {
+    for (int i = 3; i > 0; --i) {
+      meta.size[i] = meta.size[i - 1];
+      meta.stride[i] = meta.stride[i - 1];
+    }
+    meta.size[0] = 1;
+    meta.rank = 4;
+  }
+  return meta;
+}
+
 // The address after a tensor's last element. Elements of dtypes that no kernel knows count 8 bytes.
 inline int64_t end_address(TensorMeta const& meta) {
   int64_t last = 0;
@@ -29,10 +42,30 @@ inline int64_t end_address(TensorMeta const& meta) {
   return meta.address + (last + 1) * bytes;
 }
 
+// Whether the elements of a tensor fill a range of addresses, each its own.
+inline bool is_dense(TensorMeta const& meta) {
+  int64_t extent = 1;
+  int64_t elements = 1;
+  for (int i = 0; i < meta.rank; ++i) {
+    elements *= meta.size[i];
+    for (int inner = 0; inner < meta.rank; ++inner) {
+      extent *= meta.size[inner] > 1 && meta.stride[inner] == extent ? meta.size[inner] : 1;
+    }
+  }
+  return extent == elements;
+}
+
 // Whether two tensors may share bytes. Those without an address (fakes, plans) share none.
 inline bool may_share_memory(TensorMeta const& a, TensorMeta const& b) {
-  return a.address != 0 && b.address != 0 && !is_empty(a) && !is_empty(b) &&
-         a.address < end_address(b) && b.address < end_address(a);
+  auto const& [low, high] = std::minmax(a, b, [](TensorMeta const& one, TensorMeta const& other) {
+    return one.address < other.address;
+  });
+  return low.address != 0 && high.address < end_address(low) && !is_empty(a) && !is_empty(b);
+}
+
+// Whether they do for certain: elements of tensors with gaps may lie between one another.
+inline bool shares_memory(TensorMeta const& a, TensorMeta const& b) {
+  return may_share_memory(a, b) && (a.address == b.address || (is_dense(a) && is_dense(b)));
 }
 
 }  // namespace fa3

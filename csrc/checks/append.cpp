@@ -110,8 +110,7 @@ std::string check_written(Solver const& solver, NamedTensor const& first,
                            "do not pass an expanded tensor");
     }
   }
-  bool const is_one = &first.meta != &second.meta && first.meta.address != 0 &&
-                      first.meta.address == second.meta.address && !is_empty(first.meta);
+  bool const is_one = &first.meta != &second.meta && shares_memory(first.meta, second.meta);
   return is_one ? solver.refuse(text(second.name, " with memory of its own, to write to it"),
                                 text("the memory of ", first.name))
                 : "";
@@ -132,7 +131,10 @@ std::string check_tables(Solver& solver, Call const& call) {
     return solver.refuse("rotary_cos and rotary_sin together",
                          rotary.rotary_cos ? "rotary_sin of None" : "rotary_cos of None");
   }
-  return check_rows<kRotary>(solver, call);
+  std::string const error = check_rows<kRotary>(solver, call);
+  return error.empty() && rotates(call) && solver["L"] < 1
+             ? solver.refuse("rotary_cos.size(0), the positions, to be at least 1", "0")
+             : error;
 }
 
 // What is rotated has one dtype.

@@ -127,26 +127,26 @@ std::string check_out_memory(Solver const& solver, Call const& call) {
     return {};
   }
   TensorMeta const& out = *call.out;
-  bool const is_q = out.address != 0 && out.address == call.q.address && !is_empty(call.q);
-  bool const is_qv = out.address != 0 && call.latent.qv && out.address == call.latent.qv->address;
+  auto const& qv = call.latent.qv;
   char const* const other = may_share_memory(out, call.k)   ? "k_cache"
                             : may_share_memory(out, call.v) ? "v_cache"
-                            : is_q && !is_empty(out)        ? "q"
-                            : is_qv && !is_empty(out)       ? "qv"
+                            : shares_memory(out, call.q)    ? "q"
+                            : qv && shares_memory(out, *qv) ? "qv"
                                                             : nullptr;
   return other ? solver.refuse("out with memory of its own", text("the memory of ", other)) : "";
 }
 
 std::string check_splits(Solver const& solver, Call const& call) {
   SplitArguments const& splits = call.splits;
+  int64_t const split_size = call.execution.split_size;
   if (splits.num_splits < 0 || splits.num_splits > kMaxSplits) {
     return solver.refuse(text("num_splits to be from 0 (by plan) to ", kMaxSplits),
                          text(splits.num_splits));
   }
-  if (splits.split_size < 0) {
-    return solver.refuse("split_size to be 0 (none) or more", text(splits.split_size));
+  if (split_size < 0) {
+    return solver.refuse("split_size to be 0 (none) or more", text(split_size));
   }
-  return splits.split_size > 0 && splits.num_splits > 1
+  return split_size > 0 && splits.num_splits > 1
              ? solver.refuse("num_splits of 0 or 1 with a split_size", text(splits.num_splits),
                              "split_size alone says where parts begin")
              : "";
@@ -171,7 +171,8 @@ std::string check_tree(Solver& solver, Call const& call) {
   int const rows = rank - 2;
   bool const fits = tree.stride[rank - 1] == 1 &&
                     (tree.size[rows] <= 1 || tree.stride[rows] == kTreeWords) &&
-                    (rank == 2 || tree.stride[0] % kTreeWords == 0) && tree.address % 16 == 0;
+                    (rank == 2 || tree.size[0] <= 1 || tree.stride[0] % kTreeWords == 0) &&
+                    tree.address % 16 == 0;
   return fits ? ""
               : solver.refuse("tree_mask with contiguous rows, at a multiple of 16 bytes",
                               text("strides ", shape_text(tree.stride, rank)),

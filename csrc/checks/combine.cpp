@@ -87,8 +87,7 @@ std::string check_part(Solver& solver, Call const& call) {
   std::string error = !has_batch          ? check_rows<kRows<kPart>, 2>(solver, call)
                       : part.size[0] == 1 ? check_rows<kRows<kPart>, 1>(solver, call)
                                           : check_rows<kRows<kPart>, 0>(solver, call);
-  bool const is_out = call.out.address != 0 && call.out.address == part.address && !is_empty(part);
-  return error.empty() && is_out
+  return error.empty() && shares_memory(call.out, part)
              ? solver.refuse("out with memory of its own", text("the memory of out_", kPart))
              : error;
 }

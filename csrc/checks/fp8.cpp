@@ -63,8 +63,15 @@ std::string check_maxima(Solver const& solver, AttentionCall const& call) {
              : "";
 }
 
+// Sums of e4m3 are not folded.
+std::string check_parts(Solver const& solver, AttentionCall const& call) {
+  return solver.is_fp8() && call.execution.split_size != 0
+             ? solver.refuse("split_size of 0 with float8_e4m3fn", text(call.execution.split_size))
+             : "";
+}
+
 std::string check_scaled_attention(Solver& solver, AttentionCall const& call) {
-  return first_error<check_attention, check_scales, check_maxima>(solver, call);
+  return first_error<check_attention, check_scales, check_maxima, check_parts>(solver, call);
 }
 
 std::string check_fp8(AttentionCall const& call) {

@@ -268,30 +268,30 @@ std::string check_rows(Solver& solver, Call const& call, char const* note = "") 
   return error;
 }
 
-// Names a tensor that starts where one that is written does, or gives nullptr.
+// Names a tensor that shares memory with one that is written, or gives nullptr.
 template <auto const& kTable, size_t kIndex, size_t... kOthers>
-[[gnu::always_inline]] inline char const* shares_start(TensorMeta const* const* tensors,
+[[gnu::always_inline]] inline char const* written_over(TensorMeta const* const* tensors,
                                                        std::index_sequence<kOthers...>) {
   TensorMeta const* const own = is_own(kTable[kIndex].memory) ? tensors[kIndex] : nullptr;
   char const* found = nullptr;
   auto const compare = [&](TensorMeta const* other, char const* name) {
-    found = other && other->address == own->address && !is_empty(*other) ? name : nullptr;
+    found = other && shares_memory(*own, *other) ? name : nullptr;
     return found == nullptr;
   };
-  if (own && own->address != 0 && !is_empty(*own)) {
+  if (own) {
     (void)((kOthers == kIndex || compare(tensors[kOthers], kTable[kOthers].name)) && ...);
   }
   return found;
 }
 
-// Error if a tensor that is written starts where another one of the table does.
+// Error if a tensor that is written shares memory with another one of the table.
 template <auto const& kTable, class Call>
 std::string check_own_memory(Solver const& solver, Call const& call) {
   return [&]<size_t... kIndex>(std::index_sequence<kIndex...> all) {
     TensorMeta const* const tensors[] = {kTable[kIndex].of(call)...};
     char const* name = nullptr;
     char const* other = nullptr;
-    (void)((other = shares_start<kTable, kIndex>(tensors, all), name = kTable[kIndex].name,
+    (void)((other = written_over<kTable, kIndex>(tensors, all), name = kTable[kIndex].name,
             other == nullptr) &&
            ...);
     return other == nullptr ? std::string()

@@ -28,59 +28,36 @@ enum class SumsKind { kFast, kPromoted };
 // kSerial: the GEMMs of a warpgroup do not overlap its own softmax.
 enum class OverlapKind { kSkewed, kSerial };
 
+// What the GEMMs of a warpgroup overlap with.
+struct Overlap {
+  OverlapKind kind = OverlapKind::kSkewed;  // its own softmax
+  // The softmax of another warpgroup: two of them alternate in issuing GEMMs (paper, section 3.1).
+  bool ping_pong = true;
+  // The end of its tile: the last PV is issued together with the first S of the next tile, so that
+  // the tensor cores are busy while O is divided and stored.
+  bool tiles = false;
+};
+
 // How O is stored. kOverQueries: over the rows of Q in shared memory, copied out by a store warp.
 // kStaged, kSent: through its own buffer in shared memory, copied out by the consumers or by the
 // scale warp. kRegisters: from registers. kParts: on a cache, from registers, as parts that are
-// combined where several CTAs share the keys.
-enum class OutputKind { kOverQueries, kStaged, kSent, kRegisters, kParts };
+// combined where several CTAs share the keys. kFolded: as kOverQueries, after the parts of the keys
+// have been folded into one another (forward/folded_parts.h).
+enum class OutputKind { kOverQueries, kStaged, kSent, kRegisters, kParts, kFolded };
 
 // Registers of the producer warpgroup; FwdConfig::producer_registers() has the numbers.
 enum class ProducerSize { kNarrow, kUsual, kWide };
 
-// Choices that change no result and no order of steps, only what ptxas (13.0) makes of a kernel.
-// Skip them on a first reading.
-struct PtxasTuning {
-  ProducerSize producer = ProducerSize::kUsual;
-  // In 16 bits: a step waits for PV after most of its exponentials (OnlineSoftmax::update).
-  bool late_wait = false;
-  // Masked kernels: the exponentials of a thread's first row follow the maxima of both rows. WHY:
-  // otherwise small changes anywhere in the kernel decide whether ptxas interleaves the two.
-  bool maxima_first = false;
-  // Full kernels: k-steps of S whose Q stays in registers for a whole tile.
-  int query_steps = 0;
+// A ring in front of the ring that the GEMMs read, of 8-bit kernels. kTransposed: stages of V as
+// loaded, and the parts of a stage, which are loaded and transposed one after the other.
+// kConverted: stages of K and of V as loaded.
+struct RawRing {
+  int stages = 0;
+  int parts = 1;
 };
 
-struct FwdConfig {
-  char const* name = "";
-  Dtype dtype_q = Dtype::kBFloat16;   // Q and P
-  Dtype dtype_kv = Dtype::kBFloat16;  // K and V in global memory
-  KernelKind kind = {};
-  ValuesKind values = ValuesKind::kDirect;
-  ScalesKind scales = ScalesKind::kNone;
-  SumsKind sums = SumsKind::kFast;
-  OverlapKind overlap = OverlapKind::kSkewed;
-  OutputKind output = OutputKind::kOverQueries;
-
-  int head_dim = 0;
-  int head_dim_v = 0;
-  int consumer_warpgroups = 2;  // 64 rows of Q each
-  int tile_n = 0;               // keys of a K tile
-  int stages = 2;               // in the K ring, and in the V ring
-  int q_stages = 1;             // in the Q ring; 2: the next tile's Q is loaded ahead
-  // kTransposed: stages of the ring of V as loaded, and the parts of a stage, which are loaded and
-  // transposed one after the other. kConverted: stages of the rings of K and V as loaded.
-  int raw_stages = 0;
-  int raw_parts = 1;
-  // kPromoted and kSkewed: the fp32 values of O that a thread keeps in shared memory, because its
-  // registers do not suffice.
-  int shared_sums = 0;
-  // Two warpgroups alternate in issuing GEMMs (paper, section 3.1).
-  bool ping_pong = true;
-  // csrc/decode: on a cache, S^T = K Q^T and O^T = V^T P^T of up to 64 rows, by two warpgroups.
-  bool is_swapped = false;
-  // The last PV of a tile is issued together with the first S of the next tile, so that the tensor
-  // cores are busy while O is divided and stored.
-  bool tile_overlap = false;
+// Numbers that measurements decided. Skip them on a first reading, as PtxasTuning.
+struct Measured {
   // How much a row maximum may grow, in powers of two of P, before O is rescaled to it; 0: at once.
   // Where one key dominates a row, its P is then no longer exactly 1 and gets a rounding error.
   // H200, 2026-11-21, against 0: 2 was 0 to 5 % faster, 8 was 0 to 8 % faster (by head dim and
@@ -93,32 +70,85 @@ struct FwdConfig {
   // tile; and the cost of starting and ending a tile, in keys of its loop.
   int relative_speed = 100;
   int fixed_keys = 0;
+};
 
+// Choices that change no result and no order of steps, only what ptxas (13.0) makes of a kernel.
+struct PtxasTuning {
+  ProducerSize producer = ProducerSize::kUsual;
+  // In 16 bits: a step waits for PV after most of its exponentials (OnlineSoftmax::update).
+  bool late_wait = false;
+  // Masked kernels: the exponentials of a thread's first row follow the maxima of both rows. WHY:
+  // otherwise small changes anywhere in the kernel decide whether ptxas interleaves the two.
+  bool maxima_first = false;
+  // Full kernels: k-steps of S whose Q stays in registers for a whole tile.
+  int query_steps = 0;
+  // kPromoted and kSkewed: the fp32 values of O that a thread keeps in shared memory, because its
+  // registers do not suffice.
+  int shared_sums = 0;
+};
+
+struct FwdConfig {
+  // What a variant adds to a tile.
+  char const* name = "";
+  Dtype dtype_q = Dtype::kBFloat16;  // Q and P
+  KernelKind kind = {};
+  int head_dim = 0;
+  int head_dim_v = 0;
+
+  ValuesKind values = ValuesKind::kDirect;
+  SumsKind sums = SumsKind::kFast;
+  OutputKind output = OutputKind::kOverQueries;
+  int consumer_warpgroups = 2;  // 64 rows of Q each
+  int tile_n = 0;               // keys of a K tile
+  int stages = 2;               // in the K ring, and in the V ring
+  int q_stages = 1;             // in the Q ring; 2: the next tile's Q is loaded ahead
+  Overlap overlap = {};
+  // csrc/decode: on a cache, S^T = K Q^T and O^T = V^T P^T of up to 64 rows, by two warpgroups.
+  bool is_swapped = false;
+
+  RawRing raw = {};
+  Measured measured = {};
   PtxasTuning tuning = {};
 
-  // lazy_rescale_log2, but at most 1 under a causal mask with these head dims in 16 bits. On normal
-  // data the error is then 1.00 to 1.02 times that with 0, otherwise 1.02 to 1.04 times; it takes 0
-  // to 0.35 % of the time (H100, 2026-11-26). With other head dims it would take up to 9 %.
+  // As measured, but at most 1 under a causal mask with these head dims in 16 bits. On normal data
+  // the error is then 1.00 to 1.02 times that with 0, otherwise 1.02 to 1.04 times; it takes 0 to
+  // 0.35 % of the time (H100, 2026-11-26). With other head dims it would take up to 9 %.
   constexpr float lazy_log2(bool is_causal) const {
     bool const is_cheap =
         head_dim == head_dim_v && (head_dim == 64 || head_dim == 128 || head_dim == 256);
-    return is_causal && is_cheap && !is_fp8() && lazy_rescale_log2 > 1.f ? 1.f : lazy_rescale_log2;
+    return is_causal && is_cheap && !folds() && !is_fp8() && measured.lazy_rescale_log2 > 1.f
+               ? 1.f
+               : measured.lazy_rescale_log2;
   }
 
   constexpr bool is_fp8() const { return dtype_q == Dtype::kFloat8E4M3; }
   constexpr bool converts() const { return values == ValuesKind::kConverted; }
-  constexpr bool is_skewed() const { return overlap == OverlapKind::kSkewed; }
+  constexpr bool is_skewed() const { return overlap.kind == OverlapKind::kSkewed; }
   constexpr bool is_promoted() const { return sums == SumsKind::kPromoted; }
+
+  // split_size without a cache: a CTA computes the parts of a tile one after the other.
+  constexpr bool folds() const { return output == OutputKind::kFolded; }
+  constexpr bool writes_over_queries() const {
+    return output == OutputKind::kOverQueries || folds();
+  }
 
   // Absorbed MLA: one warpgroup computes P of 64 rows, two compute the halves of O.
   constexpr bool is_latent() const { return kind.is_latent; }
 
-  // Rotary columns have the dtype of Q; dtype_kv is that of V.
-  constexpr Dtype dtype_k() const { return is_latent() ? dtype_q : dtype_kv; }
+  // K and V in global memory. Rotary columns have the dtype of Q.
+  constexpr Dtype dtype_kv() const { return converts() ? Dtype::kFloat8E4M3 : dtype_q; }
+  constexpr Dtype dtype_k() const { return is_latent() ? dtype_q : dtype_kv(); }
+
+  constexpr ScalesKind scales() const {
+    ScalesKind const converted = is_latent() ? ScalesKind::kKeys : ScalesKind::kHeads;
+    return converts() ? converted : is_fp8() ? ScalesKind::kBlocks : ScalesKind::kNone;
+  }
 
   // Stages of the second half of the latent columns, and bytes of half of a K tile as loaded.
   constexpr int right_stages() const { return converts() ? stages : stages - 1; }
-  constexpr int raw_half_bytes() const { return tile_n * head_dim_v / 2 * element_bytes(dtype_kv); }
+  constexpr int raw_half_bytes() const {
+    return tile_n * head_dim_v / 2 * element_bytes(dtype_kv());
+  }
 
   constexpr int warpgroups() const {
     return consumer_warpgroups + 1 + (is_latent() ? 2 : is_swapped || converts());
@@ -137,7 +167,7 @@ struct FwdConfig {
       return 192;
     }
     if (consumer_warpgroups == 1) {
-      return producer == ProducerSize::kWide ? 240 : ctas_per_sm == 1 ? 256 : 216;
+      return producer == ProducerSize::kWide ? 240 : measured.ctas_per_sm == 1 ? 256 : 216;
     }
     if (kind.is_cache()) {
       return 192;
@@ -157,7 +187,7 @@ struct FwdConfig {
       return 120;
     }
     if (consumer_warpgroups == 1) {
-      return producer == ProducerSize::kWide ? 168 : ctas_per_sm == 1 ? 56 : 40;
+      return producer == ProducerSize::kWide ? 168 : measured.ctas_per_sm == 1 ? 56 : 40;
     }
     if (kind.is_cache()) {
       return 120;
@@ -201,7 +231,7 @@ struct FwdConfig {
   // Counters of the complete parts of a tile or a group; a decode kernel has a byte a warp.
   constexpr int part_counters() const { return is_swapped ? 2 : consumer_warpgroups; }
   constexpr int stage_columns() const { return head_dim <= 64 && head_dim_v <= 64 ? 64 : 128; }
-  constexpr int stage_bytes() const { return tile_n * stage_columns() * element_bytes(dtype_kv); }
+  constexpr int stage_bytes() const { return tile_n * stage_columns() * element_bytes(dtype_kv()); }
 
   // The most K tiles, at either end of a tile, that a warpgroup skips if none of its rows sees a
   // key of them. WHY only with three warpgroups, and not in 16-bit causal kernels: 0 to 1 % slower
@@ -209,8 +239,8 @@ struct FwdConfig {
   constexpr int most_skipped() const {
     bool const has_masked_ends =
         kind.mask == MaskKind::kInterval || (is_fp8() && kind.mask == MaskKind::kCausal);
-    return consumer_warpgroups == 3 && tile_overlap && has_masked_ends
-               ? most_skipped_tiles(stages, raw_stages)
+    return consumer_warpgroups == 3 && overlap.tiles && has_masked_ends && !folds()
+               ? most_skipped_tiles(stages, raw.stages)
                : 0;
   }
 
@@ -225,7 +255,7 @@ struct FwdConfig {
 
 // With kOverQueries O is written over the rows of Q.
 constexpr int q_buffer_bytes(FwdConfig const& c) {
-  bool const holds_output = c.output == OutputKind::kOverQueries && c.columns_v() > c.columns();
+  bool const holds_output = c.writes_over_queries() && c.columns_v() > c.columns();
   return kWarpgroupRows * element_bytes(c.dtype_q) * (holds_output ? c.columns_v() : c.columns());
 }
 
@@ -246,14 +276,14 @@ constexpr int staged_bytes(FwdConfig const& c) {
 constexpr int FwdConfig::small_bytes() const {
   constexpr int kRowBytes = kWarpgroupRows * int(sizeof(float));
   constexpr int kTileBytes = 128;
-  int const raw_rings = converts() ? 2 : raw_parts;
-  int const barriers = 3 * q_stages * consumer_warpgroups + 4 * stages + 2 * raw_stages * raw_rings;
+  int const raw_rings = converts() ? 2 : raw.parts;
+  int const barriers = 3 * q_stages * consumer_warpgroups + 4 * stages + 2 * raw.stages * raw_rings;
   int const key_scales = 2 * stages * 16;
   int const tiles = q_stages * (consumer_warpgroups * (kTileBytes + kRowBytes) + 8);
   int const sent_rows = output == OutputKind::kSent ? consumer_warpgroups * (kRowBytes + 8) : 0;
-  int const page_scales = converts() ? 2 * raw_stages * tile_n * int(sizeof(float)) : 0;
+  int const page_scales = converts() ? 2 * raw.stages * tile_n * int(sizeof(float)) : 0;
   return barriers * 8 + page_scales +
-         (scales == ScalesKind::kBlocks ? key_scales + tiles + sent_rows : 0);
+         (scales() == ScalesKind::kBlocks ? key_scales + tiles + sent_rows : 0);
 }
 
 // What the list calls barriers, scales, coordinates of tiles and other small data.
@@ -269,7 +299,7 @@ constexpr SharedMemory latent_shared_memory(FwdConfig const& c) {
       .add("left half", c.stages, c.tile_n * half * element)
       .add("right half", c.right_stages(), c.tile_n * half * element)
       .add("rotary", c.stages, c.tile_n * c.head_dim * element)
-      .add("raw half", c.raw_stages, c.raw_half_bytes())
+      .add("raw half", c.raw.stages, c.raw_half_bytes())
       .add(kSmallData, 1, (c.converts() ? c.tile_n * 16 : 0) + 3072);
 }
 
@@ -295,15 +325,16 @@ constexpr SharedMemory FwdConfig::shared_memory() const {
   if (is_swapped) {
     return decode_shared_memory(*this);
   }
-  int const raw_keys = tile_n * element_bytes(dtype_kv);
+  int const raw_keys = tile_n * element_bytes(dtype_kv());
   return SharedMemory{}
       .add("Q", q_stages * consumer_warpgroups, q_buffer_bytes(*this))
       .add("K", stages, tile_n * element_bytes(dtype_q) * columns())
       .add("V", stages, v_buffer_bytes(*this))
-      .add("raw K", converts() ? raw_stages : 0, raw_keys * columns())
-      .add("raw V", raw_stages, raw_keys * columns_v())
+      .add("raw K", converts() ? raw.stages : 0, raw_keys * columns())
+      .add("raw V", raw.stages, raw_keys * columns_v())
       .add("staged O", consumer_warpgroups, staged_bytes(*this))
-      .add("O in fp32", consumer_warpgroups, kWarpgroupThreads * shared_sums * int(sizeof(float)))
+      .add("O in fp32", consumer_warpgroups,
+           kWarpgroupThreads * tuning.shared_sums * int(sizeof(float)))
       .add(kSmallData, 1, round_up(small_bytes(), 1024));
 }
 
@@ -322,7 +353,6 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
   c.head_dim = dims.qk;
   c.head_dim_v = dims.v;
   c.dtype_q = dtype;
-  c.dtype_kv = tile.converts() ? Dtype::kFloat8E4M3 : dtype;
   c.kind = kind;
   c.tuning.query_steps = kind == kFullKernel ? tile.tuning.query_steps : 0;
   c.output = kind.is_cache() ? OutputKind::kParts : tile.output;
@@ -334,30 +364,29 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
   require(c.tile_n % 16 == 0 && c.tile_n <= 256, "PV reads keys in steps of 16, at most 256");
   require(c.head_dim % 16 == 0 && c.head_dim_v % 16 == 0, "head dims are multiples of 16");
   require(c.shared_bytes() <= kMaxSharedBytes, "the tile does not fit into shared memory");
-  require(c.ctas_per_sm * (c.shared_bytes() + 1024) <= kSharedBytesPerSm,
+  require(c.measured.ctas_per_sm * (c.shared_bytes() + 1024) <= kSharedBytesPerSm,
           "the CTAs of a multiprocessor do not fit into its shared memory");
-  require(c.ctas_per_sm == 1 || (c.ctas_per_sm == 2 && c.consumer_warpgroups == 1),
-          "two CTAs share the registers of a multiprocessor");
+  require(
+      c.measured.ctas_per_sm == 1 || (c.measured.ctas_per_sm == 2 && c.consumer_warpgroups == 1),
+      "two CTAs share the registers of a multiprocessor");
   require(c.tuning.producer != ProducerSize::kNarrow || c.consumer_warpgroups == 2,
           "only two warpgroups can use what a narrow producer leaves");
-  require(c.scales == ScalesKind::kNone || kScaleBlockKeys % c.tile_n == 0,
+  require(c.scales() == ScalesKind::kNone || kScaleBlockKeys % c.tile_n == 0,
           "a K tile has one scale");
   require(!c.converts() || (kind.is_cache() && c.consumer_warpgroups == 1 && !c.is_fp8()),
           "K and V of a cache are converted, for one warpgroup of 16 bits");
   require(!c.is_swapped || (kind.is_cache() && c.consumer_warpgroups == 1 && c.tile_n == 128),
           "each of two warpgroups has 64 keys of a K tile");
-  require(c.converts() == (c.scales == (c.is_latent() ? ScalesKind::kKeys : ScalesKind::kHeads)),
-          "converted K and V have scales by head, or latent ones by key");
-  require(!c.is_promoted() || !c.is_skewed() || c.lazy_rescale_log2 == 0.f,
+  require(!c.is_promoted() || !c.is_skewed() || c.measured.lazy_rescale_log2 == 0.f,
           "O in fp32 is rescaled with every K tile");
-  require(c.shared_sums == 0 || (c.is_promoted() && c.is_skewed()),
+  require(c.tuning.shared_sums == 0 || (c.is_promoted() && c.is_skewed()),
           "without overlap O in fp32 is in the registers of O");
-  require(!c.ping_pong || c.consumer_warpgroups == 2, "two warpgroups alternate");
+  require(!c.overlap.ping_pong || c.consumer_warpgroups == 2, "two warpgroups alternate");
   require(!c.is_latent() || (c.consumer_warpgroups == 1 && c.head_dim == 64 && c.head_dim_v == 512),
           "a latent cache has 64 rotary and 512 latent columns");
   require(c.tuning.query_steps == 0 || c.is_skewed(),
           "Q is loaded into registers with the first S of a tile");
-  require(!c.tile_overlap || (c.is_skewed() && c.q_stages >= 2),
+  require(!c.overlap.tiles || (c.is_skewed() && c.q_stages >= 2),
           "the first S of the next tile needs its Q while O is stored through that of this tile");
   require(c.output != OutputKind::kSent || c.q_stages == 2,
           "the number of a stage of Q is the parity of its tile");

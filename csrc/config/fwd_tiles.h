@@ -33,14 +33,15 @@ namespace fa3 {
 inline constexpr FwdConfig kFwdTileD64{.consumer_warpgroups = 3,
                                        .tile_n = 128,
                                        .q_stages = 2,
-                                       .ping_pong = false,
-                                       .tile_overlap = true,
-                                       .fixed_keys = 80,
+                                       .overlap = {.ping_pong = false, .tiles = true},
+                                       .measured = {.fixed_keys = 80},
                                        .tuning = {.maxima_first = true}};
 
 // 32 + 32 + 32 = 96. Only for causal problems.
-inline constexpr FwdConfig kFwdTileD64Short{
-    .tile_n = 128, .q_stages = 2, .tile_overlap = true, .relative_speed = 86, .fixed_keys = 40};
+inline constexpr FwdConfig kFwdTileD64Short{.tile_n = 128,
+                                            .q_stages = 2,
+                                            .overlap = {.tiles = true},
+                                            .measured = {.relative_speed = 86, .fixed_keys = 40}};
 
 // 96 + 60 + 60 = 216. For full attention, and for (64, 128); two stages are 1 % slower, 192 x 64 is
 // 2 to 8 % slower, and 192 x 96 does not fit into the registers.
@@ -48,50 +49,50 @@ inline constexpr FwdConfig kFwdTileD128{.consumer_warpgroups = 3,
                                         .tile_n = 80,
                                         .stages = 3,
                                         .q_stages = 2,
-                                        .ping_pong = false,
-                                        .tile_overlap = true,
-                                        .fixed_keys = 300};
+                                        .overlap = {.ping_pong = false, .tiles = true},
+                                        .measured = {.fixed_keys = 300}};
 
 // 96 + 64 + 64 = 224. With two Q stages causal problems are 1 to 2 % slower up to 1k keys. With
 // late_wait they are 1 to 3 % faster from 2k keys on (H100, 2026-11-26); other tiles would lose 0
 // to 3 %.
 inline constexpr FwdConfig kFwdTileD128Short{.tile_n = 128,
                                              .q_stages = 3,
-                                             .tile_overlap = true,
-                                             .relative_speed = 95,
-                                             .fixed_keys = 300,
+                                             .overlap = {.tiles = true},
+                                             .measured = {.relative_speed = 95, .fixed_keys = 300},
                                              .tuning = {.late_wait = true}};
 
 // 96 + 60 + 60 = 216. O takes 96 registers. Also for head dims 144 to 176.
-inline constexpr FwdConfig kFwdTileD192{.tile_n = 80, .q_stages = 2, .tile_overlap = true};
+inline constexpr FwdConfig kFwdTileD192{.tile_n = 80, .q_stages = 2, .overlap = {.tiles = true}};
 
 // 64 + 64 + 64 = 192. O takes 128 registers, S 32; 128 x 80 is 1 to 2 % slower. Also for head dims
 // 208 to 240.
-inline constexpr FwdConfig kFwdTileD256{.tile_n = 64, .fixed_keys = 200};
+inline constexpr FwdConfig kFwdTileD256{.tile_n = 64, .measured = {.fixed_keys = 200}};
 
 // 128 + 48 + 48 = 224, which holds the next tile's Q.
-inline constexpr FwdConfig kFwdTileD256Short{
-    .tile_n = 48, .q_stages = 2, .tile_overlap = true, .relative_speed = 91, .fixed_keys = 100};
+inline constexpr FwdConfig kFwdTileD256Short{.tile_n = 48,
+                                             .q_stages = 2,
+                                             .overlap = {.tiles = true},
+                                             .measured = {.relative_speed = 91, .fixed_keys = 100}};
 
 // 96 + 48 + 48 = 192. Also for head dims 80 and 112; 192 x 80 is 3 to 5 % slower.
 inline constexpr FwdConfig kFwdTileD96 = [] {
   FwdConfig tile = kFwdTileD128;
   tile.tile_n = 96;
   tile.stages = 2;
-  tile.fixed_keys = 380;
+  tile.measured.fixed_keys = 380;
   return tile;
 }();
 
 // Also for head dim 80.
 inline constexpr FwdConfig kFwdTileD96Short = [] {
   FwdConfig tile = kFwdTileD128Short;
-  tile.relative_speed = 86;
+  tile.measured.relative_speed = 86;
   return tile;
 }();
 
 inline constexpr FwdConfig kFwdTileD112Short = [] {
   FwdConfig tile = kFwdTileD128Short;
-  tile.relative_speed = 90;
+  tile.measured.relative_speed = 90;
   return tile;
 }();
 
@@ -117,9 +118,9 @@ inline constexpr FwdConfig kFwdTileD64x256 = [] {
 // us instead of 16.4, D128 11.7 instead of 14.2, D256 17.4 instead of 23.3.
 constexpr FwdConfig one_warpgroup(FwdConfig tile, int relative_speed) {
   tile.consumer_warpgroups = 1;
-  tile.ping_pong = false;
+  tile.overlap.ping_pong = false;
   tile.tuning.late_wait = false;
-  tile.relative_speed = relative_speed;
+  tile.measured.relative_speed = relative_speed;
   return tile;
 }
 
@@ -142,9 +143,9 @@ inline constexpr FwdConfig kFwdTileD256ShortSmall = one_warpgroup(kFwdTileD256Sh
 // within 1 % of one CTA with tiles of 64 x 128.
 constexpr FwdConfig two_ctas(FwdConfig tile, int fixed_keys) {
   tile.tile_n = 64;
-  tile.ctas_per_sm = 2;
-  tile.relative_speed = 60;
-  tile.fixed_keys = fixed_keys;
+  tile.measured.ctas_per_sm = 2;
+  tile.measured.relative_speed = 60;
+  tile.measured.fixed_keys = fixed_keys;
   return tile;
 }
 
@@ -169,7 +170,7 @@ constexpr FwdConfig on_cache(int tile_n, int stages, int q_stages) {
                    .tile_n = tile_n,
                    .stages = stages,
                    .q_stages = q_stages,
-                   .ping_pong = false,
+                   .overlap = {.ping_pong = false},
                    .tuning = {.producer = ProducerSize::kWide}};
 }
 
@@ -188,7 +189,7 @@ constexpr FwdConfig decode_tile(int stages) {
                    .tile_n = 128,
                    .stages = stages,
                    .q_stages = 2,
-                   .ping_pong = false,
+                   .overlap = {.ping_pong = false},
                    .is_swapped = true};
 }
 
@@ -203,7 +204,6 @@ inline constexpr FwdConfig kFwdTileD256Decode = decode_tile(4);
 constexpr FwdConfig converted_decode_tile(int stages) {
   FwdConfig tile = decode_tile(stages);
   tile.values = ValuesKind::kConverted;
-  tile.scales = ScalesKind::kHeads;
   return tile;
 }
 
@@ -214,16 +214,18 @@ inline constexpr FwdConfig kFwdTileD192x128DecodeKv8 = converted_decode_tile(8);
 inline constexpr FwdConfig kFwdTileD256DecodeKv8 = converted_decode_tile(8);
 
 // Absorbed MLA (csrc/mla): 96 + 64 + 24 KiB of keys, 40 KiB of Q.
-inline constexpr FwdConfig kFwdTileLatent{
-    .consumer_warpgroups = 1, .tile_n = 64, .stages = 3, .q_stages = 1, .ping_pong = false};
+inline constexpr FwdConfig kFwdTileLatent{.consumer_warpgroups = 1,
+                                          .tile_n = 64,
+                                          .stages = 3,
+                                          .q_stages = 1,
+                                          .overlap = {.ping_pong = false}};
 
 // With latent columns of e4m3: 64 + 64 + 16 KiB of keys, 32 KiB of them as loaded, 40 KiB of Q.
 inline constexpr FwdConfig kFwdTileLatentKv8 = [] {
   FwdConfig tile = kFwdTileLatent;
   tile.stages = 2;
-  tile.raw_stages = 2;
+  tile.raw.stages = 2;
   tile.values = ValuesKind::kConverted;
-  tile.scales = ScalesKind::kKeys;
   return tile;
 }();
 
@@ -233,8 +235,7 @@ inline constexpr FwdConfig kFwdTileLatentKv8 = [] {
 constexpr FwdConfig converted_on_cache(int tile_n, int raw_stages, int q_stages) {
   FwdConfig tile = on_cache(tile_n, 2, q_stages);
   tile.values = ValuesKind::kConverted;
-  tile.scales = ScalesKind::kHeads;
-  tile.raw_stages = raw_stages;
+  tile.raw.stages = raw_stages;
   return tile;
 }
 
@@ -255,5 +256,23 @@ constexpr FwdConfig long_on_cache(FwdConfig tile) {
 inline constexpr FwdConfig kFwdTileD64CacheLong = long_on_cache(kFwdTileD64Cache);
 inline constexpr FwdConfig kFwdTileD128CacheLong = long_on_cache(kFwdTileD128Cache);
 inline constexpr FwdConfig kFwdTileD192x128CacheLong = long_on_cache(kFwdTileD192x128Cache);
+
+// With split_size, without a cache.
+constexpr FwdConfig folded(FwdConfig tile) {
+  tile.output = OutputKind::kFolded;
+  return tile;
+}
+
+inline constexpr FwdConfig kFwdTileD64Folded = folded(kFwdTileD64);
+inline constexpr FwdConfig kFwdTileD128Folded = folded(kFwdTileD128Short);
+inline constexpr FwdConfig kFwdTileD256Folded = folded(kFwdTileD256);
+
+// 48 + 96 + 64 = 208.
+inline constexpr FwdConfig kFwdTileD192x128Folded = [] {
+  FwdConfig tile = folded(kFwdTileD128Short);
+  tile.q_stages = 1;
+  tile.overlap.tiles = false;
+  return tile;
+}();
 
 }  // namespace fa3

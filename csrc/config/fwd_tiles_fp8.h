@@ -23,7 +23,6 @@ namespace fa3 {
 
 constexpr FwdConfig fp8_tile(FwdConfig tile) {
   tile.values = ValuesKind::kTransposed;
-  tile.scales = ScalesKind::kBlocks;
   return tile;
 }
 
@@ -33,46 +32,42 @@ constexpr float kFp8LazyLog2 = 0.8f;
 
 // 24 + 24 + 24 + 24 + 24 = 120. Every new maximum is adopted, which is 0.3 % slower than adopting
 // only growth by 2^0.8, where the sums would have to be read first for 1.3 % (2026-11-23).
-inline constexpr FwdConfig kFwdTileFp8D64 = fp8_tile({.output = OutputKind::kStaged,
-                                                      .consumer_warpgroups = 3,
-                                                      .tile_n = 128,
-                                                      .stages = 3,
-                                                      .q_stages = 2,
-                                                      .raw_stages = 3,
-                                                      .ping_pong = false,
-                                                      .tile_overlap = true,
-                                                      .lazy_rescale_log2 = 0.f,
-                                                      .tuning = {.producer = ProducerSize::kWide}});
+inline constexpr FwdConfig kFwdTileFp8D64 =
+    fp8_tile({.output = OutputKind::kStaged,
+              .consumer_warpgroups = 3,
+              .tile_n = 128,
+              .stages = 3,
+              .q_stages = 2,
+              .overlap = {.ping_pong = false, .tiles = true},
+              .raw = {.stages = 3},
+              .measured = {.lazy_rescale_log2 = 0.f},
+              .tuning = {.producer = ProducerSize::kWide}});
 
 // 48 + 36 + 48 + 24 + 48 = 204, since 96 transposed keys of V take the space of 128. With 32
 // registers for the producer instead of 56 causal problems gain 2 % from 2k on, and full ones lose
 // 0 to 1.6 % (H200, 2026-11-24). One k-step of Q in registers gains full problems 2 to 3 % from 2k
 // on; masked ones would lose 0 to 8 % (H200, 2026-11-25).
-inline constexpr FwdConfig kFwdTileFp8D128 = fp8_tile({.output = OutputKind::kStaged,
-                                                       .consumer_warpgroups = 3,
-                                                       .tile_n = 96,
-                                                       .stages = 3,
-                                                       .q_stages = 2,
-                                                       .raw_stages = 2,
-                                                       .ping_pong = false,
-                                                       .tile_overlap = true,
-                                                       .lazy_rescale_log2 = kFp8LazyLog2,
-                                                       .fixed_keys = 240,
-                                                       .tuning = {.query_steps = 1}});
-
-// 32 + 48 + 48 + 48 + 32 = 208. Three stages are 0 to 2 % faster than two; ping-pong gains nothing.
-inline constexpr FwdConfig kFwdTileFp8D128Short =
-    fp8_tile({.output = OutputKind::kSent,
-              .tile_n = 128,
+inline constexpr FwdConfig kFwdTileFp8D128 =
+    fp8_tile({.output = OutputKind::kStaged,
+              .consumer_warpgroups = 3,
+              .tile_n = 96,
               .stages = 3,
               .q_stages = 2,
-              .raw_stages = 3,
-              .ping_pong = false,
-              .tile_overlap = true,
-              .lazy_rescale_log2 = kFp8LazyLog2,
-              .relative_speed = 89,
-              .fixed_keys = 215,
-              .tuning = {.producer = ProducerSize::kWide}});
+              .overlap = {.ping_pong = false, .tiles = true},
+              .raw = {.stages = 2},
+              .measured = {.lazy_rescale_log2 = kFp8LazyLog2, .fixed_keys = 240},
+              .tuning = {.query_steps = 1}});
+
+// 32 + 48 + 48 + 48 + 32 = 208. Three stages are 0 to 2 % faster than two; ping-pong gains nothing.
+inline constexpr FwdConfig kFwdTileFp8D128Short = fp8_tile(
+    {.output = OutputKind::kSent,
+     .tile_n = 128,
+     .stages = 3,
+     .q_stages = 2,
+     .overlap = {.ping_pong = false, .tiles = true},
+     .raw = {.stages = 3},
+     .measured = {.lazy_rescale_log2 = kFp8LazyLog2, .relative_speed = 89, .fixed_keys = 215},
+     .tuning = {.producer = ProducerSize::kWide}});
 
 // 64 + 64 + 64 + 32 = 224, which leaves no space for O. Overlap in a warpgroup needs 64 registers
 // for S, 128 for O and 16 for P of the K tile before, which is all that a narrow producer leaves.
@@ -84,9 +79,8 @@ inline constexpr FwdConfig kFwdTileFp8D256 =
     fp8_tile({.output = OutputKind::kRegisters,
               .tile_n = 128,
               .q_stages = 2,
-              .raw_stages = 1,
-              .raw_parts = 2,
-              .lazy_rescale_log2 = kFp8LazyLog2,
+              .raw = {.stages = 1, .parts = 2},
+              .measured = {.lazy_rescale_log2 = kFp8LazyLog2},
               .tuning = {.producer = ProducerSize::kNarrow}});
 
 // 64 + 64 + 32 + 32 + 32 = 224, for the head dims of MLA.
@@ -94,16 +88,16 @@ inline constexpr FwdConfig kFwdTileFp8D192x128 =
     fp8_tile({.output = OutputKind::kSent,
               .tile_n = 128,
               .q_stages = 2,
-              .raw_stages = 2,
-              .tile_overlap = true,
-              .lazy_rescale_log2 = kFp8LazyLog2,
+              .overlap = {.tiles = true},
+              .raw = {.stages = 2},
+              .measured = {.lazy_rescale_log2 = kFp8LazyLog2},
               .tuning = {.producer = ProducerSize::kWide}});
 
 // Adds sums of PV in fp32, in addition to those of the GEMMs.
 constexpr FwdConfig promoted(FwdConfig tile, int shared_sums) {
   tile.sums = SumsKind::kPromoted;
-  tile.shared_sums = shared_sums;
-  tile.lazy_rescale_log2 = tile.is_skewed() ? 0.f : tile.lazy_rescale_log2;
+  tile.tuning.shared_sums = shared_sums;
+  tile.measured.lazy_rescale_log2 = tile.is_skewed() ? 0.f : tile.measured.lazy_rescale_log2;
   return tile;
 }
 
@@ -115,7 +109,7 @@ inline constexpr FwdConfig kFwdTileFp8D64Promote = promoted(kFwdTileFp8D64, 32);
 // (H200, 2026-11-25).
 inline constexpr FwdConfig kFwdTileFp8D128Promote = [] {
   FwdConfig tile = promoted(kFwdTileFp8D128Short, 32);
-  tile.raw_stages = 2;
+  tile.raw.stages = 2;
   return tile;
 }();
 
@@ -131,15 +125,15 @@ inline constexpr FwdConfig kFwdTileFp8D192x128Promote = [] {
 // The sums are in the registers of O, without overlap: the sum of a K tile is in those of S.
 inline constexpr FwdConfig kFwdTileFp8D256Promote = [] {
   FwdConfig tile = kFwdTileFp8D256;
-  tile.overlap = OverlapKind::kSerial;
+  tile.overlap.kind = OverlapKind::kSerial;
   return promoted(tile, 0);
 }();
 
 // On a cache: all of the ring of V as loaded is in flight too.
 constexpr FwdConfig fp8_on_cache(int tile_n, int stages, int q_stages) {
   FwdConfig tile = fp8_tile(on_cache(tile_n, stages, q_stages));
-  tile.raw_stages = stages;
-  tile.lazy_rescale_log2 = kFp8LazyLog2;
+  tile.raw.stages = stages;
+  tile.measured.lazy_rescale_log2 = kFp8LazyLog2;
   return tile;
 }
 

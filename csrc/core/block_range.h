@@ -1,21 +1,54 @@
-// The K tiles that a tile of queries visits: the interval [begin, end), from the last one down to
-// the first. Every query of the tile sees all keys of [free_begin, free_end); the other K tiles
-// need the mask.
+// The K tiles that a tile of queries visits, and their order.
 #pragma once
 
 #include "core/mask_limits.h"
 
 namespace fa3 {
 
+// K tiles that a tile visits and one of its warpgroups skips, because none of its rows sees a key
+// of them: those visited first, at the end of the range, and those visited last.
+struct SkippedTiles {
+  int first;
+  int last;
+};
+
+// An interval of K tiles, visited from the last one down to the first. Every query of the tile sees
+// all keys of [free_begin, free_end); the other K tiles need the mask.
+//
+// Producers and consumers visit K tiles by these functions alone, so a list of K tiles can take the
+// place of the interval: visits have numbers that fall by one from first() to last(), and tile(n)
+// is the K tile of visit n. All members are such numbers.
 struct BlockRange {
   int begin;
   int free_begin;  // may be after free_end: then no tile is free
   int free_end;
   int end;
 
-  // The K tile that is visited first, and the one after n.
+  FA3_HD constexpr int count() const { return end - begin; }
   FA3_HD constexpr int first() const { return end - 1; }
-  FA3_HD constexpr int next(int n) const { return n - 1; }
+  FA3_HD constexpr int last() const { return begin; }
+
+  // WHY static, and two forms of n - 1: otherwise nvcc (13.0) compiles the producers differently.
+  FA3_HD static constexpr int tile(int n) { return n; }
+  FA3_HD static constexpr int next(int n) { return n - 1; }
+  FA3_HD static constexpr void advance(int& n) { --n; }
+
+  // A copy for those who do not mask. WHY: a copy of all members is loaded as a whole.
+  FA3_HD constexpr BlockRange visits() const { return BlockRange{begin, 0, 0, end}; }
+
+  // Without the K tiles that a warpgroup skips.
+  FA3_HD constexpr void narrow(SkippedTiles const& skipped) {
+    begin += skipped.last;
+    end -= skipped.first;
+  }
+
+  // The visits of a range that has been narrowed, and their number.
+  FA3_HD constexpr BlockRange visits_with(SkippedTiles const& skipped) const {
+    return BlockRange{begin - skipped.last, 0, 0, end + skipped.first};
+  }
+  FA3_HD constexpr int count_with(SkippedTiles const& skipped) const {
+    return end + skipped.first - (begin - skipped.last);
+  }
 };
 
 // Queries [position_begin, position_end) against K tiles of tile_n keys; the range must hold at
@@ -31,11 +64,19 @@ FA3_HD constexpr BlockRange block_range(int position_begin, int position_end, Se
                     ceil_div(first_slot + max_of(0, last.end), tile_n)};
 }
 
-// K tiles that a tile visits and one of its warpgroups skips, because none of its rows sees a key
-// of them: those visited first, at the end of the range, and those visited last.
-struct SkippedTiles {
-  int first;
-  int last;
+// A part of a range: the K tiles [begin, end), visited from the last to the first. Parts follow one
+// another from the first key on, and end at multiples of `size` K tiles, counted from key 0.
+struct KeyTilePart {
+  int begin;
+  int end;
+
+  FA3_HD static constexpr KeyTilePart first(BlockRange const& all, int size) {
+    return KeyTilePart{all.begin, min_of((all.begin / size + 1) * size, all.end)};
+  }
+
+  FA3_HD constexpr KeyTilePart next(BlockRange const& all, int size) const {
+    return KeyTilePart{end, min_of(end + size, all.end)};
+  }
 };
 
 // own: the range of the warpgroup; most: the limit at either end. A warpgroup whose rows see no key

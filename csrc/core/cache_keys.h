@@ -168,7 +168,9 @@ enum class LineKind : int { kSharedCall, kWholeTiles };
 
 // The tiles of a CTA. A group is the tiles of one sequence and one range of queries: one for each
 // head, with equally many K tiles, at least one.
-template <class Mask, class Lengths = CacheLengths const&, LineKind kKind = LineKind::kSharedCall>
+// kFolds: parts of equal size begin at multiples of it, else at the first K tile of a tile.
+template <class Mask, class Lengths = CacheLengths const&, LineKind kKind = LineKind::kSharedCall,
+          bool kFolds = true>
 struct CacheWalk {
   static constexpr bool kMayShare = kKind == LineKind::kSharedCall;
   static constexpr bool kKeepsTilesWhole = kKind == LineKind::kWholeTiles;
@@ -279,8 +281,8 @@ struct CacheWalk {
     while (valid()) {
       seek();
       int const index = line.heads == 1 ? 0 : int(uint32_t(unit - first) / uint32_t(units));
-      TileOfLine const tile{first + index * units + tile_units(), keys.end - keys.begin,
-                            weight_of(sequence, m)};
+      TileOfLine const tile{first + index * units + tile_units(), keys.count(),
+                            weight_of(sequence, m), phase()};
       if constexpr (kMayShare) {
         unit = max_of(unit, tile.first);
         if (unit >= end) {
@@ -318,8 +320,10 @@ struct CacheWalk {
   // K tiles and units of a tile of `sequence`.
   FA3_HD void take_tile(int tile) {
     keys = range_of(sequence, tile);
-    units = splits.units(keys.end - keys.begin, weight_of(sequence, tile)) + tile_units();
+    units = splits.units(keys.count(), weight_of(sequence, tile), phase()) + tile_units();
   }
+
+  FA3_HD int phase() const { return kFolds ? splits.phase_of(keys.begin) : 0; }
 
   // Estimates the units of `sequence` in the other launch (SharedCall), as if the K tiles of its
   // tiles increased evenly from the first tile to the last.
@@ -329,8 +333,8 @@ struct CacheWalk {
     int units_of_two = 0;
     for (int end = 0; end < 2; ++end) {
       BlockRange const range = range_of(sequence, end * (tiles - 1), positions);
-      units_of_two += splits.units(range.end - range.begin, line.shared.other_weight_log2) +
-                      line.shared.other_tile_units;
+      units_of_two +=
+          splits.units(range.count(), line.shared.other_weight_log2) + line.shared.other_tile_units;
     }
     return min_of(tiles, kMostUnits / units_of_two) * units_of_two / 2;
   }

@@ -54,6 +54,7 @@ struct TileOfLine {
   int first;  // unit where its first K tile begins
   int k_tiles;
   int weight_log2;
+  int phase = 0;  // kSize: K tiles of its first part that come before its first K tile
 };
 
 struct KeySplits {
@@ -69,9 +70,14 @@ struct KeySplits {
     return kind == SplitKind::kParts ? max_of(1, ceil_div(k_tiles, count)) : count;
   }
 
-  FA3_HD constexpr int units(int k_tiles, int weight_log2 = 0) const {
+  FA3_HD constexpr int units(int k_tiles, int weight_log2 = 0, int phase = 0) const {
     return is_even() ? scaled(k_tiles, weight_log2 - count)
-                     : ceil_div(k_tiles, part_tiles(k_tiles));
+                     : ceil_div(phase + k_tiles, part_tiles(k_tiles));
+  }
+
+  // kSize: parts begin at multiples of `count` K tiles, counted from key 0.
+  FA3_HD constexpr int phase_of(int first_k_tile) const {
+    return kind == SplitKind::kSize ? first_k_tile % count : 0;
   }
 
   // The part that begins at a unit of the lane's CTA; empty if no K tile begins there or after. The
@@ -96,10 +102,10 @@ struct KeySplits {
       part.slot_step = slots_of_cta;
     } else {
       int const size = part_tiles(tile.k_tiles);
-      part.begin = offset * size;
-      part.end = min_of(tile.k_tiles, part.begin + size);
+      part.begin = max_of(0, offset * size - tile.phase);
+      part.end = min_of(tile.k_tiles, (offset + 1) * size - tile.phase);
       part.index = offset;
-      part.parts = ceil_div(tile.k_tiles, size);
+      part.parts = ceil_div(tile.phase + tile.k_tiles, size);
       part.first_slot = lane.index * total + tile.first;
       part.second_slot = part.first_slot + 1;
       part.slot_step = 1;

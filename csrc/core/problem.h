@@ -71,7 +71,6 @@ struct CacheProblem {
   int page_size = 0;   // keys of an entry of the tensors
   int capacity = 0;    // keys that a sequence can have
   int num_splits = 0;  // 0: even
-  int split_size = 0;  // keys; 0: none
   // Keys of the only sequence, if the host knows that each query sees all of them and no sink; else
   // 0.
   int keys_of_all = 0;
@@ -107,6 +106,7 @@ struct FwdProblem {
   PackGqa pack_gqa = PackGqa::kHeuristic;
   int sm_margin = 0;
   bool deterministic = false;  // the backward sums dQ in a fixed order
+  int split_size = 0;          // keys of a part; 0: none
   DeviceLimits device;
   CacheProblem cache;  // kind.is_cache()
 
@@ -116,6 +116,9 @@ struct FwdProblem {
     mask = IntervalMask{};
     mask.right = causal ? 0 : IntervalMask::kNoLimit;
   }
+
+  // Parts follow one another in a CTA. On a cache they may have CTAs of their own.
+  constexpr bool folds() const { return split_size > 0 && !kind.is_cache(); }
 
   // Packed: sequences, and runs of rows of no sequence (core/packed_tiles.h).
   int entries() const { return batch + 1 + (has_unused ? batch : 0); }
@@ -181,6 +184,9 @@ struct FwdSchedule {
   int section_heads = 1;
   int least_lead = 0;  // a smaller lead is no gain
   int64_t workspace_ints = 0;
+  // FwdConfig::folds(): K tiles of a part of the keys, and the workspace of the totals.
+  int part_tiles = 0;
+  int64_t total_floats = 0;
   CacheSchedule cache;
 };
 
@@ -203,6 +209,7 @@ struct FwdParams {
   PackedLengths lengths;          // packed only
   int* workspace = nullptr;       // packed: schedule.workspace_ints
   int* ticket_counter = nullptr;  // dense: one of schedule/counters.h
+  float* totals = nullptr;        // workspace: schedule.total_floats
   CacheTensors cache;
   FwdProblem problem;
   FwdSchedule schedule;

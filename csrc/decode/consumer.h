@@ -105,14 +105,15 @@ struct DecodeConsumer {
 
   // Computes S, P and O of each K tile in sequence.
   template <int kRows, class Softmax, class Sums>
-  CUTE_DEVICE void visit_keys(BlockRange const keys, Softmax& softmax,
+  CUTE_DEVICE void visit_keys(KeyRange<Traits> const keys, Softmax& softmax,
                               Sums (&output)[Traits::kPartsV]) {
     CUTE_NO_UNROLL
-    for (int n = keys.end - 1; n >= keys.begin; --n) {
+    for (int n = keys.first(); n >= keys.last(); keys.advance(n)) {
       Sums scores;
       add_keys<kRows, 0>(scores);
       score_ops.take(scores, scores);
-      score_ops.transform(scores, n, n >= keys.free_end || n < keys.free_begin);
+      bool const is_masked = (n >= keys.free_end) | (n < keys.free_begin);
+      score_ops.transform(scores, keys.tile(n), is_masked);
       softmax.raise_maxima(scores);
       sync_consumers();
       make_probabilities(softmax, scores, output, ring);
@@ -166,12 +167,12 @@ struct DecodeConsumer {
   //
   // K and V pass through registers, so only P needs the proxy fence.
   template <int kRows, class Softmax, class Sums>
-  CUTE_DEVICE void visit_keys_overlapped(BlockRange const keys, Softmax& softmax,
+  CUTE_DEVICE void visit_keys_overlapped(KeyRange<Traits> const keys, Softmax& softmax,
                                          Sums (&output)[1]) {
     Overlap<Sums> at{ring, ring};
     at.v_ring.advance();
-    int n = keys.end - 1;
-    bool const is_only = n == keys.begin;
+    int n = keys.first();
+    bool const is_only = n == keys.last();
     Sums scores;
     wait_for(at.k_ring);
     issue_scores<kRows, 0>(at.next, at.k_ring.stage, !is_only);
@@ -187,11 +188,11 @@ struct DecodeConsumer {
     cute::warpgroup_fence_operand(output[0]);
     issue_next<kRows>(at);
     CUTE_NO_UNROLL
-    for (; n - 2 >= keys.begin; --n) {
+    for (; keys.next(keys.next(n)) >= keys.last(); keys.advance(n)) {
       step<kRows, true>(keys, n, softmax, scores, output, at);
     }
     CUTE_NO_UNROLL
-    for (; n >= keys.begin; --n) {
+    for (; n >= keys.last(); keys.advance(n)) {
       step<kRows, false>(keys, n, softmax, scores, output, at);
     }
     wait_gemm<0>(output[0]);
@@ -213,9 +214,10 @@ struct DecodeConsumer {
 
   // One pass of the overlapped loop. kIssues: K tile n - 2 exists, and its S is issued.
   template <int kRows, bool kIssues, class Softmax, class Sums>
-  CUTE_DEVICE void step(BlockRange const& keys, int n, Softmax& softmax, Sums& scores,
+  CUTE_DEVICE void step(KeyRange<Traits> const& keys, int n, Softmax& softmax, Sums& scores,
                         Sums (&output)[1], Overlap<Sums>& at) {
-    score_ops.transform(scores, n, n >= keys.free_end || n < keys.free_begin);
+    bool const is_masked = n >= keys.free_end || n < keys.free_begin;
+    score_ops.transform(scores, keys.tile(n), is_masked);
     softmax.raise_maxima(scores);
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(at.next);

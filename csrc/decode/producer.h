@@ -69,7 +69,7 @@ struct DecodeProducer {
   // Returns whether find_first() would read the same entry now.
   CUTE_DEVICE bool reads_same() const {
     return !work.valid() ||
-           entry_of<true>(KeySource::of(work), slot_of(work.keys.end - 1)) == rows.id;
+           entry_of<true>(KeySource::of(work), slot_of(work.keys.first())) == rows.id;
   }
 
   CUTE_DEVICE void run() {
@@ -93,7 +93,7 @@ struct DecodeProducer {
     work = tiles.next();
     if (work.valid()) {
       KeySource const keys = KeySource::of(work);
-      int const slot = slot_of(work.keys.end - 1);
+      int const slot = slot_of(work.keys.first());
       rows = offsets_of(keys, slot, entry_of<true>(keys, slot));
     }
   }
@@ -115,9 +115,10 @@ struct DecodeProducer {
     KeySource const keys = KeySource::of(work);
     bool is_first = true;
     CUTE_NO_UNROLL
-    for (int n = work.keys.end - 1; n >= work.keys.begin; --n) {
+    for (int n = work.keys.first(); n >= work.keys.last(); work.keys.advance(n)) {
       uint32_t const used = __ballot_sync(kWholeWarp, exists(rows.id));
-      int const next_id = n > work.keys.begin ? entry_of<false>(keys, slot_of(n - 1)) : p.entries;
+      int const next_id =
+          n > work.keys.last() ? entry_of<false>(keys, slot_of(work.keys.next(n))) : p.entries;
       CUTE_NO_UNROLL
       for (int part = 0; part < Traits::kParts; ++part) {
         shared.empty[ring.stage].wait(ring.phase ^ 1);
@@ -132,13 +133,13 @@ struct DecodeProducer {
         shared.empty[ring.stage].wait(ring.phase ^ 1);
         load<false>(keys, used, part);
       }
-      rows = offsets_of(keys, slot_of(n - 1), next_id);
+      rows = offsets_of(keys, slot_of(work.keys.next(n)), next_id);
     }
     tile_ring.advance();
   }
 
-  // The slot of this thread's row in K tile n.
-  CUTE_DEVICE int slot_of(int n) const { return n * Traits::kTileN + thread; }
+  // The slot of this thread's row in the K tile of visit n.
+  CUTE_DEVICE int slot_of(int n) const { return work.keys.tile(n) * Traits::kTileN + thread; }
 
   // The cache entry that holds a slot. kIsEarly: earlier launches may still run, so the value must
   // not stay in L1.

@@ -25,12 +25,13 @@ struct DecodeTraits {
   using Config = Config_;
   static constexpr FwdConfig k = Config::k;
 
-  using Element = ElementOf<k.dtype_q>;     // operands of both GEMMs
-  using ElementKv = ElementOf<k.dtype_kv>;  // K and V in global and in shared memory
+  using Element = ElementOf<k.dtype_q>;       // operands of both GEMMs
+  using ElementKv = ElementOf<k.dtype_kv()>;  // K and V in global and in shared memory
   using Location = CacheLocation;
   using Params = DecodeDeviceParams;
   static constexpr KernelKind kKind = k.kind;
   static constexpr bool kIsCache = true;
+  static constexpr bool kMayFold = false;
   static constexpr bool kHasScales = false;
   static constexpr bool kConverts = k.converts();  // K and V are e4m3
 

@@ -12,6 +12,8 @@ namespace fa3 {
 // The tile that a consumer warpgroup works on.
 template <class Traits>
 struct FwdTile {
+  static constexpr bool kFolds = Traits::kFolds;
+
   FwdWork<Traits> work;
   int q_stage;
   typename FwdSlots<Traits>::Limits limits;
@@ -40,23 +42,25 @@ struct OffsetDescriptors {
   }
 };
 
-// Visits the K tiles from n on: first those masked at the end of the range, then the free ones,
-// then those masked at its beginning.
+// Visits the K tiles from n down to `begin`, the first one of the range or of a part of it: first
+// those masked at the end of the range, then the free ones, then those masked at its beginning.
 template <class Loop, class Tile>
-CUTE_DEVICE void visit_keys(Loop& loop, Tile& tile, int n) {
+CUTE_DEVICE void visit_keys(Loop& loop, Tile& tile, int n, int begin) {
   constexpr bool kHasBegin = Loop::Limits::kHasBegin;
   auto const& keys = tile.work.keys;
-  int const free_begin = kHasBegin ? keys.free_begin : 0;
+  int const free_begin = !kHasBegin     ? (Tile::kFolds ? begin : 0)
+                         : Tile::kFolds ? max_of(keys.free_begin, begin)
+                                        : keys.free_begin;
   CUTE_NO_UNROLL
-  for (; n >= max_of(keys.free_end, free_begin); n = keys.next(n)) {
+  for (; n >= max_of(keys.free_end, free_begin); keys.advance(n)) {
     loop.template step<Masked::kEnd>(n, tile);
   }
   CUTE_NO_UNROLL
-  for (; n >= free_begin; n = keys.next(n)) {
+  for (; n >= free_begin; keys.advance(n)) {
     loop.template step<Masked::kNothing>(n, tile);
   }
   CUTE_NO_UNROLL
-  for (; kHasBegin && n >= keys.begin; n = keys.next(n)) {
+  for (; kHasBegin && n >= begin; keys.advance(n)) {
     loop.template step<Masked::kBothEnds>(n, tile);
   }
 }
@@ -105,7 +109,7 @@ struct FwdConsumer {
         thread(thread_),
         ping_pong(warpgroup_),
         scales(shared_, p_),
-        sums(shared_, warpgroup_, thread_),
+        sums(shared_, p_, warpgroup_, thread_),
         softmax(p_.scale_log2, p_.lazy_rescale_log2, p_.zero) {}
 
   // The next tile, as soon as its Q has arrived. Its limits are still missing.
@@ -163,7 +167,7 @@ struct FwdConsumer {
   CUTE_DEVICE void clear_first_values(Tile const& tile) {
     if constexpr (Traits::kClearsValues) {
       MissingValues<Traits>{shared, p, warpgroup, thread}.clear_after_end(
-          tile.work.location, tile.work.keys.end - 1, v_ring);
+          tile.work.location, tile.work.keys.tile(tile.work.keys.first()), v_ring);
     }
   }
 
@@ -171,7 +175,7 @@ struct FwdConsumer {
     if constexpr (Traits::kClearsValues) {
       FwdWork<Traits> const& work = shared.work[tile.q_stage][warpgroup];
       MissingValues<Traits>{shared, p, warpgroup, thread}.clear_before_begin(
-          work.location, work.keys.begin, v_ring);
+          work.location, work.keys.tile(work.keys.last()), v_ring);
     }
   }
 
@@ -191,24 +195,34 @@ struct FwdConsumer {
     if (Traits::kMasksLate) {
       tile.limits = Slots::Limits::of_tile(p, shared.work[tile.q_stage][warpgroup], thread);
     }
-    tile.limits.template apply<kMasked>(p, tSrS, n);
+    tile.limits.template apply<kMasked>(p, tSrS, tile.work.keys.tile(n));
+  }
+
+  CUTE_DEVICE FwdScoresAt<Traits> scores_at(int n, Tile const& tile) const {
+    return {p, tile.work, n, thread};
   }
 
   template <class Scale>
-  CUTE_DEVICE void transform_scores(Scale const& scale) {
-    float factors[2] = {p.softcap_scale, p.softcap_scale};
+  CUTE_DEVICE void transform_scores(int n, Tile const& tile, Scale const& scale) {
+    float factors[2] = {Slots::Score::factor(p), Slots::Score::factor(p)};
     softmax.scale_scores(factors, scale);
-    Slots::Score::transform(tSrS, factors);
+    Slots::Score::forward(tSrS, factors, scores_at(n, tile));
   }
 
   // Turns S of K tile n into P, in the registers of S. hook: as in Softmax::update().
   template <Masked kMasked, class Scale, class Hook>
   CUTE_DEVICE void exponentiate(int n, Tile& tile, Scale const& scale, Hook const& hook) {
-    transform_scores(scale);
+    transform_scores(n, tile, scale);
     if (kMasked != Masked::kNothing) {
       mask_scores<kMasked>(n, tile);
     }
     softmax.template update<kMasked != Masked::kNothing>(tSrS, scale, hook);
+  }
+
+  // Packs P of K tile n, in the registers of S, into the operand of PV.
+  CUTE_DEVICE void pack(int n, Tile const& tile) {
+    Slots::Probabilities::transform(tSrS, scores_at(n, tile));
+    softmax.pack(tSrS, tOrP);
   }
 
   // -------------------------------------------------------------------------------- results
@@ -219,9 +233,32 @@ struct FwdConsumer {
     FwdWork<Traits> const& work = shared.work[tile.q_stage][warpgroup];
     float row_sinks[2];
     read_sinks<Traits>(p, work, thread, row_sinks);
-    sums.end(tOrO);
-    softmax.finish(tOrO, row_sinks);
+    sums.end(tOrO, softmax);
+    bool is_part = false;
+    if constexpr (Traits::kMayFold) {
+      is_part = p.folds && work.location.part.parts > 1;
+      if (is_part) {
+        softmax.complete_part(tOrO);
+      }
+    }
+    if (!is_part) {
+      softmax.finish(tOrO, row_sinks);
+    }
     Slots::Output::store(shared, p, {tile.q_stage, warpgroup, thread}, softmax, row_sinks, tOrO);
+  }
+
+  // ------------------------------------------------------------------------- parts of the keys
+  CUTE_DEVICE KeyTilePart first_part(Tile const& tile) const {
+    return KeyTilePart::first(tile.work.keys, p.part_tiles);
+  }
+
+  // The K tile that a tile of queries visits first.
+  CUTE_DEVICE int first_keys(Tile const& tile) const {
+    if constexpr (Traits::kFolds) {
+      return first_part(tile).end - 1;
+    } else {
+      return tile.work.keys.first();
+    }
   }
 
   // -------------------------------------------------------------------------- skipped K tiles
@@ -249,7 +286,7 @@ struct FwdConsumer {
 
   CUTE_DEVICE void pass_over(Tile const& tile) {
     CUTE_NO_UNROLL
-    for (int n = tile.work.keys.begin; n < tile.work.keys.end; ++n) {
+    for (int n = tile.work.keys.last(); n <= tile.work.keys.first(); ++n) {
       take_turn();
       skip(shared.k_full, shared.k_empty, k_ring);
       skip(shared.v_full, shared.v_empty, v_ring);

@@ -57,7 +57,7 @@ CUTE_DEVICE void run_converter(FwdStorage<Traits>& shared, typename Traits::Para
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::k.threads(), Config::k.ctas_per_sm)
+__global__ void __launch_bounds__(Config::k.threads(), Config::k.measured.ctas_per_sm)
     forward_kernel(typename FwdTraits<Config>::Params const __grid_constant__ p) {
   using Traits = FwdTraits<Config>;
   extern __shared__ __align__(1024) char shared_bytes[];

@@ -75,7 +75,8 @@ void set_common(FwdDeviceParams& d, FwdParams const& p) {
   d.scale_log2 = d.softmax_scale * kLog2E;
   d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;
   d.zero = 0;
-  d.lazy_rescale_log2 = p.max_logits == nullptr ? k.lazy_log2(problem.mask.right == 0) : 0.f;
+  bool const is_causal = problem.mask.right == 0 && problem.split_size == 0;
+  d.lazy_rescale_log2 = p.max_logits == nullptr ? k.lazy_log2(is_causal) : 0.f;
   d.q_slice_bytes = pack * positions * Traits::kSlice * element_bytes(k.dtype_q);
   d.positions_per_warpgroup = positions;
   d.lead = p.schedule.lead;
@@ -114,6 +115,13 @@ void set_params(FwdDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
     d.tiles = p.schedule.tiles;
     d.ticket_counter = p.ticket_counter;
   }
+}
+
+template <class Config>
+void set_params(FoldDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
+  set_params<Config>(static_cast<FwdDeviceParams&>(d), maps, p);
+  d.part_tiles = p.schedule.part_tiles;
+  d.totals = reinterpret_cast<float4*>(p.totals);
 }
 
 // K or V of a cache as (column, key, KV head, page): a box has keys of one page.
@@ -158,7 +166,7 @@ void set_cache_params(CacheDeviceParams& d, FwdParams const& p) {
       has_table ? boxed_keys(problem.cache.page_size, Traits::kValueKeys) : Traits::kValueKeys;
   set_common<Traits>(d, p);
   constexpr Dtype kDtypeK = Traits::k.dtype_k();
-  constexpr Dtype kDtypeV = Traits::k.dtype_kv;
+  constexpr Dtype kDtypeV = Traits::k.dtype_kv();
   d.lengths = cache_lengths(p);
   int const positions = Traits::kWarpgroups * d.positions_per_warpgroup;
   d.line = CacheLine(problem.batch, problem.heads_q / p.schedule.pack / schedule.lanes,
@@ -200,6 +208,7 @@ void set_cache_params(CacheDeviceParams& d, FwdParams const& p) {
   d.part_rows = schedule.rows;
   d.tiles_apart = schedule.parts_apart == 0 ? 0 : int(schedule.slots) / schedule.parts_apart;
   d.m_tiles = p.schedule.m_tiles;
+  d.folds = !Traits::kHasScales && !Traits::kKind.is_latent && problem.split_size > 0;
 }
 
 template <class Config>
@@ -208,7 +217,7 @@ void set_params(CacheDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) 
   FwdProblem const& problem = p.problem;
   set_cache_params<Traits>(d, p);
   d.q = query_map<5>(maps, p, p.q, MapColumns{problem.head_dim, Traits::kSlice});
-  TensorMapMaker key_maps{Config::k.dtype_kv};
+  TensorMapMaker key_maps{Config::k.dtype_kv()};
   int const box_keys = max_of(d.box_keys, 1);
   d.k = cache_map<Traits>(key_maps, problem, p.k, problem.head_dim, box_keys);
   d.v = cache_map<Traits>(key_maps, problem, p.v, problem.head_dim_v, box_keys);

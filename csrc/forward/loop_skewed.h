@@ -32,7 +32,7 @@ struct SkewedLoop {
   CUTE_DEVICE void run() {
     c.ping_pong.begin();
     Tile tile = c.take_tile();
-    if (Consumer::k.tile_overlap) {
+    if (Consumer::k.overlap.tiles) {
       if (tile.work.valid()) {
         visit_overlapped(tile);
       }
@@ -64,7 +64,20 @@ struct SkewedLoop {
 
   // Visits the K tiles after the one that begin() has visited.
   CUTE_DEVICE void visit_keys(Tile& tile) {
-    fa3::visit_keys(*this, tile, tile.work.keys.next(tile.work.keys.first()));
+    auto const& keys = tile.work.keys;
+    if constexpr (Tile::kFolds) {
+      KeyTilePart part = c.first_part(tile);
+      while (true) {
+        fa3::visit_keys(*this, tile, part.end - 2, part.begin);
+        if (part.end == keys.end) {
+          break;
+        }
+        part = part.next(keys, c.p.part_tiles);
+        change_part(tile, part.end - 1);
+      }
+    } else {
+      fa3::visit_keys(*this, tile, keys.next(keys.first()), keys.begin);
+    }
   }
 
   // PV of the K tile that is visited last, then the results are stored.
@@ -97,7 +110,7 @@ struct SkewedLoop {
         end_output();
       }
     });
-    c.softmax.pack(c.tSrS, c.tOrP);
+    c.pack(n, tile);
     c.sums.add(c.tOrO, c.softmax, scale);
     tile.o_is_zero = false;
   }
@@ -139,6 +152,21 @@ struct SkewedLoop {
     first_probabilities(next);
   }
 
+  // The last PV of a part and the first S of the next, which begins with K tile n.
+  CUTE_DEVICE void change_part(Tile& tile, int n) {
+    c.wait_for_k();
+    c.ping_pong.wait();
+    c.issue_scores(tile);
+    c.issue_output(tile);
+    c.ping_pong.pass();
+    wait_gemm<1>(c.tSrS);
+    c.release_k();
+    c.sums.end_part(c.tOrO, c.softmax, [&] { end_output(); });
+    c.softmax.reset();
+    first_probabilities(tile, n);
+    tile.o_is_zero = true;
+  }
+
   // Waits for PV.
   CUTE_DEVICE void end_output() {
     wait_gemm<0>(c.tOrO);
@@ -147,16 +175,20 @@ struct SkewedLoop {
 
   CUTE_DEVICE void first_probabilities(Tile& tile) {
     c.start_rows(tile);
-    int const n = tile.work.keys.first();
+    first_probabilities(tile, c.first_keys(tile));
+  }
+
+  // n: the K tile of S, the first one of a tile or a part.
+  CUTE_DEVICE void first_probabilities(Tile& tile, int n) {
     auto const& scale = c.scales.take();
-    c.transform_scores(scale);
+    c.transform_scores(n, tile, scale);
     KeyRange<typename Consumer::Traits> const& keys = tile.work.keys;
     if (n >= keys.free_end || (Limits::kHasBegin && n < keys.free_begin)) {
       constexpr Masked kMasked = Limits::kHasBegin ? Masked::kBothEnds : Masked::kEnd;
       c.template mask_scores<kMasked>(n, tile);
     }
     c.softmax.template update<true>(c.tSrS, scale, [] {});
-    c.softmax.pack(c.tSrS, c.tOrP);
+    c.pack(n, tile);
     c.sums.begin();
   }
 };

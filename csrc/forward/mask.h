@@ -148,4 +148,23 @@ struct RowLimits {
   cute::conditional_t<Traits::kIsCache, TreeRows<Traits>, NoTree> tree;
 };
 
+// Where the scores of a thread lie in a K tile (device/score.h).
+template <class Traits>
+struct FwdScoresAt {
+  typename Traits::Params const& p;
+  FwdWork<Traits> const& work;
+  int n;  // the visit
+  int thread;
+
+  CUTE_DEVICE int row(int i) const { return work.position_begin + p.pack.div(row_of_tile(i)); }
+  CUTE_DEVICE int head(int i) const { return work.rows.head + p.pack.mod(row_of_tile(i)); }
+  CUTE_DEVICE int key(int i) const {
+    int const column = fragment_column(thread) + i / 4 * 8 + i % 2;
+    return work.keys.tile(n) * Traits::kTileN + column - work.location.first_slot();
+  }
+
+ private:
+  CUTE_DEVICE int row_of_tile(int i) const { return fragment_row(thread) + i / 2 % 2 * 8; }
+};
+
 }  // namespace fa3

@@ -62,6 +62,12 @@ struct FwdDeviceParams {
   FA3_HD bool is_packed() const { return tables.header != nullptr; }
 };
 
+// The parameters of a kernel that folds parts of the keys.
+struct FoldDeviceParams : FwdDeviceParams {
+  int part_tiles;  // K tiles of a part
+  float4* totals;  // (CTA, warpgroup, kTotalFours of folded_parts.h, thread)
+};
+
 // The parameters of a kernel on a cache.
 struct CacheDeviceParams : FwdDeviceParams {
   CacheLengths lengths;
@@ -78,12 +84,13 @@ struct CacheDeviceParams : FwdDeviceParams {
   uint64_t hint;      // L2 policy for K and V loads
   uint4 const* tree;  // a row of bits for each query (core/tree_mask.h); nullptr: none
   int tree_stride;    // rows of a batch entry; 0 with packed queries
+  bool folds;         // parts are not divided by their sums, and are folded (folded_parts.h)
   // For each slot of a part: its rows of O and their LSEs; the LSEs of a group of parts that begins
   // with it; and how many parts of its output tile, or of its group, are complete. A decode kernel
   // has an order of its own (decode/combine.h).
   float* parts;       // (slots, rows, Dv)
-  float* part_lses;   // (slots, rows)
-  float* group_lses;  // (slots, rows)
+  float* part_lses;   // (slots, rows); with `folds` maxima of scores
+  float* group_lses;  // (slots, rows); with `folds` sums
   int* arrived;       // (2, slots, warpgroups)
   int slots;
   int part_rows;

@@ -46,6 +46,6 @@ struct PingPong {
 };
 
 template <class Traits>
-using PingPongOf = cute::conditional_t<Traits::k.ping_pong, PingPong, NoPingPong>;
+using PingPongOf = cute::conditional_t<Traits::k.overlap.ping_pong, PingPong, NoPingPong>;
 
 }  // namespace fa3

@@ -24,21 +24,27 @@ struct FwdProducer {
   static constexpr bool kPublishesEarly = Traits::kHasScales && !Traits::kKind.is_dense();
 
   FwdStorage<Traits>& shared;
-  FwdDeviceParams const& p;
+  typename Traits::Params const& p;
   RingState<Traits::kQStages> q_ring;
   RingState<Traits::kStages> k_ring;
   RingState<Traits::kValueStages> v_ring;
 
   CUTE_DEVICE static constexpr int warps(FwdDeviceParams const&) { return 1; }
 
-  CUTE_DEVICE FwdProducer(FwdStorage<Traits>& shared_, FwdDeviceParams const& p_, int)
+  CUTE_DEVICE FwdProducer(FwdStorage<Traits>& shared_, typename Traits::Params const& p_, int)
       : shared(shared_), p(p_) {}
 
   // INVARIANT: whatever this kernel reads or writes in global memory comes after these loads, and
   // so after the wait for earlier launches.
   CUTE_DEVICE void run() {
     wait_for_earlier_launches();
-    Slots::Batch::template visit_tiles<Traits>(p, [&](auto tiles) { load_tiles(tiles); });
+    Slots::Batch::template visit_tiles<Traits>(p, [&](auto tiles) {
+      if constexpr (Traits::kFolds) {
+        load_parts(tiles);
+      } else {
+        load_tiles(tiles);
+      }
+    });
     finish();
     allow_later_launches();
   }
@@ -54,14 +60,14 @@ struct FwdProducer {
     }
     draw_of_short(tiles, work);
     publish_early(work);
-    load_k(work, work.keys.end - 1);
+    load_k(work, work.keys.first());
     load_q(work);
     while (true) {
-      for (int n = work.keys.end - 1; n > work.keys.begin; --n) {
-        if (n == work.keys.begin + kDrawAhead) {
+      for (int n = work.keys.first(); n > work.keys.last(); work.keys.advance(n)) {
+        if (n == work.keys.last() + kDrawAhead) {
           tiles.draw();
         }
-        load_k(work, n - 1);
+        load_k(work, work.keys.next(n));
         load_v(work, n);
       }
       Work const next = tiles.next();
@@ -70,12 +76,52 @@ struct FwdProducer {
       }
       draw_of_short(tiles, next);
       publish_early(next);
-      load_k(next, next.keys.end - 1);
-      load_v(work, work.keys.begin);
+      load_k(next, next.keys.first());
+      load_v(work, work.keys.last());
       load_q(next);
       work = next;
     }
-    load_v(work, work.keys.begin);
+    load_v(work, work.keys.last());
+  }
+
+  // load_tiles() in the order of parts (KeyTilePart).
+  template <class Tiles>
+  CUTE_DEVICE void load_parts(Tiles tiles) {
+    Work work = tiles.next();
+    if (!work.valid()) {
+      return;
+    }
+    draw_of_short(tiles, work);
+    KeyTilePart part = KeyTilePart::first(work.keys, p.part_tiles);
+    int n = part.end - 1;
+    load_k(work, n);
+    load_q(work);
+    while (true) {
+      for (int left = work.keys.end - work.keys.begin - 1; left > 0; --left) {
+        if (left == kDrawAhead) {
+          tiles.draw();
+        }
+        int const last = n--;
+        if (n < part.begin) {
+          part = part.next(work.keys, p.part_tiles);
+          n = part.end - 1;
+        }
+        load_k(work, n);
+        load_v(work, last);
+      }
+      Work const next = tiles.next();
+      if (!next.valid()) {
+        break;
+      }
+      draw_of_short(tiles, next);
+      part = KeyTilePart::first(next.keys, p.part_tiles);
+      load_k(next, part.end - 1);
+      load_v(work, n);
+      load_q(next);
+      work = next;
+      n = part.end - 1;
+    }
+    load_v(work, n);
   }
 
   // Loads Q of each warpgroup, and publishes the tile unless publish_early() has.
@@ -102,8 +148,8 @@ struct FwdProducer {
 
   CUTE_DEVICE void load_k(Work const& work, int n) {
     shared.k_empty[k_ring.stage].wait(k_ring.phase ^ 1);
-    Keys::template load<Traits::kColumns, Traits::kTileN>(p.k, shared.k_full[k_ring.stage],
-                                                          shared.k[k_ring.stage], work, n);
+    Keys::template load<Traits::kColumns, Traits::kTileN>(
+        p.k, shared.k_full[k_ring.stage], shared.k[k_ring.stage], work, work.keys.tile(n));
     k_ring.advance();
   }
 
@@ -114,7 +160,7 @@ struct FwdProducer {
       Values::empty(shared)[v_ring.stage].wait(v_ring.phase ^ 1);
       Keys::template load<Traits::kColumnsV, Traits::kValueKeys>(
           p.v, Values::full(shared)[v_ring.stage], Values::buffers(shared)[v_ring.stage], work,
-          n * kParts + part);
+          work.keys.tile(n) * kParts + part);
       v_ring.advance();
     }
   }
@@ -123,7 +169,7 @@ struct FwdProducer {
   // Draws the next tile at the beginning of one that has no more than kDrawAhead K tiles.
   template <class Tiles>
   CUTE_DEVICE static void draw_of_short(Tiles& tiles, Work const& work) {
-    if (work.keys.end - work.keys.begin <= kDrawAhead) {
+    if (work.keys.count() <= kDrawAhead) {
       tiles.draw();
     }
   }
@@ -155,7 +201,7 @@ struct FwdProducer {
     CUTE_UNROLL
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
       shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
-      shared.work[q_ring.stage][wg].keys.end = 0;
+      shared.work[q_ring.stage][wg].invalidate();
       shared.q_full[q_ring.stage][wg].arrive();
     }
     publish_to_helpers();

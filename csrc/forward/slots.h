@@ -52,10 +52,12 @@ struct FwdSlots {
   using Queries = If<(k.tuning.query_steps > 0), HeldQueries<Traits>, SharedQueries<Traits>>;
   using Limits = RowLimits<Traits, If<Traits::kHasScales, ColumnBits, ColumnComparison>>;
   using Score = ScoreOf<k.kind.score>;
+  using Probabilities = PlainProbabilities;
   using Softmax = If<Traits::kHasScales, Fp8Softmax<Traits>, OnlineSoftmax<Traits>>;
   using Scales = If<Traits::kHasScales, BlockScales<Traits>,
                     If<Traits::kConverts, HeadScales<Traits>, NoScales<Traits>>>;
-  using Sums = If<k.is_promoted() && k.is_skewed(), PromotedSums<Traits>, FastSums<Traits>>;
+  using Sums = If<k.is_promoted() && k.is_skewed(), PromotedSums<Traits>,
+                  If<k.folds(), FoldedSums<Traits>, FastSums<Traits>>>;
   using Output = typename OutputOf<Traits, k.output>::type;
 };
 

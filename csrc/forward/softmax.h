@@ -70,10 +70,10 @@ struct OnlineSoftmax {
     hook();
   }
 
-  CUTE_DEVICE void scale_scores(float (&factors)[kRows], NoScale) const {
+  CUTE_DEVICE void scale_scores(float (&scales)[kRows], NoScale) const {
     CUTE_UNROLL
     for (int r = 0; r < kRows && Traits::kConverts; ++r) {
-      factors[r] *= key_scale;
+      scales[r] *= key_scale;
     }
   }
 
@@ -85,6 +85,24 @@ struct OnlineSoftmax {
   template <class FragmentS, class FragmentP>
   CUTE_DEVICE static void pack(FragmentS const& acc, FragmentP& operand) {
     convert_fragment<typename Traits::Element>(acc, operand);
+  }
+
+  // The sums of whole rows. With Traits::kFolds before finish(), which expects them.
+  CUTE_DEVICE void complete_rows() {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      row_sum[r] = quad_sum(row_sum[r]);
+    }
+  }
+
+  // In place of finish(), for a part that will be folded: O is not divided.
+  template <class Fragment>
+  CUTE_DEVICE void complete_part(Fragment& acc) {
+    complete_rows();
+    if (Traits::kConverts) {
+      rescale[0] = rescale[1] = value_scale;
+      multiply_rows(acc, rescale);
+    }
   }
 
   // Rescales the output accumulated before the last update().
@@ -102,7 +120,7 @@ struct OnlineSoftmax {
   CUTE_DEVICE void finish(Fragment& acc, float const (&sinks)[kRows]) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      row_sum[r] = quad_sum(row_sum[r]);
+      row_sum[r] = Traits::kFolds ? row_sum[r] : quad_sum(row_sum[r]);
       float sum = row_sum[r];
       if (Traits::kHasRowOptions) {
         sum += exp2_approx(sinks[r] * kLog2E - row_max[r] * scale_log2);

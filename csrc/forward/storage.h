@@ -35,7 +35,7 @@ struct FwdStorage {
   using Element = typename Traits::Element;
   static constexpr FwdConfig k_ = Traits::k;
 
-  static constexpr bool kOwnsQ = k_.output == OutputKind::kOverQueries;  // store warps read it
+  static constexpr bool kOwnsQ = k_.writes_over_queries();  // store warps read it
   static constexpr int kRawBuffers =
       Traits::kTransposesV || Traits::kConverts ? Traits::kValueStages : 0;
   static constexpr int kRawKeyBuffers = Traits::kConverts ? Traits::kKeyStages : 0;
@@ -43,7 +43,7 @@ struct FwdStorage {
   static constexpr int kScales = Traits::kHasScales ? Traits::kScaleStages : 0;
   static constexpr int kScaleQStages = Traits::kHasScales ? Traits::kQStages : 0;
   static constexpr int kStaged = Traits::kStagedElements > 0 ? Traits::kWarpgroups : 0;
-  static constexpr int kSummed = k_.shared_sums > 0 ? Traits::kWarpgroups : 0;
+  static constexpr int kSummed = k_.tuning.shared_sums > 0 ? Traits::kWarpgroups : 0;
   static constexpr int kSent = k_.output == OutputKind::kSent ? Traits::kWarpgroups : 0;
 
   struct alignas(1024) {
@@ -56,7 +56,7 @@ struct FwdStorage {
     // kStaged, kSent: O of a warpgroup until it is copied out.
     uint16_t staged[kStaged][Traits::kStagedElements];
     // kPromoted: the part of O in fp32 that a thread does not hold in registers.
-    float4 sums[kSummed][k_.shared_sums / 4][kWarpgroupThreads];
+    float4 sums[kSummed][k_.tuning.shared_sums / 4][kWarpgroupThreads];
   };
   static constexpr SharedMemory kListed = k_.shared_memory();
   static_assert(sizeof(q) == kListed.total("Q") && sizeof(k) == kListed.total("K") &&

@@ -1,6 +1,7 @@
 // SumsKind with OverlapKind::kSkewed: where O is kept while K tiles are added to it.
 #pragma once
 
+#include "forward/folded_parts.h"
 #include "forward/storage.h"
 
 namespace fa3 {
@@ -8,7 +9,7 @@ namespace fa3 {
 // kFast: O is the accumulator of PV.
 template <class Traits>
 struct FastSums {
-  CUTE_DEVICE FastSums(FwdStorage<Traits>&, int, int) {}
+  CUTE_DEVICE FastSums(FwdStorage<Traits>&, FwdDeviceParams const&, int, int) {}
 
   static constexpr bool kStartsFromZero = false;  // the GEMM of each K tile
 
@@ -20,8 +21,45 @@ struct FastSums {
     softmax.rescale_output(product, scale);
   }
 
-  template <class Fragment>
-  CUTE_DEVICE void end(Fragment&) {}
+  template <class Fragment, class Softmax>
+  CUTE_DEVICE void end(Fragment&, Softmax&) {}
+};
+
+// kFast with OutputKind::kFolded: O is the accumulator of PV of a part.
+template <class Traits>
+struct FoldedSums : FastSums<Traits> {
+  PartTotal<Traits> total;
+  bool has_total = false;
+
+  CUTE_DEVICE FoldedSums(FwdStorage<Traits>& shared, FoldDeviceParams const& p, int warpgroup,
+                         int thread)
+      : FastSums<Traits>(shared, p, warpgroup, thread), total(p, warpgroup, thread) {}
+
+  // Folds a part that others follow. wait_for_output: for its last PV.
+  template <class Fragment, class Softmax, class Wait>
+  CUTE_DEVICE void end_part(Fragment& product, Softmax& softmax, Wait const& wait_for_output) {
+    softmax.complete_rows();
+    if (has_total) {
+      auto const ahead = total.load_ahead();
+      wait_for_output();
+      total.add_to(ahead, softmax.row_max, softmax.row_sum, softmax.scale_log2, product);
+    } else {
+      wait_for_output();
+    }
+    total.store(softmax.row_max, softmax.row_sum, product);
+    has_total = true;
+  }
+
+  // After the last part: O, maxima and sums of the whole rows.
+  template <class Fragment, class Softmax>
+  CUTE_DEVICE void end(Fragment& product, Softmax& softmax) {
+    softmax.complete_rows();
+    if (has_total) {
+      total.add_to(total.load_ahead(), softmax.row_max, softmax.row_sum, softmax.scale_log2,
+                   product);
+    }
+    has_total = false;
+  }
 };
 
 // kPromoted: O is kept in fp32. PV of a K tile is summed from zero, and added here.
@@ -29,7 +67,7 @@ template <class Traits>
 class PromotedSums {
   static constexpr int kRows = 2;
   static constexpr int kFours = Traits::kHeadDimV / 8;
-  static constexpr int kHeldFours = kFours - Traits::k.shared_sums / 4;
+  static constexpr int kHeldFours = kFours - Traits::k.tuning.shared_sums / 4;
 
   // This thread's values of O, in the order of a fragment: the first ones in registers, the others
   // in shared memory.
@@ -52,9 +90,10 @@ class PromotedSums {
  public:
   static constexpr bool kStartsFromZero = true;
 
-  CUTE_DEVICE PromotedSums(FwdStorage<Traits>& shared, int warpgroup, int thread)
+  CUTE_DEVICE PromotedSums(FwdStorage<Traits>& shared, FwdDeviceParams const&, int warpgroup,
+                           int thread)
       : shared_(&shared.sums[warpgroup][0][thread]) {
-    static_assert(Traits::k.shared_sums > 0);
+    static_assert(Traits::k.tuning.shared_sums > 0);
   }
 
   // Called when the first P of a tile has been computed.
@@ -78,8 +117,8 @@ class PromotedSums {
   }
 
   // product: PV of the last K tile; it becomes O.
-  template <class Fragment>
-  CUTE_DEVICE void end(Fragment& product) {
+  template <class Fragment, class Softmax>
+  CUTE_DEVICE void end(Fragment& product, Softmax&) {
     CUTE_UNROLL
     for (int i = 0; i < kFours; ++i) {
       float4 const sum = sum_with(product, i);

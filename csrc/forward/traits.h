@@ -11,23 +11,29 @@ namespace fa3 {
 
 struct FwdDeviceParams;
 struct CacheDeviceParams;
+struct FoldDeviceParams;
 
 template <class Config_>
 struct FwdTraits {
   using Config = Config_;
   static constexpr FwdConfig k = Config::k;
 
-  using Element = ElementOf<k.dtype_q>;     // Q, P and the operands of both GEMMs
-  using ElementKv = ElementOf<k.dtype_kv>;  // K and V in global memory
+  using Element = ElementOf<k.dtype_q>;       // Q, P and the operands of both GEMMs
+  using ElementKv = ElementOf<k.dtype_kv()>;  // K and V in global memory
   using Location = cute::conditional_t<k.kind.is_cache(), CacheLocation, LocationOf<k.kind.batch>>;
   static constexpr KernelKind kKind = k.kind;
   static constexpr bool kIsCache = kKind.is_cache();
-  using Params = cute::conditional_t<kIsCache, CacheDeviceParams, FwdDeviceParams>;
+  static constexpr bool kFolds = k.folds();
+  // On a cache: parts may be folded in order, where the call asks for it (CacheDeviceParams).
+  static constexpr bool kMayFold = kIsCache && !k.is_fp8() && !k.is_latent() && !k.is_swapped;
+  using Params =
+      cute::conditional_t<kIsCache, CacheDeviceParams,
+                          cute::conditional_t<kFolds, FoldDeviceParams, FwdDeviceParams>>;
   static constexpr bool kIsMasked = k.kind.mask != MaskKind::kFull;
   static constexpr bool kHasRowOptions = !k.kind.is_dense();  // sinks and row maxima, at run time
   static constexpr bool kTransposesV = k.values == ValuesKind::kTransposed;
   static constexpr bool kConverts = k.converts();
-  static constexpr bool kHasScales = k.scales == ScalesKind::kBlocks;
+  static constexpr bool kHasScales = k.scales() == ScalesKind::kBlocks;
   // On a cache: consumers clear the rows of V that belong to no key (cache/missing_values.h).
   static constexpr bool kClearsValues = kIsCache && k.values == ValuesKind::kDirect;
 
@@ -40,12 +46,12 @@ struct FwdTraits {
   static constexpr int kOutputColumns = kHeadDimV;  // that a warpgroup has
   static constexpr int kMostSkipped = k.most_skipped();
   // kTransposed: V is loaded in parts of this many keys, into a ring of its own.
-  static constexpr int kValueParts = kTransposesV ? k.raw_parts : 1;
+  static constexpr int kValueParts = kTransposesV ? k.raw.parts : 1;
   static constexpr int kValueKeys = k.tile_n / kValueParts;
-  static constexpr int kValueStages = kTransposesV ? k.raw_stages * kValueParts
-                                      : kConverts  ? k.raw_stages
+  static constexpr int kValueStages = kTransposesV ? k.raw.stages * kValueParts
+                                      : kConverts  ? k.raw.stages
                                                    : k.stages;
-  static constexpr int kKeyStages = kConverts ? k.raw_stages : k.stages;
+  static constexpr int kKeyStages = kConverts ? k.raw.stages : k.stages;
   // kBlocks: K tiles that share a scale, and stages of the ring of scales.
   static constexpr int kScaleTiles = kScaleBlockKeys / k.tile_n;
   static constexpr int kScaleStages = 2 * k.stages;

@@ -35,9 +35,9 @@ struct alignas(16) FwdWork {
   // Whether a warpgroup has a row of the sequence.
   CUTE_DEVICE bool has_rows() const { return position_begin >= 0; }
 
-  // All K tiles of the tile.
-  CUTE_DEVICE int keys_begin() const { return keys.begin - skipped.last; }
-  CUTE_DEVICE int keys_end() const { return keys.end + skipped.first; }
+  // The K tiles of the tile, with those that the warpgroup skips.
+  CUTE_DEVICE KeyRange<Traits> all_keys() const { return keys.visits_with(skipped); }
+  CUTE_DEVICE int all_key_count() const { return keys.count_with(skipped); }
 };
 
 // Whether scales or plain stores of O need the index of the tile's sequence in the batch.
@@ -101,8 +101,7 @@ CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork
   work.keys.free_end = own.free_end;
   if (Traits::kMostSkipped > 0 && work.has_rows()) {
     work.skipped = skipped_tiles(work.keys, own, Traits::kMostSkipped);
-    work.keys.begin += work.skipped.last;
-    work.keys.end -= work.skipped.first;
+    work.keys.narrow(work.skipped);
   }
   return work;
 }

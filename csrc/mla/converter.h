@@ -74,7 +74,7 @@ struct HalfConverter {
     if (!work.valid()) {
       return false;
     }
-    left = work.keys.end - work.keys.begin;
+    left = work.keys.count();
     ++tile;
     return true;
   }

@@ -35,19 +35,20 @@ struct KeyScales {
       if (!work.valid()) {
         return;
       }
-      publish_keys(KeySource::of(work), work.keys.begin, work.keys.end, phase);
+      publish_keys(KeySource::of(work), work.keys.visits(), phase);
       tiles.advance();
     }
   }
 
  private:
   // Visits the K tiles from last to first.
-  CUTE_DEVICE void publish_keys(KeySource const& from, int begin, int end, uint32_t& phase) {
-    int at = (end - 1) * Traits::kTileN + lane_of_warp();
+  CUTE_DEVICE void publish_keys(KeySource const& from, KeyRange<Traits> const keys,
+                                uint32_t& phase) {
+    int at = keys.tile(keys.first()) * Traits::kTileN + lane_of_warp();
     Scales scales = scales_at(from, at, ids_at(from, at));
     Ids ids = ids_at(from, at - Traits::kTileN);
     CUTE_NO_UNROLL
-    for (int n = end - 1; n >= begin; --n) {
+    for (int n = keys.first(); n >= keys.last(); keys.advance(n)) {
       at -= Traits::kTileN;
       Scales const next = scales_at(from, at, ids);
       ids = ids_at(from, at - Traits::kTileN);

@@ -48,7 +48,7 @@ void launch_mla(FwdParams const& p, void* stream) {
   }
   int const box_keys = max_of(1, params.box_keys);
   params.k = slices_map<Traits>(maps, p.problem, p.k, Traits::kHeadDim, Traits::kHeadDim, box_keys);
-  TensorMapMaker value_maps{Config::k.dtype_kv};
+  TensorMapMaker value_maps{Config::k.dtype_kv()};
   params.v = slices_map<Traits>(value_maps, p.problem, p.v, Traits::kHeadDimV,
                                 Traits::kOutputColumns, box_keys);
   maps.error = maps.error == cudaSuccess ? value_maps.error : maps.error;

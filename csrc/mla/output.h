@@ -54,8 +54,8 @@ struct OutputWarpgroup {
     CUTE_NO_UNROLL
     while (true) {
       shared.p_full[p_ring.stage].wait(p_ring.phase);
-      BlockRange const& keys = shared.work[tiles.stage].keys;
-      int left = keys.end - keys.begin;
+      KeyRange<Traits> const& keys = shared.work[tiles.stage].keys;
+      int left = keys.count();
       if (keys.end == 0) {
         return;
       }

@@ -86,11 +86,9 @@ struct MlaLoader {
         return;
       }
       KeySource const from = KeySource::of(work);
-      int const begin = work.keys.begin;
-      int const end = work.keys.end;
+      KeyRange<Traits> const keys = work.keys.visits();
       bool const has_keys = slot < Traits::kTileN;
-      int const first_id =
-          has_keys ? Keys::entry_of(p, from, (end - 1) * Traits::kTileN + slot) : 0;
+      int const first_id = has_keys ? Keys::entry_of(p, from, slot_in(keys.tile(keys.first()))) : 0;
       if (waits) {
         shared.q_empty.wait(q_phase);
       }
@@ -98,9 +96,9 @@ struct MlaLoader {
       __syncwarp();
       load_queries(work);
       if (has_keys) {
-        load_keys(from, begin, end, first_id);
+        load_keys(from, keys, first_id);
       } else {
-        skip_keys(end - begin);
+        skip_keys(keys.count());
       }
       __syncwarp();
       tiles.advance();
@@ -109,6 +107,9 @@ struct MlaLoader {
 
  private:
   CUTE_DEVICE bool leads() const { return slot == 0; }
+
+  // The slot of this lane's key in a K tile of the sequence.
+  CUTE_DEVICE int slot_in(int tile) const { return tile * Traits::kTileN + slot; }
 
   // Whether this is the first warp. WHY the second gathering warp does not wait for Q's buffers
   // with e4m3: Q does not wait for that warp, so the barrier could pass two phases before the warp
@@ -174,11 +175,11 @@ struct MlaLoader {
   // Loads K tiles from last to first. id: the page of the last one; the page table is read one K
   // tile ahead. WHY no prefetch into L2 before shared memory has room: memory-bound calls take 14 %
   // longer (H100, 2026-11-26).
-  CUTE_DEVICE void load_keys(KeySource const& from, int begin, int end, int id) {
+  CUTE_DEVICE void load_keys(KeySource const& from, KeyRange<Traits> const keys, int id) {
     CUTE_NO_UNROLL
-    for (int n = end - 1; n >= begin; --n) {
-      int const at = n * Traits::kTileN + slot;
-      int const next_id = n > begin ? Keys::entry_of(p, from, at - Traits::kTileN) : 0;
+    for (int n = keys.first(); n >= keys.last(); keys.advance(n)) {
+      int const at = slot_in(keys.tile(n));
+      int const next_id = n > keys.last() ? Keys::entry_of(p, from, at - Traits::kTileN) : 0;
       load_half<Columns::kLeft>(from, at, id, left);
       load<Columns::kRotary>(from, at, id, shared.rotary_full, shared.rotary_empty, shared.rotary,
                              rotary);

@@ -91,21 +91,19 @@ struct ScoreWarpgroup {
   // its keys may be late, and the stages that they need become free once this P has been used.
   CUTE_DEVICE void visit_keys() {
     softmax.reset();
-    int const begin = work().keys.begin;
-    int const free_begin = work().keys.free_begin;
-    int const free_end = work().keys.free_end;
-    int const last = work().keys.end - 1;
+    KeyRange<Traits> const keys = work().keys;
+    int const first = keys.first();
     CUTE_NO_UNROLL
-    for (int n = last; n >= begin; --n) {
+    for (int n = first; n >= keys.last(); keys.advance(n)) {
       compute_scores();
-      if (n < last) {
+      if (n < first) {
         allow_left();
       }
-      if (n == begin && thread == 0) {
+      if (n == keys.last() && thread == 0) {
         shared.q_empty.arrive();
       }
-      make_probabilities(n, n >= free_end || n < free_begin);
-      if (n == begin) {
+      make_probabilities(keys.tile(n), n >= keys.free_end || n < keys.free_begin);
+      if (n == keys.last()) {
         end_rows();
       }
       publish();

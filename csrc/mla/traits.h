@@ -48,11 +48,12 @@ struct MlaTraits {
   static constexpr FwdConfig k = Config::k;
 
   using Element = ElementOf<k.dtype_q>;
-  using ElementKv = ElementOf<k.dtype_kv>;
+  using ElementKv = ElementOf<k.dtype_kv()>;
   using Location = CacheLocation;
   using Params = MlaDeviceParams<FwdWork<MlaTraits>>;
   static constexpr KernelKind kKind = k.kind;
   static constexpr bool kIsCache = true;
+  static constexpr bool kMayFold = false;
   static constexpr bool kIsMasked = true;
   static constexpr bool kHasScales = false;
   static constexpr bool kTransposesV = false;
@@ -84,7 +85,7 @@ struct MlaTraits {
   // WHY the right half has fewer stages in 16 bits: shared memory has no room for more, and S needs
   // the right half last.
   static constexpr int kRightStages = k.right_stages();
-  static constexpr int kRawStages = k.raw_stages;  // one per half
+  static constexpr int kRawStages = k.raw.stages;  // one per half
   static constexpr int kHalfElements = kTileN * kOutputColumns;
   static constexpr int kRotaryElements = kTileN * kHeadDim;
   // Latent columns in a 128-byte slice as loaded. With e4m3 a slice has one scale.

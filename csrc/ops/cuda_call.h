@@ -57,19 +57,6 @@ inline OwnedTensor allocate_rows(char const* op, TensorMeta const& like) {
                   like.device_index);
 }
 
-// A packed tensor (rows, heads, columns) as a batch of one; others as they are.
-inline TensorMeta with_batch(TensorMeta meta) {
-  if (meta.rank == 3) {
-    for (int i = 3; i > 0; --i) {
-      meta.size[i] = meta.size[i - 1];
-      meta.stride[i] = meta.stride[i - 1];
-    }
-    meta.size[0] = 1;
-    meta.rank = 4;
-  }
-  return meta;
-}
-
 inline TensorView view(TensorMeta const& meta) {
   return TensorView{reinterpret_cast<void*>(meta.address), meta.stride[0], meta.stride[1],
                     meta.stride[2]};

@@ -187,7 +187,8 @@ void ForwardRun::Launch::plan(AttentionCall const& call, int64_t& used_counters,
   bool const is_latent = problem.kind.is_latent;
   int64_t const part_floats = cache.slots * cache.rows * config.part_row_floats();
   int64_t const tile_floats = is_latent ? cache.slots * (kSharedTileBytes / 4) : 0;
-  int64_t const floats = params.schedule.workspace_ints + round_up(part_floats, 4) + tile_floats;
+  int64_t const dense = plan.schedule.total_floats + plan.schedule.workspace_ints;
+  int64_t const floats = dense + round_up(part_floats, 4) + tile_floats;
   int64_t const counters = !call.on_cache ? 1
                            : is_latent    ? 2
                                           : round_up(2 * cache.slots * config.part_counters(), 2);
@@ -204,9 +205,9 @@ void ForwardRun::Launch::plan(AttentionCall const& call, int64_t& used_counters,
     clear_counters(zeros, counters, stream);
   }
   used_counters += counters;
-  params.workspace = reinterpret_cast<int*>(memory);
+  params.workspace = reinterpret_cast<int*>(memory + plan.schedule.total_floats);
   params.ticket_counter = params.cache.arrived = zeros;
-  params.cache.parts = memory;
+  params.totals = params.cache.parts = memory;
   params.cache.shared_tiles = memory + (floats - tile_floats);
 }
 
@@ -220,7 +221,7 @@ void ForwardRun::Launch::run(void* stream) const {
     FwdParams part = params;
     part.problem.head_dim_v = std::min(step, all - first);
     constexpr int kOutBytes = 2;
-    part.v.data = static_cast<char*>(params.v.data) + first * element_bytes(config.dtype_kv);
+    part.v.data = static_cast<char*>(params.v.data) + first * element_bytes(config.dtype_kv());
     part.o.data = static_cast<char*>(params.o.data) + first * kOutBytes;
     if (part.problem.is_packed && !config.kind.is_cache()) {
       launch_prepare(prepare_params(part, config.consumer_warpgroups), stream);

@@ -111,7 +111,7 @@ double estimated_tile_cost(FwdProblem const& problem, FwdConfig const& config, C
   // Tiles of full attention all cost the same.
   bool const all_equal = problem.kind == kFullKernel;
   int const step = all_equal ? m_tiles : ceil_div(m_tiles, kMostSamples);
-  return mean_tile_cost(problem, config, cut, step, config.fixed_keys);
+  return mean_tile_cost(problem, config, cut, step, config.measured.fixed_keys);
 }
 
 int most_lead(FwdProblem const& problem, FwdConfig const& config, int pack) {
@@ -127,9 +127,9 @@ double cost_of_lead(FwdProblem const& problem, FwdConfig const& config, Cut cut)
   int const count = std::min(others, kSamples);
   double sum = 0;
   for (int m = (others - count) / 2; m < (others + count) / 2; ++m) {
-    sum += tile_cost(problem, config, cut, m, config.fixed_keys);
+    sum += tile_cost(problem, config, cut, m, config.measured.fixed_keys);
   }
-  return tile_cost(problem, config, cut, others, config.fixed_keys) +
+  return tile_cost(problem, config, cut, others, config.measured.fixed_keys) +
          (count > 0 ? sum / count * others : 0);
 }
 
@@ -184,7 +184,7 @@ int least_lead_of(FwdProblem const& packed, FwdConfig const& config, int pack) {
 // Time that a tile form needs for one head by itself, up to a factor: no matter on how many CTAs,
 // or how many heads and batches there are.
 double time_of_head(FwdProblem const& problem, FwdConfig const& config) {
-  return time_of_pack(problem, config, 1) / config.relative_speed;
+  return time_of_pack(problem, config, 1) / config.measured.relative_speed;
 }
 
 // With packed sequences there is space for more tiles than the caller's longest length leads to.
@@ -202,11 +202,12 @@ double time_of_plan(FwdProblem const& problem, FwdPlan const& plan) {
   Cut const cut{schedule.pack, schedule.lead};
   double const mean = estimated_tile_cost(problem, config, cut);
   double const tiles = expected_tiles(problem, schedule);
-  double const speed = double(config.relative_speed) / config.ctas_per_sm;
+  double const speed = double(config.measured.relative_speed) / config.measured.ctas_per_sm;
   if (!schedule.longest_first) {
     return mean * std::ceil(tiles / schedule.grid) / speed;
   }
-  double const longest = tile_cost(problem, config, cut, schedule.m_tiles - 1, config.fixed_keys);
+  double const longest =
+      tile_cost(problem, config, cut, schedule.m_tiles - 1, config.measured.fixed_keys);
   return std::max(longest, mean * tiles / schedule.grid) / speed;
 }
 
@@ -252,8 +253,13 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config)
     schedule.lead = lead_of(problem, config, schedule.pack);
   }
   schedule.tiles = int(head_tiles * (problem.heads_q / schedule.pack));
-  schedule.grid = std::min(schedule.tiles, usable_sms(problem) * config.ctas_per_sm);
+  schedule.grid = std::min(schedule.tiles, usable_sms(problem) * config.measured.ctas_per_sm);
   set_sections(schedule, problem);
+  if (config.folds()) {
+    schedule.part_tiles = ceil_div(problem.split_size, config.tile_n);
+    schedule.total_floats = int64_t(schedule.grid) * config.consumer_warpgroups *
+                            (config.head_dim_v / 2 + 4) * kWarpgroupThreads;
+  }
   return schedule;
 }
 

@@ -24,12 +24,13 @@ constexpr int kTileUnitsOfTwo = 5;
 constexpr float kCostOfStep = 1.1f;
 
 // tiles: output tiles of a line.
-KeySplits splits_of(CacheProblem const& cache, int tile_n, int64_t tiles, int weight_log2,
+KeySplits splits_of(FwdProblem const& problem, int tile_n, int64_t tiles, int weight_log2,
                     int& tile_units) {
+  CacheProblem const& cache = problem.cache;
   KeySplits splits;
-  if (cache.split_size > 0) {
+  if (problem.split_size > 0) {
     splits.kind = SplitKind::kSize;
-    splits.count = ceil_div(cache.split_size, tile_n);
+    splits.count = ceil_div(problem.split_size, tile_n);
   } else if (cache.num_splits > 0) {
     splits.kind = SplitKind::kParts;
     splits.count = cache.num_splits;
@@ -63,8 +64,7 @@ RowPacking packing_of(FwdProblem const& problem) {
   constexpr int kManyQueries = 256;
   int const group = problem.heads_q / problem.heads_k;
   bool const fills_tiles = problem.pack_gqa == PackGqa::kHeuristic &&
-                           problem.seqlen_q >= kManyQueries && !problem.kind.is_latent &&
-                           problem.cache.split_size == 0;
+                           problem.seqlen_q >= kManyQueries && !problem.kind.is_latent;
   bool const packs = problem.pack_gqa != PackGqa::kNever && !fills_tiles;
   return RowPacking{packs ? largest_pack(group) : 1};
 }
@@ -77,7 +77,7 @@ constexpr int kFastRows = 32;  // rows up to which the decode kernel is faster
 // one pass or with split_size: it sums a row in another order, and their bits are promised.
 int decode_variant(FwdProblem const& problem, RowPacking rows) {
   CacheProblem const& cache = problem.cache;
-  bool const may_split = cache.split_size == 0 && cache.num_splits != 1;
+  bool const may_split = problem.split_size == 0 && cache.num_splits != 1;
   if (!may_split || problem.kind.is_latent || problem.dtype == Dtype::kFloat8E4M3) {
     return -1;
   }
@@ -93,16 +93,16 @@ int decode_variant(FwdProblem const& problem, RowPacking rows) {
   return rows.pack <= most_rows && problem.seqlen_q <= most_rows / rows.pack ? variant : -1;
 }
 
-// The tile of one warpgroup, or of two where that is not enough for the longest queries. WHY not
-// with split_size: the bits of a sequence must not depend on the others.
+// The tile of one warpgroup, or of two where that is not enough for the longest queries. Both
+// compute a row in the same order.
 int variant_for(FwdProblem const& problem, RowPacking rows, int sms) {
   int const decode = decode_variant(problem, rows);
   if (decode >= 0) {
     return decode;
   }
   FwdCandidates const candidates = fwd_candidates(problem);
-  bool const is_long = problem.seqlen_q > rows.positions_per_warpgroup() &&
-                       problem.cache.split_size == 0 && !has_few_keys(problem, rows, sms);
+  bool const is_long =
+      problem.seqlen_q > rows.positions_per_warpgroup() && !has_few_keys(problem, rows, sms);
   return candidates.variant[is_long ? candidates.count - 1 : 0];
 }
 
@@ -141,7 +141,7 @@ int parts_apart(FwdProblem const& problem, int tile_n, int pack, int tiles, int 
   constexpr int kMostCost = 12;  // more parts are combined in two steps
   CacheProblem const& cache = problem.cache;
   bool const has_gaps = kWarpgroupRows % pack != 0;  // between the rows of warpgroups
-  if (cache.keys_of_all == 0 || cache.num_splits > 0 || cache.split_size > 0 || has_gaps ||
+  if (cache.keys_of_all == 0 || cache.num_splits > 0 || problem.split_size > 0 || has_gaps ||
       problem.head_dim_v > launch_columns(problem)) {
     return 0;
   }
@@ -224,12 +224,13 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   CacheSchedule& cache = schedule.cache;
   bool const is_shared = problem.cache.most_queries > 0;
   int const packed_heads = problem.heads_q / schedule.pack;
-  cache.lanes = config.is_swapped ? 1 : lanes_of(packed_heads, sms * config.ctas_per_sm, is_shared);
-  schedule.grid = std::max(1, sms * config.ctas_per_sm / cache.lanes) * cache.lanes;
+  cache.lanes =
+      config.is_swapped ? 1 : lanes_of(packed_heads, sms * config.measured.ctas_per_sm, is_shared);
+  schedule.grid = std::max(1, sms * config.measured.ctas_per_sm / cache.lanes) * cache.lanes;
   cache.weight_log2 = config.consumer_warpgroups > 1 ? kWeightLog2OfTwo : 0;
   cache.tile_units = config.consumer_warpgroups > 1 ? kTileUnitsOfTwo : 0;
-  cache.splits = splits_of(problem.cache, config.tile_n, tiles / cache.lanes, cache.weight_log2,
-                           cache.tile_units);
+  cache.splits =
+      splits_of(problem, config.tile_n, tiles / cache.lanes, cache.weight_log2, cache.tile_units);
   cache.slots = most_parts(problem.cache, cache.splits, tiles, config.tile_n, schedule.grid);
   if (!cache.splits.is_even() && cache.slots > 1) {
     cache.splits.most = cache.slots;

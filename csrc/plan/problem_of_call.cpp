@@ -1,8 +1,10 @@
 #include "plan/problem_of_call.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "call/cache_form.h"
+#include "call/given_tensor.h"
 
 namespace fa3 {
 namespace {
@@ -79,6 +81,7 @@ void set_execution(FwdProblem& problem, AttentionCall const& call) {
   problem.promote = call.fp8.promote;
   problem.pack_gqa = pack_gqa_of(call.execution.pack_gqa);
   problem.sm_margin = int(call.execution.sm_margin);
+  problem.split_size = int(std::min<int64_t>(call.execution.split_size, IntervalMask::kNoLimit));
   problem.deterministic = call.gradients.deterministic;
   problem.device = call.device;
 }
@@ -99,12 +102,15 @@ int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
 void set_cache(FwdProblem& problem, AttentionCall const& call) {
   TensorMeta const& k = call.k;
   CacheProblem& cache = problem.cache;
-  bool const has_packed_keys = k.rank == 3;
-  cache.entries = has_packed_keys ? 1 : int(k.size[0]);
-  cache.page_size = int(k.size[has_packed_keys ? 0 : 1]);
-  cache.capacity = int(std::min<int64_t>(capacity_of(call), IntervalMask::kNoLimit));
+  // Without pages or slots both are 0, and then so is the capacity, however long a page table is.
+  if (!is_empty(k)) {
+    constexpr int64_t kMostPages = std::numeric_limits<int>::max();  // ids are int32
+    bool const has_packed_keys = k.rank == 3;
+    cache.entries = has_packed_keys ? 1 : int(std::min(k.size[0], kMostPages));
+    cache.page_size = int(k.size[has_packed_keys ? 0 : 1]);
+    cache.capacity = int(std::min<int64_t>(capacity_of(call), IntervalMask::kNoLimit));
+  }
   cache.num_splits = int(call.splits.num_splits);
-  cache.split_size = int(std::min<int64_t>(call.splits.split_size, IntervalMask::kNoLimit));
   problem.seqlen_k = cache.capacity;
   problem.mask = mask_of_call(call.score);
   problem.kind = call.latent.qv           ? kLatentKernel

@@ -2,7 +2,8 @@
 // sequence on the keys after them.
 #pragma once
 
-#include "call/attention_call.h"
+#include "call/cache_form.h"
+#include "call/given_tensor.h"
 
 namespace fa3 {
 
@@ -18,17 +19,10 @@ inline bool has_one_sequence(TensorMeta const& meta) {
 }
 
 // Queries as one sequence, (1, all rows, heads, columns).
-inline TensorMeta as_one_sequence(TensorMeta meta) {
-  if (meta.rank == 4) {
-    meta.stride[1] = meta.size[1] == 1 ? meta.stride[0] : meta.stride[1];
-    meta.size[1] *= meta.size[0];
-  } else {
-    for (int i = 3; i > 0; --i) {
-      meta.size[i] = meta.size[i - 1];
-      meta.stride[i] = meta.stride[i - 1];
-    }
-    meta.rank = 4;
-  }
+inline TensorMeta as_one_sequence(TensorMeta const& queries) {
+  TensorMeta meta = with_batch(queries);
+  meta.stride[1] = meta.size[1] == 1 ? meta.stride[0] : meta.stride[1];
+  meta.size[1] *= meta.size[0];
   meta.size[0] = 1;
   meta.stride[0] = meta.size[1] * meta.stride[1];
   return meta;

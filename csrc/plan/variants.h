@@ -66,7 +66,7 @@ constexpr bool serves(FwdConfig const& config, KernelKind problem) {
 // kernels, of which those for e4m3 keys compute in fp16 for either dtype of queries.
 constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, HeadDims dims,
                                           bool promote = false, bool converts = false,
-                                          bool decodes = false) {
+                                          bool decodes = false, bool folds = false) {
   dtype = decodes && converts ? Dtype::kFloat16 : dtype;
   FwdCandidates found;
   int fewest = 1 << 30;
@@ -75,7 +75,7 @@ constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, HeadDims
     bool const is_large_enough = config.head_dim >= dims.qk && config.head_dim_v >= dims.v;
     bool const fits = config.is_swapped == decodes && config.dtype_q == dtype &&
                       config.is_promoted() == promote && config.converts() == converts &&
-                      is_large_enough && serves(config, kind);
+                      config.folds() == folds && is_large_enough && serves(config, kind);
     int const cost = 2 * (config.head_dim + config.head_dim_v) + !(config.kind == kind);
     if (fits && cost <= fewest) {
       found = cost < fewest ? FwdCandidates{} : found;
@@ -108,13 +108,13 @@ inline constexpr auto kFwdCandidates = [] {
 
 // INVARIANT: dtype is one of a kernel, head dims are multiples of 8 and at most kMaxHeadDim.
 constexpr FwdCandidates fwd_candidates(FwdProblem const& problem) {
-  bool const is_listed =
-      problem.head_dim == problem.head_dim_v && !problem.promote && !problem.converts;
+  bool const is_listed = problem.head_dim == problem.head_dim_v && !problem.promote &&
+                         !problem.converts && !problem.folds();
   HeadDims const dims{problem.head_dim, launch_columns(problem)};
   return is_listed
              ? kFwdCandidates[int(problem.dtype)][kind_index(problem.kind)][problem.head_dim / 8]
              : search_candidates(problem.dtype, problem.kind, dims, problem.promote,
-                                 problem.converts);
+                                 problem.converts, /*decodes=*/false, problem.folds());
 }
 
 }  // namespace fa3

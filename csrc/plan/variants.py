@@ -75,6 +75,8 @@ def _forward_variants() -> list[ForwardVariant]:
               for head_dim in (64, 128, '192x128', 256)]
     tiles += [(f'FwdTileD{head_dim}CacheLong', head_dim, 'Cache', 'Long')
               for head_dim in (64, 128, '192x128')]
+    tiles += [(f'FwdTileD{head_dim}Folded', head_dim, f'{both} General Softcap', 'Folded')
+              for head_dim in (64, 128, '192x128', 256)]
     decoded = (64, 96, 128, '192x128', 256)
     tiles += [(f'FwdTileD{head_dim}Decode', head_dim, 'Cache', 'Decode') for head_dim in decoded]
     tiles += [('FwdTileLatent', '64x512', 'Latent', ''),

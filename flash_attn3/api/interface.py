@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import (checks, dense_and_varlen, derivatives, dtensors, fp8, library,
-                             splits)
+from flash_attn3.ops import (checks, dense_and_varlen, derivatives, dtensors, fp8, invariance,
+                             library, splits)
 from flash_attn3.ops.autograd import Attention, GeneralAttention, PackedAttention
 from flash_attn3.ops.fp8 import Descale
 from flash_attn3.ops.dense_and_varlen import Execution, General
@@ -28,6 +28,8 @@ _fwd_traced = torch.ops.flash_attn3.fwd.default    # under torch.compile and tor
 # Take the fields of General; `attend` also a given out and the fields of fp8.EightBit.
 _fwd_general_traced = torch.ops.flash_attn3.fwd_general.default
 _attend = torch.ops.flash_attn3.attend.default
+_attend_eager = library.bare(_attend)
+_INVARIANT = invariance.OPEN    # not empty under invariant()
 
 
 def flash_attn_func(
@@ -38,21 +40,18 @@ def flash_attn_func(
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
         return_max_logits: bool = False, out_dtype: torch.dtype | None = None,
-        fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
+        fp8_accum: str = 'fast', split_size: int = 0) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, out = softmax(softmax_scale * q k^T) v, for each batch entry and head.
 
-    On a Hopper GPU a kernel after arXiv 2407.08608; on the CPU plain PyTorch
-    (flash_attn3.cpu); on other CUDA devices PyTorch's SDPA, with one warning. Query head h uses
-    KV head h // (heads_q / heads_k). Sums are float32 (float64 for float64); bits repeat.
+    By a kernel on a Hopper GPU; on other CUDA devices by PyTorch's SDPA, with one warning. Query
+    head h uses KV head h // (heads_q / heads_k). Sums are float32 (or float64); bits repeat.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim). On Hopper: float16, bfloat16 or float8_e4m3fn, a
-            head_dim with a kernel (`flash_attn3.built_variants()`), last stride 1 (other strides
-            than TMA can take: copied first). On the CPU: any floating dtype, head_dim and strides.
+            head_dim of `flash_attn3.built_variants()`, last stride 1. On the CPU: any floating.
         k, v: (batch, seqlen_k, heads_k, head_dim), that of v may be another one (head_dim_v), dtype
             and device of q; heads_k divides heads_q. DTensors: all by batch, by heads, or whole.
-        softmax_scale: factor on q k^T, finite and positive. Default: head_dim ** -0.5. No score may
-            exceed 1e9 in magnitude, 1e8 for float16: float32 has no digits for differences there.
+        softmax_scale: default head_dim ** -0.5. Scores may reach 1e9, 1e8 for float16.
         causal: query i sees keys up to p = i + seqlen_k - seqlen_q. A query that sees no key gives
             out = 0, lse = -inf (with s_aux: that) and no gradient. Default: all see all.
         window_size: (left, right), or a CPU tensor of both; query i sees keys p - left to
@@ -60,21 +59,22 @@ def flash_attn_func(
         attention_chunk: keys of a chunk, from key 0 on; query i sees that of p. Default 0: none.
         softcap: scores are softcap * tanh(softmax_scale * q k^T / softcap). Default 0: as they are.
         pack_gqa: the query heads of a KV head share tiles. Default: where that saves 2 % or more.
-        deterministic: the gradient of q is bitwise the same on every call too (Hopper only; takes
-            longer). Default: what `torch.use_deterministic_algorithms` says at this call.
+        deterministic: the gradient of q repeats bitwise too, slower. Default: PyTorch's setting.
         sm_margin: multiprocessors that the forward leaves to other kernels, 0 (default) or more.
         return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
         out: where the result is written; last stride 1. Not differentiable. Default: a new tensor.
         s_aux: sinks, (heads_q,) float32, bfloat16 or float16: one more score each, of value 0.
-        return_max_logits: also return max_logits. Default False. Last bits of out may then differ.
+        return_max_logits: also return max_logits. Last bits of out may then differ. qv: None.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: for FP8, see `quantize_fp8`.
-        num_splits: parts of the keys. Default 1; up to 256; 0: by plan, 1 for gradients. qv: None.
+        num_splits: parts of the keys. Default 1; up to 256; 0: by plan, 1 for gradients.
+        split_size: keys of a part, from key 0 on: the bits of a row then depend on its own query,
+            keys and mask alone (docs/invariance.md). Default: 0, or that of `invariant`.
 
     Returns:
-        out, or a tuple of it and what was asked for, in this order. out: (batch, seqlen_q, heads_q,
-        head_dim_v), dtype of q. lse: (batch, heads_q, seqlen_q), float32 (float64 for float64), the
-        natural logarithm of the softmax's denominator. max_logits: as lse, the largest score that
-        each query sees, without s_aux. Gradients of q, k, v, s_aux flow through out and lse.
+        out, or a tuple of it and what was asked for: out, (batch, seqlen_q, heads_q, head_dim_v),
+        dtype of q; lse, (batch, heads_q, seqlen_q), float32 (float64 for float64): the natural
+        logarithm of the softmax's denominator; max_logits, as lse: the largest score, without
+        s_aux. Gradients of q, k, v, s_aux flow through out and lse.
 
     Raises:
         RuntimeError: a wrong rank, shape, dtype, device, stride or number, named; too old a driver.
@@ -84,14 +84,16 @@ def flash_attn_func(
             or v_descale is not None or window_size != (-1, -1) or attention_chunk != 0
             or (softcap != 0.0) is not False    # a tensor of 0 too
             or (num_splits != 1 and not splits.has_few_keys(num_splits, k)) or s_aux is not None
-            or return_max_logits or out_dtype is not None or fp8_accum != 'fast'):
+            or return_max_logits or out_dtype is not None or fp8_accum != 'fast'
+            or split_size != 0 or _INVARIANT):
+        num_splits, split_size = invariance.in_parts(num_splits, split_size)
         call = _call('flash_attn_func', (q, k, v, out),
                      (s_aux, softmax_scale, causal, window_size, attention_chunk, softcap),
-                     Execution(pack_gqa, sm_margin, return_max_logits, deterministic), qv,
-                     (q_descale, k_descale, v_descale), out_dtype, fp8_accum)
+                     Execution(pack_gqa, sm_margin, return_max_logits, split_size, deterministic),
+                     qv, (q_descale, k_descale, v_descale), out_dtype, fp8_accum)
         num_splits = splits.splits_of(num_splits, call)
         if (num_splits != 1 or call.of_fp8 is not None
-                or _is_general(call.general, return_max_logits)):
+                or _is_general(call.general, return_max_logits) or split_size != 0):
             return _general(call, return_attn_probs, num_splits)
     # Most eager calls take this path: as little Python and as few op arguments as possible.
     if (not is_compiling() and q.get_device() in library.SERVED_DEVICES
@@ -122,7 +124,7 @@ def flash_attn_varlen_func(
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
         return_max_logits: bool = False, out_dtype: torch.dtype | None = None,
-        fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
+        fp8_accum: str = 'fast', split_size: int = 0) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` of several sequences that are stored one after the other in one tensor.
 
     Sequence b has the rows cu_seqlens_q[b] up to cu_seqlens_q[b + 1] of q; k and v likewise. Its
@@ -148,7 +150,7 @@ def flash_attn_varlen_func(
             sm_margin, return_attn_probs, s_aux, return_max_logits: as in `flash_attn_func`.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: with q, k and v of float8_e4m3fn;
             see `quantize_fp8`.
-        qv, num_splits: as in `flash_attn_func`.
+        qv, num_splits, split_size: as in `flash_attn_func`.
 
     Returns:
         out, or a tuple of it and what was asked for, in this order. out: (total_q, heads_q,
@@ -166,9 +168,10 @@ def flash_attn_varlen_func(
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
                checks.length_bound('max_seqlen_q', max_seqlen_q, q),
                checks.length_bound('max_seqlen_k', max_seqlen_k, k))
+    num_splits, split_size = invariance.in_parts(num_splits, split_size)
     call = _call('flash_attn_varlen_func', (q, k, v, out),
                  (s_aux, softmax_scale, causal, window_size, attention_chunk, softcap),
-                 Execution(pack_gqa, sm_margin, return_max_logits, deterministic), qv,
+                 Execution(pack_gqa, sm_margin, return_max_logits, split_size, deterministic), qv,
                  (q_descale, k_descale, v_descale), out_dtype, fp8_accum, lengths)
     return _general(call, return_attn_probs, splits.splits_of(num_splits, call))
 
@@ -223,7 +226,8 @@ def flash_attn_qkvpacked_func(
                       attention_chunk=attention_chunk, softcap=softcap)
     is_plain = of_fp8 is None and not _is_general(general, return_max_logits)
     if (is_plain and out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
-            and type(qkv) is Tensor and _is_served(qkv) and not derivatives.is_forward_mode()):
+            and not _INVARIANT and type(qkv) is Tensor and _is_served(qkv)
+            and not derivatives.is_forward_mode()):
         result, lse = PackedAttention.apply(qkv, num_heads_q, softmax_scale, causal, pack_gqa,
                                             sm_margin, deterministic)
         return (result, lse) if return_attn_probs else result
@@ -371,4 +375,4 @@ def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], ge
         return _fwd_general_traced(q, k, v, *general, *execution)
     if checks.needs_grad(q, k, v, general.sinks):
         return GeneralAttention.apply(q, k, v, *general, *execution)
-    return _attend(q, k, v, None, *general, *execution[:-1])
+    return _attend_eager(q, k, v, None, *general, *execution[:-1])

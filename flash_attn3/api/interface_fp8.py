@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3.ops import checks, derivatives, dtensors, fp8, library
+from flash_attn3.ops import checks, derivatives, dtensors, fp8, invariance, library
 from flash_attn3.ops.autograd import QuantizedAttention
 from flash_attn3.ops.fp8 import Quantization
 from flash_attn3.ops.dense_and_varlen import Execution, General, general_of
@@ -72,13 +72,14 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
         RuntimeError: a wrong shape, dtype or number; on a Hopper GPU also a head_dim that is no
             multiple of 8 from 8 to 256.
     """
-    if isinstance(block, str) and block not in _NAMED_BLOCKS:
-        raise RuntimeError(checks.error('quantize_fp8', "block to be a number, 'head' or 'tensor'",
-                                        repr(block)))
+    if block not in _NAMED_BLOCKS if isinstance(block, str) else block < 1:
+        raise RuntimeError(checks.error('quantize_fp8', "block to be a number of rows, 'head' or "
+                                        "'tensor'", repr(block)))
     rows = _NAMED_BLOCKS.get(block, block)
     is_served = not x.is_cuda or library.kernels_serve(x.device)
     values, scale = (_quantize if is_served else fp8.quantize_plainly)(
-        x.detach(), cu_seqlens, seqused, rows, group, seed if rotate else None)
+        x.detach(), cu_seqlens, seqused, rows, group,
+        fp8.rotation_seed('quantize_fp8', rotate, seed))
     if rows == PER_TENSOR:
         batch = x.size(0) if cu_seqlens is None else cu_seqlens.size(0) - 1
         scale = scale.expand(batch, x.size(-2) // group)
@@ -123,7 +124,7 @@ def flash_attn_fp8_func(
     derivatives.reject_of_scalars(op, softmax_scale=softmax_scale, softcap=softcap)
     general = general_of(q, s_aux=s_aux, softmax_scale=softmax_scale, causal=causal,
                          window_size=window_size, attention_chunk=attention_chunk, softcap=softcap)
-    execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
+    execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic=deterministic)
     quantization = _quantization(op, rotate, seed, block_scales, fp8_accum, fp8_backward)
     return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)
 
@@ -160,14 +161,14 @@ def flash_attn_varlen_fp8_func(
                checks.length_bound('max_seqlen_k', max_seqlen_k, k))
     general = general_of(q, *lengths, s_aux=s_aux, softmax_scale=softmax_scale, causal=causal,
                          window_size=window_size, attention_chunk=attention_chunk, softcap=softcap)
-    execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic)
+    execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic=deterministic)
     quantization = _quantization(op, rotate, seed, block_scales, fp8_accum, fp8_backward)
     return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)
 
 
 def _quantization(op: str, rotate: bool, seed: int, block_scales: bool,
                   fp8_accum: str, fp8_backward: str) -> Quantization:
-    return Quantization(seed if rotate else None, block_scales,
+    return Quantization(fp8.rotation_seed(op, rotate, seed), block_scales,
                         fp8.rounds_backward(op, fp8_backward), fp8.promotes(op, fp8_accum))
 
 
@@ -175,6 +176,7 @@ def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], general: General
                execution: Execution, quantization: Quantization,
                return_lse: bool) -> Tensor | tuple[Tensor, ...]:
     """What a public function returns. tensors: q, k and v."""
+    invariance.reject(op, 'quantising')
     fp8.reject_missing(op, tensors[0], execution.return_max_logits)
     arguments = *tensors, *general, *execution, *quantization
     if is_compiling() or derivatives.is_forward_mode():

@@ -16,7 +16,7 @@ from flash_attn3 import env
 from flash_attn3.arguments import names, public_names
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import (attend_arguments, attend_cache, checks, derivatives, dtensors, fp8,
-                             library, prefix_rules)
+                             invariance, library, prefix_rules)
 from flash_attn3.api.merging import flash_attn_combine, merge_states
 from flash_attn3.ops.attend_cache import Attend, Rotary
 from flash_attn3.ops.dense_and_varlen import batch_of, general_of
@@ -31,6 +31,7 @@ _TRACED = (torch.ops.flash_attn3.attend_cache.default,
            torch.ops.flash_attn3.append_and_attend.default)
 _EAGER = tuple(library.bare(op) for op in _TRACED)
 _PLAIN = attend_cache.attend_plainly, attend_cache.append_and_attend_plainly
+_INVARIANT = invariance.OPEN    # not empty under invariant()
 
 # The tensors that `_reject` takes, in this order.
 TENSORS = ('q', 'k_cache', 'v_cache', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux', 'out',
@@ -58,8 +59,7 @@ def flash_attn_with_kvcache(
     """Attention of queries on the keys and values of a cache, after k and v are appended to it.
 
     Sequence b has the keys in slots cache_leftpad[b] up to cache_seqlens[b] and new ones; masks
-    count from the first, causal ends bottom-right. Lengths and tables stay on the device. Errors
-    (RuntimeError, for DTensors NotImplementedError) are raised before anything is written.
+    count from the first, causal ends bottom-right. Errors come before anything is written.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
@@ -73,13 +73,12 @@ def flash_attn_with_kvcache(
         cache_seqlens: (batch,) int32 or one number: keys before the append. Default: all slots.
         cache_leftpad, rotary_seqlens: (batch,) int32: first slot, position.
         page_table: (rows, pages) int32. cache_batch_idx: (batch,) int32: row of the cache or table.
-        num_splits: parts of a tile's keys, at most; 0: by plan. split_size: keys of a part.
-        shared_prefix: first keys that all share: whole pages of the first sequence, read once.
+        num_splits: parts of a tile's keys, at most; 0: by plan. tree_mask: of `pack_tree_mask`.
+        shared_prefix: first keys that all share, whole pages. Others: as in `flash_attn_func`.
         out_dtype: with float8_e4m3fn, bfloat16 (default) or float16. Descales: (batch, heads_k) or
             a number; descale_by_page: (pages, heads_k) for q of 16 bits, set where k begins a page.
         qv: as q, with the head_dim of v, for one KV head: scores are (q k^T + qv v^T) * (head_dim +
             head_dim_v) ** -0.5; v_descale: (*v_cache.shape[:2], 1 or head_dim_v / 128), set by v.
-        tree_mask: of `pack_tree_mask`. scheduler_metadata: unused. Others: as in `flash_attn_func`.
 
     Returns:
         out, shaped like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
@@ -94,6 +93,8 @@ def flash_attn_with_kvcache(
             or (softmax_scale is not None and type(softmax_scale) is not float)
             or (is_grad_enabled() and _some_require_grad(given))):
         _reject(scheduler_metadata, softmax_scale, softcap, out_dtype, given)
+    if _INVARIANT:
+        num_splits, split_size = invariance.in_parts(num_splits, split_size)
     functions = functions_for(q, _OP)
     length, cache_seqlens = lengths_of(cache_seqlens)
     if page_table is not None and cache_batch_idx is not None:
@@ -183,6 +184,7 @@ def functions_for(q: Tensor, op: str) -> tuple:
         return _EAGER
     if not q.is_cuda or library.kernels_serve(q.device):
         return _TRACED if is_compiling() else _EAGER
+    invariance.reject_device(op, q.device)
     fallback.warn_once(q.device, op, depth=4)
     return _PLAIN
 
@@ -222,7 +224,7 @@ def descales_of(given: tuple, tensors: tuple[Tensor, Tensor, Tensor],
     """Descales as the op takes them: numbers as tensors. tensors: q and the caches."""
     q, k_cache, v_cache = tensors
     by_sequence = fp8.head_scales(batch_of(q, cu_seqlens_q), k_cache)
-    by_k = fp8.head_scales(k_cache.size(0), k_cache) if is_by_page else by_sequence
+    by_k = (*k_cache.shape[:1], by_sequence[1]) if is_by_page else by_sequence
     by_v = by_k if qv is None else (*v_cache.shape[:2], 1)
     return [fp8.descale_tensor(_OP, name, scale, shape, q.device)
             for name, scale, shape in zip(names('scales'), given, (by_sequence, by_k, by_v))]

@@ -49,11 +49,17 @@ def flash_attn_combine(out_partial: Tensor, lse_partial: Tensor, out: Tensor | N
             out_partial=out_partial, lse_partial=lse_partial, out=out),
             'use merge_states, which has gradients'))
     dtype = out_dtype or (out_partial.dtype if out is None else out.dtype)
+    if not _is_wide(dtype):
+        raise RuntimeError(checks.error(op, f'{"out.dtype" if out_dtype is None else "out_dtype"} '
+                                        'to be floating, of 16 bits or more', str(dtype)))
     if out is not None and (out.shape != out_partial.shape[1:] or out.dtype != dtype
                             or out.device != out_partial.device):
         raise RuntimeError(checks.error(
             op, f'out to be {tuple(out_partial.shape[1:])}, {dtype} on {out_partial.device}',
             f'{tuple(out.shape)}, {out.dtype} on {out.device}'))
+    if out is not None and any(size > 1 and stride == 0
+                               for size, stride in zip(out.shape, out.stride())):
+        raise RuntimeError(checks.error(op, 'out not to be expanded', f'strides {out.stride()}'))
     if _op_serves(out_partial, lse_partial, dtype):
         return _by_op(out_partial, lse_partial, out, dtype)
     result, lse = _merge(out_partial, lse_partial)
@@ -127,8 +133,13 @@ def _check(op: str, outs: Tensor, lses: Tensor, ranks: tuple[int, int]) -> None:
     if outs.device != lses.device:
         raise RuntimeError(checks.error(op, f'LSEs on the device of the results, {outs.device}',
                                         str(lses.device)))
-    if not (outs.is_floating_point() and lses.is_floating_point()):
-        raise RuntimeError(checks.error(op, 'floating dtypes', f'{outs.dtype} and {lses.dtype}'))
+    if not (_is_wide(outs.dtype) and _is_wide(lses.dtype)):
+        raise RuntimeError(checks.error(op, 'floating dtypes of 16 bits or more',
+                                        f'{outs.dtype} and {lses.dtype}'))
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _op_serves(out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype) -> bool:

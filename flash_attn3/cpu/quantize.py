@@ -178,6 +178,7 @@ def _row_scales(x: Columns, block: int, group: int) -> tuple[Tensor, Tensor]:
         amax = by_head.amax((1, 3)) if rows else by_head.new_zeros(batch, heads // group)
         scale = scale_of(amax)                                          # (b, h_k)
         return scale, scale.repeat_interleave(group, 1)[:, None].expand(batch, rows, heads)
+    block = min(block, max(rows, 1))    # no memory for rows that are not there
     count = blocks_of(rows, block)
     padded = torch.nn.functional.pad(largest, (0, 0, 0, count * block - rows))
     scale = scale_of(padded.unflatten(1, (count, block)).amax(2))       # (b, blocks, h)
@@ -230,7 +231,7 @@ def quantize(x: Tensor, rotation: Rotation | None, block: int, group: int,
 
 def _quantize_dense(x: Tensor, rotation: Rotation | None, block: int,
                     group: int) -> tuple[Tensor, Tensor]:
-    columns = Columns(x) if rotation is None else rotate(x, rotation)
+    columns = Columns(x) if rotation is None or x.size(-1) == 0 else rotate(x, rotation)
     if block == PER_TENSOR:
         scale = scale_of(columns.magnitudes().amax() if x.numel() else x.new_zeros(()))
         return columns.cast(scale), scale.reshape(1, 1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from flash_attn3.ops import checks
+from flash_attn3.ops import checks, invariance
 from flash_attn3.integrations import _base
 
 _CLIENT = 'transformers'
@@ -90,7 +90,9 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         return flash_attn_with_kvcache(q, k, v, **options), None
     layout = None
     if attention_mask is not None or position_ids is not None:
-        call = Call(q.size(0), rows_q, k.size(1), causal or sliding_window is not None, is_decode)
+        # With cache_leftpad, bits depend on the padding before a sequence.
+        call = Call(q.size(0), rows_q, k.size(1), causal or sliding_window is not None,
+                    is_decode and not invariance.OPEN)
         layout = _layout(attention_mask, position_ids, call)
     if layout is None:
         return flash_attn_func(q, k, v, **options, num_splits=0, deterministic=_deterministic()), \

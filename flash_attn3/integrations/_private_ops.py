@@ -7,6 +7,7 @@ import functools
 import importlib
 import importlib.util
 import itertools
+import os
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from flash_attn3 import (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache,
-                         get_scheduler_metadata)
+                         get_scheduler_metadata, invariant)
 from flash_attn3.integrations import _base
 
 # The arguments of `fwd` and our names for them.
@@ -36,22 +37,27 @@ _READ = {'q', 'k', 'v', 'cu_seqlens_k', 'seqused_q', 'max_seqlen_k', 'window_siz
 # The only values supported for these arguments.
 _REFUSED = {'o_scale': (None,), 'cp_world_size': (0, 1), 'cp_rank': (0,),
             'cp_tot_seqused_k': (None,), 'sparse_mask_fine': (None,), 'only_qv': (False,)}
+_TRUE = '1', 'true', 'yes', 'y'    # of an environment variable
 
 
 class PrivateOps:
     """A client whose op `fwd`, and `get_scheduler_metadata` if there is one, are replaced."""
 
-    def __init__(self, client: str, namespace: str, module: str, distribution: str):
+    def __init__(self, client: str, namespace: str, module: str, distribution: str,
+                 variable: str = ''):
         """
         Args:
             module: the client's module whose import loads the ops.
+            variable: of the environment, in which the client's workers find that results must not
+                depend on the batch.
         """
         self._client, self._namespace, self._module = client, namespace, module
-        self._distribution = distribution
+        self._distribution, self._variable = distribution, variable
         self._switch = _base.Switch(client)
 
     def enable(self) -> None:
-        """Replaces the client's kernels in this process; its workers need it too.
+        """Replaces the client's kernels in this process; its workers need it too. Until disable(),
+        also `flash_attn3.invariant()`, if the client was told to be deterministic.
 
         Raises:
             RuntimeError: what `problem()` says.
@@ -106,6 +112,8 @@ class PrivateOps:
     def _replace(self, undo: ExitStack) -> None:
         library = torch.library.Library(self._namespace, 'IMPL')
         undo.callback(library._destroy)
+        if os.environ.get(self._variable, '').lower() in _TRUE:
+            undo.enter_context(invariant())
         ops = {name: function for name, function in (
             ('fwd', forward), ('get_scheduler_metadata', metadata)) if self._op(name)}
         for name, key in itertools.product(ops, ('CUDA', 'CPU')):

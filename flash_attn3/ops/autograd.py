@@ -154,7 +154,7 @@ def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _,
     dq, dk, dv, dsinks = first_derivatives(compute, dout, dlse, q, k, v, out, lse, *of_backward)
     none = dict.fromkeys(dense_and_varlen.General._fields)
     of_others = none | {'sinks': None if arguments.sinks is None else dsinks}
-    return dq, dk, dv, *of_others.values(), None, None, None, None
+    return dq, dk, dv, *of_others.values(), *[None] * len(dense_and_varlen.Execution._fields)
 
 
 class GeneralAttention(torch.autograd.Function):

@@ -80,6 +80,13 @@ def rounds_backward(op: str, fp8_backward: str) -> bool:
     return fp8_backward == 'rounded'
 
 
+def rotation_seed(op: str, rotate: bool, seed: int) -> int | None:
+    """The seed of the ops, for which None is no rotation."""
+    if rotate and seed is None:
+        raise RuntimeError(checks.error(op, 'seed to be from 0 to 2**32 - 1', 'None'))
+    return seed if rotate else None
+
+
 def is_number(scale: object) -> bool:
     return (isinstance(scale, (int, float, torch.SymInt, torch.SymFloat))
             and not isinstance(scale, bool))
@@ -294,6 +301,8 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
     if q.dtype not in WIDE_DTYPES:
         raise RuntimeError(checks.error('fwd', 'q.dtype to be float16 or bfloat16',
                                         checks.dtype_name(q.dtype)))
+    if q.dim() > 1 and q.size(-2) == 0:
+        raise RuntimeError(checks.error('fwd', 'at least one head of q to quantise', '0'))
     if not (q.is_meta or type(q) is FakeTensor):    # meta and fake tensors have fakes
         checks.check_forward(dict(q=q, k=k, v=v), own, execution)
         if q.is_cuda:

@@ -97,7 +97,7 @@ def result_dtype(q: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -
 
 def out_problem(q: Tensor, v: Tensor, out: Tensor | None, dtype: torch.dtype) -> tuple | None:
     """What is wrong with a given result."""
-    shape = (*q.shape[:-1], v.size(-1))
+    shape = (*q.shape[:-1], *v.shape[-1:])
     if out is None or (out.shape == shape and out.dtype == dtype and out.device == q.device):
         return None
     return (f'out to be {tuple(shape)}, {checks.dtype_name(dtype)} on {q.device}',

@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from flash_attn3.arguments import names
 from flash_attn3.cpu.reference_fp8 import Scales
-from flash_attn3.ops import checks, dense_and_varlen, derivatives, fp8, library
+from flash_attn3.ops import checks, dense_and_varlen, derivatives, fp8, invariance, library
 from flash_attn3.ops.autograd import SplitAttention
 from flash_attn3.ops.attend_cache import Attend
 from flash_attn3.ops.fp8 import Fp8
@@ -60,13 +60,33 @@ def problem_text(op: str, num_splits: int, call: Call | None = None) -> str:
     if not is_number or not 0 <= num_splits <= MOST_SPLITS:
         return checks.error(op, f'num_splits to be from 0 (by plan) to {MOST_SPLITS}',
                             repr(num_splits))
-    if call is None or num_splits < 2:
+    if call is None:
+        return ''
+    if call.execution.split_size != 0:
+        return _problem_of_size(op, num_splits, call)
+    if num_splits < 2:
         return ''
     asked = {'return_max_logits': call.execution.return_max_logits,
              "fp8_accum='promote'": call.of_fp8 is not None and call.of_fp8.promote}
     for name, is_asked in asked.items():
         if is_asked:
             return checks.error(op, f'num_splits of 0 or 1 with {name}', str(num_splits))
+    return ''
+
+
+def _problem_of_size(op: str, num_splits: int, call: Call) -> str:
+    q, *_ = call.tensors
+    size = call.execution.split_size
+    if not isinstance(size, (int, torch.SymInt)) or size < 0:
+        return checks.error(op, 'split_size to be 0 (none) or more', repr(size))
+    asked = {f'num_splits={num_splits}': num_splits > 1,
+             'return_max_logits': call.execution.return_max_logits,
+             'float8_e4m3fn': call.of_fp8 is not None,
+             'a GPU without our kernels': q.is_cuda and not library.kernels_serve(q.device)}
+    for name, is_asked in asked.items():
+        if is_asked:
+            return checks.error(op, f'split_size of 0 with {name}', str(size),
+                                invariance.HINT if invariance.OPEN else '')
     return ''
 
 
@@ -79,7 +99,8 @@ def splits_of(num_splits: int, call: Call) -> int:
     if text := problem_text(call.op, num_splits, call):
         raise RuntimeError(text)
     q, *_ = call.tensors
-    if num_splits == 1 or (q.is_cuda and not library.kernels_serve(q.device)):
+    is_served = not q.is_cuda or library.kernels_serve(q.device)
+    if num_splits == 1 or call.execution.split_size != 0 or not is_served:
         return 1
     return planned(num_splits, call)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import _plan, arguments
-from flash_attn3.ops import checks, fp8, library, splits
+from flash_attn3.ops import checks, fp8, invariance, library, splits
 from flash_attn3.tools import planning_cache
 from flash_attn3.ops.fp8 import Fp8
 from flash_attn3.ops.dense_and_varlen import Execution, general_of
@@ -63,8 +63,9 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     others |= dict(softmax_scale=softmax_scale, causal=causal)
     if planning_cache.is_cache_call(others):
         return _can_use_cache(dict(q=q, k=k, v=v, out=out), others)
-    num_splits = others.pop('num_splits', 1)
     features = {name: others.pop(name) for name in _FEATURES if name in others}
+    num_splits, features['split_size'] = invariance.in_parts(
+        others.pop('num_splits', 1), features.get('split_size', 0))
     op = ('flash_attn_func' if features.get('cu_seqlens_q') is None else
           'flash_attn_varlen_func')
     needs_grad = checks.needs_grad(q, k, v, out, features.get('s_aux'))
@@ -176,6 +177,7 @@ def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
 
     The arguments are those of `explain`.
     """
+    features['split_size'] = invariance.split_size_of(features.get('split_size', 0))
     execution = Execution(**_named(features, *_EXECUTION))
     return _ask(_plan.plan_forward, (q, k, v), dtype, features, execution,
                 dict(promote=fp8.promotes('explain', fp8_accum)), _gpu(q, sm_count, l2_bytes))
@@ -254,7 +256,8 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
         print(f'no kernel: {forward["reason"]}')
         return
     head_dims = _shape(q)[-1], _shape(k if v is None else v)[-1]
-    print(_text_of({'variant': _name(forward), **_forward_rows(forward, head_dims)}), end='\n\n')
+    print(_text_of({'variant': _name(forward), **_forward_rows(forward, head_dims),
+                    **_parts_row(features)}), end='\n\n')
     backward = plan_backward(q, k, v, **common)
     if 'reason' in backward:
         print(f'no gradients: {backward["reason"]}')
@@ -286,6 +289,12 @@ def _name(facts: dict) -> str:
 def _forward_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
     return {**_kernel_rows(facts, head_dims),
             **(_packed_work_rows(facts) if facts['is_packed'] else _work_rows(facts))}
+
+
+def _parts_row(features: Mapping) -> dict[str, str]:
+    size = invariance.split_size_of(features.get('split_size', 0))
+    ignored = planning_cache.ignored_text()
+    return {'splits': f'parts of {size} keys, from the first to the last{ignored}'} if size else {}
 
 
 def _kernel_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:

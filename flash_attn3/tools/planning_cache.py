@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn3 import _plan, arguments
 from flash_attn3.api import interface, kvcache
-from flash_attn3.ops import checks, prefix_rules
+from flash_attn3.ops import checks, invariance, prefix_rules
 from flash_attn3.ops.attend_cache import Attend, Rotary, append_of
 
 _OP = 'flash_attn_with_kvcache'
@@ -39,7 +39,10 @@ def _bound(given: Mapping) -> dict:
         raise TypeError(f'unexpected argument {min(unknown)!r}')
     bound = _SIGNATURE.bind(**given)
     bound.apply_defaults()
-    return bound.arguments
+    call = bound.arguments
+    call['num_splits'], call['split_size'] = invariance.in_parts(call['num_splits'],
+                                                                 call['split_size'])
+    return call
 
 
 def list_sizes(batch: int) -> dict[str, tuple[int]]:
@@ -67,6 +70,10 @@ def _plan_of(call: Mapping, own: Attend, gpu: Mapping[str, int]) -> dict:
     """How the op would run; only the key 'reason' if no kernel fits."""
     tensors = {'q': call['q'], 'k': call['k_cache'], 'v': call['v_cache'], 'out': call['out']}
     return checks.problem_text(tensors, own, gpu, rules_of='cuda', check=_plan.plan_cache)
+
+
+def ignored_text() -> str:
+    return '; num_splits is ignored under flash_attn3.invariant()' if invariance.OPEN else ''
 
 
 # ------------------------------------------------------------------------------------ real tensors
@@ -139,7 +146,7 @@ def rows(facts: Mapping) -> dict[str, str]:
     parts = {'even': 'even: the K tiles of all sequences and KV heads, in equal shares for the '
                      'CTAs, by the lengths on the GPU',
              'parts': f'at most {facts["split_count"]} part(s) of equal numbers of K tiles',
-             'size': f'parts of {facts["split_count"] * facts["tile_n"]} keys'}
+             'size': f'parts of {facts["split_count"] * facts["tile_n"]} keys{ignored_text()}'}
     keys = (f'{facts["capacity"]} slots a sequence' if not facts['is_paged'] else
             f'pages of {facts["page_size"]}, {facts["capacity"] // facts["page_size"]} a sequence')
     return {

@@ -71,6 +71,8 @@ BAD = {
     # Shapes and dtypes.
     'another batch': (dict(k_cache=CACHE[:1], v_cache=CACHE[:1].clone()),
                       'k_cache.size(0), the batch, to be that of q, 2'),
+    'cache of rank 0 with scales of pages': (PAGES | dict(k_cache=torch.zeros(())),
+                                             'k_cache to have 4 dimensions'),
     'cache of rank 3': (dict(k_cache=CACHE[0]), 'k_cache to have 4 dimensions'),
     'slots of v': (dict(v_cache=CACHE[:, 1:]), 'v_cache.size(1), the slots, to be that of k_cache'),
     'heads': (dict(q=torch.randn(BATCH, 1, 3, DIM)), 'the heads of q to be a multiple'),
@@ -150,6 +152,17 @@ BAD = {
     'no cos': (dict(rotary_sin=COS), 'rotary_cos and rotary_sin together'),
     'short tables': (dict(rotary_cos=COS[:8], rotary_sin=COS[:8]),
                      'rotary_cos to have a row for each position from 7 to 8 of sequence 1'),
+    'tables of no position': (dict(rotary_cos=COS[:0], rotary_sin=COS[:0]),
+                              'rotary_cos.size(0), the positions, to be at least 1, got 0'),
+    'tables of no position for q alone': (
+        dict(k=None, v=None, rotary_cos=COS[:0], rotary_sin=COS[:0]),
+        'rotary_cos.size(0), the positions, to be at least 1, got 0'),
+    'tables of no column': (dict(rotary_cos=COS[:, :0], rotary_sin=COS[:, :0]),
+                            'rotary_cos.size(1), from 2 to the head_dim, 16, got 0'),
+    'tables of nothing for a batch of none': (
+        {name: x[:0] for name, x in dict(q=Q, k_cache=CACHE, v_cache=CACHE.clone(), k=K, v=K,
+                                         cache_seqlens=ints([3, 7])).items()}
+        | dict(rotary_cos=COS[:0], rotary_sin=COS[:0]), 'the positions, to be at least 1'),
     'short tables for q alone': (dict(k=None, v=None, rotary_cos=COS[:7], rotary_sin=COS[:7]),
                                  'rotary_cos to have a row for each position from 7 to 7'),
     'short tables for a full cache': (dict(k=None, v=None, cache_seqlens=None, rotary_cos=COS,

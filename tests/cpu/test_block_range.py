@@ -98,6 +98,11 @@ def test_what_a_warpgroup_skips(mask, seqlen_q, seqlen_k, pack, warpgroups, tile
         assert _host.skipped_tiles(tile, share, most) == tuple(min(most, n) for n in skipped)
 
 
+def test_visits_go_from_the_last_k_tile_to_the_first():
+    assert _host.visits((2, 3, 4, 6), (0, 0)) == ([5, 4, 3, 2], [5, 4, 3, 2])
+    assert _host.visits((2, 3, 4, 6), (1, 2)) == ([4], [5, 4, 3, 2])
+
+
 def test_warpgroups_of_a_window_leave_out_as_much_as_each_other():
     """192 queries, 1024 keys before each: of 13 K tiles of 96 keys a warpgroup sees 12."""
     window = _host.IntervalMask(1024, 0, 0)

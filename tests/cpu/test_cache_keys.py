@@ -172,12 +172,14 @@ class Line:
         fewest, most, *_ = self.shared
         return most == 0 or fewest <= queries <= most
 
-    def units(self, tile, k_tiles):
+    def units(self, tile, keys):
+        """keys: its K tiles [begin, end)."""
         b, m, _ = tile
         queries = self.lengths.expected(b)[1] - m * self.positions
         is_heavy = 2 * queries > self.positions
         return self.tile_units + _host.units(
-            self.split, k_tiles, self.weight_log2 if is_heavy else 0)
+            self.split, keys[1] - keys[0], self.weight_log2 if is_heavy else 0,
+            _host.phase_of(self.split, keys[0]))
 
     def parts(self, starts_late=True, most=0):
         """(units of a line, units of a stretch, parts of each CTA)."""
@@ -245,7 +247,7 @@ def test_each_k_tile_is_in_one_part(line):
         else:
             assert keys == wanted[b, m]
         assert_is_split(parts, keys[1] - keys[0])
-    assert line.lines * total == sum(line.units(tile, parts[0][5] - parts[0][4])
+    assert line.lines * total == sum(line.units(tile, parts[0][4:6])
                                      for tile, parts in found.items())
 
 
@@ -369,7 +371,9 @@ def test_other_stretches_are_whole_parts(line):
     for parts in ctas:
         for _, (first, last), (begin, end, *_), _ in parts:
             size = _host.part_tiles(line.split, last - first)
-            assert begin % size == 0 and end == min(last - first, begin + size)
+            at = begin + _host.phase_of(line.split, first)
+            assert begin == 0 or at % size == 0
+            assert end == min(last - first, begin + size - at % size)
 
 
 @given(lines(), st.integers(1, 40))

@@ -152,10 +152,26 @@ def test_bad_output(out, expected, got, hint):
 @pytest.mark.parametrize('name', ['q', 'k', 'v'])
 def test_output_in_the_memory_of_an_input(name):
     sizes = {'q': Q_SIZES, 'k': K_SIZES, 'v': K_SIZES}
-    call = {other: tensor(*sizes[other], address=8192 * i) for i, other in enumerate('qkv')}
-    call[name] = tensor(*sizes[name], address=4096)
+    call = {other: tensor(*sizes[other], address=i << 20) for i, other in enumerate('qkv')}
+    call[name] = tensor(*sizes[name], address=1 << 24)
     expected = error_text('fwd_out', 'out with memory of its own', f'the memory of {name}', '')
-    assert check(**call, out=tensor(*Q_SIZES, address=4096)) == expected
+    assert check(**call, out=tensor(*Q_SIZES, address=1 << 24)) == expected
+
+
+def test_output_over_the_end_of_an_input():
+    """Known of tensors without gaps, in any order of their dimensions; elements of others may lie
+    between one another, such as heads of q and of out in one tensor.
+    """
+    end = (1 << 20) + 2 * math.prod(Q_SIZES)
+    swapped = (8 * 128 * 64, 64, 128 * 64, 1)
+    q, expected = tensor(*Q_SIZES, address=1 << 20), error_text(
+        'fwd_out', 'out with memory of its own', 'the memory of q', '')
+    for strides in (None, swapped):
+        assert check(q, out=tensor(*Q_SIZES, address=end - 64, strides=strides)) == expected
+        assert check(q, out=tensor(*Q_SIZES, address=end, strides=strides)) == ''
+    apart = (2 * 8 * 128 * 64, 2 * 8 * 64, 64, 1)
+    assert check(tensor(*Q_SIZES, address=1 << 20, strides=apart),
+                 out=tensor(*Q_SIZES, address=(1 << 20) + 2 * 8 * 64, strides=apart)) == ''
 
 
 @pytest.mark.parametrize('bad', [

@@ -36,18 +36,37 @@ SPILLED_BYTES: dict[str, int] = {
     # output warpgroups too. ptxas serialises the products of O with fewer than 160.
     'FwdBf16D64x512Latent': 128, 'FwdFp16D64x512Latent': 128,
     'FwdBf16D64x512LatentKv8': 128, 'FwdFp16D64x512LatentKv8': 128,
-    # Once a tile, addresses of O.
-    'FwdBf16D192x128CacheLong': 16, 'FwdFp16D192x128CacheLong': 16,
+    # Once a tile, addresses of O; D128 loads two words a K tile.
+    'FwdBf16D256Cache': 8, 'FwdFp16D256Cache': 8,
+    'FwdBf16D256CacheSoftcap': 8, 'FwdFp16D256CacheSoftcap': 8,
+    'FwdBf16D128CacheLong': 20, 'FwdFp16D128CacheLong': 20,
+    # Where a part or a tile ends; general kernels between masked K tiles too.
+    'FwdBf16D64GeneralFolded': 32, 'FwdFp16D64GeneralFolded': 32,
+    'FwdBf16D64SoftcapFolded': 48, 'FwdFp16D64SoftcapFolded': 48,
+    'FwdBf16D192x128CausalFolded': 24, 'FwdFp16D192x128CausalFolded': 24,
+    'FwdBf16D192x128GeneralFolded': 16, 'FwdFp16D192x128GeneralFolded': 16,
+    'FwdBf16D192x128SoftcapFolded': 16, 'FwdFp16D192x128SoftcapFolded': 16,
+    'FwdBf16D256FullFolded': 72, 'FwdFp16D256FullFolded': 72,
+    'FwdBf16D256CausalFolded': 84, 'FwdFp16D256CausalFolded': 84,
+    'FwdBf16D256GeneralFolded': 172, 'FwdFp16D256GeneralFolded': 172,
+    'FwdBf16D256SoftcapFolded': 172, 'FwdFp16D256SoftcapFolded': 172,
     # Once a tile; tiles of 64 rows of (192, 128) load two words a K tile. 64 x 4k: 312 us, 330 by
     # the tile of one warpgroup; e4m3 149, before 16 rows had a loop of their own and without spills
     # 146; with 8 registers more for consumers 155 (H200, 2026-11-27).
     'FwdBf16D192x128CacheDecode': 16, 'FwdFp16D192x128CacheDecode': 16,
     'FwdFp16D96CacheDecodeKv8': 8, 'FwdFp16D128CacheDecodeKv8': 116}
-MOST_SPILLED_BYTES = 128
+MOST_SPILLED_BYTES = 172
 # What lies between the first and the last product: loaded for each K tile, or with e4m3 latents
-# stored and loaded where a tile ends.
-LOADED_IN_LOOPS = {'FwdBf16D192x128CacheDecode': 2, 'FwdFp16D192x128CacheDecode': 2,
-                   'FwdBf16D64x512LatentKv8': 4, 'FwdFp16D64x512LatentKv8': 4}
+# and parts of the keys stored and loaded where a tile or a part ends.
+LOADED_IN_LOOPS = {
+    'FwdBf16D192x128CacheDecode': 2, 'FwdFp16D192x128CacheDecode': 2,
+    'FwdBf16D64x512LatentKv8': 4, 'FwdFp16D64x512LatentKv8': 4,
+    'FwdBf16D128CacheLong': 2, 'FwdFp16D128CacheLong': 2,
+    'FwdBf16D64GeneralFolded': 8, 'FwdFp16D64GeneralFolded': 8,
+    'FwdBf16D64SoftcapFolded': 13, 'FwdFp16D64SoftcapFolded': 13,
+    'FwdBf16D256GeneralFolded': 10, 'FwdFp16D256GeneralFolded': 10,
+    'FwdBf16D256SoftcapFolded': 10, 'FwdFp16D256SoftcapFolded': 10,
+}
 
 # 64 x N x 16: the scores have the keys of a tile as columns, the output has V's head dim. With
 # e4m3 64 x N x 32.

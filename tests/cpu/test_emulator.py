@@ -102,6 +102,13 @@ RIGHT = {
     'bfloat_square': f'ld.global.u32 %r3, [%rd4]; mul.rn.bf16x2 %r2, %r3, %r3; {STORE_R2}',
     'half_square': f'ld.global.u32 %r3, [%rd4]; fma.rn.f16x2 %r2, %r3, %r3, %r3; {STORE_R2}',
     'half_limit': f'ld.global.u32 %r3, [%rd4]; min.NaN.f16x2 %r2, %r3, 0x44003c00; {STORE_R2}',
+    'largest': f'''mov.u32 %r10, dynamic; st.shared.u32 [%r10], -100; bar.sync 0;
+        ld.global.u32 %r3, [%rd4]; atom.shared.max.s32 %r4, [%r10], %r3; bar.sync 0;
+        ld.shared.u32 %r2, [%r10]; {STORE_R2}''',
+    'all_agree': '''ld.global.u32 %r3, [%rd4]; setp.ne.s32 %p1, %r3, 0;
+        bar.red.and.pred %p2, 0, %p1; bar.red.and.pred %p3, 0, %p1; selp.u32 %r2, 2, 3, %p2;
+        selp.u32 %r2, %r2, 5, %p3; st.global.u32 [%rd5], %r2;''',
+    'wide_sum': 'atom.global.add.u64 %rd6, [%rd2], %rd3;',
     'lane_before': f'shfl.sync.up.b32 %r2|%p1, %r1, 1, 0, -1; {STORE_R2}',
     'lane_across': f'shfl.sync.bfly.b32 %r2|%p1, %r1, 5, 31, -1; {STORE_R2}',
     'negative_quotient': f'''ld.global.u32 %r3, [%rd4]; div.s32 %r4, %r3, -7; rem.s32 %r5, %r3, -7;
@@ -253,6 +260,23 @@ def test_shuffles(emulator):
 def test_negative_quotients(emulator):
     x = torch.randint(-(1 << 31), 1 << 31, (1024,), dtype=torch.int32)
     assert torch.equal(in_pieces(emulator, 'negative_quotient', x), x - (x < 0) * -1)
+
+
+def test_atomics(emulator):
+    x = torch.randint(-50, 50, (64,), dtype=torch.int32)
+    error, out = run(emulator, 'largest', x)
+    assert not error and (out == x.max()).all()
+    error, out = run(emulator, 'wide_sum', x)    # of 4 * thread; before, all bits are ones
+    assert not error and out.view(torch.int64)[0] == 4 * sum(range(64)) - 1
+
+
+def test_a_vote_of_all_threads(emulator):
+    x = torch.ones(64, dtype=torch.int32)
+    error, out = run(emulator, 'all_agree', x)
+    assert not error and (out == 2).all()
+    x[37] = 0
+    error, out = run(emulator, 'all_agree', x)
+    assert not error and (out == 5).all()
 
 
 def test_what_is_not_known(tmp_path: Path):

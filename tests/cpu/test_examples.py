@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from examples import generate, train_gpt
+from examples import generate, on_policy, train_gpt
 from flash_attn3 import flash_attn_fp8_func
 from flash_attn3.cpu.reference import Inputs, Mask, Score
 
@@ -125,3 +125,15 @@ def test_generate(capsys):
                    '--page-size', '5'])
     text = capsys.readouterr().out
     assert '6 of 6 texts are the same' in text and 'without a cache' in text
+
+
+def test_on_policy(capsys):
+    """Sampler and trainer differ by roundings; the CPU path promises no bits."""
+    options = [*TINY, '--steps', '3', '--requests', '6', '--running', '4', '--every', '1',
+               '--page-size', '5', '--rounds', '2']
+    on_policy.main(options)
+    lines = capsys.readouterr().out.splitlines()
+    for name in ('as it is', 'invariant'):
+        row, = [line for line in lines if line.startswith(f'│ {name}')]
+        attention, log_probability, *_ = (float(x) for x in row.split('│')[2:4])
+        assert attention < 1e-5 and log_probability < 1e-4

@@ -460,6 +460,13 @@ def test_what_is_quantised_is_of_16_bits(dtype):
         flash_attn_fp8_func(*inputs)
 
 
+def test_no_heads_to_quantise():
+    q, k = torch.zeros(2, 3, 0, 16).bfloat16(), torch.zeros(2, 3, 2, 16).bfloat16()
+    for device in ('cpu', 'meta'):
+        with pytest.raises(RuntimeError, match='^flash_attn3.fwd: expected at least one head of q'):
+            flash_attn_fp8_func(q.to(device), k.to(device), k.to(device))
+
+
 def test_can_use():
     """By the rules of the kernels: what the CPU path alone has, and scales; of other tensors, each
     argument of FP8.

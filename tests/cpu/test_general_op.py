@@ -38,7 +38,7 @@ KINDS = pytest.mark.parametrize('kind', ['dense', 'packed'])
 
 # ---------------------------------------------------------------------------------------- opcheck
 @KINDS
-@pytest.mark.parametrize('execution', [Execution(), Execution(True, 0, True, True)], ids=str)
+@pytest.mark.parametrize('execution', [Execution(), Execution(True, 0, True, 0, True)], ids=str)
 @pytest.mark.parametrize('requires_grad', [False, True])
 def test_opcheck_fwd_general(requires_grad, execution, kind):
     tensors, general = inputs(kind, requires_grad=requires_grad)

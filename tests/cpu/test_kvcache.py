@@ -143,6 +143,18 @@ def test_nothing_to_attend_to():
     check(small((0, 3, 0), leftpad=(0, 3, 0), sinks='fp32'))
 
 
+@pytest.mark.parametrize('shape, table', [((2, 0), None), ((0, 16), 0), ((0, 16), 3), ((3, 16), 0)],
+                         ids=str)
+def test_a_cache_without_slots(shape, table):
+    """The LSE is the sink, or -inf."""
+    q, cache, sinks = torch.randn(2, 3, 4, 8), torch.randn(*shape, 2, 8), torch.randn(4)
+    given = {} if table is None else {'page_table': torch.zeros(2, table, dtype=torch.int32)}
+    for s_aux, wanted in ((sinks, sinks[:, None]), (None, torch.tensor(-torch.inf))):
+        out, lse, *_ = flash_attn_with_kvcache(q, cache, cache, **given, s_aux=s_aux,
+                                               cache_seqlens=ints([0, 0]), return_softmax_lse=True)
+        assert (out == 0).all() and torch.equal(lse, wanted.expand(2, 4, 3))
+
+
 def test_batch_of_none():
     q, cache = torch.randn(0, 1, 2, 8), torch.randn(0, 4, 2, 8)
     assert flash_attn_with_kvcache(q, cache, cache, cache_seqlens=ints([])).shape == q.shape

@@ -10,6 +10,7 @@ from tests.cpu.drawn import examples
 from tests.cpu.drawn_masks import Drawn, masks
 from tests.cpu.test_plan import MASKS, call_of_sizes, ceil_div, plan
 from tests.host import _host
+from tests.support.cases import is_folded
 
 FACTS = {row['name']: row for row in _plan.variants()}
 DIMS = range(8, 257, 8)
@@ -26,6 +27,7 @@ def cheapest(dtype, mask, head_dim, head_dim_v):
 
     serving = [row for row in FACTS.values()
                if row['dtype'] == dtype and row['mask'] in (mask, GENERAL_FOR.get(mask))
+               and not is_folded(row)
                and row['head_dim'] >= head_dim and row['head_dim_v'] >= head_dim_v]
     least = min(map(cost, serving))
     return [row['name'] for row in serving if cost(row) == least]

@@ -14,7 +14,7 @@ from flash_attn3.tools import planning
 from tests import sanitize
 from tests.support import bad_inputs
 from tests.support.cases import (DTYPES, GRADIENT_KINDS, KINDS, PLAIN_BACKWARD, SHAPES, SMOKE, Case,
-                                 Kind)
+                                 Kind, is_folded)
 
 SHAPE = (2, 4096, 16, 128)
 FP8 = 'float8_e4m3fn'
@@ -444,10 +444,21 @@ def test_the_sanitizer_reaches_every_general_kernel():
     """And those of unequal head dims."""
     reached = set().union(*(plans_of(case) for case, _ in sanitize.general_calls()))
     names = {row['name'] for row in _plan.variants() + _plan.backward_variants()
-             if row['dtype'] != FP8 and (row['mask'] in ('general', 'softcap')
-                                         or row['head_dim'] != row['head_dim_v']
-                                         and not is_on_cache(row))}
+             if row['dtype'] != FP8 and not is_folded(row)
+             and (row['mask'] in ('general', 'softcap')
+                  or row['head_dim'] != row['head_dim_v'] and not is_on_cache(row))}
     assert names <= reached
+
+
+def test_split_size_reaches_every_kernel_that_folds():
+    """By a mask and head dims. tests/bits draws all of these."""
+    masks = {'full': {}, 'causal': dict(causal=True), 'general': dict(window_size=(9, 9)),
+             'softcap': dict(softcap=9.0)}
+    reached = {planning.plan((1, 99, 2, dims[0]), (1, 99, 2, dims[0]), (1, 99, 2, dims[1]),
+                             dtype=DTYPES[dtype], split_size=64, **masks[mask])['name']
+               for dtype in ('bf16', 'fp16') for mask in masks
+               for dims in ((64, 64), (128, 128), (192, 128), (256, 256))}
+    assert reached == {row['name'] for row in _plan.variants() if is_folded(row)}
 
 
 def test_the_sanitizer_reaches_every_kernel_of_fp8():

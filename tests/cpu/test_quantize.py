@@ -281,6 +281,19 @@ def test_cast_rounds_to_nearest_even():
     assert bits(got) == (code + 128 * x.signbit()).tolist()
 
 
+def test_blocks_longer_than_the_tensor():
+    """They take no memory for rows that are not there."""
+    x = torch.randn(2, 5, 3, 16)
+    for values, wanted in zip(quantize_fp8(x, block=1 << 40), quantize_fp8(x, block=32)):
+        assert torch.equal(values.float(), wanted.float())
+
+
+def test_no_columns():
+    for block in ('head', 'tensor', 32):
+        values, scale = quantize_fp8(torch.zeros(2, 5, 4, 0), rotate=True, block=block)
+        assert values.shape == (2, 5, 4, 0) and scale.isfinite().all()
+
+
 @pytest.mark.parametrize('block', [32, 'head', 'tensor'])
 @pytest.mark.parametrize('is_rotated', [False, True])
 def test_zero_blocks(block, is_rotated):
@@ -341,7 +354,10 @@ ERRORS = [
     ({'x': torch.zeros(1, 5, 4, 16).to(E4M3)}, 'x.dtype to be float16, bfloat16 or float32, got '
      'float8_e4m3fn'),
     ({'block': 16}, "block to be a multiple of 32, 'head' or 'tensor', got 16"),
-    ({'block': 'row'}, "block to be a number, 'head' or 'tensor', got 'row'"),
+    ({'block': 'row'}, "block to be a number of rows, 'head' or 'tensor', got 'row'"),
+    ({'block': 0}, "block to be a number of rows, 'head' or 'tensor', got 0"),
+    ({'block': -1}, "block to be a number of rows, 'head' or 'tensor', got -1"),
+    ({'seed': None, 'rotate': True}, 'seed to be from 0 to 2**32 - 1, got None'),
     ({'group': 3}, 'group to divide the heads of x, got 3'),
     ({'group': 0}, 'group to divide the heads of x, got 0'),
     ({'seed': -1, 'rotate': True}, 'seed to be from 0 to 2**32 - 1, got -1'),

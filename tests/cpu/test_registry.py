@@ -6,6 +6,7 @@ import pytest
 from csrc.plan.variants import BACKWARD, FORWARD
 from flash_attn3 import _plan
 from tests.host import _host
+from tests.support.cases import is_folded
 
 NAMES = [variant.name for variant in FORWARD]
 MASKS = {'CacheSoftcap': 'cache, softcap'}    # where a kind has another name
@@ -34,8 +35,11 @@ def test_the_table_is_the_list():
 def test_every_dtype_mask_and_head_dim_is_there():
     """Several rows for one problem are different tiles; the first listed is the fastest."""
     speeds = defaultdict(list)
-    tiles, converting, decoding = set(), [], []
+    tiles, converting, decoding, folding = set(), [], [], set()
     for row in _plan.variants():
+        if is_folded(row):
+            folding.add((row['dtype'], row['mask'], row['head_dim'], row['head_dim_v']))
+            continue
         if row['swapped']:
             decoding.append((row['name'].endswith('Kv8'), row['dtype'], row['head_dim'],
                              row['head_dim_v']))
@@ -48,6 +52,9 @@ def test_every_dtype_mask_and_head_dim_is_there():
                    row['promotes'])
         speeds[problem].append(row['relative_speed'])
         tiles.add((*problem, row['tile_m'], row['tile_n']))
+    assert folding == {(dtype, mask, *pair) for dtype in ('bfloat16', 'float16')
+                       for mask in ('full', 'causal', 'general', 'softcap')
+                       for pair in ((64, 64), (128, 128), (192, 128), (256, 256))}
     unequal = [(64, 128), (64, 256), (96, 64), (128, 64), (192, 128)]
     dims = {'full': [(dim, dim) for dim in range(32, 257, 16)],
             'general': [(dim, dim) for dim in (64, 96, 128, 192, 256)] + unequal,
@@ -72,7 +79,8 @@ def test_every_dtype_mask_and_head_dim_is_there():
     decoded = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
     assert set(decoding) == {(False, dtype, *pair) for dtype in ('bfloat16', 'float16')
                              for pair in decoded} | {(True, 'float16', *pair) for pair in decoded}
-    assert len(tiles) + len(converting) + len(decoding) == len(NAMES) == len(set(NAMES))
+    found = [*tiles, *converting, *decoding, *folding]
+    assert len(found) == len(NAMES) == len(set(NAMES))
     assert all(row[0] == max(row) and min(row) > 0 for row in speeds.values())
 
 

@@ -36,8 +36,8 @@ using SharedTuple = std::tuple<int, int, int, int, int, float>;
 // (batch, packed heads of a line, queries of a tile, CTAs of a line, lines, weight_log2,
 // tile_units, shared)
 using LineTuple = std::tuple<int, int, int, int, int, int, int, SharedTuple>;
-// (first unit, K tiles, weight_log2)
-using TileTuple = std::tuple<int, int, int>;
+// The members of TileOfLine.
+using TileTuple = std::tuple<int, int, int, int>;
 // (kind, count)
 using SplitsTuple = std::tuple<int, int>;
 // The tile (sequence, m, head), its K tiles [begin, end), the members of KeyPart before the slots,
@@ -238,10 +238,14 @@ inline void bind_cache(pybind11::module_& m) {
   m.def("boxed_keys", &boxed_keys);
   m.def(
       "units",
-      [](SplitsTuple const& splits, int k_tiles, int weight_log2) {
-        return splits_of(splits).units(k_tiles, weight_log2);
+      [](SplitsTuple const& splits, int k_tiles, int weight_log2, int phase) {
+        return splits_of(splits).units(k_tiles, weight_log2, phase);
       },
-      pybind11::arg("splits"), pybind11::arg("k_tiles"), pybind11::arg("weight_log2") = 0);
+      pybind11::arg("splits"), pybind11::arg("k_tiles"), pybind11::arg("weight_log2") = 0,
+      pybind11::arg("phase") = 0);
+  m.def("phase_of", [](SplitsTuple const& splits, int first_k_tile) {
+    return splits_of(splits).phase_of(first_k_tile);
+  });
   m.def("part_tiles", [](SplitsTuple const& splits, int k_tiles) {
     return splits_of(splits).part_tiles(k_tiles);
   });
@@ -249,8 +253,8 @@ inline void bind_cache(pybind11::module_& m) {
                       TileTuple const& tile, std::tuple<int, int> lane, int total) {
     KeySplits splits = splits_of(tuple);
     splits.per_cta = per_cta;
-    auto const [first, k_tiles, weight_log2] = tile;
-    TileOfLine const of_line{first, k_tiles, weight_log2};
+    auto const [first, k_tiles, weight_log2, phase] = tile;
+    TileOfLine const of_line{first, k_tiles, weight_log2, phase};
     KeyPart const part = splits.part_at(
         unit, end, of_line, Lane{std::get<0>(lane), std::get<1>(lane), unit / per_cta}, total);
     return std::tuple(part.begin, part.end, part.index, part.parts, part.first_slot,

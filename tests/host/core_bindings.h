@@ -48,6 +48,22 @@ inline std::tuple<int, int> skipped_of_tuples(RangeTuple const& all, RangeTuple 
   return {skipped.first, skipped.last};
 }
 
+// The K tiles that a warpgroup visits which skips some of the range, and all K tiles of the range.
+inline std::tuple<std::vector<int>, std::vector<int>> visits_of_tuple(
+    RangeTuple const& all, std::tuple<int, int> const& skipped) {
+  auto const tiles_of = [](BlockRange const& keys) {
+    std::vector<int> tiles;
+    for (int n = keys.first(); n >= keys.last(); keys.advance(n)) {
+      tiles.push_back(keys.tile(n));
+    }
+    return tiles;
+  };
+  auto const tiles = std::make_from_tuple<SkippedTiles>(skipped);
+  auto own = std::make_from_tuple<BlockRange>(all);
+  own.narrow(tiles);
+  return {tiles_of(own), tiles_of(own.visits_with(tiles))};
+}
+
 // None: no limit; a chunk of 0: no chunks.
 inline IntervalMask make_interval_mask(std::optional<int> left, std::optional<int> right,
                                        int chunk) {
@@ -67,6 +83,7 @@ inline void bind_masks(pybind11::module_& m) {
   bind_mask<IntervalMask>(m, "IntervalMask").def(pybind11::init(&make_interval_mask));
   m.attr("no_limit") = IntervalMask::kNoLimit;
   m.def("skipped_tiles", &skipped_of_tuples);
+  m.def("visits", &visits_of_tuple);
   m.def("most_skipped_tiles", &most_skipped_tiles);
   m.def("count_visible", [](int seqlen_q, int seqlen_k, IntervalMask const& mask) {
     return count_visible({seqlen_q, seqlen_k}, mask);

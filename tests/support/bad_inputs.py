@@ -88,6 +88,10 @@ EVERYWHERE = [
              f'{FWD_OUT}out with memory for every element, got out.stride(0) of 0'),
     BadInput('out_is_q', lambda g: {'out': g['q']},
              f'{FWD_OUT}out with memory of its own, got the memory of q'),
+    BadInput('out_over_the_end_of_q', lambda g: dict(zip(('q', 'out'), (
+        rows.view(2, 16, 4, 64) for rows in torch.stack([g['q']] * 2).flatten().unfold(
+            0, g['q'].numel(), g['q'].numel() // 2)))),
+             f'{FWD_OUT}out with memory of its own, got the memory of q'),
 ]
 
 KERNEL_RULES = [

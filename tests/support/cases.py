@@ -62,10 +62,16 @@ def _kind_of(facts: dict, make: type[Kind] = Kind) -> Kind:
     return make(short[facts['dtype']], facts['head_dim'], facts['mask'] == 'causal')
 
 
-# Kernels of 16-bit calls without windows and the like, with one head dim for q, k and v.
+# Kernels of 16-bit calls without windows, split_size and the like, and with one head dim for q, k
+# and v.
 def _is_plain(facts: dict) -> bool:
     return (facts['mask'] in ('full', 'causal') and facts['head_dim'] == facts['head_dim_v']
-            and facts['dtype'] != 'float8_e4m3fn')
+            and facts['dtype'] != 'float8_e4m3fn' and not is_folded(facts))
+
+
+def is_folded(facts: dict) -> bool:
+    """Whether a kernel serves calls with split_size, and no others."""
+    return facts['name'].endswith('Folded')
 
 
 PLAIN_VARIANTS = list(filter(_is_plain, _plan.variants()))

@@ -143,6 +143,17 @@ void Thread::meet(u32 barrier, u32 threads, int site) {
   }
 }
 
+bool Thread::all_agree(u32 barrier, bool vote, int site) {
+  Meeting& meeting = cta->meetings[barrier % cta->meetings.size()];
+  meeting.against += !vote;
+  meet(barrier, 0, site);
+  bool const all = meeting.against == 0;
+  meet(barrier, 0, site);  // all have read
+  meeting.against = 0;
+  meet(barrier, 0, site);
+  return all;
+}
+
 // ----------------------------------------------------------------------------------------- cluster
 void release_if_complete(Cluster& cluster) {
   if (cluster.arrived > 0 && cluster.arrived + cluster.ended == cluster.threads) {

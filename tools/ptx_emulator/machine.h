@@ -6,6 +6,7 @@
 // with 0 there it is an address of the thread's own CTA.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <utility>
 #include <vector>
@@ -64,6 +65,7 @@ struct Meeting {
   u32 arrived = 0;
   u32 expected = 0;  // 0: all threads
   std::vector<Thread*> waiting;
+  u32 against = 0;  // votes
 };
 
 // kArrival: at an mbarrier, once the thread's own copies before it have ended.
@@ -141,9 +143,31 @@ struct Thread {
   void store_global(u64 address, std::array<T, kCount> const& values, int site) {
     memcpy(writable(address, sizeof values, site), values.data(), sizeof values);
   }
-  u32 atomic_add_shared(u64 address, u32 value, int site);
-  u32 atomic_add_global(u64 address, u32 value, int site);
-  u32 atomic_max_global(u64 address, u32 value, int site);
+  // Sum and maximum; they give the value before.
+  template <class T>
+  T atomic_add_shared(u64 address, T value, int site) {
+    T const old = read_as<T>(shared(address, sizeof old, site));
+    store_shared<T, 1>(address, {T(old + value)}, site);
+    return old;
+  }
+  template <class T>
+  T atomic_max_shared(u64 address, T value, int site) {
+    T const old = read_as<T>(shared(address, sizeof old, site));
+    store_shared<T, 1>(address, {std::max(old, value)}, site);
+    return old;
+  }
+  template <class T>
+  T atomic_add_global(u64 address, T value, int site) {
+    T const old = read_as<T>(readable(address, sizeof old, site));
+    store_global<T, 1>(address, {T(old + value)}, site);
+    return old;
+  }
+  template <class T>
+  T atomic_max_global(u64 address, T value, int site) {
+    T const old = read_as<T>(readable(address, sizeof old, site));
+    store_global<T, 1>(address, {std::max(old, value)}, site);
+    return old;
+  }
   u32 compare_and_swap(u64 address, u32 expected, u32 value, int site);  // in global memory
   void add_floats(u64 address, std::array<u32, 4> const& values, int site);
 
@@ -163,6 +187,7 @@ struct Thread {
   void store_matrices(u32 const* words, int count, bool transposed, u64 address, int site);
   void meet(u32 barrier, u32 threads, int site);
   void arrive(u32 barrier, u32 threads, int site);
+  bool all_agree(u32 barrier, bool vote, int site);
   void cluster_arrive();
   void cluster_wait();
   u32 address_of_rank(u64 address, u32 rank) const;

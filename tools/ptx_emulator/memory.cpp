@@ -86,24 +86,6 @@ u8* Thread::shared(u64 address, u32 bytes, int site) const {
   return cta_of(*this, address).at(offset_of(address), bytes);
 }
 
-u32 Thread::atomic_add_shared(u64 address, u32 value, int site) {
-  u32 const old = read_as<u32>(shared(address, sizeof value, site));
-  store_shared<u32, 1>(address, {old + value}, site);
-  return old;
-}
-
-u32 Thread::atomic_add_global(u64 address, u32 value, int site) {
-  u32 const old = read_as<u32>(readable(address, sizeof value, site));
-  store_global<u32, 1>(address, {old + value}, site);
-  return old;
-}
-
-u32 Thread::atomic_max_global(u64 address, u32 value, int site) {
-  u32 const old = read_as<u32>(readable(address, sizeof value, site));
-  store_global<u32, 1>(address, {std::max(old, value)}, site);
-  return old;
-}
-
 u32 Thread::compare_and_swap(u64 address, u32 expected, u32 value, int site) {
   u32 const old = read_as<u32>(readable(address, sizeof value, site));
   store_global<u32, 1>(address, {old == expected ? value : old}, site);

@@ -13,20 +13,24 @@ constexpr u32 kRows = 16;        // a warp has
 constexpr u32 kDepthBytes = 32;  // a row or column of an operand has
 constexpr u32 kPiece = 16;
 
-// What a descriptor says; rows of 128, 64 or 32 bytes, by the swizzle.
+// What a descriptor says; rows of 128, 64 or 32 bytes, by the swizzle, or of 16 bytes without one.
 struct Layout {
   u32 begin;
   u32 leading;  // stride between blocks of a row, is_column
   u32 stride;   // between groups of 8 rows
   u32 row_bytes;
 
-  explicit Layout(u64 descriptor)
+  Layout(u64 descriptor, bool is_column)
       : begin(u32(descriptor & 0x3fff) << 4),
         leading(u32(descriptor >> 16 & 0x3fff) << 4),
         stride(u32(descriptor >> 32 & 0x3fff) << 4),
-        row_bytes(256u >> (descriptor >> 62)) {
-    if (descriptor >> 62 == 0 || (descriptor >> 49 & 7) != 0) {
-      fail(text("an operand without a swizzle, or with a base, descriptor ", descriptor));
+        row_bytes(descriptor >> 62 == 0 ? kPiece : 256u >> (descriptor >> 62)) {
+    bool const has_swizzle = descriptor >> 62 != 0;
+    if ((!has_swizzle && !is_column) || (descriptor >> 49 & 7) != 0) {
+      fail(text("an operand by rows without a swizzle, or with a base, descriptor ", descriptor));
+    }
+    if (!has_swizzle) {
+      std::swap(leading, stride);
     }
   }
 };
@@ -39,7 +43,7 @@ u8 const* piece_at(Cta& cta, Layout const& layout, u32 address) {
 
 // Rows of an operand, or columns, each with the bytes of what is summed over.
 std::vector<u8> read_operand(Cta& cta, Operand operand, u32 first, u32 rows) {
-  Layout const layout(operand.descriptor);
+  Layout const layout(operand.descriptor, operand.is_column);
   std::vector<u8> bytes(rows * kDepthBytes);
   if (!operand.is_column) {
     for (u32 i = 0; i < 2 * rows; ++i) {

@@ -24,7 +24,8 @@ INTEGERS = {f'{kind}{bits}': f'{"i" if kind == "s" else "u"}{bits}'
 NOTHING = re.compile(
     r'griddepcontrol\.\w+|fence\.mbarrier_init\.release\.cluster|'
     r'membar\.gl|fence\.acq_rel\.gpu|cp\.async\.bulk\.prefetch\.tensor.*|'
-    r'wgmma\.fence\.sync\.aligned|prefetch\.tensormap|fence\.proxy\.async\.global|setmaxnreg\..*')
+    r'wgmma\.fence\.sync\.aligned|prefetch\.(?:tensormap|global.*)|'
+    r'fence\.proxy\.async\.global|setmaxnreg\..*')
 WIDTH_TYPES = {1: 'bool', 8: 'u8', 16: 'u16', 32: 'u32', 64: 'u64'}
 KERNELS_OF_A_FILE = 6
 
@@ -202,11 +203,12 @@ def _generic_address_of_shared(writer, match, operands, site):
     return f'{writer.value(operands[0])} = {writer.value(operands[1])} + t.kSharedWindow;'
 
 
-@_handles(r'atom(?:\.acq_rel\.gpu)?\.(shared|global)\.(add|max)\.[us]32')
+@_handles(r'atom(?:\.acq_rel\.gpu)?\.(shared|global)\.(add|max)\.([us]\d+)')
 def _atomic(writer, match, operands, site):
     result, address, value = operands
-    return (f'{writer.value(result)} = t.atomic_{match[2]}_{match[1]}({writer.address(address)}, '
-            f'{writer.value(value)}, {site});')
+    kind = INTEGERS[match[3]]
+    return (f'{writer.value(result)} = t.atomic_{match[2]}_{match[1]}<{kind}>('
+            f'{writer.address(address)}, {writer.value(value)}, {site});')
 
 
 @_handles(r'atom\.relaxed\.gpu\.global\.cas\.b32')
@@ -296,6 +298,12 @@ def _matrices(writer, match, operands, site):
 def _barrier(writer, match, operands, site):
     name, *count = writer.values(operands)
     return f't.{"meet" if match[1] == "sync" else "arrive"}({name}, {(count or ["0"])[0]}, {site});'
+
+
+@_handles(r'bar\.red\.and\.pred')
+def _all_agree(writer, match, operands, site):
+    result, name, vote = writer.values(operands)
+    return f'{result} = t.all_agree({name}, {vote}, {site});'
 
 
 @_handles(r'barrier\.cluster\.(arrive|wait)\.aligned')

@@ -45,7 +45,7 @@ struct CacheTiles {
       Traits::kKind.is_latent ? LineKind::kWholeTiles : LineKind::kSharedCall;
 
   CacheDeviceParams const& p;
-  CacheWalk<Mask, Lengths, kLine> walk;
+  CacheWalk<Mask, Lengths, kLine, Traits::kMayFold> walk;
   static constexpr int kMostKnown = 2 * 32;
   // This lane's sequences, the last one first; with more than kMostKnown they are not complete.
   CacheSequence known[2] = {};

@@ -5,6 +5,7 @@
 
 #include "device/barriers.h"
 #include "device/flags.h"
+#include "forward/folded_parts.h"
 #include "forward/results.h"
 
 namespace fa3 {
@@ -118,7 +119,11 @@ struct PartCombiner {
     int const rows = rows_of_tile(p, work.rows);
     CUTE_NO_UNROLL
     for (int i = group.thread; i < rows * kFours; i += group.threads) {
-      combine(i / kFours, i % kFours * 4, is_final);
+      if (Traits::kMayFold && p.folds) {
+        fold(i / kFours, i % kFours * 4);
+      } else {
+        combine(i / kFours, i % kFours * 4, is_final);
+      }
     }
   }
 
@@ -163,6 +168,60 @@ struct PartCombiner {
     write(r, column, most, sum, o, is_final);
   }
 
+  // As PartTotal, in another CTA: bit for bit what a kernel computes that has all parts itself.
+  CUTE_DEVICE void fold(int r, int column) const {
+    float const scale_log2 = Traits::kConverts ? 1.f : p.scale_log2;
+    float most = -INFINITY;
+    float sum = 0.f;
+    float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
+    CUTE_NO_UNROLL
+    for (int begin = 0; begin < parts.count; begin += kAtOnce) {
+      float maxima[kAtOnce];
+      float sums[kAtOnce];
+      float4 values[kAtOnce];
+      CUTE_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {
+        int64_t const row = row_of_part(min_of(begin + j, parts.count - 1), r);
+        maxima[j] = __ldcg(p.part_lses + row);
+        sums[j] = __ldcg(p.group_lses + row);
+        values[j] =
+            __ldcg(reinterpret_cast<float4 const*>(p.parts + row * Traits::kHeadDimV + column));
+      }
+      CUTE_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (begin + j == 0) {
+          most = maxima[j];
+          sum = sums[j];
+          o = values[j];
+        } else if (begin + j < parts.count) {
+          FoldFactors const factors = FoldFactors::of(most, maxima[j], scale_log2);
+          most = factors.most;
+          sum = factors.fold(sum, sums[j]);
+          o = make_float4(factors.fold(o.x, values[j].x), factors.fold(o.y, values[j].y),
+                          factors.fold(o.z, values[j].z), factors.fold(o.w, values[j].w));
+        }
+      }
+    }
+    float const scale = Traits::kConverts ? kLn2 : p.softmax_scale;
+    RowOfTile const row = row_of_tile(p, work.rows, r);
+    float const sink = p.sinks != nullptr ? p.sinks[work.rows.head + row.head] : -INFINITY;
+    float const of_sink = exp2_approx(sink * kLog2E - most * scale_log2);
+    multiply_four(o, inverse_sum(sum + of_sink));
+    if (sum == 0.f) {
+      o = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    write_row(row, column, o, with_sink(log_sum_exp(most, sum, scale), sink));
+  }
+
+  CUTE_DEVICE void write_row(RowOfTile const& row, int column, float4 o, float lse) const {
+    auto const target = ResultRow<Traits>::of(p, work, row);
+    target.write(column, o.x, o.y);
+    target.write(column + 2, o.z, o.w);
+    if (p.lse != nullptr && column == 0) {
+      p.lse[index_of_row(p, work.rows, row)] = lse;
+    }
+  }
+
   CUTE_DEVICE void write(int r, int column, float most, float sum, float4 o, bool is_final) const {
     float const lse = sum == 0.f ? -INFINITY : most + __logf(sum);
     if (!is_final) {
@@ -178,12 +237,7 @@ struct PartCombiner {
     float const sink = p.sinks != nullptr ? p.sinks[work.rows.head + row.head] : -INFINITY;
     float const of_sink = exp2_approx((sink - finite_max(most)) * kLog2E);
     multiply_four(o, inverse_sum(sum + of_sink));
-    auto const target = ResultRow<Traits>::of(p, work, row);
-    target.write(column, o.x, o.y);
-    target.write(column + 2, o.z, o.w);
-    if (p.lse != nullptr && column == 0) {
-      p.lse[index_of_row(p, work.rows, row)] = with_sink(lse, sink);
-    }
+    write_row(row, column, o, with_sink(lse, sink));
   }
 };
 
@@ -201,7 +255,7 @@ CUTE_DEVICE void combine_parts(CacheDeviceParams const& p, FwdWork<Traits> const
                                int warpgroup, PartGroup const& threads) {
   KeyPart const& part = work.location.part;
   int const first_row = warpgroup * kWarpgroupRows;
-  int const group = parts_of_group(part.parts);
+  int const group = Traits::kMayFold && p.folds ? part.parts : parts_of_group(part.parts);
   int const first = part.index / group * group;
   PartList list{first, 1, min_of(group, part.parts - first)};
   bool is_final = group == part.parts;

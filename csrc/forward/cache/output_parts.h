@@ -36,6 +36,13 @@ CUTE_DEVICE uint4 transpose_in_quad(uint4 words) {
                   : make_uint4(words.x, words.y, first, second);
 }
 
+// What the maximum of a part is multiplied by. Converted scores have scales of their own, by
+// sequence and head: their maxima are in units of base 2.
+template <class Traits, class Softmax>
+CUTE_DEVICE float scale_of_folds(Softmax const& softmax) {
+  return Traits::kConverts ? softmax.scale_log2 : 1.f;
+}
+
 template <class Traits>
 struct OutputParts {
   template <class Softmax, class FragmentO>
@@ -112,7 +119,10 @@ struct OutputParts {
       if (row_of_tile(p, work.rows, row).exists) {
         write_pairs<Traits>(output, r, thread,
                             PartRow{p.parts + (begin + row) * Traits::kHeadDimV});
-        if (thread % 4 == 0) {
+        if (thread % 4 == 0 && p.folds) {
+          p.part_lses[begin + row] = softmax.row_max[r] * scale_of_folds<Traits>(softmax);
+          p.group_lses[begin + row] = softmax.row_sum[r];
+        } else if (thread % 4 == 0) {
           p.part_lses[begin + row] = softmax.lse(r, p.softmax_scale);
         }
       }

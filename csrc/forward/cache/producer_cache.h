@@ -46,7 +46,7 @@ struct CacheProducer {
   // A K tile to be loaded, and what Keys::read_id() gave for it.
   struct Step {
     KeySource from;
-    int n;
+    int tile;
     int id;
   };
 
@@ -81,27 +81,29 @@ struct CacheProducer {
       }
       Work const work = tiles.next();
       has_tile = work.valid();
-      Step keys{KeySource::of(work), work.keys.end - 1, 0};
+      Step keys{KeySource::of(work), work.keys.tile(work.keys.first()), 0};
+      int n = work.keys.first();
       if (is_early) {
         if (has_tile) {
-          Keys::prefetch(p, keys.from, keys.n);
+          Keys::prefetch(p, keys.from, keys.tile);
         }
         wait();
       }
-      keys.id = has_tile ? id_of(keys.from, keys.n) : 0;
+      keys.id = has_tile ? id_of(keys.from, keys.tile) : 0;
       starts = is_early && !tiles.is_current();
       is_early = false;
       if (starts) {
         has_tile = true;
         continue;
       }
-      int const begin = has_tile ? work.keys.begin : keys.n;
+      int const begin = has_tile ? work.keys.last() : n;
       bool is_first = has_tile;
       do {
         Step next = keys;
-        next.n = keys.n - 1;
+        work.keys.advance(n);
+        next.tile = work.keys.tile(n);
         if (has_tile) {
-          next.id = next.n >= begin ? id_of(keys.from, next.n) : 0;
+          next.id = n >= begin ? id_of(keys.from, next.tile) : 0;
           load_k(keys);
         }
         if (has_values) {
@@ -114,7 +116,7 @@ struct CacheProducer {
         has_values = true;
         values = keys;
         keys = next;
-      } while (keys.n >= begin);
+      } while (n >= begin);
     } while (has_tile);
   }
 
@@ -158,8 +160,8 @@ struct CacheProducer {
                                       warp);
     }
     Keys::template load<true>(p, LoadedKeys::full(shared)[k_ring.stage],
-                              LoadedKeys::buffers(shared)[k_ring.stage], step.from, step.n, step.id,
-                              warp);
+                              LoadedKeys::buffers(shared)[k_ring.stage], step.from, step.tile,
+                              step.id, warp);
     k_ring.advance();
   }
 
@@ -170,7 +172,7 @@ struct CacheProducer {
                                        warp);
     }
     Keys::template load<false>(p, Values::full(shared)[v_ring.stage],
-                               Values::buffers(shared)[v_ring.stage], step.from, step.n, step.id,
+                               Values::buffers(shared)[v_ring.stage], step.from, step.tile, step.id,
                                warp);
     v_ring.advance();
   }
@@ -185,7 +187,7 @@ struct CacheProducer {
     for (int wg = 0; wg < Traits::kWarpgroups; ++wg) {
       shared.q_empty[q_ring.stage][wg].wait(q_ring.phase ^ 1);
       if (leads()) {
-        shared.work[q_ring.stage][wg].keys.end = 0;
+        shared.work[q_ring.stage][wg].invalidate();
         shared.q_full[q_ring.stage][wg].arrive();
       }
     }

@@ -77,7 +77,7 @@ struct SerialLoop {
     c.ping_pong.pass();
     c.release_k();
     c.template exponentiate<kMasked>(n, tile, scale, [] {});
-    c.softmax.pack(c.tSrS, c.tOrP);
+    c.pack(n, tile);
     c.softmax.rescale_output(c.tOrO, scale);
     c.softmax.complete_sums(c.tSrS, scale);
     Sums::add_product(c, tile);
@@ -86,7 +86,9 @@ struct SerialLoop {
   }
 
  private:
-  CUTE_DEVICE void visit_keys(Tile& tile) { fa3::visit_keys(*this, tile, tile.work.keys.first()); }
+  CUTE_DEVICE void visit_keys(Tile& tile) {
+    fa3::visit_keys(*this, tile, tile.work.keys.first(), tile.work.keys.begin);
+  }
 };
 
 }  // namespace fa3

@@ -214,8 +214,8 @@ struct ScaleReader {
   // are in use.
   CUTE_DEVICE void write_key_scales(TileScales<Traits> const& tile) {
     BlockScales const at(tile);
-    int const keys_begin = tile.work.keys_begin();
-    int n = tile.work.keys_end() - 1;
+    KeyRange<Traits> const keys = tile.work.all_keys();
+    int n = keys.first();
     int block = n / Traits::kScaleTiles;
     auto const read = [&](float const* first, ScaleView const& scales) {
       return first == nullptr ? 1.f : first[min_of(block, at.last) * scales.block_stride];
@@ -228,16 +228,16 @@ struct ScaleReader {
       return;
     }
     CUTE_NO_UNROLL
-    while (n >= keys_begin) {
+    while (n >= keys.last()) {
       float const v = at_least(next_v, kLeastScale);
       KeyScale const scale{at_least(next_k, kLeastScoreScale), log2_approx(v),
                            reciprocal_approx(v)};
-      int const begin = max_of(keys_begin, block * Traits::kScaleTiles);
+      int const begin = max_of(keys.last(), block * Traits::kScaleTiles);
       block = max_of(block - 1, 0);
       next_k = read(at.k, p.k_scale);
       next_v = read(at.v, p.v_scale);
       CUTE_NO_UNROLL
-      for (; n >= begin; --n) {
+      for (; n >= begin; keys.advance(n)) {
         shared.k_empty[k_ring.stage()].wait(k_ring.phase() ^ 1);
         shared.scales[scale_stage()] = scale;
         shared.k_full[k_ring.stage()].arrive();

@@ -26,7 +26,7 @@ struct Fp8Softmax {
   static constexpr float kInverseOffset = 1.f / (1 << kOffsetLog2);
   // For a row whose largest P so far is 2^kOffsetLog2.
   static constexpr float kLeastLazySum = 8.f * (1 << kOffsetLog2);
-  static constexpr bool kIsLazy = k.lazy_rescale_log2 > 0.f;
+  static constexpr bool kIsLazy = k.measured.lazy_rescale_log2 > 0.f;
   // Sums are added after rescale_output(). WHY: otherwise ptxas (13.0) interleaves them with the
   // exponentials, each waiting for one, and packs P after all of them (head dim 256 12 % slower;
   // H200, 2026-11-23). WHY not always: 2 to 7 % slower where GEMMs overlap the softmax of the
@@ -90,11 +90,11 @@ struct Fp8Softmax {
     }
   }
 
-  // Multiplies the factors of a softcap's scores by the scales of q and k.
-  CUTE_DEVICE void scale_scores(float (&factors)[kRows], KeyScale const& scale) const {
+  // With a softcap: multiplies by the scales of q and k.
+  CUTE_DEVICE void scale_scores(float (&scales)[kRows], KeyScale const& scale) const {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      factors[r] *= q_scale[r] * scale.k;
+      scales[r] *= q_scale[r] * scale.k;
     }
   }
 
@@ -108,7 +108,7 @@ struct Fp8Softmax {
       for (int r = 0; r < kRows && kIsLazy; ++r) {
         bool const is_small = quad_sum(earlier_sum[r]) < kLeastLazySum * scale.over_v;
         if (rescale[r] != 1.f) {
-          lazy_log2[r] = is_small ? 0.f : k.lazy_rescale_log2;
+          lazy_log2[r] = is_small ? 0.f : k.measured.lazy_rescale_log2;
         }
       }
     }

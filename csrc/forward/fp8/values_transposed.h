@@ -54,7 +54,7 @@ struct ValueTransposer {
   static_assert(Traits::kHeadDimV % 32 == 0);
   static_assert(Traits::kValueParts == 1 || Traits::kTileN == 128, "the keys of a slice");
 
-  static constexpr int kRawStages = Traits::k.raw_stages;
+  static constexpr int kRawStages = Traits::k.raw.stages;
   // Where registers are short, `target` and `raw_ring` are recomputed from the lane and from
   // `v_ring`.
   static constexpr bool kIsTight = Traits::kIsTight;
@@ -84,7 +84,7 @@ struct ValueTransposer {
         return;
       }
       // WHY read once: when the last of V has been used, `work` may be overwritten.
-      int tiles = work.keys_end() - work.keys_begin();
+      int tiles = work.all_key_count();
       CUTE_NO_UNROLL
       for (; tiles > 0; --tiles) {
         transpose_tile();
