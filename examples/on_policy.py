@@ -34,7 +34,7 @@ if __name__ == '__main__':    # a script finds the modules next to it, a test th
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from examples import generate, train_gpt
 
-ROWS = 64                    # of every GEMM
+ROWS = 64                    # rows of every GEMM
 LEARNING_RATE = 1e-4
 WANTED = torch.tensor(list(b'abcdefghijklmnopqrstuvwxyz'))    # bytes that give a reward
 
@@ -132,7 +132,7 @@ class Batch(NamedTuple):
     sampled: Tensor              # (rows,) bool: the byte after this row was sampled
     following: Tensor            # (sampled rows,) that byte
     believed: Tensor             # its log-probability, of the sampler
-    advantages: Tensor           # of its text
+    advantages: Tensor           # the advantage of the whole text
 
 
 def batch_of(samples: Sequence[Sample], rewards: Tensor, device: torch.device) -> Batch:

@@ -5,8 +5,8 @@
 
 namespace fa3 {
 
-// K tiles that a tile visits and one of its warpgroups skips, because none of its rows sees a key
-// of them: those visited first, at the end of the range, and those visited last.
+// The K tiles that one warpgroup of a tile skips, because none of its rows sees their keys. `first`
+// counts those at the end of the range, which are visited first, `last` those at its beginning.
 struct SkippedTiles {
   int first;
   int last;

@@ -35,7 +35,7 @@ struct FoldFactors {
 // two rows.
 template <class Traits>
 struct PartTotal {
-  static constexpr int kFours = Traits::kHeadDimV / 8;  // of O, in a thread
+  static constexpr int kFours = Traits::kHeadDimV / 8;  // float4s of O that a thread has
   static constexpr int kAtOnce = Traits::kWarpgroups == 3 || kFours > 16 ? 4 : 8;
 
   float4* fours;

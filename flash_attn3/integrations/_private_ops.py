@@ -37,7 +37,7 @@ _READ = {'q', 'k', 'v', 'cu_seqlens_k', 'seqused_q', 'max_seqlen_k', 'window_siz
 # The only values supported for these arguments.
 _REFUSED = {'o_scale': (None,), 'cp_world_size': (0, 1), 'cp_rank': (0,),
             'cp_tot_seqused_k': (None,), 'sparse_mask_fine': (None,), 'only_qv': (False,)}
-_TRUE = '1', 'true', 'yes', 'y'    # of an environment variable
+_TRUE = '1', 'true', 'yes', 'y'    # values that turn on an environment variable
 
 
 class PrivateOps:

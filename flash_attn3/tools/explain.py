@@ -14,7 +14,7 @@ from flash_attn3.arguments import Argument
 from flash_attn3.tools import planning
 
 _DTYPES = {'bf16': torch.bfloat16, 'fp16': torch.float16}
-_CHOICES = {'auto': None, 'yes': True, 'no': False}    # of an argument that may be None
+_CHOICES = {'auto': None, 'yes': True, 'no': False}    # an argument that may be None takes these
 # Numbers that change the scores; 0 turns each off.
 _SCORES = [argument for argument in arguments.select('score')
            if type(argument.default) in (int, float) and argument.default == 0]

@@ -60,7 +60,7 @@ def on_meta(given: Mapping, sizes: Mapping, dtype: torch.dtype | str) -> dict:
     dtypes |= {'s_aux': torch.float32}
     placed = {name: x.to('meta') if isinstance(x, Tensor) else x for name, x in given.items()}
     for name, size in sizes.items():
-        if placed.get(name) is not None and type(placed[name]) is not int:    # of a length
+        if placed.get(name) is not None and type(placed[name]) is not int:    # lengths stay
             placed[name] = torch.empty(tuple(size), dtype=dtypes.get(name, torch.int32),
                                        device='meta')
     return placed

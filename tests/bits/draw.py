@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-WAYS = 6           # of a draw, besides the whole prompt alone
-MOST_PIECES = 4    # of a way: calls
+WAYS = 6           # ways of each draw, besides the whole prompt alone
+MOST_PIECES = 4    # calls of one way, at most
 LONGEST = 4000
 HEAD_DIMS = ((64, 64), (128, 128), (64, 64), (128, 128), (96, 96), (192, 128), (256, 256), (72, 72),
              (160, 160), (40, 40))
@@ -59,7 +59,7 @@ class Draw:
     dtype: str
     feature: str
     split_size: int
-    options: dict        # of every call, but for the sinks
+    options: dict        # options of every call, without the sinks
     ways: tuple[Way, ...] = field(repr=False)
 
     @property

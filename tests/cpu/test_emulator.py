@@ -266,7 +266,7 @@ def test_atomics(emulator):
     x = torch.randint(-50, 50, (64,), dtype=torch.int32)
     error, out = run(emulator, 'largest', x)
     assert not error and (out == x.max()).all()
-    error, out = run(emulator, 'wide_sum', x)    # of 4 * thread; before, all bits are ones
+    error, out = run(emulator, 'wide_sum', x)    # sums of 4 * thread, from all ones
     assert not error and out.view(torch.int64)[0] == 4 * sum(range(64)) - 1
 
 
