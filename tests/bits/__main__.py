@@ -9,19 +9,13 @@ the same kernels has the same one. Without a GPU plain PyTorch runs short draws,
 from __future__ import annotations
 
 import argparse
-import functools
 import hashlib
-import multiprocessing
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from tests.bits.draw import LONGEST, draw_of
-from tests.bits.ways import check, digest
-
-LONGEST_ON_CPU = 100
+from tests.bits.runner import results
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -36,29 +30,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run(seed: int, device: str, number: int) -> tuple[bytes, str]:
-    """A digest of the draw, and what is wrong with it."""
-    on_gpu = device == 'cuda'
-    draw = draw_of(seed, number, LONGEST if on_gpu else LONGEST_ON_CPU)
-    try:
-        computed = check(draw, torch.device(device), has_bits=on_gpu)
-    except AssertionError as error:
-        return b'', str(error)
-    return hashlib.sha256(digest(computed)).digest(), ''
-
-
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     numbers = range(options.draws) if options.draw is None else [options.draw]
     began, failed, total = time.monotonic(), 0, hashlib.sha256()
-    one = functools.partial(run, options.seed, options.device)
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context('spawn')) as processes:
-        done = processes.map(one, numbers, chunksize=8) if options.jobs > 1 else map(one, numbers)
-        for number, (own, error) in zip(numbers, done):
-            total.update(own)
-            if error:
-                failed += 1
-                print(f'FAILED --seed {options.seed} --draw {number}: {error}', flush=True)
+    found = results(options.seed, options.device, numbers, options.jobs)
+    for number, (own, error) in zip(numbers, found):
+        total.update(own)
+        if error:
+            failed += 1
+            print(f'FAILED --seed {options.seed} --draw {number}: {error}', flush=True)
     name = torch.cuda.get_device_name() if options.device == 'cuda' else 'CPU'
     print(f'{len(numbers)} draws, {failed} failed, seed {options.seed}, {name}, '
           f'{time.monotonic() - began:.0f} s, sha256 {total.hexdigest()}')

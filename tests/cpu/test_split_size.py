@@ -14,6 +14,7 @@ from flash_attn3.ops.checks import describe_sizes
 from flash_attn3.ops.dense_and_varlen import Execution
 
 from tests.bits.draw import FEATURES, LAYOUTS, draw_of
+from tests.bits.runner import results
 from tests.bits.ways import Computed, Ways, check, noise
 from tests.cpu.test_general_op import inputs
 from tests.cpu.test_splits import OPTIONS, dense, function_of, packed
@@ -177,6 +178,10 @@ def test_draws_are_varied_and_repeatable():
         assert {way.is_packed for way in ways if way.is_cache} == {False, True}
     several = sum(draw.length > 2 * draw.split_size for draw in draws)
     assert several > 50, 'prompts with more than two parts'
+
+
+def test_worker_processes_find_the_draws():
+    assert list(results(0, 'cpu', range(2), jobs=2)) == list(results(0, 'cpu', range(2), jobs=1))
 
 
 def test_a_wrong_bit_is_found(monkeypatch):

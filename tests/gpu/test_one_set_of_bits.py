@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 
-from tests.bits.__main__ import LONGEST_ON_CPU
 from tests.bits.draw import LONGEST, draw_of
+from tests.bits.runner import LONGEST_ON_CPU
 from tests.bits.ways import check
 from tests.support import compare
 from tests.support.general_cases import GeneralCase, run
