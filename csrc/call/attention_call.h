@@ -90,16 +90,13 @@ struct AttentionCall : CallArguments {
                                : 1 / std::sqrt(double(head_dim + latent_dim));
   }
 
-  // As errors name the op, k and v.
+  // As errors name the function: the op that users know, or the function on a cache.
   char const* op() const {
-    if (on_cache) {
-      return out ? "attend_cache_out" : "attend_cache";
-    }
-    return is_backward ? (dq ? "bwd_out" : "bwd") : out ? "fwd_out" : "fwd";
+    return on_cache && !lengths.cu_seqlens_k ? "flash_attn_with_kvcache"
+           : !is_backward                    ? "fwd"
+           : dq                              ? "bwd_out"
+                                             : "bwd";
   }
-
-  char const* k_name() const { return on_cache && !lengths.cu_seqlens_k ? "k_cache" : "k"; }
-  char const* v_name() const { return on_cache && !lengths.cu_seqlens_k ? "v_cache" : "v"; }
 };
 
 }  // namespace fa3

@@ -1,151 +1,157 @@
-// The error texts of rows that a tensor does not fit.
+// The error texts of tensors and numbers.
 #include "checks/table.h"
 
-#include <vector>
+#include <span>
 
 namespace fa3 {
 namespace {
 
-std::string word_of(Dim dim) {
-  std::string const word = kLetters[dim.letter].word;
-  return dim.letter == 0 ? text(dim.plus) : dim.plus > 0 ? text(word, " + ", dim.plus) : word;
+std::string entry_word(int index) {
+  std::string_view rest = kLetters;
+  for (int i = 0; i < index; ++i) {
+    rest.remove_prefix(rest.find('|') + 1);
+  }
+  std::string_view const entry = rest.substr(0, rest.find('|'));
+  return std::string(entry.substr(entry.find(' ') + 1));
+}
+
+std::string dim_word(Solver const& solver, Dim dim) {
+  return dim.letter.index == 0 ? text(dim.plus)
+         : dim.plus > 0        ? text(solver.word(dim.letter), " + ", dim.plus)
+                               : solver.word(dim.letter);
 }
 
 // "(batch, seqlen, heads, head_dim)"
-std::string layout_of(Shape const& shape) {
+std::string layout_of(Solver const& solver, Shape const& shape) {
   std::string layout;
-  for (int i = 0; i < shape.rank; ++i) {
-    layout += text(i > 0 ? ", " : "(", word_of(shape.dims[i]));
+  for (Dim const& dim : std::span(shape.dims, shape.rank)) {
+    if (!solver.lacks(dim.letter)) {
+      layout += text(layout.empty() ? "(" : ", ", dim_word(solver, dim));
+    }
   }
   return layout + ")";
 }
 
+// "4 dimensions (batch, seqlen, heads, head_dim)"
+std::string dimensions_of(Solver const& solver, Shape const& shape) {
+  Letter const first = shape.dims[0].letter;
+  bool const is_packed = solver.lacks(first);
+  int const rank = shape.rank - is_packed;
+  return text(rank, rank > 1 ? " dimensions " : " dimension ", layout_of(solver, shape),
+              is_packed ? text(" with ", entry_word(first.index)) : "");
+}
+
+// "(2, 16, 4, 64)" if all sizes come from other tensors, else "".
+std::string bound_shape(Solver const& solver, Form const& form, Shape const& shape) {
+  int64_t sizes[5] = {};
+  int rank = 0;
+  for (auto const& [letter, plus] : std::span(shape.dims, shape.rank)) {
+    if (solver.lacks(letter)) {
+      continue;
+    }
+    if (letter.index != 0 && (solver[letter] < 0 || solver.binder(letter) == form.name)) {
+      return "";
+    }
+    sizes[rank++] = solver[letter] + plus;
+  }
+  return rank > 1 ? shape_text(sizes, rank) : "";
+}
+
+bool refuse_shape(Solver& solver, Form const& form, TensorMeta const& meta) {
+  std::string const other = bound_shape(solver, form, form.other);
+  return solver.refuse(text(form.name, " to have the shape ", bound_shape(solver, form, form.shape),
+                            other.empty() ? "" : text(", or ", other, form.note)),
+                       shape_text(meta.size, std::min(meta.rank, 5)));
+}
+
 // "float16, bfloat16 or float32"
 std::string names_of(DtypeSet dtypes) {
-  static constexpr std::pair<DtypeSet, char const*> kNames[] = {
-      {set_of(Dtype::kFloat16), "float16"},
-      {set_of(Dtype::kBFloat16), "bfloat16"},
-      {set_of(Dtype::kFloat32), "float32"},
-      {set_of(Dtype::kFloat64), "float64"},
-      {kE4M3, "float8_e4m3fn"},
-      {kInt32Set, "int32"}};
-  std::vector<char const*> names;
-  for (auto const& [dtype, name] : kNames) {
-    if (dtypes & dtype) {
-      names.push_back(name);
-    }
-  }
+  static constexpr char const* kNames[] = {"float16", "bfloat16", "float8_e4m3fn", "float32",
+                                           "float64", "other",    "int32"};
   std::string list;
-  for (size_t i = 0; i < names.size(); ++i) {
-    list += text(i == 0 ? "" : i + 1 < names.size() ? ", " : " or ", names[i]);
+  for (int i = 0; dtypes >> i != 0; ++i) {
+    if ((dtypes >> i) % 2 != 0) {
+      list += text(list.empty() ? "" : dtypes >> (i + 1) != 0 ? ", " : " or ", kNames[i]);
+    }
   }
   return list;
 }
 
-std::string dtype_error(Solver const& solver, RowText const& row, TensorMeta const& meta) {
+bool refuse_dtype(Solver& solver, Form const& form, TensorMeta const& meta) {
   auto const& [anchor_name, anchor] = solver.anchor;
-  DtypeSet const dtypes = solver.dtypes[int(row.type)];
-  bool const is_anchor = row.type == Type::kAnchor;
-  bool const is_input = row.type == Type::kKeys || row.type == Type::kValues ||
-                        row.type == Type::kOut || row.type == Type::kTables;
-  bool const is_like = is_input && dtypes == set_of(anchor.dtype);
-  bool const has_wide_inputs =
-      is_anchor && (set_of(meta.dtype) & kCpuOnly) && dtypes == k16Bits && solver.on_cuda();
-  bool const is_list = row.memory == Memory::kList && row.type == Type::kInt32;
+  DtypeSet const dtypes = solver.dtypes[form.type];
+  bool const is_like = form.type != kAnchor && form.type < kNewKeys && dtypes == set_of(anchor);
+  bool const is_wide = form.type == kAnchor && (set_of(meta) & kCpuOnly) && dtypes == k16Bits;
   return solver.refuse(
-      text(row.name, ".dtype to be ", is_like ? text("that of ", anchor_name, ", ") : "",
-           is_like ? anchor.dtype_name : names_of(dtypes)),
+      text(form.name, ".dtype to be ",
+           is_like ? text("that of ", anchor_name, ", ", anchor.dtype_name) : names_of(dtypes)),
       meta.dtype_name,
-      has_wide_inputs ? "convert q, k and v to bfloat16 or float16"
-      : is_list       ? text("call ", row.name, ".int()")
-                      : "");
+      is_wide               ? "convert q, k and v to bfloat16 or float16"
+      : form.type == kInt32 ? text("call ", form.name, ".int()")
+                            : "");
 }
 
-// Whether the sizes of a row follow from other tensors.
-bool is_derived(Solver const& solver, RowText const& row) {
-  return std::all_of(row.shape.dims, row.shape.dims + row.shape.rank, [&](Dim dim) {
-    bool const is_bound = solver.sizes[dim.letter] >= 0;
-    return dim.letter == 0 || (is_bound && solver.binders[dim.letter] != row.name);
-  });
-}
-
-std::string whole_shape_error(Solver const& solver, RowText const& row, TensorMeta const& meta) {
-  int64_t wanted[5] = {};
-  for (int i = 0; i < row.shape.rank; ++i) {
-    wanted[i] = solver.sizes[row.shape.dims[i].letter] + row.shape.dims[i].plus;
-  }
-  return solver.refuse(text(row.name, " to have the shape ", shape_text(wanted, row.shape.rank)),
-                       shape_text(meta.size, std::min(meta.rank, 5)));
-}
-
-std::string rank_error(Solver const& solver, RowText const& row, TensorMeta const& meta) {
-  int const rank = row.shape.rank;
-  if (rank > 1 && is_derived(solver, row)) {
-    return whole_shape_error(solver, row, meta);
-  }
-  return solver.refuse(text(row.name, " to have ", rank, rank > 1 ? " dimensions " : " dimension ",
-                            layout_of(row.shape), rank > 1 ? row.note : ""),
-                       text(meta.rank));
-}
-
-std::string size_error(Solver const& solver, RowText const& row, TensorMeta const& meta, int i) {
-  Dim const dim = row.shape.dims[i];
-  int64_t const wanted = solver.sizes[dim.letter];
-  std::string const size = text(row.name, ".size(", i, ")");
-  std::string const got = text(meta.size[i]);
-  if (wanted < 0) {
-    return solver.refuse(text(size, ", the ", word_of(dim), ", to be at least ", dim.plus), got);
-  }
-  char const* const binder = solver.binders[dim.letter];
-  if (row.shape.rank > 1 && is_derived(solver, row)) {
-    return whole_shape_error(solver, row, meta);
-  }
-  if (row.shape.rank == 1) {
-    bool const is_batch = std::strcmp(kLetters[dim.letter].word, "batch") == 0;
-    return solver.refuse(text(size, " to be the ", word_of(dim),
-                              is_batch ? "" : text(" of ", binder), ", ", wanted + dim.plus),
-                         got);
-  }
-  return solver.refuse(
-      text(size, ", the ", word_of(dim), ", to be that of ", binder, ", ", wanted + dim.plus), got,
-      text("tensors are ", layout_of(row.shape)));
-}
-
-std::string stride_error(Solver const& solver, RowText const& row, TensorMeta const& meta, int i) {
-  if (row.shape.rank == 1) {
-    return solver.refuse(text(row.name, " to be contiguous"), text("a stride of ", meta.stride[i]),
-                         text("call ", row.name, ".contiguous()"));
-  }
-  bool const is_head_dim = std::strcmp(kLetters[row.shape.dims[i].letter].word, "head_dim") == 0;
-  return solver.refuse(
-      text(row.name, ".stride(", i, ") to be 1", is_head_dim ? ", the head_dim contiguous" : ""),
-      text(meta.stride[i]), text("call ", row.name, ".contiguous()"));
+bool refuse_size(Solver& solver, Form const& form, TensorMeta const& meta, int i) {
+  Shape const& shape = form.shape_of(meta.rank);
+  Dim const dim = shape.dims[i + shape.rank - meta.rank];
+  int64_t const wanted = solver[dim.letter];
+  bool const is_number = dim.letter.index == 0;
+  return solver.refuse(text(form.name, ".size(", i, ")",
+                            is_number ? "" : text(", the ", dim_word(solver, dim), ","), " to be ",
+                            wanted < 0  ? "at least "
+                            : is_number ? ""
+                                        : text("that of ", solver.binder(dim.letter), ", "),
+                            std::max<int64_t>(wanted, 0) + dim.plus),
+                       text(meta.size[i]),
+                       meta.rank > 1 ? text("tensors are ", layout_of(solver, shape)) : "");
 }
 
 }  // namespace
 
-std::string Solver::explain(RowText const& row, TensorMeta const& meta, Misfit misfit) const {
-  switch (misfit.fault) {
-    case Fault::kNone:
-      return {};
+std::string Solver::word(Letter letter) const { return entry_word(size_index(letter)); }
+
+bool Solver::refuse(std::string const& expected, std::string const& got, std::string const& hint) {
+  error = error_text(op, expected, got, hint);
+  return false;
+}
+
+bool Solver::refuse(Range const& range, std::string const& name, int64_t got,
+                    std::string const& hint) {
+  auto const [least, most, step, note] = range;
+  return refuse(
+      text(name, " to be ", step > 1 ? text("a multiple of ", step, " ") : "",
+           most == kUnlimited ? text(least, " or more") : text("from ", least, " to ", most), note),
+      text(got), hint);
+}
+
+bool Solver::refuse(Form const& form, TensorMeta const& meta, Fault fault, int dim) {
+  char const* const name = form.name;
+  std::string const stride = text(name, ".stride(", dim, ")");
+  if ((fault == Fault::kRank || fault == Fault::kSize) &&
+      !bound_shape(*this, form, form.shape).empty()) {
+    return refuse_shape(*this, form, meta);
+  }
+  switch (fault) {
     case Fault::kRank:
-      return rank_error(*this, row, meta);
+      return refuse(text(name, " to have ", dimensions_of(*this, form.shape),
+                         form.other.rank > 0 ? text(" or ", dimensions_of(*this, form.other)) : ""),
+                    text(meta.rank));
     case Fault::kDevice:
-      return refuse(
-          text(row.name, " on the device of ", anchor.name, ", ", device_text(anchor.meta)),
-          device_text(meta));
+      return refuse(text(name, " on the device of ", anchor.name, ", ", device_text(anchor.meta)),
+                    device_text(meta));
     case Fault::kDtype:
-      return dtype_error(*this, row, meta);
+      return refuse_dtype(*this, form, meta);
     case Fault::kSize:
-      return size_error(*this, row, meta, misfit.dim);
+      return refuse_size(*this, form, meta, dim);
     case Fault::kStride:
-      return stride_error(*this, row, meta, misfit.dim);
+      return refuse(
+          text(stride, " to be 1", form.memory == kList ? "" : ", the head_dim contiguous"),
+          text(meta.stride[dim]), text("call ", name, ".contiguous()"));
     case Fault::kExpanded:
-      return refuse(text(row.name, " with memory for every element"),
-                    text(row.name, ".stride(", misfit.dim, ") of 0"),
+      return refuse(text(name, " with memory for every element"), text(stride, " of 0"),
                     "do not pass an expanded tensor");
   }
-  return {};
+  return false;
 }
 
 }  // namespace fa3

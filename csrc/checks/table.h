@@ -1,11 +1,11 @@
-// The tables of checks. A row says what one tensor of a call must look like: shape, dtype, memory.
-// Equal letters in shapes are equal sizes; a Solver binds each letter to the first size that it
-// meets and holds later tensors to it. Rows are constexpr and unrolled; text is made on failure.
+// The language of the checks. A Row says what one tensor of a call must look like: shape, dtype,
+// memory. Equal letters in shapes are equal sizes: a Solver binds each letter to the first size
+// that it meets and holds later tensors to it. Tables are constexpr and unrolled. A check gives
+// true, or has called Solver::refuse(), which alone makes text.
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <string_view>
 #include <type_traits>
@@ -15,88 +15,58 @@
 
 namespace fa3 {
 
-struct LetterName {
-  std::string_view letter;
-  char const* word;
-};
-
-inline constexpr LetterName kLetters[] = {
-    {"", ""},  // a number
-    {"B", "batch"},     {"S", "seqlen"},
-    {"Sq", "seqlen"},   {"Sk", "seqlen"},
-    {"T", "total"},     {"Tq", "total"},
-    {"Tk", "total"},    {"H", "heads"},
-    {"Hq", "heads"},    {"Hk", "heads"},
-    {"D", "head_dim"},  {"Dv", "head_dim"},
-    {"E", "batch"},     {"C", "slots"},
-    {"N", "pages"},     {"P", "page size"},
-    {"Np", "pages"},    {"R", "rows"},
-    {"Sn", "tokens"},   {"Tn", "total"},
-    {"L", "positions"}, {"Dr", "rotary_dim / 2"},
-    {"X", "parts"},     {"Z", "blocks"},
-};
-constexpr int kLetterCount = int(std::size(kLetters));
+// Letters and their words. One in capitals is the name of a size. A small one stands for one of
+// those, or for no dimension where the argument that is its word makes a call packed.
+inline constexpr std::string_view kLetters =
+    "|B batch|Sq seqlen|Sk seqlen|Sn tokens|Tq total|Tk total|Tn total|Hq heads|Hk heads|D head_dim"
+    "|Dv head_dim|E batch|C slots|N pages|P page size|Np pages|R rows|L positions"
+    "|Dr rotary_dim / 2|X parts|Z blocks|Zq blocks|Zk blocks|Bz batch|b cu_seqlens_q"
+    "|bk cu_seqlens_k|bn cu_seqlens_k_new|bx cu_seqlens|s |sk |sn |sx |e |c |bt |bs ";
+constexpr int kLetterCount = int(std::ranges::count(kLetters, '|')) + 1;
 
 struct Letter {
   int index = 0;
 
-  consteval Letter(std::string_view text) {
-    while (kLetters[index].letter != text) {
-      ++index;  // an unknown letter does not compile
+  consteval Letter(std::string_view letter) {
+    for (std::string_view rest = kLetters; rest.substr(0, rest.find_first_of(" |")) != letter;) {
+      rest.remove_prefix(rest.find('|') + 1);  // an unknown letter does not compile
+      ++index;
     }
   }
-  consteval Letter(char const* text) : Letter(std::string_view(text)) {}
+  consteval Letter(char const* letter) : Letter(std::string_view(letter)) {}
 };
+constexpr int kSizeCount = Letter("b").index;
 
 // The size that a letter stands for, plus a number; or a number alone.
 struct Dim {
-  int letter = 0;
+  Letter letter = "";
   int plus = 0;
 };
 
 // "B Sq Hq D", "B+1", "B Sq 4".
 struct Shape {
-  int rank = 0;  // 0: the form has no such tensor
+  int rank = 0;
   Dim dims[5] = {};
 
   constexpr Shape() = default;
   consteval Shape(char const* text) {
     for (std::string_view rest = text; !rest.empty(); ++rank) {
-      size_t const end = std::min(rest.find(' '), rest.size());
-      dims[rank] = dim_of(rest.substr(0, end));
-      rest.remove_prefix(std::min(end + 1, rest.size()));
+      std::string_view const word = rest.substr(0, rest.find(' '));
+      size_t const letters = word.find_first_of("+0123456789");
+      bool const has_number = letters != word.npos;
+      dims[rank] = {Letter(word.substr(0, letters)), has_number ? word.back() - '0' : 0};
+      rest.remove_prefix(word.size() + (word.size() < rest.size()));
     }
-  }
-
- private:
-  static consteval Dim dim_of(std::string_view text) {
-    if (text[0] >= '0' && text[0] <= '9') {
-      return Dim{0, text[0] - '0'};
-    }
-    size_t const plus = std::min(text.find('+'), text.size());
-    return Dim{Letter(text.substr(0, plus)).index, plus < text.size() ? text[plus + 1] - '0' : 0};
   }
 };
 
-// Sets of dtypes, which the Solver of a call holds. Those up to kOut follow the anchor's dtype.
-enum class Type {
-  kAnchor,
-  kLikeAnchor,
-  kKeys,
-  kValues,
-  kOut,
-  kWide,
-  kFloat32,
-  kInt32,
-  kNewKeys,
-  kNewValues,
-  kTables,
-  kReal
-};
-constexpr int kTypeCount = int(Type::kReal) + 1;
+// Sets of dtypes, which the Solver of a call holds. By default those up to kNewValues are the
+// anchor's.
+enum Type { kAnchor, kKeys, kValues, kOut, kTables, kNewKeys, kNewValues, kWide, kFloat32, kInt32 };
 
 using DtypeSet = unsigned;
 constexpr DtypeSet set_of(Dtype dtype) { return 1u << int(dtype); }
+constexpr DtypeSet set_of(TensorMeta const& meta) { return set_of(meta.dtype); }
 constexpr DtypeSet k16Bits = set_of(Dtype::kFloat16) | set_of(Dtype::kBFloat16);
 constexpr DtypeSet kE4M3 = set_of(Dtype::kFloat8E4M3);
 constexpr DtypeSet k32Bits = set_of(Dtype::kFloat32);
@@ -105,19 +75,28 @@ constexpr DtypeSet kInt32Set = 1u << (int(Dtype::kOther) + 1);
 
 // kColumns: on CUDA the last dimension is contiguous; kList: everywhere. kOwn: elements do not
 // share memory.
-enum class Memory { kAny, kColumns, kList, kOwn, kOwnColumns };
-constexpr bool is_own(Memory memory) { return memory >= Memory::kOwn; }
+enum Memory { kAny, kColumns, kList, kOwn, kOwnColumns };
 
-using enum Type;
-using enum Memory;
+// What a tensor must look like. other: the shape of a tensor of another rank; note: what that is.
+struct Form {
+  char const* name;
+  Type type;
+  Shape shape;
+  Memory memory = kAny;
+  Shape other = {};
+  char const* note = "";
 
+  constexpr Shape const& shape_of(int rank) const {
+    return rank > 0 && rank == other.rank ? other : shape;
+  }
+};
+
+// passes: bits of the passes that check the tensor. of: gives nullptr if the call lacks it.
 template <class Call>
 struct Row {
-  char const* name;
-  TensorMeta const* (*of)(Call const&);  // gives nullptr if the call lacks it
-  Type type;
-  Memory memory;
-  Shape shapes[4];  // by form of the call: dense, packed, ...
+  unsigned passes;
+  TensorMeta const* (*of)(Call const&);
+  Form form;
 };
 
 constexpr TensorMeta const* pointer_to(TensorMeta const& meta) { return &meta; }
@@ -139,176 +118,171 @@ constexpr TensorMeta const* at(Call const& call) {
   }
 }
 
-enum class Fault { kNone, kRank, kDevice, kDtype, kSize, kStride, kExpanded };
+// holds(form, tensor) for all tensors of these passes.
+template <auto const& kTable, unsigned kPasses, class Call, class Holds>
+[[gnu::always_inline]] inline bool all_rows(Call const& call, Holds const& holds) {
+  auto const holds_row = [&]<size_t kIndex>() __attribute__((always_inline)) {
+    constexpr auto const& row = kTable[kIndex];
+    if constexpr ((row.passes & kPasses) != 0) {
+      TensorMeta const* const meta = row.of(call);
+      return meta == nullptr || holds(row.form, *meta);
+    }
+    return true;
+  };
+  return [&]<size_t... kIndex>(std::index_sequence<kIndex...>) __attribute__((always_inline)) {
+    return (holds_row.template operator()<kIndex>() && ...);
+  }(std::make_index_sequence<std::size(kTable)>());
+}
 
-struct Misfit {
-  Fault fault = Fault::kNone;
-  int dim = 0;
+// Numbers that an argument may have.
+constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+struct Range {
+  int64_t least = 0;
+  int64_t most = kUnlimited;
+  int64_t step = 1;
+  char const* note = "";  // what its limits follow from
+
+  bool has(int64_t value) const { return value >= least && value <= most && value % step == 0; }
 };
 
-// What a tensor's row says, without its call.
-struct RowText {
-  char const* name;
-  Type type;
-  Memory memory;
-  Shape shape;
-  char const* note;  // behind a wrong rank: why the call has this form
-};
+enum class Fault { kRank, kDevice, kDtype, kSize, kStride, kExpanded };
 
 struct Solver {
   char const* op;
   NamedTensor anchor;  // the device of all
-  DtypeSet dtypes[kTypeCount] = {};
-  int64_t sizes[kLetterCount];        // -1: not bound
-  char const* binders[kLetterCount];  // the tensors that bound them
+  std::string error = {};
+  DtypeSet dtypes[kInt32 + 1];
+  int64_t sizes[kSizeCount];        // -1: not bound
+  char const* binders[kSizeCount];  // the tensors that bound them
+  int8_t meanings[kLetterCount] = {};
 
-  Solver(char const* op_, NamedTensor anchor_) : op(op_), anchor(anchor_) {
-    std::fill(sizes, sizes + kLetterCount, -1);
+  Solver(char const* op_, NamedTensor anchor_, DtypeSet types) : op(op_), anchor(anchor_) {
+    DtypeSet const own = set_of(anchor.meta);
+    std::fill(dtypes, dtypes + kWide, own);
+    dtypes[kAnchor] = types;
+    dtypes[kWide] = anchor.meta.dtype == Dtype::kFloat64 ? own : k32Bits;
+    dtypes[kFloat32] = k32Bits;
+    dtypes[kInt32] = kInt32Set;
+    std::fill(sizes, sizes + kSizeCount, -1);
     sizes[0] = 0;
-    DtypeSet const own = set_of(anchor.meta.dtype);
-    bool const is_float64 = anchor.meta.dtype == Dtype::kFloat64;
-    std::fill(dtypes, dtypes + int(Type::kWide), own);
-    set(Type::kWide, is_float64 ? own : k32Bits);
-    set(Type::kFloat32, k32Bits);
-    set(Type::kInt32, kInt32Set);
   }
 
-  void set(Type type, DtypeSet dtype_set) { dtypes[int(type)] = dtype_set; }
+  // What a small letter stands for.
+  void rename(Letter letter, Letter means) { meanings[letter.index] = int8_t(means.index); }
+
+  // Small letters of a batch and of rows: without a batch if packed.
+  void pack(bool is_packed, Letter batch, Letter rows, Letter seqlen, Letter total) {
+    meanings[batch.index] = is_packed ? -1 : int8_t(Letter("B").index);
+    rename(rows, is_packed ? total : seqlen);
+  }
+  bool lacks(Letter letter) const { return meanings[letter.index] < 0; }
 
   void bind(Letter letter, int64_t size, char const* binder) {
     sizes[letter.index] = size;
     binders[letter.index] = binder;
   }
+  [[gnu::always_inline]] int size_index(Letter letter) const {
+    return letter.index < kSizeCount ? letter.index : meanings[letter.index];
+  }
+  int64_t operator[](Letter letter) const { return sizes[size_index(letter)]; }
+  char const* binder(Letter letter) const { return binders[size_index(letter)]; }
 
-  int64_t operator[](Letter letter) const { return sizes[letter.index]; }
+  [[gnu::cold]] std::string word(Letter letter) const;
 
-  // Whether q, k and v are e4m3.
-  bool is_fp8() const { return dtypes[int(Type::kAnchor)] == kE4M3; }
-
+  bool is_fp8() const { return dtypes[kAnchor] == kE4M3; }
   bool on_cuda() const { return anchor.meta.device == DeviceType::kCuda; }
 
-  [[gnu::cold]] std::string refuse(std::string const& expected, std::string const& got,
-                                   std::string const& hint = "") const {
-    return error_text(op, expected, got, hint);
+  [[gnu::cold]] bool refuse(std::string const& expected, std::string const& got,
+                            std::string const& hint = "");
+  [[gnu::cold]] bool refuse(Form const& form, TensorMeta const& meta, Fault fault, int dim = 0);
+  [[gnu::cold]] bool refuse(Range const& range, std::string const& name, int64_t got,
+                            std::string const& hint = "");
+  bool in_range(char const* name, int64_t value, Range const& range, char const* hint = "") {
+    return range.has(value) || refuse(range, name, value, hint);
   }
 
-  // The error text of a row that does not fit.
-  [[gnu::cold]] std::string explain(RowText const& row, TensorMeta const& meta,
-                                    Misfit misfit) const;
+  // The size of a dimension; a name like "q.size(3), the head_dim," is made on failure.
+  bool in_range(NamedTensor const& tensor, int dim, char const* word, Range const& range,
+                char const* hint = "") {
+    int64_t const size = tensor.meta.size[dim];
+    return range.has(size) ||
+           refuse(range, text(tensor.name, ".size(", dim, "), the ", word, ","), size, hint);
+  }
 
-  [[gnu::always_inline]] Misfit fit(RowText const& row, TensorMeta const& meta) {
-    if (meta.rank != row.shape.rank) {
-      return {Fault::kRank};
+  // A tensor that is written, if it is given, shares no memory with another one.
+  bool apart(char const* name, TensorMeta const* own, char const* other_name,
+             TensorMeta const* other) {
+    return !own || !other || own == other || !shares_memory(*own, *other) ||
+           refuse(text(name, " with memory of its own"), text("the memory of ", other_name));
+  }
+
+  // WHY the loop over the letters, which are constants: `absent` is none.
+  [[gnu::always_inline]] bool fits(Form const& form, TensorMeta const& meta) {
+    Shape const& shape = form.shape_of(meta.rank);
+    int const absent = lacks(shape.dims[0].letter);
+    int const last = shape.rank - absent - 1;
+    if (meta.rank != last + 1) {
+      return refuse(form, meta, Fault::kRank);
     }
     if (!same_device(meta, anchor.meta)) {
-      return {Fault::kDevice};
+      return refuse(form, meta, Fault::kDevice);
     }
-    bool const has_dtype = row.type == Type::kInt32
-                               ? std::strcmp(meta.dtype_name, "int32") == 0
-                               : (dtypes[int(row.type)] & set_of(meta.dtype)) != 0;
+    bool const has_dtype = form.type == kInt32 ? std::strcmp(meta.dtype_name, "int32") == 0
+                                               : (dtypes[form.type] & set_of(meta)) != 0;
     if (!has_dtype) {
-      return {Fault::kDtype};
+      return refuse(form, meta, Fault::kDtype);
     }
-    for (int i = 0; i < row.shape.rank; ++i) {
-      Dim const dim = row.shape.dims[i];
-      int64_t const size = meta.size[i] - dim.plus;
-      if (sizes[dim.letter] < 0) {
-        sizes[dim.letter] = size;
-        binders[dim.letter] = row.name;
+    for (int i = 0; i < shape.rank; ++i) {
+      if (i < absent) {
+        continue;
       }
-      if (sizes[dim.letter] != size || size < 0) {
-        return {Fault::kSize, i};
+      int const letter = size_index(shape.dims[i].letter);
+      int64_t const size = meta.size[i - absent] - shape.dims[i].plus;
+      if (sizes[letter] < 0) {
+        sizes[letter] = size;
+        binders[letter] = form.name;
+      }
+      if (sizes[letter] != size || size < 0) {
+        return refuse(form, meta, Fault::kSize, i - absent);
       }
     }
-    return fit_memory(row, meta);
-  }
-
- private:
-  [[gnu::always_inline]] Misfit fit_memory(RowText const& row, TensorMeta const& meta) const {
-    int const last = row.shape.rank - 1;
-    bool const wants_columns =
-        row.memory == Memory::kList ||
-        ((row.memory == Memory::kColumns || row.memory == Memory::kOwnColumns) && on_cuda());
-    if (wants_columns && meta.stride[last] != 1 && meta.size[last] > 1) {
-      return {Fault::kStride, last};
+    bool const is_own = form.memory == kOwn || form.memory == kOwnColumns;
+    bool const has_columns = form.memory == kColumns || form.memory == kOwnColumns;
+    if ((form.memory == kList || (has_columns && on_cuda())) && meta.stride[last] != 1 &&
+        meta.size[last] > 1) {
+      return refuse(form, meta, Fault::kStride, last);
     }
-    for (int i = 0; is_own(row.memory) && i < row.shape.rank; ++i) {
+    for (int i = 0; is_own && i <= last; ++i) {
       if (meta.stride[i] == 0 && meta.size[i] > 1 && !is_empty(meta)) {
-        return {Fault::kExpanded, i};
+        return refuse(form, meta, Fault::kExpanded, i);
       }
     }
-    return {};
+    return true;
   }
 };
 
-template <auto const& kTable, int kForm, size_t kIndex, class Call>
-[[gnu::always_inline]] inline bool fits(Solver& solver, Call const& call, char const* note,
-                                        std::string& error) {
-  constexpr auto const& row = kTable[kIndex];
-  if constexpr (row.shapes[kForm].rank > 0) {
-    if (TensorMeta const* const meta = row.of(call)) {
-      RowText const text{row.name, row.type, row.memory, row.shapes[kForm], note};
-      Misfit const misfit = solver.fit(text, *meta);
-      if (misfit.fault != Fault::kNone) [[unlikely]] {
-        error = solver.explain(text, *meta, misfit);
-        return false;
-      }
-    }
-  }
-  return true;
+// Whether all tensors of these passes fit their rows.
+template <auto const& kTable, unsigned kPasses = ~0u, class Call>
+bool check_rows(Solver& solver, Call const& call) {
+  return all_rows<kTable, kPasses>(
+      call, [&](Form const& form, TensorMeta const& meta)
+                __attribute__((always_inline)) { return solver.fits(form, meta); });
 }
 
-// What the first tensor that does not fit its row says, or "".
-template <auto const& kTable, int kForm = 0, class Call>
-std::string check_rows(Solver& solver, Call const& call, char const* note = "") {
-  std::string error;
-  [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
-    (void)(fits<kTable, kForm, kIndex>(solver, call, note, error) && ...);
-  }(std::make_index_sequence<std::size(kTable)>());
-  return error;
+// Whether a tensor that is written shares memory with none of these passes.
+template <auto const& kTable, unsigned kPasses = ~0u, class Call>
+bool check_apart(Solver& solver, Call const& call, char const* name, TensorMeta const* own) {
+  return all_rows<kTable, kPasses>(call, [&](Form const& form, TensorMeta const& meta) {
+    return solver.apart(name, own, form.name, &meta);
+  });
 }
 
-// Names a tensor that shares memory with one that is written, or gives nullptr.
-template <auto const& kTable, size_t kIndex, size_t... kOthers>
-[[gnu::always_inline]] inline char const* written_over(TensorMeta const* const* tensors,
-                                                       std::index_sequence<kOthers...>) {
-  TensorMeta const* const own = is_own(kTable[kIndex].memory) ? tensors[kIndex] : nullptr;
-  char const* found = nullptr;
-  auto const compare = [&](TensorMeta const* other, char const* name) {
-    found = other && shares_memory(*own, *other) ? name : nullptr;
-    return found == nullptr;
-  };
-  if (own) {
-    (void)((kOthers == kIndex || compare(tensors[kOthers], kTable[kOthers].name)) && ...);
-  }
-  return found;
-}
-
-// Error if a tensor that is written shares memory with another one of the table.
-template <auto const& kTable, class Call>
-std::string check_own_memory(Solver const& solver, Call const& call) {
-  return [&]<size_t... kIndex>(std::index_sequence<kIndex...> all) {
-    TensorMeta const* const tensors[] = {kTable[kIndex].of(call)...};
-    char const* name = nullptr;
-    char const* other = nullptr;
-    (void)((other = written_over<kTable, kIndex>(tensors, all), name = kTable[kIndex].name,
-            other == nullptr) &&
-           ...);
-    return other == nullptr ? std::string()
-                            : solver.refuse(text(name, " with memory of its own"),
-                                            text("the memory of ", other));
-  }(std::make_index_sequence<std::size(kTable)>());
-}
-
-// What the first check that finds something wrong says, or "". Each may rely on those before it.
-template <auto kCheck, auto... kChecks, class... Arguments>
-[[gnu::always_inline]] inline std::string first_error(Arguments&... arguments) {
-  if constexpr (sizeof...(kChecks) == 0) {
-    return kCheck(arguments...);
-  } else {
-    std::string error = kCheck(arguments...);
-    return error.empty() ? first_error<kChecks...>(arguments...) : error;
-  }
+// What a check says of a call, or "".
+template <class Call, class... Arguments>
+std::string error_of(Solver&& solver, bool (*check)(Solver&, Call const&, Arguments...),
+                     Call const& call, Arguments... arguments) {
+  check(solver, call, arguments...);
+  return std::move(solver.error);
 }
 
 }  // namespace fa3

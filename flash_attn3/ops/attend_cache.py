@@ -24,6 +24,7 @@ from flash_attn3.cpu.reference import Outputs, Score
 from flash_attn3.cpu.reference_fp8 import Scales
 from flash_attn3.api.trees import COLUMNS, unpacked
 
+OP = 'flash_attn_with_kvcache'    # the function whose arguments errors name
 # What follows the tensors of `attend_cache`, and the rotary arguments of `append_and_attend`.
 Attend = tuple_of('Attend', __name__, *OPS['attend_cache'].takes[2:])
 # What an append reads of them.
@@ -154,10 +155,10 @@ def _place_problem(cache: Tensor, own: _Own, sequence: int,
     return None
 
 
-def _check_contents(op: str, tensors: tuple[Tensor | None, Tensor, int | None], own: _Own,
+def _check_contents(tensors: tuple[Tensor | None, Tensor, int | None], own: _Own,
                     batch: int) -> None:
     if problem := _contents_problem(tensors, own, batch):
-        raise RuntimeError(checks.error(op, *problem))
+        raise RuntimeError(checks.error(OP, *problem))
 
 
 def check_cuda_contents(tensors: Sequence[Tensor | None], arguments: tuple) -> None:
@@ -181,17 +182,17 @@ def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
     if text:
         raise RuntimeError(text)
     if own.cu_seqlens_k is not None:
-        dense_and_varlen.check_contents('attend_cache', q, k, own)
+        dense_and_varlen.check_contents('fwd', q, k, own)
     elif own.seqused_q is not None:
         used = own.seqused_q.tolist()
         if problem := checks.sequences_problem('q', own.cu_seqlens_q.tolist(), used, q.size(0)):
-            raise RuntimeError(checks.error('attend_cache', *problem))
+            raise RuntimeError(checks.error(OP, *problem))
     if own.cu_seqlens_k is None:
         batch = batch_of(q, own.cu_seqlens_q)
         problem = _prefix_problem(q, k, own, batch) if own.shared_prefix > 0 else None
         if problem := problem or _tree_problem(q, own, batch):
-            raise RuntimeError(checks.error('attend_cache', *problem))
-        _check_contents('attend_cache', (q, k, None), own, batch)
+            raise RuntimeError(checks.error(OP, *problem))
+        _check_contents((q, k, None), own, batch)
     return own
 
 
@@ -320,7 +321,7 @@ def check_append(tensors: Sequence[Tensor | None], new: tuple[Tensor | None, Ten
         raise RuntimeError(text)
     batch = batch_of(q, own.cu_seqlens_q)
     rows = None if k is None else k.size(0)
-    _check_contents('append_and_attend', (q, caches[0], rows), own, batch)
+    _check_contents((q, caches[0], rows), own, batch)
     if own.rotary_cos is not None:
         _check_positions(caches[0], q, own, batch)
 
@@ -333,7 +334,7 @@ def _check_positions(cache: Tensor, q: Tensor, own: Append, batch: int) -> None:
     for sequence, (first, (_, _, new), count) in enumerate(zip(firsts, spans, queries)):
         if first < 0 or first + max(new, count) > own.rotary_cos.size(0):
             raise RuntimeError(checks.error(
-                'append_and_attend', f'rotary_cos to have a row for each position from {first} to '
+                OP, f'rotary_cos to have a row for each position from {first} to '
                 f'{first + max(new, count) - 1} of sequence {sequence}',
                 f'{own.rotary_cos.size(0)} rows'))
 
@@ -419,8 +420,8 @@ def append_and_attend_plainly(
                          v_descale=v_scales))
     if v_scales is None and k is not None and v.dtype != v_cache.dtype and (
             own.descale_by_page or own.qv is not None):
-        raise RuntimeError(checks.error('append_and_attend', 'k_scales or v_scales, those that new '
-                                        'keys set', 'None'))
+        raise RuntimeError(checks.error(OP, 'k_scales or v_scales, those that new keys set',
+                                        'None'))
     q, qv, k, v = (_apart(x, caches) for x in (q, own.qv, k, v))
     own = own._replace(qv=qv)
     firsts = _firsts(k_cache, append, batch_of(q, append.cu_seqlens_q))
@@ -462,7 +463,7 @@ def _check_writable(tensors: dict[str, Tensor | None]) -> None:
     for name, x in tensors.items():
         if x is not None and x.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError(checks.error(
-                'append_and_attend', f'{name} not to be an inference tensor', 'an inference tensor',
+                OP, f'{name} not to be an inference tensor', 'an inference tensor',
                 'call the function under torch.inference_mode()'))
 
 
@@ -501,7 +502,7 @@ def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
     own = Attend(*arguments)
     rank = rank_of(own)
     torch._check(q.dim() == rank, lambda: checks.error(
-        'attend_cache', f'q to have {rank} dimensions', str(q.dim())))
+        OP, f'q to have {rank} dimensions', str(q.dim())))
     result = (q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=_out_dtype(q, own)) if out is None
               else out.new_empty(0))
     *batch, rows, heads, _ = q.shape

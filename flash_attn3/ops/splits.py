@@ -15,7 +15,7 @@ from flash_attn3.arguments import names
 from flash_attn3.cpu.reference_fp8 import Scales
 from flash_attn3.ops import checks, dense_and_varlen, derivatives, fp8, invariance, library
 from flash_attn3.ops.autograd import SplitAttention
-from flash_attn3.ops.attend_cache import Attend
+from flash_attn3.ops.attend_cache import OP, Attend
 from flash_attn3.ops.fp8 import Fp8
 from flash_attn3.ops.dense_and_varlen import Execution, General
 
@@ -145,9 +145,11 @@ def attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Te
         return _attention(call, num_splits, return_lse)
     except RuntimeError as problem:
         text = str(problem)
-        if 'k_cache' not in text and 'v_cache' not in text:
+        if OP not in text:
             raise
-        raise RuntimeError(text.replace('k_cache', 'k').replace('v_cache', 'v')) from None
+        for name, public in (('k_cache', 'k'), ('v_cache', 'v'), (OP, call.op)):
+            text = text.replace(name, public)
+        raise RuntimeError(text) from None
 
 
 def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,9 +29,9 @@ OF_ATTENTION = {argument.name for argument in arguments.ARGUMENTS
 # The names that stand in more than MOST_FILES today, and in how many. It shrinks: a name that does
 # better leaves or gets its new count (pytest -vv prints them); none enters, and no count grows.
 ABOVE = {
-    'sinks': 33, 'softmax_scale': 31, 'page_table': 21, 'softcap': 17, 'cu_seqlens_q': 14,
+    'sinks': 33, 'softmax_scale': 31, 'page_table': 21, 'softcap': 17, 'cu_seqlens_q': 13,
     'qv': 14}
-MEDIAN_TODAY = 9    # it shrinks too, to MEDIAN_FILES
+MEDIAN_TODAY = 8    # it shrinks too, to MEDIAN_FILES
 DRIVER_LINES = 450
 # Those write down the interfaces of others, whose arguments they pass on.
 FOREIGN = ROOT / 'flash_attn3/compat', ROOT / 'flash_attn3/integrations'

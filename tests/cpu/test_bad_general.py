@@ -16,15 +16,14 @@ from tests.support import bad_inputs
 from tests.support.lists import ints, starts
 
 FWD = bad_inputs.FWD
-WINDOW = f'{FWD}window_size to be two numbers of -1 (no limit) or more'
 TWO_INTS = f'{FWD}window_size to be two ints (left, right)'
 NO_LIMIT = '; hint: -1 means no limit'
 SOFTCAP = f'{FWD}softcap to be 0 (none) or a positive finite float32'
-CHUNK = f'{FWD}attention_chunk to be 0 (none) or more'
+CHUNK = f'{FWD}attention_chunk to be 0 or more'
 SINK_DTYPE = f'{FWD}s_aux.dtype to be float32, bfloat16 or float16'
 BAD_SCORES = {    # name: (arguments, error)
-    'left': ({'window_size': (-2, 0)}, f'{WINDOW}, got (-2, 0)'),
-    'right': ({'window_size': [4, -9]}, f'{WINDOW}, got (4, -9)'),
+    'left': ({'window_size': (-2, 0)}, f'{FWD}window_size[0] to be -1 or more, got -2'),
+    'right': ({'window_size': [4, -9]}, f'{FWD}window_size[1] to be -1 or more, got -9'),
     'None': ({'window_size': (None, 0)}, f'{TWO_INTS}, got (None, 0){NO_LIMIT}'),
     'no_window': ({'window_size': None}, f'{TWO_INTS}, got None{NO_LIMIT}'),
     'one_number': ({'window_size': 4}, f'{TWO_INTS}, got 4{NO_LIMIT}'),
@@ -40,7 +39,8 @@ BAD_SCORES = {    # name: (arguments, error)
     'softcap': ({'softcap': -30.0}, f'{SOFTCAP}, got -30'),
     'softcap_nan': ({'softcap': math.nan}, f'{SOFTCAP}, got nan'),
     'softcap_inf': ({'softcap': math.inf}, f'{SOFTCAP}, got inf'),
-    'sinks': ({'s_aux': torch.zeros(3)}, f'{FWD}s_aux.size(0) to be the heads of q, 4, got 3'),
+    'sinks': ({'s_aux': torch.zeros(3)},
+              f'{FWD}s_aux.size(0), the heads, to be that of q, 4, got 3'),
     'sinks_rank': ({'s_aux': torch.zeros(1, 4)},
                    f'{FWD}s_aux to have 1 dimension (heads), got 2'),
     'sinks_int': ({'s_aux': torch.zeros(4, dtype=torch.int64)}, f'{SINK_DTYPE}, got int64'),
@@ -108,16 +108,17 @@ BAD_PACKED = {    # name: (arguments, error)
     'int64': ({'cu_seqlens_q': starts([5, 0, 11]).long()},
               f'{FWD}cu_seqlens_q.dtype to be int32, got int64; hint: call cu_seqlens_q.int()'),
     'batch': ({'cu_seqlens_k': starts([8, 16])},
-              f'{FWD}cu_seqlens_k.size(0) to be the batch + 1, 4, got 3'),
+              f'{FWD}cu_seqlens_k.size(0), the batch + 1, to be that of cu_seqlens_q, 4, got 3'),
     'none': ({'cu_seqlens_k': None},
-             f'{FWD}cu_seqlens_q and cu_seqlens_k together, got cu_seqlens_k of None'),
+             f'{FWD}cu_seqlens_q and cu_seqlens_k together, got cu_seqlens_q alone'),
     'no_starts': ({'cu_seqlens_q': ints([]), 'cu_seqlens_k': ints([])},
                   f'{FWD}cu_seqlens_q.size(0), the batch + 1, to be at least 1, got 0'),
     'rank': ({'cu_seqlens_q': starts([5, 0, 11])[None]},
              f'{FWD}cu_seqlens_q to have 1 dimension (batch + 1), got 2'),
-    'used': ({'seqused_k': ints([1, 2])}, f'{FWD}seqused_k.size(0) to be the batch, 3, got 2'),
+    'used': ({'seqused_k': ints([1, 2])},
+             f'{FWD}seqused_k.size(0), the batch, to be that of cu_seqlens_q, 3, got 2'),
     'strided': ({'cu_seqlens_q': ints([0, 0, 5, 0, 5, 0, 16])[::2]},
-                f'{FWD}cu_seqlens_q to be contiguous, got a stride of 2; hint: call '
+                f'{FWD}cu_seqlens_q.stride(0) to be 1, got 2; hint: call '
                 'cu_seqlens_q.contiguous()'),
     'max_seqlen': ({'max_seqlen_k': -1},
                    f'{FWD}max_seqlen_k to be an int of 0 or more, got -1'),
@@ -125,11 +126,12 @@ BAD_PACKED = {    # name: (arguments, error)
                          f'{FWD}max_seqlen_q to be an int of 0 or more, got 11.0'),
     'max_seqlen_none': ({'max_seqlen_q': None},
                         f'{FWD}max_seqlen_q to be an int of 0 or more, got None'),
-    'margin': ({'sm_margin': -1}, f'{FWD}sm_margin to be 0 or more, got -1'),
+    'margin': ({'sm_margin': -1}, f'{FWD}sm_margin to be from 0 to 131, got -1; hint: '
+               'it is the number of SMs to leave to other kernels'),
     'scale': ({'softmax_scale': -1.0},
               f'{FWD}softmax_scale to be a positive finite float32, got -1'),
     'out': ({'out': torch.zeros(1, 16, 4, 64, dtype=torch.bfloat16)},
-            f'{bad_inputs.FWD_OUT}out to have the shape (16, 4, 64), got (1, 16, 4, 64)'),
+            f'{FWD}out to have the shape (16, 4, 64), got (1, 16, 4, 64)'),
 }
 
 
@@ -148,8 +150,7 @@ def test_unsupported_arguments(name):
 
 def test_used_lengths_need_sequences():
     q, k, v = bad_inputs.good_arguments('cpu').values()
-    with raises(f'{FWD}seqused_q and seqused_k only with cu_seqlens_q and cu_seqlens_k, got '
-                'seqused_k alone'):
+    with raises(f'{FWD}cu_seqlens_k with seqused_k, got no cu_seqlens_k'):
         torch.ops.flash_attn3.fwd_general(q, k, v, seqused_k=ints([1, 2]))
 
 

@@ -14,9 +14,9 @@ BAD = [    # name, change, error
     ('dout', lambda x: x[:, :1], f'to have the shape {AS_OUT}, got (2, 1, 4, 16)'),
     ('dout', lambda x: x[:, :, :1], f'to have the shape {AS_OUT}, got (2, 5, 1, 16)'),
     ('dout', lambda x: x[0], f'to have the shape {AS_OUT}, got (5, 4, 16)'),
-    ('dout', torch.Tensor.half, '.dtype to be bfloat16, got float16'),
+    ('dout', torch.Tensor.half, '.dtype to be that of q, bfloat16, got float16'),
     ('out', lambda x: x[:1], f'to have the shape {AS_OUT}, got (1, 5, 4, 16)'),
-    ('out', torch.Tensor.float, '.dtype to be bfloat16, got float32'),
+    ('out', torch.Tensor.float, '.dtype to be that of q, bfloat16, got float32'),
     ('lse', lambda x: x[:, :, :1], f'to have the shape {AS_LSE}, got (2, 4, 1)'),
     ('lse', lambda x: x.mT, f'to have the shape {AS_LSE}, got (2, 5, 4)'),
     ('lse', torch.Tensor.bfloat16, '.dtype to be float32, got bfloat16'),
@@ -65,12 +65,12 @@ def test_bad_arguments(name, change, text):
 AS_K = '(2, 7, 2, 16)'
 BAD_GIVEN = [    # name, change, error
     ('dq', lambda x: x[:, 1:], f'to have the shape {AS_OUT}, got (2, 4, 4, 16)'),
-    ('dq', torch.Tensor.float, '.dtype to be bfloat16, got float32'),
+    ('dq', torch.Tensor.float, '.dtype to be that of q, bfloat16, got float32'),
     ('dk', lambda x: x[:, :, :1], f'to have the shape {AS_K}, got (2, 7, 1, 16)'),
     ('dk', lambda x: x[:1].expand(2, -1, -1, -1),
      'with memory for every element, got dk.stride(0) of 0; hint: do not pass an expanded tensor'),
     ('dv', lambda x: x[0], f'to have the shape {AS_K}, got (7, 2, 16)'),
-    ('dv', torch.Tensor.half, '.dtype to be bfloat16, got float16'),
+    ('dv', torch.Tensor.half, '.dtype to be that of q, bfloat16, got float16'),
 ]
 
 

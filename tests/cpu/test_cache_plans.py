@@ -88,7 +88,8 @@ def test_explain_prompts_with_steps_beside_them(capsys):
 
 def test_explain_says_why_there_is_no_kernel(capsys):
     explain((4, 1, 32, 100), (4, 64, 8, 100), cache=True)
-    assert capsys.readouterr().out.startswith('no kernel: flash_attn3.attend_cache: expected')
+    assert capsys.readouterr().out.startswith(
+        'no kernel: flash_attn3.flash_attn_with_kvcache: expected')
     with pytest.raises(TypeError, match="unexpected argument 'pages'"):
         explain(*SHAPES, cache=True, pages=3)
 
@@ -114,16 +115,17 @@ def given(**others) -> dict:
     ({}, None), ({'causal': True, 'softcap': 3.0, 'window_size': (4, 0)}, None),
     ({'k': None, 'v': None}, None),
     ({'return_softmax_lse': True, 'num_splits': 1, 'max_seqlen_q': 1}, None),
-    ({'num_splits': 257}, 'attend_cache: expected num_splits to be from 0'),
-    ({'k': None}, 'append_and_attend: expected k and v together'),
-    ({'cache_seqlens': 24}, 'append_and_attend: expected room for 1 new keys behind 24'),
-    ({'cache_seqlens': None}, 'append_and_attend: expected cache_seqlens with k and v'),
-    ({'qv': torch.ones(1)}, 'attend_cache: expected head dims of 64 (q and k_cache) and 512'),
+    ({'num_splits': 257}, 'flash_attn_with_kvcache: expected num_splits to be from 0'),
+    ({'k': None}, 'flash_attn_with_kvcache: expected k and v together'),
+    ({'cache_seqlens': 24}, 'flash_attn_with_kvcache: expected room for 1 new keys behind 24'),
+    ({'cache_seqlens': None}, 'flash_attn_with_kvcache: expected cache_seqlens with k and v'),
+    ({'qv': torch.ones(1)}, 'flash_attn_with_kvcache: expected qv to have the shape'),
     ({'rotary_cos': torch.ones(9, 4)},
-     'append_and_attend: expected rotary_cos and rotary_sin together'),
+     'flash_attn_with_kvcache: expected rotary_cos and rotary_sin together'),
     ({'out_dtype': torch.float16}, 'flash_attn_with_kvcache: expected out_dtype'),
     ({'window_size': 3}, 'fwd: expected window_size'),
-    ({'k_descale': torch.ones(3, 2)}, 'attend_cache: expected k_descale to be None')], ids=str)
+    ({'k_descale': torch.ones(3, 2)},
+     'flash_attn_with_kvcache: expected k_descale to be None')], ids=str)
 def test_can_use(change, text):
     is_fine, reasons = can_use(**given(**change))
     assert not is_fine and reasons[-1] == ON_CPU

@@ -9,6 +9,7 @@ from flash_attn3 import _plan
 
 LAYOUT = '(batch, seqlen, heads, head_dim)'
 HINT_LAYOUT = f'tensors are {LAYOUT}'
+HINT_MARGIN = 'it is the number of SMs to leave to other kernels'
 HINT_PAD = 'pad q, k and v with zeros, and pass softmax_scale'
 HEAD_DIM = 'q.size(3), the head_dim, to be a multiple of 8 from 8 to 256'
 
@@ -85,7 +86,7 @@ BAD_CALLS = [
     ('head dim of k', {'k': tensor(2, 256, 4, 128)},
      'k.size(3), the head_dim, to be that of q, 64', '128', HINT_LAYOUT),
     ('no KV heads', {'k': tensor(2, 256, 0, 64)},
-     'k.size(2), the heads, to be at least 1', '0', ''),
+     'k.size(2), the heads, to be 1 or more', '0', ''),
     ('heads that do not divide', {'q': tensor(2, 128, 6, 64)},
      'the heads of q to be a multiple of the heads of k, 4', '6', HINT_LAYOUT),
     ('head dim 100', all_inputs(head_dim=100), HEAD_DIM, '100', HINT_PAD),
@@ -107,10 +108,9 @@ BAD_CALLS = [
      'softmax_scale to be a positive finite float32', '1e+60', ''),
     ('scale nan', {'softmax_scale': math.nan},
      'softmax_scale to be a positive finite float32', 'nan', ''),
-    ('margin below 0', {'sm_margin': -1}, 'sm_margin to be 0 or more', '-1', ''),
+    ('margin below 0', {'sm_margin': -1}, 'sm_margin to be from 0 to 131', '-1', HINT_MARGIN),
     ('margin of all SMs', {'sm_margin': 132},
-     'sm_margin to be less than the 132 SMs of the device', '132',
-     'it is the number of SMs to leave to other kernels'),
+     'sm_margin to be from 0 to 131', '132', HINT_MARGIN),
     ('length', {'q': tensor(2, 2**30 + 1, 8, 64, strides=(0, 0, 0, 1))},
      'the seqlen of q to be at most 1073741824', '1073741825', ''),
     ('tiles', {'q': tensor(2, 2**30, 32, 64, strides=(0, 0, 0, 1))},
@@ -146,7 +146,7 @@ def test_bad_call(call, expected, got, hint):
 @pytest.mark.parametrize('out, expected, got, hint', [row[1:] for row in BAD_OUTPUTS],
                          ids=[row[0] for row in BAD_OUTPUTS])
 def test_bad_output(out, expected, got, hint):
-    assert check(out=out) == error_text('fwd_out', expected, got, hint)
+    assert check(out=out) == error_text('fwd', expected, got, hint)
 
 
 @pytest.mark.parametrize('name', ['q', 'k', 'v'])
@@ -154,7 +154,7 @@ def test_output_in_the_memory_of_an_input(name):
     sizes = {'q': Q_SIZES, 'k': K_SIZES, 'v': K_SIZES}
     call = {other: tensor(*sizes[other], address=i << 20) for i, other in enumerate('qkv')}
     call[name] = tensor(*sizes[name], address=1 << 24)
-    expected = error_text('fwd_out', 'out with memory of its own', f'the memory of {name}', '')
+    expected = error_text('fwd', 'out with memory of its own', f'the memory of {name}', '')
     assert check(**call, out=tensor(*Q_SIZES, address=1 << 24)) == expected
 
 
@@ -165,7 +165,7 @@ def test_output_over_the_end_of_an_input():
     end = (1 << 20) + 2 * math.prod(Q_SIZES)
     swapped = (8 * 128 * 64, 64, 128 * 64, 1)
     q, expected = tensor(*Q_SIZES, address=1 << 20), error_text(
-        'fwd_out', 'out with memory of its own', 'the memory of q', '')
+        'fwd', 'out with memory of its own', 'the memory of q', '')
     for strides in (None, swapped):
         assert check(q, out=tensor(*Q_SIZES, address=end - 64, strides=strides)) == expected
         assert check(q, out=tensor(*Q_SIZES, address=end, strides=strides)) == ''

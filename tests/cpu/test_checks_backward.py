@@ -55,10 +55,10 @@ def test_the_head_dim_of_v_may_differ_on_the_cpu():
 # (what is wrong, the change, expected, got)
 BAD_GRADIENTS = [
     (f'{kind} of {name}', {name: tensor(*sizes, **options)}, f'{name}{expected}', got)
-    for names, good, shape, dtype, other in (
-        (('dout', 'out'), Q_SIZES, OUT, 'bfloat16', 'float32'),
+    for names, good, shape, wanted, other in (
+        (('dout', 'out'), Q_SIZES, OUT, 'that of q, bfloat16', 'float32'),
         (('lse', 'dlse'), (2, 8, 128), LSE, 'float32', 'bfloat16'))
-    for name in names
+    for name in names for dtype in (wanted.split()[-1],)
     for kind, sizes, options, expected, got in (
         ('length', (*good[:2], good[2] - 1, *good[3:]), {'dtype': dtype},
          f' to have the shape {shape}', str((*good[:2], good[2] - 1, *good[3:]))),
@@ -67,7 +67,7 @@ BAD_GRADIENTS = [
         ('rank', good[:2], {'dtype': dtype}, f' to have the shape {shape}', str(good[:2])),
         ('rank beyond five', (1, 1, 1, *good), {'dtype': dtype}, f' to have the shape {shape}',
          str((1, 1, 1, *good)[:5])),
-        ('dtype', good, {'dtype': other}, f'.dtype to be {dtype}', other),
+        ('dtype', good, {'dtype': other}, f'.dtype to be {wanted}', other),
         ('device', good, {'dtype': dtype, 'index': 1}, ' on the device of q, cuda:0', 'cuda:1'),
         ('kind of device', good, {'dtype': dtype, 'device': 'cpu'},
          ' on the device of q, cuda:0', 'cpu'))]
@@ -118,7 +118,8 @@ def bad_given_gradients(name):
         ('length', tensor(*short), shape, str(short), ''),
         ('rank', tensor(*sizes[:3]), shape, str(sizes[:3]), ''),
         ('rank beyond five', tensor(*long), shape, str(long[:5]), ''),
-        ('dtype', tensor(*sizes, dtype='float32'), f'{name}.dtype to be bfloat16', 'float32', ''),
+        ('dtype', tensor(*sizes, dtype='float32'), f'{name}.dtype to be that of q, bfloat16',
+         'float32', ''),
         ('device', tensor(*sizes, index=3), f'{name} on the device of q, cuda:0', 'cuda:3', ''),
         ('kind of device', tensor(*sizes, device='cpu'), f'{name} on the device of q, cuda:0',
          'cpu', ''),

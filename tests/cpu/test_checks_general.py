@@ -95,7 +95,7 @@ def test_dense_tensors_are_checked_as_without_features(call, expected, got, hint
 @pytest.mark.parametrize('out, expected, got, hint', [row[1:] for row in BAD_OUTPUTS],
                          ids=[row[0] for row in BAD_OUTPUTS])
 def test_bad_dense_output(out, expected, got, hint):
-    assert check(dense() | {'out': out}) == error_text('fwd_out', expected, got, hint)
+    assert check(dense() | {'out': out}) == error_text('fwd', expected, got, hint)
 
 
 def all_of(**common):
@@ -107,12 +107,12 @@ def all_of(**common):
 # (what is wrong, changes to a packed call, expected, got, hint)
 BAD_PACKED = [
     ('no cu_seqlens_k', {'cu_seqlens_k': None}, 'cu_seqlens_q and cu_seqlens_k together',
-     'cu_seqlens_k of None', ''),
+     'cu_seqlens_q alone', ''),
     ('no cu_seqlens_q', {'cu_seqlens_q': None}, 'cu_seqlens_q and cu_seqlens_k together',
-     'cu_seqlens_q of None', ''),
+     'cu_seqlens_k alone', ''),
     ('rank of q', {'q': tensor(*Q_SIZES)}, f'q to have 3 dimensions {LAYOUT} with cu_seqlens_q',
      '4', ''),
-    ('rank of v', {'v': tensor(4, 64)}, f'v to have 3 dimensions {LAYOUT} with cu_seqlens_q', '2',
+    ('rank of v', {'v': tensor(4, 64)}, f'v to have 3 dimensions {LAYOUT} with cu_seqlens_k', '2',
      ''),
     ('total of v', {'v': tensor(501, 4, 64)}, 'v.size(0), the total, to be that of k, 500', '501',
      HINT_LAYOUT),
@@ -121,8 +121,8 @@ BAD_PACKED = [
     ('head dim of k', {'k': tensor(500, 4, 32)}, 'k.size(2), the head_dim, to be that of q, 64',
      '32', HINT_LAYOUT),
     ('no KV heads', {'k': tensor(500, 0, 64), 'v': tensor(500, 0, 64)},
-     'k.size(1), the heads, to be at least 1', '0', ''),
-    ('heads that do not divide', {'q': tensor(300, 6, 64)},
+     'k.size(1), the heads, to be 1 or more', '0', ''),
+    ('heads that do not divide', {'q': tensor(300, 6, 64), 'sinks': None},
      'the heads of q to be a multiple of the heads of k, 4', '6', HINT_LAYOUT),
     ('device of k', {'k': tensor(*PACKED_K, device='cpu')}, 'k on the device of q, cuda:0', 'cpu',
      ''),
@@ -140,21 +140,22 @@ BAD_PACKED = [
          f'call {name}.int()'),
         (f'device of {name}', {name: ints(4, device='cpu')},
          f'{name} on the device of q, cuda:0', 'cpu', ''),
-        (f'stride of {name}', {name: ints(4, strides=(2,))}, f'{name} to be contiguous',
-         'a stride of 2', f'call {name}.contiguous()'))],
+        (f'stride of {name}', {name: ints(4, strides=(2,))}, f'{name}.stride(0) to be 1',
+         '2', f'call {name}.contiguous()'))],
     ('no starts', {'cu_seqlens_q': ints(0), 'cu_seqlens_k': ints(0)},
      'cu_seqlens_q.size(0), the batch + 1, to be at least 1', '0', ''),
     ('other batches', {'cu_seqlens_k': ints(5)},
-     'cu_seqlens_k.size(0) to be the batch + 1, 4', '5', ''),
+     'cu_seqlens_k.size(0), the batch + 1, to be that of cu_seqlens_q, 4', '5', ''),
     *[row for name in ('seqused_q', 'seqused_k') for row in (
         (f'rank of {name}', {name: ints(3, 1)}, f'{name} to have 1 dimension (batch)', '2', ''),
-        (f'size of {name}', {name: ints(4)}, f'{name}.size(0) to be the batch, 3', '4', ''),
+        (f'size of {name}', {name: ints(4)},
+         f'{name}.size(0), the batch, to be that of cu_seqlens_q, 3', '4', ''),
         (f'dtype of {name}', {name: tensor(3, dtype='float32')}, f'{name}.dtype to be int32',
          'float32', f'call {name}.int()'),
         (f'device of {name}', {name: ints(3, index=1)}, f'{name} on the device of q, cuda:0',
          'cuda:1', ''),
-        (f'stride of {name}', {name: ints(3, strides=(0,))}, f'{name} to be contiguous',
-         'a stride of 0', f'call {name}.contiguous()'))],
+        (f'stride of {name}', {name: ints(3, strides=(0,))}, f'{name}.stride(0) to be 1',
+         '0', f'call {name}.contiguous()'))],
 ]
 
 # Bad scores, which dense and packed calls refuse alike.
@@ -162,17 +163,16 @@ BAD_SCORES = [
     ('rank of s_aux', {'sinks': tensor(1, 8, dtype='float32')},
      's_aux to have 1 dimension (heads)', '2', ''),
     ('heads of s_aux', {'sinks': tensor(4, dtype='float32')},
-     's_aux.size(0) to be the heads of q, 8', '4', ''),
+     's_aux.size(0), the heads, to be that of q, 8', '4', ''),
     ('dtype of s_aux', {'sinks': tensor(8)}, 's_aux.dtype to be float32', 'bfloat16', ''),
     ('device of s_aux', {'sinks': tensor(8, dtype='float32', device='cpu')},
      's_aux on the device of q, cuda:0', 'cpu', ''),
     ('stride of s_aux', {'sinks': tensor(8, dtype='float32', strides=(2,))},
-     's_aux to be contiguous', 'a stride of 2', 'call s_aux.contiguous()'),
-    ('left', {'window_left': -2}, 'window_size to be two numbers of -1 (no limit) or more',
-     '(-2, -1)', ''),
+     's_aux.stride(0) to be 1', '2', 'call s_aux.contiguous()'),
+    ('left', {'window_left': -2}, 'window_size[0] to be -1 or more', '-2', ''),
     ('right', {'window_left': 3, 'window_right': -5},
-     'window_size to be two numbers of -1 (no limit) or more', '(3, -5)', ''),
-    ('chunk', {'attention_chunk': -1}, 'attention_chunk to be 0 (none) or more', '-1', ''),
+     'window_size[1] to be -1 or more', '-5', ''),
+    ('chunk', {'attention_chunk': -1}, 'attention_chunk to be 0 or more', '-1', ''),
     *[(f'softcap {text}', {'softcap': float(text)},
        'softcap to be 0 (none) or a positive finite float32', text, '')
       for text in ('-1', 'inf', '-inf', 'nan', '1e+60', '1e-60')],
@@ -198,13 +198,12 @@ def test_bad_scores(changes, expected, got, hint, make):
 @pytest.mark.parametrize('name', ['seqused_q', 'seqused_k'])
 def test_used_lengths_without_sequences(name):
     assert check(dense() | {name: ints(2)}) == error_text(
-        'fwd', 'seqused_q and seqused_k only with cu_seqlens_q and cu_seqlens_k', f'{name} alone',
-        '')
+        'fwd', f'cu_seqlens_{name[-1]} with {name}', f'no cu_seqlens_{name[-1]}', '')
 
 
 def test_margin():
     assert check(packed(), sm_margin=132) == error_text(
-        'fwd', 'sm_margin to be less than the 132 SMs of the device', '132',
+        'fwd', 'sm_margin to be from 0 to 131', '132',
         'it is the number of SMs to leave to other kernels')
 
 
@@ -225,7 +224,7 @@ BAD_PACKED_OUTPUTS = [
 @pytest.mark.parametrize('out, expected, got, hint', [row[1:] for row in BAD_PACKED_OUTPUTS],
                          ids=[row[0] for row in BAD_PACKED_OUTPUTS])
 def test_bad_packed_output(out, expected, got, hint):
-    assert check(packed() | {'out': out}) == error_text('fwd_out', expected, got, hint)
+    assert check(packed() | {'out': out}) == error_text('fwd', expected, got, hint)
 
 
 @pytest.mark.parametrize('name', ['q', 'k', 'v'])
@@ -233,7 +232,7 @@ def test_output_in_the_memory_of_an_input(name):
     sizes = {'q': PACKED_Q, 'k': PACKED_K, 'v': PACKED_K}
     call = packed() | {name: tensor(*sizes[name], address=4096),
                        'out': tensor(*PACKED_Q, address=4096)}
-    assert check(call) == error_text('fwd_out', 'out with memory of its own',
+    assert check(call) == error_text('fwd', 'out with memory of its own',
                                      f'the memory of {name}', '')
 
 
@@ -250,11 +249,12 @@ def test_output_in_the_memory_of_an_input(name):
     ids=lambda x: getattr(x, '__name__', str(x)))
 def test_bad_gradients(make, name, wrong, right):
     dtype = 'float32' if 'lse' in name else 'bfloat16'
+    wanted = dtype if 'lse' in name else 'that of q, bfloat16'
     assert backward(make(), **{name: tensor(*wrong, dtype=dtype)}) == error_text(
         'bwd', f'{name} to have the shape {right}', str(wrong), '')
     sizes = tuple(map(int, right[1:-1].split(', ')))
     assert backward(make(), **{name: tensor(*sizes, dtype='float16')}) == error_text(
-        'bwd', f'{name}.dtype to be {dtype}', 'float16', '')
+        'bwd', f'{name}.dtype to be {wanted}', 'float16', '')
     assert backward(make(), **{name: tensor(*sizes, dtype=dtype, device='cpu')}) == error_text(
         'bwd', f'{name} on the device of q, cuda:0', 'cpu', '')
 

@@ -23,6 +23,7 @@ FILE_LINES, DEVICE_LINES, COLUMNS, FUNCTION_LINES, NESTING, PARAMETERS = 600, 35
 CONSTEXPR_BRANCHES, PLAIN_BRANCHES = 12, 37
 # Four levels each, until their headers change again: every kernel is compiled anew then.
 DEEPER = {('fa3::PartCombiner::fold', 'levels'), ('fa3::OutputParts::store_part', 'levels')}
+CHECK_LINES = 1_383    # csrc/checks in all; it shrinks
 PLAIN_BRANCH = re.compile(r'\bif \(!?(?:\w+::)*k[A-Z]\w*')
 CPP = ('.h', '.cpp', '.cu', '.inc')
 
@@ -81,6 +82,11 @@ def test_few_choices_of_a_forward_kernel_must_be_known():
     known = [line for line in members.splitlines() if re.match(r'  \w.* = .*;', line)
              and not re.match(r'  (RawRing|Measured|PtxasTuning) ', line)]
     assert 10 <= len(known) <= 14
+
+
+def test_checks_stay_small():
+    paths = (ROOT / 'csrc/checks').iterdir()
+    assert sum(len(path.read_text().splitlines()) for path in paths) <= CHECK_LINES
 
 
 def test_folders_of_device_code():

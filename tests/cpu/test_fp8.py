@@ -419,7 +419,7 @@ BAD = {
         'flash_attn_func: expected out.dtype to be bfloat16 or float16, and that of out_dtype, '
         'got float16'),
     'out.shape': ({'out': torch.zeros(2, 71, 4, 32).bfloat16()},
-                  'fwd_out: expected out to have the shape (2, 70, 4, 32)'),
+                  'fwd: expected out to have the shape (2, 70, 4, 32)'),
     'q_descale': ({'q_descale': torch.ones(2, 4)},
                   'fwd: expected q_descale to have the shape (2, 2), or (2, 4, 2) for blocks of 64 '
                   'rows, got (2, 4)'),

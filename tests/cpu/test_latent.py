@@ -215,15 +215,15 @@ BAD = {
     'rank': (dict(qv=ONE['qv'][0]), 'qv to have the shape (2, 3, 4, 24)'),
     'heads of qv': (dict(qv=ONE['qv'][:, :, :2]), 'qv to have the shape (2, 3, 4, 24)'),
     'no number': (dict(qv=torch.ones((), dtype=torch.bfloat16)), 'qv to have the shape'),
-    'dtype': (dict(qv=ONE['qv'].half()), 'qv.dtype to be bfloat16, got float16'),
+    'dtype': (dict(qv=ONE['qv'].half()), 'qv.dtype to be that of q, bfloat16, got float16'),
     'KV heads': (dict(k_cache=ONE['k_cache'].expand(-1, -1, 2, -1),
                       v_cache=ONE['v_cache'].expand(-1, -1, 2, -1)), 'one KV head with qv, got 2'),
-    'softcap': (dict(softcap=5.0), 'softcap of 0 with qv, got 5'),
-    'e4m3 cache': (OF_E4M3, 'k_cache of 16 bits with qv, got float8_e4m3fn'),
-    'scales by page': (OF_E4M3 | BY_PAGE, 'k_cache of 16 bits with qv, got float8_e4m3fn'),
-    'scales by page of 16 bits': (BY_PAGE, 'descale_by_page with a cache of float8_e4m3fn, and q '
-                                  'of 16 bits, got bfloat16 and bfloat16'),
-    'scales by page of latents': (LATENTS | BY_PAGE, 'descale_by_page of False with qv, got True'),
+    'softcap': (dict(softcap=5.0), 'no softcap with qv, got both'),
+    'e4m3 cache': (OF_E4M3, 'k_cache.dtype to be that of q, bfloat16, got float8_e4m3fn'),
+    'scales by page': (OF_E4M3 | BY_PAGE,
+                       'k_cache.dtype to be that of q, bfloat16, got float8_e4m3fn'),
+    'scales by page of 16 bits': (BY_PAGE, 'no descale_by_page with qv, got both'),
+    'scales by page of latents': (LATENTS | BY_PAGE, 'no descale_by_page with qv, got both'),
     'scales of k': (LATENTS | dict(k_descale=torch.ones(2, 1)),
                     'k_descale to be None, got a tensor'),
     'scales of 16 bits': (dict(v_descale=torch.ones(2, 24, 1)),
@@ -237,7 +237,7 @@ BAD = {
     'scales of 64 bits': (LATENTS | dict(v_descale=torch.ones(2, 24, 1).double()),
                           'v_descale.dtype to be float32, got float64'),
     'e4m3': ({name: x.to(E4M3) for name, x in ONE.items()},
-             'q of 16 bits with qv, got float8_e4m3fn'),
+             'qv.dtype to be float16 or bfloat16, got float8_e4m3fn'),
     'scale': (dict(softmax_scale=-1.0), 'softmax_scale to be a positive finite'),
     'gradients of qv': (dict(qv=ONE['qv'].clone().requires_grad_()),
                         'requires_grad=False with a cache, got requires_grad=True of qv'),
@@ -326,7 +326,7 @@ def test_rules_of_cuda():
                 ('q', (4, 1, 128, ROTARY)), ('qv', (4, 1, 128, LATENT)))},
              'q.dtype to be float16 or bfloat16'),
             (dict(cu_seqlens_k=described((5,), 'int32'), cu_seqlens_q=described((5,), 'int32')),
-             'no argument of a cache with cu_seqlens_k, got qv')):
+             'no qv with cu_seqlens_k, got both')):
         assert text in _plan.check_cache(**on_cuda(**bad))
 
 
@@ -384,7 +384,8 @@ def test_explain(capsys):
     assert rows['warpgroups'].startswith('1 producer, 1 consumers, 2 of O; ')
     assert rows['bytes'] == f'{4 * 4096 * 576 * 2 / 1e6:.4g} MB: K and V of full caches'
     flash_attn3.explain(*shapes[:2], (256, 64, 1, 256), page_table=(4, 64), qv=True)
-    assert capsys.readouterr().out.startswith('no kernel: flash_attn3.attend_cache: expected head')
+    assert capsys.readouterr().out.startswith(
+        'no kernel: flash_attn3.flash_attn_with_kvcache: expected head')
 
 
 def test_command_line(monkeypatch, capsys):
@@ -397,8 +398,8 @@ def test_command_line(monkeypatch, capsys):
 
 @pytest.mark.parametrize('changes, text', [
     ({}, ''), ({'causal': True, 'num_splits': 3, 'return_softmax_lse': True}, ''),
-    ({'softcap': 1.0}, 'attend_cache: expected softcap of 0 with qv'),
-    ({'qv': ONE['qv']}, 'attend_cache: expected qv to have the shape'),
+    ({'softcap': 1.0}, 'flash_attn_with_kvcache: expected no softcap with qv'),
+    ({'qv': ONE['qv']}, 'flash_attn_with_kvcache: expected qv to have the shape'),
     ({'qv': 'requires_grad'}, 'flash_attn_with_kvcache: expected requires_grad=False')],
     ids=['default', 'options', 'softcap', 'shape', 'gradients'])
 def test_can_use(changes, text):

@@ -62,7 +62,7 @@ BAD = {
                            'v.dtype to be float64'),
     'k of another dtype': (dict(k=new_rows()['k'].half()), 'k.dtype to be float64'),
     'by page': (dict(descale_by_page=True, page_table=torch.tensor([[0], [1]]).int()),
-                'descale_by_page of False with qv'),
+                'no descale_by_page with qv'),
 }
 
 

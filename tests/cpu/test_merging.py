@@ -173,7 +173,7 @@ def test_opcheck_combine(dtype):
     (lambda out, outs, lses: (outs[0], outs, lses), 'out with memory of its own'),
 ])
 def test_errors_of_the_op(change, text):
-    with pytest.raises(RuntimeError, match=f'flash_attn3.combine: expected {text}'):
+    with pytest.raises(RuntimeError, match=f'flash_attn3.flash_attn_combine: expected {text}'):
         torch.ops.flash_attn3.combine(*change(*op_parts(torch.float32)))
 
 
@@ -227,19 +227,21 @@ def test_opcheck_combine_of_parts(count):
 
 @pytest.mark.parametrize('change, text', [
     (lambda out, a, b, *others: (out[0, 0], a, b, *others), r'out to have 4 dimensions \('),
-    (lambda out, a, b, *others: (out, a[:, :7], b, *others), 'out_0 to have the shape'),
-    (lambda out, a, b, c, *others: (out, a, b, c[..., :8], *others), 'out_1 to have the shape'),
-    (lambda out, a, b, *others: (out, a.half(), b, *others), 'out_0.dtype to be that of out'),
-    (lambda out, a, b, *others: (out, a, b[..., :3], *others), 'lse_0 to have the shape'),
-    (lambda out, a, b, *others: (out, a, b.half(), *others), 'lse_0.dtype to be float32'),
+    (lambda out, a, b, *others: (out, a[:, :7], b, *others), r'outs\[0\] to have the shape'),
+    (lambda out, a, b, c, *others: (out, a, b, c[..., :8], *others),
+     r'outs\[1\] to have the shape'),
+    (lambda out, a, b, *others: (out, a.half(), b, *others), r'outs\[0\].dtype to be that of out'),
+    (lambda out, a, b, *others: (out, a, b[..., :3], *others), r'lses\[0\] to have the shape'),
+    (lambda out, a, b, *others: (out, a, b.half(), *others), r'lses\[0\].dtype to be float32'),
     (lambda out, a, b, *others: (a.view(out.shape), a, b, *others), 'out with memory of its own'),
     (lambda out, *others: (out[:, :1].expand(2, 4, 3, 16), *others), 'out with memory for every'),
-    (lambda *given: (*given, given[1]), 'lse_2 with out_2, got None'),
-    (lambda *given: (*given, None, None, *given[1:3]), 'out_2 before further parts, got None'),
-    (lambda out, a, b, c, d: (out[:1, :2], *(x[:0] for x in (a, b, c, d))), 'out_0 to have the'),
+    (lambda *given: (*given, given[1]), r'lses\[2\] with outs\[2\], got None'),
+    (lambda *given: (*given, None, None, *given[1:3]), r'outs\[2\] before further parts, got None'),
+    (lambda out, a, b, c, d: (out[:1, :2], *(x[:0] for x in (a, b, c, d))),
+     r'outs\[0\] to have the'),
 ])
 def test_errors_of_merge_parts(change, text):
-    with pytest.raises(RuntimeError, match=f'flash_attn3.merge_parts: expected {text}'):
+    with pytest.raises(RuntimeError, match=f'flash_attn3.merge_states: expected {text}'):
         torch.ops.flash_attn3.combine(*change(*separate(2, torch.float32, False)))
 
 

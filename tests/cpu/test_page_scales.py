@@ -169,10 +169,13 @@ def test_compiled(dynamic):
 
 
 @pytest.mark.parametrize('change, text', [
-    ({}, ''), ({'page_table': None}, 'attend_cache: expected k_cache.size(0), the batch, to be'),
-    ({'k_descale': None}, 'attend_cache: expected k_descale and v_descale with descale_by_page'),
+    ({}, ''),
+    ({'page_table': None},
+     'flash_attn_with_kvcache: expected k_cache.size(0), the batch, to be'),
+    ({'k_descale': None},
+     'flash_attn_with_kvcache: expected k_descale with descale_by_page'),
     ({'v_descale': torch.ones(2, 2)},
-     'append_and_attend: expected v_descale to have the shape (8, 2)')],
+     'flash_attn_with_kvcache: expected v_descale to have the shape (8, 2)')],
     ids=str)
 def test_can_use(change, text):
     given = pages(element=torch.bfloat16) | new_rows(element=torch.bfloat16)

@@ -336,8 +336,7 @@ def test_full_attention_has_no_sections():
     ({'dtype': 'float32'}, 'fwd: expected q.dtype to be float16 or bfloat16, got float32'),
     ({'heads_q': 7, 'heads_k': 2}, 'fwd: expected the heads of q to be a multiple of the heads '
                                    'of k, 2, got 7'),
-    ({'sm_margin': 132}, 'fwd: expected sm_margin to be less than the 132 SMs of the device, '
-                         'got 132'),
+    ({'sm_margin': 132}, 'fwd: expected sm_margin to be from 0 to 131, got 132'),
     ({'seqlen_q': -1}, 'explain: expected sizes of 0 or more, got -1'),
     ({'sm_count': 0}, 'explain: expected sm_count to be 1 or more, got 0')])
 def test_no_plan_says_why(change, reason):

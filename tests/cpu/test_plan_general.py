@@ -261,9 +261,8 @@ def test_keys_of_a_tile_depend_on_the_said_lengths_alone(batch, total_q, total_k
 
 
 @pytest.mark.parametrize('change, reason', [
-    ({'window_left': -2}, 'fwd: expected window_size to be two numbers of -1 (no limit) or more, '
-                          'got (-2, -1)'),
-    ({'attention_chunk': -1}, 'fwd: expected attention_chunk to be 0 (none) or more, got -1'),
+    ({'window_left': -2}, 'fwd: expected window_size[0] to be -1 or more, got -2'),
+    ({'attention_chunk': -1}, 'fwd: expected attention_chunk to be 0 or more, got -1'),
     ({'softcap': -1.0}, 'fwd: expected softcap to be 0 (none) or a positive finite float32, '
                         'got -1'),
     ({'totals': (8, -1)}, 'explain: expected sizes of 0 or more, got -1'),

@@ -360,13 +360,13 @@ ERRORS = [
     ({'seed': None, 'rotate': True}, 'seed to be from 0 to 2**32 - 1, got None'),
     ({'group': 3}, 'group to divide the heads of x, got 3'),
     ({'group': 0}, 'group to divide the heads of x, got 0'),
-    ({'seed': -1, 'rotate': True}, 'seed to be from 0 to 2**32 - 1, got -1'),
-    ({'seed': 1 << 32, 'rotate': True}, 'seed to be from 0 to 2**32 - 1, got 4294967296'),
+    ({'seed': -1, 'rotate': True}, 'seed to be from 0 to 4294967295, got -1'),
+    ({'seed': 1 << 32, 'rotate': True}, 'seed to be from 0 to 4294967295, got 4294967296'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': torch.tensor([0, 5])}, 'cu_seqlens.dtype to be'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([6])}, 'cu_seqlens[1], the end of seq'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6])}, 'seqused[0]'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6, 7])},
-     'seqused.size(0) to be the batch, 1, got 2'),
+     'seqused.size(0), the batch, to be that of cu_seqlens, 1, got 2'),
     ({'seqused': ints([6])}, 'seqused only with cu_seqlens, got seqused alone'),
 ]
 

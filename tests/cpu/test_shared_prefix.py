@@ -308,7 +308,7 @@ def changed_level(number: int, **changes) -> dict:
     (lambda: changed_level(0) | dict(q_descale=torch.ones(2)), 'q_descale to have 2 dimensions'),
     (lambda: changed_level(0) | dict(q_descale=torch.ones(3, 2)), 'q_descale to be the same'),
     (lambda: changed_level(0) | dict(q_descale=torch.ones(1, 2)), 'q_descale to be None'),
-    (lambda: changed_level(0) | dict(s_aux=torch.ones(3)), 's_aux.size(0) to be the heads'),
+    (lambda: changed_level(0) | dict(s_aux=torch.ones(3)), 's_aux.size(0), the heads, to be'),
     (lambda: changed_level(0) | dict(num_splits=-1), 'num_splits to be from 0'),
 ])
 def test_errors_of_levels(make, text):

@@ -134,7 +134,7 @@ def test_what_does_not_go_together():
     given = dense(requires_grad=True)
     with pytest.raises(RuntimeError, match='requires_grad=False together with out='):
         flash_attn_func(**given, out=torch.empty_like(given['q']), num_splits=2)
-    with pytest.raises(RuntimeError, match='flash_attn3.attend_cache: expected k.dtype'):
+    with pytest.raises(RuntimeError, match='flash_attn3.flash_attn_func: expected k.dtype'):
         flash_attn_func(**dense() | {'k': torch.randn(2, 50, 2, 16)}, num_splits=2)
 
 

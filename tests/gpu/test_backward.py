@@ -228,8 +228,10 @@ def test_dk_and_dv_repeat_bitwise(kind, device):
 # ----------------------------------------------------------------------------------------- errors
 BAD_CALLS = {
     'dout shape': ('dout', lambda x: x[:, 1:], 'expected dout to have the shape'),
-    'dout dtype': ('dout', lambda x: x.float(), r'expected dout.dtype to be bfloat16, got float32'),
-    'out dtype': ('out', lambda x: x.half(), r'expected out.dtype to be bfloat16, got float16'),
+    'dout dtype': ('dout', lambda x: x.float(),
+                   r'expected dout.dtype to be that of q, bfloat16, got float32'),
+    'out dtype': ('out', lambda x: x.half(),
+                  r'expected out.dtype to be that of q, bfloat16, got float16'),
     'lse shape': ('lse', lambda x: x.transpose(1, 2), 'expected lse to have the shape'),
     'lse dtype': ('lse', lambda x: x.double(), r'expected lse.dtype to be float32, got float64'),
     'dlse shape': ('dlse', lambda x: x[..., :1], 'expected dlse to have the shape'),

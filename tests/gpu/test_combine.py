@@ -185,7 +185,7 @@ def test_errors(changes, text, cuda):
                      out=torch.zeros(2, 3, 4, 64)) | changes
     moved = {name: torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(cuda).as_strided(
         x.shape, x.stride()) for name, x in arguments.items()}
-    with pytest.raises(RuntimeError, match=f'flash_attn3.combine: expected {text}'):
+    with pytest.raises(RuntimeError, match=f'flash_attn3.flash_attn_combine: expected {text}'):
         run(**moved)
 
 

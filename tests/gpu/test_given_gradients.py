@@ -169,7 +169,7 @@ BAD = [    # name, change, error
     ('dq', lambda x: x.mT.contiguous().mT, 'dq.stride(3) to be 1, the head_dim contiguous, got '),
     ('dk', lambda x: x[:1].expand_as(x), 'dk with memory for every element, got dk.stride(0) of 0'),
     ('dv', lambda x: x[:, 1:], 'dv to have the shape (2, 203, 2, 64), got (2, 202, 2, 64)'),
-    ('dv', Tensor.float, 'dv.dtype to be bfloat16, got float32'),
+    ('dv', Tensor.float, 'dv.dtype to be that of q, bfloat16, got float32'),
     ('dk', Tensor.cpu, 'dk on the device of q, cuda:0, got cpu')]
 
 

@@ -375,8 +375,9 @@ def test_a_bad_qv_writes_nothing(device):
     out = torch.full_like(arguments['qv'], 7.0)
     before = copied(arguments)
     for bad, text in ((arguments['q'], 'qv to have the shape'),
-                      (arguments['qv'].float(), 'qv.dtype to be bfloat16')):
-        with pytest.raises(RuntimeError, match=f'flash_attn3.attend_cache_out: expected {text}'):
+                      (arguments['qv'].float(), 'qv.dtype to be that of q, bfloat16')):
+        with pytest.raises(RuntimeError,
+                           match=f'flash_attn3.flash_attn_with_kvcache: expected {text}'):
             flash_attn_with_kvcache(**arguments | dict(qv=bad, out=out))
     assert (out == 7).all()
     assert torch.equal(as_bits(arguments['v_cache']), as_bits(before['v_cache']))

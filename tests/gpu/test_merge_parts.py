@@ -155,7 +155,8 @@ def test_errors(cuda):
     out, lse = (x.to(cuda) for x in (torch.zeros(2, 3, 4, 8).half(), torch.zeros(2, 4, 3)))
     wide = out.float()
     for given, text in (((torch.empty_like(wide), wide, lse, wide, lse), 'out.dtype to be float16'),
-                        ((torch.empty_like(out), out, lse.half(), out, lse), 'lse_0.dtype to be'),
+                        ((torch.empty_like(out), out, lse.half(), out, lse),
+                         r'lses\[0\].dtype to be'),
                         ((out, out, lse, out, lse), 'out with memory of its own')):
-        with pytest.raises(RuntimeError, match=f'flash_attn3.merge_parts: expected {text}'):
+        with pytest.raises(RuntimeError, match=f'flash_attn3.merge_states: expected {text}'):
             run(*given)

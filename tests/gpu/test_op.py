@@ -142,14 +142,14 @@ def test_tensors_on_cpu_and_gpu(names, text, cuda):
 @pytest.mark.smoke
 def test_out_on_the_cpu(cuda):
     arguments = bad_inputs.good_arguments(cuda)
-    text = 'flash_attn3.fwd_out: expected out on the device of q, cuda:0, got cpu'
+    text = 'flash_attn3.fwd: expected out on the device of q, cuda:0, got cpu'
     with pytest.raises(RuntimeError, match=text):
         flash_attn_func(**arguments, out=torch.empty_like(arguments['q'], device='cpu'))
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize('op', ['fwd', 'fwd_out', 'bwd'])
-def test_out_of_memory_names_the_op_and_the_bytes(op, cuda):
+@pytest.mark.parametrize('call', ['fwd', 'out', 'bwd'])
+def test_out_of_memory_names_the_op_and_the_bytes(call, cuda):
     """1 TiB: an output, a copy of keys that TMA cannot address, a gradient."""
     shape = 1, 1 << 30, 8, 64
     small = torch.zeros(1, 3, 8, 64, dtype=torch.bfloat16, device=cuda)
@@ -157,12 +157,13 @@ def test_out_of_memory_names_the_op_and_the_bytes(op, cuda):
     unaligned = small.flatten().as_strided(shape, (0, 0, 4, 1))
     lse = torch.zeros(1, 8, 1, device=cuda).expand(1, 8, 1 << 30)
     calls = {'fwd': lambda: flash_attn_func(large, small, small),
-             'fwd_out': lambda: flash_attn_func(small, unaligned, unaligned,
-                                                out=torch.empty_like(small)),
+             'out': lambda: flash_attn_func(small, unaligned, unaligned,
+                                            out=torch.empty_like(small)),
              'bwd': lambda: OPS.bwd(large, None, large, small, small, large, lse, 1.0, False)}
+    op = 'bwd' if call == 'bwd' else 'fwd'
     text = f'flash_attn3.{op}: expected room for {1 << 40} bytes on {cuda}, got CUDA out of memory'
     with pytest.raises(RuntimeError, match=text):
-        calls[op]()
+        calls[call]()
 
 
 @pytest.mark.smoke

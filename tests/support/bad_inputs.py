@@ -38,7 +38,6 @@ def _all(change: Callable) -> Callable[[dict], dict]:
 
 
 FWD = 'flash_attn3.fwd: expected '
-FWD_OUT = 'flash_attn3.fwd_out: expected '
 LAYOUT = '(batch, seqlen, heads, head_dim)'
 
 EVERYWHERE = [
@@ -65,7 +64,7 @@ EVERYWHERE = [
     BadInput('heads', lambda g: {'q': g['q'][:, :, :3]},
              f'{FWD}the heads of q to be a multiple of the heads of k, 2, got 3'),
     BadInput('no_kv_heads', lambda g: {'k': g['k'][:, :, :0], 'v': g['v'][:, :, :0]},
-             f'{FWD}k.size(2), the heads, to be at least 1, got 0'),
+             f'{FWD}k.size(2), the heads, to be 1 or more, got 0'),
     BadInput('no_head_dim', _all(lambda x: x[..., :0]), f'{FWD}'),
     BadInput('scale_0', lambda g: {'softmax_scale': 0.0},
              f'{FWD}softmax_scale to be a positive finite float32, got 0'),
@@ -76,22 +75,22 @@ EVERYWHERE = [
     BadInput('scale_inf', lambda g: {'softmax_scale': math.inf},
              f'{FWD}softmax_scale to be a positive finite float32, got inf'),
     BadInput('margin_negative', lambda g: {'sm_margin': -1},
-             f'{FWD}sm_margin to be 0 or more, got -1'),
-    BadInput('margin_large', lambda g: {'sm_margin': 132}, f'{FWD}sm_margin to be less than the '),
+             f'{FWD}sm_margin to be from 0 to '),
+    BadInput('margin_large', lambda g: {'sm_margin': 132}, f'{FWD}sm_margin to be from 0 to '),
     BadInput('out_shape', lambda g: {'out': torch.empty_like(g['q'])[:, 1:]},
-             f'{FWD_OUT}out to have the shape (2, 16, 4, 64), got (2, 15, 4, 64)'),
+             f'{FWD}out to have the shape (2, 16, 4, 64), got (2, 15, 4, 64)'),
     BadInput('out_rank', lambda g: {'out': torch.empty_like(g['q'])[0]},
-             f'{FWD_OUT}out to have the shape (2, 16, 4, 64), got (16, 4, 64)'),
+             f'{FWD}out to have the shape (2, 16, 4, 64), got (16, 4, 64)'),
     BadInput('out_dtype', lambda g: {'out': torch.empty_like(g['q'], dtype=torch.float16)},
-             f'{FWD_OUT}out.dtype to be that of q, bfloat16, got float16'),
+             f'{FWD}out.dtype to be that of q, bfloat16, got float16'),
     BadInput('out_expanded', lambda g: {'out': torch.empty_like(g['q'][:1]).expand(2, -1, -1, -1)},
-             f'{FWD_OUT}out with memory for every element, got out.stride(0) of 0'),
+             f'{FWD}out with memory for every element, got out.stride(0) of 0'),
     BadInput('out_is_q', lambda g: {'out': g['q']},
-             f'{FWD_OUT}out with memory of its own, got the memory of q'),
+             f'{FWD}out with memory of its own, got the memory of q'),
     BadInput('out_over_the_end_of_q', lambda g: dict(zip(('q', 'out'), (
         rows.view(2, 16, 4, 64) for rows in torch.stack([g['q']] * 2).flatten().unfold(
             0, g['q'].numel(), g['q'].numel() // 2)))),
-             f'{FWD_OUT}out with memory of its own, got the memory of q'),
+             f'{FWD}out with memory of its own, got the memory of q'),
 ]
 
 KERNEL_RULES = [
@@ -111,7 +110,7 @@ KERNEL_RULES = [
         'q': g['q'].repeat(1, 1, 1, 2)[..., :72], 'k': g['k'].repeat(1, 1, 1, 2)[..., :72],
         'v': g['v'].repeat(1, 1, 1, 5)[..., :264]},
              f'{FWD}v.size(3), the head_dim of the values, to be a multiple of 8 from 8 to 256 '
-             'with a head_dim of 72, got 264'),
+             'with a head_dim above 64, got 264'),
     BadInput('too_many_tiles', lambda g: {
         'q': g['q'][:1, :1, :1].expand(1 << 20, 64, 1024, 64),
         'k': g['k'][:1].expand(1 << 20, -1, -1, -1), 'v': g['v'][:1].expand(1 << 20, -1, -1, -1)},
@@ -124,7 +123,7 @@ KERNEL_RULES = [
     BadInput('v_last_stride', lambda g: {'v': g['v'].repeat(1, 1, 1, 2)[..., ::2]},
              f'{FWD}v.stride(3) to be 1, the head_dim contiguous, got 2'),
     BadInput('out_last_stride', lambda g: {'out': g['q'].mT.contiguous().mT},
-             f'{FWD_OUT}out.stride(3) to be 1, the head_dim contiguous, got 4'),
+             f'{FWD}out.stride(3) to be 1, the head_dim contiguous, got 4'),
 ]
 
 # Arguments of upstream that this version does not have, and what their errors name.

@@ -108,7 +108,7 @@ FEATURES = (
     Feature('head dim of v: 64, 512', head_dims=(64, 512), errors=_GRADIENT_HEAD_DIMS),
     Feature('head dim of v: 128, 264', head_dims=(128, 264), errors=_of_head_dims(
         f'{_FWD}v', 'the head_dim of the values, to be a multiple of 8 from 8 to 256 with a '
-        'head_dim of 128')),
+        'head_dim above 64')),
     Feature('GQA', heads=(6, 2)),
     Feature('MQA, `pack_gqa`', heads=(4, 1), options={'pack_gqa': True}),
     Feature('`window_size`, left', options={'window_size': (20, 0)}),
@@ -192,14 +192,16 @@ CACHE_FEATURES = (
     CacheFeature('`qv`', {**_LATENT, 'page_size': 4}),
     CacheFeature('`qv`, latents of e4m3', {**_LATENT, **_KV8, 'page_size': 4}),
     CacheFeature('float32', {'dtype': 'fp32'},
-                 error='flash_attn3.attend_cache: expected q.dtype to be float16 or bfloat16'),
+                 error='flash_attn3.flash_attn_with_kvcache: expected q.dtype to be float16 or '
+                       'bfloat16'),
     CacheFeature('FP8, rotary', {**_NEW, 'dtype': 'e4m3', 'rotary': 0.5, 'descales': False}),
     CacheFeature('`split_size` with `num_splits` > 1', {'split_size': 128, 'num_splits': 2},
-                 error='flash_attn3.attend_cache: expected num_splits of 0 or 1 with a split_size'),
+                 error='flash_attn3.flash_attn_with_kvcache: expected no num_splits above 1 with '
+                       'split_size'),
     CacheFeature('`shared_prefix` with windows, chunks or `cache_leftpad`',
                  {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8, 'window': (4, 0)},
                  error='flash_attn3.flash_attn_with_kvcache: expected neither window_size nor '
                        'attention_chunk with shared_prefix'),
     CacheFeature('`qv`, head dims 64, 256', _LATENT | {'head_dim_v': 256},
-                 error='flash_attn3.attend_cache: expected head dims of 64'),
+                 error='flash_attn3.flash_attn_with_kvcache: expected head dims of 64'),
 )
