@@ -163,6 +163,7 @@ void ForwardRun::add(AttentionCall const& call, OpTensors& inputs, ForwardResult
   set_params(params, call, inputs, results, out);
   if (call.on_cache) {
     auto const problems = launches_of_cache(params.problem);
+    launches_[first]->groups = HeadGroups::of(params.problem, problems[0]);
     params.problem = problems[0];
     if (problems.size() > 1) {
       launches_[count_++].emplace(params).params.problem = problems[1];
@@ -184,14 +185,12 @@ void ForwardRun::Launch::plan(AttentionCall const& call, int64_t& used_counters,
   params.schedule = plan.schedule;
   FwdConfig const& config = kFwdVariants[variant];
   CacheSchedule const& cache = params.schedule.cache;
-  bool const is_latent = problem.kind.is_latent;
   int64_t const part_floats = cache.slots * cache.rows * config.part_row_floats();
-  int64_t const tile_floats = is_latent ? cache.slots * (kSharedTileBytes / 4) : 0;
+  int64_t const tile_floats = config.is_latent() ? cache.slots * (kSharedTileBytes / 4) : 0;
   int64_t const dense = plan.schedule.total_floats + plan.schedule.workspace_ints;
   int64_t const floats = dense + round_up(part_floats, 4) + tile_floats;
-  int64_t const counters = !call.on_cache ? 1
-                           : is_latent    ? 2
-                                          : round_up(2 * cache.slots * config.part_counters(), 2);
+  int64_t const part_counters = round_up(2 * cache.slots * config.part_counters(), 2);
+  int64_t const counters = !call.on_cache ? 1 : config.is_latent() ? 2 : part_counters;
   bool const has_own_counters = used_counters + counters > kLaunchCounters;
   int64_t const size = floats + (has_own_counters ? counters : 0);
   float* memory = nullptr;
@@ -211,18 +210,15 @@ void ForwardRun::Launch::plan(AttentionCall const& call, int64_t& used_counters,
   params.cache.shared_tiles = memory + (floats - tile_floats);
 }
 
-// A launch for each part of v's columns that one can take: mostly one. Of a latent cache a second
-// kernel combines the parts.
-void ForwardRun::Launch::run(void* stream) const {
+// A launch for each group of heads and columns of v that one can take: mostly one. All use the same
+// workspace, since each waits for the one before. A second kernel combines parts of a latent cache.
+void ForwardRun::Launch::run_group(int group, void* stream) const {
   FwdConfig const& config = kFwdVariants[variant];
-  int const all = params.problem.head_dim_v;
-  int const step = launch_columns(params.problem);
-  for (int first = 0; first < all; first += step) {
-    FwdParams part = params;
-    part.problem.head_dim_v = std::min(step, all - first);
-    constexpr int kOutBytes = 2;
-    part.v.data = static_cast<char*>(params.v.data) + first * element_bytes(config.dtype_kv());
-    part.o.data = static_cast<char*>(params.o.data) + first * kOutBytes;
+  FwdParams own = groups.params_of(params, config, group);
+  own.sinks += own.sinks ? group * own.problem.heads_q : 0;
+  int const step = launch_columns(own.problem);
+  for (int first = 0; first < own.problem.head_dim_v; first += step) {
+    FwdParams part = params_of_columns(own, config, first, step);
     if (part.problem.is_packed && !config.kind.is_cache()) {
       launch_prepare(prepare_params(part, config.consumer_warpgroups), stream);
     }
@@ -235,12 +231,14 @@ void ForwardRun::Launch::run(void* stream) const {
       pair->complete();
     }
   }
-  launch_combine_parts(params, config.head_dim_v, stream);
+  launch_combine_parts(own, config.head_dim_v, stream);
 }
 
 void ForwardRun::run(void* stream) const {
   for (int i = 0; i < count_; ++i) {
-    launches_[i]->run(stream);
+    for (int group = 0; group < launches_[i]->groups.count; ++group) {
+      launches_[i]->run_group(group, stream);
+    }
   }
   if (parts_) {
     launch_merge(parts_->merge, results_.out,

@@ -8,6 +8,7 @@
 #include "call/combine_call.h"
 #include "plan/plan.h"
 #include "ops/cuda_call.h"
+#include "ops/launch_share.h"
 
 namespace fa3 {
 
@@ -33,11 +34,12 @@ class ForwardRun {
   struct Launch {
     FwdParams params;
     int variant = 0;
+    HeadGroups groups;
     OwnedTensor workspace;
 
     // used_counters: of the stream's, that earlier launches of the call have.
     void plan(AttentionCall const& call, int64_t& used_counters, void* stream);
-    void run(void* stream) const;
+    void run_group(int group, void* stream) const;
   };
 
   // Sequences that share their first keys. One part has the keys of each sequence, the other the

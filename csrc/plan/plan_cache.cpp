@@ -1,6 +1,7 @@
 #include "plan/plan_cache.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "core/packed_tiles.h"
 #include "core/row_packing.h"
@@ -167,6 +168,49 @@ void combine_apart(CacheSchedule& cache, int parts, int64_t tiles) {
   cache.splits.most = cache.slots;
 }
 
+// Parts of a fixed size or number have space as if each sequence filled its capacity: of 2048
+// packed queries of 256 sequences, 32 heads, 128k keys and split_size=2048, 37 GB.
+constexpr int64_t kMostPartBytes = int64_t(2) << 30;
+
+// The problem of one of `groups` groups of heads; none if the heads cannot be divided like that.
+std::optional<FwdProblem> heads_of_group(FwdProblem const& problem, int groups) {
+  bool const is_whole = problem.heads_k % groups == 0 || groups % problem.heads_k == 0;
+  if (!is_whole || problem.heads_q % groups != 0) {
+    return std::nullopt;
+  }
+  FwdProblem group = problem;
+  group.heads_q /= groups;
+  group.heads_k = max_of(1, problem.heads_k / groups);
+  return group;
+}
+
+int64_t part_bytes(FwdProblem const& problem) {
+  FwdPlan const plan = plan_cache(problem);
+  CacheSchedule const& parts = plan.schedule.cache;
+  return parts.slots * parts.rows * kFwdVariants[plan.variant].part_row_floats() *
+         int64_t(sizeof(float));
+}
+
+// The heads of a launch. WHY not those of a batch: the LSE of an entry lies after that of all heads
+// of the entry before.
+FwdProblem with_fewer_heads(FwdProblem const& problem) {
+  bool const is_even = problem.split_size == 0 && problem.cache.num_splits < 2;
+  bool const has_batch = !problem.is_packed && problem.batch != 1;
+  FwdProblem fewest = problem;
+  if (is_even || has_batch || problem.kind.is_latent || part_bytes(problem) <= kMostPartBytes) {
+    return fewest;
+  }
+  for (int groups = 2; groups <= problem.heads_q; ++groups) {
+    if (auto const group = heads_of_group(problem, groups)) {
+      fewest = *group;
+      if (part_bytes(fewest) <= kMostPartBytes) {
+        break;
+      }
+    }
+  }
+  return fewest;
+}
+
 }  // namespace
 
 std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem) {
@@ -183,7 +227,7 @@ std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem) {
   steps.seqlen_q = most;
   int const variant = has_steps ? decode_variant(steps, step_rows) : -1;
   if (variant < 0) {
-    return {problem};
+    return {with_fewer_heads(problem)};
   }
   FwdConfig const& step_config = kFwdVariants[variant];
   FwdConfig const& prompt_config = kFwdVariants[variant_for(prompts, rows, usable_sms(problem))];

@@ -335,6 +335,7 @@ PyObject* cache_plan_dict(FwdProblem const& call_problem) {
       .integer("m_tiles", schedule.m_tiles)
       .integer("grid", schedule.grid)
       .integer("launches", ceil_div(problem.head_dim_v, launch_columns(problem)))
+      .integer("head_groups", call_problem.heads_q / max_of(1, problem.heads_q))
       .string("splits", kSplits[int(cache.splits.kind)])
       .integer("split_count", cache.splits.count)
       .integer("lanes", cache.lanes)

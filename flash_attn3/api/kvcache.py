@@ -95,7 +95,7 @@ def flash_attn_with_kvcache(
         _reject(scheduler_metadata, softmax_scale, softcap, out_dtype, given)
     if _INVARIANT:
         num_splits, split_size = invariance.in_parts(num_splits, split_size)
-    functions = functions_for(q, _OP)
+    functions = functions_for(q, _OP, split_size)
     length, cache_seqlens = lengths_of(cache_seqlens)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = _rows_of(page_table, cache_batch_idx, q, cu_seqlens_q)
@@ -178,13 +178,15 @@ def arguments_of(call: Mapping) -> tuple[Attend, Rotary]:
                        call['rotary_interleaved'], own.causal or window != (-1, -1))
 
 
-def functions_for(q: Tensor, op: str) -> tuple:
+def functions_for(q: Tensor, op: str, split_size: int = 0) -> tuple:
     """The functions that serve q: (attend, append and attend)."""
     if q.get_device() in library.SERVED_DEVICES and not is_compiling():
         return _EAGER
     if not q.is_cuda or library.kernels_serve(q.device):
         return _TRACED if is_compiling() else _EAGER
-    invariance.reject_device(op, q.device)
+    if split_size != 0:
+        raise RuntimeError(checks.error(op, 'split_size of 0 with a GPU without our kernels',
+                                        str(split_size), invariance.HINT if _INVARIANT else ''))
     fallback.warn_once(q.device, op, depth=4)
     return _PLAIN
 

@@ -87,7 +87,7 @@ def shared_prefix_attn(
     calls[-1] = rows, last._replace(causal=causal,
                                     sinks=None if s_aux is None else checks.sinks_of(s_aux, q))
     _check_contents(calls, (k_cache, v_cache))
-    attend = kvcache.functions_for(q, _OP)[0]
+    attend = kvcache.functions_for(q, _OP, split_size)[0]
     parts = [x for rows, own in calls
              for x in attend(rows, k_cache, v_cache, None, *shortest(own))]
     return _merged(q, parts, out, return_softmax_lse)

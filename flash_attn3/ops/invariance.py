@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
-
 from flash_attn3 import env
 from flash_attn3.ops import checks
 
@@ -40,8 +38,9 @@ def invariant(split_size: int | None = None) -> Iterator[None]:
 
     Calls of flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func and
     flash_attn_with_kvcache without split_size, also those that clients make, have this one; their
-    num_splits is ignored. It counts in all threads until it is closed; contexts may overlap, then
-    the last that was opened counts. FLASH_ATTN3_INVARIANT=1 opens one at import.
+    num_splits is ignored. It counts in all threads until it is closed, so that a backward which
+    computes a checkpoint again belongs inside; contexts may overlap, then the last that was opened
+    counts. FLASH_ATTN3_INVARIANT=1 opens one at import.
 
     Args:
         split_size: keys of a part, as in `flash_attn_func`. Default: 2048.
@@ -82,7 +81,3 @@ def reject(op: str, argument: str) -> None:
         raise RuntimeError(checks.error(op, f'no {argument} under flash_attn3.invariant()',
                                         argument, 'close it, or unset FLASH_ATTN3_INVARIANT'))
 
-
-def reject_device(op: str, device: torch.device) -> None:
-    """The same for a GPU that our kernels do not serve."""
-    reject(op, f'GPU without our kernels ({device})')

@@ -147,13 +147,16 @@ def rows(facts: Mapping) -> dict[str, str]:
                      'CTAs, by the lengths on the GPU',
              'parts': f'at most {facts["split_count"]} part(s) of equal numbers of K tiles',
              'size': f'parts of {facts["split_count"] * facts["tile_n"]} keys{ignored_text()}'}
+    groups = facts['head_groups']
+    turns = f', {groups} groups of heads one after the other' if groups > 1 else ''
     keys = (f'{facts["capacity"]} slots a sequence' if not facts['is_paged'] else
             f'pages of {facts["page_size"]}, {facts["capacity"] // facts["page_size"]} a sequence')
     return {
         'keys': f'{facts["batch"]} sequence(s), {keys}',
         'splits': parts[facts['splits']],
         'grid': f'{facts["grid"]} CTAs, which read {facts["lanes"]} head(s) at a time',
-        'workspace': f'{facts["parts_bytes"]} bytes: at most {facts["slots"]} parts of results',
+        'workspace': f'{facts["parts_bytes"]} bytes: at most {facts["slots"]} parts of results'
+                     f'{turns}',
         'bytes': f'{facts["bytes"] / 1e6:.4g} MB: K and V of full caches',
         'expected': f'{facts["expected_us"]:.3g} us, an estimate: these bytes at '
                     f'{_BYTES_PER_US / 1e6:.1f} TB/s (H200), and {_SHORT_CALL_US:.0f} us',

@@ -99,7 +99,7 @@ def test_environment_variables_are_those_that_the_code_reads():
                                                         'third_party', 'csrc')
                                     for path in (ROOT / folder).rglob('*.py'))]
     read = {name for path in sources
-            for name in re.findall(r"environ(?:\.get\(|\[)'(\w+)'", path.read_text())}
+            for name in re.findall(r"(?:environ(?:\.get\(|\[)|_is_on\()'(\w+)'", path.read_text())}
     rows = re.findall(r'^\| (`[A-Z].*?) \|', section(ROOT / 'docs/api.md', 'Environment variables'),
                       re.MULTILINE)
     documented = {name for row in rows for name in re.findall(r'[A-Z][A-Z0-9_]{2,}', row)}

@@ -294,3 +294,12 @@ def test_names_in_braces():
     labels = [one.name for one in kernel.body if hasattr(one, 'name')]
     assert labels == ['again_1', 'again_2'] and {'done_1', 'done_2'} <= set(kernel.registers)
     assert kernel.body[-4].operands == ['again_1'] and kernel.body[-1].op == 'ret'
+
+
+def test_cache_operators(tmp_path: Path):
+    """A load or a store through one cache is translated as any other."""
+    def text(operator: str) -> str:
+        body = f'ld.global{operator}.u32 %r2, [%rd4]; st.global{operator}.u32 [%rd5], %r2;'
+        path, _ = build.translate([HEAD + KERNEL.format(name='copy', body=body)], tmp_path)
+        return path.read_text()
+    assert text('.cg') == text('.ca') == text('')

@@ -179,8 +179,11 @@ def test_a_cache_on_other_gpus_is_refused(monkeypatch):
     monkeypatch.setattr(kvcache.library, 'kernels_serve', lambda device: False)
     monkeypatch.setattr(kvcache.fallback, 'warn_once', lambda *_, **__: None)
     assert kvcache.functions_for(q, 'op')[0] is attend_cache.attend_plainly
-    with invariant(), pytest.raises(RuntimeError, match='GPU without our kernels'):
-        kvcache.functions_for(q, 'op')
+    text = 'op: expected split_size of 0 with a GPU without our kernels, got 64'
+    with pytest.raises(RuntimeError, match=text):
+        kvcache.functions_for(q, 'op', 64)
+    with invariant(), pytest.raises(RuntimeError, match=f'{text}; hint: flash_attn3.invariant'):
+        kvcache.functions_for(q, 'op', 64)
 
 
 def test_explain_says_that_num_splits_is_ignored(capsys):
@@ -227,12 +230,24 @@ def test_compiled():
     assert sizes() == [DEFAULT, 0] and invariance.OPEN == []
 
 
-@pytest.mark.parametrize('value,size', [('1', DEFAULT), ('0', 0)])
+def run_with(name, value, code):
+    return subprocess.run([sys.executable, '-c', code], cwd=ROOT, text=True, capture_output=True,
+                          env={'PYTHONPATH': str(ROOT), name: value})
+
+
+@pytest.mark.parametrize('value,size', [('1', DEFAULT), ('0', 0), ('', 0)])
 def test_environment_variable(value, size):
     code = 'from flash_attn3.ops.invariance import split_size_of; print(split_size_of(0))'
-    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, text=True, capture_output=True,
-                          env={'PYTHONPATH': str(ROOT), 'FLASH_ATTN3_INVARIANT': value})
+    done = run_with('FLASH_ATTN3_INVARIANT', value, code)
     assert done.stdout.split() == [str(size)], done.stderr
+
+
+@pytest.mark.parametrize('name', ['INVARIANT', 'CHECKS', 'DISABLE_KERNELS', 'COPY_ENGINES'])
+def test_values_that_say_nothing(name):
+    for value in ('true', '2048'):
+        done = run_with(f'FLASH_ATTN3_{name}', value, 'import flash_attn3.env')
+        text = f"RuntimeError: flash_attn3: expected FLASH_ATTN3_{name} to be 0 or 1, got '{value}'"
+        assert done.stderr.splitlines()[-1] == text
 
 
 @pytest.mark.parametrize('client,variable,namespace', [

@@ -71,6 +71,36 @@ def test_variants_that_fold(mask, dims):
     assert not any('Folded' in facts['name'] for facts in without)
 
 
+# ---------------------------------------------------------------------------------- memory of parts
+MOST_PART_BYTES = 2 << 30
+
+
+def plan_of_pages(heads: tuple[int, int], keys: int, **numbers) -> dict:
+    """Of 2048 packed queries of 256 sequences that may have so many keys each."""
+    pages = 4096, 16, heads[1], 128
+    sizes = {'q': (2048, heads[0], 128), 'k': pages, 'v': pages}
+    lists = {'cu_seqlens_q': (257,), 'cache_seqlens': (256,), 'page_table': (256, keys // 16)}
+    return _plan.plan_cache(**{name: describe_sizes(x, 'bfloat16') for name, x in sizes.items()},
+                            **{name: describe_sizes(x, 'int32') for name, x in lists.items()},
+                            max_seqlen_q=2048, sm_count=132, **numbers)
+
+
+@pytest.mark.parametrize('split', [{'split_size': 2048}, {'num_splits': 64}], ids=str)
+@pytest.mark.parametrize('heads', [(32, 8), (8, 1), (6, 6), (12, 4)], ids=str)
+def test_parts_of_groups_of_heads(heads, split):
+    """Groups of heads are launched one after the other if parts need more memory than a launch may
+    have; an even split has few parts.
+    """
+    for keys in (4096, 1 << 15, 1 << 17):
+        facts = plan_of_pages(heads, keys, **split)
+        groups = facts['head_groups']
+        assert heads[0] % groups == 0 and (heads[1] % groups == 0 or groups % heads[1] == 0)
+        assert facts['parts_bytes'] <= MOST_PART_BYTES
+    assert groups > 1
+    assert plan_of_pages(heads, 4096, split_size=4096)['head_groups'] == 1
+    assert plan_of_pages(heads, 1 << 17)['head_groups'] == 1
+
+
 # ------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize('make', [dense, packed])
 @pytest.mark.parametrize('changes, text', [

@@ -14,7 +14,7 @@ from tests.support import compare
 from tests.support.cache_cases import CacheCase, Returned, alone, call, copied, mixed
 from tests.support.cache_oracle import (check, check_case, check_result, check_same, expected,
                                         one_of, run)
-from tests.support.lists import ints
+from tests.support.lists import ints, starts
 
 PARTS = 4    # tests.record runs so many processes
 
@@ -258,3 +258,28 @@ def test_prompts_and_steps_share_a_call(page_size, head_dim, heads, lengths, dev
     """Two launches, each with its tile, that run side by side."""
     check_case(CacheCase(BESIDE[lengths], heads=heads, head_dim=head_dim, page_size=page_size,
                          is_packed=True, causal=True), device)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float8_e4m3fn], ids=['bf16', 'kv8'])
+@pytest.mark.parametrize('heads', [(8, 2), (8, 1)], ids=str)
+def test_parts_of_groups_of_heads(heads, dtype, kernels):
+    """A long page table, whose parts would take more memory than a launch may have: groups of heads
+    are computed one after the other. The bits are those with a short table.
+    """
+    page_size, lengths = 256, (300, 1)
+    torch.manual_seed(0)
+    q = torch.randn(sum(lengths), heads[0], 64, device=kernels).bfloat16()
+    caches = [torch.randn(3, page_size, heads[1], 64, device=kernels).to(dtype) for _ in 'kv']
+    sinks = torch.randn(heads[0], device=kernels)
+    scales = {f'{name}_descale': 0.5 + torch.rand(2, heads[1], device=kernels) for name in 'kv'
+              if dtype == torch.float8_e4m3fn}
+
+    def attention(columns: int) -> Returned:
+        table = torch.full((2, columns), -1, dtype=torch.int32, device=kernels)
+        table[0, :2], table[1, 0] = ints((2, 0), kernels), 1
+        return flash_attn_with_kvcache(
+            q, *caches, cache_seqlens=ints((400, 200), kernels), page_table=table, causal=True,
+            cu_seqlens_q=starts(lengths, kernels), max_seqlen_q=300, s_aux=sinks, split_size=128,
+            return_softmax_lse=True, **scales)[:2]
+    for name, got, wanted in zip(('out', 'lse'), attention(2048), attention(2)):
+        compare.check_equal(got, wanted, name)

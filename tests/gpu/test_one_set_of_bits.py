@@ -3,10 +3,13 @@
 """
 from __future__ import annotations
 
+import math
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
@@ -17,12 +20,13 @@ from tests.bits.ways import check
 from tests.support import compare
 from tests.support.general_cases import GeneralCase, run
 from tests.support.general_oracle import check as check_results
-from tests.support.lists import starts
+from tests.support.lists import ints, starts
 
 PARTS = 2    # tests.record runs so many processes
 
 DRAWS, SMOKE, SEED = 300, 60, 0
-HEAD_DIMS = pytest.mark.parametrize('dims', [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+HEAD_DIMS = pytest.mark.parametrize('dims', [(64, 64), (128, 128), (192, 128), (256, 256)],
+                                    ids=lambda dims: f'd{dims[0]}')
 
 
 @pytest.mark.parametrize('number', [pytest.param(number, marks=[pytest.mark.smoke] * (
@@ -73,39 +77,109 @@ def test_gradients(dims, is_packed, features, device):
         check_results(case, tensors, run(case, tensors, split_size=128))
 
 
-def gradients(inputs: list[Tensor], dout: Tensor, lists: dict, **options) -> tuple[Tensor, ...]:
-    """dq, dk and dv of a packed batch."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = flash_attn_varlen_func(*leaves, **lists, **options)
-    return torch.autograd.grad(out, leaves, dout)
+class Sequence(NamedTuple):
+    """A sequence, and the gradients of its out and LSE: (rows, heads, head_dim), (heads, rows)."""
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
 
 
-@pytest.mark.parametrize('options', [
-    {'causal': True}, {}, {'causal': True, 'window_size': (200, 0)},
-    {'causal': True, 'softcap': 15.0}, {'causal': True, 'attention_chunk': 300}], ids=str)
+def sequence(queries: int, keys: int, heads: tuple[int, int], dims: tuple[int, int],
+             device: torch.device) -> Sequence:
+    shapes = ((queries, heads[0], dims[0]), (keys, heads[1], dims[0]), (keys, heads[1], dims[1]),
+              (queries, heads[0], dims[1]))
+    return Sequence(*(torch.randn(shape, device=device).bfloat16() for shape in shapes),
+                    torch.randn(heads[0], queries, device=device))
+
+
+def gradients(results: tuple[Tensor, ...], leaves: list[Tensor], sinks: Tensor | None,
+              *given: Tensor) -> tuple[list[Tensor], Tensor | None]:
+    """dq, dk and dv, and the gradient of the sinks."""
+    found = torch.autograd.grad(results[:2], [*leaves, *[sinks] * (sinks is not None)], given)
+    return list(found[:3]), None if sinks is None else found[3]
+
+
+def dense(batch: list[Sequence], index: int, sinks: Tensor | None,
+          options: dict) -> tuple[list[Tensor], Tensor | None]:
+    """Gradients of the sequence with this index in a batch of equal lengths."""
+    *leaves, dout, dlse = map(torch.stack, zip(*batch))
+    leaves = [x.requires_grad_() for x in leaves]
+    results = flash_attn_func(*leaves, s_aux=sinks, return_attn_probs=True, **options)
+    found, dsinks = gradients(results, leaves, sinks, dout, dlse)
+    return [x[index] for x in found], dsinks
+
+
+def packed(batch: list[Sequence], index: int, sinks: Tensor | None, options: dict, hint: int = 0,
+           spare: int = 0) -> tuple[list[Tensor], Tensor | None]:
+    """Gradients of the sequence with this index in packed sequences. Each has `spare` rows with NaN
+    that do not count.
+    """
+    device = batch[0].q.device
+    lengths = [[x.size(0) for x in column] for column in list(zip(*batch))[:2]]
+    lists = {}
+    for name, used in zip('qk', lengths):
+        lists[f'cu_seqlens_{name}'] = starts([x + spare for x in used], device)
+        lists[f'max_seqlen_{name}'] = max(used) + spare + hint
+        if spare:
+            lists[f'seqused_{name}'] = ints(used, device)
+    padded = [[F.pad(x, (0, 0, 0, 0, 0, spare), value=math.nan) for x in one[:4]] for one in batch]
+    *leaves, dout = map(torch.cat, zip(*padded))
+    dlse = torch.cat([F.pad(one.dlse, (0, spare), value=math.nan) for one in batch], 1)
+    leaves = [x.requires_grad_() for x in leaves]
+    results = flash_attn_varlen_func(*leaves, **lists, s_aux=sinks, return_attn_probs=True,
+                                     **options)
+    found, dsinks = gradients(results, leaves, sinks, dout, dlse)
+    counts = [[x + spare for x in lengths[side]] for side in (0, 1, 1)]
+    rows = [lengths[side][index] for side in (0, 1, 1)]
+    return [x.split(count)[index][:row] for x, count, row in zip(found, counts, rows)], dsinks
+
+
+MASKS = {'causal': {'causal': True}, 'full': {},
+         'window': {'causal': True, 'window_size': (200, 0)},
+         'both sides': {'window_size': (90, 60)}, 'softcap': {'causal': True, 'softcap': 15.0},
+         'chunk': {'causal': True, 'attention_chunk': 300},
+         'sinks': {'causal': True, 'has_sinks': True}}
+
+
+@pytest.mark.parametrize('options', MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize('heads', [(4, 4), (8, 2)], ids=str)
 @HEAD_DIMS
-def test_gradients_alone_and_in_a_packed_batch(dims, heads, options, cuda):
-    """The bits of a sequence are the same alone, as a dense call, and in any batch."""
+def test_gradients_of_a_sequence(dims, heads, options, kernels):
+    """Its dq, dk and dv have the same bits alone, dense or packed, and at any place among any
+    others. The gradient of the sinks is a sum over all: it is compared alone. In the emulator the
+    sequences are short.
+    """
     pick = random.Random(str((dims, heads, options)))
-    options = dict(options, deterministic=True, split_size=512)
-    length = pick.randint(700, 1500)
-    around = [pick.randint(1, 900) for _ in range(4)]
-    all_of = [*around[:2], length, *around[2:]]
-    q, k, v, dout = (torch.randn(sum(all_of), count, dim, device=cuda).bfloat16()
-                     for count, dim in zip((heads[0], *heads[1:] * 2, heads[0]),
-                                           (dims[0], dims[0], dims[1], dims[1])))
-    rows = slice(sum(around[:2]), sum(around[:2]) + length)
+    torch.manual_seed(pick.randint(0, 1000))
+    scale = 1 if kernels.type == 'cuda' else 6
+    length = pick.randint(700, 1500) // scale
+    keys = length + pick.choice((0, 0, -40, 333 // scale))
+    options = dict(options, deterministic=True, split_size=512 // scale)
+    sinks = torch.randn(heads[0], device=kernels) if options.pop('has_sinks', False) else None
+    if sinks is not None:
+        sinks.requires_grad_()
 
-    def packed(lengths: list[int], given: slice, hint: int) -> tuple[Tensor, ...]:
-        lists = {f'cu_seqlens_{name}': starts(lengths, cuda) for name in 'qk'}
-        lists |= {f'max_seqlen_{name}': max(lengths) + hint for name in 'qk'}
-        return gradients([x[given] for x in (q, k, v)], dout[given], lists, **options)
-
-    alone = packed([length], rows, 0)
-    together = packed(all_of, slice(None), 700)
-    leaves = [x[None, rows].detach().requires_grad_() for x in (q, k, v)]
-    dense = torch.autograd.grad(flash_attn_func(*leaves, **options), leaves, dout[None, rows])
-    for name, one, other, third in zip(('dq', 'dk', 'dv'), alone, together, dense):
-        compare.check_equal(other[rows], one, f'{name} in a batch')
-        compare.check_equal(third[0], one, f'{name} of a dense call')
+    def made(*sizes: tuple[int, int]) -> list[Sequence]:
+        return [sequence(*size, heads, dims, kernels) for size in sizes]
+    own, = made((length, keys))
+    wanted, dsinks = dense([own], 0, sinks, options)
+    alone, dsinks_alone = packed([own], 0, sinks, options, hint=3)
+    ways = {'packed, alone': alone}
+    before, after = made((length, keys), (length, keys))
+    for at, batch in enumerate(([own, before, after], [before, own], [before, after, own])):
+        ways[f'dense, entry {at} of {len(batch)}'], _ = dense(batch, at, sinks, options)
+    for count in (1, 4):
+        others = [made(*((pick.randint(0, 900) // scale, pick.randint(0, 900) // scale)
+                         for _ in range(count))) for _ in 'ab']
+        nothing = made((0, 0), (0, 60), (5, 0))
+        batch = [*nothing, *others[0], own, *nothing, *others[1]]
+        for spare in (0, 7):
+            ways[f'packed, between {count} and {count}, {spare} rows unused'], _ = packed(
+                batch, 3 + count, sinks, options, hint=700, spare=spare)
+    for way, found in ways.items():
+        for name, x, y in zip(('dq', 'dk', 'dv'), found, wanted):
+            compare.check_equal(x, y, f'{name}: {way}')
+    if sinks is not None:
+        compare.check_equal(dsinks_alone, dsinks, 'gradient of the sinks')

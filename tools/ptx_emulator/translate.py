@@ -182,7 +182,7 @@ def _store_shared(writer, match, operands, site):
     return _stores(writer, 'shared', match[1], operands, site)
 
 
-@_handles(r'st(?:\.(?:relaxed|release)\.gpu)?(?:\.global)?(?:\.v\d)?\.(\w\d+)')
+@_handles(r'st(?:\.(?:relaxed|release)\.gpu)?(?:\.global)?(?:\.c[ag])?(?:\.v\d)?\.(\w\d+)')
 def _store_global(writer, match, operands, site):
     return _stores(writer, 'global', match[1], operands, site)
 

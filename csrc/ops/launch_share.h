@@ -1,0 +1,26 @@
+// The share of a call that one of its launches has: a group of heads, and columns of v.
+#pragma once
+
+#include "config/fwd_config.h"
+#include "core/problem.h"
+
+namespace fa3 {
+
+// Groups of equally many heads, launched one after the other (launches_of_cache()).
+struct HeadGroups {
+  int count = 1;
+  int all_heads_k = 0;
+
+  // one: the problem of a group.
+  static HeadGroups of(FwdProblem const& whole, FwdProblem const& one) {
+    return HeadGroups{whole.heads_q / max_of(1, one.heads_q), whole.heads_k};
+  }
+
+  // first: the parameters of the first group, whose sinks the result still has.
+  FwdParams params_of(FwdParams const& first, FwdConfig const& config, int group) const;
+};
+
+// The parameters of at most `count` columns of v.
+FwdParams params_of_columns(FwdParams const& all, FwdConfig const& config, int first, int count);
+
+}  // namespace fa3
