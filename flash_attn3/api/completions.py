@@ -91,7 +91,7 @@ def flash_attn_completions_func(
     elif is_compiling() or derivatives.is_forward_mode():
         results = _fwd_traced(q, k, v, *own)
     elif checks.needs_grad(q, k, v):
-        results = CompletionsAttention.apply(q, k, v, *own)
+        results = _differentiable(q, k, v, *own)
     else:
         results = _forward(q, k, v, *own)
     return results if return_attn_probs else results[0]
@@ -218,28 +218,11 @@ def _gradients(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tenso
     return tuple(one.add_(other) for one, other in zip(*parts))
 
 
-class CompletionsAttention(torch.autograd.Function):
-    """`_forward`, with gradients for q, k and v, from out and lse.
-
-    Takes the arguments of the op `fwd_completions`.
-    """
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        output = _forward(*arguments)
-        _setup_context(ctx, arguments, output)
-        return output
-
-    backward = staticmethod(_backward)
-
-
 # ----------------------------------------------------------------------------------------- the op
 def _fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *_) -> tuple[Tensor, Tensor]:
     return dense_and_varlen.forward_fake(q, k, v, *General(cu_seqlens, cu_seqlens))[:2]
 
 
-for _device in ('CPU', 'CUDA'):
-    library.LIBRARY.impl('fwd_completions', _forward, _device)
-torch.library.register_fake('flash_attn3::fwd_completions', _fake, lib=library.LIBRARY)
-torch.library.register_autograd('flash_attn3::fwd_completions', _backward,
-                                setup_context=_setup_context, lib=autograd.FORMULAS)
+library.register('fwd_completions', _forward, _fake)
+library.LIBRARY.impl('fwd_completions', _forward, 'CUDA')
+_differentiable = autograd.define('fwd_completions', _forward, _setup_context, _backward)

@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import (checks, dense_and_varlen, derivatives, dtensors, fp8, invariance,
                              library, splits)
-from flash_attn3.ops.autograd import Attention, GeneralAttention, PackedAttention
+from flash_attn3.ops.autograd import PackedAttention, attention, general_attention
 from flash_attn3.ops.fp8 import Descale
 from flash_attn3.ops.dense_and_varlen import Execution, General
 from flash_attn3.api.packing import unpack
@@ -297,7 +297,7 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     if is_compiling() or derivatives.is_forward_mode():
         return _fwd_traced(*arguments, deterministic)
     if needs_grad:
-        return Attention.apply(*arguments, deterministic)
+        return attention(*arguments, deterministic)
     return _fwd(*arguments)
 
 
@@ -374,5 +374,5 @@ def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], ge
     if is_compiling() or derivatives.is_forward_mode():
         return _fwd_general_traced(q, k, v, *general, *execution)
     if checks.needs_grad(q, k, v, general.sinks):
-        return GeneralAttention.apply(q, k, v, *general, *execution)
+        return general_attention(q, k, v, *general, *execution)
     return _attend_eager(q, k, v, None, *general, *execution[:-1])

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flash_attn3.ops import checks, derivatives, dtensors, fp8, invariance, library
-from flash_attn3.ops.autograd import QuantizedAttention
+from flash_attn3.ops.autograd import quantized_attention
 from flash_attn3.ops.fp8 import Quantization
 from flash_attn3.ops.dense_and_varlen import Execution, General, general_of
 from flash_attn3.api.interface import asked_for
@@ -182,7 +182,7 @@ def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], general: General
     if is_compiling() or derivatives.is_forward_mode():
         results = _fwd_quantized(*arguments)
     elif checks.needs_grad(*tensors, general.sinks):
-        results = QuantizedAttention.apply(*arguments)
+        results = quantized_attention(*arguments)
     else:
         results = fp8.forward_quantized(*arguments)
     return asked_for(results, return_lse, execution.return_max_logits)

@@ -20,7 +20,7 @@ from flash_attn3.ops import checks, dense_and_varlen, library
 from flash_attn3.arguments import OPS, tuple_of
 from flash_attn3.ops.dense_and_varlen import batch_of, inputs_of, rank_of, score_of
 from flash_attn3.cpu.quantize import E4M3
-from flash_attn3.cpu.reference import Outputs, Score
+from flash_attn3.cpu.reference import Outputs, Score, Sequences
 from flash_attn3.cpu.reference_fp8 import Scales
 from flash_attn3.api.trees import COLUMNS, unpacked
 
@@ -199,9 +199,7 @@ def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
 def _keys_of(x: Tensor, own: Attend, batch: int) -> list[Tensor]:
     """The keys or values of each sequence, (keys, heads_k, head_dim)."""
     if own.cu_seqlens_k is not None:
-        starts = own.cu_seqlens_k.tolist()
-        used = _numbers(own.seqused_k, _differences(own.cu_seqlens_k))
-        return [x[start:start + count] for start, count in zip(starts, used)]
+        return [x[rows] for rows in Sequences(own.cu_seqlens_k, own.seqused_k).slices()]
     return [_bytes(x)[index].view(x.dtype) for index in _indices_of(x, own, batch)]
 
 
@@ -237,13 +235,11 @@ def _scales_of(scale: Tensor | None, x: Tensor, own: Attend, batch: int) -> list
     return list(scale.split(1))
 
 
-def _rows_of(q: Tensor, own: Attend) -> list[tuple]:
-    """The indices of the queries of each sequence in q."""
-    if own.cu_seqlens_q is None:
-        return list(range(q.size(0)))
-    starts = own.cu_seqlens_q.tolist()
-    used = _numbers(own.seqused_q, _differences(own.cu_seqlens_q))
-    return [slice(start, start + count) for start, count in zip(starts, used)]
+def _rows_of(x: Tensor, cu_seqlens: Tensor | None,
+             seqused: Tensor | None = None) -> Sequence[int] | list[slice]:
+    """The index of the rows of each sequence in x."""
+    return (range(x.size(0)) if cu_seqlens is None else
+            Sequences(cu_seqlens, seqused).slices())
 
 
 def _with_tree(score: Score, rows: Tensor) -> Score:
@@ -264,7 +260,7 @@ def _scaled(x: Tensor, scale: Tensor | None, scaling: Callable = torch.mul) -> T
 def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
     """In the dtype of computation; nothing is checked."""
     wide = torch.float32 if q.dtype == E4M3 else reference.wide_dtype(q.dtype)
-    rows = _rows_of(q, own)
+    rows = _rows_of(q, own.cu_seqlens_q, own.seqused_q)
     out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=wide)
     heads_last = q.new_full(q.shape[:-1], -math.inf, dtype=reference.lse_dtype(wide))
     batch = len(rows)
@@ -297,13 +293,18 @@ def _out_dtype(q: Tensor, own: Attend) -> torch.dtype:
     return torch.float16 if own.float16_out else torch.bfloat16
 
 
+def _results(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None,
+             own: Attend) -> tuple[Tensor, Tensor]:
+    """Attention as the ops return it."""
+    result, lse, _ = _attend(q, k_cache, v_cache, own)
+    result = result.to(_out_dtype(q, own)) if out is None else out.copy_(result).new_empty(0)
+    return result, lse if own.return_lse else lse.new_empty(0)
+
+
 def attend_plainly(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
                    *arguments) -> tuple[Tensor, Tensor]:
     """The op `attend_cache` on any device."""
-    own = check_attend((q, k, v, out), arguments)
-    result, lse, _ = _attend(q, k, v, own)
-    result = result.to(_out_dtype(q, own)) if out is None else out.copy_(result).new_empty(0)
-    return result, lse if own.return_lse else lse.new_empty(0)
+    return _results(q, k, v, out, check_attend((q, k, v, out), arguments))
 
 
 # ------------------------------------------------------------------------------------------- append
@@ -361,9 +362,7 @@ def _rotated_queries(q: Tensor, own: Append, firsts: list[int]) -> Tensor:
     result = torch.empty_like(q, memory_format=torch.contiguous_format)
     if own.cu_seqlens_q is not None:
         result.copy_(q)    # rows of no sequence
-    rows = range(q.size(0)) if own.cu_seqlens_q is None else [
-        slice(*pair) for pair in zip(own.cu_seqlens_q.tolist(), own.cu_seqlens_q.tolist()[1:])]
-    for row, first in zip(rows, firsts):
+    for row, first in zip(_rows_of(q, own.cu_seqlens_q), firsts):
         steps = torch.arange(q[row].size(0), device=q.device)
         result[row] = _rotated(q[row], first + steps * own.rotary_per_query, own)
     return result
@@ -426,11 +425,10 @@ def append_and_attend_plainly(
     firsts = _firsts(k_cache, append, batch_of(q, append.cu_seqlens_q))
     if k is not None:
         _append(caches, k, v, append)
-    rotated = _rotated_queries(q, append, firsts) if rotary.rotary_cos is not None else None
-    result, lse, _ = _attend(q if rotated is None else rotated, k_cache, v_cache, own)
-    result = result.to(_out_dtype(q, own)) if out is None else out.copy_(result).new_empty(0)
-    return (result, lse if own.return_lse else lse.new_empty(0),
-            q.new_empty(0) if rotated is None else rotated)
+    if rotary.rotary_cos is None:
+        return *_results(q, k_cache, v_cache, out, own), q.new_empty(0)
+    rotated = _rotated_queries(q, append, firsts)
+    return *_results(rotated, k_cache, v_cache, out, own), rotated
 
 
 def with_descales(arguments: tuple, k_scales: Tensor | None, v_scales: Tensor | None) -> Attend:
@@ -476,10 +474,8 @@ def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, own: Append) ->
     batch = k.size(0) if own.cu_seqlens_k_new is None else own.cu_seqlens_k_new.numel() - 1
     spans = _spans(k_cache, own, batch)
     firsts = _firsts(k_cache, own, batch)
-    starts = range(batch) if own.cu_seqlens_k_new is None else own.cu_seqlens_k_new.tolist()
-    for sequence, (_, before, new) in enumerate(spans):
-        start = starts[sequence]
-        row = start if own.cu_seqlens_k_new is None else slice(start, start + new)
+    rows_of = _rows_of(k, own.cu_seqlens_k_new)
+    for sequence, ((_, before, new), row) in enumerate(zip(spans, rows_of)):
         steps = torch.arange(new, device=k.device)
         new_k = k[row] if own.rotary_cos is None else _rotated(k[row], firsts[sequence] + steps,
                                                                own)
@@ -519,10 +515,6 @@ def _append_and_attend_fake(
     return *results, q.new_empty(q.shape if is_rotated else 0)
 
 
-for _name, _on_cpu, _fake in (
-        ('attend_cache', attend_plainly, _attend_fake),
-        ('append_and_attend', append_and_attend_plainly, _append_and_attend_fake)):
-    library.LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)
-
+library.register('attend_cache', attend_plainly, _attend_fake)
+library.register('append_and_attend', append_and_attend_plainly, _append_and_attend_fake)
 library.register_vmap_by_loop('attend_cache')

@@ -36,6 +36,24 @@ class _Formulas(torch.library.Library):
 FORMULAS = _Formulas('flash_attn3', 'FRAGMENT')
 
 
+def define(op: str, forward: Callable, setup_context: Callable, backward: Callable) -> Callable:
+    """Gives gradients to a traced op by a formula, and to eager calls by a Function, which this
+    returns. forward: computes an eager call, from the arguments of the op.
+    """
+    torch.library.register_autograd(f'flash_attn3::{op}', backward, setup_context=setup_context,
+                                    lib=FORMULAS)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            output = forward(*arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+    Function.backward = staticmethod(backward)
+    return Function.apply
+
+
 def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal: bool,
           deterministic: bool) -> None:
     """Keeps for the backward: inputs and outputs of the forward, and its scalars.
@@ -80,23 +98,8 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     return dq, dk, dv, None, None, None, None, None
 
 
-class Attention(torch.autograd.Function):
-    """The op `_fwd` with gradients for q, k and v, from both outputs.
-
-    Takes the arguments of the op `fwd`: those of `_fwd`, then deterministic.
-    """
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        output = _fwd(*arguments[:-1])
-        _setup_context(ctx, arguments, output)
-        return output
-
-    backward = staticmethod(_backward)
-
-
-torch.library.register_autograd('flash_attn3::fwd', _backward, setup_context=_setup_context,
-                                lib=FORMULAS)
+# Takes the arguments of the op `fwd`: those of `_fwd`, then deterministic.
+attention = define('fwd', lambda *arguments: _fwd(*arguments[:-1]), _setup_context, _backward)
 
 
 # -------------------------------------------------------------------------- q, k and v in a tensor
@@ -157,28 +160,17 @@ def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _,
     return dq, dk, dv, *of_others.values(), *[None] * len(dense_and_varlen.Execution._fields)
 
 
-class GeneralAttention(torch.autograd.Function):
-    """The op `attend` with gradients for q, k, v and sinks, from out and lse.
-
-    Takes the arguments of the op `fwd_general`.
-    """
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        output = _attend(*arguments[:3], None, *arguments[3:-1])
-        _setup_general_context(ctx, arguments, output)
-        return output
-
-    backward = staticmethod(_general_backward)
+def _forward_general(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, ...]:
+    return _attend(q, k, v, None, *arguments[:-1])    # without deterministic
 
 
-torch.library.register_autograd('flash_attn3::fwd_general', _general_backward,
-                                setup_context=_setup_general_context, lib=FORMULAS)
+general_attention = define('fwd_general', _forward_general, _setup_general_context,
+                           _general_backward)
 
 
 class SplitAttention(torch.autograd.Function):
     """Attention by a function of q, k and v that returns (out, lse), with the gradients of
-    `GeneralAttention`. Takes that function, then the arguments of `fwd_general`.
+    `general_attention`. Takes that function, then the arguments of `fwd_general`.
     """
 
     @staticmethod
@@ -208,20 +200,5 @@ def _quantized_backward(ctx, *gradients: Tensor | None) -> tuple:
     return (*_general_backward(ctx, *gradients, compute), *(None for _ in fp8.Quantization._fields))
 
 
-class QuantizedAttention(torch.autograd.Function):
-    """`fp8.forward_quantized`, with gradients for q, k, v and sinks, from out and lse.
-
-    Takes the arguments of the op `fwd_quantized`.
-    """
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        output = fp8.forward_quantized(*arguments)
-        _setup_quantized_context(ctx, arguments, output)
-        return output
-
-    backward = staticmethod(_quantized_backward)
-
-
-torch.library.register_autograd('flash_attn3::fwd_quantized', _quantized_backward,
-                                setup_context=_setup_quantized_context, lib=FORMULAS)
+quantized_attention = define('fwd_quantized', fp8.forward_quantized, _setup_quantized_context,
+                             _quantized_backward)

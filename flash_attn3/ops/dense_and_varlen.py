@@ -205,8 +205,6 @@ def _bwd_out_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
     return _bwd_fake(dout, dlse, q, k, v, out, lse, *arguments)[3]
 
 
-for _name, _on_cpu, _fake in (
-        ('fwd_general', _fwd_cpu, forward_fake), ('bwd', _bwd_cpu, _bwd_fake),
-        ('bwd_out', _bwd_out_cpu, _bwd_out_fake)):
-    library.LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)
+library.register('fwd_general', _fwd_cpu, forward_fake)
+library.register('bwd', _bwd_cpu, _bwd_fake)
+library.register('bwd_out', _bwd_out_cpu, _bwd_out_fake)

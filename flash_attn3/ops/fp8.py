@@ -357,14 +357,10 @@ def _quantized_fake(q: Tensor, k: Tensor, v: Tensor,
     return dense_and_varlen.forward_fake(q, k, v, *own, *execution)
 
 
-for _name, _on_cpu, _fake in (
-        ('quantize_fp8', quantize_plainly, _quantize_fake),
-        ('quantize_qkv_fp8', quantize_qkv_plainly, _quantize_qkv_fake),
-        ('attend', _attend_cpu, _attend_fake),
-        ('fwd_quantized', forward_quantized, _quantized_fake)):
-    library.LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)
-
+library.register('quantize_fp8', quantize_plainly, _quantize_fake)
+library.register('quantize_qkv_fp8', quantize_qkv_plainly, _quantize_qkv_fake)
+library.register('attend', _attend_cpu, _attend_fake)
+library.register('fwd_quantized', forward_quantized, _quantized_fake)
 library.LIBRARY.impl('fwd_quantized', forward_quantized, 'CUDA')
 library.register_vmap_by_loop('attend')
 

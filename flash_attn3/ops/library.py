@@ -34,6 +34,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -53,6 +54,12 @@ for _name in (*OPS, *ALIASES):
 def bare(op: torch._ops.OpOverload):
     """The C++ function behind an op if PyTorch exposes it: the Python layer costs 0.2 us a call."""
     return getattr(op, '_op', op)
+
+
+def register(name: str, on_cpu: Callable, fake: Callable) -> None:
+    """Registers what an op does on CPU tensors, and on tensors without data."""
+    LIBRARY.impl(name, on_cpu, 'CPU')
+    torch.library.register_fake(f'flash_attn3::{name}', fake, lib=LIBRARY)
 
 
 def register_vmap_by_loop(name: str) -> None:
@@ -210,9 +217,7 @@ def _fwd_no_lse_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> Tensor:
     return _fwd_fake(q, k, v)[0] if out is None else out.new_empty(0)
 
 
-for _name, _on_cpu, _fake in (('fwd', _fwd_cpu, _fwd_fake), ('_fwd', _fwd_cpu, _fwd_fake),
-                              ('_fwd_no_lse', _fwd_no_lse_cpu, _fwd_no_lse_fake)):
-    LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=LIBRARY)
-
+register('fwd', _fwd_cpu, _fwd_fake)
+register('_fwd', _fwd_cpu, _fwd_fake)
+register('_fwd_no_lse', _fwd_no_lse_cpu, _fwd_no_lse_fake)
 register_vmap_by_loop('_fwd_no_lse')
