@@ -14,7 +14,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import env
 from flash_attn3.api import merging
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import autograd, checks, dense_and_varlen, derivatives, dtensors, library
@@ -114,8 +113,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, own: Completions, rules_of: str | No
         raise RuntimeError(checks.error(_OP, f'k and v to have as many rows as q, {q.size(0)}',
                                         str(k.size(0))))
     has_contents = not (q.is_meta or type(q) is FakeTensor)
-    if has_contents and (not q.is_cuda or rules_of or (
-            env.CHECK_CONTENTS and not torch.cuda.is_current_stream_capturing())):
+    if has_contents and (rules_of or checks.reads_contents(q)):
         checks.check_forward(dict(q=q, k=k, v=v), _onto_itself(own), _execution(own),
                              rules_of=rules_of)
         _check_contents(q, own)
@@ -124,8 +122,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, own: Completions, rules_of: str | No
 def _check_contents(q: Tensor, own: Completions) -> None:
     """Raises RuntimeError for bad contents of the lists. Reading them waits for their device."""
     starts, trees = own.cu_seqlens.tolist(), own.cu_trees.tolist()
-    if problem := checks.sequences_problem('q', starts, [], q.size(0)):
-        raise RuntimeError(checks.error(_OP, *(text.replace('_q[', '[') for text in problem)))
+    if problem := checks.sequences_problem('q', starts, [], q.size(0), suffix=''):
+        raise RuntimeError(checks.error(_OP, *problem))
     segments = len(starts) - 1
     if trees[0] != 0:
         raise RuntimeError(checks.error(_OP, 'cu_trees[0] to be 0', str(trees[0])))

@@ -98,7 +98,8 @@ def flash_attn_with_kvcache(
     functions = functions_for(q, _OP)
     length, cache_seqlens = lengths_of(cache_seqlens)
     if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = _rows_of(page_table, cache_batch_idx, q, cu_seqlens_q)
+        page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx,
+                                                    batch_of(q, cu_seqlens_q))
     left, right = (-1, -1) if window_size == (-1, -1) else checks.window_sides(window_size)
     added = k.size(1) if k is not None and cu_seqlens_k_new is None and k.dim() > 1 else 0
     k_set = v_set = None
@@ -189,11 +190,6 @@ def functions_for(q: Tensor, op: str) -> tuple:
     return _PLAIN
 
 
-def _rows_of(page_table: Tensor, cache_batch_idx: Tensor, q: Tensor,
-             cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return rows_of_table(page_table, cache_batch_idx, batch_of(q, cu_seqlens_q))
-
-
 def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, batch: int,
                   reads: bool = True) -> tuple[Tensor, Tensor | None]:
     """The page table of the sequences: cache_batch_idx picks its rows. A missing row has
@@ -208,9 +204,8 @@ def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, batch: int,
         return table.new_empty(batch, table.size(1)), None
     last = table.size(0) - 1
     is_none = (rows < 0) | (rows > last)
-    is_read = not rows.is_cuda or (env.CHECK_CONTENTS
-                                   and not torch.cuda.is_current_stream_capturing())
-    if is_read and not is_compiling() and not checks.has_no_data(rows) and is_none.any():
+    if (checks.reads_contents(rows) and not is_compiling() and not checks.has_no_data(rows)
+            and is_none.any()):
         first = is_none.nonzero()[0].item()
         raise RuntimeError(checks.error(
             _OP, f'cache_batch_idx[{first}] to be from 0 to {last}, the rows of page_table',
@@ -255,7 +250,10 @@ def _attend(functions: tuple, tensors: tuple, own: tuple, return_lse: bool) -> R
     if env.CHECK_CONTENTS and not is_compiling():
         attend_cache.check_cuda_contents(tensors, own)
     result, lse = attend(q, k_cache, v_cache, out, *own)
-    out = result if out is None else out
+    return _returned(result if out is None else out, lse, return_lse)
+
+
+def _returned(out: Tensor, lse: Tensor, return_lse: bool) -> Result:
     if not return_lse:
         return out
     empty = lse.new_empty(0)
@@ -274,11 +272,7 @@ def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tu
         _check_contents(tensors, new, rotary, own)
     result, lse, _ = append_and_attend(q, k_cache, v_cache, k, v, out, k_descale, v_descale,
                                        *rotary, *own)
-    result = result if out is None else out
-    if not return_lse:
-        return result
-    empty = lse.new_empty(0)
-    return result, lse, empty, empty
+    return _returned(result if out is None else out, lse, return_lse)
 
 
 def _check_contents(tensors: tuple, new: tuple, rotary: tuple, own: tuple) -> None:
@@ -287,14 +281,11 @@ def _check_contents(tensors: tuple, new: tuple, rotary: tuple, own: tuple) -> No
     """
     q, _, _, out = tensors
     k, v, *set_descales = new
-    if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(checks.error(
-            _OP, 'out not to be an inference tensor', 'an inference tensor',
-            'call the function under torch.inference_mode()'))
+    attend_cache.check_writable(_OP, out=out)
     if not q.is_cuda and not checks.has_no_data(q):
         # No op would run, and so none would check, if some lists have no data.
         attend_cache.check_attend(tensors, attend_cache.with_descales(own, *set_descales))
-    elif env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+    elif q.is_cuda and checks.reads_contents(q):
         named = attend_cache.check_attend(
             tensors, attend_cache.with_descales(own, *set_descales), rules_of='cuda')
         appended = attend_cache.append_of(named, Rotary(*rotary))

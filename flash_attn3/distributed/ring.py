@@ -179,9 +179,10 @@ def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, 
     if own.seqlen > all_rows:
         return checks.error(_OP, f'seqlen to be at most {all_rows}, the rows of all ranks',
                             str(own.seqlen))
-    problem = None if starts is None else checks.sequences_problem('q', list(starts), [], all_rows)
-    return checks.error(_OP, *(text.replace('seqlens_q', 'seqlens').replace(
-        'the rows of q', 'the rows of all ranks') for text in problem)) if problem else ''
+    if starts is not None and (problem := checks.sequences_problem('all ranks', starts, [],
+                                                                   all_rows, suffix='')):
+        return checks.error(_OP, *problem)
+    return ''
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: tuple[int, ...] | None,

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flash_attn3 import _plan, env
+from flash_attn3 import _plan
 from flash_attn3.cpu import reference, reference_fp8
 from flash_attn3.ops import checks, dense_and_varlen, library
 from flash_attn3.arguments import OPS, tuple_of
@@ -165,7 +165,7 @@ def check_cuda_contents(tensors: Sequence[Tensor | None], arguments: tuple) -> N
     asked for; a CUDA graph cannot wait for them. tensors: q, the caches and out.
     """
     q, cache, *_ = tensors
-    if env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+    if q.is_cuda and checks.reads_contents(q):
         check_attend(tensors, arguments, rules_of='cuda')
 
 
@@ -414,8 +414,8 @@ def append_and_attend_plainly(
     check_attend((q, *caches, out), own)
     append = append_of(own, rotary)
     check_append((q, *caches), (k, v), append)
-    _check_writable(dict(k_cache=k_cache, v_cache=v_cache, out=out, k_descale=k_scales,
-                         v_descale=v_scales))
+    check_writable('append_and_attend', k_cache=k_cache, v_cache=v_cache, out=out,
+                   k_descale=k_scales, v_descale=v_scales)
     if v_scales is None and k is not None and v.dtype != v_cache.dtype and (
             own.descale_by_page or own.qv is not None):
         raise RuntimeError(checks.error('append_and_attend', 'k_scales or v_scales, those that new '
@@ -455,12 +455,14 @@ def _apart(x: Tensor | None, caches: tuple[Tensor, Tensor]) -> Tensor | None:
     return x.clone() if shares else x
 
 
-def _check_writable(tensors: dict[str, Tensor | None]) -> None:
-    """PyTorch lets an inference tensor be written in inference mode alone."""
+def check_writable(op: str, **tensors: Tensor | None) -> None:
+    """Raises RuntimeError for an inference tensor, which PyTorch allows only inference mode to
+    write.
+    """
     for name, x in tensors.items():
         if x is not None and x.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError(checks.error(
-                'append_and_attend', f'{name} not to be an inference tensor', 'an inference tensor',
+                op, f'{name} not to be an inference tensor', 'an inference tensor',
                 'call the function under torch.inference_mode()'))
 
 

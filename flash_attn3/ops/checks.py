@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flash_attn3 import arguments
+from flash_attn3 import arguments, env
 
 try:
     from flash_attn3 import _plan
@@ -120,33 +120,35 @@ def check_backward(tensors: Mapping[str, Tensor | None], *groups) -> None:
     check_forward(tensors, *groups, check=_plan.check_backward)
 
 
-def sequences_problem(name: str, starts: list[int], used: list[int],
-                      rows: int) -> tuple[str, str] | None:
-    """What was expected of the lists of a tensor with these rows, and what they are instead."""
-    return _starts_problem(name, starts, rows) or _used_problem(name, starts, used)
+def reads_contents(x: Tensor) -> bool:
+    """Whether a call on x reads what its lists contain. On a GPU it waits for them, which a CUDA
+    graph cannot.
+    """
+    return not x.is_cuda or (env.CHECK_CONTENTS
+                             and not torch.cuda.is_current_stream_capturing())
 
 
-def _starts_problem(name: str, starts: list[int], rows: int) -> tuple[str, str] | None:
-    """What was expected of cu_seqlens, and what it is instead."""
+def sequences_problem(name: str, starts: list[int], used: list[int], rows: int,
+                      suffix: str | None = None) -> tuple[str, str] | None:
+    """What was expected of the lists of a tensor with these rows, and what they are instead.
+
+    suffix: that of the lists' names. Default: `_` and the name of the tensor.
+    """
+    suffix = f'_{name}' if suffix is None else suffix
     if starts[0] != 0:
-        return f'cu_seqlens_{name}[0] to be 0', str(starts[0])
+        return f'cu_seqlens{suffix}[0] to be 0', str(starts[0])
     for sequence, (start, end) in enumerate(zip(starts, starts[1:])):
         if not start <= end <= rows:
-            return (f'cu_seqlens_{name}[{sequence + 1}], the end of sequence {sequence}, to be '
+            return (f'cu_seqlens{suffix}[{sequence + 1}], the end of sequence {sequence}, to be '
                     f'from {start}, its start, to {rows}, the rows of {name}', str(end))
+    for sequence, (start, end, count) in enumerate(zip(starts, starts[1:], used)):
+        if not 0 <= count <= end - start:
+            return (f'seqused{suffix}[{sequence}] to be from 0 to {end - start}, the rows of '
+                    f'sequence {sequence}', str(count))
     return None
 
 
-def _used_problem(name: str, starts: list[int], used: list[int]) -> tuple[str, str] | None:
-    """What was expected of seqused, and what it is instead."""
-    for sequence, (start, end, rows) in enumerate(zip(starts, starts[1:], used)):
-        if not 0 <= rows <= end - start:
-            return (f'seqused_{name}[{sequence}] to be from 0 to {end - start}, the rows of '
-                    f'sequence {sequence}', str(rows))
-    return None
-
-
-# -------------------------------------------------------------------- of what never reaches an op
+# ------------------------------------------------------------ arguments that never reach an op
 def window_sides(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
     """The two numbers of a window. The ops check their values."""
     if isinstance(window_size, Tensor):

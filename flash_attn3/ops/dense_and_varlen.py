@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import env
 from flash_attn3.cpu import reference
 from flash_attn3.ops import checks, library
 from flash_attn3.arguments import OPS, select, tuple_of
@@ -125,7 +124,7 @@ def check_contents(op: str, q: Tensor, k: Tensor, own: tuple) -> None:
 
 def check_cuda_contents(q: Tensor, k: Tensor, own: tuple) -> None:
     """`check_contents` of CUDA tensors, where it is asked for; a CUDA graph cannot wait for it."""
-    if env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+    if q.is_cuda and checks.reads_contents(q):
         check_contents('fwd', q, k, own)
 
 

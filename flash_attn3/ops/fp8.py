@@ -204,9 +204,8 @@ def _check_quantize(x: Tensor, sequences: Sequences | None, block: int, group: i
         return
     cu_seqlens, seqused = sequences
     used = [] if seqused is None else seqused.tolist()
-    if problem := checks.sequences_problem('x', cu_seqlens.tolist(), used, x.size(0)):
-        raise RuntimeError(checks.error(
-            'quantize_fp8', *(part.replace('_x[', '[') for part in problem)))
+    if problem := checks.sequences_problem('x', cu_seqlens.tolist(), used, x.size(0), suffix=''):
+        raise RuntimeError(checks.error('quantize_fp8', *problem))
 
 
 # ---------------------------------------------------------------------------- CPU implementations
@@ -305,9 +304,7 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
         raise RuntimeError(checks.error('fwd', 'at least one head of q to quantise', '0'))
     if not (q.is_meta or type(q) is FakeTensor):    # meta and fake tensors have fakes
         checks.check_forward(dict(q=q, k=k, v=v), own, execution)
-        if q.is_cuda:
-            dense_and_varlen.check_cuda_contents(q, k, own)
-        else:
+        if checks.reads_contents(q):
             dense_and_varlen.check_contents('fwd', q, k, own)
     parts = quantize_inputs(q, k, v, own, quantization)
     values, scales = parts[::2], parts[1::2]
