@@ -92,7 +92,7 @@ def flash_attn_func(
                      Execution(pack_gqa, sm_margin, return_max_logits, split_size, deterministic),
                      qv, (q_descale, k_descale, v_descale), out_dtype, fp8_accum)
         num_splits = splits.splits_of(num_splits, call)
-        if (num_splits != 1 or call.of_fp8 is not None
+        if (num_splits != 1 or call.eight_bit is not None
                 or _is_general(call.general, return_max_logits) or split_size != 0):
             return _general(call, return_attn_probs, num_splits)
     # Most eager calls take this path: as little Python and as few op arguments as possible.
@@ -218,13 +218,14 @@ def flash_attn_qkvpacked_func(
     """
     descales = q_descale, k_descale, v_descale
     numbers = [None if qkv.dtype == fp8.E4M3 and fp8.is_number(x) else x for x in descales]
-    of_fp8 = fp8.fp8_of('flash_attn_qkvpacked_func', qkv, numbers, out, out_dtype, fp8_accum)
+    eight_bit = fp8.eight_bit_of('flash_attn_qkvpacked_func', qkv, numbers, out, out_dtype,
+                                 fp8_accum)
     derivatives.reject_of_scalars('flash_attn_qkvpacked_func', softmax_scale=softmax_scale,
                                   softcap=softcap)
     window = left, right = checks.window_sides(window_size)
     general = General(sinks=s_aux, window_left=left, window_right=right,
                       attention_chunk=attention_chunk, softcap=softcap)
-    is_plain = of_fp8 is None and not _is_general(general, return_max_logits)
+    is_plain = eight_bit is None and not _is_general(general, return_max_logits)
     if (is_plain and out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
             and not _INVARIANT and type(qkv) is Tensor and _is_served(qkv)
             and not derivatives.is_forward_mode()):
@@ -253,12 +254,12 @@ def _call(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], score:
     if qv is not None:
         checks.reject_unsupported(op, qv=qv)
     scales = fp8.descales_of(op, q, k, descales, *lengths[:1])
-    of_fp8 = fp8.fp8_of(op, q, scales, out, out_dtype, fp8_accum)
+    eight_bit = fp8.eight_bit_of(op, q, scales, out, out_dtype, fp8_accum)
     left, right = checks.window_sides(window_size)
     general = General(*lengths, sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale,
                       causal=causal, window_left=left, window_right=right,
                       attention_chunk=attention_chunk, softcap=softcap)
-    return Call(op, tensors, general, execution, of_fp8)
+    return Call(op, tensors, general, execution, eight_bit)
 
 
 def _is_served(x: Tensor) -> bool:
@@ -310,7 +311,7 @@ def _is_general(general: General, return_max_logits: bool) -> bool:
 
 def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Tensor, ...]:
     """What a public function returns. num_splits: 1, or of `attend_cache`."""
-    op, tensors, general, execution, of_fp8 = call
+    op, tensors, general, execution, eight_bit = call
     if dtensors.is_dtensor(tensors[0]):
         return dtensors.on_shards(call, lambda shard: _general(shard, return_lse, num_splits))
     *_, out = tensors
@@ -318,7 +319,7 @@ def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Te
         raise RuntimeError(checks.gradient_with_out_text(op, **call.named()))
     if num_splits != 1:
         results = splits.attention(call, num_splits, return_lse)
-    elif of_fp8 is None:
+    elif eight_bit is None:
         results = _general_attention(tensors, general, execution, return_lse)
     else:
         results = _fp8_attention(call)
@@ -336,13 +337,12 @@ def asked_for(results: tuple[Tensor, Tensor | None, Tensor | None], return_lse: 
 
 def _fp8_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logits) of e4m3 tensors. Their backward raises an error."""
-    op, (q, k, v, out), general, execution, of_fp8 = call
+    op, (q, k, v, out), general, execution, eight_bit = call
     fp8.reject_missing(op, q, execution.return_max_logits)
     call.reject_forward_mode()
     if not is_compiling():
         dense_and_varlen.check_cuda_contents(q, k, general)
-    arguments = (q, k, v, out, *general, *execution[:-1], *of_fp8.scales,
-                 of_fp8.out_dtype == torch.float16, of_fp8.promote)
+    arguments = q, k, v, out, *general, *execution[:-1], *eight_bit
     if out is not None:
         return out, *_attend(*arguments)[1:]
     if not call.needs_grad():

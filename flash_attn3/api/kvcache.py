@@ -342,4 +342,4 @@ def reject(op: str, softmax_scale: float | None, softcap: float, out_dtype: torc
             op, 'requires_grad=False with a cache', checks.requires_grad_text(**tensors),
             'call it under torch.no_grad()'))
     if out_dtype is not None and (out_dtype != q.dtype or q.dtype == fp8.E4M3):
-        fp8.fp8_of(op, q, (None, None, None), out, out_dtype, 'fast')
+        fp8.eight_bit_of(op, q, (None, None, None), out, out_dtype, 'fast')

@@ -81,10 +81,10 @@ def on_shards(call, compute: Callable) -> Tensor | tuple[Tensor | None, ...]:
     _check_heads(call.op, tensors, dims, parts)
     local = {name: _shard(x, dims[name], parts) for name, x in tensors.items()}
     lists = {name: _whole_list(call.op, name, getattr(call.general, name)) for name in _LISTS}
-    of_fp8 = call.of_fp8 if call.of_fp8 is None else call.of_fp8._replace(
-        scales=type(call.scales())(*(local.get(name) for name in _SCALE_NAMES)))
+    eight_bit = call.eight_bit and call.eight_bit._replace(
+        **{name: local.get(name) for name in _SCALE_NAMES})
     results = compute(call._replace(
-        tensors=(local['q'], local['k'], local['v'], None), of_fp8=of_fp8,
+        tensors=(local['q'], local['k'], local['v'], None), eight_bit=eight_bit,
         general=call.general._replace(sinks=local.get('s_aux'), **lists)))
     if isinstance(results, Tensor):
         return _joined(results, _INPUTS[is_packed], q, parts)

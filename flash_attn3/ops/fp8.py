@@ -8,7 +8,6 @@ registers the rest. `fwd_quantized` is made of the others on every device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,36 +28,30 @@ ACCUMULATIONS = ('fast', 'promote')
 BACKWARDS = ('given', 'rounded')
 
 
-class Fp8(NamedTuple):
-    """The arguments of attention on e4m3 tensors, in addition to those of `General`.
-
-    Attributes:
-        scales: as in `reference_fp8.Scales`.
-        out_dtype: bfloat16 or float16.
-        promote: whether the sum of P V of each tile is added in float32. Nothing on the CPU, where
-            all sums are float32.
-    """
-    scales: Scales
-    out_dtype: torch.dtype = torch.bfloat16
-    promote: bool = False
-
-
 class EightBit(tuple_of('EightBit', __name__, 'scales', 'fp8')):
-    """What follows the arguments of `fwd_general`, without deterministic, in those of `attend`."""
+    """The arguments of attention on e4m3 tensors: the last ones of the op `attend`.
+
+    promote: whether the P V of each tile is added in float32. It has no effect on the CPU, where
+    all sums are float32.
+    """
     __slots__ = ()
+
+    @property
+    def scales(self) -> Scales:
+        return Scales(*self[:3])
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.float16 if self.float16_out else torch.bfloat16
 
     def is_given(self) -> bool:
         return any(x is not None and x is not False for x in self)
-
-    def as_fp8(self, out: Tensor | None) -> Fp8:
-        is_half = self.float16_out if out is None else out.dtype == torch.float16
-        return Fp8(Scales(*self[:3]), torch.float16 if is_half else torch.bfloat16, self.promote)
 
 
 _EXECUTION = len(Execution._fields) - 1
 # What follows `Execution` in the schema of `fwd_quantized`. rotation_seed: of the signs; None: no
 # rotation. block_scales: a scale for each 64 rows of q and 384 of k and v; or per sequence and KV
-# head. rounded_backward: of the rounded tensors (fp8_gradients.py). promote: as in `Fp8`.
+# head. rounded_backward: of the rounded tensors (fp8_gradients.py). promote: as in `EightBit`.
 Quantization = tuple_of('Quantization', __name__, 'quantization', 'promote')
 # What follows q, k and v in the schema of `quantize_qkv_fp8`.
 _Qkv = tuple_of('_Qkv', __name__, *OPS['quantize_qkv_fp8'].takes[1:])
@@ -120,8 +113,8 @@ def descales_of(op: str, q: Tensor, k: Tensor, given: Sequence[Descale],
             for name, scale in zip(names('scales'), given)]
 
 
-def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | None,
-           out_dtype: torch.dtype | None, fp8_accum: str) -> Fp8 | None:
+def eight_bit_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | None,
+           out_dtype: torch.dtype | None, fp8_accum: str) -> EightBit | None:
     """The FP8 arguments of a public function; None for a q that is not e4m3.
 
     Raises:
@@ -153,7 +146,7 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
             op, f'{name} to be bfloat16 or float16' + (', and that of out_dtype' if out is not None
                                                        else ''),
             checks.dtype_name(out_dtype if out is None else out.dtype)))
-    return Fp8(Scales(*descales), out_dtype, promote)
+    return EightBit(*descales, out_dtype == torch.float16, promote)
 
 
 def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
@@ -177,22 +170,6 @@ def gradient_text(op: str, **tensors: Tensor | None) -> str:
 
 
 # ------------------------------------------------------------------------------ checks of the ops
-def check(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], fp8: Fp8, arguments: General,
-          execution: Execution = Execution()) -> None:
-    """Raises RuntimeError if `attend` cannot serve these e4m3 tensors. tensors: q, k, v and out."""
-    if text := problem_text(tensors, fp8, arguments, execution):
-        raise RuntimeError(text)
-
-
-def problem_text(tensors: Sequence[Tensor | None], fp8: Fp8, arguments: General,
-                 execution: Execution, **options) -> str:
-    """`checks.problem_text` of e4m3 tensors."""
-    return checks.problem_text(
-        dict(zip(('q', 'k', 'v', 'out'), tensors)), dict(zip(names('scales'), fp8.scales)),
-        dict(float16_out=fp8.out_dtype == torch.float16, promote=fp8.promote), arguments,
-        execution, check=_plan.check_fp8, **options)
-
-
 def _check_quantize(x: Tensor, sequences: Sequences | None, block: int, group: int,
                     seed: int | None) -> None:
     lists = {} if sequences is None else sequences._asdict()
@@ -241,20 +218,22 @@ def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
     own, execution, eight_bit = split_attend(arguments)
     tensors = dict(q=q, k=k, v=v, out=out)
     if q.dtype == E4M3 or eight_bit.is_given():
-        result, *rows = _forward_fp8(tensors, eight_bit.as_fp8(out), own, execution)
+        if out is not None:
+            eight_bit = eight_bit._replace(float16_out=out.dtype == torch.float16)
+        result, *rows = _forward_fp8(tensors, eight_bit, own, execution)
     else:
         result, *rows = dense_and_varlen.forward(tensors, own, execution)
     return result if out is None else out.copy_(result).new_empty(0), *rows
 
 
-def _forward_fp8(tensors: dict[str, Tensor | None], fp8: Fp8, own: General,
+def _forward_fp8(tensors: dict[str, Tensor | None], eight_bit: EightBit, own: General,
                  execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
-    check(tuple(tensors.values()), fp8, own, execution)
+    checks.check_forward(tensors, eight_bit, own, execution, check=_plan.check_fp8)
     q, k, v, _ = tensors.values()
     dense_and_varlen.check_contents('fwd', q, k, own)
-    result = attend(q, k, v, fp8.scales, own, execution.return_max_logits)
+    result = attend(q, k, v, eight_bit.scales, own, execution.return_max_logits)
     row_max = result.lse.new_empty(0) if result.row_max is None else result.row_max
-    return result.out.to(fp8.out_dtype), result.lse, row_max
+    return result.out.to(eight_bit.out_dtype), result.lse, row_max
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scales: Scales, arguments: General,
@@ -344,7 +323,7 @@ def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
     result, *rows = dense_and_varlen.forward_fake(q, k, v, *own, *execution)
     if out is not None:
         return out.new_empty(0), *rows
-    dtype = eight_bit.as_fp8(None).out_dtype if q.dtype == E4M3 else q.dtype
+    dtype = eight_bit.out_dtype if q.dtype == E4M3 else q.dtype
     return result.new_empty(result.shape, dtype=dtype), *rows
 
 

@@ -16,7 +16,7 @@ from flash_attn3.cpu.reference_fp8 import Scales
 from flash_attn3.ops import checks, dense_and_varlen, derivatives, fp8, invariance, library
 from flash_attn3.ops.autograd import SplitAttention
 from flash_attn3.ops.attend_cache import Attend
-from flash_attn3.ops.fp8 import Fp8
+from flash_attn3.ops.fp8 import EightBit
 from flash_attn3.ops.dense_and_varlen import Execution, General
 
 MOST_SPLITS = 256
@@ -35,10 +35,10 @@ class Call(NamedTuple):
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
     general: General
     execution: Execution
-    of_fp8: Fp8 | None
+    eight_bit: EightBit | None
 
     def scales(self) -> Scales:
-        return Scales() if self.of_fp8 is None else self.of_fp8.scales
+        return Scales() if self.eight_bit is None else self.eight_bit.scales
 
     def named(self) -> dict[str, Tensor | None]:
         """The tensors that may require grad, by their public names."""
@@ -67,7 +67,7 @@ def problem_text(op: str, num_splits: int, call: Call | None = None) -> str:
     if num_splits < 2:
         return ''
     asked = {'return_max_logits': call.execution.return_max_logits,
-             "fp8_accum='promote'": call.of_fp8 is not None and call.of_fp8.promote}
+             "fp8_accum='promote'": call.eight_bit is not None and call.eight_bit.promote}
     for name, is_asked in asked.items():
         if is_asked:
             return checks.error(op, f'num_splits of 0 or 1 with {name}', str(num_splits))
@@ -81,7 +81,7 @@ def _problem_of_size(op: str, num_splits: int, call: Call) -> str:
         return checks.error(op, 'split_size to be 0 (none) or more', repr(size))
     asked = {f'num_splits={num_splits}': num_splits > 1,
              'return_max_logits': call.execution.return_max_logits,
-             'float8_e4m3fn': call.of_fp8 is not None,
+             'float8_e4m3fn': call.eight_bit is not None,
              'a GPU without our kernels': q.is_cuda and not library.kernels_serve(q.device)}
     for name, is_asked in asked.items():
         if is_asked:
@@ -120,10 +120,10 @@ def planned(num_splits: int, call: Call) -> int:
 def _gains(call: Call) -> bool:
     """Whether splitting the keys pays, and the call allows it."""
     q, k, *_ = call.tensors
-    general, of_fp8 = call.general, call.of_fp8
+    general, eight_bit = call.general, call.eight_bit
     rank = dense_and_varlen.rank_of(general)
     if (q.dim() != rank or k.dim() != rank or call.execution.return_max_logits
-            or (of_fp8 is not None and of_fp8.promote)
+            or (eight_bit is not None and eight_bit.promote)
             or any(scale is not None and scale.dim() != 2 for scale in call.scales())
             or call.needs_grad()
             or derivatives.is_forward_mode()):
@@ -152,9 +152,9 @@ def attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Te
 
 def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out = call.tensors
-    general, of_fp8 = call.general, call.of_fp8
+    general, eight_bit = call.general, call.eight_bit
     call.reject_forward_mode()
-    if of_fp8 is not None:
+    if eight_bit is not None:
         fp8.reject_missing(call.op, q, False)
     if not is_compiling():
         dense_and_varlen.check_cuda_contents(q, k, general)
@@ -166,7 +166,7 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
         return *_cleared(out, lse, general), lse.new_empty(0)
     if not needs_grad:
         return *_cleared(*_attend(q, k, v, None, *own), general), q.new_empty(0)
-    if of_fp8 is not None:
+    if eight_bit is not None:
         results = derivatives.Refusal.apply(fp8.gradient_text(call.op, **call.named()), _attend,
                                             q, k, v, None, *own)
         return *_cleared(*results, general), q.new_empty(0)
@@ -188,11 +188,10 @@ class _Forward(NamedTuple):
 
 def attend_arguments(call: Call, num_splits: int, return_lse: bool) -> Attend:
     """The arguments of `attend_cache` after the tensors."""
-    of_fp8 = call.of_fp8
+    eight_bit = call.eight_bit or EightBit()
     return Attend(**call.general._asdict(), return_lse=return_lse, num_splits=num_splits,
                   pack_gqa=call.execution.pack_gqa, sm_margin=call.execution.sm_margin,
-                  **dict(zip(names('scales'), call.scales())),
-                  float16_out=of_fp8 is not None and of_fp8.out_dtype == torch.float16)
+                  **dict(zip(names('scales'), eight_bit)), float16_out=eight_bit.float16_out)
 
 
 def _aligned(x: Tensor) -> Tensor:

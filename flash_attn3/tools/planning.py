@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_attn3 import _plan, arguments
 from flash_attn3.ops import checks, fp8, invariance, library, splits
 from flash_attn3.tools import planning_cache
-from flash_attn3.ops.fp8 import Fp8
+from flash_attn3.ops.fp8 import EightBit
 from flash_attn3.ops.dense_and_varlen import Execution, general_of
 from flash_attn3.cpu.quantize import E4M3
 
@@ -69,27 +69,41 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     op = ('flash_attn_func' if features.get('cu_seqlens_q') is None else
           'flash_attn_varlen_func')
     needs_grad = checks.needs_grad(q, k, v, out, features.get('s_aux'))
-    reasons, of_fp8 = _fp8_arguments(op, q, out, others)
+    reasons, eight_bit = _fp8_arguments(op, q, out, others)
     reasons += checks.unsupported(op, **others)
     named = dict(q=q, k=k, v=v, out=out, s_aux=features.get('s_aux'))
     if needs_grad and out is not None:
         reasons.append(checks.gradient_with_out_text(op, **named))
-    plans = []
-    call, text = _checked(op, (q, k, v, out), of_fp8, num_splits, features)
-    if text:
-        reasons.append(text)
-    else:
-        accumulation = fp8.ACCUMULATIONS[of_fp8 is not None and of_fp8.promote]
-        parts = splits.planned(num_splits, call)
-        plans.append(_plan_splits(call, parts) if parts != 1 else
-                     plan(q, k, v, fp8_accum=accumulation, **features))
-        if needs_grad and of_fp8 is None:
-            plans.append(plan_backward(q, k, v, **features))
+    plans = _plans_of(op, (q, k, v, out), features, eight_bit, num_splits)
+    if needs_grad and eight_bit is None and 'reason' not in plans[0]:
+        plans.append(plan_backward(q, k, v, **features))
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
-    if needs_grad and of_fp8 is not None:
+    if needs_grad and eight_bit is not None:
         reasons.append(fp8.gradient_text(op, **named))
     reasons += _device_problems(q, plans)
     return not reasons, reasons
+
+
+def _plans_of(op: str, tensors: tuple, features: dict, eight_bit: EightBit | None,
+              num_splits: int) -> list[dict]:
+    """How the forward of a call would run; only the key 'reason' if it cannot. tensors: q, k, v and
+    out.
+    """
+    try:
+        general = general_of(tensors[0], **_named(features, *_GENERAL) | _longest(features))
+    except RuntimeError as problem:
+        return [dict(reason=str(problem))]
+    execution = Execution(**_named(features, *_EXECUTION))
+    call = splits.Call(op, tensors, general, execution, eight_bit)
+    if text := splits.problem_text(op, num_splits, call):
+        return [dict(reason=text)]
+    named = dict(zip(('q', 'k', 'v', 'out'), tensors))
+    facts = checks.problem_text(named, general, execution, eight_bit or EightBit(),
+                                rules_of='cuda', check=_plan.plan_forward)
+    if 'reason' in facts or (parts := splits.planned(num_splits, call)) == 1:
+        return [facts]
+    return [checks.problem_text(named, splits.attend_arguments(call, parts, False),
+                                rules_of='cuda', check=_plan.plan_cache)]
 
 
 def _device_problems(q: Tensor, plans: Sequence[dict]) -> list[str]:
@@ -113,16 +127,8 @@ def _can_use_cache(tensors: dict[str, Tensor | None], given: dict) -> tuple[bool
     return not reasons, reasons
 
 
-def _plan_splits(call: splits.Call, num_splits: int) -> dict:
-    """How `attend_cache` would run a call without a cache, or the reason."""
-    q, k, v, out = call.tensors
-    return checks.problem_text(dict(q=q, k=k, v=v, out=out),
-                               splits.attend_arguments(call, num_splits, False),
-                               check=_plan.plan_cache, rules_of='cuda')
-
-
 def _fp8_arguments(op: str, q: Tensor, out: Tensor | None,
-                   others: dict) -> tuple[list[str], Fp8 | None]:
+                   others: dict) -> tuple[list[str], EightBit | None]:
     """What is wrong with the arguments of FP8, which it takes out of others, and what they are."""
     descales = None, None, None
     if q.dtype == E4M3:
@@ -130,26 +136,9 @@ def _fp8_arguments(op: str, q: Tensor, out: Tensor | None,
             others.pop(name, None) for name in ('q_descale', 'k_descale', 'v_descale'))]
     own = others.pop('out_dtype', None), others.pop('fp8_accum', 'fast')
     try:
-        return [], fp8.fp8_of(op, q, descales, out, *own)
+        return [], fp8.eight_bit_of(op, q, descales, out, *own)
     except RuntimeError as problem:
         return [str(problem)], None
-
-
-def _checked(op: str, tensors: tuple, of_fp8: Fp8 | None, num_splits: int,
-             features: dict) -> tuple[splits.Call | None, str]:
-    """A call, and what is wrong with it on a Hopper GPU, or ''. tensors: q, k, v and out."""
-    execution = Execution(**_named(features, *_EXECUTION))
-    try:
-        general = general_of(tensors[0], **_named(features, *_GENERAL) | _longest(features))
-    except RuntimeError as problem:
-        return None, str(problem)
-    call = splits.Call(op, tensors, general, execution, of_fp8)
-    if text := splits.problem_text(op, num_splits, call):
-        return call, text
-    if of_fp8 is not None:
-        return call, fp8.problem_text(tensors, of_fp8, general, execution, rules_of='cuda')
-    return call, checks.problem_text(dict(zip(('q', 'k', 'v', 'out'), tensors)), general,
-                                     execution, rules_of='cuda')
 
 
 def missing_kernels(facts: Mapping) -> list[str]:
