@@ -7,7 +7,6 @@ that it sees, and the parts add up.
 """
 from __future__ import annotations
 
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 from flash_attn3.api import merging
+from flash_attn3.arguments import OPS, tuple_of
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import autograd, checks, dense_and_varlen, derivatives, dtensors, library
 from flash_attn3.ops.dense_and_varlen import Execution, General
@@ -25,16 +25,8 @@ _bwd = torch.ops.flash_attn3.bwd.default
 _fwd_traced = torch.ops.flash_attn3.fwd_completions.default
 
 
-class Completions(NamedTuple):
-    """What follows q, k and v of the op `fwd_completions`."""
-    cu_seqlens: Tensor
-    cu_trees: Tensor
-    max_seqlen: int = 0
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    pack_gqa: bool | None = None
-    sm_margin: int = 0
-    deterministic: bool = False
+# What follows q, k and v of the op `fwd_completions`.
+Completions = tuple_of('Completions', __name__, *OPS['fwd_completions'].takes[1:])
 
 
 def flash_attn_completions_func(

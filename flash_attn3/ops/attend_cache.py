@@ -1,9 +1,8 @@
 """The ops on a KV cache: their arguments, what they do on CPU tensors, their fakes.
 
-The plain functions gather the keys of one sequence after the other, attend as `reference` does,
-and write what is appended into the cache. They serve CPU tensors and, without an op, GPUs that the
-kernels do not serve; there they wait for the lengths. The schemas are in library.py; importing
-this file registers the rest.
+The plain functions append to the cache, gather the keys of one sequence at a time, and attend as
+`reference` does. They serve CPU tensors and, called directly, GPUs without our kernels, where they
+wait for the lengths. The schemas are in library.py; importing this file registers the rest.
 """
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from flash_attn3.api.trees import COLUMNS, unpacked
 
 # What follows the tensors of `attend_cache`, and the rotary arguments of `append_and_attend`.
 Attend = tuple_of('Attend', __name__, *OPS['attend_cache'].takes[2:])
-# What an append reads of them.
+# The arguments that an append reads.
 Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q', 'k_descale', 'v_descale',
                   'by_page')
 Rotary = tuple_of('Rotary', __name__, 'rotary')
@@ -67,7 +66,7 @@ def _index(cache: Tensor, own: _Own, sequence: int, slots: Tensor) -> tuple:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """e4m3 as bytes, which can be indexed on every device."""
+    """x as bytes if it is e4m3, which cannot be indexed on every device."""
     return x.view(torch.uint8) if x.dtype == E4M3 else x
 
 
@@ -114,7 +113,7 @@ def _span_problem(sequence: int, span: tuple[int, int, int],
 
 def _prefix_problem(q: Tensor, cache: Tensor, own: Attend,
                     batch: int) -> tuple[str, str] | None:
-    """What is wrong with the lengths of a call with shared keys: (expected, got), or None. Every
+    """What is wrong with the lengths of a call with shared keys: (expected, got), or None. Each
     query must see all shared keys.
     """
     first, queries = own.shared_prefix, _query_counts(q, own, batch)
@@ -161,8 +160,8 @@ def _check_contents(op: str, tensors: tuple[Tensor | None, Tensor, int | None], 
 
 
 def check_cuda_contents(tensors: Sequence[Tensor | None], arguments: tuple) -> None:
-    """Raises RuntimeError for bad contents of the lists of `attend_cache` on a GPU, where it is
-    asked for; a CUDA graph cannot wait for them. tensors: q, the caches and out.
+    """Raises RuntimeError for bad contents of the lists of `attend_cache` on a GPU, if they are
+    read (`checks.reads_contents`). tensors: q, the caches and out.
     """
     q, cache, *_ = tensors
     if q.is_cuda and checks.reads_contents(q):
@@ -171,8 +170,8 @@ def check_cuda_contents(tensors: Sequence[Tensor | None], arguments: tuple) -> N
 
 def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
                  rules_of: str = 'cpu') -> Attend:
-    """The arguments by name. Raises RuntimeError if `attend_cache` cannot serve them, also for what
-    the lists contain. tensors: q, k, v and out; rules_of: as in `checks.problem_text`.
+    """The arguments by name. Raises RuntimeError if `attend_cache` cannot serve them, or for bad
+    contents of the lists. tensors: q, k, v and out; rules_of: as in `checks.problem_text`.
     """
     q, k, v, out = tensors
     own = Attend(*arguments)
@@ -216,14 +215,14 @@ def _indices_of(x: Tensor, own: Attend, batch: int) -> list[tuple]:
     return indices
 
 
-def _with_prefix(own: tuple, of_first: tuple, is_shared: Tensor) -> tuple:
-    """The rows of the first sequence where slots are shared."""
-    return tuple(torch.where(is_shared, torch.as_tensor(first), torch.as_tensor(one))
-                 for one, first in zip(own, of_first))
+def _with_prefix(index: tuple, first_index: tuple, is_shared: Tensor) -> tuple:
+    """An index that takes shared slots from the first sequence."""
+    return tuple(torch.where(is_shared, torch.as_tensor(first), torch.as_tensor(own))
+                 for own, first in zip(index, first_index))
 
 
 def _scales_of(scale: Tensor | None, x: Tensor, own: Attend, batch: int) -> list[Tensor | None]:
-    """The scales of the keys or values x of each sequence: (keys or 1, heads_k), of latents (keys,
+    """The scales of the keys or values x of each sequence: (keys or 1, heads_k), for latents (keys,
     blocks of columns).
     """
     if scale is None:
@@ -247,7 +246,7 @@ def _with_tree(score: Score, rows: Tensor) -> Score:
 
 
 def _scaled(x: Tensor, scale: Tensor | None, scaling: Callable = torch.mul) -> Tensor:
-    """x (..., keys, heads_k, head_dim) times or over its scales, (keys or 1, heads_k or
+    """x (..., keys, heads_k, head_dim) multiplied or divided by its scales, (keys or 1, heads_k or
     blocks of columns).
     """
     if scale is None:
@@ -258,7 +257,7 @@ def _scaled(x: Tensor, scale: Tensor | None, scaling: Callable = torch.mul) -> T
 
 @reference.without_autocast
 def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
-    """In the dtype of computation; nothing is checked."""
+    """Attention in the dtype of computation; nothing is checked."""
     wide = torch.float32 if q.dtype == E4M3 else reference.wide_dtype(q.dtype)
     rows = _rows_of(q, own.cu_seqlens_q, own.seqused_q)
     out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=wide)
@@ -327,7 +326,7 @@ def check_append(tensors: Sequence[Tensor | None], new: tuple[Tensor | None, Ten
 
 
 def _check_positions(cache: Tensor, q: Tensor, own: Append, batch: int) -> None:
-    """The tables have a row for each position of a new key and of a query."""
+    """Raises RuntimeError if a rotary table lacks the position of a new key or a query."""
     spans = _spans(cache, own, batch)
     firsts = _numbers(own.rotary_seqlens, [before for _, before, _ in spans])
     queries = _query_counts(q, own, batch) if own.rotary_per_query else [1] * batch
@@ -376,8 +375,8 @@ def _quantised(x: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _page_scales(x: Tensor, scale: Tensor, index: tuple) -> Tensor:
-    """(rows, heads_k): the scales of the pages of new rows x, set where they begin one.
-    index: the page of each row and its slot there.
+    """(rows, heads_k): the scales of the pages of new rows x. Sets those of pages that begin with a
+    new row. index: the page of each row and its slot there.
     """
     pages, slots = index
     for page in pages[slots == 0].tolist():
@@ -388,14 +387,14 @@ def _page_scales(x: Tensor, scale: Tensor, index: tuple) -> Tensor:
 
 
 def _key_scales(x: Tensor, scale: Tensor, index: tuple) -> Tensor:
-    """(rows, blocks): the scales of new latents x (rows, 1, columns), set."""
+    """(rows, blocks): sets the scales of new latents x (rows, 1, columns)."""
     sizes = x[:, 0].unflatten(-1, (scale.size(2), -1)).float().abs().nan_to_num(nan=0.0)
     scale[index] = _scale_of_largest(sizes.amax(2), 448)
     return scale[index]
 
 
 def _scale_of_largest(largest: Tensor, most: float) -> Tensor:
-    """The smallest power of two that scales these values down to at most `most`."""
+    """The smallest power of two that, as divisor, brings these values down to at most `most`."""
     least = (largest / most).clamp(min=2.0 ** -60)
     mantissa = torch.frexp(least).mantissa
     return torch.where(mantissa == 0.5, least, least / mantissa)
@@ -493,7 +492,7 @@ def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, own: Append) ->
 
 
 # -------------------------------------------------------------------------------------------- fakes
-# Fakes check only what they rely on; the rest is checked when real tensors arrive.
+# Fakes check only what they rely on; the ops check the rest on real tensors.
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
                  *arguments) -> tuple[Tensor, Tensor]:
     own = Attend(*arguments)

@@ -1,9 +1,9 @@
 """Gradients: of eager calls by an autograd.Function, of traced calls by a formula on the ops `fwd`,
 `fwd_general` and `fwd_quantized`.
 
-Two ways because they cost differently: the Function takes a quarter of the host time of a
-registered formula, but torch.compile and torch.export need the op as one node of the graph. (A
-Function with its own setup_context would also serve torch.func, for twice the host time.)
+WHY both: a Function takes a quarter of the host time of a registered formula, but torch.compile and
+torch.export need the op as one node of the graph. (A Function with its own setup_context would also
+serve torch.func, for twice the host time.)
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _bwd_out = torch.ops.flash_attn3.bwd_out.default
 
 
 class _Formulas(torch.library.Library):
-    """The formulas of traced calls, which refuse forward mode: PyTorch would skip them there."""
+    """The formulas of traced calls. They refuse forward mode, in which PyTorch would skip them."""
 
     def impl(self, op_name: str, kernel: Callable, *where: str, **options) -> None:
         @functools.wraps(kernel)
@@ -56,9 +56,9 @@ def define(op: str, forward: Callable, setup_context: Callable, backward: Callab
 
 def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal: bool,
           deterministic: bool) -> None:
-    """Keeps for the backward: inputs and outputs of the forward, and its scalars.
+    """Keeps inputs, outputs and scalars of the forward for the backward.
 
-    PyTorch's setting of deterministic algorithms counts as it is now, at the forward.
+    PyTorch's setting of deterministic algorithms is read now, in the forward.
     """
     ctx.save_for_backward(*tensors)
     ctx.softmax_scale = library.softmax_scale_of(tensors[0], softmax_scale)
@@ -68,9 +68,9 @@ def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal:
 
 
 def _gradients(ctx, compute: Callable, dout: Tensor | None, dlse: Tensor | None, *inputs):
-    """What compute returns; dout or dlse is None if only the other was used.
+    """The gradients that compute returns. dout or dlse is None if only the other was used.
 
-    inputs: those of compute between the gradients and the scalars.
+    inputs: the arguments of compute between the gradients and the scalars.
     """
     *_, out, _ = inputs
     if dout is None:
@@ -104,7 +104,7 @@ attention = define('fwd', lambda *arguments: _fwd(*arguments[:-1]), _setup_conte
 
 # -------------------------------------------------------------------------- q, k and v in a tensor
 class PackedAttention(torch.autograd.Function):
-    """The op `_fwd` on the views of a packed tensor, with a gradient that is packed like it.
+    """The op `_fwd` on views of a packed tensor; its gradient is packed in the same way.
 
     Takes the tensor and num_heads_q, as `unpack`, then the scalars of the op `fwd`.
     """
@@ -126,7 +126,7 @@ class PackedAttention(torch.autograd.Function):
 
 def _bwd_packed(dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int | None,
                 out: Tensor, lse: Tensor, *scalars) -> Tensor:
-    """The op `bwd_out` into one tensor, in the places of q, k and v."""
+    """The op `bwd_out`, which writes the gradients of q, k and v into one packed tensor."""
     dqkv = torch.empty_like(qkv)
     if dqkv.stride(-1) != qkv.stride(-1):    # the elements of qkv overlap
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
@@ -185,8 +185,7 @@ class SplitAttention(torch.autograd.Function):
 
 
 # ------------------------------------------------- q, k, v and sinks, quantised on the way forward
-# Straight through: the gradients are those of `bwd`, for q, k and v as they were given or
-# rounded.
+# A straight-through estimator: `bwd` computes the gradients at the given or the rounded q, k and v.
 def _setup_quantized_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     count = len(inputs) - len(fp8.Quantization._fields)
     ctx.quantization = fp8.Quantization(*inputs[count:])

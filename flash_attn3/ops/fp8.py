@@ -1,9 +1,8 @@
-"""The op `attend` and those that quantise: their arguments, checks, what they do on CPU tensors,
-their fakes.
+"""The op `attend` and the ops that quantise: arguments, checks, CPU implementations, fakes.
 
 On the CPU `attend` computes what `dense_and_varlen.attend` does, and with e4m3 tensors what
 `reference_fp8.attend` does in float32. The schemas are in library.py; importing this file
-registers the rest. `fwd_quantized` is made of the others on every device.
+registers the rest. `fwd_quantized` is composed of the others on every device.
 """
 from __future__ import annotations
 
@@ -57,20 +56,17 @@ Quantization = tuple_of('Quantization', __name__, 'quantization', 'promote')
 _Qkv = tuple_of('_Qkv', __name__, *OPS['quantize_qkv_fp8'].takes[1:])
 
 
-# ------------------------------------------------------------------------- checks of what is public
-def promotes(op: str, fp8_accum: str) -> bool:
-    """Whether fp8_accum asks for promoted accumulation."""
-    if fp8_accum not in ACCUMULATIONS:
-        raise RuntimeError(checks.error(op, "fp8_accum to be 'fast' or 'promote'", repr(fp8_accum)))
-    return fp8_accum == 'promote'
+# ----------------------------------------------------------------- checks of the public functions
+def is_second(op: str, name: str, given: str, choices: tuple[str, str]) -> bool:
+    """Whether an argument is the second of its two choices.
 
-
-def rounds_backward(op: str, fp8_backward: str) -> bool:
-    """Whether fp8_backward asks for the gradients of the rounded tensors."""
-    if fp8_backward not in BACKWARDS:
-        raise RuntimeError(checks.error(op, "fp8_backward to be 'given' or 'rounded'",
-                                        repr(fp8_backward)))
-    return fp8_backward == 'rounded'
+    Raises:
+        RuntimeError: it is neither.
+    """
+    if given not in choices:
+        raise RuntimeError(checks.error(op, f'{name} to be {" or ".join(map(repr, choices))}',
+                                        repr(given)))
+    return given == choices[1]
 
 
 def rotation_seed(op: str, rotate: bool, seed: int) -> int | None:
@@ -97,14 +93,14 @@ def descale_tensor(op: str, name: str, scale: Descale, shape: Sequence[int],
 
 
 def head_scales(batch: int, k: Tensor) -> tuple[int, int]:
-    """(batch, heads_k): the shape of descales; for shapes that the op is going to reject, any."""
+    """(batch, heads_k): the shape of descales; any for shapes that the op rejects later."""
     return batch, k.size(-2) if k.dim() > 1 else 1
 
 
 def descales_of(op: str, q: Tensor, k: Tensor, given: Sequence[Descale],
                 *starts: Tensor) -> list[Descale]:
-    """Descales of attention without a cache; as they are for a q that is not e4m3. starts: of
-    packed queries.
+    """Descales of attention without a cache; unchanged for a q that is not e4m3. starts:
+    cu_seqlens_q of packed queries.
     """
     if q.dtype != E4M3:
         return list(given)
@@ -122,7 +118,7 @@ def eight_bit_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Ten
         RuntimeError: out_dtype or fp8_accum for such a q; another 8-bit q; a wrong dtype of outputs
             or fp8_accum.
     """
-    promote = promotes(op, fp8_accum)
+    promote = is_second(op, 'fp8_accum', fp8_accum, ACCUMULATIONS)
     if q.itemsize == 1 and q.dtype != E4M3:
         raise RuntimeError(checks.error(
             'fwd', 'q.dtype to be float16, bfloat16 or float8_e4m3fn',
@@ -163,7 +159,7 @@ def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
 
 
 def gradient_text(op: str, **tensors: Tensor | None) -> str:
-    """The error text of a gradient of e4m3 tensors."""
+    """The error text for a gradient of e4m3 tensors."""
     return checks.error(
         op, 'requires_grad=False with float8_e4m3fn', checks.requires_grad_text(**tensors),
         'use flash_attn_fp8_func, which has gradients, or call under torch.no_grad()')
@@ -189,7 +185,7 @@ def _check_quantize(x: Tensor, sequences: Sequences | None, block: int, group: i
 def quantize_plainly(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None,
                      block: int = PER_HEAD, group: int = 1,
                      rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:
-    """The op `quantize_fp8` on any device; where the lists are on a GPU it waits for them."""
+    """The op `quantize_fp8` on any device. It waits for lists on a GPU."""
     if cu_seqlens is None and seqused is not None:
         raise RuntimeError(checks.error('quantize_fp8', 'seqused only with cu_seqlens',
                                         'seqused alone'))
@@ -292,7 +288,7 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
 
 
 # ------------------------------------------------------------------------------------------ fakes
-# Fakes check only what they rely on; the rest is checked when real tensors arrive.
+# Fakes check only what they rely on; the ops check the rest on real tensors.
 def _quantize_fake(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None,
                    block: int = PER_HEAD, group: int = 1,
                    rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:

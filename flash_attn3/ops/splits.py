@@ -1,5 +1,5 @@
-"""num_splits of `flash_attn_func` and `flash_attn_varlen_func`: attention on keys in parts, by the
-op `attend_cache`, for which k and v are a full cache or packed keys.
+"""num_splits of `flash_attn_func` and `flash_attn_varlen_func`: the op `attend_cache` attends to
+parts of the keys and takes k and v as a full cache or as packed keys.
 
 Called by interface.py and planning.py. Gradients are those of the general op, from out and lse.
 """
@@ -20,8 +20,8 @@ from flash_attn3.ops.fp8 import EightBit
 from flash_attn3.ops.dense_and_varlen import Execution, General
 
 MOST_SPLITS = 256
-# By plan, keys are split where tiles of queries for fewer than half of the multiprocessors meet
-# this many keys.
+# With num_splits=0, at least this many keys are split, if there are query tiles for fewer than half
+# of the multiprocessors.
 _LEAST_KEYS = 2048
 _TILE_ROWS = 64
 _TMA_BYTES = 16
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 # ------------------------------------------------------------------------------------ what is asked
 def problem_text(op: str, num_splits: int, call: Call | None = None) -> str:
-    """What is wrong with num_splits, or ''; without call alone, else together with the others."""
+    """What is wrong with num_splits, or ''. With call, also in combination with other arguments."""
     is_number = isinstance(num_splits, (int, torch.SymInt))
     if not is_number or not 0 <= num_splits <= MOST_SPLITS:
         return checks.error(op, f'num_splits to be from 0 (by plan) to {MOST_SPLITS}',
@@ -91,10 +91,10 @@ def _problem_of_size(op: str, num_splits: int, call: Call) -> str:
 
 
 def splits_of(num_splits: int, call: Call) -> int:
-    """num_splits of the op `attend_cache`; 1: another op serves the call.
+    """num_splits for the op `attend_cache`; 1: another op serves the call.
 
     Raises:
-        RuntimeError: a wrong number, or one that does not go with the other arguments.
+        RuntimeError: a wrong number, or one that the other arguments exclude.
     """
     if text := problem_text(call.op, num_splits, call):
         raise RuntimeError(text)
@@ -106,8 +106,8 @@ def splits_of(num_splits: int, call: Call) -> int:
 
 
 def has_few_keys(num_splits: int, k: Tensor) -> bool:
-    """Whether a plan leaves the keys of a batch whole, whatever the rest of the call is. Not asked
-    under torch.compile, which would make another graph for more keys.
+    """Whether the planner never splits so few keys of a batch. False under torch.compile, which
+    would make another graph for more keys.
     """
     return num_splits == 0 and not is_compiling() and k.dim() == 4 and k.size(1) < _LEAST_KEYS
 
@@ -118,7 +118,7 @@ def planned(num_splits: int, call: Call) -> int:
 
 
 def _gains(call: Call) -> bool:
-    """Whether splitting the keys pays, and the call allows it."""
+    """Whether splitting the keys saves time and the call allows it."""
     q, k, *_ = call.tensors
     general, eight_bit = call.general, call.eight_bit
     rank = dense_and_varlen.rank_of(general)
@@ -139,7 +139,7 @@ def attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Te
     """(out, lse, an empty tensor) by `attend_cache`; lse is empty unless asked for.
 
     Raises:
-        RuntimeError: the op refuses the call. Its k_cache and v_cache are k and v here.
+        RuntimeError: the op refuses the call. The text says k and v, not k_cache and v_cache.
     """
     try:
         return _attention(call, num_splits, return_lse)
@@ -206,7 +206,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _cleared(out: Tensor, lse: Tensor, general: General) -> tuple[Tensor, Tensor]:
-    """out and lse with 0 and -inf in rows that belong to no sequence; the kernel skips them."""
+    """out and lse with 0 and -inf in rows of no sequence, which the kernel skips."""
     starts, used = dense_and_varlen.sequences_of(general).q
     if starts is None or not out.is_cuda:
         return out, lse
