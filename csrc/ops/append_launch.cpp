@@ -118,7 +118,7 @@ AppendLaunch::AppendLaunch(AttentionCall& call, OpTensors& tensors) {
   params.cache = slots_of(call);
   params.rotary = rotary_of(call.rotary, params.dtype);
   if (params.rotary.cos != nullptr) {
-    rotated = allocate(kOp, call.q.size, call.q.rank, call.q.dtype, call.q.device_index);
+    rotated = allocate_like(kOp, call.q);
     params.q = rows_of(tensors.q, call.q, shares_cache(call.q, call), copies_[2]);
     params.q.target = byte_view(with_batch(describe(rotated)), mutable_data(rotated));
     params.q.cu = lengths_of(call).cu_q;

@@ -11,11 +11,6 @@ struct BackwardResults {
   OwnedTensor dk;
   OwnedTensor dv;
   OwnedTensor dsinks;
-
-  // Null gradients become new tensors like q, k and v.
-  void allocate_like(char const* op, OpTensors const& tensors);
-
-  void clear() const;
 };
 
 // Plans params.problem, fills in the rest of params from the tensors, and launches on the current

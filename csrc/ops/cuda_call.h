@@ -82,7 +82,7 @@ class Target {
   Target(char const* op, OwnedTensor const& tensor) : tensor_(tensor) {
     TensorMeta meta = describe(tensor);
     if (!tma_can_address(with_batch(meta))) {
-      temporary_ = allocate(op, meta.size, meta.rank, meta.dtype, meta.device_index);
+      temporary_ = allocate_like(op, meta);
       meta = describe(temporary_);
     }
     view_ = fa3::view(with_batch(meta));
