@@ -19,7 +19,7 @@
 namespace fa3 {
 namespace {
 
-// The dtype of the tensor that was given, else of q, or for e4m3 what the call asks for.
+// The dtype of the given out, else that of q, or for e4m3 the one that the call asks for.
 Dtype out_dtype_of(AttentionCall const& call) {
   return call.out                             ? call.out->dtype
          : call.q.dtype != Dtype::kFloat8E4M3 ? call.q.dtype
@@ -211,8 +211,8 @@ void ForwardRun::Launch::plan(AttentionCall const& call, int64_t& used_counters,
   params.cache.shared_tiles = memory + (floats - tile_floats);
 }
 
-// A launch for each part of v's columns that one can take: mostly one. Of a latent cache a second
-// kernel combines the parts.
+// One launch for each group of v's columns that a kernel can take, mostly one. On a latent cache a
+// second kernel combines the parts.
 void ForwardRun::Launch::run(void* stream) const {
   FwdConfig const& config = kFwdVariants[variant];
   int const all = params.problem.head_dim_v;
