@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Argument(NamedTuple):
-    """type: as schemas write it. default: REQUIRED if there is none. group: what an op takes
+    """type: as in a schema. default: REQUIRED if there is none. group: arguments that an op takes
     together, in the order of the list.
     """
     name: str
@@ -25,9 +25,9 @@ class Argument(NamedTuple):
 
 
 class Op(NamedTuple):
-    """takes: groups and single arguments, in the order of the schema; an argument that is named
-    twice stands at its first place. returns: the names of the results. writes: the tensors that the
-    op writes into. is_composed: Python makes it of other ops on every device; C++ has no reader.
+    """takes: groups and single arguments, in the order of the schema; an argument named twice keeps
+    its first place. returns: the names of the results. writes: the tensors that the op writes.
+    is_composed: Python composes it of other ops on every device; C++ has no reader.
     """
     takes: tuple[str, ...]
     returns: tuple[str, ...]
@@ -43,7 +43,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('q', 'Tensor', REQUIRED, 'inputs'),
     ('k', 'Tensor', REQUIRED, 'inputs'),
     ('v', 'Tensor', REQUIRED, 'inputs'),
-    # The tensor that a forward writes into, if it is given: then it returns an empty one instead.
+    # If given, a forward writes into it and returns an empty tensor in its place.
     ('out', 'Tensor?', None, 'given'),
     # What a backward takes besides q, k and v; without dlse, the gradient of the LSE is zero.
     ('dout', 'Tensor', REQUIRED, 'upstream'),
@@ -68,8 +68,8 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('window_right', 'SymInt', -1, 'score'),
     ('attention_chunk', 'SymInt', 0, 'score'),
     ('softcap', 'float', 0.0, 'score'),
-    # A cache of keys and values. cache_seqlens: keys of each sequence, before `appended` or
-    # cu_seqlens_k_new more, which are already written after them.
+    # A cache of keys and values. cache_seqlens: keys of each sequence before the append;
+    # `appended` or cu_seqlens_k_new counts the new ones, already written after them.
     ('cache_seqlens', 'Tensor?', None, 'cache'),
     ('page_table', 'Tensor?', None, 'cache'),
     ('appended', 'SymInt', 0, 'cache'),
@@ -79,10 +79,10 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('cu_seqlens_k_new', 'Tensor?', None, 'cache'),
     ('return_lse', 'bool', False, 'splits'),
     ('num_splits', 'SymInt', 0, 'splits'),
-    # The first keys of a cache, which all sequences share: those of the first one.
+    # Leading keys that all sequences share, read from the first sequence.
     ('shared_prefix', 'SymInt', 0, 'prefix'),
-    # New keys and values of an append, and descales that it sets: of pages, where one begins with
-    # new rows, or of latents, v_scales alone.
+    # New keys and values of an append, and the descales that it sets: those of pages that begin
+    # with new rows, or of latents (v_scales alone).
     ('k_new', 'Tensor?', None, 'new'),
     ('v_new', 'Tensor?', None, 'new'),
     ('k_scales', 'Tensor?', None, 'set_scales'),
@@ -139,8 +139,8 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('lse_3', 'Tensor?', None, 'merged'),
 ))
 
-# Dense ops are called most, and each argument costs host time: these have the fewest. The others
-# have the arguments that are rarely given after those that are often given.
+# Each argument costs host time, so the dense ops, which are called most, take the fewest. In the
+# others, arguments that are rarely given come last.
 _DENSE = 'softmax_scale', 'causal', 'pack_gqa', 'sm_margin'
 _BACKWARD = 'softmax_scale', 'causal', 'gradients', 'lengths', 'score'
 _CACHE = ('cache', 'score', 'splits', 'split_size', 'prefix', 'lengths', 'pack_gqa', 'sm_margin',
@@ -215,13 +215,13 @@ def names(*wanted: str) -> tuple[str, ...]:
 
 
 def public_names(*wanted: str) -> tuple[str, ...]:
-    """The names of these arguments in the public functions, without duplicates."""
+    """The names of these arguments in the public functions, each once."""
     return tuple(dict.fromkeys(_PUBLIC.get(name, name) for name in names(*wanted)))
 
 
 def schema(op: str, letters: str = 'abcdefgh') -> str:
-    """PyTorch takes up to 0.4 us to convert an argument of an eager call, and no time to fill in a
-    default.
+    """The schema of an op. Its defaults save host time: PyTorch takes up to 0.4 us to convert an
+    argument of an eager call, and none to fill in a default.
     """
     takes, returns, writes, _ = op_of(op)
     written = dict(zip(writes, letters))
@@ -235,7 +235,7 @@ def schema(op: str, letters: str = 'abcdefgh') -> str:
 
 
 def schemas() -> str:
-    """All of them. The library of kernels is built for one such text."""
+    """The schemas of all ops. A library of kernels is built for one such text."""
     return '\n'.join(map(schema, OPS))
 
 

@@ -1,4 +1,4 @@
-// What the library has to know of a GPU and its driver, and when it cannot run there.
+// What the library knows about a GPU and its driver, and why it cannot run there.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +29,9 @@ inline DeviceLimits limits_of(DeviceInfo const& info) {
   return DeviceLimits{info.sm_count, info.l2_bytes};
 }
 
-// Empty when a driver can run a library built with CUDA runtime `runtime_version`, else what is
-// wrong. Versions as CUDA counts them: 13020 is 13.2. A driver runs every runtime of its own major
-// version, and older ones. 0 is no driver, and nothing wrong: then there is no GPU to run on.
+// Why a driver cannot run a library built with CUDA runtime `runtime_version`; empty if it can.
+// Versions as CUDA counts them: 13020 is 13.2. A driver runs every runtime of its major version and
+// of older ones. 0 means no driver and is no problem: then there is no GPU to run on.
 std::string driver_problem(int driver_version, int runtime_version);
 
 // Empty when the kernels run on the GPU: they are built for compute capability 9.0 exactly

@@ -19,7 +19,7 @@ inline void append(std::string& out, double part) {
   out += digits;
 }
 
-// The parts, one behind the other.
+// The parts, one after another.
 template <class... Parts>
 std::string text(Parts const&... parts) {
   std::string out;

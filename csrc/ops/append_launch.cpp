@@ -1,5 +1,5 @@
-// Appending on CUDA: what the kernel asks of tensors, copies of new rows that it cannot read,
-// rotated queries, the launch. No synchronisation.
+// Appends on CUDA: copies of new rows that the kernel cannot read, rotated queries, the launch. No
+// synchronisation.
 #include "ops/append_launch.h"
 
 #include <algorithm>
@@ -35,7 +35,7 @@ ByteView byte_view(TensorMeta const& meta, void* data) {
                   meta.stride[2] * bytes};
 }
 
-// New k, new v or q, as the kernel reads them: `copy` keeps a copy until the launch.
+// New k, new v or q, as the kernel reads them. `copy` keeps a copy alive until the launch.
 AppendRows rows_of(OwnedTensor const& tensor, TensorMeta meta, bool is_shared, OwnedTensor& copy) {
   if (!is_empty(meta) && (is_shared || !has_chunks(meta))) {
     copy = packed_copy(kOp, tensor, meta);
@@ -64,7 +64,7 @@ CacheSlots slots_of(AttentionCall const& call) {
   return slots;
 }
 
-// rows: the dtype of what rotates.
+// rows: the dtype of the rotated tensors.
 Rotary rotary_of(RotaryArguments const& given, Dtype rows) {
   Rotary rotary;
   if (!given.rotary_cos || !given.rotary_sin) {
@@ -118,7 +118,7 @@ AppendLaunch::AppendLaunch(AttentionCall& call, OpTensors& tensors) {
   params.cache = slots_of(call);
   params.rotary = rotary_of(call.rotary, params.dtype);
   if (params.rotary.cos != nullptr) {
-    rotated = allocate(kOp, call.q.size, call.q.rank, call.q.dtype, call.q.device_index);
+    rotated = allocate_like(kOp, call.q);
     params.q = rows_of(tensors.q, call.q, shares_cache(call.q, call), copies_[2]);
     params.q.target = byte_view(with_batch(describe(rotated)), mutable_data(rotated));
     params.q.cu = lengths_of(call).cu_q;
@@ -151,7 +151,7 @@ AppendLaunch::AppendLaunch(AttentionCall& call, OpTensors& tensors) {
   }
 }
 
-// Scales by page: the work, by pages.
+// Schedules the work by page, for scales by page.
 void AppendLaunch::set_pages(AttentionCall const& call, OpTensors const& tensors) {
   TensorMeta const k = with_batch(*call.k_new);
   int64_t const page_size = std::min(call.k.size[1], kMostInt);

@@ -1,5 +1,5 @@
-// What an op does to append new keys and values to a cache and to rotate queries. It allocates in
-// its constructor, so that nothing is written for a call that fails.
+// Appends new keys and values to a cache and rotates queries, for an op. The constructor allocates,
+// so that a call that fails has written nothing.
 #pragma once
 
 #include "attention_ops.h"
@@ -7,12 +7,12 @@
 
 namespace fa3 {
 
-// Whether a call asks for it.
+// Whether a call asks to append or to rotate.
 inline bool appends(AttentionCall const& call) {
   return call.k_new || call.v_new || call.rotary.rotary_cos || call.rotary.rotary_sin;
 }
 
-// What a call says of the cache after its append; before its checks.
+// Sets the arguments of a call that describe the cache after its append. Call it before the checks.
 void count_appended(AttentionCall& call, OpTensors const& tensors);
 
 class AppendLaunch {
@@ -30,7 +30,7 @@ class AppendLaunch {
 
   AppendParams params_;
   OwnedTensor copies_[3];
-  OwnedTensor given_q_;  // null: nothing rotates
+  OwnedTensor given_q_;  // null: no query is rotated
 };
 
 }  // namespace fa3

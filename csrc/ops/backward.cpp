@@ -23,7 +23,11 @@ void run_backward(AttentionCall const& call, OpTensors& tensors, BackwardResults
   params.lengths = lengths_of(call);
   params.softmax_scale = float(call.softmax_scale());
   params.softcap = float(call.score.softcap);
-  results.allocate_like(op, tensors);
+  if (!results.dq) {
+    results.dq = allocate_like(op, call.q);
+    results.dk = allocate_like(op, call.k);
+    results.dv = allocate_like(op, call.v);
+  }
   FwdProblem const& problem = params.problem;
   int const queries = problem.is_packed ? problem.total_q : problem.seqlen_q;
   int const keys = problem.is_packed ? problem.total_k : problem.seqlen_k;
@@ -32,7 +36,9 @@ void run_backward(AttentionCall const& call, OpTensors& tensors, BackwardResults
   if (has_queries && (keys > 0 || call.score.sinks)) {
     launch_backward(op, tensors, results, params);
   } else {
-    results.clear();
+    fill(results.dq, 0.0);
+    fill(results.dk, 0.0);
+    fill(results.dv, 0.0);
   }
 }
 

@@ -11,11 +11,6 @@
 namespace fa3 {
 namespace {
 
-OwnedTensor allocate_like(char const* op, OwnedTensor const& tensor) {
-  TensorMeta const meta = describe(tensor);
-  return allocate(op, meta.size, meta.rank, meta.dtype, meta.device_index);
-}
-
 bool is_contiguous(TensorMeta const& meta) {
   int64_t stride = 1;
   for (int i = meta.rank - 1; i >= 0; --i) {
@@ -87,20 +82,6 @@ OwnedTensor allocate_workspace(char const* op, BwdParams& params, int device) {
 }
 
 }  // namespace
-
-void BackwardResults::allocate_like(char const* op, OpTensors const& tensors) {
-  if (!dq) {
-    dq = fa3::allocate_like(op, tensors.q);
-    dk = fa3::allocate_like(op, tensors.k);
-    dv = fa3::allocate_like(op, tensors.v);
-  }
-}
-
-void BackwardResults::clear() const {
-  for (OwnedTensor const* gradient : {&dq, &dk, &dv}) {
-    fill(*gradient, 0.0);
-  }
-}
 
 void launch_backward(char const* op, OpTensors& tensors, BackwardResults const& results,
                      BwdParams& params) {

@@ -1,4 +1,4 @@
-// What the backward ops do to launch a planned problem.
+// Plans and launches the backward, for its ops.
 #pragma once
 
 #include "attention_ops.h"
@@ -11,16 +11,11 @@ struct BackwardResults {
   OwnedTensor dk;
   OwnedTensor dv;
   OwnedTensor dsinks;
-
-  // Null gradients become new tensors like q, k and v.
-  void allocate_like(char const* op, OpTensors const& tensors);
-
-  void clear() const;
 };
 
 // Plans params.problem, fills in the rest of params from the tensors, and launches on the current
-// stream of their device. params has its problem, which has a query and a key, the scales, sinks
-// and lengths. Inputs that the kernels cannot address are replaced by copies; gradients like that
+// stream of their device. The caller has set the problem, which has a query and a key, the scales,
+// sinks and lengths. Inputs that the kernels cannot address are replaced by copies; such gradients
 // are written through temporaries.
 void launch_backward(char const* op, OpTensors& tensors, BackwardResults const& results,
                      BwdParams& params);

@@ -1,4 +1,4 @@
-// What the CUDA ops do around a launch: the device, and tensors as kernels read them.
+// Helpers of the CUDA ops around a launch: the current device, and tensors as kernels read them.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_aten.h>
@@ -13,7 +13,7 @@
 
 namespace fa3 {
 
-// Makes a device the current one, and goes back.
+// Makes a device the current one, and restores the previous one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -41,7 +41,7 @@ inline void* current_stream(int device) {
   return stream;
 }
 
-// Nothing for a tensor that is null.
+// Does nothing for a null tensor.
 inline void fill(OwnedTensor const& tensor, double value) {
   if (tensor) {
     require(aoti_torch_aten_fill__Scalar(tensor.get(), value), "fill a tensor");
@@ -62,9 +62,9 @@ inline TensorView view(TensorMeta const& meta) {
                     meta.stride[2]};
 }
 
-// The tensor as the kernel reads it. A tensor that TMA cannot address is replaced by a copy, which
-// the caller keeps until the launch; the caching allocator then hands its memory to later work of
-// the same stream only.
+// The tensor as the kernel reads it. A copy replaces a tensor that TMA cannot address. The caller
+// keeps it until the launch; then the caching allocator reuses its memory only for later work on
+// the same stream.
 inline TensorView readable(char const* op, OwnedTensor& tensor, TensorMeta const& meta) {
   if (meta.rank == 3) {
     return readable(op, tensor, with_batch(meta));
@@ -82,7 +82,7 @@ class Target {
   Target(char const* op, OwnedTensor const& tensor) : tensor_(tensor) {
     TensorMeta meta = describe(tensor);
     if (!tma_can_address(with_batch(meta))) {
-      temporary_ = allocate(op, meta.size, meta.rank, meta.dtype, meta.device_index);
+      temporary_ = allocate_like(op, meta);
       meta = describe(temporary_);
     }
     view_ = fa3::view(with_batch(meta));

@@ -1,6 +1,6 @@
-// Facts of GPU and driver. Those of a GPU are asked once, on its first call, through the static
-// CUDA runtime. The driver's version is asked when Python loads the library, of the driver itself:
-// that leaves CUDA uninitialised, so a process may still fork, and needs no driver to be there.
+// Facts about GPU and driver. Those of a GPU are read once, in its first call, through the static
+// CUDA runtime. When Python loads the library, the version of the driver is read from the driver
+// itself: that works without a driver, and leaves CUDA uninitialised, so that a process may fork.
 #include "call/device_info.h"
 
 #include <cuda.h>

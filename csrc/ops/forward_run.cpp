@@ -19,7 +19,7 @@
 namespace fa3 {
 namespace {
 
-// The dtype of the tensor that was given, else of q, or for e4m3 what the call asks for.
+// The dtype of the given out, else that of q, or for e4m3 the one that the call asks for.
 Dtype out_dtype_of(AttentionCall const& call) {
   return call.out                             ? call.out->dtype
          : call.q.dtype != Dtype::kFloat8E4M3 ? call.q.dtype

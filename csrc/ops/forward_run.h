@@ -1,5 +1,5 @@
-// Attention of one call, whatever the layout of its keys. The constructor plans, allocates and
-// makes the views, run() launches: a call that appends launches nothing before all is allocated.
+// Attention of one call, for every layout of the keys. The constructor plans, allocates and makes
+// the views, and run() launches: a call that appends launches nothing until all is allocated.
 #pragma once
 
 #include <optional>
@@ -24,8 +24,8 @@ OwnedTensor allocate_out(AttentionCall const& call);
 
 class ForwardRun {
  public:
-  // The call has passed its checks, and has queries. Inputs that the kernels cannot read become
-  // copies. Inputs and results stay until the launch. stream: the current one of q's device.
+  // The call has passed its checks and has queries. Copies replace inputs that the kernels cannot
+  // read. Inputs and results must live until the launch. stream: the current one of q's device.
   ForwardRun(AttentionCall& call, OpTensors& inputs, ForwardResults const& results, void* stream);
 
   void run(void* stream) const;
@@ -37,13 +37,13 @@ class ForwardRun {
     HeadGroups groups;
     OwnedTensor workspace;
 
-    // used_counters: of the stream's, that earlier launches of the call have.
+    // used_counters: counters of the stream that earlier launches of the call use.
     void plan(AttentionCall const& call, int64_t& used_counters, void* stream);
     void run_group(int group, void* stream) const;
   };
 
-  // Sequences that share their first keys. One part has the keys of each sequence, the other the
-  // shared keys, and all queries as one sequence.
+  // For sequences that share their first keys: one part attends to the other keys of each sequence,
+  // the other to the shared keys, with all queries as one sequence.
   struct Parts {
     ForwardResults results[2];
     OwnedTensor unread_lse;  // null: the call asks for the LSE

@@ -1,4 +1,4 @@
-// What the op library, _C.abi3.so, consists of: boxed ops (ops/boxed_stack.h) and functions for
+// The contents of the op library, _C.abi3.so: boxed ops (ops/boxed_stack.h) and functions for
 // Python's ctypes.
 #pragma once
 
@@ -20,8 +20,8 @@ std::span<BoxedOp const> backward_ops();
 std::span<BoxedOp const> quantize_ops();
 std::span<BoxedOp const> combine_ops();
 
-// Empty when the driver that is installed can run this library, and where there is none; else what
-// is wrong with it. Does not initialise CUDA.
+// Why the installed driver cannot run this library; empty if it can, and without a driver. Does not
+// initialise CUDA.
 std::string current_driver_problem();
 
 }  // namespace fa3

@@ -18,7 +18,7 @@ namespace {
 constexpr char const* kOp = "quantize_fp8";
 constexpr float kScaleOfZeros = 0x1p-64f / 448.f;
 
-// Sequences of packed rows; null: x has a batch, all rows count.
+// The sequences of packed rows; null: x has a batch, and all rows count.
 struct Lists {
   OwnedTensor const& cu_seqlens;
   OwnedTensor const& seqused;
@@ -96,7 +96,7 @@ class Job {
   OwnedTensor maxima_;  // null: none are needed
 
  public:
-  // Nothing but checks, so that several may be made before the first has results.
+  // Only checks, so that all jobs of a call are checked before the first one allocates.
   Job(OwnedTensor const& x, Lists const& lists, Granularity granularity,
       std::optional<int64_t> seed)
       : x_(x), call_(describe_call(x, lists, granularity, seed)) {

@@ -156,7 +156,7 @@ OwnedTensor empty_result(EmptyResult result, Dtype dtype, int device, bool is_sh
 }
 
 OwnedTensor packed_copy(char const* op, OwnedTensor const& source, TensorMeta const& meta) {
-  OwnedTensor copy = allocate(op, meta.size, meta.rank, meta.dtype, meta.device_index);
+  OwnedTensor copy = allocate_like(op, meta);
   require(aoti_torch_copy_(copy.get(), source.get(), /*non_blocking=*/0), "copy a tensor");
   return copy;
 }

@@ -38,6 +38,11 @@ inline void describe_if(OwnedTensor const& tensor, std::optional<TensorMeta>& me
 // number of bytes when memory runs out. `op` is named then: what the user called.
 OwnedTensor allocate(char const* op, int64_t const* sizes, int rank, Dtype dtype, int device);
 
+// A new contiguous tensor of the sizes, dtype and device of another.
+inline OwnedTensor allocate_like(char const* op, TensorMeta const& meta) {
+  return allocate(op, meta.size, meta.rank, meta.dtype, meta.device_index);
+}
+
 // An empty tensor on a CUDA device. If shared, calls get the same one for each result of an op: a
 // new handle costs less than a new tensor.
 enum class EmptyResult { kOut, kLse, kMaxLogits, kRotated, kCount };

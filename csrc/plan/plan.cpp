@@ -13,12 +13,12 @@
 namespace fa3 {
 namespace {
 
-// Tiles of a head that the estimate of a plan's time looks at: bounds the time of a plan.
+// Most tiles of a head that the estimate of a plan's time samples, which bounds planning time.
 constexpr int kMostSamples = 64;
 
-// Packing makes a tile shorter: less of it is padding, or masked. Equal work takes up to 3 % longer
-// packed (bf16, d128, causal); where there was 2 % less, it took 5 % less time (bf16, d128, full, 4
-// heads; H200, 2026-11-22).
+// Packing makes a tile cover fewer positions, so less of it is padding or masked. Equal work takes
+// up to 3 % longer packed (bf16, d128, causal). Where packing saved 2 % of the work, it took 5 %
+// less time (bf16, d128, full, 4 heads; H200, 2026-11-22).
 constexpr int kPackGainPercent = 2;
 
 int m_tiles_of(FwdProblem const& problem, FwdConfig const& config, int pack) {
@@ -26,17 +26,17 @@ int m_tiles_of(FwdProblem const& problem, FwdConfig const& config, int pack) {
                   RowPacking{pack}.positions_per_tile(config.consumer_warpgroups));
 }
 
-// Whether the first queries of a sequence see fewer keys than the later ones, or than those that a
-// window leaves to most, if that is wider than two tiles: of others no tile costs much less.
+// Whether the first queries of a sequence see far fewer keys than most queries do. Under a window
+// of up to two tiles no tile costs much less than another.
 bool grows(FwdProblem const& problem, int tile_rows) {
   IntervalMask const mask = problem.mask;
   bool const ends_early = mask.right == 0 || mask.right < problem.seqlen_k / 2;
   return !mask.is_chunked && ends_early && mask.left >= 2 * tile_rows;
 }
 
-// Packed sequences: the heads that go through one together, as packed heads. A divisor of them.
-// Their keys and values in use fit into a share of L2: a window moves on with the queries, of which
-// some are ahead of others. The rest is for Q, O and what the next section already reads.
+// Packed sequences: how many packed heads form a section, a divisor of all. The keys and values
+// that they use at a time fit into a share of L2. Under a window these move with the queries, some
+// of which are ahead of others. The rest of L2 is for Q, O and the first reads of the next section.
 int choose_section_heads(FwdProblem const& problem, int pack) {
   constexpr int kL2Percent = 60;
   IntervalMask const mask = problem.mask;
@@ -53,10 +53,10 @@ int choose_section_heads(FwdProblem const& problem, int pack) {
   return heads * (problem.heads_q / problem.heads_k / pack);
 }
 
-// Sections of causal tiles (core/tile_order.h), each of whole KV heads; packed sequences have other
-// ones. About eight CTAs read the keys of a head together: with two or four, memory bounds short
-// sequences; with all on one head, long sequences are slower (docs/journal/forward.md). The last
-// section has two tiles for each CTA, so that its short tiles balance the long ones.
+// Sections of causal tiles (core/tile_order.h), each of whole KV heads. Packed sequences have other
+// sections. About eight CTAs read the keys of a head together: with two or four, memory bounds
+// short sequences; with all CTAs on one head, long sequences are slower (docs/journal/forward.md).
+// The last section has two tiles for each CTA, so that its short tiles balance the long ones.
 void set_sections(FwdSchedule& schedule, FwdProblem const& problem) {
   constexpr int kCtasOfHead = 8;
   if (problem.is_packed || !schedule.longest_first || schedule.tiles == 0) {
@@ -82,7 +82,7 @@ struct Cut {
   int lead;  // core/row_packing.h
 };
 
-// What a tile costs, in (query, key) pairs: those that it computes, and `fixed_keys` more keys.
+// The cost of a tile in (query, key) pairs: those that it computes, and `fixed_keys` more keys.
 double tile_cost(FwdProblem const& problem, FwdConfig const& config, Cut cut, int m,
                  int fixed_keys) {
   int const positions = RowPacking{cut.pack}.positions_per_tile(config.consumer_warpgroups);
@@ -94,7 +94,7 @@ double tile_cost(FwdProblem const& problem, FwdConfig const& config, Cut cut, in
   return keys * config.consumer_warpgroups * kWarpgroupRows;
 }
 
-// Mean over the tiles of a row head: of each `step`-th one, counted from the last.
+// Mean cost of the tiles of a row head, from every `step`-th one, counted from the last.
 double mean_tile_cost(FwdProblem const& problem, FwdConfig const& config, Cut cut, int step,
                       int fixed_keys) {
   int const m_tiles = m_tiles_of(problem, config, cut.pack);
@@ -119,8 +119,8 @@ int most_lead(FwdProblem const& problem, FwdConfig const& config, int pack) {
                         config.consumer_warpgroups, RowPacking{pack}.positions_per_warpgroup());
 }
 
-// What the tiles of a head cost together, for comparisons of leads: of many, the last one and some
-// from the middle.
+// The cost of all tiles of a head, for comparisons of leads. Many tiles are sampled: the last one
+// and some from the middle.
 double cost_of_lead(FwdProblem const& problem, FwdConfig const& config, Cut cut) {
   constexpr int kSamples = 16;
   int const others = m_tiles_of(problem, config, cut.pack) - 1;
@@ -133,8 +133,8 @@ double cost_of_lead(FwdProblem const& problem, FwdConfig const& config, Cut cut)
          (count > 0 ? sum / count * others : 0);
 }
 
-// Positions by which the first tile of a sequence begins before it. With a lead fewer rows are
-// empty in long tiles, but tiles may end in the middle of a K tile: 0 where that is no gain.
+// Positions by which the first tile of a sequence begins before it; 0 where a lead gains nothing.
+// With a lead long tiles have fewer empty rows, but may end in the middle of a K tile.
 int lead_of(FwdProblem const& problem, FwdConfig const& config, int pack) {
   int const most = most_lead(problem, config, pack);
   bool const may_gain =
@@ -165,7 +165,7 @@ int choose_pack(FwdProblem const& problem, FwdConfig const& config) {
   return packed * 100 < unpacked * (100 - kPackGainPercent) ? pack : 1;
 }
 
-// The least lead that gains something in a long sequence, of as many keys as queries.
+// The smallest lead that gains in a long sequence with as many keys as queries.
 int least_lead_of(FwdProblem const& packed, FwdConfig const& config, int pack) {
   constexpr int kTiles = 16;
   RowPacking const rows{pack};
@@ -181,21 +181,22 @@ int least_lead_of(FwdProblem const& packed, FwdConfig const& config, int pack) {
   return tile_positions;
 }
 
-// Time that a tile form needs for one head by itself, up to a factor: no matter on how many CTAs,
-// or how many heads and batches there are.
+// Time of one head alone with a tile form, up to a factor. It does not depend on the number of
+// CTAs, heads and batch entries.
 double time_of_head(FwdProblem const& problem, FwdConfig const& config) {
   return time_of_pack(problem, config, 1) / config.measured.relative_speed;
 }
 
-// With packed sequences there is space for more tiles than the caller's longest length leads to.
+// The tiles to expect. Tables of packed sequences have room for more than the longest length
+// allows.
 double expected_tiles(FwdProblem const& problem, FwdSchedule const& schedule) {
   double const longest_tiles =
       double(schedule.m_tiles) * problem.batch * (problem.heads_q / schedule.pack);
   return problem.is_packed ? std::min<double>(schedule.tiles, longest_tiles) : schedule.tiles;
 }
 
-// Time of a plan, up to a factor: what the busiest CTA computes, over its share of the speed of the
-// tile. Tiles of causal attention are dealt evenly, but none is split.
+// Time of a plan, up to a factor: the work of the busiest CTA over its share of the tile's speed.
+// Causal tiles are distributed evenly, but no tile is split.
 double time_of_plan(FwdProblem const& problem, FwdPlan const& plan) {
   FwdConfig const& config = kFwdVariants[plan.variant];
   FwdSchedule const& schedule = plan.schedule;
@@ -263,10 +264,9 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config)
   return schedule;
 }
 
-// INVARIANT: a query's result does not depend, not in one bit, on batch, heads, packing or the
-// number of CTAs. The order in which a row adds up its keys is that of its K tiles, so the keys per
-// tile are chosen by the lengths alone; among tiles that agree in them, the rows are chosen by
-// time.
+// INVARIANT: no bit of a query's result depends on batch, heads, packing or the number of CTAs. A
+// row adds up its keys in the order of its K tiles, so the keys per tile are chosen by the lengths
+// alone. Among tiles with as many keys, the rows are chosen by time.
 FwdPlan plan_forward(FwdProblem const& problem) {
   FwdCandidates const candidates = fwd_candidates(problem);
   bool const is_empty = problem.batch == 0 || problem.heads_q == 0 || problem.seqlen_q == 0;

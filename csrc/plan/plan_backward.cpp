@@ -16,8 +16,7 @@ namespace {
 // keeps what its CTAs read (docs/journal/backward.md).
 constexpr int kSectionL2Percent = 30;
 
-// Whether the first keys of a sequence are seen by more queries than the last ones, up to a great
-// part of them.
+// Whether far more queries see the first keys of a sequence than the last ones.
 bool shrinks(FwdProblem const& problem) {
   IntervalMask const mask = problem.mask;
   int const half = problem.seqlen_q / 2;
@@ -31,10 +30,11 @@ struct SectionHeads {
   int64_t least_last;  // the fewest of the last section
 };
 
-// n_tiles: tiles of keys of a head. A section has the heads that fit into L2, but about a tile for
-// each CTA or cluster that runs. The last section has 7/4 tiles for each, so that its short tiles
-// balance the long ones (H100, docs/journal/backward.md). Deterministic: each section has two tiles
-// for each multiprocessor, so that few CTAs of a head wait for each other when they start.
+// n_tiles: tiles of keys of a head. A section has the heads that fit into L2, and at least about
+// one tile for each running CTA or cluster. The last section has 7/4 tiles for each, so that its
+// short tiles balance the long ones (H100, docs/journal/backward.md). With `deterministic` each
+// section has two tiles for each multiprocessor, so that few CTAs of a head wait for each other at
+// the start.
 SectionHeads heads_of_section(FwdProblem const& problem, BwdConfig const& config, int n_tiles) {
   int64_t const row_bytes = int64_t(config.head_dim) * (2 + 4) + int64_t(config.head_dim_v) * 2;
   int64_t const head_bytes =
@@ -48,14 +48,16 @@ SectionHeads heads_of_section(FwdProblem const& problem, BwdConfig const& config
   return {std::max<int64_t>({fitting, least, 1}), last};
 }
 
-// What decides between variants that serve a problem, the least comes first: the columns of a
-// step's five GEMMs (S, dQ and dK have those of q and k, dP and dV those of v); then the kind.
+// Ranks the variants that serve a problem; the least is best. It counts the columns of a step's
+// five GEMMs (those of q and k for S, dQ and dK, those of v for dP and dV), then prefers the same
+// kind.
 int cost_of(BwdConfig const& config, KernelKind kind) {
   int const columns = 3 * config.head_dim + 2 * config.head_dim_v;
   return 2 * columns + (config.kind == kind ? 0 : 1);
 }
 
-// A key is seen by the queries of its window or its chunk; a tile of keys by one more for each.
+// Most queries that see a tile of keys: those of a key's window or chunk, and one more for each
+// key.
 int most_queries(FwdProblem const& problem, int tile_n) {
   IntervalMask const mask = problem.mask;
   int64_t most = int64_t(mask.left) + mask.right + tile_n;
@@ -76,7 +78,7 @@ void schedule_dense(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig 
   schedule.least_last_pairs = int(section.least_last);
 }
 
-// Sequences come one after the other, so a section is one of heads.
+// Sequences are processed one after another, so a section consists of heads.
 void schedule_packed(BwdSchedule& schedule, FwdProblem const& problem, BwdConfig const& config) {
   schedule.m_tiles = int(most_tiles(problem.total_q, problem.entries(), config.tile_m));
   schedule.n_tiles = int(most_tiles(problem.total_k, problem.entries(), config.tile_n()));

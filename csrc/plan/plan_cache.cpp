@@ -10,14 +10,13 @@
 namespace fa3 {
 namespace {
 
-// Where two warpgroups compute, a K tile takes so much longer than where one does
-// (docs/journal/cache.md).
+// Cost of a K tile with two consumer warpgroups relative to one, as log2 (docs/journal/cache.md).
 constexpr int kWeightLog2OfTwo = 1;
 
 // The fixed cost of a tile of two warpgroups, in units of half a K tile (1400 cycles): the last PV,
 // the store of O and the wait for the next Q take 6400 cycles, more where O is stored in parts.
-// Without it a CTA gets 3 to 15 tiles. One sequence of 2048 queries and keys, 32 and 8 heads: 142
-// us without, 114 with it (H200, 2026-11-27).
+// Without this cost a CTA gets 3 to 15 tiles: one sequence of 2048 queries and keys, 32 and 8
+// heads, takes 142 us without and 114 us with it (H200, 2026-11-27).
 constexpr int kTileUnitsOfTwo = 5;
 
 // Time of a K tile of a step / half a K tile of a prompt: 1.17 us / 0.9 to 1.3 us, each on half of
@@ -48,8 +47,9 @@ KeySplits splits_of(FwdProblem const& problem, int tile_n, int64_t tiles, int we
 }
 
 // Whether two warpgroups would have so few K tiles of 128 keys that their later start costs more
-// than they gain. A shared prefix, one warpgroup / two: 2 K tiles a CTA, 8 query heads and one KV
-// head, 44 / 50 us; 8 K tiles, 8 and 1 heads, 58 / 60, 32 and 8 heads, 88 / 83 (H100, 2026-11-26).
+// than they gain. Times of a shared prefix with one warpgroup / two: 2 K tiles a CTA, 8 query heads
+// and one KV head, 44 / 50 us; 8 K tiles, 8 and 1 heads, 58 / 60; 32 and 8 heads, 88 / 83 (H100,
+// 2026-11-26).
 bool has_few_keys(FwdProblem const& problem, RowPacking rows, int sms) {
   constexpr int kFewTiles = 4;
   int const keys = problem.cache.keys_of_all;
@@ -120,7 +120,7 @@ int lanes_of(int heads, int ctas, bool is_shared) {
   return lanes;
 }
 
-// Parts that there may be, of all output tiles. tiles: output tiles.
+// The most parts of all output tiles together. tiles: output tiles.
 int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t tiles, int tile_n,
                    int grid) {
   if (splits.is_even()) {
@@ -132,11 +132,11 @@ int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t t
   return tile_parts == 1 ? 1 : tiles * tile_parts;
 }
 
-// Parts of each output tile for a launch of its own that combines them; 0: those of the even split,
-// which the launch itself combines. tiles: output tiles of a line; ctas: of a line.
+// Parts of each output tile if a separate launch combines them; 0: the even split, whose parts the
+// attention launch combines itself. tiles: output tiles of a line; ctas: those of a line.
 //
-// WHY: in the launch one multiprocessor reads all parts of a tile. One of 128 rows, 64 KiB, takes
-// it as long as a K tile of two warpgroups, 1.5 us (H100, 2026-11-26); a launch as long as three.
+// WHY: in the attention launch one multiprocessor reads all parts of a tile. A part of 128 rows, 64
+// KiB, costs as much as a K tile of two warpgroups, 1.5 us (H100, 2026-11-26); a launch as three.
 int parts_apart(FwdProblem const& problem, int tile_n, int pack, int tiles, int ctas) {
   constexpr int kCostOfLaunch = 3;
   constexpr int kMostCost = 12;  // more parts are combined in two steps

@@ -14,7 +14,7 @@ int limit_of(int64_t window_side) {
   return is_none ? IntervalMask::kNoLimit : int(window_side);
 }
 
-// How long the longest sequence may be: what the caller says, where that can be.
+// The length of the longest sequence: the caller's hint, if possible, else the total.
 int longest(int64_t hint, int64_t total) { return int(hint > 0 ? std::min(hint, total) : total); }
 
 // Sizes of the queries and head dims. INVARIANT: packed sequences of q, and of k and v without a
@@ -49,8 +49,7 @@ PackGqa pack_gqa_of(std::optional<bool> asked) {
   return !asked ? PackGqa::kHeuristic : *asked ? PackGqa::kAlways : PackGqa::kNever;
 }
 
-// Dense: the lengths say which limits mask nothing. (What the caller says of packed lengths is but
-// a hint.)
+// Removes limits that mask nothing, by the lengths of a dense call. Packed lengths are only a hint.
 void drop_idle_limits(FwdProblem& problem) {
   IntervalMask& mask = problem.mask;
   if (mask.left >= problem.seqlen_k - 1) {
@@ -86,7 +85,7 @@ void set_execution(FwdProblem& problem, AttentionCall const& call) {
   problem.device = call.device;
 }
 
-// Keys of the only sequence that each query sees, if the host knows that; else 0.
+// Keys of the only sequence, if each query sees all and the host knows their number; else 0.
 int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
   IntervalMask const& mask = problem.mask;
   bool const is_one = problem.batch == 1 && !problem.is_packed && call.k.rank == 4;

@@ -12,8 +12,8 @@ namespace {
 Dtype dtype_of(FwdConfig const& config) { return config.dtype_q; }
 Dtype dtype_of(BwdConfig const& config) { return config.dtype; }
 
-// In how much two variants agree: a user moves to another dtype more easily than to another head
-// dim, and least easily to another kind.
+// How alike two variants are. Users change the dtype more easily than the head dim, and the kind
+// least easily.
 template <class Config>
 int likeness(Config const& a, Config const& b) {
   return (a.kind == b.kind ? 4 : 0) + (a.head_dim == b.head_dim ? 2 : 0) +

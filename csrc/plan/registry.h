@@ -1,6 +1,5 @@
-// What a user is told when a variant is listed but is not in this build
-// (FLASH_ATTN3_VARIANTS). The table of launchers itself, fwd_registry.inc, is generated next to
-// fwd_variants.h and read by csrc/ops only.
+// The error for a variant that is listed but not in this build (FLASH_ATTN3_VARIANTS). The table of
+// launchers, fwd_registry.inc, is generated next to fwd_variants.h; only csrc/ops reads it.
 #pragma once
 
 #include <span>

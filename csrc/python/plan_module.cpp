@@ -88,7 +88,7 @@ class DictBuilder {
   PyObject* dict_;
 };
 
-// What the variants of both directions have.
+// The facts that variants of both directions have.
 template <class Config>
 DictBuilder& add_common(DictBuilder& dict, Config const& config, Dtype dtype, bool is_built) {
   return dict.string("name", config.name)
@@ -134,7 +134,7 @@ void add_variant(DictBuilder& dict, int variant) {
       .integer("output_registers", config.is_latent() ? config.output_registers() : 0);
 }
 
-// "240" for all, or "200, 216, 72" for one after the other.
+// "240" for all warpgroups, or "200, 216, 72" for each in turn.
 std::string registers_text(BwdConfig const& config) {
   int const* const registers = config.registers;
   std::string text = std::to_string(registers[0]);
@@ -229,7 +229,7 @@ PyObject* py_check_quantize(PyObject*, PyObject* args, PyObject* kwargs) {
   return reader.finish() ? PyUnicode_FromString(check_quantize(call).c_str()) : nullptr;
 }
 
-// What is wrong with a call that only has sizes, or "".
+// The error text of a call given by its sizes, or "".
 std::string plan_error(AttentionCall const& call) {
   int64_t smallest = 0;
   for (TensorMeta const* meta : {&call.q, &call.k, &call.v}) {
@@ -247,7 +247,7 @@ std::string plan_error(AttentionCall const& call) {
                             : check_forward(call);
 }
 
-// What only packed sequences have; of what depends on their lengths nothing is known.
+// Facts that only packed sequences have. Those that depend on their lengths are unknown.
 void add_packed_schedule(DictBuilder& dict, FwdSchedule const& schedule) {
   dict.integer("section_heads", schedule.section_heads)
       .integer("workspace_bytes", schedule.workspace_ints * int64_t(sizeof(int)));

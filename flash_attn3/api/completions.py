@@ -7,15 +7,14 @@ that it sees, and the parts add up.
 """
 from __future__ import annotations
 
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import env
 from flash_attn3.api import merging
+from flash_attn3.arguments import OPS, tuple_of
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import autograd, checks, dense_and_varlen, derivatives, dtensors, library
 from flash_attn3.ops.dense_and_varlen import Execution, General
@@ -26,16 +25,8 @@ _bwd = torch.ops.flash_attn3.bwd.default
 _fwd_traced = torch.ops.flash_attn3.fwd_completions.default
 
 
-class Completions(NamedTuple):
-    """What follows q, k and v of the op `fwd_completions`."""
-    cu_seqlens: Tensor
-    cu_trees: Tensor
-    max_seqlen: int = 0
-    softmax_scale: float | None = None
-    softcap: float = 0.0
-    pack_gqa: bool | None = None
-    sm_margin: int = 0
-    deterministic: bool = False
+# What follows q, k and v of the op `fwd_completions`.
+Completions = tuple_of('Completions', __name__, *OPS['fwd_completions'].takes[1:])
 
 
 def flash_attn_completions_func(
@@ -91,7 +82,7 @@ def flash_attn_completions_func(
     elif is_compiling() or derivatives.is_forward_mode():
         results = _fwd_traced(q, k, v, *own)
     elif checks.needs_grad(q, k, v):
-        results = CompletionsAttention.apply(q, k, v, *own)
+        results = _differentiable(q, k, v, *own)
     else:
         results = _forward(q, k, v, *own)
     return results if return_attn_probs else results[0]
@@ -114,8 +105,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, own: Completions, rules_of: str | No
         raise RuntimeError(checks.error(_OP, f'k and v to have as many rows as q, {q.size(0)}',
                                         str(k.size(0))))
     has_contents = not (q.is_meta or type(q) is FakeTensor)
-    if has_contents and (not q.is_cuda or rules_of or (
-            env.CHECK_CONTENTS and not torch.cuda.is_current_stream_capturing())):
+    if has_contents and (rules_of or checks.reads_contents(q)):
         checks.check_forward(dict(q=q, k=k, v=v), _onto_itself(own), _execution(own),
                              rules_of=rules_of)
         _check_contents(q, own)
@@ -124,8 +114,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, own: Completions, rules_of: str | No
 def _check_contents(q: Tensor, own: Completions) -> None:
     """Raises RuntimeError for bad contents of the lists. Reading them waits for their device."""
     starts, trees = own.cu_seqlens.tolist(), own.cu_trees.tolist()
-    if problem := checks.sequences_problem('q', starts, [], q.size(0)):
-        raise RuntimeError(checks.error(_OP, *(text.replace('_q[', '[') for text in problem)))
+    if problem := checks.sequences_problem('q', starts, [], q.size(0), suffix=''):
+        raise RuntimeError(checks.error(_OP, *problem))
     segments = len(starts) - 1
     if trees[0] != 0:
         raise RuntimeError(checks.error(_OP, 'cu_trees[0] to be 0', str(trees[0])))
@@ -218,28 +208,11 @@ def _gradients(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tenso
     return tuple(one.add_(other) for one, other in zip(*parts))
 
 
-class CompletionsAttention(torch.autograd.Function):
-    """`_forward`, with gradients for q, k and v, from out and lse.
-
-    Takes the arguments of the op `fwd_completions`.
-    """
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        output = _forward(*arguments)
-        _setup_context(ctx, arguments, output)
-        return output
-
-    backward = staticmethod(_backward)
-
-
 # ----------------------------------------------------------------------------------------- the op
 def _fake(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *_) -> tuple[Tensor, Tensor]:
     return dense_and_varlen.forward_fake(q, k, v, *General(cu_seqlens, cu_seqlens))[:2]
 
 
-for _device in ('CPU', 'CUDA'):
-    library.LIBRARY.impl('fwd_completions', _forward, _device)
-torch.library.register_fake('flash_attn3::fwd_completions', _fake, lib=library.LIBRARY)
-torch.library.register_autograd('flash_attn3::fwd_completions', _backward,
-                                setup_context=_setup_context, lib=autograd.FORMULAS)
+library.register('fwd_completions', _forward, _fake)
+library.LIBRARY.impl('fwd_completions', _forward, 'CUDA')
+_differentiable = autograd.define('fwd_completions', _forward, _setup_context, _backward)

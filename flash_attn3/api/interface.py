@@ -1,8 +1,8 @@
 """The public attention functions: names, defaults and documentation.
 
-No policy lives here: the ops check their inputs and choose the kernel. The parameter order is that
-of upstream's `flash_attn_interface`; our own arguments follow, keyword-only. What the arguments
-mean is said once, at `flash_attn_func`.
+No policy lives here: the ops check their inputs and choose the kernel. Parameters have the order of
+upstream's `flash_attn_interface`; our own arguments follow, keyword-only. The arguments that the
+functions share are documented at `flash_attn_func`.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import (checks, dense_and_varlen, derivatives, dtensors, fp8, invariance,
                              library, splits)
-from flash_attn3.ops.autograd import Attention, GeneralAttention, PackedAttention
+from flash_attn3.ops.autograd import PackedAttention, attention, general_attention
 from flash_attn3.ops.fp8 import Descale
 from flash_attn3.ops.dense_and_varlen import Execution, General
 from flash_attn3.api.packing import unpack
@@ -25,7 +25,7 @@ from flash_attn3.ops.splits import Call
 _fwd = library.bare(torch.ops.flash_attn3._fwd.default)    # eager: no autograd formula in the way
 _fwd_no_lse = library.bare(torch.ops.flash_attn3._fwd_no_lse.default)
 _fwd_traced = torch.ops.flash_attn3.fwd.default    # under torch.compile and torch.export
-# Take the fields of General; `attend` also a given out and the fields of fp8.EightBit.
+# These take the fields of General; `attend` also takes out and the fields of fp8.EightBit.
 _fwd_general_traced = torch.ops.flash_attn3.fwd_general.default
 _attend = torch.ops.flash_attn3.attend.default
 _attend_eager = library.bare(_attend)
@@ -43,32 +43,32 @@ def flash_attn_func(
         fp8_accum: str = 'fast', split_size: int = 0) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, out = softmax(softmax_scale * q k^T) v, for each batch entry and head.
 
-    By a kernel on a Hopper GPU; on other CUDA devices by PyTorch's SDPA, with one warning. Query
-    head h uses KV head h // (heads_q / heads_k). Sums are float32 (or float64); bits repeat.
+    A Hopper GPU runs our kernels; other CUDA devices run PyTorch's SDPA, with one warning. Query
+    head h uses KV head h // (heads_q / heads_k). Sums are float32 (float64 for float64) and repeat.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim). On Hopper: float16, bfloat16 or float8_e4m3fn, a
             head_dim of `flash_attn3.built_variants()`, last stride 1. On the CPU: any floating.
-        k, v: (batch, seqlen_k, heads_k, head_dim), that of v may be another one (head_dim_v), dtype
-            and device of q; heads_k divides heads_q. DTensors: all by batch, by heads, or whole.
+        k, v: (batch, seqlen_k, heads_k, head_dim), dtype and device of q; v may have its own
+            head_dim_v; heads_k divides heads_q. DTensors: all sharded alike, by batch or by heads.
         softmax_scale: default head_dim ** -0.5. Scores may reach 1e9, 1e8 for float16.
         causal: query i sees keys up to p = i + seqlen_k - seqlen_q. A query that sees no key gives
-            out = 0, lse = -inf (with s_aux: that) and no gradient. Default: all see all.
+            out = 0, lse = -inf (its sink with s_aux) and no gradient. Default: no mask.
         window_size: (left, right), or a CPU tensor of both; query i sees keys p - left to
             p + right; -1 (default): no limit. causal replaces right by 0.
-        attention_chunk: keys of a chunk, from key 0 on; query i sees that of p. Default 0: none.
-        softcap: scores are softcap * tanh(softmax_scale * q k^T / softcap). Default 0: as they are.
+        attention_chunk: keys in a chunk, counted from key 0; query i sees the chunk of p. 0: none.
+        softcap: scores are softcap * tanh(softmax_scale * q k^T / softcap). Default 0: no softcap.
         pack_gqa: the query heads of a KV head share tiles. Default: where that saves 2 % or more.
-        deterministic: the gradient of q repeats bitwise too, slower. Default: PyTorch's setting.
+        deterministic: makes the gradient of q repeatable too; slower. Default: PyTorch's setting.
         sm_margin: multiprocessors that the forward leaves to other kernels, 0 (default) or more.
         return_attn_probs: also return lse (upstream's name; no probabilities). Default False.
         out: where the result is written; last stride 1. Not differentiable. Default: a new tensor.
-        s_aux: sinks, (heads_q,) float32, bfloat16 or float16: one more score each, of value 0.
+        s_aux: sinks, (heads_q,) float32, bfloat16 or float16: an extra score per head, of value 0.
         return_max_logits: also return max_logits. Last bits of out may then differ. qv: None.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: for FP8, see `quantize_fp8`.
-        num_splits: parts of the keys. Default 1; up to 256; 0: by plan, 1 for gradients.
-        split_size: keys of a part, from key 0 on: the bits of a row then depend on its own query,
-            keys and mask alone (docs/invariance.md). Default: 0, or that of `invariant`.
+        num_splits: parts of the keys, up to 256; 0: by plan, 1 for gradients. Default 1.
+        split_size: keys in a part, counted from key 0: then the bits of a row depend only on its
+            query, keys and mask (docs/invariance.md). Default: 0, or that of `invariant`.
 
     Returns:
         out, or a tuple of it and what was asked for: out, (batch, seqlen_q, heads_q, head_dim_v),
@@ -77,7 +77,7 @@ def flash_attn_func(
         s_aux. Gradients of q, k, v, s_aux flow through out and lse.
 
     Raises:
-        RuntimeError: a wrong rank, shape, dtype, device, stride or number, named; too old a driver.
+        RuntimeError: names the wrong rank, shape, dtype, device, stride, number, or an old driver.
         NotImplementedError: qv; derivatives in forward mode, of gradients, FP8 tensors, scalars.
     """
     if (q.itemsize == 1 or qv is not None or q_descale is not None or k_descale is not None
@@ -92,7 +92,7 @@ def flash_attn_func(
                      Execution(pack_gqa, sm_margin, return_max_logits, split_size, deterministic),
                      qv, (q_descale, k_descale, v_descale), out_dtype, fp8_accum)
         num_splits = splits.splits_of(num_splits, call)
-        if (num_splits != 1 or call.of_fp8 is not None
+        if (num_splits != 1 or call.eight_bit is not None
                 or _is_general(call.general, return_max_logits) or split_size != 0):
             return _general(call, return_attn_probs, num_splits)
     # Most eager calls take this path: as little Python and as few op arguments as possible.
@@ -125,27 +125,26 @@ def flash_attn_varlen_func(
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
         return_max_logits: bool = False, out_dtype: torch.dtype | None = None,
         fp8_accum: str = 'fast', split_size: int = 0) -> Tensor | tuple[Tensor, ...]:
-    """`flash_attn_func` of several sequences that are stored one after the other in one tensor.
+    """`flash_attn_func` for packed sequences, stored one after another in one tensor.
 
-    Sequence b has the rows cu_seqlens_q[b] up to cu_seqlens_q[b + 1] of q; k and v likewise. Its
-    seqlen_q and seqlen_k, to which causal, window_size and attention_chunk refer, are those of the
-    rows that count: all, or seqused_q[b] and seqused_k[b] from its first. Any of them may be 0. The
-    others are never read: there and after the last sequence out is 0, lse and max_logits are -inf,
-    and the gradients are 0. Nothing waits for a Hopper GPU.
+    Sequence b has rows cu_seqlens_q[b] up to cu_seqlens_q[b + 1] of q; k and v likewise. Only its
+    first seqused_q[b] and seqused_k[b] rows count, or all: these are the seqlen_q and seqlen_k of
+    causal, window_size and attention_chunk, and may be 0. Other rows are never read. There, and
+    after the last sequence, out is 0, lse and max_logits are -inf, and gradients are 0. The host
+    never waits for a Hopper GPU.
 
     Args:
         q: (total_q, heads_q, head_dim); dtype and strides of q, k and v as in `flash_attn_func`.
-        k, v: (total_k, heads_k, head_dim), that of v may be another one (head_dim_v); heads_k
-            divides heads_q.
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, contiguous, on the device of q; from 0 on,
-            never falling, up to at most total_q and total_k. What they contain is checked on the
-            CPU; on CUDA devices with the environment variable FLASH_ATTN3_CHECKS=1.
+        k, v: (total_k, heads_k, head_dim); v may have its own head_dim_v; heads_k divides heads_q.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, contiguous, on the device of q: they begin
+            with 0, never decrease, and end at most at total_q and total_k. Their values are checked
+            on the CPU, and on CUDA devices with the environment variable FLASH_ATTN3_CHECKS=1.
         max_seqlen_q, max_seqlen_k: length of the longest sequence, a number or a tensor with one,
-            which is not read from a GPU. A hint by which work is planned: another one changes at
-            most the rounding.
-        seqused_q, seqused_k: (batch,) int32, how many rows of each sequence count, at most what it
-            has. Default: all.
-        out: as the result, in the other respects as in `flash_attn_func`.
+            which is not read from a GPU. It is a hint for the planner: a wrong one changes only
+            speed and rounding.
+        seqused_q, seqused_k: (batch,) int32: how many rows of each sequence count, from its first.
+            Default: all.
+        out: shaped like the result, otherwise as in `flash_attn_func`.
         softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, deterministic,
             sm_margin, return_attn_probs, s_aux, return_max_logits: as in `flash_attn_func`.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: with q, k and v of float8_e4m3fn;
@@ -187,10 +186,10 @@ def flash_attn_qkvpacked_func(
         fp8_accum: str = 'fast') -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` on one tensor that holds q, k and v, such as a projection's output.
 
-    Nothing is copied: q, k and v are views. In eager mode, with none of window_size,
-    attention_chunk, softcap, s_aux and return_max_logits, the gradient is one tensor of the shape
-    of qkv, into which the kernels write; for slices of qkv given to `flash_attn_func`, autograd
-    would fill up each of three gradients with zeros to that shape, and add.
+    Nothing is copied: q, k and v are views. In eager mode, without window_size, attention_chunk,
+    softcap, s_aux and return_max_logits, the kernels write the gradient as one tensor of the shape
+    of qkv. For slices of qkv passed to `flash_attn_func`, autograd would pad three gradients with
+    zeros to that shape and add them.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim): q, k and v. Or, with num_heads_q,
@@ -208,8 +207,8 @@ def flash_attn_qkvpacked_func(
         for: lse and max_logits, (batch, heads_q, seqlen). As in `flash_attn_func`.
 
     Raises:
-        RuntimeError: a shape that is neither of the two, a num_heads_q that does not fit it or is
-            missing; what `flash_attn_func` raises, which speaks of the views as q, k and v.
+        RuntimeError: another shape, a num_heads_q that does not fit it or is missing; errors of
+            `flash_attn_func`, which name the views q, k and v.
         NotImplementedError: as in `flash_attn_func`.
 
     Example:
@@ -218,13 +217,14 @@ def flash_attn_qkvpacked_func(
     """
     descales = q_descale, k_descale, v_descale
     numbers = [None if qkv.dtype == fp8.E4M3 and fp8.is_number(x) else x for x in descales]
-    of_fp8 = fp8.fp8_of('flash_attn_qkvpacked_func', qkv, numbers, out, out_dtype, fp8_accum)
+    eight_bit = fp8.eight_bit_of('flash_attn_qkvpacked_func', qkv, numbers, out, out_dtype,
+                                 fp8_accum)
     derivatives.reject_of_scalars('flash_attn_qkvpacked_func', softmax_scale=softmax_scale,
                                   softcap=softcap)
     window = left, right = checks.window_sides(window_size)
     general = General(sinks=s_aux, window_left=left, window_right=right,
                       attention_chunk=attention_chunk, softcap=softcap)
-    is_plain = of_fp8 is None and not _is_general(general, return_max_logits)
+    is_plain = eight_bit is None and not _is_general(general, return_max_logits)
     if (is_plain and out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
             and not _INVARIANT and type(qkv) is Tensor and _is_served(qkv)
             and not derivatives.is_forward_mode()):
@@ -245,7 +245,7 @@ def _call(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], score:
           out_dtype: torch.dtype | None, fp8_accum: str, lengths: tuple = ()) -> Call:
     """The arguments of a public function as the ops take them.
 
-    score: s_aux to softcap, in the order of the fields of General. lengths: its first fields.
+    lengths, then score, are the fields of General in its order; score begins with s_aux.
     """
     q, k, _, out = tensors
     s_aux, softmax_scale, causal, window_size, attention_chunk, softcap = score
@@ -253,12 +253,12 @@ def _call(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], score:
     if qv is not None:
         checks.reject_unsupported(op, qv=qv)
     scales = fp8.descales_of(op, q, k, descales, *lengths[:1])
-    of_fp8 = fp8.fp8_of(op, q, scales, out, out_dtype, fp8_accum)
+    eight_bit = fp8.eight_bit_of(op, q, scales, out, out_dtype, fp8_accum)
     left, right = checks.window_sides(window_size)
     general = General(*lengths, sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale,
                       causal=causal, window_left=left, window_right=right,
                       attention_chunk=attention_chunk, softcap=softcap)
-    return Call(op, tensors, general, execution, of_fp8)
+    return Call(op, tensors, general, execution, eight_bit)
 
 
 def _is_served(x: Tensor) -> bool:
@@ -297,7 +297,7 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     if is_compiling() or derivatives.is_forward_mode():
         return _fwd_traced(*arguments, deterministic)
     if needs_grad:
-        return Attention.apply(*arguments, deterministic)
+        return attention(*arguments, deterministic)
     return _fwd(*arguments)
 
 
@@ -310,7 +310,7 @@ def _is_general(general: General, return_max_logits: bool) -> bool:
 
 def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Tensor, ...]:
     """What a public function returns. num_splits: 1, or of `attend_cache`."""
-    op, tensors, general, execution, of_fp8 = call
+    op, tensors, general, execution, eight_bit = call
     if dtensors.is_dtensor(tensors[0]):
         return dtensors.on_shards(call, lambda shard: _general(shard, return_lse, num_splits))
     *_, out = tensors
@@ -318,7 +318,7 @@ def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Te
         raise RuntimeError(checks.gradient_with_out_text(op, **call.named()))
     if num_splits != 1:
         results = splits.attention(call, num_splits, return_lse)
-    elif of_fp8 is None:
+    elif eight_bit is None:
         results = _general_attention(tensors, general, execution, return_lse)
     else:
         results = _fp8_attention(call)
@@ -335,14 +335,13 @@ def asked_for(results: tuple[Tensor, Tensor | None, Tensor | None], return_lse: 
 
 
 def _fp8_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_logits) of e4m3 tensors. Their backward raises an error."""
-    op, (q, k, v, out), general, execution, of_fp8 = call
+    """(out, lse, max_logits) of e4m3 tensors; their backward raises an error."""
+    op, (q, k, v, out), general, execution, eight_bit = call
     fp8.reject_missing(op, q, execution.return_max_logits)
     call.reject_forward_mode()
     if not is_compiling():
         dense_and_varlen.check_cuda_contents(q, k, general)
-    arguments = (q, k, v, out, *general, *execution[:-1], *of_fp8.scales,
-                 of_fp8.out_dtype == torch.float16, of_fp8.promote)
+    arguments = q, k, v, out, *general, *execution[:-1], *eight_bit
     if out is not None:
         return out, *_attend(*arguments)[1:]
     if not call.needs_grad():
@@ -357,7 +356,7 @@ def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], ge
                        return_lse: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(out, lse, max_logits) by the shortest path.
 
-    lse and max_logits are not for use unless they were asked for.
+    lse and max_logits are undefined unless they were asked for.
     """
     q, k, v, out = tensors
     if not _is_served(q):
@@ -374,5 +373,5 @@ def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], ge
     if is_compiling() or derivatives.is_forward_mode():
         return _fwd_general_traced(q, k, v, *general, *execution)
     if checks.needs_grad(q, k, v, general.sinks):
-        return GeneralAttention.apply(q, k, v, *general, *execution)
+        return general_attention(q, k, v, *general, *execution)
     return _attend_eager(q, k, v, None, *general, *execution[:-1])

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flash_attn3.ops import checks, derivatives, dtensors, fp8, invariance, library
-from flash_attn3.ops.autograd import QuantizedAttention
+from flash_attn3.ops.autograd import quantized_attention
 from flash_attn3.ops.fp8 import Quantization
-from flash_attn3.ops.dense_and_varlen import Execution, General, general_of
+from flash_attn3.ops.dense_and_varlen import Execution, general_of
 from flash_attn3.api.interface import asked_for
 from flash_attn3.cpu.quantize import PER_HEAD, PER_TENSOR
 
@@ -22,25 +22,25 @@ _NAMED_BLOCKS = {'head': PER_HEAD, 'tensor': PER_TENSOR}
 def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', seed: int = 0,
                  group: int = 1, cu_seqlens: Tensor | None = None,
                  seqused: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x as float8_e4m3fn and the scales that give it back: x is about values * scale.
+    """Quantises x to float8_e4m3fn with scales: x is approximately values * scale.
 
-    For the attention functions, whose q, k and v may be float8_e4m3fn, with q_descale, k_descale
-    and v_descale for these scales (a number: for all; None: 1). Their output is out_dtype, bfloat16
-    (default) or float16. fp8_accum: the tensor cores of Hopper add up with about 14 bits, and cut
-    off the rest. 'fast' (default): where values average out, this costs nothing; where they have a
-    mean, a row that sees many keys alike loses of it, 1 % over 1024 of them, 10 % over 8192.
-    'promote' adds the part of every tile in float32, and takes 1.05 to 1.2 times as long (head dims
-    above 128 1.2 to 1.4, but (192, 128) 1.05). On the CPU they are the same. There are no gradients
-    (the backward raises), and no return_max_logits on a GPU. On the CPU attention computes in
-    float32 with the values that x stands for; CUDA devices other than Hopper have no FP8 attention.
+    The attention functions take such q, k and v, and these scales as q_descale, k_descale and
+    v_descale (a number: one scale for all; None: 1). Their output is out_dtype, bfloat16 (default)
+    or float16. fp8_accum: Hopper's tensor cores accumulate with about 14 bits and truncate. 'fast'
+    (default) uses them alone. This is harmless when the values have zero mean; otherwise a row with
+    nearly uniform probabilities loses accuracy, 1 % over 1024 keys, 10 % over 8192. 'promote' adds
+    the sum of each tile in float32 and takes 1.05 to 1.2 times as long (1.2 to 1.4 for head dims
+    above 128, but 1.05 for (192, 128)). On the CPU both compute in float32 on the dequantised
+    values. There are no gradients (the backward raises an error), no return_max_logits on a GPU,
+    and no FP8 attention on other CUDA devices than Hopper.
 
-    On a Hopper GPU a kernel quantises, in one pass over x if scales have few enough values (an H200
-    takes some 6 million for one: 50000 rows of head dim 128), otherwise in two. Every device gives
-    the same bits.
+    A Hopper GPU quantises in one kernel. It reads x once if a scale covers few enough values (on an
+    H200 some 6 million: 50000 rows of head dim 128), otherwise twice. Every device gives the same
+    bits.
 
-    scale is the largest absolute value of a block / 448. `flash_attn3.cpu.quantize` says every
-    rounding. q and k may be rotated, both with the same seed: q k^T stays what it is, while
-    outliers are spread over head_dim. Not differentiable.
+    scale is the largest absolute value of a block, divided by 448. `flash_attn3.cpu.quantize`
+    defines each rounding. Rotating q and k with the same seed leaves q k^T as it is and spreads
+    outliers over head_dim. Not differentiable.
 
         q8, q_descale = quantize_fp8(q, rotate=True, block=64, group=heads_q // heads_k)
         k8, k_descale = quantize_fp8(k, rotate=True, block=384)
@@ -50,23 +50,23 @@ def quantize_fp8(x: Tensor, *, rotate: bool = False, block: int | str = 'head', 
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens. bfloat16,
-            float16 or float32. NaN and infinities become NaN and count for no scale.
-        rotate: multiply each row by random signs and a Hadamard matrix (block-diagonal of powers of
-            two where head_dim is none: 96 = 64 + 32). In float16, whatever the range of x: rows are
-            scaled first.
-        block: rows with a scale of their own, a multiple of 32, from the first row of a sequence
-            on: the attention functions take 64 for q, 384 for k and v. Or 'head' (default), one
-            scale for a sequence and KV head, or 'tensor', one in all.
-        seed: of the signs, 0 to 2^32 - 1.
-        group: heads of x for one KV head, which have its signs and, with 'head', its scale.
-        cu_seqlens, seqused: as those of q, or of k and v, in `flash_attn_varlen_func`. Rows that do
-            not count are not read, and 0.
+            float16 or float32. NaN and infinities become NaN and do not affect scales.
+        rotate: multiply each row by random signs and a Hadamard matrix, block-diagonal if head_dim
+            is no power of two (96 = 64 + 32). This is computed in float16, after rows are scaled:
+            x may have any range.
+        block: rows that share a scale, a multiple of 32, counted from the first row of a sequence:
+            the attention functions take 64 for q, 384 for k and v. Or 'head' (default), one scale
+            for each sequence and KV head, or 'tensor', one for all.
+        seed: selects the signs, 0 to 2^32 - 1.
+        group: heads of x per KV head; they share its signs and, with 'head', its scale.
+        cu_seqlens, seqused: as for q, or for k and v, in `flash_attn_varlen_func`. Rows that do not
+            count are not read; their values are 0.
 
     Returns:
-        values: shape of x, contiguous. scale: float32. With 'head' (batch, heads / group), with
-        'tensor' the same with strides of 0; the attention functions take any strides. By blocks
-        (batch, heads, ceil(seqlen / block)); with cu_seqlens (1, heads, total // block + batch), of
-        which row r of sequence b has number cu_seqlens[b] // block + b + r // block.
+        values: shape of x, contiguous. scale: float32. With 'head' (batch, heads / group); with
+        'tensor' likewise, with strides of 0, as the attention functions take any strides. By blocks
+        (batch, heads, ceil(seqlen / block)); with cu_seqlens (1, heads, total // block + batch),
+        where row r of sequence b has index cu_seqlens[b] // block + b + r // block.
 
     Raises:
         RuntimeError: a wrong shape, dtype or number; on a Hopper GPU also a head_dim that is no
@@ -94,19 +94,19 @@ def flash_attn_fp8_func(
         return_max_logits: bool = False, rotate: bool = True, block_scales: bool = True,
         seed: int = 0, fp8_accum: str = 'fast',
         fp8_backward: str = 'given') -> Tensor | tuple[Tensor, ...]:
-    """`flash_attn_func` that computes in FP8: quantises q, k and v, and attends to the result.
+    """`flash_attn_func` in FP8: quantises q, k and v, then attends.
 
-    The gradients are computed in the dtype of q from q, k and v as they were given, and from the
-    out and lse of the FP8 forward, as if that had rounded nothing (straight through).
+    The gradients are computed in the dtype of q, from the given q, k and v and from the out and lse
+    of the FP8 forward: a straight-through estimator, which ignores the rounding to FP8.
 
     Args:
         q, k, v: as in `flash_attn_func`, bfloat16 or float16.
-        rotate, seed: of q and k, see `quantize_fp8`. Default: rotated.
+        rotate, seed: whether and how q and k are rotated, see `quantize_fp8`. Default: rotated.
         block_scales: a scale for every 64 rows of q and 384 of k and v (default), or one for each
             batch entry and KV head.
         fp8_accum: see `quantize_fp8`; without effect on the CPU.
-        fp8_backward: 'given' (default), or 'rounded': the gradients at q, k and v as e4m3 has them,
-            to which out and lse belong. Slower, and needed where scores are large: docs/fp8.md.
+        fp8_backward: 'given' (default), or 'rounded': gradients at the rounded q, k and v, from
+            which out and lse were computed. Slower; large scores need it: docs/fp8.md.
         return_max_logits: as in `flash_attn_func`, on the CPU only.
         softmax_scale, causal, window_size, attention_chunk, softcap, pack_gqa, deterministic,
             sm_margin, return_attn_probs, s_aux: as in `flash_attn_func`.
@@ -117,16 +117,14 @@ def flash_attn_fp8_func(
     Raises:
         RuntimeError: as `flash_attn_func`.
         NotImplementedError: CUDA tensors that are not on a Hopper GPU, or whose kernels are
-            missing; return_max_logits on a GPU; a derivative that `flash_attn_func` has not either.
+            missing; return_max_logits on a GPU; derivatives that `flash_attn_func` lacks too.
     """
-    op = 'flash_attn_fp8_func'
-    dtensors.reject(op, q)
-    derivatives.reject_of_scalars(op, softmax_scale=softmax_scale, softcap=softcap)
-    general = general_of(q, s_aux=s_aux, softmax_scale=softmax_scale, causal=causal,
-                         window_size=window_size, attention_chunk=attention_chunk, softcap=softcap)
-    execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic=deterministic)
-    quantization = _quantization(op, rotate, seed, block_scales, fp8_accum, fp8_backward)
-    return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)
+    return _quantized(
+        'flash_attn_fp8_func', (q, k, v), (),
+        dict(s_aux=s_aux, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+             attention_chunk=attention_chunk, softcap=softcap),
+        Execution(pack_gqa, sm_margin, return_max_logits, deterministic=deterministic),
+        (rotate, seed, block_scales, fp8_accum, fp8_backward), return_attn_probs)
 
 
 def flash_attn_varlen_fp8_func(
@@ -139,9 +137,9 @@ def flash_attn_varlen_fp8_func(
         return_max_logits: bool = False, rotate: bool = True, block_scales: bool = True,
         seed: int = 0, fp8_accum: str = 'fast',
         fp8_backward: str = 'given') -> Tensor | tuple[Tensor, ...]:
-    """`flash_attn_varlen_func` that computes in FP8, as `flash_attn_fp8_func` does.
+    """`flash_attn_varlen_func` in FP8, as `flash_attn_fp8_func` computes.
 
-    Blocks and scales begin anew at each sequence.
+    Each sequence begins a new block, with its own scales.
 
     Args:
         rotate, block_scales, seed, fp8_accum, fp8_backward: as in `flash_attn_fp8_func`.
@@ -153,36 +151,42 @@ def flash_attn_varlen_fp8_func(
     Raises:
         RuntimeError, NotImplementedError: as `flash_attn_fp8_func`.
     """
-    op = 'flash_attn_varlen_fp8_func'
-    dtensors.reject(op, q)
-    derivatives.reject_of_scalars(op, softmax_scale=softmax_scale, softcap=softcap)
-    lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-               checks.length_bound('max_seqlen_q', max_seqlen_q, q),
-               checks.length_bound('max_seqlen_k', max_seqlen_k, k))
-    general = general_of(q, *lengths, s_aux=s_aux, softmax_scale=softmax_scale, causal=causal,
-                         window_size=window_size, attention_chunk=attention_chunk, softcap=softcap)
-    execution = Execution(pack_gqa, sm_margin, return_max_logits, deterministic=deterministic)
-    quantization = _quantization(op, rotate, seed, block_scales, fp8_accum, fp8_backward)
-    return _quantized(op, (q, k, v), general, execution, quantization, return_attn_probs)
+    return _quantized(
+        'flash_attn_varlen_fp8_func', (q, k, v),
+        (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+         checks.length_bound('max_seqlen_q', max_seqlen_q, q),
+         checks.length_bound('max_seqlen_k', max_seqlen_k, k)),
+        dict(s_aux=s_aux, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+             attention_chunk=attention_chunk, softcap=softcap),
+        Execution(pack_gqa, sm_margin, return_max_logits, deterministic=deterministic),
+        (rotate, seed, block_scales, fp8_accum, fp8_backward), return_attn_probs)
 
 
-def _quantization(op: str, rotate: bool, seed: int, block_scales: bool,
-                  fp8_accum: str, fp8_backward: str) -> Quantization:
-    return Quantization(fp8.rotation_seed(op, rotate, seed), block_scales,
-                        fp8.rounds_backward(op, fp8_backward), fp8.promotes(op, fp8_accum))
-
-
-def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], general: General,
-               execution: Execution, quantization: Quantization,
+def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple, score: dict,
+               execution: Execution, quantization: tuple,
                return_lse: bool) -> Tensor | tuple[Tensor, ...]:
-    """What a public function returns. tensors: q, k and v."""
+    """What a public function returns.
+
+    tensors: q, k and v. lengths, score: the arguments of `general_of`. quantization: rotate to
+    fp8_backward, as the public functions take them.
+    """
+    q, *_ = tensors
+    dtensors.reject(op, q)
+    derivatives.reject_of_scalars(op, softmax_scale=score['softmax_scale'],
+                                  softcap=score['softcap'])
+    general = general_of(q, *lengths, **score)
+    rotate, seed, block_scales, fp8_accum, fp8_backward = quantization
+    quantization = Quantization(
+        fp8.rotation_seed(op, rotate, seed), block_scales,
+        fp8.is_second(op, 'fp8_backward', fp8_backward, fp8.BACKWARDS),
+        fp8.is_second(op, 'fp8_accum', fp8_accum, fp8.ACCUMULATIONS))
     invariance.reject(op, 'quantising')
-    fp8.reject_missing(op, tensors[0], execution.return_max_logits)
+    fp8.reject_missing(op, q, execution.return_max_logits)
     arguments = *tensors, *general, *execution, *quantization
     if is_compiling() or derivatives.is_forward_mode():
         results = _fwd_quantized(*arguments)
     elif checks.needs_grad(*tensors, general.sinks):
-        results = QuantizedAttention.apply(*arguments)
+        results = quantized_attention(*arguments)
     else:
         results = fp8.forward_quantized(*arguments)
     return asked_for(results, return_lse, execution.return_max_logits)

@@ -1,7 +1,7 @@
 """The public functions on a KV cache: attention with append, and the merging of partial results.
 
-No policy lives here: the ops check their inputs and choose the kernel. A call is one op; on a GPU a
-step of decode takes microseconds, so the way to it is short.
+No policy lives here: the ops check their inputs and choose the kernel. A call is one op. A decode
+step takes microseconds on a GPU, so the functions do as little Python as they can.
 """
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _EAGER = tuple(library.bare(op) for op in _TRACED)
 _PLAIN = attend_cache.attend_plainly, attend_cache.append_and_attend_plainly
 _INVARIANT = invariance.OPEN    # not empty under invariant()
 
-# The tensors that `_reject` takes, in this order.
+# The tensors that `_reject` takes, in order.
 TENSORS = ('q', 'k_cache', 'v_cache', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux', 'out',
             'q_descale', 'k_descale', 'v_descale')
 
@@ -56,25 +56,25 @@ def flash_attn_with_kvcache(
         out: Tensor | None = None, split_size: int = 0, out_dtype: torch.dtype | None = None,
         shared_prefix: int = 0, tree_mask: Tensor | None = None,
         descale_by_page: bool = False) -> Result:
-    """Attention of queries on the keys and values of a cache, after k and v are appended to it.
+    """Appends k and v to a KV cache, then attends to its keys and values.
 
-    Sequence b has the keys in slots cache_leftpad[b] up to cache_seqlens[b] and new ones; masks
-    count from the first, causal ends bottom-right. Errors come before anything is written.
+    Sequence b has the keys of slots cache_leftpad[b] up to cache_seqlens[b], then the new ones.
+    Masks count from its first key, causal is bottom-right. A refused call changes no cache.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
         k_cache, v_cache: (batch, capacity, heads_k, head_dim), or with page_table (pages,
             page_size, heads_k, head_dim); dtype of q, or float8_e4m3fn (with qv v_cache alone).
-        k, v: (batch, new, heads_k, head_dim), or with cu_seqlens_k_new (total_new, ...): written
-            after each sequence that has room; 16 bits over the descale for float8_e4m3fn.
+        k, v: (batch, new, heads_k, head_dim), or with cu_seqlens_k_new (total_new, ...): appended
+            to each sequence that has room. float8_e4m3fn caches store 16-bit ones over descales.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q (e4m3: or 16 bits). q and k,
-            of one dtype, rotate from position cache_seqlens (or rotary_seqlens) on; all q at that
-            one without causal and window. rotary_interleaved: pairs (2i, 2i + 1), else halves.
+            of one dtype, rotate from position cache_seqlens (or rotary_seqlens) on; without causal
+            and window all q rotate there. rotary_interleaved: pairs (2i, 2i + 1), else halves.
         cache_seqlens: (batch,) int32 or one number: keys before the append. Default: all slots.
         cache_leftpad, rotary_seqlens: (batch,) int32: first slot, position.
         page_table: (rows, pages) int32. cache_batch_idx: (batch,) int32: row of the cache or table.
-        num_splits: parts of a tile's keys, at most; 0: by plan. tree_mask: of `pack_tree_mask`.
-        shared_prefix: first keys that all share, whole pages. Others: as in `flash_attn_func`.
+        num_splits: most parts of a tile's keys; 0: by plan. tree_mask: from `pack_tree_mask`.
+        shared_prefix: leading keys that all share, whole pages. Others: as in `flash_attn_func`.
         out_dtype: with float8_e4m3fn, bfloat16 (default) or float16. Descales: (batch, heads_k) or
             a number; descale_by_page: (pages, heads_k) for q of 16 bits, set where k begins a page.
         qv: as q, with the head_dim of v, for one KV head: scores are (q k^T + qv v^T) * (head_dim +
@@ -98,7 +98,7 @@ def flash_attn_with_kvcache(
     functions = functions_for(q, _OP, split_size)
     length, cache_seqlens = lengths_of(cache_seqlens)
     if page_table is not None and cache_batch_idx is not None:
-        page_table, cache_batch_idx = _rows_of(page_table, cache_batch_idx, q, cu_seqlens_q)
+        page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, q, cu_seqlens_q)
     left, right = (-1, -1) if window_size == (-1, -1) else checks.window_sides(window_size)
     added = k.size(1) if k is not None and cu_seqlens_k_new is None and k.dim() > 1 else 0
     k_set = v_set = None
@@ -131,8 +131,10 @@ def get_scheduler_metadata(
         window_size: Sequence[int] = (-1, -1), attention_chunk: int = 0,
         has_softcap: bool = False, num_splits: int = 0, pack_gqa: bool | None = None,
         sm_margin: int = 0) -> Tensor:
-    """What upstream's clients give `flash_attn_with_kvcache` as scheduler_metadata, which it checks
-    and does not need: work is split on the GPU in each call. For all layers, steps and lengths.
+    """A placeholder for the scheduler_metadata that upstream's clients pass on.
+
+    `flash_attn_with_kvcache` checks it and does not use it: each call splits its work on the GPU.
+    One serves all layers, steps and lengths.
 
     Args:
         cache_seqlens: a tensor on the device of the calls.
@@ -148,8 +150,8 @@ def get_scheduler_metadata(
 
 
 def arguments_of(call: Mapping) -> tuple[Attend, Rotary]:
-    """What `flash_attn_with_kvcache` gives to its ops, from all of its arguments by name. For the
-    planner: slower, and no table is read.
+    """What `flash_attn_with_kvcache` passes to its ops, given all of its arguments by name. The
+    planner calls this; it is slower and reads no table.
 
     Raises:
         RuntimeError: as the function does.
@@ -161,7 +163,7 @@ def arguments_of(call: Mapping) -> tuple[Attend, Rotary]:
     length, lengths = lengths_of(call['cache_seqlens'])
     table, rows = call['page_table'], call['cache_batch_idx']
     if table is not None and rows is not None:
-        table, rows = rows_of_table(table, rows, batch_of(q, starts), reads=False)
+        table, rows = rows_of_table(table, rows, q, starts, reads=False)
     general = general_of(q, **{name: call[name] for name in public_names('score')})
     is_dense = k is not None and call['cu_seqlens_k_new'] is None and k.dim() > 1
     own = Attend(**{name: call[name] for name in Attend._fields if name in call}
@@ -191,18 +193,14 @@ def functions_for(q: Tensor, op: str, split_size: int = 0) -> tuple:
     return _PLAIN
 
 
-def _rows_of(page_table: Tensor, cache_batch_idx: Tensor, q: Tensor,
-             cu_seqlens_q: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return rows_of_table(page_table, cache_batch_idx, batch_of(q, cu_seqlens_q))
-
-
-def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, batch: int,
+def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, q: Tensor,
+                  cu_seqlens_q: Tensor | None,
                   reads: bool = True) -> tuple[Tensor, Tensor | None]:
-    """The page table of the sequences: cache_batch_idx picks its rows. A missing row has
-    no pages. A wrong table or list is returned unchanged, for the op to refuse. reads: False
-    gives a table of the right shape only.
+    """The page table of the sequences: cache_batch_idx picks its rows, and a missing row has no
+    pages. A wrong table or list is returned unchanged, for the op to refuse. reads=False gives only
+    a table of the right shape.
     """
-    table, rows = page_table, cache_batch_idx
+    table, rows, batch = page_table, cache_batch_idx, batch_of(q, cu_seqlens_q)
     if (table.dim() != 2 or table.size(0) == 0 or rows.dim() != 1 or table.dtype != torch.int32
             or rows.dtype != torch.int32 or table.device != rows.device or rows.numel() != batch):
         return page_table, cache_batch_idx
@@ -210,9 +208,8 @@ def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, batch: int,
         return table.new_empty(batch, table.size(1)), None
     last = table.size(0) - 1
     is_none = (rows < 0) | (rows > last)
-    is_read = not rows.is_cuda or (env.CHECK_CONTENTS
-                                   and not torch.cuda.is_current_stream_capturing())
-    if is_read and not is_compiling() and not checks.has_no_data(rows) and is_none.any():
+    if (checks.reads_contents(rows) and not is_compiling() and not checks.has_no_data(rows)
+            and is_none.any()):
         first = is_none.nonzero()[0].item()
         raise RuntimeError(checks.error(
             _OP, f'cache_batch_idx[{first}] to be from 0 to {last}, the rows of page_table',
@@ -257,7 +254,10 @@ def _attend(functions: tuple, tensors: tuple, own: tuple, return_lse: bool) -> R
     if env.CHECK_CONTENTS and not is_compiling():
         attend_cache.check_cuda_contents(tensors, own)
     result, lse = attend(q, k_cache, v_cache, out, *own)
-    out = result if out is None else out
+    return _returned(result if out is None else out, lse, return_lse)
+
+
+def _returned(out: Tensor, lse: Tensor, return_lse: bool) -> Result:
     if not return_lse:
         return out
     empty = lse.new_empty(0)
@@ -266,8 +266,8 @@ def _attend(functions: tuple, tensors: tuple, own: tuple, return_lse: bool) -> R
 
 def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tuple,
             return_lse: bool) -> Result:
-    """What flash_attn_with_kvcache returns for new keys, or for rotary alone. new: k, v, and the
-    descales that they set; rotary: fields of Rotary; the others: as for _attend.
+    """What flash_attn_with_kvcache returns for new keys, or for rotary alone. new: k, v and the
+    descales that they set; rotary: the fields of Rotary; others: as in _attend.
     """
     _, append_and_attend = functions
     q, k_cache, v_cache, out = tensors
@@ -276,27 +276,20 @@ def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tu
         _check_contents(tensors, new, rotary, own)
     result, lse, _ = append_and_attend(q, k_cache, v_cache, k, v, out, k_descale, v_descale,
                                        *rotary, *own)
-    result = result if out is None else out
-    if not return_lse:
-        return result
-    empty = lse.new_empty(0)
-    return result, lse, empty, empty
+    return _returned(result if out is None else out, lse, return_lse)
 
 
 def _check_contents(tensors: tuple, new: tuple, rotary: tuple, own: tuple) -> None:
-    """Raises RuntimeError for what the lists of an append contain, where they can be read, and for
-    memory that PyTorch does not let the call write into. The arguments of _append.
+    """Raises RuntimeError for wrong values in the lists of an append, where they can be read, and
+    for memory that PyTorch does not let the call write. Takes the arguments of _append.
     """
     q, _, _, out = tensors
     k, v, *set_descales = new
-    if out is not None and out.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(checks.error(
-            _OP, 'out not to be an inference tensor', 'an inference tensor',
-            'call the function under torch.inference_mode()'))
+    attend_cache.check_writable(_OP, out=out)
     if not q.is_cuda and not checks.has_no_data(q):
         # No op would run, and so none would check, if some lists have no data.
         attend_cache.check_attend(tensors, attend_cache.with_descales(own, *set_descales))
-    elif env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+    elif q.is_cuda and checks.reads_contents(q):
         named = attend_cache.check_attend(
             tensors, attend_cache.with_descales(own, *set_descales), rules_of='cuda')
         appended = attend_cache.append_of(named, Rotary(*rotary))
@@ -311,7 +304,7 @@ def _some_require_grad(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def longest(max_seqlen_q: int | Tensor | None, q: Tensor, cu_seqlens_q: Tensor | None) -> int:
-    """The hint as a number; q of a batch needs none."""
+    """The hint as a number; a dense q needs none."""
     if max_seqlen_q is None:
         return 0
     bound = checks.length_bound('max_seqlen_q', max_seqlen_q, q)
@@ -353,4 +346,4 @@ def reject(op: str, softmax_scale: float | None, softcap: float, out_dtype: torc
             op, 'requires_grad=False with a cache', checks.requires_grad_text(**tensors),
             'call it under torch.no_grad()'))
     if out_dtype is not None and (out_dtype != q.dtype or q.dtype == fp8.E4M3):
-        fp8.fp8_of(op, q, (None, None, None), out, out_dtype, 'fast')
+        fp8.eight_bit_of(op, q, (None, None, None), out, out_dtype, 'fast')

@@ -231,5 +231,4 @@ def _combine_fake(out: Tensor, out_0: Tensor, lse_0: Tensor, *others: Tensor | N
     return lse_0.new_empty((*batch, heads, rows))
 
 
-library.LIBRARY.impl('combine', _combine_plainly, 'CPU')
-torch.library.register_fake('flash_attn3::combine', _combine_fake, lib=library.LIBRARY)
+library.register('combine', _combine_plainly, _combine_fake)

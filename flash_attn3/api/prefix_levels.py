@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flash_attn3 import env
 from flash_attn3.api import kvcache, merging
 from flash_attn3.ops import attend_cache, checks, library, prefix_rules
 from flash_attn3.ops.attend_arguments import shortest
@@ -174,8 +173,7 @@ def _check_contents(calls: list[tuple[Tensor, Attend]], caches: tuple[Tensor, Te
     """Raises RuntimeError for bad lists, where they can be read, before any work."""
     q = calls[0][0]
     on_gpu = q.is_cuda and library.kernels_serve(q.device)
-    if is_compiling() or (on_gpu and (not env.CHECK_CONTENTS
-                                      or torch.cuda.is_current_stream_capturing())):
+    if is_compiling() or (on_gpu and not checks.reads_contents(q)):
         return
     for number, (rows, own) in enumerate(calls):
         attend_cache.check_attend((rows, *caches, None), own, rules_of='cuda' if on_gpu else 'cpu')

@@ -3,9 +3,9 @@ distribution flash_attn_3, and the ops of `torch.ops.flash_attn_3`.
 
     flash_attn3.compat.install()        # before the import of what looks for them
 
-Or `python -m flash_attn3.compat script.py ...`, or for programs that start others
-`PYTHONPATH=$(python -m flash_attn3.compat --path)`. Importing this package does nothing of that.
-The modules lie in flash_attn3/_shim, which is on nobody's path.
+Or run `python -m flash_attn3.compat script.py ...`, or for programs that start others set
+`PYTHONPATH=$(python -m flash_attn3.compat --path)`. Importing this package does none of that: the
+modules lie in flash_attn3/_shim, which is not on the path.
 """
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def is_installed() -> bool:
 def install(force: bool = False, legacy_tuple: bool = False) -> None:
     """Makes upstream's module and distribution names lead here, in this process.
 
-    Appends `path()` to sys.path, so that an upstream that is really installed comes first;
-    `is_installed` tells. What transformers has remembered of packages is forgotten. Again with the
-    same arguments: nothing.
+    Appends `path()` to sys.path, so that a really installed upstream comes first; `is_installed`
+    tells. It clears what transformers has cached about packages. Calling it again with the same
+    arguments does nothing.
 
     Args:
         force: come before an installed upstream. Default False.
@@ -58,9 +58,8 @@ def install(force: bool = False, legacy_tuple: bool = False) -> None:
             return (out, lse), as scripts of before August 2025 expect. Default False.
 
     Raises:
-        RuntimeError: too late, as the module is imported already, or a client that looks for it at
-            its own import; legacy_tuple where an installed upstream comes first. Nothing is changed
-            then.
+        RuntimeError: the module, or a client that looks for it at its own import, is already
+            imported; legacy_tuple while an installed upstream comes first. Nothing changes then.
     """
     importlib.invalidate_caches()
     folders, found = _folders(legacy_tuple), _found()
@@ -82,10 +81,9 @@ def install(force: bool = False, legacy_tuple: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Takes back `install`: the path, the modules, what transformers remembers.
+    """Undoes `install`: the path, the modules, what transformers has cached.
 
-    What has imported names from the modules keeps them, and `register_ops` is for good: PyTorch has
-    no way back.
+    Code that imported names from the modules keeps them. PyTorch cannot undo `register_ops`.
     """
     _leave_path()
     for name, module in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""What Python and transformers remember of installed packages, and how they forget it."""
+"""Clears what Python and transformers cache about installed packages."""
 from __future__ import annotations
 
 import importlib
@@ -9,7 +9,7 @@ _FA3 = 'flash_attention_3'    # as transformers calls it
 
 
 def forget_packages() -> None:
-    """Makes the next question for a package look at sys.path as it is now."""
+    """Makes the next search for a package use the present sys.path."""
     importlib.invalidate_caches()
     if (utils := sys.modules.get('transformers.utils.import_utils')) is not None:
         # One dictionary, which several modules of transformers have imported by its name.

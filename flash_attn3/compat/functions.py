@@ -1,8 +1,7 @@
 """What upstream's `flash_attn_interface` has: names, orders of arguments, results.
 
-Most are the functions of this package themselves. `_flash_attn_forward` and `_flash_attn_backward`
-are what clients call who bring their own autograd (ring attention, Transformer Engine, Megatron);
-the ops of ops.py are made of them.
+Most are functions of this package. Clients with their own autograd (ring attention, Transformer
+Engine, Megatron) call `_flash_attn_forward` and `_flash_attn_backward`; the ops of ops.py use them.
 """
 from __future__ import annotations
 
@@ -88,8 +87,8 @@ def _flash_attn_forward(
 
 @functools.cache
 def _empty_parts(device: torch.device) -> tuple[Tensor, Tensor]:
-    """For all calls: to make one costs as much as all else of `_flash_attn_forward`. Two, as the
-    results of an op of a client may not be one tensor.
+    """Two tensors that all calls share: making one costs as much as the rest of
+    `_flash_attn_forward`. They are two because results of a client's op must be different tensors.
     """
     with torch.inference_mode(False):
         return torch.empty(0, device=device), torch.empty(0, device=device)
@@ -112,7 +111,7 @@ def forward(
         sm_margin: int = 0) -> tuple[Tensor, Tensor]:
     """(out, lse) of `_flash_attn_forward`, with the defaults of the op `fwd`.
 
-    Python here is time of the host in every step of a client: a dense call takes the short way.
+    Clients pay the host time of this Python in every step, so a dense call takes a short path.
     """
     window = -1, -1
     if left != -1 or right != -1:
@@ -181,10 +180,10 @@ def _flash_attn_backward(
         is_causal: bool = False, window_size_left: int = -1, window_size_right: int = -1,
         softcap: float = 0.0, deterministic: bool = False, sm_margin: int = 0, *,
         window_size: Sequence[int] | Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-    """Writes the gradients of q, k and v into dq, dk and dv; nothing of them is kept.
+    """Writes the gradients of q, k and v into dq, dk and dv, which it overwrites.
 
-    out and softmax_lse are believed: with those of more keys than k and v (ring attention), the
-    gradients are the part of these keys.
+    out and softmax_lse are taken as given: if they cover more keys than k and v (ring attention),
+    the gradients are the part of these keys.
 
     Args:
         dout, q, k, v, out: as the forward has them: a batch, or packed with both cu_seqlens.

@@ -1,39 +1,40 @@
-"""FP8 quantisation in plain PyTorch, bit for bit what the kernels give: rotate, scale, cast.
+"""FP8 quantisation in plain PyTorch, bitwise equal to the kernels: rotate, scale, cast.
 
-Called by fp8.py for tensors that are not on a Hopper GPU, and by the tests of the kernels
-(csrc/quantize/quantize.cu). Each step is one correctly rounded operation in the order that is
-written here, never contracted to a fused multiply-add, of float32 where nothing else is said:
+fp8.py calls it for tensors that are not on a Hopper GPU, and the tests of the kernels
+(csrc/quantize/quantize.cu) do. Each step is one correctly rounded operation, in the order written
+here and never contracted to a fused multiply-add. It is in float32 unless stated otherwise:
 
-1. x as float32, exact for float16 and bfloat16.
-2. Rotation, of head_dim columns at once: x H D of the signs and the Hadamard matrices below.
+1. Convert x to float32, which is exact for float16 and bfloat16.
+2. Rotate the head_dim columns of a row together: x H D, with the signs and Hadamard matrices below.
    a. Column c of KV head h changes its sign if bit c % 32 of the word
       mix(mix(mix(seed) + h) + c // 32) is set; `mix` is below, sums are modulo 2^32.
-   b. head_dim is split into its powers of two, largest first (96 = 64 + 32). A piece of a row has a
-      unit: a power of two, of which its largest absolute value is 2 to 4; not below 2^-126, the
-      largest one if the piece has infinities or NaN, which make all of it NaN. The piece times 1 /
-      unit is rounded to float16, exactly but for values far below the largest.
-   c. Each piece goes through butterflies of the distances 1, 2, 4, ... in this order, in float16:
+   b. head_dim is split into powers of two, largest first (96 = 64 + 32). Each piece of a row has a
+      unit, a power of two: the largest absolute value of the piece is 2 to 4 units. It is at least
+      2^-126, and the largest power if the piece has infinities or NaN, which make all of it NaN.
+      The piece times 1 / unit is rounded to float16, exactly except for values far below the
+      largest.
+   c. Each piece passes through butterflies with distances 1, 2, 4, ... in this order, in float16:
       columns i and i + distance of a pair become their sum and their difference.
-   d. Its norm is the float32 next to width ** -0.5; without rotation norm and unit are 1.
-3. The largest absolute value times norm times unit of a block, among those that are finite: 0 if
-   none is; the largest float32 at most.
-4. scale = max(largest, 2^-64) / 448, a division. The floor is for blocks of zeros: with it, 1 /
-   scale is finite, they never count as large next to other blocks, and sums that are taken relative
-   to a scale (reference_fp8.py) stay below 2^128.
-5. factor = norm times (1 / scale), times unit, and each value times factor, then to [-448, 448] (a
-   result may be some ulps above). For rotated values factor and result are float16.
-6. To e4m3: nearest, ties to even, with subnormals. Infinities have no place in e4m3 and become NaN
-   as NaN does, of bits 0x7f.
+   d. Its norm is width ** -0.5 rounded to float32. Without rotation norm and unit are 1.
+3. Find the largest finite absolute value of a block, times norm times unit: 0 if none is finite,
+   and at most the largest float32.
+4. scale = max(largest, 2^-64) / 448, a division. The floor is for blocks of zeros: it keeps 1 /
+   scale finite, keeps such blocks small next to others, and keeps sums relative to a scale
+   (reference_fp8.py) below 2^128.
+5. factor = norm times (1 / scale), times unit. Multiply each value by factor and clamp it to
+   [-448, 448], as a result may be some ulps above. For rotated values both are float16.
+6. Round to e4m3: nearest, ties to even, with subnormals. e4m3 has no infinities; they become NaN,
+   bits 0x7f, as NaN does.
 
 WHY float16 is enough for the rotation: it rounds to 2^-11 of a value, e4m3 to 2^-4. On N(0, 1) +
-10 N(0, 1) in one value of 1000, blocks of 64 rows, the error of the values is 1.0002, 1.0003
-and 1.0004 of that with float32 at head dim 64, 128 and 256.
+10 N(0, 1) in one value of 1000, with blocks of 64 rows, the error of the values is 1.0002, 1.0003
+and 1.0004 times that with float32 at head dim 64, 128 and 256.
 
-WHY scales are no powers of two: largest / 448 makes the largest value of a block exact, and the
-error of an outlier is the largest of all. On N(0, 1) + 10 N(0, 1) in one value of 1000 (2048 keys,
-head dim 128, blocks of 32 rows of k and v) attention is off by 1.31e-2 without rotation and 8.1e-3
-with it; with powers of two by 1.78e-2 and 8.3e-3, whatever the blocks: e4m3 has an exponent of its
-own.
+WHY scales are not powers of two: largest / 448 makes the largest value of a block exact, and
+outliers have the largest errors. On N(0, 1) + 10 N(0, 1) in one value of 1000 (2048 keys, head dim
+128, blocks of 32 rows of k and v) the error of attention is 1.31e-2 without rotation and 8.1e-3
+with it. With powers of two it is 1.78e-2 and 8.3e-3 for any block size, because e4m3 has its own
+exponent.
 """
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
 """Attention on e4m3 tensors with scales, in plain PyTorch: CPU implementation, oracle, and bar.
 
-`attend` is what is meant: attention of the values that the tensors stand for, as `reference`
-defines it. `emulate` rounds where the kernels round and nowhere else; by its error the tests
-measure theirs. Called by fp8.py, the tests and benchmarks/fp8_accuracy.py.
+`attend` defines the result: attention of the dequantised values, as in `reference`. `emulate`
+rounds where the kernels round and nowhere else; the tests compare the kernels' error with its
+error. fp8.py, the tests and benchmarks/fp8_accuracy.py call this file.
 
-Where the kernels round, with the values q8, k8 and v8 of e4m3 and scales q_s of a row of q, k_s
-and v_s of a key:
+This is where the kernels round. q8, k8 and v8 are e4m3 values, q_s the scale of a row of q, k_s and
+v_s those of a key:
 - s = (q8 . k8) * (q_s * k_s * softmax_scale) in float32, then softcap and mask. Tensor cores add
   with fewer bits than float32; that is not emulated.
 - t = s + log(v_s): the scale of v is part of the exponent. m = max t over the keys of the row.
 - p8 = e4m3(2^8 exp(t - m)). 2^8, of at most 448, puts probabilities down to 2^-17 of the largest
   into e4m3's range. A kernel whose m lags by up to x exponents gives up to 2^(8 + x).
-- The denominator is sum exp(s - m), of what was not rounded and without the scales of v, and the
-  sink: lse = m + log of it. No s - m is above -log(v_s), as m >= t: nothing overflows.
+- The denominator is sum exp(s - m), unrounded and without the scales of v, plus the sink; lse is m
+  plus its logarithm. As m >= t, s - m is at most -log(v_s): nothing overflows.
 - out = (sum p8 v8) / (2^8 sum exp(s - m)) in float32, rounded once to the output's dtype.
 """
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks of a call that all ranks of a group make together.
 
-What is wrong on one rank is an error there at once; the others then wait for it until the time
-limit of the process group. With FLASH_ATTN3_CHECKS=1 ranks tell each other their arguments before
-they communicate, and all raise the same error, which names the rank and the argument.
+A rank with wrong arguments raises an error at once; the others wait for it until the process group
+times out. With FLASH_ATTN3_CHECKS=1 ranks exchange their arguments first, and all raise the same
+error, which names the rank and the argument.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HINT = 'all ranks of the group make the same call, each on its rows'
 
 
 def facts_of(tensors: Mapping[str, Tensor | None], scalars: Mapping[str, object]) -> dict:
-    """What ranks compare: by name, as texts that an error can quote."""
+    """What ranks compare, by name, as an error can quote it."""
     facts = {}
     for name, x in tensors.items():
         facts[f'{name}.shape'] = None if x is None else tuple(x.shape)
@@ -28,8 +28,8 @@ def facts_of(tensors: Mapping[str, Tensor | None], scalars: Mapping[str, object]
 
 
 def check(op: str, group: str, problem: str, facts: Mapping[str, object]) -> None:
-    """Raises RuntimeError for what is wrong here (problem, '' if nothing), or with
-    FLASH_ATTN3_CHECKS=1 on any rank, and where ranks differ.
+    """Raises RuntimeError for the problem of this rank ('': none). With FLASH_ATTN3_CHECKS=1 also
+    for that of any rank, and if ranks differ.
     """
     texts = [problem]
     if env.CHECK_CONTENTS and exchange.place_of(group)[1] > 1:

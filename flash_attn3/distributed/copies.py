@@ -1,9 +1,9 @@
 """Keys and values between GPUs of one host, moved by their copy engines.
 
-A send of NCCL is a kernel, and takes multiprocessors from the attention that runs meanwhile: the
+An NCCL send is a kernel and takes multiprocessors from the attention that it overlaps with: the
 forward of 32k tokens takes 1.09 times as long on two H100, 1.27 times on four (2026-11-26). Here a
-rank copies what it sends into a buffer of the other, in symmetric memory of torch. Gradients of
-keys go with NCCL.
+rank copies what it sends into a buffer of the receiver, in torch's symmetric memory. NCCL sends the
+gradients of keys.
 
 INVARIANT: all ranks of a group begin the same calls, and start and await the same messages in the
 same order, also those that send nothing. Message m of a call is written into buffer m % 2 after the
@@ -36,7 +36,7 @@ _openings = 0    # rendezvous of this process
 
 
 def link_of(op: str, name: str, tensors: Sequence[Tensor]) -> exchange.Link | CopyLink:
-    """What carries keys and values of a call. tensors: those of this rank; no message is larger."""
+    """The link for keys and values of a call. tensors: those of this rank; no message is larger."""
     device, group = tensors[0].device, exchange.group_of(name)
     if (group is None or group.size() == 1 or device.type != 'cuda' or not env.COPY_ENGINES
             or torch.cuda.is_current_stream_capturing()):    # a graph would keep its buffers
@@ -76,10 +76,11 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _opened(op: str, name: str, size: int, device: torch.device) -> CopyLink | None:
-    """All ranks ask. None: they are on several hosts, or one does not reach the memory of all.
+    """A new link, which all ranks open together. None if they are on several hosts, or if one
+    cannot reach the memory of all.
 
-    A rendezvous of torch hangs where ranks took part in different numbers of them before
-    (github.com/pytorch/pytorch/issues/196082): such ranks have none.
+    A torch rendezvous hangs if ranks took part in different numbers of them before
+    (github.com/pytorch/pytorch/issues/196082): such ranks get None.
     """
     global _openings
     group = exchange.group_of(name)
@@ -97,7 +98,7 @@ def _opened(op: str, name: str, size: int, device: torch.device) -> CopyLink | N
 
 
 def _on_all(group: dist.ProcessGroup, device: torch.device, make: Callable) -> object | None:
-    """What `make` gives, or None where it fails on a rank: no peer access, no memory left, ..."""
+    """What `make` returns, or None if it fails on any rank: no peer access, out of memory, ..."""
     try:
         made = make()
     except Exception:
@@ -108,10 +109,10 @@ def _on_all(group: dist.ProcessGroup, device: torch.device, make: Callable) -> o
 
 
 class CopyLink:
-    """`exchange.Link` by copies, of keys and values only, for all calls in a group.
+    """An `exchange.Link` by copies, for the keys and values of all calls in a group.
 
-    memory: its get_buffer(rank, shape, dtype, offset) gives a tensor in the memory of a rank, which
-    has `buffers` of `size` bytes; its barrier(channel, milliseconds) is one of all ranks.
+    memory: its get_buffer(rank, shape, dtype, offset) returns a tensor in the memory of a rank,
+    which has `buffers` of `size` bytes; its barrier(channel, milliseconds) synchronises all ranks.
     """
 
     def __init__(self, op: str, name: str, memory, size: int, device: torch.device):
@@ -123,9 +124,9 @@ class CopyLink:
         self._messages, self._readers = 0, None
 
     def begin_call(self) -> None:
-        """The current stream waits until all ranks have come here, after the readers of the call
-        before, which may have been on another stream. NCCL's watchdog reports a rank that is
-        missing; the barriers of symmetric memory are faster.
+        """Makes the current stream wait until all ranks arrive here, after the readers of the
+        previous call, which may have used another stream. NCCL's watchdog reports a missing rank;
+        the barriers of symmetric memory are faster.
         """
         if self._stream is not None:
             stream = torch.cuda.current_stream(self._device)
@@ -151,14 +152,14 @@ class CopyLink:
         return CopiedMessage(self, sent, self._places(self._rank, first, expected, like))
 
     def meet(self) -> None:
-        """The current stream waits for what all ranks have copied."""
+        """Makes the current stream wait for the copies of all ranks."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._memory.barrier(0, _LONGEST_MS)
 
     def _places(self, rank: int, offset: int, shapes: Sequence[Sequence[int]],
                 like: Tensor) -> list[Tensor]:
-        """Tensors of these shapes in the memory of a rank, from a byte on."""
+        """Tensors of these shapes in the memory of a rank, from this byte offset on."""
         places = []
         for shape in shapes:
             places.append(self._memory.get_buffer(rank, tuple(shape), like.dtype,
@@ -168,13 +169,13 @@ class CopyLink:
 
 
 class CopiedMessage:
-    """Tensors that are being copied. sent: lives until then."""
+    """Tensors that are being copied. It keeps `sent` alive until then."""
 
     def __init__(self, link: CopyLink, sent: list[Tensor], received: list[Tensor]):
         self._link, self._sent, self._received = link, sent, received
 
     def wait(self) -> list[Tensor]:
-        """The tensors that came, to be read before the wait for the next message."""
+        """The received tensors. Read them before waiting for the next message."""
         self._link.meet()
         self._sent = []
         return self._received

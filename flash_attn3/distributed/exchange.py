@@ -1,9 +1,9 @@
-"""Messages between the ranks of a group, which travel while attention runs.
+"""Messages between the ranks of a group, which overlap with attention.
 
-On CUDA NCCL moves them on a stream of its own, after what was launched before, next to what is
-launched after. All tensors belong to the current stream, which waits for a message before they are
-freed. On the CPU gloo has threads for them. A dead or late peer ends in the time limit of the
-process group; the error then names the peer.
+On CUDA NCCL sends them on its own stream, after earlier launches and concurrently with later ones.
+All tensors belong to the current stream, which waits for a message before they are freed. On the
+CPU gloo uses threads. If a peer is dead or late, the process group times out, and the error names
+the peer.
 """
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def place_of(name: str) -> tuple[int, int]:
 
 @contextmanager
 def peers_named(op: str, peers: Sequence[int] | str) -> Iterator[None]:
-    """An error of the process group in it says with whom this rank communicated."""
+    """Adds to an error of the process group with which ranks this one communicated."""
     try:
         yield
     except RuntimeError as error:    # DistBackendError and the other errors of c10d are such
@@ -61,9 +61,9 @@ def peers_named(op: str, peers: Sequence[int] | str) -> Iterator[None]:
 
 
 def _alias(x: Tensor) -> Tensor:
-    """A view of x that torch's allocator does not own. TRAP: isend and irecv record
-    NCCL's stream for the allocator's own, which then stays allocated until the GPU has moved it.
-    The host runs ahead: all messages of a call would be alive at once.
+    """A view of x that torch's allocator does not own. TRAP: isend and irecv record NCCL's stream
+    on memory of the allocator, which then stays allocated until the GPU has sent it. The host runs
+    ahead, so all messages of a call would be alive at once.
     """
     return torch.from_dlpack(to_dlpack(x.detach()))
 
@@ -102,7 +102,7 @@ class Message:
         self._sent, self._received = sent, received
 
     def wait(self) -> list[Tensor]:
-        """The tensors that came. The current stream waits for them, on the CPU the caller."""
+        """The received tensors. The current stream waits for them; on the CPU the caller does."""
         with peers_named(self._op, self._peers):
             for work in self._works:
                 work.wait()
@@ -117,11 +117,11 @@ def rows_of(x: Tensor, rows: tuple[int, int]) -> Tensor:
 
 def travel(link, plan: Plan, tensors: tuple[Tensor, ...]) -> Iterator[
         tuple[Step, list[Tensor]]]:
-    """Each step with its keys and values; those of the next are on their way meanwhile. The caller
-    empties the list after it has launched their readers: those of two steps are alive then.
+    """Yields each step with its keys and values, while those of the next step are being sent. The
+    caller empties the list once it has launched their readers, so that two steps are alive at most.
 
-    link: what `copies.link_of` gives. tensors: k and v of this rank. Those of step s come from the
-    rank s before it.
+    link: from `copies.link_of`. tensors: k and v of this rank. Step s receives those of the rank s
+    places before it.
     """
     def start(step: Step) -> Message:
         sent = [] if step.sent is None else [rows_of(x, step.sent) for x in tensors]

@@ -1,15 +1,14 @@
 """Attention of a sequence whose rows are divided among the ranks of a group.
 
-Step s of a rank is attention of its queries on the keys of the rank s before it, which travel while
-step s - 1 runs. Only rows that the other rank sees are sent. Results are merged by their LSE
-(merging.py), four at a time, so that a result of N ranks is rounded 1 + log4 N times. The backward
-goes the same way: `bwd`, given out and LSE of all keys, computes the part of a step; the
-gradients of keys travel straight back to their rank, which adds them in float32, in the order of
-the steps.
+In step s a rank attends to the keys of the rank s places before it, which are sent while step s - 1
+runs. Only rows that the receiver sees are sent. Results are merged by their LSE (merging.py), four
+at a time, so that a result of N ranks is rounded 1 + log4 N times. The backward takes the same
+steps: `bwd`, given out and LSE over all keys, computes the part of a step. The gradients of keys go
+straight back to their rank, which adds them in float32, in the order of the steps.
 
 Sources: Ring Attention (arXiv 2310.01889); the merge by LSE of FlashAttention-2 (arXiv 2307.08691,
-3.1). The messages go from rank to rank directly, not around the ring: the same bytes a step, and
-ranks that see nothing of each other exchange nothing.
+3.1). Messages go directly from rank to rank, not around the ring. The bytes of a step are the same,
+and ranks whose rows do not attend to each other exchange nothing.
 """
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ _bwd = torch.ops.flash_attn3.bwd.default
 
 
 class Ring(NamedTuple):
-    """What follows q, k, v, sinks and cu_seqlens in the schemas. seqlen -1: all rows. group: the
-    name of a process group, '' for none.
+    """The arguments after q, k, v, sinks and cu_seqlens in the schemas. seqlen -1: all rows. group:
+    the name of a process group, '' for none.
     """
     group: str
     softmax_scale: float
@@ -66,28 +65,27 @@ def ring_attention(
         s_aux: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
         seqlen: int | None = None, zigzag: bool = True, deterministic: bool = False,
         return_attn_probs: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_attn_func` of a sequence of which each rank of a group holds a part of the rows.
+    """`flash_attn_func` on a sequence whose rows are divided among the ranks of a group.
 
-    All ranks call it, each with the rows that `shard` gives it, and get the rows of the result.
-    Communication runs next to attention. Memory a rank: that of `flash_attn_func` on its rows, the
-    keys and values of up to two other ranks (for GPUs of one host they stay allocated: env.py), up
-    to 3 log4(ranks) partial results, in the backward gradients in float32 and those of a step on
-    their way. It is one op, also under `torch.compile`, without a graph break.
+    Each rank calls it with the rows that `shard` gives it and gets these rows of the result.
+    Communication overlaps with attention. A rank needs the memory of `flash_attn_func` on its rows,
+    of the keys and values of up to two other ranks (which stay allocated between GPUs of one host:
+    env.py) and of up to 3 log4(ranks) partial results; the backward also that of gradients in
+    float32 and of those being sent. It is one op under `torch.compile`, without a graph break.
 
     Args:
         q: (batch, rows, heads_q, head_dim), or (rows, heads_q, head_dim); dtypes, head dims and
             strides as in `flash_attn_func`, here on the CPU (gloo) or a Hopper GPU (NCCL).
         k, v: likewise with heads_k, which divides heads_q; the same rows as q.
-        group: whose ranks hold the rows, in their order; a mesh of one axis is taken too. Default:
-            all ranks.
-        seqlen: rows of the whole sequence. The others, at its end, are padding: never read, and
-            there out is 0, lse -inf, and the gradients 0. Default: as many as all ranks have.
-        zigzag: ranks hold two chunks each, as `shard` does it, which balances causal attention;
-            False: one. Default True; the rows of a rank are even then.
+        group: the ranks that hold the rows, in order; or a mesh of one axis. Default: all ranks.
+        seqlen: rows of the whole sequence. Further rows at its end are padding: they are never
+            read, out is 0 there, lse -inf, and the gradients 0. Default: the rows of all ranks.
+        zigzag: each rank holds two chunks, as `shard` divides rows, which balances causal attention
+            and needs an even number of rows; False: one chunk. Default True.
         cu_seqlens: with three dimensions: where the sequences of the whole stream begin, and the
-            end of the last, as in `flash_attn_varlen_func`: numbers, or a tensor of them; one on a
-            GPU is read at each call, which waits for it. Padding follows the last. Ranks that
-            share no sequence exchange nothing. Default: one sequence.
+            end of the last, as in `flash_attn_varlen_func`: numbers, or a tensor of them. Each call
+            reads a tensor on a GPU, for which the host waits. Padding follows the last sequence.
+            Ranks that share no sequence exchange nothing. Default: one sequence.
         softmax_scale, causal, window_size, softcap, s_aux: as in `flash_attn_func`, of the whole
             sequence.
         deterministic: as in `flash_attn_func`; here the gradients of q, k and v repeat. The forward
@@ -97,12 +95,12 @@ def ring_attention(
     Returns:
         out, of the shape of q with the head_dim of v, or (out, lse), where lse is (batch, heads_q,
         rows), or (heads_q, rows), float32 (float64 for float64). Gradients of q, k, v and s_aux;
-        that of s_aux is the part of the rows of this rank, as that of any weight.
+        that of s_aux is the part from the rows of this rank, as for any weight.
 
     Raises:
-        RuntimeError: a wrong rank, shape, dtype, device or number on this rank; with
-            FLASH_ATTN3_CHECKS=1 on any rank, also where ranks differ, and then on all of them. No
-            process group. A peer that does not answer within the group's time limit.
+        RuntimeError: a wrong rank, shape, dtype, device or number on this rank; no process group; a
+            peer that does not answer within the group's time limit. With FLASH_ATTN3_CHECKS=1 all
+            ranks raise it if one has a wrong argument or if they differ.
         NotImplementedError: DTensors; derivatives as in `flash_attn_func`.
 
     Example:
@@ -179,9 +177,10 @@ def _problem(tensors: dict[str, Tensor | None], starts: tuple[int, ...] | None, 
     if own.seqlen > all_rows:
         return checks.error(_OP, f'seqlen to be at most {all_rows}, the rows of all ranks',
                             str(own.seqlen))
-    problem = None if starts is None else checks.sequences_problem('q', list(starts), [], all_rows)
-    return checks.error(_OP, *(text.replace('seqlens_q', 'seqlens').replace(
-        'the rows of q', 'the rows of all ranks') for text in problem)) if problem else ''
+    if starts is not None and (problem := checks.sequences_problem('all ranks', starts, [],
+                                                                   all_rows, suffix='')):
+        return checks.error(_OP, *problem)
+    return ''
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: tuple[int, ...] | None,
@@ -196,7 +195,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: tuple[
 
 # ------------------------------------------------------------------------------------ one call
 def _cut(x: Tensor, rows: tuple[int, int], call: Call) -> Tensor:
-    """Rows of a (batch, rows, heads, head_dim); without the batch, of one, for several tiles."""
+    """Rows of (batch, rows, heads, head_dim); several tiles go without the batch, which is 1."""
     x = exchange.rows_of(x, rows)
     return x[0] if len(call.tiles) > 1 else x
 
@@ -222,7 +221,7 @@ def _general(q: Tensor, window: Sequence[int], sinks: Tensor | None, own: Ring,
 
 
 def _general_of_call(q: Tensor, call: Call, sinks: Tensor | None, own: Ring) -> General:
-    """A sink enters once, where a query meets its own key."""
+    """The arguments of a call. A sink enters once: in the call where a query meets its own key."""
     tile = call.tiles[0]
     lists = _lists(call, q.device) if len(call.tiles) > 1 else {}
     return _general(q, (tile.left, tile.right), sinks if tile.is_own else None, own, **lists)
@@ -230,7 +229,7 @@ def _general_of_call(q: Tensor, call: Call, sinks: Tensor | None, own: Ring) -> 
 
 @lru_cache(maxsize=256)
 def _lists(call: Call, device: torch.device) -> dict[str, Tensor | int]:
-    """Tiles as sequences of a packed call; between them may be rows of none."""
+    """The tiles as sequences of a packed call. Rows between them may belong to none."""
     lists = {}
     for name, ends in (('q', [tile[0:2] for tile in call.tiles]),
                        ('k', [tile[2:4] for tile in call.tiles])):
@@ -247,7 +246,7 @@ def _lists(call: Call, device: torch.device) -> dict[str, Tensor | int]:
 class _Parts:
     """Results over parts of the keys, merged by cells: ranges of rows that calls cover as a whole.
 
-    Four of one level become one of the next: at most three wait in each.
+    Four results of one level merge into one of the next, so each level holds at most three.
     """
 
     def __init__(self, plan: Plan, rows: int):
@@ -266,7 +265,7 @@ class _Parts:
 
     def result(self, out: Callable[[], Tensor], lse: Callable[[], Tensor]) -> tuple[
             Tensor, Tensor]:
-        """For all rows. out, lse: make what is written into, where it is not a part itself."""
+        """The result for all rows. out, lse: allocate it, if no part is already the result."""
         for parts in self._of_cell.values():
             while len(parts) > merging.MOST_PARTS:    # the highest level is first
                 parts[-4:] = [(0, *merging.merge_states(*zip(*(x[1:] for x in parts[-4:]))))]
@@ -332,7 +331,7 @@ class _Total:
 
 
 class _KeyGradients:
-    """dk and dv of this rank, and those of other ranks' keys on their way to them."""
+    """dk and dv of this rank, and those of other ranks' keys that are being sent to them."""
 
     def __init__(self, link: exchange.Link, tensors: tuple[Tensor, Tensor],
                  has_two: bool):
@@ -353,7 +352,7 @@ class _KeyGradients:
                                          self._like[0])
 
     def take(self) -> None:
-        """The gradients that are in flight."""
+        """Adds the gradients that are in flight."""
         if self._pending is not None:
             self.add(self._rows, self._pending.wait())
         self._pending = None

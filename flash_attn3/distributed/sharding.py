@@ -1,7 +1,7 @@
-"""Parts of a batch for the ranks of a ring, of ulysses, or of both; and the whole again.
+"""Divides a batch among the ranks of a ring, of ulysses or of both, and joins it again.
 
-The rows of a rank are those that `ring_attention` and `ulysses_attention` take, for any number of
-ranks and any length: what does not divide is padded at the end.
+`ring_attention` and `ulysses_attention` take the rows that it gives a rank. Any number of ranks and
+any length will do: rows are padded at the end until they divide.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _places(op: str, group: Group, ulysses_group: Group) -> list[tuple[str, int,
 def positions(seqlen: int, *, group: Group = None, ulysses_group: Group = None,
               zigzag: bool = True, cu_seqlens: Sequence[int] | Tensor | None = None,
               device: torch.device | str = 'cpu') -> Tensor:
-    """Where the rows of this rank stand in the whole sequence: position ids, as rotary takes them.
+    """Positions of the rows of this rank in the whole sequence, as rotary embeddings need them.
 
     Args:
         seqlen: rows of the whole sequence.
@@ -65,7 +65,7 @@ def _positions(layout: Layout, rank: int) -> Tensor:
 
 def shard(x: Tensor, *, dim: int = 1, group: Group = None, ulysses_group: Group = None,
           zigzag: bool = True, pad: float = 0) -> Tensor:
-    """The part of this rank of a tensor that every rank has whole. Differentiable.
+    """This rank's part of a tensor that every rank has whole. Differentiable.
 
     Args:
         x: any shape and dtype, such as tokens (batch, seqlen).
@@ -104,7 +104,7 @@ def shard_batch(batch: Mapping[str, Tensor], *, dim: int = 1, group: Group = Non
 @torch.no_grad()
 def unshard(x: Tensor, seqlen: int, *, dim: int = 1, group: Group = None,
             ulysses_group: Group = None, zigzag: bool = True) -> Tensor:
-    """The whole again, on every rank, of what `shard` gave each. No gradients.
+    """Joins on every rank the parts that `shard` gave each. No gradients.
 
     Args:
         x: the part of this rank.

@@ -1,12 +1,12 @@
 """Which rows of a sequence a rank holds, and what it computes with the keys of each other rank.
 
-Plain integers: no tensor, no communication. The rows of all ranks are one stream of positions. A
-rank of N holds two chunks of it, r and 2N - 1 - r (zigzag: under a causal mask all ranks do the
-same work), or one, r (contiguous). Padding follows the last position; no call reads it.
+Plain integers: no tensor, no communication. The rows of all ranks are one stream of positions. Rank
+r of N holds two chunks of it, r and 2N - 1 - r (zigzag: under a causal mask all ranks have the same
+work), or one, r (contiguous). Padding follows the last position; no call reads it.
 
-A tile is a rectangle of local queries and of keys of one rank, with the window that the ops take:
-aligned to its bottom-right corner. It has visible keys only, so that both sides of the window are 0
-or more, or -1 where they mask nothing.
+A tile is a rectangle of local queries and of keys of one rank, with a window as the ops take it:
+aligned to its bottom-right corner. It has only visible keys, so each side of the window is 0 or
+more, or -1 if it masks nothing.
 
 Source of the zigzag: the load balancing of Llama 3 (arXiv 2407.21783, 3.3.2) and of torch's
 context_parallel.
@@ -83,8 +83,8 @@ class Call(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a rank does with the keys of another: `keys` of `source`, of which it needs these rows;
-    it sends `sent` of its own to `target`. None: nothing.
+    """What a rank does with the keys of another: it needs the rows `keys` of `source`, and sends
+    its own rows `sent` to `target`. None: no rows.
     """
     source: int
     target: int
@@ -94,8 +94,8 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The steps of a rank; the first is on its own keys. cells: ranges of its rows of which each is
-    covered by a call as a whole or not at all.
+    """The steps of a rank; the first is on its own keys. cells: ranges of its rows, each of which a
+    call covers as a whole or not at all.
     """
     steps: tuple[Step, ...]
     cells: tuple[tuple[int, int], ...]
@@ -116,8 +116,8 @@ def segments(layout: Layout, rank: int, starts: tuple[int, ...]) -> list[Segment
 
 
 def tile_of(q: Segment, k: Segment, left: int, right: int) -> Tile | None:
-    """What queries of a segment see of the keys of another: p - left to p + right, -1 is no limit;
-    None if nothing.
+    """The keys of one segment that the queries of another see: p - left to p + right, where -1 is
+    no limit. None if they see none.
     """
     a, a_end, b, b_end = q.start, q.start + q.size, k.start, k.start + k.size
     if right != -1:
@@ -160,7 +160,7 @@ def joined(tiles: list[Tile]) -> list[Tile]:
 
 def calls_of(queries: list[Segment], keys: list[Segment], window: tuple[int, int],
              one_tile: bool) -> tuple[Call, ...]:
-    """The calls of a rank that holds these queries on these keys. one_tile: in each."""
+    """The calls of a rank that holds these queries, on these keys. one_tile: one in each call."""
     keys_by_document = {document: list(group) for document, group in groupby(
         sorted(keys), key=lambda segment: segment.document)}
     tiles = []

@@ -1,8 +1,8 @@
-"""Attention of a sequence whose rows are divided among ranks, each of which takes a share of the
-heads: an exchange brings all rows of these heads to it, and another brings the results back.
+"""Attention of a sequence whose rows are divided among ranks, each of which computes some heads: an
+all-to-all gives it all rows of these heads, and another returns the results.
 
-Source: DeepSpeed Ulysses (arXiv 2309.14509). Together with a ring: every rank of the ring is a
-group of ranks, which divide its rows.
+Source: DeepSpeed Ulysses (arXiv 2309.14509). Combined with a ring, each rank of the ring is a group
+of ranks that divide its rows.
 """
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def ulysses_attention(
         s_aux: Tensor | None = None, cu_seqlens: Tensor | Sequence[int] | None = None,
         seqlen: int | None = None, zigzag: bool = True, deterministic: bool = False,
         return_attn_probs: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """`ring_attention` with the heads divided among the ranks of a group, two exchanges a call.
+    """`ring_attention` with the heads divided among the ranks of a group: two all-to-alls a call.
 
     Args:
         q, k, v: as in `ring_attention`, the rows that `shard` gives this rank. The ranks of the
-            group divide heads_q. Where they do not divide heads_k, KV heads are repeated until they
-            do; those divide heads_q then.
-        group: whose ranks hold the rows, in their order, or with ring_group those of one rank of
-            the ring. Default: all ranks.
-        ring_group: ranks with the same place in their groups, such as the other axis of a mesh of
-            two: attention is that of a ring of them. Default: no ring.
+            group divide heads_q. If they do not divide heads_k, KV heads are repeated until they
+            do; the repeated heads must divide heads_q.
+        group: the ranks that hold the rows, in order; with ring_group those of one rank of the
+            ring. Default: all ranks.
+        ring_group: the ranks with the same place in their groups, such as the other axis of a mesh
+            of two, which form a ring. Default: no ring.
         softmax_scale, causal, window_size, softcap, s_aux, cu_seqlens, seqlen, zigzag,
             deterministic, return_attn_probs: as in `ring_attention`. s_aux: of all heads. The rows
             of the whole group are even with zigzag.
@@ -83,8 +83,8 @@ def ulysses_attention(
 
 
 def _problem(tensors: tuple[Tensor, Tensor, Tensor], general: General, ranks: int) -> str:
-    """What is wrong with the arguments of this rank, or '', before it sends anything; the rest
-    `ring_attention` checks.
+    """What is wrong with the arguments of this rank, or '', before it sends anything.
+    `ring_attention` checks the rest.
     """
     q, k, v = tensors
     if not (q.dim() == k.dim() == v.dim() and q.dim() in (3, 4)):

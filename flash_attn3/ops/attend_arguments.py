@@ -1,8 +1,8 @@
 """The arguments of `attend_cache` as one tuple without trailing defaults.
 
 Each argument of an eager call costs host time, and defaults are free. A decode step takes
-microseconds, and building a named tuple of 33 fields alone takes 0.8 us (CPython 3.11). So the
-function that builds the tuple is generated from the list in arguments.py.
+microseconds, and building a named tuple of 33 fields takes 0.8 us (CPython 3.11). So a function
+that builds the shortest tuple is generated from the list in arguments.py.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flash_attn3.ops.attend_cache import Attend
 # The shortest tuple holds the first step. Each further step is appended whole or not at all.
 _STEPS = ('cache', *names('score', 'splits', 'split_size'), 'prefix', 'lengths', 'pack_gqa',
           'sm_margin', 'scales', 'tree', 'by_page', 'latent', 'float16_out')
-# Arguments of packed keys keep their defaults in a call on a cache.
+# Arguments of packed keys, which keep their defaults in a call on a cache.
 _OF_PACKED_KEYS = ('cu_seqlens_k', 'seqused_q', 'seqused_k', 'max_seqlen_k')
 
 

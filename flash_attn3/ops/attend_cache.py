@@ -1,9 +1,8 @@
 """The ops on a KV cache: their arguments, what they do on CPU tensors, their fakes.
 
-The plain functions gather the keys of one sequence after the other, attend as `reference` does,
-and write what is appended into the cache. They serve CPU tensors and, without an op, GPUs that the
-kernels do not serve; there they wait for the lengths. The schemas are in library.py; importing
-this file registers the rest.
+The plain functions append to the cache, gather the keys of one sequence at a time, and attend as
+`reference` does. They serve CPU tensors and, called directly, GPUs without our kernels, where they
+wait for the lengths. The schemas are in library.py; importing this file registers the rest.
 """
 from __future__ import annotations
 
@@ -14,20 +13,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flash_attn3 import _plan, env
+from flash_attn3 import _plan
 from flash_attn3.cpu import reference, reference_fp8
 from flash_attn3.ops import checks, dense_and_varlen, library
 from flash_attn3.arguments import OPS, tuple_of
 from flash_attn3.ops.dense_and_varlen import batch_of, inputs_of, rank_of, score_of
 from flash_attn3.cpu.quantize import E4M3
-from flash_attn3.cpu.reference import Outputs, Score
+from flash_attn3.cpu.reference import Outputs, Score, Sequences
 from flash_attn3.cpu.reference_fp8 import Scales
 from flash_attn3.api.trees import COLUMNS, unpacked
 
 OP = 'flash_attn_with_kvcache'    # the function whose arguments errors name
 # What follows the tensors of `attend_cache`, and the rotary arguments of `append_and_attend`.
 Attend = tuple_of('Attend', __name__, *OPS['attend_cache'].takes[2:])
-# What an append reads of them.
+# The arguments that an append reads.
 Append = tuple_of('Append', __name__, 'cache', 'rotary', 'cu_seqlens_q', 'k_descale', 'v_descale',
                   'by_page')
 Rotary = tuple_of('Rotary', __name__, 'rotary')
@@ -68,7 +67,7 @@ def _index(cache: Tensor, own: _Own, sequence: int, slots: Tensor) -> tuple:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """e4m3 as bytes, which can be indexed on every device."""
+    """x as bytes if it is e4m3, which cannot be indexed on every device."""
     return x.view(torch.uint8) if x.dtype == E4M3 else x
 
 
@@ -115,7 +114,7 @@ def _span_problem(sequence: int, span: tuple[int, int, int],
 
 def _prefix_problem(q: Tensor, cache: Tensor, own: Attend,
                     batch: int) -> tuple[str, str] | None:
-    """What is wrong with the lengths of a call with shared keys: (expected, got), or None. Every
+    """What is wrong with the lengths of a call with shared keys: (expected, got), or None. Each
     query must see all shared keys.
     """
     first, queries = own.shared_prefix, _query_counts(q, own, batch)
@@ -162,18 +161,18 @@ def _check_contents(tensors: tuple[Tensor | None, Tensor, int | None], own: _Own
 
 
 def check_cuda_contents(tensors: Sequence[Tensor | None], arguments: tuple) -> None:
-    """Raises RuntimeError for bad contents of the lists of `attend_cache` on a GPU, where it is
-    asked for; a CUDA graph cannot wait for them. tensors: q, the caches and out.
+    """Raises RuntimeError for bad contents of the lists of `attend_cache` on a GPU, if they are
+    read (`checks.reads_contents`). tensors: q, the caches and out.
     """
     q, cache, *_ = tensors
-    if env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+    if q.is_cuda and checks.reads_contents(q):
         check_attend(tensors, arguments, rules_of='cuda')
 
 
 def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
                  rules_of: str = 'cpu') -> Attend:
-    """The arguments by name. Raises RuntimeError if `attend_cache` cannot serve them, also for what
-    the lists contain. tensors: q, k, v and out; rules_of: as in `checks.problem_text`.
+    """The arguments by name. Raises RuntimeError if `attend_cache` cannot serve them, or for bad
+    contents of the lists. tensors: q, k, v and out; rules_of: as in `checks.problem_text`.
     """
     q, k, v, out = tensors
     own = Attend(*arguments)
@@ -200,9 +199,7 @@ def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
 def _keys_of(x: Tensor, own: Attend, batch: int) -> list[Tensor]:
     """The keys or values of each sequence, (keys, heads_k, head_dim)."""
     if own.cu_seqlens_k is not None:
-        starts = own.cu_seqlens_k.tolist()
-        used = _numbers(own.seqused_k, _differences(own.cu_seqlens_k))
-        return [x[start:start + count] for start, count in zip(starts, used)]
+        return [x[rows] for rows in Sequences(own.cu_seqlens_k, own.seqused_k).slices()]
     return [_bytes(x)[index].view(x.dtype) for index in _indices_of(x, own, batch)]
 
 
@@ -219,14 +216,14 @@ def _indices_of(x: Tensor, own: Attend, batch: int) -> list[tuple]:
     return indices
 
 
-def _with_prefix(own: tuple, of_first: tuple, is_shared: Tensor) -> tuple:
-    """The rows of the first sequence where slots are shared."""
-    return tuple(torch.where(is_shared, torch.as_tensor(first), torch.as_tensor(one))
-                 for one, first in zip(own, of_first))
+def _with_prefix(index: tuple, first_index: tuple, is_shared: Tensor) -> tuple:
+    """An index that takes shared slots from the first sequence."""
+    return tuple(torch.where(is_shared, torch.as_tensor(first), torch.as_tensor(own))
+                 for own, first in zip(index, first_index))
 
 
 def _scales_of(scale: Tensor | None, x: Tensor, own: Attend, batch: int) -> list[Tensor | None]:
-    """The scales of the keys or values x of each sequence: (keys or 1, heads_k), of latents (keys,
+    """The scales of the keys or values x of each sequence: (keys or 1, heads_k), for latents (keys,
     blocks of columns).
     """
     if scale is None:
@@ -238,13 +235,11 @@ def _scales_of(scale: Tensor | None, x: Tensor, own: Attend, batch: int) -> list
     return list(scale.split(1))
 
 
-def _rows_of(q: Tensor, own: Attend) -> list[tuple]:
-    """The indices of the queries of each sequence in q."""
-    if own.cu_seqlens_q is None:
-        return list(range(q.size(0)))
-    starts = own.cu_seqlens_q.tolist()
-    used = _numbers(own.seqused_q, _differences(own.cu_seqlens_q))
-    return [slice(start, start + count) for start, count in zip(starts, used)]
+def _rows_of(x: Tensor, cu_seqlens: Tensor | None,
+             seqused: Tensor | None = None) -> Sequence[int] | list[slice]:
+    """The index of the rows of each sequence in x."""
+    return (range(x.size(0)) if cu_seqlens is None else
+            Sequences(cu_seqlens, seqused).slices())
 
 
 def _with_tree(score: Score, rows: Tensor) -> Score:
@@ -252,7 +247,7 @@ def _with_tree(score: Score, rows: Tensor) -> Score:
 
 
 def _scaled(x: Tensor, scale: Tensor | None, scaling: Callable = torch.mul) -> Tensor:
-    """x (..., keys, heads_k, head_dim) times or over its scales, (keys or 1, heads_k or
+    """x (..., keys, heads_k, head_dim) multiplied or divided by its scales, (keys or 1, heads_k or
     blocks of columns).
     """
     if scale is None:
@@ -263,9 +258,9 @@ def _scaled(x: Tensor, scale: Tensor | None, scaling: Callable = torch.mul) -> T
 
 @reference.without_autocast
 def _attend(q: Tensor, k: Tensor, v: Tensor, own: Attend) -> Outputs:
-    """In the dtype of computation; nothing is checked."""
+    """Attention in the dtype of computation; nothing is checked."""
     wide = torch.float32 if q.dtype == E4M3 else reference.wide_dtype(q.dtype)
-    rows = _rows_of(q, own)
+    rows = _rows_of(q, own.cu_seqlens_q, own.seqused_q)
     out = q.new_zeros((*q.shape[:-1], v.size(-1)), dtype=wide)
     heads_last = q.new_full(q.shape[:-1], -math.inf, dtype=reference.lse_dtype(wide))
     batch = len(rows)
@@ -298,13 +293,18 @@ def _out_dtype(q: Tensor, own: Attend) -> torch.dtype:
     return torch.float16 if own.float16_out else torch.bfloat16
 
 
+def _results(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None,
+             own: Attend) -> tuple[Tensor, Tensor]:
+    """Attention as the ops return it."""
+    result, lse, _ = _attend(q, k_cache, v_cache, own)
+    result = result.to(_out_dtype(q, own)) if out is None else out.copy_(result).new_empty(0)
+    return result, lse if own.return_lse else lse.new_empty(0)
+
+
 def attend_plainly(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
                    *arguments) -> tuple[Tensor, Tensor]:
     """The op `attend_cache` on any device."""
-    own = check_attend((q, k, v, out), arguments)
-    result, lse, _ = _attend(q, k, v, own)
-    result = result.to(_out_dtype(q, own)) if out is None else out.copy_(result).new_empty(0)
-    return result, lse if own.return_lse else lse.new_empty(0)
+    return _results(q, k, v, out, check_attend((q, k, v, out), arguments))
 
 
 # ------------------------------------------------------------------------------------------- append
@@ -327,7 +327,7 @@ def check_append(tensors: Sequence[Tensor | None], new: tuple[Tensor | None, Ten
 
 
 def _check_positions(cache: Tensor, q: Tensor, own: Append, batch: int) -> None:
-    """The tables have a row for each position of a new key and of a query."""
+    """Raises RuntimeError if a rotary table lacks the position of a new key or a query."""
     spans = _spans(cache, own, batch)
     firsts = _numbers(own.rotary_seqlens, [before for _, before, _ in spans])
     queries = _query_counts(q, own, batch) if own.rotary_per_query else [1] * batch
@@ -362,9 +362,7 @@ def _rotated_queries(q: Tensor, own: Append, firsts: list[int]) -> Tensor:
     result = torch.empty_like(q, memory_format=torch.contiguous_format)
     if own.cu_seqlens_q is not None:
         result.copy_(q)    # rows of no sequence
-    rows = range(q.size(0)) if own.cu_seqlens_q is None else [
-        slice(*pair) for pair in zip(own.cu_seqlens_q.tolist(), own.cu_seqlens_q.tolist()[1:])]
-    for row, first in zip(rows, firsts):
+    for row, first in zip(_rows_of(q, own.cu_seqlens_q), firsts):
         steps = torch.arange(q[row].size(0), device=q.device)
         result[row] = _rotated(q[row], first + steps * own.rotary_per_query, own)
     return result
@@ -378,8 +376,8 @@ def _quantised(x: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _page_scales(x: Tensor, scale: Tensor, index: tuple) -> Tensor:
-    """(rows, heads_k): the scales of the pages of new rows x, set where they begin one.
-    index: the page of each row and its slot there.
+    """(rows, heads_k): the scales of the pages of new rows x. Sets those of pages that begin with a
+    new row. index: the page of each row and its slot there.
     """
     pages, slots = index
     for page in pages[slots == 0].tolist():
@@ -390,14 +388,14 @@ def _page_scales(x: Tensor, scale: Tensor, index: tuple) -> Tensor:
 
 
 def _key_scales(x: Tensor, scale: Tensor, index: tuple) -> Tensor:
-    """(rows, blocks): the scales of new latents x (rows, 1, columns), set."""
+    """(rows, blocks): sets the scales of new latents x (rows, 1, columns)."""
     sizes = x[:, 0].unflatten(-1, (scale.size(2), -1)).float().abs().nan_to_num(nan=0.0)
     scale[index] = _scale_of_largest(sizes.amax(2), 448)
     return scale[index]
 
 
 def _scale_of_largest(largest: Tensor, most: float) -> Tensor:
-    """The smallest power of two that scales these values down to at most `most`."""
+    """The smallest power of two that, as divisor, brings these values down to at most `most`."""
     least = (largest / most).clamp(min=2.0 ** -60)
     mantissa = torch.frexp(least).mantissa
     return torch.where(mantissa == 0.5, least, least / mantissa)
@@ -416,8 +414,8 @@ def append_and_attend_plainly(
     check_attend((q, *caches, out), own)
     append = append_of(own, rotary)
     check_append((q, *caches), (k, v), append)
-    _check_writable(dict(k_cache=k_cache, v_cache=v_cache, out=out, k_descale=k_scales,
-                         v_descale=v_scales))
+    check_writable(OP, k_cache=k_cache, v_cache=v_cache, out=out,
+                   k_descale=k_scales, v_descale=v_scales)
     if v_scales is None and k is not None and v.dtype != v_cache.dtype and (
             own.descale_by_page or own.qv is not None):
         raise RuntimeError(checks.error(OP, 'k_scales or v_scales, those that new keys set',
@@ -427,11 +425,10 @@ def append_and_attend_plainly(
     firsts = _firsts(k_cache, append, batch_of(q, append.cu_seqlens_q))
     if k is not None:
         _append(caches, k, v, append)
-    rotated = _rotated_queries(q, append, firsts) if rotary.rotary_cos is not None else None
-    result, lse, _ = _attend(q if rotated is None else rotated, k_cache, v_cache, own)
-    result = result.to(_out_dtype(q, own)) if out is None else out.copy_(result).new_empty(0)
-    return (result, lse if own.return_lse else lse.new_empty(0),
-            q.new_empty(0) if rotated is None else rotated)
+    if rotary.rotary_cos is None:
+        return *_results(q, k_cache, v_cache, out, own), q.new_empty(0)
+    rotated = _rotated_queries(q, append, firsts)
+    return *_results(rotated, k_cache, v_cache, out, own), rotated
 
 
 def with_descales(arguments: tuple, k_scales: Tensor | None, v_scales: Tensor | None) -> Attend:
@@ -458,12 +455,14 @@ def _apart(x: Tensor | None, caches: tuple[Tensor, Tensor]) -> Tensor | None:
     return x.clone() if shares else x
 
 
-def _check_writable(tensors: dict[str, Tensor | None]) -> None:
-    """PyTorch lets an inference tensor be written in inference mode alone."""
+def check_writable(op: str, **tensors: Tensor | None) -> None:
+    """Raises RuntimeError for an inference tensor, which PyTorch allows only inference mode to
+    write.
+    """
     for name, x in tensors.items():
         if x is not None and x.is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError(checks.error(
-                OP, f'{name} not to be an inference tensor', 'an inference tensor',
+                op, f'{name} not to be an inference tensor', 'an inference tensor',
                 'call the function under torch.inference_mode()'))
 
 
@@ -477,10 +476,8 @@ def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, own: Append) ->
     batch = k.size(0) if own.cu_seqlens_k_new is None else own.cu_seqlens_k_new.numel() - 1
     spans = _spans(k_cache, own, batch)
     firsts = _firsts(k_cache, own, batch)
-    starts = range(batch) if own.cu_seqlens_k_new is None else own.cu_seqlens_k_new.tolist()
-    for sequence, (_, before, new) in enumerate(spans):
-        start = starts[sequence]
-        row = start if own.cu_seqlens_k_new is None else slice(start, start + new)
+    rows_of = _rows_of(k, own.cu_seqlens_k_new)
+    for sequence, ((_, before, new), row) in enumerate(zip(spans, rows_of)):
         steps = torch.arange(new, device=k.device)
         new_k = k[row] if own.rotary_cos is None else _rotated(k[row], firsts[sequence] + steps,
                                                                own)
@@ -496,7 +493,7 @@ def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, own: Append) ->
 
 
 # -------------------------------------------------------------------------------------------- fakes
-# Fakes check only what they rely on; the rest is checked when real tensors arrive.
+# Fakes check only what they rely on; the ops check the rest on real tensors.
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
                  *arguments) -> tuple[Tensor, Tensor]:
     own = Attend(*arguments)
@@ -520,10 +517,6 @@ def _append_and_attend_fake(
     return *results, q.new_empty(q.shape if is_rotated else 0)
 
 
-for _name, _on_cpu, _fake in (
-        ('attend_cache', attend_plainly, _attend_fake),
-        ('append_and_attend', append_and_attend_plainly, _append_and_attend_fake)):
-    library.LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)
-
+library.register('attend_cache', attend_plainly, _attend_fake)
+library.register('append_and_attend', append_and_attend_plainly, _append_and_attend_fake)
 library.register_vmap_by_loop('attend_cache')

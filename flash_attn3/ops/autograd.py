@@ -1,9 +1,9 @@
 """Gradients: of eager calls by an autograd.Function, of traced calls by a formula on the ops `fwd`,
 `fwd_general` and `fwd_quantized`.
 
-Two ways because they cost differently: the Function takes a quarter of the host time of a
-registered formula, but torch.compile and torch.export need the op as one node of the graph. (A
-Function with its own setup_context would also serve torch.func, for twice the host time.)
+WHY both: a Function takes a quarter of the host time of a registered formula, but torch.compile and
+torch.export need the op as one node of the graph. (A Function with its own setup_context would also
+serve torch.func, for twice the host time.)
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _bwd_out = torch.ops.flash_attn3.bwd_out.default
 
 
 class _Formulas(torch.library.Library):
-    """The formulas of traced calls, which refuse forward mode: PyTorch would skip them there."""
+    """The formulas of traced calls. They refuse forward mode, in which PyTorch would skip them."""
 
     def impl(self, op_name: str, kernel: Callable, *where: str, **options) -> None:
         @functools.wraps(kernel)
@@ -36,11 +36,29 @@ class _Formulas(torch.library.Library):
 FORMULAS = _Formulas('flash_attn3', 'FRAGMENT')
 
 
+def define(op: str, forward: Callable, setup_context: Callable, backward: Callable) -> Callable:
+    """Gives gradients to a traced op by a formula, and to eager calls by a Function, which this
+    returns. forward: computes an eager call, from the arguments of the op.
+    """
+    torch.library.register_autograd(f'flash_attn3::{op}', backward, setup_context=setup_context,
+                                    lib=FORMULAS)
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *arguments):
+            output = forward(*arguments)
+            setup_context(ctx, arguments, output)
+            return output
+
+    Function.backward = staticmethod(backward)
+    return Function.apply
+
+
 def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal: bool,
           deterministic: bool) -> None:
-    """Keeps for the backward: inputs and outputs of the forward, and its scalars.
+    """Keeps inputs, outputs and scalars of the forward for the backward.
 
-    PyTorch's setting of deterministic algorithms counts as it is now, at the forward.
+    PyTorch's setting of deterministic algorithms is read now, in the forward.
     """
     ctx.save_for_backward(*tensors)
     ctx.softmax_scale = library.softmax_scale_of(tensors[0], softmax_scale)
@@ -50,9 +68,9 @@ def _keep(ctx, tensors: tuple[Tensor, ...], softmax_scale: float | None, causal:
 
 
 def _gradients(ctx, compute: Callable, dout: Tensor | None, dlse: Tensor | None, *inputs):
-    """What compute returns; dout or dlse is None if only the other was used.
+    """The gradients that compute returns. dout or dlse is None if only the other was used.
 
-    inputs: those of compute between the gradients and the scalars.
+    inputs: the arguments of compute between the gradients and the scalars.
     """
     *_, out, _ = inputs
     if dout is None:
@@ -80,28 +98,13 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     return dq, dk, dv, None, None, None, None, None
 
 
-class Attention(torch.autograd.Function):
-    """The op `_fwd` with gradients for q, k and v, from both outputs.
-
-    Takes the arguments of the op `fwd`: those of `_fwd`, then deterministic.
-    """
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        output = _fwd(*arguments[:-1])
-        _setup_context(ctx, arguments, output)
-        return output
-
-    backward = staticmethod(_backward)
-
-
-torch.library.register_autograd('flash_attn3::fwd', _backward, setup_context=_setup_context,
-                                lib=FORMULAS)
+# Takes the arguments of the op `fwd`: those of `_fwd`, then deterministic.
+attention = define('fwd', lambda *arguments: _fwd(*arguments[:-1]), _setup_context, _backward)
 
 
 # -------------------------------------------------------------------------- q, k and v in a tensor
 class PackedAttention(torch.autograd.Function):
-    """The op `_fwd` on the views of a packed tensor, with a gradient that is packed like it.
+    """The op `_fwd` on views of a packed tensor; its gradient is packed in the same way.
 
     Takes the tensor and num_heads_q, as `unpack`, then the scalars of the op `fwd`.
     """
@@ -123,7 +126,7 @@ class PackedAttention(torch.autograd.Function):
 
 def _bwd_packed(dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int | None,
                 out: Tensor, lse: Tensor, *scalars) -> Tensor:
-    """The op `bwd_out` into one tensor, in the places of q, k and v."""
+    """The op `bwd_out`, which writes the gradients of q, k and v into one packed tensor."""
     dqkv = torch.empty_like(qkv)
     if dqkv.stride(-1) != qkv.stride(-1):    # the elements of qkv overlap
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
@@ -157,28 +160,17 @@ def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _,
     return dq, dk, dv, *of_others.values(), *[None] * len(dense_and_varlen.Execution._fields)
 
 
-class GeneralAttention(torch.autograd.Function):
-    """The op `attend` with gradients for q, k, v and sinks, from out and lse.
-
-    Takes the arguments of the op `fwd_general`.
-    """
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        output = _attend(*arguments[:3], None, *arguments[3:-1])
-        _setup_general_context(ctx, arguments, output)
-        return output
-
-    backward = staticmethod(_general_backward)
+def _forward_general(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, ...]:
+    return _attend(q, k, v, None, *arguments[:-1])    # without deterministic
 
 
-torch.library.register_autograd('flash_attn3::fwd_general', _general_backward,
-                                setup_context=_setup_general_context, lib=FORMULAS)
+general_attention = define('fwd_general', _forward_general, _setup_general_context,
+                           _general_backward)
 
 
 class SplitAttention(torch.autograd.Function):
     """Attention by a function of q, k and v that returns (out, lse), with the gradients of
-    `GeneralAttention`. Takes that function, then the arguments of `fwd_general`.
+    `general_attention`. Takes that function, then the arguments of `fwd_general`.
     """
 
     @staticmethod
@@ -193,8 +185,7 @@ class SplitAttention(torch.autograd.Function):
 
 
 # ------------------------------------------------- q, k, v and sinks, quantised on the way forward
-# Straight through: the gradients are those of `bwd`, for q, k and v as they were given or
-# rounded.
+# A straight-through estimator: `bwd` computes the gradients at the given or the rounded q, k and v.
 def _setup_quantized_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     count = len(inputs) - len(fp8.Quantization._fields)
     ctx.quantization = fp8.Quantization(*inputs[count:])
@@ -208,20 +199,5 @@ def _quantized_backward(ctx, *gradients: Tensor | None) -> tuple:
     return (*_general_backward(ctx, *gradients, compute), *(None for _ in fp8.Quantization._fields))
 
 
-class QuantizedAttention(torch.autograd.Function):
-    """`fp8.forward_quantized`, with gradients for q, k, v and sinks, from out and lse.
-
-    Takes the arguments of the op `fwd_quantized`.
-    """
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        output = fp8.forward_quantized(*arguments)
-        _setup_quantized_context(ctx, arguments, output)
-        return output
-
-    backward = staticmethod(_quantized_backward)
-
-
-torch.library.register_autograd('flash_attn3::fwd_quantized', _quantized_backward,
-                                setup_context=_setup_quantized_context, lib=FORMULAS)
+quantized_attention = define('fwd_quantized', fp8.forward_quantized, _setup_quantized_context,
+                             _quantized_backward)

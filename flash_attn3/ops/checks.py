@@ -1,8 +1,8 @@
 """Checks of user input.
 
-The rules and their words are C++ (csrc/checks, through the module `_plan`), the same
-for CPU and CUDA tensors. This file turns tensors into what `_plan` reads, and holds the checks of
-arguments that never reach an op and of what tensors contain. Error texts have one form:
+The rules and their texts are C++ (csrc/checks, through the module `_plan`), shared by CPU and CUDA
+tensors. This file turns tensors into what `_plan` reads. It checks the contents of tensors and the
+arguments that never reach an op. Error texts have one form:
 `flash_attn3.<op>: expected <thing>, got <value>; hint: <what to do>`.
 """
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flash_attn3 import arguments
+from flash_attn3 import arguments, env
 
 try:
     from flash_attn3 import _plan
@@ -25,14 +25,14 @@ except ImportError as missing:
 
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Arguments that are no tensors, but may be given as tensors of one number.
+# Arguments that are numbers, but may be given as tensors of one number.
 _NUMBERS = {argument.name for argument in arguments.ARGUMENTS
             if not argument.type.startswith('Tensor')}
 
 # Arguments that only some calls may have.
 _FOR_OTHERS = arguments.names('latent', 'scales')
 
-# The GPU that checks and plans assume where there is none: H100 and H200 SXM.
+# The GPU that checks and plans assume without one: H100 and H200 SXM.
 HOPPER_SM_COUNT = 132
 HOPPER_L2_BYTES = 50 << 20
 
@@ -63,8 +63,8 @@ def has_no_data(x: Tensor) -> bool:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where its data lie; 0 without data: meta and fake tensors, and those that AOTAutograd,
-    torch.export or torch.func trace with, of whatever type.
+    """The address of its data; 0 without data: meta and fake tensors, and those of any type that
+    AOTAutograd, torch.export and torch.func trace with.
     """
     if isinstance(tensor, FakeTensor):
         return 0    # PyTorch would warn
@@ -96,8 +96,8 @@ def problem_text(tensors: Mapping[str, Tensor | None], *groups, rules_of: str | 
 
     tensors: by the names of csrc/call/attention_call.h: q, k, v, out, ...
     groups: the call's arguments, a named tuple or a mapping each.
-    rules_of: 'cpu' or 'cuda': the device type whose rules hold, if all tensors are on one device;
-        default: that of the tensors.
+    rules_of: 'cpu' or 'cuda': the device type whose rules apply, if all tensors are on one device.
+        Default: that of the tensors.
     check: one of `_plan`: check_forward, check_fp8, check_backward, check_cache, check_append.
     """
     call = dict(tensors)
@@ -120,33 +120,35 @@ def check_backward(tensors: Mapping[str, Tensor | None], *groups) -> None:
     check_forward(tensors, *groups, check=_plan.check_backward)
 
 
-def sequences_problem(name: str, starts: list[int], used: list[int],
-                      rows: int) -> tuple[str, str] | None:
-    """What was expected of the lists of a tensor with these rows, and what they are instead."""
-    return _starts_problem(name, starts, rows) or _used_problem(name, starts, used)
+def reads_contents(x: Tensor) -> bool:
+    """Whether a call on x checks the contents of its lists. On a GPU the host waits for them, which
+    is impossible while a CUDA graph is captured.
+    """
+    return not x.is_cuda or (env.CHECK_CONTENTS
+                             and not torch.cuda.is_current_stream_capturing())
 
 
-def _starts_problem(name: str, starts: list[int], rows: int) -> tuple[str, str] | None:
-    """What was expected of cu_seqlens, and what it is instead."""
+def sequences_problem(name: str, starts: list[int], used: list[int], rows: int,
+                      suffix: str | None = None) -> tuple[str, str] | None:
+    """What was expected of the lists of a tensor with these rows, and what they are instead.
+
+    suffix: that of the lists' names. Default: `_` and the name of the tensor.
+    """
+    suffix = f'_{name}' if suffix is None else suffix
     if starts[0] != 0:
-        return f'cu_seqlens_{name}[0] to be 0', str(starts[0])
+        return f'cu_seqlens{suffix}[0] to be 0', str(starts[0])
     for sequence, (start, end) in enumerate(zip(starts, starts[1:])):
         if not start <= end <= rows:
-            return (f'cu_seqlens_{name}[{sequence + 1}], the end of sequence {sequence}, to be '
+            return (f'cu_seqlens{suffix}[{sequence + 1}], the end of sequence {sequence}, to be '
                     f'from {start}, its start, to {rows}, the rows of {name}', str(end))
+    for sequence, (start, end, count) in enumerate(zip(starts, starts[1:], used)):
+        if not 0 <= count <= end - start:
+            return (f'seqused{suffix}[{sequence}] to be from 0 to {end - start}, the rows of '
+                    f'sequence {sequence}', str(count))
     return None
 
 
-def _used_problem(name: str, starts: list[int], used: list[int]) -> tuple[str, str] | None:
-    """What was expected of seqused, and what it is instead."""
-    for sequence, (start, end, rows) in enumerate(zip(starts, starts[1:], used)):
-        if not 0 <= rows <= end - start:
-            return (f'seqused_{name}[{sequence}] to be from 0 to {end - start}, the rows of '
-                    f'sequence {sequence}', str(rows))
-    return None
-
-
-# -------------------------------------------------------------------- of what never reaches an op
+# ------------------------------------------------------------ arguments that never reach an op
 def window_sides(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
     """The two numbers of a window. The ops check their values."""
     if isinstance(window_size, Tensor):
@@ -175,8 +177,8 @@ def sinks_of(s_aux: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def length_bound(name: str, max_seqlen: int | Tensor, x: Tensor) -> int:
-    """max_seqlen as a number. Where reading it would wait for a GPU or break a graph, the rows of
-    x, the packed tensor, stand for it: it is a hint for the planner.
+    """max_seqlen, a hint for the planner, as a number. Where reading it would wait for a GPU or
+    break a graph, this is the number of rows of x, the packed tensor.
     """
     if isinstance(max_seqlen, Tensor):
         if max_seqlen.device.type != 'cpu' or torch.compiler.is_compiling():
@@ -189,19 +191,13 @@ def length_bound(name: str, max_seqlen: int | Tensor, x: Tensor) -> int:
     return max_seqlen
 
 
-def default_softmax_scale(q: Tensor) -> float:
-    """head_dim ** -0.5; 1 for shapes that the op is going to reject."""
-    shape = q.shape
-    return shape[-1] ** -0.5 if shape and shape[-1] else 1.0
-
-
 def wants_determinism(deterministic: bool) -> bool:
-    """Whether the gradients of a call have to repeat: by its argument or PyTorch's setting."""
+    """Whether the argument or PyTorch's setting asks for repeatable gradients."""
     return deterministic or torch.are_deterministic_algorithms_enabled()
 
 
 def unsupported(op: str = 'flash_attn_func', **given) -> list[str]:
-    """One error text for each argument that asks for something this version does not have."""
+    """One error text for each argument whose value this version does not support."""
     if unknown := set(given) - {*_FOR_OTHERS}:
         raise TypeError(f'unexpected argument {min(unknown)!r}')
     return [error(op, f'{name} to be None', 'a tensor' if isinstance(got, Tensor) else repr(got),
@@ -229,5 +225,5 @@ def requires_grad_text(**tensors: Tensor | None) -> str:
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Whether autograd asks for the gradient of one of them."""
+    """Whether autograd needs the gradient of one of these tensors."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

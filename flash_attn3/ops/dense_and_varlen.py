@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3 import env
 from flash_attn3.cpu import reference
 from flash_attn3.ops import checks, library
 from flash_attn3.arguments import OPS, select, tuple_of
@@ -24,11 +23,11 @@ LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
 # The arguments of a forward. cu_seqlens are (batch + 1,) int32, or None for tensors with a
 # batch; seqused (batch,) int32, or None for all rows; sinks (heads_q,).
 General = tuple_of('General', __name__, 'lengths', 'score')
-# The arguments after those in the schema of `fwd_general`; only that op has deterministic.
+# The arguments after those in the schema of `fwd_general`. Only that op takes deterministic.
 Execution = tuple_of('Execution', __name__, 'execution', 'gradients')
 _COUNT = len(General._fields)
-# What follows the tensors in the schemas of `bwd` and `bwd_out`: those of `General` in another
-# order, and deterministic.
+# What follows the tensors in the schemas of `bwd` and `bwd_out`: the arguments of `General` in
+# another order, and deterministic.
 _Backward = tuple_of('_Backward', __name__, *OPS['bwd'].takes[3:])
 _of_backward = operator.attrgetter(*General._fields)
 _TENSORS = tuple(argument.name for argument in select(*General._fields)
@@ -37,8 +36,8 @@ _TENSORS = tuple(argument.name for argument in select(*General._fields)
 
 def general_of(q: Tensor, *lengths, window_size: Sequence[int] | Tensor = (-1, -1),
                s_aux: Tensor | None = None, **others) -> General:
-    """General from the arguments of a public function, which has other names for some. lengths:
-    the first fields.
+    """General from the arguments of a public function, some of which have other names. lengths: the
+    first fields.
     """
     left, right = checks.window_sides(window_size)
     return General(*lengths, window_left=left, window_right=right,
@@ -56,7 +55,7 @@ def for_backward(general: General, deterministic: bool) -> tuple:
 
 
 def from_backward(arguments: tuple) -> General:
-    """The opposite; trailing defaults may be missing."""
+    """The inverse of for_backward(); trailing defaults may be missing."""
     return General(*_of_backward(_Backward(*arguments)))
 
 
@@ -72,7 +71,7 @@ def put_tensors(general: General, tensors: tuple[Tensor | None, ...]) -> General
 
 
 def inputs_of(q: Tensor, k: Tensor, v: Tensor, own: tuple) -> Inputs:
-    """What attention with the arguments of an op is a function of."""
+    """The tensors that attention with the arguments of an op is a function of."""
     return Inputs(q, k, v, own.sinks)
 
 
@@ -100,14 +99,14 @@ def rank_of(own: tuple) -> int:
 
 
 def batch_of(q: Tensor, cu_seqlens_q: Tensor | None = None) -> int:
-    """The number of sequences; for shapes that the op is going to reject, any."""
+    """The number of sequences; any number for shapes that the op rejects later."""
     if cu_seqlens_q is None:
         return q.size(0) if q.dim() else 0
     return max(cu_seqlens_q.numel() - 1, 0)
 
 
 def is_plain(general: General) -> bool:
-    """Whether a call is softmax of scaled and masked scores of a batch, without anything more."""
+    """Whether a call is dense attention with masked scores, without sinks and softcap."""
     return rank_of(general) == 4 and general.sinks is None and not general.softcap
 
 
@@ -124,8 +123,8 @@ def check_contents(op: str, q: Tensor, k: Tensor, own: tuple) -> None:
 
 
 def check_cuda_contents(q: Tensor, k: Tensor, own: tuple) -> None:
-    """`check_contents` of CUDA tensors, where it is asked for; a CUDA graph cannot wait for it."""
-    if env.CHECK_CONTENTS and q.is_cuda and not torch.cuda.is_current_stream_capturing():
+    """`check_contents` of CUDA tensors, if their lists are read (`checks.reads_contents`)."""
+    if q.is_cuda and checks.reads_contents(q):
         check_contents('fwd', q, k, own)
 
 
@@ -144,7 +143,7 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tenso
 
 def forward(tensors: dict[str, Tensor | None], general: General,
             execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, max_logits) of q, k and v, whatever the given out."""
+    """(out, lse, max_logits) of q, k and v. A given out is checked, and not written."""
     checks.check_forward(tensors, general, execution)
     q, k, v, *_ = tensors.values()
     check_contents('fwd', q, k, general)
@@ -180,7 +179,7 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
 
 
 # ------------------------------------------------------------------------------------------ fakes
-# Fakes check only what they rely on; the rest is checked when real tensors arrive.
+# Fakes check only what they rely on; the ops check the rest on real tensors.
 def forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     general, execution = split(arguments)
     rank = rank_of(general)
@@ -205,8 +204,6 @@ def _bwd_out_fake(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Te
     return _bwd_fake(dout, dlse, q, k, v, out, lse, *arguments)[3]
 
 
-for _name, _on_cpu, _fake in (
-        ('fwd_general', _fwd_cpu, forward_fake), ('bwd', _bwd_cpu, _bwd_fake),
-        ('bwd_out', _bwd_out_cpu, _bwd_out_fake)):
-    library.LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)
+library.register('fwd_general', _fwd_cpu, forward_fake)
+library.register('bwd', _bwd_cpu, _bwd_fake)
+library.register('bwd_out', _bwd_out_cpu, _bwd_out_fake)

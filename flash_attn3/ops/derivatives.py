@@ -1,4 +1,4 @@
-"""Derivatives that this package does not support. Each is an error; PyTorch would return zeros.
+"""Refusals of derivatives that this package does not support, where PyTorch would return zeros.
 
 Called by the public functions and by autograd.py.
 """
@@ -19,9 +19,9 @@ REVERSE_ONLY = checks.error(
 
 
 class Refusal(torch.autograd.Function):
-    """compute(*arguments); every derivative of it raises an error with this text.
+    """compute(*arguments), any derivative of which raises an error with this text.
 
-    The forward without ctx and the rule for vmap let torch.func transform it.
+    A forward without ctx and the rule for vmap let torch.func transform it.
     """
     generate_vmap_rule = True
 
@@ -43,12 +43,12 @@ class Refusal(torch.autograd.Function):
 
 
 def is_forward_mode() -> bool:
-    """Whether tensors can have tangents now; torch.func enters such a level too."""
+    """Whether tensors can have tangents now. torch.func enters such a level too."""
     return forward_ad._current_level >= 0
 
 
 def reject_forward_mode(*tensors: Tensor | None) -> None:
-    """Raises NotImplementedError if one of them has a tangent, at whatever level of torch.func."""
+    """Raises NotImplementedError if a tensor has a tangent, at any level of torch.func."""
     if is_forward_mode():
         Refusal.apply(REVERSE_ONLY, _nothing, *tensors)
 
@@ -65,9 +65,9 @@ def reject_tangents(arguments: tuple) -> None:
 
 
 def reject_of_scalars(op: str, **scalars: float | Tensor | None) -> None:
-    """Raises NotImplementedError for a tensor in place of a number, if its derivative is asked for.
+    """Raises NotImplementedError for a tensor in place of a number, if it needs a derivative.
 
-    A tensor that asks for none is converted by PyTorch.
+    PyTorch converts tensors that need none.
     """
     for name, x in scalars.items():
         if x is None or type(x) is float or not isinstance(x, Tensor):

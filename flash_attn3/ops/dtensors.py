@@ -1,8 +1,8 @@
 """Attention of DTensors, sharded by batch or by heads: each process computes its own shard, and the
 forward communicates nothing.
 
-interface.py calls on_shards() when q is a DTensor. Torch's parallel plans give attention DTensors
-with use_local_output=False, else plain tensors, which need nothing of this file.
+interface.py calls on_shards() when q is a DTensor. PyTorch's parallel plans pass DTensors to
+attention only with use_local_output=False; plain tensors do not need this file.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH, HEADS, WHOLE = 'batch', 'heads', 'whole'
 
 
 class _Dims(NamedTuple):
-    """Which dimension of a tensor is its batch, and which its heads; None where neither is one."""
+    """The dimensions of a tensor that are its batch and its heads; None if it has no such one."""
     batch: int | None
     heads: int | None
 
@@ -48,8 +48,8 @@ def reject(op: str, x: Tensor) -> None:
 
 
 def reject_shards_of_packed_heads(qkv: Tensor) -> None:
-    """Raises RuntimeError for a DTensor with heads of q, k and v in one dimension, if that is
-    sharded: views of q, k and v would be gathered.
+    """Raises RuntimeError for a DTensor that is sharded along a dimension with the heads of q, k
+    and v: taking views of them would gather it.
     """
     if is_dtensor(qkv) and qkv.dim() == 4 and any(
             placement.is_shard(2) for placement in qkv.placements):
@@ -59,10 +59,10 @@ def reject_shards_of_packed_heads(qkv: Tensor) -> None:
 
 
 def on_shards(call, compute: Callable) -> Tensor | tuple[Tensor | None, ...]:
-    """What compute returns for a call of DTensors: a result or several, which are DTensors.
+    """What compute returns for a call on DTensors: one result or several, as DTensors.
 
-    call: a `splits.Call`, of which at least q is a DTensor. compute: takes the same of plain
-    tensors; its results are out and others by rows and heads, or None.
+    call: a `splits.Call` whose q is a DTensor. compute: takes such a call on plain tensors; its
+    results are out, then others by heads and rows, or None.
 
     Raises:
         RuntimeError: another mesh or placement than that of q, a plain tensor, heads that the
@@ -81,10 +81,10 @@ def on_shards(call, compute: Callable) -> Tensor | tuple[Tensor | None, ...]:
     _check_heads(call.op, tensors, dims, parts)
     local = {name: _shard(x, dims[name], parts) for name, x in tensors.items()}
     lists = {name: _whole_list(call.op, name, getattr(call.general, name)) for name in _LISTS}
-    of_fp8 = call.of_fp8 if call.of_fp8 is None else call.of_fp8._replace(
-        scales=type(call.scales())(*(local.get(name) for name in _SCALE_NAMES)))
+    eight_bit = call.eight_bit and call.eight_bit._replace(
+        **{name: local.get(name) for name in _SCALE_NAMES})
     results = compute(call._replace(
-        tensors=(local['q'], local['k'], local['v'], None), of_fp8=of_fp8,
+        tensors=(local['q'], local['k'], local['v'], None), eight_bit=eight_bit,
         general=call.general._replace(sinks=local.get('s_aux'), **lists)))
     if isinstance(results, Tensor):
         return _joined(results, _INPUTS[is_packed], q, parts)
@@ -105,9 +105,9 @@ def _check_tensors(op: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _part(op: str, tensors: Mapping[str, Tensor], dims: Mapping[str, _Dims], axis: int) -> str:
-    """What the processes along an axis of the mesh share out: BATCH, HEADS or nothing (WHOLE).
+    """What the processes along an axis of the mesh divide: BATCH, HEADS or nothing (WHOLE).
 
-    Only replicated tensors may be split, because that needs no communication.
+    Other tensors must be replicated, because splitting those needs no communication.
     """
     parts = {}
     for name, x in tensors.items():
@@ -159,7 +159,7 @@ def _placement(dims: _Dims, part: str):
 
 
 def _whole_list(op: str, name: str, x: Tensor | None) -> Tensor | None:
-    """A list of sequences, the same in all processes."""
+    """A list of lengths, which is the same in all processes."""
     if x is None or not is_dtensor(x):
         return x
     if not all(placement.is_replicate() for placement in x.placements):

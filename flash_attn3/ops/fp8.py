@@ -1,14 +1,12 @@
-"""The op `attend` and those that quantise: their arguments, checks, what they do on CPU tensors,
-their fakes.
+"""The op `attend` and the ops that quantise: arguments, checks, CPU implementations, fakes.
 
 On the CPU `attend` computes what `dense_and_varlen.attend` does, and with e4m3 tensors what
 `reference_fp8.attend` does in float32. The schemas are in library.py; importing this file
-registers the rest. `fwd_quantized` is made of the others on every device.
+registers the rest. `fwd_quantized` is composed of the others on every device.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,55 +27,46 @@ ACCUMULATIONS = ('fast', 'promote')
 BACKWARDS = ('given', 'rounded')
 
 
-class Fp8(NamedTuple):
-    """The arguments of attention on e4m3 tensors, in addition to those of `General`.
-
-    Attributes:
-        scales: as in `reference_fp8.Scales`.
-        out_dtype: bfloat16 or float16.
-        promote: whether the sum of P V of each tile is added in float32. Nothing on the CPU, where
-            all sums are float32.
-    """
-    scales: Scales
-    out_dtype: torch.dtype = torch.bfloat16
-    promote: bool = False
-
-
 class EightBit(tuple_of('EightBit', __name__, 'scales', 'fp8')):
-    """What follows the arguments of `fwd_general`, without deterministic, in those of `attend`."""
+    """The arguments of attention on e4m3 tensors: the last ones of the op `attend`.
+
+    promote: whether the P V of each tile is added in float32. It has no effect on the CPU, where
+    all sums are float32.
+    """
     __slots__ = ()
+
+    @property
+    def scales(self) -> Scales:
+        return Scales(*self[:3])
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return torch.float16 if self.float16_out else torch.bfloat16
 
     def is_given(self) -> bool:
         return any(x is not None and x is not False for x in self)
-
-    def as_fp8(self, out: Tensor | None) -> Fp8:
-        is_half = self.float16_out if out is None else out.dtype == torch.float16
-        return Fp8(Scales(*self[:3]), torch.float16 if is_half else torch.bfloat16, self.promote)
 
 
 _EXECUTION = len(Execution._fields) - 1
 # What follows `Execution` in the schema of `fwd_quantized`. rotation_seed: of the signs; None: no
 # rotation. block_scales: a scale for each 64 rows of q and 384 of k and v; or per sequence and KV
-# head. rounded_backward: of the rounded tensors (fp8_gradients.py). promote: as in `Fp8`.
+# head. rounded_backward: of the rounded tensors (fp8_gradients.py). promote: as in `EightBit`.
 Quantization = tuple_of('Quantization', __name__, 'quantization', 'promote')
 # What follows q, k and v in the schema of `quantize_qkv_fp8`.
 _Qkv = tuple_of('_Qkv', __name__, *OPS['quantize_qkv_fp8'].takes[1:])
 
 
-# ------------------------------------------------------------------------- checks of what is public
-def promotes(op: str, fp8_accum: str) -> bool:
-    """Whether fp8_accum asks for promoted accumulation."""
-    if fp8_accum not in ACCUMULATIONS:
-        raise RuntimeError(checks.error(op, "fp8_accum to be 'fast' or 'promote'", repr(fp8_accum)))
-    return fp8_accum == 'promote'
+# ----------------------------------------------------------------- checks of the public functions
+def is_second(op: str, name: str, given: str, choices: tuple[str, str]) -> bool:
+    """Whether an argument is the second of its two choices.
 
-
-def rounds_backward(op: str, fp8_backward: str) -> bool:
-    """Whether fp8_backward asks for the gradients of the rounded tensors."""
-    if fp8_backward not in BACKWARDS:
-        raise RuntimeError(checks.error(op, "fp8_backward to be 'given' or 'rounded'",
-                                        repr(fp8_backward)))
-    return fp8_backward == 'rounded'
+    Raises:
+        RuntimeError: it is neither.
+    """
+    if given not in choices:
+        raise RuntimeError(checks.error(op, f'{name} to be {" or ".join(map(repr, choices))}',
+                                        repr(given)))
+    return given == choices[1]
 
 
 def rotation_seed(op: str, rotate: bool, seed: int) -> int | None:
@@ -104,14 +93,14 @@ def descale_tensor(op: str, name: str, scale: Descale, shape: Sequence[int],
 
 
 def head_scales(batch: int, k: Tensor) -> tuple[int, int]:
-    """(batch, heads_k): the shape of descales; for shapes that the op is going to reject, any."""
+    """(batch, heads_k): the shape of descales; any for shapes that the op rejects later."""
     return batch, k.size(-2) if k.dim() > 1 else 1
 
 
 def descales_of(op: str, q: Tensor, k: Tensor, given: Sequence[Descale],
                 *starts: Tensor) -> list[Descale]:
-    """Descales of attention without a cache; as they are for a q that is not e4m3. starts: of
-    packed queries.
+    """Descales of attention without a cache; unchanged for a q that is not e4m3. starts:
+    cu_seqlens_q of packed queries.
     """
     if q.dtype != E4M3:
         return list(given)
@@ -120,8 +109,8 @@ def descales_of(op: str, q: Tensor, k: Tensor, given: Sequence[Descale],
             for name, scale in zip(names('scales'), given)]
 
 
-def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | None,
-           out_dtype: torch.dtype | None, fp8_accum: str) -> Fp8 | None:
+def eight_bit_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | None,
+           out_dtype: torch.dtype | None, fp8_accum: str) -> EightBit | None:
     """The FP8 arguments of a public function; None for a q that is not e4m3.
 
     Raises:
@@ -129,7 +118,7 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
         RuntimeError: out_dtype or fp8_accum for such a q; another 8-bit q; a wrong dtype of outputs
             or fp8_accum.
     """
-    promote = promotes(op, fp8_accum)
+    promote = is_second(op, 'fp8_accum', fp8_accum, ACCUMULATIONS)
     if q.itemsize == 1 and q.dtype != E4M3:
         raise RuntimeError(checks.error(
             'fwd', 'q.dtype to be float16, bfloat16 or float8_e4m3fn',
@@ -153,7 +142,7 @@ def fp8_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Tensor | 
             op, f'{name} to be bfloat16 or float16' + (', and that of out_dtype' if out is not None
                                                        else ''),
             checks.dtype_name(out_dtype if out is None else out.dtype)))
-    return Fp8(Scales(*descales), out_dtype, promote)
+    return EightBit(*descales, out_dtype == torch.float16, promote)
 
 
 def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
@@ -170,29 +159,13 @@ def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
 
 
 def gradient_text(op: str, **tensors: Tensor | None) -> str:
-    """The error text of a gradient of e4m3 tensors."""
+    """The error text for a gradient of e4m3 tensors."""
     return checks.error(
         op, 'requires_grad=False with float8_e4m3fn', checks.requires_grad_text(**tensors),
         'use flash_attn_fp8_func, which has gradients, or call under torch.no_grad()')
 
 
 # ------------------------------------------------------------------------------ checks of the ops
-def check(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], fp8: Fp8, arguments: General,
-          execution: Execution = Execution()) -> None:
-    """Raises RuntimeError if `attend` cannot serve these e4m3 tensors. tensors: q, k, v and out."""
-    if text := problem_text(tensors, fp8, arguments, execution):
-        raise RuntimeError(text)
-
-
-def problem_text(tensors: Sequence[Tensor | None], fp8: Fp8, arguments: General,
-                 execution: Execution, **options) -> str:
-    """`checks.problem_text` of e4m3 tensors."""
-    return checks.problem_text(
-        dict(zip(('q', 'k', 'v', 'out'), tensors)), dict(zip(names('scales'), fp8.scales)),
-        dict(float16_out=fp8.out_dtype == torch.float16, promote=fp8.promote), arguments,
-        execution, check=_plan.check_fp8, **options)
-
-
 def _check_quantize(x: Tensor, sequences: Sequences | None, block: int, group: int,
                     seed: int | None) -> None:
     lists = {} if sequences is None else sequences._asdict()
@@ -204,16 +177,15 @@ def _check_quantize(x: Tensor, sequences: Sequences | None, block: int, group: i
         return
     cu_seqlens, seqused = sequences
     used = [] if seqused is None else seqused.tolist()
-    if problem := checks.sequences_problem('x', cu_seqlens.tolist(), used, x.size(0)):
-        raise RuntimeError(checks.error(
-            'quantize_fp8', *(part.replace('_x[', '[') for part in problem)))
+    if problem := checks.sequences_problem('x', cu_seqlens.tolist(), used, x.size(0), suffix=''):
+        raise RuntimeError(checks.error('quantize_fp8', *problem))
 
 
 # ---------------------------------------------------------------------------- CPU implementations
 def quantize_plainly(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None,
                      block: int = PER_HEAD, group: int = 1,
                      rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:
-    """The op `quantize_fp8` on any device; where the lists are on a GPU it waits for them."""
+    """The op `quantize_fp8` on any device. It waits for lists on a GPU."""
     if cu_seqlens is None and seqused is not None:
         raise RuntimeError(checks.error('quantize_fp8', 'seqused only with cu_seqlens',
                                         'seqused alone'))
@@ -242,20 +214,22 @@ def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
     own, execution, eight_bit = split_attend(arguments)
     tensors = dict(q=q, k=k, v=v, out=out)
     if q.dtype == E4M3 or eight_bit.is_given():
-        result, *rows = _forward_fp8(tensors, eight_bit.as_fp8(out), own, execution)
+        if out is not None:
+            eight_bit = eight_bit._replace(float16_out=out.dtype == torch.float16)
+        result, *rows = _forward_fp8(tensors, eight_bit, own, execution)
     else:
         result, *rows = dense_and_varlen.forward(tensors, own, execution)
     return result if out is None else out.copy_(result).new_empty(0), *rows
 
 
-def _forward_fp8(tensors: dict[str, Tensor | None], fp8: Fp8, own: General,
+def _forward_fp8(tensors: dict[str, Tensor | None], eight_bit: EightBit, own: General,
                  execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
-    check(tuple(tensors.values()), fp8, own, execution)
+    checks.check_forward(tensors, eight_bit, own, execution, check=_plan.check_fp8)
     q, k, v, _ = tensors.values()
     dense_and_varlen.check_contents('fwd', q, k, own)
-    result = attend(q, k, v, fp8.scales, own, execution.return_max_logits)
+    result = attend(q, k, v, eight_bit.scales, own, execution.return_max_logits)
     row_max = result.lse.new_empty(0) if result.row_max is None else result.row_max
-    return result.out.to(fp8.out_dtype), result.lse, row_max
+    return result.out.to(eight_bit.out_dtype), result.lse, row_max
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scales: Scales, arguments: General,
@@ -305,9 +279,7 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
         raise RuntimeError(checks.error('fwd', 'at least one head of q to quantise', '0'))
     if not (q.is_meta or type(q) is FakeTensor):    # meta and fake tensors have fakes
         checks.check_forward(dict(q=q, k=k, v=v), own, execution)
-        if q.is_cuda:
-            dense_and_varlen.check_cuda_contents(q, k, own)
-        else:
+        if checks.reads_contents(q):
             dense_and_varlen.check_contents('fwd', q, k, own)
     parts = quantize_inputs(q, k, v, own, quantization)
     values, scales = parts[::2], parts[1::2]
@@ -316,7 +288,7 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
 
 
 # ------------------------------------------------------------------------------------------ fakes
-# Fakes check only what they rely on; the rest is checked when real tensors arrive.
+# Fakes check only what they rely on; the ops check the rest on real tensors.
 def _quantize_fake(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor | None = None,
                    block: int = PER_HEAD, group: int = 1,
                    rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:
@@ -347,7 +319,7 @@ def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
     result, *rows = dense_and_varlen.forward_fake(q, k, v, *own, *execution)
     if out is not None:
         return out.new_empty(0), *rows
-    dtype = eight_bit.as_fp8(None).out_dtype if q.dtype == E4M3 else q.dtype
+    dtype = eight_bit.out_dtype if q.dtype == E4M3 else q.dtype
     return result.new_empty(result.shape, dtype=dtype), *rows
 
 
@@ -357,14 +329,10 @@ def _quantized_fake(q: Tensor, k: Tensor, v: Tensor,
     return dense_and_varlen.forward_fake(q, k, v, *own, *execution)
 
 
-for _name, _on_cpu, _fake in (
-        ('quantize_fp8', quantize_plainly, _quantize_fake),
-        ('quantize_qkv_fp8', quantize_qkv_plainly, _quantize_qkv_fake),
-        ('attend', _attend_cpu, _attend_fake),
-        ('fwd_quantized', forward_quantized, _quantized_fake)):
-    library.LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=library.LIBRARY)
-
+library.register('quantize_fp8', quantize_plainly, _quantize_fake)
+library.register('quantize_qkv_fp8', quantize_qkv_plainly, _quantize_qkv_fake)
+library.register('attend', _attend_cpu, _attend_fake)
+library.register('fwd_quantized', forward_quantized, _quantized_fake)
 library.LIBRARY.impl('fwd_quantized', forward_quantized, 'CUDA')
 library.register_vmap_by_loop('attend')
 

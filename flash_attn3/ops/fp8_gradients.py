@@ -1,11 +1,11 @@
-"""The backward of FP8 attention at the values that its forward had: q, k and v rounded to e4m3.
+"""The backward of FP8 attention at the values that its forward used: q, k and v rounded to e4m3.
 
-Called by autograd.py where `fp8_backward='rounded'` asks for it. To these values belong the LSE and
-the output of the forward. With q, k and v as they were given a score differs by some percent, and
-where scores are in the hundreds exp(S - LSE), at most 1, comes out as anything.
+autograd.py calls it if `fp8_backward='rounded'` asks for it. The forward computed LSE and output
+from these values. Scores of the given q, k and v differ from theirs by some percent. Where scores
+are in the hundreds, that makes exp(S - LSE), which is at most 1, arbitrarily wrong.
 
-WHY quantised once more: a formula of a traced op has its inputs and outputs only, and e4m3 made
-here needs no memory between the passes.
+WHY quantise again: the formula of a traced op sees only its inputs and outputs, and quantising here
+needs no memory between forward and backward.
 """
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def of_rounded(quantization: Quantization, dout: Tensor, dlse: Tensor | None, q:
 @without_autocast
 def round_inputs(q: Tensor, k: Tensor, v: Tensor, own: General,
                  quantization: Quantization) -> tuple[Tensor, Tensor, Tensor]:
-    """What the forward took q, k and v for, rotated back, in their dtype; of any strides."""
+    """The rounded q, k and v of the forward, rotated back, in their dtype and with any strides."""
     q8, q_scale, k8, k_scale, v8, v_scale = fp8.quantize_inputs(q, k, v, own, quantization)
     block_q, block_kv = fp8.blocks_of(quantization)
     starts_q, starts_k = (None if side.cu_seqlens is None else side.cu_seqlens.long()
@@ -50,15 +50,15 @@ def round_inputs(q: Tensor, k: Tensor, v: Tensor, own: General,
 
 
 def _times(values: Tensor, by_row: Tensor) -> Tensor:
-    """values, of 16 bits, times (rows, heads) of float32, in place and rounded once."""
+    """16-bit values times float32 (rows, heads), in place and rounded once."""
     return values.mul_(by_row.unsqueeze(-1))
 
 
 def _rotation_back(k: Tensor, seed: int) -> Tensor:
-    """float16 (heads_k, head_dim, head_dim) of 1/8, -1/8 and 0: rotates back, up to a factor of
-    each piece.
+    """The inverse rotation, up to a factor of each piece: float16 (heads_k, head_dim, head_dim) of
+    1/8, -1/8 and 0.
 
-    The matrix that the identity rotates to has the signs, transposed, whatever its scales.
+    Quantising the identity with rotation gives its transposed signs, whatever the scales.
     """
     heads, head_dim = k.shape[-2:]
     identity = torch.eye(head_dim, dtype=torch.float16, device=k.device)

@@ -2,24 +2,23 @@
 
 Imported before anything that calls an op. arguments.OPS lists what each takes, returns and writes.
 In the namespace `flash_attn3`:
-- `fwd`: attention and its LSE, with autograd (autograd.py). What torch.compile and export see. Its
-  deterministic is for the gradients.
-- `_fwd`: the same without autograd, for eager calls: a formula in Python costs microseconds.
-- `_fwd_no_lse`: the output alone, also for eager calls: no memory for an LSE that nobody reads. It
-  may write into a given out.
+- `fwd`: attention and its LSE, with autograd (autograd.py). torch.compile and export see this op.
+  Its argument deterministic is for the gradients.
+- `_fwd`: `fwd` without autograd, for eager calls: a formula in Python costs microseconds.
+- `_fwd_no_lse`: only the output, for eager calls that read no LSE. It may write into a given out.
 - `fwd_general`: `fwd` with windows, chunks, softcap, sinks, packed sequences, max logits.
 - `attend`: `fwd_general` without autograd, and attention on float8_e4m3fn; it may write into a
-  given out. In fp8.py. A call without these arguments takes the ops above: each argument costs host
-  time.
+  given out. In fp8.py. Calls without these arguments use the ops above, because each argument costs
+  host time.
 - `bwd`: the gradients of both, and of sinks (empty without them); `bwd_out`: into given tensors.
 
-An op without autograd has no derivative, and does not refuse one: the public functions do that. A
-result that is not asked for is empty, and so is out if it was given.
+An op without autograd has no derivative and refuses none: the public functions do. A result that is
+not asked for is empty, and so is out if it was given.
 
 - `attend_cache`, `append_and_attend`: attention on a KV cache; the second writes new keys into it
   first, unless it refuses the call, and skips rows that the cache has no room for. In
   attend_cache.py.
-- `combine`: results over parts of the keys become one. In merging.py.
+- `combine`: merges results over parts of the keys. In merging.py.
 - `fwd_completions`: attention of completions that share a prompt, with autograd. In completions.py.
 - `quantize_fp8`, `quantize_qkv_fp8`; `fwd_quantized`: quantises, then attends, with autograd. In
   fp8.py.
@@ -34,6 +33,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -55,11 +55,17 @@ def bare(op: torch._ops.OpOverload):
     return getattr(op, '_op', op)
 
 
+def register(name: str, on_cpu: Callable, fake: Callable) -> None:
+    """Registers what an op does on CPU tensors, and on tensors without data."""
+    LIBRARY.impl(name, on_cpu, 'CPU')
+    torch.library.register_fake(f'flash_attn3::{name}', fake, lib=LIBRARY)
+
+
 def register_vmap_by_loop(name: str) -> None:
-    """PyTorch batches by a loop too, but no op that may write into a tensor.
+    """Lets vmap call an op in a loop, which PyTorch does itself only for ops that write no tensor.
 
     Raises:
-        RuntimeError: on a call, without entries, or with a tensor to write into that all share.
+        RuntimeError: in a call, if the batch is empty or its entries share a written tensor.
     """
     op = getattr(torch.ops.flash_attn3, name).default
     written = [x.name for x in op._schema.arguments if x.alias_info and x.alias_info.is_write]
@@ -115,10 +121,10 @@ def _warn_importer(text: str) -> None:
 
 
 def _ask_driver() -> str:
-    """What is wrong with the NVIDIA driver for the library, or ''; warns of it.
+    """Why the NVIDIA driver cannot run the library, or ''; warns of it.
 
-    Asks the driver for no more than its version, which leaves CUDA uninitialised: a data loader may
-    still fork.
+    Reads only the version of the driver, which leaves CUDA uninitialised: a data loader may still
+    fork.
     """
     if KERNELS_MISSING:
         return ''
@@ -135,8 +141,8 @@ KERNELS_MISSING = _load_kernels()
 # Why the driver cannot run those of the library; '' if it can, and without a driver or a library.
 DRIVER_PROBLEM = _ask_driver()
 _hopper_devices: dict[int, bool] = {}
-# Where the op can be called at once, as Tensor.get_device() names it: the CPU (-1) and the GPUs for
-# which kernels_serve() has said yes.
+# Devices whose ops can be called at once, as Tensor.get_device() numbers them: the CPU (-1), and
+# GPUs for which kernels_serve() has returned True.
 SERVED_DEVICES: set[int] = {-1}
 
 
@@ -174,8 +180,10 @@ _NoLse = tuple_of('_NoLse', __name__, *OPS['_fwd_no_lse'].takes[1:])
 
 
 def softmax_scale_of(q: Tensor, softmax_scale: float | None) -> float:
-    """The scale that an op was given, or its default."""
-    return checks.default_softmax_scale(q) if softmax_scale is None else softmax_scale
+    """The scale that an op was given, or head_dim ** -0.5; 1 for shapes that the op rejects."""
+    if softmax_scale is not None:
+        return softmax_scale
+    return q.size(-1) ** -0.5 if q.dim() and q.size(-1) else 1.0
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, own: _Fwd | _NoLse) -> tuple[Tensor, Tensor]:
@@ -195,7 +203,7 @@ def _fwd_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *arguments) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------ fakes
-# Fakes check only what they rely on; the rest is checked when real tensors arrive.
+# Fakes check only what they rely on; the ops check the rest on real tensors.
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
     for name, x in (('q', q), ('k', k), ('v', v)):
         torch._check(x.dim() == 4, lambda name=name, x=x: checks.error(
@@ -210,9 +218,7 @@ def _fwd_no_lse_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> Tensor:
     return _fwd_fake(q, k, v)[0] if out is None else out.new_empty(0)
 
 
-for _name, _on_cpu, _fake in (('fwd', _fwd_cpu, _fwd_fake), ('_fwd', _fwd_cpu, _fwd_fake),
-                              ('_fwd_no_lse', _fwd_no_lse_cpu, _fwd_no_lse_fake)):
-    LIBRARY.impl(_name, _on_cpu, 'CPU')
-    torch.library.register_fake(f'flash_attn3::{_name}', _fake, lib=LIBRARY)
-
+register('fwd', _fwd_cpu, _fwd_fake)
+register('_fwd', _fwd_cpu, _fwd_fake)
+register('_fwd_no_lse', _fwd_no_lse_cpu, _fwd_no_lse_fake)
 register_vmap_by_loop('_fwd_no_lse')

@@ -1,8 +1,8 @@
 """shared_prefix of `flash_attn_with_kvcache`: keys that all sequences share are read once.
 
-The ops attend to them in a launch of its own, with the queries of all sequences as one, and merge
-the results (csrc/ops/forward_run.cpp). Every query sees all shared keys, so that launch needs no
-mask. This file checks that a call allows it.
+The ops attend to them in a separate launch, which takes the queries of all sequences as one, and
+merge the results (csrc/ops/forward_run.cpp). Every query sees all shared keys, so that launch needs
+no mask. This file checks that a call allows it.
 """
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _length_problem(q: Tensor, own: Attend) -> tuple | None:
 
 
 def descale_problem(own: Attend) -> tuple | None:
-    """What is wrong with scales that differ by sequence: the kernel sees all queries as one. Those
-    by page, and those of latents, with three dimensions, belong to the cache.
+    """What is wrong with scales that differ by sequence: the kernel takes all queries as one.
+    Scales by page and of latents (three dimensions) belong to the cache.
     """
     for name in names('scales')[:1 if own.descale_by_page else None]:
         scale = getattr(own, name)

@@ -1,5 +1,5 @@
-"""num_splits of `flash_attn_func` and `flash_attn_varlen_func`: attention on keys in parts, by the
-op `attend_cache`, for which k and v are a full cache or packed keys.
+"""num_splits of `flash_attn_func` and `flash_attn_varlen_func`: the op `attend_cache` attends to
+parts of the keys and takes k and v as a full cache or as packed keys.
 
 Called by interface.py and planning.py. Gradients are those of the general op, from out and lse.
 """
@@ -16,12 +16,12 @@ from flash_attn3.cpu.reference_fp8 import Scales
 from flash_attn3.ops import checks, dense_and_varlen, derivatives, fp8, invariance, library
 from flash_attn3.ops.autograd import SplitAttention
 from flash_attn3.ops.attend_cache import OP, Attend
-from flash_attn3.ops.fp8 import Fp8
+from flash_attn3.ops.fp8 import EightBit
 from flash_attn3.ops.dense_and_varlen import Execution, General
 
 MOST_SPLITS = 256
-# By plan, keys are split where tiles of queries for fewer than half of the multiprocessors meet
-# this many keys.
+# With num_splits=0, at least this many keys are split, if there are query tiles for fewer than half
+# of the multiprocessors.
 _LEAST_KEYS = 2048
 _TILE_ROWS = 64
 _TMA_BYTES = 16
@@ -35,10 +35,10 @@ class Call(NamedTuple):
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
     general: General
     execution: Execution
-    of_fp8: Fp8 | None
+    eight_bit: EightBit | None
 
     def scales(self) -> Scales:
-        return Scales() if self.of_fp8 is None else self.of_fp8.scales
+        return Scales() if self.eight_bit is None else self.eight_bit.scales
 
     def named(self) -> dict[str, Tensor | None]:
         """The tensors that may require grad, by their public names."""
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 # ------------------------------------------------------------------------------------ what is asked
 def problem_text(op: str, num_splits: int, call: Call | None = None) -> str:
-    """What is wrong with num_splits, or ''; without call alone, else together with the others."""
+    """What is wrong with num_splits, or ''. With call, also in combination with other arguments."""
     is_number = isinstance(num_splits, (int, torch.SymInt))
     if not is_number or not 0 <= num_splits <= MOST_SPLITS:
         return checks.error(op, f'num_splits to be from 0 (by plan) to {MOST_SPLITS}',
@@ -67,7 +67,7 @@ def problem_text(op: str, num_splits: int, call: Call | None = None) -> str:
     if num_splits < 2:
         return ''
     asked = {'return_max_logits': call.execution.return_max_logits,
-             "fp8_accum='promote'": call.of_fp8 is not None and call.of_fp8.promote}
+             "fp8_accum='promote'": call.eight_bit is not None and call.eight_bit.promote}
     for name, is_asked in asked.items():
         if is_asked:
             return checks.error(op, f'num_splits of 0 or 1 with {name}', str(num_splits))
@@ -81,7 +81,7 @@ def _problem_of_size(op: str, num_splits: int, call: Call) -> str:
         return checks.error(op, 'split_size to be 0 (none) or more', repr(size))
     asked = {f'num_splits={num_splits}': num_splits > 1,
              'return_max_logits': call.execution.return_max_logits,
-             'float8_e4m3fn': call.of_fp8 is not None,
+             'float8_e4m3fn': call.eight_bit is not None,
              'a GPU without our kernels': q.is_cuda and not library.kernels_serve(q.device)}
     for name, is_asked in asked.items():
         if is_asked:
@@ -91,10 +91,10 @@ def _problem_of_size(op: str, num_splits: int, call: Call) -> str:
 
 
 def splits_of(num_splits: int, call: Call) -> int:
-    """num_splits of the op `attend_cache`; 1: another op serves the call.
+    """num_splits for the op `attend_cache`; 1: another op serves the call.
 
     Raises:
-        RuntimeError: a wrong number, or one that does not go with the other arguments.
+        RuntimeError: a wrong number, or one that the other arguments exclude.
     """
     if text := problem_text(call.op, num_splits, call):
         raise RuntimeError(text)
@@ -106,8 +106,8 @@ def splits_of(num_splits: int, call: Call) -> int:
 
 
 def has_few_keys(num_splits: int, k: Tensor) -> bool:
-    """Whether a plan leaves the keys of a batch whole, whatever the rest of the call is. Not asked
-    under torch.compile, which would make another graph for more keys.
+    """Whether the planner never splits so few keys of a batch. False under torch.compile, which
+    would make another graph for more keys.
     """
     return num_splits == 0 and not is_compiling() and k.dim() == 4 and k.size(1) < _LEAST_KEYS
 
@@ -118,12 +118,12 @@ def planned(num_splits: int, call: Call) -> int:
 
 
 def _gains(call: Call) -> bool:
-    """Whether splitting the keys pays, and the call allows it."""
+    """Whether splitting the keys saves time and the call allows it."""
     q, k, *_ = call.tensors
-    general, of_fp8 = call.general, call.of_fp8
+    general, eight_bit = call.general, call.eight_bit
     rank = dense_and_varlen.rank_of(general)
     if (q.dim() != rank or k.dim() != rank or call.execution.return_max_logits
-            or (of_fp8 is not None and of_fp8.promote)
+            or (eight_bit is not None and eight_bit.promote)
             or any(scale is not None and scale.dim() != 2 for scale in call.scales())
             or call.needs_grad()
             or derivatives.is_forward_mode()):
@@ -139,7 +139,7 @@ def attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Te
     """(out, lse, an empty tensor) by `attend_cache`; lse is empty unless asked for.
 
     Raises:
-        RuntimeError: the op refuses the call. Its k_cache and v_cache are k and v here.
+        RuntimeError: the op refuses the call. The text says k and v, not k_cache and v_cache.
     """
     try:
         return _attention(call, num_splits, return_lse)
@@ -154,9 +154,9 @@ def attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Te
 
 def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out = call.tensors
-    general, of_fp8 = call.general, call.of_fp8
+    general, eight_bit = call.general, call.eight_bit
     call.reject_forward_mode()
-    if of_fp8 is not None:
+    if eight_bit is not None:
         fp8.reject_missing(call.op, q, False)
     if not is_compiling():
         dense_and_varlen.check_cuda_contents(q, k, general)
@@ -168,7 +168,7 @@ def _attention(call: Call, num_splits: int, return_lse: bool) -> tuple[Tensor, T
         return *_cleared(out, lse, general), lse.new_empty(0)
     if not needs_grad:
         return *_cleared(*_attend(q, k, v, None, *own), general), q.new_empty(0)
-    if of_fp8 is not None:
+    if eight_bit is not None:
         results = derivatives.Refusal.apply(fp8.gradient_text(call.op, **call.named()), _attend,
                                             q, k, v, None, *own)
         return *_cleared(*results, general), q.new_empty(0)
@@ -190,11 +190,10 @@ class _Forward(NamedTuple):
 
 def attend_arguments(call: Call, num_splits: int, return_lse: bool) -> Attend:
     """The arguments of `attend_cache` after the tensors."""
-    of_fp8 = call.of_fp8
+    eight_bit = call.eight_bit or EightBit()
     return Attend(**call.general._asdict(), return_lse=return_lse, num_splits=num_splits,
                   pack_gqa=call.execution.pack_gqa, sm_margin=call.execution.sm_margin,
-                  **dict(zip(names('scales'), call.scales())),
-                  float16_out=of_fp8 is not None and of_fp8.out_dtype == torch.float16)
+                  **dict(zip(names('scales'), eight_bit)), float16_out=eight_bit.float16_out)
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -209,7 +208,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _cleared(out: Tensor, lse: Tensor, general: General) -> tuple[Tensor, Tensor]:
-    """out and lse with 0 and -inf in rows that belong to no sequence; the kernel skips them."""
+    """out and lse with 0 and -inf in rows of no sequence, which the kernel skips."""
     starts, used = dense_and_varlen.sequences_of(general).q
     if starts is None or not out.is_cuda:
         return out, lse

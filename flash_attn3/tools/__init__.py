@@ -1,1 +1,1 @@
-"""What says how a call would run, and what stands in its way: can_use, explain, doctor."""
+"""Tools that say how a call would run and what prevents it: can_use, explain, doctor."""

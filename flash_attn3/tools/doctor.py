@@ -1,8 +1,8 @@
-"""`python -m flash_attn3.doctor`: what is installed, whose FlashAttention-3 each client would find,
-what keeps our kernels from running, and what to do about it.
+"""`python -m flash_attn3.doctor`: what is installed, which FlashAttention-3 each client would find,
+what prevents our kernels from running, and how to fix it.
 
-Exit status: 0 if our kernels would run here, else 1. Nothing is computed. With --json a report for
-an issue, without the names of folders and machines.
+Exit status: 0 if our kernels would run here, else 1. Nothing is computed. --json prints a report
+for an issue, without the names of folders and machines.
 """
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _cuda_of_driver() -> str:
 
 
 def _gpus() -> tuple[list[dict], str]:
-    """A dict for each GPU that PyTorch sees; an error that keeps it from seeing them."""
+    """A dict for each GPU that PyTorch sees, and the error if it cannot see them."""
     try:
         properties = [torch.cuda.get_device_properties(index) for index in range(
             torch.cuda.device_count() if torch.cuda.is_available() else 0)]
@@ -126,7 +126,7 @@ def _version_of(distribution: str) -> str:
 
 
 def _owner(name: str) -> str:
-    """Whose a module of upstream's name is; nothing is imported to find out."""
+    """Who provides a module of upstream's name; this imports nothing."""
     top, _, rest = name.partition('.')
     try:
         if name == _METADATA:

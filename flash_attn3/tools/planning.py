@@ -13,7 +13,7 @@ from torch import Tensor
 from flash_attn3 import _plan, arguments
 from flash_attn3.ops import checks, fp8, invariance, library, splits
 from flash_attn3.tools import planning_cache
-from flash_attn3.ops.fp8 import Fp8
+from flash_attn3.ops.fp8 import EightBit
 from flash_attn3.ops.dense_and_varlen import Execution, general_of
 from flash_attn3.cpu.quantize import E4M3
 
@@ -33,8 +33,8 @@ _MASKS = {'full': 'full', 'causal': 'causal',
 def built_variants() -> list[str]:
     """Names of the kernels in this install, forward (Fwd...) and backward (Bwd...); [] without any.
 
-    One for each dtype, head dim and mask, or several among which the planner chooses by the sizes
-    of a call. A kernel that FLASH_ATTN3_VARIANTS skipped when the package was built is missing.
+    There is one for each dtype, head dim and mask, or several, of which the planner chooses one by
+    the sizes of a call. Kernels that FLASH_ATTN3_VARIANTS excluded from the build are missing.
     """
     if library.KERNELS_MISSING:
         return []
@@ -48,14 +48,14 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     """Whether flash_attn_func, flash_attn_varlen_func or flash_attn_with_kvcache would run the
     Hopper kernel on these arguments.
 
-    And that of the gradients too, if q, k, v or s_aux requires them and grad mode is on. Tensors on
-    the CPU or the meta device are judged as if they were on a Hopper GPU, with their device as one
-    of the reasons. Nothing is computed; what lengths and tables contain is not read.
+    If grad mode is on and q, k, v or s_aux requires a gradient, that of the gradients too. Tensors
+    on the CPU or the meta device are judged as if they were on a Hopper GPU, with their device as
+    one of the reasons. Nothing is computed, and the contents of lengths and tables are not read.
 
     Args:
         all: the arguments of `flash_attn_func`, or with cu_seqlens_q those of
             `flash_attn_varlen_func`, by name from softmax_scale on; or those of
-            `flash_attn_with_kvcache` by name, k_cache and v_cache among them.
+            `flash_attn_with_kvcache` by name, including k_cache and v_cache.
 
     Returns:
         (True, []), or False and the reasons, each an error text that names the argument.
@@ -69,31 +69,45 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     op = ('flash_attn_func' if features.get('cu_seqlens_q') is None else
           'flash_attn_varlen_func')
     needs_grad = checks.needs_grad(q, k, v, out, features.get('s_aux'))
-    reasons, of_fp8 = _fp8_arguments(op, q, out, others)
+    reasons, eight_bit = _fp8_arguments(op, q, out, others)
     reasons += checks.unsupported(op, **others)
     named = dict(q=q, k=k, v=v, out=out, s_aux=features.get('s_aux'))
     if needs_grad and out is not None:
         reasons.append(checks.gradient_with_out_text(op, **named))
-    plans = []
-    call, text = _checked(op, (q, k, v, out), of_fp8, num_splits, features)
-    if text:
-        reasons.append(text)
-    else:
-        accumulation = fp8.ACCUMULATIONS[of_fp8 is not None and of_fp8.promote]
-        parts = splits.planned(num_splits, call)
-        plans.append(_plan_splits(call, parts) if parts != 1 else
-                     plan(q, k, v, fp8_accum=accumulation, **features))
-        if needs_grad and of_fp8 is None:
-            plans.append(plan_backward(q, k, v, **features))
+    plans = _plans_of(op, (q, k, v, out), features, eight_bit, num_splits)
+    if needs_grad and eight_bit is None and 'reason' not in plans[0]:
+        plans.append(plan_backward(q, k, v, **features))
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
-    if needs_grad and of_fp8 is not None:
+    if needs_grad and eight_bit is not None:
         reasons.append(fp8.gradient_text(op, **named))
     reasons += _device_problems(q, plans)
     return not reasons, reasons
 
 
+def _plans_of(op: str, tensors: tuple, features: dict, eight_bit: EightBit | None,
+              num_splits: int) -> list[dict]:
+    """How the forward of a call would run; only the key 'reason' if it cannot. tensors: q, k, v and
+    out.
+    """
+    try:
+        general = general_of(tensors[0], **_named(features, *_GENERAL) | _longest(features))
+    except RuntimeError as problem:
+        return [dict(reason=str(problem))]
+    execution = Execution(**_named(features, *_EXECUTION))
+    call = splits.Call(op, tensors, general, execution, eight_bit)
+    if text := splits.problem_text(op, num_splits, call):
+        return [dict(reason=text)]
+    named = dict(zip(('q', 'k', 'v', 'out'), tensors))
+    facts = checks.problem_text(named, general, execution, eight_bit or EightBit(),
+                                rules_of='cuda', check=_plan.plan_forward)
+    if 'reason' in facts or (parts := splits.planned(num_splits, call)) == 1:
+        return [facts]
+    return [checks.problem_text(named, splits.attend_arguments(call, parts, False),
+                                rules_of='cuda', check=_plan.plan_cache)]
+
+
 def _device_problems(q: Tensor, plans: Sequence[dict]) -> list[str]:
-    """Why kernels of these plans do not run where q is."""
+    """Why the kernels of these plans do not run on the device of q."""
     if not q.is_cuda:
         problem = [library.DRIVER_PROBLEM] if library.DRIVER_PROBLEM else []
         return [checks.error('can_use', 'q on a CUDA device', str(q.device)), *problem]
@@ -113,43 +127,18 @@ def _can_use_cache(tensors: dict[str, Tensor | None], given: dict) -> tuple[bool
     return not reasons, reasons
 
 
-def _plan_splits(call: splits.Call, num_splits: int) -> dict:
-    """How `attend_cache` would run a call without a cache, or the reason."""
-    q, k, v, out = call.tensors
-    return checks.problem_text(dict(q=q, k=k, v=v, out=out),
-                               splits.attend_arguments(call, num_splits, False),
-                               check=_plan.plan_cache, rules_of='cuda')
-
-
 def _fp8_arguments(op: str, q: Tensor, out: Tensor | None,
-                   others: dict) -> tuple[list[str], Fp8 | None]:
-    """What is wrong with the arguments of FP8, which it takes out of others, and what they are."""
+                   others: dict) -> tuple[list[str], EightBit | None]:
+    """What is wrong with the FP8 arguments, which are removed from others, and their values."""
     descales = None, None, None
     if q.dtype == E4M3:
         descales = [None if fp8.is_number(x) else x for x in (
             others.pop(name, None) for name in ('q_descale', 'k_descale', 'v_descale'))]
     own = others.pop('out_dtype', None), others.pop('fp8_accum', 'fast')
     try:
-        return [], fp8.fp8_of(op, q, descales, out, *own)
+        return [], fp8.eight_bit_of(op, q, descales, out, *own)
     except RuntimeError as problem:
         return [str(problem)], None
-
-
-def _checked(op: str, tensors: tuple, of_fp8: Fp8 | None, num_splits: int,
-             features: dict) -> tuple[splits.Call | None, str]:
-    """A call, and what is wrong with it on a Hopper GPU, or ''. tensors: q, k, v and out."""
-    execution = Execution(**_named(features, *_EXECUTION))
-    try:
-        general = general_of(tensors[0], **_named(features, *_GENERAL) | _longest(features))
-    except RuntimeError as problem:
-        return None, str(problem)
-    call = splits.Call(op, tensors, general, execution, of_fp8)
-    if text := splits.problem_text(op, num_splits, call):
-        return call, text
-    if of_fp8 is not None:
-        return call, fp8.problem_text(tensors, of_fp8, general, execution, rules_of='cuda')
-    return call, checks.problem_text(dict(zip(('q', 'k', 'v', 'out'), tensors)), general,
-                                     execution, rules_of='cuda')
 
 
 def missing_kernels(facts: Mapping) -> list[str]:
@@ -180,7 +169,8 @@ def plan(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
     features['split_size'] = invariance.split_size_of(features.get('split_size', 0))
     execution = Execution(**_named(features, *_EXECUTION))
     return _ask(_plan.plan_forward, (q, k, v), dtype, features, execution,
-                dict(promote=fp8.promotes('explain', fp8_accum)), _gpu(q, sm_count, l2_bytes))
+                dict(promote=fp8.is_second('explain', 'fp8_accum', fp8_accum, fp8.ACCUMULATIONS)),
+                _gpu(q, sm_count, l2_bytes))
 
 
 def plan_backward(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
@@ -194,8 +184,8 @@ def plan_backward(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
 
 
 def _ask(planner: Callable, inputs: tuple, dtype: torch.dtype, features: dict, *groups) -> dict:
-    """What a function of `_plan` says of a call with tensors of these sizes on a GPU. inputs: q, k
-    and v; groups: its other arguments.
+    """What a planner of `_plan` returns for a call with tensors of these sizes on a GPU. inputs: q,
+    k and v; groups: its other arguments.
     """
     q, k, v = inputs
     if unknown := set(features) - {*_FEATURES}:
@@ -226,9 +216,9 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
             **features) -> None:
     """Prints how a Hopper GPU would compute a call: kernel, tile, memory, grid, waves, work.
 
-    And its gradients: kernel, tile, memory, grid, workspace. Or, with cache=True or an argument
-    that only `flash_attn_with_kvcache` has, attention on a cache: k and v are then the caches, and
-    splits, pages, and an estimate of the time for full caches are printed.
+    It prints that of the gradients too. With cache=True, or an argument that only
+    `flash_attn_with_kvcache` has, k and v are caches: it prints splits, pages, and an estimate of
+    the time for full caches.
 
     Args:
         q, k, v: tensors on any device, or shapes (batch, seqlen, heads, head_dim). Default for v:
@@ -237,14 +227,13 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
         sm_count, l2_bytes: multiprocessors and L2 cache of the GPU. Default: those of q's GPU; for
             shapes and CPU tensors those of an H100, 132 and 50 MiB.
         fp8_accum: as in `flash_attn_func`.
-        features: what `flash_attn_func` and `flash_attn_varlen_func` take for masks, scores,
-            lengths and execution, such as causal. Only the length of cu_seqlens_q is read, for
-            which a list will do. For a cache what `flash_attn_with_kvcache` takes; page_table
-            may be a shape.
+        features: arguments of `flash_attn_func` and `flash_attn_varlen_func` for masks, scores,
+            lengths and execution, such as causal. cu_seqlens_q may be a list, as only its length is
+            read. For a cache those of `flash_attn_with_kvcache`; page_table may be a shape.
 
     Raises:
-        ValueError: a shape that is not four numbers, with cu_seqlens_q three.
-        TypeError: an argument that neither function has.
+        ValueError: a shape without four numbers, or three with cu_seqlens_q.
+        TypeError: an argument that no function has.
     """
     gpu = dict(sm_count=sm_count, l2_bytes=l2_bytes)
     if planning_cache.is_cache_call(features):
@@ -256,7 +245,8 @@ def explain(q: Tensor | Sequence[int], k: Tensor | Sequence[int],
         print(f'no kernel: {forward["reason"]}')
         return
     head_dims = _shape(q)[-1], _shape(k if v is None else v)[-1]
-    print(_text_of({'variant': _name(forward), **_forward_rows(forward, head_dims),
+    work = _packed_work_rows(forward) if forward['is_packed'] else _work_rows(forward)
+    print(_text_of({'variant': _name(forward), **_kernel_rows(forward, head_dims), **work,
                     **_parts_row(features)}), end='\n\n')
     backward = plan_backward(q, k, v, **common)
     if 'reason' in backward:
@@ -284,11 +274,6 @@ def _name(facts: dict) -> str:
     missing = missing_kernels(facts)
     return ' and '.join(name + (' (not in this install)' if name in missing else '')
                         for name in names)
-
-
-def _forward_rows(facts: dict, head_dims: tuple[int, int]) -> dict[str, str]:
-    return {**_kernel_rows(facts, head_dims),
-            **(_packed_work_rows(facts) if facts['is_packed'] else _work_rows(facts))}
 
 
 def _parts_row(features: Mapping) -> dict[str, str]:
@@ -348,7 +333,7 @@ def _backward_rows(facts: dict) -> dict[str, str]:
     size = facts['cluster_size']
     owner = 'a CTA' if size == 1 else f'a cluster of {size} CTAs'
     return {
-        'head dim': _head_dim(facts),
+        'head dim': f'{facts["head_dim"]} computed, {facts["columns"]} in shared memory',
         'tile': f'{facts["tile_n"]} keys of {owner}, {facts["tile_m"]} queries a step',
         'warpgroups': _warpgroups(facts),
         'stages': f'{facts["q_stages"]} of Q, {facts["dout_stages"]} of dO',
@@ -376,10 +361,6 @@ def _head_dims(facts: dict, head_dims: tuple[int, int]) -> str:
         parts.append(f'in {facts["launches"]} launches, each for a part of v')
     parts.append(f'in shared memory {text_of(facts["columns"], facts["columns_v"])}')
     return '; '.join(parts)
-
-
-def _head_dim(facts: dict) -> str:
-    return f'{facts["head_dim"]} computed, {facts["columns"]} in shared memory'
 
 
 def _warpgroups(facts: dict) -> str:
@@ -410,7 +391,7 @@ def _text_of(rows: dict[str, str]) -> str:
 
 
 def _longest(features: dict) -> dict[str, int]:
-    """max_seqlen of q and k, 0 where nobody knows without waiting for a GPU."""
+    """max_seqlen of q and k; 0 if reading it would wait for a GPU."""
     bounds = {}
     for name in ('max_seqlen_q', 'max_seqlen_k'):
         given = features.get(name)
@@ -420,7 +401,7 @@ def _longest(features: dict) -> dict[str, int]:
 
 
 def _gpu(q: Tensor | Sequence[int], sm_count: int | None, l2_bytes: int | None) -> dict[str, int]:
-    """Multiprocessors and L2: what was given, else those of q's GPU."""
+    """Multiprocessors and L2 cache: those given, else those of q's GPU."""
     gpu = checks.gpu_facts(q)
     return {'sm_count': sm_count or gpu['sm_count'], 'l2_bytes': l2_bytes or gpu['l2_bytes']}
 

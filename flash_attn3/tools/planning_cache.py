@@ -1,5 +1,5 @@
-"""What would run on a KV cache, and how, for planning.py: a call of `flash_attn_with_kvcache` is
-bound to the function's own signature, and `_plan` is asked about the op that it would run.
+"""How a call on a KV cache would run, for planning.py: its arguments are bound to the signature of
+`flash_attn_with_kvcache`, and `_plan` plans the op that the function would call.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from flash_attn3 import _plan, arguments
 from flash_attn3.api import interface, kvcache
 from flash_attn3.ops import checks, invariance, prefix_rules
-from flash_attn3.ops.attend_cache import Attend, Rotary, append_of
+from flash_attn3.ops.attend_cache import Attend, append_of
 
 _OP = 'flash_attn_with_kvcache'
 _SIGNATURE = inspect.signature(kvcache.flash_attn_with_kvcache)
@@ -78,7 +78,7 @@ def ignored_text() -> str:
 
 # ------------------------------------------------------------------------------------ real tensors
 def reasons_and_plan(given: Mapping) -> tuple[list[str], dict]:
-    """Why the kernels would not serve a call, but for its device, and how it would run.
+    """Why the kernels would not serve a call, apart from its device, and how it would run.
 
     given: the arguments of the function.
     """
@@ -96,18 +96,14 @@ def reasons_and_plan(given: Mapping) -> tuple[list[str], dict]:
     if text := prefix_rules.problem_text(
             tuple(call[name] for name in ('q', 'k_cache', 'v_cache', 'out')), own):
         reasons.append(text)
-    if any(call[name] is not None for name in ('k', 'v', 'rotary_cos', 'rotary_sin')) and (
-            text := _append_problem(call, own, rotary)):
-        reasons.append(text)
+    if any(call[name] is not None for name in ('k', 'v', 'rotary_cos', 'rotary_sin')):
+        named = {'q': call['q'], 'k': call['k_cache'], 'v': call['v_cache'], 'k_new': call['k'],
+                 'v_new': call['v']}
+        text = checks.problem_text(named, append_of(own, rotary), check=_plan.check_append,
+                                   rules_of='cuda')
+        reasons += [text] if text else []
     facts = _plan_of(call, own, {})
     return reasons + ([facts['reason']] if 'reason' in facts else []), facts
-
-
-def _append_problem(call: Mapping, own: Attend, rotary: Rotary) -> str:
-    named = {'q': call['q'], 'k': call['k_cache'], 'v': call['v_cache'], 'k_new': call['k'],
-             'v_new': call['v']}
-    return checks.problem_text(named, append_of(own, rotary), check=_plan.check_append,
-                               rules_of='cuda')
 
 
 # ------------------------------------------------------------------------------------------- sizes
@@ -115,8 +111,8 @@ def plan(shapes: Sequence[Sequence[int]], dtype: torch.dtype, given: Mapping,
          gpu: Mapping[str, int]) -> dict:
     """What `explain` prints of a call on a cache; only the key 'reason' if no kernel fits.
 
-    shapes: of q, k_cache and v_cache. page_table: a tensor or its shape; of lists their presence
-    counts, of cu_seqlens_q its length.
+    shapes: those of q, k_cache and v_cache. page_table: a tensor or its shape. Only the presence of
+    lists counts, and the length of cu_seqlens_q.
     """
     call = _bound({'q': ..., 'k_cache': ..., 'v_cache': ..., **given})    # replaced below
     q, _, v_cache = shapes
@@ -133,7 +129,7 @@ def plan(shapes: Sequence[Sequence[int]], dtype: torch.dtype, given: Mapping,
 
 
 def _estimate(facts: Mapping, shapes: Sequence[Sequence[int]], length: int) -> dict:
-    """Bytes of K and V of full caches, or of this length, and the time that reading them takes."""
+    """Bytes of K and V in full caches, or at this length, and the time to read them."""
     _, k_cache, v_cache = shapes
     keys = facts['batch'] * (facts['capacity'] if length < 0 else length)
     size = 1 if facts['dtype'] == 'float8_e4m3fn' else 2

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from benchmarks.fp8_accuracy import BLOCKS, outliers
-from flash_attn3 import (can_use, flash_attn_fp8_func, flash_attn_func, flash_attn_qkvpacked_func,
-                         flash_attn_varlen_fp8_func, flash_attn_varlen_func)
+from flash_attn3 import (_plan, can_use, flash_attn_fp8_func, flash_attn_func,
+                         flash_attn_qkvpacked_func, flash_attn_varlen_fp8_func,
+                         flash_attn_varlen_func)
 from flash_attn3.cpu import reference_fp8
-from flash_attn3.ops import fp8, library
+from flash_attn3.ops import checks, fp8, library
 from flash_attn3.ops.dense_and_varlen import General
 from flash_attn3.cpu.quantize import KV_BLOCK, Q_BLOCK
 from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Score
@@ -445,11 +446,10 @@ def test_errors(changes, text):
 
 
 def test_scales_on_another_device():
-    scales = Scales(v=torch.ones(2, 2, device='meta'))
-    tensors = *e4m3().values(), None
+    eight_bit = fp8.EightBit(v_descale=torch.ones(2, 2, device='meta'))
     with pytest.raises(RuntimeError, match='^flash_attn3.fwd: expected v_descale on the device of '
                                            'q, cpu, got meta$'):
-        fp8.check(tensors, fp8.Fp8(scales), General())
+        checks.check_forward(e4m3(), eight_bit, General(), check=_plan.check_fp8)
 
 
 @pytest.mark.parametrize('dtype', [E4M3, torch.float32, torch.float64], ids=str)
