@@ -122,7 +122,7 @@ def driver_version() -> str | None:
 def command_line() -> str:
     """How this process was started, as `python -m ...`, without the folder of the results."""
     spec = sys.modules['__main__'].__spec__
-    words = ['python', '-m', spec.name] if spec else ['python']
+    words = ['python', '-m', spec.name.removesuffix('.__main__')] if spec else ['python']
     arguments = iter(sys.argv[1:])
     for word in arguments:
         if word == '--out':

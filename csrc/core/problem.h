@@ -75,7 +75,8 @@ struct CacheProblem {
   // 0.
   int keys_of_all = 0;
   // Set if two launches share the call (SharedCall). This launch takes the sequences with
-  // fewest_queries to most_queries queries. most_queries is 0 if one launch takes all sequences.
+  // fewest_queries to most_queries queries. most_queries is 0 if one launch takes all sequences. A
+  // launch with fewest_queries 1 does not wait for the one before, which belongs to the same call.
   int fewest_queries = 0;
   int most_queries = 0;
   int other_positions = 1;
@@ -162,9 +163,6 @@ struct CacheSchedule {
   int tile_units = 0;   // CacheLine::tile_units
   int rows = 0;         // that a part has
   int64_t slots = 0;    // parts that there may be
-  // Parts of each output tile if a launch of its own combines them, else 0. They then lie as (part,
-  // packed head, tile of queries, row).
-  int parts_apart = 0;
 };
 
 // How the work of a problem is split into tiles for one variant: everything the launcher needs

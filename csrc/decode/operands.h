@@ -11,7 +11,7 @@
 #include "decode/storage.h"
 #include "device/gemm.h"
 #include "device/math.h"
-#include "forward/cache/combine_parts.h"
+#include "forward/cache/result_rows.h"
 
 namespace fa3 {
 

@@ -194,9 +194,9 @@ void set_cache_params(CacheDeviceParams& d, FwdParams const& p) {
   d.row_bytes_k = problem.head_dim * element_bytes(kDtypeK);
   d.row_bytes_v = problem.head_dim_v * element_bytes(kDtypeV);
   // TRAP: lines that one launch keeps slow down the next one: shared and own keys of 64 sequences
-  // 124 us, read once 106 us (H100, 2026-11-26). Tiles whose parts lie apart read the same keys at
-  // the same time.
-  bool const is_read_once = problem.seqlen_q <= positions || schedule.parts_apart > 0;
+  // 124 us, read once 106 us (H100, 2026-11-26). Tiles of a shared prefix read the same keys at the
+  // same time.
+  bool const is_read_once = problem.seqlen_q <= positions || problem.cache.keys_of_all > 0;
   d.hint = is_read_once ? kReadOnce : kKeepInL2;
   d.tree = reinterpret_cast<uint4 const*>(p.cache.tree);
   d.tree_stride = int(p.cache.tree_stride);
@@ -206,8 +206,6 @@ void set_cache_params(CacheDeviceParams& d, FwdParams const& p) {
   d.arrived = p.cache.arrived;
   d.slots = int(schedule.slots);
   d.part_rows = schedule.rows;
-  d.tiles_apart = schedule.parts_apart == 0 ? 0 : int(schedule.slots) / schedule.parts_apart;
-  d.m_tiles = p.schedule.m_tiles;
   d.folds = !Traits::kHasScales && !Traits::kKind.is_latent && problem.split_size > 0;
 }
 

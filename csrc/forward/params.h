@@ -88,14 +88,12 @@ struct CacheDeviceParams : FwdDeviceParams {
   // For each slot of a part: its rows of O and their LSEs; the LSEs of a group of parts that begins
   // with it; and how many parts of its output tile, or of its group, are complete. A decode kernel
   // has an order of its own (decode/combine.h).
-  float* parts;       // (slots, rows, Dv)
+  float* parts;       // (slots, rows, Dv), in the order of cache/parts.h
   float* part_lses;   // (slots, rows); with `folds` maxima of scores
   float* group_lses;  // (slots, rows); with `folds` sums
   int* arrived;       // (2, slots, warpgroups)
   int slots;
   int part_rows;
-  int tiles_apart;  // output tiles whose parts another launch combines; 0: this one does
-  int m_tiles;
   // Scales by (page, KV head) of a cache that is converted; batch_stride is that of a page.
   ScaleView k_page_scale;  // nullptr: k_scale and v_scale hold
   ScaleView v_page_scale;

@@ -1,10 +1,11 @@
 // Combines the parts of output tiles whose keys several CTAs share, in key order, in a launch that
 // follows the attention kernel. WHY the CTA that completes a tile does not combine it, as in
-// forward/cache/output_parts.h: a row of a part has 2 KiB, and one SM would read all of them.
+// forward/cache/combine_parts.h: a row of a part has 2 KiB, and one SM would read all of them.
 #pragma once
 
-#include "forward/cache/output_parts.h"
-#include "mla/parts.h"
+#include "forward/cache/parts.h"
+#include "forward/cache/result_rows.h"
+#include "mla/traits.h"
 
 namespace fa3 {
 
@@ -21,7 +22,7 @@ template <class Traits>
 struct PartCombination {
   using Params = typename Traits::Params;
   using Work = FwdWork<Traits>;
-  using Parts = MlaParts<Traits>;
+  using Parts = PartRows<Traits>;
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kCtasPerSm = 4;

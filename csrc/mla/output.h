@@ -4,9 +4,9 @@
 
 #include "device/gemm.h"
 #include "forward/cache/cache_batch.h"
-#include "forward/cache/output_parts.h"
+#include "forward/cache/parts.h"
+#include "forward/cache/result_rows.h"
 #include "mla/converter.h"
-#include "mla/parts.h"
 #include "mla/storage.h"
 
 namespace fa3 {
@@ -139,15 +139,15 @@ struct OutputWarpgroup {
       publish_parts(work);
       return;
     }
-    OutputParts<Traits>::store_tile(p, work, own, tOrO, half * Traits::kOutputColumns);
+    ResultColumns<Traits>{p, work, own, half * Traits::kOutputColumns}.write(tOrO);
     if (half == 0) {
       store_lse<Traits>(p, work.rows, own, ends, {});
     }
   }
 
-  // Stores O in register order (MlaParts).
+  // Stores O in register order.
   CUTE_DEVICE void store_part(Work const& work, int own, RowEnds const& ends) const {
-    MlaParts<Traits> const parts{p, work.location.part.slot_of(work.location.part.index)};
+    PartRows<Traits> const parts{p, work.location.part.slot_of(work.location.part.index)};
     int const warp = own / 32;
     if (warp * kWarpRows >= rows_of_tile(p, work.rows)) {
       return;
@@ -159,7 +159,7 @@ struct OutputWarpgroup {
       target[32 * i] = make_float4(tOrO(4 * i), tOrO(4 * i + 1), tOrO(4 * i + 2), tOrO(4 * i + 3));
     }
     if (half == 0 && own % 4 < 2) {
-      parts.lses()[fragment_row(own) + 8 * (own % 4)] = ends.lse(own % 4, 1.f);
+      p.part_lses[parts.first_row(0) + fragment_row(own) + 8 * (own % 4)] = ends.lse(own % 4, 1.f);
     }
   }
 

@@ -159,46 +159,4 @@ void launch_merge(MergeCall const& call, OwnedTensor const& out, OwnedTensor con
   launch(params, out, lse, call.out.device_index);
 }
 
-// A packed head is a batch entry, a query a row.
-void launch_combine_parts(FwdParams const& forward, int columns, void* stream) {
-  FwdProblem const& problem = forward.problem;
-  CacheSchedule const& cache = forward.schedule.cache;
-  if (cache.parts_apart == 0) {
-    return;
-  }
-  int const pack = forward.schedule.pack;
-  int const packed_heads = problem.heads_q / pack;
-  int64_t const rows_of_head = int64_t(forward.schedule.m_tiles) * cache.rows;
-  CombineParams params;
-  CombineSource& parts = params.source[0];
-  parts.data = forward.cache.parts;
-  parts.lse = forward.cache.parts + cache.slots * cache.rows * columns;
-  int64_t const part_rows[] = {rows_of_head, pack, 1};
-  for (int i = 0; i < 3; ++i) {
-    parts.lse_stride[i] = part_rows[i];
-    parts.stride[i] = part_rows[i] * columns;
-  }
-  parts.stride[3] = 1;
-  params.lse_part_stride = packed_heads * rows_of_head;
-  params.part_stride = params.lse_part_stride * columns;
-  params.parts = cache.parts_apart;
-  params.columns = problem.head_dim_v;
-  params.warps = problem.heads_q * problem.seqlen_q * params.column_blocks();
-  params.by_blocks = FastDiv(params.column_blocks());
-  params.by_heads = FastDiv(pack);
-  params.by_rows = FastDiv(problem.seqlen_q);
-  TensorView const& out = forward.o;
-  params.out = out.data;
-  params.out_dtype = forward.out_dtype;
-  int64_t const strides[] = {pack * out.head_stride, out.row_stride, out.head_stride, 1};
-  std::copy_n(strides, 4, params.out_stride);
-  params.is_vector = (reinterpret_cast<uintptr_t>(out.data) % 8 | out.row_stride % 4 |
-                      out.head_stride % 4 | problem.head_dim_v % 4) == 0;
-  params.lse = forward.lse;
-  params.lse_stride[0] = int64_t(pack) * problem.seqlen_q;
-  params.lse_stride[1] = 1;
-  params.lse_stride[2] = problem.seqlen_q;
-  launch_combine(params, stream);
-}
-
 }  // namespace fa3

@@ -9,8 +9,4 @@ namespace fa3 {
 // Into out and lse, on the current stream of their device. The call has passed check_merge().
 void launch_merge(MergeCall const& call, OwnedTensor const& out, OwnedTensor const& lse);
 
-// Combines the parts that a launch on a cache has left, if any, into its results. columns: those of
-// a row of a part.
-void launch_combine_parts(FwdParams const& params, int columns, void* stream);
-
 }  // namespace fa3

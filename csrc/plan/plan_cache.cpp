@@ -132,40 +132,22 @@ int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t t
   return tile_parts == 1 ? 1 : tiles * tile_parts;
 }
 
-// Parts of each output tile if a separate launch combines them; 0: the even split, whose parts the
-// attention launch combines itself. tiles: output tiles of a line; ctas: those of a line.
-//
-// WHY: in the attention launch one multiprocessor reads all parts of a tile. A part of 128 rows, 64
-// KiB, costs as much as a K tile of two warpgroups, 1.5 us (H100, 2026-11-26); a launch as three.
-int parts_apart(FwdProblem const& problem, int tile_n, int pack, int tiles, int ctas) {
-  constexpr int kCostOfLaunch = 3;
-  constexpr int kMostCost = 12;  // more parts are combined in two steps
-  CacheProblem const& cache = problem.cache;
-  bool const has_gaps = kWarpgroupRows % pack != 0;  // between the rows of warpgroups
-  if (cache.keys_of_all == 0 || cache.num_splits > 0 || problem.split_size > 0 || has_gaps ||
-      problem.head_dim_v > launch_columns(problem)) {
+// Equal parts of each output tile, one for each CTA, where the host knows the keys and an even
+// split, in which some CTAs end a tile and begin the next one, is not shorter; else 0. tiles: output
+// tiles of a line; ctas: of a line.
+int equal_parts(FwdProblem const& problem, int tile_n, int tiles, int ctas) {
+  int const keys = problem.cache.keys_of_all;
+  if (keys == 0 || problem.cache.num_splits > 0 || problem.split_size > 0) {
     return 0;
   }
-  int const k_tiles = ceil_div(cache.keys_of_all, tile_n);
+  int const k_tiles = ceil_div(keys, tile_n);
   int const most = min_of(ctas / tiles, k_tiles);
   if (most < 2) {
     return 0;
   }
   int const part_k_tiles = ceil_div(k_tiles, most);
   int const even_k_tiles = ceil_div(tiles * k_tiles, ctas);
-  int const even = even_k_tiles + min_of(ceil_div(k_tiles, even_k_tiles), kMostCost);
-  return part_k_tiles + kCostOfLaunch < even ? ceil_div(k_tiles, part_k_tiles) : 0;
-}
-
-// The split for parts_apart().
-void combine_apart(CacheSchedule& cache, int parts, int64_t tiles) {
-  cache.parts_apart = parts;
-  cache.splits = KeySplits{};
-  cache.tile_units = 0;
-  cache.splits.kind = SplitKind::kParts;
-  cache.splits.count = parts;
-  cache.slots = tiles * parts;
-  cache.splits.most = cache.slots;
+  return part_k_tiles <= even_k_tiles + 1 ? ceil_div(k_tiles, part_k_tiles) : 0;
 }
 
 // Parts of a fixed size or number have space as if each sequence filled its capacity: of 2048
@@ -275,16 +257,19 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   cache.tile_units = config.consumer_warpgroups > 1 ? kTileUnitsOfTwo : 0;
   cache.splits =
       splits_of(problem, config.tile_n, tiles / cache.lanes, cache.weight_log2, cache.tile_units);
+  bool const is_long = problem.seqlen_q > rows.positions_per_warpgroup();
+  int const parts = is_long ? equal_parts(problem, config.tile_n, int(tiles / cache.lanes),
+                                          schedule.grid / cache.lanes)
+                            : 0;
+  if (parts > 1) {
+    cache.splits = KeySplits{};
+    cache.splits.kind = SplitKind::kParts;
+    cache.splits.count = parts;
+    cache.tile_units = 0;
+  }
   cache.slots = most_parts(problem.cache, cache.splits, tiles, config.tile_n, schedule.grid);
   if (!cache.splits.is_even() && cache.slots > 1) {
     cache.splits.most = cache.slots;
-  }
-  bool const is_long = problem.seqlen_q > rows.positions_per_warpgroup();
-  int const apart = is_long ? parts_apart(problem, config.tile_n, schedule.pack,
-                                          int(tiles / cache.lanes), schedule.grid / cache.lanes)
-                            : 0;
-  if (apart > 1) {
-    combine_apart(cache, apart, tiles);
   }
   // Rows of a part are counted as those of a tile.
   int const all_rows = config.consumer_warpgroups * kWarpgroupRows;
@@ -292,8 +277,8 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   cache.rows = is_short ? problem.seqlen_q * schedule.pack : all_rows;
   if (config.is_swapped) {
     cache.rows = config.computed_rows(min_of(cache.rows, config.decode_rows()));
-  } else if (config.is_latent()) {
-    cache.rows = round_up(cache.rows, 16);  // those of whole warps (mla/parts.h)
+  } else {
+    cache.rows = round_up(cache.rows, 16);  // those of whole warps (forward/cache/parts.h)
   }
   return plan;
 }

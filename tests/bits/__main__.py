@@ -2,6 +2,7 @@
 
     python -m tests.bits --draws 2000 --seed 0       # on a GPU, where there is one
     python -m tests.bits --seed 0 --draw 4711        # one of them
+    python -m tests.bits --out benchmarks/results    # the committed record of this card
 
 The digest is the sha256 of out and LSE of each prompt, in the order of the draws: a GPU with
 the same kernels has the same one. Without a GPU plain PyTorch runs short draws, in float64.
@@ -12,9 +13,11 @@ import argparse
 import hashlib
 import sys
 import time
+from pathlib import Path
 
 import torch
 
+from benchmarks import harness
 from tests.bits.runner import results
 
 
@@ -27,7 +30,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument('--draw', type=int, help='run this one alone')
     parser.add_argument('--device', choices=('cpu', 'cuda'), default=device)
     parser.add_argument('--jobs', type=int, default=4 if device == 'cuda' else 1, help='processes')
+    parser.add_argument('--commit', default=harness.commit(), help='default: that of the checkout')
+    parser.add_argument('--out', type=Path, help='the folder of the record; default: none written')
     return parser.parse_args(arguments)
+
+
+def record_of(options: argparse.Namespace, result: dict) -> dict:
+    """A card has a record of its own, such as bits_h100."""
+    environment = harness.environment(torch.device(options.device))
+    card = environment['device'].removeprefix('NVIDIA ').split()[0].lower()
+    return dict(subject=f'bits_{card}', time=time.strftime('%Y-%m-%d'), commit=options.commit,
+                environment=environment, command=harness.command_line(), results=[result])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,9 +53,11 @@ def main(arguments: list[str] | None = None) -> int:
         if error:
             failed += 1
             print(f'FAILED --seed {options.seed} --draw {number}: {error}', flush=True)
-    name = torch.cuda.get_device_name() if options.device == 'cuda' else 'CPU'
-    print(f'{len(numbers)} draws, {failed} failed, seed {options.seed}, {name}, '
-          f'{time.monotonic() - began:.0f} s, sha256 {total.hexdigest()}')
+    result = dict(draws=len(numbers), failed=failed, seed=options.seed,
+                  seconds=round(time.monotonic() - began), sha256=total.hexdigest())
+    print(result)
+    if options.out:
+        print(f'written: {harness.save(record_of(options, result), options.out)}')
     return int(failed > 0)
 
 

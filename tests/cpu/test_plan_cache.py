@@ -200,6 +200,7 @@ def test_rows_of_a_part(queries, group, is_packed):
     rows = queries * facts['pack'] if is_short else all_rows
     if variant_of(facts)['swapped']:    # those that its GEMMs compute
         rows = next(n for n in (8, 16, 32, 64) if n >= rows)
+    rows = rows if variant_of(facts)['swapped'] else 16 * ceil_div(rows, 16)    # whole warps
     assert facts['rows'] == rows
     assert queries * facts['pack'] <= facts['rows'] or facts['rows'] == all_rows
 
@@ -238,7 +239,6 @@ def test_a_split_size_makes_the_same_parts_in_each_batch(queries, longest, batch
                   split_size=size, total=batch * more if is_packed else None, sm_margin=sm_margin)
     assert alone['splits'] == others['splits']
     assert variant_of(alone)['tile_n'] == variant_of(others)['tile_n']
-    assert alone['parts_apart'] == others['parts_apart'] == 0
 
 
 @given(SPLITS, st.integers(1, 300), st.integers(1, 40), st.integers(1, 4), st.integers(1, 8),
@@ -253,8 +253,8 @@ def test_slots(split, queries, batch, heads_k, group, capacity, head_dim):
     tile_n = variant_of(facts)['tile_n']
     most_k_tiles = ceil_div(capacity, tile_n)
     parts = max(_host.units(facts['splits'], k_tiles) for k_tiles in range(1, most_k_tiles + 1))
-    if facts['parts_apart'] > 0:
-        assert not split and batch == 1 and facts['splits'] == (PARTS, facts['parts_apart'])
+    if not split and facts['splits'][0] == PARTS:
+        assert batch == 1
         tiles = tiles_of(facts, batch, heads_k * group, queries, None)
         assert tiles * parts == facts['slots'] == facts['most_units'] <= facts['grid']
     elif not split:
@@ -269,16 +269,15 @@ def test_slots(split, queries, batch, heads_k, group, capacity, head_dim):
 
 @pytest.mark.parametrize('changes, name, parts', [
     ({}, 'FwdBf16D128CacheLong', 8), ({'heads': (8, 1)}, 'FwdBf16D128Cache', 16),
-    ({'capacity': 1 << 15}, 'FwdBf16D128CacheLong', 8),
-    ({'head_dim': 64, 'head_dim_v': 512}, None, 0),
-    ({'heads': (24, 8)}, None, 0), ({'causal': True}, None, 0), ({'batch': 2}, None, 0),
-    ({'num_splits': 3}, None, 0), ({'queries': 16}, None, 0), ({'capacity': 256}, None, 0)])
-def test_parts_that_another_launch_combines(changes, name, parts):
+    ({'capacity': 1 << 15}, 'FwdBf16D128CacheLong', 8), ({'causal': True}, None, 0),
+    ({'batch': 2}, None, 0), ({'num_splits': 3}, None, 3), ({'queries': 16}, None, 0),
+    ({'capacity': 256}, None, 2)])
+def test_equal_parts_of_known_keys(changes, name, parts):
     """Many queries on the keys of one sequence, such as a shared prefix; not where their number, or
     which of them a query sees, is known on the GPU alone.
     """
     facts = plan(**{'queries': 64, 'capacity': 8192, 'batch': 1, 'heads': (32, 8)} | changes)
-    assert facts['parts_apart'] == parts
+    assert facts['splits'] == ((PARTS, parts) if parts else (EVEN, 0))
     assert name is None or facts['name'] == name
 
 

@@ -208,7 +208,6 @@ inline pybind11::dict facts_of_cache(FwdProblem const& problem) {
   facts["tile_units"] = schedule.cache.tile_units;
   facts["most_units"] = schedule.cache.splits.most;
   facts["slots"] = schedule.cache.slots;
-  facts["parts_apart"] = schedule.cache.parts_apart;
   facts["rows"] = schedule.cache.rows;
   facts["shared"] = SharedTuple(cache.fewest_queries, cache.most_queries, cache.other_positions,
                                 cache.other_weight_log2, cache.other_tile_units, cache.other_cost);

@@ -1,0 +1,30 @@
+// The buffer of partial results on a cache: O of a part of the keys in fp32, in the register order
+// of the warps, so that each warp stores and loads 512 contiguous bytes; and two values per row.
+#pragma once
+
+#include "forward/params.h"
+
+namespace fa3 {
+
+constexpr int kWarpRows = 16;  // rows of an accumulator per warp
+
+// The rows of a part. A lane's float4 holds two columns of two rows, as in fragments.h.
+template <class Traits>
+struct PartRows {
+  static constexpr int kFours = Traits::kHeadDimV / 8;  // float4s of a lane in 16 rows
+
+  CacheDeviceParams const& p;
+  int slot;
+
+  // The 32 float4s of a warp's 16 rows, one per lane. Index i covers columns 8 i to 8 i + 7.
+  CUTE_DEVICE float4* fours(int warp, int i) const {
+    return reinterpret_cast<float4*>(p.parts + first_row(warp) * Traits::kHeadDimV) + 32 * i;
+  }
+
+  // Index of a warp's first row in the buffers of values per row.
+  CUTE_DEVICE int64_t first_row(int warp) const {
+    return int64_t(slot) * p.part_rows + warp * kWarpRows;
+  }
+};
+
+}  // namespace fa3
