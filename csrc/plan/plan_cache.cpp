@@ -133,8 +133,8 @@ int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t t
 }
 
 // Equal parts of each output tile, one for each CTA, where the host knows the keys and an even
-// split, in which some CTAs end a tile and begin the next one, is not shorter; else 0. tiles: output
-// tiles of a line; ctas: of a line.
+// split, in which some CTAs end a tile and begin the next one, is not shorter; else 0. tiles:
+// output tiles of a line; ctas: of a line.
 int equal_parts(FwdProblem const& problem, int tile_n, int tiles, int ctas) {
   int const keys = problem.cache.keys_of_all;
   if (keys == 0 || problem.cache.num_splits > 0 || problem.split_size > 0) {

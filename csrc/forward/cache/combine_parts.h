@@ -63,13 +63,13 @@ struct MaximumScale {
 // takes 32 columns of 16 rows at a time, in the register order of the parts.
 template <class Traits>
 struct PartCombiner {
-  static constexpr int kFours = 4;  // float4s of a lane
+  static constexpr int kFours = 4;                                 // float4s of a lane
   static constexpr int kUnits = Traits::kHeadDimV / (8 * kFours);  // per 16 rows
   static constexpr int kAtOnce = Traits::kHeadDimV > 128 ? 1 : 2;  // more spill in the main loop
   static_assert(Traits::kHeadDimV % (8 * kFours) == 0);
   using Columns = decltype(cute::make_tensor<float>(
-      cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<kFours>>, cute::_1,
-                               cute::_1>>{}));
+      cute::Layout<
+          cute::Shape<cute::Shape<cute::_2, cute::_2, cute::Int<kFours>>, cute::_1, cute::_1>>{}));
 
   // O, and the maximum and sum of a lane's two rows.
   struct Part {
@@ -169,8 +169,7 @@ struct PartCombiner {
       RowOfTile const row = row_of_tile(p, work.rows, fragment_row(thread) + 8 * r);
       float const sink =
           p.sinks != nullptr && row.exists ? p.sinks[work.rows.head + row.head] : -INFINITY;
-      float const of_sink =
-          exp2_approx(sink * kLog2E - finite_max(total.most[r]) * scale.log2);
+      float const of_sink = exp2_approx(sink * kLog2E - finite_max(total.most[r]) * scale.log2);
       factors[r] = inverse_sum(total.sum[r] + of_sink);
       if (p.lse != nullptr && row.exists && unit == 0 && thread % 4 == 0) {
         p.lse[index_of_row(p, work.rows, row)] =
@@ -197,9 +196,8 @@ struct PartCombiner {
     }
     int const r = lane_of_warp() % 4;
     if (unit == 0 && r < 2) {
-      p.group_lses[row_of_lane(rows, first_warp + block) + 8 * r] =
-          log_sum_exp(r == 0 ? total.most[0] : total.most[1],
-                      r == 0 ? total.sum[0] : total.sum[1], 1.f);
+      p.group_lses[row_of_lane(rows, first_warp + block) + 8 * r] = log_sum_exp(
+          r == 0 ? total.most[0] : total.most[1], r == 0 ? total.sum[0] : total.sum[1], 1.f);
     }
   }
 };

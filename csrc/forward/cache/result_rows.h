@@ -70,8 +70,8 @@ CUTE_DEVICE uint4 transpose_in_quad(uint4 words) {
                   : make_uint4(words.x, words.y, first, second);
 }
 
-// Writes columns of a warpgroup's 64 rows of O: an accumulator whose first column is first_column of
-// the result. Whole warps call this.
+// Writes columns of a warpgroup's 64 rows of O: an accumulator whose first column is first_column
+// of the result. Whole warps call this.
 template <class Traits>
 struct ResultColumns {
   CacheDeviceParams const& p;
@@ -103,9 +103,9 @@ struct ResultColumns {
     static_assert(kColumns % 32 == 0);
     CUTE_UNROLL
     for (int i = 0; i < kColumns / 32; ++i) {
-      uint4 const pairs = transpose_in_quad(make_uint4(
-          packed(output, r, 8 * i), packed(output, r, 8 * i + 2), packed(output, r, 8 * i + 4),
-          packed(output, r, 8 * i + 6)));
+      uint4 const pairs =
+          transpose_in_quad(make_uint4(packed(output, r, 8 * i), packed(output, r, 8 * i + 2),
+                                       packed(output, r, 8 * i + 4), packed(output, r, 8 * i + 6)));
       if (exists) {
         row.write_pairs(32 * i + 8 * (thread % 4), pairs);
       }
