@@ -142,20 +142,16 @@ void ForwardRun::add_parts(AttentionCall& call, OpTensors& inputs, void* stream)
   AttentionCall const shared = call_of_prefix(own, as_one_sequence(call.q));
   auto& [results, unread_lse, merge] = parts_.emplace();
   merge.out = with_batch(describe(results_.out));
-  // WHY shared keys first: the decode kernel then begins with own keys where a multiprocessor is
-  // free, and waits for that launch at its end (is_second): 64 sequences, 8k shared, 32 and 8 heads
-  // 103 -> 99 us, 8 and one 51 -> 43 (H200, 2026-11-28).
+  // WHY shared keys first: the decode kernel begins with own keys where a multiprocessor is free
+  // (is_second): 8k shared keys of 64 sequences, 8 heads and one 51 -> 43 us (H200, 2026-11-28).
   for (int i = 0; i < 2; ++i) {
     AttentionCall const& part = i == 0 ? shared : own;
-    results[i].out = allocate_out(part);
-    results[i].lse = allocate_rows(part.op(), part.q);
+    results[i] = {allocate_out(part), allocate_rows(part.op(), part.q), {}, {}};
     merge.part[i] = describe(results[i].out);
     merge.lse[i] = describe(results[i].lse);
-    Target const target(part.op(), results[i].out);
-    add(part, inputs, results[i], target.view(), stream);
+    add(part, inputs, results[i], Target(part.op(), results[i].out).view(), stream);
   }
-  Launch& last = *launches_[count_ - 1];
-  if (count_ == 2 && last.groups.count == 1) {
+  if (Launch& last = *launches_[count_ - 1]; count_ == 2 && last.groups.count == 1) {
     last.params.problem.cache.fewest_queries = 1;
   }
   throw_if(check_merge(merge));
@@ -215,8 +211,7 @@ void ForwardRun::Launch::plan(AttentionCall const& call, int64_t& used_counters,
   params.cache.shared_tiles = memory + (floats - tile_floats);
 }
 
-// A launch for each group of heads and columns of v that one can take: mostly one. All use the same
-// workspace, since each waits for the one before. A second kernel combines parts of a latent cache.
+// A launch for each group of columns of v. Groups of heads share a workspace: each waits.
 void ForwardRun::Launch::run_group(int group, void* stream) const {
   FwdConfig const& config = kFwdVariants[variant];
   FwdParams own = groups.params_of(params, config, group);

@@ -39,6 +39,8 @@ SPILLED_BYTES: dict[str, int] = {
     # Once a tile, addresses of O.
     'FwdBf16D256Cache': 8, 'FwdFp16D256Cache': 8,
     'FwdBf16D256CacheSoftcap': 8, 'FwdFp16D256CacheSoftcap': 8,
+    # One word a K tile; not timed.
+    'FwdBf16D256CacheSoftcapKv8': 44, 'FwdFp16D256CacheSoftcapKv8': 44,
     # Where a part or a tile ends; general kernels between masked K tiles too.
     'FwdBf16D64GeneralFolded': 32, 'FwdFp16D64GeneralFolded': 32,
     'FwdBf16D64SoftcapFolded': 48, 'FwdFp16D64SoftcapFolded': 48,
@@ -60,6 +62,7 @@ MOST_SPILLED_BYTES = 172
 LOADED_IN_LOOPS = {
     'FwdBf16D192x128CacheDecode': 2, 'FwdFp16D192x128CacheDecode': 2,
     'FwdBf16D64x512LatentKv8': 4, 'FwdFp16D64x512LatentKv8': 4,
+    'FwdBf16D256CacheSoftcapKv8': 1, 'FwdFp16D256CacheSoftcapKv8': 1,
     'FwdBf16D64GeneralFolded': 8, 'FwdFp16D64GeneralFolded': 8,
     'FwdBf16D64SoftcapFolded': 13, 'FwdFp16D64SoftcapFolded': 13,
     'FwdBf16D256GeneralFolded': 10, 'FwdFp16D256GeneralFolded': 10,
