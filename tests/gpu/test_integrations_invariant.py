@@ -4,7 +4,6 @@ same queries, keys and values. On the CPU it is so within roundings.
 """
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +20,7 @@ if integration._client_problem():
 from transformers.generation.continuous_batching import cache as batching_cache  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
-from tests.support.client_models import OWN, gpu_claimed, model_of, padding, tokens  # noqa: E402
+from tests.support.client_models import OWN, enabled, model_of, padding, tokens  # noqa: E402
 
 LENGTH, NEW = 150, 12
 PADS = 31, 0, 4    # tokens of padding, a sequence each
@@ -30,12 +29,9 @@ SPLIT = 128        # several parts a sequence
 
 
 @pytest.fixture(scope='module', autouse=True)
-def enabled(request):
-    on_cpu = request.config.getoption('--device') != 'cuda'
-    with gpu_claimed() if on_cpu else nullcontext():
-        integration.enable()
+def integration_enabled(request):
+    with enabled(request):
         yield
-        integration.disable()
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import copy
 import functools
 import importlib
 import warnings
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -33,7 +32,7 @@ from transformers.generation.continuous_batching import (  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
 from tests.support.client_models import (  # noqa: E402
-    DECODERS, FA3, OWN, count_calls, each_route, gpu_claimed, model_of, padding, tokens)
+    DECODERS, FA3, OWN, count_calls, each_route, enabled, model_of, padding, tokens)
 
 LENGTH, NEW = 90, 12
 PADS = 31, 0, 4    # tokens of padding, a sequence each
@@ -74,13 +73,9 @@ def models_of(kind: str, device: torch.device, dtype: str = 'bf16', layers: int 
 
 
 @pytest.fixture(scope='module', autouse=True)
-def enabled(request):
-    """enable() asks for all installed packages, which takes a second."""
-    on_cpu = request.config.getoption('--device') != 'cuda'
-    with gpu_claimed() if on_cpu else nullcontext():
-        integration.enable()
+def integration_enabled(request):
+    with enabled(request):
         yield
-        integration.disable()
         models_of.cache_clear()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 
 import pytest
@@ -88,6 +88,18 @@ def gpu_claimed() -> Iterator[None]:
                       ((lambda: True, 'cuda'),))
         yield
     import_utils.is_flash_attn_3_available.cache_clear()
+
+
+@contextmanager
+def enabled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The integration is enabled, for a whole file: enable() takes a second, as it asks for all
+    installed packages.
+    """
+    on_cpu = request.config.getoption('--device') != 'cuda'
+    with gpu_claimed() if on_cpu else nullcontext():
+        integration.enable()
+        yield
+        integration.disable()
 
 
 def count_calls(patch: pytest.MonkeyPatch, module: ModuleType, name: str,

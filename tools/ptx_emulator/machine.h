@@ -143,29 +143,17 @@ struct Thread {
   void store_global(u64 address, std::array<T, kCount> const& values, int site) {
     memcpy(writable(address, sizeof values, site), values.data(), sizeof values);
   }
-  // Sum and maximum; they give the value before.
-  template <class T>
-  T atomic_add_shared(u64 address, T value, int site) {
+  // Both store change(value) and return the value before.
+  template <class T, class Change>
+  T update_shared(u64 address, Change const& change, int site) {
     T const old = read_as<T>(shared(address, sizeof old, site));
-    store_shared<T, 1>(address, {T(old + value)}, site);
+    store_shared<T, 1>(address, {change(old)}, site);
     return old;
   }
-  template <class T>
-  T atomic_max_shared(u64 address, T value, int site) {
-    T const old = read_as<T>(shared(address, sizeof old, site));
-    store_shared<T, 1>(address, {std::max(old, value)}, site);
-    return old;
-  }
-  template <class T>
-  T atomic_add_global(u64 address, T value, int site) {
+  template <class T, class Change>
+  T update_global(u64 address, Change const& change, int site) {
     T const old = read_as<T>(readable(address, sizeof old, site));
-    store_global<T, 1>(address, {T(old + value)}, site);
-    return old;
-  }
-  template <class T>
-  T atomic_max_global(u64 address, T value, int site) {
-    T const old = read_as<T>(readable(address, sizeof old, site));
-    store_global<T, 1>(address, {std::max(old, value)}, site);
+    store_global<T, 1>(address, {change(old)}, site);
     return old;
   }
   u32 compare_and_swap(u64 address, u32 expected, u32 value, int site);  // in global memory

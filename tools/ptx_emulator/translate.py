@@ -206,9 +206,10 @@ def _generic_address_of_shared(writer, match, operands, site):
 @_handles(r'atom(?:\.acq_rel\.gpu)?\.(shared|global)\.(add|max)\.([us]\d+)')
 def _atomic(writer, match, operands, site):
     result, address, value = operands
-    kind = INTEGERS[match[3]]
-    return (f'{writer.value(result)} = t.atomic_{match[2]}_{match[1]}<{kind}>('
-            f'{writer.address(address)}, {writer.value(value)}, {site});')
+    kind, added = INTEGERS[match[3]], writer.value(value)
+    change = f'old + {added}' if match[2] == 'add' else f'std::max<{kind}>(old, {added})'
+    return (f'{writer.value(result)} = t.update_{match[1]}<{kind}>({writer.address(address)}, '
+            f'[&]({kind} old) {{ return {kind}({change}); }}, {site});')
 
 
 @_handles(r'atom\.relaxed\.gpu\.global\.cas\.b32')
