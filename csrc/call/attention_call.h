@@ -1,5 +1,5 @@
-// One call of attention, of any op: what checks, planner and launches read. Plain data; the groups
-// of arguments are generated from flash_attn3/arguments.py.
+// One call of attention, of any op: what checks, planner and launches read. Plain data;
+// flash_attn3/arguments.py generates the groups.
 #pragma once
 
 #include <cmath>

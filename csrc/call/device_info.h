@@ -30,8 +30,8 @@ inline DeviceLimits limits_of(DeviceInfo const& info) {
 }
 
 // Why a driver cannot run a library built with CUDA runtime `runtime_version`; empty if it can.
-// Versions as CUDA counts them: 13020 is 13.2. A driver runs every runtime of its major version and
-// of older ones. 0 means no driver and is no problem: then there is no GPU to run on.
+// Versions as CUDA counts them: 13020 is 13.2. A driver runs every runtime of its own or an older
+// major version. 0 means that there is no driver, hence no GPU, which is not an error here.
 std::string driver_problem(int driver_version, int runtime_version);
 
 // Empty when the kernels run on the GPU: they are built for compute capability 9.0 exactly

@@ -230,8 +230,8 @@ bool check_rotary(Solver& solver, Call const& call, int64_t appended) {
           solver.in_range("the positions of rotary_cos", solver["L"], {need}));
 }
 
-// Caches and scales that are set with the rows: those of pages and latents. Other scales are those
-// of attention.
+// Tensors that an append writes: the caches, and scales per page or latent row. kTensors
+// (attention.h) checks all other scales.
 bool check_memory(Solver& solver, Call const& call) {
   TensorMeta const* const k_scale = pointer_to(call.scales.k_descale);
   TensorMeta const* const v_scale = pointer_to(call.scales.v_descale);

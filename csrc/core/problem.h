@@ -125,8 +125,8 @@ struct FwdProblem {
   int entries() const { return batch + 1 + (has_unused ? batch : 0); }
 };
 
-// Lengths of a packed batch, in device memory: sequence b has the rows from cu[b] up to cu[b + 1],
-// of which used[b] count, or all where used is nullptr.
+// Lengths of a packed batch, in device memory: sequence b has the rows from cu[b] up to cu[b + 1].
+// Only the first used[b] count; all, if used is nullptr.
 struct PackedLengths {
   int const* cu_q = nullptr;
   int const* cu_k = nullptr;

@@ -59,7 +59,7 @@ class ForwardRun {
   std::optional<Parts> parts_;
   std::optional<Launch> launches_[4];  // on a cache a part may have two
   int count_ = 0;
-  int64_t used_counters_ = 0;  // of the stream's, by all launches
+  int64_t used_counters_ = 0;  // counters of the stream that the launches so far use
 };
 
 }  // namespace fa3

@@ -26,8 +26,8 @@ int m_tiles_of(FwdProblem const& problem, FwdConfig const& config, int pack) {
                   RowPacking{pack}.positions_per_tile(config.consumer_warpgroups));
 }
 
-// Whether the first queries of a sequence see far fewer keys than most queries do. Under a window
-// of up to two tiles no tile costs much less than another.
+// Whether the first queries of a sequence see far fewer keys than most queries do. If a
+// window spans at most two tiles, all tiles cost about the same.
 bool grows(FwdProblem const& problem, int tile_rows) {
   IntervalMask const mask = problem.mask;
   bool const ends_early = mask.right == 0 || mask.right < problem.seqlen_k / 2;
@@ -35,8 +35,8 @@ bool grows(FwdProblem const& problem, int tile_rows) {
 }
 
 // Packed sequences: how many packed heads form a section, a divisor of all. The keys and values
-// that they use at a time fit into a share of L2. Under a window these move with the queries, some
-// of which are ahead of others. The rest of L2 is for Q, O and the first reads of the next section.
+// that they use at a time fit into a share of L2. A window moves with the queries, and some
+// queries run ahead. The rest of L2 holds Q, O and the first reads of the next section.
 int choose_section_heads(FwdProblem const& problem, int pack) {
   constexpr int kL2Percent = 60;
   IntervalMask const mask = problem.mask;

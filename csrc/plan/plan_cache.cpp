@@ -132,9 +132,9 @@ int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t t
   return tile_parts == 1 ? 1 : tiles * tile_parts;
 }
 
-// Equal parts of each output tile, one for each CTA, where the host knows the keys and an even
-// split, in which some CTAs end a tile and begin the next one, is not shorter; else 0. tiles:
-// output tiles of a line; ctas: of a line.
+// The number of equal parts per output tile, one part per CTA, if the host knows the number of
+// keys; 0: the even split, in which a CTA may end one tile and begin another, takes less time.
+// tiles, ctas: output tiles and CTAs of a line.
 int equal_parts(FwdProblem const& problem, int tile_n, int tiles, int ctas) {
   int const keys = problem.cache.keys_of_all;
   if (keys == 0 || problem.cache.num_splits > 0 || problem.split_size > 0) {
@@ -150,8 +150,8 @@ int equal_parts(FwdProblem const& problem, int tile_n, int tiles, int ctas) {
   return part_k_tiles <= even_k_tiles + 1 ? ceil_div(k_tiles, part_k_tiles) : 0;
 }
 
-// Parts of a fixed size or number have space as if each sequence filled its capacity: of 2048
-// packed queries of 256 sequences, 32 heads, 128k keys and split_size=2048, 37 GB.
+// The workspace holds parts of a fixed size or number for sequences that fill their capacity. 2048
+// packed queries of 256 sequences, 32 heads, 128k keys and split_size=2048 would take 37 GB.
 constexpr int64_t kMostPartBytes = int64_t(2) << 30;
 
 // The problem of one of `groups` groups of heads; none if the heads cannot be divided like that.
@@ -173,8 +173,8 @@ int64_t part_bytes(FwdProblem const& problem) {
          int64_t(sizeof(float));
 }
 
-// The heads of a launch. WHY not those of a batch: the LSE of an entry lies after that of all heads
-// of the entry before.
+// The problem of one group of heads. WHY not with a dense batch: the LSE lies by (batch, head,
+// row), so a group's LSE would not be contiguous.
 FwdProblem with_fewer_heads(FwdProblem const& problem) {
   bool const is_even = problem.split_size == 0 && problem.cache.num_splits < 2;
   bool const has_batch = !problem.is_packed && problem.batch != 1;

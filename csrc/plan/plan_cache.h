@@ -9,8 +9,8 @@ namespace fa3 {
 
 // The launches of a call: one, or two if packed queries hold prompts and steps. The first of two
 // computes the prompts, the second the steps. Both run at the same time (SharedCall). If the parts
-// of all heads would take too much memory, a launch has the heads of one group, and one after the
-// other computes each group.
+// of all heads take too much memory, the problem has the heads of one group, and the groups are
+// launched in turn.
 std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem);
 
 // INVARIANT: the problem comes from a CUDA call that check_cache() accepts.

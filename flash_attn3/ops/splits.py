@@ -20,8 +20,7 @@ from flash_attn3.ops.fp8 import EightBit
 from flash_attn3.ops.dense_and_varlen import Execution, General
 
 MOST_SPLITS = 256
-# With num_splits=0, at least this many keys are split, if there are query tiles for fewer than half
-# of the multiprocessors.
+# With num_splits=0, keys are split from this many on, if query tiles fill fewer than half the SMs.
 _LEAST_KEYS = 2048
 _TILE_ROWS = 64
 _TMA_BYTES = 16

@@ -1,5 +1,5 @@
-// Combines partial results on a cache (parts.h). The group of threads that completes the last part
-// of an output tile combines all of them, in the order of the keys.
+// Combines partial results on a cache (parts.h). The warpgroup that completes the last part of an
+// output tile combines all its parts, in key order.
 #pragma once
 
 #include "device/barriers.h"
@@ -42,8 +42,8 @@ struct PartList {
   int count;
 };
 
-// What the maxima of parts are multiplied by: to base 2, and to the natural logarithm of an LSE.
-// Converted scores have scales of their own, by sequence and head: their maxima are in base 2.
+// Factors that turn the maximum of a part into a base-2 exponent and into a natural-log LSE.
+// Converted scores are scaled per sequence and head, so their maxima are already in base 2.
 struct MaximumScale {
   float log2;
   float natural;
@@ -54,7 +54,7 @@ struct MaximumScale {
       return Traits::kConverts ? MaximumScale{1.f, kLn2}
                                : MaximumScale{p.scale_log2, p.softmax_scale};
     }
-    return MaximumScale{kLog2E, 1.f};  // of LSEs
+    return MaximumScale{kLog2E, 1.f};  // the maxima are LSEs
   }
 };
 
@@ -80,7 +80,7 @@ struct PartCombiner {
 
   CacheDeviceParams const& p;
   FwdWork<Traits> const& work;
-  int first_warp;  // of the warpgroup's rows in a part
+  int first_warp;  // the warpgroup's first warp, counted in the tile
   PartList parts;
   float const* maxima;  // one for each row of a part, or LSEs
 

@@ -1,5 +1,5 @@
-// The buffer of partial results on a cache: O of a part of the keys in fp32, in the register order
-// of the warps, so that each warp stores and loads 512 contiguous bytes; and two values per row.
+// The buffer of partial results on a cache. O of a part is fp32 and lies in register order, so a
+// warp stores and loads 512 contiguous bytes. Each row also has an LSE, or a maximum and a sum.
 #pragma once
 
 #include "forward/params.h"

@@ -70,8 +70,8 @@ CUTE_DEVICE uint4 transpose_in_quad(uint4 words) {
                   : make_uint4(words.x, words.y, first, second);
 }
 
-// Writes columns of a warpgroup's 64 rows of O: an accumulator whose first column is first_column
-// of the result. Whole warps call this.
+// Writes an accumulator, 64 rows of a warpgroup, to the result, beginning at column first_column.
+// Whole warps call this.
 template <class Traits>
 struct ResultColumns {
   CacheDeviceParams const& p;

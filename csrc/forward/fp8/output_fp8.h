@@ -2,8 +2,8 @@
 // kSent: through a buffer in shared memory, which the consumers or the scale warp copy out. The
 // buffer of Q is released once the scores have been computed.
 //
-// A thread has columns 4 j .. 4 j + 3 of every 16 columns (values_transposed.h), so the four lanes
-// of a row have 32 bytes.
+// A thread has columns 4 j .. 4 j + 3 of every 16 columns (values_transposed.h), so the four
+// lanes that share a row hold 32 bytes.
 #pragma once
 
 #include "forward/output_over_queries.h"
