@@ -151,7 +151,7 @@ void ForwardRun::add_parts(AttentionCall& call, OpTensors& inputs, void* stream)
     merge.lse[i] = describe(results[i].lse);
     add(part, inputs, results[i], Target(part.op(), results[i].out).view(), stream);
   }
-  if (Launch& last = *launches_[count_ - 1]; count_ == 2 && last.groups.count == 1) {
+  if (Launch& last = *launches_[1]; count_ == 2 && last.groups.are_one(last.params.problem)) {
     last.params.problem.cache.fewest_queries = 1;
   }
   throw_if(check_merge(merge));

@@ -3,6 +3,7 @@
 
 #include "config/fwd_config.h"
 #include "core/problem.h"
+#include "plan/variants.h"
 
 namespace fa3 {
 
@@ -14,6 +15,12 @@ struct HeadGroups {
   // one: the problem of a group.
   static HeadGroups of(FwdProblem const& whole, FwdProblem const& one) {
     return HeadGroups{whole.heads_q / max_of(1, one.heads_q), whole.heads_k};
+  }
+
+  // Whether one kernel computes all heads and columns of `one`. Several share a workspace, so each
+  // must wait for the one before.
+  bool are_one(FwdProblem const& one) const {
+    return count == 1 && one.head_dim_v <= launch_columns(one);
   }
 
   // first: the parameters of the first group, whose sinks the result still has.

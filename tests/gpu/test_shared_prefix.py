@@ -74,7 +74,7 @@ MANY_CHANGES = {
 @pytest.mark.parametrize('changes', MANY_CHANGES.values(), ids=MANY_CHANGES)
 @pytest.mark.parametrize('page_size', [0, 16])
 def test_many_queries(page_size, changes, device):
-    """Another launch combines the parts of the shared keys."""
+    """Tiles of many queries have equal parts of the shared keys."""
     case = dataclasses.replace(MANY, page_size=page_size, **changes)
     got, arguments = check(case, device)
     check_same(run(case, arguments)[0], got)
@@ -88,6 +88,7 @@ FEATURES = {
     'heads_first': {'layout': 'heads_first'}, 'both': {'layout': 'rows_of_both'},
     'number': {'length_as': 'int', 'lengths': ((3, 250),) * 4},
     'whole': {'length_as': 'none', 'lengths': ((3, 256),) * 4},
+    'wide_values': {'head_dim_v': 512, 'num_splits': 3},    # launches that share a workspace
     'multi_query': {'heads': (16, 1)}, 'each_head': {'heads': (4, 4)},
     'all': {'softcap': 15.0, 'sinks': 'bf16', 'softmax_scale': 0.2, 'out': True},
 }
