@@ -76,7 +76,8 @@ struct CacheProblem {
   int keys_of_all = 0;
   // Set if two launches share the call (SharedCall). This launch takes the sequences with
   // fewest_queries to most_queries queries. most_queries is 0 if one launch takes all sequences. A
-  // launch with fewest_queries 1 does not wait for the one before, which belongs to the same call.
+  // decode kernel with fewest_queries 1 is the second launch of a call (is_second in
+  // decode/traits.h).
   int fewest_queries = 0;
   int most_queries = 0;
   int other_positions = 1;

@@ -14,7 +14,7 @@ struct DecodeDeviceParams : CacheDeviceParams {
   TensorView q_rows;  // strides in bytes
   int row_bytes_q;
   bool is_bf16;  // with an e4m3 cache: Q in global memory is bf16, else fp16
-  // The previous launch belongs to the same call (SharedCall) and waited for earlier launches
+  // The previous launch belongs to the same call and waited for earlier launches
   // before it let this one start. So this launch does not wait at its start, but waits for the
   // previous one at its end.
   bool is_second;

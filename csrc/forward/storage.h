@@ -79,7 +79,7 @@ struct FwdStorage {
   Mbarrier v_full[Traits::kStages];   // TMA (1 + bytes), or transposing warps (2) -> consumers
   Mbarrier v_empty[Traits::kStages];  // consumer warpgroups (1 each) -> who fills v
 
-  int completes_tile[Traits::kIsCache ? Traits::kWarpgroups : 0];  // forward/cache/output_parts.h
+  int completes_tile[Traits::kIsCache ? Traits::kWarpgroups : 0];  // cache/combine_parts.h
 
   // kBlocks: scales of the rows of Q in a stage, and of K tiles. The barriers of K guard them.
   // INVARIANT: consumers read the scales of K tile j before they issue S(j + 1). The ring has twice

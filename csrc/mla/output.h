@@ -11,7 +11,7 @@
 
 namespace fa3 {
 
-// The LSEs of a thread's two rows, in the form that OutputParts reads.
+// The LSEs of a thread's two rows, as store_lse() reads them.
 struct RowEnds {
   float lses[2];
 

@@ -142,8 +142,8 @@ void ForwardRun::add_parts(AttentionCall& call, OpTensors& inputs, void* stream)
   AttentionCall const shared = call_of_prefix(own, as_one_sequence(call.q));
   auto& [results, unread_lse, merge] = parts_.emplace();
   merge.out = with_batch(describe(results_.out));
-  // WHY shared keys first: the decode kernel begins with own keys where a multiprocessor is free
-  // (is_second): 8k shared keys of 64 sequences, 8 heads and one 51 -> 43 us (H200, 2026-11-28).
+  // WHY shared keys first: decode CTAs start on own keys as soon as an SM is free (is_second). 64
+  // sequences, 8k shared keys, 8 query heads, 1 KV head: 51 -> 43 us (H200, 2026-11-28).
   for (int i = 0; i < 2; ++i) {
     AttentionCall const& part = i == 0 ? shared : own;
     results[i] = {allocate_out(part), allocate_rows(part.op(), part.q), {}, {}};
@@ -151,7 +151,7 @@ void ForwardRun::add_parts(AttentionCall& call, OpTensors& inputs, void* stream)
     merge.lse[i] = describe(results[i].lse);
     add(part, inputs, results[i], Target(part.op(), results[i].out).view(), stream);
   }
-  if (Launch& last = *launches_[1]; count_ == 2 && last.groups.are_one(last.params.problem)) {
+  if (Launch& last = *launches_[1]; count_ == 2 && last.groups.starts_early(last.params.problem)) {
     last.params.problem.cache.fewest_queries = 1;
   }
   throw_if(check_merge(merge));
@@ -211,7 +211,7 @@ void ForwardRun::Launch::plan(AttentionCall const& call, int64_t& used_counters,
   params.cache.shared_tiles = memory + (floats - tile_floats);
 }
 
-// A launch for each group of columns of v. Groups of heads share a workspace: each waits.
+// A launch for each group of columns of v. Groups share a workspace: each waits for the one before.
 void ForwardRun::Launch::run_group(int group, void* stream) const {
   FwdConfig const& config = kFwdVariants[variant];
   FwdParams own = groups.params_of(params, config, group);

@@ -17,13 +17,14 @@ struct HeadGroups {
     return HeadGroups{whole.heads_q / max_of(1, one.heads_q), whole.heads_k};
   }
 
-  // Whether one kernel computes all heads and columns of `one`. Several share a workspace, so each
-  // must wait for the one before.
-  bool are_one(FwdProblem const& one) const {
-    return count == 1 && one.head_dim_v <= launch_columns(one);
+  // Whether a decode kernel starts while the launch before it in the call still runs. Launches
+  // of several groups or columns share a workspace, so each must wait. With sm_margin both launches
+  // leave SMs free, and the second would start on those of the first.
+  bool starts_early(FwdProblem const& one) const {
+    return count == 1 && one.head_dim_v <= launch_columns(one) && one.sm_margin == 0;
   }
 
-  // first: the parameters of the first group, whose sinks the result still has.
+  // first: the parameters of the first group. The caller moves the pointer to the sinks.
   FwdParams params_of(FwdParams const& first, FwdConfig const& config, int group) const;
 };
 

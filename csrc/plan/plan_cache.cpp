@@ -132,9 +132,9 @@ int64_t most_parts(CacheProblem const& cache, KeySplits const& splits, int64_t t
   return tile_parts == 1 ? 1 : tiles * tile_parts;
 }
 
-// The number of equal parts per output tile, one part per CTA, if the host knows the number of
-// keys; 0: the even split, in which a CTA may end one tile and begin another, takes less time.
-// tiles, ctas: output tiles and CTAs of a line.
+// The number of equal parts per output tile, one part per CTA. Returns 0 if the host does not know
+// the number of keys, or if the even split, in which a CTA may end one tile and begin another,
+// takes less time. tiles, ctas: output tiles and CTAs of a line.
 int equal_parts(FwdProblem const& problem, int tile_n, int tiles, int ctas) {
   int const keys = problem.cache.keys_of_all;
   if (keys == 0 || problem.cache.num_splits > 0 || problem.split_size > 0) {
@@ -151,7 +151,8 @@ int equal_parts(FwdProblem const& problem, int tile_n, int tiles, int ctas) {
 }
 
 // The workspace holds parts of a fixed size or number for sequences that fill their capacity. 2048
-// packed queries of 256 sequences, 32 heads, 128k keys and split_size=2048 would take 37 GB.
+// packed queries of 256 sequences, 32 heads, 128k keys and split_size=2048 would take 37 GB. Dense
+// batches are not grouped: their workspace has no bound.
 constexpr int64_t kMostPartBytes = int64_t(2) << 30;
 
 // The problem of one of `groups` groups of heads; none if the heads cannot be divided like that.

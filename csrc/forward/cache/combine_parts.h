@@ -1,5 +1,5 @@
-// Combines partial results on a cache (parts.h). The warpgroup that completes the last part of an
-// output tile combines all its parts, in key order.
+// Combines partial results on a cache (parts.h). The warpgroup that completes the last part of its
+// rows combines them, in key order; more than 16 parts first in groups (parts_of_group).
 #pragma once
 
 #include "device/barriers.h"
@@ -10,7 +10,7 @@
 
 namespace fa3 {
 
-// The threads that have the rows of a part together. flag: in shared memory, their own.
+// Threads that store and combine the same rows. flag: a word of shared memory of this group.
 struct PartGroup {
   int thread;
   int threads;
@@ -58,14 +58,15 @@ struct MaximumScale {
   }
 };
 
-// Combines parts: folds them in order, bit for bit as PartTotal does in a kernel that has all parts
-// itself. A part that is divided by its sum has an LSE in place of its maximum, and sum 1. A warp
-// takes 32 columns of 16 rows at a time, in the register order of the parts.
+// Combines parts: folds them in order, with the bits of PartTotal but for the sign of a zero: the
+// total begins with +0, that of PartTotal with the first part. A part that is divided by its sum
+// has an LSE in place of its maximum, and sum 1. A warp takes 32 columns of 16 rows at a time, in
+// the register order of the parts.
 template <class Traits>
 struct PartCombiner {
   static constexpr int kFours = 4;                                 // float4s of a lane
   static constexpr int kUnits = Traits::kHeadDimV / (8 * kFours);  // per 16 rows
-  static constexpr int kAtOnce = Traits::kHeadDimV > 128 ? 1 : 2;  // more spill in the main loop
+  static constexpr int kAtOnce = Traits::kHeadDimV > 128 ? 1 : 2;  // more: spills in the K loop
   static_assert(Traits::kHeadDimV % (8 * kFours) == 0);
   using Columns = decltype(cute::make_tensor<float>(
       cute::Layout<
@@ -82,7 +83,7 @@ struct PartCombiner {
   FwdWork<Traits> const& work;
   int first_warp;  // the warpgroup's first warp, counted in the tile
   PartList parts;
-  float const* maxima;  // one for each row of a part, or LSEs
+  float const* maxima;  // by row; LSEs where parts are not folded
 
   // is_final: into the result; else into the buffer of the first part, with an LSE of the group.
   CUTE_DEVICE void run(PartGroup const& group, bool is_final) const {
@@ -202,15 +203,15 @@ struct PartCombiner {
   }
 };
 
-// More parts are combined in two steps, in groups of about the square root of their number, so that
-// several CTAs read them.
+// More than kMostAtOnce parts are combined in two steps, in groups of about the square root of
+// their number, so that several CTAs read them.
 CUTE_DEVICE int parts_of_group(int parts) {
   constexpr int kMostAtOnce = 16;
   return parts <= kMostAtOnce ? parts : int(ceilf(sqrtf(float(parts))));
 }
 
-// Counts the part of `work` as complete, and combines what is complete with it. warpgroup: the
-// 64 rows of a tile, of which each has its own counters.
+// Counts the part of `work` as complete, and combines what is complete with it. Each
+// warpgroup of a tile has its own counters.
 template <class Traits>
 CUTE_DEVICE void combine_parts(CacheDeviceParams const& p, FwdWork<Traits> const& work,
                                int warpgroup, PartGroup const& threads) {

@@ -31,7 +31,8 @@ struct OutputParts {
   CUTE_DEVICE static void finish(int) {}
 
  private:
-  // Stores O in register order, with the LSE of each row; to be folded: with maximum and sum.
+  // Stores O in register order, with the LSE of each row or, if parts are folded, its maximum
+  // and sum.
   template <class Softmax, class FragmentO>
   CUTE_DEVICE static void store_part(CacheDeviceParams const& p, FwdWork<Traits> const& work,
                                      RowWriter writer, Softmax const& softmax,

@@ -1,5 +1,6 @@
 // The buffer of partial results on a cache. O of a part is fp32 and lies in register order, so a
-// warp stores and loads 512 contiguous bytes. Each row also has an LSE, or a maximum and a sum.
+// warp stores and loads 512 contiguous bytes. Each row also has an LSE (part_lses), or a maximum
+// and a sum (part_lses, group_lses). Lanes without a row store nothing.
 #pragma once
 
 #include "forward/params.h"
