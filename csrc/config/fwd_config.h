@@ -134,6 +134,7 @@ struct FwdConfig {
 
   // Absorbed MLA: one warpgroup computes P of 64 rows, two compute the halves of O.
   constexpr bool is_latent() const { return kind.is_latent; }
+  constexpr bool is_mla() const { return is_latent() && !is_swapped; }  // csrc/mla
 
   // K and V in global memory. Rotary columns have the dtype of Q.
   constexpr Dtype dtype_kv() const { return converts() ? Dtype::kFloat8E4M3 : dtype_q; }
@@ -151,7 +152,7 @@ struct FwdConfig {
   }
 
   constexpr int warpgroups() const {
-    return consumer_warpgroups + 1 + (is_latent() ? 2 : is_swapped || converts());
+    return consumer_warpgroups + 1 + (is_mla() ? 2 : is_swapped || converts());
   }
   constexpr int threads() const { return warpgroups() * kWarpgroupThreads; }
 
@@ -160,7 +161,7 @@ struct FwdConfig {
   // transposes V and reads scales.
   constexpr int consumer_registers() const {
     ProducerSize const producer = tuning.producer;
-    if (is_latent()) {
+    if (is_mla()) {
       return 144;  // the warpgroup that computes P
     }
     if (is_swapped) {
@@ -180,7 +181,7 @@ struct FwdConfig {
 
   constexpr int producer_registers() const {
     ProducerSize const producer = tuning.producer;
-    if (is_latent()) {
+    if (is_mla()) {
       return 48;
     }
     if (is_swapped) {
@@ -217,20 +218,25 @@ struct FwdConfig {
 
   // is_swapped: the rows of a tile, as many as registers allow; the columns of K or V in a stage.
   constexpr int decode_rows() const {
-    return converts() || head_dim_v > 128 ? kWarpgroupRows / 2 : kWarpgroupRows;
+    return is_latent()                      ? kWarpgroupRows / 4
+           : converts() || head_dim_v > 128 ? kWarpgroupRows / 2
+                                            : kWarpgroupRows;
   }
+  // Rows that shared memory of a decode kernel has.
+  constexpr int decode_buffer_rows() const { return is_latent() ? decode_rows() : kWarpgroupRows; }
   // The rows of Q that the GEMMs of a decode kernel compute for `rows` that exist.
   constexpr int computed_rows(int rows) const {
-    return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+    return rows <= 8 && !is_latent() ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
   }
   // What a row of a part of the keys has in its buffer: O, its LSE and that of a group of parts,
   // which each of the 8 warps of a decode kernel has for itself.
   constexpr int part_row_floats() const {
-    return is_swapped ? round_up(head_dim_v, stage_columns()) + 2 * 8 : head_dim_v + 2;
+    return is_swapped ? round_up(head_dim_v, part_columns()) + 2 * 8 : head_dim_v + 2;
   }
   // Counters of the complete parts of a tile or a group; a decode kernel has a byte a warp.
   constexpr int part_counters() const { return is_swapped ? 2 : consumer_warpgroups; }
-  constexpr int stage_columns() const { return head_dim <= 64 && head_dim_v <= 64 ? 64 : 128; }
+  constexpr int part_columns() const { return head_dim <= 64 && head_dim_v <= 64 ? 64 : 128; }
+  constexpr int stage_columns() const { return is_latent() ? 192 : part_columns(); }
   constexpr int stage_bytes() const { return tile_n * stage_columns() * element_bytes(dtype_kv()); }
 
   // The most K tiles, at either end of a tile, that a warpgroup skips if none of its rows sees a
@@ -306,20 +312,20 @@ constexpr SharedMemory latent_shared_memory(FwdConfig const& c) {
 // K and V share a ring. Small data: scales of pages; the limits, the maximum and eight sums of each
 // row; a sequence for each thread; tiles and barriers.
 constexpr SharedMemory decode_shared_memory(FwdConfig const& c) {
-  int const rows = kWarpgroupRows * element_bytes(c.dtype_q);
+  int const rows = c.decode_buffer_rows() * element_bytes(c.dtype_q);
   int const scales = c.converts() ? c.stages * c.tile_n * int(sizeof(float)) : 0;
   int const sequences = 28 * c.threads();
   int const small = kWarpgroupRows * (20 + 8 * int(sizeof(float))) + c.q_stages * 160 + sequences;
   return SharedMemory{}
-      .add("Q", c.q_stages, rows * c.columns())
+      .add("Q", c.q_stages, rows * (c.columns() + c.is_latent() * c.head_dim_v))
       .add("K and V", c.stages, c.stage_bytes())
-      .add("P", 1, rows * c.tile_n)
+      .add("P", c.is_latent() ? 2 : 1, rows * c.tile_n)
       .add(kSmallData, 1, round_up(scales + small + 16 * (c.stages + c.q_stages), 1024));
 }
 
 // forward/storage.h asserts that its members have these sizes.
 constexpr SharedMemory FwdConfig::shared_memory() const {
-  if (is_latent()) {
+  if (is_mla()) {
     return latent_shared_memory(*this);
   }
   if (is_swapped) {
@@ -375,8 +381,9 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
           "a K tile has one scale");
   require(!c.converts() || (kind.is_cache() && c.consumer_warpgroups == 1 && !c.is_fp8()),
           "K and V of a cache are converted, for one warpgroup of 16 bits");
-  require(!c.is_swapped || (kind.is_cache() && c.consumer_warpgroups == 1 && c.tile_n == 128),
-          "each of two warpgroups has 64 keys of a K tile");
+  require(!c.is_swapped || (kind.is_cache() && c.consumer_warpgroups == 1 &&
+                            c.tile_n == (c.is_latent() ? 64 : 128)),
+          "each of two warpgroups has 64 keys of a K tile, or all of them");
   require(!c.is_promoted() || !c.is_skewed() || c.measured.lazy_rescale_log2 == 0.f,
           "O in fp32 is rescaled with every K tile");
   require(c.tuning.shared_sums == 0 || (c.is_promoted() && c.is_skewed()),

@@ -220,6 +220,14 @@ inline constexpr FwdConfig kFwdTileLatent{.consumer_warpgroups = 1,
                                           .q_stages = 1,
                                           .overlap = {.ping_pong = false}};
 
+// Up to 16 rows of a latent cache (csrc/decode): 168 KiB of keys, 18 KiB of Q.
+inline constexpr FwdConfig kFwdTileLatentDecode = [] {
+  FwdConfig tile = decode_tile(7);
+  tile.tile_n = 64;
+  tile.q_stages = 1;
+  return tile;
+}();
+
 // With latent columns of e4m3: 64 + 64 + 16 KiB of keys, 32 KiB of them as loaded, 40 KiB of Q.
 inline constexpr FwdConfig kFwdTileLatentKv8 = [] {
   FwdConfig tile = kFwdTileLatent;

@@ -72,7 +72,7 @@ struct DecodeResults {
 
   // Writes a float4 of O^T to rows 8 i to 8 i + 7 of O, two columns at a time.
   CUTE_DEVICE void write(float4 const& four, int i, int part) const {
-    int const first = part * Traits::kStageColumns + at.warp / kWarpgroupWarps * 64;
+    int const first = part * Traits::kOutputColumns + at.warp / kWarpgroupWarps * 64;
     Keys::for_each_pair(four, p.out_is_half, at.warp % kWarpgroupWarps * 32 + at.lane,
                         [&](int j, int column, uint32_t pair) {
                           RowOfTile const row = row_of(2 * i + j);
@@ -106,7 +106,7 @@ struct DecodeCombiner {
                              FwdWork<Traits> const& work, DecodeThread at)
       : results{p, work, at},
         parts{p, at},
-        weights(reinterpret_cast<float*>(shared.p) + at.warp * kWeights) {}
+        weights(reinterpret_cast<float*>(&shared.p) + at.warp * kWeights) {}
 
   // Counts this part as stored. Combines its group once that is complete, then the groups.
   CUTE_DEVICE void run() const {

@@ -3,6 +3,7 @@
 // stage. N of both GEMMs is the number of rows, rounded up to 8, 16, 32 or 64.
 #pragma once
 
+#include "decode/latents.h"
 #include "decode/operands.h"
 #include "decode/output.h"
 #include "decode/scores.h"
@@ -21,6 +22,7 @@ struct DecodeConsumer {
   int thread;  // in the warpgroup
   RingState<Traits::kStages> ring;
   RingState<Traits::kQStages> tile_ring;
+  int turn = 0;  // a latent cache: LatentTiles::turn
   DecodeScores<Traits> score_ops;
 
   CUTE_DEVICE DecodeConsumer(DecodeStorage<Traits>& shared_, Params const& p_, int warpgroup_,
@@ -34,13 +36,12 @@ struct DecodeConsumer {
   CUTE_DEVICE void run() {
     while (true) {
       shared.work_full[tile_ring.stage].wait(tile_ring.phase);
-      Work const& work = shared.work[tile_ring.stage];
-      if (!work.valid()) {
+      if (!work().valid()) {
         return;
       }
-      compute(work);
-      if (work.location.part.parts > 1) {
-        DecodeCombiner<Traits, Keys<8>>(shared, p, work, coordinates()).run();
+      compute(work());
+      if (work().location.part.parts > 1) {
+        DecodeCombiner<Traits, Keys<8>>(shared, p, work(), coordinates()).run();
       }
       __syncwarp();
       if (is_first_lane()) {
@@ -56,12 +57,14 @@ struct DecodeConsumer {
                                    SharedKeys<Traits, kRows>>;
 
   CUTE_DEVICE DecodeThread coordinates() const {
-    return DecodeThread{warpgroup * kWarpgroupWarps + thread / 32, thread % 32};
+    int const warp = warpgroup * kWarpgroupWarps + thread / 32;
+    return DecodeThread{warp, thread % 32, warp % Traits::kKeyWarps};
   }
 
   // The block of 64 columns of a stage whose O this warpgroup computes. Both compute the only one.
   CUTE_DEVICE int block() const { return Traits::kBlocks == 1 ? 0 : warpgroup; }
 
+  CUTE_DEVICE Work const& work() const { return shared.work[tile_ring.stage]; }
   CUTE_DEVICE typename Traits::Element* queries() const { return shared.q[tile_ring.stage]; }
 
   // With e4m3 the GEMMs overlap with the softmax: 64 x 4k takes 155 us instead of 165 (H200,
@@ -74,7 +77,9 @@ struct DecodeConsumer {
 
   CUTE_DEVICE void compute(Work const& work) {
     int const rows = rows_of_tile(p, work.rows);
-    if (rows <= 8) {
+    if constexpr (Traits::kIsLatent) {
+      compute_tile<Traits::kQRows>(work);
+    } else if (rows <= 8) {
       compute_tile<8>(work);
     } else if (rows <= 16) {
       compute_tile<16>(work);
@@ -95,7 +100,10 @@ struct DecodeConsumer {
     for (int part = 0; part < Traits::kPartsV; ++part) {
       cute::clear(output[part]);
     }
-    if constexpr (kOverlaps<kRows>) {
+    if constexpr (Traits::kIsLatent) {
+      LatentTiles<Traits, kRows>{shared, score_ops, warpgroup, thread, tile_ring.stage, ring, turn}
+          .visit(work, softmax, output);
+    } else if constexpr (kOverlaps<kRows>) {
       visit_keys_overlapped<kRows>(work.keys, softmax, output);
     } else {
       visit_keys<kRows>(work.keys, softmax, output);
@@ -113,7 +121,7 @@ struct DecodeConsumer {
       add_keys<kRows, 0>(scores);
       score_ops.take(scores, scores);
       bool const is_masked = (n >= keys.free_end) | (n < keys.free_begin);
-      score_ops.transform(scores, keys.tile(n), is_masked);
+      score_ops.transform(scores, work(), keys.tile(n), is_masked);
       softmax.raise_maxima(scores);
       sync_consumers();
       make_probabilities(softmax, scores, output, ring);
@@ -123,8 +131,8 @@ struct DecodeConsumer {
       for (int part = 0; part < Traits::kPartsV; ++part) {
         wait_for(ring);
         Keys<kRows>::fence();
-        Keys<kRows>::issue_output(shared.keys[ring.stage], shared.p, block(), thread, output[part],
-                                  releases(ring.stage));
+        Keys<kRows>::issue_output(shared.keys[ring.stage], shared.p[0], block(), thread,
+                                  output[part], releases(ring.stage));
         wait_gemm<0>(output[part]);
         Keys<kRows>::release_after_gemm(thread, releases(ring.stage));
         ring.advance();
@@ -217,7 +225,7 @@ struct DecodeConsumer {
   CUTE_DEVICE void step(KeyRange<Traits> const& keys, int n, Softmax& softmax, Sums& scores,
                         Sums (&output)[1], Overlap<Sums>& at) {
     bool const is_masked = n >= keys.free_end || n < keys.free_begin;
-    score_ops.transform(scores, keys.tile(n), is_masked);
+    score_ops.transform(scores, work(), keys.tile(n), is_masked);
     softmax.raise_maxima(scores);
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(at.next);
@@ -237,7 +245,7 @@ struct DecodeConsumer {
       issue_next<kRows>(at);
     }
     int const v_stage = at.v_ring.stage;
-    Keys<kRows>::issue_output(shared.keys[v_stage], shared.p, block(), thread, output[0],
+    Keys<kRows>::issue_output(shared.keys[v_stage], shared.p[0], block(), thread, output[0],
                               releases(v_stage));
     advance_by_two(at.v_ring);
   }
@@ -272,7 +280,10 @@ struct DecodeConsumer {
       target.begin = at.slot + seen.begin;
       target.end = at.slot + seen.end;
       target.tree_row = first_row + min_of(position, len.q - 1);
-      shared.most[consumer_thread] = ordered_int(-INFINITY);
+      CUTE_UNROLL
+      for (int i = 0; i < Traits::kPBuffers; ++i) {
+        shared.most[i * kRows + consumer_thread] = ordered_int(-INFINITY);
+      }
     }
     if constexpr (Traits::kConverts) {
       wait_for(ring);  // Q and scales arrive with the first part of K

@@ -29,6 +29,10 @@ void launch_decode(FwdParams const& p, void* stream) {
   params.is_bf16 = p.problem.dtype == Dtype::kBFloat16;
   params.is_second = p.problem.cache.fewest_queries == 1;  // steps, own keys
   params.q_rows = in_bytes(p.q, p.problem.dtype);
+  if constexpr (Traits::kIsLatent) {
+    params.qv_rows = in_bytes(p.qv, p.problem.dtype);
+    params.rows = CacheRows::of(params);
+  }
   params.row_bytes_q = p.problem.head_dim * element_bytes(p.problem.dtype);
   launch_early(decode_kernel<Config>, shape, params, stream);
 }

@@ -21,7 +21,7 @@ CUTE_DEVICE auto queries_of_part(typename Traits::Element* queries) {
   using Tile = cute::Shape<cute::Int<kRows>, cute::Int<Traits::kStageColumns>>;
   return cute::local_tile(
       cute::make_tensor(
-          cute::make_smem_ptr(queries + kPart * Traits::kStageColumns * kWarpgroupRows),
+          cute::make_smem_ptr(queries + kPart * Traits::kStageColumns * Traits::kQRows),
           typename Traits::SmemLayoutQ{}),
       Tile{}, cute::make_coord(0, 0));
 }
@@ -44,7 +44,7 @@ struct SharedKeys {
     auto sK =
         cute::local_tile(cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<Element*>(stage)),
                                            typename Traits::SmemLayoutK{}),
-                         Tile{}, cute::make_coord(warpgroup, 0));
+                         Tile{}, cute::make_coord(Traits::kIsLatent ? 0 : warpgroup, 0));
     auto tSrK = mma.partition_fragment_A(sK);  // (MMA, 1, columns / 16)
     auto tSrQ = mma.partition_fragment_B(queries_of_part<Traits, kRows, kPart>(queries));
     issue_gemm<Traits::steps_of_part(kPart)>(typename Gemms::MmaS{}, tSrK, tSrQ, sums, kPart == 0);

@@ -6,8 +6,9 @@
 #pragma once
 
 #include "decode/storage.h"
+#include "device/async_copy.h"
 #include "forward/cache/cache_batch.h"
-#include "forward/cache/keys_pages.h"
+#include "forward/cache/key_rows.h"
 #include "forward/results.h"
 
 namespace fa3 {
@@ -29,7 +30,7 @@ struct DecodeProducer {
   static constexpr int kChunks = Traits::kStageColumns * kElementBytes / 16;  // per row of a stage
   static constexpr int kRowsAtOnce = 32 / kChunks;
   static constexpr int kRowBytes = min_of(kChunks * 16, 128);  // per row of a slice
-  static_assert(Traits::kTileN == kWarpgroupThreads);
+  static_assert(Traits::kIsLatent || Traits::kTileN == kWarpgroupThreads);
 
   DecodeStorage<Traits>& shared;
   Params const& p;
@@ -60,7 +61,7 @@ struct DecodeProducer {
     tiles.begin();
     find_next();
     write_work();
-    if (is_early && work.valid() && exists(rows.id)) {
+    if (!Traits::kIsLatent && is_early && work.valid() && exists(rows.id)) {
       prefetch_row(static_cast<char const*>(p.k_rows.data) + rows.k, p.row_bytes_k);
       prefetch_row(static_cast<char const*>(p.v_rows.data) + rows.v, p.row_bytes_v);
     }
@@ -68,7 +69,7 @@ struct DecodeProducer {
 
   // Returns whether find_first() would read the same entry now.
   CUTE_DEVICE bool reads_same() const {
-    return !work.valid() ||
+    return !work.valid() || Traits::kIsLatent ||
            entry_of<true>(KeySource::of(work), slot_of(work.keys.first())) == rows.id;
   }
 
@@ -91,7 +92,7 @@ struct DecodeProducer {
  private:
   CUTE_DEVICE void find_next() {
     work = tiles.next();
-    if (work.valid()) {
+    if (!Traits::kIsLatent && work.valid()) {
       KeySource const keys = KeySource::of(work);
       int const slot = slot_of(work.keys.first());
       rows = offsets_of(keys, slot, entry_of<true>(keys, slot));
@@ -112,6 +113,10 @@ struct DecodeProducer {
 
   // Loads Q, K and V of the tile. The page table is read one K tile ahead.
   CUTE_DEVICE void load_tile() {
+    if constexpr (Traits::kIsLatent) {
+      load_latents();
+      return;
+    }
     KeySource const keys = KeySource::of(work);
     bool is_first = true;
     CUTE_NO_UNROLL
@@ -134,6 +139,38 @@ struct DecodeProducer {
         load<false>(keys, used, part);
       }
       rows = offsets_of(keys, slot_of(work.keys.next(n)), next_id);
+    }
+    tile_ring.advance();
+  }
+
+  CUTE_DEVICE void load_latents() {
+    KeyRange<Traits> const range = work.keys;
+    KeyRows<Traits, kWarpgroupWarps> keys(p, KeySource::of(work), thread / 32);
+    keys.read_ahead(range.tile(range.first()));
+    bool is_first = true;
+    CUTE_NO_UNROLL
+    for (int n = range.first(); n >= range.last(); range.advance(n)) {
+      keys.take(range.tile(n));
+      if (n > range.last()) {
+        keys.read_ahead(range.tile(range.next(n)));
+      }
+      shared.empty[ring.stage].wait(ring.phase ^ 1);
+      if (is_first) {
+        load_queries();
+        is_first = false;
+      }
+      constexpr int kSliceBytes = Traits::kTileN * 128;
+      keys.template copy_rows<1>(p.k_rows, 0, shared.keys[ring.stage]);
+      keys.template copy_rows<2>(p.v_rows, 0, shared.keys[ring.stage] + kSliceBytes);
+      arrive_after_copies(shared.full[ring.stage]);
+      ring.advance();
+      CUTE_NO_UNROLL
+      for (int part = 1; part < Traits::kParts; ++part) {
+        shared.empty[ring.stage].wait(ring.phase ^ 1);
+        keys.template copy_rows<3>(p.v_rows, 3 * part - 1, shared.keys[ring.stage]);
+        arrive_after_copies(shared.full[ring.stage]);
+        ring.advance();
+      }
     }
     tile_ring.advance();
   }
@@ -204,9 +241,9 @@ struct DecodeProducer {
       int64_t const row_offset = __shfl_sync(kWholeWarp, kIsK ? rows.k : rows.v, i + first_row);
       uint32_t const own = (to ^ swizzle_of(i)) + i * kRowBytes;
       if (!kMayLack) {
-        copy(own, data + row_offset);
+        copy_chunk(own, data + row_offset);
       } else if (is_stored) {
-        copy(own, data + row_offset, (copied >> i & 1) != 0);
+        copy_chunk(own, data + row_offset, (copied >> i & 1) != 0);
       }
     }
   }
@@ -249,24 +286,27 @@ struct DecodeProducer {
   // Loads the rows of Q that exist and the scales of the tile.
   CUTE_DEVICE void load_queries() {
     int const chunks = p.row_bytes_q / 16;
-    constexpr int kRowChunks = Traits::kHeadDim / 8;
+    constexpr int kRowChunks = (Traits::kHeadDim + Traits::kIsLatent * Traits::kHeadDimV) / 8;
     int const rows = rows_of_tile(p, work.rows);
     uint32_t const to = cute::cast_smem_ptr_to_uint(shared.q[tile_ring.stage]);
     bool const is_packed = p.has_packed_queries();
-    char const* const data =
-        static_cast<char const*>(p.q_rows.data) +
-        (is_packed ? 0 : work.entry) * p.q_rows.batch_stride +
-        (is_packed ? work.location.q_end - work.location.len.q : 0) * p.q_rows.row_stride;
+    auto const data_of = [&](TensorView const& q) {
+      return static_cast<char const*>(q.data) + (is_packed ? 0 : work.entry) * q.batch_stride +
+             (is_packed ? work.location.q_end - work.location.len.q : 0) * q.row_stride;
+    };
     CUTE_NO_UNROLL
     for (int i = thread; i < rows * kRowChunks; i += kWarpgroupThreads) {
       int const row = i / kRowChunks;
       int const row_chunk = i % kRowChunks;
       RowOfTile const at = row_of_tile(p, work.rows, row);
-      char const* const from = data + (work.position_begin + at.offset) * p.q_rows.row_stride +
-                               (work.rows.head + at.head) * p.q_rows.head_stride;
-      bool const is_read = row_chunk < chunks;
-      copy(to + chunk_offset_bytes<kWarpgroupRows>(row, row_chunk),
-           from + (is_read ? row_chunk * 16 : 0), is_read);
+      bool const is_latent = Traits::kIsLatent && row_chunk >= chunks;
+      TensorView const& q = is_latent ? p.qv_rows : p.q_rows;
+      char const* const from = data_of(q) + (work.position_begin + at.offset) * q.row_stride +
+                               (work.rows.head + at.head) * q.head_stride;
+      bool const is_read = is_latent || row_chunk < chunks;
+      int const chunk_of_row = is_latent ? row_chunk - chunks : row_chunk;
+      copy_chunk(to + chunk_offset_bytes<Traits::kQRows>(row, row_chunk),
+                 from + (is_read ? chunk_of_row * 16 : 0), is_read);
     }
     if constexpr (Traits::kConverts) {
       load_tile_scales();
@@ -291,34 +331,6 @@ struct DecodeProducer {
       copy_float(target, scale.data + batch * scale.batch_stride + work.kv_head * scale.head_stride,
                  true);
     }
-  }
-
-  // ------------------------------------------------------------------------------ instructions
-  // Copies 16 bytes.
-  CUTE_DEVICE static void copy(uint32_t to, char const* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
-                 : "memory");
-  }
-
-  // Copies 16 bytes, or writes zeros.
-  CUTE_DEVICE static void copy(uint32_t to, char const* from, bool is_read) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(is_read ? 16 : 0)
-                 : "memory");
-  }
-
-  CUTE_DEVICE static void copy_float(float* to, float const* from, bool is_read) {
-    asm volatile(
-        "cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(cute::cast_smem_ptr_to_uint(to)),
-        "l"(from), "r"(is_read ? 4 : 0)
-        : "memory");
-  }
-
-  // Arrives for this thread once its copies are complete.
-  CUTE_DEVICE static void arrive_after_copies(Mbarrier& full) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-                     cute::cast_smem_ptr_to_uint(&full))
-                 : "memory");
   }
 };
 

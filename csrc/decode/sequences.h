@@ -24,7 +24,8 @@ struct SequenceTable {
 
   CacheSequence last[kRuns];  // last sequence of each thread's run
   int warp_units[kWarps];
-  int warp_others[kWarps];  // CacheWalk::others
+  int warp_others[kWarps];  // CacheWalk::others, or CacheWalk::fewest
+  int warp_most[kWarps];    // CacheWalk::most
   Start start;
 };
 
@@ -69,10 +70,17 @@ struct DecodeTiles {
     int const units = own.walk.units_of(begin, min_of(begin + lengths.run, p.line.batch));
     table.last[threadIdx.x] = own.walk.sequence;
     int const until = scan_of_warp(units);
-    int const others = p.line.shared.is_shared ? scan_of_warp(own.walk.others) : 0;
+    constexpr bool kKeepsTilesWhole = Traits::kIsLatent;
+    int const others = kKeepsTilesWhole
+                           ? int(__reduce_min_sync(kWholeWarp, unsigned(own.walk.fewest)))
+                       : p.line.shared.is_shared ? scan_of_warp(own.walk.others)
+                                                 : 0;
+    int const most =
+        kKeepsTilesWhole ? int(__reduce_max_sync(kWholeWarp, unsigned(own.walk.most))) : 0;
     if (lane_of_warp() == 31) {
       table.warp_units[warp] = until;
       table.warp_others[warp] = others;
+      table.warp_most[warp] = most;
     }
     if (threadIdx.x == 0) {
       table.start.sequence = 0;
@@ -85,7 +93,12 @@ struct DecodeTiles {
     for (int i = 0; i < Table::kWarps; ++i) {
       before = i == warp ? total : before;
       total = min_of(total + table.warp_units[i], kMostUnits + 1);
-      all_others = min_of(all_others + table.warp_others[i], kMostUnits + 1);
+      if constexpr (kKeepsTilesWhole) {
+        tiles.walk.fewest = min_of(tiles.walk.fewest, table.warp_others[i]);
+        tiles.walk.most = max_of(tiles.walk.most, table.warp_most[i]);
+      } else {
+        all_others = min_of(all_others + table.warp_others[i], kMostUnits + 1);
+      }
     }
     tiles.walk.take_stretch(total, int(blockIdx.x), other_units(p, float(all_others)));
     int const offset = tiles.walk.unit - (before + until - units);

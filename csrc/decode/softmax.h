@@ -19,8 +19,9 @@ CUTE_DEVICE void sync_consumers() {
 struct DecodeThread {
   int warp;  // 0 to 7
   int lane;
+  int key_warp;  // 0 to 7, or to 3 where two warps have the same keys
 
-  CUTE_DEVICE int first_key() const { return warp * 16 + lane / 4; }
+  CUTE_DEVICE int first_key() const { return key_warp * 16 + lane / 4; }
   CUTE_DEVICE int row_of(int column) const { return column / 2 * 8 + lane % 4 * 2 + column % 2; }
 };
 
@@ -46,11 +47,15 @@ struct DecodeSoftmax {
   DecodeStorage<Traits>& shared;
   DecodeThread at;
   float scale_log2;
+  int buffer;            // of P; a latent cache: each warpgroup has its own, and maxima of its own
   float most[kColumns];  // largest scores so far
   float sum[kColumns];   // sums over this thread's keys
 
   CUTE_DEVICE DecodeSoftmax(DecodeStorage<Traits>& shared_, DecodeThread at_, float scale_log2_)
-      : shared(shared_), at(at_), scale_log2(scale_log2_) {
+      : shared(shared_),
+        at(at_),
+        scale_log2(scale_log2_),
+        buffer(Traits::kIsLatent ? at_.warp / kWarpgroupWarps : 0) {
     CUTE_UNROLL
     for (int c = 0; c < kColumns; ++c) {
       most[c] = -INFINITY;
@@ -69,7 +74,7 @@ struct DecodeSoftmax {
     }
     over_lanes<16, kColumns>(
         now, 0, [](float a, float b) { return fmaxf(a, b); },
-        [&](int row, float x) { atomicMax(&shared.most[row], ordered_int(x)); });
+        [&](int row, float x) { atomicMax(&maxima()[row], ordered_int(x)); });
   }
 
   // Replaces S of a K tile by P, in fp32, once all warps have raised the maxima. Rescales O of the
@@ -78,7 +83,7 @@ struct DecodeSoftmax {
   CUTE_DEVICE void update(Scores& scores, Sums (&output)[kParts], float factor) {
     CUTE_UNROLL
     for (int c = 0; c < kColumns; ++c) {
-      float const next = ordered_float(shared.most[at.row_of(c)]);
+      float const next = ordered_float(maxima()[at.row_of(c)]);
       float const used = finite_max(next) * scale_log2 - kOffsetLog2;
       float const shrink = exp2_approx((most[c] - finite_max(next)) * scale_log2);
       most[c] = next;
@@ -99,7 +104,7 @@ struct DecodeSoftmax {
   CUTE_DEVICE void store(Scores const& scores) const {
     using Element = typename Traits::Element;
     int const blocks = at.first_key() / 8 * (kRows / 8);
-    char* const target = reinterpret_cast<char*>(shared.p) + blocks * 128 + at.lane * 4;
+    char* const target = reinterpret_cast<char*>(shared.p[buffer]) + blocks * 128 + at.lane * 4;
     CUTE_UNROLL
     for (int i = 0; i < cute::size(scores); i += 2) {
       int const block = half_of_element(i) * (kRows / 8) + i / 4;
@@ -113,6 +118,29 @@ struct DecodeSoftmax {
     over_lanes<16, kColumns>(
         sum, 0, [](float a, float b) { return a + b; },
         [&](int row, float x) { shared.sums[at.warp][row] = x; });
+  }
+
+  CUTE_DEVICE int* maxima() const { return shared.most + buffer * kRows; }
+
+  // Makes the sums and O of both warpgroups refer to their common maximum.
+  template <class Sums, int kBlocks>
+  CUTE_DEVICE void refer_to_common(Sums (&output)[kBlocks]) {
+    CUTE_UNROLL
+    for (int c = 0; c < kColumns; ++c) {
+      int const row = at.row_of(c);
+      float const common =
+          fmaxf(ordered_float(shared.most[row]), ordered_float(shared.most[kRows + row]));
+      float const factor = exp2_approx((most[c] - finite_max(common)) * scale_log2);
+      sum[c] *= factor;
+      int const i = c / 2 * 4 + c % 2;
+      CUTE_UNROLL
+      for (int block = 0; block < kBlocks; ++block) {
+        CUTE_UNROLL
+        for (int j = i; j <= i + 2; j += 2) {
+          output[block](j) = factor == 0.f ? 0.f : output[block](j) * factor;
+        }
+      }
+    }
   }
 
  private:

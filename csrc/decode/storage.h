@@ -30,9 +30,9 @@ struct DecodeStorage {
   static constexpr int kDecodeScales = Traits::kConverts ? kQStages : 0;
 
   struct alignas(1024) {
-    char keys[kStages][Traits::kStageBytes];                 // parts of K, then parts of V
-    Element q[kQStages][kWarpgroupRows * Traits::kColumns];  // in slices of 64 columns
-    Element p[kWarpgroupRows * Traits::kTileN];              // P^T
+    char keys[kStages][Traits::kStageBytes];                        // parts of K, then parts of V
+    Element q[kQStages][Traits::kQRows * Traits::kColumns];         // in slices of 64 columns
+    Element p[Traits::kPBuffers][Traits::kQRows * Traits::kTileN];  // P^T
   };
 
   // State of the current tile.
@@ -58,7 +58,7 @@ struct DecodeStorage {
   CUTE_DEVICE void init_barriers() {
     for (int i = 0; i < kStages; ++i) {
       full[i].init(kWarpgroupThreads);
-      empty[i].init(Traits::kConverts ? Traits::kConsumerWarps : Traits::kConsumers);
+      empty[i].init(Traits::kConverts ? Traits::kConsumerWarps : Traits::kReaders);
     }
     for (int i = 0; i < kQStages; ++i) {
       work_full[i].init(1);

@@ -6,18 +6,21 @@
 #include "config/fwd_config.h"
 #include "device/fragments.h"
 #include "device/products.h"
+#include "forward/cache/key_rows.h"
 #include "forward/work.h"
 
 namespace fa3 {
 
 struct DecodeDeviceParams : CacheDeviceParams {
-  TensorView q_rows;  // strides in bytes
+  TensorView q_rows;   // strides in bytes
+  TensorView qv_rows;  // a latent cache: the latent columns
   int row_bytes_q;
   bool is_bf16;  // with an e4m3 cache: Q in global memory is bf16, else fp16
   // The previous launch belongs to the same call and waited for earlier launches
   // before it let this one start. So this launch does not wait at its start, but waits for the
   // previous one at its end.
   bool is_second;
+  CacheRows rows;  // a latent cache
 };
 
 template <class Config_>
@@ -34,6 +37,8 @@ struct DecodeTraits {
   static constexpr bool kMayFold = false;
   static constexpr bool kHasScales = false;
   static constexpr bool kConverts = k.converts();  // K and V are e4m3
+  // Absorbed MLA: keys have rotary and latent columns, and the latent columns are also V.
+  static constexpr bool kIsLatent = k.is_latent();
 
   static constexpr int kHeadDim = k.head_dim;
   static constexpr int kHeadDimV = k.head_dim_v;
@@ -43,36 +48,46 @@ struct DecodeTraits {
   static constexpr int kWarpgroups = 1;  // a tile has at most 64 rows
   static constexpr int kMostSkipped = 0;
   static constexpr int kSlice = k.slice();
-  static constexpr int kColumns = k.columns();
+  static constexpr int kColumns = k.columns() + kIsLatent * kHeadDimV;  // of Q
+  static constexpr int kQRows = k.decode_buffer_rows();
   static constexpr int kValueKeys = kTileN;
 
   // A stage of the ring holds a part of K or V of a K tile: some of its columns.
   static constexpr int kStageColumns = k.stage_columns();
   static constexpr int kStageBytes = k.stage_bytes();
-  static constexpr int kParts = ceil_div(kHeadDim, kStageColumns);
-  static constexpr int kPartsV = ceil_div(kHeadDimV, kStageColumns);
-  static constexpr int kBlocks = kStageColumns / 64;  // blocks of 64 columns per stage
+  // A latent cache: columns of K are the rotary and then the latent ones.
+  static constexpr int kKeyColumns = kHeadDim + kIsLatent * kHeadDimV;
+  static constexpr int kParts = ceil_div(kKeyColumns, kStageColumns);
+  // Columns of O that are stored together, 64 by each warpgroup.
+  static constexpr int kOutputColumns = k.part_columns();
+  static constexpr int kPartsV = ceil_div(kHeadDimV, kOutputColumns);
+  static constexpr int kBlocks = kOutputColumns / 64;
 
-  // Each of two consumer warpgroups computes S of 64 keys and O of 64 columns of a stage.
+  // Each of two consumer warpgroups computes S of 64 keys, which may be all, and O of 64 columns of
+  // a stage.
   static constexpr int kConsumers = 2;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
-  static constexpr int kKeys = kTileN / kConsumers;
+  static constexpr int kKeys = kIsLatent ? kTileN : kTileN / kConsumers;
+  static constexpr int kKeyWarps = kTileN / 16;  // warps that share the keys of a K tile
+  // A latent cache: the warpgroups take K tiles in turn, and compute all columns of O.
+  static constexpr int kReaders = kIsLatent ? 1 : kConsumers;  // of a stage
+  static constexpr int kPBuffers = kIsLatent ? kConsumers : 1;
   static_assert(kKeys == 64 && k.slice() == 64);
   static constexpr int kOutputSteps = kTileN / 16;
 
   // Columns of O per row in the buffer of partial results.
-  static constexpr int kPartColumns = kPartsV * kStageColumns;
+  static constexpr int kPartColumns = kPartsV * kOutputColumns;
 
   // k-steps of S over a part of K.
   static constexpr int steps_of_part(int part) {
-    return min_of(kStageColumns, kHeadDim - part * kStageColumns) / 16;
+    return min_of(kStageColumns, kKeyColumns - part * kStageColumns) / 16;
   }
 
   using RowMajorAtom = cute::GMMA::Layout_K_SW128_Atom<Element>;
   // The columns of Q that S multiplies with a part of K (rows, columns).
   using SmemLayoutQ = decltype(cute::tile_to_shape(
-      RowMajorAtom{}, cute::Shape<cute::_64, cute::Int<kStageColumns>>{}));
+      RowMajorAtom{}, cute::Shape<cute::Int<kQRows>, cute::Int<kStageColumns>>{}));
   // A stage of K (keys, columns) and of V (columns, keys).
   using SmemLayoutK = decltype(cute::tile_to_shape(
       RowMajorAtom{}, cute::Shape<cute::Int<kTileN>, cute::Int<kStageColumns>>{}));

@@ -183,6 +183,7 @@ void set_cache_params(CacheDeviceParams& d, FwdParams const& p) {
   d.table_stride = p.cache.table_stride;
   d.entries = problem.cache.entries;
   d.page_size = FastDiv(max_of(1, problem.cache.page_size));
+  d.is_chosen = problem.cache.is_chosen;
   d.box_keys = box;
   if (p.scales_by_page) {
     d.k_page_scale = std::exchange(d.k_scale, ScaleView{});

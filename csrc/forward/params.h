@@ -76,6 +76,7 @@ struct CacheDeviceParams : FwdDeviceParams {
   int64_t table_stride;
   int entries;  // pages, or entries of a dense cache
   FastDiv page_size;
+  bool is_chosen;     // queries choose their keys: CacheProblem::is_chosen
   int box_keys;       // keys of one TMA box, a divisor of page and K tile; 0: rows are gathered
   TensorView k_rows;  // strides in bytes; for gathering
   TensorView v_rows;

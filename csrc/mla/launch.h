@@ -53,6 +53,7 @@ void launch_mla(FwdParams const& p, void* stream) {
                                 Traits::kOutputColumns, box_keys);
   maps.error = maps.error == cudaSuccess ? value_maps.error : maps.error;
   params.key_scale = p.v_scale;
+  params.rows = CacheRows::of(params);
   params.qv = query_map<5>(maps, p, p.qv, MapColumns{p.problem.head_dim_v, Traits::kSlice});
   using Work = FwdWork<Traits>;
   static_assert(sizeof(SharedTile<Work>) <= kSharedTileBytes &&

@@ -1,13 +1,11 @@
 // The producer warps of the kernel for a latent cache. One finds the tiles of the CTA and publishes
-// them; its lanes read the lengths together. A second one loads Q and keys into the rings. WHY two
-// warps: one would run out of registers. With e4m3 the last warp reads the scales.
-//
-// A lane loads the box of a page. If the page size is not a multiple of 8, two warps gather the
-// rows, one lane per row of the K tile.
+// them; its lanes read the lengths together. Others load Q and keys into the rings: one by TMA, or
+// two row by row (key_columns.h). WHY other warps: one would run out of registers. With e4m3 the
+// last warp reads the scales.
 #pragma once
 
 #include "forward/cache/cache_batch.h"
-#include "forward/cache/keys_pages.h"
+#include "mla/key_columns.h"
 #include "mla/key_scales.h"
 #include "mla/storage.h"
 
@@ -39,14 +37,12 @@ struct MlaTiles {
 template <class Traits>
 struct MlaLoader {
   using Work = FwdWork<Traits>;
-  using Keys = PagedKeys<Traits>;
-  using Element = typename Traits::Element;
   using Params = typename Traits::Params;
-  static constexpr int kGatheringWarps = Traits::kTileN / 32;
+  using Rows = ColumnRows<Traits>;
 
   MlaStorage<Traits>& shared;
   Params const& p;
-  int slot;  // first key of this lane's box, or its row, in a K tile
+  int warp;  // among those that run this
   HalfRing<Traits> left{true};
   HalfRing<Traits> right{false};
   RingState<Traits::kStages> rotary;
@@ -55,18 +51,14 @@ struct MlaLoader {
   CUTE_DEVICE static bool gathers(Params const& p) { return p.box_keys == 0; }
 
   // Number of warps that run this loader.
-  CUTE_DEVICE static int warps(Params const& p) { return gathers(p) ? kGatheringWarps : 1; }
+  CUTE_DEVICE static int warps(Params const& p) { return gathers(p) ? Rows::kWarps : 1; }
 
   // Arrivals per load at the barrier of a column group.
-  CUTE_DEVICE static int arrivals(Params const& p) { return gathers(p) ? 32 * kGatheringWarps : 1; }
+  CUTE_DEVICE static int arrivals(Params const& p) { return gathers(p) ? 32 * Rows::kWarps : 1; }
 
-  CUTE_DEVICE MlaLoader(MlaStorage<Traits>& shared_, Params const& p_, int warp)
-      : shared(shared_),
-        p(p_),
-        slot(gathers(p_) ? 32 * warp + lane_of_warp() : lane_of_warp() * p_.box_keys) {}
+  CUTE_DEVICE MlaLoader(MlaStorage<Traits>& shared_, Params const& p_, int warp_)
+      : shared(shared_), p(p_), warp(warp_) {}
 
-  // The first lanes of the first warp each load a slice of Q.
-  //
   // INVARIANT: lanes that load boxes do not wait for each other. A stage becomes full, and can be
   // used and refilled, only after the boxes of all lanes have arrived. Lanes without a box must
   // have seen all phases of a tile before Q is loaded.
@@ -77,71 +69,66 @@ struct MlaLoader {
     while (true) {
       shared.work_full[tiles.stage].wait(tiles.phase);
       Work const& work = shared.work[tiles.stage];
-      bool const waits = !Traits::kConverts || loads_queries();
-      if (waits) {
+      if (waits_for_stage()) {
         shared.half_empty[left.stage].wait(left.phase ^ 1);
       }
       if (!work.valid()) {
         expect_queries(0);
         return;
       }
-      KeySource const from = KeySource::of(work);
-      KeyRange<Traits> const keys = work.keys.visits();
-      bool const has_keys = slot < Traits::kTileN;
-      int const first_id = has_keys ? Keys::entry_of(p, from, slot_in(keys.tile(keys.first()))) : 0;
-      if (waits) {
-        shared.q_empty.wait(q_phase);
+      if (gathers(p)) {
+        load_tile<Rows>(work, q_phase);
+      } else {
+        load_tile<KeyBoxes<Traits>>(work, q_phase);
       }
       q_phase ^= 1;
-      __syncwarp();
-      load_queries(work);
-      if (has_keys) {
-        load_keys(from, keys, first_id);
-      } else {
-        skip_keys(keys.count());
-      }
       __syncwarp();
       tiles.advance();
     }
   }
 
  private:
-  CUTE_DEVICE bool leads() const { return slot == 0; }
+  CUTE_DEVICE bool leads() const { return warp == 0 && is_first_lane(); }
 
-  // The slot of this lane's key in a K tile of the sequence.
-  CUTE_DEVICE int slot_in(int tile) const { return tile * Traits::kTileN + slot; }
+  // Whether this warp waits for the buffers of Q. WHY not the second gathering warp with e4m3: Q
+  // does not wait for that warp, so the barrier could pass two phases before the warp looks.
+  CUTE_DEVICE bool waits_for_stage() const { return !Traits::kConverts || warp == 0; }
 
-  // Whether this is the first warp. WHY the second gathering warp does not wait for Q's buffers
-  // with e4m3: Q does not wait for that warp, so the barrier could pass two phases before the warp
-  // looks.
-  CUTE_DEVICE bool loads_queries() const { return !gathers(p) || slot < 32; }
+  template <class Keys>
+  CUTE_DEVICE void load_tile(Work const& work, uint32_t q_phase) {
+    Keys keys(p, KeySource::of(work), warp);
+    KeyRange<Traits> const range = work.keys.visits();
+    keys.read_ahead(range.tile(range.first()));
+    if (waits_for_stage()) {
+      shared.q_empty.wait(q_phase);
+    }
+    __syncwarp();
+    load_queries(work);
+    if (keys.is_used()) {
+      load_keys(range, keys);
+    } else {
+      skip_keys(range.count());
+    }
+  }
 
-  // Arrives at `full`: the leading lane announces the bytes that TMA brings, and lanes that gather
-  // rows arrive too.
-  CUTE_DEVICE void expect(Mbarrier& full, int bytes) const {
+  // Arrives at the barrier of the stage that receives Q: the leading lane, which announces the
+  // bytes, and all other lanes that gather. With e4m3 the barrier counts the converting warps, so
+  // the leading lane makes all arrivals.
+  CUTE_DEVICE void expect_queries(int bytes) const {
+    Mbarrier& full = shared.half_full[left.stage];
     if (leads()) {
       full.arrive_and_expect_tx(uint32_t(bytes));
-    } else if (gathers(p)) {
+      CUTE_UNROLL
+      for (int i = 1; i < kWarpgroupWarps && Traits::kConverts; ++i) {
+        full.arrive();
+      }
+    } else if (gathers(p) && !Traits::kConverts) {
       full.arrive();
     }
   }
 
-  // Arrives at the barrier of the stage that receives Q. With e4m3 its count is that of the
-  // converting warps, so the leading lane makes all arrivals.
-  CUTE_DEVICE void expect_queries(int bytes) const {
-    Mbarrier& full = shared.half_full[left.stage];
-    if (!Traits::kConverts) {
-      expect(full, bytes);
-    } else if (leads()) {
-      full.arrive_and_expect_tx(uint32_t(bytes));
-      CUTE_UNROLL
-      for (int i = 1; i < kWarpgroupWarps; ++i) {
-        full.arrive();
-      }
-    }
-  }
-
-  // The first half of the latent columns passes through a stage of the left ring.
+  // Lanes of the first warp each load a slice. The first half of the latent columns passes through
+  // a stage of the left ring.
   CUTE_DEVICE void load_queries(Work const& work) {
     constexpr int kLatent = Traits::kHeadDimV / Traits::kSlice;
     constexpr int kHeld = Traits::kHeldColumns / Traits::kSlice;
@@ -149,8 +136,8 @@ struct MlaLoader {
     static_assert(kSlices <= 32);
     Mbarrier& full = shared.half_full[left.stage];
     expect_queries(p.q_slice_bytes * kSlices);
-    int const slice = gathers(p) ? slot : lane_of_warp();
-    if (slice < kSlices) {
+    int const slice = lane_of_warp();
+    if (warp == 0 && slice < kSlices) {
       constexpr int kElements = kWarpgroupRows * Traits::kSlice;
       bool const is_held = slice < kHeld;
       bool const is_latent = slice < kLatent;
@@ -172,94 +159,39 @@ struct MlaLoader {
     }
   }
 
-  // Loads K tiles from last to first. id: the page of the last one; the page table is read one K
-  // tile ahead. WHY no prefetch into L2 before shared memory has room: memory-bound calls take 14 %
-  // longer (H100, 2026-11-26).
-  CUTE_DEVICE void load_keys(KeySource const& from, KeyRange<Traits> const keys, int id) {
+  // Loads K tiles from last to first. WHY no prefetch into L2 before shared memory has room:
+  // memory-bound calls take 14 % longer (H100, 2026-11-26).
+  template <class Keys>
+  CUTE_DEVICE void load_keys(KeyRange<Traits> const range, Keys& keys) {
     CUTE_NO_UNROLL
-    for (int n = keys.first(); n >= keys.last(); keys.advance(n)) {
-      int const at = slot_in(keys.tile(n));
-      int const next_id = n > keys.last() ? Keys::entry_of(p, from, at - Traits::kTileN) : 0;
-      load_half<Columns::kLeft>(from, at, id, left);
-      load<Columns::kRotary>(from, at, id, shared.rotary_full, shared.rotary_empty, shared.rotary,
-                             rotary);
-      load_half<Columns::kRight>(from, at, id, right);
-      id = next_id;
+    for (int n = range.first(); n >= range.last(); range.advance(n)) {
+      keys.take(range.tile(n));
+      if (n > range.last()) {
+        keys.read_ahead(range.tile(range.next(n)));
+      }
+      load_half<Columns::kLeft>(keys, left);
+      load<Columns::kRotary>(keys, shared.rotary_full, shared.rotary_empty, shared.rotary, rotary);
+      load_half<Columns::kRight>(keys, right);
     }
   }
 
-  // at: the slot in the sequence. Halves of e4m3 go into the ring of raw tiles.
-  template <Columns kGroup>
-  CUTE_DEVICE void load_half(KeySource const& from, int at, int id, HalfRing<Traits>& ring) {
+  // Halves of e4m3 go into the ring of raw tiles.
+  template <Columns kGroup, class Keys>
+  CUTE_DEVICE void load_half(Keys const& keys, HalfRing<Traits>& ring) {
     if constexpr (Traits::kConverts) {
-      load<kGroup>(from, at, id, shared.raw_full, shared.raw_empty, shared.raw, raw);
+      load<kGroup>(keys, shared.raw_full, shared.raw_empty, shared.raw, raw);
       ring.advance();
     } else {
-      load<kGroup>(from, at, id, shared.half_full, shared.half_empty, shared.halves, ring);
+      load<kGroup>(keys, shared.half_full, shared.half_empty, shared.halves, ring);
     }
   }
 
-  template <Columns kGroup, class Barriers, class Buffers, class Ring>
-  CUTE_DEVICE void load(KeySource const& from, int at, int id, Barriers& full, Barriers& empty,
-                        Buffers& buffers, Ring& ring) const {
+  template <Columns kGroup, class Keys, class Barriers, class Buffers, class Ring>
+  CUTE_DEVICE static void load(Keys const& keys, Barriers& full, Barriers& empty, Buffers& buffers,
+                               Ring& ring) {
     empty[ring.stage].wait(ring.phase ^ 1);
-    char* const buffer = reinterpret_cast<char*>(buffers[ring.stage]);
-    if (gathers(p)) {
-      gather<kGroup>(from, at, id, full[ring.stage], buffer);
-    } else {
-      load_boxes<kGroup>(from, at, id, full[ring.stage], buffer);
-    }
+    keys.template load<kGroup>(full[ring.stage], reinterpret_cast<char*>(buffers[ring.stage]));
     ring.advance();
-  }
-
-  template <Columns kGroup>
-  static constexpr bool kIsRotary = kGroup == Columns::kRotary;
-  // Number of 128-byte slices of a column group.
-  template <Columns kGroup>
-  static constexpr int kSlicesOf = kIsRotary<kGroup> ? Traits::kHeadDim / Traits::kSlice
-                                                     : Traits::kOutputColumns / Traits::kSliceV;
-  template <Columns kGroup>
-  static constexpr int kFirstOf = kGroup == Columns::kRight ? kSlicesOf<kGroup> : 0;
-
-  // A box that holds all keys of a K tile also holds all slices.
-  template <Columns kGroup>
-  CUTE_DEVICE void load_boxes(KeySource const& from, int at, int id, Mbarrier& full,
-                              char* buffer) const {
-    constexpr int kSlices = kSlicesOf<kGroup>;
-    expect(full, Traits::kTileN * kSlices * 128);
-    int const row = Keys::row_of(p, from, at);
-    int const step = p.box_keys == Traits::kTileN ? kSlices : 1;
-    CUtensorMap const& map = kIsRotary<kGroup> ? p.k : p.v;
-    CUTE_NO_UNROLL
-    for (int slice = 0; slice < kSlices; slice += step) {
-      cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), p.hint,
-                                   buffer + (slice * Traits::kTileN + slot) * 128, 0, row,
-                                   kFirstOf<kGroup> + slice, id);
-    }
-  }
-
-  // Several lanes copy a row, each lane a chunk of 16 bytes. Missing rows become zeros.
-  template <Columns kGroup>
-  CUTE_DEVICE void gather(KeySource const& from, int at, int id, Mbarrier& full,
-                          char* buffer) const {
-    constexpr int kChunks = 8 * kSlicesOf<kGroup>;  // per row
-    constexpr int kRowsAtOnce = 32 / kChunks;
-    TensorView const& rows = kIsRotary<kGroup> ? p.k_rows : p.v_rows;
-    int const lane = lane_of_warp();
-    int const chunk = lane % kChunks;
-    int64_t const offset = Keys::offset_of_row(p, rows, from, at, id);
-    char const* const data =
-        static_cast<char const*>(rows.data) + kFirstOf<kGroup> * 128 + chunk * 16;
-    uint32_t const target = cute::cast_smem_ptr_to_uint(buffer);
-#pragma unroll 4
-    for (int i = 0; i < 32; i += kRowsAtOnce) {
-      int const lane_row = i + lane / kChunks;
-      int64_t const row_offset = __shfl_sync(kWholeWarp, offset, lane_row);
-      int const row = slot - lane + lane_row;
-      Keys::copy_chunk(target + chunk_offset_bytes<Traits::kTileN>(row, chunk), data, row_offset,
-                       row_offset >= 0);
-    }
-    Keys::arrive_after_copies(cute::cast_smem_ptr_to_uint(&full));
   }
 };
 

@@ -95,6 +95,7 @@ struct ScoreWarpgroup {
     int const first = keys.first();
     CUTE_NO_UNROLL
     for (int n = first; n >= keys.last(); keys.advance(n)) {
+      uint2 const existing = existing_keys(keys.tile(n));
       compute_scores();
       if (n < first) {
         allow_left();
@@ -102,7 +103,7 @@ struct ScoreWarpgroup {
       if (n == keys.last() && thread == 0) {
         shared.q_empty.arrive();
       }
-      make_probabilities(keys.tile(n), n >= keys.free_end || n < keys.free_begin);
+      make_probabilities(keys.tile(n), n >= keys.free_end || n < keys.free_begin, existing);
       if (n == keys.last()) {
         end_rows();
       }
@@ -164,10 +165,14 @@ struct ScoreWarpgroup {
 
   // Computes P from S of K tile n and stores it over the rotary columns, which only this warpgroup
   // reads.
-  CUTE_DEVICE void make_probabilities(int n, bool is_masked) {
-    if (is_masked) {
+  CUTE_DEVICE void make_probabilities(int n, bool is_masked, uint2 existing) {
+    bool const lacks_keys = (existing.x & existing.y) != ~0u;
+    if (is_masked || lacks_keys) {
       clear_missing(n);
       mask(n);
+      if (lacks_keys) {
+        hide_missing(existing);
+      }
       softmax.template update<true>(tSrS, NoScale{}, [] {});
     } else {
       softmax.template update<false>(tSrS, NoScale{}, [] {});
@@ -188,6 +193,32 @@ struct ScoreWarpgroup {
     Work const& tile = work();
     Limits limits = Limits::of_tile(p, tile, thread);
     limits.template apply<Masked::kBothEnds>(p, tSrS, n);
+  }
+
+  // A bit for each key of a K tile, set if the query chose one there. All are set if queries do not
+  // choose their keys. Two keys per lane; their loads overlap with S.
+  CUTE_DEVICE uint2 existing_keys(int n) const {
+    if (!p.is_chosen) {
+      return make_uint2(~0u, ~0u);
+    }
+    KeySource const from = KeySource::of(work());
+    int const slot = n * Traits::kTileN + lane_of_warp();
+    auto const exist = [&](int at) {
+      int const id = PagedKeys<Traits>::entry_of(p, from, at);
+      return __ballot_sync(kWholeWarp, uint32_t(id) < uint32_t(p.entries));
+    };
+    return make_uint2(exist(slot), exist(slot + 32));
+  }
+
+  CUTE_DEVICE void hide_missing(uint2 existing) {
+    static_assert(Traits::kTileN == 64);
+    int const first = fragment_column(thread);
+    uint32_t const words[] = {existing.x >> first, existing.y >> first};
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(tSrS); ++i) {
+      int const column = i / 4 * 8 + i % 2;  // from `first`
+      tSrS(i) = (words[column / 32] >> column % 32 & 1) != 0 ? tSrS(i) : -INFINITY;
+    }
   }
 
   // Zeroes the latent columns of missing keys of the last S: their P is 0, but 0 * NaN is NaN.

@@ -6,6 +6,7 @@
 #include "config/fwd_config.h"
 #include "device/fragments.h"
 #include "device/products.h"
+#include "forward/cache/key_rows.h"
 #include "forward/work.h"
 
 namespace fa3 {
@@ -35,7 +36,8 @@ struct MlaDeviceParams : CacheDeviceParams {
   // Work division of the combining kernel (PartCombination).
   int fours_of_cta;
   FastDiv ctas_of_block;
-  FastDiv blocks;       // per tile
+  FastDiv blocks;  // per tile
+  CacheRows rows;
   ScaleView key_scale;  // e4m3 only: scales of the latent columns
 };
 

@@ -187,11 +187,11 @@ void ForwardRun::Launch::plan(AttentionCall const& call, int64_t& used_counters,
   FwdConfig const& config = kFwdVariants[variant];
   CacheSchedule const& cache = params.schedule.cache;
   int64_t const part_floats = cache.slots * cache.rows * config.part_row_floats();
-  int64_t const tile_floats = config.is_latent() ? cache.slots * (kSharedTileBytes / 4) : 0;
+  int64_t const tile_floats = config.is_mla() ? cache.slots * (kSharedTileBytes / 4) : 0;
   int64_t const dense = plan.schedule.total_floats + plan.schedule.workspace_ints;
   int64_t const floats = dense + round_up(part_floats, 4) + tile_floats;
   int64_t const part_counters = round_up(2 * cache.slots * config.part_counters(), 2);
-  int64_t const counters = !call.on_cache ? 1 : config.is_latent() ? 2 : part_counters;
+  int64_t const counters = !call.on_cache ? 1 : config.is_mla() ? 2 : part_counters;
   bool const has_own_counters = used_counters + counters > kLaunchCounters;
   int64_t const size = floats + (has_own_counters ? counters : 0);
   float* memory = nullptr;
@@ -223,7 +223,7 @@ void ForwardRun::Launch::run_group(int group, void* stream) const {
       launch_prepare(prepare_params(part, config.consumer_warpgroups), stream);
     }
     std::optional<LaunchPair> pair;
-    if (config.kind.is_latent) {
+    if (config.is_mla()) {
       part.cache.arrived = pair.emplace(part.cache.arrived, stream).counters();
     }
     kFwdLaunchers[variant](part, stream);

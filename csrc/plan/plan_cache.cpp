@@ -58,34 +58,50 @@ bool has_few_keys(FwdProblem const& problem, RowPacking rows, int sms) {
   return keys > 0 && tiles * ceil_div(keys, 128) < int64_t(kFewTiles) * sms;
 }
 
+constexpr int kFastRows = 32;  // rows up to which the decode kernel is faster
+
 // A call with enough queries to fill a tile with one head does not pack heads, unless it asks for
 // it. Packed / not packed: 4 x 512 queries, 2048 keys, 8 heads and one KV head 62 us / 40; 2048
 // queries and keys, 32 and 8 heads 114 / 97; 2048 queries, 16k keys 814 / 854 (H200, 2026-11-27).
 RowPacking packing_of(FwdProblem const& problem) {
   constexpr int kManyQueries = 256;
   int const group = problem.heads_q / problem.heads_k;
+  if (problem.cache.is_chosen && !problem.kind.is_latent) {
+    return RowPacking{largest_divisor_below(group, kFastRows + 1)};  // every decode kernel has them
+  }
   bool const fills_tiles = problem.pack_gqa == PackGqa::kHeuristic &&
                            problem.seqlen_q >= kManyQueries && !problem.kind.is_latent;
   bool const packs = problem.pack_gqa != PackGqa::kNever && !fills_tiles;
   return RowPacking{packs ? largest_pack(group) : 1};
 }
 
-constexpr int kFastRows = 32;  // rows up to which the decode kernel is faster
+// Whether the decode kernel is the faster one for latents: with chosen keys and so many tiles that
+// few are split. Of 16 heads, 128 x 2048 keys take 86 us instead of 91, 4096 x 2048 1543 us instead
+// of 2001; 64 x 2048, with parts, 61 instead of 59 (H200, 2026-11-28).
+bool has_whole_tiles(FwdProblem const& problem, RowPacking rows) {
+  int const sms = usable_sms(problem);
+  int64_t const tiles = int64_t(problem.batch) * (problem.heads_q / rows.pack);
+  return problem.cache.is_chosen && !problem.converts && tiles >= sms - sms / 16;
+}
 
 // The decode kernel, or -1. It takes up to 32 rows of a KV head: 64 x 4k 251 us, the tile of one
 // warpgroup 268 (H200, 2026-11-27). With 64 rows it is slower (286, 275) but where pages are too
 // small for boxes, and for head dims above 64 up to 96, which the others compute as 128. WHY not in
-// one pass or with split_size: it sums a row in another order, and their bits are promised.
+// one pass or with split_size: it sums a row in another order, and their bits are promised. Other
+// tiles of K and V do not know chosen keys.
 int decode_variant(FwdProblem const& problem, RowPacking rows) {
   CacheProblem const& cache = problem.cache;
   bool const may_split = problem.split_size == 0 && cache.num_splits != 1;
-  if (!may_split || problem.kind.is_latent || problem.dtype == Dtype::kFloat8E4M3) {
+  bool const may_decode = problem.kind.is_latent ? may_split && has_whole_tiles(problem, rows)
+                                                 : may_split || cache.is_chosen;
+  if (!may_decode || problem.dtype == Dtype::kFloat8E4M3) {
     return -1;
   }
   HeadDims const dims{problem.head_dim, launch_columns(problem)};
   int const widest = max_of(dims.qk, dims.v);
   bool const has_boxes = cache.page_size == cache.capacity || cache.page_size % 8 == 0;
-  bool const is_wasteful = !has_boxes || (widest > 64 && widest <= 96);  // the other tile
+  bool const is_wasteful =
+      cache.is_chosen || !has_boxes || (widest > 64 && widest <= 96);  // the other tile
   int const variant = search_candidates(problem.dtype, problem.kind, dims, false, problem.converts,
                                         /*decodes=*/true)
                           .variant[0];
@@ -204,7 +220,8 @@ std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem) {
   RowPacking const step_rows = packing_of(steps);
   int const most = kFastRows / step_rows.pack;
   bool const has_steps = problem.is_packed && problem.batch > 1 && most > 0 &&
-                         problem.seqlen_q > most && problem.cache.num_splits == 0 &&
+                         !problem.kind.is_latent && problem.seqlen_q > most &&
+                         problem.cache.num_splits == 0 &&
                          problem.head_dim_v <= launch_columns(problem) &&
                          4 * int64_t(problem.total_q) <= int64_t(problem.batch) * problem.seqlen_q;
   steps.seqlen_q = most;

@@ -26,9 +26,9 @@ class ForwardVariant:
     @property
     def folder(self) -> str:
         """The folder of csrc that has the kernel."""
-        if self.kind == 'Latent':
-            return 'mla'
-        return 'decode' if 'Decode' in self.suffix else 'forward'
+        if 'Decode' in self.suffix:
+            return 'decode'
+        return 'mla' if self.kind == 'Latent' else 'forward'
 
     @property
     def head_dims(self) -> tuple[int, int]:
@@ -79,7 +79,8 @@ def _forward_variants() -> list[ForwardVariant]:
               for head_dim in (64, 128, '192x128', 256)]
     decoded = (64, 96, 128, '192x128', 256)
     tiles += [(f'FwdTileD{head_dim}Decode', head_dim, 'Cache', 'Decode') for head_dim in decoded]
-    tiles += [('FwdTileLatent', '64x512', 'Latent', ''),
+    tiles += [('FwdTileLatentDecode', '64x512', 'Latent', 'Decode'),
+              ('FwdTileLatent', '64x512', 'Latent', ''),
               ('FwdTileLatentKv8', '64x512', 'Latent', 'Kv8')]
     half_precision = [ForwardVariant(tile, dtype, kind, head_dim, suffix)
                   for tile, head_dim, kinds, suffix in tiles

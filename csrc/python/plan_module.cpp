@@ -131,7 +131,7 @@ void add_variant(DictBuilder& dict, int variant) {
                                           : 0)
       .flag("swapped", config.is_swapped)
       .integer("consumer_registers", config.consumer_registers())
-      .integer("output_registers", config.is_latent() ? config.output_registers() : 0);
+      .integer("output_registers", config.is_mla() ? config.output_registers() : 0);
 }
 
 // "240" for all warpgroups, or "200, 216, 72" for each in turn.
