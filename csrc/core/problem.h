@@ -74,10 +74,11 @@ struct CacheProblem {
   // Keys of the only sequence, if the host knows that each query sees all of them and no sink; else
   // 0.
   int keys_of_all = 0;
+  // This launch of a decode kernel starts while the launch before it in the same call still runs,
+  // and ends after it (is_second in decode/traits.h).
+  bool is_second = false;
   // Set if two launches share the call (SharedCall). This launch takes the sequences with
-  // fewest_queries to most_queries queries. most_queries is 0 if one launch takes all sequences. A
-  // decode kernel with fewest_queries 1 is the second launch of a call (is_second in
-  // decode/traits.h).
+  // fewest_queries to most_queries queries. most_queries is 0 if one launch takes all sequences.
   int fewest_queries = 0;
   int most_queries = 0;
   int other_positions = 1;

@@ -27,7 +27,7 @@ void launch_decode(FwdParams const& p, void* stream) {
   params.positions_per_warpgroup = positions;
   params.line.positions = FastDiv(positions);
   params.is_bf16 = p.problem.dtype == Dtype::kBFloat16;
-  params.is_second = p.problem.cache.fewest_queries == 1;  // steps, own keys
+  params.is_second = p.problem.cache.is_second;
   params.q_rows = in_bytes(p.q, p.problem.dtype);
   params.row_bytes_q = p.problem.head_dim * element_bytes(p.problem.dtype);
   launch_early(decode_kernel<Config>, shape, params, stream);

@@ -221,6 +221,7 @@ std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem) {
   // The two launches pack different numbers of heads, and units are counted per packed head.
   float const cost = kCostOfStep * float(rows.pack) / float(step_rows.pack);
   prompts.cache.fewest_queries = most + 1;
+  steps.cache.is_second = true;
   prompts.cache.most_queries = IntervalMask::kNoLimit;
   prompts.cache.other_positions = step_config.decode_rows() / step_rows.pack;
   prompts.cache.other_cost = cost;

@@ -150,7 +150,7 @@ def test_prompts_with_steps_beside_them(changes, is_shared):
     if 'queries' in changes:
         given['total'] = given['queries'] + 4
     launches = plans(**given)
-    assert len(launches) == 1 + is_shared
+    assert [launch['is_second'] for launch in launches] == [False, True][:1 + is_shared]
     if not is_shared:
         assert launches[0]['shared'][1] == 0
         return

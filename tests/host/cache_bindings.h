@@ -210,6 +210,7 @@ inline pybind11::dict facts_of_cache(FwdProblem const& problem) {
   facts["slots"] = schedule.cache.slots;
   facts["rows"] = schedule.cache.rows;
   facts["shared"] = SharedTuple(cache.fewest_queries, cache.most_queries, cache.other_positions,
+  facts["is_second"] = cache.is_second;
                                 cache.other_weight_log2, cache.other_tile_units, cache.other_cost);
   return facts;
 }
