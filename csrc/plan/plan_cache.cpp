@@ -151,8 +151,7 @@ int equal_parts(FwdProblem const& problem, int tile_n, int tiles, int ctas) {
 }
 
 // The workspace holds parts of a fixed size or number for sequences that fill their capacity. 2048
-// packed queries of 256 sequences, 32 heads, 128k keys and split_size=2048 would take 37 GB. Dense
-// batches are not grouped: their workspace has no bound.
+// packed queries of 256 sequences, 32 heads, 128k keys and split_size=2048 would take 37 GB.
 constexpr int64_t kMostPartBytes = int64_t(2) << 30;
 
 // The problem of one of `groups` groups of heads; none if the heads cannot be divided like that.
@@ -174,13 +173,11 @@ int64_t part_bytes(FwdProblem const& problem) {
          int64_t(sizeof(float));
 }
 
-// The problem of one group of heads. WHY not with a dense batch: the LSE lies by (batch, head,
-// row), so a group's LSE would not be contiguous.
+// The problem of one group of heads.
 FwdProblem with_fewer_heads(FwdProblem const& problem) {
   bool const is_even = problem.split_size == 0 && problem.cache.num_splits < 2;
-  bool const has_batch = !problem.is_packed && problem.batch != 1;
   FwdProblem fewest = problem;
-  if (is_even || has_batch || problem.kind.is_latent || part_bytes(problem) <= kMostPartBytes) {
+  if (is_even || problem.kind.is_latent || part_bytes(problem) <= kMostPartBytes) {
     return fewest;
   }
   for (int groups = 2; groups <= problem.heads_q; ++groups) {
