@@ -218,10 +218,10 @@ std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem) {
   // The two launches pack different numbers of heads, and units are counted per packed head.
   float const cost = kCostOfStep * float(rows.pack) / float(step_rows.pack);
   prompts.cache.fewest_queries = most + 1;
-  steps.cache.is_second = true;
   prompts.cache.most_queries = IntervalMask::kNoLimit;
   prompts.cache.other_positions = step_config.decode_rows() / step_rows.pack;
   prompts.cache.other_cost = cost;
+  steps.cache.is_second = true;
   steps.cache.fewest_queries = 1;
   steps.cache.most_queries = most;
   steps.cache.other_positions = rows.positions_per_tile(prompt_config.consumer_warpgroups);
@@ -277,7 +277,9 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   if (config.is_swapped) {
     cache.rows = config.computed_rows(min_of(cache.rows, config.decode_rows()));
   } else {
-    cache.rows = round_up(cache.rows, 16);  // those of whole warps (forward/cache/parts.h)
+    // Those of whole warps; the two rows of each lane that has one (forward/cache/parts.h).
+    int const whole = round_up(cache.rows, 16);
+    cache.rows = problem.kind.is_latent ? whole : min_of(whole, 2 * cache.rows);
   }
   return plan;
 }

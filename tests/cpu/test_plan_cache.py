@@ -200,7 +200,8 @@ def test_rows_of_a_part(queries, group, is_packed):
     rows = queries * facts['pack'] if is_short else all_rows
     if variant_of(facts)['swapped']:    # those that its GEMMs compute
         rows = next(n for n in (8, 16, 32, 64) if n >= rows)
-    rows = rows if variant_of(facts)['swapped'] else 16 * ceil_div(rows, 16)    # whole warps
+    else:    # those of whole warps, or two for each lane that has one
+        rows = min(2 * rows, 16 * ceil_div(rows, 16))
     assert facts['rows'] == rows
     assert queries * facts['pack'] <= facts['rows'] or facts['rows'] == all_rows
 
@@ -250,8 +251,8 @@ def test_slots(split, queries, batch, heads_k, group, capacity, head_dim):
     """
     facts = plan(queries, capacity, batch=batch, heads=(heads_k * group, heads_k),
                  head_dim=head_dim, **split)
-    tile_n = variant_of(facts)['tile_n']
     heads_q, _ = facts['heads']
+    tile_n = variant_of(facts)['tile_n']
     most_k_tiles = ceil_div(capacity, tile_n)
     parts = max(_host.units(facts['splits'], k_tiles) for k_tiles in range(1, most_k_tiles + 1))
     if not split and facts['splits'][0] == PARTS:

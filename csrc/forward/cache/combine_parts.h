@@ -144,8 +144,8 @@ struct PartCombiner {
     int64_t const row = row_of_lane(rows, first_warp + block);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      part.most[r] = __ldcg(maxima + row + 8 * r);
-      part.sum[r] = folds() ? __ldcg(p.group_lses + row + 8 * r) : 1.f;
+      part.most[r] = __ldcg(maxima + row + rows.half() * r);
+      part.sum[r] = folds() ? __ldcg(p.group_lses + row + rows.half() * r) : 1.f;
     }
     auto fours = cute::recast<float4>(part.o);
     CUTE_UNROLL
@@ -209,7 +209,7 @@ struct PartCombiner {
     }
     int const r = lane_of_warp() % 4;
     if (unit == 0 && r < 2) {
-      p.group_lses[row_of_lane(rows, first_warp + block) + 8 * r] = log_sum_exp(
+      p.group_lses[row_of_lane(rows, first_warp + block) + rows.half() * r] = log_sum_exp(
           r == 0 ? total.most[0] : total.most[1], r == 0 ? total.sum[0] : total.sum[1], 1.f);
     }
   }
