@@ -76,10 +76,11 @@ struct CacheProblem {
   int keys_of_all = 0;
   // Queries choose their keys: entries of the page table outside the cache hold no key.
   bool is_chosen = false;
+  // This launch of a decode kernel starts while the launch before it in the same call still runs,
+  // and ends after it (is_second in decode/traits.h).
+  bool is_second = false;
   // Set if two launches share the call (SharedCall). This launch takes the sequences with
-  // fewest_queries to most_queries queries. most_queries is 0 if one launch takes all sequences. A
-  // decode kernel with fewest_queries 1 is the second launch of a call (is_second in
-  // decode/traits.h).
+  // fewest_queries to most_queries queries. most_queries is 0 if one launch takes all sequences.
   int fewest_queries = 0;
   int most_queries = 0;
   int other_positions = 1;
@@ -206,6 +207,7 @@ struct FwdParams {
   // (batch, heads_q, seqlen_q) or, packed, (heads_q, total_q), contiguous; nullptr: not wanted
   float* lse = nullptr;
   float* max_logits = nullptr;    // as lse; with a general problem only
+  int lse_heads = 0;              // heads of lse; more than those of the problem: a group of heads
   float const* sinks = nullptr;   // (heads_q); nullptr: none
   PackedLengths lengths;          // packed only
   int* workspace = nullptr;       // packed: schedule.workspace_ints

@@ -27,7 +27,7 @@ void launch_decode(FwdParams const& p, void* stream) {
   params.positions_per_warpgroup = positions;
   params.line.positions = FastDiv(positions);
   params.is_bf16 = p.problem.dtype == Dtype::kBFloat16;
-  params.is_second = p.problem.cache.fewest_queries == 1;  // steps, own keys
+  params.is_second = p.problem.cache.is_second;
   params.q_rows = in_bytes(p.q, p.problem.dtype);
   if constexpr (Traits::kIsLatent) {
     params.qv_rows = in_bytes(p.qv, p.problem.dtype);

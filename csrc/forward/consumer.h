@@ -237,8 +237,11 @@ struct FwdConsumer {
     bool is_part = false;
     if constexpr (Traits::kMayFold) {
       is_part = p.folds && work.location.part.parts > 1;
+      if (p.folds) {
+        softmax.apply_value_scale(tOrO);
+      }
       if (is_part) {
-        softmax.complete_part(tOrO);
+        softmax.complete_rows();
       }
     }
     if (!is_part) {

@@ -70,7 +70,7 @@ void set_common(FwdDeviceParams& d, FwdParams const& p) {
   d.sinks = p.sinks;
   d.seqlen = problem.is_packed ? SeqlenPair{problem.total_q, problem.total_k}
                                : SeqlenPair{problem.seqlen_q, problem.seqlen_k};
-  d.heads_q = problem.heads_q;
+  d.lse_heads = p.lse_heads;
   d.softmax_scale = p.softcap > 0.f ? p.softcap : p.softmax_scale;
   d.scale_log2 = d.softmax_scale * kLog2E;
   d.softcap_scale = p.softcap > 0.f ? p.softmax_scale / p.softcap : 0.f;

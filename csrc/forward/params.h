@@ -28,11 +28,11 @@ struct FwdDeviceParams {
   CUtensorMap k;       // (column, key, KV head, batch, end)
   CUtensorMap v;       // as k
   CUtensorMap o;       // as q
-  float* lse;          // (batch, heads_q, seqlen_q) or (heads_q, total_q); nullptr: not wanted
+  float* lse;          // (batch, lse_heads, seqlen_q) or (lse_heads, total_q); nullptr: none
   float* max_logits;   // as lse
   float const* sinks;  // (heads_q); nullptr: none
   SeqlenPair seqlen;   // packed: of all sequences together
-  int heads_q;
+  int lse_heads;
   float softmax_scale;      // with a softcap: the cap
   float scale_log2;         // softmax_scale * log2(e)
   float softcap_scale;      // softmax_scale / softcap

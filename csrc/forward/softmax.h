@@ -95,13 +95,14 @@ struct OnlineSoftmax {
     }
   }
 
-  // In place of finish(), for a part that will be folded: O is not divided.
+  // Multiplies O by the scale of V, which finish() then leaves out. O of a part that is folded and
+  // O of a whole tile so have the same rounding.
   template <class Fragment>
-  CUTE_DEVICE void complete_part(Fragment& acc) {
-    complete_rows();
+  CUTE_DEVICE void apply_value_scale(Fragment& acc) {
     if (Traits::kConverts) {
       rescale[0] = rescale[1] = value_scale;
       multiply_rows(acc, rescale);
+      value_scale = 1.f;
     }
   }
 
@@ -137,10 +138,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // The LSE without a sink; natural logarithm.
+  // The LSE without a sink; natural logarithm. Converted scores: rounded as by PartCombiner.
   CUTE_DEVICE float lse(int r, float softmax_scale) const {
-    return log_sum_exp(row_max[r], row_sum[r],
-                       Traits::kConverts ? scale_log2 * kLn2 : softmax_scale);
+    return Traits::kConverts ? log_sum_exp(row_max[r] * scale_log2, row_sum[r], kLn2)
+                             : log_sum_exp(row_max[r], row_sum[r], softmax_scale);
   }
 
  private:

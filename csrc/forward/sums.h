@@ -38,14 +38,7 @@ struct FoldedSums : FastSums<Traits> {
   // Folds a part that others follow. wait_for_output: for its last PV.
   template <class Fragment, class Softmax, class Wait>
   CUTE_DEVICE void end_part(Fragment& product, Softmax& softmax, Wait const& wait_for_output) {
-    softmax.complete_rows();
-    if (has_total) {
-      auto const ahead = total.load_ahead();
-      wait_for_output();
-      total.add_to(ahead, softmax.row_max, softmax.row_sum, softmax.scale_log2, product);
-    } else {
-      wait_for_output();
-    }
+    fold(product, softmax, wait_for_output);
     total.store(softmax.row_max, softmax.row_sum, product);
     has_total = true;
   }
@@ -53,12 +46,23 @@ struct FoldedSums : FastSums<Traits> {
   // After the last part: O, maxima and sums of the whole rows.
   template <class Fragment, class Softmax>
   CUTE_DEVICE void end(Fragment& product, Softmax& softmax) {
-    softmax.complete_rows();
-    if (has_total) {
-      total.add_to(total.load_ahead(), softmax.row_max, softmax.row_sum, softmax.scale_log2,
-                   product);
-    }
+    fold(product, softmax, [] {});
     has_total = false;
+  }
+
+ private:
+  // Folds a part into the total of those before it, if there are any. The first ones of the total
+  // are loaded during the wait.
+  template <class Fragment, class Softmax, class Wait>
+  CUTE_DEVICE void fold(Fragment& product, Softmax& softmax, Wait const& wait_for_output) {
+    softmax.complete_rows();
+    if (!has_total) {
+      wait_for_output();
+      return;
+    }
+    auto const ahead = total.load_ahead();
+    wait_for_output();
+    total.add_to(ahead, softmax.row_max, softmax.row_sum, softmax.scale_log2, product);
   }
 };
 

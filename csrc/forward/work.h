@@ -142,7 +142,7 @@ struct DenseTiles {
     }
     TileCoord const tile = p.order.coord(ticket);
     return resolve_tile<Traits>(p, tile, p.lead, Traits::Location::dense(tile.batch, p.seqlen),
-                                int64_t(tile.batch) * p.heads_q * p.seqlen.q);
+                                int64_t(tile.batch) * p.lse_heads * p.seqlen.q);
   }
 };
 

@@ -152,7 +152,7 @@ void ForwardRun::add_parts(AttentionCall& call, OpTensors& inputs, void* stream)
     add(part, inputs, results[i], Target(part.op(), results[i].out).view(), stream);
   }
   if (Launch& last = *launches_[1]; count_ == 2 && last.groups.starts_early(last.params.problem)) {
-    last.params.problem.cache.fewest_queries = 1;
+    last.params.problem.cache.is_second = true;
   }
   throw_if(check_merge(merge));
   unread_lse = call.splits.return_lse ? nullptr : allocate_rows(call.op(), call.q);

@@ -28,6 +28,7 @@ FwdParams HeadGroups::params_of(FwdParams const& first, FwdConfig const& config,
   skip_heads(own.k_scale, kv_head);
   skip_heads(own.v_scale, kv_head);
   int const rows = problem.is_packed ? problem.total_q : problem.seqlen_q;
+  own.lse_heads = problem.heads_q * count;
   own.lse = first.lse ? first.lse + q_head * rows : nullptr;
   return own;
 }

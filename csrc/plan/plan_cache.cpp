@@ -167,8 +167,7 @@ int equal_parts(FwdProblem const& problem, int tile_n, int tiles, int ctas) {
 }
 
 // The workspace holds parts of a fixed size or number for sequences that fill their capacity. 2048
-// packed queries of 256 sequences, 32 heads, 128k keys and split_size=2048 would take 37 GB. Dense
-// batches are not grouped: their workspace has no bound.
+// packed queries of 256 sequences, 32 heads, 128k keys and split_size=2048 would take 37 GB.
 constexpr int64_t kMostPartBytes = int64_t(2) << 30;
 
 // The problem of one of `groups` groups of heads; none if the heads cannot be divided like that.
@@ -190,13 +189,11 @@ int64_t part_bytes(FwdProblem const& problem) {
          int64_t(sizeof(float));
 }
 
-// The problem of one group of heads. WHY not with a dense batch: the LSE lies by (batch, head,
-// row), so a group's LSE would not be contiguous.
+// The problem of one group of heads.
 FwdProblem with_fewer_heads(FwdProblem const& problem) {
   bool const is_even = problem.split_size == 0 && problem.cache.num_splits < 2;
-  bool const has_batch = !problem.is_packed && problem.batch != 1;
   FwdProblem fewest = problem;
-  if (is_even || has_batch || problem.kind.is_latent || part_bytes(problem) <= kMostPartBytes) {
+  if (is_even || problem.kind.is_latent || part_bytes(problem) <= kMostPartBytes) {
     return fewest;
   }
   for (int groups = 2; groups <= problem.heads_q; ++groups) {
@@ -241,6 +238,7 @@ std::vector<FwdProblem> launches_of_cache(FwdProblem const& problem) {
   prompts.cache.most_queries = IntervalMask::kNoLimit;
   prompts.cache.other_positions = step_config.decode_rows() / step_rows.pack;
   prompts.cache.other_cost = cost;
+  steps.cache.is_second = true;
   steps.cache.fewest_queries = 1;
   steps.cache.most_queries = most;
   steps.cache.other_positions = rows.positions_per_tile(prompt_config.consumer_warpgroups);
@@ -296,7 +294,9 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   if (config.is_swapped) {
     cache.rows = config.computed_rows(min_of(cache.rows, config.decode_rows()));
   } else {
-    cache.rows = round_up(cache.rows, 16);  // those of whole warps (forward/cache/parts.h)
+    // Those of whole warps; the two rows of each lane that has one (forward/cache/parts.h).
+    int const whole = round_up(cache.rows, 16);
+    cache.rows = problem.kind.is_latent ? whole : min_of(whole, 2 * cache.rows);
   }
   return plan;
 }

@@ -36,9 +36,6 @@ SPILLED_BYTES: dict[str, int] = {
     # output warpgroups too. ptxas serialises the products of O with fewer than 160.
     'FwdBf16D64x512Latent': 128, 'FwdFp16D64x512Latent': 128,
     'FwdBf16D64x512LatentKv8': 128, 'FwdFp16D64x512LatentKv8': 128,
-    # Once a tile, addresses of O.
-    'FwdBf16D256Cache': 8, 'FwdFp16D256Cache': 8,
-    'FwdBf16D256CacheSoftcap': 8, 'FwdFp16D256CacheSoftcap': 8,
     # One word a K tile; not timed.
     'FwdBf16D256CacheSoftcapKv8': 44, 'FwdFp16D256CacheSoftcapKv8': 44,
     # Where a part or a tile ends; general kernels between masked K tiles too.

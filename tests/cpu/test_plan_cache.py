@@ -150,7 +150,7 @@ def test_prompts_with_steps_beside_them(changes, is_shared):
     if 'queries' in changes:
         given['total'] = given['queries'] + 4
     launches = plans(**given)
-    assert len(launches) == 1 + is_shared
+    assert [launch['is_second'] for launch in launches] == [False, True][:1 + is_shared]
     if not is_shared:
         assert launches[0]['shared'][1] == 0
         return
@@ -200,7 +200,8 @@ def test_rows_of_a_part(queries, group, is_packed):
     rows = queries * facts['pack'] if is_short else all_rows
     if variant_of(facts)['swapped']:    # those that its GEMMs compute
         rows = next(n for n in (8, 16, 32, 64) if n >= rows)
-    rows = rows if variant_of(facts)['swapped'] else 16 * ceil_div(rows, 16)    # whole warps
+    else:    # those of whole warps, or two for each lane that has one
+        rows = min(2 * rows, 16 * ceil_div(rows, 16))
     assert facts['rows'] == rows
     assert queries * facts['pack'] <= facts['rows'] or facts['rows'] == all_rows
 
@@ -245,24 +246,25 @@ def test_a_split_size_makes_the_same_parts_in_each_batch(queries, longest, batch
        st.integers(1, 9000), st.sampled_from([64, 128, 256]))
 @examples(300)
 def test_slots(split, queries, batch, heads_k, group, capacity, head_dim):
-    """Two for each CTA, or one for each part that a tile can have. None is needed where no tile can
-    have several.
+    """Two for each CTA, or one for each part that a tile of the launch can have. None is needed
+    where no tile can have several.
     """
     facts = plan(queries, capacity, batch=batch, heads=(heads_k * group, heads_k),
                  head_dim=head_dim, **split)
+    heads_q, _ = facts['heads']
     tile_n = variant_of(facts)['tile_n']
     most_k_tiles = ceil_div(capacity, tile_n)
     parts = max(_host.units(facts['splits'], k_tiles) for k_tiles in range(1, most_k_tiles + 1))
     if not split and facts['splits'][0] == PARTS:
         assert batch == 1
-        tiles = tiles_of(facts, batch, heads_k * group, queries, None)
+        tiles = tiles_of(facts, batch, heads_q, queries, None)
         assert tiles * parts == facts['slots'] == facts['most_units'] <= facts['grid']
     elif not split:
         assert facts['slots'] == 2 * facts['grid'] and facts['most_units'] > 1 << 60
     elif parts == 1:
         assert facts['slots'] == 1 and facts['most_units'] > 1 << 60
     else:
-        tiles = tiles_of(facts, batch, heads_k * group, queries, None)
+        tiles = tiles_of(facts, batch, heads_q, queries, None)
         assert tiles * parts <= facts['slots'] == facts['most_units']
         assert facts['slots'] == tiles * min(parts, split.get('num_splits', parts))
 

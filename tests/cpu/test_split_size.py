@@ -75,30 +75,35 @@ def test_variants_that_fold(mask, dims):
 MOST_PART_BYTES = 2 << 30
 
 
-def plan_of_pages(heads: tuple[int, int], keys: int, **numbers) -> dict:
-    """Of 2048 packed queries of 256 sequences that may have so many keys each."""
+def plan_of_pages(heads: tuple[int, int], keys: int, is_packed: bool, **numbers) -> dict:
+    """Of 256 sequences that may have so many keys each, with 2048 packed queries or 64 each."""
     pages = 4096, 16, heads[1], 128
-    sizes = {'q': (2048, heads[0], 128), 'k': pages, 'v': pages}
-    lists = {'cu_seqlens_q': (257,), 'cache_seqlens': (256,), 'page_table': (256, keys // 16)}
+    queries = (2048,) if is_packed else (256, 64)
+    sizes = {'q': (*queries, heads[0], 128), 'k': pages, 'v': pages}
+    lists = {'cache_seqlens': (256,), 'page_table': (256, keys // 16)}
+    if is_packed:
+        lists['cu_seqlens_q'] = (257,)
+        numbers['max_seqlen_q'] = 2048
     return _plan.plan_cache(**{name: describe_sizes(x, 'bfloat16') for name, x in sizes.items()},
                             **{name: describe_sizes(x, 'int32') for name, x in lists.items()},
-                            max_seqlen_q=2048, sm_count=132, **numbers)
+                            sm_count=132, **numbers)
 
 
 @pytest.mark.parametrize('split', [{'split_size': 2048}, {'num_splits': 64}], ids=str)
+@pytest.mark.parametrize('is_packed', [True, False])
 @pytest.mark.parametrize('heads', [(32, 8), (8, 1), (6, 6), (12, 4)], ids=str)
-def test_parts_of_groups_of_heads(heads, split):
+def test_parts_of_groups_of_heads(heads, is_packed, split):
     """Groups of heads are launched one after the other if parts need more memory than a launch may
     have; an even split has few parts.
     """
     for keys in (4096, 1 << 15, 1 << 17):
-        facts = plan_of_pages(heads, keys, **split)
+        facts = plan_of_pages(heads, keys, is_packed, **split)
         groups = facts['head_groups']
         assert heads[0] % groups == 0 and (heads[1] % groups == 0 or groups % heads[1] == 0)
         assert facts['parts_bytes'] <= MOST_PART_BYTES
     assert groups > 1
-    assert plan_of_pages(heads, 4096, split_size=4096)['head_groups'] == 1
-    assert plan_of_pages(heads, 1 << 17)['head_groups'] == 1
+    assert plan_of_pages(heads, 4096, is_packed, split_size=4096)['head_groups'] == 1
+    assert plan_of_pages(heads, 1 << 17, is_packed)['head_groups'] == 1
 
 
 # ------------------------------------------------------------------------------------------- errors

@@ -262,14 +262,17 @@ def test_prompts_and_steps_share_a_call(page_size, head_dim, heads, lengths, dev
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float8_e4m3fn], ids=['bf16', 'kv8'])
+@pytest.mark.parametrize('is_packed', [True, False])
 @pytest.mark.parametrize('heads', [(8, 2), (8, 1)], ids=str)
-def test_parts_of_groups_of_heads(heads, dtype, kernels):
+def test_parts_of_groups_of_heads(heads, is_packed, dtype, kernels):
     """A long page table, whose parts would take more memory than a launch may have: groups of heads
     are computed one after the other. The bits are those with a short table.
     """
-    page_size, lengths = 256, (300, 1)
+    page_size, lengths = 256, (300, 1) if is_packed else (150, 150)
     torch.manual_seed(0)
     q = torch.randn(sum(lengths), heads[0], 64, device=kernels).bfloat16()
+    given = {'cu_seqlens_q': starts(lengths, kernels), 'max_seqlen_q': 300} if is_packed else {}
+    q = q if is_packed else q.unflatten(0, (2, 150))
     caches = [torch.randn(3, page_size, heads[1], 64, device=kernels).to(dtype) for _ in 'kv']
     sinks = torch.randn(heads[0], device=kernels)
     scales = {f'{name}_descale': 0.5 + torch.rand(2, heads[1], device=kernels) for name in 'kv'
@@ -280,7 +283,6 @@ def test_parts_of_groups_of_heads(heads, dtype, kernels):
         table[0, :2], table[1, 0] = ints((2, 0), kernels), 1
         return flash_attn_with_kvcache(
             q, *caches, cache_seqlens=ints((400, 200), kernels), page_table=table, causal=True,
-            cu_seqlens_q=starts(lengths, kernels), max_seqlen_q=300, s_aux=sinks, split_size=128,
-            return_softmax_lse=True, **scales)[:2]
+            s_aux=sinks, split_size=128, return_softmax_lse=True, **given, **scales)[:2]
     for name, got, wanted in zip(('out', 'lse'), attention(2048), attention(2)):
         compare.check_equal(got, wanted, name)

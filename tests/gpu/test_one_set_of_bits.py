@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flash_attn3 import flash_attn_func, flash_attn_varlen_func
+from flash_attn3 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 from tests.bits.draw import LONGEST, draw_of
 from tests.bits.runner import LONGEST_ON_CPU
@@ -60,6 +60,21 @@ def test_compiled(dims, is_packed, cuda, fresh_compiler):
     for got in (compiled(*inputs), compiled(*leaves)):
         for name, x, y in zip(('out', 'lse'), got, wanted):
             compare.check_equal(x.detach(), y, name)
+
+
+def test_parts_of_negative_zeros(kernels):
+    """O of each part is -0: its first 128 keys have values of -0 and such large scores that the
+    negative values of the others have a weight of 0.
+    """
+    keys, loud = 1024, torch.arange(1024, device=kernels) % 256 < 128
+    q = torch.ones(1, 2, 2, 64, device=kernels).bfloat16()
+    k = torch.where(loud, 100.0, -100.0)[None, :, None, None].expand(1, keys, 2, 64).bfloat16()
+    v = torch.where(loud, -0.0, -3.0)[None, :, None, None].expand(1, keys, 2, 64).bfloat16()
+    options = {'causal': True, 'split_size': 256}
+    wanted = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    got = flash_attn_with_kvcache(q, k, v, cache_seqlens=keys, return_softmax_lse=True, **options)
+    for name, x, y in zip(('out', 'lse'), got, wanted):
+        compare.check_equal(x, y, name)
 
 
 # ---------------------------------------------------------------------------------------- gradients

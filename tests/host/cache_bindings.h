@@ -199,6 +199,7 @@ inline pybind11::dict facts_of_cache(FwdProblem const& problem) {
   pybind11::dict facts;
   facts["name"] = kFwdVariants[plan.variant].name;
   facts["capacity"] = cache.capacity;
+  facts["heads"] = std::tuple(problem.heads_q, problem.heads_k);
   facts["pack"] = schedule.pack;
   facts["m_tiles"] = schedule.m_tiles;
   facts["grid"] = schedule.grid;
@@ -209,6 +210,7 @@ inline pybind11::dict facts_of_cache(FwdProblem const& problem) {
   facts["most_units"] = schedule.cache.splits.most;
   facts["slots"] = schedule.cache.slots;
   facts["rows"] = schedule.cache.rows;
+  facts["is_second"] = cache.is_second;
   facts["shared"] = SharedTuple(cache.fewest_queries, cache.most_queries, cache.other_positions,
                                 cache.other_weight_log2, cache.other_tile_units, cache.other_cost);
   return facts;

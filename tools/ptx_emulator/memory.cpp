@@ -17,6 +17,41 @@ struct Piece {
 std::vector<Piece> pieces;
 std::vector<Piece> kept;
 
+// Words that kernels have written, of memory that was allocated without a value.
+struct Unwritten {
+  u64 begin;
+  std::vector<bool> is_written;
+};
+
+std::vector<Unwritten> unwritten;
+bool checks_unwritten = true;
+
+Unwritten* unwritten_at(u64 address) {
+  auto const found = std::find_if(unwritten.begin(), unwritten.end(), [&](Unwritten const& one) {
+    return address >= one.begin && (address - one.begin) / sizeof(u32) < one.is_written.size();
+  });
+  return found == unwritten.end() ? nullptr : &*found;
+}
+
+// A word that is not all 0xff has been written by the host.
+bool reads_unwritten(u64 address, u32 bytes) {
+  Unwritten const* const found = unwritten_at(address);
+  for (u32 i = 0; found != nullptr && i + sizeof(u32) <= bytes; i += sizeof(u32)) {
+    bool const is_written = found->is_written[(address + i - found->begin) / sizeof(u32)];
+    if (!is_written && read_as<u32>(reinterpret_cast<void const*>(address + i)) == ~0u) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void mark_written(u64 address, u32 bytes) {
+  if (Unwritten* const found = unwritten_at(address)) {
+    u64 const first = (address - found->begin) / sizeof(u32);
+    std::fill_n(found->is_written.begin() + first, (bytes + 3) / sizeof(u32), true);
+  }
+}
+
 void check_alignment(u64 address, u32 bytes, int site) {
   if (address % bytes != 0) {
     fail(text("an access of ", bytes, " bytes at an odd address, instruction ", site));
@@ -35,12 +70,25 @@ void add_memory(u64 begin, u64 bytes, Access access) {
   same->is_writable |= access == Access::kWrite;
 }
 
-void forget_memory() { pieces = kept; }
+void forget_memory() {
+  pieces = kept;
+  unwritten.clear();
+}
+
+// Memory at the same address has been freed.
+void add_unwritten(u64 begin, u64 bytes) {
+  std::erase_if(unwritten, [&](Unwritten const& one) {
+    return one.begin < begin + bytes && begin < one.begin + one.is_written.size() * sizeof(u32);
+  });
+  unwritten.push_back(Unwritten{begin, std::vector<bool>(bytes / sizeof(u32))});
+}
 
 void keep_memory(u64 begin, u64 bytes) {
   kept.push_back(Piece{begin, begin + bytes, true});
   add_memory(begin, bytes, Access::kWrite);
 }
+
+void check_unwritten(bool checks) { checks_unwritten = checks; }
 
 bool may_access(u64 begin, u64 bytes, Access access) {
   return std::any_of(pieces.begin(), pieces.end(), [&](Piece const& piece) {
@@ -54,6 +102,9 @@ void* Thread::readable(u64 address, u32 bytes, int site) const {
   if (!may_access(address, bytes, Access::kRead)) {
     fail(text("it reads ", bytes, " bytes outside the tensors, instruction ", site));
   }
+  if (checks_unwritten && reads_unwritten(address, bytes)) {
+    fail(text("it reads ", bytes, " bytes that nothing has written, instruction ", site));
+  }
   return reinterpret_cast<void*>(address);
 }
 
@@ -62,6 +113,7 @@ void* Thread::writable(u64 address, u32 bytes, int site) const {
   if (!may_access(address, bytes, Access::kWrite)) {
     fail(text("it writes ", bytes, " bytes outside the results, instruction ", site));
   }
+  mark_written(address, bytes);
   return reinterpret_cast<void*>(address);
 }
 

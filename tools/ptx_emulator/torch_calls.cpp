@@ -74,6 +74,7 @@ AOTITorchError emulator_empty_strided(int64_t rank, int64_t const* sizes, int64_
   if (error == AOTI_TORCH_SUCCESS && aoti_torch_get_data_ptr(*tensor, &data) == error &&
       aoti_torch_get_storage_size(*tensor, &bytes) == error && data != nullptr) {
     memset(data, 0xff, size_t(bytes));
+    emulator::add_unwritten(reinterpret_cast<uint64_t>(data), uint64_t(bytes));
   }
   return error;
 }

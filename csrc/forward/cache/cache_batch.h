@@ -175,7 +175,7 @@ struct CacheTiles {
     work.rows.head = walk.head * int(p.pack.divisor);
     work.rows.left = walk.sequence.len.q - work.position_begin;
     int64_t const first_row =
-        p.has_packed_queries() ? walk.sequence.q_begin : int64_t(walk.b) * p.heads_q * p.seqlen.q;
+        p.has_packed_queries() ? walk.sequence.q_begin : int64_t(walk.b) * p.lse_heads * p.seqlen.q;
     work.rows.offset = first_row + int64_t(work.rows.head) * p.seqlen.q + work.position_begin;
     work.kv_head = p.groups_per_kv_head.div(walk.head);
     work.entry = walk.b;

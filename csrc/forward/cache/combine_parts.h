@@ -58,10 +58,9 @@ struct MaximumScale {
   }
 };
 
-// Combines parts: folds them in order, with the bits of PartTotal but for the sign of a zero: the
-// total begins with +0, that of PartTotal with the first part. A part that is divided by its sum
-// has an LSE in place of its maximum, and sum 1. A warp takes 32 columns of 16 rows at a time, in
-// the register order of the parts.
+// Combines parts: folds them in order, with the bits of PartTotal. A part that is divided by its
+// sum has an LSE in place of its maximum, and sum 1. A warp takes 32 columns of 16 rows at a time,
+// in the register order of the parts.
 template <class Traits>
 struct PartCombiner {
   static constexpr int kFours = 4;                                 // float4s of a lane
@@ -100,6 +99,11 @@ struct PartCombiner {
  private:
   CUTE_DEVICE bool folds() const { return Traits::kMayFold && p.folds; }
 
+  // Whether this lane's first row exists. If so, parts hold both of its rows.
+  CUTE_DEVICE bool has_row(int block) const {
+    return fragment_row(32 * block + lane_of_warp()) < rows_of_tile(p, work.rows);
+  }
+
   CUTE_DEVICE PartRows<Traits> rows_of(int i) const {
     return PartRows<Traits>{p, work.location.part.slot_of(parts.first + i * parts.stride)};
   }
@@ -109,12 +113,17 @@ struct PartCombiner {
     return rows.first_row(warp) + lane_of_warp() / 4;
   }
 
+  // The total begins with the first part. A lane without a row loads nothing.
   CUTE_DEVICE Part combined(int block, int unit) const {
     MaximumScale const scale = MaximumScale::of<Traits>(p);
     Part total{{-INFINITY, -INFINITY}, {0.f, 0.f}};
     cute::clear(total.o);
+    if (!has_row(block)) {
+      return total;
+    }
+    load(total, 0, block, unit);
     CUTE_NO_UNROLL
-    for (int begin = 0; begin < parts.count; begin += kAtOnce) {
+    for (int begin = 1; begin < parts.count; begin += kAtOnce) {
       Part next[kAtOnce];
       CUTE_UNROLL
       for (int j = 0; j < kAtOnce; ++j) {
@@ -135,8 +144,8 @@ struct PartCombiner {
     int64_t const row = row_of_lane(rows, first_warp + block);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      part.most[r] = __ldcg(maxima + row + 8 * r);
-      part.sum[r] = folds() ? __ldcg(p.group_lses + row + 8 * r) : 1.f;
+      part.most[r] = __ldcg(maxima + row + rows.half() * r);
+      part.sum[r] = folds() ? __ldcg(p.group_lses + row + rows.half() * r) : 1.f;
     }
     auto fours = cute::recast<float4>(part.o);
     CUTE_UNROLL
@@ -188,6 +197,9 @@ struct PartCombiner {
 
   // Stores a group of parts in place of its first one, with its LSEs.
   CUTE_DEVICE void store(int block, int unit, Part& total) const {
+    if (!has_row(block)) {
+      return;
+    }
     PartRows<Traits> const rows = rows_of(0);
     multiply_rows(total.o, {inverse_sum(total.sum[0]), inverse_sum(total.sum[1])});
     auto const fours = cute::recast<float4>(total.o);
@@ -197,7 +209,7 @@ struct PartCombiner {
     }
     int const r = lane_of_warp() % 4;
     if (unit == 0 && r < 2) {
-      p.group_lses[row_of_lane(rows, first_warp + block) + 8 * r] = log_sum_exp(
+      p.group_lses[row_of_lane(rows, first_warp + block) + rows.half() * r] = log_sum_exp(
           r == 0 ? total.most[0] : total.most[1], r == 0 ? total.sum[0] : total.sum[1], 1.f);
     }
   }

@@ -54,10 +54,11 @@ struct OutputParts {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         if (Traits::kMayFold && p.folds) {
-          maxima[8 * r] = softmax.row_max[r] * (Traits::kConverts ? softmax.scale_log2 : 1.f);
-          sums[8 * r] = softmax.row_sum[r];
+          maxima[part.half() * r] =
+              softmax.row_max[r] * (Traits::kConverts ? softmax.scale_log2 : 1.f);
+          sums[part.half() * r] = softmax.row_sum[r];
         } else {
-          maxima[8 * r] = softmax.lse(r, p.softmax_scale);
+          maxima[part.half() * r] = softmax.lse(r, p.softmax_scale);
         }
       }
     }

@@ -1,6 +1,7 @@
 // The buffer of partial results on a cache. O of a part is fp32 and lies in register order, so a
 // warp stores and loads 512 contiguous bytes. Each row also has an LSE (part_lses), or a maximum
-// and a sum (part_lses, group_lses). Lanes without a row store nothing.
+// and a sum (part_lses, group_lses). Lanes without a row store nothing, and have no memory in a
+// part of at most 8 rows.
 #pragma once
 
 #include "forward/params.h"
@@ -17,9 +18,15 @@ struct PartRows {
   CacheDeviceParams const& p;
   int slot;
 
-  // The 32 float4s of a warp's 16 rows, one per lane. Index i covers columns 8 i to 8 i + 7.
+  // The distance of a lane's two rows; four lanes have the same rows.
+  CUTE_DEVICE int half() const {
+    return Traits::kKind.is_latent ? kWarpRows / 2 : min_of(kWarpRows, p.part_rows) / 2;
+  }
+
+  // The float4s of a warp's 16 rows, one per lane. Index i covers columns 8 i to 8 i + 7.
   CUTE_DEVICE float4* fours(int warp, int i) const {
-    return reinterpret_cast<float4*>(p.parts + first_row(warp) * Traits::kHeadDimV) + 32 * i;
+    return reinterpret_cast<float4*>(p.parts + first_row(warp) * Traits::kHeadDimV) +
+           4 * half() * i;
   }
 
   // Index of a warp's first row in the buffers of values per row.
