@@ -53,7 +53,8 @@ struct AttentionCall : CallArguments {
   // A group of arguments, by its type.
   template <class Group>
   Group const& group() const {
-    return std::get<Group const&>(std::tie(lengths, score, scales, cache, rotary, tree, latent));
+    return std::get<Group const&>(
+        std::tie(*this, lengths, score, scales, cache, rotary, tree, latent));
   }
 
   bool is_packed() const { return lengths.cu_seqlens_q || lengths.cu_seqlens_k; }
@@ -66,6 +67,9 @@ struct AttentionCall : CallArguments {
            : k_new                  ? k_new->size[0]
                                     : 0;
   }
+
+  // Absorbed MLA: v_cache holds latents, which qv meets.
+  bool has_latents() const { return bool(latent.qv); }
 
   // K and V are e4m3 under wider queries; with qv V alone.
   bool converts() const {

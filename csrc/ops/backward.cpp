@@ -60,7 +60,7 @@ void boxed_backward(StableIValue* stack, uint64_t, uint64_t) {
   Op::read(values, tensors, call);
   call.is_backward = true;
   call.device = limits_of(device_info_of(call.q));
-  throw_if(check_backward(call));
+  throw_if(check_call(call));
   DeviceGuard const guard(call.q.device_index);
   BackwardResults results{std::move(tensors.dq), std::move(tensors.dk), std::move(tensors.dv),
                           allocate_sinks(call)};

@@ -19,17 +19,15 @@ enum class Rules { kForward, kAnyDtype, kCache };
 
 void check(AttentionCall const& call, OpTensors const& tensors, Rules rules) {
   if (rules != Rules::kCache) {
-    return throw_if(rules == Rules::kAnyDtype && call.is_fp8() ? check_fp8(call)
-                                                               : check_forward(call));
+    return throw_if(check_call(call, rules == Rules::kAnyDtype && call.is_fp8()));
   }
   throw_if(check_cache(call));
   if (has_shared_prefix(call)) {
     throw_if(check_cache(call_of_prefix(call, as_one_sequence(call.q))));
   }
   if (appends(call)) {
-    throw_if(check_append(call));
     bool const sets_k_scales = tensors.k_scales || !call.by_page.descale_by_page;
-    throw_if(check_append_kernel(call, sets_k_scales && tensors.v_scales));
+    throw_if(check_append(call, sets_k_scales && tensors.v_scales));
   }
 }
 
