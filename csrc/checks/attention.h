@@ -96,7 +96,7 @@ inline constexpr Condition kConditions[] = {
      [](Call const& c) { return c.cache.cache_seqlens || c.cache.cache_length >= 0; }},
     {"shared_prefix", [](Call const& c) { return c.prefix.shared_prefix != 0; }},
     {"descale_by_page", [](Call const& c) { return c.by_page.descale_by_page; }},
-    {"softcap", [](Call const& c) { return c.score.softcap != 0.0; }},
+    {"softcap", [](Call const& c) { return c.has_softcap(); }},
     {"split_size", [](Call const& c) { return c.execution.split_size != 0; }},
     {"num_splits above 1", [](Call const& c) { return c.splits.num_splits > 1; }},
     {"q of float8_e4m3fn", [](Call const& c) { return c.q.dtype == Dtype::kFloat8E4M3; }},

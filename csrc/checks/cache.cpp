@@ -23,10 +23,10 @@ Solver cache_solver(Call const& call) {
   if (!solver.lacks("bk")) {
     solver.op = "flash_attn_with_kvcache";
   }
-  solver.rename("e", cache.page_table        ? Letter("N")
+  solver.rename("e", call.is_paged()         ? Letter("N")
                      : cache.cache_batch_idx ? Letter("E")
                                              : Letter("B"));
-  solver.rename("c", cache.page_table ? Letter("P") : Letter("C"));
+  solver.rename("c", call.is_paged() ? Letter("P") : Letter("C"));
   solver.rename("bt", cache.cache_batch_idx ? Letter("R") : Letter("B"));
   solver.rename("bs", call.by_page.descale_by_page ? Letter("N") : Letter("B"));
   solver.pack(bool(cache.cu_seqlens_k_new), "bn", "sn", "Sn", "Tn");
@@ -62,7 +62,7 @@ bool check_lengths(Solver& solver, Call const& call, int64_t appended) {
   bool const has_length = cache.cache_length != -1;
   int64_t const before = has_length ? cache.cache_length : 0;
   int64_t const capacity = solver["Sk"];
-  return (!cache.page_table || solver.in_range({"k_cache", call.k}, 1, "page size", {1})) &&
+  return (!call.is_paged() || solver.in_range({"k_cache", call.k}, 1, "page size", {1})) &&
          solver.in_range("cache_seqlens", before, {0, capacity, 1, kSlots}) &&
          (!has_length || !cache.cache_seqlens ||
           solver.refuse("cache_seqlens to be a tensor or a number", "both")) &&

@@ -128,7 +128,7 @@ Solver solver_of(Call const& call, bool is_fp8) {
   if (is_fp8) {
     solver.dtypes[kOut] = k16Bits;
   }
-  solver.pack(bool(call.lengths.cu_seqlens_q), "b", "s", "Sq", "Tq");
+  solver.pack(call.has_packed_queries(), "b", "s", "Sq", "Tq");
   solver.pack(bool(call.lengths.cu_seqlens_k), "bk", "sk", "Sk", "Tk");
   return solver;
 }

@@ -57,7 +57,7 @@ ForwardResults allocate_results(AttentionCall const& call, OpTensors& tensors) {
 // Whether there is a row in a sequence, and a key that some query may see, or a sink.
 bool has_work(AttentionCall const& call) {
   bool const has_sequence = call.on_cache || call.batch() > 0;
-  return !is_empty(call.q) && has_sequence && (call.score.sinks || !is_empty(call.k));
+  return !is_empty(call.q) && has_sequence && (call.sink_count() > 0 || !is_empty(call.k));
 }
 
 void clear(ForwardResults const& results) {
