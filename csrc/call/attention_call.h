@@ -53,9 +53,11 @@ struct AttentionCall : CallArguments {
   // A group of arguments, by its type.
   template <class Group>
   Group const& group() const {
-    return std::get<Group const&>(std::tie(lengths, score, scales, cache, rotary, tree, latent));
+    return std::get<Group const&>(
+        std::tie(*this, lengths, score, scales, cache, rotary, tree, latent));
   }
 
+  bool has_packed_queries() const { return bool(lengths.cu_seqlens_q); }
   bool is_packed() const { return lengths.cu_seqlens_q || lengths.cu_seqlens_k; }
 
   // Sequences, in a call that has passed its checks.
@@ -66,6 +68,14 @@ struct AttentionCall : CallArguments {
            : k_new                  ? k_new->size[0]
                                     : 0;
   }
+
+  bool is_paged() const { return bool(cache.page_table); }
+  int64_t table_columns() const { return is_paged() ? cache.page_table->size[1] : 1; }
+  bool has_softcap() const { return score.softcap != 0.0; }
+  int64_t sink_count() const { return score.sinks ? score.sinks->size[0] : 0; }
+
+  // Absorbed MLA: v_cache holds latents, which qv meets.
+  bool has_latents() const { return bool(latent.qv); }
 
   // K and V are e4m3 under wider queries; with qv V alone.
   bool converts() const {
@@ -88,6 +98,14 @@ struct AttentionCall : CallArguments {
     int64_t const latent_dim = latent.qv ? latent.qv->size[latent.qv->rank - 1] : 0;
     return score.softmax_scale ? *score.softmax_scale
                                : 1 / std::sqrt(double(head_dim + latent_dim));
+  }
+
+  // The score without its mask and its sinks.
+  ScoreArguments unmasked_score() const {
+    ScoreArguments own;
+    own.softmax_scale = softmax_scale();
+    own.softcap = score.softcap;
+    return own;
   }
 
   // As errors name the function: the op that users know, or the function on a cache.

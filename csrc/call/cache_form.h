@@ -13,9 +13,7 @@ constexpr int kLatentScaleColumns = 128;
 
 // Slots of a sequence; packed keys: of all sequences.
 inline int64_t capacity_of(AttentionCall const& call) {
-  return call.k.rank == 3
-             ? call.k.size[0]
-             : call.k.size[1] * (call.cache.page_table ? call.cache.page_table->size[1] : 1);
+  return call.k.rank == 3 ? call.k.size[0] : call.k.size[1] * call.table_columns();
 }
 
 // Keys of each sequence before an append, where cache_seqlens is not given.

@@ -55,6 +55,20 @@ inline bool is_dense(TensorMeta const& meta) {
   return extent == elements;
 }
 
+// Whether two elements may share an address: dimensions that do not lie around one another.
+inline bool may_overlap(TensorMeta const& meta) {
+  bool overlaps = false;
+  for (int outer = 0; outer < meta.rank; ++outer) {
+    int64_t extent = 0;  // of the dimensions within this one
+    for (int dim = 0; dim < meta.rank; ++dim) {
+      bool const is_within = dim != outer && meta.stride[dim] <= meta.stride[outer];
+      extent += is_within && meta.size[dim] > 1 ? (meta.size[dim] - 1) * meta.stride[dim] : 0;
+    }
+    overlaps = overlaps || (meta.size[outer] > 1 && meta.stride[outer] <= extent);
+  }
+  return overlaps && !is_empty(meta);
+}
+
 // Whether two tensors may share bytes. Those without an address (fakes, plans) share none.
 inline bool may_share_memory(TensorMeta const& a, TensorMeta const& b) {
   auto const& [low, high] = std::minmax(a, b, [](TensorMeta const& one, TensorMeta const& other) {

@@ -9,10 +9,8 @@ namespace fa3 {
 
 struct QuantizeCall {
   TensorMeta x;
-  bool is_packed = false;  // cu_seqlens is given
-  bool has_seqused = false;
-  TensorMeta cu_seqlens;
-  TensorMeta seqused;
+  std::optional<TensorMeta> cu_seqlens;  // of packed sequences
+  std::optional<TensorMeta> seqused;
   int64_t block = 0;
   int64_t group = 1;
   std::optional<int64_t> seed;  // none: no rotation

@@ -13,30 +13,18 @@
 
 namespace fa3 {
 
-// The forward ops without a cache: dense or packed tensors of any dtype but e4m3. A CUDA call that
-// passes has a kernel in kFwdVariants.
-std::string check_forward(AttentionCall const& call);
+// Without a cache. is_fp8: by the rules of e4m3 tensors and scales, which `attend` alone serves. Of
+// a backward, what is given is checked: the planner has the inputs alone. A CUDA call that passes
+// has a kernel in kFwdVariants or kBwdVariants.
+std::string check_call(AttentionCall const& call, bool is_fp8 = false);
 
-// `attend` with e4m3 tensors or scales.
-std::string check_fp8(AttentionCall const& call);
-
-// The ops `bwd...`: the inputs of the forward alone, and all tensors of the call. A CUDA call that
-// passes has a kernel in kBwdVariants.
-std::string check_gradient_inputs(AttentionCall const& call);
-std::string check_backward(AttentionCall const& call);
-
-// `attend_cache`.
+// `attend_cache`, and what append_and_attend asks for besides: new rows and rotary. k and v are the
+// cache. sets_scales: whether the call gave the scales that new rows set.
 std::string check_cache(AttentionCall const& call);
-
-// What append_and_attend asks for besides: new rows and rotary. k and v are the cache.
-std::string check_append(AttentionCall const& call);
-
-// What the kernel asks for after check_append(). sets_scales: whether the call gave scales to set.
-std::string check_append_kernel(AttentionCall const& call, bool sets_scales);
+std::string check_append(AttentionCall const& call, bool sets_scales = true);
 
 std::string check_combine(CombineCall const& call);
 std::string check_merge(MergeCall const& call);
-
 std::string check_quantize(QuantizeCall const& call);
 
 }  // namespace fa3

@@ -1,40 +1,13 @@
 // Calls without a cache, forward and backward, and what attention of any kind shares.
 #include <cmath>
 
+#include "call/cache_form.h"
 #include "checks/attention.h"
 #include "checks/checks.h"
 #include "plan/variants.h"
 
 namespace fa3 {
 namespace {
-
-using attention::kTensors;
-using Call = AttentionCall;
-
-template <class CandidatesByHeadDim>
-constexpr bool every_head_dim_has_a_variant(CandidatesByHeadDim const& candidates) {
-  for (int head_dim = 8; head_dim <= kMaxHeadDim; head_dim += 8) {
-    if (candidates[head_dim / 8].count == 0) {
-      return false;
-    }
-  }
-  return true;
-}
-
-// But for latent caches, which have head dims of their own (checks/cache.cpp).
-constexpr bool every_problem_has_a_variant() {
-  for (int dtype = 0; dtype < kKernelDtypes; ++dtype) {
-    for (int kind = 0; kind < kBuiltKindCount; ++kind) {
-      if (!kBuiltKinds[kind].kind.is_latent &&
-          !every_head_dim_has_a_variant(kFwdCandidates[dtype][kind])) {
-        return false;
-      }
-    }
-  }
-  return true;
-}
-static_assert(every_problem_has_a_variant(),
-              "csrc/plan/variants.py: the largest head dim lacks a variant");
 
 bool check_heads(Solver& solver, Call const& call) {
   char const* const k = solver.binder("Hk");
@@ -56,27 +29,32 @@ bool check_head_dims(Solver& solver, Call const& call) {
                          text(head_dim, " (q, k) and ", solver["Dv"], " (v)"));
   }
   int const step = solver.is_fp8() ? 16 : 8;
-  bool const is_long = !solver.is_fp8() && head_dim <= kLongValuesHeadDim;
   char const* const note = solver.is_fp8() ? " with float8_e4m3fn" : "";
   static_assert(kLongValuesHeadDim == 64);
+  Range const long_values = {step, kMaxLongValues, step};
+  Range const values = {step, kMaxHeadDim, step, *note ? note : " with a head_dim above 64"};
+  bool const is_long = !solver.is_fp8() && head_dim <= kLongValuesHeadDim;
+  auto const check_values = [&](Range const& range, char const* hint) {
+    return solver.in_range({solver.binder("Dv"), call.v}, call.v.rank - 1, "head_dim of the values",
+                           range, hint);
+  };
   return solver.in_range({"q", call.q}, call.q.rank - 1, "head_dim",
                          {step, kMaxHeadDim, step, note},
                          head_dim <= 0 || head_dim > kMaxHeadDim
                              ? ""
                              : "pad q, k and v with zeros, and pass softmax_scale") &&
-         solver.in_range({solver.binder("Dv"), call.v}, call.v.rank - 1, "head_dim of the values",
-                         {step, is_long ? kMaxLongValues : kMaxHeadDim, step,
-                          is_long || solver.is_fp8() ? note : " with a head_dim above 64"});
+         check_values(is_long ? long_values : values, "") &&
+         (!call.is_backward || check_values({-kUnlimited, kMaxHeadDim, 1, " for gradients"},
+                                            "split the columns of v over two calls"));
 }
 
-// Tile and key indices are 32-bit, with room for a tile past the end.
+// Tile and key indices are 32-bit.
 bool check_counts(Solver& solver) {
-  constexpr int64_t kMost = int64_t(1) << 30;
   for (Letter letter : {Letter("B"), Letter("s"), Letter("Hq"), Letter("sk"), Letter("Hk")}) {
-    if (solver[letter] > kMost && solver.on_cuda()) {
-      return solver.refuse(text("the ", solver.word(letter), " of ", solver.binder(letter),
-                                " to be at most ", kMost),
-                           text(solver[letter]));
+    if (solver[letter] > kMostIndex && solver.on_cuda()) {
+      return solver.refuse_number(
+          {-kUnlimited, kMostIndex},
+          text("the ", solver.word({letter}), " of ", solver.binder(letter)), solver[letter]);
     }
   }
   return true;
@@ -99,7 +77,13 @@ bool check_numbers(Solver& solver, Call const& call) {
                          "it is the number of SMs to leave to other kernels") &&
          solver.in_range("window_size[0]", score.window_left, {-1}) &&
          solver.in_range("window_size[1]", score.window_right, {-1}) &&
-         solver.in_range("attention_chunk", score.attention_chunk, {0});
+         solver.in_range("attention_chunk", score.attention_chunk, {0}) &&
+         solver.in_range("num_splits", call.splits.num_splits, {0, kMaxSplits}) &&
+         solver.in_range("split_size", call.execution.split_size, {0}) &&
+         // flash_attn3/ops/fp8.py says so in the same words.
+         (!solver.is_fp8() || !solver.on_cuda() || !call.execution.return_max_logits ||
+          solver.refuse("return_max_logits to be False with float8_e4m3fn on a GPU", "True",
+                        "the FP8 kernels do not compute maximum logits; use bfloat16 or float16"));
 }
 
 // The number of tiles of q or k fits into an int. rows: of a sequence, or of all in packed ones.
@@ -108,12 +92,10 @@ bool check_tiles(Solver& solver, char const* name, bool is_packed, int64_t rows,
   double const batch = double(solver["B"]);
   double const per_head = is_packed ? std::floor(double(rows) / 64) + std::max(batch, 1.0)
                                     : batch * std::ceil(double(rows) / 64);
-  double const tiles = double(heads) * per_head;
-  return tiles <= double(kMost) || !solver.on_cuda() ||
-         solver.refuse(text(is_packed ? "heads * (floor(total / 64) + batch)"
-                                      : "batch * heads * ceil(seqlen / 64)",
-                            " of ", name, " to be at most ", kMost),
-                       text(int64_t(tiles)), "split the batch");
+  return solver.in_int(
+      double(heads) * per_head, kMost,
+      is_packed ? "heads * (floor(total / 64) + batch)" : "batch * heads * ceil(seqlen / 64)",
+      " of ", name);
 }
 
 // Scales are for each sequence and KV head, or for each block of rows and head.
@@ -126,26 +108,16 @@ bool check_scales(Solver& solver, Call const& call) {
   solver.bind("Bz", is_packed ? 1 : batch, "q");
   solver.bind("Zq", blocks(solver["s"], kScaleBlockQueries), "q");
   solver.bind("Zk", blocks(solver["sk"], kScaleBlockKeys), "k");
-  return check_rows<kTensors, kBlockScalePass>(solver, call);
+  return check_rows<kScalePass>(solver, call);
 }
 
-// The backward has no second launch for more columns of v, and counts tiles of keys too.
-bool check_inputs(Solver& solver, Call const& call) {
-  return check_attention(solver, call) &&
-         (!solver.on_cuda() || solver["Dv"] <= kMaxHeadDim ||
-          solver.refuse(
-              text("v.size(", call.v.rank - 1, "), the head_dim of the values, to be at most ",
-                   kMaxHeadDim, " for gradients"),
-              text(solver["Dv"]), "split the columns of v over two calls")) &&
-         check_tiles(solver, "k", solver.lacks("bk"), solver["sk"], solver["Hk"]);
-}
-
+// What a backward adds is checked as far as it is given: the planner asks about the inputs alone.
 bool check_gradients(Solver& solver, Call const& call) {
-  constexpr unsigned kOthers = kInputPass | kGradientPass;
-  return check_inputs(solver, call) && check_rows<kTensors, kGradientPass>(solver, call) &&
-         (!call.dq || (check_apart<kTensors, kOthers>(solver, call, "dq", &*call.dq) &&
-                       check_apart<kTensors, kOthers>(solver, call, "dk", &*call.dk) &&
-                       check_apart<kTensors, kOthers>(solver, call, "dv", &*call.dv)));
+  constexpr unsigned kPasses = kCallPass | kKeyPass | kGradientPass;
+  return check_rows<kGradientPass>(solver, call) &&
+         check_apart<kPasses>(solver, call, "dq", pointer_to(call.dq)) &&
+         check_apart<kPasses>(solver, call, "dk", pointer_to(call.dk)) &&
+         check_apart<kPasses>(solver, call, "dv", pointer_to(call.dv));
 }
 
 }  // namespace
@@ -156,53 +128,33 @@ Solver solver_of(Call const& call, bool is_fp8) {
   if (is_fp8) {
     solver.dtypes[kOut] = k16Bits;
   }
-  solver.pack(bool(call.lengths.cu_seqlens_q), "b", "s", "Sq", "Tq");
+  solver.pack(call.has_packed_queries(), "b", "s", "Sq", "Tq");
   solver.pack(bool(call.lengths.cu_seqlens_k), "bk", "sk", "Sk", "Tk");
   return solver;
 }
 
-bool check_device(Solver& solver) {
-  TensorMeta const& q = solver.anchor.meta;
-  return q.device != DeviceType::kOther ||
-         solver.refuse("q on a CPU or CUDA device", device_text(q));
-}
-
 bool check_limits(Solver& solver, Call const& call) {
-  return check_heads(solver, call) && check_head_dims(solver, call) && check_counts(solver) &&
+  return (call.q.device != DeviceType::kOther ||
+          solver.refuse("q on a CPU or CUDA device", device_text(call.q))) &&
+         check_heads(solver, call) && check_head_dims(solver, call) && check_counts(solver) &&
          check_numbers(solver, call) &&
-         check_tiles(solver, "q", solver.lacks("b"), solver["s"], solver["Hq"]);
-}
-
-bool check_maxima(Solver& solver, Call const& call) {
-  // flash_attn3/ops/fp8.py says so in the same words.
-  return !solver.is_fp8() || !solver.on_cuda() || !call.execution.return_max_logits ||
-         solver.refuse("return_max_logits to be False with float8_e4m3fn on a GPU", "True",
-                       "the FP8 kernels do not compute maximum logits; use bfloat16 or float16");
+         check_tiles(solver, "q", solver.lacks("b"), solver["s"], solver["Hq"]) &&
+         (!call.is_backward ||
+          check_tiles(solver, "k", solver.lacks("bk"), solver["sk"], solver["Hk"]));
 }
 
 bool check_attention(Solver& solver, Call const& call) {
-  return attention::check_rules<kQueryPass | kKeyPass>(solver, call) && check_device(solver) &&
-         check_rows<kTensors, kQueryPass | kKeyPass | kRestPass>(solver, call) &&
-         check_limits(solver, call) &&
-         (!call.given_out() ||
-          check_apart<kTensors, kQueryPass | kKeyPass>(solver, call, "out", call.given_out())) &&
-         (!solver.is_fp8() || (check_scales(solver, call) && check_maxima(solver, call)));
+  return check_rules<kCallPass | kKeyPass>(solver, call) &&
+         check_rows<kCallPass | kKeyPass>(solver, call) && check_limits(solver, call) &&
+         check_apart<kCallPass | kKeyPass>(solver, call, "out", call.given_out()) &&
+         (!solver.is_fp8() || check_scales(solver, call)) &&
+         (!call.is_backward || check_gradients(solver, call));
 }
 
-std::string check_forward(Call const& call) {
-  return error_of(solver_of(call, false), check_attention, call);
-}
-
-std::string check_fp8(Call const& call) {
-  return error_of(solver_of(call, true), check_attention, call);
-}
-
-std::string check_gradient_inputs(Call const& call) {
-  return error_of(solver_of(call, false), check_inputs, call);
-}
-
-std::string check_backward(Call const& call) {
-  return error_of(solver_of(call, false), check_gradients, call);
+std::string check_call(Call const& call, bool is_fp8) {
+  Solver solver = solver_of(call, is_fp8);
+  check_attention(solver, call);
+  return solver.error;
 }
 
 }  // namespace fa3

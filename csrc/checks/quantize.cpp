@@ -10,19 +10,6 @@ using Call = QuantizeCall;
 
 constexpr int kBlockRows = 32;  // blocks are multiples of these
 
-TensorMeta const* starts_of(Call const& call) {
-  return call.is_packed ? &call.cu_seqlens : nullptr;
-}
-TensorMeta const* seqused_of(Call const& call) {
-  return call.has_seqused ? &call.seqused : nullptr;
-}
-
-constexpr Row<Call> kTable[] = {
-    {1, at<&Call::x>, {"x", kAnchor, "bx sx Hq D"}},
-    {1, &starts_of, {"cu_seqlens", kInt32, "B+1", kList}},
-    {1, &seqused_of, {"seqused", kInt32, "B", kList}},
-};
-
 bool check_numbers(Solver& solver, Call const& call) {
   bool const is_named = call.block == kScalePerHead || call.block == kScalePerTensor;
   return (is_named || (call.block >= 1 && call.block % kBlockRows == 0) ||
@@ -35,36 +22,35 @@ bool check_numbers(Solver& solver, Call const& call) {
 
 // What only the kernels ask for.
 bool check_sizes(Solver& solver, Call const& call) {
-  constexpr int64_t kMost = int64_t(1) << 30;
-  int64_t const batch = solver["B"];
-  int64_t const heads = solver["Hq"];
-  int64_t const rows = solver["sx"];
-  double const blocks = double(rows) / kBlockRows * (call.is_packed ? 1 : double(batch));
-  bool const is_small = rows <= kMost && batch <= kMost && heads <= kMost && call.block <= kMost &&
-                        double(heads) * (blocks + double(batch) + 2) <= double(kMost);
+  double const batch = double(solver["B"]), heads = double(solver["Hq"]);
+  double const rows = double(solver["sx"]);
+  double const blocks = rows / kBlockRows * (call.cu_seqlens ? 1 : batch) + batch + 2;
   return !solver.on_cuda() ||
          (solver.in_range({"x", call.x}, call.x.rank - 1, "head_dim",
                           {kChunkColumns, kMostQuantizedColumns, kChunkColumns},
                           "pad x with zeros") &&
-          (is_small || solver.refuse(text("at most ", kMost, " rows, and as many blocks of ",
-                                          kBlockRows, " rows over all heads"),
-                                     text(rows, " rows, ", heads, " heads and a batch of ", batch),
-                                     "split the batch")));
+          solver.in_int(rows, kMostIndex, "the rows of x") &&
+          solver.in_int(double(call.block), kMostIndex, "block") &&
+          solver.in_int(std::max(heads, 1.0) * blocks, kMostIndex, "the blocks of ", kBlockRows,
+                        " rows of all heads of x"));
 }
 
-bool check_call(Solver& solver, Call const& call) {
-  return (call.is_packed || !call.has_seqused ||
+bool check_all(Solver& solver, Call const& call) {
+  return (call.cu_seqlens || !call.seqused ||
           solver.refuse("cu_seqlens with seqused", "no cu_seqlens")) &&
-         check_rows<kTable>(solver, call) && check_numbers(solver, call) &&
-         check_sizes(solver, call);
+         solver.fits({"x", kAnchor, "bx sx Hq D"}, call.x) &&
+         solver.fits({"cu_seqlens", kInt32, "B+1", kList}, call.cu_seqlens) &&
+         solver.fits({"seqused", kInt32, "B", kList}, call.seqused) &&
+         check_numbers(solver, call) && check_sizes(solver, call);
 }
 
 }  // namespace
 
 std::string check_quantize(Call const& call) {
   Solver solver("quantize_fp8", {"x", call.x}, k16Bits | k32Bits);
-  solver.pack(call.is_packed, "bx", "sx", "Sq", "Tq");
-  return error_of(std::move(solver), check_call, call);
+  solver.pack(bool(call.cu_seqlens), "bx", "sx", "Sq", "Tq");
+  check_all(solver, call);
+  return solver.error;
 }
 
 }  // namespace fa3

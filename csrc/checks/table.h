@@ -1,14 +1,13 @@
-// The language of the checks. A Row says what one tensor of a call must look like: shape, dtype,
-// memory. Equal letters in shapes are equal sizes: a Solver binds each letter to the first size
-// that it meets and holds later tensors to it. Tables are constexpr and unrolled. A check gives
-// true, or has called Solver::refuse(), which alone makes text.
+// The language of the checks. A Form says what a tensor must look like: shape, dtype, memory. Equal
+// letters in shapes are equal sizes: a Solver binds each letter to the first size that it meets and
+// holds later tensors to it. A check gives true, or has called Solver::refuse(), which alone makes
+// text.
 #pragma once
 
 #include <cstring>
 #include <limits>
 #include <optional>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 
 #include "call/given_tensor.h"
@@ -27,13 +26,13 @@ constexpr int kLetterCount = int(std::ranges::count(kLetters, '|')) + 1;
 struct Letter {
   int index = 0;
 
-  consteval Letter(std::string_view letter) {
+  template <class Text>
+  consteval Letter(Text const& letter) {
     for (std::string_view rest = kLetters; rest.substr(0, rest.find_first_of(" |")) != letter;) {
       rest.remove_prefix(rest.find('|') + 1);  // an unknown letter does not compile
       ++index;
     }
   }
-  consteval Letter(char const* letter) : Letter(std::string_view(letter)) {}
 };
 constexpr int kSizeCount = Letter("b").index;
 
@@ -48,13 +47,12 @@ struct Shape {
   int rank = 0;
   Dim dims[5] = {};
 
-  constexpr Shape() = default;
-  consteval Shape(char const* text) {
+  consteval Shape(char const* text = "") {
     for (std::string_view rest = text; !rest.empty(); ++rank) {
       std::string_view const word = rest.substr(0, rest.find(' '));
       size_t const letters = word.find_first_of("+0123456789");
       bool const has_number = letters != word.npos;
-      dims[rank] = {Letter(word.substr(0, letters)), has_number ? word.back() - '0' : 0};
+      dims[rank] = {word.substr(0, letters), has_number ? word.back() - '0' : 0};
       rest.remove_prefix(word.size() + (word.size() < rest.size()));
     }
   }
@@ -66,16 +64,20 @@ enum Type { kAnchor, kKeys, kValues, kOut, kTables, kNewKeys, kNewValues, kWide,
 
 using DtypeSet = unsigned;
 constexpr DtypeSet set_of(Dtype dtype) { return 1u << int(dtype); }
-constexpr DtypeSet set_of(TensorMeta const& meta) { return set_of(meta.dtype); }
 constexpr DtypeSet k16Bits = set_of(Dtype::kFloat16) | set_of(Dtype::kBFloat16);
 constexpr DtypeSet kE4M3 = set_of(Dtype::kFloat8E4M3);
 constexpr DtypeSet k32Bits = set_of(Dtype::kFloat32);
 constexpr DtypeSet kCpuOnly = k32Bits | set_of(Dtype::kFloat64);
-constexpr DtypeSet kInt32Set = 1u << (int(Dtype::kOther) + 1);
+constexpr DtypeSet kInt32Set = 2 * set_of(Dtype::kOther);
+
+inline DtypeSet set_of(TensorMeta const& meta) {
+  bool const is_int32 = meta.dtype == Dtype::kOther && std::strcmp(meta.dtype_name, "int32") == 0;
+  return is_int32 ? kInt32Set : set_of(meta.dtype);
+}
 
 // kColumns: on CUDA the last dimension is contiguous; kList: everywhere. kOwn: elements do not
 // share memory.
-enum Memory { kAny, kColumns, kList, kOwn, kOwnColumns };
+enum Memory { kAny = 0, kColumns = 1, kList = 2, kOwn = 4, kOwnColumns = kOwn | kColumns };
 
 // What a tensor must look like. other: the shape of a tensor of another rank; note: what that is.
 struct Form {
@@ -91,51 +93,14 @@ struct Form {
   }
 };
 
-// passes: bits of the passes that check the tensor. of: gives nullptr if the call lacks it.
-template <class Call>
-struct Row {
-  unsigned passes;
-  TensorMeta const* (*of)(Call const&);
-  Form form;
-};
-
 constexpr TensorMeta const* pointer_to(TensorMeta const& meta) { return &meta; }
 constexpr TensorMeta const* pointer_to(std::optional<TensorMeta> const& meta) {
   return meta ? &*meta : nullptr;
 }
 
-// A tensor of a call: its member, or that of one of its groups of arguments.
-template <class Group, class Field>
-Group group_type(Field Group::*);
-
-template <auto kMember, class Call>
-constexpr TensorMeta const* at(Call const& call) {
-  using Group = decltype(group_type(kMember));
-  if constexpr (std::is_same_v<Group, Call>) {
-    return pointer_to(call.*kMember);
-  } else {
-    return pointer_to(call.template group<Group>().*kMember);
-  }
-}
-
-// holds(form, tensor) for all tensors of these passes.
-template <auto const& kTable, unsigned kPasses, class Call, class Holds>
-[[gnu::always_inline]] inline bool all_rows(Call const& call, Holds const& holds) {
-  auto const holds_row = [&]<size_t kIndex>() __attribute__((always_inline)) {
-    constexpr auto const& row = kTable[kIndex];
-    if constexpr ((row.passes & kPasses) != 0) {
-      TensorMeta const* const meta = row.of(call);
-      return meta == nullptr || holds(row.form, *meta);
-    }
-    return true;
-  };
-  return [&]<size_t... kIndex>(std::index_sequence<kIndex...>) __attribute__((always_inline)) {
-    return (holds_row.template operator()<kIndex>() && ...);
-  }(std::make_index_sequence<std::size(kTable)>());
-}
-
-// Numbers that an argument may have.
+// Numbers that an argument may have. A least of -kUnlimited is none.
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
+constexpr int64_t kMostIndex = int64_t(1) << 30;  // 32 bits, with room for a tile past the end
 struct Range {
   int64_t least = 0;
   int64_t most = kUnlimited;
@@ -144,8 +109,6 @@ struct Range {
 
   bool has(int64_t value) const { return value >= least && value <= most && value % step == 0; }
 };
-
-enum class Fault { kRank, kDevice, kDtype, kSize, kStride, kExpanded };
 
 struct Solver {
   char const* op;
@@ -187,18 +150,28 @@ struct Solver {
   int64_t operator[](Letter letter) const { return sizes[size_index(letter)]; }
   char const* binder(Letter letter) const { return binders[size_index(letter)]; }
 
-  [[gnu::cold]] std::string word(Letter letter) const;
-
   bool is_fp8() const { return dtypes[kAnchor] == kE4M3; }
   bool on_cuda() const { return anchor.meta.device == DeviceType::kCuda; }
 
+  [[gnu::cold]] std::string word(Dim dim) const;
   [[gnu::cold]] bool refuse(std::string const& expected, std::string const& got,
                             std::string const& hint = "");
-  [[gnu::cold]] bool refuse(Form const& form, TensorMeta const& meta, Fault fault, int dim = 0);
-  [[gnu::cold]] bool refuse(Range const& range, std::string const& name, int64_t got,
-                            std::string const& hint = "");
+  [[gnu::cold]] bool refuse_shape(Form const& form, TensorMeta const& meta, int dim = -1);
+  [[gnu::cold]] bool refuse_device(Form const& form, TensorMeta const& meta);
+  [[gnu::cold]] bool refuse_dtype(Form const& form, TensorMeta const& meta);
+  [[gnu::cold]] bool refuse_memory(Form const& form, TensorMeta const& meta, int dim);
+  [[gnu::cold]] bool refuse_number(Range const& range, std::string const& name, int64_t got,
+                                   char const* hint = "");
+
+  // A count that kernels hold in an int, by the parts of its name.
+  template <class... Name>
+  bool in_int(double count, int64_t most, Name const&... name) {
+    return count <= double(most) || !on_cuda() ||
+           refuse(text(name..., " to be at most ", most), text(int64_t(count)), "split the batch");
+  }
+
   bool in_range(char const* name, int64_t value, Range const& range, char const* hint = "") {
-    return range.has(value) || refuse(range, name, value, hint);
+    return range.has(value) || refuse_number(range, name, value, hint);
   }
 
   // The size of a dimension; a name like "q.size(3), the head_dim," is made on failure.
@@ -206,32 +179,19 @@ struct Solver {
                 char const* hint = "") {
     int64_t const size = tensor.meta.size[dim];
     return range.has(size) ||
-           refuse(range, text(tensor.name, ".size(", dim, "), the ", word, ","), size, hint);
+           refuse_number(range, text(tensor.name, ".size(", dim, "), the ", word, ","), size, hint);
   }
 
   // A tensor that is written, if it is given, shares no memory with another one.
   bool apart(char const* name, TensorMeta const* own, char const* other_name,
-             TensorMeta const* other) {
-    return !own || !other || own == other || !shares_memory(*own, *other) ||
+             TensorMeta const* other, decltype(shares_memory) shares = shares_memory) {
+    return !own || !other || own == other || !shares(*own, *other) ||
            refuse(text(name, " with memory of its own"), text("the memory of ", other_name));
   }
 
-  // WHY the loop over the letters, which are constants: `absent` is none.
-  [[gnu::always_inline]] bool fits(Form const& form, TensorMeta const& meta) {
-    Shape const& shape = form.shape_of(meta.rank);
-    int const absent = lacks(shape.dims[0].letter);
-    int const last = shape.rank - absent - 1;
-    if (meta.rank != last + 1) {
-      return refuse(form, meta, Fault::kRank);
-    }
-    if (!same_device(meta, anchor.meta)) {
-      return refuse(form, meta, Fault::kDevice);
-    }
-    bool const has_dtype = form.type == kInt32 ? std::strcmp(meta.dtype_name, "int32") == 0
-                                               : (dtypes[form.type] & set_of(meta)) != 0;
-    if (!has_dtype) {
-      return refuse(form, meta, Fault::kDtype);
-    }
+  // The sizes from dimension `absent` of a shape on. WHY the loop over all: letters are constants.
+  [[gnu::always_inline]] bool has_sizes(Form const& form, Shape const& shape, int absent,
+                                        TensorMeta const& meta) {
     for (int i = 0; i < shape.rank; ++i) {
       if (i < absent) {
         continue;
@@ -243,46 +203,37 @@ struct Solver {
         binders[letter] = form.name;
       }
       if (sizes[letter] != size || size < 0) {
-        return refuse(form, meta, Fault::kSize, i - absent);
-      }
-    }
-    bool const is_own = form.memory == kOwn || form.memory == kOwnColumns;
-    bool const has_columns = form.memory == kColumns || form.memory == kOwnColumns;
-    if ((form.memory == kList || (has_columns && on_cuda())) && meta.stride[last] != 1 &&
-        meta.size[last] > 1) {
-      return refuse(form, meta, Fault::kStride, last);
-    }
-    for (int i = 0; is_own && i <= last; ++i) {
-      if (meta.stride[i] == 0 && meta.size[i] > 1 && !is_empty(meta)) {
-        return refuse(form, meta, Fault::kExpanded, i);
+        return refuse_shape(form, meta, i - absent);
       }
     }
     return true;
   }
+
+  [[gnu::always_inline]] bool has_memory(Form const& form, TensorMeta const& meta) {
+    int const last = meta.rank - 1;
+    bool const has_columns = (form.memory & kList) || ((form.memory & kColumns) && on_cuda());
+    if (has_columns && meta.stride[last] != 1 && meta.size[last] > 1) {
+      return refuse_memory(form, meta, last);
+    }
+    for (int i = 0; (form.memory & kOwn) && i <= last; ++i) {
+      if (meta.stride[i] == 0 && meta.size[i] > 1 && !is_empty(meta)) {
+        return refuse_memory(form, meta, i);
+      }
+    }
+    return true;
+  }
+
+  [[gnu::always_inline]] bool fits(Form const& form, TensorMeta const& meta) {
+    Shape const& shape = form.shape_of(meta.rank);
+    int const absent = lacks(shape.dims[0].letter);
+    return (meta.rank == shape.rank - absent || refuse_shape(form, meta)) &&
+           (same_device(meta, anchor.meta) || refuse_device(form, meta)) &&
+           ((dtypes[form.type] & set_of(meta)) != 0 || refuse_dtype(form, meta)) &&
+           has_sizes(form, shape, absent, meta) && has_memory(form, meta);
+  }
+  bool fits(Form const& form, std::optional<TensorMeta> const& meta) {
+    return !meta || fits(form, *meta);
+  }
 };
-
-// Whether all tensors of these passes fit their rows.
-template <auto const& kTable, unsigned kPasses = ~0u, class Call>
-bool check_rows(Solver& solver, Call const& call) {
-  return all_rows<kTable, kPasses>(
-      call, [&](Form const& form, TensorMeta const& meta)
-                __attribute__((always_inline)) { return solver.fits(form, meta); });
-}
-
-// Whether a tensor that is written shares memory with none of these passes.
-template <auto const& kTable, unsigned kPasses = ~0u, class Call>
-bool check_apart(Solver& solver, Call const& call, char const* name, TensorMeta const* own) {
-  return all_rows<kTable, kPasses>(call, [&](Form const& form, TensorMeta const& meta) {
-    return solver.apart(name, own, form.name, &meta);
-  });
-}
-
-// What a check says of a call, or "".
-template <class Call, class... Arguments>
-std::string error_of(Solver&& solver, bool (*check)(Solver&, Call const&, Arguments...),
-                     Call const& call, Arguments... arguments) {
-  check(solver, call, arguments...);
-  return std::move(solver.error);
-}
 
 }  // namespace fa3

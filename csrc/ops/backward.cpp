@@ -18,11 +18,9 @@ void run_backward(AttentionCall const& call, OpTensors& tensors, BackwardResults
   char const* const op = call.op();
   BwdParams params;
   params.problem = problem_of(call);
-  params.sinks = data_of<float>(call.score.sinks);
-  params.dsinks = call.score.sinks ? static_cast<float*>(mutable_data(results.dsinks)) : nullptr;
-  params.lengths = lengths_of(call);
-  params.softmax_scale = float(call.softmax_scale());
-  params.softcap = float(call.score.softcap);
+  set_score(params, call);
+  params.dsinks =
+      call.sink_count() > 0 ? static_cast<float*>(mutable_data(results.dsinks)) : nullptr;
   if (!results.dq) {
     results.dq = allocate_like(op, call.q);
     results.dk = allocate_like(op, call.k);
@@ -33,7 +31,7 @@ void run_backward(AttentionCall const& call, OpTensors& tensors, BackwardResults
   int const keys = problem.is_packed ? problem.total_k : problem.seqlen_k;
   bool const has_queries = problem.batch > 0 && problem.heads_q > 0 && queries > 0;
   // Without keys, sinks have a gradient all the same.
-  if (has_queries && (keys > 0 || call.score.sinks)) {
+  if (has_queries && (keys > 0 || call.sink_count() > 0)) {
     launch_backward(op, tensors, results, params);
   } else {
     fill(results.dq, 0.0);
@@ -44,7 +42,7 @@ void run_backward(AttentionCall const& call, OpTensors& tensors, BackwardResults
 
 // The gradient of the sinks, empty without them.
 OwnedTensor allocate_sinks(AttentionCall const& call) {
-  int64_t const size = call.score.sinks ? call.score.sinks->size[0] : 0;
+  int64_t const size = call.sink_count();
   OwnedTensor dsinks = allocate(call.op(), &size, 1, Dtype::kFloat32, call.q.device_index);
   if (size > 0) {
     fill(dsinks, 0.0);
@@ -60,7 +58,7 @@ void boxed_backward(StableIValue* stack, uint64_t, uint64_t) {
   Op::read(values, tensors, call);
   call.is_backward = true;
   call.device = limits_of(device_info_of(call.q));
-  throw_if(check_backward(call));
+  throw_if(check_call(call));
   DeviceGuard const guard(call.q.device_index);
   BackwardResults results{std::move(tensors.dq), std::move(tensors.dk), std::move(tensors.dv),
                           allocate_sinks(call)};

@@ -122,6 +122,15 @@ inline PackedLengths lengths_of(AttentionCall const& call) {
                        data_of<int>(lengths.seqused_q), data_of<int>(lengths.seqused_k)};
 }
 
+// What FwdParams and BwdParams hold of scores and lengths.
+template <class Params>
+void set_score(Params& params, AttentionCall const& call) {
+  params.sinks = data_of<float>(call.score.sinks);
+  params.lengths = lengths_of(call);
+  params.softmax_scale = float(call.softmax_scale());
+  params.softcap = float(call.score.softcap);
+}
+
 // Scales of heads, (batch, heads_k) or (pages, heads_k), or of keys, (pages, keys, blocks).
 inline ScaleView scale_view(std::optional<TensorMeta> const& scale) {
   ScaleView view;

@@ -19,17 +19,15 @@ enum class Rules { kForward, kAnyDtype, kCache };
 
 void check(AttentionCall const& call, OpTensors const& tensors, Rules rules) {
   if (rules != Rules::kCache) {
-    return throw_if(rules == Rules::kAnyDtype && call.is_fp8() ? check_fp8(call)
-                                                               : check_forward(call));
+    return throw_if(check_call(call, rules == Rules::kAnyDtype && call.is_fp8()));
   }
   throw_if(check_cache(call));
   if (has_shared_prefix(call)) {
     throw_if(check_cache(call_of_prefix(call, as_one_sequence(call.q))));
   }
   if (appends(call)) {
-    throw_if(check_append(call));
     bool const sets_k_scales = tensors.k_scales || !call.by_page.descale_by_page;
-    throw_if(check_append_kernel(call, sets_k_scales && tensors.v_scales));
+    throw_if(check_append(call, sets_k_scales && tensors.v_scales));
   }
 }
 
@@ -59,7 +57,7 @@ ForwardResults allocate_results(AttentionCall const& call, OpTensors& tensors) {
 // Whether there is a row in a sequence, and a key that some query may see, or a sink.
 bool has_work(AttentionCall const& call) {
   bool const has_sequence = call.on_cache || call.batch() > 0;
-  return !is_empty(call.q) && has_sequence && (call.score.sinks || !is_empty(call.k));
+  return !is_empty(call.q) && has_sequence && (call.sink_count() > 0 || !is_empty(call.k));
 }
 
 void clear(ForwardResults const& results) {

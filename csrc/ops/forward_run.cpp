@@ -93,10 +93,7 @@ void set_params(FwdParams& params, AttentionCall const& call, OpTensors& inputs,
     params.v = readable(op, inputs.v, call.v);
   }
   view_scales(params, call);
-  params.sinks = data_of<float>(call.score.sinks);
-  params.lengths = lengths_of(call);
-  params.softmax_scale = float(call.softmax_scale());
-  params.softcap = float(call.score.softcap);
+  set_score(params, call);
   if (call.on_cache) {
     view_cache(params.cache, call, params.problem.cache.capacity);
   }

@@ -33,14 +33,8 @@ QuantizeCall describe_call(OwnedTensor const& x, Lists const& lists, Granularity
                            std::optional<int64_t> seed) {
   QuantizeCall call;
   call.x = describe(x);
-  call.is_packed = lists.cu_seqlens != nullptr;
-  call.has_seqused = lists.seqused != nullptr;
-  if (call.is_packed) {
-    call.cu_seqlens = describe(lists.cu_seqlens);
-  }
-  if (call.has_seqused) {
-    call.seqused = describe(lists.seqused);
-  }
+  describe_if(lists.cu_seqlens, call.cu_seqlens);
+  describe_if(lists.seqused, call.seqused);
   call.block = granularity.block;
   call.group = granularity.group;
   call.seed = seed;
@@ -50,8 +44,8 @@ QuantizeCall describe_call(OwnedTensor const& x, Lists const& lists, Granularity
 QuantizeShape shape_of(QuantizeCall const& call) {
   TensorMeta const x = with_batch(call.x);
   QuantizeShape shape;
-  shape.is_packed = call.is_packed;
-  shape.batch = int(call.is_packed ? call.cu_seqlens.size[0] - 1 : x.size[0]);
+  shape.is_packed = bool(call.cu_seqlens);
+  shape.batch = int(call.cu_seqlens ? call.cu_seqlens->size[0] - 1 : x.size[0]);
   shape.rows = int(x.size[1]);
   shape.heads = int(x.size[2]);
   shape.head_dim = int(x.size[3]);
@@ -127,8 +121,8 @@ class Job {
     params.x = view(with_batch(copy_ ? describe(copy_) : call_.x));
     params.values = static_cast<uint8_t*>(mutable_data(values_));
     params.scales = static_cast<float*>(mutable_data(scales_));
-    params.cu_seqlens = reinterpret_cast<int const*>(call_.cu_seqlens.address);
-    params.seqused = reinterpret_cast<int const*>(call_.seqused.address);
+    params.cu_seqlens = data_of<int>(call_.cu_seqlens);
+    params.seqused = data_of<int>(call_.seqused);
     params.is_rotated = call_.seed.has_value();
     params.mixed_seed = mix(uint32_t(call_.seed.value_or(0)));
     if (int64_t const words = maxima_of(shape_); words > 0) {

@@ -13,6 +13,21 @@
 namespace fa3 {
 namespace {
 
+// Latent caches have head dims of their own (checks/cache.cpp).
+constexpr bool every_problem_has_a_variant() {
+  bool has = true;
+  for (int dtype = 0; dtype < kKernelDtypes; ++dtype) {
+    for (int kind = 0; kind < kBuiltKindCount; ++kind) {
+      for (int i = 1; i <= kMaxHeadDim / 8; ++i) {
+        has &= kBuiltKinds[kind].kind.is_latent || kFwdCandidates[dtype][kind][i].count > 0;
+      }
+    }
+  }
+  return has;
+}
+static_assert(every_problem_has_a_variant(),
+              "csrc/plan/variants.py: the largest head dim lacks a variant");
+
 // Most tiles of a head that the estimate of a plan's time samples, which bounds planning time.
 constexpr int kMostSamples = 64;
 

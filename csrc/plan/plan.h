@@ -22,7 +22,7 @@ struct FwdCost {
   double visited_share = 0;  // share of a head's K tiles that its tiles of queries visit
 };
 
-// INVARIANT: the problem comes from a CUDA call that check_forward() accepts; then there is a
+// INVARIANT: the problem comes from a CUDA call that check_call() accepts; then there is a
 // variant, and the number of tiles fits into an int.
 FwdPlan plan_forward(FwdProblem const& problem);
 

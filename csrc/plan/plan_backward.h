@@ -17,8 +17,8 @@ struct BwdPlan {
 // INVARIANT: the head dims are at most 256; there is a variant for each.
 int find_backward_variant(Dtype dtype, KernelKind kind, int64_t head_dim, int64_t head_dim_v);
 
-// INVARIANT: the problem comes from a CUDA call that check_backward() or check_general_backward()
-// accepts, and has queries. Then the numbers of tiles fit into an int. Without keys the grid is 0.
+// INVARIANT: the problem comes from a CUDA call that check_call() accepts, and has queries. Then
+// the numbers of tiles fit into an int. Without keys the grid is 0.
 BwdPlan plan_backward(FwdProblem const& problem);
 
 // How the parts of dQ are added, for a reader.

@@ -92,7 +92,7 @@ int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
   bool const is_full = mask.left == IntervalMask::kNoLimit &&
                        mask.right == IntervalMask::kNoLimit && !mask.is_chunked &&
                        !call.tree.tree_mask;
-  bool const is_plain = is_full && !call.score.sinks && !problem.kind.is_latent;
+  bool const is_plain = is_full && call.sink_count() == 0 && !problem.kind.is_latent;
   return is_one && is_plain && call.prefix.shared_prefix == 0
              ? int(std::min(known_keys(call), int64_t(problem.cache.capacity)))
              : 0;
@@ -112,9 +112,9 @@ void set_cache(FwdProblem& problem, AttentionCall const& call) {
   cache.num_splits = int(call.splits.num_splits);
   problem.seqlen_k = cache.capacity;
   problem.mask = mask_of_call(call.score);
-  problem.kind = call.latent.qv           ? kLatentKernel
-                 : call.score.softcap > 0 ? kCacheSoftcapKernel
-                                          : kCacheKernel;
+  problem.kind = call.has_latents()   ? kLatentKernel
+                 : call.has_softcap() ? kCacheSoftcapKernel
+                                      : kCacheKernel;
   problem.converts = call.converts();
   cache.keys_of_all = keys_of_all(call, problem);
 }
@@ -132,22 +132,15 @@ void set_mask(FwdProblem& problem, AttentionCall const& call) {
   // FP8 kernels without a mask rely on each row seeing a key.
   bool const has_no_keys = problem.dtype == Dtype::kFloat8E4M3 && problem.seqlen_k == 0;
   bool const has_row_features =
-      !call.is_backward && (score.sinks || call.execution.return_max_logits);
+      !call.is_backward && (call.sink_count() > 0 || call.execution.return_max_logits);
   bool const is_general = is_limited || problem.is_packed || has_row_features || has_no_keys;
-  problem.kind = score.softcap > 0 ? kSoftcapKernel
-                 : is_general      ? kGeneralKernel
-                 : mask.right == 0 ? kCausalKernel
-                                   : kFullKernel;
+  problem.kind = call.has_softcap() ? kSoftcapKernel
+                 : is_general       ? kGeneralKernel
+                 : mask.right == 0  ? kCausalKernel
+                                    : kFullKernel;
 }
 
 }  // namespace
-
-ScoreArguments unmasked_score(AttentionCall const& call) {
-  ScoreArguments score;
-  score.softmax_scale = call.softmax_scale();
-  score.softcap = call.score.softcap;
-  return score;
-}
 
 FwdProblem problem_of(AttentionCall const& call) {
   FwdProblem problem;

@@ -9,7 +9,4 @@ namespace fa3 {
 // Describes a call that has passed its checks.
 FwdProblem problem_of(AttentionCall const& call);
 
-// The scores of a call without its mask and its sinks.
-ScoreArguments unmasked_score(AttentionCall const& call);
-
 }  // namespace fa3

@@ -24,7 +24,7 @@ AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q) {
   shared.lengths = {};
   shared.tree = {};
   shared.rotary = {};
-  shared.score = unmasked_score(call);
+  shared.score = call.unmasked_score();
   shared.prefix = {};
   shared.cache = {};
   shared.cache.cache_length = call.prefix.shared_prefix;
@@ -33,7 +33,7 @@ AttentionCall call_of_prefix(AttentionCall const& call, TensorMeta const& q) {
   keep_first(shared.cache.page_table);
   keep_first(shared.cache.cache_batch_idx);
   // Scales by page and by key belong to the cache, others to sequences.
-  bool const is_by_row = !call.cache.page_table && !call.cache.cache_batch_idx;
+  bool const is_by_row = !call.is_paged() && !call.cache.cache_batch_idx;
   if (is_by_row) {
     shared.k.size[0] = shared.v.size[0] = 1;
   }

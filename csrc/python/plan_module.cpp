@@ -168,10 +168,11 @@ bool read_call(PyObject* args, PyObject* kwargs, AttentionCall& call) {
   return reader.finish();
 }
 
-template <auto kCheck>
+template <auto kCheck, auto... kOptions>
 PyObject* py_check(PyObject*, PyObject* args, PyObject* kwargs) {
   AttentionCall call;
-  return read_call(args, kwargs, call) ? PyUnicode_FromString(kCheck(call).c_str()) : nullptr;
+  return read_call(args, kwargs, call) ? PyUnicode_FromString(kCheck(call, kOptions...).c_str())
+                                       : nullptr;
 }
 
 PyObject* py_check_backward(PyObject*, PyObject* args, PyObject* kwargs) {
@@ -186,7 +187,7 @@ PyObject* py_check_backward(PyObject*, PyObject* args, PyObject* kwargs) {
     PyErr_SetString(PyExc_TypeError, "expected dout, out and lse, and all gradients or none");
     return nullptr;
   }
-  return PyUnicode_FromString(check_backward(call).c_str());
+  return PyUnicode_FromString(check_call(call).c_str());
 }
 
 PyObject* py_check_combine(PyObject*, PyObject* args, PyObject* kwargs) {
@@ -214,18 +215,13 @@ PyObject* py_check_merge(PyObject*, PyObject* args, PyObject* kwargs) {
 
 PyObject* py_check_quantize(PyObject*, PyObject* args, PyObject* kwargs) {
   QuantizeCall call;
-  std::optional<TensorMeta> cu_seqlens, seqused;
   CallReader reader(args, kwargs);
   reader("x", call.x);
-  reader("cu_seqlens", cu_seqlens);
-  reader("seqused", seqused);
+  reader("cu_seqlens", call.cu_seqlens);
+  reader("seqused", call.seqused);
   reader("block", call.block);
   reader("group", call.group);
   reader("seed", call.seed);
-  call.is_packed = bool(cu_seqlens);
-  call.has_seqused = bool(seqused);
-  call.cu_seqlens = cu_seqlens.value_or(TensorMeta());
-  call.seqused = seqused.value_or(TensorMeta());
   return reader.finish() ? PyUnicode_FromString(check_quantize(call).c_str()) : nullptr;
 }
 
@@ -241,10 +237,7 @@ std::string plan_error(AttentionCall const& call) {
   if (call.device.sm_count < 1) {
     return error_text("explain", "sm_count to be 1 or more", text(call.device.sm_count));
   }
-  return call.on_cache      ? check_cache(call)
-         : call.is_backward ? check_gradient_inputs(call)
-         : call.is_fp8()    ? check_fp8(call)
-                            : check_forward(call);
+  return call.on_cache ? check_cache(call) : check_call(call, !call.is_backward && call.is_fp8());
 }
 
 // Facts that only packed sequences have. Those that depend on their lengths are unknown.
@@ -391,12 +384,12 @@ PyCFunction method(Function function) {
 constexpr int kKeywords = METH_VARARGS | METH_KEYWORDS;
 
 PyMethodDef methods[] = {
-    {"check_forward", method(py_check<check_forward>), kKeywords,
+    {"check_forward", method(py_check<check_call, false>), kKeywords,
      "Error text of a call; empty if fine."},
-    {"check_fp8", method(py_check<check_fp8>), kKeywords,
+    {"check_fp8", method(py_check<check_call, true>), kKeywords,
      "check_forward of the ops on float8_e4m3fn."},
     {"check_cache", method(py_check<check_cache>), kKeywords, "check_forward of attend_cache."},
-    {"check_append", method(py_check<check_append>), kKeywords,
+    {"check_append", method(py_check<check_append, true>), kKeywords,
      "check_forward of append_and_attend."},
     {"check_combine", method(py_check_combine), kKeywords, "check_forward of combine."},
     {"check_merge", method(py_check_merge), kKeywords, "check_combine of separate tensors."},

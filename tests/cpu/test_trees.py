@@ -69,7 +69,7 @@ def test_values(length, causal):
     (lambda x: x[:1], r'tree_mask to have the shape \(2, 5, 4\)'),
     (lambda x: x[:, :, :3], r'tree_mask to have the shape'),
     (lambda x: x.to('meta'), 'tree_mask on the device of q'),
-    (lambda x: x.repeat(1, 1, 2)[:, :, ::2], 'tree_mask with contiguous rows')])
+    (lambda x: x.repeat(1, 1, 2)[:, :, ::2], 'call tree_mask.contiguous()')])
 def test_wrong_masks(change, text):
     """Nothing is appended before the error."""
     given, visible = call()

@@ -189,7 +189,7 @@ inline pybind11::tuple problem_of_call(int seqlen_q, int seqlen_k, pybind11::dic
     call.lengths.max_seqlen_q = seqlen_q;
     call.lengths.max_seqlen_k = seqlen_k;
   }
-  std::string const error = check_forward(call);
+  std::string const error = check_call(call);
   if (!error.empty()) {
     throw std::invalid_argument(error);
   }
