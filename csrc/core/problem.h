@@ -74,6 +74,8 @@ struct CacheProblem {
   // Keys of the only sequence, if the host knows that each query sees all of them and no sink; else
   // 0.
   int keys_of_all = 0;
+  // Queries choose their keys: entries of the page table outside the cache hold no key.
+  bool is_chosen = false;
   // Set if two launches share the call (SharedCall). This launch takes the sequences with
   // fewest_queries to most_queries queries. most_queries is 0 if one launch takes all sequences. A
   // decode kernel with fewest_queries 1 is the second launch of a call (is_second in
