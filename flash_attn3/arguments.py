@@ -110,6 +110,9 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('descale_by_page', 'bool', False, 'by_page'),
     # Absorbed MLA: scores are scale * (q k^T + qv v^T). As q, with the head_dim of v.
     ('qv', 'Tensor?', None, 'latent'),
+    # Queries choose their keys: page ids outside the cache hold no key. With an append only that is
+    # done: out stays as it is, and the next call attends.
+    ('keys_chosen', 'bool', False, 'choice'),
     # The op that quantises first.
     ('rotation_seed', 'int?', 0, 'quantization'),
     ('block_scales', 'bool', True, 'quantization'),
@@ -144,7 +147,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
 _DENSE = 'softmax_scale', 'causal', 'pack_gqa', 'sm_margin'
 _BACKWARD = 'softmax_scale', 'causal', 'gradients', 'lengths', 'score'
 _CACHE = ('cache', 'score', 'splits', 'split_size', 'prefix', 'lengths', 'pack_gqa', 'sm_margin',
-          'scales', 'tree', 'by_page', 'latent', 'float16_out')
+          'scales', 'tree', 'by_page', 'latent', 'float16_out', 'choice')
 _GRADIENTS = 'dq', 'dk', 'dv'
 
 # ops/library.py says what each op is for.

@@ -15,7 +15,8 @@ GROUPS = {'lengths': 'LengthArguments', 'score': 'ScoreArguments', 'scales': 'Sc
           'fp8': 'Fp8Arguments', 'execution': 'ExecutionArguments',
           'gradients': 'GradientArguments', 'cache': 'CacheArguments', 'splits': 'SplitArguments',
           'rotary': 'RotaryArguments', 'prefix': 'PrefixArgument', 'tree': 'TreeArguments',
-          'by_page': 'ByPageArgument', 'latent': 'LatentArgument'}
+          'by_page': 'ByPageArgument', 'latent': 'LatentArgument',
+          'choice': 'ChoiceArgument'}
 # The groups of tensors that the ops use as tensors: OpTensors owns them. The call describes them,
 # apart from those in _UNDESCRIBED.
 _TENSORS = ('inputs', 'given', 'upstream', 'outputs', 'given_gradients', 'new', 'set_scales',

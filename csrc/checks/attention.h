@@ -12,7 +12,7 @@ namespace fa3 {
 // further rules.
 inline constexpr unsigned kCallPass = 1, kKeyPass = 2, kScalePass = 4, kGradientPass = 8,
                           kCachePass = 16, kCacheScalePass = 32, kLatentScalePass = 64,
-                          kAppendPass = 128, kPackedCachePass = 256;
+                          kAppendPass = 128, kPackedCachePass = 256, kChoicePass = 512;
 
 using Call = AttentionCall;
 using Lengths = LengthArguments;
@@ -96,6 +96,11 @@ inline constexpr Condition kConditions[] = {
      [](Call const& c) { return c.cache.cache_seqlens || c.cache.cache_length >= 0; }},
     {"shared_prefix", [](Call const& c) { return c.prefix.shared_prefix != 0; }},
     {"descale_by_page", [](Call const& c) { return c.by_page.descale_by_page; }},
+    {"indices", [](Call const& c) { return c.choice.keys_chosen; }},
+    {"causal", [](Call const& c) { return c.score.causal; }},
+    {"window_size",
+     [](Call const& c) { return c.score.window_left != -1 || c.score.window_right != -1; }},
+    {"attention_chunk", [](Call const& c) { return c.score.attention_chunk != 0; }},
     {"softcap", [](Call const& c) { return c.has_softcap(); }},
     {"split_size", [](Call const& c) { return c.execution.split_size != 0; }},
     {"num_splits above 1", [](Call const& c) { return c.splits.num_splits > 1; }},
@@ -139,7 +144,7 @@ inline constexpr Rule kRules[] = {
     {kCallPass, "seqused_q", kNeeds, {"cu_seqlens_q"}},
     {kCallPass, "seqused_k", kNeeds, {"cu_seqlens_k"}},
     {kKeyPass, "split_size", kExcludes, {"q of float8_e4m3fn"}},
-    {kCachePass, "shared_prefix", kExcludes, {"cache_leftpad"}},
+    {kCachePass, "shared_prefix", kExcludes, {"cache_leftpad", "window_size", "attention_chunk"}},
     {kCachePass, "qv", kExcludes, {"softcap", "q of float8_e4m3fn", "descale_by_page"}},
     {kCachePass, "descale_by_page", kNeeds, {"q of 16 bits and a cache of float8_e4m3fn"}},
     {kCachePass, "descale_by_page", kNeeds, {"page_table", "k_descale", "v_descale"}},
@@ -152,6 +157,9 @@ inline constexpr Rule kRules[] = {
     {kPackedCachePass, "cu_seqlens_k", kExcludes, {"cache_leftpad", "cache_seqlens"}},
     {kPackedCachePass, "cu_seqlens_k", kExcludes, {"shared_prefix", "descale_by_page"}},
     {kPackedCachePass, "cu_seqlens_k", kExcludes, {"appended keys"}},
+    {kChoicePass, "indices", kExcludes, {"causal", "window_size", "attention_chunk"}},
+    {kChoicePass, "indices", kExcludes, {"tree_mask", "cache_leftpad", "shared_prefix"}},
+    {kChoicePass, "indices", kExcludes, {"q of float8_e4m3fn"}},
     {kAppendPass, "k", kWith, {"v"}},
     {kAppendPass, "cu_seqlens_k_new", kNeeds, {"k"}},
     {kAppendPass, "rotary_cos", kWith, {"rotary_sin"}},

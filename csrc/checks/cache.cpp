@@ -115,7 +115,8 @@ bool check_on_cache(Solver& solver, Call const& call) {
     solver.dtypes[kKeys] = set_of(call.k);  // converts() has compared it
     solver.dtypes[kValues] = kE4M3;
   }
-  return check_rows<kCallPass | kCachePass>(solver, call) &&
+  return check_rules<kChoicePass>(solver, call) &&
+         check_rows<kCallPass | kCachePass>(solver, call) &&
          check_rules<kCallPass | kCachePass>(solver, call) && check_latent(solver, call) &&
          check_limits(solver, call) && check_scales(solver, call) &&
          check_lengths(solver, call, call.cache.appended) &&

@@ -12,6 +12,11 @@ inline bool appends(AttentionCall const& call) {
   return call.k_new || call.v_new || call.rotary.rotary_cos || call.rotary.rotary_sin;
 }
 
+// Whether the next call attends, to chosen keys.
+inline bool only_appends(AttentionCall const& call) {
+  return call.choice.keys_chosen && appends(call);
+}
+
 // Sets the arguments of a call that describe the cache after its append. Call it before the checks.
 void count_appended(AttentionCall& call, OpTensors const& tensors);
 

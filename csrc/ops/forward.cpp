@@ -75,7 +75,7 @@ void run(AttentionCall& call, OpTensors& tensors, ForwardResults const& results)
   if (call.on_cache && appends(call)) {
     append.emplace(call, tensors);
   }
-  if (has_work(call)) {
+  if (has_work(call) && !only_appends(call)) {
     attention.emplace(call, tensors, results, stream);
   }
   if (append) {
@@ -83,7 +83,7 @@ void run(AttentionCall& call, OpTensors& tensors, ForwardResults const& results)
   }
   if (attention) {
     attention->run(stream);
-  } else {
+  } else if (!only_appends(call)) {
     clear(results);
   }
 }

@@ -92,7 +92,8 @@ int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
   bool const is_full = mask.left == IntervalMask::kNoLimit &&
                        mask.right == IntervalMask::kNoLimit && !mask.is_chunked &&
                        !call.tree.tree_mask;
-  bool const is_plain = is_full && call.sink_count() == 0 && !problem.kind.is_latent;
+  bool const is_plain = is_full && call.sink_count() == 0 && !problem.kind.is_latent &&
+                        !call.choice.keys_chosen;
   return is_one && is_plain && call.prefix.shared_prefix == 0
              ? int(std::min(known_keys(call), int64_t(problem.cache.capacity)))
              : 0;
@@ -110,6 +111,7 @@ void set_cache(FwdProblem& problem, AttentionCall const& call) {
     cache.capacity = int(std::min<int64_t>(capacity_of(call), IntervalMask::kNoLimit));
   }
   cache.num_splits = int(call.splits.num_splits);
+  cache.is_chosen = call.choice.keys_chosen;
   problem.seqlen_k = cache.capacity;
   problem.mask = mask_of_call(call.score);
   problem.kind = call.has_latents()   ? kLatentKernel

@@ -348,8 +348,8 @@ PyObject* py_plan(PyObject*, PyObject* args, PyObject* kwargs) {
   }
   call.on_cache = kOnCache;
   call.is_backward = kIsBackward;
-  call.prefix = {};  // keys that are shared have a launch of their own
   std::string const error = plan_error(call);
+  call.prefix = {};  // keys that are shared have a launch of their own
   return error.empty() ? kDict(problem_of(call))
                        : DictBuilder().string("reason", error.c_str()).finish();
 }

@@ -185,7 +185,7 @@ def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple, 
     arguments = *tensors, *general, *execution, *quantization
     if is_compiling() or derivatives.is_forward_mode():
         results = _fwd_quantized(*arguments)
-    elif checks.needs_grad(*tensors, general.sinks):
+    elif checks.needs_grad(*tensors, score['s_aux']):
         results = quantized_attention(*arguments)
     else:
         results = fp8.forward_quantized(*arguments)

@@ -5,25 +5,27 @@ step takes microseconds on a GPU, so the functions do as little Python as they c
 """
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from flash_attn3 import env
+from flash_attn3 import _plan, env
 from flash_attn3.arguments import names, public_names
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import (attend_arguments, attend_cache, checks, derivatives, dtensors, fp8,
-                             invariance, library, prefix_rules)
+from flash_attn3.ops import (attend_arguments, attend_cache, checks, chosen_keys, derivatives,
+                             dtensors, fp8, invariance, library, prefix_rules)
 from flash_attn3.api.merging import flash_attn_combine, merge_states
 from flash_attn3.ops.attend_cache import Attend, Rotary
+from flash_attn3.ops.chosen_keys import KVCACHE, SPARSE, Choice, Function
 from flash_attn3.ops.dense_and_varlen import batch_of, general_of
 from flash_attn3.ops.fp8 import Descale
 
-__all__ = ['flash_attn_combine', 'flash_attn_with_kvcache', 'get_scheduler_metadata',
-           'merge_states']
+__all__ = ['flash_attn_combine', 'flash_attn_sparse_func', 'flash_attn_with_kvcache',
+           'get_scheduler_metadata', 'merge_states']
 
 _OP = 'flash_attn_with_kvcache'
 # (attend, append and attend): traced ops, eager ops, and functions without an op.
@@ -34,8 +36,8 @@ _PLAIN = attend_cache.attend_plainly, attend_cache.append_and_attend_plainly
 _INVARIANT = invariance.OPEN    # not empty under invariant()
 
 # The tensors that `_reject` takes, in order.
-TENSORS = ('q', 'k_cache', 'v_cache', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux', 'out',
-            'q_descale', 'k_descale', 'v_descale')
+TENSORS = ('q', 'k_cache', 'v_cache', 'out', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux',
+           'q_descale', 'k_descale', 'v_descale')
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -54,12 +56,13 @@ def flash_attn_with_kvcache(
         scheduler_metadata: Tensor | None = None, num_splits: int = 0, pack_gqa: bool | None = None,
         sm_margin: int = 0, return_softmax_lse: bool = False, *, s_aux: Tensor | None = None,
         out: Tensor | None = None, split_size: int = 0, out_dtype: torch.dtype | None = None,
-        shared_prefix: int = 0, tree_mask: Tensor | None = None,
-        descale_by_page: bool = False) -> Result:
+        shared_prefix: int = 0, tree_mask: Tensor | None = None, descale_by_page: bool = False,
+        indices: Tensor | None = None, index_block: int = 1,
+        index_counts: Tensor | None = None) -> Result:
     """Appends k and v to a KV cache, then attends to its keys and values.
 
-    Sequence b has the keys of slots cache_leftpad[b] up to cache_seqlens[b], then the new ones.
-    Masks count from its first key, causal is bottom-right. A refused call changes no cache.
+    Sequence b has the keys of slots cache_leftpad[b] to cache_seqlens[b], then the new ones. Masks
+    count from its first key, causal is bottom-right. A refused call changes no cache.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
@@ -67,27 +70,26 @@ def flash_attn_with_kvcache(
             page_size, heads_k, head_dim); dtype of q, or float8_e4m3fn (with qv v_cache alone).
         k, v: (batch, new, heads_k, head_dim), or with cu_seqlens_k_new (total_new, ...): appended
             to each sequence that has room. float8_e4m3fn caches store 16-bit ones over descales.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q (e4m3: or 16 bits). q and k,
-            of one dtype, rotate from position cache_seqlens (or rotary_seqlens) on; without causal
-            and window all q rotate there. rotary_interleaved: pairs (2i, 2i + 1), else halves.
-        cache_seqlens: (batch,) int32 or one number: keys before the append. Default: all slots.
-        cache_leftpad, rotary_seqlens: (batch,) int32: first slot, position.
-        page_table: (rows, pages) int32. cache_batch_idx: (batch,) int32: row of the cache or table.
-        num_splits: most parts of a tile's keys; 0: by plan. tree_mask: from `pack_tree_mask`.
-        shared_prefix: leading keys that all share, whole pages. Others: as in `flash_attn_func`.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q (e4m3: or 16 bits), for q
+            and k from cache_seqlens (or rotary_seqlens) on, in pairs (2i, 2i + 1) or halves.
+        cache_seqlens: keys before the append, a number or (batch,) int32, as cache_leftpad (first
+            slot), rotary_seqlens (position) and cache_batch_idx (row of the cache or page_table).
+        page_table: (rows, pages) int32. num_splits: most parts of a tile's keys; 0: by plan.
+        shared_prefix: leading keys that all share, whole pages. tree_mask: from `pack_tree_mask`.
         out_dtype: with float8_e4m3fn, bfloat16 (default) or float16. Descales: (batch, heads_k) or
             a number; descale_by_page: (pages, heads_k) for q of 16 bits, set where k begins a page.
         qv: as q, with the head_dim of v, for one KV head: scores are (q k^T + qv v^T) * (head_dim +
             head_dim_v) ** -0.5; v_descale: (*v_cache.shape[:2], 1 or head_dim_v / 128), set by v.
+        indices: each query attends to slots i % size of rows or pages i // size alone, with size =
+            k_cache.size(1); as in `flash_attn_sparse_func`. Others: as in `flash_attn_func`.
 
-    Returns:
-        out, shaped like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
+    Returns out, like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
     """
+    tensors = q, k_cache, v_cache, out
     if q_descale is not None or k_descale is not None or v_descale is not None:
-        q_descale, k_descale, v_descale = descales_of((q_descale, k_descale, v_descale), (
-            q, k_cache, v_cache), cu_seqlens_q, descale_by_page, qv)
-    given = (q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, s_aux, out, q_descale,
-             k_descale, v_descale)
+        q_descale, k_descale, v_descale = descales_of(
+            (q_descale, k_descale, v_descale), tensors, cu_seqlens_q, descale_by_page, qv)
+    given = *tensors, k, v, qv, rotary_cos, rotary_sin, s_aux, q_descale, k_descale, v_descale
     if (scheduler_metadata is not None or out_dtype is not None or type(q) is not Tensor
             or type(softcap) is not float or forward_ad._current_level >= 0
             or (softmax_scale is not None and type(softmax_scale) is not float)
@@ -95,7 +97,7 @@ def flash_attn_with_kvcache(
         _reject(scheduler_metadata, softmax_scale, softcap, out_dtype, given)
     if _INVARIANT:
         num_splits, split_size = invariance.in_parts(num_splits, split_size)
-    functions = functions_for(q, _OP, split_size)
+    ops = functions_for(q, _OP, split_size)
     length, cache_seqlens = lengths_of(cache_seqlens)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, q, cu_seqlens_q)
@@ -103,23 +105,65 @@ def flash_attn_with_kvcache(
     added = k.size(1) if k is not None and cu_seqlens_k_new is None and k.dim() > 1 else 0
     k_set = v_set = None
     if v is not None and descale_by_page != (qv is not None) and v.dtype != v_cache.dtype:
-        k_set, v_set = _descales_to_set(k_descale, v_descale, descale_by_page)
-        k_descale = v_descale = None
+        k_set, v_set, k_descale, v_descale = _descales_to_set(k_descale, v_descale, descale_by_page)
     own = attend_arguments.build(
         cache_seqlens, page_table, added, length, cache_batch_idx, cache_leftpad,
         None if k is None else cu_seqlens_k_new, checks.sinks_of(s_aux, q), softmax_scale, causal,
         left, right, attention_chunk, softcap, return_softmax_lse, num_splits, split_size,
         shared_prefix, cu_seqlens_q, longest(max_seqlen_q, q, cu_seqlens_q), pack_gqa, sm_margin,
         q_descale, k_descale, v_descale, tree_mask, descale_by_page, qv,
-        out_dtype is torch.float16 and out is None and q.dtype == fp8.E4M3)
-    tensors = q, k_cache, v_cache, out
+        out_dtype is torch.float16 and out is None and q.dtype == fp8.E4M3, indices is not None)
     if shared_prefix != 0:
         prefix_rules.check(tensors, Attend(*own))
-    if k is None and v is None and rotary_cos is None and rotary_sin is None:
-        return _attend(functions, tensors, own, return_softmax_lse)
+    is_chosen = indices is not None or index_counts is not None or index_block != 1
+    if k is None and v is None and rotary_cos is None and rotary_sin is None and not is_chosen:
+        return _attend(ops, tensors, own, return_softmax_lse)
     rotary = (rotary_cos, rotary_sin, None if rotary_cos is None else rotary_seqlens,
-              rotary_interleaved, bool(causal) or left != -1 or right != -1)
-    return _append(functions, tensors, (k, v, k_set, v_set), rotary, own, return_softmax_lse)
+              rotary_interleaved, bool(causal) or left != -1 or right != -1 or is_chosen)
+    choice = Choice(indices, index_block, index_counts) if is_chosen else None
+    return _append(ops, tensors, (k, v, k_set, v_set), rotary, own, return_softmax_lse, choice)
+
+
+def flash_attn_sparse_func(
+        q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, qv: Tensor | None = None,
+        index_block: int = 1, index_counts: Tensor | None = None,
+        softmax_scale: float | None = None, s_aux: Tensor | None = None,
+        return_softmax_lse: bool = False,
+        deterministic: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of each query to the keys that it chooses. No gradients yet.
+
+    Args:
+        q: (total_q, heads_q, head_dim).
+        k, v: (total_k, heads_k, head_dim).
+        indices: (total_q, n) for all KV heads or (total_q, heads_k, n) int32: rows of k; -1: none.
+            index_block: 64 or 128 if they count blocks of rows, which divide total_k.
+        qv: absorbed MLA, (total_q, heads_q, head_dim_v): scores are (q k^T + qv v^T) *
+            (head_dim + head_dim_v) ** -0.5.
+        index_counts: (total_q,) int32: indices of a list that count.
+        softmax_scale, s_aux: as in `flash_attn_func`. deterministic: of the gradients.
+
+    Returns:
+        out, (total_q, heads_q, head_dim_v); with return_softmax_lse (out, lse), lse (heads_q,
+        total_q). A query without keys has out 0 and LSE -inf.
+    """
+    function = SPARSE
+    given = dict(q=q, k=k, v=v, qv=qv, s_aux=s_aux)
+    if checks.needs_grad(*given.values()):
+        raise RuntimeError(checks.error(
+            function.name, 'requires_grad=False', checks.requires_grad_text(**given),
+            'no gradients yet; call it under torch.no_grad()'))
+    reject(function.name, softmax_scale, 0.0, None, given | {'out': None})
+    for name, x in (('q', q), ('k', k), ('v', v)):
+        if x.dim() != 3:
+            raise RuntimeError(checks.error(function.name, f'{name} to have 3 dimensions',
+                                            str(x.dim())))
+    own = Attend(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, qv=qv,
+                 return_lse=return_softmax_lse, keys_chosen=True)
+    choice = Choice(indices, index_block, index_counts)
+    chosen_keys.check((q, k[None], v[None], None), choice, function)
+    attend, _ = functions_for(q, function.name)
+    out, lse = attend_to_chosen(attend, (q, k[None], v[None], None), own, choice, function)
+    return (out, lse) if return_softmax_lse else out
 
 
 def get_scheduler_metadata(
@@ -173,11 +217,13 @@ def arguments_of(call: Mapping) -> tuple[Attend, Rotary]:
         cu_seqlens_k_new=None if k is None else call['cu_seqlens_k_new'],
         appended=k.size(1) if is_dense else 0, return_lse=call['return_softmax_lse'],
         max_seqlen_q=longest(call['max_seqlen_q'], q, starts),
-        float16_out=call['out_dtype'] == torch.float16 and q.dtype == fp8.E4M3)
+        float16_out=call['out_dtype'] == torch.float16 and q.dtype == fp8.E4M3,
+        keys_chosen=call['indices'] is not None)
     window = checks.window_sides(call['window_size'])
     positions = None if call['rotary_cos'] is None else call['rotary_seqlens']
     return own, Rotary(call['rotary_cos'], call['rotary_sin'], positions,
-                       call['rotary_interleaved'], own.causal or window != (-1, -1))
+                       call['rotary_interleaved'],
+                       own.causal or own.keys_chosen or window != (-1, -1))
 
 
 def functions_for(q: Tensor, op: str, split_size: int = 0) -> tuple:
@@ -217,11 +263,11 @@ def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, q: Tensor,
     return table.index_select(0, rows.clamp(0, last)).masked_fill_(is_none[:, None], -1), None
 
 
-def descales_of(given: tuple, tensors: tuple[Tensor, Tensor, Tensor],
+def descales_of(given: tuple, tensors: tuple,
                  cu_seqlens_q: Tensor | None, is_by_page: bool,
-                 qv: Tensor | None) -> list[Tensor | None]:
-    """Descales as the op takes them: numbers as tensors. tensors: q and the caches."""
-    q, k_cache, v_cache = tensors
+                qv: Tensor | None) -> list[Tensor | None]:
+    """Descales as the op takes them: numbers as tensors. tensors: q and the caches first."""
+    q, k_cache, v_cache, *_ = tensors
     by_sequence = fp8.head_scales(batch_of(q, cu_seqlens_q), k_cache)
     by_k = (*k_cache.shape[:1], by_sequence[1]) if is_by_page else by_sequence
     by_v = by_k if qv is None else (*v_cache.shape[:2], 1)
@@ -230,9 +276,9 @@ def descales_of(given: tuple, tensors: tuple[Tensor, Tensor, Tensor],
 
 
 def _descales_to_set(k_descale: Tensor | None, v_descale: Tensor | None,
-                     is_by_page: bool) -> tuple[Tensor | None, Tensor]:
+                     is_by_page: bool) -> tuple[Tensor | None, Tensor, None, None]:
     """The descales that an append of 16-bit rows to an e4m3 cache writes: those of pages, or
-    v_descale of latents.
+    v_descale of latents. Then those that it does not write.
 
     Raises:
         RuntimeError: one is missing, or latents have a k_descale.
@@ -242,7 +288,7 @@ def _descales_to_set(k_descale: Tensor | None, v_descale: Tensor | None,
             _OP, 'both k_descale and v_descale with descale_by_page' if is_by_page else
             'v_descale with 16-bit v' if v_descale is None else 'k_descale to be None with qv',
             'None' if is_by_page or v_descale is None else 'a tensor'))
-    return k_descale, v_descale
+    return k_descale, v_descale, None, None
 
 
 def _attend(functions: tuple, tensors: tuple, own: tuple, return_lse: bool) -> Result:
@@ -257,6 +303,84 @@ def _attend(functions: tuple, tensors: tuple, own: tuple, return_lse: bool) -> R
     return _returned(result if out is None else out, lse, return_lse)
 
 
+def check_chosen(tensors: tuple, own: Attend, choice: Choice, appends: bool) -> None:
+    """Raises RuntimeError if the keys cannot be chosen."""
+    q, k, v, _ = tensors
+    chosen_keys.check((q, k, v, None if own.qv is None else own.v_descale), choice)
+    lengths = own.cache_seqlens if own.cache_length == -1 else own.cache_length
+    for name, got in (('page_table', own.page_table), ('cache_batch_idx', own.cache_batch_idx),
+                      ('cache_seqlens', lengths)):
+        if got is not None and not appends:
+            raise RuntimeError(checks.error(
+                _OP, f'{name} to be None with indices',
+                'a tensor' if isinstance(got, Tensor) else str(got),
+                'it only says where new k and v go'))
+    if own.descale_by_page and k.size(1) != choice.block:
+        raise RuntimeError(checks.error(
+            _OP, f'index_block to be the page size, {k.size(1)}, with descale_by_page',
+            str(choice.block)))
+
+
+def attend_to_chosen(op: Callable, tensors: tuple, own: Attend, choice: Choice,
+                     function: Function = KVCACHE) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the op `attend_cache`, for a choice that has passed its check."""
+    q, k, v, out = tensors
+    heads = chosen_keys.heads_of(q, k, choice)
+    try:
+        lowered, arguments = lower(tensors, own, choice)
+        result, lse = op(*lowered, *attend_arguments.shortest(arguments))
+    except RuntimeError as error:
+        text = '' if is_compiling() else _problem_of_chosen(tensors, own, choice)
+        for known, name in zip(KVCACHE, function):
+            text = text.replace(known, name)
+        raise RuntimeError(text or str(error)) from None
+    result = (result if out is None else lowered[3]).view(*q.shape[:-1], v.size(-1))
+    lse = lse.view(q.shape[:-1]) if arguments.return_lse else lse
+    if heads > 1 and own.sinks is not None:    # the heads of a row have other sinks in each row
+        is_none = lse == -math.inf
+        result.mul_(torch.sigmoid(lse - own.sinks).masked_fill_(is_none, 0)[..., None])
+        lse = torch.logaddexp(lse, own.sinks)
+    if out is not None:
+        result = out if chosen_keys.has_rows(out, heads) else out.copy_(result)
+    return result, lse.transpose(-1, -2).contiguous() if own.return_lse else lse
+
+
+def lower(tensors: tuple, own: Attend, choice: Choice) -> tuple[tuple, Attend]:
+    """The tensors and arguments of `attend_cache` for chosen keys (ops/chosen_keys.py)."""
+    q, k, v, out = tensors
+    heads = chosen_keys.heads_of(q, k, choice)
+    k_scale, v_scale = own.k_descale, own.v_descale
+    if own.qv is not None and v_scale is not None:
+        v_scale = chosen_keys.blocks_of(v_scale, choice.block)
+    elif own.descale_by_page:
+        k_scale, v_scale = (x if heads == 1 else x.reshape(-1, 1) for x in (k_scale, v_scale))
+    else:
+        k_scale, v_scale = (chosen_keys.scales_of(x, q, own.cu_seqlens_q, heads)
+                            for x in (k_scale, v_scale))
+    has_later_sinks = heads > 1 and own.sinks is not None
+    own = own._replace(
+        page_table=chosen_keys.table_of(k, choice, heads), cache_length=-1, appended=0,
+        cache_seqlens=chosen_keys.slots_of(choice, heads), cache_batch_idx=None,
+        cu_seqlens_k_new=None, cu_seqlens_q=None, max_seqlen_q=0, k_descale=k_scale,
+        v_descale=v_scale, qv=chosen_keys.rows_of(own.qv, heads),
+        sinks=None if has_later_sinks else own.sinks, return_lse=own.return_lse or has_later_sinks)
+    caches = (chosen_keys.cache_of(x, choice.block, heads) for x in (k, v))
+    return (chosen_keys.rows_of(q, heads), *caches, chosen_keys.rows_of(out, heads)), own
+
+
+def _problem_of_chosen(tensors: tuple, own: Attend, choice: Choice) -> str:
+    """What is wrong with the call as the user made it, or ''."""
+    q, k, v, out = tensors
+    starts = own.cu_seqlens_q
+    if q.dim() == 3 and starts is None:
+        starts = choice.indices.new_empty(q.size(0) + 1)
+    own = own._replace(
+        page_table=choice.indices.new_empty(batch_of(q, starts), 1), cu_seqlens_q=starts,
+        cache_seqlens=None, cache_length=-1, cache_batch_idx=None, cu_seqlens_k_new=None,
+        appended=0)
+    return checks.problem_text(dict(q=q, k=k, v=v, out=out), own, check=_plan.check_cache)
+
+
 def _returned(out: Tensor, lse: Tensor, return_lse: bool) -> Result:
     if not return_lse:
         return out
@@ -265,18 +389,30 @@ def _returned(out: Tensor, lse: Tensor, return_lse: bool) -> Result:
 
 
 def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tuple,
-            return_lse: bool) -> Result:
-    """What flash_attn_with_kvcache returns for new keys, or for rotary alone. new: k, v and the
-    descales that they set; rotary: the fields of Rotary; others: as in _attend.
+            return_lse: bool, choice: Choice | None = None) -> Result:
+    """What flash_attn_with_kvcache returns for new keys, for rotary alone, and for chosen keys.
+    new: k, v and the descales that they set; rotary: the fields of Rotary; others: as in _attend.
     """
-    _, append_and_attend = functions
+    attend, append_and_attend = functions
     q, k_cache, v_cache, out = tensors
     k, v, k_descale, v_descale = new
-    if not is_compiling():
-        _check_contents(tensors, new, rotary, own)
-    result, lse, _ = append_and_attend(q, k_cache, v_cache, k, v, out, k_descale, v_descale,
-                                       *rotary, *own)
-    return _returned(result if out is None else out, lse, return_lse)
+    appends = k is not None or v is not None or rotary[0] is not None or rotary[1] is not None
+    if choice is not None:
+        read = attend_cache.with_descales(own, k_descale, v_descale)
+        check_chosen(tensors, read, choice, appends)
+        q, qv = (attend_cache.apart(x, (k_cache, v_cache)) if appends and not is_compiling() else x
+                 for x in (q, read.qv))
+        read = read._replace(qv=qv)
+    if appends:
+        if not is_compiling():
+            _check_contents(tensors, new, rotary, own)
+        result, lse, rotated = append_and_attend(q, k_cache, v_cache, k, v, out, k_descale,
+                                                 v_descale, *rotary, *own)
+        if choice is None:
+            return _returned(result if out is None else out, lse, return_lse)
+        q, out = q if rotary[0] is None else rotated, result if out is None else out
+    result, lse = attend_to_chosen(attend, (q, k_cache, v_cache, out), read, choice)
+    return _returned(result, lse, return_lse)
 
 
 def _check_contents(tensors: tuple, new: tuple, rotary: tuple, own: tuple) -> None:

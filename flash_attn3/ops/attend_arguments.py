@@ -13,7 +13,7 @@ from flash_attn3.ops.attend_cache import Attend
 
 # The shortest tuple holds the first step. Each further step is appended whole or not at all.
 _STEPS = ('cache', *names('score', 'splits', 'split_size'), 'prefix', 'lengths', 'pack_gqa',
-          'sm_margin', 'scales', 'tree', 'by_page', 'latent', 'float16_out')
+          'sm_margin', 'scales', 'tree', 'by_page', 'latent', 'float16_out', 'choice')
 # Arguments of packed keys, which keep their defaults in a call on a cache.
 _OF_PACKED_KEYS = ('cu_seqlens_k', 'seqused_q', 'seqused_k', 'max_seqlen_k')
 

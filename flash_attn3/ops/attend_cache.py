@@ -139,7 +139,9 @@ def _tree_problem(q: Tensor, own: Attend, batch: int) -> tuple[str, str] | None:
 
 def _place_problem(cache: Tensor, own: _Own, sequence: int,
                    slots: range) -> tuple[str, str] | None:
-    """The problem of the row or the pages that hold these slots."""
+    """The problem of the row or the pages that hold these slots. Chosen ones may be no pages."""
+    if getattr(own, 'keys_chosen', False):
+        return None
     if own.page_table is None:
         row = sequence if own.cache_batch_idx is None else own.cache_batch_idx[sequence].item()
         if not 0 <= row < cache.size(0):
@@ -209,6 +211,9 @@ def _indices_of(x: Tensor, own: Attend, batch: int) -> list[tuple]:
     for sequence, (first, before, new) in enumerate(_spans(x, own, batch)):
         end = min(_capacity_of(x, own), before + new)
         slots = torch.arange(min(first, end), end, device=x.device)
+        if own.keys_chosen:
+            pages = own.page_table[sequence][slots // x.size(1)]
+            slots = slots[(pages >= 0) & (pages < x.size(0))]
         index = _index(x, own, sequence, slots)
         if sequence > 0 and own.shared_prefix > 0:
             index = _with_prefix(index, _index(x, own, 0, slots), slots < own.shared_prefix)
@@ -420,15 +425,15 @@ def append_and_attend_plainly(
             own.descale_by_page or own.qv is not None):
         raise RuntimeError(checks.error(OP, 'k_scales or v_scales, those that new keys set',
                                         'None'))
-    q, qv, k, v = (_apart(x, caches) for x in (q, own.qv, k, v))
+    q, qv, k, v = (apart(x, caches) for x in (q, own.qv, k, v))
     own = own._replace(qv=qv)
     firsts = _firsts(k_cache, append, batch_of(q, append.cu_seqlens_q))
     if k is not None:
         _append(caches, k, v, append)
-    if rotary.rotary_cos is None:
-        return *_results(q, k_cache, v_cache, out, own), q.new_empty(0)
-    rotated = _rotated_queries(q, append, firsts)
-    return *_results(rotated, k_cache, v_cache, out, own), rotated
+    rotated = None if rotary.rotary_cos is None else _rotated_queries(q, append, firsts)
+    attend = _attend_fake if own.keys_chosen else _results    # the next call attends
+    results = attend(q if rotated is None else rotated, k_cache, v_cache, out, own)
+    return *results, q.new_empty(0) if rotated is None else rotated
 
 
 def with_descales(arguments: tuple, k_scales: Tensor | None, v_scales: Tensor | None) -> Attend:
@@ -442,7 +447,7 @@ def append_of(own: Attend, rotary: Rotary) -> Append:
                     for name in Append._fields))
 
 
-def _apart(x: Tensor | None, caches: tuple[Tensor, Tensor]) -> Tensor | None:
+def apart(x: Tensor | None, caches: tuple[Tensor, Tensor]) -> Tensor | None:
     """x, copied if the append might overwrite it."""
     def span(x: Tensor) -> tuple[int, int]:
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
@@ -494,9 +499,8 @@ def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, own: Append) ->
 
 # -------------------------------------------------------------------------------------------- fakes
 # Fakes check only what they rely on; the ops check the rest on real tensors.
-def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
-                 *arguments) -> tuple[Tensor, Tensor]:
-    own = Attend(*arguments)
+def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None,
+                 own: Attend) -> tuple[Tensor, Tensor]:
     rank = rank_of(own)
     torch._check(q.dim() == rank, lambda: checks.error(
         OP, f'q to have {rank} dimensions', str(q.dim())))
@@ -512,11 +516,12 @@ def _append_and_attend_fake(
         v: Tensor | None = None, out: Tensor | None = None, k_scales: Tensor | None = None,
         v_scales: Tensor | None = None, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     count = len(Rotary._fields)
-    results = _attend_fake(q, k_cache, v_cache, out, *arguments[count:])
+    results = _attend_fake(q, k_cache, v_cache, out, Attend(*arguments[count:]))
     is_rotated = Rotary(*arguments[:count]).rotary_cos is not None
     return *results, q.new_empty(q.shape if is_rotated else 0)
 
 
-library.register('attend_cache', attend_plainly, _attend_fake)
+library.register('attend_cache', attend_plainly,
+                 lambda q, k, v, out=None, *own: _attend_fake(q, k, v, out, Attend(*own)))
 library.register('append_and_attend', append_and_attend_plainly, _append_and_attend_fake)
 library.register_vmap_by_loop('attend_cache')

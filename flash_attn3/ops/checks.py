@@ -191,9 +191,9 @@ def length_bound(name: str, max_seqlen: int | Tensor, x: Tensor) -> int:
     return max_seqlen
 
 
-def wants_determinism(deterministic: bool) -> bool:
+def wants_determinism(is_asked: bool) -> bool:
     """Whether the argument or PyTorch's setting asks for repeatable gradients."""
-    return deterministic or torch.are_deterministic_algorithms_enabled()
+    return is_asked or torch.are_deterministic_algorithms_enabled()
 
 
 def unsupported(op: str = 'flash_attn_func', **given) -> list[str]:

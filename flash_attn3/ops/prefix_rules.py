@@ -32,10 +32,6 @@ def problem_text(tensors: Tensors, own: Attend) -> str:
         return checks.error(_OP, 'shared_prefix to be an int of 0 or more', repr(count))
     if count == 0:
         return ''
-    window, chunk = (own.window_left, own.window_right), own.attention_chunk
-    if window != (-1, -1) or chunk != 0:
-        return checks.error(_OP, 'neither window_size nor attention_chunk with shared_prefix',
-                            f'{window} and {chunk}', 'every query must see all shared keys')
     problem = _problem(tensors, own)
     return checks.error(_OP, *problem) if problem else ''
 

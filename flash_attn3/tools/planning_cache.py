@@ -13,6 +13,7 @@ from flash_attn3 import _plan, arguments
 from flash_attn3.api import interface, kvcache
 from flash_attn3.ops import checks, invariance, prefix_rules
 from flash_attn3.ops.attend_cache import Attend, append_of
+from flash_attn3.ops.chosen_keys import Choice
 
 _OP = 'flash_attn_with_kvcache'
 _SIGNATURE = inspect.signature(kvcache.flash_attn_with_kvcache)
@@ -68,8 +69,17 @@ def on_meta(given: Mapping, sizes: Mapping, dtype: torch.dtype | str) -> dict:
 
 def _plan_of(call: Mapping, own: Attend, gpu: Mapping[str, int]) -> dict:
     """How the op would run; only the key 'reason' if no kernel fits."""
-    tensors = {'q': call['q'], 'k': call['k_cache'], 'v': call['v_cache'], 'out': call['out']}
-    return checks.problem_text(tensors, own, gpu, rules_of='cuda', check=_plan.plan_cache)
+    tensors = tuple(call[name] for name in ('q', 'k_cache', 'v_cache', 'out'))
+    if own.keys_chosen:
+        choice = Choice(*(call[name] for name in ('indices', 'index_block', 'index_counts')))
+        try:
+            appends = call['k'] is not None or call['rotary_cos'] is not None
+            kvcache.check_chosen(tensors, own, choice, appends)
+            tensors, own = kvcache.lower(tensors, own, choice)
+        except RuntimeError as problem:
+            return {'reason': str(problem)}
+    named = dict(zip(('q', 'k', 'v', 'out'), tensors))
+    return checks.problem_text(named, own, gpu, rules_of='cuda', check=_plan.plan_cache)
 
 
 def ignored_text() -> str:
@@ -119,13 +129,16 @@ def plan(shapes: Sequence[Sequence[int]], dtype: torch.dtype, given: Mapping,
     starts, table = call['cu_seqlens_q'], call['page_table']
     sizes = list_sizes(q[0] if starts is None else len(starts) - 1) | {
         'q': q, 'k_cache': shapes[1], 'v_cache': v_cache, 's_aux': q[-2:-1],
-        'qv': (*q[:-1], v_cache[-1]), 'page_table': getattr(table, 'shape', table)}
+        'qv': (*q[:-1], v_cache[-1]), 'page_table': getattr(table, 'shape', table),
+        'index_counts': q[:-2]}
+    sizes['indices'] = getattr(call['indices'], 'shape', call['indices'])
     call = on_meta(call, sizes, dtype)
     facts = _plan_of(call, kvcache.arguments_of(call)[0], gpu)
     if 'reason' in facts:
         return facts
     length, _ = kvcache.lengths_of(call['cache_seqlens'])
-    return facts | {'is_paged': table is not None} | _estimate(facts, shapes, length)
+    is_paged = table is not None or call['indices'] is not None
+    return facts | {'is_paged': is_paged} | _estimate(facts, shapes, length)
 
 
 def _estimate(facts: Mapping, shapes: Sequence[Sequence[int]], length: int) -> dict:

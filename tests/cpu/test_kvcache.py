@@ -198,7 +198,7 @@ def test_parameters_are_upstreams():
     assert {name: positional[name] for name in UPSTREAM} == UPSTREAM
     assert [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY] == [
         's_aux', 'out', 'split_size', 'out_dtype', 'shared_prefix', 'tree_mask',
-        'descale_by_page']
+        'descale_by_page', 'indices', 'index_block', 'index_counts']
 
 
 def test_scheduler_metadata_serve_every_call():

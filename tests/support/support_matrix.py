@@ -200,8 +200,8 @@ CACHE_FEATURES = (
                        'split_size'),
     CacheFeature('`shared_prefix` with windows, chunks or `cache_leftpad`',
                  {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8, 'window': (4, 0)},
-                 error='flash_attn3.flash_attn_with_kvcache: expected neither window_size nor '
-                       'attention_chunk with shared_prefix'),
+                 error='flash_attn3.flash_attn_with_kvcache: expected no window_size with '
+                       'shared_prefix'),
     CacheFeature('`qv`, head dims 64, 256', _LATENT | {'head_dim_v': 256},
                  error='flash_attn3.flash_attn_with_kvcache: expected head dims of 64'),
 )
