@@ -95,7 +95,6 @@ struct ScoreWarpgroup {
     int const first = keys.first();
     CUTE_NO_UNROLL
     for (int n = first; n >= keys.last(); keys.advance(n)) {
-      uint2 const existing = existing_keys(keys.tile(n));
       compute_scores();
       if (n < first) {
         allow_left();
@@ -103,7 +102,7 @@ struct ScoreWarpgroup {
       if (n == keys.last() && thread == 0) {
         shared.q_empty.arrive();
       }
-      make_probabilities(keys.tile(n), n >= keys.free_end || n < keys.free_begin, existing);
+      make_probabilities(keys.tile(n), n >= keys.free_end || n < keys.free_begin);
       if (n == keys.last()) {
         end_rows();
       }
@@ -165,7 +164,8 @@ struct ScoreWarpgroup {
 
   // Computes P from S of K tile n and stores it over the rotary columns, which only this warpgroup
   // reads.
-  CUTE_DEVICE void make_probabilities(int n, bool is_masked, uint2 existing) {
+  CUTE_DEVICE void make_probabilities(int n, bool is_masked) {
+    uint2 const existing = existing_keys(n);
     bool const lacks_keys = (existing.x & existing.y) != ~0u;
     if (is_masked || lacks_keys) {
       clear_missing(n);
@@ -196,13 +196,16 @@ struct ScoreWarpgroup {
   }
 
   // A bit for each key of a K tile, set if the query chose one there. All are set if queries do not
-  // choose their keys. Two keys per lane; their loads overlap with S.
+  // choose their keys. A lane reads the entries of two keys, which the producer has brought to L1.
   CUTE_DEVICE uint2 existing_keys(int n) const {
     if (!p.is_chosen) {
       return make_uint2(~0u, ~0u);
     }
+    // WHY: without this, values derived from the thread index stay in registers across all tiles.
+    int own = thread;
+    asm volatile("" : "+r"(own));
     KeySource const from = KeySource::of(work());
-    int const slot = n * Traits::kTileN + lane_of_warp();
+    int const slot = n * Traits::kTileN + own % 32;
     auto const exist = [&](int at) {
       int const id = PagedKeys<Traits>::entry_of(p, from, at);
       return __ballot_sync(kWholeWarp, uint32_t(id) < uint32_t(p.entries));
@@ -212,7 +215,9 @@ struct ScoreWarpgroup {
 
   CUTE_DEVICE void hide_missing(uint2 existing) {
     static_assert(Traits::kTileN == 64);
-    int const first = fragment_column(thread);
+    int own = thread;
+    asm volatile("" : "+r"(own));  // as above
+    int const first = fragment_column(own);
     uint32_t const words[] = {existing.x >> first, existing.y >> first};
     CUTE_UNROLL
     for (int i = 0; i < cute::size(tSrS); ++i) {

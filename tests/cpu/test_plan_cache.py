@@ -89,6 +89,31 @@ def test_the_decode_kernel(queries, head_dim, page_size, dtype, softcap):
         assert not plan(queries, capacity, **given, **numbers)['name'].endswith('Decode')
 
 
+@pytest.mark.parametrize('batch, heads, numbers, is_decoding', [
+    (4096, 16, {}, True), (124, 16, {}, True), (123, 16, {}, False), (124, 32, {}, False),
+    (64, 16, {'sm_margin': 66}, True), (124, 16, {'num_splits': 1}, False), (124, 4, {}, True)])
+def test_chosen_latents(batch, heads, numbers, is_decoding):
+    """Up to 16 rows of many tiles, which are seldom split, have a kernel of their own."""
+    shapes = {'q': (batch, 1, heads, 64), 'qv': (batch, 1, heads, 512), 'k': (65536, 1, 1, 64),
+              'v': (65536, 1, 1, 512), 'page_table': (batch, 2048)}
+    (facts,) = _host.plan_cache(1, shapes, {'keys_chosen': True, **numbers})
+    assert facts['name'] == 'FwdBf16D64x512Latent' + 'Decode' * is_decoding
+    (facts,) = _host.plan_cache(1, shapes, {'cache_length': 2048, **numbers})
+    assert facts['name'] == 'FwdBf16D64x512Latent'
+
+
+@pytest.mark.parametrize('group, head_dim, numbers', [
+    (1, 64, {}), (64, 128, {}), (128, 64, {}), (40, 128, {}), (7, 128, {'num_splits': 1}),
+    (64, 256, {'split_size': 256})])
+def test_chosen_keys_are_decoded(group, head_dim, numbers):
+    """Other tiles do not know them, so heads are packed as a decode kernel can hold them."""
+    shapes = {'q': (5, 1, 2 * group, head_dim), 'k': (4096, 1, 2, head_dim),
+              'v': (4096, 1, 2, head_dim), 'page_table': (5, 300)}
+    (facts,) = _host.plan_cache(1, shapes, {'keys_chosen': True, **numbers})
+    assert facts['name'].endswith('Decode')
+    assert facts['pack'] == max(n for n in range(1, 33) if group % n == 0)
+
+
 @pytest.mark.parametrize('mask', [{}, {'causal': True}, {'window_left': 5}, {'attention_chunk': 7}])
 def test_masks_are_values_and_not_variants(mask):
     assert plan(3, **mask)['name'] == 'FwdBf16D128CacheDecode'
