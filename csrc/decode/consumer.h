@@ -102,7 +102,7 @@ struct DecodeConsumer {
     }
     if constexpr (Traits::kIsLatent) {
       LatentTiles<Traits, kRows>{shared, score_ops, warpgroup, thread, tile_ring.stage, ring, turn}
-          .visit(work.keys, softmax, output);
+          .visit(work, softmax, output);
     } else if constexpr (kOverlaps<kRows>) {
       visit_keys_overlapped<kRows>(work.keys, softmax, output);
     } else {
@@ -121,7 +121,7 @@ struct DecodeConsumer {
       add_keys<kRows, 0>(scores);
       score_ops.take(scores, scores);
       bool const is_masked = (n >= keys.free_end) | (n < keys.free_begin);
-      score_ops.transform(scores, keys.tile(n), is_masked);
+      score_ops.transform(scores, work(), keys.tile(n), is_masked);
       softmax.raise_maxima(scores);
       sync_consumers();
       make_probabilities(softmax, scores, output, ring);
@@ -225,7 +225,7 @@ struct DecodeConsumer {
   CUTE_DEVICE void step(KeyRange<Traits> const& keys, int n, Softmax& softmax, Sums& scores,
                         Sums (&output)[1], Overlap<Sums>& at) {
     bool const is_masked = n >= keys.free_end || n < keys.free_begin;
-    score_ops.transform(scores, keys.tile(n), is_masked);
+    score_ops.transform(scores, work(), keys.tile(n), is_masked);
     softmax.raise_maxima(scores);
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(at.next);
@@ -284,10 +284,6 @@ struct DecodeConsumer {
       for (int i = 0; i < Traits::kPBuffers; ++i) {
         shared.most[i * kRows + consumer_thread] = ordered_int(-INFINITY);
       }
-    }
-    if (p.is_chosen && consumer_thread == 0) {
-      CacheLocation const& at = work.location;
-      shared.chosen = {p.page_table + at.sequence * p.table_stride, at.end_k()};
     }
     if constexpr (Traits::kConverts) {
       wait_for(ring);  // Q and scales arrive with the first part of K

@@ -14,6 +14,7 @@ namespace fa3 {
 
 template <class Traits, int kRows>
 struct LatentTiles {
+  using Work = FwdWork<Traits>;
   using Gemms = DecodeGemms<Traits, kRows>;
   using Sums = typename Gemms::Sums;
   using Keys = SharedKeys<Traits, kRows>;
@@ -32,17 +33,17 @@ struct LatentTiles {
   int& turn;  // which warpgroup computes the next K tile
 
   template <class Softmax>
-  CUTE_DEVICE void visit(KeyRange<Traits> const keys, Softmax& softmax,
-                         Sums (&output)[Traits::kPartsV]) {
+  CUTE_DEVICE void visit(Work const& work, Softmax& softmax, Sums (&output)[Traits::kPartsV]) {
     Blocks blocks;
     CUTE_UNROLL
     for (int i = 0; i < kBlocks; ++i) {
       cute::clear(blocks[i]);
     }
+    KeyRange<Traits> const keys = work.keys;
     CUTE_NO_UNROLL
     for (int n = keys.first(); n >= keys.last(); keys.advance(n)) {
       if (turn == warpgroup) {
-        compute(keys, n, softmax, blocks);
+        compute(work, n, softmax, blocks);
       } else {
         CUTE_UNROLL
         for (int part = 0; part < Traits::kParts; ++part) {
@@ -66,13 +67,14 @@ struct LatentTiles {
 
   // S, P and O of a K tile.
   template <class Softmax>
-  CUTE_DEVICE void compute(KeyRange<Traits> const& keys, int n, Softmax& softmax, Blocks& blocks) {
+  CUTE_DEVICE void compute(Work const& work, int n, Softmax& softmax, Blocks& blocks) {
+    KeyRange<Traits> const keys = work.keys;
     int stages[Traits::kParts];
     Sums scores;
     issue_scores<0>(scores, stages);
     wait_gemm<0>(scores);
     bool const is_masked = (n >= keys.free_end) | (n < keys.free_begin);
-    score_ops.transform(scores, keys.tile(n), is_masked);
+    score_ops.transform(scores, work, keys.tile(n), is_masked);
     softmax.raise_maxima(scores);
     sync_own_warpgroup();
     softmax.update(scores, blocks, 1.f);

@@ -32,13 +32,14 @@ struct DecodeScores {
   }
 
   template <class Scores>
-  CUTE_DEVICE void transform(Scores& scores, int n, bool is_masked) const {
+  CUTE_DEVICE void transform(Scores& scores, FwdWork<Traits> const& work, int n,
+                             bool is_masked) const {
     scale_scores(scores);
     if (is_masked) {
       mask_scores(scores, n);
     }
     if (p.is_chosen) {
-      hide_missing(scores, n);
+      hide_missing(scores, work, n);
     }
   }
 
@@ -106,13 +107,18 @@ struct DecodeScores {
   // Hides keys that the query did not choose: their entries are outside the cache. The producer has
   // read the same entries, so they are in L1.
   template <class Scores>
-  CUTE_DEVICE void hide_missing(Scores& scores, int n) const {
-    auto const [entries, end] = shared.chosen;
+  CUTE_DEVICE void hide_missing(Scores& scores, FwdWork<Traits> const& work, int n) const {
+    CacheLocation const& location = work.location;
+    int const* const entries = p.page_table + location.sequence * p.table_stride;
+    // WHY: without this, addresses derived from the thread index stay in registers for all tiles.
+    int first = at.first_key();
+    asm volatile("" : "+r"(first));
     bool exists[2];
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
-      int const slot = n * Traits::kTileN + at.first_key() + 8 * half;
-      exists[half] = slot < end && uint32_t(entries[p.page_size.div(slot)]) < uint32_t(p.entries);
+      int const slot = n * Traits::kTileN + first + 8 * half;
+      exists[half] =
+          slot < location.end_k() && uint32_t(entries[p.page_size.div(slot)]) < uint32_t(p.entries);
     }
     CUTE_UNROLL
     for (int i = 0; i < cute::size(scores); ++i) {

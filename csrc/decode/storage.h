@@ -21,12 +21,6 @@ struct alignas(16) DecodeRow {
   float factor;
 };
 
-// The keys that the query of a tile has chosen: entries of the cache, by slot.
-struct ChosenKeys {
-  int const* entries;
-  int end;  // slots
-};
-
 template <class Traits>
 struct DecodeStorage {
   using Element = typename Traits::Element;
@@ -47,7 +41,6 @@ struct DecodeStorage {
   float sums[Traits::kConsumerWarps][kWarpgroupRows];  // sums over a warp's keys
   float factors[kWarpgroupRows];                       // they multiply O; -inf: O is 0
   float lses[kWarpgroupRows];
-  ChosenKeys chosen;
   FwdWork<Traits> work[kQStages];
   SequenceTable<Traits> sequences;
   DecodeScales tile_scales[kDecodeScales];  // unset if the call has none

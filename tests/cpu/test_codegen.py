@@ -34,7 +34,7 @@ SPILLED_BYTES: dict[str, int] = {
     'FwdBf16D256Softcap': 16, 'FwdFp16D256Softcap': 16,
     # Once a tile, the warps that find and that load tiles, which have 48 registers; with e4m3 the
     # output warpgroups too. ptxas serialises the products of O with fewer than 160.
-    'FwdBf16D64x512Latent': 144, 'FwdFp16D64x512Latent': 144,
+    'FwdBf16D64x512Latent': 160, 'FwdFp16D64x512Latent': 160,
     'FwdBf16D64x512LatentKv8': 160, 'FwdFp16D64x512LatentKv8': 160,
     # One word a K tile; not timed.
     'FwdBf16D256CacheSoftcapKv8': 44, 'FwdFp16D256CacheSoftcapKv8': 44,
@@ -48,17 +48,17 @@ SPILLED_BYTES: dict[str, int] = {
     'FwdBf16D256CausalFolded': 84, 'FwdFp16D256CausalFolded': 84,
     'FwdBf16D256GeneralFolded': 172, 'FwdFp16D256GeneralFolded': 172,
     'FwdBf16D256SoftcapFolded': 172, 'FwdFp16D256SoftcapFolded': 172,
-    # Once a tile; tiles of 64 rows of (192, 128) load two words a K tile. 64 x 4k: 312 us, 330 by
+    # Once a tile; tiles of 64 rows of (192, 128) load a word a K tile. 64 x 4k: 312 us, 330 by
     # the tile of one warpgroup; e4m3 149, before 16 rows had a loop of their own and without spills
     # 146; with 8 registers more for consumers 155 (H200, 2026-11-27).
-    'FwdBf16D192x128CacheDecode': 16, 'FwdFp16D192x128CacheDecode': 16,
-    'FwdFp16D96CacheDecodeKv8': 8, 'FwdFp16D128CacheDecodeKv8': 116}
+    'FwdBf16D192x128CacheDecode': 12, 'FwdFp16D192x128CacheDecode': 12,
+    'FwdFp16D96CacheDecodeKv8': 40, 'FwdFp16D128CacheDecodeKv8': 120}
 MOST_SPILLED_BYTES = 172
 # What lies between the first and the last product: loaded for each K tile, or with e4m3 latents
 # and parts of the keys stored and loaded where a tile or a part ends.
 LOADED_IN_LOOPS = {
-    'FwdBf16D192x128CacheDecode': 2, 'FwdFp16D192x128CacheDecode': 2,
-    'FwdBf16D64x512Latent': 1, 'FwdFp16D64x512Latent': 1,
+    'FwdBf16D192x128CacheDecode': 1, 'FwdFp16D192x128CacheDecode': 1,
+    'FwdFp16D128CacheDecodeKv8': 1,
     'FwdBf16D64x512LatentKv8': 4, 'FwdFp16D64x512LatentKv8': 4,
     'FwdBf16D256CacheSoftcapKv8': 1, 'FwdFp16D256CacheSoftcapKv8': 1,
     'FwdBf16D64GeneralFolded': 8, 'FwdFp16D64GeneralFolded': 8,
