@@ -3,13 +3,10 @@
     python examples/sparse_decode.py                      # ten seconds on a CPU
     python examples/sparse_decode.py --tokens 16384 --page-size 64 --strength 12
 
-A page that no query matches adds next to nothing to the output. So pages are scored, the best are
-listed in `page_table`, and one call of `flash_attn_with_kvcache` attends to them alone. A cached
-key is rotated already and a single query sees all keys, so positions play no part: any order of
-pages will do if the partly filled one comes last. That one is always chosen. Each KV head has its
-own choice: a row of the call is one KV head of one sequence, with its query heads, on a view of the
-cache as (pages * heads_k, page_size, 1, head_dim). So the cache must lie in memory as (pages,
-heads_k, page_size, head_dim).
+A page that no query matches adds next to nothing to the output. So pages are scored, the slots of
+the best are listed in `indices`, for each KV head its own, and one call of
+`flash_attn_with_kvcache` attends to them alone. A cached key is rotated already and a single query
+sees all keys, so positions play no part. The page of the last keys is always chosen.
 
 The needle test hides one key that the queries match among random ones, in another page for each
 sequence and KV head. It asks whether that page is chosen, and how far the output is from attention
@@ -109,34 +106,17 @@ def attend_to_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: 
                     page_table: Tensor, chosen: Tensor) -> Tensor:
     """Attention of one query of each sequence to the pages that `choose_pages` gives.
 
-    Arguments as there; chosen: its result; v_cache: as k_cache. Both must lie in memory as (pages,
-    heads_k, page_size, head_dim), else ValueError. No cache is copied.
+    Arguments as there; chosen: its result; v_cache: as k_cache. No cache is copied.
 
     Returns:
         (batch, 1, heads_q, head_dim of v), dtype of q.
     """
-    _, heads, count = chosen.shape
-    page_size = k_cache.size(1)
-    pages = page_table[:, None].expand(-1, heads, -1).gather(2, chosen)
-    table = pages * heads + torch.arange(heads, device=q.device, dtype=torch.int32)[:, None]
-    dropped = (-(-cache_seqlens // page_size) - count).clamp(min=0)     # all of them full
-    lengths = (cache_seqlens - dropped * page_size).repeat_interleave(heads)
-    out = flash_attn_with_kvcache(
-        q[:, 0].unflatten(1, (heads, -1)).flatten(0, 1)[:, None], by_head(k_cache),
-        by_head(v_cache), cache_seqlens=lengths, page_table=table.flatten(0, 1))
-    return out[:, 0].unflatten(0, (-1, heads)).flatten(1, 2)[:, None]
-
-
-def by_head(cache: Tensor) -> Tensor:
-    """(pages, page_size, heads_k, head_dim) as (pages * heads_k, page_size, 1, head_dim), no copy:
-    page id p of head h is p * heads_k + h.
-    """
-    _, _, heads, _ = cache.shape
-    if heads > 1 and cache.stride(0) != heads * cache.stride(2):
-        raise ValueError('by_head: expected a cache that lies in memory as (pages, heads_k, '
-                         f'page_size, head_dim), got strides {cache.stride()}; hint: give '
-                         'torch.empty(pages, heads_k, page_size, head_dim).transpose(1, 2)')
-    return cache.transpose(1, 2).flatten(0, 1).unsqueeze(2)
+    size = k_cache.size(1)
+    pages = page_table[:, None].expand(-1, chosen.size(1), -1).gather(2, chosen)
+    place = torch.arange(size, device=q.device, dtype=torch.int32)
+    holds = chosen[..., None] * size + place < cache_seqlens[:, None, None, None]
+    slots = (pages[..., None] * size + place).where(holds, -1)
+    return flash_attn_with_kvcache(q, k_cache, v_cache, indices=slots.flatten(2)[:, None])
 
 
 def _check(q: Tensor, k_cache: Tensor, cache_seqlens: Tensor, page_table: Tensor, budget: int,
@@ -191,12 +171,12 @@ def haystack(options: argparse.Namespace, drift: float) -> Haystack:
                (needle * (options.strength / smallest))[:, :, None])
 
     table = torch.randperm(batch * (full_pages + 1), generator=generator).int().view(batch, -1)
-    caches = torch.full((2, table.numel(), heads, size, dim), torch.nan)
+    caches = torch.full((2, table.numel(), size, heads, dim), torch.nan)
     rows = torch.arange(options.tokens)
     for cache, x in zip(caches, (k, v)):
-        cache[table[:, rows // size].long(), :, rows % size] = x.transpose(1, 2)
+        cache[table[:, rows // size].long(), rows % size] = x.transpose(1, 2)
     dtype = torch.bfloat16 if options.device.type == 'cuda' else torch.float32
-    k_cache, v_cache = caches.transpose(2, 3).to(options.device, dtype)
+    k_cache, v_cache = caches.to(options.device, dtype)
     lengths = torch.full((batch,), options.tokens, dtype=torch.int32)
     return Haystack(q.flatten(1, 2)[:, None].to(options.device, dtype), (k_cache, v_cache),
                     lengths.to(options.device), table.to(options.device),

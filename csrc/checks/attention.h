@@ -1,5 +1,4 @@
-// What calls of attention must look like: their tensors, and which arguments go together. Names are
-// those of the public functions.
+// Tables of calls of attention: their tensors and which arguments go together, by public names.
 #pragma once
 
 #include "checks/table.h"
@@ -7,12 +6,11 @@
 
 namespace fa3 {
 
-// The passes in which a call is checked; a row or rule belongs to one or several. kCallPass: every
-// call. kKeyPass: without a cache, or with packed keys in its place, for which kPackedCachePass has
-// further rules.
+// The passes of a check; a row or rule belongs to one or several. kCallPass: every call. kKeyPass:
+// no cache, or packed keys in its place, for which kPackedCachePass has further rules.
 inline constexpr unsigned kCallPass = 1, kKeyPass = 2, kScalePass = 4, kGradientPass = 8,
                           kCachePass = 16, kCacheScalePass = 32, kLatentScalePass = 64,
-                          kAppendPass = 128, kPackedCachePass = 256, kChoicePass = 512;
+                          kAppendPass = 128, kPackedCachePass = 256;
 
 using Call = AttentionCall;
 using Lengths = LengthArguments;
@@ -98,8 +96,7 @@ inline constexpr Condition kConditions[] = {
     {"descale_by_page", [](Call const& c) { return c.by_page.descale_by_page; }},
     {"indices", [](Call const& c) { return c.choice.keys_chosen; }},
     {"causal", [](Call const& c) { return c.score.causal; }},
-    {"window_size",
-     [](Call const& c) { return c.score.window_left != -1 || c.score.window_right != -1; }},
+    {"window_size", [](Call const& c) { return c.score.window_left + c.score.window_right > -2; }},
     {"attention_chunk", [](Call const& c) { return c.score.attention_chunk != 0; }},
     {"softcap", [](Call const& c) { return c.has_softcap(); }},
     {"split_size", [](Call const& c) { return c.execution.split_size != 0; }},
@@ -128,8 +125,7 @@ struct Given {
   bool in(Call const& call) const { return holds ? holds(call) : of(call) != nullptr; }
 };
 
-// The relation of the first argument to each of the others. kIsFor: kNeeds, in other words. kWith:
-// both or none.
+// What the first argument is to each other one. kIsFor: kNeeds in other words. kWith: all or none.
 enum Relation { kNeeds, kIsFor, kExcludes, kWith };
 
 struct Rule {
@@ -157,9 +153,8 @@ inline constexpr Rule kRules[] = {
     {kPackedCachePass, "cu_seqlens_k", kExcludes, {"cache_leftpad", "cache_seqlens"}},
     {kPackedCachePass, "cu_seqlens_k", kExcludes, {"shared_prefix", "descale_by_page"}},
     {kPackedCachePass, "cu_seqlens_k", kExcludes, {"appended keys"}},
-    {kChoicePass, "indices", kExcludes, {"causal", "window_size", "attention_chunk"}},
-    {kChoicePass, "indices", kExcludes, {"tree_mask", "cache_leftpad", "shared_prefix"}},
-    {kChoicePass, "indices", kExcludes, {"q of float8_e4m3fn"}},
+    {kCachePass, "indices", kExcludes, {"causal", "window_size", "attention_chunk", "tree_mask"}},
+    {kCachePass, "indices", kExcludes, {"cache_leftpad", "shared_prefix", "q of float8_e4m3fn"}},
     {kAppendPass, "k", kWith, {"v"}},
     {kAppendPass, "cu_seqlens_k_new", kNeeds, {"k"}},
     {kAppendPass, "rotary_cos", kWith, {"rotary_sin"}},

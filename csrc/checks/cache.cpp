@@ -115,8 +115,7 @@ bool check_on_cache(Solver& solver, Call const& call) {
     solver.dtypes[kKeys] = set_of(call.k);  // converts() has compared it
     solver.dtypes[kValues] = kE4M3;
   }
-  return check_rules<kChoicePass>(solver, call) &&
-         check_rows<kCallPass | kCachePass>(solver, call) &&
+  return check_rows<kCallPass | kCachePass>(solver, call) &&
          check_rules<kCallPass | kCachePass>(solver, call) && check_latent(solver, call) &&
          check_limits(solver, call) && check_scales(solver, call) &&
          check_lengths(solver, call, call.cache.appended) &&
@@ -135,8 +134,7 @@ bool quantises_latents(Call const& call) {
          set_of(call.k) != kE4M3;
 }
 
-// New rows have the dtype of their cache. Those for a cache of e4m3 may have 16 bits, on a CPU also
-// more, but one dtype.
+// New rows have the dtype of their cache, or for e4m3 one dtype of 16 bits, on a CPU also of more.
 void set_append_types(Solver& solver, Call const& call) {
   DtypeSet const known = kE4M3 | k16Bits | (solver.on_cuda() ? 0 : kCpuOnly);
   bool const is_quantised = call.k_new && set_of(call.k) == kE4M3 && (set_of(*call.k_new) & known);
@@ -157,8 +155,7 @@ bool check_written(Solver& solver, char const* name, TensorMeta const* meta) {
                        "do not pass an expanded tensor");
 }
 
-// rotary_dim is that of the tables. The host knows the positions after a cache_seqlens that is a
-// number.
+// rotary_dim is that of the tables. The host knows positions if cache_seqlens is a number.
 bool check_rotary(Solver& solver, Call const& call, int64_t appended) {
   if (!call.rotary.rotary_cos) {
     return true;

@@ -58,8 +58,7 @@ struct Shape {
   }
 };
 
-// Sets of dtypes, which the Solver of a call holds. By default those up to kNewValues are the
-// anchor's.
+// Sets of dtypes, which the Solver of a call holds: up to kNewValues by default the anchor's.
 enum Type { kAnchor, kKeys, kValues, kOut, kTables, kNewKeys, kNewValues, kWide, kFloat32, kInt32 };
 
 using DtypeSet = unsigned;

@@ -8,14 +8,17 @@ import pytest
 from tests.fuzz import __main__ as command
 from tests.fuzz.cache_call import CacheCall
 from tests.fuzz.call import Call
+from tests.fuzz.chosen_call import ChosenCall
 from tests.fuzz.draw import case_of
+from tests.fuzz.fp8_call import Fp8Call
 from tests.support import cache_cases, general_cases
 from tests.support.cache_cases import CacheCase
 from tests.support.general_cases import GeneralCase
 
 DRAWN = [case_of(1, number) for number in range(2500)]
 CACHES = [case for case in DRAWN if isinstance(case, CacheCall)]
-OTHERS = [case for case in DRAWN if not isinstance(case, CacheCall)]
+OTHERS = [case for case in DRAWN if isinstance(case, Call | Fp8Call)]
+CHOSEN = [case.case for case in DRAWN if isinstance(case, ChosenCall)]
 
 
 def test_sixty_cases(capsys):
@@ -91,6 +94,12 @@ def test_the_caches_are_varied():
                 continue
             together = sum(bool(one(x.case) and other(x.case)) for x in CACHES)
             assert together >= 4, f'{name} with {other_name}: {together}'
+
+
+def test_the_choices_are_varied():
+    for one in (lambda x: x.latent, lambda x: x.kv8, lambda x: x.by_head, lambda x: x.block > 1,
+                lambda x: x.counts, lambda x: x.sinks, lambda x: x.sparse, lambda x: x.split_size):
+        assert 10 <= sum(map(bool, map(one, CHOSEN))) <= len(CHOSEN) - 10
 
 
 @pytest.mark.parametrize('changes', [

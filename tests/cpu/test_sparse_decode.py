@@ -37,8 +37,7 @@ class Problem:
         self.keys = [[torch.randn(length, HEADS, DIM).to(dtype) for _ in 'kv']
                      for length in LENGTHS]
         ids = torch.randperm(batch * PAGES).int().view(batch, PAGES)
-        caches = torch.full((2, batch * PAGES, HEADS, SIZE, DIM), math.nan, dtype=dtype)
-        self.caches = caches.transpose(2, 3)
+        self.caches = torch.full((2, batch * PAGES, SIZE, HEADS, DIM), math.nan, dtype=dtype)
         for row, pair in zip(ids.tolist(), self.keys):
             for cache, x in zip(self.caches, pair):
                 for place, key in enumerate(x):
@@ -203,8 +202,9 @@ def test_errors():
         with pytest.raises(ValueError, match=text):
             choose_pages(**given | changes)
     chosen = problem.choose(2, 'quest')
-    with pytest.raises(ValueError, match=r'lies in memory as .* hint: give torch.empty'):
-        attend_to_pages(q, k_cache.contiguous(), v_cache, lengths, table, chosen)
+    with pytest.raises(RuntimeError, match='k_cache with a page stride of'):
+        attend_to_pages(q, k_cache.transpose(0, 1).contiguous().transpose(0, 1), v_cache, lengths,
+                        table, chosen)
 
 
 def test_script(capsys):

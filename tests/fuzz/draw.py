@@ -5,9 +5,10 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from tests.fuzz import cache_call
+from tests.fuzz import cache_call, chosen_call
 from tests.fuzz.cache_call import CacheCall, has_lone_sink
 from tests.fuzz.call import LAYOUTS, Call
+from tests.fuzz.chosen_call import ChosenCall
 from tests.fuzz.fp8_call import Fp8Call
 from tests.support.general_cases import SINKS, GeneralCase
 
@@ -142,10 +143,14 @@ def cache(pick: random.Random) -> CacheCall:
     return cache_call.drawn(pick)
 
 
-AnyCall = Call | Fp8Call | CacheCall
-# How often each kind of call is drawn, of 28.
+def chosen(pick: random.Random) -> ChosenCall:
+    return chosen_call.drawn(pick)
+
+
+AnyCall = Call | Fp8Call | CacheCall | ChosenCall
+# How often each kind of call is drawn, of 30.
 KINDS: dict[Callable[[random.Random], AnyCall], int] = {
-    dense: 6, varlen: 8, qkvpacked: 3, fp8: 3, cache: 8}
+    dense: 6, varlen: 8, qkvpacked: 3, fp8: 3, cache: 8, chosen: 2}
 NAMES = {draw.__name__: draw for draw in KINDS}
 
 
