@@ -401,9 +401,9 @@ def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tu
     if choice is not None:
         read = attend_cache.with_descales(own, k_descale, v_descale)
         check_chosen(tensors, read, choice, appends)
-        q, qv = (attend_cache.apart(x, (k_cache, v_cache)) if appends and not is_compiling() else x
-                 for x in (q, read.qv))
-        read = read._replace(qv=qv)
+        if appends and not is_compiling():
+            q, qv = (attend_cache.apart(x, (k_cache, v_cache)) for x in (q, read.qv))
+            read = read._replace(qv=qv)
     if appends:
         if not is_compiling():
             _check_contents(tensors, new, rotary, own)
