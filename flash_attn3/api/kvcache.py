@@ -158,10 +158,11 @@ def flash_attn_sparse_func(
             raise RuntimeError(checks.error(function.name, f'{name} to have 3 dimensions',
                                             str(x.dim())))
     own = Attend(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, qv=qv,
-                 return_lse=return_softmax_lse, keys_chosen=True)
+                 return_lse=return_softmax_lse, keys_chosen=True,
+                 split_size=invariance.split_size_of(0))
     choice = Choice(indices, index_block, index_counts)
     chosen_keys.check((q, k[None], v[None], None), choice, function)
-    attend, _ = functions_for(q, function.name)
+    attend, _ = functions_for(q, function.name, own.split_size)
     out, lse = attend_to_chosen(attend, (q, k[None], v[None], None), own, choice, function)
     return (out, lse) if return_softmax_lse else out
 
@@ -400,9 +401,9 @@ def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tu
     if choice is not None:
         read = attend_cache.with_descales(own, k_descale, v_descale)
         check_chosen(tensors, read, choice, appends)
-        q, qv = (attend_cache.apart(x, (k_cache, v_cache)) if appends and not is_compiling() else x
-                 for x in (q, read.qv))
-        read = read._replace(qv=qv)
+        if appends and not is_compiling():
+            q, qv = (attend_cache.apart(x, (k_cache, v_cache)) for x in (q, read.qv))
+            read = read._replace(qv=qv)
     if appends:
         if not is_compiling():
             _check_contents(tensors, new, rotary, own)

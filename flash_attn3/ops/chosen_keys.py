@@ -6,6 +6,7 @@ of slots is a page, and the indices are the page table. If each KV head has its 
 """
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -121,14 +122,16 @@ def _check_values(name: str, x: Tensor | None, limits: tuple[int, int],
 # -------------------------------------------------------------------------------------------- views
 def flattens(x: Tensor, count: int = 2) -> bool:
     """Whether the first dimensions are one in memory."""
-    kept = [i for i in range(count) if x.size(i) != 1]
-    return x.numel() == 0 or all(x.stride(i) == x.size(j) * x.stride(j)
-                                 for i, j in zip(kept, kept[1:]))
+    sizes, strides = x.shape, x.stride()
+    kept = [i for i in range(count) if sizes[i] != 1]
+    return all(strides[i] == sizes[j] * strides[j] for i, j in zip(kept, kept[1:])) or (
+        x.numel() == 0)
 
 
 def blocks_of(x: Tensor, block: int) -> Tensor:
     """(pages, slots, ...) as (blocks, block, ...)."""
-    return x if x.size(1) == block else x.flatten(0, 1).unflatten(0, (-1, block))
+    blocks = x.size(0) * x.size(1) // block
+    return x if x.size(1) == block else x.view(blocks, block, *x.shape[2:])
 
 
 def cache_of(x: Tensor, block: int, heads: int) -> Tensor:
@@ -141,7 +144,8 @@ def rows_of(x: Tensor | None, heads: int) -> Tensor | None:
     """(*tokens, heads_q, columns) as (tokens * heads, 1, heads_q / heads, columns)."""
     if x is None:
         return None
-    return (x if heads == 1 else x.unflatten(-2, (heads, -1))).flatten(0, -3).unsqueeze(1)
+    *tokens, heads_q, columns = x.shape
+    return x.reshape(math.prod(tokens) * heads, 1, heads_q // heads, columns)
 
 
 def has_rows(x: Tensor, heads: int) -> bool:

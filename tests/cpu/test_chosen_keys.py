@@ -12,7 +12,8 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flash_attn3 import can_use, env, explain, flash_attn_sparse_func, flash_attn_with_kvcache
+from flash_attn3 import (can_use, env, explain, flash_attn_sparse_func, flash_attn_with_kvcache,
+                         invariant)
 from flash_attn3.api import kvcache
 from flash_attn3.ops import attend_cache
 from flash_attn3.ops.chosen_keys import Choice
@@ -240,6 +241,22 @@ def test_queries_in_the_cache_count_as_before_the_append():
     wanted = flash_attn_with_kvcache(q, given['k_cache'], given['v_cache'],
                                      indices=given['indices'])
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize('name', ['packed', 'sparse_packed'])
+def test_invariant(name, monkeypatch):
+    """Parts have the size of the context."""
+    sizes = []
+
+    def attend(*arguments):
+        sizes.append(attend_cache.Attend(*arguments[4:]).split_size)
+        return attend_cache.attend_plainly(*arguments)
+
+    case = (CASES | SPARSE)[name]
+    monkeypatch.setattr(kvcache, 'functions_for', lambda *_: (attend, None))
+    with invariant(split_size=256):
+        call(case, case.arguments('cpu'))
+    assert sizes == [256]
 
 
 # --------------------------------------------------------------------------------------- tracing
