@@ -59,6 +59,7 @@ MOST_SPILLED_BYTES = 172
 LOADED_IN_LOOPS = {
     'FwdBf16D192x128CacheDecode': 1, 'FwdFp16D192x128CacheDecode': 1,
     'FwdFp16D128CacheDecodeKv8': 1,
+    'FwdBf16D64x512Latent': 1, 'FwdFp16D64x512Latent': 1,
     'FwdBf16D64x512LatentKv8': 4, 'FwdFp16D64x512LatentKv8': 4,
     'FwdBf16D256CacheSoftcapKv8': 1, 'FwdFp16D256CacheSoftcapKv8': 1,
     'FwdBf16D64GeneralFolded': 8, 'FwdFp16D64GeneralFolded': 8,
