@@ -29,7 +29,7 @@ inline TensorMeta with_batch(TensorMeta meta) {
   return meta;
 }
 
-// The address after a tensor's last element. Elements of dtypes that no kernel knows count 8 bytes.
+// The address after a tensor's last element. Lists are int32: 4 bytes.
 inline int64_t end_address(TensorMeta const& meta) {
   int64_t last = 0;
   for (int i = 0; i < meta.rank; ++i) {
@@ -37,8 +37,8 @@ inline int64_t end_address(TensorMeta const& meta) {
   }
   int const bytes = meta.dtype == Dtype::kFloat8E4M3                                  ? 1
                     : meta.dtype == Dtype::kFloat16 || meta.dtype == Dtype::kBFloat16 ? 2
-                    : meta.dtype == Dtype::kFloat32                                   ? 4
-                                                                                      : 8;
+                    : meta.dtype == Dtype::kFloat64                                   ? 8
+                                                                                      : 4;
   return meta.address + (last + 1) * bytes;
 }
 

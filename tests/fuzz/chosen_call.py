@@ -52,15 +52,17 @@ def places_of(pick: random.Random, by_head: bool) -> dict:
 
 def drawn(pick: random.Random) -> ChosenCall:
     kind = kind_of(pick)
+    places = places_of(pick, kind.get('by_head', False))
     splits = {'num_splits': pick.choice((0, 0, 1, 3, 40))}
     if pick.random() < 0.25:
         splits = {'split_size': pick.choice((64, 128, 200, 512))}
     packed = pick.random() < 0.4
     sparse = packed and not kind['kv8'] and not kind.get('softcap') and pick.random() < 0.5
+    sparse &= not kind.get('by_head') or 'block' not in places    # packed rows have no such blocks
     return ChosenCall(ChosenCase(
         tokens=(pick.randint(1, 40),) if packed else (pick.choice((1, 2, 5)), pick.choice((1, 3))),
         counts=pick.random() < 0.5, sinks=pick.random() < 0.3, wild=pick.random() < 0.5,
         alike=pick.random() < 0.1, sparse=sparse, lse=pick.random() < 0.8,
         out=not sparse and pick.random() < 0.2, softmax_scale=pick.choice((None, None, 0.3)),
         sm_margin=pick.choice((0, 0, 0, 100)), seed=pick.randint(0, 999), **splits, **kind,
-        **places_of(pick, kind.get('by_head', False))))
+        **places))
