@@ -76,10 +76,15 @@ struct DecodeConsumer {
       Traits::kConverts && Traits::kParts == 1 && Traits::kPartsV == 1 && kRows == 8;
 
   CUTE_DEVICE void compute(Work const& work) {
-    int const rows = rows_of_tile(p, work.rows);
     if constexpr (Traits::kIsLatent) {
       compute_tile<Traits::kQRows>(work);
-    } else if (rows <= 8) {
+    } else {
+      compute_rows(work, rows_of_tile(p, work.rows));
+    }
+  }
+
+  CUTE_DEVICE void compute_rows(Work const& work, int rows) {
+    if (rows <= 8) {
       compute_tile<8>(work);
     } else if (rows <= 16) {
       compute_tile<16>(work);
