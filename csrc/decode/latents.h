@@ -138,6 +138,7 @@ struct LatentTiles {
         };
         four_of(1 - warpgroup, i) = make_float4(given(0), given(1), given(2), given(3));
       }
+      fence_shared_for_async_proxy();  // S of the next tile reads Q there
       sync_consumers();
       CUTE_UNROLL
       for (int i = 0; i < kFours; ++i) {
