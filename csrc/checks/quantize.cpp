@@ -28,7 +28,7 @@ bool check_sizes(Solver& solver, Call const& call) {
   return !solver.on_cuda() ||
          (solver.in_range({"x", call.x}, call.x.rank - 1, "head_dim",
                           {kChunkColumns, kMostQuantizedColumns, kChunkColumns},
-                          "pad x with zeros") &&
+                          "a GPU takes no others; pad x with zeros") &&
           solver.in_int(rows, kMostIndex, "the rows of x") &&
           solver.in_int(double(call.block), kMostIndex, "block") &&
           solver.in_int(std::max(heads, 1.0) * blocks, kMostIndex, "the blocks of ", kBlockRows,
@@ -37,7 +37,7 @@ bool check_sizes(Solver& solver, Call const& call) {
 
 bool check_all(Solver& solver, Call const& call) {
   return (call.cu_seqlens || !call.seqused ||
-          solver.refuse("cu_seqlens with seqused", "no cu_seqlens")) &&
+          solver.refuse("seqused only with cu_seqlens", "seqused alone")) &&
          solver.fits({"x", kAnchor, "bx sx Hq D"}, call.x) &&
          solver.fits({"cu_seqlens", kInt32, "B+1", kList}, call.cu_seqlens) &&
          solver.fits({"seqused", kInt32, "B", kList}, call.seqused) &&

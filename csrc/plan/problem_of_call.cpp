@@ -92,8 +92,8 @@ int keys_of_all(AttentionCall const& call, FwdProblem const& problem) {
   bool const is_full = mask.left == IntervalMask::kNoLimit &&
                        mask.right == IntervalMask::kNoLimit && !mask.is_chunked &&
                        !call.tree.tree_mask;
-  bool const is_plain = is_full && call.sink_count() == 0 && !problem.kind.is_latent &&
-                        !call.choice.keys_chosen;
+  bool const is_plain =
+      is_full && call.sink_count() == 0 && !problem.kind.is_latent && !call.choice.keys_chosen;
   return is_one && is_plain && call.prefix.shared_prefix == 0
              ? int(std::min(known_keys(call), int64_t(problem.cache.capacity)))
              : 0;
