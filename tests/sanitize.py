@@ -29,12 +29,13 @@ import torch
 import flash_attn3
 from flash_attn3 import _plan
 from flash_attn3.ops import checks
-from flash_attn3.tools import planning
+from flash_attn3.tools import planning, planning_cache
 from flash_attn3.ops.dense_and_varlen import General, for_backward
 from flash_attn3.cpu.reference_fp8 import Scales
-from tests.support import cache_cases
+from tests.support import cache_cases, chosen_cases
 from tests.support.cache_cases import CacheCase, mixed
 from tests.support.cases import DTYPES, GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind
+from tests.support.chosen_cases import LATENT, ChosenCase
 from tests.support.fp8_data import E4M3, descales, quantize_all
 from tests.support.general_cases import GeneralCase, forward
 from tests.support.lists import starts
@@ -183,6 +184,24 @@ def kernel_on_cache(case: CacheCase) -> str:
                             max_seqlen_q=longest, sm_count=132)['name']
 
 
+def chosen_calls() -> list[ChosenCase]:
+    """Keys that queries choose; with many queries latents have another kernel."""
+    return [ChosenCase(**{'counts': True, 'wild': True, 'count': 70, 'dtype': dtype, **kind},
+                       tokens=(queries, 1))
+            for dtype in ('bf16', 'fp16') for queries in (3, 132)
+            for kind in (LATENT, dict(head_dim=128, head_dim_v=128))]
+
+
+def kernel_of_chosen(case: ChosenCase) -> str:
+    """The one that the planner takes on an H100."""
+    given = case.arguments('cpu')
+    facts = planning_cache.plan(
+        [given[name].shape for name in ('q', 'k_cache', 'v_cache')], given['q'].dtype,
+        {name: given[name] for name in ('qv', 'indices', 'index_counts')
+         if name in given}, {'sm_count': 132})
+    return facts['name']
+
+
 def quantize_calls() -> list[Quantized]:
     """Every kernel; 248 columns are split into pieces of all widths but 256."""
     return [Quantized(dtype, head_dim, block, rotate, is_packed)
@@ -267,6 +286,13 @@ def run_cache(case: CacheCase) -> None:
     torch.cuda.synchronize()
 
 
+def run_chosen(case: ChosenCase) -> None:
+    """As run_cache."""
+    chosen_cases.call(case, {name: x.cuda() if isinstance(x, torch.Tensor) else x
+                             for name, x in case.arguments('cpu').items()})
+    torch.cuda.synchronize()
+
+
 def run_quantize(call: Quantized) -> None:
     heads, group, options = QUANTIZED_HEADS, 3, {}
     shape = [QUANTIZED_BATCH, QUANTIZED_ROWS]
@@ -307,6 +333,8 @@ def main() -> None:
     built = flash_attn3.built_variants()
     count += run_each([call for call in fp8_calls() if kernel_of(call) in built], run_fp8)
     count += run_each([case for case in cache_calls() if kernel_on_cache(case) in built], run_cache)
+    count += run_each([case for case in chosen_calls() if kernel_of_chosen(case) in built],
+                      run_chosen)
     quantized = [call for call in quantize_calls() if '--filled' in sys.argv or not call.is_filled]
     count += run_each(quantized, run_quantize)
     print(f'{count} calls on {torch.cuda.get_device_name()}')

@@ -95,6 +95,7 @@ struct ScoreWarpgroup {
     int const first = keys.first();
     CUTE_NO_UNROLL
     for (int n = first; n >= keys.last(); keys.advance(n)) {
+      uint2 const existing = existing_keys(keys.tile(n));
       compute_scores();
       if (n < first) {
         allow_left();
@@ -102,7 +103,7 @@ struct ScoreWarpgroup {
       if (n == keys.last() && thread == 0) {
         shared.q_empty.arrive();
       }
-      make_probabilities(keys.tile(n), n >= keys.free_end || n < keys.free_begin);
+      make_probabilities(keys.tile(n), n >= keys.free_end || n < keys.free_begin, existing);
       if (n == keys.last()) {
         end_rows();
       }
@@ -164,8 +165,7 @@ struct ScoreWarpgroup {
 
   // Computes P from S of K tile n and stores it over the rotary columns, which only this warpgroup
   // reads.
-  CUTE_DEVICE void make_probabilities(int n, bool is_masked) {
-    uint2 const existing = existing_keys(n);
+  CUTE_DEVICE void make_probabilities(int n, bool is_masked, uint2 existing) {
     bool const lacks_keys = (existing.x & existing.y) != ~0u;
     if (is_masked || lacks_keys) {
       clear_missing(n);
@@ -196,7 +196,7 @@ struct ScoreWarpgroup {
   }
 
   // A bit for each key of a K tile, set if the query chose one there. All are set if queries do not
-  // choose their keys. A lane reads the entries of two keys, which the producer has brought to L1.
+  // choose their keys. Two keys per lane; the loads overlap with S.
   CUTE_DEVICE uint2 existing_keys(int n) const {
     if (!p.is_chosen) {
       return make_uint2(~0u, ~0u);
