@@ -204,7 +204,8 @@ def test_public_names():
     assert names == ("['PrefixLevel', 'built_variants', 'can_use', 'explain', "
                      "'flash_attn_combine', 'flash_attn_completions_func', "
                      "'flash_attn_fp8_func', 'flash_attn_func', 'flash_attn_qkvpacked_func', "
-                     "'flash_attn_sparse_func', 'flash_attn_varlen_fp8_func', 'flash_attn_varlen_func', "
+                     "'flash_attn_sparse_func', 'flash_attn_varlen_fp8_func', "
+                     "'flash_attn_varlen_func', "
                      "'flash_attn_with_kvcache', 'get_scheduler_metadata', 'invariant', "
                      "'merge_states', 'pack_tree_mask', 'quantize_fp8', 'shared_prefix_attn']")
     assert version.count('.') == 2

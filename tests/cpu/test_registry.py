@@ -77,8 +77,9 @@ def test_every_dtype_mask_and_head_dim_is_there():
     assert set(converting) == {(dtype, *problem) for dtype in ('bfloat16', 'float16')
                                for problem in (*on_cache, latent)}
     decoded = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
-    assert set(decoding) == {(False, dtype, *pair) for dtype in ('bfloat16', 'float16')
-                             for pair in (*decoded, (64, 512))} | {(True, 'float16', *pair) for pair in decoded}
+    assert set(decoding) == {
+        *((False, dtype, *pair) for dtype in ('bfloat16', 'float16')
+          for pair in (*decoded, (64, 512))), *((True, 'float16', *pair) for pair in decoded)}
     found = [*tiles, *converting, *decoding, *folding]
     assert len(found) == len(NAMES) == len(set(NAMES))
     assert all(row[0] == max(row) and min(row) > 0 for row in speeds.values())
