@@ -59,7 +59,8 @@ inline bool is_dense(TensorMeta const& meta) {
 inline bool may_overlap(TensorMeta const& meta) {
   bool overlaps = false;
   for (int outer = 0; outer < meta.rank; ++outer) {
-    int64_t extent = 0;  // of the dimensions within this one
+    // Distance between the first and the last element of the dimensions with smaller strides.
+    int64_t extent = 0;
     for (int dim = 0; dim < meta.rank; ++dim) {
       bool const is_within = dim != outer && meta.stride[dim] <= meta.stride[outer];
       extent += is_within && meta.size[dim] > 1 ? (meta.size[dim] - 1) * meta.stride[dim] : 0;

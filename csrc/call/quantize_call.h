@@ -9,7 +9,7 @@ namespace fa3 {
 
 struct QuantizeCall {
   TensorMeta x;
-  std::optional<TensorMeta> cu_seqlens;  // of packed sequences
+  std::optional<TensorMeta> cu_seqlens;  // set if x holds packed sequences
   std::optional<TensorMeta> seqused;
   int64_t block = 0;
   int64_t group = 1;

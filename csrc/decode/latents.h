@@ -18,10 +18,11 @@ struct LatentTiles {
   using Gemms = DecodeGemms<Traits, kRows>;
   using Sums = typename Gemms::Sums;
   using Keys = SharedKeys<Traits, kRows>;
-  static constexpr int kSlices = Traits::kStageColumns / 64;  // of a stage
-  static constexpr int kBlocks = Traits::kHeadDimV / 64;      // of columns of O
+  static constexpr int kSlices = Traits::kStageColumns / 64;  // slices of 64 columns per stage
+  static constexpr int kBlocks = Traits::kHeadDimV / 64;
 
-  // O^T of 64 latent columns each. Block i is slice i + 1 of the K tile, after the rotary columns.
+  // O^T in blocks of 64 latent columns. The V of block i is slice i + 1 of the K tile, because
+  // slice 0 holds the rotary columns.
   using Blocks = Sums[kBlocks];
 
   DecodeStorage<Traits>& shared;

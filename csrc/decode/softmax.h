@@ -47,7 +47,9 @@ struct DecodeSoftmax {
   DecodeStorage<Traits>& shared;
   DecodeThread at;
   float scale_log2;
-  int buffer;            // of P; a latent cache: each warpgroup has its own, and maxima of its own
+  // Which P and which maxima this warpgroup uses. On a latent cache each warpgroup has its own,
+  // otherwise both share the first.
+  int buffer;
   float most[kColumns];  // largest scores so far
   float sum[kColumns];   // sums over this thread's keys
 

@@ -48,7 +48,8 @@ struct DecodeTraits {
   static constexpr int kWarpgroups = 1;  // a tile has at most 64 rows
   static constexpr int kMostSkipped = 0;
   static constexpr int kSlice = k.slice();
-  static constexpr int kColumns = k.columns() + kIsLatent * kHeadDimV;  // of Q
+  // Columns of a row of Q in shared memory.
+  static constexpr int kColumns = k.columns() + kIsLatent * kHeadDimV;
   static constexpr int kQRows = k.decode_buffer_rows();
   static constexpr int kValueKeys = kTileN;
 
@@ -70,8 +71,9 @@ struct DecodeTraits {
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kKeys = kIsLatent ? kTileN : kTileN / kConsumers;
   static constexpr int kKeyWarps = kTileN / 16;  // warps that share the keys of a K tile
-  // A latent cache: the warpgroups take K tiles in turn, and compute all columns of O.
-  static constexpr int kReaders = kIsLatent ? 1 : kConsumers;  // of a stage
+  // On a latent cache the warpgroups take K tiles in turn and compute all columns of O, so one
+  // warpgroup reads a stage, and each has its own P.
+  static constexpr int kReaders = kIsLatent ? 1 : kConsumers;
   static constexpr int kPBuffers = kIsLatent ? kConsumers : 1;
   static_assert(kKeys == 64 && k.slice() == 64);
   static constexpr int kOutputSteps = kTileN / 16;

@@ -95,8 +95,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Multiplies O by the scale of V, which finish() then leaves out. O of a part that is folded and
-  // O of a whole tile so have the same rounding.
+  // Multiplies O by the scale of V; finish() then does not. Folded parts and whole tiles both call
+  // this, so that their O is rounded in the same way.
   template <class Fragment>
   CUTE_DEVICE void apply_value_scale(Fragment& acc) {
     if (Traits::kConverts) {

@@ -17,9 +17,9 @@ struct HeadGroups {
     return HeadGroups{whole.heads_q / max_of(1, one.heads_q), whole.heads_k};
   }
 
-  // Whether a decode kernel starts while the launch before it in the call still runs. Launches
-  // of several groups or columns share a workspace, so each must wait. With sm_margin both launches
-  // leave SMs free, and the second would start on those of the first.
+  // Whether a decode kernel may start while the previous launch of the call still runs. If head
+  // groups or column groups are launched in turn, they share a workspace, so each waits. With
+  // sm_margin it waits too: otherwise it would start on the SMs that the first launch leaves free.
   bool starts_early(FwdProblem const& one) const {
     return count == 1 && one.head_dim_v <= launch_columns(one) && one.sm_margin == 0;
   }

@@ -75,9 +75,12 @@ RowPacking packing_of(FwdProblem const& problem) {
   return RowPacking{packs ? largest_pack(group) : 1};
 }
 
-// Whether the decode kernel is the faster one for latents: with chosen keys and so many tiles that
-// few are split. Of 16 heads, 128 x 2048 keys take 86 us instead of 91, 4096 x 2048 1543 us instead
-// of 2001; 64 x 2048, with parts, 61 instead of 59 (H200, 2026-11-28).
+// Whether the decode kernel is faster than csrc/mla for latents: if queries choose their keys and
+// there are so many tiles that few are split. 16 heads, 2048 keys per query (H200, 2026-11-28):
+//
+//   queries              64    128    4096
+//   decode kernel, us    61     86    1543
+//   csrc/mla, us         59     91    2001
 bool has_whole_tiles(FwdProblem const& problem, RowPacking rows) {
   int const sms = usable_sms(problem);
   int64_t const tiles = int64_t(problem.batch) * (problem.heads_q / rows.pack);
