@@ -50,8 +50,8 @@ struct DecodeStorage {
   // Name: what becomes true. Who arrives (arrivals) -> who waits.
   Mbarrier full[kStages];         // a part has arrived, and Q before the first part of a tile: all
                                   // producer threads (128) -> consumers
-  Mbarrier empty[kStages];        // the part has been read: consumer warpgroups (2) or warps (8) ->
-                                  // producer
+  Mbarrier empty[kStages];        // the part has been read: consumer warpgroups (2), of latents
+                                  // the one that takes the K tile (1), or warps (8) -> producer
   Mbarrier work_full[kQStages];   // `work` is published: producer (1) -> consumers
   Mbarrier work_empty[kQStages];  // `work` and Q have been read: consumer warps (8) -> producer
 
