@@ -84,7 +84,7 @@ class Cell:
         return ', '.join(parts)
 
     def facts(self) -> dict:
-        """What a record keeps: the kind, and the fields that differ from their defaults."""
+        """The fields of a record: the kind, and those that differ from their defaults."""
         return {'kind': self.kind} | fields_of(self)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, the record of a run and its files, the state of the GPU.
+"""Code that all benchmarks share: options, the record of a run and its files, the GPU's state.
 
 new_record() holds what was measured on what; save() and plot() write results/<subject>.json and
 .png, replacing the record of the run before. Monitor samples the GPU with nvidia-smi. The timing is
@@ -179,7 +179,7 @@ def text_of(value: object, indent: str = '', name: str = '') -> str:
 
 
 def rounded(value: object) -> object:
-    """The same value with six significant digits in each number that is not whole."""
+    """A copy of a value, in which numbers that are not whole have six significant digits."""
     if isinstance(value, dict):
         return {key: rounded(x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):

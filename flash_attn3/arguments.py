@@ -108,6 +108,14 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('tree_mask', 'Tensor?', None, 'tree'),
     # k_descale and v_descale of a cache are (pages, heads_k), not (batch, heads_k).
     ('descale_by_page', 'bool', False, 'by_page'),
+    # An AttentionMask (api/masks.py). mask_rows: (batch or 1, seqlen_q, 4) or (total_q, 4) int32,
+    # two intervals [begin, end) of keys of each query. mask_blocks: (batch or 1, heads_q or 1, q
+    # blocks, k blocks) bool, the visible blocks of 64 x 64. key_lists, query_lists: both of them as
+    # lists of K tiles, and for gradients of tiles of queries (ops/mask_lists.py), for kernels.
+    ('mask_rows', 'Tensor?', None, 'mask'),
+    ('mask_blocks', 'Tensor?', None, 'mask'),
+    ('key_lists', 'Tensor?', None, 'mask'),
+    ('query_lists', 'Tensor?', None, 'mask'),
     # Absorbed MLA: scores are scale * (q k^T + qv v^T). As q, with the head_dim of v.
     ('qv', 'Tensor?', None, 'latent'),
     # Queries choose their keys: page ids outside the cache hold no key. With an append only that is
@@ -145,7 +153,7 @@ ARGUMENTS = tuple(Argument(*row) for row in (
 # Each argument costs host time, so the dense ops, which are called most, take the fewest. In the
 # others, arguments that are rarely given come last.
 _DENSE = 'softmax_scale', 'causal', 'pack_gqa', 'sm_margin'
-_BACKWARD = 'softmax_scale', 'causal', 'gradients', 'lengths', 'score'
+_BACKWARD = 'softmax_scale', 'causal', 'gradients', 'lengths', 'score', 'mask'
 _CACHE = ('cache', 'score', 'splits', 'split_size', 'prefix', 'lengths', 'pack_gqa', 'sm_margin',
           'scales', 'tree', 'by_page', 'latent', 'float16_out', 'choice')
 _GRADIENTS = 'dq', 'dk', 'dv'
@@ -157,7 +165,7 @@ OPS = {
     '_fwd_no_lse': Op(('inputs', *_DENSE, 'given'), ('out',), writes=('out',)),
     'fwd_general': Op(('inputs', 'lengths', 'score', 'execution', 'gradients'),
                       ('out', 'lse', 'max_logits')),
-    'attend': Op(('inputs', 'given', 'lengths', 'score', 'execution', 'scales', 'fp8'),
+    'attend': Op(('inputs', 'given', 'lengths', 'score', 'execution', 'scales', 'fp8', 'mask'),
                  ('out', 'lse', 'max_logits'), writes=('out',)),
     'bwd': Op(('upstream', 'inputs', 'outputs', *_BACKWARD), (*_GRADIENTS, 'dsinks')),
     'bwd_out': Op(('upstream', 'inputs', 'outputs', 'given_gradients', *_BACKWARD), ('dsinks',),

@@ -66,7 +66,7 @@ PLAIN = [BATCH, PACKED, dataclasses.replace(PACKED, lengths=((60, 150), (0, 33),
          dataclasses.replace(PACKED, used=USED, sinks='fp32', pack_gqa=False)]
 # (head dim, that of v): a kernel each.
 HEAD_DIMS = [*((x, x) for x in (64, 96, 128, 192, 256)), (64, 128), (64, 256), (96, 64), (128, 64),
-             (192, 128), (64, 512)]
+             (192, 128), (64, 512), (512, 512)]
 
 
 class Fp8Call(NamedTuple):
@@ -117,7 +117,7 @@ ON_CACHE = [DECODE, dataclasses.replace(DECODE, page_size=16, num_splits=3),
             CacheCase(((5, 80), (5, 9)), heads=(6, 2), tree=True),
             CacheCase(((5, 80), (5, 0)), heads=(6, 2), batch_idx=True, new=(5, 5), causal=True,
                       chunk=40, num_splits=2, pack_gqa=False)]
-CACHE_HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (48, 16)]
+CACHE_HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (48, 16), (512, 512)]
 # Blocks in shared memory, blocks that are read twice, two passes.
 QUANTIZED_BLOCKS = (32, 384, 2048, 'head', 'tensor')
 QUANTIZED_HEADS, QUANTIZED_BATCH = 6, 2
@@ -165,6 +165,7 @@ def cache_calls() -> list[CacheCase]:
                                  rotary=0.5 * bool(case.new and dtype != 'e4m3'),
                                  by_page=kv8 and case.page_size in (5, 256))
              for dtype, kv8 in dtypes for head_dim, columns_v in CACHE_HEAD_DIMS
+             if dtype != 'e4m3' or head_dim <= 256
              for softcap in (0.0, 15.0) for case in ON_CACHE + _for_other_kernels(dtype, kv8)]
     return found + [dataclasses.replace(case, dtype=dtype, latent=True, heads=(heads, 1), kv8=kv8,
                                         blocks=4, head_dim=64, head_dim_v=512,

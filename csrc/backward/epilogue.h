@@ -136,7 +136,8 @@ struct BwdStoreWarp {
   CUTE_DEVICE void add_dq(BwdStep const& step, BwdWork const& work) {
     constexpr int kBlockFloats = Traits::kDq.block_floats();
     int64_t const block = int64_t(step.rows) * Traits::kWarpgroups + warpgroup;
-    DqAddition<Traits> const addition{p, work, step.m, step.rows, warpgroup};
+    int const m = Traits::kHasLists ? int(step.flags >> BwdStep::kFirstRankBit) : step.m;
+    DqAddition<Traits> const addition{p, work, m, step.rows, warpgroup};
     bool const follows = addition.follows_another();
     shared.exchange.staged[warpgroup].wait(phase);
     bool const is_first = !follows && addition.is_first();

@@ -17,7 +17,8 @@
 namespace fa3 {
 
 template <class Traits>
-CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+CUTE_DEVICE void run_producer_warpgroup(BwdStorage<Traits>& shared,
+                                        typename Traits::Params const& p) {
   int const warp = cutlass::canonical_warp_idx_sync();
   if (!cute::elect_one_sync()) {
     return;
@@ -85,7 +86,7 @@ CUTE_DEVICE void init_barriers(BwdStorage<Traits>& shared, BwdDeviceParams const
 // By products: meanwhile another warp resolves the only work of this CTA. Where no query sees the
 // keys, that warp writes the zeros.
 template <class Traits>
-CUTE_DEVICE void resolve_only_work(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
+CUTE_DEVICE void resolve_only_work(BwdStorage<Traits>& shared, typename Traits::Params const& p) {
   int const rank = cluster_rank();
   bool const resolves_work = threadIdx.x == 32;
   if (resolves_work) {
@@ -113,7 +114,7 @@ CUTE_DEVICE void resolve_only_work(BwdStorage<Traits>& shared, BwdDeviceParams c
 template <class Config>
 __global__ void __cluster_dims__(Config::k.cluster_size, 1, 1)
     __launch_bounds__(Config::k.threads(), 1)
-        backward_kernel(BwdDeviceParams const __grid_constant__ p) {
+        backward_kernel(typename BwdTraits<Config>::Params const __grid_constant__ p) {
   using Traits = BwdTraits<Config>;
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<BwdStorage<Traits>*>(shared_bytes);

@@ -112,6 +112,9 @@ inline BwdRowParams row_params(BwdParams const& p) {
   return r;
 }
 
+inline void set_lists(BwdDeviceParams&, BwdParams const&) {}
+inline void set_lists(ListedBwdParams& d, BwdParams const& p) { d.listed = p.mask; }
+
 template <class Config>
 void launch_main(BwdParams const& p, void* stream) {
   constexpr int kBytes = Config::k.shared_bytes();
@@ -122,7 +125,9 @@ void launch_main(BwdParams const& p, void* stream) {
   static std::atomic<uint64_t> devices_ready{0};
   allow_shared_memory(backward_kernel<Config>, shape, devices_ready);
   TensorMapMaker maps{p.problem.dtype};
-  BwdDeviceParams const params = main_params<Config>(maps, p);
+  typename BwdTraits<Config>::Params params;
+  static_cast<BwdDeviceParams&>(params) = main_params<Config>(maps, p);
+  set_lists(params, p);
   check_launch(maps.error, shape.variant, shape.grid, kBytes);
   launch_early(backward_kernel<Config>, shape, params, stream);
 }

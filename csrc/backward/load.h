@@ -15,15 +15,17 @@ struct BwdProducer {
   using Element = typename Traits::Element;
   using Location = typename Traits::Location;
 
+  using Steps = StepsOf<Traits>;
+
   static constexpr uint64_t kReadOnce = uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST);  // K, V
   static constexpr uint64_t kKeepInL2 =
       uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST);  // Q, dO: read by every CTA of the head
 
   BwdStorage<Traits>& shared;
-  BwdDeviceParams const& p;
+  typename Traits::Params const& p;
   uint32_t count = 0;  // steps loaded
 
-  CUTE_DEVICE BwdProducer(BwdStorage<Traits>& shared_, BwdDeviceParams const& p_)
+  CUTE_DEVICE BwdProducer(BwdStorage<Traits>& shared_, typename Traits::Params const& p_)
       : shared(shared_), p(p_) {}
 
   // INVARIANT: whatever this kernel reads or writes in global memory comes after the wait for
@@ -57,12 +59,16 @@ struct BwdProducer {
 
   CUTE_DEVICE void load_all_tiles() {
     StepPublisher<Traits> publisher{shared};
-    BwdWork work = next_work_with_steps(int(blockIdx.x));
+    BwdWorkOf<Traits> work = next_work_with_steps(int(blockIdx.x));
     for (int tile = 0; work.has_keys(); ++tile) {
       work_slot(shared, tile) = work;
       // WHY a copy: nothing then waits for shared memory between two loads. General kernels have no
       // registers for it.
-      load_tile(publisher, kServesPacked<Traits> ? work_slot(shared, tile) : work, tile);
+      if constexpr (Traits::kHasLists) {
+        load_tile(publisher, work, tile);
+      } else {
+        load_tile(publisher, kServesPacked<Traits> ? work_slot(shared, tile) : work, tile);
+      }
       work = next_work_with_steps(-1);
     }
     publisher.publish_end(count);
@@ -71,15 +77,15 @@ struct BwdProducer {
   // The next tile of keys that has queries, or a work without keys. Where no query sees the keys,
   // it writes their zeros. WHY by ticket: tiles take different times. number: of the tile, if
   // known.
-  CUTE_DEVICE BwdWork next_work_with_steps(int number) {
+  CUTE_DEVICE BwdWorkOf<Traits> next_work_with_steps(int number) {
     for (;; number = -1) {
       if (p.is_deterministic) {
         number = draw_number(p);
       } else if (number < 0) {
         number = int(gridDim.x) + draw_number(p);
       }
-      BwdWork const work = work_of_number<Traits>(p, number, 0);
-      if (!work.has_keys() || work.steps() > 0) {
+      BwdWorkOf<Traits> const work = work_of_number<Traits>(p, number, 0);
+      if (!work.has_keys() || work.has_steps()) {
         return work;
       }
       wait_for_q_stage();
@@ -89,8 +95,9 @@ struct BwdProducer {
 
   // Loads in the order in which the consumers wait. A step is published before its loads wait for
   // buffers: K of the next tile may be loaded only while the consumers are in the step before.
-  CUTE_DEVICE void load_tile(StepPublisher<Traits>& publisher, BwdWork const& work, int tile) {
-    BwdSteps steps(work);
+  CUTE_DEVICE void load_tile(StepPublisher<Traits>& publisher, BwdWorkOf<Traits> const& work,
+                             int tile) {
+    Steps steps(work);
     publisher.publish(count, steps, tile, int(steps.tile(p)), true);
     shared.exchange.k_empty[key_buffer<Traits>(tile)].wait(key_phase<Traits>(tile) ^ 1);
     load_k(work, key_buffer<Traits>(tile));
@@ -140,14 +147,14 @@ struct BwdProducer {
     shared.q_empty[count % Traits::kQStages].wait(count / Traits::kQStages % 2 ^ 1);
   }
 
-  CUTE_DEVICE void load_q(BwdSteps const& steps) {
+  CUTE_DEVICE void load_q(Steps const& steps) {
     int const i = count % Traits::kQStages;
     wait_for_q_stage();
     load_queries<Traits::kHeadDim>(p.q, shared.q_full[i], shared.q[i], steps);
     load_row_values(p.lse_log2, shared.q_full[i], shared.lse_log2[i], steps);
   }
 
-  CUTE_DEVICE void load_dout(BwdSteps const& steps) {
+  CUTE_DEVICE void load_dout(Steps const& steps) {
     int const i = count % Traits::kDoutStages;
     shared.dout_empty[i].wait(count / Traits::kDoutStages % 2 ^ 1);
     load_queries<Traits::kHeadDimV>(p.dout, shared.dout_full[i], shared.dout[i], steps);
@@ -159,7 +166,7 @@ struct BwdProducer {
   // Loads a tile of queries. The expected bytes include those of load_row_values().
   template <int kDim>
   CUTE_DEVICE void load_queries(CUtensorMap const& map, Mbarrier& full, Element* target,
-                                BwdSteps const& steps) {
+                                Steps const& steps) {
     full.arrive_and_expect_tx(Traits::kTileM * padded_columns(kDim) * sizeof(Element) +
                               kRowValueBytes);
     BwdWork const& work = *steps.work;
@@ -172,7 +179,7 @@ struct BwdProducer {
   }
 
   CUTE_DEVICE void load_row_values(float const* values, Mbarrier& full, float* target,
-                                   BwdSteps const& steps) {
+                                   Steps const& steps) {
     bulk_load(target, values + steps.tile(p) * Traits::kTileM, kRowValueBytes, full);
   }
 };

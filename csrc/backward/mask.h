@@ -106,6 +106,55 @@ struct AnyKeyMask {
   }
 };
 
+// A mask of lists: the intervals of the queries of a step, and the blocks of its entry.
+template <class Traits>
+struct ListedKeyMask {
+  ListedBwdParams const& p;
+  int first_key;
+  int thread;
+
+  CUTE_DEVICE ListedKeyMask(BwdDeviceParams const& p_, BwdStorage<Traits>&, int first_key_,
+                            int thread_)
+      : p(static_cast<ListedBwdParams const&>(p_)), first_key(first_key_), thread(thread_) {}
+
+  CUTE_DEVICE void start(BwdWork const&) {}
+
+  template <class Fragment>
+  CUTE_DEVICE void apply(Fragment& acc, BwdWork const& work, BwdStep const& step) const {
+    auto scores = rows_view(acc);  // (2, (2, J))
+    int own = thread;
+    asm volatile("" : "+r"(own));  // as above
+    int const first = step.m * Traits::kTileM + fragment_column(own);
+    int const key = work.key_begin + first_key + fragment_row(own);
+    uint32_t const bits = step.flags >> BwdStep::kFirstBlockBit >> first_key / kWarpgroupRows;
+    int4 const* const rows = rows_of(work);
+    CUTE_UNROLL
+    for (int c = 0; c < cute::size<1>(scores); ++c) {
+      int const column = (c / 2) * 8 + c % 2;
+      int4 const row = rows == nullptr ? make_int4(0, work.len.k, 0, 0)
+                                       : __ldg(rows + min_of(first + column, work.len.q - 1));
+      bool const has_block = (bits >> 2 * (column / kWarpgroupRows) & 1) != 0;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        int const at = key + 8 * r;
+        bool const is_seen = (at >= row.x && at < row.y) || (at >= row.z && at < row.w);
+        scores(r, c) = has_block && is_seen && at < work.len.k ? scores(r, c) : -INFINITY;
+      }
+    }
+  }
+
+ private:
+  // The intervals of the sequence's queries; nullptr: they see all keys.
+  CUTE_DEVICE int4 const* rows_of(BwdWork const& work) const {
+    if (p.listed.rows == nullptr) {
+      return nullptr;
+    }
+    int64_t const first = p.is_packed() ? int64_t(work.q_end - work.len.q) * 4
+                                        : work.batch * p.listed.rows_batch_stride;
+    return reinterpret_cast<int4 const*>(p.listed.rows + first);
+  }
+};
+
 // Where the scores of a thread lie in a step (device/score.h). Keys are the rows of the fragment.
 struct BwdScoresAt {
   BwdDeviceParams const& p;
@@ -127,9 +176,9 @@ struct BwdScoresAt {
 // The mask of a warpgroup; first_key: its first key in the tile.
 template <class Traits>
 struct KeyMask {
-  cute::conditional_t<Traits::kKind.mask == MaskKind::kInterval, AnyKeyMask<Traits>,
-                      SimpleKeyMask<Traits>>
-      limits;
+  using IntervalLimits = cute::conditional_t<Traits::kKind.mask == MaskKind::kInterval,
+                                             AnyKeyMask<Traits>, SimpleKeyMask<Traits>>;
+  cute::conditional_t<Traits::kHasLists, ListedKeyMask<Traits>, IntervalLimits> limits;
 
   CUTE_DEVICE KeyMask(BwdDeviceParams const& p, BwdStorage<Traits>& shared, int first_key,
                       int thread)
@@ -139,8 +188,12 @@ struct KeyMask {
   CUTE_DEVICE void start(BwdWork const& work) { limits.start(work); }
 
   template <class Fragment>
-  CUTE_DEVICE void apply(Fragment& acc, BwdWork const& work, int m) const {
-    limits.apply(acc, work, m);
+  CUTE_DEVICE void apply(Fragment& acc, BwdWork const& work, BwdStep const& step) const {
+    if constexpr (Traits::kHasLists) {
+      limits.apply(acc, work, step);
+    } else {
+      limits.apply(acc, work, step.m);
+    }
   }
 
   // Where a step needs the mask.

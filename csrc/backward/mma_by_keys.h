@@ -237,7 +237,7 @@ struct KeysConsumer : BwdProducts<Traits> {
   template <class Fragment>
   CUTE_DEVICE void mask_scores(Fragment& tSrS) {
     if (step(count).flags & BwdStep::kIsMasked) {
-      mask.apply(tSrS, work(count), step(count).m);
+      mask.apply(tSrS, work(count), step(count));
     }
   }
 

@@ -11,6 +11,7 @@
 
 #include <cuda.h>
 
+#include "core/key_list.h"
 #include "core/packed_tiles.h"
 #include "backward/query_range.h"
 #include "core/tile_order.h"
@@ -48,6 +49,11 @@ struct BwdDeviceParams {
   PackedTables tables;
 
   FA3_HD bool is_packed() const { return tables.header != nullptr; }
+};
+
+// With a mask of lists: the tiles of queries that visit each tile of keys.
+struct ListedBwdParams : BwdDeviceParams {
+  MaskLists listed;
 };
 
 // The kernels before and after it: a CTA has one tile of queries of one head.

@@ -46,11 +46,12 @@ struct StepPublisher {
 
   // n: of the step; tile: of keys, among those of the CTA; rows: the tile of queries, in the
   // workspaces.
-  CUTE_DEVICE void publish(uint32_t n, BwdSteps const& steps, int tile, int rows, bool is_first) {
+  CUTE_DEVICE void publish(uint32_t n, StepsOf<Traits> const& steps, int tile, int rows,
+                           bool is_first) {
     uint32_t const flags = (is_first ? BwdStep::kIsFirst : 0) |
                            (steps.is_last() ? BwdStep::kIsLast : 0) |
-                           (steps.is_masked<Traits>() ? BwdStep::kIsMasked : 0) |
-                           (key_buffer<Traits>(tile) ? BwdStep::kBuffer : 0);
+                           (steps.template is_masked<Traits>() ? BwdStep::kIsMasked : 0) |
+                           (key_buffer<Traits>(tile) ? BwdStep::kBuffer : 0) | steps.own_flags();
     publish(n, BwdStep{flags, tile, rows, steps.m});
   }
 

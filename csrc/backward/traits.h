@@ -14,6 +14,9 @@ namespace fa3 {
 
 constexpr int kWarpRows = 16;  // a warp has 16 of the 64 rows of a product
 
+struct BwdDeviceParams;
+struct ListedBwdParams;
+
 template <class Config_>
 struct BwdTraits {
   using Config = Config_;
@@ -23,6 +26,8 @@ struct BwdTraits {
   using Location = LocationOf<k.kind.batch>;
 
   static constexpr KernelKind kKind = k.kind;
+  static constexpr bool kHasLists = kKind.has_lists();
+  using Params = cute::conditional_t<kHasLists, ListedBwdParams, BwdDeviceParams>;
   static constexpr int kHeadDim = k.head_dim;     // Q, K, dQ and dK
   static constexpr int kHeadDimV = k.head_dim_v;  // V, dO and dV
   static constexpr int kTileM = k.tile_m;

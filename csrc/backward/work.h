@@ -27,11 +27,37 @@ struct BwdWork {
 
   CUTE_DEVICE bool has_keys() const { return kv_head >= 0; }
 
+  CUTE_DEVICE bool has_steps() const { return steps() > 0; }
+
   // 0: no query sees these keys, or there is no work.
   CUTE_DEVICE uint32_t steps() const {
     return uint32_t(head_end - head_begin) * uint32_t(max_of(0, queries.end - queries.begin));
   }
 };
+
+// With a mask of lists: a list of tiles of queries for each query head.
+struct ListedBwdWork : BwdWork {
+  int const* lists;  // of head 0
+  int64_t head_stride;
+
+  ListedBwdWork() = default;
+  CUTE_DEVICE ListedBwdWork(BwdWork const& work) : BwdWork(work) {}
+
+  CUTE_DEVICE int const* list(int head) const { return lists + head * head_stride; }
+
+  // The first head from one on that has steps.
+  CUTE_DEVICE int next_head(int head) const {
+    while (head < head_end && list(head)[0] == 0) {
+      ++head;
+    }
+    return head;
+  }
+
+  CUTE_DEVICE bool has_steps() const { return next_head(head_begin) < head_end; }
+};
+
+template <class Traits>
+using BwdWorkOf = cute::conditional_t<Traits::kHasLists, ListedBwdWork, BwdWork>;
 
 template <class Traits>
 constexpr bool kServesPacked = !Traits::kKind.is_dense();
@@ -66,16 +92,30 @@ CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, S
   work.head_end = work.head_begin + p.group;
   work.key_begin = n * kKeys + rank * Traits::kTileN;
   work.len = len;
-  work.queries =
-      query_range(n * kKeys, len, Traits::kTileM, kKeys, mask_of<Traits::kKind.mask>(p.mask));
-  work.first_m = p.is_deterministic || p.dq_is_zeroed
-                     ? work.queries.begin
-                     : diagonal_tile(n * kKeys / Traits::kTileM, work.queries);
+  if constexpr (!Traits::kHasLists) {
+    work.queries =
+        query_range(n * kKeys, len, Traits::kTileM, kKeys, mask_of<Traits::kKind.mask>(p.mask));
+    work.first_m = p.is_deterministic || p.dq_is_zeroed
+                       ? work.queries.begin
+                       : diagonal_tile(n * kKeys / Traits::kTileM, work.queries);
+  }
   return work;
 }
 
-CUTE_DEVICE BwdWork no_work() {
-  BwdWork none{};
+// Tile n of the keys of a sequence; index: of its first tile among those of all packed sequences.
+CUTE_DEVICE void set_lists(BwdWork&, BwdDeviceParams const&, TileCoord, int, int) {}
+
+CUTE_DEVICE void set_lists(ListedBwdWork& work, ListedBwdParams const& p, TileCoord tile, int n,
+                           int index) {
+  int const batch = p.is_packed() ? 0 : tile.batch;
+  work.lists =
+      p.listed.lists + batch * p.listed.batch_stride + int64_t(index + n) * p.listed.tile_stride;
+  work.head_stride = p.listed.head_stride;
+}
+
+template <class Traits>
+CUTE_DEVICE BwdWorkOf<Traits> no_work() {
+  BwdWorkOf<Traits> none{};
   none.kv_head = -1;
   return none;
 }
@@ -85,10 +125,12 @@ CUTE_DEVICE BwdWork no_work() {
 // kept, since the last keys are added first (add_order.h); otherwise the first keys come first,
 // since under a causal mask most queries see them.
 template <class Traits>
-CUTE_DEVICE BwdWork work_of_dense(BwdDeviceParams const& p, int number, int rank) {
+CUTE_DEVICE BwdWorkOf<Traits> work_of_dense(typename Traits::Params const& p, int number,
+                                            int rank) {
   TileCoord const tile = p.order.coord(number);
   int const n = p.is_deterministic ? tile.m : p.order.m_tiles - 1 - tile.m;
-  BwdWork work = resolve_tile<Traits>(p, n, tile.head, p.seqlen, rank);
+  BwdWorkOf<Traits> work = resolve_tile<Traits>(p, n, tile.head, p.seqlen, rank);
+  set_lists(work, p, tile, n, 0);
   work.q_row = 0;
   work.q_end = 0;
   work.k_row = work.key_begin;
@@ -100,17 +142,19 @@ CUTE_DEVICE BwdWork work_of_dense(BwdDeviceParams const& p, int number, int rank
 
 // The work of a CTA on packed sequences. Usually there are more CTAs than tiles.
 template <class Traits>
-CUTE_DEVICE BwdWork work_of_packed(BwdDeviceParams const& p, int number, int rank) {
+CUTE_DEVICE BwdWorkOf<Traits> work_of_packed(typename Traits::Params const& p, int number,
+                                             int rank) {
   int const index = p.tickets.heads.div(number);
   int const sequence = p.tables.sequence_of_tile[index];  // has an entry for every CTA
   if (sequence == PackedTables::kNoTile) {
-    return no_work();
+    return no_work<Traits>();
   }
   SequenceTiles const tiles = p.tables.sequences[sequence];
   Sequence const& s = tiles.sequence;
   TileCoord const tile = p.tickets.coord(tiles, number);
   int const n = p.is_deterministic ? tile.m : tiles.tiles - 1 - tile.m;
-  BwdWork work = resolve_tile<Traits>(p, n, tile.head, s.len, rank);
+  BwdWorkOf<Traits> work = resolve_tile<Traits>(p, n, tile.head, s.len, rank);
+  set_lists(work, p, tile, n, s.k_begin / kListedKeys + tile.batch);
   work.q_row = kRowsEnd - s.len.q;
   work.q_end = s.q_begin + s.len.q;
   work.k_row = kRowsEnd - s.len.k + work.key_begin;
@@ -121,9 +165,10 @@ CUTE_DEVICE BwdWork work_of_packed(BwdDeviceParams const& p, int number, int ran
 }
 
 template <class Traits>
-CUTE_DEVICE BwdWork work_of_number(BwdDeviceParams const& p, int number, int rank) {
+CUTE_DEVICE BwdWorkOf<Traits> work_of_number(typename Traits::Params const& p, int number,
+                                             int rank) {
   if (number >= p.works) {
-    return no_work();
+    return no_work<Traits>();
   }
   if constexpr (kServesPacked<Traits>) {
     if (p.is_packed()) {
@@ -161,6 +206,8 @@ struct BwdSteps {
                                                      : m < work->queries.free_begin;
   }
 
+  CUTE_DEVICE static constexpr uint32_t own_flags() { return 0; }
+
   // The index of the tile's rows in the workspaces.
   CUTE_DEVICE int64_t tile(BwdDeviceParams const& p) const {
     return work->tile_base + head * p.m_tiles + m;
@@ -172,6 +219,55 @@ struct BwdSteps {
   }
 };
 
+// The steps of a tile of keys with lists: first those without a mask, of each head.
+struct ListedSteps {
+  ListedBwdWork const* work;
+  int head;
+  int i = 0;
+  int m;
+
+  CUTE_DEVICE explicit ListedSteps(ListedBwdWork const& work_)
+      : work(&work_), head(work_.next_head(work_.head_begin)) {
+    read();
+  }
+
+  CUTE_DEVICE bool valid() const { return head < work->head_end; }
+
+  CUTE_DEVICE bool is_last() const {
+    return i + 1 == work->list(head)[0] && work->next_head(head + 1) == work->head_end;
+  }
+
+  CUTE_DEVICE void next() {
+    if (++i == work->list(head)[0]) {
+      i = 0;
+      head = work->next_head(head + 1);
+    }
+    read();
+  }
+
+  template <class Traits>
+  CUTE_DEVICE bool is_masked() const {
+    return i >= work->list(head)[1];
+  }
+
+  CUTE_DEVICE uint32_t own_flags() const;
+
+  CUTE_DEVICE int64_t tile(BwdDeviceParams const& p) const {
+    return work->tile_base + head * p.m_tiles + m;
+  }
+
+ private:
+  CUTE_DEVICE QueryEntry entry() const {
+    int const* const at = work->list(head) + kListHeader + 2 * i;
+    return QueryEntry{at[0], at[1]};
+  }
+
+  CUTE_DEVICE void read() { m = valid() ? entry().tile() : 0; }
+};
+
+template <class Traits>
+using StepsOf = cute::conditional_t<Traits::kHasLists, ListedSteps, BwdSteps>;
+
 // By keys: what the load warp publishes of a step (step_ring.h).
 struct BwdStep {
   static constexpr uint32_t kBuffer = 1;           // the buffer of K, and that of
@@ -181,7 +277,9 @@ struct BwdStep {
   static constexpr uint32_t kIsLast = 16;          // the last
   static constexpr uint32_t kFollowsFirst = 32;    // follows the first of a later tile
   static constexpr uint32_t kIsMasked = 64;
-  static constexpr uint32_t kNone = 128;  // there is no step; the one before was the last
+  static constexpr uint32_t kNone = 128;    // there is no step; the one before was the last
+  static constexpr int kFirstBlockBit = 8;  // with lists: QueryEntry::bits(), then its rank
+  static constexpr int kFirstRankBit = kFirstBlockBit + kListBlockBits;
 
   uint32_t flags;
   int tile;  // the tile of keys, among those of the CTA
@@ -189,19 +287,29 @@ struct BwdStep {
   int m;     // the same, in the sequence
 };
 
+CUTE_DEVICE uint32_t ListedSteps::own_flags() const {
+  QueryEntry const own = entry();
+  return uint32_t(own.bits()) << BwdStep::kFirstBlockBit | uint32_t(own.rank)
+                                                               << BwdStep::kFirstRankBit;
+}
+
 constexpr int kStepSlots = 8;
 constexpr int kWorkSlots = 4;
 
 // Deterministic mode: how many clusters add to the dQ of a step before this one. The tiles of keys
 // that meet a tile of queries are those that a forward pass over that tile would visit; the last
-// one adds first.
+// one adds first. With lists m is that number, QueryEntry::rank.
 template <class Traits>
 CUTE_DEVICE int predecessors(BwdDeviceParams const& p, BwdWork const& work, int m) {
-  constexpr int kKeys = Traits::kTileN * Traits::kClusterSize;
-  int const position = m * Traits::kTileM;
-  BlockRange const keys = block_range(position, position + Traits::kTileM, work.len, kKeys,
-                                      mask_of<Traits::kKind.mask>(p.mask));
-  return keys.end - 1 - work.key_begin / kKeys;
+  if constexpr (Traits::kHasLists) {
+    return m;
+  } else {
+    constexpr int kKeys = Traits::kTileN * Traits::kClusterSize;
+    int const position = m * Traits::kTileM;
+    BlockRange const keys = block_range(position, position + Traits::kTileM, work.len, kKeys,
+                                        mask_of<Traits::kKind.mask>(p.mask));
+    return keys.end - 1 - work.key_begin / kKeys;
+  }
 }
 
 }  // namespace fa3

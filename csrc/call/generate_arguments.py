@@ -16,7 +16,7 @@ GROUPS = {'lengths': 'LengthArguments', 'score': 'ScoreArguments', 'scales': 'Sc
           'gradients': 'GradientArguments', 'cache': 'CacheArguments', 'splits': 'SplitArguments',
           'rotary': 'RotaryArguments', 'prefix': 'PrefixArgument', 'tree': 'TreeArguments',
           'by_page': 'ByPageArgument', 'latent': 'LatentArgument',
-          'choice': 'ChoiceArgument'}
+          'choice': 'ChoiceArgument', 'mask': 'MaskArguments'}
 # The groups of tensors that the ops use as tensors: OpTensors owns them. The call describes them,
 # apart from those in _UNDESCRIBED.
 _TENSORS = ('inputs', 'given', 'upstream', 'outputs', 'given_gradients', 'new', 'set_scales',

@@ -28,24 +28,33 @@ bool check_head_dims(Solver& solver, Call const& call) {
            solver.refuse("head dims of at least 1",
                          text(head_dim, " (q, k) and ", solver["Dv"], " (v)"));
   }
+  bool const is_folded = call.execution.split_size > 0 && !call.on_cache;
   int const step = solver.is_fp8() ? 16 : 8;
-  char const* const note = solver.is_fp8() ? " with float8_e4m3fn" : "";
-  static_assert(kLongValuesHeadDim == 64);
-  Range const long_values = {step, kMaxLongValues, step};
-  Range const values = {step, kMaxHeadDim, step, *note ? note : " with a head_dim above 64"};
-  bool const is_long = !solver.is_fp8() && head_dim <= kLongValuesHeadDim;
-  auto const check_values = [&](Range const& range, char const* hint) {
-    return solver.in_range({solver.binder("Dv"), call.v}, call.v.rank - 1, "head_dim of the values",
-                           range, hint);
+  bool const is_listed = call.mask.key_lists || call.mask.query_lists;
+  bool const is_chosen = call.choice.keys_chosen && !call.latent.qv;
+  char const* const note = solver.is_fp8() ? " with float8_e4m3fn"
+                           : is_folded     ? " with split_size"
+                           : is_chosen     ? " with indices"
+                           : is_listed     ? " with mask"
+                                           : "";
+  int64_t const most = *note ? kMaxNarrowHeadDim : kMaxHeadDim;
+  bool const may_halve_values = head_dim <= kLongValuesHeadDim && !solver.is_fp8();
+  auto const has_columns = [&](NamedTensor const& tensor, char const* word, Range const& range,
+                               char const* hint) {
+    return solver.in_range(tensor, tensor.meta.rank - 1, word, range, hint);
   };
-  return solver.in_range({"q", call.q}, call.q.rank - 1, "head_dim",
-                         {step, kMaxHeadDim, step, note},
-                         head_dim <= 0 || head_dim > kMaxHeadDim
-                             ? ""
-                             : "pad q, k and v with zeros, and pass softmax_scale") &&
-         check_values(is_long ? long_values : values, "") &&
-         (!call.is_backward || check_values({-kUnlimited, kMaxHeadDim, 1, " for gradients"},
-                                            "split the columns of v over two calls"));
+  NamedTensor const q{"q", call.q};
+  NamedTensor const v{solver.binder("Dv"), call.v};
+  char const* const of_values = "head_dim of the values";
+  Range const of_gradients = {-kUnlimited, is_listed ? kMaxListedGradients : kMaxNarrowHeadDim, 1,
+                              is_listed ? " for gradients with mask" : " for gradients"};
+  bool const is_in_range = head_dim > 0 && head_dim <= most;
+  return has_columns(q, "head_dim", {step, most, step, note},
+                     is_in_range ? "pad q, k and v with zeros, and pass softmax_scale" : "") &&
+         has_columns(v, of_values, {step, may_halve_values ? kMaxHeadDim : most, step, note}, "") &&
+         (!call.is_backward ||
+          (has_columns(q, "head_dim", of_gradients, "") &&
+           has_columns(v, of_values, of_gradients, "split the columns of v over two calls")));
 }
 
 // Tile and key indices are 32-bit.
@@ -111,10 +120,47 @@ bool check_scales(Solver& solver, Call const& call) {
   return check_rows<kScalePass>(solver, call);
 }
 
+// The tensors of an AttentionMask have one size or are shared where it is 1. Kernels read lists.
+bool check_mask(Solver& solver, Call const& call) {
+  MaskArguments const& mask = call.mask;
+  bool const is_packed = call.is_packed();
+  auto const fits = [&](char const* name, std::optional<TensorMeta> const& tensor, int rank,
+                        auto const& has_sizes) {
+    return !tensor ||
+           (tensor->rank == rank && has_sizes(*tensor) && tensor->stride[rank - 1] == 1 &&
+            tensor->dtype_name == std::string_view("int32") && tensor->device == call.q.device &&
+            tensor->device_index == call.q.device_index) ||
+           solver.refuse(text(name, " to be that of an AttentionMask made for these lengths"),
+                         shape_text(tensor->size, tensor->rank));
+  };
+  auto const is_one_or = [](int64_t size, int64_t all) { return size == 1 || size == all; };
+  auto const are_lists = [&](char const* name, std::optional<TensorMeta> const& lists, Letter rows,
+                             int64_t tile) {
+    int64_t const tiles =
+        is_packed ? solver[rows] / tile + solver["B"] : (solver[rows] + tile - 1) / tile;
+    return fits(name, lists, 4, [&](TensorMeta const& t) {
+      return is_one_or(t.size[0], is_packed ? 1 : solver["B"]) &&
+             is_one_or(t.size[1], solver["Hq"]) && t.size[2] == tiles && t.size[3] > kListHeader;
+    });
+  };
+  auto const& lists = call.is_backward ? mask.query_lists : mask.key_lists;
+  char const* const name = call.is_backward ? "query_lists" : "key_lists";
+  return fits("mask_rows", mask.mask_rows, is_packed ? 2 : 3,
+              [&](TensorMeta const& t) {
+                return t.size[t.rank - 1] == 4 && t.size[t.rank - 2] == solver["s"] &&
+                       t.stride[t.rank - 2] == 4 &&
+                       (is_packed || is_one_or(t.size[0], solver["B"]));
+              }) &&
+         are_lists("key_lists", mask.key_lists, "s", kListedRows) &&
+         are_lists("query_lists", mask.query_lists, "sk", kListedKeys) &&
+         (bool(lists) == (mask.mask_rows || mask.mask_blocks) || !solver.on_cuda() ||
+          solver.refuse(text(name, " with mask_rows or mask_blocks"), "one without the other"));
+}
+
 // What a backward adds is checked as far as it is given: the planner asks about the inputs alone.
 bool check_gradients(Solver& solver, Call const& call) {
   constexpr unsigned kPasses = kCallPass | kKeyPass | kGradientPass;
-  return check_rows<kGradientPass>(solver, call) &&
+  return check_rules<kGradientPass>(solver, call) && check_rows<kGradientPass>(solver, call) &&
          check_apart<kPasses>(solver, call, "dq", pointer_to(call.dq)) &&
          check_apart<kPasses>(solver, call, "dk", pointer_to(call.dk)) &&
          check_apart<kPasses>(solver, call, "dv", pointer_to(call.dv));
@@ -146,6 +192,7 @@ bool check_limits(Solver& solver, Call const& call) {
 bool check_attention(Solver& solver, Call const& call) {
   return check_rules<kCallPass | kKeyPass>(solver, call) &&
          check_rows<kCallPass | kKeyPass>(solver, call) && check_limits(solver, call) &&
+         check_mask(solver, call) &&
          check_apart<kCallPass | kKeyPass>(solver, call, "out", call.given_out()) &&
          (!solver.is_fp8() || check_scales(solver, call)) &&
          (!call.is_backward || check_gradients(solver, call));

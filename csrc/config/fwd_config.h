@@ -208,10 +208,17 @@ struct FwdConfig {
   static constexpr int converter_registers() { return 96; }
   static constexpr int output_registers() { return 160; }
 
-  // Columns of a slice, and of a head dim padded to whole slices; and those of K and V as loaded.
+  // CTAs of a cluster that split the columns of Q, K, V and O (forward/column_ctas.h), and their
+  // head dims.
+  constexpr int column_ctas() const { return head_dim > 256 ? 2 : 1; }
+  constexpr int cta_head_dim() const { return head_dim / column_ctas(); }
+  constexpr int cta_head_dim_v() const { return head_dim_v / column_ctas(); }
+
+  // Columns of a slice, and of a CTA's head dims padded to whole slices; and those of K and V as
+  // loaded.
   constexpr int slice() const { return slice_columns(dtype_q, head_dim); }
-  constexpr int columns() const { return padded_columns(head_dim, slice()); }
-  constexpr int columns_v() const { return padded_columns(head_dim_v, slice()); }
+  constexpr int columns() const { return padded_columns(cta_head_dim(), slice()); }
+  constexpr int columns_v() const { return padded_columns(cta_head_dim_v(), slice()); }
   constexpr int raw_slice() const {
     return !converts() ? slice() : head_dim % 128 == 0 && head_dim_v % 128 == 0 ? 128 : 64;
   }
@@ -231,10 +238,13 @@ struct FwdConfig {
   // What a row of a part of the keys has in its buffer: O, its LSE and that of a group of parts,
   // which each of the 8 warps of a decode kernel has for itself.
   constexpr int part_row_floats() const {
-    return is_swapped ? round_up(head_dim_v, part_columns()) + 2 * 8 : head_dim_v + 2;
+    return is_swapped ? round_up(head_dim_v, part_columns()) + 2 * 8
+                      : head_dim_v + 2 * column_ctas();
   }
   // Counters of the complete parts of a tile or a group; a decode kernel has a byte a warp.
-  constexpr int part_counters() const { return is_swapped ? 2 : consumer_warpgroups; }
+  constexpr int part_counters() const {
+    return is_swapped ? 2 : consumer_warpgroups * column_ctas();
+  }
   constexpr int part_columns() const { return head_dim <= 64 && head_dim_v <= 64 ? 64 : 128; }
   constexpr int stage_columns() const { return is_latent() ? 192 : part_columns(); }
   constexpr int stage_bytes() const { return tile_n * stage_columns() * element_bytes(dtype_kv()); }
@@ -275,6 +285,11 @@ constexpr int v_buffer_bytes(FwdConfig const& c) {
 constexpr int staged_bytes(FwdConfig const& c) {
   bool const is_staged = c.output == OutputKind::kStaged || c.output == OutputKind::kSent;
   return is_staged ? kWarpgroupRows * 2 * padded_columns(c.head_dim_v) : 0;
+}
+
+// S that another CTA of a cluster sends to a warpgroup: fp32.
+constexpr int sent_scores_bytes(FwdConfig const& c) {
+  return c.column_ctas() > 1 ? kWarpgroupRows * c.tile_n * int(sizeof(float)) : 0;
 }
 
 // Barriers; with kBlocks also the scales, the current tiles and the staged LSE; with kHeads the
@@ -341,6 +356,7 @@ constexpr SharedMemory FwdConfig::shared_memory() const {
       .add("staged O", consumer_warpgroups, staged_bytes(*this))
       .add("O in fp32", consumer_warpgroups,
            kWarpgroupThreads * tuning.shared_sums * int(sizeof(float)))
+      .add("S of the other CTA", consumer_warpgroups, sent_scores_bytes(*this))
       .add(kSmallData, 1, round_up(small_bytes(), 1024));
 }
 
@@ -388,6 +404,9 @@ constexpr FwdConfig fwd_variant(char const* name, FwdConfig tile, HeadDims dims,
           "O in fp32 is rescaled with every K tile");
   require(c.tuning.shared_sums == 0 || (c.is_promoted() && c.is_skewed()),
           "without overlap O in fp32 is in the registers of O");
+  require(
+      c.column_ctas() == 1 || (c.is_skewed() && !c.overlap.tiles && !c.is_fp8() && !c.is_swapped),
+      "two CTAs add up the S of a K tile of 16 bits");
   require(!c.overlap.ping_pong || c.consumer_warpgroups == 2, "two warpgroups alternate");
   require(!c.is_latent() || (c.consumer_warpgroups == 1 && c.head_dim == 64 && c.head_dim_v == 512),
           "a latent cache has 64 rotary and 512 latent columns");

@@ -65,7 +65,8 @@ inline constexpr FwdConfig kFwdTileD128Short{.tile_n = 128,
 inline constexpr FwdConfig kFwdTileD192{.tile_n = 80, .q_stages = 2, .overlap = {.tiles = true}};
 
 // 64 + 64 + 64 = 192. O takes 128 registers, S 32; 128 x 80 is 1 to 2 % slower. Also for head dims
-// 208 to 240.
+// 208 to 240, and for those above 256, of which each of two CTAs has 256 columns, with 32 for S of
+// the other CTA.
 inline constexpr FwdConfig kFwdTileD256{.tile_n = 64, .measured = {.fixed_keys = 200}};
 
 // 128 + 48 + 48 = 224, which holds the next tile's Q.
@@ -180,6 +181,10 @@ inline constexpr FwdConfig kFwdTileD128Cache = on_cache(128, 3, 2);
 inline constexpr FwdConfig kFwdTileD192x128Cache = on_cache(128, 2, 2);
 inline constexpr FwdConfig kFwdTileD256Cache = on_cache(64, 3, 1);
 
+// 32 + 64 + 64 + 16 for S of the other CTA = 176; with a cache of e4m3 32 + 48 + 48 + 36 + 36 + 12
+// = 212.
+inline constexpr FwdConfig kFwdTileD512Cache = on_cache(64, 2, 1);
+
 // On a cache, up to 64 rows of a KV head, gathered row by row (csrc/decode). Rings of Q, then of K
 // and V, for D64; D96 and D128; D192x128; D256: 16 + 160 KiB, 32 + 160, 48 + 128, 64 + 128; and 16
 // KiB for P. 64 x 4k: 268 us / 250, pages of one token 386 / 256 (kFwdTileD128Cache / these; H200,
@@ -251,6 +256,7 @@ inline constexpr FwdConfig kFwdTileD64CacheKv8 = converted_on_cache(128, 4, 2);
 inline constexpr FwdConfig kFwdTileD128CacheKv8 = converted_on_cache(128, 2, 2);
 inline constexpr FwdConfig kFwdTileD192x128CacheKv8 = converted_on_cache(64, 3, 2);
 inline constexpr FwdConfig kFwdTileD256CacheKv8 = converted_on_cache(64, 2, 1);
+inline constexpr FwdConfig kFwdTileD512CacheKv8 = converted_on_cache(48, 3, 1);
 
 // On a cache, for more queries than a warpgroup takes: two warpgroups share the keys. 16 + 96 + 96
 // = 208, 32 + 96 + 96 = 224, 48 + 96 + 64 = 208. At head dim 256 a second one has no registers for

@@ -9,8 +9,9 @@ namespace fa3 {
 // tile; with sinks.
 enum class BatchKind : int { kDense, kAny, kCache };
 
-// The masks of core/mask_limits.h.
-enum class MaskKind : int { kFull, kCausal, kInterval };
+// The masks of core/mask_limits.h. kLists: the K tiles of each tile of queries are listed
+// (core/key_list.h).
+enum class MaskKind : int { kFull, kCausal, kInterval, kLists };
 
 // kSoftcap: scores become softcap * tanh(. / softcap).
 enum class ScoreKind : int { kPlain, kSoftcap };
@@ -25,6 +26,7 @@ struct KernelKind {
 
   constexpr bool is_dense() const { return batch == BatchKind::kDense; }
   constexpr bool is_cache() const { return batch == BatchKind::kCache; }
+  constexpr bool has_lists() const { return mask == MaskKind::kLists; }
   constexpr bool has_softcap() const { return score == ScoreKind::kSoftcap; }
 };
 
@@ -33,6 +35,9 @@ inline constexpr KernelKind kCausalKernel{BatchKind::kDense, MaskKind::kCausal};
 inline constexpr KernelKind kGeneralKernel{BatchKind::kAny, MaskKind::kInterval};
 inline constexpr KernelKind kSoftcapKernel{BatchKind::kAny, MaskKind::kInterval,
                                            ScoreKind::kSoftcap};
+inline constexpr KernelKind kListsKernel{BatchKind::kAny, MaskKind::kLists};
+inline constexpr KernelKind kListsSoftcapKernel{BatchKind::kAny, MaskKind::kLists,
+                                                ScoreKind::kSoftcap};
 inline constexpr KernelKind kCacheKernel{BatchKind::kCache, MaskKind::kInterval};
 inline constexpr KernelKind kCacheSoftcapKernel{BatchKind::kCache, MaskKind::kInterval,
                                                 ScoreKind::kSoftcap};
@@ -45,11 +50,16 @@ struct NamedKind {
   char const* name;
 };
 
-inline constexpr NamedKind kBuiltKinds[] = {
-    {kFullKernel, "full"},       {kCausalKernel, "causal"}, {kGeneralKernel, "general"},
-    {kSoftcapKernel, "softcap"}, {kCacheKernel, "cache"},   {kCacheSoftcapKernel, "cache, softcap"},
-    {kLatentKernel, "latent"}};
-constexpr int kBuiltKindCount = 7;
+inline constexpr NamedKind kBuiltKinds[] = {{kFullKernel, "full"},
+                                            {kCausalKernel, "causal"},
+                                            {kGeneralKernel, "general"},
+                                            {kSoftcapKernel, "softcap"},
+                                            {kCacheKernel, "cache"},
+                                            {kCacheSoftcapKernel, "cache, softcap"},
+                                            {kLatentKernel, "latent"},
+                                            {kListsKernel, "lists"},
+                                            {kListsSoftcapKernel, "lists, softcap"}};
+constexpr int kBuiltKindCount = 9;
 
 // INVARIANT: the kind is in kBuiltKinds.
 constexpr int kind_index(KernelKind kind) {

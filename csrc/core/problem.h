@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "core/key_list.h"
 #include "core/key_splits.h"
 #include "core/mask_limits.h"
 
@@ -214,6 +215,7 @@ struct FwdParams {
   int* ticket_counter = nullptr;  // dense: one of schedule/counters.h
   float* totals = nullptr;        // workspace: schedule.total_floats
   CacheTensors cache;
+  MaskLists mask;  // kind.has_lists()
   FwdProblem problem;
   FwdSchedule schedule;
   float softmax_scale = 1.f;
@@ -265,6 +267,7 @@ struct BwdParams {
   int* ticket = nullptr;         // workspace
   PackedLengths lengths;         // packed only
   FwdProblem problem;
+  MaskLists mask;  // kind.has_lists()
   BwdSchedule schedule;
   float softmax_scale = 1.f;
   float softcap = 0.f;  // 0: none; else the problem is general

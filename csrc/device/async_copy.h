@@ -26,11 +26,14 @@ CUTE_DEVICE void copy_float(float* target, float const* source, bool is_read) {
       : "memory");
 }
 
-// Arrives for this thread once its copies are complete.
+// Arrives for this thread at the mbarrier at an address of shared memory, once its copies are
+// complete.
+CUTE_DEVICE void arrive_after_copies(uint32_t full) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
+}
+
 CUTE_DEVICE void arrive_after_copies(Mbarrier& full) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-                   cute::cast_smem_ptr_to_uint(&full))
-               : "memory");
+  arrive_after_copies(cute::cast_smem_ptr_to_uint(&full));
 }
 
 }  // namespace fa3

@@ -33,6 +33,26 @@ CUTE_DEVICE int read_remote(int rank, int const& local) {
   return value;
 }
 
+// Stores 16 bytes at a remote address (remote_address()); the mbarrier at `full`, in the same CTA,
+// counts them.
+CUTE_DEVICE void send_async(uint32_t address, float4 const& x, uint32_t full) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+      :
+      : "r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(full)
+      : "memory");
+}
+
+// Arrives at the barrier that corresponds to `local` in another CTA. offset: 0, in a register that
+// depends on what has to come first. WHY not with release.cluster: it waits until all earlier
+// accesses of the thread are visible to the whole GPU.
+CUTE_DEVICE void arrive_remote(int rank, Mbarrier& local, uint32_t offset) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];"
+               :
+               : "r"(remote_address(rank, &local) + offset)
+               : "memory");
+}
+
 // Copies shared memory to the corresponding address `target` of another CTA; its mbarrier counts
 // the bytes.
 CUTE_DEVICE void bulk_send(int rank, void* target, void const* source, uint32_t bytes,

@@ -95,6 +95,7 @@ struct FwdConsumer {
   RingState<Traits::kStages> v_ring;
   typename Slots::Scales scales;
   typename Slots::Queries queries;
+  typename Slots::Columns columns;
   typename Slots::Sums sums;
   Softmax softmax;
   FragmentS tSrS;  // S, then P
@@ -150,6 +151,14 @@ struct FwdConsumer {
     queries.issue(tSrQ, tSrK, tSrS);
   }
 
+  // Waits for S, and releases its K. `others`: groups of GEMMs that were issued after those of S.
+  template <int kOthers>
+  CUTE_DEVICE void complete_scores() {
+    wait_gemm<kOthers>(tSrS);
+    release_k();
+    columns.complete(shared, p.zero, warpgroup, thread, tSrS);
+  }
+
   // Issues O = P V of the next K tile. It is added to O unless O starts from zero.
   CUTE_DEVICE void issue_output(Tile const& tile) {
     shared.v_full[v_ring.stage].wait(v_ring.phase);
@@ -195,7 +204,7 @@ struct FwdConsumer {
     if (Traits::kMasksLate) {
       tile.limits = Slots::Limits::of_tile(p, shared.work[tile.q_stage][warpgroup], thread);
     }
-    tile.limits.template apply<kMasked>(p, tSrS, tile.work.keys.tile(n));
+    tile.limits.template apply<kMasked>(p, tSrS, Slots::Limits::at(tile.work.keys, n));
   }
 
   CUTE_DEVICE FwdScoresAt<Traits> scores_at(int n, Tile const& tile) const {

@@ -47,6 +47,7 @@ CUTE_DEVICE void run_consumer(FwdStorage<Traits>& shared, typename Traits::Param
   Consumer consumer(shared, p, warpgroup, thread);
   Loop{consumer}.run();
   Consumer::Slots::Output::finish(thread);
+  Consumer::Slots::Columns::end();
 }
 
 template <class Traits>
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(Config::k.threads(), Config::k.measured.ctas_p
     }
     shared.init_barriers(FwdSlots<Traits>::Keys::arrivals(p));
   }
-  __syncthreads();
+  FwdSlots<Traits>::Columns::begin();
 
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {

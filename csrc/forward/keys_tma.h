@@ -33,10 +33,10 @@ struct TmaKeys {
     full.arrive_and_expect_tx(kKeys * kColumns * sizeof(typename Traits::ElementKv));
     CUTE_UNROLL
     for (int column = 0; column < kColumns; column += Traits::kSlice) {
-      load_box<typename Traits::Location>(map, mbarrier_word(full), kKeepInL2,
-                                          target + column * kKeys,
-                                          {column, work.location.first_k() + n * kKeys,
-                                           work.kv_head, work.location, work.location.end_k()});
+      load_box<typename Traits::Location>(
+          map, mbarrier_word(full), kKeepInL2, target + column * kKeys,
+          {ColumnsOf<Traits>::first_column() + column, work.location.first_k() + n * kKeys,
+           work.kv_head, work.location, work.location.end_k()});
     }
   }
 };

@@ -118,6 +118,12 @@ void set_params(FwdDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
 }
 
 template <class Config>
+void set_params(ListDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
+  set_params<Config>(static_cast<FwdDeviceParams&>(d), maps, p);
+  d.listed = p.mask;
+}
+
+template <class Config>
 void set_params(FoldDeviceParams& d, TensorMapMaker& maps, FwdParams const& p) {
   set_params<Config>(static_cast<FwdDeviceParams&>(d), maps, p);
   d.part_tiles = p.schedule.part_tiles;
@@ -169,8 +175,9 @@ void set_cache_params(CacheDeviceParams& d, FwdParams const& p) {
   constexpr Dtype kDtypeV = Traits::k.dtype_kv();
   d.lengths = cache_lengths(p);
   int const positions = Traits::kWarpgroups * d.positions_per_warpgroup;
-  d.line = CacheLine(problem.batch, problem.heads_q / p.schedule.pack / schedule.lanes,
-                     schedule.lanes, positions, p.schedule.grid / schedule.lanes);
+  d.line =
+      CacheLine(problem.batch, problem.heads_q / p.schedule.pack / schedule.lanes, schedule.lanes,
+                positions, p.schedule.grid / Traits::k.column_ctas() / schedule.lanes);
   d.line.weight_log2 = schedule.weight_log2;
   d.line.tile_units = schedule.tile_units;
   d.line.splits = schedule.splits;
@@ -202,10 +209,11 @@ void set_cache_params(CacheDeviceParams& d, FwdParams const& p) {
   d.tree = reinterpret_cast<uint4 const*>(p.cache.tree);
   d.tree_stride = int(p.cache.tree_stride);
   d.parts = p.cache.parts;
-  d.part_lses = p.cache.parts + schedule.slots * schedule.rows * Traits::kHeadDimV;
-  d.group_lses = d.part_lses + schedule.slots * schedule.rows;
+  int64_t const slots = schedule.slots * Traits::k.column_ctas();
+  d.part_lses = p.cache.parts + slots * schedule.rows * Traits::kHeadDimV;
+  d.group_lses = d.part_lses + slots * schedule.rows;
   d.arrived = p.cache.arrived;
-  d.slots = int(schedule.slots);
+  d.slots = int(slots);
   d.part_rows = schedule.rows;
   d.folds = !Traits::kHasScales && !Traits::kKind.is_latent && problem.split_size > 0;
 }
@@ -229,7 +237,8 @@ void launch_forward(FwdParams const& p, void* stream) {
   constexpr int kBytes = Config::k.shared_bytes();
   static_assert(sizeof(FwdStorage<FwdTraits<Config>>) <= kBytes,
                 "FwdConfig::shared_memory() must cover the storage");
-  LaunchShape const shape{Config::k.name, p.schedule.grid, Config::k.threads(), kBytes};
+  LaunchShape const shape{Config::k.name, p.schedule.grid, Config::k.threads(), kBytes,
+                          Config::k.column_ctas()};
   static std::atomic<uint64_t> devices_ready{0};
   bind_thread(shape.variant, shape.grid, kBytes);
   allow_shared_memory(forward_kernel<Config>, shape, devices_ready);

@@ -57,8 +57,7 @@ struct SkewedLoop {
     c.ping_pong.wait();
     c.issue_scores(tile);
     c.ping_pong.pass();
-    wait_gemm<0>(c.tSrS);
-    c.release_k();
+    c.template complete_scores<0>();
     first_probabilities(tile);
   }
 
@@ -99,8 +98,7 @@ struct SkewedLoop {
     c.issue_output(tile);
     c.ping_pong.pass();
     auto const& scale = c.scales.take();
-    wait_gemm<1>(c.tSrS);
-    c.release_k();
+    c.template complete_scores<1>();
     constexpr bool kEndsFirst = Consumer::Traits::kMasksLate && kMasked != Masked::kNothing;
     if (kEndsFirst) {
       end_output();
@@ -143,8 +141,7 @@ struct SkewedLoop {
     c.issue_scores(next);
     c.issue_output(tile);
     c.ping_pong.pass();
-    wait_gemm<1>(c.tSrS);
-    c.release_k();
+    c.template complete_scores<1>();
     wait_gemm<0>(c.tOrO);
     c.release_v();
     c.skip_values(skipped);
@@ -159,8 +156,7 @@ struct SkewedLoop {
     c.issue_scores(tile);
     c.issue_output(tile);
     c.ping_pong.pass();
-    wait_gemm<1>(c.tSrS);
-    c.release_k();
+    c.template complete_scores<1>();
     c.sums.end_part(c.tOrO, c.softmax, [&] { end_output(); });
     c.softmax.reset();
     first_probabilities(tile, n);

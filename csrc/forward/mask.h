@@ -128,6 +128,9 @@ struct RowLimits {
     return limits;
   }
 
+  // The K tile of a visit.
+  CUTE_DEVICE static int at(BlockRange const& keys, int n) { return keys.tile(n); }
+
   // Masks the scores of K tile n.
   template <Masked kMasked, class Fragment>
   CUTE_DEVICE void apply(Params const& p, Fragment& acc, int n) {
@@ -146,6 +149,62 @@ struct RowLimits {
   int begin_[kHasBegin ? 2 : 1];
   int end_[2];
   cute::conditional_t<Traits::kIsCache, TreeRows<Traits>, NoTree> tree;
+};
+
+// With lists: two intervals of keys for each of this thread's two rows, and the blocks of a K tile
+// that the warpgroup sees.
+template <class Traits>
+struct ListedLimits {
+  using Params = typename Traits::Params;
+  static constexpr bool kHasBegin = false;
+
+  Interval seen[2][2];  // by row; keys are counted from the thread's first column of K tile 0
+  int half;             // the warpgroup's, of the queries of the tile
+
+  // work: the share of the warpgroup.
+  CUTE_DEVICE static ListedLimits of_tile(Params const& p, FwdWork<Traits> const& work,
+                                          int thread) {
+    ListedLimits limits;
+    limits.half = work.position_begin / kWarpgroupRows % 2;
+    SeqlenPair const len = work.location.len;
+    int const column = fragment_column(thread);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int const position = min_of(work.position_begin + fragment_row(thread) + 8 * r, len.q - 1);
+      limits.seen[r][0] = Interval{-column, len.k - column};
+      limits.seen[r][1] = Interval{0, 0};
+      if (p.listed.rows != nullptr) {
+        int64_t const first = p.is_packed() ? int64_t(work.location.end_q() - len.q) * 4
+                                            : work.location.batch * p.listed.rows_batch_stride;
+        int4 const row = __ldg(reinterpret_cast<int4 const*>(p.listed.rows + first) + position);
+        limits.seen[r][0] = Interval{row.x - column, min_of(row.y, len.k) - column};
+        limits.seen[r][1] = Interval{row.z - column, min_of(row.w, len.k) - column};
+      }
+    }
+    return limits;
+  }
+
+  CUTE_DEVICE static ListEntry at(KeyList const& keys, int n) { return keys.entry(n); }
+
+  template <Masked, class Fragment>
+  CUTE_DEVICE void apply(Params const&, Fragment& acc, ListEntry entry) const {
+    auto scores = rows_view(acc);  // (2, (2, J))
+    int const halves = entry.halves(half);
+    int const first = entry.tile() * Traits::kTileN;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      Interval const a{seen[r][0].begin - first, seen[r][0].end - first};
+      Interval const b{seen[r][1].begin - first, seen[r][1].end - first};
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) {
+        int const column = (c / 2) * 8 + c % 2;
+        bool const is_visible =
+            ((column >= a.begin && column < a.end) || (column >= b.begin && column < b.end)) &&
+            (halves >> column / 64 & 1) != 0;
+        scores(r, c) = is_visible ? scores(r, c) : -INFINITY;
+      }
+    }
+  }
 };
 
 // Where the scores of a thread lie in a K tile (device/score.h).

@@ -23,8 +23,8 @@ CUTE_DEVICE void copy_output(FwdDeviceParams const& p, FwdWork<Traits> const& wo
   for (int column = 0; column < padded_columns(Traits::kHeadDimV); column += kSliceColumns) {
     store_box<typename Traits::Location>(
         p.o, rows + column * kWarpgroupRows * 2,
-        {column, work.rows.head, work.location.first_q() + position, work.location,
-         work.location.end_q()});
+        {ColumnsOf<Traits>::first_column() + column, work.rows.head,
+         work.location.first_q() + position, work.location, work.location.end_q()});
   }
 }
 

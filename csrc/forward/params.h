@@ -68,6 +68,11 @@ struct FoldDeviceParams : FwdDeviceParams {
   float4* totals;  // (CTA, warpgroup, kTotalFours of folded_parts.h, thread)
 };
 
+// The parameters of a kernel with a mask of lists.
+struct ListDeviceParams : FwdDeviceParams {
+  MaskLists listed;
+};
+
 // The parameters of a kernel on a cache.
 struct CacheDeviceParams : FwdDeviceParams {
   CacheLengths lengths;

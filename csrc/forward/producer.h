@@ -136,8 +136,9 @@ struct FwdProducer {
         load_box<typename Traits::Location>(
             p.q, mbarrier_word(full), kReadOnce,
             &shared.q[q_ring.stage][wg][column * kWarpgroupRows],
-            {column, work.rows.head, work.location.first_q() + max_of(0, work.position_begin),
-             work.location, work.location.end_q()});
+            {ColumnsOf<Traits>::first_column() + column, work.rows.head,
+             work.location.first_q() + max_of(0, work.position_begin), work.location,
+             work.location.end_q()});
       }
     }
     if (!kPublishesEarly) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/score.h"
+#include "forward/column_ctas.h"
 #include "forward/helpers.h"
 #include "forward/cache/keys_pages.h"
 #include "forward/cache/output_parts.h"
@@ -49,8 +50,10 @@ struct FwdSlots {
   using Values = If<Traits::kTransposesV || Traits::kConverts, RawValues, DirectValues>;
   using Helpers = If<Traits::kTransposesV, ScaleAndTransposeWarps,
                      If<k.kind.is_cache(), NoHelpers, StoreWarps>>;
+  using Columns = ColumnsOf<Traits>;
   using Queries = If<(k.tuning.query_steps > 0), HeldQueries<Traits>, SharedQueries<Traits>>;
-  using Limits = RowLimits<Traits, If<Traits::kHasScales, ColumnBits, ColumnComparison>>;
+  using Limits = If<Traits::kHasLists, ListedLimits<Traits>,
+                    RowLimits<Traits, If<Traits::kHasScales, ColumnBits, ColumnComparison>>>;
   using Score = ScoreOf<k.kind.score>;
   using Probabilities = PlainProbabilities;
   using Softmax = If<Traits::kHasScales, Fp8Softmax<Traits>, OnlineSoftmax<Traits>>;

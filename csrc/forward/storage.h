@@ -44,6 +44,7 @@ struct FwdStorage {
   static constexpr int kScaleQStages = Traits::kHasScales ? Traits::kQStages : 0;
   static constexpr int kStaged = Traits::kStagedElements > 0 ? Traits::kWarpgroups : 0;
   static constexpr int kSummed = k_.tuning.shared_sums > 0 ? Traits::kWarpgroups : 0;
+  static constexpr int kSending = Traits::k.column_ctas() > 1 ? Traits::kWarpgroups : 0;
   static constexpr int kSent = k_.output == OutputKind::kSent ? Traits::kWarpgroups : 0;
 
   struct alignas(1024) {
@@ -57,13 +58,16 @@ struct FwdStorage {
     uint16_t staged[kStaged][Traits::kStagedElements];
     // kPromoted: the part of O in fp32 that a thread does not hold in registers.
     float4 sums[kSummed][k_.tuning.shared_sums / 4][kWarpgroupThreads];
+    // Column CTAs: S of a K tile that a warpgroup of the other CTA has sent (column_ctas.h).
+    float4 sent_scores[kSending][Traits::kTileN / 8][kWarpgroupThreads];
   };
   static constexpr SharedMemory kListed = k_.shared_memory();
   static_assert(sizeof(q) == kListed.total("Q") && sizeof(k) == kListed.total("K") &&
                 sizeof(v) == kListed.total("V") && sizeof(k_raw) == kListed.total("raw K") &&
                 sizeof(v_raw) == kListed.total("raw V") &&
                 sizeof(staged) == kListed.total("staged O") &&
-                sizeof(sums) == kListed.total("O in fp32"));
+                sizeof(sums) == kListed.total("O in fp32") &&
+                sizeof(sent_scores) == kListed.total("S of the other CTA"));
 
   // For each warpgroup, the tile whose Q is in the stage; the barriers of Q guard it.
   FwdWork<Traits> work[Traits::kQStages][Traits::kWarpgroups];
@@ -78,6 +82,10 @@ struct FwdStorage {
   Mbarrier k_empty[Traits::kStages];  // consumer warpgroups (1 each) -> producer warp, scale warp
   Mbarrier v_full[Traits::kStages];   // TMA (1 + bytes), or transposing warps (2) -> consumers
   Mbarrier v_empty[Traits::kStages];  // consumer warpgroups (1 each) -> who fills v
+
+  Mbarrier scores_full[kSending];   // S of the other CTA (1 + bytes) -> consumer warpgroup
+  Mbarrier scores_empty[kSending];  // warps of the other CTA's warpgroup (4), which have read what
+                                    // this one has sent -> consumer warpgroup
 
   int completes_tile[Traits::kIsCache ? Traits::kWarpgroups : 0];  // cache/combine_parts.h
 
@@ -122,6 +130,10 @@ struct FwdStorage {
     }
     for (int wg = 0; wg < kSent; ++wg) {
       o_sent[wg].init(1);
+    }
+    for (int wg = 0; wg < kSending; ++wg) {
+      scores_full[wg].init(1);
+      scores_empty[wg].init(kWarpgroupWarps);
     }
     for (int i = 0; i < kScaleQStages; ++i) {
       tile_known[i].init(1);

@@ -12,6 +12,7 @@ namespace fa3 {
 struct FwdDeviceParams;
 struct CacheDeviceParams;
 struct FoldDeviceParams;
+struct ListDeviceParams;
 
 template <class Config_>
 struct FwdTraits {
@@ -26,9 +27,10 @@ struct FwdTraits {
   static constexpr bool kFolds = k.folds();
   // On a cache: parts may be folded in order, where the call asks for it (CacheDeviceParams).
   static constexpr bool kMayFold = kIsCache && !k.is_fp8() && !k.is_latent() && !k.is_swapped;
-  using Params =
-      cute::conditional_t<kIsCache, CacheDeviceParams,
-                          cute::conditional_t<kFolds, FoldDeviceParams, FwdDeviceParams>>;
+  static constexpr bool kHasLists = kKind.has_lists();
+  using DenseParams = cute::conditional_t<kHasLists, ListDeviceParams, FwdDeviceParams>;
+  using Params = cute::conditional_t<kIsCache, CacheDeviceParams,
+                                     cute::conditional_t<kFolds, FoldDeviceParams, DenseParams>>;
   static constexpr bool kIsMasked = k.kind.mask != MaskKind::kFull;
   static constexpr bool kHasRowOptions = !k.kind.is_dense();  // sinks and row maxima, at run time
   static constexpr bool kTransposesV = k.values == ValuesKind::kTransposed;
@@ -37,8 +39,9 @@ struct FwdTraits {
   // On a cache: consumers clear the rows of V that belong to no key (cache/missing_values.h).
   static constexpr bool kClearsValues = kIsCache && k.values == ValuesKind::kDirect;
 
-  static constexpr int kHeadDim = k.head_dim;
-  static constexpr int kHeadDimV = k.head_dim_v;
+  // Those of this CTA, as are all columns here.
+  static constexpr int kHeadDim = k.cta_head_dim();
+  static constexpr int kHeadDimV = k.cta_head_dim_v();
   static constexpr int kTileN = k.tile_n;
   static constexpr int kStages = k.stages;
   static constexpr int kQStages = k.q_stages;
@@ -60,8 +63,9 @@ struct FwdTraits {
   // General kernels with a narrow producer recompute what they have no registers to keep.
   static constexpr bool kIsTight = !k.kind.is_dense() && k.tuning.producer == ProducerSize::kNarrow;
   // Two warpgroups on a cache have no registers for the mask of a tree while PV still reads P, nor
-  // between masked K tiles: they find a row's limits again for each, and mask after PV.
-  static constexpr bool kMasksLate = k.kind.is_cache() && kWarpgroups > 1;
+  // between masked K tiles: they find a row's limits again for each, and mask after PV. So do
+  // kernels with lists, whose rows have two intervals.
+  static constexpr bool kMasksLate = (k.kind.is_cache() && kWarpgroups > 1) || kHasLists;
 
   // Columns in shared memory: the head dims padded to whole slices. Products skip the padding.
   static constexpr int kSlice = k.slice();
@@ -69,8 +73,8 @@ struct FwdTraits {
   static constexpr int kColumnsV = k.columns_v();
   // Those of K and V as loaded.
   static constexpr int kRawSlice = k.raw_slice();
-  static constexpr int kRawColumns = padded_columns(k.head_dim, kRawSlice);
-  static constexpr int kRawColumnsV = padded_columns(k.head_dim_v, kRawSlice);
+  static constexpr int kRawColumns = padded_columns(kHeadDim, kRawSlice);
+  static constexpr int kRawColumnsV = padded_columns(kHeadDimV, kRawSlice);
   static constexpr int kQBufferElements = q_buffer_bytes(k) / int(sizeof(Element));
   static constexpr int kScoreSteps = kHeadDim / kStepColumns<Element>;
   static constexpr int kOutputSteps = kTileN / kStepColumns<Element>;

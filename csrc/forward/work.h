@@ -2,7 +2,8 @@
 // it in shared memory, together with Q, to the warpgroups that compute and store the tile.
 #pragma once
 
-#include "core/block_range.h"
+#include "core/key_list.h"
+#include "forward/column_ctas.h"
 #include "forward/params.h"
 
 namespace fa3 {
@@ -14,10 +15,9 @@ struct FwdRows {
   int head;        // first of the `pack` query heads
 };
 
-// The slot KeyRange: which K tiles a tile visits, in which order, and which of them are masked. An
-// interval is its only type.
+// The slot KeyRange: which K tiles a tile visits, in which order, and which of them are masked.
 template <class Traits>
-using KeyRange = BlockRange;
+using KeyRange = cute::conditional_t<Traits::kKind.has_lists(), KeyList, BlockRange>;
 
 template <class Traits>
 struct alignas(16) FwdWork {
@@ -51,17 +51,57 @@ CUTE_DEVICE int first_row_of_sequence(FwdDeviceParams const& p, FwdWork<Traits> 
 }
 
 template <class Traits>
-CUTE_DEVICE KeyRange<Traits> keys_of(FwdDeviceParams const& p,
-                                     typename Traits::Location const& location, int begin,
-                                     int end) {
+CUTE_DEVICE BlockRange keys_of(FwdDeviceParams const& p, typename Traits::Location const& location,
+                               int begin, int end) {
   return block_range(begin, end, location.lengths(p.seqlen), Traits::kTileN,
                      mask_of<Traits::kKind.mask>(p.mask), location.first_slot());
 }
 
+// The K tiles of a tile of queries.
+template <class Traits>
+CUTE_DEVICE void find_keys(BlockRange& keys, FwdDeviceParams const& p, FwdWork<Traits> const& work,
+                           TileCoord) {
+  int const positions = Traits::kWarpgroups * p.positions_per_warpgroup;
+  keys = keys_of<Traits>(p, work.location, max_of(0, work.position_begin),
+                         work.position_begin + positions);
+  // WHY at least one K tile: it is masked as a whole, and no role needs a special case for a tile
+  // that sees no key.
+  keys.end = max_of(keys.end, keys.begin + 1);
+}
+
+template <class Traits>
+CUTE_DEVICE void find_keys(KeyList& keys, ListDeviceParams const& p, FwdWork<Traits> const& work,
+                           TileCoord tile) {
+  MaskLists const& listed = p.listed;
+  int const q_begin = work.location.end_q() - work.location.len.q;
+  int const index = p.is_packed() ? q_begin / kListedRows + tile.batch + tile.m : tile.m;
+  int const batch = p.is_packed() ? 0 : tile.batch;
+  keys = KeyList::at(listed.lists + batch * listed.batch_stride + tile.head * listed.head_stride +
+                     int64_t(index) * listed.tile_stride);
+}
+
+// The K tiles of a warpgroup's share of a tile: those that all of its rows see need no mask, and
+// those at the ends that none of its rows sees are skipped.
+template <class Traits>
+CUTE_DEVICE void share_keys(BlockRange& keys, FwdDeviceParams const& p, FwdWork<Traits>& work) {
+  BlockRange const own = keys_of<Traits>(p, work.location, work.position_begin,
+                                         work.position_begin + p.positions_per_warpgroup);
+  keys.free_begin = own.free_begin;
+  keys.free_end = own.free_end;
+  if (Traits::kMostSkipped > 0 && work.has_rows()) {
+    work.skipped = skipped_tiles(keys, own, Traits::kMostSkipped);
+    keys.narrow(work.skipped);
+  }
+}
+
+// A list says what the whole tile sees.
+template <class Traits>
+CUTE_DEVICE void share_keys(KeyList&, FwdDeviceParams const&, FwdWork<Traits>&) {}
+
 // A tile of the sequence at a location. The first tile begins `lead` positions before the sequence.
 // first_row: index in the LSE of the first query, first head.
 template <class Traits>
-CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord tile, int lead,
+CUTE_DEVICE FwdWork<Traits> resolve_tile(typename Traits::Params const& p, TileCoord tile, int lead,
                                          typename Traits::Location const& location,
                                          int64_t first_row) {
   int const positions = Traits::kWarpgroups * p.positions_per_warpgroup;
@@ -73,11 +113,7 @@ CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord til
   work.rows.left = len.q - work.position_begin;
   work.rows.offset = first_row + int64_t(work.rows.head) * p.seqlen.q + work.position_begin;
   work.kv_head = p.groups_per_kv_head.div(tile.head);
-  work.keys =
-      keys_of<Traits>(p, location, max_of(0, work.position_begin), work.position_begin + positions);
-  // WHY at least one K tile: it is masked as a whole, and no role needs a special case for a tile
-  // that sees no key.
-  work.keys.end = max_of(work.keys.end, work.keys.begin + 1);
+  find_keys(work.keys, p, work, tile);
   work.skipped = SkippedTiles{0, 0};
   if (kNeedsEntry<Traits>) {
     work.entry = tile.batch;
@@ -85,9 +121,8 @@ CUTE_DEVICE FwdWork<Traits> resolve_tile(FwdDeviceParams const& p, TileCoord til
   return work;
 }
 
-// The share of one warpgroup: K tiles that all of its rows see need no mask, and K tiles at the
-// ends that none of its rows sees are skipped. A warpgroup before the first query has no rows: it
-// computes the first rows of the sequence, and stores nothing.
+// The share of one warpgroup. A warpgroup before the first query has no rows: it computes the first
+// rows of the sequence, and stores nothing.
 template <class Traits>
 CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork<Traits> work,
                                                int warpgroup) {
@@ -95,14 +130,7 @@ CUTE_DEVICE FwdWork<Traits> share_of_warpgroup(FwdDeviceParams const& p, FwdWork
   work.position_begin += first;
   work.rows.offset += first;
   work.rows.left = work.has_rows() ? work.rows.left - first : 0;
-  KeyRange<Traits> const own = keys_of<Traits>(p, work.location, work.position_begin,
-                                               work.position_begin + p.positions_per_warpgroup);
-  work.keys.free_begin = own.free_begin;
-  work.keys.free_end = own.free_end;
-  if (Traits::kMostSkipped > 0 && work.has_rows()) {
-    work.skipped = skipped_tiles(work.keys, own, Traits::kMostSkipped);
-    work.keys.narrow(work.skipped);
-  }
+  share_keys(work.keys, p, work);
   return work;
 }
 
@@ -121,19 +149,21 @@ CUTE_DEVICE FwdWork<Traits> no_tile() {
 // A dense batch: tickets are numbers in the order of tiles. The first of a CTA is its index.
 template <class Traits>
 struct DenseTiles {
-  FwdDeviceParams const& p;
+  using Columns = ColumnsOf<Traits>;
+
+  typename Traits::Params const& p;
   int drawn;  // a ticket less the CTAs, of which each has one from the beginning
 
-  CUTE_DEVICE explicit DenseTiles(FwdDeviceParams const& p_)
-      : p(p_), drawn(int(blockIdx.x) - int(gridDim.x)) {}
+  CUTE_DEVICE explicit DenseTiles(typename Traits::Params const& p_)
+      : p(p_), drawn(Columns::own_cta() - Columns::ctas()) {}
 
   // WHY nothing is done with it here: the thread would wait for it.
-  CUTE_DEVICE void draw() { drawn = atomicAdd(p.ticket_counter, 1); }
+  CUTE_DEVICE void draw() { drawn = Columns::draw(drawn, p.ticket_counter); }
 
   // Each CTA draws one ticket that is not valid. The last of them is the last draw of the launch,
   // and leaves zero for the next one.
   CUTE_DEVICE FwdWork<Traits> next() {
-    int const ticket = int(gridDim.x) + drawn;
+    int const ticket = Columns::ctas() + drawn;
     if (ticket >= p.tiles) {
       if (drawn == p.tiles - 1) {
         *p.ticket_counter = 0;
@@ -149,12 +179,19 @@ struct DenseTiles {
 // Packed sequences: tickets lead to tiles by the tables.
 template <class Traits>
 struct PackedTiles {
-  FwdDeviceParams const& p;
+  using Columns = ColumnsOf<Traits>;
+
+  typename Traits::Params const& p;
   int ticket;
 
-  CUTE_DEVICE explicit PackedTiles(FwdDeviceParams const& p_) : p(p_) { draw(); }
+  CUTE_DEVICE explicit PackedTiles(typename Traits::Params const& p_)
+      : p(p_), ticket(Columns::own_cta() - Columns::ctas()) {
+    draw();
+  }
 
-  CUTE_DEVICE void draw() { ticket = atomicAdd(p.tables.header + PackedTables::kTicket, 1); }
+  CUTE_DEVICE void draw() {
+    ticket = Columns::draw(ticket, p.tables.header + PackedTables::kTicket);
+  }
 
   CUTE_DEVICE FwdWork<Traits> next() {
     int const tile = p.tickets.heads.div(ticket);
@@ -174,14 +211,14 @@ struct PackedTiles {
 // BatchKind::kDense and kAny: calls visit(tiles) with the type of the batch.
 struct DenseBatch {
   template <class Traits, class Visit>
-  CUTE_DEVICE static void visit_tiles(FwdDeviceParams const& p, Visit const& visit) {
+  CUTE_DEVICE static void visit_tiles(typename Traits::Params const& p, Visit const& visit) {
     visit(DenseTiles<Traits>(p));
   }
 };
 
 struct AnyBatch {
   template <class Traits, class Visit>
-  CUTE_DEVICE static void visit_tiles(FwdDeviceParams const& p, Visit const& visit) {
+  CUTE_DEVICE static void visit_tiles(typename Traits::Params const& p, Visit const& visit) {
     if (p.is_packed()) {
       visit(PackedTiles<Traits>(p));
     } else {

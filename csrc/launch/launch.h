@@ -36,6 +36,7 @@ struct LaunchShape {
   int grid;
   int threads;
   int shared_bytes;
+  int cluster = 1;  // CTAs; of a kernel that does not say it itself
 };
 
 // Lets a kernel use shape.shared_bytes of shared memory. The attribute belongs to the kernel as
@@ -58,16 +59,20 @@ void allow_shared_memory(Kernel* kernel, LaunchShape const& shape,
 // waits for that launch.
 template <class Kernel, class Params>
 void launch_early(Kernel* kernel, LaunchShape const& shape, Params const& params, void* stream) {
-  cudaLaunchAttribute early_start{};
-  early_start.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early_start.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = unsigned(shape.cluster);
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(shape.grid);
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early_start;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = shape.cluster > 1 ? 2 : 1;
   check_launch(cudaLaunchKernelEx(&config, kernel, params), shape.variant, shape.grid,
                shape.shared_bytes);
 }

@@ -19,6 +19,7 @@ void run_backward(AttentionCall const& call, OpTensors& tensors, BackwardResults
   BwdParams params;
   params.problem = problem_of(call);
   set_score(params, call);
+  params.mask = view_mask(call.mask, call.mask.query_lists);
   params.dsinks =
       call.sink_count() > 0 ? static_cast<float*>(mutable_data(results.dsinks)) : nullptr;
   if (!results.dq) {

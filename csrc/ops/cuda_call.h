@@ -131,6 +131,23 @@ void set_score(Params& params, AttentionCall const& call) {
   params.softcap = float(call.score.softcap);
 }
 
+// Dimensions of size 1 are shared.
+inline MaskLists view_mask(MaskArguments const& given, std::optional<TensorMeta> const& lists) {
+  MaskLists mask;
+  if (lists) {
+    auto const stride = [&](int dim) { return lists->size[dim] > 1 ? lists->stride[dim] : 0; };
+    mask.lists = data_of<int>(lists);
+    mask.batch_stride = stride(0);
+    mask.head_stride = stride(1);
+    mask.tile_stride = int(stride(2));
+  }
+  if (auto const& rows = given.mask_rows) {
+    mask.rows = data_of<int>(rows);
+    mask.rows_batch_stride = rows->rank == 3 && rows->size[0] > 1 ? rows->stride[0] : 0;
+  }
+  return mask;
+}
+
 // Scales of heads, (batch, heads_k) or (pages, heads_k), or of keys, (pages, keys, blocks).
 inline ScaleView scale_view(std::optional<TensorMeta> const& scale) {
   ScaleView view;

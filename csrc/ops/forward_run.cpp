@@ -94,6 +94,7 @@ void set_params(FwdParams& params, AttentionCall const& call, OpTensors& inputs,
   }
   view_scales(params, call);
   set_score(params, call);
+  params.mask = view_mask(call.mask, call.mask.key_lists);
   if (call.on_cache) {
     view_cache(params.cache, call, params.problem.cache.capacity);
   }

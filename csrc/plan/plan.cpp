@@ -18,8 +18,12 @@ constexpr bool every_problem_has_a_variant() {
   bool has = true;
   for (int dtype = 0; dtype < kKernelDtypes; ++dtype) {
     for (int kind = 0; kind < kBuiltKindCount; ++kind) {
-      for (int i = 1; i <= kMaxHeadDim / 8; ++i) {
-        has &= kBuiltKinds[kind].kind.is_latent || kFwdCandidates[dtype][kind][i].count > 0;
+      bool const is_narrow = dtype == int(Dtype::kFloat8E4M3);
+      for (int i = 1; i <= kTabledHeadDims - is_narrow; ++i) {
+        KernelKind const of = kBuiltKinds[kind].kind;
+        bool const has_none =
+            of.is_latent || (of.has_lists() && (is_narrow || i == kTabledHeadDims));
+        has &= has_none || (*kFwdCandidates[dtype])[kind][i].count > 0;
       }
     }
   }
@@ -68,11 +72,16 @@ int choose_section_heads(FwdProblem const& problem, int pack) {
   return heads * (problem.heads_q / problem.heads_k / pack);
 }
 
+// The tiles that CTAs compute at a time: CTAs that split the columns compute one together.
+int tiles_at_once(FwdSchedule const& schedule, FwdConfig const& config) {
+  return schedule.grid / config.column_ctas();
+}
+
 // Sections of causal tiles (core/tile_order.h), each of whole KV heads. Packed sequences have other
 // sections. About eight CTAs read the keys of a head together: with two or four, memory bounds
 // short sequences; with all CTAs on one head, long sequences are slower (docs/journal/forward.md).
 // The last section has two tiles for each CTA, so that its short tiles balance the long ones.
-void set_sections(FwdSchedule& schedule, FwdProblem const& problem) {
+void set_sections(FwdSchedule& schedule, FwdProblem const& problem, int at_once) {
   constexpr int kCtasOfHead = 8;
   if (problem.is_packed || !schedule.longest_first || schedule.tiles == 0) {
     return;
@@ -80,8 +89,8 @@ void set_sections(FwdSchedule& schedule, FwdProblem const& problem) {
   int const pairs_of_head = problem.heads_q / problem.heads_k / schedule.pack;
   int const tiles_of_head = schedule.m_tiles * pairs_of_head;
   int const heads = problem.heads_k * problem.batch;
-  int const usual = clamp(schedule.grid / min_of(tiles_of_head, kCtasOfHead), 1, heads);
-  int const last = clamp(ceil_div(2 * schedule.grid, tiles_of_head), 1, heads);
+  int const usual = clamp(at_once / min_of(tiles_of_head, kCtasOfHead), 1, heads);
+  int const last = clamp(ceil_div(2 * at_once, tiles_of_head), 1, heads);
   schedule.section_pairs = usual * pairs_of_head;
   schedule.least_last_pairs = last * pairs_of_head;
 }
@@ -168,7 +177,8 @@ double time_of_pack(FwdProblem const& problem, FwdConfig const& config, int pack
 
 int choose_pack(FwdProblem const& problem, FwdConfig const& config) {
   int const group = problem.heads_q / problem.heads_k;
-  if (problem.pack_gqa == PackGqa::kNever || group <= 1 || problem.seqlen_q == 0) {
+  if (problem.pack_gqa == PackGqa::kNever || problem.kind.has_lists() || group <= 1 ||
+      problem.seqlen_q == 0) {
     return 1;
   }
   int const pack = largest_pack(group);
@@ -219,12 +229,13 @@ double time_of_plan(FwdProblem const& problem, FwdPlan const& plan) {
   double const mean = estimated_tile_cost(problem, config, cut);
   double const tiles = expected_tiles(problem, schedule);
   double const speed = double(config.measured.relative_speed) / config.measured.ctas_per_sm;
+  int const at_once = tiles_at_once(schedule, config);
   if (!schedule.longest_first) {
-    return mean * std::ceil(tiles / schedule.grid) / speed;
+    return mean * std::ceil(tiles / at_once) / speed;
   }
   double const longest =
       tile_cost(problem, config, cut, schedule.m_tiles - 1, config.measured.fixed_keys);
-  return std::max(longest, mean * tiles / schedule.grid) / speed;
+  return std::max(longest, mean * tiles / at_once) / speed;
 }
 
 // Keys per tile of the form that suits the lengths of the sequences best.
@@ -269,8 +280,10 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config)
     schedule.lead = lead_of(problem, config, schedule.pack);
   }
   schedule.tiles = int(head_tiles * (problem.heads_q / schedule.pack));
-  schedule.grid = std::min(schedule.tiles, usable_sms(problem) * config.measured.ctas_per_sm);
-  set_sections(schedule, problem);
+  int const ctas = usable_sms(problem) * config.measured.ctas_per_sm;
+  schedule.grid =
+      std::min(schedule.tiles, max_of(1, ctas / config.column_ctas())) * config.column_ctas();
+  set_sections(schedule, problem, tiles_at_once(schedule, config));
   if (config.folds()) {
     schedule.part_tiles = ceil_div(problem.split_size, config.tile_n);
     schedule.total_floats = int64_t(schedule.grid) * config.consumer_warpgroups *
@@ -319,13 +332,13 @@ FwdCost cost_forward(FwdProblem const& problem, FwdPlan const& plan) {
   double const tile = mean_tile_cost(problem, config, cut, /*step=*/1, 0);
   double const computed = tile * schedule.tiles;
   double const dims = problem.head_dim + problem.head_dim_v;
-  double const computed_dims =
-      double(config.head_dim + config.head_dim_v) * value_launches(problem.head_dim_v);
+  double const computed_dims = double(config.head_dim + config.head_dim_v) *
+                               value_launches(problem.head_dim, problem.head_dim_v);
   double const q_rows = heads * problem.seqlen_q;
   double const k_rows = double(problem.batch) * problem.heads_k * problem.seqlen_k;
   double const tile_rows = config.consumer_warpgroups * kWarpgroupRows;
   double const all_keys = round_up(max_of(1, problem.seqlen_k), config.tile_n);
-  cost.waves = double(schedule.tiles) / schedule.grid;
+  cost.waves = double(schedule.tiles) / tiles_at_once(schedule, config);
   cost.useful_share = useful * dims / (computed * computed_dims);
   cost.visited_share = tile / (tile_rows * all_keys);
   cost.flops = 2 * dims * useful;

@@ -105,9 +105,12 @@ int decode_variant(FwdProblem const& problem, RowPacking rows) {
   bool const has_boxes = cache.page_size == cache.capacity || cache.page_size % 8 == 0;
   bool const is_wasteful =
       cache.is_chosen || !has_boxes || (widest > 64 && widest <= 96);  // the other tile
-  int const variant = search_candidates(problem.dtype, problem.kind, dims, false, problem.converts,
-                                        /*decodes=*/true)
-                          .variant[0];
+  FwdCandidates const decoders = search_candidates(problem.dtype, problem.kind, dims, false,
+                                                   problem.converts, /*decodes=*/true);
+  if (decoders.count == 0) {
+    return -1;
+  }
+  int const variant = decoders.variant[0];
   int const all_rows = kFwdVariants[variant].decode_rows();
   int const most_rows = is_wasteful ? all_rows : min_of(all_rows, kFastRows);
   return rows.pack <= most_rows && problem.seqlen_q <= most_rows / rows.pack ? variant : -1;
@@ -269,24 +272,25 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   CacheSchedule& cache = schedule.cache;
   bool const is_shared = problem.cache.most_queries > 0;
   int const packed_heads = problem.heads_q / schedule.pack;
-  cache.lanes =
-      config.is_swapped ? 1 : lanes_of(packed_heads, sms * config.measured.ctas_per_sm, is_shared);
-  schedule.grid = std::max(1, sms * config.measured.ctas_per_sm / cache.lanes) * cache.lanes;
+  int const most_ctas = max_of(1, sms * config.measured.ctas_per_sm / config.column_ctas());
+  cache.lanes = config.is_swapped ? 1 : lanes_of(packed_heads, most_ctas, is_shared);
+  int const ctas = max_of(1, most_ctas / cache.lanes) * cache.lanes;  // those of a cluster are one
+  schedule.grid = ctas * config.column_ctas();
   cache.weight_log2 = config.consumer_warpgroups > 1 ? kWeightLog2OfTwo : 0;
   cache.tile_units = config.consumer_warpgroups > 1 ? kTileUnitsOfTwo : 0;
   cache.splits =
       splits_of(problem, config.tile_n, tiles / cache.lanes, cache.weight_log2, cache.tile_units);
   bool const is_long = problem.seqlen_q > rows.positions_per_warpgroup();
-  int const parts = is_long ? equal_parts(problem, config.tile_n, int(tiles / cache.lanes),
-                                          schedule.grid / cache.lanes)
-                            : 0;
+  int const parts =
+      is_long ? equal_parts(problem, config.tile_n, int(tiles / cache.lanes), ctas / cache.lanes)
+              : 0;
   if (parts > 1) {
     cache.splits = KeySplits{};
     cache.splits.kind = SplitKind::kParts;
     cache.splits.count = parts;
     cache.tile_units = 0;
   }
-  cache.slots = most_parts(problem.cache, cache.splits, tiles, config.tile_n, schedule.grid);
+  cache.slots = most_parts(problem.cache, cache.splits, tiles, config.tile_n, ctas);
   if (!cache.splits.is_even() && cache.slots > 1) {
     cache.splits.most = cache.slots;
   }

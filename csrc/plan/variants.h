@@ -26,25 +26,31 @@ struct FwdCandidates {
   }
 };
 
-constexpr int kMaxHeadDim = 256;
+// The largest head dim of q, k and v: in 16 bits, and with FP8 or gradients.
+constexpr int kMaxHeadDim = 512;
+constexpr int kMaxNarrowHeadDim = 256;
+constexpr int kMaxListedGradients = 128;  // gradients with a mask of lists
 
-// Up to this head dim of q and k, v may have more than kMaxHeadDim columns: a launch for each half.
+// Up to this head dim of q and k, v of more than kMaxNarrowHeadDim columns takes a launch for each
+// half.
 constexpr int kLongValuesHeadDim = 64;
-constexpr int kMaxLongValues = 512;
 
 // Columns of v that one launch takes.
-constexpr int value_columns(int head_dim_v) {
-  return head_dim_v <= kMaxHeadDim ? head_dim_v : round_up(ceil_div(head_dim_v, 2), 8);
+constexpr int value_columns(int head_dim, int head_dim_v) {
+  return head_dim > kLongValuesHeadDim || head_dim_v <= kMaxNarrowHeadDim
+             ? head_dim_v
+             : round_up(ceil_div(head_dim_v, 2), 8);
 }
 
 // How many launches that makes; 1 < head_dim_v.
-constexpr int value_launches(int head_dim_v) {
-  return ceil_div(head_dim_v, value_columns(head_dim_v));
+constexpr int value_launches(int head_dim, int head_dim_v) {
+  return ceil_div(head_dim_v, value_columns(head_dim, head_dim_v));
 }
 
 // The columns of a launch of a problem: that of a latent cache takes all.
 constexpr int launch_columns(FwdProblem const& problem) {
-  return problem.kind.is_latent ? problem.head_dim_v : value_columns(problem.head_dim_v);
+  return problem.kind.is_latent ? problem.head_dim_v
+                                : value_columns(problem.head_dim, problem.head_dim_v);
 }
 
 // Whether a kernel serves a problem of a kind: its own, and general kernels full and causal
@@ -89,32 +95,39 @@ constexpr FwdCandidates search_candidates(Dtype dtype, KernelKind kind, HeadDims
 // Dtypes that kernels take: the first ones of Dtype.
 constexpr int kKernelDtypes = 3;
 
-// search_candidates() for every dtype, kind and multiple of 8 as head dim of q, k and v: every
-// launch asks.
-inline constexpr auto kFwdCandidates = [] {
-  constexpr int kHeadDims = kMaxHeadDim / 8 + 1;
-  std::array<std::array<std::array<FwdCandidates, kHeadDims>, kBuiltKindCount>, kKernelDtypes>
-      table{};
-  for (Dtype dtype : {Dtype::kFloat16, Dtype::kBFloat16, Dtype::kFloat8E4M3}) {
-    for (int kind = 0; kind < kBuiltKindCount; ++kind) {
-      for (int eighths = 1; eighths < kHeadDims; ++eighths) {
-        table[int(dtype)][kind][eighths] =
-            search_candidates(dtype, kBuiltKinds[kind].kind, {8 * eighths, 8 * eighths});
-      }
+// Head dims of q, k and v that kFwdCandidates tells apart: multiples of 8, and one for all above
+// kMaxNarrowHeadDim, which run on the same kernels.
+constexpr int kTabledHeadDims = kMaxNarrowHeadDim / 8 + 1;
+constexpr int head_dim_index(int head_dim) { return min_of(head_dim / 8, kTabledHeadDims); }
+
+using CandidateTable = std::array<std::array<FwdCandidates, kTabledHeadDims + 1>, kBuiltKindCount>;
+
+// search_candidates() for every kind and tabled head dim: every launch asks. WHY a constant of its
+// own for each dtype: one for all exceeds the operations that g++ allows a constant.
+template <Dtype kDtype>
+inline constexpr CandidateTable kCandidatesOf = [] {
+  CandidateTable table{};
+  for (int kind = 0; kind < kBuiltKindCount; ++kind) {
+    for (int i = 1; i <= kTabledHeadDims; ++i) {
+      table[kind][i] = search_candidates(kDtype, kBuiltKinds[kind].kind, {8 * i, 8 * i});
     }
   }
   return table;
 }();
+
+inline constexpr CandidateTable const* kFwdCandidates[kKernelDtypes] = {
+    &kCandidatesOf<Dtype::kFloat16>, &kCandidatesOf<Dtype::kBFloat16>,
+    &kCandidatesOf<Dtype::kFloat8E4M3>};
 
 // INVARIANT: dtype is one of a kernel, head dims are multiples of 8 and at most kMaxHeadDim.
 constexpr FwdCandidates fwd_candidates(FwdProblem const& problem) {
   bool const is_listed = problem.head_dim == problem.head_dim_v && !problem.promote &&
                          !problem.converts && !problem.folds();
   HeadDims const dims{problem.head_dim, launch_columns(problem)};
-  return is_listed
-             ? kFwdCandidates[int(problem.dtype)][kind_index(problem.kind)][problem.head_dim / 8]
-             : search_candidates(problem.dtype, problem.kind, dims, problem.promote,
-                                 problem.converts, /*decodes=*/false, problem.folds());
+  return is_listed ? (*kFwdCandidates[int(problem.dtype)])[kind_index(problem.kind)]
+                                                          [head_dim_index(problem.head_dim)]
+                   : search_candidates(problem.dtype, problem.kind, dims, problem.promote,
+                                       problem.converts, /*decodes=*/false, problem.folds());
 }
 
 }  // namespace fa3

@@ -69,10 +69,13 @@ def _forward_variants() -> list[ForwardVariant]:
     tiles += [(f'FwdTileD{tile}', head_dims, 'Causal General', '') for tile, head_dims in (
         (128, '64x128'), ('64x256', '64x256'), (64, '96x64'), (64, '128x64'),
         ('192x128', '192x128'))]
+    tiles += [('FwdTileD64Short', 64, 'Lists', ''), ('FwdTileD128Short', 128, 'Lists', ''),
+              ('FwdTileD256', 256, 'Lists ListsSoftcap', '')]
+    tiles += [('FwdTileD256', 512, f'{both} General Softcap', '')]
     tiles += [(f'FwdTileD{head_dim}Cache', head_dim, 'Cache CacheSoftcap', '')
-              for head_dim in (64, 128, '192x128', 256)]
+              for head_dim in (64, 128, '192x128', 256, 512)]
     tiles += [(f'FwdTileD{head_dim}CacheKv8', head_dim, 'Cache CacheSoftcap', 'Kv8')
-              for head_dim in (64, 128, '192x128', 256)]
+              for head_dim in (64, 128, '192x128', 256, 512)]
     tiles += [(f'FwdTileD{head_dim}CacheLong', head_dim, 'Cache', 'Long')
               for head_dim in (64, 128, '192x128')]
     tiles += [(f'FwdTileD{head_dim}Folded', head_dim, f'{both} General Softcap', 'Folded')
@@ -131,6 +134,7 @@ class BackwardVariant:
 def _backward_variants() -> list[BackwardVariant]:
     tiles = [(head_dim, 'Full Causal General Softcap')
              for head_dim in (64, 96, 128, 192, 256)]
+    tiles += [(head_dim, 'Lists') for head_dim in (64, 128)]
     tiles += [(head_dims, 'Causal General')
               for head_dims in ('64x128', '64x256', '96x64', '128x64', '192x128')]
     return [BackwardVariant(f'BwdTileD{head_dim}', dtype, kind, head_dim)

@@ -110,6 +110,7 @@ void add_variant(DictBuilder& dict, int variant) {
   bool const stages_output =
       config.output == OutputKind::kStaged || config.output == OutputKind::kSent;
   add_common(dict, config, config.dtype_q, kFwdBuilt[variant])
+      .integer("column_ctas", config.column_ctas())
       .integer("columns", config.columns())
       .integer("columns_v", config.columns_v())
       .integer("tile_m", config.consumer_warpgroups * kWarpgroupRows)
@@ -267,7 +268,7 @@ PyObject* plan_dict(FwdProblem const& problem) {
       .integer("lead", schedule.lead)
       .integer("tiles", schedule.tiles)
       .integer("grid", schedule.grid)
-      .integer("launches", value_launches(problem.head_dim_v))
+      .integer("launches", value_launches(problem.head_dim, problem.head_dim_v))
       .real("visited_share", cost.visited_share);
   if (problem.is_packed) {
     add_packed_schedule(dict, schedule);

@@ -15,10 +15,11 @@ from torch.compiler import is_compiling
 
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import (checks, dense_and_varlen, derivatives, dtensors, fp8, invariance,
-                             library, splits)
+                             library, masked, splits)
 from flash_attn3.ops.autograd import PackedAttention, attention, general_attention
 from flash_attn3.ops.fp8 import Descale
 from flash_attn3.ops.dense_and_varlen import Execution, General
+from flash_attn3.api.masks import AttentionMask
 from flash_attn3.api.packing import unpack
 from flash_attn3.ops.splits import Call
 
@@ -40,7 +41,8 @@ def flash_attn_func(
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
         return_max_logits: bool = False, out_dtype: torch.dtype | None = None,
-        fp8_accum: str = 'fast', split_size: int = 0) -> Tensor | tuple[Tensor, ...]:
+        fp8_accum: str = 'fast', split_size: int = 0,
+        mask: AttentionMask | None = None) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, out = softmax(softmax_scale * q k^T) v, for each batch entry and head.
 
     A Hopper GPU runs our kernels; other CUDA devices run PyTorch's SDPA, with one warning. Query
@@ -67,14 +69,13 @@ def flash_attn_func(
         return_max_logits: also return max_logits. Last bits of out may then differ. qv: None.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: for FP8, see `quantize_fp8`.
         num_splits: parts of the keys, up to 256; 0: by plan, 1 for gradients. Default 1.
-        split_size: keys in a part, counted from key 0: then the bits of a row depend only on its
-            query, keys and mask (docs/invariance.md). Default: 0, or that of `invariant`.
+        split_size: keys in a part (docs/invariance.md). Default: 0, or that of `invariant`.
+        mask: which keys a query sees, in place of causal, windows and chunks (docs/masks.md).
 
     Returns:
         out, or a tuple of it and what was asked for: out, (batch, seqlen_q, heads_q, head_dim_v),
-        dtype of q; lse, (batch, heads_q, seqlen_q), float32 (float64 for float64): the natural
-        logarithm of the softmax's denominator; max_logits, as lse: the largest score, without
-        s_aux. Gradients of q, k, v, s_aux flow through out and lse.
+        dtype of q; lse, (batch, heads_q, seqlen_q), float32 (float64 for float64): the natural log
+        of the softmax's denominator; max_logits, as lse: the largest score, without s_aux.
 
     Raises:
         RuntimeError: names the wrong rank, shape, dtype, device, stride, number, or an old driver.
@@ -85,15 +86,15 @@ def flash_attn_func(
             or (softcap != 0.0) is not False    # a tensor of 0 too
             or (num_splits != 1 and not splits.has_few_keys(num_splits, k)) or s_aux is not None
             or return_max_logits or out_dtype is not None or fp8_accum != 'fast'
-            or split_size != 0 or _INVARIANT):
+            or split_size != 0 or _INVARIANT or mask is not None):
         num_splits, split_size = invariance.in_parts(num_splits, split_size)
         call = _call('flash_attn_func', (q, k, v, out),
                      (s_aux, softmax_scale, causal, window_size, attention_chunk, softcap),
                      Execution(pack_gqa, sm_margin, return_max_logits, split_size, deterministic),
-                     qv, (q_descale, k_descale, v_descale), out_dtype, fp8_accum)
+                     qv, (q_descale, k_descale, v_descale), out_dtype, fp8_accum, mask=mask)
         num_splits = splits.splits_of(num_splits, call)
-        if (num_splits != 1 or call.eight_bit is not None
-                or _is_general(call.general, return_max_logits) or split_size != 0):
+        if (num_splits != 1 or call.eight_bit is not None or split_size != 0 or mask is not None
+                or _is_general(call.general, return_max_logits)):
             return _general(call, return_attn_probs, num_splits)
     # Most eager calls take this path: as little Python and as few op arguments as possible.
     if (not is_compiling() and q.get_device() in library.SERVED_DEVICES
@@ -124,7 +125,8 @@ def flash_attn_varlen_func(
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
         return_attn_probs: bool = False, *, out: Tensor | None = None, s_aux: Tensor | None = None,
         return_max_logits: bool = False, out_dtype: torch.dtype | None = None,
-        fp8_accum: str = 'fast', split_size: int = 0) -> Tensor | tuple[Tensor, ...]:
+        fp8_accum: str = 'fast', split_size: int = 0,
+        mask: AttentionMask | None = None) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for packed sequences, stored one after another in one tensor.
 
     Sequence b has rows cu_seqlens_q[b] up to cu_seqlens_q[b + 1] of q; k and v likewise. Only its
@@ -149,7 +151,8 @@ def flash_attn_varlen_func(
             sm_margin, return_attn_probs, s_aux, return_max_logits: as in `flash_attn_func`.
         q_descale, k_descale, v_descale, out_dtype, fp8_accum: with q, k and v of float8_e4m3fn;
             see `quantize_fp8`.
-        qv, num_splits, split_size: as in `flash_attn_func`.
+        qv, num_splits, split_size, mask: as in `flash_attn_func`. With a mask max_seqlen_k is no
+            hint: no sequence may be longer; 0: unknown.
 
     Returns:
         out, or a tuple of it and what was asked for, in this order. out: (total_q, heads_q,
@@ -171,7 +174,7 @@ def flash_attn_varlen_func(
     call = _call('flash_attn_varlen_func', (q, k, v, out),
                  (s_aux, softmax_scale, causal, window_size, attention_chunk, softcap),
                  Execution(pack_gqa, sm_margin, return_max_logits, split_size, deterministic), qv,
-                 (q_descale, k_descale, v_descale), out_dtype, fp8_accum, lengths)
+                 (q_descale, k_descale, v_descale), out_dtype, fp8_accum, lengths, mask)
     return _general(call, return_attn_probs, splits.splits_of(num_splits, call))
 
 
@@ -242,7 +245,8 @@ def flash_attn_qkvpacked_func(
 
 def _call(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], score: tuple,
           execution: Execution, qv: Tensor | None, descales: tuple[Descale, Descale, Descale],
-          out_dtype: torch.dtype | None, fp8_accum: str, lengths: tuple = ()) -> Call:
+          out_dtype: torch.dtype | None, fp8_accum: str, lengths: tuple = (),
+          mask: AttentionMask | None = None) -> Call:
     """The arguments of a public function as the ops take them.
 
     lengths, then score, are the fields of General in its order; score begins with s_aux.
@@ -258,7 +262,7 @@ def _call(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], score:
     general = General(*lengths, sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale,
                       causal=causal, window_left=left, window_right=right,
                       attention_chunk=attention_chunk, softcap=softcap)
-    return Call(op, tensors, general, execution, eight_bit)
+    return Call(op, tensors, general, execution, eight_bit, mask)
 
 
 def _is_served(x: Tensor) -> bool:
@@ -309,8 +313,11 @@ def _is_general(general: General, return_max_logits: bool) -> bool:
 
 
 def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Tensor, ...]:
-    """What a public function returns. num_splits: 1, or of `attend_cache`."""
-    op, tensors, general, execution, eight_bit = call
+    """What a public function returns. num_splits: 1, or of `attend_cache`; with a mask as given."""
+    op, tensors, general, execution, eight_bit, mask = call
+    if mask is not None:
+        return asked_for(masked.attention(call, num_splits), return_lse,
+                         execution.return_max_logits)
     if dtensors.is_dtensor(tensors[0]):
         return dtensors.on_shards(call, lambda shard: _general(shard, return_lse, num_splits))
     *_, out = tensors
@@ -336,7 +343,7 @@ def asked_for(results: tuple[Tensor, Tensor | None, Tensor | None], return_lse: 
 
 def _fp8_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logits) of e4m3 tensors; their backward raises an error."""
-    op, (q, k, v, out), general, execution, eight_bit = call
+    op, (q, k, v, out), general, execution, eight_bit, _ = call
     fp8.reject_missing(op, q, execution.return_max_logits)
     call.reject_forward_mode()
     if not is_compiling():

@@ -17,10 +17,10 @@ from flash_attn3 import _plan, env
 from flash_attn3.arguments import names, public_names
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import (attend_arguments, attend_cache, checks, chosen_keys, derivatives,
-                             dtensors, fp8, invariance, library, prefix_rules)
+                             dtensors, fp8, invariance, library, prefix_rules, rope_free)
 from flash_attn3.api.merging import flash_attn_combine, merge_states
 from flash_attn3.ops.attend_cache import Attend, Rotary
-from flash_attn3.ops.chosen_keys import KVCACHE, SPARSE, Choice, Function
+from flash_attn3.ops.chosen_keys import KVCACHE, SPARSE, Choice, Function, Layout
 from flash_attn3.ops.dense_and_varlen import batch_of, general_of
 from flash_attn3.ops.fp8 import Descale
 
@@ -35,15 +35,20 @@ _EAGER = tuple(library.bare(op) for op in _TRACED)
 _PLAIN = attend_cache.attend_plainly, attend_cache.append_and_attend_plainly
 _INVARIANT = invariance.OPEN    # not empty under invariant()
 
+# What says where an append goes, and how q is packed. Chosen keys need no such thing.
+_OF_APPENDS = ('cache_seqlens', 'cache_length', 'appended', 'cache_batch_idx', 'cu_seqlens_k_new',
+               'cu_seqlens_q', 'max_seqlen_q')
+
 # The tensors that `_reject` takes, in order.
 TENSORS = ('q', 'k_cache', 'v_cache', 'out', 'k', 'v', 'qv', 'rotary_cos', 'rotary_sin', 's_aux',
            'q_descale', 'k_descale', 'v_descale')
+_OF_SPARSE = 'q', 'k', 'v', 'qv', 's_aux'
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def flash_attn_with_kvcache(
-        q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None,
+        q: Tensor | None, k_cache: Tensor | None, v_cache: Tensor, k: Tensor | None = None,
         v: Tensor | None = None, qv: Tensor | None = None, rotary_cos: Tensor | None = None,
         rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
         cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
@@ -63,6 +68,7 @@ def flash_attn_with_kvcache(
 
     Sequence b has the keys of slots cache_leftpad[b] to cache_seqlens[b], then the new ones. Masks
     count from its first key, causal is bottom-right. A refused call changes no cache.
+    Returns out, like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or with cu_seqlens_q (total_q, heads_q, head_dim).
@@ -82,9 +88,9 @@ def flash_attn_with_kvcache(
             head_dim_v) ** -0.5; v_descale: (*v_cache.shape[:2], 1 or head_dim_v / 128), set by v.
         indices: each query attends to slots i % size of rows or pages i // size alone, with size =
             k_cache.size(1); as in `flash_attn_sparse_func`. Others: as in `flash_attn_func`.
-
-    Returns out, like q with the head_dim of v; with return_softmax_lse (out, lse, empty, empty).
     """
+    if q is None or k_cache is None:
+        q, k_cache, softmax_scale = rope_free.of_cache(q, k_cache, v_cache, qv, softmax_scale, k, v)
     tensors = q, k_cache, v_cache, out
     if q_descale is not None or k_descale is not None or v_descale is not None:
         q_descale, k_descale, v_descale = descales_of(
@@ -97,7 +103,6 @@ def flash_attn_with_kvcache(
         _reject(scheduler_metadata, softmax_scale, softcap, out_dtype, given)
     if _INVARIANT:
         num_splits, split_size = invariance.in_parts(num_splits, split_size)
-    ops = functions_for(q, _OP, split_size)
     length, cache_seqlens = lengths_of(cache_seqlens)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, q, cu_seqlens_q)
@@ -115,18 +120,18 @@ def flash_attn_with_kvcache(
         out_dtype is torch.float16 and out is None and q.dtype == fp8.E4M3, indices is not None)
     if shared_prefix != 0:
         prefix_rules.check(tensors, Attend(*own))
-    is_chosen = indices is not None or index_counts is not None or index_block != 1
-    if k is None and v is None and rotary_cos is None and rotary_sin is None and not is_chosen:
-        return _attend(ops, tensors, own, return_softmax_lse)
+    pick = indices is not None or index_counts is not None or index_block != 1
+    if k is None and v is None and rotary_cos is None and rotary_sin is None and not pick:
+        return _attend(functions_for(q, _OP, split_size), tensors, own, return_softmax_lse)
     rotary = (rotary_cos, rotary_sin, None if rotary_cos is None else rotary_seqlens,
-              rotary_interleaved, bool(causal) or left != -1 or right != -1 or is_chosen)
-    choice = Choice(indices, index_block, index_counts) if is_chosen else None
-    return _append(ops, tensors, (k, v, k_set, v_set), rotary, own, return_softmax_lse, choice)
+              rotary_interleaved, bool(causal) or left != -1 or right != -1 or pick)
+    return _append(functions_for(q, _OP, split_size), tensors, (k, v, k_set, v_set), rotary, own,
+                   return_softmax_lse, Choice(indices, index_block, index_counts) if pick else None)
 
 
 def flash_attn_sparse_func(
-        q: Tensor, k: Tensor, v: Tensor, indices: Tensor, *, qv: Tensor | None = None,
-        index_block: int = 1, index_counts: Tensor | None = None,
+        q: Tensor | None, k: Tensor | None, v: Tensor, indices: Tensor, *,
+        qv: Tensor | None = None, index_block: int = 1, index_counts: Tensor | None = None,
         softmax_scale: float | None = None, s_aux: Tensor | None = None,
         return_softmax_lse: bool = False,
         deterministic: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -134,36 +139,41 @@ def flash_attn_sparse_func(
 
     Args:
         q: (total_q, heads_q, head_dim).
-        k, v: (total_k, heads_k, head_dim).
+        k, v: (total_k, heads_k, head_dim), contiguous if each KV head has lists.
         indices: (total_q, n) for all KV heads or (total_q, heads_k, n) int32: rows of k; -1: none.
             index_block: 64 or 128 if they count blocks of rows, which divide total_k.
         qv: absorbed MLA, (total_q, heads_q, head_dim_v): scores are (q k^T + qv v^T) *
-            (head_dim + head_dim_v) ** -0.5.
+            (head_dim + head_dim_v) ** -0.5. Without rotary columns q and k are None.
         index_counts: (total_q,) int32: indices of a list that count.
         softmax_scale, s_aux: as in `flash_attn_func`. deterministic: of the gradients.
 
     Returns:
         out, (total_q, heads_q, head_dim_v); with return_softmax_lse (out, lse), lse (heads_q,
-        total_q). A query without keys has out 0 and LSE -inf.
+        total_q). A query without keys has out 0 and LSE -inf, with s_aux the sink.
     """
-    function = SPARSE
-    given = dict(q=q, k=k, v=v, qv=qv, s_aux=s_aux)
-    if checks.needs_grad(*given.values()):
-        raise RuntimeError(checks.error(
-            function.name, 'requires_grad=False', checks.requires_grad_text(**given),
-            'no gradients yet; call it under torch.no_grad()'))
-    reject(function.name, softmax_scale, 0.0, None, given | {'out': None})
-    for name, x in (('q', q), ('k', k), ('v', v)):
-        if x.dim() != 3:
-            raise RuntimeError(checks.error(function.name, f'{name} to have 3 dimensions',
-                                            str(x.dim())))
+    if q is None or k is None:
+        q, k, softmax_scale = rope_free.tensors_of(SPARSE, dict(
+            q=q, k=k, v=v, qv=qv, softmax_scale=softmax_scale))
+    given = q, k, v, qv, s_aux
+    for name, x in zip('qkv', given):
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            raise RuntimeError(checks.error(
+                SPARSE.name, f'{name} to have 3 dimensions',
+                str(x.dim()) if isinstance(x, Tensor) else type(x).__name__))
+    if (type(q) is not Tensor or forward_ad._current_level >= 0
+            or (softmax_scale is not None and type(softmax_scale) is not float)
+            or (is_grad_enabled() and _some_require_grad(given, SPARSE.name, _OF_SPARSE))):
+        named = dict(zip(_OF_SPARSE, given)) | {'out': None}
+        reject(SPARSE.name, softmax_scale, 0.0, None, named,
+               ', as there are no gradients yet')
     own = Attend(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, qv=qv,
                  return_lse=return_softmax_lse, keys_chosen=True,
                  split_size=invariance.split_size_of(0))
+    tensors = q, k.unsqueeze(0), v.unsqueeze(0), None
     choice = Choice(indices, index_block, index_counts)
-    chosen_keys.check((q, k[None], v[None], None), choice, function)
-    attend, _ = functions_for(q, function.name, own.split_size)
-    out, lse = attend_to_chosen(attend, (q, k[None], v[None], None), own, choice, function)
+    layout = layout_of(tensors, own, choice, SPARSE)
+    attend, _ = functions_for(q, SPARSE.name, own.split_size)
+    out, lse = attend_to_chosen(attend, tensors, own, choice, layout, SPARSE)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -243,7 +253,7 @@ def functions_for(q: Tensor, op: str, split_size: int = 0) -> tuple:
 def rows_of_table(page_table: Tensor, cache_batch_idx: Tensor, q: Tensor,
                   cu_seqlens_q: Tensor | None,
                   reads: bool = True) -> tuple[Tensor, Tensor | None]:
-    """The page table of the sequences: cache_batch_idx picks its rows, and a missing row has no
+    """The page table of the sequences: cache_batch_idx pick its rows, and a missing row has no
     pages. A wrong table or list is returned unchanged, for the op to refuse. reads=False gives only
     a table of the right shape.
     """
@@ -269,6 +279,7 @@ def descales_of(given: tuple, tensors: tuple,
                 qv: Tensor | None) -> list[Tensor | None]:
     """Descales as the op takes them: numbers as tensors. tensors: q and the caches first."""
     q, k_cache, v_cache, *_ = tensors
+    checks.reject_non_tensors(_OP, q=q, k_cache=k_cache, v_cache=v_cache, cu_seqlens_q=cu_seqlens_q)
     by_sequence = fp8.head_scales(batch_of(q, cu_seqlens_q), k_cache)
     by_k = (*k_cache.shape[:1], by_sequence[1]) if is_by_page else by_sequence
     by_v = by_k if qv is None else (*v_cache.shape[:2], 1)
@@ -304,73 +315,87 @@ def _attend(functions: tuple, tensors: tuple, own: tuple, return_lse: bool) -> R
     return _returned(result if out is None else out, lse, return_lse)
 
 
-def check_chosen(tensors: tuple, own: Attend, choice: Choice, appends: bool) -> None:
+def check_chosen(tensors: tuple, own: Attend, choice: Choice, appends: bool) -> Layout:
     """Raises RuntimeError if the keys cannot be chosen."""
-    q, k, v, _ = tensors
-    chosen_keys.check((q, k, v, None if own.qv is None else own.v_descale), choice)
     lengths = own.cache_seqlens if own.cache_length == -1 else own.cache_length
-    for name, got in (('page_table', own.page_table), ('cache_batch_idx', own.cache_batch_idx),
-                      ('cache_seqlens', lengths)):
-        if got is not None and not appends:
-            raise RuntimeError(checks.error(
-                _OP, f'{name} to be None with indices',
-                'a tensor' if isinstance(got, Tensor) else str(got),
-                'it only says where new k and v go'))
-    if own.descale_by_page and k.size(1) != choice.block:
+    if not appends and (own.page_table is not None or own.cache_batch_idx is not None
+                        or lengths is not None):
+        name, got = next((name, x) for name, x in (
+            ('page_table', own.page_table), ('cache_batch_idx', own.cache_batch_idx),
+            ('cache_seqlens', lengths)) if x is not None)
         raise RuntimeError(checks.error(
-            _OP, f'index_block to be the page size, {k.size(1)}, with descale_by_page',
-            str(choice.block)))
+            _OP, f'{name} to be None with indices',
+            'a tensor' if isinstance(got, Tensor) else str(got),
+            'it only says where new k and v go'))
+    return layout_of(tensors, own, choice, KVCACHE)
 
 
-def attend_to_chosen(op: Callable, tensors: tuple, own: Attend, choice: Choice,
+def layout_of(tensors: tuple, own: Attend, choice: Choice, function: Function) -> Layout:
+    """How chosen keys are attended to. Raises RuntimeError for a wrong choice or tensor."""
+    indices, block, counts = choice
+    return chosen_keys.check(
+        (*tensors, indices, counts, own.qv, own.sinks, own.cu_seqlens_q, own.k_descale,
+         own.v_descale), block, own.descale_by_page, function)
+
+
+def attend_to_chosen(op: Callable, tensors: tuple, own: Attend, choice: Choice, layout: Layout,
                      function: Function = KVCACHE) -> tuple[Tensor, Tensor]:
     """(out, lse) of the op `attend_cache`, for a choice that has passed its check."""
     q, k, v, out = tensors
-    heads = chosen_keys.heads_of(q, k, choice)
+    if not layout.has_rows and not is_compiling():    # the op does not see out
+        _refuse_chosen(tensors, own, choice, function)
     try:
-        lowered, arguments = lower(tensors, own, choice)
-        result, lse = op(*lowered, *attend_arguments.shortest(arguments))
-    except RuntimeError as error:
-        text = '' if is_compiling() else _problem_of_chosen(tensors, own, choice)
-        for known, name in zip(KVCACHE, function):
-            text = text.replace(known, name)
-        raise RuntimeError(text or str(error)) from None
-    result = (result if out is None else lowered[3]).view(*q.shape[:-1], v.size(-1))
-    lse = lse.view(q.shape[:-1]) if arguments.return_lse else lse
-    if heads > 1 and own.sinks is not None:    # the heads of a row have other sinks in each row
-        is_none = lse == -math.inf
-        result.mul_(torch.sigmoid(lse - own.sinks).masked_fill_(is_none, 0)[..., None])
-        lse = torch.logaddexp(lse, own.sinks)
+        lowered, arguments = lower(tensors, own, choice, layout)
+        result, lse = op(*lowered, **arguments)
+    except RuntimeError:
+        if not is_compiling():
+            _refuse_chosen(tensors, own, choice, function)
+        raise
     if out is not None:
-        result = out if chosen_keys.has_rows(out, heads) else out.copy_(result)
-    return result, lse.transpose(-1, -2).contiguous() if own.return_lse else lse
+        *_, result = lowered
+    if layout.rows is not None:
+        result = result.view(*q.shape[:-1], v.size(-1))
+        has_later_sinks = own.sinks is not None and 'sinks' not in arguments
+        if own.return_lse or has_later_sinks:
+            lse = lse.view(q.shape[:-1])
+        if has_later_sinks:    # the heads of a row have other sinks in each row
+            is_none = lse == -math.inf
+            result.mul_(torch.sigmoid(lse - own.sinks).masked_fill_(is_none, 0)[..., None])
+            lse = torch.logaddexp(lse, own.sinks)
+        lse = lse.transpose(-1, -2).contiguous() if own.return_lse else lse
+    if out is not None:
+        result = out if layout.has_rows else out.copy_(result)
+    return result, lse
 
 
-def lower(tensors: tuple, own: Attend, choice: Choice) -> tuple[tuple, Attend]:
+def lower(tensors: tuple, own: Attend, choice: Choice, layout: Layout) -> tuple[tuple, dict]:
     """The tensors and arguments of `attend_cache` for chosen keys (ops/chosen_keys.py)."""
     q, k, v, out = tensors
-    heads = chosen_keys.heads_of(q, k, choice)
-    k_scale, v_scale = own.k_descale, own.v_descale
-    if own.qv is not None and v_scale is not None:
-        v_scale = chosen_keys.blocks_of(v_scale, choice.block)
-    elif own.descale_by_page:
-        k_scale, v_scale = (x if heads == 1 else x.reshape(-1, 1) for x in (k_scale, v_scale))
+    heads, (k_view, v_view, scale_view) = layout.heads, layout.views
+    arguments = attend_arguments.given(own)
+    for name in _OF_APPENDS:
+        arguments.pop(name, None)
+    arguments['page_table'] = chosen_keys.table_of(choice, layout)
+    if choice.counts is not None:
+        arguments['cache_seqlens'] = chosen_keys.slots_of(choice, heads)
+    if own.qv is not None:
+        arguments['qv'] = chosen_keys.rows_of(own.qv, layout)
+        if own.v_descale is not None:
+            arguments['v_descale'] = chosen_keys.view_of(own.v_descale, scale_view)
     else:
-        k_scale, v_scale = (chosen_keys.scales_of(x, q, own.cu_seqlens_q, heads)
-                            for x in (k_scale, v_scale))
-    has_later_sinks = heads > 1 and own.sinks is not None
-    own = own._replace(
-        page_table=chosen_keys.table_of(k, choice, heads), cache_length=-1, appended=0,
-        cache_seqlens=chosen_keys.slots_of(choice, heads), cache_batch_idx=None,
-        cu_seqlens_k_new=None, cu_seqlens_q=None, max_seqlen_q=0, k_descale=k_scale,
-        v_descale=v_scale, qv=chosen_keys.rows_of(own.qv, heads),
-        sinks=None if has_later_sinks else own.sinks, return_lse=own.return_lse or has_later_sinks)
-    caches = (chosen_keys.cache_of(x, choice.block, heads) for x in (k, v))
-    return (chosen_keys.rows_of(q, heads), *caches, chosen_keys.rows_of(out, heads)), own
+        for name in ('k_descale', 'v_descale'):
+            if name in arguments:
+                arguments[name] = chosen_keys.scales_of(
+                    arguments[name], q, own.cu_seqlens_q, heads, own.descale_by_page)
+    if heads > 1 and own.sinks is not None:
+        del arguments['sinks']
+        arguments.setdefault('return_lse', True)
+    return (chosen_keys.rows_of(q, layout), chosen_keys.view_of(k, k_view),
+            chosen_keys.view_of(v, v_view), chosen_keys.out_of(out, layout)), arguments
 
 
-def _problem_of_chosen(tensors: tuple, own: Attend, choice: Choice) -> str:
-    """What is wrong with the call as the user made it, or ''."""
+def _refuse_chosen(tensors: tuple, own: Attend, choice: Choice, function: Function) -> None:
+    """Raises RuntimeError for what is wrong with the call as the user made it."""
     q, k, v, out = tensors
     starts = own.cu_seqlens_q
     if q.dim() == 3 and starts is None:
@@ -379,7 +404,12 @@ def _problem_of_chosen(tensors: tuple, own: Attend, choice: Choice) -> str:
         page_table=choice.indices.new_empty(batch_of(q, starts), 1), cu_seqlens_q=starts,
         cache_seqlens=None, cache_length=-1, cache_batch_idx=None, cu_seqlens_k_new=None,
         appended=0)
-    return checks.problem_text(dict(q=q, k=k, v=v, out=out), own, check=_plan.check_cache)
+    text = checks.number_text(function.name, own) or checks.problem_text(
+        dict(q=q, k=k, v=v, out=out), own, check=_plan.check_cache)
+    if text:
+        for known, name in (*zip(KVCACHE[:3], function), ('return_lse', 'return_softmax_lse')):
+            text = text.replace(known, name)
+        raise RuntimeError(text)
 
 
 def _returned(out: Tensor, lse: Tensor, return_lse: bool) -> Result:
@@ -400,7 +430,7 @@ def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tu
     appends = k is not None or v is not None or rotary[0] is not None or rotary[1] is not None
     if choice is not None:
         read = attend_cache.with_descales(own, k_descale, v_descale)
-        check_chosen(tensors, read, choice, appends)
+        layout = check_chosen(tensors, read, choice, appends)
         if appends and not is_compiling():
             q, qv = (attend_cache.apart(x, (k_cache, v_cache)) for x in (q, read.qv))
             read = read._replace(qv=qv)
@@ -412,7 +442,7 @@ def _append(functions: tuple, tensors: tuple, new: tuple, rotary: tuple, own: tu
         if choice is None:
             return _returned(result if out is None else out, lse, return_lse)
         q, out = q if rotary[0] is None else rotated, result if out is None else out
-    result, lse = attend_to_chosen(attend, (q, k_cache, v_cache, out), read, choice)
+    result, lse = attend_to_chosen(attend, (q, k_cache, v_cache, out), read, choice, layout)
     return _returned(result, lse, return_lse)
 
 
@@ -433,10 +463,15 @@ def _check_contents(tensors: tuple, new: tuple, rotary: tuple, own: tuple) -> No
         attend_cache.check_append(tensors, (k, v), appended, 'cuda')
 
 
-def _some_require_grad(tensors: Sequence[Tensor | None]) -> bool:
-    for x in tensors:
-        if x is not None and x.requires_grad:
-            return True
+def _some_require_grad(tensors: Sequence[Tensor | None], op: str = _OP,
+                       known: tuple[str, ...] = TENSORS) -> bool:
+    try:
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    except AttributeError:
+        checks.reject_non_tensors(op, **dict(zip(known, tensors)))
+        raise
     return False
 
 
@@ -472,15 +507,19 @@ def _reject(metadata: Tensor | None, softmax_scale: float | None, softcap: float
 
 
 def reject(op: str, softmax_scale: float | None, softcap: float, out_dtype: torch.dtype | None,
-           tensors: dict[str, Tensor | None]) -> None:
+           tensors: dict[str, Tensor | None], why: str = ' with a cache') -> None:
     """Raises an error for derivatives or a wrong dtype of results in any function on a cache."""
     q, out = tensors['q'], tensors['out']
+    checks.reject_non_tensors(op, **tensors)
     dtensors.reject(op, q)
     derivatives.reject_forward_mode(*tensors.values())
-    derivatives.reject_of_scalars(op, softmax_scale=softmax_scale, softcap=softcap)
+    numbers = dict(softmax_scale=softmax_scale, softcap=softcap)
+    derivatives.reject_of_scalars(op, **numbers)
+    if text := checks.number_text(op, numbers):
+        raise RuntimeError(text)
     if checks.needs_grad(*tensors.values()):
         raise RuntimeError(checks.error(
-            op, 'requires_grad=False with a cache', checks.requires_grad_text(**tensors),
+            op, f'requires_grad=False{why}', checks.requires_grad_text(**tensors),
             'call it under torch.no_grad()'))
     if out_dtype is not None and (out_dtype != q.dtype or q.dtype == fp8.E4M3):
         fp8.eight_bit_of(op, q, (None, None, None), out, out_dtype, 'fast')

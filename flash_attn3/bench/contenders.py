@@ -32,9 +32,9 @@ def ours(shape: Shape, device: torch.device = CPU) -> Contender:
 
 
 def padded(one: Contender, shape: Shape, device: torch.device) -> Contender:
-    """Packed sequences as a batch of the longest length, which one of dense tensors takes.
+    """Packed sequences padded to a dense batch, for contenders that take dense tensors.
 
-    Under a causal mask no query sees the rows that fill a sequence up."""
+    Under a causal mask no query of a sequence sees its padding."""
     if not shape.causal:
         raise RuntimeError('would need a mask of the lengths')
     lengths = torch.tensor(shape.lengths, device=device)
@@ -94,7 +94,7 @@ def contender(name: str, shape: Shape, device: torch.device = CPU) -> Contender:
 
 
 def reason(error: Exception) -> str:
-    """One line, for a table."""
+    """The reason of an error as one line of a table."""
     if isinstance(error, torch.OutOfMemoryError):
         return 'out of memory'
     if 'No viable backend' in str(error):
@@ -106,8 +106,8 @@ def reason(error: Exception) -> str:
 
 def measure(shape: Shape, device: torch.device, names: Sequence[str] = NAMES, rounds: int = 5,
             target_ms: float = 8.0) -> list[dict]:
-    """Time the contenders of a problem against each other. One dict each: the keys of result(), or
-    where one does not run, 'na' with the reason."""
+    """Times the contenders of a problem against each other. Returns a dict for each contender: the
+    keys of result(), or 'na' with the reason if it does not run."""
     timer = Timer(device, target_ms)
     skipped: dict[str, str] = {}
     calls: dict[str, Callable] = {}

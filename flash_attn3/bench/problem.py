@@ -16,7 +16,7 @@ ROTATED_BYTES = 128 << 20      # all sets of inputs together: 2.5 times the L2 o
 MAX_SETS = 64
 WRONG = 0.02                   # relative error from which a result is not attention at all
 WITH_DOUT = 4                  # tensors in a set of inputs of a backward
-CHECKED_ROWS = 1024            # at each end of a head; of gradients: at a time
+CHECKED_ROWS = 1024            # checked at each end of a head; gradients: rows of a step
 CHECKED_SEQUENCES = 8          # at each end of packed tensors, of those of this length or more:
 CHECKED_LENGTH = 8
 
@@ -87,8 +87,8 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """FLOP of a call: two GEMMs, a multiplication and an addition per element. The backward has
-        three GEMMs over the head dim of q and k and two over that of v."""
+        """FLOP of a call: two GEMMs, each with a multiplication and an addition per element. The
+        backward has three GEMMs over the head dim of q and k, and two over that of v."""
         entries = 1 if self.lengths else self.batch
         gemms = (3, 2) if self.backward else (1, 1)
         columns = gemms[0] * self.head_dim + gemms[1] * self.columns_v
@@ -119,7 +119,7 @@ class Shape:
 
     @property
     def features(self) -> list[str]:
-        """What it has besides its mask and sizes."""
+        """The features of the problem besides its mask and sizes."""
         return [name for name, is_on in (('sinks', self.sinks), ('packed', bool(self.lengths)),
                                          ('backward', self.backward)) if is_on]
 
@@ -128,7 +128,7 @@ class Shape:
 
 
 class Rules(NamedTuple):
-    """What a problem asks of its scores."""
+    """The mask and the sinks of a problem."""
     causal: bool
     window: tuple[int, int] = (-1, -1)
     sinks: torch.Tensor | None = None    # (heads,)
@@ -230,7 +230,7 @@ def _error(result: Result, inputs: tuple[torch.Tensor, ...], rules: Rules) -> fl
 
 def _probabilities(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, head: int,
                    rules: Rules) -> torch.Tensor:
-    """Softmax of these rows of a head over the keys, 0 where a row sees none."""
+    """The softmax of these rows of a head over the keys; 0 in rows that see no key."""
     scores = q[rows] @ k.T * q.shape[-1] ** -0.5
     hidden = rules.hidden(rows, q.shape[0], k.shape[0])
     if hidden is not None:
@@ -242,7 +242,7 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, head: i
 
 def _gradient_error(gradients: Sequence[torch.Tensor], inputs: tuple[torch.Tensor, ...],
                     rules: Rules) -> float:
-    """The largest relative error of dq, dk and dv, their reference made CHECKED_ROWS queries at a
+    """The largest relative error of dq, dk and dv. The reference takes CHECKED_ROWS queries at a
     time."""
     q, k, v, dout = inputs
     group = q.shape[2] // k.shape[2]

@@ -56,7 +56,7 @@ class Contender:
         return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
     def restored(self, result: Result) -> Result:
-        """In the arrangement of the inputs."""
+        """The result with its dimensions in the order of the inputs."""
         return (tuple(map(self.restore, result)) if isinstance(result, tuple)
                 else self.restore(result))
 
@@ -68,14 +68,14 @@ class Contender:
 
 @dataclass
 class Turn:
-    """What one turn of one contender gave. The clock is the SM clock right after its last call."""
+    """One turn of one contender. The SM clock is read right after its last call."""
     ms: float
     clock_mhz: float | None = None
 
 
 @dataclass
 class Figure:
-    """The figure of one contender; spread is (largest - smallest round) / median."""
+    """The summary of one contender; spread is (largest - smallest round) / median."""
     ms: float
     spread: float
     rounds: list[float] = field(default_factory=list)
@@ -95,14 +95,14 @@ class Timer:
 
     def __init__(self, device: torch.device, target_ms: float = 8.0) -> None:
         self.cuda = device.type == 'cuda'
-        self.target_ms = target_ms   # work in a turn
+        self.target_ms = target_ms   # milliseconds of work in a turn
 
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
 
     def spin(self, seconds: float) -> None:
-        """Keep the GPU busy, to bring the clocks up."""
+        """Keeps the GPU busy until its clocks are up."""
         if self.cuda:
             a = torch.randn(4096, 4096, device='cuda', dtype=torch.bfloat16)
             stop = time.time() + seconds
@@ -111,8 +111,8 @@ class Timer:
                 torch.cuda.synchronize()
 
     def calibrate(self, call: Callable, warmup_ms: float = 15.0) -> tuple[int, float]:
-        """Warm a call up. Returns how many calls make a turn, and how long the host needs to queue
-        them, in seconds."""
+        """Warms a call up. Returns how many calls make a turn, and how many seconds the host needs
+        to queue them."""
         self.synchronize()
         start = time.perf_counter()
         if not self.cuda:
@@ -137,7 +137,7 @@ class Timer:
         return max(5, min(most, int(self.target_ms / max(ms, 1e-6))))
 
     def turn(self, call: Callable, count: int, ahead_s: float) -> Turn:
-        """Time count calls, after one that is not timed; the GPU sleeps for ahead_s first."""
+        """Times this many calls, after one that is not timed. The GPU sleeps for ahead_s first."""
         if not self.cuda:
             return Turn(statistics.median(_host_times(call, count)))
         pairs = [(_event(), _event()) for _ in range(count)]
@@ -167,7 +167,7 @@ class Timer:
 
 
 class _ClockProbe:
-    """The SM clock, from two sleeps counted in cycles; their difference leaves the launch out."""
+    """The SM clock, from two sleeps counted in cycles. Their difference excludes the launch."""
 
     def __init__(self) -> None:
         self.events = [_event() for _ in range(3)]
@@ -195,7 +195,7 @@ def _host_times(call: Callable, count: int) -> list[float]:
 
 
 def turn_order(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Every round is each name once; the order is rotated by one from round to round."""
+    """The rounds: each has every name once, in an order rotated by one from round to round."""
     for number in range(rounds):
         shift = number % max(1, len(names))
         yield from [*names[shift:], *names[:shift]]
@@ -203,8 +203,8 @@ def turn_order(names: Sequence[str], rounds: int) -> Iterator[str]:
 
 def interleaved(calls: dict[str, Callable], timer: Timer, rounds: int,
                 on_error: Callable[[str, Exception], None]) -> dict[str, Figure]:
-    """Time several calls against each other. One that raises goes to on_error(name, exception) and
-    is skipped."""
+    """Times several calls against each other. A call that raises is skipped, after
+    on_error(name, exception)."""
     ready, ahead_s = {}, 0.0
     for name, call in calls.items():
         try:
@@ -212,7 +212,7 @@ def interleaved(calls: dict[str, Callable], timer: Timer, rounds: int,
         except Exception as error:
             on_error(name, error)
             continue
-        # One sleep for all, so that none gets more time to cool down than another.
+        # All calls sleep equally long, so that none has more time to cool down.
         ahead_s = max(ahead_s, needed_s)
     turns: dict[str, list[Turn]] = {name: [] for name in ready}
     for name in turn_order(list(ready), rounds):
@@ -231,7 +231,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def peak_share(tflops: float, clock_mhz: float | None, device: torch.device) -> float | None:
-    """The share of what an sm_90 could do at the clock it ran at, None elsewhere."""
+    """The share of the peak of an sm_90 at the clock of the run; None on other devices."""
     if clock_mhz is None or torch.cuda.get_device_capability(device) != (9, 0):
         return None
     sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+import dataclasses
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -52,14 +53,26 @@ class Mask:
         window: (left, right): keys p - left to p + right, both included; -1 is no limit.
         chunk: keys of the same chunk as p, where chunks of this size start at key 0; 0 is no limit.
         tree: (seqlen_q, seqlen_q) bool, which of the last keys; None: all.
+        visible: (batch or 1, heads_q or 1, seqlen_q, seqlen_k) bool, which keys; of packed
+            sequences one each; None: all.
     """
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     chunk: int = 0
     tree: Tensor | None = field(default=None, compare=False)
+    visible: Tensor | list[Tensor] | None = field(default=None, compare=False)
+
+    @property
+    def is_full(self) -> bool:
+        return self == Mask() and self.tree is None and self.visible is None
+
+    def of_sequence(self, number: int) -> Mask:
+        """The mask of one of several packed sequences."""
+        return (self if self.visible is None else
+                dataclasses.replace(self, visible=self.visible[number]))
 
     def hidden(self, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-        """(seqlen_q, seqlen_k), True where the query does not see the key."""
+        """(seqlen_q, seqlen_k), True where the query does not see the key; visible aside."""
         position = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
         key = torch.arange(seqlen_k, device=device)
         left, right = self.window[0], 0 if self.causal else self.window[1]
@@ -90,6 +103,9 @@ class Score:
     softcap: float = 0.0
     mask: Mask = Mask()
 
+    def of_sequence(self, number: int) -> Score:
+        return dataclasses.replace(self, mask=self.mask.of_sequence(number))
+
     def logits(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """The logits, (batch, heads_k, heads_q / heads_k, seqlen_q, seqlen_k), and their derivative
         with respect to the scaled scores: of the same shape, or None for 1 everywhere.
@@ -100,9 +116,12 @@ class Score:
         if self.softcap:
             capped = torch.tanh(scores / self.softcap)
             scores, slope = self.softcap * capped, 1 - capped * capped
-        if self.mask != Mask() or self.mask.tree is not None:
+        if not self.mask.is_full:
             hidden = self.mask.hidden(q.size(1), k.size(1), q.device)
             scores = scores.masked_fill(hidden, -math.inf)
+        if self.mask.visible is not None:
+            visible = self.mask.visible.expand(-1, q.size(2) * q.size(3), -1, -1)
+            scores = scores.masked_fill(~visible.unflatten(1, q.shape[2:4]), -math.inf)
         return scores, slope
 
 
@@ -240,9 +259,9 @@ def attend_packed(inputs: Inputs, score: Score, lengths: Lengths,
     out = q.new_zeros(*q.shape[:2], v.size(2))
     lse = q.new_full((q.size(1), q.size(0)), -math.inf, dtype=lse_dtype(q.dtype))
     row_max = lse.clone() if with_row_max else None
-    for rows, keys in lengths.slices():
+    for number, (rows, keys) in enumerate(lengths.slices()):
         one = Inputs(q[None, rows], k[None, keys], v[None, keys], s_aux)
-        part = _attend(one, score, with_row_max)
+        part = _attend(one, score.of_sequence(number), with_row_max)
         out[rows], lse[:, rows] = part.out[0], part.lse[0]
         if with_row_max:
             row_max[:, rows] = part.row_max[0]
@@ -264,12 +283,12 @@ def attend_packed_backward(dout: Tensor, dlse: Tensor | None, inputs: Inputs, sc
     dtype = compute_dtype or inputs.q.dtype
     wide, dout = inputs.to(dtype), dout.to(dtype)
     total = Gradients(*(None if x is None else torch.zeros_like(x) for x in wide))
-    for rows, keys in lengths.slices():
+    for number, (rows, keys) in enumerate(lengths.slices()):
         one = Inputs(wide.q[None, rows], wide.k[None, keys], wide.v[None, keys], wide.s_aux)
         own = None if outputs is None else Outputs(outputs.out[None, rows],
                                                    outputs.lse[None, :, rows])
         part = _gradients(dout[None, rows], None if dlse is None else dlse[None, :, rows], one,
-                          score, own)
+                          score.of_sequence(number), own)
         total.dq[rows], total.dk[keys], total.dv[keys] = part.dq[0], part.dk[0], part.dv[0]
         if part.ds_aux is not None:
             total.ds_aux.add_(part.ds_aux)

@@ -9,4 +9,4 @@ nothing: no foreign name is registered, nothing is patched, sys.path stays as it
 """
 
 CLIENTS = ('sdpa', 'transformers', 'diffusers', 'xformers', 'transformer_engine', 'megatron',
-           'torchtitan', 'vllm', 'sglang')
+           'torchtitan', 'vllm', 'vllm_flashmla', 'sglang', 'sglang_flashmla')

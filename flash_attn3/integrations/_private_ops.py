@@ -8,8 +8,9 @@ import importlib
 import importlib.util
 import itertools
 import os
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,26 +34,41 @@ _OF_CACHE = {
     'is_rotary_interleaved': 'rotary_interleaved', 'scheduler_metadata': 'scheduler_metadata',
     'q_v': 'qv'}
 _READ = {'q', 'k', 'v', 'cu_seqlens_k', 'seqused_q', 'max_seqlen_k', 'window_size_left',
-         'window_size_right', 'num_splits', *_SHARED, *_OF_CACHE}
-# The only values supported for these arguments.
-_REFUSED = {'o_scale': (None,), 'cp_world_size': (0, 1), 'cp_rank': (0,),
-            'cp_tot_seqused_k': (None,), 'sparse_mask_fine': (None,), 'only_qv': (False,)}
+         'window_size_right', 'num_splits', 'only_qv', 'cp_world_size', 'cp_rank',
+         'cp_tot_seqused_k', *_SHARED, *_OF_CACHE}
+# The only values supported for these arguments, and for others where a rank holds a part of the
+# keys.
+_REFUSED = {'o_scale': (None,), 'sparse_mask_fine': (None,)}
+_OF_RANKS = {'window_size_left': (-1,), 'window_size_right': (-1, 0), 'attention_chunk': (0,),
+             'k_new': (None,), 'leftpad_k': (None,), 'cu_seqlens_k': (None,)}
+HINT = "disable() restores the client's kernels"
 _TRUE = '1', 'true', 'yes', 'y'    # values that turn on an environment variable
 
 
+class Replacement(NamedTuple):
+    """function: takes the client's name and the arguments of the op by name. known: those that it
+    reads or refuses; None: any.
+    """
+    function: Callable[[str, dict], Any]
+    known: Collection[str] | None = None
+
+
 class PrivateOps:
-    """A client whose op `fwd`, and `get_scheduler_metadata` if there is one, are replaced."""
+    """A client of whose ops some are replaced, if they are there."""
 
     def __init__(self, client: str, namespace: str, module: str, distribution: str,
-                 variable: str = ''):
+                 variable: str = '', replaced: Mapping[str, Replacement] | None = None):
         """
         Args:
             module: the client's module whose import loads the ops.
             variable: of the environment, in which the client's workers find that results must not
                 depend on the batch.
+            replaced: by the names of the ops, of which the first must be there. Default: FA3's.
         """
         self._client, self._namespace, self._module = client, namespace, module
         self._distribution, self._variable = distribution, variable
+        self._replaced = FA3 if replaced is None else replaced
+        self._first = next(iter(self._replaced))
         self._switch = _base.Switch(client)
 
     def enable(self) -> None:
@@ -78,14 +94,20 @@ class PrivateOps:
         """
         if text := self._load() or _base.gpu_problem(self._client):
             return text
-        names = [x.name for x in self._op('fwd')._schema.arguments]
-        unknown = [x for x in names if x not in _READ and x not in _REFUSED]
-        if unknown or names[:3] != ['q', 'k', 'v']:
-            return _base.error(
-                self._client, f"the arguments of {self._namespace}::fwd to be upstream's and those "
-                'of its versions that are known', ', '.join(unknown or names[:3]),
-                'use another version of the client')
+        for name, op, known in self._found():
+            names = [] if known is None else [x.name for x in op._schema.arguments]
+            unknown = [x for x in names if x not in known]
+            if unknown or names[:1] not in ([], ['q']):
+                return _base.error(
+                    self._client, f"the arguments of {self._namespace}::{name} to be upstream's "
+                    'and those of its versions that are known', ', '.join(unknown or names[:1]),
+                    'use another version of the client')
         return ''
+
+    def _found(self) -> list[tuple[str, OpOverload, Collection[str] | None]]:
+        """(name, op, known arguments) of the ops that are there."""
+        ops = ((name, self._op(name), known) for name, (_, known) in self._replaced.items())
+        return [x for x in ops if x[1] is not None]
 
     def _op(self, name: str) -> OpOverload | None:
         packet = getattr(getattr(torch.ops, self._namespace), name, None)
@@ -93,7 +115,7 @@ class PrivateOps:
 
     def _load(self) -> str:
         """Loads the ops; why that was not possible, or ''."""
-        if self._op('fwd') is not None:
+        if self._op(self._first) is not None:
             return ''
         if importlib.util.find_spec(self._module.partition('.')[0]) is None:
             return _base.error(self._client, self._distribution, 'none',
@@ -103,23 +125,22 @@ class PrivateOps:
             importlib.import_module(self._module)
         except Exception as error:    # the client's import may raise anything
             got = repr(error)
-        if self._op('fwd') is not None:
+        if self._op(self._first) is not None:
             return ''
-        return _base.error(self._client, f'the op {self._namespace}::fwd after the import of '
-                           f'{self._module}', got,
-                           'install a build of it with FlashAttention-3 for Hopper')
+        return _base.error(self._client, f'the op {self._namespace}::{self._first} after the '
+                           f'import of {self._module}', got,
+                           'install a build of it with these kernels for Hopper')
 
     def _replace(self, undo: ExitStack) -> None:
         library = torch.library.Library(self._namespace, 'IMPL')
         undo.callback(library._destroy)
         if os.environ.get(self._variable, '').lower() in _TRUE:
             undo.enter_context(invariant())
-        ops = {name: function for name, function in (
-            ('fwd', forward), ('get_scheduler_metadata', metadata)) if self._op(name)}
-        for name, key in itertools.product(ops, ('CUDA', 'CPU')):
-            kernel = by_name(self._op(name), functools.partial(ops[name], self._client))
+        for (name, op, _), key in itertools.product(self._found(), ('CUDA', 'CPU')):
+            function = self._replaced[name].function
             with _base.quiet_override():
-                library.impl(name, kernel, key, allow_override=True)
+                library.impl(name, by_name(op, functools.partial(function, self._client)), key,
+                             allow_override=True)
 
 
 def by_name(op: OpOverload, function):
@@ -143,7 +164,10 @@ def forward(client: str, call: dict[str, Any]) -> list[Tensor]:
     Returns:
         out, which is the one given if there is one; lse; two empty tensors.
     """
-    refuse(client, call)
+    is_packed = call['cu_seqlens_k'] is not None
+    refuse(client, call, _REFUSED | {'q_v' if is_packed else 'seqused_q': (None,)})
+    if call.get('cp_world_size', 1) > 1 and call['is_causal']:
+        return _on_a_rank(client, call)
     shared = {ours: call[name] for name, ours in _SHARED.items() if name in call}
     shared |= dict(window_size=(call['window_size_left'], call['window_size_right']),
                    num_splits=max(0, call['num_splits']))
@@ -152,7 +176,7 @@ def forward(client: str, call: dict[str, Any]) -> list[Tensor]:
         if x.dtype != torch.float8_e4m3fn:
             shared[name] = None
     cache = {ours: call[name] for name, ours in _OF_CACHE.items() if name in call}
-    if call['cu_seqlens_k'] is not None:
+    if is_packed:
         out, lse = flash_attn_varlen_func(
             q, k, v, call['cu_seqlens_q'], call['cu_seqlens_k'], call['max_seqlen_q'] or 0,
             call['max_seqlen_k'] or 0, call['seqused_q'], call['seqused_k'],
@@ -162,6 +186,8 @@ def forward(client: str, call: dict[str, Any]) -> list[Tensor]:
             'q_v')):
         if cache.get('qv') is not None and shared['softmax_scale'] is None:
             shared['softmax_scale'] = q.size(-1) ** -0.5    # as the op has it
+        if call.get('only_qv'):
+            q = k = None    # what the client passes for them holds anything
         out, lse, *_ = flash_attn_with_kvcache(q, k, v, return_softmax_lse=True, **cache, **shared)
     else:
         out, lse = flash_attn_func(q, k, v, return_attn_probs=True, **shared)
@@ -175,14 +201,56 @@ def metadata(_: str, call: dict[str, Any]) -> Tensor:
     return get_scheduler_metadata(*sizes, call['seqused_k'])
 
 
-def refuse(client: str, call: dict[str, Any]) -> None:
-    """Raises NotImplementedError for an argument that asks for something this version lacks."""
-    refused = dict(_REFUSED)
-    refused['seqused_q' if call['cu_seqlens_k'] is None else 'q_v'] = (None,)
+def refuse(client: str, call: dict[str, Any], refused: Mapping[str, tuple]) -> None:
+    """Raises NotImplementedError for an argument that asks for something this version lacks.
+
+    refused: the only values supported for these arguments.
+    """
     for name, allowed in refused.items():
         value = call.get(name, allowed[0])
         if isinstance(value, Tensor) or value not in allowed:
             raise NotImplementedError(_base.error(
                 client, f'{name} to be {" or ".join(map(str, allowed))}',
                 'a tensor' if isinstance(value, Tensor) else repr(value),
-                "no other value is supported; disable() restores the client's kernels"))
+                f'no other value is supported; {HINT}'))
+
+
+def _on_a_rank(client: str, call: dict[str, Any]) -> list[Tensor]:
+    """Causal attention to the keys that one rank of decode context parallelism holds: those at the
+    positions p with p % cp_world_size == cp_rank, of cp_tot_seqused_k in all.
+
+    A query sees the first of them, up to its own position. WHY each query becomes a sequence: their
+    number grows by one every cp_world_size queries, which no mask of a sequence says.
+    """
+    refuse(client, call, _OF_RANKS)
+    world, rank = call['cp_world_size'], call['cp_rank']
+    needed = {name: call[name] for name in ('cp_tot_seqused_k', 'cu_seqlens_q', 'seqused_k')}
+    wrong = [(f'{name} with cp_world_size above 1', 'None') for name, x in needed.items()
+             if x is None]
+    if not 0 <= rank < world:
+        wrong.append((f'cp_rank to be from 0 to {world - 1}', str(rank)))
+    if wrong:
+        raise NotImplementedError(_base.error(client, *wrong[0], HINT))
+    (total, starts, used), q = needed.values(), call['q']
+    own = call | dict(is_causal=False, window_size_right=-1)
+    if call['max_seqlen_q'] == 1:    # the last position: all keys of the rank
+        return forward(client, own)
+    tokens = torch.arange(q.size(0), dtype=torch.int32, device=q.device)
+    sequence = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=used.numel() - 1)
+    position = tokens + (total - starts[1:])[sequence]
+    seen = ((position - rank).div(world, rounding_mode='floor') + 1).clamp_(min=0)
+    rows = 'page_table' if call['page_table'] is not None else 'kv_batch_idx'
+    for name in (*_SCALES, rows):
+        if own[name] is not None:
+            own[name] = own[name][sequence]
+    if own[rows] is None:
+        own[rows] = sequence.to(torch.int32)
+    for name in ('q', 'q_v', 'out'):
+        own[name] = None if own[name] is None else own[name][:, None]
+    own |= dict(cu_seqlens_q=None, seqused_k=torch.minimum(seen, used[sequence]), max_seqlen_q=None)
+    out, lse, *rest = forward(client, own)
+    return [out[:, 0] if call['out'] is None else call['out'], lse[..., 0].t().contiguous(), *rest]
+
+
+FA3 = {'fwd': Replacement(forward, {*_READ, *_REFUSED}),
+       'get_scheduler_metadata': Replacement(metadata)}

@@ -2,7 +2,7 @@
 
     flash_attn3.integrations.sglang.enable()    # in each worker
 
-There is no `only_qv` and no `sparse_mask_fine`: these calls raise an error. In the workers of a
+Calls with `sparse_mask_fine` raise an error. In the workers of a
 server with --enable-deterministic-inference, which sets SGLANG_ENABLE_DETERMINISTIC_INFERENCE,
 enable() is also `flash_attn3.invariant()`. The tests run the interface files of SGLang 0.5.23 and
 sglang-kernel 0.4.10 on ops of its schema, and make the calls of sglang-kernel 0.4.1; it was not run

@@ -3,11 +3,11 @@
     flash_attn3.integrations.vllm.enable()    # in each worker
 
 Workers call it as a plugin: a distribution of yours with the entry point
-`flash_attn3.integrations.vllm:enable` in the group vllm.general_plugins. There is no
-decode context parallelism (`cp_world_size` above 1): these calls raise an error. Scales of a cache
-that is not e4m3 have no effect: vLLM gives some of 1. With VLLM_BATCH_INVARIANT=1, enable() is
-also `flash_attn3.invariant()`. The tests run the interface file of vLLM 0.33 on ops of its schema;
-it was not run inside vLLM.
+`flash_attn3.integrations.vllm:enable` in the group vllm.general_plugins. Under decode context
+parallelism (`cp_world_size` above 1) several queries of a sequence read their keys one by one;
+windows, chunks and appends raise an error. Scales of a cache that is not e4m3 have no effect: vLLM
+gives some of 1. With VLLM_BATCH_INVARIANT=1, enable() is also `flash_attn3.invariant()`. The tests
+run the interface file of vLLM 0.33 on ops of its schema; it was not run inside vLLM.
 """
 from flash_attn3.integrations._private_ops import PrivateOps
 

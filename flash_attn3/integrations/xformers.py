@@ -1,5 +1,4 @@
-"""xFormers: `xformers.ops.memory_efficient_attention`, whose operators `fmha.flash3` call the ops
-of `torch.ops.flash_attn_3`, gradients and paged caches included.
+"""xFormers: its operators `fmha.flash3`, gradients and paged caches included.
 
     flash_attn3.integrations.xformers.enable()    # before xformers is imported
     xformers.ops.memory_efficient_attention(q, k, v, op=(fmha.flash3.FwOp, fmha.flash3.BwOp))

@@ -8,6 +8,8 @@ arguments that never reach an op. Error texts have one form:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +27,11 @@ except ImportError as missing:
 
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Arguments that are numbers, but may be given as tensors of one number.
-_NUMBERS = {argument.name for argument in arguments.ARGUMENTS
+# Arguments that are numbers, by their types, but may be given as tensors of one number.
+_NUMBERS = {argument.name: argument.type for argument in arguments.ARGUMENTS
             if not argument.type.startswith('Tensor')}
+_INTEGERS = Integral, torch.SymInt, Tensor
+_REALS = Real, torch.SymInt, torch.SymFloat, torch.SymBool, Tensor
 
 # Arguments that only some calls may have.
 _FOR_OTHERS = arguments.names('latent', 'scales')
@@ -148,6 +152,30 @@ def sequences_problem(name: str, starts: list[int], used: list[int], rows: int,
     return None
 
 
+# --------------------------------------------------------------------------- types of arguments
+def number_text(op: str, numbers: NamedTuple | Mapping) -> str:
+    """What is wrong with an argument that is no number, or ''. numbers: by the names of
+    arguments.py, among others that are tensors.
+    """
+    known = numbers if isinstance(numbers, Mapping) else numbers._asdict()
+    for name, x in known.items():
+        is_integer = 'int' in _NUMBERS.get(name, '').lower()
+        if name in _NUMBERS and not (x is None or isinstance(
+                x, _INTEGERS if is_integer else _REALS)):
+            public, = arguments.public_names(name)
+            return error(op, f'{public} to be {"an integer" if is_integer else "a number"}',
+                         repr(x))
+    return ''
+
+
+def reject_non_tensors(op: str, **given) -> None:
+    """Raises RuntimeError for the first of these that is no tensor. Only q and caches must be."""
+    for name, x in given.items():
+        is_needed = x is not None or name == 'q' or name.endswith('_cache')
+        if is_needed and not isinstance(x, Tensor):
+            raise RuntimeError(error(op, f'{name} to be a tensor', type(x).__name__))
+
+
 # ------------------------------------------------------------ arguments that never reach an op
 def window_sides(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
     """The two numbers of a window. The ops check their values."""
@@ -169,6 +197,7 @@ def sinks_of(s_aux: Tensor | None, q: Tensor) -> Tensor | None:
     """s_aux as the ops take it, differentiably."""
     if s_aux is None:
         return None
+    reject_non_tensors('fwd', s_aux=s_aux)
     if s_aux.dtype not in _SINK_DTYPES or (s_aux.is_cuda and s_aux.dtype == torch.float64):
         raise RuntimeError(error('fwd', 's_aux.dtype to be float32, bfloat16 or float16',
                                  dtype_name(s_aux.dtype)))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flash_attn3.cpu import reference
+from flash_attn3.cpu import reference, visible_keys
 from flash_attn3.ops import checks, library
 from flash_attn3.arguments import OPS, select, tuple_of
 from flash_attn3.cpu.reference import Inputs, Lengths, Mask, Outputs, Score, Sequences
@@ -25,11 +25,14 @@ LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
 General = tuple_of('General', __name__, 'lengths', 'score')
 # The arguments after those in the schema of `fwd_general`. Only that op takes deterministic.
 Execution = tuple_of('Execution', __name__, 'execution', 'gradients')
+# What an AttentionMask is to the op `attend`.
+MaskTensors = tuple_of('MaskTensors', __name__, 'mask')
 _COUNT = len(General._fields)
 # What follows the tensors in the schemas of `bwd` and `bwd_out`: the arguments of `General` in
 # another order, and deterministic.
 _Backward = tuple_of('_Backward', __name__, *OPS['bwd'].takes[3:])
 _of_backward = operator.attrgetter(*General._fields)
+_mask_of_backward = operator.attrgetter(*MaskTensors._fields)
 _TENSORS = tuple(argument.name for argument in select(*General._fields)
                  if argument.type == 'Tensor?')
 
@@ -49,9 +52,10 @@ def split(arguments: tuple) -> tuple[General, Execution]:
     return General(*arguments[:_COUNT]), Execution(*arguments[_COUNT:])
 
 
-def for_backward(general: General, deterministic: bool) -> tuple:
+def for_backward(general: General, deterministic: bool,
+                 mask: MaskTensors = MaskTensors()) -> tuple:
     """What follows the tensors of `bwd` and `bwd_out`."""
-    return _Backward(**general._asdict(), deterministic=deterministic)
+    return _Backward(**general._asdict(), **mask._asdict(), deterministic=deterministic)
 
 
 def from_backward(arguments: tuple) -> General:
@@ -75,10 +79,10 @@ def inputs_of(q: Tensor, k: Tensor, v: Tensor, own: tuple) -> Inputs:
     return Inputs(q, k, v, own.sinks)
 
 
-def score_of(q: Tensor, general: General) -> Score:
-    """How logits come from q and k."""
+def score_of(q: Tensor, general: General, visible: Tensor | list[Tensor] | None = None) -> Score:
+    """How logits come from q and k. visible: as in `Mask`."""
     mask = Mask(general.causal, (general.window_left, general.window_right),
-                general.attention_chunk)
+                general.attention_chunk, visible=visible)
     return Score(library.softmax_scale_of(q, general.softmax_scale), general.softcap, mask)
 
 
@@ -129,11 +133,14 @@ def check_cuda_contents(q: Tensor, k: Tensor, own: tuple) -> None:
 
 
 # ------------------------------------------------------------------------------ on any real tensors
-def attend(q: Tensor, k: Tensor, v: Tensor, general: General,
-           return_max_logits: bool) -> reference.Outputs:
+def attend(q: Tensor, k: Tensor, v: Tensor, general: General, return_max_logits: bool,
+           mask: MaskTensors = MaskTensors()) -> reference.Outputs:
     """The forward in plain PyTorch, which PyTorch can differentiate; nothing is checked."""
-    return reference.attend(inputs_of(q, k, v, general), score_of(q, general),
-                            reference.wide_dtype(q.dtype), return_max_logits, lengths_of(general))
+    lengths = lengths_of(general)
+    visible = visible_keys.of_call(mask.mask_rows, mask.mask_blocks,
+                                   (q.size(1), k.size(1)), lengths)
+    return reference.attend(inputs_of(q, k, v, general), score_of(q, general, visible),
+                            reference.wide_dtype(q.dtype), return_max_logits, lengths)
 
 
 # ---------------------------------------------------------------------------- CPU implementations
@@ -141,13 +148,13 @@ def _fwd_cpu(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tenso
     return forward(dict(q=q, k=k, v=v), *split(arguments))
 
 
-def forward(tensors: dict[str, Tensor | None], general: General,
-            execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
+def forward(tensors: dict[str, Tensor | None], general: General, execution: Execution,
+            mask: MaskTensors = MaskTensors()) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, max_logits) of q, k and v. A given out is checked, and not written."""
-    checks.check_forward(tensors, general, execution)
+    checks.check_forward(tensors, general, execution, mask)
     q, k, v, *_ = tensors.values()
     check_contents('fwd', q, k, general)
-    result, lse, row_max = attend(q, k, v, general, execution.return_max_logits)
+    result, lse, row_max = attend(q, k, v, general, execution.return_max_logits, mask)
     return result, lse, lse.new_empty(0) if row_max is None else row_max
 
 
@@ -169,12 +176,16 @@ def _bwd_out_cpu(dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Ten
 def _gradients_cpu(tensors: dict[str, Tensor | None],
                    arguments: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     general = from_backward(arguments)
-    checks.check_backward(tensors, general)
+    mask = MaskTensors(*_mask_of_backward(_Backward(*arguments)))
+    checks.check_backward(tensors, general, mask)
     dout, dlse, q, k, v, out, lse, *_ = tensors.values()
     check_contents('bwd', q, k, general)
+    lengths = lengths_of(general)
+    visible = visible_keys.of_call(mask.mask_rows, mask.mask_blocks,
+                                   (q.size(1), k.size(1)), lengths)
     *gradients, dsinks = reference.attend_backward(
-        dout, dlse, inputs_of(q, k, v, general), score_of(q, general),
-        reference.wide_dtype(q.dtype), Outputs(out, lse), lengths_of(general))
+        dout, dlse, inputs_of(q, k, v, general), score_of(q, general, visible),
+        reference.wide_dtype(q.dtype), Outputs(out, lse), lengths)
     return *gradients, lse.new_empty(0) if dsinks is None else dsinks
 
 

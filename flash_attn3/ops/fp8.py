@@ -16,7 +16,7 @@ from flash_attn3 import _plan
 from flash_attn3.cpu import quantize, reference_fp8
 from flash_attn3.ops import checks, dense_and_varlen, library
 from flash_attn3.arguments import OPS, names, tuple_of
-from flash_attn3.ops.dense_and_varlen import Execution, General
+from flash_attn3.ops.dense_and_varlen import Execution, General, MaskTensors
 from flash_attn3.cpu.quantize import E4M3, KV_BLOCK, PER_HEAD, PER_TENSOR, Q_BLOCK
 from flash_attn3.cpu.reference import Outputs, Sequences
 from flash_attn3.cpu.reference_fp8 import Scales
@@ -211,20 +211,20 @@ def _each_quantized(quantize_one: Callable, q: Tensor, k: Tensor, v: Tensor,
 
 def _attend_cpu(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
                 *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    own, execution, eight_bit = split_attend(arguments)
+    own, execution, eight_bit, mask = split_attend(arguments)
     tensors = dict(q=q, k=k, v=v, out=out)
     if q.dtype == E4M3 or eight_bit.is_given():
         if out is not None:
             eight_bit = eight_bit._replace(float16_out=out.dtype == torch.float16)
-        result, *rows = _forward_fp8(tensors, eight_bit, own, execution)
+        result, *rows = _forward_fp8(tensors, eight_bit, own, execution, mask)
     else:
-        result, *rows = dense_and_varlen.forward(tensors, own, execution)
+        result, *rows = dense_and_varlen.forward(tensors, own, execution, mask)
     return result if out is None else out.copy_(result).new_empty(0), *rows
 
 
 def _forward_fp8(tensors: dict[str, Tensor | None], eight_bit: EightBit, own: General,
-                 execution: Execution) -> tuple[Tensor, Tensor, Tensor]:
-    checks.check_forward(tensors, eight_bit, own, execution, check=_plan.check_fp8)
+                 execution: Execution, mask: MaskTensors) -> tuple[Tensor, Tensor, Tensor]:
+    checks.check_forward(tensors, eight_bit, own, execution, mask, check=_plan.check_fp8)
     q, k, v, _ = tensors.values()
     dense_and_varlen.check_contents('fwd', q, k, own)
     result = attend(q, k, v, eight_bit.scales, own, execution.return_max_logits)
@@ -241,12 +241,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scales: Scales, arguments: General,
                                 return_max_logits)
 
 
-def split_attend(arguments: tuple) -> tuple[General, Execution, EightBit]:
+def split_attend(arguments: tuple) -> tuple[General, Execution, EightBit, MaskTensors]:
     """What follows q, k, v and out in `attend`; trailing defaults may be missing."""
     count = len(General._fields)
     end = count + _EXECUTION
+    of_mask = end + len(EightBit._fields)
     return (General(*arguments[:count]), Execution(*arguments[count:end]),
-            EightBit(*arguments[end:]))
+            EightBit(*arguments[end:of_mask]), MaskTensors(*arguments[of_mask:]))
 
 
 def split(arguments: tuple) -> tuple[General, Execution, Quantization]:
@@ -315,7 +316,7 @@ def _quantize_qkv_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Ten
 
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None,
                  *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    own, execution, eight_bit = split_attend(arguments)
+    own, execution, eight_bit, _ = split_attend(arguments)
     result, *rows = dense_and_varlen.forward_fake(q, k, v, *own, *execution)
     if out is not None:
         return out.new_empty(0), *rows

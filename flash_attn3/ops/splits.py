@@ -29,12 +29,14 @@ _attend = torch.ops.flash_attn3.attend_cache.default
 
 
 class Call(NamedTuple):
-    """Attention as the public functions know it. tensors: q, k, v and out."""
+    """Attention as the public functions know it. tensors: q, k, v and out. mask: an AttentionMask.
+    """
     op: str
     tensors: tuple[Tensor, Tensor, Tensor, Tensor | None]
     general: General
     execution: Execution
     eight_bit: EightBit | None
+    mask: object = None
 
     def scales(self) -> Scales:
         return Scales() if self.eight_bit is None else self.eight_bit.scales
@@ -95,6 +97,8 @@ def splits_of(num_splits: int, call: Call) -> int:
     Raises:
         RuntimeError: a wrong number, or one that the other arguments exclude.
     """
+    if call.mask is not None:
+        return num_splits    # masked.py refuses what does not go with it
     if text := problem_text(call.op, num_splits, call):
         raise RuntimeError(text)
     q, *_ = call.tensors

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn3 import _plan, arguments
-from flash_attn3.ops import checks, fp8, invariance, library, splits
+from flash_attn3.ops import checks, fp8, invariance, library, masked, splits
 from flash_attn3.tools import planning_cache
 from flash_attn3.ops.fp8 import EightBit
 from flash_attn3.ops.dense_and_varlen import Execution, general_of
@@ -25,6 +25,7 @@ _STARTS = [name for name in _FEATURES if name.startswith('cu_')]
 _MASKS = {'full': 'full', 'causal': 'causal',
           'general': 'general: packed sequences, windows, chunks, sinks, max logits at run time',
           'softcap': 'general, with a softcap',
+          'lists': 'lists of K tiles: an AttentionMask', 'lists, softcap': 'lists, with a softcap',
           'cache': 'cache: any of full, causal, windows, chunks at run time, lengths from the GPU',
           'cache, softcap': 'cache, with a softcap',
           'latent': 'cache whose values are also keys: absorbed MLA'}
@@ -70,37 +71,42 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
           'flash_attn_varlen_func')
     needs_grad = checks.needs_grad(q, k, v, out, features.get('s_aux'))
     reasons, eight_bit = _fp8_arguments(op, q, out, others)
+    mask = others.pop('mask', None)
     reasons += checks.unsupported(op, **others)
     named = dict(q=q, k=k, v=v, out=out, s_aux=features.get('s_aux'))
     if needs_grad and out is not None:
         reasons.append(checks.gradient_with_out_text(op, **named))
-    plans = _plans_of(op, (q, k, v, out), features, eight_bit, num_splits)
-    if needs_grad and eight_bit is None and 'reason' not in plans[0]:
+    plans = _plans_of(op, (q, k, v, out), features, eight_bit, num_splits, mask)
+    if needs_grad and eight_bit is None and mask is None and 'reason' not in plans[0]:
         plans.append(plan_backward(q, k, v, **features))
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
     if needs_grad and eight_bit is not None:
         reasons.append(fp8.gradient_text(op, **named))
+    elif needs_grad and mask is not None and 'reason' not in plans[0]:
+        reasons += filter(None, [masked.gradient_text(op, q, v, features.get('softcap', 0.0))])
     reasons += _device_problems(q, plans)
     return not reasons, reasons
 
 
 def _plans_of(op: str, tensors: tuple, features: dict, eight_bit: EightBit | None,
-              num_splits: int) -> list[dict]:
+              num_splits: int, mask=None) -> list[dict]:
     """How the forward of a call would run; only the key 'reason' if it cannot. tensors: q, k, v and
-    out.
+    out. The sizes of a mask are not compared.
     """
     try:
         general = general_of(tensors[0], **_named(features, *_GENERAL) | _longest(features))
     except RuntimeError as problem:
         return [dict(reason=str(problem))]
     execution = Execution(**_named(features, *_EXECUTION))
-    call = splits.Call(op, tensors, general, execution, eight_bit)
-    if text := splits.problem_text(op, num_splits, call):
+    call = splits.Call(op, tensors, general, execution, eight_bit, mask)
+    if text := (splits.problem_text(op, num_splits, call) if mask is None
+                else masked.problem_text(call, num_splits)):
         return [dict(reason=text)]
     named = dict(zip(('q', 'k', 'v', 'out'), tensors))
     facts = checks.problem_text(named, general, execution, eight_bit or EightBit(),
+                                {} if mask is None else masked.sizes_of(call),
                                 rules_of='cuda', check=_plan.plan_forward)
-    if 'reason' in facts or (parts := splits.planned(num_splits, call)) == 1:
+    if 'reason' in facts or mask is not None or (parts := splits.planned(num_splits, call)) == 1:
         return [facts]
     return [checks.problem_text(named, splits.attend_arguments(call, parts, False),
                                 rules_of='cuda', check=_plan.plan_cache)]
@@ -119,11 +125,11 @@ def _device_problems(q: Tensor, plans: Sequence[dict]) -> list[str]:
 
 def _can_use_cache(tensors: dict[str, Tensor | None], given: dict) -> tuple[bool, list[str]]:
     """can_use() of `flash_attn_with_kvcache`. tensors: q, k, v and out."""
-    if given.get('k_cache') is None:    # q, k_cache and v_cache by position
+    if given.get('k_cache') is None and 'v_cache' not in given:    # q and both by position
         given = given | dict(k_cache=tensors['k'], v_cache=tensors['v'])
         tensors = tensors | dict(k=None, v=None)
     reasons, facts = planning_cache.reasons_and_plan(given | tensors)
-    reasons += _device_problems(tensors['q'], [facts] if facts else [])
+    reasons += _device_problems(given['v_cache'], [facts] if facts else [])
     return not reasons, reasons
 
 

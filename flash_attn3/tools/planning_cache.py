@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flash_attn3 import _plan, arguments
 from flash_attn3.api import interface, kvcache
-from flash_attn3.ops import checks, invariance, prefix_rules
+from flash_attn3.ops import checks, invariance, prefix_rules, rope_free
 from flash_attn3.ops.attend_cache import Attend, append_of
 from flash_attn3.ops.chosen_keys import Choice
 
@@ -74,8 +74,9 @@ def _plan_of(call: Mapping, own: Attend, gpu: Mapping[str, int]) -> dict:
         choice = Choice(*(call[name] for name in ('indices', 'index_block', 'index_counts')))
         try:
             appends = call['k'] is not None or call['rotary_cos'] is not None
-            kvcache.check_chosen(tensors, own, choice, appends)
-            tensors, own = kvcache.lower(tensors, own, choice)
+            layout = kvcache.check_chosen(tensors, own, choice, appends)
+            tensors, arguments = kvcache.lower(tensors, own, choice, layout)
+            own = Attend(**arguments)
         except RuntimeError as problem:
             return {'reason': str(problem)}
     named = dict(zip(('q', 'k', 'v', 'out'), tensors))
@@ -94,6 +95,12 @@ def reasons_and_plan(given: Mapping) -> tuple[list[str], dict]:
     """
     call = _bound(given)
     reasons = []
+    if call['q'] is None or call['k_cache'] is None:
+        try:
+            call |= dict(zip(('q', 'k_cache', 'softmax_scale'), rope_free.of_cache(
+                *(call[name] for name in rope_free.OF_CACHE))))
+        except RuntimeError as problem:
+            return [str(problem)], {}
     try:
         kvcache.reject(_OP, call['softmax_scale'], call['softcap'], call['out_dtype'], {
             name: x if isinstance(x := call[name], Tensor) else None for name in kvcache.TENSORS})

@@ -32,6 +32,13 @@ SPILLED_BYTES: dict[str, int] = {
     'FwdE4m3D256GeneralPromote': 16, 'FwdE4m3D256SoftcapPromote': 16,
     # Once a tile, outside the loop over K tiles: addresses of O in shared memory.
     'FwdBf16D256Softcap': 16, 'FwdFp16D256Softcap': 16,
+    # Once a tile: addresses of O, and of what the other CTA of a cluster receives. General kernels
+    # and those on a cache also load words between masked K tiles.
+    **{f'Fwd{dtype}D512{kind}': count for dtype in ('Bf16', 'Fp16') for kind, count in (
+        ('Full', 72), ('Causal', 84), ('General', 148), ('Softcap', 64), ('Cache', 32),
+        ('CacheSoftcap', 64), ('CacheKv8', 24), ('CacheSoftcapKv8', 24))},
+    # In steps with a mask of lists: intervals of 32 queries a thread.
+    'BwdBf16D64Lists': 208, 'BwdFp16D64Lists': 208,
     # Once a tile, the warps that find and that load tiles, which have 48 registers; with e4m3 the
     # output warpgroups too. ptxas serialises the products of O with fewer than 160.
     'FwdBf16D64x512Latent': 160, 'FwdFp16D64x512Latent': 160,
@@ -53,12 +60,15 @@ SPILLED_BYTES: dict[str, int] = {
     # 146; with 8 registers more for consumers 155 (H200, 2026-11-27).
     'FwdBf16D192x128CacheDecode': 12, 'FwdFp16D192x128CacheDecode': 12,
     'FwdFp16D96CacheDecodeKv8': 40, 'FwdFp16D128CacheDecodeKv8': 120}
-MOST_SPILLED_BYTES = 172
+MOST_SPILLED_BYTES = 208
 # What lies between the first and the last product: loaded for each K tile, or with e4m3 latents
 # and parts of the keys stored and loaded where a tile or a part ends.
 LOADED_IN_LOOPS = {
     'FwdBf16D192x128CacheDecode': 1, 'FwdFp16D192x128CacheDecode': 1,
     'FwdFp16D128CacheDecodeKv8': 1,
+    **{f'Fwd{dtype}D512{kind}': count for dtype in ('Bf16', 'Fp16') for kind, count in (
+        ('Causal', 4), ('General', 13), ('Cache', 4), ('CacheSoftcap', 12))},
+    'BwdBf16D64Lists': 84, 'BwdFp16D64Lists': 84,    # in each of the copies of a masked step
     'FwdBf16D64x512Latent': 1, 'FwdFp16D64x512Latent': 1,
     'FwdBf16D64x512LatentKv8': 4, 'FwdFp16D64x512LatentKv8': 4,
     'FwdBf16D256CacheSoftcapKv8': 1, 'FwdFp16D256CacheSoftcapKv8': 1,
@@ -287,10 +297,11 @@ def test_wgmma_shapes(variant: ForwardVariant):
     shapes = [int(shape[0]) for shape in re.findall(r'GMMA\.64x(\d+)x(\d+)', text)]
     is_latent = facts['mask'] == 'latent'
     is_split = facts['promotes'] or is_latent
-    of_output = min(facts['head_dim_v'], 128) if is_split else facts['head_dim_v']
+    of_cta = facts['head_dim_v'] // facts['column_ctas']
+    of_output = min(of_cta, 128) if is_split else of_cta
     assert set(shapes) == {facts['tile_n'], of_output}
     step = 32 if is_fp8 else 16
-    columns = facts['head_dim'] + is_latent * facts['head_dim_v']
+    columns = facts['head_dim'] // facts['column_ctas'] + is_latent * facts['head_dim_v']
     of_scores, of_products = columns // step, facts['tile_n'] // step
     if facts['tile_n'] == of_output:
         assert len(shapes) % math.gcd(of_scores, of_products) == 0

@@ -4,6 +4,7 @@ own files make the calls in tests/gpu/test_integrations_vllm.py and test_integra
 import pytest
 import torch
 
+from flash_attn3 import merge_states
 from flash_attn3.integrations import sglang, vllm
 from flash_attn3.integrations._private_ops import PrivateOps
 
@@ -11,6 +12,7 @@ from tests.support import private_ops
 from tests.support.paged_batches import Batch, LatentBatch
 
 SCALE = 0.125    # head_dim ** -0.5, of Batch
+RANKS = dict(cp_world_size=2, cp_rank=1, cp_tot_seqused_k=torch.tensor([74, 9, 128]).int())
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -85,11 +87,49 @@ def test_vllm_decode_of_mla():
     batch.check(got, lse)
 
 
+@pytest.mark.parametrize('queries', [(1, 3, 20, 1), (1, 1, 1, 1), (0, 2, 0, 5)], ids=str)
+@pytest.mark.parametrize('latent', [False, True], ids=['kv', 'latent'])
+@pytest.mark.parametrize('world', [2, 3])
+def test_vllm_ranks_of_context_parallelism(world, latent, queries):
+    """The results of all ranks, merged, are those of the whole cache; a rank may hold no key that a
+    query sees.
+    """
+    vllm.enable()
+    lengths = [max(length, count) for length, count in zip((37, 5, 64, 2), queries)]
+    batch = (LatentBatch if latent else Batch)('cpu', 16, lengths=lengths, queries=queries)
+    total, parts = batch.used.clone(), []
+    for rank in range(world):
+        own = batch.of_rank(world, rank)
+        out = None if rank == 0 else torch.zeros(sum(queries), batch.heads[0],
+                                                 512 if latent else 64, dtype=torch.bfloat16)
+        got, lse, *_ = vllm_call(
+            batch, k=own.k, v=own.v, page_table=own.table, seqused_k=own.used, out=out,
+            softmax_scale=batch.scale, q_v=batch.qv if latent else None, cp_world_size=world,
+            cp_rank=rank, cp_tot_seqused_k=total, max_seqlen_k=max(own.lengths))
+        assert out is None or got.data_ptr() == out.data_ptr()
+        assert lse.is_contiguous() and lse.shape == (batch.heads[0], sum(queries))
+        parts.append((got, lse))
+    outs, lses = zip(*parts)
+    merged, lse = merge_states([x[None] for x in outs], [x[None] for x in lses])
+    batch.check(merged[0], lse[0])
+
+
+def test_vllm_a_rank_without_a_mask():
+    """The rank and the lengths of all change nothing."""
+    vllm.enable()
+    batch = batch_of(16)
+    got, lse, *_ = vllm_call(batch, is_causal=False, **RANKS)
+    batch.check(got, lse, causal=False)
+
+
 @pytest.mark.parametrize('changes,got', [
     (dict(q_v=torch.randn(24, 4, 64), cu_seqlens_k=torch.ones(4), seqused_k=None),
      'q_v to be None, got a tensor'),
-    (dict(cp_world_size=2), 'cp_world_size to be 0 or 1, got 2'),
-    (dict(cp_tot_seqused_k=torch.ones(3)), 'cp_tot_seqused_k to be None, got a tensor'),
+    (dict(cp_world_size=2), 'cp_tot_seqused_k with cp_world_size above 1, got None'),
+    (RANKS | dict(cu_seqlens_q=None), 'cu_seqlens_q with cp_world_size above 1, got None'),
+    (RANKS | dict(cp_rank=2), 'cp_rank to be from 0 to 1, got 2'),
+    (RANKS | dict(window_size_left=15), 'window_size_left to be -1, got 15'),
+    (RANKS | dict(k_new=torch.ones(1)), 'k_new to be None, got a tensor'),
     (dict(seqused_q=torch.ones(3)), 'seqused_q to be None, got a tensor')])
 def test_vllm_refusals(changes, got):
     vllm.enable()
@@ -155,9 +195,19 @@ def test_sglang_decode_of_mla(scale):
     batch.check(got, lse, (7, 0))
 
 
+def test_sglang_only_qv():
+    """q and k, for which it passes memory that nobody has written, are not read."""
+    sglang.enable()
+    batch = LatentBatch('cpu', 1, heads=5, lengths=(37, 5, 64), queries=(1, 3, 20))
+    batch.q, batch.k = (torch.full_like(x, torch.nan) for x in (batch.q, batch.k))
+    got, lse, *_ = sglang_call(torch.ops.sgl_kernel.fwd, batch, None, None, True, q_v=batch.qv,
+                               scale=batch.scale)
+    batch.q, batch.k = (torch.zeros_like(x) for x in (batch.q, batch.k))
+    batch.check(got, lse, (7, 0))
+
+
 @pytest.mark.parametrize('changes,got', [
-    (dict(mask=torch.ones(3)), 'sparse_mask_fine to be None, got a tensor'),
-    (dict(only_qv=True), 'only_qv to be False, got True')])
+    (dict(mask=torch.ones(3)), 'sparse_mask_fine to be None, got a tensor')])
 def test_sglang_refusals(changes, got):
     sglang.enable()
     call = dict(q_v=None, mask=None, only_qv=False) | changes

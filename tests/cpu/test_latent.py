@@ -31,6 +31,7 @@ from tests.support.lists import ints
 ROTARY, LATENT = 64, 512
 SCALE = (ROTARY + LATENT) ** -0.5
 OPS = torch.ops.flash_attn3
+E4M3 = torch.float8_e4m3fn
 DECODE = dict(lengths=(40, 0, 17, 1), heads=(16, 1), head_dim=ROTARY, head_dim_v=LATENT,
               capacity=48, latent=True)
 
@@ -126,6 +127,39 @@ def test_without_qv_of_more_than_zeros():
     torch.testing.assert_close(zeros, flash_attn_with_kvcache(**one, softmax_scale=0.3))
 
 
+def finite_e4m3() -> Tensor:
+    numbers = torch.arange(256, dtype=torch.uint8)
+    return numbers[numbers.view(E4M3).float().isfinite()]
+
+
+def test_two_finite_e4m3_are_a_finite_bfloat16():
+    """As which the first latents are read without rotary columns; they may be no finite float16."""
+    pairs = torch.cartesian_prod(finite_e4m3(), finite_e4m3())
+    assert pairs.view(torch.bfloat16).float().isfinite().all()
+    assert not pairs.view(torch.float16).float().isfinite().all()
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float64, E4M3], ids=str)
+@pytest.mark.parametrize('heads', [1, 5])
+def test_without_rotary_columns(heads, dtype):
+    """Every finite e4m3 is a latent. Slots past the length hold NaN."""
+    wide = torch.bfloat16 if dtype == E4M3 else dtype
+    qv = torch.randn(2, 3, heads, 256).to(wide)
+    v = finite_e4m3().view(E4M3).float().repeat(2, 24, 1, 2)[..., :256].to(dtype)
+    v = torch.where(torch.arange(24)[:, None, None] < 20, v.float() / 448, torch.nan).to(dtype)
+    scale = torch.rand(2, 24, 2) if dtype == E4M3 else None
+    out, lse, *_ = flash_attn_with_kvcache(None, None, v, qv=qv, cache_seqlens=20, causal=True,
+                                           v_descale=scale, return_softmax_lse=True)
+    keys = v.double()[:, :20, 0]
+    if scale is not None:
+        keys = keys * scale[:, :20].double().repeat_interleave(128, -1)
+    logits = torch.einsum('bshd,bkd->bhsk', qv.double(), keys) * 256 ** -0.5
+    logits = logits.masked_fill(torch.arange(20) > torch.arange(17, 20)[:, None], -torch.inf)
+    wanted = torch.einsum('bhsk,bkd->bshd', logits.softmax(-1), keys)
+    assert (out.double() - wanted).abs().max() <= 2 ** -8 * wanted.abs().max()
+    assert (lse - logits.logsumexp(-1)).abs().max() < 1e-4
+
+
 def test_a_joint_cache():
     """K and V are columns of one tensor, in either order; the append writes into it."""
     case = small(**DECODE, new=(2,) * 4, page_size=8, dtype='bf16', lse=False)
@@ -205,9 +239,10 @@ def test_compiled_once_for_all_lengths():
 
 # ------------------------------------------------------------------------------------------- errors
 ONE = tensors(dtype=torch.bfloat16)
-E4M3 = torch.float8_e4m3fn
 OF_E4M3 = {name: ONE[name].to(E4M3) for name in ('k_cache', 'v_cache')}
 LATENTS = {'v_cache': ONE['v_cache'].to(E4M3)}
+ROPE_FREE = dict(q=None, k_cache=None)
+WIDE = torch.ones(2, 24, 1, 128, dtype=torch.bfloat16)
 BY_PAGE = dict(page_table=ints([[0], [1]]), descale_by_page=True, k_descale=torch.ones(2, 1),
                v_descale=torch.ones(2, 1))
 BAD = {
@@ -239,6 +274,18 @@ BAD = {
     'e4m3': ({name: x.to(E4M3) for name, x in ONE.items()},
              'qv.dtype to be float16 or bfloat16, got float8_e4m3fn'),
     'scale': (dict(softmax_scale=-1.0), 'softmax_scale to be a positive finite'),
+    'q alone': (dict(k_cache=None), 'q and k_cache, or qv without both, got q and qv'),
+    'k_cache alone': (dict(q=None, qv=None), 'q and k_cache, or qv without both, got k_cache'),
+    'neither, appended': (ROPE_FREE | dict(v=ONE['v_cache'][:, :1]),
+                          'v to be None without q and k_cache, got a value'),
+    'neither, float16 and e4m3': (ROPE_FREE | dict(v_cache=WIDE.to(E4M3), qv=WIDE[:, :3].half()),
+                                  'qv of bfloat16 with v_cache of float8_e4m3fn and no q, got fl'),
+    'neither, few columns': (ROPE_FREE | dict(v_cache=WIDE[..., :63]),
+                             'v_cache of 64 columns or more without q, got the shape (2, 24, 1, '),
+    'neither, few columns of e4m3': (
+        ROPE_FREE | dict(v_cache=WIDE[..., :127].to(E4M3)),
+        'v_cache of 128 columns or more without q, got the shape (2, 24, 1, 127)'),
+    'neither, no number': (ROPE_FREE | dict(qv=torch.ones(())), 'qv of 1 columns or more without '),
     'gradients of qv': (dict(qv=ONE['qv'].clone().requires_grad_()),
                         'requires_grad=False with a cache, got requires_grad=True of qv'),
 }
@@ -249,13 +296,13 @@ BAD = {
 def test_bad_input(into, name):
     """Before anything is written."""
     changes, text = BAD[name]
-    own = {x: y.clone() if x == 'k_cache' else y for x, y in ONE.items()} | changes
-    before = own['k_cache'].clone()
+    own = {x: y.clone() if x == 'v_cache' else y for x, y in ONE.items()} | changes
+    before = own['v_cache'].clone()
     if into:
         own['out'] = torch.zeros_like(ONE['qv'])
     with pytest.raises(RuntimeError, match=r'flash_attn3\.\w+: expected ' + re.escape(text)):
         flash_attn_with_kvcache(**own)
-    assert torch.equal(own['k_cache'].float(), before.float())
+    assert torch.equal(own['v_cache'].float(), before.float())
     assert not into or not own['out'].any()
 
 
@@ -400,8 +447,10 @@ def test_command_line(monkeypatch, capsys):
     ({}, ''), ({'causal': True, 'num_splits': 3, 'return_softmax_lse': True}, ''),
     ({'softcap': 1.0}, 'flash_attn_with_kvcache: expected no softcap with qv'),
     ({'qv': ONE['qv']}, 'flash_attn_with_kvcache: expected qv to have the shape'),
-    ({'qv': 'requires_grad'}, 'flash_attn_with_kvcache: expected requires_grad=False')],
-    ids=['default', 'options', 'softcap', 'shape', 'gradients'])
+    ({'qv': 'requires_grad'}, 'flash_attn_with_kvcache: expected requires_grad=False'),
+    ({'q': None, 'k_cache': None}, ''),
+    ({'q': None}, 'flash_attn_with_kvcache: expected q and k_cache, or qv without both, got k_')],
+    ids=['default', 'options', 'softcap', 'shape', 'gradients', 'rope_free', 'q'])
 def test_can_use(changes, text):
     own = tensors(dims=(ROTARY, LATENT), dtype=torch.bfloat16) | dict(cache_seqlens=3) | changes
     if changes.get('qv') == 'requires_grad':

@@ -330,9 +330,9 @@ def test_full_attention_has_no_sections():
 
 @pytest.mark.parametrize('change, reason', [
     ({'head_dim': 100}, 'fwd: expected q.size(3), the head_dim, to be a multiple of 8 from 8 to '
-                        '256, got 100'),
-    ({'head_dim': 264}, 'fwd: expected q.size(3), the head_dim, to be a multiple of 8 from 8 to '
-                        '256, got 264'),
+                        '512, got 100'),
+    ({'head_dim': 520}, 'fwd: expected q.size(3), the head_dim, to be a multiple of 8 from 8 to '
+                        '512, got 520'),
     ({'dtype': 'float32'}, 'fwd: expected q.dtype to be float16 or bfloat16, got float32'),
     ({'heads_q': 7, 'heads_k': 2}, 'fwd: expected the heads of q to be a multiple of the heads '
                                    'of k, 2, got 7'),

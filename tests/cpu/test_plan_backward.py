@@ -250,7 +250,7 @@ def test_the_largest_problem(head_dim):
 
 @pytest.mark.parametrize('change, reason', [
     ({'head_dim': 100}, 'bwd: expected q.size(3), the head_dim, to be a multiple of 8 from 8 to '
-                        '256, got 100'),
+                        '512, got 100'),
     ({'dtype': 'float32'}, 'bwd: expected q.dtype to be float16 or bfloat16, got float32'),
     ({'heads_q': 7, 'heads_k': 2}, 'bwd: expected the heads of q to be a multiple of the heads '
                                    'of k, 2, got 7'),

@@ -40,14 +40,14 @@ def test_candidates_of_every_pair_of_head_dims(dtype, mask):
     pairs += list(itertools.product(range(8, 65, 8), range(264, 513, 8)))
     for head_dim, head_dim_v in pairs:
         names = _host.candidate_names(dtype == 'bfloat16', MASKS.index(mask), head_dim, head_dim_v)
-        columns = _host.value_columns(head_dim_v)
+        columns = _host.value_columns(head_dim, head_dim_v)
         assert names == cheapest(dtype, mask, head_dim, columns)
 
 
 def test_columns_of_values_in_one_launch():
     for head_dim_v in range(8, 513, 8):
-        columns, launches = (function(head_dim_v) for function in (_host.value_columns,
-                                                                   _host.value_launches))
+        columns, launches = (function(64, head_dim_v) for function in (_host.value_columns,
+                                                                       _host.value_launches))
         assert columns % 8 == 0 and columns <= 256
         assert launches == (1 if head_dim_v <= 256 else 2)
         assert (launches - 1) * columns < head_dim_v <= launches * columns
@@ -269,7 +269,7 @@ def test_keys_of_a_tile_depend_on_the_said_lengths_alone(batch, total_q, total_k
     ({'head_dim_v': 520, 'head_dim': 64}, 'fwd: expected v.size(3), the head_dim of the values, to '
                                           'be a multiple of 8 from 8 to 512, got 520'),
     ({'head_dim': 100, 'totals': (9, 9)},
-     'fwd: expected q.size(2), the head_dim, to be a multiple of 8 from 8 to 256, got 100; hint: '
+     'fwd: expected q.size(2), the head_dim, to be a multiple of 8 from 8 to 512, got 100; hint: '
      'pad q, k and v with zeros, and pass softmax_scale'),
     ({'head_dim_v': 520, 'head_dim': 64, 'totals': (9, 9)},
      'fwd: expected v.size(2), the head_dim of the values, to be a multiple of 8 from 8 to 512, '

@@ -9,7 +9,8 @@ from tests.host import _host
 from tests.support.cases import is_folded
 
 NAMES = [variant.name for variant in FORWARD]
-MASKS = {'CacheSoftcap': 'cache, softcap'}    # where a kind has another name
+# Where a kind has another name.
+MASKS = {'CacheSoftcap': 'cache, softcap', 'ListsSoftcap': 'lists, softcap'}
 
 
 def built(*names):
@@ -56,18 +57,21 @@ def test_every_dtype_mask_and_head_dim_is_there():
                        for mask in ('full', 'causal', 'general', 'softcap')
                        for pair in ((64, 64), (128, 128), (192, 128), (256, 256))}
     unequal = [(64, 128), (64, 256), (96, 64), (128, 64), (192, 128)]
-    dims = {'full': [(dim, dim) for dim in range(32, 257, 16)],
-            'general': [(dim, dim) for dim in (64, 96, 128, 192, 256)] + unequal,
-            'softcap': [(dim, dim) for dim in (64, 128, 256)]}
+    dims = {'full': [(dim, dim) for dim in (*range(32, 257, 16), 512)],
+            'general': [(dim, dim) for dim in (64, 96, 128, 192, 256, 512)] + unequal,
+            'softcap': [(dim, dim) for dim in (64, 128, 256, 512)],
+            'lists': [(dim, dim) for dim in (64, 128, 256)], 'lists, softcap': [(256, 256)]}
     dims['causal'] = dims['full'] + unequal
     on_cache = {(mask, *pair, False) for mask in ('cache', 'cache, softcap')
                 for pair in ((64, 64), (128, 128), (192, 128), (256, 256))}
+    wide_on_cache = {(mask, 512, 512, False) for mask in ('cache', 'cache, softcap')}
     of_16_bits = {(dtype, mask, *pair, False) for dtype in ('bfloat16', 'float16')
                   for mask, pairs in dims.items() for pair in pairs}
     latent = 'latent', 64, 512, False
     of_16_bits |= {(dtype, *problem) for dtype in ('bfloat16', 'float16')
-                   for problem in (*on_cache, latent)}
-    square = {(mask, dim, dim, False) for mask in dims for dim in (64, 128, 256)}
+                   for problem in (*on_cache, *wide_on_cache, latent)}
+    square = {(mask, dim, dim, False) for mask in ('full', 'causal', 'general', 'softcap')
+              for dim in (64, 128, 256)}
     promoting = {(mask, dim, dim, True)
                  for mask in ('general', 'softcap') for dim in (64, 128, 256)}
     of_mla = {('causal', 192, 128, False), ('general', 192, 128, False),
@@ -75,7 +79,7 @@ def test_every_dtype_mask_and_head_dim_is_there():
     assert set(speeds) == of_16_bits | {('float8_e4m3fn', *problem)
                                         for problem in square | promoting | of_mla | on_cache}
     assert set(converting) == {(dtype, *problem) for dtype in ('bfloat16', 'float16')
-                               for problem in (*on_cache, latent)}
+                               for problem in (*on_cache, *wide_on_cache, latent)}
     decoded = (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)
     assert set(decoding) == {
         *((False, dtype, *pair) for dtype in ('bfloat16', 'float16')

@@ -47,7 +47,7 @@ def holds_sums(variant):
 
 def output_registers(variant):
     """Registers of a thread for O; for both where it is summed next to the products."""
-    of_product = variant['head_dim_v'] // 2
+    of_product = variant['head_dim_v'] // variant['column_ctas'] // 2
     return of_product + (of_product - variant['shared_sums'] if holds_sums(variant) else 0)
 
 
@@ -146,7 +146,8 @@ def test_accumulators_leave_registers_for_the_rest(variant):
 def test_products_and_copies_have_legal_shapes(variant):
     assert variant['tile_n'] % 16 == 0 and variant['tile_n'] <= 256
     for name in ('', '_v'):
-        head_dim, columns = variant[f'head_dim{name}'], variant[f'columns{name}']
+        columns = variant[f'columns{name}']
+        head_dim = variant[f'head_dim{name}'] // variant['column_ctas']    # of a CTA
         width = slice_columns(variant)
         assert head_dim % 16 == 0 and columns % width == 0 and columns - width < head_dim <= columns
     if variant['dtype'] == E4M3:    # its products have steps of 32; a tile has one scale

@@ -9,6 +9,8 @@ import torch
 from tests.support import chosen_cases
 from tests.support.cache_oracle import check_same
 from tests.support.chosen_cases import LATENT, ChosenCase
+from tests.support.wrong_appends import expect_refused
+from tests.support.wrong_choices import wrong_calls
 
 # Places of a list, at the borders of K tiles half of the time.
 EDGES = (0, 1, 2, 63, 64, 65, 127, 128, 129, 256, 257)
@@ -23,7 +25,10 @@ class ChosenCall:
     function = 'chosen'
 
     def check(self, device: str | torch.device) -> None:
-        """Out and LSE; twice, with the same bits."""
+        """Out and LSE; twice, with the same bits. Before, a call is refused for one thing."""
+        function, given = chosen_cases.named(self.case, self.case.arguments(device))
+        what, change = random.Random(self.case.seed).choice(list(wrong_calls(given).items()))
+        expect_refused(given, what, change, function)
         got = chosen_cases.check_case(self.case, device)
         check_same(chosen_cases.call(self.case, self.case.arguments(device)), got)
 
@@ -45,9 +50,10 @@ def places_of(pick: random.Random, by_head: bool) -> dict:
     if block == 1:
         return {'count': pick.choice(EDGES) if pick.random() < 0.5 else pick.randint(1, 700),
                 'page_size': pick.choice((1, 16, 64, 100)), 'pages': pick.randint(5, 30)}
-    size = block * (1 if by_head else pick.choice((1, 1, 2)))
+    heads_first = by_head and pick.random() < 0.5
+    size = block * (1 if heads_first else pick.choice((1, 1, 2)))
     return {'block': block, 'count': pick.randint(0, 9), 'page_size': size,
-            'pages': pick.randint(1, 9)}
+            'pages': pick.randint(1, 9), 'heads_first': heads_first}
 
 
 def drawn(pick: random.Random) -> ChosenCall:
@@ -58,7 +64,7 @@ def drawn(pick: random.Random) -> ChosenCall:
         splits = {'split_size': pick.choice((64, 128, 200, 512))}
     packed = pick.random() < 0.4
     sparse = packed and not kind['kv8'] and not kind.get('softcap') and pick.random() < 0.5
-    sparse &= not kind.get('by_head') or 'block' not in places    # packed rows have no such blocks
+    sparse &= not places.get('heads_first', False)    # packed rows have no pages
     return ChosenCall(ChosenCase(
         tokens=(pick.randint(1, 40),) if packed else (pick.choice((1, 2, 5)), pick.choice((1, 3))),
         counts=pick.random() < 0.5, sinks=pick.random() < 0.3, wild=pick.random() < 0.5,

@@ -16,7 +16,8 @@ from tests.support.general_cases import SINKS, GeneralCase
 EDGES = (0, 1, 2, 16, 63, 64, 65, 80, 96, 127, 128, 129, 191, 192, 193)
 HEADS = ((4, 4), (4, 2), (6, 2), (4, 1), (8, 1), (3, 3))
 HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (40, 40), (72, 72), (32, 32),
-             (192, 128), (128, 64), (64, 128), (64, 256), (96, 64), (80, 40))
+             (192, 128), (128, 64), (64, 128), (64, 256), (96, 64), (80, 40), (512, 512),
+             (320, 264))
 FP8_HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (96, 96), (48, 48), (192, 128), (64, 128))
 MOST_ROWS = 500    # in q and in k, all sequences together
 # Rows of q and k in some sequence: with few pairs plain PyTorch's errors may all be small by luck.

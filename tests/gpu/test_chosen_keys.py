@@ -78,7 +78,10 @@ def test_blocks(kind, page_size, block, device):
 
 @pytest.mark.parametrize('options', [{}, dict(tokens=(2, 5), counts=True), dict(sinks=True),
                                      dict(tokens=(7,), sinks=True, out=True), dict(wild=True),
-                                     dict(block=64, page_size=64, count=5)], ids=str)
+                                     dict(block=64, page_size=64, count=5, heads_first=True),
+                                     dict(block=64, page_size=128, count=5, wild=True),
+                                     dict(block=128, page_size=128, count=3, tokens=(2, 5))],
+                         ids=str)
 @pytest.mark.parametrize('kind', ['gqa_64', 'gqa_128', 'gqa_128_fp16', 'kv8'])
 def test_lists_by_head(kind, options, device):
     check_case(case_of(kind, by_head=True, **options), device)
@@ -90,6 +93,20 @@ def test_lists_by_head(kind, options, device):
 def test_packed_tokens(kind, options, device):
     """flash_attn_sparse_func."""
     check_case(case_of(kind, sparse=True, tokens=(65,), **options), device)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize('heads', [16, 128])
+@pytest.mark.parametrize('options', [dict(sinks=True, tokens=(3, 2)), dict(page_size=1, pages=900),
+                                     dict(tokens=(70,), counts=True)], ids=str)
+@pytest.mark.parametrize('kind', ['latent', 'rows_of_656'])
+def test_latents_without_rotary_columns(kind, options, heads, device):
+    """The bits of a call with q and k_cache of zeros."""
+    case = case_of(kind, **options, heads=(heads, 1))
+    given = case.arguments(device)
+    zeros = {name: torch.zeros_like(given[name]) for name in ('q', 'k_cache')}
+    wanted = call(case, given | zeros | dict(softmax_scale=512 ** -0.5))
+    check_same(call(case, given | dict(q=None, k_cache=None)), wanted)
 
 
 @pytest.mark.parametrize('kind', ['latent', 'rows_of_656', 'gqa_128'])

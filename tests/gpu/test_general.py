@@ -48,7 +48,8 @@ FEATURES = {
 every_feature = pytest.mark.parametrize('features', FEATURES.values(), ids=FEATURES)
 
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (72, 72), (40, 40),
-             (192, 128), (128, 64), (64, 128), (64, 256), (96, 64), (80, 40), (64, 512)]
+             (192, 128), (128, 64), (64, 128), (64, 256), (96, 64), (80, 40), (64, 512),
+             (512, 512), (320, 264), (128, 512)]
 every_head_dim = pytest.mark.parametrize('head_dims', HEAD_DIMS, ids=lambda x: f'{x[0]}x{x[1]}')
 every_dtype = pytest.mark.parametrize('dtype', ['bf16', 'fp16'])
 
@@ -147,7 +148,7 @@ def test_chunks_and_windows(window, causal, case, device):
     check_case(dataclasses.replace(case, chunk=100, causal=causal, window=window), device)
 
 
-@pytest.mark.parametrize('head_dim', [64, 128, 192, 256])
+@pytest.mark.parametrize('head_dim', [64, 128, 192, 256, 512])
 @pytest.mark.parametrize('features', [
     {'window': (256, 0)}, {'window': (100, 100)}, {'chunk': 512, 'causal': True}], ids=str)
 def test_long_sequences(features, head_dim, device):

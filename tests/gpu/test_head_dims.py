@@ -8,7 +8,7 @@ from tests.gpu.common import check_same, run
 from tests.support import compare, layouts
 from tests.support.cases import Case
 
-every_head_dim = pytest.mark.parametrize('head_dim', range(8, 257, 8))
+every_head_dim = pytest.mark.parametrize('head_dim', [*range(8, 257, 8), 264, 320, 392, 512])
 every_mask = pytest.mark.parametrize('causal', [False, True], ids=['full', 'causal'])
 every_dtype = pytest.mark.parametrize('dtype', ['bf16', 'fp16'])
 
@@ -53,7 +53,7 @@ def test_what_lies_next_to_the_columns(head_dim, causal, device):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize('head_dim', [72, 80, 112, 176, 240])
+@pytest.mark.parametrize('head_dim', [72, 80, 112, 176, 240, 264])
 @every_mask
 def test_the_same_as_padding_with_zeros(head_dim, causal, device):
     """Columns of zeros in q, k and v change no bit of the others."""

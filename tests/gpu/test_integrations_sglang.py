@@ -22,7 +22,8 @@ from tests.support.private_ops import called
 __all__ = ['called']
 STUBS = {
     'sgl_kernel/__init__.py': '',
-    'sgl_kernel/flash_ops.py': "from tests import private_ops\nprivate_ops.define('sgl_kernel')\n",
+    'sgl_kernel/flash_ops.py': 'from tests.support import private_ops\n'
+                               "private_ops.define('sgl_kernel')\n",
     'sglang/kernels/jit/utils.py': 'from functools import cache as cache_once\n',
     'sglang/kernels/kernel_api_logging.py': 'def debug_kernel_api(function):\n'
                                             '    return function\n',
@@ -155,11 +156,17 @@ def test_decode_of_mla(heads, page_size, interface, device, called):
     batch.check(got, lse)
 
 
-def test_refusal_of_only_qv(interface, device):
-    batch = LatentBatch(device, 64)
-    with pytest.raises(NotImplementedError, match='^flash_attn3.integrations.sglang: expected '
-                                                  'only_qv to be False, got True; hint: '):
-        attend(interface, batch, qv=batch.qv, only_qv=True)
+@each_page_size
+@pytest.mark.parametrize('heads', [16, 128])
+def test_only_qv(heads, page_size, interface, device, called):
+    """Without rotary columns there is no q and no k_cache."""
+    batch = LatentBatch(device, page_size, heads)
+    batch.q, cache = None, batch.k
+    batch.k = None
+    got, lse, *_ = attend(interface, batch, qv=batch.qv, only_qv=True, return_softmax_lse=True)
+    assert called.names == ['attend_cache']
+    batch.q, batch.k = batch.qv.new_zeros(*batch.qv.shape[:-1], 64), torch.zeros_like(cache)
+    batch.check(got, lse)
 
 
 def test_disable_brings_its_kernels_back(interface, kernel, device, called):

@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from flash_attn3 import merge_states
 from flash_attn3.integrations import vllm
 from flash_attn3.cpu.reference_fp8 import Scales
 
@@ -25,7 +26,7 @@ STUBS = {
     'vllm/platforms.py': 'class current_platform:\n'
                          '    def is_device_capability_family(number):\n'
                          '        return number == 90\n',
-    'vllm/vllm_flash_attn/_vllm_fa3_C.py': 'from tests import private_ops\n'
+    'vllm/vllm_flash_attn/_vllm_fa3_C.py': 'from tests.support import private_ops\n'
                                            "private_ops.define('_vllm_fa3_C')\n",
 }
 LAYERS = 3
@@ -214,15 +215,45 @@ def test_a_rank_of_context_parallelism(interface, device):
     assert lse[:, 1:4].isneginf().all() and not got[1:4].any()
 
 
-@pytest.mark.parametrize('options,got', [
-    (dict(cp_world_size=2, cp_rank=1), 'cp_world_size to be 0 or 1, got 2'),
-    (dict(cp_tot_seqused_k=True), 'cp_tot_seqused_k to be None, got a tensor')])
-def test_refusals(options, got, interface, device):
+@pytest.mark.parametrize('queries', [(1, 3, 20, 1, 2), (1,) * 5], ids=['mixed', 'decode'])
+@pytest.mark.parametrize('heads', [16, 128])
+def test_ranks_of_decode_context_parallelism(heads, queries, interface, device, called):
+    """The results of three ranks, each with every third key, merged."""
+    batch = LatentBatch(device, 16, heads, lengths=(37, 5, 64, 300, 2), queries=queries)
+    parts = []
+    for rank in range(3):
+        own = batch.of_rank(3, rank)
+        own.q, own.qv, own.scale = batch.q, batch.qv, batch.scale
+        parts.append(attend(
+            interface, own, None, q_v=batch.qv, return_softmax_lse=True, cp_world_size=3,
+            cp_rank=rank, cp_tot_seqused_k=batch.used))
+    assert called.names == ['attend_cache'] * 3
+    outs, lses = ([x[None] for x in one] for one in zip(*parts))
+    out, lse = merge_states(outs, lses)
+    batch.check(out[0], lse[0])
+
+
+def test_refusal_of_a_window_on_a_rank(interface, device):
     batch = Batch(device, 16)
-    options = {name: batch.used if x is True else x for name, x in options.items()}
     with pytest.raises(NotImplementedError, match='^flash_attn3.integrations.vllm: expected '
-                                                  f'{got}; hint: '):
-        attend(interface, batch, torch.empty_like(batch.q), **options)
+                                                  'window_size_left to be -1, got 15; hint: '):
+        attend(interface, batch, torch.empty_like(batch.q), window=(15, 0), cp_world_size=2,
+               cp_rank=1, cp_tot_seqused_k=batch.used)
+
+
+@pytest.mark.parametrize('has_rotary', [True, False], ids=['rotary', 'rope_free'])
+@pytest.mark.parametrize('heads', [16, 128])
+def test_chosen_keys_as_pages_of_one(heads, has_rotary, interface, device, called):
+    """As FlashAttnMLASparseImpl calls it: the table lists the keys of each query, and without
+    rotary columns q is zero and k a part of v.
+    """
+    batch = LatentBatch(device, 1, heads, lengths=(128, 7, 0, 100), queries=(1,) * 4)
+    if not has_rotary:
+        batch.q.zero_()
+        batch.k = batch.v[..., :64]
+    got, lse = attend(interface, batch, None, q_v=batch.qv, return_softmax_lse=True)
+    assert called.names == ['attend_cache']
+    batch.check(got, lse)
 
 
 def test_disable_brings_its_kernels_back(interface, device, called):

@@ -27,8 +27,7 @@ SHAPES = {'decode': DECODE, 'paged': dataclasses.replace(DECODE, page_size=16),
           'append': dataclasses.replace(DECODE, page_size=7, new=(1,) * 5, rotary=1.0)}
 every_shape = pytest.mark.parametrize('case', SHAPES.values(), ids=SHAPES)
 KINDS = [('bf16', 64, 64), ('bf16', 64, 512), ('fp16', 128, 128), ('bf16', 192, 128),
-         ('bf16', 256, 256),
-         ('e4m3', 128, 128)]
+         ('bf16', 256, 256), ('bf16', 512, 512), ('e4m3', 128, 128)]
 every_kind = pytest.mark.parametrize('numbers', KINDS, ids=lambda x: f'{x[0]}-{x[1]}x{x[2]}')
 
 

@@ -245,6 +245,21 @@ def test_a_joint_cache(page_size, device):
     check_same(call(case, arguments | dict(k_cache=k, v_cache=v)), call(case, arguments))
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize('case', [DECODE, TALL, PREFILL], ids=['decode', 'tall', 'prefill'])
+@every_page_size
+@every_cache
+def test_without_rotary_columns(cache, page_size, case, device):
+    """The bits of a call with q and k_cache of zeros."""
+    case = dataclasses.replace(case, page_size=page_size, **cache)
+    given = case.arguments(device)
+    zeros = {name: torch.zeros_like(given[name]) for name in ('q', 'k_cache')}
+    scale = dict(softmax_scale=512 ** -0.5)
+    wanted = call(case, given | zeros | scale)
+    nothing = dict(q=None, k_cache=None)
+    check_same(call(case, given | nothing | dict(softmax_scale=None)), wanted)
+
+
 @pytest.mark.parametrize('changes', [
     dict(batch_idx=True), dict(length_as='int', lengths=of(2, 200, 200)),
     dict(length_as='none', lengths=of(2, 320, 320), capacity=320)], ids=str)

@@ -67,7 +67,8 @@ def test_packed_append(page_size, device):
 
 
 @wide
-@pytest.mark.parametrize('head_dims', [(192, 128), (256, 256), (96, 96), (64, 128)], ids=str)
+@pytest.mark.parametrize('head_dims', [(192, 128), (256, 256), (96, 96), (64, 128), (512, 512)],
+                         ids=str)
 @pytest.mark.parametrize('page_size', [1, 12, 64])
 def test_head_dims(page_size, head_dims, dtype, device):
     check_error(of(TALL, dtype, head_dims[0], page_size, head_dim_v=head_dims[1], new=(9,) * 3),

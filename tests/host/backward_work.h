@@ -20,6 +20,8 @@ struct WorkTraits {
   static constexpr int kTileN = Config::k.cta_keys();
   static constexpr int kClusterSize = Config::k.cluster_size;
   static constexpr KernelKind kKind = kProblemKind;
+  static constexpr bool kHasLists = false;
+  using Params = BwdDeviceParams;
 };
 
 struct Step {

@@ -78,6 +78,7 @@ class CacheCase:
     sinks: str = ''                         # a name in SINKS; '': none
     softmax_scale: float | None = None
     latent: bool = False                    # with qv: absorbed MLA
+    rope_free: bool = False                 # latent: q and k_cache are None, of zeros in arguments
     kv8: bool = False                       # the cache is e4m3 under q of the dtype; latent: of v
     descales: bool = True                   # e4m3 alone has them, of q or of a cache
     by_page: bool = False                   # kv8: scales by page
@@ -183,6 +184,8 @@ class CacheCase:
         if self.latent:
             shape = *given['q'].shape[:-1], self.columns_v
             given['qv'] = (normal(*shape) * self.logit_std).to(self.wide)
+        if self.rope_free:
+            given |= {name: torch.zeros_like(given[name]) for name in ('q', 'k_cache')}
         if self.by_page:
             given |= self._page_scales(given, generator)
         elif self.latent and self.kv8 and self.descales:
@@ -325,7 +328,7 @@ class CacheCase:
         return caches
 
     def _new(self, k: Tensor, v: Tensor) -> dict:
-        """The tokens to append: what the slots behind each sequence will hold."""
+        """The tokens to append, which the slots after each sequence will hold."""
         if not self.new:
             return {}
         rows = [(slice(one[1], one[1] + more)) for one, more in zip(self.lengths, self.new)]
@@ -385,6 +388,8 @@ class CacheCase:
 
 def call(case: CacheCase, arguments: dict, **changes) -> Returned:
     """Runs it; changes: to the arguments."""
+    if case.rope_free:
+        changes |= dict(q=None, k_cache=None, softmax_scale=case.score.scale)
     result = flash_attn_with_kvcache(**arguments | changes)
     if not case.lse:
         assert isinstance(result, Tensor)

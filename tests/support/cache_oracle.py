@@ -1,4 +1,4 @@
-"""What a CacheCase has to give, independent of the package's own way through a cache.
+"""The expected result of a CacheCase, computed without the package's own code for a cache.
 
 The keys of each sequence are gathered by the page table or the row of the cache into packed
 tensors (`inputs_of`). There `reference.attend_packed` in float64 is what is meant (on the CPU,
@@ -66,7 +66,7 @@ def places(case: CacheCase, arguments: dict) -> list[tuple[Tensor, Tensor]]:
 
 
 def gathered(x: Tensor, found: list[tuple[Tensor, Tensor]], firsts: list[int]) -> Tensor:
-    """The rows of all sequences, from these slots on, behind one another."""
+    """The rows of all sequences, from these slots on, one sequence after another."""
     parts = [as_bits(x)[row[first:], place[first:]] for (row, place), first in zip(found, firsts)]
     if not parts:
         return x.new_zeros(0, *x.shape[2:])
@@ -378,7 +378,7 @@ def check(case: CacheCase, device: str | torch.device) -> tuple[Returned, dict]:
 
 
 def check_case(case: CacheCase, device: str | torch.device) -> None:
-    """The same; an error says how to repeat it."""
+    """Checks a case as check() does; an error says how to repeat it."""
     with compare.naming(case):
         check(case, device)
 

@@ -82,7 +82,7 @@ KINDS = list(dict.fromkeys(map(_kind_of, PLAIN_VARIANTS)))
 # And what those of the backward are made for.
 GRADIENT_KINDS = [_kind_of(facts, GradientKind) for facts in PLAIN_BACKWARD]
 # A head dim for each form of a tile, which most tests keep to.
-MAIN_KINDS = [kind for kind in KINDS if kind.head_dim in (64, 96, 128, 192, 256)]
+MAIN_KINDS = [kind for kind in KINDS if kind.head_dim in (64, 96, 128, 192, 256, 512)]
 
 
 @dataclass(frozen=True)

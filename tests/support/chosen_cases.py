@@ -7,6 +7,7 @@ nobody has chosen hold NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,7 @@ class ChosenCase:
     dtype: str = 'bf16'
     block: int = 1
     by_head: bool = False
+    heads_first: bool = False
     counts: bool = False
     sinks: bool = False
     latent: bool = False
@@ -89,7 +91,7 @@ class ChosenCase:
                 (v, E4M3 if self.kv8 else wide)))
         if self.kv8:
             given |= self._descales(given, hidden, generator)
-        if self.by_head and self.block > 1:    # the blocks of a head, one after another
+        if self.heads_first:    # of the memory of a page
             for name in ('k_cache', 'v_cache'):
                 x = as_bits(given[name]).transpose(1, 2).contiguous().transpose(1, 2)
                 given[name] = x.view(given[name].dtype)
@@ -217,15 +219,20 @@ class ChosenCase:
         return Returned(out.flatten(1, 2), lse.flatten(1, 2).T.double())
 
 
-def call(case: ChosenCase, given: dict, **changes) -> Returned:
-    given = given | changes
+def named(case: ChosenCase, given: dict) -> tuple[Callable, dict]:
+    """The function of the case and its arguments."""
     if not case.sparse:
         if 'cu_seqlens_q' in given:
-            given['cu_seqlens_q'] = given['cu_seqlens_q'].to(given['q'].device)
-        result = flash_attn_with_kvcache(**given)
-    else:
-        k, v = (given.pop(name).flatten(0, 1) for name in ('k_cache', 'v_cache'))
-        result = flash_attn_sparse_func(given.pop('q'), k, v, **given)
+            given = given | {'cu_seqlens_q': given['cu_seqlens_q'].to(given['v_cache'].device)}
+        return flash_attn_with_kvcache, given
+    caches = {name: given[f'{name}_cache'].flatten(0, 1) for name in 'kv'}
+    return flash_attn_sparse_func, {
+        name: x for name, x in given.items() if not name.endswith('_cache')} | caches
+
+
+def call(case: ChosenCase, given: dict, **changes) -> Returned:
+    function, given = named(case, given | changes)
+    result = function(**given)
     return Returned(result, None) if isinstance(result, Tensor) else Returned(*result[:2])
 
 

@@ -13,5 +13,7 @@ EVIDENCE = {    # client: (how, file, test)
     'transformer_engine': (EMULATED, _CLIENTS, 'test_client'),
     'torchtitan': (EMULATED, _CLIENTS, 'test_torchtitan'),
     'vllm': (ITS_FILE, 'tests/gpu/test_integrations_vllm.py', 'test_mixed_batch'),
+    'vllm_flashmla': (ITS_FILE, 'tests/gpu/test_integrations_flashmla.py', 'test_step'),
+    'sglang_flashmla': (ITS_FILE, 'tests/gpu/test_integrations_flashmla.py', 'test_step'),
     'sglang': (ITS_FILE, 'tests/gpu/test_integrations_sglang.py', 'test_sglang_batch'),
 }

@@ -21,8 +21,12 @@ FOLDER = ROOT / '.venv-clients' / 'files'
 _OPS = 'sglang/kernels/ops/attention'
 WHEELS = {    # distribution: (version, its files)
     'vllm': ('0.33.0', ('vllm/vllm_flash_attn/__init__.py',
-                        'vllm/vllm_flash_attn/flash_attn_interface.py')),
-    'sglang': ('0.5.23', (f'{_OPS}/flash_attention.py', f'{_OPS}/flash_attention_v3.py')),
+                        'vllm/vllm_flash_attn/flash_attn_interface.py',
+                        'vllm/third_party/flashmla/flash_mla_interface.py')),
+    'sglang': ('0.5.23', (f'{_OPS}/flash_attention.py', f'{_OPS}/flash_attention_v3.py',
+                          f'{_OPS}/flash_mla_interface.py')),
+    'sgl-flash-mla': ('1.0.0', tuple(f'flash_mla/{name}' for name in (
+        '__init__.py', 'VERSION', 'flash_mla_interface.py', 'fused_norm_rope_attn_rope_cast.py'))),
     'sglang-kernel': ('0.4.10', ('sgl_kernel/flash_attn.py', 'sgl_kernel/debug_utils.py')),
 }
 NOT_FOUND = 3    # the exit code

@@ -42,7 +42,7 @@ each_route = pytest.mark.parametrize('kind,name', ROUTES)
 
 
 def model_of(kind: str, sharpness: float = 20, **changes):
-    """The same weights each time, in float32 on the CPU, with eager attention.
+    """A model in float32 on the CPU with eager attention, whose weights are always the same.
 
     sharpness: attention of new models is almost uniform: the factor of their q_proj and k_proj.
     changes: to the sizes, and to the settings that the kind has.

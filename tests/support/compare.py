@@ -80,7 +80,7 @@ def check_rounding_bound(case: Case, device: str | torch.device) -> None:
 
 def cancellation_floors(inputs: tuple[Tensor, Tensor, Tensor], dout: Tensor,
                         softmax_scale: float) -> dict[str, float]:
-    """What float32 leaves of a gradient that is zero.
+    """The rounding error of float32 in a gradient that is exactly zero.
 
     dS = P (dP - delta) is the difference of two float32 sums of head_dim products, which plain
     PyTorch takes of the same rounded values: for a single key it finds zero. Each sum is known to
@@ -148,7 +148,7 @@ def check_nonfinite(got: Tensor, ref: Tensor, name: str) -> None:
 
 
 def check_equal(got: Tensor, expected: Tensor, name: str) -> None:
-    """The same bits, NaN included."""
+    """Checks that two tensors have the same bits, NaN included."""
     assert got.shape == expected.shape and got.dtype == expected.dtype
     as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
     bad = got.contiguous().view(as_int) != expected.contiguous().view(as_int)

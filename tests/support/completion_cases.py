@@ -25,7 +25,7 @@ from tests.support.lists import starts
 
 
 class Tensors(NamedTuple):
-    """What a case is called with, and the gradients that come back to out and lse."""
+    """The inputs of a case, and the gradients of out and lse."""
     q: Tensor
     k: Tensor
     v: Tensor
@@ -49,7 +49,7 @@ class TreeCase:
     head_dim_v: int = 0                   # 0: that of q and k
     dtype: str = 'bf16'
     heads: tuple[int, int] = (4, 2)       # query heads, KV heads
-    behind: int = 0                       # rows behind the last segment
+    behind: int = 0                       # rows after the last segment
     softcap: float = 0.0
     softmax_scale: float | None = None
     pack_gqa: bool | None = None
@@ -146,7 +146,7 @@ def check(case: TreeCase, tensors: Tensors, got: Results) -> None:
                             floors.get(name, 0.0))
     blind = ref.lse[0] == -torch.inf    # rows of no segment
     for name in ('out', 'dq', 'dk', 'dv'):
-        assert (getattr(got, name)[blind] == 0).all(), f'{name} of rows behind the last segment'
+        assert (getattr(got, name)[blind] == 0).all(), f'{name} of rows after the last segment'
 
 
 def check_case(case: TreeCase, device: str | torch.device) -> None:

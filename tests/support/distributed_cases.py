@@ -66,7 +66,7 @@ CASES = {
                                           softmax_scale=0.3)),
     'sinks, window': Case(3, 1, 45, dict(causal=True, s_aux=True, window_size=(5, -1))),
     'packed': Case(4, 1, 41, dict(causal=True, cu_seqlens=DOCUMENTS)),
-    'packed, padded behind': Case(3, 1, 47, dict(causal=True, cu_seqlens=DOCUMENTS, s_aux=True)),
+    'packed, padded after': Case(3, 1, 47, dict(causal=True, cu_seqlens=DOCUMENTS, s_aux=True)),
     'packed, full': Case(2, 1, 41, dict(cu_seqlens=DOCUMENTS)),
     'packed, window': Case(4, 1, 41, dict(cu_seqlens=DOCUMENTS, window_size=(4, 2))),
     'ulysses': Case(1, 4, 21, dict(causal=True), heads_k=4),
@@ -141,7 +141,8 @@ def plain(case: Case, tensors: Drawn, lse: Tensor) -> list[Tensor]:
 
 
 def attention_of(case: Case, device_type: str) -> tuple[Callable, dict, dist.ProcessGroup]:
-    """What the ranks call, where they shard, and the group over which sinks' gradients add up.
+    """The function that the ranks call, the dimension that they shard, and the group over which
+    gradients of sinks add up.
     All ranks ask for it; those that take no part get None instead of the last.
     """
     ranks = case.ring * case.ulysses

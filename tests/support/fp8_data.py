@@ -9,7 +9,7 @@ proof: with 933 keys of outliers and scales per head one of 2400 rows was wrong 
 bar had 0.13, with the same bits in two builds of the kernel. The tests' data keep to it.
 
 `check_fp8_lse` allows what the sums of e4m3 products lose on Hopper. A k-step of the tensor cores
-adds 32 products and the running sum, all cut off 13 bits behind the first bit of the largest of
+adds 32 products and the running sum, all cut off 13 bits after the first bit of the largest of
 them, M: each loses less than 2^-13 M. With q_t and k_t the 32 columns of step t, of n steps:
 - The products of step t are at most |q_t| |k_t|, and the sums before and after it at most the sum
   of these up to t, as cutting off makes nothing larger. So is M, for all 33 addends.
@@ -18,7 +18,7 @@ them, M: each loses less than 2^-13 M. With q_t and k_t the 32 columns of step t
   head dim, cut the sum off once more.
 - By Cauchy-Schwarz that sum is at most |q|' |k|', of the squared norms sum_t (n - t) |x_t|^2. An
   LSE is wrong by no more than the worst of its scores. (A sum of a step's products alone is not
-  enough: behind a large first step, all addends of the later ones are cut off by its size.)
+  enough: after a large first step, all addends of the later ones are cut off by its size.)
 That is a bound for a row whose errors all have one sign. Most cancel: the mean over the rows has
 one by experience, 2^-11 of |q| |k|, which is what finds wrong kernels.
 """

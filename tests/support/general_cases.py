@@ -22,7 +22,7 @@ from flash_attn3.cpu.reference import Inputs, Mask, Score
 from tests.support.cases import DATA, DTYPES, Kind
 from tests.support.lists import starts
 
-MOST_GRADIENT_COLUMNS = 256    # v with more has no gradients
+MOST_GRADIENT_COLUMNS = 256    # q, k or v with more have no gradients
 SINKS = {    # what becomes of N(0, 1), and the dtype
     'fp32': (lambda x: x, torch.float32),
     'bf16': (lambda x: x, torch.bfloat16),
@@ -47,7 +47,7 @@ class Results(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """What a case is called with, and the gradients that come back to out and lse."""
+    """The inputs of a case, and the gradients of out and lse."""
     inputs: Inputs
     dout: Tensor
     dlse: Tensor | None
@@ -63,7 +63,7 @@ class GeneralCase:
     heads: tuple[int, int] = (4, 2)         # query heads, KV heads
     is_packed: bool = True                  # or a batch, of equal lengths
     used: tuple[tuple[int, int], ...] | None = None    # how many rows of each sequence count
-    behind: tuple[int, int] = (0, 0)        # rows of q and k behind the last sequence
+    behind: tuple[int, int] = (0, 0)        # rows of q and k after the last sequence
     causal: bool = False
     window: tuple[int, int] = (-1, -1)
     chunk: int = 0
@@ -94,11 +94,11 @@ class GeneralCase:
 
     @property
     def has_gradients(self) -> bool:
-        return self.gradients and self.columns_v <= MOST_GRADIENT_COLUMNS
+        return self.gradients and max(self.head_dim, self.columns_v) <= MOST_GRADIENT_COLUMNS
 
     @property
     def score(self) -> Score:
-        """What reference.py calls it."""
+        """The mask and scores of the case in the types of reference.py."""
         mask = Mask(self.causal, self.window, self.chunk)
         return Score(self.softmax_scale or self.head_dim ** -0.5, self.softcap, mask)
 

@@ -1,4 +1,4 @@
-"""What a GeneralCase has to give, sequence by sequence, and the bar of tests/support/compare.py on
+"""The expected result of a GeneralCase, by sequence, and the bar of tests/support/compare.py on
 it.
 
 `reference.attend` and `reference.attend_backward` of each sequence alone, in float64 and in plain

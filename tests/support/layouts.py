@@ -16,7 +16,7 @@ from torch import Tensor
 class Layout:
     name: str
     order: tuple[int, ...] = (0, 1, 2, 3)      # dimensions, slowest first
-    padding: tuple[int, ...] = (0, 0, 0, 0)    # entries behind each dimension
+    padding: tuple[int, ...] = (0, 0, 0, 0)    # entries after each dimension
     offset: int = 0                            # elements in front of the first one
 
     def __str__(self) -> str:

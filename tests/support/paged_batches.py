@@ -54,6 +54,22 @@ class Batch:
         pages = self.table[row][:-(-count // self.page_size)].long()
         return [x[pages].flatten(0, 1)[None, :count] for x in (self.k, self.v)]
 
+    def of_rank(self, world: int, rank: int) -> Batch:
+        """The cache of one rank, with the keys at positions rank, rank + world, ... of each
+        sequence, on pages of its own.
+        """
+        lengths = [len(range(rank, length, world)) for length in self.lengths]
+        heads = self.heads[0] if isinstance(self, LatentBatch) else self.heads
+        own = type(self)(self.device, self.page_size, heads=heads, lengths=lengths,
+                         queries=self.queries)
+        for row, length in enumerate(lengths):
+            pages = own.table[row][:-(-length // own.page_size)].long()
+            for x, keys in zip((own.k, own.v), self.keys(row)):
+                held = x[pages].flatten(0, 1)
+                held[:length] = keys[0, rank::world]
+                x[pages] = held.unflatten(0, (len(pages), own.page_size))
+        return own
+
     def inputs(self, where: slice, row: int, sinks: Tensor | None) -> reference.Inputs:
         """Tensors of a sequence, the queries of which are rows `where`."""
         return reference.Inputs(self.q[None, where], *self.keys(row), sinks)

@@ -111,7 +111,7 @@ class LevelCase:
         return tuple(x.view(self.rows.dtype) for x in bits)
 
     def expected(self) -> tuple[Inputs, Lengths, Score]:
-        """All keys of each sequence behind one another."""
+        """The keys of all levels of each sequence, one level after another."""
         device = self.rows.device
         lengths = lengths_of(starts(self.queries, device),
                              starts([len(k) for k, _ in self.keys], device))

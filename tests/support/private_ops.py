@@ -1,5 +1,6 @@
-"""The ops of vLLM 0.33 and of sglang-kernel 0.4.10, by the schemas in their libraries, with kernels
-that say that they are the client's own; and packages with files of these clients around them.
+"""The ops of vLLM 0.33, sglang-kernel 0.4.10 and sgl-flash-mla 1.0.0, by the schemas in their
+libraries, with kernels that say that they are the client's own; and packages with files of these
+clients around them.
 """
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_attn3.integrations import _private_ops
+from flash_attn3.integrations import _flashmla, _private_ops
 
 from tests.support.called_ops import CalledOps
 from tests.support.client_files import files_of
@@ -30,6 +31,10 @@ _SIZES = ('int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads, in
           'int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k, '
           'Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, '
           'Tensor? seqused_q, Tensor? leftpad_k, int? page_size, ')
+_PREFILL = 'Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v'
+_DECODE = ('Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, '
+           'Tensor(a)? tile_scheduler_metadata, Tensor(b)? num_splits, Tensor? extra_kv, '
+           'Tensor? extra_indices, Tensor? extra_topk_length, int d_v, float sm_scale')
 SCHEMAS = {
     '_vllm_fa3_C': (
         f'fwd(Tensor! q, Tensor k, Tensor v, {_NEW}Tensor!? out, {_TENSORS}float softmax_scale, '
@@ -45,6 +50,16 @@ SCHEMAS = {
         'int window_size_left=-1, int window_size_right=-1, int attention_chunk=0, '
         'bool has_softcap=False, int num_splits=0, bool? pack_gqa=None, int sm_margin=0) '
         '-> Tensor'),
+    '_flashmla_C': (
+        f'sparse_prefill_fwd({_PREFILL}, Tensor? attn_sink, Tensor? topk_length, '
+        'Tensor(a!)? out_) -> Tensor[]',
+        f'sparse_decode_fwd({_DECODE}, Tensor(c!)? out_=None, bool enable_batch_invariant=False) '
+        '-> (Tensor(c!), Tensor, Tensor(a)?, Tensor(b)?)'),
+    'flash_mla_legacy': (
+        f'sparse_prefill_fwd({_PREFILL}, Tensor? attn_sink=None, Tensor? topk_length=None, '
+        'bool return_log2_stats=False, bool return_stats=True) -> Tensor?[]',
+        f'sparse_decode_fwd({_DECODE.replace(")?", "!)?")}, str? kv_format=None) -> (Tensor, '
+        'Tensor, Tensor(a)?, Tensor(b)?)'),
 }
 _libraries: list[torch.library.Library] = []
 
@@ -72,11 +87,12 @@ def _own(*_, **__):
 def called(monkeypatch) -> CalledOps:
     """Which of our ops the replaced kernels call."""
     ops = CalledOps()
-    for name in ('flash_attn_with_kvcache', 'flash_attn_varlen_func', 'flash_attn_func'):
-        def watched(*arguments, function=getattr(_private_ops, name), **named):
+    functions = 'flash_attn_with_kvcache', 'flash_attn_varlen_func', 'flash_attn_func'
+    for module, name in ((_flashmla, functions[0]), *((_private_ops, x) for x in functions)):
+        def watched(*arguments, function=getattr(module, name), **named):
             with ops:
                 return function(*arguments, **named)
-        monkeypatch.setattr(_private_ops, name, watched)
+        monkeypatch.setattr(module, name, watched)
     return ops
 
 

@@ -24,7 +24,7 @@ from tests.support.lists import starts
 
 OPS = torch.ops.flash_attn3
 SIZE = 20    # keys of a part
-FEATURES = {    # a left side reaches over the parts behind the first
+FEATURES = {    # a left side reaches over the parts after the first
     'full': {}, 'causal': {'causal': True}, 'window': {'window': (70, 9)},
     'softcap': {'softcap': 3.0}, 'sinks': {'sinks': 'fp32'},
     'all': {'causal': True, 'window': (65, -1), 'softcap': 5.0, 'sinks': 'bf16'}}

@@ -34,7 +34,7 @@ def _of_head_dims(before: str, after: str, columns: tuple[str, ...] = COLUMNS) -
 _GRADIENT_HEAD_DIMS = _of_head_dims(
     'flash_attn3.bwd: expected v', 'the head_dim of the values, to be at most 256 for gradients',
     COLUMNS[2:])
-_HEAD_DIMS = _of_head_dims(f'{_FWD}q', 'the head_dim, to be a multiple of 8 from 8 to 256')
+_HEAD_DIMS = _of_head_dims(f'{_FWD}q', 'the head_dim, to be a multiple of 8 from 8 to 512')
 
 _NO_FP8_GRADIENTS = _of_functions('requires_grad=False with float8_e4m3fn', COLUMNS[2:])
 
@@ -101,14 +101,15 @@ FEATURES = (
     Feature('head dim 120', head_dims=(120, 120)),
     Feature('head dim 256', head_dims=(256, 256)),
     Feature('head dim 100', head_dims=(100, 100), errors=_HEAD_DIMS),
-    Feature('head dim 264', head_dims=(264, 264), errors=_HEAD_DIMS),
+    Feature('head dim 520', head_dims=(520, 520), errors=_HEAD_DIMS),
     Feature('head dim of v: 192, 128', head_dims=(192, 128), options={'causal': True}),
     Feature('head dim of v: 64, 256', head_dims=(64, 256)),
     Feature('head dim of v: 72, 24', head_dims=(72, 24)),
     Feature('head dim of v: 64, 512', head_dims=(64, 512), errors=_GRADIENT_HEAD_DIMS),
-    Feature('head dim of v: 128, 264', head_dims=(128, 264), errors=_of_head_dims(
-        f'{_FWD}v', 'the head_dim of the values, to be a multiple of 8 from 8 to 256 with a '
-        'head_dim above 64')),
+    Feature('head dims 264, 512', head_dims=(264, 512), options={'window_size': (20, 0)},
+            tensors=('s_aux',), errors=_of_head_dims(
+                'flash_attn3.bwd: expected q', 'the head_dim, to be at most 256 for gradients',
+                COLUMNS[2:])),
     Feature('GQA', heads=(6, 2)),
     Feature('MQA, `pack_gqa`', heads=(4, 1), options={'pack_gqa': True}),
     Feature('`window_size`, left', options={'window_size': (20, 0)}),
@@ -165,7 +166,7 @@ CACHE_FEATURES = (
     CacheFeature('FP8 with scales', _E4M3),
     CacheFeature('head dim 8', {'head_dim': 8}),
     CacheFeature('head dims 192, 128', {'head_dim': 192, 'head_dim_v': 128}),
-    CacheFeature('head dim 256', {'head_dim': 256}),
+    CacheFeature('head dims 256, 512', {'head_dim': 256, 'head_dim_v': 512}),
     CacheFeature('MQA', {'heads': (4, 1)}),
     CacheFeature('several queries, `causal`', {'queries': 3, 'causal': True}),
     CacheFeature('`window_size`', {'queries': 3, 'window': (4, 0)}),
@@ -190,6 +191,7 @@ CACHE_FEATURES = (
     CacheFeature('`split_size`', {'split_size': 128}),
     CacheFeature('`shared_prefix`', {'lengths': (9, 9, 20), 'page_size': 4, 'shared': 8}),
     CacheFeature('`qv`', {**_LATENT, 'page_size': 4}),
+    CacheFeature('`qv` without q and `k_cache`', {**_LATENT, 'page_size': 4, 'rope_free': True}),
     CacheFeature('`qv`, latents of e4m3', {**_LATENT, **_KV8, 'page_size': 4}),
     CacheFeature('float32', {'dtype': 'fp32'},
                  error='flash_attn3.flash_attn_with_kvcache: expected q.dtype to be float16 or '

@@ -67,7 +67,7 @@ def name_of(row: Row) -> str:
 
 
 def _pick(row: Row) -> random.Random:
-    """What is drawn for a row depends on it alone."""
+    """A generator of random numbers that depend on the row alone."""
     return random.Random(repr(sorted(row.items())))
 
 
@@ -109,7 +109,7 @@ def general_case(row: Row) -> GeneralCase:
     lengths, used = (row['lengths'],) * _batch(row), None
     if 'used' in row:
         lengths = [row['lengths'], *(_drawn_lengths(row, pick) for _ in lengths[1:])]
-        if row['used']:    # rows that do not count lie behind those that do
+        if row['used']:    # rows that do not count lie after those that do
             used = tuple(lengths)
             lengths = [tuple(n + pick.randint(0, 9) for n in one) for one in used]
     head_dim, head_dim_v = row['dims']
@@ -155,7 +155,7 @@ def cache_case(row: Row) -> CacheCase:
            'some': [pick.randint(1, n) for n in counts]}[row['new']]
     if not row['packed']:
         new = new[:1] * batch
-    # As upstream: under an append no query is behind the last slot.
+    # As upstream: under an append no query is after the last slot.
     written = counts if any(new) and row['rotary'] and row['mask'] != 'full' else new
     before = [pick.randint(row['new'] == 'none', keys - n) for n in map(max, new, written)]
     return CacheCase(

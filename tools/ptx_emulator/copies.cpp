@@ -77,6 +77,9 @@ void copy_tensor(Copy const& copy) {
 }
 
 u8 const* source_of(Copy const& copy) {
+  if (copy.kind == CopyKind::kWords) {
+    return reinterpret_cast<u8 const*>(copy.coordinates.data());
+  }
   if (copy.kind == CopyKind::kLoad) {
     if (!may_access(copy.source, copy.bytes, Access::kRead)) {
       fail("a bulk copy reads outside the tensors");
@@ -97,7 +100,8 @@ void run(Copy const& copy) {
     return copy.owner->arrive_at_mbarrier(copy.barrier, 0);
   }
   u8 const* const source = source_of(copy);
-  if (copy.kind == CopyKind::kLoad || copy.kind == CopyKind::kSend) {
+  if (copy.kind == CopyKind::kLoad || copy.kind == CopyKind::kSend ||
+      copy.kind == CopyKind::kWords) {
     Cta& cta = cta_of(*copy.owner, copy.target);
     memcpy(cta.at(offset_of(copy.target), copy.bytes), source, copy.bytes);
     return complete_bytes(cta_of(*copy.owner, copy.barrier), copy.barrier, copy.bytes);
@@ -237,9 +241,12 @@ void Thread::wait_for_stores(u32 groups_left) {
   }
 }
 
-void Thread::send_word(u64 target, u32 value, u64 barrier, int site) {
-  memcpy(shared(target, sizeof value, site), &value, sizeof value);
-  complete_bytes(cta_of(*this, barrier), barrier, sizeof value);
+void Thread::send_words(u64 target, std::array<u32, 4> const& words, u64 barrier, int site) {
+  check_aligned({target}, site);
+  spoil(cta_of(*this, target), target, sizeof words);
+  std::array<i32, 5> const values{i32(words[0]), i32(words[1]), i32(words[2]), i32(words[3])};
+  cta->loads.push_back(
+      Copy{CopyKind::kWords, target, 0, sizeof words, 0, values, barrier, this, 0});
 }
 
 }  // namespace emulator

@@ -69,7 +69,7 @@ struct Meeting {
 };
 
 // kArrival: at an mbarrier, once the thread's own copies before it have ended.
-enum class CopyKind { kTensorLoad, kTensorStore, kLoad, kSend, kStore, kAdd, kArrival };
+enum class CopyKind { kTensorLoad, kTensorStore, kLoad, kSend, kWords, kStore, kAdd, kArrival };
 
 // A copy of the copy engine.
 struct Copy {
@@ -78,7 +78,7 @@ struct Copy {
   u64 source;
   u32 bytes;
   u64 tensor_map;
-  std::array<i32, 5> coordinates;
+  std::array<i32, 5> coordinates;  // kWords: four words
   u64 barrier;
   Thread* owner;
   u32 group;
@@ -200,7 +200,7 @@ struct Thread {
   void bulk_add(u64 target, u64 source, u32 bytes, int site);
   void commit_stores() { ++store_groups; }
   void wait_for_stores(u32 groups_left);
-  void send_word(u64 target, u32 value, u64 barrier, int site);
+  void send_words(u64 target, std::array<u32, 4> const& words, u64 barrier, int site);
 
   // ----------------------------------------------------------------------------------- products
   // sums: of this thread, in the order of the registers. words: of the first operand; null: it is

@@ -400,10 +400,11 @@ def _wait_for_stores(writer, match, operands, site):
     return f't.wait_for_stores({writer.value(operands[0])});'
 
 
-@_handles(r'st\.async\.shared::cluster\.mbarrier::complete_tx::bytes\.u32')
-def _send_word(writer, match, operands, site):
-    target, value, barrier = operands
-    return (f't.send_word({writer.address(target)}, {writer.value(value)}, '
+@_handles(r'st\.async\.shared::cluster\.mbarrier::complete_tx::bytes\.v4\.f32')
+def _send_words(writer, match, operands, site):
+    target, words, barrier = operands
+    values = ', '.join(f'u32({word})' for word in writer.values(writer.list_(words)))
+    return (f't.send_words({writer.address(target)}, {{{values}}}, '
             f'{writer.address(barrier)}, {site});')
 
 

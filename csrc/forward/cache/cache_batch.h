@@ -122,7 +122,7 @@ struct CacheTiles {
       walk.fewest = int(__reduce_min_sync(kWholeWarp, unsigned(walk.fewest)));
       walk.most = int(__reduce_max_sync(kWholeWarp, unsigned(walk.most)));
     }
-    walk.take_stretch(units_of_line, int(blockIdx.x), other_units(p, others));
+    walk.take_stretch(units_of_line, ColumnsOf<Traits>::own_cta(), other_units(p, others));
   }
 
   // Begins in the only sequence of `chunk`, the last one that the lane has read.

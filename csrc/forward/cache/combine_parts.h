@@ -105,7 +105,8 @@ struct PartCombiner {
   }
 
   CUTE_DEVICE PartRows<Traits> rows_of(int i) const {
-    return PartRows<Traits>{p, work.location.part.slot_of(parts.first + i * parts.stride)};
+    return PartRows<Traits>{
+        p, slot_of_part<Traits>(work.location.part, parts.first + i * parts.stride)};
   }
 
   // The first of this lane's two rows in the buffers of values per row.
@@ -235,7 +236,8 @@ CUTE_DEVICE void combine_parts(CacheDeviceParams const& p, FwdWork<Traits> const
   int* counters = p.arrived + warpgroup + (is_final ? 0 : p.slots * Traits::kWarpgroups);
   float const* maxima = p.part_lses;
   CUTE_NO_UNROLL
-  while (threads.completes(counters + part.slot_of(list.first) * Traits::kWarpgroups, list.count)) {
+  while (threads.completes(counters + slot_of_part<Traits>(part, list.first) * Traits::kWarpgroups,
+                           list.count)) {
     PartCombiner<Traits>{p, work, warpgroup * kWarpgroupWarps, list, maxima}.run(threads, is_final);
     if (is_final) {
       return;

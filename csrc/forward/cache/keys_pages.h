@@ -9,7 +9,7 @@
 // Their K gives scores that the mask replaces.
 #pragma once
 
-#include "device/barriers.h"
+#include "device/async_copy.h"
 #include "device/math.h"
 #include "forward/keys_tma.h"
 
@@ -80,10 +80,7 @@ struct PagedKeys {
     if (p.has_page_scales() && index * int(p.keys_of_scale.divisor) < kKeys) {
       bool const exists = uint32_t(id) < uint32_t(p.entries);
       float const* const scale = scales.data + kv_head * scales.head_stride;
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(
-                       cute::cast_smem_ptr_to_uint(target + index)),
-                   "l"(scale + (exists ? id : 0) * scales.batch_stride), "r"(exists ? 4 : 0)
-                   : "memory");
+      copy_float(target + index, scale + (exists ? id : 0) * scales.batch_stride, exists);
     }
   }
 
@@ -127,7 +124,8 @@ struct PagedKeys {
   CUTE_DEVICE static void prefetch_columns(CUtensorMap const& map, int row, int kv_head, int id) {
     CUTE_UNROLL
     for (int column = 0; column < kColumns; column += Traits::kRawSlice) {
-      cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&map, column, row, kv_head, id);
+      cute::SM90_TMA_LOAD_4D::PREFETCH::copy(&map, ColumnsOf<Traits>::first_column() + column, row,
+                                             kv_head, id);
     }
   }
 
@@ -141,7 +139,7 @@ struct PagedKeys {
       if (lane == 0) {
         full.expect_transaction(kBytes);
       }
-      arrive_after_copies(cute::cast_smem_ptr_to_uint(&full));
+      arrive_after_copies(full);
     } else if (lane == 0) {
       full.arrive_and_expect_tx(kBytes);
     } else {
@@ -153,9 +151,9 @@ struct PagedKeys {
       int const row = row_of(p, from, n * kKeys + first);
       CUTE_UNROLL
       for (int column = 0; column < kColumns; column += Traits::kRawSlice) {
-        cute::SM90_TMA_LOAD_4D::copy(&map, mbarrier_word(full), p.hint,
-                                     target + column * kKeys + first * Traits::kRawSlice, column,
-                                     row, from.kv_head, id);
+        cute::SM90_TMA_LOAD_4D::copy(
+            &map, mbarrier_word(full), p.hint, target + column * kKeys + first * Traits::kRawSlice,
+            ColumnsOf<Traits>::first_column() + column, row, from.kv_head, id);
       }
     }
     __syncwarp();
@@ -178,8 +176,9 @@ struct PagedKeys {
     static_assert(kChunks <= 32 && (kSliceChunks == 8 || kSliceChunks == 4));
     int const lane = lane_of_warp();
     int const chunk = lane % kLanes;
-    bool const has_column = chunk * 16 < row_bytes;
-    char const* const data = static_cast<char const*>(rows.data) + chunk * 16;
+    int const byte = ColumnsOf<Traits>::first_column() * int(sizeof(ElementKv)) + chunk * 16;
+    bool const has_column = byte < row_bytes;
+    char const* const data = static_cast<char const*>(rows.data) + byte;
     uint32_t const base = target + chunk / kSliceChunks * kKeys * kSliceChunks * 16;
     int const step = 32 * loading_warps(p);
     CUTE_NO_UNROLL
@@ -195,24 +194,12 @@ struct PagedKeys {
         uint32_t const to =
             base + row * kSliceChunks * 16 + swizzled<kSliceChunks>(chunk % kSliceChunks, row) * 16;
         if ((kLanes == kChunks || chunk < kChunks) && row < kKeys) {
-          copy_chunk(to, data, of_row, of_row >= 0 && has_column);
+          bool const is_read = of_row >= 0 && has_column;
+          copy_chunk(to, data + (is_read ? of_row : 0), is_read);
         }
       }
     }
     arrive_after_copies(full);
-  }
-
-  // This thread arrives at a barrier once its copies by cp.async are complete.
-  CUTE_DEVICE static void arrive_after_copies(uint32_t barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-  }
-
-  // Zeros unless it is loaded.
-  CUTE_DEVICE static void copy_chunk(uint32_t to, char const* data, int64_t offset,
-                                     bool is_loaded) {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to),
-                 "l"(data + (is_loaded ? offset : 0)), "r"(is_loaded ? 16 : 0)
-                 : "memory");
   }
 
   // In bytes; -1: the row is not loaded.

@@ -41,7 +41,8 @@ struct OutputParts {
     if (fragment_row(thread) >= rows_of_tile(p, work.rows)) {
       return;
     }
-    PartRows<Traits> const part{p, work.location.part.slot_of(work.location.part.index)};
+    KeyPart const& own = work.location.part;
+    PartRows<Traits> const part{p, slot_of_part<Traits>(own, own.index)};
     int const warp = warpgroup * kWarpgroupWarps + thread / 32;
     auto const fours = cute::recast<float4 const>(tOrO);
     CUTE_UNROLL

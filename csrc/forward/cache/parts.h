@@ -4,11 +4,19 @@
 // part of at most 8 rows.
 #pragma once
 
+#include "core/key_splits.h"
+#include "forward/column_ctas.h"
 #include "forward/params.h"
 
 namespace fa3 {
 
 constexpr int kWarpRows = 16;  // rows of an accumulator per warp
+
+// The slot of part i of an output tile.
+template <class Traits>
+CUTE_DEVICE int slot_of_part(KeyPart const& part, int i) {
+  return ColumnsOf<Traits>::slot(part.slot_of(i));
+}
 
 // The rows of a part. A lane's float4 holds two columns of two rows, as in fragments.h.
 template <class Traits>

@@ -142,8 +142,8 @@ struct CacheProducer {
     for (int column = 0; column < Traits::kColumns; column += Traits::kSlice) {
       load_box<typename Traits::Location>(
           p.q, mbarrier_word(full), kReadOnce, &shared.q[q_ring.stage][wg][column * kWarpgroupRows],
-          {column, part.rows.head, part.location.first_q() + position, part.location,
-           part.location.end_q()});
+          {ColumnsOf<Traits>::first_column() + column, part.rows.head,
+           part.location.first_q() + position, part.location, part.location.end_q()});
     }
     shared.work[q_ring.stage][wg] = share_of_part<Traits>(p, part, wg);
     Slots::Scales::publish(shared, p, part, q_ring.stage, wg);

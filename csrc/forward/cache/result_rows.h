@@ -70,8 +70,8 @@ CUTE_DEVICE uint4 transpose_in_quad(uint4 words) {
                   : make_uint4(words.x, words.y, first, second);
 }
 
-// Writes an accumulator, 64 rows of a warpgroup, to the result, beginning at column first_column.
-// Whole warps call this.
+// Writes an accumulator, 64 rows of a warpgroup, to the result, beginning at column first_column
+// of this CTA. Whole warps call this.
 template <class Traits>
 struct ResultColumns {
   CacheDeviceParams const& p;
@@ -85,7 +85,8 @@ struct ResultColumns {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       RowOfTile const row = row_of_tile(p, work.rows, fragment_row(thread) + 8 * r);
-      auto const target = ResultRow<Traits>::of(p, work, row).from(first_column);
+      auto const target = ResultRow<Traits>::of(p, work, row)
+                              .from(ColumnsOf<Traits>::first_column() + first_column);
       if constexpr (!Traits::kTransposesV) {
         write_chunks(output, r, row.exists, target);
       } else if (row.exists) {

@@ -1,0 +1,74 @@
+// A mask as lists: the K tiles that a tile of queries visits, and which of them need the mask
+// (flash_attn3/ops/mask_lists.py makes them).
+//
+// A list is int32: how many entries it has, how many of them are free, then the entries. The
+// queries of the tile see every key of the free ones, which come first.
+#pragma once
+
+#include "core/block_range.h"
+
+namespace fa3 {
+
+constexpr int kListedRows = 128;   // queries of a tile
+constexpr int kListHeader = 2;     // ints before the entries
+constexpr int kListBlockBits = 4;  // of an entry: bits of its blocks, then the K tile
+
+// The bits say which blocks of 64 queries and 64 keys are visible, before the intervals of rows.
+struct ListEntry {
+  int word;
+
+  FA3_HD constexpr int tile() const { return word >> kListBlockBits; }
+
+  // The bits of the lower and the upper 64 keys for one half of the queries.
+  FA3_HD constexpr int halves(int half_of_queries) const { return word >> 2 * half_of_queries & 3; }
+};
+
+// Takes the place of BlockRange: visits are numbers of entries, from the last down to 0.
+struct KeyList {
+  int const* entries;
+  int begin;
+  int free_begin;
+  int free_end;
+  int end;
+
+  // INVARIANT: a list has at least one entry, which may be hidden from all queries.
+  FA3_HD static KeyList at(int const* list) {
+    return KeyList{list + kListHeader, 0, 0, list[1], list[0]};
+  }
+
+  FA3_HD int count() const { return end; }
+  FA3_HD int first() const { return end - 1; }
+  FA3_HD static constexpr int last() { return 0; }
+  FA3_HD ListEntry entry(int n) const { return ListEntry{entries[n]}; }
+  FA3_HD int tile(int n) const { return entry(n).tile(); }
+  FA3_HD static constexpr int next(int n) { return n - 1; }
+  FA3_HD static constexpr void advance(int& n) { --n; }
+
+  FA3_HD KeyList visits_with(SkippedTiles const&) const { return *this; }
+  FA3_HD int count_with(SkippedTiles const&) const { return count(); }
+};
+
+// An entry of a list of tiles of queries, of one query head: the tile and the bits of its blocks,
+// and how many tiles of keys with more keys visit the same queries. The bit of a half of the
+// queries and a half of the keys is that of ListEntry.
+constexpr int kListedKeys = 128;  // of a tile of keys
+struct QueryEntry {
+  int word;
+  int rank;
+
+  FA3_HD constexpr int tile() const { return word >> kListBlockBits; }
+  FA3_HD constexpr int bits() const { return word & ((1 << kListBlockBits) - 1); }
+};
+
+// The lists of a call, and the intervals of its rows; strides are 0 where all share one. The list
+// of tile m of packed sequence b has the number cu_seqlens_q[b] / kListedRows + b + m.
+struct MaskLists {
+  int const* lists = nullptr;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int tile_stride = 0;
+  int const* rows = nullptr;      // (queries, 4): two intervals of keys; nullptr: all keys
+  int64_t rows_batch_stride = 0;  // in ints
+};
+
+}  // namespace fa3

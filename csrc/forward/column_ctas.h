@@ -1,0 +1,100 @@
+// The slot Columns: whether a CTA has all columns of Q, K, V and O, or two CTAs of a cluster split
+// them. Then each computes S of its columns, sends it to the other and adds what the other has
+// sent, so that both have the same S and P. A warpgroup exchanges S with the warpgroup of the same
+// number, each thread with the thread of the same number.
+#pragma once
+
+#include "device/cluster.h"
+#include "device/math.h"
+
+namespace fa3 {
+
+struct AllColumns {
+  // Barriers are ready.
+  CUTE_DEVICE static void begin() { __syncthreads(); }
+
+  template <class Storage, class FragmentS>
+  CUTE_DEVICE static void complete(Storage&, int, int, int, FragmentS&) {}
+
+  CUTE_DEVICE static void end() {}
+
+  // The first column of this CTA.
+  CUTE_DEVICE static int first_column() { return 0; }
+
+  // CTAs that take tiles, and the number of this one among them.
+  CUTE_DEVICE static int ctas() { return int(gridDim.x); }
+  CUTE_DEVICE static int own_cta() { return int(blockIdx.x); }
+
+  // The ticket after the one that this CTA drew last.
+  CUTE_DEVICE static int draw(int, int* counter) { return atomicAdd(counter, 1); }
+
+  // A slot of partial results.
+  CUTE_DEVICE static int slot(int shared) { return shared; }
+};
+
+// Both CTAs take the same tiles: every so many from the number of their cluster on.
+template <class Traits>
+struct SharedColumns {
+  static constexpr int kCtas = 2;
+  static_assert(Traits::k.column_ctas() == kCtas);
+
+  uint32_t phase = 0;
+
+  CUTE_DEVICE static void begin() { cluster_sync(); }
+
+  // Adds S of the other CTA. All threads of a warpgroup call this. zero: 0, unknown to ptxas.
+  // INVARIANT: a + b = b + a, so both CTAs have the same bits.
+  template <class Storage, class FragmentS>
+  CUTE_DEVICE void complete(Storage& shared, int zero, int warpgroup, int thread, FragmentS& tSrS) {
+    constexpr int kFours = Traits::kTileN / 8;
+    constexpr uint32_t kBytes = sizeof(shared.sent_scores[0]);
+    int const other = 1 - cluster_rank();
+    Mbarrier& full = shared.scores_full[warpgroup];
+    auto scores = cute::recast<float4>(tSrS);
+    if (thread == 0) {
+      full.arrive_and_expect_tx(kBytes);
+    }
+    shared.scores_empty[warpgroup].wait(phase ^ 1);
+    uint32_t const target = remote_address(other, &shared.sent_scores[warpgroup][0][thread]);
+    uint32_t const remote_full = remote_address(other, &full);
+    CUTE_UNROLL
+    for (int i = 0; i < kFours; ++i) {
+      send_async(target + i * kWarpgroupThreads * int(sizeof(float4)), scores(i), remote_full);
+    }
+    full.wait(phase);
+    uint32_t read = 0;
+    CUTE_UNROLL
+    for (int i = 0; i < kFours; ++i) {
+      float4 const sent = shared.sent_scores[warpgroup][i][thread];
+      read |= __float_as_uint(sent.x);
+      scores(i).x += sent.x;
+      scores(i).y += sent.y;
+      scores(i).z += sent.z;
+      scores(i).w += sent.w;
+    }
+    // TRAP: a load is issued before the arrival that follows it, but may end after the other CTA
+    // has sent the next S. So the arrival depends on what all lanes have loaded.
+    bool const never = __any_sync(kWholeWarp, (read & uint32_t(zero)) != 0);
+    if (thread % 32 == 0) {
+      arrive_remote(other, shared.scores_empty[warpgroup], never);
+    }
+    phase ^= 1;
+  }
+
+  // The other CTA sends nothing more to this one, nor does it arrive at its barriers.
+  CUTE_DEVICE static void end() { cluster_sync(); }
+
+  // That of Q and K is that of V and O.
+  CUTE_DEVICE static int first_column() { return cluster_rank() * Traits::kHeadDimV; }
+
+  CUTE_DEVICE static int ctas() { return int(gridDim.x) / kCtas; }
+  CUTE_DEVICE static int own_cta() { return int(blockIdx.x) / kCtas; }
+  CUTE_DEVICE static int draw(int before, int*) { return before + ctas(); }
+  CUTE_DEVICE static int slot(int shared) { return shared * kCtas + cluster_rank(); }
+};
+
+template <class Traits>
+using ColumnsOf =
+    cute::conditional_t<(Traits::k.column_ctas() > 1), SharedColumns<Traits>, AllColumns>;
+
+}  // namespace fa3

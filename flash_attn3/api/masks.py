@@ -1,0 +1,436 @@
+"""AttentionMask: which keys each query sees, as intervals of keys, as blocks, or as both.
+
+`flash_attn_func` and `flash_attn_varlen_func` take one as `mask=` (ops/masked.py). The lists of K
+tiles for the kernels are made in the first call (ops/mask_lists.py) and kept in the mask.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn3.ops import checks, mask_lists
+from flash_attn3.ops.dense_and_varlen import MaskTensors
+from flash_attn3.ops.mask_lists import BLOCK, Layout, ceil_div
+
+_OP = 'AttentionMask'
+_BLOCKS = 64, 128
+_MOST_INTERVALS = 2
+_MOST_KEPT = 8    # calls of other lengths, head dims or heads whose lists a mask keeps
+
+
+class _Lengths(NamedTuple):
+    """The lengths of a sequence that a mask is made for, both included; high is None: any."""
+    low: int = 0
+    high: int | None = None
+
+    def __and__(self, other: _Lengths) -> _Lengths:
+        highs = [x.high for x in (self, other) if x.high is not None]
+        return _Lengths(max(self.low, other.low), min(highs, default=None))
+
+    def __str__(self) -> str:
+        return str(self.high) if self.low == self.high else f'{self.low} to {self.high}'
+
+    def takes(self, length: int) -> bool:
+        return self.low <= length and (self.high is None or length <= self.high)
+
+
+def _exactly(length: int) -> _Lengths:
+    return _Lengths(length, length)
+
+
+def _in_blocks(count: int, size: int) -> _Lengths:
+    return _Lengths(max(0, (count - 1) * size + 1), count * size)
+
+
+class AttentionMask:
+    """Which keys each query sees: `mask=` of `flash_attn_func` and `flash_attn_varlen_func`.
+
+    Made by the methods below, and by `a & b`, which shows what both show. A mask holds for the
+    lengths that it was made for, for any number of layers and steps: its tensors must not change.
+    docs/masks.md has a picture of each.
+
+    Keys are counted within the sequence of the query. Other values than described are errors on the
+    CPU and with FLASH_ATTN3_CHECKS=1; else begin and end are clamped to the sequence.
+    """
+
+    def __init__(self, intervals: Tensor | None, blocks: Tensor | None, seqlen_q: _Lengths,
+                 seqlen_k: _Lengths, cu_seqlens: Tensor | None = None):
+        """For the methods below. intervals: (batch or 1, seqlen_q, n, 2), packed (total_q, n, 2).
+        blocks: (batch or 1, heads or 1, q blocks, k blocks) bool, of 64 x 64.
+        """
+        self._intervals, self._blocks = intervals, blocks
+        self._seqlen_q, self._seqlen_k = seqlen_q, seqlen_k
+        self._cu_seqlens = cu_seqlens
+        self._kept: dict[tuple, tuple[MaskTensors, Layout]] = {}
+
+    def __repr__(self) -> str:
+        shapes = {name: tuple(x.shape) for name, x in (
+            ('intervals', self._intervals), ('blocks of 64', self._blocks)) if x is not None}
+        return f'AttentionMask({", ".join(f"{name} {shape}" for name, shape in shapes.items())})'
+
+    # -------------------------------------------------------------------------------- constructors
+    @staticmethod
+    def from_intervals(intervals: Tensor, cu_seqlens: Tensor | None = None) -> AttentionMask:
+        """A query sees the keys of its intervals [begin, end), each key once.
+
+        Args:
+            intervals: int32 (seqlen_q, n, 2) for all sequences, or (batch, seqlen_q, n, 2); packed
+                (total_q, n, 2). n is 1 or 2. 0 <= begin <= end <= seqlen_k.
+            cu_seqlens: (batch + 1,) int32, where packed sequences of queries begin.
+        """
+        is_packed = cu_seqlens is not None
+        shape = '(total_q, n, 2)' if is_packed else '(seqlen_q, n, 2) or (batch, seqlen_q, n, 2)'
+        if (intervals.dtype != torch.int32 or intervals.dim() not in ((3,) if is_packed else (3, 4))
+                or intervals.size(-1) != 2 or intervals.size(-2) not in (1, _MOST_INTERVALS)):
+            raise RuntimeError(checks.error(
+                f'{_OP}.from_intervals', f'intervals of int32 {shape}, n from 1 to 2',
+                _described(intervals)))
+        if is_packed:
+            _check_starts('from_intervals', 'cu_seqlens', cu_seqlens, intervals.device)
+            return AttentionMask(intervals, None, _Lengths(), _Lengths(), cu_seqlens)
+        intervals = intervals if intervals.dim() == 4 else intervals[None]
+        return AttentionMask(intervals, None, _exactly(intervals.size(1)), _Lengths())
+
+    @staticmethod
+    def from_blocks(block_mask: Tensor, block_q: int = 128, block_k: int = 128) -> AttentionMask:
+        """A query sees the keys of the blocks that are True.
+
+        Args:
+            block_mask: bool (heads, q blocks, k blocks) for all sequences, or (batch or 1, heads, q
+                blocks, k blocks); heads are those of q, of k, or 1. Packed: q and k blocks of the
+                longest sequence, those of others begin with the first.
+            block_q, block_k: queries and keys of a block, 64 or 128.
+        """
+        name = f'{_OP}.from_blocks'
+        for argument, size in (('block_q', block_q), ('block_k', block_k)):
+            if type(size) is not int or size not in _BLOCKS:
+                raise RuntimeError(checks.error(name, f'{argument} to be 64 or 128', repr(size)))
+        if block_mask.dtype != torch.bool or block_mask.dim() not in (3, 4):
+            raise RuntimeError(checks.error(
+                name, 'block_mask of bool ([batch or 1,] heads, q blocks, k blocks)',
+                _described(block_mask)))
+        blocks = block_mask if block_mask.dim() == 4 else block_mask[None]
+        lengths = [_in_blocks(count, size) for count, size in zip(blocks.shape[2:],
+                                                                  (block_q, block_k))]
+        for dim, size in ((2, block_q), (3, block_k)):
+            if size != BLOCK:
+                blocks = blocks.repeat_interleave(size // BLOCK, dim)
+        return AttentionMask(None, blocks, *lengths)
+
+    @staticmethod
+    def from_block_mask(block_mask, intervals: AttentionMask | None = None) -> AttentionMask:
+        """The mask of a `torch.nn.attention.flex_attention.BlockMask`.
+
+        Args:
+            block_mask: of blocks of 64 or 128. Its mask_mod is not called: without intervals, all
+                blocks must be full ones, which is read from the device.
+            intervals: made by from_intervals or a method after it: the same mask within blocks.
+        """
+        name = f'{_OP}.from_block_mask'
+        sizes = block_mask.BLOCK_SIZE
+        if any(size not in _BLOCKS for size in sizes):
+            raise RuntimeError(checks.error(name, 'a BLOCK_SIZE of 64 or 128', str(sizes)))
+        full = block_mask.full_kv_num_blocks
+        if intervals is None and (block_mask.kv_num_blocks > 0).any():
+            raise RuntimeError(checks.error(
+                name, 'full blocks, or intervals of what partial blocks show',
+                'partial blocks' + ' alone' * (full is None),
+                'pass intervals, an AttentionMask of the same mask as its mask_mod'))
+        mask = AttentionMask.from_blocks(block_mask.to_dense().bool(), *sizes)
+        exact = [_exactly(length) for length in block_mask.seq_lengths]
+        mask._seqlen_q, mask._seqlen_k = mask._seqlen_q & exact[0], mask._seqlen_k & exact[1]
+        return mask if intervals is None else mask & intervals
+
+    @staticmethod
+    def documents(cu_documents: Tensor, seqlen: int, *, causal: bool = True) -> AttentionMask:
+        """Documents one after another in a sequence: a query sees its own document up to itself.
+
+        Args:
+            cu_documents: (documents + 1,) for all sequences or (batch, documents + 1) int32: where
+                documents begin, and the end of the last. Queries outside of them see nothing.
+            seqlen: queries and keys of a sequence.
+            causal: False: a query sees its whole document.
+        """
+        _check_ints('documents', 'cu_documents', cu_documents, (1, 2))
+        row = torch.arange(seqlen, dtype=torch.int32, device=cu_documents.device)
+        row = row.expand(*cu_documents.shape[:-1], seqlen).contiguous()
+        last = cu_documents.size(-1) - 1
+        after = torch.searchsorted(cu_documents.contiguous(), row, right=True)    # 1: the first
+        is_inside = (after > 0) & (after <= last)
+        begin, end = (cu_documents.gather(-1, x.clamp(0, last)) for x in (
+            (after - 1).clamp(min=0), after))
+        ends = row + 1 if causal else end
+        intervals = torch.stack([begin, ends], -1).masked_fill(~is_inside[..., None], 0)
+        return _square(intervals.unsqueeze(-2), seqlen)
+
+    @staticmethod
+    def prefix_lm(prefix: Tensor, seqlen: int, cu_seqlens: Tensor | None = None) -> AttentionMask:
+        """All see the prefix of their sequence; queries after it are causal.
+
+        Args:
+            prefix: (batch,) int32, tokens of each prefix.
+            seqlen: queries and keys of a sequence; packed: total_q.
+            cu_seqlens: (batch + 1,) int32, where packed sequences of queries begin.
+        """
+        _check_ints('prefix_lm', 'prefix', prefix, (1,))
+        row = torch.arange(seqlen, dtype=torch.int32, device=prefix.device)
+        if cu_seqlens is None:
+            ends = torch.maximum(prefix[:, None], row + 1)
+        else:
+            _check_starts('prefix_lm', 'cu_seqlens', cu_seqlens, prefix.device, prefix.size(0) + 1)
+            layout = Layout(seqlen, seqlen, cu_seqlens)
+            if layout.batch == 0:
+                ends = torch.zeros_like(row)
+            else:
+                sequence = layout.sequence_of(row)
+                ends = torch.maximum(prefix[sequence], row + 1 - cu_seqlens[sequence])
+        intervals = torch.stack([torch.zeros_like(ends), ends], -1).unsqueeze(-2)
+        if cu_seqlens is None:
+            return _square(intervals, seqlen)
+        return AttentionMask.from_intervals(intervals, cu_seqlens)
+
+    @staticmethod
+    def tree(lengths: Sequence[int], parents: Sequence[int], *, causal: bool = True,
+             device: torch.device | str | None = None) -> AttentionMask:
+        """Segments that continue one another, such as prompts and their completions: a query sees
+        its own segment up to itself, and the segments that this one continues.
+
+        Args:
+            lengths: tokens of each segment, in the order in which the segments lie in a sequence.
+            parents: the segment that each continues, an earlier one, or -1. What a query sees must
+                be two intervals at most: let a segment be followed by one that continues it.
+            causal: False: a query sees its whole segment.
+            device: where the mask is made.
+        """
+        name = f'{_OP}.tree'
+        if len(lengths) != len(parents):
+            raise RuntimeError(checks.error(name, f'{len(lengths)} parents, one for each segment',
+                                            str(len(parents))))
+        seen: list[list[tuple[int, int]]] = []    # intervals that the whole of a segment sees
+        start, rows = 0, []
+        for number, (length, parent) in enumerate(zip(lengths, parents)):
+            if length < 0 or not -1 <= parent < number:
+                raise RuntimeError(checks.error(
+                    name, f'lengths[{number}] of 0 or more and parents[{number}] from -1 to '
+                    f'{number - 1}', f'{length} and {parent}'))
+            ranges = list(seen[parent]) if parent >= 0 else []
+            begin = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+            ranges.append((begin, start + length))
+            if len(ranges) > _MOST_INTERVALS and length > 0:
+                raise RuntimeError(checks.error(
+                    name, f'at most two intervals of keys in segment {number}',
+                    str(ranges), 'let a segment be followed by one that continues it'))
+            seen.append(ranges)
+            rows.append([*(0, 0) * (_MOST_INTERVALS - len(ranges)), *sum(ranges, ())][-4:])
+            start += length
+        segments = torch.tensor(rows, dtype=torch.int32).view(-1, 4)
+        intervals = segments.repeat_interleave(torch.tensor(lengths, dtype=torch.int64), 0)
+        if causal:
+            intervals[:, 3] = torch.arange(1, start + 1, dtype=torch.int32)
+        return _square(intervals.view(-1, 2, 2).to(device), start)
+
+    def __and__(self, other: AttentionMask) -> AttentionMask:
+        """What both masks show."""
+        if not isinstance(other, AttentionMask):
+            return NotImplemented
+        intervals = _joined('intervals', self._intervals, other._intervals, _both_intervals)
+        blocks = _joined('blocks', self._blocks, other._blocks, _both_blocks)
+        starts = self._cu_seqlens if self._cu_seqlens is not None else other._cu_seqlens
+        return AttentionMask(intervals, blocks, self._seqlen_q & other._seqlen_q,
+                             self._seqlen_k & other._seqlen_k, starts)
+
+    # ------------------------------------------------------------------------------------- a call
+    def tensors_of(self, op: str, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple,
+                   softcap: bool, with_gradients: bool,
+                   check: Callable[[], None]) -> MaskTensors:
+        """What the op `attend` takes for a call on q, k and v; lists where kernels read them.
+
+        lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of packed sequences, or
+        (). softcap: whether there is one. with_gradients: also what the op `bwd` takes. check:
+        refuses a wrong call; called before the mask is compared with it.
+
+        Raises:
+            RuntimeError: the mask was made for other sizes, or has wrong values, where those are
+                read.
+        """
+        q, k, v = tensors
+        if lengths:
+            *starts, longest_q, longest = lengths
+            layout = Layout(q.size(0), longest or k.size(0), *starts, k.size(0))
+            longest_q = longest_q or q.size(0)
+        else:
+            layout = Layout(q.size(1), k.size(1))
+            longest_q = q.size(1)
+        columns = max(q.size(-1), v.size(-1))
+        tile = mask_lists.tile_keys(columns, softcap) if q.is_cuda else 0
+        queries = mask_lists.tile_queries(columns) if q.is_cuda and with_gradients else 0
+        heads = q.size(-2), k.size(-2)
+        key = (tile, queries, longest_q, heads, layout.queries, layout.keys,
+               *map(_identity, layout[2:4]))
+        if (kept := self._kept.get(key)) is not None:
+            return kept[0]
+        check()
+        batch = layout.batch if lengths else q.size(0)
+        if problem := self._problem(q, layout, batch, heads):
+            raise RuntimeError(checks.error(op, *problem))
+        made = self._made(layout, batch, heads, tile)
+        if queries:
+            made = made._replace(query_lists=mask_lists.query_lists(
+                made.mask_rows, made.mask_blocks, layout, queries, longest_q))
+        # What a captured graph makes exists only in its replays.
+        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if len(self._kept) == _MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = made, layout    # the layout keeps the identities of its lists
+        return made
+
+    def _made(self, layout: Layout, batch: int, heads: tuple[int, int], tile: int) -> MaskTensors:
+        rows, blocks = self._intervals, self._blocks
+        if rows is not None:
+            rows = mask_lists.clean_rows(rows, layout)
+        if blocks is not None:
+            if layout.cu_seqlens_q is None:
+                blocks = blocks[:, :, :ceil_div(layout.queries, BLOCK),
+                                :ceil_div(layout.keys, BLOCK)]
+            else:
+                blocks = blocks.expand(batch, -1, -1, -1)
+            if blocks.size(1) not in (1, heads[0]):
+                blocks = blocks.repeat_interleave(heads[0] // heads[1], 1)
+            blocks = blocks.contiguous()
+        lists = mask_lists.key_lists(rows, blocks, layout, tile) if tile else None
+        return MaskTensors(rows, blocks, lists)
+
+    # ------------------------------------------------------------------------------------- checks
+    def _problem(self, q: Tensor, layout: Layout, batch: int,
+                 heads: tuple[int, int]) -> tuple[str, str] | None:
+        """What was expected of the mask, and what it is instead."""
+        given = [x for x in (self._intervals, self._blocks, self._cu_seqlens) if x is not None]
+        if any(x.device != q.device for x in given):
+            return f'mask on the device of q, {q.device}', str(given[0].device)
+        is_packed = layout.cu_seqlens_q is not None
+        if self._intervals is not None and is_packed != (self._cu_seqlens is not None):
+            return (f'mask of {"packed" if is_packed else "dense"} sequences, made '
+                    f'{"with" if is_packed else "without"} cu_seqlens', repr(self))
+        if problem := (self._packed_problem(layout) if is_packed else self._dense_problem(layout)):
+            return problem
+        sizes = [x.size(0) for x in given[:2] if x.dim() == 4]
+        if any(size not in (1, batch) for size in sizes):
+            return f'mask for {batch} sequences, the batch of q, or for all', f'{max(sizes)}'
+        if self._blocks is not None and self._blocks.size(1) not in (1, *heads):
+            return (f'mask for {heads[0]} heads of q, {heads[1]} heads of k, or all',
+                    str(self._blocks.size(1)))
+        is_read = checks.reads_contents(q) and not checks.has_no_data(q)
+        return self._value_problem(layout) if is_read else None
+
+    def _dense_problem(self, layout: Layout) -> tuple[str, str] | None:
+        for name, made_for, length in (('seqlen_q', self._seqlen_q, layout.queries),
+                                       ('seqlen_k', self._seqlen_k, layout.keys)):
+            if not made_for.takes(length):
+                return f'mask for a {name} of {length}', f'one for {made_for}'
+        return None
+
+    def _packed_problem(self, layout: Layout) -> tuple[str, str] | None:
+        if self._intervals is not None and self._intervals.size(0) != layout.queries:
+            return (f'mask for total_q of {layout.queries}, the rows of q',
+                    f'one for {self._intervals.size(0)}')
+        if self._cu_seqlens is not None and self._cu_seqlens.shape != layout.cu_seqlens_q.shape:
+            return (f'mask for {layout.batch} sequences, those of cu_seqlens_q',
+                    f'one for {self._cu_seqlens.size(0) - 1}')
+        return None
+
+    def _value_problem(self, layout: Layout) -> tuple[str, str] | None:
+        """Of values, for which it waits for the device."""
+        most: int | Tensor = layout.keys
+        if layout.cu_seqlens_q is not None:
+            if self._cu_seqlens is not None and not torch.equal(self._cu_seqlens,
+                                                                layout.cu_seqlens_q):
+                return 'mask with the cu_seqlens of the call, cu_seqlens_q', 'other values'
+            longest = [int(x.diff().max()) if layout.batch else 0 for x in layout[2:4]]
+            if longest[1] > layout.keys:
+                return (f'max_seqlen_k of {longest[1]} or more with mask, the longest sequence',
+                        str(layout.keys))
+            for name, made_for, length in zip('qk', (self._seqlen_q, self._seqlen_k), longest):
+                if made_for.high is not None and length > made_for.high:
+                    return (f'mask for a longest seqlen_{name} of {length}',
+                            f'one for {made_for.high}')
+            most = layout.keys_of(layout.rows(layout.cu_seqlens_q.device))[:, None]
+        return None if self._intervals is None else _interval_problem(self._intervals, most, layout)
+
+
+def _interval_problem(intervals: Tensor, most: int | Tensor,
+                      layout: Layout) -> tuple[str, str] | None:
+    """most: keys of a sequence, or (total_q, 1) those of the sequence of each query."""
+    begin, end = intervals.unbind(-1)
+    is_wrong = (begin < 0) | (end < begin) | (end > most)
+    if layout.cu_seqlens_q is not None:
+        is_wrong[layout.cu_seqlens_q[-1]:] = False    # of no sequence
+    if not is_wrong.any():
+        return None
+    place = tuple(is_wrong.nonzero()[0].tolist())
+    limit = most if isinstance(most, int) else int(most[place[0]])
+    return (f'mask with intervals{list(place)} from begin to end, in 0 to {limit}, the keys',
+            f'{begin[place]} to {end[place]}')
+
+
+def _described(x: Tensor) -> str:
+    return f'{tuple(x.shape)}, {checks.dtype_name(x.dtype)}'
+
+
+def _check_ints(method: str, name: str, x: Tensor, ranks: tuple[int, ...]) -> None:
+    if x.dtype != torch.int32 or x.dim() not in ranks or x.size(-1) == 0:
+        raise RuntimeError(checks.error(
+            f'{_OP}.{method}', f'{name} to be int32 of {" or ".join(map(str, ranks))} dimensions',
+            _described(x)))
+
+
+def _check_starts(method: str, name: str, x: Tensor, device: torch.device,
+                  count: int | None = None) -> None:
+    """Of a list of packed sequences. count: its numbers, where that is known."""
+    _check_ints(method, name, x, (1,))
+    if x.device != device or count not in (None, x.size(0)):
+        raise RuntimeError(checks.error(
+            f'{_OP}.{method}', f'{name} on {device}' + f' of {count} numbers' * (count is not None),
+            f'{x.size(0)} on {x.device}'))
+
+
+def _square(intervals: Tensor, seqlen: int) -> AttentionMask:
+    """A mask of intervals of as many keys as queries."""
+    mask = AttentionMask.from_intervals(intervals)
+    mask._seqlen_k = _exactly(seqlen)
+    return mask
+
+
+def _identity(x: Tensor | None) -> tuple[int, int] | None:
+    """What differs for another tensor, and for other contents where PyTorch counts changes."""
+    return None if x is None else (id(x), 0 if x.is_inference() else x._version)
+
+
+def _joined(name: str, one: Tensor | None, other: Tensor | None, join) -> Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    try:
+        return join(one, other)
+    except RuntimeError as problem:
+        if 'flash_attn3' in str(problem):
+            raise
+        raise RuntimeError(checks.error(f'{_OP}.__and__', f'{name} of the same sizes',
+                                        f'{tuple(one.shape)} and {tuple(other.shape)}')) from None
+
+
+def _both_blocks(one: Tensor, other: Tensor) -> Tensor:
+    """Blocks that were larger may reach further; both have those of a length that both take."""
+    rows, columns = map(min, one.shape[2:], other.shape[2:])
+    return one[:, :, :rows, :columns] & other[:, :, :rows, :columns]
+
+
+def _both_intervals(one: Tensor, other: Tensor) -> Tensor:
+    counts = one.size(-2), other.size(-2)
+    if min(counts) > 1 or one.dim() != other.dim():
+        raise RuntimeError(checks.error(
+            f'{_OP}.__and__', 'masks of as many sequences, one of them of one interval a query',
+            f'{tuple(one.shape)} and {tuple(other.shape)}'))
+    begin = torch.maximum(one[..., 0], other[..., 0])
+    return torch.stack([begin, torch.maximum(begin, torch.minimum(one[..., 1], other[..., 1]))], -1)

@@ -1,0 +1,139 @@
+"""Attention with an AttentionMask (api/masks.py): what it refuses, and which path it takes.
+
+Called by interface.py. CPU tensors without gradients and Hopper GPUs take the op `attend`; with
+gradients the CPU, and other GPUs, take the plain path, which PyTorch differentiates.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from flash_attn3.cpu import fallback
+from flash_attn3.ops import checks, dense_and_varlen, dtensors, library, mask_lists, splits
+from flash_attn3.ops.autograd import first_derivatives
+from flash_attn3.ops.dense_and_varlen import MaskTensors
+from flash_attn3.ops.fp8 import EightBit
+from flash_attn3.ops.splits import Call
+
+_attend = torch.ops.flash_attn3.attend.default
+_bwd = torch.ops.flash_attn3.bwd.default
+MOST_GRADIENT_COLUMNS = 128    # kMaxListedGradients of csrc/plan/variants.h
+
+
+def problem_text(call: Call, num_splits: int) -> str:
+    """Why the arguments of a call do not go together with its mask, or ''."""
+    general, execution = call.general, call.execution
+    if text := splits.problem_text(call.op, num_splits):
+        return text
+    if not hasattr(call.mask, 'tensors_of'):
+        return checks.error(call.op, 'mask to be an AttentionMask', type(call.mask).__name__)
+    asked = {'causal': general.causal, 'attention_chunk': general.attention_chunk != 0,
+             'window_size': (general.window_left, general.window_right) != (-1, -1),
+             'seqused_q': general.seqused_q is not None,
+             'seqused_k': general.seqused_k is not None, 'num_splits': num_splits > 1,
+             'split_size': execution.split_size != 0}
+    for name, is_asked in asked.items():
+        if is_asked:
+            return checks.error(call.op, f'no {name} with mask', name,
+                                'the mask says all that a query sees' if name != 'split_size'
+                                and name != 'num_splits' else '')
+    if call.eight_bit is not None:
+        return checks.error(call.op, 'q of 16 bits with mask', 'float8_e4m3fn')
+    return ''
+
+
+def gradient_text(op: str, q: Tensor, v: Tensor, softcap: float) -> str:
+    """Why our kernels have no gradients for a call with a mask, or ''."""
+    columns = max(q.size(-1), v.size(-1))
+    if columns > MOST_GRADIENT_COLUMNS:
+        return checks.error(op, f'head dims of at most {MOST_GRADIENT_COLUMNS} for gradients with '
+                            'mask on a GPU', str(columns))
+    if softcap:
+        return checks.error(op, 'no softcap for gradients with mask on a GPU', str(softcap))
+    return ''
+
+
+class _MaskedAttention(torch.autograd.Function):
+    """The op `attend` with a mask, on a Hopper GPU; q, k, v and sinks have gradients."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, general, execution, given):
+        out, lse, max_logits = _attend(q, k, v, None, *general, *execution[:-1], *EightBit(),
+                                       *given)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *general[:2], *given)
+        ctx.general = general._replace(sinks=None, cu_seqlens_q=None, cu_seqlens_k=None)
+        ctx.deterministic = checks.wants_determinism(execution.deterministic)
+        ctx.mark_non_differentiable(max_logits)
+        ctx.set_materialize_grads(False)
+        return out, lse, max_logits
+
+    @staticmethod
+    def backward(ctx, dout, dlse, _):
+        q, k, v, out, lse, sinks, starts_q, starts_k, *given = ctx.saved_tensors
+        general = ctx.general._replace(sinks=sinks, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
+        dout = torch.zeros_like(out) if dout is None else dout
+        own = dense_and_varlen.for_backward(general, ctx.deterministic, MaskTensors(*given))
+        dq, dk, dv, dsinks = first_derivatives(_bwd, dout, dlse, q, k, v, out, lse, *own)
+        return dq, dk, dv, None if sinks is None else dsinks, None, None, None
+
+
+def sizes_of(call: Call) -> MaskTensors:
+    """Tensors that a planner takes for those of a mask of intervals; they hold nothing."""
+    q, *_ = call.tensors
+    rows = q.shape[:-2]
+    batch, lists = ((1, mask_lists.ceil_div(rows[-1], mask_lists.QUERIES)) if len(rows) == 2 else
+                    (0, rows[-1] // mask_lists.QUERIES
+                     + dense_and_varlen.batch_of(q, call.general.cu_seqlens_q)))
+    return MaskTensors(q.new_empty((*[1] * batch, rows[-1], 4), dtype=torch.int32), None,
+                       q.new_empty((1, 1, lists, 3), dtype=torch.int32))
+
+
+def _check(call: Call, is_served: bool) -> None:
+    q, k, _, _ = call.tensors
+    if checks.has_no_data(q):
+        return
+    checks.check_forward(dict(zip(('q', 'k', 'v', 'out'), call.tensors)), call.general,
+                         call.execution, rules_of=None if is_served else 'cpu')
+    if checks.reads_contents(q) or not is_served:
+        dense_and_varlen.check_contents('fwd', q, k, call.general)
+
+
+def attention(call: Call, num_splits: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(out, lse, max_logits) of a call with a mask."""
+    q, k, v, out = tensors = call.tensors
+    general, execution = call.general, call.execution
+    if text := problem_text(call, num_splits):
+        raise RuntimeError(text)
+    dtensors.reject(f'{call.op} with mask', q)
+    if is_compiling():
+        raise NotImplementedError(checks.error(
+            call.op, 'an eager call with mask', 'torch.compile or torch.export',
+            'torch.compiler.disable the function that calls it'))
+    call.reject_forward_mode()
+    needs_grad, is_served = call.needs_grad(), not q.is_cuda or library.kernels_serve(q.device)
+    if needs_grad and out is not None:
+        raise RuntimeError(checks.gradient_with_out_text(call.op, **call.named()))
+    rank = dense_and_varlen.rank_of(general)
+    if needs_grad or not is_served or any(x.dim() != rank for x in tensors[:3]):
+        _check(call, is_served)    # else the op does, and a mask before it is compared with a call
+    lengths = (*general[:2], general.max_seqlen_q, general.max_seqlen_k) if rank == 3 else ()
+    has_kernels = is_served and (q.is_cuda or not needs_grad)
+    with_gradients = needs_grad and has_kernels
+    if with_gradients and (text := gradient_text(call.op, q, v, general.softcap)):
+        raise NotImplementedError(text)
+    given = call.mask.tensors_of(call.op, (q, k, v), lengths, bool(general.softcap), with_gradients,
+                                 lambda: _check(call, is_served))
+    if has_kernels:
+        if q.is_cuda:
+            dense_and_varlen.check_cuda_contents(q, k, general)
+        if needs_grad:
+            return _MaskedAttention.apply(q, k, v, general.sinks, general, execution, given)
+        results = _attend(q, k, v, out, *general, *execution[:-1], *EightBit(), *given)
+        return results[0] if out is None else out, *results[1:]
+    if not is_served:
+        fallback.warn_once(q.device, call.op)
+    result, lse, row_max = dense_and_varlen.attend(q, k, v, general, execution.return_max_logits,
+                                                   given)
+    return (result if out is None else out.copy_(result), lse,
+            None if row_max is None else row_max.detach())
