@@ -21,6 +21,21 @@ _MOST_INTERVALS = 2
 _MOST_KEPT = 8    # calls of other lengths, head dims or heads whose lists a mask keeps
 
 
+class _Kept(NamedTuple):
+    """What a call made for later calls. layout: it keeps the identities of its lists."""
+    tensors: MaskTensors
+    layout: Layout
+    made: torch.cuda.Event | None    # None: on a CPU
+
+    def wait(self) -> None:
+        """Makes the tensors safe to read on the current stream."""
+        tensors = [x for x in self.tensors if x is not None]
+        stream = torch.cuda.current_stream(tensors[0].device)
+        stream.wait_event(self.made)
+        for x in tensors:
+            x.record_stream(stream)
+
+
 class _Lengths(NamedTuple):
     """The lengths of a sequence that a mask is made for, both included; high is None: any."""
     low: int = 0
@@ -64,7 +79,8 @@ class AttentionMask:
         self._intervals, self._blocks = intervals, blocks
         self._seqlen_q, self._seqlen_k = seqlen_q, seqlen_k
         self._cu_seqlens = cu_seqlens
-        self._kept: dict[tuple, tuple[MaskTensors, Layout]] = {}
+        self._kept: dict[tuple, _Kept] = {}
+        self._captured: dict[tuple, _Kept] = {}    # what CUDA graphs read, never dropped
 
     def __repr__(self) -> str:
         shapes = {name: tuple(x.shape) for name, x in (
@@ -258,33 +274,39 @@ class AttentionMask:
         """
         q, k, v = tensors
         if lengths:
-            *starts, longest_q, longest = lengths
+            *starts, _, longest = lengths    # max_seqlen_q is a hint, and lists name all queries
             layout = Layout(q.size(0), longest or k.size(0), *starts, k.size(0))
-            longest_q = longest_q or q.size(0)
+            batch = layout.batch
         else:
             layout = Layout(q.size(1), k.size(1))
-            longest_q = q.size(1)
+            batch = q.size(0)
         columns = max(q.size(-1), v.size(-1))
         tile = mask_lists.tile_keys(columns, softcap) if q.is_cuda else 0
         queries = mask_lists.tile_queries(columns) if q.is_cuda and with_gradients else 0
         heads = q.size(-2), k.size(-2)
-        key = (tile, queries, longest_q, heads, layout.queries, layout.keys,
+        key = (tile, queries, batch, heads, layout.queries, layout.keys, layout.all_keys,
                *map(_identity, layout[2:4]))
+        is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
         if (kept := self._kept.get(key)) is not None:
-            return kept[0]
+            if is_captured:
+                self._captured[key] = kept
+            elif q.is_cuda:
+                kept.wait()
+            return kept.tensors
         check()
-        batch = layout.batch if lengths else q.size(0)
         if problem := self._problem(q, layout, batch, heads):
             raise RuntimeError(checks.error(op, *problem))
         made = self._made(layout, batch, heads, tile)
         if queries:
             made = made._replace(query_lists=mask_lists.query_lists(
-                made.mask_rows, made.mask_blocks, layout, queries, longest_q))
-        # What a captured graph makes exists only in its replays.
-        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+                made.mask_rows, made.mask_blocks, layout, queries, layout.queries))
+        # What a captured graph makes exists only in its replays. PyTorch counts no changes of
+        # inference tensors.
+        if not is_captured and not any(x is not None and x.is_inference() for x in layout[2:4]):
             if len(self._kept) == _MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = made, layout    # the layout keeps the identities of its lists
+            event = torch.cuda.current_stream(q.device).record_event() if q.is_cuda else None
+            self._kept[key] = _Kept(made, layout, event)
         return made
 
     def _made(self, layout: Layout, batch: int, heads: tuple[int, int], tile: int) -> MaskTensors:
@@ -404,8 +426,8 @@ def _square(intervals: Tensor, seqlen: int) -> AttentionMask:
 
 
 def _identity(x: Tensor | None) -> tuple[int, int] | None:
-    """What differs for another tensor, and for other contents where PyTorch counts changes."""
-    return None if x is None else (id(x), 0 if x.is_inference() else x._version)
+    """What differs for another tensor and for other contents."""
+    return None if x is None or x.is_inference() else (id(x), x._version)
 
 
 def _joined(name: str, one: Tensor | None, other: Tensor | None, join) -> Tensor | None:

@@ -4,6 +4,7 @@ tests/gpu/test_attention_mask.py; the lists for kernels: test_mask_lists.py.
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -330,6 +331,29 @@ def test_compiled_calls_are_refused(monkeypatch):
         flash_attn_func(Q, K, K, mask=MASK)
 
 
+def test_lists_are_kept_for_calls_alike():
+    """Lists hold all queries whatever max_seqlen_q says, and other calls make others."""
+    mask = AttentionMask.from_intervals(torch.tensor([[[0, 100]]] * 256, dtype=torch.int32),
+                                        torch.tensor([0, 256], dtype=torch.int32))
+    q = torch.randn(256, 1, 64)
+
+    starts = torch.tensor([0, 256], dtype=torch.int32)
+    ends = torch.tensor([0, 200], dtype=torch.int32)
+
+    def tensors_of(ends, keys=256, longest=256):
+        return mask.tensors_of('attend', (q, q[:keys], q[:keys]), (starts, ends, longest, 256),
+                               False, True, lambda: None)
+
+    first = tensors_of(ends)
+    assert tensors_of(ends, longest=1) is first
+    assert tensors_of(ends, keys=200) is not first
+    ends += 1
+    assert tensors_of(ends) is not first
+    with torch.inference_mode():
+        uncounted = ends.clone()
+    assert tensors_of(uncounted) is not tensors_of(uncounted)
+
+
 def test_the_op_has_a_fake():
     q = torch.empty(2, 130, 4, 8, device='meta', dtype=torch.bfloat16)
     k = torch.empty(2, 150, 2, 16, device='meta', dtype=torch.bfloat16)
@@ -354,6 +378,7 @@ def test_gpus_without_kernels_take_the_plain_path(case, monkeypatch):
 
     given = made(case, 'cpu')
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
+    monkeypatch.setattr(torch.cuda, 'current_stream', mock.MagicMock())
     check(case, given, call(case, given._replace(q=given.q.as_subclass(OnGpu))))
     assert len(warned) == 1
 
