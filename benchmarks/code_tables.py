@@ -37,8 +37,8 @@ def support_part() -> str:
     gradients = largest_head_dim_v(64, planning.plan_backward)
     return table(['', 'Hopper kernels'], [
         ['dtypes', 'bfloat16, float16; FP8 (`float8_e4m3fn`) in the forward, gradients in 16 bits'],
-        ['head dims', f'multiples of 8 to {largest}; of V to {widest} (gradients: {gradients}) '
-                      'where Q and K have at most 64'],
+        ['head dims', f'multiples of 8 to {largest} (gradients and dense FP8: {gradients}); of V '
+                      f'to {widest} (gradients: {gradients}) where Q and K have at most 64'],
         ['heads', 'MHA, GQA, MQA'],
         ['masks', 'full, causal (aligned bottom-right), sliding windows, chunks'],
         ['scores', 'softmax scale, softcap, attention sinks, LSE, max logits'],
