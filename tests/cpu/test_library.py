@@ -201,7 +201,7 @@ def test_can_use_asks_for_the_kernel_of_the_gradients(gpu, monkeypatch):
 def test_public_names():
     code = 'import flash_attn3; print(sorted(flash_attn3.__all__), flash_attn3.__version__)'
     names, version = output_of(code).rsplit(' ', 1)
-    assert names == ("['PrefixLevel', 'built_variants', 'can_use', 'explain', "
+    assert names == ("['AttentionMask', 'PrefixLevel', 'built_variants', 'can_use', 'explain', "
                      "'flash_attn_combine', 'flash_attn_completions_func', "
                      "'flash_attn_fp8_func', 'flash_attn_func', 'flash_attn_qkvpacked_func', "
                      "'flash_attn_sparse_func', 'flash_attn_varlen_fp8_func', "
