@@ -120,27 +120,29 @@ bool check_scales(Solver& solver, Call const& call) {
   return check_rows<kScalePass>(solver, call);
 }
 
-// The tensors of an AttentionMask have one size or are shared where it is 1. Kernels read lists.
+// The tensors of an AttentionMask; a size of 1 is shared. Kernels read lists, and rows as int4.
 bool check_mask(Solver& solver, Call const& call) {
   MaskArguments const& mask = call.mask;
   bool const is_packed = call.is_packed();
   auto const fits = [&](char const* name, std::optional<TensorMeta> const& tensor, int rank,
-                        auto const& has_sizes) {
+                        auto const& has_sizes, std::string_view dtype = "int32") {
     return !tensor ||
            (tensor->rank == rank && has_sizes(*tensor) && tensor->stride[rank - 1] == 1 &&
-            tensor->dtype_name == std::string_view("int32") && tensor->device == call.q.device &&
-            tensor->device_index == call.q.device_index) ||
+            tensor->dtype_name == dtype && same_device(*tensor, call.q)) ||
            solver.refuse(text(name, " to be that of an AttentionMask made for these lengths"),
                          shape_text(tensor->size, tensor->rank));
   };
-  auto const is_one_or = [](int64_t size, int64_t all) { return size == 1 || size == all; };
+  auto const is_shared = [&](TensorMeta const& t, int64_t batch) {
+    return (t.size[0] == 1 || t.size[0] == batch) && (t.size[1] == 1 || t.size[1] == solver["Hq"]);
+  };
+  auto const are_blocks = [&](TensorMeta const& t) { return is_shared(t, solver["B"]); };
   auto const are_lists = [&](char const* name, std::optional<TensorMeta> const& lists, Letter rows,
                              int64_t tile) {
     int64_t const tiles =
         is_packed ? solver[rows] / tile + solver["B"] : (solver[rows] + tile - 1) / tile;
+    int64_t const batch = is_packed ? 1 : solver["B"];
     return fits(name, lists, 4, [&](TensorMeta const& t) {
-      return is_one_or(t.size[0], is_packed ? 1 : solver["B"]) &&
-             is_one_or(t.size[1], solver["Hq"]) && t.size[2] == tiles && t.size[3] > kListHeader;
+      return is_shared(t, batch) && t.size[2] == tiles && t.size[3] > kListHeader;
     });
   };
   auto const& lists = call.is_backward ? mask.query_lists : mask.key_lists;
@@ -148,9 +150,10 @@ bool check_mask(Solver& solver, Call const& call) {
   return fits("mask_rows", mask.mask_rows, is_packed ? 2 : 3,
               [&](TensorMeta const& t) {
                 return t.size[t.rank - 1] == 4 && t.size[t.rank - 2] == solver["s"] &&
-                       t.stride[t.rank - 2] == 4 &&
-                       (is_packed || is_one_or(t.size[0], solver["B"]));
+                       t.stride[t.rank - 2] == 4 && (t.stride[0] | t.address / 4) % 4 == 0 &&
+                       (is_packed || t.size[0] == 1 || t.size[0] == solver["B"]);
               }) &&
+         fits("mask_blocks", mask.mask_blocks, 4, are_blocks, "bool") &&
          are_lists("key_lists", mask.key_lists, "s", kListedRows) &&
          are_lists("query_lists", mask.query_lists, "sk", kListedKeys) &&
          (bool(lists) == (mask.mask_rows || mask.mask_blocks) || !solver.on_cuda() ||

@@ -11,7 +11,7 @@ namespace fa3 {
 
 constexpr int kListedRows = 128;   // queries of a tile
 constexpr int kListHeader = 2;     // ints before the entries
-constexpr int kListBlockBits = 4;  // of an entry: bits of its blocks, then the K tile
+constexpr int kListBlockBits = 4;  // low bits of an entry, one a block; the others are the tile
 
 // The bits say which blocks of 64 queries and 64 keys are visible, before the intervals of rows.
 struct ListEntry {
@@ -51,7 +51,7 @@ struct KeyList {
 // An entry of a list of tiles of queries, of one query head: the tile and the bits of its blocks,
 // and how many tiles of keys with more keys visit the same queries. The bit of a half of the
 // queries and a half of the keys is that of ListEntry.
-constexpr int kListedKeys = 128;  // of a tile of keys
+constexpr int kListedKeys = 128;  // keys of a tile in the backward
 struct QueryEntry {
   int word;
   int rank;
@@ -60,8 +60,8 @@ struct QueryEntry {
   FA3_HD constexpr int bits() const { return word & ((1 << kListBlockBits) - 1); }
 };
 
-// The lists of a call, and the intervals of its rows; strides are 0 where all share one. The list
-// of tile m of packed sequence b has the number cu_seqlens_q[b] / kListedRows + b + m.
+// The lists of a call, and the intervals of its rows; strides are 0 where all share one. In
+// packed sequences, tile m of sequence b has list number cu_seqlens_q[b] / kListedRows + b + m.
 struct MaskLists {
   int const* lists = nullptr;
   int64_t batch_stride = 0;

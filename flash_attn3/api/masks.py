@@ -255,6 +255,11 @@ class AttentionMask:
         intervals = _joined('intervals', self._intervals, other._intervals, _both_intervals)
         blocks = _joined('blocks', self._blocks, other._blocks, _both_blocks)
         starts = self._cu_seqlens if self._cu_seqlens is not None else other._cu_seqlens
+        if other._cu_seqlens is not None and (
+                starts.shape != other._cu_seqlens.shape or checks.reads_contents(starts)
+                and not torch.equal(starts, other._cu_seqlens)):
+            raise RuntimeError(checks.error(f'{_OP}.__and__', 'masks with the same cu_seqlens',
+                                            'others'))
         return AttentionMask(intervals, blocks, self._seqlen_q & other._seqlen_q,
                              self._seqlen_k & other._seqlen_k, starts)
 
@@ -303,8 +308,8 @@ class AttentionMask:
         # What a captured graph makes exists only in its replays. PyTorch counts no changes of
         # inference tensors.
         if not is_captured and not any(x is not None and x.is_inference() for x in layout[2:4]):
-            if len(self._kept) == _MOST_KEPT:
-                self._kept.pop(next(iter(self._kept)))
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.pop(next(iter(self._kept)), None)    # another thread may have done so
             event = torch.cuda.current_stream(q.device).record_event() if q.is_cuda else None
             self._kept[key] = _Kept(made, layout, event)
         return made
@@ -364,7 +369,7 @@ class AttentionMask:
         return None
 
     def _value_problem(self, layout: Layout) -> tuple[str, str] | None:
-        """Of values, for which it waits for the device."""
+        """What is wrong with the values of the mask. Waits for the GPU."""
         most: int | Tensor = layout.keys
         if layout.cu_seqlens_q is not None:
             if self._cu_seqlens is not None and not torch.equal(self._cu_seqlens,
@@ -388,7 +393,7 @@ def _interval_problem(intervals: Tensor, most: int | Tensor,
     begin, end = intervals.unbind(-1)
     is_wrong = (begin < 0) | (end < begin) | (end > most)
     if layout.cu_seqlens_q is not None:
-        is_wrong[layout.cu_seqlens_q[-1]:] = False    # of no sequence
+        is_wrong[layout.cu_seqlens_q[-1]:] = False    # queries after the last sequence
     if not is_wrong.any():
         return None
     place = tuple(is_wrong.nonzero()[0].tolist())
@@ -410,7 +415,7 @@ def _check_ints(method: str, name: str, x: Tensor, ranks: tuple[int, ...]) -> No
 
 def _check_starts(method: str, name: str, x: Tensor, device: torch.device,
                   count: int | None = None) -> None:
-    """Of a list of packed sequences. count: its numbers, where that is known."""
+    """Checks cu_seqlens. count: how many numbers it must have; None: any."""
     _check_ints(method, name, x, (1,))
     if x.device != device or count not in (None, x.size(0)):
         raise RuntimeError(checks.error(

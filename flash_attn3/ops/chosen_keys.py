@@ -71,7 +71,7 @@ class View(NamedTuple):
 class Layout(NamedTuple):
     """What the shapes and strides of a call say about the call that it becomes."""
     heads: int                        # the KV heads that have lists of their own, or 1
-    blocks: int                       # of all pages
+    blocks: int                       # how many the whole cache has
     step: int                         # page ids from a block to the next one
     rows: tuple[int, ...] | None      # shape of q, qv and out without columns; None: as it is
     has_rows: bool                    # out has a view of this shape

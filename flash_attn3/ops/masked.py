@@ -61,7 +61,8 @@ class _MaskedAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, general, execution, given):
         out, lse, max_logits = _attend(q, k, v, None, *general, *execution[:-1], *EightBit(),
                                        *given)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *general[:2], *given)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *general[:2])
+        ctx.given = given    # not saved: a mask may have been made in inference mode
         ctx.general = general._replace(sinks=None, cu_seqlens_q=None, cu_seqlens_k=None)
         ctx.deterministic = checks.wants_determinism(execution.deterministic)
         ctx.mark_non_differentiable(max_logits)
@@ -70,10 +71,10 @@ class _MaskedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse, _):
-        q, k, v, out, lse, sinks, starts_q, starts_k, *given = ctx.saved_tensors
+        q, k, v, out, lse, sinks, starts_q, starts_k = ctx.saved_tensors
         general = ctx.general._replace(sinks=sinks, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
         dout = torch.zeros_like(out) if dout is None else dout
-        own = dense_and_varlen.for_backward(general, ctx.deterministic, MaskTensors(*given))
+        own = dense_and_varlen.for_backward(general, ctx.deterministic, ctx.given)
         dq, dk, dv, dsinks = first_derivatives(_bwd, dout, dlse, q, k, v, out, lse, *own)
         return dq, dk, dv, None if sinks is None else dsinks, None, None, None
 

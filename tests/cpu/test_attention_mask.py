@@ -296,6 +296,8 @@ def test_packed_refusals(mask, options, text):
     (lambda: AttentionMask.tree([1, 2], [-1]), '2 parents, one for each segment, got 1'),
     (lambda: AttentionMask.tree([1, 2], [-1, 1]), r'parents\[1\] from -1 to 0, got 2 and 1'),
     (lambda: AttentionMask.tree([2] * 5, [-1, 0, 0, 2, 2]), 'two intervals of keys in segment 4'),
+    (lambda: AttentionMask.prefix_lm(ints([2, 1]), 8, starts([4, 4]))
+     & AttentionMask.from_intervals(ROWS[:8], starts([3, 5])), 'the same cu_seqlens'),
     (lambda: MASK & AttentionMask.from_intervals(ROWS[1:]), '__and__: expected intervals of'),
     (lambda: AttentionMask.from_intervals(ROWS.expand(-1, 2, -1)) & AttentionMask.from_intervals(
         ROWS.expand(-1, 2, -1)), 'one of them of one interval a query'),
@@ -303,6 +305,20 @@ def test_packed_refusals(mask, options, text):
 def test_refusals_of_constructors(make, text):
     with pytest.raises(RuntimeError, match=f'^flash_attn3.AttentionMask.*{text}'):
         make()
+
+
+@pytest.mark.parametrize(('name', 'tensor'), [
+    ('mask_rows', torch.zeros(2, 6, 4, dtype=torch.int32).as_strided((2, 6, 4), (22, 4, 1))),
+    ('mask_rows', torch.zeros(25, dtype=torch.int32)[1:].view(1, 6, 4)),
+    ('mask_rows', torch.zeros(1, 6, 4)),
+    ('mask_blocks', torch.ones(1, 1, 1, 1, dtype=torch.int32)),
+    ('mask_blocks', torch.ones(3, 1, 1, 1, dtype=torch.bool)),
+    ('mask_blocks', torch.ones(1, 3, 1, 1, dtype=torch.bool)),
+], ids=lambda x: x if isinstance(x, str) else '')
+def test_the_op_refuses_other_tensors(name, tensor):
+    q = torch.randn(2, 6, 2, 8)
+    with pytest.raises(RuntimeError, match=f'{name} to be that of an AttentionMask'):
+        torch.ops.flash_attn3.attend(q, q, q, **{name: tensor})
 
 
 def test_other_calls_refuse():
