@@ -123,7 +123,7 @@ struct ListedKeyMask {
   CUTE_DEVICE void apply(Fragment& acc, BwdWork const& work, BwdStep const& step) const {
     auto scores = rows_view(acc);  // (2, (2, J))
     int own = thread;
-    asm volatile("" : "+r"(own));  // as above
+    asm volatile("" : "+r"(own));  // else values derived from it stay in registers
     int const first = step.m * Traits::kTileM + fragment_column(own);
     int const key = work.key_begin + first_key + fragment_row(own);
     uint32_t const bits = step.flags >> BwdStep::kFirstBlockBit >> first_key / kWarpgroupRows;

@@ -102,7 +102,7 @@ CUTE_DEVICE BwdWork resolve_tile(BwdDeviceParams const& p, int n, int kv_head, S
   return work;
 }
 
-// Tile n of the keys of a sequence; index: of its first tile among those of all packed sequences.
+// Tile n of the keys of a sequence. index: the number of its first tile in all packed sequences.
 CUTE_DEVICE void set_lists(BwdWork&, BwdDeviceParams const&, TileCoord, int, int) {}
 
 CUTE_DEVICE void set_lists(ListedBwdWork& work, ListedBwdParams const& p, TileCoord tile, int n,

@@ -1,8 +1,8 @@
 // A mask as lists: the K tiles that a tile of queries visits, and which of them need the mask
 // (flash_attn3/ops/mask_lists.py makes them).
 //
-// A list is int32: how many entries it has, how many of them are free, then the entries. The
-// queries of the tile see every key of the free ones, which come first.
+// A list is int32: the number of entries, the number of free entries, then the entries, free ones
+// first. A K tile is free if all queries of the tile see all of its keys, so it needs no mask.
 #pragma once
 
 #include "core/block_range.h"
@@ -48,9 +48,9 @@ struct KeyList {
   FA3_HD int count_with(SkippedTiles const&) const { return count(); }
 };
 
-// An entry of a list of tiles of queries, of one query head: the tile and the bits of its blocks,
-// and how many tiles of keys with more keys visit the same queries. The bit of a half of the
-// queries and a half of the keys is that of ListEntry.
+// An entry of a backward list, which names the tiles of queries that visit a tile of keys, for one
+// query head: a tile, its bits as in ListEntry, and its rank: how many later tiles of keys visit
+// the same queries. The deterministic mode adds to dQ in the order of ranks.
 constexpr int kListedKeys = 128;  // keys of a tile in the backward
 struct QueryEntry {
   int word;

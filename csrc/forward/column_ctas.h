@@ -32,7 +32,7 @@ struct AllColumns {
   CUTE_DEVICE static int slot(int shared) { return shared; }
 };
 
-// Both CTAs take the same tiles: every so many from the number of their cluster on.
+// Both CTAs of a cluster take the same tiles: cluster c of n takes tiles c, c + n, c + 2n, ...
 template <class Traits>
 struct SharedColumns {
   static constexpr int kCtas = 2;
@@ -42,7 +42,8 @@ struct SharedColumns {
 
   CUTE_DEVICE static void begin() { cluster_sync(); }
 
-  // Adds S of the other CTA. All threads of a warpgroup call this. zero: 0, unknown to ptxas.
+  // Adds the S that the other CTA has sent. All threads of a warpgroup must call it. zero: a 0
+  // that ptxas does not know.
   // INVARIANT: a + b = b + a, so both CTAs have the same bits.
   template <class Storage, class FragmentS>
   CUTE_DEVICE void complete(Storage& shared, int zero, int warpgroup, int thread, FragmentS& tSrS) {

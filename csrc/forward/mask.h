@@ -159,9 +159,9 @@ struct ListedLimits {
   static constexpr bool kHasBegin = false;
 
   Interval seen[2][2];  // by row; keys are counted from the thread's first column of K tile 0
-  int half;             // the warpgroup's, of the queries of the tile
+  int half;             // which half of the tile's queries the warpgroup has
 
-  // work: the share of the warpgroup.
+  // work: of the warpgroup alone (share_of_warpgroup()).
   CUTE_DEVICE static ListedLimits of_tile(Params const& p, FwdWork<Traits> const& work,
                                           int thread) {
     ListedLimits limits;

@@ -36,7 +36,7 @@ struct LaunchShape {
   int grid;
   int threads;
   int shared_bytes;
-  int cluster = 1;  // CTAs; of a kernel that does not say it itself
+  int cluster = 1;  // CTAs in a cluster, where the kernel has no attribute that says it
 };
 
 // Lets a kernel use shape.shared_bytes of shared memory. The attribute belongs to the kernel as

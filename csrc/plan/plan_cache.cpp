@@ -274,7 +274,7 @@ FwdPlan plan_cache(FwdProblem const& problem) {
   int const packed_heads = problem.heads_q / schedule.pack;
   int const most_ctas = max_of(1, sms * config.measured.ctas_per_sm / config.column_ctas());
   cache.lanes = config.is_swapped ? 1 : lanes_of(packed_heads, most_ctas, is_shared);
-  int const ctas = max_of(1, most_ctas / cache.lanes) * cache.lanes;  // those of a cluster are one
+  int const ctas = max_of(1, most_ctas / cache.lanes) * cache.lanes;  // whole clusters
   schedule.grid = ctas * config.column_ctas();
   cache.weight_log2 = config.consumer_warpgroups > 1 ? kWeightLog2OfTwo : 0;
   cache.tile_units = config.consumer_warpgroups > 1 ? kTileUnitsOfTwo : 0;

@@ -18,11 +18,13 @@ from flash_attn3.ops.mask_lists import BLOCK, Layout, ceil_div
 _OP = 'AttentionMask'
 _BLOCKS = 64, 128
 _MOST_INTERVALS = 2
-_MOST_KEPT = 8    # calls of other lengths, head dims or heads whose lists a mask keeps
+_MOST_KEPT = 8    # how many kinds of call (lengths, head dims, heads) a mask keeps lists for
 
 
 class _Kept(NamedTuple):
-    """What a call made for later calls. layout: it keeps the identities of its lists."""
+    """Tensors that later calls of the same kind use. layout: kept so that no other cu_seqlens get
+    the ids in the key.
+    """
     tensors: MaskTensors
     layout: Layout
     made: torch.cuda.Event | None    # None: on a CPU
@@ -184,7 +186,7 @@ class AttentionMask:
 
     @staticmethod
     def prefix_lm(prefix: Tensor, seqlen: int, cu_seqlens: Tensor | None = None) -> AttentionMask:
-        """All see the prefix of their sequence; queries after it are causal.
+        """All queries see the prefix of their sequence; those after the prefix are causal.
 
         Args:
             prefix: (batch,) int32, tokens of each prefix.
@@ -333,7 +335,7 @@ class AttentionMask:
     # ------------------------------------------------------------------------------------- checks
     def _problem(self, q: Tensor, layout: Layout, batch: int,
                  heads: tuple[int, int]) -> tuple[str, str] | None:
-        """What was expected of the mask, and what it is instead."""
+        """(what was expected, what was got) if the mask does not fit the call, else None."""
         given = [x for x in (self._intervals, self._blocks, self._cu_seqlens) if x is not None]
         if any(x.device != q.device for x in given):
             return f'mask on the device of q, {q.device}', str(given[0].device)
@@ -369,7 +371,7 @@ class AttentionMask:
         return None
 
     def _value_problem(self, layout: Layout) -> tuple[str, str] | None:
-        """What is wrong with the values of the mask. Waits for the GPU."""
+        """As _problem(), about values of tensors. Waits for the GPU."""
         most: int | Tensor = layout.keys
         if layout.cu_seqlens_q is not None:
             if self._cu_seqlens is not None and not torch.equal(self._cu_seqlens,
@@ -389,7 +391,7 @@ class AttentionMask:
 
 def _interval_problem(intervals: Tensor, most: int | Tensor,
                       layout: Layout) -> tuple[str, str] | None:
-    """most: keys of a sequence, or (total_q, 1) those of the sequence of each query."""
+    """As _problem(). most: the number of keys; packed: (total_q, 1), for each query."""
     begin, end = intervals.unbind(-1)
     is_wrong = (begin < 0) | (end < begin) | (end > most)
     if layout.cu_seqlens_q is not None:
@@ -424,7 +426,7 @@ def _check_starts(method: str, name: str, x: Tensor, device: torch.device,
 
 
 def _square(intervals: Tensor, seqlen: int) -> AttentionMask:
-    """A mask of intervals of as many keys as queries."""
+    """A mask of intervals for a call with seqlen_k = seqlen_q = seqlen."""
     mask = AttentionMask.from_intervals(intervals)
     mask._seqlen_k = _exactly(seqlen)
     return mask
@@ -448,7 +450,7 @@ def _joined(name: str, one: Tensor | None, other: Tensor | None, join) -> Tensor
 
 
 def _both_blocks(one: Tensor, other: Tensor) -> Tensor:
-    """Blocks that were larger may reach further; both have those of a length that both take."""
+    """Both visible. Cut to the smaller size, which covers every length that both masks take."""
     rows, columns = map(min, one.shape[2:], other.shape[2:])
     return one[:, :, :rows, :columns] & other[:, :, :rows, :columns]
 

@@ -70,12 +70,12 @@ class View(NamedTuple):
 
 class Layout(NamedTuple):
     """What the shapes and strides of a call say about the call that it becomes."""
-    heads: int                        # the KV heads that have lists of their own, or 1
-    blocks: int                       # how many the whole cache has
+    heads: int                        # heads_k if each KV head has its own list, else 1
+    blocks: int                       # in the whole cache
     step: int                         # page ids from a block to the next one
     rows: tuple[int, ...] | None      # shape of q, qv and out without columns; None: as it is
-    has_rows: bool                    # out has a view of this shape
-    views: tuple[View | None, ...]    # of k, v and the scales of latents; None: as they are
+    has_rows: bool                    # whether out can be viewed in the shape `rows`
+    views: tuple[View | None, ...]    # how to view k, v and the scales of latents; None: as given
 
 
 # ------------------------------------------------------------------------------------------- checks

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-QUERIES = 128    # of a list of K tiles
-KEYS = 128       # of a list of tiles of queries
-BLOCK = 64       # queries, and keys, of a block of mask_blocks
+QUERIES = 128    # queries that share a list of K tiles
+KEYS = 128       # keys that share a list of tiles of queries
+BLOCK = 64       # a block of mask_blocks has 64 queries and 64 keys
 _HALVES = QUERIES // BLOCK
 _ENTRY_BITS = 4
 
@@ -52,7 +52,7 @@ class Layout(NamedTuple):
         return self.cu_seqlens_q.size(0) - 1
 
     def sequence_of(self, rows: Tensor) -> Tensor:
-        """The sequence of each packed query; some number for those after the last sequence."""
+        """The sequence of each packed query. Unspecified for queries after the last sequence."""
         ends = self.cu_seqlens_q[1:].contiguous()
         return torch.searchsorted(ends, rows, right=True).clamp(max=self.batch - 1)
 

@@ -80,7 +80,7 @@ class _MaskedAttention(torch.autograd.Function):
 
 
 def sizes_of(call: Call) -> MaskTensors:
-    """Tensors that a planner takes for those of a mask of intervals; they hold nothing."""
+    """Empty tensors with the shapes that a mask of intervals has, for the planner."""
     q, *_ = call.tensors
     rows = q.shape[:-2]
     batch, lists = ((1, mask_lists.ceil_div(rows[-1], mask_lists.QUERIES)) if len(rows) == 2 else

@@ -13,7 +13,7 @@ from flash_attn3.cpu.quantize import E4M3
 from flash_attn3.ops import checks
 from flash_attn3.ops.chosen_keys import KVCACHE, Function
 
-_COLUMNS = 64    # the rotary columns of the kernel for latents
+_COLUMNS = 64    # rotary columns that the kernel for latents always reads
 # The arguments of of_cache(): tensors and the scale, then what must be None.
 OF_CACHE = 'q', 'k_cache', 'v_cache', 'qv', 'softmax_scale', 'k', 'v'
 

@@ -59,7 +59,7 @@ def test_intervals_of_each_sequence(intervals):
 
 
 def test_a_mask_serves_many_calls():
-    """Of other heads, dtypes and head dims, each time; what it keeps stays small."""
+    """Calls with other heads, dtypes and head dims; the mask keeps few lists."""
     case = MaskCase(intervals='two', blocks=Blocks(heads='k'), lengths=((40, 90),))
     given = made(case, 'cpu')
     for heads in (2, 4, 6, 8, 10, 12, 14, 16, 18, 20):

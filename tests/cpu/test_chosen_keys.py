@@ -233,7 +233,7 @@ WHOLE = {
 
 @pytest.mark.parametrize('name', WHOLE)
 def test_each_wrong_tensor_and_number(name):
-    """Also of a wrong shape with the right number of elements, and of lists by KV head."""
+    """Also for a wrong shape with the right number of elements, and for lists by KV head."""
     case = WHOLE[name]
     function, given = named(case, case.arguments('cpu'))
     changes = wrong_calls(given)

@@ -115,7 +115,7 @@ def test_vllm_ranks_of_context_parallelism(world, latent, queries):
 
 
 def test_vllm_a_rank_without_a_mask():
-    """The rank and the lengths of all change nothing."""
+    """Without a causal mask, cp_rank and cp_tot_seqused_k change nothing."""
     vllm.enable()
     batch = batch_of(16)
     got, lse, *_ = vllm_call(batch, is_causal=False, **RANKS)
