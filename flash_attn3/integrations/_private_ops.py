@@ -230,7 +230,7 @@ def _on_a_rank(client: str, call: dict[str, Any]) -> list[Tensor]:
     if not 0 <= rank < world:
         wrong.append((f'cp_rank to be from 0 to {world - 1}', str(rank)))
     if wrong:
-        raise NotImplementedError(_base.error(client, *wrong[0], HINT))
+        raise RuntimeError(_base.error(client, *wrong[0]))
     (total, starts, used), q = needed.values(), call['q']
     own = call | dict(is_causal=False, window_size_right=-1)
     if call['max_seqlen_q'] == 1:    # the last position: all keys of the rank

@@ -125,9 +125,6 @@ def test_vllm_a_rank_without_a_mask():
 @pytest.mark.parametrize('changes,got', [
     (dict(q_v=torch.randn(24, 4, 64), cu_seqlens_k=torch.ones(4), seqused_k=None),
      'q_v to be None, got a tensor'),
-    (dict(cp_world_size=2), 'cp_tot_seqused_k with cp_world_size above 1, got None'),
-    (RANKS | dict(cu_seqlens_q=None), 'cu_seqlens_q with cp_world_size above 1, got None'),
-    (RANKS | dict(cp_rank=2), 'cp_rank to be from 0 to 1, got 2'),
     (RANKS | dict(window_size_left=15), 'window_size_left to be -1, got 15'),
     (RANKS | dict(k_new=torch.ones(1)), 'k_new to be None, got a tensor'),
     (dict(seqused_q=torch.ones(3)), 'seqused_q to be None, got a tensor')])
@@ -136,6 +133,19 @@ def test_vllm_refusals(changes, got):
     with pytest.raises(NotImplementedError, match='^flash_attn3.integrations.vllm: expected '
                                                   f'{got}; hint: '):
         vllm_call(batch_of(16), **changes)
+
+
+@pytest.mark.parametrize('changes,got', [
+    (dict(cp_world_size=2), 'cp_tot_seqused_k with cp_world_size above 1, got None'),
+    (RANKS | dict(cu_seqlens_q=None), 'cu_seqlens_q with cp_world_size above 1, got None'),
+    (RANKS | dict(cp_rank=2), 'cp_rank to be from 0 to 1, got 2'),
+    (RANKS | dict(cp_rank=-1), 'cp_rank to be from 0 to 1, got -1')])
+def test_wrong_ranks(changes, got):
+    vllm.enable()
+    with pytest.raises(RuntimeError, match=f'^flash_attn3.integrations.vllm: expected {got}$') as (
+            raised):
+        vllm_call(batch_of(16), **changes)
+    assert raised.type is RuntimeError
 
 
 def test_disable_brings_the_clients_kernel_back():

@@ -22,7 +22,7 @@ import flash_attn3
 from flash_attn3 import flash_attn_with_kvcache
 from flash_attn3.cpu.reference import Mask, Score
 
-from tests.support.cases import DATA, DTYPES
+from tests.support.cases import DATA, DTYPES, NamedByChanges
 from tests.support.general_cases import SINKS
 from tests.support.lists import starts
 from tests.support.lists import ints
@@ -50,7 +50,7 @@ class Returned(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CacheCase:
+class CacheCase(NamedByChanges):
     lengths: tuple[tuple[int, int], ...]    # queries, and slots in use before the call
     capacity: int = 0                       # slots of a sequence; 0: as many as the longest needs
     page_size: int = 0                      # 0: a dense cache
@@ -93,11 +93,6 @@ class CacheCase:
     logit_std: float = 1.0
     lse: bool = True
     out: bool = False                       # a given output
-
-    def __str__(self) -> str:
-        changed = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-                   if getattr(self, field.name) != field.default}
-        return f'CacheCase({", ".join(f"{name}={value!r}" for name, value in changed.items())})'
 
     @property
     def seed(self) -> int:

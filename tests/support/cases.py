@@ -20,6 +20,16 @@ DTYPES = {'fp16': torch.float16, 'bf16': torch.bfloat16, 'fp32': torch.float32,
 HEADS = {'mha': (4, 4), 'gqa': (6, 2), 'mqa': (4, 1)}    # (heads_q, heads_k)
 
 
+class NamedByChanges:
+    """A dataclass that is written as the fields that differ from their defaults."""
+
+    def __str__(self) -> str:
+        changed = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+                   if getattr(self, field.name) != field.default}
+        fields = ', '.join(f'{name}={value!r}' for name, value in changed.items())
+        return f'{type(self).__name__}({fields})'
+
+
 @dataclass(frozen=True)
 class Kind:
     """The part of a case that is chosen at compile time.

@@ -6,7 +6,6 @@ itself as the Python that makes it, and seeds itself by that text.
 """
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import zlib
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from flash_attn3.cpu import reference
 from flash_attn3.cpu.reference import Inputs, Mask, Score
 
 from tests.support import compare
-from tests.support.cases import DATA, DTYPES
+from tests.support.cases import DATA, DTYPES, NamedByChanges
 from tests.support.lists import starts
 
 
@@ -43,7 +42,7 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TreeCase:
+class TreeCase(NamedByChanges):
     trees: tuple[tuple[int, ...], ...]    # rows of each prompt and of its completions
     head_dim: int = 64
     head_dim_v: int = 0                   # 0: that of q and k
@@ -57,11 +56,6 @@ class TreeCase:
     max_seqlen: int = 0
     data: str = 'normal'                  # a name in cases.DATA
     logit_std: float = 1.0                # standard deviation of the scaled scores
-
-    def __str__(self) -> str:
-        changed = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-                   if getattr(self, field.name) != field.default}
-        return f'TreeCase({", ".join(f"{name}={value!r}" for name, value in changed.items())})'
 
     @property
     def lengths(self) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from flash_attn3 import flash_attn_func, flash_attn_varlen_func
 from flash_attn3.cpu.reference import Inputs, Mask, Score
 
-from tests.support.cases import DATA, DTYPES, Kind
+from tests.support.cases import DATA, DTYPES, Kind, NamedByChanges
 from tests.support.lists import starts
 
 MOST_GRADIENT_COLUMNS = 256    # q, k or v with more have no gradients
@@ -55,7 +55,7 @@ class Tensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GeneralCase:
+class GeneralCase(NamedByChanges):
     lengths: tuple[tuple[int, int], ...]    # (seqlen_q, seqlen_k) of each sequence
     head_dim: int = 64
     head_dim_v: int = 0                     # 0: that of q and k
@@ -78,11 +78,6 @@ class GeneralCase:
     dlse: bool = True                       # whether a gradient comes back to the LSE
     lse: bool = True                        # whether the LSE is asked for
     gradients: bool = True                  # and gradients
-
-    def __str__(self) -> str:
-        changed = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-                   if getattr(self, field.name) != field.default}
-        return f'GeneralCase({", ".join(f"{name}={value!r}" for name, value in changed.items())})'
 
     @property
     def seed(self) -> int:

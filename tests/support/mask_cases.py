@@ -6,7 +6,6 @@ where no query sees their whole tile.
 """
 from __future__ import annotations
 
-import dataclasses
 import math
 import zlib
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch import Tensor
 from flash_attn3 import AttentionMask, flash_attn_func, flash_attn_varlen_func
 
 from tests.support import compare
-from tests.support.cases import DTYPES
+from tests.support.cases import DTYPES, NamedByChanges
 from tests.support.lists import starts
 
 TILE = 128    # keys of the widest K tile
@@ -80,7 +79,7 @@ class Blocks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MaskCase:
+class MaskCase(NamedByChanges):
     """intervals: a name in INTERVALS, 'one' or 'two' random ones of each query, or '': none."""
     lengths: tuple[tuple[int, int], ...] = ((300, 300), (300, 300))
     intervals: str = ''
@@ -99,11 +98,6 @@ class MaskCase:
     pack_gqa: bool | None = None
     sm_margin: int = 0
     out: bool = False
-
-    def __str__(self) -> str:
-        changed = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-                   if getattr(self, field.name) != field.default}
-        return f'MaskCase({", ".join(f"{name}={value!r}" for name, value in changed.items())})'
 
     @property
     def columns_v(self) -> int:
