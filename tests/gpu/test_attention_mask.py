@@ -170,6 +170,45 @@ def test_a_graph_that_makes_the_lists(cuda):
     check_same((out, out), (call(case, given)[0],) * 2)
 
 
+def test_a_graph_keeps_its_lists(cuda):
+    """A replay reads lists that the mask has dropped since."""
+    case = case_of(128, intervals='two')
+    given = made(case, cuda)
+    call(case, given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call(case, given)
+    given.mask._kept.clear()
+    spoil_allocator(cuda)
+    graph.replay()
+    check(case, given, results)
+
+
+def test_lists_on_another_stream(cuda):
+    """A stream that uses lists waits for the one that makes them."""
+    case = case_of(128, intervals='two')
+    given = made(case, cuda)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    call(case, given)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        results = call(case, given)
+    torch.cuda.synchronize()
+    check(case, given, results)
+
+
+def test_a_mask_of_inference_mode_has_gradients(cuda):
+    q = torch.randn(1, 300, 2, 64, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    visible = torch.ones(1, 3, 3, dtype=torch.bool, device=cuda).tril()
+    with torch.inference_mode():
+        masks = [AttentionMask.from_blocks(visible.clone())]
+    masks.append(AttentionMask.from_blocks(visible))
+    one, other = (torch.autograd.grad(flash_attn_func(q, q, q, mask=mask, deterministic=True).sum(),
+                                      q)[0] for mask in masks)
+    check_same((one, one), (other, other))
+
+
 def test_nothing_waits_for_the_gpu(cuda):
     """Making a mask and its lists, and the call."""
     given = made(case_of(128, intervals='two'), cuda)
