@@ -120,15 +120,15 @@ bool check_scales(Solver& solver, Call const& call) {
   return check_rows<kScalePass>(solver, call);
 }
 
-// The tensors of an AttentionMask; a size of 1 is shared. Kernels read lists, and rows as int4.
+// A batch or head size of 1 serves all. Kernels read lists, and rows as int4, but no blocks.
 bool check_mask(Solver& solver, Call const& call) {
   MaskArguments const& mask = call.mask;
   bool const is_packed = call.is_packed();
   auto const fits = [&](char const* name, std::optional<TensorMeta> const& tensor, int rank,
                         auto const& has_sizes, std::string_view dtype = "int32") {
     return !tensor ||
-           (tensor->rank == rank && has_sizes(*tensor) && tensor->stride[rank - 1] == 1 &&
-            tensor->dtype_name == dtype && same_device(*tensor, call.q)) ||
+           (tensor->rank == rank && has_sizes(*tensor) && tensor->dtype_name == dtype &&
+            same_device(*tensor, call.q)) ||
            solver.refuse(text(name, " to be that of an AttentionMask made for these lengths"),
                          shape_text(tensor->size, tensor->rank));
   };
@@ -142,22 +142,23 @@ bool check_mask(Solver& solver, Call const& call) {
         is_packed ? solver[rows] / tile + solver["B"] : (solver[rows] + tile - 1) / tile;
     int64_t const batch = is_packed ? 1 : solver["B"];
     return fits(name, lists, 4, [&](TensorMeta const& t) {
-      return is_shared(t, batch) && t.size[2] == tiles && t.size[3] > kListHeader;
+      return is_shared(t, batch) && t.size[2] == tiles && t.size[3] > kListHeader &&
+             t.stride[3] == 1;
     });
   };
-  auto const& lists = call.is_backward ? mask.query_lists : mask.key_lists;
-  char const* const name = call.is_backward ? "query_lists" : "key_lists";
+  bool const has_lists = bool(call.is_backward ? mask.query_lists : mask.key_lists);
   return fits("mask_rows", mask.mask_rows, is_packed ? 2 : 3,
               [&](TensorMeta const& t) {
-                return t.size[t.rank - 1] == 4 && t.size[t.rank - 2] == solver["s"] &&
-                       t.stride[t.rank - 2] == 4 && (t.stride[0] | t.address / 4) % 4 == 0 &&
+                return t.size[t.rank - 1] == 4 && t.stride[t.rank - 1] == 1 &&
+                       t.size[t.rank - 2] == solver["s"] && t.stride[t.rank - 2] == 4 &&
+                       (t.stride[0] | t.address / 4) % 4 == 0 &&
                        (is_packed || t.size[0] == 1 || t.size[0] == solver["B"]);
               }) &&
          fits("mask_blocks", mask.mask_blocks, 4, are_blocks, "bool") &&
          are_lists("key_lists", mask.key_lists, "s", kListedRows) &&
          are_lists("query_lists", mask.query_lists, "sk", kListedKeys) &&
-         (bool(lists) == (mask.mask_rows || mask.mask_blocks) || !solver.on_cuda() ||
-          solver.refuse(text(name, " with mask_rows or mask_blocks"), "one without the other"));
+         (has_lists == (mask.mask_rows || mask.mask_blocks) || !solver.on_cuda() ||
+          solver.refuse("lists with mask_rows or mask_blocks", "one without the other"));
 }
 
 // What a backward adds is checked as far as it is given: the planner asks about the inputs alone.

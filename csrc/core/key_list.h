@@ -11,7 +11,7 @@ namespace fa3 {
 
 constexpr int kListedRows = 128;   // queries of a tile
 constexpr int kListHeader = 2;     // ints before the entries
-constexpr int kListBlockBits = 4;  // low bits of an entry, one a block; the others are the tile
+constexpr int kListBlockBits = 4;  // low bits of an entry, one a block; the rest is the tile
 
 // The bits say which blocks of 64 queries and 64 keys are visible, before the intervals of rows.
 struct ListEntry {

@@ -22,8 +22,8 @@ _MOST_KEPT = 8    # how many kinds of call (lengths, head dims, heads) a mask ke
 
 
 class _Kept(NamedTuple):
-    """Tensors that later calls of the same kind use. layout: kept so that no other cu_seqlens get
-    the ids in the key.
+    """Tensors that later calls of the same kind use. layout keeps the cu_seqlens alive, because the
+    key holds their id().
     """
     tensors: MaskTensors
     layout: Layout
@@ -193,7 +193,7 @@ class AttentionMask:
             seqlen: queries and keys of a sequence; packed: total_q.
             cu_seqlens: (batch + 1,) int32, where packed sequences of queries begin.
         """
-        _check_ints('prefix_lm', 'prefix', prefix, (1,))
+        _check_ints('prefix_lm', 'prefix', prefix, (1,), least=0)
         row = torch.arange(seqlen, dtype=torch.int32, device=prefix.device)
         if cu_seqlens is None:
             ends = torch.maximum(prefix[:, None], row + 1)
@@ -257,9 +257,11 @@ class AttentionMask:
         intervals = _joined('intervals', self._intervals, other._intervals, _both_intervals)
         blocks = _joined('blocks', self._blocks, other._blocks, _both_blocks)
         starts = self._cu_seqlens if self._cu_seqlens is not None else other._cu_seqlens
-        if other._cu_seqlens is not None and (
-                starts.shape != other._cu_seqlens.shape or checks.reads_contents(starts)
-                and not torch.equal(starts, other._cu_seqlens)):
+        others = other._cu_seqlens
+        if others is not None and others is not starts and (
+                starts.shape != others.shape
+                or (checks.reads_contents(starts) and not checks.has_no_data(starts)
+                    and not torch.equal(starts, others))):
             raise RuntimeError(checks.error(f'{_OP}.__and__', 'masks with the same cu_seqlens',
                                             'others'))
         return AttentionMask(intervals, blocks, self._seqlen_q & other._seqlen_q,
@@ -311,7 +313,7 @@ class AttentionMask:
         # inference tensors.
         if not is_captured and not any(x is not None and x.is_inference() for x in layout[2:4]):
             if len(self._kept) >= _MOST_KEPT:
-                self._kept.pop(next(iter(self._kept)), None)    # another thread may have done so
+                self._kept.pop(list(self._kept)[0], None)    # another thread may have dropped it
             event = torch.cuda.current_stream(q.device).record_event() if q.is_cuda else None
             self._kept[key] = _Kept(made, layout, event)
         return made
@@ -371,7 +373,7 @@ class AttentionMask:
         return None
 
     def _value_problem(self, layout: Layout) -> tuple[str, str] | None:
-        """As _problem(), about values of tensors. Waits for the GPU."""
+        """Like _problem(), for the values in the mask's tensors. Waits for the GPU."""
         most: int | Tensor = layout.keys
         if layout.cu_seqlens_q is not None:
             if self._cu_seqlens is not None and not torch.equal(self._cu_seqlens,
@@ -408,8 +410,9 @@ def _described(x: Tensor) -> str:
     return f'{tuple(x.shape)}, {checks.dtype_name(x.dtype)}'
 
 
-def _check_ints(method: str, name: str, x: Tensor, ranks: tuple[int, ...]) -> None:
-    if x.dtype != torch.int32 or x.dim() not in ranks or x.size(-1) == 0:
+def _check_ints(method: str, name: str, x: Tensor, ranks: tuple[int, ...],
+                least: int = 1) -> None:
+    if x.dtype != torch.int32 or x.dim() not in ranks or x.size(-1) < least:
         raise RuntimeError(checks.error(
             f'{_OP}.{method}', f'{name} to be int32 of {" or ".join(map(str, ranks))} dimensions',
             _described(x)))
@@ -450,7 +453,7 @@ def _joined(name: str, one: Tensor | None, other: Tensor | None, join) -> Tensor
 
 
 def _both_blocks(one: Tensor, other: Tensor) -> Tensor:
-    """Both visible. Cut to the smaller size, which covers every length that both masks take."""
+    """What both show, cut to the smaller size, which covers every length that both masks take."""
     rows, columns = map(min, one.shape[2:], other.shape[2:])
     return one[:, :, :rows, :columns] & other[:, :, :rows, :columns]
 

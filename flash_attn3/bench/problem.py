@@ -16,7 +16,7 @@ ROTATED_BYTES = 128 << 20      # all sets of inputs together: 2.5 times the L2 o
 MAX_SETS = 64
 WRONG = 0.02                   # relative error from which a result is not attention at all
 WITH_DOUT = 4                  # tensors in a set of inputs of a backward
-CHECKED_ROWS = 1024            # rows checked at each end of a head; gradients: rows a step
+CHECKED_ROWS = 1024            # rows checked at each end of a head; gradients: rows at a time
 CHECKED_SEQUENCES = 8          # at each end of packed tensors, of those of this length or more:
 CHECKED_LENGTH = 8
 

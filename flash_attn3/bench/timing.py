@@ -212,7 +212,7 @@ def interleaved(calls: dict[str, Callable], timer: Timer, rounds: int,
         except Exception as error:
             on_error(name, error)
             continue
-        # The GPU idles equally long before each call, or one would run on a cooler chip.
+        # The GPU idles equally long before each call, so that none has a cooler chip.
         ahead_s = max(ahead_s, needed_s)
     turns: dict[str, list[Turn]] = {name: [] for name in ready}
     for name in turn_order(list(ready), rounds):

@@ -62,7 +62,7 @@ class _MaskedAttention(torch.autograd.Function):
         out, lse, max_logits = _attend(q, k, v, None, *general, *execution[:-1], *EightBit(),
                                        *given)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *general[:2])
-        ctx.given = given    # not saved: a mask may have been made in inference mode
+        ctx.given = given    # save_for_backward() refuses inference tensors
         ctx.general = general._replace(sinks=None, cu_seqlens_q=None, cu_seqlens_k=None)
         ctx.deterministic = checks.wants_determinism(execution.deterministic)
         ctx.mark_non_differentiable(max_logits)

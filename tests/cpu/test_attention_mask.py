@@ -116,6 +116,22 @@ def below(size: int) -> Tensor:
     return torch.ones(size, size).tril().bool()
 
 
+@pytest.mark.parametrize('blocks', [
+    torch.ones(1, 2, 2, 2, dtype=torch.bool)[:, :1, :1, ::2],
+    torch.ones(1, 1, 1, 3, dtype=torch.bool).transpose(2, 3)], ids=['every_other', 'transposed'])
+def test_blocks_of_any_strides(blocks):
+    q, k = (torch.randn(1, 64 * count, 2, 8) for count in blocks.shape[2:])
+    out = flash_attn_func(q, k, k, mask=AttentionMask.from_blocks(blocks, 64, 64))
+    torch.testing.assert_close(out, flash_attn_func(q, k, k))
+
+
+def test_masks_without_data():
+    rows = AttentionMask.from_intervals(torch.zeros(64, 1, 2, dtype=torch.int32, device='meta'),
+                                        torch.zeros(3, dtype=torch.int32, device='meta'))
+    blocks = AttentionMask.from_blocks(torch.ones(1, 1, 1, dtype=torch.bool, device='meta'))
+    assert 'intervals (64, 1, 2)' in repr(rows & blocks & rows)
+
+
 def test_documents():
     mask = AttentionMask.documents(ints([2, 5, 5, 9]), 10)
     same = torch.zeros(10, 10, dtype=torch.bool)
@@ -133,6 +149,11 @@ def test_documents():
 
 def test_documents_of_none():
     assert not shown_by(AttentionMask.documents(ints([0]), 5), 5).any()
+
+
+def test_prefix_lm_of_none():
+    q = torch.randn(0, 5, 2, 8)
+    assert flash_attn_func(q, q, q, mask=AttentionMask.prefix_lm(ints([]), 5)).shape == q.shape
 
 
 def test_prefix_lm():

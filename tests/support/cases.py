@@ -21,7 +21,7 @@ HEADS = {'mha': (4, 4), 'gqa': (6, 2), 'mqa': (4, 1)}    # (heads_q, heads_k)
 
 
 class NamedByChanges:
-    """A dataclass that is written as the fields that differ from their defaults."""
+    """Base of dataclasses whose str() shows only the fields that differ from their defaults."""
 
     def __str__(self) -> str:
         changed = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)

@@ -70,8 +70,8 @@ CUTE_DEVICE uint4 transpose_in_quad(uint4 words) {
                   : make_uint4(words.x, words.y, first, second);
 }
 
-// Writes the 64 rows of a warpgroup's accumulator to the result. first_column: the first of them
-// among the columns of this CTA. All lanes of a warp must call write().
+// Writes the 64 rows of a warpgroup's accumulator to the result. first_column: where the
+// accumulator's columns begin among those of this CTA. All lanes of a warp must call write().
 template <class Traits>
 struct ResultColumns {
   CacheDeviceParams const& p;
