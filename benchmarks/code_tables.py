@@ -73,7 +73,7 @@ def features_part() -> str:
 
 
 def cache_features_part() -> str:
-    """What flash_attn_with_kvcache supports, and the errors that refuse the rest."""
+    """The calls of flash_attn_with_kvcache that are supported, and the errors of others."""
     named = {is_fine: [feature for feature in support.CACHE_FEATURES if (not feature.error) is
                        is_fine] for is_fine in (True, False)}
     return '\n'.join([
@@ -82,8 +82,8 @@ def cache_features_part() -> str:
 
 
 def _error(error: str | None) -> str | None:
-    """An error without the op and the number of a dimension: equal for dense and packed tensors."""
-    return error and re.sub(r'size\(\d\)', 'size(...)', error.split(': ', 1)[1])
+    """An error without the function: equal for dense and packed tensors."""
+    return error and error.split(': ', 1)[1]
 
 
 def _cell(error: str | None, notes: list[str]) -> str:

@@ -54,7 +54,7 @@ struct AttentionCall : CallArguments {
   template <class Group>
   Group const& group() const {
     return std::get<Group const&>(
-        std::tie(*this, lengths, score, scales, cache, rotary, tree, latent));
+        std::tie(*this, lengths, score, scales, cache, rotary, tree, latent, mask));
   }
 
   bool has_packed_queries() const { return bool(lengths.cu_seqlens_q); }
@@ -108,12 +108,11 @@ struct AttentionCall : CallArguments {
     return own;
   }
 
-  // As errors name the function: the op that users know, or the function on a cache.
+  // The public function of such calls, which errors name.
   char const* op() const {
     return on_cache && !lengths.cu_seqlens_k ? "flash_attn_with_kvcache"
-           : !is_backward                    ? "fwd"
-           : dq                              ? "bwd_out"
-                                             : "bwd";
+           : is_packed()                     ? "flash_attn_varlen_func"
+                                             : "flash_attn_func";
   }
 };
 

@@ -6,6 +6,10 @@
 
 namespace fa3 {
 
+// By dtype; after those, the lists of a call.
+inline constexpr char const* kDtypeNames[] = {"float16", "bfloat16", "float8_e4m3fn", "float32",
+                                              "float64", "other",    "int32",         "bool"};
+
 inline std::string shape_text(int64_t const* size, int rank) {
   std::string shape = "(";
   for (int i = 0; i < rank; ++i) {

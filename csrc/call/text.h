@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <cstdio>
 #include <string>
+#include <string_view>
 
 namespace fa3 {
 
 inline void append(std::string& out, std::string const& part) { out += part; }
+inline void append(std::string& out, std::string_view part) { out += part; }
 inline void append(std::string& out, char const* part) { out += part; }
 inline void append(std::string& out, int part) { out += std::to_string(part); }
 inline void append(std::string& out, int64_t part) { out += std::to_string(part); }

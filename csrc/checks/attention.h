@@ -7,16 +7,16 @@
 namespace fa3 {
 
 // The passes of a check; a row or rule belongs to one or several. kCallPass: every call. kKeyPass:
-// no cache, or packed keys in its place, for which kPackedCachePass has further rules.
+// no cache, or packed keys in its place.
 inline constexpr unsigned kCallPass = 1, kKeyPass = 2, kScalePass = 4, kGradientPass = 8,
-                          kCachePass = 16, kCacheScalePass = 32, kLatentScalePass = 64,
-                          kAppendPass = 128, kPackedCachePass = 256;
+                          kCachePass = 16, kLatentScalePass = 32, kAppendPass = 64, kMaskPass = 128;
 
 using Call = AttentionCall;
 using Lengths = LengthArguments;
 using Scales = ScaleArguments;
 using Rotary = RotaryArguments;
 using Cache = CacheArguments;
+using Mask = MaskArguments;
 
 // A tensor of a call: its member, or that of one of its groups of arguments.
 template <class Group, class Field>
@@ -36,10 +36,6 @@ struct Row {
   Form form;
 };
 
-inline constexpr char const* kBy64 = " for blocks of 64 rows";
-inline constexpr char const* kBy384 = " for blocks of 384 rows";
-static_assert(kScaleBlockQueries == 64 && kScaleBlockKeys == 384);
-
 inline constexpr Row kTensors[] = {
     {kCallPass, at<&Call::q>, {"q", kAnchor, "b s Hq D", kColumns}},
     {kCallPass, at<&Lengths::cu_seqlens_q>, {"cu_seqlens_q", kInt32, "B+1", kList}},
@@ -48,8 +44,8 @@ inline constexpr Row kTensors[] = {
     {kKeyPass, at<&Call::v>, {"v", kValues, "bk sk Hk Dv", kColumns}},
     {kKeyPass, at<&Lengths::cu_seqlens_k>, {"cu_seqlens_k", kInt32, "B+1", kList}},
     {kKeyPass, at<&Lengths::seqused_k>, {"seqused_k", kInt32, "B", kList}},
-    {kCachePass, at<&Call::k>, {"k_cache", kKeys, "e c Hk D", kColumns}},
-    {kCachePass, at<&Call::v>, {"v_cache", kValues, "e c Hk Dv", kColumns}},
+    {kCachePass, at<&Call::k>, {"k_cache", kKeys, "e c Hk D", kCache}},
+    {kCachePass, at<&Call::v>, {"v_cache", kValues, "e c Hk Dv", kCache}},
     {kCachePass, at<&LatentArgument::qv>, {"qv", kOut, "b s Hq Dv", kColumns}},
     {kCachePass, at<&Cache::page_table>, {"page_table", kInt32, "bt Np", kList}},
     {kCachePass, at<&Cache::cache_seqlens>, {"cache_seqlens", kInt32, "B", kList}},
@@ -59,14 +55,15 @@ inline constexpr Row kTensors[] = {
     {kCachePass, at<&Rotary::rotary_seqlens>, {"rotary_seqlens", kInt32, "B", kList}},
     {kCallPass, &given_out, {"out", kOut, "b s Hq Dv", kOwnColumns}},
     {kCallPass, at<&ScoreArguments::sinks>, {"s_aux", kWide, "Hq", kList}},
-    {kScalePass, at<&Scales::q_descale>, {"q_descale", kFloat32, "B Hk", kAny, "Bz Hq Zq", kBy64}},
-    {kScalePass, at<&Scales::k_descale>, {"k_descale", kFloat32, "B Hk", kAny, "Bz Hk Zk", kBy384}},
-    {kScalePass, at<&Scales::v_descale>, {"v_descale", kFloat32, "B Hk", kAny, "Bz Hk Zk", kBy384}},
-    {kCacheScalePass, at<&Scales::q_descale>, {"q_descale", kFloat32, "B Hk"}},
-    {kCacheScalePass, at<&Scales::k_descale>, {"k_descale", kFloat32, "bs Hk"}},
-    {kCacheScalePass, at<&Scales::v_descale>, {"v_descale", kFloat32, "bs Hk"}},
-    {kLatentScalePass, at<&Scales::v_descale>, {"v_descale", kFloat32, "e c Z"}},
+    {kScalePass, at<&Scales::q_descale>, {"q_descale", kFloat32, "B Hk", kAny, "bz Hq Zq"}},
+    {kScalePass, at<&Scales::k_descale>, {"k_descale", kFloat32, "bs Hk", kAny, "bz Hk Zk"}},
+    {kScalePass, at<&Scales::v_descale>, {"v_descale", kFloat32, "bs Hk", kAny, "bz Hk Zk"}},
+    {kLatentScalePass, at<&Scales::v_descale>, {"v_descale", kFloat32, "e c Z?"}},
     {kCallPass, at<&TreeArguments::tree_mask>, {"tree_mask", kInt32, "b s 4", kList}},
+    {kMaskPass, at<&Mask::mask_rows>, {"mask_rows", kInt32, "b? s 4", kList}},
+    {kMaskPass, at<&Mask::mask_blocks>, {"mask_blocks", kBool, "B? Hq? Mq Mk"}},
+    {kMaskPass, at<&Mask::key_lists>, {"key_lists", kInt32, "Bz? Hq? Zq Wk+3", kList}},
+    {kMaskPass, at<&Mask::query_lists>, {"query_lists", kInt32, "Bz? Hq? Zk Wq+3", kList}},
     {kGradientPass, at<&Call::dout>, {"dout", kOut, "b s Hq Dv"}},
     {kGradientPass, at<&Call::out>, {"out", kOut, "b s Hq Dv"}},
     {kGradientPass, at<&Call::lse>, {"lse", kWide, "b Hq s"}},
@@ -79,6 +76,13 @@ inline constexpr Row kTensors[] = {
     {kAppendPass, at<&Rotary::rotary_cos>, {"rotary_cos", kTables, "L Dr", kList}},
     {kAppendPass, at<&Rotary::rotary_sin>, {"rotary_sin", kTables, "L Dr", kList}},
 };
+
+inline bool is_fp8(TensorMeta const& meta) { return meta.dtype == Dtype::kFloat8E4M3; }
+
+// Latents alone become e4m3: k_cache keeps 16 bits, and new rows have its dtype.
+inline bool quantises_latents(Call const& call) {
+  return call.v_new && is_fp8(call.v) && !is_fp8(*call.v_new) && !is_fp8(call.k);
+}
 
 // What else a rule may name: whether a call has it.
 struct Condition {
@@ -100,11 +104,15 @@ inline constexpr Condition kConditions[] = {
     {"attention_chunk", [](Call const& c) { return c.score.attention_chunk != 0; }},
     {"softcap", [](Call const& c) { return c.has_softcap(); }},
     {"mask", [](Call const& c) { return c.mask.mask_rows || c.mask.mask_blocks; }},
+    {"return_max_logits", [](Call const& c) { return c.execution.return_max_logits; }},
     {"split_size", [](Call const& c) { return c.execution.split_size != 0; }},
     {"num_splits above 1", [](Call const& c) { return c.splits.num_splits > 1; }},
-    {"q of float8_e4m3fn", [](Call const& c) { return c.q.dtype == Dtype::kFloat8E4M3; }},
-    {"k_cache of float8_e4m3fn", [](Call const& c) { return c.k.dtype == Dtype::kFloat8E4M3; }},
-    {"v_cache of float8_e4m3fn", [](Call const& c) { return c.v.dtype == Dtype::kFloat8E4M3; }},
+    {"q of float8_e4m3fn", [](Call const& c) { return is_fp8(c.q); }},
+    {"q of float8_e4m3fn on a GPU",
+     [](Call const& c) { return is_fp8(c.q) && c.q.device == DeviceType::kCuda; }},
+    {"16-bit v for latents of float8_e4m3fn", quantises_latents},
+    {"k_cache of float8_e4m3fn", [](Call const& c) { return is_fp8(c.k); }},
+    {"v_cache of float8_e4m3fn", [](Call const& c) { return is_fp8(c.v); }},
     {"q of 16 bits and a cache of float8_e4m3fn", [](Call const& c) { return c.converts(); }},
 };
 
@@ -126,8 +134,8 @@ struct Given {
   bool in(Call const& call) const { return holds ? holds(call) : of(call) != nullptr; }
 };
 
-// What the first argument is to each other one. kIsFor: kNeeds in other words. kWith: all or none.
-enum Relation { kNeeds, kIsFor, kExcludes, kWith };
+// What the first argument does with each other one.
+enum Relation { kNeeds, kExcludes };
 
 struct Rule {
   unsigned passes;
@@ -137,47 +145,42 @@ struct Rule {
 };
 
 inline constexpr Rule kRules[] = {
-    {kKeyPass, "cu_seqlens_q", kWith, {"cu_seqlens_k"}},
+    {kKeyPass, "cu_seqlens_q", kNeeds, {"cu_seqlens_k"}},
+    {kKeyPass, "cu_seqlens_k", kNeeds, {"cu_seqlens_q"}},
     {kCallPass, "seqused_q", kNeeds, {"cu_seqlens_q"}},
     {kCallPass, "seqused_k", kNeeds, {"cu_seqlens_k"}},
     {kKeyPass, "split_size", kExcludes, {"q of float8_e4m3fn"}},
     {kKeyPass, "mask", kExcludes, {"causal", "window_size", "attention_chunk", "split_size"}},
     {kKeyPass, "mask", kExcludes, {"seqused_q", "seqused_k", "q of float8_e4m3fn"}},
     {kGradientPass, "mask", kExcludes, {"softcap"}},
+    {kCallPass, "return_max_logits", kExcludes, {"q of float8_e4m3fn on a GPU"}},
+    {kCachePass, "cu_seqlens_k", kExcludes, {"page_table", "cache_batch_idx", "qv"}},
+    {kCachePass, "cu_seqlens_k", kExcludes, {"cache_leftpad", "cache_seqlens", "appended keys"}},
+    {kCachePass, "cu_seqlens_k", kExcludes, {"shared_prefix", "descale_by_page", "indices"}},
+    {kCachePass, "appended keys", kNeeds, {"cache_seqlens"}},
     {kCachePass, "shared_prefix", kExcludes, {"cache_leftpad", "window_size", "attention_chunk"}},
     {kCachePass, "qv", kExcludes, {"softcap", "q of float8_e4m3fn", "descale_by_page"}},
     {kCachePass, "descale_by_page", kNeeds, {"q of 16 bits and a cache of float8_e4m3fn"}},
     {kCachePass, "descale_by_page", kNeeds, {"page_table", "k_descale", "v_descale"}},
     {kCachePass, "page_table", kExcludes, {"cache_batch_idx"}},
-    {kCachePass, "q_descale", kIsFor, {"q of float8_e4m3fn"}},
-    {kCachePass, "k_descale", kIsFor, {"k_cache of float8_e4m3fn"}},
-    {kCachePass, "v_descale", kIsFor, {"v_cache of float8_e4m3fn"}},
-    {kCachePass | kPackedCachePass, "split_size", kExcludes, {"num_splits above 1"}},
-    {kPackedCachePass, "cu_seqlens_k", kExcludes, {"page_table", "cache_batch_idx", "qv"}},
-    {kPackedCachePass, "cu_seqlens_k", kExcludes, {"cache_leftpad", "cache_seqlens"}},
-    {kPackedCachePass, "cu_seqlens_k", kExcludes, {"shared_prefix", "descale_by_page"}},
-    {kPackedCachePass, "cu_seqlens_k", kExcludes, {"appended keys"}},
+    {kCachePass, "q_descale", kNeeds, {"q of float8_e4m3fn"}},
+    {kCachePass, "k_descale", kNeeds, {"k_cache of float8_e4m3fn"}},
+    {kCachePass, "v_descale", kNeeds, {"v_cache of float8_e4m3fn"}},
+    {kCachePass, "split_size", kExcludes, {"num_splits above 1"}},
     {kCachePass, "indices", kExcludes, {"causal", "window_size", "attention_chunk", "tree_mask"}},
     {kCachePass, "indices", kExcludes, {"cache_leftpad", "shared_prefix", "q of float8_e4m3fn"}},
-    {kAppendPass, "k", kWith, {"v"}},
+    {kAppendPass, "k", kNeeds, {"v"}},
+    {kAppendPass, "v", kNeeds, {"k"}},
     {kAppendPass, "cu_seqlens_k_new", kNeeds, {"k"}},
-    {kAppendPass, "rotary_cos", kWith, {"rotary_sin"}},
+    {kAppendPass, "rotary_cos", kNeeds, {"rotary_sin"}},
+    {kAppendPass, "rotary_sin", kNeeds, {"rotary_cos"}},
+    {kAppendPass, "16-bit v for latents of float8_e4m3fn", kNeeds, {"v_descale"}},
 };
 
-[[gnu::cold]] inline bool refuse(Solver& solver, Rule const& rule, Given const& other,
-                                 bool has_first) {
-  char const *const first = rule.first.name, *const second = other.name;
-  switch (rule.relation) {
-    case kNeeds:
-      return solver.refuse(text(second, " with ", first), text("no ", second));
-    case kIsFor:
-      return solver.refuse(text(first, " to be None"), "a tensor", text("it is for ", second));
-    case kExcludes:
-      return solver.refuse(text("no ", second, " with ", first), "both");
-    default:
-      return solver.refuse(text(first, " and ", second, " together"),
-                           text(has_first ? first : second, " alone"));
-  }
+[[gnu::cold]] inline bool refuse(Solver& solver, Rule const& rule, Given const& other) {
+  bool const excludes = rule.relation == kExcludes;
+  return solver.refuse(text(excludes ? "no " : "", other.name, " with ", rule.first.name),
+                       excludes ? "both" : text("no ", other.name));
 }
 
 // holds(row) for all rows of these passes.
@@ -197,13 +200,18 @@ bool check_rows(Solver& solver, Call const& call) {
   });
 }
 
-// Whether a tensor that is written, if it is given, shares memory with none of these passes.
+// Whether no tensor of these passes that the call writes shares memory with another one of them.
 template <unsigned kPasses>
-bool check_apart(Solver& solver, Call const& call, char const* name, TensorMeta const* own) {
-  return own == nullptr ||
-         all_of<kTensors, kPasses>([&](Row const& row) __attribute__((always_inline)) {
-           return solver.apart(name, own, row.form.name, row.of(call));
-         });
+bool check_apart(Solver& solver, Call const& call) {
+  auto const is_apart = [&](char const* name, TensorMeta const* own) {
+    return all_of<kTensors, kPasses>([&](Row const& row) __attribute__((always_inline)) {
+      return solver.apart(name, own, row.form.name, row.of(call), row.form.memory & kWhole);
+    });
+  };
+  return all_of<kTensors, kPasses>([&](Row const& row) __attribute__((always_inline)) {
+    TensorMeta const* const own = row.form.memory & kOwn ? row.of(call) : nullptr;
+    return own == nullptr || is_apart(row.form.name, own);
+  });
 }
 
 // Whether all rules of these passes hold.
@@ -211,21 +219,13 @@ template <unsigned kPasses>
 bool check_rules(Solver& solver, Call const& call) {
   return all_of<kRules, kPasses>([&](Rule const& rule) __attribute__((always_inline)) {
     bool const has_first = rule.first.in(call);
-    if (!has_first && rule.relation != kWith) {
-      return true;
-    }
     for (Given const& other : rule.others) {
-      if (other.in(call) != (has_first && rule.relation != kExcludes)) {
-        return refuse(solver, rule, other, has_first);
+      if (has_first && other.in(call) == (rule.relation == kExcludes)) {
+        return refuse(solver, rule, other);
       }
     }
     return true;
   });
 }
-
-// In forward.cpp, for attention of any kind. Each may rely on those before it.
-Solver solver_of(AttentionCall const& call, bool is_fp8);
-bool check_limits(Solver& solver, AttentionCall const& call);
-bool check_attention(Solver& solver, AttentionCall const& call);
 
 }  // namespace fa3

@@ -18,8 +18,9 @@ namespace fa3 {
 // has a kernel in kFwdVariants or kBwdVariants.
 std::string check_call(AttentionCall const& call, bool is_fp8 = false);
 
-// `attend_cache`, and what append_and_attend asks for besides: new rows and rotary. k and v are the
-// cache. sets_scales: whether the call gave the scales that new rows set.
+// `attend_cache`, whose k and v are the cache, and what append_and_attend asks for besides, new
+// rows and rotary: check_append() relies on check_cache(). sets_scales: whether the call gave the
+// scales that new rows set.
 std::string check_cache(AttentionCall const& call);
 std::string check_append(AttentionCall const& call, bool sets_scales = true);
 

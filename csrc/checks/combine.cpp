@@ -5,21 +5,10 @@
 namespace fa3 {
 namespace {
 
-bool check_counts(Solver& solver, int64_t parts, double rows) {
+bool check_rows(Solver& solver, int64_t rows) {
   double const blocks = std::max(1.0, double(solver["D"] / 64));
-  return solver.in_int(rows * blocks, kMostIndex, "the rows of out, 64 columns each,") &&
-         solver.in_int(double(parts), kMostIndex, "the parts") &&
-         solver.in_int(double(solver["D"]), kMostIndex, "the columns of out");
-}
-
-bool check_stack(Solver& solver, CombineCall const& call) {
-  return solver.fits({"out_partial", kAnchor, "X B R Hq D"}, call.out_partial) &&
-         solver.fits({"lse_partial", kFloat32, "X B R Hq"}, call.lse_partial) &&
-         solver.fits({"out", kOut, "B R Hq D", kOwn}, call.out) &&
-         solver.apart("out", &call.out, "out_partial", &call.out_partial) &&
-         solver.apart("out", &call.out, "lse_partial", &call.lse_partial) &&
-         check_counts(solver, solver["X"],
-                      double(solver["B"]) * double(solver["R"]) * double(solver["Hq"]));
+  return solver.in_int(double(solver["Hq"]) * double(rows) * blocks,
+                       "the rows of out, 64 columns each,");
 }
 
 // A part without a batch and its LSE, all rows in one batch entry, or with the shape of out.
@@ -31,13 +20,12 @@ bool check_part(Solver& solver, MergeCall const& call, int i) {
   static constexpr char const* kLses[] = {"lses[0]", "lses[1]", "lses[2]", "lses[3]"};
   static_assert(std::size(kOuts) == MergeCall::kMost);
   auto const& [part, lse] = std::tie(call.part[i], call.lse[i]);
-  if (i >= call.parts()) {
-    return (!part && !lse) ||
-           solver.refuse(text(kOuts[call.parts()], " before further parts"), "None");
+  if (!part && !lse && i >= call.parts()) {
+    return true;
   }
-  if (!part || !lse) {
-    return solver.refuse(part ? text(kLses[i], " with ", kOuts[i]) : "two parts or more",
-                         part ? "None" : text(kOuts[i], " of None"));
+  if (!part || !lse || i >= call.parts()) {
+    return solver.refuse("two parts or more, one after another, each with its LSE",
+                         text(part ? kOuts[i] : kLses[i], " alone"));
   }
   bool const has_batch = call.out.rank == 4 && part->rank != 3;
   auto const& [shape, rows] = kShapes[!has_batch ? 0 : part->size[0] == 1 ? 1 : 2];
@@ -47,18 +35,14 @@ bool check_part(Solver& solver, MergeCall const& call, int i) {
 }
 
 bool check_parts(Solver& solver, MergeCall const& call) {
-  if (!solver.fits({"out", kAnchor, "B R Hq D", kOwn, "Tq Hq D"}, call.out)) {
-    return false;
-  }
+  bool is_fine = solver.fits({"out", kAnchor, "B R Hq D", kOwn, "Tq Hq D"}, call.out);
   if (call.out.rank == 4) {
     solver.bind("Tq", solver["B"] * solver["R"], "out");
   }
-  for (int i = 0; i < MergeCall::kMost; ++i) {
-    if (!check_part(solver, call, i)) {
-      return false;
-    }
+  for (int i = 0; is_fine && i < MergeCall::kMost; ++i) {
+    is_fine = check_part(solver, call, i);
   }
-  return check_counts(solver, call.parts(), double(solver["Tq"]) * double(solver["Hq"]));
+  return is_fine && check_rows(solver, solver["Tq"]);
 }
 
 }  // namespace
@@ -66,16 +50,19 @@ bool check_parts(Solver& solver, MergeCall const& call) {
 std::string check_combine(CombineCall const& call) {
   Solver solver("flash_attn_combine", {"out_partial", call.out_partial}, k16Bits | k32Bits);
   solver.dtypes[kOut] = k16Bits | k32Bits;
-  check_stack(solver, call);
-  return solver.error;
+  return solver.text_of(solver.fits({"out_partial", kAnchor, "X B R Hq D"}, call.out_partial) &&
+                        solver.fits({"lse_partial", kFloat32, "X B R Hq"}, call.lse_partial) &&
+                        solver.fits({"out", kOut, "B R Hq D", kOwn}, call.out) &&
+                        solver.apart("out", &call.out, "out_partial", &call.out_partial) &&
+                        solver.apart("out", &call.out, "lse_partial", &call.lse_partial) &&
+                        check_rows(solver, solver["B"] * solver["R"]));
 }
 
 std::string check_merge(MergeCall const& call) {
   bool const on_cuda = call.out.device == DeviceType::kCuda;
   Solver solver("merge_states", {"out", call.out}, k16Bits | (on_cuda ? 0 : kCpuOnly | kE4M3));
   solver.dtypes[kWide] = on_cuda ? k32Bits : kCpuOnly;
-  check_parts(solver, call);
-  return solver.error;
+  return solver.text_of(check_parts(solver, call));
 }
 
 }  // namespace fa3

@@ -12,36 +12,20 @@ constexpr int kBlockRows = 32;  // blocks are multiples of these
 
 bool check_numbers(Solver& solver, Call const& call) {
   bool const is_named = call.block == kScalePerHead || call.block == kScalePerTensor;
+  double const batch = double(solver["B"]), heads = std::max(1.0, double(solver["Hq"]));
+  double const rows = double(solver["sx"]) * (call.cu_seqlens ? 1 : batch);
   return (is_named || (call.block >= 1 && call.block % kBlockRows == 0) ||
           solver.refuse(text("block to be a multiple of ", kBlockRows, ", 'head' or 'tensor'"),
                         text(call.block))) &&
          ((call.group >= 1 && solver["Hq"] % call.group == 0) ||
           solver.refuse("group to divide the heads of x", text(call.group))) &&
-         solver.in_range("seed", call.seed.value_or(0), {0, (int64_t(1) << 32) - 1});
-}
-
-// What only the kernels ask for.
-bool check_sizes(Solver& solver, Call const& call) {
-  double const batch = double(solver["B"]), heads = double(solver["Hq"]);
-  double const rows = double(solver["sx"]);
-  double const blocks = rows / kBlockRows * (call.cu_seqlens ? 1 : batch) + batch + 2;
-  return !solver.on_cuda() ||
-         (solver.in_range({"x", call.x}, call.x.rank - 1, "head_dim",
-                          {kChunkColumns, kMostQuantizedColumns, kChunkColumns},
-                          "a GPU takes no others; pad x with zeros") &&
-          solver.in_int(rows, kMostIndex, "the rows of x") &&
-          solver.in_int(double(call.block), kMostIndex, "block") &&
-          solver.in_int(std::max(heads, 1.0) * blocks, kMostIndex, "the blocks of ", kBlockRows,
-                        " rows of all heads of x"));
-}
-
-bool check_all(Solver& solver, Call const& call) {
-  return (call.cu_seqlens || !call.seqused ||
-          solver.refuse("seqused only with cu_seqlens", "seqused alone")) &&
-         solver.fits({"x", kAnchor, "bx sx Hq D"}, call.x) &&
-         solver.fits({"cu_seqlens", kInt32, "B+1", kList}, call.cu_seqlens) &&
-         solver.fits({"seqused", kInt32, "B", kList}, call.seqused) &&
-         check_numbers(solver, call) && check_sizes(solver, call);
+         solver.in_range("seed", call.seed.value_or(0), {0, (int64_t(1) << 32) - 1}) &&
+         (!solver.on_cuda() ||
+          solver.in_range("D", {kChunkColumns, kMostQuantizedColumns, kChunkColumns},
+                          "a GPU takes no others; pad x with zeros")) &&
+         solver.in_int(double(call.block), "block") &&
+         solver.in_int(heads * (rows / kBlockRows + batch + 2), "the blocks of ", kBlockRows,
+                       " rows of all heads of x");
 }
 
 }  // namespace
@@ -49,8 +33,13 @@ bool check_all(Solver& solver, Call const& call) {
 std::string check_quantize(Call const& call) {
   Solver solver("quantize_fp8", {"x", call.x}, k16Bits | k32Bits);
   solver.pack(bool(call.cu_seqlens), "bx", "sx", "Sq", "Tq");
-  check_all(solver, call);
-  return solver.error;
+  return solver.text_of(
+      (call.cu_seqlens || !call.seqused ||
+       solver.refuse("cu_seqlens with seqused", "no cu_seqlens")) &&
+      solver.fits({"x", kAnchor, "bx sx Hq D"}, call.x) &&
+      (!call.cu_seqlens || solver.fits({"cu_seqlens", kInt32, "B+1", kList}, *call.cu_seqlens)) &&
+      (!call.seqused || solver.fits({"seqused", kInt32, "B", kList}, *call.seqused)) &&
+      check_numbers(solver, call));
 }
 
 }  // namespace fa3

@@ -6,52 +6,29 @@
 namespace fa3 {
 namespace {
 
-std::string entry_word(int index) {
-  std::string_view rest = kLetters;
-  for (int i = 0; i < index; ++i) {
-    rest.remove_prefix(rest.find('|') + 1);
-  }
-  std::string_view const entry = rest.substr(0, rest.find('|'));
-  return std::string(entry.substr(entry.find(' ') + 1));
-}
-
-// A shape as "(batch, seqlen, heads, head_dim)", and as "(2, 16, 4, 64)" if all its sizes come from
-// other tensors.
-struct Layout {
-  int rank = 0;
-  std::string words, sizes;
-  bool is_bound = true;
-
-  Layout(Solver const& solver, Form const& form, Shape const& shape) {
-    for (Dim const& dim : std::span(shape.dims, shape.rank)) {
-      auto const& [letter, plus] = dim;
-      if (solver.lacks(letter)) {
-        continue;
-      }
-      char const* const comma = rank++ > 0 ? ", " : "(";
-      append(words, text(comma, solver.word(dim)));
-      append(sizes, text(comma, solver[letter] + plus));
-      bool const is_number = letter.index == 0;
-      is_bound &= is_number || (solver[letter] >= 0 && solver.binder(letter) != form.name);
+// A shape as "(2, seqlen, heads, 64)": sizes that come from other tensors are numbers.
+std::string layout_text(Solver const& solver, Form const& form, Shape const& shape) {
+  std::string layout;
+  for (Dim const& dim : std::span(shape.dims, shape.rank)) {
+    auto const& [letter, plus, or_one] = dim;
+    if (!solver.lacks(letter)) {
+      bool const is_own =
+          letter.index != 0 && (solver[letter] < 0 || solver.binder(letter) == form.name);
+      append(layout, layout.empty() ? "(" : ", ");
+      append(layout, or_one && (is_own || solver[letter] != 1) ? "1 or " : "");
+      append(layout, is_own ? solver.word(dim) : std::to_string(solver[letter] + plus));
     }
-    is_bound &= rank > 1;
   }
-};
-
-// "4 dimensions (batch, seqlen, heads, head_dim)"
-std::string dimensions_of(Layout const& layout, Shape const& shape) {
-  return text(layout.rank, layout.rank > 1 ? " dimensions " : " dimension ", layout.words, ")",
-              layout.rank < shape.rank ? " with " + entry_word(shape.dims[0].letter.index) : "");
+  Letter const first = shape.dims[0].letter;
+  return layout + (solver.lacks(first) ? text(") with ", letter_at(first.index).second) : ")");
 }
 
 // "float16, bfloat16 or float32"
 std::string names_of(DtypeSet dtypes) {
-  static constexpr char const* kNames[] = {"float16", "bfloat16", "float8_e4m3fn", "float32",
-                                           "float64", "other",    "int32"};
   std::string list;
   for (int i = 0; dtypes >> i != 0; ++i) {
     if ((dtypes >> i) % 2 != 0) {
-      list += text(list.empty() ? "" : dtypes >> (i + 1) != 0 ? ", " : " or ", kNames[i]);
+      list += text(list.empty() ? "" : dtypes >> (i + 1) != 0 ? ", " : " or ", kDtypeNames[i]);
     }
   }
   return list;
@@ -60,9 +37,9 @@ std::string names_of(DtypeSet dtypes) {
 }  // namespace
 
 std::string Solver::word(Dim dim) const {
-  auto const [letter, plus] = dim;
-  std::string const word = entry_word(size_index(letter));
-  return letter.index == 0 ? text(plus) : plus > 0 ? text(word, " + ", plus) : word;
+  auto const [letter, plus, or_one] = dim;
+  std::string const word(letter_at(size_index(letter)).second);
+  return plus > 0 ? text(word, " + ", plus) : word;
 }
 
 bool Solver::refuse(std::string const& expected, std::string const& got, std::string const& hint) {
@@ -73,39 +50,25 @@ bool Solver::refuse(std::string const& expected, std::string const& got, std::st
 bool Solver::refuse_number(Range const& range, std::string const& name, int64_t got,
                            char const* hint) {
   auto const [least, most, step, note] = range;
-  std::string const limits = most == kUnlimited     ? text(least, " or more")
-                             : least == -kUnlimited ? text("at most ", most)
-                                                    : text("from ", least, " to ", most);
-  return refuse(
-      text(name, " to be ", step > 1 ? text("a multiple of ", step, " ") : "", limits, note),
-      text(got), hint);
+  bool const has_step = step > 1;
+  std::string const limits = least == most        ? text(least)
+                             : most != kUnlimited ? text("from ", least, " to ", most)
+                             : has_step           ? ""
+                                                  : text(least, " or more");
+  return refuse(text(name, " to be ", has_step ? text("a multiple of ", step) : "",
+                     has_step && !limits.empty() ? " " : "", limits, note),
+                text(got), hint);
 }
 
-bool Solver::refuse_shape(Form const& form, TensorMeta const& meta, int i) {
-  Layout const own(*this, form, form.shape);
-  Layout const other(*this, form, form.other);
-  if (own.is_bound) {
-    return refuse(text(form.name, " to have the shape ", own.sizes, ")",
-                       other.is_bound ? text(", or ", other.sizes, ")", form.note) : ""),
-                  shape_text(meta.size, std::min(meta.rank, 5)));
+bool Solver::refuse_shape(Form const& form, TensorMeta const& meta) {
+  int64_t const largest = *std::max_element(meta.size, meta.size + 5);
+  if (largest > kMostIndex && on_cuda()) {
+    return refuse(text("sizes of ", form.name, " of at most ", kMostIndex), text(largest));
   }
-  if (i < 0) {
-    return refuse(text(form.name, " to have ", dimensions_of(own, form.shape),
-                       other.rank > 0 ? " or " + dimensions_of(other, form.other) : ""),
-                  text(meta.rank));
-  }
-  Shape const& shape = form.shape_of(meta.rank);
-  Dim const dim = shape.dims[i + shape.rank - meta.rank];
-  int64_t const wanted = (*this)[dim.letter];
-  bool const is_number = dim.letter.index == 0;
-  return refuse(
-      text(form.name, ".size(", i, ")", is_number ? "" : text(", the ", word(dim), ","), " to be ",
-           wanted < 0  ? "at least "
-           : is_number ? ""
-                       : text("that of ", binder(dim.letter), ", "),
-           std::max<int64_t>(wanted, 0) + dim.plus),
-      text(meta.size[i]),
-      meta.rank > 1 ? text("tensors are ", Layout(*this, form, shape).words, ")") : "");
+  bool const has_other = form.other.rank > 0 && !lacks(form.other.dims[0].letter);
+  return refuse(text(form.name, " to have the shape ", layout_text(*this, form, form.shape),
+                     has_other ? " or " + layout_text(*this, form, form.other) : ""),
+                shape_text(meta.size, std::min(meta.rank, 5)));
 }
 
 bool Solver::refuse_device(Form const& form, TensorMeta const& meta) {
@@ -127,13 +90,11 @@ bool Solver::refuse_dtype(Form const& form, TensorMeta const& meta) {
 }
 
 bool Solver::refuse_memory(Form const& form, TensorMeta const& meta, int dim) {
-  std::string const stride = text(form.name, ".stride(", dim, ")");
-  if ((form.memory & kOwn) && meta.stride[dim] == 0) {
-    return refuse(text(form.name, " with memory for every element"), text(stride, " of 0"),
-                  "do not pass an expanded tensor");
-  }
-  return refuse(text(stride, " to be 1", form.memory == kList ? "" : ", the head_dim contiguous"),
-                text(meta.stride[dim]), text("call ", form.name, ".contiguous()"));
+  bool const is_shared = (form.memory & kOwn) && meta.stride[dim] == 0;
+  return refuse(
+      text(form.name, ".stride(", dim, ") ", is_shared ? "not to be 0" : "to be 1"),
+      text(meta.stride[dim]),
+      is_shared ? "do not pass an expanded tensor" : text("call ", form.name, ".contiguous()"));
 }
 
 }  // namespace fa3

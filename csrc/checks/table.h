@@ -14,35 +14,46 @@
 
 namespace fa3 {
 
-// Letters and their words. One in capitals is the name of a size. A small one stands for one of
-// those, or for no dimension where the argument that is its word makes a call packed.
+// Letters and their words. One in capitals is the name of a size. A small one is renamed to one of
+// those, or there is no such dimension, as where the argument that is its word makes a call packed.
 inline constexpr std::string_view kLetters =
-    "|B batch|Sq seqlen|Sk seqlen|Sn tokens|Tq total|Tk total|Tn total|Hq heads|Hk heads|D head_dim"
-    "|Dv head_dim|E batch|C slots|N pages|P page size|Np pages|R rows|L positions"
-    "|Dr rotary_dim / 2|X parts|Z blocks|Zq blocks|Zk blocks|Bz batch|b cu_seqlens_q"
-    "|bk cu_seqlens_k|bn cu_seqlens_k_new|bx cu_seqlens|s |sk |sn |sx |e |c |bt |bs ";
+    " |B batch|Sq seqlen|Sk seqlen|Sn tokens|Tq total|Tk total|Tn total|Hq heads|Hk heads"
+    "|D head_dim|Dv head_dim|E batch|C slots|N pages|P page size|Np pages|R rows|L positions"
+    "|Dr rotary_dim / 2|X parts|Z blocks|Zq blocks|Zk blocks|Mq q blocks|Mk k blocks"
+    "|Wq entries|Wk entries|Bz batch|b cu_seqlens_q|bk cu_seqlens_k|bn cu_seqlens_k_new|bx "
+    "cu_seqlens|s |sk |sn |sx |e |c |bt |bs |bz ";
 constexpr int kLetterCount = int(std::ranges::count(kLetters, '|')) + 1;
+
+// (letter, word)
+constexpr std::pair<std::string_view, std::string_view> letter_at(int index) {
+  std::string_view rest = kLetters;
+  for (; index > 0; --index) {
+    rest = rest.substr(rest.find('|')).substr(1);  // an unknown letter does not compile
+  }
+  std::string_view const entry = rest.substr(0, rest.find('|'));
+  return {entry.substr(0, entry.find(' ')), entry.substr(entry.find(' ') + 1)};
+}
 
 struct Letter {
   int index = 0;
 
   template <class Text>
   consteval Letter(Text const& letter) {
-    for (std::string_view rest = kLetters; rest.substr(0, rest.find_first_of(" |")) != letter;) {
-      rest.remove_prefix(rest.find('|') + 1);  // an unknown letter does not compile
+    while (letter_at(index).first != letter) {
       ++index;
     }
   }
 };
 constexpr int kSizeCount = Letter("b").index;
 
-// The size that a letter stands for, plus a number; or a number alone.
+// The size that a letter stands for, plus a number, or also 1; or a number alone.
 struct Dim {
   Letter letter = "";
   int plus = 0;
+  bool or_one = false;
 };
 
-// "B Sq Hq D", "B+1", "B Sq 4".
+// "B Sq Hq D", "B+1", "B? Sq 4".
 struct Shape {
   int rank = 0;
   Dim dims[5] = {};
@@ -50,16 +61,28 @@ struct Shape {
   consteval Shape(char const* text = "") {
     for (std::string_view rest = text; !rest.empty(); ++rank) {
       std::string_view const word = rest.substr(0, rest.find(' '));
-      size_t const letters = word.find_first_of("+0123456789");
-      bool const has_number = letters != word.npos;
-      dims[rank] = {word.substr(0, letters), has_number ? word.back() - '0' : 0};
+      size_t const letters = word.find_first_of("?+0123456789");
+      bool const has_number = letters != word.npos, or_one = word.back() == '?';
+      dims[rank] = {word.substr(0, letters), has_number && !or_one ? word.back() - '0' : 0, or_one};
       rest.remove_prefix(word.size() + (word.size() < rest.size()));
     }
   }
 };
 
 // Sets of dtypes, which the Solver of a call holds: up to kNewValues by default the anchor's.
-enum Type { kAnchor, kKeys, kValues, kOut, kTables, kNewKeys, kNewValues, kWide, kFloat32, kInt32 };
+enum Type {
+  kAnchor,
+  kKeys,
+  kValues,
+  kOut,
+  kTables,
+  kNewKeys,
+  kNewValues,
+  kWide,
+  kFloat32,
+  kInt32,
+  kBool
+};
 
 using DtypeSet = unsigned;
 constexpr DtypeSet set_of(Dtype dtype) { return 1u << int(dtype); }
@@ -68,28 +91,28 @@ constexpr DtypeSet kE4M3 = set_of(Dtype::kFloat8E4M3);
 constexpr DtypeSet k32Bits = set_of(Dtype::kFloat32);
 constexpr DtypeSet kCpuOnly = k32Bits | set_of(Dtype::kFloat64);
 constexpr DtypeSet kInt32Set = 2 * set_of(Dtype::kOther);
+constexpr DtypeSet kBoolSet = 2 * kInt32Set;
 
 inline DtypeSet set_of(TensorMeta const& meta) {
-  bool const is_int32 = meta.dtype == Dtype::kOther && std::strcmp(meta.dtype_name, "int32") == 0;
-  return is_int32 ? kInt32Set : set_of(meta.dtype);
+  auto const is = [&](char const* name) { return std::strcmp(meta.dtype_name, name) == 0; };
+  return meta.dtype != Dtype::kOther ? set_of(meta.dtype)
+         : is("int32")               ? kInt32Set
+         : is("bool")                ? kBoolSet
+                                     : set_of(Dtype::kOther);
 }
 
-// kColumns: on CUDA the last dimension is contiguous; kList: everywhere. kOwn: elements do not
-// share memory.
-enum Memory { kAny = 0, kColumns = 1, kList = 2, kOwn = 4, kOwnColumns = kOwn | kColumns };
+// kColumns: on CUDA the last dimension is contiguous; kList: everywhere. kOwn: the call writes it,
+// and no element has stride 0. kWhole: nothing that the call writes lies between its rows.
+enum Memory { kAny, kColumns = 1, kList = 2, kOwn = 4, kWhole = 8, kOwnColumns = 5, kCache = 9 };
 
-// What a tensor must look like. other: the shape of a tensor of another rank; note: what that is.
+// What a tensor must look like. other: the shape of a tensor of another rank, unless its first
+// letter stands for no dimension.
 struct Form {
   char const* name;
   Type type;
   Shape shape;
   Memory memory = kAny;
   Shape other = {};
-  char const* note = "";
-
-  constexpr Shape const& shape_of(int rank) const {
-    return rank > 0 && rank == other.rank ? other : shape;
-  }
 };
 
 constexpr TensorMeta const* pointer_to(TensorMeta const& meta) { return &meta; }
@@ -113,7 +136,7 @@ struct Solver {
   char const* op;
   NamedTensor anchor;  // the device of all
   std::string error = {};
-  DtypeSet dtypes[kInt32 + 1];
+  DtypeSet dtypes[kBool + 1];
   int64_t sizes[kSizeCount];        // -1: not bound
   char const* binders[kSizeCount];  // the tensors that bound them
   int8_t meanings[kLetterCount] = {};
@@ -125,8 +148,10 @@ struct Solver {
     dtypes[kWide] = anchor.meta.dtype == Dtype::kFloat64 ? own : k32Bits;
     dtypes[kFloat32] = k32Bits;
     dtypes[kInt32] = kInt32Set;
+    dtypes[kBool] = kBoolSet;
     std::fill(sizes, sizes + kSizeCount, -1);
     sizes[0] = 0;
+    std::fill(meanings + kSizeCount, meanings + kLetterCount, -1);
   }
 
   // What a small letter stands for.
@@ -138,6 +163,10 @@ struct Solver {
     rename(rows, is_packed ? total : seqlen);
   }
   bool lacks(Letter letter) const { return meanings[letter.index] < 0; }
+  Shape const& shape_of(Form const& form, int rank) const {
+    return rank > 0 && rank == form.other.rank && !lacks(form.other.dims[0].letter) ? form.other
+                                                                                    : form.shape;
+  }
 
   void bind(Letter letter, int64_t size, char const* binder) {
     sizes[letter.index] = size;
@@ -155,54 +184,61 @@ struct Solver {
   [[gnu::cold]] std::string word(Dim dim) const;
   [[gnu::cold]] bool refuse(std::string const& expected, std::string const& got,
                             std::string const& hint = "");
-  [[gnu::cold]] bool refuse_shape(Form const& form, TensorMeta const& meta, int dim = -1);
+  [[gnu::cold]] bool refuse_shape(Form const& form, TensorMeta const& meta);
   [[gnu::cold]] bool refuse_device(Form const& form, TensorMeta const& meta);
   [[gnu::cold]] bool refuse_dtype(Form const& form, TensorMeta const& meta);
   [[gnu::cold]] bool refuse_memory(Form const& form, TensorMeta const& meta, int dim);
   [[gnu::cold]] bool refuse_number(Range const& range, std::string const& name, int64_t got,
                                    char const* hint = "");
 
+  // The error text of a check, which has run; "" if all is fine.
+  std::string text_of(bool is_fine) const { return is_fine ? std::string() : error; }
+
   // A count that kernels hold in an int, by the parts of its name.
   template <class... Name>
-  bool in_int(double count, int64_t most, Name const&... name) {
-    return count <= double(most) || !on_cuda() ||
-           refuse(text(name..., " to be at most ", most), text(int64_t(count)), "split the batch");
+  bool in_int(double count, Name const&... name) {
+    return count <= double(kMostIndex) || !on_cuda() ||
+           refuse(text(name..., " to be at most ", kMostIndex), text(int64_t(count)),
+                  "split the batch");
   }
 
   bool in_range(char const* name, int64_t value, Range const& range, char const* hint = "") {
     return range.has(value) || refuse_number(range, name, value, hint);
   }
 
-  // The size of a dimension; a name like "q.size(3), the head_dim," is made on failure.
-  bool in_range(NamedTensor const& tensor, int dim, char const* word, Range const& range,
-                char const* hint = "") {
-    int64_t const size = tensor.meta.size[dim];
+  // A size; a name like "the head_dim of q" is made on failure.
+  bool in_range(Letter letter, Range const& range, char const* hint = "") {
+    int64_t const size = (*this)[letter];
     return range.has(size) ||
-           refuse_number(range, text(tensor.name, ".size(", dim, "), the ", word, ","), size, hint);
+           refuse_number(range, text("the ", word({letter}), " of ", binder(letter)), size, hint);
   }
 
   // A tensor that is written, if it is given, shares no memory with another one.
   bool apart(char const* name, TensorMeta const* own, char const* other_name,
-             TensorMeta const* other, decltype(shares_memory) shares = shares_memory) {
-    return !own || !other || own == other || !shares(*own, *other) ||
+             TensorMeta const* other, bool is_whole = false) {
+    return !own || !other || own == other ||
+           !(is_whole ? may_share_memory : shares_memory)(*own, *other) ||
            refuse(text(name, " with memory of its own"), text("the memory of ", other_name));
   }
 
-  // The sizes from dimension `absent` of a shape on. WHY the loop over all: letters are constants.
+  // The sizes from dimension `absent` of a shape on. Kernels count in 32 bits. WHY the loop over
+  // all: letters are constants.
   [[gnu::always_inline]] bool has_sizes(Form const& form, Shape const& shape, int absent,
                                         TensorMeta const& meta) {
     for (int i = 0; i < shape.rank; ++i) {
       if (i < absent) {
         continue;
       }
-      int const letter = size_index(shape.dims[i].letter);
-      int64_t const size = meta.size[i - absent] - shape.dims[i].plus;
+      auto const& [dim, plus, or_one] = shape.dims[i];
+      int const letter = size_index(dim);
+      int64_t const size = meta.size[i - absent] - plus;
       if (sizes[letter] < 0) {
         sizes[letter] = size;
         binders[letter] = form.name;
       }
-      if (sizes[letter] != size || size < 0) {
-        return refuse_shape(form, meta, i - absent);
+      if ((sizes[letter] != size && !(or_one && size == 1)) || size < 0 ||
+          (size > kMostIndex && on_cuda())) {
+        return refuse_shape(form, meta);
       }
     }
     return true;
@@ -223,15 +259,12 @@ struct Solver {
   }
 
   [[gnu::always_inline]] bool fits(Form const& form, TensorMeta const& meta) {
-    Shape const& shape = form.shape_of(meta.rank);
+    Shape const& shape = shape_of(form, meta.rank);
     int const absent = lacks(shape.dims[0].letter);
     return (meta.rank == shape.rank - absent || refuse_shape(form, meta)) &&
            (same_device(meta, anchor.meta) || refuse_device(form, meta)) &&
            ((dtypes[form.type] & set_of(meta)) != 0 || refuse_dtype(form, meta)) &&
            has_sizes(form, shape, absent, meta) && has_memory(form, meta);
-  }
-  bool fits(Form const& form, std::optional<TensorMeta> const& meta) {
-    return !meta || fits(form, *meta);
   }
 };
 

@@ -178,7 +178,7 @@ void ForwardRun::Launch::plan(AttentionCall const& call, int64_t& used_counters,
   FwdProblem const& problem = params.problem;
   FwdPlan const plan = call.on_cache ? plan_cache(problem) : plan_forward(problem);
   if (!kFwdLaunchers[plan.variant]) {
-    throw std::runtime_error(missing_variant_text("fwd", plan.variant, kFwdBuilt));
+    throw std::runtime_error(missing_variant_text(call.op(), plan.variant, kFwdBuilt));
   }
   variant = plan.variant;
   params.schedule = plan.schedule;

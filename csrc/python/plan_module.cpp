@@ -20,7 +20,7 @@
 
 #include "bwd_built.inc"
 #include "bwd_variants.h"
-#include "call/text.h"
+#include "call/tensor_text.h"
 #include "checks/checks.h"
 #include "plan/plan.h"
 #include "plan/plan_backward.h"
@@ -34,11 +34,6 @@ namespace {
 
 using namespace fa3;
 using namespace fa3::python;
-
-char const* dtype_name(Dtype dtype) {
-  static constexpr char const* kNames[] = {"float16", "bfloat16", "float8_e4m3fn"};
-  return kNames[int(dtype)];
-}
 
 char const* kind_name(KernelKind kind) { return kBuiltKinds[kind_index(kind)].name; }
 
@@ -93,7 +88,7 @@ template <class Config>
 DictBuilder& add_common(DictBuilder& dict, Config const& config, Dtype dtype, bool is_built) {
   return dict.string("name", config.name)
       .flag("built", is_built)
-      .string("dtype", dtype_name(dtype))
+      .string("dtype", kDtypeNames[int(dtype)])
       .string("mask", kind_name(config.kind))
       .integer("head_dim", config.head_dim)
       .integer("head_dim_v", config.head_dim_v)
@@ -169,11 +164,14 @@ bool read_call(PyObject* args, PyObject* kwargs, AttentionCall& call) {
   return reader.finish();
 }
 
-template <auto kCheck, auto... kOptions>
+template <auto kCheck, bool kOnCache, auto... kOptions>
 PyObject* py_check(PyObject*, PyObject* args, PyObject* kwargs) {
   AttentionCall call;
-  return read_call(args, kwargs, call) ? PyUnicode_FromString(kCheck(call, kOptions...).c_str())
-                                       : nullptr;
+  if (!read_call(args, kwargs, call)) {
+    return nullptr;
+  }
+  call.on_cache = kOnCache;
+  return PyUnicode_FromString(kCheck(call, kOptions...).c_str());
 }
 
 PyObject* py_check_backward(PyObject*, PyObject* args, PyObject* kwargs) {
@@ -385,12 +383,13 @@ PyCFunction method(Function function) {
 constexpr int kKeywords = METH_VARARGS | METH_KEYWORDS;
 
 PyMethodDef methods[] = {
-    {"check_forward", method(py_check<check_call, false>), kKeywords,
+    {"check_forward", method(py_check<check_call, false, false>), kKeywords,
      "Error text of a call; empty if fine."},
-    {"check_fp8", method(py_check<check_call, true>), kKeywords,
+    {"check_fp8", method(py_check<check_call, false, true>), kKeywords,
      "check_forward of the ops on float8_e4m3fn."},
-    {"check_cache", method(py_check<check_cache>), kKeywords, "check_forward of attend_cache."},
-    {"check_append", method(py_check<check_append, true>), kKeywords,
+    {"check_cache", method(py_check<check_cache, true>), kKeywords,
+     "check_forward of attend_cache."},
+    {"check_append", method(py_check<check_append, true, true>), kKeywords,
      "check_forward of append_and_attend."},
     {"check_combine", method(py_check_combine), kKeywords, "check_forward of combine."},
     {"check_merge", method(py_check_merge), kKeywords, "check_combine of separate tensors."},

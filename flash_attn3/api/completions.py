@@ -74,7 +74,7 @@ def flash_attn_completions_func(
     """
     dtensors.reject(_OP, q)
     derivatives.reject_of_scalars(_OP, softmax_scale=softmax_scale, softcap=softcap)
-    longest = checks.length_bound('max_seqlen', max_seqlen, q)
+    longest = checks.length_bound('max_seqlen', max_seqlen, q, _OP)
     own = Completions(cu_seqlens, cu_trees, longest, softmax_scale, softcap, pack_gqa, sm_margin,
                       deterministic)
     if q.is_cuda and not library.kernels_serve(q.device):
@@ -195,7 +195,7 @@ def _backward(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     own = ctx.scalars._replace(cu_seqlens=cu_seqlens, cu_trees=cu_trees)
     if dout is None:
         dout = torch.zeros_like(tensors[3])
-    gradients = autograd.first_derivatives(_gradients, dout, dlse, *tensors, *own)
+    gradients = autograd.first_derivatives(_OP, _gradients, dout, dlse, *tensors, *own)
     return (*gradients, *(None for _ in Completions._fields))
 
 

@@ -18,7 +18,7 @@ from flash_attn3.ops import (checks, dense_and_varlen, derivatives, dtensors, fp
                              library, masked, splits)
 from flash_attn3.ops.autograd import PackedAttention, attention, general_attention
 from flash_attn3.ops.fp8 import Descale
-from flash_attn3.ops.dense_and_varlen import Execution, General
+from flash_attn3.ops.dense_and_varlen import Execution, General, general_of
 from flash_attn3.api.masks import AttentionMask
 from flash_attn3.api.packing import unpack
 from flash_attn3.ops.splits import Call
@@ -94,7 +94,7 @@ def flash_attn_func(
                      qv, (q_descale, k_descale, v_descale), out_dtype, fp8_accum, mask=mask)
         num_splits = splits.splits_of(num_splits, call)
         if (num_splits != 1 or call.eight_bit is not None or split_size != 0 or mask is not None
-                or _is_general(call.general, return_max_logits)):
+                or dense_and_varlen.is_general(call.general, return_max_logits)):
             return _general(call, return_attn_probs, num_splits)
     # Most eager calls take this path: as little Python and as few op arguments as possible.
     if (not is_compiling() and q.get_device() in library.SERVED_DEVICES
@@ -167,11 +167,12 @@ def flash_attn_varlen_func(
         >>> starts = torch.tensor([0, 3, 3 + 5], dtype=torch.int32, device='cuda')
         >>> out = flash_attn3.flash_attn_varlen_func(q, k, v, starts, starts, 5, 5, causal=True)
     """
+    op = 'flash_attn_varlen_func'
     lengths = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-               checks.length_bound('max_seqlen_q', max_seqlen_q, q),
-               checks.length_bound('max_seqlen_k', max_seqlen_k, k))
+               checks.length_bound('max_seqlen_q', max_seqlen_q, q, op),
+               checks.length_bound('max_seqlen_k', max_seqlen_k, k, op))
     num_splits, split_size = invariance.in_parts(num_splits, split_size)
-    call = _call('flash_attn_varlen_func', (q, k, v, out),
+    call = _call(op, (q, k, v, out),
                  (s_aux, softmax_scale, causal, window_size, attention_chunk, softcap),
                  Execution(pack_gqa, sm_margin, return_max_logits, split_size, deterministic), qv,
                  (q_descale, k_descale, v_descale), out_dtype, fp8_accum, lengths, mask)
@@ -220,14 +221,13 @@ def flash_attn_qkvpacked_func(
     """
     descales = q_descale, k_descale, v_descale
     numbers = [None if qkv.dtype == fp8.E4M3 and fp8.is_number(x) else x for x in descales]
-    eight_bit = fp8.eight_bit_of('flash_attn_qkvpacked_func', qkv, numbers, out, out_dtype,
-                                 fp8_accum)
-    derivatives.reject_of_scalars('flash_attn_qkvpacked_func', softmax_scale=softmax_scale,
-                                  softcap=softcap)
-    window = left, right = checks.window_sides(window_size)
-    general = General(sinks=s_aux, window_left=left, window_right=right,
-                      attention_chunk=attention_chunk, softcap=softcap)
-    is_plain = eight_bit is None and not _is_general(general, return_max_logits)
+    op = 'flash_attn_qkvpacked_func'
+    eight_bit = fp8.eight_bit_of(op, qkv, numbers, out, out_dtype, fp8_accum)
+    derivatives.reject_of_scalars(op, softmax_scale=softmax_scale, softcap=softcap)
+    general = general_of(qkv, window_size=window_size, s_aux=s_aux, op=op,
+                         attention_chunk=attention_chunk, softcap=softcap)
+    window = general.window_left, general.window_right
+    is_plain = eight_bit is None and not dense_and_varlen.is_general(general, return_max_logits)
     if (is_plain and out is None and is_grad_enabled() and qkv.requires_grad and not is_compiling()
             and not _INVARIANT and type(qkv) is Tensor and _is_served(qkv)
             and not derivatives.is_forward_mode()):
@@ -258,10 +258,9 @@ def _call(op: str, tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], score:
         checks.reject_unsupported(op, qv=qv)
     scales = fp8.descales_of(op, q, k, descales, *lengths[:1])
     eight_bit = fp8.eight_bit_of(op, q, scales, out, out_dtype, fp8_accum)
-    left, right = checks.window_sides(window_size)
-    general = General(*lengths, sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale,
-                      causal=causal, window_left=left, window_right=right,
-                      attention_chunk=attention_chunk, softcap=softcap)
+    general = general_of(q, *lengths, window_size=window_size, s_aux=s_aux, op=op,
+                         softmax_scale=softmax_scale, causal=causal,
+                         attention_chunk=attention_chunk, softcap=softcap)
     return Call(op, tensors, general, execution, eight_bit, mask)
 
 
@@ -295,7 +294,7 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
         result, lse, _ = fallback.attention(q, k, v, general, return_lse)
         return (result if out is None else out.copy_(result)), lse
     if out is not None:
-        derivatives.reject_forward_mode(q, k, v, out)
+        derivatives.reject_forward_mode(q, k, v, out, op='flash_attn_func')
         return out, _attend(q, k, v, out, softmax_scale=softmax_scale, causal=causal,
                             pack_gqa=pack_gqa, sm_margin=sm_margin)[1]
     if is_compiling() or derivatives.is_forward_mode():
@@ -303,13 +302,6 @@ def _attention(arguments: tuple, deterministic: bool, out: Tensor | None,
     if needs_grad:
         return attention(*arguments, deterministic)
     return _fwd(*arguments)
-
-
-def _is_general(general: General, return_max_logits: bool) -> bool:
-    """Whether a call without cu_seqlens needs the general ops."""
-    window = general.window_left, general.window_right
-    return (window != (-1, -1) or general.attention_chunk != 0 or general.softcap != 0.0
-            or general.sinks is not None or return_max_logits)
 
 
 def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Tensor, ...]:
@@ -366,6 +358,7 @@ def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], ge
     lse and max_logits are undefined unless they were asked for.
     """
     q, k, v, out = tensors
+    inputs = dense_and_varlen.inputs_of(q, k, v, general)
     if not _is_served(q):
         checks.check_forward(dict(q=q, k=k, v=v, out=out), general, execution, rules_of='cpu')
         dense_and_varlen.check_cuda_contents(q, k, general)
@@ -375,10 +368,10 @@ def _general_attention(tensors: tuple[Tensor, Tensor, Tensor, Tensor | None], ge
     if not is_compiling():
         dense_and_varlen.check_cuda_contents(q, k, general)
     if out is not None:
-        derivatives.reject_forward_mode(*tensors, general.sinks)
+        derivatives.reject_forward_mode(out, *inputs, op=dense_and_varlen.function_of(general))
         return out, *_attend(q, k, v, out, *general, *execution[:-1])[1:]
     if is_compiling() or derivatives.is_forward_mode():
         return _fwd_general_traced(q, k, v, *general, *execution)
-    if checks.needs_grad(q, k, v, general.sinks):
+    if checks.needs_grad(*inputs):
         return general_attention(q, k, v, *general, *execution)
     return _attend_eager(q, k, v, None, *general, *execution[:-1])

@@ -154,8 +154,8 @@ def flash_attn_varlen_fp8_func(
     return _quantized(
         'flash_attn_varlen_fp8_func', (q, k, v),
         (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-         checks.length_bound('max_seqlen_q', max_seqlen_q, q),
-         checks.length_bound('max_seqlen_k', max_seqlen_k, k)),
+         checks.length_bound('max_seqlen_q', max_seqlen_q, q, 'flash_attn_varlen_fp8_func'),
+         checks.length_bound('max_seqlen_k', max_seqlen_k, k, 'flash_attn_varlen_fp8_func')),
         dict(s_aux=s_aux, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
              attention_chunk=attention_chunk, softcap=softcap),
         Execution(pack_gqa, sm_margin, return_max_logits, deterministic=deterministic),
@@ -174,7 +174,7 @@ def _quantized(op: str, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple, 
     dtensors.reject(op, q)
     derivatives.reject_of_scalars(op, softmax_scale=score['softmax_scale'],
                                   softcap=score['softcap'])
-    general = general_of(q, *lengths, **score)
+    general = general_of(q, *lengths, **score, op=op)
     rotate, seed, block_scales, fp8_accum, fp8_backward = quantization
     quantization = Quantization(
         fp8.rotation_seed(op, rotate, seed), block_scales,

@@ -84,7 +84,7 @@ def shared_prefix_attn(
     calls = [_call(q, PrefixLevel(*level), shared) for level in levels]
     rows, last = calls[-1]
     calls[-1] = rows, last._replace(causal=causal,
-                                    sinks=None if s_aux is None else checks.sinks_of(s_aux, q))
+                                    sinks=None if s_aux is None else checks.sinks_of(s_aux, q, _OP))
     _check_contents(calls, (k_cache, v_cache))
     attend = kvcache.functions_for(q, _OP, split_size)[0]
     parts = [x for rows, own in calls

@@ -214,8 +214,9 @@ def _flash_attn_backward(
     if cu_seqlens_q is not None and lse.dim() == 3 and lse.size(0) == 1:
         lse = lse.squeeze(0)
     causal, (left, right) = _mask(is_causal, window_size_left, window_size_right)
-    longest = [0 if x is None else checks.length_bound(name, x, of) for name, x, of in (
-        ('max_seqlen_q', max_seqlen_q, q), ('max_seqlen_k', max_seqlen_k, k))]
+    longest = [0 if x is None else checks.length_bound(name, x, of, 'compat.bwd')
+               for name, x, of in (('max_seqlen_q', max_seqlen_q, q),
+                                   ('max_seqlen_k', max_seqlen_k, k))]
     scale = library.softmax_scale_of(q, softmax_scale)
     lists = cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k
     general = General(*lists, *longest, softmax_scale=scale, causal=causal, window_left=left,
@@ -239,7 +240,7 @@ def _flash_attn_backward(
 
 def _one_window(window_size: Sequence[int] | Tensor, left: int, right: int) -> tuple[int, int]:
     """The sides of window_size, which left and right may repeat."""
-    sides = checks.window_sides(window_size)
+    sides = checks.window_sides(window_size, 'compat.bwd')
     if left not in (-1, sides[0]) or right not in (-1, sides[1]):
         raise RuntimeError(checks.error(
             'compat.bwd', 'window_size, or window_size_left and window_size_right',

@@ -132,7 +132,7 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
             'with cu_seqlens', f'{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}'))
     if starts is not None and not isinstance(starts, Tensor):
         starts = torch.tensor(starts, dtype=torch.int32)
-    left, right = checks.window_sides(options['window_size'])
+    left, right = checks.window_sides(options['window_size'], op)
     window = left, 0 if options['causal'] else right
     if is_packed:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
@@ -142,8 +142,8 @@ def attend_in_group(op: str, tensors: tuple[Tensor, Tensor, Tensor], group: str,
     own = Ring(group, library.softmax_scale_of(q, options['softmax_scale']), window,
                options['softcap'], -1 if seqlen is None else seqlen, options['zigzag'],
                checks.wants_determinism(options['deterministic']))
-    out, lse = torch.ops.flash_attn3.fwd_ring(q, k, v, checks.sinks_of(options['s_aux'], q), starts,
-                                              *own)
+    sinks = checks.sinks_of(options['s_aux'], q, op)
+    out, lse = torch.ops.flash_attn3.fwd_ring(q, k, v, sinks, starts, *own)
     return (out.squeeze(0), lse.squeeze(0)) if is_packed else (out, lse)
 
 
@@ -217,7 +217,7 @@ def _cut_keys(keys: Sequence[Tensor], step: Step, call: Call) -> list[Tensor]:
 def _general(q: Tensor, window: Sequence[int], sinks: Tensor | None, own: Ring,
              **lists) -> General:
     return general_of(q, window_size=tuple(window), s_aux=sinks, softcap=own.softcap,
-                      softmax_scale=own.softmax_scale, **lists)
+                      softmax_scale=own.softmax_scale, op='ring_attention', **lists)
 
 
 def _general_of_call(q: Tensor, call: Call, sinks: Tensor | None, own: Ring) -> General:

@@ -63,7 +63,7 @@ def ulysses_attention(
     derivatives.reject_of_scalars(_OP, softmax_scale=softmax_scale, softcap=softcap)
     if not torch.compiler.is_compiling():
         general = general_of(q, window_size=window_size, s_aux=s_aux, softcap=softcap,
-                             softmax_scale=softmax_scale)
+                             softmax_scale=softmax_scale, op=_OP)
         agreement.check(_OP, name, _problem((q, k, v), general, ranks), agreement.facts_of(
             dict(q=q, k=k, v=v, s_aux=s_aux), {}))
     repeats = ranks // math.gcd(k.size(-2), ranks)

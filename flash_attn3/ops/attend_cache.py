@@ -183,7 +183,7 @@ def check_attend(tensors: Sequence[Tensor | None], arguments: tuple,
     if text:
         raise RuntimeError(text)
     if own.cu_seqlens_k is not None:
-        dense_and_varlen.check_contents('fwd', q, k, own)
+        dense_and_varlen.check_contents(q, k, own)
     elif own.seqused_q is not None:
         used = own.seqused_q.tolist()
         if problem := checks.sequences_problem('q', own.cu_seqlens_q.tolist(), used, q.size(0)):
@@ -503,8 +503,7 @@ def _append(caches: tuple[Tensor, Tensor], k: Tensor, v: Tensor, own: Append) ->
 def _attend_fake(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None,
                  own: Attend) -> tuple[Tensor, Tensor]:
     rank = rank_of(own)
-    torch._check(q.dim() == rank, lambda: checks.error(
-        OP, f'q to have {rank} dimensions', str(q.dim())))
+    checks.check_rank(OP, 'q', q, dense_and_varlen.LAYOUTS[rank], rank)
     result = (q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=_out_dtype(q, own)) if out is None
               else out.new_empty(0))
     *batch, rows, heads, _ = q.shape

@@ -22,13 +22,25 @@ _attend = torch.ops.flash_attn3.attend.default
 _bwd_out = torch.ops.flash_attn3.bwd_out.default
 
 
+_FUNCTIONS = {'fwd': 'flash_attn_func', 'fwd_general': 'flash_attn_func',
+              'fwd_quantized': 'flash_attn_fp8_func',
+              'fwd_completions': 'flash_attn_completions_func', 'fwd_ring': 'ring_attention'}
+
+
+def _function_of(op: str, arguments: tuple) -> str:
+    """The public function of a traced op, as errors name it."""
+    is_packed = (op in ('fwd_general', 'fwd_quantized') and len(arguments) > 3
+                 and arguments[3] is not None)    # cu_seqlens_q
+    return _FUNCTIONS[op].replace('attn_', 'attn_varlen_' if is_packed else 'attn_')
+
+
 class _Formulas(torch.library.Library):
     """The formulas of traced calls. They refuse forward mode, in which PyTorch would skip them."""
 
     def impl(self, op_name: str, kernel: Callable, *where: str, **options) -> None:
         @functools.wraps(kernel)
         def checked(keyset, *arguments):
-            derivatives.reject_tangents(arguments)
+            derivatives.reject_tangents(_function_of(op_name.split('::')[-1], arguments), arguments)
             return kernel(keyset, *arguments)
         super().impl(op_name, checked, *where, **options)
 
@@ -75,14 +87,14 @@ def _gradients(ctx, compute: Callable, dout: Tensor | None, dlse: Tensor | None,
     *_, out, _ = inputs
     if dout is None:
         dout = torch.zeros_like(out)
-    return first_derivatives(compute, dout, dlse, *inputs, ctx.softmax_scale, ctx.causal,
-                              ctx.deterministic)
+    return first_derivatives('flash_attn_func', compute, dout, dlse, *inputs, ctx.softmax_scale,
+                             ctx.causal, ctx.deterministic)
 
 
-def first_derivatives(compute: Callable, *arguments):
+def first_derivatives(op: str, compute: Callable, *arguments):
     # Grad mode is on here only for create_graph=True: the gradients may be differentiated.
     if torch.is_grad_enabled() or derivatives.is_forward_mode():
-        return derivatives.Refusal.apply(derivatives.FIRST_ONLY, compute, *arguments)
+        return derivatives.Refusal.apply(derivatives.first_only(op), compute, *arguments)
     return compute(*arguments)
 
 
@@ -154,10 +166,10 @@ def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _,
         dout = torch.zeros_like(out)
     arguments = dense_and_varlen.put_tensors(ctx.general, tensors)
     of_backward = dense_and_varlen.for_backward(arguments, ctx.deterministic)
-    dq, dk, dv, dsinks = first_derivatives(compute, dout, dlse, q, k, v, out, lse, *of_backward)
-    none = dict.fromkeys(dense_and_varlen.General._fields)
-    of_others = none | {'sinks': None if arguments.sinks is None else dsinks}
-    return dq, dk, dv, *of_others.values(), *[None] * len(dense_and_varlen.Execution._fields)
+    dq, dk, dv, dsinks = first_derivatives(dense_and_varlen.function_of(arguments), compute, dout,
+                                           dlse, q, k, v, out, lse, *of_backward)
+    return (dq, dk, dv, *dense_and_varlen.gradients_of(arguments, dsinks),
+            *[None] * len(dense_and_varlen.Execution._fields))
 
 
 def _forward_general(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, ...]:

@@ -25,6 +25,7 @@ except ImportError as missing:
         'flash_attn3: expected the extension module flash_attn3._plan, got a source tree that is '
         'not built; hint: run `pip install .` and import from outside the checkout') from missing
 
+OP_ON_CACHE = 'flash_attn_with_kvcache'
 _SINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Arguments that are numbers, by their types, but may be given as tensors of one number.
@@ -124,6 +125,12 @@ def check_backward(tensors: Mapping[str, Tensor | None], *groups) -> None:
     check_forward(tensors, *groups, check=_plan.check_backward)
 
 
+def check_rank(op: str, name: str, x: Tensor, layout: str, rank: int) -> None:
+    """For fakes, which rely on it: raises an error, as the op does, if x has another rank."""
+    torch._check(x.dim() == rank, lambda: error(op, f'{name} to have the shape {layout}',
+                                                str(tuple(x.shape))))
+
+
 def reads_contents(x: Tensor) -> bool:
     """Whether a call on x checks the contents of its lists. On a GPU the host waits for them, which
     is impossible while a CUDA graph is captured.
@@ -177,35 +184,36 @@ def reject_non_tensors(op: str, **given) -> None:
 
 
 # ------------------------------------------------------------ arguments that never reach an op
-def window_sides(window_size: Sequence[int] | Tensor) -> tuple[int, int]:
+# op: the function on a cache, unless another one is named.
+def window_sides(window_size: Sequence[int] | Tensor, op: str = OP_ON_CACHE) -> tuple[int, int]:
     """The two numbers of a window. The ops check their values."""
     if isinstance(window_size, Tensor):
         if window_size.device.type != 'cpu':
             raise RuntimeError(error(
-                'fwd', 'window_size to be two ints (left, right), or a CPU tensor of them',
+                op, 'window_size to be two ints (left, right), or a CPU tensor of them',
                 f'a tensor on {window_size.device}',
                 'pass window_size.tolist(), which waits for the device'))
         window_size = window_size.tolist()
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     if len(sides) != 2 or not all(isinstance(side, (int, torch.SymInt)) for side in sides):
-        raise RuntimeError(error('fwd', 'window_size to be two ints (left, right)',
+        raise RuntimeError(error(op, 'window_size to be two ints (left, right)',
                                  repr(window_size), '-1 means no limit'))
     return sides
 
 
-def sinks_of(s_aux: Tensor | None, q: Tensor) -> Tensor | None:
+def sinks_of(s_aux: Tensor | None, q: Tensor, op: str = OP_ON_CACHE) -> Tensor | None:
     """s_aux as the ops take it, differentiably."""
     if s_aux is None:
         return None
-    reject_non_tensors('fwd', s_aux=s_aux)
+    reject_non_tensors(op, s_aux=s_aux)
     if s_aux.dtype not in _SINK_DTYPES or (s_aux.is_cuda and s_aux.dtype == torch.float64):
-        raise RuntimeError(error('fwd', 's_aux.dtype to be float32, bfloat16 or float16',
+        raise RuntimeError(error(op, 's_aux.dtype to be float32, bfloat16 or float16',
                                  dtype_name(s_aux.dtype)))
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return s_aux.to(wide).contiguous()
 
 
-def length_bound(name: str, max_seqlen: int | Tensor, x: Tensor) -> int:
+def length_bound(name: str, max_seqlen: int | Tensor, x: Tensor, op: str = OP_ON_CACHE) -> int:
     """max_seqlen, a hint for the planner, as a number. Where reading it would wait for a GPU or
     break a graph, this is the number of rows of x, the packed tensor.
     """
@@ -216,7 +224,7 @@ def length_bound(name: str, max_seqlen: int | Tensor, x: Tensor) -> int:
     if torch.compiler.is_compiling():
         return max_seqlen
     if not isinstance(max_seqlen, (int, torch.SymInt)) or max_seqlen < 0:
-        raise RuntimeError(error('fwd', f'{name} to be an int of 0 or more', repr(max_seqlen)))
+        raise RuntimeError(error(op, f'{name} to be an int of 0 or more', repr(max_seqlen)))
     return max_seqlen
 
 

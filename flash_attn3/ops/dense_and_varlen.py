@@ -38,13 +38,13 @@ _TENSORS = tuple(argument.name for argument in select(*General._fields)
 
 
 def general_of(q: Tensor, *lengths, window_size: Sequence[int] | Tensor = (-1, -1),
-               s_aux: Tensor | None = None, **others) -> General:
+               s_aux: Tensor | None = None, op: str = checks.OP_ON_CACHE, **others) -> General:
     """General from the arguments of a public function, some of which have other names. lengths: the
-    first fields.
+    first fields; op: that function.
     """
-    left, right = checks.window_sides(window_size)
+    left, right = checks.window_sides(window_size, op)
     return General(*lengths, window_left=left, window_right=right,
-                   sinks=checks.sinks_of(s_aux, q), **others)
+                   sinks=checks.sinks_of(s_aux, q, op), **others)
 
 
 def split(arguments: tuple) -> tuple[General, Execution]:
@@ -72,6 +72,12 @@ def take_tensors(general: General) -> tuple[tuple[Tensor | None, ...], General]:
 def put_tensors(general: General, tensors: tuple[Tensor | None, ...]) -> General:
     """The inverse of take_tensors()."""
     return general._replace(**dict(zip(_TENSORS, tensors)))
+
+
+def gradients_of(general: General, dsinks: Tensor) -> General:
+    """The gradients of the arguments; only sinks have one."""
+    return General(**dict.fromkeys(General._fields)
+                   | {'sinks': None if general.sinks is None else dsinks})
 
 
 def inputs_of(q: Tensor, k: Tensor, v: Tensor, own: tuple) -> Inputs:
@@ -102,11 +108,23 @@ def rank_of(own: tuple) -> int:
     return 4 if own.cu_seqlens_q is None else 3
 
 
+def function_of(own: tuple) -> str:
+    """The public function without a cache of a call with these arguments, as C++ names it."""
+    return 'flash_attn_func' if own.cu_seqlens_q is None else 'flash_attn_varlen_func'
+
+
 def batch_of(q: Tensor, cu_seqlens_q: Tensor | None = None) -> int:
     """The number of sequences; any number for shapes that the op rejects later."""
     if cu_seqlens_q is None:
         return q.size(0) if q.dim() else 0
     return max(cu_seqlens_q.numel() - 1, 0)
+
+
+def is_general(general: General, return_max_logits: bool) -> bool:
+    """Whether a call without cu_seqlens needs the general ops."""
+    window = general.window_left, general.window_right
+    return (window != (-1, -1) or general.attention_chunk != 0 or general.softcap != 0.0
+            or general.sinks is not None or return_max_logits)
 
 
 def is_plain(general: General) -> bool:
@@ -115,7 +133,7 @@ def is_plain(general: General) -> bool:
 
 
 # ----------------------------------------------------------------------------------------- contents
-def check_contents(op: str, q: Tensor, k: Tensor, own: tuple) -> None:
+def check_contents(q: Tensor, k: Tensor, own: tuple) -> None:
     """Raises RuntimeError for sequences that leave their tensors, or rows that leave a sequence.
 
     Reads the lists, for which it waits for their device. Their shapes are right already.
@@ -123,13 +141,13 @@ def check_contents(op: str, q: Tensor, k: Tensor, own: tuple) -> None:
     for name, x, side in zip('qk', (q, k), lengths_of(own) or ()):
         used = [] if side.seqused is None else side.seqused.tolist()
         if text := checks.sequences_problem(name, side.cu_seqlens.tolist(), used, x.size(0)):
-            raise RuntimeError(checks.error(op, *text))
+            raise RuntimeError(checks.error(function_of(own), *text))
 
 
 def check_cuda_contents(q: Tensor, k: Tensor, own: tuple) -> None:
     """`check_contents` of CUDA tensors, if their lists are read (`checks.reads_contents`)."""
     if q.is_cuda and checks.reads_contents(q):
-        check_contents('fwd', q, k, own)
+        check_contents(q, k, own)
 
 
 # ------------------------------------------------------------------------------ on any real tensors
@@ -153,7 +171,7 @@ def forward(tensors: dict[str, Tensor | None], general: General, execution: Exec
     """(out, lse, max_logits) of q, k and v. A given out is checked, and not written."""
     checks.check_forward(tensors, general, execution, mask)
     q, k, v, *_ = tensors.values()
-    check_contents('fwd', q, k, general)
+    check_contents(q, k, general)
     result, lse, row_max = attend(q, k, v, general, execution.return_max_logits, mask)
     return result, lse, lse.new_empty(0) if row_max is None else row_max
 
@@ -179,7 +197,7 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
     mask = MaskTensors(*_mask_of_backward(_Backward(*arguments)))
     checks.check_backward(tensors, general, mask)
     dout, dlse, q, k, v, out, lse, *_ = tensors.values()
-    check_contents('bwd', q, k, general)
+    check_contents(q, k, general)
     lengths = lengths_of(general)
     visible = visible_keys.of_call(mask.mask_rows, mask.mask_blocks,
                                    (q.size(1), k.size(1)), lengths)
@@ -193,10 +211,9 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
 # Fakes check only what they rely on; the ops check the rest on real tensors.
 def forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
     general, execution = split(arguments)
-    rank = rank_of(general)
-    for name, x in (('q', q), ('k', k), ('v', v)):
-        torch._check(x.dim() == rank, lambda name=name, x=x: checks.error(
-            'fwd', f'{name} to have {rank} dimensions {LAYOUTS[rank]}', str(x.dim())))
+    rank, op = rank_of(general), function_of(general)
+    for name, x in zip('qkv', (q, k, v)):
+        checks.check_rank(op, name, x, LAYOUTS[rank], rank)
     *batch, rows, heads, _ = q.shape
     lse = q.new_empty((*batch, heads, rows), dtype=reference.lse_dtype(q.dtype))
     max_logits = torch.empty_like(lse) if execution.return_max_logits else lse.new_empty(0)

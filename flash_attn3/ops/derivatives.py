@@ -12,10 +12,16 @@ from torch.autograd import forward_ad
 
 from flash_attn3.ops import checks
 
-FIRST_ONLY = checks.error('bwd', 'first derivatives only', 'a derivative of the gradient')
-REVERSE_ONLY = checks.error(
-    'fwd', 'reverse-mode derivatives only', 'a tensor with a tangent, from torch.func.jvp, jacfwd '
-    'or torch.autograd.forward_ad', 'torch.autograd.grad and backward() give the gradients')
+
+def first_only(op: str) -> str:
+    """The error text for a derivative of the gradients of a public function."""
+    return checks.error(op, 'first derivatives only', 'a derivative of the gradient')
+
+
+def _reverse_only(op: str) -> str:
+    return checks.error(
+        op, 'reverse-mode derivatives only', 'a tensor with a tangent, from torch.func.jvp, jacfwd '
+        'or torch.autograd.forward_ad', 'torch.autograd.grad and backward() give the gradients')
 
 
 class Refusal(torch.autograd.Function):
@@ -47,21 +53,21 @@ def is_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def reject_forward_mode(*tensors: Tensor | None) -> None:
+def reject_forward_mode(*tensors: Tensor | None, op: str = checks.OP_ON_CACHE) -> None:
     """Raises NotImplementedError if a tensor has a tangent, at any level of torch.func."""
     if is_forward_mode():
-        Refusal.apply(REVERSE_ONLY, _nothing, *tensors)
+        Refusal.apply(_reverse_only(op), _nothing, *tensors)
 
 
 def _nothing(first: Tensor, *_: Tensor | None) -> Tensor:
     return first.new_empty(0)
 
 
-def reject_tangents(arguments: tuple) -> None:
+def reject_tangents(op: str, arguments: tuple) -> None:
     """reject_forward_mode() for an autograd kernel, which runs once per level of torch.func."""
     if is_forward_mode() and any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent
                                  is not None for x in arguments):
-        raise NotImplementedError(REVERSE_ONLY)
+        raise NotImplementedError(_reverse_only(op))
 
 
 def reject_of_scalars(op: str, **scalars: float | Tensor | None) -> None:
@@ -72,7 +78,7 @@ def reject_of_scalars(op: str, **scalars: float | Tensor | None) -> None:
     for name, x in scalars.items():
         if x is None or type(x) is float or not isinstance(x, Tensor):
             continue
-        reject_forward_mode(x)
+        reject_forward_mode(x, op=op)
         if checks.needs_grad(x):
             raise NotImplementedError(checks.error(
                 op, f'{name} to be a number without a gradient', f'requires_grad=True of {name}',

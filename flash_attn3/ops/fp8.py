@@ -121,7 +121,7 @@ def eight_bit_of(op: str, q: Tensor, descales: Sequence[Tensor | None], out: Ten
     promote = is_second(op, 'fp8_accum', fp8_accum, ACCUMULATIONS)
     if q.itemsize == 1 and q.dtype != E4M3:
         raise RuntimeError(checks.error(
-            'fwd', 'q.dtype to be float16, bfloat16 or float8_e4m3fn',
+            op, 'q.dtype to be float16, bfloat16 or float8_e4m3fn',
             checks.dtype_name(q.dtype), 'float8_e4m3fn is the only supported FP8 dtype'))
     if q.dtype != E4M3:
         for name, scale in zip(('q_descale', 'k_descale', 'v_descale'), descales):
@@ -154,7 +154,7 @@ def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
                                                str(q.device), library.KERNELS_MISSING))
     if return_max_logits:
         raise NotImplementedError(checks.error(
-            'fwd', 'return_max_logits to be False with float8_e4m3fn on a GPU', 'True',
+            op, 'return_max_logits to be False with float8_e4m3fn on a GPU', 'True',
             'the FP8 kernels do not compute maximum logits; use bfloat16 or float16'))
 
 
@@ -166,16 +166,15 @@ def gradient_text(op: str, **tensors: Tensor | None) -> str:
 
 
 # ------------------------------------------------------------------------------ checks of the ops
-def _check_quantize(x: Tensor, sequences: Sequences | None, block: int, group: int,
-                    seed: int | None) -> None:
-    lists = {} if sequences is None else sequences._asdict()
-    given = {name: checks.describe(tensor) for name, tensor in dict(x=x, **lists).items()
+def _check_quantize(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, block: int,
+                    group: int, seed: int | None) -> None:
+    tensors = dict(x=x, cu_seqlens=cu_seqlens, seqused=seqused)
+    given = {name: checks.describe(tensor) for name, tensor in tensors.items()
              if tensor is not None}
     if text := _plan.check_quantize(**given, block=block, group=group, seed=seed):
         raise RuntimeError(text)
-    if sequences is None:
+    if cu_seqlens is None:
         return
-    cu_seqlens, seqused = sequences
     used = [] if seqused is None else seqused.tolist()
     if problem := checks.sequences_problem('x', cu_seqlens.tolist(), used, x.size(0), suffix=''):
         raise RuntimeError(checks.error('quantize_fp8', *problem))
@@ -186,11 +185,8 @@ def quantize_plainly(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tenso
                      block: int = PER_HEAD, group: int = 1,
                      rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:
     """The op `quantize_fp8` on any device. It waits for lists on a GPU."""
-    if cu_seqlens is None and seqused is not None:
-        raise RuntimeError(checks.error('quantize_fp8', 'seqused only with cu_seqlens',
-                                        'seqused alone'))
+    _check_quantize(x, cu_seqlens, seqused, block, group, rotation_seed)
     sequences = None if cu_seqlens is None else Sequences(cu_seqlens, seqused)
-    _check_quantize(x, sequences, block, group, rotation_seed)
     rotation = None if rotation_seed is None else quantize.Rotation(rotation_seed, group)
     return quantize.quantize(x, rotation, block, group, sequences)
 
@@ -226,7 +222,7 @@ def _forward_fp8(tensors: dict[str, Tensor | None], eight_bit: EightBit, own: Ge
                  execution: Execution, mask: MaskTensors) -> tuple[Tensor, Tensor, Tensor]:
     checks.check_forward(tensors, eight_bit, own, execution, mask, check=_plan.check_fp8)
     q, k, v, _ = tensors.values()
-    dense_and_varlen.check_contents('fwd', q, k, own)
+    dense_and_varlen.check_contents(q, k, own)
     result = attend(q, k, v, eight_bit.scales, own, execution.return_max_logits)
     row_max = result.lse.new_empty(0) if result.row_max is None else result.row_max
     return result.out.to(eight_bit.out_dtype), result.lse, row_max
@@ -273,15 +269,16 @@ def forward_quantized(q: Tensor, k: Tensor, v: Tensor,
                       *arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Quantises q, k and v, and attends. Takes the arguments of the op `fwd_quantized`."""
     own, execution, quantization = split(arguments)
+    op = dense_and_varlen.function_of(own).replace('_func', '_fp8_func')
     if q.dtype not in WIDE_DTYPES:
-        raise RuntimeError(checks.error('fwd', 'q.dtype to be float16 or bfloat16',
+        raise RuntimeError(checks.error(op, 'q.dtype to be float16 or bfloat16',
                                         checks.dtype_name(q.dtype)))
     if q.dim() > 1 and q.size(-2) == 0:
-        raise RuntimeError(checks.error('fwd', 'at least one head of q to quantise', '0'))
+        raise RuntimeError(checks.error(op, 'at least one head of q to quantise', '0'))
     if not (q.is_meta or type(q) is FakeTensor):    # meta and fake tensors have fakes
         checks.check_forward(dict(q=q, k=k, v=v), own, execution)
         if checks.reads_contents(q):
-            dense_and_varlen.check_contents('fwd', q, k, own)
+            dense_and_varlen.check_contents(q, k, own)
     parts = quantize_inputs(q, k, v, own, quantization)
     values, scales = parts[::2], parts[1::2]
     return _attend(*values, None, *own, *execution[:-1], *scales, q.dtype == torch.float16,
@@ -294,9 +291,7 @@ def _quantize_fake(x: Tensor, cu_seqlens: Tensor | None = None, seqused: Tensor 
                    block: int = PER_HEAD, group: int = 1,
                    rotation_seed: int | None = None) -> tuple[Tensor, Tensor]:
     rank = 4 if cu_seqlens is None else 3
-    torch._check(x.dim() == rank, lambda: checks.error(
-        'quantize_fp8', f'x to have {rank} dimensions {dense_and_varlen.LAYOUTS[rank]}',
-        str(x.dim())))
+    checks.check_rank('quantize_fp8', 'x', x, dense_and_varlen.LAYOUTS[rank], rank)
     *dense_batch, rows, heads, _ = x.shape
     batch = dense_batch[0] if dense_batch else cu_seqlens.size(0) - 1
     if block == PER_TENSOR:

@@ -205,9 +205,8 @@ def _fwd_no_lse_cpu(q: Tensor, k: Tensor, v: Tensor, *arguments) -> Tensor:
 # ------------------------------------------------------------------------------------------ fakes
 # Fakes check only what they rely on; the ops check the rest on real tensors.
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
-    for name, x in (('q', q), ('k', k), ('v', v)):
-        torch._check(x.dim() == 4, lambda name=name, x=x: checks.error(
-            'fwd', f'{name} to have 4 dimensions (batch, seqlen, heads, head_dim)', str(x.dim())))
+    for name, x in zip('qkv', (q, k, v)):
+        checks.check_rank('flash_attn_func', name, x, '(batch, seqlen, heads, head_dim)', 4)
     batch, seqlen_q, heads_q, _ = q.shape
     out = q.new_empty((batch, seqlen_q, heads_q, v.shape[3]))
     return out, q.new_empty((batch, heads_q, seqlen_q), dtype=reference.lse_dtype(q.dtype))

@@ -97,7 +97,7 @@ def _check(call: Call, is_served: bool) -> None:
     checks.check_forward(dict(zip(('q', 'k', 'v', 'out'), call.tensors)), call.general,
                          call.execution, rules_of=None if is_served else 'cpu')
     if checks.reads_contents(q) or not is_served:
-        dense_and_varlen.check_contents('fwd', q, k, call.general)
+        dense_and_varlen.check_contents(q, k, call.general)
 
 
 def attention(call: Call, num_splits: int) -> tuple[Tensor, Tensor, Tensor | None]:

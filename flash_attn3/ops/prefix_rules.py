@@ -37,22 +37,11 @@ def problem_text(tensors: Tensors, own: Attend) -> str:
 
 
 def _problem(tensors: Tensors, own: Attend) -> tuple | None:
-    """What was expected with shared keys, what it is instead, and a hint."""
-    q, k, v, out = tensors
-    count, is_paged = own.shared_prefix, own.page_table is not None
-    if own.cache_leftpad is not None:
-        return 'no cache_leftpad with shared_prefix', 'a tensor', 'shared keys start at slot 0'
-    if k.dim() != 4 or v.dim() != 4 or q.dim() != rank_of(own) or (
-            is_paged and own.page_table.dim() != 2):
-        return None    # the op has an error for it
-    if is_paged and k.size(1) > 0 and count % k.size(1) != 0:
-        return (f'shared_prefix to be a multiple of the page size, {k.size(1)}', str(count),
-                'share whole pages only')
-    capacity = k.size(1) * (own.page_table.size(1) if is_paged else 1)
-    if count > capacity:
-        return f'shared_prefix to be at most {capacity}, the slots of a sequence', str(count)
-    return (_length_problem(q, own) or descale_problem(own)
-            or out_problem(q, v, out, result_dtype(q, out, None)))
+    """What was expected with shared keys, what it is instead, and a hint; None where the op has an
+    error.
+    """
+    q, *_ = tensors
+    return None if q.dim() != rank_of(own) else _length_problem(q, own) or descale_problem(own)
 
 
 def _length_problem(q: Tensor, own: Attend) -> tuple | None:

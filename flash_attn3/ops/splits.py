@@ -43,15 +43,17 @@ class Call(NamedTuple):
 
     def named(self) -> dict[str, Tensor | None]:
         """The tensors that may require grad, by their public names."""
-        return {**dict(zip(('q', 'k', 'v', 'out'), self.tensors)), 's_aux': self.general.sinks,
+        *inputs, out = self.tensors
+        inputs = dense_and_varlen.inputs_of(*inputs, self.general)
+        return {**dict(zip(('q', 'k', 'v', 's_aux'), inputs)), 'out': out,
                 **dict(zip(names('scales'), self.scales()))}
 
     def needs_grad(self) -> bool:
-        return checks.needs_grad(*self.tensors, *self.scales(), self.general.sinks)
+        return checks.needs_grad(*self.named().values())
 
     def reject_forward_mode(self) -> None:
         """Raises NotImplementedError if one of the tensors has a tangent."""
-        derivatives.reject_forward_mode(*self.tensors, *self.scales(), self.general.sinks)
+        derivatives.reject_forward_mode(*self.named().values(), op=self.op)
 
 
 # ------------------------------------------------------------------------------------ what is asked

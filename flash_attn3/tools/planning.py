@@ -17,6 +17,7 @@ from flash_attn3.ops.fp8 import EightBit
 from flash_attn3.ops.dense_and_varlen import Execution, general_of
 from flash_attn3.cpu.quantize import E4M3
 
+_OPS = 'flash_attn_func', 'flash_attn_varlen_func'
 _GENERAL = 'lengths', 'score'
 _EXECUTION = 'execution', 'gradients'
 # The arguments of attention without a cache that say how, not on what.
@@ -67,8 +68,7 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     features = {name: others.pop(name) for name in _FEATURES if name in others}
     num_splits, features['split_size'] = invariance.in_parts(
         others.pop('num_splits', 1), features.get('split_size', 0))
-    op = ('flash_attn_func' if features.get('cu_seqlens_q') is None else
-          'flash_attn_varlen_func')
+    op = _OPS[features.get('cu_seqlens_q') is not None]
     needs_grad = checks.needs_grad(q, k, v, out, features.get('s_aux'))
     reasons, eight_bit = _fp8_arguments(op, q, out, others)
     mask = others.pop('mask', None)
@@ -94,7 +94,8 @@ def _plans_of(op: str, tensors: tuple, features: dict, eight_bit: EightBit | Non
     out. The sizes of a mask are not compared.
     """
     try:
-        general = general_of(tensors[0], **_named(features, *_GENERAL) | _longest(features))
+        general = general_of(tensors[0], **_named(features, *_GENERAL) | _longest(op, features),
+                             op=op)
     except RuntimeError as problem:
         return [dict(reason=str(problem))]
     execution = Execution(**_named(features, *_EXECUTION))
@@ -206,7 +207,8 @@ def _ask(planner: Callable, inputs: tuple, dtype: torch.dtype, features: dict, *
     sizes = lists | dict(zip('qkv', shapes), s_aux=shapes[0][-2:-1])
     call = planning_cache.on_meta({**dict(zip('qkv', shapes)), **features}, sizes,
                                   q.dtype if isinstance(q, Tensor) else dtype)
-    general = general_of(call['q'], **_named(call, *_GENERAL) | _longest(features))
+    op = _OPS[starts is not None]
+    general = general_of(call['q'], **_named(call, *_GENERAL) | _longest(op, features), op=op)
     return checks.problem_text({name: call[name] for name in 'qkv'}, general, *groups,
                                rules_of='cuda', check=planner)
 
@@ -396,13 +398,13 @@ def _text_of(rows: dict[str, str]) -> str:
     return '\n'.join(f'{name:14} {text}' for name, text in rows.items())
 
 
-def _longest(features: dict) -> dict[str, int]:
+def _longest(op: str, features: dict) -> dict[str, int]:
     """max_seqlen of q and k; 0 if reading it would wait for a GPU."""
     bounds = {}
     for name in ('max_seqlen_q', 'max_seqlen_k'):
         given = features.get(name)
         is_known = given is not None and not (isinstance(given, Tensor) and given.is_cuda)
-        bounds[name] = checks.length_bound(name, given, given) if is_known else 0
+        bounds[name] = checks.length_bound(name, given, given, op) if is_known else 0
     return bounds
 
 

@@ -103,15 +103,15 @@ FINE = {
 }
 BAD = {
     'rows of another batch': (paged(cache_batch_idx=ints([0, 1, 2])),
-                              'cache_batch_idx.size(0), the batch, to be that of q, 2'),
+                              'cache_batch_idx to have the shape (2)'),
     'rows of a table of int64': (
         paged(page_table=torch.arange(12).view(3, 4), cache_batch_idx=ints([0, 1])),
         'page_table.dtype to be int32'),
-    'a number for 16 bits': (appending(k_descale=0.5), 'k_descale to be None'),
+    'a number for 16 bits': (appending(k_descale=0.5), 'k_cache of float8_e4m3fn with k_descale'),
     'a word as descale': (appending(k_descale='x'), 'k_descale to be a tensor or a number'),
     'negative length': (appending(k=None, v=None, cache_seqlens=-1), 'cache_seqlens to be a'),
     'q of no dimension': (appending(k=None, v=None, q=torch.tensor(1.0), k_descale=0.5),
-                          'q to have 4 dimensions'),
+                          'q to have the shape'),
 }
 
 

@@ -15,15 +15,16 @@ from flash_attn3.ops.dense_and_varlen import General
 from tests.support import bad_inputs
 from tests.support.lists import ints, starts
 
-FWD = bad_inputs.FWD
-TWO_INTS = f'{FWD}window_size to be two ints (left, right)'
+FWD = 'flash_attn3.flash_attn_varlen_func: expected '
+DENSE = bad_inputs.FWD
+TWO_INTS = 'window_size to be two ints (left, right)'
 NO_LIMIT = '; hint: -1 means no limit'
-SOFTCAP = f'{FWD}softcap to be 0 (none) or a positive finite float32'
-CHUNK = f'{FWD}attention_chunk to be 0 or more'
-SINK_DTYPE = f'{FWD}s_aux.dtype to be float32, bfloat16 or float16'
-BAD_SCORES = {    # name: (arguments, error)
-    'left': ({'window_size': (-2, 0)}, f'{FWD}window_size[0] to be -1 or more, got -2'),
-    'right': ({'window_size': [4, -9]}, f'{FWD}window_size[1] to be -1 or more, got -9'),
+SOFTCAP = 'softcap to be 0 (none) or a positive finite float32'
+CHUNK = 'attention_chunk to be 0 or more'
+SINK_DTYPE = 's_aux.dtype to be float32, bfloat16 or float16'
+BAD_SCORES = {    # name: (arguments, error after the name of the function)
+    'left': ({'window_size': (-2, 0)}, 'window_size[0] to be -1 or more, got -2'),
+    'right': ({'window_size': [4, -9]}, 'window_size[1] to be -1 or more, got -9'),
     'None': ({'window_size': (None, 0)}, f'{TWO_INTS}, got (None, 0){NO_LIMIT}'),
     'no_window': ({'window_size': None}, f'{TWO_INTS}, got None{NO_LIMIT}'),
     'one_number': ({'window_size': 4}, f'{TWO_INTS}, got 4{NO_LIMIT}'),
@@ -40,9 +41,9 @@ BAD_SCORES = {    # name: (arguments, error)
     'softcap_nan': ({'softcap': math.nan}, f'{SOFTCAP}, got nan'),
     'softcap_inf': ({'softcap': math.inf}, f'{SOFTCAP}, got inf'),
     'sinks': ({'s_aux': torch.zeros(3)},
-              f'{FWD}s_aux.size(0), the heads, to be that of q, 4, got 3'),
+              's_aux to have the shape (4), got (3)'),
     'sinks_rank': ({'s_aux': torch.zeros(1, 4)},
-                   f'{FWD}s_aux to have 1 dimension (heads), got 2'),
+                   's_aux to have the shape (4), got (1, 4)'),
     'sinks_int': ({'s_aux': torch.zeros(4, dtype=torch.int64)}, f'{SINK_DTYPE}, got int64'),
 }
 EVERY_SCORE = pytest.mark.parametrize('changes, text', BAD_SCORES.values(), ids=BAD_SCORES)
@@ -69,19 +70,20 @@ def test_bad_scores(requires_grad, changes, text):
     dense, lists = bad_inputs.good_arguments('cpu'), packed()
     for tensors in (dense, lists):
         tensors['q'].requires_grad_(requires_grad)
-    with raises(text):
+    with raises(f'{DENSE}{text}'):
         flash_attn_func(**dense, **changes)
-    with raises(text):
+    with raises(f'{FWD}{text}'):
         flash_attn_varlen_func(**lists, **changes)
-    with raises(text):
+    with pytest.raises(RuntimeError) as error:    # the op names the dense function
         flash_attn_qkvpacked_func(torch.randn(2, 16, 3, 4, 64, requires_grad=requires_grad),
                                   **changes)
+    assert str(error.value).replace('qkvpacked_', '') == f'{DENSE}{text}'
 
 
 @EVERY_SCORE
 def test_can_use_says_the_same(changes, text):
-    assert can_use(**bad_inputs.good_arguments('cpu'), **changes)[1][0] == text
-    assert can_use(**packed(), **changes)[1][0] == text
+    assert can_use(**bad_inputs.good_arguments('cpu'), **changes)[1][0] == f'{DENSE}{text}'
+    assert can_use(**packed(), **changes)[1][0] == f'{FWD}{text}'
 
 
 @pytest.mark.parametrize('bad', bad_inputs.EVERYWHERE, ids=str)
@@ -96,27 +98,29 @@ LAYOUT = '(total, heads, head_dim)'
 HINT = f'; hint: tensors are {LAYOUT}'
 BAD_PACKED = {    # name: (arguments, error)
     'dense_q': ({'q': torch.zeros(1, 16, 4, 64, dtype=torch.bfloat16)},
-                f'{FWD}q to have 3 dimensions {LAYOUT} with cu_seqlens_q, got 4'),
+                f'{FWD}q to have the shape {LAYOUT} with cu_seqlens_q, got '
+                '(1, 16, 4, 64)'),
     'v_total': ({'v': torch.zeros(23, 2, 64, dtype=torch.bfloat16)},
-                f'{FWD}v.size(0), the total, to be that of k, 24, got 23{HINT}'),
+                f'{FWD}v to have the shape (24, 2, head_dim) with cu_seqlens_k, got (23, 2, 64)'),
     'k_head_dim': ({'k': torch.zeros(24, 2, 56, dtype=torch.bfloat16)},
-                   f'{FWD}k.size(2), the head_dim, to be that of q, 64, got 56{HINT}'),
+                   f'{FWD}k to have the shape (total, heads, 64) with cu_seqlens_k, got '
+                   '(24, 2, 56)'),
     'heads': ({'q': torch.zeros(16, 3, 64, dtype=torch.bfloat16)},
-              f'{FWD}the heads of q to be a multiple of the heads of k, 2, got 3{HINT}'),
+              f'{FWD}the heads of q to be a multiple of 2, the KV heads, got 3{HINT}'),
     'k_dtype': ({'k': torch.zeros(24, 2, 64)},
                 f'{FWD}k.dtype to be that of q, bfloat16, got float32'),
     'int64': ({'cu_seqlens_q': starts([5, 0, 11]).long()},
               f'{FWD}cu_seqlens_q.dtype to be int32, got int64; hint: call cu_seqlens_q.int()'),
     'batch': ({'cu_seqlens_k': starts([8, 16])},
-              f'{FWD}cu_seqlens_k.size(0), the batch + 1, to be that of cu_seqlens_q, 4, got 3'),
+              f'{FWD}cu_seqlens_k to have the shape (4), got (3)'),
     'none': ({'cu_seqlens_k': None},
-             f'{FWD}cu_seqlens_q and cu_seqlens_k together, got cu_seqlens_q alone'),
+             f'{FWD}cu_seqlens_k with cu_seqlens_q, got no cu_seqlens_k'),
     'no_starts': ({'cu_seqlens_q': ints([]), 'cu_seqlens_k': ints([])},
-                  f'{FWD}cu_seqlens_q.size(0), the batch + 1, to be at least 1, got 0'),
+                  f'{FWD}cu_seqlens_q to have the shape (batch + 1), got (0)'),
     'rank': ({'cu_seqlens_q': starts([5, 0, 11])[None]},
-             f'{FWD}cu_seqlens_q to have 1 dimension (batch + 1), got 2'),
+             f'{FWD}cu_seqlens_q to have the shape (batch + 1), got (1, 4)'),
     'used': ({'seqused_k': ints([1, 2])},
-             f'{FWD}seqused_k.size(0), the batch, to be that of cu_seqlens_q, 3, got 2'),
+             f'{FWD}seqused_k to have the shape (3), got (2)'),
     'strided': ({'cu_seqlens_q': ints([0, 0, 5, 0, 5, 0, 16])[::2]},
                 f'{FWD}cu_seqlens_q.stride(0) to be 1, got 2; hint: call '
                 'cu_seqlens_q.contiguous()'),
@@ -131,7 +135,8 @@ BAD_PACKED = {    # name: (arguments, error)
     'scale': ({'softmax_scale': -1.0},
               f'{FWD}softmax_scale to be a positive finite float32, got -1'),
     'out': ({'out': torch.zeros(1, 16, 4, 64, dtype=torch.bfloat16)},
-            f'{FWD}out to have the shape (16, 4, 64), got (1, 16, 4, 64)'),
+            f'{FWD}out to have the shape (16, 4, 64) with cu_seqlens_q, got '
+            '(1, 16, 4, 64)'),
 }
 
 
@@ -150,7 +155,7 @@ def test_unsupported_arguments(name):
 
 def test_used_lengths_need_sequences():
     q, k, v = bad_inputs.good_arguments('cpu').values()
-    with raises(f'{FWD}cu_seqlens_k with seqused_k, got no cu_seqlens_k'):
+    with raises(f'{DENSE}cu_seqlens_k with seqused_k, got no cu_seqlens_k'):
         torch.ops.flash_attn3.fwd_general(q, k, v, seqused_k=ints([1, 2]))
 
 
@@ -190,7 +195,7 @@ def test_bad_contents_of_the_gradients(changes, text):
     arguments = packed(**changes)
     q, k, v = (arguments[name] for name in 'qkv')
     lists = [arguments.get(name) for name in General._fields[:4]]
-    with raises(f'flash_attn3.bwd: expected {text}'):
+    with raises(f'{FWD}{text}'):
         torch.ops.flash_attn3.bwd(q, None, q, k, v, q, torch.zeros(4, 16), None, False, False,
                                   *lists)
 

@@ -116,16 +116,16 @@ def given(**others) -> dict:
     ({'k': None, 'v': None}, None),
     ({'return_softmax_lse': True, 'num_splits': 1, 'max_seqlen_q': 1}, None),
     ({'num_splits': 257}, 'flash_attn_with_kvcache: expected num_splits to be from 0'),
-    ({'k': None}, 'flash_attn_with_kvcache: expected k and v together'),
-    ({'cache_seqlens': 24}, 'flash_attn_with_kvcache: expected room for 1 new keys behind 24'),
-    ({'cache_seqlens': None}, 'flash_attn_with_kvcache: expected cache_seqlens with k and v'),
+    ({'k': None}, 'flash_attn_with_kvcache: expected k with v'),
+    ({'cache_seqlens': 24}, 'flash_attn_with_kvcache: expected the number of new keys to be'),
+    ({'cache_seqlens': None}, 'flash_attn_with_kvcache: expected cache_seqlens with appended'),
     ({'qv': torch.ones(1)}, 'flash_attn_with_kvcache: expected qv to have the shape'),
     ({'rotary_cos': torch.ones(9, 4)},
-     'flash_attn_with_kvcache: expected rotary_cos and rotary_sin together'),
+     'flash_attn_with_kvcache: expected rotary_sin with rotary_cos'),
     ({'out_dtype': torch.float16}, 'flash_attn_with_kvcache: expected out_dtype'),
-    ({'window_size': 3}, 'fwd: expected window_size'),
+    ({'window_size': 3}, 'flash_attn_with_kvcache: expected window_size'),
     ({'k_descale': torch.ones(3, 2)},
-     'flash_attn_with_kvcache: expected k_descale to be None')], ids=str)
+     'flash_attn_with_kvcache: expected k_cache of float8_e4m3fn with k_descale')], ids=str)
 def test_can_use(change, text):
     is_fine, reasons = can_use(**given(**change))
     assert not is_fine and reasons[-1] == ON_CPU

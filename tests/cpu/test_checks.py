@@ -1,4 +1,4 @@
-"""checks/forward.cpp through flash_attn3._plan: every rule, with its whole text, on tensors that
+"""checks/attention.cpp through flash_attn3._plan: every rule, with its whole text, on tensors that
 are described by numbers.
 """
 import math
@@ -11,7 +11,7 @@ LAYOUT = '(batch, seqlen, heads, head_dim)'
 HINT_LAYOUT = f'tensors are {LAYOUT}'
 HINT_MARGIN = 'it is the number of SMs to leave to other kernels'
 HINT_PAD = 'pad q, k and v with zeros, and pass softmax_scale'
-HEAD_DIM = 'q.size(3), the head_dim, to be a multiple of 8 from 8 to 512'
+HEAD_DIM = 'the head_dim of q to be a multiple of 8 from 8 to 512'
 
 
 def tensor(*sizes, dtype='bfloat16', device='cuda', index=0, strides=None, address=0):
@@ -60,9 +60,11 @@ def test_good_calls(call):
 
 # (what is wrong, the call, expected, got, hint)
 BAD_CALLS = [
-    ('rank of q', {'q': tensor(128, 8, 64)}, f'q to have 4 dimensions {LAYOUT}', '3', ''),
-    ('rank of v', {'v': tensor(1, *K_SIZES)}, f'v to have 4 dimensions {LAYOUT}', '5', ''),
-    ('rank 7', {'k': tensor(*range(7))}, f'k to have 4 dimensions {LAYOUT}', '7', ''),
+    ('rank of q', {'q': tensor(128, 8, 64)}, f'q to have the shape {LAYOUT}', '(128, 8, 64)', ''),
+    ('rank of v', {'v': tensor(1, *K_SIZES)}, 'v to have the shape (2, 256, 4, head_dim)',
+     '(1, 2, 256, 4, 64)', ''),
+    ('rank 7', {'k': tensor(*range(7))}, 'k to have the shape (2, seqlen, heads, 64)',
+     '(0, 1, 2, 3, 4)', ''),
     ('device', all_inputs(device='mps'), 'q on a CPU or CUDA device', 'mps', ''),
     ('k on the CPU', {'k': tensor(*K_SIZES, device='cpu')},
      'k on the device of q, cuda:0', 'cpu', ''),
@@ -76,31 +78,31 @@ BAD_CALLS = [
     ('dtype of k', {'k': tensor(*K_SIZES, dtype='float16')},
      'k.dtype to be that of q, bfloat16', 'float16', ''),
     ('batch of k', {'k': tensor(3, 256, 4, 64)},
-     'k.size(0), the batch, to be that of q, 2', '3', HINT_LAYOUT),
+     'k to have the shape (2, seqlen, heads, 64)', '(3, 256, 4, 64)', ''),
     ('batch of v', {'v': tensor(3, 256, 4, 64)},
-     'v.size(0), the batch, to be that of q, 2', '3', HINT_LAYOUT),
+     'v to have the shape (2, 256, 4, head_dim)', '(3, 256, 4, 64)', ''),
     ('seqlen of v', {'v': tensor(2, 255, 4, 64)},
-     'v.size(1), the seqlen, to be that of k, 256', '255', HINT_LAYOUT),
+     'v to have the shape (2, 256, 4, head_dim)', '(2, 255, 4, 64)', ''),
     ('heads of v', {'v': tensor(2, 256, 2, 64)},
-     'v.size(2), the heads, to be that of k, 4', '2', HINT_LAYOUT),
+     'v to have the shape (2, 256, 4, head_dim)', '(2, 256, 2, 64)', ''),
     ('head dim of k', {'k': tensor(2, 256, 4, 128)},
-     'k.size(3), the head_dim, to be that of q, 64', '128', HINT_LAYOUT),
+     'k to have the shape (2, seqlen, heads, 64)', '(2, 256, 4, 128)', ''),
     ('no KV heads', {'k': tensor(2, 256, 0, 64)},
-     'k.size(2), the heads, to be 1 or more', '0', ''),
+     'the heads of k to be 1 or more', '0', ''),
     ('heads that do not divide', {'q': tensor(2, 128, 6, 64)},
-     'the heads of q to be a multiple of the heads of k, 4', '6', HINT_LAYOUT),
+     'the heads of q to be a multiple of 4, the KV heads', '6', HINT_LAYOUT),
     ('head dim 100', all_inputs(head_dim=100), HEAD_DIM, '100', HINT_PAD),
     ('head dim 4', all_inputs(head_dim=4), HEAD_DIM, '4', HINT_PAD),
     ('head dim 520', all_inputs(head_dim=520), HEAD_DIM, '520', ''),
     ('head dim 0', all_inputs(head_dim=0), HEAD_DIM, '0', ''),
     ('head dim 0 on the CPU', all_inputs(head_dim=0, device='cpu'),
-     'head dims of at least 1', '0 (q, k) and 0 (v)', ''),
+     'the head_dim of q to be 1 or more', '0', ''),
     ('head dim of v', {'v': tensor(2, 256, 4, 520)},
-     'v.size(3), the head_dim of the values, to be a multiple of 8 from 8 to 512', '520', ''),
+     'the head_dim of v to be a multiple of 8 from 8 to 512', '520', ''),
     ('head dim of v 0', {'v': tensor(2, 256, 4, 0)},
-     'v.size(3), the head_dim of the values, to be a multiple of 8 from 8 to 512', '0', ''),
+     'the head_dim of v to be a multiple of 8 from 8 to 512', '0', ''),
     ('last stride', {'k': tensor(*K_SIZES, strides=(65536, 256, 1, 4))},
-     'k.stride(3) to be 1, the head_dim contiguous', '4', 'call k.contiguous()'),
+     'k.stride(3) to be 1', '4', 'call k.contiguous()'),
     ('scale 0', {'softmax_scale': 0.0}, 'softmax_scale to be a positive finite float32', '0', ''),
     ('scale that float32 rounds to 0', {'softmax_scale': 1e-60},
      'softmax_scale to be a positive finite float32', '1e-60', ''),
@@ -112,9 +114,9 @@ BAD_CALLS = [
     ('margin of all SMs', {'sm_margin': 132},
      'sm_margin to be from 0 to 131', '132', HINT_MARGIN),
     ('length', {'q': tensor(2, 2**30 + 1, 8, 64, strides=(0, 0, 0, 1))},
-     'the seqlen of q to be at most 1073741824', '1073741825', ''),
+     'sizes of q of at most 1073741824', '1073741825', ''),
     ('tiles', {'q': tensor(2, 2**30, 32, 64, strides=(0, 0, 0, 1))},
-     'batch * heads * ceil(seqlen / 64) of q to be at most 536870912', '1073741824',
+     'twice the tiles of q, 64 rows each, to be at most 1073741824', '2147483648',
      'split the batch'),
 ]
 
@@ -127,9 +129,9 @@ BAD_OUTPUTS = [
      'out.dtype to be that of q, bfloat16', 'float32', ''),
     ('device', tensor(*Q_SIZES, index=3), 'out on the device of q, cuda:0', 'cuda:3', ''),
     ('last stride', tensor(*Q_SIZES, strides=(65536, 512, 1, 8)),
-     'out.stride(3) to be 1, the head_dim contiguous', '8', 'call out.contiguous()'),
+     'out.stride(3) to be 1', '8', 'call out.contiguous()'),
     ('expanded', tensor(*Q_SIZES, strides=(0, 512, 64, 1)),
-     'out with memory for every element', 'out.stride(0) of 0', 'do not pass an expanded tensor'),
+     'out.stride(0) not to be 0', '0', 'do not pass an expanded tensor'),
 ]
 
 
@@ -140,13 +142,13 @@ def error_text(op, expected, got, hint):
 @pytest.mark.parametrize('call, expected, got, hint', [row[1:] for row in BAD_CALLS],
                          ids=[row[0] for row in BAD_CALLS])
 def test_bad_call(call, expected, got, hint):
-    assert check(**call) == error_text('fwd', expected, got, hint)
+    assert check(**call) == error_text('flash_attn_func', expected, got, hint)
 
 
 @pytest.mark.parametrize('out, expected, got, hint', [row[1:] for row in BAD_OUTPUTS],
                          ids=[row[0] for row in BAD_OUTPUTS])
 def test_bad_output(out, expected, got, hint):
-    assert check(out=out) == error_text('fwd', expected, got, hint)
+    assert check(out=out) == error_text('flash_attn_func', expected, got, hint)
 
 
 @pytest.mark.parametrize('name', ['q', 'k', 'v'])
@@ -154,7 +156,8 @@ def test_output_in_the_memory_of_an_input(name):
     sizes = {'q': Q_SIZES, 'k': K_SIZES, 'v': K_SIZES}
     call = {other: tensor(*sizes[other], address=i << 20) for i, other in enumerate('qkv')}
     call[name] = tensor(*sizes[name], address=1 << 24)
-    expected = error_text('fwd', 'out with memory of its own', f'the memory of {name}', '')
+    expected = error_text('flash_attn_func', 'out with memory of its own', f'the memory of {name}',
+                          '')
     assert check(**call, out=tensor(*Q_SIZES, address=1 << 24)) == expected
 
 
@@ -165,7 +168,7 @@ def test_output_over_the_end_of_an_input():
     end = (1 << 20) + 2 * math.prod(Q_SIZES)
     swapped = (8 * 128 * 64, 64, 128 * 64, 1)
     q, expected = tensor(*Q_SIZES, address=1 << 20), error_text(
-        'fwd', 'out with memory of its own', 'the memory of q', '')
+        'flash_attn_func', 'out with memory of its own', 'the memory of q', '')
     for strides in (None, swapped):
         assert check(q, out=tensor(*Q_SIZES, address=end - 64, strides=strides)) == expected
         assert check(q, out=tensor(*Q_SIZES, address=end, strides=strides)) == ''

@@ -1,5 +1,5 @@
-"""checks/forward.cpp for packed sequences, through flash_attn3._plan: every rule, with its text, on
-tensors that are described by numbers.
+"""checks/attention.cpp for packed sequences, through flash_attn3._plan: every rule, with its
+text, on tensors that are described by numbers.
 """
 import pytest
 
@@ -89,13 +89,13 @@ def test_dense_tensors_are_checked_as_without_features(call, expected, got, hint
     changes = {'v': call['k'], **call} if 'k' in call else dict(call)
     margin = {name: changes.pop(name) for name in ('sm_margin', 'sm_count') if name in changes}
     assert check(dense() | {'softcap': 1.0} | changes, **margin) == error_text(
-        'fwd', expected, got, hint)
+        'flash_attn_func', expected, got, hint)
 
 
 @pytest.mark.parametrize('out, expected, got, hint', [row[1:] for row in BAD_OUTPUTS],
                          ids=[row[0] for row in BAD_OUTPUTS])
 def test_bad_dense_output(out, expected, got, hint):
-    assert check(dense() | {'out': out}) == error_text('fwd', expected, got, hint)
+    assert check(dense() | {'out': out}) == error_text('flash_attn_func', expected, got, hint)
 
 
 def all_of(**common):
@@ -106,24 +106,24 @@ def all_of(**common):
 
 # (what is wrong, changes to a packed call, expected, got, hint)
 BAD_PACKED = [
-    ('no cu_seqlens_k', {'cu_seqlens_k': None}, 'cu_seqlens_q and cu_seqlens_k together',
-     'cu_seqlens_q alone', ''),
-    ('no cu_seqlens_q', {'cu_seqlens_q': None}, 'cu_seqlens_q and cu_seqlens_k together',
-     'cu_seqlens_k alone', ''),
-    ('rank of q', {'q': tensor(*Q_SIZES)}, f'q to have 3 dimensions {LAYOUT} with cu_seqlens_q',
-     '4', ''),
-    ('rank of v', {'v': tensor(4, 64)}, f'v to have 3 dimensions {LAYOUT} with cu_seqlens_k', '2',
-     ''),
-    ('total of v', {'v': tensor(501, 4, 64)}, 'v.size(0), the total, to be that of k, 500', '501',
-     HINT_LAYOUT),
-    ('heads of v', {'v': tensor(500, 2, 64)}, 'v.size(1), the heads, to be that of k, 4', '2',
-     HINT_LAYOUT),
-    ('head dim of k', {'k': tensor(500, 4, 32)}, 'k.size(2), the head_dim, to be that of q, 64',
-     '32', HINT_LAYOUT),
+    ('no cu_seqlens_k', {'cu_seqlens_k': None}, 'cu_seqlens_k with cu_seqlens_q',
+     'no cu_seqlens_k', ''),
+    ('no cu_seqlens_q', {'cu_seqlens_q': None}, 'cu_seqlens_q with cu_seqlens_k',
+     'no cu_seqlens_q', ''),
+    ('rank of q', {'q': tensor(*Q_SIZES)}, f'q to have the shape {LAYOUT} with cu_seqlens_q',
+     str(Q_SIZES), ''),
+    ('rank of v', {'v': tensor(4, 64)}, 'v to have the shape (500, 4, head_dim) with cu_seqlens_k',
+     '(4, 64)', ''),
+    ('total of v', {'v': tensor(501, 4, 64)}, 'v to have the shape (500, 4, head_dim) with '
+     'cu_seqlens_k', '(501, 4, 64)', ''),
+    ('heads of v', {'v': tensor(500, 2, 64)}, 'v to have the shape (500, 4, head_dim) with '
+     'cu_seqlens_k', '(500, 2, 64)', ''),
+    ('head dim of k', {'k': tensor(500, 4, 32)}, 'k to have the shape (total, heads, 64) with '
+     'cu_seqlens_k', '(500, 4, 32)', ''),
     ('no KV heads', {'k': tensor(500, 0, 64), 'v': tensor(500, 0, 64)},
-     'k.size(1), the heads, to be 1 or more', '0', ''),
+     'the heads of k to be 1 or more', '0', ''),
     ('heads that do not divide', {'q': tensor(300, 6, 64), 'sinks': None},
-     'the heads of q to be a multiple of the heads of k, 4', '6', HINT_LAYOUT),
+     'the heads of q to be a multiple of 4, the KV heads', '6', HINT_LAYOUT),
     ('device of k', {'k': tensor(*PACKED_K, device='cpu')}, 'k on the device of q, cuda:0', 'cpu',
      ''),
     ('dtype', all_of(dtype='float32'), 'q.dtype to be float16 or bfloat16', 'float32',
@@ -131,11 +131,12 @@ BAD_PACKED = [
     ('dtype of v', {'v': tensor(*PACKED_K, dtype='float16')},
      'v.dtype to be that of q, bfloat16', 'float16', ''),
     ('last stride', {'k': tensor(*PACKED_K, strides=(256, 1, 4))},
-     'k.stride(2) to be 1, the head_dim contiguous', '4', 'call k.contiguous()'),
+     'k.stride(2) to be 1', '4', 'call k.contiguous()'),
     ('scale', {'softmax_scale': 0.0}, 'softmax_scale to be a positive finite float32', '0', ''),
-    *[row for name in ('cu_seqlens_q', 'cu_seqlens_k') for row in (
-        (f'rank of {name}', {name: ints(2, 2)}, f'{name} to have 1 dimension (batch + 1)', '2', ''),
-        (f'scalar {name}', {name: ints()}, f'{name} to have 1 dimension (batch + 1)', '0', ''),
+    *[row for name, wanted in (('cu_seqlens_q', '(batch + 1)'), ('cu_seqlens_k', '(4)'))
+      for row in (
+        (f'rank of {name}', {name: ints(2, 2)}, f'{name} to have the shape {wanted}', '(2, 2)', ''),
+        (f'scalar {name}', {name: ints()}, f'{name} to have the shape {wanted}', '()', ''),
         (f'dtype of {name}', {name: tensor(4, dtype='int64')}, f'{name}.dtype to be int32', 'int64',
          f'call {name}.int()'),
         (f'device of {name}', {name: ints(4, device='cpu')},
@@ -143,13 +144,13 @@ BAD_PACKED = [
         (f'stride of {name}', {name: ints(4, strides=(2,))}, f'{name}.stride(0) to be 1',
          '2', f'call {name}.contiguous()'))],
     ('no starts', {'cu_seqlens_q': ints(0), 'cu_seqlens_k': ints(0)},
-     'cu_seqlens_q.size(0), the batch + 1, to be at least 1', '0', ''),
+     'cu_seqlens_q to have the shape (batch + 1)', '(0)', ''),
     ('other batches', {'cu_seqlens_k': ints(5)},
-     'cu_seqlens_k.size(0), the batch + 1, to be that of cu_seqlens_q, 4', '5', ''),
+     'cu_seqlens_k to have the shape (4)', '(5)', ''),
     *[row for name in ('seqused_q', 'seqused_k') for row in (
-        (f'rank of {name}', {name: ints(3, 1)}, f'{name} to have 1 dimension (batch)', '2', ''),
+        (f'rank of {name}', {name: ints(3, 1)}, f'{name} to have the shape (3)', '(3, 1)', ''),
         (f'size of {name}', {name: ints(4)},
-         f'{name}.size(0), the batch, to be that of cu_seqlens_q, 3', '4', ''),
+         f'{name} to have the shape (3)', '(4)', ''),
         (f'dtype of {name}', {name: tensor(3, dtype='float32')}, f'{name}.dtype to be int32',
          'float32', f'call {name}.int()'),
         (f'device of {name}', {name: ints(3, index=1)}, f'{name} on the device of q, cuda:0',
@@ -161,9 +162,9 @@ BAD_PACKED = [
 # Bad scores, which dense and packed calls refuse alike.
 BAD_SCORES = [
     ('rank of s_aux', {'sinks': tensor(1, 8, dtype='float32')},
-     's_aux to have 1 dimension (heads)', '2', ''),
+     's_aux to have the shape (8)', '(1, 8)', ''),
     ('heads of s_aux', {'sinks': tensor(4, dtype='float32')},
-     's_aux.size(0), the heads, to be that of q, 8', '4', ''),
+     's_aux to have the shape (8)', '(4)', ''),
     ('dtype of s_aux', {'sinks': tensor(8)}, 's_aux.dtype to be float32', 'bfloat16', ''),
     ('device of s_aux', {'sinks': tensor(8, dtype='float32', device='cpu')},
      's_aux on the device of q, cuda:0', 'cpu', ''),
@@ -182,32 +183,35 @@ BAD_SCORES = [
 @pytest.mark.parametrize('changes, expected, got, hint', [row[1:] for row in BAD_PACKED],
                          ids=[row[0] for row in BAD_PACKED])
 def test_bad_packed(changes, expected, got, hint):
-    assert check(packed() | changes) == error_text('fwd', expected, got, hint)
+    wanted = error_text('flash_attn_varlen_func', expected, got, hint)
+    assert check(packed() | changes) == wanted
     if 'q' not in changes:
-        assert backward(packed() | changes) == error_text('bwd', expected, got, hint)
+        assert backward(packed() | changes) == wanted
 
 
 @pytest.mark.parametrize('make', [dense, packed])
 @pytest.mark.parametrize('changes, expected, got, hint', [row[1:] for row in BAD_SCORES],
                          ids=[row[0] for row in BAD_SCORES])
 def test_bad_scores(changes, expected, got, hint, make):
-    assert check(make() | changes) == error_text('fwd', expected, got, hint)
-    assert backward(make() | changes) == error_text('bwd', expected, got, hint)
+    op = 'flash_attn_varlen_func' if make is packed else 'flash_attn_func'
+    wanted = error_text(op, expected, got, hint)
+    assert check(make() | changes) == wanted
+    assert backward(make() | changes) == wanted
 
 
 @pytest.mark.parametrize('name', ['seqused_q', 'seqused_k'])
 def test_used_lengths_without_sequences(name):
     assert check(dense() | {name: ints(2)}) == error_text(
-        'fwd', f'cu_seqlens_{name[-1]} with {name}', f'no cu_seqlens_{name[-1]}', '')
+        'flash_attn_func', f'cu_seqlens_{name[-1]} with {name}', f'no cu_seqlens_{name[-1]}', '')
 
 
 def test_margin():
     assert check(packed(), sm_margin=132) == error_text(
-        'fwd', 'sm_margin to be from 0 to 131', '132',
+        'flash_attn_varlen_func', 'sm_margin to be from 0 to 131', '132',
         'it is the number of SMs to leave to other kernels')
 
 
-SHAPE = 'out to have the shape (300, 8, 64)'
+SHAPE = 'out to have the shape (300, 8, 64) with cu_seqlens_q'
 BAD_PACKED_OUTPUTS = [
     ('shape', tensor(300, 8, 32), SHAPE, '(300, 8, 32)', ''),
     ('rank', tensor(1, 300, 8, 64), SHAPE, '(1, 300, 8, 64)', ''),
@@ -215,16 +219,17 @@ BAD_PACKED_OUTPUTS = [
      ''),
     ('device', tensor(*PACKED_Q, index=3), 'out on the device of q, cuda:0', 'cuda:3', ''),
     ('last stride', tensor(*PACKED_Q, strides=(512, 1, 8)),
-     'out.stride(2) to be 1, the head_dim contiguous', '8', 'call out.contiguous()'),
-    ('expanded', tensor(*PACKED_Q, strides=(0, 64, 1)), 'out with memory for every element',
-     'out.stride(0) of 0', 'do not pass an expanded tensor'),
+     'out.stride(2) to be 1', '8', 'call out.contiguous()'),
+    ('expanded', tensor(*PACKED_Q, strides=(0, 64, 1)), 'out.stride(0) not to be 0',
+     '0', 'do not pass an expanded tensor'),
 ]
 
 
 @pytest.mark.parametrize('out, expected, got, hint', [row[1:] for row in BAD_PACKED_OUTPUTS],
                          ids=[row[0] for row in BAD_PACKED_OUTPUTS])
 def test_bad_packed_output(out, expected, got, hint):
-    assert check(packed() | {'out': out}) == error_text('fwd', expected, got, hint)
+    assert check(packed() | {'out': out}) == error_text(
+        'flash_attn_varlen_func', expected, got, hint)
 
 
 @pytest.mark.parametrize('name', ['q', 'k', 'v'])
@@ -232,7 +237,7 @@ def test_output_in_the_memory_of_an_input(name):
     sizes = {'q': PACKED_Q, 'k': PACKED_K, 'v': PACKED_K}
     call = packed() | {name: tensor(*sizes[name], address=4096),
                        'out': tensor(*PACKED_Q, address=4096)}
-    assert check(call) == error_text('fwd', 'out with memory of its own',
+    assert check(call) == error_text('flash_attn_varlen_func', 'out with memory of its own',
                                      f'the memory of {name}', '')
 
 
@@ -250,13 +255,15 @@ def test_output_in_the_memory_of_an_input(name):
 def test_bad_gradients(make, name, wrong, right):
     dtype = 'float32' if 'lse' in name else 'bfloat16'
     wanted = dtype if 'lse' in name else 'that of q, bfloat16'
+    op = 'flash_attn_varlen_func' if make is packed else 'flash_attn_func'
     assert backward(make(), **{name: tensor(*wrong, dtype=dtype)}) == error_text(
-        'bwd', f'{name} to have the shape {right}', str(wrong), '')
+        op, f'{name} to have the shape {right}' + ' with cu_seqlens_q' * (make is packed),
+        str(wrong), '')
     sizes = tuple(map(int, right[1:-1].split(', ')))
     assert backward(make(), **{name: tensor(*sizes, dtype='float16')}) == error_text(
-        'bwd', f'{name}.dtype to be {wanted}', 'float16', '')
+        op, f'{name}.dtype to be {wanted}', 'float16', '')
     assert backward(make(), **{name: tensor(*sizes, dtype=dtype, device='cpu')}) == error_text(
-        'bwd', f'{name} on the device of q, cuda:0', 'cpu', '')
+        op, f'{name} on the device of q, cuda:0', 'cpu', '')
 
 
 @pytest.mark.parametrize('name', ['q', 'cu_seqlens_k', 'seqused_q', 'sinks'])

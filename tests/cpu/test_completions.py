@@ -225,7 +225,8 @@ def good(**changes) -> dict:
 
 
 SMALL = good()
-OWN, FWD = 'flash_attn3.flash_attn_completions_func: expected ', 'flash_attn3.fwd: expected '
+OWN = 'flash_attn3.flash_attn_completions_func: expected '
+FWD = 'flash_attn3.flash_attn_varlen_func: expected '
 LIST = 'to be a contiguous int32 tensor of one dimension, with a number or more, on the device of q'
 BAD = {
     'list': (dict(cu_trees=[0, 3]), f'{OWN}cu_trees {LIST}, cpu, got [0, 3]'),
@@ -239,7 +240,7 @@ BAD = {
     'rows of k': (dict(k=SMALL['k'][1:], v=SMALL['v'][1:]),
                   f'{OWN}k and v to have as many rows as q, 20, got 19'),
     'rows of v': (dict(v=SMALL['v'][1:]), f'{FWD}v'),
-    'rank': (dict(q=SMALL['q'][None]), f'{FWD}q to have 3 dimensions'),
+    'rank': (dict(q=SMALL['q'][None]), f'{FWD}q to have the shape'),
     'heads': (dict(q=SMALL['q'][:, :3]), f'{FWD}the heads of q'),
     'dtype': (dict(v=SMALL['v'].float()), f'{FWD}v.dtype to be that of q'),
     'FP8': ({name: SMALL[name].to(E4M3) for name in 'qkv'}, f'{FWD}q.dtype to be'),
@@ -260,7 +261,7 @@ BAD = {
     'softcap': (dict(softcap=-1.0), f'{FWD}softcap'),
     'scale': (dict(softmax_scale=0.0), f'{FWD}softmax_scale'),
     'margin': (dict(sm_margin=-1), f'{FWD}sm_margin'),
-    'hint': (dict(max_seqlen=-1), f'{FWD}max_seqlen to be an int of 0 or more, got -1'),
+    'hint': (dict(max_seqlen=-1), f'{OWN}max_seqlen to be an int of 0 or more, got -1'),
 }
 
 

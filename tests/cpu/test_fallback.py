@@ -96,7 +96,7 @@ def test_flash_attn_func_goes_there(monkeypatch, quiet):
     result = flash_attn_func(q.as_subclass(_OnOtherGpu), k, v, causal=True)
     torch.testing.assert_close(result, expected[0])
     assert len(calls) == 2
-    with pytest.raises(RuntimeError, match='flash_attn3.fwd: expected the heads of q'):
+    with pytest.raises(RuntimeError, match='flash_attn3.flash_attn_func: expected the heads of q'):
         flash_attn_func(q[:, :, :3].as_subclass(_OnOtherGpu), k, v)
 
 
@@ -188,5 +188,5 @@ def test_half_precision_is_computed_in_float32(quiet):
 def test_wrong_arguments_are_named_there_too(quiet, monkeypatch):
     monkeypatch.setattr(interface, '_is_served', lambda x: False)
     q, k, v = Case(8, 8, dtype='fp32').tensors('cpu')
-    with pytest.raises(RuntimeError, match='flash_attn3.fwd: expected softcap to be 0'):
+    with pytest.raises(RuntimeError, match='flash_attn3.flash_attn_func: expected softcap to be 0'):
         flash_attn_func(q, k, v, softcap=-1.0)

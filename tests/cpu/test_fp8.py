@@ -389,18 +389,19 @@ def e4m3() -> dict[str, Tensor]:
 
 BAD = {
     'k': ({'k': torch.zeros(2, 101, 2, 32).half()},
-          'fwd: expected k.dtype to be that of q, float8_e4m3fn, got float16'),
+          'flash_attn_func: expected k.dtype to be that of q, float8_e4m3fn, got float16'),
     'v of e5m2': ({'v': torch.zeros(2, 101, 2, 32).to(torch.float8_e5m2)},
-                  'fwd: expected v.dtype to be that of q, float8_e4m3fn, got float8_e5m2'),
+                  'flash_attn_func: expected v.dtype to be that of q, float8_e4m3fn, got '
+                  'float8_e5m2'),
     'q of e5m2': ({'q': torch.zeros(2, 70, 4, 32).to(torch.float8_e5m2)},
-                  'fwd: expected q.dtype to be float16, bfloat16 or float8_e4m3fn, got '
+                  'flash_attn_func: expected q.dtype to be float16, bfloat16 or float8_e4m3fn, got '
                   'float8_e5m2; hint: '),
     'q of e5m2 and scales': ({'q': torch.zeros(2, 70, 4, 32).to(torch.float8_e5m2),
                               'q_descale': torch.ones(2, 2), 'out_dtype': torch.float16},
-                             'fwd: expected q.dtype to be float16, bfloat16 or float8_e4m3fn, got '
-                             'float8_e5m2; hint: '),
+                             'flash_attn_func: expected q.dtype to be float16, bfloat16 or '
+                             'float8_e4m3fn, got float8_e5m2; hint: '),
     'q of bf16': ({'q': torch.zeros(2, 70, 4, 32).bfloat16()},
-                  'fwd: expected k.dtype to be that of q, bfloat16, got float8_e4m3fn'),
+                  'flash_attn_func: expected k.dtype to be that of q, bfloat16, got float8_e4m3fn'),
     'bf16 and scales': ({'q': torch.zeros(2, 70, 4, 32).bfloat16(), 'k_descale': torch.ones(2, 2)},
                         'flash_attn_func: expected k_descale to be None, got a tensor; hint: '),
     'bf16 and out_dtype': (
@@ -420,16 +421,17 @@ BAD = {
         'flash_attn_func: expected out.dtype to be bfloat16 or float16, and that of out_dtype, '
         'got float16'),
     'out.shape': ({'out': torch.zeros(2, 71, 4, 32).bfloat16()},
-                  'fwd: expected out to have the shape (2, 70, 4, 32)'),
+                  'flash_attn_func: expected out to have the shape (2, 70, 4, 32)'),
     'q_descale': ({'q_descale': torch.ones(2, 4)},
-                  'fwd: expected q_descale to have the shape (2, 2), or (2, 4, 2) for blocks of 64 '
-                  'rows, got (2, 4)'),
+                  'flash_attn_func: expected q_descale to have the shape (2, 2) or '
+                  '(2, 4, 2), got (2, 4)'),
     'k_descale': ({'k_descale': torch.ones(())},
-                  'fwd: expected k_descale to have the shape (2, 2), or (2, 2, 1) for blocks of '
-                  '384 rows, got ()'),
+                  'flash_attn_func: expected k_descale to have the shape (2, 2) or '
+                  '(2, 2, 1), got ()'),
     'v_descale': ({'v_descale': torch.ones(2, 2).double()},
-                  'fwd: expected v_descale.dtype to be float32, got float64'),
-    'heads': ({'q': torch.zeros(2, 70, 3, 32).to(E4M3)}, 'fwd: expected the heads of q to be a'),
+                  'flash_attn_func: expected v_descale.dtype to be float32, got float64'),
+    'heads': ({'q': torch.zeros(2, 70, 3, 32).to(E4M3)},
+              'flash_attn_func: expected the heads of q to be'),
     'qv': ({'qv': torch.ones(())}, 'flash_attn_func: expected qv to be None, got a tensor'),
     'gradient': ({'s_aux': torch.ones(4, requires_grad=True),
                   'out': torch.zeros(2, 70, 4, 32).bfloat16()},
@@ -447,7 +449,7 @@ def test_errors(changes, text):
 
 def test_scales_on_another_device():
     eight_bit = fp8.EightBit(v_descale=torch.ones(2, 2, device='meta'))
-    with pytest.raises(RuntimeError, match='^flash_attn3.fwd: expected v_descale on the device of '
+    with pytest.raises(RuntimeError, match='flash_attn_func: expected v_descale on the device of '
                                            'q, cpu, got meta$'):
         checks.check_forward(e4m3(), eight_bit, General(), check=_plan.check_fp8)
 
@@ -455,7 +457,7 @@ def test_scales_on_another_device():
 @pytest.mark.parametrize('dtype', [E4M3, torch.float32, torch.float64], ids=str)
 def test_what_is_quantised_is_of_16_bits(dtype):
     inputs = (x.to(dtype) for x in tensors((2, 70), (2, 101)))
-    with pytest.raises(RuntimeError, match='^flash_attn3.fwd: expected q.dtype to be float16 or '
+    with pytest.raises(RuntimeError, match='flash_attn_fp8_func: expected q.dtype to be float16 or '
                                            'bfloat16, got '):
         flash_attn_fp8_func(*inputs)
 
@@ -463,7 +465,7 @@ def test_what_is_quantised_is_of_16_bits(dtype):
 def test_no_heads_to_quantise():
     q, k = torch.zeros(2, 3, 0, 16).bfloat16(), torch.zeros(2, 3, 2, 16).bfloat16()
     for device in ('cpu', 'meta'):
-        with pytest.raises(RuntimeError, match='^flash_attn3.fwd: expected at least one head of q'):
+        with pytest.raises(RuntimeError, match='_func: expected at least one head of q'):
             flash_attn_fp8_func(q.to(device), k.to(device), k.to(device))
 
 
@@ -475,9 +477,9 @@ def test_can_use():
     on_cpu = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
     assert can_use(*e4m3().values(), **options) == (False, [on_cpu])
     for changes, text in (
-            ({'return_max_logits': True}, 'flash_attn3.fwd: expected return_max_logits to be False '
+            ({'return_max_logits': True}, 'flash_attn_func: expected return_max_logits to be False '
                                           'with float8_e4m3fn on a GPU'),
-            ({'v_descale': torch.ones(3)}, 'flash_attn3.fwd: expected v_descale to have the shape '
+            ({'v_descale': torch.ones(3)}, 'flash_attn_func: expected v_descale to have the shape '
                                            '(2, 2), or (2, 2, 1) for blocks of 384 rows')):
         is_fine, reasons = can_use(*e4m3().values(), **options | changes)
         assert not is_fine and [reason.split(', got')[0] for reason in reasons] == [
@@ -504,7 +506,7 @@ def calls_on_cuda():
 def test_what_the_kernels_have_not(monkeypatch):
     """On CUDA tensors, whether or not there is a GPU."""
     monkeypatch.setattr(library, 'kernels_serve', lambda device: True)
-    text = 'flash_attn3.fwd: expected return_max_logits to be False with float8_e4m3fn on a GPU'
+    text = 'expected return_max_logits to be False with float8_e4m3fn on a GPU'
     with FakeTensorMode():
         for call in calls_on_cuda():
             with pytest.raises(NotImplementedError, match=f'^{text}, got True; hint: '):

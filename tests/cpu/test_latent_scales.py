@@ -55,7 +55,7 @@ def test_of_any_columns():
 
 
 BAD = {
-    'none': (dict(v_descale=None), 'v_descale with 16-bit v, got None'),
+    'none': (dict(v_descale=None), 'v_descale with 16-bit v for latents of float8_e4m3fn'),
     'expanded': (dict(v_descale=torch.ones(1, 1, 1).expand(2, 6, 2)),
                  'v_descale with memory for every element, to write to it'),
     'v of another dtype': (dict(v=new_rows()['v'].half()),

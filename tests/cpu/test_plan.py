@@ -329,14 +329,15 @@ def test_full_attention_has_no_sections():
 
 
 @pytest.mark.parametrize('change, reason', [
-    ({'head_dim': 100}, 'fwd: expected q.size(3), the head_dim, to be a multiple of 8 from 8 to '
-                        '512, got 100'),
-    ({'head_dim': 520}, 'fwd: expected q.size(3), the head_dim, to be a multiple of 8 from 8 to '
-                        '512, got 520'),
-    ({'dtype': 'float32'}, 'fwd: expected q.dtype to be float16 or bfloat16, got float32'),
-    ({'heads_q': 7, 'heads_k': 2}, 'fwd: expected the heads of q to be a multiple of the heads '
-                                   'of k, 2, got 7'),
-    ({'sm_margin': 132}, 'fwd: expected sm_margin to be from 0 to 131, got 132'),
+    ({'head_dim': 100}, 'flash_attn_func: expected the head_dim of q to be a multiple of 8 from 8 '
+                        'to 512, got 100'),
+    ({'head_dim': 520}, 'flash_attn_func: expected the head_dim of q to be a multiple of 8 from 8 '
+                        'to 512, got 520'),
+    ({'dtype': 'float32'}, 'flash_attn_func: expected q.dtype to be float16 or bfloat16, got '
+                           'float32'),
+    ({'heads_q': 7, 'heads_k': 2}, 'flash_attn_func: expected the heads of q to be a multiple of '
+                                   '2, the KV heads, got 7'),
+    ({'sm_margin': 132}, 'flash_attn_func: expected sm_margin to be from 0 to 131, got 132'),
     ({'seqlen_q': -1}, 'explain: expected sizes of 0 or more, got -1'),
     ({'sm_count': 0}, 'explain: expected sm_count to be 1 or more, got 0')])
 def test_no_plan_says_why(change, reason):

@@ -249,11 +249,12 @@ def test_the_largest_problem(head_dim):
 
 
 @pytest.mark.parametrize('change, reason', [
-    ({'head_dim': 100}, 'bwd: expected q.size(3), the head_dim, to be a multiple of 8 from 8 to '
-                        '512, got 100'),
-    ({'dtype': 'float32'}, 'bwd: expected q.dtype to be float16 or bfloat16, got float32'),
-    ({'heads_q': 7, 'heads_k': 2}, 'bwd: expected the heads of q to be a multiple of the heads '
-                                   'of k, 2, got 7'),
+    ({'head_dim': 100}, 'flash_attn_func: expected the head_dim of q to be a multiple of 8 from 8 '
+                        'to 256 for gradients, got 100'),
+    ({'dtype': 'float32'}, 'flash_attn_func: expected q.dtype to be float16 or bfloat16, got '
+                           'float32'),
+    ({'heads_q': 7, 'heads_k': 2}, 'flash_attn_func: expected the heads of q to be a multiple of '
+                                   '2, the KV heads, got 7'),
     ({'batch': -1}, 'explain: expected sizes of 0 or more, got -1'),
     ({'sm_count': 0}, 'explain: expected sm_count to be 1 or more, got 0')], ids=str)
 def test_no_plan_says_why(change, reason):

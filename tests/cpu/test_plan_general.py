@@ -261,22 +261,22 @@ def test_keys_of_a_tile_depend_on_the_said_lengths_alone(batch, total_q, total_k
 
 
 @pytest.mark.parametrize('change, reason', [
-    ({'window_left': -2}, 'fwd: expected window_size[0] to be -1 or more, got -2'),
-    ({'attention_chunk': -1}, 'fwd: expected attention_chunk to be 0 or more, got -1'),
-    ({'softcap': -1.0}, 'fwd: expected softcap to be 0 (none) or a positive finite float32, '
-                        'got -1'),
+    ({'window_left': -2}, 'flash_attn_func: expected window_size[0] to be -1 or more, got -2'),
+    ({'attention_chunk': -1}, 'flash_attn_func: expected attention_chunk to be 0 or more, got -1'),
+    ({'softcap': -1.0}, 'flash_attn_func: expected softcap to be 0 (none) or a positive finite '
+                        'float32, got -1'),
     ({'totals': (8, -1)}, 'explain: expected sizes of 0 or more, got -1'),
-    ({'head_dim_v': 520, 'head_dim': 64}, 'fwd: expected v.size(3), the head_dim of the values, to '
+    ({'head_dim_v': 520, 'head_dim': 64}, 'flash_attn_func: expected the head_dim of v to '
                                           'be a multiple of 8 from 8 to 512, got 520'),
     ({'head_dim': 100, 'totals': (9, 9)},
-     'fwd: expected q.size(2), the head_dim, to be a multiple of 8 from 8 to 512, got 100; hint: '
-     'pad q, k and v with zeros, and pass softmax_scale'),
+     'flash_attn_varlen_func: expected the head_dim of q to be a multiple of 8 from 8 to 512, got '
+     '100; hint: pad q, k and v with zeros, and pass softmax_scale'),
     ({'head_dim_v': 520, 'head_dim': 64, 'totals': (9, 9)},
-     'fwd: expected v.size(2), the head_dim of the values, to be a multiple of 8 from 8 to 512, '
+     'flash_attn_varlen_func: expected the head_dim of v to be a multiple of 8 from 8 to 512, '
      'got 520'),
     ({'totals': (1 << 24, 1), 'batch': 1 << 26},
-     'fwd: expected heads * (floor(total / 64) + batch) of q to be at most 536870912, got '
-     '538968064; hint: split the batch')])
+     'flash_attn_varlen_func: expected twice the tiles of q, 64 rows each, to be at most '
+     '1073741824, got 1077936128; hint: split the batch')])
 def test_no_plan_says_why(change, reason):
     facts = plan(**change)
     assert facts == {'reason': f'flash_attn3.{reason}'}
@@ -284,17 +284,18 @@ def test_no_plan_says_why(change, reason):
 
 @pytest.mark.parametrize('change, reason', [
     ({'head_dim': 64, 'head_dim_v': 264},
-     'v.size(3), the head_dim of the values, to be at most 256 for gradients, got 264; hint: split '
+     'the head_dim of v to be a multiple of 8 from 8 to 256 for gradients, got 264; hint: split '
      'the columns of v over two calls'),
     ({'head_dim': 64, 'head_dim_v': 512, 'totals': (9, 9)},
-     'v.size(2), the head_dim of the values, to be at most 256 for gradients, got 512; hint: split '
+     'the head_dim of v to be a multiple of 8 from 8 to 256 for gradients, got 512; hint: split '
      'the columns of v over two calls'),
     ({'totals': (8, 1 << 28), 'heads_q': 200, 'heads_k': 200},
-     'heads * (floor(total / 64) + batch) of k to be at most 536870912, got 838861200; hint: split '
+     'twice the tiles of k, 64 rows each, to be at most 1073741824, got 1677722400; hint: split '
      'the batch'),
     ({'seqlen_k': 1 << 28, 'heads_q': 200, 'heads_k': 200},
-     'batch * heads * ceil(seqlen / 64) of k to be at most 536870912, got 1677721600; hint: split '
+     'twice the tiles of k, 64 rows each, to be at most 1073741824, got 3355443200; hint: split '
      'the batch')])
 def test_no_gradients_say_why(change, reason):
     call = call_of_sizes(**{'seqlen_q': 8, 'seqlen_k': 8} | change)
-    assert _plan.plan_backward(**call) == {'reason': f'flash_attn3.bwd: expected {reason}'}
+    op = 'flash_attn_varlen_func' if 'totals' in change else 'flash_attn_func'
+    assert _plan.plan_backward(**call) == {'reason': f'flash_attn3.{op}: expected {reason}'}

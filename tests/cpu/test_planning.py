@@ -187,7 +187,8 @@ def test_plan_packs_query_heads():
 def test_explain_of_what_no_kernel_takes(capsys):
     flash_attn3.explain((2, 128, 8, 84), (2, 128, 8, 84))
     text = capsys.readouterr().out
-    assert text.startswith('no kernel: flash_attn3.fwd: expected q.size(3), the head_dim, to be')
+    assert text.startswith(
+        'no kernel: flash_attn3.flash_attn_func: expected the head_dim of q to be')
 
 
 def test_explain_text_of_packed_sequences(capsys):
@@ -225,8 +226,8 @@ def test_explain_text_of_unequal_head_dims(capsys):
         'part of v; in shared memory 64 of q and k, 256 of v')
     flash_attn3.explain(*shapes)
     assert capsys.readouterr().out.split('\n\n')[1].startswith(
-        'no gradients: flash_attn3.bwd: expected v.size(3), the head_dim of the values, to be at '
-        'most 256 for gradients, got 512')
+        'no gradients: flash_attn3.flash_attn_func: expected the head_dim of v to be a '
+        'multiple of 8 from 8 to 256 for gradients, got 512')
 
 
 def test_plans_take_the_arguments_of_both_functions():
@@ -304,8 +305,8 @@ def test_can_use_gives_every_reason():
 def test_can_use_asks_for_gradients_where_they_are_needed(which):
     """More tiles of keys than the backward takes, in tensors of one element's memory."""
     device = 'flash_attn3.can_use: expected q on a CUDA device, got cpu'
-    tiles = ('flash_attn3.bwd: expected batch * heads * ceil(seqlen / 64) of k to be at most '
-             '536870912, got 1073741824; hint: split the batch')
+    tiles = ('flash_attn3.flash_attn_func: expected twice the tiles of k, 64 rows each, to be at '
+             'most 1073741824, got 2147483648; hint: split the batch')
     rows = [torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16) for _ in range(3)]
     rows[which].requires_grad_()
     tensors = [x.expand(1, seqlen, 64, 64) for x, seqlen in zip(rows, (64, 1 << 30, 1 << 30))]
@@ -350,21 +351,23 @@ def test_can_use_of_packed_sequences():
     q, k = arguments['q'], arguments['k']
     assert flash_attn3.can_use(**arguments, causal=True) == (False, [ON_CPU])
     assert flash_attn3.can_use(**(arguments | {'v': k.float()})) == (False, [
-        'flash_attn3.fwd: expected v.dtype to be that of q, float16, got float32', ON_CPU])
+        'flash_attn3.flash_attn_varlen_func: expected v.dtype to be that of q, float16, got '
+        'float32', ON_CPU])
     assert flash_attn3.can_use(**(arguments | {'max_seqlen_k': -1})) == (False, [
-        'flash_attn3.fwd: expected max_seqlen_k to be an int of 0 or more, got -1', ON_CPU])
+        'flash_attn3.flash_attn_varlen_func: expected max_seqlen_k to be an int of 0 or more, got '
+        '-1', ON_CPU])
     assert flash_attn3.can_use(**arguments, qv=q)[1][0].startswith(
         'flash_attn3.flash_attn_varlen_func: expected qv to be None')
     assert flash_attn3.can_use(q, k, k)[1][0].startswith(
-        'flash_attn3.fwd: expected q to have 4 dimensions')
+        'flash_attn3.flash_attn_func: expected q to have the shape')
 
 
 @pytest.mark.parametrize('is_packed', [False, True])
 def test_can_use_knows_which_head_dims_have_gradients(is_packed):
     arguments = packed_arguments() if is_packed else bad_inputs.good_arguments('cpu')
-    dim = arguments['v'].dim() - 1
+    op = 'flash_attn_varlen_func' if is_packed else 'flash_attn_func'
     for head_dim_v, reasons in ((32, []), (256, []), (512, [
-            f'flash_attn3.bwd: expected v.size({dim}), the head_dim of the values, to be at most '
+            f'flash_attn3.{op}: expected the head_dim of v to be a multiple of 8 from 8 to '
             '256 for gradients, got 512; hint: split the columns of v over two calls'])):
         v = torch.zeros(*arguments['v'].shape[:-1], head_dim_v, dtype=arguments['v'].dtype)
         arguments['v'] = v.requires_grad_()

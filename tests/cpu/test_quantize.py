@@ -348,8 +348,8 @@ def test_the_result_is_not_differentiable():
 
 
 ERRORS = [
-    ({'x': torch.zeros(3, 4, 16)}, 'x to have 4 dimensions (batch, seqlen, heads, head_dim)'),
-    ({'cu_seqlens': starts([5])}, 'x to have 3 dimensions (total, heads, head_dim) with'),
+    ({'x': torch.zeros(3, 4, 16)}, 'x to have the shape (batch, seqlen, heads, head_dim)'),
+    ({'cu_seqlens': starts([5])}, 'x to have the shape (total, heads, head_dim) with'),
     ({'x': torch.zeros(1, 5, 4, 16, dtype=torch.float64)}, 'x.dtype to be float16, bfloat16 or'),
     ({'x': torch.zeros(1, 5, 4, 16).to(E4M3)}, 'x.dtype to be float16, bfloat16 or float32, got '
      'float8_e4m3fn'),
@@ -366,8 +366,8 @@ ERRORS = [
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([6])}, 'cu_seqlens[1], the end of seq'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6])}, 'seqused[0]'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6, 7])},
-     'seqused.size(0), the batch, to be that of cu_seqlens, 1, got 2'),
-    ({'seqused': ints([6])}, 'seqused only with cu_seqlens, got seqused alone'),
+     'seqused to have the shape (1), got (2)'),
+    ({'seqused': ints([6])}, 'cu_seqlens with seqused, got no cu_seqlens'),
 ]
 
 

@@ -250,5 +250,5 @@ def test_bad_calls(name, cuda):
     arguments[which] = change(arguments[which])
     if which == 'k':
         arguments['v'] = change(arguments['v'])
-    with pytest.raises(RuntimeError, match=f'flash_attn3.bwd: {text}'):
+    with pytest.raises(RuntimeError, match=f'flash_attn3.flash_attn_func: {text}'):
         torch.ops.flash_attn3.bwd(*arguments.values(), 0.1, False)

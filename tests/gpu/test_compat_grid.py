@@ -300,7 +300,7 @@ REFUSED = {
         'the latent part of MLA has one KV head',
         lambda upstream, device: upstream.flash_attn_with_kvcache(
             *dense(device, columns=512), qv=dense(device, columns=512)[2]),
-        'one KV head with qv'),
+        'the heads of k_cache to be 1 with qv'),
 }
 
 

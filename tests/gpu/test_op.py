@@ -135,14 +135,14 @@ def test_bad_input_has_the_same_text_as_on_the_cpu(bad, cuda):
 def test_tensors_on_cpu_and_gpu(names, text, cuda):
     arguments = bad_inputs.good_arguments(cuda)
     arguments |= {name: arguments[name].cpu() for name in names}
-    with pytest.raises(RuntimeError, match=f'flash_attn3.fwd: expected {text}'):
+    with pytest.raises(RuntimeError, match=f'flash_attn3.flash_attn_func: expected {text}'):
         flash_attn_func(**arguments)
 
 
 @pytest.mark.smoke
 def test_out_on_the_cpu(cuda):
     arguments = bad_inputs.good_arguments(cuda)
-    text = 'flash_attn3.fwd: expected out on the device of q, cuda:0, got cpu'
+    text = 'flash_attn3.flash_attn_func: expected out on the device of q, cuda:0, got cpu'
     with pytest.raises(RuntimeError, match=text):
         flash_attn_func(**arguments, out=torch.empty_like(arguments['q'], device='cpu'))
 

@@ -192,6 +192,6 @@ def test_tensors_on_another_gpu_than_the_current_one(layout, kind, second_cuda):
 
 def test_inputs_on_two_gpus_are_refused(second_cuda):
     q, k, v = Case(8, 8).tensors(torch.device('cuda', 0))
-    text = 'flash_attn3.fwd: expected k on the device of q, cuda:0, got cuda:1'
+    text = 'flash_attn3.flash_attn_func: expected k on the device of q, cuda:0, got cuda:1'
     with pytest.raises(RuntimeError, match=text):
         flash_attn_func(q, k.to(second_cuda), v)

@@ -271,7 +271,7 @@ def test_checks_name_the_first_bad_sequence(device):
     done = subprocess.run([sys.executable, '-c', CHECKED, str(device)], cwd=ROOT, text=True,
                           capture_output=True, env=os.environ | {'FLASH_ATTN3_CHECKS': '1'})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f'flash_attn3.fwd: expected {text}'
+    assert done.stdout.splitlines() == [f'flash_attn3.flash_attn_varlen_func: expected {text}'
                                         for _, text in BAD_LISTS]
 
 

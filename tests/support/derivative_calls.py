@@ -20,7 +20,7 @@ OPS = torch.ops.flash_attn3
 SHAPE = 2, 5, 2, 64    # batch, seqlen, heads, head_dim
 OPTIONS = {'plain': {}, 'window': {'window_size': (2, 1), 'causal': True}}
 every_option = pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
-REVERSE_ONLY = ('flash_attn3.fwd: expected reverse-mode derivatives only, got a tensor with a '
+REVERSE_ONLY = ('expected reverse-mode derivatives only, got a tensor with a '
                 'tangent')
 
 
@@ -79,7 +79,7 @@ def check_forward_mode_is_refused(derivative: Callable, attention: Callable,
     x = torch.randn(SHAPE, device=device).bfloat16()
     with pytest.raises(NotImplementedError) as raised:
         derivative(attention, x)
-    assert str(raised.value).startswith(REVERSE_ONLY)
+    assert REVERSE_ONLY in str(raised.value)
 
 
 def check_constants_are_served(attention: Callable, device: torch.device) -> None:

@@ -11,12 +11,11 @@ import torch
 # Backward: the gradients, with the forward that they need. Packed: flash_attn_varlen_func.
 COLUMNS = ('forward dense', 'forward packed', 'backward dense', 'backward packed')
 
-_FWD = 'flash_attn3.fwd: expected '
 _FUNCTIONS = ('flash_attn_func', 'flash_attn_varlen_func')
 
 
-def _everywhere(text: str) -> dict[str, str]:
-    return dict.fromkeys(COLUMNS, text)
+class KernelRule(str):
+    """The error of a rule that only the kernels have: the CPU takes such a call."""
 
 
 def _of_functions(text: str, columns: tuple[str, ...] = COLUMNS) -> dict[str, str]:
@@ -25,16 +24,13 @@ def _of_functions(text: str, columns: tuple[str, ...] = COLUMNS) -> dict[str, st
             for column in columns}
 
 
-def _of_head_dims(before: str, after: str, columns: tuple[str, ...] = COLUMNS) -> dict[str, str]:
-    """An error that names the head dim, the last one of four, or of three without a batch."""
-    return {column: f'{before}.size({3 - COLUMNS.index(column) % 2}), {after}'
-            for column in columns}
+def _of_kernels(text: str, columns: tuple[str, ...] = COLUMNS) -> dict[str, str]:
+    return {column: KernelRule(error) for column, error in _of_functions(text, columns).items()}
 
 
-_GRADIENT_HEAD_DIMS = _of_head_dims(
-    'flash_attn3.bwd: expected v', 'the head_dim of the values, to be at most 256 for gradients',
-    COLUMNS[2:])
-_HEAD_DIMS = _of_head_dims(f'{_FWD}q', 'the head_dim, to be a multiple of 8 from 8 to 512')
+_GRADIENT_HEAD_DIMS = _of_kernels(
+    'the head_dim of v to be a multiple of 8 from 8 to 256 for gradients', COLUMNS[2:])
+_HEAD_DIMS = _of_kernels('the head_dim of q to be a multiple of 8 from 8 to 512')
 
 _NO_FP8_GRADIENTS = _of_functions('requires_grad=False with float8_e4m3fn', COLUMNS[2:])
 
@@ -75,7 +71,7 @@ FEATURES = (
     Feature('bfloat16'),
     Feature('float16', dtype='float16'),
     Feature('float32', dtype='float32',
-            errors=_everywhere(f'{_FWD}q.dtype to be float16 or bfloat16, got float32')),
+            errors=_of_kernels('q.dtype to be float16 or bfloat16, got float32')),
     Feature('FP8', dtype='float8_e4m3fn', errors=_NO_FP8_GRADIENTS),
     Feature('FP8 with `q_descale`, `k_descale`, `v_descale`, `out_dtype`', dtype='float8_e4m3fn',
             tensors=('q_descale', 'k_descale', 'v_descale'), options={'out_dtype': torch.float16},
@@ -86,11 +82,11 @@ FEATURES = (
                      'return_attn_probs': True}),
     Feature('FP8, head dim of v: 192, 128', dtype='float8_e4m3fn', head_dims=(192, 128),
             errors=_NO_FP8_GRADIENTS),
-    Feature('FP8, head dim 72', dtype='float8_e4m3fn', head_dims=(72, 72), errors=_of_head_dims(
-        f'{_FWD}q', 'the head_dim, to be a multiple of 16 from 16 to 256 with float8_e4m3fn')),
+    Feature('FP8, head dim 72', dtype='float8_e4m3fn', head_dims=(72, 72), errors=_of_kernels(
+        'the head_dim of q to be a multiple of 16 from 16 to 256 with float8_e4m3fn')),
     Feature('FP8 with `return_max_logits`', dtype='float8_e4m3fn',
             options={'return_max_logits': True},
-            errors=_everywhere(f'{_FWD}return_max_logits to be False with float8_e4m3fn on a GPU')),
+            errors=_of_kernels('return_max_logits to be False with float8_e4m3fn on a GPU')),
     Feature("FP8 with `fp8_accum='promote'`", dtype='float8_e4m3fn',
             options={'fp8_accum': 'promote'}, errors=_NO_FP8_GRADIENTS),
     Feature('`causal`', options={'causal': True}),
@@ -107,8 +103,8 @@ FEATURES = (
     Feature('head dim of v: 72, 24', head_dims=(72, 24)),
     Feature('head dim of v: 64, 512', head_dims=(64, 512), errors=_GRADIENT_HEAD_DIMS),
     Feature('head dims 264, 512', head_dims=(264, 512), options={'window_size': (20, 0)},
-            tensors=('s_aux',), errors=_of_head_dims(
-                'flash_attn3.bwd: expected q', 'the head_dim, to be at most 256 for gradients',
+            tensors=('s_aux',), errors=_of_kernels(
+                'the head_dim of q to be a multiple of 8 from 8 to 256 for gradients',
                 COLUMNS[2:])),
     Feature('GQA', heads=(6, 2)),
     Feature('MQA, `pack_gqa`', heads=(4, 1), options={'pack_gqa': True}),
@@ -205,5 +201,6 @@ CACHE_FEATURES = (
                  error='flash_attn3.flash_attn_with_kvcache: expected no window_size with '
                        'shared_prefix'),
     CacheFeature('`qv`, head dims 64, 256', _LATENT | {'head_dim_v': 256},
-                 error='flash_attn3.flash_attn_with_kvcache: expected head dims of 64'),
+                 error='flash_attn3.flash_attn_with_kvcache: expected the head_dim of v_cache to '
+                       'be 512 with qv'),
 )

@@ -1,0 +1,339 @@
+// Calls of attention: without a cache, forward and backward; on a KV cache; appends of new keys
+// with rotary.
+#include "checks/attention.h"
+
+#include <cmath>
+
+#include "call/cache_form.h"
+#include "call/tma_rules.h"
+#include "checks/checks.h"
+#include "core/tree_mask.h"
+#include "plan/variants.h"
+
+namespace fa3 {
+namespace {
+
+// FP8: TMA takes strides of 16 bytes, and MMAs take 16 columns at a time.
+bool check_head_dims(Solver& solver, Call const& call) {
+  if (!solver.on_cuda()) {
+    return solver.in_range("D", {1}) && solver.in_range("Dv", {1});
+  }
+  bool const is_listed = call.mask.key_lists || call.mask.query_lists;
+  bool const is_folded = call.execution.split_size > 0 && !call.on_cache;
+  bool const is_chosen = call.choice.keys_chosen && !call.latent.qv;
+  char const* const note = call.is_backward
+                               ? is_listed ? " for gradients with mask" : " for gradients"
+                           : solver.is_fp8() ? " with float8_e4m3fn"
+                           : is_folded       ? " with split_size"
+                           : is_chosen       ? " with indices"
+                           : is_listed       ? " with mask"
+                                             : "";
+  int const step = solver.is_fp8() ? 16 : 8;
+  int const most = call.is_backward && is_listed ? kMaxListedGradients
+                   : *note                       ? kMaxNarrowHeadDim
+                                                 : kMaxHeadDim;
+  bool const halves_values =
+      solver["D"] <= kLongValuesHeadDim && !solver.is_fp8() && !call.is_backward;
+  bool const is_padded = solver["D"] % step == 0 || solver["D"] > most;
+  return solver.in_range("D", {step, most, step, note},
+                         is_padded ? "" : "pad q, k and v with zeros, and pass softmax_scale") &&
+         solver.in_range(
+             "Dv", {step, halves_values ? kMaxHeadDim : most, step, halves_values ? "" : note},
+             call.is_backward ? "split the columns of v over two calls" : "");
+}
+
+bool check_numbers(Solver& solver, Call const& call) {
+  ScoreArguments const& score = call.score;
+  int const sm_count = call.device.sm_count;
+  auto const is_positive = [&](char const* name, double number) {
+    return (std::isfinite(float(number)) && float(number) > 0.f) ||
+           solver.refuse(text(name, " a positive finite float32"), text(number));
+  };
+  return is_positive("softmax_scale to be", score.softmax_scale.value_or(1.0)) &&
+         (score.softcap == 0.0 || is_positive("softcap to be 0 (none) or", score.softcap)) &&
+         solver.in_range("sm_margin", call.execution.sm_margin,
+                         {0, sm_count > 0 ? sm_count - 1 : kUnlimited},
+                         "it is the number of SMs to leave to other kernels") &&
+         solver.in_range("window_size[0]", score.window_left, {-1}) &&
+         solver.in_range("window_size[1]", score.window_right, {-1}) &&
+         solver.in_range("attention_chunk", score.attention_chunk, {0}) &&
+         solver.in_range("num_splits", call.splits.num_splits, {0, kMaxSplits}) &&
+         solver.in_range("split_size", call.execution.split_size, {0});
+}
+
+// The number of tiles of q or k fits into an int; pack_gqa at most doubles it.
+bool check_tiles(Solver& solver, Letter batch, Letter rows, Letter heads) {
+  bool const is_packed = solver.lacks(batch);
+  double const full = double(solver[rows]) / 64, sequences = double(solver["B"]);
+  double const tiles =
+      double(solver[heads]) *
+      (is_packed ? std::floor(full) + std::max(sequences, 1.0) : sequences * std::ceil(full));
+  return solver.in_int(2 * tiles, "twice the tiles of ", solver.binder(rows), ", 64 rows each,");
+}
+
+// How many blocks of queries and keys there are, of packed sequences in all.
+void bind_blocks(Solver& solver, Call const& call, int queries, int keys) {
+  bool const is_packed = call.is_packed();
+  int64_t const batch = solver["B"];
+  auto const blocks = [&](int64_t rows, int64_t size) {
+    return is_packed ? rows / size + batch : (rows + size - 1) / size;
+  };
+  solver.rename("bz", "Bz");
+  solver.bind("Bz", is_packed ? 1 : batch, "q");
+  solver.bind("Zq", blocks(solver["s"], queries), "q");
+  solver.bind("Zk", blocks(solver["sk"], keys), "k");
+}
+
+// Scales are for each sequence and KV head, or for each block of rows and head.
+bool check_scales(Solver& solver, Call const& call) {
+  bind_blocks(solver, call, kScaleBlockQueries, kScaleBlockKeys);
+  return check_rows<kScalePass>(solver, call);
+}
+
+// Kernels read rows of 4 ints at once.
+bool has_int4_rows(Solver& solver, char const* name, std::optional<TensorMeta> const& tensor) {
+  auto const& [meta, rows] = std::pair(pointer_to(tensor), tensor ? tensor->rank - 2 : 0);
+  return !meta ||
+         ((meta->size[rows] <= 1 || meta->stride[rows] == 4) &&
+          (rows == 0 || meta->size[0] <= 1 || meta->stride[0] % 4 == 0) &&
+          meta->address % 16 == 0) ||
+         solver.refuse(text(name, " with contiguous rows, at a multiple of 16 bytes"),
+                       text("strides ", shape_text(meta->stride, meta->rank)),
+                       text("call ", name, ".contiguous()"));
+}
+
+// The tensors of an AttentionMask. Kernels read lists, and rows, but no blocks.
+bool check_mask(Solver& solver, Call const& call) {
+  MaskArguments const& mask = call.mask;
+  bool const has_mask = mask.mask_rows || mask.mask_blocks;
+  if (!has_mask && !mask.key_lists && !mask.query_lists) {
+    return true;
+  }
+  bind_blocks(solver, call, kListedRows, kListedKeys);
+  static_assert(kListHeader + 1 == 3);
+  return check_rows<kMaskPass>(solver, call) &&
+         has_int4_rows(solver, "mask_rows", mask.mask_rows) &&
+         (!solver.on_cuda() ||
+          has_mask == bool(call.is_backward ? mask.query_lists : mask.key_lists) ||
+          solver.refuse("lists with mask_rows or mask_blocks", "one without the other"));
+}
+
+Solver solver_of(Call const& call, bool is_fp8) {
+  bool const on_cuda = call.q.device == DeviceType::kCuda;
+  Solver solver(call.op(), {"q", call.q}, is_fp8 ? kE4M3 : on_cuda ? k16Bits : k16Bits | kCpuOnly);
+  if (is_fp8) {
+    solver.dtypes[kOut] = k16Bits;
+  }
+  solver.pack(call.has_packed_queries(), "b", "s", "Sq", "Tq");
+  solver.pack(bool(call.lengths.cu_seqlens_k), "bk", "sk", "Sk", "Tk");
+  solver.rename("bs", call.by_page.descale_by_page ? Letter("N") : Letter("B"));
+  return solver;
+}
+
+bool check_limits(Solver& solver, Call const& call) {
+  return (call.q.device != DeviceType::kOther ||
+          solver.refuse("q on a CPU or CUDA device", device_text(call.q))) &&
+         solver.in_range("Hk", {1}) &&
+         solver.in_range("Hq", {0, kUnlimited, solver["Hk"], ", the KV heads"},
+                         call.q.rank == 3 ? "tensors are (total, heads, head_dim)"
+                                          : "tensors are (batch, seqlen, heads, head_dim)") &&
+         check_head_dims(solver, call) &&
+         solver.in_int(double(solver["sk"]), "the keys of a sequence") &&
+         check_numbers(solver, call) && check_tiles(solver, "b", "s", "Hq") &&
+         (!call.is_backward || check_tiles(solver, "bk", "sk", "Hk"));
+}
+
+bool check_attention(Solver& solver, Call const& call) {
+  constexpr unsigned kPasses = kCallPass | kKeyPass;
+  return check_rules<kPasses>(solver, call) && check_rows<kPasses>(solver, call) &&
+         check_limits(solver, call) && check_mask(solver, call) &&
+         (!solver.is_fp8() || check_scales(solver, call)) &&
+         (call.is_backward ? check_rules<kGradientPass>(solver, call) &&
+                                 check_rows<kGradientPass>(solver, call) &&
+                                 check_apart<kPasses | kGradientPass>(solver, call)
+                           : check_apart<kPasses>(solver, call));
+}
+
+// ---------------------------------------------------------------------------------------- a cache
+// The sizes of the kernel for absorbed MLA.
+constexpr Range kLatentHeads = {1, 1, 1, " with qv"};
+constexpr Range kLatentRotaryDims = {64, 64, 1, " with qv"};
+constexpr Range kLatentDims = {512, 512, 1, " with qv"};
+static_assert(search_candidates(Dtype::kBFloat16, kLatentKernel, {64, 512}).count == 1);
+
+constexpr char const* kSlots = ", the slots of a sequence";
+
+Solver cache_solver(Call const& call) {
+  CacheArguments const& cache = call.cache;
+  Solver solver = solver_of(call, call.q.dtype == Dtype::kFloat8E4M3);
+  solver.rename("e", call.is_paged()         ? Letter("N")
+                     : cache.cache_batch_idx ? Letter("E")
+                                             : Letter("B"));
+  solver.rename("c", call.is_paged() ? Letter("P") : Letter("C"));
+  solver.rename("bt", cache.cache_batch_idx ? Letter("R") : Letter("B"));
+  solver.pack(bool(cache.cu_seqlens_k_new), "bn", "sn", "Sn", "Tn");
+  solver.bind("Sk", capacity_of(call), "k_cache");
+  return solver;
+}
+
+bool check_latent(Solver& solver, Call const& call) {
+  return !call.has_latents() || (solver.in_range("Hk", kLatentHeads) &&
+                                 (!solver.on_cuda() || (solver.in_range("D", kLatentRotaryDims) &&
+                                                        solver.in_range("Dv", kLatentDims))));
+}
+
+// Latents have a scale by key: one, or one for each kLatentScaleColumns of v_cache.
+bool check_cache_scales(Solver& solver, Call const& call) {
+  if (!call.has_latents() || !call.converts()) {
+    return check_rows<kScalePass>(solver, call);
+  }
+  int64_t const columns = solver["Dv"];
+  solver.bind("Z", columns % kLatentScaleColumns ? 1 : columns / kLatentScaleColumns, "v_cache");
+  return check_rows<kLatentScalePass>(solver, call);
+}
+
+// Pages hold keys, and what the host knows of the lengths.
+bool check_lengths(Solver& solver, Call const& call) {
+  CacheArguments const& cache = call.cache;
+  bool const has_length = cache.cache_length != -1;
+  int64_t const before = has_length ? cache.cache_length : 0;
+  int64_t const capacity = solver["Sk"];
+  return (!call.is_paged() || solver.in_range("P", {1})) &&
+         solver.in_range("cache_seqlens", before, {0, capacity, 1, kSlots}) &&
+         (!has_length || !cache.cache_seqlens ||
+          solver.refuse("cache_seqlens to be a tensor or a number", "both")) &&
+         solver.in_range("the number of new keys", cache.appended,
+                         {0, capacity - before, 1, ", the free slots of a sequence"});
+}
+
+// Kernels move 16 bytes at a time.
+bool check_chunks(Solver& solver, NamedTensor const& tensor) {
+  auto const& [name, meta] = tensor;
+  return !solver.on_cuda() || is_empty(meta) || has_chunks(meta) ||
+         solver.refuse(
+             text(name, " and its strides at multiples of ", kTmaAlignment, " bytes"),
+             text("address ", meta.address, ", strides ", shape_text(meta.stride, meta.rank)),
+             "it is never copied: allocate it whole, with a padded head_dim");
+}
+
+// A row of kTreeWords for each query.
+bool check_tree(Solver& solver, Call const& call) {
+  static_assert(kTreeWords == 4);
+  auto const& tree = call.tree.tree_mask;
+  return (!tree || tree->rank == 2 ||
+          solver.in_range("s", {0, kTreeColumns, 1, " with tree_mask"})) &&
+         has_int4_rows(solver, "tree_mask", tree);
+}
+
+bool check_on_cache(Solver& solver, Call const& call) {
+  constexpr unsigned kPasses = kCallPass | kCachePass;
+  if (solver.lacks("bk")) {
+    return check_rules<kCachePass>(solver, call) && check_attention(solver, call) &&
+           check_tree(solver, call);
+  }
+  if (call.converts()) {
+    solver.dtypes[kKeys] = set_of(call.k);  // converts() has compared it
+    solver.dtypes[kValues] = kE4M3;
+  }
+  return check_rows<kPasses>(solver, call) && check_rules<kPasses>(solver, call) &&
+         check_latent(solver, call) && check_limits(solver, call) &&
+         check_cache_scales(solver, call) && check_lengths(solver, call) &&
+         solver.in_range("shared_prefix", call.prefix.shared_prefix,
+                         {0, solver["Sk"], call.is_paged() ? solver["P"] : 1, kSlots},
+                         call.is_paged() ? "share whole pages only" : "") &&
+         check_chunks(solver, {"k_cache", call.k}) && check_chunks(solver, {"v_cache", call.v}) &&
+         check_apart<kPasses>(solver, call) && check_tree(solver, call);
+}
+
+// ----------------------------------------------------------------------------------------- append
+// New rows have the dtype of their cache, or for e4m3 one dtype of 16 bits, on a CPU also of more;
+// that of q, if both are rotated.
+void set_append_types(Solver& solver, Call const& call) {
+  DtypeSet const known = kE4M3 | k16Bits | (solver.on_cuda() ? 0 : kCpuOnly);
+  bool const is_quantised = call.k_new && set_of(call.k) == kE4M3 && (set_of(*call.k_new) & known);
+  auto const& cos = call.rotary.rotary_cos;
+  bool const has_wide_tables = solver.is_fp8() && cos && (set_of(*cos) & k16Bits);
+  solver.dtypes[kAnchor] = solver.dtypes[kKeys] = solver.dtypes[kValues] = known;
+  solver.dtypes[kNewKeys] = set_of(cos ? call.q : is_quantised ? *call.k_new : call.k);
+  solver.dtypes[kNewValues] = set_of(is_quantised              ? *call.k_new
+                                     : quantises_latents(call) ? call.k
+                                                               : call.v);
+  solver.dtypes[kTables] = set_of(has_wide_tables ? *cos : call.q);
+}
+
+// rotary_dim is that of the tables. The host knows positions if cache_seqlens is a number.
+bool check_rotary(Solver& solver, Call const& call) {
+  int const step = !solver.on_cuda() ? 2 : is_fp8(call.q) ? 32 : 16;  // 16 byte pairs
+  bool const has_own = call.q.rank == 4 && call.rotary.rotary_per_query;
+  int64_t const rows = std::max(call.cache.appended, has_own ? call.q.size[1] : 1);
+  bool const is_known = !call.rotary.rotary_seqlens && !call.cache.cache_seqlens;
+  return !call.rotary.rotary_cos ||
+         (solver.in_range("L", {is_known ? held_by_all(call) + rows : 1}) &&
+          solver.in_range("rotary_dim, twice rotary_cos.size(1),", 2 * solver["Dr"],
+                          {step, solver["D"], step, ", the head_dim"},
+                          "append columns of cos = 1 and sin = 0"));
+}
+
+// Tensors that an append writes: the caches, and scales per page or latent row. kTensors
+// (attention.h) checks all other scales. sets_scales: whether the call gave those to write.
+bool check_memory(Solver& solver, Call const& call, bool sets_scales) {
+  bool const sets_pages = call.by_page.descale_by_page && set_of(call.k) != set_of(*call.k_new);
+  bool const sets_values = sets_pages || quantises_latents(call);
+  auto const is_written = [&](char const* name, TensorMeta const* meta) {
+    return !meta || !may_overlap(*meta) ||
+           solver.refuse(text(name, " with memory for every element, to write to it"),
+                         text("strides ", shape_text(meta->stride, meta->rank)),
+                         "do not pass an expanded tensor");
+  };
+  TensorMeta const* const k_scale = sets_pages ? pointer_to(call.scales.k_descale) : nullptr;
+  TensorMeta const* const v_scale = sets_values ? pointer_to(call.scales.v_descale) : nullptr;
+  return is_written("k_cache", &call.k) && is_written("v_cache", &call.v) &&
+         solver.apart("v_cache", &call.v, "k_cache", &call.k) &&
+         (!sets_values || sets_scales ||
+          solver.refuse("k_scales or v_scales, those that new keys set", "None")) &&
+         is_written("k_descale", k_scale) && is_written("v_descale", v_scale) &&
+         solver.apart("v_descale", v_scale, "k_descale", k_scale);
+}
+
+bool check_kernel(Solver& solver, Call const& call) {
+  auto const has_columns = [&](Letter letter, TensorMeta const& cache) {
+    return solver.in_range(letter, {0, kUnlimited, kTmaAlignment / element_bytes(cache.dtype)},
+                           "pad the head_dim with zeros");
+  };
+  auto const has_rows = [&](Letter batch, Letter rows, Letter heads, Letter head_dim) {
+    double const tokens = double(solver.lacks(batch) ? 1 : solver["B"]) * double(solver[rows]);
+    double const columns = double(solver[heads]) * double(solver[head_dim]);
+    return solver.in_int(std::max(tokens, columns), "the tokens, or the columns of all heads, of ",
+                         solver.binder(rows));
+  };
+  return (!call.rotary.rotary_cos ||
+          (check_chunks(solver, {"rotary_cos", *call.rotary.rotary_cos}) &&
+           check_chunks(solver, {"rotary_sin", *call.rotary.rotary_sin}) &&
+           has_rows("b", "s", "Hq", "D"))) &&
+         (!call.k_new || (has_columns("D", call.k) && has_columns("Dv", call.v) &&
+                          has_rows("bn", "sn", "Hk", "D") && has_rows("bn", "sn", "Hk", "Dv")));
+}
+
+}  // namespace
+
+std::string check_call(Call const& call, bool is_fp8) {
+  Solver solver = solver_of(call, is_fp8);
+  return solver.text_of(check_attention(solver, call));
+}
+
+std::string check_cache(Call const& call) {
+  Solver solver = cache_solver(call);
+  return solver.text_of(check_on_cache(solver, call));
+}
+
+std::string check_append(Call const& call, bool sets_scales) {
+  Solver solver = cache_solver(call);
+  set_append_types(solver, call);
+  return solver.text_of(check_rules<kAppendPass>(solver, call) &&
+                        check_rows<kCallPass | kCachePass | kAppendPass>(solver, call) &&
+                        (!call.k_new || check_memory(solver, call, sets_scales)) &&
+                        check_rotary(solver, call) &&
+                        (!solver.on_cuda() || check_kernel(solver, call)));
+}
+
+}  // namespace fa3
