@@ -47,7 +47,7 @@ def check_error(op, arguments: dict, name: str, text: str) -> None:
     separator = '' if text.startswith('.') else ' '
     with pytest.raises(RuntimeError) as error:
         op(**arguments)
-    assert str(error.value) == f'flash_attn3.{op._qualified_op_name.split("::")[1]}: expected ' \
+    assert str(error.value) == f'flash_attn3.flash_attn_func: expected ' \
                                f'{name}{separator}{text}'
 
 
