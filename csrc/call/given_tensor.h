@@ -29,17 +29,21 @@ inline TensorMeta with_batch(TensorMeta meta) {
   return meta;
 }
 
-// The address after a tensor's last element. Lists are int32: 4 bytes.
+// Bytes of an element. Lists are int32: 4.
+inline int64_t bytes_of(Dtype dtype) {
+  return dtype == Dtype::kFloat8E4M3                             ? 1
+         : dtype == Dtype::kFloat16 || dtype == Dtype::kBFloat16 ? 2
+         : dtype == Dtype::kFloat64                              ? 8
+                                                                 : 4;
+}
+
+// The address after a tensor's last element.
 inline int64_t end_address(TensorMeta const& meta) {
   int64_t last = 0;
   for (int i = 0; i < meta.rank; ++i) {
     last += (meta.size[i] - 1) * meta.stride[i];
   }
-  int const bytes = meta.dtype == Dtype::kFloat8E4M3                                  ? 1
-                    : meta.dtype == Dtype::kFloat16 || meta.dtype == Dtype::kBFloat16 ? 2
-                    : meta.dtype == Dtype::kFloat64                                   ? 8
-                                                                                      : 4;
-  return meta.address + (last + 1) * bytes;
+  return meta.address + (last + 1) * bytes_of(meta.dtype);
 }
 
 // Whether the elements of a tensor fill a range of addresses, each its own.

@@ -10,12 +10,13 @@ namespace fa3 {
 inline constexpr char const* kDtypeNames[] = {"float16", "bfloat16", "float8_e4m3fn", "float32",
                                               "float64", "other",    "int32",         "bool"};
 
+// As Python writes it: "(2, 8)", "(2,)".
 inline std::string shape_text(int64_t const* size, int rank) {
   std::string shape = "(";
   for (int i = 0; i < rank; ++i) {
     shape += text(i > 0 ? ", " : "", size[i]);
   }
-  return shape + ")";
+  return shape + (rank == 1 ? ",)" : ")");
 }
 
 inline std::string device_text(TensorMeta const& meta) {

@@ -2,6 +2,7 @@
 // are copied into packed memory first.
 #pragma once
 
+#include "call/given_tensor.h"
 #include "config/fwd_config.h"
 
 namespace fa3 {
@@ -27,7 +28,7 @@ inline bool has_chunks(TensorMeta const& meta) {
   bool fine =
       meta.address % kTmaAlignment == 0 && (meta.size[columns] <= 1 || meta.stride[columns] == 1);
   for (int i = 0; i < columns; ++i) {
-    int64_t const stride = meta.stride[i] * element_bytes(meta.dtype);
+    int64_t const stride = meta.stride[i] * bytes_of(meta.dtype);
     fine = fine && (meta.size[i] <= 1 || stride % kTmaAlignment == 0);
   }
   return fine;

@@ -5,9 +5,7 @@
 #include <cmath>
 
 #include "call/cache_form.h"
-#include "call/tma_rules.h"
 #include "checks/checks.h"
-#include "core/tree_mask.h"
 #include "plan/variants.h"
 
 namespace fa3 {
@@ -18,28 +16,27 @@ bool check_head_dims(Solver& solver, Call const& call) {
   if (!solver.on_cuda()) {
     return solver.in_range("D", {1}) && solver.in_range("Dv", {1});
   }
+  int const step = solver.is_fp8() ? 16 : 8;
+  auto const up_to = [&](int most, char const* note) { return Range{step, most, step, note}; };
   bool const is_listed = call.mask.key_lists || call.mask.query_lists;
   bool const is_folded = call.execution.split_size > 0 && !call.on_cache;
   bool const is_chosen = call.choice.keys_chosen && !call.latent.qv;
-  char const* const note = call.is_backward
-                               ? is_listed ? " for gradients with mask" : " for gradients"
-                           : solver.is_fp8() ? " with float8_e4m3fn"
-                           : is_folded       ? " with split_size"
-                           : is_chosen       ? " with indices"
-                           : is_listed       ? " with mask"
-                                             : "";
-  int const step = solver.is_fp8() ? 16 : 8;
-  int const most = call.is_backward && is_listed ? kMaxListedGradients
-                   : *note                       ? kMaxNarrowHeadDim
-                                                 : kMaxHeadDim;
+  Range const all = up_to(kMaxHeadDim, "");
+  Range const range = call.is_backward && is_listed
+                          ? up_to(kMaxListedGradients, " for gradients with mask")
+                      : call.is_backward ? up_to(kMaxNarrowHeadDim, " for gradients")
+                      : solver.is_fp8()  ? up_to(kMaxNarrowHeadDim, " with float8_e4m3fn")
+                      : is_folded        ? up_to(kMaxNarrowHeadDim, " with split_size")
+                      : is_chosen        ? up_to(kMaxNarrowHeadDim, " with indices")
+                      : is_listed        ? up_to(kMaxNarrowHeadDim, " with mask")
+                                         : all;
+  bool const is_padded = solver["D"] % step == 0 || solver["D"] > range.most;
   bool const halves_values =
       solver["D"] <= kLongValuesHeadDim && !solver.is_fp8() && !call.is_backward;
-  bool const is_padded = solver["D"] % step == 0 || solver["D"] > most;
-  return solver.in_range("D", {step, most, step, note},
+  return solver.in_range("D", range,
                          is_padded ? "" : "pad q, k and v with zeros, and pass softmax_scale") &&
-         solver.in_range(
-             "Dv", {step, halves_values ? kMaxHeadDim : most, step, halves_values ? "" : note},
-             call.is_backward ? "split the columns of v over two calls" : "");
+         solver.in_range("Dv", halves_values ? all : range,
+                         call.is_backward ? "split the columns of v over two calls" : "");
 }
 
 bool check_numbers(Solver& solver, Call const& call) {
@@ -62,60 +59,12 @@ bool check_numbers(Solver& solver, Call const& call) {
 }
 
 // The number of tiles of q or k fits into an int; pack_gqa at most doubles it.
-bool check_tiles(Solver& solver, Letter batch, Letter rows, Letter heads) {
-  bool const is_packed = solver.lacks(batch);
-  double const full = double(solver[rows]) / 64, sequences = double(solver["B"]);
+bool check_tiles(Solver& solver, bool is_packed, Letter rows, Letter heads) {
+  double const full = double(solver[rows]) / 64, batch = double(solver["B"]);
   double const tiles =
-      double(solver[heads]) *
-      (is_packed ? std::floor(full) + std::max(sequences, 1.0) : sequences * std::ceil(full));
-  return solver.in_int(2 * tiles, "twice the tiles of ", solver.binder(rows), ", 64 rows each,");
-}
-
-// How many blocks of queries and keys there are, of packed sequences in all.
-void bind_blocks(Solver& solver, Call const& call, int queries, int keys) {
-  bool const is_packed = call.is_packed();
-  int64_t const batch = solver["B"];
-  auto const blocks = [&](int64_t rows, int64_t size) {
-    return is_packed ? rows / size + batch : (rows + size - 1) / size;
-  };
-  solver.rename("bz", "Bz");
-  solver.bind("Bz", is_packed ? 1 : batch, "q");
-  solver.bind("Zq", blocks(solver["s"], queries), "q");
-  solver.bind("Zk", blocks(solver["sk"], keys), "k");
-}
-
-// Scales are for each sequence and KV head, or for each block of rows and head.
-bool check_scales(Solver& solver, Call const& call) {
-  bind_blocks(solver, call, kScaleBlockQueries, kScaleBlockKeys);
-  return check_rows<kScalePass>(solver, call);
-}
-
-// Kernels read rows of 4 ints at once.
-bool has_int4_rows(Solver& solver, char const* name, std::optional<TensorMeta> const& tensor) {
-  auto const& [meta, rows] = std::pair(pointer_to(tensor), tensor ? tensor->rank - 2 : 0);
-  return !meta ||
-         ((meta->size[rows] <= 1 || meta->stride[rows] == 4) &&
-          (rows == 0 || meta->size[0] <= 1 || meta->stride[0] % 4 == 0) &&
-          meta->address % 16 == 0) ||
-         solver.refuse(text(name, " with contiguous rows, at a multiple of 16 bytes"),
-                       text("strides ", shape_text(meta->stride, meta->rank)),
-                       text("call ", name, ".contiguous()"));
-}
-
-// The tensors of an AttentionMask. Kernels read lists, and rows, but no blocks.
-bool check_mask(Solver& solver, Call const& call) {
-  MaskArguments const& mask = call.mask;
-  bool const has_mask = mask.mask_rows || mask.mask_blocks;
-  if (!has_mask && !mask.key_lists && !mask.query_lists) {
-    return true;
-  }
-  bind_blocks(solver, call, kListedRows, kListedKeys);
-  static_assert(kListHeader + 1 == 3);
-  return check_rows<kMaskPass>(solver, call) &&
-         has_int4_rows(solver, "mask_rows", mask.mask_rows) &&
-         (!solver.on_cuda() ||
-          has_mask == bool(call.is_backward ? mask.query_lists : mask.key_lists) ||
-          solver.refuse("lists with mask_rows or mask_blocks", "one without the other"));
+      is_packed ? std::floor(full) + std::max(batch, 1.0) : batch * std::ceil(full);
+  return solver.in_int(2 * tiles * double(solver[heads]), "twice the tiles of ",
+                       solver.binder(rows), ", 64 rows each,");
 }
 
 Solver solver_of(Call const& call, bool is_fp8) {
@@ -127,6 +76,31 @@ Solver solver_of(Call const& call, bool is_fp8) {
   solver.pack(call.has_packed_queries(), "b", "s", "Sq", "Tq");
   solver.pack(bool(call.lengths.cu_seqlens_k), "bk", "sk", "Sk", "Tk");
   solver.rename("bs", call.by_page.descale_by_page ? Letter("N") : Letter("B"));
+  if (call.on_cache) {
+    bool const is_paged = call.is_paged(), picks = bool(call.cache.cache_batch_idx);
+    solver.rename("e", is_paged ? Letter("N") : picks ? Letter("E") : Letter("B"));
+    solver.rename("c", is_paged ? Letter("P") : Letter("C"));
+    solver.rename("bt", picks ? Letter("R") : Letter("B"));
+    solver.pack(bool(call.cache.cu_seqlens_k_new), "bn", "sn", "Sn", "Tn");
+    solver.bind("Sk", capacity_of(call), "k_cache");
+    // Latents have a scale by key: one, or one for each kLatentScaleColumns of v_cache.
+    int64_t const columns = call.v.size[3];
+    solver.bind("Z", columns % kLatentScaleColumns ? 1 : columns / kLatentScaleColumns, "v_cache");
+  }
+  if (!call.on_cache || call.lengths.cu_seqlens_k) {
+    // Blocks that have scales, and tiles that have lists; of packed sequences one after another.
+    bool const is_packed = call.is_packed();
+    auto const bind = [&](Letter letter, TensorMeta const& x, int size, char const* name) {
+      int64_t const rows = x.size[is_packed ? 0 : 1];
+      solver.bind(letter, is_packed ? rows / size + call.batch() : (rows + size - 1) / size, name);
+    };
+    solver.rename("bz", "Bz");
+    solver.bind("Bz", is_packed ? 1 : call.batch(), "q");
+    bind("Zq", call.q, kScaleBlockQueries, "q");
+    bind("Zk", call.k, kScaleBlockKeys, "k");
+    bind("Lq", call.q, kListedRows, "q");
+    bind("Lk", call.k, kListedKeys, "k");
+  }
   return solver;
 }
 
@@ -139,97 +113,55 @@ bool check_limits(Solver& solver, Call const& call) {
                                           : "tensors are (batch, seqlen, heads, head_dim)") &&
          check_head_dims(solver, call) &&
          solver.in_int(double(solver["sk"]), "the keys of a sequence") &&
-         check_numbers(solver, call) && check_tiles(solver, "b", "s", "Hq") &&
-         (!call.is_backward || check_tiles(solver, "bk", "sk", "Hk"));
+         (!call.tree.tree_mask || call.has_packed_queries() ||
+          solver.in_range("s", {0, kTreeColumns, 1, " with tree_mask"})) &&
+         check_numbers(solver, call) && check_tiles(solver, solver.lacks("b"), "s", "Hq") &&
+         (!call.is_backward || check_tiles(solver, solver.lacks("bk"), "sk", "Hk"));
 }
 
 bool check_attention(Solver& solver, Call const& call) {
   constexpr unsigned kPasses = kCallPass | kKeyPass;
+  MaskArguments const& mask = call.mask;
+  bool const has_lists = bool(call.is_backward ? mask.query_lists : mask.key_lists);
   return check_rules<kPasses>(solver, call) && check_rows<kPasses>(solver, call) &&
-         check_limits(solver, call) && check_mask(solver, call) &&
-         (!solver.is_fp8() || check_scales(solver, call)) &&
-         (call.is_backward ? check_rules<kGradientPass>(solver, call) &&
-                                 check_rows<kGradientPass>(solver, call) &&
-                                 check_apart<kPasses | kGradientPass>(solver, call)
-                           : check_apart<kPasses>(solver, call));
+         check_limits(solver, call) && (!solver.is_fp8() || check_rows<kScalePass>(solver, call)) &&
+         (!solver.on_cuda() || has_lists == (mask.mask_rows || mask.mask_blocks) ||
+          solver.refuse("lists with mask_rows or mask_blocks", "one without the other")) &&
+         check_memory<kPasses>(solver, call);
 }
 
 // ---------------------------------------------------------------------------------------- a cache
 // The sizes of the kernel for absorbed MLA.
-constexpr Range kLatentHeads = {1, 1, 1, " with qv"};
-constexpr Range kLatentRotaryDims = {64, 64, 1, " with qv"};
-constexpr Range kLatentDims = {512, 512, 1, " with qv"};
-static_assert(search_candidates(Dtype::kBFloat16, kLatentKernel, {64, 512}).count == 1);
-
-constexpr char const* kSlots = ", the slots of a sequence";
-
-Solver cache_solver(Call const& call) {
-  CacheArguments const& cache = call.cache;
-  Solver solver = solver_of(call, call.q.dtype == Dtype::kFloat8E4M3);
-  solver.rename("e", call.is_paged()         ? Letter("N")
-                     : cache.cache_batch_idx ? Letter("E")
-                                             : Letter("B"));
-  solver.rename("c", call.is_paged() ? Letter("P") : Letter("C"));
-  solver.rename("bt", cache.cache_batch_idx ? Letter("R") : Letter("B"));
-  solver.pack(bool(cache.cu_seqlens_k_new), "bn", "sn", "Sn", "Tn");
-  solver.bind("Sk", capacity_of(call), "k_cache");
-  return solver;
-}
-
 bool check_latent(Solver& solver, Call const& call) {
-  return !call.has_latents() || (solver.in_range("Hk", kLatentHeads) &&
-                                 (!solver.on_cuda() || (solver.in_range("D", kLatentRotaryDims) &&
-                                                        solver.in_range("Dv", kLatentDims))));
+  static_assert(search_candidates(Dtype::kBFloat16, kLatentKernel, {64, 512}).count == 1);
+  auto const is = [&](Letter letter, int64_t size) {
+    return solver.in_range(letter, {size, size, 1, " with qv"});
+  };
+  return !call.has_latents() ||
+         (is("Hk", 1) && (!solver.on_cuda() || (is("D", 64) && is("Dv", 512))));
 }
 
-// Latents have a scale by key: one, or one for each kLatentScaleColumns of v_cache.
-bool check_cache_scales(Solver& solver, Call const& call) {
-  if (!call.has_latents() || !call.converts()) {
-    return check_rows<kScalePass>(solver, call);
-  }
-  int64_t const columns = solver["Dv"];
-  solver.bind("Z", columns % kLatentScaleColumns ? 1 : columns / kLatentScaleColumns, "v_cache");
-  return check_rows<kLatentScalePass>(solver, call);
-}
-
-// Pages hold keys, and what the host knows of the lengths.
+// Pages hold keys; what the host knows of the lengths.
 bool check_lengths(Solver& solver, Call const& call) {
   CacheArguments const& cache = call.cache;
   bool const has_length = cache.cache_length != -1;
   int64_t const before = has_length ? cache.cache_length : 0;
-  int64_t const capacity = solver["Sk"];
+  int64_t const capacity = solver["Sk"], step = call.is_paged() ? solver["P"] : 1;
+  char const* const slots = ", the slots of a sequence";
   return (!call.is_paged() || solver.in_range("P", {1})) &&
-         solver.in_range("cache_seqlens", before, {0, capacity, 1, kSlots}) &&
+         solver.in_range("cache_seqlens", before, {0, capacity, 1, slots}) &&
+         solver.in_range("shared_prefix", call.prefix.shared_prefix, {0, capacity, step, slots},
+                         step > 1 ? "share whole pages only" : "") &&
          (!has_length || !cache.cache_seqlens ||
           solver.refuse("cache_seqlens to be a tensor or a number", "both")) &&
          solver.in_range("the number of new keys", cache.appended,
                          {0, capacity - before, 1, ", the free slots of a sequence"});
 }
 
-// Kernels move 16 bytes at a time.
-bool check_chunks(Solver& solver, NamedTensor const& tensor) {
-  auto const& [name, meta] = tensor;
-  return !solver.on_cuda() || is_empty(meta) || has_chunks(meta) ||
-         solver.refuse(
-             text(name, " and its strides at multiples of ", kTmaAlignment, " bytes"),
-             text("address ", meta.address, ", strides ", shape_text(meta.stride, meta.rank)),
-             "it is never copied: allocate it whole, with a padded head_dim");
-}
-
-// A row of kTreeWords for each query.
-bool check_tree(Solver& solver, Call const& call) {
-  static_assert(kTreeWords == 4);
-  auto const& tree = call.tree.tree_mask;
-  return (!tree || tree->rank == 2 ||
-          solver.in_range("s", {0, kTreeColumns, 1, " with tree_mask"})) &&
-         has_int4_rows(solver, "tree_mask", tree);
-}
-
 bool check_on_cache(Solver& solver, Call const& call) {
   constexpr unsigned kPasses = kCallPass | kCachePass;
   if (solver.lacks("bk")) {
-    return check_rules<kCachePass>(solver, call) && check_attention(solver, call) &&
-           check_tree(solver, call);
+    return check_rules<kPackedPass>(solver, call) && check_attention(solver, call);
   }
   if (call.converts()) {
     solver.dtypes[kKeys] = set_of(call.k);  // converts() has compared it
@@ -237,12 +169,9 @@ bool check_on_cache(Solver& solver, Call const& call) {
   }
   return check_rows<kPasses>(solver, call) && check_rules<kPasses>(solver, call) &&
          check_latent(solver, call) && check_limits(solver, call) &&
-         check_cache_scales(solver, call) && check_lengths(solver, call) &&
-         solver.in_range("shared_prefix", call.prefix.shared_prefix,
-                         {0, solver["Sk"], call.is_paged() ? solver["P"] : 1, kSlots},
-                         call.is_paged() ? "share whole pages only" : "") &&
-         check_chunks(solver, {"k_cache", call.k}) && check_chunks(solver, {"v_cache", call.v}) &&
-         check_apart<kPasses>(solver, call) && check_tree(solver, call);
+         (call.has_latents() && call.converts() ? check_rows<kLatentScalePass>(solver, call)
+                                                : check_rows<kScalePass>(solver, call)) &&
+         check_lengths(solver, call) && check_memory<kPasses>(solver, call);
 }
 
 // ----------------------------------------------------------------------------------------- append
@@ -254,10 +183,10 @@ void set_append_types(Solver& solver, Call const& call) {
   auto const& cos = call.rotary.rotary_cos;
   bool const has_wide_tables = solver.is_fp8() && cos && (set_of(*cos) & k16Bits);
   solver.dtypes[kAnchor] = solver.dtypes[kKeys] = solver.dtypes[kValues] = known;
-  solver.dtypes[kNewKeys] = set_of(cos ? call.q : is_quantised ? *call.k_new : call.k);
-  solver.dtypes[kNewValues] = set_of(is_quantised              ? *call.k_new
-                                     : quantises_latents(call) ? call.k
-                                                               : call.v);
+  solver.dtypes[kNewK] = set_of(cos ? call.q : is_quantised ? *call.k_new : call.k);
+  solver.dtypes[kNewV] = set_of(is_quantised              ? *call.k_new
+                                : quantises_latents(call) ? call.k
+                                                          : call.v);
   solver.dtypes[kTables] = set_of(has_wide_tables ? *cos : call.q);
 }
 
@@ -276,7 +205,7 @@ bool check_rotary(Solver& solver, Call const& call) {
 
 // Tensors that an append writes: the caches, and scales per page or latent row. kTensors
 // (attention.h) checks all other scales. sets_scales: whether the call gave those to write.
-bool check_memory(Solver& solver, Call const& call, bool sets_scales) {
+bool check_written(Solver& solver, Call const& call, bool sets_scales) {
   bool const sets_pages = call.by_page.descale_by_page && set_of(call.k) != set_of(*call.k_new);
   bool const sets_values = sets_pages || quantises_latents(call);
   auto const is_written = [&](char const* name, TensorMeta const* meta) {
@@ -296,21 +225,17 @@ bool check_memory(Solver& solver, Call const& call, bool sets_scales) {
 }
 
 bool check_kernel(Solver& solver, Call const& call) {
-  auto const has_columns = [&](Letter letter, TensorMeta const& cache) {
-    return solver.in_range(letter, {0, kUnlimited, kTmaAlignment / element_bytes(cache.dtype)},
-                           "pad the head_dim with zeros");
-  };
+  Range const columns = {0, kUnlimited, call.converts() ? 16 : 1,
+                         " to append to a cache of float8_e4m3fn"};
   auto const has_rows = [&](Letter batch, Letter rows, Letter heads, Letter head_dim) {
     double const tokens = double(solver.lacks(batch) ? 1 : solver["B"]) * double(solver[rows]);
-    double const columns = double(solver[heads]) * double(solver[head_dim]);
-    return solver.in_int(std::max(tokens, columns), "the tokens, or the columns of all heads, of ",
+    double const width = double(solver[heads]) * double(solver[head_dim]);
+    return solver.in_int(std::max(tokens, width), "the tokens, or the columns of all heads, of ",
                          solver.binder(rows));
   };
-  return (!call.rotary.rotary_cos ||
-          (check_chunks(solver, {"rotary_cos", *call.rotary.rotary_cos}) &&
-           check_chunks(solver, {"rotary_sin", *call.rotary.rotary_sin}) &&
-           has_rows("b", "s", "Hq", "D"))) &&
-         (!call.k_new || (has_columns("D", call.k) && has_columns("Dv", call.v) &&
+  return (!call.rotary.rotary_cos || has_rows("b", "s", "Hq", "D")) &&
+         (!call.k_new || (solver.in_range("D", columns, "pad it with zeros") &&
+                          solver.in_range("Dv", columns, "pad it with zeros") &&
                           has_rows("bn", "sn", "Hk", "D") && has_rows("bn", "sn", "Hk", "Dv")));
 }
 
@@ -318,22 +243,23 @@ bool check_kernel(Solver& solver, Call const& call) {
 
 std::string check_call(Call const& call, bool is_fp8) {
   Solver solver = solver_of(call, is_fp8);
-  return solver.text_of(check_attention(solver, call));
+  return check_attention(solver, call) ? "" : solver.error;
 }
 
 std::string check_cache(Call const& call) {
-  Solver solver = cache_solver(call);
-  return solver.text_of(check_on_cache(solver, call));
+  Solver solver = solver_of(call, is_fp8(call.q));
+  return check_on_cache(solver, call) ? "" : solver.error;
 }
 
 std::string check_append(Call const& call, bool sets_scales) {
-  Solver solver = cache_solver(call);
+  Solver solver = solver_of(call, is_fp8(call.q));
   set_append_types(solver, call);
-  return solver.text_of(check_rules<kAppendPass>(solver, call) &&
-                        check_rows<kCallPass | kCachePass | kAppendPass>(solver, call) &&
-                        (!call.k_new || check_memory(solver, call, sets_scales)) &&
-                        check_rotary(solver, call) &&
-                        (!solver.on_cuda() || check_kernel(solver, call)));
+  bool const is_fine = check_rules<kAppendPass>(solver, call) &&
+                       check_rows<kCallPass | kCachePass | kAppendPass>(solver, call) &&
+                       (!call.k_new || check_written(solver, call, sets_scales)) &&
+                       check_rotary(solver, call) && check_memory<kAppendPass>(solver, call) &&
+                       (!solver.on_cuda() || check_kernel(solver, call));
+  return is_fine ? "" : solver.error;
 }
 
 }  // namespace fa3

@@ -3,20 +3,16 @@
 
 #include "checks/table.h"
 #include "call/attention_call.h"
+#include "core/tree_mask.h"
 
 namespace fa3 {
 
 // The passes of a check; a row or rule belongs to one or several. kCallPass: every call. kKeyPass:
-// no cache, or packed keys in its place.
-inline constexpr unsigned kCallPass = 1, kKeyPass = 2, kScalePass = 4, kGradientPass = 8,
-                          kCachePass = 16, kLatentScalePass = 32, kAppendPass = 64, kMaskPass = 128;
+// no cache, or packed keys in its place, for which kPackedPass has further rules.
+inline constexpr unsigned kCallPass = 1, kKeyPass = 2, kScalePass = 4, kCachePass = 8,
+                          kLatentScalePass = 16, kAppendPass = 32, kPackedPass = 64;
 
 using Call = AttentionCall;
-using Lengths = LengthArguments;
-using Scales = ScaleArguments;
-using Rotary = RotaryArguments;
-using Cache = CacheArguments;
-using Mask = MaskArguments;
 
 // A tensor of a call: its member, or that of one of its groups of arguments.
 template <class Group, class Field>
@@ -27,8 +23,6 @@ constexpr TensorMeta const* at(Call const& call) {
   return pointer_to(call.group<decltype(group_type(kMember))>().*kMember);
 }
 
-inline TensorMeta const* given_out(Call const& call) { return call.given_out(); }
-
 // of: gives nullptr if the call lacks the tensor.
 struct Row {
   unsigned passes;
@@ -36,45 +30,49 @@ struct Row {
   Form form;
 };
 
+inline constexpr Memory kResult = kOwn | kColumns, kCache = kColumns | kWhole | kChunks,
+                        kTable = kList | kChunks;
+
+static_assert(kListHeader + 1 == 3 && kTreeWords == 4);
 inline constexpr Row kTensors[] = {
     {kCallPass, at<&Call::q>, {"q", kAnchor, "b s Hq D", kColumns}},
-    {kCallPass, at<&Lengths::cu_seqlens_q>, {"cu_seqlens_q", kInt32, "B+1", kList}},
-    {kCallPass, at<&Lengths::seqused_q>, {"seqused_q", kInt32, "B", kList}},
+    {kCallPass, at<&LengthArguments::cu_seqlens_q>, {"cu_seqlens_q", kInt32, "B+1"}},
+    {kCallPass, at<&LengthArguments::seqused_q>, {"seqused_q", kInt32, "B"}},
     {kKeyPass, at<&Call::k>, {"k", kKeys, "bk sk Hk D", kColumns}},
     {kKeyPass, at<&Call::v>, {"v", kValues, "bk sk Hk Dv", kColumns}},
-    {kKeyPass, at<&Lengths::cu_seqlens_k>, {"cu_seqlens_k", kInt32, "B+1", kList}},
-    {kKeyPass, at<&Lengths::seqused_k>, {"seqused_k", kInt32, "B", kList}},
+    {kKeyPass, at<&LengthArguments::cu_seqlens_k>, {"cu_seqlens_k", kInt32, "B+1"}},
+    {kKeyPass, at<&LengthArguments::seqused_k>, {"seqused_k", kInt32, "B"}},
     {kCachePass, at<&Call::k>, {"k_cache", kKeys, "e c Hk D", kCache}},
     {kCachePass, at<&Call::v>, {"v_cache", kValues, "e c Hk Dv", kCache}},
     {kCachePass, at<&LatentArgument::qv>, {"qv", kOut, "b s Hq Dv", kColumns}},
-    {kCachePass, at<&Cache::page_table>, {"page_table", kInt32, "bt Np", kList}},
-    {kCachePass, at<&Cache::cache_seqlens>, {"cache_seqlens", kInt32, "B", kList}},
-    {kCachePass, at<&Cache::cache_batch_idx>, {"cache_batch_idx", kInt32, "B", kList}},
-    {kCachePass, at<&Cache::cache_leftpad>, {"cache_leftpad", kInt32, "B", kList}},
-    {kCachePass, at<&Cache::cu_seqlens_k_new>, {"cu_seqlens_k_new", kInt32, "B+1", kList}},
-    {kCachePass, at<&Rotary::rotary_seqlens>, {"rotary_seqlens", kInt32, "B", kList}},
-    {kCallPass, &given_out, {"out", kOut, "b s Hq Dv", kOwnColumns}},
+    {kCachePass, at<&CacheArguments::page_table>, {"page_table", kInt32, "bt Np"}},
+    {kCachePass, at<&CacheArguments::cache_seqlens>, {"cache_seqlens", kInt32, "B"}},
+    {kCachePass, at<&CacheArguments::cache_batch_idx>, {"cache_batch_idx", kInt32, "B"}},
+    {kCachePass, at<&CacheArguments::cache_leftpad>, {"cache_leftpad", kInt32, "B"}},
+    {kCachePass, at<&CacheArguments::cu_seqlens_k_new>, {"cu_seqlens_k_new", kInt32, "B+1"}},
+    {kCachePass, at<&RotaryArguments::rotary_seqlens>, {"rotary_seqlens", kInt32, "B"}},
+    {kCallPass, [](Call const& c) { return c.given_out(); }, {"out", kOut, "b s Hq Dv", kResult}},
     {kCallPass, at<&ScoreArguments::sinks>, {"s_aux", kWide, "Hq", kList}},
-    {kScalePass, at<&Scales::q_descale>, {"q_descale", kFloat32, "B Hk", kAny, "bz Hq Zq"}},
-    {kScalePass, at<&Scales::k_descale>, {"k_descale", kFloat32, "bs Hk", kAny, "bz Hk Zk"}},
-    {kScalePass, at<&Scales::v_descale>, {"v_descale", kFloat32, "bs Hk", kAny, "bz Hk Zk"}},
-    {kLatentScalePass, at<&Scales::v_descale>, {"v_descale", kFloat32, "e c Z?"}},
-    {kCallPass, at<&TreeArguments::tree_mask>, {"tree_mask", kInt32, "b s 4", kList}},
-    {kMaskPass, at<&Mask::mask_rows>, {"mask_rows", kInt32, "b? s 4", kList}},
-    {kMaskPass, at<&Mask::mask_blocks>, {"mask_blocks", kBool, "B? Hq? Mq Mk"}},
-    {kMaskPass, at<&Mask::key_lists>, {"key_lists", kInt32, "Bz? Hq? Zq Wk+3", kList}},
-    {kMaskPass, at<&Mask::query_lists>, {"query_lists", kInt32, "Bz? Hq? Zk Wq+3", kList}},
-    {kGradientPass, at<&Call::dout>, {"dout", kOut, "b s Hq Dv"}},
-    {kGradientPass, at<&Call::out>, {"out", kOut, "b s Hq Dv"}},
-    {kGradientPass, at<&Call::lse>, {"lse", kWide, "b Hq s"}},
-    {kGradientPass, at<&Call::dlse>, {"dlse", kWide, "b Hq s"}},
-    {kGradientPass, at<&Call::dq>, {"dq", kOut, "b s Hq D", kOwnColumns}},
-    {kGradientPass, at<&Call::dk>, {"dk", kOut, "bk sk Hk D", kOwnColumns}},
-    {kGradientPass, at<&Call::dv>, {"dv", kOut, "bk sk Hk Dv", kOwnColumns}},
-    {kAppendPass, at<&Call::k_new>, {"k", kNewKeys, "bn sn Hk D", kColumns}},
-    {kAppendPass, at<&Call::v_new>, {"v", kNewValues, "bn sn Hk Dv", kColumns}},
-    {kAppendPass, at<&Rotary::rotary_cos>, {"rotary_cos", kTables, "L Dr", kList}},
-    {kAppendPass, at<&Rotary::rotary_sin>, {"rotary_sin", kTables, "L Dr", kList}},
+    {kScalePass, at<&ScaleArguments::q_descale>, {"q_descale", kFloat, "B Hk", kAny, "bz Hq Zq"}},
+    {kScalePass, at<&ScaleArguments::k_descale>, {"k_descale", kFloat, "bs Hk", kAny, "bz Hk Zk"}},
+    {kScalePass, at<&ScaleArguments::v_descale>, {"v_descale", kFloat, "bs Hk", kAny, "bz Hk Zk"}},
+    {kLatentScalePass, at<&ScaleArguments::v_descale>, {"v_descale", kFloat, "e c Z?"}},
+    {kCallPass, at<&TreeArguments::tree_mask>, {"tree_mask", kInt32, "b s 4", kInt4Rows}},
+    {kKeyPass, at<&MaskArguments::mask_rows>, {"mask_rows", kInt32, "b? s 4", kInt4Rows}},
+    {kKeyPass, at<&MaskArguments::mask_blocks>, {"mask_blocks", kBool, "B? Hq? Mq Mk"}},
+    {kKeyPass, at<&MaskArguments::key_lists>, {"key_lists", kInt32, "Bz? Hq? Lq Wk+3"}},
+    {kKeyPass, at<&MaskArguments::query_lists>, {"query_lists", kInt32, "Bz? Hq? Lk Wq+3"}},
+    {kKeyPass, at<&Call::dout>, {"dout", kOut, "b s Hq Dv"}},
+    {kKeyPass, at<&Call::out>, {"out", kOut, "b s Hq Dv"}},
+    {kKeyPass, at<&Call::lse>, {"lse", kWide, "b Hq s"}},
+    {kKeyPass, at<&Call::dlse>, {"dlse", kWide, "b Hq s"}},
+    {kKeyPass, at<&Call::dq>, {"dq", kOut, "b s Hq D", kResult}},
+    {kKeyPass, at<&Call::dk>, {"dk", kOut, "bk sk Hk D", kResult}},
+    {kKeyPass, at<&Call::dv>, {"dv", kOut, "bk sk Hk Dv", kResult}},
+    {kAppendPass, at<&Call::k_new>, {"k", kNewK, "bn sn Hk D", kColumns}},
+    {kAppendPass, at<&Call::v_new>, {"v", kNewV, "bn sn Hk Dv", kColumns}},
+    {kAppendPass, at<&RotaryArguments::rotary_cos>, {"rotary_cos", kTables, "L Dr", kTable}},
+    {kAppendPass, at<&RotaryArguments::rotary_sin>, {"rotary_sin", kTables, "L Dr", kTable}},
 };
 
 inline bool is_fp8(TensorMeta const& meta) { return meta.dtype == Dtype::kFloat8E4M3; }
@@ -91,8 +89,6 @@ struct Condition {
 };
 
 inline constexpr Condition kConditions[] = {
-    {"k", [](Call const& c) { return bool(c.k_new); }},
-    {"v", [](Call const& c) { return bool(c.v_new); }},
     {"appended keys", [](Call const& c) { return c.cache.cu_seqlens_k_new || c.cache.appended; }},
     {"cache_seqlens",
      [](Call const& c) { return c.cache.cache_seqlens || c.cache.cache_length >= 0; }},
@@ -103,6 +99,7 @@ inline constexpr Condition kConditions[] = {
     {"window_size", [](Call const& c) { return c.score.window_left + c.score.window_right > -2; }},
     {"attention_chunk", [](Call const& c) { return c.score.attention_chunk != 0; }},
     {"softcap", [](Call const& c) { return c.has_softcap(); }},
+    {"softcap for gradients", [](Call const& c) { return c.is_backward && c.has_softcap(); }},
     {"mask", [](Call const& c) { return c.mask.mask_rows || c.mask.mask_blocks; }},
     {"return_max_logits", [](Call const& c) { return c.execution.return_max_logits; }},
     {"split_size", [](Call const& c) { return c.execution.split_size != 0; }},
@@ -127,8 +124,8 @@ struct Given {
     auto const name_of = [](Row const& row) -> std::string_view { return row.form.name; };
     if (condition != std::end(kConditions)) {
       holds = condition->holds;
-    } else {
-      of = std::ranges::find(kTensors, name, name_of)->of;  // an unknown name does not compile
+    } else {  // an unknown name does not compile; k and v are new ones
+      of = std::ranges::find(std::rbegin(kTensors), std::rend(kTensors), name, name_of)->of;
     }
   }
   bool in(Call const& call) const { return holds ? holds(call) : of(call) != nullptr; }
@@ -149,14 +146,13 @@ inline constexpr Rule kRules[] = {
     {kKeyPass, "cu_seqlens_k", kNeeds, {"cu_seqlens_q"}},
     {kCallPass, "seqused_q", kNeeds, {"cu_seqlens_q"}},
     {kCallPass, "seqused_k", kNeeds, {"cu_seqlens_k"}},
-    {kKeyPass, "split_size", kExcludes, {"q of float8_e4m3fn"}},
     {kKeyPass, "mask", kExcludes, {"causal", "window_size", "attention_chunk", "split_size"}},
-    {kKeyPass, "mask", kExcludes, {"seqused_q", "seqused_k", "q of float8_e4m3fn"}},
-    {kGradientPass, "mask", kExcludes, {"softcap"}},
-    {kCallPass, "return_max_logits", kExcludes, {"q of float8_e4m3fn on a GPU"}},
-    {kCachePass, "cu_seqlens_k", kExcludes, {"page_table", "cache_batch_idx", "qv"}},
-    {kCachePass, "cu_seqlens_k", kExcludes, {"cache_leftpad", "cache_seqlens", "appended keys"}},
-    {kCachePass, "cu_seqlens_k", kExcludes, {"shared_prefix", "descale_by_page", "indices"}},
+    {kKeyPass, "mask", kExcludes, {"seqused_q", "seqused_k", "softcap for gradients"}},
+    {kKeyPass, "q of float8_e4m3fn", kExcludes, {"split_size", "mask"}},
+    {kCallPass, "q of float8_e4m3fn on a GPU", kExcludes, {"return_max_logits"}},
+    {kPackedPass, "cu_seqlens_k", kExcludes, {"page_table", "cache_batch_idx", "qv"}},
+    {kPackedPass, "cu_seqlens_k", kExcludes, {"cache_leftpad", "cache_seqlens", "appended keys"}},
+    {kPackedPass, "cu_seqlens_k", kExcludes, {"shared_prefix", "descale_by_page"}},
     {kCachePass, "appended keys", kNeeds, {"cache_seqlens"}},
     {kCachePass, "shared_prefix", kExcludes, {"cache_leftpad", "window_size", "attention_chunk"}},
     {kCachePass, "qv", kExcludes, {"softcap", "q of float8_e4m3fn", "descale_by_page"}},
@@ -166,7 +162,7 @@ inline constexpr Rule kRules[] = {
     {kCachePass, "q_descale", kNeeds, {"q of float8_e4m3fn"}},
     {kCachePass, "k_descale", kNeeds, {"k_cache of float8_e4m3fn"}},
     {kCachePass, "v_descale", kNeeds, {"v_cache of float8_e4m3fn"}},
-    {kCachePass, "split_size", kExcludes, {"num_splits above 1"}},
+    {kCachePass | kPackedPass, "split_size", kExcludes, {"num_splits above 1"}},
     {kCachePass, "indices", kExcludes, {"causal", "window_size", "attention_chunk", "tree_mask"}},
     {kCachePass, "indices", kExcludes, {"cache_leftpad", "shared_prefix", "q of float8_e4m3fn"}},
     {kAppendPass, "k", kNeeds, {"v"}},
@@ -200,17 +196,19 @@ bool check_rows(Solver& solver, Call const& call) {
   });
 }
 
-// Whether no tensor of these passes that the call writes shares memory with another one of them.
+// Whether all tensors of these passes lie where kernels can read them, and none that the call
+// writes shares memory with another one.
 template <unsigned kPasses>
-bool check_apart(Solver& solver, Call const& call) {
+bool check_memory(Solver& solver, Call const& call) {
   auto const is_apart = [&](char const* name, TensorMeta const* own) {
     return all_of<kTensors, kPasses>([&](Row const& row) __attribute__((always_inline)) {
       return solver.apart(name, own, row.form.name, row.of(call), row.form.memory & kWhole);
     });
   };
   return all_of<kTensors, kPasses>([&](Row const& row) __attribute__((always_inline)) {
-    TensorMeta const* const own = row.form.memory & kOwn ? row.of(call) : nullptr;
-    return own == nullptr || is_apart(row.form.name, own);
+    TensorMeta const* const meta = row.form.memory > kList ? row.of(call) : nullptr;
+    return meta == nullptr || (solver.has_memory(row.form, *meta) &&
+                               (!(row.form.memory & kOwn) || is_apart(row.form.name, meta)));
   });
 }
 

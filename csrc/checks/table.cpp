@@ -16,11 +16,13 @@ std::string layout_text(Solver const& solver, Form const& form, Shape const& sha
           letter.index != 0 && (solver[letter] < 0 || solver.binder(letter) == form.name);
       append(layout, layout.empty() ? "(" : ", ");
       append(layout, or_one && (is_own || solver[letter] != 1) ? "1 or " : "");
-      append(layout, is_own ? solver.word(dim) : std::to_string(solver[letter] + plus));
+      append(layout, is_own ? text(solver.word(letter), plus > 0 ? text(" + ", plus) : "")
+                            : text(solver[letter] + plus));
     }
   }
+  append(layout, layout.find(',') == layout.npos ? ",)" : ")");
   Letter const first = shape.dims[0].letter;
-  return layout + (solver.lacks(first) ? text(") with ", letter_at(first.index).second) : ")");
+  return solver.lacks(first) ? text(layout, " with ", letter_at(first.index).second) : layout;
 }
 
 // "float16, bfloat16 or float32"
@@ -36,12 +38,6 @@ std::string names_of(DtypeSet dtypes) {
 
 }  // namespace
 
-std::string Solver::word(Dim dim) const {
-  auto const [letter, plus, or_one] = dim;
-  std::string const word(letter_at(size_index(letter)).second);
-  return plus > 0 ? text(word, " + ", plus) : word;
-}
-
 bool Solver::refuse(std::string const& expected, std::string const& got, std::string const& hint) {
   error = error_text(op, expected, got, hint);
   return false;
@@ -50,14 +46,12 @@ bool Solver::refuse(std::string const& expected, std::string const& got, std::st
 bool Solver::refuse_number(Range const& range, std::string const& name, int64_t got,
                            char const* hint) {
   auto const [least, most, step, note] = range;
-  bool const has_step = step > 1;
-  std::string const limits = least == most        ? text(least)
-                             : most != kUnlimited ? text("from ", least, " to ", most)
-                             : has_step           ? ""
-                                                  : text(least, " or more");
-  return refuse(text(name, " to be ", has_step ? text("a multiple of ", step) : "",
-                     has_step && !limits.empty() ? " " : "", limits, note),
-                text(got), hint);
+  std::string const multiple = step > 1 && least < most ? text(" a multiple of ", step) : "";
+  std::string const limits = least == most        ? text(" ", least)
+                             : most != kUnlimited ? text(" from ", least, " to ", most)
+                             : step > 1           ? ""
+                                                  : text(" ", least, " or more");
+  return refuse(text(name, " to be", multiple, limits, note), text(got), hint);
 }
 
 bool Solver::refuse_shape(Form const& form, TensorMeta const& meta) {
@@ -65,9 +59,8 @@ bool Solver::refuse_shape(Form const& form, TensorMeta const& meta) {
   if (largest > kMostIndex && on_cuda()) {
     return refuse(text("sizes of ", form.name, " of at most ", kMostIndex), text(largest));
   }
-  bool const has_other = form.other.rank > 0 && !lacks(form.other.dims[0].letter);
   return refuse(text(form.name, " to have the shape ", layout_text(*this, form, form.shape),
-                     has_other ? " or " + layout_text(*this, form, form.other) : ""),
+                     has_other(form) ? " or " + layout_text(*this, form, form.other) : ""),
                 shape_text(meta.size, std::min(meta.rank, 5)));
 }
 
@@ -78,7 +71,7 @@ bool Solver::refuse_device(Form const& form, TensorMeta const& meta) {
 
 bool Solver::refuse_dtype(Form const& form, TensorMeta const& meta) {
   DtypeSet const own = dtypes[form.type];
-  bool const is_like = form.type != kAnchor && form.type < kNewKeys && own == set_of(anchor.meta);
+  bool const is_like = form.type != kAnchor && form.type < kNewK && own == set_of(anchor.meta);
   bool const is_wide = form.type == kAnchor && (set_of(meta) & kCpuOnly) && own == k16Bits;
   return refuse(
       text(form.name, ".dtype to be ",
@@ -89,12 +82,21 @@ bool Solver::refuse_dtype(Form const& form, TensorMeta const& meta) {
                             : "");
 }
 
-bool Solver::refuse_memory(Form const& form, TensorMeta const& meta, int dim) {
+bool Solver::refuse_stride(Form const& form, TensorMeta const& meta, int dim) {
   bool const is_shared = (form.memory & kOwn) && meta.stride[dim] == 0;
+  char const* const expected = is_shared             ? "not to be 0"
+                               : dim < meta.rank - 1 ? "to be 4"
+                                                     : "to be 1";
   return refuse(
-      text(form.name, ".stride(", dim, ") ", is_shared ? "not to be 0" : "to be 1"),
-      text(meta.stride[dim]),
+      text(form.name, ".stride(", dim, ") ", expected), text(meta.stride[dim]),
       is_shared ? "do not pass an expanded tensor" : text("call ", form.name, ".contiguous()"));
+}
+
+bool Solver::refuse_chunks(Form const& form, TensorMeta const& meta) {
+  return refuse(text(form.name, " with an address and strides of multiples of 16 bytes"),
+                text("address ", meta.address, " and strides of ",
+                     shape_text(meta.stride, meta.rank), " elements"),
+                "it is never copied: allocate it with rows of a multiple of 16 bytes");
 }
 
 }  // namespace fa3

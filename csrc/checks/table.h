@@ -10,18 +10,18 @@
 #include <string_view>
 #include <utility>
 
-#include "call/given_tensor.h"
+#include "call/tma_rules.h"
 
 namespace fa3 {
 
 // Letters and their words. One in capitals is the name of a size. A small one is renamed to one of
 // those, or there is no such dimension, as where the argument that is its word makes a call packed.
 inline constexpr std::string_view kLetters =
-    " |B batch|Sq seqlen|Sk seqlen|Sn tokens|Tq total|Tk total|Tn total|Hq heads|Hk heads"
-    "|D head_dim|Dv head_dim|E batch|C slots|N pages|P page size|Np pages|R rows|L positions"
-    "|Dr rotary_dim / 2|X parts|Z blocks|Zq blocks|Zk blocks|Mq q blocks|Mk k blocks"
-    "|Wq entries|Wk entries|Bz batch|b cu_seqlens_q|bk cu_seqlens_k|bn cu_seqlens_k_new|bx "
-    "cu_seqlens|s |sk |sn |sx |e |c |bt |bs |bz ";
+    " |B batch|Sq seqlen|Sk seqlen|Sn tokens|Tq total|Tk total|Tn total|Hq heads|Hk heads|E batch"
+    "|D head_dim|Dv head_dim|C slots|N pages|P page size|Np pages|R rows|L positions|X parts"
+    "|Dr rotary_dim / 2|Z blocks|Zq blocks|Zk blocks|Lq tiles|Lk tiles|Mq q blocks|Mk k blocks"
+    "|Wq entries|Wk entries|Bz batch|b cu_seqlens_q|bk cu_seqlens_k|bn cu_seqlens_k_new"
+    "|bx cu_seqlens|s |sk |sn |sx |e |c |bt |bs |bz ";
 constexpr int kLetterCount = int(std::ranges::count(kLetters, '|')) + 1;
 
 // (letter, word)
@@ -30,8 +30,8 @@ constexpr std::pair<std::string_view, std::string_view> letter_at(int index) {
   for (; index > 0; --index) {
     rest = rest.substr(rest.find('|')).substr(1);  // an unknown letter does not compile
   }
-  std::string_view const entry = rest.substr(0, rest.find('|'));
-  return {entry.substr(0, entry.find(' ')), entry.substr(entry.find(' ') + 1)};
+  size_t const space = rest.find(' ');
+  return {rest.substr(0, space), rest.substr(space + 1, rest.find('|') - space - 1)};
 }
 
 struct Letter {
@@ -69,20 +69,9 @@ struct Shape {
   }
 };
 
-// Sets of dtypes, which the Solver of a call holds: up to kNewValues by default the anchor's.
-enum Type {
-  kAnchor,
-  kKeys,
-  kValues,
-  kOut,
-  kTables,
-  kNewKeys,
-  kNewValues,
-  kWide,
-  kFloat32,
-  kInt32,
-  kBool
-};
+// Sets of dtypes, which the Solver of a call holds: up to kNewV by default the anchor's. Tensors of
+// kInt32 are lists.
+enum Type { kAnchor, kKeys, kValues, kOut, kTables, kNewK, kNewV, kWide, kFloat, kInt32, kBool };
 
 using DtypeSet = unsigned;
 constexpr DtypeSet set_of(Dtype dtype) { return 1u << int(dtype); }
@@ -102,8 +91,10 @@ inline DtypeSet set_of(TensorMeta const& meta) {
 }
 
 // kColumns: on CUDA the last dimension is contiguous; kList: everywhere. kOwn: the call writes it,
-// and no element has stride 0. kWhole: nothing that the call writes lies between its rows.
-enum Memory { kAny, kColumns = 1, kList = 2, kOwn = 4, kWhole = 8, kOwnColumns = 5, kCache = 9 };
+// and no element has stride 0. kWhole: nothing that the call writes lies between its rows. kChunks:
+// on CUDA, chunks of 16 bytes; kInt4Rows: everywhere, and a row follows another.
+enum Memory { kAny, kColumns = 1, kList = 2, kOwn = 4, kWhole = 8, kChunks = 16, kInt4Rows = 32 };
+constexpr Memory operator|(Memory a, Memory b) { return Memory(int(a) | int(b)); }
 
 // What a tensor must look like. other: the shape of a tensor of another rank, unless its first
 // letter stands for no dimension.
@@ -120,7 +111,7 @@ constexpr TensorMeta const* pointer_to(std::optional<TensorMeta> const& meta) {
   return meta ? &*meta : nullptr;
 }
 
-// Numbers that an argument may have. A least of -kUnlimited is none.
+// Numbers that an argument may have.
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 constexpr int64_t kMostIndex = int64_t(1) << 30;  // 32 bits, with room for a tile past the end
 struct Range {
@@ -134,8 +125,8 @@ struct Range {
 
 struct Solver {
   char const* op;
-  NamedTensor anchor;  // the device of all
-  std::string error = {};
+  NamedTensor anchor;      // the device of all
+  std::string error = {};  // of the last check, if it gave false
   DtypeSet dtypes[kBool + 1];
   int64_t sizes[kSizeCount];        // -1: not bound
   char const* binders[kSizeCount];  // the tensors that bound them
@@ -146,7 +137,7 @@ struct Solver {
     std::fill(dtypes, dtypes + kWide, own);
     dtypes[kAnchor] = types;
     dtypes[kWide] = anchor.meta.dtype == Dtype::kFloat64 ? own : k32Bits;
-    dtypes[kFloat32] = k32Bits;
+    dtypes[kFloat] = k32Bits;
     dtypes[kInt32] = kInt32Set;
     dtypes[kBool] = kBoolSet;
     std::fill(sizes, sizes + kSizeCount, -1);
@@ -163,9 +154,8 @@ struct Solver {
     rename(rows, is_packed ? total : seqlen);
   }
   bool lacks(Letter letter) const { return meanings[letter.index] < 0; }
-  Shape const& shape_of(Form const& form, int rank) const {
-    return rank > 0 && rank == form.other.rank && !lacks(form.other.dims[0].letter) ? form.other
-                                                                                    : form.shape;
+  bool has_other(Form const& form) const {
+    return form.other.rank > 0 && !lacks(form.other.dims[0].letter);
   }
 
   void bind(Letter letter, int64_t size, char const* binder) {
@@ -177,22 +167,20 @@ struct Solver {
   }
   int64_t operator[](Letter letter) const { return sizes[size_index(letter)]; }
   char const* binder(Letter letter) const { return binders[size_index(letter)]; }
+  std::string_view word(Letter letter) const { return letter_at(size_index(letter)).second; }
 
   bool is_fp8() const { return dtypes[kAnchor] == kE4M3; }
   bool on_cuda() const { return anchor.meta.device == DeviceType::kCuda; }
 
-  [[gnu::cold]] std::string word(Dim dim) const;
   [[gnu::cold]] bool refuse(std::string const& expected, std::string const& got,
                             std::string const& hint = "");
   [[gnu::cold]] bool refuse_shape(Form const& form, TensorMeta const& meta);
   [[gnu::cold]] bool refuse_device(Form const& form, TensorMeta const& meta);
   [[gnu::cold]] bool refuse_dtype(Form const& form, TensorMeta const& meta);
-  [[gnu::cold]] bool refuse_memory(Form const& form, TensorMeta const& meta, int dim);
+  [[gnu::cold]] bool refuse_stride(Form const& form, TensorMeta const& meta, int dim);
+  [[gnu::cold]] bool refuse_chunks(Form const& form, TensorMeta const& meta);
   [[gnu::cold]] bool refuse_number(Range const& range, std::string const& name, int64_t got,
                                    char const* hint = "");
-
-  // The error text of a check, which has run; "" if all is fine.
-  std::string text_of(bool is_fine) const { return is_fine ? std::string() : error; }
 
   // A count that kernels hold in an int, by the parts of its name.
   template <class... Name>
@@ -210,7 +198,7 @@ struct Solver {
   bool in_range(Letter letter, Range const& range, char const* hint = "") {
     int64_t const size = (*this)[letter];
     return range.has(size) ||
-           refuse_number(range, text("the ", word({letter}), " of ", binder(letter)), size, hint);
+           refuse_number(range, text("the ", word(letter), " of ", binder(letter)), size, hint);
   }
 
   // A tensor that is written, if it is given, shares no memory with another one.
@@ -244,27 +232,32 @@ struct Solver {
     return true;
   }
 
-  [[gnu::always_inline]] bool has_memory(Form const& form, TensorMeta const& meta) {
-    int const last = meta.rank - 1;
-    bool const has_columns = (form.memory & kList) || ((form.memory & kColumns) && on_cuda());
-    if (has_columns && meta.stride[last] != 1 && meta.size[last] > 1) {
-      return refuse_memory(form, meta, last);
-    }
-    for (int i = 0; (form.memory & kOwn) && i <= last; ++i) {
-      if (meta.stride[i] == 0 && meta.size[i] > 1 && !is_empty(meta)) {
-        return refuse_memory(form, meta, i);
+  [[gnu::always_inline]] bool has_strides(Form const& form, TensorMeta const& meta) {
+    bool const has_columns =
+        (form.memory & kList) || form.type == kInt32 || ((form.memory & kColumns) && on_cuda());
+    for (int last = meta.rank - 1, i = last; i >= 0; --i) {
+      bool const is_wrong = (has_columns && i == last && meta.stride[i] != 1) ||
+                            ((form.memory & kInt4Rows) && i == last - 1 && meta.stride[i] != 4) ||
+                            ((form.memory & kOwn) && meta.stride[i] == 0 && !is_empty(meta));
+      if (is_wrong && meta.size[i] > 1) {
+        return refuse_stride(form, meta, i);
       }
     }
     return true;
   }
 
+  bool has_memory(Form const& form, TensorMeta const& meta) {
+    bool const in_chunks = (form.memory & kInt4Rows) || ((form.memory & kChunks) && on_cuda());
+    return !in_chunks || is_empty(meta) || has_chunks(meta) || refuse_chunks(form, meta);
+  }
+
   [[gnu::always_inline]] bool fits(Form const& form, TensorMeta const& meta) {
-    Shape const& shape = shape_of(form, meta.rank);
+    Shape const& shape = meta.rank == form.other.rank && has_other(form) ? form.other : form.shape;
     int const absent = lacks(shape.dims[0].letter);
     return (meta.rank == shape.rank - absent || refuse_shape(form, meta)) &&
            (same_device(meta, anchor.meta) || refuse_device(form, meta)) &&
            ((dtypes[form.type] & set_of(meta)) != 0 || refuse_dtype(form, meta)) &&
-           has_sizes(form, shape, absent, meta) && has_memory(form, meta);
+           has_sizes(form, shape, absent, meta) && has_strides(form, meta);
   }
 };
 

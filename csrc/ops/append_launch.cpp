@@ -17,8 +17,6 @@ constexpr char const* kOp = "append_and_attend";
 constexpr int64_t kMost = int64_t(1) << 30;
 constexpr int64_t kMostInt = std::numeric_limits<int>::max();
 
-int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat8E4M3 ? 1 : 2; }
-
 bool has_rows(AttentionCall const& call) { return call.k_new && call.v_new; }
 
 Quantising quantising_of(AttentionCall const& call) {

@@ -154,7 +154,7 @@ def reject_missing(op: str, q: Tensor, return_max_logits: bool) -> None:
                                                str(q.device), library.KERNELS_MISSING))
     if return_max_logits:
         raise NotImplementedError(checks.error(
-            op, 'return_max_logits to be False with float8_e4m3fn on a GPU', 'True',
+            op, 'no return_max_logits with q of float8_e4m3fn on a GPU', 'both',
             'the FP8 kernels do not compute maximum logits; use bfloat16 or float16'))
 
 

@@ -21,7 +21,7 @@ FILE_LINES, DEVICE_LINES, COLUMNS, FUNCTION_LINES, NESTING, PARAMETERS = 600, 35
 # Branches on constants in csrc/forward, where a feature is a type in a slot: `if constexpr`, and an
 # `if` whose condition begins with a constant. The latter's limit is what stands there today.
 CONSTEXPR_BRANCHES, PLAIN_BRANCHES = 12, 37
-CHECK_LINES = 1_085    # csrc/checks in all; it shrinks
+CHECK_LINES = 1_000    # csrc/checks in all; it shrinks
 PLAIN_BRANCH = re.compile(r'\bif \(!?(?:\w+::)*k[A-Z]\w*')
 CPP = ('.h', '.cpp', '.cu', '.inc')
 

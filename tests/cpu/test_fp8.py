@@ -506,7 +506,7 @@ def calls_on_cuda():
 def test_what_the_kernels_have_not(monkeypatch):
     """On CUDA tensors, whether or not there is a GPU."""
     monkeypatch.setattr(library, 'kernels_serve', lambda device: True)
-    text = 'expected return_max_logits to be False with float8_e4m3fn on a GPU'
+    text = 'expected no return_max_logits with q of float8_e4m3fn on a GPU'
     with FakeTensorMode():
         for call in calls_on_cuda():
             with pytest.raises(NotImplementedError, match=f'^{text}, got True; hint: '):

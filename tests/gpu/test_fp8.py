@@ -554,7 +554,7 @@ def test_what_the_kernels_have_not(cuda):
     for function in (lambda: call.run(**changes), lambda: flash_attn_fp8_func(q, k, v, **changes)):
         with pytest.raises(NotImplementedError) as raised:
             function()
-        assert '_func: expected return_max_logits to be False with float8_e4m3fn on a GPU, ' in str(
+        assert '_func: expected no return_max_logits with q of float8_e4m3fn on a GPU, ' in str(
             raised.value)
 
 

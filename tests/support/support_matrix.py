@@ -86,7 +86,7 @@ FEATURES = (
         'the head_dim of q to be a multiple of 16 from 16 to 256 with float8_e4m3fn')),
     Feature('FP8 with `return_max_logits`', dtype='float8_e4m3fn',
             options={'return_max_logits': True},
-            errors=_of_kernels('return_max_logits to be False with float8_e4m3fn on a GPU')),
+            errors=_of_kernels('no return_max_logits with q of float8_e4m3fn on a GPU')),
     Feature("FP8 with `fp8_accum='promote'`", dtype='float8_e4m3fn',
             options={'fp8_accum': 'promote'}, errors=_NO_FP8_GRADIENTS),
     Feature('`causal`', options={'causal': True}),
