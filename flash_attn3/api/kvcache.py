@@ -298,7 +298,8 @@ def _descales_to_set(k_descale: Tensor | None, v_descale: Tensor | None,
     if v_descale is None or (k_descale is None) == is_by_page:
         raise RuntimeError(checks.error(
             _OP, 'both k_descale and v_descale with descale_by_page' if is_by_page else
-            'v_descale with 16-bit v' if v_descale is None else 'k_descale to be None with qv',
+            'v_descale with 16-bit v for latents of float8_e4m3fn' if v_descale is None else
+            'k_descale to be None with qv',
             'None' if is_by_page or v_descale is None else 'a tensor'))
     return k_descale, v_descale, None, None
 

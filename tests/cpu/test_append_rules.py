@@ -103,7 +103,7 @@ FINE = {
 }
 BAD = {
     'rows of another batch': (paged(cache_batch_idx=ints([0, 1, 2])),
-                              'cache_batch_idx to have the shape (2)'),
+                              'cache_batch_idx to have the shape (2,)'),
     'rows of a table of int64': (
         paged(page_table=torch.arange(12).view(3, 4), cache_batch_idx=ints([0, 1])),
         'page_table.dtype to be int32'),

@@ -328,17 +328,23 @@ def test_refusals_of_constructors(make, text):
         make()
 
 
-@pytest.mark.parametrize(('name', 'tensor'), [
-    ('mask_rows', torch.zeros(2, 6, 4, dtype=torch.int32).as_strided((2, 6, 4), (22, 4, 1))),
-    ('mask_rows', torch.zeros(25, dtype=torch.int32)[1:].view(1, 6, 4)),
-    ('mask_rows', torch.zeros(1, 6, 4)),
-    ('mask_blocks', torch.ones(1, 1, 1, 1, dtype=torch.int32)),
-    ('mask_blocks', torch.ones(3, 1, 1, 1, dtype=torch.bool)),
-    ('mask_blocks', torch.ones(1, 3, 1, 1, dtype=torch.bool)),
+@pytest.mark.parametrize(('name', 'tensor', 'text'), [
+    ('mask_rows', torch.zeros(2, 6, 4, dtype=torch.int32).as_strided((2, 6, 4), (22, 4, 1)),
+     ' with an address and strides of multiples of 16 bytes'),
+    ('mask_rows', torch.zeros(25, dtype=torch.int32)[1:].view(1, 6, 4), ' with an address'),
+    ('mask_rows', torch.zeros(1, 6, 8, dtype=torch.int32)[..., :4],
+     r'.stride\(1\) to be 4, got 8; hint: call mask_rows.contiguous\(\)'),
+    ('mask_rows', torch.zeros(1, 6, 4), '.dtype to be int32, got float32'),
+    ('mask_blocks', torch.ones(1, 1, 1, 1, dtype=torch.int32), '.dtype to be bool, got int32'),
+    ('mask_blocks', torch.ones(3, 1, 1, 1, dtype=torch.bool),
+     r' to have the shape \(1 or 2, 1 or 2, q blocks, k blocks\), got \(3, 1, 1, 1\)'),
+    ('mask_blocks', torch.ones(1, 3, 1, 1, dtype=torch.bool), r' .*, got \(1, 3, 1, 1\)'),
+    ('key_lists', torch.zeros(1, 1, 1, 2, dtype=torch.int32),
+     r' to have the shape \(1 or 2, 1 or 2, 1, entries \+ 3\), got \(1, 1, 1, 2\)'),
 ], ids=lambda x: x if isinstance(x, str) else '')
-def test_the_op_refuses_other_tensors(name, tensor):
+def test_the_op_refuses_other_tensors(name, tensor, text):
     q = torch.randn(2, 6, 2, 8)
-    with pytest.raises(RuntimeError, match=f'{name} to be that of an AttentionMask'):
+    with pytest.raises(RuntimeError, match=f'expected {name}{text}'):
         torch.ops.flash_attn3.attend(q, q, q, **{name: tensor})
 
 

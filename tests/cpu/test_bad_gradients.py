@@ -68,7 +68,7 @@ BAD_GIVEN = [    # name, change, error
     ('dq', torch.Tensor.float, '.dtype to be that of q, bfloat16, got float32'),
     ('dk', lambda x: x[:, :, :1], f'to have the shape {AS_K}, got (2, 7, 1, 16)'),
     ('dk', lambda x: x[:1].expand(2, -1, -1, -1),
-     'dk.stride(0) not to be 0, got 0; hint: do not pass an expanded tensor'),
+     '.stride(0) not to be 0, got 0; hint: do not pass an expanded tensor'),
     ('dv', lambda x: x[0], f'to have the shape {AS_K}, got (7, 2, 16)'),
     ('dv', torch.Tensor.half, '.dtype to be that of q, bfloat16, got float16'),
 ]

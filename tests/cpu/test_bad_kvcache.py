@@ -41,7 +41,7 @@ BAD = {
     'lengths of int64': (dict(cache_seqlens=ints([3, 7]).long()),
                          'cache_seqlens.dtype to be int32'),
     'too few lengths': (dict(cache_seqlens=ints([3])),
-                        'cache_seqlens to have the shape (2), got (1)'),
+                        'cache_seqlens to have the shape (2,), got (1,)'),
     'lengths of rank 2': (dict(cache_seqlens=ints([[3, 7]])), 'cache_seqlens to have the shape'),
     'lengths elsewhere': (dict(cache_seqlens=ints([3, 7]).to('meta')),
                           'cache_seqlens on the device'),
@@ -60,7 +60,7 @@ BAD = {
     'row of the table beyond': (dict(page_table=TABLE, cache_batch_idx=ints([0, 2])),
                                 'cache_batch_idx[1] to be from 0 to 1, the rows of page_table'),
     'rows of a table, of another batch': (dict(page_table=TABLE, cache_batch_idx=ints([0])),
-                                          'cache_batch_idx to have the shape (2), got (1)'),
+                                          'cache_batch_idx to have the shape (2,), got (1,)'),
     'rows of a table of int64': (dict(page_table=TABLE, cache_batch_idx=TABLE[:, 0].long()),
                                  'cache_batch_idx.dtype to be int32'),
     'row beyond': (dict(cache_batch_idx=ints([0, 2])), 'cache_batch_idx[1] to be from 0 to 1'),
@@ -126,7 +126,7 @@ BAD = {
                                  'k_descale with memory for every element'),
     'scales of pages for both': (PAGES | dict(v_descale=PAGES['k_descale']),
                                  'v_descale with memory of its own'),
-    'sinks': (dict(s_aux=torch.zeros(3)), 's_aux to have the shape (4), got (3)'),
+    'sinks': (dict(s_aux=torch.zeros(3)), 's_aux to have the shape (4,), got (3,)'),
     'window': (dict(window_size=(-2, 0)), 'window_size[0] to be -1 or more'),
     'chunk': (dict(attention_chunk=-1), 'attention_chunk to be 0 or more'),
     'softcap': (dict(softcap=-1.0), 'softcap to be 0 (none)'),
@@ -167,7 +167,7 @@ BAD = {
     'tables of nothing for a batch of none': (
         {name: x[:0] for name, x in dict(q=Q, k_cache=CACHE, v_cache=CACHE.clone(), k=K, v=K,
                                          cache_seqlens=ints([3, 7])).items()}
-        | dict(rotary_cos=COS[:0], rotary_sin=COS[:0]), 'the positions, to be 1 or more'),
+        | dict(rotary_cos=COS[:0], rotary_sin=COS[:0]), 'the positions of rotary_cos to be 1 or more'),
     'short tables for q alone': (dict(k=None, v=None, rotary_cos=COS[:7], rotary_sin=COS[:7]),
                                  'rotary_cos to have a row for each position from 7 to 7'),
     'short tables for a full cache': (dict(k=None, v=None, cache_seqlens=None, rotary_cos=COS,
@@ -304,9 +304,9 @@ def test_calls_on_cuda():
 
 
 @pytest.mark.parametrize('check, call, text', [
-    ('check_cache', on_cuda(k=described((2, 128, 2, 64), address=8)), 'k_cache and its strides at'),
+    ('check_cache', on_cuda(k=described((2, 128, 2, 64), address=8)), 'k_cache with an address and strides of'),
     ('check_cache', on_cuda(v=described((2, 128, 2, 64), strides=(128 * 132, 132, 64, 1))),
-     'v_cache and its strides at multiples of 16'),
+     'v_cache with an address and strides of'),
     ('check_cache', on_cuda(k=described((2, 128, 2, 64), strides=(16384, 128, 64, 2))),
      'k_cache.stride(3) to be 1'),
     ('check_cache', on_cuda(q=described((2, 1, 4, 68)), k=described((2, 128, 2, 68))),

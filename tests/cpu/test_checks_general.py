@@ -133,7 +133,7 @@ BAD_PACKED = [
     ('last stride', {'k': tensor(*PACKED_K, strides=(256, 1, 4))},
      'k.stride(2) to be 1', '4', 'call k.contiguous()'),
     ('scale', {'softmax_scale': 0.0}, 'softmax_scale to be a positive finite float32', '0', ''),
-    *[row for name, wanted in (('cu_seqlens_q', '(batch + 1)'), ('cu_seqlens_k', '(4)'))
+    *[row for name, wanted in (('cu_seqlens_q', '(batch + 1,)'), ('cu_seqlens_k', '(4,)'))
       for row in (
         (f'rank of {name}', {name: ints(2, 2)}, f'{name} to have the shape {wanted}', '(2, 2)', ''),
         (f'scalar {name}', {name: ints()}, f'{name} to have the shape {wanted}', '()', ''),
@@ -144,13 +144,13 @@ BAD_PACKED = [
         (f'stride of {name}', {name: ints(4, strides=(2,))}, f'{name}.stride(0) to be 1',
          '2', f'call {name}.contiguous()'))],
     ('no starts', {'cu_seqlens_q': ints(0), 'cu_seqlens_k': ints(0)},
-     'cu_seqlens_q to have the shape (batch + 1)', '(0)', ''),
+     'cu_seqlens_q to have the shape (batch + 1,)', '(0,)', ''),
     ('other batches', {'cu_seqlens_k': ints(5)},
-     'cu_seqlens_k to have the shape (4)', '(5)', ''),
+     'cu_seqlens_k to have the shape (4,)', '(5,)', ''),
     *[row for name in ('seqused_q', 'seqused_k') for row in (
-        (f'rank of {name}', {name: ints(3, 1)}, f'{name} to have the shape (3)', '(3, 1)', ''),
+        (f'rank of {name}', {name: ints(3, 1)}, f'{name} to have the shape (3,)', '(3, 1)', ''),
         (f'size of {name}', {name: ints(4)},
-         f'{name} to have the shape (3)', '(4)', ''),
+         f'{name} to have the shape (3,)', '(4,)', ''),
         (f'dtype of {name}', {name: tensor(3, dtype='float32')}, f'{name}.dtype to be int32',
          'float32', f'call {name}.int()'),
         (f'device of {name}', {name: ints(3, index=1)}, f'{name} on the device of q, cuda:0',
@@ -162,9 +162,9 @@ BAD_PACKED = [
 # Bad scores, which dense and packed calls refuse alike.
 BAD_SCORES = [
     ('rank of s_aux', {'sinks': tensor(1, 8, dtype='float32')},
-     's_aux to have the shape (8)', '(1, 8)', ''),
+     's_aux to have the shape (8,)', '(1, 8)', ''),
     ('heads of s_aux', {'sinks': tensor(4, dtype='float32')},
-     's_aux to have the shape (8)', '(4)', ''),
+     's_aux to have the shape (8,)', '(4,)', ''),
     ('dtype of s_aux', {'sinks': tensor(8)}, 's_aux.dtype to be float32', 'bfloat16', ''),
     ('device of s_aux', {'sinks': tensor(8, dtype='float32', device='cpu')},
      's_aux on the device of q, cuda:0', 'cpu', ''),

@@ -265,11 +265,11 @@ BAD = {
     'scales of 16 bits': (dict(v_descale=torch.ones(2, 24, 1)),
                           'v_cache of float8_e4m3fn with v_descale'),
     'scales by head': (LATENTS | dict(v_descale=torch.ones(2, 1)),
-                       'v_descale to have the shape (2, 24, blocks), got (2, 1)'),
+                       'v_descale to have the shape (2, 24, 1), got (2, 1)'),
     'scales of pages': (LATENTS | dict(v_descale=torch.ones(2, 23, 1)),
-                        'v_descale to have the shape (2, 24, blocks), got (2, 23, 1)'),
+                        'v_descale to have the shape (2, 24, 1), got (2, 23, 1)'),
     'blocks': (LATENTS | dict(v_descale=torch.ones(2, 24, 4)),
-               'v_descale.size(2) to be 1 or head_dim_v / 128, got 4'),
+               'v_descale to have the shape (2, 24, 1), got (2, 24, 4)'),
     'scales of 64 bits': (LATENTS | dict(v_descale=torch.ones(2, 24, 1).double()),
                           'v_descale.dtype to be float32, got float64'),
     'e4m3': ({name: x.to(E4M3) for name, x in ONE.items()},
@@ -369,7 +369,7 @@ def test_rules_of_cuda():
             (dict(qv=described((4, 1, 128, LATENT), strides=(65536, 65536, 1, 128))),
              'qv.stride(3) to be 1, got 128; hint: call qv.contiguous()'),
             (dict(v=described((4, 4096, 1, LATENT), strides=(4096 * 516, 516, 516, 1))),
-             'v_cache and its strides at multiples of 16 bytes'),
+             'v_cache with an address and strides of multiples of 16 bytes'),
             ({name: (described(shape, 'float32')) for name, shape in (
                 ('q', (4, 1, 128, ROTARY)), ('qv', (4, 1, 128, LATENT)))},
              'q.dtype to be float16 or bfloat16'),
@@ -433,7 +433,7 @@ def test_explain(capsys):
     assert rows['bytes'] == f'{4 * 4096 * 576 * 2 / 1e6:.4g} MB: K and V of full caches'
     flash_attn3.explain(*shapes[:2], (256, 64, 1, 256), page_table=(4, 64), qv=True)
     assert capsys.readouterr().out.startswith(
-        'no kernel: flash_attn3.flash_attn_with_kvcache: expected head')
+        'no kernel: flash_attn3.flash_attn_with_kvcache: expected the head_dim of v_')
 
 
 def test_command_line(monkeypatch, capsys):

@@ -366,7 +366,7 @@ ERRORS = [
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([6])}, 'cu_seqlens[1], the end of seq'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6])}, 'seqused[0]'),
     ({'x': torch.zeros(5, 4, 16), 'cu_seqlens': starts([5]), 'seqused': ints([6, 7])},
-     'seqused to have the shape (1), got (2)'),
+     'seqused to have the shape (1,), got (2,)'),
     ({'seqused': ints([6])}, 'cu_seqlens with seqused, got no cu_seqlens'),
 ]
 
