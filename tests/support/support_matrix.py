@@ -29,7 +29,7 @@ def _of_kernels(text: str, columns: tuple[str, ...] = COLUMNS) -> dict[str, str]
 
 
 _GRADIENT_HEAD_DIMS = _of_kernels(
-    'the head_dim of v to be a multiple of 8 from 8 to 256 for gradients', COLUMNS[2:])
+    'the head_dim of v to be a multiple of 8 from 8 to 256', COLUMNS[2:])
 _HEAD_DIMS = _of_kernels('the head_dim of q to be a multiple of 8 from 8 to 512')
 
 _NO_FP8_GRADIENTS = _of_functions('requires_grad=False with float8_e4m3fn', COLUMNS[2:])
@@ -71,7 +71,7 @@ FEATURES = (
     Feature('bfloat16'),
     Feature('float16', dtype='float16'),
     Feature('float32', dtype='float32',
-            errors=_of_kernels('q.dtype to be float16 or bfloat16, got float32')),
+            errors=_of_kernels('q.dtype to be float16 or bfloat16')),
     Feature('FP8', dtype='float8_e4m3fn', errors=_NO_FP8_GRADIENTS),
     Feature('FP8 with `q_descale`, `k_descale`, `v_descale`, `out_dtype`', dtype='float8_e4m3fn',
             tensors=('q_descale', 'k_descale', 'v_descale'), options={'out_dtype': torch.float16},
@@ -83,7 +83,7 @@ FEATURES = (
     Feature('FP8, head dim of v: 192, 128', dtype='float8_e4m3fn', head_dims=(192, 128),
             errors=_NO_FP8_GRADIENTS),
     Feature('FP8, head dim 72', dtype='float8_e4m3fn', head_dims=(72, 72), errors=_of_kernels(
-        'the head_dim of q to be a multiple of 16 from 16 to 256 with float8_e4m3fn')),
+        'the head_dim of q to be a multiple of 16 from 16 to 256')),
     Feature('FP8 with `return_max_logits`', dtype='float8_e4m3fn',
             options={'return_max_logits': True},
             errors=_of_kernels('no return_max_logits with q of float8_e4m3fn on a GPU')),
@@ -104,7 +104,7 @@ FEATURES = (
     Feature('head dim of v: 64, 512', head_dims=(64, 512), errors=_GRADIENT_HEAD_DIMS),
     Feature('head dims 264, 512', head_dims=(264, 512), options={'window_size': (20, 0)},
             tensors=('s_aux',), errors=_of_kernels(
-                'the head_dim of q to be a multiple of 8 from 8 to 256 for gradients',
+                'the head_dim of q to be a multiple of 8 from 8 to 256',
                 COLUMNS[2:])),
     Feature('GQA', heads=(6, 2)),
     Feature('MQA, `pack_gqa`', heads=(4, 1), options={'pack_gqa': True}),
@@ -130,10 +130,10 @@ FEATURES = (
             errors=_NO_FP8_GRADIENTS),
     Feature('`num_splits` > 1, `return_max_logits`',
             options={'num_splits': 2, 'return_max_logits': True},
-            errors=_of_functions('num_splits of 0 or 1 with return_max_logits, got 2')),
-    Feature('`qv`', tensors=('qv',), errors=_of_functions('qv to be None, got a tensor')),
+            errors=_of_functions('num_splits of 0 or 1 with return_max_logits')),
+    Feature('`qv`', tensors=('qv',), errors=_of_functions('qv to be None')),
     Feature('`q_descale`', tensors=('q_descale',),
-            errors=_of_functions('q_descale to be None, got a tensor')),
+            errors=_of_functions('q_descale to be None')),
 )
 
 
