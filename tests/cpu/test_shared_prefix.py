@@ -307,7 +307,7 @@ def changed_level(number: int, **changes) -> dict:
     (lambda: changed_level(0) | dict(q=torch.zeros(3, 4, 16)), 'levels[1].cu_seqlens_q to be'),
     (lambda: changed_level(0) | dict(q=torch.zeros(3, 16)), 'q to have 4 dimensions'),
     (lambda: changed_level(0) | dict(out=torch.zeros(3, 1, 4, 8)), 'out to be (3, 1, 4, 16)'),
-    (lambda: changed_level(0) | dict(q_descale=torch.ones(2)), 'q_descale to have the shape'),
+    (lambda: changed_level(0) | dict(q_descale=torch.ones(2)), 'q_descale to have 2 dimensions'),
     (lambda: changed_level(0) | dict(q_descale=torch.ones(3, 2)), 'q_descale to be the same'),
     (lambda: changed_level(0) | dict(q_descale=torch.ones(1, 2)), 'float8_e4m3fn with q_descale'),
     (lambda: changed_level(0) | dict(s_aux=torch.ones(3)), 's_aux to have the shape'),
