@@ -128,5 +128,5 @@ def test_errors():
     leaf = x.clone().requires_grad_()
     out = flash_attn_fp8_func(leaf, x, x, fp8_backward='rounded')
     first, = torch.autograd.grad(out.sum(), leaf, create_graph=True)
-    with pytest.raises(NotImplementedError, match='flash_attn3.bwd'):
+    with pytest.raises(NotImplementedError, match='flash_attn3.* expected first derivatives'):
         torch.autograd.grad(first.sum(), leaf)
