@@ -2,7 +2,7 @@
 
 One query of each sequence without gradients is decode: `flash_attn_with_kvcache`, which reads
 around padding. For more queries, `flash_attn_varlen_func` without the rows of padding,
-`flash_attn_func` where there are none.
+`flash_attn_func` where there are none, and with an AttentionMask for intervals of keys.
 """
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from flash_attn3 import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flash_attn3 import (AttentionMask, flash_attn_func, flash_attn_varlen_func,
+                         flash_attn_with_kvcache)
 from flash_attn3.ops import checks, invariance
-from flash_attn3.integrations import _base
+from flash_attn3.integrations import _base, _hf_masks
 
 _CLIENT = 'transformers'
 # Arguments of transformers' other attention functions that the kernels do not support.
@@ -60,7 +62,8 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         query: (batch, heads_q, seqlen_q, head_dim); float32 ones are cast to what autocast says,
             and on a GPU to the dtype of the module's weights.
         key, value: (batch, heads_k, seqlen_k, head_dim), that of value may be another one.
-        attention_mask: of `_hf_masks.mask`.
+        attention_mask: of `_hf_masks.mask`. Intervals say all: neither is_causal nor sliding_window
+            counts.
         sliding_window: keys up to the query itself that it sees; both ways without is_causal.
         s_aux: (heads_q,) sinks.
         position_ids: (1, seqlen) restarts where a packed sequence begins, without mask.
@@ -74,10 +77,12 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         NotImplementedError: dropout, a mask with values, a bias.
         RuntimeError: what `flash_attn_func` raises.
     """
-    _check(module, attention_mask, dropout, sliding_window, others)
+    _check(module, attention_mask, query.size(2), dropout, sliding_window, others)
     causal = module.is_causal if is_causal is None else is_causal
     q, k, v = _cast(module, *(x.transpose(1, 2) for x in (query, key, value)))
     options = _options(bool(causal), scaling, sliding_window, softcap, s_aux)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        return _attention_in_intervals((q, k, v), attention_mask, options), None
     lists = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     if attention_mask is None and None not in lists:
         layout = Layout(None, None, *(x.to(torch.int32) for x in lists[:2]), *lists[2:])
@@ -121,7 +126,7 @@ def paged_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
     Returns:
         out, (tokens, heads_q, head_dim_v); None.
     """
-    _check(module, attention_mask, dropout, sliding_window, others)
+    _check(module, attention_mask, 0, dropout, sliding_window, others)
     if isinstance(cu_seq_lens_k, dict):
         kind = 'full_attention' if sliding_window is None else 'sliding_attention'
         cu_seq_lens_k, max_seqlen_k = cu_seq_lens_k[kind], max_seqlen_k[kind]
@@ -165,12 +170,24 @@ def _packed_attention(tensors: tuple[Tensor, Tensor, Tensor], layout: Layout,
     return out.unflatten(0, (batch, seqlen))
 
 
-def _check(module: nn.Module, attention_mask: Tensor | None, dropout: float,
+@torch.compiler.disable(reason='flash_attn3.integrations.transformers: expected no fullgraph=True '
+                        'with a mask of intervals; hint: it is for eager calls')
+def _attention_in_intervals(tensors: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor,
+                            options: dict[str, Any]) -> Tensor:
+    """attention_mask: (batch, seqlen_q, 2, 2) int32."""
+    if (mask := _masks.get(attention_mask)) is None:    # a value must not keep its key
+        mask = _masks[attention_mask] = AttentionMask.from_intervals(attention_mask.clone())
+    return flash_attn_func(*tensors, **options | dict(causal=False, window_size=(-1, -1)),
+                           mask=mask, deterministic=_deterministic())
+
+
+def _check(module: nn.Module, attention_mask: Tensor | None, rows_q: int, dropout: float,
            sliding_window: int | None, others: dict[str, Any]) -> None:
     """Raises an error for what the kernels do not support."""
     if dropout:
         _refuse('no dropout', str(dropout), 'set attention_dropout=0 in the config')
-    if attention_mask is not None and attention_mask.dim() != 2:
+    if attention_mask is not None and attention_mask.dim() != 2 and not _hf_masks.are_intervals(
+            attention_mask, rows_q):
         _refuse('an attention_mask of 2 dimensions (batch, keys)',
                 f'{attention_mask.dim()} dimensions', "attn_implementation='sdpa' takes others")
     for name in _REFUSED:
@@ -243,10 +260,15 @@ def _layout(attention_mask: Tensor | None, position_ids: Tensor | None,
     return kept[2]
 
 
+# Masks of intervals, which the layers of a forward share; Gemma 3 has one for each kind of layer.
+_masks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
 def forget() -> None:
-    """Forgets the layout that is kept, and its memory."""
+    """Forgets the layout and the masks that are kept, and their memory."""
     global _kept
     _kept = None
+    _masks.clear()
 
 
 def _make(attention_mask: Tensor | None, source: Tensor, call: Call) -> Layout | Spans | None:

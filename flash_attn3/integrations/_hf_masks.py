@@ -1,11 +1,16 @@
 """The mask function of our attention names in transformers: which masks the kernels can compute.
 
 transformers describes a mask by a function of indices, made of a few functions of its own. Here
-they are recognised by name; what is made of others is refused. What reaches attention is None, the
-padding of the keys as a bool tensor, or the numbers of packed sequences as an integer tensor.
+they are recognised by name. What reaches attention is None, the padding of the keys as a bool
+tensor, or the numbers of packed sequences as an integer tensor.
+
+Other masks, such as those of images that Gemma 3 and PaliGemma see both ways, are read as
+transformers makes them for SDPA, some queries at a time. Attention gets the intervals of keys that
+each query sees, if these are two at most. Four dimensions keep transformers from making another.
 """
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn3.integrations import _base
+from flash_attn3.integrations import _base, _intervals
 
 _MASKS = 'transformers.masking_utils'
 # Windows are also an argument of attention; the module tells the rest.
@@ -31,32 +36,32 @@ _AND, _PACKED, _REMAPPED, _CHUNKED = (f'{name}.<locals>.{inner}' for name, inner
 def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0,
          kv_offset: int = 0, mask_function: Callable | None = None,
          attention_mask: Tensor | None = None, device: torch.device | None = None,
-         **_: Any) -> Tensor | None:
+         **others: Any) -> Tensor | None:
     """What `AttentionMaskInterface` calls: the tensor that `_hf_attention.attention` is given.
 
     Args:
-        mask_function: of transformers: causal, bidirectional or a sliding window of either, and
-            packed sequences; chunks as long as the keys are in one. Default: causal.
+        mask_function: of transformers, or any. Default: causal.
         attention_mask: (batch, keys so far) bool, False for padding.
         others: as transformers gives them to each mask function.
 
     Returns:
         None: all keys count. (batch, keys) bool: which count; later keys are not in use yet.
-        (batch, seqlen) integer: packed sequences, the number of each token's.
+        (batch, seqlen) integer: packed sequences, the number of each token's. Each with what the
+        module and its window say: causal, bidirectional, a window of either.
+        (batch, seqlen_q, 2, 2) int32: the keys that each query sees, see `are_intervals`.
 
     Raises:
-        NotImplementedError: any other mask.
+        NotImplementedError: a mask of more intervals.
     """
     parts = [] if mask_function is None else list(_parts(mask_function))
     names = [name for name, _ in parts]
-    for name, variables in parts:
-        if name == _CHUNKED and kv_length + kv_offset > variables['chunk_size']:
-            _refuse(f'chunks of {variables["chunk_size"]} keys with '
-                    f'{kv_length + kv_offset} keys')
-        if name == _PACKED and attention_mask is not None:
-            _refuse('packed sequences with padding')
-        if name == _PACKED:
-            return variables['packed_sequence_mask']
+    is_read = any(name == '' or (name == _CHUNKED and kv_length + kv_offset >
+                                 variables['chunk_size']) for name, variables in parts)
+    if is_read or (_PACKED in names and attention_mask is not None):
+        return _read(mask_function, batch_size, (q_length, kv_length), q_offset, device=device,
+                     kv_offset=kv_offset, attention_mask=attention_mask, **others)
+    if _PACKED in names:
+        return dict(parts)[_PACKED]['packed_sequence_mask']
     if attention_mask is None:
         in_use = kv_length
         if 'bidirectional_mask_function' not in names:    # a static cache has room at its end
@@ -69,12 +74,18 @@ def mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor 
     return attention_mask
 
 
+def are_intervals(mask: Tensor, queries: int) -> bool:
+    """Whether a mask is intervals [begin, end) of keys."""
+    return mask.dtype == torch.int32 and mask.shape[1:] == (queries, _intervals.MOST, 2)
+
+
 def _parts(function: Callable) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, variables) of each function whose conjunction this is."""
-    name = getattr(function, '__qualname__', repr(function))
-    variables = dict(inspect.getclosurevars(function).nonlocals)
+    """(name, variables) of each function whose conjunction this is; no name: one of others."""
+    name = getattr(function, '__qualname__', '')
     if getattr(function, '__module__', '') != _MASKS:
-        _refuse(f'the mask function {name}')
+        yield '', {}
+        return
+    variables = dict(inspect.getclosurevars(function).nonlocals)
     if name == _AND:
         for part in variables['mask_functions']:
             yield from _parts(part)
@@ -83,10 +94,23 @@ def _parts(function: Callable) -> Iterator[tuple[str, dict[str, Any]]]:
     elif name in (*_SERVED, _PACKED, _CHUNKED):
         yield name, variables
     else:
-        _refuse(f'the mask function {name}')
+        yield '', {}
 
 
-def _refuse(got: str) -> None:
-    raise NotImplementedError(_base.error(
-        'transformers', 'a causal or bidirectional mask, with a sliding window, with padding or '
-        'packed sequences', got, "use attn_implementation='sdpa' or 'eager'"))
+def _read(mask_function: Callable, batch: int, lengths: tuple[int, int], q_offset: int | Tensor,
+          **given: Any) -> Tensor:
+    """The intervals of any mask function, from the mask that transformers makes for SDPA."""
+    make = importlib.import_module(_MASKS).sdpa_mask
+    queries, keys = lengths
+    given |= dict(mask_function=mask_function, allow_is_causal_skip=False,
+                  allow_is_bidirectional_skip=False)
+    found = _intervals.joined([
+        _intervals.of(make(batch_size=batch, q_length=count, kv_length=keys,
+                           q_offset=q_offset + first, **given)[:, 0])
+        for first, count in _intervals.steps(queries, batch * keys)])
+    if not found.fit:
+        raise NotImplementedError(_base.error(
+            'transformers', 'a mask by which a query sees two intervals of keys at most',
+            f'more, by {getattr(mask_function, "__qualname__", mask_function)}',
+            "use attn_implementation='sdpa' or 'eager'"))
+    return found.ends

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from flash_attn3.api.interface import flash_attn_func
 from flash_attn3.api.masks import AttentionMask
-from flash_attn3.integrations import _base
+from flash_attn3.integrations import _base, _intervals
+from flash_attn3.integrations._intervals import Intervals
 
 _CLIENT = 'flex'
-_MOST_INTERVALS = 2
-_PAIRS = 1 << 24    # pairs of a query and a key that are read at a time
 _BLOCKS = 64, 128
 _eager = torch.compiler.disable(
     reason='flash_attn3.integrations.flex: expected no fullgraph=True; hint: masks are for eager '
@@ -104,28 +102,23 @@ def mask_of(block_mask: Any, queries: int, keys: int) -> AttentionMask:
     return mask
 
 
-class _Parts(NamedTuple):
-    """Intervals of some queries, (batch, queries, 2, 2) int32, and whether they say all."""
-    intervals: Tensor
-    fit: Tensor
-
-
 def _made(block_mask: Any) -> AttentionMask:
     has_blocks = all(size in _BLOCKS for size in block_mask.BLOCK_SIZE)
     if has_blocks and not (block_mask.kv_num_blocks > 0).any():
         return AttentionMask.from_block_mask(block_mask)
-    whole, within = (list(parts) for parts in zip(*_read(block_mask)))
-    for parts in (whole, within) if has_blocks else (whole,):
-        if torch.stack([x.fit for x in parts]).all():
-            mask = AttentionMask.from_intervals(torch.cat([x.intervals for x in parts], 1))
-            return mask if parts is whole else AttentionMask.from_block_mask(block_mask, mask)
+    whole, within = (_intervals.joined(list(parts)) for parts in zip(*_read(block_mask)))
+    if whole.fit:
+        return AttentionMask.from_intervals(whole.ends)
+    if has_blocks and within.fit:
+        return AttentionMask.from_block_mask(block_mask,
+                                             AttentionMask.from_intervals(within.ends))
     raise NotImplementedError(_base.error(
         _CLIENT, 'a block_mask by which a query sees two intervals of keys at most'
         + ' within blocks that are not full, of all heads the same' * has_blocks, 'another',
         '' if has_blocks else 'with a BLOCK_SIZE of 64 or 128 full blocks may be any'))
 
 
-def _read(block_mask: Any) -> Iterator[tuple[_Parts, _Parts]]:
+def _read(block_mask: Any) -> Iterator[tuple[Intervals, Intervals]]:
     """For some queries at a time, intervals of the keys that they see: alone, and where blocks
     hide the others.
     """
@@ -139,16 +132,15 @@ def _read(block_mask: Any) -> Iterator[tuple[_Parts, _Parts]]:
         full_blocks = block_mask.from_kv_blocks(
             block_mask.full_kv_num_blocks, block_mask.full_kv_indices,
             BLOCK_SIZE=block_mask.BLOCK_SIZE).to_dense().bool()
-    step = max(1, _PAIRS // (batch * heads * keys))
-    for first in range(0, queries, step):
-        row = torch.arange(first, min(first + step, queries), device=device) // block_q
-        shown = flex.create_mask(_from(block_mask.mask_mod, first), batch, heads, len(row), keys,
+    for first, count in _intervals.steps(queries, batch * heads * keys):
+        row = torch.arange(first, first + count, device=device) // block_q
+        shown = flex.create_mask(_from(block_mask.mask_mod, first), batch, heads, count, keys,
                                  device)
         if full_blocks is not None:
             shown = shown | full_blocks[:, :, row][..., column]
         in_blocks = blocks[:, :, row][..., column]
         shown = shown & in_blocks
-        yield _intervals(shown, ~shown), _intervals(shown, in_blocks & ~shown)
+        yield tuple(_of_heads(shown, hidden) for hidden in (~shown, in_blocks & ~shown))
 
 
 def _from(mask_mod: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
@@ -158,7 +150,7 @@ def _from(mask_mod: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
     return moved
 
 
-def _intervals(shown: Tensor, hidden: Tensor) -> _Parts:
+def _of_heads(shown: Tensor, hidden: Tensor) -> Intervals:
     """Intervals with all keys that are shown and none that is hidden. Both are bool
     (batch, heads, queries, keys); a key that is neither may be in an interval.
     """
@@ -166,11 +158,5 @@ def _intervals(shown: Tensor, hidden: Tensor) -> _Parts:
     place = torch.arange(shown.size(-1), dtype=torch.int32, device=shown.device)
     last = place.where(shown | hidden, -1).cummax(-1)[0]    # the last key that is one of both
     inside = (last >= 0) & shown.gather(-1, last.clamp(min=0).long())
-    edges = F.pad(inside.byte(), (1, 1)).diff(dim=-1)       # 1 at begins, 255 at ends
-    begins, ends = ((edges == edge).cumsum(-1, dtype=torch.int32) for edge in (1, 255))
-    intervals = torch.stack([torch.stack([
-        (counts < number).sum(-1, dtype=torch.int32) for counts in (begins, ends)], -1)
-        for number in (1, 2)], -2)
-    is_there = begins[..., -1:, None] >= intervals.new_tensor([[1], [2]])
-    fit = (begins[..., -1] <= _MOST_INTERVALS).all() & ~(shown & hidden).any()
-    return _Parts(intervals.masked_fill(~is_there, 0), fit)
+    ends, fit = _intervals.of(inside)
+    return Intervals(ends, fit & ~(shown & hidden).any())

@@ -14,11 +14,11 @@ transformers gives gpt-oss a kernel of its hub instead, for which it needs the p
 LOCAL_KERNELS puts this package into that one's place, without enable().
 
 `fa3_hopper` is attention and mask functions of ours, with sinks and their gradient, for any model
-that takes attention functions; `generate` of a few sequences splits their keys with it. For
-continuous batching it is called `paged|fa3_hopper`, in full: transformers takes `flash_attention_3`
-otherwise. It gathers the keys first, and keeps the window and the softcap of every model:
-transformers 5.17 loses those of Mistral and Gemma 2 there. Newer ones, which have no names with
-`paged|`, allow only their own in continuous batching.
+that takes attention functions, and with masks of images (Gemma 3, PaliGemma); `generate` of a few
+sequences splits their keys with it. For continuous batching it is called `paged|fa3_hopper`, in
+full: transformers takes `flash_attention_3` otherwise. It gathers the keys first, and keeps the
+window and the softcap of every model: transformers 5.17 loses those of Mistral and Gemma 2 there.
+Newer ones, which have no names with `paged|`, allow only their own in continuous batching.
 """
 from __future__ import annotations
 

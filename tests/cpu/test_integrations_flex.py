@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from flash_attn3 import AttentionMask
-from flash_attn3.integrations import flex as ours
+from flash_attn3.integrations import _intervals, flex as ours
 
 LENGTH = 300
 documents = torch.arange(LENGTH) // 70
@@ -110,7 +110,7 @@ def test_other_keys_and_head_dims():
 
 
 def test_few_queries_are_read_at_a_time(monkeypatch):
-    monkeypatch.setattr(ours, '_PAIRS', 7 * 4 * LENGTH)
+    monkeypatch.setattr(_intervals, '_PAIRS', 7 * 4 * LENGTH)
     for name in ('sinks', 'causal_blocks', 'prefix'):
         compare(block_mask_of(name), tensors(), enable_gqa=True)
 

@@ -257,26 +257,9 @@ def mask_of(mask_function, **changes):
                                  mask_function=mask_function) | changes)
 
 
-def test_masks_that_the_kernels_do_not_have_are_refused():
-    causal = masking_utils.causal_mask_function
-    text = ('^flash_attn3.integrations.transformers: expected a causal or bidirectional mask, .* '
-            'got ')
-    numbers = torch.zeros(1, 8, dtype=torch.int)
-
-    def image_tokens(*_):
-        return True
-    for function, got in (
-            (masking_utils.or_masks(causal, image_tokens), 'the mask function or_masks'),
-            (masking_utils.and_masks(causal, image_tokens), 'the mask function .*image_tokens'),
-            (masking_utils.blockwise_overlay(numbers), 'the mask function blockwise_overlay')):
-        with pytest.raises(NotImplementedError, match=text + got):
-            mask_of(function)
-    packed = masking_utils.packed_sequence_mask_function(numbers)
-    with pytest.raises(NotImplementedError, match=text + 'packed sequences with padding'):
-        mask_of(packed, attention_mask=torch.ones(1, 8, dtype=torch.bool))
+def test_masks_that_need_no_intervals():
+    """Others: test_integrations_images.py."""
     chunks = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int))
-    with pytest.raises(NotImplementedError, match=text + 'chunks of 4 keys with 8 keys'):
-        mask_of(chunks)
     assert mask_of(chunks, q_length=4, kv_length=4) is None
     assert mask_of(masking_utils.sliding_window_bidirectional_mask_function(4)) is None
 
