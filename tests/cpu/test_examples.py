@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from rich.progress import Progress
 
-from examples import generate, on_policy, train_gpt
+from examples import generate, on_policy, train_gpt, train_tree
 from flash_attn3 import flash_attn_fp8_func
 from flash_attn3.cpu.reference import Inputs, Mask, Score
 
@@ -137,3 +138,10 @@ def test_on_policy(capsys):
         row, = [line for line in lines if line.startswith(f'│ {name}')]
         attention, log_probability, *_ = (float(x) for x in row.split('│')[2:4])
         assert attention < 1e-5 and log_probability < 1e-4
+
+
+def test_train_tree(capsys):
+    train_tree.main([*TINY, '--steps', '3', '--branches', '3'])
+    text = capsys.readouterr().out
+    assert '5 sequences' in text
+    assert [float(x) < 1e-12 for x in re.findall(r'(\S+e-\d+)', text)] == [True, True]
