@@ -4,6 +4,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+
+from flash_attn3 import AttentionMask
 
 from tests.fuzz import __main__ as command
 from tests.fuzz.cache_call import CacheCall
@@ -11,14 +14,17 @@ from tests.fuzz.call import Call
 from tests.fuzz.chosen_call import ChosenCall
 from tests.fuzz.draw import case_of
 from tests.fuzz.fp8_call import Fp8Call
-from tests.support import cache_cases, general_cases
+from tests.fuzz.mask_call import MAKERS, MaskCall
+from tests.support import cache_cases, general_cases, mask_cases
 from tests.support.cache_cases import CacheCase
 from tests.support.general_cases import GeneralCase
+from tests.support.mask_cases import MaskCase
 
 DRAWN = [case_of(1, number) for number in range(2500)]
 CACHES = [case for case in DRAWN if isinstance(case, CacheCall)]
 OTHERS = [case for case in DRAWN if isinstance(case, Call | Fp8Call)]
 CHOSEN = [case.case for case in DRAWN if isinstance(case, ChosenCall)]
+MASKS = [case for case in DRAWN if isinstance(case, MaskCall)]
 
 
 def test_sixty_cases(capsys):
@@ -100,6 +106,28 @@ def test_the_choices_are_varied():
     for one in (lambda x: x.latent, lambda x: x.kv8, lambda x: x.by_head, lambda x: x.block > 1,
                 lambda x: x.counts, lambda x: x.sinks, lambda x: x.sparse, lambda x: x.split_size):
         assert 10 <= sum(map(bool, map(one, CHOSEN))) <= len(CHOSEN) - 10
+
+
+def test_the_masks_are_varied():
+    assert {case.maker for case in MASKS} == {'', *MAKERS}
+    for one in (lambda x: x.case.intervals, lambda x: x.case.blocks, lambda x: x.gradients,
+                lambda x: x.case.is_packed, lambda x: x.case.s_aux, lambda x: x.case.softcap,
+                lambda x: x.case.intervals and x.case.blocks, lambda x: x.deterministic):
+        assert 10 <= sum(map(bool, map(one, MASKS))) <= len(MASKS) - 10
+
+
+@pytest.mark.parametrize('maker', ['', *MAKERS])
+def test_another_mask_is_found(maker, monkeypatch):
+    """Each case is held to its own mask, in the forward and in the gradients."""
+    case = MaskCase(((130, 130),), intervals='' if maker else 'two', dtype='fp32')
+    call = MaskCall(case, maker, True, True, False, 0)
+    call.check('cpu')
+    everything = torch.tensor([[[0, 130]]] * 130, dtype=torch.int32)
+    run = mask_cases.call
+    monkeypatch.setattr(mask_cases, 'call', lambda case, given, **changes: run(
+        case, given._replace(mask=AttentionMask.from_intervals(everything)), **changes))
+    with pytest.raises(AssertionError, match='out: '):
+        call.check('cpu')
 
 
 @pytest.mark.parametrize('changes', [

@@ -5,11 +5,12 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from tests.fuzz import cache_call, chosen_call
+from tests.fuzz import cache_call, chosen_call, mask_call
 from tests.fuzz.cache_call import CacheCall, has_lone_sink
 from tests.fuzz.call import LAYOUTS, Call
 from tests.fuzz.chosen_call import ChosenCall
 from tests.fuzz.fp8_call import Fp8Call
+from tests.fuzz.mask_call import MaskCall
 from tests.support.general_cases import SINKS, GeneralCase
 
 # At the edges of tiles and warpgroups, and almost nothing.
@@ -148,10 +149,14 @@ def chosen(pick: random.Random) -> ChosenCall:
     return chosen_call.drawn(pick)
 
 
-AnyCall = Call | Fp8Call | CacheCall | ChosenCall
-# How often each kind of call is drawn, of 30.
+def attention_mask(pick: random.Random) -> MaskCall:
+    return mask_call.drawn(pick, lengths)
+
+
+AnyCall = Call | Fp8Call | CacheCall | ChosenCall | MaskCall
+# How often each kind of call is drawn, of 33.
 KINDS: dict[Callable[[random.Random], AnyCall], int] = {
-    dense: 6, varlen: 8, qkvpacked: 3, fp8: 3, cache: 8, chosen: 2}
+    dense: 6, varlen: 8, qkvpacked: 3, fp8: 3, cache: 8, chosen: 2, attention_mask: 3}
 NAMES = {draw.__name__: draw for draw in KINDS}
 
 

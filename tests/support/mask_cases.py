@@ -145,10 +145,19 @@ def _blocks_of(case: MaskCase, generator: torch.Generator) -> Tensor:
                       device=generator.device) < own.share
 
 
-def made(case: MaskCase, device: str | torch.device) -> Given:
+# Makes a mask, and whether the queries of each sequence see its keys, (seqlen_q, seqlen_k) bool.
+Maker = Callable[[MaskCase, torch.Generator], tuple[AttentionMask, list[Tensor]]]
+
+
+def made(case: MaskCase, device: str | torch.device, maker: Maker | None = None) -> Given:
+    """maker: of a mask that is another one than the intervals of the case; it has none then."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(str(case).encode()))
     mask, visible = None, [torch.ones(case.heads[0], *one, dtype=torch.bool, device=device)
                            for one in case.lengths]
+    if maker is not None:
+        mask, of_sequences = maker(case, generator)
+        for shown, one in zip(visible, of_sequences):
+            shown &= one
     if case.intervals:
         many = case.is_packed or case.by_batch
         drawn = [_intervals_of(case, number, generator) for number in range(
