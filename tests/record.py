@@ -5,13 +5,15 @@ counts.
     python -m tests.record --smoke                 # the short selection
     python -m tests.record --sanitize --out benchmarks/results    # the committed record
 
-Files with tests that ask for much memory run after the others, one at a time; between tests a
-process gives back what its allocator keeps (conftest.py). A file that cannot be imported has
-failed. --sanitize also runs `make sanitize`, and says so where the host refuses it.
+The processes take the visible GPUs in turn. Files with tests that ask for much memory run after the
+others, one at a time; between tests a process gives back what its allocator keeps (conftest.py). A
+file that cannot be imported has failed. --sanitize also runs `make sanitize`, and says so where the
+host refuses it.
 """
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import subprocess
@@ -53,14 +55,19 @@ def parts_of(text: str) -> int:
     return int(found[1]) if found else 1
 
 
-def run_part(path: Path, part: str, options: Sequence[str], folder: Path) -> dict:
+def visible_gpus() -> list[str]:
+    given = os.environ.get('CUDA_VISIBLE_DEVICES')
+    return given.split(',') if given else list(map(str, range(torch.cuda.device_count())))
+
+
+def run_part(path: Path, part: str, options: Sequence[str], folder: Path, gpu: str) -> dict:
     """The counts of the tests of a file, or those of a part like 2/3. pytest's 5: the selection has
     none of them.
     """
     report, began = folder / f'{path.stem}-{part.replace("/", "-")}.xml', time.monotonic()
     done = subprocess.run(pytest_command(path, '--part', part, *options, f'--junitxml={report}'),
                           cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          stdin=subprocess.DEVNULL)
+                          stdin=subprocess.DEVNULL, env=os.environ | {'CUDA_VISIBLE_DEVICES': gpu})
     counts = counts_of(report)
     if done.returncode not in (0, 5) and not counts['failed']:
         counts['failed'] = 1
@@ -80,9 +87,10 @@ def run_files(files: Sequence[Path], options: Sequence[str], processes: int) -> 
     alone = [path for path in files if 'needs_memory' in texts[path]]
     shared = sorted(set(files) - set(alone),
                     key=lambda path: (-parts_of(texts[path]), -len(texts[path])))
+    gpus = itertools.cycle(visible_gpus())
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
         def run(path: Path, part: str) -> dict:
-            return run_part(path, part, options, Path(folder))
+            return run_part(path, part, options, Path(folder), next(gpus))
 
         parts = [(path, f'{number + 1}/{parts_of(texts[path])}')
                  for path in shared for number in range(parts_of(texts[path]))]
