@@ -116,6 +116,21 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     ('mask_blocks', 'Tensor?', None, 'mask'),
     ('key_lists', 'Tensor?', None, 'mask'),
     ('query_lists', 'Tensor?', None, 'mask'),
+    # What makes the last two and mask_rows: an AttentionMask, cu_seqlens of packed sequences, and
+    # a call with so many heads of q, queries (packed: total_q) and keys (packed: a bound of the
+    # longest; all_keys: total_k). tile_rows: queries that share a list of keys; tile_queries: of
+    # kernels of gradients; 0: no query_lists.
+    ('intervals', 'Tensor?', REQUIRED, 'shown'),
+    ('block_mask', 'Tensor?', REQUIRED, 'shown'),
+    ('starts_q', 'Tensor?', REQUIRED, 'shown'),
+    ('starts_k', 'Tensor?', REQUIRED, 'shown'),
+    ('heads', 'int', REQUIRED, 'sizes'),
+    ('queries', 'int', REQUIRED, 'sizes'),
+    ('keys', 'int', REQUIRED, 'sizes'),
+    ('all_keys', 'int', REQUIRED, 'sizes'),
+    ('tile_keys', 'int', REQUIRED, 'sizes'),
+    ('tile_rows', 'int', REQUIRED, 'sizes'),
+    ('tile_queries', 'int', REQUIRED, 'sizes'),
     # Absorbed MLA: scores are scale * (q k^T + qv v^T). As q, with the head_dim of v.
     ('qv', 'Tensor?', None, 'latent'),
     # Queries choose their keys: page ids outside the cache hold no key. With an append only that is
@@ -184,6 +199,7 @@ OPS = {
                             'blocks', 'rotation'),
                            ('q', 'q_scales', 'k', 'k_scales', 'v', 'v_scales')),
     'combine': Op(('merged',), ('lse',), writes=('out',)),
+    'mask_lists': Op(('shown', 'sizes'), ('mask_rows', 'key_lists', 'query_lists')),
 }
 
 # The names of these in the public functions.

@@ -28,8 +28,9 @@ CUTE_DEVICE void send_scores(BwdStorage<Traits>& shared) {
 }
 
 template <class Traits>
-CUTE_DEVICE DqAddition<Traits> cluster_addition(BwdDeviceParams const& p, BwdSteps const& steps) {
-  return DqAddition<Traits>{p, *steps.work, steps.m, steps.tile(p), cluster_rank()};
+CUTE_DEVICE DqAddition<Traits> cluster_addition(BwdDeviceParams const& p,
+                                                StepsOf<Traits> const& steps) {
+  return DqAddition<Traits>{p, *steps.work, steps.order_number(), steps.tile(p), cluster_rank()};
 }
 
 // Lets warpgroup 2 store or add its dQ of a step (add_order.h), up to a step ahead of it. WHY not
@@ -39,7 +40,7 @@ CUTE_DEVICE void grant_turns(BwdStorage<Traits>& shared, BwdDeviceParams const& 
   wait_for_earlier_launches();  // the preprocess kernel zeroes the flags
   auto& exchange = shared.exchange;
   uint32_t count = 0;
-  for (BwdSteps steps(exchange.work); steps.valid(); steps.next(), ++count) {
+  for (StepsOf<Traits> steps(exchange.work); steps.valid(); steps.next(), ++count) {
     int const buffer = count % kExchangeBuffers;
     uint32_t const phase = count / kExchangeBuffers % 2;
     auto const addition = cluster_addition<Traits>(p, steps);
@@ -57,7 +58,7 @@ template <class Traits>
 CUTE_DEVICE void publish_turns(BwdStorage<Traits>& shared, BwdDeviceParams const& p) {
   auto& exchange = shared.exchange;
   uint32_t count = 0;
-  for (BwdSteps steps(exchange.work); steps.valid(); steps.next(), ++count) {
+  for (StepsOf<Traits> steps(exchange.work); steps.valid(); steps.next(), ++count) {
     int const buffer = count % kExchangeBuffers;
     exchange.dq_added[buffer].wait(count / kExchangeBuffers % 2);
     cluster_addition<Traits>(p, steps).publish(exchange.dq_is_first[buffer]);

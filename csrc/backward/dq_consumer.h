@@ -18,7 +18,7 @@ struct DqConsumer : BwdProducts<Traits> {
     shared.k_full[0].wait(0);
     shared.exchange.k_other_full.wait(0);
     uint32_t count = 0;
-    for (BwdSteps steps(shared.exchange.work); steps.valid(); steps.next(), ++count) {
+    for (StepsOf<Traits> steps(shared.exchange.work); steps.valid(); steps.next(), ++count) {
       int const buffer = count % kExchangeBuffers;
       uint32_t const phase = count / kExchangeBuffers % 2;
       shared.exchange.ds_full[buffer].wait(phase);

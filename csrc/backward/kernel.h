@@ -103,7 +103,7 @@ CUTE_DEVICE void resolve_only_work(BwdStorage<Traits>& shared, typename Traits::
   if (resolves_work) {
     int const number = p.is_deterministic ? read_remote(0, shared.exchange.number)
                                           : int(blockIdx.x) / Traits::kClusterSize;
-    BwdWork const work = work_of_number<Traits>(p, number, rank);
+    BwdWorkOf<Traits> const work = work_of_number<Traits>(p, number, rank);
     shared.exchange.work = work;
     if (work.steps() == 0 && work.has_keys()) {
       store_zeros<Traits>(shared.k[0], work, p);

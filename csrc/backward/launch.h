@@ -120,7 +120,6 @@ void launch_main(BwdParams const& p, void* stream) {
   constexpr int kBytes = Config::k.shared_bytes();
   using Storage = BwdStorage<BwdTraits<Config>>;
   static_assert(sizeof(Storage) <= kBytes, "BwdConfig::shared_memory() must cover the storage");
-  static_assert(offsetof(Storage, exchange) % 1024 == 0, "swizzled tiles begin at 1024 bytes");
   LaunchShape const shape{Config::k.name, p.schedule.grid, Config::k.threads(), kBytes};
   static std::atomic<uint64_t> devices_ready{0};
   allow_shared_memory(backward_kernel<Config>, shape, devices_ready);

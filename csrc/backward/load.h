@@ -43,8 +43,8 @@ struct BwdProducer {
 
  private:
   CUTE_DEVICE void load_only_tile() {
-    BwdWork const work = shared.exchange.work;  // a copy, as below
-    BwdSteps steps(work);
+    BwdWorkOf<Traits> const work = shared.exchange.work;  // a copy, as below
+    Steps steps(work);
     load_k(work, 0);
     load_q(steps);
     load_v(work);

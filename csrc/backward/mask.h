@@ -106,9 +106,15 @@ struct AnyKeyMask {
   }
 };
 
-// A mask of lists: the intervals of the queries of a step, and the blocks of its entry.
+// A mask of lists: the intervals of the queries of a step, and the blocks of its entry. A lane
+// turns the intervals of two queries into bits for the 16 keys of its warp, and the lanes that have
+// the queries' scores take them from it: a masked step took twice as long when each lane read the
+// intervals of all of its columns.
 template <class Traits>
 struct ListedKeyMask {
+  static constexpr uint32_t kAllLanes = ~0u;
+  static constexpr int kQueriesOfWord = 64;
+
   ListedBwdParams const& p;
   int first_key;
   int thread;
@@ -119,36 +125,63 @@ struct ListedKeyMask {
 
   CUTE_DEVICE void start(BwdWork const&) {}
 
+  // Whole warps call it.
   template <class Fragment>
   CUTE_DEVICE void apply(Fragment& acc, BwdWork const& work, BwdStep const& step) const {
     auto scores = rows_view(acc);  // (2, (2, J))
     int own = thread;
     asm volatile("" : "+r"(own));  // else values derived from it stay in registers
-    int const first = step.m * Traits::kTileM + fragment_column(own);
-    int const key = work.key_begin + first_key + fragment_row(own);
-    uint32_t const bits = step.flags >> BwdStep::kFirstBlockBit >> first_key / kWarpgroupRows;
-    int4 const* const rows = rows_of(work);
+    int const lane = own % 32;
+    int const first = work.key_begin + first_key;
+    uint32_t const blocks = step.flags >> BwdStep::kFirstBlockBit >> first / kWarpgroupRows % 2;
+    int const warp_key = first + own / 32 * kWarpRows;
+    if (p.listed.rows == nullptr) {
+      hide_blocks(scores, blocks, work.len.k - warp_key - lane / 4);
+      return;
+    }
     CUTE_UNROLL
-    for (int c = 0; c < cute::size<1>(scores); ++c) {
-      int const column = (c / 2) * 8 + c % 2;
-      int4 const row = rows == nullptr ? make_int4(0, work.len.k, 0, 0)
-                                       : __ldg(rows + min_of(first + column, work.len.q - 1));
-      bool const has_block = (bits >> 2 * (column / kWarpgroupRows) & 1) != 0;
+    for (int w = 0; w < Traits::kTileM / kQueriesOfWord; ++w) {
+      int const query = step.m * Traits::kTileM + w * kQueriesOfWord + lane;
+      uint32_t const both = keys_seen(work, query, warp_key) |
+                            keys_seen(work, query + kQueriesOfWord / 2, warp_key) << kWarpRows;
+      uint32_t const word = blocks >> 2 * w & 1 ? both : 0;
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        int const at = key + 8 * r;
-        bool const is_seen = (at >= row.x && at < row.y) || (at >= row.z && at < row.w);
-        scores(r, c) = has_block && is_seen && at < work.len.k ? scores(r, c) : -INFINITY;
+      for (int i = 0; i < 8; ++i) {  // two of the lane's columns: c and the one 32 queries later
+        uint32_t const seen =
+            __shfl_sync(kAllLanes, word, i / 2 * 8 + i % 2 + fragment_column(own)) >> lane / 4;
+        CUTE_UNROLL
+        for (int bit = 0; bit < 4; ++bit) {
+          auto& score = scores(bit % 2, 16 * w + 8 * (bit / 2) + i);
+          score = seen >> 8 * bit & 1 ? score : -INFINITY;
+        }
       }
     }
   }
 
  private:
-  // The intervals of the sequence's queries; nullptr: they see all keys.
-  CUTE_DEVICE int4 const* rows_of(BwdWork const& work) const {
-    if (p.listed.rows == nullptr) {
-      return nullptr;
+  // Without intervals. keys: from the lane's first row to the end of the sequence.
+  template <class Scores>
+  CUTE_DEVICE static void hide_blocks(Scores& scores, uint32_t blocks, int keys) {
+    CUTE_UNROLL
+    for (int c = 0; c < cute::size<1>(scores); ++c) {
+      bool const is_shown = blocks >> 2 * (c / 16) & 1;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        scores(r, c) = is_shown && 8 * r < keys ? scores(r, c) : -INFINITY;
+      }
     }
+  }
+
+  // The keys of a warp that a query sees, a bit each.
+  CUTE_DEVICE uint32_t keys_seen(BwdWork const& work, int query, int warp_key) const {
+    int4 const row = __ldg(rows_of(work) + min_of(query, work.len.q - 1));
+    auto const below = [&](int key) { return (1u << clamp(key - warp_key, 0, kWarpRows)) - 1; };
+    uint32_t const seen = (below(row.y) & ~below(row.x)) | (below(row.w) & ~below(row.z));
+    return seen & below(work.len.k);
+  }
+
+  // The intervals of the sequence's queries.
+  CUTE_DEVICE int4 const* rows_of(BwdWork const& work) const {
     int64_t const first = p.is_packed() ? int64_t(work.q_end - work.len.q) * 4
                                         : work.batch * p.listed.rows_batch_stride;
     return reinterpret_cast<int4 const*>(p.listed.rows + first);
@@ -198,9 +231,9 @@ struct KeyMask {
 
   // Where a step needs the mask.
   template <class Fragment>
-  CUTE_DEVICE void apply(Fragment& acc, BwdSteps const& steps) const {
-    if (steps.is_masked<Traits>()) {
-      limits.apply(acc, *steps.work, steps.m);
+  CUTE_DEVICE void apply(Fragment& acc, StepsOf<Traits> const& steps) const {
+    if (steps.template is_masked<Traits>()) {
+      apply(acc, *steps.work, BwdStep{steps.own_flags(), 0, 0, steps.m});
     }
   }
 };

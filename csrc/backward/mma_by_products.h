@@ -46,7 +46,7 @@ struct DvConsumer : BwdProducts<Traits> {
     auto tVrDv = Base::template gradient_fragment<Traits::kHeadDimV>();
     KeyMask<Traits> mask(p, shared, 0, thread);
     mask.start(shared.exchange.work);
-    BwdSteps steps(shared.exchange.work);
+    StepsOf<Traits> steps(shared.exchange.work);
     uint32_t count = 0;
     shared.k_full[0].wait(0);
     issue_scores(tSrS, count);
@@ -96,8 +96,8 @@ struct DvConsumer : BwdProducts<Traits> {
 
   // S becomes P, the operand of dV. Warpgroup 1 gets the factors of dP - delta.
   template <class FragmentS, class FragmentP>
-  CUTE_DEVICE void transform(BwdSteps const& steps, KeyMask<Traits> const& mask, uint32_t step,
-                             FragmentS& tSrS, FragmentP& tVrP) {
+  CUTE_DEVICE void transform(StepsOf<Traits> const& steps, KeyMask<Traits> const& mask,
+                             uint32_t step, FragmentS& tSrS, FragmentP& tVrP) {
     BwdScoresAt const at{p, *steps.work, 0, steps.m * Traits::kTileM, steps.head, thread};
     Base::replace_scores(tSrS, at);
     mask.apply(tSrS, steps);

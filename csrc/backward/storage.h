@@ -62,7 +62,7 @@ struct ProductsExchange {
   Mbarrier dq_added[kExchangeBuffers];       // warps of 2 -> publish_turns() (4)
   Mbarrier dq_published[kExchangeBuffers];   // publish_turns() -> grant_turns() (1)
   bool dq_is_first[kExchangeBuffers];        // whether 2 stores its dQ: nobody has added
-  BwdWork work;
+  BwdWorkOf<Traits> work;
   int number;  // the cluster's, in rank 0
 
   // The first of the columns of dQ that the CTA of a rank may compute.
@@ -112,7 +112,7 @@ struct BwdStorage {
                 sizeof(q) == kListed.total("Q") && sizeof(dout) == kListed.total("dO") &&
                 sizeof(ds) == kListed.total("dS"));
 
-  Exchange exchange;
+  alignas(1024) Exchange exchange;  // it has swizzled tiles
 
   // Values of the rows in a stage, loaded and released with Q and with dO.
   alignas(16) float lse_log2[Traits::kQStages][Traits::kTileM];

@@ -54,6 +54,14 @@ struct ListedBwdWork : BwdWork {
   }
 
   CUTE_DEVICE bool has_steps() const { return next_head(head_begin) < head_end; }
+
+  CUTE_DEVICE uint32_t steps() const {
+    uint32_t count = 0;
+    for (int head = head_begin; head < head_end; ++head) {
+      count += uint32_t(list(head)[0]);
+    }
+    return has_keys() ? count : 0;
+  }
 };
 
 template <class Traits>
@@ -107,9 +115,8 @@ CUTE_DEVICE void set_lists(BwdWork&, BwdDeviceParams const&, TileCoord, int, int
 
 CUTE_DEVICE void set_lists(ListedBwdWork& work, ListedBwdParams const& p, TileCoord tile, int n,
                            int index) {
-  int const batch = p.is_packed() ? 0 : tile.batch;
-  work.lists =
-      p.listed.lists + batch * p.listed.batch_stride + int64_t(index + n) * p.listed.tile_stride;
+  work.lists = p.listed.lists_of(p.is_packed() ? 0 : tile.batch, 0) +
+               int64_t(index + n) * p.listed.tile_stride;
   work.head_stride = p.listed.head_stride;
 }
 
@@ -120,15 +127,26 @@ CUTE_DEVICE BwdWorkOf<Traits> no_work() {
   return none;
 }
 
-// The work of the cluster with a number in the order of work, for its CTA of a rank. The order
-// counts from the last tile (core/tile_order.h, core/packed_tiles.h). In deterministic mode that is
-// kept, since the last keys are added first (add_order.h); otherwise the first keys come first,
-// since under a causal mask most queries see them.
+// The tile of keys with a number in the order of work, which counts from the last tile
+// (core/tile_order.h, core/packed_tiles.h). In deterministic mode that is kept, since the last keys
+// are added first (add_order.h); otherwise the first keys come first, since under a causal mask
+// most queries see them.
+CUTE_DEVICE TileCoord tile_of(BwdDeviceParams const& p, int number) {
+  TileCoord tile = p.order.coord(number);
+  tile.m = p.is_deterministic ? tile.m : p.order.m_tiles - 1 - tile.m;
+  return tile;
+}
+
+CUTE_DEVICE TileCoord tile_of(ListedBwdParams const& p, int number) {
+  return p.is_deterministic ? p.order.coord(number) : p.listed.tile_of(p.order, number, p.group);
+}
+
+// The work of the cluster with a number, for its CTA of a rank.
 template <class Traits>
 CUTE_DEVICE BwdWorkOf<Traits> work_of_dense(typename Traits::Params const& p, int number,
                                             int rank) {
-  TileCoord const tile = p.order.coord(number);
-  int const n = p.is_deterministic ? tile.m : p.order.m_tiles - 1 - tile.m;
+  TileCoord const tile = tile_of(p, number);
+  int const n = tile.m;
   BwdWorkOf<Traits> work = resolve_tile<Traits>(p, n, tile.head, p.seqlen, rank);
   set_lists(work, p, tile, n, 0);
   work.q_row = 0;
@@ -207,6 +225,7 @@ struct BwdSteps {
   }
 
   CUTE_DEVICE static constexpr uint32_t own_flags() { return 0; }
+  CUTE_DEVICE int order_number() const { return m; }
 
   // The index of the tile's rows in the workspaces.
   CUTE_DEVICE int64_t tile(BwdDeviceParams const& p) const {
@@ -251,6 +270,7 @@ struct ListedSteps {
   }
 
   CUTE_DEVICE uint32_t own_flags() const;
+  CUTE_DEVICE int order_number() const { return entry().rank; }
 
   CUTE_DEVICE int64_t tile(BwdDeviceParams const& p) const {
     return work->tile_base + head * p.m_tiles + m;

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "attention_arguments.h"
+#include "core/key_list.h"
 
 namespace fa3 {
 
@@ -73,6 +74,18 @@ struct AttentionCall : CallArguments {
   int64_t table_columns() const { return is_paged() ? cache.page_table->size[1] : 1; }
   bool has_softcap() const { return score.softcap != 0.0; }
   int64_t sink_count() const { return score.sinks ? score.sinks->size[0] : 0; }
+
+  // Queries that share a list of keys. Kernels for lists of one block each take dense batches of
+  // narrow heads, without a softcap.
+  int listed_rows() const {
+    constexpr int kMostColumns = 128;
+    bool const may_be_blocks = mask.key_lists && !is_packed() && !has_softcap() &&
+                               q.size[3] <= kMostColumns && v.size[3] <= kMostColumns;
+    auto const has = [&](int rows) {
+      return mask.key_lists->size[2] == ceil_div(int(q.size[1]), rows);
+    };
+    return may_be_blocks && has(kListedBlock) && !has(kListedRows) ? kListedBlock : kListedRows;
+  }
 
   // Absorbed MLA: v_cache holds latents, which qv meets.
   bool has_latents() const { return bool(latent.qv); }

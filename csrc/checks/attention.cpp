@@ -22,14 +22,12 @@ bool check_head_dims(Solver& solver, Call const& call) {
   bool const is_folded = call.execution.split_size > 0 && !call.on_cache;
   bool const is_chosen = call.choice.keys_chosen && !call.latent.qv;
   Range const all = up_to(kMaxHeadDim, "");
-  Range const range = call.is_backward && is_listed
-                          ? up_to(kMaxListedGradients, " for gradients with mask")
-                      : call.is_backward ? up_to(kMaxNarrowHeadDim, " for gradients")
-                      : solver.is_fp8()  ? up_to(kMaxNarrowHeadDim, " with float8_e4m3fn")
-                      : is_folded        ? up_to(kMaxNarrowHeadDim, " with split_size")
-                      : is_chosen        ? up_to(kMaxNarrowHeadDim, " with indices")
-                      : is_listed        ? up_to(kMaxNarrowHeadDim, " with mask")
-                                         : all;
+  Range const range = call.is_backward  ? up_to(kMaxNarrowHeadDim, " for gradients")
+                      : solver.is_fp8() ? up_to(kMaxNarrowHeadDim, " with float8_e4m3fn")
+                      : is_folded       ? up_to(kMaxNarrowHeadDim, " with split_size")
+                      : is_chosen       ? up_to(kMaxNarrowHeadDim, " with indices")
+                      : is_listed       ? up_to(kMaxNarrowHeadDim, " with mask")
+                                        : all;
   bool const is_padded = solver["D"] % step == 0 || solver["D"] > range.most;
   bool const halves_values =
       solver["D"] <= kLongValuesHeadDim && !solver.is_fp8() && !call.is_backward;
@@ -90,16 +88,18 @@ Solver solver_of(Call const& call, bool is_fp8) {
   if (!call.on_cache || call.lengths.cu_seqlens_k) {
     // Blocks that have scales, and tiles that have lists; of packed sequences one after another.
     bool const is_packed = call.is_packed();
-    auto const bind = [&](Letter letter, TensorMeta const& x, int size, char const* name) {
+    auto const bind = [&](Letter letter, TensorMeta const& x, int size, char const* name,
+                          int after = 0) {
       int64_t const rows = x.size[is_packed ? 0 : 1];
-      solver.bind(letter, is_packed ? rows / size + call.batch() : (rows + size - 1) / size, name);
+      int64_t const packed = rows / size + call.batch() + after;
+      solver.bind(letter, is_packed ? packed : (rows + size - 1) / size, name);
     };
     solver.rename("bz", "Bz");
     solver.bind("Bz", is_packed ? 1 : call.batch(), "q");
     bind("Zq", call.q, kScaleBlockQueries, "q");
     bind("Zk", call.k, kScaleBlockKeys, "k");
-    bind("Lq", call.q, kListedRows, "q");
-    bind("Lk", call.k, kListedKeys, "k");
+    bind("Lq", call.q, call.listed_rows(), "q", 1);  // one for rows after all sequences
+    bind("Lk", call.k, kListedKeys, "k", 1);
   }
   return solver;
 }
@@ -125,8 +125,8 @@ bool check_attention(Solver& solver, Call const& call) {
   bool const has_lists = bool(call.is_backward ? mask.query_lists : mask.key_lists);
   return check_rules<kPasses>(solver, call) && check_rows<kPasses>(solver, call) &&
          check_limits(solver, call) && (!solver.is_fp8() || check_rows<kScalePass>(solver, call)) &&
-         (!solver.on_cuda() || has_lists == (mask.mask_rows || mask.mask_blocks) ||
-          solver.refuse("lists with mask_rows or mask_blocks", "one without the other")) &&
+         (!solver.on_cuda() || has_lists || !(mask.mask_rows || mask.mask_blocks) ||
+          solver.refuse("lists with mask_rows or mask_blocks", "None")) &&
          check_memory<kPasses>(solver, call);
 }
 

@@ -33,7 +33,7 @@ struct Row {
 inline constexpr Memory kResult = kOwn | kColumns, kCache = kColumns | kWhole | kChunks,
                         kTable = kList | kChunks;
 
-static_assert(kListHeader + 1 == 3 && kTreeWords == 4);
+static_assert(kListHeader + 1 == 5 && kTreeWords == 4);
 inline constexpr Row kTensors[] = {
     {kCallPass, at<&Call::q>, {"q", kAnchor, "b s Hq D", kColumns}},
     {kCallPass, at<&LengthArguments::cu_seqlens_q>, {"cu_seqlens_q", kInt32, "B+1"}},
@@ -60,8 +60,8 @@ inline constexpr Row kTensors[] = {
     {kCallPass, at<&TreeArguments::tree_mask>, {"tree_mask", kInt32, "b s 4", kInt4Rows}},
     {kKeyPass, at<&MaskArguments::mask_rows>, {"mask_rows", kInt32, "b? s 4", kInt4Rows}},
     {kKeyPass, at<&MaskArguments::mask_blocks>, {"mask_blocks", kBool, "B? Hq? Mq Mk"}},
-    {kKeyPass, at<&MaskArguments::key_lists>, {"key_lists", kInt32, "Bz? Hq? Lq Wk+3"}},
-    {kKeyPass, at<&MaskArguments::query_lists>, {"query_lists", kInt32, "Bz? Hq? Lk Wq+3"}},
+    {kKeyPass, at<&MaskArguments::key_lists>, {"key_lists", kInt32, "Bz? Hq? Lq Wk+5"}},
+    {kKeyPass, at<&MaskArguments::query_lists>, {"query_lists", kInt32, "Bz? Hq? Lk Wq+5"}},
     {kKeyPass, at<&Call::dout>, {"dout", kOut, "b s Hq Dv"}},
     {kKeyPass, at<&Call::out>, {"out", kOut, "b s Hq Dv"}},
     {kKeyPass, at<&Call::lse>, {"lse", kWide, "b Hq s"}},

@@ -158,6 +158,15 @@ inline constexpr FwdConfig kFwdTileD64Tiny = two_ctas(kFwdTileD64Small, 60);
 // 1343 us, with one CTA 2148 us (2026-11-22).
 inline constexpr FwdConfig kFwdTileD128Tiny = two_ctas(kFwdTileD128ShortSmall, 240);
 
+// With lists of blocks of 64 x 64. 16 + 24 + 24 = 64 and 32 + 32 + 32 = 96.
+constexpr FwdConfig of_blocks(FwdConfig tile, int stages) {
+  tile.stages = stages;
+  tile.q_stages = 2;
+  return tile;
+}
+inline constexpr FwdConfig kFwdTileD64Block = of_blocks(kFwdTileD64Tiny, 3);
+inline constexpr FwdConfig kFwdTileD128Block = of_blocks(kFwdTileD128Tiny, 2);
+
 // On a cache the bytes in flight decide the speed; the producer warp also computes the line of
 // work. Replays of a CUDA graph (H200, 2026-11-25), in us for kFwdTileD128Cache, for two CTAs with
 // 64 keys and 3 stages each, and for one CTA with 64 keys and 6 stages:

@@ -1,16 +1,20 @@
 // A mask as lists: the K tiles that a tile of queries visits, and which of them need the mask
 // (flash_attn3/ops/mask_lists.py makes them).
 //
-// A list is int32: the number of entries, the number of free entries, then the entries, free ones
-// first. A K tile is free if all queries of the tile see all of its keys, so it needs no mask.
+// A list is int32: the number of entries, the number of free entries, two elements of an order,
+// then the entries, free ones first. A K tile is free if all queries of the tile see all of its
+// keys, so it needs no mask. The order: list i of a head names the list that is the i-th longest of
+// the head, then how many of its lists are outliers, more than four times as long as the mean.
 #pragma once
 
 #include "core/block_range.h"
+#include "core/tile_order.h"
 
 namespace fa3 {
 
 constexpr int kListedRows = 128;   // queries of a tile
-constexpr int kListHeader = 2;     // ints before the entries
+constexpr int kListedBlock = 64;   // the same in kernels for blocks of 64 x 64, of dense batches
+constexpr int kListHeader = 4;     // ints before the entries
 constexpr int kListBlockBits = 4;  // low bits of an entry, one a block; the rest is the tile
 
 // The bits say which blocks of 64 queries and 64 keys are visible, before the intervals of rows.
@@ -69,6 +73,18 @@ struct MaskLists {
   int tile_stride = 0;
   int const* rows = nullptr;      // (queries, 4): two intervals of keys; nullptr: all keys
   int64_t rows_batch_stride = 0;  // in ints
+
+  FA3_HD int const* lists_of(int batch, int head) const {
+    return lists + batch * batch_stride + head * head_stride;
+  }
+
+  // Dense batches: the tile with a number in the order of work; m is that of its list. heads: query
+  // heads of a head of `order`; the lists of the first stand for all.
+  FA3_HD TileCoord tile_of(TileOrder const& order, int number, int heads) const {
+    TileCoord tile = listed_tile(order, lists[3], number);
+    tile.m = lists_of(tile.batch, tile.head * heads)[int64_t(tile.m) * tile_stride + 2];
+    return tile;
+  }
 };
 
 }  // namespace fa3

@@ -113,6 +113,7 @@ struct FwdProblem {
   int sm_margin = 0;
   bool deterministic = false;  // the backward sums dQ in a fixed order
   int split_size = 0;          // keys of a part; 0: none
+  int listed_rows = 0;         // kind.has_lists(): queries that share a list
   DeviceLimits device;
   CacheProblem cache;  // kind.is_cache()
 

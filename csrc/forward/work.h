@@ -75,8 +75,7 @@ CUTE_DEVICE void find_keys(KeyList& keys, ListDeviceParams const& p, FwdWork<Tra
   MaskLists const& listed = p.listed;
   int const q_begin = work.location.end_q() - work.location.len.q;
   int const index = p.is_packed() ? q_begin / kListedRows + tile.batch + tile.m : tile.m;
-  int const batch = p.is_packed() ? 0 : tile.batch;
-  keys = KeyList::at(listed.lists + batch * listed.batch_stride + tile.head * listed.head_stride +
+  keys = KeyList::at(listed.lists_of(p.is_packed() ? 0 : tile.batch, tile.head) +
                      int64_t(index) * listed.tile_stride);
 }
 
@@ -146,6 +145,14 @@ CUTE_DEVICE FwdWork<Traits> no_tile() {
   return none;
 }
 
+CUTE_DEVICE TileCoord tile_of(FwdDeviceParams const& p, int number) {
+  return p.order.coord(number);
+}
+
+CUTE_DEVICE TileCoord tile_of(ListDeviceParams const& p, int number) {
+  return p.listed.tile_of(p.order, number, 1);
+}
+
 // A dense batch: tickets are numbers in the order of tiles. The first of a CTA is its index.
 template <class Traits>
 struct DenseTiles {
@@ -170,7 +177,7 @@ struct DenseTiles {
       }
       return no_tile<Traits>();
     }
-    TileCoord const tile = p.order.coord(ticket);
+    TileCoord const tile = tile_of(p, ticket);
     return resolve_tile<Traits>(p, tile, p.lead, Traits::Location::dense(tile.batch, p.seqlen),
                                 int64_t(tile.batch) * p.lse_heads * p.seqlen.q);
   }

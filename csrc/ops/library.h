@@ -19,6 +19,7 @@ std::span<BoxedOp const> forward_ops();
 std::span<BoxedOp const> backward_ops();
 std::span<BoxedOp const> quantize_ops();
 std::span<BoxedOp const> combine_ops();
+std::span<BoxedOp const> mask_list_ops();
 
 // Why the installed driver cannot run this library; empty if it can, and without a driver. Does not
 // initialise CUDA.

@@ -5,8 +5,8 @@
 #include "ops/library.h"
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
-  for (auto const ops :
-       {fa3::forward_ops(), fa3::backward_ops(), fa3::quantize_ops(), fa3::combine_ops()}) {
+  for (auto const ops : {fa3::forward_ops(), fa3::backward_ops(), fa3::quantize_ops(),
+                         fa3::combine_ops(), fa3::mask_list_ops()}) {
     for (fa3::BoxedOp const& op : ops) {
       m.impl(op.name, op.run);
     }

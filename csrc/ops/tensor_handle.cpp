@@ -59,6 +59,8 @@ int32_t dtype_code(Dtype dtype) {
       return aoti_torch_dtype_bfloat16();
     case Dtype::kFloat8E4M3:
       return aoti_torch_dtype_float8_e4m3fn();
+    case Dtype::kOther:
+      return aoti_torch_dtype_int32();
     default:
       return aoti_torch_dtype_float32();
   }

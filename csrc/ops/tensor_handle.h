@@ -34,8 +34,8 @@ inline void describe_if(OwnedTensor const& tensor, std::optional<TensorMeta>& me
   }
 }
 
-// A new contiguous CUDA tensor (float16, bfloat16, float8_e4m3fn or float32); throws with the
-// number of bytes when memory runs out. `op` is named then: what the user called.
+// A new contiguous CUDA tensor (float16, bfloat16, float8_e4m3fn, float32; int32 for kOther);
+// throws with the number of bytes when memory runs out. `op` is named then: what the user called.
 OwnedTensor allocate(char const* op, int64_t const* sizes, int rank, Dtype dtype, int device);
 
 // A new contiguous tensor of the sizes, dtype and device of another.

@@ -80,7 +80,8 @@ int tiles_at_once(FwdSchedule const& schedule, FwdConfig const& config) {
 // Sections of causal tiles (core/tile_order.h), each of whole KV heads. Packed sequences have other
 // sections. About eight CTAs read the keys of a head together: with two or four, memory bounds
 // short sequences; with all CTAs on one head, long sequences are slower (docs/journal/forward.md).
-// The last section has two tiles for each CTA, so that its short tiles balance the long ones.
+// The last section has two tiles for each CTA, so that its short tiles balance the long ones. Tiles
+// with lists read keys in no common order: a section has the heads whose keys L2 holds.
 void set_sections(FwdSchedule& schedule, FwdProblem const& problem, int at_once) {
   constexpr int kCtasOfHead = 8;
   if (problem.is_packed || !schedule.longest_first || schedule.tiles == 0) {
@@ -89,7 +90,9 @@ void set_sections(FwdSchedule& schedule, FwdProblem const& problem, int at_once)
   int const pairs_of_head = problem.heads_q / problem.heads_k / schedule.pack;
   int const tiles_of_head = schedule.m_tiles * pairs_of_head;
   int const heads = problem.heads_k * problem.batch;
-  int const usual = clamp(at_once / min_of(tiles_of_head, kCtasOfHead), 1, heads);
+  int const usual = problem.kind.has_lists()
+                        ? choose_section_heads(problem, schedule.pack) / pairs_of_head
+                        : clamp(at_once / min_of(tiles_of_head, kCtasOfHead), 1, heads);
   int const last = clamp(ceil_div(2 * at_once, tiles_of_head), 1, heads);
   schedule.section_pairs = usual * pairs_of_head;
   schedule.least_last_pairs = last * pairs_of_head;
@@ -267,7 +270,7 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config)
   schedule.pack = choose_pack(problem, config);
   schedule.m_tiles = m_tiles_of(problem, config, schedule.pack);
   int const rows = RowPacking{schedule.pack}.positions_per_tile(config.consumer_warpgroups);
-  schedule.longest_first = grows(problem, rows);
+  schedule.longest_first = problem.kind.has_lists() || grows(problem, rows);
   int64_t head_tiles = int64_t(schedule.m_tiles) * problem.batch;
   if (problem.is_packed) {
     schedule.least_lead = least_lead_of(problem, config, schedule.pack);
@@ -297,6 +300,15 @@ FwdSchedule schedule_forward(FwdProblem const& problem, FwdConfig const& config)
 // alone. Among tiles with as many keys, the rows are chosen by time.
 FwdPlan plan_forward(FwdProblem const& problem) {
   FwdCandidates const candidates = fwd_candidates(problem);
+  if (problem.kind.has_lists()) {
+    int i = 0;
+    while (i + 1 < candidates.count &&
+           kFwdVariants[candidates.variant[i]].consumer_warpgroups * kWarpgroupRows !=
+               problem.listed_rows) {
+      ++i;
+    }
+    return plan_with(problem, candidates.variant[i]);
+  }
   bool const is_empty = problem.batch == 0 || problem.heads_q == 0 || problem.seqlen_q == 0;
   if (candidates.count == 1 || is_empty) {
     return plan_with(problem, candidates.variant[0]);

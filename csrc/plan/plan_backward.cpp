@@ -125,7 +125,7 @@ BwdPlan plan_backward(FwdProblem const& problem) {
   BwdSchedule& schedule = plan.schedule;
   schedule.tile_m = config.tile_m;
   schedule.tile_n = config.tile_n();
-  schedule.in_sections = problem.deterministic || shrinks(problem);
+  schedule.in_sections = problem.deterministic || problem.kind.has_lists() || shrinks(problem);
   if (problem.is_packed) {
     schedule_packed(schedule, problem, config);
   } else {

@@ -29,7 +29,6 @@ struct FwdCandidates {
 // The largest head dim of q, k and v: in 16 bits, and with FP8 or gradients.
 constexpr int kMaxHeadDim = 512;
 constexpr int kMaxNarrowHeadDim = 256;
-constexpr int kMaxListedGradients = 128;  // gradients with a mask of lists
 
 // Up to this head dim of q and k, v of more than kMaxNarrowHeadDim columns takes a launch for each
 // half.

@@ -71,6 +71,7 @@ def _forward_variants() -> list[ForwardVariant]:
         ('192x128', '192x128'))]
     tiles += [('FwdTileD64Short', 64, 'Lists', ''), ('FwdTileD128Short', 128, 'Lists', ''),
               ('FwdTileD256', 256, 'Lists ListsSoftcap', '')]
+    tiles += [(f'FwdTileD{head_dim}Block', head_dim, 'Lists', 'Block') for head_dim in (64, 128)]
     tiles += [('FwdTileD256', 512, f'{both} General Softcap', '')]
     tiles += [(f'FwdTileD{head_dim}Cache', head_dim, 'Cache CacheSoftcap', '')
               for head_dim in (64, 128, '192x128', 256, 512)]
@@ -134,7 +135,7 @@ class BackwardVariant:
 def _backward_variants() -> list[BackwardVariant]:
     tiles = [(head_dim, 'Full Causal General Softcap')
              for head_dim in (64, 96, 128, 192, 256)]
-    tiles += [(head_dim, 'Lists') for head_dim in (64, 128)]
+    tiles += [(head_dim, 'Lists') for head_dim in (64, 128, 192, 256)]
     tiles += [(head_dims, 'Causal General')
               for head_dims in ('64x128', '64x256', '96x64', '128x64', '192x128')]
     return [BackwardVariant(f'BwdTileD{head_dim}', dtype, kind, head_dim)

@@ -308,8 +308,13 @@ def _general(call: Call, return_lse: bool, num_splits: int) -> Tensor | tuple[Te
     """What a public function returns. num_splits: 1, or of `attend_cache`; with a mask as given."""
     op, tensors, general, execution, eight_bit, mask = call
     if mask is not None:
-        return asked_for(masked.attention(call, num_splits), return_lse,
-                         execution.return_max_logits)
+        masked.refuse(call, num_splits)
+        if (packed := masked.packed_call(call)) is None:
+            results = masked.attention(call)
+        else:
+            results = masked.by_batch(_general_attention(
+                packed.tensors, packed.general, execution, return_lse), tensors)
+        return asked_for(results, return_lse, execution.return_max_logits)
     if dtensors.is_dtensor(tensors[0]):
         return dtensors.on_shards(call, lambda shard: _general(shard, return_lse, num_splits))
     *_, out = tensors

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn3.ops import checks, mask_lists
 from flash_attn3.ops.dense_and_varlen import MaskTensors
-from flash_attn3.ops.mask_lists import BLOCK, Layout, ceil_div
+from flash_attn3.ops.mask_lists import BLOCK, Layout, Tiles
 
+_mask_lists = torch.ops.flash_attn3.mask_lists.default
 _OP = 'AttentionMask'
 _BLOCKS = 64, 128
 _MOST_INTERVALS = 2
@@ -36,6 +38,38 @@ class _Kept(NamedTuple):
         stream.wait_event(self.made)
         for x in tensors:
             x.record_stream(stream)
+
+
+class _Documents(NamedTuple):
+    """Documents of `rows` sequences of `seqlen` tokens as one packed batch. What lies before the
+    first and after the last document of a sequence are packed sequences without keys.
+    """
+    rows: int
+    seqlen: int
+    cu_seqlens: Tensor    # (rows * runs + 1,)
+    seqused_k: Tensor     # (rows * runs,)
+    causal: bool
+
+    @staticmethod
+    def of(cu_documents: Tensor, seqlen: int, causal: bool) -> _Documents:
+        """cu_documents: (rows, documents + 1)."""
+        rows = cu_documents.size(0)
+        begins = F.pad(cu_documents.clamp(0, seqlen).cummax(-1).values, (1, 0))
+        used = F.pad(begins[:, 1:].diff(), (1, 1))
+        offsets = seqlen * torch.arange(rows, dtype=torch.int32, device=begins.device)
+        starts = (begins + offsets[:, None]).flatten()
+        end = starts.new_full((1,), rows * seqlen)
+        return _Documents(rows, seqlen, torch.cat([starts, end]), used.flatten(), causal)
+
+    def of_batch(self, batch: int) -> _Documents:
+        """For `batch` sequences that all have these documents."""
+        if batch == self.rows:
+            return self
+        offsets = self.seqlen * torch.arange(batch, dtype=torch.int32, device=self.seqused_k.device)
+        starts = (self.cu_seqlens[:-1] + offsets[:, None]).flatten()
+        end = starts.new_full((1,), batch * self.seqlen)
+        return self._replace(rows=batch, cu_seqlens=torch.cat([starts, end]),
+                             seqused_k=self.seqused_k.repeat(batch))
 
 
 class _Lengths(NamedTuple):
@@ -81,6 +115,8 @@ class AttentionMask:
         self._intervals, self._blocks = intervals, blocks
         self._seqlen_q, self._seqlen_k = seqlen_q, seqlen_k
         self._cu_seqlens = cu_seqlens
+        self._is_fine = False    # made from blocks of 64
+        self._documents: _Documents | None = None
         self._kept: dict[tuple, _Kept] = {}
         self._captured: dict[tuple, _Kept] = {}    # what CUDA graphs read, never dropped
 
@@ -136,7 +172,9 @@ class AttentionMask:
         for dim, size in ((2, block_q), (3, block_k)):
             if size != BLOCK:
                 blocks = blocks.repeat_interleave(size // BLOCK, dim)
-        return AttentionMask(None, blocks, *lengths)
+        mask = AttentionMask(None, blocks, *lengths)
+        mask._is_fine = BLOCK in (block_q, block_k)
+        return mask
 
     @staticmethod
     def from_block_mask(block_mask, intervals: AttentionMask | None = None) -> AttentionMask:
@@ -182,7 +220,9 @@ class AttentionMask:
             (after - 1).clamp(min=0), after))
         ends = row + 1 if causal else end
         intervals = torch.stack([begin, ends], -1).masked_fill(~is_inside[..., None], 0)
-        return _square(intervals.unsqueeze(-2), seqlen)
+        mask = _square(intervals.unsqueeze(-2), seqlen)
+        mask._documents = _Documents.of(torch.atleast_2d(cu_documents), seqlen, causal)
+        return mask
 
     @staticmethod
     def prefix_lm(prefix: Tensor, seqlen: int, cu_seqlens: Tensor | None = None) -> AttentionMask:
@@ -264,24 +304,42 @@ class AttentionMask:
                     and not torch.equal(starts, others))):
             raise RuntimeError(checks.error(f'{_OP}.__and__', 'masks with the same cu_seqlens',
                                             'others'))
-        return AttentionMask(intervals, blocks, self._seqlen_q & other._seqlen_q,
+        both = AttentionMask(intervals, blocks, self._seqlen_q & other._seqlen_q,
                              self._seqlen_k & other._seqlen_k, starts)
+        both._is_fine = self._is_fine or other._is_fine
+        return both
 
     # ------------------------------------------------------------------------------------- a call
-    def tensors_of(self, op: str, tensors: tuple[Tensor, Tensor, Tensor], lengths: tuple,
-                   softcap: bool, with_gradients: bool,
-                   check: Callable[[], None]) -> MaskTensors:
-        """What the op `attend` takes for a call on q, k and v; lists where kernels read them.
+    def as_packed(self, op: str, q: Tensor, k: Tensor, needs_grad: bool,
+                  check: Callable[[], None] | None) -> tuple[Tensor, Tensor, bool] | None:
+        """cu_seqlens, seqused_k and causal of a packed call on the rows of q and k, if the mask is
+        nothing but documents. op, check: as of tensors_of(), which raises the same errors; None:
+        nothing is checked.
+        """
+        documents = self._documents
+        if documents is None or (needs_grad and documents.seqused_k.is_inference()):
+            return None    # autograd saves no inference tensors
+        if check is not None:
+            check()
+            if problem := self._problem(q, Layout(q.size(1), k.size(1)), q.size(0),
+                                        (q.size(2), k.size(2))):
+                raise RuntimeError(checks.error(op, *problem))
+        *_, starts, used, causal = documents.of_batch(q.size(0))
+        return starts, used, causal
+
+    def tensors_of(self, op: str, tensors: tuple[Tensor, Tensor], lengths: tuple,
+                   tiles: Tiles | None, check: Callable[[], None]) -> MaskTensors:
+        """What the ops `attend` and `bwd` take for a call on q and k.
 
         lengths: cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of packed sequences, or
-        (). softcap: whether there is one. with_gradients: also what the op `bwd` takes. check:
-        refuses a wrong call; called before the mask is compared with it.
+        (). tiles: of the kernels that read lists (mask_lists.tiles_of); None: the plain path.
+        check: refuses a wrong call; called before the mask is compared with it.
 
         Raises:
             RuntimeError: the mask was made for other sizes, or has wrong values, where those are
                 read.
         """
-        q, k, v = tensors
+        q, k = tensors
         if lengths:
             *starts, _, longest = lengths    # max_seqlen_q is a hint, and lists name all queries
             layout = Layout(q.size(0), longest or k.size(0), *starts, k.size(0))
@@ -289,11 +347,10 @@ class AttentionMask:
         else:
             layout = Layout(q.size(1), k.size(1))
             batch = q.size(0)
-        columns = max(q.size(-1), v.size(-1))
-        tile = mask_lists.tile_keys(columns, softcap) if q.is_cuda else 0
-        queries = mask_lists.tile_queries(columns) if q.is_cuda and with_gradients else 0
+        if self._is_fine and tiles is not None and not lengths and layout.queries > BLOCK:
+            tiles = tiles.of_blocks()
         heads = q.size(-2), k.size(-2)
-        key = (tile, queries, batch, heads, layout.queries, layout.keys, layout.all_keys,
+        key = (tiles, batch, heads, layout.queries, layout.keys, layout.all_keys,
                *map(_identity, layout[2:4]))
         is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
         if (kept := self._kept.get(key)) is not None:
@@ -305,10 +362,7 @@ class AttentionMask:
         check()
         if problem := self._problem(q, layout, batch, heads):
             raise RuntimeError(checks.error(op, *problem))
-        made = self._made(layout, batch, heads, tile)
-        if queries:
-            made = made._replace(query_lists=mask_lists.query_lists(
-                made.mask_rows, made.mask_blocks, layout, queries, layout.queries))
+        made = self._made(layout, heads[0], tiles)
         # What a captured graph makes exists only in its replays. PyTorch counts no changes of
         # inference tensors.
         if not is_captured and not any(x is not None and x.is_inference() for x in layout[2:4]):
@@ -318,21 +372,16 @@ class AttentionMask:
             self._kept[key] = _Kept(made, layout, event)
         return made
 
-    def _made(self, layout: Layout, batch: int, heads: tuple[int, int], tile: int) -> MaskTensors:
+    def _made(self, layout: Layout, heads: int, tiles: Tiles | None) -> MaskTensors:
         rows, blocks = self._intervals, self._blocks
-        if rows is not None:
-            rows = mask_lists.clean_rows(rows, layout)
-        if blocks is not None:
-            if layout.cu_seqlens_q is None:
-                blocks = blocks[:, :, :ceil_div(layout.queries, BLOCK),
-                                :ceil_div(layout.keys, BLOCK)]
-            else:
-                blocks = blocks.expand(batch, -1, -1, -1)
-            if blocks.size(1) not in (1, heads[0]):
-                blocks = blocks.repeat_interleave(heads[0] // heads[1], 1)
-            blocks = blocks.contiguous()
-        lists = mask_lists.key_lists(rows, blocks, layout, tile) if tile else None
-        return MaskTensors(rows, blocks, lists)
+        if tiles is not None:
+            made = [_mask_lists(rows, blocks, *layout[2:4], heads, layout.queries, layout.keys,
+                                layout.all_keys, *sizes) for sizes in tiles.of_calls()]
+            return MaskTensors(None if rows is None else made[0][0], None, made[0][1],
+                               made[-1][2] if tiles.queries else None)
+        return MaskTensors(
+            None if rows is None else mask_lists.clean_rows(rows, layout),
+            None if blocks is None else mask_lists.expanded_blocks(blocks, layout, heads))
 
     # ------------------------------------------------------------------------------------- checks
     def _problem(self, q: Tensor, layout: Layout, batch: int,

@@ -1,36 +1,47 @@
-"""The lists of K tiles that kernels visit for an AttentionMask (api/masks.py).
+"""The lists of K tiles that kernels visit for an AttentionMask (api/masks.py), and the op
+`mask_lists`, which makes them.
 
-For each tile of 128 queries a list holds first the K tiles of which every query sees every key,
-then those of which some query sees some key. Nothing here reads a tensor on the host, and no tensor
-has the size of the scores: queries are counted in blocks of 64 x 64.
+For each tile of 128 queries (64 in kernels for blocks of 64) a list holds first the K tiles of
+which every query sees every key, then those of which some query sees some key:
 
-    [count, free, entry_0, ..., entry_{count - 1}, unspecified]      entry: K tile << 4 | bits
+    [count, free, order, outliers, entry_0, ..., entry_{count - 1}, unspecified]
+
+An entry is K tile << 4 | bits. In list i of a head `order` is the list that is the i-th longest of
+the head, and `outliers` says how many of its lists are more than four times as long as the mean.
 
 The first `free` entries need no mask. Both parts ascend. Bit 2 * i + j says whether mask_blocks
 shows the keys of half j of the tile to the queries of half i; a tile of 64 keys is both halves. A
 list without a tile has an entry of 0. Packed sequences: tile m of sequence b is number
-cu_seqlens_q[b] // 128 + b + m.
+cu_seqlens_q[b] // 128 + b + m; rows after the last sequence are one more sequence, without keys.
 
 For gradients, each tile of 128 keys has a list of tiles of queries in the same way, possibly empty:
 
-    [count, free, word_0, rank_0, word_1, rank_1, ..., unspecified]
+    [count, free, order, outliers, word_0, rank_0, word_1, rank_1, ..., unspecified]
 
 word: tile of queries << 4 | bits; rank: how many later tiles of keys list the same queries.
 
-csrc/core/key_list.h reads the lists.
+csrc/mask makes the lists on a GPU, and csrc/core/key_list.h reads them. The functions here say what
+they are: plain loops, with a bool for each query and key. Kernels alone read lists, so they serve
+tests. Rows are cleaned here for the CPU, and for GPUs without kernels.
 """
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn3.cpu import visible_keys
+from flash_attn3.arguments import OPS, tuple_of
+from flash_attn3.ops import library
+
 QUERIES = 128    # queries that share a list of K tiles
 KEYS = 128       # keys that share a list of tiles of queries
 BLOCK = 64       # a block of mask_blocks has 64 queries and 64 keys
-_HALVES = QUERIES // BLOCK
+HEADER = 4       # ints of a list before its entries
 _ENTRY_BITS = 4
 
 
@@ -66,21 +77,47 @@ class Layout(NamedTuple):
     def rows(self, device: torch.device) -> Tensor:
         return torch.arange(self.queries, dtype=torch.int32, device=device)
 
+    def lists(self, rows: int = QUERIES) -> int:
+        """How many lists of K tiles a head has, of so many queries. Some between packed sequences
+        have no queries; the last is for rows after them.
+        """
+        if self.cu_seqlens_q is None:
+            return ceil_div(self.queries, rows)
+        return self.queries // QUERIES + self.batch + 1
+
+    def query_lists(self) -> int:
+        if self.cu_seqlens_q is None:
+            return ceil_div(self.keys, KEYS)
+        return self.all_keys // KEYS + self.batch + 1
+
 
 def ceil_div(x: int, y: int) -> int:
     return -(-x // y)
 
 
-def tile_keys(head_dim: int, softcap: bool) -> int:
-    """Keys of a K tile of the kernels that read lists, of which one has a softcap. head_dim: the
-    larger one of q and v.
+class Tiles(NamedTuple):
+    """Tiles of kernels that read lists. keys: of a K tile. rows: queries that share a list of K
+    tiles. queries: of a tile of gradients; 0: none.
     """
-    return 128 if head_dim <= 128 and not softcap else 64
+    keys: int
+    rows: int = QUERIES
+    queries: int = 0
 
+    @staticmethod
+    def of(head_dim: int, softcap: bool, with_gradients: bool) -> Tiles:
+        """head_dim: the larger one of q and v. softcap: whether there is one."""
+        return Tiles(KEYS if head_dim <= 128 and not softcap else 64, QUERIES,
+                     0 if not with_gradients else 128 if head_dim <= 64 else 64)
 
-def tile_queries(head_dim: int) -> int:
-    """Queries of a tile of the kernels of gradients. head_dim: the larger one of q and v."""
-    return 128 if head_dim <= 64 else 64
+    def of_blocks(self) -> Tiles:
+        """The same for a mask of blocks of 64, which head dims up to 128 have kernels for."""
+        return self._replace(keys=BLOCK, rows=BLOCK) if self.keys == KEYS else self
+
+    def of_calls(self) -> list[Tiles]:
+        """What calls of the op make: lists for gradients come with those of the widest tiles."""
+        if not self.queries or (self.keys, self.rows) == (KEYS, QUERIES):
+            return [self]
+        return [self._replace(queries=0), Tiles(KEYS, QUERIES, self.queries)]
 
 
 def clean_rows(intervals: Tensor, layout: Layout) -> Tensor:
@@ -92,221 +129,189 @@ def clean_rows(intervals: Tensor, layout: Layout) -> Tensor:
     rows = layout.rows(intervals.device)
     most = (torch.full_like(rows, layout.keys) if layout.cu_seqlens_q is None
             else layout.keys_of(rows))
-    begin, end = torch.minimum(intervals.clamp(min=0), most[:, None, None]).unbind(-1)
-    begin, end = (x.masked_fill(begin >= end, 0) for x in (begin, end))
-    if intervals.size(-2) == 1:
-        return F.pad(torch.cat([begin, end], -1), (0, 2))
-    begin_0, begin_1, end_0, end_1 = *begin.unbind(-1), *end.unbind(-1)
-    is_swapped = (end_1 > 0) & ((end_0 == 0) | (begin_1 < begin_0))
-    begin_0, begin_1 = _swapped(is_swapped, begin_0, begin_1)
-    end_0, end_1 = _swapped(is_swapped, end_0, end_1)
-    is_one = (end_1 > 0) & (begin_1 <= end_0)
-    end_0 = torch.where(is_one, torch.maximum(end_0, end_1), end_0)
-    begin_1, end_1 = (x.masked_fill(is_one, 0) for x in (begin_1, end_1))
-    return torch.stack([begin_0, end_0, begin_1, end_1], -1)
+    given = torch.minimum(intervals.clamp(min=0), most[:, None, None])
+    begin, end = F.pad(given, (0, 0, 0, 2 - given.size(-2))).unbind(-1)
+    is_empty = begin >= end
+    order = begin.masked_fill(is_empty, layout.keys).argsort(-1)
+    begin, end = (x.masked_fill(is_empty, 0).gather(-1, order) for x in (begin, end))
+    is_one = (end[..., 1:] > 0) & (begin[..., 1:] <= end[..., :1])
+    first_end = torch.where(is_one, end.amax(-1, keepdim=True), end[..., :1])
+    other = (x[..., 1:].masked_fill(is_one, 0) for x in (begin, end))
+    return torch.cat([begin[..., :1], first_end, *other], -1)
 
 
-def _swapped(condition: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.where(condition, y, x), torch.where(condition, x, y)
+def expanded_blocks(blocks: Tensor, layout: Layout, heads: int) -> Tensor:
+    """The blocks of a mask as the op `attend` takes them; heads: those of q."""
+    if layout.cu_seqlens_q is not None:
+        blocks = blocks.expand(layout.batch, -1, -1, -1)
+    if blocks.size(1) > 1:
+        blocks = blocks.repeat_interleave(heads // blocks.size(1), 1)
+    return blocks.contiguous()
 
 
-class _Halves(NamedTuple):
-    """Where queries stand in the halves of lists, and the halves in blocks of a sequence.
-
-    half: (queries,) the half of each. counts: (queries,) 1, or 0 of those after the last sequence.
-    sequence, block: (halves,) of packed sequences, else None and the number of the half.
+# ----------------------------------------------------------------------------------- what lists are
+class _Sequence(NamedTuple):
+    """A packed sequence, or the whole of a batch. visible: (batch or 1, heads_q or 1, queries,
+    keys). blocks: those of it. first, first_of_keys: the numbers of its first lists.
     """
-    half: Tensor
-    counts: Tensor
-    sequence: Tensor | None
-    block: Tensor
+    visible: Tensor
+    blocks: Tensor | None
+    first: int = 0
+    first_of_keys: int = 0
 
 
-def list_count(layout: Layout) -> int:
-    """How many lists a head has; between those of packed sequences some are of no queries."""
+def _sequences(rows: Tensor | None, blocks: Tensor | None, layout: Layout) -> Iterator[_Sequence]:
     if layout.cu_seqlens_q is None:
-        return ceil_div(layout.queries, QUERIES)
-    return layout.queries // QUERIES + layout.batch
+        yield _Sequence(visible_keys.visible(rows, blocks, layout.queries, layout.keys), blocks)
+        return
+    starts_q, starts_k = (x.tolist() for x in layout[2:4])
+    for b in range(layout.batch):
+        own = slice(*starts_q[b:b + 2])
+        of_rows = None if rows is None else rows[None, own]
+        of_blocks = None if blocks is None else blocks[b:b + 1]
+        visible = visible_keys.visible(of_rows, of_blocks, own.stop - own.start,
+                                       starts_k[b + 1] - starts_k[b])
+        yield _Sequence(visible, of_blocks, own.start // QUERIES + b, starts_k[b] // KEYS + b)
 
 
-def _halves_of(layout: Layout, device: torch.device) -> _Halves:
-    rows = layout.rows(device).long()
-    half = torch.arange(_HALVES * list_count(layout), device=device)
-    if layout.cu_seqlens_q is None:
-        return _Halves(rows // BLOCK, torch.ones_like(rows, dtype=torch.int32), None, half)
-    starts = layout.cu_seqlens_q[:-1].long()
-    first = _HALVES * (starts // QUERIES + torch.arange(layout.batch, device=device))
-    sequence = layout.sequence_of(rows.int())
-    own = first[sequence] + (rows - starts[sequence]) // BLOCK
-    counts = (rows < layout.cu_seqlens_q[-1]).int()
-    # The clamps matter for unchecked lengths alone: no index leaves its tensor.
-    of_half = (torch.searchsorted(first, half, right=True) - 1).clamp(min=0)
-    return _Halves(own.clamp(0, half.size(0) - 1), counts, of_half, half - first[of_half])
-
-
-def _counted(rows: Tensor, halves: _Halves, blocks: int) -> tuple[Tensor, Tensor]:
-    """How many queries of a half see some key of a block, and how many see all of its 64 keys; each
-    (batch or 1, halves, blocks).
-
-    Each interval meets a range of blocks and covers a range: +1 is added at the first block of a
-    range and -1 after its last, and sums along the blocks count the queries.
+class _Tiles(NamedTuple):
+    """Tiles of queries and keys, each (batch or 1, heads_q or 1, tiles, tiles). listed: some query
+    sees some key. free: and every query sees every key. bits: of an entry.
     """
-    begin, end = rows[..., 0::2].long(), rows[..., 1::2].long()    # (batch or 1, queries, 2)
-    shape = (rows.size(0), halves.block.size(0), blocks + 1)
-    offset = (halves.half * (blocks + 1))[:, None]
-    weight = halves.counts[:, None].expand(begin.shape).flatten(1)
-
-    def counts_of(first: Tensor, after: Tensor) -> Tensor:
-        changes = rows.new_zeros(shape).flatten(1)
-        changes.scatter_add_(1, (offset + first).flatten(1), weight)
-        changes.scatter_add_(1, (offset + after).flatten(1), -weight)
-        return changes.view(shape).cumsum(-1, dtype=torch.int32)[..., :-1]
-
-    first, after = begin // BLOCK, (end + BLOCK - 1) // BLOCK
-    met = counts_of(first, torch.where(end > begin, after, first))
-    first, after = (begin + BLOCK - 1) // BLOCK, end // BLOCK
-    return met, counts_of(first, torch.maximum(first, after))
+    listed: Tensor
+    free: Tensor
+    bits: Tensor
 
 
-def _shown(mask_blocks: Tensor, halves: _Halves, blocks: int) -> Tensor:
-    """(batch or 1, heads_q or 1, halves, blocks) bool, False outside of mask_blocks."""
-    rows, columns = mask_blocks.shape[2:]
-    if halves.sequence is None:
-        return F.pad(mask_blocks, (0, blocks - columns, 0, halves.block.size(0) - rows))
-    # The row that is added holds what is outside.
-    padded = F.pad(mask_blocks, (0, blocks - columns, 0, 1))
-    shown = padded[halves.sequence, :, halves.block.clamp(0, rows)]    # (halves, heads, blocks)
-    return shown.transpose(0, 1)[None]
+def _tiles(sequence: _Sequence, queries: int, keys: int) -> _Tiles:
+    visible, blocks = sequence.visible, sequence.blocks
+    counts = ceil_div(visible.size(-2), queries), ceil_div(visible.size(-1), keys)
+
+    def in_tiles(x: Tensor, wanted: tuple[int, int], outside: bool = False) -> Tensor:
+        """(..., tiles of queries, tiles of keys, what a tile holds), of so many in a tile."""
+        rows, columns = (count * size for count, size in zip(counts, wanted))
+        x = F.pad(x[..., :rows, :columns], (0, max(0, columns - x.size(-1))))
+        x = F.pad(x, (0, 0, 0, max(0, rows - x.size(-2))), value=outside)
+        return x.unflatten(-1, (counts[1], wanted[1])).unflatten(-3, (counts[0], wanted[0])
+                                                                 ).transpose(-3, -2).flatten(-2)
+
+    listed = in_tiles(visible, (queries, keys)).any(-1)
+    free = listed & in_tiles(visible, (queries, keys), outside=True).all(-1)
+    weights = 2 ** torch.arange(queries // BLOCK * 2, dtype=torch.int32)
+    if blocks is None:
+        return _Tiles(listed, free, weights.sum().int().expand_as(listed))
+    shown = in_tiles(blocks.repeat_interleave(2 * BLOCK // keys, -1), (queries // BLOCK, 2))
+    return _Tiles(listed, free, (shown * weights).sum(-1).int().expand_as(listed))
+
+
+def _write(entries: Tensor, listed: Tensor, free: Tensor, words: Tensor) -> None:
+    """Writes a list. listed, free: of each tile. words: the words of each tile's entry."""
+    order = torch.cat([free.nonzero(), (listed & ~free).nonzero()]).flatten()
+    if len(order):
+        entries[0], entries[1] = len(order), free.sum()
+        entries[HEADER:HEADER + words[order].numel()] = words[order].flatten()
+
+
+def _write_order(lists: Tensor) -> Tensor:
+    counts = lists[..., 0].long()
+    lists[..., 2] = counts.argsort(dim=-1, descending=True, stable=True)
+    is_outlier = counts * counts.size(-1) > 4 * counts.sum(-1, keepdim=True)
+    lists[..., 3] = is_outlier.sum(-1, keepdim=True)
+    return lists
+
+
+def _no_lists(rows: Tensor | None, blocks: Tensor | None, layout: Layout, lists: int,
+              width: int) -> Tensor:
+    """(batch or 1, heads_q or 1, lists, width) zeros; packed: 1 instead of a batch."""
+    given = [x for x in (rows, blocks) if x is not None]
+    batches = [1 if layout.cu_seqlens_q is not None else x.size(0) for x in given]
+    batch = batches[0] if batches[-1] == 1 else batches[-1]
+    return torch.zeros(batch, 1 if blocks is None else blocks.size(1), lists, width,
+                       dtype=torch.int32, device=given[0].device)
+
+
+def _no_key_lists(rows: Tensor | None, blocks: Tensor | None, layout: Layout, keys: int,
+                  queries: int) -> Tensor:
+    lists = _no_lists(rows, blocks, layout, layout.lists(queries),
+                      HEADER + max(1, ceil_div(layout.keys, keys)))
+    lists[..., 0] = 1
+    return lists
+
+
+def _no_query_lists(rows: Tensor | None, blocks: Tensor | None, layout: Layout,
+                    queries: int) -> Tensor:
+    tiles = max(1, ceil_div(layout.queries, queries))
+    return _no_lists(rows, blocks, layout, layout.query_lists(), HEADER + 2 * tiles)
 
 
 def key_lists(mask_rows: Tensor | None, mask_blocks: Tensor | None, layout: Layout,
-              keys: int) -> Tensor:
-    """The lists, (batch or 1, heads_q or 1, lists, 2 + K tiles, at least 3) int32; the first size
+              keys: int, queries: int = QUERIES) -> Tensor:
+    """The lists, (batch or 1, heads_q or 1, lists, 4 + K tiles, at least 5) int32; the first size
     is 1 for packed sequences.
 
     mask_rows, mask_blocks: those of the op `attend`, of which one may be None; mask_rows is clean
-    (clean_rows). keys: 64 or 128, those of a K tile.
+    (clean_rows). keys, queries: 64 or 128, those of a K tile and of a list.
     """
-    device = (mask_blocks if mask_rows is None else mask_rows).device
-    tiles, lists = max(1, ceil_div(layout.keys, keys)), list_count(layout)
-    if layout.queries == 0 or (layout.cu_seqlens_q is not None and layout.batch == 0):
-        return F.pad(torch.ones(1, 1, lists, 1, dtype=torch.int32, device=device), (0, 1 + tiles))
-    seen = _seen(mask_rows, mask_blocks, layout, _halves_of(layout, device), tiles * keys // BLOCK)
-    return _listed(*seen, keys)
+    lists = _no_key_lists(mask_rows, mask_blocks, layout, keys, queries)
+    for sequence in _sequences(mask_rows, mask_blocks, layout):
+        listed, free, bits = _tiles(sequence, queries, keys)
+        bits = bits * 5 if queries == BLOCK else bits    # those of both halves of the queries
+        words = torch.arange(listed.size(-1), dtype=torch.int32) << _ENTRY_BITS | bits
+        for b, head, tile in itertools.product(*map(range, listed.shape[:-1])):
+            at = b, head, tile
+            _write(lists[b, head, sequence.first + tile], listed[at], free[at], words[at])
+    return _write_order(lists)
 
 
-class _Seen(NamedTuple):
-    """What queries see, in blocks of 64 x 64, (batch or 1, heads_q or 1, halves, blocks) bool each.
-
-    some: some query sees some key. all: every existing query sees each of 64 keys. shown: of
-    mask_blocks; None: all.
+def query_lists(mask_rows: Tensor | None, mask_blocks: Tensor | None, layout: Layout,
+                queries: int) -> Tensor:
+    """The lists of tiles of queries, (batch or 1, heads_q or 1, lists, 4 + 2 tiles) int32, from
+    what key_lists() takes. queries: 64 or 128, those of a tile.
     """
-    some: Tensor
-    all: Tensor
-    shown: Tensor | None
+    lists = _no_query_lists(mask_rows, mask_blocks, layout, queries)
+    for sequence in _sequences(mask_rows, mask_blocks, layout):
+        listed, free, bits = _tiles(sequence, queries, KEYS)
+        tiles = torch.arange(listed.size(-2), dtype=torch.int32)[:, None]
+        ranks = listed.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) - listed.int()
+        words = torch.stack([tiles << _ENTRY_BITS | bits, ranks], -1)
+        for b, head, tile in itertools.product(*map(range, (*listed.shape[:2], listed.size(-1)))):
+            at = b, head, slice(None), tile
+            _write(lists[b, head, sequence.first_of_keys + tile], listed[at], free[at], words[at])
+    return _write_order(lists)
 
 
-def _seen(mask_rows: Tensor | None, mask_blocks: Tensor | None, layout: Layout, halves: _Halves,
-          blocks: int) -> _Seen:
-    if mask_rows is None:
-        whole = F.pad(layout.rows(mask_blocks.device)[:, None, None] * 0 + layout.keys, (1, 0))
-        mask_rows = clean_rows(whole, layout)
-    rows = mask_rows if mask_rows.dim() == 3 else mask_rows[None]
-    met, covered = (x[:, None] for x in _counted(rows, halves, blocks))
-    queries = rows.new_zeros(halves.block.size(0)).scatter_add_(0, halves.half, halves.counts)
-    is_full = covered == queries[:, None]
-    if mask_blocks is None:
-        return _Seen(met > 0, is_full, None)
-    shown = _shown(mask_blocks, halves, blocks)
-    return _Seen((met > 0) & shown, is_full & (shown | (queries == 0)[:, None]), shown)
+# ------------------------------------------------------------------------------------------ the op
+_Given = tuple_of('_Given', __name__, *OPS['mask_lists'].takes)
 
 
-def query_lists(mask_rows: Tensor | None, mask_blocks: Tensor | None, layout: Layout, queries: int,
-                longest_q: int) -> Tensor:
-    """The lists of tiles of queries, (batch or 1, heads_q or 1, lists, 2 + 2 tiles) int32, from
-    what key_lists() takes. queries: 64 or 128, those of a tile. longest_q: a bound of seqlen_q.
-    """
-    device = (mask_blocks if mask_rows is None else mask_rows).device
-    is_packed = layout.cu_seqlens_q is not None
-    tiles, step = max(1, ceil_div(longest_q, queries)), queries // BLOCK
-    lists = (layout.all_keys // KEYS + layout.batch if is_packed else ceil_div(layout.keys, KEYS))
-    if 0 in (layout.queries, lists) or (is_packed and layout.batch == 0):
-        return torch.zeros(1, 1, lists, 2 + 2 * tiles, dtype=torch.int32, device=device)
-    halves = _halves_of(layout, device)
-    blocks = max(1, ceil_div(layout.keys, KEYS)) * KEYS // BLOCK
-    seen = _seen(mask_rows, mask_blocks, layout, halves, blocks)
-    if is_packed:
-        some, full, shown, ends = _by_keys_packed(seen, layout, lists, tiles, step)
-    else:
-        some, full, shown = (None if x is None else _by_keys(x, tiles, step) for x in seen)
-        ends = None
-    is_listed = some.flatten(-2).any(-1)    # (batch or 1, heads_q or 1, lists, tiles)
-    is_free = is_listed & full.flatten(-2).all(-1)
-    word = torch.arange(tiles, dtype=torch.int32, device=device) << _ENTRY_BITS
-    if shown is None:
-        word = (word + (1 << _ENTRY_BITS) - 1).expand_as(is_listed)
-    else:
-        bits = shown.expand(*is_listed.shape, step, 2).flatten(-2)
-        word = word + sum(bits[..., i].int() << i for i in range(2 * step))
-    before = is_listed.cumsum(-2, dtype=torch.int32)    # lists up to this one, with it
-    rank = (before[..., -1:, :] if ends is None else before[..., ends, :]) - before
-    order = torch.where(is_free, 0, torch.where(is_listed, 1, 2)).argsort(dim=-1, stable=True)
-    counts = [x.sum(-1, keepdim=True, dtype=torch.int32) for x in (is_listed, is_free)]
-    entries = torch.stack([word.gather(-1, order), rank.gather(-1, order)], -1).flatten(-2)
-    return torch.cat([*counts, entries], -1)
+def _layout_of(own: _Given) -> Layout:
+    return Layout(own.queries, own.keys, own.starts_q, own.starts_k, own.all_keys)
 
 
-def _by_keys(x: Tensor, tiles: int, step: int) -> Tensor:
-    """Blocks (.., halves, blocks) as (.., lists, tiles, halves of a tile, halves of 128 keys)."""
-    x = F.pad(x, (0, 0, 0, tiles * step - x.size(-2))) if x.size(-2) < tiles * step else x
-    x = x[..., :tiles * step, :].unflatten(-1, (-1, KEYS // BLOCK)).unflatten(-3, (-1, step))
-    return x.permute(*range(x.dim() - 4), -2, -4, -3, -1)
+def _lists_cpu(*arguments) -> tuple[Tensor, ...]:
+    own = _Given(*arguments)
+    layout = _layout_of(own)
+    rows = None if own.intervals is None else clean_rows(own.intervals, layout)
+    blocks = None if own.block_mask is None else expanded_blocks(own.block_mask, layout, own.heads)
+    of_queries = query_lists(rows, blocks, layout, own.tile_queries) if own.tile_queries else None
+    return _results(rows, key_lists(rows, blocks, layout, own.tile_keys, own.tile_rows), of_queries)
 
 
-def _by_keys_packed(seen: _Seen, layout: Layout, lists: int, tiles: int,
-                    step: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """_by_keys() of packed sequences; also the last list of the sequence of each list."""
-    device = seen.some.device
-    number = torch.arange(layout.batch, device=device)
-    starts_q, starts_k = (x[:-1].long() for x in layout[2:4])
-    lengths_q, lengths_k = (x.diff().long() for x in layout[2:4])
-    first = starts_k // KEYS + number
-    own = torch.arange(lists, device=device)
-    sequence = (torch.searchsorted(first, own, right=True) - 1).clamp(min=0)
-    tile = own - first[sequence]
-    half = torch.arange(tiles * step, device=device)
-    exists = ((half < ((lengths_q + BLOCK - 1) // BLOCK)[sequence, None])[:, :, None]
-              & (tile * KEYS < lengths_k[sequence])[:, None, None])
-    at_q = (_HALVES * (starts_q // QUERIES + number)[sequence])[:, None] + half
-    at_q = at_q.clamp(max=seen.some.size(-2) - 1)[:, :, None]
-    at_k = KEYS // BLOCK * tile[:, None] + torch.arange(KEYS // BLOCK, device=device)
-    at_k = at_k.clamp(0, seen.some.size(-1) - 1)[:, None]
-
-    def taken(x: Tensor, outside: bool) -> Tensor:
-        """(1, heads_q or 1, lists, tiles, halves of a tile, halves of 128 keys)"""
-        return x[0][:, at_q, at_k].where(exists, outside)[None].unflatten(-2, (-1, step))
-
-    last = (first + ((lengths_k + KEYS - 1) // KEYS - 1).clamp(min=0))[sequence]
-    return (taken(seen.some, False), taken(seen.all, True),
-            None if seen.shown is None else taken(seen.shown, True), last.clamp(max=lists - 1))
+def _lists_fake(*arguments) -> tuple[Tensor, ...]:
+    own = _Given(*arguments)
+    layout = _layout_of(own)
+    rows = (None if own.intervals is None
+            else own.intervals.new_empty((*own.intervals.shape[:-2], 4)))
+    blocks = None if own.block_mask is None else expanded_blocks(own.block_mask, layout, own.heads)
+    of_queries = (_no_query_lists(rows, blocks, layout, own.tile_queries) if own.tile_queries
+                  else None)
+    of_keys = _no_key_lists(rows, blocks, layout, own.tile_keys, own.tile_rows)
+    return _results(rows, of_keys, of_queries)
 
 
-def _listed(is_seen: Tensor, is_full: Tensor, shown: Tensor | None, keys: int) -> Tensor:
-    """key_lists() from _Seen."""
-    def in_tiles(x: Tensor) -> Tensor:
-        """(..., lists, tiles, queries' halves, keys' halves)"""
-        return x.unflatten(-1, (-1, keys // BLOCK)).unflatten(-3, (-1, _HALVES)).transpose(-3, -2)
+def _results(rows: Tensor | None, lists: Tensor, of_queries: Tensor | None) -> tuple[Tensor, ...]:
+    """What there is not is empty."""
+    return tuple(lists.new_empty(0) if x is None else x for x in (rows, lists, of_queries))
 
-    is_listed = in_tiles(is_seen).flatten(-2).any(-1)
-    is_free = is_listed & in_tiles(is_full).flatten(-2).all(-1)
-    entry = torch.arange(is_listed.size(-1), dtype=torch.int32,
-                         device=is_listed.device) << _ENTRY_BITS
-    if shown is None:
-        entry = (entry + (1 << _ENTRY_BITS) - 1).expand_as(is_listed)
-    else:
-        by_half = in_tiles(shown).expand(*is_listed.shape, _HALVES, _HALVES).flatten(-2)
-        entry = entry + sum(by_half[..., bit].int() << bit for bit in range(_ENTRY_BITS))
-    order = torch.where(is_free, 0, torch.where(is_listed, 1, 2)).argsort(dim=-1, stable=True)
-    counts = [x.sum(-1, keepdim=True, dtype=torch.int32) for x in (is_listed, is_free)]
-    entries = entry.gather(-1, order).masked_fill(counts[0] == 0, 0)
-    return torch.cat([counts[0].clamp(min=1), counts[1], entries], -1)
+
+library.register('mask_lists', _lists_cpu, _lists_fake)

@@ -82,8 +82,8 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
     if needs_grad and eight_bit is not None:
         reasons.append(fp8.gradient_text(op, **named))
-    elif needs_grad and mask is not None and 'reason' not in plans[0]:
-        reasons += filter(None, [masked.gradient_text(op, q, v, features.get('softcap', 0.0))])
+    elif needs_grad and mask is not None and 'Lists' in plans[0].get('variant', ''):
+        reasons += filter(None, [masked.gradient_text(op, features.get('softcap', 0.0))])
     reasons += _device_problems(q, plans)
     return not reasons, reasons
 
@@ -103,6 +103,8 @@ def _plans_of(op: str, tensors: tuple, features: dict, eight_bit: EightBit | Non
     if text := (splits.problem_text(op, num_splits, call) if mask is None
                 else masked.problem_text(call, num_splits)):
         return [dict(reason=text)]
+    if mask is not None and (packed := masked.packed_call(call, is_planned=True)) is not None:
+        call, tensors, general, mask = packed, packed.tensors, packed.general, None
     named = dict(zip(('q', 'k', 'v', 'out'), tensors))
     facts = checks.problem_text(named, general, execution, eight_bit or EightBit(),
                                 {} if mask is None else masked.sizes_of(call),

@@ -29,7 +29,7 @@ OF_ATTENTION = {argument.name for argument in arguments.ARGUMENTS
 # The names that stand in more than MOST_FILES today, and in how many. It shrinks: a name that does
 # better leaves or gets its new count (pytest -vv prints them); none enters, and no count grows.
 ABOVE = {
-    'sinks': 30, 'softmax_scale': 29, 'page_table': 21, 'softcap': 18, 'qv': 15,
+    'sinks': 30, 'softmax_scale': 29, 'page_table': 21, 'softcap': 17, 'qv': 15,
     'cu_seqlens_q': 15, 'deterministic': 13, 'split_size': 13}
 MEDIAN_TODAY = 9    # it shrinks too, to MEDIAN_FILES
 DRIVER_LINES = 450
@@ -100,7 +100,7 @@ def test_schemas(op):
 
 
 def test_there_are_few_ops():
-    assert len(arguments.OPS) <= 14
+    assert len(arguments.OPS) <= 15
 
 
 def reads_of(op: str) -> list[str]:

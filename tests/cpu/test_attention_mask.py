@@ -14,10 +14,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flash_attn3
 from flash_attn3 import AttentionMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import library, mask_lists, masked
+from flash_attn3.ops import library, masked
+from flash_attn3.ops.mask_lists import Tiles
 
 from tests.support.lists import ints, starts
-from tests.support.mask_cases import INTERVALS, Blocks, MaskCase, call, check, check_case, made
+from tests.support.mask_cases import (INTERVALS, Blocks, MaskCase, call, check, check_case,
+                                      check_documents, made)
 
 PACKED = (3, 5), (200, 100), (0, 7), (130, 0), (300, 400)
 OPTIONS = {
@@ -145,6 +147,13 @@ def test_documents():
     packed = flash_attn_varlen_func(*[x.flatten(0, 1)] * 3, *[ints([0, 4, 10, 20])] * 2, 10, 10,
                                     causal=True)
     torch.testing.assert_close(out.flatten(0, 1), packed)
+
+
+@pytest.mark.parametrize('layout', ['rows', 'batch_by_columns'])
+@pytest.mark.parametrize('options', [{}, dict(causal=False), dict(by_batch=True),
+                                     dict(s_aux=True, softcap=2.0), dict(out=True)], ids=str)
+def test_documents_as_packed_sequences(options, layout):
+    check_documents('cpu', torch.float64, 24, layout == 'rows', **options)
 
 
 def test_documents_of_none():
@@ -340,7 +349,7 @@ def test_refusals_of_constructors(make, text):
      r' to have the shape \(1 or 2, 1 or 2, q blocks, k blocks\), got \(3, 1, 1, 1\)'),
     ('mask_blocks', torch.ones(1, 3, 1, 1, dtype=torch.bool), r' .*, got \(1, 3, 1, 1\)'),
     ('key_lists', torch.zeros(1, 1, 1, 2, dtype=torch.int32),
-     r' to have the shape \(1 or 2, 1 or 2, 1, entries \+ 3\), got \(1, 1, 1, 2\)'),
+     r' to have the shape \(1 or 2, 1 or 2, 1, entries \+ 5\), got \(1, 1, 1, 2\)'),
 ], ids=lambda x: x if isinstance(x, str) else '')
 def test_the_op_refuses_other_tensors(name, tensor, text):
     q = torch.randn(2, 6, 2, 8)
@@ -384,8 +393,8 @@ def test_lists_are_kept_for_calls_alike():
     ends = torch.tensor([0, 200], dtype=torch.int32)
 
     def tensors_of(ends, keys=256, longest=256):
-        return mask.tensors_of('attend', (q, q[:keys], q[:keys]), (starts, ends, longest, 256),
-                               False, True, lambda: None)
+        return mask.tensors_of('attend', (q, q[:keys]), (starts, ends, longest, 256), None,
+                               lambda: None)
 
     first = tensors_of(ends)
     assert tensors_of(ends, longest=1) is first
@@ -428,5 +437,11 @@ def test_gpus_without_kernels_take_the_plain_path(case, monkeypatch):
 
 def test_tiles_of_kernels():
     dims = 64, 72, 128, 136, 192, 256
-    assert [mask_lists.tile_keys(dim, False) for dim in dims] == [128] * 3 + [64] * 3
-    assert {mask_lists.tile_keys(dim, True) for dim in dims} == {64}
+    assert [Tiles.of(dim, False, False) for dim in dims] == [(128, 128, 0)] * 3 + [(64, 128, 0)] * 3
+    assert {Tiles.of(dim, True, False) for dim in dims} == {(64, 128, 0)}
+    of_gradients = [Tiles.of(dim, False, True) for dim in dims]
+    assert of_gradients == [(128, 128, 128)] + [(128, 128, 64)] * 2 + [(64, 128, 64)] * 3
+    calls = [tiles.of_calls() for tiles in of_gradients]
+    assert calls == [[tiles] for tiles in of_gradients[:3]] + [[(64, 128, 0), (128, 128, 64)]] * 3
+    assert Tiles(128).of_blocks() == (64, 64, 0) and Tiles(64).of_blocks() == (64, 128, 0)
+    assert Tiles(128, queries=64).of_blocks().of_calls() == [(64, 64, 0), (128, 128, 64)]

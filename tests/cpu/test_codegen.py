@@ -37,8 +37,6 @@ SPILLED_BYTES: dict[str, int] = {
     **{f'Fwd{dtype}D512{kind}': count for dtype in ('Bf16', 'Fp16') for kind, count in (
         ('Full', 72), ('Causal', 84), ('General', 148), ('Softcap', 64), ('Cache', 32),
         ('CacheSoftcap', 64), ('CacheKv8', 24), ('CacheSoftcapKv8', 24))},
-    # In steps with a mask of lists: intervals of 32 queries a thread.
-    'BwdBf16D64Lists': 208, 'BwdFp16D64Lists': 208,
     # Once a tile, the warps that find and that load tiles, which have 48 registers; with e4m3 the
     # output warpgroups too. ptxas serialises the products of O with fewer than 160.
     'FwdBf16D64x512Latent': 160, 'FwdFp16D64x512Latent': 160,
@@ -60,7 +58,7 @@ SPILLED_BYTES: dict[str, int] = {
     # 146; with 8 registers more for consumers 155 (H200, 2026-11-27).
     'FwdBf16D192x128CacheDecode': 12, 'FwdFp16D192x128CacheDecode': 12,
     'FwdFp16D96CacheDecodeKv8': 40, 'FwdFp16D128CacheDecodeKv8': 120}
-MOST_SPILLED_BYTES = 208
+MOST_SPILLED_BYTES = 172
 # What lies between the first and the last product: loaded for each K tile, or with e4m3 latents
 # and parts of the keys stored and loaded where a tile or a part ends.
 LOADED_IN_LOOPS = {
@@ -68,7 +66,6 @@ LOADED_IN_LOOPS = {
     'FwdFp16D128CacheDecodeKv8': 1,
     **{f'Fwd{dtype}D512{kind}': count for dtype in ('Bf16', 'Fp16') for kind, count in (
         ('Causal', 4), ('General', 13), ('Cache', 4), ('CacheSoftcap', 12))},
-    'BwdBf16D64Lists': 84, 'BwdFp16D64Lists': 84,    # in each of the copies of a masked step
     'FwdBf16D64x512Latent': 1, 'FwdFp16D64x512Latent': 1,
     'FwdBf16D64x512LatentKv8': 4, 'FwdFp16D64x512LatentKv8': 4,
     'FwdBf16D256CacheSoftcapKv8': 1, 'FwdFp16D256CacheSoftcapKv8': 1,
@@ -95,11 +92,13 @@ LATENT_KERNELS = ('mla', 'mla_combine')
 # rotated keys of both dtypes, keys of both dtypes to a cache of e4m3, and bytes; the same keys with
 # scales by page, and by key; combining results, float32 in one tensor, 16 bits also in several,
 # with rows of 4 columns at a time, and others; of quantize_fp8 four passes, rotated and not, for
-# each dtype.
+# each dtype; the four of the lists of a mask.
 OTHER_KERNELS = {'prepare_kernel': 1, 'sinks_kernel': 1, 'append_kernel': 6,
                  'append_pages_kernel': 2, 'append_latents_kernel': 2, '14combine_kernel': 10,
                  'quantize_kernelIf': 8, 'quantize_kernelIN7cutlass10bfloat16_t': 8,
-                 'quantize_kernelIN7cutlass6half_t': 8}
+                 'quantize_kernelIN7cutlass6half_t': 8, 'mask_rows_kernel': 1,
+                 'seen_blocks_kernel': 1, 'key_lists_kernel': 1, 'query_lists_kernel': 1,
+                 'list_order_kernel': 1}
 
 
 def kernels_of(variant: Variant) -> tuple[str, ...]:

@@ -110,6 +110,8 @@ RIGHT = {
         selp.u32 %r2, %r2, 5, %p3; st.global.u32 [%rd5], %r2;''',
     'wide_sum': 'atom.global.add.u64 %rd6, [%rd2], %rd3;',
     'lane_before': f'shfl.sync.up.b32 %r2|%p1, %r1, 1, 0, -1; {STORE_R2}',
+    'bits_of_warp': f'''redux.sync.or.b32 %r3, %r1, -1; redux.sync.and.b32 %r4, %r1, -1;
+        mad.lo.s32 %r2, %r4, 1000, %r3; {STORE_R2}''',
     'lane_across': f'shfl.sync.bfly.b32 %r2|%p1, %r1, 5, 31, -1; {STORE_R2}',
     'negative_quotient': f'''ld.global.u32 %r3, [%rd4]; div.s32 %r4, %r3, -7; rem.s32 %r5, %r3, -7;
         mad.lo.s32 %r6, %r4, -7, %r5; shr.s32 %r7, %r3, 40; sub.s32 %r2, %r6, %r7; {STORE_R2}''',
@@ -255,6 +257,8 @@ def test_shuffles(emulator):
     assert torch.equal(out, torch.where(lanes % 32 == 0, lanes, lanes - 1))
     _, out = run(emulator, 'lane_across', lanes)
     assert torch.equal(out, lanes ^ 5)
+    _, out = run(emulator, 'bits_of_warp', lanes)    # of the threads' numbers: 31, and 32 | 31
+    assert torch.equal(out, torch.where(lanes < 32, 31, 32 * 1000 + 63).int())
 
 
 def test_negative_quotients(emulator):

@@ -1,5 +1,5 @@
-"""The lists of K tiles of an AttentionMask (flash_attn3/ops/mask_lists.py) beside an oracle that
-looks at each query and key.
+"""The lists of an AttentionMask in plain PyTorch (flash_attn3/ops/mask_lists.py) beside an oracle
+that looks at each query and key. Those of the kernels: tests/gpu/test_mask_lists.py.
 """
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flash_attn3.cpu import visible_keys
-from flash_attn3.ops.mask_lists import BLOCK, QUERIES, Layout, clean_rows, key_lists, list_count
+from flash_attn3.ops.mask_lists import (
+    BLOCK, HEADER, KEYS, QUERIES, Layout, clean_rows, key_lists, query_lists)
 
 from tests.cpu.drawn import examples
-from tests.support.lists import ints, starts
+from tests.support.lists import starts
 
 OUTSIDE = -2 ** 31, -1000, -1, 2 ** 31 - 1
 
@@ -29,28 +30,60 @@ def is_shown(blocks: Tensor | None, row_block: int, key_block: int) -> bool:
     return row_block < rows and key_block < columns and bool(blocks[row_block, key_block])
 
 
-def expected_list(intervals: list, blocks: Tensor | None, tile: int, seqlen_k: int,
-                  keys: int) -> list[int]:
-    """The list of a tile of queries without what is unspecified. intervals: of each query of the
-    sequence; blocks: of the head.
+def shown_to(intervals: list, blocks: Tensor | None, seqlen_k: int) -> Tensor:
+    """(seqlen_q, seqlen_k) bool. intervals: of each query; blocks: of the head."""
+    visible = torch.zeros(len(intervals), seqlen_k, dtype=torch.bool)
+    for row, own in zip(visible, intervals):
+        for begin, end in own:
+            row[max(begin, 0):max(end, 0)] = True
+    for row in range(0, len(intervals), BLOCK):
+        for key in range(0, seqlen_k, BLOCK):
+            if not is_shown(blocks, row // BLOCK, key // BLOCK):
+                visible[row:row + BLOCK, key:key + BLOCK] = False
+    return visible
+
+
+def expected_bits(blocks: Tensor | None, first: tuple[int, int], sizes: tuple[int, int]) -> int:
+    """Those of an entry for so many queries and keys from the first ones on."""
+    rows = range(2) if sizes[1] == BLOCK else range(sizes[0] // BLOCK)
+    return sum(is_shown(blocks, (first[0] + i * (sizes[0] - BLOCK)) // BLOCK,
+                        (first[1] + j * (sizes[1] - BLOCK)) // BLOCK) << (2 * i + j)
+               for i in rows for j in (0, 1))
+
+
+def expected_lists(visible: Tensor, blocks: Tensor | None, queries: int, keys: int,
+                   of_queries: bool) -> list[list[int]]:
+    """The lists of a sequence without what is unspecified: of K tiles for each tile of queries, or
+    of_queries for each tile of keys. visible: shown_to().
     """
-    rows = range(tile * QUERIES, min((tile + 1) * QUERIES, len(intervals)))
-    free, others = [], []
-    for k_tile in range(-(-seqlen_k // keys)):
-        own = [k_tile * keys + j for j in range(keys)]
-        seen = [key < seqlen_k and sees(intervals[row], key)
-                and is_shown(blocks, row // BLOCK, key // BLOCK) for row in rows for key in own]
-        bits = sum(is_shown(blocks, tile * QUERIES // BLOCK + i,
-                            (k_tile * keys + j * (keys - BLOCK)) // BLOCK) << (2 * i + j)
-                   for i in (0, 1) for j in (0, 1))
-        if any(seen):
-            (free if all(seen) else others).append(k_tile << 4 | bits)
-    entries = free + others or [0]
-    return [len(entries), len(free), *entries]
+    tiles = [(row, key) for row in range(0, visible.size(0), queries)
+             for key in range(0, visible.size(1), keys)]
+    some, every = ({(row, key) for row, key in tiles if function(
+        visible[row:row + queries, key:key + keys])} for function in (
+            torch.any, lambda x: x.all() and x.size(1) == keys))
+    lists = []
+    for own in range(0, visible.size(int(of_queries)), keys if of_queries else queries):
+        found = [tile for tile in tiles if tile[int(of_queries)] == own and tile in some]
+        entries = []
+        for row, key in sorted(found, key=lambda tile: (tile not in every, tile)):
+            bits = expected_bits(blocks, (row, key), (queries, keys))
+            later = [tile for tile in some if tile[0] == row and tile[1] > key]
+            entries += ([row // queries << 4 | bits, len(later)] if of_queries
+                        else [key // keys << 4 | bits])
+        counts = [len(found), sum(tile in every for tile in found)]
+        lists.append([*counts, *entries] if found or of_queries else [1, 0, 0])
+    return lists
 
 
-def check_list(got: Tensor, wanted: list[int]) -> None:
-    assert got[:len(wanted)].tolist() == wanted
+def check_lists(got: Tensor, wanted: list[list[int]]) -> None:
+    """got: the lists of a head, with their order."""
+    assert len(got) == len(wanted)
+    for own, one in zip(got, wanted):
+        assert [*own[:2].tolist(), *own[HEADER:].tolist()][:len(one)] == one
+    lengths = [one[0] for one in wanted]
+    order = got[:, 2].tolist()
+    assert sorted(order, key=lambda i: (-lengths[i], i)) == order
+    assert set(got[:, 3].tolist()) <= {sum(x * len(lengths) > 4 * sum(lengths) for x in lengths)}
 
 
 # ------------------------------------------------------------------------------------------- drawn
@@ -119,51 +152,64 @@ def packed(draw) -> tuple:
 
 
 # -------------------------------------------------------------------------------------------- tests
-@given(dense(), st.sampled_from([64, 128]))
-@examples(100)
-def test_lists_of_dense_sequences(case, keys):
+@given(dense(), st.sampled_from([(64, 128), (128, 128), (64, 64)]), st.sampled_from([64, 128]))
+@examples(60)
+def test_lists_of_dense_sequences(case, tile, queries):
+    keys, rows_of_list = tile
     intervals, blocks, seqlen_q, seqlen_k = case
     layout = Layout(seqlen_q, seqlen_k)
     rows = None if intervals is None else clean_rows(intervals, layout)
-    got = key_lists(rows, blocks, layout, keys)
+    got = key_lists(rows, blocks, layout, *tile)
+    of_keys = query_lists(rows, blocks, layout, queries)
     batch = max(x.size(0) for x in (intervals, blocks) if x is not None)
     heads = 1 if blocks is None else blocks.size(1)
     tiles = max(1, -(-seqlen_k // keys))
-    assert got.shape == (batch, heads, -(-seqlen_q // QUERIES), 2 + tiles)
+    assert got.shape == (batch, heads, -(-seqlen_q // rows_of_list), HEADER + tiles)
+    assert of_keys.shape == (batch, heads, -(-seqlen_k // KEYS),
+                             HEADER + 2 * -(-seqlen_q // queries))
     assert got.dtype == torch.int32 and got.is_contiguous()
     for b in range(batch):
         own = ([[(0, seqlen_k)]] * seqlen_q if intervals is None
                else intervals[b % intervals.size(0)].tolist())
         for h in range(heads):
             shown = None if blocks is None else blocks[b % blocks.size(0), h]
-            for tile in range(got.size(2)):
-                check_list(got[b, h, tile], expected_list(own, shown, tile, seqlen_k, keys))
+            visible = shown_to(own, shown, seqlen_k)
+            wanted = expected_lists(visible, shown, rows_of_list, keys, False)
+            check_lists(got[b, h], wanted)
+            check_lists(of_keys[b, h], expected_lists(visible, shown, queries, KEYS, True))
 
 
-@given(packed(), st.sampled_from([64, 128]))
+@given(packed(), st.sampled_from([64, 128]), st.sampled_from([64, 128]))
 @examples(100)
-def test_lists_of_packed_sequences(case, keys):
+def test_lists_of_packed_sequences(case, keys, queries):
     intervals, blocks, lengths_q, lengths_k, behind = case
     longest = max(lengths_k, default=0)
-    starts_q = starts(lengths_q, 'cpu')
-    layout = Layout(sum(lengths_q) + behind, longest, starts_q, starts(lengths_k, 'cpu'))
+    starts_q, starts_k = (starts(lengths, 'cpu') for lengths in (lengths_q, lengths_k))
+    layout = Layout(sum(lengths_q) + behind, longest, starts_q, starts_k, sum(lengths_k) + behind)
     rows = None if intervals is None else clean_rows(intervals, layout)
     got = key_lists(rows, blocks, layout, keys)
-    heads = got.size(1)
-    assert got.shape == (1, heads, layout.queries // QUERIES + len(lengths_q),
-                         2 + max(1, -(-longest // keys)))
-    assert heads in (1, 1 if blocks is None else blocks.size(1))
-    wanted = {tile: [[1, 0, 0]] * heads for tile in range(list_count(layout))}
-    for b, (first, length) in enumerate(zip(starts_q.tolist(), lengths_q)):
-        own = ([[(0, lengths_k[b])]] * length if intervals is None
-               else intervals[first:first + length].tolist())
-        for tile in range(-(-length // QUERIES)):
-            wanted[first // QUERIES + b + tile] = [
-                expected_list(own, None if blocks is None else blocks[b, h], tile, lengths_k[b],
-                              keys) for h in range(heads)]
-    for tile, lists in wanted.items():
-        for h, one in enumerate(lists):
-            check_list(got[0, h, tile], one)
+    of_keys = query_lists(rows, blocks, layout, queries)
+    heads = 1 if blocks is None else blocks.size(1)
+    lists, lists_of_keys = (total // 128 + len(lengths_q) + 1
+                            for total in (layout.queries, layout.all_keys))
+    assert got.shape == (1, heads, lists, HEADER + max(1, -(-longest // keys)))
+    assert of_keys.shape == (1, heads, lists_of_keys,
+                             HEADER + 2 * max(1, -(-layout.queries // queries)))
+    for h in range(heads):
+        wanted, wanted_of_keys = [[1, 0, 0]] * lists, [[0, 0]] * lists_of_keys
+        for b, (first, length) in enumerate(zip(starts_q.tolist(), lengths_q)):
+            own = ([[(0, lengths_k[b])]] * length if intervals is None
+                   else intervals[first:first + length].tolist())
+            shown = None if blocks is None else blocks[b, h]
+            visible = shown_to(own, shown, lengths_k[b])
+            for found, begin, all_lists in (
+                    (expected_lists(visible, shown, QUERIES, keys, False), first, wanted),
+                    (expected_lists(visible, shown, queries, KEYS, True), int(starts_k[b]),
+                     wanted_of_keys)):
+                begin = begin // 128 + b
+                all_lists[begin:begin + len(found)] = found
+        check_lists(got[0, h], wanted)
+        check_lists(of_keys[0, h], wanted_of_keys)
 
 
 @given(st.data())
@@ -198,18 +244,3 @@ def test_visible_keys(case):
         wide = blocks.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)
         wanted = wanted & wide[:, :, :seqlen_q, :seqlen_k]
     assert torch.equal(got, wanted)
-
-
-def test_wrong_lengths_leave_no_tensor():
-    """Unchecked lists of lengths on a GPU may hold anything."""
-    blocks = torch.ones(3, 2, 2, 3, dtype=torch.bool)
-    for lengths in ([0, 900, 100, 2 ** 31 - 1], [-5, -9, 3, 200], [2 ** 31 - 1] * 4, [7, 3, 1, 0]):
-        wrong = ints(lengths)
-        for starts_q, starts_k in ((wrong, wrong), (starts([50, 60, 70], 'cpu'), wrong),
-                                   (wrong, starts([50, 60, 70], 'cpu'))):
-            layout = Layout(180, 150, starts_q, starts_k)
-            rows = clean_rows(torch.randint(-300, 300, (180, 2, 2), dtype=torch.int32), layout)
-            got = key_lists(rows, blocks, layout, 64)
-            count, free = got[..., 0], got[..., 1]
-            assert ((1 <= count) & (count <= 3) & (0 <= free) & (free <= count)).all()
-            assert ((got[..., 2:] >> 4 >= 0) & (got[..., 2:] >> 4 < 3)).all()

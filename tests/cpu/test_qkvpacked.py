@@ -278,9 +278,9 @@ def test_export_sees_views_and_one_op(heads):
 # ----------------------------------------------------------------------------------------- errors
 NAME = 'flash_attn3.flash_attn_qkvpacked_func: expected '
 BAD_FORMS = {    # name: (shape, num_heads_q, error)
-    'rank': ((2, 13, 64), None, 'qkv to have the shape (batch, seqlen, 3, heads, head_dim) or '
+    'rank': ((2, 13, 64), None, 'qkv to have 5 dimensions (batch, seqlen, 3, heads, head_dim) or '
              '4 (batch, seqlen, heads_q + 2 * heads_k, head_dim), got 3'),
-    'rank_with_heads': ((2, 13, 3, 4, 16, 1), 4, 'qkv to have the shape '),
+    'rank_with_heads': ((2, 13, 3, 4, 16, 1), 4, 'qkv to have 5 dimensions '),
     'two': ((2, 13, 2, 4, 16), None, 'qkv.size(2) to be 3, one each of q, k and v, got 2'),
     'other_heads': ((2, 13, 3, 4, 16), 2,
                     'num_heads_q to be None or the heads of qkv, 4, got 2'),
@@ -310,7 +310,7 @@ def test_forms_that_do_not_fit(name, requires_grad):
 def test_the_views_are_checked_as_q_k_and_v(requires_grad):
     qkv = torch.randn(2, 13, 9, 16, requires_grad=requires_grad)
     with pytest.raises(RuntimeError, match='flash_attn_func: expected the heads of q to be a '
-                                           'multiple of the heads of k, 2, got 5'):
+                                           'multiple of 2, the KV heads, got 5'):
         flash_attn_qkvpacked_func(qkv, num_heads_q=5)
     with pytest.raises(RuntimeError, match='flash_attn_func: expected softmax_scale to be a pos'):
         flash_attn_qkvpacked_func(qkv, num_heads_q=3, softmax_scale=-1.0)

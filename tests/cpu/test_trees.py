@@ -84,7 +84,7 @@ def test_too_many_queries():
     given, _ = call(queries=129)
     given |= dict(k_cache=torch.zeros(2, 200, 2, 16).double(), cache_seqlens=200,
                   v_cache=torch.zeros(2, 200, 2, 16).double())
-    with pytest.raises(RuntimeError, match='at most 128 queries of a sequence'):
+    with pytest.raises(RuntimeError, match='the seqlen of q to be from 0 to 128 with tree_mask'):
         flash_attn_with_kvcache(**given, tree_mask=torch.zeros(2, 129, 4, dtype=torch.int32))
     packed = dict(q=torch.zeros(130, 4, 16).double(),
                   cu_seqlens_q=torch.tensor([0, 129, 130], dtype=torch.int32))

@@ -21,8 +21,8 @@ from tests.support.lists import ints, starts
 from tests.support.mask_cases import INTERVALS, Blocks, Given, MaskCase
 
 HEADS = ((4, 4), (4, 2), (6, 2), (5, 1), (3, 3))
-HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (40, 40), (72, 72), (32, 32), (128, 64), (64, 128))
-FORWARD_HEAD_DIMS = ((256, 256), (192, 128), (192, 192), (256, 64))
+HEAD_DIMS = ((64, 64), (128, 128), (96, 96), (40, 40), (72, 72), (32, 32), (128, 64), (64, 128),
+             (256, 256), (192, 128), (192, 192), (256, 64))
 RESULTS = 'out', 'lse', 'max_logits'
 
 
@@ -206,7 +206,7 @@ def drawn(pick: random.Random, lengths: Callable[..., tuple]) -> MaskCall:
     intervals = '' if maker else pick.choice(('', 'one', 'two', *INTERVALS))
     has_blocks = pick.random() < (0.3 if maker or intervals else 1)
     gradients = pick.random() < 0.6
-    dims = pick.choice(HEAD_DIMS if gradients else HEAD_DIMS + FORWARD_HEAD_DIMS)
+    dims = pick.choice(HEAD_DIMS)
     case = MaskCase(
         lengths=found, intervals=intervals, blocks=blocks_of(pick) if has_blocks else None,
         by_batch=pick.random() < 0.5, is_packed=is_packed, head_dim=dims[0], head_dim_v=dims[1],

@@ -13,7 +13,8 @@ from flash_attn3 import AttentionMask, flash_attn_func, flash_attn_varlen_func
 from tests.gpu.common import check_same, spoil_allocator
 from tests.support import compare
 from tests.support.lists import ints, starts
-from tests.support.mask_cases import INTERVALS, Blocks, MaskCase, call, check, check_case, made
+from tests.support.mask_cases import (INTERVALS, Blocks, MaskCase, call, check, check_case,
+                                      check_documents, made)
 
 HEAD_DIMS = {64: {}, 128: {}, 256: {}, 72: {}, 192: dict(head_dim_v=128)}
 every_head_dim = pytest.mark.parametrize('head_dim', HEAD_DIMS)
@@ -23,6 +24,7 @@ SHAPES = {
         lengths=((400, 30),)), 'edges': dict(lengths=((128, 256),)), 'one_more': dict(
         lengths=((129, 257),)), 'no_keys': dict(lengths=((70, 0),)), 'packed': dict(
         is_packed=True, lengths=((3, 5), (200, 100), (0, 7), (130, 0), (300, 400)), behind=9),
+    'rows_after': dict(is_packed=True, lengths=((30, 5), (226, 123)), behind=100),
     'mqa': dict(heads=(5, 1)), 'mha': dict(heads=(3, 3), lengths=((257, 600),) * 3),
 }
 OPTIONS = {
@@ -114,7 +116,7 @@ def test_unchecked_values_are_clamped(head_dim, kernels):
 def test_the_same_as_causal(head_dim, device):
     """To the bar of both: the kernels differ."""
     q, k, v = (torch.randn(2, 500, 4, head_dim, device=device).bfloat16() for _ in range(3))
-    mask = AttentionMask.documents(ints([0, 500], device), 500)
+    mask = AttentionMask.prefix_lm(ints([0], device), 500)
     out, lse = flash_attn_func(q, k, v, mask=mask, return_attn_probs=True)
     compare.check_forward(out, lse, (q, k, v), causal=True)
     starts_of = starts([100, 400], device)
@@ -247,7 +249,7 @@ def check_gradients(q, k, v, visible, dout, got):
         compare.check_close(own, wanted, usual, name, 1e-3)
 
 
-every_gradient = pytest.mark.parametrize('head_dim', [64, 128, 72])
+every_gradient = pytest.mark.parametrize('head_dim', [64, 128, 72, 192, 256])
 
 
 @pytest.mark.smoke
@@ -313,17 +315,23 @@ def test_gradients_of_packed_sequences(head_dim, cuda):
     torch.testing.assert_close(got[3], of_sinks, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize('changes, text', [
-    (dict(head_dim=192), 'head dims of at most 128 for gradients with mask on a GPU, got 192'),
-    (dict(softcap=3.0), 'no softcap for gradients with mask on a GPU, got 3.0')], ids=str)
-def test_gradients_that_are_refused(changes, text, cuda):
-    q = torch.randn(1, 130, 2, changes.pop('head_dim', 64), device=cuda, dtype=torch.bfloat16)
-    mask = AttentionMask.documents(ints([0, 130], cuda), 130)
+@pytest.mark.parametrize('head_dim', [64, 128, 192, 256])
+@pytest.mark.parametrize('options', [{}, dict(causal=False), dict(by_batch=True), dict(s_aux=True),
+                                     dict(out=True), dict(deterministic=True)], ids=str)
+def test_documents(options, head_dim, cuda):
+    for has_rows in (True, False):
+        check_documents(cuda, torch.bfloat16, head_dim, has_rows, **options)
+
+
+def test_gradients_with_softcap_are_refused(cuda):
+    q = torch.randn(1, 130, 2, 64, device=cuda, dtype=torch.bfloat16)
+    mask = AttentionMask.prefix_lm(ints([30], cuda), 130)
     leaf = q.clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match=text):
-        flash_attn_func(leaf, q, q, mask=mask, **changes)
+    with pytest.raises(NotImplementedError, match='no softcap for gradients with mask on a GPU, '
+                                                  'got 3.0'):
+        flash_attn_func(leaf, q, q, mask=mask, softcap=3.0)
     with torch.no_grad():
-        assert not flash_attn_func(leaf, q, q, mask=mask, **changes).requires_grad
+        assert not flash_attn_func(leaf, q, q, mask=mask, softcap=3.0).requires_grad
 
 
 def test_long_sequences(cuda, needs_memory):

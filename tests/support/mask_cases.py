@@ -279,3 +279,37 @@ def check_case(case: MaskCase, device: str | torch.device) -> None:
     with compare.naming(case):
         given = made(case, device)
         check(case, given, call(case, given))
+
+
+def check_documents(device: str, dtype: torch.dtype, head_dim: int, has_rows: bool = True,
+                    causal: bool = True, by_batch: bool = False, s_aux: bool = False,
+                    softcap: float = 0.0, out: bool = False, deterministic: bool = False) -> None:
+    """Results and gradients with documents, which are attended as packed sequences, beside those
+    with the same intervals. has_rows: each sequence is rows of memory; else the batch is inside.
+    """
+    ends = torch.tensor([[3, 40, 40, 257, 290], [0, 130, 131, 200, 300]], dtype=torch.int32)
+    mask = AttentionMask.documents((ends if by_batch else ends[0]).to(device), 300, causal=causal)
+    shape = (2, 300) if has_rows else (300, 2)
+    tensors = [torch.randn(*shape, heads, head_dim, device=device, dtype=dtype)
+               for heads in (4, 2, 2, 4)]
+    sinks = torch.randn(4, device=device) if s_aux else None
+    given: list[list[Tensor]] = []
+    for each in (mask, AttentionMask.from_intervals(mask._intervals)):
+        q, k, v = (x.detach().requires_grad_(not out) for x in tensors[:3])
+        logits = None if sinks is None else sinks.detach().requires_grad_()
+        own = [x if has_rows else x.transpose(0, 1) for x in (q, k, v, tensors[3])]
+        place = torch.full_like(own[0], math.nan, requires_grad=False) if out else None
+        results = flash_attn_func(*own[:3], softcap=softcap, s_aux=None if out else logits,
+                                  mask=each, return_attn_probs=True, out=place,
+                                  deterministic=deterministic)
+        given.append(list(results))
+        if not out:
+            inputs = [x for x in (q, k, v, logits) if x is not None]
+            lse = results[1].masked_fill(results[1] == -math.inf, 0)
+            given[-1] += torch.autograd.grad([results[0], lse], inputs,
+                                             [own[3], lse.detach().cos()])
+    tolerance = 1e-6 if dtype == torch.float64 else 0.02
+    for got, wanted in zip(*given, strict=True):
+        got, wanted = got.detach().double(), wanted.detach().double()
+        largest = float(wanted.nan_to_num(neginf=0).abs().max())
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * max(1, largest))

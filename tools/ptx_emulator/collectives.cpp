@@ -1,5 +1,7 @@
 // What threads do together: in a warp, at the barriers of a CTA and of a cluster, at mbarriers.
 #include <algorithm>
+#include <functional>
+#include <numeric>
 
 #include "machine.h"
 
@@ -83,6 +85,16 @@ u32 Thread::reduce_add(u32 value, u32 mask, int site) {
     sum += values[i];
   }
   return sum;
+}
+
+u32 Thread::reduce_and(u32 value, u32 mask, int site) {
+  u32 const* const values = exchange(value, mask, site);
+  return std::accumulate(values, values + kWarpLanes, ~0u, std::bit_and<>());
+}
+
+u32 Thread::reduce_or(u32 value, u32 mask, int site) {
+  u32 const* const values = exchange(value, mask, site);
+  return std::accumulate(values, values + kWarpLanes, 0u, std::bit_or<>());
 }
 
 // bounds: the last lane of a segment below, the bits that all lanes of a segment share above.

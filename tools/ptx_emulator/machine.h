@@ -168,6 +168,8 @@ struct Thread {
   u32 reduce_max(u32 value, u32 mask, int site);
   u32 reduce_min(u32 value, u32 mask, int site);
   u32 reduce_add(u32 value, u32 mask, int site);
+  u32 reduce_and(u32 value, u32 mask, int site);
+  u32 reduce_or(u32 value, u32 mask, int site);
   Shuffled shuffle_bfly(u32 value, u32 distance, u32 bounds, u32 mask, int site);
   Shuffled shuffle_idx(u32 value, u32 lane, u32 bounds, u32 mask, int site);
   Shuffled shuffle_up(u32 value, u32 distance, u32 bounds, u32 mask, int site);

@@ -264,7 +264,7 @@ def _vote(writer, match, operands, site):
     return f'{result} = t.ballot({vote}, {mask}, {site}){compared};'
 
 
-@_handles(r'redux\.sync\.(max|min|add)\.u32')
+@_handles(r'redux\.sync\.(max|min|add|and|or)\.[ub]32')
 def _reduce(writer, match, operands, site):
     result, value, mask = writer.values(operands)
     return f'{result} = t.reduce_{match[1]}({value}, {mask}, {site});'
