@@ -430,7 +430,8 @@ def _formula(ctx, dout: Tensor | None, dlse: Tensor | None) -> tuple:
     if dout is None:
         dout = torch.zeros_like(tensors[3])
     *gradients, dsinks = autograd.first_derivatives(
-        torch.ops.flash_attn3.bwd_ring.default, dout, dlse, *tensors, sinks, cu_seqlens, *ctx.own)
+        _OP, torch.ops.flash_attn3.bwd_ring.default, dout, dlse, *tensors, sinks, cu_seqlens,
+        *ctx.own)
     return *gradients, None if sinks is None else dsinks, None, *(None for _ in Ring._fields)
 
 
