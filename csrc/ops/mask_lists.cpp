@@ -88,7 +88,7 @@ bool check_numbers(Solver& solver, Args const& args) {
   return solver.in_range("queries", args.queries, sizes) &&
          solver.in_range("keys", args.keys, sizes) &&
          solver.in_range("all_keys", args.all_keys, sizes) &&
-         solver.in_range("heads", args.heads, {1, kMostIndex}) &&
+         solver.in_range("heads", args.heads, {0, kMostIndex}) &&
          solver.in_range("tile_keys", args.tile_keys, tiles) &&
          solver.in_range("tile_rows", args.tile_rows, tiles) &&
          (args.tile_rows == kListedRows || (args.tile_queries == 0 && !args.starts_q) ||

@@ -145,7 +145,8 @@ def by_batch(results: tuple[Tensor, Tensor | None, Tensor | None],
     q, _, _, out = tensors
     rows = results[0].view(*q.shape[:2], *results[0].shape[1:]) if out is None else out
     return rows, *(x if x is None or x.dim() != 2 else
-                   x.view(x.size(0), *q.shape[:2]).transpose(0, 1) for x in results[1:])
+                   x.view(x.size(0), *q.shape[:2]).transpose(0, 1).contiguous()
+                   for x in results[1:])
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:

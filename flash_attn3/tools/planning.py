@@ -77,12 +77,13 @@ def can_use(q: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     if needs_grad and out is not None:
         reasons.append(checks.gradient_with_out_text(op, **named))
     plans = _plans_of(op, (q, k, v, out), features, eight_bit, num_splits, mask)
-    if needs_grad and eight_bit is None and mask is None and 'reason' not in plans[0]:
+    has_lists = 'Lists' in plans[0].get('name', '')
+    if needs_grad and eight_bit is None and 'reason' not in plans[0] and not has_lists:
         plans.append(plan_backward(q, k, v, **features))
     reasons += [facts['reason'] for facts in plans if 'reason' in facts]
     if needs_grad and eight_bit is not None:
         reasons.append(fp8.gradient_text(op, **named))
-    elif needs_grad and mask is not None and 'Lists' in plans[0].get('variant', ''):
+    elif needs_grad and has_lists:
         reasons += filter(None, [masked.gradient_text(op, features.get('softcap', 0.0))])
     reasons += _device_problems(q, plans)
     return not reasons, reasons
@@ -105,6 +106,7 @@ def _plans_of(op: str, tensors: tuple, features: dict, eight_bit: EightBit | Non
         return [dict(reason=text)]
     if mask is not None and (packed := masked.packed_call(call, is_planned=True)) is not None:
         call, tensors, general, mask = packed, packed.tensors, packed.general, None
+        num_splits = 1    # masked.py does not split them
     named = dict(zip(('q', 'k', 'v', 'out'), tensors))
     facts = checks.problem_text(named, general, execution, eight_bit or EightBit(),
                                 {} if mask is None else masked.sizes_of(call),

@@ -445,3 +445,16 @@ def test_tiles_of_kernels():
     assert calls == [[tiles] for tiles in of_gradients[:3]] + [[(64, 128, 0), (128, 128, 64)]] * 3
     assert Tiles(128).of_blocks() == (64, 64, 0) and Tiles(64).of_blocks() == (64, 128, 0)
     assert Tiles(128, queries=64).of_blocks().of_calls() == [(64, 64, 0), (128, 128, 64)]
+
+
+@pytest.mark.parametrize('maker, head_dim, softcap, text', [
+    ('documents', 512, 0.0, 'for gradients'), ('documents', 256, 3.0, ''),
+    ('prefix_lm', 256, 3.0, 'no softcap for gradients'), ('prefix_lm', 256, 0.0, '')])
+def test_can_use_of_gradients(maker, head_dim, softcap, text):
+    """Documents run as packed sequences, other masks with lists."""
+    q = torch.randn(1, 200, 2, head_dim, dtype=torch.bfloat16, requires_grad=True)
+    mask = (AttentionMask.documents(ints([0, 90, 200]), 200) if maker == 'documents' else
+            AttentionMask.prefix_lm(ints([7]), 200))
+    _, reasons = flash_attn3.can_use(q, q, q, softcap=softcap, mask=mask)
+    others = [reason for reason in reasons if 'a CUDA device' not in reason]
+    assert text in ''.join(others) if text else not others

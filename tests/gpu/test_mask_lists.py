@@ -238,7 +238,7 @@ def test_long_sequences(device):
     (dict(tile_keys=96), 'tile_keys to be'), (dict(tile_keys=64), 'tile_keys of 128 with'),
     (dict(tile_queries=32), 'tile_queries to be'), (dict(tile_rows=32), 'tile_rows to be'),
     (dict(tile_rows=64), 'tile_rows of 128 with tile_queries or starts_q'),
-    (dict(heads=0), 'heads to be'),
+    (dict(heads=-1), 'heads to be'),
     (dict(keys=-1), 'keys to be'), (dict(queries=2 ** 31), 'queries to be'),
     (dict(starts_q=starts([100])), 'both of starts_q and starts_k'),
 ], ids=lambda x: x if isinstance(x, str) else '')
