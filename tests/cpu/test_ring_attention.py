@@ -362,7 +362,7 @@ def check_own_errors(rank: int) -> None:
             (lambda: distributed.ulysses_attention(q[0, 0], q, q), '3 or 4 dimensions'),
             (lambda: distributed.ulysses_attention(q[:, :, :4], q[:, :, :4], q[:, :, :4],
                                                    s_aux=torch.zeros(8)),
-             r's_aux.size\(0\).* got 8'),
+             r's_aux to have the shape \(4,\), got \(8,\)'),
             (lambda: distributed.ulysses_attention(*(q.to(torch.float8_e4m3fn),) * 3), 'q.dtype'),
             (lambda: distributed.ulysses_attention(q, q[:, :4], q[:, :4]), 'as many rows as q, 8'),
             (lambda: distributed.ring_attention(q, q, q, seqlen=-1), 'seqlen to be 0 or more')):
