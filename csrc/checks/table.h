@@ -126,7 +126,7 @@ struct Range {
 struct Solver {
   char const* op;
   NamedTensor anchor;      // the device of all
-  std::string error = {};  // of the last check, if it gave false
+  std::string error = {};  // the text of the check that failed
   DtypeSet dtypes[kBool + 1];
   int64_t sizes[kSizeCount];        // -1: not bound
   char const* binders[kSizeCount];  // the tensors that bound them

@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 // ------------------------------------------------------------------------------------------ order
 struct OrderParams {
   int* lists;  // (heads, count, stride)
-  int heads;   // of all batches
+  int heads;   // heads with lists, summed over the batch
   int count;
   int stride;
 };

@@ -27,21 +27,21 @@ struct alignas(32) QueryMarks {
 };
 
 struct MaskListParams {
-  // Of a sequence. Packed: rows of q, a bound of the keys of a sequence, and rows of k.
+  // Dense: seqlen_q and seqlen_k. Packed: total_q, the most keys that a sequence has, and total_k.
   int queries = 0;
   int keys = 0;
   int all_keys = 0;
   int batch = 1;
-  int heads = 1;          // of the lists
+  int heads = 1;          // that have lists of their own
   PackedLengths lengths;  // packed: cu_q and cu_k
   int tile_keys = 0;
   int tile_rows = kListedRows;  // queries of a list of K tiles; packed: kListedRows
-  int tile_queries = 0;         // of the backward; 0: no lists for it
+  int tile_queries = 0;         // queries of a tile of the backward; 0: it gets no lists
 
   // Strides in elements: of batch, row, interval, end.
   int const* intervals = nullptr;
   int64_t interval_stride[4] = {};
-  int interval_count = 0;  // of a query; 0: it sees all keys
+  int interval_count = 0;  // intervals of each query; 0: queries see all keys
   int interval_batch = 0;
   int* rows = nullptr;         // (interval_batch, queries, 4): disjoint, inside of the sequence
   SeenBlocks* seen = nullptr;  // (interval_batch, lists, words of blocks)

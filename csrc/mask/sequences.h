@@ -40,10 +40,10 @@ CUTE_DEVICE int keys_of_sequence(MaskListParams const& p, int b) {
 // The queries of a list.
 struct ListQueries {
   int sequence;
-  int tile;  // in the sequence
-  int row;   // the first
-  int rows;  // 0: of no sequence
-  int keys;  // of the sequence
+  int tile;  // the tile's number in the sequence
+  int row;   // the first query
+  int rows;  // how many queries; 0: the list belongs to no sequence
+  int keys;  // how many keys the sequence has
 
   CUTE_DEVICE int rows_of_half(int half) const {
     return clamp(rows - half * kMaskBlock, 0, kMaskBlock);
@@ -78,9 +78,9 @@ CUTE_DEVICE int keys_of_row(MaskListParams const& p, int row) {
 
 // The tiles of queries of a sequence with a tile of keys.
 struct ListKeys {
-  int tile;   // of keys, in the sequence
-  int first;  // the first tile of queries among all
-  int count;  // 0: none, or no such keys
+  int tile;   // the number of the tile of keys in the sequence
+  int first;  // the number of the sequence's first tile of queries, over all sequences
+  int count;  // how many tiles of queries; 0: the list has no keys
 };
 
 CUTE_DEVICE ListKeys keys_of_list(MaskListParams const& p, int list) {

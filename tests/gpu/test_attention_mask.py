@@ -13,7 +13,7 @@ from flash_attn3 import AttentionMask, flash_attn_func, flash_attn_varlen_func
 from tests.gpu.common import check_same, spoil_allocator
 from tests.support import compare
 from tests.support.lists import ints, starts
-from tests.support.mask_cases import (INTERVALS, Blocks, MaskCase, call, check, check_case,
+from tests.support.mask_cases import (INTERVALS, Blocks, Given, MaskCase, call, check, check_case,
                                       check_documents, made)
 
 HEAD_DIMS = {64: {}, 128: {}, 256: {}, 72: {}, 192: dict(head_dim_v=128)}
@@ -137,16 +137,21 @@ def test_the_same_bits_each_time(head_dim, device):
         check_same(call(case, given)[:2], wanted[:2])
 
 
+def captured(case: MaskCase, given: Given) -> tuple[torch.cuda.CUDAGraph, tuple]:
+    """A graph of a call that was made once before, and the call's results."""
+    call(case, given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, call(case, given)
+
+
 @every_head_dim
 def test_a_graph(head_dim, cuda):
     """Captured after a call, and replayed on other inputs."""
     case = case_of(head_dim, intervals='sinks', blocks=BLOCKS['64'])
     given = made(case, cuda)
-    call(case, given)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call(case, given)
+    graph, results = captured(case, given)
     for _ in range(3):
         for x in given[:3]:
             x.copy_(torch.randn_like(x, dtype=torch.float32))
@@ -176,11 +181,7 @@ def test_a_graph_keeps_its_lists(cuda):
     """A replay reads lists that the mask has dropped since."""
     case = case_of(128, intervals='two')
     given = made(case, cuda)
-    call(case, given)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = call(case, given)
+    graph, results = captured(case, given)
     given.mask._kept.clear()
     spoil_allocator(cuda)
     graph.replay()
