@@ -312,9 +312,9 @@ def test_nothing_to_do(block, device):
 @pytest.mark.parametrize('changes, text', [
     *[error for error in ERRORS if not error[1].startswith(('cu_seqlens[', 'seqused['))],
     ({'x': torch.zeros(1, 5, 4, 20)}, 'the head_dim of x to be a multiple of 8 from 8 to '
-     '256, got 20; hint: a GPU takes no others; pad x with zeros'),
+     '256, got 20; hint: a GPU takes no others: pad x with zeros'),
     ({'x': torch.zeros(5, 4, 264), 'cu_seqlens': starts([5])}, 'the head_dim of x to be a '
-     'multiple of 8 from 8 to 256, got 264; hint: a GPU takes no others; pad x with zeros'),
+     'multiple of 8 from 8 to 256, got 264; hint: a GPU takes no others: pad x with zeros'),
 ], ids=str)
 def test_errors(changes, text, cuda):
     arguments = {'x': torch.zeros(1, 5, 4, 16)} | changes
