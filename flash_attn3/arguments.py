@@ -136,6 +136,13 @@ ARGUMENTS = tuple(Argument(*row) for row in (
     # Queries choose their keys: page ids outside the cache hold no key. With an append only that is
     # done: out stays as it is, and the next call attends.
     ('keys_chosen', 'bool', False, 'choice'),
+    # The choice itself, for gradients: (total_q, 1 or heads_k, n) int32 blocks of rows of k; which
+    # of a list count, (total_q,); rows of a block. q_latent: qv. scale: of scores.
+    ('q_latent', 'Tensor?', REQUIRED, 'chosen'),
+    ('indices', 'Tensor', REQUIRED, 'chosen'),
+    ('index_counts', 'Tensor?', REQUIRED, 'chosen'),
+    ('index_block', 'int', REQUIRED, 'chosen'),
+    ('scale', 'float', REQUIRED, 'chosen'),
     # The op that quantises first.
     ('rotation_seed', 'int?', 0, 'quantization'),
     ('block_scales', 'bool', True, 'quantization'),
@@ -199,6 +206,8 @@ OPS = {
                             'blocks', 'rotation'),
                            ('q', 'q_scales', 'k', 'k_scales', 'v', 'v_scales')),
     'combine': Op(('merged',), ('lse',), writes=('out',)),
+    'bwd_chosen': Op(('upstream', 'inputs', 'outputs', 'chosen'),
+                     (*_GRADIENTS, 'dq_latent', 'delta')),
     'mask_lists': Op(('shown', 'sizes'), ('mask_rows', 'key_lists', 'query_lists')),
 }
 

@@ -20,6 +20,7 @@ std::span<BoxedOp const> backward_ops();
 std::span<BoxedOp const> quantize_ops();
 std::span<BoxedOp const> combine_ops();
 std::span<BoxedOp const> mask_list_ops();
+std::span<BoxedOp const> chosen_gradient_ops();
 
 // Why the installed driver cannot run this library; empty if it can, and without a driver. Does not
 // initialise CUDA.

@@ -6,7 +6,7 @@
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn3, CUDA, m) {
   for (auto const ops : {fa3::forward_ops(), fa3::backward_ops(), fa3::quantize_ops(),
-                         fa3::combine_ops(), fa3::mask_list_ops()}) {
+                         fa3::combine_ops(), fa3::mask_list_ops(), fa3::chosen_gradient_ops()}) {
     for (fa3::BoxedOp const& op : ops) {
       m.impl(op.name, op.run);
     }

@@ -16,8 +16,9 @@ from torch.compiler import is_compiling
 from flash_attn3 import _plan, env
 from flash_attn3.arguments import names, public_names
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import (attend_arguments, attend_cache, checks, chosen_keys, derivatives,
-                             dtensors, fp8, invariance, library, prefix_rules, rope_free)
+from flash_attn3.ops import (attend_arguments, attend_cache, checks, chosen_gradients, chosen_keys,
+                             derivatives, dtensors, fp8, invariance, library, prefix_rules,
+                             rope_free)
 from flash_attn3.api.merging import flash_attn_combine, merge_states
 from flash_attn3.ops.attend_cache import Attend, Rotary
 from flash_attn3.ops.chosen_keys import KVCACHE, SPARSE, Choice, Function, Layout
@@ -135,7 +136,7 @@ def flash_attn_sparse_func(
         softmax_scale: float | None = None, s_aux: Tensor | None = None,
         return_softmax_lse: bool = False,
         deterministic: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of each query to the keys that it chooses. No gradients yet.
+    """Attention of each query to the keys that it chooses; q, k, v, qv and s_aux have gradients.
 
     Args:
         q: (total_q, heads_q, head_dim).
@@ -145,7 +146,8 @@ def flash_attn_sparse_func(
         qv: absorbed MLA, (total_q, heads_q, head_dim_v): scores are (q k^T + qv v^T) *
             (head_dim + head_dim_v) ** -0.5. Without rotary columns q and k are None.
         index_counts: (total_q,) int32: indices of a list that count.
-        softmax_scale, s_aux: as in `flash_attn_func`. deterministic: of the gradients.
+        softmax_scale, s_aux: as in `flash_attn_func`. deterministic: the gradients of k and v sum
+            in a fixed order, in plain PyTorch, which is slower.
 
     Returns:
         out, (total_q, heads_q, head_dim_v); with return_softmax_lse (out, lse), lse (heads_q,
@@ -154,6 +156,7 @@ def flash_attn_sparse_func(
     if q is None or k is None:
         q, k, softmax_scale = rope_free.tensors_of(SPARSE, dict(
             q=q, k=k, v=v, qv=qv, softmax_scale=softmax_scale))
+        k = k.detach()    # a stand-in for no keys
     given = q, k, v, qv, s_aux
     for name, x in zip('qkv', given):
         if not isinstance(x, Tensor) or x.dim() != 3:
@@ -161,19 +164,22 @@ def flash_attn_sparse_func(
                 SPARSE.name, f'{name} to have 3 dimensions',
                 str(x.dim()) if isinstance(x, Tensor) else type(x).__name__))
     if (type(q) is not Tensor or forward_ad._current_level >= 0
-            or (softmax_scale is not None and type(softmax_scale) is not float)
-            or (is_grad_enabled() and _some_require_grad(given, SPARSE.name, _OF_SPARSE))):
+            or (softmax_scale is not None and type(softmax_scale) is not float)):
         named = dict(zip(_OF_SPARSE, given)) | {'out': None}
-        reject(SPARSE.name, softmax_scale, 0.0, None, named,
-               ', as there are no gradients yet')
+        reject(SPARSE.name, softmax_scale, 0.0, None, named, None)
+    needs_grad = is_grad_enabled() and _some_require_grad(given, SPARSE.name, _OF_SPARSE)
     own = Attend(sinks=checks.sinks_of(s_aux, q), softmax_scale=softmax_scale, qv=qv,
-                 return_lse=return_softmax_lse, keys_chosen=True,
+                 return_lse=return_softmax_lse or needs_grad, keys_chosen=True,
                  split_size=invariance.split_size_of(0))
     tensors = q, k.unsqueeze(0), v.unsqueeze(0), None
     choice = Choice(indices, index_block, index_counts)
     layout = layout_of(tensors, own, choice, SPARSE)
     attend, _ = functions_for(q, SPARSE.name, own.split_size)
-    out, lse = attend_to_chosen(attend, tensors, own, choice, layout, SPARSE)
+    call = attend, tensors, own, choice, layout, SPARSE
+    if needs_grad:
+        out, lse = chosen_gradients.attention(attend_to_chosen, call, deterministic)
+    else:
+        out, lse = attend_to_chosen(*call)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -508,8 +514,10 @@ def _reject(metadata: Tensor | None, softmax_scale: float | None, softcap: float
 
 
 def reject(op: str, softmax_scale: float | None, softcap: float, out_dtype: torch.dtype | None,
-           tensors: dict[str, Tensor | None], why: str = ' with a cache') -> None:
-    """Raises an error for derivatives or a wrong dtype of results in any function on a cache."""
+           tensors: dict[str, Tensor | None], why: str | None = ' with a cache') -> None:
+    """Raises an error for derivatives or a wrong dtype of results in any function on a cache. why:
+    there are no gradients; None: there are.
+    """
     q, out = tensors['q'], tensors['out']
     checks.reject_non_tensors(op, **tensors)
     dtensors.reject(op, q)
@@ -518,7 +526,7 @@ def reject(op: str, softmax_scale: float | None, softcap: float, out_dtype: torc
     derivatives.reject_of_scalars(op, **numbers)
     if text := checks.number_text(op, numbers):
         raise RuntimeError(text)
-    if checks.needs_grad(*tensors.values()):
+    if why is not None and checks.needs_grad(*tensors.values()):
         raise RuntimeError(checks.error(
             op, f'requires_grad=False{why}', checks.requires_grad_text(**tensors),
             'call it under torch.no_grad()'))

@@ -1,0 +1,294 @@
+// The two math warpgroups. Each tile of 64 keys:
+//
+//   0: S = Q K^T    P  (as float32 to 1)       dQ, half of its columns   dK, dV of half of the columns
+//   1: dP = dO V^T     dS = P (dP - delta)     the other half            the other half
+//
+// P and dS go through shared memory in 16 bits: the first operand of dQ += dS K, and transposed of
+// dK = dS^T Q and dV = P^T dO, which are added to float32 sums in global memory, row by row. dQ
+// stays in registers. The next tile of keys is loaded during dK and dV, which do not read it.
+//
+// TRAP: no product is outstanding where a loop closes, else ptxas serialises them.
+#pragma once
+
+#include "chosen/traits.h"
+
+namespace fa3 {
+
+// The index of four values of a thread in a row of sums, which has 64 columns a slice: columns 2 t,
+// 2 t + 1, 2 t + 8 and 2 t + 9 of group `group` of 16, which lane t of a quad holds.
+CUTE_HOST_DEVICE constexpr int sum_index(int slice, int group, int lane_of_quad) {
+  return slice * kSlice + group * 16 + lane_of_quad * 4;
+}
+
+template <class Traits, int kNumber>
+struct ChosenMath {
+  using Element = typename Traits::Element;
+  using Sums = decltype(cute::partition_fragment_C(typename Traits::MmaScores{},
+                                                   cute::Shape<cute::_64, cute::_64>{}));
+  static constexpr int kFirstDq = kNumber == 0 ? 0 : Traits::kOwnDq;
+  static constexpr int kDqSlices = kNumber == 0 ? Traits::kOwnDq : Traits::kSlicesQ - Traits::kOwnDq;
+  static constexpr int kFirstKeys = kNumber == 0 ? 0 : Traits::kOwnKeys;
+  static constexpr int kEndKeys = kNumber == 0 ? Traits::kOwnKeys : Traits::kSlices;
+
+  ChosenStorage<Traits>& shared;
+  ChosenGradientParams const& p;
+  ChosenWork work;
+  int thread;  // of the warpgroup
+
+  CUTE_DEVICE void run() {
+    prepare_rows();
+    Sums dq[max_of(kDqSlices, 1)];
+    CUTE_UNROLL
+    for (int i = 0; i < kDqSlices; ++i) {
+      cute::clear(dq[i]);
+    }
+    ChosenList const list(p, work);
+    shared.q_full.wait(0);
+    CUTE_NO_UNROLL
+    for (int tile = 0; tile < list.tiles(); ++tile) {
+      int rows[2];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        rows[r] = list.row_of(tile * kTileKeys + fragment_row(thread) + 8 * r);
+      }
+      if (kNumber == 1 && tile > 0) {
+        sync_or_arrive(kScoresUnread);
+      }
+      shared.keys_full.wait(tile % 2);
+      fence_shared_for_async_proxy();
+      compute_scores(list, tile);
+      fence_shared_for_async_proxy();
+      named_sync(NamedBarrier(kScoresReady), kMathThreads);
+      add_to_dq(dq);
+      add_to_keys<kFirstKeys>(rows);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kDqSlices; ++i) {
+      store_dq(dq[i], kFirstDq + i);
+    }
+  }
+
+ private:
+  // 1 waits for kProbabilities, 0 for the other barriers.
+  CUTE_DEVICE void sync_or_arrive(ChosenBarrier barrier) const {
+    if ((barrier == kProbabilities) == (kNumber == 1)) {
+      named_sync(NamedBarrier(barrier), kMathThreads);
+    } else {
+      named_arrive(NamedBarrier(barrier), kMathThreads);
+    }
+  }
+
+  // ------------------------------------------------------------------------------------------ rows
+  // LSE and delta of the heads; a warp has eight of them. P of a missing head is zero.
+  CUTE_DEVICE void prepare_rows() {
+    int const first = (kNumber * 4 + thread / 32) * 8;
+    CUTE_NO_UNROLL
+    for (int row = first; row < first + 8; ++row) {
+      bool const exists = row < work.heads;
+      int const head = work.head + (exists ? row : 0);
+      float const dot = exists ? dot_of(head) : 0.f;
+      int64_t const at = int64_t(head) * p.queries + work.query;
+      float const lse = exists ? p.lse[at] : -INFINITY;
+      bool const is_none = lse == -INFINITY;
+      float const delta = dot - (exists && p.dlse != nullptr ? p.dlse[at] : 0.f);
+      if (is_first_lane()) {
+        shared.lse_log2[row] = is_none ? INFINITY : lse * kLog2E;
+        shared.delta[row] = is_none ? 0.f : delta;
+        if (exists) {
+          p.delta[at] = delta;
+        }
+      }
+    }
+    named_sync(NamedBarrier(kRowsReady), kMathThreads);
+  }
+
+  // The sum of dO * O over a row.
+  CUTE_DEVICE float dot_of(int head) const {
+    auto const* const o = reinterpret_cast<uint4 const*>(row_at<Element>(p.out, work.query, head));
+    auto const* const dout =
+        reinterpret_cast<uint4 const*>(row_at<Element>(p.dout, work.query, head));
+    float sum = 0.f;
+    for (int chunk = lane_of_warp(); chunk < Traits::kSlicesV * 8; chunk += 32) {
+      uint4 const a = o[chunk];
+      uint4 const b = dout[chunk];
+      sum += dot_of(a.x, b.x) + dot_of(a.y, b.y) + dot_of(a.z, b.z) + dot_of(a.w, b.w);
+    }
+    return sum_over_lanes<32>(sum);
+  }
+
+  CUTE_DEVICE static float dot_of(uint32_t a, uint32_t b) {
+    float2 const x = unpack_two<Element>(a);
+    float2 const y = unpack_two<Element>(b);
+    return x.x * y.x + x.y * y.y;
+  }
+
+  // ---------------------------------------------------------------------------------------- scores
+  CUTE_DEVICE void compute_scores(ChosenList const& list, int tile) {
+    Sums sums;
+    constexpr int kColumns = kSlice * (kNumber == 0 ? Traits::kSlicesQ : Traits::kSlicesV);
+    using Layout = typename Traits::template Tile<kColumns>;
+    Element* const keys = shared.keys + (kNumber == 0 ? 0 : Traits::kSlicesK * kSliceElements);
+    auto mma = typename Traits::MmaScores{}.get_slice(0);
+    auto a = mma.partition_fragment_A(cute::make_tensor(
+        cute::make_smem_ptr(kNumber == 0 ? shared.q : shared.dout), Layout{}));
+    auto b =
+        mma.partition_fragment_B(cute::make_tensor(cute::make_smem_ptr(keys), Layout{}));
+    issue_gemm<kColumns / 16>(typename Traits::MmaScores{}, a, b, sums, true);
+    if constexpr (kNumber == 0) {
+      uint64_t const exist = existing_keys(list, tile);
+      wait_gemm<0>(sums);
+      probabilities(sums, exist);
+      if (tile > 0) {
+        sync_or_arrive(kScoresUnread);
+      }
+      CUTE_UNROLL
+      for (int j = 0; j < kTileKeys / 8; ++j) {
+        shared.exchange[j][thread] =
+            make_float4(sums(4 * j), sums(4 * j + 1), sums(4 * j + 2), sums(4 * j + 3));
+      }
+      sync_or_arrive(kProbabilities);
+      sync_or_arrive(kExchanged);
+    } else {
+      wait_gemm<0>(sums);
+      sync_or_arrive(kProbabilities);
+      multiply(sums);
+      sync_or_arrive(kExchanged);
+      named_sync(NamedBarrier(kReadByAll), kWarpgroup);
+    }
+    store_scores(sums, shared.scores[kNumber]);
+  }
+
+  // A bit for each key of a tile. Whole warps call this.
+  CUTE_DEVICE uint64_t existing_keys(ChosenList const& list, int tile) const {
+    int const slot = tile * kTileKeys + lane_of_warp();
+    uint32_t const low = __ballot_sync(kWholeWarp, list.row_of(slot) >= 0);
+    uint32_t const high = __ballot_sync(kWholeWarp, list.row_of(slot + 32) >= 0);
+    return uint64_t(high) << 32 | low;
+  }
+
+  // S becomes P.
+  CUTE_DEVICE void probabilities(Sums& sums, uint64_t exist) const {
+    float const scale_log2 = p.scale * kLog2E;
+    uint64_t const own = exist >> fragment_column(thread);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float const lse_log2 = shared.lse_log2[fragment_row(thread) + 8 * r];
+      CUTE_UNROLL
+      for (int j = 0; j < kTileKeys / 8; ++j) {
+        CUTE_UNROLL
+        for (int c = 0; c < 2; ++c) {
+          float& x = sums(4 * j + 2 * r + c);
+          x = (own >> (8 * j + c) & 1) != 0 ? exp2_approx(x * scale_log2 - lse_log2) : 0.f;
+        }
+      }
+    }
+  }
+
+  // dP becomes dS, times the scale of scores.
+  CUTE_DEVICE void multiply(Sums& sums) const {
+    float const deltas[2] = {shared.delta[fragment_row(thread)],
+                             shared.delta[fragment_row(thread) + 8]};
+    CUTE_UNROLL
+    for (int j = 0; j < kTileKeys / 8; ++j) {
+      float4 const four = shared.exchange[j][thread];
+      float const probability[] = {four.x, four.y, four.z, four.w};
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        sums(4 * j + i) = probability[i] * (sums(4 * j + i) - deltas[i / 2]) * p.scale;
+      }
+    }
+  }
+
+  CUTE_DEVICE void store_scores(Sums const& sums, Element* tile) const {
+    uint32_t words[kTileKeys / 4];
+    CUTE_UNROLL
+    for (int i = 0; i < kTileKeys / 4; ++i) {
+      words[i] = pack_two<Element>(sums(2 * i), sums(2 * i + 1));
+    }
+    store_warpgroup_rows<kHeadRows, kTileKeys / 16>([&](int i) { return words[i]; },
+                                                    reinterpret_cast<char*>(tile), 0, thread);
+  }
+
+  // -------------------------------------------------------------------------------------- products
+  template <class Mma, class LayoutA>
+  CUTE_DEVICE void issue(Element* a, Element* b, Sums& sums, bool is_first) const {
+    auto mma = Mma{}.get_slice(0);
+    auto tA = mma.partition_fragment_A(cute::make_tensor(cute::make_smem_ptr(a), LayoutA{}));
+    auto tB = mma.partition_fragment_B(
+        cute::make_tensor(cute::make_smem_ptr(b), typename Traits::Transposed{}));
+    issue_gemm<kTileKeys / 16>(Mma{}, tA, tB, sums, is_first);
+  }
+
+  // dQ += dS K. The tile of keys is free afterwards.
+  CUTE_DEVICE void add_to_dq(Sums (&dq)[max_of(kDqSlices, 1)]) {
+    CUTE_UNROLL
+    for (int i = 0; i < kDqSlices; ++i) {
+      issue<typename Traits::MmaDq, typename Traits::template Tile<kTileKeys>>(
+          shared.scores[1], shared.keys + (kFirstDq + i) * kSliceElements, dq[i], false);
+    }
+    cute::warpgroup_wait<0>();
+    CUTE_UNROLL
+    for (int i = 0; i < kDqSlices; ++i) {
+      cute::warpgroup_fence_operand(dq[i]);
+    }
+    if (thread == 0) {
+      shared.keys_empty.arrive();
+    }
+  }
+
+  // dS^T Q + P^T dO of the columns of a slice.
+  template <int kIndex>
+  CUTE_DEVICE void add_to_keys(int const (&rows)[2]) const {
+    constexpr bool kHasQ = kIndex < Traits::kSlicesQ;
+    constexpr bool kHasDout = kIndex >= Traits::kSlicesK;
+    Sums sums;
+    if constexpr (kHasQ) {
+      issue<typename Traits::MmaKeys, typename Traits::Transposed>(
+          shared.scores[1], shared.q + kIndex * kSliceElements, sums, true);
+    }
+    if constexpr (kHasDout) {
+      issue<typename Traits::MmaKeys, typename Traits::Transposed>(
+          shared.scores[0], shared.dout + (kIndex - Traits::kSlicesK) * kSliceElements, sums,
+          !kHasQ);
+    }
+    wait_gemm<0>(sums);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      if (rows[r] >= 0) {
+        float* const row = p.sums + (int64_t(rows[r]) * p.heads_k + work.head_k) *
+                                        (Traits::kSlices * kSlice);
+        CUTE_UNROLL
+        for (int group = 0; group < kSlice / 16; ++group) {
+          int const at = 8 * group + 2 * r;
+          add_to_global(reinterpret_cast<float4*>(row + sum_index(kIndex, group, thread % 4)),
+                        make_float4(sums(at), sums(at + 1), sums(at + 4), sums(at + 5)));
+        }
+      }
+    }
+    if constexpr (kIndex + 1 < kEndKeys) {
+      add_to_keys<kIndex + 1>(rows);
+    }
+  }
+
+  CUTE_DEVICE void store_dq(Sums const& sums, int slice) const {
+    bool const is_latent = slice >= Traits::kSlicesK;
+    int const columns = kSlice * (is_latent ? Traits::kSlicesV : Traits::kSlicesK);
+    int const first = kSlice * (is_latent ? slice - Traits::kSlicesK : slice);
+    auto* const target = static_cast<Element*>(is_latent ? p.dq_latent : p.dq);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int const head = fragment_row(thread) + 8 * r;
+      if (head < work.heads) {
+        Element* const row =
+            target + (int64_t(work.query) * p.heads_q + work.head + head) * columns + first;
+        CUTE_UNROLL
+        for (int j = 0; j < kSlice / 8; ++j) {
+          *reinterpret_cast<uint32_t*>(row + 8 * j + fragment_column(thread)) =
+              pack_two<Element>(sums(4 * j + 2 * r), sums(4 * j + 2 * r + 1));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace fa3
