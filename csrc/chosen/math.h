@@ -23,12 +23,23 @@ CUTE_HOST_DEVICE constexpr int sum_index(int slice, int group, int lane_of_quad)
 template <class Traits, int kNumber>
 struct ChosenMath {
   using Element = typename Traits::Element;
-  using Sums = decltype(cute::partition_fragment_C(typename Traits::MmaScores{},
-                                                   cute::Shape<cute::_64, cute::_64>{}));
+  template <int kSlices>
+  using SumsOf = decltype(cute::partition_fragment_C(
+      typename Traits::template MmaDq<kSlice * kSlices>{},
+      cute::Shape<cute::_64, cute::Int<kSlice * kSlices>>{}));
+  using Sums = SumsOf<1>;
   static constexpr int kFirstDq = kNumber == 0 ? 0 : Traits::kOwnDq;
   static constexpr int kDqSlices = kNumber == 0 ? Traits::kOwnDq : Traits::kSlicesQ - Traits::kOwnDq;
+  // In two parts, as a product has at most four slices.
+  static constexpr int kDqPart = (kDqSlices + 1) / 2;
+  static constexpr int kOtherDqPart = kDqSlices / 2;
   static constexpr int kFirstKeys = kNumber == 0 ? 0 : Traits::kOwnKeys;
   static constexpr int kEndKeys = kNumber == 0 ? Traits::kOwnKeys : Traits::kSlices;
+
+  struct Dq {
+    SumsOf<max_of(kDqPart, 1)> first;
+    SumsOf<max_of(kOtherDqPart, 1)> second;
+  };
 
   ChosenStorage<Traits>& shared;
   ChosenGradientParams const& p;
@@ -37,11 +48,9 @@ struct ChosenMath {
 
   CUTE_DEVICE void run() {
     prepare_rows();
-    Sums dq[max_of(kDqSlices, 1)];
-    CUTE_UNROLL
-    for (int i = 0; i < kDqSlices; ++i) {
-      cute::clear(dq[i]);
-    }
+    Dq dq;
+    cute::clear(dq.first);
+    cute::clear(dq.second);
     ChosenList const list(p, work);
     shared.q_full.wait(0);
     CUTE_NO_UNROLL
@@ -62,10 +71,8 @@ struct ChosenMath {
       add_to_dq(dq);
       add_to_keys<kFirstKeys>(rows);
     }
-    CUTE_UNROLL
-    for (int i = 0; i < kDqSlices; ++i) {
-      store_dq(dq[i], kFirstDq + i);
-    }
+    store_dq<kDqPart>(dq.first, kFirstDq);
+    store_dq<kOtherDqPart>(dq.second, kFirstDq + kDqPart);
   }
 
  private:
@@ -210,27 +217,31 @@ struct ChosenMath {
   }
 
   // -------------------------------------------------------------------------------------- products
-  template <class Mma, class LayoutA>
-  CUTE_DEVICE void issue(Element* a, Element* b, Sums& sums, bool is_first) const {
+  // b: a tile whose rows are summed over.
+  template <class Mma, class LayoutA, int kSlices>
+  CUTE_DEVICE void issue(Element* a, Element* b, SumsOf<kSlices>& sums, bool is_first) const {
+    using LayoutB = typename Traits::template Transposed<kSlice * kSlices>;
     auto mma = Mma{}.get_slice(0);
     auto tA = mma.partition_fragment_A(cute::make_tensor(cute::make_smem_ptr(a), LayoutA{}));
-    auto tB = mma.partition_fragment_B(
-        cute::make_tensor(cute::make_smem_ptr(b), typename Traits::Transposed{}));
+    auto tB = mma.partition_fragment_B(cute::make_tensor(cute::make_smem_ptr(b), LayoutB{}));
     issue_gemm<kTileKeys / 16>(Mma{}, tA, tB, sums, is_first);
   }
 
+  template <int kSlices, class Fragment>
+  CUTE_DEVICE void issue_dq(Fragment& sums, int first) const {
+    if constexpr (kSlices > 0) {
+      issue<typename Traits::template MmaDq<kSlice * kSlices>,
+            typename Traits::template Tile<kTileKeys>, kSlices>(
+          shared.scores[1], shared.keys + first * kSliceElements, sums, false);
+    }
+  }
+
   // dQ += dS K. The tile of keys is free afterwards.
-  CUTE_DEVICE void add_to_dq(Sums (&dq)[max_of(kDqSlices, 1)]) {
-    CUTE_UNROLL
-    for (int i = 0; i < kDqSlices; ++i) {
-      issue<typename Traits::MmaDq, typename Traits::template Tile<kTileKeys>>(
-          shared.scores[1], shared.keys + (kFirstDq + i) * kSliceElements, dq[i], false);
-    }
-    cute::warpgroup_wait<0>();
-    CUTE_UNROLL
-    for (int i = 0; i < kDqSlices; ++i) {
-      cute::warpgroup_fence_operand(dq[i]);
-    }
+  CUTE_DEVICE void add_to_dq(Dq& dq) {
+    issue_dq<kDqPart>(dq.first, kFirstDq);
+    issue_dq<kOtherDqPart>(dq.second, kFirstDq + kDqPart);
+    wait_gemm<0>(dq.first);
+    cute::warpgroup_fence_operand(dq.second);
     if (thread == 0) {
       shared.keys_empty.arrive();
     }
@@ -239,15 +250,17 @@ struct ChosenMath {
   // dS^T Q + P^T dO of the columns of a slice.
   template <int kIndex>
   CUTE_DEVICE void add_to_keys(int const (&rows)[2]) const {
+    using MmaKeys = typename Traits::template MmaKeys<kSlice>;
+    using LayoutOfScores = typename Traits::template Transposed<kTileKeys>;
     constexpr bool kHasQ = kIndex < Traits::kSlicesQ;
     constexpr bool kHasDout = kIndex >= Traits::kSlicesK;
     Sums sums;
     if constexpr (kHasQ) {
-      issue<typename Traits::MmaKeys, typename Traits::Transposed>(
+      issue<MmaKeys, LayoutOfScores, 1>(
           shared.scores[1], shared.q + kIndex * kSliceElements, sums, true);
     }
     if constexpr (kHasDout) {
-      issue<typename Traits::MmaKeys, typename Traits::Transposed>(
+      issue<MmaKeys, LayoutOfScores, 1>(
           shared.scores[0], shared.dout + (kIndex - Traits::kSlicesK) * kSliceElements, sums,
           !kHasQ);
     }
@@ -270,21 +283,28 @@ struct ChosenMath {
     }
   }
 
-  CUTE_DEVICE void store_dq(Sums const& sums, int slice) const {
-    bool const is_latent = slice >= Traits::kSlicesK;
-    int const columns = kSlice * (is_latent ? Traits::kSlicesV : Traits::kSlicesK);
-    int const first = kSlice * (is_latent ? slice - Traits::kSlicesK : slice);
-    auto* const target = static_cast<Element*>(is_latent ? p.dq_latent : p.dq);
+  // Slices of dQ from `first` on.
+  template <int kSlices, class Fragment>
+  CUTE_DEVICE void store_dq(Fragment const& sums, int first) const {
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      int const head = fragment_row(thread) + 8 * r;
-      if (head < work.heads) {
-        Element* const row =
-            target + (int64_t(work.query) * p.heads_q + work.head + head) * columns + first;
-        CUTE_UNROLL
-        for (int j = 0; j < kSlice / 8; ++j) {
-          *reinterpret_cast<uint32_t*>(row + 8 * j + fragment_column(thread)) =
-              pack_two<Element>(sums(4 * j + 2 * r), sums(4 * j + 2 * r + 1));
+    for (int i = 0; i < kSlices; ++i) {
+      int const slice = first + i;
+      bool const is_latent = slice >= Traits::kSlicesK;
+      int const columns = kSlice * (is_latent ? Traits::kSlicesV : Traits::kSlicesK);
+      auto* const target = static_cast<Element*>(is_latent ? p.dq_latent : p.dq) +
+                           kSlice * (is_latent ? slice - Traits::kSlicesK : slice);
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        int const head = fragment_row(thread) + 8 * r;
+        if (head < work.heads) {
+          Element* const row =
+              target + (int64_t(work.query) * p.heads_q + work.head + head) * columns;
+          CUTE_UNROLL
+          for (int j = 0; j < kSlice / 8; ++j) {
+            int const at = 4 * (i * (kSlice / 8) + j) + 2 * r;
+            *reinterpret_cast<uint32_t*>(row + 8 * j + fragment_column(thread)) =
+                pack_two<Element>(sums(at), sums(at + 1));
+          }
         }
       }
     }

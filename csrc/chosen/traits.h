@@ -37,17 +37,22 @@ struct ChosenTraits {
   using Tile = decltype(cute::tile_to_shape(
       cute::GMMA::Layout_K_SW128_Atom<Element>{},
       cute::Shape<cute::Int<kHeadRows>, cute::Int<kColumns>>{}));
+  template <int kColumns>
   using Transposed = decltype(cute::tile_to_shape(
-      cute::GMMA::Layout_MN_SW128_Atom<Element>{}, cute::Shape<cute::_64, cute::_64>{},
-      cute::Step<cute::_2, cute::_1>{}));
+      cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+      cute::Shape<cute::Int<kColumns>, cute::Int<kHeadRows>>{}, cute::Step<cute::_2, cute::_1>{}));
 
-  using Shape = cute::Shape<cute::_64, cute::_64, cute::_16>;
-  template <Major kMajorA, Major kMajorB>
+  // A product of 64 rows and kColumns columns.
+  template <Major kMajorA, Major kMajorB, int kColumns = 64>
   using Mma = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<Element, Element, float, Shape, kMajorA, kMajorB>()));
+      cute::GMMA::ss_op_selector<Element, Element, float,
+                                 cute::Shape<cute::_64, cute::Int<kColumns>, cute::_16>, kMajorA,
+                                 kMajorB>()));
   using MmaScores = Mma<Major::K, Major::K>;
-  using MmaDq = Mma<Major::K, Major::MN>;
-  using MmaKeys = Mma<Major::MN, Major::MN>;
+  template <int kColumns>
+  using MmaDq = Mma<Major::K, Major::MN, kColumns>;
+  template <int kColumns>
+  using MmaKeys = Mma<Major::MN, Major::MN, kColumns>;
 };
 
 template <class Traits>

@@ -210,7 +210,6 @@ def test_bad_input(change, text, appends):
     'heads apart': (dict(k=torch.randn(2, 8, 16).transpose(0, 1), indices=ints([[[0]] * 2] * 2)),
                     'k and v contiguous, for indices by KV head'),
     'head dim': (dict(q=torch.randn(2, 4, 8)), 'the head_dim of k to be that of q, 8'),
-    'gradients': (dict(q=torch.randn(2, 4, 16, requires_grad=True)), 'no gradients yet'),
 }.values())
 def test_bad_input_of_the_function_of_packed_tokens(change, text):
     given = dict(q=torch.randn(2, 4, 16), k=torch.randn(8, 2, 16), v=torch.randn(8, 2, 16),

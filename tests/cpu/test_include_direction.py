@@ -24,12 +24,13 @@ MAY_INCLUDE = {
     'kvcache': {'kvcache', 'launch', 'device', 'config', 'core'},
     'combine': {'combine', 'launch', 'device', 'config', 'core'},
     'mask': {'mask', 'launch', 'device', 'config', 'core'},
+    'chosen': {'chosen', 'launch', 'device', 'config', 'core'},
     'call': {'call', 'config', 'core'},
     'plan': {'plan', 'call', 'config', 'core'},
     'checks': {'checks', 'plan', 'call', 'config', 'core'},
-    # The host side of schedule, quantize, kvcache, combine and mask.
+    # The host side of schedule, quantize, kvcache, combine, mask and chosen.
     'ops': {'ops', 'checks', 'plan', 'call', 'schedule', 'quantize', 'kvcache', 'combine', 'mask',
-            'config', 'core'},
+            'chosen', 'config', 'core'},
     'python': {'python', 'checks', 'plan', 'call', 'config', 'core'},
     # The module of the tests shows the layouts that kernels use.
     'tests': {'checks', 'plan', 'call', 'schedule', 'forward', 'backward', 'kvcache', 'device',
