@@ -9,9 +9,9 @@ namespace fa3 {
 template <class Traits>
 struct ChosenGather {
   using Element = typename Traits::Element;
-  static constexpr int kLanes = 8;                        // that share a row
-  static constexpr int kRowsAtOnce = kWarpgroup / kLanes;
-  static constexpr int kRows = kTileKeys / kRowsAtOnce;   // of a thread
+  static constexpr int kLanes = 8;  // that share a row
+  static constexpr int kRowsAtOnce = kWarpgroupThreads / kLanes;
+  static constexpr int kRows = kTileKeys / kRowsAtOnce;  // of a thread
 
   ChosenStorage<Traits>& shared;
   ChosenGradientParams const& p;

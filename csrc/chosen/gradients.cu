@@ -16,9 +16,9 @@
 namespace fa3 {
 namespace {
 
-constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kGatherRegisters = 56;
-constexpr int kMathRegisters = 224;
+constexpr int kThreads = 3 * kWarpgroupThreads;
+constexpr int kGatherRegisters = 40;
+constexpr int kMathRegisters = 232;
 
 template <class Traits>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   wait_for_earlier_launches();
   ChosenWork const work(p);
-  int const thread = int(threadIdx.x) % kWarpgroup;
+  int const thread = int(threadIdx.x) % kWarpgroupThreads;
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<kGatherRegisters>();
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// ----------------------------------------------------------------------------------------- rounding
+// -----------------------------------------------------------------------------------------
+// rounding
 constexpr int kRoundThreads = 256;
 constexpr int kGroup = 16;  // columns of a thread
 
@@ -78,7 +79,8 @@ __global__ void __launch_bounds__(kRoundThreads)
   reinterpret_cast<uint4*>(target)[1] = make_uint4(words[4], words[5], words[6], words[7]);
 }
 
-// ------------------------------------------------------------------------------------------- launch
+// -------------------------------------------------------------------------------------------
+// launch
 template <class Traits>
 void launch_main(ChosenGradientParams const& p, void* stream) {
   constexpr int kBytes = int(sizeof(ChosenStorage<Traits>));

@@ -31,7 +31,7 @@ struct ChosenGradientParams {
   float const* lse = nullptr;   // (heads_q, queries)
   float const* dlse = nullptr;  // the same, or none
   int const* indices = nullptr;
-  int const* counts = nullptr;  // (queries), or none
+  int const* counts = nullptr;    // (queries), or none
   int64_t index_strides[2] = {};  // of queries, and of lists
   int indices_of_list = 0;
   int block_log2 = 0;  // rows of a block
@@ -47,7 +47,7 @@ struct ChosenGradientParams {
   void* dk = nullptr;
   void* dv = nullptr;
   float* delta = nullptr;  // (heads_q, queries): rowsum(dO * O) - dLSE
-  float* sums = nullptr;   // (rows, heads_k, columns of k and v): zeros before, then those of dk, dv
+  float* sums = nullptr;  // (rows, heads_k, columns of k and v): zeros before, then those of dk, dv
 
   FA3_HD int group() const { return heads_q / heads_k; }
   FA3_HD int head_blocks() const { return ceil_div(group(), kHeadRows); }

@@ -1,7 +1,7 @@
 // The two math warpgroups. Each tile of 64 keys:
 //
-//   0: S = Q K^T    P  (as float32 to 1)       dQ, half of its columns   dK, dV of half of the columns
-//   1: dP = dO V^T     dS = P (dP - delta)     the other half            the other half
+//   0: S = Q K^T    P  (as float32 to 1)       dQ, half of its columns   dK, dV of half of the
+//   columns 1: dP = dO V^T     dS = P (dP - delta)     the other half            the other half
 //
 // P and dS go through shared memory in 16 bits: the first operand of dQ += dS K, and transposed of
 // dK = dS^T Q and dV = P^T dO, which are added to float32 sums in global memory, row by row. dQ
@@ -24,12 +24,13 @@ template <class Traits, int kNumber>
 struct ChosenMath {
   using Element = typename Traits::Element;
   template <int kSlices>
-  using SumsOf = decltype(cute::partition_fragment_C(
-      typename Traits::template MmaDq<kSlice * kSlices>{},
-      cute::Shape<cute::_64, cute::Int<kSlice * kSlices>>{}));
+  using SumsOf =
+      decltype(cute::partition_fragment_C(typename Traits::template MmaDq<kSlice * kSlices>{},
+                                          cute::Shape<cute::_64, cute::Int<kSlice * kSlices>>{}));
   using Sums = SumsOf<1>;
   static constexpr int kFirstDq = kNumber == 0 ? 0 : Traits::kOwnDq;
-  static constexpr int kDqSlices = kNumber == 0 ? Traits::kOwnDq : Traits::kSlicesQ - Traits::kOwnDq;
+  static constexpr int kDqSlices =
+      kNumber == 0 ? Traits::kOwnDq : Traits::kSlicesQ - Traits::kOwnDq;
   // In two parts, as a product has at most four slices.
   static constexpr int kDqPart = (kDqSlices + 1) / 2;
   static constexpr int kOtherDqPart = kDqSlices / 2;
@@ -136,10 +137,9 @@ struct ChosenMath {
     using Layout = typename Traits::template Tile<kColumns>;
     Element* const keys = shared.keys + (kNumber == 0 ? 0 : Traits::kSlicesK * kSliceElements);
     auto mma = typename Traits::MmaScores{}.get_slice(0);
-    auto a = mma.partition_fragment_A(cute::make_tensor(
-        cute::make_smem_ptr(kNumber == 0 ? shared.q : shared.dout), Layout{}));
-    auto b =
-        mma.partition_fragment_B(cute::make_tensor(cute::make_smem_ptr(keys), Layout{}));
+    auto a = mma.partition_fragment_A(
+        cute::make_tensor(cute::make_smem_ptr(kNumber == 0 ? shared.q : shared.dout), Layout{}));
+    auto b = mma.partition_fragment_B(cute::make_tensor(cute::make_smem_ptr(keys), Layout{}));
     issue_gemm<kColumns / 16>(typename Traits::MmaScores{}, a, b, sums, true);
     if constexpr (kNumber == 0) {
       uint64_t const exist = existing_keys(list, tile);
@@ -160,7 +160,7 @@ struct ChosenMath {
       sync_or_arrive(kProbabilities);
       multiply(sums);
       sync_or_arrive(kExchanged);
-      named_sync(NamedBarrier(kReadByAll), kWarpgroup);
+      named_sync(NamedBarrier(kReadByAll), kWarpgroupThreads);
     }
     store_scores(sums, shared.scores[kNumber]);
   }
@@ -256,30 +256,62 @@ struct ChosenMath {
     constexpr bool kHasDout = kIndex >= Traits::kSlicesK;
     Sums sums;
     if constexpr (kHasQ) {
-      issue<MmaKeys, LayoutOfScores, 1>(
-          shared.scores[1], shared.q + kIndex * kSliceElements, sums, true);
+      issue<MmaKeys, LayoutOfScores, 1>(shared.scores[1], shared.q + kIndex * kSliceElements, sums,
+                                        true);
     }
     if constexpr (kHasDout) {
-      issue<MmaKeys, LayoutOfScores, 1>(
-          shared.scores[0], shared.dout + (kIndex - Traits::kSlicesK) * kSliceElements, sums,
-          !kHasQ);
+      issue<MmaKeys, LayoutOfScores, 1>(shared.scores[0],
+                                        shared.dout + (kIndex - Traits::kSlicesK) * kSliceElements,
+                                        sums, !kHasQ);
     }
     wait_gemm<0>(sums);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      if (rows[r] >= 0) {
-        float* const row = p.sums + (int64_t(rows[r]) * p.heads_k + work.head_k) *
-                                        (Traits::kSlices * kSlice);
-        CUTE_UNROLL
-        for (int group = 0; group < kSlice / 16; ++group) {
-          int const at = 8 * group + 2 * r;
-          add_to_global(reinterpret_cast<float4*>(row + sum_index(kIndex, group, thread % 4)),
-                        make_float4(sums(at), sums(at + 1), sums(at + 4), sums(at + 5)));
-        }
-      }
-    }
+    add_rows<kIndex>(sums, rows);
     if constexpr (kIndex + 1 < kEndKeys) {
       add_to_keys<kIndex + 1>(rows);
+    }
+  }
+
+  // Adds a slice to the rows of keys. Neighbouring quads exchange half of their values, so that
+  // eight lanes add 128 bytes of a row.
+  template <int kIndex>
+  CUTE_DEVICE void add_rows(Sums const& sums, int const (&rows)[2]) const {
+    bool const is_odd = (thread & 4) != 0;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      int const other = __shfl_xor_sync(kWholeWarp, rows[r], 4);
+      CUTE_UNROLL
+      for (int group = 0; group < kSlice / 16; group += 2) {
+        float4 const low = four_of(sums, group, r);
+        float4 const high = four_of(sums, group + 1, r);
+        float4 const received = exchange_with_quad(select(is_odd, low, high));
+        int const at = sum_index(kIndex, group, thread % 4) + (is_odd ? 16 : 0);
+        add_to_row(is_odd ? other : rows[r], at, select(is_odd, received, low));
+        add_to_row(is_odd ? rows[r] : other, at, select(is_odd, high, received));
+      }
+    }
+  }
+
+  CUTE_DEVICE static float4 four_of(Sums const& sums, int group, int r) {
+    int const at = 8 * group + 2 * r;
+    return make_float4(sums(at), sums(at + 1), sums(at + 4), sums(at + 5));
+  }
+
+  // WHY by value: `?:` of two float4 goes through local memory.
+  CUTE_DEVICE static float4 select(bool first, float4 const& a, float4 const& b) {
+    return make_float4(first ? a.x : b.x, first ? a.y : b.y, first ? a.z : b.z, first ? a.w : b.w);
+  }
+
+  CUTE_DEVICE static float4 exchange_with_quad(float4 const& x) {
+    return make_float4(__shfl_xor_sync(kWholeWarp, x.x, 4), __shfl_xor_sync(kWholeWarp, x.y, 4),
+                       __shfl_xor_sync(kWholeWarp, x.z, 4), __shfl_xor_sync(kWholeWarp, x.w, 4));
+  }
+
+  // Nothing for a row that does not exist.
+  CUTE_DEVICE void add_to_row(int row, int at, float4 const& x) const {
+    if (row >= 0) {
+      float* const target =
+          p.sums + (int64_t(row) * p.heads_k + work.head_k) * (Traits::kSlices * kSlice) + at;
+      add_to_global(reinterpret_cast<float4*>(target), x);
     }
   }
 

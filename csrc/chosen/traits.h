@@ -2,6 +2,7 @@
 #pragma once
 
 #include "chosen/gradients.h"
+#include "config/slices.h"
 #include "core/softmax_math.h"
 #include "device/async_copy.h"
 #include "device/fragments.h"
@@ -12,14 +13,13 @@
 
 namespace fa3 {
 
-constexpr int kWarpgroup = 128;
 constexpr int kTileKeys = 64;
-constexpr int kSlice = 64;                            // columns, 128 bytes
-constexpr int kSliceElements = kHeadRows * kSlice;    // of 64 rows
-constexpr int kMathThreads = 2 * kWarpgroup;
+constexpr int kSlice = 64;                          // columns, 128 bytes
+constexpr int kSliceElements = kHeadRows * kSlice;  // of 64 rows
+constexpr int kMathThreads = 2 * kWarpgroupThreads;
 
-// A tile of keys has slices of K, then of V. All tiles have 64 rows in slices of 64 columns with the
-// 128-byte swizzle, one after the other.
+// A tile of keys has slices of K, then of V. All tiles have 64 rows in slices of 64 columns with
+// the 128-byte swizzle, one after the other.
 template <class Element_, int kWidthK, int kWidthV, bool kHasLatents_>
 struct ChosenTraits {
   using Element = Element_;
@@ -34,9 +34,9 @@ struct ChosenTraits {
 
   // (rows, columns) with columns contiguous, and its transpose.
   template <int kColumns>
-  using Tile = decltype(cute::tile_to_shape(
-      cute::GMMA::Layout_K_SW128_Atom<Element>{},
-      cute::Shape<cute::Int<kHeadRows>, cute::Int<kColumns>>{}));
+  using Tile =
+      decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
+                                   cute::Shape<cute::Int<kHeadRows>, cute::Int<kColumns>>{}));
   template <int kColumns>
   using Transposed = decltype(cute::tile_to_shape(
       cute::GMMA::Layout_MN_SW128_Atom<Element>{},
@@ -64,8 +64,9 @@ struct ChosenStorage {
     Element dout[Traits::kSlicesV * kSliceElements];
     Element keys[Traits::kSlices * kSliceElements];
     union {
-      Element scores[2][kSliceElements];          // P and dS, (heads, keys)
-      float4 exchange[kTileKeys / 8][kWarpgroup];  // P of warpgroup 0 for 1, in their threads' order
+      Element scores[2][kSliceElements];  // P and dS, (heads, keys)
+      // P of warpgroup 0 for 1, in the order of their threads.
+      float4 exchange[kTileKeys / 8][kWarpgroupThreads];
     };
   };
   float lse_log2[kHeadRows];
@@ -78,8 +79,8 @@ struct ChosenStorage {
                         // -> gathering threads
 
   CUTE_DEVICE void init_barriers() {
-    q_full.init(kWarpgroup);
-    keys_full.init(kWarpgroup);
+    q_full.init(kWarpgroupThreads);
+    keys_full.init(kWarpgroupThreads);
     keys_empty.init(2);
     fence_barrier_init();
   }
@@ -88,7 +89,7 @@ struct ChosenStorage {
 // Named barriers of the math warpgroups: 128 arrive and 128 wait, or all 256 wait.
 enum ChosenBarrier : int {
   kRowsReady = 0,      // LSE and delta are in shared memory (256)
-  kScoresUnread = 1,   // no product of warpgroup 1 reads P and dS of the last tile: 1 arrives, 0 waits
+  kScoresUnread = 1,   // 1 has no product that reads P and dS of the last tile: 1 arrives, 0 waits
   kProbabilities = 2,  // P is in `exchange`: 0 arrives, 1 waits
   kExchanged = 3,      // and has been read: 1 arrives, 0 waits
   kScoresReady = 4,    // P and dS are in `scores` (256)
@@ -124,9 +125,8 @@ struct ChosenList {
       : indices(p.indices + work.query * p.index_strides[0] + work.head_k * p.index_strides[1]),
         block_log2(p.block_log2),
         blocks(p.rows >> p.block_log2) {
-    int const count = p.counts == nullptr
-                          ? p.indices_of_list
-                          : clamp(p.counts[work.query], 0, p.indices_of_list);
+    int const count =
+        p.counts == nullptr ? p.indices_of_list : clamp(p.counts[work.query], 0, p.indices_of_list);
     slots = count << block_log2;
   }
 

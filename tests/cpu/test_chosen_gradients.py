@@ -115,6 +115,19 @@ def test_opcheck(name):
     torch.library.opcheck(torch.ops.flash_attn3.bwd_chosen.default, arguments)
 
 
+def test_compiled():
+    """One graph, with the gradients of an eager call."""
+    given = inputs_of(CASES['latent_sinks'], 'cpu')
+    upstream = upstream_of(CASES['latent_sinks'], given)
+    wanted = gradients_of(given, upstream)
+    leaves = {name: given[name].detach().requires_grad_() for name in wanted}
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_sparse_func, backend='aot_eager', fullgraph=True)
+    results = compiled(**given | leaves)
+    for name, x in zip(leaves, torch.autograd.grad(results, [*leaves.values()], upstream)):
+        torch.testing.assert_close(x, wanted[name], msg=name)
+
+
 def test_memory_is_linear_in_the_tokens(monkeypatch):
     """The plain path never holds more gathered rows than its bound, or those of a query."""
     sizes = []

@@ -1,4 +1,6 @@
-"""A call whose queries choose their keys as drawn, checked by tests/support/chosen_cases.py."""
+"""A call whose queries choose their keys as drawn, checked by tests/support/chosen_cases.py, and
+its gradients by tests/support/chosen_gradients.py.
+"""
 from __future__ import annotations
 
 import random
@@ -6,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.support import chosen_cases
+from tests.support import chosen_cases, chosen_gradients
 from tests.support.cache_oracle import check_same
 from tests.support.chosen_cases import LATENT, ChosenCase
 from tests.support.wrong_appends import expect_refused
@@ -25,12 +27,19 @@ class ChosenCall:
     function = 'chosen'
 
     def check(self, device: str | torch.device) -> None:
-        """Out and LSE; twice, with the same bits. Before, a call is refused for one thing."""
+        """Out and LSE, twice with the same bits, then gradients. Before, a call is refused for one
+        thing.
+        """
         function, given = chosen_cases.named(self.case, self.case.arguments(device))
         what, change = random.Random(self.case.seed).choice(list(wrong_calls(given).items()))
         expect_refused(given, what, change, function)
         got = chosen_cases.check_case(self.case, device)
         check_same(chosen_cases.call(self.case, self.case.arguments(device)), got)
+        if self.case.sparse:
+            chosen_gradients.check_gradients(
+                self.case, device, with_lse=self.case.seed % 2 == 0,
+                rotary=not self.case.latent or self.case.seed % 3 != 0,
+                deterministic=self.case.seed % 5 == 0)
 
 
 def kind_of(pick: random.Random) -> dict:

@@ -92,6 +92,24 @@ def test_deterministic(kind, device):
         compare.check_equal(x, second[name], f'd{name}')
 
 
+@pytest.mark.parametrize(('number', 'change', 'text'), [
+    (0, lambda x: x[:5], 'dout of shape'), (1, lambda x: x[:, :5], 'dlse of shape'),
+    (2, lambda x: x[..., :32], 'q of shape'), (4, lambda x: x.float(), 'v of shape'),
+    (5, lambda x: x[:, :1], 'out of shape'), (8, lambda x: x.long(), 'indices of shape'),
+    (9, lambda x: x[:1], 'index_counts of shape'), (10, lambda _: 2, 'index_block to be 1, 64')],
+    ids=str)
+def test_bad_input_of_the_op(number, change, text, kernels):
+    case = case_of('gqa_64', counts=True)
+    given = inputs_of(case, kernels)
+    lse = torch.zeros(8, 33, device=kernels)
+    arguments = [*upstream_of(case, given), given['q'], given['k'], given['v'],
+                 torch.zeros_like(given['q']), lse, None, given['indices'][:, None],
+                 given['index_counts'], 1, case.scale]
+    arguments[number] = change(arguments[number])
+    with pytest.raises(RuntimeError, match=f'bwd_chosen: expected {text}'):
+        torch.ops.flash_attn3.bwd_chosen(*arguments)
+
+
 def test_head_dims_without_kernels(device):
     check_gradients(case_of('gqa_64', head_dim=96, head_dim_v=96), device)
 
