@@ -320,25 +320,28 @@ struct ChosenMath {
   CUTE_DEVICE void store_dq(Fragment const& sums, int first) const {
     CUTE_UNROLL
     for (int i = 0; i < kSlices; ++i) {
-      int const slice = first + i;
-      bool const is_latent = slice >= Traits::kSlicesK;
-      int const columns = kSlice * (is_latent ? Traits::kSlicesV : Traits::kSlicesK);
-      auto* const target = static_cast<Element*>(is_latent ? p.dq_latent : p.dq) +
-                           kSlice * (is_latent ? slice - Traits::kSlicesK : slice);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         int const head = fragment_row(thread) + 8 * r;
         if (head < work.heads) {
-          Element* const row =
-              target + (int64_t(work.query) * p.heads_q + work.head + head) * columns;
-          CUTE_UNROLL
-          for (int j = 0; j < kSlice / 8; ++j) {
-            int const at = 4 * (i * (kSlice / 8) + j) + 2 * r;
-            *reinterpret_cast<uint32_t*>(row + 8 * j + fragment_column(thread)) =
-                pack_two<Element>(sums(at), sums(at + 1));
-          }
+          store_row(sums, 4 * i * (kSlice / 8) + 2 * r, first + i, work.head + head);
         }
       }
+    }
+  }
+
+  // A thread's columns of a slice of dQ, from element `at` of the sums on.
+  template <class Fragment>
+  CUTE_DEVICE void store_row(Fragment const& sums, int at, int slice, int head) const {
+    bool const is_latent = slice >= Traits::kSlicesK;
+    int const columns = kSlice * (is_latent ? Traits::kSlicesV : Traits::kSlicesK);
+    int const column = kSlice * (is_latent ? slice - Traits::kSlicesK : slice);
+    Element* const row = static_cast<Element*>(is_latent ? p.dq_latent : p.dq) +
+                         (int64_t(work.query) * p.heads_q + head) * columns + column;
+    CUTE_UNROLL
+    for (int j = 0; j < kSlice / 8; ++j) {
+      *reinterpret_cast<uint32_t*>(row + 8 * j + fragment_column(thread)) =
+          pack_two<Element>(sums(at + 4 * j), sums(at + 4 * j + 1));
     }
   }
 };

@@ -177,7 +177,8 @@ def flash_attn_sparse_func(
     attend, _ = functions_for(q, SPARSE.name, own.split_size)
     call = attend, tensors, own, choice, layout, SPARSE
     if needs_grad:
-        out, lse = chosen_gradients.attention(attend_to_chosen, call, deterministic)
+        out, lse = chosen_gradients.attention(attend_to_chosen, call, qv, own.sinks,
+                                              softmax_scale, deterministic)
     else:
         out, lse = attend_to_chosen(*call)
     return (out, lse) if return_softmax_lse else out

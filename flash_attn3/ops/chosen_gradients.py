@@ -139,14 +139,13 @@ class _ChosenAttention(torch.autograd.Function):
     """compute(*call) with gradients; the tensors after them are the call's."""
 
     @staticmethod
-    def forward(ctx, compute: Callable, call: tuple, in_order: bool, *given: Tensor | None):
-        _, _, own, choice, _, function = call
+    def forward(ctx, compute: Callable, call: tuple, scale: float, in_order: bool,
+                *given: Tensor | None):
+        _, _, _, choice, _, function = call
         out, lse = compute(*call)
         q, k, v, latent, s_aux = given
         indices = choice.indices if choice.indices.dim() == 3 else choice.indices.unsqueeze(1)
         ctx.save_for_backward(q, k, v, out, lse, latent, indices, choice.counts, s_aux)
-        columns = q.size(-1) + (0 if latent is None else latent.size(-1))
-        scale = columns ** -0.5 if own.softmax_scale is None else own.softmax_scale
         ctx.scalars = choice.block, scale
         ctx.in_order = checks.wants_determinism(in_order)
         ctx.function = function.name
@@ -161,16 +160,19 @@ class _ChosenAttention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         dq, dk, dv, dq_latent, delta = first_derivatives(
             ctx.function, _gradients, ctx.in_order, dout, dlse, *tensors, *ctx.scalars)
-        return (None, None, None, dq, dk, dv, None if latent is None else dq_latent,
+        return (None, None, None, None, dq, dk, dv, None if latent is None else dq_latent,
                 None if s_aux is None else _gradient_of_sinks(s_aux, lse, delta))
 
 
-def attention(compute: Callable, call: tuple, in_order: bool) -> tuple[Tensor, Tensor]:
-    """(out, lse) = compute(*call) with gradients of q, k, v, qv and the sinks. call: the op, its
-    tensors, Attend, a Choice, a Layout, a Function. in_order: the gradients are deterministic.
+def attention(compute: Callable, call: tuple, latent: Tensor | None, s_aux: Tensor | None,
+              scale: float | None, in_order: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) = compute(*call) with gradients of q, k, v, latent and s_aux. call: the op, its
+    tensors, arguments, a Choice, a Layout, a Function. in_order: the gradients are deterministic.
     """
-    _, (q, k, v, _), own, *_ = call
-    return _ChosenAttention.apply(compute, call, in_order, q, k[0], v[0], own.qv, own.sinks)
+    _, (q, k, v, _), *_ = call
+    if scale is None:
+        scale = (q.size(-1) + (0 if latent is None else latent.size(-1))) ** -0.5
+    return _ChosenAttention.apply(compute, call, scale, in_order, q, k[0], v[0], latent, s_aux)
 
 
 def _gradient_of_sinks(s_aux: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

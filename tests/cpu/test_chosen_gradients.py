@@ -1,5 +1,5 @@
-"""Gradients of flash_attn_sparse_func on the CPU path, against float64 autograd; the op `bwd_chosen`;
-what has no derivative.
+"""Gradients of flash_attn_sparse_func on the CPU path, against float64 autograd; the op
+`bwd_chosen`; what has no derivative.
 """
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Gradients of keys that each query chooses by index, on the GPU: against float64, with NaN in every
-row that nobody has chosen. The CPU path: tests/cpu/test_chosen_gradients.py.
+"""Gradients of keys that each query chooses by index, on the GPU: against float64, with NaN in
+every row that nobody has chosen. The CPU path: tests/cpu/test_chosen_gradients.py.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flash_attn3 import flash_attn_sparse_func
 
 from tests.gpu.common import spoil_allocator
 from tests.support import compare
-from tests.support.chosen_cases import LATENT, ChosenCase
+from tests.support.chosen_cases import LATENT, ChosenCase, named
 from tests.support.chosen_gradients import (check_gradients, expected, gradients_of, inputs_of,
                                             upstream_of)
 
@@ -92,6 +92,27 @@ def test_deterministic(kind, device):
         compare.check_equal(x, second[name], f'd{name}')
 
 
+@pytest.mark.parametrize('options', [{}, dict(wild=True, counts=True, count=130),
+                                     dict(block=64, count=2)], ids=str)
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_op(kind, options, device):
+    """After another forward."""
+    case = case_of(kind, **dict(tokens=(3,), count=70, pages=4) | options)
+    arguments = case.arguments(device)
+    ref, _, _ = case.expected(arguments)
+    _, given = named(case, arguments)
+    dtype = given['q'].dtype
+    upstream = upstream_of(case, given)
+    dq, dk, dv, dqv, _ = torch.ops.flash_attn3.bwd_chosen(
+        *upstream, given['q'], given['k'], given['v'], ref.out.to(dtype), ref.lse.float(),
+        given.get('qv'), given['indices'][:, None], given.get('index_counts'), case.block,
+        case.scale)
+    exact, pt = (expected(case, given, upstream, x) for x in (torch.float64, dtype))
+    for name, x in dict(q=dq, k=dk, v=dv, qv=dqv).items():
+        if name in exact:
+            compare.check_close(x, exact[name], pt[name], f'd{name}')
+
+
 @pytest.mark.parametrize(('number', 'change', 'text'), [
     (0, lambda x: x[:5], 'dout of shape'), (1, lambda x: x[:, :5], 'dlse of shape'),
     (2, lambda x: x[..., :32], 'q of shape'), (4, lambda x: x.float(), 'v of shape'),
@@ -149,10 +170,8 @@ def test_a_graph(kind, cuda):
         results = step()
     for seed in (1, 2):
         other = inputs_of(dataclasses.replace(case, seed=seed), cuda)
-        with torch.no_grad():
-            for name, x in given.items():
-                if isinstance(x, torch.Tensor):
-                    x.copy_(other[name])
+        for name in [name for name, x in given.items() if isinstance(x, torch.Tensor)]:
+            given[name].detach().copy_(other[name])
         graph.replay()
         wanted = (expected(case, given, (dout, None), dtype)
                   for dtype in (torch.float64, torch.bfloat16))

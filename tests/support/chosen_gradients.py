@@ -1,5 +1,5 @@
-"""Gradients of flash_attn_sparse_func against float64 autograd of attention to gathered rows, held to
-the bar of tests/support/compare.py. Rows that nobody has chosen hold NaN and have gradients of 0.
+"""Gradients of flash_attn_sparse_func against float64 autograd of attention to gathered rows, held
+to the bar of tests/support/compare.py. Rows that nobody has chosen hold NaN and have gradients of 0.
 """
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def check_gradients(case: ChosenCase, device: str | torch.device, rotary: bool =
 
 
 def _floors(case: ChosenCase, given: dict, upstream: tuple) -> dict[str, float]:
-    """compare.cancellation_floors(), and what float32 or rounding out leaves in a sink's gradient."""
+    """compare.cancellation_floors(), and what rounding leaves in a sink's gradient."""
     used = {name: given[name].double().nan_to_num(nan=0.0) for name in TENSORS
             if given.get(name) is not None}
     q, k = (torch.cat([used[x] for x in names if x in used], -1) if used.keys() & {*names} else None
