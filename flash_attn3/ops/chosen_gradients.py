@@ -21,7 +21,9 @@ from flash_attn3.ops.autograd import first_derivatives
 
 # (head_dim, head_dim_v, whether there are latents) with kernels.
 WIDTHS = (64, 512, True), (64, 64, False), (128, 128, False)
-_CHUNK_BYTES = 64 << 20    # of the keys and values that the plain path gathers at a time
+# What the plain path works on at a time: bytes of keys and values that it gathers, and queries.
+_CHUNK_BYTES = 32 << 20
+_DELTA_ROWS = 256
 
 # The arguments of the op.
 Backward = tuple_of('Backward', __name__, *OPS['bwd_chosen'].takes)
@@ -72,19 +74,24 @@ def _add_rows(sums: Tensor, part: _Part, values: Tensor, in_order: bool) -> None
         flat.index_add_(0, at, values)
 
 
+def _delta(own: Backward, wide: torch.dtype) -> Tensor:
+    """(queries, heads_q): rowsum(dO * O) - dLSE."""
+    parts = [(dout.to(wide) * out.to(wide)).sum(-1)
+             for dout, out in zip(own.dout.split(_DELTA_ROWS), own.out.split(_DELTA_ROWS))]
+    delta = torch.cat(parts)
+    return delta if own.dlse is None else delta - own.dlse.to(wide).transpose(0, 1)
+
+
 @reference.without_autocast
 def gradients_plainly(*arguments) -> tuple[Tensor, ...]:
     """The op `bwd_chosen` on any device, each sum in an order that the arguments determine."""
     own = Backward(*arguments)
     wide = reference.wide_dtype(own.q.dtype)
-    dout, lse = own.dout.to(wide), own.lse.to(wide).transpose(0, 1)    # (queries, heads_q)
-    delta = (dout * own.out.to(wide)).sum(-1)
-    if own.dlse is not None:
-        delta -= own.dlse.to(wide).transpose(0, 1)
+    lse, delta = own.lse.transpose(0, 1), _delta(own, wide)    # (queries, heads_q)
     q = own.q if own.q_latent is None else torch.cat([own.q, own.q_latent], -1)
     heads_k = own.k.size(1)
     grouped = heads_k, -1
-    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+    dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
     dk, dv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (own.k, own.v))
     head = torch.arange(heads_k, device=q.device)[:, None]
     for part in _parts(own):
@@ -93,7 +100,7 @@ def gradients_plainly(*arguments) -> tuple[Tensor, ...]:
         if own.q_latent is not None:
             k = torch.cat([k, v], -1)
         part_q, part_dout, part_lse, part_delta = (
-            x[part.rows].to(wide).unflatten(1, grouped) for x in (q, dout, lse, delta))
+            x[part.rows].to(wide).unflatten(1, grouped) for x in (q, own.dout, lse, delta))
         scores = torch.einsum('thgd,thnd->thgn', part_q, k) * own.scale
         is_none = ~part.exists[:, :, None] | (part_lse == -math.inf)[..., None]
         p = torch.exp(scores - part_lse[..., None]).masked_fill(is_none, 0)

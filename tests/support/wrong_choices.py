@@ -27,7 +27,8 @@ def wrong_calls(given: dict) -> dict[str, dict]:
             'list': [[1.0]], 'copy on meta': x.to('meta')}
         if x.dtype == torch.int32:
             others |= {'int64': x.long(), 'float32': x.float()}
-        if name in ('q', 'k_cache', 'v_cache', 'k', 'v', 'indices'):
+        # A call on a cache may do without indices.
+        if name in ('q', 'k_cache', 'v_cache', 'k', 'v') or (name == 'indices' and 'k' in given):
             others['None'] = None
         wrong |= {f'{what} for {name}': {name: other} for what, other in others.items()}
     if given['q'].dim() == 4:
