@@ -59,7 +59,7 @@ def _parts(own: Backward) -> Iterator[_Part]:
         yield _Part(rows, slots, exists.repeat_interleave(own.index_block, -1))
 
 
-def _add_rows(sums: Tensor, part: _Part, values: Tensor, in_order: bool) -> None:
+def _add_rows(sums: Tensor, part: _Part, values: Tensor) -> None:
     """Adds values (queries, heads_k, keys, columns) to the rows of sums (total_k, heads_k, columns)
     that a part has chosen.
     """
@@ -68,7 +68,7 @@ def _add_rows(sums: Tensor, part: _Part, values: Tensor, in_order: bool) -> None
     at = (part.slots * heads + head).flatten()
     values = values.masked_fill(~part.exists[..., None], 0).flatten(0, 2)
     flat = sums.view(-1, sums.size(-1))
-    if in_order and sums.is_cuda:    # sorts the places, and then sums those of a row in their order
+    if sums.is_cuda:    # sorts the places, and then sums those of a row in their order
         flat.index_put_((at,), values, accumulate=True)
     else:
         flat.index_add_(0, at, values)
@@ -111,8 +111,8 @@ def gradients_plainly(*arguments) -> tuple[Tensor, ...]:
         part_dv = torch.einsum('thgn,thgd->thnd', p, part_dout)
         if own.q_latent is not None:
             part_dv += part_dk[..., own.k.size(2):]
-        _add_rows(dk, part, part_dk[..., :own.k.size(2)], True)
-        _add_rows(dv, part, part_dv, True)
+        _add_rows(dk, part, part_dk[..., :own.k.size(2)])
+        _add_rows(dv, part, part_dv)
     columns = own.q.size(2)
     dq_latent = dq[..., columns:] if own.q_latent is not None else dq.new_empty(0)
     results = (x.to(own.q.dtype).contiguous() for x in (dq[..., :columns], dk, dv, dq_latent))
