@@ -1,5 +1,5 @@
 """Gradients of flash_attn_sparse_func against float64 autograd of attention to gathered rows, held
-to the bar of tests/support/compare.py. Rows that nobody has chosen hold NaN and have gradients of 0.
+to the bar of tests/support/compare.py. Rows that nobody has chosen hold NaN; their gradients are 0.
 """
 from __future__ import annotations
 
