@@ -6,8 +6,10 @@
 `copies`: flash_attn_varlen_func on sequences of a copy of the prompt and one completion; the copies
 are made before the clock runs. `copied keys`: flash_attn_varlen_func on the prompt and on each
 completion, whose keys and values come after a copy of the prompt's; autograd makes these copies and
-sums their gradients, on the clock. TFLOP/s count the pairs of a query and a key that our call sees.
-Contenders take turns, as flash_attn3/bench says. Results are compared with those of `copied keys`.
+sums their gradients, on the clock. `mask`: flash_attn_func with AttentionMask.completions, which
+all layers and steps share; `new mask`: the mask is made on the clock. TFLOP/s count the pairs of a
+query and a key that our call sees. Contenders take turns, as flash_attn3/bench says. Results are
+compared with those of `copied keys`.
 """
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from flash_attn3 import flash_attn_completions_func, flash_attn_varlen_func
+from flash_attn3 import (AttentionMask, flash_attn_completions_func, flash_attn_func,
+                         flash_attn_varlen_func)
 from flash_attn3.bench import DTYPES, OURS, WRONG, Timer, interleaved
 
-COPIES, COPIED_KEYS = 'copies', 'copied keys'
+COPIES, COPIED_KEYS, MASK, NEW_MASK = 'copies', 'copied keys', 'mask', 'new mask'
 FORWARD_AND_BACKWARD = 3.5    # times the FLOPs of the forward
 
 
@@ -51,7 +54,8 @@ class Cell(NamedTuple):
                 f'{self.heads}/{self.heads_k} heads of {self.head_dim}')
 
 
-CELLS = tuple(Cell(*sizes) for sizes in itertools.product((2048, 8192), (8, 16), (512, 1024)))
+CELLS = (*(Cell(*sizes) for sizes in itertools.product((2048, 8192), (8, 16), (512, 1024))),
+         *(Cell(4096, 8, 1000, 16, 4, head_dim) for head_dim in (64, 96, 128, 192, 256)))
 QUICK_CELLS = (Cell(2048, 8, 512), Cell(8192, 16, 1024))
 TINY_CELLS = (Cell(24, 3, 8, 4, 2, 16), Cell(16, 2, 5, 2, 2, 8))
 
@@ -98,7 +102,16 @@ def contenders(cell: Cell, device: torch.device, dtype: torch.dtype) -> dict[str
         k, v = (x.index_select(0, keys) for x in (k, v))
         return flash_attn_varlen_func(q, k, v, segments, key_starts, longest, both, causal=True)
 
+    def with_mask(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+        return flash_attn_func(q[None], k[None], v[None], mask=mask)[0]
+
+    def new_mask() -> AttentionMask:
+        return AttentionMask.completions(segments, tree, tokens)
+
+    mask = new_mask()
     return {
+        MASK: Contender(lambda *x: with_mask(*x, mask), leaves(every), every),
+        NEW_MASK: Contender(lambda *x: with_mask(*x, new_mask()), leaves(every), every),
         OURS: Contender(lambda q, k, v: flash_attn_completions_func(
             q, k, v, segments, tree, longest), leaves(every), every),
         COPIES: Contender(lambda q, k, v: flash_attn_varlen_func(
@@ -111,14 +124,12 @@ def distance(x: Tensor, y: Tensor) -> float:
 
 
 def errors_of(calls: dict[str, Contender]) -> dict[str, float]:
-    """Relative difference of out from that of `copied keys`; for ours the largest of out and the
-    gradients."""
+    """Relative difference of out from that of `copied keys`; without copies the largest of out and
+    the gradients."""
     results = {name: call() for name, call in calls.items()}
     wanted = results[COPIED_KEYS]
-    errors = {name: distance(found[0][calls[name].rows], wanted[0])
-              for name, found in results.items()}
-    errors[OURS] = max(map(distance, results[OURS], wanted))
-    return errors
+    return {name: distance(found[0][calls[name].rows], wanted[0]) if name == COPIES else
+            max(map(distance, found, wanted)) for name, found in results.items()}
 
 
 def measure(cell: Cell, device: torch.device, dtype: torch.dtype, rounds: int,
@@ -132,8 +143,8 @@ def measure(cell: Cell, device: torch.device, dtype: torch.dtype, rounds: int,
                dict(name=name, ms=figures[name].ms, spread=figures[name].spread,
                     tflops=cell.flops / figures[name].ms / 1e9,
                     error=errors[name], wrong=errors[name] > WRONG) for name in calls]
-    ratios = {name: figures[name].ms / figures[OURS].ms for name in (COPIES, COPIED_KEYS)
-              if name in figures and OURS in figures}
+    ratios = {name: figures[name].ms / figures[OURS].ms for name in calls
+              if name != OURS and name in figures and OURS in figures}
     return dict(cell=cell._asdict(), flops=cell.flops, results=results, ratios=ratios)
 
 
@@ -157,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'{cell.label()}:', *(f"{one['name']} {harness.figure_text(one)}"
                                     for one in found['results']), 'TFLOP/s;',
               *(f'{ratio:.2f} x {name}' for name, ratio in found['ratios'].items()), flush=True)
-    for name in (COPIES, COPIED_KEYS):
+    for name in (MASK, NEW_MASK, COPIES, COPIED_KEYS):
         ratios = [found['ratios'][name] for found in record['cells'] if name in found['ratios']]
         if ratios:
             record['summary'][f'to {name}'] = harness.ratios_summary(ratios)

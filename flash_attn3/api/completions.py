@@ -7,6 +7,7 @@ that it sees, and the parts add up.
 """
 from __future__ import annotations
 
+import warnings
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from flash_attn3.ops import autograd, checks, dense_and_varlen, derivatives, dte
 from flash_attn3.ops.dense_and_varlen import Execution, General
 
 _OP = 'flash_attn_completions_func'
+_DEPRECATED = checks.error(
+    _OP, 'flash_attn_func with a mask', 'a function that the next release has not',
+    'mask=AttentionMask.completions(cu_seqlens, cu_trees, seqlen), once for all layers')
 _attend = torch.ops.flash_attn3.attend.default
 _bwd = torch.ops.flash_attn3.bwd.default
 _fwd_traced = torch.ops.flash_attn3.fwd_completions.default
@@ -35,6 +39,9 @@ def flash_attn_completions_func(
         pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
         return_attn_probs: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention of prompts and their completions, where completions share a prompt.
+
+    Deprecated: `flash_attn_func` with `mask=AttentionMask.completions(...)` is one call of our
+    kernels where this is two, and has sinks.
 
     A tree is a prompt and any number of completions of it, each a segment of rows: the prompt of
     tree 0, its completions one after the other, the prompt of tree 1, and so on. A query sees the
@@ -72,6 +79,8 @@ def flash_attn_completions_func(
         >>> tree = torch.tensor([0, 3], dtype=torch.int32, device='cuda')    # a prompt of 4 rows
         >>> out = flash_attn3.flash_attn_completions_func(q, k, v, starts, tree)
     """
+    if not is_compiling():
+        warnings.warn(_DEPRECATED, DeprecationWarning, stacklevel=2)
     dtensors.reject(_OP, q)
     derivatives.reject_of_scalars(_OP, softmax_scale=softmax_scale, softcap=softcap)
     longest = checks.length_bound('max_seqlen', max_seqlen, q, _OP)

@@ -251,6 +251,39 @@ class AttentionMask:
         return AttentionMask.from_intervals(intervals, cu_seqlens)
 
     @staticmethod
+    def completions(cu_seqlens: Tensor, cu_trees: Tensor, seqlen: int) -> AttentionMask:
+        """Prompts that completions share: a query sees its own segment up to itself, and one of a
+        completion also the whole prompt. The numbers may be on a GPU, and nothing waits for them.
+
+        A tree is a prompt and any number of completions of it, each a segment: the prompt of tree
+        0, its completions one after the other, the prompt of tree 1, and so on.
+
+        Args:
+            cu_seqlens: (segments + 1,) int32: where segments begin, and the end of the last; from 0
+                on, never falling, up to at most seqlen. Queries after the last see nothing.
+            cu_trees: (trees + 1,) int32: which segments are prompts, and the number of segments;
+                from 0 on, never falling.
+            seqlen: queries and keys of a sequence.
+        """
+        _check_ints('completions', 'cu_seqlens', cu_seqlens, (1,))
+        _check_starts('completions', 'cu_trees', cu_trees, cu_seqlens.device)
+        if checks.reads_contents(cu_seqlens) and not checks.has_no_data(cu_seqlens):
+            _check_trees(cu_seqlens.tolist(), cu_trees.tolist(), seqlen)
+        begins, ends = cu_seqlens[:-1], cu_seqlens[1:]
+        row = torch.arange(seqlen, dtype=torch.int32, device=cu_seqlens.device)
+        if not (segments := begins.size(0)):
+            return _square(row.new_zeros(seqlen, 1, 2), seqlen)
+        segment = torch.arange(segments, dtype=torch.int32, device=row.device)
+        tree = torch.searchsorted(cu_trees.contiguous(), segment, right=True) - 1
+        prompt = cu_trees[tree.clamp(min=0)].clamp(0, segments - 1)
+        of_prompt = torch.stack([begins[prompt], ends[prompt]], -1)
+        of_prompt = of_prompt.masked_fill((prompt == segment)[:, None], 0)
+        number = torch.searchsorted(ends.contiguous(), row, right=True)
+        own = number.clamp(max=segments - 1)
+        intervals = torch.stack([of_prompt[own], torch.stack([begins[own], row + 1], -1)], 1)
+        return _square(intervals.masked_fill((number == segments)[:, None, None], 0), seqlen)
+
+    @staticmethod
     def tree(lengths: Sequence[int], parents: Sequence[int], *, causal: bool = True,
              device: torch.device | str | None = None) -> AttentionMask:
         """Segments that continue one another, such as prompts and their completions: a query sees
@@ -455,13 +488,16 @@ def _interval_problem(intervals: Tensor, most: int | Tensor,
             f'{begin[place]} to {end[place]}')
 
 
-def _described(x: Tensor) -> str:
+def _described(x) -> str:
+    if not isinstance(x, Tensor):
+        return repr(x)
     return f'{tuple(x.shape)}, {checks.dtype_name(x.dtype)}'
 
 
 def _check_ints(method: str, name: str, x: Tensor, ranks: tuple[int, ...],
                 least: int = 1) -> None:
-    if x.dtype != torch.int32 or x.dim() not in ranks or x.size(-1) < least:
+    is_one = isinstance(x, Tensor) and x.dtype == torch.int32 and x.dim() in ranks
+    if not is_one or x.size(-1) < least:
         raise RuntimeError(checks.error(
             f'{_OP}.{method}', f'{name} to be int32 of {" or ".join(map(str, ranks))} dimensions',
             _described(x)))
@@ -475,6 +511,23 @@ def _check_starts(method: str, name: str, x: Tensor, device: torch.device,
         raise RuntimeError(checks.error(
             f'{_OP}.{method}', f'{name} on {device}' + f' of {count} numbers' * (count is not None),
             f'{x.size(0)} on {x.device}'))
+
+
+def _check_trees(starts: list[int], trees: list[int], seqlen: int) -> None:
+    """Checks what completions() is given."""
+    segments = len(starts) - 1
+    problem = checks.sequences_problem('a sequence', starts, [], seqlen, suffix='')
+    if trees[0] != 0:
+        problem = problem or ('cu_trees[0] to be 0', str(trees[0]))
+    for tree, (first, end) in enumerate(zip(trees, trees[1:])):
+        if not first <= end <= segments:
+            problem = problem or (
+                f'cu_trees[{tree + 1}], the end of tree {tree}, to be from {first}, its prompt, to '
+                f'{segments}, the segments', str(end))
+    if trees[-1] != segments:
+        problem = problem or (f'cu_trees to end at {segments}, the segments', str(trees[-1]))
+    if problem:
+        raise RuntimeError(checks.error(f'{_OP}.completions', *problem))
 
 
 def _square(intervals: Tensor, seqlen: int) -> AttentionMask:

@@ -14,9 +14,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flash_attn3
 from flash_attn3 import AttentionMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import library, masked
+from flash_attn3.ops import checks, library, masked
 from flash_attn3.ops.mask_lists import Tiles
 
+from tests.support.completion_cases import TreeCase
 from tests.support.lists import ints, starts
 from tests.support.mask_cases import (INTERVALS, Blocks, MaskCase, call, check, check_case,
                                       check_documents, made)
@@ -194,12 +195,24 @@ def test_tree():
     assert torch.equal(shown_by(whole, 11), wanted)
 
 
-def test_a_tree_is_what_completions_are():
-    x = torch.randn(12, 2, 8)
-    lengths, tree = starts([4, 3, 2, 3]), ints([0, 3, 4])
-    out = flash_attn3.flash_attn_completions_func(x, x, x, lengths, tree)
-    mask = AttentionMask.tree([4, 3, 2, 3], [-1, 0, 0, -1])
-    torch.testing.assert_close(flash_attn_func(*[x[None]] * 3, mask=mask)[0], out)
+# A tree with an empty completion, a prompt of no rows, one alone, no segment, rows of one.
+TREES = ((4, 3, 0, 2), (0, 2, 1), (3,), (), (1, 1, 1))
+
+
+@pytest.mark.parametrize('trees, behind', [
+    (TREES, 0), (TREES, 2), ((), 1), (((),), 1), (((0, 0), ()), 3), (((5,), (1, 4)), 0)], ids=str)
+def test_completions(trees, behind):
+    case = TreeCase(trees, behind=behind)
+    mask = AttentionMask.completions(*case.lists('cpu'), case.rows)
+    assert torch.equal(shown_by(mask, case.rows), case.visible('cpu'))
+
+
+@pytest.mark.parametrize('trees', [[-5, 90, 3], [2 ** 31 - 1, -2 ** 31], [7, 0, 99, 1]], ids=str)
+def test_unchecked_completions_index_nothing_outside(trees, monkeypatch):
+    """What a GPU would do with them: an index out of range ends the process."""
+    monkeypatch.setattr(checks, 'reads_contents', lambda x: False)
+    for lists in ([0, 3, 5, 9], [4, 3, 9, -1], [99, -2 ** 31, 2 ** 31 - 1, 5]):
+        AttentionMask.completions(ints(lists), ints(trees), 9)
 
 
 @pytest.mark.parametrize('size', [64, 128])
@@ -323,6 +336,17 @@ def test_packed_refusals(mask, options, text):
     (lambda: AttentionMask.from_blocks(ONES[0]), 'block_mask of bool'),
     (lambda: AttentionMask.documents(ints([0, 3]).long(), 4), 'cu_documents to be int32 of 1 or 2'),
     (lambda: AttentionMask.prefix_lm(ints([2]), 4, starts([2, 2])), 'cu_seqlens on cpu of 2 numb'),
+    (lambda: AttentionMask.completions([0, 3], ints([0, 1]), 3), r'int32 .*, got \[0, 3\]'),
+    (lambda: AttentionMask.completions(ints([0, 3]), ints([]), 3), 'cu_trees to be int32 of 1'),
+    (lambda: AttentionMask.completions(ints([0, 3]), ints([0]).to('meta'), 3), 'cu_trees on cpu'),
+    (lambda: AttentionMask.completions(ints([1, 3]), ints([0, 1]), 3), r'cu_seqlens\[0\] to be 0'),
+    (lambda: AttentionMask.completions(ints([0, 4]), ints([0, 1]), 3),
+     'from 0, its start, to 3, the rows of a sequence, got 4'),
+    (lambda: AttentionMask.completions(ints([0, 3]), ints([1, 1]), 3), r'cu_trees\[0\] to be 0'),
+    (lambda: AttentionMask.completions(ints([0, 1, 2, 3]), ints([0, 2, 1, 3]), 3),
+     r'cu_trees\[2\], the end of tree 1, to be from 2, its prompt, to 3, the segments, got 1'),
+    (lambda: AttentionMask.completions(ints([0, 1, 3]), ints([0, 1]), 3),
+     'cu_trees to end at 2, the segments, got 1'),
     (lambda: AttentionMask.tree([1, 2], [-1]), '2 parents, one for each segment, got 1'),
     (lambda: AttentionMask.tree([1, 2], [-1, 1]), r'parents\[1\] from -1 to 0, got 2 and 1'),
     (lambda: AttentionMask.tree([2] * 5, [-1, 0, 0, 2, 2]), 'two intervals of keys in segment 4'),

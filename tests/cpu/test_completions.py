@@ -14,7 +14,8 @@ from hypothesis import given as drawn_from, strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from flash_attn3 import arguments, env, flash_attn_completions_func, flash_attn_func
+from flash_attn3 import (AttentionMask, arguments, env, flash_attn_completions_func,
+                         flash_attn_func)
 from flash_attn3.api import completions
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import library
@@ -126,6 +127,23 @@ def test_as_behind_copies_of_the_prompt():
     torch.testing.assert_close(got.out, torch.stack([results[i][0] for i in range(case.rows)]))
     torch.testing.assert_close(got.lse, torch.stack([results[i][1] for i in range(case.rows)], 1))
     torch.testing.assert_close(got[2:], torch.autograd.grad(loss, leaves))
+
+
+def test_a_warning_names_the_mask_that_replaces_it():
+    """The same numbers."""
+    case = dataclasses.replace(CASE, softcap=1.5)
+    tensors = case.tensors('cpu')
+    mask = AttentionMask.completions(*tensors.lists, case.rows)
+    with pytest.warns(DeprecationWarning, match=r'mask=AttentionMask.completions\(') as caught:
+        got = run(case, tensors)
+    assert caught[0].filename.endswith('completion_cases.py')
+
+    def masked(*given, softcap, **_):
+        q, k, v = (x[None] for x in given[:3])
+        results = flash_attn_func(q, k, v, softcap=softcap, mask=mask, return_attn_probs=True)
+        return [x[0] for x in results]
+
+    torch.testing.assert_close(run(case, tensors, masked), got)
 
 
 def test_gradcheck():
@@ -327,7 +345,7 @@ def test_on_a_gpu_that_is_not_served(monkeypatch):
     assert caught[0].filename == __file__
     torch.testing.assert_close(Results(*(x.as_subclass(Tensor) for x in got)), wanted)
     with warnings.catch_warnings():
-        warnings.simplefilter('error')
+        warnings.simplefilter('error', UserWarning)
         for changes, text in (BAD['short trees'], BAD['rows of k'], BAD['heads'], BAD['list']):
             with pytest.raises(RuntimeError, match=re.escape(text)):
                 elsewhere(**good(**changes))

@@ -88,6 +88,21 @@ def tree(case: MaskCase, generator: torch.Generator) -> tuple[AttentionMask, lis
     return mask, [shown] * len(case.lengths)
 
 
+def completions(case: MaskCase, generator: torch.Generator) -> tuple[AttentionMask, list[Tensor]]:
+    """Trees of any number of segments, also none; rows after the last segment see nothing."""
+    length, device = case.lengths[0][0], generator.device
+    cuts = [0, *points(6, length, generator)]
+    trees = [0, *points(2, len(cuts) - 1, generator), len(cuts) - 1]
+    shown = below(length, False, device).logical_not()
+    for first, end in itertools.pairwise(trees):
+        for segment in range(first, end):
+            own = slice(*cuts[segment:segment + 2])
+            shown[own, slice(*cuts[first:first + 2])] = True
+            shown[own, own] = below(own.stop - own.start, True, device)
+    return AttentionMask.completions(ints(cuts, device), ints(trees, device),
+                                     length), [shown] * len(case.lengths)
+
+
 def block_mask(case: MaskCase, generator: torch.Generator) -> tuple[AttentionMask, list[Tensor]]:
     """One of FlexAttention, read by flash_attn3.integrations.flex."""
     (rows, keys), device = case.lengths[0], generator.device
@@ -105,7 +120,8 @@ def block_mask(case: MaskCase, generator: torch.Generator) -> tuple[AttentionMas
     return flex.mask_of(found, rows, keys), [table] * len(case.lengths)
 
 
-MAKERS = {maker.__name__: maker for maker in (documents, prefix_lm, tree, block_mask)}
+MAKERS = {maker.__name__: maker for maker in (documents, prefix_lm, tree, completions,
+                                             block_mask)}
 
 
 # ----------------------------------------------------------------------------------------- a call
