@@ -10,10 +10,10 @@
 directions, and what makes their tables.) Lengths that fill no tile, GQA with packing, and a causal
 call with rows that see no key; gradients of out and of the LSE where there is a backward kernel, in
 both of its modes. Then the same of the general ops: with and without limits, for a batch and for
-packed sequences, some of them empty, with rows that do not count. Then attention on e4m3, on KV
-caches (dense and paged, appended to and rotated, split in each way, latent), and quantize_fp8: with
---filled also scales by head and by tensor; there PyTorch fills memory first, which initcheck may
-take for not initialised.
+packed sequences, some of them empty, with rows that do not count; masks, with the kernels that make
+their lists. Then attention on e4m3, on KV caches (dense and paged, appended to and rotated, split
+in each way, latent), and quantize_fp8: with --filled also scales by head and by tensor; there
+PyTorch fills memory first, which initcheck may take for not initialised.
 
 racecheck does not understand bulk copies; tests/gpu/test_repeat.py and test_deterministic.py look
 for races.
@@ -30,15 +30,18 @@ import flash_attn3
 from flash_attn3 import _plan
 from flash_attn3.ops import checks
 from flash_attn3.tools import planning, planning_cache
-from flash_attn3.ops.dense_and_varlen import General, for_backward
+from flash_attn3.ops.dense_and_varlen import Execution, General, MaskTensors, for_backward
+from flash_attn3.ops.fp8 import EightBit
+from flash_attn3.ops.mask_lists import Tiles
 from flash_attn3.cpu.reference_fp8 import Scales
-from tests.support import cache_cases, chosen_cases
+from tests.support import cache_cases, chosen_cases, mask_cases
 from tests.support.cache_cases import CacheCase, mixed
 from tests.support.cases import DTYPES, GRADIENT_KINDS, KINDS, OTHER_TILES, Case, GradientKind, Kind
 from tests.support.chosen_cases import LATENT, ChosenCase
 from tests.support.fp8_data import E4M3, descales, quantize_all
 from tests.support.general_cases import GeneralCase, forward
 from tests.support.lists import starts
+from tests.support.mask_cases import Blocks, MaskCase
 
 SMALL = [Case(67, 150, batch=1, heads_q=2, heads_k=2),
          Case(5, 33, heads_q=6, heads_k=2, pack_gqa=True),
@@ -67,6 +70,16 @@ PLAIN = [BATCH, PACKED, dataclasses.replace(PACKED, lengths=((60, 150), (0, 33),
 # (head dim, that of v): a kernel each.
 HEAD_DIMS = [*((x, x) for x in (64, 96, 128, 192, 256)), (64, 128), (64, 256), (96, 64), (128, 64),
              (192, 128), (64, 512), (512, 512)]
+
+# Lists of intervals, of blocks of both sizes, of both; for each query head, sequence, or all; some
+# of no tile.
+FINE = Blocks(64, 64, 0.3, 'q')
+MASKS = [MaskCase(((67, 300),) * 2, 'two', by_batch=True, s_aux=True, max_logits=True),
+         MaskCase(((300, 270),) * 2, blocks=FINE._replace(by_batch=True)),
+         MaskCase(((150, 200),), 'blind', Blocks(128, 64, heads='k'), softcap=3.0),
+         MaskCase(LENGTHS, 'one', Blocks(), is_packed=True, behind=9),
+         MaskCase(((3, 5), (200, 100), (0, 7), (130, 0), (300, 400)), blocks=FINE, is_packed=True)]
+MASK_HEAD_DIMS = (64, 64), (128, 128), (192, 128), (256, 256)
 
 
 class Fp8Call(NamedTuple):
@@ -135,6 +148,34 @@ def general_calls() -> list[tuple[GeneralCase, Kind]]:
             for cases, masks in ((GENERAL, (False,)), (PLAIN, (False, True)))
             for case in cases for causal in masks
             for kind in [GradientKind(dtype, head_dim, causal)]]
+
+
+def mask_calls() -> list[MaskCase]:
+    """Every kernel with lists; only calls without a softcap have gradients."""
+    return [dataclasses.replace(case, dtype=dtype, head_dim=head_dim, head_dim_v=columns_v)
+            for dtype in ('bf16', 'fp16') for head_dim, columns_v in MASK_HEAD_DIMS
+            for case in MASKS]
+
+
+def with_lists(case: MaskCase, device: str) -> tuple[tuple, General, MaskTensors]:
+    """q, k and v, and what their ops take. Drawn on the CPU, for the sake of initcheck; the lists
+    are made on the device.
+    """
+    given = mask_cases.moved(mask_cases.made(case, 'cpu'), device)
+    tensors, lists = mask_cases.sequences(case, given)
+    general = General(**lists, sinks=given.s_aux, softcap=case.softcap)
+    lengths = tuple(lists.values())
+    tiles = Tiles.of(max(case.head_dim, case.columns_v), case.softcap > 0, case.softcap == 0)
+    return tensors, general, given.mask.tensors_of('attend', tensors[:2], lengths, tiles,
+                                                   lambda: None)
+
+
+def kernels_of_mask(case: MaskCase) -> set[str]:
+    """Those that the planners take on an H100."""
+    tensors, general, mask = with_lists(case, 'meta')
+    planners = [_plan.plan_forward, _plan.plan_backward][:1 if case.softcap else 2]
+    return {checks.problem_text(dict(zip('qkv', tensors)), general, mask, rules_of='cuda',
+                                check=planner)['name'] for planner in planners}
 
 
 def fp8_calls() -> list[Fp8Call]:
@@ -242,6 +283,19 @@ def run_general(case: GeneralCase) -> None:
     torch.cuda.synchronize()
 
 
+def run_masked(case: MaskCase) -> None:
+    tensors, general, mask = with_lists(case, 'cuda')
+    execution = Execution(return_max_logits=case.max_logits)[:-1]
+    out, lse, _ = torch.ops.flash_attn3.attend(*tensors, None, *general, *execution, *EightBit(),
+                                               *mask)
+    if not case.softcap:
+        out, lse, dout, dlse = map(from_host, (out, lse, out, lse))
+        for deterministic in (False, True):
+            torch.ops.flash_attn3.bwd(dout, dlse, *tensors, out, lse,
+                                      *for_backward(general, deterministic, mask))
+    torch.cuda.synchronize()
+
+
 def plan_arguments(case: GeneralCase) -> tuple[list[tuple[int, ...]], dict]:
     """Shapes of q, k and v, and what both plans take beside the dtype."""
     options = dict(causal=case.causal, window_size=case.window, attention_chunk=case.chunk,
@@ -332,6 +386,8 @@ def main() -> None:
     count = run_all(calls(), lambda case, kind: run(case, kind in GRADIENT_KINDS))
     count += run_all(general_calls(), lambda case, kind: run_general(case))
     built = flash_attn3.built_variants()
+    count += run_each([case for case in mask_calls() if kernels_of_mask(case) <= set(built)],
+                      run_masked)
     count += run_each([call for call in fp8_calls() if kernel_of(call) in built], run_fp8)
     count += run_each([case for case in cache_calls() if kernel_on_cache(case) in built], run_cache)
     count += run_each([case for case in chosen_calls() if kernel_of_chosen(case) in built],

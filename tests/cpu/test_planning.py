@@ -453,6 +453,13 @@ def test_the_sanitizer_reaches_every_general_kernel():
     assert names <= reached
 
 
+def test_the_sanitizer_reaches_every_kernel_of_masks():
+    names = {row['name'] for row in _plan.variants() + _plan.backward_variants()
+             if row['mask'].startswith('lists')}
+    reached = set().union(*map(sanitize.kernels_of_mask, sanitize.mask_calls()))
+    assert names and reached == names
+
+
 def test_split_size_reaches_every_kernel_that_folds():
     """By a mask and head dims. tests/bits draws all of these."""
     masks = {'full': {}, 'causal': dict(causal=True), 'general': dict(window_size=(9, 9)),

@@ -6,6 +6,7 @@ where no query sees their whole tile.
 """
 from __future__ import annotations
 
+import copy
 import math
 import zlib
 from collections.abc import Callable
@@ -208,21 +209,35 @@ def _tensors(case: MaskCase, visible: list[Tensor], generator: torch.Generator) 
     return q, k, v, s_aux
 
 
+def moved(given: Given, device: str) -> Given:
+    """On another device; so is the mask, which has no lists there."""
+    mask = copy.copy(given.mask)
+    mask._kept = {}
+    for name in ('_intervals', '_blocks', '_cu_seqlens'):
+        x = getattr(mask, name)
+        setattr(mask, name, None if x is None else x.to(device))
+    tensors = (None if x is None else x.to(device) for x in given[:4])
+    return Given(*tensors, mask, given.visible)
+
+
+def sequences(case: MaskCase, given: Given) -> tuple[tuple[Tensor, ...], dict]:
+    """q, k and v as a call takes them, and the lists of packed sequences by their names."""
+    tensors, batch = given[:3], len(case.lengths)
+    if not case.is_packed:
+        return tuple(x.unflatten(0, (batch, len(x) // batch)) for x in tensors), {}
+    lengths = {name: [one[i] for one in case.lengths] for i, name in enumerate('qk')}
+    lists = {f'cu_seqlens_{name}': starts(one, given.q.device) for name, one in lengths.items()}
+    return tensors, lists | {f'max_seqlen_{name}': max(one, default=0)
+                             for name, one in lengths.items()}
+
+
 def call(case: MaskCase, given: Given, **changes) -> list[Tensor | None]:
     """[out, lse, max_logits], packed; None for what is not asked for."""
-    tensors = given.q, given.k, given.v
+    tensors, lists = sequences(case, given)
     options = dict(mask=given.mask, s_aux=given.s_aux, softcap=case.softcap,
                    return_attn_probs=case.lse, return_max_logits=case.max_logits,
-                   pack_gqa=case.pack_gqa, sm_margin=case.sm_margin) | changes
-    function, batch = flash_attn_varlen_func, len(case.lengths)
-    if case.is_packed:
-        for i, name in enumerate('qk'):
-            lengths = [one[i] for one in case.lengths]
-            options[f'cu_seqlens_{name}'] = starts(lengths, given.q.device)
-            options[f'max_seqlen_{name}'] = max(lengths, default=0)
-    else:
-        function = flash_attn_func
-        tensors = tuple(x.unflatten(0, (batch, len(x) // batch)) for x in tensors)
+                   pack_gqa=case.pack_gqa, sm_margin=case.sm_margin) | lists | changes
+    function = flash_attn_varlen_func if case.is_packed else flash_attn_func
     if case.out:
         options['out'] = tensors[0].new_full((*tensors[0].shape[:-1], case.columns_v), math.nan)
     results = function(*tensors, **options)
