@@ -8,6 +8,7 @@ import importlib
 import inspect
 import sys
 import types
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,28 @@ def diffusers() -> None:
     out = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, backend='_flash_varlen_3')
     expected = attention(q, k, v, attn_mask=mask[:, None, None])
     torch.testing.assert_close(out, expected, **TOLERANCE)
+    _flex_backend_of_diffusers(dispatch)
+
+
+def _flex_backend_of_diffusers(dispatch) -> None:
+    """Blocks of NABLA by its own code."""
+    from diffusers.models.transformers.transformer_kandinsky import nablaT_v2
+    from flash_attn3.integrations import diffusers, flex
+    q, k, v = (torch.randn(2, 256, 4, 16) for _ in range(3))
+    mask = nablaT_v2(q, k, torch.eye(4, dtype=torch.bool), thr=0.5)
+    shown = mask.to_dense().bool().repeat_interleave(64, 2).repeat_interleave(64, 3)
+    assert not shown.all()
+    theirs = dispatch.dispatch_attention_fn(q, k, v, backend='flex')
+    diffusers.enable_flex()
+    with mock.patch.object(flex, 'flash_attn_func', wraps=flex.flash_attn_func) as ours:
+        out = dispatch.dispatch_attention_fn(q, k, v, attn_mask=mask, backend='flex')
+        torch.testing.assert_close(out, attention(q, k, v, attn_mask=shown), **TOLERANCE)
+        out = dispatch.dispatch_attention_fn(q, k, v, backend='flex')
+        torch.testing.assert_close(out, theirs, **TOLERANCE)
+        assert ours.call_count == 2
+    diffusers.disable_flex()
+    dispatch.dispatch_attention_fn(q, k, v, backend='flex')
+    assert ours.call_count == 2
 
 
 # ----------------------------------------------------------------------------------------- xFormers
