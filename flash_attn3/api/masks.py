@@ -28,7 +28,7 @@ class _Kept(NamedTuple):
     """Tensors that later calls of the same kind use. layout keeps the cu_seqlens alive, because the
     key holds their id().
     """
-    tensors: MaskTensors
+    tensors: tuple[Tensor | None, ...]
     layout: Layout
     made: torch.cuda.Event | None    # None: on a CPU
 
@@ -62,15 +62,12 @@ class _Documents(NamedTuple):
         end = starts.new_full((1,), rows * seqlen)
         return _Documents(rows, seqlen, torch.cat([starts, end]), used.flatten(), causal)
 
-    def of_batch(self, batch: int) -> _Documents:
-        """For `batch` sequences that all have these documents."""
-        if batch == self.rows:
-            return self
+    def lists_of(self, batch: int) -> tuple[Tensor, Tensor]:
+        """cu_seqlens and seqused_k for `batch` sequences that all have these documents."""
         offsets = self.seqlen * torch.arange(batch, dtype=torch.int32, device=self.seqused_k.device)
         starts = (self.cu_seqlens[:-1] + offsets[:, None]).flatten()
         end = starts.new_full((1,), batch * self.seqlen)
-        return self._replace(rows=batch, cu_seqlens=torch.cat([starts, end]),
-                             seqused_k=self.seqused_k.repeat(batch))
+        return torch.cat([starts, end]), self.seqused_k.repeat(batch)
 
 
 class _Lengths(NamedTuple):
@@ -359,8 +356,14 @@ class AttentionMask:
             if problem := self._problem(q, Layout(q.size(1), k.size(1)), q.size(0),
                                         (q.size(2), k.size(2))):
                 raise RuntimeError(checks.error(op, *problem))
-        *_, starts, used, causal = documents.of_batch(q.size(0))
-        return starts, used, causal
+        batch = q.size(0)
+        if batch == documents.rows:
+            return documents.cu_seqlens, documents.seqused_k, documents.causal
+        if check is None:
+            return *documents.lists_of(batch), documents.causal
+        with torch.inference_mode(False):    # later calls may need gradients
+            lists = self._kept_tensors(('documents', batch), q, lambda: documents.lists_of(batch))
+        return *lists, documents.causal
 
     def tensors_of(self, op: str, tensors: tuple[Tensor, Tensor], lengths: tuple,
                    tiles: Tiles | None, check: Callable[[], None]) -> MaskTensors:
@@ -387,23 +390,31 @@ class AttentionMask:
         heads = q.size(-2), k.size(-2)
         key = (tiles, batch, heads, layout.queries, layout.keys, layout.all_keys,
                *map(_identity, layout[2:4]))
-        is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+        def make() -> MaskTensors:
+            check()
+            if problem := self._problem(q, layout, batch, heads):
+                raise RuntimeError(checks.error(op, *problem))
+            return self._made(layout, heads[0], tiles)
+
+        return self._kept_tensors(key, q, make, layout)
+
+    def _kept_tensors(self, key: tuple, x: Tensor, make: Callable[[], tuple],
+                      layout: Layout = Layout(0, 0)) -> tuple:
+        """What make() returned in the first call with this key. x: on the device of the tensors."""
+        is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if (kept := self._kept.get(key)) is not None:
             if is_captured:
                 self._captured[key] = kept
-            elif q.is_cuda:
+            elif x.is_cuda:
                 kept.wait()
             return kept.tensors
-        check()
-        if problem := self._problem(q, layout, batch, heads):
-            raise RuntimeError(checks.error(op, *problem))
-        made = self._made(layout, heads[0], tiles)
+        made = make()
         # What a captured graph makes exists only in its replays. PyTorch counts no changes of
         # inference tensors.
         if not is_captured and not any(x is not None and x.is_inference() for x in layout[2:4]):
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.pop(list(self._kept)[0], None)    # another thread may have dropped it
-            event = torch.cuda.current_stream(q.device).record_event() if q.is_cuda else None
+            event = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else None
             self._kept[key] = _Kept(made, layout, event)
         return made
 

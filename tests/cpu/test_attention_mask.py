@@ -157,6 +157,19 @@ def test_documents_as_packed_sequences(options, layout):
     check_documents('cpu', torch.float64, 24, layout == 'rows', **options)
 
 
+def test_documents_of_a_batch_are_listed_once():
+    """Also by a call in inference mode, after which one has gradients."""
+    mask = AttentionMask.documents(ints([0, 4, 9]), 9)
+    x = torch.randn(3, 9, 2, 8, requires_grad=True)
+    with torch.inference_mode():
+        flash_attn_func(x, x, x, mask=mask)
+    first = mask.as_packed('', x, x, True, lambda: None)
+    flash_attn_func(x, x, x, mask=mask).sum().backward()
+    again = mask.as_packed('', x, x, True, lambda: None)
+    assert first[0] is again[0] and first[1] is again[1] and len(mask._kept) == 1
+    assert first[0].tolist() == [0, 0, 4, 9, 9, 9, 13, 18, 18, 18, 22, 27, 27]
+
+
 def test_documents_of_none():
     assert not shown_by(AttentionMask.documents(ints([0]), 5), 5).any()
 
