@@ -77,7 +77,7 @@ class _Lengths(NamedTuple):
 
     def __and__(self, other: _Lengths) -> _Lengths:
         highs = [x.high for x in (self, other) if x.high is not None]
-        return _Lengths(max(self.low, other.low), min(highs, default=None))
+        return _Lengths(max(self.low, other.low), min(highs) if highs else None)
 
     def __str__(self) -> str:
         return str(self.high) if self.low == self.high else f'{self.low} to {self.high}'
@@ -110,7 +110,7 @@ class AttentionMask:
         """For the methods below. intervals: (batch or 1, seqlen_q, n, 2), packed (total_q, n, 2).
         blocks: (batch or 1, heads or 1, q blocks, k blocks) bool, of 64 x 64.
         """
-        self._intervals, self._blocks = intervals, blocks
+        self._intervals, self._blocks = map(_saveable, (intervals, blocks))
         self._seqlen_q, self._seqlen_k = seqlen_q, seqlen_k
         self._cu_seqlens = cu_seqlens
         self._is_fine = False    # made from blocks of 64
@@ -219,7 +219,9 @@ class AttentionMask:
         ends = row + 1 if causal else end
         intervals = torch.stack([begin, ends], -1).masked_fill(~is_inside[..., None], 0)
         mask = _square(intervals.unsqueeze(-2), seqlen)
-        mask._documents = _Documents.of(torch.atleast_2d(cu_documents), seqlen, causal)
+        documents = _Documents.of(torch.atleast_2d(cu_documents), seqlen, causal)
+        mask._documents = documents._replace(cu_seqlens=_saveable(documents.cu_seqlens),
+                                             seqused_k=_saveable(documents.seqused_k))
         return mask
 
     @staticmethod
@@ -317,7 +319,8 @@ class AttentionMask:
             rows.append([*(0, 0) * (_MOST_INTERVALS - len(ranges)), *sum(ranges, ())][-4:])
             start += length
         segments = torch.tensor(rows, dtype=torch.int32).view(-1, 4)
-        intervals = segments.repeat_interleave(torch.tensor(lengths, dtype=torch.int64), 0)
+        intervals = segments.repeat_interleave(torch.tensor(lengths, dtype=torch.int64), 0,
+                                               output_size=start)
         if causal:
             intervals[:, 3] = torch.arange(1, start + 1, dtype=torch.int32)
         return _square(intervals.view(-1, 2, 2).to(device), start)
@@ -342,15 +345,15 @@ class AttentionMask:
         return both
 
     # ------------------------------------------------------------------------------------- a call
-    def as_packed(self, op: str, q: Tensor, k: Tensor, needs_grad: bool,
+    def as_packed(self, op: str, q: Tensor, k: Tensor,
                   check: Callable[[], None] | None) -> tuple[Tensor, Tensor, bool] | None:
         """cu_seqlens, seqused_k and causal of a packed call on the rows of q and k, if the mask is
         nothing but documents. op, check: as of tensors_of(), which raises the same errors; None:
         nothing is checked.
         """
         documents = self._documents
-        if documents is None or (needs_grad and documents.seqused_k.is_inference()):
-            return None    # autograd saves no inference tensors
+        if documents is None:
+            return None
         if check is not None:
             check()
             if problem := self._problem(q, Layout(q.size(1), k.size(1)), q.size(0),
@@ -361,8 +364,7 @@ class AttentionMask:
             return documents.cu_seqlens, documents.seqused_k, documents.causal
         if check is None:
             return *documents.lists_of(batch), documents.causal
-        with torch.inference_mode(False):    # later calls may need gradients
-            lists = self._kept_tensors(('documents', batch), q, lambda: documents.lists_of(batch))
+        lists = self._kept_tensors(('documents', batch), q, lambda: documents.lists_of(batch))
         return *lists, documents.causal
 
     def tensors_of(self, op: str, tensors: tuple[Tensor, Tensor], lengths: tuple,
@@ -400,7 +402,15 @@ class AttentionMask:
 
     def _kept_tensors(self, key: tuple, x: Tensor, make: Callable[[], tuple],
                       layout: Layout = Layout(0, 0)) -> tuple:
-        """What make() returned in the first call with this key. x: on the device of the tensors."""
+        """What make() returned in the first call with this key. x: on the device of the tensors.
+
+        A graph of torch.compile has what eager calls have kept, or makes it. WHY it keeps nothing:
+        its tensors may be memory of a CUDA graph.
+        """
+        if is_compiling():
+            # Looking up makes a graph of its own for each size, which an empty dict does not need.
+            kept = self._kept.get(key) if self._kept and layout.cu_seqlens_q is None else None
+            return make() if kept is None else kept.tensors
         is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
         if (kept := self._kept.get(key)) is not None:
             if is_captured:
@@ -408,7 +418,8 @@ class AttentionMask:
             elif x.is_cuda:
                 kept.wait()
             return kept.tensors
-        made = make()
+        with torch.inference_mode(False):    # later calls may need gradients
+            made = make()
         # What a captured graph makes exists only in its replays. PyTorch counts no changes of
         # inference tensors.
         if not is_captured and not any(x is not None and x.is_inference() for x in layout[2:4]):
@@ -443,12 +454,13 @@ class AttentionMask:
         if problem := (self._packed_problem(layout) if is_packed else self._dense_problem(layout)):
             return problem
         sizes = [x.size(0) for x in given[:2] if x.dim() == 4]
-        if any(size not in (1, batch) for size in sizes):
+        if any(size != 1 and size != batch for size in sizes):    # symbols are in no tuple
             return f'mask for {batch} sequences, the batch of q, or for all', f'{max(sizes)}'
-        if self._blocks is not None and self._blocks.size(1) not in (1, *heads):
+        if self._blocks is not None and all(self._blocks.size(1) != x for x in (1, *heads)):
             return (f'mask for {heads[0]} heads of q, {heads[1]} heads of k, or all',
                     str(self._blocks.size(1)))
-        is_read = checks.reads_contents(q) and not checks.has_no_data(q)
+        is_read = (not is_compiling() and checks.reads_contents(q)
+                   and not checks.has_no_data(q))
         return self._value_problem(layout) if is_read else None
 
     def _dense_problem(self, layout: Layout) -> tuple[str, str] | None:
@@ -520,7 +532,7 @@ def _check_starts(method: str, name: str, x: Tensor, device: torch.device,
                   count: int | None = None) -> None:
     """Checks cu_seqlens. count: how many numbers it must have; None: any."""
     _check_ints(method, name, x, (1,))
-    if x.device != device or count not in (None, x.size(0)):
+    if x.device != device or (count is not None and count != x.size(0)):
         raise RuntimeError(checks.error(
             f'{_OP}.{method}', f'{name} on {device}' + f' of {count} numbers' * (count is not None),
             f'{x.size(0)} on {x.device}'))
@@ -550,9 +562,17 @@ def _square(intervals: Tensor, seqlen: int) -> AttentionMask:
     return mask
 
 
+def _saveable(x: Tensor | None) -> Tensor | None:
+    """x as autograd can save it, which refuses what inference mode made."""
+    if is_compiling() or x is None or not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
+
+
 def _identity(x: Tensor | None) -> tuple[int, int] | None:
-    """What differs for another tensor and for other contents."""
-    return None if x is None or x.is_inference() else (id(x), x._version)
+    """What differs for another tensor and for other contents. Graphs keep no lists of these."""
+    return None if x is None or is_compiling() or x.is_inference() else (id(x), x._version)
 
 
 def _joined(name: str, one: Tensor | None, other: Tensor | None, join) -> Tensor | None:

@@ -25,8 +25,8 @@ from flash_attn3.integrations._intervals import Intervals
 _CLIENT = 'flex'
 _BLOCKS = 64, 128
 _eager = torch.compiler.disable(
-    reason='flash_attn3.integrations.flex: expected no fullgraph=True; hint: masks are for eager '
-    'calls, and a break of the graph around them is one')
+    reason='flash_attn3.integrations.flex: expected no fullgraph=True with a BlockMask, which is '
+    'read from the device; hint: pass an AttentionMask')
 _kept: weakref.WeakKeyDictionary[Any, AttentionMask] = weakref.WeakKeyDictionary()
 
 
@@ -63,18 +63,13 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any = N
     if mask is not None and not isinstance(mask, AttentionMask):
         mask = mask_of(block_mask, query.size(2), key.size(2))
     rows = return_aux is not None and return_aux.max_scores
-    out, lse, *most = _attention(
+    out, lse, *most = flash_attn_func(
         *(x.transpose(1, 2) for x in (query, key, value)), softmax_scale=scale, mask=mask,
         return_attn_probs=True, return_max_logits=rows)
     out = out.transpose(1, 2)
     if return_aux is not None:
         return out, flex.AuxOutput(lse if return_aux.lse else None, most[0] if rows else None)
     return (out, lse) if return_lse else out
-
-
-@_eager
-def _attention(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return flash_attn_func(*tensors, **options)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, score_mod: Any, enable_gqa: bool) -> None:

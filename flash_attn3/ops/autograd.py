@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flash_attn3.ops import checks, dense_and_varlen, derivatives, fp8, fp8_gradients, library
 from flash_attn3.api.packing import unpack
+from flash_attn3.ops.dense_and_varlen import Execution, MaskTensors
 
 _fwd = torch.ops.flash_attn3._fwd.default
 _bwd = torch.ops.flash_attn3.bwd.default
@@ -151,10 +152,10 @@ def _bwd_packed(dout: Tensor, dlse: Tensor | None, qkv: Tensor, num_heads_q: int
 def _setup_general_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, *others = inputs
     out, lse, max_logits = output
-    arguments, execution = dense_and_varlen.split(others)
+    arguments, execution, mask = dense_and_varlen.split(others)
     tensors, ctx.general = dense_and_varlen.take_tensors(arguments)
     ctx.mark_non_differentiable(max_logits)
-    ctx.save_for_backward(q, k, v, out, lse, *tensors)
+    ctx.save_for_backward(q, k, v, out, lse, *mask, *tensors)
     ctx.deterministic = checks.wants_determinism(execution.deterministic)
     ctx.set_materialize_grads(False)
 
@@ -162,19 +163,23 @@ def _setup_general_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, Ten
 def _general_backward(ctx, dout: Tensor | None, dlse: Tensor | None, _,
                       compute: Callable = _bwd) -> tuple:
     """Gradients for the inputs of `fwd_general`: q, k, v and sinks have one."""
-    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    q, k, v, out, lse, *others = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    arguments = dense_and_varlen.put_tensors(ctx.general, tensors)
-    of_backward = dense_and_varlen.for_backward(arguments, ctx.deterministic)
+    count = len(MaskTensors._fields)
+    arguments = dense_and_varlen.put_tensors(ctx.general, others[count:])
+    of_backward = dense_and_varlen.for_backward(arguments, ctx.deterministic,
+                                                MaskTensors(*others[:count]))
     dq, dk, dv, dsinks = first_derivatives(dense_and_varlen.function_of(arguments), compute, dout,
                                            dlse, q, k, v, out, lse, *of_backward)
     return (dq, dk, dv, *dense_and_varlen.gradients_of(arguments, dsinks),
-            *[None] * len(dense_and_varlen.Execution._fields))
+            *[None] * len((*Execution._fields, *MaskTensors._fields)))
 
 
 def _forward_general(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, ...]:
-    return _attend(q, k, v, None, *arguments[:-1])    # without deterministic
+    general, execution, mask = dense_and_varlen.split(arguments)
+    rest = (*fp8.EightBit(), *mask) if any(x is not None for x in mask) else ()
+    return _attend(q, k, v, None, *general, *execution[:-1], *rest)    # without deterministic
 
 
 general_attention = define('fwd_general', _forward_general, _setup_general_context,
@@ -206,7 +211,7 @@ def _setup_quantized_context(ctx, inputs: tuple, output: tuple[Tensor, Tensor, T
 
 
 def _quantized_backward(ctx, *gradients: Tensor | None) -> tuple:
-    """Gradients for the inputs of `fwd_quantized`."""
+    """Gradients for the inputs of `fwd_quantized`, and further Nones, which PyTorch drops."""
     compute = (functools.partial(fp8_gradients.of_rounded, ctx.quantization)
                if ctx.quantization.rounded_backward else _bwd)
     return (*_general_backward(ctx, *gradients, compute), *(None for _ in fp8.Quantization._fields))

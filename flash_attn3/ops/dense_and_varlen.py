@@ -25,9 +25,10 @@ LAYOUTS = {3: '(total, heads, head_dim)', 4: '(batch, seqlen, heads, head_dim)'}
 General = tuple_of('General', __name__, 'lengths', 'score')
 # The arguments after those in the schema of `fwd_general`. Only that op takes deterministic.
 Execution = tuple_of('Execution', __name__, 'execution', 'gradients')
-# What an AttentionMask is to the op `attend`.
+# What an AttentionMask is to the ops; the last arguments of `fwd_general`.
 MaskTensors = tuple_of('MaskTensors', __name__, 'mask')
 _COUNT = len(General._fields)
+_BEFORE_MASK = _COUNT + len(Execution._fields)
 # What follows the tensors in the schemas of `bwd` and `bwd_out`: the arguments of `General` in
 # another order, and deterministic.
 _Backward = tuple_of('_Backward', __name__, *OPS['bwd'].takes[3:])
@@ -47,9 +48,10 @@ def general_of(q: Tensor, *lengths, window_size: Sequence[int] | Tensor = (-1, -
                    sinks=checks.sinks_of(s_aux, q, op), **others)
 
 
-def split(arguments: tuple) -> tuple[General, Execution]:
+def split(arguments: tuple) -> tuple[General, Execution, MaskTensors]:
     """Splits the arguments after q, k, v. PyTorch omits trailing defaults."""
-    return General(*arguments[:_COUNT]), Execution(*arguments[_COUNT:])
+    return (General(*arguments[:_COUNT]), Execution(*arguments[_COUNT:_BEFORE_MASK]),
+            MaskTensors(*arguments[_BEFORE_MASK:]))
 
 
 def for_backward(general: General, deterministic: bool,
@@ -195,7 +197,9 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
                    arguments: tuple) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     general = from_backward(arguments)
     mask = MaskTensors(*_mask_of_backward(_Backward(*arguments)))
-    checks.check_backward(tensors, general, mask)
+    # Only kernels have no softcap for gradients with a mask; the forward has checked its value.
+    is_masked = any(x is not None for x in mask)
+    checks.check_backward(tensors, general._replace(softcap=0.0) if is_masked else general, mask)
     dout, dlse, q, k, v, out, lse, *_ = tensors.values()
     check_contents(q, k, general)
     lengths = lengths_of(general)
@@ -210,7 +214,7 @@ def _gradients_cpu(tensors: dict[str, Tensor | None],
 # ------------------------------------------------------------------------------------------ fakes
 # Fakes check only what they rely on; the ops check the rest on real tensors.
 def forward_fake(q: Tensor, k: Tensor, v: Tensor, *arguments) -> tuple[Tensor, Tensor, Tensor]:
-    general, execution = split(arguments)
+    general, execution, _ = split(arguments)
     rank, op = rank_of(general), function_of(general)
     for name, x in zip('qkv', (q, k, v)):
         checks.check_rank(op, name, x, LAYOUTS[rank], rank)

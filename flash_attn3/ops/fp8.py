@@ -249,7 +249,7 @@ def split_attend(arguments: tuple) -> tuple[General, Execution, EightBit, MaskTe
 def split(arguments: tuple) -> tuple[General, Execution, Quantization]:
     """What follows q, k and v in `fwd_quantized`; trailing defaults may be missing."""
     end = len(General._fields) + len(Execution._fields)
-    return *dense_and_varlen.split(arguments[:end]), Quantization(*arguments[end:])
+    return *dense_and_varlen.split(arguments[:end])[:2], Quantization(*arguments[end:])
 
 
 def quantize_inputs(q: Tensor, k: Tensor, v: Tensor, own: General,

@@ -6,7 +6,7 @@ In the namespace `flash_attn3`:
   Its argument deterministic is for the gradients.
 - `_fwd`: `fwd` without autograd, for eager calls: a formula in Python costs microseconds.
 - `_fwd_no_lse`: only the output, for eager calls that read no LSE. It may write into a given out.
-- `fwd_general`: `fwd` with windows, chunks, softcap, sinks, packed sequences, max logits.
+- `fwd_general`: `fwd` with windows, chunks, softcap, sinks, packed sequences, masks, max logits.
 - `attend`: `fwd_general` without autograd, and attention on float8_e4m3fn; it may write into a
   given out. In fp8.py. Calls without these arguments use the ops above, because each argument costs
   host time.

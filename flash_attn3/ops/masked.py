@@ -1,7 +1,8 @@
 """Attention with an AttentionMask (api/masks.py): what it refuses, and which path it takes.
 
-Called by interface.py. CPU tensors without gradients and Hopper GPUs take the op `attend`; with
-gradients the CPU, and other GPUs, take the plain path, which PyTorch differentiates.
+Called by interface.py. The CPU and Hopper GPUs take the op `attend`, with the gradients of the
+general op; under torch.compile `fwd_general`. Other GPUs take the plain path, which PyTorch
+differentiates.
 """
 from __future__ import annotations
 
@@ -11,13 +12,14 @@ from torch.compiler import is_compiling
 
 from flash_attn3.cpu import fallback
 from flash_attn3.ops import checks, dense_and_varlen, dtensors, library, mask_lists, splits
-from flash_attn3.ops.autograd import first_derivatives
-from flash_attn3.ops.dense_and_varlen import MaskTensors, rank_of
+from flash_attn3.ops.autograd import general_attention
+from flash_attn3.ops.dense_and_varlen import General, MaskTensors, rank_of
 from flash_attn3.ops.fp8 import EightBit
+from flash_attn3.ops.mask_lists import Tiles
 from flash_attn3.ops.splits import Call
 
 _attend = torch.ops.flash_attn3.attend.default
-_bwd = torch.ops.flash_attn3.bwd.default
+_fwd_traced = torch.ops.flash_attn3.fwd_general.default
 
 
 def problem_text(call: Call, num_splits: int) -> str:
@@ -47,32 +49,6 @@ def gradient_text(op: str, softcap: float) -> str:
     return softcap and checks.error(op, 'no softcap for gradients with mask on a GPU', str(softcap))
 
 
-class _MaskedAttention(torch.autograd.Function):
-    """The op `attend` with a mask, on a Hopper GPU; q, k, v and sinks have gradients."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, general, execution, given):
-        out, lse, max_logits = _attend(q, k, v, None, *general, *execution[:-1], *EightBit(),
-                                       *given)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *general[:2])
-        ctx.given = given    # save_for_backward() refuses inference tensors
-        ctx.general = general._replace(sinks=None, cu_seqlens_q=None, cu_seqlens_k=None)
-        ctx.deterministic = checks.wants_determinism(execution.deterministic)
-        ctx.mark_non_differentiable(max_logits)
-        ctx.set_materialize_grads(False)
-        return out, lse, max_logits
-
-    @staticmethod
-    def backward(ctx, dout, dlse, _):
-        q, k, v, out, lse, sinks, starts_q, starts_k = ctx.saved_tensors
-        general = ctx.general._replace(sinks=sinks, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
-        dout = torch.zeros_like(out) if dout is None else dout
-        own = dense_and_varlen.for_backward(general, ctx.deterministic, ctx.given)
-        op = 'flash_attn_func' if starts_q is None else 'flash_attn_varlen_func'
-        dq, dk, dv, dsinks = first_derivatives(op, _bwd, dout, dlse, q, k, v, out, lse, *own)
-        return dq, dk, dv, None if sinks is None else dsinks, None, None, None
-
-
 def sizes_of(call: Call) -> MaskTensors:
     """Empty tensors with the shapes that a mask of intervals has, for the planner."""
     q, *_ = call.tensors
@@ -86,10 +62,17 @@ def _is_served(q: Tensor) -> bool:
     return not q.is_cuda or library.kernels_serve(q.device)
 
 
+def tiles_of(q: Tensor, v: Tensor, general: General, with_gradients: bool) -> Tiles | None:
+    """Tiles of the kernels that read lists in a call; None: the plain path, which reads none."""
+    if not q.is_cuda or not _is_served(q):
+        return None
+    return Tiles.of(max(q.size(-1), v.size(-1)), bool(general.softcap), with_gradients)
+
+
 def _check(call: Call) -> None:
     q, k, _, _ = call.tensors
     is_served = _is_served(q)
-    if checks.has_no_data(q):
+    if is_compiling() or checks.has_no_data(q):    # the op checks the call that runs
         return
     checks.check_forward(dict(zip(('q', 'k', 'v', 'out'), call.tensors)), call.general,
                          call.execution, rules_of=None if is_served else 'cpu')
@@ -102,10 +85,6 @@ def refuse(call: Call, num_splits: int) -> None:
     if text := problem_text(call, num_splits):
         raise RuntimeError(text)
     dtensors.reject(f'{call.op} with mask', call.tensors[0])
-    if is_compiling():
-        raise NotImplementedError(checks.error(
-            call.op, 'an eager call with mask', 'torch.compile or torch.export',
-            'torch.compiler.disable the function that calls it'))
     call.reject_forward_mode()
     if call.tensors[3] is not None and call.needs_grad():
         raise RuntimeError(checks.gradient_with_out_text(call.op, **call.named()))
@@ -119,8 +98,7 @@ def packed_call(call: Call, is_planned: bool = False) -> Call | None:
     if rank_of(call.general) == 3 or any(x is not None and not _is_one(x) for x in call.tensors):
         return None
     q, k, _, _ = call.tensors
-    packed = call.mask.as_packed(call.op, q, k, call.needs_grad(),
-                                 None if is_planned else lambda: _check(call))
+    packed = call.mask.as_packed(call.op, q, k, None if is_planned else lambda: _check(call))
     if packed is None:
         return None
     *lists, causal = packed
@@ -158,22 +136,21 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
     if needs_grad or not is_served or any(x.dim() != rank for x in tensors[:3]):
         _check(call)    # else the op does, and a mask before it is compared with a call
     lengths = (*general[:2], general.max_seqlen_q, general.max_seqlen_k) if rank == 3 else ()
-    has_kernels = is_served and (q.is_cuda or not needs_grad)
-    with_gradients = needs_grad and has_kernels
-    if with_gradients and (text := gradient_text(call.op, general.softcap)):
-        raise NotImplementedError(text)
-    tiles = (mask_lists.Tiles.of(max(q.size(-1), v.size(-1)), bool(general.softcap), needs_grad)
-             if q.is_cuda and is_served else None)
-    given = call.mask.tensors_of(call.op, (q, k), lengths, tiles, lambda: _check(call))
-    if has_kernels:
-        if q.is_cuda:
+    if needs_grad and q.is_cuda and is_served:
+        if text := gradient_text(call.op, general.softcap):
+            raise NotImplementedError(text)
+    given = call.mask.tensors_of(call.op, (q, k), lengths, tiles_of(q, v, general, needs_grad),
+                                 lambda: _check(call))
+    if is_served:
+        if is_compiling() and out is None:
+            return _fwd_traced(q, k, v, *general, *execution, *given)
+        if not is_compiling():
             dense_and_varlen.check_cuda_contents(q, k, general)
         if needs_grad:
-            return _MaskedAttention.apply(q, k, v, general.sinks, general, execution, given)
+            return general_attention(q, k, v, *general, *execution, *given)
         results = _attend(q, k, v, out, *general, *execution[:-1], *EightBit(), *given)
         return results[0] if out is None else out, *results[1:]
-    if not is_served:
-        fallback.warn_once(q.device, call.op)
+    fallback.warn_once(q.device, call.op)
     result, lse, row_max = dense_and_varlen.attend(q, k, v, general, execution.return_max_logits,
                                                    given)
     return (result if out is None else out.copy_(result), lse,

@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import flash_attn3
 from flash_attn3 import AttentionMask, flash_attn_func, flash_attn_varlen_func
 from flash_attn3.cpu import fallback
-from flash_attn3.ops import checks, library, masked
+from flash_attn3.ops import library
 from flash_attn3.ops.mask_lists import Tiles
 
 from tests.support.completion_cases import TreeCase
@@ -163,9 +163,9 @@ def test_documents_of_a_batch_are_listed_once():
     x = torch.randn(3, 9, 2, 8, requires_grad=True)
     with torch.inference_mode():
         flash_attn_func(x, x, x, mask=mask)
-    first = mask.as_packed('', x, x, True, lambda: None)
+    first = mask.as_packed('', x, x, lambda: None)
     flash_attn_func(x, x, x, mask=mask).sum().backward()
-    again = mask.as_packed('', x, x, True, lambda: None)
+    again = mask.as_packed('', x, x, lambda: None)
     assert first[0] is again[0] and first[1] is again[1] and len(mask._kept) == 1
     assert first[0].tolist() == [0, 0, 4, 9, 9, 9, 13, 18, 18, 18, 22, 27, 27]
 
@@ -412,12 +412,6 @@ def test_a_mask_elsewhere():
     meta = [x.to('meta') for x in (Q, K, K)]
     with pytest.raises(RuntimeError, match='mask on the device of q, meta, got cpu'):
         flash_attn_func(*meta, mask=MASK)
-
-
-def test_compiled_calls_are_refused(monkeypatch):
-    monkeypatch.setattr(masked, 'is_compiling', lambda: True)
-    with pytest.raises(NotImplementedError, match='an eager call with mask, got torch.compile'):
-        flash_attn_func(Q, K, K, mask=MASK)
 
 
 def test_lists_are_kept_for_calls_alike():

@@ -166,6 +166,9 @@ def test_under_compile():
     compiled = torch.compile(ours.flex_attention, backend='eager')
     close(compiled(*inputs, block_mask=block_mask),
           flex.flex_attention(*inputs, block_mask=block_mask))
+    mask = AttentionMask.prefix_lm(torch.tensor([30], dtype=torch.int32), inputs[0].size(2))
+    compiled = torch.compile(ours.flex_attention, backend='eager', fullgraph=True)
+    close(compiled(*inputs, block_mask=mask), ours.flex_attention(*inputs, block_mask=mask))
 
 
 def test_refusals():
